@@ -1,0 +1,168 @@
+"""What is run: model sizes, attention shapes, precisions and run options, as frozen dataclasses.
+
+Standard library only, so that every other module may import it. Model sizes exist here and nowhere else:
+`MODEL_SIZES["xl"].d_ff == 10240`. A bad value raises ValueError with the field's name.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, Literal, get_args
+
+DTypeName = Literal["float64", "float32", "float16", "bfloat16"]
+Scale = Literal["tiny", "smoke", "handout"]
+Mode = Literal["forward", "backward", "forward_backward", "train_step"]
+
+DTYPES: tuple[str, ...] = get_args(DTypeName)
+SCALES: tuple[str, ...] = get_args(Scale)
+MODES: tuple[str, ...] = get_args(Mode)
+BYTES_PER_ELEMENT = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
+
+
+def _require_positive(config: Any, *fields: str) -> None:
+    for field in fields:
+        value = getattr(config, field)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ValueError(f"{type(config).__name__}.{field} must be a positive int, got {value!r}")
+
+
+def _require_choice(config: Any, field: str, choices: tuple[str, ...]) -> None:
+    value = getattr(config, field)
+    if value not in choices:
+        raise ValueError(f"{type(config).__name__}.{field} must be one of {', '.join(choices)}, got {value!r}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """Shape of a Transformer language model (CS336 assignment 1's architecture)."""
+
+    name: str  # how tables call it
+    d_model: int  # width of the residual stream
+    d_ff: int  # hidden width of the SwiGLU feed-forward layer
+    num_layers: int  # Transformer blocks
+    num_heads: int  # attention heads; must divide d_model into even head dims (RoPE rotates pairs)
+    vocab_size: int = 10_000  # tokens in the vocabulary
+    context_length: int = 512  # longest sequence in tokens
+    rope_theta: float = 10_000.0  # base of the rotary frequencies
+
+    def __post_init__(self) -> None:
+        _require_positive(self, "d_model", "d_ff", "num_layers", "num_heads", "vocab_size", "context_length")
+        if self.d_model % self.num_heads or self.head_dim % 2:
+            raise ValueError(
+                f"ModelConfig.num_heads must divide d_model into even head dims, "
+                f"got d_model={self.d_model}, num_heads={self.num_heads}"
+            )
+        if not self.rope_theta > 0:
+            raise ValueError(f"ModelConfig.rope_theta must be positive, got {self.rope_theta!r}")
+
+    @property
+    def head_dim(self) -> int:
+        return self.d_model // self.num_heads
+
+
+MODEL_SIZES: dict[str, ModelConfig] = {
+    config.name: config
+    for config in (
+        # The handout's table, 2026 edition.
+        ModelConfig(name="small", d_model=768, d_ff=3072, num_layers=12, num_heads=12),
+        ModelConfig(name="medium", d_model=1024, d_ff=4096, num_layers=24, num_heads=16),
+        ModelConfig(name="large", d_model=1280, d_ff=5120, num_layers=36, num_heads=20),
+        ModelConfig(name="xl", d_model=2560, d_ff=10240, num_layers=32, num_heads=32),
+        ModelConfig(name="10b", d_model=4608, d_ff=12288, num_layers=50, num_heads=36),
+        # The 2025 edition's two largest; its 2.7b has the shape of the 2026 edition's xl.
+        ModelConfig(name="xl-2025", d_model=1600, d_ff=6400, num_layers=48, num_heads=25),
+        ModelConfig(name="2.7b-2025", d_model=2560, d_ff=10240, num_layers=32, num_heads=32),
+        # The 2026 leaderboard's full training step.
+        ModelConfig(
+            name="8b", d_model=4096, d_ff=11008, num_layers=34, num_heads=32, vocab_size=151_936, context_length=32_768
+        ),
+    )
+}
+HANDOUT_SIZES = ("small", "medium", "large", "xl", "10b")
+
+
+def proxy_model(size: str, d_model: int = 256) -> ModelConfig:
+    """A model of `size`'s proportions, scaled down to width `d_model`, named `<size>-proxy`.
+
+    Depth and feed-forward width shrink by the same factor as the width (at least two layers), so that the share of
+    attention, feed-forward and head stays recognisable; heads have 64 dimensions.
+    """
+    full = MODEL_SIZES[size]
+    factor = d_model / full.d_model
+    return replace(
+        full,
+        name=f"{size}-proxy",
+        d_model=d_model,
+        d_ff=round(full.d_ff * factor / 64) * 64,
+        num_layers=max(2, round(full.num_layers * factor)),
+        num_heads=max(1, d_model // 64),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionShape:
+    """Shape, mask and dtype of one attention call: q is (batch, heads, seqlen_q, head_dim)."""
+
+    batch: int
+    heads: int  # query heads
+    seqlen_q: int  # queries
+    seqlen_k: int  # keys
+    head_dim: int
+    is_causal: bool  # top-left aligned, as in SDPA and the handout
+    dtype: DTypeName
+    kv_heads: int | None = None  # key and value heads under grouped-query attention; None: as many as query heads
+
+    def __post_init__(self) -> None:
+        _require_positive(self, "batch", "heads", "seqlen_q", "seqlen_k", "head_dim")
+        _require_choice(self, "dtype", DTYPES)
+        if self.kv_heads is not None:
+            _require_positive(self, "kv_heads")
+            if self.heads % self.kv_heads:
+                raise ValueError(f"AttentionShape.kv_heads must divide heads={self.heads}, got {self.kv_heads}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Precision:
+    """Where low precision is used: the parameters' dtype, and autocast's dtype if it is on."""
+
+    parameters: DTypeName = "float32"
+    autocast: DTypeName | None = None  # None: no autocast
+
+    def __post_init__(self) -> None:
+        _require_choice(self, "parameters", DTYPES)
+        if self.autocast is not None:
+            _require_choice(self, "autocast", ("float16", "bfloat16"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelCase:
+    """One timed model configuration: `batch` sequences of `model.context_length` tokens."""
+
+    model: ModelConfig
+    batch: int
+    attention: str  # name of the attention inside the model: reference, compiled, tiled, triton or sdpa
+    precision: Precision = Precision()
+    warmup: int = 5  # steps run before the first timed one, in a fresh process where the problem is about warm-up
+
+    def __post_init__(self) -> None:
+        _require_positive(self, "batch")
+        if self.warmup < 0:
+            raise ValueError(f"ModelCase.warmup must not be negative, got {self.warmup}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """Options of one `cs336-systems run`, the same for every problem it runs."""
+
+    scale: Scale  # tiny: CI's minute; smoke: a laptop's minutes; handout: the full grid
+    device: Literal["cpu", "cuda"]
+    seed: int = 0  # of inputs and initial weights
+    model: str | None = None  # "package.module:Class" of the user's own model; None: this package's
+    cell_timeout_s: int = 600  # a cell that takes longer becomes a failed row
+
+    def __post_init__(self) -> None:
+        _require_choice(self, "scale", SCALES)
+        _require_choice(self, "device", ("cpu", "cuda"))
+        _require_positive(self, "cell_timeout_s")
+        if self.seed < 0:
+            raise ValueError(f"RunConfig.seed must not be negative, got {self.seed}")
