@@ -1,0 +1,31 @@
+"""Cross-entropy of next-token logits: `cross_entropy(model(tokens), next_tokens).backward()`."""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+INTEGER_DTYPES = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+
+
+def cross_entropy(logits: Float[Tensor, "*batch vocab"], targets: Int[Tensor, "*batch"]) -> Float[Tensor, ""]:
+    """Mean over all positions of `logsumexp(logits) - logits[target]`, in nats.
+
+    Low-precision logits are converted to float32 first; float64 stays. The log-sum-exp subtracts the largest logit, so
+    logits of any finite size neither overflow nor vanish. Every position counts: there is no ignored target, and one
+    outside [0, vocab) is an index error. Raises ValueError if the leading shapes differ, targets are not integers, or
+    there are none.
+    """
+    if targets.dtype not in INTEGER_DTYPES:
+        raise ValueError(f"targets must be integers, got {targets.dtype}")
+    if logits.ndim == 0 or targets.shape != logits.shape[:-1]:
+        raise ValueError(
+            f"targets must have the shape of logits without its last dimension, "
+            f"got targets {tuple(targets.shape)} and logits {tuple(logits.shape)}"
+        )
+    if targets.numel() == 0:
+        raise ValueError(f"targets must not be empty, got shape {tuple(targets.shape)}")
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    target_logits = wide.gather(-1, targets.long().unsqueeze(-1)).squeeze(-1)
+    return (wide.logsumexp(dim=-1) - target_logits).mean()

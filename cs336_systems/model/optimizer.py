@@ -1,0 +1,154 @@
+"""AdamW with a bounded working set, and gradient clipping.
+
+    optimizer = AdamW(model.parameters(), lr=3e-4)
+    clip_gradients(model.parameters(), max_norm=1.0)
+    optimizer.step()
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from functools import reduce
+from typing import Any
+
+import torch
+from torch import Tensor
+
+TEMPORARY_BYTES = 256 * 2**20  # largest temporary of a step, unless one parameter alone is larger
+
+
+class AdamW(torch.optim.Optimizer):
+    """AdamW (Loshchilov and Hutter, arXiv:1711.05101) in the 2026 edition's order.
+
+    At step t, with gradient g:
+
+        p ← p · (1 − lr · weight_decay)
+        m ← β1 · m + (1 − β1) · g
+        v ← β2 · v + (1 − β2) · g²
+        p ← p − lr · sqrt(1 − β2^t) / (1 − β1^t) · m / (sqrt(v) + eps)
+
+    eps stands outside the bias correction, so torch.optim.AdamW's eps is sqrt(1 − β2^t) times as large.
+    State of a parameter: "step" (int), "exp_avg" and "exp_avg_sq" (its own dtype and device). Everything is updated in
+    place; the only temporary is sqrt(v), in batches of at most `TEMPORARY_BYTES`, so that a step needs little more
+    memory than parameters, gradients and state. Raises ValueError on hyper-parameters out of range, and on parameters
+    that are not real floating point or have sparse gradients.
+    """
+
+    def __init__(
+        self,
+        params: Any,  # what torch.optim takes: tensors, (name, tensor) pairs, or dicts of groups
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.01,
+    ) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group of parameters, whose own hyper-parameters replace the defaults."""
+        _validate_hyperparameters({**self.defaults, **param_group})
+        super().add_param_group(param_group)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update every parameter that has a gradient; return what `closure`, run first, returns."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            ready = defaultdict(list)  # parameters that one multi-tensor call may update together
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    step = self._advance(parameter)
+                    ready[parameter.device, parameter.dtype, step].append(parameter)
+            for (_, _, step), parameters in ready.items():
+                for batch in _batches(parameters, TEMPORARY_BYTES):
+                    self._update(batch, step, group)
+        return loss
+
+    def _advance(self, parameter: Tensor) -> int:
+        """Count one more step of `parameter`, whose state is made at the first."""
+        if not parameter.is_floating_point() or parameter.grad.layout != torch.strided:  # type: ignore[union-attr]
+            raise ValueError(
+                f"params must be floating point with dense gradients, "
+                f"got {parameter.dtype} of shape {tuple(parameter.shape)}"
+            )
+        state = self.state[parameter]
+        if not state:
+            state["step"] = 0
+            state["exp_avg"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+            state["exp_avg_sq"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+        state["step"] += 1
+        return state["step"]
+
+    def _update(self, parameters: list[Tensor], step: int, group: dict[str, Any]) -> None:
+        lr, (beta1, beta2) = group["lr"], group["betas"]
+        gradients: list[Any] = [parameter.grad for parameter in parameters]  # none is None: see step
+        exp_avgs = [self.state[parameter]["exp_avg"] for parameter in parameters]
+        exp_avg_sqs = [self.state[parameter]["exp_avg_sq"] for parameter in parameters]
+
+        if group["weight_decay"] != 0:
+            torch._foreach_mul_(parameters, 1 - lr * group["weight_decay"])
+        torch._foreach_lerp_(exp_avgs, gradients, 1 - beta1)
+        torch._foreach_mul_(exp_avg_sqs, beta2)
+        torch._foreach_addcmul_(exp_avg_sqs, gradients, gradients, 1 - beta2)
+        denominators = torch._foreach_sqrt(exp_avg_sqs)
+        torch._foreach_add_(denominators, group["eps"])
+        step_size = lr * math.sqrt(1 - beta2**step) / (1 - beta1**step)
+        torch._foreach_addcdiv_(parameters, exp_avgs, denominators, -step_size)
+
+
+def clip_gradients(parameters: Tensor | Iterable[Tensor], max_norm: float, eps: float = 1e-6) -> Tensor:
+    """Scale all gradients in place by `min(1, max_norm / (norm + eps))` and return `norm`, a scalar tensor.
+
+    `norm` is the 2-norm of all gradients taken as one vector, before scaling, accumulated in float32 at least. No host
+    synchronisation. Parameters without a gradient are passed over; without any, the norm is 0. A norm that is not
+    finite is returned as it is, and leaves the gradients not finite. Raises ValueError if max_norm is not positive.
+    """
+    if not max_norm > 0:
+        raise ValueError(f"max_norm must be positive, got {max_norm}")
+    if isinstance(parameters, Tensor):
+        parameters = [parameters]
+    by_device = defaultdict(list)
+    for parameter in parameters:
+        if parameter.grad is not None:
+            by_device[parameter.grad.device].append(parameter.grad.detach())
+    if not by_device:
+        return torch.zeros(())
+
+    gradients = [gradient for group in by_device.values() for gradient in group]
+    dtype = reduce(torch.promote_types, (gradient.dtype for gradient in gradients), torch.float32)
+    first_device = gradients[0].device
+    norms = [norm.to(first_device) for group in by_device.values() for norm in torch._foreach_norm(group, 2, dtype)]
+    total_norm = torch.linalg.vector_norm(torch.stack(norms))
+    scale = (max_norm / (total_norm + eps)).clamp(max=1.0)
+    for device, group in by_device.items():
+        torch._foreach_mul_(group, scale.to(device))
+    return total_norm
+
+
+def _validate_hyperparameters(group: dict[str, Any]) -> None:
+    for name, minimum in (("lr", "non-negative"), ("weight_decay", "non-negative"), ("eps", "positive")):
+        value = group[name]
+        if not math.isfinite(value) or value < 0 or (value == 0 and minimum == "positive"):
+            raise ValueError(f"{name} must be finite and {minimum}, got {value}")
+    betas = group["betas"]
+    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+        raise ValueError(f"betas must be two numbers in [0, 1), got {betas}")
+
+
+def _batches(tensors: list[Tensor], max_bytes: int) -> Iterator[list[Tensor]]:
+    """`tensors` in order, cut into lists of at most `max_bytes`; a tensor larger than that stands alone."""
+    batch: list[Tensor] = []
+    batch_bytes = 0
+    for tensor in tensors:
+        if batch and batch_bytes + tensor.nbytes > max_bytes:
+            yield batch
+            batch, batch_bytes = [], 0
+        batch.append(tensor)
+        batch_bytes += tensor.nbytes
+    if batch:
+        yield batch

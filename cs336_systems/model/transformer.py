@@ -1,0 +1,154 @@
+"""The Transformer language model of CS336 assignment 1: pre-norm blocks, RoPE, SwiGLU, untied head.
+
+    model = TransformerLM.from_config(MODEL_SIZES["small"], attention="triton")
+    logits = model(tokens)  # (batch, seq) -> (batch, seq, vocab)
+
+The attention inside is chosen by name, so that one model measures every stage of this package.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from cs336_systems.config import ModelConfig
+from cs336_systems.model.layers import Embedding, Linear, RMSNorm, RotaryEmbedding, SwiGLU
+
+OWN_ATTENTION = ("reference", "compiled", "tiled", "triton")  # back ends of `cs336_systems.attention.flash_attention`
+ATTENTION_NAMES = (*OWN_ATTENTION, "sdpa")  # sdpa: PyTorch's scaled_dot_product_attention
+
+
+def causal_attention(
+    q: Float[Tensor, "batch heads seq head_dim"],
+    k: Float[Tensor, "batch heads seq head_dim"],
+    v: Float[Tensor, "batch heads seq head_dim"],
+    name: str,
+) -> Float[Tensor, "batch heads seq head_dim"]:
+    """Causal attention by the implementation called `name`, one of `ATTENTION_NAMES`."""
+    if name == "sdpa":
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    from cs336_systems.attention import flash_attention
+
+    attended = flash_attention(q, k, v, is_causal=True, backend=name)
+    assert isinstance(attended, Tensor)  # a pair only where the log-sum-exp is asked for
+    return attended
+
+
+class CausalMultiHeadSelfAttention(nn.Module):
+    """Causal multi-head self-attention with rotary positions.
+
+    `rope` is shared by the layers of a model. `attention` is one of `ATTENTION_NAMES`; another name raises ValueError.
+    """
+
+    def __init__(self, d_model: int, num_heads: int, rope: RotaryEmbedding, *, attention: str = "reference") -> None:
+        super().__init__()
+        if attention not in ATTENTION_NAMES:
+            raise ValueError(f"attention must be one of {', '.join(ATTENTION_NAMES)}, got {attention!r}")
+        self.num_heads = num_heads
+        self.attention = attention
+        self.rope = rope
+        self.q_proj = Linear(d_model, d_model)
+        self.k_proj = Linear(d_model, d_model)
+        self.v_proj = Linear(d_model, d_model)
+        self.output_proj = Linear(d_model, d_model)
+
+    def _split_heads(self, x: Float[Tensor, "batch seq d_model"]) -> Float[Tensor, "batch heads seq head_dim"]:
+        return x.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+
+    def forward(self, x: Float[Tensor, "batch seq d_model"]) -> Float[Tensor, "batch seq d_model"]:
+        q = self.rope(self._split_heads(self.q_proj(x)))
+        k = self.rope(self._split_heads(self.k_proj(x)))
+        v = self._split_heads(self.v_proj(x))
+        attended = causal_attention(q, k, v, self.attention)
+        return self.output_proj(attended.transpose(1, 2).flatten(-2))
+
+    def extra_repr(self) -> str:
+        return f"num_heads={self.num_heads}, attention={self.attention!r}"
+
+
+class TransformerBlock(nn.Module):
+    """`x + attn(ln1(x))`, then `x + ffn(ln2(x))`."""
+
+    def __init__(
+        self, d_model: int, num_heads: int, d_ff: int, rope: RotaryEmbedding, *, attention: str = "reference"
+    ) -> None:
+        super().__init__()
+        self.ln1 = RMSNorm(d_model)
+        self.attn = CausalMultiHeadSelfAttention(d_model, num_heads, rope, attention=attention)
+        self.ln2 = RMSNorm(d_model)
+        self.ffn = SwiGLU(d_model, d_ff)
+
+    def forward(self, x: Float[Tensor, "batch seq d_model"]) -> Float[Tensor, "batch seq d_model"]:
+        x = x + self.attn(self.ln1(x))
+        return x + self.ffn(self.ln2(x))
+
+
+class TransformerLM(nn.Module):
+    """Decoder-only language model over `vocab_size` tokens.
+
+    Arguments are those of `ModelConfig`, which checks them (ValueError names the field), and `attention`, one of
+    `ATTENTION_NAMES`. Parameters are float32 unless the default dtype says otherwise, on the ambient device.
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        context_length: int,
+        d_model: int,
+        num_layers: int,
+        num_heads: int,
+        d_ff: int,
+        rope_theta: float = 10_000.0,
+        *,
+        attention: str = "reference",
+    ) -> None:
+        super().__init__()
+        config = ModelConfig(
+            name=type(self).__name__,
+            d_model=d_model,
+            d_ff=d_ff,
+            num_layers=num_layers,
+            num_heads=num_heads,
+            vocab_size=vocab_size,
+            context_length=context_length,
+            rope_theta=rope_theta,
+        )
+        self.vocab_size = vocab_size
+        self.context_length = context_length
+        rope = RotaryEmbedding(context_length, config.head_dim, rope_theta)
+        self.token_embeddings = Embedding(vocab_size, d_model)
+        self.layers = nn.ModuleList(
+            TransformerBlock(d_model, num_heads, d_ff, rope, attention=attention) for _ in range(num_layers)
+        )
+        self.ln_final = RMSNorm(d_model)
+        self.lm_head = Linear(d_model, vocab_size)
+
+    @classmethod
+    def from_config(cls, config: ModelConfig, attention: str = "reference") -> TransformerLM:
+        return cls(
+            vocab_size=config.vocab_size,
+            context_length=config.context_length,
+            d_model=config.d_model,
+            num_layers=config.num_layers,
+            num_heads=config.num_heads,
+            d_ff=config.d_ff,
+            rope_theta=config.rope_theta,
+            attention=attention,
+        )
+
+    def forward(self, tokens: Int[Tensor, "batch seq"]) -> Float[Tensor, "batch seq vocab"]:
+        """Logits of the next token at every position; ValueError if seq exceeds the context length."""
+        if tokens.ndim != 2:
+            raise ValueError(f"tokens must have shape (batch, seq), got {tuple(tokens.shape)}")
+        if tokens.dtype not in (torch.int32, torch.int64):
+            raise ValueError(f"tokens must be int32 or int64, got {tokens.dtype}")
+        if tokens.shape[1] > self.context_length:
+            raise ValueError(
+                f"tokens must have at most context_length={self.context_length} positions, got {tokens.shape[1]}"
+            )
+        x = self.token_embeddings(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.lm_head(self.ln_final(x))

@@ -1,0 +1,819 @@
+"""The model package against independent formulas: layers, the whole model, loss, AdamW, clipping, sampling, loading."""
+
+from __future__ import annotations
+
+import copy
+import math
+import sys
+import types
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from cs336_systems.config import MODEL_SIZES, ModelConfig
+from cs336_systems.model import (
+    ATTENTION_NAMES,
+    AdamW,
+    CausalMultiHeadSelfAttention,
+    Embedding,
+    Linear,
+    RMSNorm,
+    RotaryEmbedding,
+    SwiGLU,
+    TransformerLM,
+    build_model,
+    clip_gradients,
+    cross_entropy,
+    generate,
+    load_model_class,
+    optimizer,
+)
+
+COVERS = ("cs336_systems/config.py", "cs336_systems/model")  # sources that the GPU tests below run
+
+CONFIG = ModelConfig(
+    name="test", d_model=24, d_ff=40, num_layers=2, num_heads=3, vocab_size=31, context_length=12, rope_theta=500.0
+)
+
+
+def make_model(attention: str = "sdpa", dtype: torch.dtype = torch.float32, seed: int = 0) -> TransformerLM:
+    return build_model(CONFIG, attention=attention, device="cpu", dtype=dtype, seed=seed)
+
+
+def random_tokens(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randint(CONFIG.vocab_size, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def course_state_dict(config: ModelConfig, seed: int = 0) -> dict[str, torch.Tensor]:
+    """A float64 state dict with the names and shapes of the course's own model, written out by hand."""
+    shapes = {
+        "token_embeddings.weight": (config.vocab_size, config.d_model),
+        "ln_final.weight": (config.d_model,),
+        "lm_head.weight": (config.vocab_size, config.d_model),
+    }
+    for layer in range(config.num_layers):
+        for projection in ("q", "k", "v", "output"):
+            shapes[f"layers.{layer}.attn.{projection}_proj.weight"] = (config.d_model, config.d_model)
+        shapes[f"layers.{layer}.ln1.weight"] = (config.d_model,)
+        shapes[f"layers.{layer}.ln2.weight"] = (config.d_model,)
+        shapes[f"layers.{layer}.ffn.w1.weight"] = (config.d_ff, config.d_model)
+        shapes[f"layers.{layer}.ffn.w2.weight"] = (config.d_model, config.d_ff)
+        shapes[f"layers.{layer}.ffn.w3.weight"] = (config.d_ff, config.d_model)
+    generator = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(shape, dtype=torch.float64, generator=generator) / 4 for name, shape in shapes.items()}
+
+
+def rotate_by_complex_numbers(x: torch.Tensor, theta: float) -> torch.Tensor:
+    """RoPE as multiplication by exp(i p theta^(-2j/d)): real parts first, then imaginary ones."""
+    seq, dim = x.shape[-2:]
+    frequencies = torch.tensor([theta ** (-2 * j / dim) for j in range(dim // 2)], dtype=torch.float64)
+    angles = torch.arange(seq, dtype=torch.float64)[:, None] * frequencies
+    rotated = torch.complex(x[..., 0::2], x[..., 1::2]) * torch.exp(1j * angles)
+    return torch.cat((rotated.real, rotated.imag), dim=-1)
+
+
+def model_by_hand(state: dict[str, torch.Tensor], config: ModelConfig, tokens: torch.Tensor) -> torch.Tensor:
+    """The logits, straight from the state dict and the equations."""
+
+    def norm(x, name):
+        return F.rms_norm(x, (config.d_model,), state[name], eps=1e-5)
+
+    seq = tokens.shape[-1]
+    future = torch.ones(seq, seq, dtype=torch.bool).triu(1)
+    x = state["token_embeddings.weight"][tokens]
+    for layer in range(config.num_layers):
+        weight = {name.removeprefix(f"layers.{layer}."): value for name, value in state.items()}
+        h = norm(x, f"layers.{layer}.ln1.weight")
+        heads = []
+        for rows in torch.arange(config.d_model).split(config.head_dim):
+            q, k, v = (h @ weight[f"attn.{name}_proj.weight"][rows].T for name in "qkv")
+            q, k = (rotate_by_complex_numbers(y, config.rope_theta) for y in (q, k))
+            scores = (q @ k.mT / math.sqrt(config.head_dim)).masked_fill(future, -math.inf)
+            heads.append(scores.softmax(-1) @ v)
+        x = x + torch.cat(heads, -1) @ weight["attn.output_proj.weight"].T
+        h = norm(x, f"layers.{layer}.ln2.weight")
+        gate = h @ weight["ffn.w1.weight"].T
+        x = x + (gate * gate.sigmoid() * (h @ weight["ffn.w3.weight"].T)) @ weight["ffn.w2.weight"].T
+    return norm(x, "ln_final.weight") @ state["lm_head.weight"].T
+
+
+# Layers
+
+
+def test_linear_and_embedding_are_matrix_product_and_row_lookup():
+    linear, embedding = Linear(5, 3).double(), Embedding(7, 4)
+    x = torch.randn(2, 6, 5, dtype=torch.float64)
+    torch.testing.assert_close(linear(x), torch.einsum("bsi,oi->bso", x, linear.weight))
+    tokens = torch.tensor([[6, 0, 3]])
+    assert torch.equal(embedding(tokens), embedding.weight[tokens])
+    assert [name for name, _ in linear.named_parameters()] == ["weight"]
+
+
+@pytest.mark.parametrize(
+    ("make", "std"),
+    [(lambda: Linear(300, 700), math.sqrt(2 / 1000)), (lambda: Embedding(700, 300), 1.0)],
+    ids=["linear", "embedding"],
+)
+def test_initial_weights_are_normal_and_cut_at_three_deviations(make, std):
+    torch.manual_seed(0)
+    weight = make().weight.detach()
+    assert weight.abs().max() <= 3 * std
+    assert weight.abs().max() > 2.9 * std
+    # Cut at 3, a normal variable keeps 98.66 % of its deviation; 210,000 draws settle it to 0.2 %.
+    assert weight.std().item() == pytest.approx(0.9866 * std, rel=0.01)
+    assert weight.mean().item() == pytest.approx(0.0, abs=0.01 * std)
+
+
+@pytest.mark.parametrize("width", [1, 7, 64])
+def test_rms_norm_agrees_with_torch(width):
+    norm = RMSNorm(width).double()
+    nn.init.normal_(norm.weight)
+    x = torch.randn(3, 5, width, dtype=torch.float64, requires_grad=True)
+    twin = x.detach().clone().requires_grad_()
+    ours, theirs = norm(x), F.rms_norm(twin, (width,), norm.weight, eps=1e-5)
+    torch.testing.assert_close(ours, theirs)
+    ours.sin().sum().backward()
+    theirs.sin().sum().backward()
+    torch.testing.assert_close(x.grad, twin.grad)
+
+
+def test_rms_norm_computes_in_float32_and_returns_the_inputs_dtype():
+    """Squares of float16 values above 256 overflow in float16."""
+    x = torch.tensor([[1000.0, -2000.0, 500.0, 4000.0]], dtype=torch.float16)
+    normed = RMSNorm(4)(x)
+    assert normed.dtype == torch.float16
+    torch.testing.assert_close(normed, F.rms_norm(x.double(), (4,), eps=1e-5).half())
+
+
+@pytest.mark.parametrize(("seq", "dim", "theta"), [(1, 2, 10_000.0), (9, 6, 100.0), (17, 64, 10_000.0)])
+def test_rope_rotates_interleaved_pairs_and_concatenates_the_halves(seq, dim, theta):
+    x = torch.randn(2, 3, seq, dim, dtype=torch.float64)
+    rotated = RotaryEmbedding(seq, dim, theta).double()(x)
+    torch.testing.assert_close(rotated, rotate_by_complex_numbers(x, theta))
+    # At position 0 nothing turns: what is left is the order, even elements before odd ones.
+    assert torch.equal(rotated[..., 0, :], torch.cat((x[..., 0, 0::2], x[..., 0, 1::2]), dim=-1))
+
+
+def test_rope_of_a_later_position_differs_from_its_interleaved_layout():
+    """A logits test cannot tell the two layouts apart; the output itself does."""
+    x = torch.randn(5, 8, dtype=torch.float64)
+    rotated = RotaryEmbedding(5, 8).double()(x)
+    interleaved = torch.stack(rotated.chunk(2, dim=-1), dim=-1).flatten(-2)
+    assert (rotated - interleaved).abs().max() > 0.1
+
+
+def test_rope_scores_depend_on_relative_position_only():
+    rope = RotaryEmbedding(16, 8).double()
+    q, k = torch.randn(2, 8, dtype=torch.float64)
+    scores = rope(q.expand(16, 8)) @ rope(k.expand(16, 8)).T
+    for offset in range(-15, 16):
+        diagonal = scores.diagonal(offset)
+        torch.testing.assert_close(diagonal, diagonal[:1].expand_as(diagonal))
+
+
+def test_rope_tables_stay_float32_when_the_model_is_cast():
+    rope = RotaryEmbedding(512, 64)
+    exact = rope.cos.clone()
+    rope.to(torch.bfloat16)
+    assert rope.cos.dtype == torch.float32
+    assert torch.equal(rope.cos, exact)
+    assert rope(torch.randn(4, 64, dtype=torch.bfloat16)).dtype == torch.bfloat16
+    rope.double()
+    assert rope.cos.dtype == torch.float64
+    assert not torch.equal(rope.cos.float().double(), rope.cos)  # computed anew, not widened
+
+
+def test_rope_tables_are_rebuilt_by_to_empty():
+    """They are not in the state dict, so loading one would leave them as uninitialised memory."""
+    expected = RotaryEmbedding(12, 8)
+    with torch.device("meta"):
+        rope = RotaryEmbedding(12, 8)
+    assert rope.cos.is_meta
+    rope.to_empty(device="cpu")
+    assert torch.equal(rope.cos, expected.cos)
+    assert torch.equal(rope.sin, expected.sin)
+
+
+def test_rope_refuses_odd_head_dims_and_long_sequences():
+    with pytest.raises(ValueError, match="head_dim must be even .*, got 7"):
+        RotaryEmbedding(8, 7)
+    with pytest.raises(ValueError, match="sequence of 9 positions is longer than context_length=8"):
+        RotaryEmbedding(8, 4)(torch.zeros(9, 4))
+
+
+def test_swiglu_agrees_with_its_equation():
+    ffn = SwiGLU(6, 10).double()
+    x = torch.randn(3, 6, dtype=torch.float64)
+    gate = x @ ffn.w1.weight.T
+    torch.testing.assert_close(ffn(x), (gate / (1 + torch.exp(-gate)) * (x @ ffn.w3.weight.T)) @ ffn.w2.weight.T)
+
+
+# The model
+
+
+@pytest.mark.parametrize("seq", [1, 7, CONFIG.context_length])
+def test_model_agrees_with_the_equations_on_the_courses_state_dict(seq):
+    model = TransformerLM.from_config(CONFIG, attention="sdpa").double()
+    state = course_state_dict(CONFIG)
+    model.load_state_dict(state, strict=True)
+    tokens = random_tokens(2, seq)
+    torch.testing.assert_close(model(tokens), model_by_hand(state, CONFIG, tokens))
+
+
+def test_state_dict_has_exactly_the_courses_names_and_shapes():
+    ours = {name: tensor.shape for name, tensor in make_model().state_dict().items()}
+    assert ours == {name: tensor.shape for name, tensor in course_state_dict(CONFIG).items()}
+
+
+@pytest.mark.parametrize("name", sorted(MODEL_SIZES))
+def test_parameter_count_of_every_size_has_its_closed_form(name):
+    config = MODEL_SIZES[name]
+    with torch.device("meta"):
+        model = TransformerLM.from_config(config)
+    assert all(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+    d = config.d_model
+    per_layer = 4 * d * d + 3 * d * config.d_ff + 2 * d
+    expected = 2 * config.vocab_size * d + config.num_layers * per_layer + d
+    assert sum(parameter.numel() for parameter in model.parameters()) == expected
+
+
+def test_logits_do_not_see_the_future():
+    model, tokens = make_model(), random_tokens(2, 12)
+    before = model(tokens)
+    for position in (1, 6, 11):
+        changed = tokens.clone()
+        changed[:, position] = (changed[:, position] + 1) % CONFIG.vocab_size
+        after = model(changed)
+        assert torch.equal(after[:, :position], before[:, :position])
+        assert not torch.equal(after[:, position], before[:, position])
+
+
+def test_steps_on_one_batch_memorise_it():
+    model, tokens = make_model(), random_tokens(2, 12)
+    adamw = AdamW(model.parameters(), lr=3e-3)
+    losses = []
+    for _ in range(40):
+        loss = cross_entropy(model(tokens[:, :-1]), tokens[:, 1:])
+        adamw.zero_grad()
+        loss.backward()
+        clip_gradients(model.parameters(), 1.0)
+        adamw.step()
+        losses.append(loss.item())
+    assert losses[1] < losses[0]
+    assert losses[-1] < 0.2 * losses[0]
+
+
+def test_model_compiles_without_graph_breaks():
+    model, tokens = make_model(), random_tokens(2, 8)
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(tokens), model(tokens))
+
+
+def test_model_runs_under_autocast_with_float32_parameters():
+    model, tokens = make_model(), random_tokens(2, 8)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        logits = model(tokens)
+        loss = cross_entropy(logits, tokens)
+    loss.backward()
+    assert (logits.dtype, loss.dtype, model.lm_head.weight.grad.dtype) == (torch.bfloat16, torch.float32, torch.float32)
+    torch.testing.assert_close(logits.float(), model(tokens), atol=0.1, rtol=0.1)
+
+
+@pytest.mark.parametrize("name", [name for name in ATTENTION_NAMES if name != "sdpa"])
+def test_attention_is_dispatched_by_name(name, monkeypatch):
+    calls = []
+
+    def spy(q, k, v, **options):
+        calls.append((tuple(q.shape), options))
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    monkeypatch.setitem(sys.modules, "cs336_systems.attention", types.SimpleNamespace(flash_attention=spy))
+    model, tokens = make_model(attention=name), random_tokens(2, 5)
+    torch.testing.assert_close(model(tokens), make_model()(tokens))
+    assert calls == [((2, 3, 5, 8), {"is_causal": True, "backend": name})] * CONFIG.num_layers
+
+
+@pytest.mark.parametrize("name", ["reference", "tiled"])
+def test_own_attention_agrees_with_the_equations(name):
+    model = TransformerLM.from_config(CONFIG, attention=name).double()
+    state, tokens = course_state_dict(CONFIG), random_tokens(2, 12)
+    model.load_state_dict(state, strict=True)
+    logits = model(tokens)
+    torch.testing.assert_close(logits, model_by_hand(state, CONFIG, tokens), atol=1e-5, rtol=1e-5)
+    logits.sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+def test_unknown_attention_is_refused_at_construction():
+    message = "attention must be one of reference, compiled, tiled, triton, sdpa, got 'flash'"
+    with pytest.raises(ValueError, match=message):
+        TransformerLM.from_config(CONFIG, attention="flash")
+    with pytest.raises(ValueError, match=message):
+        CausalMultiHeadSelfAttention(8, 2, RotaryEmbedding(4, 4), attention="flash")
+
+
+def test_model_refuses_bad_shapes_and_tokens():
+    with pytest.raises(ValueError, match="num_heads must divide d_model into even head dims, got d_model=24"):
+        TransformerLM(31, 12, 24, 2, 5, 40)
+    with pytest.raises(ValueError, match="num_layers must be a positive int, got 0"):
+        TransformerLM(31, 12, 24, 0, 3, 40)
+    model = make_model()
+    with pytest.raises(ValueError, match="at most context_length=12 positions, got 13"):
+        model(random_tokens(1, 13))
+    with pytest.raises(ValueError, match=r"tokens must have shape \(batch, seq\), got \(5,\)"):
+        model(random_tokens(5))
+    with pytest.raises(ValueError, match="tokens must be int32 or int64, got torch.float32"):
+        model(torch.zeros(1, 4))
+
+
+# Cross-entropy
+
+
+@pytest.mark.parametrize("leading", [(1,), (5,), (3, 4), (2, 1, 3)])
+@pytest.mark.parametrize("magnitude", [1.0, 1e4])
+def test_cross_entropy_agrees_with_torch(leading, magnitude):
+    logits = (magnitude * torch.randn(*leading, 11, dtype=torch.float64)).requires_grad_()
+    twin = logits.detach().clone().requires_grad_()
+    targets = torch.randint(11, leading)
+    ours, theirs = cross_entropy(logits, targets), F.cross_entropy(twin.reshape(-1, 11), targets.reshape(-1))
+    torch.testing.assert_close(ours, theirs)
+    ours.backward()
+    theirs.backward()
+    torch.testing.assert_close(logits.grad, twin.grad)
+
+
+def test_cross_entropy_of_huge_logits_is_finite_in_float32():
+    logits = torch.tensor([[1e4, -1e4, 0.0], [-1e4, -1e4, -1e4]])
+    assert cross_entropy(logits[:1], torch.tensor([1])).item() == 2e4
+    assert cross_entropy(logits[1:], torch.tensor([2])).item() == pytest.approx(math.log(3), abs=1e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_cross_entropy_of_low_precision_logits_is_computed_in_float32(dtype):
+    logits, targets = torch.randn(64, 1000).to(dtype), torch.randint(1000, (64,))
+    ours = cross_entropy(logits, targets)
+    assert ours.dtype == torch.float32
+    assert ours.item() == pytest.approx(F.cross_entropy(logits.double(), targets).item(), abs=1e-5)
+
+
+def test_cross_entropy_takes_a_single_position_and_int32_targets():
+    logits = torch.randn(9)
+    expected = F.cross_entropy(logits, torch.tensor(4))
+    torch.testing.assert_close(cross_entropy(logits, torch.tensor(4, dtype=torch.int32)), expected)
+
+
+def test_cross_entropy_refuses_bad_targets():
+    with pytest.raises(ValueError, match=r"got targets \(3,\) and logits \(2, 5\)"):
+        cross_entropy(torch.zeros(2, 5), torch.zeros(3, dtype=torch.int64))
+    with pytest.raises(ValueError, match="targets must be integers, got torch.float32"):
+        cross_entropy(torch.zeros(2, 5), torch.zeros(2))
+    with pytest.raises(ValueError, match=r"targets must not be empty, got shape \(0,\)"):
+        cross_entropy(torch.zeros(0, 5), torch.zeros(0, dtype=torch.int64))
+    with pytest.raises((IndexError, RuntimeError), match="out of bounds"):
+        cross_entropy(torch.zeros(2, 5), torch.tensor([0, -100]))
+
+
+# AdamW
+
+HYPER = {"lr": 0.05, "betas": (0.8, 0.95), "eps": 0.3, "weight_decay": 0.4}
+
+
+def adamw_by_hand(p: float, gradients: list[float], variant: str = "right") -> float:
+    """The scalar recurrence; `variant` names a known-wrong one."""
+    lr, (beta1, beta2), eps, decay = HYPER["lr"], HYPER["betas"], HYPER["eps"], HYPER["weight_decay"]
+    m = v = 0.0
+    for t, g in enumerate(gradients, start=1):
+        if variant == "decay in the gradient":
+            g += decay * p
+        elif variant != "decay last":
+            p *= 1 - lr * decay
+        m = beta1 * m + (1 - beta1) * g
+        v = beta2 * v + (1 - beta2) * g * g
+        if variant == "eps inside the bias correction":
+            p -= lr * (m / (1 - beta1**t)) / (math.sqrt(v / (1 - beta2**t)) + eps)
+        elif variant == "no bias correction":
+            p -= lr * m / (math.sqrt(v) + eps)
+        else:
+            p -= lr * math.sqrt(1 - beta2**t) / (1 - beta1**t) * m / (math.sqrt(v) + eps)
+        if variant == "decay last":
+            p *= 1 - lr * decay
+    return p
+
+
+def run_adamw(optimizer_class, start: list[torch.Tensor], gradients: list[list[torch.Tensor]], **hyper):
+    parameters = [nn.Parameter(tensor.clone()) for tensor in start]
+    adamw = optimizer_class(parameters, **hyper)
+    for step_gradients in gradients:
+        for parameter, gradient in zip(parameters, step_gradients):
+            parameter.grad = gradient.clone()
+        adamw.step()
+    return adamw, [parameter.detach() for parameter in parameters]
+
+
+def random_problem(shapes=((3, 4), (5,), (1,), (2, 2, 2)), steps: int = 6, dtype: torch.dtype = torch.float64):
+    generator = torch.Generator().manual_seed(1)
+
+    def draw():
+        return [torch.randn(shape, dtype=torch.float64, generator=generator).to(dtype) for shape in shapes]
+
+    return draw(), [draw() for _ in range(steps)]
+
+
+def test_adamw_follows_the_scalar_recurrence():
+    start, gradients = random_problem(shapes=((5,),))
+    _, (ours,) = run_adamw(AdamW, start, gradients, **HYPER)
+    expected = [adamw_by_hand(start[0][i].item(), [step[0][i].item() for step in gradients]) for i in range(5)]
+    torch.testing.assert_close(ours, torch.tensor(expected, dtype=torch.float64), atol=1e-12, rtol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "variant", ["decay last", "decay in the gradient", "eps inside the bias correction", "no bias correction"]
+)
+def test_adamw_check_rejects_known_wrong_recurrences(variant):
+    start, gradients = random_problem(shapes=((5,),))
+    for i in range(5):
+        scalars = start[0][i].item(), [step[0][i].item() for step in gradients]
+        assert abs(adamw_by_hand(*scalars, variant=variant) - adamw_by_hand(*scalars)) > 1e-6
+
+
+def test_adamw_with_a_small_eps_is_close_to_torch():
+    start, gradients = random_problem()
+    hyper = {"lr": 0.01, "betas": (0.9, 0.99), "eps": 1e-14, "weight_decay": 0.1}
+    _, ours = run_adamw(AdamW, start, gradients, **hyper)
+    _, theirs = run_adamw(torch.optim.AdamW, start, gradients, **hyper)
+    torch.testing.assert_close(ours, theirs, atol=1e-10, rtol=1e-10)
+
+
+def test_adamw_in_small_batches_gives_the_same_bits(monkeypatch):
+    start, gradients = random_problem()
+    _, at_once = run_adamw(AdamW, start, gradients, **HYPER)
+    monkeypatch.setattr(optimizer, "TEMPORARY_BYTES", 70)
+    _, in_batches = run_adamw(AdamW, start, gradients, **HYPER)
+    assert all(torch.equal(a, b) for a, b in zip(at_once, in_batches))
+
+
+def test_batches_keep_order_and_respect_the_limit():
+    tensors = [torch.zeros(size, dtype=torch.uint8) for size in (4, 4, 4, 50, 2, 8)]
+    batches = [[tensor.numel() for tensor in batch] for batch in optimizer._batches(tensors, max_bytes=10)]
+    assert batches == [[4, 4], [4], [50], [2, 8]]
+    assert list(optimizer._batches([], max_bytes=10)) == []
+
+
+def test_adamw_counts_steps_by_parameter_and_leaves_those_without_gradient_alone():
+    early, late = nn.Parameter(torch.ones(2, dtype=torch.float64)), nn.Parameter(torch.ones(2, dtype=torch.float64))
+    adamw = AdamW([early, late], **HYPER)
+    early.grad = torch.full_like(early, 0.5)
+    adamw.step()
+    assert torch.equal(late.detach(), torch.ones(2, dtype=torch.float64))
+    assert late not in adamw.state
+    late.grad = torch.full_like(late, 0.5)
+    adamw.step()
+    assert (adamw.state[early]["step"], adamw.state[late]["step"]) == (2, 1)
+    assert early[0].item() == pytest.approx(adamw_by_hand(1.0, [0.5, 0.5]), abs=1e-12)
+    assert late[0].item() == pytest.approx(adamw_by_hand(1.0, [0.5]), abs=1e-12)
+
+
+def test_adamw_group_options_replace_the_defaults():
+    decayed, free = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
+    adamw = AdamW([{"params": [decayed]}, {"params": [free], "weight_decay": 0.0}], lr=0.1, weight_decay=0.5)
+    decayed.grad, free.grad = torch.zeros(1), torch.zeros(1)
+    adamw.step()
+    assert (decayed.item(), free.item()) == (pytest.approx(0.95), 1.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_adamw_resumes_from_its_state_dict_with_the_same_bits(dtype):
+    start, gradients = random_problem(dtype=dtype)
+    _, straight = run_adamw(AdamW, start, gradients, **HYPER)
+    first, middle = run_adamw(AdamW, start, gradients[:3], **HYPER)
+    assert set(first.state_dict()["state"][0]) == {"step", "exp_avg", "exp_avg_sq"}
+
+    parameters = [nn.Parameter(tensor) for tensor in middle]
+    resumed = AdamW(parameters)
+    resumed.load_state_dict(copy.deepcopy(first.state_dict()))
+    for step_gradients in gradients[3:]:
+        for parameter, gradient in zip(parameters, step_gradients):
+            parameter.grad = gradient.clone()
+        resumed.step()
+    assert all(torch.equal(a, b) for a, b in zip(straight, parameters))
+    assert resumed.state[parameters[0]]["exp_avg_sq"].dtype == dtype
+
+
+def test_adamw_runs_its_closure_with_gradients_on():
+    parameter = nn.Parameter(torch.tensor([3.0]))
+    adamw = AdamW([parameter], lr=0.1, weight_decay=0.0)
+
+    def closure():
+        adamw.zero_grad()
+        loss = parameter.square().sum()
+        loss.backward()
+        return loss
+
+    assert adamw.step(closure).item() == 9.0
+    assert parameter.item() == pytest.approx(2.9, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("hyper", "message"),
+    [
+        ({"lr": -1.0}, "lr must be finite and non-negative, got -1.0"),
+        ({"lr": math.nan}, "lr must be finite and non-negative, got nan"),
+        ({"eps": 0.0}, "eps must be finite and positive, got 0.0"),
+        ({"weight_decay": math.inf}, "weight_decay must be finite and non-negative, got inf"),
+        ({"betas": (0.9, 1.0)}, r"betas must be two numbers in \[0, 1\), got \(0.9, 1.0\)"),
+        ({"betas": (0.9,)}, r"betas must be two numbers in \[0, 1\), got \(0.9,\)"),
+    ],
+)
+def test_adamw_refuses_bad_hyperparameters(hyper, message):
+    with pytest.raises(ValueError, match=message):
+        AdamW([nn.Parameter(torch.zeros(1))], **hyper)
+    with pytest.raises(ValueError, match=message):  # of one group, too
+        AdamW([{"params": [nn.Parameter(torch.zeros(1))], **hyper}])
+
+
+def test_adamw_refuses_sparse_gradients_and_complex_parameters():
+    sparse = nn.Parameter(torch.zeros(3))
+    sparse.grad = torch.tensor([1.0, 0.0, 0.0]).to_sparse()
+    complex_valued = nn.Parameter(torch.zeros(3, dtype=torch.complex64))
+    complex_valued.grad = torch.ones_like(complex_valued)
+    for parameter, dtype in ((sparse, "torch.float32"), (complex_valued, "torch.complex64")):
+        with pytest.raises(ValueError, match=rf"floating point with dense gradients, got {dtype} of shape \(3,\)"):
+            AdamW([parameter]).step()
+
+
+# Gradient clipping
+
+
+@pytest.mark.parametrize("max_norm", [1e-3, 1.0, 1e3], ids=["much", "some", "not"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_clip_gradients_agrees_with_torch(max_norm, dtype):
+    start, (gradients,) = random_problem(steps=1, dtype=dtype)
+    ours, theirs = ([nn.Parameter(tensor.clone()) for tensor in start] for _ in range(2))
+    for parameters in (ours, theirs):
+        for parameter, gradient in zip(parameters, gradients):
+            parameter.grad = gradient.clone()
+        parameters.append(nn.Parameter(torch.zeros(3)))  # without a gradient
+    storages = [parameter.grad.data_ptr() for parameter in ours[:-1]]
+    norm = clip_gradients(iter(ours), max_norm)
+    expected = nn.utils.clip_grad_norm_(theirs, max_norm)
+    tolerance = {"atol": 1e-2, "rtol": 1e-2} if dtype == torch.bfloat16 else {"atol": 1e-7, "rtol": 1e-6}
+    torch.testing.assert_close(norm.double(), expected.double(), **tolerance)
+    for a, b in zip(ours[:-1], theirs[:-1]):
+        torch.testing.assert_close(a.grad, b.grad, **tolerance)
+    assert storages == [parameter.grad.data_ptr() for parameter in ours[:-1]]
+    assert ours[-1].grad is None
+    if max_norm == 1e3:
+        assert all(torch.equal(parameter.grad, gradient) for parameter, gradient in zip(ours, gradients))
+
+
+def test_clip_gradients_accumulates_the_norm_in_float32():
+    """A norm of 128,000 is infinite in float16."""
+    parameter = nn.Parameter(torch.zeros(4096, dtype=torch.float16))
+    parameter.grad = torch.full_like(parameter, 2000.0)
+    norm = clip_gradients(parameter, 64.0)
+    assert norm.item() == pytest.approx(2000 * 64)
+    torch.testing.assert_close(parameter.grad, torch.ones_like(parameter))
+
+
+def test_clip_gradients_takes_gradients_of_several_dtypes():
+    parameters = [nn.Parameter(torch.zeros(1, dtype=dtype)) for dtype in (torch.bfloat16, torch.float64)]
+    parameters[0].grad, parameters[1].grad = torch.full_like(parameters[0], 3), torch.full_like(parameters[1], 4)
+    assert clip_gradients(parameters, 2.5).item() == pytest.approx(5.0)
+    assert [parameter.grad.item() for parameter in parameters] == pytest.approx([1.5, 2.0])
+
+
+def test_clip_gradients_without_gradients_and_with_a_bad_bound():
+    assert clip_gradients([nn.Parameter(torch.ones(2))], 1.0).item() == 0.0
+    with pytest.raises(ValueError, match="max_norm must be positive, got 0.0"):
+        clip_gradients([], 0.0)
+
+
+# Generation
+
+
+class FixedLogits(nn.Module):
+    """Predicts the distribution `probabilities`, whatever it sees, and remembers the lengths that it saw."""
+
+    vocab_size, context_length = 4, 6
+
+    def __init__(self, probabilities: list[float]) -> None:
+        super().__init__()
+        self.logits = torch.tensor(probabilities).log()
+        self.lengths: list[int] = []
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        self.lengths.append(tokens.shape[1])
+        return self.logits.expand(*tokens.shape, -1)
+
+
+SKEWED = [0.1, 0.5, 0.1, 0.3]
+
+
+def test_generation_repeats_with_a_generator():
+    model, prompt = make_model(), random_tokens(3)
+
+    def sample(seed):
+        return generate(model, prompt, 20, top_p=0.9, generator=torch.Generator().manual_seed(seed)).tolist()
+
+    assert len(sample(0)) == 20
+    assert sample(0) == sample(0)
+    assert sample(0) != sample(1)
+
+
+def test_generation_at_temperature_zero_is_greedy():
+    model, tokens = make_model(), random_tokens(3).tolist()
+    new = generate(model, torch.tensor(tokens), 5, temperature=0.0)
+    assert new.shape == (5,)
+    for token in new.tolist():
+        assert token == model(torch.tensor([tokens]))[0, -1].argmax().item()
+        tokens.append(token)
+
+
+def test_generation_samples_the_softmax_at_its_temperature():
+    model = FixedLogits(SKEWED)
+    drawn = generate(model, torch.tensor([0]), 4000, temperature=0.5, generator=torch.Generator().manual_seed(0))
+    frequencies = drawn.bincount(minlength=4) / 4000
+    squares = torch.tensor(SKEWED).square()
+    torch.testing.assert_close(frequencies, squares / squares.sum(), atol=0.03, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("top_p", "kept"), [(1e-9, {1}), (0.45, {1}), (0.55, {1, 3}), (0.79, {1, 3}), (1.0, {0, 1, 2, 3})]
+)
+def test_top_p_keeps_the_smallest_sufficient_set_and_at_least_one_token(top_p, kept):
+    generator = torch.Generator().manual_seed(0)
+    drawn = generate(FixedLogits(SKEWED), torch.tensor([0]), 300, top_p=top_p, generator=generator)
+    assert set(drawn.tolist()) == kept
+
+
+def test_generation_with_a_tiny_temperature_does_not_overflow():
+    assert generate(FixedLogits(SKEWED), torch.tensor([0]), 3, temperature=1e-45).tolist() == [1, 1, 1]
+
+
+def test_generation_stops_after_eos():
+    greedy = {"temperature": 0.0}
+    assert generate(FixedLogits(SKEWED), torch.tensor([0]), 10, eos_token=1, **greedy).tolist() == [1]
+    assert generate(FixedLogits(SKEWED), torch.tensor([0]), 4, eos_token=2, **greedy).tolist() == [1] * 4
+    assert generate(FixedLogits(SKEWED), torch.tensor([1]), 0).tolist() == []
+
+
+def test_generation_sees_the_last_context_length_tokens():
+    model = FixedLogits(SKEWED)
+    generate(model, torch.tensor([0, 1, 2, 3]), 5)
+    assert model.lengths == [4, 5, 6, 6, 6]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"prompt_tokens": torch.zeros(1, 3, dtype=torch.int64)}, r"prompt_tokens must have shape .* got \(1, 3\)"),
+        ({"prompt_tokens": torch.zeros(0, dtype=torch.int64)}, r"prompt_tokens must have shape .* got \(0,\)"),
+        ({"prompt_tokens": torch.tensor([0, 4])}, r"prompt_tokens must be in \[0, 4\), got 0 to 4"),
+        ({"max_new_tokens": -1}, "max_new_tokens must not be negative, got -1"),
+        ({"temperature": -0.5}, "temperature must not be negative, got -0.5"),
+        ({"top_p": 0.0}, r"top_p must be in \(0, 1\], got 0.0"),
+        ({"top_p": 1.5}, r"top_p must be in \(0, 1\], got 1.5"),
+    ],
+)
+def test_generation_refuses_bad_arguments(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        generate(FixedLogits(SKEWED), **{"prompt_tokens": torch.tensor([0]), "max_new_tokens": 1, **arguments})
+
+
+# Loading
+
+
+class UserModel(nn.Module):
+    """A user's own model: the seven arguments, no choice of attention, a buffer put on the CPU by hand."""
+
+    def __init__(self, vocab_size, context_length, d_model, num_layers, num_heads, d_ff, rope_theta):
+        super().__init__()
+        self.shape = (vocab_size, context_length, d_model, num_layers, num_heads, d_ff, rope_theta)
+        self.weight = nn.Parameter(torch.randn(vocab_size, d_model))
+        self.register_buffer("positions", torch.arange(context_length, device="cpu"))
+
+
+class OtherArguments(nn.Module):
+    def __init__(self, vocab_size, n_layers):
+        super().__init__()
+
+
+class NoConstructor(nn.Module):
+    pass
+
+
+@pytest.fixture
+def user_module(monkeypatch):
+    module = types.ModuleType("user_module")
+    module.UserModel, module.OtherArguments, module.NoConstructor = UserModel, OtherArguments, NoConstructor
+    module.VALUE, module.NotAModule = 3, dict
+    monkeypatch.setitem(sys.modules, "user_module", module)
+
+
+def test_load_model_class_finds_ours_and_the_users(user_module):
+    assert load_model_class("cs336_systems.model:TransformerLM") is TransformerLM
+    assert load_model_class("user_module:UserModel") is UserModel
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("user_module", 'must be named "package.module:Class", got \'user_module\''),
+        ("user_module:", 'must be named "package.module:Class"'),
+        (".model:TransformerLM", 'must be named "package.module:Class"'),
+        ("user_module:A:B", 'must be named "package.module:Class"'),
+        ("no_such_module:Model", r"cannot import 'no_such_module' \(ModuleNotFoundError: .*PYTHONPATH"),
+        ("user_module:Absent", "module 'user_module' has no attribute 'Absent'"),
+        ("user_module:VALUE", "'VALUE' is not a subclass of torch.nn.Module"),
+        ("user_module:NotAModule", "'NotAModule' is not a subclass of torch.nn.Module"),
+        ("user_module:OtherArguments", "'OtherArguments' must accept the keyword arguments vocab_size, .*rope_theta"),
+        ("user_module:NoConstructor", "'NoConstructor' must accept the keyword arguments"),
+    ],
+)
+def test_load_model_class_says_what_is_wrong(spec, message, user_module):
+    with pytest.raises(ValueError, match=message):
+        load_model_class(spec)
+
+
+def test_load_model_class_reports_errors_of_the_users_module(tmp_path, monkeypatch):
+    (tmp_path / "broken_user_module.py").write_text("1 / 0\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ValueError, match=r"cannot import 'broken_user_module' \(ZeroDivisionError: "):
+        load_model_class("broken_user_module:Model")
+
+
+def test_build_model_repeats_and_leaves_the_callers_random_state():
+    torch.manual_seed(123)
+    before = torch.get_rng_state()
+    first, again, other = (make_model(seed=seed).state_dict() for seed in (7, 7, 8))
+    assert torch.equal(torch.get_rng_state(), before)
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    assert not torch.equal(first["lm_head.weight"], other["lm_head.weight"])
+
+
+def test_build_model_in_bfloat16_rounds_the_float32_model_of_the_same_seed():
+    exact, rounded = make_model().state_dict(), make_model(dtype=torch.bfloat16).state_dict()
+    assert all(torch.equal(rounded[name], exact[name].bfloat16()) for name in exact)
+    assert make_model(dtype=torch.bfloat16)(random_tokens(1, 12)).isfinite().all()
+
+
+def test_build_model_on_meta_then_materialised_loads_a_state_dict():
+    model = build_model(CONFIG, attention="sdpa", device="meta", dtype=torch.float64)
+    assert all(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+    model.to_empty(device="cpu")
+    state, tokens = course_state_dict(CONFIG), random_tokens(2, 12)
+    model.load_state_dict(state, strict=True)
+    torch.testing.assert_close(model(tokens), model_by_hand(state, CONFIG, tokens))
+
+
+def test_build_model_builds_the_users_model_on_one_device(user_module):
+    model = build_model(CONFIG, model_spec="user_module:UserModel", device="meta", dtype=torch.bfloat16)
+    assert model.shape == (31, 12, 24, 2, 3, 40, 500.0)
+    assert model.weight.dtype == torch.bfloat16
+    assert model.positions.is_meta
+    assert model.positions.dtype == torch.int64
+
+
+def test_build_model_passes_attention_only_where_it_is_an_argument(user_module):
+    model = build_model(CONFIG, attention="tiled", model_spec="cs336_systems.model:TransformerLM", device="meta")
+    assert model.layers[0].attn.attention == "tiled"
+    with pytest.raises(ValueError, match="'user_module:UserModel' brings its own attention: .* to choose 'triton'"):
+        build_model(CONFIG, attention="triton", model_spec="user_module:UserModel", device="cpu")
+
+
+def test_build_model_refuses_integer_dtypes():
+    with pytest.raises(ValueError, match="dtype must be floating point, got torch.int64"):
+        build_model(CONFIG, device="cpu", dtype=torch.int64)
+
+
+# On a GPU
+
+
+@pytest.mark.gpu
+def test_build_model_on_cuda_repeats_and_leaves_the_random_states():
+    torch.manual_seed(123)
+    before = torch.get_rng_state(), torch.cuda.get_rng_state()
+    first, again = (build_model(CONFIG, attention="sdpa", device="cuda", seed=7) for _ in range(2))
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert torch.equal(torch.cuda.get_rng_state(), before[1])
+    assert all(tensor.is_cuda for tensor in (*first.parameters(), *first.buffers()))
+    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), again.parameters()))
+    tokens = random_tokens(2, 12)
+    reference = copy.deepcopy(first).to("cpu", torch.float64)
+    torch.testing.assert_close(first(tokens.cuda()).cpu().double(), reference(tokens), atol=1e-2, rtol=1e-2)
+
+
+@pytest.mark.gpu
+def test_adamw_and_clipping_need_little_memory_beyond_their_state():
+    parameters = [nn.Parameter(torch.ones(2**24, device="cuda")) for _ in range(16)]  # 64 MiB each, 1 GiB
+    for parameter in parameters:
+        parameter.grad = torch.full_like(parameter, 0.1)
+    adamw = AdamW(parameters)
+    adamw.step()
+    resident = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    clip_gradients(parameters, 1.0)
+    adamw.step()
+    assert torch.cuda.max_memory_allocated() - resident <= optimizer.TEMPORARY_BYTES + 2**20
