@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import re
 import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
@@ -51,14 +50,9 @@ class Record:
     schema: int = SCHEMA_VERSION
 
     @property
-    def cell(self) -> tuple[str, str, str, str]:
-        """What was attempted as one unit: problem, scale, implementation and case."""
-        return (self.problem, self.scale, self.implementation, case_key(self.case))
-
-    @property
     def key(self) -> tuple[str, ...]:
         """What identifies the quantity; a later record with the same key replaces an earlier one."""
-        return (*self.cell, self.mode, self.quantity)
+        return (self.problem, self.scale, self.implementation, case_key(self.case), self.mode, self.quantity)
 
 
 def case_to_dict(case: Any) -> dict[str, Any]:
@@ -70,11 +64,6 @@ def case_to_dict(case: Any) -> dict[str, Any]:
 
 def case_key(case: dict[str, Any]) -> str:
     return json.dumps(case, sort_keys=True)
-
-
-def slugify(name: str) -> str:
-    """`NVIDIA H200` -> `nvidia-h200`: a folder name of lower-case letters, digits and single hyphens."""
-    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
 
 def validate(record: Record) -> None:
@@ -150,13 +139,5 @@ def read_records(path: Path) -> list[Record]:
 
 
 def latest(records: Iterable[Record]) -> list[Record]:
-    """The newest record of each key. A cell that was run again replaces all rows of its earlier attempt."""
-    by_cell: dict[tuple[str, ...], dict[tuple[str, ...], Record]] = {}
-    dates: dict[tuple[str, ...], tuple[str, str]] = {}
-    for record in records:
-        attempt = (record.date, record.commit)
-        if dates.get(record.cell) != attempt:  # all rows of one attempt carry the same date
-            by_cell[record.cell] = {}
-            dates[record.cell] = attempt
-        by_cell[record.cell][record.key] = record
-    return [record for rows in by_cell.values() for record in rows.values()]
+    """The newest record of each key, in the order in which the keys first appeared."""
+    return list({record.key: record for record in records}.values())

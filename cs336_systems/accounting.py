@@ -1,0 +1,303 @@
+"""FLOPs and bytes in closed form: attention from its exact mask area, models from their shapes.
+
+Pure functions of the dataclasses in `config.py`; nothing is measured here. A matmul of (m, k) by (k, n) is 2·m·k·n
+FLOPs, and FLOPs of softmax, norms and other pointwise work are not counted. Usage:
+
+    tflops_per_s(attention_flops(shape, "backward"), ms=1.25)
+    model_peak_bytes(case, "train_step") / 2**30                  # GiB that a training step is expected to need
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cs336_systems.config import BYTES_PER_ELEMENT, MODES, AttentionShape, ModelCase, ModelConfig, Precision
+
+# FLOPs per attended pair and head dimension. Forward: QKᵀ and PV, 2 each. Backward: dV, dP, dQ, dK and the recomputed
+# QKᵀ, 2.5 times that, whatever a kernel executes (the convention of FlashAttention-2, section 4.1).
+ATTENTION_FLOPS_PER_PAIR = {"forward": 4, "backward": 10, "forward_backward": 14}
+# Copies of the score matrix that live at the peak of plain attention; see `eager_attention_bytes`.
+EAGER_SCORE_COPIES = {"forward": 2, "backward": 3, "forward_backward": 3}
+# Temporaries of the logits' size at the peak of the cross-entropy's backward; see `model_peak_bytes`.
+LOSS_BACKWARD_COPIES = 3
+# Attention back ends of a model that store the probabilities for backward; the others store the log-sum-exp.
+SCORE_STORING_ATTENTION = ("reference", "compiled")
+LINEAR_MEMORY_ATTENTION = ("tiled", "triton", "sdpa")
+# Tensors of the parameter's shape and dtype that an optimizer keeps for each parameter.
+OPTIMIZER_STATES = {"adamw": 2, "sgd": 0}
+FLOAT32_BYTES = 4
+BOOL_BYTES = 1
+
+
+# Attention
+
+
+def causal_area(seqlen_q: int, seqlen_k: int) -> int:
+    """Attended (query, key) pairs under the top-left causal mask, exactly; either length may be 0.
+
+    Query i sees min(i + 1, seqlen_k) keys: a triangle over the first m = min(seqlen_q, seqlen_k) queries, m(m + 1)/2,
+    and all seqlen_k keys for each query below it.
+    """
+    if seqlen_q < 0 or seqlen_k < 0:
+        raise ValueError(f"seqlen_q and seqlen_k must not be negative, got {seqlen_q} and {seqlen_k}")
+    triangle = min(seqlen_q, seqlen_k)
+    return triangle * (triangle + 1) // 2 + (seqlen_q - triangle) * seqlen_k
+
+
+def attention_area(shape: AttentionShape) -> int:
+    """Attended (query, key) pairs of one head of one batch entry: the causal area, or all of them."""
+    if shape.is_causal:
+        return causal_area(shape.seqlen_q, shape.seqlen_k)
+    return shape.seqlen_q * shape.seqlen_k
+
+
+def attention_flops(shape: AttentionShape, mode: str) -> int:
+    """Useful FLOPs over all heads: 4·area·head_dim forward, 2.5 times that backward, 3.5 times both.
+
+    Each attended pair costs one dot product over head_dim for its score and one scaled row of V for the output.
+    Raises ValueError for a mode that attention does not have (train_step).
+    """
+    _check_attention_mode(mode)
+    return ATTENTION_FLOPS_PER_PAIR[mode] * attention_area(shape) * shape.head_dim * shape.heads * shape.batch
+
+
+def tflops_per_s(flops: float, ms: float) -> float:
+    """Rate in TFLOP/s (10¹² FLOP/s) of `flops` done in `ms` milliseconds: flops / (ms·10⁻³) / 10¹²."""
+    if not ms > 0:
+        raise ValueError(f"ms must be positive, got {ms}")
+    return flops / ms / 1e9
+
+
+def attention_input_bytes(shape: AttentionShape) -> int:
+    """Bytes of q, k and v: one (batch, heads, seqlen_q, head_dim) and two (batch, kv_heads, seqlen_k, head_dim)."""
+    return _query_bytes(shape) + 2 * _key_bytes(shape)
+
+
+def eager_attention_bytes(shape: AttentionShape, mode: str) -> int:
+    """Predicted peak bytes of plain PyTorch attention (matmul, scale, mask, softmax, matmul), inputs included.
+
+    Tensors of (batch, heads, seqlen_q, seqlen_k) elements in the inputs' dtype that live together at the peak:
+    - forward, 2: the scores before and after scaling, or masking, or the softmax. Keeping the graph adds none: of the
+      forward only the probabilities stay for backward (see `eager_graph_bytes`).
+    - backward, 3: the saved probabilities, their gradient dP, and the softmax's result dS.
+    A causal mask adds two (seqlen_q, seqlen_k) bool tensors, the mask and its complement, shared by all heads. The
+    rest is linear in the sequence and counted whole, an upper bound: q, k, v, O, in backward dO, dQ, dK, dV, and under
+    grouped-query attention K and V (and their gradients) repeated for every query head.
+    """
+    _check_attention_mode(mode)
+    scores = EAGER_SCORE_COPIES[mode] * _score_elements(shape) * BYTES_PER_ELEMENT[shape.dtype]
+    masks = 2 * shape.seqlen_q * shape.seqlen_k * BOOL_BYTES if shape.is_causal else 0
+    linear = attention_input_bytes(shape) + _query_bytes(shape) + _repeated_key_value_bytes(shape)
+    return scores + masks + (linear if mode == "forward" else 2 * linear)
+
+
+def eager_graph_bytes(shape: AttentionShape) -> int:
+    """Bytes that plain attention's forward leaves for backward beyond q, k, v and O: probabilities and causal mask."""
+    mask = shape.seqlen_q * shape.seqlen_k * BOOL_BYTES if shape.is_causal else 0
+    return _score_elements(shape) * BYTES_PER_ELEMENT[shape.dtype] + mask + _repeated_key_value_bytes(shape)
+
+
+def flash_attention_bytes(shape: AttentionShape, mode: str) -> int:
+    """Peak bytes of FlashAttention, inputs included: linear in the sequence lengths.
+
+    Forward: q, k, v, O and the log-sum-exp of each query. Backward adds dO, dQ, dK, dV and D = rowsum(dO ∘ O).
+    The two statistics are float32 (float64 for float64 inputs); tiles are counted as free.
+    """
+    _check_attention_mode(mode)
+    tensors = attention_input_bytes(shape) + _query_bytes(shape)
+    statistic = shape.batch * shape.heads * shape.seqlen_q * max(FLOAT32_BYTES, BYTES_PER_ELEMENT[shape.dtype])
+    return tensors + statistic if mode == "forward" else 2 * (tensors + statistic)
+
+
+def _check_attention_mode(mode: str) -> None:
+    if mode not in ATTENTION_FLOPS_PER_PAIR:
+        raise ValueError(f"mode must be one of {', '.join(ATTENTION_FLOPS_PER_PAIR)}, got {mode!r}")
+
+
+def _query_bytes(shape: AttentionShape) -> int:
+    return shape.batch * shape.heads * shape.seqlen_q * shape.head_dim * BYTES_PER_ELEMENT[shape.dtype]
+
+
+def _key_bytes(shape: AttentionShape) -> int:
+    kv_heads = shape.heads if shape.kv_heads is None else shape.kv_heads
+    return shape.batch * kv_heads * shape.seqlen_k * shape.head_dim * BYTES_PER_ELEMENT[shape.dtype]
+
+
+def _repeated_key_value_bytes(shape: AttentionShape) -> int:
+    """K and V repeated for every query head, as plain attention needs them; 0 where there is nothing to repeat."""
+    if shape.kv_heads is None or shape.kv_heads == shape.heads:
+        return 0
+    return 2 * _key_bytes(shape) * shape.heads // shape.kv_heads
+
+
+def _score_elements(shape: AttentionShape) -> int:
+    return shape.batch * shape.heads * shape.seqlen_q * shape.seqlen_k
+
+
+# Models: parameters and FLOPs
+
+
+def num_parameters(model: ModelConfig) -> int:
+    """Exact count: 2·V·d + L·(4d² + 3·d·d_ff + 2d) + d.
+
+    Embedding and untied head (V·d each); a block's four attention projections (d² each), three SwiGLU matrices
+    (d·d_ff each) and two RMSNorm gains (d each); the final norm's gain (d). No biases.
+    """
+    block = _block_matrix_elements(model) + 2 * model.d_model
+    return 2 * model.vocab_size * model.d_model + model.num_layers * block + model.d_model
+
+
+def model_flops(model: ModelConfig, batch: int, mode: str, *, recomputed_attention: bool = False) -> int:
+    """Useful matmul FLOPs of one pass over `batch` sequences of `context_length` tokens.
+
+    Forward: 2 for each token and each element of the block matrices and the head, plus 4·causal area·d_model for each
+    layer and sequence. Attention counts the pairs of the causal mask, not the full square that plain attention
+    executes, so that all implementations are held to the same work. The embedding is a look-up: no FLOPs.
+    Backward: twice the forward (gradients of both operands of each matmul). `recomputed_attention` counts the
+    attention part 2.5 times instead, for implementations that compute QKᵀ again; leave it False for the utilization
+    of peak, which credits no recomputation. train_step equals forward_backward: an optimizer has no matmuls.
+    """
+    if mode not in MODES:
+        raise ValueError(f"mode must be one of {', '.join(MODES)}, got {mode!r}")
+    tokens = batch * model.context_length
+    matrices = model.num_layers * _block_matrix_elements(model) + model.vocab_size * model.d_model
+    dense = 2 * tokens * matrices
+    area = causal_area(model.context_length, model.context_length)
+    # Two matmuls forward, four backward, a fifth if the scores are computed again; 2 FLOPs a multiply-add each.
+    attention_matmul = 2 * area * model.d_model * batch * model.num_layers
+    forward = dense + 2 * attention_matmul
+    backward = 2 * dense + (5 if recomputed_attention else 4) * attention_matmul
+    return {"forward": forward, "backward": backward}.get(mode, forward + backward)
+
+
+def _block_matrix_elements(model: ModelConfig) -> int:
+    return 4 * model.d_model**2 + 3 * model.d_model * model.d_ff
+
+
+# Models: memory
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelBytes:
+    """Bytes that a model occupies whatever its batch."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+
+    @property
+    def total(self) -> int:
+        return self.parameters + self.gradients + self.optimizer
+
+
+def model_bytes(model: ModelConfig, precision: Precision, optimizer: str = "adamw") -> ModelBytes:
+    """Parameters, gradients and optimizer state, all in the parameters' dtype (autocast changes none of them).
+
+    AdamW keeps two moments of each parameter, plain SGD nothing. Buffers (the RoPE table) are not counted.
+    """
+    if optimizer not in OPTIMIZER_STATES:
+        raise ValueError(f"optimizer must be one of {', '.join(OPTIMIZER_STATES)}, got {optimizer!r}")
+    parameters = num_parameters(model) * BYTES_PER_ELEMENT[precision.parameters]
+    return ModelBytes(parameters=parameters, gradients=parameters, optimizer=OPTIMIZER_STATES[optimizer] * parameters)
+
+
+def block_saved_bytes(
+    model: ModelConfig, batch: int, *, attention: str, precision: Precision | None = None
+) -> dict[str, int]:
+    """What one Transformer block saves for backward, by tensor: an estimate for a plainly written eager block.
+
+    The norms work in float32 or wider; everything else is in autocast's dtype, or the parameters' without autocast.
+    Autocast casts the input of each linear layer anew, so that the q, k and v projections, and w1 and w3, keep a copy
+    each where one is shared without it. On CUDA its softmax answers in float32 and is cast again for the product with
+    V: two copies, both counted (on a CPU it answers in low precision). SwiGLU is w2(silu(w1 x) · w3 x).
+    Raises ValueError for an attention whose memory is not known.
+    """
+    precision = Precision() if precision is None else precision
+    if attention not in SCORE_STORING_ATTENTION + LINEAR_MEMORY_ATTENTION:
+        known = ", ".join(SCORE_STORING_ATTENTION + LINEAR_MEMORY_ATTENTION)
+        raise ValueError(f"attention must be one of {known}, got {attention!r}")
+    tokens = batch * model.context_length
+    width, compute = tokens * model.d_model, _compute_bytes(precision)
+    casts = precision.autocast is not None
+    saved = {
+        "norm inputs (residual stream)": 2 * width * _norm_bytes(precision),
+        "normalized before the gain": 2 * width * _norm_bytes(precision),
+        "norm reciprocal roots": 2 * tokens * _norm_bytes(precision),
+        "inputs of the q, k, v projections": (3 if casts else 1) * width * compute,
+        "rotated q, rotated k, v": 3 * width * compute,
+        "input of the output projection": width * compute,
+        "inputs of w1 and w3": (2 if casts else 1) * width * compute,
+        "w1 x, silu(w1 x), w3 x, their product": 4 * tokens * model.d_ff * compute,
+    }
+    heads = batch * model.num_heads * model.context_length
+    if attention in SCORE_STORING_ATTENTION:
+        copies = FLOAT32_BYTES + compute if casts else compute
+        saved["attention probabilities"] = heads * model.context_length * copies
+        saved["causal mask"] = model.context_length**2 * BOOL_BYTES
+    else:
+        saved["attention output by head"] = width * compute  # its transpose is the input of the output projection
+        saved["log-sum-exp"] = heads * max(FLOAT32_BYTES, compute)
+    return saved
+
+
+def activation_bytes(
+    model: ModelConfig, batch: int, *, attention: str = "reference", precision: Precision | None = None
+) -> int:
+    """Estimate of all bytes saved between forward and backward: num_layers blocks, the head, and autocast's weights.
+
+    The head saves the final norm's input, normalized input and reciprocal roots, the input of the output layer, and
+    the (tokens, vocab_size) logits for the cross-entropy in float32 or wider. Autocast keeps a low-precision copy of
+    every matrix but the embedding until backward is done.
+    """
+    precision = Precision() if precision is None else precision
+    blocks = model.num_layers * sum(block_saved_bytes(model, batch, attention=attention, precision=precision).values())
+    tokens = batch * model.context_length
+    norm = (2 * model.d_model + 1) * tokens * _norm_bytes(precision)
+    head = norm + tokens * model.d_model * _compute_bytes(precision) + _loss_logit_bytes(model, batch, precision)
+    matrices = model.num_layers * _block_matrix_elements(model) + model.vocab_size * model.d_model
+    weight_copies = matrices * _compute_bytes(precision) if precision.autocast is not None else 0
+    return blocks + head + weight_copies
+
+
+def model_peak_bytes(case: ModelCase, mode: str) -> int:
+    """Estimate of the peak bytes of one pass: parameters (and AdamW's state in train_step) plus the larger phase.
+
+    - forward, without a graph: the residual stream plus the largest of attention (its inputs, and two copies of the
+      scores where it stores them), feed-forward (three hidden tensors) and the logits.
+    - start of backward: all activations plus either three temporaries of the logits' size (logits minus log-sum-exp,
+      its exponential, the gradient) or, in the last block, two gradients of the scores.
+    - end of backward and optimizer step: all gradients plus one block's activations, or the optimizer's two
+      temporaries of the largest parameter's size. Between these ends memory moves linearly: each block frees its
+      activations and makes its gradients. Gradients are taken as None when backward starts.
+    """
+    if mode not in MODES:
+        raise ValueError(f"mode must be one of {', '.join(MODES)}, got {mode!r}")
+    model, batch, precision = case.model, case.batch, case.precision
+    fixed = model_bytes(model, precision)
+    saved = block_saved_bytes(model, batch, attention=case.attention, precision=precision)
+    compute, stores_scores = _compute_bytes(precision), case.attention in SCORE_STORING_ATTENTION
+    width = batch * model.context_length * model.d_model
+    two_scores = 2 * batch * model.num_heads * model.context_length**2 * compute if stores_scores else 0
+    if mode == "forward":
+        attention = 5 * width * compute + two_scores
+        feed_forward = (width + 3 * batch * model.context_length * model.d_ff) * compute
+        logits = batch * model.context_length * (model.d_model + model.vocab_size) * compute
+        return fixed.parameters + width * _norm_bytes(precision) + max(attention, feed_forward, logits)
+    activations = activation_bytes(model, batch, attention=case.attention, precision=precision)
+    start = activations + max(LOSS_BACKWARD_COPIES * _loss_logit_bytes(model, batch, precision), two_scores)
+    largest_parameter = model.d_model * max(model.vocab_size, model.d_ff) * BYTES_PER_ELEMENT[precision.parameters]
+    optimizer_temporaries = 2 * largest_parameter if mode == "train_step" else 0
+    end = fixed.gradients + max(sum(saved.values()), optimizer_temporaries)
+    return fixed.parameters + (fixed.optimizer if mode == "train_step" else 0) + max(start, end)
+
+
+def _compute_bytes(precision: Precision) -> int:
+    return BYTES_PER_ELEMENT[precision.autocast or precision.parameters]
+
+
+def _norm_bytes(precision: Precision) -> int:
+    return max(FLOAT32_BYTES, BYTES_PER_ELEMENT[precision.parameters])
+
+
+def _loss_logit_bytes(model: ModelConfig, batch: int, precision: Precision) -> int:
+    return batch * model.context_length * model.vocab_size * max(FLOAT32_BYTES, _compute_bytes(precision))

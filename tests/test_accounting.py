@@ -1,0 +1,373 @@
+"""Closed forms against brute force, hand-computed numbers, torch's own FLOP counter, and bytes that really lived."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
+
+from cs336_systems import accounting
+from cs336_systems.attention.reference import attention_reference
+from cs336_systems.config import MODEL_SIZES, AttentionShape, ModelCase, ModelConfig, Precision
+from cs336_systems.model.loss import cross_entropy
+from cs336_systems.model.transformer import TransformerLM
+
+TINY = ModelConfig(name="tiny", d_model=32, d_ff=96, num_layers=3, num_heads=4, vocab_size=120, context_length=64)
+BATCH = 2
+
+
+def shape_of(**overrides: Any) -> AttentionShape:
+    fields: dict[str, Any] = {
+        "batch": 2, "heads": 4, "seqlen_q": 128, "seqlen_k": 128, "head_dim": 8, "is_causal": True, "dtype": "float32",
+    }  # fmt: skip
+    return AttentionShape(**(fields | overrides))
+
+
+class LiveBytes(TorchDispatchMode):
+    """Peak bytes of all storages alive at once, the ones in `held` included, sampled after each operation."""
+
+    def __init__(self, held: list[Tensor]) -> None:
+        super().__init__()
+        self.live: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.peak = 0
+        self._add(held)
+
+    def _add(self, tensors: list[Any]) -> None:
+        for tensor in tensors:
+            if isinstance(tensor, Tensor):
+                storage = tensor.untyped_storage()
+                self.live[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+
+    @property
+    def now(self) -> int:
+        self.live = {key: entry for key, entry in self.live.items() if not entry[0].expired()}
+        return sum(nbytes for _, nbytes in self.live.values())
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self._add(tree_leaves(result))
+        self.peak = max(self.peak, self.now)
+        return result
+
+
+def saved_bytes(run: Callable[[], Tensor], exclude: list[Tensor]) -> int:
+    """Bytes of the distinct storages that `run` saves for backward, beside those of `exclude`."""
+    saved: dict[int, Tensor] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        saved[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        result = run()
+    excluded = {tensor.untyped_storage().data_ptr() for tensor in exclude}
+    assert result.requires_grad
+    return sum(tensor.untyped_storage().nbytes() for key, tensor in saved.items() if key not in excluded)
+
+
+# Attention
+
+
+@pytest.mark.parametrize("seqlen_q", [0, 1, 2, 7, 16, 33])
+@pytest.mark.parametrize("seqlen_k", [0, 1, 3, 7, 16, 40])
+def test_causal_area_counts_the_lower_triangle(seqlen_q: int, seqlen_k: int) -> None:
+    mask = torch.ones(seqlen_q, seqlen_k, dtype=torch.bool).tril()
+    assert accounting.causal_area(seqlen_q, seqlen_k) == int(mask.sum())
+
+
+def test_causal_area_does_not_overflow_or_round() -> None:
+    assert accounting.causal_area(2**20, 2**20) == 2**39 + 2**19
+
+
+@pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(-1, 4), (4, -1)])
+def test_negative_lengths_are_refused(seqlen_q: int, seqlen_k: int) -> None:
+    with pytest.raises(ValueError, match="seqlen_q and seqlen_k must not be negative"):
+        accounting.causal_area(seqlen_q, seqlen_k)
+
+
+def test_attention_area_of_a_full_mask_is_the_rectangle() -> None:
+    assert accounting.attention_area(shape_of(seqlen_q=3, seqlen_k=5, is_causal=False)) == 15
+    assert accounting.attention_area(shape_of(seqlen_q=3, seqlen_k=5)) == 6
+
+
+@pytest.mark.parametrize(("mode", "ms", "expected"), [("forward", 3.5861, 613.20), ("backward", 10.0102, 549.19)])
+def test_published_times_give_the_published_rates(mode: str, ms: float, expected: float) -> None:
+    shape = AttentionShape(
+        batch=1, heads=64, seqlen_q=8192, seqlen_k=8192, head_dim=128, is_causal=False, dtype="bfloat16"
+    )
+    # Both published numbers are rounded: the time to 0.00005 ms, which is 0.009 TFLOP/s here, and the rate to 0.005.
+    assert accounting.tflops_per_s(accounting.attention_flops(shape, mode), ms) == pytest.approx(expected, abs=0.014)
+
+
+def test_attention_flops_equal_torchs_count_of_the_matmuls() -> None:
+    shape = shape_of(is_causal=False, seqlen_q=24, seqlen_k=40)
+    q, k, v = (
+        torch.zeros(shape.batch, shape.heads, seqlen, shape.head_dim, requires_grad=True) for seqlen in (24, 40, 40)
+    )
+    with FlopCounterMode(display=False) as counter:
+        output = attention_reference(q, k, v)
+    assert accounting.attention_flops(shape, "forward") == counter.get_total_flops()
+    with FlopCounterMode(display=False) as counter:
+        output.sum().backward()
+    # Plain attention keeps the probabilities: four matmuls, where the convention counts a fifth to compute them again.
+    assert accounting.attention_flops(shape, "backward") == counter.get_total_flops() * 5 // 4
+    total = accounting.attention_flops(shape, "forward") + accounting.attention_flops(shape, "backward")
+    assert accounting.attention_flops(shape, "forward_backward") == total
+
+
+@pytest.mark.parametrize(
+    "function",
+    [accounting.attention_flops, accounting.eager_attention_bytes, accounting.flash_attention_bytes],
+)
+def test_attention_has_no_train_step(function: Callable[..., int]) -> None:
+    with pytest.raises(ValueError, match="mode must be one of forward, backward, forward_backward, got 'train_step'"):
+        function(shape_of(), "train_step")
+
+
+@pytest.mark.parametrize("ms", [0.0, -1.0, math.nan])
+def test_a_rate_needs_a_positive_time(ms: float) -> None:
+    with pytest.raises(ValueError, match="ms must be positive"):
+        accounting.tflops_per_s(1.0, ms)
+
+
+def test_input_bytes_by_hand() -> None:
+    # q: 2·4·16·8 elements; k and v: 2·2·32·8 each; two bytes an element.
+    shape = shape_of(seqlen_q=16, seqlen_k=32, kv_heads=2, dtype="bfloat16")
+    assert accounting.attention_input_bytes(shape) == 2 * (1024 + 2 * 1024)
+
+
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(128, 128), (96, 160)])
+def test_eager_bytes_are_those_that_plain_attention_holds(
+    is_causal: bool, dtype: str, seqlen_q: int, seqlen_k: int
+) -> None:
+    shape = shape_of(is_causal=is_causal, dtype=dtype, seqlen_q=seqlen_q, seqlen_k=seqlen_k)
+
+    def inputs(requires_grad: bool) -> list[Tensor]:
+        return [
+            torch.randn(
+                shape.batch, shape.heads, seqlen, shape.head_dim, dtype=getattr(torch, dtype),
+                requires_grad=requires_grad,
+            )
+            for seqlen in (seqlen_q, seqlen_k, seqlen_k)
+        ]  # fmt: skip
+
+    # The linear terms are an upper bound: not all of q, k, v, O, dQ, dK, dV need live when the scores peak.
+    query, key = accounting._query_bytes(shape), accounting._key_bytes(shape)
+    qkv = inputs(requires_grad=False)
+    with LiveBytes(qkv) as memory:
+        attention_reference(*qkv, is_causal=is_causal)
+    assert 0 <= accounting.eager_attention_bytes(shape, "forward") - memory.peak <= query
+
+    qkv = inputs(requires_grad=True)
+    grad_output = torch.randn(shape.batch, shape.heads, seqlen_q, shape.head_dim, dtype=getattr(torch, dtype))
+    with LiveBytes([*qkv, grad_output]) as memory:
+        output = attention_reference(*qkv, is_causal=is_causal)
+        forward_peak, graph = memory.peak - grad_output.nbytes, memory.now
+        output.backward(grad_output)
+    assert 0 <= accounting.eager_attention_bytes(shape, "forward") - forward_peak <= query
+    held = accounting.attention_input_bytes(shape) + 2 * query
+    assert graph - held == accounting.eager_graph_bytes(shape)
+    slack = accounting.eager_attention_bytes(shape, "backward") - memory.peak
+    mask = seqlen_q * seqlen_k if is_causal else 0
+    assert 0 <= slack <= query + key + mask
+    forward_backward = accounting.eager_attention_bytes(shape, "forward_backward")
+    assert forward_backward == accounting.eager_attention_bytes(shape, "backward")
+
+
+def test_eager_bytes_count_repeated_keys_of_grouped_queries() -> None:
+    plain, grouped = shape_of(kv_heads=4), shape_of(kv_heads=2)
+    key = accounting._key_bytes(plain)
+    # K and V shrink by half and are repeated to their full size: 2·key/2 less, 2·key more.
+    eager = accounting.eager_attention_bytes
+    assert eager(grouped, "forward") - eager(plain, "forward") == key
+    assert accounting.eager_graph_bytes(grouped) - accounting.eager_graph_bytes(plain) == 2 * key
+
+
+def test_flash_bytes_by_hand_and_linear() -> None:
+    shape = shape_of(batch=1, heads=1, seqlen_q=16, seqlen_k=32, head_dim=8, dtype="float16")
+    tensors, lse = 2 * (16 * 8 + 2 * 32 * 8 + 16 * 8), 4 * 16
+    assert accounting.flash_attention_bytes(shape, "forward") == tensors + lse
+    assert accounting.flash_attention_bytes(shape, "backward") == 2 * (tensors + lse)
+    assert accounting.flash_attention_bytes(shape_of(dtype="float64"), "forward") == 2 * 4 * 128 * 8 * (4 * 8 + 1)
+    long, short = shape_of(seqlen_q=4096, seqlen_k=4096), shape_of(seqlen_q=2048, seqlen_k=2048)
+    for mode in ("forward", "backward", "forward_backward"):
+        assert accounting.flash_attention_bytes(long, mode) == 2 * accounting.flash_attention_bytes(short, mode)
+        assert accounting.eager_attention_bytes(long, mode) > 3 * accounting.eager_attention_bytes(short, mode)
+
+
+# Models: counted on the real one
+
+
+@pytest.fixture
+def model() -> TransformerLM:
+    torch.manual_seed(0)
+    return TransformerLM.from_config(TINY)
+
+
+@pytest.fixture
+def tokens() -> Tensor:
+    return torch.randint(TINY.vocab_size, (BATCH, TINY.context_length), generator=torch.Generator().manual_seed(1))
+
+
+def loss_of(model: TransformerLM, tokens: Tensor) -> Tensor:
+    return cross_entropy(model(tokens), tokens)
+
+
+def test_parameters_equal_a_real_models(model: TransformerLM) -> None:
+    assert accounting.num_parameters(TINY) == sum(parameter.numel() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        # 2·10·4 + 1·(4·16 + 3·4·6 + 2·4) + 4 = 80 + 144 + 4
+        (ModelConfig(name="hand", d_model=4, d_ff=6, num_layers=1, num_heads=2, vocab_size=10), 228),
+        # 2·10⁴·768 + 12·(4·768² + 3·768·3072 + 1536) + 768
+        (MODEL_SIZES["small"], 128_625_408),
+        # 2·10⁴·2560 + 32·(4·2560² + 3·2560·10240 + 5120) + 2560
+        (MODEL_SIZES["xl"], 3_406_809_600),
+    ],
+    ids=lambda value: getattr(value, "name", str(value)),
+)
+def test_parameters_by_hand(config: ModelConfig, expected: int) -> None:
+    assert accounting.num_parameters(config) == expected
+
+
+def test_model_flops_equal_torchs_count_but_for_the_masked_half(model: TransformerLM, tokens: Tensor) -> None:
+    with FlopCounterMode(display=False) as counter:
+        loss = loss_of(model, tokens)
+    forward = counter.get_total_flops()
+    with FlopCounterMode(display=False) as counter:
+        loss.backward()
+    backward = counter.get_total_flops()
+    length = TINY.context_length
+    masked_pairs = length**2 - length * (length + 1) // 2
+    wasted = 4 * masked_pairs * TINY.d_model * BATCH * TINY.num_layers
+    assert accounting.model_flops(TINY, BATCH, "forward") == forward - wasted
+    assert accounting.model_flops(TINY, BATCH, "backward") == backward - 2 * wasted
+
+
+def test_model_flops_of_each_mode() -> None:
+    forward = accounting.model_flops(TINY, BATCH, "forward")
+    assert accounting.model_flops(TINY, BATCH, "backward") == 2 * forward
+    assert accounting.model_flops(TINY, BATCH, "forward_backward") == 3 * forward
+    assert accounting.model_flops(TINY, BATCH, "train_step") == 3 * forward
+    attention = TINY.num_layers * accounting.attention_flops(
+        shape_of(batch=BATCH, seqlen_q=TINY.context_length, seqlen_k=TINY.context_length), "forward"
+    )
+    recomputed = accounting.model_flops(TINY, BATCH, "backward", recomputed_attention=True)
+    assert recomputed - 2 * forward == attention // 2
+    with pytest.raises(ValueError, match="mode must be one of forward, .*train_step, got 'inference'"):
+        accounting.model_flops(TINY, BATCH, "inference")
+
+
+def test_model_bytes_of_each_precision_and_optimizer() -> None:
+    count = accounting.num_parameters(TINY)
+    full = accounting.model_bytes(TINY, Precision())
+    assert (full.parameters, full.gradients, full.optimizer) == (4 * count, 4 * count, 8 * count)
+    assert full.total == 16 * count
+    assert accounting.model_bytes(TINY, Precision(autocast="bfloat16")) == full
+    assert accounting.model_bytes(TINY, Precision(parameters="bfloat16")).total == 8 * count
+    assert accounting.model_bytes(TINY, Precision(), optimizer="sgd").optimizer == 0
+    with pytest.raises(ValueError, match="optimizer must be one of adamw, sgd, got 'muon'"):
+        accounting.model_bytes(TINY, Precision(), optimizer="muon")
+
+
+@pytest.mark.parametrize("attention", ["reference", "tiled", "sdpa"])
+@pytest.mark.parametrize("autocast", [None, "bfloat16"])
+def test_activation_bytes_equal_what_autograd_saves(tokens: Tensor, attention: str, autocast: str | None) -> None:
+    torch.manual_seed(0)
+    model = TransformerLM.from_config(TINY, attention=attention)
+    precision = Precision(autocast=autocast)
+
+    def run() -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast is not None):
+            return loss_of(model, tokens)
+
+    saved = saved_bytes(run, exclude=[*model.parameters(), *model.buffers(), tokens])
+    predicted = accounting.activation_bytes(TINY, BATCH, attention=attention, precision=precision)
+    if autocast is not None and attention == "reference":
+        # The prediction is for CUDA, whose autocast keeps a float32 softmax too; the CPU's does not.
+        predicted -= 4 * TINY.num_layers * BATCH * TINY.num_heads * TINY.context_length**2
+    log_sum_exp = 4 * BATCH * TINY.context_length  # of the loss: one number a token, not counted
+    assert predicted == saved - log_sum_exp
+
+
+def test_linear_attention_saves_no_scores() -> None:
+    tiled = accounting.block_saved_bytes(TINY, BATCH, attention="tiled")
+    reference = accounting.block_saved_bytes(TINY, BATCH, attention="reference")
+    scores = BATCH * TINY.num_heads * TINY.context_length**2
+    assert reference["attention probabilities"] == 4 * scores
+    width = BATCH * TINY.context_length * TINY.d_model
+    assert tiled["attention output by head"] + tiled["log-sum-exp"] == 4 * width + 4 * BATCH * TINY.num_heads * 64
+    shared = set(tiled) & set(reference)
+    assert len(shared) == 8 and all(tiled[name] == reference[name] for name in shared)
+    assert accounting.block_saved_bytes(TINY, BATCH, attention="sdpa") == tiled
+    assert accounting.block_saved_bytes(TINY, BATCH, attention="compiled") == reference
+
+
+def test_a_residual_stream_tensor_of_xl_is_twenty_mib() -> None:
+    saved = accounting.block_saved_bytes(MODEL_SIZES["xl"], 4, attention="reference")
+    assert saved["norm inputs (residual stream)"] == 2 * 20 * 2**20
+
+
+def test_unknown_attention_is_refused() -> None:
+    with pytest.raises(ValueError, match="attention must be one of reference, compiled, tiled, .* got 'linear'"):
+        accounting.activation_bytes(TINY, BATCH, attention="linear")
+
+
+@pytest.mark.parametrize("mode", ["forward", "forward_backward", "train_step"])
+@pytest.mark.parametrize("vocab_size", [120, 4000])
+@pytest.mark.parametrize("context_length", [16, 128])
+@pytest.mark.parametrize("attention", ["reference", "sdpa"])
+def test_peak_bytes_are_near_those_that_really_live(
+    mode: str, vocab_size: int, context_length: int, attention: str
+) -> None:
+    config = ModelConfig(
+        name="tiny", d_model=64, d_ff=192, num_layers=3, num_heads=4, vocab_size=vocab_size,
+        context_length=context_length,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = TransformerLM.from_config(config, attention=attention)
+    tokens = torch.randint(vocab_size, (BATCH, context_length))
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+    if mode == "train_step":  # the state exists from the second step on
+        loss_of(model, tokens).backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    state = [value for entry in optimizer.state.values() for value in entry.values()]
+    with LiveBytes([*model.parameters(), *state]) as memory:
+        if mode == "forward":
+            with torch.no_grad():
+                model(tokens)
+        else:
+            loss_of(model, tokens).backward()
+        if mode == "train_step":
+            optimizer.step()
+    case = ModelCase(model=config, batch=BATCH, attention=attention)
+    assert 0.95 <= accounting.model_peak_bytes(case, mode) / memory.peak <= 1.15
+
+
+def test_peak_bytes_order() -> None:
+    peaks = {
+        attention: [
+            accounting.model_peak_bytes(ModelCase(model=MODEL_SIZES["xl"], batch=4, attention=attention), mode)
+            for mode in ("forward", "backward", "forward_backward", "train_step")
+        ]
+        for attention in ("reference", "triton")
+    }
+    for forward, backward, both, step in peaks.values():
+        assert forward < backward == both < step
+    assert all(linear < stored for linear, stored in zip(peaks["triton"], peaks["reference"]))
+    with pytest.raises(ValueError, match="mode must be one of forward, .* got 'eval'"):
+        accounting.model_peak_bytes(ModelCase(model=TINY, batch=1, attention="tiled"), "eval")
