@@ -1,0 +1,26 @@
+"""Attention, stage by stage: reference, compiled, tiled, triton. `flash_attention` is the public entry."""
+
+from cs336_systems.attention.api import explain_backend, flash_attention
+from cs336_systems.attention.reference import attention_reference
+from cs336_systems.attention.tiled import FlashAttentionPyTorch
+from cs336_systems.attention.tiles import AttentionConfig, KernelConfig, select_config
+
+__all__ = [
+    "AttentionConfig",
+    "FlashAttentionPyTorch",
+    "FlashAttentionTriton",
+    "KernelConfig",
+    "attention_reference",
+    "explain_backend",
+    "flash_attention",
+    "select_config",
+]
+
+
+def __getattr__(name: str) -> object:
+    # Loads Triton, so only on demand: `from cs336_systems.attention import FlashAttentionTriton`.
+    if name == "FlashAttentionTriton":
+        from cs336_systems.attention.triton.function import FlashAttentionTriton
+
+        return FlashAttentionTriton
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

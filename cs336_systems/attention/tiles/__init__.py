@@ -1,0 +1,12 @@
+"""Which tiles each kernel uses on which GPU: `select_config`, pure and testable without one."""
+
+from cs336_systems.attention.tiles.config import (
+    MAX_HEAD_DIM,
+    AttentionConfig,
+    KernelConfig,
+    head_tile,
+    parse_configs,
+)
+from cs336_systems.attention.tiles.select import select_config
+
+__all__ = ["MAX_HEAD_DIM", "AttentionConfig", "KernelConfig", "head_tile", "parse_configs", "select_config"]

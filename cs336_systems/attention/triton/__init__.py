@@ -1,0 +1,1 @@
+"""Stage 4: FlashAttention-2 kernels in Triton. Importing a module of this package loads Triton."""

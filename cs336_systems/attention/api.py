@@ -1,0 +1,137 @@
+"""`flash_attention`: validate, choose a back end, dispatch.
+
+    out = flash_attention(q, k, v, is_causal=True)                      # the best of our back ends here
+    out, lse = flash_attention(q, k, v, backend="tiled", return_lse=True)
+
+Back ends are the stages of this package: `reference`, `compiled`, `tiled`, `triton`. A named one is used or refused
+with the reason; `auto` chooses, and `explain_backend` says what it chose and why.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from cs336_systems.attention.compiled import compiled_reference
+from cs336_systems.attention.operator import attention_operator
+from cs336_systems.attention.reference import attention_reference
+from cs336_systems.attention.tiled import tiled_backward, tiled_forward
+from cs336_systems.attention.tiles import AttentionConfig
+from cs336_systems.attention.validation import check_attention_inputs, resolve_scale
+from cs336_systems.device import available_backends, get_device_info, interpreter_is_on, select_backend
+
+
+def flash_attention(
+    q: Float[Tensor, "... heads queries head_dim"],
+    k: Float[Tensor, "... kv_heads keys head_dim"],
+    v: Float[Tensor, "... kv_heads keys head_dim"],
+    *,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: bool = False,
+    backend: str = "auto",
+    config: AttentionConfig | None = None,
+) -> Float[Tensor, "... heads queries head_dim"] | tuple[Tensor, Tensor]:
+    """Exact scaled dot-product attention with memory linear in the sequence (back ends `tiled` and `triton`).
+
+    Args:
+        q, k, v: one floating dtype and device, any strides; head_dim up to 256 for `triton`.
+        is_causal: query i attends keys j <= i, aligned at the top left as in SDPA, also when lengths differ.
+        scale: multiplies the scores; 1/sqrt(head_dim) by default. Positive.
+        enable_gqa: allow kv_heads that divide heads; query head h uses key head h // (heads / kv_heads).
+        return_lse: also return the natural log of the summed exponentials of the scaled scores, (..., heads, queries),
+            float32 (float64 for float64 inputs); gradients flow through it.
+        backend: `auto`, `reference`, `compiled`, `tiled` or `triton`.
+        config: tiles of the `triton` kernels, instead of the table's.
+
+    Under autocast float32 inputs are cast to autocast's dtype, as SDPA does. Without keys the output is 0 and the
+    log-sum-exp -inf. Gradients are bit-reproducible. Not supported, and absent from the signature or refused: dropout,
+    additive bias, a value head dim other than the key's; in `tiled` and `triton` double backward and forward-mode AD.
+
+    Raises:
+        TypeError, ValueError: an argument is wrong or the back end cannot serve it, before anything is launched.
+    Source: FlashAttention-2 (Dao 2023).
+    """
+    check_attention_inputs(q, k, v, enable_gqa=enable_gqa)
+    scale = resolve_scale(scale, q.shape[-1])
+    q, k, v = _autocast(q), _autocast(k), _autocast(v)
+    backend, _ = explain_backend(q, k, backend=backend)
+    if config is not None and backend != "triton":
+        raise ValueError(f"config chooses the tiles of backend 'triton', got backend {backend!r}")
+
+    if backend in ("reference", "compiled"):
+        function = attention_reference if backend == "reference" else compiled_reference()
+        k, v = _repeat_kv_heads(q, k), _repeat_kv_heads(q, v)
+        return function(q, k, v, is_causal=is_causal, scale=scale, return_lse=return_lse)
+
+    leading = q.shape[:-3]
+    q, k, v = (x.reshape(-1, *x.shape[-3:]) if x.ndim != 4 else x for x in (q, k, v))
+    if backend == "tiled":
+        k, v = _repeat_kv_heads(q, k), _repeat_kv_heads(q, v)
+        output, lse = tiled_attention(q, k, v, is_causal, scale, "")
+    else:
+        from cs336_systems.attention.triton.function import triton_attention
+
+        output, lse = triton_attention(q, k, v, is_causal, scale, config.names if config else "")
+    if len(leading) != 1:
+        output, lse = output.reshape(*leading, *output.shape[1:]), lse.reshape(*leading, *lse.shape[1:])
+    return (output, lse) if return_lse else output
+
+
+def explain_backend(q: Tensor, k: Tensor, *, backend: str = "auto") -> tuple[str, str]:
+    """(name, reason) of the back end that `flash_attention` uses for these inputs; ValueError if it refuses."""
+    return select_backend(
+        device_kind=q.device.type,
+        compute_capability=_compute_capability(q.device.index or 0) if q.device.type == "cuda" else None,
+        dtype=str(q.dtype).removeprefix("torch."),
+        head_dim=q.shape[-1],
+        seqlen_q=q.shape[-2],
+        seqlen_k=k.shape[-2],
+        requested=backend,
+        available=_available(q.device.type),
+    )
+
+
+@torch.compiler.assume_constant_result
+def _available(device_kind: str) -> dict[str, str]:
+    return _available_once(device_kind, interpreter_is_on())
+
+
+@cache
+def _available_once(device_kind: str, interpreter: bool) -> dict[str, str]:
+    return available_backends(get_device_info(device_kind))
+
+
+@torch.compiler.assume_constant_result
+def _compute_capability(device_index: int) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device_index)
+
+
+def _autocast(x: Tensor) -> Tensor:
+    kind = x.device.type
+    if torch.is_autocast_enabled(kind) and x.dtype != torch.float64:
+        return x.to(torch.get_autocast_dtype(kind))
+    return x
+
+
+def _repeat_kv_heads(q: Tensor, x: Tensor) -> Tensor:
+    return x if q.shape[-3] == x.shape[-3] else x.repeat_interleave(q.shape[-3] // x.shape[-3], dim=-3)
+
+
+def _tiled_forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, config: str) -> Any:
+    return tiled_forward(q, k, v, is_causal, scale)
+
+
+def _tiled_backward(
+    q: Tensor, k: Tensor, v: Tensor, output: Tensor, lse: Tensor, grad_output: Tensor, grad_lse: Tensor | None,
+    is_causal: bool, scale: float, config: str,
+) -> Any:  # fmt: skip
+    return tiled_backward(q, k, v, output, lse, grad_output, grad_lse, is_causal, scale)
+
+
+tiled_attention = attention_operator("tiled_attention", _tiled_forward, _tiled_backward)

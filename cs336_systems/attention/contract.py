@@ -1,0 +1,124 @@
+"""The numerical contract: what "agrees with the oracle" means, for tests and benchmarks alike.
+
+For O, dQ, dK and dV, with everything computed on the same inputs:
+
+    max |ours - ref64|  <=  2 · max |eager - ref64| + 1e-5
+
+where ref64 is `attention_reference` in float64 and eager is the same formula in the inputs' dtype with no upcast. The
+log-sum-exp agrees within 1e-3 · max(1, |L|), and 1e-5 in float32. Usage:
+
+    oracle = compute_oracle(q, k, v, grad_output, is_causal=True)
+    errors = contract_errors(oracle, {"output": o, "grad_q": dq, ...})     # error over bound; at most 1 agrees
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool
+from torch import Tensor
+
+from cs336_systems.attention.reference import attention_reference
+
+ABSOLUTE_SLACK = 1e-5
+LSE_TOLERANCE = 1e-3
+LSE_TOLERANCE_FLOAT32 = 1e-5
+# Scores are computed for as many query rows at a time as keep one float64 score matrix within this many elements.
+MAX_SCORES = 2**28
+
+
+@dataclass(frozen=True, kw_only=True)
+class Oracle:
+    """float64 results by name (output, lse, grad_q, grad_k, grad_v), and the largest error that each may have."""
+
+    expected: dict[str, Tensor]
+    bounds: dict[str, Tensor | float]
+
+
+def compute_oracle(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    grad_output: Tensor | None = None,
+    *,
+    is_causal: bool = False,
+    mask: Bool[Tensor, "... queries keys"] | None = None,
+    scale: float | None = None,
+) -> Oracle:
+    """Exact results of attention on (..., heads, seq, head_dim) inputs, and the contract's bounds for their dtype.
+
+    Works through blocks of query rows, so that any length fits: rows are independent, and dK and dV are sums over
+    them. Fewer key and value heads than query heads mean grouped-query attention.
+    """
+    exact = _blockwise(q, k, v, grad_output, torch.float64, is_causal, mask, scale)
+    eager = _blockwise(q, k, v, grad_output, q.dtype, is_causal, mask, scale)
+    bounds: dict[str, Tensor | float] = {
+        name: 2 * _max_abs(eager[name].double() - exact[name]) + ABSOLUTE_SLACK for name in exact if name != "lse"
+    }
+    tolerance = LSE_TOLERANCE_FLOAT32 if q.dtype in (torch.float32, torch.float64) else LSE_TOLERANCE
+    bounds["lse"] = tolerance * exact["lse"].abs().clamp(1.0)
+    return Oracle(expected=exact, bounds=bounds)
+
+
+def contract_errors(oracle: Oracle, results: Mapping[str, Tensor]) -> dict[str, float]:
+    """For each result, its largest error divided by its bound: at most 1 within the contract, inf for a NaN."""
+    errors = {}
+    for name, result in results.items():
+        expected = oracle.expected[name]
+        if result.shape != expected.shape:
+            raise ValueError(f"{name} must have shape {tuple(expected.shape)}, got {tuple(result.shape)}")
+        difference = result.double() - expected
+        # Equal infinities (L of a row without keys) agree; everything else that is not finite does not.
+        difference = torch.where(result.double() == expected, 0.0, difference).abs() / oracle.bounds[name]
+        errors[name] = _max_abs(difference.nan_to_num(nan=math.inf))
+    return errors
+
+
+def _blockwise(
+    q: Tensor, k: Tensor, v: Tensor, grad_output: Tensor | None, dtype: torch.dtype, is_causal: bool,
+    mask: Tensor | None, scale: float | None,
+) -> dict[str, Tensor]:  # fmt: skip
+    """`attention_reference` and its autograd in `dtype` over blocks of query rows, float64 sums between the blocks."""
+    group = q.shape[-3] // max(k.shape[-3], 1)
+    k, v = (x.repeat_interleave(group, dim=-3) if group > 1 else x for x in (k, v))
+    num_queries, num_keys = q.shape[-2], k.shape[-2]
+    rows = max(1, MAX_SCORES // max(1, math.prod(q.shape[:-2]) * num_keys))
+    outputs, lses, grads_q = [], [], []
+    grad_k, grad_v = (torch.zeros(x.shape, dtype=torch.float64, device=x.device) for x in (k, v))
+    for start in range(0, num_queries, rows):
+        stop = min(start + rows, num_queries)
+        seen = min(stop, num_keys) if is_causal else num_keys  # later keys are masked for the whole block
+        block_mask = None
+        if is_causal:
+            row_index = torch.arange(start, stop, device=q.device)
+            block_mask = row_index[:, None] >= torch.arange(seen, device=q.device)
+        if mask is not None:
+            token_mask = mask.expand(*mask.shape[:-2], num_queries, num_keys)[..., start:stop, :seen]
+            block_mask = token_mask if block_mask is None else block_mask & token_mask
+        leaves = [q[..., start:stop, :], k[..., :seen, :], v[..., :seen, :]]
+        leaves = [x.detach().to(dtype).requires_grad_(grad_output is not None) for x in leaves]
+        output, lse = attention_reference(*leaves, mask=block_mask, scale=scale, return_lse=True)
+        outputs.append(output.detach())
+        lses.append(lse.detach())
+        if grad_output is not None:
+            block_grads = torch.autograd.grad(output, leaves, grad_output[..., start:stop, :].to(dtype))
+            grads_q.append(block_grads[0])
+            grad_k[..., :seen, :] += block_grads[1]
+            grad_v[..., :seen, :] += block_grads[2]
+    results = {
+        "output": torch.cat(outputs, dim=-2) if outputs else q.new_zeros(q.shape, dtype=dtype),
+        "lse": torch.cat(lses, dim=-1).double() if lses else q.new_zeros(q.shape[:-1], dtype=torch.float64),
+    }
+    if grad_output is not None:
+        results["grad_q"] = torch.cat(grads_q, dim=-2) if grads_q else q.new_zeros(q.shape, dtype=dtype)
+        for name, grad in (("grad_k", grad_k), ("grad_v", grad_v)):
+            summed = grad.unflatten(-3, (-1, group)).sum(dim=-3) if group > 1 else grad
+            results[name] = summed.to(dtype)
+    return results
+
+
+def _max_abs(x: Tensor) -> float:
+    return x.abs().max().item() if x.numel() else 0.0

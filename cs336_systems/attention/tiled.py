@@ -1,0 +1,193 @@
+"""Stage 3: FlashAttention-2 in plain PyTorch, tile by tile, with a backward that recomputes the probabilities.
+
+Forward (FlashAttention-2, algorithm 1), for each tile of queries, over the tiles of keys that it may see:
+
+    S = scale · Qᵢ Kⱼᵀ;  m' = max(m, rowmax S);  P = exp(S - m');  l = e^(m-m') l + rowsum P;  O = e^(m-m') O + P Vⱼ
+
+and at the end Oᵢ = O / l, Lᵢ = m + log l. Only Q, K, V, O and L are saved. Backward (algorithm 2, with
+D = rowsum(dO ∘ O)), for each tile of keys, over the tiles of queries that may see it:
+
+    P = exp(S - Lᵢ);  dVⱼ += Pᵀ dOᵢ;  dS = P ∘ (dOᵢ Vⱼᵀ - Dᵢ);  dKⱼ += scale · dSᵀ Qᵢ;  dQᵢ += scale · dS Kⱼ
+
+A tile is upcast to float32 when it is loaded (float64 stays float64), the role that a kernel's accumulators play.
+Usage: `FlashAttentionPyTorch.apply(q, k, v, is_causal)`; with `compiled=True` the two tile steps run under
+torch.compile.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+# Tiles have at least 64 rows, and grow with the sequence so that a side has at most 64 of them: each tile step costs
+# a dozen kernel launches, and launches, not arithmetic, are what an eager loop over small tiles would measure.
+MIN_TILE = 64
+MAX_TILES = 64
+
+
+def tile_size(seqlen: int) -> int:
+    """Rows of a tile for a sequence of `seqlen`: a power of two, at least MIN_TILE."""
+    tile = MIN_TILE
+    while tile * MAX_TILES < seqlen:
+        tile *= 2
+    return tile
+
+
+def tiled_forward(
+    q: Float[Tensor, "... queries head_dim"],
+    k: Float[Tensor, "... keys head_dim"],
+    v: Float[Tensor, "... keys head_dim"],
+    is_causal: bool,
+    scale: float,
+    compiled: bool = False,
+) -> tuple[Float[Tensor, "... queries head_dim"], Float[Tensor, "... queries"]]:
+    """Output in q's dtype and log-sum-exp in float32 (float64 for float64 inputs)."""
+    step = _steps(compiled)[0]
+    accumulate = torch.promote_types(q.dtype, torch.float32)
+    num_queries, num_keys = q.shape[-2], k.shape[-2]
+    query_tile, key_tile = tile_size(num_queries), tile_size(num_keys)
+    output = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    lse = torch.empty(q.shape[:-1], dtype=accumulate, device=q.device)
+    for q_start in range(0, num_queries, query_tile):
+        queries = slice(q_start, min(q_start + query_tile, num_queries))
+        q_tile = q[..., queries, :].to(accumulate)
+        row_max = q_tile.new_full(q_tile.shape[:-1], -math.inf)
+        row_sum = torch.zeros_like(row_max)
+        accumulator = torch.zeros_like(q_tile)
+        for k_start in range(0, queries.stop if is_causal else num_keys, key_tile):
+            keys = slice(k_start, min(k_start + key_tile, num_keys))
+            if keys.start >= num_keys:
+                break
+            visible = _visible(queries, keys, q.device) if is_causal else None
+            accumulator, row_max, row_sum = step(
+                q_tile, k[..., keys, :].to(accumulate), v[..., keys, :].to(accumulate),
+                accumulator, row_max, row_sum, visible, scale,
+            )  # fmt: skip
+        # Without keys the row sum stays 0: O = 0 and L = -inf.
+        output[..., queries, :] = (accumulator / row_sum.clamp_min(torch.finfo(accumulate).tiny)[..., None]).to(q.dtype)
+        lse[..., queries] = row_max + row_sum.log()
+    return output, lse
+
+
+def tiled_backward(
+    q: Float[Tensor, "... queries head_dim"],
+    k: Float[Tensor, "... keys head_dim"],
+    v: Float[Tensor, "... keys head_dim"],
+    output: Float[Tensor, "... queries head_dim"],
+    lse: Float[Tensor, "... queries"],
+    grad_output: Float[Tensor, "... queries head_dim"],
+    grad_lse: Float[Tensor, "... queries"] | None,
+    is_causal: bool,
+    scale: float,
+    compiled: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k, v in their dtypes. `grad_lse` is the gradient that reaches the log-sum-exp, if any."""
+    step = _steps(compiled)[1]
+    accumulate = torch.promote_types(q.dtype, torch.float32)
+    num_queries, num_keys = q.shape[-2], k.shape[-2]
+    query_tile, key_tile = tile_size(num_queries), tile_size(num_keys)
+    # dL/dS = P, so a gradient of L enters dS = P ∘ (dP - D) as if D were smaller by it.
+    delta = (grad_output.to(accumulate) * output.to(accumulate)).sum(dim=-1)
+    if grad_lse is not None:
+        delta = delta - grad_lse.to(accumulate)
+    grad_q = torch.zeros(q.shape, dtype=accumulate, device=q.device)
+    grad_k, grad_v = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (k, v))
+    for k_start in range(0, num_keys, key_tile):
+        keys = slice(k_start, min(k_start + key_tile, num_keys))
+        k_tile, v_tile = k[..., keys, :].to(accumulate), v[..., keys, :].to(accumulate)
+        grad_k_tile, grad_v_tile = torch.zeros_like(k_tile), torch.zeros_like(v_tile)
+        first = keys.start // query_tile * query_tile if is_causal else 0  # query tiles before it see none of the keys
+        for q_start in range(first, num_queries, query_tile):
+            queries = slice(q_start, min(q_start + query_tile, num_queries))
+            visible = _visible(queries, keys, q.device) if is_causal else None
+            grad_q_step, grad_k_tile, grad_v_tile = step(
+                q[..., queries, :].to(accumulate), k_tile, v_tile, grad_output[..., queries, :].to(accumulate),
+                lse[..., queries], delta[..., queries], grad_k_tile, grad_v_tile, visible, scale,
+            )  # fmt: skip
+            grad_q[..., queries, :] += grad_q_step
+        grad_k[..., keys, :], grad_v[..., keys, :] = grad_k_tile.to(k.dtype), grad_v_tile.to(v.dtype)
+    return grad_q.to(q.dtype), grad_k, grad_v
+
+
+def _visible(queries: slice, keys: slice, device: torch.device) -> Tensor | None:
+    """The causal mask of a tile that the diagonal crosses; None for a tile below it, which needs no mask."""
+    if keys.stop - 1 <= queries.start:
+        return None
+    rows = torch.arange(queries.start, queries.stop, device=device)
+    columns = torch.arange(keys.start, keys.stop, device=device)
+    return rows[:, None] >= columns[None, :]
+
+
+def _forward_step(
+    q: Tensor, k: Tensor, v: Tensor, accumulator: Tensor, row_max: Tensor, row_sum: Tensor, visible: Tensor | None,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    scores = q @ k.transpose(-2, -1) * scale
+    if visible is not None:
+        scores = scores.masked_fill(~visible, -math.inf)
+    new_max = torch.maximum(row_max, scores.amax(dim=-1))
+    probabilities = torch.exp(scores - new_max[..., None])
+    rescale = torch.exp(row_max - new_max)
+    row_sum = rescale * row_sum + probabilities.sum(dim=-1)
+    return rescale[..., None] * accumulator + probabilities @ v, new_max, row_sum
+
+
+def _backward_step(
+    q: Tensor, k: Tensor, v: Tensor, grad_output: Tensor, lse: Tensor, delta: Tensor, grad_k: Tensor, grad_v: Tensor,
+    visible: Tensor | None, scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    scores = q @ k.transpose(-2, -1) * scale
+    if visible is not None:
+        scores = scores.masked_fill(~visible, -math.inf)
+    probabilities = torch.exp(scores - lse[..., None])
+    grad_scores = probabilities * (grad_output @ v.transpose(-2, -1) - delta[..., None]) * scale
+    grad_k = grad_k + grad_scores.transpose(-2, -1) @ q
+    grad_v = grad_v + probabilities.transpose(-2, -1) @ grad_output
+    return grad_scores @ k, grad_k, grad_v
+
+
+@cache
+def _steps(compiled: bool) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """The two tile steps, under torch.compile if asked. Dynamic: one compilation serves every tile and length."""
+    if not compiled:
+        return _forward_step, _backward_step
+    return torch.compile(_forward_step, dynamic=True), torch.compile(_backward_step, dynamic=True)
+
+
+class FlashAttentionPyTorch(torch.autograd.Function):
+    """`apply(q, k, v, is_causal=False, scale=None, compiled=False)` on (..., seq, head_dim) tensors.
+
+    Saves one tensor of shape (..., queries), the log-sum-exp, beside q, k, v and the output.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Float[Tensor, "... queries head_dim"],
+        k: Float[Tensor, "... keys head_dim"],
+        v: Float[Tensor, "... keys head_dim"],
+        is_causal: bool = False,
+        scale: float | None = None,
+        compiled: bool = False,
+    ) -> Float[Tensor, "... queries head_dim"]:
+        scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+        output, lse = tiled_forward(q, k, v, is_causal, scale, compiled)
+        ctx.save_for_backward(q, k, v, output, lse)
+        ctx.is_causal, ctx.scale, ctx.compiled = is_causal, scale, compiled
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, output, lse = ctx.saved_tensors
+        grads = tiled_backward(
+            q, k, v, output, lse, grad_output, None, ctx.is_causal, ctx.scale, ctx.compiled
+        )
+        return *grads, None, None, None

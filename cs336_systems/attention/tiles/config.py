@@ -1,0 +1,107 @@
+"""`KernelConfig`: how one attention kernel is tiled, and what that costs in shared memory."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import cache
+
+KERNELS = ("forward", "dkdv", "dq")
+MIN_HEAD_TILE = 64
+MAX_HEAD_DIM = 256
+_NAME = re.compile(r"(?P<target>[a-z0-9]+)_(?P<kernel>[a-z]+)_(?P<q>\d+)x(?P<k>\d+)_w(?P<warps>\d+)_s(?P<stages>\d+)")
+
+
+def head_tile(head_dim: int) -> int:
+    """Columns of a tile for `head_dim`: the next power of two, at least 64.
+
+    Narrower tiles are not used: on sm_90 triton 3.6 can miscompile a kernel with two dots of 16 or 32 columns.
+    """
+    tile = MIN_HEAD_TILE
+    while tile < head_dim:
+        tile *= 2
+    return tile
+
+
+@dataclass(frozen=True, kw_only=True)
+class KernelConfig:
+    """Launch configuration of one kernel. Its name says everything: `sm90_forward_128x64_w8_s3`."""
+
+    target: str  # architecture that the table was made for: sm80, sm86, sm89, sm90, sm100 or portable
+    kernel: str  # forward, dkdv or dq
+    query_tile: int  # rows of a query tile
+    key_tile: int  # rows of a key tile
+    num_warps: int
+    num_stages: int  # depth of the software pipeline over the inner loop's tiles
+
+    def __post_init__(self) -> None:
+        if self.kernel not in KERNELS:
+            raise ValueError(f"KernelConfig.kernel must be one of {', '.join(KERNELS)}, got {self.kernel!r}")
+        for field in ("query_tile", "key_tile", "num_warps"):
+            value = getattr(self, field)
+            if value < 1 or value & (value - 1):
+                raise ValueError(f"KernelConfig.{field} must be a power of two, got {value}")
+        if self.num_stages < 1:
+            raise ValueError(f"KernelConfig.num_stages must be positive, got {self.num_stages}")
+
+    @property
+    def name(self) -> str:
+        tiles = f"{self.query_tile}x{self.key_tile}"
+        return f"{self.target}_{self.kernel}_{tiles}_w{self.num_warps}_s{self.num_stages}"
+
+    @classmethod
+    def from_name(cls, name: str) -> KernelConfig:
+        """The configuration that `name` spells; ValueError if it spells none."""
+        match = _NAME.fullmatch(name)
+        if match is None:
+            raise ValueError(f"config must be named like sm90_forward_128x64_w8_s3, got {name!r}")
+        return cls(
+            target=match["target"],
+            kernel=match["kernel"],
+            query_tile=int(match["q"]),
+            key_tile=int(match["k"]),
+            num_warps=int(match["warps"]),
+            num_stages=int(match["stages"]),
+        )
+
+    def shared_memory_bytes(self, head_dim: int, bytes_per_element: int) -> int:
+        """Estimate of a program's shared memory: the tiles it holds, and `num_stages` of those that it streams.
+
+        A bound from tile sizes alone, good enough to rule a row out without a GPU; the compiler's own number is at
+        most this for every shipped row.
+        """
+        row = head_tile(head_dim) * bytes_per_element
+        queries, keys = self.query_tile * row, self.key_tile * row
+        if self.kernel == "forward":  # holds Q, streams K and V
+            return queries + self.num_stages * 2 * keys
+        scores = self.query_tile * self.key_tile * bytes_per_element  # P or dS on its way to be an operand
+        if self.kernel == "dq":  # holds Q and dO, streams K and V
+            return 2 * queries + self.num_stages * 2 * keys + scores
+        return 2 * keys + self.num_stages * 2 * queries + scores  # dkdv holds K and V, streams Q and dO
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionConfig:
+    """Tiles that a caller of `flash_attention` chooses; None leaves a kernel to the table."""
+
+    forward: KernelConfig | None = None
+    dkdv: KernelConfig | None = None
+    dq: KernelConfig | None = None
+
+    def __post_init__(self) -> None:
+        for kernel in KERNELS:
+            config = getattr(self, kernel)
+            if config is not None and config.kernel != kernel:
+                raise ValueError(f"AttentionConfig.{kernel} must be a {kernel} configuration, got {config.name}")
+
+    @property
+    def names(self) -> str:
+        """The chosen configurations' names, comma-separated: an operator's arguments are plain values."""
+        return ",".join(config.name for config in (self.forward, self.dkdv, self.dq) if config is not None)
+
+
+@cache
+def parse_configs(names: str) -> dict[str, KernelConfig]:
+    """`AttentionConfig.names` back as {kernel: configuration}."""
+    configs = [KernelConfig.from_name(name) for name in names.split(",") if name]
+    return {config.kernel: config for config in configs}

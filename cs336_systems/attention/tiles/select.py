@@ -1,0 +1,52 @@
+"""Choosing a row of the tile tables."""
+
+from __future__ import annotations
+
+import warnings
+from functools import cache
+
+from cs336_systems.attention.tiles.config import KERNELS, MAX_HEAD_DIM, KernelConfig, head_tile
+from cs336_systems.attention.tiles.tables import TABLES
+from cs336_systems.config import BYTES_PER_ELEMENT
+
+TARGET_OF_CAPABILITY = {(8, 0): "sm80", (8, 6): "sm86", (8, 7): "sm86", (8, 9): "sm89", (9, 0): "sm90"}
+
+
+def select_config(
+    kernel: str,
+    *,
+    capability: tuple[int, int] | None,
+    head_dim: int,
+    batch: int,
+    heads: int,
+    seqlen_q: int,
+    seqlen_k: int,
+    dtype: str,
+) -> KernelConfig:
+    """The configuration of `kernel` (forward, dkdv or dq); a pure function of its arguments.
+
+    `capability` is the GPU's compute capability, None for the interpreter. A GPU without a table gets the portable
+    one, with one warning. Batch, heads and lengths are there for rows that depend on them; no present row does.
+    ValueError for an unknown kernel, a head_dim over 256 or a dtype that Triton's dots do not take.
+    """
+    if kernel not in KERNELS:
+        raise ValueError(f"kernel must be one of {', '.join(KERNELS)}, got {kernel!r}")
+    if not 1 <= head_dim <= MAX_HEAD_DIM:
+        raise ValueError(f"head_dim must be between 1 and {MAX_HEAD_DIM}, got {head_dim}")
+    if dtype not in ("float32", "float16", "bfloat16"):
+        raise ValueError(f"dtype must be float32, float16 or bfloat16, got {dtype!r}")
+    return TABLES[_target(capability)][kernel, BYTES_PER_ELEMENT[dtype], head_tile(head_dim)]
+
+
+@cache
+def _target(capability: tuple[int, int] | None) -> str:
+    if capability is None:
+        return "portable"
+    if capability in TARGET_OF_CAPABILITY:
+        return TARGET_OF_CAPABILITY[capability]
+    if capability[0] == 10:
+        return "sm100"
+    warnings.warn(
+        f"no tile table for compute capability {capability[0]}.{capability[1]}: using the portable one", stacklevel=3
+    )
+    return "portable"

@@ -1,0 +1,113 @@
+"""The Triton stage as an operator and as an autograd.Function: choose tiles, launch, save, restore.
+
+`triton_attention` is what `flash_attention` calls; `FlashAttentionTriton` is the handout's interface.
+"""
+
+from __future__ import annotations
+
+import math
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import triton
+from jaxtyping import Float
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from cs336_systems.attention.operator import attention_operator
+from cs336_systems.attention.tiles import KernelConfig, parse_configs, select_config
+from cs336_systems.attention.triton.backward import launch_backward
+from cs336_systems.attention.triton.forward import launch_forward
+
+
+def kernel_config(
+    kernel: str, q: Tensor, k: Tensor, config: str = "", *, capability: tuple[int, int] | None = None
+) -> KernelConfig:
+    """The configuration that `kernel` will use for these inputs: the one named in `config`, or the table's.
+
+    `capability` defaults to that of q's device, and to none (the interpreter) on the CPU.
+    """
+    named = parse_configs(config)
+    if kernel in named:
+        return named[kernel]
+    if capability is None and q.is_cuda:
+        capability = torch.cuda.get_device_capability(q.device)
+    return select_config(
+        kernel,
+        capability=capability,
+        head_dim=q.shape[3],
+        batch=q.shape[0],
+        heads=q.shape[1],
+        seqlen_q=q.shape[2],
+        seqlen_k=k.shape[2],
+        dtype=str(q.dtype).removeprefix("torch."),
+    )
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, config: str) -> tuple[Tensor, Tensor]:
+    with _launch_device(q):
+        return launch_forward(q, k, v, is_causal=is_causal, scale=scale, config=kernel_config("forward", q, k, config))
+
+
+def _backward(
+    q: Tensor, k: Tensor, v: Tensor, output: Tensor, lse: Tensor, grad_output: Tensor, grad_lse: Tensor | None,
+    is_causal: bool, scale: float, config: str,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    with _launch_device(q):
+        return launch_backward(
+            q, k, v, output.contiguous(), lse.contiguous(), grad_output, grad_lse,
+            is_causal=is_causal, scale=scale,
+            dkdv_config=kernel_config("dkdv", q, k, config), dq_config=kernel_config("dq", q, k, config),
+        )  # fmt: skip
+
+
+def _launch_device(q: Tensor) -> AbstractContextManager[Any]:
+    """Triton launches on the current CUDA device, which need not be q's."""
+    if q.is_cuda:
+        return torch.cuda.device(q.device)
+    if not triton.knobs.runtime.interpret:
+        raise ValueError(
+            f"q is on {q.device}, and Triton kernels run on CUDA devices; "
+            "set TRITON_INTERPRET=1 before the kernels are imported to run them on the CPU interpreter"
+        )
+    return nullcontext()
+
+
+triton_attention = attention_operator("triton_attention", _forward, _backward)
+
+
+class FlashAttentionTriton(torch.autograd.Function):
+    """`apply(q, k, v, is_causal=False, scale=None)` on (batch, seq, head_dim) or (batch, heads, seq, head_dim) tensors.
+
+    Saves one tensor of shape (batch, queries), the log-sum-exp, beside q, k, v and the output.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Float[Tensor, "... queries head_dim"],
+        k: Float[Tensor, "... keys head_dim"],
+        v: Float[Tensor, "... keys head_dim"],
+        is_causal: bool = False,
+        scale: float | None = None,
+    ) -> Float[Tensor, "... queries head_dim"]:
+        scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+        q4, k4, v4 = (x.unsqueeze(1) if x.ndim == 3 else x for x in (q, k, v))
+        output, lse = triton_attention(q4, k4, v4, is_causal, scale, "")
+        output, lse = output.view(q.shape), lse.view(q.shape[:-1])
+        ctx.save_for_backward(q, k, v, output, lse)
+        ctx.is_causal, ctx.scale = is_causal, scale
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        saved = (*ctx.saved_tensors, grad_output)
+        q, k, v, output, grad_output = (
+            x.unsqueeze(1) if x.ndim == 3 else x for x in (*saved[:4], grad_output)
+        )
+        lse = saved[4].view(q.shape[:-1])
+        backward = torch.ops.cs336_systems.triton_attention_backward
+        grads = backward(q, k, v, output, lse, grad_output, None, ctx.is_causal, ctx.scale, "")
+        return *(grad.view(x.shape) for grad, x in zip(grads, saved)), None, None

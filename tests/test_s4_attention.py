@@ -1,0 +1,567 @@
+"""Section 4: the attention stages against the float64 oracle, on CPU (Triton through its interpreter) and on CUDA."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from cs336_systems.attention import explain_backend, flash_attention
+from cs336_systems.attention.contract import compute_oracle, contract_errors
+from cs336_systems.attention.reference import attention_reference
+from tests import adapters
+from tests.wrong_attention import BUGS, wrong_attention
+
+COVERS = (
+    "cs336_systems/attention",
+    "tests/adapters.py",
+)
+
+CPU = pytest.param("cpu", id="cpu")
+CUDA = pytest.param("cuda", id="cuda", marks=pytest.mark.gpu)
+DEVICES = [CPU, CUDA]
+BACKENDS = ["reference", "tiled", "triton"]
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+def draw(*size: int, dtype: torch.dtype, device: str, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(size, generator=generator).to(device=device, dtype=dtype)
+
+
+def inputs(
+    batch: int, heads: int, kv_heads: int, seqlen_q: int, seqlen_k: int, head_dim: int, dtype: torch.dtype, device: str
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    q, grad_output = (draw(batch, heads, seqlen_q, head_dim, dtype=dtype, device=device, seed=seed) for seed in (0, 3))
+    k, v = (draw(batch, kv_heads, seqlen_k, head_dim, dtype=dtype, device=device, seed=seed) for seed in (1, 2))
+    return q, k, v, grad_output
+
+
+def run(q: Tensor, k: Tensor, v: Tensor, grad_output: Tensor, **options) -> dict[str, Tensor]:
+    """Output, log-sum-exp and gradients through `flash_attention`."""
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    output, lse = flash_attention(*leaves, return_lse=True, **options)
+    grads = torch.autograd.grad(output, leaves, grad_output)
+    return {"output": output, "lse": lse, "grad_q": grads[0], "grad_k": grads[1], "grad_v": grads[2]}
+
+
+def assert_contract(q: Tensor, k: Tensor, v: Tensor, grad_output: Tensor, **options) -> None:
+    results = run(q, k, v, grad_output, **options)
+    oracle = compute_oracle(q, k, v, grad_output, is_causal=options.get("is_causal", False), scale=options.get("scale"))
+    errors = contract_errors(oracle, results)
+    assert max(errors.values()) <= 1, f"error over bound: {errors}"
+
+
+def skip_what_cannot_run(backend: str, dtype: str, device: str) -> None:
+    if backend == "triton" and device == "cpu" and dtype == "bfloat16":
+        pytest.skip("Triton's interpreter computes wrong bfloat16 dots")
+
+
+# The numerical contract
+
+SHAPES = {
+    "S1-d16": (2, 1, 1, 1, 1, 16),
+    "S16-d32": (1, 2, 2, 16, 16, 32),
+    "S97-d64": (2, 2, 2, 97, 97, 64),
+    "S128-d128": (1, 2, 2, 128, 128, 128),
+    "S257-d64": (1, 2, 2, 257, 257, 64),
+    "S130-d256": (1, 1, 1, 130, 130, 256),
+    "d40": (1, 1, 1, 70, 70, 40),
+    "d59": (1, 1, 1, 130, 130, 59),
+    "d80": (1, 1, 1, 65, 65, 80),
+    "d96": (1, 1, 1, 129, 129, 96),
+    "d111": (1, 1, 1, 100, 100, 111),
+    "more-keys": (1, 2, 2, 37, 203, 64),
+    "more-queries": (1, 2, 2, 203, 37, 64),
+    "one-query": (2, 2, 2, 1, 300, 64),
+    "one-key": (2, 2, 2, 150, 1, 32),
+    "gqa": (2, 6, 2, 130, 100, 32),
+    "mqa": (1, 4, 1, 65, 65, 64),
+}
+LONG_SHAPES = {"S1024-d64": (1, 1, 1, 1024, 1024, 64), "S1025-d128": (1, 1, 1, 1025, 1025, 128)}
+
+
+@pytest.mark.problem("flash_forward", 15)
+@pytest.mark.problem("flash_backward", 5)
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
+def test_contract(shape, backend, dtype, is_causal, device):
+    skip_what_cannot_run(backend, dtype, device)
+    q, k, v, grad_output = inputs(*shape, DTYPES[dtype], device)
+    assert_contract(
+        q, k, v, grad_output, is_causal=is_causal, backend=backend, enable_gqa=q.shape[1] != k.shape[1]
+    )
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("backend", ["tiled", "triton"])
+@pytest.mark.parametrize("shape", LONG_SHAPES.values(), ids=LONG_SHAPES.keys())
+def test_contract_over_many_tiles(shape, backend, dtype, device):
+    skip_what_cannot_run(backend, dtype, device)
+    assert_contract(*inputs(*shape, DTYPES[dtype], device), is_causal=True, backend=backend)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_float64_where_it_is_taken(backend):
+    q, k, v, grad_output = inputs(1, 2, 2, 97, 70, 24, torch.float64, "cpu")
+    if backend == "triton":
+        with pytest.raises(ValueError, match="float64"):
+            flash_attention(q, k, v, backend=backend)
+        return
+    results = run(q, k, v, grad_output, backend=backend, is_causal=True)
+    expected = compute_oracle(q, k, v, grad_output, is_causal=True).expected
+    for name, result in results.items():
+        torch.testing.assert_close(result, expected[name], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("scale", [0.01, 1.0, 3.0])
+def test_scale(scale, backend, device):
+    assert_contract(*inputs(1, 2, 2, 80, 80, 32, torch.float32, device), scale=scale, backend=backend, is_causal=True)
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_known_wrong_kernels_are_rejected(bug):
+    q, k, v, grad_output = (x[:, 0] for x in inputs(2, 1, 1, 100, 100, 32, torch.float32, "cpu"))
+    blocks, mask = None, None
+    if bug == "pointers advanced inside the skip branch":
+        # A skipped tile precedes an active one; the last, short tile stays where the bug cannot reach past the end.
+        blocks = torch.tensor([[1, 0, 0, 0], [0, 1, 0, 0], [0, 1, 1, 0], [1, 0, 1, 1]], dtype=torch.bool)
+        mask = blocks.repeat_interleave(32, 0).repeat_interleave(32, 1)[:100, :100]
+    oracle = compute_oracle(
+        *(x[:, None] for x in (q, k, v, grad_output)), is_causal=True, mask=mask
+    )
+
+    def worst(planted: str | None) -> float:
+        results = wrong_attention(q, k, v, grad_output, is_causal=True, blocks=blocks, bug=planted)
+        return max(contract_errors(oracle, {name: x[:, None] for name, x in results.items()}).values())
+
+    assert worst(None) <= 1, "without a bug it must pass, or the rejection means nothing"
+    assert worst(bug) > 1
+
+
+# The handout's interface, as the course's own tests use it
+
+
+def _implementations():
+    return {
+        "pytorch": adapters.get_flashattention_autograd_function_pytorch,
+        "triton": adapters.get_flashattention_autograd_function_triton,
+    }
+
+
+@pytest.mark.problem("flash_forward", 15)
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("implementation", ["pytorch", "triton"])
+def test_function_forward_saves_one_lse(implementation, is_causal, device):
+    """O within 1e-2, and exactly one saved tensor of shape (batch, queries): the log-sum-exp."""
+    function = _implementations()[implementation]()
+    q, k, v, _ = (x[:, 0].requires_grad_() for x in inputs(4, 1, 1, 128, 128, 64, torch.float32, device))
+    output = function.apply(q, k, v, is_causal)
+    expected, lse = attention_reference(q, k, v, is_causal=is_causal, return_lse=True)
+    torch.testing.assert_close(output, expected, rtol=1e-2, atol=1e-2)
+    saved = [x for x in output.grad_fn.saved_tensors if x.shape == (4, 128)]
+    assert len(saved) == 1
+    torch.testing.assert_close(saved[0], lse, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.problem("flash_backward", 5)
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("implementation", ["pytorch", "triton"])
+def test_function_backward(implementation, is_causal, device):
+    function = _implementations()[implementation]()
+    q, k, v, grad_output = (x[:, 0] for x in inputs(4, 1, 1, 128, 128, 64, torch.float32, device))
+    gradients = []
+    for attention in (function.apply, lambda q, k, v, c: attention_reference(q, k, v, is_causal=c)):
+        leaves = [x.detach().clone().requires_grad_() for x in (q, k, v)]
+        attention(*leaves, is_causal).backward(grad_output)
+        gradients.append([leaf.grad for leaf in leaves])
+    for ours, theirs in zip(*gradients):
+        torch.testing.assert_close(ours, theirs, rtol=1e-2, atol=1e-2)
+
+
+# Inputs as they come
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("layout", ["transposed", "fused-qkv", "expanded", "offset", "head-dim-strided", "three-dims"])
+def test_any_strides_equal_contiguous(layout, backend, device):
+    batch, heads, seqlen, head_dim = 2, 3, 97, 32
+    dtype = torch.float32
+    if layout == "transposed":
+        q, k, v = (
+            draw(batch, seqlen, heads, head_dim, dtype=dtype, device=device, seed=s).transpose(1, 2) for s in range(3)
+        )
+    elif layout == "fused-qkv":
+        fused = draw(batch, seqlen, heads, 3 * head_dim, dtype=dtype, device=device, seed=0).transpose(1, 2)
+        q, k, v = fused.split(head_dim, dim=-1)
+    elif layout == "expanded":
+        q, k, v = (
+            draw(1, heads, seqlen, head_dim, dtype=dtype, device=device, seed=s).expand(batch, -1, -1, -1)
+            for s in range(3)
+        )
+    elif layout == "offset":
+        q, k, v = (
+            draw(batch, heads, seqlen + 3, head_dim + 1, dtype=dtype, device=device, seed=s)[..., 3:, 1:]
+            for s in range(3)
+        )
+    elif layout == "head-dim-strided":
+        q, k, v = (
+            draw(batch, heads, head_dim, seqlen, dtype=dtype, device=device, seed=s).transpose(2, 3) for s in range(3)
+        )
+    else:
+        q, k, v = (draw(heads, seqlen, head_dim, dtype=dtype, device=device, seed=s) for s in range(3))
+    grad_output = draw(*q.shape, dtype=dtype, device=device, seed=4)
+    ours = run(q, k, v, grad_output, backend=backend, is_causal=True)
+    contiguous = run(*(x.contiguous() for x in (q, k, v, grad_output)), backend=backend, is_causal=True)
+    for name, result in ours.items():
+        torch.testing.assert_close(result, contiguous[name], rtol=1e-5, atol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_gradient_of_a_sum_has_stride_zero(backend, device):
+    """`o.sum().backward()` hands the backward an expanded gradient with strides (0, 0, 0, 0)."""
+    q, k, v, _ = inputs(1, 2, 2, 70, 70, 32, torch.float32, device)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    flash_attention(*leaves, backend=backend).sum().backward()
+    expected = compute_oracle(q, k, v, torch.ones_like(q))
+    errors = contract_errors(expected, {f"grad_{name}": leaf.grad for name, leaf in zip("qkv", leaves)})
+    assert max(errors.values()) <= 1, errors
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("empty", ["batch", "queries", "keys"])
+def test_empty_inputs(empty, backend, device):
+    batch, seqlen_q, seqlen_k = (0 if empty == name else 5 for name in ("batch", "queries", "keys"))
+    q, k, v, grad_output = inputs(batch, 2, 2, seqlen_q, seqlen_k, 16, torch.float32, device)
+    results = run(q, k, v, grad_output, backend=backend)
+    for name, like in (("output", q), ("grad_q", q), ("grad_k", k), ("grad_v", v)):
+        assert results[name].shape == like.shape
+        assert not results[name].any(), f"{name} must be zero"
+    assert results["lse"].shape == q.shape[:-1]
+    assert (results["lse"] == -math.inf).all()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("kind", ["huge-logits", "hugely-negative-logits", "constant-rows", "outliers"])
+def test_hard_values(kind, backend, dtype, device):
+    q, k, v, grad_output = inputs(1, 2, 2, 130, 130, 64, torch.float32, device)
+    if "logits" in kind:
+        # A common offset of the scaled scores of +-1e5 (as far as float16's raw scores reach: 4e3), over ordinary ones:
+        # the softmax is far from one-hot, and everything rides on how the maximum is subtracted.
+        offset = math.sqrt(4e3 * 8 if dtype == "float16" else 1e5 * 8)
+        q[..., 0], k[..., 0] = offset, offset * (-1 if "negative" in kind else 1)
+    elif kind == "constant-rows":
+        q, k = torch.ones_like(q), torch.ones_like(k)
+    else:
+        rare = draw(*q.shape, dtype=torch.float32, device=device, seed=9) > 3.09  # about one in a thousand
+        q = q + rare * 10 * draw(*q.shape, dtype=torch.float32, device=device, seed=10)
+    q, k, v, grad_output = (x.to(DTYPES[dtype]) for x in (q, k, v, grad_output))
+    assert_contract(q, k, v, grad_output, backend=backend, is_causal=True)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_one_hot_rows_of_scores_of_1e5(backend, device):
+    """Random scores of +-1e5 leave one key a row. Output and log-sum-exp stay within the contract.
+
+    The gradients of q and k are zero, exactly so in plain attention, whose bound is then the bare 1e-5 made for inputs
+    of order one; a recomputed backward leaves the rounding of dP - D there, times the inputs' size of 300.
+    """
+    q, k, v, grad_output = inputs(1, 2, 2, 130, 130, 64, torch.float32, device)
+    q, k = q * 300, k * 300
+    results = run(q, k, v, grad_output, backend=backend, is_causal=True)
+    oracle = compute_oracle(q, k, v, grad_output, is_causal=True)
+    errors = contract_errors(oracle, results)
+    assert max(errors[name] for name in ("output", "lse", "grad_v")) <= 1, errors
+    assert max(errors[name] for name in ("grad_q", "grad_k")) <= 300, errors
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("backend", ["tiled", "triton"])
+def test_dead_tiles_are_never_read(backend, device):
+    """Keys that no query may see can hold NaN: results are bit-identical, and their own gradients are zero."""
+    q, k, v, grad_output = inputs(1, 2, 2, 64, 300, 64, torch.float32, device)
+    clean = run(q, k, v, grad_output, backend=backend, is_causal=True)
+    for x in (k, v):
+        x[:, :, 128:] = math.nan
+    dirty = run(q, k, v, grad_output, backend=backend, is_causal=True)
+    for name in ("output", "lse", "grad_q"):
+        assert torch.equal(clean[name], dirty[name]), name
+    for name in ("grad_k", "grad_v"):
+        assert torch.equal(clean[name][:, :, :128], dirty[name][:, :, :128])
+        assert not clean[name][:, :, 64:].any(), "keys past the last query get no gradient"
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("backend", ["tiled", "triton"])
+def test_repeats_are_bit_equal(backend, device):
+    q, k, v, grad_output = inputs(2, 4, 2, 200, 200, 64, torch.float16, device)
+    first = run(q, k, v, grad_output, backend=backend, is_causal=True, enable_gqa=True)
+    for _ in range(200 if device == "cuda" else 2):
+        again = run(q, k, v, grad_output, backend=backend, is_causal=True, enable_gqa=True)
+        for name, result in first.items():
+            assert torch.equal(result, again[name]), name
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("head_dim", [16, 64, 128, 256])
+def test_every_shipped_configuration_is_bit_reproducible(head_dim, dtype, is_causal):
+    """Miscompiled kernels on sm_90 corrupt results now and then: 200 repeats of each configuration, bit for bit."""
+    q, k, v, grad_output = inputs(1, 2, 2, 450, 450, head_dim, DTYPES[dtype], "cuda")
+    first = run(q, k, v, grad_output, backend="triton", is_causal=is_causal)
+    for _ in range(200):
+        again = run(q, k, v, grad_output, backend="triton", is_causal=is_causal)
+        for name, result in first.items():
+            assert torch.equal(result, again[name]), name
+
+
+@pytest.mark.gpu
+def test_offsets_beyond_32_bits():
+    storage = torch.empty(130 * 2**25, dtype=torch.bfloat16, device="cuda")  # 8.1 GiB
+    dense = inputs(1, 1, 1, 129, 129, 64, torch.bfloat16, "cuda")
+    spread = [storage.as_strided((1, 1, 129, 64), (1, 1, 2**25, 1), 64 * index) for index in range(4)]
+    for x, y in zip(spread, dense):
+        x.copy_(y)
+    ours = run(*spread, backend="triton", is_causal=True)
+    for name, expected in run(*dense, backend="triton", is_causal=True).items():
+        assert torch.equal(ours[name], expected), name
+
+
+@pytest.mark.gpu
+def test_more_batches_than_a_grid_dimension_of_65535():
+    assert_contract(*inputs(70_000, 1, 1, 3, 5, 16, torch.bfloat16, "cuda"), backend="triton", is_causal=True)
+
+
+# Gradients through the log-sum-exp, autograd's corners, torch.compile
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_gradients_flow_through_the_lse(backend, device):
+    q, k, v, grad_output = inputs(1, 2, 2, 90, 90, 32, torch.float32, device)
+    grad_lse = draw(1, 2, 90, dtype=torch.float32, device=device, seed=7)
+    gradients = []
+    for attention, dtype in ((flash_attention, torch.float32), (None, torch.float64)):
+        leaves = [x.detach().to(dtype).requires_grad_() for x in (q, k, v)]
+        if attention is None:
+            output, lse = attention_reference(*leaves, is_causal=True, return_lse=True)
+        else:
+            output, lse = attention(*leaves, is_causal=True, return_lse=True, backend=backend)
+        gradients.append(torch.autograd.grad((output, lse), leaves, (grad_output.to(dtype), grad_lse.to(dtype))))
+    for ours, exact in zip(*gradients):
+        torch.testing.assert_close(ours.double(), exact, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_gradients_of_the_lse_alone(backend):
+    q, k, v, _ = inputs(1, 1, 1, 20, 20, 16, torch.float32, "cpu")
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    _, lse = flash_attention(*leaves, return_lse=True, backend=backend)
+    grads = torch.autograd.grad(lse.sum(), leaves[:2])
+    exact = [x.detach().double().requires_grad_() for x in leaves]
+    expected = torch.autograd.grad(attention_reference(*exact, return_lse=True)[1].sum(), exact[:2])
+    for ours, theirs in zip(grads, expected):
+        torch.testing.assert_close(ours.double(), theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_rows_without_keys_in_the_oracle():
+    q, k, v, grad_output = inputs(1, 1, 1, 6, 5, 8, torch.float64, "cpu")
+    mask = torch.ones(6, 5, dtype=torch.bool)
+    mask[2] = False
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    output, lse = attention_reference(*leaves, mask=mask, return_lse=True)
+    grads = torch.autograd.grad((output, lse), leaves, (grad_output, torch.ones_like(lse)))
+    assert not output[..., 2, :].any() and lse[..., 2] == -math.inf
+    assert not grads[0][..., 2, :].any() and all(grad.isfinite().all() for grad in grads)
+
+
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+def test_gradcheck_of_the_pytorch_function(is_causal):
+    function = adapters.get_flashattention_autograd_function_pytorch()
+    leaves = [x[:, 0].requires_grad_() for x in inputs(2, 1, 1, 9, 9, 4, torch.float64, "cpu")[:3]]
+    assert torch.autograd.gradcheck(lambda q, k, v: function.apply(q, k, v, is_causal), leaves)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("backend", ["reference", "tiled", "triton", "auto"])
+def test_compile_fullgraph_around_the_operator(backend, device):
+    """torch.compile takes `flash_attention` whole, forward and backward; aot_eager needs no compiler on the machine."""
+    q, k, v, grad_output = inputs(1, 2, 2, 70, 70, 32, torch.float32, device)
+
+    def block(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return flash_attention(torch.sin(q), k, v, is_causal=True, backend=backend) * 2
+
+    compiled = torch.compile(block, fullgraph=True, backend="inductor" if device == "cuda" else "aot_eager")
+    results = []
+    for function in (block, compiled):
+        leaves = [x.detach().clone().requires_grad_() for x in (q, k, v)]
+        output = function(*leaves)
+        results.append([output, *torch.autograd.grad(output, leaves, grad_output)])
+    for eager, whole in zip(*results):
+        torch.testing.assert_close(whole, eager, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("implementation", ["pytorch", "triton"])
+def test_compile_around_the_function(implementation, device):
+    function = _implementations()[implementation]()
+    q, k, v, grad_output = (x[:, 0] for x in inputs(2, 1, 1, 64, 64, 32, torch.float32, device))
+    compiled = torch.compile(function.apply, backend="inductor" if device == "cuda" else "aot_eager")
+    leaves = [x.detach().clone().requires_grad_() for x in (q, k, v)]
+    output = compiled(*leaves, True)
+    grads = torch.autograd.grad(output, leaves, grad_output)
+    oracle = compute_oracle(*(x[:, None] for x in (q, k, v, grad_output)), is_causal=True)
+    results = {"output": output, "grad_q": grads[0], "grad_k": grads[1], "grad_v": grads[2]}
+    errors = contract_errors(oracle, {name: x[:, None] for name, x in results.items()})
+    assert max(errors.values()) <= 1, errors
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_operator_check(backend, device):
+    """PyTorch's own checks of a custom operator: schema, fake tensors, autograd registration."""
+    if backend == "reference":
+        pytest.skip("plain PyTorch, not an operator")
+    from cs336_systems.attention.api import tiled_attention
+    from cs336_systems.attention.triton.function import triton_attention
+
+    operator = tiled_attention if backend == "tiled" else triton_attention
+    q, k, v, _ = (x.requires_grad_() for x in inputs(1, 2, 2, 20, 30, 16, torch.float32, device))
+    torch.library.opcheck(operator, (q, k, v, True, 0.25, ""), test_utils=("test_schema", "test_faketensor"))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_autocast_casts_like_sdpa(backend, device):
+    dtype = torch.float16 if device == "cpu" and backend == "triton" else torch.bfloat16
+    q, k, v, _ = inputs(1, 2, 2, 40, 40, 32, torch.float32, device)
+    with torch.autocast(device, dtype=dtype):
+        assert flash_attention(q, k, v, backend=backend).dtype == dtype
+    assert flash_attention(q, k, v, backend=backend).dtype == torch.float32
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_no_grad_saves_nothing(backend, device):
+    q, k, v, _ = (x.requires_grad_() for x in inputs(1, 1, 1, 40, 40, 16, torch.float32, device))
+    saved: list[Tensor] = []
+    with torch.no_grad(), torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
+        output = flash_attention(q, k, v, backend=backend)
+    assert not saved and not output.requires_grad
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("backend", ["tiled", "triton"])
+def test_double_backward_is_refused(backend, device):
+    q, k, v, _ = (x.requires_grad_() for x in inputs(1, 1, 1, 8, 8, 16, torch.float32, device))
+    (grad_q,) = torch.autograd.grad(flash_attention(q, k, v, backend=backend).sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match=f"{backend}_attention_backward.*no autograd formula"):
+        grad_q.sum().backward()
+
+
+@pytest.mark.parametrize("implementation", ["pytorch", "triton"])
+def test_double_backward_of_the_function_is_refused(implementation):
+    function = _implementations()[implementation]()
+    q, k, v, _ = (x[:, 0].requires_grad_() for x in inputs(1, 1, 1, 8, 8, 16, torch.float32, "cpu"))
+    (grad_q,) = torch.autograd.grad(function.apply(q, k, v, False).sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match="does not require grad"):
+        grad_q.sum().backward()
+
+
+@pytest.mark.parametrize("backend", ["reference", "tiled"])
+def test_an_edited_token_leaves_earlier_rows_alone(backend):
+    q, k, v, grad_output = inputs(1, 2, 2, 100, 100, 32, torch.float32, "cpu")
+    grad_output[:, :, 60:] = 0  # rows before 60 only, whose gradients must not depend on later tokens
+    before = run(q, k, v, grad_output, backend=backend, is_causal=True)
+    for x in (q, k, v):
+        x[:, :, 60:] = x[:, :, 60:].flip(-1) * 3
+    after = run(q, k, v, grad_output, backend=backend, is_causal=True)
+    for name in before:
+        torch.testing.assert_close(after[name][:, :, :60], before[name][:, :, :60], rtol=0, atol=1e-6)
+
+
+# Refusals
+
+
+def good() -> dict[str, Tensor]:
+    return dict(zip("qkv", inputs(2, 4, 4, 8, 9, 16, torch.float32, "cpu")[:3]))
+
+
+REFUSALS = {
+    "not-a-tensor": ({"k": [1.0]}, {}, TypeError, r"k must be a torch\.Tensor, got list"),
+    "integers": ({"q": torch.ones(2, 4, 8, 16, dtype=torch.int64)}, {}, TypeError, r"q must have a floating dtype"),
+    "two-dims": ({"v": torch.ones(9, 16)}, {}, ValueError, r"v must have shape \(\.\.\., heads, seq, head_dim\), got"),
+    "no-head-dim": ({"q": torch.ones(2, 4, 8, 0)}, {}, ValueError, r"q must have a head_dim of at least 1"),
+    "mixed-dtypes": ({"k": torch.ones(2, 4, 9, 16).half()}, {}, TypeError, r"k must have q's dtype torch\.float32"),
+    "mixed-devices": ({"v": torch.ones(2, 4, 9, 16, device="meta")}, {}, ValueError, r"v must be on q's device cpu"),
+    "heads": ({"k": torch.ones(2, 2, 9, 16)}, {}, ValueError, r"k must have q's 4 heads \(or pass enable_gqa=True\)"),
+    "gqa-heads": (
+        {"k": torch.ones(2, 3, 9, 16)}, {"enable_gqa": True}, ValueError, r"heads that divides q's 4, got 3",
+    ),
+    "key-head-dim": ({"k": torch.ones(2, 4, 9, 32)}, {}, ValueError, r"k must have shape \(2, 4, 9, 16\)"),
+    "key-batch": ({"k": torch.ones(3, 4, 9, 16)}, {}, ValueError, r"k must have shape \(2, 4, 9, 16\)"),
+    "value-length": ({"v": torch.ones(2, 4, 7, 16)}, {}, ValueError, r"v must have k's shape \(2, 4, 9, 16\), got"),
+    "value-head-dim": ({"v": torch.ones(2, 4, 9, 8)}, {}, ValueError, r"a value head dim other than the key's"),
+    "scale-type": ({}, {"scale": "1"}, TypeError, r"scale must be a float or None, got str"),
+    "scale-zero": ({}, {"scale": 0.0}, ValueError, r"scale must be positive and finite, got 0"),
+    "scale-nan": ({}, {"scale": math.nan}, ValueError, r"scale must be positive and finite, got nan"),
+    "backend": ({}, {"backend": "cudnn"}, ValueError, r"backend must be one of auto, .*got 'cudnn'"),
+    "config-for-tiled": ({}, {"backend": "tiled", "config": True}, ValueError, r"config chooses the tiles of backend"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("change, options, error, message", REFUSALS.values(), ids=REFUSALS.keys())
+def test_wrong_arguments_are_named(change, options, error, message):
+    from cs336_systems.attention import AttentionConfig
+
+    options = {**options, **({"config": AttentionConfig()} if options.get("config") else {})}
+    with pytest.raises(error, match=message):
+        flash_attention(**{**good(), **change}, **options)
+
+
+def test_triton_refuses_what_it_cannot_take():
+    wide = [torch.ones(1, 1, 4, 300)] * 3
+    with pytest.raises(ValueError, match="head_dim of at most 256, not 300"):
+        flash_attention(*wide, backend="triton")
+    low = [torch.ones(1, 1, 4, 16, dtype=torch.bfloat16)] * 3
+    with pytest.raises(ValueError, match="interpreter computes wrong bfloat16"):
+        flash_attention(*low, backend="triton")
+
+
+@pytest.mark.gpu
+def test_triton_refuses_cpu_tensors_on_a_gpu_machine():
+    with pytest.raises(ValueError, match="TRITON_INTERPRET=1"):
+        flash_attention(*good().values(), backend="triton")
+
+
+def test_auto_explains_its_choice():
+    q = torch.ones(1, 1, 8, 16)
+    name, reason = explain_backend(q, q)
+    assert name == "reference" and "the inputs are on cpu" in reason
+    long = torch.ones(1, 1, 8192, 16)
+    assert explain_backend(long, long)[0] == "tiled"
+    torch.testing.assert_close(flash_attention(q, q, q), attention_reference(q, q, q))
+
+
+@pytest.mark.parametrize("backend", ["tiled", "triton"])
+def test_vmap_equals_a_loop(backend):
+    q, k, v, _ = inputs(3, 2, 2, 10, 12, 16, torch.float32, "cpu")
+    mapped = torch.vmap(lambda q, k, v: flash_attention(q, k, v, backend=backend))(q, k, v)
+    torch.testing.assert_close(mapped, flash_attention(q, k, v, backend=backend))
