@@ -1,0 +1,289 @@
+"""The command line: `cs336-systems doctor | list | run | report`.
+
+A wrong argument is one line on stderr and exit code 2; a run in which nothing could be measured exits 1; Ctrl-C exits
+130 and loses only the cell it interrupted.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from cs336_systems.experiments.cells import Cell
+    from cs336_systems.experiments.sweep import Sweep
+    from cs336_systems.records import Record
+
+PUBLISHED_FOLDER = "nvidia-h200"  # whose records the writeup and the README show
+DOCUMENTS = ("README.md", "writeup.md")
+EXIT_NOTHING_MEASURED = 1
+EXIT_WRONG_ARGUMENT = 2
+EXIT_INTERRUPTED = 130
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    help="Reference implementation and lab for the systems half of building language models.",
+)
+ResultsOption = Annotated[Path, typer.Option(help="Folder of the results folders.")]
+DeviceOption = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
+
+
+@contextmanager
+def one_line_errors() -> Iterator[None]:
+    """Turn a caller's mistake into one line and exit code 2."""
+    try:
+        yield
+    except (ValueError, TypeError, OSError) as error:
+        typer.echo(f"error: {' '.join(str(error).split())}", err=True)
+        raise typer.Exit(EXIT_WRONG_ARGUMENT) from None
+
+
+@app.command()
+def doctor() -> None:
+    """Say what this machine is, which attention back ends run on it, and what is missing for the others."""
+    from cs336_systems.device import available_backends, device_peak, get_device_info, recommended_dtype
+    from cs336_systems.experiments.sweep import software_versions
+
+    info = get_device_info()
+    peak = device_peak(info)
+    table = Table(show_header=False, box=None)
+    for key, value in info.to_dict().items():
+        table.add_row(key, str(value))
+    for package, version in software_versions().items():
+        table.add_row(package, version)
+    table.add_row("recommended dtype", recommended_dtype(info.compute_capability))
+    if info.kind == "cuda":
+        table.add_row("peak", f"{peak} " if peak else "unknown GPU: no peak, so no MFU")
+    for backend, state in available_backends(info).items():
+        table.add_row(f"backend {backend}", state)
+    Console().print(table)
+
+
+@app.command("list")
+def list_problems() -> None:
+    """List the problems that `run` knows."""
+    from cs336_systems.experiments.registry import PROBLEMS
+
+    table = Table("problem", "section", "points", "editions", "what it measures", box=None)
+    for problem in PROBLEMS.values():
+        editions = ", ".join(str(edition) for edition in problem.editions)
+        table.add_row(problem.name, problem.section, str(problem.points), editions, problem.title)
+    Console().print(table)
+
+
+@app.command()
+def run(
+    problems: Annotated[list[str] | None, typer.Argument(help="Problem names; see `list`.")] = None,
+    run_all: Annotated[bool, typer.Option("--all", help="Run every problem.")] = False,
+    scale: Annotated[
+        str, typer.Option(help="auto, tiny, smoke or handout; auto: smoke on CPU, handout on GPU.")
+    ] = "auto",
+    device: DeviceOption = "auto",
+    results: ResultsOption = Path("results"),
+    model: Annotated[str | None, typer.Option(help="Your own model, as package.module:Class.")] = None,
+    implementation: Annotated[list[str] | None, typer.Option(help="Measure only these; may be repeated.")] = None,
+    seed: Annotated[int, typer.Option(help="Seed of inputs and weights.")] = 0,
+    rerun: Annotated[str, typer.Option(help="Measure again what is finished: none, failed or all.")] = "none",
+    time_budget: Annotated[float | None, typer.Option(help="Start no cell after this many seconds.")] = None,
+    cell_timeout: Annotated[int, typer.Option(help="Seconds after which a cell becomes a failed row.")] = 600,
+    commit: Annotated[str | None, typer.Option(help="Revision that runs, where there is no git.")] = None,
+    dirty: Annotated[bool | None, typer.Option("--dirty/--clean", help="Whether it has uncommitted changes.")] = None,
+) -> None:
+    """Measure problems and append the records; finished cells are kept, so an interrupted run continues."""
+    with one_line_errors():
+        from cs336_systems.config import RunConfig
+        from cs336_systems.device import get_device_info, resolve_device
+        from cs336_systems.experiments.sweep import Sweep, find_provenance, results_folder
+
+        kind = resolve_device(device)
+        chosen = _choose_problems(problems or [], run_all)
+        if rerun not in ("none", "failed", "all"):
+            raise ValueError(f"--rerun must be none, failed or all, got {rerun!r}")
+        if scale == "auto":
+            scale = "handout" if kind == "cuda" else "smoke"
+        config = RunConfig(scale=scale, device=kind, seed=seed, model=model, cell_timeout_s=cell_timeout)  # type: ignore[arg-type]
+        if model is not None:
+            _check_model(model)
+        _check_implementations(implementation)
+        interpret = kind == "cpu" and importlib.util.find_spec("triton") is not None
+        folder = results_folder(results, get_device_info(kind), config)
+        _check_writable(folder)
+        sweep = Sweep(
+            config,
+            folder,
+            find_provenance(commit, dirty),
+            rerun=rerun,  # type: ignore[arg-type]
+            implementations=implementation,
+            interpret=interpret,
+        )
+    totals: Counter[str] = Counter()
+    started = time.monotonic()
+    try:
+        for name in chosen:
+            left = None if time_budget is None else time_budget - (time.monotonic() - started)
+            totals += _run_problem(sweep, name, left)
+    except OSError as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(EXIT_NOTHING_MEASURED) from None
+    except KeyboardInterrupt:
+        typer.echo(f"interrupted: finished cells are in {folder}; the same command continues", err=True)
+        raise typer.Exit(EXIT_INTERRUPTED) from None
+    typer.echo(f"records: {folder / 'records'}")
+    if totals and not totals["ok"] and not totals["finished before"]:
+        typer.echo("error: nothing could be measured", err=True)
+        raise typer.Exit(EXIT_NOTHING_MEASURED)
+
+
+def _run_problem(sweep: Sweep, name: str, time_budget_s: float | None) -> Counter[str]:
+    """Measure one problem under a progress bar; rows counted by status."""
+    cells, finished = sweep.pending(name)
+    counts: Counter[str] = Counter({"finished before": finished} if finished else {})
+    console = Console(stderr=True)
+    columns = (
+        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
+        TextColumn("{task.fields[cell]}"),
+    )  # fmt: skip
+    start = time.monotonic()
+    measured = 0
+    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+        task = progress.add_task(name, total=len(cells), cell="")
+
+        def show(cell: Cell) -> None:
+            progress.update(task, cell=f"{cell.implementation} {describe_case(cell.case)}")
+
+        for records in sweep.measure(cells, time_budget_s=time_budget_s, started=show):
+            measured += 1
+            counts.update(_cell_status(records))
+            progress.advance(task)
+        progress.update(task, cell="")
+    left = len(cells) - measured
+    summary = ", ".join(f"{count} {status}" for status, count in counts.items()) or "no cells"
+    later = f"; {left} cells left for a later run" if left else ""
+    typer.echo(f"{name}: {summary} in {time.monotonic() - start:.0f} s{later}")
+    return counts
+
+
+def _cell_status(records: list[Record]) -> list[str]:
+    """One word for a cell: ok if anything was measured, else why not."""
+    statuses = [record.status for record in records]
+    return ["ok"] if "ok" in statuses else statuses[:1]
+
+
+def describe_case(case: object) -> str:
+    """A few words for the progress bar."""
+    model = getattr(case, "model", None)
+    if model is not None:
+        return str(model.name)
+    parts = (getattr(case, "dtype", ""), f"d={getattr(case, 'head_dim', '?')}", f"S={getattr(case, 'seqlen_q', '?')}")
+    return " ".join(part for part in parts if part)
+
+
+def _choose_problems(names: list[str], run_all: bool) -> list[str]:
+    from cs336_systems.experiments.registry import PROBLEMS
+
+    if run_all and names:
+        raise ValueError("give problem names or --all, not both")
+    for name in names:
+        if name not in PROBLEMS:
+            raise ValueError(f"unknown problem {name!r}; known: {', '.join(PROBLEMS)}")
+    if not names and not run_all:
+        raise ValueError(f"give problem names or --all; known: {', '.join(PROBLEMS)}")
+    return list(PROBLEMS) if run_all else list(dict.fromkeys(names))
+
+
+def _check_model(spec: str) -> None:
+    from cs336_systems.model import load_model_class
+
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())  # a console script does not search the folder it was typed in
+    load_model_class(spec)
+
+
+def _check_implementations(names: list[str] | None) -> None:
+    from cs336_systems.experiments.implementations import IMPLEMENTATIONS
+
+    for name in names or []:
+        if name not in IMPLEMENTATIONS:
+            raise ValueError(f"unknown implementation {name!r}; known: {', '.join(IMPLEMENTATIONS)}")
+
+
+def _check_writable(folder: Path) -> None:
+    """Raise OSError before anything is measured if the records could not be written."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise OSError(f"results folder {folder} cannot be written: {error.strerror or error}") from error
+
+
+@app.command()
+def report(
+    results: ResultsOption = Path("results"),
+    folder: Annotated[str | None, typer.Option(help="One results folder; default: all of this machine's.")] = None,
+    check: Annotated[bool, typer.Option("--check", help="Compare the published documents; write nothing.")] = False,
+) -> None:
+    """Turn records into tables and figures; the published folder's also into the writeup and the README."""
+    from cs336_systems.report import build_report, check_documents, update_documents
+
+    documents = [Path(name) for name in DOCUMENTS]
+    with one_line_errors():
+        if check:
+            differences = check_documents(documents, results / PUBLISHED_FOLDER)
+        else:
+            folders = [results / folder] if folder is not None else _own_folders(results)
+            for path in folders:
+                if not (path / "records").is_dir():
+                    raise ValueError(f"no records in {path}; measure something first: cs336-systems run --all")
+    if check:
+        for difference in differences:
+            typer.echo(difference, err=True)
+        typer.echo(f"report --check: {len(differences)} differences")
+        raise typer.Exit(1 if differences else 0)
+    with one_line_errors():
+        for path in folders:
+            written = build_report(path, published=path.name == PUBLISHED_FOLDER)
+            if path.name == PUBLISHED_FOLDER:
+                written += update_documents(documents, path)
+            typer.echo(f"{path}: {len(written)} files written")
+            for file in written:
+                if file.name == "report.md":
+                    typer.echo(f"read {file}")
+
+
+def _own_folders(results: Path) -> list[Path]:
+    """The folders that this machine's runs write to."""
+    from cs336_systems.device import get_device_info
+
+    slugs = {get_device_info(kind).slug for kind in _device_kinds()}
+    names = [slug + suffix for slug in sorted(slugs) for suffix in ("", "-smoke", "-tiny")]
+    own = [results / name for name in names if (results / name / "records").is_dir()]
+    if not own:
+        raise ValueError(f"no records of this machine in {results}; measure something first: cs336-systems run --all")
+    return own
+
+
+def _device_kinds() -> list[str]:
+    import torch
+
+    return ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+
+
+def main(run_app: Callable[[], None] = app) -> None:
+    """Entry point of the console script."""
+    run_app()

@@ -1,0 +1,136 @@
+"""Cells that time an attention implementation, and how they are measured: check against the oracle first, then time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from cs336_systems.accounting import eager_attention_bytes
+from cs336_systems.attention.contract import Oracle, compute_oracle, contract_errors
+from cs336_systems.config import AttentionShape, RunConfig
+from cs336_systems.experiments.cells import Cell, Disagreement, Measurement, Row, Unsupported
+from cs336_systems.experiments.implementations import COMPILED, build, kernel_name
+from cs336_systems.inputs import AttentionInputs, attention_inputs
+from cs336_systems.profiling.memory import MIB, peak_cuda_bytes, release, saved_for_backward
+from cs336_systems.profiling.timing import time_calls, time_once
+
+FORWARD = Row(mode="forward", quantity="time", unit="ms")
+BACKWARD = Row(mode="backward", quantity="time", unit="ms")
+BOTH = Row(mode="forward_backward", quantity="time", unit="ms")
+COMPILE_FORWARD = Row(mode="forward", quantity="compile_time", unit="s")
+COMPILE_BOTH = Row(mode="forward_backward", quantity="compile_time", unit="s")
+PEAK = Row(mode="forward_backward", quantity="peak_memory", unit="MiB")
+SAVED = Row(mode="backward", quantity="saved_for_backward", unit="MiB")
+BEFORE_BACKWARD = Row(mode="backward", quantity="memory_before_backward", unit="MiB")
+
+GPU_BUDGET_MS = 150.0
+CPU_BUDGET_MS = 100.0
+
+
+def attention_cell(
+    problem: str, shape: AttentionShape, implementation: str, run: RunConfig, rows: tuple[Row, ...]
+) -> Cell:
+    """A cell that reports `rows`, plus the first call's seconds of a compiled implementation."""
+    if implementation in COMPILED:
+        rows = (COMPILE_FORWARD, COMPILE_BOTH, *rows)
+    if run.device == "cpu":
+        rows = tuple(row for row in rows if row not in (PEAK, BEFORE_BACKWARD))
+    quadratic = implementation in ("eager", "compiled")
+    return Cell(
+        problem=problem,
+        case=shape,
+        implementation=implementation,
+        rows=rows,
+        predicted_bytes=eager_attention_bytes(shape, "forward_backward") if quadratic else 0,
+    )
+
+
+def measure_attention(cell: Cell, run: RunConfig, *, num_samples: int | None = None) -> Iterator[Measurement]:
+    """Measure the promised rows of `cell` in the order forward, backward, forward_backward.
+
+    Each part is checked against the float64 oracle before it is timed. The forward is timed without a graph, the
+    backward on a graph made outside, the two together from scratch.
+    """
+    shape, device = cell.case, run.device
+    function = build(cell.implementation, shape, device)
+    kernel = kernel_name(cell.implementation, shape, device)
+    inputs, oracle = _inputs_and_oracle(shape, device, run.seed)
+    budget_ms = GPU_BUDGET_MS if device == "cuda" else CPU_BUDGET_MS
+
+    def timed(row: Row, call: Callable[[], object], error: float) -> Iterator[Measurement]:
+        if row in cell.rows:
+            samples = time_calls(call, device=device, warmup=1, num_samples=num_samples, budget_ms=budget_ms)
+            yield Measurement(row=row, samples=samples, kernel=kernel, error=error)
+
+    def first_call(row: Row, milliseconds: float) -> Iterator[Measurement]:
+        if row in cell.rows:
+            yield Measurement(row=row, samples=[milliseconds / 1e3], kernel=kernel)
+
+    # forward
+    results: dict[str, Tensor] = {}
+
+    def forward() -> None:
+        with torch.no_grad():
+            results["output"] = function(inputs.q, inputs.k, inputs.v)
+
+    yield from first_call(COMPILE_FORWARD, time_once(forward, device))
+    error = _agree(oracle, results)
+    results.clear()
+    yield from timed(FORWARD, lambda: _without_graph(function, inputs), error)
+
+    # backward
+    leaves = [x.detach().clone().requires_grad_() for x in inputs[:3]]
+    if device == "cpu" and cell.implementation == "flex":
+        raise Unsupported("FlexAttention has no backward on CPU")
+
+    def both() -> tuple[Tensor, ...]:
+        return torch.autograd.grad(function(*leaves), leaves, inputs.grad_output)
+
+    gradients: list[Tensor] = []
+    yield from first_call(COMPILE_BOTH, time_once(lambda: gradients.extend(both()), device))
+    error = max(error, _agree(oracle, dict(zip(("grad_q", "grad_k", "grad_v"), gradients))))
+    gradients.clear()
+    if SAVED in cell.rows:
+        yield Measurement(row=SAVED, samples=[saved_for_backward(lambda: function(*leaves)) / MIB], kernel=kernel)
+    release(device)
+    allocated = torch.cuda.memory_allocated() if device == "cuda" else 0
+    output = function(*leaves)
+    if BEFORE_BACKWARD in cell.rows:
+        torch.cuda.synchronize()
+        used = torch.cuda.memory_allocated() - allocated + sum(x.nbytes for x in inputs)
+        yield Measurement(row=BEFORE_BACKWARD, samples=[used / MIB], kernel=kernel)
+    yield from timed(
+        BACKWARD, lambda: torch.autograd.grad(output, leaves, inputs.grad_output, retain_graph=True), error
+    )
+    del output
+
+    # forward and backward
+    yield from timed(BOTH, both, error)
+    if PEAK in cell.rows:
+        yield Measurement(row=PEAK, samples=[peak_cuda_bytes(both) / MIB], kernel=kernel)
+
+
+def _without_graph(function: Callable[..., Tensor], inputs: AttentionInputs) -> Tensor:
+    with torch.no_grad():
+        return function(inputs.q, inputs.k, inputs.v)
+
+
+def _agree(oracle: Oracle, results: dict[str, Tensor]) -> float:
+    errors = contract_errors(oracle, results)
+    name, worst = max(errors.items(), key=lambda item: item[1])
+    if not worst <= 1:
+        raise Disagreement(f"{name} is off by {worst:.3g} times the numerical contract's bound")
+    return worst
+
+
+@lru_cache(maxsize=1)
+def _inputs_and_oracle(shape: AttentionShape, device: str, seed: int) -> tuple[AttentionInputs, Oracle]:
+    """Shared by the implementations of a shape, which a sweep visits one after the other."""
+    release(device)
+    inputs = attention_inputs(shape, device=device, seed=seed)
+    oracle = compute_oracle(*inputs, is_causal=shape.is_causal)
+    release(device)
+    return inputs, oracle

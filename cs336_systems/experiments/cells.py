@@ -1,0 +1,67 @@
+"""What an experiment is made of: a `Problem` lists `Cell`s, a cell promises `Row`s, measuring yields `Measurement`s.
+
+A cell is the unit that is attempted, isolated and resumed. The rows that it promises are known before it runs, so a
+cell that runs out of memory or dies still leaves a record for each of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from cs336_systems.config import RunConfig
+
+
+class Unsupported(Exception):  # noqa: N818 - a reason for a row, not an error
+    """An implementation does not exist for a case; the message says why and becomes the `skipped` row's."""
+
+
+class Disagreement(Exception):  # noqa: N818
+    """An implementation's result is outside the numerical contract, so its time is not recorded."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One quantity that a cell promises to report."""
+
+    mode: str  # forward, backward, forward_backward or train_step
+    quantity: str  # time, compile_time, peak_memory, memory_before_backward
+    unit: str
+    case: Any = None  # the config dataclass of this row, where it is not the cell's own
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """One implementation on one case."""
+
+    problem: str
+    case: Any  # a config dataclass; stored in the records
+    implementation: str
+    rows: tuple[Row, ...]
+    fresh_process: bool = False  # measure in a process that has done nothing before (warm-up effects)
+    predicted_bytes: int = 0  # closed form of the peak, by which a CPU run skips what cannot fit
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measurement:
+    """Samples of one promised row, or the reason why the implementation has none."""
+
+    row: Row
+    samples: Sequence[float] = ()
+    kernel: str = ""  # the kernel or configuration that really ran
+    error: float | None = None  # largest error over its bound, where the row's results were checked
+    skipped: str = ""  # the reason, when there are no samples
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """One problem of the handout."""
+
+    name: str  # the handout's; also the CLI argument, the record file and the block of the writeup
+    title: str
+    section: str  # of the handout
+    editions: tuple[int, ...]
+    points: int
+    cells: Callable[[RunConfig], list[Cell]]
+    measure: Callable[[Cell, RunConfig], Iterator[Measurement]]

@@ -1,0 +1,124 @@
+"""The attention implementations that benchmarks compare, by name: our stages and the library peers.
+
+`build(name, shape, device)` returns a callable (q, k, v) -> output for (batch, heads, seq, head_dim) tensors, or
+raises `Unsupported` with the reason. What it needs beyond the call itself (a block mask, a compiled function) is made
+here, outside the timed part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from cs336_systems.attention import FlashAttentionPyTorch, attention_reference, flash_attention
+from cs336_systems.attention.compiled import compiled_reference
+from cs336_systems.config import AttentionShape
+from cs336_systems.device import has_cxx_compiler
+from cs336_systems.experiments.cells import Unsupported
+
+AttentionFunction = Callable[[Tensor, Tensor, Tensor], Any]  # -> Tensor; some return types are unions
+
+OURS = ("eager", "compiled", "tiled", "tiled_compiled", "triton")
+PEERS = ("sdpa_flash", "sdpa_cudnn", "sdpa_efficient", "flex")
+IMPLEMENTATIONS = OURS + PEERS
+COMPILED = ("compiled", "tiled_compiled", "triton", "flex")  # whose first call compiles
+FLEX_BLOCK = 128
+
+
+def build(name: str, shape: AttentionShape, device: str) -> AttentionFunction:
+    """The implementation `name` for `shape` on `device`; ValueError for an unknown name."""
+    if name not in IMPLEMENTATIONS:
+        raise ValueError(f"implementation must be one of {', '.join(IMPLEMENTATIONS)}, got {name!r}")
+    if device == "cpu" and name in ("compiled", "tiled_compiled", "flex") and not has_cxx_compiler():
+        raise Unsupported("no C++ compiler")
+    causal = shape.is_causal
+    if name == "eager":
+        return lambda q, k, v: attention_reference(q, k, v, is_causal=causal)
+    if name == "compiled":
+        compiled = compiled_reference(dynamic=True)
+        return lambda q, k, v: compiled(q, k, v, is_causal=causal)
+    if name == "tiled":
+        return lambda q, k, v: FlashAttentionPyTorch.apply(q, k, v, causal)
+    if name == "tiled_compiled":
+        return lambda q, k, v: FlashAttentionPyTorch.apply(q, k, v, causal, None, True)
+    if name == "triton":
+        if shape.dtype == "bfloat16" and device == "cpu":
+            raise Unsupported("the Triton interpreter computes wrong bfloat16 dots")
+        return lambda q, k, v: flash_attention(q, k, v, is_causal=causal, backend="triton")
+    if name == "flex":
+        return _flex(shape, device)
+    return _sdpa(name, shape, device)
+
+
+def kernel_name(name: str, shape: AttentionShape, device: str) -> str:
+    """What really runs under `name`: for our kernels the tiles chosen, and whether it is the interpreter."""
+    if name != "triton":
+        return ""
+    from cs336_systems.attention.triton.function import kernel_config
+
+    heads = shape.kv_heads or shape.heads
+    dtype = getattr(torch, shape.dtype)
+    q = torch.empty((shape.batch, shape.heads, shape.seqlen_q, shape.head_dim), dtype=dtype, device="meta")
+    k = torch.empty((shape.batch, heads, shape.seqlen_k, shape.head_dim), dtype=dtype, device="meta")
+    capability = torch.cuda.get_device_capability() if device == "cuda" else None
+    names = " ".join(kernel_config(kernel, q, k, capability=capability).name for kernel in ("forward", "dkdv", "dq"))
+    return names if device == "cuda" else f"interpreter {names}"
+
+
+def _sdpa(name: str, shape: AttentionShape, device: str) -> AttentionFunction:
+    backend = {
+        "sdpa_flash": SDPBackend.FLASH_ATTENTION,
+        "sdpa_cudnn": SDPBackend.CUDNN_ATTENTION,
+        "sdpa_efficient": SDPBackend.EFFICIENT_ATTENTION,
+    }[name]
+    if device == "cpu":
+        if name != "sdpa_flash":
+            raise Unsupported(f"{name} needs CUDA")
+    elif name != "sdpa_efficient" and shape.dtype == "float32":
+        raise Unsupported(f"{name} takes float16 and bfloat16 only")
+
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        with sdpa_kernel(backend):
+            return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=shape.is_causal)
+
+    return attention
+
+
+def _causal(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    return query >= key
+
+
+@cache
+def _compiled_flex() -> Any:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return torch.compile(flex_attention, dynamic=True)
+
+
+def _flex(shape: AttentionShape, device: str) -> AttentionFunction:
+    """FlexAttention, compiled, with the causal block mask built from its tile lists (no S x S tensor)."""
+    from torch.nn.attention.flex_attention import BlockMask
+
+    flex = _compiled_flex()
+    if not shape.is_causal:
+        return lambda q, k, v: flex(q, k, v)
+    if shape.seqlen_q != shape.seqlen_k:
+        raise Unsupported("the benchmark builds FlexAttention's causal block mask for equal lengths only")
+    num_tiles = -(-shape.seqlen_q // FLEX_BLOCK)
+    index = torch.arange(num_tiles, dtype=torch.int32, device=device)
+    columns = index.expand(1, 1, num_tiles, num_tiles)
+    block_mask = BlockMask.from_kv_blocks(
+        kv_num_blocks=torch.ones(1, 1, num_tiles, dtype=torch.int32, device=device),  # the diagonal tile is partial
+        kv_indices=index[None, None, :, None].expand(1, 1, num_tiles, num_tiles).contiguous(),
+        full_kv_num_blocks=index[None, None].contiguous(),  # row i has i full tiles before it
+        full_kv_indices=columns.contiguous(),
+        BLOCK_SIZE=FLEX_BLOCK,
+        mask_mod=_causal,
+        seq_lengths=(shape.seqlen_q, shape.seqlen_k),
+    )
+    return lambda q, k, v: flex(q, k, v, block_mask=block_mask)

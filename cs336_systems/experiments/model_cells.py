@@ -1,0 +1,141 @@
+"""Cells that time a language model, eager or compiled: forward, forward and backward, full training step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor, nn
+
+from cs336_systems.accounting import model_peak_bytes
+from cs336_systems.config import ModelCase, RunConfig
+from cs336_systems.device import has_cxx_compiler
+from cs336_systems.experiments.cells import Cell, Disagreement, Measurement, Row, Unsupported
+from cs336_systems.inputs import token_batch
+from cs336_systems.model import AdamW, build_model, cross_entropy
+from cs336_systems.profiling.memory import release
+from cs336_systems.profiling.timing import time_calls, time_once
+
+MODEL_MODES = ("forward", "forward_backward", "train_step")
+# A compiled model may reorder float32 sums: its loss and gradient norm agree with eager's within these.
+LOSS_TOLERANCE = 1e-4
+GRADIENT_NORM_TOLERANCE = 1e-2
+
+
+def time_row(mode: str, case: ModelCase | None = None) -> Row:
+    return Row(mode=mode, quantity="time", unit="ms", case=case)
+
+
+def model_cell(problem: str, case: ModelCase, implementation: str, rows: tuple[Row, ...], **options: bool) -> Cell:
+    """A cell on `case`; its predicted bytes are those of the largest mode that it promises."""
+    modes = [mode for mode in MODEL_MODES if any(row.mode == mode for row in rows)]
+    return Cell(
+        problem=problem,
+        case=case,
+        implementation=implementation,
+        rows=rows,
+        predicted_bytes=model_peak_bytes(case, modes[-1]),
+        **options,
+    )
+
+
+class TrainingStep:
+    """A model, its optimizer and a batch, with the three things that a benchmark times as methods."""
+
+    def __init__(self, case: ModelCase, run: RunConfig) -> None:
+        self.model: Callable[[Tensor], Tensor] = build_model(
+            case.model,
+            attention=case.attention,
+            model_spec=run.model,
+            device=run.device,
+            dtype=getattr(torch, case.precision.parameters),
+            seed=run.seed,
+        )
+        assert isinstance(self.model, nn.Module)
+        self.parameters = list(self.model.parameters())
+        self.tokens, self.targets = token_batch(case.model, case.batch, device=run.device, seed=run.seed)
+        self.autocast = case.precision.autocast
+        self.device = run.device
+        self.optimizer: AdamW | None = None  # made at the first step: its state is not the other modes' memory
+
+    def forward(self) -> Tensor:
+        """Logits, without a graph."""
+        with torch.no_grad(), self._precision():
+            return self.model(self.tokens)
+
+    def forward_backward(self) -> Tensor:
+        """The loss, its gradients left in the parameters."""
+        with self._precision():
+            loss = cross_entropy(self.model(self.tokens), self.targets)
+        loss.backward()
+        return loss.detach()
+
+    def train_step(self) -> Tensor:
+        """The loss before an AdamW step."""
+        if self.optimizer is None:
+            self.optimizer = AdamW(self.parameters, lr=1e-4)
+        loss = self.forward_backward()
+        self.optimizer.step()
+        return loss
+
+    def reset(self) -> None:
+        """Drop the gradients, as a training loop does before each step."""
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    def _precision(self) -> AbstractContextManager[object]:
+        if self.autocast is None:
+            return nullcontext()
+        return torch.autocast(self.device, dtype=getattr(torch, self.autocast))
+
+
+def measure_model(cell: Cell, run: RunConfig) -> Iterator[Measurement]:
+    """Time every promised mode; a compiled model is first compared with the eager one on the same weights and batch."""
+    case: ModelCase = cell.case
+    if cell.implementation == "compiled" and run.device == "cpu" and not has_cxx_compiler():
+        raise Unsupported("no C++ compiler")
+    release(run.device)
+    step = TrainingStep(case, run)
+    rows = {(row.mode, row.quantity): row for row in cell.rows}
+    if cell.implementation == "compiled":
+        expected = step.forward().float().logsumexp(-1).mean()
+        step.model = torch.compile(step.model)
+        seconds = time_once(step.forward, run.device) / 1e3
+        if row := rows.get(("forward", "compile_time")):
+            yield Measurement(row=row, samples=[seconds])
+        _agree("mean log-normaliser", step.forward().float().logsumexp(-1).mean(), expected, LOSS_TOLERANCE)
+    for mode in MODEL_MODES:
+        if (mode, "time") not in rows:
+            continue
+        if mode == "forward_backward" and cell.implementation == "compiled":
+            seconds = time_once(step.forward_backward, run.device) / 1e3
+            if row := rows.get(("forward_backward", "compile_time")):
+                yield Measurement(row=row, samples=[seconds])
+        samples = time_calls(
+            getattr(step, mode), device=run.device, warmup=case.warmup, before=step.reset, budget_ms=3000.0
+        )
+        step.reset()
+        yield Measurement(row=rows[mode, "time"], samples=samples)
+
+
+def _agree(what: str, value: Tensor, expected: Tensor, tolerance: float) -> None:
+    if not (value - expected).abs() <= tolerance * expected.abs():
+        raise Disagreement(f"compiled {what} is {value.item():.6g}, eager {expected.item():.6g}")
+
+
+def measure_warmup(cell: Cell, run: RunConfig, *, num_steps: int) -> Iterator[Measurement]:
+    """Time single steps from a cold process, and report for each warm-up count the `num_steps` that follow it.
+
+    The rows' cases differ in `warmup` only, so the first w steps of one series are the warm-up of row w: the same
+    experiment as separate runs with w warm-up steps, without drawing a new process for each.
+    """
+    step = TrainingStep(cell.case, run)
+    mode = cell.rows[0].mode
+    total = num_steps + max(row.case.warmup for row in cell.rows)
+    samples = []
+    for _ in range(total):
+        step.reset()
+        samples.append(time_once(getattr(step, mode), run.device))
+    for row in cell.rows:
+        yield Measurement(row=row, samples=samples[row.case.warmup : row.case.warmup + num_steps])

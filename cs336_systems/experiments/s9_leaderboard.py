@@ -1,0 +1,34 @@
+"""Section 9, leaderboards: `leaderboard_2025`, causal attention forward and backward at 1x16x16384x64, bfloat16."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from cs336_systems.config import AttentionShape, RunConfig
+from cs336_systems.experiments.attention_cells import BACKWARD, BOTH, FORWARD, PEAK, attention_cell, measure_attention
+from cs336_systems.experiments.cells import Cell, Measurement
+from cs336_systems.experiments.implementations import IMPLEMENTATIONS
+from cs336_systems.experiments.s4_attention import TINY_IMPLEMENTATIONS
+
+SEQLEN = {"tiny": 64, "smoke": 256, "handout": 16384}
+
+
+def leaderboard_2025_cells(run: RunConfig) -> list[Cell]:
+    """All implementations on the leaderboard's shape; shorter sequences in float32 below handout scale."""
+    seqlen = SEQLEN[run.scale]
+    shape = AttentionShape(
+        batch=1,
+        heads=16 if run.scale == "handout" else 2,
+        seqlen_q=seqlen,
+        seqlen_k=seqlen,
+        head_dim=64,
+        is_causal=True,
+        dtype="bfloat16" if run.device == "cuda" else "float32",
+    )
+    implementations = TINY_IMPLEMENTATIONS if run.scale == "tiny" else IMPLEMENTATIONS
+    rows = (FORWARD, BACKWARD, BOTH, PEAK)
+    return [attention_cell("leaderboard_2025", shape, name, run, rows) for name in implementations]
+
+
+def measure_leaderboard_2025(cell: Cell, run: RunConfig) -> Iterator[Measurement]:
+    return measure_attention(cell, run)

@@ -1,0 +1,202 @@
+"""Running problems: list the cells, leave out the finished ones, measure the rest, append each cell's records at once.
+
+An interrupted sweep loses the cell it was in and nothing else; running it again continues there.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from platform import python_version
+from typing import Any, Literal
+
+from cs336_systems.config import RunConfig
+from cs336_systems.device import DeviceInfo, get_device_info
+from cs336_systems.experiments.cells import Cell, Measurement
+from cs336_systems.experiments.registry import PROBLEMS
+from cs336_systems.experiments.worker import Outcome, Worker
+from cs336_systems.records import Record, append_records, case_to_dict, latest, read_records
+
+# Of the machine's memory, what a CPU cell may be predicted to need before it is skipped.
+USABLE_MEMORY = 0.8
+Rerun = Literal["none", "failed", "all"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Provenance:
+    """Which code ran. Without git both are given on the command line; a record without them is refused."""
+
+    commit: str
+    dirty: bool
+
+
+def find_provenance(commit: str | None, dirty: bool | None) -> Provenance:
+    """What was given, completed from git; ValueError when neither says."""
+    folder = Path(__file__).resolve().parent
+    if commit is None:
+        commit = _git(folder, "rev-parse", "--short=12", "HEAD")
+        if commit is None:
+            raise ValueError("no git checkout here: say which code runs with --commit SHA and --dirty or --clean")
+        if dirty is None:
+            dirty = bool(_git(folder, "status", "--porcelain", "--untracked-files=no"))
+    if dirty is None:
+        raise ValueError("--commit needs --dirty or --clean")
+    return Provenance(commit=commit, dirty=dirty)
+
+
+def _git(folder: Path, *arguments: str) -> str | None:
+    try:
+        result = subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, text=True, timeout=30)
+    except (FileNotFoundError, subprocess.TimeoutExpired):
+        return None
+    return result.stdout.strip() if result.returncode == 0 else None
+
+
+def results_folder(results: Path, device: DeviceInfo, run: RunConfig) -> Path:
+    """`results/<device>` at handout scale, `results/<device>-<scale>` below it."""
+    return results / (device.slug if run.scale == "handout" else f"{device.slug}-{run.scale}")
+
+
+def software_versions() -> dict[str, str]:
+    versions = {"python": python_version()}
+    for package in ("torch", "triton"):
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            versions[package] = "absent"
+    return versions
+
+
+class Sweep:
+    """One run of some problems into one results folder."""
+
+    def __init__(
+        self,
+        run: RunConfig,
+        folder: Path,
+        provenance: Provenance,
+        *,
+        rerun: Rerun = "none",
+        implementations: Iterable[str] | None = None,
+        interpret: bool = False,
+    ) -> None:
+        self.run, self.folder, self.provenance, self.rerun = run, folder, provenance, rerun
+        self.implementations = None if implementations is None else set(implementations)
+        self.device = get_device_info(run.device)
+        self.software = software_versions()
+        self.worker = Worker(run, folder / "logs" / "worker.log", interpret)
+
+    def pending(self, problem: str) -> tuple[list[Cell], int]:
+        """The cells of `problem` still to measure, and how many are finished."""
+        cells = PROBLEMS[problem].cells(self.run)
+        if self.implementations is not None:
+            cells = [cell for cell in cells if cell.implementation in self.implementations]
+        if self.rerun == "all":
+            return cells, 0
+        done = {
+            record.key: record.status
+            for record in latest(read_records(self.record_file(problem)))
+            if self.rerun == "none" or record.status != "failed"
+        }
+        pending = [cell for cell in cells if not all(key in done for key in self._keys(cell))]
+        return pending, len(cells) - len(pending)
+
+    def record_file(self, problem: str) -> Path:
+        return self.folder / "records" / f"{problem}.jsonl"
+
+    def measure(
+        self, cells: list[Cell], *, time_budget_s: float | None = None, started: Callable[[Cell], None] = lambda _: None
+    ) -> Iterator[list[Record]]:
+        """Measure `cells` one by one, yielding each one's records once they are on disk.
+
+        No cell is started after `time_budget_s` seconds. The measuring process is gone when the iteration ends, also
+        by Ctrl-C.
+        """
+        deadline = None if time_budget_s is None else time.monotonic() + time_budget_s
+        try:
+            for cell in cells:
+                if deadline is not None and time.monotonic() > deadline:
+                    return
+                started(cell)
+                outcome = self._predict_overflow(cell) or self.worker.measure(cell)
+                records = self._records(cell, outcome)
+                append_records(self.record_file(cell.problem), records)
+                yield records
+            self.worker.stop()
+        finally:
+            self.worker.kill()
+
+    def _predict_overflow(self, cell: Cell) -> Outcome | None:
+        """On a CPU, which swaps or is killed where a GPU raises, what cannot fit is not tried."""
+        if self.run.device != "cpu":
+            return None
+        limit = int(USABLE_MEMORY * self.device.memory_bytes)
+        if cell.predicted_bytes <= limit:
+            return None
+        message = f"predicted to need {cell.predicted_bytes:,} bytes, more than the {limit:,} usable here"
+        return Outcome(status="skipped", message=message)
+
+    def _records(self, cell: Cell, outcome: Outcome) -> list[Record]:
+        """A record for every promised row: measured, or with the outcome's status and message."""
+        measured = {id_of(measurement.row): measurement for measurement in outcome.measurements}
+        date = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+        records = []
+        for row in cell.rows:
+            measurement = measured.get(id_of(row), Measurement(row=row))
+            if measurement.samples:
+                status, message = "ok", ""
+            elif measurement.skipped:
+                status, message = "skipped", measurement.skipped
+            elif outcome.status == "ok":
+                status, message = "failed", "the measurement ended without reporting this row"
+            else:
+                status, message = outcome.status, outcome.message
+            records.append(
+                Record(
+                    problem=cell.problem,
+                    scale=self.run.scale,
+                    case=case_to_dict(row.case or cell.case),
+                    implementation=self._implementation(cell),
+                    mode=row.mode,
+                    quantity=row.quantity,
+                    unit=row.unit,
+                    samples=[float(f"{sample:.6g}") for sample in measurement.samples],
+                    status=status,
+                    message=_without_paths(message),
+                    kernel=measurement.kernel,
+                    error=None if measurement.error is None else float(f"{measurement.error:.4g}"),
+                    device=self.device.to_dict(),
+                    software=self.software,
+                    commit=self.provenance.commit,
+                    dirty=self.provenance.dirty,
+                    date=date,
+                    seed=self.run.seed,
+                )
+            )
+        return records
+
+    def _keys(self, cell: Cell) -> list[tuple[str, ...]]:
+        return [record.key for record in self._records(cell, Outcome(status="skipped", message="key only"))]
+
+    def _implementation(self, cell: Cell) -> str:
+        """A user's own model is an implementation of its own, named by its class."""
+        if self.run.model is None or not hasattr(cell.case, "model"):
+            return cell.implementation
+        return f"{cell.implementation} {self.run.model}"
+
+
+def id_of(row: Any) -> tuple[Any, ...]:
+    return (row.mode, row.quantity, row.case)
+
+
+def _without_paths(message: str) -> str:
+    """A message fit for a published record: the checkout's and the home folder's paths shortened."""
+    for path, short in ((str(Path(__file__).resolve().parents[2]), "."), (os.path.expanduser("~"), "~")):
+        message = message.replace(path, short)
+    return message

@@ -1,0 +1,171 @@
+"""The process that measures cells, so that an out-of-memory, a kernel fault or a hang costs one cell and no sweep.
+
+Parent side: `Worker.measure(cell)` returns an `Outcome`; a worker that died or ran out of time is replaced before the
+next cell. Child side: `_serve` answers cells over a pipe until told to stop. An out-of-memory is caught and the
+process goes on with its memory given back; any other error ends the process, since a CUDA fault leaves its context
+unusable, and travels to the parent as its last message.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import sys
+import traceback
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from cs336_systems.config import RunConfig
+from cs336_systems.experiments.cells import Cell, Disagreement, Measurement, Unsupported
+
+START_TIMEOUT_S = 300  # importing torch on a cold disk
+STOP_TIMEOUT_S = 10
+READY = "ready"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What a cell came to: the measurements it got to, and why the rest is missing."""
+
+    measurements: list[Measurement] = field(default_factory=list)
+    status: str = "ok"  # of the rows without a measurement: ok (there are none), oom, failed or skipped
+    message: str = ""
+
+
+class Worker:
+    """A child process for cells. `log` takes what libraries print there (compiler warnings, tracebacks)."""
+
+    def __init__(self, run: RunConfig, log: Path, interpret: bool) -> None:
+        self.run, self.log, self.interpret = run, log, interpret
+        self.process: multiprocessing.process.BaseProcess | None = None
+        self.pipe: Connection | None = None
+
+    def measure(self, cell: Cell) -> Outcome:
+        """Measure `cell`, in a new process if it asks for one, within the run's time-out."""
+        if cell.fresh_process:
+            self.stop()
+        if self.process is not None and not self.process.is_alive():
+            self.kill()
+        if self.process is None:
+            self._start()
+        assert self.pipe is not None and self.process is not None
+        self.pipe.send(cell)
+        measurements: list[Measurement] = []
+        try:
+            while self.pipe.poll(self.run.cell_timeout_s):
+                answer = self.pipe.recv()
+                if isinstance(answer, Measurement):
+                    measurements.append(answer)
+                    continue
+                if answer.status == "failed" or cell.fresh_process:
+                    self.stop()
+                return Outcome(measurements=measurements, status=answer.status, message=answer.message)
+            message = f"no result within {self.run.cell_timeout_s} s"
+        except (EOFError, ConnectionResetError):
+            self.process.join(STOP_TIMEOUT_S)
+            message = f"the measuring process died ({_exit_reason(self.process.exitcode)})"
+        self.kill()
+        return Outcome(measurements=measurements, status="failed", message=message)
+
+    def stop(self) -> None:
+        """End the child in good order."""
+        if self.process is not None and self.pipe is not None:
+            try:
+                self.pipe.send(None)
+                self.process.join(STOP_TIMEOUT_S)
+            except (BrokenPipeError, OSError):
+                pass  # it is gone already
+            self.kill()
+
+    def kill(self) -> None:
+        """End the child at once; nothing of it is left when this returns."""
+        if self.process is not None and self.pipe is not None:
+            if self.process.is_alive():
+                self.process.kill()
+            self.process.join()
+            self.pipe.close()
+        self.process = self.pipe = None
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.pipe, child_pipe = context.Pipe()
+        arguments = (child_pipe, self.run, self.log, self.interpret)
+        self.process = context.Process(target=_serve, args=arguments, daemon=False)
+        self.process.start()
+        child_pipe.close()  # so that the parent sees the end of the pipe when the child dies
+        try:
+            ready = self.pipe.poll(START_TIMEOUT_S) and self.pipe.recv() == READY
+        except (EOFError, ConnectionResetError):
+            ready = False
+        if not ready:
+            self.kill()
+            raise OSError(f"the measuring process could not start; {self.log} says why")
+
+
+def _exit_reason(code: int | None) -> str:
+    if code is not None and code < 0:
+        return f"signal {signal.Signals(-code).name}"
+    return f"exit code {code}"
+
+
+def _serve(pipe: Connection, run: RunConfig, log: Path, interpret: bool) -> None:
+    """The child's main: prepare the process, then answer cells until None or the end of the pipe."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    _redirect_output(log)
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())  # the user's own model is found where the command was typed
+    if interpret:
+        # Before triton is imported: its own library of jitted functions must be interpreted with the kernels.
+        os.environ["TRITON_INTERPRET"] = "1"
+    import torch
+    import torch._dynamo
+    import torch._functorch.config
+
+    # A backward is timed several times on one graph, which donated buffers would not survive; a sweep over lengths and
+    # head dims compiles more variants of one function than the default limit allows.
+    torch._functorch.config.donated_buffer = False
+    torch._dynamo.config.recompile_limit = 64
+
+    from cs336_systems.experiments.registry import PROBLEMS
+    from cs336_systems.profiling.memory import release
+
+    pipe.send(READY)
+    while True:
+        try:
+            cell = pipe.recv()
+        except EOFError:
+            return
+        if cell is None:
+            return
+        outcome = Outcome()
+        try:
+            for measurement in PROBLEMS[cell.problem].measure(cell, run):
+                pipe.send(measurement)
+        except Unsupported as reason:
+            outcome = Outcome(status="skipped", message=str(reason))
+        except torch.OutOfMemoryError as error:
+            outcome = Outcome(status="oom", message=_first_line(error))
+        except Disagreement as error:
+            # The result was wrong but the process is sound; it is ended all the same, like after any failure.
+            outcome = Outcome(status="failed", message=str(error))
+        except BaseException as error:
+            traceback.print_exc()
+            pipe.send(Outcome(status="failed", message=f"{type(error).__name__}: {_first_line(error)}"))
+            raise
+        release(run.device)
+        pipe.send(outcome)
+
+
+def _first_line(error: BaseException) -> str:
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    return lines[0].strip()[:300] if lines else type(error).__name__
+
+
+def _redirect_output(log: Path) -> None:
+    log.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    for stream in (1, 2):
+        os.dup2(descriptor, stream)
+    os.close(descriptor)

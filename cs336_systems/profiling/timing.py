@@ -1,0 +1,89 @@
+"""Timing of closures: warm-up, synchronisation and sample counts in one place, so that no benchmark repeats them.
+
+    samples_ms = time_calls(lambda: attention(q, k, v), device="cuda")
+
+On CUDA a sample is the time between two events around the call, with the L2 cache overwritten before the first of
+them, so that a small problem is not served from what its last repetition left there. On CPU it is the wall clock.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+
+CACHE_FLUSH_BYTES = 256 * 2**20  # several times the L2 cache of any present GPU
+MIN_SAMPLES = 5
+MAX_SAMPLES = 100
+DEFAULT_WARMUP = 2
+DEFAULT_BUDGET_MS = 400.0
+
+
+def synchronize(device: str) -> None:
+    """Wait until all work queued on `device` has finished; nothing to wait for on CPU."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def time_once(call: Callable[[], object], device: str) -> float:
+    """Milliseconds of wall clock of one synchronised call: for first calls, compilation included."""
+    synchronize(device)
+    start = time.perf_counter()
+    call()
+    synchronize(device)
+    return (time.perf_counter() - start) * 1e3
+
+
+def plan_samples(estimate_ms: float, budget_ms: float, minimum: int = MIN_SAMPLES, maximum: int = MAX_SAMPLES) -> int:
+    """How many samples of `estimate_ms` each fit the budget, between `minimum` and `maximum`."""
+    if estimate_ms <= 0:
+        return maximum
+    return max(minimum, min(maximum, int(budget_ms / estimate_ms)))
+
+
+def time_calls(
+    call: Callable[[], object],
+    *,
+    device: str,
+    warmup: int = DEFAULT_WARMUP,
+    num_samples: int | None = None,
+    before: Callable[[], object] | None = None,
+    budget_ms: float = DEFAULT_BUDGET_MS,
+) -> list[float]:
+    """Milliseconds of each of `num_samples` calls, after `warmup` untimed ones.
+
+    `before` runs ahead of every call, outside the timed part (resetting gradients). Without `num_samples` one more
+    untimed call is measured and as many samples are taken as `budget_ms` allows, at least five and at most a hundred.
+    """
+
+    def prepare() -> None:
+        if before is not None:
+            before()
+
+    for _ in range(warmup):
+        prepare()
+        call()
+    if num_samples is None:
+        prepare()
+        num_samples = plan_samples(time_once(call, device), budget_ms)
+    if device == "cuda":
+        return _time_with_events(call, num_samples, prepare)
+    samples = []
+    for _ in range(num_samples):
+        prepare()
+        samples.append(time_once(call, device))
+    return samples
+
+
+def _time_with_events(call: Callable[[], object], num_samples: int, prepare: Callable[[], None]) -> list[float]:
+    cache = torch.empty(CACHE_FLUSH_BYTES, dtype=torch.int8, device="cuda")
+    events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(num_samples)]
+    for start, end in events:
+        prepare()
+        cache.zero_()
+        start.record()
+        call()
+        end.record()
+    torch.cuda.synchronize()
+    return [start.elapsed_time(end) for start, end in events]
