@@ -279,16 +279,20 @@ def test_hard_values(kind, backend, dtype, device):
 def test_one_hot_rows_of_scores_of_1e5(backend, device):
     """Random scores of +-1e5 leave one key a row. Output and log-sum-exp stay within the contract.
 
-    The gradients of q and k are zero, exactly so in plain attention, whose bound is then the bare 1e-5 made for inputs
-    of order one; a recomputed backward leaves the rounding of dP - D there, times the inputs' size of 300.
+    For the gradients the contract's bound is the bare 1e-5, made for inputs of order one: plain attention has no error
+    here, its probabilities being exactly 0 and 1. A recomputed backward subtracts a float32 log-sum-exp of 1e5 (spaced
+    by 0.008, in base 2 by 0.016), so its probabilities are good to 2 %, and dQ and dK, which are zero, keep the
+    rounding of dP - D times the inputs' size of 300.
     """
     q, k, v, grad_output = inputs(1, 2, 2, 130, 130, 64, torch.float32, device)
     q, k = q * 300, k * 300
     results = run(q, k, v, grad_output, backend=backend, is_causal=True)
     oracle = compute_oracle(q, k, v, grad_output, is_causal=True)
     errors = contract_errors(oracle, results)
-    assert max(errors[name] for name in ("output", "lse", "grad_v")) <= 1, errors
-    assert max(errors[name] for name in ("grad_q", "grad_k")) <= 300, errors
+    assert max(errors["output"], errors["lse"]) <= 1, errors
+    assert max(errors["grad_q"], errors["grad_k"]) <= 300, errors
+    expected = oracle.expected["grad_v"]
+    assert (results["grad_v"] - expected).abs().max() <= 0.02 * expected.abs().max()
 
 
 @pytest.mark.parametrize("device", DEVICES)

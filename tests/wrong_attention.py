@@ -20,7 +20,7 @@ BUGS = (
 def wrong_attention(
     q: Tensor, k: Tensor, v: Tensor, grad_output: Tensor, *, is_causal: bool, blocks: Tensor | None, bug: str | None
 ) -> dict[str, Tensor]:
-    """Output, log-sum-exp and gradients of (batch, seq, d) tensors by tiles of 32; `blocks` says which tiles are live."""
+    """Output, log-sum-exp and gradients of (batch, seq, d) tensors by tiles of 32; `blocks` holds the live ones."""
     scale = 1 / math.sqrt(q.shape[-1])
     num_queries, num_keys = q.shape[-2], k.shape[-2]
     output, lse = torch.empty_like(q), q.new_empty(q.shape[:-1])

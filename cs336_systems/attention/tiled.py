@@ -26,10 +26,10 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-# Tiles have at least 64 rows, and grow with the sequence so that a side has at most 64 of them: each tile step costs
+# Tiles have at least 64 rows, and grow with the sequence so that a side has at most 16 of them: each tile step costs
 # a dozen kernel launches, and launches, not arithmetic, are what an eager loop over small tiles would measure.
 MIN_TILE = 64
-MAX_TILES = 64
+MAX_TILES = 16
 
 
 def tile_size(seqlen: int) -> int:

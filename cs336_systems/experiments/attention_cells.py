@@ -48,16 +48,19 @@ def attention_cell(
     )
 
 
-def measure_attention(cell: Cell, run: RunConfig, *, num_samples: int | None = None) -> Iterator[Measurement]:
+def measure_attention(
+    cell: Cell, run: RunConfig, *, num_samples: int | None = None, sum_loss: bool = False
+) -> Iterator[Measurement]:
     """Measure the promised rows of `cell` in the order forward, backward, forward_backward.
 
     Each part is checked against the float64 oracle before it is timed. The forward is timed without a graph, the
-    backward on a graph made outside, the two together from scratch.
+    backward on a graph made outside, the two together from scratch. With `sum_loss` the loss is the sum of the output,
+    so that its gradient arrives as a stride-0 tensor of ones; without, that gradient is random.
     """
     shape, device = cell.case, run.device
     function = build(cell.implementation, shape, device)
     kernel = kernel_name(cell.implementation, shape, device)
-    inputs, oracle = _inputs_and_oracle(shape, device, run.seed)
+    inputs, oracle = _inputs_and_oracle(shape, device, run.seed, sum_loss)
     budget_ms = GPU_BUDGET_MS if device == "cuda" else CPU_BUDGET_MS
 
     def timed(row: Row, call: Callable[[], object], error: float) -> Iterator[Measurement]:
@@ -87,7 +90,10 @@ def measure_attention(cell: Cell, run: RunConfig, *, num_samples: int | None = N
         raise Unsupported("FlexAttention has no backward on CPU")
 
     def both() -> tuple[Tensor, ...]:
-        return torch.autograd.grad(function(*leaves), leaves, inputs.grad_output)
+        output = function(*leaves)
+        if sum_loss:
+            return torch.autograd.grad(output.sum(), leaves)
+        return torch.autograd.grad(output, leaves, inputs.grad_output)
 
     gradients: list[Tensor] = []
     yield from first_call(COMPILE_BOTH, time_once(lambda: gradients.extend(both()), device))
@@ -127,10 +133,14 @@ def _agree(oracle: Oracle, results: dict[str, Tensor]) -> float:
 
 
 @lru_cache(maxsize=1)
-def _inputs_and_oracle(shape: AttentionShape, device: str, seed: int) -> tuple[AttentionInputs, Oracle]:
+def _inputs_and_oracle(
+    shape: AttentionShape, device: str, seed: int, sum_loss: bool
+) -> tuple[AttentionInputs, Oracle]:
     """Shared by the implementations of a shape, which a sweep visits one after the other."""
     release(device)
     inputs = attention_inputs(shape, device=device, seed=seed)
+    if sum_loss:
+        inputs = inputs._replace(grad_output=inputs.q.new_ones(()).expand(inputs.q.shape))
     oracle = compute_oracle(*inputs, is_causal=shape.is_causal)
     release(device)
     return inputs, oracle

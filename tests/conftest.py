@@ -1,0 +1,186 @@
+"""Test set-up: the grade of the handout's problems, the GPU tests and the record of their last run on a GPU.
+
+    @pytest.mark.problem("flash_forward", 15)   # graded; see tests/grade.py
+    @pytest.mark.gpu                            # skipped without CUDA; the module names its sources in COVERS
+
+    pytest                                                                # grades, and names stale GPU tests
+    pytest -m gpu --gpu-record=FILE --gpu-commit=REVISION --gpu-clean     # on a GPU: writes their outcomes to FILE
+
+Write the options with "=": in `--gpu-record FILE`, pytest takes a FILE that exists for the tests to run.
+"""
+
+from __future__ import annotations
+
+import os
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests import gpu_record
+from tests.gpu_record import GpuRow, GpuTest
+from tests.grade import Grade
+
+HAS_CUDA = torch.cuda.is_available()
+
+# Without a GPU, Triton's kernels run in its interpreter. `@triton.jit` chooses when it decorates, so this must be set
+# before any test module loads a kernel.
+if not HAS_CUDA:
+    os.environ["TRITON_INTERPRET"] = "1"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("gpu record", "record of the GPU tests")
+    group.addoption("--gpu-record", metavar="FILE", help="write the outcome of each GPU test to FILE, as JSON lines")
+    group.addoption("--gpu-commit", metavar="REVISION", help="revision of the code under test, for --gpu-record")
+    for option, action, meaning in (
+        ("--gpu-dirty", "store_true", "the code has uncommitted changes, for --gpu-record"),
+        ("--gpu-clean", "store_false", "the code has no uncommitted changes, for --gpu-record"),
+    ):
+        group.addoption(option, dest="gpu_dirty", action=action, default=None, help=meaning)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(GradePlugin(), "grade")
+    config.pluginmanager.register(GpuPlugin(config), "gpu-record")
+
+
+def outcome_of(report: pytest.TestReport) -> str | None:
+    """passed, failed or skipped if `report` decides it, else None (a set-up or tear-down that went well).
+
+    An expected failure is a failure here: the problem is not solved and the kernel is not right.
+    """
+    if hasattr(report, "wasxfail") and report.outcome == "skipped":
+        return "failed"
+    if report.when == "call" or report.outcome != "passed":
+        return report.outcome
+    return None
+
+
+class GradePlugin:
+    """Prints the table of problems and the score."""
+
+    def __init__(self) -> None:
+        self.grade = Grade()
+
+    @pytest.hookimpl(tryfirst=True)  # before -k and -m deselect: a deselected test must not count as passed
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        for item in items:
+            for marker in item.iter_markers("problem"):
+                if len(marker.args) != 2 or marker.kwargs:
+                    raise pytest.UsageError(f"{item.nodeid}: write @pytest.mark.problem(name, points)")
+                try:
+                    self.grade.register(item.nodeid, *marker.args)
+                except ValueError as error:
+                    raise pytest.UsageError(str(error)) from error
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        outcome = outcome_of(report)
+        if outcome is not None:
+            self.grade.record(report.nodeid, outcome)
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        lines = self.grade.lines()
+        if lines:
+            terminalreporter.section("problems")
+            for line in lines:
+                terminalreporter.write_line(line)
+
+
+class GpuPlugin:
+    """Skips GPU tests without a GPU, writes their outcomes when asked, and says which are stale."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self.root = config.rootpath
+        self.record: str | None = config.getoption("--gpu-record")
+        self.commit: str | None = config.getoption("--gpu-commit")
+        self.dirty: bool | None = config.getoption("gpu_dirty")
+        self.tests: dict[str, GpuTest] = {}
+        self.rows: dict[str, GpuRow] = {}
+        if self.record is not None:
+            self._refuse_useless_record(Path(self.record))
+
+    def _refuse_useless_record(self, record: Path) -> None:
+        """UsageError, before any test has run, where the rows would say nothing."""
+        if not HAS_CUDA:
+            raise pytest.UsageError("--gpu-record needs a CUDA device, and torch.cuda.is_available() is False")
+        if os.environ.get("TRITON_INTERPRET", "0") not in ("", "0"):
+            raise pytest.UsageError("--gpu-record refuses TRITON_INTERPRET: interpreted kernels do not run on the GPU")
+        if not self.commit or self.dirty is None:
+            raise pytest.UsageError("--gpu-record needs --gpu-commit REVISION and one of --gpu-clean, --gpu-dirty")
+        device = torch.cuda.get_device_name(0)
+        try:
+            self.rows = gpu_record.read_rows(record)
+        except ValueError as error:
+            raise pytest.UsageError(str(error)) from error
+        others = {row.device for row in self.rows.values()} - {device}
+        if others:
+            names = ", ".join(sorted(others))
+            raise pytest.UsageError(f"--gpu-record {record} holds rows of {names}, this is {device}: name another file")
+
+    @pytest.hookimpl(tryfirst=True)  # before -m deselects: the summary is about every GPU test collected
+    def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
+        hashes: dict[str, tuple[tuple[str, ...], str]] = {}
+        for item in items:
+            if item.get_closest_marker("gpu") is None:
+                continue
+            test_file = item.nodeid.split("::")[0]
+            if test_file not in hashes:
+                covers = getattr(item.getparent(pytest.Module).obj, "COVERS", ())  # type: ignore[union-attr]
+                try:
+                    hashes[test_file] = (covers, gpu_record.source_hash(self.root, test_file, covers))
+                except ValueError as error:
+                    raise pytest.UsageError(str(error)) from error
+            covers, digest = hashes[test_file]
+            self.tests[item.nodeid] = GpuTest(test=item.nodeid, covers=tuple(covers), source_hash=digest)
+            if not HAS_CUDA:
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU; torch.cuda.is_available() is False"))
+        if self.record is not None and not any("::" in argument for argument in config.args):
+            self.rows = gpu_record.drop_removed(self.rows, self.tests, self.root)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        test = self.tests.get(report.nodeid)
+        outcome = outcome_of(report)
+        if self.record is None or test is None or outcome is None:
+            return
+        self.rows[test.test] = GpuRow(
+            test=test.test,
+            outcome=outcome,
+            message="" if outcome == "passed" else _reason(report),
+            covers=list(test.covers),
+            source_hash=test.source_hash,
+            device=torch.cuda.get_device_name(0),
+            torch=torch.__version__,
+            triton=metadata.version("triton"),
+            date=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+            commit=self.commit or "",
+            dirty=bool(self.dirty),
+        )
+        # After every test, so that a run cut off by its time limit keeps what it found out.
+        gpu_record.write_rows(Path(self.record), self.rows)
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        if not self.tests:
+            return
+        record = self.root / gpu_record.PUBLISHED_RECORD if self.record is None else Path(self.record)
+        terminalreporter.section("GPU tests")
+        try:
+            rows = gpu_record.read_rows(record)
+        except ValueError as error:
+            terminalreporter.write_line(f"STALE, the record cannot be read: {error}", red=True, bold=True)
+            return
+        name = record.relative_to(self.root) if record.is_relative_to(self.root) else record
+        lines, up_to_date = gpu_record.summary_lines(list(self.tests.values()), rows, name)
+        for line in lines:
+            terminalreporter.write_line(line, green=up_to_date, red=not up_to_date, bold=not up_to_date)
+
+
+def _reason(report: pytest.TestReport) -> str:
+    """The last line of a failure, or the reason of a skip, at most 200 characters."""
+    if isinstance(report.longrepr, tuple):  # a skip: file, line, reason
+        return report.longrepr[2].removeprefix("Skipped: ")[:200]
+    crash = getattr(report.longrepr, "reprcrash", None)
+    message = crash.message if crash is not None else str(report.longrepr)
+    return (message.strip().splitlines() or [""])[0][:200]

@@ -1,0 +1,141 @@
+"""Which GPU tests have passed on a GPU, and whether the sources they cover have changed since.
+
+Most machines, CI's among them, have no GPU, so a run on one leaves a file of JSON lines (one a test) that is committed
+beside the measurements. A row holds the test's outcome and a hash of what it covers: the paths of its module's
+constant `COVERS` and the module itself. An ordinary run compares the hashes and says which tests have to run again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+PUBLISHED_RECORD = Path("results/nvidia-h200/tests.jsonl")  # relative to the repository's root
+
+
+@dataclass(frozen=True, kw_only=True)
+class GpuTest:
+    """A GPU test of this checkout."""
+
+    test: str  # pytest's node id, relative to the repository's root
+    covers: tuple[str, ...]  # the source files and folders whose change makes an earlier pass worthless
+    source_hash: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class GpuRow:
+    """How a GPU test ended, where, and on which sources."""
+
+    test: str
+    outcome: str  # passed, failed or skipped
+    message: str  # why, when it did not pass; else empty
+    covers: list[str]
+    source_hash: str
+    device: str  # e.g. "NVIDIA H200"
+    torch: str
+    triton: str
+    date: str  # ISO 8601, UTC, seconds
+    commit: str
+    dirty: bool  # whether the checkout had uncommitted changes
+
+
+def source_hash(root: Path, test_file: str, covers: Sequence[str]) -> str:
+    """sha256 over the names and contents of `test_file` and of the files in `covers`, all relative to `root`.
+
+    A folder stands for all Python files below it. ValueError when `covers` is not a sequence of existing paths.
+    """
+    if isinstance(covers, str) or not covers or not all(isinstance(path, str) for path in covers):
+        raise ValueError(f"COVERS of {test_file} must be a non-empty tuple of paths, got {covers!r}")
+    files = {root / test_file}
+    for path in covers:
+        covered = root / path
+        found = {covered} if covered.is_file() else set(covered.rglob("*.py"))
+        if not found:
+            raise ValueError(f"COVERS of {test_file} names {path!r}, which is neither a file nor a folder of sources")
+        files |= found
+    digest = hashlib.sha256()
+    for name, file in sorted((file.relative_to(root).as_posix(), file) for file in files):
+        content = file.read_bytes()
+        digest.update(f"{name}\0{len(content)}\0".encode())  # the length keeps content from passing as a name
+        digest.update(content)
+    return digest.hexdigest()
+
+
+def read_rows(path: Path) -> dict[str, GpuRow]:
+    """The rows of the file at `path` by test; an absent file has none. ValueError names a line that is not a row."""
+    if not path.exists():
+        return {}
+    known = {field.name for field in fields(GpuRow)}
+    rows = {}
+    for number, line in enumerate(path.read_text().splitlines(), start=1):
+        try:
+            loaded: dict[str, Any] = json.loads(line)
+            row = GpuRow(**{key: value for key, value in loaded.items() if key in known})
+        except (json.JSONDecodeError, TypeError, AttributeError) as error:
+            raise ValueError(f"{path}:{number}: not a row of a GPU test ({error})") from error
+        rows[row.test] = row
+    return rows
+
+
+def write_rows(path: Path, rows: Mapping[str, GpuRow]) -> None:
+    """Replace the file at `path` by `rows`, sorted by test; a killed run leaves the old file or the new one whole."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = "".join(json.dumps(asdict(rows[test]), sort_keys=True) + "\n" for test in sorted(rows))
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(text)
+    os.replace(partial, path)
+
+
+def drop_removed(rows: Mapping[str, GpuRow], collected: Mapping[str, GpuTest], root: Path) -> dict[str, GpuRow]:
+    """`rows` without those of tests that no longer exist.
+
+    `collected` must hold every GPU test of each file that it holds any of: rows of files outside it are kept as long
+    as the file exists.
+    """
+    collected_files = {_file(test) for test in collected}
+    return {
+        test: row
+        for test, row in rows.items()
+        if test in collected or (_file(test) not in collected_files and (root / _file(test)).exists())
+    }
+
+
+def stale_reason(test: GpuTest, row: GpuRow | None) -> str | None:
+    """Why `test` has to run again on a GPU; None when its row holds."""
+    if row is None:
+        return "never run"
+    if row.outcome != "passed":
+        return f"{row.outcome} on {row.device}" + (f": {row.message}" if row.message else "")
+    if row.source_hash != test.source_hash:
+        return f"sources changed since {row.date}"
+    return None
+
+
+def summary_lines(tests: Sequence[GpuTest], rows: Mapping[str, GpuRow], record: Path) -> tuple[list[str], bool]:
+    """What the terminal says about the GPU tests, and whether all of them are up to date.
+
+    Parametrised cases with the same reason share a line, so that a whole stale file stays readable.
+    """
+    reasons = Counter(
+        (test.test.split("[")[0], reason)
+        for test in tests
+        if (reason := stale_reason(test, rows.get(test.test))) is not None
+    )
+    if not reasons:
+        devices = ", ".join(sorted({rows[test.test].device for test in tests}))
+        return [f"all {len(tests)} GPU tests are up to date ({devices})"], True
+    lines = [f"{reasons.total()} of {len(tests)} GPU tests are STALE in {record}:"]
+    for (name, reason), count in reasons.items():
+        lines.append(f"  {name}: {reason}" + (f" ({count} cases)" if count > 1 else ""))
+    lines.append("run `make test-gpu` on a machine with a GPU and commit the record")
+    return lines, False
+
+
+def _file(test: str) -> str:
+    return test.split("::")[0]
