@@ -81,9 +81,9 @@ class GradePlugin:
         if outcome is not None:
             self.grade.record(report.nodeid, outcome)
 
-    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
         lines = self.grade.lines()
-        if lines:
+        if lines and not config.option.collectonly:
             terminalreporter.section("problems")
             for line in lines:
                 terminalreporter.write_line(line)

@@ -1,6 +1,6 @@
 """Compile attention kernels for a Hopper GPU on a machine without one, and print what ptxas made of them.
 
-    make sm90-venv && .venv-sm90/bin/python tools/compile_sm90.py [NAME,HEAD_DIM,DTYPE ...]
+    make sm90-venv && PYTHONPATH=. .venv-sm90/bin/python tools/compile_sm90.py [NAME,HEAD_DIM,DTYPE ...]
 
 NAME is a configuration such as sm90_forward_128x64_w8_s3; without arguments every shipped sm_90 row is compiled.
 Registers and spills depend on the triton version, which is printed: judge with the one that the GPU machine runs.
@@ -19,6 +19,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from cs336_systems.attention.tiles import KernelConfig, head_tile
+from cs336_systems.attention.tiles.tables import TABLES
 from cs336_systems.attention.triton import backward, forward
 
 PTXAS = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
@@ -60,7 +61,6 @@ def compile_kernel(config: KernelConfig, head_dim: int, dtype: str, is_causal: b
         ptx.write_text(compiled.asm["ptx"])
         command = [str(PTXAS), "-v", "--gpu-name=sm_90a", str(ptx), "-o", str(ptx.with_suffix(".cubin"))]
         report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-        [print(l[:300]) for l in report.splitlines() if "C75" in l]
     return {
         "registers": int(re.findall(r"Used (\d+) registers", report)[0]),
         "spill_bytes": int(re.findall(r"(\d+) bytes spill stores", report)[0]),
@@ -70,16 +70,20 @@ def compile_kernel(config: KernelConfig, head_dim: int, dtype: str, is_causal: b
     }
 
 
+def shipped() -> list[str]:
+    """Requests for every row of the sm_90 table; the two 16-bit dtypes compile alike, so bfloat16 stands for both."""
+    dtype = {2: "bfloat16", 4: "float32"}
+    rows = TABLES["sm90"].items()
+    return [f"{config.name},{tile},{dtype[element_bytes]}" for (_, element_bytes, tile), config in rows]
+
+
 def main(requests: list[str]) -> None:
     print(f"triton {triton.__version__}, sm_90")
-    for request in requests:
+    for request in requests or shipped():
         name, head_dim, dtype = request.split(",")
         config = KernelConfig.from_name(name)
         for is_causal in (True, False):
-            try:
-                report = compile_kernel(config, int(head_dim), dtype, is_causal)
-            except Exception as error:
-                report = {"error": str(error)[-200:]}
+            report = compile_kernel(config, int(head_dim), dtype, is_causal)
             estimate = config.shared_memory_bytes(int(head_dim), 4 if dtype == "float32" else 2)
             print(f"{name} d={head_dim} {dtype} causal={is_causal}: {report} estimate {estimate}", flush=True)
 

@@ -1,0 +1,86 @@
+# Everything a newcomer runs. Each target sets up what it needs, in .venv, and a second run reuses it.
+#
+# Where nothing may be installed (a GPU machine with its own torch), use that Python as it is:
+#     make test-gpu PYTHON=python3 VENV=
+# Where there is no git either, say which revision runs:
+#     make test-gpu PYTHON=python3 VENV= COMMIT=$SHA DIRTY=no
+# Where pip should choose other versions than the tested ones: make CONSTRAINTS= ...
+
+PYTHON ?= python3
+VENV ?= .venv
+CONSTRAINTS ?= constraints.txt
+PYTEST_ARGS ?=
+GPU_RECORD ?= results/nvidia-h200/tests.jsonl
+SM90_TRITON ?= 3.6.0
+
+# Revision and state of the code under test, empty without git; the results that a run writes do not make it dirty.
+COMMIT ?= $(shell git rev-parse --short=12 HEAD 2>/dev/null)
+DIRTY ?= $(shell changes=$$(git status --porcelain --untracked-files=no -- . ':!results' 2>/dev/null) && \
+    { test -n "$$changes" && echo yes || echo no; })
+
+ifeq ($(strip $(VENV)),)
+RUN := PYTHONPATH=. $(PYTHON)
+STAMP :=
+else
+RUN := $(VENV)/bin/python
+STAMP := $(VENV)/.stamp
+endif
+
+CHECK_PYTHON = command -v $(PYTHON) >/dev/null || \
+    { echo "error: no $(PYTHON): install Python 3.11 or later, or set PYTHON" >&2; exit 1; }; \
+    $(PYTHON) tools/check_python.py
+
+.DEFAULT_GOAL := help
+.PHONY: help venv test test-gpu report lint notebooks notebooks-check course-tests sm90-venv clean
+
+help: ## list the targets
+	@awk -F ':[^#]*## ' '/^[a-z0-9-]+:[^#]*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+
+venv: $(STAMP) ## build the environment, once
+
+ifneq ($(STAMP),)
+$(STAMP): pyproject.toml $(CONSTRAINTS)
+	@$(CHECK_PYTHON)
+	test -x $(@D)/bin/pip || $(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet $(addprefix -c ,$(CONSTRAINTS)) -e '.[dev,notebooks]'
+	@touch $@
+endif
+
+test: $(STAMP) ## run the tests, grade the problems, name the stale GPU tests
+	$(RUN) -m pytest $(PYTEST_ARGS)
+
+test-gpu: $(STAMP) ## on a GPU: run the GPU tests and record their outcomes
+	@test -n "$(COMMIT)" -a -n "$(filter yes no,$(DIRTY))" || \
+	    { echo "error: no git here: say which code runs with COMMIT=SHA DIRTY=yes or DIRTY=no" >&2; exit 1; }
+	$(RUN) -m pytest -m gpu --gpu-record=$(GPU_RECORD) --gpu-commit=$(COMMIT) \
+	    $(if $(filter yes,$(DIRTY)),--gpu-dirty,--gpu-clean) $(PYTEST_ARGS)
+
+report: $(STAMP) ## measure every problem on this machine, then write its tables and figures
+	$(RUN) -m cs336_systems run --all
+	$(RUN) -m cs336_systems report
+
+lint: $(STAMP) ## ruff and mypy
+	$(RUN) -m ruff check .
+	$(RUN) -m mypy
+
+notebooks: $(STAMP) ## open the notebooks in Jupyter
+	$(RUN) -m jupyterlab notebooks
+
+notebooks-check: $(STAMP) ## execute every notebook without a browser
+	$(RUN) tools/check_notebooks.py
+
+course-tests: $(STAMP) ## run the course's own tests against tests/adapters.py: DIR=path/to/assignment2-systems
+	@$(RUN) tools/course_tests.py "$(DIR)"
+
+sm90-venv: .venv-sm90/.stamp-$(SM90_TRITON) ## an environment with the GPU machines' Triton, to compile offline
+
+.venv-sm90/.stamp-$(SM90_TRITON):
+	@$(CHECK_PYTHON)
+	test -x $(@D)/bin/pip || $(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet $(addprefix -c ,$(CONSTRAINTS)) torch jaxtyping
+	$(@D)/bin/python -m pip install --quiet --no-deps triton==$(SM90_TRITON)
+	@touch $@
+
+clean: ## remove the environments and caches; records and reports stay
+	rm -rf .venv .venv-sm90 cs336_systems.egg-info .pytest_cache .mypy_cache .ruff_cache
+	find cs336_systems tests tools notebooks -name __pycache__ -type d -prune -exec rm -rf {} +

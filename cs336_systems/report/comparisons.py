@@ -1,0 +1,43 @@
+"""Who is faster than whom, on the same case and on real kernels only."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pandas as pd
+
+from cs336_systems.report.frames import OURS, PEERS, tuples
+from cs336_systems.report.markdown import factor, number
+
+
+def real(rows: pd.DataFrame) -> pd.DataFrame:
+    """Rows with a number that can be divided by, not of an interpreted kernel."""
+    return rows[(rows["status"] == "ok") & (rows["median"] > 0) & ~rows["interpreted"].astype(bool)]
+
+
+def compared(rows: pd.DataFrame, *, slow: str, fast: str) -> pd.DataFrame:
+    """Rows of `fast` whose case `slow` ran too, with the other's median as median_slow and the quotient as ratio."""
+    usable = real(rows)
+    keys = ["case", "mode"]
+    other = usable[usable["implementation"] == slow][[*keys, "median"]]
+    pairs = usable[usable["implementation"] == fast].merge(other, on=keys, suffixes=("", "_slow"))
+    return pairs.assign(ratio=pairs["median_slow"] / pairs["median"])
+
+
+def best_peer(rows: pd.DataFrame) -> Any:
+    """The fastest row of one case that is somebody else's implementation; None if none ran."""
+    peers = real(rows)
+    peers = peers[peers["implementation"].isin(PEERS)].sort_values("median", kind="stable")
+    return tuples(peers)[0] if len(peers) else None
+
+
+def against_best_peer(rows: pd.DataFrame) -> list[str]:
+    """One sentence that sets our time against the best peer's in the rows of one case; none if either is missing."""
+    peer = best_peer(rows)
+    ours = tuples(real(rows[rows["implementation"] == OURS]))
+    if peer is None or not ours:
+        return []
+    ratio = peer.median / ours[0].median
+    return [
+        f"The fastest peer there is {peer.label} with {number(peer.median)} ms: {OURS} has {factor(ratio)} its speed."
+    ]

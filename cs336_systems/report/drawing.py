@@ -1,0 +1,203 @@
+"""The four kinds of panels: lines over lengths, lines over warm-up counts, groups of bars, a ranking.
+
+Each drawer gets the axes, the whole plot (for scales common to its panels) and the points of its panel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+
+from cs336_systems.report.frames import tuples
+from cs336_systems.report.markdown import number, one_line
+from cs336_systems.report.plots import FIRST_STEP
+from cs336_systems.report.points import Plot
+from cs336_systems.report.styles import TEXT_POINTS, colour, line_width, marker, short_length
+
+STATUS_WORDS = {"oom": "OOM", "ok": "interpreter"}  # ok and yet not drawn: an interpreted kernel
+ROW_HEIGHT = 0.062  # of a panel, for one row of crosses at its foot
+MOST_LABELLED_TICKS = 6
+LONGEST_BAR = 8  # times the shortest; longer ones are cut
+
+
+def _draw_lines(axes: Axes, plot: Plot, data: pd.DataFrame) -> None:
+    """Median lines with bands between the quartiles, both axes logarithmic."""
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    for series, marks in _series(data[data["drawn"]]):
+        style = marks["style"].iloc[0]
+        look: dict[str, Any] = {"color": colour(style), "linewidth": line_width(style), "zorder": 2 + line_width(style)}
+        axes.plot(marks["x"], marks["y"], marker=marker(style), markersize=5.5, label=series, **look)
+        axes.fill_between(marks["x"], marks["low"], marks["high"], color=colour(style), alpha=0.15, linewidth=0)
+    lengths = sorted(plot.data["x"].unique())
+    every = -(-len(lengths) // MOST_LABELLED_TICKS)
+    axes.xaxis.set_major_locator(FixedLocator(lengths[(len(lengths) - 1) % every :: every]))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: short_length(value)))
+    axes.set_xlim(lengths[0] / 1.3, lengths[-1] * 1.3)
+    _crosses(axes, plot, data)
+
+
+def _draw_warmups(axes: Axes, plot: Plot, data: pd.DataFrame) -> None:
+    """Evenly spaced warm-up counts: median with quartiles solid, first step dotted and hollow."""
+    axes.set_yscale("log")
+    counts = sorted(plot.data["x"].unique())
+    for series, marks in _series(data[data["drawn"]]):
+        style = marks["style"].iloc[0]
+        positions = [counts.index(count) for count in marks["x"]]
+        look: dict[str, Any] = {"color": colour(style), "marker": marker(style), "markersize": 6.0, "linewidth": 1.4}
+        if series.endswith(FIRST_STEP):
+            axes.plot(positions, marks["y"], linestyle=":", markerfacecolor="white", **look)
+        else:
+            axes.errorbar(positions, marks["y"], yerr=_whiskers(marks), capsize=4, label=series, **look)
+    axes.set_xticks(range(len(counts)), [f"{count:g}" for count in counts])
+    axes.set_xlim(-0.4, len(counts) - 0.6)
+    steps = data[~data["series"].str.endswith(FIRST_STEP)]
+    _crosses(axes, plot, steps.assign(x=[counts.index(count) for count in steps["x"]]))
+
+
+def _draw_bars(axes: Axes, plot: Plot, data: pd.DataFrame) -> None:
+    """A group of bars for each x, a bar for each series, its value above it or the reason why it is missing."""
+    if plot.log_y:
+        axes.set_yscale("log")
+    groups = list(dict.fromkeys(plot.data["x"]))
+    names = list(dict.fromkeys(plot.data["series"]))
+    low, high = _limits(plot, rows=0)
+    axes.set_ylim((low, high) if plot.log_y else (0, max([1.0, *plot.data[plot.data["drawn"]]["y"]]) * 1.15))
+    width = 0.82 / len(names)
+    for row in tuples(data):
+        place = groups.index(row.x) + width * (names.index(row.series) - (len(names) - 1) / 2)
+        if row.drawn:
+            axes.bar(place, row.y, width * 0.94, color=colour(row.style))
+            if row.low == row.low:  # not NaN
+                axes.errorbar(place, row.y, yerr=[[row.y - row.low], [row.high - row.y]], color="#444444", capsize=2)
+            top = row.high if row.high == row.high else row.y
+            axes.annotate(number(row.y, 3), (place, top), (0, 3), textcoords="offset points", ha="center", fontsize=7.5)
+        else:
+            foot = (place, 0.02)
+            axes.text(
+                *foot,
+                _word(row.status),
+                transform=axes.get_xaxis_transform(),
+                rotation=90,
+                ha="center",
+                va="bottom",
+                fontsize=TEXT_POINTS,
+                color=colour(row.style),
+            )
+    if not plot.log_y:
+        axes.axhline(1.0, color="#444444", linewidth=1)
+    axes.set_xticks(range(len(groups)), groups)
+    axes.set_xlim(-0.6, len(groups) - 0.4)
+    axes.grid(False, axis="x")
+
+
+def _draw_ranking(axes: Axes, plot: Plot, data: pd.DataFrame) -> None:
+    """Horizontal bars in the order of `data`, the first above; what was not timed says why in its bar's place.
+
+    Bars are cut at LONGEST_BAR times the shortest: a slow oracle must not flatten the others.
+    """
+    drawn = data[data["drawn"]]
+    longest = min(drawn["high"].max(), LONGEST_BAR * drawn["y"].min()) if len(drawn) else 1.0
+    small: dict[str, Any] = {"textcoords": "offset points", "va": "center", "fontsize": TEXT_POINTS}
+    for place, row in enumerate(tuples(data)):
+        if row.drawn and row.y <= longest:
+            axes.barh(place, row.y, 0.7, color=colour(row.style))
+            axes.errorbar(row.y, place, xerr=[[row.y - row.low], [row.high - row.y]], color="#444444", capsize=3)
+            axes.annotate(f"{number(row.y)} ms", (row.high, place), (5, 0), **small)
+        elif row.drawn:
+            axes.barh(place, longest, 0.7, color=colour(row.style), hatch="//", edgecolor="white")
+            axes.annotate(f"{number(row.y)} ms, cut", (longest, place), (5, 0), **small)
+        else:
+            reason = one_line(row.message)[:90]
+            text = f"{_word(row.status)}: {reason}" if reason else _word(row.status)
+            axes.annotate(text, (0, place), (5, 0), xycoords=("axes fraction", "data"), color="#555555", **small)
+    axes.set_yticks(range(len(data)), data["series"])
+    axes.set_ylim(len(data) - 0.4, -0.6)
+    axes.set_xlim(0, longest * 1.18 or 1.0)
+    axes.grid(False, axis="y")
+
+
+DRAWERS: dict[str, Callable[[Axes, Plot, pd.DataFrame], None]] = {
+    "lines": _draw_lines,
+    "warmups": _draw_warmups,
+    "bars": _draw_bars,
+    "ranking": _draw_ranking,
+}
+
+
+def _crosses(axes: Axes, plot: Plot, data: pd.DataFrame) -> None:
+    """At the foot of the panel a row of crosses for each series and status that has no mark, with its name."""
+    absent = set(never_drawn(plot))
+    unmarked = plot.data[~plot.data["drawn"] & ~plot.data["series"].isin(absent)]
+    depths = [len(marks[["series", "status"]].drop_duplicates()) for _, marks in unmarked.groupby("panel")]
+    axes.set_ylim(*_limits(plot, max(depths, default=0)))  # the same in all panels
+    here = data[~data["drawn"] & ~data["series"].isin(absent)].groupby(["series", "status"], sort=False)
+    rows = [(str(name[0]), str(name[1]), marks["x"]) for name, marks in here]
+    foot = axes.get_xaxis_transform()  # x in data, y as a fraction of the panel
+    left, right = axes.get_xlim()
+    for row, (series, status, x) in enumerate(rows):
+        shade = colour(data[data["series"] == series]["style"].iloc[0])
+        height = ROW_HEIGHT * (row + 0.6)
+        name = f"{series} {_word(status)}"
+        axes.plot(x, [height] * len(x), "x:", color=shade, markersize=6, linewidth=0.8, transform=foot, clip_on=False)
+        first, last = _fraction(axes, x.min(), left, right), _fraction(axes, x.max(), left, right)
+        text: dict[str, Any] = {"textcoords": "offset points", "va": "center", "color": "#333333", "fontsize": 8}
+        if first > 0.3:
+            axes.annotate(name, (x.min(), height), (-7, 0), xycoords=foot, ha="right", **text)
+        elif last < 0.7:
+            axes.annotate(name, (x.max(), height), (7, 0), xycoords=foot, ha="left", **text)
+        else:  # crosses from end to end: the name stands on the line that joins them
+            box = {"facecolor": "white", "edgecolor": "none", "pad": 1.0}
+            middle = (first + last) / 2
+            axes.annotate(
+                name, (middle, height), (0, 0), xycoords="axes fraction", ha="center", bbox=box, zorder=6, **text
+            )
+
+
+def _fraction(axes: Axes, value: float, left: float, right: float) -> float:
+    """Where `value` stands between the ends of the x axis, from 0 to 1."""
+    start, here, end = axes.transScale.transform([(left, 1), (value, 1), (right, 1)])[:, 0]
+    return float((here - start) / (end - start))
+
+
+def _limits(plot: Plot, rows: int) -> tuple[float, float]:
+    """Ends of a y axis that leave `rows` rows free at the foot."""
+    drawn = plot.data[plot.data["drawn"] & (plot.data["y"] > 0)]  # zero (no memory seen) has no place on a log axis
+    if drawn.empty:
+        return (0.1, 1.0)
+    low, high = drawn[["y", "low"]].min().min(), drawn[["y", "high"]].max().max()
+    low, high = max(low, high * 1e-9) / 1.4, high * 1.6
+    share = min(0.6, ROW_HEIGHT * (rows + 0.6)) if rows else 0.0
+    return float(low / (high / low) ** (share / (1 - share))), float(high)
+
+
+def never_drawn(plot: Plot) -> dict[str, str]:
+    """Series without a single mark, and why: `sdpa_flash: skipped everywhere: no float32 kernel`."""
+    reasons = {}
+    for series, marks in _series(plot.data):
+        if not marks["drawn"].any():
+            words = sorted({_word(status) for status in marks["status"]})
+            if words == ["interpreter"]:
+                reasons[series] = f"{series} is not drawn: interpreted kernels run at no meaningful speed."
+            else:
+                messages = [one_line(message) for message in marks["message"] if message]
+                why = f": {messages[0]}" if messages else ""
+                reasons[series] = f"{series} is not drawn: {' or '.join(words)} everywhere{why}."
+    return reasons
+
+
+def _series(data: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
+    return [(str(series), marks) for series, marks in data.groupby("series", sort=False)]
+
+
+def _whiskers(marks: pd.DataFrame) -> list[list[float]]:
+    return [list(marks["y"] - marks["low"]), list(marks["high"] - marks["y"])]
+
+
+def _word(status: str) -> str:
+    return STATUS_WORDS.get(status, status)

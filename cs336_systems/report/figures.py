@@ -1,0 +1,92 @@
+"""Plots drawn with matplotlib's object API: no pyplot, no display, no state, the same bytes for the same records.
+
+    for stem, figure in problem_figures("flash_benchmarking", frame):
+        save_figure(figure, folder / f"{stem}.png", source)
+
+What could not be measured is marked by a cross at the foot of its panel; what is drawn nowhere is named in the notes.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from pathlib import Path
+
+import pandas as pd
+from matplotlib.artist import Artist
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+
+from cs336_systems.report.drawing import DRAWERS, never_drawn
+from cs336_systems.report.plots import plots
+from cs336_systems.report.points import Plot
+from cs336_systems.report.styles import DPI, TEXT_POINTS, colour
+
+NOTE_WIDTH = 12  # characters of small print an inch
+
+
+def problem_figures(problem: str, frame: pd.DataFrame) -> list[tuple[str, Figure]]:
+    """File stem and figure of each plot of `problem`."""
+    return [(file_stem(problem, plot), draw(plot)) for plot in plots(problem, frame)]
+
+
+def file_stem(problem: str, plot: Plot) -> str:
+    return f"{problem}_{plot.name}"
+
+
+def save_figure(figure: Figure, path: Path, source: str) -> None:
+    """Write `figure` as a PNG with `source`, the digest of its records, and nothing of the machine or the day."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, format="png", dpi=DPI, metadata={"Software": None, "Source": source})
+
+
+def draw(plot: Plot) -> Figure:
+    """The figure of `plot`: one axes a panel, on common scales, title above, legend and notes below."""
+    panels = list(dict.fromkeys(plot.data["panel"]))
+    columns = 2 if len(panels) == 4 else min(3, len(panels))
+    rows = -(-len(panels) // columns)
+    size = {"bars": (9.5, 4.8), "ranking": (9.5, 1.6 + 0.42 * plot.data["series"].nunique())}
+    width, height = size.get(plot.kind, (9.5, 5.4)) if len(panels) == 1 else (5.6 * columns, 3.9 * rows + 1.2)
+    figure = Figure(figsize=(width, height), layout="constrained")
+    figure.suptitle(plot.title, fontsize=12.5, fontweight="bold")
+    grid = figure.subplots(rows, columns, squeeze=False, sharex=plot.kind != "ranking", sharey=plot.kind != "ranking")
+    flat = list(grid.flat)
+    for index, (axes, panel) in enumerate(zip(flat, panels)):
+        axes.set_title(panel, fontsize=10.5)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(True, color="#D9D9D9", linewidth=0.7)
+        axes.set_axisbelow(True)
+        DRAWERS[plot.kind](axes, plot, plot.data[plot.data["panel"] == panel])
+        lowest = plot.kind == "ranking" or index + columns >= len(panels)
+        axes.tick_params(labelbottom=lowest)
+        axes.set_xlabel(plot.x_label if lowest else "")
+        axes.set_ylabel(plot.y_label if index % columns == 0 else "")
+    for axes in flat[len(panels) :]:
+        axes.remove()
+    _legend(figure, flat[: len(panels)], plot, width)
+    return figure
+
+
+def _legend(figure: Figure, all_axes: list[Axes], plot: Plot, width: float) -> None:
+    """Names of the series, and the notes above them, below the panels, where no data can be."""
+    handles: dict[str, Artist] = {}
+    for axes in all_axes:  # a series may be missing in the first panel
+        for handle, label in zip(*axes.get_legend_handles_labels()):
+            handles.setdefault(label, handle)
+    reasons = [] if plot.kind in ("bars", "ranking") else list(never_drawn(plot).values())
+    notes = [line for note in (*plot.notes, *reasons) for line in textwrap.wrap(note, int(width * NOTE_WIDTH))]
+    if plot.kind == "bars":
+        styles = dict(zip(plot.data["series"], plot.data["style"]))
+        handles = {series: Patch(color=colour(style), label=series) for series, style in styles.items()}
+    columns = min(5, max(1, len(handles)))
+    legend = figure.legend(
+        list(handles.values()),
+        list(handles),
+        loc="outside lower center",
+        ncols=columns,
+        frameon=False,
+        fontsize=TEXT_POINTS,
+        title="\n".join(notes) or None,
+    )
+    legend.get_title().set_fontsize(TEXT_POINTS - 0.5)
+    legend.get_title().set_color("#444444")

@@ -1,0 +1,77 @@
+"""How figures look: one colour-blind-safe colour and one marker for each name, the same in every figure.
+
+The colours are Okabe and Ito's and Tol's muted ones, told apart by marker too. Ours are drawn thick, peers thin.
+"""
+
+from __future__ import annotations
+
+from zlib import crc32
+
+from cs336_systems.report.frames import BASELINE, OURS
+
+DPI = 130
+TEXT_POINTS = 9  # small print: annotations, notes, legends
+COLOURS = {
+    # implementations
+    BASELINE: "#000000",
+    "compiled": "#8A8A8A",
+    "tiled": "#56B4E9",
+    "tiled_compiled": "#117733",
+    OURS: "#D55E00",
+    "sdpa_flash": "#0072B2",
+    "sdpa_cudnn": "#AA4499",
+    "sdpa_efficient": "#999933",
+    "flex": "#E69F00",
+    # modes
+    "forward": "#66A9D8",
+    "backward": "#CC6677",
+    "forward_backward": "#0072B2",
+    "train_step": "#332288",
+    # models, light to dark with their size
+    "small": "#DDAA33",
+    "medium": "#44AA99",
+    "large": "#0072B2",
+    "xl": "#882255",
+    "10b": "#000000",
+}
+MARKERS = {
+    BASELINE: "o",
+    "compiled": "s",
+    "tiled": "v",
+    "tiled_compiled": "^",
+    OURS: "D",
+    "sdpa_flash": "P",
+    "sdpa_cudnn": "X",
+    "sdpa_efficient": "h",
+    "flex": "*",
+    "small": "o",
+    "medium": "s",
+    "large": "^",
+    "xl": "D",
+    "10b": "v",
+}
+OTHER_COLOURS = ("#CC6677", "#332288", "#44AA99", "#882255", "#DDCC77")
+OTHER_MARKERS = ("<", ">", "p", "d", "8")
+
+
+def colour(name: str) -> str:
+    """The colour of implementation, mode or model `name`; of an unknown one by its hash, so that it is stable."""
+    return COLOURS.get(_base(name), OTHER_COLOURS[crc32(name.encode()) % len(OTHER_COLOURS)])
+
+
+def marker(name: str) -> str:
+    return MARKERS.get(_base(name), OTHER_MARKERS[crc32(name.encode()) % len(OTHER_MARKERS)])
+
+
+def line_width(name: str) -> float:
+    return 2.6 if _base(name) == OURS else 1.4
+
+
+def short_length(length: float) -> str:
+    """A sequence length on an axis: 512, 2K, 128K (K = 1024)."""
+    return f"{int(length) // 1024}K" if length >= 1024 and length % 1024 == 0 else f"{length:g}"
+
+
+def _base(name: str) -> str:
+    """`small-proxy` looks like `small`, `triton (interpreter)` like `triton`."""
+    return name.split(" (")[0].removesuffix("-proxy")

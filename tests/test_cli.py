@@ -1,0 +1,118 @@
+"""The command line: one line and exit code 2 for a caller's mistake; interruption; the report twice."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from cs336_systems.cli import app
+from cs336_systems.records import read_records
+
+ROOT = Path(__file__).resolve().parents[1]
+COMMIT = ("--commit", "0123456789ab", "--clean")
+
+
+def invoke(*arguments: str):
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")
+def test_cuda_without_cuda(tmp_path):
+    result = invoke("run", "flash_benchmarking", "--device", "cuda", "--results", tmp_path)
+    assert_refused(result, "--device cuda")
+
+
+def assert_refused(result, message: str) -> None:
+    """Exit code 2 and one clear line, which contains `message`."""
+    lines = result.stderr.strip().splitlines()
+    assert result.exit_code == 2, result.output
+    assert len(lines) == 1 and lines[0].startswith("error: ") and message in lines[0], result.stderr
+
+
+REFUSALS = {
+    "unknown-problem": (["flash"], "unknown problem 'flash'; known: benchmarking_script"),
+    "no-problem": ([], "give problem names or --all"),
+    "both": (["flash_benchmarking", "--all"], "not both"),
+    "scale": (["--all", "--scale", "huge"], "scale must be one of tiny, smoke, handout, got 'huge'"),
+    "device": (["--all", "--device", "tpu"], "'tpu'"),
+    "rerun": (["--all", "--rerun", "maybe"], "--rerun must be none, failed or all, got 'maybe'"),
+    "implementation": (["--all", "--implementation", "magic"], "unknown implementation 'magic'; known: eager"),
+    "model-form": (["--all", "--model", "nonsense"], "package.module:Class"),
+    "model-module": (["--all", "--model", "no_such_module_here:Model"], "no_such_module_here"),
+    "model-class": (["--all", "--model", "tests.broken_models:Nobody"], "Nobody"),
+    "model-constructor": (["--all", "--model", "torch.nn:Linear"], "vocab_size"),
+    "seed": (["--all", "--seed", "-1"], "seed must not be negative"),
+    "timeout": (["--all", "--cell-timeout", "0"], "cell_timeout_s must be a positive int"),
+}
+
+
+@pytest.mark.parametrize("arguments, message", REFUSALS.values(), ids=REFUSALS.keys())
+def test_wrong_arguments_are_one_line(arguments, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    assert_refused(invoke("run", *arguments, "--results", tmp_path, *COMMIT), message)
+    assert not any(tmp_path.rglob("*.jsonl"))
+
+
+def test_unwritable_results(tmp_path):
+    blocked = tmp_path / "results"
+    blocked.write_text("a file where the folder should be")
+    assert_refused(invoke("run", "leaderboard_2025", "--results", blocked, *COMMIT), "cannot be written")
+
+
+def test_report_without_records(tmp_path):
+    assert_refused(invoke("report", "--results", tmp_path), "no records of this machine")
+    assert_refused(invoke("report", "--results", tmp_path, "--folder", "nothing"), "no records in")
+
+
+def test_list_and_doctor():
+    listed = invoke("list")
+    assert listed.exit_code == 0 and "flash_benchmarking" in listed.stdout
+    doctor = invoke("doctor")
+    assert doctor.exit_code == 0 and "backend triton" in doctor.stdout
+
+
+def command(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "cs336_systems", *arguments]
+
+
+def test_ctrl_c_keeps_what_is_finished_and_a_second_run_finishes(tmp_path):
+    arguments = ("run", "pytorch_attention", "benchmarking_script", "--scale", "tiny", "--device", "cpu")
+    arguments += ("--results", str(tmp_path), *COMMIT)
+    process = subprocess.Popen(
+        command(*arguments), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    deadline = time.monotonic() + 120
+    while not list(tmp_path.rglob("*.jsonl")):
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.05)
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to the parent and to its measuring process
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130 and "the same command continues" in errors
+    kept = [record for path in tmp_path.rglob("*.jsonl") for record in read_records(path)]
+    assert kept and all(record.status == "ok" for record in kept)
+
+    again = subprocess.run(command(*arguments), cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert again.returncode == 0, again.stderr
+    records = [record for path in tmp_path.rglob("*.jsonl") for record in read_records(path)]
+    assert len({record.key for record in records}) == len(records), "nothing was measured twice"
+    assert {record.key for record in kept} < {record.key for record in records}
+    report = invoke("report", "--results", tmp_path)
+    assert report.exit_code == 0, report.stderr
+    first = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    assert invoke("report", "--results", tmp_path).exit_code == 0
+    assert first == {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+
+
+def test_nothing_measured_is_an_error(tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    model = ("--model", "tests.broken_models:OutOfMemory")
+    result = invoke("run", "benchmarking_script", "--scale", "tiny", "--results", tmp_path, *model, *COMMIT)
+    assert result.exit_code == 1 and "nothing could be measured" in result.stderr

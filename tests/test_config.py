@@ -1,0 +1,168 @@
+"""Configurations: the sizes the handout gives, what is refused and with which words."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+
+from cs336_systems.config import (
+    BYTES_PER_ELEMENT,
+    DTYPES,
+    HANDOUT_SIZES,
+    MODEL_SIZES,
+    MODES,
+    SCALES,
+    AttentionShape,
+    ModelCase,
+    ModelConfig,
+    Precision,
+    RunConfig,
+    proxy_model,
+)
+
+MODEL = {"name": "test", "d_model": 64, "d_ff": 128, "num_layers": 2, "num_heads": 4}
+SHAPE = {
+    "batch": 1, "heads": 4, "seqlen_q": 8, "seqlen_k": 16, "head_dim": 32, "is_causal": True, "dtype": "float32",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("size", "shape"),
+    [
+        ("small", (768, 3072, 12, 12)),
+        ("medium", (1024, 4096, 24, 16)),
+        ("large", (1280, 5120, 36, 20)),
+        ("xl", (2560, 10240, 32, 32)),
+        ("10b", (4608, 12288, 50, 36)),
+        ("xl-2025", (1600, 6400, 48, 25)),
+        ("2.7b-2025", (2560, 10240, 32, 32)),
+        ("8b", (4096, 11008, 34, 32)),
+    ],
+)
+def test_model_sizes_are_the_handouts(size, shape):
+    config = MODEL_SIZES[size]
+    assert (config.d_model, config.d_ff, config.num_layers, config.num_heads) == shape
+    assert config.name == size
+
+
+def test_vocabulary_and_context_are_the_handouts():
+    assert {(MODEL_SIZES[size].vocab_size, MODEL_SIZES[size].context_length) for size in HANDOUT_SIZES} == {
+        (10_000, 512)
+    }
+    assert (MODEL_SIZES["8b"].vocab_size, MODEL_SIZES["8b"].context_length) == (151_936, 32_768)
+
+
+def test_every_dtype_has_its_bytes():
+    assert set(BYTES_PER_ELEMENT) == set(DTYPES)
+
+
+@pytest.mark.parametrize("size", MODEL_SIZES)
+def test_proxy_keeps_proportions(size):
+    full, proxy = MODEL_SIZES[size], proxy_model(size)
+    assert proxy.name == f"{size}-proxy"
+    assert (proxy.d_model, proxy.head_dim) == (256, 64)
+    assert proxy.num_layers == max(2, round(full.num_layers * 256 / full.d_model))
+    assert abs(proxy.d_ff / proxy.d_model - full.d_ff / full.d_model) <= 32 / 256  # d_ff is rounded to multiples of 64
+    assert proxy.vocab_size == full.vocab_size
+
+
+def test_proxy_of_an_unknown_size_is_a_key_error():
+    with pytest.raises(KeyError, match="huge"):
+        proxy_model("huge")
+
+
+@pytest.mark.parametrize("value", [0, -1, 1.5, "8", True, None])
+@pytest.mark.parametrize("field", ["d_model", "d_ff", "num_layers", "num_heads", "vocab_size", "context_length"])
+def test_model_config_refuses_what_is_not_a_positive_int(field, value):
+    with pytest.raises(ValueError, match=rf"ModelConfig\.{field} must be a positive int, got {value!r}"):
+        ModelConfig(**{**MODEL, field: value})
+
+
+@pytest.mark.parametrize(("d_model", "num_heads"), [(64, 3), (12, 4)], ids=["does not divide", "odd head dim"])
+def test_model_config_refuses_heads_that_do_not_fit(d_model, num_heads):
+    message = rf"num_heads must divide d_model into even head dims, got d_model={d_model}, num_heads={num_heads}"
+    with pytest.raises(ValueError, match=message):
+        ModelConfig(**{**MODEL, "d_model": d_model, "num_heads": num_heads})
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, float("nan")])
+def test_model_config_refuses_a_rope_theta_that_is_not_positive(value):
+    with pytest.raises(ValueError, match=r"ModelConfig\.rope_theta must be positive, got "):
+        ModelConfig(**MODEL, rope_theta=value)
+
+
+@pytest.mark.parametrize("value", [0, -1, 1.5, False])
+@pytest.mark.parametrize("field", ["batch", "heads", "seqlen_q", "seqlen_k", "head_dim"])
+def test_attention_shape_refuses_what_is_not_a_positive_int(field, value):
+    with pytest.raises(ValueError, match=rf"AttentionShape\.{field} must be a positive int, got {value!r}"):
+        AttentionShape(**{**SHAPE, field: value})
+
+
+def test_attention_shape_refuses_an_unknown_dtype():
+    message = r"AttentionShape\.dtype must be one of float64, float32, float16, bfloat16, got 'fp8'"
+    with pytest.raises(ValueError, match=message):
+        AttentionShape(**{**SHAPE, "dtype": "fp8"})
+
+
+def test_attention_shape_refuses_key_heads_that_do_not_divide():
+    with pytest.raises(ValueError, match=r"AttentionShape\.kv_heads must divide heads=4, got 3"):
+        AttentionShape(**SHAPE, kv_heads=3)
+    with pytest.raises(ValueError, match=r"AttentionShape\.kv_heads must be a positive int, got 0"):
+        AttentionShape(**SHAPE, kv_heads=0)
+    assert AttentionShape(**SHAPE, kv_heads=2).kv_heads == 2
+
+
+def test_precision_refuses_unknown_dtypes():
+    with pytest.raises(ValueError, match=r"Precision\.parameters must be one of float64, .*, got 'half'"):
+        Precision(parameters="half")
+    with pytest.raises(ValueError, match=r"Precision\.autocast must be one of float16, bfloat16, got 'float32'"):
+        Precision(autocast="float32")
+
+
+def test_model_case_refuses_bad_counts():
+    model = ModelConfig(**MODEL)
+    with pytest.raises(ValueError, match=r"ModelCase\.batch must be a positive int, got 0"):
+        ModelCase(model=model, batch=0, attention="reference")
+    with pytest.raises(ValueError, match=r"ModelCase\.warmup must not be negative, got -1"):
+        ModelCase(model=model, batch=1, attention="reference", warmup=-1)
+    assert ModelCase(model=model, batch=1, attention="reference", warmup=0).warmup == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"scale": "large"}, r"RunConfig\.scale must be one of tiny, smoke, handout, got 'large'"),
+        ({"device": "tpu"}, r"RunConfig\.device must be one of cpu, cuda, got 'tpu'"),
+        ({"cell_timeout_s": 0}, r"RunConfig\.cell_timeout_s must be a positive int, got 0"),
+        ({"seed": -1}, r"RunConfig\.seed must not be negative, got -1"),
+    ],
+)
+def test_run_config_refuses(change, message):
+    with pytest.raises(ValueError, match=message):
+        RunConfig(**{"scale": "tiny", "device": "cpu", **change})
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        ModelConfig(**MODEL),
+        AttentionShape(**SHAPE, kv_heads=2),
+        Precision(autocast="bfloat16"),
+        RunConfig(scale="tiny", device="cpu"),
+    ],
+    ids=lambda config: type(config).__name__,
+)
+def test_configs_are_frozen_keyword_only_and_survive_json(config):
+    values = json.loads(json.dumps(dataclasses.asdict(config)))
+    assert type(config)(**values) == config
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        setattr(config, next(iter(values)), next(iter(values.values())))
+    with pytest.raises(TypeError, match="positional argument"):
+        type(config)(*values.values())
+
+
+def test_modes_and_scales_are_the_ones_that_records_accept():
+    assert MODES == ("forward", "backward", "forward_backward", "train_step")
+    assert SCALES == ("tiny", "smoke", "handout")

@@ -1,0 +1,192 @@
+"""Experiments: what each scale promises, and that a sweep survives what happens to a cell."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from cs336_systems.config import HANDOUT_SIZES, RunConfig
+from cs336_systems.experiments import sweep as sweep_module
+from cs336_systems.experiments.cells import Cell
+from cs336_systems.experiments.implementations import IMPLEMENTATIONS
+from cs336_systems.experiments.registry import PROBLEMS
+from cs336_systems.experiments.sweep import Provenance, Sweep, find_provenance, results_folder
+from cs336_systems.experiments.worker import Worker
+from cs336_systems.records import append_records, read_records
+
+ROOT = Path(__file__).resolve().parents[1]
+PROVENANCE = Provenance(commit="0123456789ab", dirty=False)
+TINY = RunConfig(scale="tiny", device="cpu")
+SMOKE = RunConfig(scale="smoke", device="cpu")
+HANDOUT = RunConfig(scale="handout", device="cuda")
+
+
+def cells(problem: str, run: RunConfig) -> list[Cell]:
+    return PROBLEMS[problem].cells(run)
+
+
+@pytest.fixture
+def at_root(monkeypatch):
+    """The measuring process finds a user's model in the folder where the command was typed."""
+    monkeypatch.chdir(ROOT)
+
+
+# What the scales promise
+
+
+@pytest.mark.parametrize("run", [TINY, SMOKE, HANDOUT], ids=["tiny", "smoke", "handout"])
+@pytest.mark.parametrize("problem", PROBLEMS)
+def test_cells_are_distinct_and_belong_to_their_problem(problem, run):
+    listed = cells(problem, run)
+    assert listed and all(cell.problem == problem for cell in listed)
+    rows = Counter(
+        (cell.implementation, row.case or cell.case, row.mode, row.quantity) for cell in listed for row in cell.rows
+    )
+    assert set(rows.values()) == {1}
+
+
+def test_handout_grids_are_the_handouts():
+    flash = cells("flash_benchmarking", HANDOUT)
+    assert {cell.implementation for cell in flash} == set(IMPLEMENTATIONS)
+    shapes = {cell.case for cell in flash}
+    assert {2**power for power in range(7, 17)} <= {shape.seqlen_q for shape in shapes}
+    assert {shape.head_dim for shape in shapes} == {16, 32, 64, 128}
+    assert {shape.dtype for shape in shapes} == {"bfloat16", "float32"}
+    assert all(shape.batch == 1 and shape.is_causal for shape in shapes)
+    plain = {cell.case for cell in cells("pytorch_attention", HANDOUT)}
+    assert {(d, s) for d in (16, 32, 64, 128) for s in (256, 1024, 4096, 8192, 16384)} <= {
+        (shape.head_dim, shape.seqlen_q) for shape in plain
+    }
+    assert all(shape.batch == 8 and not shape.is_causal for shape in plain)
+    script = cells("benchmarking_script", HANDOUT)
+    assert {cell.case.model.name for cell in script} == set(HANDOUT_SIZES)
+    assert all({row.case.warmup for row in cell.rows} == {0, 1, 2, 5} and cell.fresh_process for cell in script)
+    (leader,) = {cell.case for cell in cells("leaderboard_2025", HANDOUT)}
+    assert (leader.batch, leader.heads, leader.seqlen_q, leader.head_dim) == (1, 16, 16384, 64)
+    assert leader.dtype == "bfloat16" and leader.is_causal
+
+
+def test_smoke_keeps_the_handouts_axes():
+    shapes = {cell.case for cell in cells("flash_benchmarking", SMOKE)}
+    assert len({shape.seqlen_q for shape in shapes}) >= 4 and max(shape.seqlen_q for shape in shapes) == 1024
+    assert {shape.head_dim for shape in shapes} == {32, 64}
+    assert {shape.dtype for shape in shapes} == {"float16", "float32"}
+    models = [cell.case.model for cell in cells("benchmarking_script", SMOKE)]
+    small = next(model for model in models if model.name == "small")
+    assert (small.d_model, small.num_layers, small.context_length) == (768, 12, 128)
+    assert all(model.name.endswith("-proxy") and model.d_model <= 256 for model in models if model.name != "small")
+
+
+# The measuring process
+
+
+@pytest.mark.parametrize(
+    "model, status, message",
+    [
+        ("OutOfMemory", "oom", r"^CUDA out of memory\. Tried to allocate 64\.00 GiB\.$"),
+        ("Raises", "failed", r"RuntimeError: CUDA error: an illegal memory access"),
+        ("Dies", "failed", r"measuring process died \(signal SIGABRT\)"),
+        ("Hangs", "failed", r"no result within 3 s"),
+    ],
+)
+def test_a_broken_cell_costs_itself_only(model, status, message, tmp_path, at_root):
+    run = RunConfig(scale="tiny", device="cpu", model=f"tests.broken_models:{model}", cell_timeout_s=3)
+    sweep = Sweep(run, tmp_path, PROVENANCE)
+    bad = cells("benchmarking_script", run)[0]
+    good = cells("pytorch_attention", run)[0]  # no model in it
+    first, second = list(sweep.measure([bad, good]))
+    assert [record.status for record in first] == [status] * len(bad.rows)
+    assert all(re.search(message, record.message) for record in first), first[0].message
+    assert all(record.status == "ok" for record in second) and len(second) == len(good.rows)
+    assert read_records(sweep.record_file("benchmarking_script")) == first
+    assert sweep.worker.process is None, "no process may be left over"
+
+
+def test_a_process_that_cannot_start_says_where_to_look(tmp_path):
+    log = tmp_path / "file" / "worker.log"
+    log.parent.write_text("in the way of the log's folder")
+    with pytest.raises(OSError, match="could not start"):
+        Worker(TINY, log, interpret=False).measure(cells("pytorch_attention", TINY)[0])
+
+
+# Resuming
+
+
+def test_finished_cells_are_not_measured_again(tmp_path, at_root):
+    sweep = Sweep(TINY, tmp_path, PROVENANCE)
+    listed, finished = sweep.pending("pytorch_attention")
+    assert len(listed) == 2 and finished == 0
+    list(sweep.measure(listed[:1]))
+    listed, finished = sweep.pending("pytorch_attention")
+    assert len(listed) == 1 and finished == 1
+    assert len(Sweep(TINY, tmp_path, PROVENANCE, rerun="all").pending("pytorch_attention")[0]) == 2
+
+
+def test_failed_cells_are_measured_again_when_asked(tmp_path):
+    sweep = Sweep(TINY, tmp_path, PROVENANCE)
+    cell = sweep.pending("pytorch_attention")[0][0]
+    records = sweep._records(cell, sweep_module.Outcome(status="failed", message="planted"))
+    append_records(sweep.record_file("pytorch_attention"), records)
+    assert cell not in sweep.pending("pytorch_attention")[0]
+    assert cell in Sweep(TINY, tmp_path, PROVENANCE, rerun="failed").pending("pytorch_attention")[0]
+
+
+def test_a_time_budget_leaves_the_rest_for_later(tmp_path):
+    sweep = Sweep(TINY, tmp_path, PROVENANCE)
+    assert list(sweep.measure(sweep.pending("pytorch_attention")[0], time_budget_s=-1)) == []
+
+
+def test_a_predicted_overflow_on_cpu_is_skipped_with_its_bytes(tmp_path):
+    sweep = Sweep(TINY, tmp_path, PROVENANCE)
+    sweep.device = replace(sweep.device, memory_bytes=1000)
+    cell = sweep.pending("pytorch_attention")[0][0]
+    (records,) = sweep.measure([cell])
+    assert [record.status for record in records] == ["skipped"] * len(cell.rows)
+    assert f"{cell.predicted_bytes:,} bytes" in records[0].message and "800" in records[0].message
+    assert sweep.worker.process is None, "nothing may be started for it"
+
+
+def test_a_users_model_has_records_of_its_own(tmp_path, at_root):
+    run = replace(TINY, model="tests.broken_models:Bigram")
+    sweep = Sweep(run, tmp_path, PROVENANCE)
+    (records,) = sweep.measure(sweep.pending("benchmarking_script")[0][:1])
+    assert {record.implementation for record in records} == {"eager tests.broken_models:Bigram"}
+    assert all(record.status == "ok" and len(record.samples) == 5 for record in records)
+    assert len(Sweep(TINY, tmp_path, PROVENANCE).pending("benchmarking_script")[0]) == 3, "ours are not done"
+
+
+def test_warm_up_rows_are_windows_of_one_cold_series(tmp_path, at_root):
+    sweep = Sweep(TINY, tmp_path, PROVENANCE)
+    (records,) = sweep.measure(sweep.pending("benchmarking_script")[0][:1])
+    by_warmup = {record.case["warmup"]: record.samples for record in records}
+    assert sorted(by_warmup) == [0, 1, 2, 5]
+    assert by_warmup[0][1:] == by_warmup[1][:-1] and by_warmup[1][1:] == by_warmup[2][:-1]
+    assert by_warmup[0][0] > by_warmup[5][-1], "the first step of a cold process is the slowest"
+
+
+# Provenance
+
+
+def test_provenance_comes_from_git_or_the_command_line(monkeypatch):
+    assert find_provenance("abc", True) == Provenance(commit="abc", dirty=True)
+    monkeypatch.setattr(sweep_module, "_git", lambda *_: None)
+    with pytest.raises(ValueError, match="no git checkout here: say which code runs with --commit"):
+        find_provenance(None, None)
+    with pytest.raises(ValueError, match="--commit needs --dirty or --clean"):
+        find_provenance("abc", None)
+
+
+def test_records_hold_no_paths_of_the_machine():
+    text = sweep_module._without_paths(f"failed in {ROOT}/cs336_systems/x.py and {os.path.expanduser('~')}/.cache")
+    assert text == "failed in ./cs336_systems/x.py and ~/.cache"
+
+
+def test_results_folder_is_named_after_device_and_scale(tmp_path):
+    device = sweep_module.get_device_info("cpu")
+    assert results_folder(tmp_path, device, TINY).name == f"{device.slug}-tiny"
+    assert results_folder(tmp_path, device, replace(TINY, scale="handout")).name == device.slug

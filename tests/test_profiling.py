@@ -1,0 +1,83 @@
+"""Timing and memory of closures, on what can be known exactly."""
+
+from __future__ import annotations
+
+import time
+
+import numpy
+import pytest
+import torch
+
+from cs336_systems.profiling.memory import MIB, peak_cuda_bytes, saved_for_backward
+from cs336_systems.profiling.samples import quantile, summarize
+from cs336_systems.profiling.timing import plan_samples, time_calls
+
+COVERS = ("cs336_systems/profiling",)
+
+
+def test_summary_is_numpys():
+    samples = [3.0, 1.0, 4.0, 1.0, 5.0, 9.0, 2.0]
+    summary = summarize(samples)
+    assert (summary.count, summary.minimum, summary.maximum) == (7, 1.0, 9.0)
+    expected = numpy.quantile(samples, [0.25, 0.5, 0.75])
+    assert [summary.quartile_low, summary.median, summary.quartile_high] == pytest.approx(expected)
+    assert summary.mean == pytest.approx(numpy.mean(samples))
+    assert summary.std == pytest.approx(numpy.std(samples, ddof=1))
+    assert summarize([2.0]).std == 0.0
+    with pytest.raises(ValueError, match="samples must not be empty"):
+        summarize([])
+    with pytest.raises(ValueError, match="fraction must be between 0 and 1"):
+        quantile(samples, 1.5)
+
+
+def test_counts_and_what_is_outside_the_timed_part():
+    events: list[str] = []
+    samples = time_calls(
+        lambda: events.append("call"), device="cpu", warmup=2, num_samples=3, before=lambda: events.append("before")
+    )
+    assert len(samples) == 3 and events == ["before", "call"] * 5
+
+
+def test_a_sleep_is_measured_and_its_preparation_is_not():
+    samples = time_calls(
+        lambda: time.sleep(0.02), device="cpu", warmup=0, num_samples=5, before=lambda: time.sleep(0.05)
+    )
+    assert 20.0 <= summarize(samples).median < 30.0
+
+
+def test_sample_counts_follow_the_budget():
+    assert plan_samples(10.0, 400.0) == 40
+    assert plan_samples(1e6, 400.0) == 5, "never fewer than five"
+    assert plan_samples(0.001, 400.0) == 100 and plan_samples(0.0, 400.0) == 100
+    assert len(time_calls(lambda: time.sleep(0.01), device="cpu", budget_ms=80.0)) in range(5, 9)
+
+
+def test_saved_bytes_count_each_storage_once():
+    x = torch.ones(1000, requires_grad=True)
+    assert saved_for_backward(lambda: x * x) == 4000, "both factors are the same storage"
+    assert saved_for_backward(lambda: x.exp()) == 4000
+    assert saved_for_backward(lambda: x + 1) == 0
+
+
+@pytest.mark.gpu
+def test_a_sleep_kernel_of_known_length_is_measured_within_two_percent():
+    """The kernel's cycles are turned into milliseconds by one long run, so the clock need not be known."""
+    torch.cuda._sleep(10**6)
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    torch.cuda._sleep(200 * 10**6)
+    end.record()
+    torch.cuda.synchronize()
+    cycles_per_ms = 200 * 10**6 / start.elapsed_time(end)
+    samples = time_calls(lambda: torch.cuda._sleep(int(5 * cycles_per_ms)), device="cuda", num_samples=10)
+    assert summarize(samples).median == pytest.approx(5.0, rel=0.02)
+
+
+@pytest.mark.gpu
+def test_peak_memory_is_what_was_allocated():
+    def call() -> torch.Tensor:
+        first = torch.empty(64 * MIB, dtype=torch.int8, device="cuda")
+        del first
+        return torch.empty(48 * MIB, dtype=torch.int8, device="cuda")
+
+    assert peak_cuda_bytes(call) == 64 * MIB

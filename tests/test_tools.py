@@ -1,0 +1,246 @@
+"""The scripts that the Makefile runs: the course's tests against our adapters, notebooks, the check of the Python."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def load_tool(name: str) -> ModuleType:
+    """The script tools/<name>.py as a module."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "tools" / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+course_tests = load_tool("course_tests")
+
+COURSE_TEST = """
+import importlib.metadata
+import cs336_basics, cs336_systems
+from .adapters import get_answer
+from .common import EXPECTED
+
+def test_answer():
+    assert get_answer() == EXPECTED
+    assert cs336_basics.VERSION == importlib.metadata.version("cs336-basics") == "26.1.4"
+    assert "not the course's" not in cs336_systems.__doc__
+"""
+
+
+@pytest.fixture(params=["cs336-basics/cs336_basics", "cs336_basics"])
+def checkout(request, tmp_path: Path) -> Path:
+    """A checkout laid out like the course's: tests, their adapters, cs336_basics and a cs336_systems to shadow ours."""
+    root = tmp_path / "assignment2-systems"
+    basics = root / request.param
+    for folder in (root / "tests", basics, root / "cs336_systems"):
+        folder.mkdir(parents=True, exist_ok=True)
+    (root / "tests/__init__.py").write_text("")
+    (root / "tests/adapters.py").write_text("def get_answer():\n    raise NotImplementedError\n")
+    (root / "tests/common.py").write_text("EXPECTED = 42\n")
+    (root / "tests/test_answer.py").write_text(COURSE_TEST)
+    (root / "cs336_systems/__init__.py").write_text('"""not the course\'s"""\n')
+    (basics / "__init__.py").write_text(
+        "import importlib.metadata\nVERSION = importlib.metadata.version('cs336_basics')\n"
+    )
+    (basics.parent / "pyproject.toml").write_text('[project]\nname = "cs336-basics"\nversion = "26.1.4"\n')
+    return root
+
+
+@pytest.fixture
+def adapters(tmp_path: Path) -> Path:
+    path = tmp_path / "our_adapters.py"
+    path.write_text("def get_answer():\n    return 42\n")
+    return path
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_course_tests_run_against_our_adapters_and_leave_the_checkout_alone(checkout, adapters, capfd):
+    before = contents(checkout)
+    assert course_tests.run(checkout, adapters) == 0
+    assert "1 passed" in capfd.readouterr().out
+    assert contents(checkout) == before
+
+
+def test_course_tests_fail_where_our_adapters_are_wrong(checkout, adapters, capfd):
+    adapters.write_text("def get_answer():\n    return 41\n")
+    assert course_tests.run(checkout, adapters) == 1
+    assert "1 failed" in capfd.readouterr().out
+
+
+def test_course_tests_name_adapters_that_are_missing_and_run_the_rest(checkout, adapters, capfd):
+    (checkout / "tests/test_ddp.py").write_text(
+        "from .adapters import (\n    get_answer,\n    get_ddp,\n    ddp_on_after_backward as after,\n)\n"
+    )
+    assert course_tests.run(checkout, adapters, ("--continue-on-collection-errors",)) != 0
+    output = capfd.readouterr()
+    assert "adapters.py lacks ddp_on_after_backward, get_ddp, wanted by test_ddp.py" in output.err
+    assert "1 passed" in output.out
+
+
+def test_course_tests_name_packages_that_are_missing(checkout, adapters, capfd):
+    (checkout / "tests/test_other.py").write_text("import no_such_package_anywhere.part\n")
+    assert course_tests.run(checkout, adapters) != 0
+    assert "package no_such_package_anywhere is not installed, wanted by tests/test_other.py" in capfd.readouterr().err
+
+
+def test_course_tests_fail_when_only_a_skipped_test_wants_a_missing_name(checkout, adapters):
+    (checkout / "tests/test_ddp.py").write_text(
+        "def test_ddp():\n    if False:\n        from .adapters import get_ddp\n"
+    )
+    assert course_tests.run(checkout, adapters) == 1
+
+
+@pytest.mark.parametrize(
+    ("remove", "message"),
+    [
+        (".", "is not a folder: give DIR=path/to/assignment2-systems"),
+        ("tests", "has no tests/ folder: it is not a checkout of the assignment"),
+        ("cs336", "has no cs336_basics package in any of cs336-basics/cs336_basics, cs336_basics"),
+    ],
+)
+def test_course_tests_refuse_a_folder_that_is_no_checkout(checkout, adapters, remove, message, capsys):
+    for path in [checkout] if remove == "." else checkout.glob(f"{remove}*"):
+        path.rename(checkout.parent / f"removed-{path.name}")
+    with pytest.raises(course_tests.CourseError, match=message):
+        course_tests.run(checkout, adapters)
+    assert course_tests.main([str(checkout)]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and message in error and error.count("\n") == 1
+
+
+def test_course_tests_refuse_adapters_that_are_absent(checkout, tmp_path):
+    with pytest.raises(course_tests.CourseError, match=r"absent\.py does not exist: there is nothing to test"):
+        course_tests.run(checkout, tmp_path / "absent.py")
+
+
+@pytest.mark.parametrize("arguments", [[], [""], ["a", "b"]])
+def test_course_tests_say_how_they_are_used(arguments, capsys):
+    assert course_tests.main(arguments) == 2
+    assert "usage: make course-tests DIR=path/to/assignment2-systems" in capsys.readouterr().err
+
+
+@pytest.fixture
+def check_notebooks() -> ModuleType:
+    pytest.importorskip("jupytext")
+    pytest.importorskip("nbclient")
+    pytest.importorskip("ipykernel")
+    return load_tool("check_notebooks")
+
+
+def test_a_notebook_runs_and_finds_the_package(check_notebooks, tmp_path, capsys):
+    (tmp_path / "good.py").write_text("# %% [markdown]\n# # Title\n# %%\nimport cs336_systems\nopen('left', 'w')\n")
+    assert check_notebooks.main([str(tmp_path / "good.py")]) == 0
+    assert capsys.readouterr().out.startswith("good.py: ok in ")
+    assert [path.name for path in tmp_path.iterdir()] == ["good.py"]
+
+
+def test_a_notebook_that_raises_fails_the_check(check_notebooks, tmp_path, capsys):
+    (tmp_path / "bad.py").write_text("# %%\nvalue = 1\n# %%\nassert value == 2, 'wrong value'\n")
+    assert check_notebooks.main([str(tmp_path / "bad.py")]) == 1
+    output = capsys.readouterr()
+    assert output.out.startswith("bad.py: FAILED in ") and "wrong value" in output.err
+
+
+def test_notebook_sources_leave_generated_notebooks_out(check_notebooks, tmp_path):
+    for name in ("a.py", "a.ipynb", "b.ipynb", "c.py", "notes.md"):
+        (tmp_path / name).write_text("")
+    assert [path.name for path in check_notebooks.notebook_sources(tmp_path)] == ["a.py", "b.ipynb", "c.py"]
+
+
+def test_no_notebook_is_an_error(check_notebooks, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(check_notebooks, "ROOT", tmp_path)
+    assert check_notebooks.main([]) == 2
+    assert "error: no notebook in notebooks/" in capsys.readouterr().err
+    assert check_notebooks.main([str(tmp_path / "absent.py")]) == 2
+    assert "error: no notebook" in capsys.readouterr().err
+
+
+@pytest.fixture
+def check_python() -> ModuleType:
+    return load_tool("check_python")
+
+
+def test_python_too_old(check_python, monkeypatch):
+    monkeypatch.setattr(sys, "version_info", (3, 9, 2, "final", 0))
+    assert check_python.missing().startswith("Python 3.11 or later is needed, ")
+    assert check_python.missing().endswith(" is 3.9: set PYTHON=/path/to/python3")
+
+
+def test_python_without_venv(check_python, monkeypatch):
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "ensurepip" else find_spec(name))
+    assert "has no venv module: install python3-venv" in check_python.missing()
+
+
+def test_python_without_headers(check_python, monkeypatch, tmp_path):
+    monkeypatch.setattr(check_python.sysconfig, "get_path", lambda name: str(tmp_path))
+    assert "has no headers, which torch.compile needs: install python3-dev" in check_python.missing()
+
+
+def test_no_compiler(check_python, monkeypatch, tmp_path):
+    (tmp_path / "Python.h").write_text("")
+    monkeypatch.setattr(check_python.sysconfig, "get_path", lambda name: str(tmp_path))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    assert check_python.missing() == "no C++ compiler, which torch.compile needs: install g++, or set CXX"
+    (tmp_path / "g++").write_text("")
+    (tmp_path / "g++").chmod(0o755)
+    assert check_python.missing() is None
+
+
+def run_make(*arguments: str) -> tuple[int, str]:
+    """make's exit code and output, in this repository."""
+    if shutil.which("make") is None:
+        pytest.skip("make is not installed")
+    # A make that runs these tests exports its own variables, such as VENV, which would change what is tested.
+    environment = {"PATH": os.environ["PATH"]}
+    command = ["make", *arguments]
+    process = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60)
+    return process.returncode, process.stdout + process.stderr
+
+
+def test_make_lists_its_targets():
+    code, output = run_make()
+    assert code == 0
+    targets = [line.split()[1] for line in output.splitlines()]
+    assert targets == [
+        "help", "venv", "test", "test-gpu", "report", "lint", "notebooks", "notebooks-check", "course-tests",
+        "sm90-venv", "clean",
+    ]  # fmt: skip
+
+
+def test_make_names_a_python_that_is_not_there(tmp_path):
+    code, output = run_make("venv", "PYTHON=no-such-python", f"VENV={tmp_path}/venv")
+    assert code == 2
+    assert "error: no no-such-python: install Python 3.11 or later, or set PYTHON" in output
+
+
+def test_make_records_no_gpu_run_of_an_unknown_revision():
+    for revision in (("COMMIT=", "DIRTY=no"), ("COMMIT=abc", "DIRTY=")):
+        code, output = run_make("test-gpu", "VENV=", f"PYTHON={sys.executable}", *revision)
+        assert code == 2
+        assert "error: no git here: say which code runs with COMMIT=SHA DIRTY=yes or DIRTY=no" in output
+
+
+@pytest.mark.parametrize(("dirty", "option"), [("yes", "--gpu-dirty"), ("no", "--gpu-clean")])
+def test_make_runs_gpu_tests_without_an_environment_of_its_own(dirty, option):
+    code, output = run_make("-n", "test-gpu", "VENV=", "PYTHON=python3", "COMMIT=abc", f"DIRTY={dirty}")
+    assert code == 0
+    assert "PYTHONPATH=. python3 -m pytest -m gpu --gpu-record=results/nvidia-h200/tests.jsonl" in output
+    assert f"--gpu-commit=abc {option}" in " ".join(output.replace("\\\n", " ").split())
+    assert "pip" not in output

@@ -1,0 +1,67 @@
+"""Execute every notebook source headless, as a reader would, and fail on the first cell that raises in any of them.
+
+    python tools/check_notebooks.py [NOTEBOOK ...]
+
+Sources are the .py files (jupytext's percent format) of notebooks/, and .ipynb files with no .py beside them. Each
+runs in a temporary folder, so what it saves is not left in the repository.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import jupytext
+from nbclient import NotebookClient
+from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
+
+ROOT = Path(__file__).resolve().parent.parent
+CELL_TIMEOUT_S = 300
+
+
+def notebook_sources(folder: Path) -> list[Path]:
+    """The notebooks of `folder`: each .py, and each .ipynb that is not generated from one."""
+    paired = [path for path in folder.glob("*.ipynb") if not path.with_suffix(".py").exists()]
+    return sorted([*folder.glob("*.py"), *paired])
+
+
+def execute(source: Path) -> str | None:
+    """Run all cells of `source` in a fresh kernel; the error's text, or None when every cell ran."""
+    notebook = jupytext.read(source)
+    with tempfile.TemporaryDirectory(prefix="notebook-") as folder:
+        client = NotebookClient(
+            notebook, timeout=CELL_TIMEOUT_S, kernel_name="python3", resources={"metadata": {"path": folder}}
+        )
+        try:
+            client.execute()
+        except (CellExecutionError, CellTimeoutError, DeadKernelError) as error:
+            return str(error).strip()
+    return None
+
+
+def main(arguments: list[str]) -> int:
+    sources = [Path(argument) for argument in arguments] or notebook_sources(ROOT / "notebooks")
+    if not sources:
+        print("error: no notebook in notebooks/", file=sys.stderr)
+        return 2
+    # Kernels are processes of their own and find the package, installed or not, through the path they inherit.
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    failed = 0
+    for source in sources:
+        if not source.is_file():
+            print(f"error: no notebook {source}", file=sys.stderr)
+            return 2
+        start = time.monotonic()
+        error = execute(source)
+        failed += error is not None
+        print(f"{source.name}: {'ok' if error is None else 'FAILED'} in {time.monotonic() - start:.0f} s", flush=True)
+        if error is not None:
+            print(error, file=sys.stderr)
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
