@@ -10,9 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from cs336_systems.attention import attention_reference
 from cs336_systems.config import HANDOUT_SIZES, RunConfig
+from cs336_systems.experiments import attention_cells
 from cs336_systems.experiments import sweep as sweep_module
-from cs336_systems.experiments.cells import Cell
+from cs336_systems.experiments.cells import Cell, Disagreement
 from cs336_systems.experiments.implementations import IMPLEMENTATIONS
 from cs336_systems.experiments.registry import PROBLEMS
 from cs336_systems.experiments.sweep import Provenance, Sweep, find_provenance, results_folder
@@ -112,6 +114,28 @@ def test_a_process_that_cannot_start_says_where_to_look(tmp_path):
     log.parent.write_text("in the way of the log's folder")
     with pytest.raises(OSError, match="could not start"):
         Worker(TINY, log, interpret=False).measure(cells("pytorch_attention", TINY)[0])
+
+
+def test_a_wrong_result_is_not_timed(monkeypatch):
+    """An implementation that leaves the mask out is fast and wrong; its row must say wrong."""
+    cell = next(cell for cell in cells("flash_benchmarking", TINY) if cell.implementation == "eager")
+    monkeypatch.setattr(attention_cells, "build", lambda *_: lambda q, k, v: attention_reference(q, k, v))
+    with pytest.raises(Disagreement, match=r"output is off by .* times the numerical contract's bound"):
+        list(attention_cells.measure_attention(cell, TINY))
+
+
+def test_wrong_gradients_stop_after_the_forward(monkeypatch):
+    cell = next(cell for cell in cells("flash_benchmarking", TINY) if cell.implementation == "eager")
+
+    def detached_keys(q, k, v):
+        return attention_reference(q, k.detach() + 0 * k, v, is_causal=True)
+
+    monkeypatch.setattr(attention_cells, "build", lambda *_: detached_keys)
+    measured = []
+    with pytest.raises(Disagreement, match="grad_k is off"):
+        for measurement in attention_cells.measure_attention(cell, TINY):
+            measured.append(measurement.row.mode)
+    assert measured == ["forward"]
 
 
 # Resuming

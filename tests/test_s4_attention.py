@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from cs336_systems.attention import explain_backend, flash_attention
+from cs336_systems.attention import FlashAttentionPyTorch, explain_backend, flash_attention
 from cs336_systems.attention.contract import compute_oracle, contract_errors
 from cs336_systems.attention.reference import attention_reference
+from cs336_systems.device import has_cxx_compiler
 from tests import adapters
 from tests.wrong_attention import BUGS, wrong_attention
 
@@ -434,6 +435,20 @@ def test_compile_around_the_function(implementation, device):
     oracle = compute_oracle(*(x[:, None] for x in (q, k, v, grad_output)), is_causal=True)
     results = {"output": output, "grad_q": grads[0], "grad_k": grads[1], "grad_v": grads[2]}
     errors = contract_errors(oracle, {name: x[:, None] for name, x in results.items()})
+    assert max(errors.values()) <= 1, errors
+
+
+@pytest.mark.skipif(not has_cxx_compiler(), reason="no C++ compiler")
+@pytest.mark.parametrize("device", DEVICES)
+def test_compiled_stages_meet_the_contract(device):
+    """`compiled` through the public function, and the tiled stage with its two tile steps compiled."""
+    q, k, v, grad_output = inputs(1, 2, 2, 150, 150, 32, torch.float32, device)
+    assert_contract(q, k, v, grad_output, backend="compiled", is_causal=True)
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    output = FlashAttentionPyTorch.apply(*leaves, True, None, True)
+    grads = torch.autograd.grad(output, leaves, grad_output)
+    results = {"output": output, "grad_q": grads[0], "grad_k": grads[1], "grad_v": grads[2]}
+    errors = contract_errors(compute_oracle(q, k, v, grad_output, is_causal=True), results)
     assert max(errors.values()) <= 1, errors
 
 

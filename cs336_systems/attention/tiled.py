@@ -49,7 +49,7 @@ def tiled_forward(
     compiled: bool = False,
 ) -> tuple[Float[Tensor, "... queries head_dim"], Float[Tensor, "... queries"]]:
     """Output in q's dtype and log-sum-exp in float32 (float64 for float64 inputs)."""
-    step = _steps(compiled)[0]
+    step = _compiled_steps()[0] if compiled else _forward_step
     accumulate = torch.promote_types(q.dtype, torch.float32)
     num_queries, num_keys = q.shape[-2], k.shape[-2]
     query_tile, key_tile = tile_size(num_queries), tile_size(num_keys)
@@ -89,7 +89,7 @@ def tiled_backward(
     compiled: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k, v in their dtypes. `grad_lse` is the gradient that reaches the log-sum-exp, if any."""
-    step = _steps(compiled)[1]
+    step = _compiled_steps()[1] if compiled else _backward_step
     accumulate = torch.promote_types(q.dtype, torch.float32)
     num_queries, num_keys = q.shape[-2], k.shape[-2]
     query_tile, key_tile = tile_size(num_queries), tile_size(num_keys)
@@ -154,10 +154,8 @@ def _backward_step(
 
 
 @cache
-def _steps(compiled: bool) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """The two tile steps, under torch.compile if asked. Dynamic: one compilation serves every tile and length."""
-    if not compiled:
-        return _forward_step, _backward_step
+def _compiled_steps() -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """The two tile steps under torch.compile. Dynamic: one compilation serves every tile and length."""
     return torch.compile(_forward_step, dynamic=True), torch.compile(_backward_step, dynamic=True)
 
 
