@@ -18,7 +18,7 @@ PROBLEMS: dict[str, Problem] = {
         Problem(
             name="benchmarking_script",
             title="Step time of every model size, and what warm-up changes",
-            section="2.1",
+            section="2.1.3",
             editions=(2025, 2026),
             points=4,
             cells=benchmarking_script_cells,
@@ -27,7 +27,7 @@ PROBLEMS: dict[str, Problem] = {
         Problem(
             name="pytorch_attention",
             title="Plain PyTorch attention over sequence length: time, memory, out of memory",
-            section="4.1",
+            section="4.1.1",
             editions=(2025, 2026),
             points=2,
             cells=pytorch_attention_cells,
@@ -36,7 +36,7 @@ PROBLEMS: dict[str, Problem] = {
         Problem(
             name="torch_compile",
             title="torch.compile on attention and on the whole model",
-            section="4.1",
+            section="4.2",
             editions=(2025, 2026),
             points=2,
             cells=torch_compile_cells,
@@ -45,7 +45,7 @@ PROBLEMS: dict[str, Problem] = {
         Problem(
             name="flash_benchmarking",
             title="FlashAttention-2 against plain attention and the library kernels",
-            section="4.2",
+            section="4.2.2",
             editions=(2025, 2026),
             points=5,
             cells=flash_benchmarking_cells,

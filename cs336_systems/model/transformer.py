@@ -75,10 +75,11 @@ class TransformerBlock(nn.Module):
         self, d_model: int, num_heads: int, d_ff: int, rope: RotaryEmbedding, *, attention: str = "reference"
     ) -> None:
         super().__init__()
-        self.ln1 = RMSNorm(d_model)
+        # In the course's order, so that optimizer states, which go by position, interchange as well.
         self.attn = CausalMultiHeadSelfAttention(d_model, num_heads, rope, attention=attention)
-        self.ln2 = RMSNorm(d_model)
         self.ffn = SwiGLU(d_model, d_ff)
+        self.ln1 = RMSNorm(d_model)
+        self.ln2 = RMSNorm(d_model)
 
     def forward(self, x: Float[Tensor, "batch seq d_model"]) -> Float[Tensor, "batch seq d_model"]:
         x = x + self.attn(self.ln1(x))
