@@ -26,8 +26,11 @@ from cs336_systems.attention.reference import attention_reference
 ABSOLUTE_SLACK = 1e-5
 LSE_TOLERANCE = 1e-3
 LSE_TOLERANCE_FLOAT32 = 1e-5
-# Scores are computed for as many query rows at a time as keep one float64 score matrix within this many elements.
+# Query rows are taken so many at a time that a score matrix stays within this many elements. The yardstick is plain
+# attention as it would run, one matmul over all rows, so on a GPU its blocks are as large as memory allows: a float32
+# dK summed block by block would have a smaller error than anyone's.
 MAX_SCORES = 2**28
+YARDSTICK_SHARE_OF_FREE_MEMORY = 1 / 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,13 +84,18 @@ def _blockwise(
     q: Tensor, k: Tensor, v: Tensor, grad_output: Tensor | None, dtype: torch.dtype, is_causal: bool,
     mask: Tensor | None, scale: float | None,
 ) -> dict[str, Tensor]:  # fmt: skip
-    """`attention_reference` and its autograd in `dtype` over blocks of query rows, float64 sums between the blocks."""
+    """`attention_reference` and its autograd in `dtype` over blocks of query rows.
+
+    Sums between blocks are in float32 or wider, as a matmul's accumulators are.
+    """
     group = q.shape[-3] // max(k.shape[-3], 1)
     k, v = (x.repeat_interleave(group, dim=-3) if group > 1 else x for x in (k, v))
     num_queries, num_keys = q.shape[-2], k.shape[-2]
-    rows = max(1, MAX_SCORES // max(1, math.prod(q.shape[:-2]) * num_keys))
+    max_scores = MAX_SCORES if dtype == torch.float64 else max(MAX_SCORES, _free_elements(q.device, dtype))
+    rows = max(1, max_scores // max(1, math.prod(q.shape[:-2]) * num_keys))
     outputs, lses, grads_q = [], [], []
-    grad_k, grad_v = (torch.zeros(x.shape, dtype=torch.float64, device=x.device) for x in (k, v))
+    accumulate = torch.promote_types(dtype, torch.float32)
+    grad_k, grad_v = (torch.zeros(x.shape, dtype=accumulate, device=x.device) for x in (k, v))
     for start in range(0, num_queries, rows):
         stop = min(start + rows, num_queries)
         seen = min(stop, num_keys) if is_causal else num_keys  # later keys are masked for the whole block
@@ -118,6 +126,15 @@ def _blockwise(
             summed = grad.unflatten(-3, (-1, group)).sum(dim=-3) if group > 1 else grad
             results[name] = summed.to(dtype)
     return results
+
+
+def _free_elements(device: torch.device, dtype: torch.dtype) -> int:
+    """Elements of `dtype` that fit the yardstick's share of a GPU's free memory; none on a CPU."""
+    if device.type != "cuda":
+        return 0
+    free, _ = torch.cuda.mem_get_info(device)
+    free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # cached blocks are free too
+    return int(free * YARDSTICK_SHARE_OF_FREE_MEMORY) // dtype.itemsize
 
 
 def _max_abs(x: Tensor) -> float:

@@ -112,9 +112,8 @@ def measure_model(cell: Cell, run: RunConfig) -> Iterator[Measurement]:
         if (mode, "time") not in rows:
             continue
         if mode == "forward_backward" and cell.implementation == "compiled":
-            losses: list[Tensor] = []
-            seconds = time_once(lambda: losses.append(step.forward_backward()), run.device) / 1e3
-            _agree("loss", losses[0], expected_loss)
+            seconds, loss = _first_forward_backward(step)
+            _agree("loss", loss, expected_loss)
             if row := rows.get(("forward_backward", "compile_time")):
                 yield Measurement(row=row, samples=[seconds])
         samples = time_calls(
@@ -122,6 +121,13 @@ def measure_model(cell: Cell, run: RunConfig) -> Iterator[Measurement]:
         )
         step.reset()
         yield Measurement(row=rows[mode, "time"], samples=samples)
+
+
+def _first_forward_backward(step: TrainingStep) -> tuple[float, Tensor]:
+    """Seconds of the call that compiles the training graph, and its loss."""
+    losses: list[Tensor] = []
+    milliseconds = time_once(lambda: losses.append(step.forward_backward()), step.device)
+    return milliseconds / 1e3, losses[0]
 
 
 def _agree(what: str, value: Tensor, expected: Tensor) -> None:
