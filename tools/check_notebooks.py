@@ -1,9 +1,10 @@
 """Execute every notebook source headless, as a reader would, and fail on the first cell that raises in any of them.
 
-    python tools/check_notebooks.py [NOTEBOOK ...]
+    python tools/check_notebooks.py [--write] [NOTEBOOK ...]
 
 Sources are the .py files (jupytext's percent format) of notebooks/, and .ipynb files with no .py beside them. Each
-runs in a temporary folder, so what it saves is not left in the repository.
+runs in a temporary folder, so what it saves is not left in the repository. With --write the executed notebooks replace
+the committed .ipynb files, with fixed cell ids and no timestamps, so that the same outputs give the same bytes.
 """
 
 from __future__ import annotations
@@ -28,22 +29,33 @@ def notebook_sources(folder: Path) -> list[Path]:
     return sorted([*folder.glob("*.py"), *paired])
 
 
-def execute(source: Path) -> str | None:
+def execute(source: Path, write: bool = False) -> str | None:
     """Run all cells of `source` in a fresh kernel; the error's text, or None when every cell ran."""
     notebook = jupytext.read(source)
+    for index, cell in enumerate(notebook.cells):
+        cell["id"] = f"cell-{index}"
     with tempfile.TemporaryDirectory(prefix="notebook-") as folder:
         client = NotebookClient(
-            notebook, timeout=CELL_TIMEOUT_S, kernel_name="python3", resources={"metadata": {"path": folder}}
+            notebook,
+            timeout=CELL_TIMEOUT_S,
+            kernel_name="python3",
+            record_timing=False,
+            resources={"metadata": {"path": folder}},
         )
         try:
             client.execute()
         except (CellExecutionError, CellTimeoutError, DeadKernelError) as error:
             return str(error).strip()
+    if write:
+        notebook.metadata.pop("language_info", None)  # it names the Python that happened to run
+        jupytext.write(notebook, source.with_suffix(".ipynb"))
     return None
 
 
 def main(arguments: list[str]) -> int:
-    sources = [Path(argument) for argument in arguments] or notebook_sources(ROOT / "notebooks")
+    write = "--write" in arguments
+    named = [Path(argument) for argument in arguments if argument != "--write"]
+    sources = named or notebook_sources(ROOT / "notebooks")
     if not sources:
         print("error: no notebook in notebooks/", file=sys.stderr)
         return 2
@@ -55,7 +67,7 @@ def main(arguments: list[str]) -> int:
             print(f"error: no notebook {source}", file=sys.stderr)
             return 2
         start = time.monotonic()
-        error = execute(source)
+        error = execute(source, write)
         failed += error is not None
         print(f"{source.name}: {'ok' if error is None else 'FAILED'} in {time.monotonic() - start:.0f} s", flush=True)
         if error is not None:
