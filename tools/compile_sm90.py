@@ -47,7 +47,7 @@ def compile_kernel(config: KernelConfig, head_dim: int, dtype: str, is_causal: b
         divisible = True
         if name.endswith("_ptr"):
             signature[name] = "*fp32" if name in ("L_ptr", "D_ptr") else f"*{TRITON_DTYPE[dtype]}"
-        elif name.startswith("scale"):
+        elif name.startswith("scale") or name == "ZERO":
             signature[name], divisible = "fp32", False
         else:
             signature[name] = "i32"

@@ -20,7 +20,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from cs336_systems.attention.tiles import KernelConfig, head_tile
-from cs336_systems.attention.triton.forward import LOG2_E, _load_rows, _store_rows
+from cs336_systems.attention.triton.forward import LOG2_E, _accumulate, _load_rows, _store_rows
 
 PREPROCESS_ROWS = 64
 
@@ -49,7 +49,7 @@ def flash_backward_preprocess_kernel(
 
 @triton.jit
 def _visit_queries(
-    dK, dV, K, V, key_rows, Q_base, dO_base, L_base, D_base, first_query, last_query, N_QUERIES, scale_log2,
+    dK, dV, K, V, key_rows, Q_base, dO_base, L_base, D_base, first_query, last_query, N_QUERIES, scale_log2, ZERO,
     stride_qs, stride_qd, stride_dos, stride_dod,
     D: tl.constexpr, D_TILE: tl.constexpr, Q_TILE_SIZE: tl.constexpr, DIAGONAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -68,10 +68,10 @@ def _visit_queries(
         P_T = tl.math.exp2(S_T * scale_log2 - (L * LOG2_E)[None, :])
         if DIAGONAL:
             P_T = tl.where(query_rows[None, :] >= key_rows[:, None], P_T, 0.0)
-        dV = tl.dot(P_T.to(dO.dtype), dO, dV, input_precision=PRECISION)
+        dV = _accumulate(dV, P_T.to(dO.dtype), dO, ZERO, PRECISION)
         dP_T = tl.dot(V, tl.trans(dO), input_precision=PRECISION)
         dS_T = P_T * (dP_T - delta[None, :])
-        dK = tl.dot(dS_T.to(Q.dtype), Q, dK, input_precision=PRECISION)
+        dK = _accumulate(dK, dS_T.to(Q.dtype), Q, ZERO, PRECISION)
     return dK, dV
 
 
@@ -82,7 +82,7 @@ def flash_backward_dkdv_kernel(
     stride_kb, stride_kh, stride_ks, stride_kd,
     stride_vb, stride_vh, stride_vs, stride_vd,
     stride_dob, stride_doh, stride_dos, stride_dod,
-    N_KV_HEADS, N_QUERIES, N_KEYS, scale, scale_log2,
+    N_KV_HEADS, N_QUERIES, N_KEYS, scale, scale_log2, ZERO,
     GROUP: tl.constexpr, D: tl.constexpr, D_TILE: tl.constexpr, Q_TILE_SIZE: tl.constexpr, K_TILE_SIZE: tl.constexpr,
     IS_CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -117,12 +117,12 @@ def flash_backward_dkdv_kernel(
         if IS_CAUSAL:
             dK, dV = _visit_queries(
                 dK, dV, K, V, key_rows, Q_base, dO_base, L_ptr + row_base, D_ptr + row_base, start_queries,
-                tl.minimum(full_queries, N_QUERIES), N_QUERIES, scale_log2, stride_qs, stride_qd, stride_dos,
+                tl.minimum(full_queries, N_QUERIES), N_QUERIES, scale_log2, ZERO, stride_qs, stride_qd, stride_dos,
                 stride_dod, D, D_TILE, Q_TILE_SIZE, True, PRECISION,
             )  # fmt: skip
         dK, dV = _visit_queries(
             dK, dV, K, V, key_rows, Q_base, dO_base, L_ptr + row_base, D_ptr + row_base, full_queries,
-            N_QUERIES, N_QUERIES, scale_log2, stride_qs, stride_qd, stride_dos, stride_dod,
+            N_QUERIES, N_QUERIES, scale_log2, ZERO, stride_qs, stride_qd, stride_dos, stride_dod,
             D, D_TILE, Q_TILE_SIZE, False, PRECISION,
         )  # fmt: skip
 
@@ -133,7 +133,7 @@ def flash_backward_dkdv_kernel(
 
 @triton.jit
 def _visit_keys(
-    dQ, Q, dO, L_log2, delta, query_rows, K_base, V_base, first_key, last_key, N_KEYS, scale_log2,
+    dQ, Q, dO, L_log2, delta, query_rows, K_base, V_base, first_key, last_key, N_KEYS, scale_log2, ZERO,
     stride_ks, stride_kd, stride_vs, stride_vd,
     D: tl.constexpr, D_TILE: tl.constexpr, K_TILE_SIZE: tl.constexpr, IS_CAUSAL: tl.constexpr, MASKED: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -153,7 +153,7 @@ def _visit_keys(
             P = tl.where(visible, P, 0.0)
         dP = tl.dot(dO, tl.trans(V), input_precision=PRECISION)
         dS = P * (dP - delta[:, None])
-        dQ = tl.dot(dS.to(K.dtype), K, dQ, input_precision=PRECISION)
+        dQ = _accumulate(dQ, dS.to(K.dtype), K, ZERO, PRECISION)
     return dQ
 
 
@@ -164,7 +164,7 @@ def flash_backward_dq_kernel(
     stride_kb, stride_kh, stride_ks, stride_kd,
     stride_vb, stride_vh, stride_vs, stride_vd,
     stride_dob, stride_doh, stride_dos, stride_dod,
-    N_HEADS, N_QUERIES, N_KEYS, scale, scale_log2,
+    N_HEADS, N_QUERIES, N_KEYS, scale, scale_log2, ZERO,
     GROUP: tl.constexpr, D: tl.constexpr, D_TILE: tl.constexpr, Q_TILE_SIZE: tl.constexpr, K_TILE_SIZE: tl.constexpr,
     IS_CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -198,11 +198,11 @@ def flash_backward_dq_kernel(
         full_keys = tl.minimum(full_keys, (first_query + 1) // K_TILE_SIZE * K_TILE_SIZE)
         end_keys = tl.minimum(N_KEYS, first_query + Q_TILE_SIZE)
     dQ = _visit_keys(
-        dQ, Q, dO, L_log2, delta, query_rows, K_base, V_base, 0, full_keys, N_KEYS, scale_log2,
+        dQ, Q, dO, L_log2, delta, query_rows, K_base, V_base, 0, full_keys, N_KEYS, scale_log2, ZERO,
         stride_ks, stride_kd, stride_vs, stride_vd, D, D_TILE, K_TILE_SIZE, IS_CAUSAL, False, PRECISION,
     )  # fmt: skip
     dQ = _visit_keys(
-        dQ, Q, dO, L_log2, delta, query_rows, K_base, V_base, full_keys, end_keys, N_KEYS, scale_log2,
+        dQ, Q, dO, L_log2, delta, query_rows, K_base, V_base, full_keys, end_keys, N_KEYS, scale_log2, ZERO,
         stride_ks, stride_kd, stride_vs, stride_vd, D, D_TILE, K_TILE_SIZE, IS_CAUSAL, True, PRECISION,
     )  # fmt: skip
     _store_rows(dQ_ptr + row_base * D, dQ * scale, query_rows, N_QUERIES, D, 1, D, D_TILE)
@@ -247,14 +247,14 @@ def launch_backward(
     grid = (triton.cdiv(num_keys, dkdv_config.key_tile) * batch * kv_heads,)
     flash_backward_dkdv_kernel[grid](
         q, k, v, grad_output, lse, delta, grad_k, grad_v, *strides,
-        kv_heads, num_queries, num_keys, scale, scale_log2, **common,
+        kv_heads, num_queries, num_keys, scale, scale_log2, 0.0, **common,
         Q_TILE_SIZE=dkdv_config.query_tile, K_TILE_SIZE=dkdv_config.key_tile,
         num_warps=dkdv_config.num_warps, num_stages=dkdv_config.num_stages,
     )  # fmt: skip
     grid = (triton.cdiv(num_queries, dq_config.query_tile) * batch * heads,)
     flash_backward_dq_kernel[grid](
         q, k, v, grad_output, lse, delta, grad_q, *strides,
-        heads, num_queries, num_keys, scale, scale_log2, **common,
+        heads, num_queries, num_keys, scale, scale_log2, 0.0, **common,
         Q_TILE_SIZE=dq_config.query_tile, K_TILE_SIZE=dq_config.key_tile,
         num_warps=dq_config.num_warps, num_stages=dq_config.num_stages,
     )  # fmt: skip

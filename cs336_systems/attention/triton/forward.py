@@ -50,8 +50,23 @@ def _store_rows(base_ptr, tile, rows, num_rows, stride_s, stride_d, D: tl.conste
 
 
 @triton.jit
+def _accumulate(accumulator, left, right, ZERO, PRECISION: tl.constexpr):
+    """accumulator + left @ right.
+
+    Tensor cores take the accumulator as an operand. A float32 dot on the FMA units would chain every product of the
+    whole sequence onto it, whose rounding grows with the length; so there each tile's product is summed on its own.
+    ZERO is a zero that the compiler cannot see: a literal one is fused back into that chain.
+    """
+    if left.dtype == tl.float32:
+        product = tl.dot(left, right, tl.zeros_like(accumulator) + ZERO, input_precision=PRECISION)
+        return accumulator + product
+    else:
+        return tl.dot(left, right, accumulator)
+
+
+@triton.jit
 def _visit_keys(
-    accumulator, m, l, Q, K_base, V_base, query_rows, first_key, last_key, N_KEYS, scale_log2,
+    accumulator, m, l, Q, K_base, V_base, query_rows, first_key, last_key, N_KEYS, scale_log2, ZERO,
     stride_ks, stride_kd, stride_vs, stride_vd,
     D: tl.constexpr, D_TILE: tl.constexpr, K_TILE_SIZE: tl.constexpr, IS_CAUSAL: tl.constexpr, MASKED: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -71,7 +86,7 @@ def _visit_keys(
         rescale = tl.math.exp2(m - m_new)
         l = l * rescale + tl.sum(P, axis=1)
         V = _load_rows(V_base, key_rows, N_KEYS, stride_vs, stride_vd, D, D_TILE, MASKED)
-        accumulator = tl.dot(P.to(V.dtype), V, accumulator * rescale[:, None], input_precision=PRECISION)
+        accumulator = _accumulate(accumulator * rescale[:, None], P.to(V.dtype), V, ZERO, PRECISION)
         m = m_new
     return accumulator, m, l
 
@@ -82,7 +97,7 @@ def flash_forward_kernel(
     stride_qb, stride_qh, stride_qs, stride_qd,
     stride_kb, stride_kh, stride_ks, stride_kd,
     stride_vb, stride_vh, stride_vs, stride_vd,
-    N_HEADS, N_QUERIES, N_KEYS, scale_log2,
+    N_HEADS, N_QUERIES, N_KEYS, scale_log2, ZERO,
     GROUP: tl.constexpr, D: tl.constexpr, D_TILE: tl.constexpr, Q_TILE_SIZE: tl.constexpr, K_TILE_SIZE: tl.constexpr,
     IS_CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -117,12 +132,12 @@ def flash_forward_kernel(
 
     # 2. unmasked loop
     accumulator, m, l = _visit_keys(
-        accumulator, m, l, Q, K_base, V_base, query_rows, 0, full_keys, N_KEYS, scale_log2,
+        accumulator, m, l, Q, K_base, V_base, query_rows, 0, full_keys, N_KEYS, scale_log2, ZERO,
         stride_ks, stride_kd, stride_vs, stride_vd, D, D_TILE, K_TILE_SIZE, IS_CAUSAL, False, PRECISION,
     )  # fmt: skip
     # 3. masked loop
     accumulator, m, l = _visit_keys(
-        accumulator, m, l, Q, K_base, V_base, query_rows, full_keys, end_keys, N_KEYS, scale_log2,
+        accumulator, m, l, Q, K_base, V_base, query_rows, full_keys, end_keys, N_KEYS, scale_log2, ZERO,
         stride_ks, stride_kd, stride_vs, stride_vd, D, D_TILE, K_TILE_SIZE, IS_CAUSAL, True, PRECISION,
     )  # fmt: skip
 
@@ -149,7 +164,7 @@ def launch_forward(
     flash_forward_kernel[grid](
         q, k, v, output, lse,
         *q.stride(), *k.stride(), *v.stride(),
-        heads, num_queries, k.shape[2], scale * LOG2_E.value,
+        heads, num_queries, k.shape[2], scale * LOG2_E.value, 0.0,
         GROUP=heads // k.shape[1], D=head_dim, D_TILE=head_tile(head_dim),
         Q_TILE_SIZE=config.query_tile, K_TILE_SIZE=config.key_tile,
         IS_CAUSAL=is_causal, PRECISION="ieee",
