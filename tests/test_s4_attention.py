@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from cs336_systems.attention import FlashAttentionPyTorch, explain_backend, flash_attention
 from cs336_systems.attention.contract import compute_oracle, contract_errors
@@ -477,11 +478,44 @@ def test_operator_check(backend, device):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_autocast_casts_like_sdpa(backend, device):
+    """Also when only some inputs are of low precision, as after a float32 rotary embedding."""
     dtype = torch.float16 if device == "cpu" and backend == "triton" else torch.bfloat16
     q, k, v, _ = inputs(1, 2, 2, 40, 40, 32, torch.float32, device)
     with torch.autocast(device, dtype=dtype):
         assert flash_attention(q, k, v, backend=backend).dtype == dtype
+        assert flash_attention(q, k, v.to(dtype), backend=backend).dtype == dtype
     assert flash_attention(q, k, v, backend=backend).dtype == torch.float32
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_autocast_leaves_the_accumulators_alone(backend, device):
+    """Autocast turned the tiled stage's float32 matmuls, and the reference's log-sum-exp, into 16-bit ones."""
+    dtype = torch.float16 if device == "cpu" and backend == "triton" else torch.bfloat16
+    q, k, v, grad_output = inputs(1, 2, 2, 150, 150, 32, dtype, device)
+    leaves = [x.requires_grad_() for x in (q * 4, k * 4, v)]
+    with torch.autocast(device, dtype=dtype):
+        output, lse = flash_attention(*leaves, is_causal=True, return_lse=True, backend=backend)
+    assert lse.dtype == torch.float32
+    grads = torch.autograd.grad(output, leaves, grad_output)
+    oracle = compute_oracle(*(x.detach() for x in leaves), grad_output, is_causal=True)
+    results = {"output": output, "lse": lse, "grad_q": grads[0], "grad_k": grads[1], "grad_v": grads[2]}
+    errors = contract_errors(oracle, results)
+    assert max(errors.values()) <= 1, errors
+
+
+@pytest.mark.parametrize("implementation", ["pytorch", "triton"])
+def test_autocast_around_the_function_keeps_float32(implementation):
+    q, k, v, grad_output = inputs(2, 1, 1, 100, 100, 32, torch.float32, "cpu")
+    leaves = [x[:, 0].detach().requires_grad_() for x in (q, k, v)]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        output = _implementations()[implementation]().apply(*leaves, True)
+    grads = torch.autograd.grad(output, leaves, grad_output[:, 0])
+    results = {"output": output, "grad_q": grads[0], "grad_k": grads[1], "grad_v": grads[2]}
+    errors = contract_errors(
+        compute_oracle(q, k, v, grad_output, is_causal=True), {name: x[:, None] for name, x in results.items()}
+    )
+    assert max(errors.values()) <= 1, errors
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -550,6 +584,8 @@ REFUSALS = {
     "scale-zero": ({}, {"scale": 0.0}, ValueError, r"scale must be positive and finite, got 0"),
     "scale-nan": ({}, {"scale": math.nan}, ValueError, r"scale must be positive and finite, got nan"),
     "backend": ({}, {"backend": "cudnn"}, ValueError, r"backend must be one of auto, .*got 'cudnn'"),
+    "scale-bool": ({}, {"scale": True}, TypeError, r"scale must be a float or None, got bool"),
+    "config-type": ({}, {"backend": "triton", "config": "x"}, TypeError, r"config must be an AttentionConfig or None"),
     "config-for-tiled": ({}, {"backend": "tiled", "config": True}, ValueError, r"config chooses the tiles of backend"),
 }  # fmt: skip
 
@@ -558,9 +594,55 @@ REFUSALS = {
 def test_wrong_arguments_are_named(change, options, error, message):
     from cs336_systems.attention import AttentionConfig
 
-    options = {**options, **({"config": AttentionConfig()} if options.get("config") else {})}
+    options = {**options, **({"config": AttentionConfig()} if options.get("config") is True else {})}
     with pytest.raises(error, match=message):
         flash_attention(**{**good(), **change}, **options)
+
+
+FUNCTION_REFUSALS = {
+    "short-values": ([(1, 4, 16), (1, 64, 16), (1, 8, 16)], {}, ValueError, r"v must have k's shape"),
+    "key-batch": ([(2, 8, 16), (3, 8, 16), (3, 8, 16)], {}, ValueError, r"k must have shape \(2, 1, 8, 16\)"),
+    "head-dim": ([(1, 4, 16), (1, 8, 8), (1, 8, 8)], {}, ValueError, r"k must have shape \(1, 1, 8, 16\)"),
+    "scale": ([(1, 4, 16)] * 3, {"scale": -1.0}, ValueError, "scale must be positive and finite, got -1"),
+    "integers": ([(1, 4, 16)] * 3, {"dtype": torch.int64}, TypeError, "q must have a floating dtype"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("implementation", ["pytorch", "triton"])
+@pytest.mark.parametrize("shapes, options, error, message", FUNCTION_REFUSALS.values(), ids=FUNCTION_REFUSALS.keys())
+def test_functions_check_before_they_launch(shapes, options, error, message, implementation):
+    """Unchecked, a kernel read past the end of a short v and returned what lay there."""
+    q, k, v = (torch.ones(shape, dtype=options.get("dtype", torch.float32)) for shape in shapes)
+    with pytest.raises(error, match=message):
+        _implementations()[implementation]().apply(q, k, v, False, options.get("scale"))
+
+
+@pytest.mark.parametrize("name", ["tiled_attention", "triton_attention"])
+def test_operators_check_before_they_launch(name):
+    flash_attention(*good().values(), backend="triton")  # registers both
+    operator = getattr(torch.ops.cs336_systems, name)
+    q, k, v = good().values()
+    with pytest.raises(ValueError, match="v must have k's shape"):
+        operator(q, k, v[:, :, :4], False, 0.25, "")
+    with pytest.raises(ValueError, match=r"q must have shape \(batch, heads, queries, head_dim\)"):
+        operator(q[0], k[0], v[0], False, 0.25, "")
+
+
+@pytest.mark.parametrize("backend", ["tiled", "triton"])
+def test_forward_mode_is_refused(backend):
+    """The tangent of a custom backward's output was zero, silently."""
+    q, k, v = good().values()
+    with pytest.raises(NotImplementedError, match="forward-mode AD is not supported here"):
+        torch.func.jvp(lambda q: flash_attention(q, k, v, backend=backend), (q,), (q,))
+    function = _implementations()["triton" if backend == "triton" else "pytorch"]()
+    with forward_ad.dual_level(), pytest.raises(RuntimeError, match="must implement the jvp function"):
+        function.apply(forward_ad.make_dual(q[0], q[0]), k[0], v[0])
+
+
+def test_an_overflowing_yardstick_is_refused():
+    q = torch.full((1, 1, 4, 64), 200.0, dtype=torch.float16)
+    with pytest.raises(ValueError, match=r"plain torch\.float16 attention is not finite in output"):
+        compute_oracle(q, q, q)
 
 
 def test_triton_refuses_what_it_cannot_take():

@@ -21,7 +21,12 @@ from cs336_systems.attention.operator import attention_operator
 from cs336_systems.attention.reference import attention_reference
 from cs336_systems.attention.tiled import tiled_backward, tiled_forward
 from cs336_systems.attention.tiles import AttentionConfig
-from cs336_systems.attention.validation import check_attention_inputs, resolve_scale
+from cs336_systems.attention.validation import (
+    check_attention_inputs,
+    refuse_forward_mode,
+    resolve_scale,
+    without_autocast,
+)
 from cs336_systems.device import available_backends, get_device_info, interpreter_is_on, select_backend
 
 
@@ -49,18 +54,21 @@ def flash_attention(
         backend: `auto`, `reference`, `compiled`, `tiled` or `triton`.
         config: tiles of the `triton` kernels, instead of the table's.
 
-    Under autocast float32 inputs are cast to autocast's dtype, as SDPA does. Without keys the output is 0 and the
-    log-sum-exp -inf. Gradients are bit-reproducible. Not supported, and absent from the signature or refused: dropout,
-    additive bias, a value head dim other than the key's; in `tiled` and `triton` double backward and forward-mode AD.
+    Under autocast inputs of 16 or 32 bits are cast to autocast's dtype, as SDPA does. Without keys the output is 0 and
+    the log-sum-exp -inf. Gradients are bit-reproducible. Not there: dropout, additive bias, a value head dim other than
+    the key's; in `tiled` and `triton` also double backward, forward-mode AD and torch.func's transforms but vmap.
 
     Raises:
         TypeError, ValueError: an argument is wrong or the back end cannot serve it, before anything is launched.
+        NotImplementedError: an input carries a forward-mode tangent.
     Source: FlashAttention-2 (Dao 2023).
     """
+    q, k, v = _autocast(q), _autocast(k), _autocast(v)
     check_attention_inputs(q, k, v, enable_gqa=enable_gqa)
     scale = resolve_scale(scale, q.shape[-1])
-    q, k, v = _autocast(q), _autocast(k), _autocast(v)
     backend, _ = explain_backend(q, k, backend=backend)
+    if config is not None and not isinstance(config, AttentionConfig):
+        raise TypeError(f"config must be an AttentionConfig or None, got {type(config).__name__}")
     if config is not None and backend != "triton":
         raise ValueError(f"config chooses the tiles of backend 'triton', got backend {backend!r}")
 
@@ -69,6 +77,7 @@ def flash_attention(
         k, v = _repeat_kv_heads(q, k), _repeat_kv_heads(q, v)
         return function(q, k, v, is_causal=is_causal, scale=scale, return_lse=return_lse)
 
+    refuse_forward_mode(q, k, v)
     leading = q.shape[:-3]
     q, k, v = (x.reshape(-1, *x.shape[-3:]) if x.ndim != 4 else x for x in (q, k, v))
     if backend == "tiled":
@@ -113,8 +122,11 @@ def _compute_capability(device_index: int) -> tuple[int, int]:
 
 
 def _autocast(x: Tensor) -> Tensor:
+    """x in autocast's dtype where autocast is on and x has 16 or 32 bits; anything else is for the checks to judge."""
+    if not isinstance(x, Tensor) or x.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        return x
     kind = x.device.type
-    if torch.is_autocast_enabled(kind) and x.dtype != torch.float64:
+    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
         return x.to(torch.get_autocast_dtype(kind))
     return x
 
@@ -124,14 +136,16 @@ def _repeat_kv_heads(q: Tensor, x: Tensor) -> Tensor:
 
 
 def _tiled_forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, config: str) -> Any:
-    return tiled_forward(q, k, v, is_causal, scale)
+    with without_autocast(q):
+        return tiled_forward(q, k, v, is_causal, scale)
 
 
 def _tiled_backward(
     q: Tensor, k: Tensor, v: Tensor, output: Tensor, lse: Tensor, grad_output: Tensor, grad_lse: Tensor | None,
     is_causal: bool, scale: float, config: str,
 ) -> Any:  # fmt: skip
-    return tiled_backward(q, k, v, output, lse, grad_output, grad_lse, is_causal, scale)
+    with without_autocast(q):
+        return tiled_backward(q, k, v, output, lse, grad_output, grad_lse, is_causal, scale)
 
 
 tiled_attention = attention_operator("tiled_attention", _tiled_forward, _tiled_backward)

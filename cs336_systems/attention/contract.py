@@ -54,13 +54,17 @@ def compute_oracle(
     """Exact results of attention on (..., heads, seq, head_dim) inputs, and the contract's bounds for their dtype.
 
     Works through blocks of query rows, so that any length fits: rows are independent, and dK and dV are sums over
-    them. Fewer key and value heads than query heads mean grouped-query attention.
+    them. Fewer key and value heads than query heads mean grouped-query attention. ValueError where plain attention
+    overflows, since its error is the yardstick.
     """
     exact = _blockwise(q, k, v, grad_output, torch.float64, is_causal, mask, scale)
     eager = _blockwise(q, k, v, grad_output, q.dtype, is_causal, mask, scale)
     bounds: dict[str, Tensor | float] = {
         name: 2 * _max_abs(eager[name].double() - exact[name]) + ABSOLUTE_SLACK for name in exact if name != "lse"
     }
+    overflowed = [name for name, bound in bounds.items() if not math.isfinite(float(bound))]
+    if overflowed:
+        raise ValueError(f"plain {q.dtype} attention is not finite in {', '.join(overflowed)}: it bounds nothing here")
     tolerance = LSE_TOLERANCE_FLOAT32 if q.dtype in (torch.float32, torch.float64) else LSE_TOLERANCE
     bounds["lse"] = tolerance * exact["lse"].abs().clamp(1.0)
     return Oracle(expected=exact, bounds=bounds)

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cs336_systems.attention.validation import check_attention_inputs
+
 AttentionForward = Callable[[Tensor, Tensor, Tensor, bool, float, str], tuple[Tensor, Tensor]]
 AttentionBackward = Callable[..., tuple[Tensor, Tensor, Tensor]]
 
@@ -30,6 +32,9 @@ def attention_operator(name: str, forward: AttentionForward, backward: Attention
     def operator(
         q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, config: str
     ) -> tuple[Tensor, Tensor]:
+        if q.ndim != 4 or k.shape != v.shape or q.shape[::3] != k.shape[::3] or not q.dtype == k.dtype == v.dtype:
+            check_attention_inputs(q, k, v, enable_gqa=True)  # says what is wrong; a kernel would read past the end
+            raise ValueError(f"q must have shape (batch, heads, queries, head_dim), got {tuple(q.shape)}")
         if q.numel() == 0 or k.numel() == 0:
             output, lse = _results(q)
             return output.zero_(), lse.fill_(-torch.inf)

@@ -15,6 +15,8 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from cs336_systems.attention.validation import without_autocast
+
 
 def causal_mask(num_queries: int, num_keys: int, device: torch.device | str) -> Bool[Tensor, "queries keys"]:
     """True where query i may attend key j: j <= i, counted from the top left corner."""
@@ -62,5 +64,6 @@ def attention_reference(
     if not return_lse:
         return output
     lse_dtype = torch.promote_types(q.dtype, torch.float32)
-    lse = torch.logsumexp(scores if lse_dtype == q.dtype else masked_scores(lse_dtype), dim=-1)
+    with without_autocast(q):
+        lse = torch.logsumexp(scores if scores.dtype == lse_dtype else masked_scores(lse_dtype), dim=-1)
     return output, lse if dead_rows is None else lse.masked_fill(dead_rows.squeeze(-1), -math.inf)

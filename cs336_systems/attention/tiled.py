@@ -26,6 +26,8 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from cs336_systems.attention.validation import check_attention_inputs, resolve_scale, without_autocast
+
 # Tiles have at least 64 rows, and grow with the sequence so that a side has at most 16 of them: each tile step costs
 # a dozen kernel launches, and launches, not arithmetic, are what an eager loop over small tiles would measure.
 MIN_TILE = 64
@@ -162,7 +164,8 @@ def _compiled_steps() -> tuple[Callable[..., Any], Callable[..., Any]]:
 class FlashAttentionPyTorch(torch.autograd.Function):
     """`apply(q, k, v, is_causal=False, scale=None, compiled=False)` on (..., seq, head_dim) tensors.
 
-    Saves one tensor of shape (..., queries), the log-sum-exp, beside q, k, v and the output.
+    Saves one tensor of shape (..., queries), the log-sum-exp, beside q, k, v and the output. torch.compile traces its
+    loop over tiles, once for every length; `flash_attention(backend="tiled")` is left whole and compiles once.
     """
 
     @staticmethod
@@ -175,8 +178,10 @@ class FlashAttentionPyTorch(torch.autograd.Function):
         scale: float | None = None,
         compiled: bool = False,
     ) -> Float[Tensor, "... queries head_dim"]:
-        scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
-        output, lse = tiled_forward(q, k, v, is_causal, scale, compiled)
+        check_attention_inputs(*(x.unsqueeze(-3) if isinstance(x, Tensor) and x.ndim > 1 else x for x in (q, k, v)))
+        scale = resolve_scale(scale, q.shape[-1])
+        with without_autocast(q):
+            output, lse = tiled_forward(q, k, v, is_causal, scale, compiled)
         ctx.save_for_backward(q, k, v, output, lse)
         ctx.is_causal, ctx.scale, ctx.compiled = is_causal, scale, compiled
         return output
@@ -185,7 +190,8 @@ class FlashAttentionPyTorch(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, output, lse = ctx.saved_tensors
-        grads = tiled_backward(
-            q, k, v, output, lse, grad_output, None, ctx.is_causal, ctx.scale, ctx.compiled
-        )
+        with without_autocast(q):
+            grads = tiled_backward(
+                q, k, v, output, lse, grad_output, None, ctx.is_causal, ctx.scale, ctx.compiled
+            )
         return *grads, None, None, None

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import math
+from contextlib import AbstractContextManager, nullcontext
+from numbers import Real
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 FLOATING_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
@@ -48,8 +52,23 @@ def resolve_scale(scale: float | None, head_dim: int) -> float:
     """`scale`, or 1/sqrt(head_dim) when it is None. Must be positive and finite: kernels take row maxima before it."""
     if scale is None:
         return 1 / math.sqrt(head_dim)
-    if isinstance(scale, Tensor) or not isinstance(scale, int | float):
+    if isinstance(scale, bool) or not isinstance(scale, Real):
         raise TypeError(f"scale must be a float or None, got {type(scale).__name__}")
     if not (math.isfinite(scale) and scale > 0):
         raise ValueError(f"scale must be positive and finite, got {scale}")
     return float(scale)
+
+
+def refuse_forward_mode(*tensors: Tensor) -> None:
+    """Raise NotImplementedError if a tensor carries a forward-mode tangent, which a custom backward would drop."""
+    if torch.compiler.is_compiling():
+        return
+    plain = [x for x in tensors if not torch._C._functorch.is_batchedtensor(x)]  # vmap cannot unpack, and has none
+    if any(forward_ad.unpack_dual(x, level=0).tangent is not None for x in plain):
+        raise NotImplementedError("forward-mode AD is not supported here; backend='reference' has it")
+
+
+def without_autocast(x: Tensor) -> AbstractContextManager[Any]:
+    """Autocast off on x's device: what accumulates in float32 must not be cast back to 16 bits."""
+    kind = x.device.type
+    return torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext()

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import math
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -19,6 +18,7 @@ from cs336_systems.attention.operator import attention_operator
 from cs336_systems.attention.tiles import KernelConfig, parse_configs, select_config
 from cs336_systems.attention.triton.backward import launch_backward
 from cs336_systems.attention.triton.forward import launch_forward
+from cs336_systems.attention.validation import check_attention_inputs, resolve_scale
 
 
 def kernel_config(
@@ -64,6 +64,8 @@ def _backward(
 
 def _launch_device(q: Tensor) -> AbstractContextManager[Any]:
     """Triton launches on the current CUDA device, which need not be q's."""
+    if triton.knobs.runtime.interpret and q.dtype == torch.bfloat16:
+        raise ValueError("Triton's interpreter computes wrong bfloat16 products; use float32 or float16 with it")
     if q.is_cuda:
         return torch.cuda.device(q.device)
     if not triton.knobs.runtime.interpret:
@@ -92,8 +94,9 @@ class FlashAttentionTriton(torch.autograd.Function):
         is_causal: bool = False,
         scale: float | None = None,
     ) -> Float[Tensor, "... queries head_dim"]:
-        scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
-        q4, k4, v4 = (x.unsqueeze(1) if x.ndim == 3 else x for x in (q, k, v))
+        q4, k4, v4 = (x.unsqueeze(1) if isinstance(x, Tensor) and x.ndim == 3 else x for x in (q, k, v))
+        check_attention_inputs(q4, k4, v4, enable_gqa=True)
+        scale = resolve_scale(scale, q.shape[-1])
         output, lse = triton_attention(q4, k4, v4, is_causal, scale, "")
         output, lse = output.view(q.shape), lse.view(q.shape[:-1])
         ctx.save_for_backward(q, k, v, output, lse)
