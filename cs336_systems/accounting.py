@@ -18,6 +18,7 @@ from cs336_systems.config import BYTES_PER_ELEMENT, MODES, AttentionShape, Model
 ATTENTION_FLOPS_PER_PAIR = {"forward": 4, "backward": 10, "forward_backward": 14}
 # Copies of the score matrix that live at the peak of plain attention; see `eager_attention_bytes`.
 EAGER_SCORE_COPIES = {"forward": 2, "backward": 3, "forward_backward": 3}
+CUDA_EXTRA_SCORE_COPIES = {"forward": 0, "backward": 1, "forward_backward": 1}
 # Temporaries of the logits' size at the peak of the cross-entropy's backward; see `model_peak_bytes`.
 LOSS_BACKWARD_COPIES = 3
 # Attention back ends of a model that store the probabilities for backward; the others store the log-sum-exp.
@@ -73,20 +74,23 @@ def attention_input_bytes(shape: AttentionShape) -> int:
     return _query_bytes(shape) + 2 * _key_bytes(shape)
 
 
-def eager_attention_bytes(shape: AttentionShape, mode: str) -> int:
+def eager_attention_bytes(shape: AttentionShape, mode: str, *, device_kind: str = "cpu") -> int:
     """Predicted peak bytes of plain PyTorch attention (matmul, scale, mask, softmax, matmul), inputs included.
 
     Tensors of (batch, heads, seqlen_q, seqlen_k) elements in the inputs' dtype that live together at the peak:
     - forward, 2: the scores before and after scaling, or masking, or the softmax. Keeping the graph adds none: of the
       forward only the probabilities stay for backward (see `eager_graph_bytes`).
-    - backward, 3: the saved probabilities, their gradient dP, and the softmax's result dS.
-    A causal mask adds two (seqlen_q, seqlen_k) bool tensors, the mask and its complement, shared by all heads. The
+    - backward, 3: the saved probabilities, their gradient dP, and the softmax's result dS; on CUDA a fourth, since the
+      softmax's backward there first writes P ∘ dP.
+    A causal mask adds two (seqlen_q, seqlen_k) bool tensors, the mask and its complement, shared by all heads; where
+    the backward's four copies are the peak, only the complement is left. The
     rest is linear in the sequence and counted whole, an upper bound: q, k, v, O, in backward dO, dQ, dK, dV, and under
     grouped-query attention K and V (and their gradients) repeated for every query head.
     """
     _check_attention_mode(mode)
-    scores = EAGER_SCORE_COPIES[mode] * _score_elements(shape) * BYTES_PER_ELEMENT[shape.dtype]
-    masks = 2 * shape.seqlen_q * shape.seqlen_k * BOOL_BYTES if shape.is_causal else 0
+    extra = CUDA_EXTRA_SCORE_COPIES[mode] if device_kind == "cuda" else 0
+    scores = (EAGER_SCORE_COPIES[mode] + extra) * _score_elements(shape) * BYTES_PER_ELEMENT[shape.dtype]
+    masks = (1 if extra else 2) * shape.seqlen_q * shape.seqlen_k * BOOL_BYTES if shape.is_causal else 0
     linear = attention_input_bytes(shape) + _query_bytes(shape) + _repeated_key_value_bytes(shape)
     return scores + masks + (linear if mode == "forward" else 2 * linear)
 

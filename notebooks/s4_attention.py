@@ -81,9 +81,9 @@ def show(figure: Figure, description: str) -> None:
 # $$S = \tfrac{1}{\sqrt d}\, Q K^\top, \qquad P = \operatorname{softmax}(S), \qquad O = P V .$$
 #
 # $Q, K, V, O$ have $N d$ elements each; $S$ and $P$ have $N^2$. At its peak the plain forward holds two matrices of
-# that size, and the backward three: $P$, its gradient $dP$, and $dS$. FlashAttention holds none of them. It keeps $O$
-# and one number a query, the log-sum-exp $L_i = \log \sum_j e^{S_{ij}}$. `cs336_systems.accounting` has both as closed
-# forms.
+# that size, and the backward, on a GPU, four: $P$, its gradient $dP$, their product, and $dS$. FlashAttention holds none
+# of them. It keeps $O$ and one number a query, the log-sum-exp $L_i = \log \sum_j e^{S_{ij}}$.
+# `cs336_systems.accounting` has both as closed forms.
 
 # %%
 lengths = [2**power for power in range(10, 18)]
@@ -91,7 +91,7 @@ shapes = [
     AttentionShape(batch=1, heads=16, seqlen_q=n, seqlen_k=n, head_dim=64, is_causal=True, dtype="bfloat16")
     for n in lengths
 ]
-eager_gib = [eager_attention_bytes(shape, "forward_backward") / 2**30 for shape in shapes]
+eager_gib = [eager_attention_bytes(shape, "forward_backward", device_kind="cuda") / 2**30 for shape in shapes]
 flash_gib = [flash_attention_bytes(shape, "forward_backward") / 2**30 for shape in shapes]
 
 figure, axes = plt.subplots(figsize=(6.4, 3.8))

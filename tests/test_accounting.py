@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from cs336_systems.attention.reference import attention_reference
 from cs336_systems.config import MODEL_SIZES, AttentionShape, ModelCase, ModelConfig, Precision
 from cs336_systems.model.loss import cross_entropy
 from cs336_systems.model.transformer import TransformerLM
+from cs336_systems.records import latest, read_records
 
 TINY = ModelConfig(name="tiny", d_model=32, d_ff=96, num_layers=3, num_heads=4, vocab_size=120, context_length=64)
 BATCH = 2
@@ -182,6 +184,24 @@ def test_eager_bytes_are_those_that_plain_attention_holds(
     assert 0 <= slack <= query + key + mask
     forward_backward = accounting.eager_attention_bytes(shape, "forward_backward")
     assert forward_backward == accounting.eager_attention_bytes(shape, "backward")
+
+
+def test_eager_bytes_on_cuda_are_those_that_an_h200_measured() -> None:
+    """The closed form counted three score matrices in backward, as on CPU; CUDA's softmax backward writes a fourth."""
+    records = Path(__file__).resolve().parents[1] / "results" / "nvidia-h200" / "records"
+    checked = 0
+    for problem in ("pytorch_attention", "flash_benchmarking"):
+        for record in latest(read_records(records / f"{problem}.jsonl")):
+            if (record.implementation, record.quantity, record.status) != ("eager", "peak_memory", "ok"):
+                continue
+            shape = AttentionShape(**{key: value for key, value in record.case.items() if key != "type"})
+            if shape.seqlen_q < 4096:
+                continue  # the allocator's rounding is a share of so little
+            alive_before = accounting.attention_input_bytes(shape) + accounting._query_bytes(shape)
+            predicted = accounting.eager_attention_bytes(shape, "forward_backward", device_kind="cuda") - alive_before
+            assert record.samples[0] * 2**20 == pytest.approx(predicted, rel=0.02), shape
+            checked += 1
+    assert checked >= 20
 
 
 def test_eager_bytes_count_repeated_keys_of_grouped_queries() -> None:
