@@ -81,7 +81,7 @@ def show(figure: Figure, description: str) -> None:
 # $$S = \tfrac{1}{\sqrt d}\, Q K^\top, \qquad P = \operatorname{softmax}(S), \qquad O = P V .$$
 #
 # $Q, K, V, O$ have $N d$ elements each; $S$ and $P$ have $N^2$. At its peak the plain forward holds two matrices of
-# that size, and the backward, on a GPU, four: $P$, its gradient $dP$, their product, and $dS$. FlashAttention holds none
+# that size, and the backward, on a GPU, four: $P$, its gradient $dP$, their product, $dS$. FlashAttention holds none
 # of them. It keeps $O$ and one number a query, the log-sum-exp $L_i = \log \sum_j e^{S_{ij}}$.
 # `cs336_systems.accounting` has both as closed forms.
 
