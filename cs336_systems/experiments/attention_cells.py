@@ -27,7 +27,7 @@ SAVED = Row(mode="backward", quantity="saved_for_backward", unit="MiB")
 BEFORE_BACKWARD = Row(mode="backward", quantity="memory_before_backward", unit="MiB")
 
 GPU_BUDGET_MS = 150.0
-CPU_BUDGET_MS = 100.0
+CPU_BUDGET_MS = 50.0
 
 
 def attention_cell(
