@@ -1,20 +1,21 @@
 """The command line: `cs336-systems doctor | list | run | report`.
 
 A wrong argument is one line on stderr and exit code 2; a run in which nothing could be measured exits 1; Ctrl-C exits
-130 and loses only the cell it interrupted.
+130 and loses only the cell it interrupted, and so does a termination or a hang-up (143, 129).
 """
 
 from __future__ import annotations
 
 import importlib.util
-import os
-import sys
+import math
+import signal
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -25,13 +26,12 @@ from rich.table import Table
 if TYPE_CHECKING:
     from cs336_systems.experiments.cells import Cell
     from cs336_systems.experiments.sweep import Sweep
-    from cs336_systems.records import Record
 
 PUBLISHED_FOLDER = "nvidia-h200"  # whose records the writeup and the README show
 DOCUMENTS = ("README.md", "writeup.md")
 EXIT_NOTHING_MEASURED = 1
 EXIT_WRONG_ARGUMENT = 2
-EXIT_INTERRUPTED = 130
+EXIT_SIGNAL = 128  # plus the signal's number
 
 app = typer.Typer(
     add_completion=False,
@@ -51,6 +51,33 @@ def one_line_errors() -> Iterator[None]:
     except (ValueError, TypeError, OSError) as error:
         typer.echo(f"error: {' '.join(str(error).split())}", err=True)
         raise typer.Exit(EXIT_WRONG_ARGUMENT) from None
+
+
+class Terminated(KeyboardInterrupt):
+    """A signal that asks the process to end, handled as Ctrl-C is."""
+
+    def __init__(self, signal_number: int) -> None:
+        super().__init__(signal_number)
+        self.signal_number = signal_number
+
+
+@contextmanager
+def termination_interrupts() -> Iterator[None]:
+    """Let SIGTERM and SIGHUP raise `Terminated`, so that what a `finally` ends is ended for them too."""
+
+    def interrupt(signal_number: int, _: FrameType | None) -> None:
+        raise Terminated(signal_number)
+
+    previous = {}
+    for name in ("SIGTERM", "SIGHUP"):
+        number = getattr(signal, name, None)  # there is no SIGHUP on Windows
+        if number is not None and signal.getsignal(number) is not signal.SIG_IGN:  # under nohup it stays ignored
+            previous[number] = signal.signal(number, interrupt)
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
 
 
 @app.command()
@@ -114,6 +141,8 @@ def run(
         chosen = _choose_problems(problems or [], run_all)
         if rerun not in ("none", "failed", "all"):
             raise ValueError(f"--rerun must be none, failed or all, got {rerun!r}")
+        if time_budget is not None and not math.isfinite(time_budget):
+            raise ValueError(f"--time-budget must be a finite number of seconds, got {time_budget}")
         if scale == "auto":
             scale = "handout" if kind == "cuda" else "smoke"
         config = RunConfig(scale=scale, device=kind, seed=seed, model=model, cell_timeout_s=cell_timeout)  # type: ignore[arg-type]
@@ -134,25 +163,30 @@ def run(
     totals: Counter[str] = Counter()
     started = time.monotonic()
     try:
-        for name in chosen:
-            left = None if time_budget is None else time_budget - (time.monotonic() - started)
-            totals += _run_problem(sweep, name, left)
+        with termination_interrupts():
+            for name in chosen:
+                left = None if time_budget is None else time_budget - (time.monotonic() - started)
+                totals += _run_problem(sweep, name, left)
     except OSError as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(EXIT_NOTHING_MEASURED) from None
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as interrupt:
         typer.echo(f"interrupted: finished cells are in {folder}; the same command continues", err=True)
-        raise typer.Exit(EXIT_INTERRUPTED) from None
+        raise typer.Exit(EXIT_SIGNAL + getattr(interrupt, "signal_number", signal.SIGINT)) from None
+    finally:
+        sweep.worker.kill()  # also where the interrupt came between two cells
     typer.echo(f"records: {folder / 'records'}")
-    if totals and not totals["ok"] and not totals["finished before"]:
+    if totals and not totals["ok"] and not totals["ok before"]:
         typer.echo("error: nothing could be measured", err=True)
         raise typer.Exit(EXIT_NOTHING_MEASURED)
 
 
 def _run_problem(sweep: Sweep, name: str, time_budget_s: float | None) -> Counter[str]:
     """Measure one problem under a progress bar; rows counted by status."""
+    from cs336_systems.experiments.sweep import cell_status
+
     cells, finished = sweep.pending(name)
-    counts: Counter[str] = Counter({"finished before": finished} if finished else {})
+    counts: Counter[str] = Counter({f"{status} before": count for status, count in finished.items()})
     console = Console(stderr=True)
     columns = (
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
@@ -168,20 +202,15 @@ def _run_problem(sweep: Sweep, name: str, time_budget_s: float | None) -> Counte
 
         for records in sweep.measure(cells, time_budget_s=time_budget_s, started=show):
             measured += 1
-            counts.update(_cell_status(records))
+            counts[cell_status(record.status for record in records)] += 1
             progress.advance(task)
         progress.update(task, cell="")
     left = len(cells) - measured
-    summary = ", ".join(f"{count} {status}" for status, count in counts.items()) or "no cells"
+    hints = {"failed before": " (--rerun failed measures them again)"}
+    summary = ", ".join(f"{count} {status}{hints.get(status, '')}" for status, count in counts.items()) or "no cells"
     later = f"; {left} cells left for a later run" if left else ""
     typer.echo(f"{name}: {summary} in {time.monotonic() - start:.0f} s{later}")
     return counts
-
-
-def _cell_status(records: list[Record]) -> list[str]:
-    """One word for a cell: ok if anything was measured, else why not."""
-    statuses = [record.status for record in records]
-    return ["ok"] if "ok" in statuses else statuses[:1]
 
 
 def describe_case(case: object) -> str:
@@ -207,10 +236,10 @@ def _choose_problems(names: list[str], run_all: bool) -> list[str]:
 
 
 def _check_model(spec: str) -> None:
+    from cs336_systems.experiments.worker import search_current_folder
     from cs336_systems.model import load_model_class
 
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())  # a console script does not search the folder it was typed in
+    search_current_folder()  # a console script does not search the folder it was typed in
     load_model_class(spec)
 
 

@@ -16,6 +16,8 @@ Mode = Literal["forward", "backward", "forward_backward", "train_step"]
 DTYPES: tuple[str, ...] = get_args(DTypeName)
 SCALES: tuple[str, ...] = get_args(Scale)
 MODES: tuple[str, ...] = get_args(Mode)
+MAX_CELL_TIMEOUT_S = 24 * 60 * 60  # waiting on a pipe overflows far above
+MAX_SEED = 2**63 - 1  # what a torch.Generator takes
 BYTES_PER_ELEMENT = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 
 
@@ -164,5 +166,11 @@ class RunConfig:
         _require_choice(self, "scale", SCALES)
         _require_choice(self, "device", ("cpu", "cuda"))
         _require_positive(self, "cell_timeout_s")
+        if self.cell_timeout_s > MAX_CELL_TIMEOUT_S:
+            raise ValueError(
+                f"RunConfig.cell_timeout_s must be at most {MAX_CELL_TIMEOUT_S} (a day), got {self.cell_timeout_s}"
+            )
         if self.seed < 0:
             raise ValueError(f"RunConfig.seed must not be negative, got {self.seed}")
+        if self.seed > MAX_SEED:
+            raise ValueError(f"RunConfig.seed must be at most {MAX_SEED}, got {self.seed}")

@@ -1,7 +1,7 @@
 """Records: one JSON object a line, appended when measured, the only way a number reaches a table.
 
-Strict on write (a record without a commit is refused), tolerant on read (a truncated last line, unknown keys and
-repeated keys are survivable). Usage:
+Strict on write (a record without a commit is refused); on read a bad line, such as a truncated last one, costs only
+itself, and unknown keys and repeated keys are survivable. Usage:
 
     append_records(path, [record, ...])        # one atomic append of whole lines
     records = latest(read_records(path))       # the newest record of each key
@@ -12,17 +12,23 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from cs336_systems.config import MODES, SCALES
+from cs336_systems.config import DTYPES, MODES, SCALES, AttentionShape
 
 SCHEMA_VERSION = 1
 Status = Literal["ok", "oom", "failed", "skipped"]
 STATUSES: tuple[str, ...] = get_args(Status)
+TIME_UNITS = ("ms", "s")
+UNITS = (*TIME_UNITS, "MiB")
+PROBLEM = re.compile(r"[A-Za-z0-9_-]{1,100}")  # it becomes part of file names and of the names of blocks
+CASE_SIZES = ("batch", "heads", "kv_heads", "seqlen_q", "seqlen_k", "head_dim", "warmup")
+DEEPEST_CASE = 4  # objects inside objects; a ModelCase has 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,11 +85,73 @@ def validate(record: Record) -> None:
         refuse("dirty", "must say whether the checkout had uncommitted changes")
     if record.schema != SCHEMA_VERSION:
         refuse("schema", f"must be {SCHEMA_VERSION}, got {record.schema}")
-    for name, choices in (("status", STATUSES), ("mode", MODES), ("scale", SCALES)):
+    _check_values(record, refuse)
+    if record.status != "ok" and not record.message:
+        refuse("message", f"must say why status is {record.status}")
+
+
+def record_from_json(loaded: Any) -> Record:
+    """The record that `loaded`, a parsed line, holds; ValueError with the reason if it is none.
+
+    Unknown keys are dropped. Types are checked down to whatever a table, figure or file name is made of, so that no
+    reader has to; what only a writer must say (commit, date, dirty) may be missing in records of others.
+    """
+    if not isinstance(loaded, dict):
+        raise ValueError(f"must be a JSON object, got {type(loaded).__name__}")
+    known = {f.name for f in fields(Record)}
+    try:
+        record = Record(**{key: value for key, value in loaded.items() if key in known})
+    except TypeError as error:  # names the missing keys
+        raise ValueError(str(error).removeprefix("Record.__init__() ")) from error
+
+    def refuse(name: str, why: str) -> None:
+        raise ValueError(f"record.{name} {why}")
+
+    _check_types(record, refuse)
+    _check_values(record, refuse)
+    # Half a surrogate pair is valid JSON and cannot be written to a table, nor can what exceeds a float.
+    json.dumps(asdict(record), ensure_ascii=False, allow_nan=False).encode()
+    return record
+
+
+Refuse = Callable[[str, str], None]  # raises ValueError from a field's name and what is wrong with it
+
+
+def _check_types(record: Record, refuse: Refuse) -> None:
+    """The types that the class declares, which JSON does not promise."""
+    for field_, types, words in (
+        *((f.name, (str,), "a string") for f in fields(Record) if f.type == "str"),
+        *((f.name, (dict,), "an object") for f in fields(Record) if str(f.type).startswith("dict")),
+        ("samples", (list,), "a list"),
+        ("error", (int, float, type(None)), "a number or null"),
+        ("dirty", (bool, type(None)), "true, false or null"),
+        ("seed", (int,), "an int"),
+        ("schema", (int,), "an int"),
+    ):
+        value = getattr(record, field_)
+        if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
+            refuse(field_, f"must be {words}, got {type(value).__name__}")
+    if not 1 <= record.schema <= SCHEMA_VERSION:
+        refuse("schema", f"must be at most {SCHEMA_VERSION}, got {record.schema}")
+    for name in ("name", "kind"):
+        if not isinstance(record.device.get(name, ""), str):
+            refuse("device", f"must have a string under {name!r}")
+    if not all(isinstance(version, str) for version in record.software.values()):
+        refuse("software", "must hold strings")
+    if not all(isinstance(sample, int | float) and not isinstance(sample, bool) for sample in record.samples):
+        refuse("samples", "must hold numbers")
+
+
+def _check_values(record: Record, refuse: Refuse) -> None:
+    """What holds for every record, written or read; `record` has the declared types."""
+    if not PROBLEM.fullmatch(record.problem):
+        refuse("problem", f"must be 1 to 100 letters, digits, '_' and '-', got {record.problem[:100]!r}")
+    for name, choices in (("status", STATUSES), ("mode", MODES), ("scale", SCALES), ("unit", UNITS)):
         if getattr(record, name) not in choices:
-            refuse(name, f"must be one of {', '.join(choices)}, got {getattr(record, name)!r}")
-    if "type" not in record.case:
-        refuse("case", "must hold the class name under 'type' (see case_to_dict)")
+            refuse(name, f"must be one of {', '.join(choices)}, got {getattr(record, name)[:100]!r}")
+    if record.quantity in ("time", "compile_time") and record.unit not in TIME_UNITS:
+        refuse("unit", f"of {record.quantity} must be one of {', '.join(TIME_UNITS)}, got {record.unit!r}")
+    _check_case(record.case, refuse)
     for name in ("name", "kind"):
         if not record.device.get(name):
             refuse("device", f"must have {name!r}")
@@ -92,11 +160,52 @@ def validate(record: Record) -> None:
             refuse("samples", "must not be empty when status is ok")
         if not all(math.isfinite(sample) for sample in record.samples):
             refuse("samples", "must be finite")
-    else:
-        if record.samples:
-            refuse("samples", f"must be empty when status is {record.status}")
-        if not record.message:
-            refuse("message", f"must say why status is {record.status}")
+    elif record.samples:
+        refuse("samples", f"must be empty when status is {record.status}")
+
+
+def _check_case(case: dict[str, Any], refuse: Refuse) -> None:
+    """The keys that cells of tables are named by have one type in all cases, the two known cases have all they need."""
+    if not isinstance(case.get("type"), str):
+        refuse("case", "must hold the class name under 'type' (see case_to_dict)")
+    _check_leaves(case, DEEPEST_CASE, refuse)
+    model, precision = (case.get(name, {}) for name in ("model", "precision"))
+    for name, value in (("model", model), ("precision", precision)):
+        if not isinstance(value, dict):
+            refuse("case", f"must have an object under {name!r}")
+    sizes = {name: case.get(name) for name in CASE_SIZES} | {"context_length": model.get("context_length")}
+    for name, value in sizes.items():
+        if value is not None and (type(value) is not int or not 0 <= value < 2**53):  # a column of floats is exact
+            refuse("case", f"must have a whole number under {name!r}")
+    texts = {"attention": case.get("attention"), "name": model.get("name")}
+    for name, value in texts.items():
+        if not isinstance(value, str | None):
+            refuse("case", f"must have a string under {name!r}")
+    dtypes = {name: precision.get(name) for name in ("parameters", "autocast")} | {"dtype": case.get("dtype")}
+    for name, value in dtypes.items():
+        if value not in (None, *DTYPES):
+            refuse("case", f"must have one of {', '.join(DTYPES)} under {name!r}")
+    if not isinstance(case.get("is_causal"), bool | None):
+        refuse("case", "must have true or false under 'is_causal'")
+    if case["type"] == "AttentionShape":
+        shape = {f.name: case[f.name] for f in fields(AttentionShape) if f.name in case}
+        try:
+            AttentionShape(**shape)
+        except (ValueError, TypeError) as error:
+            refuse("case", f"is no AttentionShape: {error}")
+        if case["is_causal"] is None:
+            refuse("case", "must have true or false under 'is_causal'")
+    if case["type"] == "ModelCase" and not (model.get("name") and precision):
+        refuse("case", "of type ModelCase must have 'model' with a 'name', and 'precision'")
+
+
+def _check_leaves(case: dict[str, Any], levels: int, refuse: Refuse) -> None:
+    for name, value in case.items():
+        if isinstance(value, dict) and levels > 1:
+            _check_leaves(value, levels - 1, refuse)
+        elif not isinstance(value, str | int | float | None):
+            refuse("case", f"must hold strings, numbers and shallow objects of these, got a {type(value).__name__} "
+                   f"under {name[:100]!r}")  # fmt: skip
 
 
 def append_records(path: Path, records: Sequence[Record]) -> None:
@@ -121,19 +230,22 @@ def append_records(path: Path, records: Sequence[Record]) -> None:
 def read_records(path: Path) -> list[Record]:
     """All readable records of the file at `path`, in the order written; an absent file has none.
 
-    Unknown keys are dropped; a line that is not a record is skipped with a warning that names it.
+    Unknown keys are dropped; a line that is not a record (see `record_from_json`) is skipped with a warning that names
+    it, and so is a `path` that is not a regular file: reading a pipe would wait for ever.
     """
     if not path.exists():
         return []
-    known = {f.name for f in fields(Record)}
+    if not path.is_file():
+        warnings.warn(f"{path.name}: not a regular file, skipped", stacklevel=2)
+        return []
     records = []
-    for number, line in enumerate(path.read_text(errors="replace").splitlines(), start=1):
+    # Not splitlines: a separator such as U+2028 may stand in a JSON string as it is.
+    for number, line in enumerate(path.read_bytes().split(b"\n"), start=1):
         if not line.strip():
             continue
         try:
-            loaded = json.loads(line)
-            records.append(Record(**{key: value for key, value in loaded.items() if key in known}))
-        except (json.JSONDecodeError, TypeError, AttributeError) as error:
+            records.append(record_from_json(json.loads(line.decode(errors="replace"))))
+        except (ValueError, TypeError, AttributeError, RecursionError, OverflowError) as error:
             warnings.warn(f"{path.name}:{number}: not a record, skipped ({error})", stacklevel=2)
     return records
 

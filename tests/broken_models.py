@@ -37,5 +37,6 @@ class Dies(Bigram):
 
 class Hangs(Bigram):
     def forward(self, tokens: Tensor) -> Tensor:
+        print(f"hanging in process {os.getpid()}", flush=True)  # for a test that ends the parent
         time.sleep(600)
         return super().forward(tokens)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -50,6 +51,10 @@ REFUSALS = {
     "model-class": (["--all", "--model", "tests.broken_models:Nobody"], "Nobody"),
     "model-constructor": (["--all", "--model", "torch.nn:Linear"], "vocab_size"),
     "seed": (["--all", "--seed", "-1"], "seed must not be negative"),
+    "seed-large": (["--all", "--seed", str(2**63)], "seed must be at most 9223372036854775807"),
+    "timeout-large": (["--all", "--cell-timeout", "99999999999999"], "cell_timeout_s must be at most 86400 (a day)"),
+    "budget": (["--all", "--time-budget", "nan"], "--time-budget must be a finite number of seconds, got nan"),
+    "commit": (["--all", "--commit", ""], "--commit must not be empty, got ''"),
     "timeout": (["--all", "--cell-timeout", "0"], "cell_timeout_s must be a positive int"),
 }
 
@@ -57,7 +62,7 @@ REFUSALS = {
 @pytest.mark.parametrize("arguments, message", REFUSALS.values(), ids=REFUSALS.keys())
 def test_wrong_arguments_are_one_line(arguments, message, tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
-    assert_refused(invoke("run", *arguments, "--results", tmp_path, *COMMIT), message)
+    assert_refused(invoke("run", *COMMIT, *arguments, "--results", tmp_path), message)
     assert not any(tmp_path.rglob("*.jsonl"))
 
 
@@ -109,6 +114,50 @@ def test_ctrl_c_keeps_what_is_finished_and_a_second_run_finishes(tmp_path):
     first = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     assert invoke("report", "--results", tmp_path).exit_code == 0
     assert first == {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+
+
+def test_cells_that_failed_before_are_said_to_have_failed(tmp_path, monkeypatch):
+    """A second run over nothing but failed rows called them finished and exited 0."""
+    monkeypatch.chdir(ROOT)
+    arguments = ("run", "benchmarking_script", "--scale", "tiny", "--device", "cpu", "--results", tmp_path, *COMMIT)
+    arguments += ("--model", "tests.broken_models:Raises")
+    assert invoke(*arguments).exit_code == 1
+    again = invoke(*arguments)
+    assert again.exit_code == 1 and "nothing could be measured" in again.stderr
+    assert "3 failed before (--rerun failed measures them again)" in again.stdout
+
+
+def is_running(pid: int) -> bool:
+    """Whether the process is there and more than an entry that nobody has collected yet."""
+    state = subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True).stdout.strip()
+    return bool(state) and not state.startswith("Z")
+
+
+@pytest.mark.parametrize(
+    "name, code", [("SIGTERM", 128 + signal.SIGTERM), ("SIGHUP", 128 + signal.SIGHUP), ("SIGKILL", -signal.SIGKILL)]
+)
+def test_the_measuring_process_ends_with_its_parent(name, code, tmp_path):
+    """A terminated or killed run left a process behind that went on with a cell that never ends, holding the GPU."""
+    arguments = ("run", "benchmarking_script", "--scale", "tiny", "--device", "cpu", "--results", str(tmp_path))
+    arguments += ("--model", "tests.broken_models:Hangs", *COMMIT)
+    process = subprocess.Popen(command(*arguments), cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    child = None
+    deadline = time.monotonic() + 120
+    while child is None:
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.1)
+        for log in tmp_path.rglob("worker.log"):
+            found = re.search(r"hanging in process (\d+)\n", log.read_text())
+            child = int(found[1]) if found else None
+    assert is_running(child)
+    process.send_signal(signal.Signals[name])  # to the parent alone
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == code
+    assert ("the same command continues" in errors) == (name != "SIGKILL")
+    deadline = time.monotonic() + 10
+    while is_running(child):
+        assert time.monotonic() < deadline, "the measuring process is still there"
+        time.sleep(0.1)
 
 
 def test_nothing_measured_is_an_error(tmp_path, monkeypatch):

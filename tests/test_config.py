@@ -136,6 +136,8 @@ def test_model_case_refuses_bad_counts():
         ({"scale": "large"}, r"RunConfig\.scale must be one of tiny, smoke, handout, got 'large'"),
         ({"device": "tpu"}, r"RunConfig\.device must be one of cpu, cuda, got 'tpu'"),
         ({"cell_timeout_s": 0}, r"RunConfig\.cell_timeout_s must be a positive int, got 0"),
+        ({"cell_timeout_s": 86_401}, r"RunConfig\.cell_timeout_s must be at most 86400 \(a day\), got 86401"),
+        ({"seed": 2**63}, r"RunConfig\.seed must be at most 9223372036854775807, got 9223372036854775808"),
         ({"seed": -1}, r"RunConfig\.seed must not be negative, got -1"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from dataclasses import asdict, replace
@@ -10,8 +11,17 @@ from pathlib import Path
 
 import pytest
 
-from cs336_systems.config import AttentionShape
-from cs336_systems.records import Record, append_records, case_key, case_to_dict, latest, read_records, validate
+from cs336_systems.config import MODEL_SIZES, AttentionShape, ModelCase
+from cs336_systems.records import (
+    Record,
+    append_records,
+    case_key,
+    case_to_dict,
+    latest,
+    read_records,
+    record_from_json,
+    validate,
+)
 
 ROOT = Path(__file__).resolve().parent.parent
 SHAPE = AttentionShape(batch=1, heads=1, seqlen_q=8, seqlen_k=8, head_dim=16, is_causal=True, dtype="float32")
@@ -63,6 +73,9 @@ def test_case_key_does_not_depend_on_the_order_of_fields():
         ({"schema": 2}, r"record\.schema must be 1, got 2"),
         ({"status": "fine"}, r"record\.status must be one of ok, oom, failed, skipped, got 'fine'"),
         ({"mode": "both"}, r"record\.mode must be one of forward, backward, .*, got 'both'"),
+        ({"problem": "../../x"}, r"record\.problem must be 1 to 100 letters, digits, '_' and '-', got '../../x'"),
+        ({"unit": "us"}, r"record\.unit must be one of ms, s, MiB, got 'us'"),
+        ({"unit": "MiB"}, r"record\.unit of time must be one of ms, s, got 'MiB'"),
         ({"scale": "huge"}, r"record\.scale must be one of tiny, smoke, handout, got 'huge'"),
         ({"case": {"batch": 1}}, r"record\.case must hold the class name under 'type'"),
         ({"device": {"kind": "cpu"}}, r"record\.device must have 'name'"),
@@ -155,6 +168,111 @@ def test_a_line_that_is_no_record_is_skipped_with_a_warning(line, tmp_path):
     append_records(path, [record(seed=2)])
     with pytest.warns(UserWarning, match=r"records\.jsonl:2: not a record, skipped \(.+\)"):
         assert [row.seed for row in read_records(path)] == [1, 2]
+
+
+SHAPE_CASE = case_to_dict(SHAPE)
+MODEL_CASE = case_to_dict(ModelCase(model=MODEL_SIZES["small"], batch=1, attention="sdpa"))
+HUGE = 10**400
+NOT_RECORDS = [
+    *[({name: 17}, rf"record\.{name} must be a string, got int") for name in (
+        "problem", "scale", "implementation", "mode", "quantity", "unit", "status", "message", "kernel", "commit",
+        "date",
+    )],
+    *[({name: [1]}, rf"record\.{name} must be an object, got list") for name in ("case", "device", "software")],
+    *[({"problem": name}, r"record\.problem must be 1 to 100 letters") for name in (
+        "/tmp/x/PWN", "a/b", "../../x", "foo.bar", "", "a\n", "a" * 101,
+    )],
+    ({"samples": "12"}, r"record\.samples must be a list, got str"),
+    ({"samples": [1.0, "2"]}, r"record\.samples must hold numbers"),
+    ({"samples": [True]}, r"record\.samples must hold numbers"),
+    ({"samples": [float("nan")]}, r"record\.samples must be finite"),
+    ({"samples": [HUGE]}, "int too large to convert to float"),
+    ({"samples": []}, r"record\.samples must not be empty when status is ok"),
+    ({"status": "oom", "message": "no"}, r"record\.samples must be empty when status is oom"),
+    ({"status": "fine"}, r"record\.status must be one of ok, oom"),
+    ({"error": "small"}, r"record\.error must be a number or null, got str"),
+    ({"dirty": "no"}, r"record\.dirty must be true, false or null, got str"),
+    ({"seed": 1.5}, r"record\.seed must be an int, got float"),
+    ({"schema": "1"}, r"record\.schema must be an int, got str"),
+    ({"schema": True}, r"record\.schema must be an int, got bool"),
+    ({"schema": 2}, r"record\.schema must be at most 1, got 2"),
+    ({"device": {"name": ["x"], "kind": "cpu"}}, r"record\.device must have a string under 'name'"),
+    ({"device": {"name": "x"}}, r"record\.device must have 'kind'"),
+    ({"software": {"torch": 2}}, r"record\.software must hold strings"),
+    ({"message": "\ud800"}, "surrogates not allowed"),
+    ({"case": {"type": 3}}, r"record\.case must hold the class name under 'type'"),
+    ({"case": {"type": "Other", "sizes": [1, 2]}}, r"record\.case must hold strings, .* got a list under 'sizes'"),
+    ({"case": {"type": "Other", "a": {"b": {"c": {"d": {}}}}}}, r"record\.case must hold .* got a dict under 'd'"),
+    ({"case": {"type": "Other", "note": float("inf")}}, "JSON compliant"),
+    ({"case": {"type": "Other", "batch": "1"}}, r"record\.case must have a whole number under 'batch'"),
+    ({"case": {"type": "Other", "batch": HUGE}}, r"record\.case must have a whole number under 'batch'"),
+    ({"case": {"type": "Other", "dtype": "../x"}}, r"record\.case must have one of float64, .* under 'dtype'"),
+    ({"case": {"type": "Other", "is_causal": 1}}, r"record\.case must have true or false under 'is_causal'"),
+    ({"case": {**SHAPE_CASE, "is_causal": None}}, r"record\.case must have true or false under 'is_causal'"),
+    ({"case": {**SHAPE_CASE, "seqlen_q": 0}}, r"is no AttentionShape: .*seqlen_q must be a positive int, got 0"),
+    ({"case": {"type": "AttentionShape"}}, r"record\.case is no AttentionShape: .*missing"),
+    ({"case": {**MODEL_CASE, "model": "small"}}, r"record\.case must have an object under 'model'"),
+    ({"case": {**MODEL_CASE, "model": {}}}, r"record\.case of type ModelCase must have 'model' with a 'name'"),
+    ({"case": {**MODEL_CASE, "model": {"name": 3}}}, r"record\.case must have a string under 'name'"),
+    ({"case": {**MODEL_CASE, "precision": None}}, r"record\.case must have an object under 'precision'"),
+    ({"case": {**MODEL_CASE, "attention": 1}}, r"record\.case must have a string under 'attention'"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("changes", "message"), NOT_RECORDS)
+def test_a_line_with_a_value_of_the_wrong_type_costs_only_itself(changes, message, tmp_path):
+    """Only the names of the keys were checked, so that one such line ended the whole report, often in a traceback."""
+    path = tmp_path / "records.jsonl"
+    good, bad = asdict(record()), {**asdict(record()), **changes}
+    path.write_text(f"{json.dumps(good)}\n{json.dumps(bad)}\n{json.dumps(good)}\n")
+    with pytest.warns(UserWarning, match=rf"records\.jsonl:2: not a record, skipped \(.*{message}"):
+        assert read_records(path) == [record(), record()]
+
+
+@pytest.mark.parametrize("loaded", [[1], 3, "x", None])
+def test_only_an_object_can_be_a_record(loaded):
+    with pytest.raises(ValueError, match="must be a JSON object, got (list|int|str|NoneType)"):
+        record_from_json(loaded)
+
+
+def test_an_object_with_too_few_keys_is_no_record():
+    with pytest.raises(ValueError, match="missing 6 required keyword-only arguments: 'scale'"):
+        record_from_json({"problem": "flash_benchmarking"})
+
+
+@pytest.mark.parametrize(
+    "case", [SHAPE_CASE, MODEL_CASE, {"type": "Another", "size": 3}], ids=lambda case: case["type"]
+)
+def test_a_record_without_its_origin_can_be_read(case):
+    """What only a writer must say is not asked of records of others."""
+    written = record(case=case, commit="", date="", dirty=None)
+    assert record_from_json(asdict(written)) == written
+
+
+def test_a_line_nested_too_deeply_costs_only_itself(tmp_path):
+    """The parser's RecursionError was not caught."""
+    path = tmp_path / "records.jsonl"
+    path.write_text("[" * 200_000 + "\n" + json.dumps(asdict(record())) + "\n")
+    with pytest.warns(UserWarning, match=r"records\.jsonl:1: not a record, skipped"):
+        assert read_records(path) == [record()]
+
+
+@pytest.mark.parametrize("separator", ["\u2028", "\u2029", "\x85"])
+def test_only_a_newline_ends_a_line(separator, tmp_path):
+    """A line separator that stood unescaped in a message split its record into two broken lines."""
+    path = tmp_path / "records.jsonl"
+    written = record(kernel=f"a{separator}b")
+    path.write_text(json.dumps(asdict(written), ensure_ascii=False) + "\n", encoding="utf-8")
+    assert read_records(path) == [written]
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
+def test_what_is_not_a_regular_file_is_skipped(make, tmp_path):
+    """A named pipe among the records made the report wait for ever."""
+    path = tmp_path / "records.jsonl"
+    make(path)
+    with pytest.warns(UserWarning, match=r"records\.jsonl: not a regular file, skipped"):
+        assert read_records(path) == []
 
 
 def test_of_the_same_key_the_latest_is_kept():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +17,7 @@ from cs336_systems.records import Record, append_records, case_to_dict
 from cs336_systems.report.answers import answer
 from cs336_systems.report.blocks import Blocks
 from cs336_systems.report.build import build_report, check_documents, update_documents
-from cs336_systems.report.figures import problem_figures
+from cs336_systems.report.figures import file_stem, problem_figures, save_figure
 from cs336_systems.report.frames import load_frame, select
 from cs336_systems.report.headline import NO_SPEED
 from cs336_systems.report.markdown import number
@@ -221,8 +222,8 @@ def test_flash_table_holds_medians_quartiles_speed_ups_and_reasons() -> None:
         "64", "1024", "16.00 (15.2–16.8)", "8.000 (7.60–8.40)", "2.000 (1.90–2.10)", "1.000 (0.950–1.05)", "8.00×",
     ]  # fmt: skip
     assert row_of(body, "32", "16384")[2:] == ["OOM", "failed [2]", "256.0 (243–269)", "skipped [1]", "–"]
-    assert f"- OOM: {OOM}" in body
-    assert f"- skipped [1]: {NO_KERNEL}" in body
+    assert f"- OOM: `{OOM}`" in body
+    assert f"- skipped [1]: `{NO_KERNEL}`" in body
     assert body.count(NO_KERNEL) == 1
 
 
@@ -230,7 +231,7 @@ def test_reasons_that_differ_in_their_numbers_share_a_line() -> None:
     rows = flash_records()
     sizes = itertools.count(1)
     rows = [dataclasses.replace(row, message=f"{next(sizes)} GiB") if row.status == "oom" else row for row in rows]
-    assert "- OOM: 1 GiB (and 1 alike)" in table_of(rows, "bfloat16.forward")
+    assert "- OOM: `1 GiB` (and 1 alike)" in table_of(rows, "bfloat16.forward")
 
 
 def test_a_cell_without_any_record_is_a_dash_with_its_legend() -> None:
@@ -275,6 +276,54 @@ def test_a_problem_without_a_table_of_its_own_gets_a_row_a_record() -> None:
     section = sections("another", load_frame(rows))[0]
     assert len(section.body.split("\n\n")[0].splitlines()) == 2 + len(rows)
     assert "dtype float32" in section.title
+
+
+def test_a_report_without_memory_has_no_table_of_it() -> None:
+    """A CPU has no peak memory, and its report had an empty table of it."""
+    rows = [row for row in on_cpu(flash_records()) if row.quantity != "peak_memory"]
+    names = [section.name for section in sections("flash_benchmarking", load_frame(rows))]
+    assert "bfloat16.forward" in names and "memory.bfloat16" not in names
+
+
+@pytest.mark.parametrize(
+    ("message", "span"),
+    [("*a* <!-- b", "`*a* <!-- b`"), ("two\nlines", "`two lines`"), ("`a` or ``b``", "``` `a` or ``b`` ```")],
+)
+def test_a_reason_is_quoted_as_code(message: str, span: str) -> None:
+    """An error message was read as Markdown where it stood in a list."""
+    rows = [dataclasses.replace(row, message=message) if row.status == "oom" else row for row in flash_records()]
+    assert f"- OOM: {span}" in table_of(rows, "bfloat16.forward").splitlines()
+    assert f"S=16384, d=32, bfloat16: {span}." in answer("flash_benchmarking", load_frame(rows))
+
+
+def test_no_text_of_a_record_ends_its_cell_or_row() -> None:
+    """A line break in the name of an implementation or in a case cut the table in two."""
+    case = attention(1024, 64)
+    rows = [
+        dataclasses.replace(
+            record("another", case, name, "forward", samples=[1.0]), case={**case_to_dict(case), "note": "a\n|\nb"}
+        )
+        for name in ("one\n| two", "back\\|slash")
+    ]
+    shown = sections("another", load_frame(rows))[0]
+    assert "note a | b" in shown.title and "\n" not in shown.title
+    assert [line.split(" | ")[0] for line in shown.body.splitlines()[2:]] == ["| back\\\\\\|slash", "| one \\| two"]
+
+
+def test_times_in_seconds_and_milliseconds_share_a_table() -> None:
+    """A time recorded in seconds stood as it was under a heading of milliseconds, and in the figure's line."""
+    rows = [
+        dataclasses.replace(row, unit="s", samples=[sample / 1000 for sample in row.samples])
+        if row.implementation == "triton" and row.quantity == "time" else row for row in flash_records()
+    ]  # fmt: skip
+    for name in ("bfloat16.forward", "tflops.bfloat16.forward"):
+        assert table_of(rows, name) == table_of(flash_records(), name)
+    compile_ms = [
+        dataclasses.replace(row, unit="ms", samples=[7000.0]) if row.quantity == "compile_time" else row
+        for row in compile_records()
+    ]
+    name = "attention.compile_time"
+    assert table_of(compile_ms, name) == table_of(compile_records(), name)
 
 
 def test_two_records_for_one_cell_of_a_table_are_refused() -> None:
@@ -361,6 +410,23 @@ def test_a_plot_with_nothing_to_draw_still_says_why() -> None:
     assert figure.legends[0].get_title().get_text().count("not today") == len(FLASH_MS)
 
 
+@pytest.mark.parametrize("problem", MAKERS)
+def test_dollars_in_a_record_are_no_formula(problem: str, tmp_path: Path) -> None:
+    """Two dollar signs in a message or name went to matplotlib's formula parser, which ended the report."""
+    names = {"compiled": r"$\frac$", "triton": "$a_{$"}
+    rows = [
+        dataclasses.replace(
+            row,
+            implementation=names.get(row.implementation, row.implementation),
+            message=r"set $\nothing$ " if row.message else "",
+            device={"name": r"$\gpu$", "kind": "cuda"},
+        )
+        for row in MAKERS[problem]()
+    ]
+    for stem, figure in problem_figures(problem, load_frame(rows)):
+        save_figure(figure, tmp_path / f"{stem}.png", "digest")
+
+
 def test_colours_are_distinct_and_stable() -> None:
     implementations = list(COLOURS)[:9]
     assert len({colour(name) for name in implementations}) == len({marker(name) for name in implementations}) == 9
@@ -376,7 +442,7 @@ def test_flash_answer_compares_quotes_the_oom_and_the_peer() -> None:
     assert "At S=4096, d=64, bfloat16, causal, triton forward + backward takes 96.00 ms against 768.0 ms" in said
     assert "8.00× as fast" in said
     assert "The fastest peer there is sdpa_cudnn with 48.00 ms: triton has 0.500× its speed." in said
-    assert f"eager first runs out of memory at S=16384, d=32, bfloat16: “{OOM}”." in said
+    assert f"eager first runs out of memory at S=16384, d=32, bfloat16: `{OOM}`." in said
     assert "10.0× as much" in said
 
 
@@ -486,6 +552,64 @@ def test_the_published_folder_has_no_page_of_its_own(tmp_path: Path) -> None:
     append_records(tmp_path / "records" / "leaderboard_2025.jsonl", leaderboard_records())
     assert tmp_path / "report.md" not in build_report(tmp_path, published=True)
     assert check_documents([], tmp_path) == []
+
+
+@pytest.mark.parametrize("problem", ["{outside}/PWN", "a/b", "../../x", "foo.bar"])
+def test_a_problem_that_is_no_name_is_not_reported(problem: str, tmp_path: Path) -> None:
+    """The problem of a record became a path: tables outside of the folder, or a KeyError."""
+    folder = tmp_path / "results" / "test-gpu"
+    path = folder / "records" / "leaderboard_2025.jsonl"
+    append_records(path, leaderboard_records())
+    bad = dataclasses.asdict(leaderboard_records()[0]) | {"problem": problem.format(outside=tmp_path)}
+    with path.open("a") as file:
+        file.write(json.dumps(bad) + "\n")
+    with pytest.warns(UserWarning, match=r"leaderboard_2025\.jsonl:5: not a record, skipped \(record\.problem"):
+        written = build_report(folder)
+    assert {found for found in tmp_path.rglob("*") if found.is_file()} == {path, *written}
+    assert {found.parent for found in written} == {folder, folder / "tables", folder / "figures"}
+
+
+@pytest.mark.parametrize("name", ["tables", "figures"])
+def test_a_link_out_of_the_folder_is_refused_before_anything_is_written(name: str, tmp_path: Path) -> None:
+    folder, outside = tmp_path / "results", tmp_path / "outside"
+    append_records(folder / "records" / "leaderboard_2025.jsonl", leaderboard_records())
+    outside.mkdir()
+    (folder / name).symlink_to(outside)
+    with pytest.raises(ValueError, match=rf"{name}.*: not inside of .*results, so nothing is written"):
+        build_report(folder)
+    assert not any(outside.iterdir()) and {path.name for path in folder.iterdir()} == {"records", name}
+
+
+def test_a_plot_that_names_another_folder_is_refused() -> None:
+    plot = plots("leaderboard_2025", load_frame(leaderboard_records()))[0]
+    with pytest.raises(ValueError, match=r"plot '\.\./ranking' of problem 'leaderboard_2025' gives no file name"):
+        file_stem("leaderboard_2025", dataclasses.replace(plot, name="../ranking"))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [(None, r"x\.md: no such document; it is looked for from"), ("<!-- begin generated: a -->", r"x\.md:1: unknown")],
+)
+def test_a_document_that_cannot_be_filled_leaves_the_folder_as_it_was(
+    text: str | None, message: str, tmp_path: Path
+) -> None:
+    """Run outside of the repository, the report wrote tables and figures and only then missed its documents."""
+    folder, document = tmp_path / "results", tmp_path / "x.md"
+    append_records(folder / "records" / "leaderboard_2025.jsonl", leaderboard_records())
+    if text is not None:
+        document.write_text(text)
+    with pytest.raises(ValueError, match=message):
+        build_report(folder, published=True, documents=[document])
+    assert [path.name for path in folder.iterdir()] == ["records"]
+
+
+def test_documents_are_filled_with_the_report(project: tuple[Path, Path]) -> None:
+    readme, folder = project
+    expected = readme.read_text()
+    readme.write_text(document("headline", "leaderboard_2025.figures"))
+    assert build_report(folder, documents=[readme])[-1] == readme
+    assert readme not in build_report(folder, documents=[readme])
+    assert expected != readme.read_text() and check_documents([readme], folder) == []
 
 
 def test_same_records_in_any_order_give_the_same_bytes(project: tuple[Path, Path]) -> None:

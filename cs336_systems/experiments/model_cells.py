@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 
@@ -54,6 +55,9 @@ class TrainingStep:
         )
         assert isinstance(self.model, nn.Module)
         self.parameters = list(self.model.parameters())
+        if not self.parameters:
+            raise Disagreement("the model has no parameters")
+        self.vocab_size = case.model.vocab_size
         self.tokens, self.targets = token_batch(case.model, case.batch, device=run.device, seed=run.seed)
         self.autocast = case.precision.autocast
         self.device = run.device
@@ -62,12 +66,12 @@ class TrainingStep:
     def forward(self) -> Tensor:
         """Logits, without a graph."""
         with torch.no_grad(), self._precision():
-            return self.model(self.tokens)
+            return self._logits()
 
     def forward_backward(self) -> Tensor:
         """The loss, its gradients left in the parameters."""
         with self._precision():
-            loss = cross_entropy(self.model(self.tokens), self.targets)
+            loss = cross_entropy(self._logits(), self.targets)
         loss.backward()
         return loss.detach()
 
@@ -84,6 +88,19 @@ class TrainingStep:
         for parameter in self.parameters:
             parameter.grad = None
 
+    def _logits(self) -> Tensor:
+        """The model's output, checked at every step for what costs no kernel: type, dtype and shape."""
+        logits = self.model(self.tokens)
+        if not isinstance(logits, Tensor):
+            raise Disagreement(f"the model must return a tensor of logits, got {type(logits).__name__}")
+        shape = (*self.tokens.shape, self.vocab_size)
+        if not logits.is_floating_point() or logits.shape != shape:
+            raise Disagreement(
+                f"the model must return floating-point logits of shape (batch, context_length, vocab_size) = {shape}, "
+                f"got {logits.dtype} of shape {tuple(logits.shape)}"
+            )
+        return logits
+
     def _precision(self) -> AbstractContextManager[object]:
         if self.autocast is None:
             return nullcontext()
@@ -91,23 +108,29 @@ class TrainingStep:
 
 
 def measure_model(cell: Cell, run: RunConfig) -> Iterator[Measurement]:
-    """Time every promised mode; a compiled model is first compared with the eager one on the same weights and batch."""
+    """Time every promised mode.
+
+    A model is timed only if its logits, and in the other modes its loss, are finite and of the right shape; a compiled
+    one is also compared with the eager one on the same weights and batch. Raises Disagreement where it is not so.
+    """
     case: ModelCase = cell.case
     if cell.implementation == "compiled" and run.device == "cpu" and not has_cxx_compiler():
         raise Unsupported("no C++ compiler")
     release(run.device)
     step = TrainingStep(case, run)
     rows = {(row.mode, row.quantity): row for row in cell.rows}
+    expected = step.forward()
+    _require_finite("logits", expected)
     if cell.implementation == "compiled":
-        expected = step.forward()
         expected_loss = step.forward_backward()
+        _require_finite("loss", expected_loss)
         step.reset()
         step.model = torch.compile(step.model)
         seconds = time_once(step.forward, run.device) / 1e3
         if row := rows.get(("forward", "compile_time")):
             yield Measurement(row=row, samples=[seconds])
         _agree("logits", step.forward(), expected)
-        del expected
+    del expected
     for mode in MODEL_MODES:
         if (mode, "time") not in rows:
             continue
@@ -116,6 +139,9 @@ def measure_model(cell: Cell, run: RunConfig) -> Iterator[Measurement]:
             _agree("loss", loss, expected_loss)
             if row := rows.get(("forward_backward", "compile_time")):
                 yield Measurement(row=row, samples=[seconds])
+        elif mode != "forward":
+            step.reset()
+            _require_finite("loss", step.forward_backward())
         samples = time_calls(
             getattr(step, mode), device=run.device, warmup=case.warmup, before=step.reset, budget_ms=BUDGET_MS
         )
@@ -130,6 +156,13 @@ def _first_forward_backward(step: TrainingStep) -> tuple[float, Tensor]:
     return milliseconds / 1e3, losses[0]
 
 
+def _require_finite(what: str, value: Tensor) -> None:
+    # Both extremes are NaN if any element is. isfinite would need temporaries as large as the logits.
+    smallest, largest = (extreme.item() for extreme in value.aminmax())
+    if not (math.isfinite(smallest) and math.isfinite(largest)):
+        raise Disagreement(f"the model's {what} must be finite, got values from {smallest:g} to {largest:g}")
+
+
 def _agree(what: str, value: Tensor, expected: Tensor) -> None:
     error = (value - expected).abs().max().item()
     bound = TOLERANCE * expected.abs().max().item()
@@ -141,14 +174,19 @@ def measure_warmup(cell: Cell, run: RunConfig, *, num_steps: int) -> Iterator[Me
     """Time single steps from a cold process, and report for each warm-up count the `num_steps` that follow it.
 
     The rows' cases differ in `warmup` only, so the first w steps of one series are the warm-up of row w: the same
-    experiment as separate runs with w warm-up steps, without drawing a new process for each.
+    experiment as separate runs with w warm-up steps, without drawing a new process for each. Raises Disagreement if the
+    first step's logits or loss are not those of a working model.
     """
     step = TrainingStep(cell.case, run)
     mode = cell.rows[0].mode
+    call: Callable[[], Tensor] = getattr(step, mode)
     total = num_steps + max(row.case.warmup for row in cell.rows)
-    samples = []
-    for _ in range(total):
+    first: list[Tensor] = []
+    samples = [time_once(lambda: first.append(call()), run.device)]
+    for _ in range(total - 1):
         step.reset()
-        samples.append(time_once(getattr(step, mode), run.device))
+        samples.append(time_once(call, run.device))
+    # Only now: the check's own kernels would warm up the process between two steps.
+    _require_finite("logits" if mode == "forward" else "loss", first[0])
     for row in cell.rows:
         yield Measurement(row=row, samples=samples[row.case.warmup : row.case.warmup + num_steps])

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import subprocess
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -39,6 +40,8 @@ class Provenance:
 def find_provenance(commit: str | None, dirty: bool | None) -> Provenance:
     """What was given, completed from git; ValueError when neither says."""
     folder = Path(__file__).resolve().parent
+    if commit is not None and not commit.strip():
+        raise ValueError(f"--commit must not be empty, got {commit!r}")
     if commit is None:
         commit = _git(folder, "rev-parse", "--short=12", "HEAD")
         if commit is None:
@@ -92,20 +95,31 @@ class Sweep:
         self.software = software_versions()
         self.worker = Worker(run, folder / "logs" / "worker.log", interpret)
 
-    def pending(self, problem: str) -> tuple[list[Cell], int]:
-        """The cells of `problem` still to measure, and how many are finished."""
+    def pending(self, problem: str) -> tuple[list[Cell], Counter[str]]:
+        """The cells of `problem` still to measure, and the finished ones counted by status.
+
+        What another seed measured is not finished: the seed is not part of a record's key.
+        """
         cells = PROBLEMS[problem].cells(self.run)
         if self.implementations is not None:
             cells = [cell for cell in cells if cell.implementation in self.implementations]
         if self.rerun == "all":
-            return cells, 0
+            return cells, Counter()
         done = {
             record.key: record.status
             for record in latest(read_records(self.record_file(problem)))
-            if self.rerun == "none" or record.status != "failed"
+            if record.seed == self.run.seed and (self.rerun == "none" or record.status != "failed")
         }
-        pending = [cell for cell in cells if not all(key in done for key in self._keys(cell))]
-        return pending, len(cells) - len(pending)
+        pending: list[Cell] = []
+        finished: Counter[str] = Counter()
+        for cell in cells:
+            statuses = [done.get(key) for key in self._keys(cell)]
+            known = [status for status in statuses if status is not None]
+            if len(known) < len(statuses):
+                pending.append(cell)
+            else:
+                finished[cell_status(known)] += 1
+        return pending, finished
 
     def record_file(self, problem: str) -> Path:
         return self.folder / "records" / f"{problem}.jsonl"
@@ -189,6 +203,12 @@ class Sweep:
         if self.run.model is None or not hasattr(cell.case, "model"):
             return cell.implementation
         return f"{cell.implementation} {self.run.model}"
+
+
+def cell_status(statuses: Iterable[str]) -> str:
+    """One word for a cell by its rows' statuses: ok if anything was measured, else why not."""
+    statuses = list(statuses)
+    return "ok" if "ok" in statuses else statuses[0]
 
 
 def id_of(row: Any) -> tuple[Any, ...]:

@@ -12,6 +12,8 @@ import multiprocessing
 import os
 import signal
 import sys
+import threading
+import time
 import traceback
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
@@ -22,6 +24,8 @@ from cs336_systems.experiments.cells import Cell, Disagreement, Measurement, Uns
 
 START_TIMEOUT_S = 300  # importing torch on a cold disk
 STOP_TIMEOUT_S = 10
+WATCH_INTERVAL_S = 1
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
 READY = "ready"
 
 
@@ -51,9 +55,9 @@ class Worker:
         if self.process is None:
             self._start()
         assert self.pipe is not None and self.process is not None
-        self.pipe.send(cell)
         measurements: list[Measurement] = []
         try:
+            self.pipe.send(cell)
             while self.pipe.poll(self.run.cell_timeout_s):
                 answer = self.pipe.recv()
                 if isinstance(answer, Measurement):
@@ -63,7 +67,7 @@ class Worker:
                     self.stop()
                 return Outcome(measurements=measurements, status=answer.status, message=answer.message)
             message = f"no result within {self.run.cell_timeout_s} s"
-        except (EOFError, ConnectionResetError):
+        except (EOFError, ConnectionError):
             self.process.join(STOP_TIMEOUT_S)
             message = f"the measuring process died ({_exit_reason(self.process.exitcode)})"
         self.kill()
@@ -91,7 +95,7 @@ class Worker:
     def _start(self) -> None:
         context = multiprocessing.get_context("spawn")
         self.pipe, child_pipe = context.Pipe()
-        arguments = (child_pipe, self.run, self.log, self.interpret)
+        arguments = (child_pipe, os.getpid(), self.run, self.log, self.interpret)
         self.process = context.Process(target=_serve, args=arguments, daemon=False)
         self.process.start()
         child_pipe.close()  # so that the parent sees the end of the pipe when the child dies
@@ -110,12 +114,42 @@ def _exit_reason(code: int | None) -> str:
     return f"exit code {code}"
 
 
-def _serve(pipe: Connection, run: RunConfig, log: Path, interpret: bool) -> None:
+def search_current_folder() -> None:
+    """Let a user's own model be found where the command was typed.
+
+    Last, so that no file of theirs (a `sympy.py`, a `triton.py`) takes the place of an installed package.
+    """
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+
+
+def _end_with_parent(parent_pid: int) -> None:
+    """Let this process end when its parent is gone, however that ended: nobody else would stop a cell that hangs."""
+    if sys.platform == "linux":
+        import ctypes
+
+        # The signal comes when the parent's thread that started this process ends; for `run` that is the main thread.
+        asked = ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL)) == 0
+        if os.getppid() != parent_pid:  # it ended before the request
+            os._exit(1)
+        if asked:
+            return
+    threading.Thread(target=_watch_parent, args=(parent_pid,), daemon=True).start()
+
+
+def _watch_parent(parent_pid: int) -> None:
+    while os.getppid() == parent_pid:
+        time.sleep(WATCH_INTERVAL_S)
+    os._exit(1)
+
+
+def _serve(pipe: Connection, parent_pid: int, run: RunConfig, log: Path, interpret: bool) -> None:
     """The child's main: prepare the process, then answer cells until None or the end of the pipe."""
+    _end_with_parent(parent_pid)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     _redirect_output(log)
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())  # the user's own model is found where the command was typed
+    if run.model is not None:
+        search_current_folder()
     if interpret:
         # Before triton is imported: its own library of jitted functions must be interpreted with the kernels.
         os.environ["TRITON_INTERPRET"] = "1"

@@ -23,7 +23,7 @@ from cs336_systems.report.frames import (
     select,
     tuples,
 )
-from cs336_systems.report.markdown import factor, number, one_line, plain
+from cs336_systems.report.markdown import code_span, factor, number, plain
 from cs336_systems.report.sections import longest_warmup, present_modes, timed
 
 EXAMPLE_LENGTH = 16384  # the leaderboard's length: examples quote it where it was measured
@@ -33,7 +33,7 @@ EXAMPLE_HEAD_DIM = 64
 def answer(problem: str, frame: pd.DataFrame) -> str:
     """The sentences of `problem` as a Markdown list; empty when nothing can be said."""
     sentences = ANSWERS[problem](frame) if problem in ANSWERS and len(frame) else []
-    return "\n".join(f"- {sentence}" for sentence in sentences)
+    return "\n".join("- " + " ".join(sentence.split()) for sentence in sentences)
 
 
 def benchmarking_script(frame: pd.DataFrame) -> list[str]:
@@ -177,7 +177,7 @@ def out_of_memory(frame: pd.DataFrame, keys: Sequence[str]) -> list[str]:
         first = tuples(rows.sort_values(sizes, kind="stable") if sizes else rows)[0]
         names = {"head_dim": "d=", "seqlen": "S="}
         where = ", ".join(names.get(key, "") + plain(getattr(first, key)) for key in keys)
-        said.append(f"{label} first runs out of memory at {where}: “{one_line(first.message)}”.")
+        said.append(f"{label} first runs out of memory at {where}: {code_span(first.message)}.")
     return said
 
 

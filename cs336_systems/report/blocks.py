@@ -22,6 +22,7 @@ from cs336_systems.report.answers import answer
 from cs336_systems.report.figures import file_stem
 from cs336_systems.report.frames import load_frame, refuse_mixture
 from cs336_systems.report.headline import headline
+from cs336_systems.report.markdown import one_line
 from cs336_systems.report.plots import Plot, plots
 from cs336_systems.report.sections import Section
 from cs336_systems.report.tables import TABLES, problem_table, sections
@@ -108,7 +109,10 @@ class Blocks:
 
     def page(self, document: Path) -> str:
         """Everything about the folder as one Markdown text, with links relative to `document`."""
-        parts = [f"# Report: {self.device}", "Generated from the records in `records/`, and from nothing else."]
+        parts = [
+            f"# Report: {one_line(self.device)}",
+            "Generated from the records in `records/`, and from nothing else.",
+        ]
         for problem, frame in self.frames.items():
             parts.append(f"## {problem}")
             said = answer(problem, frame)
@@ -125,4 +129,4 @@ def digest(records: list[Record]) -> str:
 
 def _image(title: str, path: Path, document: Path) -> str:
     link = Path(os.path.relpath(path.resolve(), document.resolve().parent)).as_posix()
-    return f"![{title.replace(chr(10), ', ')}]({link})"
+    return f"![{one_line(title.replace(chr(10), ', '))}]({link})"

@@ -1,7 +1,7 @@
 """Writes a folder's tables, figures and report, fills documents, and checks that nothing differs from the records.
 
-    build_report(Path("results/nvidia-h200"), published=True)
-    update_documents([Path("README.md"), Path("writeup.md")], Path("results/nvidia-h200"))
+    build_report(Path("results/nvidia-h200"), published=True, documents=[Path("README.md"), Path("writeup.md")])
+    update_documents([Path("README.md"), Path("writeup.md")], Path("results/nvidia-h200"))    # documents alone
     check_documents([Path("README.md"), Path("writeup.md")], Path("results/nvidia-h200"))    # [] if all is well
 
 The same records give the same bytes, whenever and in whatever order they are read.
@@ -10,6 +10,7 @@ The same records give the same bytes, whenever and in whatever order they are re
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 from PIL import Image, UnidentifiedImageError
@@ -22,39 +23,45 @@ PAGE = "report.md"  # of a folder that no document is filled from
 IMAGE_LINK = re.compile(r"!\[[^\]]*\]\(([^)\s]+)\)")
 
 
-def build_report(folder: Path, *, published: bool = False) -> list[Path]:
+def build_report(folder: Path, *, published: bool = False, documents: Sequence[Path] = ()) -> list[Path]:
     """Write `folder`/tables and figures from `folder`/records, and report.md with all of it on one page.
 
-    A `published` folder gets no page: the documents filled from it (see `update_documents`) say more.
-    Returns the files written. Raises ValueError if there are no records or if they mix devices or scales.
+    A `published` folder gets no page: the `documents` filled from it (see `update_documents`) say more.
+    Returns the files written, changed documents last. Before anything is written ValueError is raised if there are no
+    records, if they mix devices or scales, if a file would lie outside of `folder`, or if a document is missing or has
+    a mistake in its markers.
     """
     blocks = Blocks.load(folder)
-    written = []
-    for path, text in _texts(blocks, page=not published).items():
+    texts = _texts(blocks, page=not published)
+    figures = {
+        blocks.figure_path(problem, plot): (problem, plot)
+        for problem in blocks.frames
+        for plot in blocks.plots(problem)
+    }
+    for path in (*texts, *figures):
+        _refuse_outside(path, folder)
+    changed = _changed(documents, blocks)
+    for path, text in texts.items():
         _write(path, text)
-        written.append(path)
-    for problem in blocks.frames:
-        for plot in blocks.plots(problem):
-            path = blocks.figure_path(problem, plot)
-            save_figure(draw(plot), path, blocks.digests[problem])
-            written.append(path)
-    return written
+    for path, (problem, plot) in figures.items():
+        save_figure(draw(plot), path, blocks.digests[problem])
+    for path, text in changed.items():
+        _write(path, text)
+    return [*texts, *figures, *changed]
 
 
-def update_documents(documents: list[Path], folder: Path) -> list[Path]:
+def update_documents(documents: Sequence[Path], folder: Path) -> list[Path]:
     """Fill the generated blocks of `documents` from the records of `folder`; returns the files that changed.
 
     All documents are checked before one is written: ValueError with file and line leaves every one as it was.
     """
-    blocks = Blocks.load(folder)
-    filled = {document: _filled(document, blocks) for document in documents}
-    changed = [document for document, text in filled.items() if text != _read(document)]
-    for document in changed:
-        _write(document, filled[document])
-    return changed
+    changed = _changed(documents, Blocks.load(folder))
+    for document, text in changed.items():
+        _write(document, text)
+    return list(changed)
 
 
-def check_documents(documents: list[Path], folder: Path) -> list[str]:
+def check_documents(documents: Sequence[Path], folder: Path) -> list[str]:
     """Where tables, figures, report and `documents` differ from `folder`/records, a line each; writes nothing."""
     blocks = Blocks.load(folder)
     page = (folder / PAGE).exists()
@@ -81,10 +88,22 @@ def _texts(blocks: Blocks, page: bool) -> dict[Path, str]:
     return texts
 
 
+def _refuse_outside(path: Path, folder: Path) -> None:
+    """Names in `path` come from records, which anybody may have written; links may lead out, too."""
+    if not path.resolve().is_relative_to(folder.resolve()):
+        raise ValueError(f"{path}: not inside of {folder}, so nothing is written")
+
+
+def _changed(documents: Sequence[Path], blocks: Blocks) -> dict[Path, str]:
+    """New texts of those `documents` whose generated blocks differ."""
+    filled = {document: _filled(document, blocks) for document in documents}
+    return {document: text for document, text in filled.items() if text != _read(document)}
+
+
 def _filled(document: Path, blocks: Blocks) -> str:
     text = _read(document)
     if text is None:
-        raise ValueError(f"{document}: no such document")
+        raise ValueError(f"{document}: no such document; it is looked for from the current folder")
     return fill(text, lambda name: blocks.text(name, document), document.name)
 
 

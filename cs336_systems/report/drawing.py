@@ -16,7 +16,7 @@ from cs336_systems.report.frames import tuples
 from cs336_systems.report.markdown import number, one_line
 from cs336_systems.report.plots import FIRST_STEP
 from cs336_systems.report.points import Plot
-from cs336_systems.report.styles import TEXT_POINTS, colour, line_width, marker, short_length
+from cs336_systems.report.styles import LITERAL, TEXT_POINTS, colour, line_width, marker, short_length
 
 STATUS_WORDS = {"oom": "OOM", "ok": "interpreter"}  # ok and yet not drawn: an interpreted kernel
 ROW_HEIGHT = 0.062  # of a panel, for one row of crosses at its foot
@@ -88,10 +88,11 @@ def _draw_bars(axes: Axes, plot: Plot, data: pd.DataFrame) -> None:
                 va="bottom",
                 fontsize=TEXT_POINTS,
                 color=colour(row.style),
+                **LITERAL,
             )
     if not plot.log_y:
         axes.axhline(1.0, color="#444444", linewidth=1)
-    axes.set_xticks(range(len(groups)), groups)
+    axes.set_xticks(range(len(groups)), groups, **LITERAL)
     axes.set_xlim(-0.6, len(groups) - 0.4)
     axes.grid(False, axis="x")
 
@@ -103,7 +104,7 @@ def _draw_ranking(axes: Axes, plot: Plot, data: pd.DataFrame) -> None:
     """
     drawn = data[data["drawn"]]
     longest = min(drawn["high"].max(), LONGEST_BAR * drawn["y"].min()) if len(drawn) else 1.0
-    small: dict[str, Any] = {"textcoords": "offset points", "va": "center", "fontsize": TEXT_POINTS}
+    small: dict[str, Any] = {"textcoords": "offset points", "va": "center", "fontsize": TEXT_POINTS, **LITERAL}
     for place, row in enumerate(tuples(data)):
         if row.drawn and row.y <= longest:
             axes.barh(place, row.y, 0.7, color=colour(row.style))
@@ -116,7 +117,7 @@ def _draw_ranking(axes: Axes, plot: Plot, data: pd.DataFrame) -> None:
             reason = one_line(row.message)[:90]
             text = f"{_word(row.status)}: {reason}" if reason else _word(row.status)
             axes.annotate(text, (0, place), (5, 0), xycoords=("axes fraction", "data"), color="#555555", **small)
-    axes.set_yticks(range(len(data)), data["series"])
+    axes.set_yticks(range(len(data)), data["series"], **LITERAL)
     axes.set_ylim(len(data) - 0.4, -0.6)
     axes.set_xlim(0, longest * 1.18 or 1.0)
     axes.grid(False, axis="y")
@@ -146,7 +147,13 @@ def _crosses(axes: Axes, plot: Plot, data: pd.DataFrame) -> None:
         name = f"{series} {_word(status)}"
         axes.plot(x, [height] * len(x), "x:", color=shade, markersize=6, linewidth=0.8, transform=foot, clip_on=False)
         first, last = _fraction(axes, x.min(), left, right), _fraction(axes, x.max(), left, right)
-        text: dict[str, Any] = {"textcoords": "offset points", "va": "center", "color": "#333333", "fontsize": 8}
+        text: dict[str, Any] = {
+            "textcoords": "offset points",
+            "va": "center",
+            "color": "#333333",
+            "fontsize": 8,
+            **LITERAL,
+        }
         if first > 0.3:
             axes.annotate(name, (x.min(), height), (-7, 0), xycoords=foot, ha="right", **text)
         elif last < 0.7:

@@ -8,6 +8,7 @@ What could not be measured is marked by a cross at the foot of its panel; what i
 
 from __future__ import annotations
 
+import re
 import textwrap
 from pathlib import Path
 
@@ -20,9 +21,10 @@ from matplotlib.patches import Patch
 from cs336_systems.report.drawing import DRAWERS, never_drawn
 from cs336_systems.report.plots import plots
 from cs336_systems.report.points import Plot
-from cs336_systems.report.styles import DPI, TEXT_POINTS, colour
+from cs336_systems.report.styles import DPI, LITERAL, TEXT_POINTS, colour
 
 NOTE_WIDTH = 12  # characters of small print an inch
+FILE_STEM = re.compile(r"[A-Za-z0-9_-]+")
 
 
 def problem_figures(problem: str, frame: pd.DataFrame) -> list[tuple[str, Figure]]:
@@ -31,7 +33,11 @@ def problem_figures(problem: str, frame: pd.DataFrame) -> list[tuple[str, Figure
 
 
 def file_stem(problem: str, plot: Plot) -> str:
-    return f"{problem}_{plot.name}"
+    """Name of the plot's file without ".png"; ValueError if it could name another folder (a case's dtype is in it)."""
+    stem = f"{problem}_{plot.name}"
+    if not FILE_STEM.fullmatch(stem):
+        raise ValueError(f"plot {plot.name!r} of problem {problem!r} gives no file name")
+    return stem
 
 
 def save_figure(figure: Figure, path: Path, source: str) -> None:
@@ -48,11 +54,11 @@ def draw(plot: Plot) -> Figure:
     size = {"bars": (9.5, 4.8), "ranking": (9.5, 1.6 + 0.42 * plot.data["series"].nunique())}
     width, height = size.get(plot.kind, (9.5, 5.4)) if len(panels) == 1 else (5.6 * columns, 3.9 * rows + 1.2)
     figure = Figure(figsize=(width, height), layout="constrained")
-    figure.suptitle(plot.title, fontsize=12.5, fontweight="bold")
+    figure.suptitle(plot.title, fontsize=12.5, fontweight="bold", **LITERAL)
     grid = figure.subplots(rows, columns, squeeze=False, sharex=plot.kind != "ranking", sharey=plot.kind != "ranking")
     flat = list(grid.flat)
     for index, (axes, panel) in enumerate(zip(flat, panels)):
-        axes.set_title(panel, fontsize=10.5)
+        axes.set_title(panel, fontsize=10.5, **LITERAL)
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(True, color="#D9D9D9", linewidth=0.7)
         axes.set_axisbelow(True)
@@ -88,5 +94,7 @@ def _legend(figure: Figure, all_axes: list[Axes], plot: Plot, width: float) -> N
         fontsize=TEXT_POINTS,
         title="\n".join(notes) or None,
     )
+    for text in (legend.get_title(), *legend.get_texts()):
+        text.set_parse_math(LITERAL["parse_math"])
     legend.get_title().set_fontsize(TEXT_POINTS - 0.5)
     legend.get_title().set_color("#444444")

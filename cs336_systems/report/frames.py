@@ -7,14 +7,14 @@ Every table, figure and sentence of the report is made from this frame:
 
 Columns: problem, scale, implementation, label, interpreted, mode, quantity, unit, status, message, kernel; of the case:
 case, case_type, seqlen, seqlen_k, head_dim, batch, heads, kv_heads, causal, dtype, model, context, attention,
-precision, warmup; of the samples (in the row's unit): samples, first, median, quartile_low, quartile_high, mean, std;
-tflops (timed attention only); of the run: device, driver, torch, triton, commit, dirty, date.
+precision, warmup; of the samples (in the row's unit, see SHOWN_UNITS): samples, first, median, quartile_low,
+quartile_high, mean, std; tflops (timed attention only); of the run: device, driver, torch, triton, commit, dirty, date.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import pandas as pd
@@ -47,7 +47,8 @@ MODE_TITLES = {
     "train_step": "full training step",
 }
 NOT_MEASURED = "not measured"  # status of a cell that no record mentions
-MS_PER_UNIT = {"ms": 1.0, "us": 1e-3, "s": 1e3}
+MS_PER_UNIT = {"ms": 1.0, "s": 1e3}
+SHOWN_UNITS = {"time": "ms", "compile_time": "s"}  # as headings and axes say; samples in another are converted
 # The columns that name an attention cell; a table shows those of the second line only when they vary.
 ATTENTION_KEYS = ("head_dim", "seqlen")
 ATTENTION_VARIANTS = ("batch", "heads", "kv_heads", "causal", "dtype")
@@ -167,7 +168,17 @@ def _rank(value: Any, order: Sequence[str]) -> int:
     return len(order)
 
 
+def _in_shown_unit(record: Record) -> Record:
+    """`record` with its times in the unit that the tables name."""
+    unit = SHOWN_UNITS.get(record.quantity, record.unit)
+    if unit == record.unit:
+        return record
+    ratio = MS_PER_UNIT[record.unit] / MS_PER_UNIT[unit]
+    return replace(record, unit=unit, samples=[sample * ratio for sample in record.samples])
+
+
 def _row(record: Record) -> dict[str, Any]:
+    record = _in_shown_unit(record)
     # Triton without a GPU is the interpreter, also in the rows of cells that broke before they could say so.
     on_cpu = record.device.get("kind") == "cpu" and record.implementation.startswith(OURS)
     interpreted = on_cpu or "interpreter" in record.kernel

@@ -42,12 +42,25 @@ def one_line(message: str) -> str:
     return text if len(text) <= LONGEST_MESSAGE else text[: LONGEST_MESSAGE - 1].rstrip() + "…"
 
 
+def code_span(message: str) -> str:
+    """`message` on one line as Markdown shows it unread: `*` or `<!--` of somebody's error text has no effect.
+
+    >>> code_span("found *p"), code_span("no `x`")
+    ('`found *p`', '`` no `x` ``')
+    """
+    text = one_line(message)
+    runs = {len(run) for run in re.findall("`+", text)}
+    fence = "`" * next(length for length in range(1, len(runs) + 2) if length not in runs)
+    pad = " " if runs or not text else ""
+    return f"{fence}{pad}{text}{pad}{fence}"
+
+
 def plain(value: Any) -> str:
     """A key of a table as text: whole numbers without a point, True and False as yes and no."""
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, float):
-        return ABSENT if math.isnan(value) else f"{value:g}" if value != int(value) else str(int(value))
+        return ABSENT if math.isnan(value) else str(int(value)) if value.is_integer() else f"{value:g}"
     return MODE_TITLES.get(value, str(value)) if isinstance(value, str) else str(value)
 
 
@@ -55,7 +68,12 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], num_keys: int = 
     """A Markdown table; the first `num_keys` columns are names and stand left, the rest numbers and stand right."""
     marks = [":--" if column < num_keys else "--:" for column in range(len(header))]
     lines = [header, marks, *rows]
-    return "\n".join("| " + " | ".join(str(cell).replace("|", "\\|") for cell in line) + " |" for line in lines)
+    return "\n".join("| " + " | ".join(map(_cell, line)) + " |" for line in lines)
+
+
+def _cell(text: str) -> str:
+    """`text` so that it ends neither its cell nor its row."""
+    return " ".join(text.split()).replace("\\", "\\\\").replace("|", "\\|")
 
 
 class Cells:
@@ -101,7 +119,7 @@ class Cells:
         for key, messages in self._reasons.items():
             mark = self._mark(key)
             others = len(messages) - 1
-            lines.append(f"- {mark}: {messages[0]}" + (f" (and {others} alike)" if others else ""))
+            lines.append(f"- {mark}: {code_span(messages[0])}" + (f" (and {others} alike)" if others else ""))
         if self._any_absent:
             lines.append(f"- {ABSENT}: {NOT_MEASURED}")
         return "\n".join([*lines, *(f"- {remark}" for remark in self._remarks)])
@@ -145,7 +163,7 @@ def provenance(frame: pd.DataFrame) -> str:
 
 def _distinct(prefix: str, values: pd.Series) -> str:
     present = sorted({str(value) for value in values if value})
-    return prefix + ", ".join(present) if present else ""
+    return prefix + one_line(", ".join(present)) if present else ""
 
 
 def _range(values: pd.Series) -> str:

@@ -120,6 +120,7 @@ def measures_section(
 
 def section(name: str, title: str, header: list[str], rows: list[list[str]], num_keys: int, cells: Cells) -> Section:
     """A section of these cells, whose first `num_keys` columns are names, with the legend of `cells`."""
+    title = " ".join(title.split())  # a case's text may hold line breaks
     legend = cells.legend()
     body = table(header, rows, num_keys) + (f"\n\n{legend}" if legend else "")
     return Section(name=name, title=title[:1].upper() + title[1:], body=body)

@@ -5,11 +5,13 @@ The colours are Okabe and Ito's and Tol's muted ones, told apart by marker too. 
 
 from __future__ import annotations
 
+from typing import Any
 from zlib import crc32
 
 from cs336_systems.report.frames import BASELINE, OURS
 
 DPI = 130
+LITERAL: dict[str, Any] = {"parse_math": False}  # for text from records: two "$" in an error message are no formula
 TEXT_POINTS = 9  # small print: annotations, notes, legends
 COLOURS = {
     # implementations

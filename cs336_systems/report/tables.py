@@ -120,8 +120,9 @@ def flash_benchmarking(frame: pd.DataFrame) -> list[Section]:
             rows = select(cases, "time", mode)
             title = f"{MODE_TITLES[mode]} (TFLOP/s), {where}"
             found.append(pivot(f"tflops.{dtype}.{mode}", title, rows, keys, value="tflops"))
-        peaks = select(cases, "peak_memory")
-        found.append(pivot(f"memory.{dtype}", f"Peak memory, forward + backward (MiB), {where}", peaks, keys))
+        if (cases["quantity"] == "peak_memory").any():  # not of a CPU
+            peaks = select(cases, "peak_memory")
+            found.append(pivot(f"memory.{dtype}", f"Peak memory, forward + backward (MiB), {where}", peaks, keys))
     compile_times = select(frame, "compile_time")
     if len(compile_times):
         keys = attention_keys(frame) + variants(compile_times, ("mode",))
