@@ -160,13 +160,18 @@ def run(
             implementations=implementation,
             interpret=interpret,
         )
+        sweep.lock()
+        pending = {name: sweep.pending(name) for name in chosen}
+        for name, (cells, finished) in pending.items():
+            if not cells and not finished:
+                raise ValueError(f"{name} has no cells of {', '.join(implementation or [])} at scale {scale}")
     totals: Counter[str] = Counter()
     started = time.monotonic()
     try:
         with termination_interrupts():
             for name in chosen:
                 left = None if time_budget is None else time_budget - (time.monotonic() - started)
-                totals += _run_problem(sweep, name, left)
+                totals += _run_problem(sweep, name, *pending[name], left)
     except OSError as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(EXIT_NOTHING_MEASURED) from None
@@ -175,17 +180,19 @@ def run(
         raise typer.Exit(EXIT_SIGNAL + getattr(interrupt, "signal_number", signal.SIGINT)) from None
     finally:
         sweep.worker.kill()  # also where the interrupt came between two cells
+        sweep.unlock()
     typer.echo(f"records: {folder / 'records'}")
     if totals and not totals["ok"] and not totals["ok before"]:
         typer.echo("error: nothing could be measured", err=True)
         raise typer.Exit(EXIT_NOTHING_MEASURED)
 
 
-def _run_problem(sweep: Sweep, name: str, time_budget_s: float | None) -> Counter[str]:
-    """Measure one problem under a progress bar; rows counted by status."""
+def _run_problem(
+    sweep: Sweep, name: str, cells: list[Cell], finished: Counter[str], time_budget_s: float | None
+) -> Counter[str]:
+    """Measure the pending cells of one problem under a progress bar; cells counted by status."""
     from cs336_systems.experiments.sweep import cell_status
 
-    cells, finished = sweep.pending(name)
     counts: Counter[str] = Counter({f"{status} before": count for status, count in finished.items()})
     console = Console(stderr=True)
     columns = (
@@ -268,10 +275,12 @@ def report(
     check: Annotated[bool, typer.Option("--check", help="Compare the published documents; write nothing.")] = False,
 ) -> None:
     """Turn records into tables and figures; the published folder's also into the writeup and the README."""
-    from cs336_systems.report import build_report, check_documents, update_documents
+    from cs336_systems.report import build_report, check_documents
 
     documents = [Path(name) for name in DOCUMENTS]
     with one_line_errors():
+        if folder is not None and Path(folder).name != folder:
+            raise ValueError(f"--folder must be the name of a folder in {results}, got {folder!r}")
         if check:
             differences = check_documents(documents, results / PUBLISHED_FOLDER)
         else:
@@ -286,9 +295,9 @@ def report(
         raise typer.Exit(1 if differences else 0)
     with one_line_errors():
         for path in folders:
-            written = build_report(path, published=path.name == PUBLISHED_FOLDER)
-            if path.name == PUBLISHED_FOLDER:
-                written += update_documents(documents, path)
+            # Away from the repository the published device's folder is one like any other, with a report of its own.
+            published = path.name == PUBLISHED_FOLDER and all(document.is_file() for document in documents)
+            written = build_report(path, published=published, documents=documents if published else ())
             typer.echo(f"{path}: {len(written)} files written")
             for file in written:
                 if file.name == "report.md":

@@ -152,6 +152,8 @@ def _check_values(record: Record, refuse: Refuse) -> None:
     if record.quantity in ("time", "compile_time") and record.unit not in TIME_UNITS:
         refuse("unit", f"of {record.quantity} must be one of {', '.join(TIME_UNITS)}, got {record.unit!r}")
     _check_case(record.case, refuse)
+    if record.case["type"] == "AttentionShape" and record.mode == "train_step":
+        refuse("mode", "must not be train_step where the case is an AttentionShape")
     for name in ("name", "kind"):
         if not record.device.get(name):
             refuse("device", f"must have {name!r}")
@@ -195,8 +197,11 @@ def _check_case(case: dict[str, Any], refuse: Refuse) -> None:
             refuse("case", f"is no AttentionShape: {error}")
         if case["is_causal"] is None:
             refuse("case", "must have true or false under 'is_causal'")
-    if case["type"] == "ModelCase" and not (model.get("name") and precision):
-        refuse("case", "of type ModelCase must have 'model' with a 'name', and 'precision'")
+    if case["type"] == "ModelCase":
+        if not (model.get("name") and precision):
+            refuse("case", "of type ModelCase must have 'model' with a 'name', and 'precision'")
+        if case.get("batch") is None or case.get("warmup") is None:
+            refuse("case", "of type ModelCase must have 'batch' and 'warmup'")
 
 
 def _check_leaves(case: dict[str, Any], levels: int, refuse: Refuse) -> None:

@@ -165,3 +165,37 @@ def test_nothing_measured_is_an_error(tmp_path, monkeypatch):
     model = ("--model", "tests.broken_models:OutOfMemory")
     result = invoke("run", "benchmarking_script", "--scale", "tiny", "--results", tmp_path, *model, *COMMIT)
     assert result.exit_code == 1 and "nothing could be measured" in result.stderr
+
+
+def test_an_implementation_that_a_problem_lacks_is_refused(tmp_path):
+    arguments = ("flash_benchmarking", "--scale", "tiny", "--device", "cpu", "--implementation", "flex")
+    assert_refused(invoke("run", *arguments, "--results", tmp_path, *COMMIT), "flash_benchmarking has no cells of flex")
+
+
+def test_a_second_run_into_the_same_folder_is_refused(tmp_path):
+    """Two runs measured every cell twice, and each other's load."""
+    arguments = ("run", "pytorch_attention", "--scale", "tiny", "--device", "cpu", "--results", str(tmp_path), *COMMIT)
+    model = ("benchmarking_script", "--model", "tests.broken_models:Hangs")
+    first = subprocess.Popen(
+        command(*arguments, *model), cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    try:
+        deadline = time.monotonic() + 120
+        while not list(tmp_path.rglob("*.jsonl")):
+            assert time.monotonic() < deadline and first.poll() is None
+            time.sleep(0.05)
+        assert_refused(invoke(*arguments), "another run is measuring into")
+    finally:
+        first.terminate()
+        first.wait(timeout=60)
+    assert invoke(*arguments).exit_code == 0
+
+
+def test_the_published_folder_away_from_the_repository_gets_a_report(tmp_path, monkeypatch):
+    assert invoke("run", "pytorch_attention", "--scale", "tiny", "--results", tmp_path, *COMMIT).exit_code == 0
+    next(tmp_path.glob("cpu-*")).rename(tmp_path / "nvidia-h200")
+    monkeypatch.chdir(tmp_path)
+    result = invoke("report", "--results", ".", "--folder", "nvidia-h200")
+    assert result.exit_code == 0, result.stderr
+    assert (tmp_path / "nvidia-h200" / "report.md").is_file()
+    assert_refused(invoke("report", "--results", ".", "--folder", "../x"), "--folder must be the name of a folder")

@@ -375,6 +375,21 @@ def test_cross_entropy_refuses_bad_targets():
         cross_entropy(torch.zeros(2, 5), torch.tensor([0, -100]))
 
 
+@pytest.mark.parametrize(
+    ("logits", "got"),
+    [
+        (torch.zeros(2, 5, dtype=torch.int64), "torch.int64"),
+        (torch.zeros(2, 5, dtype=torch.complex64), "torch.complex64"),
+        ((torch.zeros(2, 5), None), "tuple"),
+    ],
+    ids=["integer", "complex", "tuple"],
+)
+def test_cross_entropy_refuses_logits_that_are_not_floating_point(logits, got):
+    """Integer logits had a loss that no gradient could follow; complex ones and pairs failed inside PyTorch."""
+    with pytest.raises(TypeError, match=f"logits must be a real floating-point tensor, got {got}"):
+        cross_entropy(logits, torch.tensor([0, 1]))
+
+
 # AdamW
 
 HYPER = {"lr": 0.05, "betas": (0.8, 0.95), "eps": 0.3, "weight_decay": 0.4}
@@ -501,6 +516,37 @@ def test_adamw_resumes_from_its_state_dict_with_the_same_bits(dtype):
     assert resumed.state[parameters[0]]["exp_avg_sq"].dtype == dtype
 
 
+def test_adamw_continues_from_torchs_state_dict():
+    """torch.optim.AdamW keeps its step as a tensor, which our multi-tensor calls refused."""
+    start, gradients = random_problem()
+    hyper = {"lr": 0.01, "betas": (0.9, 0.99), "eps": 1e-14, "weight_decay": 0.1}
+    _, straight = run_adamw(torch.optim.AdamW, start, gradients, **hyper)
+    first, middle = run_adamw(torch.optim.AdamW, start, gradients[:3], **hyper)
+    parameters = [nn.Parameter(tensor) for tensor in middle]
+    resumed = AdamW(parameters)
+    resumed.load_state_dict(copy.deepcopy(first.state_dict()))
+    for step_gradients in gradients[3:]:
+        for parameter, gradient in zip(parameters, step_gradients):
+            parameter.grad = gradient.clone()
+        resumed.step()
+    assert type(resumed.state[parameters[0]]["step"]) is int
+    torch.testing.assert_close([parameter.detach() for parameter in parameters], straight, atol=1e-10, rtol=1e-10)
+
+
+def test_adamw_takes_hyperparameters_that_are_tensors():
+    """A learning rate given as a tensor raised "Expected packed scalar Tensor" at the first step."""
+    start, gradients = random_problem()
+    _, expected = run_adamw(AdamW, start, gradients, **HYPER)
+    as_tensors = {
+        name: tuple(torch.tensor(beta, dtype=torch.float64) for beta in value)
+        if name == "betas"
+        else torch.tensor(value, dtype=torch.float64)
+        for name, value in HYPER.items()
+    }
+    _, ours = run_adamw(AdamW, start, gradients, **as_tensors)
+    assert all(torch.equal(a, b) for a, b in zip(ours, expected))
+
+
 def test_adamw_runs_its_closure_with_gradients_on():
     parameter = nn.Parameter(torch.tensor([3.0]))
     adamw = AdamW([parameter], lr=0.1, weight_decay=0.0)
@@ -543,6 +589,21 @@ def test_adamw_refuses_sparse_gradients_and_complex_parameters():
             AdamW([parameter]).step()
 
 
+def test_adamw_refuses_a_sparse_gradient_before_it_changes_anything():
+    """The parameters of earlier groups had been updated, and the steps of earlier parameters counted."""
+    first, second, sparse = (nn.Parameter(torch.ones(3)) for _ in range(3))
+    adamw = AdamW([{"params": [first]}, {"params": [second, sparse]}])
+    for parameter in (first, second, sparse):
+        parameter.grad = torch.ones(3)
+    adamw.step()
+    before = [parameter.detach().clone() for parameter in (first, second, sparse)]
+    sparse.grad = torch.ones(3).to_sparse()
+    with pytest.raises(ValueError, match="params must be floating point with dense gradients"):
+        adamw.step()
+    assert all(torch.equal(a, b) for a, b in zip(before, (first, second, sparse)))
+    assert [adamw.state[parameter]["step"] for parameter in (first, second, sparse)] == [1, 1, 1]
+
+
 # Gradient clipping
 
 
@@ -582,6 +643,47 @@ def test_clip_gradients_takes_gradients_of_several_dtypes():
     parameters[0].grad, parameters[1].grad = torch.full_like(parameters[0], 3), torch.full_like(parameters[1], 4)
     assert clip_gradients(parameters, 2.5).item() == pytest.approx(5.0)
     assert [parameter.grad.item() for parameter in parameters] == pytest.approx([1.5, 2.0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("apart", [False, True], ids=["one-tensor", "two-tensors"])
+def test_clip_gradients_survives_squares_beyond_float32(apart, dtype):
+    """The float32 norm of (3e30, 4e30) was infinite, and the gradients silently became 0."""
+    gradient = torch.tensor([3e30, 4e30], dtype=dtype)
+    parameters = [nn.Parameter(torch.zeros_like(part)) for part in (gradient.split(1) if apart else [gradient])]
+    for parameter, part in zip(parameters, gradient.split(1) if apart else [gradient]):
+        parameter.grad = part.clone()
+    norm = clip_gradients(parameters, 5.0)
+    assert norm.dtype == torch.float32
+    assert norm.item() == pytest.approx(5e30, rel=1e-2)
+    clipped = torch.cat([parameter.grad for parameter in parameters]).tolist()
+    assert clipped == pytest.approx([3.0, 4.0], rel=2e-2 if dtype == torch.bfloat16 else 1e-6)
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+def test_clip_gradients_makes_all_gradients_nan_if_one_is_not_finite(value):
+    """One infinite gradient made zeros of all the finite ones, and the step passed for a clipped one."""
+    parameters = [nn.Parameter(torch.zeros(2)) for _ in range(2)]
+    parameters[0].grad, parameters[1].grad = torch.tensor([1.0, value]), torch.tensor([3.0, 4.0])
+    assert not clip_gradients(parameters, 1.0).isfinite()
+    assert all(parameter.grad.isnan().all() for parameter in parameters)
+
+
+@pytest.mark.parametrize(
+    ("gradient", "got"),
+    [
+        (torch.ones(3).to_sparse(), r"torch.sparse_coo torch.float32 of shape \(3,\)"),
+        (torch.ones(3, dtype=torch.complex64), r"torch.strided torch.complex64 of shape \(3,\)"),
+    ],
+    ids=["sparse", "complex"],
+)
+def test_clip_gradients_refuses_gradients_before_it_scales_any(gradient, got):
+    """A sparse gradient failed inside PyTorch, with a message about its back ends."""
+    dense, other = nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros_like(gradient).to_dense())
+    dense.grad, other.grad = torch.full((3,), 100.0), gradient
+    with pytest.raises(TypeError, match=f"parameters must have dense floating-point gradients, got {got}"):
+        clip_gradients([dense, other], 1.0)
+    assert dense.grad.tolist() == [100.0] * 3
 
 
 def test_clip_gradients_without_gradients_and_with_a_bad_bound():
@@ -648,8 +750,18 @@ def test_top_p_keeps_the_smallest_sufficient_set_and_at_least_one_token(top_p, k
     assert set(drawn.tolist()) == kept
 
 
-def test_generation_with_a_tiny_temperature_does_not_overflow():
-    assert generate(FixedLogits(SKEWED), torch.tensor([0]), 3, temperature=1e-45).tolist() == [1, 1, 1]
+@pytest.mark.parametrize("temperature", [1e-30, 1e-45, 1e-46, 5e-324])
+@pytest.mark.parametrize("top_p", [None, 0.9])
+def test_generation_with_a_tiny_temperature_is_greedy(temperature, top_p):
+    """A temperature that is 0 in float32 divided 0 by 0, and no token could be drawn."""
+    new = generate(FixedLogits(SKEWED), torch.tensor([0]), 3, temperature=temperature, top_p=top_p)
+    assert new.tolist() == [1, 1, 1]
+
+
+def test_generation_refuses_a_prompt_that_is_a_list():
+    """It failed with "list has no attribute ndim"."""
+    with pytest.raises(TypeError, match="prompt_tokens must be a tensor, got list"):
+        generate(FixedLogits(SKEWED), [0, 1], 1)
 
 
 def test_generation_stops_after_eos():
@@ -695,6 +807,13 @@ class UserModel(nn.Module):
         self.register_buffer("positions", torch.arange(context_length, device="cpu"))
 
 
+class HandsOn(UserModel):
+    """A constructor that takes anything, and hands it on to one that does not."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+
+
 class OtherArguments(nn.Module):
     def __init__(self, vocab_size, n_layers):
         super().__init__()
@@ -708,7 +827,7 @@ class NoConstructor(nn.Module):
 def user_module(monkeypatch):
     module = types.ModuleType("user_module")
     module.UserModel, module.OtherArguments, module.NoConstructor = UserModel, OtherArguments, NoConstructor
-    module.VALUE, module.NotAModule = 3, dict
+    module.VALUE, module.NotAModule, module.HandsOn = 3, dict, HandsOn
     monkeypatch.setitem(sys.modules, "user_module", module)
 
 
@@ -742,6 +861,15 @@ def test_load_model_class_reports_errors_of_the_users_module(tmp_path, monkeypat
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ValueError, match=r"cannot import 'broken_user_module' \(ZeroDivisionError: "):
         load_model_class("broken_user_module:Model")
+
+
+@pytest.mark.parametrize("code", ["0", "1", "'usage: train'"])
+def test_load_model_class_reports_a_users_module_that_exits(code, tmp_path, monkeypatch):
+    """A script without a main guard that ends in sys.exit(0) ended the whole command silently, as a success."""
+    (tmp_path / "exiting_user_module.py").write_text(f"import sys\nsys.exit({code})\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ValueError, match=r"cannot import 'exiting_user_module' \(SystemExit: "):
+        load_model_class("exiting_user_module:Model")
 
 
 def test_build_model_repeats_and_leaves_the_callers_random_state():
@@ -781,6 +909,14 @@ def test_build_model_passes_attention_only_where_it_is_an_argument(user_module):
     assert model.layers[0].attn.attention == "tiled"
     with pytest.raises(ValueError, match="'user_module:UserModel' brings its own attention: .* to choose 'triton'"):
         build_model(CONFIG, attention="triton", model_spec="user_module:UserModel", device="cpu")
+
+
+def test_build_model_passes_no_attention_to_a_constructor_with_kwargs(user_module):
+    """**kwargs was taken for an argument "attention", which the constructor behind it refused: every row failed."""
+    model = build_model(CONFIG, model_spec="user_module:HandsOn", device="cpu")
+    assert model.shape == (31, 12, 24, 2, 3, 40, 500.0)
+    with pytest.raises(ValueError, match="'user_module:HandsOn' brings its own attention: .* to choose 'triton'"):
+        build_model(CONFIG, attention="triton", model_spec="user_module:HandsOn", device="cpu")
 
 
 def test_build_model_refuses_integer_dtypes():

@@ -215,6 +215,8 @@ NOT_RECORDS = [
     ({"case": {**MODEL_CASE, "model": {}}}, r"record\.case of type ModelCase must have 'model' with a 'name'"),
     ({"case": {**MODEL_CASE, "model": {"name": 3}}}, r"record\.case must have a string under 'name'"),
     ({"case": {**MODEL_CASE, "precision": None}}, r"record\.case must have an object under 'precision'"),
+    ({"case": {**MODEL_CASE, "warmup": None}}, r"record\.case of type ModelCase must have 'batch' and 'warmup'"),
+    ({"mode": "train_step"}, r"record\.mode must not be train_step where the case is an AttentionShape"),
     ({"case": {**MODEL_CASE, "attention": 1}}, r"record\.case must have a string under 'attention'"),
 ]  # fmt: skip
 

@@ -15,7 +15,7 @@ import pytest
 from cs336_systems.config import MODEL_SIZES, AttentionShape, ModelCase
 from cs336_systems.records import Record, append_records, case_to_dict
 from cs336_systems.report.answers import answer
-from cs336_systems.report.blocks import Blocks
+from cs336_systems.report.blocks import CASE_TYPES, Blocks
 from cs336_systems.report.build import build_report, check_documents, update_documents
 from cs336_systems.report.figures import file_stem, problem_figures, save_figure
 from cs336_systems.report.frames import load_frame, select
@@ -569,6 +569,16 @@ def test_a_problem_that_is_no_name_is_not_reported(problem: str, tmp_path: Path)
     assert {found.parent for found in written} == {folder, folder / "tables", folder / "figures"}
 
 
+@pytest.mark.parametrize("problem", MAKERS)
+def test_a_case_of_another_problem_is_left_out(problem: str, tmp_path: Path) -> None:
+    """Its sizes were NaN on the axes of figures, and drawing them ended the report halfway."""
+    rows = MAKERS[problem]()
+    other = next(row for row in rows if row.status == "ok")
+    append_records(tmp_path / "records" / "rows.jsonl", [*rows, dataclasses.replace(other, case={"type": "Other"})])
+    with pytest.warns(UserWarning, match=rf"{problem}: a case of type 'Other', not \w+( or \w+)?, left out"):
+        assert len(Blocks.load(tmp_path).frames[problem]) == len(rows)
+
+
 @pytest.mark.parametrize("name", ["tables", "figures"])
 def test_a_link_out_of_the_folder_is_refused_before_anything_is_written(name: str, tmp_path: Path) -> None:
     folder, outside = tmp_path / "results", tmp_path / "outside"
@@ -687,4 +697,4 @@ def test_headline_does_not_speak_of_interpreted_kernels(tmp_path: Path) -> None:
 
 
 def test_every_problem_with_a_table_is_tested_here() -> None:
-    assert set(TABLES) == set(MAKERS)
+    assert set(TABLES) == set(CASE_TYPES) == set(MAKERS)

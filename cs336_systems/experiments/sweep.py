@@ -15,7 +15,7 @@ from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 from platform import python_version
-from typing import Any, Literal
+from typing import Any, Literal, TextIO
 
 from cs336_systems.config import RunConfig
 from cs336_systems.device import DeviceInfo, get_device_info
@@ -23,6 +23,11 @@ from cs336_systems.experiments.cells import Cell, Measurement
 from cs336_systems.experiments.registry import PROBLEMS
 from cs336_systems.experiments.worker import Outcome, Worker
 from cs336_systems.records import Record, append_records, case_to_dict, latest, read_records
+
+try:
+    import fcntl
+except ImportError:  # not on Windows
+    fcntl = None  # type: ignore[assignment]
 
 # Of the machine's memory, what a CPU cell may be predicted to need before it is skipped.
 USABLE_MEMORY = 0.8
@@ -94,6 +99,30 @@ class Sweep:
         self.device = get_device_info(run.device)
         self.software = software_versions()
         self.worker = Worker(run, folder / "logs" / "worker.log", interpret)
+        self._lock_file: TextIO | None = None
+
+    def lock(self) -> None:
+        """Keep other runs out of the folder until `unlock` or this process ends; ValueError if one is in it.
+
+        Two runs would measure every cell twice, and each other's load.
+        """
+        if fcntl is None:
+            return
+        path = self.folder / "logs" / "run.lock"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock_file = open(path, "w")  # noqa: SIM115 - open for as long as the folder is locked
+        try:
+            fcntl.flock(lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            lock_file.close()
+            raise ValueError(f"another run is measuring into {self.folder}") from None
+        self._lock_file = lock_file
+
+    def unlock(self) -> None:
+        """Let other runs into the folder."""
+        if self._lock_file is not None:
+            self._lock_file.close()
+            self._lock_file = None
 
     def pending(self, problem: str) -> tuple[list[Cell], Counter[str]]:
         """The cells of `problem` still to measure, and the finished ones counted by status.

@@ -21,12 +21,15 @@ def generate(
 ) -> Int[Tensor, " new"]:
     """At most `max_new_tokens` tokens that follow `prompt_tokens`, without the prompt.
 
-    The logits are divided by `temperature` (0 takes the most likely token); `top_p` then keeps the smallest set of
-    most likely tokens whose probabilities reach it, at least one (nucleus sampling, Holtzman et al.,
-    arXiv:1904.09751). Generation ends after `eos_token`, which is then the last token returned. `generator` must be
-    on the model's device. The model sees the last `context_length` tokens, and the whole of them at every step: there
-    is no key-value cache. Raises ValueError on arguments out of range.
+    The logits are divided by `temperature`; 0 takes the most likely token, as does a temperature too small for their
+    dtype to divide by. `top_p` then keeps the smallest set of most likely tokens whose probabilities reach it, at least
+    one (nucleus sampling, Holtzman et al., arXiv:1904.09751). Generation ends after `eos_token`, which is then the last
+    token returned. `generator` must be on the model's device. The model sees the last `context_length` tokens, and the
+    whole of them at every step: there is no key-value cache. Raises ValueError on arguments out of range, TypeError if
+    the prompt is not a tensor.
     """
+    if not isinstance(prompt_tokens, Tensor):
+        raise TypeError(f"prompt_tokens must be a tensor, got {type(prompt_tokens).__name__}")
     if prompt_tokens.ndim != 1 or prompt_tokens.numel() == 0:
         raise ValueError(f"prompt_tokens must have shape (tokens,), at least one, got {tuple(prompt_tokens.shape)}")
     if prompt_tokens.min() < 0 or prompt_tokens.max() >= model.vocab_size:
@@ -54,9 +57,10 @@ def generate(
 def _sample(
     logits: Float[Tensor, " vocab"], temperature: float, top_p: float | None, generator: torch.Generator | None
 ) -> Int[Tensor, " 1"]:
-    if temperature == 0:
-        return logits.argmax(dim=-1, keepdim=True)
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    # Below the smallest normal number the division may be by 0, or a product with an infinite inverse: 0/0 is NaN.
+    if temperature < torch.finfo(wide.dtype).tiny:
+        return wide.argmax(dim=-1, keepdim=True)
     # The largest logit is subtracted before the division, which a small temperature would overflow.
     probabilities = torch.softmax((wide - wide.max()) / temperature, dim=-1)
     if top_p is None:

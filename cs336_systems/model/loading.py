@@ -42,7 +42,7 @@ def load_model_class(spec: str) -> type[nn.Module]:
     module_name, class_name = match["module"], match["name"]
     try:
         module = importlib.import_module(module_name)
-    except Exception as error:  # importing runs the user's code, which may raise anything
+    except (Exception, SystemExit) as error:  # importing runs the user's code, which may raise anything
         raise ValueError(
             f"model {spec!r}: cannot import {module_name!r} ({type(error).__name__}: {error}); "
             f"is it installed or on PYTHONPATH?"
@@ -72,15 +72,16 @@ def build_model(
     """A model of `config`'s shape with initial weights drawn on `device` from `seed`.
 
     `model_spec` names the user's own class (see `load_model_class`); `attention` other than "reference" is passed to
-    it only if its constructor takes that argument, and is refused otherwise. Weights are drawn in the default dtype
-    and then converted, so that a bfloat16 model is the rounded float32 model of the same seed; different devices draw
-    different weights. The caller's random state is left as it was. Raises ValueError on a bad argument.
+    it only if its constructor has a parameter of that name (**kwargs is none), and is refused otherwise. Weights are
+    drawn in the default dtype and then converted, so that a bfloat16 model is the rounded float32 model of the same
+    seed; different devices draw different weights. The caller's random state is left as it was. Raises ValueError on a
+    bad argument.
     """
     if not dtype.is_floating_point:
         raise ValueError(f"dtype must be floating point, got {dtype}")
     model_class = TransformerLM if model_spec is None else load_model_class(model_spec)
     arguments = {name: getattr(config, name) for name in CONSTRUCTOR_ARGUMENTS}
-    if _accepts(model_class, (*CONSTRUCTOR_ARGUMENTS, "attention")):
+    if _names_attention(model_class):
         arguments["attention"] = attention
     elif attention != "reference":
         raise ValueError(
@@ -102,6 +103,12 @@ def _accepts(model_class: type[nn.Module], names: tuple[str, ...]) -> bool:
     except TypeError:
         return False
     return True
+
+
+def _names_attention(model_class: type[nn.Module]) -> bool:
+    """Whether the constructor has a parameter "attention"; **kwargs may hand on to one that knows no such argument."""
+    parameter = inspect.signature(model_class).parameters.get("attention")
+    return parameter is not None and parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
 
 
 @contextmanager

@@ -13,10 +13,15 @@ def cross_entropy(logits: Float[Tensor, "*batch vocab"], targets: Int[Tensor, "*
     """Mean over all positions of `logsumexp(logits) - logits[target]`, in nats.
 
     Low-precision logits are converted to float32 first; float64 stays. The log-sum-exp subtracts the largest logit, so
-    logits of any finite size neither overflow nor vanish. Every position counts: there is no ignored target, and one
-    outside [0, vocab) is an index error. Raises ValueError if the leading shapes differ, targets are not integers, or
-    there are none.
+    logits of any finite size neither overflow nor vanish. Every position counts: there is no ignored target. That
+    targets are in [0, vocab) is not checked here, which would wait for the GPU: PyTorch's gather raises RuntimeError on
+    the CPU, and on a GPU stops with a device-side assertion, after which the process cannot use the GPU any more.
+    Raises TypeError if logits are not a real floating-point tensor, and ValueError if the leading shapes differ,
+    targets are not integers, or there are none.
     """
+    if not isinstance(logits, Tensor) or not logits.is_floating_point():
+        got = logits.dtype if isinstance(logits, Tensor) else type(logits).__name__
+        raise TypeError(f"logits must be a real floating-point tensor, got {got}")
     if targets.dtype not in INTEGER_DTYPES:
         raise ValueError(f"targets must be integers, got {targets.dtype}")
     if logits.ndim == 0 or targets.shape != logits.shape[:-1]:

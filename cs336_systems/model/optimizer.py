@@ -32,8 +32,10 @@ class AdamW(torch.optim.Optimizer):
     eps stands outside the bias correction, so torch.optim.AdamW's eps is sqrt(1 − β2^t) times as large.
     State of a parameter: "step" (int), "exp_avg" and "exp_avg_sq" (its own dtype and device). Everything is updated in
     place; the only temporary is sqrt(v), in batches of at most `TEMPORARY_BYTES`, so that a step needs little more
-    memory than parameters, gradients and state. Raises ValueError on hyper-parameters out of range, and on parameters
-    that are not real floating point or have sparse gradients.
+    memory than parameters, gradients and state. A hyper-parameter may be a scalar tensor, whose value is read at each
+    step (on a GPU, a synchronisation), and a state dict of torch.optim.AdamW can be loaded. Raises ValueError on
+    hyper-parameters out of range, and on parameters that are not real floating point or have sparse gradients; the
+    latter before anything is updated.
     """
 
     def __init__(
@@ -58,6 +60,7 @@ class AdamW(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._refuse_unsupported()
         for group in self.param_groups:
             ready = defaultdict(list)  # parameters that one multi-tensor call may update together
             for parameter in group["params"]:
@@ -69,34 +72,43 @@ class AdamW(torch.optim.Optimizer):
                     self._update(batch, step, group)
         return loss
 
+    def _refuse_unsupported(self) -> None:
+        """ValueError on a parameter that cannot be updated, before any other one is."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                if not parameter.is_floating_point() or parameter.grad.layout != torch.strided:
+                    raise ValueError(
+                        f"params must be floating point with dense gradients, "
+                        f"got {parameter.dtype} of shape {tuple(parameter.shape)}"
+                    )
+
     def _advance(self, parameter: Tensor) -> int:
         """Count one more step of `parameter`, whose state is made at the first."""
-        if not parameter.is_floating_point() or parameter.grad.layout != torch.strided:  # type: ignore[union-attr]
-            raise ValueError(
-                f"params must be floating point with dense gradients, "
-                f"got {parameter.dtype} of shape {tuple(parameter.shape)}"
-            )
         state = self.state[parameter]
         if not state:
             state["step"] = 0
             state["exp_avg"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
             state["exp_avg_sq"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
-        state["step"] += 1
+        state["step"] = int(state["step"]) + 1  # torch.optim.AdamW's is a tensor
         return state["step"]
 
     def _update(self, parameters: list[Tensor], step: int, group: dict[str, Any]) -> None:
-        lr, (beta1, beta2) = group["lr"], group["betas"]
+        # float: the multi-tensor calls take a tensor as one factor for each parameter, or not at all.
+        lr, weight_decay, eps = (float(group[name]) for name in ("lr", "weight_decay", "eps"))
+        beta1, beta2 = (float(beta) for beta in group["betas"])
         gradients: list[Any] = [parameter.grad for parameter in parameters]  # none is None: see step
         exp_avgs = [self.state[parameter]["exp_avg"] for parameter in parameters]
         exp_avg_sqs = [self.state[parameter]["exp_avg_sq"] for parameter in parameters]
 
-        if group["weight_decay"] != 0:
-            torch._foreach_mul_(parameters, 1 - lr * group["weight_decay"])
+        if weight_decay != 0:
+            torch._foreach_mul_(parameters, 1 - lr * weight_decay)
         torch._foreach_lerp_(exp_avgs, gradients, 1 - beta1)
         torch._foreach_mul_(exp_avg_sqs, beta2)
         torch._foreach_addcmul_(exp_avg_sqs, gradients, gradients, 1 - beta2)
         denominators = torch._foreach_sqrt(exp_avg_sqs)
-        torch._foreach_add_(denominators, group["eps"])
+        torch._foreach_add_(denominators, eps)
         step_size = lr * math.sqrt(1 - beta2**step) / (1 - beta1**step)
         torch._foreach_addcdiv_(parameters, exp_avgs, denominators, -step_size)
 
@@ -104,9 +116,12 @@ class AdamW(torch.optim.Optimizer):
 def clip_gradients(parameters: Tensor | Iterable[Tensor], max_norm: float, eps: float = 1e-6) -> Tensor:
     """Scale all gradients in place by `min(1, max_norm / (norm + eps))` and return `norm`, a scalar tensor.
 
-    `norm` is the 2-norm of all gradients taken as one vector, before scaling, accumulated in float32 at least. No host
-    synchronisation. Parameters without a gradient are passed over; without any, the norm is 0. A norm that is not
-    finite is returned as it is, and leaves the gradients not finite. Raises ValueError if max_norm is not positive.
+    `norm` is the 2-norm of all gradients taken as one vector, before scaling: accumulated in float64, so that squares
+    of float32 do not overflow, and returned in float32 at least. No host synchronisation. Parameters without a gradient
+    are passed over; without any, the norm is 0. If the accumulated norm is not finite, since a gradient is not (or
+    float64 gradients exceed 1e154), every gradient becomes NaN: a step with them cannot pass for a clipped one. Raises
+    ValueError if max_norm is not positive, and TypeError, before any is scaled, on gradients that are sparse or not
+    real floating point.
     """
     if not max_norm > 0:
         raise ValueError(f"max_norm must be positive, got {max_norm}")
@@ -115,6 +130,11 @@ def clip_gradients(parameters: Tensor | Iterable[Tensor], max_norm: float, eps: 
     by_device = defaultdict(list)
     for parameter in parameters:
         if parameter.grad is not None:
+            if parameter.grad.layout != torch.strided or not parameter.grad.is_floating_point():
+                raise TypeError(
+                    f"parameters must have dense floating-point gradients, got {parameter.grad.layout} "
+                    f"{parameter.grad.dtype} of shape {tuple(parameter.grad.shape)}"
+                )
             by_device[parameter.grad.device].append(parameter.grad.detach())
     if not by_device:
         return torch.zeros(())
@@ -122,12 +142,15 @@ def clip_gradients(parameters: Tensor | Iterable[Tensor], max_norm: float, eps: 
     gradients = [gradient for group in by_device.values() for gradient in group]
     dtype = reduce(torch.promote_types, (gradient.dtype for gradient in gradients), torch.float32)
     first_device = gradients[0].device
-    norms = [norm.to(first_device) for group in by_device.values() for norm in torch._foreach_norm(group, 2, dtype)]
+    norms = [
+        norm.to(first_device) for group in by_device.values() for norm in torch._foreach_norm(group, 2, torch.float64)
+    ]
     total_norm = torch.linalg.vector_norm(torch.stack(norms))
-    scale = (max_norm / (total_norm + eps)).clamp(max=1.0)
+    # An infinite norm alone would make the scale 0, and zeros of all finite gradients.
+    scale = (max_norm / (total_norm + eps)).clamp(max=1.0).where(total_norm.isfinite(), math.nan)
     for device, group in by_device.items():
-        torch._foreach_mul_(group, scale.to(device))
-    return total_norm
+        torch._foreach_mul_(group, scale.to(device, dtype))
+    return total_norm.to(dtype)
 
 
 def _validate_hyperparameters(group: dict[str, Any]) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import warnings
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -28,6 +29,13 @@ from cs336_systems.report.sections import Section
 from cs336_systems.report.tables import TABLES, problem_table, sections
 
 HEADLINE = "headline"
+CASE_TYPES = {  # of the problems with tables and figures of their own
+    "benchmarking_script": ("ModelCase",),
+    "pytorch_attention": ("AttentionShape",),
+    "torch_compile": ("AttentionShape", "ModelCase"),
+    "flash_benchmarking": ("AttentionShape",),
+    "leaderboard_2025": ("AttentionShape",),
+}
 KINDS = ("table", "answer", "figures")
 
 
@@ -45,7 +53,7 @@ class Blocks:
     def load(cls, folder: Path) -> Blocks:
         """Read all of `folder`/records; ValueError if there is none, or if devices or scales are mixed."""
         paths = sorted((folder / "records").glob("*.jsonl"))
-        records = latest(record for path in paths for record in read_records(path))
+        records = _of_known_cases(latest(record for path in paths for record in read_records(path)))
         if not records:
             raise ValueError(f"{folder / 'records'}: no records to report")
         refuse_mixture("devices", [str(record.device.get("name")) for record in records])
@@ -119,6 +127,21 @@ class Blocks:
             links = self._figures(problem, "", document) if self.plots(problem) else ""
             parts += [part for part in (said, links, self._table(problem, "")) if part]
         return "\n\n".join(parts) + "\n"
+
+
+def _of_known_cases(records: list[Record]) -> list[Record]:
+    """`records` without those of a problem whose tables and figures could not place their case; a warning names it."""
+    kept = []
+    for record in records:
+        types = CASE_TYPES.get(record.problem)
+        if types is None or record.case["type"] in types:
+            kept.append(record)
+        else:
+            wanted = " or ".join(types)
+            warnings.warn(
+                f"{record.problem}: a case of type {record.case['type']!r}, not {wanted}, left out", stacklevel=3
+            )
+    return kept
 
 
 def digest(records: list[Record]) -> str:

@@ -1,0 +1,137 @@
+"""Model cells: a model that does not work is never recorded as timed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from cs336_systems.config import ModelCase, ModelConfig, RunConfig
+from cs336_systems.experiments import model_cells
+from cs336_systems.experiments.cells import Cell, Disagreement
+from cs336_systems.experiments.model_cells import MODEL_MODES, measure_model, measure_warmup, model_cell, time_row
+from tests.broken_models import Bigram
+
+MODEL = ModelConfig(
+    name="test", d_model=8, d_ff=16, num_layers=1, num_heads=1, vocab_size=11, context_length=6, rope_theta=500.0
+)
+CASE = ModelCase(model=MODEL, batch=2, attention="reference", warmup=0)
+
+
+class NotFinite(Bigram):
+    value = float("nan")
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        logits = super().forward(tokens)
+        logits[-1, -1, -1] += self.value
+        return logits
+
+
+class Infinite(NotFinite):
+    value = float("inf")
+
+
+class OnePosition(Bigram):
+    def forward(self, tokens: Tensor) -> Tensor:
+        return super().forward(tokens)[:, :1]
+
+
+class LargerVocabulary(Bigram):
+    def forward(self, tokens: Tensor) -> Tensor:
+        return nn.functional.pad(super().forward(tokens), (0, 1))
+
+
+class Pair(Bigram):
+    def forward(self, tokens: Tensor) -> tuple[Tensor, None]:
+        return super().forward(tokens), None
+
+
+class Integers(Bigram):
+    def forward(self, tokens: Tensor) -> Tensor:
+        return super().forward(tokens).long()
+
+
+class NoParameters(nn.Module):
+    def __init__(self, vocab_size, context_length, d_model, num_layers, num_heads, d_ff, rope_theta):
+        super().__init__()
+        self.vocab_size = vocab_size
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return torch.zeros(*tokens.shape, self.vocab_size)
+
+
+class NotFiniteInTraining(Bigram):
+    def forward(self, tokens: Tensor) -> Tensor:
+        logits = super().forward(tokens)
+        return logits * float("nan") if torch.is_grad_enabled() else logits
+
+
+BROKEN = [
+    (NotFinite, r"the model's {what} must be finite, got values from nan to nan"),
+    (Infinite, r"the model's {what} must be finite, got values from .* to (inf|nan)"),
+    (OnePosition, r"logits of shape .* = \(2, 6, 11\), got torch.float32 of shape \(2, 1, 11\)"),
+    (LargerVocabulary, r"logits of shape .* = \(2, 6, 11\), got torch.float32 of shape \(2, 6, 12\)"),
+    (Integers, r"floating-point logits of shape .*, got torch.int64 of shape \(2, 6, 11\)"),
+    (Pair, "the model must return a tensor of logits, got tuple"),
+    (NoParameters, "the model has no parameters"),
+]
+
+
+def run_with(model: type[nn.Module]) -> RunConfig:
+    return RunConfig(scale="tiny", device="cpu", model=f"{__name__}:{model.__name__}")
+
+
+def cell_of(*modes: str) -> Cell:
+    return model_cell("benchmarking_script", CASE, "eager", tuple(time_row(mode, CASE) for mode in modes))
+
+
+@pytest.mark.parametrize("mode", MODEL_MODES)
+@pytest.mark.parametrize("model, message", BROKEN, ids=[model.__name__ for model, _ in BROKEN])
+def test_a_broken_model_is_not_timed(model, message, mode, monkeypatch):
+    """A user's model that returned NaN, one position, a pair or constants was recorded as ok, and as very fast."""
+    monkeypatch.setattr(model_cells, "time_calls", lambda *_, **__: pytest.fail("timed before it was checked"))
+    with pytest.raises(Disagreement, match=message.format(what="logits")):
+        next(measure_model(cell_of(mode), run_with(model)))
+
+
+@pytest.mark.parametrize("mode", MODEL_MODES)
+@pytest.mark.parametrize("model, message", BROKEN, ids=[model.__name__ for model, _ in BROKEN])
+def test_a_broken_model_has_no_warmup_series(model, message, mode):
+    what = "logits" if mode == "forward" else "loss"
+    with pytest.raises(Disagreement, match=message.format(what=what)):
+        next(measure_warmup(cell_of(mode), run_with(model), num_steps=2))
+
+
+def test_a_model_that_breaks_in_training_keeps_its_forward():
+    measured = []
+    with pytest.raises(Disagreement, match="the model's loss must be finite, got values from nan to nan"):
+        for measurement in measure_model(cell_of(*MODEL_MODES), run_with(NotFiniteInTraining)):
+            measured.append(measurement.row.mode)
+    assert measured == ["forward"]
+
+
+def test_the_warmup_series_begins_with_the_models_first_step(monkeypatch):
+    """The check of the output comes after the series: one before it would be a warm-up step that no row counts."""
+    events = []
+    time_once, require_finite = model_cells.time_once, model_cells._require_finite
+    forward = model_cells.TrainingStep.forward
+
+    def record(name, call):
+        def recorded(*arguments):
+            events.append(name)
+            return call(*arguments)
+
+        return recorded
+
+    monkeypatch.setattr(model_cells, "time_once", record("time", time_once))
+    monkeypatch.setattr(model_cells, "_require_finite", record("check", require_finite))
+    monkeypatch.setattr(model_cells.TrainingStep, "forward", record("step", forward))
+    (measurement,) = measure_warmup(cell_of("forward"), run_with(Bigram), num_steps=3)
+    assert events == ["time", "step"] * 3 + ["check"]
+    assert len(measurement.samples) == 3
+
+
+def test_a_working_model_is_timed_in_every_mode():
+    measured = list(measure_model(cell_of(*MODEL_MODES), run_with(Bigram)))
+    assert [measurement.row.mode for measurement in measured] == list(MODEL_MODES)
+    assert all(sample > 0 for measurement in measured for sample in measurement.samples)
