@@ -182,7 +182,7 @@ def run(
         sweep.worker.kill()  # also where the interrupt came between two cells
         sweep.unlock()
     typer.echo(f"records: {folder / 'records'}")
-    if totals and not totals["ok"] and not totals["ok before"]:
+    if totals and not any(status.startswith(("ok", "partly")) for status in totals):
         typer.echo("error: nothing could be measured", err=True)
         raise typer.Exit(EXIT_NOTHING_MEASURED)
 
@@ -213,7 +213,8 @@ def _run_problem(
             progress.advance(task)
         progress.update(task, cell="")
     left = len(cells) - measured
-    hints = {"failed before": " (--rerun failed measures them again)"}
+    hint = " (--rerun failed measures them again)"
+    hints = {"failed before": hint, "partly failed before": hint}
     summary = ", ".join(f"{count} {status}{hints.get(status, '')}" for status, count in counts.items()) or "no cells"
     later = f"; {left} cells left for a later run" if left else ""
     typer.echo(f"{name}: {summary} in {time.monotonic() - start:.0f} s{later}")

@@ -253,3 +253,10 @@ def test_results_folder_is_named_after_device_and_scale(tmp_path):
     device = sweep_module.get_device_info("cpu")
     assert results_folder(tmp_path, device, TINY).name == f"{device.slug}-tiny"
     assert results_folder(tmp_path, device, replace(TINY, scale="handout")).name == device.slug
+
+
+def test_a_cell_that_broke_midway_does_not_count_as_ok():
+    """A forward that fits and a backward that does not were summed up as ok."""
+    assert sweep_module.cell_status(["ok", "ok"]) == "ok"
+    assert sweep_module.cell_status(["ok", "oom", "oom"]) == "partly oom"
+    assert sweep_module.cell_status(["failed", "failed"]) == "failed"

@@ -22,6 +22,7 @@ from cs336_systems.attention.reference import attention_reference
 from cs336_systems.attention.tiled import tiled_backward, tiled_forward
 from cs336_systems.attention.tiles import AttentionConfig
 from cs336_systems.attention.validation import (
+    autocast_kind,
     check_attention_inputs,
     refuse_forward_mode,
     resolve_scale,
@@ -125,8 +126,8 @@ def _autocast(x: Tensor) -> Tensor:
     """x in autocast's dtype where autocast is on and x has 16 or 32 bits; anything else is for the checks to judge."""
     if not isinstance(x, Tensor) or x.dtype not in (torch.float32, torch.float16, torch.bfloat16):
         return x
-    kind = x.device.type
-    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+    kind = autocast_kind(x)
+    if kind is not None and torch.is_autocast_enabled(kind):
         return x.to(torch.get_autocast_dtype(kind))
     return x
 

@@ -68,7 +68,15 @@ def refuse_forward_mode(*tensors: Tensor) -> None:
         raise NotImplementedError("forward-mode AD is not supported here; backend='reference' has it")
 
 
+def autocast_kind(x: Tensor) -> str | None:
+    """x's device type if autocast exists there, else None.
+
+    A list and not `torch.amp.is_autocast_available`, which torch 2.11's compiler cannot trace.
+    """
+    return x.device.type if x.device.type in ("cpu", "cuda") else None
+
+
 def without_autocast(x: Tensor) -> AbstractContextManager[Any]:
     """Autocast off on x's device: what accumulates in float32 must not be cast back to 16 bits."""
-    kind = x.device.type
-    return torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext()
+    kind = autocast_kind(x)
+    return nullcontext() if kind is None else torch.autocast(kind, enabled=False)

@@ -235,9 +235,12 @@ class Sweep:
 
 
 def cell_status(statuses: Iterable[str]) -> str:
-    """One word for a cell by its rows' statuses: ok if anything was measured, else why not."""
+    """What a cell came to by its rows' statuses: ok, why nothing was measured, or `partly` and why not all."""
     statuses = list(statuses)
-    return "ok" if "ok" in statuses else statuses[0]
+    others = [status for status in statuses if status != "ok"]
+    if not others:
+        return "ok"
+    return others[0] if len(others) == len(statuses) else f"partly {others[0]}"
 
 
 def id_of(row: Any) -> tuple[Any, ...]:
