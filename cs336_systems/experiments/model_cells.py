@@ -19,7 +19,7 @@ from cs336_systems.profiling.memory import release
 from cs336_systems.profiling.timing import time_calls, time_once
 
 MODEL_MODES = ("forward", "forward_backward", "train_step")
-BUDGET_MS = 3000.0  # of timed steps a mode, at least five and at most a hundred of them
+BUDGET_MS = {"cuda": 3000.0, "cpu": 1000.0}  # of timed steps a mode, at least five and at most a hundred of them
 # A compiled model may reorder float32 sums: its logits and its loss agree with eager's within this times the largest.
 TOLERANCE = 1e-3
 
@@ -142,8 +142,9 @@ def measure_model(cell: Cell, run: RunConfig) -> Iterator[Measurement]:
         elif mode != "forward":
             step.reset()
             _require_finite("loss", step.forward_backward())
+        budget_ms = BUDGET_MS[run.device]
         samples = time_calls(
-            getattr(step, mode), device=run.device, warmup=case.warmup, before=step.reset, budget_ms=BUDGET_MS
+            getattr(step, mode), device=run.device, warmup=case.warmup, before=step.reset, budget_ms=budget_ms
         )
         step.reset()
         yield Measurement(row=rows[mode, "time"], samples=samples)
