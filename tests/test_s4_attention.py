@@ -462,11 +462,9 @@ def test_compiled_stages_meet_the_contract(device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", ["tiled", "triton"])
 def test_operator_check(backend, device):
-    """PyTorch's own checks of a custom operator: schema, fake tensors, autograd registration."""
-    if backend == "reference":
-        pytest.skip("plain PyTorch, not an operator")
+    """PyTorch's own checks of a custom operator: schema and fake tensors."""
     from cs336_systems.attention.api import tiled_attention
     from cs336_systems.attention.triton.function import triton_attention
 
