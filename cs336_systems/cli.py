@@ -12,10 +12,8 @@ import signal
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -23,15 +21,22 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from cs336_systems.commands.doctor import doctor
+from cs336_systems.commands.shared import (
+    EXIT_NOTHING_MEASURED,
+    EXIT_SIGNAL,
+    DeviceOption,
+    ResultsOption,
+    one_line_errors,
+    termination_interrupts,
+)
+
 if TYPE_CHECKING:
     from cs336_systems.experiments.cells import Cell
     from cs336_systems.experiments.sweep import Sweep
 
 PUBLISHED_FOLDER = "nvidia-h200"  # whose records the writeup and the README show
 DOCUMENTS = ("README.md", "writeup.md")
-EXIT_NOTHING_MEASURED = 1
-EXIT_WRONG_ARGUMENT = 2
-EXIT_SIGNAL = 128  # plus the signal's number
 
 app = typer.Typer(
     add_completion=False,
@@ -39,66 +44,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Reference implementation and lab for the systems half of building language models.",
 )
-ResultsOption = Annotated[Path, typer.Option(help="Folder of the results folders.")]
-DeviceOption = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
-
-
-@contextmanager
-def one_line_errors() -> Iterator[None]:
-    """Turn a caller's mistake into one line and exit code 2."""
-    try:
-        yield
-    except (ValueError, TypeError, OSError) as error:
-        typer.echo(f"error: {' '.join(str(error).split())}", err=True)
-        raise typer.Exit(EXIT_WRONG_ARGUMENT) from None
-
-
-class Terminated(KeyboardInterrupt):
-    """A signal that asks the process to end, handled as Ctrl-C is."""
-
-    def __init__(self, signal_number: int) -> None:
-        super().__init__(signal_number)
-        self.signal_number = signal_number
-
-
-@contextmanager
-def termination_interrupts() -> Iterator[None]:
-    """Let SIGTERM and SIGHUP raise `Terminated`, so that what a `finally` ends is ended for them too."""
-
-    def interrupt(signal_number: int, _: FrameType | None) -> None:
-        raise Terminated(signal_number)
-
-    previous = {}
-    for name in ("SIGTERM", "SIGHUP"):
-        number = getattr(signal, name, None)  # there is no SIGHUP on Windows
-        if number is not None and signal.getsignal(number) is not signal.SIG_IGN:  # under nohup it stays ignored
-            previous[number] = signal.signal(number, interrupt)
-    try:
-        yield
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
-
-
-@app.command()
-def doctor() -> None:
-    """Say what this machine is, which attention back ends run on it, and what is missing for the others."""
-    from cs336_systems.device import available_backends, device_peak, get_device_info, recommended_dtype
-    from cs336_systems.experiments.sweep import software_versions
-
-    info = get_device_info()
-    peak = device_peak(info)
-    table = Table(show_header=False, box=None)
-    for key, value in info.to_dict().items():
-        table.add_row(key, str(value))
-    for package, version in software_versions().items():
-        table.add_row(package, version)
-    table.add_row("recommended dtype", recommended_dtype(info.compute_capability))
-    if info.kind == "cuda":
-        table.add_row("peak", f"{peak} " if peak else "unknown GPU: no peak, so no MFU")
-    for backend, state in available_backends(info).items():
-        table.add_row(f"backend {backend}", state)
-    Console().print(table)
+app.command()(doctor)
 
 
 @app.command("list")

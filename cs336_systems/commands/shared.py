@@ -1,0 +1,56 @@
+"""What the subcommands share: exit codes, options, one-line errors, and signals that end a run as Ctrl-C does."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Annotated
+
+import typer
+
+EXIT_NOTHING_MEASURED = 1
+EXIT_WRONG_ARGUMENT = 2
+EXIT_SIGNAL = 128  # plus the signal's number
+
+ResultsOption = Annotated[Path, typer.Option(help="Folder of the results folders.")]
+DeviceOption = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
+
+
+@contextmanager
+def one_line_errors() -> Iterator[None]:
+    """Turn a caller's mistake into one line and exit code 2."""
+    try:
+        yield
+    except (ValueError, TypeError, OSError) as error:
+        typer.echo(f"error: {' '.join(str(error).split())}", err=True)
+        raise typer.Exit(EXIT_WRONG_ARGUMENT) from None
+
+
+class Terminated(KeyboardInterrupt):
+    """A signal that asks the process to end, handled as Ctrl-C is."""
+
+    def __init__(self, signal_number: int) -> None:
+        super().__init__(signal_number)
+        self.signal_number = signal_number
+
+
+@contextmanager
+def termination_interrupts() -> Iterator[None]:
+    """Let SIGTERM and SIGHUP raise `Terminated`, so that what a `finally` ends is ended for them too."""
+
+    def interrupt(signal_number: int, _: FrameType | None) -> None:
+        raise Terminated(signal_number)
+
+    previous = {}
+    for name in ("SIGTERM", "SIGHUP"):
+        number = getattr(signal, name, None)  # there is no SIGHUP on Windows
+        if number is not None and signal.getsignal(number) is not signal.SIG_IGN:  # under nohup it stays ignored
+            previous[number] = signal.signal(number, interrupt)
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
