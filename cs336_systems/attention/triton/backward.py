@@ -21,7 +21,6 @@ from torch import Tensor
 
 from cs336_systems.attention.tiles import KernelConfig, head_tile
 from cs336_systems.attention.triton.steps import (
-    FLOAT32_PRECISION,
     LOG2_E,
     fold_keys,
     fold_queries,
@@ -280,16 +279,14 @@ def launch_backward(
     delta = launch_preprocess(output, lse, grad_output, grad_lse)
     strides = (*q.stride(), *k.stride(), *v.stride(), *grad_output.stride())
     scale_log2 = scale * LOG2_E.value
-    common = {
-        "GROUP": heads // kv_heads, "D": head_dim, "D_TILE": head_tile(head_dim),
-        "IS_CAUSAL": is_causal, "PRECISION": FLOAT32_PRECISION,
-    }  # fmt: skip
+    common = {"GROUP": heads // kv_heads, "D": head_dim, "D_TILE": head_tile(head_dim), "IS_CAUSAL": is_causal}
 
     grid = (triton.cdiv(num_keys, dkdv_config.key_tile) * batch * kv_heads,)
     flash_backward_dkdv_kernel[grid](
         q, k, v, grad_output, lse, delta, grad_k, grad_v, *strides,
         kv_heads, num_queries, num_keys, scale, scale_log2, 0.0, **common,
         Q_TILE_SIZE=dkdv_config.query_tile, K_TILE_SIZE=dkdv_config.key_tile,
+        PRECISION=dkdv_config.precision,
         num_warps=dkdv_config.num_warps, num_stages=dkdv_config.num_stages,
     )  # fmt: skip
     grid = (triton.cdiv(num_queries, dq_config.query_tile) * batch * heads,)
@@ -297,6 +294,7 @@ def launch_backward(
         q, k, v, grad_output, lse, delta, grad_q, *strides,
         heads, num_queries, num_keys, scale, scale_log2, 0.0, **common,
         Q_TILE_SIZE=dq_config.query_tile, K_TILE_SIZE=dq_config.key_tile,
+        PRECISION=dq_config.precision,
         num_warps=dq_config.num_warps, num_stages=dq_config.num_stages,
     )  # fmt: skip
     return grad_q, grad_k, grad_v

@@ -27,7 +27,6 @@ from torch import Tensor
 from cs336_systems.attention.tiles import KernelConfig, head_tile
 from cs336_systems.attention.triton.backward import launch_preprocess
 from cs336_systems.attention.triton.steps import (
-    FLOAT32_PRECISION,
     LOG2_E,
     LOWEST,
     accumulate,
@@ -379,16 +378,16 @@ def _column_lists(lists: TileLists) -> tuple[Tensor, ...]:
     )  # fmt: skip
 
 
-def _constants(q: Tensor, k: Tensor, lists: TileLists) -> dict[str, int | str]:
+def _constants(q: Tensor, k: Tensor, lists: TileLists) -> dict[str, int]:
     query_block, key_block = lists.block_size
     return {
         "GROUP": q.shape[1] // k.shape[1], "D": q.shape[3], "D_TILE": head_tile(q.shape[3]),
-        "Q_BLOCK": query_block, "K_BLOCK": key_block, "PRECISION": FLOAT32_PRECISION,
+        "Q_BLOCK": query_block, "K_BLOCK": key_block,
     }  # fmt: skip
 
 
-def _launch_options(config: KernelConfig) -> dict[str, int]:
+def _launch_options(config: KernelConfig) -> dict[str, int | str]:
     return {
-        "Q_TILE_SIZE": config.query_tile, "K_TILE_SIZE": config.key_tile,
+        "Q_TILE_SIZE": config.query_tile, "K_TILE_SIZE": config.key_tile, "PRECISION": config.precision,
         "num_warps": config.num_warps, "num_stages": config.num_stages,
     }  # fmt: skip

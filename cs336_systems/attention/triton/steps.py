@@ -22,8 +22,6 @@ LN_2 = tl.constexpr(0.6931471805599453)
 # Where running maxima start. Finite, so that a tile whose scores are all -inf gives exp2(-inf - m) = 0 and not
 # exp2(-inf + inf) = NaN; any finite score replaces it.
 LOWEST = tl.constexpr(-3.4028234663852886e38)
-# How float32 dots multiply, in every kernel: "ieee" on the FMA units, or "tf32x3" in three passes on tensor cores.
-FLOAT32_PRECISION = "ieee"
 
 
 @triton.jit
