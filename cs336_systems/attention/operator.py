@@ -19,6 +19,10 @@ from cs336_systems.attention.validation import check_attention_inputs
 AttentionForward = Callable[..., tuple[Tensor, Tensor]]
 # backward(q, k, v, output, lse, grad_output, grad_lse or None, *extras, is_causal, scale, config) -> (dq, dk, dv)
 AttentionBackward = Callable[..., tuple[Tensor, Tensor, Tensor]]
+# The `extras` of operators on packed documents.
+VARLEN_ARGUMENTS = {
+    "cu_seqlens_q": "Tensor", "cu_seqlens_k": "Tensor", "max_seqlen_q": "SymInt", "max_seqlen_k": "SymInt",
+}  # fmt: skip
 
 
 def attention_operator(
