@@ -5,6 +5,7 @@ from cs336_systems.attention.masks import BlockMask
 from cs336_systems.attention.reference import attention_reference
 from cs336_systems.attention.tiled import FlashAttentionPyTorch
 from cs336_systems.attention.tiles import AttentionConfig, KernelConfig, select_config
+from cs336_systems.attention.varlen import flash_attention_varlen
 
 __all__ = [
     "AttentionConfig",
@@ -15,6 +16,7 @@ __all__ = [
     "attention_reference",
     "explain_backend",
     "flash_attention",
+    "flash_attention_varlen",
     "select_config",
 ]
 

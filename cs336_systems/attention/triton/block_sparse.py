@@ -64,9 +64,14 @@ class TileLists(NamedTuple):
 
 
 def fit_to_blocks(config: KernelConfig, block_size: tuple[int, int]) -> KernelConfig:
-    """`config` with tiles that divide the mask's; both are powers of two."""
+    """`config` with tiles that divide the mask's; both are powers of two. Fewer rows take fewer warps.
+
+    The rows that warps share are those of the tile that a program holds: of queries, of keys for dkdv.
+    """
     query_tile, key_tile = (min(tile, block) for tile, block in zip((config.query_tile, config.key_tile), block_size))
-    return replace(config, query_tile=query_tile, key_tile=key_tile)
+    held, fitted = (config.key_tile, key_tile) if config.kernel == "dkdv" else (config.query_tile, query_tile)
+    num_warps = max(min(4, config.num_warps), config.num_warps * fitted // held)
+    return replace(config, query_tile=query_tile, key_tile=key_tile, num_warps=num_warps)
 
 
 @triton.jit
@@ -76,10 +81,25 @@ def _list_of_tile(batch, head, block, num_blocks, MASK_BATCHES, MASK_HEADS):
 
 
 @triton.jit
-def _is_attended(pattern_ptr, rows, columns, WORDS: tl.constexpr):
-    """The token bits at `rows` x `columns` of a mask's tile, broadcast against each other: 32 columns to a word."""
-    words = tl.load(pattern_ptr + rows * WORDS + columns // KEYS_PER_WORD)
-    return ((words >> (columns % KEYS_PER_WORD)) & 1) != 0
+def _is_attended(
+    token_bits, pattern, rows, first_column,
+    Q_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr, K_TILE_SIZE: tl.constexpr, TRANSPOSED: tl.constexpr,
+):  # fmt: skip
+    """Bits of the mask's tile number `pattern` at `rows` and K_TILE_SIZE columns: (rows, columns), or TRANSPOSED.
+
+    A word holds 32 columns. Each is loaded once a row and spread by selection: a tile of pointers, one to each bit's
+    word, would cost more registers than the scores.
+    """
+    WORDS: tl.constexpr = K_BLOCK // KEYS_PER_WORD
+    NUM_LOADED: tl.constexpr = (K_TILE_SIZE + KEYS_PER_WORD - 1) // KEYS_PER_WORD
+    columns = tl.arange(0, K_TILE_SIZE)
+    pointers = token_bits + pattern.to(tl.int64) * (Q_BLOCK * WORDS) + rows * WORDS + first_column // KEYS_PER_WORD
+    axis: tl.constexpr = 0 if TRANSPOSED else 1
+    words = tl.expand_dims(tl.load(pointers), axis)
+    for word in tl.static_range(1, NUM_LOADED):
+        is_here = tl.expand_dims(columns // KEYS_PER_WORD == word, 1 - axis)
+        words = tl.where(is_here, tl.expand_dims(tl.load(pointers + word), axis), words)
+    return ((words >> tl.expand_dims((first_column + columns) % KEYS_PER_WORD, 1 - axis)) & 1) != 0
 
 
 @triton.jit
@@ -91,15 +111,15 @@ def _visit_listed_keys(
 ):  # fmt: skip
     """Fold the listed key tiles into the running (accumulator, m, l); `block_rows` are Q's rows in the mask's tile."""
     STEPS: tl.constexpr = K_BLOCK // K_TILE_SIZE
-    WORDS: tl.constexpr = K_BLOCK // KEYS_PER_WORD
     for step in tl.range(0, num_listed * STEPS):
-        block_columns = step % STEPS * K_TILE_SIZE + tl.arange(0, K_TILE_SIZE)
-        key_rows = tl.load(indices + step // STEPS) * K_BLOCK + block_columns
+        first_column = step % STEPS * K_TILE_SIZE  # of the kernel's tile in the mask's
+        key_rows = tl.load(indices + step // STEPS) * K_BLOCK + first_column + tl.arange(0, K_TILE_SIZE)
         K = load_rows(K_base, key_rows, N_KEYS, stride_ks, stride_kd, D, D_TILE, PARTIAL)
         S = tl.dot(Q, tl.trans(K), input_precision=PRECISION)  # (Q_TILE_SIZE, K_TILE_SIZE), not yet scaled
         if PARTIAL:
-            pattern = token_bits + tl.load(patterns + step // STEPS).to(tl.int64) * (Q_BLOCK * WORDS)
-            S = tl.where(_is_attended(pattern, block_rows[:, None], block_columns[None, :], WORDS), S, float("-inf"))
+            pattern = tl.load(patterns + step // STEPS)
+            attended = _is_attended(token_bits, pattern, block_rows, first_column, Q_BLOCK, K_BLOCK, K_TILE_SIZE, False)
+            S = tl.where(attended, S, float("-inf"))
         P, rescale, m, l = online_softmax(S, m, l, scale_log2)
         V = load_rows(V_base, key_rows, N_KEYS, stride_vs, stride_vd, D, D_TILE, PARTIAL)
         accumulator = accumulate(accumulator * rescale[:, None], P.to(V.dtype), V, ZERO, PRECISION)
@@ -155,17 +175,16 @@ def block_sparse_forward_kernel(
 
 @triton.jit
 def _visit_listed_queries(
-    dK, dV, K, V, block_columns, Q_base, dO_base, L_base, D_base, num_listed, indices, patterns, token_bits,
+    dK, dV, K, V, first_column, Q_base, dO_base, L_base, D_base, num_listed, indices, patterns, token_bits,
     N_QUERIES, scale_log2, ZERO, stride_qs, stride_qd, stride_dos, stride_dod,
-    D: tl.constexpr, D_TILE: tl.constexpr, Q_TILE_SIZE: tl.constexpr, Q_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr,
-    PARTIAL: tl.constexpr, PRECISION: tl.constexpr,
+    D: tl.constexpr, D_TILE: tl.constexpr, Q_TILE_SIZE: tl.constexpr, K_TILE_SIZE: tl.constexpr, Q_BLOCK: tl.constexpr,
+    K_BLOCK: tl.constexpr, PARTIAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Fold the listed query tiles into dK (without its scale) and dV; `block_columns` are K's rows in the mask's tile.
+    """Fold the listed query tiles into dK (without its scale) and dV; `first_column` is K's place in the mask's tile.
 
     A row without keys has L = -inf, hence exp2(inf): it is in partial tiles only, where its bits are 0.
     """
     STEPS: tl.constexpr = Q_BLOCK // Q_TILE_SIZE
-    WORDS: tl.constexpr = K_BLOCK // KEYS_PER_WORD
     for step in tl.range(0, num_listed * STEPS):
         block_rows = step % STEPS * Q_TILE_SIZE + tl.arange(0, Q_TILE_SIZE)
         query_rows = tl.load(indices + step // STEPS) * Q_BLOCK + block_rows
@@ -177,8 +196,9 @@ def _visit_listed_queries(
         S_T = tl.dot(K, tl.trans(Q), input_precision=PRECISION)  # (K_TILE_SIZE, Q_TILE_SIZE)
         P_T = tl.math.exp2(S_T * scale_log2 - (L * LOG2_E)[None, :])
         if PARTIAL:
-            pattern = token_bits + tl.load(patterns + step // STEPS).to(tl.int64) * (Q_BLOCK * WORDS)
-            P_T = tl.where(_is_attended(pattern, block_rows[None, :], block_columns[:, None], WORDS), P_T, 0.0)
+            pattern = tl.load(patterns + step // STEPS)
+            attended = _is_attended(token_bits, pattern, block_rows, first_column, Q_BLOCK, K_BLOCK, K_TILE_SIZE, True)
+            P_T = tl.where(attended, P_T, 0.0)
         dK, dV = fold_queries(dK, dV, P_T, Q, dO, V, delta, ZERO, PRECISION)
     return dK, dV
 
@@ -218,16 +238,16 @@ def block_sparse_dkdv_kernel(
         dO_base = dO_ptr + batch * stride_dob + head * stride_doh
         row_base = (batch * N_KV_HEADS * GROUP + head) * N_QUERIES
         dK, dV = _visit_listed_queries(
-            dK, dV, K, V, key_rows % K_BLOCK, Q_base, dO_base, L_ptr + row_base, D_ptr + row_base,
+            dK, dV, K, V, first_key % K_BLOCK, Q_base, dO_base, L_ptr + row_base, D_ptr + row_base,
             tl.load(full_q_num_blocks_ptr + list_number), full_q_indices_ptr + list_number * FULL_WIDTH, q_tokens_ptr,
             token_bits_ptr, N_QUERIES, scale_log2, ZERO, stride_qs, stride_qd, stride_dos, stride_dod,
-            D, D_TILE, Q_TILE_SIZE, Q_BLOCK, K_BLOCK, False, PRECISION,
+            D, D_TILE, Q_TILE_SIZE, K_TILE_SIZE, Q_BLOCK, K_BLOCK, False, PRECISION,
         )  # fmt: skip
         dK, dV = _visit_listed_queries(
-            dK, dV, K, V, key_rows % K_BLOCK, Q_base, dO_base, L_ptr + row_base, D_ptr + row_base,
+            dK, dV, K, V, first_key % K_BLOCK, Q_base, dO_base, L_ptr + row_base, D_ptr + row_base,
             tl.load(q_num_blocks_ptr + list_number), q_indices_ptr + list_number * WIDTH,
             q_tokens_ptr + list_number * WIDTH, token_bits_ptr, N_QUERIES, scale_log2, ZERO, stride_qs, stride_qd,
-            stride_dos, stride_dod, D, D_TILE, Q_TILE_SIZE, Q_BLOCK, K_BLOCK, True, PRECISION,
+            stride_dos, stride_dod, D, D_TILE, Q_TILE_SIZE, K_TILE_SIZE, Q_BLOCK, K_BLOCK, True, PRECISION,
         )  # fmt: skip
 
     output_base = (batch * N_KV_HEADS + kv_head) * N_KEYS * D
@@ -244,17 +264,17 @@ def _visit_listed_keys_for_dq(
 ):  # fmt: skip
     """Fold the listed key tiles into dQ (without its scale)."""
     STEPS: tl.constexpr = K_BLOCK // K_TILE_SIZE
-    WORDS: tl.constexpr = K_BLOCK // KEYS_PER_WORD
     for step in tl.range(0, num_listed * STEPS):
-        block_columns = step % STEPS * K_TILE_SIZE + tl.arange(0, K_TILE_SIZE)
-        key_rows = tl.load(indices + step // STEPS) * K_BLOCK + block_columns
+        first_column = step % STEPS * K_TILE_SIZE  # of the kernel's tile in the mask's
+        key_rows = tl.load(indices + step // STEPS) * K_BLOCK + first_column + tl.arange(0, K_TILE_SIZE)
         K = load_rows(K_base, key_rows, N_KEYS, stride_ks, stride_kd, D, D_TILE, PARTIAL)
         V = load_rows(V_base, key_rows, N_KEYS, stride_vs, stride_vd, D, D_TILE, PARTIAL)
         S = tl.dot(Q, tl.trans(K), input_precision=PRECISION)  # (Q_TILE_SIZE, K_TILE_SIZE)
         P = tl.math.exp2(S * scale_log2 - L_log2[:, None])
         if PARTIAL:
-            pattern = token_bits + tl.load(patterns + step // STEPS).to(tl.int64) * (Q_BLOCK * WORDS)
-            P = tl.where(_is_attended(pattern, block_rows[:, None], block_columns[None, :], WORDS), P, 0.0)
+            pattern = tl.load(patterns + step // STEPS)
+            attended = _is_attended(token_bits, pattern, block_rows, first_column, Q_BLOCK, K_BLOCK, K_TILE_SIZE, False)
+            P = tl.where(attended, P, 0.0)
         dQ = fold_keys(dQ, P, dO, K, V, delta, ZERO, PRECISION)
     return dQ
 
@@ -387,7 +407,10 @@ def _constants(q: Tensor, k: Tensor, lists: TileLists) -> dict[str, int]:
 
 
 def _launch_options(config: KernelConfig) -> dict[str, int | str]:
+    # A tile's address hangs on a load of its index, and Triton spreads the two loads over its stages: it takes these
+    # many for as many tiles in flight as the dense kernels have with config.num_stages.
+    num_stages = 2 * config.num_stages - 1
     return {
         "Q_TILE_SIZE": config.query_tile, "K_TILE_SIZE": config.key_tile, "PRECISION": config.precision,
-        "num_warps": config.num_warps, "num_stages": config.num_stages,
+        "num_warps": config.num_warps, "num_stages": num_stages,
     }  # fmt: skip

@@ -5,9 +5,9 @@ start where documents start, so that no tile holds tokens of two: no mask is rea
 depend on its neighbours, bit for bit.
 
 The grid must be chosen without reading cu_seqlens, which would stall the host. Document d gets the slots from
-cu[d] // TILE + d on: that is never more than its tiles need, since rounding up wastes less than one tile a document
-(⌊(a + n) / TILE⌋ + 1 - ⌊a / TILE⌋ >= ⌈n / TILE⌉). A program finds its document by bisection, and a spare slot ends at
-once. So total // TILE + documents + 1 slots serve any lengths, however unequal, zero included.
+cu[d] // TILE + d on, which leaves it at least the ⌈n / TILE⌉ that its n tokens from a = cu[d] on need:
+⌊(a + n) / TILE⌋ + 1 - ⌊a / TILE⌋ is no less. A program finds its document by bisection, and a spare slot ends at once.
+So total // TILE + documents + 1 slots serve any lengths, however unequal, zero included.
 
 Rows behind the last document belong to a document of no keys (no queries): O = 0, L = -inf, zero gradients.
 """
