@@ -91,7 +91,7 @@ def flash_attention(
         return function(q, k, v, is_causal=is_causal, scale=scale, return_lse=return_lse)
 
     leading = q.shape[:-3]
-    q, k, v = (x.reshape(-1, *x.shape[-3:]) if x.ndim != 4 else x for x in (q, k, v))
+    q, k, v = (x.unsqueeze(0) if x.ndim == 3 else x.flatten(0, -4) if x.ndim > 4 else x for x in (q, k, v))
     if backend != "triton":
         k, v = _repeat_kv_heads(q, k), _repeat_kv_heads(q, v)
     names = config.names if config else ""
