@@ -5,7 +5,12 @@ Against the float64 oracle with the same mask, on CPU (Triton through its interp
 
 from __future__ import annotations
 
+import json
 import math
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,6 +23,7 @@ from tests.test_s4_attention import BACKENDS, DEVICES, DTYPES, draw, inputs, run
 
 COVERS = ("cs336_systems/attention",)
 
+ROOT = Path(__file__).resolve().parent.parent
 BLOCK = 64
 # Live tiles of a 4 x 4 plane, S = 256 in tiles of 64.
 PATTERNS = {
@@ -391,6 +397,23 @@ def test_longer_sequences(kind, block, head_dim, dtype):
 def test_more_batches_than_a_grid_dimension_of_65535():
     mask = BlockMask.causal(3, 5, block_size=BLOCK, device="cuda")
     assert worst_error(*inputs(70_000, 1, 1, 3, 5, 16, torch.bfloat16, "cuda"), mask, backend="triton") <= 1
+
+
+# Compiled for the GPU, which an interpreted test says nothing about
+
+
+def test_kernels_compile_for_sm_90_without_spills():
+    """Of the block-sparse and the varlen kernels; dK and dV of head_dim 128 may spill, as the dense ones do."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "tests.compile_masked_kernels", "128"]
+    process = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert process.returncode == 0, process.stderr
+    reports = [json.loads(line) for line in process.stdout.splitlines()]
+    assert len(reports) == 6
+    for report in reports:
+        assert not report["failure"], report
+        assert not report["serialized"], report
+        assert report["kernel"] == "dkdv" or not report["spill_bytes"], report
 
 
 # Refusals
