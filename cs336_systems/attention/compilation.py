@@ -12,6 +12,7 @@ configuration with the version that the GPU machine runs.
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import os
 import re
@@ -199,16 +200,18 @@ def _launch(request: CompileRequest) -> None:
 
     shape = (BATCH, HEADS, SEQLEN, request.head_dim)
     x = torch.empty(shape, dtype=getattr(torch, request.dtype), device="meta")
-    config, options = request.config, {"is_causal": request.is_causal, "scale": 0.125}
+    config, is_causal, scale = request.config, request.is_causal, 1 / math.sqrt(request.head_dim)
     if config.kernel == "forward":
-        launch_forward(x, x, x, config=config, **options)
+        launch_forward(x, x, x, is_causal=is_causal, scale=scale, config=config)
     else:
         lse = torch.empty(shape[:-1], dtype=torch.float32, device="meta")
-        launch_backward(x, x, x, x, lse, x, None, dkdv_config=config, dq_config=config, **options)
+        launch_backward(
+            x, x, x, x, lse, x, None, is_causal=is_causal, scale=scale, dkdv_config=config, dq_config=config
+        )
 
 
 def _read_report(request: CompileRequest, kernel: Any) -> CompileReport:
-    """Assemble the kernel's PTX once more, verbosely: Triton keeps no count of spilled bytes before it loads a kernel."""
+    """Assemble the kernel's PTX once more, verbosely: Triton counts spilled bytes only when it loads a kernel."""
     from triton.backends.nvidia.compiler import get_ptxas, sm_arch_from_capability
 
     capability = ARCHITECTURES[request.arch]

@@ -242,13 +242,14 @@ def launch_backward(
     )  # fmt: skip
     strides = (*q.stride(), *k.stride(), *v.stride(), *grad_output.stride())
     scale_log2 = scale * LOG2_E.value
-    common = {"GROUP": heads // kv_heads, "D": head_dim, "D_TILE": tile, "IS_CAUSAL": is_causal, "PRECISION": "ieee"}
+    common = {"GROUP": heads // kv_heads, "D": head_dim, "D_TILE": tile, "IS_CAUSAL": is_causal}
 
     grid = (triton.cdiv(num_keys, dkdv_config.key_tile) * batch * kv_heads,)
     flash_backward_dkdv_kernel[grid](
         q, k, v, grad_output, lse, delta, grad_k, grad_v, *strides,
         kv_heads, num_queries, num_keys, scale, scale_log2, 0.0, **common,
         Q_TILE_SIZE=dkdv_config.query_tile, K_TILE_SIZE=dkdv_config.key_tile,
+        PRECISION=dkdv_config.precision,
         num_warps=dkdv_config.num_warps, num_stages=dkdv_config.num_stages,
     )  # fmt: skip
     grid = (triton.cdiv(num_queries, dq_config.query_tile) * batch * heads,)
@@ -256,6 +257,7 @@ def launch_backward(
         q, k, v, grad_output, lse, delta, grad_q, *strides,
         heads, num_queries, num_keys, scale, scale_log2, 0.0, **common,
         Q_TILE_SIZE=dq_config.query_tile, K_TILE_SIZE=dq_config.key_tile,
+        PRECISION=dq_config.precision,
         num_warps=dq_config.num_warps, num_stages=dq_config.num_stages,
     )  # fmt: skip
     return grad_q, grad_k, grad_v

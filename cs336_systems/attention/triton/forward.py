@@ -167,7 +167,7 @@ def launch_forward(
         heads, num_queries, k.shape[2], scale * LOG2_E.value, 0.0,
         GROUP=heads // k.shape[1], D=head_dim, D_TILE=head_tile(head_dim),
         Q_TILE_SIZE=config.query_tile, K_TILE_SIZE=config.key_tile,
-        IS_CAUSAL=is_causal, PRECISION="ieee",
+        IS_CAUSAL=is_causal, PRECISION=config.precision,
         num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
     return output, lse

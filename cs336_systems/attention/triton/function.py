@@ -18,11 +18,18 @@ from cs336_systems.attention.operator import attention_operator
 from cs336_systems.attention.tiles import KernelConfig, parse_configs, select_config
 from cs336_systems.attention.triton.backward import launch_backward
 from cs336_systems.attention.triton.forward import launch_forward
+from cs336_systems.attention.triton.launching import launch_fitting
 from cs336_systems.attention.validation import check_attention_inputs, resolve_scale
 
 
 def kernel_config(
-    kernel: str, q: Tensor, k: Tensor, config: str = "", *, capability: tuple[int, int] | None = None
+    kernel: str,
+    q: Tensor,
+    k: Tensor,
+    config: str = "",
+    *,
+    is_causal: bool = False,
+    capability: tuple[int, int] | None = None,
 ) -> KernelConfig:
     """The configuration that `kernel` will use for these inputs: the one named in `config`, or the table's.
 
@@ -42,24 +49,32 @@ def kernel_config(
         seqlen_q=q.shape[2],
         seqlen_k=k.shape[2],
         dtype=str(q.dtype).removeprefix("torch."),
+        is_causal=is_causal,
     )
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, config: str) -> tuple[Tensor, Tensor]:
+    def launch(forward: KernelConfig) -> tuple[Tensor, Tensor]:
+        return launch_forward(q, k, v, is_causal=is_causal, scale=scale, config=forward)
+
+    chosen = kernel_config("forward", q, k, config, is_causal=is_causal)
     with _launch_device(q):
-        return launch_forward(q, k, v, is_causal=is_causal, scale=scale, config=kernel_config("forward", q, k, config))
+        return launch_fitting(launch, (chosen,), q, seqlen_q=q.shape[2], seqlen_k=k.shape[2])
 
 
 def _backward(
     q: Tensor, k: Tensor, v: Tensor, output: Tensor, lse: Tensor, grad_output: Tensor, grad_lse: Tensor | None,
     is_causal: bool, scale: float, config: str,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    with _launch_device(q):
+    def launch(dkdv: KernelConfig, dq: KernelConfig) -> tuple[Tensor, Tensor, Tensor]:
         return launch_backward(
             q, k, v, output.contiguous(), lse.contiguous(), grad_output, grad_lse,
-            is_causal=is_causal, scale=scale,
-            dkdv_config=kernel_config("dkdv", q, k, config), dq_config=kernel_config("dq", q, k, config),
+            is_causal=is_causal, scale=scale, dkdv_config=dkdv, dq_config=dq,
         )  # fmt: skip
+
+    chosen = tuple(kernel_config(kernel, q, k, config, is_causal=is_causal) for kernel in ("dkdv", "dq"))
+    with _launch_device(q):
+        return launch_fitting(launch, chosen, q, seqlen_q=q.shape[2], seqlen_k=k.shape[2])
 
 
 def _launch_device(q: Tensor) -> AbstractContextManager[Any]:
