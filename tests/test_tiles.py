@@ -9,7 +9,7 @@ import pytest
 
 from cs336_systems.attention.tiles import AttentionConfig, KernelConfig, head_tile, parse_configs, select_config
 from cs336_systems.attention.tiles.config import KERNELS
-from cs336_systems.attention.tiles.select import TARGET_OF_CAPABILITY, _target
+from cs336_systems.attention.tiles.select import TARGET_OF_CAPABILITY, target_of
 from cs336_systems.attention.tiles.tables import SHARED_MEMORY_LIMIT_BYTES, TABLES
 from cs336_systems.config import BYTES_PER_ELEMENT
 
@@ -34,7 +34,7 @@ def test_16_bit_tiles_on_sm_90_stay_clear_of_the_miscompiled_sizes():
 
 
 def test_an_unknown_gpu_gets_the_portable_table_and_one_warning():
-    _target.cache_clear()
+    target_of.cache_clear()
     with pytest.warns(UserWarning, match=r"no tile table for compute capability 12\.0"):
         config = select_config("forward", capability=(12, 0), head_dim=64, dtype="float16", **SHAPE)
     assert config.target == "portable"
