@@ -153,6 +153,8 @@ def _pairs(
     from cs336_systems.attention.tiles import KernelConfig, tuning_grid
 
     named = [KernelConfig.from_name(name) for name in dict.fromkeys(names)]
+    if named and not any(config.kernel in kernels for config in named):
+        raise ValueError(f"--config must name configurations of {', '.join(kernels)}, got {', '.join(names)}")
     return [
         (shape, config)
         for shape in shapes
