@@ -21,6 +21,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
@@ -34,10 +35,11 @@ from cs336_systems.attention.tiles.tables import SHARED_MEMORY_LIMIT_BYTES
 from cs336_systems.config import DTypeName
 
 ARCHITECTURES = {"sm80": 80, "sm86": 86, "sm89": 89, "sm90": 90, "sm100": 100}  # the number in Triton's target
-# A shape like any: lengths that 16 divides, as almost all are, and a number of heads that is not 1.
-BATCH, HEADS, SEQLEN = 2, 4, 1024
+# Triton specialises on whether 16 divides a number: so it does here, as in most calls that matter.
+BATCH, HEADS, SEQLEN = 2, 16, 1024
 SERIALIZED = re.compile(r"C75\d\d")  # ptxas's warnings that wgmma is made synchronous
 CRASH = "the compiler crashed"
+INTERPRETER_SWITCH = "TRITON_INTERPRET"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +92,11 @@ def arch_of_capability(capability: tuple[int, int] | None) -> str | None:
 
 
 def triton_version() -> str:
-    return metadata.version("triton")
+    """The installed Triton's version; ValueError without one."""
+    try:
+        return metadata.version("triton")
+    except metadata.PackageNotFoundError:
+        raise ValueError("triton is not installed, and it is the compiler") from None
 
 
 def compile_configs(requests: Sequence[CompileRequest], *, jobs: int | None = None) -> Iterator[CompileReport]:
@@ -100,6 +106,7 @@ def compile_configs(requests: Sequence[CompileRequest], *, jobs: int | None = No
     """
     if jobs is not None and jobs < 1:
         raise ValueError(f"jobs must be at least 1, got {jobs}")
+    triton_version()
     jobs = min(jobs or len(os.sched_getaffinity(0)), max(1, len(requests)))
     left = dict.fromkeys(requests)
     for report in _compile_in_pool(list(left), jobs):
@@ -113,20 +120,34 @@ def compile_configs(requests: Sequence[CompileRequest], *, jobs: int | None = No
 def _compile_in_pool(requests: list[CompileRequest], jobs: int) -> Iterator[CompileReport]:
     """Reports of `requests`; only some of them if a process dies."""
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(jobs, mp_context=context, initializer=_prepare_child) as pool:
-        try:
+    pool = ProcessPoolExecutor(jobs, mp_context=context, initializer=_prepare_child)
+    try:
+        with _without_interpreter():
             futures: list[Future[CompileReport]] = [pool.submit(compile_here, request) for request in requests]
-            for future in as_completed(futures):
-                yield future.result()
-        except BrokenProcessPool:
-            return
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)
+        for future in as_completed(futures):
+            yield future.result()
+    except BrokenProcessPool:
+        return
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+@contextmanager
+def _without_interpreter() -> Iterator[None]:
+    """Processes started meanwhile compile kernels even where this one interprets them.
+
+    They inherit the environment, and by the time that they run code of ours they have imported Triton.
+    """
+    switch = os.environ.pop(INTERPRETER_SWITCH, None)
+    try:
+        yield
+    finally:
+        if switch is not None:
+            os.environ[INTERPRETER_SWITCH] = switch
 
 
 def _prepare_child() -> None:
-    """Before Triton is imported: compile, do not interpret; and keep the compiler's dumps off the terminal."""
-    os.environ.pop("TRITON_INTERPRET", None)
+    """Keep the compiler's dumps off the terminal; what matters of them is in the reports."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 2)
     os.close(nowhere)

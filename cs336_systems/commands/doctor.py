@@ -2,12 +2,29 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
+import typer
 from rich.console import Console
 from rich.table import Table
 
+from cs336_systems.commands.kernels import show_kernels
+from cs336_systems.commands.shared import one_line_errors
 
-def doctor() -> None:
+
+def doctor(
+    kernels: Annotated[
+        bool, typer.Option("--kernels", help="Compile the tables' kernels: registers, spills, shared memory.")
+    ] = False,
+    arch: Annotated[str | None, typer.Option(help="With --kernels: sm80, sm86, sm89, sm90 or sm100.")] = None,
+) -> None:
     """Say what this machine is, which attention back ends run on it, and what is missing for the others."""
+    if kernels or arch is not None:
+        with one_line_errors():
+            if not kernels:
+                raise ValueError("--arch goes with --kernels")
+            show_kernels(arch)
+        return
     from cs336_systems.device import available_backends, device_peak, get_device_info, recommended_dtype
     from cs336_systems.experiments.sweep import software_versions
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from cs336_systems.experiments.cells import Problem
+from collections.abc import Callable, Iterator
+
+from cs336_systems.config import RunConfig
+from cs336_systems.experiments.cells import Cell, Measurement, Problem
 from cs336_systems.experiments.s2_profiling import benchmarking_script_cells, measure_benchmarking_script
 from cs336_systems.experiments.s4_attention import (
     flash_benchmarking_cells,
@@ -11,6 +14,8 @@ from cs336_systems.experiments.s4_attention import (
     torch_compile_cells,
 )
 from cs336_systems.experiments.s9_leaderboard import leaderboard_2025_cells, measure_leaderboard_2025
+from cs336_systems.experiments.tuning import PROBLEM as TUNE_FLASH
+from cs336_systems.experiments.tuning import measure_tune_flash
 
 PROBLEMS: dict[str, Problem] = {
     problem.name: problem
@@ -62,3 +67,11 @@ PROBLEMS: dict[str, Problem] = {
         ),
     )
 }
+
+# What commands of their own measure with the same machinery: no problems, so `list` and `run` leave them out.
+COMMANDS = {TUNE_FLASH: measure_tune_flash}
+
+
+def measure_function(name: str) -> Callable[[Cell, RunConfig], Iterator[Measurement]]:
+    """What measures a cell of the problem or command `name`."""
+    return COMMANDS[name] if name in COMMANDS else PROBLEMS[name].measure

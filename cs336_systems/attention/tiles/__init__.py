@@ -8,7 +8,7 @@ from cs336_systems.attention.tiles.config import (
     parse_configs,
 )
 from cs336_systems.attention.tiles.grid import smaller_config, tuning_grid
-from cs336_systems.attention.tiles.select import select_config
+from cs336_systems.attention.tiles.select import select_config, target_of
 
 __all__ = [
     "MAX_HEAD_DIM",
@@ -18,5 +18,6 @@ __all__ = [
     "parse_configs",
     "select_config",
     "smaller_config",
+    "target_of",
     "tuning_grid",
 ]

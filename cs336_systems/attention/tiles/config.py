@@ -86,17 +86,18 @@ class KernelConfig:
     def shared_memory_bytes(self, head_dim: int, bytes_per_element: int) -> int:
         """Estimate of a program's shared memory: the tiles it holds, and `num_stages` of those that it streams.
 
-        A bound from tile sizes alone, good enough to rule a row out without a GPU; the compiler's own number is at
-        most this for every shipped row.
+        From tile sizes alone, so that a row can be ruled out without a compiler. What the compiler adds for reductions
+        and changes of layout differs by architecture; its own number is in `cs336-systems doctor --kernels`.
         """
         row = head_tile(head_dim) * bytes_per_element
         queries, keys = self.query_tile * row, self.key_tile * row
+        held = 1 if self.precision == "ieee" else 2  # tf32x3 holds the leading bits and the rest of each operand
         if self.kernel == "forward":  # holds Q, streams K and V
-            return queries + self.num_stages * 2 * keys
+            return held * queries + self.num_stages * 2 * keys
         scores = self.query_tile * self.key_tile * bytes_per_element  # P or dS on its way to be an operand
         if self.kernel == "dq":  # holds Q and dO, streams K and V
-            return 2 * queries + self.num_stages * 2 * keys + scores
-        return 2 * keys + self.num_stages * 2 * queries + scores  # dkdv holds K and V, streams Q and dO
+            return held * 2 * queries + self.num_stages * 2 * keys + scores
+        return held * 2 * keys + self.num_stages * 2 * queries + scores  # dkdv holds K and V, streams Q and dO
 
 
 @dataclass(frozen=True, kw_only=True)

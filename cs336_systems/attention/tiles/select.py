@@ -36,12 +36,13 @@ def select_config(
         raise ValueError(f"head_dim must be between 1 and {MAX_HEAD_DIM}, got {head_dim}")
     if dtype not in ("float32", "float16", "bfloat16"):
         raise ValueError(f"dtype must be float32, float16 or bfloat16, got {dtype!r}")
-    row = TABLES[_target(capability)][kernel, BYTES_PER_ELEMENT[dtype], head_tile(head_dim)]
+    row = TABLES[target_of(capability)][kernel, BYTES_PER_ELEMENT[dtype], head_tile(head_dim)]
     return row.choose(batch=batch, heads=heads, seqlen_q=seqlen_q, seqlen_k=seqlen_k, is_causal=is_causal)
 
 
 @cache
-def _target(capability: tuple[int, int] | None) -> str:
+def target_of(capability: tuple[int, int] | None) -> str:
+    """The table for a GPU of this compute capability: portable for None and, with a warning, for what has none."""
     if capability is None:
         return "portable"
     if capability in TARGET_OF_CAPABILITY:
