@@ -133,12 +133,14 @@ def test_random_token_masks(case, dtype, device):
     assert worst_error(q, k, v, grad_output, mask, backend="triton") <= 1
 
 
-TILES = [  # the last ones are larger than the mask's
+TILES = [  # 256x256 is larger than the mask's; tf32x3 is float32 in three products on tensor cores
     *(pytest.param(tiles, "cpu", "float32", id=f"{tiles}-cpu") for tiles in ("64x64", "32x128", "128x16", "256x256")),
+    pytest.param("64x64_w8_s2_tf32x3", "cpu", "float32", id="64x64-tf32x3-cpu"),
     *(
         pytest.param(tiles, "cuda", "bfloat16", id=f"{tiles}-cuda", marks=pytest.mark.gpu)
         for tiles in ("64x64", "64x128", "128x64", "256x256")
     ),
+    pytest.param("64x64_w8_s2_tf32x3", "cuda", "float32", id="64x64-tf32x3-cuda", marks=pytest.mark.gpu),
 ]
 
 
@@ -146,7 +148,8 @@ TILES = [  # the last ones are larger than the mask's
 @pytest.mark.parametrize("tiles, device, dtype", TILES)
 def test_a_tile_of_the_mask_in_several_steps(tiles, device, dtype):
     """A mask of 128 x 128, its tiles of all three kinds, walked by smaller ones in every kernel."""
-    configs = {name: KernelConfig.from_name(f"portable_{name}_{tiles}_w8_s2") for name in ("forward", "dkdv", "dq")}
+    spelling = tiles if "_" in tiles else f"{tiles}_w8_s2"
+    configs = {name: KernelConfig.from_name(f"portable_{name}_{spelling}") for name in ("forward", "dkdv", "dq")}
     mask = BlockMask.sliding_window(300, window=280, block_size=128, device=device)
     assert mask.num_full and mask.num_partial and mask.num_dead
     q, k, v, grad_output = inputs(1, 1, 1, 300, 300, 32, DTYPES[dtype], device)
