@@ -45,6 +45,7 @@ from cs336_systems.attention.masks import patterns
 from cs336_systems.attention.masks.checks import (
     check_block_size,
     check_count,
+    check_density,
     check_lengths,
     check_seqlens,
     check_tensor,
@@ -187,6 +188,26 @@ class BlockMask:
         return cls._of(patterns.band(lengths, size, low, window - 1, shift, device), size, lengths)
 
     @classmethod
+    def prefix(
+        cls,
+        lengths: Int[Tensor, "... queries"],
+        seqlen_k: int,
+        *,
+        block_size: int | BlockSize = DEFAULT_BLOCK,
+    ) -> BlockMask:
+        """Query i attends the first lengths[i] of `seqlen_k` keys; lengths: (queries,) or (batch, heads, queries)."""
+        size = check_block_size(block_size)
+        check_count("seqlen_k", seqlen_k, 0)
+        integral = isinstance(lengths, Tensor) and lengths.dtype in (torch.int32, torch.int64)
+        if not integral or lengths.ndim not in (1, 3):
+            raise TypeError(
+                "lengths must be an int32 or int64 tensor of shape (queries,) or (batch or 1, heads or 1, queries), "
+                f"got {kind_of(lengths)}"
+            )
+        lengths = lengths if lengths.ndim == 3 else lengths[None, None]
+        return cls._of(patterns.prefix(lengths, seqlen_k, size), size, (lengths.shape[2], seqlen_k))
+
+    @classmethod
     def document(
         cls,
         lengths: Sequence[int] | Int[Tensor, " documents"] | None = None,
@@ -263,12 +284,36 @@ class BlockMask:
         """
         lengths = check_seqlens(seqlen_q, seqlen_k)
         size = check_block_size(block_size)
-        if isinstance(density, bool) or not isinstance(density, (int, float)) or not 0 <= density <= 1:
-            raise ValueError(f"density must be between 0 and 1, got {density!r}")
+        check_density(density)
         shape = (batch, heads, *map(num_blocks, lengths, size))
         scores = torch.rand(shape, generator=torch.Generator().manual_seed(seed))
         live = patterns.best_blocks(scores, max(1, round(density * shape[3])))
         return cls.from_blocks(live.to(device), size, seq_lengths=lengths)
+
+    @classmethod
+    def random_tokens(
+        cls,
+        seqlen_q: int,
+        seqlen_k: int | None = None,
+        *,
+        density: float,
+        seed: int = 0,
+        batch: int = 1,
+        heads: int = 1,
+        block_size: int | BlockSize = DEFAULT_BLOCK,
+        device: Device = "cpu",
+    ) -> BlockMask:
+        """Each pair attended with probability `density`, alone: no tile is dead, so no kernel gains from skipping."""
+        lengths = check_seqlens(seqlen_q, seqlen_k)
+        size = check_block_size(block_size)
+        check_density(density)
+        generator = torch.Generator().manual_seed(seed)
+
+        def rows(queries: slice) -> Tensor:
+            drawn = torch.rand((batch, heads, queries.stop - queries.start, lengths[1]), generator=generator)
+            return (drawn < density).to(device)
+
+        return cls._of(patterns.by_rows(rows, (batch, heads), lengths, size, device), size, lengths)
 
     @classmethod
     def topk_blocks(
@@ -390,6 +435,12 @@ class BlockMask:
         """All tiles over live ones: what skipping dead tiles can gain at most; inf if all are dead."""
         live = self.num_full + self.num_partial
         return self.num_tiles / live if live else math.inf
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all lists and token bits."""
+        values = (getattr(self, field.name) for field in fields(self))
+        return sum(x.nbytes for x in values if isinstance(x, Tensor))
 
     @property
     def empty_rows(self) -> int:

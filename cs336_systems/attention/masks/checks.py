@@ -56,5 +56,10 @@ def check_count(name: str, value: int, least: int) -> None:
         raise ValueError(f"{name} must be an int from {least} on, got {value!r}")
 
 
+def check_density(density: float) -> None:
+    if isinstance(density, bool) or not isinstance(density, int | float) or not 0 <= density <= 1:
+        raise ValueError(f"density must be between 0 and 1, got {density!r}")
+
+
 def kind_of(value: object) -> str:
     return f"{value.dtype} of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__

@@ -35,7 +35,7 @@ SeqLengths = tuple[int, int]
 def dense(mask: Bool[Tensor, "batch heads queries keys"], block_size: BlockSize) -> TileMap:
     """Every tile of `mask` looked at, a row of tiles at a time."""
     batch, heads, seqlen_q, seqlen_k = mask.shape
-    return _by_rows(lambda queries: mask[:, :, queries], (batch, heads), (seqlen_q, seqlen_k), block_size, mask.device)
+    return by_rows(lambda queries: mask[:, :, queries], (batch, heads), (seqlen_q, seqlen_k), block_size, mask.device)
 
 
 def blocks(
@@ -73,6 +73,22 @@ def band(seq_lengths: SeqLengths, block_size: BlockSize, low: int, high: int, sh
         return (distance >= low) & (distance <= high)
 
     return from_tokens(tiles, partial, attends, seq_lengths, block_size, same=same[partial[0, 0]])
+
+
+def prefix(
+    lengths: Int[Tensor, "batch heads queries"], seqlen_k: int, block_size: BlockSize
+) -> TileMap:  # fmt: skip
+    """Query i attends the first lengths[i] keys."""
+    batch, heads, seqlen_q = lengths.shape
+    shortest, longest = _ranges(lengths.flatten(0, 1), block_size[0])  # (batch * heads, query_blocks)
+    first_k = block_starts(seqlen_k, block_size[1], lengths.device)
+    seq_lengths = (seqlen_q, seqlen_k)
+    full = (shortest[..., None] >= first_k + block_size[1]) & inside(seq_lengths, block_size, lengths.device)
+    partial = ((longest[..., None] > first_k) & ~full).unflatten(0, (batch, heads))
+    tiles = torch.where(full, FULL, DEAD).to(torch.int32).unflatten(0, (batch, heads))
+    return from_tokens(
+        tiles, partial, lambda batch, head, query, key: key < lengths[batch, head, query], seq_lengths, block_size
+    )
 
 
 def documents(ids: Int[Tensor, "batch tokens"], is_causal: bool, block_size: BlockSize) -> TileMap:
@@ -158,7 +174,7 @@ def top_keys(
         worst_kept = ranks.topk(kept, dim=-1, sorted=False).values.amin(-1, keepdim=True)
         return (ranks >= worst_kept) & (ranks > 0)
 
-    return _by_rows(rows_of, (batch, heads), (seqlen_q, seqlen_k), block_size, bias.device)
+    return by_rows(rows_of, (batch, heads), (seqlen_q, seqlen_k), block_size, bias.device)
 
 
 def best_blocks(
@@ -201,7 +217,7 @@ def without_unused(tile_map: TileMap) -> TileMap:
     return TileMap(tiles.masked_scatter(partial, renumbered.to(torch.int32)), token_bits[used])
 
 
-def _by_rows(
+def by_rows(
     rows_of: Callable[[slice], Tensor], leading: tuple[int, int], seq_lengths: SeqLengths, block_size: BlockSize,
     device: Device,
 ) -> TileMap:  # fmt: skip
