@@ -6,6 +6,13 @@ from collections.abc import Callable, Iterator
 
 from cs336_systems.config import RunConfig
 from cs336_systems.experiments.cells import Cell, Measurement, Problem
+from cs336_systems.experiments.mask_cells import measure_masked
+from cs336_systems.experiments.masks import (
+    block_sparse_cells,
+    dense_masks_cells,
+    dilated_attention_cells,
+    dynamic_mask_cells,
+)
 from cs336_systems.experiments.s2_profiling import benchmarking_script_cells, measure_benchmarking_script
 from cs336_systems.experiments.s4_attention import (
     flash_benchmarking_cells,
@@ -64,6 +71,42 @@ PROBLEMS: dict[str, Problem] = {
             points=0,
             cells=leaderboard_2025_cells,
             measure=measure_leaderboard_2025,
+        ),
+        Problem(
+            name="dense_masks",
+            title="Full and causal attention, alone and over packed documents, against library kernels",
+            section="beyond",
+            editions=(),
+            points=0,
+            cells=dense_masks_cells,
+            measure=measure_masked,
+        ),
+        Problem(
+            name="block_sparse",
+            title="Skipping tiles: speed by density, and what random token masks gain",
+            section="beyond",
+            editions=(),
+            points=0,
+            cells=block_sparse_cells,
+            measure=measure_masked,
+        ),
+        Problem(
+            name="dynamic_mask",
+            title="Keys chosen by a bias at run time: gathered, or by lists of tiles",
+            section="beyond",
+            editions=(),
+            points=0,
+            cells=dynamic_mask_cells,
+            measure=measure_masked,
+        ),
+        Problem(
+            name="dilated_attention",
+            title="Dilated attention by reshape against dense attention",
+            section="beyond",
+            editions=(),
+            points=0,
+            cells=dilated_attention_cells,
+            measure=measure_masked,
         ),
     )
 }

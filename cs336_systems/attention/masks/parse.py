@@ -16,12 +16,16 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+from jaxtyping import Float
+from torch import Tensor
 
 from cs336_systems.attention.masks.block_mask import DEFAULT_BLOCK, BlockMask, Device
 from cs336_systems.attention.masks.checks import check_block_size, check_count
 from cs336_systems.attention.masks.tiles import BlockSize, num_blocks
 
-PATTERNS = "full, causal, window:W, document:L,L,..., dilated:SEGMENT/RATE, random:DENSITY, tokens:DENSITY, topk:W"
+PATTERNS = (
+    "full, causal, window:W, document:L,L,..., dilated:SEGMENT/RATE, random:DENSITY, tokens:DENSITY, topk:W, shared:W"
+)
 
 
 def parse_mask(
@@ -46,6 +50,11 @@ def parse_mask(
     for part in parts[1:]:
         mask = mask & part
     return mask
+
+
+def random_bias(seqlen: int, heads: int, seed: int) -> Float[Tensor, "1 heads keys"]:
+    """The bias by which topk and shared choose keys."""
+    return torch.rand(1, heads, seqlen, generator=torch.Generator().manual_seed(seed))
 
 
 def _parse_part(
@@ -88,7 +97,7 @@ def _parse_part(
         return BlockMask.random_tokens(
             seqlen, density=numbers(float, ",")[0], seed=seed, heads=heads, block_size=size, device=device
         )
-    if name == "topk":
-        bias = torch.rand(1, heads, 1, seqlen, generator=torch.Generator().manual_seed(seed)).to(device)
-        return BlockMask.dynamic_topk(bias, numbers(int, ",")[0], size)
+    if name in ("topk", "shared"):
+        bias = random_bias(seqlen, heads, seed).to(device)[:, :, None]
+        return BlockMask.dynamic_topk(bias, numbers(int, ",")[0], size, is_causal=name == "topk")
     raise ValueError(f"mask pattern must be one of {PATTERNS}, or several joined by +, got {pattern!r}")
