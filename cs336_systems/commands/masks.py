@@ -46,9 +46,9 @@ def diagnose(mask: BlockMask) -> dict[str, str]:
     elif not mask.num_dead:
         verdict = "0 % dead tiles, ideal 1.00×: skipping tiles gains nothing on this mask"
     elif use_lists(mask.block_density):
-        verdict = f"lists: block density below {MAX_LIST_DENSITY}"
+        verdict = f"lists pay: block density below {MAX_LIST_DENSITY}"
     else:
-        verdict = f"every tile is visited: block density not below {MAX_LIST_DENSITY}"
+        verdict = f"lists gain nothing: block density not below {MAX_LIST_DENSITY}"
     return {
         "shape (batch, heads, queries, keys)": str(mask.shape),
         "tile (queries, keys)": str(mask.block_size),

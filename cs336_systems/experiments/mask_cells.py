@@ -29,7 +29,7 @@ from cs336_systems.experiments.cells import Cell, Measurement, Row
 from cs336_systems.experiments.mask_implementations import build_masked, is_plain, mask_of, shape_of
 from cs336_systems.inputs import AttentionInputs, attention_inputs
 from cs336_systems.profiling.memory import MIB, peak_cuda_bytes, release
-from cs336_systems.profiling.timing import MIN_SAMPLES, time_calls
+from cs336_systems.profiling.timing import MIN_SAMPLES, time_calls, time_once
 
 DENSITY = Row(mode="forward", quantity="density", unit="1")
 BLOCK_DENSITY = Row(mode="forward", quantity="block_density", unit="1")
@@ -67,45 +67,51 @@ def measure_masked(cell: Cell, run: RunConfig) -> Iterator[Measurement]:
     inputs = _inputs(case, device, run.seed)
     q, k, v, grad_output = (implementation.pack(x) for x in inputs)
 
-    def timed(row: Row, call: Callable[[], object], error: float | None) -> Iterator[Measurement]:
-        samples = time_calls(
-            call, device=device, warmup=0 if interpreted else 1,
-            num_samples=MIN_SAMPLES if interpreted else None,
-            budget_ms=GPU_BUDGET_MS if device == "cuda" else CPU_BUDGET_MS,
-        )  # fmt: skip
-        yield Measurement(row=row, samples=samples, kernel=kernel, error=error)
+    results: list[Tensor] = []
 
-    def forward() -> Tensor:
+    def forward() -> None:
         with torch.no_grad():
-            return attend(q, k, v)
+            results[:] = [attend(q, k, v)]
 
-    # forward
-    output = unpack(forward())
-    oracle = _oracle(case, device, run.seed)  # after the first call: what does not fit needs no oracle
-    error = _agree(oracle, {"output": output})
-    del output
-    yield from timed(FORWARD, forward, error)
-
-    # backward
     leaves = [x.detach().clone().requires_grad_() for x in (q, k, v)]
 
-    def both() -> tuple[Tensor, ...]:
-        return torch.autograd.grad(attend(*leaves), leaves, grad_output)
+    def both() -> None:
+        results[:] = torch.autograd.grad(attend(*leaves), leaves, grad_output)
 
-    gradients = {name: unpack(grad) for name, grad in zip(("grad_q", "grad_k", "grad_v"), both())}
-    error = max(error, _agree(oracle, gradients))
-    gradients.clear()
+    def timed(row: Row, call: Callable[[], object], first_ms: float, error: float) -> Iterator[Measurement]:
+        budget_ms = GPU_BUDGET_MS if device == "cuda" else CPU_BUDGET_MS
+        # An interpreted call takes seconds and says nothing of speed: the one that was checked is its only sample.
+        samples = [first_ms] if interpreted else time_calls(call, device=device, warmup=1, budget_ms=budget_ms)
+        yield Measurement(row=row, samples=samples, kernel=kernel, error=error)
+
+    # forward
+    first_ms = time_once(forward, device)
+    oracle = _oracle(case, device, run.seed)  # after the first call: what does not fit needs no oracle
+    error = _agree(oracle, {"output": unpack(results[0])})
+    yield from timed(FORWARD, forward, first_ms, error)
+
+    # forward and backward
+    first_ms = time_once(both, device)
+    error = max(error, _agree(oracle, {name: unpack(x) for name, x in zip(("grad_q", "grad_k", "grad_v"), results)}))
+    yield from timed(BOTH, both, first_ms, error)
+
+    # backward
+    results.clear()
     release(device)
     graph = attend(*leaves)
-    yield from timed(BACKWARD, lambda: torch.autograd.grad(graph, leaves, grad_output, retain_graph=True), error)
+
+    def backward() -> None:
+        torch.autograd.grad(graph, leaves, grad_output, retain_graph=True)
+
+    yield from timed(BACKWARD, backward, time_once(backward, device), error)
     del graph
 
-    # forward and backward, the mask, memory
-    yield from timed(BOTH, both, error)
+    # the mask, memory
     if MASK_TIME in cell.rows and implementation.build_mask is not None:
         samples = time_calls(implementation.build_mask, device=device, num_samples=MIN_SAMPLES)
         yield Measurement(row=MASK_TIME, samples=samples)
     if PEAK in cell.rows:
+        results.clear()
         yield Measurement(row=PEAK, samples=[peak_cuda_bytes(both) / MIB], kernel=kernel)
 
 
@@ -125,7 +131,6 @@ def _inputs(case: MaskCase, device: str, seed: int) -> AttentionInputs:
 
 @lru_cache(maxsize=1)
 def _oracle(case: MaskCase, device: str, seed: int) -> Oracle:
-    release(device)
     token_mask = None if is_plain(case.mask) else _mask(case, device, seed).to_dense()
     oracle = compute_oracle(*_inputs(case, device, seed), is_causal=case.mask == "causal", mask=token_mask)
     del token_mask

@@ -16,7 +16,7 @@ from torch import Tensor
 from cs336_systems.attention import BlockMask, attention_reference, flash_attention
 from cs336_systems.attention.dilated import dilated_attention
 from cs336_systems.attention.dynamic import choose_keys, seen_keys, shared_keys_attention
-from cs336_systems.attention.masks import parse_mask, use_lists
+from cs336_systems.attention.masks import parse_mask
 from cs336_systems.attention.masks.parse import random_bias
 from cs336_systems.config import AttentionShape, MaskCase, RunConfig
 from cs336_systems.experiments.cells import Unsupported
@@ -105,11 +105,11 @@ def _triton(case: MaskCase, mask: BlockMask, run: RunConfig) -> MaskedAttention:
 
 
 def _lists(case: MaskCase, mask: BlockMask, run: RunConfig) -> MaskedAttention:
-    """Our kernels that walk the mask's lists, or every tile where the adaptive rule says so."""
+    """Our kernels that walk the mask's lists."""
     return MaskedAttention(
         attend=lambda q, k, v: flash_attention(q, k, v, block_mask=mask, backend="triton"),
         build_mask=_mask_builder(case, run),
-        kernel=_kernel("lists" if use_lists(mask.block_density) else "every tile", case, run),
+        kernel=_kernel("lists", case, run),
     )
 
 
