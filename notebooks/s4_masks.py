@@ -208,7 +208,8 @@ display(pd.DataFrame(ideals).T)
 # %% [markdown]
 # Random tokens leave no tile of 128 × 128 dead: that takes 16,384 misses in a row, a chance of $0.9^{16384}$. Even one
 # percent is far too dense. The best keys of each query (`topk`, causal) leave hardly more dead than the causal mask
-# does, whose ideal is 1.94× here too. Who promises a speed-up from density alone has blocks in mind, or has not counted.
+# does, whose ideal is 1.94× here too. Who promises a speed-up from density alone has blocks in mind, or has not
+# counted.
 #
 # ## 5. Choosing keys: gather instead of skip
 #
