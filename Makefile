@@ -77,7 +77,7 @@ sm90-venv: .venv-sm90/.stamp-$(SM90_TRITON) ## an environment with the GPU machi
 .venv-sm90/.stamp-$(SM90_TRITON):
 	@$(CHECK_PYTHON)
 	test -x $(@D)/bin/pip || $(PYTHON) -m venv $(@D)
-	$(@D)/bin/python -m pip install --quiet $(addprefix -c ,$(CONSTRAINTS)) torch jaxtyping
+	$(@D)/bin/python -m pip install --quiet $(addprefix -c ,$(CONSTRAINTS)) -e .
 	$(@D)/bin/python -m pip install --quiet --no-deps triton==$(SM90_TRITON)
 	@touch $@
 

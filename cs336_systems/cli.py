@@ -1,4 +1,4 @@
-"""The command line: `cs336-systems doctor | list | run | report`.
+"""The command line: `cs336-systems doctor | list | run | report | tune`.
 
 A wrong argument is one line on stderr and exit code 2; a run in which nothing could be measured exits 1; Ctrl-C exits
 130 and loses only the cell it interrupted, and so does a termination or a hang-up (143, 129).
@@ -30,6 +30,7 @@ from cs336_systems.commands.shared import (
     one_line_errors,
     termination_interrupts,
 )
+from cs336_systems.commands.tune import tune
 
 if TYPE_CHECKING:
     from cs336_systems.experiments.cells import Cell
@@ -45,6 +46,7 @@ app = typer.Typer(
     help="Reference implementation and lab for the systems half of building language models.",
 )
 app.command()(doctor)
+app.add_typer(tune, name="tune")
 
 
 @app.command("list")

@@ -124,6 +124,24 @@ class AttentionShape:
 
 
 @dataclass(frozen=True, kw_only=True)
+class MaskCase:
+    """Self-attention under a named mask; q, k and v are (batch, heads, seqlen_q, head_dim)."""
+
+    mask: str  # as `doctor --mask` takes it: causal, random:0.1, document:100,28+causal, ...
+    batch: int
+    heads: int  # attention heads; they share the mask
+    seqlen_q: int  # queries, and as many keys
+    head_dim: int
+    dtype: DTypeName
+    query_block: int = 128  # rows of the mask's tiles
+    key_block: int = 128  # columns of the mask's tiles
+
+    def __post_init__(self) -> None:
+        _require_positive(self, "batch", "heads", "seqlen_q", "head_dim", "query_block", "key_block")
+        _require_choice(self, "dtype", DTYPES)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Precision:
     """Where low precision is used: the parameters' dtype, and autocast's dtype if it is on."""
 

@@ -278,6 +278,19 @@ def test_hard_values(kind, backend, dtype, device):
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("backend", BACKENDS)
+def test_a_first_key_tile_of_scores_of_minus_infinity(backend, device):
+    """Scores of -inf in a whole tile, before any finite one, made the running maximum -inf and the output NaN."""
+    q, k, v, _ = inputs(1, 2, 2, 130, 200, 32, torch.float32, device)
+    q[..., 0] = q[..., 0].abs() + 0.1
+    k[:, :, :128, 0] = -math.inf
+    output, lse = flash_attention(q, k, v, backend=backend, return_lse=True)
+    expected, expected_lse = attention_reference(q, k[:, :, 128:], v[:, :, 128:], return_lse=True)
+    torch.testing.assert_close(output, expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(lse, expected_lse, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_one_hot_rows_of_scores_of_1e5(backend, device):
     """Random scores of +-1e5 leave one key a row. Output and log-sum-exp stay within the contract.
 

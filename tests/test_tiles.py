@@ -7,10 +7,20 @@ import warnings
 
 import pytest
 
-from cs336_systems.attention.tiles import AttentionConfig, KernelConfig, head_tile, parse_configs, select_config
+from cs336_systems.attention.tiles import (
+    AttentionConfig,
+    KernelConfig,
+    head_tile,
+    parse_configs,
+    select_config,
+    smaller_config,
+    target_of,
+    tuning_grid,
+)
 from cs336_systems.attention.tiles.config import KERNELS
-from cs336_systems.attention.tiles.select import TARGET_OF_CAPABILITY, _target
-from cs336_systems.attention.tiles.tables import SHARED_MEMORY_LIMIT_BYTES, TABLES
+from cs336_systems.attention.tiles.grid import smallest_tile
+from cs336_systems.attention.tiles.select import TARGET_OF_CAPABILITY
+from cs336_systems.attention.tiles.tables import SHARED_MEMORY_LIMIT_BYTES, TABLES, Only, make_table
 from cs336_systems.config import BYTES_PER_ELEMENT
 
 SHAPE = {"batch": 2, "heads": 4, "seqlen_q": 1024, "seqlen_k": 1024}
@@ -19,22 +29,153 @@ DTYPES = ("float32", "float16", "bfloat16")
 
 @pytest.mark.parametrize("capability", [None, (10, 0), *TARGET_OF_CAPABILITY])
 def test_every_shape_has_a_row_that_fits(capability):
-    for kernel, head_dim, dtype in itertools.product(KERNELS, range(1, 257), DTYPES):
-        config = select_config(kernel, capability=capability, head_dim=head_dim, dtype=dtype, **SHAPE)
-        assert config.kernel == kernel
-        estimate = config.shared_memory_bytes(head_dim, BYTES_PER_ELEMENT[dtype])
-        assert estimate <= SHARED_MEMORY_LIMIT_BYTES[config.target], (config.name, head_dim, dtype)
-        assert config == select_config(kernel, capability=capability, head_dim=head_dim, dtype=dtype, **SHAPE)
+    shapes = [
+        {"head_dim": head_dim, "batch": 1, "heads": heads, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k}
+        for head_dim in (1, 16, 40, 64, 65, 96, 128, 129, 256)
+        for heads in (1, 64)
+        for seqlen_q, seqlen_k in [(1, 1), (97, 131072), *((2**power, 2**power) for power in range(7, 18))]
+    ]
+    for kernel, dtype, is_causal, shape in itertools.product(KERNELS, DTYPES, (True, False), shapes):
+        arguments = {"capability": capability, "dtype": dtype, "is_causal": is_causal, **shape}
+        config = select_config(kernel, **arguments)
+        assert config.kernel == kernel and config.target == target_of(capability)
+        estimate = config.shared_memory_bytes(shape["head_dim"], BYTES_PER_ELEMENT[dtype])
+        assert estimate <= SHARED_MEMORY_LIMIT_BYTES[config.target], (config.name, shape, dtype)
+        assert config == select_config(kernel, **arguments)
+
+
+def test_tables_have_the_same_rows_and_no_precision_for_16_bit():
+    for target, table in TABLES.items():
+        assert table.keys() == TABLES["sm90"].keys()
+        for (kernel, element_bytes, _), row in table.items():
+            for config in row.configs:
+                assert (config.target, config.kernel) == (target, kernel)
+                assert element_bytes == 4 or config.precision == "ieee", config.name
 
 
 def test_16_bit_tiles_on_sm_90_stay_clear_of_the_miscompiled_sizes():
-    for (_, element_bytes, _), config in TABLES["sm90"].items():
-        assert element_bytes == 4 or min(config.query_tile, config.key_tile) >= 64, config.name
+    for (_, element_bytes, _), row in TABLES["sm90"].items():
+        for config in row.configs:
+            assert min(config.query_tile, config.key_tile) >= smallest_tile("sm90", element_bytes), config.name
+    assert smallest_tile("sm90", 2) == 64 and smallest_tile("sm90", 4) == smallest_tile("sm80", 2) == 16
     assert head_tile(16) == head_tile(64) == 64 and head_tile(65) == 128
 
 
+# Rows that depend on the shape
+
+
+def test_the_first_exception_that_holds_is_taken():
+    table = make_table(
+        "sm90",
+        {
+            ("forward", 2, 64): (
+                Only("64x64_w4_s1", is_causal=True, max_seqlen=512),
+                Only("64x64_w4_s2", max_programs=131),
+                "128x64_w8_s3",
+            ),
+            ("dkdv", 2, 64): (Only("64x64_w4_s2", is_causal=False), "64x128_w8_s2"),
+        },
+    )
+
+    def chosen(kernel: str, **shape: int | bool) -> str:
+        defaults = {"batch": 1, "heads": 1, "seqlen_q": 1, "seqlen_k": 1, "is_causal": False}
+        return table[kernel, 2, 64].choose(**(defaults | shape)).spelling
+
+    assert chosen("forward", seqlen_q=512, seqlen_k=512, is_causal=True, heads=1000) == "64x64_w4_s1"
+    assert chosen("forward", seqlen_q=512, seqlen_k=513, is_causal=True, heads=1000) == "128x64_w8_s3"
+    assert chosen("forward", seqlen_q=513, seqlen_k=512, is_causal=True) == "64x64_w4_s2"
+    assert chosen("forward", seqlen_q=512, seqlen_k=512, heads=1000) == "128x64_w8_s3"
+    # 131 and 132 programs of 128 queries, over batch and heads
+    assert chosen("forward", seqlen_q=131 * 128) == "64x64_w4_s2"
+    assert chosen("forward", seqlen_q=131 * 128 + 1) == "128x64_w8_s3"
+    assert chosen("forward", seqlen_q=128, heads=11, batch=12) == "128x64_w8_s3"
+    assert chosen("dkdv") == "64x64_w4_s2" and chosen("dkdv", is_causal=True) == "64x128_w8_s2"
+    assert [config.spelling for config in table["dkdv", 2, 64].configs] == ["64x64_w4_s2", "64x128_w8_s2"]
+
+
+def test_programs_are_tiles_of_queries_or_for_dkdv_of_keys():
+    shape = {"batch": 2, "heads": 3, "seqlen_q": 129, "seqlen_k": 1000}
+    assert KernelConfig.from_name("sm90_forward_128x64_w8_s3").num_programs(**shape) == 2 * 6
+    assert KernelConfig.from_name("sm90_dq_64x64_w8_s3").num_programs(**shape) == 3 * 6
+    assert KernelConfig.from_name("sm90_dkdv_64x128_w8_s2").num_programs(**shape) == 8 * 6
+
+
+def test_a_row_without_an_entry_for_all_shapes_is_refused():
+    with pytest.raises(ValueError, match="sm90_dq must be exceptions followed by one entry for all else"):
+        make_table("sm90", {("dq", 2, 64): (Only("64x64_w4_s2", max_seqlen=1),)})
+    with pytest.raises(ValueError, match="sm90_dq must be exceptions followed by one entry for all else"):
+        make_table("sm90", {("dq", 2, 64): ("64x64_w4_s2", "128x64_w4_s2")})
+    with pytest.raises(ValueError, match="Only.'64x64_w4_s2'. needs a condition: is_causal, max_seqlen or"):
+        Only("64x64_w4_s2")
+
+
+# Around the tables: the grid, and the way down
+
+
+ARCHITECTURES = ("sm80", "sm86", "sm89", "sm90", "sm100", "portable")
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_the_grid_holds_the_table_and_only_what_fits(arch):
+    for kernel, head_dim, dtype in itertools.product(KERNELS, (40, 64, 128, 256), DTYPES):
+        grid = tuning_grid(kernel, arch=arch, head_dim=head_dim, dtype=dtype)
+        width = BYTES_PER_ELEMENT[dtype]
+        assert len(grid) == len(set(grid))
+        assert set(TABLES[arch][kernel, width, head_tile(head_dim)].configs) <= set(grid)
+        assert {(config.target, config.kernel) for config in grid} == {(arch, kernel)}
+        for config in grid:
+            assert min(config.query_tile, config.key_tile) >= smallest_tile(arch, width)
+            assert config.shared_memory_bytes(head_dim, width) <= SHARED_MEMORY_LIMIT_BYTES[arch], config.name
+        precisions = {config.precision for config in grid}
+        assert precisions <= ({"ieee"} if width == 2 else {"ieee", "tf32x3"})
+        assert head_dim > 128 or len(precisions) == width // 2  # tiles of 256 columns leave no room for tf32x3 on sm_86
+
+
+def test_the_grid_of_hopper_at_head_dim_64():
+    names = {config.spelling for config in tuning_grid("forward", arch="sm90", head_dim=64, dtype="bfloat16")}
+    assert {"64x64_w4_s2", "128x64_w8_s4", "128x128_w8_s2"} <= names
+    assert "128x64_w8_s1" not in names  # without a pipeline, where there is room for one
+    assert "256x128_w4_s2" not in names  # 384 accumulators a thread
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"kernel": "sideways"}, "kernel must be one of forward, dkdv, dq, got 'sideways'"),
+        ({"arch": "sm70"}, "arch must be one of sm80, sm86, sm89, sm90, sm100, portable, got 'sm70'"),
+        ({"dtype": "float64"}, "dtype must be float32, float16 or bfloat16, got 'float64'"),
+    ],
+)
+def test_a_grid_of_nothing_known_is_refused(change, message):
+    arguments = {"kernel": "forward", "arch": "sm90", "head_dim": 64, "dtype": "float16", **change}
+    with pytest.raises(ValueError, match=message):
+        tuning_grid(arguments.pop("kernel"), **arguments)
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_every_configuration_has_smaller_ones_down_to_the_smallest(arch):
+    for kernel, (width, dtype) in itertools.product(KERNELS, ((2, "bfloat16"), (4, "float32"))):
+        for config in tuning_grid(kernel, arch=arch, head_dim=128, dtype=dtype):
+            sizes = [config.shared_memory_bytes(128, width)]
+            while (smaller := smaller_config(config, width)) is not None:
+                assert (smaller.kernel, smaller.target, smaller.precision) == (kernel, arch, config.precision)
+                sizes.append(smaller.shared_memory_bytes(128, width))
+                config = smaller
+            assert sizes == sorted(set(sizes), reverse=True)  # every step is smaller
+            smallest = smallest_tile(arch, width)
+            assert (config.query_tile, config.key_tile, config.num_stages) == (smallest, smallest, 1)
+
+
+def test_the_way_down_keeps_what_matters_longest():
+    config, steps = KernelConfig.from_name("sm80_dkdv_64x128_w8_s4"), []
+    while (smaller := smaller_config(config, 2)) is not None:
+        config = smaller
+        steps.append(config.spelling.replace("_w8", ""))
+    assert steps == ["64x128_s3", "64x128_s2", "64x64_s2", "64x64_s1", "64x32_s1", "32x32_s1", "32x16_s1", "16x16_s1"]
+
+
 def test_an_unknown_gpu_gets_the_portable_table_and_one_warning():
-    _target.cache_clear()
+    target_of.cache_clear()
     with pytest.warns(UserWarning, match=r"no tile table for compute capability 12\.0"):
         config = select_config("forward", capability=(12, 0), head_dim=64, dtype="float16", **SHAPE)
     assert config.target == "portable"
@@ -60,14 +201,21 @@ def test_what_no_table_covers_is_refused(change, message):
 
 def test_names_spell_the_configuration():
     for table in TABLES.values():
-        for config in table.values():
-            assert KernelConfig.from_name(config.name) == config
-    forward, dq = TABLES["sm90"]["forward", 2, 64], TABLES["sm90"]["dq", 2, 64]
-    assert forward.name == "sm90_forward_128x64_w8_s3"
+        for row in table.values():
+            for config in row.configs:
+                assert KernelConfig.from_name(config.name) == config
+    forward, dq = (KernelConfig.from_name(f"sm90_{kernel}_128x64_w8_s3") for kernel in ("forward", "dq"))
+    assert forward == KernelConfig(
+        target="sm90", kernel="forward", query_tile=128, key_tile=64, num_warps=8, num_stages=3, precision="ieee"
+    )
+    precise = KernelConfig.from_name("sm90_forward_64x32_w8_s1_tf32x3")
+    assert precise.precision == "tf32x3" and precise.name == "sm90_forward_64x32_w8_s1_tf32x3"
+    assert precise.spelling == "64x32_w8_s1_tf32x3"
     assert parse_configs(AttentionConfig(forward=forward, dq=dq).names) == {"forward": forward, "dq": dq}
     assert parse_configs("") == {}
-    for name in ("sm90", "sm90_forward_128x64", "sm90_forward_0x64_w8_s3", "sm90_forward_96x64_w8_s3"):
-        with pytest.raises(ValueError, match="config|query_tile"):
+    for name in ("sm90", "sm90_forward_128x64", "sm90_forward_0x64_w8_s3", "sm90_forward_96x64_w8_s3",
+                 "sm90_forward_64x64_w8_s3_", "sm90_forward_64x64_w8_s3_tf32"):  # fmt: skip
+        with pytest.raises(ValueError, match="config must be|query_tile must be|precision must be one of ieee, tf32x3"):
             KernelConfig.from_name(name)
     with pytest.raises(ValueError, match="AttentionConfig.forward must be a forward configuration, got sm90_dq"):
         AttentionConfig(forward=dq)

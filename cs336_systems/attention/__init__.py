@@ -1,18 +1,22 @@
 """Attention, stage by stage: reference, compiled, tiled, triton. `flash_attention` is the public entry."""
 
 from cs336_systems.attention.api import explain_backend, flash_attention
+from cs336_systems.attention.masks import BlockMask
 from cs336_systems.attention.reference import attention_reference
 from cs336_systems.attention.tiled import FlashAttentionPyTorch
 from cs336_systems.attention.tiles import AttentionConfig, KernelConfig, select_config
+from cs336_systems.attention.varlen import flash_attention_varlen
 
 __all__ = [
     "AttentionConfig",
+    "BlockMask",
     "FlashAttentionPyTorch",
     "FlashAttentionTriton",
     "KernelConfig",
     "attention_reference",
     "explain_backend",
     "flash_attention",
+    "flash_attention_varlen",
     "select_config",
 ]
 

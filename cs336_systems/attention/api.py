@@ -2,6 +2,7 @@
 
     out = flash_attention(q, k, v, is_causal=True)                      # the best of our back ends here
     out, lse = flash_attention(q, k, v, backend="tiled", return_lse=True)
+    out = flash_attention(q, k, v, block_mask=BlockMask.sliding_window(4096, window=512, device="cuda"))
 
 Back ends are the stages of this package: `reference`, `compiled`, `tiled`, `triton`. A named one is used or refused
 with the reason; `auto` chooses, and `explain_backend` says what it chose and why.
@@ -17,15 +18,17 @@ from jaxtyping import Float
 from torch import Tensor
 
 from cs336_systems.attention.compiled import compiled_reference
+from cs336_systems.attention.masks import BlockMask
 from cs336_systems.attention.operator import attention_operator
 from cs336_systems.attention.reference import attention_reference
 from cs336_systems.attention.tiled import tiled_backward, tiled_forward
 from cs336_systems.attention.tiles import AttentionConfig
 from cs336_systems.attention.validation import (
-    autocast_kind,
     check_attention_inputs,
+    check_block_mask,
     refuse_forward_mode,
     resolve_scale,
+    to_autocast_dtype,
     without_autocast,
 )
 from cs336_systems.device import available_backends, get_device_info, interpreter_is_on, select_backend
@@ -37,9 +40,11 @@ def flash_attention(
     v: Float[Tensor, "... kv_heads keys head_dim"],
     *,
     is_causal: bool = False,
+    block_mask: BlockMask | None = None,
     scale: float | None = None,
     enable_gqa: bool = False,
     return_lse: bool = False,
+    deterministic: bool | None = None,
     backend: str = "auto",
     config: AttentionConfig | None = None,
 ) -> Float[Tensor, "... heads queries head_dim"] | tuple[Tensor, Tensor]:
@@ -48,10 +53,15 @@ def flash_attention(
     Args:
         q, k, v: one floating dtype and device, any strides; head_dim up to 256 for `triton`.
         is_causal: query i attends keys j <= i, aligned at the top left as in SDPA, also when lengths differ.
+        block_mask: which keys each query attends, instead of is_causal; its batch and heads are 1 or q's, with leading
+            dimensions flattened into the batch. `triton` walks its lists of tiles and never reads a dead one, at any
+            density; tiles are of 64 or more. The other back ends attend through `block_mask.to_dense()`, a bool
+            (batch, heads, queries, keys) tensor. A query without a key has O = 0, L = -inf and no gradient.
         scale: multiplies the scores; 1/sqrt(head_dim) by default. Positive.
         enable_gqa: allow kv_heads that divide heads; query head h uses key head h // (heads / kv_heads).
         return_lse: also return the natural log of the summed exponentials of the scaled scores, (..., heads, queries),
             float32 (float64 for float64 inputs); gradients flow through it.
+        deterministic: True asks for bit-reproducible gradients. Every backward here has them, whatever this says.
         backend: `auto`, `reference`, `compiled`, `tiled` or `triton`.
         config: tiles of the `triton` kernels, instead of the table's.
 
@@ -64,33 +74,55 @@ def flash_attention(
         NotImplementedError: an input carries a forward-mode tangent.
     Source: FlashAttention-2 (Dao 2023).
     """
-    q, k, v = _autocast(q), _autocast(k), _autocast(v)
+    q, k, v = to_autocast_dtype(q), to_autocast_dtype(k), to_autocast_dtype(v)
     check_attention_inputs(q, k, v, enable_gqa=enable_gqa)
     scale = resolve_scale(scale, q.shape[-1])
     backend, _ = explain_backend(q, k, backend=backend)
-    if config is not None and not isinstance(config, AttentionConfig):
-        raise TypeError(f"config must be an AttentionConfig or None, got {type(config).__name__}")
-    if config is not None and backend != "triton":
-        raise ValueError(f"config chooses the tiles of backend 'triton', got backend {backend!r}")
-
-    if backend in ("reference", "compiled"):
+    check_config(config, backend)
+    if not (deterministic is None or isinstance(deterministic, bool)):
+        raise TypeError(f"deterministic must be a bool or None, got {type(deterministic).__name__}")
+    if block_mask is not None:
+        check_block_mask(block_mask, q, k, is_causal=is_causal, backend=backend)
+    if backend in ("tiled", "triton"):
+        refuse_forward_mode(q, k, v)
+    elif block_mask is None:
         function = attention_reference if backend == "reference" else compiled_reference()
         k, v = _repeat_kv_heads(q, k), _repeat_kv_heads(q, v)
         return function(q, k, v, is_causal=is_causal, scale=scale, return_lse=return_lse)
 
-    refuse_forward_mode(q, k, v)
     leading = q.shape[:-3]
-    q, k, v = (x.reshape(-1, *x.shape[-3:]) if x.ndim != 4 else x for x in (q, k, v))
-    if backend == "tiled":
+    q, k, v = (x.unsqueeze(0) if x.ndim == 3 else x.flatten(0, -4) if x.ndim > 4 else x for x in (q, k, v))
+    if backend != "triton":
         k, v = _repeat_kv_heads(q, k), _repeat_kv_heads(q, v)
-        output, lse = tiled_attention(q, k, v, is_causal, scale, "")
+    names = config.names if config else ""
+    if backend in ("reference", "compiled"):
+        assert block_mask is not None
+        function = attention_reference if backend == "reference" else compiled_reference()
+        output, lse = function(q, k, v, mask=block_mask.to_dense(), scale=scale, return_lse=True)
+    elif backend == "tiled":
+        if block_mask is None:
+            output, lse = tiled_attention(q, k, v, is_causal, scale, names)
+        else:
+            output, lse = tiled_masked_attention(q, k, v, block_mask.to_dense(), False, scale, names)
     else:
-        from cs336_systems.attention.triton.function import triton_attention
+        from cs336_systems.attention.triton.function import TileLists, block_sparse_attention, triton_attention
 
-        output, lse = triton_attention(q, k, v, is_causal, scale, config.names if config else "")
+        if block_mask is None:
+            output, lse = triton_attention(q, k, v, is_causal, scale, names)
+        else:
+            lists = [getattr(block_mask, name) for name in TileLists._fields]
+            output, lse = block_sparse_attention(q, k, v, *lists, False, scale, names)
     if len(leading) != 1:
         output, lse = output.reshape(*leading, *output.shape[1:]), lse.reshape(*leading, *lse.shape[1:])
     return (output, lse) if return_lse else output
+
+
+def check_config(config: AttentionConfig | None, backend: str) -> None:
+    """Raise TypeError or ValueError unless `config` is one and `backend` takes it."""
+    if config is not None and not isinstance(config, AttentionConfig):
+        raise TypeError(f"config must be an AttentionConfig or None, got {type(config).__name__}")
+    if config is not None and backend != "triton":
+        raise ValueError(f"config chooses the tiles of backend 'triton', got backend {backend!r}")
 
 
 def explain_backend(q: Tensor, k: Tensor, *, backend: str = "auto") -> tuple[str, str]:
@@ -122,16 +154,6 @@ def _compute_capability(device_index: int) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device_index)
 
 
-def _autocast(x: Tensor) -> Tensor:
-    """x in autocast's dtype where autocast is on and x has 16 or 32 bits; anything else is for the checks to judge."""
-    if not isinstance(x, Tensor) or x.dtype not in (torch.float32, torch.float16, torch.bfloat16):
-        return x
-    kind = autocast_kind(x)
-    if kind is not None and torch.is_autocast_enabled(kind):
-        return x.to(torch.get_autocast_dtype(kind))
-    return x
-
-
 def _repeat_kv_heads(q: Tensor, x: Tensor) -> Tensor:
     return x if q.shape[-3] == x.shape[-3] else x.repeat_interleave(q.shape[-3] // x.shape[-3], dim=-3)
 
@@ -149,4 +171,22 @@ def _tiled_backward(
         return tiled_backward(q, k, v, output, lse, grad_output, grad_lse, is_causal, scale)
 
 
+def _tiled_masked_forward(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, is_causal: bool, scale: float, config: str
+) -> Any:
+    with without_autocast(q):
+        return tiled_forward(q, k, v, False, scale, mask=mask)
+
+
+def _tiled_masked_backward(
+    q: Tensor, k: Tensor, v: Tensor, output: Tensor, lse: Tensor, grad_output: Tensor, grad_lse: Tensor | None,
+    mask: Tensor, is_causal: bool, scale: float, config: str,
+) -> Any:  # fmt: skip
+    with without_autocast(q):
+        return tiled_backward(q, k, v, output, lse, grad_output, grad_lse, False, scale, mask=mask)
+
+
 tiled_attention = attention_operator("tiled_attention", _tiled_forward, _tiled_backward)
+tiled_masked_attention = attention_operator(
+    "tiled_masked_attention", _tiled_masked_forward, _tiled_masked_backward, extras={"mask": "Tensor"}
+)

@@ -22,7 +22,7 @@ from functools import cache
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -49,8 +49,12 @@ def tiled_forward(
     is_causal: bool,
     scale: float,
     compiled: bool = False,
+    mask: Bool[Tensor, "... queries keys"] | None = None,
 ) -> tuple[Float[Tensor, "... queries head_dim"], Float[Tensor, "... queries"]]:
-    """Output in q's dtype and log-sum-exp in float32 (float64 for float64 inputs)."""
+    """Output in q's dtype and log-sum-exp in float32 (float64 for float64 inputs).
+
+    `mask` is True where a query may attend a key; it broadcasts over leading dimensions and excludes `is_causal`.
+    """
     step = _compiled_steps()[0] if compiled else _forward_step
     accumulate = torch.promote_types(q.dtype, torch.float32)
     num_queries, num_keys = q.shape[-2], k.shape[-2]
@@ -60,19 +64,20 @@ def tiled_forward(
     for q_start in range(0, num_queries, query_tile):
         queries = slice(q_start, min(q_start + query_tile, num_queries))
         q_tile = q[..., queries, :].to(accumulate)
-        row_max = q_tile.new_full(q_tile.shape[:-1], -math.inf)
+        # Finite, so that a key tile whose scores are all -inf does not subtract -inf from -inf.
+        row_max = q_tile.new_full(q_tile.shape[:-1], torch.finfo(accumulate).min)
         row_sum = torch.zeros_like(row_max)
         accumulator = torch.zeros_like(q_tile)
         for k_start in range(0, queries.stop if is_causal else num_keys, key_tile):
             keys = slice(k_start, min(k_start + key_tile, num_keys))
             if keys.start >= num_keys:
                 break
-            visible = _visible(queries, keys, q.device) if is_causal else None
+            visible = _visible(queries, keys, q.device, is_causal, mask)
             accumulator, row_max, row_sum = step(
                 q_tile, k[..., keys, :].to(accumulate), v[..., keys, :].to(accumulate),
                 accumulator, row_max, row_sum, visible, scale,
             )  # fmt: skip
-        # Without keys the row sum stays 0: O = 0 and L = -inf.
+        # A row without keys keeps a row sum of 0: O = 0 and L = -inf.
         output[..., queries, :] = (accumulator / row_sum.clamp_min(torch.finfo(accumulate).tiny)[..., None]).to(q.dtype)
         lse[..., queries] = row_max + row_sum.log()
     return output, lse
@@ -89,6 +94,7 @@ def tiled_backward(
     is_causal: bool,
     scale: float,
     compiled: bool = False,
+    mask: Bool[Tensor, "... queries keys"] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k, v in their dtypes. `grad_lse` is the gradient that reaches the log-sum-exp, if any."""
     step = _compiled_steps()[1] if compiled else _backward_step
@@ -108,7 +114,7 @@ def tiled_backward(
         first = keys.start // query_tile * query_tile if is_causal else 0  # query tiles before it see none of the keys
         for q_start in range(first, num_queries, query_tile):
             queries = slice(q_start, min(q_start + query_tile, num_queries))
-            visible = _visible(queries, keys, q.device) if is_causal else None
+            visible = _visible(queries, keys, q.device, is_causal, mask)
             grad_q_step, grad_k_tile, grad_v_tile = step(
                 q[..., queries, :].to(accumulate), k_tile, v_tile, grad_output[..., queries, :].to(accumulate),
                 lse[..., queries], delta[..., queries], grad_k_tile, grad_v_tile, visible, scale,
@@ -118,9 +124,13 @@ def tiled_backward(
     return grad_q.to(q.dtype), grad_k, grad_v
 
 
-def _visible(queries: slice, keys: slice, device: torch.device) -> Tensor | None:
-    """The causal mask of a tile that the diagonal crosses; None for a tile below it, which needs no mask."""
-    if keys.stop - 1 <= queries.start:
+def _visible(
+    queries: slice, keys: slice, device: torch.device, is_causal: bool, mask: Tensor | None
+) -> Tensor | None:
+    """The part of `mask`, or of the causal mask, in a tile; None for a tile that needs no mask."""
+    if mask is not None:
+        return mask[..., queries, keys]
+    if not is_causal or keys.stop - 1 <= queries.start:
         return None
     rows = torch.arange(queries.start, queries.stop, device=device)
     columns = torch.arange(keys.start, keys.stop, device=device)
@@ -145,10 +155,9 @@ def _backward_step(
     q: Tensor, k: Tensor, v: Tensor, grad_output: Tensor, lse: Tensor, delta: Tensor, grad_k: Tensor, grad_v: Tensor,
     visible: Tensor | None, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    scores = q @ k.transpose(-2, -1) * scale
+    probabilities = torch.exp(q @ k.transpose(-2, -1) * scale - lse[..., None])
     if visible is not None:
-        scores = scores.masked_fill(~visible, -math.inf)
-    probabilities = torch.exp(scores - lse[..., None])
+        probabilities = probabilities.masked_fill(~visible, 0.0)  # also of a row without keys, whose L is -inf
     grad_scores = probabilities * (grad_output @ v.transpose(-2, -1) - delta[..., None]) * scale
     grad_k = grad_k + grad_scores.transpose(-2, -1) @ q
     grad_v = grad_v + probabilities.transpose(-2, -1) @ grad_output

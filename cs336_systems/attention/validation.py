@@ -11,7 +11,10 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from cs336_systems.attention.masks import BlockMask
+
 FLOATING_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+MIN_TRITON_BLOCK = 64  # on sm_90 triton 3.6 can miscompile a kernel with two dots of 16 or 32 rows
 
 
 def check_attention_inputs(q: Tensor, k: Tensor, v: Tensor, *, enable_gqa: bool = False) -> None:
@@ -48,6 +51,86 @@ def check_attention_inputs(q: Tensor, k: Tensor, v: Tensor, *, enable_gqa: bool 
         raise ValueError(f"v must have k's shape {tuple(k.shape)}, got {tuple(v.shape)}{hint}")
 
 
+def check_block_mask(block_mask: BlockMask, q: Tensor, k: Tensor, *, is_causal: bool, backend: str) -> None:
+    """Raise TypeError or ValueError unless `block_mask` is one for q and k, (..., heads, seq, head_dim) each."""
+    if not isinstance(block_mask, BlockMask):
+        kind = type(block_mask).__name__
+        raise TypeError(f"block_mask must be a BlockMask or None, got {kind}; BlockMask.from_dense takes a bool tensor")
+    if is_causal:
+        raise ValueError(
+            "is_causal must be False with a block_mask, got True: put it into the mask, "
+            "as in block_mask & BlockMask.causal(seqlen_q, seqlen_k, block_size=block_mask.block_size)"
+        )
+    if block_mask.device != q.device:
+        raise ValueError(f"block_mask must be on q's device {q.device}, got {block_mask.device}")
+    if block_mask.seq_lengths != (q.shape[-2], k.shape[-2]):
+        raise ValueError(
+            f"block_mask must be made for {q.shape[-2]} queries and {k.shape[-2]} keys, "
+            "got one for {} and {}".format(*block_mask.seq_lengths)
+        )
+    for name, size, expected in zip(("batch", "heads"), block_mask.shape, (math.prod(q.shape[:-3]), q.shape[-3])):
+        if size not in (1, expected):
+            raise ValueError(f"block_mask must have {name} 1 or q's {expected}, got {size}")
+    if backend == "triton" and min(block_mask.block_size) < MIN_TRITON_BLOCK:
+        raise ValueError(
+            f"block_mask must have a block_size of at least {MIN_TRITON_BLOCK} for backend 'triton', "
+            f"got {block_mask.block_size}"
+        )
+
+
+def check_packed_inputs(q: Tensor, k: Tensor, v: Tensor, *, enable_gqa: bool) -> None:
+    """`check_attention_inputs` for packed tensors: q (total_queries, heads, head_dim), k, v (total_keys, ...)."""
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if isinstance(tensor, Tensor) and tensor.ndim != 3:
+            raise ValueError(f"{name} must have shape (total, heads, head_dim), got {tuple(tensor.shape)}")
+    if all(isinstance(x, Tensor) for x in (q, k, v)):
+        if k.shape[2] != q.shape[2]:
+            raise ValueError(f"k must have q's head_dim {q.shape[2]}, got {k.shape[2]}")
+        if v.shape != k.shape:
+            raise ValueError(f"v must have k's shape {tuple(k.shape)}, got {tuple(v.shape)}")
+    q, k, v = (x.transpose(0, 1) if isinstance(x, Tensor) else x for x in (q, k, v))
+    check_attention_inputs(q, k, v, enable_gqa=enable_gqa)
+
+
+def check_documents(
+    q: Tensor, k: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int
+) -> None:
+    """Raise TypeError or ValueError unless the boundaries cut q and k, (total, heads, head_dim), into documents.
+
+    The boundaries' values are looked at on the CPU only: on a GPU that would stall the host.
+    """
+    for side, packed, cu_seqlens, longest in (
+        ("q", q, cu_seqlens_q, max_seqlen_q), ("k", k, cu_seqlens_k, max_seqlen_k)
+    ):  # fmt: skip
+        name = f"cu_seqlens_{side}"
+        if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype != torch.int32:
+            kind = cu_seqlens.dtype if isinstance(cu_seqlens, Tensor) else type(cu_seqlens).__name__
+            raise TypeError(f"{name} must be an int32 tensor, got {kind}")
+        if cu_seqlens.ndim != 1 or not len(cu_seqlens):
+            raise ValueError(f"{name} must have shape (documents + 1,), got {tuple(cu_seqlens.shape)}")
+        if cu_seqlens.device != q.device or not cu_seqlens.is_contiguous():
+            raise ValueError(
+                f"{name} must be contiguous on q's device {q.device}, "
+                f"got stride {cu_seqlens.stride()} on {cu_seqlens.device}"
+            )
+        if isinstance(longest, bool) or not isinstance(longest, int | torch.SymInt) or longest < 0:
+            raise ValueError(f"max_seqlen_{side} must be an integer of at least 0, got {longest!r}")
+        if not cu_seqlens.is_cpu or torch.compiler.is_compiling():
+            continue
+        lengths = cu_seqlens.diff()
+        if cu_seqlens[0] != 0 or (lengths < 0).any() or cu_seqlens[-1] > len(packed):
+            raise ValueError(
+                f"{name} must rise from 0 to at most the {len(packed)} rows of {side}, got {cu_seqlens.tolist()}"
+            )
+        if len(lengths) and longest < lengths.max():
+            raise ValueError(f"max_seqlen_{side} must be at least the longest length, {lengths.max()}, got {longest}")
+    if len(cu_seqlens_q) != len(cu_seqlens_k):
+        raise ValueError(
+            f"cu_seqlens_k must have as many documents as cu_seqlens_q, {len(cu_seqlens_q) - 1}, "
+            f"got {len(cu_seqlens_k) - 1}"
+        )
+
+
 def resolve_scale(scale: float | None, head_dim: int) -> float:
     """`scale`, or 1/sqrt(head_dim) when it is None. Must be positive and finite: kernels take row maxima before it."""
     if scale is None:
@@ -80,3 +163,13 @@ def without_autocast(x: Tensor) -> AbstractContextManager[Any]:
     """Autocast off on x's device: what accumulates in float32 must not be cast back to 16 bits."""
     kind = autocast_kind(x)
     return nullcontext() if kind is None else torch.autocast(kind, enabled=False)
+
+
+def to_autocast_dtype(x: Tensor) -> Tensor:
+    """x in autocast's dtype where autocast is on and x has 16 or 32 bits; anything else is for the checks to judge."""
+    if not isinstance(x, Tensor) or x.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        return x
+    kind = autocast_kind(x)
+    if kind is not None and torch.is_autocast_enabled(kind):
+        return x.to(torch.get_autocast_dtype(kind))
+    return x

@@ -66,7 +66,10 @@ def kernel_name(name: str, shape: AttentionShape, device: str) -> str:
     q = torch.empty((shape.batch, shape.heads, shape.seqlen_q, shape.head_dim), dtype=dtype, device="meta")
     k = torch.empty((shape.batch, heads, shape.seqlen_k, shape.head_dim), dtype=dtype, device="meta")
     capability = torch.cuda.get_device_capability() if device == "cuda" else None
-    names = " ".join(kernel_config(kernel, q, k, capability=capability).name for kernel in ("forward", "dkdv", "dq"))
+    names = " ".join(
+        kernel_config(kernel, q, k, is_causal=shape.is_causal, capability=capability).name
+        for kernel in ("forward", "dkdv", "dq")
+    )
     return names if device == "cuda" else f"interpreter {names}"
 
 

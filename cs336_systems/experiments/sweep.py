@@ -125,11 +125,14 @@ class Sweep:
             self._lock_file = None
 
     def pending(self, problem: str) -> tuple[list[Cell], Counter[str]]:
-        """The cells of `problem` still to measure, and the finished ones counted by status.
+        """The cells of `problem` still to measure, and the finished ones counted by status."""
+        return self.unfinished(problem, PROBLEMS[problem].cells(self.run))
+
+    def unfinished(self, problem: str, cells: list[Cell]) -> tuple[list[Cell], Counter[str]]:
+        """Those of `cells`, all of `problem`, still to measure, and the finished ones counted by status.
 
         What another seed measured is not finished: the seed is not part of a record's key.
         """
-        cells = PROBLEMS[problem].cells(self.run)
         if self.implementations is not None:
             cells = [cell for cell in cells if cell.implementation in self.implementations]
         if self.rerun == "all":
@@ -174,6 +177,11 @@ class Sweep:
             self.worker.stop()
         finally:
             self.worker.kill()
+
+    def skip(self, cell: Cell, reason: str) -> None:
+        """Record that `cell` is not measured, and why."""
+        records = self._records(cell, Outcome(status="skipped", message=reason))
+        append_records(self.record_file(cell.problem), records)
 
     def _predict_overflow(self, cell: Cell) -> Outcome | None:
         """On a CPU, which swaps or is killed where a GPU raises, what cannot fit is not tried."""

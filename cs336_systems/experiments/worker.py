@@ -162,7 +162,7 @@ def _serve(pipe: Connection, parent_pid: int, run: RunConfig, log: Path, interpr
     torch._functorch.config.donated_buffer = False
     torch._dynamo.config.recompile_limit = 64
 
-    from cs336_systems.experiments.registry import PROBLEMS
+    from cs336_systems.experiments.registry import measure_function
     from cs336_systems.profiling.memory import release
 
     pipe.send(READY)
@@ -175,7 +175,7 @@ def _serve(pipe: Connection, parent_pid: int, run: RunConfig, log: Path, interpr
             return
         outcome = Outcome()
         try:
-            for measurement in PROBLEMS[cell.problem].measure(cell, run):
+            for measurement in measure_function(cell.problem)(cell, run):
                 pipe.send(measurement)
         except Unsupported as reason:
             outcome = Outcome(status="skipped", message=str(reason))

@@ -7,7 +7,7 @@ Every table, figure and sentence of the report is made from this frame:
 
 Columns: problem, scale, implementation, label, interpreted, mode, quantity, unit, status, message, kernel; of the case:
 case, case_type, seqlen, seqlen_k, head_dim, batch, heads, kv_heads, causal, dtype, model, context, attention,
-precision, warmup; of the samples (in the row's unit, see SHOWN_UNITS): samples, first, median, quartile_low,
+precision, warmup, mask; of the samples (in the row's unit, see SHOWN_UNITS): samples, first, median, quartile_low,
 quartile_high, mean, std; tflops (timed attention only); of the run: device, driver, torch, triton, commit, dirty, date.
 """
 
@@ -147,7 +147,7 @@ def sort_cells(frame: pd.DataFrame) -> pd.DataFrame:
     """`frame` sorted by everything that names a cell, sizes and implementations in the order a reader expects."""
     ranks = {"label": IMPLEMENTATIONS, "mode": MODES, "model": MODELS}
     keys = ["problem", "case_type", "model", "context", "dtype", "precision", "batch", "heads", "kv_heads", "causal"]
-    keys += ["head_dim", "seqlen", "seqlen_k", "warmup", "label", "mode", "quantity", "case"]
+    keys += ["head_dim", "seqlen", "seqlen_k", "mask_rank", "warmup", "label", "mode", "quantity", "case"]
     present = [key for key in keys if key in frame]
 
     def sortable(column: pd.Series) -> pd.Series:
@@ -226,6 +226,7 @@ def _case_columns(case: dict[str, Any]) -> dict[str, Any]:
         "attention": case.get("attention", ""),
         "precision": f"{autocast} autocast" if autocast else precision.get("parameters", ""),
         "warmup": case.get("warmup"),
+        "mask": case.get("mask", ""),
     }
 
 

@@ -7,6 +7,17 @@ from cs336_systems.attention.tiles.config import (
     head_tile,
     parse_configs,
 )
-from cs336_systems.attention.tiles.select import select_config
+from cs336_systems.attention.tiles.grid import smaller_config, tuning_grid
+from cs336_systems.attention.tiles.select import select_config, target_of
 
-__all__ = ["MAX_HEAD_DIM", "AttentionConfig", "KernelConfig", "head_tile", "parse_configs", "select_config"]
+__all__ = [
+    "MAX_HEAD_DIM",
+    "AttentionConfig",
+    "KernelConfig",
+    "head_tile",
+    "parse_configs",
+    "select_config",
+    "smaller_config",
+    "target_of",
+    "tuning_grid",
+]

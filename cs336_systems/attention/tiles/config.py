@@ -9,7 +9,11 @@ from functools import cache
 KERNELS = ("forward", "dkdv", "dq")
 MIN_HEAD_TILE = 64
 MAX_HEAD_DIM = 256
-_NAME = re.compile(r"(?P<target>[a-z0-9]+)_(?P<kernel>[a-z]+)_(?P<q>\d+)x(?P<k>\d+)_w(?P<warps>\d+)_s(?P<stages>\d+)")
+PRECISIONS = ("ieee", "tf32x3")  # of float32 dots; 16-bit ones have no choice
+_NAME = re.compile(
+    r"(?P<target>[a-z0-9]+)_(?P<kernel>[a-z]+)_(?P<q>\d+)x(?P<k>\d+)_w(?P<warps>\d+)_s(?P<stages>\d+)"
+    r"(_(?P<precision>[a-z0-9]+))?"
+)
 
 
 def head_tile(head_dim: int) -> int:
@@ -33,6 +37,7 @@ class KernelConfig:
     key_tile: int  # rows of a key tile
     num_warps: int
     num_stages: int  # depth of the software pipeline over the inner loop's tiles
+    precision: str = "ieee"  # of float32 dots: ieee on the FMA units, tf32x3 as three products on the tensor cores
 
     def __post_init__(self) -> None:
         if self.kernel not in KERNELS:
@@ -43,11 +48,14 @@ class KernelConfig:
                 raise ValueError(f"KernelConfig.{field} must be a power of two, got {value}")
         if self.num_stages < 1:
             raise ValueError(f"KernelConfig.num_stages must be positive, got {self.num_stages}")
+        if self.precision not in PRECISIONS:
+            raise ValueError(f"KernelConfig.precision must be one of {', '.join(PRECISIONS)}, got {self.precision!r}")
 
     @property
     def name(self) -> str:
         tiles = f"{self.query_tile}x{self.key_tile}"
-        return f"{self.target}_{self.kernel}_{tiles}_w{self.num_warps}_s{self.num_stages}"
+        precision = "" if self.precision == "ieee" else f"_{self.precision}"
+        return f"{self.target}_{self.kernel}_{tiles}_w{self.num_warps}_s{self.num_stages}{precision}"
 
     @classmethod
     def from_name(cls, name: str) -> KernelConfig:
@@ -62,22 +70,34 @@ class KernelConfig:
             key_tile=int(match["k"]),
             num_warps=int(match["warps"]),
             num_stages=int(match["stages"]),
+            precision=match["precision"] or "ieee",
         )
+
+    @property
+    def spelling(self) -> str:
+        """The name without target and kernel, as a table's row writes it: `128x64_w8_s3`."""
+        return self.name.removeprefix(f"{self.target}_{self.kernel}_")
+
+    def num_programs(self, *, batch: int, heads: int, seqlen_q: int, seqlen_k: int) -> int:
+        """Programs of a launch: tiles of queries, or of keys for dkdv, of all heads."""
+        rows, tile = (seqlen_k, self.key_tile) if self.kernel == "dkdv" else (seqlen_q, self.query_tile)
+        return -(-rows // tile) * batch * heads
 
     def shared_memory_bytes(self, head_dim: int, bytes_per_element: int) -> int:
         """Estimate of a program's shared memory: the tiles it holds, and `num_stages` of those that it streams.
 
-        A bound from tile sizes alone, good enough to rule a row out without a GPU; the compiler's own number is at
-        most this for every shipped row.
+        From tile sizes alone, so that a row can be ruled out without a compiler. What the compiler adds for reductions
+        and changes of layout differs by architecture; its own number is in `cs336-systems doctor --kernels`.
         """
         row = head_tile(head_dim) * bytes_per_element
         queries, keys = self.query_tile * row, self.key_tile * row
+        held = 1 if self.precision == "ieee" else 2  # tf32x3 holds the leading bits and the rest of each operand
         if self.kernel == "forward":  # holds Q, streams K and V
-            return queries + self.num_stages * 2 * keys
+            return held * queries + self.num_stages * 2 * keys
         scores = self.query_tile * self.key_tile * bytes_per_element  # P or dS on its way to be an operand
         if self.kernel == "dq":  # holds Q and dO, streams K and V
-            return 2 * queries + self.num_stages * 2 * keys + scores
-        return 2 * keys + self.num_stages * 2 * queries + scores  # dkdv holds K and V, streams Q and dO
+            return held * 2 * queries + self.num_stages * 2 * keys + scores
+        return held * 2 * keys + self.num_stages * 2 * queries + scores  # dkdv holds K and V, streams Q and dO
 
 
 @dataclass(frozen=True, kw_only=True)

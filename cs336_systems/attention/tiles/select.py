@@ -22,11 +22,12 @@ def select_config(
     seqlen_q: int,
     seqlen_k: int,
     dtype: str,
+    is_causal: bool = False,
 ) -> KernelConfig:
     """The configuration of `kernel` (forward, dkdv or dq); a pure function of its arguments.
 
     `capability` is the GPU's compute capability, None for the interpreter. A GPU without a table gets the portable
-    one, with one warning. Batch, heads and lengths are there for rows that depend on them; no present row does.
+    one, with one warning. Batch, heads, lengths and mask decide where a row has exceptions for them (`tables.Only`).
     ValueError for an unknown kernel, a head_dim over 256 or a dtype that Triton's dots do not take.
     """
     if kernel not in KERNELS:
@@ -35,11 +36,13 @@ def select_config(
         raise ValueError(f"head_dim must be between 1 and {MAX_HEAD_DIM}, got {head_dim}")
     if dtype not in ("float32", "float16", "bfloat16"):
         raise ValueError(f"dtype must be float32, float16 or bfloat16, got {dtype!r}")
-    return TABLES[_target(capability)][kernel, BYTES_PER_ELEMENT[dtype], head_tile(head_dim)]
+    row = TABLES[target_of(capability)][kernel, BYTES_PER_ELEMENT[dtype], head_tile(head_dim)]
+    return row.choose(batch=batch, heads=heads, seqlen_q=seqlen_q, seqlen_k=seqlen_k, is_causal=is_causal)
 
 
 @cache
-def _target(capability: tuple[int, int] | None) -> str:
+def target_of(capability: tuple[int, int] | None) -> str:
+    """The table for a GPU of this compute capability: portable for None and, with a warning, for what has none."""
     if capability is None:
         return "portable"
     if capability in TARGET_OF_CAPABILITY:

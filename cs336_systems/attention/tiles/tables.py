@@ -1,6 +1,11 @@
 """The tile tables, one per architecture. People edit them; nothing writes them and nothing tunes at run time.
 
-A row is keyed by (kernel, bytes per element, head tile) and reads `<query tile>x<key tile>_w<warps>_s<stages>`.
+A row is keyed by (kernel, bytes per element, head tile) and reads `<query tile>x<key tile>_w<warps>_s<stages>`, with
+`_tf32x3` behind it where float32 dots run as three on the tensor cores. A row may begin with exceptions, the first that
+holds being taken, and ends with what holds elsewhere:
+
+    ("forward", 2, 64): (Only("64x64_w4_s3", max_programs=131), "128x64_w8_s3"),
+
 What bounds a row:
   - 16-bit tiles on sm_90 stay at 64 rows or more: triton 3.6 can miscompile kernels with two dots at 16 or 32.
   - float32 dots are IEEE, on the FMA units, with operands unrolled into registers: larger tiles spill by the kilobyte.
@@ -9,9 +14,51 @@ What bounds a row:
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from cs336_systems.attention.tiles.config import KernelConfig
 
-Row = tuple[str, int, int]
+Key = tuple[str, int, int]  # kernel, bytes per element, head tile
+
+
+@dataclass(frozen=True)
+class Only:
+    """An exception in a row: `tiles` where all that is given holds."""
+
+    tiles: str
+    is_causal: bool | None = None
+    max_seqlen: int | None = None  # the longer of seqlen_q and seqlen_k is at most this
+    max_programs: int | None = None  # the row's last entry would launch at most so many: less than the GPU has room for
+
+    def __post_init__(self) -> None:
+        if self.is_causal is None and self.max_seqlen is None and self.max_programs is None:
+            raise ValueError(f"Only({self.tiles!r}) needs a condition: is_causal, max_seqlen or max_programs")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """The configurations of one kernel for one width of element and head."""
+
+    exceptions: tuple[tuple[Only, KernelConfig], ...]
+    default: KernelConfig
+
+    @property
+    def configs(self) -> tuple[KernelConfig, ...]:
+        return (*(config for _, config in self.exceptions), self.default)
+
+    def choose(self, *, batch: int, heads: int, seqlen_q: int, seqlen_k: int, is_causal: bool) -> KernelConfig:
+        """The configuration for a shape: that of the first exception which holds, or the default."""
+        num_programs = self.default.num_programs(batch=batch, heads=heads, seqlen_q=seqlen_q, seqlen_k=seqlen_k)
+        for only, config in self.exceptions:
+            if (
+                only.is_causal in (None, is_causal)
+                and (only.max_seqlen is None or max(seqlen_q, seqlen_k) <= only.max_seqlen)
+                and (only.max_programs is None or num_programs <= only.max_programs)
+            ):
+                return config
+        return self.default
+
+
 # Where and when the rows of a table were run; no other table has been near its GPU yet.
 MEASURED = {"sm90": "NVIDIA H200, triton 3.6.0, 2026-11-21"}
 SHARED_MEMORY_LIMIT_BYTES = {
@@ -24,13 +71,29 @@ SHARED_MEMORY_LIMIT_BYTES = {
 }
 
 
-def _table(target: str, rows: dict[Row, str]) -> dict[Row, KernelConfig]:
-    return {row: KernelConfig.from_name(f"{target}_{row[0]}_{tiles}") for row, tiles in rows.items()}
+Spelled = str | tuple[Only | str, ...]  # a row as it is written below
+
+
+def make_table(target: str, rows: dict[Key, Spelled]) -> dict[Key, Row]:
+    """The rows of `target`, parsed; ValueError unless each ends with tiles for every shape."""
+    return {key: _row(f"{target}_{key[0]}", entries) for key, entries in rows.items()}
+
+
+def _row(prefix: str, spelled: Spelled) -> Row:
+    *exceptions, default = (spelled,) if isinstance(spelled, str) else spelled
+    parsed = [(entry, _config(prefix, entry.tiles)) for entry in exceptions if isinstance(entry, Only)]
+    if not isinstance(default, str) or len(parsed) < len(exceptions):
+        raise ValueError(f"{prefix} must be exceptions followed by one entry for all else, got {spelled}")
+    return Row(exceptions=tuple(parsed), default=_config(prefix, default))
+
+
+def _config(prefix: str, tiles: str) -> KernelConfig:
+    return KernelConfig.from_name(f"{prefix}_{tiles}")
 
 
 # sm_90: registers and spills read from triton 3.6.0's compiler, offline. 0 bytes spilled but for dkdv: in 16 bit at
 # head tile 128 (100 when causal) and 256 (524), in float32 at 128 (about 350).
-_SM90: dict[Row, str] = {
+_SM90: dict[Key, Spelled] = {
     ("forward", 2, 64): "128x64_w8_s3",
     ("forward", 2, 128): "128x64_w8_s3",
     ("forward", 2, 256): "128x64_w8_s2",
@@ -51,20 +114,34 @@ _SM90: dict[Row, str] = {
     ("dq", 4, 256): "32x32_w8_s1",
 }
 
-# sm_80, not measured: the sm_90 rows where they fit 163 KiB, shallower pipelines elsewhere.
-_SM80: dict[Row, str] = _SM90 | {
-    ("forward", 2, 256): "64x64_w4_s2",
+# The tables below are not measured. Their rows were compiled offline, with triton 3.6.0: causal and not, they fit their
+# GPU's shared memory, and those of 16 bits spill nothing (`cs336-systems doctor --kernels --arch sm80` shows it).
+
+_SM80: dict[Key, Spelled] = {
+    ("forward", 2, 64): "128x64_w8_s3",
+    ("forward", 2, 128): "128x64_w8_s3",
+    ("forward", 2, 256): "64x64_w8_s2",
+    ("dkdv", 2, 64): "64x128_w8_s3",
     ("dkdv", 2, 128): "64x64_w8_s2",
-    ("dkdv", 2, 256): "64x64_w8_s1",
+    ("dkdv", 2, 256): "32x64_w8_s1",
     ("dq", 2, 64): "128x64_w8_s2",
     ("dq", 2, 128): "64x64_w4_s2",
-    ("dq", 2, 256): "64x64_w8_s1",
+    ("dq", 2, 256): "64x32_w8_s2",
+    ("forward", 4, 64): "64x32_w8_s1",
+    ("forward", 4, 128): "32x64_w8_s1",
+    ("forward", 4, 256): "32x32_w8_s1",
+    ("dkdv", 4, 64): "32x32_w8_s1",
+    ("dkdv", 4, 128): "32x32_w8_s1",
+    ("dkdv", 4, 256): "32x32_w8_s1",
+    ("dq", 4, 64): "64x32_w8_s1",
+    ("dq", 4, 128): "32x64_w8_s1",
+    ("dq", 4, 256): "32x32_w8_s1",
 }
 
-# sm_86 and sm_89, not measured: everything within 99 KiB.
-_SMALL: dict[Row, str] = _SM90 | {
+# sm_86 and sm_89: everything within 99 KiB.
+_SMALL: dict[Key, Spelled] = {
     ("forward", 2, 64): "128x64_w4_s2",
-    ("forward", 2, 128): "64x64_w4_s2",
+    ("forward", 2, 128): "128x64_w8_s2",
     ("forward", 2, 256): "64x32_w4_s1",
     ("dkdv", 2, 64): "64x64_w4_s2",
     ("dkdv", 2, 128): "64x64_w8_s1",
@@ -72,24 +149,52 @@ _SMALL: dict[Row, str] = _SM90 | {
     ("dq", 2, 64): "64x64_w4_s2",
     ("dq", 2, 128): "64x64_w8_s1",
     ("dq", 2, 256): "32x32_w4_s1",
+    ("forward", 4, 64): "64x32_w8_s1",
+    ("forward", 4, 128): "32x64_w8_s1",
+    ("forward", 4, 256): "32x32_w8_s1",
+    ("dkdv", 4, 64): "32x32_w8_s1",
+    ("dkdv", 4, 128): "16x32_w8_s1",
     ("dkdv", 4, 256): "16x32_w8_s1",
+    ("dq", 4, 64): "64x32_w8_s1",
     ("dq", 4, 128): "32x32_w8_s1",
     ("dq", 4, 256): "32x16_w8_s1",
 }
 
+_SM100: dict[Key, Spelled] = {
+    ("forward", 2, 64): "128x64_w8_s3",
+    ("forward", 2, 128): "128x64_w8_s3",
+    ("forward", 2, 256): "128x64_w8_s2",
+    ("dkdv", 2, 64): "64x128_w8_s2",
+    ("dkdv", 2, 128): "64x128_w8_s2",
+    ("dkdv", 2, 256): "64x64_w8_s1",
+    ("dq", 2, 64): "128x64_w8_s3",
+    ("dq", 2, 128): "128x64_w8_s3",
+    ("dq", 2, 256): "64x64_w8_s1",
+    ("forward", 4, 64): "64x32_w8_s1",
+    ("forward", 4, 128): "32x64_w8_s1",
+    ("forward", 4, 256): "32x32_w8_s1",
+    ("dkdv", 4, 64): "32x32_w8_s1",
+    ("dkdv", 4, 128): "16x32_w8_s1",
+    ("dkdv", 4, 256): "16x32_w8_s1",
+    ("dq", 4, 64): "64x32_w8_s1",
+    ("dq", 4, 128): "32x64_w8_s1",
+    ("dq", 4, 256): "32x32_w8_s1",
+}
+
 # The interpreter's table, and that of GPUs without one. Its float32 matmuls are NumPy's, whose rounding depends on the
 # shape: equal tiles give forward and backward the same scores, as one order of additions does on a GPU.
-_PORTABLE: dict[Row, str] = _SMALL | {
+_PORTABLE: dict[Key, Spelled] = _SMALL | {
     ("forward", 4, 64): "64x64_w8_s1",
     ("dkdv", 4, 64): "64x64_w8_s1",
+    ("dkdv", 4, 128): "32x32_w8_s1",
     ("dq", 4, 64): "64x64_w8_s1",
 }
 
-TABLES: dict[str, dict[Row, KernelConfig]] = {
-    "sm80": _table("sm80", _SM80),
-    "sm86": _table("sm86", _SMALL),
-    "sm89": _table("sm89", _SMALL),
-    "sm90": _table("sm90", _SM90),
-    "sm100": _table("sm100", _SM90),
-    "portable": _table("portable", _PORTABLE),
+TABLES: dict[str, dict[Key, Row]] = {
+    "sm80": make_table("sm80", _SM80),
+    "sm86": make_table("sm86", _SMALL),
+    "sm89": make_table("sm89", _SMALL),
+    "sm90": make_table("sm90", _SM90),
+    "sm100": make_table("sm100", _SM100),
+    "portable": make_table("portable", _PORTABLE),
 }

@@ -5,8 +5,7 @@ Phases of a program
   2. unmasked loop: key tiles that every query of the tile sees whole, with no mask arithmetic;
   3. masked loop: key tiles that the causal diagonal or the end of the keys cuts;
   4. normalise once, store O and the log-sum-exp L.
-Key tiles above the diagonal are never read. Exponentials are base 2 with scale · log₂e folded into one multiply-add,
-and L goes back to the natural log at the end. Source: FlashAttention-2 (Dao 2023), algorithm 1.
+Key tiles above the diagonal are never read. Source: FlashAttention-2 (Dao 2023), algorithm 1.
 
 Programs are numbered with the longest causal query tiles first, so that the short ones fill the tail of the grid.
 """
@@ -20,48 +19,15 @@ from jaxtyping import Float
 from torch import Tensor
 
 from cs336_systems.attention.tiles import KernelConfig, head_tile
-
-LOG2_E = tl.constexpr(1.4426950408889634)
-LN_2 = tl.constexpr(0.6931471805599453)
-
-
-@triton.jit
-def _load_rows(
-    base_ptr, rows, num_rows, stride_s, stride_d, D: tl.constexpr, D_TILE: tl.constexpr, MASKED: tl.constexpr
-):
-    """The (len(rows), D_TILE) tile at `rows`; columns past D, and with MASKED rows past num_rows, are zero."""
-    columns = tl.arange(0, D_TILE)
-    pointers = base_ptr + rows.to(tl.int64)[:, None] * stride_s + columns[None, :] * stride_d
-    if MASKED and D != D_TILE:
-        return tl.load(pointers, mask=(rows < num_rows)[:, None] & (columns < D)[None, :], other=0.0)
-    elif MASKED:
-        return tl.load(pointers, mask=(rows < num_rows)[:, None], other=0.0)
-    elif D != D_TILE:
-        return tl.load(pointers, mask=(columns < D)[None, :], other=0.0)
-    else:
-        return tl.load(pointers)
-
-
-@triton.jit
-def _store_rows(base_ptr, tile, rows, num_rows, stride_s, stride_d, D: tl.constexpr, D_TILE: tl.constexpr):
-    columns = tl.arange(0, D_TILE)
-    pointers = base_ptr + rows.to(tl.int64)[:, None] * stride_s + columns[None, :] * stride_d
-    tl.store(pointers, tile.to(base_ptr.dtype.element_ty), mask=(rows < num_rows)[:, None] & (columns < D)[None, :])
-
-
-@triton.jit
-def _accumulate(accumulator, left, right, ZERO, PRECISION: tl.constexpr):
-    """accumulator + left @ right.
-
-    Tensor cores take the accumulator as an operand. A float32 dot on the FMA units would chain every product of the
-    whole sequence onto it, whose rounding grows with the length; so there each tile's product is summed on its own.
-    ZERO is a zero that the compiler cannot see: a literal one is fused back into that chain.
-    """
-    if left.dtype == tl.float32:
-        product = tl.dot(left, right, tl.zeros_like(accumulator) + ZERO, input_precision=PRECISION)
-        return accumulator + product
-    else:
-        return tl.dot(left, right, accumulator)
+from cs336_systems.attention.triton.steps import (
+    LOG2_E,
+    LOWEST,
+    accumulate,
+    load_rows,
+    online_softmax,
+    store_queries,
+    tile_of_program,
+)
 
 
 @triton.jit
@@ -74,52 +40,32 @@ def _visit_keys(
     """Fold the key tiles of [first_key, last_key) into the running (accumulator, m, l); m is in base 2."""
     for start in tl.range(first_key, last_key, K_TILE_SIZE):
         key_rows = start + tl.arange(0, K_TILE_SIZE)
-        K = _load_rows(K_base, key_rows, N_KEYS, stride_ks, stride_kd, D, D_TILE, MASKED)
+        K = load_rows(K_base, key_rows, N_KEYS, stride_ks, stride_kd, D, D_TILE, MASKED)
         S = tl.dot(Q, tl.trans(K), input_precision=PRECISION)  # (Q_TILE_SIZE, K_TILE_SIZE), not yet scaled
         if MASKED:
             visible = (key_rows < N_KEYS)[None, :]
             if IS_CAUSAL:
                 visible = visible & (query_rows[:, None] >= key_rows[None, :])
             S = tl.where(visible, S, float("-inf"))
-        m_new = tl.maximum(m, tl.max(S, axis=1) * scale_log2)
-        P = tl.math.exp2(S * scale_log2 - m_new[:, None])
-        rescale = tl.math.exp2(m - m_new)
-        l = l * rescale + tl.sum(P, axis=1)
-        V = _load_rows(V_base, key_rows, N_KEYS, stride_vs, stride_vd, D, D_TILE, MASKED)
-        accumulator = _accumulate(accumulator * rescale[:, None], P.to(V.dtype), V, ZERO, PRECISION)
-        m = m_new
+        P, rescale, m, l = online_softmax(S, m, l, scale_log2)
+        V = load_rows(V_base, key_rows, N_KEYS, stride_vs, stride_vd, D, D_TILE, MASKED)
+        accumulator = accumulate(accumulator * rescale[:, None], P.to(V.dtype), V, ZERO, PRECISION)
     return accumulator, m, l
 
 
 @triton.jit
-def flash_forward_kernel(
-    Q_ptr, K_ptr, V_ptr, O_ptr, L_ptr,
-    stride_qb, stride_qh, stride_qs, stride_qd,
-    stride_kb, stride_kh, stride_ks, stride_kd,
-    stride_vb, stride_vh, stride_vs, stride_vd,
-    N_HEADS, N_QUERIES, N_KEYS, scale_log2, ZERO,
-    GROUP: tl.constexpr, D: tl.constexpr, D_TILE: tl.constexpr, Q_TILE_SIZE: tl.constexpr, K_TILE_SIZE: tl.constexpr,
-    IS_CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
+def attend_queries(
+    Q_base, K_base, V_base, O_base, L_base, query_tile, N_QUERIES, N_KEYS, scale_log2, ZERO,
+    stride_qs, stride_qd, stride_ks, stride_kd, stride_vs, stride_vd, stride_os,
+    D: tl.constexpr, D_TILE: tl.constexpr, Q_TILE_SIZE: tl.constexpr, K_TILE_SIZE: tl.constexpr,
+    IS_CAUSAL: tl.constexpr, ROWS_WITHOUT_KEYS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """O (batch, heads, queries, D) and L (batch, heads, queries) are contiguous; q, k, v have any strides."""
-    num_query_tiles = tl.cdiv(N_QUERIES, Q_TILE_SIZE)
-    num_batch_heads = tl.num_programs(0) // num_query_tiles
-    batch_head = tl.program_id(0) % num_batch_heads
-    query_tile = tl.program_id(0) // num_batch_heads
-    if IS_CAUSAL:
-        query_tile = num_query_tiles - 1 - query_tile
-    batch = (batch_head // N_HEADS).to(tl.int64)
-    head = (batch_head % N_HEADS).to(tl.int64)
-    kv_head = head // GROUP
-    K_base = K_ptr + batch * stride_kb + kv_head * stride_kh
-    V_base = V_ptr + batch * stride_vb + kv_head * stride_vh
-
+    """One query tile of one sequence: the bases point at its row 0, in the program's head."""
     # 1. load the query tile
     first_query = query_tile * Q_TILE_SIZE
     query_rows = first_query + tl.arange(0, Q_TILE_SIZE)
-    Q_base = Q_ptr + batch * stride_qb + head * stride_qh
-    Q = _load_rows(Q_base, query_rows, N_QUERIES, stride_qs, stride_qd, D, D_TILE, True)  # (Q_TILE_SIZE, D_TILE)
-    m = tl.full([Q_TILE_SIZE], float("-inf"), tl.float32)
+    Q = load_rows(Q_base, query_rows, N_QUERIES, stride_qs, stride_qd, D, D_TILE, True)  # (Q_TILE_SIZE, D_TILE)
+    m = tl.full([Q_TILE_SIZE], LOWEST, tl.float32)
     l = tl.zeros([Q_TILE_SIZE], tl.float32)
     accumulator = tl.zeros([Q_TILE_SIZE, D_TILE], tl.float32)
 
@@ -142,9 +88,30 @@ def flash_forward_kernel(
     )  # fmt: skip
 
     # 4. normalise and store
-    row_base = batch_head.to(tl.int64) * N_QUERIES
-    _store_rows(O_ptr + row_base * D, accumulator / l[:, None], query_rows, N_QUERIES, D, 1, D, D_TILE)
-    tl.store(L_ptr + row_base + query_rows, (m + tl.math.log2(l)) * LN_2, mask=query_rows < N_QUERIES)
+    store_queries(accumulator, m, l, O_base, L_base, query_rows, N_QUERIES, stride_os, D, D_TILE, ROWS_WITHOUT_KEYS)
+
+
+@triton.jit
+def flash_forward_kernel(
+    Q_ptr, K_ptr, V_ptr, O_ptr, L_ptr,
+    stride_qb, stride_qh, stride_qs, stride_qd,
+    stride_kb, stride_kh, stride_ks, stride_kd,
+    stride_vb, stride_vh, stride_vs, stride_vd,
+    N_HEADS, N_QUERIES, N_KEYS, scale_log2, ZERO,
+    GROUP: tl.constexpr, D: tl.constexpr, D_TILE: tl.constexpr, Q_TILE_SIZE: tl.constexpr, K_TILE_SIZE: tl.constexpr,
+    IS_CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """O (batch, heads, queries, D) and L (batch, heads, queries) are contiguous; q, k, v have any strides."""
+    query_tile, batch, head = tile_of_program(tl.cdiv(N_QUERIES, Q_TILE_SIZE), N_HEADS, IS_CAUSAL)
+    kv_head = head // GROUP
+    row_base = (batch * N_HEADS + head) * N_QUERIES
+    attend_queries(
+        Q_ptr + batch * stride_qb + head * stride_qh, K_ptr + batch * stride_kb + kv_head * stride_kh,
+        V_ptr + batch * stride_vb + kv_head * stride_vh, O_ptr + row_base * D, L_ptr + row_base,
+        query_tile, N_QUERIES, N_KEYS, scale_log2, ZERO,
+        stride_qs, stride_qd, stride_ks, stride_kd, stride_vs, stride_vd, D,
+        D, D_TILE, Q_TILE_SIZE, K_TILE_SIZE, IS_CAUSAL, False, PRECISION,
+    )  # fmt: skip
 
 
 def launch_forward(
@@ -167,7 +134,7 @@ def launch_forward(
         heads, num_queries, k.shape[2], scale * LOG2_E.value, 0.0,
         GROUP=heads // k.shape[1], D=head_dim, D_TILE=head_tile(head_dim),
         Q_TILE_SIZE=config.query_tile, K_TILE_SIZE=config.key_tile,
-        IS_CAUSAL=is_causal, PRECISION="ieee",
+        IS_CAUSAL=is_causal, PRECISION=config.precision,
         num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
     return output, lse

@@ -1,6 +1,7 @@
-"""The Triton stage as an operator and as an autograd.Function: choose tiles, launch, save, restore.
+"""The Triton stage as operators and as an autograd.Function: choose tiles, launch, save, restore.
 
-`triton_attention` is what `flash_attention` calls; `FlashAttentionTriton` is the handout's interface.
+`triton_attention` and, with a block mask, `block_sparse_attention` are what `flash_attention` calls;
+`varlen_attention` is behind `flash_attention_varlen`; `FlashAttentionTriton` is the handout's interface.
 """
 
 from __future__ import annotations
@@ -14,20 +15,42 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from cs336_systems.attention.operator import attention_operator
+from cs336_systems.attention.operator import VARLEN_ARGUMENTS, attention_operator
 from cs336_systems.attention.tiles import KernelConfig, parse_configs, select_config
 from cs336_systems.attention.triton.backward import launch_backward
+from cs336_systems.attention.triton.block_sparse import (
+    TileLists,
+    fit_to_blocks,
+    launch_block_sparse_backward,
+    launch_block_sparse_forward,
+)
 from cs336_systems.attention.triton.forward import launch_forward
+from cs336_systems.attention.triton.launching import launch_fitting
+from cs336_systems.attention.triton.varlen import launch_varlen_backward, launch_varlen_forward
 from cs336_systems.attention.validation import check_attention_inputs, resolve_scale
 
 
 def kernel_config(
-    kernel: str, q: Tensor, k: Tensor, config: str = "", *, capability: tuple[int, int] | None = None
+    kernel: str,
+    q: Tensor,
+    k: Tensor,
+    config: str = "",
+    *,
+    is_causal: bool = False,
+    capability: tuple[int, int] | None = None,
 ) -> KernelConfig:
     """The configuration that `kernel` will use for these inputs: the one named in `config`, or the table's.
 
     `capability` defaults to that of q's device, and to none (the interpreter) on the CPU.
     """
+    batch, heads, seqlen_q, _ = q.shape
+    return _choose(kernel, q, config, capability, batch, heads, seqlen_q, k.shape[2], is_causal)
+
+
+def _choose(
+    kernel: str, q: Tensor, config: str, capability: tuple[int, int] | None, batch: int, heads: int, seqlen_q: int,
+    seqlen_k: int, is_causal: bool,
+) -> KernelConfig:  # fmt: skip
     named = parse_configs(config)
     if kernel in named:
         return named[kernel]
@@ -36,30 +59,38 @@ def kernel_config(
     return select_config(
         kernel,
         capability=capability,
-        head_dim=q.shape[3],
-        batch=q.shape[0],
-        heads=q.shape[1],
-        seqlen_q=q.shape[2],
-        seqlen_k=k.shape[2],
+        head_dim=q.shape[-1],
+        batch=batch,
+        heads=heads,
+        seqlen_q=seqlen_q,
+        seqlen_k=seqlen_k,
         dtype=str(q.dtype).removeprefix("torch."),
+        is_causal=is_causal,
     )
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, config: str) -> tuple[Tensor, Tensor]:
+    def launch(forward: KernelConfig) -> tuple[Tensor, Tensor]:
+        return launch_forward(q, k, v, is_causal=is_causal, scale=scale, config=forward)
+
+    chosen = kernel_config("forward", q, k, config, is_causal=is_causal)
     with _launch_device(q):
-        return launch_forward(q, k, v, is_causal=is_causal, scale=scale, config=kernel_config("forward", q, k, config))
+        return launch_fitting(launch, (chosen,), q, seqlen_q=q.shape[2], seqlen_k=k.shape[2])
 
 
 def _backward(
     q: Tensor, k: Tensor, v: Tensor, output: Tensor, lse: Tensor, grad_output: Tensor, grad_lse: Tensor | None,
     is_causal: bool, scale: float, config: str,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    with _launch_device(q):
+    def launch(dkdv: KernelConfig, dq: KernelConfig) -> tuple[Tensor, Tensor, Tensor]:
         return launch_backward(
             q, k, v, output.contiguous(), lse.contiguous(), grad_output, grad_lse,
-            is_causal=is_causal, scale=scale,
-            dkdv_config=kernel_config("dkdv", q, k, config), dq_config=kernel_config("dq", q, k, config),
+            is_causal=is_causal, scale=scale, dkdv_config=dkdv, dq_config=dq,
         )  # fmt: skip
+
+    chosen = tuple(kernel_config(kernel, q, k, config, is_causal=is_causal) for kernel in ("dkdv", "dq"))
+    with _launch_device(q):
+        return launch_fitting(launch, chosen, q, seqlen_q=q.shape[2], seqlen_k=k.shape[2])
 
 
 def _launch_device(q: Tensor) -> AbstractContextManager[Any]:
@@ -76,7 +107,78 @@ def _launch_device(q: Tensor) -> AbstractContextManager[Any]:
     return nullcontext()
 
 
+def _block_sparse_forward(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+    *tensors, _, scale, config = arguments
+    lists = TileLists(*tensors)
+
+    def launch(forward: KernelConfig) -> tuple[Tensor, Tensor]:
+        return launch_block_sparse_forward(q, k, v, lists, scale=scale, config=forward)
+
+    chosen = fit_to_blocks(kernel_config("forward", q, k, config), lists.block_size)
+    with _launch_device(q):
+        return launch_fitting(launch, (chosen,), q, seqlen_q=q.shape[2], seqlen_k=k.shape[2])
+
+
+def _block_sparse_backward(
+    q: Tensor, k: Tensor, v: Tensor, output: Tensor, lse: Tensor, grad_output: Tensor, grad_lse: Tensor | None,
+    *arguments: Any,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    *tensors, _, scale, config = arguments
+    lists = TileLists(*tensors)
+
+    def launch(dkdv: KernelConfig, dq: KernelConfig) -> tuple[Tensor, Tensor, Tensor]:
+        return launch_block_sparse_backward(
+            q, k, v, output.contiguous(), lse.contiguous(), grad_output, grad_lse, lists,
+            scale=scale, dkdv_config=dkdv, dq_config=dq,
+        )  # fmt: skip
+
+    chosen = tuple(fit_to_blocks(kernel_config(kernel, q, k, config), lists.block_size) for kernel in ("dkdv", "dq"))
+    with _launch_device(q):
+        return launch_fitting(launch, chosen, q, seqlen_q=q.shape[2], seqlen_k=k.shape[2])
+
+
+def _varlen_forward(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int,
+    is_causal: bool, scale: float, config: str,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    def launch(forward: KernelConfig) -> tuple[Tensor, Tensor]:
+        return launch_varlen_forward(
+            q, k, v, cu_seqlens_q, cu_seqlens_k, is_causal=is_causal, scale=scale, config=forward
+        )
+
+    shape = (len(cu_seqlens_q) - 1, q.shape[1], max_seqlen_q, max_seqlen_k)
+    chosen = _choose("forward", q, config, None, *shape, is_causal)
+    with _launch_device(q):
+        return launch_fitting(launch, (chosen,), q, seqlen_q=max_seqlen_q, seqlen_k=max_seqlen_k)
+
+
+def _varlen_backward(
+    q: Tensor, k: Tensor, v: Tensor, output: Tensor, lse: Tensor, grad_output: Tensor, grad_lse: Tensor | None,
+    cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int,
+    is_causal: bool, scale: float, config: str,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    def launch(dkdv: KernelConfig, dq: KernelConfig) -> tuple[Tensor, Tensor, Tensor]:
+        return launch_varlen_backward(
+            q, k, v, output.contiguous(), lse.contiguous(), grad_output, grad_lse, cu_seqlens_q, cu_seqlens_k,
+            is_causal=is_causal, scale=scale, dkdv_config=dkdv, dq_config=dq,
+        )  # fmt: skip
+
+    shape = (len(cu_seqlens_q) - 1, q.shape[1], max_seqlen_q, max_seqlen_k)
+    chosen = tuple(_choose(kernel, q, config, None, *shape, is_causal) for kernel in ("dkdv", "dq"))
+    with _launch_device(q):
+        return launch_fitting(launch, chosen, q, seqlen_q=max_seqlen_q, seqlen_k=max_seqlen_k)
+
+
 triton_attention = attention_operator("triton_attention", _forward, _backward)
+block_sparse_attention = attention_operator(
+    "block_sparse_attention",
+    _block_sparse_forward,
+    _block_sparse_backward,
+    extras={name: "Tensor" for name in TileLists._fields},
+)
+varlen_attention = attention_operator(
+    "varlen_attention", _varlen_forward, _varlen_backward, extras=VARLEN_ARGUMENTS, packed=True
+)
 
 
 class FlashAttentionTriton(torch.autograd.Function):

@@ -1,0 +1,251 @@
+"""Compiles attention kernels for a GPU that need not be there, and says what the compiler made of them.
+
+    for report in compile_configs([CompileRequest(config=config, arch="sm90", head_dim=64, dtype="bfloat16",
+                                                  is_causal=True)]):
+        print(report.registers, report.spill_bytes, report.shared_bytes, report.failure)
+
+What is compiled is what the launcher launches: the launcher itself runs, in a child process whose Triton driver claims
+the wanted architecture and whose launches stop after compilation. So there is no second list of kernel arguments that
+could fall behind. Registers and spills are ptxas's own and depend on the Triton version (`triton_version()`): judge a
+configuration with the version that the GPU machine runs.
+"""
+
+from __future__ import annotations
+
+import math
+import multiprocessing
+import os
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cs336_systems.attention.tiles import KernelConfig
+from cs336_systems.attention.tiles.tables import SHARED_MEMORY_LIMIT_BYTES
+from cs336_systems.config import DTypeName
+
+ARCHITECTURES = {"sm80": 80, "sm86": 86, "sm89": 89, "sm90": 90, "sm100": 100}  # the number in Triton's target
+# Triton specialises on whether 16 divides a number: so it does here, as in most calls that matter.
+BATCH, HEADS, SEQLEN = 2, 16, 1024
+SERIALIZED = re.compile(r"C75\d\d")  # ptxas's warnings that wgmma is made synchronous
+CRASH = "the compiler crashed"
+INTERPRETER_SWITCH = "TRITON_INTERPRET"
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompileRequest:
+    """One specialisation of one kernel: contiguous inputs, as many key heads as query heads."""
+
+    config: KernelConfig
+    arch: str  # sm80, sm86, sm89, sm90 or sm100
+    head_dim: int
+    dtype: DTypeName
+    is_causal: bool
+
+    def __post_init__(self) -> None:
+        check_arch(self.arch)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompileReport:
+    """What the compiler made of a request; `failure` says why there are no numbers."""
+
+    request: CompileRequest
+    registers: int = 0  # of a thread, at most 255
+    spill_bytes: int = 0  # of a thread, stored to local memory for want of registers
+    shared_bytes: int = 0  # of a program
+    serialized: int = 0  # places where ptxas made the tensor cores wait (Hopper)
+    failure: str = ""
+
+    def obstacle(self, max_spill_bytes: int) -> str:
+        """Why the configuration is not worth a GPU's time; empty if it is."""
+        limit = SHARED_MEMORY_LIMIT_BYTES[self.request.arch]
+        if self.failure:
+            return f"does not compile: {self.failure}"
+        if self.shared_bytes > limit:
+            return f"needs {self.shared_bytes:,} bytes of shared memory, {self.request.arch} has {limit:,}"
+        if self.spill_bytes > max_spill_bytes:
+            return f"spills {self.spill_bytes:,} bytes, more than {max_spill_bytes:,}"
+        return ""
+
+
+def check_arch(arch: str) -> None:
+    """ValueError unless `arch` is one that configurations are compiled for."""
+    if arch not in ARCHITECTURES:
+        raise ValueError(f"arch must be one of {', '.join(ARCHITECTURES)}, got {arch!r}")
+
+
+def arch_of_capability(capability: tuple[int, int] | None) -> str | None:
+    """The architecture to compile for on a GPU of this compute capability; None where there is none."""
+    name = "" if capability is None else f"sm{capability[0]}{capability[1]}"
+    return name if name in ARCHITECTURES else None
+
+
+def triton_version() -> str:
+    """The installed Triton's version; ValueError without one."""
+    try:
+        return metadata.version("triton")
+    except metadata.PackageNotFoundError:
+        raise ValueError("triton is not installed, and it is the compiler") from None
+
+
+def compile_configs(requests: Sequence[CompileRequest], *, jobs: int | None = None) -> Iterator[CompileReport]:
+    """A report for each of `requests` as it is ready, from `jobs` processes (default: one for each usable core).
+
+    A request on which the compiler raises, or which takes its process down, is a report with a `failure`.
+    """
+    if jobs is not None and jobs < 1:
+        raise ValueError(f"jobs must be at least 1, got {jobs}")
+    triton_version()
+    jobs = min(jobs or len(os.sched_getaffinity(0)), max(1, len(requests)))
+    left = dict.fromkeys(requests)
+    for report in _compile_in_pool(list(left), jobs):
+        del left[report.request]
+        yield report
+    for request in left:  # a crash ends the whole pool; alone, each of the rest shows whether it was the cause
+        reports = list(_compile_in_pool([request], 1))
+        yield reports[0] if reports else CompileReport(request=request, failure=CRASH)
+
+
+def _compile_in_pool(requests: list[CompileRequest], jobs: int) -> Iterator[CompileReport]:
+    """Reports of `requests`; only some of them if a process dies."""
+    context = multiprocessing.get_context("spawn")
+    pool = ProcessPoolExecutor(jobs, mp_context=context, initializer=_prepare_child)
+    try:
+        with _without_interpreter():
+            futures: list[Future[CompileReport]] = [pool.submit(compile_here, request) for request in requests]
+        for future in as_completed(futures):
+            yield future.result()
+    except BrokenProcessPool:
+        return
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+@contextmanager
+def _without_interpreter() -> Iterator[None]:
+    """Processes started meanwhile compile kernels even where this one interprets them.
+
+    They inherit the environment, and by the time that they run code of ours they have imported Triton.
+    """
+    switch = os.environ.pop(INTERPRETER_SWITCH, None)
+    try:
+        yield
+    finally:
+        if switch is not None:
+            os.environ[INTERPRETER_SWITCH] = switch
+
+
+def _prepare_child() -> None:
+    """Keep the compiler's dumps off the terminal; what matters of them is in the reports."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    os.close(nowhere)
+
+
+def compile_here(request: CompileRequest) -> CompileReport:
+    """Compile `request` in this process, which must not have loaded the kernels for the interpreter."""
+    from triton.errors import TritonError
+
+    _claim_architecture(ARCHITECTURES[request.arch])
+    _Launches.wanted, _Launches.compiled = f"_{request.config.kernel}_", []
+    try:
+        _launch(request)
+        (kernel,) = _Launches.compiled
+        return _read_report(request, kernel)
+    except (TritonError, RuntimeError, subprocess.CalledProcessError) as error:
+        lines = str(error).strip().splitlines() or [""]
+        return CompileReport(request=request, failure=f"{type(error).__name__}: {lines[0][:200]}")
+
+
+class _Launches:
+    """What the launcher launched, compiled: kernels whose name contains `wanted`."""
+
+    wanted = ""
+    compiled: list[Any] = []
+
+
+class _OfflineDriver:
+    """As much of a Triton driver as compilation asks for. The device number doubles as the key of Triton's cache."""
+
+    def __init__(self, capability: int) -> None:
+        self.capability = capability
+
+    def get_current_target(self) -> Any:
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", self.capability, 32)
+
+    def get_current_device(self) -> int:
+        return self.capability
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def _claim_architecture(capability: int) -> None:
+    """Make Triton compile for `capability` and stop before it launches."""
+    from triton.runtime.driver import driver
+
+    driver.set_active(_OfflineDriver(capability))
+    _stop_launches()
+
+
+@cache
+def _stop_launches() -> None:
+    from triton.runtime.jit import JITFunction
+
+    run = JITFunction.run
+
+    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        if _Launches.wanted in self.fn.__name__:
+            _Launches.compiled.append(run(self, *args, grid=grid, warmup=True, **options))
+
+    JITFunction.run = compile_only
+
+
+def _launch(request: CompileRequest) -> None:
+    """Call the launcher as `flash_attention` does, on tensors without storage."""
+    from cs336_systems.attention.triton.backward import launch_backward
+    from cs336_systems.attention.triton.forward import launch_forward
+
+    shape = (BATCH, HEADS, SEQLEN, request.head_dim)
+    x = torch.empty(shape, dtype=getattr(torch, request.dtype), device="meta")
+    config, is_causal, scale = request.config, request.is_causal, 1 / math.sqrt(request.head_dim)
+    if config.kernel == "forward":
+        launch_forward(x, x, x, is_causal=is_causal, scale=scale, config=config)
+    else:
+        lse = torch.empty(shape[:-1], dtype=torch.float32, device="meta")
+        launch_backward(
+            x, x, x, x, lse, x, None, is_causal=is_causal, scale=scale, dkdv_config=config, dq_config=config
+        )
+
+
+def _read_report(request: CompileRequest, kernel: Any) -> CompileReport:
+    """Assemble the kernel's PTX once more, verbosely: Triton counts spilled bytes only when it loads a kernel."""
+    from triton.backends.nvidia.compiler import get_ptxas, sm_arch_from_capability
+
+    capability = ARCHITECTURES[request.arch]
+    with tempfile.TemporaryDirectory() as folder:
+        ptx = Path(folder) / "kernel.ptx"
+        ptx.write_text(kernel.asm["ptx"])
+        command = [get_ptxas(capability).path, "-v", f"--gpu-name={sm_arch_from_capability(capability)}", str(ptx)]
+        command += ["-o", str(ptx.with_suffix(".cubin"))]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    return CompileReport(
+        request=request,
+        registers=int(re.findall(r"Used (\d+) registers", text)[0]),
+        spill_bytes=int(re.findall(r"(\d+) bytes spill stores", text)[0]),
+        shared_bytes=kernel.metadata.shared,
+        serialized=len(SERIALIZED.findall(text)),
+    )

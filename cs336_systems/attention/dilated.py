@@ -1,0 +1,130 @@
+"""Dilated attention as a reshape and dense attention: no mask, no new kernel, r times fewer FLOPs at rate r.
+
+The sequence is cut into segments of w tokens. In a segment, the tokens whose positions are equal modulo the rate r are
+one phase, and a phase attends itself: r sequences of w / r tokens cost w² / r scores in place of w². Laid out as
+(w / r, r), a segment's phases are its columns, so a strided view puts them along the batch:
+
+    out = dilated_attention(q, k, v, segment_length=2048, dilation_rate=4, is_causal=True)
+
+Source: LongNet (Ding et al. 2023, sections 2.2 and 2.3). There head h keeps one phase only, h modulo r, and the other
+tokens have no output from it: `phases="by_head"`, r² times fewer FLOPs. The oracle of both is
+`BlockMask.dilated(...).to_dense()`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal, get_args
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from cs336_systems.attention.api import flash_attention
+from cs336_systems.attention.validation import check_attention_inputs
+
+Phases = Literal["all", "by_head"]
+
+
+def dilated_attention(
+    q: Float[Tensor, "batch heads tokens head_dim"],
+    k: Float[Tensor, "batch heads tokens head_dim"],
+    v: Float[Tensor, "batch heads tokens head_dim"],
+    segment_length: int,
+    dilation_rate: int,
+    *,
+    phases: Phases = "all",
+    is_causal: bool = False,
+    scale: float | None = None,
+    backend: str = "auto",
+) -> Float[Tensor, "batch heads tokens head_dim"]:
+    """Token i attends token j where both are in one segment and i ≡ j modulo the rate (and j <= i if `is_causal`).
+
+    Args:
+        q, k, v: self-attention, as many keys as queries and as many key heads as query heads.
+        segment_length: tokens of a segment; the last one may be shorter, and more than there are tokens is one segment.
+        dilation_rate: r; a segment that r does not divide has phases of two lengths. Above the segment length each
+            token is a phase alone.
+        phases: "all", or "by_head": head h computes phase h % r alone and its other rows are 0 (LongNet's offsets).
+        scale, backend: as `flash_attention` takes them.
+
+    Raises TypeError or ValueError naming the argument. Memory is linear in the tokens.
+    """
+    check_attention_inputs(q, k, v)
+    if q.ndim != 4:
+        raise ValueError(f"q must have shape (batch, heads, tokens, head_dim), got {tuple(q.shape)}")
+    if k.shape != q.shape:
+        raise ValueError(f"k must have q's shape {tuple(q.shape)} in dilated attention, got {tuple(k.shape)}")
+    for name, value in (("segment_length", segment_length), ("dilation_rate", dilation_rate)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"{name} must be a positive int, got {value!r}")
+    if phases not in get_args(Phases):
+        raise ValueError(f"phases must be one of {', '.join(get_args(Phases))}, got {phases!r}")
+
+    def dense(*inputs: Tensor) -> Tensor:
+        output = flash_attention(*inputs, is_causal=is_causal, scale=scale, backend=backend)
+        assert isinstance(output, Tensor)
+        return output
+
+    if q.numel() == 0:
+        return dense(q, k, v)
+    attend = _every_phase if phases == "all" else _phase_by_head
+    tokens = q.shape[2]
+    whole = tokens // segment_length * segment_length  # tokens of whole segments; the rest is a shorter one
+    parts = []
+    for start, stop, length in ((0, whole, segment_length), (whole, tokens, tokens - whole)):
+        if stop > start:
+            by_phase = [_split_phases(x[:, :, start:stop].unflatten(2, (-1, length)), dilation_rate) for x in (q, k, v)]
+            output = attend(dense, by_phase, length, dilation_rate)
+            parts.append(output.flatten(3, 4)[:, :, :, :length].flatten(2, 3))
+    return torch.cat(parts, dim=2) if len(parts) > 1 else parts[0]
+
+
+def _split_phases(
+    x: Float[Tensor, "batch heads segments length head_dim"], rate: int
+) -> Float[Tensor, "batch heads segments rows phases head_dim"]:
+    """Tokens of a segment as rows of one token of each phase; zeros fill the last row."""
+    length = x.shape[3]
+    phases = min(rate, length)
+    missing = -length % phases
+    if missing:
+        x = torch.nn.functional.pad(x, (0, 0, 0, missing))
+    return x.unflatten(3, (-1, phases))
+
+
+def _phase_groups(length: int, phases: int) -> list[tuple[range, int]]:
+    """Phases of one length and that length: the first `length % phases` have a token more than the others."""
+    rows, longer = divmod(length, phases)
+    groups = [(range(longer), rows + 1), (range(longer, phases), rows)]
+    return [(members, tokens) for members, tokens in groups if members]
+
+
+def _every_phase(dense: Callable[..., Tensor], by_phase: list[Tensor], length: int, rate: int) -> Tensor:
+    """Each phase attends itself; all phases of one length are one call, with phases in the place of heads."""
+    rows, phases = by_phase[0].shape[3:5]
+    outputs = []
+    for members, tokens in _phase_groups(length, phases):
+        group = (x[:, :, :, :tokens, members.start : members.stop].transpose(3, 4) for x in by_phase)
+        output = dense(*group)  # (batch, heads, segments, members, tokens, head_dim)
+        outputs.append(torch.nn.functional.pad(output, (0, 0, 0, rows - tokens)) if tokens < rows else output)
+    output = torch.cat(outputs, dim=3) if len(outputs) > 1 else outputs[0]
+    return output.transpose(3, 4)
+
+
+def _phase_by_head(dense: Callable[..., Tensor], by_phase: list[Tensor], length: int, rate: int) -> Tensor:
+    """Head h attends in phase h % rate; heads whose phases have one length are one call."""
+    heads, phases = by_phase[0].shape[1], by_phase[0].shape[4]
+    output = None
+    for members, tokens in _phase_groups(length, phases):
+        kept = [phase for phase in members if phase < heads]
+        if not kept:
+            continue
+        group = [torch.cat([x[:, phase::rate, :, :tokens, phase] for phase in kept], dim=1) for x in by_phase]
+        result = dense(*(x.transpose(1, 2) for x in group)).transpose(1, 2)
+        if output is None:
+            output = result.new_zeros(by_phase[0].shape)
+        counts = [len(range(phase, heads, rate)) for phase in kept]
+        for phase, part in zip(kept, result.split(counts, dim=1)):
+            output[:, phase::rate, :, :tokens, phase] = part
+    assert output is not None  # phase 0 has at least one token, and head 0
+    return output

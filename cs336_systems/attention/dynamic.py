@@ -1,0 +1,106 @@
+"""Dynamic masks: each call chooses the keys that count by a bias of its own, and attends those alone.
+
+Two forms. Where all queries share one set of keys, the keys are gathered and attention over them is dense: this module.
+Where each query keeps the best of the keys that it sees, no gather serves them all, and the tokens become a
+`BlockMask`, which can only skip tiles that no query of 128 wants:
+
+    out = shared_keys_attention(q, k, v, bias, num_keys=1024, is_causal=True)
+    out = flash_attention(q, k, v, block_mask=BlockMask.dynamic_topk(bias, 1024))
+
+The bias chooses and is not added to the scores. After flash dynamic-mask attention (SmallDoge, 2025).
+"""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from cs336_systems.attention.api import flash_attention
+from cs336_systems.attention.masks import BlockMask
+from cs336_systems.attention.validation import check_attention_inputs
+
+
+def shared_keys_attention(
+    q: Float[Tensor, "batch heads queries head_dim"],
+    k: Float[Tensor, "batch kv_heads keys head_dim"],
+    v: Float[Tensor, "batch kv_heads keys head_dim"],
+    bias: Float[Tensor, "batch kv_heads_or_1 keys"],
+    num_keys: int,
+    *,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    backend: str = "auto",
+) -> Float[Tensor, "batch heads queries head_dim"]:
+    """Attention of every query over the `num_keys` keys of highest bias, gathered: queries · num_keys scores.
+
+    Args:
+        bias: chooses the keys of each batch entry and key head; keys of -inf are never chosen.
+        num_keys: W; more than there are keys attends all. Of equal biases the earlier key is chosen.
+        is_causal: query i attends the chosen keys j <= i, by their original positions; it may see none (output 0). The
+            choice itself reads the whole bias: where the bias comes from the tokens, choose per query to stay causal.
+        scale, enable_gqa, backend: as `flash_attention` takes them.
+
+    Raises TypeError or ValueError naming the argument.
+    """
+    check_attention_inputs(q, k, v, enable_gqa=enable_gqa)
+    check_bias(bias, k)
+    if isinstance(num_keys, bool) or not isinstance(num_keys, int) or num_keys < 0:
+        raise ValueError(f"num_keys must be an int from 0 on, got {num_keys!r}")
+    positions, chosen = choose_keys(bias, num_keys)  # (batch, kv_heads or 1, W) each
+    block_mask = None
+    if is_causal or not bool(chosen.all()):
+        seen = seen_keys(positions, chosen, q.shape[2], k.shape[2], is_causal)
+        if seen.shape[1] > 1:  # one row a key head; its query heads share it
+            seen = seen.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
+        block_mask = BlockMask.prefix(seen, positions.shape[2])
+    index = positions[..., None].expand(*k.shape[:2], -1, k.shape[3])
+    output = flash_attention(
+        q, k.gather(2, index), v.gather(2, index), scale=scale, enable_gqa=enable_gqa, backend=backend,
+        block_mask=block_mask,
+    )  # fmt: skip
+    assert isinstance(output, Tensor)
+    return output
+
+
+def choose_keys(
+    bias: Float[Tensor, "batch heads keys"], num_keys: int
+) -> tuple[Int[Tensor, "batch heads chosen"], Bool[Tensor, "batch heads chosen"]]:
+    """Positions of the `num_keys` highest biases in ascending order, and False behind them for those that are -inf."""
+    keys = bias.shape[-1]
+    best = bias.argsort(dim=-1, descending=True, stable=True)[..., :num_keys]
+    allowed = bias.gather(-1, best) != -torch.inf
+    ascending = torch.where(allowed, best, best + keys).sort(dim=-1).values
+    return ascending % max(1, keys), ascending < keys
+
+
+def seen_keys(
+    positions: Int[Tensor, "batch heads chosen"],
+    chosen: Bool[Tensor, "batch heads chosen"],
+    seqlen_q: int,
+    seqlen_k: int,
+    is_causal: bool,
+) -> Int[Tensor, "batch heads queries"]:
+    """How many of the chosen keys each query attends; since they are in order, it is the first so many."""
+    if not is_causal:
+        return chosen.sum(-1, keepdim=True).expand(-1, -1, seqlen_q)
+    last_seen = torch.arange(seqlen_q, device=positions.device).clamp(max=seqlen_k - 1)
+    ordered = torch.where(chosen, positions, seqlen_k)
+    return torch.searchsorted(ordered, last_seen.expand(*positions.shape[:2], -1).contiguous(), right=True)
+
+
+def check_bias(bias: Tensor, k: Tensor) -> None:
+    """Raise unless `bias` is floating, on k's device and (batch, kv_heads or 1, keys)."""
+    if not isinstance(bias, Tensor) or not bias.is_floating_point():
+        kind = bias.dtype if isinstance(bias, Tensor) else type(bias).__name__
+        raise TypeError(f"bias must be a floating tensor, got {kind}")
+    if k.ndim != 4:
+        raise ValueError(f"k must have shape (batch, kv_heads, keys, head_dim), got {tuple(k.shape)}")
+    if tuple(bias.shape) not in [(k.shape[0], heads, k.shape[2]) for heads in (1, k.shape[1])]:
+        raise ValueError(
+            f"bias must have shape ({k.shape[0]}, {k.shape[1]} or 1, {k.shape[2]}) to go with k {tuple(k.shape)}, "
+            f"got {tuple(bias.shape)}"
+        )
+    if bias.device != k.device:
+        raise ValueError(f"bias must be on k's device {k.device}, got {bias.device}")

@@ -1,0 +1,19 @@
+"""When skipping tiles pays: the adaptive rule between a mask's lists and dense attention."""
+
+from __future__ import annotations
+
+# A list costs an indirect load for each tile, so a mask that skips little is slower than dense attention. Where the two
+# meet is read off the records of `block_sparse`; not measured yet, this is where the search starts.
+MAX_LIST_DENSITY = 0.85
+
+
+def use_lists(block_density: float) -> bool:
+    """Whether skipping the dead tiles of a mask of this block density is worth its lists: the adaptive rule.
+
+    A pure function of the share of live tiles, for a caller who may choose: a mask that only saves work (top-k blocks,
+    a window) can be dropped where this is False. `flash_attention` attends what its block_mask says at any density.
+    ValueError outside [0, 1].
+    """
+    if not 0 <= block_density <= 1:
+        raise ValueError(f"block_density must be between 0 and 1, got {block_density}")
+    return block_density < MAX_LIST_DENSITY

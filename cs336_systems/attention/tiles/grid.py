@@ -1,0 +1,96 @@
+"""Configurations around those of the tables: the grid that tuning searches, and the way down when one does not fit.
+
+Both are pure. What they propose is judged elsewhere: by the compiler (`attention/compilation.py`), by the oracle, and
+by a stopwatch (`cs336-systems tune flash`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from cs336_systems.attention.tiles.config import KERNELS, KernelConfig, head_tile
+from cs336_systems.attention.tiles.tables import SHARED_MEMORY_LIMIT_BYTES, TABLES
+from cs336_systems.config import BYTES_PER_ELEMENT
+
+WARPS = (4, 8)
+DEPTHS = (2, 3, 4)  # of the pipeline; 1 where not even 2 fits
+THREADS_PER_WARP = 32
+MAX_ACCUMULATORS = 224  # float32 values a thread may hold of its 255 registers, counting tiles alone
+COMFORTABLE_TILE = 64  # a full operand of the tensor cores; below it they idle
+# What tiles a kernel holds on chip (all along) and streams (in turn), in rows. float32 dots on the FMA units unroll
+# their operands into registers, so their tiles stay small.
+HELD_TILES = {"16-bit": (64, 128, 256), "ieee": (16, 32, 64), "tf32x3": (32, 64, 128)}
+STREAMED_TILES = {"16-bit": (32, 64, 128), "ieee": (16, 32, 64), "tf32x3": (16, 32, 64)}
+
+
+def smallest_tile(target: str, bytes_per_element: int) -> int:
+    """Rows that a tile must have at least: on sm_90 triton 3.6 can miscompile 16-bit dots of fewer than 64."""
+    return 64 if target == "sm90" and bytes_per_element == 2 else 16
+
+
+def tuning_grid(kernel: str, *, arch: str, head_dim: int, dtype: str) -> list[KernelConfig]:
+    """Configurations of `kernel` worth compiling for `arch`, the table's own among them; no two alike.
+
+    Left out is what the estimate of shared memory or a count of accumulators already rules out. ValueError for a
+    kernel, an architecture or a dtype that there is no table for.
+    """
+    if kernel not in KERNELS:
+        raise ValueError(f"kernel must be one of {', '.join(KERNELS)}, got {kernel!r}")
+    if arch not in TABLES:
+        raise ValueError(f"arch must be one of {', '.join(TABLES)}, got {arch!r}")
+    if dtype not in ("float32", "float16", "bfloat16"):
+        raise ValueError(f"dtype must be float32, float16 or bfloat16, got {dtype!r}")
+    bytes_per_element = BYTES_PER_ELEMENT[dtype]
+    shipped = TABLES[arch][kernel, bytes_per_element, head_tile(head_dim)].configs
+    grid = dict.fromkeys(shipped)
+    for kind in ("16-bit",) if bytes_per_element == 2 else ("ieee", "tf32x3"):
+        for held in HELD_TILES[kind]:
+            for streamed in STREAMED_TILES[kind]:
+                if min(held, streamed) < smallest_tile(arch, bytes_per_element):
+                    continue
+                query_tile, key_tile = (streamed, held) if kernel == "dkdv" else (held, streamed)
+                for num_warps in WARPS:
+                    shallow = KernelConfig(
+                        target=arch, kernel=kernel, query_tile=query_tile, key_tile=key_tile, num_warps=num_warps,
+                        num_stages=1, precision="ieee" if kind == "16-bit" else kind,
+                    )  # fmt: skip
+                    if accumulators_per_thread(shallow, head_dim) <= MAX_ACCUMULATORS:
+                        grid.update(dict.fromkeys(_fitting_depths(shallow, head_dim, bytes_per_element)))
+    return list(grid)
+
+
+def accumulators_per_thread(config: KernelConfig, head_dim: int) -> int:
+    """float32 values of the outputs and of one tile of scores (S, and dP in the backward) that a thread holds."""
+    scores = config.query_tile * config.key_tile
+    queries, keys = (rows * head_tile(head_dim) for rows in (config.query_tile, config.key_tile))
+    values = {"forward": queries + scores, "dq": queries + 2 * scores, "dkdv": 2 * keys + 2 * scores}
+    return values[config.kernel] // (config.num_warps * THREADS_PER_WARP)
+
+
+def smaller_config(config: KernelConfig, bytes_per_element: int) -> KernelConfig | None:
+    """The next configuration to try where `config` finds too little shared memory; None below the smallest.
+
+    First a pipeline of two stages, then tiles of 64 rows, then no pipeline, then smaller tiles still.
+    """
+    smallest = smallest_tile(config.target, bytes_per_element)
+    larger = "query_tile" if config.query_tile > config.key_tile else "key_tile"
+    rows = getattr(config, larger)
+    halved = {larger: rows // 2}
+    if config.num_stages > 2:
+        return replace(config, num_stages=config.num_stages - 1)
+    if rows > max(COMFORTABLE_TILE, smallest):
+        return replace(config, **halved)
+    if config.num_stages > 1:
+        return replace(config, num_stages=1)
+    return replace(config, **halved) if rows > smallest else None
+
+
+def _fitting_depths(config: KernelConfig, head_dim: int, bytes_per_element: int) -> Iterator[KernelConfig]:
+    """`config` with each depth of pipeline that fits the architecture's shared memory."""
+    limit = SHARED_MEMORY_LIMIT_BYTES[config.target]
+    deep = [replace(config, num_stages=depth) for depth in DEPTHS]
+    fitting = [deeper for deeper in deep if deeper.shared_memory_bytes(head_dim, bytes_per_element) <= limit]
+    if not fitting and config.shared_memory_bytes(head_dim, bytes_per_element) <= limit:
+        fitting = [config]
+    yield from fitting

@@ -1,0 +1,416 @@
+"""Block-sparse attention in Triton: the same steps as the dense kernels, over lists of tiles.
+
+A `BlockMask` lists, for each row of its tiles, the full ones and the partial ones; dead ones are in no list. A program
+  1. loads its tile of queries (for dK and dV, of keys), which lies in one row (column) of the mask's tiles;
+  2. walks the list of full tiles: no mask is read;
+  3. walks the list of partial tiles: scores whose token bit is 0 become -inf, probabilities 0;
+  4. stores what the dense kernel stores.
+Dead tiles are never read, and no loop has a branch. Every pointer is computed from a tile's index: the classic bug
+advances pointers inside the branch that a skipped tile does not take, and then reads the wrong tile ever after.
+
+A tile of the mask may be several of the kernel's: a 128 x 128 mask walked by 64-key tiles takes two steps a list entry.
+Tiles that the end of the sequence cuts are partial, so only the partial loops need bounds. Rows without a key give
+O = 0, L = -inf and no gradient. Layout of the lists: `cs336_systems.attention.masks.block_mask`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from cs336_systems.attention.tiles import KernelConfig, head_tile
+from cs336_systems.attention.triton.backward import launch_preprocess
+from cs336_systems.attention.triton.steps import (
+    LOG2_E,
+    LOWEST,
+    accumulate,
+    fold_keys,
+    fold_queries,
+    load_rows,
+    online_softmax,
+    store_queries,
+    store_rows,
+    tile_of_program,
+)
+
+KEYS_PER_WORD = tl.constexpr(32)
+
+
+class TileLists(NamedTuple):
+    """The tensors of a `BlockMask` that the kernels read, under the names of its fields and in an operator's order."""
+
+    kv_num_blocks: Int[Tensor, "b h query_blocks"]
+    kv_indices: Int[Tensor, "b h query_blocks width"]
+    kv_tokens: Int[Tensor, "b h query_blocks width"]
+    full_kv_num_blocks: Int[Tensor, "b h query_blocks"]
+    full_kv_indices: Int[Tensor, "b h query_blocks full_width"]
+    q_num_blocks: Int[Tensor, "b h key_blocks"]
+    q_indices: Int[Tensor, "b h key_blocks width_t"]
+    q_tokens: Int[Tensor, "b h key_blocks width_t"]
+    full_q_num_blocks: Int[Tensor, "b h key_blocks"]
+    full_q_indices: Int[Tensor, "b h key_blocks full_width_t"]
+    token_bits: Int[Tensor, "patterns query_block words"]
+
+    @property
+    def block_size(self) -> tuple[int, int]:
+        """Query rows and key columns of a tile, the latter a multiple of 32."""
+        return self.token_bits.shape[1], self.token_bits.shape[2] * KEYS_PER_WORD.value
+
+
+def fit_to_blocks(config: KernelConfig, block_size: tuple[int, int]) -> KernelConfig:
+    """`config` with tiles that divide the mask's; both are powers of two. Fewer rows take fewer warps.
+
+    The rows that warps share are those of the tile that a program holds: of queries, of keys for dkdv.
+    """
+    query_tile, key_tile = (min(tile, block) for tile, block in zip((config.query_tile, config.key_tile), block_size))
+    held, fitted = (config.key_tile, key_tile) if config.kernel == "dkdv" else (config.query_tile, query_tile)
+    num_warps = max(min(4, config.num_warps), config.num_warps * fitted // held)
+    return replace(config, query_tile=query_tile, key_tile=key_tile, num_warps=num_warps)
+
+
+@triton.jit
+def _list_of_tile(batch, head, block, num_blocks, MASK_BATCHES, MASK_HEADS):
+    """Number of the list that (batch, head, row or column of tiles) walks; a mask of one batch or head serves all."""
+    return ((batch % MASK_BATCHES) * MASK_HEADS + head % MASK_HEADS) * num_blocks + block
+
+
+@triton.jit
+def _is_attended(
+    token_bits, pattern, rows, first_column,
+    Q_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr, K_TILE_SIZE: tl.constexpr, TRANSPOSED: tl.constexpr,
+):  # fmt: skip
+    """Bits of the mask's tile number `pattern` at `rows` and K_TILE_SIZE columns: (rows, columns), or TRANSPOSED.
+
+    A word holds 32 columns. Each is loaded once a row and spread by selection: a tile of pointers, one to each bit's
+    word, would cost more registers than the scores.
+    """
+    WORDS: tl.constexpr = K_BLOCK // KEYS_PER_WORD
+    NUM_LOADED: tl.constexpr = (K_TILE_SIZE + KEYS_PER_WORD - 1) // KEYS_PER_WORD
+    columns = tl.arange(0, K_TILE_SIZE)
+    pointers = token_bits + pattern.to(tl.int64) * (Q_BLOCK * WORDS) + rows * WORDS + first_column // KEYS_PER_WORD
+    axis: tl.constexpr = 0 if TRANSPOSED else 1
+    words = tl.expand_dims(tl.load(pointers), axis)
+    for word in tl.static_range(1, NUM_LOADED):
+        is_here = tl.expand_dims(columns // KEYS_PER_WORD == word, 1 - axis)
+        words = tl.where(is_here, tl.expand_dims(tl.load(pointers + word), axis), words)
+    return ((words >> tl.expand_dims((first_column + columns) % KEYS_PER_WORD, 1 - axis)) & 1) != 0
+
+
+@triton.jit
+def _visit_listed_keys(
+    accumulator, m, l, Q, K_base, V_base, block_rows, num_listed, indices, patterns, token_bits, N_KEYS, scale_log2,
+    ZERO, stride_ks, stride_kd, stride_vs, stride_vd,
+    D: tl.constexpr, D_TILE: tl.constexpr, K_TILE_SIZE: tl.constexpr, Q_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr,
+    PARTIAL: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Fold the listed key tiles into the running (accumulator, m, l); `block_rows` are Q's rows in the mask's tile."""
+    STEPS: tl.constexpr = K_BLOCK // K_TILE_SIZE
+    for step in tl.range(0, num_listed * STEPS):
+        first_column = step % STEPS * K_TILE_SIZE  # of the kernel's tile in the mask's
+        key_rows = tl.load(indices + step // STEPS) * K_BLOCK + first_column + tl.arange(0, K_TILE_SIZE)
+        K = load_rows(K_base, key_rows, N_KEYS, stride_ks, stride_kd, D, D_TILE, PARTIAL)
+        S = tl.dot(Q, tl.trans(K), input_precision=PRECISION)  # (Q_TILE_SIZE, K_TILE_SIZE), not yet scaled
+        if PARTIAL:
+            pattern = tl.load(patterns + step // STEPS)
+            attended = _is_attended(token_bits, pattern, block_rows, first_column, Q_BLOCK, K_BLOCK, K_TILE_SIZE, False)
+            S = tl.where(attended, S, float("-inf"))
+        P, rescale, m, l = online_softmax(S, m, l, scale_log2)
+        V = load_rows(V_base, key_rows, N_KEYS, stride_vs, stride_vd, D, D_TILE, PARTIAL)
+        accumulator = accumulate(accumulator * rescale[:, None], P.to(V.dtype), V, ZERO, PRECISION)
+    return accumulator, m, l
+
+
+@triton.jit
+def block_sparse_forward_kernel(
+    Q_ptr, K_ptr, V_ptr, O_ptr, L_ptr,
+    kv_num_blocks_ptr, kv_indices_ptr, kv_tokens_ptr, full_kv_num_blocks_ptr, full_kv_indices_ptr, token_bits_ptr,
+    stride_qb, stride_qh, stride_qs, stride_qd,
+    stride_kb, stride_kh, stride_ks, stride_kd,
+    stride_vb, stride_vh, stride_vs, stride_vd,
+    N_HEADS, N_QUERIES, N_KEYS, MASK_BATCHES, MASK_HEADS, WIDTH, FULL_WIDTH, scale_log2, ZERO,
+    GROUP: tl.constexpr, D: tl.constexpr, D_TILE: tl.constexpr, Q_TILE_SIZE: tl.constexpr, K_TILE_SIZE: tl.constexpr,
+    Q_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """O (batch, heads, queries, D) and L (batch, heads, queries) are contiguous; q, k, v have any strides."""
+    # Last tile first: the lists of a causal mask grow towards the end.
+    query_tile, batch, head = tile_of_program(tl.cdiv(N_QUERIES, Q_TILE_SIZE), N_HEADS, True)
+    first_query = query_tile * Q_TILE_SIZE
+    list_number = _list_of_tile(
+        batch, head, first_query // Q_BLOCK, tl.cdiv(N_QUERIES, Q_BLOCK), MASK_BATCHES, MASK_HEADS
+    )
+    K_base = K_ptr + batch * stride_kb + head // GROUP * stride_kh
+    V_base = V_ptr + batch * stride_vb + head // GROUP * stride_vh
+
+    # 1. load the query tile
+    query_rows = first_query + tl.arange(0, Q_TILE_SIZE)
+    Q_base = Q_ptr + batch * stride_qb + head * stride_qh
+    Q = load_rows(Q_base, query_rows, N_QUERIES, stride_qs, stride_qd, D, D_TILE, True)  # (Q_TILE_SIZE, D_TILE)
+    m = tl.full([Q_TILE_SIZE], LOWEST, tl.float32)
+    l = tl.zeros([Q_TILE_SIZE], tl.float32)
+    accumulator = tl.zeros([Q_TILE_SIZE, D_TILE], tl.float32)
+
+    # 2. full tiles
+    accumulator, m, l = _visit_listed_keys(
+        accumulator, m, l, Q, K_base, V_base, query_rows % Q_BLOCK, tl.load(full_kv_num_blocks_ptr + list_number),
+        full_kv_indices_ptr + list_number * FULL_WIDTH, kv_tokens_ptr, token_bits_ptr, N_KEYS, scale_log2, ZERO,
+        stride_ks, stride_kd, stride_vs, stride_vd, D, D_TILE, K_TILE_SIZE, Q_BLOCK, K_BLOCK, False, PRECISION,
+    )  # fmt: skip
+    # 3. partial tiles
+    accumulator, m, l = _visit_listed_keys(
+        accumulator, m, l, Q, K_base, V_base, query_rows % Q_BLOCK, tl.load(kv_num_blocks_ptr + list_number),
+        kv_indices_ptr + list_number * WIDTH, kv_tokens_ptr + list_number * WIDTH, token_bits_ptr, N_KEYS, scale_log2,
+        ZERO, stride_ks, stride_kd, stride_vs, stride_vd, D, D_TILE, K_TILE_SIZE, Q_BLOCK, K_BLOCK, True, PRECISION,
+    )  # fmt: skip
+
+    # 4. normalise and store
+    row_base = (batch * N_HEADS + head) * N_QUERIES
+    store_queries(accumulator, m, l, O_ptr + row_base * D, L_ptr + row_base, query_rows, N_QUERIES, D, D, D_TILE, True)
+
+
+@triton.jit
+def _visit_listed_queries(
+    dK, dV, K, V, first_column, Q_base, dO_base, L_base, D_base, num_listed, indices, patterns, token_bits,
+    N_QUERIES, scale_log2, ZERO, stride_qs, stride_qd, stride_dos, stride_dod,
+    D: tl.constexpr, D_TILE: tl.constexpr, Q_TILE_SIZE: tl.constexpr, K_TILE_SIZE: tl.constexpr, Q_BLOCK: tl.constexpr,
+    K_BLOCK: tl.constexpr, PARTIAL: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Fold the listed query tiles into dK (without its scale) and dV; `first_column` is K's place in the mask's tile.
+
+    A row without keys has L = -inf, hence exp2(inf): it is in partial tiles only, where its bits are 0.
+    """
+    STEPS: tl.constexpr = Q_BLOCK // Q_TILE_SIZE
+    for step in tl.range(0, num_listed * STEPS):
+        block_rows = step % STEPS * Q_TILE_SIZE + tl.arange(0, Q_TILE_SIZE)
+        query_rows = tl.load(indices + step // STEPS) * Q_BLOCK + block_rows
+        exists = query_rows < N_QUERIES
+        Q = load_rows(Q_base, query_rows, N_QUERIES, stride_qs, stride_qd, D, D_TILE, PARTIAL)
+        dO = load_rows(dO_base, query_rows, N_QUERIES, stride_dos, stride_dod, D, D_TILE, PARTIAL)
+        L = tl.load(L_base + query_rows, mask=exists, other=float("inf")) if PARTIAL else tl.load(L_base + query_rows)
+        delta = tl.load(D_base + query_rows, mask=exists, other=0.0) if PARTIAL else tl.load(D_base + query_rows)
+        S_T = tl.dot(K, tl.trans(Q), input_precision=PRECISION)  # (K_TILE_SIZE, Q_TILE_SIZE)
+        P_T = tl.math.exp2(S_T * scale_log2 - (L * LOG2_E)[None, :])
+        if PARTIAL:
+            pattern = tl.load(patterns + step // STEPS)
+            attended = _is_attended(token_bits, pattern, block_rows, first_column, Q_BLOCK, K_BLOCK, K_TILE_SIZE, True)
+            P_T = tl.where(attended, P_T, 0.0)
+        dK, dV = fold_queries(dK, dV, P_T, Q, dO, V, delta, ZERO, PRECISION)
+    return dK, dV
+
+
+@triton.jit
+def block_sparse_dkdv_kernel(
+    Q_ptr, K_ptr, V_ptr, dO_ptr, L_ptr, D_ptr, dK_ptr, dV_ptr,
+    q_num_blocks_ptr, q_indices_ptr, q_tokens_ptr, full_q_num_blocks_ptr, full_q_indices_ptr, token_bits_ptr,
+    stride_qb, stride_qh, stride_qs, stride_qd,
+    stride_kb, stride_kh, stride_ks, stride_kd,
+    stride_vb, stride_vh, stride_vs, stride_vd,
+    stride_dob, stride_doh, stride_dos, stride_dod,
+    N_KV_HEADS, N_QUERIES, N_KEYS, MASK_BATCHES, MASK_HEADS, WIDTH, FULL_WIDTH, scale, scale_log2, ZERO,
+    GROUP: tl.constexpr, D: tl.constexpr, D_TILE: tl.constexpr, Q_TILE_SIZE: tl.constexpr, K_TILE_SIZE: tl.constexpr,
+    Q_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dK, dV (batch, kv_heads, keys, D), L and delta (batch, heads, queries) are contiguous.
+
+    Each query head of the group walks the lists of its own mask.
+    """
+    key_tile, batch, kv_head = tile_of_program(tl.cdiv(N_KEYS, K_TILE_SIZE), N_KV_HEADS, False)
+    first_key = key_tile * K_TILE_SIZE
+    key_rows = first_key + tl.arange(0, K_TILE_SIZE)
+    K_base = K_ptr + batch * stride_kb + kv_head * stride_kh
+    V_base = V_ptr + batch * stride_vb + kv_head * stride_vh
+    K = load_rows(K_base, key_rows, N_KEYS, stride_ks, stride_kd, D, D_TILE, True)  # (K_TILE_SIZE, D_TILE)
+    V = load_rows(V_base, key_rows, N_KEYS, stride_vs, stride_vd, D, D_TILE, True)
+    dK = tl.zeros([K_TILE_SIZE, D_TILE], tl.float32)
+    dV = tl.zeros([K_TILE_SIZE, D_TILE], tl.float32)
+
+    for member in range(GROUP):
+        head = kv_head * GROUP + member
+        list_number = _list_of_tile(
+            batch, head, first_key // K_BLOCK, tl.cdiv(N_KEYS, K_BLOCK), MASK_BATCHES, MASK_HEADS
+        )
+        Q_base = Q_ptr + batch * stride_qb + head * stride_qh
+        dO_base = dO_ptr + batch * stride_dob + head * stride_doh
+        row_base = (batch * N_KV_HEADS * GROUP + head) * N_QUERIES
+        dK, dV = _visit_listed_queries(
+            dK, dV, K, V, first_key % K_BLOCK, Q_base, dO_base, L_ptr + row_base, D_ptr + row_base,
+            tl.load(full_q_num_blocks_ptr + list_number), full_q_indices_ptr + list_number * FULL_WIDTH, q_tokens_ptr,
+            token_bits_ptr, N_QUERIES, scale_log2, ZERO, stride_qs, stride_qd, stride_dos, stride_dod,
+            D, D_TILE, Q_TILE_SIZE, K_TILE_SIZE, Q_BLOCK, K_BLOCK, False, PRECISION,
+        )  # fmt: skip
+        dK, dV = _visit_listed_queries(
+            dK, dV, K, V, first_key % K_BLOCK, Q_base, dO_base, L_ptr + row_base, D_ptr + row_base,
+            tl.load(q_num_blocks_ptr + list_number), q_indices_ptr + list_number * WIDTH,
+            q_tokens_ptr + list_number * WIDTH, token_bits_ptr, N_QUERIES, scale_log2, ZERO, stride_qs, stride_qd,
+            stride_dos, stride_dod, D, D_TILE, Q_TILE_SIZE, K_TILE_SIZE, Q_BLOCK, K_BLOCK, True, PRECISION,
+        )  # fmt: skip
+
+    output_base = (batch * N_KV_HEADS + kv_head) * N_KEYS * D
+    store_rows(dK_ptr + output_base, dK * scale, key_rows, N_KEYS, D, 1, D, D_TILE)
+    store_rows(dV_ptr + output_base, dV, key_rows, N_KEYS, D, 1, D, D_TILE)
+
+
+@triton.jit
+def _visit_listed_keys_for_dq(
+    dQ, Q, dO, L_log2, delta, K_base, V_base, block_rows, num_listed, indices, patterns, token_bits, N_KEYS,
+    scale_log2, ZERO, stride_ks, stride_kd, stride_vs, stride_vd,
+    D: tl.constexpr, D_TILE: tl.constexpr, K_TILE_SIZE: tl.constexpr, Q_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr,
+    PARTIAL: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Fold the listed key tiles into dQ (without its scale)."""
+    STEPS: tl.constexpr = K_BLOCK // K_TILE_SIZE
+    for step in tl.range(0, num_listed * STEPS):
+        first_column = step % STEPS * K_TILE_SIZE  # of the kernel's tile in the mask's
+        key_rows = tl.load(indices + step // STEPS) * K_BLOCK + first_column + tl.arange(0, K_TILE_SIZE)
+        K = load_rows(K_base, key_rows, N_KEYS, stride_ks, stride_kd, D, D_TILE, PARTIAL)
+        V = load_rows(V_base, key_rows, N_KEYS, stride_vs, stride_vd, D, D_TILE, PARTIAL)
+        S = tl.dot(Q, tl.trans(K), input_precision=PRECISION)  # (Q_TILE_SIZE, K_TILE_SIZE)
+        P = tl.math.exp2(S * scale_log2 - L_log2[:, None])
+        if PARTIAL:
+            pattern = tl.load(patterns + step // STEPS)
+            attended = _is_attended(token_bits, pattern, block_rows, first_column, Q_BLOCK, K_BLOCK, K_TILE_SIZE, False)
+            P = tl.where(attended, P, 0.0)
+        dQ = fold_keys(dQ, P, dO, K, V, delta, ZERO, PRECISION)
+    return dQ
+
+
+@triton.jit
+def block_sparse_dq_kernel(
+    Q_ptr, K_ptr, V_ptr, dO_ptr, L_ptr, D_ptr, dQ_ptr,
+    kv_num_blocks_ptr, kv_indices_ptr, kv_tokens_ptr, full_kv_num_blocks_ptr, full_kv_indices_ptr, token_bits_ptr,
+    stride_qb, stride_qh, stride_qs, stride_qd,
+    stride_kb, stride_kh, stride_ks, stride_kd,
+    stride_vb, stride_vh, stride_vs, stride_vd,
+    stride_dob, stride_doh, stride_dos, stride_dod,
+    N_HEADS, N_QUERIES, N_KEYS, MASK_BATCHES, MASK_HEADS, WIDTH, FULL_WIDTH, scale, scale_log2, ZERO,
+    GROUP: tl.constexpr, D: tl.constexpr, D_TILE: tl.constexpr, Q_TILE_SIZE: tl.constexpr, K_TILE_SIZE: tl.constexpr,
+    Q_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dQ (batch, heads, queries, D), L and delta (batch, heads, queries) are contiguous."""
+    query_tile, batch, head = tile_of_program(tl.cdiv(N_QUERIES, Q_TILE_SIZE), N_HEADS, True)
+    first_query = query_tile * Q_TILE_SIZE
+    list_number = _list_of_tile(
+        batch, head, first_query // Q_BLOCK, tl.cdiv(N_QUERIES, Q_BLOCK), MASK_BATCHES, MASK_HEADS
+    )
+    K_base = K_ptr + batch * stride_kb + head // GROUP * stride_kh
+    V_base = V_ptr + batch * stride_vb + head // GROUP * stride_vh
+
+    query_rows = first_query + tl.arange(0, Q_TILE_SIZE)
+    Q_base = Q_ptr + batch * stride_qb + head * stride_qh
+    dO_base = dO_ptr + batch * stride_dob + head * stride_doh
+    row_base = (batch * N_HEADS + head) * N_QUERIES
+    Q = load_rows(Q_base, query_rows, N_QUERIES, stride_qs, stride_qd, D, D_TILE, True)  # (Q_TILE_SIZE, D_TILE)
+    dO = load_rows(dO_base, query_rows, N_QUERIES, stride_dos, stride_dod, D, D_TILE, True)
+    L_log2 = tl.load(L_ptr + row_base + query_rows, mask=query_rows < N_QUERIES, other=float("inf")) * LOG2_E
+    delta = tl.load(D_ptr + row_base + query_rows, mask=query_rows < N_QUERIES, other=0.0)
+    dQ = tl.zeros([Q_TILE_SIZE, D_TILE], tl.float32)
+
+    dQ = _visit_listed_keys_for_dq(
+        dQ, Q, dO, L_log2, delta, K_base, V_base, query_rows % Q_BLOCK, tl.load(full_kv_num_blocks_ptr + list_number),
+        full_kv_indices_ptr + list_number * FULL_WIDTH, kv_tokens_ptr, token_bits_ptr, N_KEYS, scale_log2, ZERO,
+        stride_ks, stride_kd, stride_vs, stride_vd, D, D_TILE, K_TILE_SIZE, Q_BLOCK, K_BLOCK, False, PRECISION,
+    )  # fmt: skip
+    dQ = _visit_listed_keys_for_dq(
+        dQ, Q, dO, L_log2, delta, K_base, V_base, query_rows % Q_BLOCK, tl.load(kv_num_blocks_ptr + list_number),
+        kv_indices_ptr + list_number * WIDTH, kv_tokens_ptr + list_number * WIDTH, token_bits_ptr, N_KEYS, scale_log2,
+        ZERO, stride_ks, stride_kd, stride_vs, stride_vd, D, D_TILE, K_TILE_SIZE, Q_BLOCK, K_BLOCK, True, PRECISION,
+    )  # fmt: skip
+    store_rows(dQ_ptr + row_base * D, dQ * scale, query_rows, N_QUERIES, D, 1, D, D_TILE)
+
+
+def launch_block_sparse_forward(
+    q: Float[Tensor, "batch heads queries head_dim"],
+    k: Float[Tensor, "batch kv_heads keys head_dim"],
+    v: Float[Tensor, "batch kv_heads keys head_dim"],
+    lists: TileLists,
+    *,
+    scale: float,
+    config: KernelConfig,
+) -> tuple[Float[Tensor, "batch heads queries head_dim"], Float[Tensor, "batch heads queries"]]:
+    """Contiguous O in q's dtype and L in float32. `config`'s tiles divide the mask's: see `fit_to_blocks`."""
+    batch, heads, num_queries, head_dim = q.shape
+    output = q.new_empty(q.shape)
+    lse = q.new_empty((batch, heads, num_queries), dtype=torch.float32)
+    grid = (triton.cdiv(num_queries, config.query_tile) * batch * heads,)
+    block_sparse_forward_kernel[grid](
+        q, k, v, output, lse, *_row_lists(lists), *q.stride(), *k.stride(), *v.stride(),
+        heads, num_queries, k.shape[2], *lists.kv_num_blocks.shape[:2], lists.kv_indices.shape[3],
+        lists.full_kv_indices.shape[3], scale * LOG2_E.value, 0.0,
+        **_constants(q, k, lists), **_launch_options(config),
+    )  # fmt: skip
+    return output, lse
+
+
+def launch_block_sparse_backward(
+    q: Float[Tensor, "batch heads queries head_dim"],
+    k: Float[Tensor, "batch kv_heads keys head_dim"],
+    v: Float[Tensor, "batch kv_heads keys head_dim"],
+    output: Float[Tensor, "batch heads queries head_dim"],
+    lse: Float[Tensor, "batch heads queries"],
+    grad_output: Float[Tensor, "batch heads queries head_dim"],
+    grad_lse: Float[Tensor, "batch heads queries"] | None,
+    lists: TileLists,
+    *,
+    scale: float,
+    dkdv_config: KernelConfig,
+    dq_config: KernelConfig,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Contiguous gradients of q, k, v in their dtypes; what `launch_backward` says of its arguments holds here."""
+    batch, heads, num_queries, _ = q.shape
+    kv_heads, num_keys = k.shape[1:3]
+    grad_q, grad_k, grad_v = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+    delta = launch_preprocess(output, lse, grad_output, grad_lse)
+    strides = (*q.stride(), *k.stride(), *v.stride(), *grad_output.stride())
+    mask_shape, scales = lists.kv_num_blocks.shape[:2], (scale, scale * LOG2_E.value)
+    constants = _constants(q, k, lists)
+
+    grid = (triton.cdiv(num_keys, dkdv_config.key_tile) * batch * kv_heads,)
+    block_sparse_dkdv_kernel[grid](
+        q, k, v, grad_output, lse, delta, grad_k, grad_v, *_column_lists(lists), *strides,
+        kv_heads, num_queries, num_keys, *mask_shape, lists.q_indices.shape[3], lists.full_q_indices.shape[3],
+        *scales, 0.0, **constants, **_launch_options(dkdv_config),
+    )  # fmt: skip
+    grid = (triton.cdiv(num_queries, dq_config.query_tile) * batch * heads,)
+    block_sparse_dq_kernel[grid](
+        q, k, v, grad_output, lse, delta, grad_q, *_row_lists(lists), *strides,
+        heads, num_queries, num_keys, *mask_shape, lists.kv_indices.shape[3], lists.full_kv_indices.shape[3],
+        *scales, 0.0, **constants, **_launch_options(dq_config),
+    )  # fmt: skip
+    return grad_q, grad_k, grad_v
+
+
+def _row_lists(lists: TileLists) -> tuple[Tensor, ...]:
+    return (
+        lists.kv_num_blocks, lists.kv_indices, lists.kv_tokens, lists.full_kv_num_blocks, lists.full_kv_indices,
+        lists.token_bits,
+    )  # fmt: skip
+
+
+def _column_lists(lists: TileLists) -> tuple[Tensor, ...]:
+    return (
+        lists.q_num_blocks, lists.q_indices, lists.q_tokens, lists.full_q_num_blocks, lists.full_q_indices,
+        lists.token_bits,
+    )  # fmt: skip
+
+
+def _constants(q: Tensor, k: Tensor, lists: TileLists) -> dict[str, int]:
+    query_block, key_block = lists.block_size
+    return {
+        "GROUP": q.shape[1] // k.shape[1], "D": q.shape[3], "D_TILE": head_tile(q.shape[3]),
+        "Q_BLOCK": query_block, "K_BLOCK": key_block,
+    }  # fmt: skip
+
+
+def _launch_options(config: KernelConfig) -> dict[str, int | str]:
+    # A tile's address hangs on a load of its index, and Triton spreads the two loads over its stages: it takes these
+    # many for as many tiles in flight as the dense kernels have with config.num_stages.
+    num_stages = 2 * config.num_stages - 1
+    return {
+        "Q_TILE_SIZE": config.query_tile, "K_TILE_SIZE": config.key_tile, "PRECISION": config.precision,
+        "num_warps": config.num_warps, "num_stages": num_stages,
+    }  # fmt: skip

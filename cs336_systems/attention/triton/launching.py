@@ -1,0 +1,83 @@
+"""Around a launch: say which configuration runs, and go to a smaller one where the GPU lacks the shared memory.
+
+`CS336_ATTN_LOG=1`, read once a process, prints a line on stderr before the launch, each distinct line once:
+
+    attention: kernel=dq head_dim=64 dtype=float16 seqlen_q=4096 seqlen_k=4096 arch=sm_90 config=sm90_dq_128x64_w8_s3
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from collections.abc import Callable
+from functools import cache
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+from triton.runtime.errors import OutOfResources
+
+from cs336_systems.attention.tiles import KernelConfig, smaller_config
+
+LOG_SWITCH = "CS336_ATTN_LOG"
+Result = TypeVar("Result")
+
+Fit = tuple[KernelConfig, int, int, int | None]  # configuration, head dim, bytes per element, device
+# What did not fit, and what runs in its place.
+_smaller: dict[Fit, KernelConfig] = {}
+
+
+def launch_fitting(
+    launch: Callable[..., Result], configs: tuple[KernelConfig, ...], q: Tensor, *, seqlen_q: int, seqlen_k: int
+) -> Result:
+    """`launch(*configs)`, with smaller configurations where Triton finds that these do not fit the GPU.
+
+    `q` has its head dim last. A launch of several kernels does not say which one failed: the one with the largest tiles
+    is made smaller. Each step is one warning, the first time; later calls start from what fitted. Raises Triton's
+    OutOfResources when nothing smaller is left.
+    """
+    head_dim, bytes_per_element = q.shape[-1], q.element_size()
+
+    def fit(config: KernelConfig) -> Fit:
+        return config, head_dim, bytes_per_element, q.device.index
+
+    def resolve(config: KernelConfig) -> KernelConfig:
+        while fit(config) in _smaller:
+            config = _smaller[fit(config)]
+        return config
+
+    while True:
+        configs = tuple(resolve(config) for config in configs)
+        if _log_is_on():
+            for config in configs:
+                _log_launch(config, q, seqlen_q, seqlen_k)
+        try:
+            return launch(*configs)
+        except OutOfResources as error:
+            steps = {config: smaller_config(config, bytes_per_element) for config in configs}
+            possible = {config: smaller for config, smaller in steps.items() if smaller is not None}
+            if not possible:
+                raise
+            config = max(possible, key=lambda config: config.shared_memory_bytes(head_dim, bytes_per_element))
+            _smaller[fit(config)] = possible[config]
+            message = f"{config.name} does not fit this GPU ({error}): using {possible[config].name}"
+            warnings.warn(message, stacklevel=2)
+
+
+def _log_launch(config: KernelConfig, q: Tensor, seqlen_q: int, seqlen_k: int) -> None:
+    arch = "sm_{}{}".format(*torch.cuda.get_device_capability(q.device)) if q.is_cuda else "interpreter"
+    _print_once(
+        f"attention: kernel={config.kernel} head_dim={q.shape[-1]} dtype={str(q.dtype).removeprefix('torch.')} "
+        f"seqlen_q={seqlen_q} seqlen_k={seqlen_k} arch={arch} config={config.name}"
+    )
+
+
+@cache
+def _log_is_on() -> bool:
+    return os.environ.get(LOG_SWITCH, "") == "1"
+
+
+@cache
+def _print_once(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)

@@ -1,0 +1,122 @@
+"""The steps that every attention kernel is made of; each is written once and inlined where it is called.
+
+  tile_of_program   which tile, batch element and head a program works on
+  load_rows, store_rows, accumulate   memory and matmul, with bounds and float32 sums taken care of
+  online_softmax    the running maximum and sum of a query tile          (FlashAttention-2, algorithm 1, lines 8 to 10)
+  store_queries     O = accumulator / l and L = m + log l                (lines 12 to 14)
+  fold_keys         one key tile into dQ                                 (algorithm 2, lines 13 to 15)
+  fold_queries      one query tile into dK and dV                        (algorithm 2, lines 12 to 16)
+
+Kernels differ only in which tiles they visit: a range (`forward`, `backward`), the lists of a block mask
+(`block_sparse`), a document's range (`varlen`). Exponentials are base 2 with scale · log₂e folded into one
+multiply-add; L is stored in natural log.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+LN_2 = tl.constexpr(0.6931471805599453)
+# Where running maxima start. Finite, so that a tile whose scores are all -inf gives exp2(-inf - m) = 0 and not
+# exp2(-inf + inf) = NaN; any finite score replaces it.
+LOWEST = tl.constexpr(-3.4028234663852886e38)
+
+
+@triton.jit
+def tile_of_program(num_tiles, N_HEADS, LAST_TILE_FIRST: tl.constexpr):
+    """(tile, batch, head) of this program. Programs of one tile index are neighbours, whatever their head, so that the
+    longest causal tiles of all heads start first and the short ones fill the tail of the grid."""
+    num_batch_heads = tl.num_programs(0) // num_tiles
+    batch_head = tl.program_id(0) % num_batch_heads
+    tile = tl.program_id(0) // num_batch_heads
+    if LAST_TILE_FIRST:
+        tile = num_tiles - 1 - tile
+    return tile, (batch_head // N_HEADS).to(tl.int64), (batch_head % N_HEADS).to(tl.int64)
+
+
+@triton.jit
+def load_rows(
+    base_ptr, rows, num_rows, stride_s, stride_d, D: tl.constexpr, D_TILE: tl.constexpr, MASKED: tl.constexpr
+):
+    """The (len(rows), D_TILE) tile at `rows`; columns past D, and with MASKED rows past num_rows, are zero."""
+    columns = tl.arange(0, D_TILE)
+    pointers = base_ptr + rows.to(tl.int64)[:, None] * stride_s + columns[None, :] * stride_d
+    if MASKED and D != D_TILE:
+        return tl.load(pointers, mask=(rows < num_rows)[:, None] & (columns < D)[None, :], other=0.0)
+    elif MASKED:
+        return tl.load(pointers, mask=(rows < num_rows)[:, None], other=0.0)
+    elif D != D_TILE:
+        return tl.load(pointers, mask=(columns < D)[None, :], other=0.0)
+    else:
+        return tl.load(pointers)
+
+
+@triton.jit
+def store_rows(base_ptr, tile, rows, num_rows, stride_s, stride_d, D: tl.constexpr, D_TILE: tl.constexpr):
+    columns = tl.arange(0, D_TILE)
+    pointers = base_ptr + rows.to(tl.int64)[:, None] * stride_s + columns[None, :] * stride_d
+    tl.store(pointers, tile.to(base_ptr.dtype.element_ty), mask=(rows < num_rows)[:, None] & (columns < D)[None, :])
+
+
+@triton.jit
+def accumulate(accumulator, left, right, ZERO, PRECISION: tl.constexpr):
+    """accumulator + left @ right.
+
+    Tensor cores take the accumulator as an operand. A float32 dot on the FMA units would chain every product of the
+    whole sequence onto it, whose rounding grows with the length; so there each tile's product is summed on its own.
+    ZERO is a zero that the compiler cannot see: a literal one is fused back into that chain.
+    """
+    if left.dtype == tl.float32:
+        product = tl.dot(left, right, tl.zeros_like(accumulator) + ZERO, input_precision=PRECISION)
+        return accumulator + product
+    else:
+        return tl.dot(left, right, accumulator)
+
+
+@triton.jit
+def online_softmax(S, m, l, scale_log2):
+    """Take a tile of raw scores (Q_TILE_SIZE, K_TILE_SIZE) into the running maximum m, in base 2, and sum l.
+
+    Returns the tile's unnormalised probabilities, the factor that rescales what was accumulated before, m and l.
+    """
+    m_new = tl.maximum(m, tl.max(S, axis=1) * scale_log2)
+    P = tl.math.exp2(S * scale_log2 - m_new[:, None])
+    rescale = tl.math.exp2(m - m_new)
+    return P, rescale, m_new, l * rescale + tl.sum(P, axis=1)
+
+
+@triton.jit
+def store_queries(
+    accumulator, m, l, O_base, L_base, query_rows, N_QUERIES, stride_os,
+    D: tl.constexpr, D_TILE: tl.constexpr, ROWS_WITHOUT_KEYS: tl.constexpr,
+):  # fmt: skip
+    """Normalise once and store O and L; a row that saw no key has l = 0, hence O = 0 and L = -inf."""
+    normaliser = tl.where(l == 0.0, 1.0, l) if ROWS_WITHOUT_KEYS else l
+    store_rows(O_base, accumulator / normaliser[:, None], query_rows, N_QUERIES, stride_os, 1, D, D_TILE)
+    L = (m + tl.math.log2(normaliser)) * LN_2
+    if ROWS_WITHOUT_KEYS:
+        L = tl.where(l == 0.0, float("-inf"), L)
+    tl.store(L_base + query_rows, L, mask=query_rows < N_QUERIES)
+
+
+@triton.jit
+def fold_keys(dQ, P, dO, K, V, delta, ZERO, PRECISION: tl.constexpr):
+    """Add one key tile, of probabilities P (Q_TILE_SIZE, K_TILE_SIZE), to dQ, which lacks its scale."""
+    dP = tl.dot(dO, tl.trans(V), input_precision=PRECISION)
+    dS = P * (dP - delta[:, None])
+    return accumulate(dQ, dS.to(K.dtype), K, ZERO, PRECISION)
+
+
+@triton.jit
+def fold_queries(dK, dV, P_T, Q, dO, V, delta, ZERO, PRECISION: tl.constexpr):
+    """Add one query tile to dK, which lacks its scale, and dV.
+
+    Probabilities are transposed, (K_TILE_SIZE, Q_TILE_SIZE), so that Pᵀ and dSᵀ are left operands as they come.
+    """
+    dV = accumulate(dV, P_T.to(dO.dtype), dO, ZERO, PRECISION)
+    dP_T = tl.dot(V, tl.trans(dO), input_precision=PRECISION)
+    dS_T = P_T * (dP_T - delta[None, :])
+    dK = accumulate(dK, dS_T.to(Q.dtype), Q, ZERO, PRECISION)
+    return dK, dV

@@ -1,0 +1,219 @@
+"""Attention over packed documents in Triton: the dense kernels' bodies, with each program's bounds read on the device.
+
+Documents lie one behind the other, (total, heads, head_dim); `cu_seqlens` (documents + 1) holds their boundaries. Tiles
+start where documents start, so that no tile holds tokens of two: no mask is read, and a document's results do not
+depend on its neighbours, bit for bit.
+
+The grid must be chosen without reading cu_seqlens, which would stall the host. Document d gets the slots from
+cu[d] // TILE + d on, which leaves it at least the ⌈n / TILE⌉ that its n tokens from a = cu[d] on need:
+⌊(a + n) / TILE⌋ + 1 - ⌊a / TILE⌋ is no less. A program finds its document by bisection, and a spare slot ends at once.
+So total // TILE + documents + 1 slots serve any lengths, however unequal, zero included.
+
+Rows behind the last document belong to a document of no keys (no queries): O = 0, L = -inf, zero gradients.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from cs336_systems.attention.tiles import KernelConfig, head_tile
+from cs336_systems.attention.triton.backward import differentiate_keys, differentiate_queries, launch_preprocess
+from cs336_systems.attention.triton.forward import attend_queries
+from cs336_systems.attention.triton.steps import LOG2_E, tile_of_program
+
+
+@triton.jit
+def _tile_of_slot(cu_seqlens_ptr, slot, N_DOCUMENTS, TILE: tl.constexpr):
+    """(document, tile in it): the last document whose slots start at or before `slot`, N_DOCUMENTS for the rows behind.
+
+    The tile may lie past the document's end.
+    """
+    document, high = 0, N_DOCUMENTS
+    while document < high:
+        middle = (document + high + 1) // 2
+        if tl.load(cu_seqlens_ptr + middle) // TILE + middle <= slot:
+            document = middle
+        else:
+            high = middle - 1
+    return document, slot - (tl.load(cu_seqlens_ptr + document) // TILE + document)
+
+
+@triton.jit
+def _rows_of_document(cu_seqlens_ptr, document, N_DOCUMENTS, behind, TOTAL):
+    """(first row, number of rows) of a document; the rows behind the last one end at `behind`.
+
+    Rows exist whatever cu_seqlens holds: its values are not checked where that would stall the host.
+    """
+    start = tl.load(cu_seqlens_ptr + document)
+    end = tl.load(cu_seqlens_ptr + document + 1, mask=document < N_DOCUMENTS, other=behind)
+    start = tl.minimum(tl.maximum(start, 0), TOTAL)
+    return start.to(tl.int64), tl.maximum(tl.minimum(end, TOTAL) - start, 0)
+
+
+@triton.jit
+def varlen_forward_kernel(
+    Q_ptr, K_ptr, V_ptr, O_ptr, L_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr,
+    stride_qs, stride_qh, stride_qd,
+    stride_ks, stride_kh, stride_kd,
+    stride_vs, stride_vh, stride_vd,
+    N_DOCUMENTS, N_HEADS, TOTAL_QUERIES, TOTAL_KEYS, scale_log2, ZERO,
+    GROUP: tl.constexpr, D: tl.constexpr, D_TILE: tl.constexpr, Q_TILE_SIZE: tl.constexpr, K_TILE_SIZE: tl.constexpr,
+    IS_CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """O (total_queries, heads, D) and L (heads, total_queries) are contiguous; q, k, v have any strides."""
+    num_slots = TOTAL_QUERIES // Q_TILE_SIZE + N_DOCUMENTS + 1
+    slot, _, head = tile_of_program(num_slots, N_HEADS, IS_CAUSAL)
+    document, query_tile = _tile_of_slot(cu_seqlens_q_ptr, slot, N_DOCUMENTS, Q_TILE_SIZE)
+    first_query, num_queries = _rows_of_document(
+        cu_seqlens_q_ptr, document, N_DOCUMENTS, TOTAL_QUERIES, TOTAL_QUERIES
+    )
+    first_key, num_keys = _rows_of_document(cu_seqlens_k_ptr, document, N_DOCUMENTS, 0, TOTAL_KEYS)
+    if (query_tile >= 0) & (query_tile * Q_TILE_SIZE < num_queries):
+        kv_head = head // GROUP
+        attend_queries(
+            Q_ptr + first_query * stride_qs + head * stride_qh, K_ptr + first_key * stride_ks + kv_head * stride_kh,
+            V_ptr + first_key * stride_vs + kv_head * stride_vh, O_ptr + (first_query * N_HEADS + head) * D,
+            L_ptr + head * TOTAL_QUERIES + first_query, query_tile, num_queries, num_keys, scale_log2, ZERO,
+            stride_qs, stride_qd, stride_ks, stride_kd, stride_vs, stride_vd, N_HEADS * D,
+            D, D_TILE, Q_TILE_SIZE, K_TILE_SIZE, IS_CAUSAL, True, PRECISION,
+        )  # fmt: skip
+
+
+@triton.jit
+def varlen_dkdv_kernel(
+    Q_ptr, K_ptr, V_ptr, dO_ptr, L_ptr, D_ptr, dK_ptr, dV_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr,
+    stride_qs, stride_qh, stride_qd,
+    stride_ks, stride_kh, stride_kd,
+    stride_vs, stride_vh, stride_vd,
+    stride_dos, stride_doh, stride_dod,
+    N_DOCUMENTS, N_KV_HEADS, TOTAL_QUERIES, TOTAL_KEYS, scale, scale_log2, ZERO,
+    GROUP: tl.constexpr, D: tl.constexpr, D_TILE: tl.constexpr, Q_TILE_SIZE: tl.constexpr, K_TILE_SIZE: tl.constexpr,
+    IS_CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dK, dV (total_keys, kv_heads, D), L and delta (heads, total_queries) are contiguous."""
+    num_slots = TOTAL_KEYS // K_TILE_SIZE + N_DOCUMENTS + 1
+    slot, _, kv_head = tile_of_program(num_slots, N_KV_HEADS, False)
+    document, key_tile = _tile_of_slot(cu_seqlens_k_ptr, slot, N_DOCUMENTS, K_TILE_SIZE)
+    first_query, num_queries = _rows_of_document(cu_seqlens_q_ptr, document, N_DOCUMENTS, 0, TOTAL_QUERIES)
+    first_key, num_keys = _rows_of_document(cu_seqlens_k_ptr, document, N_DOCUMENTS, TOTAL_KEYS, TOTAL_KEYS)
+    if (key_tile >= 0) & (key_tile * K_TILE_SIZE < num_keys):
+        output_base = (first_key * N_KV_HEADS + kv_head) * D
+        differentiate_keys(
+            Q_ptr + first_query * stride_qs, K_ptr + first_key * stride_ks + kv_head * stride_kh,
+            V_ptr + first_key * stride_vs + kv_head * stride_vh, dO_ptr + first_query * stride_dos,
+            L_ptr + first_query, D_ptr + first_query, dK_ptr + output_base, dV_ptr + output_base, key_tile,
+            kv_head * GROUP, num_queries, num_keys, scale, scale_log2, ZERO,
+            stride_qh, stride_qs, stride_qd, stride_ks, stride_kd, stride_vs, stride_vd,
+            stride_doh, stride_dos, stride_dod, TOTAL_QUERIES, N_KV_HEADS * D,
+            GROUP, D, D_TILE, Q_TILE_SIZE, K_TILE_SIZE, IS_CAUSAL, PRECISION,
+        )  # fmt: skip
+
+
+@triton.jit
+def varlen_dq_kernel(
+    Q_ptr, K_ptr, V_ptr, dO_ptr, L_ptr, D_ptr, dQ_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr,
+    stride_qs, stride_qh, stride_qd,
+    stride_ks, stride_kh, stride_kd,
+    stride_vs, stride_vh, stride_vd,
+    stride_dos, stride_doh, stride_dod,
+    N_DOCUMENTS, N_HEADS, TOTAL_QUERIES, TOTAL_KEYS, scale, scale_log2, ZERO,
+    GROUP: tl.constexpr, D: tl.constexpr, D_TILE: tl.constexpr, Q_TILE_SIZE: tl.constexpr, K_TILE_SIZE: tl.constexpr,
+    IS_CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dQ (total_queries, heads, D), L and delta (heads, total_queries) are contiguous."""
+    num_slots = TOTAL_QUERIES // Q_TILE_SIZE + N_DOCUMENTS + 1
+    slot, _, head = tile_of_program(num_slots, N_HEADS, IS_CAUSAL)
+    document, query_tile = _tile_of_slot(cu_seqlens_q_ptr, slot, N_DOCUMENTS, Q_TILE_SIZE)
+    first_query, num_queries = _rows_of_document(
+        cu_seqlens_q_ptr, document, N_DOCUMENTS, TOTAL_QUERIES, TOTAL_QUERIES
+    )
+    first_key, num_keys = _rows_of_document(cu_seqlens_k_ptr, document, N_DOCUMENTS, 0, TOTAL_KEYS)
+    if (query_tile >= 0) & (query_tile * Q_TILE_SIZE < num_queries):
+        kv_head = head // GROUP
+        row_base = head * TOTAL_QUERIES + first_query
+        differentiate_queries(
+            Q_ptr + first_query * stride_qs + head * stride_qh, K_ptr + first_key * stride_ks + kv_head * stride_kh,
+            V_ptr + first_key * stride_vs + kv_head * stride_vh,
+            dO_ptr + first_query * stride_dos + head * stride_doh, L_ptr + row_base, D_ptr + row_base,
+            dQ_ptr + (first_query * N_HEADS + head) * D, query_tile, num_queries, num_keys, scale, scale_log2, ZERO,
+            stride_qs, stride_qd, stride_ks, stride_kd, stride_vs, stride_vd, stride_dos, stride_dod, N_HEADS * D,
+            D, D_TILE, Q_TILE_SIZE, K_TILE_SIZE, IS_CAUSAL, PRECISION,
+        )  # fmt: skip
+
+
+def launch_varlen_forward(
+    q: Float[Tensor, "total_queries heads head_dim"],
+    k: Float[Tensor, "total_keys kv_heads head_dim"],
+    v: Float[Tensor, "total_keys kv_heads head_dim"],
+    cu_seqlens_q: Int[Tensor, " documents_plus_1"],
+    cu_seqlens_k: Int[Tensor, " documents_plus_1"],
+    *,
+    is_causal: bool,
+    scale: float,
+    config: KernelConfig,
+) -> tuple[Float[Tensor, "total_queries heads head_dim"], Float[Tensor, "heads total_queries"]]:
+    """Contiguous O in q's dtype and L in float32. Inputs are validated, non-empty and on one device."""
+    output = q.new_empty(q.shape)
+    lse = q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
+    documents = len(cu_seqlens_q) - 1
+    grid = ((q.shape[0] // config.query_tile + documents + 1) * q.shape[1],)
+    varlen_forward_kernel[grid](
+        q, k, v, output, lse, cu_seqlens_q, cu_seqlens_k, *q.stride(), *k.stride(), *v.stride(),
+        documents, q.shape[1], q.shape[0], k.shape[0], scale * LOG2_E.value, 0.0,
+        **_constants(q, k, is_causal, config),
+    )  # fmt: skip
+    return output, lse
+
+
+def launch_varlen_backward(
+    q: Float[Tensor, "total_queries heads head_dim"],
+    k: Float[Tensor, "total_keys kv_heads head_dim"],
+    v: Float[Tensor, "total_keys kv_heads head_dim"],
+    output: Float[Tensor, "total_queries heads head_dim"],
+    lse: Float[Tensor, "heads total_queries"],
+    grad_output: Float[Tensor, "total_queries heads head_dim"],
+    grad_lse: Float[Tensor, "heads total_queries"] | None,
+    cu_seqlens_q: Int[Tensor, " documents_plus_1"],
+    cu_seqlens_k: Int[Tensor, " documents_plus_1"],
+    *,
+    is_causal: bool,
+    scale: float,
+    dkdv_config: KernelConfig,
+    dq_config: KernelConfig,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Contiguous gradients of q, k, v in their dtypes; what `launch_backward` says of its arguments holds here."""
+    grad_q, grad_k, grad_v = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+    # A row's D needs no document: one sequence of all rows.
+    delta = launch_preprocess(
+        output.transpose(0, 1)[None], lse[None], grad_output.transpose(0, 1)[None],
+        None if grad_lse is None else grad_lse[None],
+    )  # fmt: skip
+    inputs = (q, k, v, grad_output, lse, delta)
+    strides = (*q.stride(), *k.stride(), *v.stride(), *grad_output.stride())
+    documents = len(cu_seqlens_q) - 1
+    scalars = (q.shape[0], k.shape[0], scale, scale * LOG2_E.value, 0.0)
+
+    grid = ((k.shape[0] // dkdv_config.key_tile + documents + 1) * k.shape[1],)
+    varlen_dkdv_kernel[grid](
+        *inputs, grad_k, grad_v, cu_seqlens_q, cu_seqlens_k, *strides, documents, k.shape[1], *scalars,
+        **_constants(q, k, is_causal, dkdv_config),
+    )  # fmt: skip
+    grid = ((q.shape[0] // dq_config.query_tile + documents + 1) * q.shape[1],)
+    varlen_dq_kernel[grid](
+        *inputs, grad_q, cu_seqlens_q, cu_seqlens_k, *strides, documents, q.shape[1], *scalars,
+        **_constants(q, k, is_causal, dq_config),
+    )  # fmt: skip
+    return grad_q, grad_k, grad_v
+
+
+def _constants(q: Tensor, k: Tensor, is_causal: bool, config: KernelConfig) -> dict[str, int | str]:
+    return {
+        "GROUP": q.shape[1] // k.shape[1], "D": q.shape[2], "D_TILE": head_tile(q.shape[2]),
+        "Q_TILE_SIZE": config.query_tile, "K_TILE_SIZE": config.key_tile,
+        "IS_CAUSAL": is_causal, "PRECISION": config.precision,
+        "num_warps": config.num_warps, "num_stages": config.num_stages,
+    }  # fmt: skip

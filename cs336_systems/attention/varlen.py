@@ -1,0 +1,103 @@
+"""`flash_attention_varlen`: attention over documents of different lengths, packed one behind the other.
+
+    cu_seqlens = torch.tensor([0, 1000, 1000, 1017], dtype=torch.int32, device="cuda")     # lengths 1000, 0, 17
+    out = flash_attention_varlen(q, k, v, cu_seqlens, cu_seqlens, 1000, 1000, is_causal=True)
+
+No padding is computed, and no token sees another document.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from cs336_systems.attention.api import check_config, explain_backend, flash_attention
+from cs336_systems.attention.tiles import AttentionConfig
+from cs336_systems.attention.validation import (
+    check_documents,
+    check_packed_inputs,
+    refuse_forward_mode,
+    resolve_scale,
+    to_autocast_dtype,
+)
+
+
+def flash_attention_varlen(
+    q: Float[Tensor, "total_queries heads head_dim"],
+    k: Float[Tensor, "total_keys kv_heads head_dim"],
+    v: Float[Tensor, "total_keys kv_heads head_dim"],
+    cu_seqlens_q: Int[Tensor, " documents_plus_1"],
+    cu_seqlens_k: Int[Tensor, " documents_plus_1"],
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: bool = False,
+    backend: str = "auto",
+    config: AttentionConfig | None = None,
+) -> Float[Tensor, "total_queries heads head_dim"] | tuple[Tensor, Tensor]:
+    """Exact attention of each document's queries to its own keys; the rest is as in `flash_attention`.
+
+    Args:
+        q, k, v: packed documents, one floating dtype and device, any strides.
+        cu_seqlens_q, cu_seqlens_k: int32 boundaries, rising from 0: document d has rows cu[d] to cu[d + 1] - 1. Lengths
+            may be 0, and differ between queries and keys. On a GPU the values are not checked, which would stall the
+            host. Rows behind the last boundary belong to no document.
+        max_seqlen_q, max_seqlen_k: length of the longest document. They choose tiles; results do not depend on them.
+        is_causal: within each document query i attends keys j <= i, aligned at the top left.
+        return_lse: also return the log-sum-exp, (heads, total_queries).
+        backend: `triton` runs one grid over all documents; the others loop over them.
+
+    Queries without keys, of an empty or of no document, have O = 0, L = -inf and no gradient. A document's results and
+    gradients do not depend on its neighbours, bit for bit.
+
+    Raises:
+        TypeError, ValueError: an argument is wrong or the back end cannot serve it, before anything is launched.
+        NotImplementedError: an input carries a forward-mode tangent.
+    """
+    q, k, v = to_autocast_dtype(q), to_autocast_dtype(k), to_autocast_dtype(v)
+    check_packed_inputs(q, k, v, enable_gqa=enable_gqa)
+    check_documents(q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    scale = resolve_scale(scale, q.shape[2])
+    backend, _ = explain_backend(q.transpose(0, 1), k.transpose(0, 1), backend=backend)
+    check_config(config, backend)
+    if backend == "triton":
+        from cs336_systems.attention.triton.function import varlen_attention
+
+        refuse_forward_mode(q, k, v)
+        output, lse = varlen_attention(
+            q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, is_causal, scale,
+            config.names if config else "",
+        )  # fmt: skip
+    else:
+        output, lse = _each_document(q, k, v, cu_seqlens_q, cu_seqlens_k, is_causal, scale, backend)
+    return (output, lse) if return_lse else output
+
+
+def _each_document(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, is_causal: bool, scale: float,
+    backend: str,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """`flash_attention` of one document after the other: what the packed kernels are tested against."""
+    boundaries_q, boundaries_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
+    # Of no documents, too, the output depends on all inputs, with gradients of zero.
+    outputs, lses = [q[:0] + k[:0].sum() + v[:0].sum()], []
+    for document in range(len(boundaries_q) - 1):
+        queries = slice(*boundaries_q[document : document + 2])
+        keys = slice(*boundaries_k[document : document + 2])
+        output, lse = flash_attention(
+            q[queries].transpose(0, 1), k[keys].transpose(0, 1), v[keys].transpose(0, 1),
+            is_causal=is_causal, scale=scale, enable_gqa=True, return_lse=True, backend=backend,
+        )  # fmt: skip
+        outputs.append(output.transpose(0, 1))
+        lses.append(lse)
+    behind = q[boundaries_q[-1] :]
+    outputs.append(torch.zeros_like(behind))
+    lse_dtype = torch.promote_types(q.dtype, torch.float32)
+    lses.append(behind.new_full((q.shape[1], len(behind)), -math.inf, dtype=lse_dtype))
+    return torch.cat(outputs), torch.cat(lses, dim=1)

@@ -1,0 +1,102 @@
+"""Tables of compiled kernels: `doctor --kernels`, and what `tune flash --compile-only` prints."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from cs336_systems.attention.compilation import CompileReport, CompileRequest
+    from cs336_systems.config import DTypeName
+
+KIB = 1024
+TABLE_WIDTH = 160  # at least, so that no name is cut and a line is a row, on narrow terminals and in files
+
+
+def show_kernels(arch: str | None) -> None:
+    """Compile every configuration of an architecture's table, by default this machine's, and print what came out."""
+    reports = compile_with_progress(shipped_requests(arch or machine_arch("doctor --kernels")))
+    print_reports(reports)
+    spilling = [report for report in reports if report.request.dtype != "float32" and report.request.head_dim <= 128]
+    count = sum(report.spill_bytes > 0 for report in spilling)
+    print(f"16-bit kernels up to head dim 128 that spill: {count} of {len(spilling)}")
+
+
+def machine_arch(command: str) -> str:
+    """The architecture of this machine's GPU; ValueError where there is none to compile for."""
+    from cs336_systems.attention.compilation import ARCHITECTURES, arch_of_capability
+    from cs336_systems.device import get_device_info
+
+    info = get_device_info()
+    arch = arch_of_capability(info.compute_capability)
+    if arch is None:
+        raise ValueError(f"{command} compiles for one of {', '.join(ARCHITECTURES)}, and {info.name} is none: name one "
+                         "with --arch")  # fmt: skip
+    return arch
+
+
+def shipped_requests(arch: str) -> list[CompileRequest]:
+    """Every configuration of the table of `arch`, causal and not; the 16-bit dtypes compile alike, so bfloat16 stands
+    for both. ValueError for an unknown architecture."""
+    from cs336_systems.attention.compilation import CompileRequest, check_arch
+    from cs336_systems.attention.tiles.tables import TABLES
+
+    check_arch(arch)
+    dtypes: dict[int, DTypeName] = {2: "bfloat16", 4: "float32"}
+    return [
+        CompileRequest(config=config, arch=arch, head_dim=tile, dtype=dtypes[width], is_causal=is_causal)
+        for (_, width, tile), row in TABLES[arch].items()
+        for config in dict.fromkeys(row.configs)
+        for is_causal in (True, False)
+    ]
+
+
+def compile_with_progress(requests: Sequence[CompileRequest], jobs: int | None = None) -> list[CompileReport]:
+    """Reports of `requests` in their order, under a progress bar."""
+    from cs336_systems.attention.compilation import compile_configs
+
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    found = {}
+    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+        task = progress.add_task("compiling", total=len(requests))
+        for report in compile_configs(requests, jobs=jobs):
+            found[report.request] = report
+            progress.advance(task)
+    return [found[request] for request in requests]
+
+
+def print_reports(reports: Sequence[CompileReport], max_spill_bytes: int = 0) -> None:
+    """A line a compilation: registers and spilled bytes of a thread, shared memory of a program, and what is wrong."""
+    from cs336_systems.attention.compilation import triton_version
+    from cs336_systems.attention.tiles.tables import SHARED_MEMORY_LIMIT_BYTES
+
+    numbers = ("registers", "spilled bytes", "shared KiB", "waits")
+    table = Table("configuration", "head dim", "dtype", "mask", *numbers, "remark", box=None)
+    for column in table.columns[1:-1]:
+        column.justify = "right"
+    for column in table.columns:
+        column.no_wrap = True
+    for report in reports:
+        request = report.request
+        measured = [report.registers, report.spill_bytes, f"{report.shared_bytes / KIB:.1f}", report.serialized]
+        table.add_row(
+            request.config.name,
+            str(request.head_dim),
+            request.dtype,
+            "causal" if request.is_causal else "full",
+            *(["-"] * len(measured) if report.failure else map(str, measured)),
+            report.obstacle(max_spill_bytes),
+        )
+    archs = sorted({report.request.arch for report in reports})
+    limits = ", ".join(f"{arch} has {SHARED_MEMORY_LIMIT_BYTES[arch] // KIB} KiB of shared memory" for arch in archs)
+    print(f"triton {triton_version()}; {limits}; waits: places where ptxas made the tensor cores wait")
+    print_table(table)
+
+
+def print_table(table: Table) -> None:
+    Console(width=max(TABLE_WIDTH, Console().width)).print(table)

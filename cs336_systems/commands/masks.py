@@ -1,0 +1,78 @@
+"""`cs336-systems doctor --mask PATTERN`: what a mask's tiles are, and what skipping the dead ones can gain.
+
+    cs336-systems doctor --mask random:0.1 --seqlen 16384
+    cs336-systems doctor --mask document:3000,96,1000+causal --seqlen 4096 --block-size 64
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from cs336_systems.attention.masks import BlockMask
+
+DEFAULT_SEQLEN = 4096  # tokens, where --seqlen is not given
+LARGEST_PICTURE = 64  # tiles along a side that are drawn
+
+
+def show_mask(pattern: str, *, seqlen: int | None, block_size: int | None, heads: int | None, seed: int) -> None:
+    """Print the diagnosis of `pattern` (see `attention.masks.parse`) and, where it is small, its tiles."""
+    from cs336_systems.attention.masks import parse_mask
+
+    mask = parse_mask(
+        pattern, seqlen=DEFAULT_SEQLEN if seqlen is None else seqlen,
+        block_size=128 if block_size is None else block_size, heads=1 if heads is None else heads, seed=seed,
+    )  # fmt: skip
+    table = Table(show_header=False, box=None)
+    for name, value in diagnose(mask).items():
+        table.add_row(name, value)
+    console = Console()
+    console.print(table)
+    for line in picture(mask):
+        console.print(line, highlight=False)
+
+
+def diagnose(mask: BlockMask) -> dict[str, str]:
+    """What there is to say about `mask`, by name."""
+    from cs336_systems.attention.masks import MAX_LIST_DENSITY, use_lists
+
+    live = mask.num_full + mask.num_partial
+    partial = 100 * mask.num_partial / max(1, live)
+    if not live:
+        verdict = "nothing is attended"
+    elif not mask.num_dead:
+        verdict = "0 % dead tiles, ideal 1.00×: skipping tiles gains nothing on this mask"
+    elif use_lists(mask.block_density):
+        verdict = f"lists pay: block density below {MAX_LIST_DENSITY}"
+    else:
+        verdict = f"lists gain nothing: block density not below {MAX_LIST_DENSITY}"
+    return {
+        "shape (batch, heads, queries, keys)": str(mask.shape),
+        "tile (queries, keys)": str(mask.block_size),
+        "density (attended pairs)": f"{mask.density:.4f}",
+        "block density (live tiles)": f"{mask.block_density:.4f}",
+        "dead tiles": f"{mask.num_dead:,} of {mask.num_tiles:,}",
+        "full tiles": f"{mask.num_full:,}",
+        "partial tiles": f"{mask.num_partial:,} ({partial:.0f} % of the live ones read a mask)",
+        "empty rows (queries without a key)": f"{mask.empty_rows:,}",
+        "ideal speed-up (all tiles / live tiles)": f"{mask.ideal_speed_up:.2f}×",
+        "memory of lists and token bits": f"{mask.num_bytes / 2**20:.2f} MiB",
+        "verdict": verdict,
+    }
+
+
+def picture(mask: BlockMask) -> list[str]:
+    """The first head's tiles, a row of tiles a line: █ full, ▒ partial, · dead; nothing for a large mask."""
+    rows, columns = mask.kv_num_blocks.shape[2], mask.q_num_blocks.shape[2]
+    if max(rows, columns) > LARGEST_PICTURE:
+        return []
+    lines = [["·"] * columns for _ in range(rows)]
+    lists = ((mask.kv_num_blocks, mask.kv_indices, "▒"), (mask.full_kv_num_blocks, mask.full_kv_indices, "█"))
+    for counts, indices, mark in lists:
+        for row in range(rows):
+            for column in indices[0, 0, row, : int(counts[0, 0, row])].tolist():
+                lines[row][column] = mark
+    return ["█ full, ▒ partial, · dead", *("".join(line) for line in lines)]

@@ -1,0 +1,313 @@
+"""`cs336-systems tune flash`: measure a grid of tile configurations and propose rows of the tables.
+
+    cs336-systems tune flash --head-dim 64 --seqlen 4096 --seqlen 16384 --causal            # on a GPU
+    cs336-systems tune flash --head-dim 128 --kernel dkdv --compile-only --arch sm90        # anywhere
+
+A configuration is compiled, checked against the oracle and timed, in that order, and what fails one step does not reach
+the next. Records are those of an experiment: a second run measures only what is missing.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from cs336_systems.commands.kernels import (
+    compile_with_progress,
+    machine_arch,
+    print_reports,
+    print_table,
+)
+from cs336_systems.commands.shared import (
+    EXIT_NOTHING_MEASURED,
+    EXIT_SIGNAL,
+    ResultsOption,
+    one_line_errors,
+    termination_interrupts,
+)
+
+if TYPE_CHECKING:
+    from cs336_systems.attention.compilation import CompileReport
+    from cs336_systems.attention.tiles import KernelConfig
+    from cs336_systems.config import AttentionShape
+    from cs336_systems.experiments.cells import Cell
+    from cs336_systems.experiments.sweep import Sweep
+    from cs336_systems.experiments.tuning import Proposal, Winner
+
+KERNELS = ("forward", "dkdv", "dq")
+DEFAULT_HEAD_DIMS = (64, 128)
+DEFAULT_SEQLENS = (2048, 16384)
+MAX_SPILL_BYTES = 256  # a few registers stored outside the inner loop may not matter; more of them do
+
+tune = typer.Typer(no_args_is_help=True, help="Measure tile configurations and propose rows of the tile tables.")
+
+
+@tune.callback()
+def _group() -> None:
+    """Measure tile configurations and propose rows of the tile tables."""
+
+
+@tune.command()
+def flash(
+    kernel: Annotated[list[str] | None, typer.Option(help="forward, dkdv or dq; may be repeated. All three.")] = None,
+    head_dim: Annotated[list[int] | None, typer.Option(help="May be repeated. 64 and 128.")] = None,
+    dtype: Annotated[list[str] | None, typer.Option(help="May be repeated. bfloat16.")] = None,
+    seqlen: Annotated[list[int] | None, typer.Option(help="May be repeated. 2048 and 16384.")] = None,
+    batch: Annotated[int, typer.Option(help="Sequences.")] = 1,
+    heads: Annotated[int, typer.Option(help="Query heads, and as many key heads.")] = 16,
+    causal: Annotated[bool | None, typer.Option("--causal/--full", help="One mask only; without, both.")] = None,
+    config: Annotated[list[str] | None, typer.Option(help="Only these configurations; may be repeated.")] = None,
+    compile_only: Annotated[bool, typer.Option("--compile-only", help="Compile; needs no GPU.")] = False,
+    arch: Annotated[str | None, typer.Option(help="With --compile-only: sm80, sm86, sm89, sm90 or sm100.")] = None,
+    max_spill_bytes: Annotated[int, typer.Option(help="Do not measure what spills more.")] = MAX_SPILL_BYTES,
+    jobs: Annotated[int | None, typer.Option(help="Compiling processes; default: one a core.")] = None,
+    results: ResultsOption = Path("results"),
+    seed: Annotated[int, typer.Option(help="Seed of the inputs.")] = 0,
+    rerun: Annotated[str, typer.Option(help="Measure again what is finished: none, failed or all.")] = "none",
+    time_budget: Annotated[float | None, typer.Option(help="Start no cell after this many seconds.")] = None,
+    commit: Annotated[str | None, typer.Option(help="Revision that runs, where there is no git.")] = None,
+    dirty: Annotated[bool | None, typer.Option("--dirty/--clean", help="Whether it has uncommitted changes.")] = None,
+) -> None:
+    """Compile, check and time a grid of tiles for the attention kernels; say what the tables might hold."""
+    with one_line_errors():
+        kernels = _choices("--kernel", kernel, KERNELS)
+        dtypes = _choices("--dtype", dtype, ("bfloat16", "float16", "float32"))[: None if dtype else 1]
+        if max_spill_bytes < 0:
+            raise ValueError(f"--max-spill-bytes must not be negative, got {max_spill_bytes}")
+        shapes = _shapes(
+            dtypes, head_dim or DEFAULT_HEAD_DIMS, seqlen or DEFAULT_SEQLENS, batch, heads,
+            (True, False) if causal is None else (causal,),
+        )  # fmt: skip
+        if compile_only:
+            target = arch or machine_arch("--compile-only")
+            pairs = _pairs(shapes, kernels, target, config or [])
+            reports = _compile(pairs, target, jobs)
+        elif arch is not None:
+            raise ValueError("--arch goes with --compile-only: what is measured is this machine's GPU")
+        else:
+            sweep = _open_sweep(results, seed, rerun, time_budget, commit, dirty)
+    if compile_only:
+        _show_compiled(reports, max_spill_bytes)
+        return
+    try:
+        with one_line_errors():
+            pairs = _pairs(shapes, kernels, _machine_target(), config or [])
+        with termination_interrupts():
+            counts = _measure(sweep, pairs, max_spill_bytes, jobs, time_budget)
+    except OSError as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(EXIT_NOTHING_MEASURED) from None
+    except KeyboardInterrupt as interrupt:
+        typer.echo(f"interrupted: finished cells are in {sweep.folder}; the same command continues", err=True)
+        raise typer.Exit(EXIT_SIGNAL + getattr(interrupt, "signal_number", 2)) from None
+    finally:
+        sweep.worker.kill()
+        sweep.unlock()
+    typer.echo(", ".join(f"{count} {status}" for status, count in counts.items()))
+    if not _show_measured(sweep, shapes, seed):
+        typer.echo("error: nothing could be measured", err=True)
+        raise typer.Exit(EXIT_NOTHING_MEASURED)
+
+
+def _choices(option: str, given: Sequence[str] | None, known: tuple[str, ...]) -> tuple[str, ...]:
+    for name in given or ():
+        if name not in known:
+            raise ValueError(f"{option} must be one of {', '.join(known)}, got {name!r}")
+    return tuple(dict.fromkeys(given or known))
+
+
+def _shapes(
+    dtypes: Sequence[str], head_dims: Sequence[int], seqlens: Sequence[int], batch: int, heads: int,
+    masks: Sequence[bool],
+) -> list[AttentionShape]:  # fmt: skip
+    from cs336_systems.attention.tiles import MAX_HEAD_DIM
+    from cs336_systems.config import AttentionShape
+
+    for head_dim in head_dims:
+        if not 1 <= head_dim <= MAX_HEAD_DIM:
+            raise ValueError(f"--head-dim must be between 1 and {MAX_HEAD_DIM}, got {head_dim}")
+    return [
+        AttentionShape(
+            batch=batch, heads=heads, seqlen_q=seqlen, seqlen_k=seqlen, head_dim=head_dim, is_causal=is_causal,
+            dtype=dtype,  # type: ignore[arg-type]
+        )
+        for dtype in dtypes
+        for head_dim in dict.fromkeys(head_dims)
+        for is_causal in masks
+        for seqlen in dict.fromkeys(seqlens)
+    ]  # fmt: skip
+
+
+def _pairs(
+    shapes: Sequence[AttentionShape], kernels: Sequence[str], target: str, names: Sequence[str]
+) -> list[tuple[AttentionShape, KernelConfig]]:
+    """Every shape with every configuration to try on it: the named ones, or the grid of the `target` table."""
+    from cs336_systems.attention.tiles import KernelConfig, tuning_grid
+
+    named = [KernelConfig.from_name(name) for name in dict.fromkeys(names)]
+    if named and not any(config.kernel in kernels for config in named):
+        raise ValueError(f"--config must name configurations of {', '.join(kernels)}, got {', '.join(names)}")
+    return [
+        (shape, config)
+        for shape in shapes
+        for kernel in kernels
+        for config in (
+            [config for config in named if config.kernel == kernel]
+            if named
+            else tuning_grid(kernel, arch=target, head_dim=shape.head_dim, dtype=shape.dtype)
+        )
+    ]
+
+
+# Compiling only
+
+
+def _compile(pairs: Sequence[tuple[AttentionShape, KernelConfig]], arch: str, jobs: int | None) -> list[CompileReport]:
+    from cs336_systems.experiments.tuning import compile_request
+
+    requests = dict.fromkeys(compile_request(shape, config, arch) for shape, config in pairs)
+    return compile_with_progress(list(requests), jobs)
+
+
+def _show_compiled(reports: Sequence[CompileReport], max_spill_bytes: int) -> None:
+    print_reports(reports, max_spill_bytes)
+    good = sum(not report.obstacle(max_spill_bytes) for report in reports)
+    typer.echo(f"{good} of {len(reports)} are worth measuring (at most {max_spill_bytes} bytes spilled)")
+    if not good:
+        raise typer.Exit(EXIT_NOTHING_MEASURED)
+
+
+# Measuring
+
+
+def _machine_target() -> str:
+    from cs336_systems.attention.tiles import target_of
+    from cs336_systems.device import get_device_info
+
+    return target_of(get_device_info("cuda").compute_capability)
+
+
+def _open_sweep(
+    results: Path, seed: int, rerun: str, time_budget: float | None, commit: str | None, dirty: bool | None
+) -> Sweep:
+    """The locked results folder of this machine's GPU; ValueError without one."""
+    import torch
+
+    from cs336_systems.config import RunConfig
+    from cs336_systems.device import get_device_info
+    from cs336_systems.experiments.sweep import Sweep, find_provenance, results_folder
+
+    if not torch.cuda.is_available():
+        raise ValueError("tune flash measures on a GPU, and there is none here (the interpreter's times say nothing of "
+                         "speed): --compile-only --arch sm90 compiles without one")  # fmt: skip
+    if rerun not in ("none", "failed", "all"):
+        raise ValueError(f"--rerun must be none, failed or all, got {rerun!r}")
+    if time_budget is not None and not 0 <= time_budget < float("inf"):
+        raise ValueError(f"--time-budget must be a finite number of seconds, got {time_budget}")
+    run = RunConfig(scale="handout", device="cuda", seed=seed)
+    folder = results_folder(results, get_device_info("cuda"), run)
+    folder.mkdir(parents=True, exist_ok=True)
+    sweep = Sweep(run, folder, find_provenance(commit, dirty), rerun=rerun)  # type: ignore[arg-type]
+    sweep.lock()
+    return sweep
+
+
+def _measure(
+    sweep: Sweep,
+    pairs: Sequence[tuple[AttentionShape, KernelConfig]],
+    max_spill_bytes: int,
+    jobs: int | None,
+    time_budget_s: float | None,
+) -> Counter[str]:
+    """Record every pair that has no record yet; cells counted by status."""
+    from cs336_systems.attention.compilation import arch_of_capability
+    from cs336_systems.experiments.sweep import cell_status
+    from cs336_systems.experiments.tuning import PROBLEM, tune_cell
+
+    started = time.monotonic()
+    cells = {tune_cell(shape, config): (shape, config) for shape, config in pairs}
+    pending, finished = sweep.unfinished(PROBLEM, list(cells))
+    counts: Counter[str] = Counter({f"{status} before": count for status, count in finished.items()})
+    arch = arch_of_capability(sweep.device.compute_capability)
+    obstacles: dict[Cell, str] = {}
+    if arch is not None and pending:
+        obstacles = _obstacles({cell: cells[cell] for cell in pending}, arch, max_spill_bytes, jobs)
+    for cell, obstacle in obstacles.items():
+        sweep.skip(cell, obstacle)
+        counts["skipped"] += 1
+    left = [cell for cell in pending if cell not in obstacles]
+    budget = None if time_budget_s is None else time_budget_s - (time.monotonic() - started)
+    console = Console(stderr=True)
+    columns = (
+        TextColumn("tuning"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"),
+    )  # fmt: skip
+    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+        task = progress.add_task("", total=len(left))
+        for records in sweep.measure(
+            left,
+            time_budget_s=budget,
+            started=lambda cell: progress.update(task, description=cell.implementation),
+        ):
+            counts[cell_status(record.status for record in records)] += 1
+            progress.advance(task)
+    return counts
+
+
+def _obstacles(
+    cells: dict[Cell, tuple[AttentionShape, KernelConfig]], arch: str, max_spill_bytes: int, jobs: int | None
+) -> dict[Cell, str]:
+    """Why some of `cells` are not worth measuring, read from the compiler."""
+    from cs336_systems.experiments.tuning import compile_request
+
+    reports = {report.request: report for report in _compile(list(cells.values()), arch, jobs)}
+    found = {cell: reports[compile_request(*pair, arch)].obstacle(max_spill_bytes) for cell, pair in cells.items()}
+    return {cell: obstacle for cell, obstacle in found.items() if obstacle}
+
+
+def _show_measured(sweep: Sweep, shapes: Sequence[AttentionShape], seed: int) -> bool:
+    """Print winners and proposals from the folder's records; False if there are none for these shapes."""
+    from cs336_systems.experiments.tuning import PROBLEM, medians, proposals, winners
+    from cs336_systems.records import read_records
+
+    times = medians(read_records(sweep.record_file(PROBLEM)), shapes, seed)
+    best = winners(times, sweep.device.compute_capability)
+    if not best:
+        return False
+    print_table(winners_table(best))
+    for line in summary_lines(best, proposals(times)):
+        typer.echo(line)
+    typer.echo(f"records: {sweep.record_file(PROBLEM)}")
+    return True
+
+
+def winners_table(best: Sequence[Winner]) -> Table:
+    """A line a kernel and shape: the fastest configuration beside the table's. Backward kernels within a backward."""
+    table = Table("kernel", "dtype", "head dim", "seq", "mask", "best", "ms", "table", "ms", "ratio", box=None)
+    for column in table.columns:
+        column.no_wrap = True
+    for winner in best:
+        shape, shipped_ms = winner.shape, winner.shipped_ms
+        table.add_row(
+            winner.kernel, shape.dtype, str(shape.head_dim), str(shape.seqlen_q),
+            "causal" if shape.is_causal else "full", winner.best.spelling, f"{winner.best_ms:.3f}",
+            winner.shipped.spelling, "-" if shipped_ms is None else f"{shipped_ms:.3f}",
+            "-" if shipped_ms is None else f"{shipped_ms / winner.best_ms:.3f}",
+        )  # fmt: skip
+    return table
+
+
+def summary_lines(best: Sequence[Winner], rows: Sequence[Proposal]) -> list[str]:
+    """How far the tables are from the best, and the rows that would be nearer."""
+    ratios = [winner.shipped_ms / winner.best_ms for winner in best if winner.shipped_ms is not None]
+    lines = []
+    if ratios:
+        lines.append(f"the table's rows: at most {max(ratios):.3f} x the best, over {len(ratios)} kernels and shapes")
+    return [*lines, "proposed rows:", *(f"    {row.line}" for row in rows)]

@@ -1,0 +1,188 @@
+"""Tuning the attention kernels: one cell a configuration and shape, and table rows proposed from the records.
+
+`cs336-systems tune flash` compiles the grid first (`attention/compilation.py`), so that what cannot run well is a
+`skipped` row with its reason, then measures the rest through the same machinery as every experiment: checked against
+the oracle, then timed, appended at once, not measured twice. The implementation of a record is the configuration's
+name. The kernels of the backward are timed within a whole backward, the other kernels being the table's.
+
+Nothing here writes a table: a person reads the proposals and edits `attention/tiles/tables.py`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from cs336_systems.attention.compilation import CompileRequest
+from cs336_systems.attention.tiles import KernelConfig, head_tile, select_config
+from cs336_systems.config import BYTES_PER_ELEMENT, AttentionShape, RunConfig
+from cs336_systems.experiments.attention_cells import BACKWARD, FORWARD, GPU_BUDGET_MS, _agree, _inputs, _oracle
+from cs336_systems.experiments.cells import Cell, Measurement, Row, Unsupported
+from cs336_systems.profiling.samples import quantile
+from cs336_systems.profiling.timing import time_calls
+from cs336_systems.records import Record, case_key, case_to_dict, latest
+
+PROBLEM = "tune_flash"
+MODES = {"forward": FORWARD, "dkdv": BACKWARD, "dq": BACKWARD}
+
+
+def tune_cell(shape: AttentionShape, config: KernelConfig) -> Cell:
+    return Cell(problem=PROBLEM, case=shape, implementation=config.name, rows=(row_of(config),))
+
+
+def row_of(config: KernelConfig) -> Row:
+    """What is timed to judge `config`: the forward, or the whole backward."""
+    return MODES[config.kernel]
+
+
+def compile_request(shape: AttentionShape, config: KernelConfig, arch: str) -> CompileRequest:
+    """The compilation that `config` needs on `shape`; lengths, batch and heads do not matter for it."""
+    return CompileRequest(
+        config=config, arch=arch, head_dim=shape.head_dim, dtype=shape.dtype, is_causal=shape.is_causal
+    )
+
+
+def measure_tune_flash(cell: Cell, run: RunConfig) -> Iterator[Measurement]:
+    """Check the configuration that the cell's implementation names against the oracle, then time it."""
+    from triton.runtime.errors import OutOfResources
+
+    shape, config = cell.case, KernelConfig.from_name(cell.implementation)
+    inputs = _inputs(shape, run.device, run.seed, False)
+    try:
+        call, configs = _launch(inputs.q, inputs.k, inputs.v, inputs.grad_output, shape.is_causal, config)
+        results = call()
+    except OutOfResources as error:
+        raise Unsupported(f"{config.name}: {error}") from None
+    error_ratio = _agree(_oracle(shape, run.device, run.seed, False), results)
+    del results
+    samples = time_calls(call, device=run.device, warmup=1, budget_ms=GPU_BUDGET_MS)
+    kernel = " ".join(used.name for used in configs)
+    yield Measurement(row=row_of(config), samples=samples, kernel=kernel, error=error_ratio)
+
+
+def _launch(
+    q: Tensor, k: Tensor, v: Tensor, grad_output: Tensor, is_causal: bool, config: KernelConfig
+) -> tuple[Callable[[], dict[str, Tensor]], list[KernelConfig]]:
+    """The launches that show `config`, giving named results, and all configurations in them."""
+    from cs336_systems.attention.triton.backward import launch_backward
+    from cs336_systems.attention.triton.forward import launch_forward
+    from cs336_systems.attention.triton.function import kernel_config
+
+    scale = 1 / math.sqrt(q.shape[-1])
+    used = {kernel: kernel_config(kernel, q, k, is_causal=is_causal) for kernel in MODES} | {config.kernel: config}
+
+    def forward() -> dict[str, Tensor]:
+        output, lse = launch_forward(q, k, v, is_causal=is_causal, scale=scale, config=used["forward"])
+        return {"output": output, "lse": lse}
+
+    if config.kernel == "forward":
+        return forward, [config]
+    saved = forward()
+
+    def backward() -> dict[str, Tensor]:
+        gradients = launch_backward(
+            q, k, v, saved["output"], saved["lse"], grad_output, None, is_causal=is_causal, scale=scale,
+            dkdv_config=used["dkdv"], dq_config=used["dq"],
+        )  # fmt: skip
+        return dict(zip(("grad_q", "grad_k", "grad_v"), gradients))
+
+    return backward, [used["dkdv"], used["dq"]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Winner:
+    """The fastest configuration of one kernel on one shape, and what the table has for it."""
+
+    shape: AttentionShape
+    kernel: str
+    best: KernelConfig
+    best_ms: float  # median
+    shipped: KernelConfig
+    shipped_ms: float | None  # None where it was not measured
+
+
+@dataclass(frozen=True, kw_only=True)
+class Proposal:
+    """A row for the table: of the configurations that ran on every shape, the one with the best mean."""
+
+    key: tuple[str, int, int]  # as in the tables: kernel, bytes per element, head tile
+    config: KernelConfig
+    mean_ratio: float  # its time over the best one's, geometric mean over the shapes
+    worst_ratio: float
+    num_shapes: int
+
+    @property
+    def line(self) -> str:
+        """The row as it would stand in the table."""
+        kernel, width, tile = self.key
+        worst = f"at most {self.worst_ratio:.2f} x the best of {self.num_shapes} shapes"
+        return f'("{kernel}", {width}, {tile}): "{self.config.spelling}",  # {worst}'
+
+
+def medians(
+    records: Iterable[Record], shapes: Sequence[AttentionShape], seed: int
+) -> dict[AttentionShape, dict[KernelConfig, float]]:
+    """Median milliseconds by shape and configuration, from the newest good records of `tune_flash`."""
+    by_key = {case_key(case_to_dict(shape)): shape for shape in shapes}
+    found: dict[AttentionShape, dict[KernelConfig, float]] = {shape: {} for shape in shapes}
+    for record in latest(record for record in records if record.problem == PROBLEM and record.seed == seed):
+        shape = by_key.get(case_key(record.case))
+        if shape is not None and record.status == "ok" and record.quantity == "time":
+            found[shape][KernelConfig.from_name(record.implementation)] = quantile(record.samples, 0.5)
+    return found
+
+
+def winners(times: dict[AttentionShape, dict[KernelConfig, float]], capability: tuple[int, int] | None) -> list[Winner]:
+    """The fastest configuration of each kernel and shape beside the table's for `capability`."""
+    found = []
+    for shape, configs in times.items():
+        for kernel in MODES:
+            measured = {config: ms for config, ms in configs.items() if config.kernel == kernel}
+            if not measured:
+                continue
+            best = min(measured, key=lambda config: measured[config])
+            shipped = select_config(
+                kernel, capability=capability, head_dim=shape.head_dim, batch=shape.batch, heads=shape.heads,
+                seqlen_q=shape.seqlen_q, seqlen_k=shape.seqlen_k, dtype=shape.dtype, is_causal=shape.is_causal,
+            )  # fmt: skip
+            found.append(
+                Winner(
+                    shape=shape,
+                    kernel=kernel,
+                    best=best,
+                    best_ms=measured[best],
+                    shipped=shipped,
+                    shipped_ms=measured.get(shipped),
+                )  # fmt: skip
+            )
+    return found
+
+
+def proposals(times: dict[AttentionShape, dict[KernelConfig, float]]) -> list[Proposal]:
+    """One row for each kernel, width of element and head tile measured; shapes without any good time do not count."""
+    groups: dict[tuple[str, int, int], list[dict[KernelConfig, float]]] = {}
+    for shape, configs in times.items():
+        for kernel in MODES:
+            measured = {config: ms for config, ms in configs.items() if config.kernel == kernel}
+            if measured:
+                best_ms = min(measured.values())
+                key = (kernel, BYTES_PER_ELEMENT[shape.dtype], head_tile(shape.head_dim))
+                groups.setdefault(key, []).append({config: ms / best_ms for config, ms in measured.items()})
+    found = []
+    for key, ratios in groups.items():
+        everywhere = [config for config in ratios[0] if all(config in shape for shape in ratios)]
+        if not everywhere:
+            continue
+        means = {
+            config: math.exp(math.fsum(math.log(shape[config]) for shape in ratios) / len(ratios))
+            for config in everywhere
+        }
+        config = min(means, key=lambda config: means[config])
+        worst = max(shape[config] for shape in ratios)
+        found.append(
+            Proposal(key=key, config=config, mean_ratio=means[config], worst_ratio=worst, num_shapes=len(ratios))
+        )
+    return found

@@ -1,0 +1,453 @@
+"""Block masks: kernels that walk lists of tiles, and the back ends that attend through the dense mask.
+
+Against the float64 oracle with the same mask, on CPU (Triton through its interpreter) and on CUDA.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from cs336_systems.attention import AttentionConfig, BlockMask, KernelConfig, flash_attention
+from cs336_systems.attention.contract import compute_oracle, contract_errors
+from cs336_systems.attention.reference import attention_reference
+from tests.test_s4_attention import BACKENDS, DEVICES, DTYPES, draw, inputs, run, skip_what_cannot_run
+
+COVERS = ("cs336_systems/attention",)
+
+ROOT = Path(__file__).resolve().parent.parent
+BLOCK = 64
+# Live tiles of a 4 x 4 plane, S = 256 in tiles of 64.
+PATTERNS = {
+    "first-tile-dead": [[0, 1, 1, 1], [0, 1, 0, 1], [0, 0, 1, 1], [0, 0, 0, 1]],
+    "middle-tile-dead": [[1, 0, 1, 1], [1, 0, 0, 1], [1, 1, 0, 1], [1, 0, 1, 1]],
+    "last-tile-dead": [[1, 1, 1, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 0, 0]],
+    "checkerboard": [[1, 0, 1, 0], [0, 1, 0, 1], [1, 0, 1, 0], [0, 1, 0, 1]],
+    "diagonal": [[1, 0, 0, 0], [0, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 1]],
+    "anti-diagonal": [[0, 0, 0, 1], [0, 0, 1, 0], [0, 1, 0, 0], [1, 0, 0, 0]],
+    "row-and-column-dead": [[1, 0, 1, 0], [0, 0, 0, 0], [1, 0, 1, 1], [0, 0, 1, 1]],
+}
+A_SKIP_BEFORE_A_LIVE_TILE = [name for name in PATTERNS if name != "last-tile-dead"]
+
+
+@pytest.fixture
+def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Results start as NaN, so that an element that no program writes cannot pass."""
+    new_empty, empty_like = torch.Tensor.new_empty, torch.empty_like
+
+    def poison(x: Tensor) -> Tensor:
+        return x.fill_(math.nan) if x.is_floating_point() else x
+
+    monkeypatch.setattr(torch.Tensor, "new_empty", lambda *args, **options: poison(new_empty(*args, **options)))
+    monkeypatch.setattr(torch, "empty_like", lambda *args, **options: poison(empty_like(*args, **options)))
+
+
+def pattern(name: str, device: str) -> BlockMask:
+    return BlockMask.from_blocks(torch.tensor(PATTERNS[name], dtype=torch.bool, device=device), BLOCK)
+
+
+def worst_error(q: Tensor, k: Tensor, v: Tensor, grad_output: Tensor, mask: BlockMask, **options) -> float:
+    """The largest error over its bound: at most 1 within the contract."""
+    results = run(q, k, v, grad_output, block_mask=mask, **options)
+    oracle = compute_oracle(q, k, v, grad_output, mask=mask.to_dense(), scale=options.get("scale"))
+    return max(contract_errors(oracle, results).values())
+
+
+# A1: skipping is correct
+
+
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", PATTERNS)
+def test_skipped_tiles(name, dtype, device):
+    skip_what_cannot_run("triton", dtype, device)
+    q, k, v, grad_output = inputs(1, 1, 1, 256, 256, 32, DTYPES[dtype], device)
+    assert worst_error(q, k, v, grad_output, pattern(name, device), backend="triton") <= 1
+
+
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("shape", [(1, 1), (2, 1), (1, 4), (2, 4)], ids=lambda shape: f"mask-{shape[0]}x{shape[1]}")
+def test_masks_broadcast_over_batch_and_heads(shape, backend, device):
+    """Also with grouped-query attention: a mask's heads are those of the queries."""
+    blocks = torch.rand(*shape, 2, 2, generator=torch.Generator().manual_seed(1)) < 0.6
+    mask = BlockMask.from_blocks(blocks.to(device), BLOCK, seq_lengths=(100, 120))
+    q, k, v, grad_output = inputs(2, 4, 2, 100, 120, 32, torch.float32, device)
+    assert worst_error(q, k, v, grad_output, mask, backend=backend, enable_gqa=True) <= 1
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_leading_dimensions_are_the_masks_batch(backend, device):
+    q, k, v = (draw(2, 3, 1, 70, 16, dtype=torch.float32, device=device, seed=seed) for seed in range(3))
+    dense = torch.rand(6, 1, 70, 70, generator=torch.Generator().manual_seed(1)).to(device) < 0.5
+    mask = BlockMask.from_dense(dense, BLOCK)
+    output, lse = flash_attention(q, k, v, block_mask=mask, backend=backend, return_lse=True)
+    expected, expected_lse = attention_reference(q, k, v, mask=dense.view(2, 3, 1, 70, 70), return_lse=True)
+    torch.testing.assert_close(output, expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(lse, expected_lse, rtol=1e-5, atol=1e-5)
+    alone = flash_attention(q[0, 0], k[0, 0], v[0, 0], block_mask=BlockMask.from_dense(dense[0, 0], BLOCK))
+    torch.testing.assert_close(alone, expected[0, 0], rtol=1e-5, atol=1e-5)
+
+
+# A4: partial tiles, ragged ends, tiles of the mask that are several of the kernel's
+
+
+TOKEN_MASKS = {
+    "density-.5": ((130, 200), (64, 64), 0.5),
+    "density-.1": ((130, 200), (64, 64), 0.1),
+    "density-.01": ((130, 200), (64, 64), 0.01),
+    "wide-tiles": ((200, 150), (64, 128), 0.1),
+    "tall-tiles": ((97, 300), (128, 64), 0.1),
+    "one-query": ((1, 17), (64, 64), 0.5),
+    "one-key": ((256, 1), (128, 128), 0.5),
+}
+
+
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("case", TOKEN_MASKS.values(), ids=TOKEN_MASKS.keys())
+def test_random_token_masks(case, dtype, device):
+    """At density .01 most rows have no key in the first tile that they meet, and some have none at all.
+
+    The single query attends half of its keys: one with two keys may cost plain attention no rounding at all, and then
+    there is no yardstick.
+    """
+    skip_what_cannot_run("triton", dtype, device)
+    lengths, block_size, density = case
+    generator = torch.Generator().manual_seed(5)
+    dense = torch.rand(1, 2, *lengths, generator=generator).to(device) < density
+    q, k, v, grad_output = inputs(1, 2, 2, *lengths, 64, DTYPES[dtype], device)
+    mask = BlockMask.from_dense(dense, block_size)
+    assert worst_error(q, k, v, grad_output, mask, backend="triton") <= 1
+
+
+TILES = [  # 256x256 is larger than the mask's; tf32x3 is float32 in three products on tensor cores
+    *(pytest.param(tiles, "cpu", "float32", id=f"{tiles}-cpu") for tiles in ("64x64", "32x128", "128x16", "256x256")),
+    pytest.param("64x64_w8_s2_tf32x3", "cpu", "float32", id="64x64-tf32x3-cpu"),
+    *(
+        pytest.param(tiles, "cuda", "bfloat16", id=f"{tiles}-cuda", marks=pytest.mark.gpu)
+        for tiles in ("64x64", "64x128", "128x64", "256x256")
+    ),
+    pytest.param("64x64_w8_s2_tf32x3", "cuda", "float32", id="64x64-tf32x3-cuda", marks=pytest.mark.gpu),
+]
+
+
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("tiles, device, dtype", TILES)
+def test_a_tile_of_the_mask_in_several_steps(tiles, device, dtype):
+    """A mask of 128 x 128, its tiles of all three kinds, walked by smaller ones in every kernel."""
+    spelling = tiles if "_" in tiles else f"{tiles}_w8_s2"
+    configs = {name: KernelConfig.from_name(f"portable_{name}_{spelling}") for name in ("forward", "dkdv", "dq")}
+    mask = BlockMask.sliding_window(300, window=280, block_size=128, device=device)
+    assert mask.num_full and mask.num_partial and mask.num_dead
+    q, k, v, grad_output = inputs(1, 1, 1, 300, 300, 32, DTYPES[dtype], device)
+    assert worst_error(q, k, v, grad_output, mask, backend="triton", config=AttentionConfig(**configs)) <= 1
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("head_dim", [16, 40, 128])
+def test_causal_mask_equals_is_causal(head_dim, backend, device):
+    q, k, v, grad_output = inputs(1, 1, 1, 130, 130, head_dim, torch.float32, device)
+    masked = run(q, k, v, grad_output, backend=backend, block_mask=BlockMask.causal(130, block_size=64, device=device))
+    for name, expected in run(q, k, v, grad_output, backend=backend, is_causal=True).items():
+        torch.testing.assert_close(masked[name], expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("layout", ["transposed", "fused-qkv", "stride-0"])
+def test_any_strides_equal_contiguous(layout, device):
+    mask = BlockMask.sliding_window(70, window=40, block_size=BLOCK, device=device)
+    if layout == "fused-qkv":
+        fused = draw(2, 70, 2, 96, dtype=torch.float32, device=device, seed=0).transpose(1, 2)
+        q, k, v = fused.split(32, dim=-1)
+    else:
+        q, k, v = (draw(2, 70, 2, 32, dtype=torch.float32, device=device, seed=s).transpose(1, 2) for s in range(3))
+    grad_output = torch.ones((), device=device).expand(q.shape) if layout == "stride-0" else torch.ones_like(q)
+    ours = run(q, k, v, grad_output, backend="triton", block_mask=mask)
+    contiguous = (x.contiguous() for x in (q, k, v, grad_output))
+    for name, expected in run(*contiguous, backend="triton", block_mask=mask).items():
+        torch.testing.assert_close(ours[name], expected, rtol=1e-5, atol=1e-5)
+
+
+# A2: skipping really skips
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_dead_keys_are_never_read(device):
+    """NaN in keys and values of dead tiles; what stands behind the lists' ends points there."""
+    mask = pattern("row-and-column-dead", device)
+    mask = with_padding(mask, {"kv_indices": 1, "full_kv_indices": 1})
+    q, k, v, grad_output = inputs(1, 2, 2, 256, 256, 32, torch.float32, device)
+    clean = run(q, k, v, grad_output, backend="triton", block_mask=mask)
+    for x in (k, v):
+        x[:, :, 64:128] = math.nan
+    dirty = run(q, k, v, grad_output, backend="triton", block_mask=mask)
+    for name in ("output", "lse", "grad_q"):
+        assert torch.equal(clean[name], dirty[name]), name
+    for name in ("grad_k", "grad_v"):
+        kept = [x[:, :, [*range(64), *range(128, 256)]] for x in (clean[name], dirty[name])]
+        assert torch.equal(*kept), name
+        assert not dirty[name][:, :, 64:128].any(), f"{name} of keys that nothing attends must be zero"
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_dead_queries_are_never_read(device):
+    """NaN in queries and output gradients of dead tiles leaves dK and dV as they are."""
+    mask = with_padding(pattern("row-and-column-dead", device), {"q_indices": 1, "full_q_indices": 1})
+    q, k, v, grad_output = inputs(1, 2, 2, 256, 256, 32, torch.float32, device)
+    clean = run(q, k, v, grad_output, backend="triton", block_mask=mask)
+    for x in (q, grad_output):
+        x[:, :, 64:128] = math.nan
+    dirty = run(q, k, v, grad_output, backend="triton", block_mask=mask)
+    for name in ("grad_k", "grad_v"):
+        assert torch.equal(clean[name], dirty[name]), name
+    assert not dirty["output"][:, :, 64:128].any()
+
+
+def with_padding(mask: BlockMask, tiles: dict[str, int]) -> BlockMask:
+    """`mask` with lists one slot longer, and the unused slots pointing at the given tile."""
+    lists = {name: getattr(mask, name) for name in mask.__dataclass_fields__}
+    for name, tile in tiles.items():
+        indices, number = lists[name], lists[name.replace("_indices", "_num_blocks")]
+        padded = torch.nn.functional.pad(indices, (0, 1))
+        unused = torch.arange(padded.shape[-1], device=padded.device) >= number[..., None]
+        assert unused.any()
+        lists[name] = padded.masked_fill(unused, tile)
+        if (tokens := name.replace("_indices", "_tokens")) in lists:
+            lists[tokens] = torch.nn.functional.pad(lists[tokens], (0, 1))
+    return BlockMask(**lists)
+
+
+@pytest.mark.parametrize("name", A_SKIP_BEFORE_A_LIVE_TILE)
+def test_pointers_advanced_inside_the_skip_branch_are_rejected(name):
+    """The bug of block-sparse kernels that branch: a skipped tile does not move the pointers, so the n-th live tile
+    reads the n-th tile. Planted by numbering the lists' entries; without it the same inputs pass."""
+    q, k, v, grad_output = inputs(1, 1, 1, 256, 256, 32, torch.float32, "cpu")
+    mask = pattern(name, "cpu")
+    assert worst_error(q, k, v, grad_output, mask, backend="triton") <= 1
+    lists = {field: getattr(mask, field) for field in mask.__dataclass_fields__}
+    for kernels in (["full_kv_indices"], ["full_q_indices"]):  # forward and dQ; dK and dV
+        planted = {field: torch.arange(lists[field].shape[-1]).expand(lists[field].shape) for field in kernels}
+        wrong = BlockMask(**lists | {field: x.to(torch.int32).contiguous() for field, x in planted.items()})
+        results = run(q, k, v, grad_output, block_mask=wrong, backend="triton")
+        errors = contract_errors(compute_oracle(q, k, v, grad_output, mask=mask.to_dense()), results)
+        names = ("output", "grad_q") if kernels == ["full_kv_indices"] else ("grad_k", "grad_v")
+        assert all(errors[result] > 1 for result in names), errors
+
+
+# A3: rows without a key
+
+
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("kind", ["bottom-right", "all-dead", "single-rows"])
+def test_rows_without_keys(kind, backend, device):
+    if kind == "bottom-right":  # the first 100 queries come before the first key
+        mask = BlockMask.causal(200, 100, bottom_right=True, block_size=BLOCK, device=device)
+    elif kind == "all-dead":
+        mask = BlockMask.from_blocks(torch.zeros(4, 2, dtype=torch.bool, device=device), BLOCK, seq_lengths=(200, 100))
+    else:
+        dense = torch.ones(200, 100, dtype=torch.bool, device=device)
+        dense[[0, 3, 64, 150, 199]] = False
+        mask = BlockMask.from_dense(dense, BLOCK)
+    q, k, v, grad_output = inputs(1, 2, 2, 200, 100, 32, torch.float32, device)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    output, lse = flash_attention(*leaves, block_mask=mask, return_lse=True, backend=backend)
+    grads = torch.autograd.grad((output, lse), leaves, (grad_output, torch.ones_like(lse)))
+    empty = ~mask.to_dense()[0, 0].any(-1)
+    assert empty.any() and mask.empty_rows == empty.sum()
+    assert not output[:, :, empty].any() and (lse[:, :, empty] == -math.inf).all()
+    assert not grads[0][:, :, empty].any() and all(grad.isfinite().all() for grad in grads)
+    exact = [x.detach().double().requires_grad_() for x in leaves]
+    expected, expected_lse = attention_reference(*exact, mask=mask.to_dense(), return_lse=True)
+    upstream = (grad_output.double(), torch.ones_like(expected_lse))
+    torch.testing.assert_close(output.double(), expected, rtol=1e-4, atol=1e-5)
+    for ours, theirs in zip(grads, torch.autograd.grad((expected, expected_lse), exact, upstream)):
+        torch.testing.assert_close(ours.double(), theirs, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("empty", ["batch", "queries", "keys"])
+def test_empty_inputs(empty, backend):
+    batch, seqlen_q, seqlen_k = (0 if empty == name else 5 for name in ("batch", "queries", "keys"))
+    q, k, v, grad_output = inputs(batch, 2, 2, seqlen_q, seqlen_k, 16, torch.float32, "cpu")
+    mask = BlockMask.from_dense(torch.ones(seqlen_q, seqlen_k, dtype=torch.bool), BLOCK)
+    results = run(q, k, v, grad_output, backend=backend, block_mask=mask)
+    assert results["output"].shape == q.shape and not results["output"].any()
+    assert (results["lse"] == -math.inf).all()
+    assert not any(results[f"grad_{name}"].any() for name in "qkv")
+
+
+# P9, autograd, torch.compile
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_repeats_are_bit_equal(head_dim, dtype, device):
+    skip_what_cannot_run("triton", dtype, device)
+    seqlen = 450 if device == "cuda" else 70
+    mask = BlockMask.sliding_window(seqlen, window=seqlen // 4, block_size=BLOCK, device=device)
+    q, k, v, grad_output = inputs(1, 2, 1, seqlen, seqlen, head_dim, DTYPES[dtype], device)
+    options = {"backend": "triton", "block_mask": mask, "enable_gqa": True, "deterministic": True}
+    first = run(q, k, v, grad_output, **options)
+    for _ in range(200 if device == "cuda" else 1):
+        again = run(q, k, v, grad_output, **options)
+        for name, result in first.items():
+            assert torch.equal(result, again[name]), name
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("backend", ["reference", "tiled", "triton"])
+def test_compile_fullgraph(backend, device):
+    q, k, v, grad_output = inputs(1, 2, 2, 70, 70, 32, torch.float32, device)
+    mask = BlockMask.causal(70, block_size=BLOCK, device=device)
+
+    def block(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return flash_attention(torch.sin(q), k, v, block_mask=mask, backend=backend) * 2
+
+    compiled = torch.compile(block, fullgraph=True, backend="inductor" if device == "cuda" else "aot_eager")
+    results = []
+    for function in (block, compiled):
+        leaves = [x.detach().clone().requires_grad_() for x in (q, k, v)]
+        output = function(*leaves)
+        results.append([output, *torch.autograd.grad(output, leaves, grad_output)])
+    for eager, whole in zip(*results):
+        torch.testing.assert_close(whole, eager, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_operator_check(device):
+    from cs336_systems.attention.api import tiled_masked_attention
+    from cs336_systems.attention.triton.function import TileLists, block_sparse_attention
+
+    mask = BlockMask.causal(20, 30, block_size=BLOCK, device=device)
+    q, k, v, _ = (x.requires_grad_() for x in inputs(1, 2, 2, 20, 30, 16, torch.float32, device))
+    lists = [getattr(mask, name) for name in TileLists._fields]
+    checks = ("test_schema", "test_faketensor")
+    torch.library.opcheck(block_sparse_attention, (q, k, v, *lists, False, 0.25, ""), test_utils=checks)
+    torch.library.opcheck(tiled_masked_attention, (q, k, v, mask.to_dense(), False, 0.25, ""), test_utils=checks)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_no_mask_tensor_is_differentiated(backend):
+    q, k, v, _ = (x.requires_grad_() for x in inputs(1, 1, 1, 40, 40, 16, torch.float32, "cpu"))
+    mask = BlockMask.causal(40, block_size=BLOCK)
+    flash_attention(q, k, v, block_mask=mask, backend=backend).sum().backward()
+    assert mask.token_bits.grad is None and q.grad is not None
+
+
+@pytest.mark.parametrize("backend", ["tiled", "triton"])
+def test_double_backward_is_refused(backend):
+    q, k, v, _ = (x.requires_grad_() for x in inputs(1, 1, 1, 8, 8, 16, torch.float32, "cpu"))
+    output = flash_attention(q, k, v, block_mask=BlockMask.causal(8, block_size=BLOCK), backend=backend)
+    (grad_q,) = torch.autograd.grad(output.sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match="attention_backward.*no autograd formula"):
+        grad_q.sum().backward()
+
+
+# A8, K8: large
+
+
+@pytest.mark.gpu
+def test_memory_stays_linear():
+    """Built from blocks, no (queries, keys) tensor: forward and backward at S = 65536 peak at 12 times q at most."""
+    seqlen = 65536
+    mask = BlockMask.random_blocks(seqlen, density=0.1, device="cuda")
+    leaves = [x.requires_grad_() for x in inputs(1, 8, 8, seqlen, seqlen, 64, torch.bfloat16, "cuda")[:3]]
+    torch.cuda.reset_peak_memory_stats()
+    flash_attention(*leaves, block_mask=mask, backend="triton").sum().backward()
+    peak = torch.cuda.max_memory_allocated()
+    size = leaves[0].numel() * leaves[0].element_size()
+    assert peak <= 12 * size, f"{peak / size:.1f} times the bytes of q"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("block", [64, 128])
+@pytest.mark.parametrize("kind", ["blocks", "causal-blocks", "window", "tokens"])
+def test_longer_sequences(kind, block, head_dim, dtype):
+    if kind == "blocks":
+        mask = BlockMask.random_blocks(2048, density=0.3, heads=4, block_size=block, device="cuda")
+    elif kind == "causal-blocks":
+        blocks = torch.rand(2048 // block, 2048 // block, generator=torch.Generator().manual_seed(2)) < 0.3
+        mask = BlockMask.from_blocks(blocks.cuda(), block, is_causal=True)
+    elif kind == "window":
+        mask = BlockMask.sliding_window(2000, 2017, window=300, block_size=block, device="cuda")
+    else:
+        dense = torch.rand(1000, 1000, generator=torch.Generator().manual_seed(3)) < 0.1
+        mask = BlockMask.from_dense(dense.cuda(), block)
+    tensors = inputs(1, 4, 2, *mask.seq_lengths, head_dim, DTYPES[dtype], "cuda")
+    assert worst_error(*tensors, mask, backend="triton", enable_gqa=True) <= 1
+
+
+@pytest.mark.gpu
+def test_more_batches_than_a_grid_dimension_of_65535():
+    mask = BlockMask.causal(3, 5, block_size=BLOCK, device="cuda")
+    assert worst_error(*inputs(70_000, 1, 1, 3, 5, 16, torch.bfloat16, "cuda"), mask, backend="triton") <= 1
+
+
+# Compiled for the GPU, which an interpreted test says nothing about
+
+
+def test_kernels_compile_for_sm_90_without_spills():
+    """Of the block-sparse and the varlen kernels; dK and dV of head_dim 128 may spill, as the dense ones do."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "tests.compile_masked_kernels", "128"]
+    process = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert process.returncode == 0, process.stderr
+    reports = [json.loads(line) for line in process.stdout.splitlines()]
+    assert len(reports) == 6
+    for report in reports:
+        assert not report["failure"], report
+        assert not report["serialized"], report
+        assert report["kernel"] == "dkdv" or not report["spill_bytes"], report
+
+
+# Refusals
+
+CAUSAL = BlockMask.causal(8, 9, block_size=BLOCK)
+REFUSALS = {
+    "bool-tensor": ({"block_mask": torch.ones(8, 9)}, TypeError, r"block_mask must be a BlockMask or None, got Tensor"),
+    "causal-twice": ({"is_causal": True}, ValueError, r"is_causal must be False with a block_mask, got True"),
+    "device": ({"block_mask": CAUSAL.to("meta")}, ValueError, r"block_mask must be on q's device cpu, got meta"),
+    "lengths": (
+        {"block_mask": BlockMask.causal(9, 9, block_size=BLOCK)}, ValueError,
+        r"block_mask must be made for 8 queries and 9 keys, got one for 9 and 9",
+    ),
+    "batch": (
+        {"block_mask": BlockMask.from_dense(torch.ones(3, 1, 8, 9, dtype=torch.bool), BLOCK)}, ValueError,
+        r"block_mask must have batch 1 or q's 2, got 3",
+    ),
+    "heads": (
+        {"block_mask": BlockMask.from_dense(torch.ones(2, 2, 8, 9, dtype=torch.bool), BLOCK)}, ValueError,
+        r"block_mask must have heads 1 or q's 4, got 2",
+    ),
+    "small-tiles": (
+        {"block_mask": BlockMask.causal(8, 9, block_size=32), "backend": "triton"}, ValueError,
+        r"block_mask must have a block_size of at least 64 for backend 'triton', got \(32, 32\)",
+    ),
+    "deterministic": ({"deterministic": "yes"}, TypeError, r"deterministic must be a bool or None, got str"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("options, error, message", REFUSALS.values(), ids=REFUSALS.keys())
+def test_wrong_masks_are_named(options, error, message):
+    q, k, v, _ = inputs(2, 4, 4, 8, 9, 16, torch.float32, "cpu")
+    with pytest.raises(error, match=message):
+        flash_attention(q, k, v, **{"block_mask": CAUSAL, **options})

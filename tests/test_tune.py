@@ -1,0 +1,658 @@
+"""Configuration of launches around the tables: offline compilation, tuning, the launch log, the way down."""
+
+from __future__ import annotations
+
+import math
+import os
+import warnings
+from dataclasses import replace
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from cs336_systems.attention import compilation, flash_attention
+from cs336_systems.attention.compilation import (
+    ARCHITECTURES,
+    CompileReport,
+    CompileRequest,
+    arch_of_capability,
+    compile_configs,
+    triton_version,
+)
+from cs336_systems.attention.contract import compute_oracle, contract_errors
+from cs336_systems.attention.tiles import AttentionConfig, KernelConfig, head_tile, select_config
+from cs336_systems.attention.tiles.config import KERNELS
+from cs336_systems.attention.tiles.select import TARGET_OF_CAPABILITY
+from cs336_systems.attention.tiles.tables import SHARED_MEMORY_LIMIT_BYTES, TABLES
+from cs336_systems.attention.triton import launching
+from cs336_systems.cli import app
+from cs336_systems.commands import kernels as kernels_command
+from cs336_systems.commands import tune as tune_command
+from cs336_systems.config import AttentionShape, RunConfig
+from cs336_systems.device import get_device_info
+from cs336_systems.experiments.cells import Disagreement, Unsupported
+from cs336_systems.experiments.sweep import Provenance, Sweep
+from cs336_systems.experiments.tuning import (
+    PROBLEM,
+    measure_tune_flash,
+    medians,
+    proposals,
+    tune_cell,
+    winners,
+)
+from cs336_systems.records import Record, case_to_dict, read_records
+
+COVERS = (
+    "cs336_systems/attention/tiles",
+    "cs336_systems/attention/triton",
+    "cs336_systems/experiments/tuning.py",
+)
+HAS_CUDA = torch.cuda.is_available()
+NO_CUDA = pytest.mark.skipif(HAS_CUDA, reason="there is a CUDA device here")
+JUDGE = "3.6.0"  # the Triton of the machines that the sm_90 table was measured on
+# What still spills, and how many bytes; a row that is not named spills nothing.
+KNOWN_SPILLS = {("sm90_dkdv_64x128_w8_s2", 128, True): 100}
+
+
+def named(name: str) -> KernelConfig:
+    return KernelConfig.from_name(name)
+
+
+def request(name: str, **change) -> CompileRequest:
+    arguments = {"arch": "sm90", "head_dim": 64, "dtype": "bfloat16", "is_causal": True, **change}
+    return CompileRequest(config=named(name), **arguments)
+
+
+# Compiling without a GPU
+
+
+SHIPPED = [
+    CompileRequest(config=config, arch="sm90", head_dim=tile, dtype="bfloat16", is_causal=is_causal)
+    for (_, width, tile), row in TABLES["sm90"].items()
+    if width == 2 and tile <= 128
+    for config in dict.fromkeys(row.configs)
+    for is_causal in (True, False)
+]
+OPTIONS = {rest: request(f"sm90_forward_64x64_{rest}") for rest in ("w4_s2", "w4_s3", "w8_s2")}
+GOOD, BAD = request("sm80_dq_64x64_w4_s1", arch="sm80"), request("sm80_dq_64x8_w4_s1", arch="sm80")
+
+
+@pytest.fixture(scope="module")
+def reports() -> dict[CompileRequest, CompileReport]:
+    """What the installed Triton makes of the sm_90 table's 16-bit rows up to head tile 128, and of a few others."""
+    requests = [*SHIPPED, *OPTIONS.values(), GOOD, BAD]
+    return {report.request: report for report in compile_configs(requests, jobs=2)}
+
+
+@pytest.fixture
+def shipped(reports) -> list[CompileReport]:
+    return [reports[request] for request in SHIPPED]
+
+
+def test_shipped_rows_of_hopper_compile_and_fit(shipped):
+    assert len(shipped) >= 12
+    for report in shipped:
+        assert not report.failure, report
+        assert 0 < report.shared_bytes <= SHARED_MEMORY_LIMIT_BYTES["sm90"], report
+        assert 32 < report.registers <= 255, report
+        assert report.serialized == 0, report
+
+
+def test_shipped_rows_of_hopper_do_not_spill(shipped):
+    if triton_version() != JUDGE:
+        pytest.skip(f"registers are judged with triton {JUDGE}, and this is {triton_version()}")
+    for report in shipped:
+        key = (report.request.config.name, report.request.head_dim, report.request.is_causal)
+        assert report.spill_bytes <= KNOWN_SPILLS.get(key, 0), report
+
+
+def test_the_compiler_is_asked_for_what_is_launched(reports):
+    """More warps share the same tile, and deeper pipelines take more shared memory: the options arrive."""
+    two, three, eight_warps = (reports[OPTIONS[rest]] for rest in ("w4_s2", "w4_s3", "w8_s2"))
+    tile_bytes = 64 * 64 * 2
+    assert three.shared_bytes - two.shared_bytes == 2 * tile_bytes  # one more K tile and V tile
+    assert eight_warps.registers < two.registers
+
+
+def test_what_does_not_compile_is_a_report(reports):
+    good, bad = reports[GOOD], reports[BAD]
+    assert good.failure == "" and good.obstacle(10_000) == ""
+    assert bad.registers == 0 and bad.failure
+    assert bad.obstacle(10_000) == f"does not compile: {bad.failure}"
+
+
+def die_on_dq(request: CompileRequest) -> CompileReport:
+    """Stands in for the compiler in a child process."""
+    if request.config.kernel == "dq":
+        os._exit(1)
+    return CompileReport(request=request, registers=len(os.environ.get("TRITON_INTERPRET", "")))
+
+
+def test_a_crash_costs_only_what_caused_it(monkeypatch):
+    monkeypatch.setattr(compilation, "compile_here", die_on_dq)
+    requests = [request(f"sm90_{kernel}_64x64_w4_s1") for kernel in ("dq", "forward")]
+    reports = {report.request.config.kernel: report for report in compile_configs(requests, jobs=1)}
+    assert reports["dq"].failure == "the compiler crashed"
+    # Nor is the parent's interpreter switch there.
+    assert reports["forward"].failure == "" and reports["forward"].registers == 0
+
+
+def test_obstacles_name_the_numbers():
+    report = CompileReport(request=request("sm90_dq_64x64_w4_s1"), registers=255, spill_bytes=300, shared_bytes=1000)
+    assert report.obstacle(300) == ""
+    assert report.obstacle(299) == "spills 300 bytes, more than 299"
+    large = replace(report, shared_bytes=232_449)
+    assert large.obstacle(300) == "needs 232,449 bytes of shared memory, sm90 has 232,448"
+
+
+def test_compilation_refuses_what_it_does_not_know(monkeypatch):
+    with pytest.raises(ValueError, match="arch must be one of sm80, sm86, sm89, sm90, sm100, got 'sm70'"):
+        request("sm90_dq_64x64_w4_s1", arch="sm70")
+    with pytest.raises(ValueError, match="jobs must be at least 1, got 0"):
+        list(compile_configs([request("sm90_dq_64x64_w4_s1")], jobs=0))
+    assert arch_of_capability((9, 0)) == "sm90" and arch_of_capability((10, 0)) == "sm100"
+    assert arch_of_capability((12, 0)) is None and arch_of_capability(None) is None
+    assert {*ARCHITECTURES, "portable"} == TABLES.keys() == SHARED_MEMORY_LIMIT_BYTES.keys()
+
+    def absent(package: str) -> str:
+        raise compilation.metadata.PackageNotFoundError(package)
+
+    monkeypatch.setattr(compilation.metadata, "version", absent)
+    with pytest.raises(ValueError, match="triton is not installed, and it is the compiler"):
+        list(compile_configs([request("sm90_dq_64x64_w4_s1")]))
+
+
+# The launch log
+
+
+@pytest.fixture
+def fresh_log(monkeypatch):
+    """The log as a new process finds it; call it to set the switch."""
+
+    def forget() -> None:
+        launching._log_is_on.cache_clear()
+        launching._print_once.cache_clear()
+
+    def switch(value: str | None) -> None:
+        forget()
+        if value is None:
+            monkeypatch.delenv("CS336_ATTN_LOG", raising=False)
+        else:
+            monkeypatch.setenv("CS336_ATTN_LOG", value)
+
+    yield switch
+    forget()
+
+
+def attend(seqlen: int, dtype: torch.dtype = torch.float32) -> None:
+    device = "cuda" if HAS_CUDA else "cpu"
+    q = torch.randn(1, 1, seqlen, 32, dtype=dtype, device=device, requires_grad=True)
+    flash_attention(q, q, q, is_causal=True, backend="triton").sum().backward()
+
+
+def test_the_log_has_one_line_for_each_kernel_and_shape(fresh_log, capfd):
+    fresh_log("1")
+    attend(64)
+    attend(64)
+    lines = capfd.readouterr().err.splitlines()
+    capability = torch.cuda.get_device_capability() if HAS_CUDA else None
+    arch = "interpreter" if capability is None else "sm_{}{}".format(*capability)
+    shape = {"head_dim": 32, "batch": 1, "heads": 1, "seqlen_q": 64, "seqlen_k": 64, "dtype": "float32"}
+    expected = [select_config(kernel, capability=capability, is_causal=True, **shape) for kernel in KERNELS]
+    assert [line for line in lines if line.startswith("attention: ")] == [
+        f"attention: kernel={config.kernel} head_dim=32 dtype=float32 seqlen_q=64 seqlen_k=64 arch={arch} "
+        f"config={config.name}"
+        for config in expected
+    ]
+    attend(65)
+    attend(65, torch.float16)
+    assert capfd.readouterr().err.count("attention: ") == 6
+
+
+@pytest.mark.parametrize("value", [None, "", "0"])
+def test_no_log_unless_asked(value, fresh_log, capfd, monkeypatch):
+    fresh_log(value)
+    attend(64)
+    monkeypatch.setenv("CS336_ATTN_LOG", "1")  # read once a process
+    attend(64)
+    assert "attention: " not in capfd.readouterr().err
+
+
+def test_the_log_comes_before_the_launch(fresh_log, capfd):
+    fresh_log("1")
+    config = named("sm80_forward_64x64_w4_s2")
+    seen = []
+    launching.launch_fitting(
+        lambda _: seen.append(capfd.readouterr().err), (config,), torch.empty(1, 1, 8, 64), seqlen_q=8, seqlen_k=9
+    )
+    assert "seqlen_q=8 seqlen_k=9" in seen[0] and config.name in seen[0]
+
+
+# The way down where a configuration does not fit
+
+
+@pytest.fixture
+def nothing_known(monkeypatch):
+    monkeypatch.setattr(launching, "_smaller", {})
+
+
+class Gpu:
+    """A launcher that has room for so many bytes, by the estimate."""
+
+    def __init__(self, room: int) -> None:
+        self.room, self.launched = room, []
+
+    def launch(self, *configs: KernelConfig) -> str:
+        from triton.runtime.errors import OutOfResources
+
+        for config in configs:
+            needed = config.shared_memory_bytes(128, 2)
+            self.launched.append(config.spelling)
+            if needed > self.room:
+                raise OutOfResources(needed, self.room, "shared memory")
+        return "done"
+
+    def attention(self, *names: str) -> str:
+        q = torch.empty(1, 1, 8, 128, dtype=torch.bfloat16)
+        return launching.launch_fitting(self.launch, tuple(map(named, names)), q, seqlen_q=8, seqlen_k=8)
+
+
+def test_a_launch_that_does_not_fit_goes_to_the_next_smaller_once(nothing_known):
+    gpu = Gpu(room=90_000)
+    pattern = r"sm80_forward_128x64_w8_s\d does not fit this GPU .*Required: \d+, Hardware limit: 90000.* using sm80_"
+    with pytest.warns(UserWarning, match=pattern) as caught:
+        assert gpu.attention("sm80_forward_128x64_w8_s3") == "done"
+    assert gpu.launched == ["128x64_w8_s3", "128x64_w8_s2", "64x64_w8_s2"]
+    assert len(caught) == 2
+    gpu.launched.clear()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert gpu.attention("sm80_forward_128x64_w8_s3") == "done"
+    assert gpu.launched == ["64x64_w8_s2"]
+
+
+def test_of_several_kernels_the_largest_gives_way(nothing_known):
+    gpu = Gpu(room=110_000)
+    with pytest.warns(UserWarning, match="sm80_dkdv_64x128_w8_s2 does not fit this GPU"):
+        assert gpu.attention("sm80_dkdv_64x128_w8_s2", "sm80_dq_64x64_w4_s2") == "done"
+    assert gpu.launched == ["64x128_w8_s2", "64x64_w8_s2", "64x64_w4_s2"]
+
+
+@pytest.mark.filterwarnings("ignore:.*does not fit this GPU")
+def test_where_nothing_fits_triton_s_error_is_the_caller_s(nothing_known):
+    from triton.runtime.errors import OutOfResources
+
+    with pytest.raises(OutOfResources, match="shared memory, Required: .*, Hardware limit: 10"):
+        Gpu(room=10).attention("sm80_dkdv_64x128_w8_s2", "sm80_dq_64x64_w4_s2")
+
+
+@pytest.mark.filterwarnings("ignore:.*does not fit this GPU")
+def test_flash_attention_goes_to_the_next_smaller(nothing_known, monkeypatch):
+    """The whole way through the operator, forward and backward, with a GPU that has room for one-stage pipelines."""
+    from triton.runtime.errors import OutOfResources
+
+    from cs336_systems.attention.triton import function
+
+    def refusing(launch):
+        def refuse(*arguments, **options):
+            for config in (options[name] for name in options if name.endswith("config")):
+                if config.num_stages > 1:
+                    raise OutOfResources(2, 1, "shared memory")
+            return launch(*arguments, **options)
+
+        return refuse
+
+    monkeypatch.setattr(function, "launch_forward", refusing(function.launch_forward))
+    monkeypatch.setattr(function, "launch_backward", refusing(function.launch_backward))
+    names = {kernel: named(f"portable_{kernel}_64x64_w4_s3") for kernel in KERNELS}
+    device = "cuda" if HAS_CUDA else "cpu"
+    q, grad = (torch.randn(1, 2, 65, 64, device=device, dtype=torch.float16) for _ in range(2))
+    leaf = q.clone().requires_grad_()
+    with pytest.warns(
+        UserWarning, match="portable_forward_64x64_w4_s2 does not fit .* using portable_forward_64x64_w4_s1"
+    ):
+        output = flash_attention(leaf, leaf, leaf, backend="triton", config=AttentionConfig(**names))
+    with pytest.warns(UserWarning, match="portable_dq_64x64_w4_s2 does not fit .* using portable_dq_64x64_w4_s1"):
+        (gradient,) = torch.autograd.grad(output, leaf, grad)
+    oracle = compute_oracle(q, q, q, grad)
+    assert max(contract_errors(oracle, {"output": output}).values()) <= 1
+    expected = sum(oracle.expected[f"grad_{name}"] for name in "qkv")
+    bound = sum(oracle.bounds[f"grad_{name}"] for name in "qkv")
+    assert (gradient - expected).abs().max() <= bound + 1e-2 * expected.abs().max()
+
+
+# Measuring and proposing
+
+
+def shape(**change) -> AttentionShape:
+    dtype = "bfloat16" if HAS_CUDA else "float16"
+    defaults = {"batch": 1, "heads": 1, "seqlen_q": 64, "seqlen_k": 64, "head_dim": 32, "is_causal": True}
+    return AttentionShape(**{**defaults, "dtype": dtype, **change})
+
+
+RUN = RunConfig(scale="handout" if HAS_CUDA else "tiny", device="cuda" if HAS_CUDA else "cpu")
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_a_configuration_is_checked_and_timed(kernel):
+    cell = tune_cell(shape(), named(f"portable_{kernel}_64x64_w4_s1"))
+    (measurement,) = measure_tune_flash(cell, RUN)
+    assert measurement.row == cell.rows[0]
+    assert (measurement.row.mode, measurement.row.quantity) == (
+        "forward" if kernel == "forward" else "backward",
+        "time",
+    )
+    assert len(measurement.samples) >= 5 and min(measurement.samples) > 0
+    assert 0 <= measurement.error <= 1
+    assert cell.implementation in measurement.kernel.split()
+    assert len(measurement.kernel.split()) == (1 if kernel == "forward" else 2)
+
+
+@pytest.mark.parametrize("kernel", ["forward", "dkdv"])
+def test_a_wrong_configuration_is_not_timed(kernel, monkeypatch):
+    from cs336_systems.attention.triton import backward, forward
+
+    right = {"forward": forward.launch_forward, "dkdv": backward.launch_backward}[kernel]
+
+    def wrong(*arguments, **options):
+        first, *rest = right(*arguments, **options)
+        return first * 1.5, *rest
+
+    monkeypatch.setattr(*((forward, "launch_forward") if kernel == "forward" else (backward, "launch_backward")), wrong)
+    with pytest.raises(Disagreement, match="is off by .* times the numerical contract's bound"):
+        list(measure_tune_flash(tune_cell(shape(), named(f"portable_{kernel}_64x64_w4_s1")), RUN))
+
+
+def test_a_configuration_that_does_not_fit_is_unsupported(monkeypatch):
+    from triton.runtime.errors import OutOfResources
+
+    from cs336_systems.attention.triton import forward
+
+    def too_large(*_, **__):
+        raise OutOfResources(300_000, 232_448, "shared memory")
+
+    monkeypatch.setattr(forward, "launch_forward", too_large)
+    with pytest.raises(Unsupported, match="portable_dq_64x64_w4_s1: out of resource: shared memory, Required: 300000"):
+        list(measure_tune_flash(tune_cell(shape(), named("portable_dq_64x64_w4_s1")), RUN))
+
+
+def record(shape: AttentionShape, name: str, samples: list[float], **change) -> Record:
+    return Record(
+        **{
+            "problem": PROBLEM, "scale": "handout", "case": case_to_dict(shape), "implementation": name,
+            "mode": "forward" if "_forward_" in name else "backward", "quantity": "time", "unit": "ms",
+            "samples": samples, "device": {"name": "NVIDIA H200", "kind": "cuda"}, "commit": "0123456789ab",
+            "dirty": False, "date": "2026-11-21T00:00:00Z", **change,
+        }
+    )  # fmt: skip
+
+
+SHORT, LONG = (
+    AttentionShape(batch=1, heads=16, seqlen_q=seqlen, seqlen_k=seqlen, head_dim=64, is_causal=True, dtype="bfloat16")
+    for seqlen in (1024, 4096)
+)
+
+
+def test_the_proposed_row_is_the_best_in_the_mean_of_those_that_ran_everywhere():
+    a, b, c, d = (f"sm90_forward_{rest}" for rest in ("128x64_w8_s3", "64x64_w4_s2", "64x64_w4_s3", "128x128_w8_s2"))
+    records = [
+        record(SHORT, a, [9.0]),  # replaced by the next
+        record(SHORT, a, [1.5, 1.1, 1.2]), record(LONG, a, [10.0]),  # 1.2 and 1.0 of the best
+        record(SHORT, b, [1.0]), record(LONG, b, [13.0]),  # 1.0 and 1.3
+        record(SHORT, c, [0.5], seed=1), record(LONG, c, [11.0]),  # another seed's inputs
+        record(SHORT, d, [], status="skipped", message="spills"),
+        record(SHORT, "sm90_dq_128x64_w8_s3", [3.0]),
+        record(replace(LONG, heads=1), d, [0.1]),  # no shape of this run
+        record(LONG, d, [0.1], problem="flash_benchmarking"),
+    ]  # fmt: skip
+    times = medians(records, [SHORT, LONG], seed=0)
+    assert times == {
+        SHORT: {named(a): 1.2, named(b): 1.0, named("sm90_dq_128x64_w8_s3"): 3.0},
+        LONG: {named(a): 10.0, named(b): 13.0, named(c): 11.0},
+    }
+    forward, dq = proposals(times)
+    assert (forward.key, forward.config.name, forward.num_shapes) == (("forward", 2, 64), a, 2)
+    assert forward.mean_ratio == pytest.approx(math.sqrt(1.2)) and forward.worst_ratio == pytest.approx(1.2)
+    assert forward.line == '("forward", 2, 64): "128x64_w8_s3",  # at most 1.20 x the best of 2 shapes'
+    assert (dq.key, dq.num_shapes) == (("dq", 2, 64), 1)
+
+    best = winners(times, (9, 0))
+    assert [(winner.kernel, winner.shape, winner.best.name, winner.best_ms) for winner in best] == [
+        ("forward", SHORT, b, 1.0), ("dq", SHORT, "sm90_dq_128x64_w8_s3", 3.0), ("forward", LONG, a, 10.0)
+    ]  # fmt: skip
+    for winner in best:
+        row = TABLES["sm90"][winner.kernel, 2, 64]
+        assert winner.shipped in row.configs
+        assert winner.shipped_ms == times[winner.shape].get(winner.shipped)
+    shipped = [replace(winner, shipped_ms=ms) for winner, ms in zip(best, (1.2, 3.3, None))]
+    assert tune_command.summary_lines(shipped, [forward]) == [
+        "the table's rows: at most 1.200 x the best, over 2 kernels and shapes", "proposed rows:",
+        f"    {forward.line}",
+    ]  # fmt: skip
+    assert tune_command.winners_table(shipped).row_count == 3
+
+
+def test_no_proposal_without_a_configuration_that_ran_everywhere():
+    records = [record(SHORT, "sm90_dq_64x64_w4_s2", [1.0]), record(LONG, "sm90_dq_64x64_w8_s2", [1.0])]
+    assert proposals(medians(records, [SHORT, LONG], seed=0)) == []
+
+
+# The commands
+
+
+def invoke(*arguments: str):
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+REFUSALS = {
+    "kernel": (["--kernel", "up"], "--kernel must be one of forward, dkdv, dq, got 'up'"),
+    "dtype": (["--dtype", "float64"], "--dtype must be one of bfloat16, float16, float32, got 'float64'"),
+    "head-dim": (["--head-dim", "257"], "--head-dim must be between 1 and 256, got 257"),
+    "seqlen": (["--seqlen", "0"], "AttentionShape.seqlen_q must be a positive int, got 0"),
+    "spills": (["--max-spill-bytes", "-1"], "--max-spill-bytes must not be negative, got -1"),
+    "arch": (["--compile-only", "--arch", "sm70"], "arch must be one of sm80, sm86, sm89, sm90, sm100"),
+    "arch-alone": (["--arch", "sm90"], "--arch goes with --compile-only"),
+    "config": (["--compile-only", "--arch", "sm90", "--config", "best"], "config must be named like sm90_forward"),
+    "config-kernel": (
+        ["--compile-only", "--arch", "sm90", "--kernel", "dq", "--config", "sm90_forward_64x64_w4_s1"],
+        "--config must name configurations of dq, got sm90_forward_64x64_w4_s1",
+    ),
+    "jobs": (["--compile-only", "--arch", "sm90", "--jobs", "0"], "jobs must be at least 1, got 0"),
+}
+
+
+def assert_refused(result, message: str) -> None:
+    lines = result.stderr.strip().splitlines()
+    assert result.exit_code == 2, result.output
+    assert len(lines) == 1 and lines[0].startswith("error: ") and message in lines[0], result.stderr
+
+
+@pytest.mark.parametrize("arguments, message", REFUSALS.values(), ids=REFUSALS.keys())
+def test_wrong_arguments_are_one_line(arguments, message):
+    assert_refused(invoke("tune", "flash", *arguments), message)
+
+
+@NO_CUDA
+def test_nothing_is_tuned_without_a_gpu():
+    assert_refused(invoke("tune", "flash"), "tune flash measures on a GPU, and there is none here (the interpreter's")
+    assert_refused(invoke("tune", "flash", "--compile-only"), "name one with --arch")
+    assert_refused(invoke("doctor", "--kernels"), "doctor --kernels compiles for one of sm80, sm86, sm89, sm90, sm100")
+
+
+def test_doctor_refuses_an_architecture_without_kernels():
+    assert_refused(invoke("doctor", "--arch", "sm90"), "--arch goes with --kernels")
+    assert_refused(invoke("doctor", "--kernels", "--arch", "sm70"), "arch must be one of sm80, sm86, sm89, sm90, sm100")
+
+
+def test_compile_only_compiles_the_named_configurations():
+    names = ["sm90_forward_64x64_w4_s1", "sm90_dq_64x64_w4_s1"]
+    result = invoke(
+        "tune", "flash", "--compile-only", "--arch", "sm90", "--head-dim", "64", "--causal", "--max-spill-bytes", "0",
+        "--config", names[0], "--config", names[1], "--kernel", "forward", "--jobs", "1",
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    rows = [line.split() for line in result.stdout.splitlines() if "_64x64_" in line]
+    assert [row[:4] for row in rows] == [[names[0], "64", "bfloat16", "causal"]]
+    registers, spilled, shared_kib = float(rows[0][4]), float(rows[0][5]), float(rows[0][6])
+    assert 32 < registers <= 255 and spilled == 0 and shared_kib >= 2 * 64 * 64 * 2 / 1024
+    assert f"triton {triton_version()}" in result.stdout
+    assert "1 of 1 are worth measuring (at most 0 bytes spilled)" in result.stdout
+
+
+def fake_compiler(requests, jobs=None):
+    """Reports by a rule: dkdv spills 300 bytes, dq does not fit."""
+    for request in requests:
+        kernel = request.config.kernel
+        yield CompileReport(
+            request=request, registers=200, spill_bytes=300 if kernel == "dkdv" else 0,
+            shared_bytes=10**6 if kernel == "dq" else 1024,
+        )  # fmt: skip
+
+
+def test_doctor_shows_every_row_of_the_table(monkeypatch):
+    monkeypatch.setattr(compilation, "compile_configs", fake_compiler)
+    result = invoke("doctor", "--kernels", "--arch", "sm80")
+    assert result.exit_code == 0, result.output
+    for (kernel, width, tile), row in TABLES["sm80"].items():
+        dtype = "bfloat16" if width == 2 else "float32"
+        for config in row.configs:
+            for mask in ("causal", "full"):
+                start = [config.name, str(tile), dtype, mask, "200"]
+                (line,) = [line for line in result.stdout.splitlines() if line.split()[: len(start)] == start]
+                remark = {"dkdv": "spills 300 bytes", "dq": "needs 1,000,000 bytes of shared memory, sm80 has 166,912"}
+                assert remark.get(kernel, "") in line
+    assert "16-bit kernels up to head dim 128 that spill: 4 of 12" in result.stdout
+
+
+def test_nothing_worth_measuring_exits_1(monkeypatch):
+    monkeypatch.setattr(compilation, "compile_configs", fake_compiler)
+    arguments = ("tune", "flash", "--compile-only", "--arch", "sm90", "--kernel", "dkdv", "--head-dim", "64")
+    result = invoke(*arguments)
+    assert result.exit_code == 1 and "0 of " in result.stdout
+    assert invoke(*arguments, "--max-spill-bytes", "300").exit_code == 0
+
+
+def test_tuning_measures_what_compiles_and_only_once(monkeypatch, tmp_path):
+    """The whole command, with the interpreter in the GPU's place and a compiler that refuses dq."""
+    monkeypatch.setattr(compilation, "compile_configs", fake_compiler)
+    monkeypatch.setattr(tune_command, "_machine_target", lambda: "portable")
+
+    def open_sweep(results, seed, rerun, *_):
+        sweep = Sweep(
+            replace(RUN, seed=seed), results, Provenance(commit="0123456789ab", dirty=False), rerun=rerun,
+            interpret=not HAS_CUDA,
+        )  # fmt: skip
+        sweep.device = replace(get_device_info(), compute_capability=(9, 0))
+        sweep.lock()
+        return sweep
+
+    monkeypatch.setattr(tune_command, "_open_sweep", open_sweep)
+    arguments = ["tune", "flash", "--dtype", "float16", "--seqlen", "64", "--head-dim", "32", "--heads", "1"]
+    arguments += ["--causal", "--results", tmp_path, "--config", "portable_forward_64x64_w4_s1"]
+    arguments += ["--config", "portable_dq_64x64_w4_s1"]
+    first = invoke(*arguments)
+    assert first.exit_code == 0, first.output
+    assert "1 skipped, 1 ok" in first.stdout
+    assert '("forward", 2, 64): "64x64_w4_s1",  # at most 1.00 x the best of 1 shapes' in first.stdout
+    records = read_records(tmp_path / "records" / "tune_flash.jsonl")
+    assert {record.implementation: (record.status, record.message) for record in records} == {
+        "portable_dq_64x64_w4_s1": (
+            "skipped", "needs 1,000,000 bytes of shared memory, sm90 has 232,448"
+        ),
+        "portable_forward_64x64_w4_s1": ("ok", ""),
+    }  # fmt: skip
+    again = invoke(*arguments)
+    assert again.exit_code == 0 and "1 ok before, 1 skipped before" in again.stdout
+    assert len(read_records(tmp_path / "records" / "tune_flash.jsonl")) == 2
+    nothing = invoke(*arguments[:-4], "--config", "portable_dq_64x64_w4_s1", "--seed", "1")
+    assert nothing.exit_code == 1 and "error: nothing could be measured" in nothing.stderr
+
+
+def test_list_and_run_do_not_know_the_tuning():
+    assert PROBLEM not in invoke("list").stdout
+    assert_refused(invoke("run", PROBLEM), "unknown problem 'tune_flash'")
+
+
+# On a GPU
+
+
+def attention_error(config: dict[str, KernelConfig], shape: AttentionShape) -> float:
+    """Error over bound of `flash_attention` with `config`, gradients included."""
+    from cs336_systems.inputs import attention_inputs
+
+    q, k, v, grad = attention_inputs(shape, device="cuda")
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    output = flash_attention(
+        *leaves, is_causal=shape.is_causal, backend="triton", config=AttentionConfig(**config) if config else None
+    )
+    grads = torch.autograd.grad(output, leaves, grad)
+    oracle = compute_oracle(q, k, v, grad, is_causal=shape.is_causal)
+    names = ("output", "grad_q", "grad_k", "grad_v")
+    return max(contract_errors(oracle, dict(zip(names, (output, *grads)))).values())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "full"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_every_configuration_that_can_be_chosen_runs_right(head_dim, dtype, is_causal, nothing_known):
+    """Each row of this GPU's table, exceptions too, fits (no warning) and agrees with the oracle on ragged lengths."""
+    target = TARGET_OF_CAPABILITY.get(torch.cuda.get_device_capability(), "portable")
+    ragged = AttentionShape(
+        batch=2, heads=3, seqlen_q=515, seqlen_k=515, head_dim=head_dim, is_causal=is_causal, dtype=dtype
+    )
+    width = 4 if dtype == "float32" else 2
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*does not fit this GPU")
+        for kernel in KERNELS:
+            for config in TABLES[target][kernel, width, head_tile(head_dim)].configs:
+                assert attention_error({kernel: config}, ragged) <= 1, config.name
+
+
+@pytest.mark.gpu
+def test_a_real_lack_of_shared_memory_goes_to_the_next_smaller(nothing_known):
+    target = TARGET_OF_CAPABILITY.get(torch.cuda.get_device_capability(), "portable")
+    huge = {kernel: named(f"{target}_{kernel}_128x128_w8_s4") for kernel in ("forward", "dq")}
+    case = AttentionShape(batch=1, heads=2, seqlen_q=300, seqlen_k=300, head_dim=256, is_causal=True, dtype="bfloat16")
+    with pytest.warns(UserWarning, match="_128x128_w8_s4 does not fit this GPU"):
+        assert attention_error(huge, case) <= 1
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*does not fit this GPU")
+        assert attention_error(huge, case) <= 1
+
+
+@pytest.mark.gpu
+def test_tune_flash_on_a_gpu(tmp_path):
+    arguments = ["tune", "flash", "--seqlen", "512", "--head-dim", "64", "--heads", "2", "--causal", "--kernel", "dq"]
+    arguments += ["--results", tmp_path, "--commit", "0123456789ab", "--clean"]
+    target = TARGET_OF_CAPABILITY.get(torch.cuda.get_device_capability(), "portable")
+    arguments += ["--config", f"{target}_dq_64x64_w4_s1", "--config", f"{target}_dq_64x64_w4_s2"]
+    result = invoke(*arguments)
+    assert result.exit_code == 0, result.output
+    assert "proposed rows:" in result.stdout and '("dq", 2, 64)' in result.stdout
+    (file,) = tmp_path.rglob("tune_flash.jsonl")
+    assert [record.status for record in read_records(file)] == ["ok", "ok"]
+    assert "2 ok before" in invoke(*arguments).stdout
+
+
+@pytest.mark.gpu
+def test_the_compiler_s_numbers_are_the_loaded_kernel_s():
+    """What offline compilation says is what the driver loads: registers and shared memory."""
+    from cs336_systems.attention.triton.forward import flash_forward_kernel
+
+    arch = kernels_command.machine_arch("this test")
+    config = named(f"{arch}_forward_64x64_w4_s2")
+    (report,) = compile_configs(
+        [CompileRequest(config=config, arch=arch, head_dim=64, dtype="bfloat16", is_causal=True)]
+    )
+    q = torch.randn(2, 16, 1024, 64, dtype=torch.bfloat16, device="cuda")
+    flash_attention(q, q, q, is_causal=True, backend="triton", config=AttentionConfig(forward=config))
+    loaded = [
+        kernel
+        for cache in flash_forward_kernel.device_caches.values()
+        for kernel in cache[0].values()
+        if (kernel.metadata.num_warps, kernel.metadata.num_stages, kernel.metadata.shared)
+        == (4, 2, report.shared_bytes)
+    ]
+    assert report.registers in [getattr(kernel, "n_regs", None) for kernel in loaded]

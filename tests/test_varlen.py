@@ -1,0 +1,339 @@
+"""Packed documents: `flash_attention_varlen` against each document on its own, on CPU and on CUDA."""
+
+from __future__ import annotations
+
+import math
+from itertools import accumulate
+
+import pytest
+import torch
+from torch import Tensor
+
+from cs336_systems.attention import AttentionConfig, attention_reference, flash_attention, flash_attention_varlen
+from cs336_systems.attention.contract import compute_oracle, contract_errors
+from tests.test_block_sparse import poisoned  # noqa: F401
+from tests.test_s4_attention import BACKENDS, DEVICES, DTYPES, draw, skip_what_cannot_run
+
+COVERS = ("cs336_systems/attention",)
+
+# (lengths of the queries, lengths of the keys or None for the same, rows behind the last document)
+DOCUMENTS = {
+    "odd": ([0, 1, 17, 64, 65, 0, 97], None, 0),
+    "one": ([130], None, 0),
+    "none": ([], None, 5),
+    "all-empty": ([0, 0, 0], None, 3),
+    "one-token-each": ([1] * 20, None, 0),
+    "rows-behind": ([63, 2], None, 70),
+    "more-keys": ([5, 0, 70, 3], [80, 9, 71, 0], 0),
+    "more-queries": ([80, 0, 70, 66], [5, 4, 0, 65], 2),
+}
+
+
+def boundaries(lengths: list[int], device: str) -> Tensor:
+    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
+
+
+def packed(
+    lengths_q: list[int], lengths_k: list[int] | None, behind: int, heads: int, kv_heads: int, head_dim: int,
+    dtype: torch.dtype, device: str,
+) -> tuple[list[Tensor], tuple[Tensor, Tensor, int, int]]:  # fmt: skip
+    """[q, k, v, grad_output] and the four arguments that say where documents are."""
+    lengths_k = lengths_q if lengths_k is None else lengths_k
+    totals = [sum(lengths) + behind for lengths in (lengths_q, lengths_k)]
+    shapes = [(totals[0], heads), (totals[1], kv_heads), (totals[1], kv_heads), (totals[0], heads)]
+    tensors = [draw(*shape, head_dim, dtype=dtype, device=device, seed=seed) for seed, shape in enumerate(shapes)]
+    longest = [max(lengths, default=0) for lengths in (lengths_q, lengths_k)]
+    return tensors, (boundaries(lengths_q, device), boundaries(lengths_k, device), *longest)
+
+
+def run_packed(tensors: list[Tensor], documents: tuple[Tensor, Tensor, int, int], **options) -> dict[str, Tensor]:
+    *leaves, grad_output = tensors
+    leaves = [x.detach().requires_grad_() for x in leaves]
+    output, lse = flash_attention_varlen(*leaves, *documents, return_lse=True, **options)
+    grads = torch.autograd.grad(output, leaves, grad_output)
+    return {"output": output, "lse": lse, "grad_q": grads[0], "grad_k": grads[1], "grad_v": grads[2]}
+
+
+def document_of(results: dict[str, Tensor], queries: slice, keys: slice) -> dict[str, Tensor]:
+    """One document's results, (1, heads, seq, head_dim) each."""
+    of_queries = {name: results[name][queries].transpose(0, 1)[None] for name in ("output", "grad_q")}
+    of_keys = {name: results[name][keys].transpose(0, 1)[None] for name in ("grad_k", "grad_v")}
+    return of_queries | of_keys | {"lse": results["lse"][None, :, queries]}
+
+
+def worst_error(
+    tensors: list[Tensor], documents: tuple[Tensor, Tensor, int, int], results: dict[str, Tensor], is_causal: bool
+) -> float:
+    """The largest error over its bound of all documents; rows of none must be as rows without keys."""
+    q, k, v, grad_output = tensors
+    worst = 0.0
+    ends_q, ends_k = (x.tolist() for x in documents[:2])
+    for start_q, end_q, start_k, end_k in zip(ends_q, ends_q[1:], ends_k, ends_k[1:]):
+        queries, keys = slice(start_q, end_q), slice(start_k, end_k)
+        part = document_of(results, queries, keys)
+        if end_q == start_q or end_k == start_k:
+            assert not any(part[name].any() for name in ("output", "grad_q", "grad_k", "grad_v"))
+            assert (part["lse"] == -math.inf).all()
+            continue
+        alone = [x.transpose(0, 1)[None] for x in (q[queries], k[keys], v[keys], grad_output[queries])]
+        worst = max(worst, *contract_errors(compute_oracle(*alone, is_causal=is_causal), part).values())
+    behind = document_of(results, slice(ends_q[-1], None), slice(ends_k[-1], None))
+    assert not any(behind[name].any() for name in ("output", "grad_q", "grad_k", "grad_v"))
+    assert (behind["lse"] == -math.inf).all()
+    return worst
+
+
+# P5: equal to each document on its own
+
+
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("backend", ["tiled", "triton"])
+@pytest.mark.parametrize("case", DOCUMENTS.values(), ids=DOCUMENTS.keys())
+def test_documents(case, backend, is_causal, device):
+    tensors, documents = packed(*case, 1, 1, 32, torch.float32, device)
+    results = run_packed(tensors, documents, is_causal=is_causal, backend=backend)
+    assert worst_error(tensors, documents, results, is_causal) <= 1
+
+
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("head_dim", [40, 64, 128])
+def test_heads_groups_and_dtypes(head_dim, dtype, device):
+    """Documents of 16 rows or more: with few keys plain attention may lose nothing to rounding, and bound nothing."""
+    skip_what_cannot_run("triton", dtype, device)
+    lengths = [70, 0, 17, 33] if device == "cpu" else [1000, 0, 17, 333, 2049, 64]
+    tensors, documents = packed(lengths, None, 3, 4, 2, head_dim, DTYPES[dtype], device)
+    results = run_packed(tensors, documents, is_causal=True, backend="triton", enable_gqa=True)
+    assert worst_error(tensors, documents, results, True) <= 1
+
+
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("device", DEVICES)
+def test_many_documents_of_random_lengths(device):
+    """Every tile of every document has a program, whatever the lengths are."""
+    number, longest = (400, 300) if device == "cuda" else (25, 40)
+    lengths = torch.randint(0, longest, (number,), generator=torch.Generator().manual_seed(4)).tolist()
+    tensors, documents = packed(lengths, None, 0, 1, 1, 16, torch.float32, device)
+    results = run_packed(tensors, documents, is_causal=True, backend="triton")
+    assert worst_error(tensors, documents, results, True) <= 1
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_an_edited_document_leaves_the_others_bit_identical(backend, device):
+    lengths = [17, 40, 70]
+    tensors, documents = packed(lengths, None, 0, 2, 2, 32, torch.float32, device)
+    before = run_packed(tensors, documents, backend=backend, is_causal=True)
+    for x in tensors:
+        x[17:57] = math.nan
+    after = run_packed(tensors, documents, backend=backend, is_causal=True)
+    for rows in (slice(0, 17), slice(57, 127)):
+        others = document_of(after, rows, rows)
+        for name, expected in document_of(before, rows, rows).items():
+            assert torch.equal(others[name], expected), name
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_document_does_not_depend_on_where_it_lies(device):
+    """Alone, or behind others, in bits: tiles start where documents start."""
+    tensors, documents = packed([33, 70], None, 0, 1, 1, 32, torch.float16, device)
+    together = document_of(run_packed(tensors, documents, backend="triton"), slice(33, None), slice(33, None))
+    alone = [x[33:] for x in tensors]
+    cu_seqlens = boundaries([70], device)
+    expected = run_packed(alone, (cu_seqlens, cu_seqlens, 70, 70), backend="triton")
+    for name, result in document_of(expected, slice(0, None), slice(0, None)).items():
+        assert torch.equal(together[name], result), name
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_results_do_not_depend_on_the_longest_length(device):
+    """On a GPU the longest lengths are not checked; too small ones must not leave rows out."""
+    tensors, documents = packed([70, 20], None, 0, 1, 1, 32, torch.float32, device)
+    longest = (1000, 2000) if device == "cpu" else (1, 1)
+    expected = run_packed(tensors, documents, backend="triton")
+    for name, result in run_packed(tensors, (*documents[:2], *longest), backend="triton").items():
+        torch.testing.assert_close(result, expected[name], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.gpu
+def test_wrong_boundaries_on_a_gpu_read_nothing_outside():
+    """Not checked there, so they must stay harmless: whatever they say, programs keep to existing rows."""
+    tensors, _ = packed([70, 20], None, 0, 1, 1, 32, torch.float32, "cuda")
+    for values in ([0, 500, 90], [-20, 40, 90], [0, 60, 30, 90], [90, 60, 0]):
+        cu_seqlens = torch.tensor(values, dtype=torch.int32, device="cuda")
+        run_packed(tensors, (cu_seqlens, cu_seqlens, 90, 90), backend="triton", is_causal=True)
+    torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_any_strides_equal_contiguous(device):
+    fused = draw(90, 2, 96, dtype=torch.float32, device=device, seed=0)
+    q, k, v = fused.split(32, dim=-1)
+    cu_seqlens = boundaries([60, 30], device)
+    documents = (cu_seqlens, cu_seqlens, 60, 60)
+    tensors = [q, k, v, torch.ones((), device=device).expand(90, 2, 32)]
+    ours = run_packed(tensors, documents, backend="triton", is_causal=True)
+    contiguous = run_packed([x.contiguous() for x in tensors], documents, backend="triton", is_causal=True)
+    for name, expected in contiguous.items():
+        torch.testing.assert_close(ours[name], expected, rtol=1e-5, atol=1e-5)
+
+
+# Autograd, repeats, torch.compile
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("backend", ["tiled", "triton"])
+def test_gradients_flow_through_the_lse(backend, device):
+    tensors, documents = packed([30, 0, 40], None, 2, 2, 2, 16, torch.float32, device)
+    grad_lse = draw(2, 72, dtype=torch.float32, device=device, seed=7)
+    leaves = [x.requires_grad_() for x in tensors[:3]]
+    output, lse = flash_attention_varlen(*leaves, *documents, return_lse=True, backend=backend)
+    grads = torch.autograd.grad((output, lse), leaves, (tensors[3], grad_lse))
+    for rows in (slice(0, 30), slice(30, 70)):
+        exact = [x.detach()[rows].transpose(0, 1).double().requires_grad_() for x in leaves]
+        upstream = (tensors[3][rows].transpose(0, 1).double(), grad_lse[:, rows].double())
+        expected = torch.autograd.grad(attention_reference(*exact, return_lse=True), exact, upstream)
+        for ours, theirs in zip(grads, expected):
+            torch.testing.assert_close(ours[rows].transpose(0, 1).double(), theirs, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_repeats_are_bit_equal(head_dim, dtype, device):
+    skip_what_cannot_run("triton", dtype, device)
+    lengths = [450, 17, 0, 130] if device == "cuda" else [50, 17]
+    tensors, documents = packed(lengths, None, 0, 2, 1, head_dim, DTYPES[dtype], device)
+    first = run_packed(tensors, documents, backend="triton", is_causal=True, enable_gqa=True)
+    for _ in range(200 if device == "cuda" else 1):
+        again = run_packed(tensors, documents, backend="triton", is_causal=True, enable_gqa=True)
+        for name, result in first.items():
+            assert torch.equal(result, again[name]), name
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_compile_fullgraph(device):
+    tensors, documents = packed([30, 0, 40], None, 0, 2, 2, 16, torch.float32, device)
+
+    def block(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor) -> Tensor:
+        return flash_attention_varlen(torch.sin(q), k, v, cu_seqlens, cu_seqlens, 40, 40, backend="triton") * 2
+
+    compiled = torch.compile(block, fullgraph=True, backend="inductor" if device == "cuda" else "aot_eager")
+    results = []
+    for function in (block, compiled):
+        leaves = [x.detach().clone().requires_grad_() for x in tensors[:3]]
+        output = function(*leaves, documents[0])
+        results.append([output, *torch.autograd.grad(output, leaves, tensors[3])])
+    for eager, whole in zip(*results):
+        torch.testing.assert_close(whole, eager, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_operator_check(device):
+    from cs336_systems.attention.triton.function import varlen_attention
+
+    tensors, documents = packed([5, 12], None, 1, 2, 2, 16, torch.float32, device)
+    leaves = [x.requires_grad_() for x in tensors[:3]]
+    arguments = (*leaves, *documents, True, 0.25, "")
+    torch.library.opcheck(varlen_attention, arguments, test_utils=("test_schema", "test_faketensor"))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+def test_autocast_casts_like_sdpa(backend, device):
+    dtype = torch.float16 if device == "cpu" else torch.bfloat16
+    tensors, documents = packed([20, 12], None, 0, 1, 1, 16, torch.float32, device)
+    with torch.autocast(device, dtype=torch.bfloat16 if backend == "reference" else dtype):
+        output = flash_attention_varlen(*tensors[:3], *documents, backend=backend)
+    assert output.dtype == (torch.bfloat16 if backend == "reference" else dtype)
+
+
+def test_auto_serves_cpu_tensors():
+    tensors, documents = packed([20, 12], None, 0, 1, 1, 16, torch.float32, "cpu")
+    output = flash_attention_varlen(*tensors[:3], *documents)
+    alone = flash_attention(*(x[20:].transpose(0, 1) for x in tensors[:3]))
+    torch.testing.assert_close(output[20:].transpose(0, 1), alone)
+
+
+def test_forward_mode_is_refused():
+    tensors, documents = packed([20, 12], None, 0, 1, 1, 16, torch.float32, "cpu")
+    q, k, v, _ = tensors
+    with pytest.raises(NotImplementedError, match="forward-mode AD is not supported here"):
+        torch.func.jvp(lambda q: flash_attention_varlen(q, k, v, *documents, backend="triton"), (q,), (q,))
+
+
+@pytest.mark.gpu
+def test_offsets_beyond_32_bits():
+    storage = torch.empty(130 * 2**25, dtype=torch.bfloat16, device="cuda")  # 8.1 GiB
+    dense, documents = packed([60, 69], None, 0, 1, 1, 64, torch.bfloat16, "cuda")
+    spread = [storage.as_strided((129, 1, 64), (2**25, 1, 1), 64 * index) for index in range(4)]
+    for x, y in zip(spread, dense):
+        x.copy_(y)
+    ours = run_packed(spread, documents, backend="triton", is_causal=True)
+    for name, expected in run_packed(dense, documents, backend="triton", is_causal=True).items():
+        assert torch.equal(ours[name], expected), name
+
+
+# Refusals
+
+X = torch.ones(10, 4, 16)
+CU = torch.tensor([0, 4, 10], dtype=torch.int32)
+REFUSALS = {
+    "not-a-tensor": ({"k": [1.0]}, TypeError, r"k must be a torch\.Tensor, got list"),
+    "four-dims": ({"q": X[None]}, ValueError, r"q must have shape \(total, heads, head_dim\), got \(1, 10, 4, 16\)"),
+    "head-dim": ({"k": torch.ones(10, 4, 8)}, ValueError, r"k must have q's head_dim 16, got 8"),
+    "values": ({"v": torch.ones(9, 4, 16)}, ValueError, r"v must have k's shape \(10, 4, 16\), got \(9, 4, 16\)"),
+    "heads": ({"k": X[:, :2], "v": X[:, :2]}, ValueError, r"k must have q's 4 heads \(or pass enable_gqa=True\)"),
+    "dtype": ({"k": X.half()}, TypeError, r"k must have q's dtype torch\.float32"),
+    "boundaries-int64": (
+        {"cu_seqlens_q": CU.long()}, TypeError,
+        r"cu_seqlens_q must be an int32 tensor, got torch\.int64",
+    ),
+    "boundaries-list": ({"cu_seqlens_k": [0, 10]}, TypeError, r"cu_seqlens_k must be an int32 tensor, got list"),
+    "boundaries-2d": (
+        {"cu_seqlens_q": CU[None]}, ValueError,
+        r"cu_seqlens_q must have shape \(documents \+ 1,\), got \(1, 3\)",
+    ),
+    "boundaries-none": (
+        {"cu_seqlens_q": CU[:0]}, ValueError,
+        r"cu_seqlens_q must have shape \(documents \+ 1,\), got \(0,\)",
+    ),
+    "boundaries-device": (
+        {"cu_seqlens_q": CU.to("meta")}, ValueError,
+        r"cu_seqlens_q must be contiguous on q's device cpu",
+    ),
+    "boundaries-start": (
+        {"cu_seqlens_q": CU + 1}, ValueError,
+        r"cu_seqlens_q must rise from 0 to at most the 10 rows of q",
+    ),
+    "boundaries-fall": (
+        {"cu_seqlens_k": torch.tensor([0, 7, 5], dtype=torch.int32)}, ValueError,
+        r"cu_seqlens_k must rise from 0 to at most the 10 rows of k, got \[0, 7, 5\]",
+    ),
+    "boundaries-number": ({"cu_seqlens_k": CU[:2]}, ValueError, r"as many documents as cu_seqlens_q, 2, got 1"),
+    "longest": ({"max_seqlen_q": 5}, ValueError, r"max_seqlen_q must be at least the longest length, 6, got 5"),
+    "longest-type": ({"max_seqlen_k": 6.0}, ValueError, r"max_seqlen_k must be an integer of at least 0, got 6\.0"),
+    "scale": ({"scale": -1.0}, ValueError, r"scale must be positive and finite, got -1"),
+    "backend": ({"backend": "cudnn"}, ValueError, r"backend must be one of auto, .*got 'cudnn'"),
+    "config": ({"config": "x"}, TypeError, r"config must be an AttentionConfig or None, got str"),
+    "config-for-tiled": ({"config": AttentionConfig(), "backend": "tiled"}, ValueError, r"config chooses the tiles of"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("change, error, message", REFUSALS.values(), ids=REFUSALS.keys())
+def test_wrong_arguments_are_named(change, error, message):
+    good = {"q": X, "k": X, "v": X, "cu_seqlens_q": CU, "cu_seqlens_k": CU, "max_seqlen_q": 6, "max_seqlen_k": 6}
+    with pytest.raises(error, match=message):
+        flash_attention_varlen(**good | change)
+
+
+def test_the_operator_checks_before_it_launches():
+    from cs336_systems.attention.triton.function import varlen_attention
+
+    with pytest.raises(ValueError, match="v must have k's shape"):
+        varlen_attention(X, X, X[:4], CU, CU, 6, 6, False, 0.25, "")
+    with pytest.raises(ValueError, match=r"q must have shape \(total_queries, heads, head_dim\)"):
+        varlen_attention(X[None], X[None], X[None], CU, CU, 6, 6, False, 0.25, "")
