@@ -5,6 +5,8 @@ The names and parameters are the course's, the union of its 2025 and 2026 editio
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 
@@ -20,3 +22,45 @@ def get_flashattention_autograd_function_triton() -> type[torch.autograd.Functio
     from cs336_systems.attention import FlashAttentionTriton
 
     return FlashAttentionTriton
+
+
+def get_ddp(module: torch.nn.Module) -> torch.nn.Module:
+    """`module` wrapped so that each parameter's gradient is averaged over the ranks while the backward runs."""
+    from cs336_systems.distributed.ddp_overlap import OverlapDDP
+    from cs336_systems.distributed.launch import collect_garbage_at_exit
+
+    collect_garbage_at_exit()  # in a process that the tests started: see there
+    return OverlapDDP(module)
+
+
+def ddp_on_after_backward(ddp_model: Any, optimizer: torch.optim.Optimizer) -> None:
+    """Called between the backward and the optimizer's step."""
+    ddp_model.finish_gradient_synchronization()
+
+
+def get_ddp_individual_parameters(module: torch.nn.Module) -> torch.nn.Module:
+    """The 2025 edition's name of `get_ddp`."""
+    return get_ddp(module)
+
+
+def ddp_individual_parameters_on_after_backward(ddp_model: Any, optimizer: torch.optim.Optimizer) -> None:
+    """Called between the backward and the optimizer's step."""
+    ddp_model.finish_gradient_synchronization()
+
+
+def get_ddp_bucketed(module: torch.nn.Module, bucket_size_mb: float | None) -> torch.nn.Module:
+    """`module` wrapped so that buckets of at most `bucket_size_mb` MB of gradients are averaged; None: one bucket."""
+    from cs336_systems.distributed.ddp_bucketed import BucketedDDP
+    from cs336_systems.distributed.launch import collect_garbage_at_exit
+
+    collect_garbage_at_exit()
+    return BucketedDDP(module, bucket_size_mb)
+
+
+def ddp_bucketed_on_after_backward(ddp_model: Any, optimizer: torch.optim.Optimizer) -> None:
+    """Called between the backward and the optimizer's step."""
+    ddp_model.finish_gradient_synchronization()
+
+
+def ddp_bucketed_on_train_batch_start(ddp_model: Any, optimizer: torch.optim.Optimizer) -> None:
+    """Called at the start of each step, before the forward."""

@@ -90,6 +90,19 @@ def all_reduce_mean(
     return _started(work, finish, async_op)
 
 
+def all_reduce_max(tensor: Shaped[Tensor, "*shape"], group: Group = None) -> None:
+    """Replace the contiguous `tensor` on every rank by the largest of each element over `group`."""
+    if num_ranks(group) > 1 and tensor.numel():
+        dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=group)
+
+
+def broadcast_from_first(tensor: Shaped[Tensor, "*shape"], group: Group = None) -> None:
+    """Replace the contiguous `tensor` on every rank by that of rank 0 of `group`, bit for bit."""
+    if num_ranks(group) > 1 and tensor.numel():
+        # As bytes: every transport takes them, and no dtype is left out.
+        dist.broadcast(tensor.reshape(-1).view(torch.uint8), group_src=0, group=group)
+
+
 def all_gather_flat(
     output: Shaped[Tensor, " ranks*n"], input: Shaped[Tensor, " n"], group: Group = None, async_op: bool = False
 ) -> Work:
@@ -256,9 +269,7 @@ def broadcast_parameters(module: nn.Module, group: Group = None) -> None:
     if num_ranks(group) == 1:
         return
     for _, tensor in tensors:
-        if tensor.numel():
-            sent = tensor.detach().contiguous()
-            # As bytes: every transport takes them, and no dtype is left out.
-            dist.broadcast(sent.reshape(-1).view(torch.uint8), group_src=0, group=group)
-            if sent.data_ptr() != tensor.data_ptr():
-                tensor.copy_(sent)
+        sent = tensor.detach().contiguous()
+        broadcast_from_first(sent, group)
+        if sent.data_ptr() != tensor.data_ptr():
+            tensor.copy_(sent)
