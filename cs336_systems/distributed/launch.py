@@ -369,7 +369,8 @@ def _await_all(store: dist.TCPStore, num_ranks: int) -> None:
 def _failure(rank: int, error: BaseException) -> _Failure:
     # gloo raises plain RuntimeErrors that name its source file; the others have a class.
     consequence = isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo/" in str(error))
-    text = "failed:\n" + "".join(traceback.format_exception(error)).rstrip()
+    reason = "".join(traceback.format_exception_only(error)).strip().splitlines()[0]  # what fits into a table
+    text = f"failed: {reason}\n" + "".join(traceback.format_exception(error)).rstrip()
     kind = 2 if consequence else 0
     return _Failure(rank=rank, when=time.time(), error_type=type(error).__name__, text=text, kind=kind)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from cs336_systems.experiments.cells import Problem
+from cs336_systems.experiments.collective_cells import communication_cells, measure_communication
+from cs336_systems.experiments.ddp_cells import measure_ddp
 from cs336_systems.experiments.s2_profiling import benchmarking_script_cells, measure_benchmarking_script
 from cs336_systems.experiments.s4_attention import (
     flash_benchmarking_cells,
@@ -10,6 +12,7 @@ from cs336_systems.experiments.s4_attention import (
     pytorch_attention_cells,
     torch_compile_cells,
 )
+from cs336_systems.experiments.s5_distributed import bucketed_cells, flat_cells, naive_cells, overlap_cells
 from cs336_systems.experiments.s9_leaderboard import leaderboard_2025_cells, measure_leaderboard_2025
 
 PROBLEMS: dict[str, Problem] = {
@@ -50,6 +53,51 @@ PROBLEMS: dict[str, Problem] = {
             points=5,
             cells=flash_benchmarking_cells,
             measure=measure_section4,
+        ),
+        Problem(
+            name="distributed_communication_single_node",
+            title="Collectives on one host: time and bandwidth over message size",
+            section="5.1",
+            editions=(2025, 2026),
+            points=5,
+            cells=communication_cells,
+            measure=measure_communication,
+        ),
+        Problem(
+            name="naive_ddp_benchmarking",
+            title="Naive data parallelism: step time and communication share",
+            section="5.2",
+            editions=(2025, 2026),
+            points=3,
+            cells=naive_cells,
+            measure=measure_ddp,
+        ),
+        Problem(
+            name="minimal_ddp_flat_benchmarking",
+            title="One flattened all-reduce against one a parameter",
+            section="5.3.1",
+            editions=(2025, 2026),
+            points=2,
+            cells=flat_cells,
+            measure=measure_ddp,
+        ),
+        Problem(
+            name="ddp_overlap_individual_parameters_benchmarking",
+            title="Overlapping the backward with communication, against PyTorch's DDP",
+            section="5.3.2",
+            editions=(2025, 2026),
+            points=1,
+            cells=overlap_cells,
+            measure=measure_ddp,
+        ),
+        Problem(
+            name="ddp_bucketed_benchmarking",
+            title="Bucketed data parallelism over bucket sizes",
+            section="5.3.3",
+            editions=(2025,),
+            points=3,
+            cells=bucketed_cells,
+            measure=measure_ddp,
         ),
         Problem(
             name="leaderboard_2025",
