@@ -36,3 +36,25 @@ def algorithm_gb_per_s(num_bytes: int, ms: float) -> float:
 def bus_gb_per_s(operation: str, num_ranks: int, num_bytes: int, ms: float) -> float:
     """What the busiest link carried, in 10⁹ bytes per second."""
     return algorithm_gb_per_s(num_bytes, ms) * bus_factor(operation, num_ranks)
+
+
+def bucket_overhead_s(total_bytes: float, bytes_per_s: float, seconds_per_call: float, num_buckets: float) -> float:
+    """Time that bucketed data parallelism adds to a step, if each bucket is computed as fast as it is sent.
+
+    The last bucket is sent when there is nothing left to compute, total / (num_buckets · bandwidth), and every call
+    costs a constant: n·o + s / (n·w).
+    """
+    for name, value in (("total_bytes", total_bytes), ("bytes_per_s", bytes_per_s), ("num_buckets", num_buckets)):
+        if not value > 0:
+            raise ValueError(f"{name} must be positive, got {value}")
+    return num_buckets * seconds_per_call + total_bytes / (num_buckets * bytes_per_s)
+
+
+def best_bucket_bytes(total_bytes: float, bytes_per_s: float, seconds_per_call: float) -> float:
+    """The bucket size with the least `bucket_overhead_s`: with n = sqrt(s / (w·o)) buckets, sqrt(s·w·o) bytes each."""
+    for name, value in (
+        ("total_bytes", total_bytes), ("bytes_per_s", bytes_per_s), ("seconds_per_call", seconds_per_call)
+    ):  # fmt: skip
+        if not value > 0:
+            raise ValueError(f"{name} must be positive, got {value}")
+    return (total_bytes * bytes_per_s * seconds_per_call) ** 0.5

@@ -7,6 +7,7 @@ together; trace one more step on rank 0. Ranks start each timed step together, a
 
 from __future__ import annotations
 
+import inspect
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -113,11 +114,15 @@ def wrap(module: nn.Module, implementation: str, bucket_size_mb: float | None) -
         return OverlapDDP(module)
     if implementation == "bucketed":
         return BucketedDDP(module, bucket_size_mb)
-    return nn.parallel.DistributedDataParallel(
+    torch_ddp = nn.parallel.DistributedDataParallel
+    # Ours do not send buffers in each forward either. torch 2.13 renamed the option.
+    renamed = "forward_sync_buffers" in inspect.signature(torch_ddp).parameters
+    buffers: dict[str, Any] = {"forward_sync_buffers" if renamed else "broadcast_buffers": False}
+    return torch_ddp(
         module,
         bucket_cap_mb=bucket_size_mb or DEFAULT_TORCH_BUCKET_MB,
         gradient_as_bucket_view=implementation == "torch_ddp_view",
-        broadcast_buffers=False,  # ours do not either
+        **buffers,
     )
 
 

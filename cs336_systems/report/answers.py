@@ -13,6 +13,7 @@ from typing import Any
 import pandas as pd
 
 from cs336_systems.report.comparisons import against_best_peer, compared, real
+from cs336_systems.report.distributed import DISTRIBUTED_ANSWERS
 from cs336_systems.report.frames import (
     BASELINE,
     DTYPE_ORDER,
@@ -164,6 +165,7 @@ ANSWERS: dict[str, Callable[[pd.DataFrame], list[str]]] = {
     "torch_compile": torch_compile,
     "flash_benchmarking": flash_benchmarking,
     "leaderboard_2025": leaderboard_2025,
+    **DISTRIBUTED_ANSWERS,
 }
 
 

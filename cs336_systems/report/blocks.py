@@ -20,6 +20,7 @@ import pandas as pd
 
 from cs336_systems.records import Record, latest, read_records
 from cs336_systems.report.answers import answer
+from cs336_systems.report.distributed import DISTRIBUTED_CASES
 from cs336_systems.report.figures import file_stem
 from cs336_systems.report.frames import load_frame, refuse_mixture
 from cs336_systems.report.headline import headline
@@ -35,6 +36,7 @@ CASE_TYPES = {  # of the problems with tables and figures of their own
     "torch_compile": ("AttentionShape", "ModelCase"),
     "flash_benchmarking": ("AttentionShape",),
     "leaderboard_2025": ("AttentionShape",),
+    **DISTRIBUTED_CASES,
 }
 KINDS = ("table", "answer", "figures")
 

@@ -29,6 +29,16 @@ COLOURS = {
     "backward": "#CC6677",
     "forward_backward": "#0072B2",
     "train_step": "#332288",
+    # data parallelism
+    "naive": "#000000",
+    "flat": "#8A8A8A",
+    "overlap": "#56B4E9",
+    "bucketed": "#D55E00",
+    "torch DDP": "#0072B2",
+    "torch DDP, gradients as views": "#AA4499",
+    # lanes of a timeline
+    "compute": "#66A9D8",
+    "communication": "#D55E00",
     # models, light to dark with their size
     "small": "#DDAA33",
     "medium": "#44AA99",

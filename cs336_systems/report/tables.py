@@ -15,6 +15,7 @@ from typing import Any
 
 import pandas as pd
 
+from cs336_systems.report.distributed import DISTRIBUTED_TABLES
 from cs336_systems.report.frames import (
     ATTENTION_KEYS,
     ATTENTION_VARIANTS,
@@ -166,6 +167,7 @@ TABLES: dict[str, Callable[[pd.DataFrame], list[Section]]] = {
     "torch_compile": torch_compile,
     "flash_benchmarking": flash_benchmarking,
     "leaderboard_2025": leaderboard_2025,
+    **DISTRIBUTED_TABLES,
 }
 
 
