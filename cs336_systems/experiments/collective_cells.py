@@ -16,7 +16,7 @@ from cs336_systems.profiling.timing import synchronize, time_calls, time_once
 PROBLEM = "distributed_communication_single_node"
 BYTES_PER_FLOAT = 4
 MB = 10**6  # as the handout's sizes
-SIZES_MB = {"tiny": (1,), "smoke": (1, 10, 100), "handout": (1, 10, 100, 1000)}
+SIZES_MB = {"tiny": (1,), "smoke": (1, 10), "handout": (1, 10, 100, 1000)}
 NUM_RANKS = {"tiny": (2,), "smoke": (2, 4), "handout": (2, 4, 6, 8)}
 BUDGET_MS = {"tiny": 20.0, "smoke": 100.0, "handout": 300.0}  # of timed calls a case
 MIN_SAMPLES = 5

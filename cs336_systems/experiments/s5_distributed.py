@@ -12,7 +12,7 @@ from cs336_systems.experiments.ddp_cells import PEERS, WITH_BUCKETS, ddp_cell
 
 BUCKET_SIZES_MB = {"tiny": (0.1,), "smoke": (0.1, 1, 10), "handout": (1, 10, 100, 1000)}
 DEFAULT_BUCKET_MB = 25.0  # as PyTorch's
-FEWER_RANKS = {"tiny": (), "smoke": (1,), "handout": (1,)}  # beside the most: what a step costs with nobody to wait for
+FEWER_RANKS = {"tiny": (), "smoke": (), "handout": (1,)}  # beside the most: what a step costs with nobody to wait for
 MODEL_BATCH = 4  # sequences of each rank, as the handout's
 
 
@@ -74,14 +74,17 @@ def naive_cells(run: RunConfig) -> list[Cell]:
 
 def flat_cells(run: RunConfig) -> list[Cell]:
     """One all-reduce against one a parameter."""
-    return _cells("minimal_ddp_flat_benchmarking", run, ("naive", "flat"), [max_ranks(run)])
+    implementations = ("flat",) if run.scale == "tiny" else ("naive", "flat")
+    return _cells("minimal_ddp_flat_benchmarking", run, implementations, [max_ranks(run)])
 
 
 def overlap_cells(run: RunConfig) -> list[Cell]:
     """All four and PyTorch's own, in one run."""
     implementations: tuple[str, ...] = ("naive", "flat", "overlap", "bucketed", *PEERS)
-    if run.scale == "tiny":
-        implementations = ("naive", "overlap")
+    if run.scale == "smoke":  # one of PyTorch's is enough to compare with in a laptop's minutes
+        implementations = tuple(name for name in implementations if name != "torch_ddp")
+    elif run.scale == "tiny":
+        implementations = ("overlap",)
     return _cells("ddp_overlap_individual_parameters_benchmarking", run, implementations, all_ranks(run))
 
 
@@ -92,6 +95,6 @@ def bucketed_cells(run: RunConfig) -> list[Cell]:
         for size in BUCKET_SIZES_MB[run.scale]:
             case = _case(run, max_ranks(run), precision, size)
             cells.append(ddp_cell("ddp_bucketed_benchmarking", case, "bucketed"))
-            if precision == precisions(run)[-1] and run.scale != "tiny":
+            if precision == precisions(run)[-1] and run.scale == "handout":
                 cells.append(ddp_cell("ddp_bucketed_benchmarking", case, "torch_ddp_view"))
     return cells
