@@ -64,3 +64,31 @@ def ddp_bucketed_on_after_backward(ddp_model: Any, optimizer: torch.optim.Optimi
 
 def ddp_bucketed_on_train_batch_start(ddp_model: Any, optimizer: torch.optim.Optimizer) -> None:
     """Called at the start of each step, before the forward."""
+
+
+def get_sharded_optimizer(params: Any, optimizer_cls: type[torch.optim.Optimizer], **kwargs: Any) -> Any:
+    """An optimizer that keeps the state of this rank's share of `params` only, and exchanges what it updates."""
+    from cs336_systems.distributed.launch import collect_garbage_at_exit
+    from cs336_systems.distributed.sharded_optimizer import ShardedOptimizer
+
+    collect_garbage_at_exit()
+    return ShardedOptimizer(params, optimizer_cls, **kwargs)
+
+
+def get_fsdp(module: torch.nn.Module, compute_dtype: torch.dtype | None = None) -> torch.nn.Module:
+    """`module` with the weights of its Linear and Embedding layers sharded, used in `compute_dtype`."""
+    from cs336_systems.distributed.fsdp import FSDP
+    from cs336_systems.distributed.launch import collect_garbage_at_exit
+
+    collect_garbage_at_exit()
+    return FSDP(module, compute_dtype=compute_dtype)
+
+
+def fsdp_on_after_backward(fsdp_model: Any, optimizer: torch.optim.Optimizer) -> None:
+    """Called after backward and before the optimizer's step."""
+    fsdp_model.finish_gradient_synchronization()
+
+
+def fsdp_gather_full_params(fsdp_model: Any) -> dict[str, torch.Tensor]:
+    """All parameters of the wrapped module, whole and in float32, by their names in it."""
+    return fsdp_model.gather_full_params()
