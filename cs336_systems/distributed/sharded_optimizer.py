@@ -5,9 +5,9 @@
     optimizer.step()                                                    # update the own share, then broadcast it
 
 Phases of a step: update (the wrapped optimizer, on the parameters that this rank owns), then broadcast (each owner
-sends what it updated). Owners are chosen by size, largest parameter first, each to the rank with the fewest bytes so far, so
-that memory and work are balanced. Parameters and gradients stay whole on every rank: with AdamW a rank saves
-(1 - 1/num_ranks) of the two moments, and pays with broadcasts of all parameters on top of the all-reduce of all
+sends what it updated). Owners are chosen by size: the largest parameter first, each to the rank with the fewest bytes
+so far, so that memory and work are balanced. Parameters and gradients stay whole on every rank: with AdamW a rank
+saves (1 - 1/num_ranks) of the two moments, and pays with broadcasts of all parameters on top of the all-reduce of all
 gradients. `zero1.py` has the variant that pays nothing (ZeRO stage 1, Rajbhandari et al., arXiv:1910.02054).
 """
 
@@ -52,12 +52,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.owners: dict[Tensor, int] = {}  # rank in the group that updates each parameter
         self.bytes_owned = [0] * self.num_ranks  # by rank
         self._local: torch.optim.Optimizer | None = None
-        super().__init__(_unique_groups(params), kwargs)
+        super().__init__(unique_groups(params), kwargs)
         self._local = optimizer_cls([self._own_part(group) for group in self.param_groups], **kwargs)
         self.defaults = self._local.defaults
         self.state = self._local.state
         for group, own in zip(self.param_groups, self._local.param_groups):
-            group.update(_hyperparameters(own))  # what optimizer_cls filled in, for schedulers to find
+            group.update(hyperparameters(own))  # what optimizer_cls filled in, for schedulers to find
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group and share it out; also called for each group by the constructor of the base class."""
@@ -66,14 +66,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._assign_owners(group["params"])
         if self._local is not None:
             self._local.add_param_group(self._own_part(group))
-            group.update(_hyperparameters(self._local.param_groups[-1]))
+            group.update(hyperparameters(self._local.param_groups[-1]))
 
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         """Update the own share, then exchange the updated parameters; returns what `closure`, run by all, returns."""
         local = self._local
         assert local is not None
         for group, own in zip(self.param_groups, local.param_groups):
-            own.update(_hyperparameters(group))  # a learning rate may have been changed
+            own.update(hyperparameters(group))  # a learning rate may have been changed
         # update
         loss = local.step(**kwargs) if closure is None else local.step(closure, **kwargs)
         # broadcast
@@ -140,7 +140,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         local.load_state_dict({"state": state, "param_groups": groups})
         self.state = local.state  # the wrapped optimizer made a new one
         for group, own in zip(self.param_groups, local.param_groups):
-            group.update(_hyperparameters(own))
+            group.update(hyperparameters(own))
 
     def _assign_owners(self, parameters: list[Tensor]) -> None:
         for parameter in sorted(parameters, key=lambda parameter: -parameter.nbytes):  # stable: the same on all ranks
@@ -150,7 +150,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _own_part(self, group: dict[str, Any]) -> dict[str, Any]:
         own = [parameter for parameter in group["params"] if self.owners[parameter] == self.rank]
-        return {**_hyperparameters(group), "params": own}
+        return {**hyperparameters(group), "params": own}
 
     @torch.no_grad()
     def _broadcast_updates(self) -> None:
@@ -192,7 +192,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _in_places(self, state: dict[Tensor, dict[str, Any]]) -> dict[str, Any]:
         places = self._places()
         groups = [
-            {**_hyperparameters(group), "params": [places[parameter] for parameter in group["params"]]}
+            {**hyperparameters(group), "params": [places[parameter] for parameter in group["params"]]}
             for group in self.param_groups
         ]
         numbered = {places[parameter]: dict(values) for parameter, values in state.items()}
@@ -203,11 +203,11 @@ def _global_rank(group: dist.ProcessGroup | None, rank_in_group: int) -> int:
     return rank_in_group if group is None else dist.get_global_rank(group, rank_in_group)
 
 
-def _hyperparameters(group: dict[str, Any]) -> dict[str, Any]:
+def hyperparameters(group: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in group.items() if name not in ("params", "param_names")}
 
 
-def _unique_groups(params: Any) -> list[dict[str, Any]]:
+def unique_groups(params: Any) -> list[dict[str, Any]]:
     """`params` as groups, a tensor that stands twice in one of them (a tied weight) kept once."""
     if isinstance(params, Tensor):
         raise TypeError("params must be an iterable of tensors or groups, got a tensor")
