@@ -30,7 +30,7 @@ class ExecutionOrder(Generic[T]):
         """Note that `unit` runs now; its position in this pass. A surprise ends all guesses of this pass."""
         position = len(self.seen)
         self.seen.append(unit)
-        if position < len(self.expected) and self.expected[position] is not unit:
+        if position < len(self.expected) and self.expected[position] != unit:
             self.expected = []
         return position
 
