@@ -13,7 +13,10 @@ from cs336_systems.experiments.s4_attention import (
     torch_compile_cells,
 )
 from cs336_systems.experiments.s5_distributed import bucketed_cells, flat_cells, naive_cells, overlap_cells
+from cs336_systems.experiments.s6_sharding import optimizer_sharding_cells
+from cs336_systems.experiments.s7_fsdp import fsdp_cells
 from cs336_systems.experiments.s9_leaderboard import leaderboard_2025_cells, measure_leaderboard_2025
+from cs336_systems.experiments.sharding_cells import measure_sharding
 
 PROBLEMS: dict[str, Problem] = {
     problem.name: problem
@@ -98,6 +101,24 @@ PROBLEMS: dict[str, Problem] = {
             points=3,
             cells=bucketed_cells,
             measure=measure_ddp,
+        ),
+        Problem(
+            name="optimizer_state_sharding_accounting",
+            title="Sharded optimizer state: memory before and after the step, step time, against ZeRO",
+            section="6",
+            editions=(2025, 2026),
+            points=5,
+            cells=optimizer_sharding_cells,
+            measure=measure_sharding,
+        ),
+        Problem(
+            name="fsdp_accounting",
+            title="FSDP: memory, step time, and whether the all-gather is there in time",
+            section="7",
+            editions=(2026,),
+            points=5,
+            cells=fsdp_cells,
+            measure=measure_sharding,
         ),
         Problem(
             name="leaderboard_2025",
