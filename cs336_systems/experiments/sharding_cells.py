@@ -31,6 +31,7 @@ from cs336_systems.experiments.cells import Cell, Disagreement, Measurement, Row
 from cs336_systems.experiments.rank_cells import agreed_samples, run_cell, slowest
 from cs336_systems.inputs import token_batch
 from cs336_systems.model import AdamW, TransformerLM, build_model, cross_entropy
+from cs336_systems.profiling.intervals import simplify
 from cs336_systems.profiling.memory import MIB, release
 from cs336_systems.profiling.overlap import Lanes, trace_lanes
 from cs336_systems.profiling.timing import synchronize
@@ -69,7 +70,8 @@ class ShardingCase:
 MEMORY = ("parameters", "gradients", "optimizer_state")  # bytes of a rank's tensors, after a step
 MOMENTS = ("memory_after_init", "memory_before_step", "memory_after_step")  # peaks so far, from CUDA's allocator
 TRACED = ("compute_time", "communication_time", "overlap_time", "traced_time")
-COMPARED = ("time", "peak_memory", "predicted_peak_memory")
+INTERVALS = ("compute_intervals", "communication_intervals")  # start, end, start, end, ...: what a figure can show
+MOST_INTERVALS = 300  # of a lane in a record: more cannot be told apart in a figure
 
 
 def sharding_cell(problem: str, case: ShardingCase, implementation: str) -> Cell:
@@ -80,7 +82,8 @@ def sharding_cell(problem: str, case: ShardingCase, implementation: str) -> Cell
         rows += [Row(mode="train_step", quantity=name, unit="MiB") for name in (*MOMENTS, "peak_memory")]
     if implementation in ("fsdp", "fsdp_layer"):
         rows.append(Row(mode="train_step", quantity="predicted_peak_memory", unit="MiB"))
-    rows += [Row(mode=mode, quantity=name, unit="ms") for mode in ("forward", "train_step") for name in TRACED]
+    for mode in ("forward", "train_step"):
+        rows += [Row(mode=mode, quantity=name, unit="ms") for name in (*TRACED, *INTERVALS)]
     alone = ModelCase(model=case.model, batch=case.batch, attention=case.attention, precision=case.precision)
     predicted = case.num_ranks * model_peak_bytes(alone, "train_step") if case.backend == "gloo" else 0
     return Cell(problem=problem, case=case, implementation=implementation, rows=tuple(rows), predicted_bytes=predicted)
@@ -118,6 +121,9 @@ def measure_sharding(cell: Cell, run: RunConfig) -> Iterator[Measurement]:
         values = (lanes.compute_ms, lanes.communication_ms, lanes.overlap_ms, lanes.span_ms)
         for name, value in zip(TRACED, values):
             yield Measurement(row=rows[mode, name], samples=[value])
+        for name, intervals in zip(INTERVALS, (lanes.compute, lanes.communication)):
+            samples = [time for pair in simplify(intervals, MOST_INTERVALS) for time in pair]
+            yield Measurement(row=rows[mode, name], samples=samples, skipped="" if samples else "there were none")
 
 
 def predicted_mib(case: ShardingCase) -> float:

@@ -26,6 +26,7 @@ from cs336_systems.report.frames import (
 )
 from cs336_systems.report.markdown import code_span, factor, number, plain
 from cs336_systems.report.sections import longest_warmup, present_modes, timed
+from cs336_systems.report.sharding import SHARDING_ANSWERS
 
 EXAMPLE_LENGTH = 16384  # the leaderboard's length: examples quote it where it was measured
 EXAMPLE_HEAD_DIM = 64
@@ -166,6 +167,7 @@ ANSWERS: dict[str, Callable[[pd.DataFrame], list[str]]] = {
     "flash_benchmarking": flash_benchmarking,
     "leaderboard_2025": leaderboard_2025,
     **DISTRIBUTED_ANSWERS,
+    **SHARDING_ANSWERS,
 }
 
 

@@ -27,6 +27,7 @@ from cs336_systems.report.headline import headline
 from cs336_systems.report.markdown import one_line
 from cs336_systems.report.plots import Plot, plots
 from cs336_systems.report.sections import Section
+from cs336_systems.report.sharding import SHARDING_CASES
 from cs336_systems.report.tables import TABLES, problem_table, sections
 
 HEADLINE = "headline"
@@ -37,6 +38,7 @@ CASE_TYPES = {  # of the problems with tables and figures of their own
     "flash_benchmarking": ("AttentionShape",),
     "leaderboard_2025": ("AttentionShape",),
     **DISTRIBUTED_CASES,
+    **SHARDING_CASES,
 }
 KINDS = ("table", "answer", "figures")
 

@@ -39,6 +39,20 @@ COLOURS = {
     # lanes of a timeline
     "compute": "#66A9D8",
     "communication": "#D55E00",
+    # sharding
+    "unsharded": "#000000",
+    "sharded": "#56B4E9",
+    "zero1": "#D55E00",
+    "torch_zero": "#0072B2",
+    "fsdp": "#D55E00",
+    "fsdp_layer": "#E69F00",
+    "torch_fsdp": "#0072B2",
+    # what memory is for
+    "parameters": "#0072B2",
+    "gradients": "#56B4E9",
+    "optimizer_state": "#E69F00",
+    "peak_memory": "#332288",
+    "predicted_peak_memory": "#DDCC77",
     # models, light to dark with their size
     "small": "#DDAA33",
     "medium": "#44AA99",

@@ -44,6 +44,7 @@ from cs336_systems.report.sections import (
     section,
     timed,
 )
+from cs336_systems.report.sharding import SHARDING_TABLES
 
 
 def sections(problem: str, frame: pd.DataFrame) -> list[Section]:
@@ -168,6 +169,7 @@ TABLES: dict[str, Callable[[pd.DataFrame], list[Section]]] = {
     "flash_benchmarking": flash_benchmarking,
     "leaderboard_2025": leaderboard_2025,
     **DISTRIBUTED_TABLES,
+    **SHARDING_TABLES,
 }
 
 
