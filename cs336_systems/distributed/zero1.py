@@ -43,7 +43,7 @@ class Zero1Optimizer(torch.optim.Optimizer):
     """`optimizer_cls`, an elementwise optimizer, over this rank's slices of `params`.
 
     Args:
-        params: what torch.optim takes. Rank 0's values are sent to all. Parameters that need no gradient stay out.
+        params: what torch.optim takes. Rank 0's values are sent to all. Those that need no gradient are in no bucket.
         bucket_size_mb: of the parameters of a bucket, 10⁶ bytes; a larger parameter has one of its own.
         process_group: None: all ranks.
         kwargs: for `optimizer_cls`.
@@ -70,6 +70,7 @@ class Zero1Optimizer(torch.optim.Optimizer):
         super().__init__(unique_groups(params), kwargs)
         everything = [parameter for group in self.param_groups for parameter in group["params"]]
         check_same_shapes(((str(place), parameter) for place, parameter in enumerate(everything)), process_group)
+        self._send_frozen(everything)
         self.buckets: list[Bucket] = []
         local_groups = []
         for group in self.param_groups:
@@ -244,6 +245,15 @@ class Zero1Optimizer(torch.optim.Optimizer):
             groups.append({**hyperparameters(loaded), "params": list(range(first, first + count))})
             first += count
         self.local.load_state_dict({"state": {k: v for k, v in state.items() if v}, "param_groups": groups})
+
+    @torch.no_grad()
+    def _send_frozen(self, parameters: list[Tensor]) -> None:
+        """Give parameters that no bucket will hold rank 0's values."""
+        for parameter in parameters:
+            if not parameter.requires_grad and parameter.numel() and self.num_ranks > 1:
+                values = parameter.detach().contiguous()
+                dist.broadcast(values, group_src=0, group=self.group)
+                parameter.copy_(values)
 
     def _fill_buckets(self, parameters: list[Tensor], max_bytes: float) -> list[Bucket]:
         """Trainable `parameters` in order, cut where the size is reached or the dtype or device changes."""

@@ -153,7 +153,6 @@ def _bars(name: str, title: str, data: pd.DataFrame, y_label: str) -> Plot:
         data=data,
         x_label="",
         y_label=y_label,
-        log_y=False,
         notes=("Bars: median; whiskers: quartiles.",) if name == "time" else (),
     )
 
