@@ -170,6 +170,44 @@ class ModelCase:
             raise ValueError(f"ModelCase.warmup must not be negative, got {self.warmup}")
 
 
+COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "broadcast")
+DISTRIBUTED_BACKENDS = ("gloo", "nccl")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CollectiveCase:
+    """One collective of float32 on the ranks of one host."""
+
+    operation: str  # one of COLLECTIVES
+    num_bytes: int  # of the whole tensor: what all-gather gives each rank, what reduce-scatter takes from each
+    num_ranks: int
+    backend: str  # gloo moves host memory, nccl GPU memory
+
+    def __post_init__(self) -> None:
+        _require_choice(self, "operation", COLLECTIVES)
+        _require_choice(self, "backend", DISTRIBUTED_BACKENDS)
+        _require_positive(self, "num_bytes", "num_ranks")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataParallelCase:
+    """One training step of data-parallel ranks, each with `batch` sequences of its own."""
+
+    model: ModelConfig
+    batch: int  # sequences of each rank
+    num_ranks: int
+    backend: str  # nccl on GPUs, gloo on CPUs
+    attention: str  # as in ModelCase
+    precision: Precision = Precision()
+    bucket_size_mb: float | None = None  # MiB of gradients in a bucket; None: the implementation has none
+
+    def __post_init__(self) -> None:
+        _require_positive(self, "batch", "num_ranks")
+        _require_choice(self, "backend", DISTRIBUTED_BACKENDS)
+        if self.bucket_size_mb is not None and not self.bucket_size_mb > 0:
+            raise ValueError(f"DataParallelCase.bucket_size_mb must be positive, got {self.bucket_size_mb}")
+
+
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
     """Options of one `cs336-systems run`, the same for every problem it runs."""

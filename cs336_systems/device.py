@@ -160,6 +160,7 @@ class Peak:
     fp32_tflops: float  # outside the tensor cores (IEEE float32, not TF32)
     memory_gb_per_s: float  # 10⁹ bytes per second
     source: str
+    link_gb_per_s: float | None = None  # to the other GPUs of the host, one way: half of what sheets call NVLink's rate
 
     def tflops(self, dtype: str) -> float | None:
         """Peak TFLOP/s of matmuls in `dtype`, None where the sheet is not kept (float64); ValueError if unknown."""
@@ -169,19 +170,19 @@ class Peak:
         return {"bfloat16": half, "float16": half, "float32": self.fp32_tflops}.get(dtype)
 
 
-def _peak(bf16: float, fp32: float, gb_per_s: float, source: str) -> Peak:
-    return Peak(bf16_tflops=bf16, fp32_tflops=fp32, memory_gb_per_s=gb_per_s, source=source)
+def _peak(bf16: float, fp32: float, gb_per_s: float, source: str, link: float | None = None) -> Peak:
+    return Peak(bf16_tflops=bf16, fp32_tflops=fp32, memory_gb_per_s=gb_per_s, source=source, link_gb_per_s=link)
 
 
 # By the driver's whole name without "NVIDIA ", so that a MIG slice or a sibling product is unknown, not mistaken. Where
 # a sheet prints rates with sparsity, the dense rate is half.
 PEAKS = {
-    "B200": _peak(2250, 75, 7700, "NVIDIA Blackwell datasheet (HGX B200)"),
-    "H200": _peak(989.5, 67, 4800, "NVIDIA H200 Tensor Core GPU datasheet (SXM)"),
-    "H100 80GB HBM3": _peak(989.5, 67, 3350, "NVIDIA H100 Tensor Core GPU datasheet (SXM)"),
+    "B200": _peak(2250, 75, 7700, "NVIDIA Blackwell datasheet (HGX B200)", 900),
+    "H200": _peak(989.5, 67, 4800, "NVIDIA H200 Tensor Core GPU datasheet (SXM)", 450),
+    "H100 80GB HBM3": _peak(989.5, 67, 3350, "NVIDIA H100 Tensor Core GPU datasheet (SXM)", 450),
     "H100 PCIe": _peak(756.5, 51, 2000, "NVIDIA H100 Tensor Core GPU datasheet (PCIe)"),
-    "A100-SXM4-40GB": _peak(312, 19.5, 1555, "NVIDIA A100 Tensor Core GPU datasheet (40GB SXM)"),
-    "A100-SXM4-80GB": _peak(312, 19.5, 2039, "NVIDIA A100 Tensor Core GPU datasheet (80GB SXM)"),
+    "A100-SXM4-40GB": _peak(312, 19.5, 1555, "NVIDIA A100 Tensor Core GPU datasheet (40GB SXM)", 300),
+    "A100-SXM4-80GB": _peak(312, 19.5, 2039, "NVIDIA A100 Tensor Core GPU datasheet (80GB SXM)", 300),
     "A100-PCIE-40GB": _peak(312, 19.5, 1555, "NVIDIA A100 Tensor Core GPU datasheet (40GB PCIe)"),
     "A100 80GB PCIe": _peak(312, 19.5, 1935, "NVIDIA A100 Tensor Core GPU datasheet (80GB PCIe)"),
     "L4": _peak(121, 30.3, 300, "NVIDIA L4 Tensor Core GPU datasheet"),

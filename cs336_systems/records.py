@@ -26,6 +26,7 @@ Status = Literal["ok", "oom", "failed", "skipped"]
 STATUSES: tuple[str, ...] = get_args(Status)
 TIME_UNITS = ("ms", "s")
 UNITS = (*TIME_UNITS, "MiB", "1")  # 1: a share
+RECORD_MODES = (*MODES, "collective")  # the last: one collective alone, outside of a model's passes
 PROBLEM = re.compile(r"[A-Za-z0-9_-]{1,100}")  # it becomes part of file names and of the names of blocks
 CASE_SIZES = ("batch", "heads", "kv_heads", "seqlen_q", "seqlen_k", "head_dim", "warmup")
 DEEPEST_CASE = 4  # objects inside objects; a ModelCase has 2
@@ -39,7 +40,7 @@ class Record:
     scale: str  # tiny, smoke or handout
     case: dict[str, Any]  # the config object that ran, its class name under "type"
     implementation: str  # e.g. "triton", "sdpa_cudnn"
-    mode: str  # forward, backward, forward_backward or train_step
+    mode: str  # forward, backward, forward_backward, train_step or collective
     quantity: str  # e.g. "time", "compile_time", "peak_memory"
     unit: str  # e.g. "ms", "s", "MiB"
     samples: list[float] = field(default_factory=list)  # raw, in measured order; empty unless status is ok
@@ -146,7 +147,7 @@ def _check_values(record: Record, refuse: Refuse) -> None:
     """What holds for every record, written or read; `record` has the declared types."""
     if not PROBLEM.fullmatch(record.problem):
         refuse("problem", f"must be 1 to 100 letters, digits, '_' and '-', got {record.problem[:100]!r}")
-    for name, choices in (("status", STATUSES), ("mode", MODES), ("scale", SCALES), ("unit", UNITS)):
+    for name, choices in (("status", STATUSES), ("mode", RECORD_MODES), ("scale", SCALES), ("unit", UNITS)):
         if getattr(record, name) not in choices:
             refuse(name, f"must be one of {', '.join(choices)}, got {getattr(record, name)[:100]!r}")
     if record.quantity in ("time", "compile_time") and record.unit not in TIME_UNITS:

@@ -162,7 +162,7 @@ def test_the_current_folder_is_searched_last(tmp_path, monkeypatch):
 
 def test_the_measuring_process_notices_that_its_parent_is_gone():
     """Where the kernel sends no signal at the parent's end, a thread watches; the parent here is not the one named."""
-    code = "from cs336_systems.experiments.worker import _watch_parent; _watch_parent(1 << 30)"
+    code = "from cs336_systems.distributed.processes import watch_parent; watch_parent(1 << 30)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=60).returncode == 1
 
 

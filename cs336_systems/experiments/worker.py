@@ -12,20 +12,17 @@ import multiprocessing
 import os
 import signal
 import sys
-import threading
-import time
 import traceback
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 from cs336_systems.config import RunConfig
+from cs336_systems.distributed.processes import end_with_parent, exit_reason
 from cs336_systems.experiments.cells import Cell, Disagreement, Measurement, Unsupported
 
 START_TIMEOUT_S = 300  # importing torch on a cold disk
 STOP_TIMEOUT_S = 10
-WATCH_INTERVAL_S = 1
-PR_SET_PDEATHSIG = 1  # linux/prctl.h
 READY = "ready"
 
 
@@ -69,7 +66,7 @@ class Worker:
             message = f"no result within {self.run.cell_timeout_s} s"
         except (EOFError, ConnectionError):
             self.process.join(STOP_TIMEOUT_S)
-            message = f"the measuring process died ({_exit_reason(self.process.exitcode)})"
+            message = f"the measuring process died ({exit_reason(self.process.exitcode)})"
         self.kill()
         return Outcome(measurements=measurements, status="failed", message=message)
 
@@ -108,12 +105,6 @@ class Worker:
             raise OSError(f"the measuring process could not start; {self.log} says why")
 
 
-def _exit_reason(code: int | None) -> str:
-    if code is not None and code < 0:
-        return f"signal {signal.Signals(-code).name}"
-    return f"exit code {code}"
-
-
 def search_current_folder() -> None:
     """Let a user's own model be found where the command was typed.
 
@@ -123,29 +114,9 @@ def search_current_folder() -> None:
         sys.path.append(os.getcwd())
 
 
-def _end_with_parent(parent_pid: int) -> None:
-    """Let this process end when its parent is gone, however that ended: nobody else would stop a cell that hangs."""
-    if sys.platform == "linux":
-        import ctypes
-
-        # The signal comes when the parent's thread that started this process ends; for `run` that is the main thread.
-        asked = ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL)) == 0
-        if os.getppid() != parent_pid:  # it ended before the request
-            os._exit(1)
-        if asked:
-            return
-    threading.Thread(target=_watch_parent, args=(parent_pid,), daemon=True).start()
-
-
-def _watch_parent(parent_pid: int) -> None:
-    while os.getppid() == parent_pid:
-        time.sleep(WATCH_INTERVAL_S)
-    os._exit(1)
-
-
 def _serve(pipe: Connection, parent_pid: int, run: RunConfig, log: Path, interpret: bool) -> None:
     """The child's main: prepare the process, then answer cells until None or the end of the pipe."""
-    _end_with_parent(parent_pid)
+    end_with_parent(parent_pid)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     _redirect_output(log)
     if run.model is not None:

@@ -13,6 +13,7 @@ from typing import Any
 import pandas as pd
 
 from cs336_systems.report.comparisons import against_best_peer, compared, real
+from cs336_systems.report.distributed import DISTRIBUTED_ANSWERS
 from cs336_systems.report.frames import (
     BASELINE,
     DTYPE_ORDER,
@@ -26,6 +27,7 @@ from cs336_systems.report.frames import (
 from cs336_systems.report.markdown import code_span, factor, number, plain
 from cs336_systems.report.masks import MASK_ANSWERS
 from cs336_systems.report.sections import longest_warmup, present_modes, timed
+from cs336_systems.report.sharding import SHARDING_ANSWERS
 
 EXAMPLE_LENGTH = 16384  # the leaderboard's length: examples quote it where it was measured
 EXAMPLE_HEAD_DIM = 64
@@ -166,6 +168,8 @@ ANSWERS: dict[str, Callable[[pd.DataFrame], list[str]]] = {
     "flash_benchmarking": flash_benchmarking,
     "leaderboard_2025": leaderboard_2025,
     **MASK_ANSWERS,
+    **DISTRIBUTED_ANSWERS,
+    **SHARDING_ANSWERS,
 }
 
 

@@ -20,6 +20,7 @@ import pandas as pd
 
 from cs336_systems.records import Record, latest, read_records
 from cs336_systems.report.answers import answer
+from cs336_systems.report.distributed import DISTRIBUTED_CASES
 from cs336_systems.report.figures import file_stem
 from cs336_systems.report.frames import load_frame, refuse_mixture
 from cs336_systems.report.headline import headline
@@ -27,6 +28,7 @@ from cs336_systems.report.markdown import one_line
 from cs336_systems.report.masks import MASK_CASES
 from cs336_systems.report.plots import Plot, plots
 from cs336_systems.report.sections import Section
+from cs336_systems.report.sharding import SHARDING_CASES
 from cs336_systems.report.tables import TABLES, problem_table, sections
 
 HEADLINE = "headline"
@@ -37,6 +39,8 @@ CASE_TYPES = {  # of the problems with tables and figures of their own
     "flash_benchmarking": ("AttentionShape",),
     "leaderboard_2025": ("AttentionShape",),
     **MASK_CASES,
+    **DISTRIBUTED_CASES,
+    **SHARDING_CASES,
 }
 KINDS = ("table", "answer", "figures")
 

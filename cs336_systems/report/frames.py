@@ -8,7 +8,8 @@ Every table, figure and sentence of the report is made from this frame:
 Columns: problem, scale, implementation, label, interpreted, mode, quantity, unit, status, message, kernel; of the case:
 case, case_type, seqlen, seqlen_k, head_dim, batch, heads, kv_heads, causal, dtype, model, context, attention,
 precision, warmup, mask; of the samples (in the row's unit, see SHOWN_UNITS): samples, first, median, quartile_low,
-quartile_high, mean, std; tflops (timed attention only); of the run: device, driver, torch, triton, commit, dirty, date.
+quartile_high, mean, std; tflops (timed attention only); of the run: device, driver, torch, triton, commit, dirty, date;
+and raw, the samples themselves.
 """
 
 from __future__ import annotations
@@ -196,6 +197,7 @@ def _row(record: Record) -> dict[str, Any]:
         "kernel": record.kernel,
         **_case_columns(record.case),
         **_sample_columns(record.samples if record.status == "ok" else []),
+        "raw": tuple(record.samples) if record.status == "ok" else (),
         "tflops": _tflops(record),
         "device": str(record.device.get("name")),
         "driver": str(record.device.get("driver") or ""),

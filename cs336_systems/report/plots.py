@@ -12,11 +12,13 @@ from collections.abc import Callable
 
 import pandas as pd
 
+from cs336_systems.report.distributed import DISTRIBUTED_PLOTS
 from cs336_systems.report.frames import DTYPE_ORDER, MODE_TITLES, MODEL_VARIANTS, complete, ordered, select, variants
 from cs336_systems.report.markdown import plain
 from cs336_systems.report.masks import MASK_PLOTS
 from cs336_systems.report.points import Plot, model_speed_ups, points, points_by_length
 from cs336_systems.report.sections import attention_keys, constants, longest_warmup, present_modes, timed
+from cs336_systems.report.sharding import SHARDING_PLOTS
 
 LENGTH = "sequence length (tokens)"
 FIRST_STEP = ", first step"  # ends the name of the series that shows first steps alone
@@ -192,6 +194,8 @@ PLOTS: dict[str, Callable[[pd.DataFrame], list[Plot]]] = {
     "flash_benchmarking": flash_benchmarking,
     "leaderboard_2025": leaderboard_2025,
     **MASK_PLOTS,
+    **DISTRIBUTED_PLOTS,
+    **SHARDING_PLOTS,
 }
 
 

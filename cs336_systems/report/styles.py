@@ -29,6 +29,30 @@ COLOURS = {
     "backward": "#CC6677",
     "forward_backward": "#0072B2",
     "train_step": "#332288",
+    # data parallelism
+    "naive": "#000000",
+    "flat": "#8A8A8A",
+    "overlap": "#56B4E9",
+    "bucketed": "#D55E00",
+    "torch DDP": "#0072B2",
+    "torch DDP, gradients as views": "#AA4499",
+    # lanes of a timeline
+    "compute": "#66A9D8",
+    "communication": "#D55E00",
+    # sharding
+    "unsharded": "#000000",
+    "sharded": "#56B4E9",
+    "zero1": "#D55E00",
+    "torch_zero": "#0072B2",
+    "fsdp": "#D55E00",
+    "fsdp_layer": "#E69F00",
+    "torch_fsdp": "#0072B2",
+    # what memory is for
+    "parameters": "#0072B2",
+    "gradients": "#56B4E9",
+    "optimizer_state": "#E69F00",
+    "peak_memory": "#332288",
+    "predicted_peak_memory": "#DDCC77",
     # models, light to dark with their size
     "small": "#DDAA33",
     "medium": "#44AA99",

@@ -15,6 +15,7 @@ from typing import Any
 
 import pandas as pd
 
+from cs336_systems.report.distributed import DISTRIBUTED_TABLES
 from cs336_systems.report.frames import (
     ATTENTION_KEYS,
     ATTENTION_VARIANTS,
@@ -44,6 +45,7 @@ from cs336_systems.report.sections import (
     section,
     timed,
 )
+from cs336_systems.report.sharding import SHARDING_TABLES
 
 
 def sections(problem: str, frame: pd.DataFrame) -> list[Section]:
@@ -168,6 +170,8 @@ TABLES: dict[str, Callable[[pd.DataFrame], list[Section]]] = {
     "flash_benchmarking": flash_benchmarking,
     "leaderboard_2025": leaderboard_2025,
     **MASK_TABLES,
+    **DISTRIBUTED_TABLES,
+    **SHARDING_TABLES,
 }
 
 

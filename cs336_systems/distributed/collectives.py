@@ -1,0 +1,275 @@
+"""The few collectives that everything here uses: averages over ranks, and the two halves of a sharded one.
+
+    handle = all_reduce_mean(gradient, group, async_op=True)
+    ...                                     # compute that does not touch the gradient
+    handle.wait()                           # now it is the mean over the ranks of `group`
+
+An average is a sum, then a division: NCCL divides inside its reduction (ReduceOp.AVG), elsewhere `wait` divides.
+`wait` on NCCL makes the current stream wait, never the host. A group of one rank communicates nothing, and neither do
+tensors without elements. `group` is a process group, or None for the default one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+import torch.distributed as dist
+from jaxtyping import Shaped
+from torch import Tensor, nn
+
+Group = dist.ProcessGroup | None
+
+
+class Work:
+    """A collective under way. `wait` returns when its result may be used on the current stream; again is no harm."""
+
+    def __init__(self, work: dist.Work | None = None, finish: Callable[[], object] | None = None) -> None:
+        self._work = work  # None: done already
+        self._finish = finish  # what turns the transport's result into the promised one
+
+    def wait(self) -> None:
+        if self._work is not None:
+            self._work.wait()
+        if self._finish is not None:
+            self._finish()
+        self._work = self._finish = None
+
+
+def num_ranks(group: Group = None) -> int:
+    """Ranks of `group`; RuntimeError where no process group was made."""
+    _require_group()
+    return dist.get_world_size(group)
+
+
+def rank_in(group: Group = None) -> int:
+    """This process's place in `group`; RuntimeError where no process group was made."""
+    _require_group()
+    return dist.get_rank(group)
+
+
+def _require_group() -> None:
+    if not dist.is_available() or not dist.is_initialized():
+        raise RuntimeError(
+            "there is no process group: start the ranks with run_ranks, or under torchrun call init_from_environment()"
+        )
+
+
+def all_reduce_mean(
+    tensor: Shaped[Tensor, "*shape"],
+    group: Group = None,
+    async_op: bool = False,
+    *,
+    reduce_dtype: torch.dtype | None = None,
+) -> Work:
+    """Replace `tensor` on every rank by its mean over `group`; without `async_op` that is done on return.
+
+    With `reduce_dtype` the sum and the division are made, and sent, in that dtype; the result is rounded once. Without
+    it they are made in the tensor's own, in which float16 sums may overflow. Any strides; floating point or complex.
+    """
+    size = num_ranks(group)
+    _require_mean("tensor", tensor)
+    tensor = tensor.detach()  # its storage, without a graph
+    if size == 1 or not tensor.numel():
+        return Work()
+    sent = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    target = sent
+    if reduce_dtype is not None:
+        sent = sent.to(reduce_dtype)
+    sent = sent.contiguous()  # the same order of elements on every rank, whatever the strides
+    averages = _averages(group)
+    op = dist.ReduceOp.AVG if averages else dist.ReduceOp.SUM
+    work = dist.all_reduce(sent, op=op, group=group, async_op=True)
+
+    def finish() -> None:
+        if not averages:
+            sent.div_(size)
+        if sent.data_ptr() != target.data_ptr():
+            target.copy_(sent)
+
+    return _started(work, finish, async_op)
+
+
+def all_reduce_max(tensor: Shaped[Tensor, "*shape"], group: Group = None) -> None:
+    """Replace the contiguous `tensor` on every rank by the largest of each element over `group`."""
+    if num_ranks(group) > 1 and tensor.numel():
+        dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=group)
+
+
+def broadcast_from_first(tensor: Shaped[Tensor, "*shape"], group: Group = None) -> None:
+    """Replace the contiguous `tensor` on every rank by that of rank 0 of `group`, bit for bit."""
+    if num_ranks(group) > 1 and tensor.numel():
+        # As bytes: every transport takes them, and no dtype is left out.
+        dist.broadcast(tensor.reshape(-1).view(torch.uint8), group_src=0, group=group)
+
+
+def all_gather_flat(
+    output: Shaped[Tensor, " ranks*n"], input: Shaped[Tensor, " n"], group: Group = None, async_op: bool = False
+) -> Work:
+    """Fill `output` with the ranks' `input`s, one after the other; equal sizes everywhere, any dtype."""
+    size = num_ranks(group)
+    _require_flat(output, input, whole="output", part="input", size=size)
+    output, input = output.detach(), input.detach()
+    if size == 1:
+        output.copy_(input)
+        return Work()
+    if not input.numel():
+        return Work()
+    if _through_host(input, group):
+        parts = torch.empty(output.shape, dtype=output.dtype)
+        _gather(parts, input.cpu(), group).wait()
+        output.copy_(parts)
+        return Work()
+    return _started(_gather(output, input, group), None, async_op)
+
+
+def reduce_scatter_mean_flat(
+    output: Shaped[Tensor, " n"],
+    input: Shaped[Tensor, " ranks*n"],
+    group: Group = None,
+    async_op: bool = False,
+    *,
+    reduce_dtype: torch.dtype | None = None,
+) -> Work:
+    """Fill `output` with this rank's part of the mean of `input` over `group`; `input` is left as it was.
+
+    `reduce_dtype` is as in `all_reduce_mean`; without it the reduction is made in the input's dtype. The output may
+    have another dtype than the input; the result is rounded to it once.
+    """
+    size = num_ranks(group)
+    _require_flat(input, output, whole="input", part="output", size=size, same_dtype=False)
+    _require_mean("input", input)
+    output, input = output.detach(), input.detach()
+    if size == 1:
+        output.copy_(input if reduce_dtype is None else input.to(reduce_dtype))
+        return Work()
+    if not output.numel():
+        return Work()
+    sent = input if reduce_dtype is None else input.to(reduce_dtype)
+    if _through_host(input, group):
+        sent = sent.cpu()
+    same = output.dtype == sent.dtype and output.device == sent.device
+    part = output if same else torch.empty(output.shape, dtype=sent.dtype, device=sent.device)
+    averages = _averages(group)
+    op = dist.ReduceOp.AVG if averages else dist.ReduceOp.SUM
+    work = _scatter(part, sent, op, group)
+
+    def finish() -> None:
+        if not averages:
+            part.div_(size)
+        if part is not output:
+            output.copy_(part)
+
+    return _started(work, finish, async_op)
+
+
+def _started(work: dist.Work, finish: Callable[[], object] | None, async_op: bool) -> Work:
+    handle = Work(work, finish)
+    if not async_op:
+        handle.wait()
+    return handle
+
+
+def _averages(group: Group) -> bool:
+    """Whether the transport divides: NCCL does, in the same kernel."""
+    return dist.get_backend(group) == "nccl"
+
+
+def _through_host(tensor: Tensor, group: Group) -> bool:
+    """gloo takes CUDA tensors for all-reduce and broadcast only; the others are staged in host memory."""
+    return tensor.is_cuda and dist.get_backend(group) == "gloo"
+
+
+def _gather(output: Tensor, input: Tensor, group: Group) -> dist.Work:
+    # torch 2.13 renamed both functions, and warns of the old names that torch 2.11 needs.
+    call = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    return call(output, input, group=group, async_op=True)
+
+
+def _scatter(output: Tensor, input: Tensor, op: dist.ReduceOp.RedOpType, group: Group) -> dist.Work:
+    call = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    return call(output, input, op=op, group=group, async_op=True)
+
+
+def _require_mean(name: str, tensor: Tensor) -> None:
+    if not (tensor.is_floating_point() or tensor.is_complex()):
+        raise TypeError(f"{name} must be floating point or complex to have a mean, got {tensor.dtype}")
+
+
+def _require_flat(
+    whole_tensor: Tensor, part_tensor: Tensor, *, whole: str, part: str, size: int, same_dtype: bool = True
+) -> None:
+    for name, tensor in ((whole, whole_tensor), (part, part_tensor)):
+        if tensor.ndim != 1 or not tensor.is_contiguous():
+            raise ValueError(
+                f"{name} must be flat and contiguous, got shape {tuple(tensor.shape)} and strides {tensor.stride()}"
+            )
+    if whole_tensor.numel() != size * part_tensor.numel():
+        raise ValueError(
+            f"{whole} must have {size} ranks times the {part_tensor.numel()} elements of {part}, "
+            f"got {whole_tensor.numel()}"
+        )
+    if same_dtype and whole_tensor.dtype != part_tensor.dtype:
+        raise TypeError(f"{whole} must have the dtype of {part}, {part_tensor.dtype}, got {whole_tensor.dtype}")
+
+
+# Construction: every rank starts from rank 0's model
+
+
+def check_same_shapes(named_tensors: Iterable[tuple[str, Tensor]], group: Group = None) -> None:
+    """ValueError, on every rank, naming the first tensor that is not the same on all ranks of `group`.
+
+    Names, order, shapes, dtypes and whether a gradient is wanted must agree: ranks that differ would issue other
+    collectives, and hang or, worse, add up tensors that do not belong together.
+    """
+    own = [(name, _description(tensor)) for name, tensor in named_tensors]
+    size = num_ranks(group)
+    if size == 1:
+        return
+    everyone: list[list[tuple[str, str]]] = [[] for _ in range(size)]
+    dist.all_gather_object(everyone, own, group=group)
+    for rank in range(1, size):
+        _compare(everyone[0], everyone[rank], rank)
+
+
+def _compare(first: list[tuple[str, str]], other: list[tuple[str, str]], rank: int) -> None:
+    """Raise ValueError if `other`, of `rank`, is not `first`, of rank 0."""
+    for (name, description), (other_name, other_description) in zip(first, other):
+        if name != other_name:
+            raise ValueError(
+                f"parameters must have the same order on all ranks: "
+                f"rank 0 has {name!r} where rank {rank} has {other_name!r}"
+            )
+        if description != other_description:
+            raise ValueError(
+                f"parameter {name!r} must be the same on all ranks: "
+                f"{description} on rank 0, {other_description} on rank {rank}"
+            )
+    if len(first) != len(other):
+        common = min(len(first), len(other))
+        longer, lacking = (first, rank) if len(first) > common else (other, 0)
+        raise ValueError(f"parameter {longer[common][0]!r} is missing on rank {lacking}")
+
+
+def _description(tensor: Tensor) -> str:
+    frozen = "" if tensor.requires_grad or not isinstance(tensor, nn.Parameter) else ", frozen"
+    return f"shape {tuple(tensor.shape)}, {str(tensor.dtype).removeprefix('torch.')}{frozen}"
+
+
+@torch.no_grad()
+def broadcast_parameters(module: nn.Module, group: Group = None) -> None:
+    """Give every rank the parameters (frozen ones too) and buffers of rank 0 of `group`, bit for bit.
+
+    A tensor that several modules share is sent once. ValueError, naming it, for one on the meta device.
+    """
+    tensors = [*module.named_parameters(), *module.named_buffers()]
+    for name, tensor in tensors:
+        if tensor.is_meta:
+            raise ValueError(f"parameter {name!r} is on the meta device: give it memory before it is broadcast")
+    if num_ranks(group) == 1:
+        return
+    for _, tensor in tensors:
+        sent = tensor.detach().contiguous()
+        broadcast_from_first(sent, group)
+        if sent.data_ptr() != tensor.data_ptr():
+            tensor.copy_(sent)

@@ -1,0 +1,85 @@
+"""FSDP's two collectives, on lists of tensors, and the side streams that they run on.
+
+On NCCL the tensors of a list travel as one grouped call, each straight into its place: no flat buffer, no copies. On
+other back ends they travel one by one.
+
+Memory and streams: every buffer is allocated while the compute stream is current. A side stream starts by waiting for
+the compute stream, and the compute stream waits for the side stream before it uses, or gives up, what that touched. So
+the caching allocator sees one stream only, and memory neither grows nor is handed out too early.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import _coalescing_manager
+
+from cs336_systems.distributed.collectives import Work, all_gather_flat, num_ranks, reduce_scatter_mean_flat
+
+# torch 2.13 renamed both, and warns under the old names.
+_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class Lane:
+    """A side stream of a CUDA device, of high priority; on CPU nothing but the same words."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
+
+    @contextmanager
+    def after_compute(self) -> Iterator[None]:
+        """Queue what follows on the side stream, behind all that is queued on the compute stream now."""
+        if self.stream is None:
+            yield
+            return
+        self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
+        with torch.cuda.stream(self.stream):
+            yield
+
+    def mark(self) -> torch.cuda.Event | None:
+        """A point on the side stream for the compute stream to wait for."""
+        return None if self.stream is None else self.stream.record_event()
+
+
+def wait_for(event: torch.cuda.Event | None) -> None:
+    """Let the compute stream wait for `event`; the host goes on."""
+    if event is not None:
+        torch.cuda.current_stream().wait_event(event)
+
+
+def gather_rows(outputs: list[Tensor], inputs: list[Tensor], group: dist.ProcessGroup) -> list[Work]:
+    """All-gather each of `inputs` into its output, N times as many rows; handles to wait for, none on NCCL.
+
+    On CUDA the work is ordered on the current stream.
+    """
+    if not _is_grouped(group):
+        pairs = zip(outputs, inputs)
+        return [all_gather_flat(output.view(-1), input_.view(-1), group, True) for output, input_ in pairs]
+    with _coalescing_manager(group=group, async_ops=False):
+        for output, input_ in zip(outputs, inputs):
+            _all_gather(output, input_, group=group)
+    return []
+
+
+def reduce_rows_mean(outputs: list[Tensor], inputs: list[Tensor], group: dist.ProcessGroup) -> None:
+    """Reduce-scatter each of `inputs`: its rows averaged over ranks, 1/N of them to each rank, in the inputs' dtype.
+
+    On CUDA the work is ordered on the current stream.
+    """
+    if not _is_grouped(group):
+        for output, input_ in zip(outputs, inputs):
+            reduce_scatter_mean_flat(output.view(-1), input_.view(-1), group)
+        return
+    with _coalescing_manager(group=group, async_ops=False):
+        for output, input_ in zip(outputs, inputs):
+            _reduce_scatter(output, input_, op=dist.ReduceOp.AVG, group=group)
+
+
+def _is_grouped(group: dist.ProcessGroup) -> bool:
+    return num_ranks(group) > 1 and dist.get_backend(group) == "nccl"

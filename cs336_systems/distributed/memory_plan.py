@@ -1,0 +1,84 @@
+"""What a rank of FSDP needs, predicted before anything is allocated.
+
+    plan = fsdp_bytes(MODEL_SIZES["10b"], 4, num_ranks=2, attention="triton", compute_dtype="bfloat16",
+                      checkpointing=True)
+    plan.fits(139 * 2**30)
+
+Every term is a count of elements times their bytes, by the shapes of `ModelConfig`; no fragmentation, no workspaces.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cs336_systems.accounting import LOSS_BACKWARD_COPIES, activation_bytes, block_saved_bytes, num_parameters
+from cs336_systems.config import BYTES_PER_ELEMENT, ModelConfig, Precision
+
+MASTER_BYTES = 4  # float32 weights, gradients and both moments
+GATHERED_UNITS = 2  # the one in use and the one behind it
+GRADIENTS_IN_FLIGHT = 2  # units whose whole gradients wait for, or are in, a reduce-scatter
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardingBytes:
+    """Bytes of one rank, by what they are for."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    gathered: int  # whole weights of the units that are gathered
+    unreduced: int  # whole gradients that wait for their reduction
+    activations: int  # saved for backward, or recomputed
+    logits: int  # temporaries of the loss
+
+    @property
+    def peak(self) -> int:
+        """The larger of two moments: the loss, when gradients are not there yet, and the end of the backward."""
+        resting = self.parameters + self.optimizer + self.gathered
+        start_of_backward = self.activations + self.logits
+        end_of_backward = self.gradients + self.unreduced
+        return resting + max(start_of_backward, end_of_backward)
+
+    def fits(self, memory_bytes: int, *, usable: float = 0.95) -> bool:
+        """Whether the peak is within `usable` of a device's memory."""
+        return self.peak <= usable * memory_bytes
+
+
+def fsdp_bytes(
+    model: ModelConfig,
+    batch: int,
+    *,
+    num_ranks: int,
+    attention: str,
+    compute_dtype: str | None = None,
+    reduce_dtype: str | None = None,
+    checkpointing: bool = False,
+) -> ShardingBytes:
+    """Bytes of a rank that trains `model` with AdamW on `batch` sequences of its own, sharded by blocks.
+
+    Raises ValueError for num_ranks below 1, and KeyError for an unknown dtype.
+    """
+    if num_ranks < 1:
+        raise ValueError(f"num_ranks must be at least 1, got {num_ranks}")
+    compute = BYTES_PER_ELEMENT[compute_dtype or "float32"]
+    reduced = BYTES_PER_ELEMENT[reduce_dtype or compute_dtype or "float32"]
+    elements = num_parameters(model)
+    replicated = (2 * model.num_layers + 1) * model.d_model
+    own = -(-(elements - replicated) // num_ranks) + replicated
+    block = 4 * model.d_model**2 + 3 * model.d_model * model.d_ff
+    unit = max(block, model.vocab_size * model.d_model)
+    precision = Precision(parameters=compute_dtype or "float32")  # type: ignore[arg-type]
+    tokens = batch * model.context_length
+    activations = activation_bytes(model, batch, attention=attention, precision=precision)
+    if checkpointing:  # one block's, and the inputs of all
+        one = sum(block_saved_bytes(model, batch, attention=attention, precision=precision).values())
+        activations += one + model.num_layers * (tokens * model.d_model * compute - one)
+    return ShardingBytes(
+        parameters=own * MASTER_BYTES,
+        gradients=own * MASTER_BYTES,
+        optimizer=2 * own * MASTER_BYTES,
+        gathered=GATHERED_UNITS * unit * compute,
+        unreduced=GRADIENTS_IN_FLIGHT * unit * (compute + (reduced if reduced != compute else 0)),
+        activations=activations,
+        logits=LOSS_BACKWARD_COPIES * tokens * model.vocab_size * 4,
+    )

@@ -1,0 +1,63 @@
+"""Section 7, `fsdp_accounting`: memory, step time and the all-gather's race with compute, beside `fully_shard`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from cs336_systems.config import MODEL_SIZES, ModelConfig, Precision, RunConfig, proxy_model
+from cs336_systems.experiments.cells import Cell
+from cs336_systems.experiments.sharding_cells import FSDP_IMPLEMENTATIONS, ShardingCase, sharding_cell
+
+BATCH = {"tiny": 1, "smoke": 2, "handout": 4}  # sequences of each rank
+
+
+def sharding_model(run: RunConfig) -> ModelConfig:
+    """xl at handout scale, below it a narrow proxy of a few tokens."""
+    if run.scale == "handout":
+        return MODEL_SIZES["xl"]
+    if run.scale == "tiny":
+        return replace(proxy_model("xl", 64), context_length=16, vocab_size=256)
+    return replace(proxy_model("xl", 128), context_length=64, vocab_size=1000)
+
+
+def rank_counts(run: RunConfig) -> list[int]:
+    """2 and 4 ranks as far as there are GPUs; 2 on a CPU, or where there is one GPU and the cell will say so."""
+    if run.device != "cuda":
+        return [2]
+    return [ranks for ranks in (2, 4) if ranks <= max(2, torch.cuda.device_count())]
+
+
+def sharding_case(
+    run: RunConfig, num_ranks: int, compute_dtype: str | None, reduce_dtype: str | None = None
+) -> ShardingCase:
+    """The standard configuration on `num_ranks`: plain attention, no checkpointing."""
+    return ShardingCase(
+        model=sharding_model(run),
+        batch=BATCH[run.scale],
+        num_ranks=num_ranks,
+        backend="nccl" if run.device == "cuda" else "gloo",
+        attention="reference",
+        precision=Precision(autocast=compute_dtype),  # type: ignore[arg-type]
+        reduce_dtype=reduce_dtype,
+    )
+
+
+def fsdp_cells(run: RunConfig) -> list[Cell]:
+    """Every implementation at every number of ranks and precision; then 10b, which only sharding fits."""
+    problem = "fsdp_accounting"
+    computes: list[tuple[str | None, str | None]] = [(None, None)]
+    if run.device == "cuda":
+        computes += [("bfloat16", None), ("bfloat16", "float32")]
+    implementations = ("fsdp", "torch_fsdp") if run.scale == "tiny" else FSDP_IMPLEMENTATIONS
+    cells = []
+    for ranks in rank_counts(run):
+        for compute, reduce in computes:
+            case = sharding_case(run, ranks, compute, reduce)
+            cells += [sharding_cell(problem, case, name) for name in implementations]
+    if run.scale == "handout":
+        large = sharding_case(run, 2, "bfloat16", "float32")
+        large = replace(large, model=MODEL_SIZES["10b"], checkpointing="non_reentrant", attention="sdpa")
+        cells += [sharding_cell(problem, large, name) for name in ("fsdp", "torch_fsdp")]
+    return cells

@@ -1,0 +1,62 @@
+"""Arithmetic of time intervals: how long something ran, and how long two things ran at once.
+
+    busy = union([(0, 2), (1, 3), (5, 6)])          # [(0, 3), (5, 6)]
+    length(busy), length(intersection(busy, [(2, 5.5)]))      # 4, 1.5
+
+An interval is (start, end) in any one unit; the lists that these functions return are sorted and disjoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+Interval = tuple[float, float]
+
+
+def union(intervals: Iterable[Interval], gap: float = 0.0) -> list[Interval]:
+    """The times in any of `intervals`; pieces no more than `gap` apart are joined. Empty ones vanish.
+
+    Raises ValueError for an interval that ends before it starts.
+    """
+    joined: list[Interval] = []
+    for start, end in sorted(intervals):
+        if end < start:
+            raise ValueError(f"an interval must not end before it starts, got ({start}, {end})")
+        if end == start:
+            continue
+        if joined and start <= joined[-1][1] + gap:
+            joined[-1] = (joined[-1][0], max(joined[-1][1], end))
+        else:
+            joined.append((start, end))
+    return joined
+
+
+def length(intervals: Iterable[Interval]) -> float:
+    """Total time of disjoint intervals."""
+    return sum(end - start for start, end in intervals)
+
+
+def intersection(first: Sequence[Interval], second: Sequence[Interval]) -> list[Interval]:
+    """The times in both of two sorted lists of disjoint intervals."""
+    common: list[Interval] = []
+    i = j = 0
+    while i < len(first) and j < len(second):
+        start, end = max(first[i][0], second[j][0]), min(first[i][1], second[j][1])
+        if start < end:
+            common.append((start, end))
+        if first[i][1] < second[j][1]:
+            i += 1
+        else:
+            j += 1
+    return common
+
+
+def simplify(intervals: Iterable[Interval], most: int) -> list[Interval]:
+    """At most `most` intervals that look the same in a figure: the narrowest gaps are closed first."""
+    kept = union(intervals)
+    if most < 1:
+        raise ValueError(f"most must be positive, got {most}")
+    if len(kept) <= most:
+        return kept
+    gaps = sorted(later[0] - earlier[1] for earlier, later in zip(kept, kept[1:]))
+    return union(kept, gap=gaps[len(kept) - most - 1])

@@ -1,0 +1,93 @@
+"""When a device computed and when it communicated in one call, read from a torch.profiler trace.
+
+    lanes = trace_lanes(step, device="cuda")
+    lanes.communication_ms, lanes.overlap_ms        # of the latter, what ran beside compute
+
+On CUDA the trace says when each kernel ran: those of NCCL communicate, the others (and copies) compute. On a CPU the
+operators of ATen compute, and gloo's own spans, which it records in its threads, communicate. A kernel of NCCL also
+spins while it waits for other ranks, so that communication includes their delay.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cs336_systems.profiling.intervals import Interval, intersection, length, union
+from cs336_systems.profiling.timing import synchronize
+
+GPU_CATEGORIES = ("kernel", "gpu_memcpy", "gpu_memset")
+US_PER_MS = 1e3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lanes:
+    """Disjoint intervals in milliseconds from the first of them."""
+
+    compute: list[Interval]
+    communication: list[Interval]
+
+    @property
+    def compute_ms(self) -> float:
+        return length(self.compute)
+
+    @property
+    def communication_ms(self) -> float:
+        return length(self.communication)
+
+    @property
+    def overlap_ms(self) -> float:
+        """Time in which both ran."""
+        return length(intersection(self.compute, self.communication))
+
+    @property
+    def span_ms(self) -> float:
+        """From the first to the last of all intervals."""
+        return max((end for _, end in [*self.compute, *self.communication]), default=0.0)
+
+
+def trace_lanes(call: Callable[[], object], device: str) -> Lanes:
+    """The lanes of one `call` in this process; an untimed call under the profiler comes first, to set it up."""
+    activities = torch.profiler.ProfilerActivity
+    kinds = [activities.CUDA] if device == "cuda" else [activities.CPU]
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        for _ in range(2):
+            synchronize(device)
+            with torch.profiler.profile(activities=kinds) as profile:
+                call()
+                synchronize(device)
+        profile.export_chrome_trace(str(path))
+        events = json.loads(path.read_text(encoding="utf-8", errors="replace"))["traceEvents"]
+    return read_lanes(events, device)
+
+
+def read_lanes(events: list[dict[str, Any]], device: str) -> Lanes:
+    """The lanes in the events of a Chrome trace, whose times are microseconds."""
+    compute: list[Interval] = []
+    communication: list[Interval] = []
+    for event in events:
+        if event.get("ph") != "X":
+            continue
+        start = float(event["ts"]) / US_PER_MS
+        interval = (start, start + float(event.get("dur", 0)) / US_PER_MS)
+        name, category = str(event.get("name", "")), str(event.get("cat", ""))
+        if device == "cuda":
+            if category in GPU_CATEGORIES:
+                (communication if "nccl" in name.lower() else compute).append(interval)
+        elif name.startswith("gloo:") and name != "gloo:barrier":
+            communication.append(interval)
+        elif category == "cpu_op" and name.startswith("aten::"):
+            compute.append(interval)
+    origin = min((start for start, _ in [*compute, *communication]), default=0.0)
+
+    def shifted(intervals: list[Interval]) -> list[Interval]:
+        return [(start - origin, end - origin) for start, end in union(intervals)]
+
+    return Lanes(compute=shifted(compute), communication=shifted(communication))

@@ -1,0 +1,358 @@
+"""Tables, figures and answers of section 5: collectives, and the data-parallel wrappers.
+
+The columns that only distributed cases have (ranks, backend, bytes, bucket size) are read from each row's case here.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pandas as pd
+import torch
+
+from cs336_systems.config import BYTES_PER_ELEMENT, ModelConfig
+from cs336_systems.device import PEAKS
+from cs336_systems.distributed.bandwidth import algorithm_gb_per_s, best_bucket_bytes, bus_factor, bus_gb_per_s
+from cs336_systems.distributed.ddp_bucketed import BYTES_PER_MB, plan_buckets
+from cs336_systems.model import TransformerLM
+from cs336_systems.report.frames import select, tuples, variants
+from cs336_systems.report.markdown import ABSENT, Cells, factor, number, plain
+from cs336_systems.report.points import POINT, Plot, points
+from cs336_systems.report.sections import Section, groups, section
+
+OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast")
+ORDER = ("naive", "flat", "overlap", "bucketed", "torch_ddp", "torch_ddp_view")
+TORCH_DDP = ("torch_ddp", "torch_ddp_view")
+NAMES = {"torch_ddp": "torch DDP", "torch_ddp_view": "torch DDP, gradients as views"}
+LANES = ("communication", "compute")  # of a timeline, from below
+KEY_HEADINGS = {"ranks": "ranks", "precision": "precision", "bucket_mb": "bucket (MiB)", "shown": "implementation"}
+
+
+def with_cases(frame: pd.DataFrame) -> pd.DataFrame:
+    """`frame` with ranks, backend, operation, megabytes, bytes, bucket_mb and the implementation's shown name."""
+    cases = [json.loads(case) for case in frame["case"]]
+    frame = frame.assign(
+        ranks=[int(case.get("num_ranks") or 0) for case in cases],
+        backend=[str(case.get("backend") or "") for case in cases],
+        operation=[str(case.get("operation") or "") for case in cases],
+        bytes=[int(case.get("num_bytes") or 0) for case in cases],
+        bucket_mb=[float(case.get("bucket_size_mb") or "nan") for case in cases],
+        shown=[NAMES.get(str(name), str(name)) for name in frame["label"]],
+    )
+    frame["megabytes"] = frame["bytes"] / 1e6
+    frame["_place"] = [ORDER.index(name) if name in ORDER else len(ORDER) for name in frame["implementation"]]
+    frame["_operation"] = [OPERATIONS.index(name) if name in OPERATIONS else 0 for name in frame["operation"]]
+    keys = ["model", "precision", "ranks", "backend", "_operation", "_place", "bucket_mb", "bytes", "quantity", "case"]
+    return frame.sort_values(keys, kind="stable", ignore_index=True)
+
+
+# Collectives
+
+
+def communication_table(frame: pd.DataFrame) -> list[Section]:
+    """For each backend: time and bandwidths by operation, ranks and size."""
+    frame = with_cases(frame)
+    found = []
+    for backend, rows in frame.groupby("backend", sort=True):
+        peak = link_peak(rows) if backend == "nccl" else None
+        cells = Cells()
+        lines = []
+        for row in tuples(rows.sort_values(["_operation", "ranks", "bytes"], kind="stable")):
+            line = [row.operation.replace("_", "-"), plain(row.ranks), plain(row.megabytes), cells.time(row)]
+            line += [number(value, 3) for value in bandwidths(row)] if row.status == "ok" else [ABSENT, ABSENT]
+            if peak is not None:
+                line.append(f"{number(100 * bandwidths(row)[1] / peak, 2)} %" if row.status == "ok" else ABSENT)
+            lines.append(line)
+        header = ["collective", "ranks", "size (MB)", "time (ms)", "algorithm (GB/s)", "bus (GB/s)"]
+        header += ["bus / link peak"] if peak is not None else []
+        if peak is not None:
+            cells.remark(f"link peak: {plain(peak)} GB/s each way ({link_source(rows)})")
+        cells.remark("time: of the rank that took longest; MB = 10⁶ bytes, GB/s = 10⁹ bytes/s")
+        where = "GPU memory" if backend == "nccl" else "host memory"
+        found.append(section(str(backend), f"{backend}, float32 in {where}", header, lines, 3, cells))
+    return found
+
+
+def bandwidths(row: Any) -> tuple[float, float]:
+    """Algorithm and bus bandwidth of a timed collective in GB/s."""
+    return algorithm_gb_per_s(row.bytes, row.median), bus_gb_per_s(row.operation, row.ranks, row.bytes, row.median)
+
+
+def link_peak(frame: pd.DataFrame) -> float | None:
+    """GB/s each way between the GPUs of the frame's device; None where it is not known."""
+    peak = PEAKS.get(str(frame["device"].iloc[0]).removeprefix("NVIDIA "))
+    return None if peak is None else peak.link_gb_per_s
+
+
+def link_source(frame: pd.DataFrame) -> str:
+    return PEAKS[str(frame["device"].iloc[0]).removeprefix("NVIDIA ")].source
+
+
+def communication_plots(frame: pd.DataFrame) -> list[Plot]:
+    """Bus bandwidth against size: a panel for each collective, a line for each backend and number of ranks."""
+    frame = with_cases(frame)
+    frame = frame.sort_values(["_operation", "backend", "ranks", "bytes"], kind="stable", ignore_index=True)
+    frame["line"] = [f"{row.backend}, {row.ranks} ranks" for row in tuples(frame)]
+    frame["_title"] = [name.replace("_", "-") for name in frame["operation"]]
+    marks = points(frame, panel=[], series="line", style="line", x="megabytes")
+    marks["panel"] = list(frame["_title"])
+    factors = pd.Series(
+        [row.bytes * bus_factor(row.operation, row.ranks) / 1e6 if row.ranks else 0.0 for row in tuples(frame)]
+    )
+    # bytes / ms / 10⁶ is GB/s; a rate is inverse to its time, and so are its quartiles.
+    marks["y"], marks["low"], marks["high"] = (
+        list(factors / frame[name]) for name in ("median", "quartile_high", "quartile_low")
+    )
+    peak = link_peak(frame)
+    notes = (f"Link peak: {plain(peak)} GB/s each way ({link_source(frame)}).",) if peak is not None else ()
+    return [
+        Plot(
+            name="bandwidth",
+            title=f"Bus bandwidth of collectives on {frame['device'].iloc[0]}",
+            kind="lines",
+            data=marks,
+            x_label="size of the tensor (MB)",
+            y_label="bus bandwidth (GB/s)",
+            notes=notes,
+        )
+    ]
+
+
+def communication_answer(frame: pd.DataFrame) -> list[str]:
+    """For each backend and number of ranks the all-reduce of the smallest and the largest size."""
+    rows = with_cases(frame)
+    rows = rows[(rows["status"] == "ok") & (rows["operation"] == "all_reduce")]
+    said = []
+    for (backend, ranks), group in rows.groupby(["backend", "ranks"]):
+        first, *_, last = [*tuples(group.sort_values("bytes"))] * 2 if len(group) == 1 else tuples(group)
+        text = f"{backend}, {plain(ranks)} ranks: an all-reduce of {plain(first.megabytes)} MB takes "
+        text += f"{number(first.median, 3)} ms, a bus bandwidth of {number(bandwidths(first)[1], 3)} GB/s"
+        if last.bytes > first.bytes:
+            text += (
+                f"; of {plain(last.megabytes)} MB {number(last.median, 3)} ms, {number(bandwidths(last)[1], 3)} GB/s"
+            )
+            peak = link_peak(rows) if backend == "nccl" else None
+            text += f", {number(100 * bandwidths(last)[1] / peak, 2)} % of the link's peak" if peak else ""
+        said.append(text + ".")
+    return said
+
+
+# Data-parallel steps
+
+
+def steps(frame: pd.DataFrame) -> pd.DataFrame:
+    """One row a cell: its step time, with the traced milliseconds and the peak memory as columns (NaN if missing)."""
+    rows = with_cases(select(frame, "time", "train_step"))
+    for quantity in ("traced_time", "communication_time", "compute_time", "overlap_time", "peak_memory"):
+        measured = frame[(frame["quantity"] == quantity) & (frame["status"] == "ok")]
+        by_cell = {(row.implementation, row.case): row.median for row in tuples(measured)}
+        rows[quantity] = [by_cell.get((row.implementation, row.case), float("nan")) for row in tuples(rows)]
+    return rows
+
+
+def ddp_table(frame: pd.DataFrame) -> list[Section]:
+    """One line a cell: step, against PyTorch's DDP, communication, how much of it is hidden, memory."""
+    rows = steps(frame)
+    keys = variants(rows, ("model", "precision", "ranks", "batch")) + ["shown"] + variants(rows, ("bucket_mb",))
+    has_peer = rows["implementation"].isin(TORCH_DDP).any()
+    has_memory = rows["peak_memory"].notna().any()
+    cells = Cells()
+    lines = []
+    for row in tuples(rows):
+        line = [plain(getattr(row, key)) for key in keys] + [cells.time(row)]
+        if has_peer:
+            line.append(factor(against_peer(rows, row)))
+        line += [number(row.communication_time, 3), number(percent(row.communication_time, row.traced_time), 3)]
+        line += [number(percent(row.overlap_time, row.communication_time), 3)]
+        line += [number(row.communication_time - row.overlap_time, 3)]
+        line += [number(row.peak_memory)] if has_memory else []
+        lines.append(line)
+    header = [KEY_HEADINGS.get(key, key) for key in keys] + ["step (ms)"]
+    header += ["time / torch DDP's"] if has_peer else []
+    header += ["communication (ms)", "of the traced step (%)", "hidden behind compute (%)", "not hidden (ms)"]
+    header += ["peak memory (MiB)"] if has_memory else []
+    if has_peer:
+        cells.remark("time / torch DDP's: of the faster of PyTorch's in the same case")
+    first = tuples(rows)[0]
+    fixed = [f"{first.model}" if "model" not in keys else "", f"context {plain(first.context)}"]
+    fixed += [f"{plain(first.batch)} sequences a rank" if "batch" not in keys else ""]
+    fixed += [first.precision if "precision" not in keys else "", "" if "ranks" in keys else f"{first.ranks} ranks"]
+    title = "A training step, " + ", ".join(part for part in fixed if part)
+    return [section("steps", title, header, lines, len(keys), cells)]
+
+
+def against_peer(rows: pd.DataFrame, row: Any) -> float:
+    """Time of `row` over that of the faster of PyTorch's wrappers on the same model, precision and ranks."""
+    same = rows[(rows["status"] == "ok") & rows["implementation"].isin(TORCH_DDP)]
+    for key in ("model", "precision", "ranks", "batch", "context"):
+        same = same[same[key] == getattr(row, key)]
+    if len(variants(rows, ("bucket_mb",))) and row.bucket_mb == row.bucket_mb:
+        sized = same[same["bucket_mb"] == row.bucket_mb]
+        same = sized if len(sized) else same
+    if row.status != "ok" or same.empty:
+        return float("nan")
+    return float(row.median / same["median"].min())
+
+
+def ddp_plots(frame: pd.DataFrame) -> list[Plot]:
+    """Step times as bars, and the lanes of each implementation's traced step, at the most ranks measured."""
+    rows = steps(frame)
+    rows["ranks_name"] = [f"{ranks} rank{'s' if ranks > 1 else ''}" for ranks in rows["ranks"]]
+    named = rows.assign(series_name=rows["shown"])
+    if rows["bucket_mb"].nunique() > 1:
+        named["series_name"] = [
+            f"{row.shown}, {plain(row.bucket_mb)} MiB" if row.bucket_mb == row.bucket_mb else row.shown
+            for row in tuples(rows)
+        ]
+    marks = points(
+        named, panel=variants(rows, ("precision",)), series="series_name", style="series_name", x="ranks_name"
+    )
+    found = [
+        Plot(
+            name="steps",
+            title=f"Time of a data-parallel step on {frame['device'].iloc[0]}",
+            kind="bars",
+            data=marks,
+            x_label="",
+            y_label="time of a step (ms)",
+            notes=("Bars: median; whiskers: quartiles.",),
+        )
+    ]
+    for precision, group in rows.groupby("precision", sort=True):
+        ranks = group["ranks"].max()
+        most = group[group["ranks"] == ranks]
+        data = timeline_points(frame, most)
+        if len(data):
+            name = str(precision).replace(" ", "_")
+            found.append(
+                Plot(
+                    name=f"timeline_{name}",
+                    title=f"One traced step of rank 0 on {frame['device'].iloc[0]}\n{precision}, {ranks} ranks",
+                    kind="timeline",
+                    data=data,
+                    x_label="time (ms)",
+                    y_label="",
+                    log_y=False,
+                )
+            )
+    return found
+
+
+def timeline_points(frame: pd.DataFrame, rows: pd.DataFrame) -> pd.DataFrame:
+    """A mark an interval: low and high are its ends, y is its lane, the panel its implementation."""
+    marks = []
+    for row in tuples(rows):
+        bucket = f", {plain(row.bucket_mb)} MiB" if rows["bucket_mb"].nunique() > 1 and row.bucket_mb > 0 else ""
+        cell = frame[(frame["implementation"] == row.implementation) & (frame["case"] == row.case)]
+        for place, lane in enumerate(LANES):
+            for found in tuples(cell[(cell["quantity"] == f"{lane}_intervals") & (cell["status"] == "ok")]):
+                ends = list(found.raw)
+                for start, end in zip(ends[::2], ends[1::2]):
+                    mark = (row.shown + bucket, lane, lane, start, float(place), start, end, "ok", "", True)
+                    marks.append(dict(zip(POINT, mark)))
+    return pd.DataFrame(marks, columns=list(POINT))
+
+
+def ddp_answer(frame: pd.DataFrame) -> list[str]:
+    """For each configuration the share of communication and what is hidden; the factors between implementations."""
+    rows = steps(frame)
+    said = []
+    for row in tuples(rows[rows["status"] == "ok"]):
+        text = f"{row.shown}{_bucket(row)}, {row.precision}, {_ranks(row)}: a step takes {number(row.median)} ms"
+        if row.ranks > 1 and row.communication_time == row.communication_time:
+            share = percent(row.communication_time, row.traced_time)
+            text += (
+                f"; in the traced one {number(row.communication_time, 3)} ms ({number(share, 3)} %) are communication"
+            )
+            if row.communication_time > 0:
+                text += f", {number(percent(row.overlap_time, row.communication_time), 3)} % of it beside compute"
+        said.append(text + ".")
+    for group in groups(rows[rows["status"] == "ok"], ["precision", "ranks"]):
+        by_name = {row.implementation: row for row in tuples(group.drop_duplicates("implementation"))}
+        for fast, slow in (("flat", "naive"), ("overlap", "naive"), ("overlap", "flat")):
+            if fast in by_name and slow in by_name:
+                ratio = by_name[slow].median / by_name[fast].median
+                where = f"{by_name[fast].precision}, {_ranks(by_name[fast])}"
+                said.append(f"{fast} has {factor(ratio)} the speed of {slow} ({where}).")
+    return said
+
+
+def bucketed_answer(frame: pd.DataFrame) -> list[str]:
+    """The answers of a step, then the model of the overhead with bandwidth and cost of a call from these records."""
+    rows = steps(frame)
+    ours = rows[(rows["status"] == "ok") & (rows["implementation"] == "bucketed") & (rows["communication_time"] > 0)]
+    said = ddp_answer(frame)
+    for group in groups(ours, ["precision", "ranks"]):
+        ordered = tuples(group.sort_values("bucket_mb"))
+        small, large = ordered[0], ordered[-1]
+        calls = [num_buckets(row) for row in (small, large)]
+        extra_ms = small.communication_time - large.communication_time
+        if calls[0] <= calls[1] or extra_ms <= 0:
+            continue  # the cost of a call is within the noise
+        per_call_s = extra_ms * 1e-3 / (calls[0] - calls[1])
+        total = gradient_bytes(small)
+        sending_s = large.communication_time * 1e-3 - calls[1] * per_call_s
+        if sending_s > 0:
+            best = best_bucket_bytes(total, total / sending_s, per_call_s)
+            said.append(
+                f"{small.precision}, {_ranks(small)}: {calls[0]} buckets of at most {plain(small.bucket_mb)} MiB "
+                f"communicate {number(extra_ms, 3)} ms longer than {calls[1]} of at most {plain(large.bucket_mb)} MiB, "
+                f"so a call costs {number(per_call_s * 1e6, 3)} µs and the rest is sent at "
+                f"{number(total / sending_s / 1e9, 3)} GB/s; the model's best bucket then has "
+                f"{number(best / BYTES_PER_MB, 3)} MiB."
+            )
+    return said
+
+
+def num_buckets(row: Any) -> int:
+    """Buckets that `BucketedDDP` makes of the row's model."""
+    parameters = list(_meta_model(row.case).parameters())
+    return len(plan_buckets(parameters, row.bucket_mb * BYTES_PER_MB))
+
+
+def gradient_bytes(row: Any) -> int:
+    dtype = json.loads(row.case)["precision"]["parameters"]
+    return sum(parameter.numel() for parameter in _meta_model(row.case).parameters()) * BYTES_PER_ELEMENT[dtype]
+
+
+def _meta_model(case: str) -> TransformerLM:
+    with torch.device("meta"):
+        return TransformerLM.from_config(ModelConfig(**json.loads(case)["model"]))
+
+
+def percent(part: float, whole: float) -> float:
+    """NaN where there is no whole."""
+    return 100 * part / whole if whole > 0 else float("nan")
+
+
+def _bucket(row: Any) -> str:
+    return f", {plain(row.bucket_mb)} MiB" if row.bucket_mb == row.bucket_mb else ""
+
+
+def _ranks(row: Any) -> str:
+    return f"{row.ranks} rank{'s' if row.ranks > 1 else ''}"
+
+
+DDP_PROBLEMS = (
+    "naive_ddp_benchmarking",
+    "minimal_ddp_flat_benchmarking",
+    "ddp_overlap_individual_parameters_benchmarking",
+    "ddp_bucketed_benchmarking",
+)
+COMMUNICATION = "distributed_communication_single_node"
+DISTRIBUTED_TABLES: dict[str, Callable[[pd.DataFrame], list[Section]]] = {
+    COMMUNICATION: communication_table,
+    **dict.fromkeys(DDP_PROBLEMS, ddp_table),
+}
+DISTRIBUTED_PLOTS: dict[str, Callable[[pd.DataFrame], list[Plot]]] = {
+    COMMUNICATION: communication_plots,
+    **dict.fromkeys(DDP_PROBLEMS, ddp_plots),
+}
+DISTRIBUTED_ANSWERS: dict[str, Callable[[pd.DataFrame], list[str]]] = {
+    COMMUNICATION: communication_answer,
+    **dict.fromkeys(DDP_PROBLEMS, ddp_answer),
+    "ddp_bucketed_benchmarking": bucketed_answer,
+}
+DISTRIBUTED_CASES = {COMMUNICATION: ("CollectiveCase",), **dict.fromkeys(DDP_PROBLEMS, ("DataParallelCase",))}

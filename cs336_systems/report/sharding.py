@@ -1,0 +1,277 @@
+"""Tables, figures and answers of sections 6 and 7: sharded optimizers and FSDP.
+
+The columns that only these cases have (ranks, reduce dtype, checkpointing) are read from each row's case here.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pandas as pd
+
+from cs336_systems.report.frames import select, sort_cells, tuples, variants
+from cs336_systems.report.markdown import Cells, factor, number, plain
+from cs336_systems.report.points import Plot, points
+from cs336_systems.report.sections import Measure, Section, key_cells, key_heading, section
+
+PARTS = ("parameters", "gradients", "optimizer_state")
+MOMENTS = ("memory_after_init", "memory_before_step", "memory_after_step")
+OPTIMIZER_PEER, FSDP_PEER = "torch_zero", "torch_fsdp"
+NAMES = {
+    "unsharded": "DDP, nothing sharded",
+    "sharded": "ShardedOptimizer",
+    "zero1": "Zero1Optimizer",
+    "torch_zero": "torch ZeroRedundancyOptimizer",
+    "fsdp": "FSDP",
+    "fsdp_layer": "FSDP, a unit a layer",
+    "torch_fsdp": "torch fully_shard",
+}
+KEYS = ("model", "ranks", "compute", "reduce", "checkpointing")
+PART_TITLES = {"optimizer_state": "optimizer state"}
+
+
+def with_cases(frame: pd.DataFrame) -> pd.DataFrame:
+    """`frame` with ranks, compute and reduce dtype, checkpointing and the implementation's shown name."""
+    cases = [json.loads(case) for case in frame["case"]]
+    order = list(NAMES)
+    frame = frame.assign(
+        ranks=[int(case.get("num_ranks") or 0) for case in cases],
+        compute=[str((case.get("precision") or {}).get("autocast") or "float32") for case in cases],
+        reduce=[str(case.get("reduce_dtype") or "as computed") for case in cases],
+        checkpointing=[str(case.get("checkpointing") or "none") for case in cases],
+        shown=[NAMES.get(str(name), str(name)) for name in frame["label"]],
+    )
+    places = [order.index(name) if name in order else len(order) for name in frame["implementation"]]
+    frame = sort_cells(frame.assign(_place=places))
+    return frame.sort_values(["model", "ranks", "compute", "reduce", "_place"], kind="stable", ignore_index=True)
+
+
+def keys_of(frame: pd.DataFrame) -> list[str]:
+    return ["model", "ranks", "compute", *variants(frame, KEYS[3:]), "shown"]
+
+
+def optimizer_tables(frame: pd.DataFrame) -> list[Section]:
+    """Step time; memory at the handout's three moments; what a rank keeps."""
+    frame = with_cases(frame)
+    step: list[Measure] = [
+        ("time", "train_step", "step (ms)"),
+        ("communication_time", "train_step", "communication (ms)"),
+    ]
+    step += [("overlap_time", "train_step", "of it beside compute (ms)")]
+    return [
+        _measures("time", "Time of a training step", frame, step),
+        _measures("memory", "Peak memory of a rank (MiB), up to", frame, _memory_measures(frame, MOMENTS)),
+        _measures("breakdown", "What a rank keeps between steps (MiB)", frame, _memory_measures(frame, PARTS)),
+    ]
+
+
+def fsdp_tables(frame: pd.DataFrame) -> list[Section]:
+    """Step time and peaks; what a rank keeps; the forward's and the step's communication beside compute."""
+    frame = with_cases(frame)
+    step: list[Measure] = [("time", "train_step", "step (ms)")]
+    step += _memory_measures(frame, ("peak_memory", "predicted_peak_memory"))
+    found = [
+        _measures("step", "Time and peak memory of a training step", frame, step),
+        _measures("breakdown", "What a rank keeps between steps (MiB)", frame, _memory_measures(frame, PARTS)),
+    ]
+    for mode, title in (("forward", "forward pass"), ("train_step", "training step")):
+        lanes: list[Measure] = [
+            ("traced_time", mode, "traced (ms)"),
+            ("compute_time", mode, "compute (ms)"),
+            ("communication_time", mode, "communication (ms)"),
+            ("overlap_time", mode, "of it beside compute (ms)"),
+        ]
+        found.append(_measures(f"overlap.{mode}", f"One traced {title} of rank 0", frame, lanes))
+    return found
+
+
+def _memory_measures(frame: pd.DataFrame, quantities: tuple[str, ...]) -> list[Measure]:
+    """Those of `quantities` that were promised: the CPU has no peaks."""
+    present = set(frame["quantity"])
+    return [(name, "train_step", _title(name)) for name in quantities if name in present]
+
+
+def _title(quantity: str) -> str:
+    return PART_TITLES.get(quantity, quantity.replace("_memory", " memory").replace("_", " "))
+
+
+def _measures(name: str, title: str, frame: pd.DataFrame, measures: list[Measure]) -> Section:
+    """Cases down, measures across, under the shown names."""
+    keys = keys_of(frame)
+    columns = []
+    for quantity, mode, heading in measures:
+        rows = select(frame, quantity, mode)
+        columns.append((heading, {(row.implementation, row.case): row for row in tuples(rows)}))
+    cells = Cells()
+    lines = []
+    for row in tuples(frame.drop_duplicates(["implementation", "case"])):
+        written = [cells.time(by_cell.get((row.implementation, row.case))) for _, by_cell in columns]
+        lines.append([*key_cells(row, keys), *written])
+    headings = ["implementation" if key == "shown" else key_heading(key) for key in keys]
+    return section(name, title, [*headings, *(heading for heading, _ in columns)], lines, len(keys), cells)
+
+
+def optimizer_plots(frame: pd.DataFrame) -> list[Plot]:
+    return [*_time_plot(frame, "sharded optimizers"), *_kept_plot(frame)]
+
+
+def fsdp_plots(frame: pd.DataFrame) -> list[Plot]:
+    found = _time_plot(frame, "FSDP")
+    frame = with_cases(frame)
+    peaks = frame[(frame["quantity"] == "peak_memory") | (frame["quantity"] == "predicted_peak_memory")]
+    if (peaks["quantity"] == "peak_memory").any():
+        data = points(peaks, panel=_panel(frame), series="quantity", style="quantity", x="shown")
+        found.append(_bars("memory", f"Peak memory of a rank on {_device(frame)}", data, "peak memory (MiB)"))
+    return [*found, *_kept_plot(frame)]
+
+
+def _time_plot(frame: pd.DataFrame, what: str) -> list[Plot]:
+    frame = with_cases(frame)
+    data = points(select(frame, "time", "train_step"), panel=_panel(frame), series="shown", style="label", x="model")
+    return [_bars("time", f"Training step under {what} on {_device(frame)}", data, "time of a step (ms)")]
+
+
+def _kept_plot(frame: pd.DataFrame) -> list[Plot]:
+    frame = with_cases(frame)
+    kept = frame[frame["quantity"].isin(PARTS)]
+    data = points(kept, panel=_panel(frame), series="quantity", style="quantity", x="shown")
+    data = data.assign(series=[_title(name) for name in kept["quantity"]])
+    return [_bars("kept", f"What a rank keeps between steps on {_device(frame)}", data, "memory (MiB)")]
+
+
+def _panel(frame: pd.DataFrame) -> list[str]:
+    return variants(frame, KEYS) or ["model"]
+
+
+def _bars(name: str, title: str, data: pd.DataFrame, y_label: str) -> Plot:
+    return Plot(
+        name=name,
+        title=title,
+        kind="bars",
+        data=data,
+        x_label="",
+        y_label=y_label,
+        notes=("Bars: median; whiskers: quartiles.",) if name == "time" else (),
+    )
+
+
+def _device(frame: pd.DataFrame) -> str:
+    return str(frame["device"].iloc[0])
+
+
+def optimizer_answers(frame: pd.DataFrame) -> list[str]:
+    """Memory saved and what it costs, against nothing sharded and against PyTorch's."""
+    said = []
+    for where, cell in _cases(frame):
+        unsharded, sharded = cell("unsharded", "optimizer_state"), cell("sharded", "optimizer_state")
+        if unsharded and sharded:
+            said.append(
+                f"{where}: sharding cuts a rank's optimizer state from {number(unsharded)} to {number(sharded)} MiB "
+                f"({factor(sharded / unsharded)}); parameters ({_mib(cell('sharded', 'parameters'))}) and gradients "
+                f"({_mib(cell('sharded', 'gradients'))}) stay whole."
+            )
+        peaks = [(name, cell("unsharded", name), cell("sharded", name)) for name in MOMENTS]
+        if all(before and after for _, before, after in peaks):
+            parts = [f"{_title(name)} {number(before)} and {number(after)}" for name, before, after in peaks]
+            said.append(f"{where}: peak MiB without and with sharding: {'; '.join(parts)}.")
+        said += _times(where, cell, "sharded", "unsharded")
+        said += _times(where, cell, "sharded", OPTIMIZER_PEER)
+        said += _times(where, cell, "zero1", OPTIMIZER_PEER)
+    return said
+
+
+def fsdp_answers(frame: pd.DataFrame) -> list[str]:
+    """Memory saved; speed and peak against fully_shard; whether the all-gather finishes in time."""
+    said = []
+    for where, cell in _cases(frame):
+        whole = sum(cell("unsharded", name) for name in PARTS)
+        shared = sum(cell("fsdp", name) for name in PARTS)
+        if whole and shared:
+            said.append(
+                f"{where}: parameters, gradients and optimizer state take {number(whole)} MiB a rank unsharded and "
+                f"{number(shared)} MiB under FSDP ({factor(shared / whole)})."
+            )
+        peak, predicted = cell("fsdp", "peak_memory"), cell("fsdp", "predicted_peak_memory")
+        unsharded = cell("unsharded", "peak_memory")
+        if peak and predicted:
+            before = f", {number(unsharded)} MiB unsharded" if unsharded else ""
+            said.append(
+                f"{where}: FSDP peaks at {number(peak)} MiB{before}; the closed form said {number(predicted)} MiB "
+                f"({factor(predicted / peak)} of what was measured)."
+            )
+        said += _times(where, cell, "fsdp", FSDP_PEER)
+        theirs = cell(FSDP_PEER, "peak_memory")
+        if peak and theirs:
+            said.append(
+                f"{where}: its peak is {factor(peak / theirs)} that of torch fully_shard ({number(theirs)} MiB)."
+            )
+        said += _in_time(where, cell)
+    return said
+
+
+Lookup = Callable[..., float]
+
+
+def _cases(frame: pd.DataFrame) -> list[tuple[str, Lookup]]:
+    """For each case how a sentence names it, and a look-up (implementation, quantity, mode) of medians, 0 if absent."""
+    frame = with_cases(frame)
+    varying = variants(frame, KEYS)
+    found = []
+    for _, rows in frame.groupby("case", sort=False):
+        first = tuples(rows)[0]
+        where = f"{first.model}, {plain(first.ranks)} ranks, {first.compute}"
+        if "reduce" in varying and first.compute != "float32":
+            where += f", gradients averaged {first.reduce if first.reduce == 'as computed' else 'in ' + first.reduce}"
+        ok = rows[rows["status"] == "ok"]
+        values = {(row.implementation, row.quantity, row.mode): float(row.median) for row in tuples(ok)}
+
+        def look_up(implementation: str, quantity: str, mode: str = "train_step", values: Any = values) -> float:
+            return float(values.get((implementation, quantity, mode), 0.0))
+
+        found.append((where, look_up))
+    return found
+
+
+def _times(where: str, cell: Lookup, ours: str, other: str) -> list[str]:
+    first, second = cell(ours, "time"), cell(other, "time")
+    if not (first and second):
+        return []
+    return [
+        f"{where}: a step takes {number(first)} ms with {NAMES[ours]} and {number(second)} ms with {NAMES[other]}, "
+        f"{factor(first / second)} of its time."
+    ]
+
+
+def _in_time(where: str, cell: Lookup) -> list[str]:
+    """What of the forward's communication no computation hides."""
+    sent, hidden = cell("fsdp", "communication_time", "forward"), cell("fsdp", "overlap_time", "forward")
+    compute = cell("fsdp", "compute_time", "forward")
+    if not (sent and compute):
+        return []
+    return [
+        f"{where}: in the forward pass the all-gathers take {number(sent)} ms beside {number(compute)} ms of compute, "
+        f"and {number(hidden)} ms of them ({number(100 * hidden / sent, 3)} %) run while a kernel computes; the rest, "
+        f"{number(sent - hidden)} ms, is waited for."
+    ]
+
+
+def _mib(value: float) -> str:
+    return f"{number(value)} MiB" if value else "not measured"
+
+
+OPTIMIZER_PROBLEM, FSDP_PROBLEM = "optimizer_state_sharding_accounting", "fsdp_accounting"
+SHARDING_TABLES: dict[str, Callable[[pd.DataFrame], list[Section]]] = {
+    OPTIMIZER_PROBLEM: optimizer_tables,
+    FSDP_PROBLEM: fsdp_tables,
+}
+SHARDING_PLOTS: dict[str, Callable[[pd.DataFrame], list[Plot]]] = {
+    OPTIMIZER_PROBLEM: optimizer_plots,
+    FSDP_PROBLEM: fsdp_plots,
+}
+SHARDING_ANSWERS: dict[str, Callable[[pd.DataFrame], list[str]]] = {
+    OPTIMIZER_PROBLEM: optimizer_answers,
+    FSDP_PROBLEM: fsdp_answers,
+}
+SHARDING_CASES = {OPTIMIZER_PROBLEM: ("ShardingCase",), FSDP_PROBLEM: ("ShardingCase",)}

@@ -1,0 +1,62 @@
+"""Small models with awkward parameters, and one-process training to compare sharded training with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from cs336_systems.config import ModelConfig
+from cs336_systems.model import TransformerLM
+
+TINY = ModelConfig(name="test", d_model=16, d_ff=40, num_layers=4, num_heads=2, vocab_size=23, context_length=8)
+
+
+class Awkward(nn.Module):
+    """Tied, frozen, scalar, empty and odd-sized parameters, a buffer, and a layer that `forward` uses twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(5, 7)
+        self.tied = nn.Linear(7, 7, bias=False)
+        self.again = nn.Linear(7, 7, bias=False)
+        self.again.weight = self.tied.weight
+        self.frozen = nn.Linear(7, 7)
+        self.frozen.requires_grad_(False)
+        self.out = nn.Linear(7, 1)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.nothing = nn.Parameter(torch.zeros(0, 3))
+        self.register_buffer("offset", torch.tensor([0.25]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.relu(self.inner(x))
+        x = torch.relu(self.tied(x)) + self.frozen(x)
+        x = torch.tanh(self.tied(self.again(x)))
+        return self.out(x) * self.scale + self.offset + self.nothing.sum()
+
+
+def seeded(build: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
+    """A model with weights drawn from `seed`."""
+    torch.manual_seed(seed)
+    return build()
+
+
+def transformer() -> nn.Module:
+    return TransformerLM.from_config(TINY)
+
+
+def batch(step: int, num_sequences: int = 12) -> tuple[Tensor, Tensor]:
+    """Tokens and targets of one step, the same in every process."""
+    generator = torch.Generator().manual_seed(1000 + step)
+    tokens = torch.randint(TINY.vocab_size, (2, num_sequences, TINY.context_length), generator=generator)
+    return tokens[0], tokens[1]
+
+
+def part(tensor: Tensor, rank: int, num_ranks: int) -> Tensor:
+    """This rank's equal part of a batch."""
+    return tensor.chunk(num_ranks)[rank]
+
+
+def token_loss(model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(model(tokens).float().flatten(0, 1), targets.flatten())

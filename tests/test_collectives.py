@@ -1,0 +1,194 @@
+"""The collectives against what one process computes from all ranks' tensors."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from cs336_systems.distributed.collectives import (
+    all_gather_flat,
+    all_reduce_mean,
+    broadcast_parameters,
+    check_same_shapes,
+    num_ranks,
+    rank_in,
+    reduce_scatter_mean_flat,
+)
+from cs336_systems.distributed.launch import run_ranks
+
+
+def inputs(rank: int, size: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(size, generator=torch.Generator().manual_seed(rank), dtype=torch.float64).to(dtype)
+
+
+def mean_over_ranks(ranks: int, size: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Summed and divided in `dtype`, in float64 in between only for the order not to matter."""
+    return (sum(inputs(rank, size, dtype).double() for rank in range(ranks)) / ranks).to(dtype)
+
+
+# What the ranks do
+
+
+def means(rank: int, ranks: int) -> dict[str, Tensor]:
+    found = {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
+            tensor = inputs(rank, 12, dtype)
+            handle = all_reduce_mean(tensor, async_op=True)
+            handle.wait()
+            handle.wait()  # harmless
+            found[f"all_reduce {dtype}"] = tensor
+        strided = inputs(rank, 12).view(3, 4).t()
+        all_reduce_mean(strided)
+        found["strided"] = strided
+        half = inputs(rank, 12, torch.float16)
+        all_reduce_mean(half, reduce_dtype=torch.float32)
+        found["in float32"] = half
+        large = torch.full((3,), 4e4, dtype=torch.float16)
+        all_reduce_mean(large, reduce_dtype=torch.float32)
+        found["large"] = large
+        number = torch.tensor(float(rank))
+        all_reduce_mean(number)
+        found["0-d"] = number
+        complex_number = torch.tensor([complex(rank, 1)])
+        all_reduce_mean(complex_number)
+        found["complex"] = complex_number
+        all_reduce_mean(torch.empty(0))
+        parameter = nn.Parameter(inputs(rank, 5))
+        all_reduce_mean(parameter)
+        found["parameter"] = parameter.detach()
+
+        whole = inputs(rank, 12)
+        part = torch.full((12 // ranks,), float("nan"))
+        reduce_scatter_mean_flat(part, whole, async_op=True).wait()
+        assert torch.equal(whole, inputs(rank, 12)), "the input must stay"
+        found["part"] = part
+        half_part = torch.full((12 // ranks,), float("nan"), dtype=torch.float32)
+        reduce_scatter_mean_flat(half_part, inputs(rank, 12, torch.float16), reduce_dtype=torch.float32)
+        found["half part"] = half_part
+        gathered = torch.full((12,), float("nan"))
+        all_gather_flat(gathered, part, async_op=True).wait()
+        found["gathered"] = gathered
+        all_gather_flat(torch.empty(0), torch.empty(0))
+        reduce_scatter_mean_flat(torch.empty(0), torch.empty(0))
+    return found
+
+
+class Odd(nn.Module):
+    """Every kind of tensor that a broadcast must carry."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+        self.weight = nn.Parameter(torch.randn(3, 4, generator=generator))
+        self.strided = nn.Parameter(torch.randn(3, 4, generator=generator).t())
+        self.frozen = nn.Parameter(torch.randn(2, generator=generator), requires_grad=False)
+        self.brain = nn.Parameter(torch.randn(3, generator=generator).bfloat16())
+        self.number = nn.Parameter(torch.randn((), generator=generator))
+        self.empty = nn.Parameter(torch.empty(0, 3))
+        self.tied = self.weight
+        self.register_buffer("mask", torch.rand(5, generator=generator) > 0.5)
+        self.register_buffer("count", torch.tensor(seed))
+        self.register_buffer("phase", torch.randn(2, generator=generator, dtype=torch.complex64))
+
+
+def broadcast_odd(rank: int, ranks: int) -> dict[str, Tensor]:
+    module = Odd(rank)
+    broadcast_parameters(module)
+    assert module.tied is module.weight
+    return module.state_dict()
+
+
+DIFFERENT = {  # how rank 1's model differs, and what every rank must be told
+    "shape": r"parameter '1.weight' must be the same on all ranks: shape \(2, 4\), float32 on rank 0, shape \(3, 4\)",
+    "dtype": r"parameter '1.weight' must be the same on all ranks: .* shape \(2, 4\), float64 on rank 1",
+    "missing": r"parameter '1.bias' is missing on rank 1",
+    "frozen": r"parameter '1.weight' must be the same on all ranks: .* shape \(2, 4\), float32, frozen on rank 1",
+    "order": r"parameters must have the same order on all ranks: rank 0 has '1.weight' where rank 1 has '2.weight'",
+}
+
+
+def build_differently(rank: int, ranks: int) -> None:
+    for how, message in DIFFERENT.items():
+        module = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+        if rank == 1:
+            module[1] = {
+                "shape": lambda: nn.Linear(4, 3),
+                "dtype": lambda: nn.Linear(4, 2, dtype=torch.float64),
+                "missing": lambda: nn.Linear(4, 2, bias=False),
+                "frozen": lambda: nn.Linear(4, 2).requires_grad_(False),
+                "order": nn.ReLU,
+            }[how]()
+            if how == "order":
+                module.append(nn.Linear(4, 2))
+        with pytest.raises(ValueError, match=message):
+            check_same_shapes(module.named_parameters())
+
+
+# Checks
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_means_gathers_and_scatters(ranks):
+    results = run_ranks(means, ranks)
+    expected = mean_over_ranks(ranks, 12)
+    for rank, found in enumerate(results):
+        for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
+            # Summed in the dtype itself, on values below 4: each addition and the division round once.
+            bound = ranks * 4 * torch.finfo(dtype).eps
+            torch.testing.assert_close(
+                found[f"all_reduce {dtype}"], mean_over_ranks(ranks, 12, dtype), atol=bound, rtol=0
+            )
+        torch.testing.assert_close(found["strided"], expected.view(3, 4).t())
+        assert torch.equal(found["in float32"], mean_over_ranks(ranks, 12, torch.float16)), "rounded once"
+        assert torch.equal(found["large"], torch.full((3,), 4e4, dtype=torch.float16)), "float16 sums overflow"
+        assert found["0-d"].item() == pytest.approx((ranks - 1) / 2) and found["0-d"].shape == ()
+        torch.testing.assert_close(found["complex"], torch.tensor([complex((ranks - 1) / 2, 1)]))
+        torch.testing.assert_close(found["parameter"], mean_over_ranks(ranks, 5))
+        torch.testing.assert_close(found["part"], expected.chunk(ranks)[rank])
+        torch.testing.assert_close(found["half part"], mean_over_ranks(ranks, 12).chunk(ranks)[rank], atol=2e-3, rtol=0)
+        torch.testing.assert_close(found["gathered"], expected)
+
+
+def test_every_kind_of_tensor_is_broadcast_bit_for_bit():
+    first, second = run_ranks(broadcast_odd, 2)
+    expected = Odd(0).state_dict()
+    assert not torch.equal(expected["weight"], Odd(1).state_dict()["weight"])
+    for name, tensor in expected.items():
+        assert torch.equal(first[name], tensor) and torch.equal(second[name], tensor), name
+
+
+def test_ranks_built_differently_are_told_the_parameter():
+    run_ranks(build_differently, 2)
+
+
+def test_without_a_process_group_the_way_to_one_is_told():
+    for call in (num_ranks, rank_in, lambda: all_reduce_mean(torch.ones(2))):
+        with pytest.raises(RuntimeError, match="there is no process group: start the ranks with run_ranks, or under"):
+            call()
+
+
+def refuse_wrong_arguments(rank: int, ranks: int) -> None:
+    flat, other = torch.ones(4), torch.ones(5)
+    with pytest.raises(TypeError, match="tensor must be floating point or complex to have a mean, got torch.int64"):
+        all_reduce_mean(torch.ones(3, dtype=torch.int64))
+    with pytest.raises(TypeError, match="input must be floating point or complex to have a mean, got torch.int64"):
+        reduce_scatter_mean_flat(torch.ones(2), torch.ones(4, dtype=torch.int64))
+    with pytest.raises(ValueError, match="output must have 2 ranks times the 4 elements of input, got 5"):
+        all_gather_flat(other, flat)
+    with pytest.raises(ValueError, match="input must have 2 ranks times the 4 elements of output, got 5"):
+        reduce_scatter_mean_flat(flat, other)
+    with pytest.raises(ValueError, match=r"output must be flat and contiguous, got shape \(2, 4\)"):
+        all_gather_flat(torch.ones(2, 4), flat)
+    with pytest.raises(TypeError, match="output must have the dtype of input, torch.float32, got torch.float64"):
+        all_gather_flat(torch.ones(8, dtype=torch.float64), flat)
+    with pytest.raises(ValueError, match="parameter 'weight' is on the meta device: give it memory before"):
+        broadcast_parameters(nn.Linear(2, 2, device="meta"))
+
+
+def test_wrong_arguments_are_refused():
+    run_ranks(refuse_wrong_arguments, 2)

@@ -1,0 +1,284 @@
+"""Launching ranks: results in order, the first failure told, nobody left behind, the same script under torchrun."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from cs336_systems.distributed.launch import (
+    TORCHRUN_VARIABLES,
+    RankError,
+    init_from_environment,
+    is_torchrun,
+    launch,
+    leave_group,
+    run_ranks,
+)
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def process_exists(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def await_gone(pids: list[int], seconds: float = 30) -> list[int]:
+    """Those of `pids` that still exist after at most `seconds`."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline and any(process_exists(pid) for pid in pids):
+        time.sleep(0.1)
+    return [pid for pid in pids if process_exists(pid)]
+
+
+# What the ranks do
+
+
+def sum_of_ranks(rank: int, num_ranks: int, base: int) -> torch.Tensor:
+    total = torch.tensor([float(base + rank)])
+    dist.all_reduce(total)
+    return total
+
+
+def own_place(rank: int, num_ranks: int) -> tuple[int, int, int, int]:
+    return rank, num_ranks, dist.get_rank(), dist.get_world_size()
+
+
+def fail_in_one(rank: int, num_ranks: int, folder: str, how: str) -> None:
+    """Rank 1 ends in the way `how` while the others wait for it in a collective."""
+    (Path(folder) / str(rank)).write_text(str(os.getpid()))
+    if rank == 1:
+        if how == "raises":
+            raise KeyError("planted in rank 1")
+        if how == "is killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if how == "exits":
+            os._exit(3)
+        time.sleep(600)
+    dist.all_reduce(torch.ones(3))
+
+
+def sleep_long(rank: int, num_ranks: int, folder: str) -> None:
+    (Path(folder) / str(rank)).write_text(str(os.getpid()))
+    time.sleep(600)
+
+
+def return_a_generator(rank: int, num_ranks: int) -> object:
+    return (number for number in range(3))
+
+
+def inherited_variable(rank: int, num_ranks: int) -> str | None:
+    return os.environ.get("NCCL_NVLS_ENABLE")
+
+
+def leave_cycles(rank: int, num_ranks: int) -> int:
+    """A group that lives in a reference cycle when the process ends: the exit that gloo used to abort."""
+    module = torch.nn.Linear(2, 2)
+    module.owner = [module, dist.group.WORLD]
+    module.weight.register_post_accumulate_grad_hook(lambda parameter, module=module: None)
+    dist.all_reduce(torch.ones(1))
+    return rank
+
+
+# One job
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_results_come_back_in_the_order_of_ranks(num_ranks):
+    assert run_ranks(own_place, num_ranks) == [(rank, num_ranks, rank, num_ranks) for rank in range(num_ranks)]
+
+
+def test_tensors_travel_back():
+    assert [result.item() for result in run_ranks(sum_of_ranks, 2, 5)] == [11.0, 11.0]
+
+
+def test_the_environment_reaches_the_ranks(monkeypatch):
+    monkeypatch.setenv("NCCL_NVLS_ENABLE", "0")
+    assert run_ranks(inherited_variable, 1) == ["0"]
+
+
+def test_four_jobs_at_once_do_not_clash():
+    with ThreadPoolExecutor(4) as pool:
+        jobs = [pool.submit(run_ranks, sum_of_ranks, 2, 10 * number) for number in range(4)]
+        assert [job.result()[0].item() for job in jobs] == [20.0 * number + 1 for number in range(4)]
+
+
+def test_ranks_that_leave_cycles_end_in_good_order(capfd):
+    assert run_ranks(leave_cycles, 2) == [0, 1]
+    assert "terminate called" not in capfd.readouterr().err
+
+
+# Failures
+
+
+@pytest.mark.parametrize(
+    ("how", "rank", "message"),
+    [
+        ("raises", 1, r"(?s)rank 1 of 2 failed:.*in fail_in_one.*KeyError: 'planted in rank 1'"),
+        ("is killed", 1, r"rank 1 of 2 died \(signal SIGKILL\)"),
+        ("exits", 1, r"rank 1 of 2 died \(exit code 3\)"),
+        ("sleeps", 0, r"(?s)rank 0 of 2 failed:.*Timed out waiting 3000ms.*nothing was heard of 1, which may hang"),
+    ],
+)
+def test_a_failing_rank_ends_the_job_with_its_reason(how, rank, message, tmp_path):
+    start = time.monotonic()
+    with pytest.raises(RankError, match=message) as caught:
+        run_ranks(fail_in_one, 2, str(tmp_path), how, timeout_s=3)
+    assert time.monotonic() - start < 60, "the sleeping rank sleeps for 600 s"
+    assert caught.value.rank == rank
+    assert caught.value.error_type == {"raises": "KeyError", "sleeps": "RuntimeError"}.get(how, "")
+    pids = [int(file.read_text()) for file in tmp_path.iterdir()]
+    assert len(pids) == 2 and await_gone(pids, 0) == []
+
+
+def test_ranks_die_with_their_parent(tmp_path):
+    """A killed parent cannot clean up; its ranks must go all the same."""
+    code = f"from tests.test_launch import *; run_ranks(sleep_long, 2, {str(tmp_path)!r})"
+    parent = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    deadline = time.monotonic() + 60
+    while len(list(tmp_path.glob("[01]"))) < 2 and time.monotonic() < deadline:
+        time.sleep(0.1)
+    pids = [int(file.read_text()) for file in tmp_path.glob("[01]")]
+    assert len(pids) == 2
+    parent.kill()
+    parent.wait()
+    assert await_gone(pids) == []
+
+
+def test_a_result_that_cannot_be_sent_is_told():
+    with pytest.raises(RankError, match=r"(?s)rank 0 of 1 failed:.*cannot pickle 'generator' object"):
+        run_ranks(return_a_generator, 1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "message"),
+    [
+        ((own_place, 0), {}, "num_ranks must be a positive int, got 0"),
+        ((own_place, True), {}, "num_ranks must be a positive int, got True"),
+        ((own_place, 2), {"backend": "mpi"}, "backend must be one of gloo, nccl, got 'mpi'"),
+        ((own_place, 2), {"device": "tpu"}, "device must be one of cpu, cuda, got 'tpu'"),
+        ((own_place, 2), {"timeout_s": 0}, "timeout_s must be positive, got 0"),
+        ((own_place, 2), {"backend": "nccl"}, "'nccl' moves CUDA tensors only: it needs device 'cuda', got 'cpu'"),
+        ((lambda rank, num_ranks: None, 2), {}, "function must be at the top level of a module"),
+    ],
+)
+def test_arguments_are_checked_before_anything_starts(arguments, options, message):
+    with pytest.raises(ValueError, match=message):
+        run_ranks(*arguments, **options)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without CUDA")
+def test_cuda_is_refused_where_there_is_none():
+    with pytest.raises(ValueError, match=r"device 'cuda' was asked for, and torch.cuda.is_available\(\) is False"):
+        run_ranks(own_place, 2, device="cuda")
+
+
+def test_nccl_needs_a_gpu_a_rank(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(ValueError, match="'nccl' needs a GPU a rank: num_ranks is 3 on this host, which has 2"):
+        run_ranks(own_place, 3, backend="nccl", device="cuda")
+
+
+# torchrun
+
+
+@pytest.fixture
+def environment(monkeypatch) -> pytest.MonkeyPatch:
+    """The variables of a job of one rank; the port is not listened on by anybody else."""
+    for name, value in zip(TORCHRUN_VARIABLES, ("0", "1", "0", "127.0.0.1", "0")):
+        monkeypatch.setenv(name, value)
+    return monkeypatch
+
+
+def test_a_rank_outside_of_torchrun_is_told_how_to_start(monkeypatch):
+    for name in TORCHRUN_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    assert not is_torchrun()
+    with pytest.raises(ValueError, match="RANK, WORLD_SIZE, .* must be set in the environment: start this with torch"):
+        init_from_environment()
+    with pytest.raises(ValueError, match="num_ranks must be given where torchrun does not say it"):
+        launch(own_place, None)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("RANK", "one", "RANK must be a non-negative number, got 'one'"),
+        ("RANK", "4", "RANK must be less than WORLD_SIZE=1, got 4"),
+        ("WORLD_SIZE", "0", "num_ranks must be a positive int, got 0"),
+    ],
+)
+def test_a_wrong_variable_is_named(environment, name, value, message):
+    environment.setenv(name, value)
+    with pytest.raises(ValueError, match=message):
+        init_from_environment()
+
+
+def test_launch_refuses_another_number_than_torchruns(environment):
+    with pytest.raises(ValueError, match="num_ranks must be torchrun's WORLD_SIZE=1, got 2"):
+        launch(own_place, 2)
+
+
+def test_leaving_without_a_group_does_nothing():
+    leave_group()
+
+
+def start_agents(script: Path, nodes: int, ranks_a_node: int, arguments: list[str]) -> list[subprocess.Popen[str]]:
+    """`nodes` torchrun agents on this host; the first one's rendezvous port is one that was free just before."""
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", str(nodes), "--nproc-per-node"]
+    command += [str(ranks_a_node), "--master-addr", "127.0.0.1", "--master-port", str(port)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return [
+        subprocess.Popen(
+            [*command, "--node-rank", str(node), str(script), *arguments],
+            env=environment,
+            cwd=ROOT,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
+        for node in range(nodes)
+    ]
+
+
+TORCHRUN_SCRIPT = """
+import sys
+from cs336_systems.distributed.launch import launch
+from tests.test_launch import sum_of_ranks
+
+if __name__ == "__main__":
+    results = launch(sum_of_ranks, int(sys.argv[1]), 5)
+    print("RESULTS", [result.item() for result in results], flush=True)
+"""
+
+
+def test_the_same_script_runs_spawned_and_on_two_nodes(tmp_path):
+    script = tmp_path / "job.py"
+    script.write_text(TORCHRUN_SCRIPT)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    spawned = subprocess.run(
+        [sys.executable, str(script), "2"], env=environment, cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    assert spawned.stdout.count("RESULTS [11.0, 11.0]") == 1, spawned.stderr
+    agents = start_agents(script, nodes=2, ranks_a_node=1, arguments=["2"])
+    outputs = [agent.communicate(timeout=120)[0] for agent in agents]
+    assert [agent.returncode for agent in agents] == [0, 0], "\n".join(outputs)
+    assert [output.count("RESULTS [11.0]") for output in outputs] == [1, 1], "\n".join(outputs)

@@ -1,0 +1,340 @@
+"""Section 5's experiments and report: bandwidths, cells, agreed counts, tables, timelines and answers."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from cs336_systems.config import (
+    COLLECTIVES,
+    MODEL_SIZES,
+    CollectiveCase,
+    DataParallelCase,
+    RunConfig,
+)
+from cs336_systems.distributed.bandwidth import (
+    algorithm_gb_per_s,
+    best_bucket_bytes,
+    bucket_overhead_s,
+    bus_factor,
+    bus_gb_per_s,
+)
+from cs336_systems.distributed.launch import RankError, run_ranks
+from cs336_systems.experiments import ddp_cells
+from cs336_systems.experiments.cells import Disagreement, Unsupported
+from cs336_systems.experiments.collective_cells import communication_cells
+from cs336_systems.experiments.ddp_cells import ParallelStep, check_gradients, ddp_cell, measure_ddp, wrap
+from cs336_systems.experiments.rank_cells import agreed_samples, run_cell, slowest
+from cs336_systems.experiments.s5_distributed import bucketed_cells, flat_cells, naive_cells, overlap_cells
+from cs336_systems.records import Record, case_to_dict
+from cs336_systems.report.answers import answer
+from cs336_systems.report.blocks import CASE_TYPES
+from cs336_systems.report.distributed import COMMUNICATION, DDP_PROBLEMS, num_buckets, steps
+from cs336_systems.report.figures import problem_figures
+from cs336_systems.report.frames import load_frame
+from cs336_systems.report.plots import plots
+from cs336_systems.report.tables import TABLES, sections
+
+TINY = RunConfig(scale="tiny", device="cpu")
+SMOKE = RunConfig(scale="smoke", device="cpu")
+HANDOUT = RunConfig(scale="handout", device="cuda")
+H200 = {"name": "NVIDIA H200", "kind": "cuda", "driver": "1.2"}
+
+# Bandwidth
+
+
+@pytest.mark.parametrize(
+    ("operation", "ranks", "factor"),
+    [
+        ("all_reduce", 2, 1.0),
+        ("all_reduce", 4, 1.5),
+        ("all_gather", 4, 0.75),
+        ("reduce_scatter", 2, 0.5),
+        ("broadcast", 8, 1.0),
+        ("all_reduce", 1, 0.0),
+    ],
+)
+def test_bus_bandwidth_is_what_the_busiest_link_carries(operation, ranks, factor):
+    assert bus_factor(operation, ranks) == factor
+    assert algorithm_gb_per_s(10**9, 10.0) == 100.0
+    assert bus_gb_per_s(operation, ranks, 10**9, 10.0) == pytest.approx(100.0 * factor)
+
+
+def test_the_best_bucket_has_the_least_overhead():
+    total, bandwidth, call = 8e9, 200e9, 2e-5
+    best = total / best_bucket_bytes(total, bandwidth, call)  # buckets
+    assert best == pytest.approx((total / (bandwidth * call)) ** 0.5)
+    least = bucket_overhead_s(total, bandwidth, call, best)
+    assert least == pytest.approx(2 * best * call), "half for calls, half for the last bucket"
+    assert all(bucket_overhead_s(total, bandwidth, call, best * other) > least for other in (0.5, 0.9, 1.1, 2))
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: bus_factor("gather", 2), "operation must be one of all_reduce, .*, got 'gather'"),
+        (lambda: bus_factor("broadcast", 0), "num_ranks must be positive, got 0"),
+        (lambda: algorithm_gb_per_s(1, 0.0), "ms must be positive, got 0.0"),
+        (lambda: bucket_overhead_s(1, 1, 1, 0), "num_buckets must be positive, got 0"),
+        (lambda: best_bucket_bytes(1, 0, 1), "bytes_per_s must be positive, got 0"),
+        (
+            lambda: CollectiveCase(operation="gather", num_bytes=4, num_ranks=2, backend="gloo"),
+            "CollectiveCase.operation must be one of all_reduce",
+        ),
+        (
+            lambda: CollectiveCase(operation="broadcast", num_bytes=0, num_ranks=2, backend="gloo"),
+            "CollectiveCase.num_bytes must be a positive int, got 0",
+        ),
+        (lambda: replace(parallel_case(), backend="mpi"), "DataParallelCase.backend must be one of gloo, nccl"),
+        (lambda: replace(parallel_case(), bucket_size_mb=0), "DataParallelCase.bucket_size_mb must be positive, got 0"),
+        (lambda: replace(parallel_case(), num_ranks=0), "DataParallelCase.num_ranks must be a positive int, got 0"),
+    ],
+)
+def test_wrong_values_are_named(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+# Cells
+
+
+def parallel_case(ranks: int = 2, bucket: float | None = None, **options: Any) -> DataParallelCase:
+    return DataParallelCase(
+        model=MODEL_SIZES["xl"], batch=4, num_ranks=ranks, backend="nccl", attention="reference",
+        bucket_size_mb=bucket, **options,
+    )  # fmt: skip
+
+
+def test_the_handouts_grid_is_attempted(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    cells = communication_cells(HANDOUT)
+    assert {(cell.case.backend, cell.case.num_ranks) for cell in cells} == {
+        ("nccl", 2), ("nccl", 4), ("gloo", 2), ("gloo", 4), ("gloo", 6), ("gloo", 8),
+    }  # fmt: skip
+    for cell in cells:
+        asked = {(row.case.operation, row.case.num_bytes) for row in cell.rows}
+        assert asked == {(name, size) for name in COLLECTIVES for size in (10**6, 10**7, 10**8, 10**9)}
+    compared = {(cell.implementation, cell.case.num_ranks) for cell in overlap_cells(HANDOUT)}
+    names = ("naive", "flat", "overlap", "bucketed", "torch_ddp", "torch_ddp_view")
+    assert compared == {(name, ranks) for name in names for ranks in (2, 4)}
+    assert {cell.case.num_ranks for cell in naive_cells(HANDOUT)} == {1, 2, 4}
+    assert {cell.case.num_ranks for cell in flat_cells(HANDOUT)} == {4}
+    ours = [cell.case for cell in bucketed_cells(HANDOUT) if cell.implementation == "bucketed"]
+    assert {case.bucket_size_mb for case in ours} == {1, 10, 100, 1000}
+    assert {case.precision.autocast for case in ours} == {None, "bfloat16"}
+    assert all(cell.case.model is MODEL_SIZES["xl"] and cell.case.batch == 4 for cell in overlap_cells(HANDOUT))
+
+
+def tiny_case(ranks: int = 2, bucket: float | None = None) -> DataParallelCase:
+    return replace(naive_cells(TINY)[0].case, num_ranks=ranks, bucket_size_mb=bucket)
+
+
+def check_a_wrapper_that_forgets(rank: int, ranks: int, case: DataParallelCase) -> None:
+    step = ParallelStep("naive", case, TINY, rank)
+    assert check_gradients(step, ranks) <= 1
+    step.model.finish_gradient_synchronization = lambda: None
+    with pytest.raises(Disagreement, match="averaged gradients are off by .* times the bound of the plain mean's"):
+        check_gradients(step, ranks)
+
+
+def test_gradients_that_were_not_averaged_are_not_timed():
+    run_ranks(check_a_wrapper_that_forgets, 2, tiny_case())
+
+
+@pytest.mark.parametrize("implementation", ["bucketed", "torch_ddp_view"])
+def test_a_cell_measures_every_row(implementation):
+    """Ours and the peer, at two ranks: gradients checked, samples positive, the trace's parts within the whole."""
+    cell = ddp_cell("ddp_overlap_individual_parameters_benchmarking", tiny_case(bucket=0.1), implementation)
+    cell = replace(cell, case=replace(cell.case, backend="gloo"))
+    measured = {measurement.row.quantity: measurement for measurement in measure_ddp(cell, TINY)}
+    assert len(measured["time"].samples) >= 5 and min(measured["time"].samples) > 0
+    assert measured["time"].error is not None and measured["time"].error <= 1
+    traced = {name: measured[name].samples[0] for name in ddp_cells.TRACED[:4]}
+    assert 0 < traced["communication_time"] < traced["traced_time"]
+    assert 0 <= traced["overlap_time"] <= min(traced["communication_time"], traced["compute_time"])
+    ends = list(measured["communication_intervals"].samples)
+    assert ends == sorted(ends) and len(ends) % 2 == 0 and ends
+
+
+def test_an_unknown_implementation_is_skipped():
+    cell = replace(naive_cells(TINY)[0], implementation="sorcery")
+    with pytest.raises(Unsupported, match="there is no data parallelism called 'sorcery'"):
+        list(measure_ddp(cell, TINY))
+
+
+def test_torchs_wrapper_gets_the_bucket_size():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        wrapped = wrap(torch.nn.Linear(2, 2), "torch_ddp_view", 7)
+        assert wrapped.bucket_bytes_cap == 7 * 2**20 and wrapped.gradient_as_bucket_view
+    finally:
+        dist.destroy_process_group()
+
+
+def count_slowly(rank: int, ranks: int) -> int:
+    return agreed_samples(lambda: time.sleep(0.2 if rank == 0 else 0.0), "cpu", budget_ms=2000.0, minimum=2)
+
+
+def test_every_rank_takes_rank_0s_number_of_samples():
+    """A count of each rank's own would leave one waiting in a collective that the other never enters."""
+    first, second = run_ranks(count_slowly, 2)
+    assert first == second and 2 <= first <= 10
+
+
+def test_a_step_is_over_when_the_last_rank_is():
+    assert slowest([[1.0, 5.0], [2.0, 3.0]]) == [2.0, 5.0]
+
+
+def fail(rank: int, ranks: int, error: str) -> None:
+    if rank == 1:
+        raise {"memory": torch.OutOfMemoryError, "wrong": Disagreement, "bug": ArithmeticError}[error]("planted")
+    dist.barrier()
+
+
+@pytest.mark.parametrize(
+    ("error", "raised"), [("memory", torch.OutOfMemoryError), ("wrong", Disagreement), ("bug", RankError)]
+)
+def test_a_ranks_error_becomes_the_cells(error, raised):
+    with pytest.raises(raised, match="rank 1 of 2 failed: .*planted"):
+        run_cell(fail, 2, error, backend="gloo", run=TINY)
+
+
+def test_more_ranks_than_gpus_are_skipped(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(Unsupported, match="needs 4 GPUs, this host has 2"):
+        run_cell(fail, 4, "bug", backend="nccl", run=HANDOUT)
+
+
+# Report
+
+
+def record(problem: str, case: Any, implementation: str, **changes: Any) -> Record:
+    values: dict[str, Any] = {"mode": "train_step", "quantity": "time", "unit": "ms", "device": H200}
+    values |= {"commit": "c0ffee", "dirty": False, "date": "2026-01-02T03:04:05+00:00", "scale": "handout"}
+    values |= {"problem": problem, "implementation": implementation, "software": {"torch": "2.11.0"}}
+    return Record(case=case_to_dict(case), **values | changes)
+
+
+STEP_MS = {"naive": 130.0, "flat": 120.0, "overlap": 104.0, "bucketed": 101.0, "torch_ddp_view": 100.0}
+
+
+def step_records(problem: str) -> list[Record]:
+    """Communication of 40 ms in each, hidden by three quarters where it overlaps; torch_ddp ran out of memory."""
+    found = []
+    for name, ms in STEP_MS.items():
+        buckets: tuple[float | None, ...] = (None,)
+        if problem == "ddp_bucketed_benchmarking":
+            buckets = (1.0, 1000.0) if name == "bucketed" else ()
+        elif name in ("bucketed", "torch_ddp_view"):
+            buckets = (25.0,)
+        for bucket in buckets:
+            case = parallel_case(bucket=bucket)
+            slower = 10.0 if bucket == 1.0 else 0.0
+            hidden = 0.0 if name in ("naive", "flat") else 30.0
+            found.append(record(problem, case, name, samples=[ms + slower - 1, ms + slower, ms + slower + 1]))
+            for quantity, value in (
+                ("traced_time", ms), ("communication_time", 40.0 + slower), ("compute_time", 90.0),
+                ("overlap_time", hidden),
+            ):  # fmt: skip
+                found.append(record(problem, case, name, quantity=quantity, samples=[value]))
+            found.append(record(problem, case, name, quantity="compute_intervals", samples=[0.0, 90.0]))
+            ends = [90.0, 130.0] if not hidden else [50.0, 80.0, 90.0, 100.0]
+            found.append(record(problem, case, name, quantity="communication_intervals", samples=ends))
+            found.append(record(problem, case, name, quantity="peak_memory", unit="MiB", samples=[70000.0]))
+    broken = parallel_case(bucket=25.0)
+    found.append(record(problem, broken, "torch_ddp", status="oom", message="CUDA out of memory"))
+    return found
+
+
+def communication_records() -> list[Record]:
+    found = []
+    for backend, ms in (("nccl", 5.0), ("gloo", 900.0)):
+        for operation in COLLECTIVES:
+            for size in (10**6, 10**9):
+                case = CollectiveCase(operation=operation, num_bytes=size, num_ranks=4, backend=backend)
+                values: dict[str, Any] = {"samples": [ms * size / 1e9]}
+                if backend == "gloo" and operation == "broadcast":
+                    values = {"status": "failed", "message": "no result within 600 s"}
+                found.append(record(COMMUNICATION, case, backend, mode="collective", **values))
+    return found
+
+
+def records_of(problem: str) -> list[Record]:
+    return communication_records() if problem == COMMUNICATION else step_records(problem)
+
+
+def table(problem: str, name: str) -> str:
+    return next(part.body for part in sections(problem, load_frame(records_of(problem))) if part.name == name)
+
+
+def line(body: str, *keys: str) -> list[str]:
+    lines = [[cell.strip() for cell in one.strip("| ").split(" | ")] for one in body.splitlines()]
+    return next(found for found in lines if found[: len(keys)] == list(keys))
+
+
+def test_the_bandwidth_table_compares_with_the_link():
+    body = table(COMMUNICATION, "nccl")
+    assert line(body, "all-reduce", "4", "1000") == [
+        "all-reduce", "4", "1000", "5.000", "200", "300", "67 %",
+    ]  # fmt: skip
+    assert line(body, "all-gather", "4", "1000")[-3:] == ["200", "150", "33 %"]
+    assert "link peak: 450 GB/s each way (NVIDIA H200 Tensor Core GPU datasheet (SXM))" in body
+    gloo = table(COMMUNICATION, "gloo")
+    assert line(gloo, "broadcast", "4", "1")[3:] == ["failed [1]", "–", "–"] and "link peak" not in gloo
+    said = answer(COMMUNICATION, load_frame(communication_records()))
+    assert "nccl, 4 ranks: an all-reduce of 1 MB takes 0.00500 ms" in said and "67 % of the link's peak" in said
+
+
+def test_the_step_table_shows_what_is_hidden_and_the_peer():
+    body = table("ddp_overlap_individual_parameters_benchmarking", "steps")
+    # step, over torch's, communication, share, hidden, not hidden, memory
+    assert line(body, "naive")[-6:] == ["1.30×", "40.0", "30.8", "0", "40.0", "70,000"]
+    assert line(body, "overlap")[-6:] == ["1.04×", "40.0", "38.5", "75.0", "10.0", "70,000"]
+    assert line(body, "torch DDP")[2:] == ["OOM", "–", "–", "–", "–", "–", "–"]
+    said = answer("ddp_overlap_individual_parameters_benchmarking", load_frame(records_of(DDP_PROBLEMS[2])))
+    assert "overlap has 1.25× the speed of naive" in said and "75.0 % of it beside compute" in said
+
+
+def test_the_overhead_model_is_fitted_to_the_bucket_sizes():
+    frame = load_frame(step_records("ddp_bucketed_benchmarking"))
+    rows = steps(frame)
+    small, large = (next(rows[rows["bucket_mb"] == size].itertuples()) for size in (1.0, 1000.0))
+    assert num_buckets(small) > 200 > 20 > num_buckets(large) > 10, "13.6 GB of gradients, matrices of 25 to 100 MiB"
+    said = answer("ddp_bucketed_benchmarking", frame)
+    assert "communicate 10.0 ms longer" in said and "the model's best bucket then has" in said
+
+
+@pytest.mark.parametrize("problem", [COMMUNICATION, *DDP_PROBLEMS])
+def test_every_problem_has_a_table_figures_and_its_case(problem):
+    rows = records_of(problem)
+    frame = load_frame(rows)
+    assert problem in TABLES and CASE_TYPES[problem] == (rows[0].case["type"],)
+    kinds = {plot.kind for plot in plots(problem, frame)}
+    assert kinds == ({"lines"} if problem == COMMUNICATION else {"bars", "timeline"})
+    assert all(figure.axes for _, figure in problem_figures(problem, frame))
+
+
+def test_a_timeline_has_a_mark_an_interval():
+    frame = load_frame(step_records("ddp_overlap_individual_parameters_benchmarking"))
+    plot = next(
+        plot for plot in plots("ddp_overlap_individual_parameters_benchmarking", frame) if plot.kind == "timeline"
+    )
+    panel = plot.data[plot.data["panel"] == "overlap"]
+    communication = panel[panel["series"] == "communication"]
+    assert list(zip(communication["low"], communication["high"])) == [(50.0, 80.0), (90.0, 100.0)]
+
+
+@pytest.mark.parametrize("problem", [COMMUNICATION, *DDP_PROBLEMS])
+@pytest.mark.parametrize("status", ["oom", "failed", "skipped"])
+def test_a_report_of_nothing_but_failures_is_written(problem, status):
+    rows = [replace(row, status=status, message="planted", samples=[]) for row in records_of(problem)]
+    frame = load_frame(rows)
+    text = "\n".join(part.body for part in sections(problem, frame))
+    assert "planted" in text
+    answer(problem, frame)
+    assert all(figure.axes for _, figure in problem_figures(problem, frame))

@@ -1,0 +1,398 @@
+"""Section 6: optimizers with sharded state equal the unsharded one, on gloo; their records and report."""
+
+from __future__ import annotations
+
+import io
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from cs336_systems.config import MODEL_SIZES, Precision, RunConfig
+from cs336_systems.distributed.launch import run_ranks
+from cs336_systems.distributed.memory_plan import fsdp_bytes
+from cs336_systems.distributed.sharded_optimizer import ShardedOptimizer
+from cs336_systems.distributed.zero1 import Zero1Optimizer
+from cs336_systems.experiments import sharding_cells
+from cs336_systems.experiments.cells import Disagreement
+from cs336_systems.experiments.registry import PROBLEMS
+from cs336_systems.experiments.s7_fsdp import sharding_case
+from cs336_systems.experiments.sharding_cells import ShardingCase, check_training
+from cs336_systems.model import AdamW, clip_gradients
+from cs336_systems.records import Record, case_to_dict
+from cs336_systems.report.answers import answer
+from cs336_systems.report.frames import load_frame
+from cs336_systems.report.plots import plots
+from cs336_systems.report.tables import sections
+from tests import adapters
+from tests.sharding_models import Awkward, part, seeded
+
+COVERS = ("cs336_systems/distributed", "tests/adapters.py", "tests/sharding_models.py")
+
+
+class Toy(nn.Module):
+    """Like the course's: a frozen vector, a frozen bias, no two layers alike; optionally tied."""
+
+    def __init__(self, tied: bool) -> None:
+        super().__init__()
+        self.fc1 = nn.Linear(10, 10, bias=False)
+        self.fc2 = nn.Linear(10, 50)
+        self.fc2.bias.requires_grad_(False)
+        self.fc3 = nn.Linear(50, 10, bias=False)
+        self.fc4 = nn.Linear(10, 50, bias=False)
+        self.fc5 = nn.Linear(50, 5, bias=False)
+        self.fixed = nn.Parameter(torch.tensor([2.0, 2.0]), requires_grad=False)
+        if tied:
+            self.fc4.weight = self.fc2.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in (self.fc1, self.fc2, self.fc3, self.fc4):
+            x = torch.relu(layer(x))
+        return self.fc5(x)
+
+
+def step_both(
+    step: int, single: nn.Module, model: nn.Module, optimizers: tuple[Any, Any], *, own: tuple[int, int] | None = None
+) -> None:
+    """One step of both on the same data; `own` gives the model its (rank, number of ranks) part only."""
+    x = torch.rand(24, 10, generator=torch.Generator().manual_seed(step))
+    for optimizer in optimizers:
+        optimizer.zero_grad()
+    single(x).square().mean().backward()
+    model(x if own is None else part(x, *own)).square().mean().backward()
+    for optimizer in optimizers:
+        optimizer.step()
+
+
+def equal_weights(single: nn.Module, model: nn.Module, rtol: float = 1e-7, atol: float = 0.0) -> None:
+    for (name, expected), actual in zip(single.named_parameters(), model.parameters()):
+        torch.testing.assert_close(
+            actual, expected, rtol=rtol, atol=atol, msg=lambda text, name=name: f"{name}: {text}"
+        )
+
+
+SETTINGS = {"lr": 0.1, "weight_decay": 0.1, "betas": (0.9, 0.999), "eps": 1e-8}
+
+
+def course_optimizer(rank: int, num_ranks: int, tied: bool) -> int:
+    single = seeded(lambda: Toy(tied))
+    model = deepcopy(single)
+    optimizer = adapters.get_sharded_optimizer(model.parameters(), torch.optim.AdamW, **SETTINGS)
+    reference = torch.optim.AdamW(single.parameters(), **SETTINGS)
+    for step in range(10):
+        step_both(step, single, model, (reference, optimizer))
+    equal_weights(single, model)
+    return sum(value.nbytes for state in optimizer.state.values() for value in state.values() if value.ndim)
+
+
+@pytest.mark.problem("optimizer_state_sharding", 15)
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_the_sharded_optimizer_equals_the_unsharded_one(tied):
+    first, second = run_ranks(course_optimizer, 2, tied)
+    model = Toy(tied)
+    whole = 2 * sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)
+    assert first + second == whole
+    assert max(first, second) <= 0.65 * whole  # few and unequal parameters
+
+
+def check_options(rank: int, num_ranks: int) -> None:
+    """Groups, schedules, later groups, closures, names, duplicates, other optimizers, and both ways to save."""
+    # Groups of their own settings, a changed learning rate, a group that is added later
+    single = seeded(lambda: Toy(False))
+    model = deepcopy(single)
+
+    def groups(of: Any) -> list[dict[str, Any]]:
+        return [{"params": of.fc1.parameters(), "lr": 0.05}, {"params": [of.fc2.weight, of.fc3.weight]}]
+
+    optimizers = AdamW(groups(single), lr=0.01), ShardedOptimizer(groups(model), AdamW, lr=0.01)
+    schedules = [torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5) for optimizer in optimizers]
+    for step in range(6):
+        step_both(step, single, model, optimizers)
+        for schedule in schedules:
+            schedule.step()
+        if step == 2:
+            for optimizer, of in zip(optimizers, (single, model)):
+                optimizer.add_param_group({"params": [of.fc4.weight, of.fc5.weight], "lr": 0.002, "weight_decay": 0.3})
+    equal_weights(single, model)
+    assert sum(optimizers[1].bytes_owned) == sum(p.nbytes for g in optimizers[1].param_groups for p in g["params"])
+
+    # The full state is the unsharded optimizer's; full and own state load again
+    full, expected = optimizers[1].full_state_dict(), optimizers[0].state_dict()
+    assert full["state"].keys() == expected["state"].keys()
+    for place, state in expected["state"].items():
+        assert full["state"][place]["step"] == state["step"]
+        torch.testing.assert_close(full["state"][place]["exp_avg_sq"], state["exp_avg_sq"], rtol=1e-6, atol=0)
+    assert full["param_groups"] == expected["param_groups"]
+    for save in (ShardedOptimizer.full_state_dict, ShardedOptimizer.state_dict):
+        state_dict = _through_file(save(optimizers[1]))
+        again = ShardedOptimizer(groups(model), AdamW, lr=1.0)
+        again.add_param_group({"params": [model.fc4.weight, model.fc5.weight]})
+        again.load_state_dict(state_dict)
+        assert again.param_groups[2]["weight_decay"] == 0.3
+        optimizers = optimizers[0], again
+        for step in range(2):
+            step_both(step, single, model, optimizers)
+        equal_weights(single, model, rtol=1e-6, atol=1e-9)
+
+    # A closure, (name, tensor) pairs, a tensor given twice, SGD with momentum, frozen parameters
+    single, model = seeded(Awkward), seeded(Awkward)
+    pairs = [*model.named_parameters(), ("inner", model.inner.weight)]
+    sharded = ShardedOptimizer(pairs, torch.optim.SGD, lr=0.1, momentum=0.9)
+    reference = torch.optim.SGD(single.parameters(), lr=0.1, momentum=0.9)
+    x = torch.ones(3, 5)
+
+    def closure(of: nn.Module, optimizer: Any) -> Any:
+        optimizer.zero_grad()
+        loss = of(x).square().mean()
+        loss.backward()
+        return loss
+
+    for _ in range(3):
+        losses = [optimizer.step(lambda of=of, optimizer=optimizer: closure(of, optimizer))
+                  for of, optimizer in ((single, reference), (model, sharded))]  # fmt: skip
+        assert torch.equal(losses[0], losses[1])
+    equal_weights(single, model)
+
+    # Errors
+    with pytest.raises(
+        ValueError, match=f"state_dict must be full or the share of rank {rank} of {num_ranks}, got that"
+    ):
+        sharded.load_state_dict({**sharded.state_dict(), "shard": {"rank": 7, "num_ranks": 9}})
+    other = ShardedOptimizer([model.inner.weight], torch.optim.SGD, lr=0.1)
+    with pytest.raises(ValueError, match="state_dict must have groups of .1. parameters, got"):
+        other.load_state_dict(sharded.full_state_dict())
+    with pytest.raises(TypeError, match="optimizer_cls must be a subclass of torch.optim.Optimizer, got"):
+        ShardedOptimizer(model.parameters(), AdamW(model.parameters()))  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="params must be an iterable of tensors or groups, got a tensor"):
+        ShardedOptimizer(model.inner.weight, AdamW)
+    with pytest.raises(ValueError, match="some parameters appear in more than one parameter group"):
+        sharded.add_param_group({"params": [model.inner.weight]})
+
+
+def _through_file(state_dict: dict[str, Any]) -> Any:
+    file = io.BytesIO()
+    torch.save(state_dict, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_groups_schedules_state_and_errors_of_the_sharded_optimizer(num_ranks):
+    run_ranks(check_options, num_ranks)
+
+
+def check_zero1(rank: int, num_ranks: int) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for bucket_size_mb in (1e-4, 1e-3, 100.0):
+        single, model = seeded(lambda: Toy(True)), seeded(lambda: Toy(True), seed=rank)
+        groups = [
+            [{"params": [of.fc1.weight], "lr": 0.05}, {"params": [p for n, p in of.named_parameters() if n[2] != "1"]}]
+            for of in (single, model)
+        ]
+        optimizers = (
+            AdamW(groups[0], lr=0.01),
+            Zero1Optimizer(groups[1], AdamW, lr=0.01, bucket_size_mb=bucket_size_mb),
+        )
+        for step in range(4):
+            step_both(step, single, model, optimizers, own=(rank, num_ranks))
+            optimizers[1].param_groups[0]["lr"] = optimizers[0].param_groups[0]["lr"] = 0.04 / (step + 1)
+        equal_weights(single, model, rtol=1e-4, atol=1e-5)
+        assert torch.equal(model.fixed, single.fixed) and torch.equal(model.fc2.bias, single.fc2.bias)
+    # Full state goes to an unsharded optimizer and back
+    full = optimizers[1].full_state_dict()
+    optimizers[0].load_state_dict(full)
+    copy = Toy(True)
+    copy.load_state_dict(model.state_dict())
+    model = copy
+    names = [n for n, _ in model.named_parameters() if n[2] != "1"]
+    again = Zero1Optimizer(
+        [{"params": [model.fc1.weight]}, {"params": [model.get_parameter(n) for n in names]}], AdamW, lr=9.0
+    )
+    again.load_state_dict(full)
+    for step in range(2):
+        step_both(step, single, model, (optimizers[0], again), own=(rank, num_ranks))
+    equal_weights(single, model, rtol=1e-3, atol=1e-4)
+    again.load_state_dict(_through_file(again.state_dict()))
+    found["state_bytes"] = sum(v.nbytes for s in again.state.values() for v in s.values() if isinstance(v, Tensor))
+    # Accumulation, clipping, zeros in place of None
+    single, model = seeded(lambda: Toy(False)), seeded(lambda: Toy(False))
+    reference, zero1 = (
+        torch.optim.SGD(single.parameters(), lr=0.1),
+        Zero1Optimizer(model.parameters(), torch.optim.SGD, lr=0.1),
+    )
+    for step in range(3):
+        x = torch.rand(24, 10, generator=torch.Generator().manual_seed(step))
+        reference.zero_grad()
+        zero1.zero_grad(set_to_none=step != 1)
+        for half in x.chunk(2):
+            single(half).square().mean().backward()
+        halves = [part(half, rank, num_ranks) for half in x.chunk(2)]
+        with zero1.no_sync():
+            model(halves[0]).square().mean().backward()
+        model(halves[1]).square().mean().backward()
+        norms = clip_gradients(single.parameters(), 1e-4), zero1.clip_grad_norm_(1e-4)
+        assert norms[0] > 1e-4 and torch.allclose(*norms, rtol=1e-5)
+        reference.step()
+        zero1.step()
+    equal_weights(single, model, rtol=1e-5, atol=1e-7)
+    # Low precision with float32 masters: an update too small for bfloat16 is not lost
+    low = nn.Linear(4, 4, bias=False).to(torch.bfloat16)
+    torch.nn.init.ones_(low.weight)
+    masters = Zero1Optimizer(low.parameters(), torch.optim.SGD, lr=1e-3)
+    for _ in range(8):
+        masters.zero_grad()
+        low(torch.ones(1, 4, dtype=torch.bfloat16)).sum().backward()
+        masters.step()
+    found["bfloat16"] = low.weight[0, 0].item(), low.weight.dtype
+    # Errors
+    model(x).sum().backward()
+    with pytest.raises(
+        RuntimeError, match=r"a second backward before step\(\): run all but the last one under no_sync"
+    ):
+        model(x).sum().backward()
+    with pytest.raises(ValueError, match="bucket_size_mb must be positive, got 0"):
+        Zero1Optimizer(model.parameters(), AdamW, bucket_size_mb=0)
+    with pytest.raises(ValueError, match="step takes no closure"):
+        masters.step(lambda: None)
+    with pytest.raises(RuntimeError, match="Zero1Optimizer cannot add a group"):
+        masters.add_param_group({"params": []})
+    with pytest.raises(ValueError, match="max_norm must be positive, got -1"):
+        masters.clip_grad_norm_(-1)
+    with pytest.raises(ValueError, match=f"state_dict must be full or the slices of rank {rank} of {num_ranks}"):
+        masters.load_state_dict({**masters.state_dict(), "shard": {"rank": 7, "num_ranks": 9}})
+    with pytest.raises(ValueError, match="state_dict must have groups of .1. parameters, got .2."):
+        masters.load_state_dict({"state": {}, "param_groups": [{"params": [0, 1]}]})
+    return found
+
+
+def test_zero1_equals_the_unsharded_optimizer():
+    for num_ranks in (2, 3):
+        found = run_ranks(check_zero1, num_ranks)
+        model = Toy(True)
+        whole = 2 * sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)
+        for rank in found:
+            assert rank["state_bytes"] <= whole / num_ranks + 2 * 2 * 4 * 64 * 2  # the padding of two buckets
+            assert rank["bfloat16"] == (pytest.approx(1 - 8e-3, abs=4e-3), torch.bfloat16)
+            assert rank["bfloat16"][0] < 1
+
+
+def test_no_process_group_is_said():
+    for build in (ShardedOptimizer, Zero1Optimizer):
+        with pytest.raises(RuntimeError, match="there is no process group"):
+            build(nn.Linear(2, 2).parameters(), AdamW)
+
+
+# Prediction
+
+
+def test_the_predicted_bytes_of_10b_fit_two_h200_sharded_and_not_one():
+    options: dict[str, Any] = {"attention": "sdpa", "compute_dtype": "bfloat16", "reduce_dtype": "float32"}
+    two = fsdp_bytes(MODEL_SIZES["10b"], 4, num_ranks=2, checkpointing=True, **options)
+    one = fsdp_bytes(MODEL_SIZES["10b"], 4, num_ranks=1, checkpointing=True, **options)
+    assert two.fits(139 * 2**30) and not one.fits(139 * 2**30)
+    assert two.parameters + two.gradients + two.optimizer < 0.51 * (one.parameters + one.gradients + one.optimizer)
+    plain = fsdp_bytes(MODEL_SIZES["10b"], 4, num_ranks=2, **options)
+    assert plain.activations > 5 * two.activations and plain.parameters == two.parameters
+
+
+def test_a_bad_number_of_ranks_has_no_prediction():
+    with pytest.raises(ValueError, match="num_ranks must be at least 1, got 0"):
+        fsdp_bytes(MODEL_SIZES["small"], 1, num_ranks=0, attention="sdpa")
+
+
+# Experiments and report
+
+
+def test_a_case_refuses_what_cannot_run():
+    case = sharding_case(RunConfig(scale="tiny", device="cpu"), 2, None)
+    with pytest.raises(ValueError, match="ShardingCase.num_ranks must be a positive int, got 0"):
+        ShardingCase(model=case.model, batch=1, num_ranks=0, backend="gloo", attention="reference")
+
+
+class NeverSent(ShardedOptimizer):
+    """Known wrong: each rank updates its share and tells nobody."""
+
+    def _broadcast_updates(self) -> None:
+        pass
+
+
+def check_the_check(rank: int, num_ranks: int) -> float:
+    run = RunConfig(scale="tiny", device="cpu")
+    case = sharding_case(run, num_ranks, None)
+    good = check_training("sharded", case, run, rank)
+    sharding_cells.ShardedOptimizer = NeverSent  # type: ignore[misc]
+    with pytest.raises(Disagreement, match="weights after 3 steps are off by .* times the bound"):
+        check_training("sharded", case, run, rank)
+    return good
+
+
+def test_an_optimizer_that_does_not_exchange_is_not_timed():
+    assert max(run_ranks(check_the_check, 2)) <= 1
+
+
+GPU = {"name": "Test GPU", "kind": "cuda", "driver": "1.2"}
+
+
+def sharding_records(problem: str) -> list[Record]:
+    """Every cell of `problem` at handout scale, as a GPU would report it; one ran out of memory."""
+    run = RunConfig(scale="handout", device="cuda")
+    values = {"time": 100.0, "optimizer_state": 400.0, "communication_time": 40.0, "overlap_time": 30.0}
+    records = []
+    for cell in PROBLEMS[problem].cells(run):
+        ours = cell.implementation in ("sharded", "zero1", "fsdp", "fsdp_layer")
+        for row in cell.rows:
+            broken = cell.implementation == "unsharded" and cell.case.precision.autocast is not None
+            outcome: dict[str, Any] = {"samples": [values.get(row.quantity, 50.0) * (0.5 if ours else 1.0)]}
+            if broken:
+                outcome = {"status": "oom", "message": "CUDA out of memory"}
+            records.append(
+                Record(
+                    problem=problem, scale="handout", case=case_to_dict(cell.case), implementation=cell.implementation,
+                    mode=row.mode, quantity=row.quantity, unit=row.unit, device=GPU, commit="c0ffee", dirty=False,
+                    software={"torch": "2.11.0", "triton": "3.6.0"}, date="2026-01-02T03:04:05+00:00", **outcome,
+                )
+            )  # fmt: skip
+    return records
+
+
+@pytest.mark.parametrize("problem", ["optimizer_state_sharding_accounting", "fsdp_accounting"])
+def test_tables_figures_and_answers_of_measured_and_broken_cells(problem):
+    frame = load_frame(sharding_records(problem))
+    tables = {section.name: section.body for section in sections(problem, frame)}
+    assert all("OOM" in body for body in tables.values())
+    assert {plot.name for plot in plots(problem, frame)} >= {"time", "kept"}
+    said = answer(problem, frame)
+    ours, peer = {
+        "fsdp_accounting": ("FSDP", "torch fully_shard"),
+        "optimizer_state_sharding_accounting": ("Zero1Optimizer", "torch ZeroRedundancyOptimizer"),
+    }[problem]
+    assert (
+        f"xl, 2 ranks, float32: a step takes 50.00 ms with {ours} and 100.0 ms with {peer}, 0.500× of its time." in said
+    )
+    if problem == "fsdp_accounting":
+        assert "the all-gathers take 20.00 ms beside 25.00 ms of compute, and 15.00 ms of them (75.0 %)" in said
+        assert {"10b", "xl"} <= set(frame["model"])
+    else:
+        assert "cuts a rank's optimizer state from 400.0 to 200.0 MiB (0.500×)" in said
+    broken = load_frame([r for r in sharding_records(problem) if r.status != "ok"])
+    assert answer(problem, broken) == "" and sections(problem, broken)
+
+
+def test_the_handouts_cells_cover_both_precisions_and_both_peers():
+    run = RunConfig(scale="handout", device="cuda")
+    cells = [
+        cell
+        for name in ("optimizer_state_sharding_accounting", "fsdp_accounting")
+        for cell in PROBLEMS[name].cells(run)
+    ]
+    assert {cell.implementation for cell in cells} >= {
+        "torch_zero",
+        "torch_fsdp",
+        "sharded",
+        "zero1",
+        "fsdp",
+        "unsharded",
+    }
+    assert {cell.case.precision for cell in cells} == {Precision(), Precision(autocast="bfloat16")}

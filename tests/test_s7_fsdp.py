@@ -1,0 +1,530 @@
+"""Section 7: FSDP against one process, on gloo: the course's checks, then everything that tends to break it."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from cs336_systems.device import has_cxx_compiler
+from cs336_systems.distributed.fsdp import FSDP, wrap_blocks
+from cs336_systems.distributed.fsdp.order import ExecutionOrder
+from cs336_systems.distributed.fsdp.plan import plan_units
+from cs336_systems.distributed.fsdp.weights import chunk_rows, own_rows
+from cs336_systems.distributed.launch import RankError, run_ranks
+from cs336_systems.model import AdamW, Embedding, Linear, RMSNorm, clip_gradients
+from tests import adapters
+from tests.sharding_models import TINY, Awkward, batch, part, seeded, token_loss, transformer
+
+COVERS = ("cs336_systems/distributed", "tests/adapters.py", "tests/sharding_models.py")
+
+CPU = pytest.param("cpu", id="cpu")
+CUDA = pytest.param("cuda", id="cuda", marks=pytest.mark.gpu)
+FP32_BOUND = 1e-6
+FP16_BOUND = 1e-4
+LEARNING_RATE = 0.1
+
+
+class Toy(nn.Module):
+    """The layers of the course's FSDP test: no block, every module a unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = Embedding(100, 64)
+        self.norm1 = RMSNorm(64)
+        self.linear1 = Linear(64, 128)
+        self.norm2 = RMSNorm(128)
+        self.linear2 = Linear(128, 64)
+        self.lm_head = Linear(64, 100)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = torch.relu(self.linear1(self.norm1(self.embedding(tokens))))
+        return self.lm_head(self.linear2(self.norm2(x)))
+
+
+def largest_difference(fsdp: Any, single: nn.Module) -> float:
+    full = adapters.fsdp_gather_full_params(fsdp)
+    assert list(full) == [name for name, _ in single.named_parameters()]
+    return max(
+        (full[name].cpu() - parameter.detach().cpu()).abs().max().item()
+        for name, parameter in single.named_parameters()
+        if parameter.numel()
+    )
+
+
+# The course's checks
+
+
+def fp16_weights(model: nn.Module) -> nn.Module:
+    """`model` computing with float16 copies of its float32 Linear and Embedding weights, in one process."""
+
+    def rounded(module: nn.Module) -> Any:
+        def forward(x: Tensor) -> Tensor:
+            weight = module.weight.half()
+            return nn.functional.linear(x, weight) if isinstance(module, Linear) else nn.functional.embedding(x, weight)
+
+        return forward
+
+    for module in model.modules():
+        if isinstance(module, Linear | Embedding):
+            module.forward = rounded(module)
+    return model
+
+
+def course_correctness(rank: int, num_ranks: int, compute_dtype: torch.dtype | None) -> list[float]:
+    torch.use_deterministic_algorithms(True)
+    single = seeded(Toy)
+    fsdp = adapters.get_fsdp(seeded(Toy), compute_dtype=compute_dtype)
+    if compute_dtype is not None:
+        fp16_weights(single)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.01) for model in (single, fsdp)]
+    differences = []
+    for step in range(3):
+        generator = torch.Generator().manual_seed(step)
+        tokens = torch.randint(100, (20, 8), generator=generator)
+        labels = torch.randint(100, (20,), generator=generator)
+        for optimizer in optimizers:
+            optimizer.zero_grad(set_to_none=True)
+        nn.functional.cross_entropy(single(tokens)[:, -1].float(), labels).backward()
+        own = part(tokens, rank, num_ranks), part(labels, rank, num_ranks)
+        nn.functional.cross_entropy(fsdp(own[0])[:, -1].float(), own[1]).backward()
+        adapters.fsdp_on_after_backward(fsdp, optimizers[1])
+        for optimizer in optimizers:
+            optimizer.step()
+        differences.append(largest_difference(fsdp, single))
+    return differences
+
+
+@pytest.mark.problem("fsdp", 15)
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize(
+    "compute_dtype, bound", [(None, FP32_BOUND), (torch.float16, FP16_BOUND)], ids=["fp32", "fp16"]
+)
+def test_fsdp_trains_like_one_process(compute_dtype, bound):
+    for differences in run_ranks(course_correctness, 2, compute_dtype):
+        assert max(differences) <= bound
+
+
+def course_gradients(rank: int, num_ranks: int, compute_dtype: torch.dtype | None) -> dict[str, Tensor]:
+    torch.use_deterministic_algorithms(True)
+    fsdp = adapters.get_fsdp(seeded(Toy), compute_dtype=compute_dtype)
+    assert isinstance(fsdp.module.linear1, Linear) and isinstance(fsdp.module.embedding, Embedding)
+    optimizer = torch.optim.SGD(fsdp.parameters(), lr=0.01)
+    torch.manual_seed(rank)
+    fsdp(torch.randint(100, (4, 8))).sum().backward()
+    adapters.fsdp_on_after_backward(fsdp, optimizer)
+    for name, parameter in fsdp.module.named_parameters():
+        assert parameter.grad is not None, name
+        assert parameter.grad.shape == parameter.shape, name
+        assert parameter.grad.dtype == parameter.dtype == torch.float32, name
+    return {name: fsdp.module.get_parameter(f"{name}.weight").grad for name in ("norm1", "norm2")}
+
+
+@pytest.mark.problem("fsdp", 15)
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("compute_dtype", [None, torch.float16], ids=["fp32", "fp16"])
+def test_fsdp_gradients_have_the_shards_shapes_and_norms_agree(compute_dtype):
+    first, second = run_ranks(course_gradients, 2, compute_dtype)
+    assert all(torch.equal(first[name], second[name]) for name in ("norm1", "norm2"))
+    assert all(gradient.abs().max() > 0 for gradient in first.values())
+
+
+# Equal to one process, whatever the model and the schedule (D2, D3, D4, D5)
+
+
+def train_both(
+    rank: int, num_ranks: int, single: nn.Module, fsdp: FSDP, steps: int = 3, max_norm: float | None = None
+) -> float:
+    """The largest difference between both models' weights after `steps`."""
+    optimizers = [torch.optim.SGD(model.parameters(), lr=LEARNING_RATE) for model in (single, fsdp)]
+    for step in range(steps):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        tokens, targets = batch(step)
+        token_loss(single, tokens, targets).backward()
+        token_loss(fsdp, part(tokens, rank, num_ranks), part(targets, rank, num_ranks)).backward()
+        fsdp.finish_gradient_synchronization()
+        assert fsdp.gathered_units() == []
+        if max_norm is not None:
+            norm, own = clip_gradients(single.parameters(), max_norm), fsdp.clip_grad_norm_(max_norm)
+            assert norm > max_norm and torch.allclose(norm, own, rtol=1e-5)
+        for optimizer in optimizers:
+            optimizer.step()
+    return largest_difference(fsdp, single)
+
+
+def check_variants(rank: int, num_ranks: int) -> dict[str, float]:
+    """Every way to set FSDP up, against the same one-process training."""
+
+    def difference(model: nn.Module, **options: Any) -> float:
+        return train_both(rank, num_ranks, seeded(transformer), FSDP(model, **options))
+
+    found = {
+        f"{granularity}, prefetch {prefetch}": difference(
+            seeded(transformer), granularity=granularity, prefetch=prefetch
+        )
+        for granularity in ("block", "layer")
+        for prefetch in (1, 2, 3)
+    }
+    found["rank 0's weights count"] = difference(seeded(transformer, seed=rank))
+    found["non-reentrant inside"] = difference(wrap_blocks(seeded(transformer), checkpointing="non_reentrant"))
+    found["reentrant inside"] = difference(wrap_blocks(seeded(transformer), checkpointing="reentrant"))
+    for use_reentrant in (False, True):
+        for granularity in ("block", "layer"):
+            model = CheckpointedPairs(seeded(transformer), use_reentrant)
+            fsdp = FSDP(model, granularity=granularity)
+            single = CheckpointedPairs(seeded(transformer), use_reentrant)
+            found[f"checkpoint around, {use_reentrant}, {granularity}"] = train_both(rank, num_ranks, single, fsdp)
+    clipped = FSDP(seeded(transformer))
+    found["clipped"] = train_both(rank, num_ranks, seeded(transformer), clipped, max_norm=0.05)
+    return found
+
+
+class CheckpointedPairs(nn.Module):
+    """A Transformer whose checkpoints lie around FSDP's hooks, two blocks in each."""
+
+    def __init__(self, model: nn.Module, use_reentrant: bool) -> None:
+        super().__init__()
+        self.model = model
+        self.use_reentrant = use_reentrant
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.model.token_embeddings(tokens)
+        for pair in (self.model.layers[:2], self.model.layers[2:]):
+            x = checkpoint(lambda x, pair=pair: pair[1](pair[0](x)), x, use_reentrant=self.use_reentrant)
+        return self.model.lm_head(self.model.ln_final(x))
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_every_setting_trains_like_one_process(num_ranks):
+    for found in run_ranks(check_variants, num_ranks):
+        too_far = {name: difference for name, difference in found.items() if not difference <= FP32_BOUND}
+        assert not too_far
+
+
+def check_awkward(rank: int, num_ranks: int) -> dict[str, float]:
+    """Tied, frozen, 0-d and empty parameters, buffers, rows that no number of ranks divides, accumulation."""
+    found = {}
+
+    def trained(name: str, backward: Any) -> None:
+        single, fsdp = seeded(Awkward), FSDP(seeded(Awkward, seed=rank))
+        optimizers = [torch.optim.SGD(model.parameters(), lr=LEARNING_RATE) for model in (single, fsdp)]
+        for step in range(3):
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            x = torch.randn(2, 12, 5, generator=torch.Generator().manual_seed(step))
+            backward(single, x, nullcontext)
+            backward(fsdp, torch.stack([part(half, rank, num_ranks) for half in x]), fsdp.no_sync)
+            fsdp.finish_gradient_synchronization()
+            assert fsdp.gathered_units() == []
+            for optimizer in optimizers:
+                optimizer.step()
+        frozen = fsdp.gather_full_params()["frozen.weight"]
+        assert torch.equal(frozen, seeded(Awkward).frozen.weight)
+        found[name] = largest_difference(fsdp, single)
+
+    def one(model: nn.Module, x: Tensor, no_sync: Any) -> None:
+        model(x[0]).square().mean().backward()
+
+    def two_forwards(model: nn.Module, x: Tensor, no_sync: Any) -> None:
+        (model(x[0]).square().mean() + model(x[1]).square().mean()).backward()
+
+    def accumulated(model: nn.Module, x: Tensor, no_sync: Any) -> None:
+        with no_sync():
+            model(x[0]).square().mean().backward()
+        model(x[1]).square().mean().backward()
+
+    def added_up(model: nn.Module, x: Tensor, no_sync: Any) -> None:
+        for half in x:
+            model(half).square().mean().backward()
+
+    def evaluated(model: nn.Module, x: Tensor, no_sync: Any) -> None:
+        with torch.no_grad():
+            model(x[1])
+        if isinstance(model, FSDP):
+            assert model.gathered_units() == []
+        model.eval()
+        model(x[1])  # a graph that is dropped
+        if isinstance(model, FSDP):
+            assert model.gathered_units() == []
+        model.train()
+        model(x[0]).square().mean().backward()
+
+    for backward in (one, two_forwards, accumulated, added_up, evaluated):
+        trained(backward.__name__, backward)
+    return found
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_awkward_parameters_and_schedules_train_like_one_process(num_ranks):
+    for found in run_ranks(check_awkward, num_ranks):
+        assert len(found) == 5
+        assert not {name: difference for name, difference in found.items() if not difference <= FP32_BOUND}
+
+
+# Memory: the window (D12), meta construction, shapes (D3)
+
+
+def watch_window(rank: int, num_ranks: int, prefetch: int) -> dict[str, Any]:
+    """Which units are gathered whenever a block computes, in forward and backward of the second step."""
+    fsdp = FSDP(seeded(transformer), prefetch=prefetch)
+    seen: list[list[str]] = []
+    tokens, targets = batch(0)
+    token_loss(fsdp, tokens, targets).backward()
+    for block in fsdp.module.layers:
+        block.ffn.w2.register_forward_hook(lambda *_: seen.append(fsdp.gathered_units()))
+        block.ffn.w1.register_full_backward_hook(lambda *_: seen.append(fsdp.gathered_units()))
+    loss = token_loss(fsdp, tokens, targets)
+    middle = fsdp.gathered_units()
+    loss.backward()
+    sizes = {unit.name: unit._memory.nbytes() for unit in fsdp.units}
+    return {"seen": seen, "middle": middle, "after": fsdp.gathered_units(), "sizes": sizes}
+
+
+@pytest.mark.parametrize("prefetch, most", [(1, 1), (2, 2), (3, 3)])
+def test_no_more_than_the_current_and_two_gathered_units_have_memory(prefetch, most):
+    for found in run_ranks(watch_window, 2, prefetch):
+        assert len(found["seen"]) == 8
+        assert max(map(len, found["seen"])) == most
+        assert found["middle"] == ["layers.3", "lm_head"]
+        assert found["after"] == [] and set(found["sizes"].values()) == {0}
+    if prefetch == 2:
+        forward = found["seen"][:4]
+        assert forward == [[f"layers.{i}", f"layers.{i + 1}"] for i in range(3)] + [["layers.3", "lm_head"]]
+
+
+def build_from_meta(rank: int, num_ranks: int) -> tuple[float, float]:
+    with torch.device("meta"):
+        model = transformer()
+    torch.manual_seed(0)
+    fsdp = FSDP(model, device="cpu")
+    cos = fsdp.module.layers[0].attn.rope.cos
+    expected = seeded(transformer)
+    assert torch.equal(cos, expected.layers[0].attn.rope.cos)
+    return largest_difference(fsdp, expected), train_both(rank, num_ranks, expected, fsdp)
+
+
+def test_a_model_built_on_the_meta_device_draws_what_the_constructor_draws():
+    for at_start, after_training in run_ranks(build_from_meta, 2):
+        assert at_start == 0
+        assert after_training <= FP32_BOUND
+
+
+def check_shards(rank: int, num_ranks: int) -> dict[str, Any]:
+    fsdp = FSDP(seeded(Awkward))
+    shapes = {name: tuple(parameter.shape) for name, parameter in fsdp.module.named_parameters()}
+    full = fsdp.gather_full_params()
+    doubled = {name: 2 * value for name, value in full.items()}
+    fsdp.load_full_params(doubled)
+    again = fsdp.gather_full_params()
+    assert all(torch.equal(again[name], doubled[name]) for name in full)
+    with pytest.raises(ValueError, match=r"full must hold 'inner.weight' of shape \(7, 5\), it is missing"):
+        fsdp.load_full_params({name: value for name, value in full.items() if name != "inner.weight"})
+    with pytest.raises(ValueError, match=r"full must hold 'inner.weight' of shape \(7, 5\), got \(2, 5\)"):
+        fsdp.load_full_params({**full, "inner.weight": torch.zeros(2, 5)})
+    return shapes
+
+
+def test_rows_are_split_exactly_and_replicated_parameters_are_not():
+    shapes = run_ranks(check_shards, 4)
+    assert [rank["inner.weight"] for rank in shapes] == [(2, 5), (2, 5), (2, 5), (1, 5)]
+    assert [rank["out.weight"] for rank in shapes] == [(1, 7), (0, 7), (0, 7), (0, 7)]
+    assert [rank["inner.bias"] for rank in shapes] == [(2,), (2,), (2,), (1,)]
+    assert all(rank["scale"] == () and rank["nothing"][1] == 3 for rank in shapes)
+
+
+@pytest.mark.parametrize("rows", [0, 1, 2, 3, 7, 8, 100])
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+def test_chunks_cover_every_row_once(rows, num_ranks):
+    owned = [row for rank in range(num_ranks) for row in range(rows)[own_rows(rows, rank, num_ranks)]]
+    assert owned == list(range(rows))
+    assert num_ranks * chunk_rows(rows, num_ranks) - rows < num_ranks
+
+
+# Mixed precision, compile, loss scale
+
+
+def check_precision(rank: int, num_ranks: int) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    dtypes = []
+    for name, reduce_dtype in (("own", None), ("fp32", torch.float32)):
+        fsdp = FSDP(seeded(transformer), compute_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
+        fsdp.module.layers[1].register_forward_hook(lambda _module, _args, output: dtypes.append(output.dtype))
+        optimizer = AdamW(fsdp.parameters(), lr=1e-3)
+        tokens, targets = batch(0)
+        losses = []
+        for _ in range(8):
+            optimizer.zero_grad()
+            loss = token_loss(fsdp, part(tokens, rank, num_ranks), part(targets, rank, num_ranks))
+            loss.backward()
+            fsdp.finish_gradient_synchronization()
+            optimizer.step()
+            losses.append(loss.item())
+        found[name] = losses[-1] < losses[0]
+        found[f"{name} masters"] = {parameter.dtype for parameter in fsdp.parameters()}
+    found["activations"] = set(dtypes)
+    # A loss scale that overflows on one rank only: all skip.
+    fsdp.finish_gradient_synchronization()
+    assert fsdp.gradients_are_finite()
+    if rank == 0:
+        fsdp.units[1].weights[0].shard.grad[0, 0] = float("inf")
+    found["finite"] = fsdp.gradients_are_finite()
+    norm = fsdp.clip_grad_norm_(1.0)
+    found["norm is finite"] = bool(norm.isfinite())
+    found["all NaN"] = all(parameter.grad.isnan().all().item() for parameter in fsdp.parameters())
+    return found
+
+
+def test_masters_stay_float32_and_an_overflow_on_one_rank_is_seen_by_all():
+    for found in run_ranks(check_precision, 2):
+        assert found["own"] and found["fp32"]
+        assert found["own masters"] == found["fp32 masters"] == {torch.float32}
+        assert found["activations"] == {torch.bfloat16}
+        assert not found["finite"] and not found["norm is finite"] and found["all NaN"]
+
+
+def train_compiled(rank: int, num_ranks: int) -> dict[str, float]:
+    return {
+        checkpointing: train_both(
+            rank,
+            num_ranks,
+            seeded(transformer),
+            FSDP(wrap_blocks(seeded(transformer), checkpointing=checkpointing, compiled=True)),
+        )
+        for checkpointing in ("none", "non_reentrant")
+    }
+
+
+@pytest.mark.skipif(not has_cxx_compiler(), reason="no C++ compiler")
+def test_compiled_blocks_train_like_one_process():
+    for found in run_ranks(train_compiled, 2):
+        assert max(found.values()) <= FP32_BOUND
+
+
+# Unused weights (D1), errors (D8, D9)
+
+
+class Branches(nn.Module):
+    """Uses `left`, and `right` only when asked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right, self.out = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 1)
+        self.gain = nn.Parameter(torch.ones(4))
+        self.use_right = False
+        self.use_gain = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.right(self.left(x)) if self.use_right else self.left(x)
+        return self.out(x * self.gain if self.use_gain else x)
+
+
+def leave_out_modules(rank: int, num_ranks: int) -> None:
+    fsdp = FSDP(seeded(Branches))
+    x = torch.ones(2, 4)
+    for use_right in (False, True, False, True):  # the order changes under the prefetch
+        fsdp.zero_grad()
+        fsdp.module.use_right = use_right
+        fsdp(x).sum().backward()
+        fsdp.finish_gradient_synchronization()
+        assert (fsdp.module.right.weight.grad is not None) == use_right
+        assert fsdp.gathered_units() == []
+    fsdp.zero_grad()
+    fsdp.module.use_gain = rank == 0  # a replicated parameter that one rank does not use
+    fsdp(x).sum().backward()
+    fsdp.finish_gradient_synchronization()
+    assert fsdp.module.gain.grad is not None and fsdp.module.gain.grad.abs().max() > 0
+
+
+def test_unused_modules_keep_no_gradient_and_hang_nobody():
+    run_ranks(leave_out_modules, 2)
+
+
+def build_different(rank: int, num_ranks: int) -> None:
+    FSDP(nn.Sequential(nn.Linear(4, 4 + rank)))
+
+
+def test_ranks_with_different_shapes_are_told_the_parameter():
+    with pytest.raises(RankError, match=r"parameter '0.weight' must be the same on all ranks"):
+        run_ranks(build_different, 2)
+
+
+def refuse_arguments(rank: int, num_ranks: int) -> None:
+    model = nn.Linear(3, 3)
+    with pytest.raises(ValueError, match="compute_dtype must be a floating-point dtype, got torch.int8"):
+        FSDP(model, compute_dtype=torch.int8)
+    with pytest.raises(ValueError, match="reduce_dtype must be a floating-point dtype, got torch.int32"):
+        FSDP(model, reduce_dtype=torch.int32)
+    with pytest.raises(ValueError, match="prefetch must be from 1 to 3, got 4"):
+        FSDP(model, prefetch=4)
+    with pytest.raises(ValueError, match="granularity must be one of block, layer, got 'row'"):
+        FSDP(model, granularity="row")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="module must own a weight of two or more dimensions"):
+        FSDP(nn.LayerNorm(3))
+    with pytest.raises(ValueError, match="max_norm must be positive, got 0"):
+        FSDP(model).clip_grad_norm_(0)
+    with torch.device("meta"):
+        unfillable = nn.Sequential(Filled())
+    with pytest.raises(ValueError, match="module '0' was built on the meta device and has no reset_parameters"):
+        FSDP(unfillable)
+
+
+class Filled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2, 2))
+
+
+def test_bad_arguments_are_refused():
+    run_ranks(refuse_arguments, 1)
+
+
+def test_no_process_group_is_said():
+    with pytest.raises(RuntimeError, match="there is no process group"):
+        FSDP(nn.Linear(2, 2))
+
+
+def test_wrap_blocks_refuses_what_it_cannot_wrap():
+    with pytest.raises(ValueError, match="checkpointing must be one of none, reentrant, non_reentrant, got 'full'"):
+        wrap_blocks(transformer(), checkpointing="full")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="model must hold its blocks in an nn.ModuleList"):
+        wrap_blocks(nn.Linear(2, 2))
+
+
+# The plan and the order
+
+
+def test_units_by_granularity():
+    with torch.device("meta"):
+        model = transformer()
+    assert [plan.name for plan in plan_units(model, "block")] == [
+        "token_embeddings", *(f"layers.{index}" for index in range(TINY.num_layers)), "lm_head",
+    ]  # fmt: skip
+    layers = [plan.name for plan in plan_units(model, "layer")]
+    assert layers[:3] == ["token_embeddings", "layers.0.attn.q_proj", "layers.0.attn.k_proj"]
+    assert len(layers) == 2 + 7 * TINY.num_layers
+
+
+def test_modules_that_share_a_weight_are_one_unit():
+    names = {plan.name: [name for name, _, _ in plan.parameters] for plan in plan_units(Awkward(), "block")}
+    assert names["tied"] == ["tied.weight"]
+    assert "again" not in names
+    plans = {plan.name: plan for plan in plan_units(Awkward(), "block")}
+    assert len(plans["tied"].entries) == 2
+
+
+def test_a_changed_order_ends_the_guessing_and_is_learnt():
+    order: ExecutionOrder[str] = ExecutionOrder()
+    for unit in "abc":
+        order.visit(unit)
+    order.begin()
+    assert order.first(2) == ["a", "b"]
+    assert order.ahead(order.visit("a"), 2) == "c"
+    assert order.ahead(order.visit("x"), 1) is None
+    order.begin()
+    assert order.expected == ["a", "x"]
+    assert order.is_last(1) and not order.is_last(0)
