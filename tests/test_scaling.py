@@ -375,7 +375,7 @@ def test_overlap_hides_what_naive_exposes(num_ranks: int):
         prediction = predict(MODEL_SIZES["xl"], plan, H200, batch=4)
         assert prediction.exposed_s > 0
         if scheme != "flat":  # which adds copies
-            assert prediction.exposed_s <= prediction.communication_s
+            assert prediction.exposed_s <= prediction.communication_s * (1 + 1e-9)
         exposed[scheme] = prediction.exposed_s
     assert exposed["bucketed"] < min(exposed["flat"], exposed["naive"])
     assert exposed["overlap"] < exposed["naive"]

@@ -48,7 +48,7 @@ class Hardware:
         return min(self.node_bytes_per_s, local * self.network_bytes_per_s)
 
     def latency_s(self, num_ranks: int, *, ranks_per_node: int | None = None) -> float:
-        """Latency of a reduce-scatter or an all-gather: its launch, a ring inside a node, a doubling exchange between nodes.
+        """Latency of a reduce-scatter or an all-gather: its launch, a ring inside a node, doubling between nodes.
 
         A flat ring would take num_ranks - 1 network hops, 80 ms at 16,384 ranks; large collectives are built as trees
         or by doubling, with a number of hops that grows as the logarithm.
