@@ -30,6 +30,7 @@ from cs336_systems.commands.shared import (
     one_line_errors,
     termination_interrupts,
 )
+from cs336_systems.commands.train import train
 
 if TYPE_CHECKING:
     from cs336_systems.experiments.cells import Cell
@@ -45,6 +46,7 @@ app = typer.Typer(
     help="Reference implementation and lab for the systems half of building language models.",
 )
 app.command()(doctor)
+app.command()(train)
 
 
 @app.command("list")
