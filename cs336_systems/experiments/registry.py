@@ -11,6 +11,7 @@ from cs336_systems.experiments.s4_attention import (
     torch_compile_cells,
 )
 from cs336_systems.experiments.s9_leaderboard import leaderboard_2025_cells, measure_leaderboard_2025
+from cs336_systems.experiments.s_training import measure_training_run, training_run_cells
 
 PROBLEMS: dict[str, Problem] = {
     problem.name: problem
@@ -50,6 +51,15 @@ PROBLEMS: dict[str, Problem] = {
             points=5,
             cells=flash_benchmarking_cells,
             measure=measure_section4,
+        ),
+        Problem(
+            name="training_run",
+            title="Training a language model with every wrapper: the same losses",
+            section="8",
+            editions=(2025, 2026),
+            points=0,
+            cells=training_run_cells,
+            measure=measure_training_run,
         ),
         Problem(
             name="leaderboard_2025",

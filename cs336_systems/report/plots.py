@@ -16,6 +16,7 @@ from cs336_systems.report.frames import DTYPE_ORDER, MODE_TITLES, MODEL_VARIANTS
 from cs336_systems.report.markdown import plain
 from cs336_systems.report.points import Plot, model_speed_ups, points, points_by_length
 from cs336_systems.report.sections import attention_keys, constants, longest_warmup, present_modes, timed
+from cs336_systems.report.training import training_plots
 
 LENGTH = "sequence length (tokens)"
 FIRST_STEP = ", first step"  # ends the name of the series that shows first steps alone
@@ -189,6 +190,7 @@ PLOTS: dict[str, Callable[[pd.DataFrame], list[Plot]]] = {
     "pytorch_attention": pytorch_attention,
     "torch_compile": torch_compile,
     "flash_benchmarking": flash_benchmarking,
+    "training_run": training_plots,
     "leaderboard_2025": leaderboard_2025,
 }
 

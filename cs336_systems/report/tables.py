@@ -43,6 +43,7 @@ from cs336_systems.report.sections import (
     section,
     timed,
 )
+from cs336_systems.report.training import training_sections
 
 
 def sections(problem: str, frame: pd.DataFrame) -> list[Section]:
@@ -165,6 +166,7 @@ TABLES: dict[str, Callable[[pd.DataFrame], list[Section]]] = {
     "pytorch_attention": pytorch_attention,
     "torch_compile": torch_compile,
     "flash_benchmarking": flash_benchmarking,
+    "training_run": training_sections,
     "leaderboard_2025": leaderboard_2025,
 }
 
