@@ -1,0 +1,186 @@
+"""Training on two gloo ranks: one process's losses under every wrapper, resuming, torchrun, and the bytes predicted."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from cs336_systems.config import ModelConfig, RunConfig
+from cs336_systems.distributed.launch import RankError, run_ranks
+from cs336_systems.experiments.registry import PROBLEMS
+from cs336_systems.experiments.s_training import FIRST_BOUND, LAST_BOUND, curve_error
+from cs336_systems.scaling import Plan
+from cs336_systems.scaling.traffic import bytes_sent
+from cs336_systems.training import Corpus, TrainingConfig, TrainingResult, train
+from cs336_systems.training.config import WRAPPERS
+from cs336_systems.training.loop import RunOptions, _step, train_rank
+from cs336_systems.training.wrappers import build_trainee
+
+ROOT = Path(__file__).resolve().parent.parent
+SMALL = ModelConfig(name="tiny", d_model=32, d_ff=64, num_layers=2, num_heads=2, vocab_size=256, context_length=32)
+SHORT = TrainingConfig(model=SMALL, batch=8, steps=6, warmup_steps=2)
+NUM_RANKS = 2
+
+
+def wrapped(wrapper: str, **fields: Any) -> TrainingConfig:
+    return replace(SHORT, wrapper=wrapper, num_ranks=NUM_RANKS, **fields)
+
+
+def every_wrapper(rank: int, num_ranks: int, accumulation: int) -> dict[str, TrainingResult]:
+    """All wrappers in one pair of processes: starting them costs more than training."""
+    return {
+        wrapper: train(wrapped(wrapper, accumulation=accumulation), RunOptions(log_every=2)) for wrapper in WRAPPERS[1:]
+    }
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_every_wrapper_has_one_processs_losses(accumulation: int):
+    """Two ranks of four sequences, clipped and scheduled, against one process with all eight."""
+    alone = train(SHORT)
+    for results in run_ranks(every_wrapper, NUM_RANKS, accumulation):
+        assert set(results) == set(WRAPPERS[1:])
+        for wrapper, result in results.items():
+            assert result.losses == pytest.approx(alone.losses, rel=2e-6), wrapper
+            assert result.validation_loss == pytest.approx(alone.validation_loss, rel=2e-6), wrapper
+
+
+def interrupted_and_resumed(rank: int, num_ranks: int, out: str) -> dict[str, list[list[float]]]:
+    """Losses of each wrapper without interruption, and of a run that stopped and went on."""
+    found = {}
+    for wrapper in WRAPPERS[1:]:
+        folder = Path(out) / wrapper
+        whole = train(wrapped(wrapper), RunOptions(log_every=2))
+        train(wrapped(wrapper), RunOptions(out=folder, checkpoint_every=2, stop_after=4))
+        resumed = train(wrapped(wrapper), RunOptions(out=folder, resume=True, log_every=2))
+        assert resumed.first_step == 4
+        found[wrapper] = [whole.losses, resumed.losses]
+    return found
+
+
+def test_every_wrapper_resumes_to_the_same_losses(tmp_path: Path):
+    for found in run_ranks(interrupted_and_resumed, NUM_RANKS, str(tmp_path)):
+        for wrapper, (whole, resumed) in found.items():
+            assert resumed == whole, wrapper
+
+
+def test_a_wrong_number_of_ranks_is_refused():
+    with pytest.raises(RankError, match="config.num_ranks must be the number of ranks, 1, got 2"):
+        run_ranks(train_rank, 1, wrapped("naive"), RunOptions())
+
+
+def test_two_agents_of_torchrun_train_as_one_process(tmp_path: Path):
+    """The command of the README on two nodes, both on this host."""
+    arguments = ["train", "--wrapper", "fsdp", "--batch", "4", "--steps", "3", "--context-length", "16"]
+    arguments += ["--device", "cpu", "--log-every", "1", "--out", str(tmp_path / "run")]
+    port = _free_port()
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    agents = []
+    for node in range(2):
+        command = [
+            sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--node-rank", str(node),
+            "--nproc-per-node", "1", "--master-addr", "127.0.0.1", "--master-port", str(port),
+            "-m", "cs336_systems", *arguments,
+        ]  # fmt: skip
+        agents.append(
+            subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        )
+    try:
+        outputs = [agent.communicate(timeout=240) for agent in agents]
+    finally:
+        for agent in agents:
+            agent.kill()
+    assert [agent.returncode for agent in agents] == [0, 0], outputs
+    assert sum("on held-out text" in out for out, _ in outputs) == 1  # rank 0 alone
+    losses = [json.loads(line)["loss"] for line in (tmp_path / "run" / "losses.jsonl").read_text().splitlines()]
+    model = replace(TrainingConfig().model, context_length=16)
+    alone = train(TrainingConfig(model=model, batch=4, steps=3))
+    assert losses == pytest.approx(alone.losses, rel=1e-5)
+
+
+def _free_port() -> int:
+    import socket
+
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+# What is really sent, against the prediction
+
+
+class SentBytes(TorchDispatchMode):
+    """Bytes that each rank of a ring would send for the collectives that are called."""
+
+    SHARES = {"allreduce_": 2.0, "_allgather_base_": 1.0, "_reduce_scatter_base_": 1.0, "broadcast_": 1.0}
+
+    def __init__(self, num_ranks: int) -> None:
+        super().__init__()
+        self.share = (num_ranks - 1) / num_ranks
+        self.total = 0.0
+        self.calls: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            name = func.overloadpacket.__name__
+            largest = max(leaf.nbytes for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor))
+            self.total += self.SHARES[name] * self.share * largest
+            self.calls[name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def bytes_of_a_step(rank: int, num_ranks: int) -> dict[str, float]:
+    """Bytes sent in the second step under each wrapper, the first having built what later steps use."""
+    corpus, cpu = Corpus.load(), torch.device("cpu")
+    sent = {}
+    for wrapper in WRAPPERS[1:]:
+        config = wrapped(wrapper, clip_norm=None)
+        trainee = build_trainee(config, cpu)
+        _step(trainee, corpus, config, 0, rank, cpu)
+        with SentBytes(num_ranks) as counter:
+            _step(trainee, corpus, config, 1, rank, cpu)
+        sent[wrapper] = counter.total
+    return sent
+
+
+def test_predicted_bytes_are_those_that_the_wrappers_send():
+    """Within 2 %: buckets and shards are padded, and a wrapper may agree with its peers in a few bytes."""
+    for sent in run_ranks(bytes_of_a_step, NUM_RANKS):
+        for wrapper, measured in sent.items():
+            plan = Plan(scheme=wrapper, data_parallel=NUM_RANKS, compute_bytes=4)
+            assert measured == pytest.approx(bytes_sent(SMALL, plan), rel=0.02), wrapper
+
+
+# The experiment
+
+
+def test_the_experiments_cells_yield_the_promised_rows():
+    run = RunConfig(scale="tiny", device="cpu")
+    problem = PROBLEMS["training_run"]
+    cells = problem.cells(run)
+    assert [cell.implementation for cell in cells] == ["none", "bucketed"]
+    for cell in cells:
+        found = list(problem.measure(cell, run))
+        assert tuple(measurement.row for measurement in found) == cell.rows
+        losses, held_out, times = (measurement.samples for measurement in found)
+        assert len(losses) == cell.case.steps and len(held_out) == 1 and len(times) >= 5
+        assert found[0].error is not None and found[0].error <= 1
+
+
+def test_another_curve_is_not_recorded():
+    curve = [5.0 - 0.01 * step for step in range(30)]
+    assert curve_error(curve, curve) == 0
+    assert curve_error([*curve[:3], curve[3] * (1 + 2 * FIRST_BOUND), *curve[4:]], curve) > 1
+    assert curve_error([*curve[:20], *(loss * (1 + 2 * LAST_BOUND) for loss in curve[20:])], curve) > 1
+    assert curve_error([*curve[:15], float("nan"), *curve[16:]], curve) == float("inf")
+    assert curve_error(curve[:-1], curve) == float("inf")
