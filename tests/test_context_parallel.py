@@ -102,6 +102,9 @@ TOLERANCES = {torch.float64: 1e-12, torch.float32: 2e-5}
 def ring_on_rank(rank: int, num_ranks: int) -> list[list[Tensor]]:
     """For each case this rank's output and gradients."""
     found = []
+    odd = draw(1, 1, 5, 8)
+    with pytest.raises(ValueError, match="the same even number of positions under a causal mask, got 5 and 5"):
+        ring_attention(odd, odd, odd, is_causal=True)
     for is_causal, backend, dtype in CASES:
         whole = [draw(2, 3, 8 * num_ranks, 16, seed=seed).to(dtype) for seed in range(4)]
         q, k, v, grad_output = (zigzag_split(x, rank, num_ranks, dim=-2) for x in whole)
@@ -112,7 +115,7 @@ def ring_on_rank(rank: int, num_ranks: int) -> list[list[Tensor]]:
     return found
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+@pytest.mark.parametrize("num_ranks", [1, 3])
 def test_the_ring_is_one_process_attention_forward_and_backward(num_ranks: int):
     results = run_ranks(ring_on_rank, num_ranks)
     for case, (is_causal, backend, dtype) in enumerate(CASES):
@@ -163,15 +166,3 @@ def test_without_a_process_group_the_ring_is_refused():
     q = draw(1, 1, 4, 8)
     with pytest.raises(ValueError, match="ring_attention needs a process group"):
         ring_attention(q, q, q)
-
-
-def odd_parts(rank: int, num_ranks: int) -> None:
-    q, k = draw(1, 1, 5, 8), draw(1, 1, 5, 8)
-    with pytest.raises(
-        ValueError, match="must have the same even number of positions under a causal mask, got 5 and 5"
-    ):
-        ring_attention(q, k, k, is_causal=True)
-
-
-def test_parts_that_are_no_zigzag_split_are_refused():
-    run_ranks(odd_parts, 1)

@@ -37,41 +37,41 @@ def wrapped(wrapper: str, **fields: Any) -> TrainingConfig:
     return replace(SHORT, wrapper=wrapper, num_ranks=NUM_RANKS, **fields)
 
 
-def every_wrapper(rank: int, num_ranks: int, accumulation: int) -> dict[str, TrainingResult]:
+def everything(rank: int, num_ranks: int, out: str) -> dict[str, Any]:
     """All wrappers in one pair of processes: starting them costs more than training."""
-    return {
-        wrapper: train(wrapped(wrapper, accumulation=accumulation), RunOptions(log_every=2)) for wrapper in WRAPPERS[1:]
-    }
-
-
-@pytest.mark.parametrize("accumulation", [1, 2])
-def test_every_wrapper_has_one_processs_losses(accumulation: int):
-    """Two ranks of four sequences, clipped and scheduled, against one process with all eight."""
-    alone = train(SHORT)
-    for results in run_ranks(every_wrapper, NUM_RANKS, accumulation):
-        assert set(results) == set(WRAPPERS[1:])
-        for wrapper, result in results.items():
-            assert result.losses == pytest.approx(alone.losses, rel=2e-6), wrapper
-            assert result.validation_loss == pytest.approx(alone.validation_loss, rel=2e-6), wrapper
-
-
-def interrupted_and_resumed(rank: int, num_ranks: int, out: str) -> dict[str, list[list[float]]]:
-    """Losses of each wrapper without interruption, and of a run that stopped and went on."""
-    found = {}
+    found: dict[str, Any] = {"plain": {}, "accumulated": {}, "resumed": {}, "sent": {}}
     for wrapper in WRAPPERS[1:]:
         folder = Path(out) / wrapper
-        whole = train(wrapped(wrapper), RunOptions(log_every=2))
+        found["plain"][wrapper] = train(wrapped(wrapper), RunOptions(log_every=2))
+        found["accumulated"][wrapper] = train(wrapped(wrapper, accumulation=2), RunOptions(log_every=2))
         train(wrapped(wrapper), RunOptions(out=folder, checkpoint_every=2, stop_after=4))
-        resumed = train(wrapped(wrapper), RunOptions(out=folder, resume=True, log_every=2))
-        assert resumed.first_step == 4
-        found[wrapper] = [whole.losses, resumed.losses]
+        found["resumed"][wrapper] = train(wrapped(wrapper), RunOptions(out=folder, resume=True, log_every=2))
+        found["sent"][wrapper] = bytes_of_a_step(wrapper, rank, num_ranks)
     return found
 
 
-def test_every_wrapper_resumes_to_the_same_losses(tmp_path: Path):
-    for found in run_ranks(interrupted_and_resumed, NUM_RANKS, str(tmp_path)):
-        for wrapper, (whole, resumed) in found.items():
-            assert resumed == whole, wrapper
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each of two ranks found."""
+    return run_ranks(everything, NUM_RANKS, str(tmp_path_factory.mktemp("runs")))
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS[1:])
+@pytest.mark.parametrize("way", ["plain", "accumulated"])
+def test_every_wrapper_has_one_processs_losses(results: list[dict[str, Any]], way: str, wrapper: str):
+    """Two ranks of four sequences, clipped and scheduled, against one process with all eight."""
+    alone = train(SHORT)
+    for found in results:
+        result: TrainingResult = found[way][wrapper]
+        assert result.losses == pytest.approx(alone.losses, rel=2e-6)
+        assert result.validation_loss == pytest.approx(alone.validation_loss, rel=2e-6)
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS[1:])
+def test_every_wrapper_resumes_to_the_same_losses(results: list[dict[str, Any]], wrapper: str):
+    for found in results:
+        assert found["resumed"][wrapper].first_step == 4
+        assert found["resumed"][wrapper].losses == found["plain"][wrapper].losses
 
 
 def test_a_wrong_number_of_ranks_is_refused():
@@ -139,26 +139,23 @@ class SentBytes(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def bytes_of_a_step(rank: int, num_ranks: int) -> dict[str, float]:
-    """Bytes sent in the second step under each wrapper, the first having built what later steps use."""
+def bytes_of_a_step(wrapper: str, rank: int, num_ranks: int) -> float:
+    """Bytes sent in the second step, the first having built what later steps use."""
     corpus, cpu = Corpus.load(), torch.device("cpu")
-    sent = {}
-    for wrapper in WRAPPERS[1:]:
-        config = wrapped(wrapper, clip_norm=None)
-        trainee = build_trainee(config, cpu)
-        _step(trainee, corpus, config, 0, rank, cpu)
-        with SentBytes(num_ranks) as counter:
-            _step(trainee, corpus, config, 1, rank, cpu)
-        sent[wrapper] = counter.total
-    return sent
+    config = wrapped(wrapper, clip_norm=None)
+    trainee = build_trainee(config, cpu)
+    _step(trainee, corpus, config, 0, rank, cpu)
+    with SentBytes(num_ranks) as counter:
+        _step(trainee, corpus, config, 1, rank, cpu)
+    return counter.total
 
 
-def test_predicted_bytes_are_those_that_the_wrappers_send():
+@pytest.mark.parametrize("wrapper", WRAPPERS[1:])
+def test_predicted_bytes_are_those_that_the_wrapper_sends(results: list[dict[str, Any]], wrapper: str):
     """Within 2 %: buckets and shards are padded, and a wrapper may agree with its peers in a few bytes."""
-    for sent in run_ranks(bytes_of_a_step, NUM_RANKS):
-        for wrapper, measured in sent.items():
-            plan = Plan(scheme=wrapper, data_parallel=NUM_RANKS, compute_bytes=4)
-            assert measured == pytest.approx(bytes_sent(SMALL, plan), rel=0.02), wrapper
+    predicted = bytes_sent(SMALL, Plan(scheme=wrapper, data_parallel=NUM_RANKS, compute_bytes=4))
+    for found in results:
+        assert found["sent"][wrapper] == pytest.approx(predicted, rel=0.02)
 
 
 # The experiment

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pandas as pd
 
+from cs336_systems import grids
 from cs336_systems.config import MODEL_SIZES
 from cs336_systems.report.markdown import factor, number, table
 from cs336_systems.report.points import POINT, Plot
@@ -228,6 +229,23 @@ def memory_prediction() -> Calculation:
     return Calculation(tables=((title, table(header, rows, 2)),))
 
 
+def hilbert_order() -> Calculation:
+    """Block density of 2-D neighbourhood masks with tokens in rows and along Hilbert's curve."""
+    rows = []
+    for n in (64, 128):
+        for block_size in (64, 128):
+            for radius in (1, 3, 7, 15):
+                densities = [
+                    grids.neighbourhood_block_density(n, radius=radius, block_size=block_size, order=order(n))
+                    for order in (grids.row_major_order, grids.hilbert_order)
+                ]
+                shares = [f"{number(100 * density, 3)} %" for density in densities]
+                rows.append([f"{n} × {n}", str(block_size), str(radius), *shares, factor(densities[1] / densities[0])])
+    header = ["grid", "block size", "radius", "rows", "Hilbert's curve", "curve over rows"]
+    title = "Block density of a neighbourhood mask by the order of the tokens"
+    return Calculation(tables=((title, table(header, rows, 3)),))
+
+
 CALCULATIONS: dict[str, Callable[[], Calculation]] = {
     "communication_accounting": communication_accounting,
     "alternate_ring_all_reduce": alternate_ring_all_reduce,
@@ -237,6 +255,7 @@ CALCULATIONS: dict[str, Callable[[], Calculation]] = {
     "fsdp_tp_calcs": fsdp_tp_calcs,
     "training_at_scale": training_at_scale,
     "memory_prediction": memory_prediction,
+    "hilbert_order": hilbert_order,
 }
 
 
