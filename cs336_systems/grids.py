@@ -1,7 +1,7 @@
 """Orders of the tokens of a 2-D grid, and how many tiles of a block-sparse mask they leave.
 
 A neighbourhood mask lets each token of an n × n grid attend those at most `radius` away in both directions. Kernels
-skip tiles of the (queries, keys) matrix in which nothing is attended, so the order of tokens decides how much they skip.
+skip tiles of the (queries, keys) matrix in which nothing is attended, so the order of tokens decides how much.
 Hilbert's curve makes a tile's tokens a square instead of a piece of a row. That helps where the neighbourhood is wide,
 and costs where it is narrow: rows put a narrow one into few diagonals.
 

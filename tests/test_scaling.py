@@ -253,6 +253,10 @@ def test_large_limits_without_overlap_are_a_quarter_of_those_with():
         (lambda: H200.ring_bytes_per_s(2, ranks_per_node=9), "ranks_per_node must be 1 to 8, got 9"),
         (lambda: Plan(scheme="zero9"), "Plan.scheme must be one of none, naive, .*, got 'zero9'"),
         (lambda: Plan(scheme="fsdp", data_parallel=0), "Plan.data_parallel must be a positive int, got 0"),
+        (
+            lambda: Plan(scheme="fsdp", granularity="layer"),
+            "Plan.granularity must be block or matrix, got 'layer'",
+        ),
         (lambda: Plan(scheme="bucketed", bucket_mib=0.0), "Plan.bucket_mib must be positive, got 0.0"),
         (lambda: Plan(scheme="none", data_parallel=2), "Plan.data_parallel must be 1 for scheme none, got 2"),
         (lambda: predict(SMALL, Plan(scheme="none"), H200, batch=0), "batch must be at least 1, got 0"),
@@ -338,6 +342,14 @@ def test_schemes_send_what_they_should():
     assert all(bytes_sent(SMALL, Plan(scheme=scheme)) == 0 for scheme in SCHEMES)
 
 
+def test_fsdp_gathers_blocks_or_matrices():
+    """The same bytes in fewer calls; the embedding's weight is not gathered again."""
+    plans = [Plan(scheme="fsdp", data_parallel=4, granularity=name) for name in ("block", "matrix")]
+    assert bytes_sent(SMALL, plans[0]) == pytest.approx(bytes_sent(SMALL, plans[1]))
+    units = [SMALL.num_layers + 2, 7 * SMALL.num_layers + 2]
+    assert [len(collectives(SMALL, plan)) for plan in plans] == [3 * count for count in units]
+
+
 def test_buckets_hold_every_parameter_once_and_no_more_than_their_size():
     xl = MODEL_SIZES["xl"]
     calls = collectives(xl, Plan(scheme="bucketed", data_parallel=2, bucket_mib=300))
@@ -421,8 +433,10 @@ def test_each_scheme_divides_what_it_shards():
     fsdp = by_scheme["fsdp"]
     assert total / 4 <= fsdp.parameters <= 1.01 * total / 4
     assert fsdp.persistent == 3 * fsdp.parameters
-    # three matrices of the feed-forward layer in two bytes, or two and the head, and one gradient
-    assert fsdp.gathered == 2 * 4 * 2560 * 10240
+    block = 4 * 2560 * 2560 + 3 * 2560 * 10240
+    assert fsdp.gathered == 2 * 4 * block  # three blocks' weights and one's gradients, in two bytes
+    alone = rank_bytes(model, Plan(scheme="fsdp", data_parallel=4, granularity="matrix"), batch=1)
+    assert alone.gathered == 2 * 4 * 2560 * 10240  # three matrices, one gradient
     assert rank_bytes(model, Plan(scheme="fsdp"), batch=1).gathered == 0
 
 

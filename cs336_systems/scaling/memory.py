@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from cs336_systems.accounting import LOSS_BACKWARD_COPIES, activation_bytes, block_saved_bytes
 from cs336_systems.config import ModelConfig, Precision
-from cs336_systems.scaling.traffic import MASTER_BYTES, Plan, parameters
+from cs336_systems.scaling.traffic import MASTER_BYTES, Plan, fsdp_units, parameters
 
 OPTIMIZER_MOMENTS = 2
 COMPUTE_DTYPES = {2: "bfloat16", 4: "float32"}
@@ -51,9 +51,10 @@ def rank_bytes(
     """Bytes of each rank with `batch` sequences on it.
 
     DDP keeps everything on every rank, `flat` a second copy of the gradients while it reduces. The sharded optimizer
-    and ZeRO-1 keep 1/N of the moments. FSDP keeps 1/N, rounded up, of every matrix, its gradient and its moments, and
-    gathers the weight in use and `plan.prefetch` more; norms are whole on every rank. Tensor parallelism divides the
-    matrices and, a little too well, all activations. `checkpointed` saves only each block's input.
+    and ZeRO-1 keep 1/N of the moments, ZeRO-1 also the averaged 1/N of the gradients. FSDP keeps 1/N, rounded up, of
+    every matrix, its gradient and its moments, and gathers the unit in use and `plan.prefetch` more; norms are whole on
+    every rank. Tensor parallelism divides the matrices and, a little too well, all activations. `checkpointed` saves
+    only each block's input.
     """
     held = parameters(model, plan.tensor_parallel)
     ranks = plan.data_parallel
@@ -68,7 +69,7 @@ def rank_bytes(
         gradients=MASTER_BYTES * kept,
         optimizer=OPTIMIZER_MOMENTS * MASTER_BYTES * moments,
         gathered=_gathered_bytes(model, plan),
-        buffers=MASTER_BYTES * total if plan.scheme == "flat" and ranks > 1 else 0,
+        buffers=MASTER_BYTES * {"flat": total if ranks > 1 else 0, "zero1": moments}.get(plan.scheme, 0),
         activations=activations,
         loss=loss,
         block=block,
@@ -76,10 +77,11 @@ def rank_bytes(
 
 
 def _gathered_bytes(model: ModelConfig, plan: Plan) -> int:
-    """Most that `prefetch` + 1 consecutive matrices and one gradient of them take, in the compute dtype."""
+    """Most that `prefetch` + 1 consecutive units and one unit's gradients take, in the compute dtype."""
     if plan.scheme != "fsdp" or plan.data_parallel == 1:
         return 0
-    sizes = [one.elements for one in parameters(model, plan.tensor_parallel) if one.is_matrix]
+    held = parameters(model, plan.tensor_parallel)
+    sizes = [sum(held[position].elements for position in unit) for unit in fsdp_units(held, plan)]
     window = plan.prefetch + 1
     weights = max(sum(sizes[start : start + window]) for start in range(max(1, len(sizes) - window + 1)))
     return plan.compute_bytes * (weights + max(sizes))

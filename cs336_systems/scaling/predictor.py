@@ -25,6 +25,7 @@ from cs336_systems.scaling.traffic import (
     Plan,
     bytes_sent,
     collectives,
+    fsdp_units,
     gradient_groups,
     parameters,
     tensor_parallel_bytes,
@@ -180,20 +181,20 @@ def _gradient_ready_s(held: Sequence[Parameter], backward_s: float) -> list[floa
 def _fsdp_exposed_s(held: list[Parameter], plan: Plan, links: _Links, forward_s: float, backward_s: float) -> float:
     """Time that computation waits for weights, and for the last gradients after backward.
 
-    The gather of a weight starts when the one `prefetch` before it has been used. Norms' gradients, small and needed
+    The gather of a unit starts when the one `prefetch` before it has been used. Norms' gradients, small and needed
     only by the optimizer, are left out.
     """
-    matrices = [one for one in held if one.is_matrix]
-    share = [0 if one.name == "token_embeddings" else one.elements for one in matrices]
+    units = fsdp_units(held, plan)
+    elements = [sum(held[position].elements for position in unit) for unit in units]
+    share = [0, *elements[1:]]  # the embedding is a look-up
 
-    def transfer(one: Parameter) -> float:
-        size = plan.compute_bytes * one.elements
-        return links.seconds(Collective(kind="all_gather", size_bytes=size, parameters=()))
+    def transfer(size: int) -> float:
+        return links.seconds(Collective(kind="all_gather", size_bytes=plan.compute_bytes * size, parameters=()))
 
-    transfers = [transfer(one) for one in matrices]
+    transfers = [transfer(size) for size in elements]
     forward = [forward_s * part / sum(share) for part in share]
     backward = [backward_s * part / sum(share) for part in share]
-    end = pipeline_s(transfers, forward, [0.0] * len(matrices), plan.prefetch)
+    end = pipeline_s(transfers, forward, [0.0] * len(units), plan.prefetch)
     gathers = transfers[:0:-1] + [0.0]  # the embedding's weight is not needed again
     end += pipeline_s(gathers, backward[::-1], transfers[::-1], plan.prefetch)
     return end - forward_s - backward_s

@@ -31,7 +31,8 @@ class Plan:
     data_parallel: int = 1  # replicas, or ranks that shard one
     tensor_parallel: int = 1  # GPUs that split each replica's matrices; on one node
     bucket_mib: float = 25.0  # of the schemes that collect gradients in buckets
-    prefetch: int = 2  # FSDP: weights gathered ahead of the one in use
+    granularity: str = "block"  # FSDP: what is gathered at once, a "block" of the model or a "matrix"
+    prefetch: int = 2  # FSDP: blocks or matrices gathered ahead of the one in use
     compute_bytes: int = 2  # an element of activations, and of weights and gradients that FSDP communicates
 
     def __post_init__(self) -> None:
@@ -41,6 +42,8 @@ class Plan:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"Plan.{name} must be a positive int, got {value!r}")
+        if self.granularity not in ("block", "matrix"):
+            raise ValueError(f"Plan.granularity must be block or matrix, got {self.granularity!r}")
         if not self.bucket_mib > 0:
             raise ValueError(f"Plan.bucket_mib must be positive, got {self.bucket_mib!r}")
         if self.scheme == "none" and self.data_parallel > 1:
@@ -117,6 +120,16 @@ def gradient_groups(model_parameters: list[Parameter], plan: Plan) -> list[list[
     return [[position] for position in everything]
 
 
+def fsdp_units(model_parameters: list[Parameter], plan: Plan) -> list[list[int]]:
+    """The matrices that FSDP gathers at once, in the forward's order: those of a block, or each alone."""
+    units: dict[str, list[int]] = {}
+    for position, one in enumerate(model_parameters):
+        if one.is_matrix:
+            block = ".".join(one.name.split(".")[:2])  # layers.7 of layers.7.ffn.w1
+            units.setdefault(block if plan.granularity == "block" else one.name, []).append(position)
+    return list(units.values())
+
+
 def collectives(model: ModelConfig, plan: Plan) -> list[Collective]:
     """All data-parallel collectives of a step; none on one rank."""
     return list(_collectives(model, plan)) if plan.data_parallel > 1 else []
@@ -131,15 +144,13 @@ def _collectives(model: ModelConfig, plan: Plan) -> Iterator[Collective]:
         return Collective(kind=kind, size_bytes=size, parameters=tuple(positions))
 
     if plan.scheme == "fsdp":
-        matrices = [position for position in forward if held[position].is_matrix]
-        yield from (over("all_gather", [position], plan.compute_bytes) for position in matrices)
-        for position in reversed(forward):
-            if held[position].is_matrix:
-                if held[position].name != "token_embeddings":  # its backward needs the gradient of its output alone
-                    yield over("all_gather", [position], plan.compute_bytes)
-                yield over("reduce_scatter", [position], plan.compute_bytes)
-            else:
-                yield over("all_reduce", [position], MASTER_BYTES)
+        units = fsdp_units(held, plan)
+        yield from (over("all_gather", unit, plan.compute_bytes) for unit in units)
+        for unit in reversed(units):
+            if unit != units[0]:  # the embedding: its backward needs the gradient of its output alone
+                yield over("all_gather", unit, plan.compute_bytes)
+            yield over("reduce_scatter", unit, plan.compute_bytes)
+        yield over("all_reduce", [position for position in forward if not held[position].is_matrix], MASTER_BYTES)
         return
     kind: Kind = "reduce_scatter" if plan.scheme == "zero1" else "all_reduce"
     for group in gradient_groups(held, plan):
