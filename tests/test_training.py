@@ -167,7 +167,7 @@ def test_a_run_killed_while_saving_resumes_from_the_checkpoint_before(tmp_path: 
     out = tmp_path / "run"
     train(SHORT, RunOptions(out=out, checkpoint_every=2, stop_after=4))
     newest = out / "checkpoints" / "step-00000004"
-    newest.rename(newest.with_name("step-00000004.incomplete"))
+    newest.rename(newest.with_name(".step-00000004.partial"))
     resumed = train(SHORT, RunOptions(out=out, resume=True, checkpoint_every=2))
     assert resumed.first_step == 2
     assert resumed.losses == train(SHORT).losses

@@ -39,13 +39,19 @@ def wrapped(wrapper: str, **fields: Any) -> TrainingConfig:
 
 def everything(rank: int, num_ranks: int, out: str) -> dict[str, Any]:
     """All wrappers in one pair of processes: starting them costs more than training."""
-    found: dict[str, Any] = {"plain": {}, "accumulated": {}, "resumed": {}, "sent": {}}
+    found: dict[str, Any] = {name: {} for name in ("plain", "accumulated", "resumed", "handed over", "sent")}
     for wrapper in WRAPPERS[1:]:
         folder = Path(out) / wrapper
         found["plain"][wrapper] = train(wrapped(wrapper), RunOptions(log_every=2))
         found["accumulated"][wrapper] = train(wrapped(wrapper, accumulation=2), RunOptions(log_every=2))
         train(wrapped(wrapper), RunOptions(out=folder, checkpoint_every=2, stop_after=4))
         found["resumed"][wrapper] = train(wrapped(wrapper), RunOptions(out=folder, resume=True, log_every=2))
+    # one wrapper's checkpoint under the next one's hands
+    for earlier, later in zip(WRAPPERS[1:], WRAPPERS[2:]):
+        folder = Path(out) / f"{earlier}-{later}"
+        train(wrapped(earlier), RunOptions(out=folder, checkpoint_every=3, stop_after=3))
+        found["handed over"][later] = train(wrapped(later), RunOptions(out=folder, resume=True, log_every=2))
+    for wrapper in WRAPPERS[1:]:
         found["sent"][wrapper] = bytes_of_a_step(wrapper, rank, num_ranks)
     return found
 
@@ -57,11 +63,13 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("wrapper", WRAPPERS[1:])
-@pytest.mark.parametrize("way", ["plain", "accumulated"])
+@pytest.mark.parametrize("way", ["plain", "accumulated", "handed over"])
 def test_every_wrapper_has_one_processs_losses(results: list[dict[str, Any]], way: str, wrapper: str):
     """Two ranks of four sequences, clipped and scheduled, against one process with all eight."""
     alone = train(SHORT)
     for found in results:
+        if way == "handed over" and wrapper == WRAPPERS[1]:
+            continue  # nobody's successor
         result: TrainingResult = found[way][wrapper]
         assert result.losses == pytest.approx(alone.losses, rel=2e-6)
         assert result.validation_loss == pytest.approx(alone.validation_loss, rel=2e-6)
@@ -72,6 +80,17 @@ def test_every_wrapper_resumes_to_the_same_losses(results: list[dict[str, Any]],
     for found in results:
         assert found["resumed"][wrapper].first_step == 4
         assert found["resumed"][wrapper].losses == found["plain"][wrapper].losses
+
+
+def save_under_fsdp(rank: int, num_ranks: int, out: str) -> None:
+    train(wrapped("fsdp"), RunOptions(out=Path(out), checkpoint_every=3, stop_after=3))
+
+
+def test_a_run_saved_by_two_ranks_goes_on_in_one_process(tmp_path: Path):
+    run_ranks(save_under_fsdp, NUM_RANKS, str(tmp_path / "run"))
+    resumed = train(SHORT, RunOptions(out=tmp_path / "run", resume=True))
+    assert resumed.first_step == 3
+    assert resumed.losses == pytest.approx(train(SHORT).losses, rel=2e-6)
 
 
 def test_a_wrong_number_of_ranks_is_refused():

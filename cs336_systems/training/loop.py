@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cs336_systems.model import cross_entropy
-from cs336_systems.training.checkpoints import Checkpoints
+from cs336_systems.training.checkpoints import Checkpoints, group_of_one
 from cs336_systems.training.config import TrainingConfig
 from cs336_systems.training.corpus import ALICE, Corpus
 from cs336_systems.training.schedule import learning_rate
@@ -82,6 +82,13 @@ def train(
     `log` is called with the config, the steps done, the mean loss and the tokens a second since the last call.
     """
     options = RunOptions() if options is None else options
+    with group_of_one() if options.out is not None else nullcontext():
+        return _train(config, options, log)
+
+
+def _train(
+    config: TrainingConfig, options: RunOptions, log: Callable[[TrainingConfig, int, float, float], None] | None
+) -> TrainingResult:
     rank = dist.get_rank() if config.wrapper != "none" else 0
     device = torch.device("cuda", torch.cuda.current_device()) if options.device == "cuda" else torch.device("cpu")
     corpus = Corpus.load(options.text)
