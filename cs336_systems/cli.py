@@ -30,6 +30,7 @@ from cs336_systems.commands.shared import (
     one_line_errors,
     termination_interrupts,
 )
+from cs336_systems.commands.train import train
 from cs336_systems.commands.tune import tune
 
 if TYPE_CHECKING:
@@ -47,6 +48,7 @@ app = typer.Typer(
 )
 app.command()(doctor)
 app.add_typer(tune, name="tune")
+app.command()(train)
 
 
 @app.command("list")

@@ -26,6 +26,7 @@ from cs336_systems.experiments.s5_distributed import bucketed_cells, flat_cells,
 from cs336_systems.experiments.s6_sharding import optimizer_sharding_cells
 from cs336_systems.experiments.s7_fsdp import fsdp_cells
 from cs336_systems.experiments.s9_leaderboard import leaderboard_2025_cells, measure_leaderboard_2025
+from cs336_systems.experiments.s_training import measure_training_run, training_run_cells
 from cs336_systems.experiments.sharding_cells import measure_sharding
 from cs336_systems.experiments.tuning import PROBLEM as TUNE_FLASH
 from cs336_systems.experiments.tuning import measure_tune_flash
@@ -131,6 +132,15 @@ PROBLEMS: dict[str, Problem] = {
             points=5,
             cells=fsdp_cells,
             measure=measure_sharding,
+        ),
+        Problem(
+            name="training_run",
+            title="Training a language model with every wrapper: the same losses",
+            section="8",
+            editions=(2025, 2026),
+            points=0,
+            cells=training_run_cells,
+            measure=measure_training_run,
         ),
         Problem(
             name="leaderboard_2025",

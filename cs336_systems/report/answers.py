@@ -28,6 +28,7 @@ from cs336_systems.report.markdown import code_span, factor, number, plain
 from cs336_systems.report.masks import MASK_ANSWERS
 from cs336_systems.report.sections import longest_warmup, present_modes, timed
 from cs336_systems.report.sharding import SHARDING_ANSWERS
+from cs336_systems.report.training import training_answer
 
 EXAMPLE_LENGTH = 16384  # the leaderboard's length: examples quote it where it was measured
 EXAMPLE_HEAD_DIM = 64
@@ -166,6 +167,7 @@ ANSWERS: dict[str, Callable[[pd.DataFrame], list[str]]] = {
     "pytorch_attention": pytorch_attention,
     "torch_compile": torch_compile,
     "flash_benchmarking": flash_benchmarking,
+    "training_run": training_answer,
     "leaderboard_2025": leaderboard_2025,
     **MASK_ANSWERS,
     **DISTRIBUTED_ANSWERS,

@@ -4,7 +4,7 @@
     blocks.text("flash_benchmarking.table.bfloat16.forward", document=Path("writeup.md"))
 
 Names: `<problem>.table`, `.answer`, `.figures`; one table as `<problem>.table.<section>`, one figure as
-`<problem>.figures.<plot>`; and `headline`.
+`<problem>.figures.<plot>`; and `headline`. Problems of `calculated` need no records.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import pandas as pd
 
 from cs336_systems.records import Record, latest, read_records
 from cs336_systems.report.answers import answer
+from cs336_systems.report.calculated import CALCULATIONS, FOLDER, calculated_text
 from cs336_systems.report.distributed import DISTRIBUTED_CASES
 from cs336_systems.report.figures import file_stem
 from cs336_systems.report.frames import load_frame, refuse_mixture
@@ -37,6 +38,7 @@ CASE_TYPES = {  # of the problems with tables and figures of their own
     "pytorch_attention": ("AttentionShape",),
     "torch_compile": ("AttentionShape", "ModelCase"),
     "flash_benchmarking": ("AttentionShape",),
+    "training_run": ("TrainingCase",),
     "leaderboard_2025": ("AttentionShape",),
     **MASK_CASES,
     **DISTRIBUTED_CASES,
@@ -89,12 +91,22 @@ class Blocks:
     def figure_path(self, problem: str, plot: Plot) -> Path:
         return self.folder / "figures" / f"{file_stem(problem, plot)}.png"
 
+    @property
+    def calculated_folder(self) -> Path:
+        """results/calculated: figures of what no device measured."""
+        return self.folder.parent / FOLDER
+
     def text(self, name: str, document: Path) -> str:
         """Content of block `name` in `document` (its image links are relative); KeyError says what is wrong."""
         if name == HEADLINE:
             return headline(self.frames)
         problem, _, rest = name.partition(".")
         kind, _, part = rest.partition(".")
+        if problem in CALCULATIONS:
+            if kind not in KINDS or part:
+                raise KeyError(f"{rest!r} of {problem} is none of {', '.join(KINDS)}")
+            folder = self.calculated_folder
+            return calculated_text(problem, kind, folder, lambda title, path: _image(title, path, document))
         if problem not in self.frames and problem not in TABLES:
             raise KeyError(f"no problem {problem!r}; there are {', '.join(sorted({*self.frames, *TABLES}))}")
         if kind not in KINDS or (kind == "answer" and part):

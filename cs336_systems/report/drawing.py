@@ -124,12 +124,20 @@ def _draw_ranking(axes: Axes, plot: Plot, data: pd.DataFrame) -> None:
     axes.grid(False, axis="y")
 
 
+def _draw_curves(axes: Axes, plot: Plot, data: pd.DataFrame) -> None:
+    """A thin line a series over the steps of a run, both axes linear."""
+    for series, marks in _series(data[data["drawn"]]):
+        axes.plot(marks["x"], marks["y"], color=colour(marks["style"].iloc[0]), linewidth=1.2, label=series, alpha=0.8)
+    axes.set_xlim(0, max(1, plot.data["x"].max()))
+
+
 DRAWERS: dict[str, Callable[[Axes, Plot, pd.DataFrame], None]] = {
     "lines": _draw_lines,
     "warmups": _draw_warmups,
     "bars": _draw_bars,
     "ranking": _draw_ranking,
     "timeline": draw_timeline,
+    "curves": _draw_curves,
 }
 
 

@@ -7,9 +7,9 @@ Every table, figure and sentence of the report is made from this frame:
 
 Columns: problem, scale, implementation, label, interpreted, mode, quantity, unit, status, message, kernel; of the case:
 case, case_type, seqlen, seqlen_k, head_dim, batch, heads, kv_heads, causal, dtype, model, context, attention,
-precision, warmup, mask; of the samples (in the row's unit, see SHOWN_UNITS): samples, first, median, quartile_low,
-quartile_high, mean, std; tflops (timed attention only); of the run: device, driver, torch, triton, commit, dirty, date;
-and raw, the samples themselves.
+precision, warmup, mask; of the samples (in the row's unit, see SHOWN_UNITS): samples (how many), values, first, median,
+quartile_low, quartile_high, mean, std; error; tflops (timed attention only); of the run: device, driver, torch, triton,
+commit, dirty, date; and raw, the samples themselves in the record's unit.
 """
 
 from __future__ import annotations
@@ -195,6 +195,7 @@ def _row(record: Record) -> dict[str, Any]:
         "status": record.status,
         "message": record.message,
         "kernel": record.kernel,
+        "error": float("nan") if record.error is None else record.error,
         **_case_columns(record.case),
         **_sample_columns(record.samples if record.status == "ok" else []),
         "raw": tuple(record.samples) if record.status == "ok" else (),
@@ -233,7 +234,7 @@ def _case_columns(case: dict[str, Any]) -> dict[str, Any]:
 
 
 def _sample_columns(samples: list[float]) -> dict[str, Any]:
-    columns: dict[str, Any] = {"samples": len(samples)}
+    columns: dict[str, Any] = {"samples": len(samples), "values": tuple(samples)}
     nothing = dict.fromkeys(("first", "median", "quartile_low", "quartile_high", "mean", "std"), float("nan"))
     if not samples:
         return columns | nothing

@@ -19,6 +19,7 @@ from cs336_systems.report.masks import MASK_PLOTS
 from cs336_systems.report.points import Plot, model_speed_ups, points, points_by_length
 from cs336_systems.report.sections import attention_keys, constants, longest_warmup, present_modes, timed
 from cs336_systems.report.sharding import SHARDING_PLOTS
+from cs336_systems.report.training import training_plots
 
 LENGTH = "sequence length (tokens)"
 FIRST_STEP = ", first step"  # ends the name of the series that shows first steps alone
@@ -192,6 +193,7 @@ PLOTS: dict[str, Callable[[pd.DataFrame], list[Plot]]] = {
     "pytorch_attention": pytorch_attention,
     "torch_compile": torch_compile,
     "flash_benchmarking": flash_benchmarking,
+    "training_run": training_plots,
     "leaderboard_2025": leaderboard_2025,
     **MASK_PLOTS,
     **DISTRIBUTED_PLOTS,

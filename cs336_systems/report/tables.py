@@ -46,6 +46,7 @@ from cs336_systems.report.sections import (
     timed,
 )
 from cs336_systems.report.sharding import SHARDING_TABLES
+from cs336_systems.report.training import training_sections
 
 
 def sections(problem: str, frame: pd.DataFrame) -> list[Section]:
@@ -168,6 +169,7 @@ TABLES: dict[str, Callable[[pd.DataFrame], list[Section]]] = {
     "pytorch_attention": pytorch_attention,
     "torch_compile": torch_compile,
     "flash_benchmarking": flash_benchmarking,
+    "training_run": training_sections,
     "leaderboard_2025": leaderboard_2025,
     **MASK_TABLES,
     **DISTRIBUTED_TABLES,

@@ -1,0 +1,138 @@
+"""`cs336-systems train`: train a byte-level language model, on one process, on spawned ranks or under torchrun."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from cs336_systems.commands.shared import EXIT_NOTHING_MEASURED, DeviceOption, one_line_errors
+
+if TYPE_CHECKING:
+    from cs336_systems.training import TrainingConfig
+    from cs336_systems.training.loop import RunOptions, TrainingResult
+
+
+def train(
+    size: Annotated[str, typer.Option(help="nano, or a model of the handout: small, medium, large, xl, ...")] = "nano",
+    context_length: Annotated[int, typer.Option(help="Bytes of a sequence.")] = 128,
+    wrapper: Annotated[
+        str,
+        typer.Option(help="none, naive, flat, overlap, bucketed, sharded-optimizer, zero1 or fsdp."),
+    ] = "none",
+    ranks: Annotated[int | None, typer.Option(help="Processes to spawn; under torchrun its WORLD_SIZE.")] = None,
+    attention: Annotated[str, typer.Option(help="Attention inside the model: sdpa, triton, tiled, ...")] = "sdpa",
+    autocast: Annotated[str | None, typer.Option(help="bfloat16 or float16; default: float32.")] = None,
+    batch: Annotated[int, typer.Option(help="Sequences a step, over all ranks.")] = 16,
+    accumulation: Annotated[int, typer.Option(help="Micro-batches a step on each rank.")] = 1,
+    steps: Annotated[int, typer.Option(help="Optimizer steps.")] = 300,
+    lr: Annotated[float, typer.Option(help="Highest learning rate.")] = 2e-3,
+    final_lr: Annotated[float, typer.Option(help="Learning rate of the last step.")] = 2e-4,
+    warmup: Annotated[int, typer.Option(help="Steps of linear warm-up.")] = 20,
+    weight_decay: Annotated[float, typer.Option(help="AdamW's.")] = 0.1,
+    clip: Annotated[float, typer.Option(help="Largest norm of all gradients; 0: no clipping.")] = 1.0,
+    seed: Annotated[int, typer.Option(help="Seed of weights and order of data.")] = 0,
+    text: Annotated[
+        Path | None, typer.Option(help="File to train on; default: Alice's Adventures in Wonderland.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder of the loss curve and the checkpoints.")] = None,
+    checkpoint_every: Annotated[int, typer.Option(help="Steps between checkpoints; 0: none.")] = 0,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue from the newest checkpoint in --out.")] = False,
+    log_every: Annotated[int, typer.Option(help="Steps between lines of progress.")] = 10,
+    device: DeviceOption = "auto",
+) -> None:
+    """Train a language model on bytes; the same losses with every wrapper, and after --resume."""
+    with one_line_errors():
+        from dataclasses import replace
+
+        from cs336_systems.config import MODEL_SIZES, Precision
+        from cs336_systems.device import resolve_device
+        from cs336_systems.training import TrainingConfig
+        from cs336_systems.training.config import NANO, byte_model
+        from cs336_systems.training.corpus import ALICE
+        from cs336_systems.training.loop import RunOptions
+
+        sizes = {NANO.name: NANO, **MODEL_SIZES}
+        if size not in sizes:
+            raise ValueError(f"--size must be one of {', '.join(sizes)}, got {size!r}")
+        config = TrainingConfig(
+            model=byte_model(sizes[size], context_length),
+            wrapper=wrapper,
+            num_ranks=_num_ranks(ranks),
+            attention=attention,
+            precision=replace(Precision(), autocast=autocast),  # type: ignore[arg-type]
+            batch=batch,
+            accumulation=accumulation,
+            steps=steps,
+            learning_rate=lr,
+            final_learning_rate=final_lr,
+            warmup_steps=warmup,
+            weight_decay=weight_decay,
+            clip_norm=clip or None,
+            seed=seed,
+        )
+        options = RunOptions(
+            text=ALICE if text is None else text,
+            out=out,
+            checkpoint_every=checkpoint_every,
+            resume=resume,
+            log_every=log_every,
+            device=resolve_device(device),
+        )
+        result = _run(config, options)
+    if result is not None:
+        _summarise(config, options, result)
+
+
+def _num_ranks(ranks: int | None) -> int:
+    """The ranks of this job: those asked for, or torchrun's."""
+    import os
+
+    from cs336_systems.distributed.launch import is_torchrun
+
+    if ranks is None:
+        return int(os.environ["WORLD_SIZE"]) if is_torchrun() else 1
+    return ranks
+
+
+def _run(config: TrainingConfig, options: RunOptions) -> TrainingResult | None:
+    """Train here, in spawned ranks, or as one rank of torchrun's; None on a rank that has nothing to say."""
+    import os
+
+    import torch
+
+    from cs336_systems.distributed.launch import RankError, is_torchrun, launch
+    from cs336_systems.training import train
+    from cs336_systems.training.loop import print_progress, train_rank
+
+    if config.wrapper == "none" and not is_torchrun():
+        return train(config, options, log=print_progress)
+    local_ranks = int(os.environ["LOCAL_WORLD_SIZE"]) if is_torchrun() else config.num_ranks
+    own_gpus = options.device == "cuda" and local_ranks <= torch.cuda.device_count()
+    try:
+        results = launch(
+            train_rank,
+            config.num_ranks,
+            config,
+            options,
+            backend="nccl" if own_gpus else "gloo",
+            device=options.device,
+        )
+    except RankError as error:
+        if error.error_type in ("ValueError", "OSError", "FileNotFoundError"):  # what one process says in one line
+            raise ValueError(str(error).strip().splitlines()[-1]) from error
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(EXIT_NOTHING_MEASURED) from None
+    return results[0] if os.environ.get("RANK", "0") == "0" else None
+
+
+def _summarise(config: TrainingConfig, options: RunOptions, result: TrainingResult) -> None:
+    first, last = result.losses[0], result.losses[-10:]
+    typer.echo(
+        f"{config.model.name}, {config.wrapper}, {config.num_ranks} ranks: loss {first:.3f} at the first step, "
+        f"{sum(last) / len(last):.3f} over the last {len(last)}, {result.validation_loss:.3f} on held-out text "
+        f"(nats a byte)"
+    )
+    if options.out is not None:
+        typer.echo(f"losses: {options.out / 'losses.jsonl'}")

@@ -1,0 +1,208 @@
+"""Context parallelism: a sequence split over ranks, keys and values passed around a ring (arXiv:2310.01889).
+
+    q, k, v = (zigzag_split(x, rank, num_ranks, dim=-2) for x in (q, k, v))      # this rank's part of the sequence
+    output = ring_attention(q, k, v, is_causal=True)                              # and of the output
+
+Attention over all keys is put together from attention over each rank's keys by `merge_attention`. Phases: in step s a
+rank attends to the keys of rank - s while those of the next step are on their way; the backward goes around once more,
+recomputes each part, and sends the gradients of keys and values after them, so that they arrive home with the last
+step. No rank ever holds more than two ranks' keys and values.
+
+Under a causal mask the split is a zig-zag (Llama 3, arXiv:2407.21783, section 3.3.2): of 2N chunks, rank r has r and
+2N - 1 - r. Each step is then one call of the same area on every rank: all queries to the first half of the keys that
+come from a lower rank, the second half of the queries to all keys from a higher one, the plain triangle to its own.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from jaxtyping import Float
+from torch import Tensor
+
+from cs336_systems.attention import flash_attention
+
+Pair = tuple[Tensor, Tensor]
+
+
+def merge_attention(
+    output_1: Float[Tensor, "... queries head_dim"],
+    lse_1: Float[Tensor, "... queries"],
+    output_2: Float[Tensor, "... queries head_dim"],
+    lse_2: Float[Tensor, "... queries"],
+) -> Pair:
+    """Attention over two disjoint sets of keys from attention over each: (output, log-sum-exp), differentiable.
+
+    A part without keys has output 0 and log-sum-exp -inf, and changes nothing; two of them give the same. Accumulated
+    in the log-sum-exps' dtype, float32 or wider; the output is in output_1's. ValueError where shapes do not match.
+    """
+    if output_1.shape != output_2.shape or lse_1.shape != output_1.shape[:-1] or lse_2.shape != lse_1.shape:
+        raise ValueError(
+            f"outputs must have one shape and log-sum-exps that shape without its last dimension, got "
+            f"{tuple(output_1.shape)}, {tuple(lse_1.shape)}, {tuple(output_2.shape)}, {tuple(lse_2.shape)}"
+        )
+    largest = torch.maximum(lse_1, lse_2).detach()
+    largest = largest.masked_fill(largest == -torch.inf, 0.0)  # of two empty parts: -inf minus -inf is NaN
+    weight_1, weight_2 = torch.exp(lse_1 - largest), torch.exp(lse_2 - largest)
+    total = weight_1 + weight_2
+    empty = total == 0
+    safe = total.masked_fill(empty, 1.0)
+    output = output_1 * (weight_1 / safe)[..., None] + output_2 * (weight_2 / safe)[..., None]
+    lse = (largest + safe.log()).masked_fill(empty, -torch.inf)
+    return output.to(output_1.dtype), lse
+
+
+def zigzag_split(tensor: Tensor, rank: int, num_ranks: int, dim: int) -> Tensor:
+    """Rank `rank`'s chunks of `tensor` along `dim`: of 2 · num_ranks equal ones the rank-th and the rank-th last."""
+    length = tensor.shape[dim]
+    if length % (2 * num_ranks):
+        raise ValueError(f"tensor must have a multiple of {2 * num_ranks} elements along dim {dim}, got {length}")
+    chunks = tensor.chunk(2 * num_ranks, dim)
+    return torch.cat([chunks[rank], chunks[2 * num_ranks - 1 - rank]], dim)
+
+
+def zigzag_join(parts: list[Tensor], dim: int) -> Tensor:
+    """The whole tensor from all ranks' `zigzag_split`s in order."""
+    halves = [part.chunk(2, dim) for part in parts]
+    return torch.cat([first for first, _ in halves] + [second for _, second in reversed(halves)], dim)
+
+
+def ring_attention(
+    q: Float[Tensor, "batch heads queries head_dim"],
+    k: Float[Tensor, "batch heads keys head_dim"],
+    v: Float[Tensor, "batch heads keys head_dim"],
+    *,
+    is_causal: bool = False,
+    scale: float | None = None,
+    group: dist.ProcessGroup | None = None,
+    backend: str = "auto",
+) -> Float[Tensor, "batch heads queries head_dim"]:
+    """This rank's rows of attention over the keys of all ranks of `group`; every rank calls it, with equal shapes.
+
+    Args:
+        q, k, v: this rank's part of the sequence: with `is_causal` its `zigzag_split`, otherwise any.
+        is_causal: the top-left mask of the whole sequence.
+        scale, backend: as of `flash_attention`.
+
+    Raises ValueError without a process group, and with `is_causal` if the parts cannot be a zig-zag split.
+    """
+    if not dist.is_initialized():
+        raise ValueError("ring_attention needs a process group: call torch.distributed.init_process_group first")
+    if is_causal and (q.shape[-2] != k.shape[-2] or q.shape[-2] % 2):
+        raise ValueError(
+            f"q and k must have the same even number of positions under a causal mask, "
+            f"got {q.shape[-2]} and {k.shape[-2]}"
+        )
+    return cast(Tensor, _RingAttention.apply(q, k, v, is_causal, scale, group, backend))
+
+
+class _RingAttention(torch.autograd.Function):
+    """Saves the inputs, the output and its log-sum-exp; what the ring brings is recomputed in backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float | None, group: Any, backend: str
+    ) -> Tensor:
+        ring = _Ring(group)
+        output = torch.zeros(q.shape, dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)
+        lse = torch.full(q.shape[:-1], -torch.inf, dtype=output.dtype, device=q.device)
+        kv = torch.stack([k, v])
+        for step in range(ring.size):
+            arriving = ring.start(kv) if step + 1 < ring.size else None
+            rows, keys, triangle = _visible(ring.source(step) - ring.rank, q.shape[-2], k.shape[-2], is_causal)
+            part = flash_attention(
+                q[..., rows, :], kv[0][..., keys, :], kv[1][..., keys, :],
+                is_causal=triangle, scale=scale, return_lse=True, backend=backend,
+            )  # fmt: skip
+            merged = merge_attention(output[..., rows, :], lse[..., rows], part[0].to(output.dtype), part[1])
+            output[..., rows, :], lse[..., rows] = merged
+            if arriving is not None:
+                kv = arriving.wait()
+        result = output.to(q.dtype)
+        ctx.save_for_backward(q, k, v, result, lse)
+        ctx.is_causal, ctx.scale, ctx.group, ctx.backend = is_causal, scale, group, backend
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any) -> Any:
+        q, k, v, output, lse = ctx.saved_tensors
+        grad_output = grad_outputs[0]
+        ring = _Ring(ctx.group)
+        wide = lse.dtype
+        delta = (grad_output.to(wide) * output.to(wide)).sum(-1)
+        grad_q = torch.zeros(q.shape, dtype=wide, device=q.device)
+        kv = torch.stack([k, v])
+        grad_kv = torch.zeros(kv.shape, dtype=wide, device=q.device)  # of the keys at hand, from the ranks before
+        for step in range(ring.size):
+            arriving = ring.start(kv) if step + 1 < ring.size else None
+            rows, keys, triangle = _visible(ring.source(step) - ring.rank, q.shape[-2], k.shape[-2], ctx.is_causal)
+            leaves = [x.detach().requires_grad_() for x in (q[..., rows, :], kv[0][..., keys, :], kv[1][..., keys, :])]
+            with torch.enable_grad():
+                part, part_lse = flash_attention(
+                    *leaves, is_causal=triangle, scale=ctx.scale, return_lse=True, backend=ctx.backend
+                )
+            # The part's share w = exp(lse_part - lse) of the output: dO_part = w dO, dlse_part = w (dO · O_part - D).
+            share = torch.exp(part_lse.detach() - lse[..., rows])
+            upstream = grad_output[..., rows, :].to(wide)
+            grad_part = (upstream * share[..., None]).to(part.dtype)
+            grad_part_lse = share * ((upstream * part.detach().to(wide)).sum(-1) - delta[..., rows])
+            own = torch.autograd.grad((part, part_lse), leaves, (grad_part, grad_part_lse.to(part_lse.dtype)))
+            grad_q[..., rows, :] += own[0]
+            grad_kv[0][..., keys, :] += own[1]
+            grad_kv[1][..., keys, :] += own[2]
+            if arriving is not None:
+                kv = arriving.wait()
+            grad_kv = ring.start(grad_kv).wait()  # after the keys; from the last step it arrives at their owner
+        return grad_q.to(q.dtype), grad_kv[0].to(k.dtype), grad_kv[1].to(v.dtype), None, None, None, None
+
+
+def _visible(offset: int, num_queries: int, num_keys: int, is_causal: bool) -> tuple[slice, slice, bool]:
+    """(query rows, keys, whether their mask is the triangle) for keys of the rank `offset` away, unwrapped."""
+    everything = slice(None)
+    if not is_causal:
+        return everything, everything, False
+    if offset == 0:
+        return everything, everything, True
+    if offset < 0:
+        return everything, slice(0, num_keys // 2), False
+    return slice(num_queries // 2, None), everything, False
+
+
+class _Ring:
+    """The ranks of a group in a circle."""
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self.group = group
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        members = dist.get_process_group_ranks(dist.group.WORLD if group is None else group)
+        self.right, self.left = members[(self.rank + 1) % self.size], members[self.rank - 1]
+
+    def source(self, step: int) -> int:
+        """The rank whose keys are here in `step`."""
+        return (self.rank - step) % self.size
+
+    def start(self, tensor: Tensor) -> _Arriving:
+        """Start sending `tensor` to the right and receiving its like from the left."""
+        sent = tensor.contiguous()
+        if self.size == 1:
+            return _Arriving(sent, sent, [])
+        received = torch.empty_like(sent)
+        operations = [
+            dist.P2POp(dist.isend, sent, self.right, self.group),
+            dist.P2POp(dist.irecv, received, self.left, self.group),
+        ]
+        return _Arriving(sent, received, dist.batch_isend_irecv(operations))
+
+
+class _Arriving:
+    """A tensor on its way from the left neighbour."""
+
+    def __init__(self, sent: Tensor, received: Tensor, works: list[dist.Work]) -> None:
+        self._sent, self._received, self._works = sent, received, works  # what is sent must live until it is gone
+
+    def wait(self) -> Tensor:
+        for work in self._works:
+            work.wait()
+        return self._received

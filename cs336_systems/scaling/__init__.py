@@ -1,0 +1,26 @@
+"""Parallel training on paper: rings, closed forms of each scheme, and predictions of step time and memory.
+
+Nothing here is measured, and nothing needs a GPU or a process group. What is measured is compared with it by tests.
+"""
+
+from cs336_systems.scaling.ffn import FeedForward
+from cs336_systems.scaling.hardware import HARDWARE, Hardware
+from cs336_systems.scaling.memory import RankBytes, rank_bytes
+from cs336_systems.scaling.predictor import Prediction, predict
+from cs336_systems.scaling.rings import Traffic, alternate_ring_all_reduce, ring_all_reduce
+from cs336_systems.scaling.traffic import SCHEMES, Plan
+
+__all__ = [
+    "FeedForward",
+    "HARDWARE",
+    "Hardware",
+    "Plan",
+    "Prediction",
+    "RankBytes",
+    "SCHEMES",
+    "Traffic",
+    "alternate_ring_all_reduce",
+    "predict",
+    "rank_bytes",
+    "ring_all_reduce",
+]

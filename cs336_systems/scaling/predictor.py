@@ -1,0 +1,227 @@
+"""Step time on paper, for any number of GPUs: computation, communication, and how much of it computation hides.
+
+    plan = Plan(scheme="fsdp", data_parallel=2048, tensor_parallel=8)
+    predict(MODEL_SIZES["8b"], plan, HARDWARE["H200"], batch=1).utilization
+
+A step is forward, backward, optimizer. Two clocks run, one of computation and one of communication; a collective starts
+when the data is there and the one before it is done, and computation waits for the weights that it needs. Matmuls run
+at `matmul_efficiency` of the peak, an assumption that stands in every table made from this; collectives at the ring's
+bandwidth plus a latency each. Not modelled: contention for SMs and memory between the two, launch overhead, stragglers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from cs336_systems.accounting import model_flops
+from cs336_systems.config import ModelConfig
+from cs336_systems.scaling.hardware import Hardware
+from cs336_systems.scaling.rings import all_gather_seconds, all_reduce_seconds, broadcast_seconds
+from cs336_systems.scaling.traffic import (
+    MASTER_BYTES,
+    Collective,
+    Parameter,
+    Plan,
+    bytes_sent,
+    collectives,
+    fsdp_units,
+    gradient_groups,
+    parameters,
+    tensor_parallel_bytes,
+)
+
+ADAMW_ACCESSES = 7  # reads of parameter, gradient and two moments; writes of parameter and moments
+FLATTEN_ACCESSES = 4  # gradients read and written into one buffer, and back
+ALL_REDUCES_A_BLOCK = 2  # of tensor parallelism, in each direction
+DEFAULT_EFFICIENCY = 0.5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """One step of every GPU, in seconds."""
+
+    forward_s: float  # computation alone
+    backward_s: float
+    optimizer_s: float
+    communication_s: float  # all collectives, one after the other
+    exposed_s: float  # the part during which no computation ran, and copies made only to communicate
+    sent_bytes: float  # by each GPU, both axes
+    tokens: int  # of the whole batch
+    flops: float  # of the model, all GPUs
+    peak_flops_per_s: float  # of all GPUs
+
+    @property
+    def step_s(self) -> float:
+        return self.forward_s + self.backward_s + self.optimizer_s + self.exposed_s
+
+    @property
+    def utilization(self) -> float:
+        """Model FLOPs utilization: useful FLOP/s over the peak of all GPUs."""
+        return self.flops / self.step_s / self.peak_flops_per_s
+
+    @property
+    def exposed_share(self) -> float:
+        """Of the step."""
+        return self.exposed_s / self.step_s
+
+
+def predict(
+    model: ModelConfig,
+    plan: Plan,
+    hardware: Hardware,
+    *,
+    batch: int,
+    matmul_efficiency: float = DEFAULT_EFFICIENCY,
+) -> Prediction:
+    """One training step with `batch` sequences a replica (a group of `plan.tensor_parallel` GPUs).
+
+    Tensor-parallel groups lie inside a node, so each data-parallel group has gpus_per_node / tensor_parallel ranks
+    there. ValueError for a group that does not fit a node or an efficiency outside (0, 1].
+    """
+    if not 0 < matmul_efficiency <= 1:
+        raise ValueError(f"matmul_efficiency must be in (0, 1], got {matmul_efficiency}")
+    if hardware.gpus_per_node % plan.tensor_parallel:
+        raise ValueError(
+            f"tensor_parallel must divide {hardware.gpus_per_node} GPUs a node, got {plan.tensor_parallel}"
+        )
+    if batch < 1:
+        raise ValueError(f"batch must be at least 1, got {batch}")
+    rate = hardware.flops_per_s * matmul_efficiency * plan.tensor_parallel
+    forward_s, backward_s = (model_flops(model, batch, mode) / rate for mode in ("forward", "backward"))
+    held = parameters(model, plan.tensor_parallel)
+    links = _Links(hardware, plan)
+    if plan.data_parallel == 1:
+        exposed_s = 0.0
+    elif plan.scheme == "fsdp":
+        exposed_s = _fsdp_exposed_s(held, plan, links, forward_s, backward_s)
+    else:
+        exposed_s = _replicated_exposed_s(model, held, plan, links, backward_s)
+    exposed_s += links.tensor_parallel_s(model, batch)  # the next matmul needs the sum: nothing to hide it behind
+    sharded = plan.scheme in ("sharded-optimizer", "zero1", "fsdp")
+    updated = sum(one.elements for one in held) / (plan.data_parallel if sharded else 1)
+    blocks = 2 * ALL_REDUCES_A_BLOCK * model.num_layers
+    tensor_bytes = tensor_parallel_bytes(model, plan, batch)
+    tensor_sent = 2 * (plan.tensor_parallel - 1) / plan.tensor_parallel * blocks * tensor_bytes
+    return Prediction(
+        forward_s=forward_s,
+        backward_s=backward_s,
+        optimizer_s=ADAMW_ACCESSES * MASTER_BYTES * updated / hardware.memory_bytes_per_s,
+        communication_s=sum(map(links.seconds, collectives(model, plan))) + links.tensor_parallel_s(model, batch),
+        exposed_s=exposed_s,
+        sent_bytes=bytes_sent(model, plan) + tensor_sent,
+        tokens=plan.data_parallel * batch * model.context_length,
+        flops=plan.data_parallel * model_flops(model, batch, "train_step"),
+        peak_flops_per_s=plan.devices * hardware.flops_per_s,
+    )
+
+
+class _Links:
+    """Time of collectives on the two axes of a plan."""
+
+    def __init__(self, hardware: Hardware, plan: Plan) -> None:
+        self.hardware, self.plan = hardware, plan
+        self.local_ranks = hardware.gpus_per_node // plan.tensor_parallel
+
+    def seconds(self, collective: Collective) -> float:
+        """One collective of the data-parallel group."""
+        ranks = self.plan.data_parallel
+        rate = self.hardware.ring_bytes_per_s(ranks, ranks_per_node=self.local_ranks)
+        latency = self.hardware.latency_s(ranks, ranks_per_node=self.local_ranks)
+        if collective.kind == "all_reduce":
+            return all_reduce_seconds(collective.size_bytes, ranks, rate) + 2 * latency
+        if collective.kind == "broadcast":
+            return broadcast_seconds(collective.size_bytes, ranks, rate) + latency
+        return all_gather_seconds(collective.size_bytes, ranks, rate) + latency
+
+    def tensor_parallel_s(self, model: ModelConfig, batch: int) -> float:
+        """All activations' all-reduces of a step."""
+        ranks = self.plan.tensor_parallel
+        if ranks == 1:
+            return 0.0
+        size = tensor_parallel_bytes(model, self.plan, batch)
+        once = all_reduce_seconds(size, ranks, self.hardware.node_bytes_per_s) + 2 * self.hardware.latency_s(ranks)
+        return 2 * ALL_REDUCES_A_BLOCK * model.num_layers * once
+
+
+def _replicated_exposed_s(
+    model: ModelConfig, held: list[Parameter], plan: Plan, links: _Links, backward_s: float
+) -> float:
+    """Of DDP in its four ways and of the sharded optimizers: gradients during or after backward, weights after it."""
+    groups = gradient_groups(held, plan)
+    calls = collectives(model, plan)
+    gradients, weights = calls[: len(groups)], calls[len(groups) :]
+    ready = _gradient_ready_s(held, backward_s)
+    done = 0.0
+    for group, call in zip(groups, gradients):
+        overlapped = plan.scheme not in ("naive", "flat")
+        start = max(ready[position] for position in group) if overlapped else backward_s
+        done = max(done, start) + links.seconds(call)
+    copies = 0.0
+    if plan.scheme == "flat":
+        copies = FLATTEN_ACCESSES * gradients[0].size_bytes / links.hardware.memory_bytes_per_s
+    return max(0.0, done - backward_s) + copies + sum(map(links.seconds, weights))
+
+
+def _gradient_ready_s(held: Sequence[Parameter], backward_s: float) -> list[float]:
+    """When backward has each parameter's gradient: matmuls in reverse order, each taking time by its size.
+
+    The embedding costs nothing and is ready last.
+    """
+    work = [one.elements if one.is_matrix and one.name != "token_embeddings" else 0 for one in held]
+    total = sum(work)
+    ready = [0.0] * len(held)
+    done = 0
+    for position in reversed(range(len(held))):
+        done += work[position]
+        ready[position] = backward_s * done / total
+    return ready
+
+
+def _fsdp_exposed_s(held: list[Parameter], plan: Plan, links: _Links, forward_s: float, backward_s: float) -> float:
+    """Time that computation waits for weights, and for the last gradients after backward.
+
+    The gather of a unit starts when the one `prefetch` before it has been used. Norms' gradients, small and needed
+    only by the optimizer, are left out.
+    """
+    units = fsdp_units(held, plan)
+    elements = [sum(held[position].elements for position in unit) for unit in units]
+    share = [0, *elements[1:]]  # the embedding is a look-up
+
+    def transfer(size: int) -> float:
+        return links.seconds(Collective(kind="all_gather", size_bytes=plan.compute_bytes * size, parameters=()))
+
+    transfers = [transfer(size) for size in elements]
+    forward = [forward_s * part / sum(share) for part in share]
+    backward = [backward_s * part / sum(share) for part in share]
+    end = pipeline_s(transfers, forward, [0.0] * len(units), plan.prefetch)
+    gathers = transfers[:0:-1] + [0.0]  # the embedding's weight is not needed again
+    end += pipeline_s(gathers, backward[::-1], transfers[::-1], plan.prefetch)
+    return end - forward_s - backward_s
+
+
+def pipeline_s(gathers: Sequence[float], computes: Sequence[float], scatters: Sequence[float], prefetch: int) -> float:
+    """End of a pass over layers whose weights are gathered, used, and their gradients scattered, on two clocks.
+
+    Gather i waits for layer i - prefetch to be computed, layer i for gather i, scatter i for layer i; the communication
+    clock serves the gather that is next before the scatter that is ready at the same moment.
+    """
+    link = compute = 0.0
+    done: list[float] = []
+    gathered = []
+
+    def gather(layer: int, earliest: float) -> None:
+        nonlocal link
+        if layer < len(gathers):
+            link = max(link, earliest) + gathers[layer] if gathers[layer] else link
+            gathered.append(link if gathers[layer] else 0.0)
+
+    for layer in range(min(prefetch, len(gathers))):
+        gather(layer, 0.0)
+    for layer, seconds in enumerate(computes):
+        compute = max(compute, gathered[layer]) + seconds
+        done.append(compute)
+        gather(layer + prefetch, compute)
+        if scatters[layer]:
+            link = max(link, compute) + scatters[layer]
+    return max(compute, link)

@@ -1,0 +1,167 @@
+"""The feed-forward layer really split over simulated devices: the equations of `ffn`, executed and counted.
+
+A grid of N_FSDP × N_TP devices in one process, which exchange data by the rings of `rings` only. N_TP = 1 is FSDP,
+N_FSDP = 1 is tensor parallelism. Device (i, j), TP rank i and FSDP rank j, holds W1, W2 shards of (D/N_FSDP, F/N_TP)
+and a W3 shard of (F/N_TP, D/N_FSDP). A test compares results with autograd and counts with the closed forms.
+
+The backward that the handout asks for (`tp_calcs`), for TP rank i with dy known to all:
+
+    dz_i  = dy W3_iᵀ                dW3_i = z_iᵀ dy
+    dx2_i = dz_i ∘ f(x1_i)          dW2_i = xᵀ dx2_i
+    dx1_i = dz_i ∘ f'(x1_i) ∘ x2_i  dW1_i = xᵀ dx1_i
+    dx    = all-reduce over i of (dx1_i W1_iᵀ + dx2_i W2_iᵀ)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from cs336_systems.scaling.ffn import ELEMENT_BYTES
+from cs336_systems.scaling.rings import ring_all_gather, ring_all_reduce, ring_reduce_scatter
+
+
+class Weights(NamedTuple):
+    """The layer's matrices or their gradients."""
+
+    w1: Float[Tensor, "d_model d_ff"]
+    w2: Float[Tensor, "d_model d_ff"]
+    w3: Float[Tensor, "d_ff d_model"]
+
+
+@dataclass
+class Counts:
+    """What one device did in one pass; all devices do the same."""
+
+    flops: int = 0
+    fsdp_bytes: int = 0  # sent along the FSDP axis, two bytes an element
+    tp_bytes: int = 0
+
+
+@dataclass
+class Simulation:
+    """Whole results, put together from the devices', and the counts of one device by mode."""
+
+    y: Tensor
+    dx: Tensor
+    gradients: Weights
+    counts: dict[str, Counts] = field(default_factory=dict)
+
+
+def simulate(
+    weights: Weights,
+    x: Float[Tensor, "batch d_model"],
+    dy: Float[Tensor, "batch d_model"],
+    *,
+    num_fsdp: int = 1,
+    num_tp: int = 1,
+) -> Simulation:
+    """Forward and backward with f = SiLU; num_fsdp must divide batch and d_model, num_tp d_ff (ValueError)."""
+    (batch, d_model), d_ff = x.shape, weights.w1.shape[1]
+    for name, devices, sizes in (("num_fsdp", num_fsdp, (batch, d_model)), ("num_tp", num_tp, (d_ff,))):
+        if devices < 1 or any(size % devices for size in sizes):
+            raise ValueError(f"{name} must divide {' and '.join(map(str, sizes))}, got {devices}")
+    counts = {"forward": Counts(), "backward": Counts()}
+    shards = _shard(weights, num_fsdp, num_tp)
+    xs, dys = x.chunk(num_fsdp), dy.chunk(num_fsdp)  # of FSDP rank j
+
+    # forward
+    count = counts["forward"]
+    full = [_gather(shards[i], count, i == 0) for i in range(num_tp)]  # of TP rank i
+    saved, ys = [], []
+    for j in range(num_fsdp):
+        partial = []
+        for i in range(num_tp):
+            first = i == j == 0  # the device whose FLOPs are counted
+            x1 = _matmul(xs[j], full[i].w1, count, first)
+            x2 = _matmul(xs[j], full[i].w2, count, first)
+            z = torch.nn.functional.silu(x1) * x2
+            saved.append((x1, x2, z))
+            partial.append(_matmul(z, full[i].w3, count, first))
+        ys.append(_all_reduce(partial, count, j == 0))
+
+    # backward
+    count = counts["backward"]
+    full = [_gather(shards[i], count, i == 0) for i in range(num_tp)]
+    local: list[list[Weights]] = [[] for _ in range(num_tp)]  # [i][j]: gradients of a TP rank's matrices
+    dxs = []
+    for j in range(num_fsdp):
+        partial = []
+        for i in range(num_tp):
+            first = i == j == 0
+            x1, x2, z = saved[j * num_tp + i]
+            w1, w2, w3 = full[i]
+            dz = _matmul(dys[j], w3.T, count, first)
+            sigmoid = torch.sigmoid(x1)
+            dx2 = dz * x1 * sigmoid
+            dx1 = dz * (sigmoid + x1 * sigmoid * (1 - sigmoid)) * x2
+            partial.append(_matmul(dx1, w1.T, count, first) + _matmul(dx2, w2.T, count, first))
+            dw1, dw2 = (_matmul(xs[j].T, gradient, count, first) for gradient in (dx1, dx2))
+            local[i].append(Weights(dw1, dw2, _matmul(z.T, dys[j], count, first)))
+        dxs.append(_all_reduce(partial, count, j == 0))
+    reduced = [_reduce_scatter(local[i], count, i == 0) for i in range(num_tp)]
+    return Simulation(y=torch.cat(ys), dx=torch.cat(dxs), gradients=_unshard(reduced), counts=counts)
+
+
+def _shard(weights: Weights, num_fsdp: int, num_tp: int) -> list[list[Weights]]:
+    """[i][j]: W1 and W2 cut in columns by TP and rows by FSDP, W3 the other way round."""
+
+    def cut(matrix: Tensor, tp_dim: int) -> list[list[Tensor]]:
+        return [list(part.chunk(num_fsdp, 1 - tp_dim)) for part in matrix.chunk(num_tp, tp_dim)]
+
+    w1, w2, w3 = cut(weights.w1, 1), cut(weights.w2, 1), cut(weights.w3, 0)
+    return [[Weights(w1[i][j], w2[i][j], w3[i][j]) for j in range(num_fsdp)] for i in range(num_tp)]
+
+
+def _unshard(shards: list[list[Weights]]) -> Weights:
+    def join(name: str, tp_dim: int) -> Tensor:
+        rows = [torch.cat([getattr(shard, name) for shard in row], 1 - tp_dim) for row in shards]
+        return torch.cat(rows, tp_dim)
+
+    return Weights(join("w1", 1), join("w2", 1), join("w3", 0))
+
+
+def _gather(shards: list[Weights], count: Counts, counted: bool) -> Weights:
+    """All-gather of each matrix over the FSDP ranks of a TP rank."""
+    num_fsdp = len(shards)
+    matrices = []
+    for name, dim in (("w1", 0), ("w2", 0), ("w3", 1)):
+        parts = [getattr(shard, name) for shard in shards]
+        results, traffic = ring_all_gather([part.flatten().tolist() for part in parts])
+        flat = torch.tensor(results[0], dtype=parts[0].dtype)
+        matrices.append(torch.cat([one.view(parts[0].shape) for one in flat.chunk(num_fsdp)], dim))
+        if counted:
+            count.fsdp_bytes += ELEMENT_BYTES * traffic.sent[0]
+    return Weights(*matrices)
+
+
+def _reduce_scatter(gradients: list[Weights], count: Counts, counted: bool) -> list[Weights]:
+    """Reduce-scatter of each gradient over the FSDP ranks: rank j keeps its shard of the sum."""
+    num_fsdp = len(gradients)
+    kept: list[list[Tensor]] = [[] for _ in range(num_fsdp)]
+    for name, dim in (("w1", 0), ("w2", 0), ("w3", 1)):
+        parts = [getattr(one, name).chunk(num_fsdp, dim) for one in gradients]
+        buffers = [torch.cat([part.flatten() for part in one]).tolist() for one in parts]
+        results, traffic = ring_reduce_scatter(buffers)
+        for rank, result in enumerate(results):
+            kept[rank].append(torch.tensor(result, dtype=parts[0][0].dtype).view(parts[0][0].shape))
+        if counted:
+            count.fsdp_bytes += ELEMENT_BYTES * traffic.sent[0]
+    return [Weights(*one) for one in kept]
+
+
+def _all_reduce(parts: list[Tensor], count: Counts, counted: bool) -> Tensor:
+    results, traffic = ring_all_reduce([part.flatten().tolist() for part in parts])
+    if counted:
+        count.tp_bytes += ELEMENT_BYTES * traffic.sent[0]
+    return torch.tensor(results[0], dtype=parts[0].dtype).view(parts[0].shape)
+
+
+def _matmul(left: Tensor, right: Tensor, count: Counts, counted: bool) -> Tensor:
+    if counted:
+        count.flops += 2 * left.shape[0] * left.shape[1] * right.shape[1]
+    return left @ right

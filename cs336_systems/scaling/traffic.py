@@ -1,0 +1,174 @@
+"""What each way of training in parallel communicates in a step: its collectives, their sizes, and when they may start.
+
+    plan = Plan(scheme="fsdp", data_parallel=64)
+    sum(collective.bytes_sent(64) for collective in collectives(MODEL_SIZES["xl"], plan))    # by each rank, in a step
+
+Every rank holds one replica's batch. Parameters, gradients and optimizer state are float32; FSDP gathers weights and
+reduces gradients in `compute_bytes` an element. Tensor parallelism (Megatron's: attention by heads, feed-forward by its
+hidden dimension) all-reduces the (tokens, d_model) activations twice a block and direction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from cs336_systems.config import ModelConfig
+
+Scheme = Literal["none", "naive", "flat", "overlap", "bucketed", "sharded-optimizer", "zero1", "fsdp"]
+SCHEMES: tuple[str, ...] = ("none", "naive", "flat", "overlap", "bucketed", "sharded-optimizer", "zero1", "fsdp")
+Kind = Literal["all_reduce", "all_gather", "reduce_scatter", "broadcast"]
+MASTER_BYTES = 4
+MIB = 2**20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """How a model is spread over `data_parallel` · `tensor_parallel` GPUs."""
+
+    scheme: str  # one of SCHEMES: how the data-parallel ranks share weights, gradients and optimizer state
+    data_parallel: int = 1  # replicas, or ranks that shard one
+    tensor_parallel: int = 1  # GPUs that split each replica's matrices; on one node
+    bucket_mib: float = 25.0  # of the schemes that collect gradients in buckets
+    granularity: str = "block"  # FSDP: what is gathered at once, a "block" of the model or a "matrix"
+    prefetch: int = 2  # FSDP: blocks or matrices gathered ahead of the one in use
+    compute_bytes: int = 2  # an element of activations, and of weights and gradients that FSDP communicates
+
+    def __post_init__(self) -> None:
+        if self.scheme not in SCHEMES:
+            raise ValueError(f"Plan.scheme must be one of {', '.join(SCHEMES)}, got {self.scheme!r}")
+        for name in ("data_parallel", "tensor_parallel", "prefetch", "compute_bytes"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"Plan.{name} must be a positive int, got {value!r}")
+        if self.granularity not in ("block", "matrix"):
+            raise ValueError(f"Plan.granularity must be block or matrix, got {self.granularity!r}")
+        if not self.bucket_mib > 0:
+            raise ValueError(f"Plan.bucket_mib must be positive, got {self.bucket_mib!r}")
+        if self.scheme == "none" and self.data_parallel > 1:
+            raise ValueError(f"Plan.data_parallel must be 1 for scheme none, got {self.data_parallel}")
+
+    @property
+    def devices(self) -> int:
+        return self.data_parallel * self.tensor_parallel
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parameter:
+    """One parameter tensor of the model."""
+
+    name: str
+    elements: int
+    is_matrix: bool  # two dimensions: FSDP shards it, tensor parallelism splits it
+
+
+@dataclass(frozen=True, kw_only=True)
+class Collective:
+    """One call of every data-parallel rank."""
+
+    kind: Kind
+    size_bytes: float  # of the whole buffer: what all-reduce reduces, all-gather ends with, reduce-scatter begins with
+    parameters: tuple[int, ...]  # positions, in the model's order, of the parameters it carries
+
+    def bytes_sent(self, num_ranks: int) -> float:
+        """By each rank of a ring; of a broadcast the mean over the ranks."""
+        share = (num_ranks - 1) / num_ranks
+        return (2 if self.kind == "all_reduce" else 1) * share * self.size_bytes
+
+
+def parameters(model: ModelConfig, tensor_parallel: int = 1) -> list[Parameter]:
+    """The parameters that one tensor-parallel rank holds, in the order in which the forward uses them."""
+
+    def matrix(name: str, rows: int, columns: int) -> Parameter:
+        return Parameter(name=name, elements=-(-rows * columns // tensor_parallel), is_matrix=True)
+
+    def norm(name: str) -> Parameter:
+        return Parameter(name=name, elements=model.d_model, is_matrix=False)
+
+    found = [matrix("token_embeddings", model.vocab_size, model.d_model)]
+    for layer in range(model.num_layers):
+        block = f"layers.{layer}."
+        found.append(norm(f"{block}ln1"))
+        found += [matrix(f"{block}attn.{name}", model.d_model, model.d_model) for name in ("q", "k", "v", "output")]
+        found.append(norm(f"{block}ln2"))
+        found += [matrix(f"{block}ffn.{name}", model.d_model, model.d_ff) for name in ("w1", "w3", "w2")]
+    return [*found, norm("ln_final"), matrix("lm_head", model.vocab_size, model.d_model)]
+
+
+def buckets(model_parameters: list[Parameter], bucket_bytes: float) -> list[list[int]]:
+    """Positions in reverse order, cut into buckets of at most `bucket_bytes`; a larger tensor stands alone."""
+    found: list[list[int]] = []
+    filled = 0
+    for position in reversed(range(len(model_parameters))):
+        size = MASTER_BYTES * model_parameters[position].elements
+        if not found or filled + size > bucket_bytes:
+            found.append([])
+            filled = 0
+        found[-1].append(position)
+        filled += size
+    return found
+
+
+def gradient_groups(model_parameters: list[Parameter], plan: Plan) -> list[list[int]]:
+    """The parameters whose gradients share a collective, in the order in which backward finishes them."""
+    everything = list(reversed(range(len(model_parameters))))
+    if plan.scheme == "flat":
+        return [everything]
+    if plan.scheme in ("bucketed", "zero1"):
+        return buckets(model_parameters, plan.bucket_mib * MIB)
+    return [[position] for position in everything]
+
+
+def fsdp_units(model_parameters: list[Parameter], plan: Plan) -> list[list[int]]:
+    """The matrices that FSDP gathers at once, in the forward's order: those of a block, or each alone."""
+    units: dict[str, list[int]] = {}
+    for position, one in enumerate(model_parameters):
+        if one.is_matrix:
+            block = ".".join(one.name.split(".")[:2])  # layers.7 of layers.7.ffn.w1
+            units.setdefault(block if plan.granularity == "block" else one.name, []).append(position)
+    return list(units.values())
+
+
+def collectives(model: ModelConfig, plan: Plan) -> list[Collective]:
+    """All data-parallel collectives of a step; none on one rank."""
+    return list(_collectives(model, plan)) if plan.data_parallel > 1 else []
+
+
+def _collectives(model: ModelConfig, plan: Plan) -> Iterator[Collective]:
+    held = parameters(model, plan.tensor_parallel)
+    forward = range(len(held))
+
+    def over(kind: Kind, positions: list[int], element_bytes: int) -> Collective:
+        size = element_bytes * sum(held[position].elements for position in positions)
+        return Collective(kind=kind, size_bytes=size, parameters=tuple(positions))
+
+    if plan.scheme == "fsdp":
+        units = fsdp_units(held, plan)
+        yield from (over("all_gather", unit, plan.compute_bytes) for unit in units)
+        for unit in reversed(units):
+            if unit != units[0]:  # the embedding: its backward needs the gradient of its output alone
+                yield over("all_gather", unit, plan.compute_bytes)
+            yield over("reduce_scatter", unit, plan.compute_bytes)
+        yield over("all_reduce", [position for position in forward if not held[position].is_matrix], MASTER_BYTES)
+        return
+    kind: Kind = "reduce_scatter" if plan.scheme == "zero1" else "all_reduce"
+    for group in gradient_groups(held, plan):
+        yield over(kind, group, MASTER_BYTES)
+    if plan.scheme == "sharded-optimizer":  # the owner of each parameter sends it to the others after the step
+        yield from (over("broadcast", [position], MASTER_BYTES) for position in forward)
+    if plan.scheme == "zero1":
+        for group in gradient_groups(held, plan):
+            yield over("all_gather", group, MASTER_BYTES)
+
+
+def bytes_sent(model: ModelConfig, plan: Plan) -> float:
+    """By each rank in a step along the data-parallel axis."""
+    return sum(collective.bytes_sent(plan.data_parallel) for collective in collectives(model, plan))
+
+
+def tensor_parallel_bytes(model: ModelConfig, plan: Plan, batch: int) -> float:
+    """Size of one all-reduce of activations between tensor-parallel ranks; 0 where there is one rank."""
+    if plan.tensor_parallel == 1:
+        return 0.0
+    return float(batch * model.context_length * model.d_model * plan.compute_bytes)

@@ -1,0 +1,90 @@
+"""Checkpoints of a run: a folder that says what the run is, and `distributed.checkpoint`'s saves in it.
+
+    out/config.json                      # the run
+    out/losses.jsonl                     # a line a step
+    out/checkpoints/step-00000100/...    # weights and optimizer state, for any wrapper and number of ranks
+
+A checkpoint counts once it is complete, so a run killed while it saves keeps the one before. The position in the data
+is the number of the step.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from cs336_systems.training.config import TrainingConfig
+from cs336_systems.training.wrappers import Trainee
+
+CONFIG_FILE = "config.json"
+KEPT = 2  # the newest, and the one before it
+FREE = ("steps", "wrapper", "num_ranks", "accumulation")  # may change between a run and its continuation
+
+
+class Checkpoints:
+    """The folder `out` of a run of `trainee`."""
+
+    def __init__(self, out: Path, trainee: Trainee, config: TrainingConfig) -> None:
+        self.folder, self.out, self.trainee, self.config = out / "checkpoints", out, trainee, config
+        self.rank = dist.get_rank()
+
+    def begin(self) -> int:
+        """Claim the folder for a new run, which starts at step 0; ValueError if another run is in it."""
+        taken = [(self.out / CONFIG_FILE).exists()]
+        dist.broadcast_object_list(taken)  # the other ranks may look after rank 0 has changed what they look at
+        if taken[0]:
+            raise ValueError(f"out must hold no other run, got {self.out}: resume it or name another folder")
+        if self.rank == 0:
+            self.out.mkdir(parents=True, exist_ok=True)
+            (self.out / CONFIG_FILE).write_text(json.dumps(asdict(self.config), indent=1) + "\n")
+        dist.barrier()
+        return 0
+
+    def resume(self) -> int:
+        """Load the newest checkpoint; the step that comes next. From the start where none was completed.
+
+        Raises ValueError if `out` holds no run, or one that differs in more than FREE, and CheckpointError, a
+        ValueError as well, for a damaged checkpoint.
+        """
+        from cs336_systems.distributed.checkpoint import complete_checkpoints, load_checkpoint
+
+        path = self.out / CONFIG_FILE
+        if not path.is_file():
+            raise ValueError(f"out must hold a run to resume, got {self.out}")
+        ours, theirs = (_fixed(one) for one in (asdict(self.config), json.loads(path.read_text())))
+        for name in ours:
+            if ours[name] != theirs.get(name):
+                raise ValueError(f"{name} must be {theirs.get(name)!r} to resume {self.out}, got {ours[name]!r}")
+        if not complete_checkpoints(self.folder):
+            return 0
+        return load_checkpoint(self.folder, self.trainee.module, self.trainee.optimizer).step
+
+    def save(self, step: int) -> None:
+        """Write the state after `step` steps; every rank must call it."""
+        from cs336_systems.distributed.checkpoint import save_checkpoint
+
+        position = {"sequence": step * self.config.batch}
+        save_checkpoint(self.folder, step, self.trainee.module, self.trainee.optimizer, position=position, keep=KEPT)
+
+
+@contextmanager
+def group_of_one() -> Iterator[None]:
+    """A process group for a process that is alone, so that it can save as many do; none where there is one already."""
+    if dist.is_initialized():
+        yield
+        return
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def _fixed(config: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in config.items() if name not in FREE}

@@ -1,0 +1,74 @@
+"""What a training run is: everything that decides its losses, in one frozen dataclass.
+
+config = TrainingConfig(model=byte_model(MODEL_SIZES["small"], context_length=256), steps=2000)
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from cs336_systems.config import MAX_SEED, ModelConfig, Precision
+
+NUM_BYTES = 256  # the vocabulary: a token is a byte
+WRAPPERS = ("none", "naive", "flat", "overlap", "bucketed", "sharded-optimizer", "zero1", "fsdp")
+NANO = ModelConfig(
+    name="nano", d_model=128, d_ff=384, num_layers=4, num_heads=4, vocab_size=NUM_BYTES, context_length=128
+)
+
+
+def byte_model(model: ModelConfig, context_length: int) -> ModelConfig:
+    """`model` over bytes, for sequences of `context_length`."""
+    return replace(model, vocab_size=NUM_BYTES, context_length=context_length)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingConfig:
+    """A run: two with the same fields have the same losses, up to the rounding that `wrapper` and ranks change."""
+
+    model: ModelConfig = NANO
+    wrapper: str = "none"  # how gradients, optimizer state and weights are shared: one of WRAPPERS
+    num_ranks: int = 1
+    attention: str = "sdpa"  # name of the attention inside the model
+    precision: Precision = Precision()
+    batch: int = 16  # sequences a step, over all ranks and micro-batches
+    accumulation: int = 1  # micro-batches a step on each rank
+    steps: int = 300
+    learning_rate: float = 2e-3  # the highest, at the end of the warm-up
+    final_learning_rate: float = 2e-4  # at the last step
+    warmup_steps: int = 20
+    weight_decay: float = 0.1
+    clip_norm: float | None = 1.0  # of all gradients as one vector; None: no clipping
+    seed: int = 0  # of weights and order of data
+
+    def __post_init__(self) -> None:
+        for name in ("num_ranks", "batch", "accumulation", "steps"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"TrainingConfig.{name} must be a positive int, got {value!r}")
+        if self.wrapper not in WRAPPERS:
+            raise ValueError(f"TrainingConfig.wrapper must be one of {', '.join(WRAPPERS)}, got {self.wrapper!r}")
+        if self.wrapper == "none" and self.num_ranks > 1:
+            raise ValueError(f"TrainingConfig.wrapper must not be none with num_ranks={self.num_ranks}")
+        if self.batch % (self.num_ranks * self.accumulation):
+            raise ValueError(
+                f"TrainingConfig.batch must be a multiple of num_ranks * accumulation = "
+                f"{self.num_ranks * self.accumulation}, got {self.batch}"
+            )
+        if self.model.vocab_size != NUM_BYTES:
+            raise ValueError(f"TrainingConfig.model must have vocab_size {NUM_BYTES}, got {self.model.vocab_size}")
+        if self.warmup_steps < 0:
+            raise ValueError(f"TrainingConfig.warmup_steps must not be negative, got {self.warmup_steps}")
+        for name in ("learning_rate", "final_learning_rate", "weight_decay"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value >= 0):
+                raise ValueError(f"TrainingConfig.{name} must be finite and not negative, got {value!r}")
+        if self.clip_norm is not None and not self.clip_norm > 0:
+            raise ValueError(f"TrainingConfig.clip_norm must be positive or None, got {self.clip_norm!r}")
+        if not 0 <= self.seed <= MAX_SEED // 2**16:  # leaves room for the number of the epoch
+            raise ValueError(f"TrainingConfig.seed must be from 0 to {MAX_SEED // 2**16}, got {self.seed}")
+
+    @property
+    def rank_batch(self) -> int:
+        """Sequences of one rank in a step."""
+        return self.batch // self.num_ranks

@@ -1,0 +1,168 @@
+"""Ring attention on gloo ranks against one process, and the merge of two parts of the keys."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from cs336_systems.attention import attention_reference
+from cs336_systems.distributed.context_parallel import merge_attention, ring_attention, zigzag_join, zigzag_split
+from cs336_systems.distributed.launch import run_ranks
+
+COVERS = ("cs336_systems/distributed/context_parallel.py",)
+
+
+def draw(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(shape, dtype=dtype, generator=torch.Generator().manual_seed(seed))
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+    output, lse = attention_reference(q, k, v, return_lse=True, **options)
+    return output, lse
+
+
+@pytest.mark.parametrize("cut", [1, 7, 16], ids=lambda cut: f"{cut}_of_17_keys")
+def test_merged_parts_are_attention_over_all_keys(cut: int):
+    q, k, v = draw(2, 3, 9, 8), draw(2, 3, 17, 8, seed=1), draw(2, 3, 17, 8, seed=2)
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    first = attend(leaves[0], leaves[1][..., :cut, :], leaves[2][..., :cut, :])
+    second = attend(leaves[0], leaves[1][..., cut:, :], leaves[2][..., cut:, :])
+    output, lse = merge_attention(*first, *second)
+    whole = [x.clone().requires_grad_() for x in (q, k, v)]
+    expected, expected_lse = attend(*whole)
+    assert (output - expected).abs().max() <= 1e-12
+    assert (lse - expected_lse).abs().max() <= 1e-12
+    upstream, upstream_lse = draw(2, 3, 9, 8, seed=3), draw(2, 3, 9, seed=4)
+    torch.autograd.backward((output, lse), (upstream, upstream_lse))
+    torch.autograd.backward((expected, expected_lse), (upstream, upstream_lse))
+    for ours, theirs in zip(leaves, whole):
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-10, atol=1e-12)
+
+
+def test_float32_parts_merge_within_the_rounding():
+    q, k, v = (draw(2, 64, 16, seed=seed, dtype=torch.float32) * 4 for seed in range(3))
+    first, second = attend(q, k[:, :40], v[:, :40]), attend(q, k[:, 40:], v[:, 40:])
+    expected, expected_lse = attend(q.double(), k.double(), v.double())
+    output, lse = merge_attention(*first, *second)
+    assert (output - expected).abs().max() <= 2e-5
+    assert (lse - expected_lse).abs().max() <= 1e-4
+
+
+def test_a_part_without_keys_changes_nothing():
+    q, k, v = draw(5, 8), draw(6, 8, seed=1), draw(6, 8, seed=2)
+    output, lse = attend(q, k, v)
+    nothing = torch.zeros_like(output), torch.full_like(lse, -math.inf)
+    for merged in (merge_attention(output, lse, *nothing), merge_attention(*nothing, output, lse)):
+        torch.testing.assert_close(merged, (output, lse), rtol=0, atol=1e-15)
+    empty_output, empty_lse = merge_attention(*nothing, *nothing)
+    assert not empty_output.any() and empty_lse.eq(-math.inf).all()
+
+
+def test_large_scores_do_not_overflow():
+    output, lse = merge_attention(torch.ones(1, 2), torch.tensor([5e4]), torch.zeros(1, 2), torch.tensor([-5e4]))
+    assert torch.equal(output, torch.ones(1, 2)) and lse.item() == 5e4
+
+
+def test_shapes_that_do_not_match_are_refused():
+    with pytest.raises(ValueError, match=r"outputs must have one shape and log-sum-exps .*, got \(4, 8\), \(3,\)"):
+        merge_attention(torch.zeros(4, 8), torch.zeros(3), torch.zeros(4, 8), torch.zeros(4))
+
+
+def test_zigzag_parts_join_to_the_whole():
+    x = torch.arange(24).view(1, 24, 1)
+    parts = [zigzag_split(x, rank, 3, dim=1) for rank in range(3)]
+    assert parts[0].flatten().tolist() == [0, 1, 2, 3, 20, 21, 22, 23]
+    assert torch.equal(zigzag_join(parts, dim=1), x)
+    with pytest.raises(ValueError, match="tensor must have a multiple of 10 elements along dim 1, got 24"):
+        zigzag_split(x, 0, 5, dim=1)
+
+
+def test_every_rank_has_the_same_causal_area():
+    """The reason for the zig-zag: with contiguous parts the last rank has 2N - 1 times the first's."""
+    num_ranks, length = 4, 32
+    mask = torch.ones(length, length).tril()
+    areas = [zigzag_split(mask, rank, num_ranks, dim=0).sum().item() for rank in range(num_ranks)]
+    assert len(set(areas)) == 1
+
+
+CASES = [
+    # is_causal, back end, dtype, num_kv_heads
+    (True, "reference", torch.float64),
+    (False, "reference", torch.float64),
+    (True, "tiled", torch.float64),
+    (True, "tiled", torch.float32),
+]
+TOLERANCES = {torch.float64: 1e-12, torch.float32: 2e-5}
+
+
+def ring_on_rank(rank: int, num_ranks: int) -> list[list[Tensor]]:
+    """For each case this rank's output and gradients."""
+    found = []
+    odd = draw(1, 1, 5, 8)
+    with pytest.raises(ValueError, match="the same even number of positions under a causal mask, got 5 and 5"):
+        ring_attention(odd, odd, odd, is_causal=True)
+    for is_causal, backend, dtype in CASES:
+        whole = [draw(2, 3, 8 * num_ranks, 16, seed=seed).to(dtype) for seed in range(4)]
+        q, k, v, grad_output = (zigzag_split(x, rank, num_ranks, dim=-2) for x in whole)
+        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+        output = ring_attention(*leaves, is_causal=is_causal, backend=backend)
+        output.backward(grad_output)
+        found.append([output.detach(), *(leaf.grad for leaf in leaves)])
+    return found
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_the_ring_is_one_process_attention_forward_and_backward(num_ranks: int):
+    results = run_ranks(ring_on_rank, num_ranks)
+    for case, (is_causal, backend, dtype) in enumerate(CASES):
+        whole = [draw(2, 3, 8 * num_ranks, 16, seed=seed).to(dtype) for seed in range(4)]
+        leaves = [x.double().requires_grad_() for x in whole[:3]]
+        expected = attention_reference(*leaves, is_causal=is_causal)
+        expected.backward(whole[3].double())
+        for place, wanted in enumerate([expected.detach(), *(leaf.grad for leaf in leaves)]):
+            ours = zigzag_join([results[rank][case][place] for rank in range(num_ranks)], dim=-2)
+            assert ours.dtype == dtype
+            error = (ours - wanted).abs().max().item()
+            assert error <= TOLERANCES[dtype] * max(1.0, wanted.abs().max().item()), (is_causal, backend, place)
+
+
+def ring_on_gpu_rank(rank: int, num_ranks: int) -> list[Tensor]:
+    device = torch.device("cuda", torch.cuda.current_device())
+    whole = [draw(1, 4, 512 * num_ranks, 64, seed=seed).to(device, torch.bfloat16) for seed in range(4)]
+    q, k, v, grad_output = (zigzag_split(x, rank, num_ranks, dim=-2) for x in whole)
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    output = ring_attention(*leaves, is_causal=True, backend="triton")
+    output.backward(grad_output)
+    return [x.float().cpu() for x in (output.detach(), *(leaf.grad for leaf in leaves))]
+
+
+@pytest.mark.gpu
+def test_the_ring_on_nccl_is_one_gpus_attention():
+    """bfloat16 through the Triton kernels: within twice the error of plain attention in the same dtype."""
+    num_ranks = torch.cuda.device_count()
+    if num_ranks < 2:
+        pytest.skip("needs two GPUs")
+    results = run_ranks(ring_on_gpu_rank, num_ranks, backend="nccl", device="cuda")
+    whole = [draw(1, 4, 512 * num_ranks, 64, seed=seed).to("cuda", torch.bfloat16) for seed in range(4)]
+
+    def attended(dtype: torch.dtype) -> list[Tensor]:
+        leaves = [x.to(dtype).requires_grad_() for x in whole[:3]]
+        output = attention_reference(*leaves, is_causal=True)
+        output.backward(whole[3].to(dtype))
+        return [x.double().cpu() for x in (output.detach(), *(leaf.grad for leaf in leaves))]
+
+    for place, (exact, plain) in enumerate(zip(attended(torch.float64), attended(torch.bfloat16))):
+        ours = zigzag_join([parts[place] for parts in results], dim=-2)
+        # One more rounding for each rank's part, in the output's dtype.
+        bound = 2 * (plain - exact).abs().max() * math.sqrt(num_ranks) + 1e-5
+        assert (ours - exact).abs().max() <= bound, place
+
+
+def test_without_a_process_group_the_ring_is_refused():
+    q = draw(1, 1, 4, 8)
+    with pytest.raises(ValueError, match="ring_attention needs a process group"):
+        ring_attention(q, q, q)

@@ -1,0 +1,93 @@
+"""Hilbert's curve by its defining properties, and block density against a dense mask."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from cs336_systems.grids import hilbert_order, inverse_order, neighbourhood_block_density, row_major_order
+
+SIDES = [1, 2, 4, 8, 64]
+
+
+@pytest.mark.parametrize("n", SIDES)
+def test_the_curve_visits_every_token_once(n: int):
+    assert hilbert_order(n).sort().values.tolist() == list(range(n * n))
+
+
+@pytest.mark.parametrize("n", SIDES)
+def test_every_step_of_the_curve_goes_to_a_neighbour(n: int):
+    """Z-order and Gray-code curves jump; this one never does."""
+    order = hilbert_order(n)
+    distance = (order // n).diff().abs() + (order % n).diff().abs()
+    assert distance.eq(1).all()
+
+
+@pytest.mark.parametrize("n", SIDES)
+def test_every_aligned_run_of_a_power_of_four_is_a_square(n: int):
+    order = hilbert_order(n)
+    side = 1
+    while side <= n:
+        for run in order.split(side * side):
+            rows, columns = run // n, run % n
+            assert (rows.max() - rows.min() + 1, columns.max() - columns.min() + 1) == (side, side)
+        side *= 2
+
+
+def test_the_curve_begins_and_ends_on_one_edge():
+    """Hilbert's own; Moore's closed variant would end next to its beginning."""
+    order = hilbert_order(8)
+    assert order[0] == 0
+    assert order[-1].item() in (7, 56)
+    assert hilbert_order(2).tolist() in ([0, 1, 3, 2], [0, 2, 3, 1])
+
+
+def test_the_inverse_undoes_the_order():
+    order = hilbert_order(8)
+    tokens = torch.randn(3, 64, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(tokens[:, order][:, inverse_order(order)], tokens)
+
+
+@pytest.mark.parametrize("radius", [0, 1, 3, 20])
+@pytest.mark.parametrize("block_size", [1, 16, 100])
+@pytest.mark.parametrize("order", [row_major_order(16), hilbert_order(16)], ids=["row_major", "hilbert"])
+def test_block_density_is_that_of_the_dense_mask(order: torch.Tensor, block_size: int, radius: int):
+    rows, columns = order // 16, order % 16
+    near = ((rows[:, None] - rows).abs() <= radius) & ((columns[:, None] - columns).abs() <= radius)
+    tiles = [tile.any().item() for band in near.split(block_size, 0) for tile in band.split(block_size, 1)]
+    density = neighbourhood_block_density(16, radius=radius, block_size=block_size, order=order)
+    assert density == pytest.approx(sum(tiles) / len(tiles))
+
+
+@pytest.mark.parametrize(("radius", "curve_is_denser"), [(1, True), (15, False)])
+def test_the_curve_pays_for_wide_neighbourhoods_only(radius: int, curve_is_denser: bool):
+    rows, curve = (
+        neighbourhood_block_density(64, radius=radius, block_size=64, order=order)
+        for order in (row_major_order(64), hilbert_order(64))
+    )
+    assert (curve > rows) is curve_is_denser
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: hilbert_order(12), "n must be a power of two, got 12"),
+        (lambda: hilbert_order(0), "n must be a power of two, got 0"),
+        (lambda: inverse_order(torch.tensor([0, 0])), "order must be a permutation of its 2 places, got another"),
+        (
+            lambda: neighbourhood_block_density(4, radius=1, block_size=4, order=torch.arange(9)),
+            r"order must have n \* n = 16 tokens, got 9",
+        ),
+        (
+            lambda: neighbourhood_block_density(4, radius=-1, block_size=4, order=torch.arange(16)),
+            "radius must not be negative, got -1",
+        ),
+        (
+            lambda: neighbourhood_block_density(4, radius=1, block_size=0, order=torch.arange(16)),
+            "block_size must be at least 1, got 0",
+        ),
+    ],
+)
+def test_bad_arguments_are_refused(call: object, message: str):
+    with pytest.raises(ValueError, match=message):
+        call()  # type: ignore[operator]

@@ -1,0 +1,450 @@
+"""Communication on paper: rings against sums, closed forms against simulation, predictions against their limits."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from cs336_systems.accounting import num_parameters
+from cs336_systems.config import MODEL_SIZES, ModelConfig
+from cs336_systems.scaling import HARDWARE, FeedForward, Plan, predict, rank_bytes, rings, xxl
+from cs336_systems.scaling import ffn as calcs
+from cs336_systems.scaling.hardware import hardware
+from cs336_systems.scaling.predictor import pipeline_s
+from cs336_systems.scaling.simulate import Weights, simulate
+from cs336_systems.scaling.traffic import MIB, SCHEMES, bytes_sent, collectives, parameters
+
+SMALL = ModelConfig(name="tiny", d_model=32, d_ff=96, num_layers=3, num_heads=4, vocab_size=120, context_length=64)
+LAYER = FeedForward(tokens=65_536, d_model=4096, d_ff=11_008)
+H200 = HARDWARE["H200"]
+C, W = H200.flops_per_s, H200.node_bytes_per_s
+RANKS = [1, 2, 3, 4, 7, 16]
+
+
+# Rings
+
+
+def buffers_of(num_ranks: int, length: int) -> list[list[int]]:
+    return [[(rank + 1) * 1000 + element * element for element in range(length)] for rank in range(num_ranks)]
+
+
+def column_sums(buffers: list[list[int]]) -> list[int]:
+    return [sum(column) for column in zip(*buffers)]
+
+
+@pytest.mark.problem("alternate_ring_all_reduce", 1)
+@pytest.mark.parametrize("num_ranks", RANKS)
+@pytest.mark.parametrize("length", [0, 1, 5, 112], ids=lambda length: f"{length}_elements")
+@pytest.mark.parametrize("all_reduce", [rings.ring_all_reduce, rings.alternate_ring_all_reduce])
+def test_all_reduce_leaves_the_sum_on_every_rank(all_reduce: Any, num_ranks: int, length: int):
+    buffers = buffers_of(num_ranks, length)
+    results, _ = all_reduce(buffers)
+    assert results == [column_sums(buffers)] * num_ranks
+
+
+@pytest.mark.parametrize("num_ranks", RANKS)
+def test_reduce_scatter_and_all_gather_keep_each_ranks_chunk(num_ranks: int):
+    buffers = buffers_of(num_ranks, 3 * num_ranks + 1)
+    scattered, _ = rings.ring_reduce_scatter(buffers)
+    bounds = rings.chunk_bounds(3 * num_ranks + 1, num_ranks)
+    assert scattered == [column_sums(buffers)[start:end] for start, end in bounds]
+    gathered, _ = rings.ring_all_gather(scattered)
+    assert gathered == [column_sums(buffers)] * num_ranks
+
+
+@pytest.mark.problem("alternate_ring_all_reduce", 1)
+@pytest.mark.parametrize("num_ranks", RANKS)
+def test_simulated_rings_take_the_closed_forms_time(num_ranks: int):
+    """Where N divides the buffer, exactly: 2(N - 1)/N · S/W, and (N - 1) · S/W of the alternate ring."""
+    length, element_bytes, rate = 16 * num_ranks, 2, 10.0
+    size = length * element_bytes
+    _, ring = rings.ring_all_reduce(buffers_of(num_ranks, length))
+    _, alternate = rings.alternate_ring_all_reduce(buffers_of(num_ranks, length))
+    assert ring.steps == 2 * (num_ranks - 1)
+    assert alternate.steps == num_ranks - 1
+    assert ring.seconds(rate, element_bytes) == pytest.approx(rings.all_reduce_seconds(size, num_ranks, rate))
+    expected = rings.alternate_all_reduce_seconds(size, num_ranks, rate)
+    assert alternate.seconds(rate, element_bytes) == pytest.approx(expected)
+    assert expected == pytest.approx(num_ranks / 2 * rings.all_reduce_seconds(size, num_ranks, rate))
+
+
+def test_every_link_of_a_ring_carries_the_same():
+    _, ring = rings.ring_all_reduce(buffers_of(8, 64))
+    assert ring.sent == [2 * 7 * 8] * 8
+    _, uneven = rings.ring_all_reduce(buffers_of(4, 6))
+    assert sum(uneven.sent) == 2 * 3 * 6  # every chunk passes three links twice, however long it is
+    assert uneven.critical == 6 * 2  # each step waits for a chunk of two
+
+
+def test_with_latency_the_alternate_ring_wins_on_small_buffers():
+    _, ring = rings.ring_all_reduce(buffers_of(8, 8))
+    _, alternate = rings.alternate_ring_all_reduce(buffers_of(8, 8))
+    assert alternate.seconds(1e9, 4, latency_s=1e-6) < ring.seconds(1e9, 4, latency_s=1e-6)
+    assert alternate.seconds(1e9, 4) > ring.seconds(1e9, 4)
+
+
+@pytest.mark.parametrize("buffers", [[], [[1, 2], [3]]])
+def test_rings_refuse_buffers_of_different_lengths(buffers: list[list[int]]):
+    with pytest.raises(ValueError, match="buffers must be one or more of the same length, got lengths"):
+        rings.ring_all_reduce(buffers)
+
+
+@pytest.mark.parametrize(
+    "form", [rings.all_gather_seconds, rings.alternate_all_reduce_seconds, rings.broadcast_seconds]
+)
+def test_closed_forms_refuse_no_ranks(form: Any):
+    with pytest.raises(ValueError, match="num_ranks must be at least 1, got 0"):
+        form(1.0, 0, 1.0)
+
+
+# The feed-forward layer
+
+
+def random_layer(batch: int, d_model: int, d_ff: int) -> tuple[Weights, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, dtype=torch.float64, generator=generator)
+
+    return (
+        Weights(draw(d_model, d_ff), draw(d_model, d_ff), draw(d_ff, d_model)),
+        draw(batch, d_model),
+        draw(batch, d_model),
+    )
+
+
+GRIDS = [
+    pytest.param(1, 1, id="one_device"),
+    pytest.param(4, 1, id="fsdp", marks=pytest.mark.problem("fsdp_calcs", 3)),
+    pytest.param(1, 4, id="tp", marks=pytest.mark.problem("tp_calcs", 4)),
+    pytest.param(2, 3, id="fsdp_tp", marks=pytest.mark.problem("fsdp_tp_calcs", 6)),
+    pytest.param(4, 2, id="fsdp_tp_wide", marks=pytest.mark.problem("fsdp_tp_calcs", 6)),
+]
+
+
+@pytest.mark.parametrize(("num_fsdp", "num_tp"), GRIDS)
+def test_split_layer_has_autograds_results_and_the_closed_forms_counts(num_fsdp: int, num_tp: int):
+    """The equations of each scheme, executed: y, dx, all gradients; FLOPs and bytes of one device."""
+    weights, x, dy = random_layer(8, 12, 24)
+    leaves = [tensor.clone().requires_grad_() for tensor in (*weights, x)]
+    w1, w2, w3, inputs = leaves
+    y = (torch.nn.functional.silu(inputs @ w1) * (inputs @ w2)) @ w3
+    y.backward(dy)
+    ours = simulate(weights, x, dy, num_fsdp=num_fsdp, num_tp=num_tp)
+    torch.testing.assert_close(ours.y, y.detach())
+    for result, leaf in zip((*ours.gradients, ours.dx), leaves):
+        torch.testing.assert_close(result, leaf.grad)
+
+    layer = FeedForward(tokens=8, d_model=12, d_ff=24)
+    for mode, count in ours.counts.items():
+        assert count.flops == calcs.ffn_flops(layer, mode, num_fsdp * num_tp)
+        fsdp_s = calcs.fsdp_seconds(layer, mode, num_fsdp, bytes_per_s=1.0) / num_tp
+        tp_s = calcs.tp_seconds(layer, mode, num_tp, bytes_per_s=1.0) / num_fsdp
+        assert count.fsdp_bytes == pytest.approx(fsdp_s)
+        assert count.tp_bytes == pytest.approx(tp_s)
+    forward = ours.counts["forward"]
+    for overlap, expected in (
+        (True, max(forward.fsdp_bytes, forward.tp_bytes)),
+        (False, forward.fsdp_bytes + forward.tp_bytes),
+    ):
+        seconds = calcs.fsdp_tp_seconds(layer, num_fsdp, num_tp, bytes_per_s=1.0, overlap=overlap)
+        assert seconds == pytest.approx(expected)
+
+
+@pytest.mark.problem("data_parallel_calcs", 3)
+def test_data_parallel_all_reduces_the_three_gradients():
+    """Twelve matmul terms a token: 12BDF/N FLOPs; 12DF(N - 1)/(NW) seconds, the time of a simulated ring."""
+    layer = FeedForward(tokens=8, d_model=4, d_ff=12)
+    assert calcs.ffn_flops(layer, "backward", 4) == 12 * 8 * 4 * 12 / 4
+    _, traffic = rings.ring_all_reduce(buffers_of(4, 3 * 4 * 12))
+    assert calcs.data_parallel_seconds(layer, 4, bytes_per_s=3.0) == pytest.approx(traffic.seconds(3.0, 2))
+
+
+def hidden(communication_s: float, flops: float) -> bool:
+    return communication_s <= flops / C * (1 + 1e-12)
+
+
+@pytest.mark.problem("data_parallel_calcs", 3)
+def test_data_parallel_limit_is_where_communication_stops_being_hidden():
+    limit = calcs.data_parallel_limit(LAYER, flops_per_s=C, bytes_per_s=W)
+    assert limit == pytest.approx(1 + LAYER.tokens * W / C)
+    for devices, expected in ((math.floor(limit), True), (math.floor(limit) + 1, False)):
+        seconds = calcs.data_parallel_seconds(LAYER, devices, bytes_per_s=W)
+        assert hidden(seconds, calcs.ffn_flops(LAYER, "backward", devices)) is expected
+
+
+@pytest.mark.parametrize("mode", ["forward", "backward"])
+@pytest.mark.parametrize(
+    ("seconds", "limit"),
+    [
+        pytest.param(calcs.fsdp_seconds, calcs.fsdp_limit, marks=pytest.mark.problem("fsdp_calcs", 3), id="fsdp"),
+        pytest.param(calcs.tp_seconds, calcs.tp_limit, marks=pytest.mark.problem("tp_calcs", 4), id="tp"),
+    ],
+)
+def test_fsdp_and_tp_limits_are_where_communication_stops_being_hidden(seconds: Any, limit: Any, mode: str):
+    most = math.floor(limit(LAYER, mode, flops_per_s=C, bytes_per_s=W))
+    for devices, expected in ((most, True), (most + 1, False)):
+        communication = seconds(LAYER, mode, devices, bytes_per_s=W)
+        assert hidden(communication, calcs.ffn_flops(LAYER, mode, devices)) is expected
+
+
+@pytest.mark.problem("tp_calcs", 4)
+def test_tp_limits_do_not_depend_on_the_batch_and_backward_allows_about_twice():
+    few, many = (FeedForward(tokens=tokens, d_model=4096, d_ff=11_008) for tokens in (16, 10**6))
+    forward, backward = (calcs.tp_limit(few, mode, flops_per_s=C, bytes_per_s=W) for mode in ("forward", "backward"))
+    assert forward == calcs.tp_limit(many, "forward", flops_per_s=C, bytes_per_s=W)
+    assert forward == pytest.approx(1 + 1.5 * 11_008 * W / C)
+    assert backward - 1 == pytest.approx(2 * (forward - 1))
+
+
+@pytest.mark.problem("fsdp_tp_calcs", 6)
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("tokens", [16, 4096, 65_536])
+def test_no_grid_beats_the_limit_and_the_search_comes_close(tokens: int, overlap: bool):
+    layer = FeedForward(tokens=tokens, d_model=4096, d_ff=11_008)
+    limit = calcs.fsdp_tp_limit(layer, flops_per_s=C, bytes_per_s=W, overlap=overlap)
+
+    def compute_bound(num_fsdp: float, num_tp: float) -> bool:
+        seconds = calcs.fsdp_tp_seconds(layer, num_fsdp, num_tp, bytes_per_s=W, overlap=overlap)  # type: ignore[arg-type]
+        return hidden(seconds, calcs.ffn_flops(layer, "forward", num_fsdp * num_tp))  # type: ignore[arg-type]
+
+    assert compute_bound(limit.fsdp, limit.tp)
+    if limit.fsdp > 1:
+        assert not compute_bound(limit.fsdp * 1.001, limit.tp)
+    # brute force over real-valued grids: none that is compute-bound has more devices
+    a = layer.tokens * W / C
+    for step in range(101):
+        fsdp = 1 + a * step / 100
+        if not compute_bound(fsdp, 1.0):
+            continue
+        low, high = 1.0, 1e6
+        for _ in range(60):
+            middle = (low + high) / 2
+            low, high = (middle, high) if compute_bound(fsdp, middle) else (low, middle)
+        assert fsdp * low <= limit.devices * (1 + 1e-9)
+    best = calcs.best_integer_grid(layer, flops_per_s=C, bytes_per_s=W, overlap=overlap)
+    assert compute_bound(*best) and math.prod(best) <= limit.devices * (1 + 1e-9)
+    assert math.prod(best) >= 0.6 * limit.devices
+
+
+@pytest.mark.problem("fsdp_tp_calcs", 6)
+def test_large_limits_without_overlap_are_a_quarter_of_those_with():
+    layer = FeedForward(tokens=10**9, d_model=4096, d_ff=10**9)
+    with_overlap, without = (
+        calcs.fsdp_tp_limit(layer, flops_per_s=C, bytes_per_s=W, overlap=overlap).devices for overlap in (True, False)
+    )
+    assert with_overlap / without == pytest.approx(4, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: FeedForward(tokens=0, d_model=4, d_ff=4), "FeedForward.tokens must be a positive int, got 0"),
+        (lambda: FeedForward(tokens=4, d_model=True, d_ff=4), "FeedForward.d_model must be a positive int, got True"),
+        (lambda: calcs.ffn_flops(LAYER, "train_step"), "mode must be one of forward, backward, got 'train_step'"),
+        (lambda: calcs.ffn_flops(LAYER, "forward", 0), "num_devices must be at least 1, got 0"),
+        (lambda: simulate(*random_layer(8, 4, 12), num_fsdp=3), "num_fsdp must divide 8 and 4, got 3"),
+        (lambda: simulate(*random_layer(8, 4, 12), num_tp=5), "num_tp must divide 12, got 5"),
+        (lambda: hardware("TPU"), "hardware must be one of H200, B200, got 'TPU'"),
+        (lambda: H200.ring_bytes_per_s(0), "num_ranks must be at least 1, got 0"),
+        (lambda: H200.ring_bytes_per_s(2, ranks_per_node=9), "ranks_per_node must be 1 to 8, got 9"),
+        (lambda: Plan(scheme="zero9"), "Plan.scheme must be one of none, naive, .*, got 'zero9'"),
+        (lambda: Plan(scheme="fsdp", data_parallel=0), "Plan.data_parallel must be a positive int, got 0"),
+        (
+            lambda: Plan(scheme="fsdp", granularity="layer"),
+            "Plan.granularity must be block or matrix, got 'layer'",
+        ),
+        (lambda: Plan(scheme="bucketed", bucket_mib=0.0), "Plan.bucket_mib must be positive, got 0.0"),
+        (lambda: Plan(scheme="none", data_parallel=2), "Plan.data_parallel must be 1 for scheme none, got 2"),
+        (lambda: predict(SMALL, Plan(scheme="none"), H200, batch=0), "batch must be at least 1, got 0"),
+        (
+            lambda: predict(SMALL, Plan(scheme="none", tensor_parallel=3), H200, batch=1),
+            "tensor_parallel must divide 8 GPUs a node, got 3",
+        ),
+        (
+            lambda: predict(SMALL, Plan(scheme="none"), H200, batch=1, matmul_efficiency=0),
+            r"matmul_efficiency must be in \(0, 1\], got 0",
+        ),
+        (
+            lambda: rank_bytes(SMALL, Plan(scheme="none", compute_bytes=1), batch=1),
+            "plan.compute_bytes must be 2 or 4 to count activations, got 1",
+        ),
+        (lambda: xxl.bytes_per_device(xxl.XXL, 1, 0), "num_fsdp must be at least 1, got 0"),
+        (lambda: xxl.fewest_devices(xxl.XXL, 20_000), "tokens must leave room in 9.5e.10 bytes, got 20000 with"),
+    ],
+)  # fmt: skip
+def test_bad_arguments_are_refused_by_name(call: Any, message: str):
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+# The 2025 edition
+
+
+@pytest.mark.problem("communication_accounting", 10)
+def test_xxl_needs_this_much_memory():
+    """P = 126 · 2 · 16384 · 53248; 16 bytes of each; 2 · (16384 + 53248) · 126 bytes saved for a token."""
+    assert xxl.XXL.parameters == 219_848_638_464
+    assert xxl.fixed_bytes(xxl.XXL) == 16 * 219_848_638_464
+    assert math.ceil(xxl.fixed_bytes(xxl.XXL) / xxl.H100_BYTES) == 44
+    assert xxl.saved_bytes(xxl.XXL, 1) == 17_547_264
+
+
+@pytest.mark.problem("communication_accounting", 10)
+@pytest.mark.parametrize("tokens", [0, 1, 1024, 10_000])
+def test_xxl_fits_on_the_fewest_devices_and_not_on_one_less(tokens: int):
+    fewest = xxl.fewest_devices(xxl.XXL, tokens)
+    assert xxl.bytes_per_device(xxl.XXL, tokens, fewest) < xxl.V5P_BYTES
+    assert xxl.bytes_per_device(xxl.XXL, tokens, fewest - 1) >= xxl.V5P_BYTES
+    assert fewest == 38 or tokens > 1
+
+
+@pytest.mark.problem("communication_accounting", 10)
+@pytest.mark.parametrize("overlap", [True, False])
+def test_xxl_is_compute_bound_from_its_smallest_batch_on(overlap: bool):
+    per_device = xxl.smallest_batch_per_device(xxl.XXL, xxl.V5P, overlap=overlap)
+    for factor, expected in ((1.0001, True), (0.9999, False)):
+        tokens = factor * per_device * xxl.V5P.devices
+        fsdp_s, tp_s = xxl.fsdp_seconds(xxl.XXL, xxl.V5P), xxl.tp_seconds(xxl.XXL, xxl.V5P, tokens)
+        communication = max(fsdp_s, tp_s) if overlap else fsdp_s + tp_s
+        assert (communication <= xxl.math_seconds(xxl.XXL, xxl.V5P, tokens)) is expected
+    assert per_device == pytest.approx(4.6e14 / 1.8e11 / 8 if overlap else 395.339, rel=1e-5)
+
+
+@pytest.mark.problem("communication_accounting", 10)
+def test_a_wide_tensor_parallel_axis_is_never_compute_bound():
+    wide = xxl.Mesh(flops_per_s=4.6e14, link_bytes_per_s=1.8e11, fsdp=16, tp=32, fsdp_axes=2, tp_axes=1)
+    with pytest.raises(ValueError, match="mesh.tp must be below 20.84 for tensor parallelism to be compute-bound, got"):
+        xxl.smallest_batch_per_device(xxl.XXL, wide)
+
+
+# Predictions
+
+
+@pytest.mark.parametrize("size", ["small", "xl", "10b", "8b"])
+def test_listed_parameters_are_the_models(size: str):
+    assert sum(one.elements for one in parameters(MODEL_SIZES[size])) == num_parameters(MODEL_SIZES[size])
+
+
+def test_schemes_send_what_they_should():
+    """All-reduce counts twice; ZeRO-1's two halves send the same; FSDP gathers twice and reduces once, in two bytes."""
+    size, share = 4 * num_parameters(SMALL), 3 / 4
+    sent = {scheme: bytes_sent(SMALL, Plan(scheme=scheme, data_parallel=4)) for scheme in SCHEMES[1:]}
+    for scheme in ("naive", "flat", "overlap", "bucketed", "zero1"):
+        assert sent[scheme] == pytest.approx(2 * share * size)
+    assert sent["sharded-optimizer"] == pytest.approx(3 * share * size)
+    norms, embedding = 4 * (2 * SMALL.num_layers + 1) * SMALL.d_model, 2 * SMALL.vocab_size * SMALL.d_model
+    matrices = (size - norms) / 2
+    assert sent["fsdp"] == pytest.approx(share * (3 * matrices - embedding + 2 * norms))
+    assert all(bytes_sent(SMALL, Plan(scheme=scheme)) == 0 for scheme in SCHEMES)
+
+
+def test_fsdp_gathers_blocks_or_matrices():
+    """The same bytes in fewer calls; the embedding's weight is not gathered again."""
+    plans = [Plan(scheme="fsdp", data_parallel=4, granularity=name) for name in ("block", "matrix")]
+    assert bytes_sent(SMALL, plans[0]) == pytest.approx(bytes_sent(SMALL, plans[1]))
+    units = [SMALL.num_layers + 2, 7 * SMALL.num_layers + 2]
+    assert [len(collectives(SMALL, plan)) for plan in plans] == [3 * count for count in units]
+
+
+def test_buckets_hold_every_parameter_once_and_no_more_than_their_size():
+    xl = MODEL_SIZES["xl"]
+    calls = collectives(xl, Plan(scheme="bucketed", data_parallel=2, bucket_mib=300))
+    carried = [position for call in calls for position in call.parameters]
+    assert carried == list(reversed(range(len(parameters(xl)))))
+    assert all(call.size_bytes <= 300 * MIB or len(call.parameters) == 1 for call in calls)
+    assert len(collectives(xl, Plan(scheme="flat", data_parallel=2))) == 1
+    assert len(collectives(xl, Plan(scheme="naive", data_parallel=2))) == len(parameters(xl))
+
+
+def test_pipeline_hides_gathers_behind_computation_as_far_as_it_may_look_ahead():
+    # three layers of 10 s each; gathers of 1 s: only the first is waited for
+    assert pipeline_s([1, 1, 1], [10, 10, 10], [0, 0, 0], 2) == 31
+    # gathers of 20 s: computation of the last follows three gathers in a row
+    assert pipeline_s([20, 20, 20], [10, 10, 10], [0, 0, 0], 3) == 70
+    # looking one ahead, a gather begins only when the layer before it is done
+    assert pipeline_s([20, 20, 20], [10, 10, 10], [0, 0, 0], 1) == 90
+    # the last scatter follows the last layer
+    assert pipeline_s([0, 0, 0], [10, 10, 10], [4, 4, 4], 2) == 34
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_one_gpu_only_computes(scheme: str):
+    prediction = predict(MODEL_SIZES["small"], Plan(scheme=scheme), H200, batch=4, matmul_efficiency=1.0)
+    assert prediction.exposed_s == prediction.communication_s == prediction.sent_bytes == 0
+    optimizer_share = prediction.optimizer_s / prediction.step_s
+    assert prediction.utilization == pytest.approx(1 - optimizer_share)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 8, 64, 16_384])
+def test_overlap_hides_what_naive_exposes(num_ranks: int):
+    exposed = {}
+    for scheme in SCHEMES[1:]:
+        plan = Plan(scheme=scheme, data_parallel=num_ranks)
+        prediction = predict(MODEL_SIZES["xl"], plan, H200, batch=4)
+        assert prediction.exposed_s > 0
+        if scheme != "flat":  # which adds copies
+            assert prediction.exposed_s <= prediction.communication_s * (1 + 1e-9)
+        exposed[scheme] = prediction.exposed_s
+    assert exposed["bucketed"] < min(exposed["flat"], exposed["naive"])
+    assert exposed["overlap"] < exposed["naive"]
+
+
+def test_the_predicted_step_reaches_the_closed_forms_limit():
+    """Compute-bound with many tokens a GPU; with few, the step is communication and nothing else."""
+    model = MODEL_SIZES["xl"]
+    plan = Plan(scheme="fsdp", data_parallel=8)
+    bound = predict(model, plan, H200, batch=256, matmul_efficiency=1.0)
+    assert bound.exposed_share < 0.01
+    starved = predict(model, plan, H200, batch=1, matmul_efficiency=1.0)
+    assert starved.exposed_share > 0.3
+    assert starved.exposed_s + starved.forward_s + starved.backward_s >= 0.9 * starved.communication_s
+
+
+def test_rings_between_nodes_use_every_adapter_of_a_node():
+    assert H200.ring_bytes_per_s(8) == 450e9
+    assert H200.ring_bytes_per_s(16) == 8 * 50e9  # below NVLink's 450
+    assert H200.ring_bytes_per_s(16, ranks_per_node=1) == 50e9
+    assert HARDWARE["B200"].ring_bytes_per_s(16, ranks_per_node=2) == 100e9
+    assert H200.latency_s(1) == 0
+    assert H200.latency_s(8) == H200.call_s + 7 * H200.node_hop_s
+    assert H200.latency_s(16_384) == pytest.approx(H200.call_s + 7 * H200.node_hop_s + 11 * H200.network_hop_s)
+
+
+def test_fsdp_fits_10b_on_two_h200_and_nothing_replicated_does():
+    model, usable = MODEL_SIZES["10b"], 0.95 * H200.memory_bytes
+    assert rank_bytes(model, Plan(scheme="fsdp", data_parallel=2), batch=2).peak < usable
+    for scheme in ("naive", "bucketed", "zero1", "sharded-optimizer"):
+        assert rank_bytes(model, Plan(scheme=scheme, data_parallel=2), batch=2).peak > H200.memory_bytes
+
+
+def test_each_scheme_divides_what_it_shards():
+    model, total = MODEL_SIZES["xl"], 4 * num_parameters(MODEL_SIZES["xl"])
+    by_scheme = {scheme: rank_bytes(model, Plan(scheme=scheme, data_parallel=4), batch=1) for scheme in SCHEMES[1:]}
+    for scheme in ("naive", "overlap", "bucketed"):
+        assert (by_scheme[scheme].parameters, by_scheme[scheme].optimizer) == (total, 2 * total)
+    assert by_scheme["flat"].buffers == total
+    assert by_scheme["flat"].peak > by_scheme["bucketed"].peak
+    for scheme in ("zero1", "sharded-optimizer"):
+        assert by_scheme[scheme].optimizer == total / 2
+    fsdp = by_scheme["fsdp"]
+    assert total / 4 <= fsdp.parameters <= 1.01 * total / 4
+    assert fsdp.persistent == 3 * fsdp.parameters
+    block = 4 * 2560 * 2560 + 3 * 2560 * 10240
+    assert fsdp.gathered == 2 * 4 * block  # three blocks' weights and one's gradients, in two bytes
+    alone = rank_bytes(model, Plan(scheme="fsdp", data_parallel=4, granularity="matrix"), batch=1)
+    assert alone.gathered == 2 * 4 * 2560 * 10240  # three matrices, one gradient
+    assert rank_bytes(model, Plan(scheme="fsdp"), batch=1).gathered == 0
+
+
+def test_checkpointing_and_tensor_parallelism_save_activations():
+    model = MODEL_SIZES["xl"]
+    plain = rank_bytes(model, Plan(scheme="none"), batch=4)
+    checkpointed = rank_bytes(model, Plan(scheme="none"), batch=4, checkpointed=True)
+    split = rank_bytes(model, Plan(scheme="none", tensor_parallel=4), batch=4)
+    assert checkpointed.activations < plain.activations / 4
+    assert split.activations == plain.activations // 4
+    assert split.parameters < 1.01 * plain.parameters / 4

@@ -1,0 +1,225 @@
+"""Training: data by position, the schedule, that a model learns, and that wrappers and resuming change no loss."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from cs336_systems.cli import app
+from cs336_systems.config import ModelConfig, Precision
+from cs336_systems.training import Corpus, TrainingConfig, learning_rate, train
+from cs336_systems.training.config import NANO, byte_model
+from cs336_systems.training.loop import RunOptions
+
+SMALL = ModelConfig(name="tiny", d_model=32, d_ff=64, num_layers=2, num_heads=2, vocab_size=256, context_length=32)
+SHORT = TrainingConfig(model=SMALL, batch=8, steps=6, warmup_steps=2)
+
+
+# Corpus
+
+
+def test_the_text_is_the_whole_book():
+    corpus = Corpus.load()
+    text = bytes(torch.cat([corpus.training, corpus.validation]).tolist()).decode("ascii")
+    assert text.lstrip().startswith("ALICE'S ADVENTURES IN WONDERLAND")
+    assert text.rstrip().endswith("THE END")
+    assert len(corpus.validation) == round(0.1 * len(text))
+
+
+def test_targets_are_the_next_bytes():
+    tokens, targets = Corpus.load().sequences(range(4), context_length=32, seed=0)
+    assert tokens.shape == targets.shape == (4, 32)
+    assert torch.equal(tokens[:, 1:], targets[:, :-1])
+
+
+def test_sequences_follow_from_their_positions_alone():
+    corpus = Corpus.load()
+    together, _ = corpus.sequences(range(100, 108), context_length=64, seed=3)
+    apart = [corpus.sequences([position], context_length=64, seed=3)[0] for position in reversed(range(100, 108))]
+    assert torch.equal(together, torch.cat(apart[::-1]))
+    other_seed, _ = corpus.sequences(range(100, 108), context_length=64, seed=4)
+    assert not torch.equal(together, other_seed)
+
+
+def test_an_epoch_sees_every_window_once_and_the_next_sees_others():
+    corpus = Corpus(training=torch.arange(101, dtype=torch.uint8), validation=torch.zeros(0, dtype=torch.uint8))
+    num_windows = 100 // 8 - 1
+    epochs = [
+        corpus.sequences(range(n * num_windows, (n + 1) * num_windows), context_length=8, seed=0)[0] for n in (0, 1)
+    ]
+    for tokens in epochs:
+        assert tokens.flatten().unique().numel() == num_windows * 8  # no byte twice, so no window twice
+    assert set(epochs[0][:, 0].tolist()) != set(epochs[1][:, 0].tolist())
+    assert not torch.equal(epochs[0][:, 0].sort().indices, epochs[1][:, 0].sort().indices)
+
+
+def test_a_text_too_short_is_refused(tmp_path: Path):
+    path = tmp_path / "short.txt"
+    path.write_bytes(b"")
+    with pytest.raises(ValueError, match="text must not be empty, got short.txt"):
+        Corpus.load(path)
+    path.write_bytes(b"x" * 60)
+    with pytest.raises(ValueError, match="text must have more than 64 bytes to train on for context_length=32, got 54"):
+        Corpus.load(path).sequences([0], context_length=32, seed=0)
+    with pytest.raises(ValueError, match="text must hold out more than 32 bytes for context_length=32, got 6"):
+        Corpus.load(path).validation_sequences(32, 4)
+
+
+# Schedule and config
+
+
+def test_the_rate_warms_up_and_falls_to_the_last():
+    config = TrainingConfig(steps=101, warmup_steps=10, learning_rate=1.0, final_learning_rate=0.1)
+    rates = [learning_rate(config, step) for step in range(101)]
+    assert rates[:10] == pytest.approx([0.1 * (step + 1) for step in range(10)])
+    assert rates[10] == 1.0
+    assert rates[55] == pytest.approx(0.55)
+    assert rates[100] == pytest.approx(0.1)
+    assert all(later < earlier for earlier, later in zip(rates[10:], rates[11:]))
+    assert learning_rate(replace(config, steps=5, warmup_steps=0), 0) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"steps": 0}, "TrainingConfig.steps must be a positive int, got 0"),
+        ({"wrapper": "zero9"}, "TrainingConfig.wrapper must be one of none, .*, got 'zero9'"),
+        ({"num_ranks": 2}, "TrainingConfig.wrapper must not be none with num_ranks=2"),
+        ({"accumulation": 3}, r"TrainingConfig.batch must be a multiple of num_ranks \* accumulation = 3, got 16"),
+        ({"model": replace(NANO, vocab_size=100)}, "TrainingConfig.model must have vocab_size 256, got 100"),
+        ({"warmup_steps": -1}, "TrainingConfig.warmup_steps must not be negative, got -1"),
+        ({"learning_rate": math.nan}, "TrainingConfig.learning_rate must be finite and not negative, got nan"),
+        ({"weight_decay": -1.0}, "TrainingConfig.weight_decay must be finite and not negative, got -1.0"),
+        ({"clip_norm": 0.0}, "TrainingConfig.clip_norm must be positive or None, got 0.0"),
+        ({"seed": -1}, "TrainingConfig.seed must be from 0 to .*, got -1"),
+    ],
+)
+def test_bad_configs_are_refused_by_field(fields: dict[str, Any], message: str):
+    with pytest.raises(ValueError, match=message):
+        TrainingConfig(**fields)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"checkpoint_every": -1}, "checkpoint_every must not be negative, got -1"),
+        ({"log_every": 0}, "log_every must be at least 1, got 0"),
+        ({"resume": True}, "out must be given to write or resume from checkpoints"),
+    ],
+)
+def test_bad_options_are_refused(fields: dict[str, Any], message: str):
+    with pytest.raises(ValueError, match=message):
+        RunOptions(**fields)
+
+
+# Learning
+
+
+def test_nano_learns_more_than_letter_pairs_in_ninety_steps():
+    """About the loss of knowing the last byte alone, the entropy of pairs, after a third of the default run."""
+    corpus = Corpus.load().training.long()
+    pairs = torch.zeros(256, 256, dtype=torch.float64)
+    pairs.index_put_((corpus[:-1], corpus[1:]), torch.ones(len(corpus) - 1, dtype=torch.float64), accumulate=True)
+    conditional = pairs / pairs.sum(1, keepdim=True).clamp(min=1)
+    pair_entropy = -(pairs / pairs.sum() * conditional.clamp(min=1e-12).log()).sum().item()
+    result = train(TrainingConfig(model=byte_model(NANO, 64), steps=90))
+    assert result.losses[0] > 5.0
+    assert sum(result.losses[-10:]) / 10 < pair_entropy + 0.1
+    assert result.validation_loss < pair_entropy + 0.15
+
+
+def test_accumulation_changes_no_loss_but_by_rounding():
+    whole, parts = train(SHORT), train(replace(SHORT, accumulation=4))
+    assert whole.losses == pytest.approx(parts.losses, rel=1e-5)
+    assert whole.validation_loss == pytest.approx(parts.validation_loss, rel=1e-5)
+
+
+def test_clipping_and_autocast_reach_the_step():
+    plain = train(SHORT).losses
+    assert plain[0] == train(replace(SHORT, clip_norm=None)).losses[0]
+    assert plain != train(replace(SHORT, clip_norm=None)).losses
+    low = train(replace(SHORT, precision=Precision(autocast="bfloat16"))).losses
+    assert low != plain
+    assert low == pytest.approx(plain, rel=0.02)
+
+
+# Resuming
+
+
+def test_a_resumed_run_has_the_losses_it_would_have_had(tmp_path: Path):
+    whole = train(SHORT)
+    interrupted = train(SHORT, RunOptions(out=tmp_path / "run", checkpoint_every=2, log_every=1, stop_after=5))
+    assert interrupted.losses == whole.losses[:5]
+    resumed = train(SHORT, RunOptions(out=tmp_path / "run", resume=True, log_every=1))
+    assert resumed.first_step == 5
+    assert resumed.losses == whole.losses
+    assert resumed.validation_loss == whole.validation_loss
+
+
+def test_a_run_killed_while_saving_resumes_from_the_checkpoint_before(tmp_path: Path):
+    out = tmp_path / "run"
+    train(SHORT, RunOptions(out=out, checkpoint_every=2, stop_after=4))
+    newest = out / "checkpoints" / "step-00000004"
+    newest.rename(newest.with_name(".step-00000004.partial"))
+    resumed = train(SHORT, RunOptions(out=out, resume=True, checkpoint_every=2))
+    assert resumed.first_step == 2
+    assert resumed.losses == train(SHORT).losses
+    assert sorted(path.name for path in (out / "checkpoints").iterdir()) == ["step-00000004", "step-00000006"]
+
+
+def test_a_run_without_a_completed_checkpoint_begins_again(tmp_path: Path):
+    train(SHORT, RunOptions(out=tmp_path / "run", stop_after=3))
+    resumed = train(SHORT, RunOptions(out=tmp_path / "run", resume=True))
+    assert resumed.first_step == 0
+    assert resumed.losses == train(SHORT).losses
+
+
+def test_folders_of_other_runs_are_refused(tmp_path: Path):
+    out = tmp_path / "run"
+    with pytest.raises(ValueError, match="out must hold a run to resume, got .*run"):
+        train(SHORT, RunOptions(out=out, resume=True))
+    train(SHORT, RunOptions(out=out, stop_after=1))
+    with pytest.raises(ValueError, match="out must hold no other run, got .*run: resume it or name another folder"):
+        train(SHORT, RunOptions(out=out))
+    with pytest.raises(ValueError, match="learning_rate must be 0.002 to resume .*run, got 0.1"):
+        train(replace(SHORT, learning_rate=0.1), RunOptions(out=out, resume=True))
+
+
+# Command line
+
+
+def run_cli(*arguments: str) -> Any:
+    return CliRunner().invoke(app, ["train", *arguments])
+
+
+def test_the_command_trains_and_says_where_the_losses_are(tmp_path: Path):
+    out = tmp_path / "run"
+    result = run_cli("--steps", "2", "--batch", "2", "--context-length", "16", "--device", "cpu", "--out", str(out))
+    assert result.exit_code == 0, result.output
+    assert "step      2  loss" in result.output
+    assert "nano, none, 1 ranks: loss" in result.output
+    losses = [json.loads(line) for line in (out / "losses.jsonl").read_text().splitlines()]
+    assert [entry["step"] for entry in losses] == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--size", "giant"], "error: --size must be one of nano, small, "),
+        (["--autocast", "int8"], "error: Precision.autocast must be one of float16, bfloat16, got 'int8'"),
+        (["--attention", "none", "--device", "cpu"], "error: attention must be one of reference, "),
+        (["--text", "missing.txt"], "error: [Errno 2] No such file or directory"),
+    ],
+)
+def test_the_command_refuses_bad_arguments_in_one_line(arguments: list[str], message: str):
+    result = run_cli(*arguments)
+    assert result.exit_code == 2
+    assert message in result.output
+    assert result.output.count("\n") == 1

@@ -1,0 +1,202 @@
+"""Training on two gloo ranks: one process's losses under every wrapper, resuming, torchrun, and the bytes predicted."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from cs336_systems.config import ModelConfig, RunConfig
+from cs336_systems.distributed.launch import RankError, run_ranks
+from cs336_systems.experiments.registry import PROBLEMS
+from cs336_systems.experiments.s_training import FIRST_BOUND, LAST_BOUND, curve_error
+from cs336_systems.scaling import Plan
+from cs336_systems.scaling.traffic import bytes_sent
+from cs336_systems.training import Corpus, TrainingConfig, TrainingResult, train
+from cs336_systems.training.config import WRAPPERS
+from cs336_systems.training.loop import RunOptions, _step, train_rank
+from cs336_systems.training.wrappers import build_trainee
+
+ROOT = Path(__file__).resolve().parent.parent
+SMALL = ModelConfig(name="tiny", d_model=32, d_ff=64, num_layers=2, num_heads=2, vocab_size=256, context_length=32)
+SHORT = TrainingConfig(model=SMALL, batch=8, steps=6, warmup_steps=2)
+NUM_RANKS = 2
+
+
+def wrapped(wrapper: str, **fields: Any) -> TrainingConfig:
+    return replace(SHORT, wrapper=wrapper, num_ranks=NUM_RANKS, **fields)
+
+
+def everything(rank: int, num_ranks: int, out: str) -> dict[str, Any]:
+    """All wrappers in one pair of processes: starting them costs more than training."""
+    found: dict[str, Any] = {name: {} for name in ("plain", "accumulated", "resumed", "handed over", "sent")}
+    for wrapper in WRAPPERS[1:]:
+        folder = Path(out) / wrapper
+        found["plain"][wrapper] = train(wrapped(wrapper), RunOptions(log_every=2))
+        found["accumulated"][wrapper] = train(wrapped(wrapper, accumulation=2), RunOptions(log_every=2))
+        train(wrapped(wrapper), RunOptions(out=folder, checkpoint_every=2, stop_after=4))
+        found["resumed"][wrapper] = train(wrapped(wrapper), RunOptions(out=folder, resume=True, log_every=2))
+    # one wrapper's checkpoint under the next one's hands
+    for earlier, later in zip(WRAPPERS[1:], WRAPPERS[2:]):
+        folder = Path(out) / f"{earlier}-{later}"
+        train(wrapped(earlier), RunOptions(out=folder, checkpoint_every=3, stop_after=3))
+        found["handed over"][later] = train(wrapped(later), RunOptions(out=folder, resume=True, log_every=2))
+    for wrapper in WRAPPERS[1:]:
+        found["sent"][wrapper] = bytes_of_a_step(wrapper, rank, num_ranks)
+    return found
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each of two ranks found."""
+    return run_ranks(everything, NUM_RANKS, str(tmp_path_factory.mktemp("runs")))
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS[1:])
+@pytest.mark.parametrize("way", ["plain", "accumulated", "handed over"])
+def test_every_wrapper_has_one_processs_losses(results: list[dict[str, Any]], way: str, wrapper: str):
+    """Two ranks of four sequences, clipped and scheduled, against one process with all eight."""
+    alone = train(SHORT)
+    for found in results:
+        if way == "handed over" and wrapper == WRAPPERS[1]:
+            continue  # nobody's successor
+        result: TrainingResult = found[way][wrapper]
+        assert result.losses == pytest.approx(alone.losses, rel=2e-6)
+        assert result.validation_loss == pytest.approx(alone.validation_loss, rel=2e-6)
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS[1:])
+def test_every_wrapper_resumes_to_the_same_losses(results: list[dict[str, Any]], wrapper: str):
+    for found in results:
+        assert found["resumed"][wrapper].first_step == 4
+        assert found["resumed"][wrapper].losses == found["plain"][wrapper].losses
+
+
+def save_under_fsdp(rank: int, num_ranks: int, out: str) -> None:
+    train(wrapped("fsdp"), RunOptions(out=Path(out), checkpoint_every=3, stop_after=3))
+
+
+def test_a_run_saved_by_two_ranks_goes_on_in_one_process(tmp_path: Path):
+    run_ranks(save_under_fsdp, NUM_RANKS, str(tmp_path / "run"))
+    resumed = train(SHORT, RunOptions(out=tmp_path / "run", resume=True))
+    assert resumed.first_step == 3
+    assert resumed.losses == pytest.approx(train(SHORT).losses, rel=2e-6)
+
+
+def test_a_wrong_number_of_ranks_is_refused():
+    with pytest.raises(RankError, match="config.num_ranks must be the number of ranks, 1, got 2"):
+        run_ranks(train_rank, 1, wrapped("naive"), RunOptions())
+
+
+def test_two_agents_of_torchrun_train_as_one_process(tmp_path: Path):
+    """The command of the README on two nodes, both on this host."""
+    arguments = ["train", "--wrapper", "fsdp", "--batch", "4", "--steps", "3", "--context-length", "16"]
+    arguments += ["--device", "cpu", "--log-every", "1", "--out", str(tmp_path / "run")]
+    port = _free_port()
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    agents = []
+    for node in range(2):
+        command = [
+            sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--node-rank", str(node),
+            "--nproc-per-node", "1", "--master-addr", "127.0.0.1", "--master-port", str(port),
+            "-m", "cs336_systems", *arguments,
+        ]  # fmt: skip
+        agents.append(
+            subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        )
+    try:
+        outputs = [agent.communicate(timeout=240) for agent in agents]
+    finally:
+        for agent in agents:
+            agent.kill()
+    assert [agent.returncode for agent in agents] == [0, 0], outputs
+    assert sum("on held-out text" in out for out, _ in outputs) == 1  # rank 0 alone
+    losses = [json.loads(line)["loss"] for line in (tmp_path / "run" / "losses.jsonl").read_text().splitlines()]
+    model = replace(TrainingConfig().model, context_length=16)
+    alone = train(TrainingConfig(model=model, batch=4, steps=3))
+    assert losses == pytest.approx(alone.losses, rel=1e-5)
+
+
+def _free_port() -> int:
+    import socket
+
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+# What is really sent, against the prediction
+
+
+class SentBytes(TorchDispatchMode):
+    """Bytes that each rank of a ring would send for the collectives that are called."""
+
+    SHARES = {"allreduce_": 2.0, "_allgather_base_": 1.0, "_reduce_scatter_base_": 1.0, "broadcast_": 1.0}
+
+    def __init__(self, num_ranks: int) -> None:
+        super().__init__()
+        self.share = (num_ranks - 1) / num_ranks
+        self.total = 0.0
+        self.calls: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            name = func.overloadpacket.__name__
+            largest = max(leaf.nbytes for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor))
+            self.total += self.SHARES[name] * self.share * largest
+            self.calls[name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def bytes_of_a_step(wrapper: str, rank: int, num_ranks: int) -> float:
+    """Bytes sent in the second step, the first having built what later steps use."""
+    corpus, cpu = Corpus.load(), torch.device("cpu")
+    config = wrapped(wrapper, clip_norm=None)
+    trainee = build_trainee(config, cpu)
+    _step(trainee, corpus, config, 0, rank, cpu)
+    with SentBytes(num_ranks) as counter:
+        _step(trainee, corpus, config, 1, rank, cpu)
+    return counter.total
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS[1:])
+def test_predicted_bytes_are_those_that_the_wrapper_sends(results: list[dict[str, Any]], wrapper: str):
+    """Within 2 %: buckets and shards are padded, and a wrapper may agree with its peers in a few bytes."""
+    predicted = bytes_sent(SMALL, Plan(scheme=wrapper, data_parallel=NUM_RANKS, compute_bytes=4))
+    for found in results:
+        assert found["sent"][wrapper] == pytest.approx(predicted, rel=0.02)
+
+
+# The experiment
+
+
+def test_the_experiments_cells_yield_the_promised_rows():
+    run = RunConfig(scale="tiny", device="cpu")
+    problem = PROBLEMS["training_run"]
+    cells = problem.cells(run)
+    assert [cell.implementation for cell in cells] == ["none", "bucketed"]
+    for cell in cells:
+        found = list(problem.measure(cell, run))
+        assert tuple(measurement.row for measurement in found) == cell.rows
+        losses, held_out, times = (measurement.samples for measurement in found)
+        assert len(losses) == cell.case.steps and len(held_out) == 1 and len(times) >= 5
+        assert found[0].error is not None and found[0].error <= 1
+
+
+def test_another_curve_is_not_recorded():
+    curve = [5.0 - 0.01 * step for step in range(30)]
+    assert curve_error(curve, curve) == 0
+    assert curve_error([*curve[:3], curve[3] * (1 + 2 * FIRST_BOUND), *curve[4:]], curve) > 1
+    assert curve_error([*curve[:20], *(loss * (1 + 2 * LAST_BOUND) for loss in curve[20:])], curve) > 1
+    assert curve_error([*curve[:15], float("nan"), *curve[16:]], curve) == float("inf")
+    assert curve_error(curve[:-1], curve) == float("inf")
