@@ -39,6 +39,7 @@ HIDDEN_TEMPORARIES: dict[str, dict[str, int]] = {
     "cpu": {"logsumexp": 1},
 }
 SIZED_BY_INPUT = ("logsumexp",)
+BACKWARD = "backward"  # the phase in which activations are released, and computed again under checkpointing
 
 
 class AllocationRecorder(TorchDispatchMode):
@@ -75,19 +76,24 @@ class AllocationRecorder(TorchDispatchMode):
                 self._categories[self._see(tensor, lambda: category)] = category
 
     def trace(self) -> MemoryTrace:
-        """Everything recorded so far. What no category was assigned to is an activation if it was made while a graph
-        was recorded and outlived the phase it was made in, or was made again for backward; else a temporary."""
+        """Everything recorded so far.
+
+        What no category was assigned to is an activation if it outlived its phase, unless that is the last one or
+        `BACKWARD`; in `BACKWARD` it is one if it was made while a graph was recorded (computed again). All else is a
+        temporary.
+        """
         ends = [*(phase.start for phase in self._phases[1:]), self._clock + 1]
-        forward_ends = {phase.name: end for phase, end in zip(self._phases, ends)}
+        last_event = {phase.name: end for phase, end in zip(self._phases, ends)}
         trace = MemoryTrace(allocations=(), phases=tuple(self._phases), num_events=self._clock)
         allocations = []
         for number, (num_bytes, born, graph, where) in enumerate(self._births):
             died = self._deaths.get(number)
-            category = self._categories.get(number)
-            if category is None:
-                phase = trace.phase_of(born)
-                outlives = died is None or died >= forward_ends.get(phase, 0)
-                category = "activations" if graph and (outlives or phase == "backward") else "temporaries"
+            phase = trace.phase_of(born)
+            if phase == BACKWARD:
+                kept = graph
+            else:
+                kept = last_event.get(phase, 0) <= self._clock and (died is None or died >= last_event[phase])
+            category = self._categories.get(number, "activations" if kept else "temporaries")
             allocations.append(Allocation(num_bytes=num_bytes, born=born, died=died, category=category, where=where))
         return MemoryTrace(allocations=allocations, phases=trace.phases, num_events=self._clock)
 
