@@ -258,16 +258,15 @@ def activation_bytes(
     tokens = batch * model.context_length
     norm = (2 * model.d_model + 1) * tokens * _norm_bytes(precision)
     head = norm + tokens * model.d_model * _compute_bytes(precision) + _loss_logit_bytes(model, batch, precision)
-    matrices = model.num_layers * _block_matrix_elements(model) + model.vocab_size * model.d_model
-    weight_copies = matrices * _compute_bytes(precision) if precision.autocast is not None else 0
-    return blocks + head + weight_copies
+    return blocks + head + _weight_copy_bytes(model, precision)
 
 
 def model_peak_bytes(case: ModelCase, mode: str) -> int:
     """Estimate of the peak bytes of one pass: parameters (and AdamW's state in train_step) plus the larger phase.
 
     - forward, without a graph: the residual stream plus the largest of attention (its inputs, and two copies of the
-      scores where it stores them), feed-forward (three hidden tensors) and the logits.
+      scores where it stores them), feed-forward (three hidden tensors) and the logits; under autocast also its copies
+      of the weights, which are kept for the whole pass.
     - start of backward: all activations plus either three temporaries of the logits' size (logits minus log-sum-exp,
       its exponential, the gradient) or, in the last block, two gradients of the scores.
     - end of backward and optimizer step: all gradients plus one block's activations, or the optimizer's two
@@ -286,13 +285,20 @@ def model_peak_bytes(case: ModelCase, mode: str) -> int:
         attention = 5 * width * compute + two_scores
         feed_forward = (width + 3 * batch * model.context_length * model.d_ff) * compute
         logits = batch * model.context_length * (model.d_model + model.vocab_size) * compute
-        return fixed.parameters + width * _norm_bytes(precision) + max(attention, feed_forward, logits)
+        stream = width * _norm_bytes(precision)
+        return fixed.parameters + _weight_copy_bytes(model, precision) + stream + max(attention, feed_forward, logits)
     activations = activation_bytes(model, batch, attention=case.attention, precision=precision)
     start = activations + max(LOSS_BACKWARD_COPIES * _loss_logit_bytes(model, batch, precision), two_scores)
     largest_parameter = model.d_model * max(model.vocab_size, model.d_ff) * BYTES_PER_ELEMENT[precision.parameters]
     optimizer_temporaries = 2 * largest_parameter if mode == "train_step" else 0
     end = fixed.gradients + max(sum(saved.values()), optimizer_temporaries)
     return fixed.parameters + (fixed.optimizer if mode == "train_step" else 0) + max(start, end)
+
+
+def _weight_copy_bytes(model: ModelConfig, precision: Precision) -> int:
+    """Autocast's low-precision copies of every matrix but the embedding."""
+    matrices = model.num_layers * _block_matrix_elements(model) + model.vocab_size * model.d_model
+    return matrices * _compute_bytes(precision) if precision.autocast is not None else 0
 
 
 def _compute_bytes(precision: Precision) -> int:
