@@ -265,8 +265,8 @@ def model_peak_bytes(case: ModelCase, mode: str) -> int:
     """Estimate of the peak bytes of one pass: parameters (and AdamW's state in train_step) plus the larger phase.
 
     - forward, without a graph: the residual stream plus the largest of attention (its inputs, and two copies of the
-      scores where it stores them), feed-forward (three hidden tensors) and the logits; under autocast also its copies
-      of the weights, which are kept for the whole pass.
+      scores where it stores them), feed-forward (three hidden tensors) and the logits. Autocast on CUDA holds, besides
+      the scores, softmax's input and output in float32, and its copies of the weights during the whole pass.
     - start of backward: all activations plus either three temporaries of the logits' size (logits minus log-sum-exp,
       its exponential, the gradient) or, in the last block, two gradients of the scores.
     - end of backward and optimizer step: all gradients plus one block's activations, or the optimizer's two
@@ -282,6 +282,8 @@ def model_peak_bytes(case: ModelCase, mode: str) -> int:
     width = batch * model.context_length * model.d_model
     two_scores = 2 * batch * model.num_heads * model.context_length**2 * compute if stores_scores else 0
     if mode == "forward":
+        if stores_scores and precision.autocast is not None:  # on CUDA its softmax has a float32 copy of its input
+            two_scores = batch * model.num_heads * model.context_length**2 * (compute + 2 * FLOAT32_BYTES)
         attention = 5 * width * compute + two_scores
         feed_forward = (width + 3 * batch * model.context_length * model.d_ff) * compute
         logits = batch * model.context_length * (model.d_model + model.vocab_size) * compute

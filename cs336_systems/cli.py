@@ -22,6 +22,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from cs336_systems.commands.doctor import doctor
+from cs336_systems.commands.memory import memory
 from cs336_systems.commands.shared import (
     EXIT_NOTHING_MEASURED,
     EXIT_SIGNAL,
@@ -45,6 +46,7 @@ app = typer.Typer(
     help="Reference implementation and lab for the systems half of building language models.",
 )
 app.command()(doctor)
+app.command()(memory)
 
 
 @app.command("list")

@@ -146,6 +146,14 @@ class Measured:
     out_of_memory: str = ""  # the message, where the pass ended so
 
 
+def cpu_peaks(case: ModelCase, mode: str, run: RunConfig) -> dict[str, int]:
+    """Peak bytes by phase of one pass of `case` on the CPU, by the profiler."""
+    step = TrainingStep(case, run)
+    prepare(step, case, mode)
+    base = sum(tensor.untyped_storage().nbytes() for tensor in (*step.parameters, *optimizer_state(step)))
+    return {START: base} | cpu_phase_peaks(lambda mark: run_phases(step, mode, mark), base)
+
+
 def measured_phases(case: ModelCase, mode: str, run: RunConfig) -> Measured:
     """One pass of `case` on the run's device, with the allocator's own counts.
 
@@ -153,12 +161,10 @@ def measured_phases(case: ModelCase, mode: str, run: RunConfig) -> Measured:
     memory leaves the trace up to there. On a CPU the counts are the profiler's and the trace is recorded in a second
     pass.
     """
+    peaks = cpu_peaks(case, mode, run) if run.device == "cpu" else {}
     step = TrainingStep(case, run)
     prepare(step, case, mode)
     if run.device == "cpu":
-        held = [*step.parameters, *optimizer_state(step)]
-        base = sum(tensor.untyped_storage().nbytes() for tensor in held)
-        peaks = {START: base} | cpu_phase_peaks(lambda mark: run_phases(step, mode, mark), base)
         return Measured(peak_bytes=peaks, trace=recorded_trace(step, mode, "cpu"))
     torch.ones(16, 16, device="cuda") @ torch.ones(16, 16, device="cuda")  # cuBLAS takes its workspace before
     counters = CudaPhasePeaks()

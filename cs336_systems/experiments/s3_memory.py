@@ -18,16 +18,21 @@ from cs336_systems.config import BYTES_PER_ELEMENT, MODEL_SIZES, ModelConfig, Pr
 from cs336_systems.device import has_cxx_compiler
 from cs336_systems.experiments.cells import Cell, Disagreement, Measurement, Row, Unsupported
 from cs336_systems.experiments.memory_cells import (
+    FORWARD,
     PHASES,
+    START,
     MemoryCase,
     SimulatedStep,
+    cpu_peaks,
     measured_phases,
     prepare,
+    run_phases,
     simulated_trace,
 )
 from cs336_systems.experiments.model_cells import TrainingStep
 from cs336_systems.model import TransformerLM
 from cs336_systems.model.checkpointing import apply_checkpointing, compile_blocks
+from cs336_systems.profiling.allocations import BACKWARD
 from cs336_systems.profiling.memory import MIB, CudaPhasePeaks, release
 from cs336_systems.profiling.saved import Saved, by_operation, compiled_saved_tensors, saved_tensors
 from cs336_systems.profiling.timeline import CATEGORIES, MemoryTrace
@@ -74,6 +79,7 @@ def ranked_rows(mode: str, quantity: str) -> tuple[Row, ...]:
 
 
 PEAK = Row(mode="train_step", quantity="peak_memory", unit="MiB")
+ADDED = Row(mode="train_step", quantity="added_memory", unit="MiB")  # by forward and backward to what was there before
 TIME = Row(mode="train_step", quantity="time", unit="ms")
 PREDICTED = "closed_form_peak"
 SAVED = Row(mode="forward", quantity="saved_for_backward", unit="MiB")
@@ -99,12 +105,12 @@ def memory_profiling_cells(run: RunConfig) -> list[Cell]:
             cells.append(
                 Cell(problem=problem, case=case, implementation=implementation, rows=rows, predicted_bytes=predicted)
             )
-    for case in _blocks(run):
+    for blocks in _blocks(run):
         for implementation in ("simulated", "simulated compiled", *(("eager", "compiled") * (run.device == "cuda"))):
             rows = (SAVED, RESIDUAL, *ranked_rows("forward", "saved"))
             if "compiled" not in implementation:
                 rows += (SAVED_EXPECTED, GRADIENTS, GRADIENTS_EXPECTED)
-            cells.append(Cell(problem=problem, case=case, implementation=implementation, rows=rows))
+            cells.append(Cell(problem=problem, case=blocks, implementation=implementation, rows=rows))
     return cells
 
 
@@ -250,7 +256,7 @@ def gradient_checkpointing_cells(run: RunConfig) -> list[Cell]:
     problem = "gradient_checkpointing"
     cells = []
     for case, implementation in _strategies(run):
-        rows = (PEAK,) if implementation == "simulated" else (PEAK, TIME)
+        rows = (PEAK, ADDED) if implementation == "simulated" else (PEAK, ADDED, TIME)
         predicted = model_peak_bytes(case, "train_step") if implementation != "simulated" else 0
         cells.append(
             Cell(problem=problem, case=case, implementation=implementation, rows=rows, predicted_bytes=predicted)
@@ -282,12 +288,16 @@ def _strategies(run: RunConfig) -> list[tuple[MemoryCase, str]]:
         measured = [(one, "eager") for one in simulated]
         measured += [(case(xl, "reference", name), "compiled") for name in ("1", "2", "4")]
         return measured + [(one, "simulated") for one in simulated]
-    proxy = replace(proxy_model("xl", 64 if run.scale == "tiny" else 256), num_layers=8, context_length=128)
-    groups = ("none", "2", "recursive") if run.scale == "tiny" else GROUPS
-    small = [case(proxy, "reference", name, batch=1) for name in groups]
-    small += [case(proxy, "sdpa", name, batch=1) for name in (fused if run.scale == "smoke" else ("selective",))]
+    proxy = replace(proxy_model("xl", 64 if run.scale == "tiny" else 128), num_layers=8, context_length=128)
+    proxy = replace(proxy, vocab_size=256)  # logits would hide what the blocks store
+    small = [
+        case(proxy, "reference", name) for name in (GROUPS if run.scale == "smoke" else ("none", "2", "recursive"))
+    ]
+    small.append(case(proxy, "sdpa", "selective"))
     found = [(one, implementation) for one in small for implementation in ("eager", "simulated")]
-    return found + ([(one, "simulated") for one in simulated] if run.scale == "smoke" else [])
+    return found + (
+        [(one, "simulated") for one in simulated if one.checkpointing != "8"] if run.scale == "smoke" else []
+    )
 
 
 def measure_gradient_checkpointing(cell: Cell, run: RunConfig) -> Iterator[Measurement]:
@@ -302,13 +312,12 @@ def measure_gradient_checkpointing(cell: Cell, run: RunConfig) -> Iterator[Measu
     case: MemoryCase = cell.case
     release(run.device)
     if cell.implementation == "simulated":
-        trace = simulated_trace(case, "train_step", model_spec=run.model)
-        yield Measurement(row=PEAK, samples=[trace.peak_bytes() / MIB])
+        yield from _peaks(simulated_trace(case, "train_step", model_spec=run.model).phase_peaks())
         return
     if run.model is None:
         _check_gradients(case, run, compiled=cell.implementation == "compiled")
     if run.device == "cpu":
-        yield Measurement(row=PEAK, samples=[max(measured_phases(case, "train_step", run).peak_bytes.values()) / MIB])
+        yield from _peaks(cpu_peaks(case, "train_step", run))
     step = TrainingStep(case, run)
     prepare(step, case, "train_step")
     if cell.implementation == "compiled":
@@ -317,20 +326,21 @@ def measure_gradient_checkpointing(cell: Cell, run: RunConfig) -> Iterator[Measu
         step.forward_backward()
         step.reset()
     if run.device == "cuda":
-        yield Measurement(row=PEAK, samples=[_cuda_step_peak(step) / MIB])
+        counters = CudaPhasePeaks()
+        counters.mark(START)
+        run_phases(step, "train_step", counters.mark)
+        counters.finish()
         step.reset()
+        yield from _peaks(counters.peaks)
     samples = time_calls(
         step.train_step, device=run.device, warmup=1, before=step.reset, budget_ms=TIMED_BUDGET_MS[run.device]
     )
     yield Measurement(row=TIME, samples=samples)
 
 
-def _cuda_step_peak(step: TrainingStep) -> int:
-    counters = CudaPhasePeaks()
-    counters.mark("step")
-    step.train_step()
-    counters.finish()
-    return counters.peaks["step"]
+def _peaks(phases: dict[str, int]) -> Iterator[Measurement]:
+    yield Measurement(row=PEAK, samples=[max(phases.values()) / MIB])
+    yield Measurement(row=ADDED, samples=[(max(phases[FORWARD], phases[BACKWARD]) - phases[START]) / MIB])
 
 
 def _check_gradients(case: MemoryCase, run: RunConfig, *, compiled: bool) -> None:

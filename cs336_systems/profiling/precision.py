@@ -1,4 +1,4 @@
-"""What low precision does, read from real runs: sums that lose digits, autocast's dtypes, a norm whose squares overflow.
+"""What low precision does, read from real runs: sums that lose digits, autocast's dtypes, an overflowing norm.
 
 accumulate("float16", "float16")            # 9.953125 instead of 10
 autocast_dtypes("cuda", "float16")          # {"fc1 output": "float16", "layer norm output": "float32", ...}
@@ -50,7 +50,7 @@ AUTOCAST_TENSORS = ("parameters", "fc1 output", "layer norm output", "logits", "
 
 
 def autocast_dtypes(device: str, dtype: str) -> dict[str, str]:
-    """The dtype of each of `AUTOCAST_TENSORS` in a training step of `ToyModel` under autocast to `dtype` on `device`."""
+    """The dtype of each of `AUTOCAST_TENSORS` in a step of `ToyModel` under autocast to `dtype` on `device`."""
     model = ToyModel().to(device)
     seen: dict[str, Tensor] = {}
 

@@ -99,10 +99,7 @@ def compiled_saved_tensors(module: nn.Module, x: Tensor) -> list[Saved]:
         forwards.append(halves[0])
         return halves
 
-    state = {
-        **dict(module.named_parameters(remove_duplicate=False)),
-        **dict(module.named_buffers(remove_duplicate=False)),
-    }
+    state = {**dict(module.named_parameters()), **dict(module.named_buffers())}  # a shared one once: it stays shared
     call = aot_function(
         lambda state, x: torch.func.functional_call(module, state, (x,)),
         fw_compiler=lambda graph, _: graph.forward,
