@@ -24,6 +24,7 @@ from cs336_systems.report.frames import (
     tuples,
 )
 from cs336_systems.report.markdown import code_span, factor, number, plain
+from cs336_systems.report.memory_answers import MEMORY_ANSWERS
 from cs336_systems.report.sections import longest_warmup, present_modes, timed
 
 EXAMPLE_LENGTH = 16384  # the leaderboard's length: examples quote it where it was measured
@@ -164,6 +165,7 @@ ANSWERS: dict[str, Callable[[pd.DataFrame], list[str]]] = {
     "torch_compile": torch_compile,
     "flash_benchmarking": flash_benchmarking,
     "leaderboard_2025": leaderboard_2025,
+    **MEMORY_ANSWERS,
 }
 
 

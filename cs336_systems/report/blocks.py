@@ -24,6 +24,7 @@ from cs336_systems.report.figures import file_stem
 from cs336_systems.report.frames import load_frame, refuse_mixture
 from cs336_systems.report.headline import headline
 from cs336_systems.report.markdown import one_line
+from cs336_systems.report.memory_tables import MEMORY_CASE_TYPES
 from cs336_systems.report.plots import Plot, plots
 from cs336_systems.report.sections import Section
 from cs336_systems.report.tables import TABLES, problem_table, sections
@@ -35,6 +36,7 @@ CASE_TYPES = {  # of the problems with tables and figures of their own
     "torch_compile": ("AttentionShape", "ModelCase"),
     "flash_benchmarking": ("AttentionShape",),
     "leaderboard_2025": ("AttentionShape",),
+    **MEMORY_CASE_TYPES,
 }
 KINDS = ("table", "answer", "figures")
 

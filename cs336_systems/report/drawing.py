@@ -17,6 +17,7 @@ from cs336_systems.report.markdown import number, one_line
 from cs336_systems.report.plots import FIRST_STEP
 from cs336_systems.report.points import Plot
 from cs336_systems.report.styles import LITERAL, TEXT_POINTS, colour, line_width, marker, short_length
+from cs336_systems.report.timeline_drawing import draw_timeline
 
 STATUS_WORDS = {"oom": "OOM", "ok": "interpreter"}  # ok and yet not drawn: an interpreted kernel
 ROW_HEIGHT = 0.062  # of a panel, for one row of crosses at its foot
@@ -128,6 +129,7 @@ DRAWERS: dict[str, Callable[[Axes, Plot, pd.DataFrame], None]] = {
     "warmups": _draw_warmups,
     "bars": _draw_bars,
     "ranking": _draw_ranking,
+    "timeline": draw_timeline,
 }
 
 

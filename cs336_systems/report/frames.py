@@ -8,7 +8,8 @@ Every table, figure and sentence of the report is made from this frame:
 Columns: problem, scale, implementation, label, interpreted, mode, quantity, unit, status, message, kernel; of the case:
 case, case_type, seqlen, seqlen_k, head_dim, batch, heads, kv_heads, causal, dtype, model, context, attention,
 precision, warmup; of the samples (in the row's unit, see SHOWN_UNITS): samples, first, median, quartile_low,
-quartile_high, mean, std; tflops (timed attention only); of the run: device, driver, torch, triton, commit, dirty, date.
+quartile_high, mean, std; values (a timeline's, all of them); tflops (timed attention only); of the run: device, driver,
+torch, triton, commit, dirty, date.
 """
 
 from __future__ import annotations
@@ -197,6 +198,7 @@ def _row(record: Record) -> dict[str, Any]:
         **_case_columns(record.case),
         **_sample_columns(record.samples if record.status == "ok" else []),
         "tflops": _tflops(record),
+        "values": tuple(record.samples) if record.quantity.startswith("timeline") else (),  # a series, not samples
         "device": str(record.device.get("name")),
         "driver": str(record.device.get("driver") or ""),
         "torch": record.software.get("torch", ""),

@@ -14,6 +14,7 @@ import pandas as pd
 
 from cs336_systems.report.frames import DTYPE_ORDER, MODE_TITLES, MODEL_VARIANTS, complete, ordered, select, variants
 from cs336_systems.report.markdown import plain
+from cs336_systems.report.memory_plots import MEMORY_PLOTS
 from cs336_systems.report.points import Plot, model_speed_ups, points, points_by_length
 from cs336_systems.report.sections import attention_keys, constants, longest_warmup, present_modes, timed
 
@@ -190,6 +191,7 @@ PLOTS: dict[str, Callable[[pd.DataFrame], list[Plot]]] = {
     "torch_compile": torch_compile,
     "flash_benchmarking": flash_benchmarking,
     "leaderboard_2025": leaderboard_2025,
+    **MEMORY_PLOTS,
 }
 
 

@@ -29,6 +29,17 @@ COLOURS = {
     "backward": "#CC6677",
     "forward_backward": "#0072B2",
     "train_step": "#332288",
+    # memory
+    "parameters": "#4477AA",
+    "optimizer": "#AA3377",
+    "gradients": "#CCBB44",
+    "activations": "#228833",
+    "temporaries": "#EE6677",
+    "simulated": "#BBBBBB",
+    # precisions
+    "float32": "#222222",
+    "bfloat16 autocast": "#E69F00",
+    "bfloat16": "#0072B2",
     # models, light to dark with their size
     "small": "#DDAA33",
     "medium": "#44AA99",

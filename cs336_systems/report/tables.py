@@ -28,6 +28,7 @@ from cs336_systems.report.frames import (
     variants,
 )
 from cs336_systems.report.markdown import Cells, number, plain, provenance
+from cs336_systems.report.memory_tables import MEMORY_TABLES
 from cs336_systems.report.sections import (
     Measure,
     Section,
@@ -166,6 +167,7 @@ TABLES: dict[str, Callable[[pd.DataFrame], list[Section]]] = {
     "torch_compile": torch_compile,
     "flash_benchmarking": flash_benchmarking,
     "leaderboard_2025": leaderboard_2025,
+    **MEMORY_TABLES,
 }
 
 
