@@ -66,7 +66,8 @@ def mixed_precision_accumulation_cells(run: RunConfig) -> list[Cell]:
 
 def measure_accumulation(cell: Cell, run: RunConfig) -> Iterator[Measurement]:
     case: AccumulationCase = cell.case
-    yield Measurement(row=SUM, samples=[accumulate(case.accumulator, case.addend, converted=case.converted)])
+    total = accumulate(case.accumulator, case.addend, converted=case.converted)
+    yield Measurement(row=SUM, samples=[total], kernel=f"{total:.9g}")  # samples keep six digits
 
 
 def benchmarking_mixed_precision_cells(run: RunConfig) -> list[Cell]:

@@ -20,7 +20,8 @@ def accumulation(frame: pd.DataFrame) -> list[str]:
         case = json.loads(row.case)
         how = f"{case.get('addend')} terms" + (" converted to float32" if case.get("converted") else "")
         said.append(
-            f"{how} into a {case.get('accumulator')} sum: {number(row.median, 7)}, off by {number(row.median - 10, 2)}."
+            f"{how} into a {case.get('accumulator')} sum: {row.kernel or number(row.median, 6)}, off by "
+            f"{number(row.median - 10, 2)}."
         )
     return said
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pandas as pd
 
-from cs336_systems.report.frames import BASELINE, MODE_TITLES, tuples
+from cs336_systems.report.frames import BASELINE, MODE_TITLES, MODES, ordered, tuples
 from cs336_systems.report.markdown import Cells, factor, number, plain
 from cs336_systems.report.sections import Section, present_modes, section, speed_up
 
@@ -20,7 +20,7 @@ PHASES = ("start", "forward", "backward", "optimizer step")
 RANKS = range(1, 6)
 AUTOCAST_ORDER = ("parameters", "fc1 output", "layer norm output", "logits", "loss", "gradients")
 CHECKPOINTING_ORDER = ("none", "1", "2", "4", "8", "recursive", "selective")
-Text = Callable[[Cells, Any], str]
+MEMORY_IMPLEMENTATIONS = ("eager", "compiled", "simulated", "simulated compiled")  # measured first
 
 
 class Lookup:
@@ -29,8 +29,8 @@ class Lookup:
     def __init__(self, frame: pd.DataFrame) -> None:
         self._rows = {(row.case, row.implementation, row.mode, row.quantity): row for row in tuples(frame)}
         self.cases: dict[str, dict[str, Any]] = {str(case): json.loads(str(case)) for case in frame["case"]}
-        self.implementations = list(dict.fromkeys(frame["implementation"]))
-        self.modes = list(dict.fromkeys(frame["mode"]))
+        self.implementations = ordered(frame["implementation"], MEMORY_IMPLEMENTATIONS)
+        self.modes = ordered(frame["mode"], MODES)
 
     def row(self, case: str, implementation: str, mode: str, quantity: str) -> Any:
         return self._rows.get((case, implementation, mode, quantity))
@@ -51,7 +51,16 @@ def _order(case: dict[str, Any]) -> tuple[Any, ...]:
     checkpointing = str(case.get("checkpointing", ""))
     rank = CHECKPOINTING_ORDER.index(checkpointing) if checkpointing in CHECKPOINTING_ORDER else 99
     sizes = (model.get("d_model") or 0, model.get("context_length") or 0, case.get("blocks") or 0)
-    return (*sizes, precision_of(case), str(case.get("attention", "")), rank, checkpointing)
+    scale = case.get("scale") or 0
+    return (
+        *sizes,
+        str(case.get("dtype", "")),
+        scale,
+        precision_of(case),
+        str(case.get("attention", "")),
+        rank,
+        checkpointing,
+    )
 
 
 def precision_of(case: dict[str, Any]) -> str:
@@ -72,7 +81,8 @@ def accumulation(frame: pd.DataFrame) -> list[Section]:
     for row in tuples(frame):
         case = json.loads(row.case)
         names = [plain(case.get(name, "")) for name in ("accumulator", "addend", "converted")]
-        rows.append([*names, cells.text(row)])
+        # The kernel is the sum with all its digits, of which samples keep six.
+        rows.append([*names, row.kernel if row.status == "ok" and row.kernel else cells.text(row)])
     header = ["accumulator", "addend", "addend converted to float32", "sum"]
     return [section("sums", "0.01 added a thousand times", header, sorted(rows), 3, cells)]
 
@@ -95,7 +105,7 @@ def mixed_precision(frame: pd.DataFrame) -> list[Section]:
     if norms:
         cells = Cells()
         lines = []
-        for key, case in sorted(norms, key=lambda pair: (str(pair[1].get("dtype")), float(pair[1].get("scale") or 0))):
+        for key, case in norms:
             values = [lookup.row(key, BASELINE, "forward", name) for name in ("overflowing_squares", "norm_error")]
             lines.append([str(case.get("dtype")), plain(case.get("scale")), *(cells.text(value) for value in values)])
         header = [

@@ -11,7 +11,8 @@ from cs336_systems.report.memory_plots import sorted_phases
 from cs336_systems.report.points import Plot
 from cs336_systems.report.styles import LITERAL, TEXT_POINTS, colour
 
-NARROWEST_PHASE = 0.03  # of the axis; a narrower one has no room for its name
+NARROW_PHASE = 0.12  # of the axis: a narrower one has its name written upwards
+NARROWEST_PHASE = 0.02  # a narrower one has no room for its name
 
 
 def draw_timeline(axes: Axes, plot: Plot, data: pd.DataFrame) -> None:
@@ -34,9 +35,9 @@ def draw_timeline(axes: Axes, plot: Plot, data: pd.DataFrame) -> None:
     for (name, start), end in zip(phases, [*(start for _, start in phases[1:]), right]):
         if start > 0:
             axes.axvline(start, color="#444444", linewidth=0.9, linestyle="--")
-        if end - start > NARROWEST_PHASE * right:
-            middle = ((start + end) / 2, 0.97)
+        width = (end - start) / right
+        if width > NARROWEST_PHASE:
             axes.text(
-                *middle, name, transform=axes.get_xaxis_transform(), ha="center", va="top", fontsize=TEXT_POINTS,
-                **LITERAL,
+                (start + end) / 2, 0.97, name, transform=axes.get_xaxis_transform(), ha="center", va="top",
+                rotation=90 if width < NARROW_PHASE else 0, fontsize=TEXT_POINTS, **LITERAL,
             )  # fmt: skip
