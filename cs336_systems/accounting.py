@@ -24,6 +24,8 @@ LOSS_BACKWARD_COPIES = 3
 # Attention back ends of a model that store the probabilities for backward; the others store the log-sum-exp.
 SCORE_STORING_ATTENTION = ("reference", "compiled")
 LINEAR_MEMORY_ATTENTION = ("tiled", "triton", "sdpa")
+# The largest temporary of an AdamW step (model/optimizer.py), unless one parameter alone is larger.
+OPTIMIZER_TEMPORARY_BYTES = 256 * 2**20
 # Tensors of the parameter's shape and dtype that an optimizer keeps for each parameter.
 OPTIMIZER_STATES = {"adamw": 2, "sgd": 0}
 FLOAT32_BYTES = 4
@@ -269,8 +271,8 @@ def model_peak_bytes(case: ModelCase, mode: str) -> int:
       the scores, softmax's input and output in float32, and its copies of the weights during the whole pass.
     - start of backward: all activations plus either three temporaries of the logits' size (logits minus log-sum-exp,
       its exponential, the gradient) or, in the last block, two gradients of the scores.
-    - end of backward and optimizer step: all gradients plus one block's activations, or the optimizer's two
-      temporaries of the largest parameter's size. Between these ends memory moves linearly: each block frees its
+    - end of backward and optimizer step: all gradients plus one block's activations, or the optimizer's
+      temporary, the size of a batch of parameters. Between these ends memory moves linearly: each block frees its
       activations and makes its gradients. Gradients are taken as None when backward starts.
     """
     if mode not in MODES:
@@ -292,7 +294,8 @@ def model_peak_bytes(case: ModelCase, mode: str) -> int:
     activations = activation_bytes(model, batch, attention=case.attention, precision=precision)
     start = activations + max(LOSS_BACKWARD_COPIES * _loss_logit_bytes(model, batch, precision), two_scores)
     largest_parameter = model.d_model * max(model.vocab_size, model.d_ff) * BYTES_PER_ELEMENT[precision.parameters]
-    optimizer_temporaries = 2 * largest_parameter if mode == "train_step" else 0
+    batch_of_parameters = min(fixed.parameters, max(OPTIMIZER_TEMPORARY_BYTES, largest_parameter))
+    optimizer_temporaries = batch_of_parameters if mode == "train_step" else 0
     end = fixed.gradients + max(sum(saved.values()), optimizer_temporaries)
     return fixed.parameters + (fixed.optimizer if mode == "train_step" else 0) + max(start, end)
 
