@@ -24,6 +24,8 @@ LOSS_BACKWARD_COPIES = 3
 # Attention back ends of a model that store the probabilities for backward; the others store the log-sum-exp.
 SCORE_STORING_ATTENTION = ("reference", "compiled")
 LINEAR_MEMORY_ATTENTION = ("tiled", "triton", "sdpa")
+# The largest temporary of an AdamW step (model/optimizer.py), unless one parameter alone is larger.
+OPTIMIZER_TEMPORARY_BYTES = 256 * 2**20
 # Tensors of the parameter's shape and dtype that an optimizer keeps for each parameter.
 OPTIMIZER_STATES = {"adamw": 2, "sgd": 0}
 FLOAT32_BYTES = 4
@@ -258,20 +260,19 @@ def activation_bytes(
     tokens = batch * model.context_length
     norm = (2 * model.d_model + 1) * tokens * _norm_bytes(precision)
     head = norm + tokens * model.d_model * _compute_bytes(precision) + _loss_logit_bytes(model, batch, precision)
-    matrices = model.num_layers * _block_matrix_elements(model) + model.vocab_size * model.d_model
-    weight_copies = matrices * _compute_bytes(precision) if precision.autocast is not None else 0
-    return blocks + head + weight_copies
+    return blocks + head + _weight_copy_bytes(model, precision)
 
 
 def model_peak_bytes(case: ModelCase, mode: str) -> int:
     """Estimate of the peak bytes of one pass: parameters (and AdamW's state in train_step) plus the larger phase.
 
     - forward, without a graph: the residual stream plus the largest of attention (its inputs, and two copies of the
-      scores where it stores them), feed-forward (three hidden tensors) and the logits.
+      scores where it stores them), feed-forward (three hidden tensors) and the logits. Autocast on CUDA holds, besides
+      the scores, softmax's input and output in float32, and its copies of the weights during the whole pass.
     - start of backward: all activations plus either three temporaries of the logits' size (logits minus log-sum-exp,
       its exponential, the gradient) or, in the last block, two gradients of the scores.
-    - end of backward and optimizer step: all gradients plus one block's activations, or the optimizer's two
-      temporaries of the largest parameter's size. Between these ends memory moves linearly: each block frees its
+    - end of backward and optimizer step: all gradients plus one block's activations, or the optimizer's
+      temporary, the size of a batch of parameters. Between these ends memory moves linearly: each block frees its
       activations and makes its gradients. Gradients are taken as None when backward starts.
     """
     if mode not in MODES:
@@ -283,16 +284,26 @@ def model_peak_bytes(case: ModelCase, mode: str) -> int:
     width = batch * model.context_length * model.d_model
     two_scores = 2 * batch * model.num_heads * model.context_length**2 * compute if stores_scores else 0
     if mode == "forward":
+        if stores_scores and precision.autocast is not None:  # on CUDA its softmax has a float32 copy of its input
+            two_scores = batch * model.num_heads * model.context_length**2 * (compute + 2 * FLOAT32_BYTES)
         attention = 5 * width * compute + two_scores
         feed_forward = (width + 3 * batch * model.context_length * model.d_ff) * compute
         logits = batch * model.context_length * (model.d_model + model.vocab_size) * compute
-        return fixed.parameters + width * _norm_bytes(precision) + max(attention, feed_forward, logits)
+        stream = width * _norm_bytes(precision)
+        return fixed.parameters + _weight_copy_bytes(model, precision) + stream + max(attention, feed_forward, logits)
     activations = activation_bytes(model, batch, attention=case.attention, precision=precision)
     start = activations + max(LOSS_BACKWARD_COPIES * _loss_logit_bytes(model, batch, precision), two_scores)
     largest_parameter = model.d_model * max(model.vocab_size, model.d_ff) * BYTES_PER_ELEMENT[precision.parameters]
-    optimizer_temporaries = 2 * largest_parameter if mode == "train_step" else 0
+    batch_of_parameters = min(fixed.parameters, max(OPTIMIZER_TEMPORARY_BYTES, largest_parameter))
+    optimizer_temporaries = batch_of_parameters if mode == "train_step" else 0
     end = fixed.gradients + max(sum(saved.values()), optimizer_temporaries)
     return fixed.parameters + (fixed.optimizer if mode == "train_step" else 0) + max(start, end)
+
+
+def _weight_copy_bytes(model: ModelConfig, precision: Precision) -> int:
+    """Autocast's low-precision copies of every matrix but the embedding."""
+    matrices = model.num_layers * _block_matrix_elements(model) + model.vocab_size * model.d_model
+    return matrices * _compute_bytes(precision) if precision.autocast is not None else 0
 
 
 def _compute_bytes(precision: Precision) -> int:

@@ -22,6 +22,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from cs336_systems.commands.doctor import doctor
+from cs336_systems.commands.memory import memory
 from cs336_systems.commands.shared import (
     EXIT_NOTHING_MEASURED,
     EXIT_SIGNAL,
@@ -49,6 +50,7 @@ app = typer.Typer(
 app.command()(doctor)
 app.add_typer(tune, name="tune")
 app.command()(train)
+app.command()(memory)
 
 
 @app.command("list")

@@ -25,7 +25,7 @@ SCHEMA_VERSION = 1
 Status = Literal["ok", "oom", "failed", "skipped"]
 STATUSES: tuple[str, ...] = get_args(Status)
 TIME_UNITS = ("ms", "s")
-UNITS = (*TIME_UNITS, "MiB", "1", "nats")  # 1: a share
+UNITS = (*TIME_UNITS, "MiB", "1", "bit", "nats")  # "1": a pure number
 RECORD_MODES = (*MODES, "collective")  # the last: one collective alone, outside of a model's passes
 PROBLEM = re.compile(r"[A-Za-z0-9_-]{1,100}")  # it becomes part of file names and of the names of blocks
 CASE_SIZES = ("batch", "heads", "kv_heads", "seqlen_q", "seqlen_k", "head_dim", "warmup")
@@ -46,7 +46,7 @@ class Record:
     samples: list[float] = field(default_factory=list)  # raw, in measured order; empty unless status is ok
     status: str = "ok"
     message: str = ""  # why, when status is not ok
-    kernel: str = ""  # the kernel or configuration that really ran, where the implementation chooses one
+    kernel: str = ""  # what really ran or was found, where a name says it: a kernel, tiles, a dtype, a line of source
     error: float | None = None  # largest ratio of |result - oracle| to its bound, over all checked outputs; <= 1
     device: dict[str, Any] = field(default_factory=dict)  # DeviceInfo: name, kind, compute capability, driver, ...
     software: dict[str, str] = field(default_factory=dict)  # versions of python, torch, triton

@@ -107,8 +107,8 @@ class TrainingStep:
         return torch.autocast(self.device, dtype=getattr(torch, self.autocast))
 
 
-def measure_model(cell: Cell, run: RunConfig) -> Iterator[Measurement]:
-    """Time every promised mode.
+def measure_model(cell: Cell, run: RunConfig, *, budget_ms: float | None = None) -> Iterator[Measurement]:
+    """Time every promised mode, for `budget_ms` of timed steps each (default: the device's).
 
     A model is timed only if its logits, and in the other modes its loss, are finite and of the right shape; a compiled
     one is also compared with the eager one on the same weights and batch. Raises Disagreement where it is not so.
@@ -142,9 +142,9 @@ def measure_model(cell: Cell, run: RunConfig) -> Iterator[Measurement]:
         elif mode != "forward":
             step.reset()
             _require_finite("loss", step.forward_backward())
-        budget_ms = BUDGET_MS[run.device]
+        budget = BUDGET_MS[run.device] if budget_ms is None else budget_ms
         samples = time_calls(
-            getattr(step, mode), device=run.device, warmup=case.warmup, before=step.reset, budget_ms=budget_ms
+            getattr(step, mode), device=run.device, warmup=case.warmup, before=step.reset, budget_ms=budget
         )
         step.reset()
         yield Measurement(row=rows[mode, "time"], samples=samples)

@@ -15,7 +15,19 @@ from cs336_systems.experiments.masks import (
     dilated_attention_cells,
     dynamic_mask_cells,
 )
+from cs336_systems.experiments.s2_precision import (
+    benchmarking_mixed_precision_cells,
+    measure_accumulation,
+    measure_mixed_precision,
+    mixed_precision_accumulation_cells,
+)
 from cs336_systems.experiments.s2_profiling import benchmarking_script_cells, measure_benchmarking_script
+from cs336_systems.experiments.s3_memory import (
+    gradient_checkpointing_cells,
+    measure_gradient_checkpointing,
+    measure_memory_profiling,
+    memory_profiling_cells,
+)
 from cs336_systems.experiments.s4_attention import (
     flash_benchmarking_cells,
     measure_section4,
@@ -42,6 +54,42 @@ PROBLEMS: dict[str, Problem] = {
             points=4,
             cells=benchmarking_script_cells,
             measure=measure_benchmarking_script,
+        ),
+        Problem(
+            name="mixed_precision_accumulation",
+            title="A sum of a thousand terms in float32 and float16",
+            section="2.1.5",
+            editions=(2025, 2026),
+            points=1,
+            cells=mixed_precision_accumulation_cells,
+            measure=measure_accumulation,
+        ),
+        Problem(
+            name="benchmarking_mixed_precision",
+            title="Autocast's dtypes, layer norm's overflow, and step times in low precision",
+            section="2.1.5",
+            editions=(2025, 2026),
+            points=2,
+            cells=benchmarking_mixed_precision_cells,
+            measure=measure_mixed_precision,
+        ),
+        Problem(
+            name="memory_profiling",
+            title="Memory of a forward and a training step over time, by phase, category and origin",
+            section="2.1.6",
+            editions=(2025, 2026),
+            points=4,
+            cells=memory_profiling_cells,
+            measure=measure_memory_profiling,
+        ),
+        Problem(
+            name="gradient_checkpointing",
+            title="Activation checkpointing: peak memory and step time by strategy",
+            section="3",
+            editions=(2026,),
+            points=4,
+            cells=gradient_checkpointing_cells,
+            measure=measure_gradient_checkpointing,
         ),
         Problem(
             name="pytorch_attention",

@@ -8,6 +8,8 @@ The attention inside is chosen by name, so that one model measures every stage o
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
@@ -18,6 +20,7 @@ from cs336_systems.model.layers import Embedding, Linear, RMSNorm, RotaryEmbeddi
 
 OWN_ATTENTION = ("reference", "compiled", "tiled", "triton")  # back ends of `cs336_systems.attention.flash_attention`
 ATTENTION_NAMES = (*OWN_ATTENTION, "sdpa")  # sdpa: PyTorch's scaled_dot_product_attention
+BlockRunner = Callable[[Sequence[nn.Module], Tensor], Tensor]  # (blocks, residual stream) -> residual stream
 
 
 def causal_attention(
@@ -86,6 +89,13 @@ class TransformerBlock(nn.Module):
         return x + self.ffn(self.ln2(x))
 
 
+def run_in_order(blocks: Sequence[nn.Module], x: Tensor) -> Tensor:
+    """One block after the other; `model/checkpointing.py` has other ways to run them."""
+    for block in blocks:
+        x = block(x)
+    return x
+
+
 class TransformerLM(nn.Module):
     """Decoder-only language model over `vocab_size` tokens.
 
@@ -119,6 +129,7 @@ class TransformerLM(nn.Module):
         self.vocab_size = vocab_size
         self.context_length = context_length
         rope = RotaryEmbedding(context_length, config.head_dim, rope_theta)
+        self.run_blocks: BlockRunner = run_in_order
         self.token_embeddings = Embedding(vocab_size, d_model)
         self.layers = nn.ModuleList(
             TransformerBlock(d_model, num_heads, d_ff, rope, attention=attention) for _ in range(num_layers)
@@ -150,6 +161,5 @@ class TransformerLM(nn.Module):
                 f"tokens must have at most context_length={self.context_length} positions, got {tokens.shape[1]}"
             )
         x = self.token_embeddings(tokens)
-        for layer in self.layers:
-            x = layer(x)
+        x = self.run_blocks(self.layers, x)  # type: ignore[arg-type]
         return self.lm_head(self.ln_final(x))

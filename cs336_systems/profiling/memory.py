@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 MIB = 2**20
+PHASE_MARK = "cs336_systems.phase"  # the profiler's name of the moment at which a phase begins
 
 
 def release(device: str) -> None:
@@ -42,3 +44,54 @@ def saved_for_backward(call: Callable[[], object]) -> int:
         result = call()  # kept alive, so that no address is handed out twice
     del result
     return sum(storages.values())
+
+
+class CudaPhasePeaks:
+    """The most bytes allocated on the GPU in each phase, by the allocator's own counters; `mark` begins a phase."""
+
+    def __init__(self) -> None:
+        self.peaks: dict[str, int] = {}
+        self._phase = ""
+
+    def mark(self, name: str) -> None:
+        self.finish()
+        torch.cuda.reset_peak_memory_stats()
+        self._phase = name
+
+    def finish(self) -> None:
+        """End the phase that is going on. One that died of OOM is not finished, so that it has no peak."""
+        torch.cuda.synchronize()
+        if self._phase:
+            self.peaks[self._phase] = torch.cuda.max_memory_allocated()
+
+
+def cpu_phase_peaks(run: Callable[[Callable[[str], None]], None], base_bytes: int) -> dict[str, int]:
+    """The most bytes that PyTorch's CPU allocator had given out in each phase; `base_bytes` were there before.
+
+    `run(mark)` is called under the profiler, which sees every allocation, kernels' own temporaries too; it calls `mark`
+    with the name of each phase as it begins.
+    """
+    names: list[str] = []
+    activities = [torch.profiler.ProfilerActivity.CPU]
+
+    def mark(name: str) -> None:
+        names.append(name)
+        with torch.profiler.record_function(PHASE_MARK):
+            pass
+
+    with torch.profiler.profile(activities=activities, profile_memory=True) as profiler:
+        run(mark)
+    events = profiler.profiler.kineto_results.events()
+    starts = sorted(event.start_ns() for event in events if event.name() == PHASE_MARK)
+    changes = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
+    assert len(starts) == len(names)
+    peaks = {}
+    active, position = base_bytes, 0
+    for name, (_, end) in zip(names, pairwise([*starts, float("inf")])):
+        peak = active
+        while position < len(changes) and changes[position][0] < end:
+            active += changes[position][1]
+            peak = max(peak, active)
+            position += 1
+        peaks[name] = peak
+    return peaks

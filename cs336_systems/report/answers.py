@@ -26,6 +26,7 @@ from cs336_systems.report.frames import (
 )
 from cs336_systems.report.markdown import code_span, factor, number, plain
 from cs336_systems.report.masks import MASK_ANSWERS
+from cs336_systems.report.memory_answers import MEMORY_ANSWERS
 from cs336_systems.report.sections import longest_warmup, present_modes, timed
 from cs336_systems.report.sharding import SHARDING_ANSWERS
 from cs336_systems.report.training import training_answer
@@ -172,6 +173,7 @@ ANSWERS: dict[str, Callable[[pd.DataFrame], list[str]]] = {
     **MASK_ANSWERS,
     **DISTRIBUTED_ANSWERS,
     **SHARDING_ANSWERS,
+    **MEMORY_ANSWERS,
 }
 
 

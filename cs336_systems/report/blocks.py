@@ -27,6 +27,7 @@ from cs336_systems.report.frames import load_frame, refuse_mixture
 from cs336_systems.report.headline import headline
 from cs336_systems.report.markdown import one_line
 from cs336_systems.report.masks import MASK_CASES
+from cs336_systems.report.memory_tables import MEMORY_CASE_TYPES
 from cs336_systems.report.plots import Plot, plots
 from cs336_systems.report.sections import Section
 from cs336_systems.report.sharding import SHARDING_CASES
@@ -43,6 +44,7 @@ CASE_TYPES = {  # of the problems with tables and figures of their own
     **MASK_CASES,
     **DISTRIBUTED_CASES,
     **SHARDING_CASES,
+    **MEMORY_CASE_TYPES,
 }
 KINDS = ("table", "answer", "figures")
 

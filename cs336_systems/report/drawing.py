@@ -18,6 +18,7 @@ from cs336_systems.report.plots import FIRST_STEP
 from cs336_systems.report.points import Plot
 from cs336_systems.report.styles import LITERAL, TEXT_POINTS, colour, line_width, marker, short_length
 from cs336_systems.report.timeline import draw_timeline
+from cs336_systems.report.timeline_drawing import draw_timeline as draw_memory_timeline
 
 STATUS_WORDS = {"oom": "OOM", "ok": "interpreter"}  # ok and yet not drawn: an interpreted kernel
 ROW_HEIGHT = 0.062  # of a panel, for one row of crosses at its foot
@@ -137,6 +138,7 @@ DRAWERS: dict[str, Callable[[Axes, Plot, pd.DataFrame], None]] = {
     "bars": _draw_bars,
     "ranking": _draw_ranking,
     "timeline": draw_timeline,
+    "memory_timeline": draw_memory_timeline,
     "curves": _draw_curves,
 }
 

@@ -9,7 +9,7 @@ Columns: problem, scale, implementation, label, interpreted, mode, quantity, uni
 case, case_type, seqlen, seqlen_k, head_dim, batch, heads, kv_heads, causal, dtype, model, context, attention,
 precision, warmup, mask; of the samples (in the row's unit, see SHOWN_UNITS): samples (how many), values, first, median,
 quartile_low, quartile_high, mean, std; error; tflops (timed attention only); of the run: device, driver, torch, triton,
-commit, dirty, date; and raw, the samples themselves in the record's unit.
+commit, dirty, date.
 """
 
 from __future__ import annotations
@@ -198,7 +198,6 @@ def _row(record: Record) -> dict[str, Any]:
         "error": float("nan") if record.error is None else record.error,
         **_case_columns(record.case),
         **_sample_columns(record.samples if record.status == "ok" else []),
-        "raw": tuple(record.samples) if record.status == "ok" else (),
         "tflops": _tflops(record),
         "device": str(record.device.get("name")),
         "driver": str(record.device.get("driver") or ""),

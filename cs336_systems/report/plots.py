@@ -16,6 +16,7 @@ from cs336_systems.report.distributed import DISTRIBUTED_PLOTS
 from cs336_systems.report.frames import DTYPE_ORDER, MODE_TITLES, MODEL_VARIANTS, complete, ordered, select, variants
 from cs336_systems.report.markdown import plain
 from cs336_systems.report.masks import MASK_PLOTS
+from cs336_systems.report.memory_plots import MEMORY_PLOTS
 from cs336_systems.report.points import Plot, model_speed_ups, points, points_by_length
 from cs336_systems.report.sections import attention_keys, constants, longest_warmup, present_modes, timed
 from cs336_systems.report.sharding import SHARDING_PLOTS
@@ -198,6 +199,7 @@ PLOTS: dict[str, Callable[[pd.DataFrame], list[Plot]]] = {
     **MASK_PLOTS,
     **DISTRIBUTED_PLOTS,
     **SHARDING_PLOTS,
+    **MEMORY_PLOTS,
 }
 
 

@@ -53,6 +53,15 @@ COLOURS = {
     "optimizer_state": "#E69F00",
     "peak_memory": "#332288",
     "predicted_peak_memory": "#DDCC77",
+    # memory
+    "optimizer": "#AA3377",
+    "activations": "#228833",
+    "temporaries": "#EE6677",
+    "simulated": "#BBBBBB",
+    # precisions
+    "float32": "#222222",
+    "bfloat16 autocast": "#E69F00",
+    "bfloat16": "#0072B2",
     # models, light to dark with their size
     "small": "#DDAA33",
     "medium": "#44AA99",

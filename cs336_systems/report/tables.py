@@ -30,6 +30,7 @@ from cs336_systems.report.frames import (
 )
 from cs336_systems.report.markdown import Cells, number, plain, provenance
 from cs336_systems.report.masks import MASK_TABLES
+from cs336_systems.report.memory_tables import MEMORY_TABLES
 from cs336_systems.report.sections import (
     Measure,
     Section,
@@ -174,6 +175,7 @@ TABLES: dict[str, Callable[[pd.DataFrame], list[Section]]] = {
     **MASK_TABLES,
     **DISTRIBUTED_TABLES,
     **SHARDING_TABLES,
+    **MEMORY_TABLES,
 }
 
 

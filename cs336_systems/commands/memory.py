@@ -1,0 +1,101 @@
+"""`cs336-systems memory`: how much memory a model's forward or training step needs on a GPU, from any machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from cs336_systems.commands.shared import one_line_errors
+
+if TYPE_CHECKING:
+    from cs336_systems.experiments.memory_cells import MemoryCase
+
+EXIT_DOES_NOT_FIT = 1
+GIB = 2**30
+NUM_LARGEST = 8
+
+
+def memory(
+    model: Annotated[
+        str, typer.Option(help="A size of the handout's table: small, medium, large, xl, 10b, 8b.")
+    ] = "xl",
+    context: Annotated[int | None, typer.Option(help="Tokens in a sequence; default: the size's own.")] = None,
+    batch: Annotated[int, typer.Option(help="Sequences.")] = 4,
+    mode: Annotated[str, typer.Option(help="forward or train_step.")] = "train_step",
+    attention: Annotated[
+        str, typer.Option(help="Attention inside the model: reference, sdpa, tiled or triton.")
+    ] = "sdpa",
+    parameters: Annotated[str, typer.Option(help="Parameters' dtype.")] = "float32",
+    autocast: Annotated[str | None, typer.Option(help="Autocast's dtype: bfloat16 or float16.")] = None,
+    checkpoint: Annotated[str, typer.Option(help="none, recursive, selective, or blocks per group.")] = "none",
+    fits: Annotated[str | None, typer.Option(help="Does it fit in so much memory, like 80GB or 80GiB?")] = None,
+    snapshot: Annotated[
+        Path | None, typer.Option(help="Read this PyTorch memory snapshot instead; runs nothing.")
+    ] = None,
+) -> None:
+    """Predict peak memory by phase, what it consists of and the largest allocations; nothing is allocated.
+
+    The step's own code runs on tensors without storage. With --fits the answer is the exit code, too: 0 or 1.
+    """
+    with one_line_errors():
+        from cs336_systems.profiling.predict import parse_bytes
+
+        limit = None if fits is None else parse_bytes(fits)
+        if snapshot is not None:
+            from cs336_systems.profiling.snapshot import read_snapshot, snapshot_trace
+
+            trace = snapshot_trace(read_snapshot(snapshot))
+            title = snapshot.name
+        else:
+            from cs336_systems.experiments.memory_cells import simulated_trace
+
+            case = _case(model, context, batch, attention, parameters, autocast, checkpoint)
+            trace = simulated_trace(case, mode)
+            precision = f"{autocast} autocast" if autocast else parameters
+            title = (
+                f"{model}, context {case.model.context_length}, batch {batch}, {mode}, {attention} attention, "
+                f"{precision}, checkpointing {checkpoint}"
+            )
+    console = Console()
+    console.print(title, highlight=False)
+    phases = Table("phase", "peak (GiB)", box=None)
+    for name, num_bytes in trace.phase_peaks().items():
+        phases.add_row(name, f"{num_bytes / GIB:.2f}")
+    console.print(phases)
+    console.print(f"\nat the peak, in {trace.phase_of(trace.peak_event())}:", highlight=False)
+    parts = Table("category", "GiB", box=None)
+    for category, num_bytes in trace.breakdown(trace.peak_event()).items():
+        parts.add_row(category, f"{num_bytes / GIB:.2f}")
+    console.print(parts)
+    console.print("\nlargest allocations:", highlight=False)
+    largest = Table("MiB", "count", "category", "where", box=None)
+    for one in trace.largest(NUM_LARGEST):
+        largest.add_row(f"{one.num_bytes / 2**20:.1f}", str(one.count), one.category, one.where)
+    console.print(largest)
+    if limit is not None:
+        peak = trace.peak_bytes()
+        verdict = "fits" if peak <= limit else "does not fit"
+        typer.echo(f"{verdict} in {fits}: peak {peak / GIB:.2f} GiB of {limit / GIB:.2f} GiB")
+        if peak > limit:
+            raise typer.Exit(EXIT_DOES_NOT_FIT)
+
+
+def _case(
+    model: str, context: int | None, batch: int, attention: str, parameters: str, autocast: str | None, checkpoint: str
+) -> MemoryCase:
+    from dataclasses import replace
+
+    from cs336_systems.config import MODEL_SIZES, Precision
+    from cs336_systems.experiments.memory_cells import MemoryCase
+
+    if model not in MODEL_SIZES:
+        raise ValueError(f"--model must be one of {', '.join(MODEL_SIZES)}, got {model!r}")
+    size = MODEL_SIZES[model]
+    if context is not None:
+        size = replace(size, context_length=context)
+    precision = Precision(parameters=parameters, autocast=autocast)  # type: ignore[arg-type]
+    return MemoryCase(model=size, batch=batch, attention=attention, precision=precision, checkpointing=checkpoint)

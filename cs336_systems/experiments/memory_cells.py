@@ -1,0 +1,193 @@
+"""A training step taken apart into phases, under the instrument that watches its memory.
+
+    trace = simulated_trace(case, "train_step")                   # fake tensors, a laptop, seconds
+    phase_bytes, trace = measured_phases(step, "train_step")      # the allocator itself, on CPU or CUDA
+
+The same code runs in both. "start" is the model (and, for a training step, AdamW's state: the step is not the first);
+"forward" ends with the loss; "backward" begins with its gradient; the optimizer step comes last.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from cs336_systems.config import ModelCase, RunConfig
+from cs336_systems.experiments.cells import Unsupported
+from cs336_systems.experiments.model_cells import TrainingStep
+from cs336_systems.model import AdamW, TransformerLM, cross_entropy, load_model_class
+from cs336_systems.model.checkpointing import apply_checkpointing
+from cs336_systems.model.loading import CONSTRUCTOR_ARGUMENTS
+from cs336_systems.profiling.allocations import BACKWARD, AllocationRecorder
+from cs336_systems.profiling.memory import CudaPhasePeaks, cpu_phase_peaks
+from cs336_systems.profiling.predict import CudaAutocastRules, fake_module
+from cs336_systems.profiling.snapshot import CudaHistory, read_snapshot
+from cs336_systems.profiling.timeline import MemoryTrace
+
+START, FORWARD, STEP = "start", "forward", "optimizer step"
+PHASES = {"forward": (START, FORWARD), "train_step": (START, FORWARD, BACKWARD, STEP)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryCase(ModelCase):
+    """A model whose memory is watched."""
+
+    checkpointing: str = "none"  # none, recursive, selective, or blocks per group
+    warmup: int = 0
+
+
+class SimulatedStep(TrainingStep):
+    """A `TrainingStep` on fake tensors, which computes nothing and occupies nothing; under a FakeTensorMode."""
+
+    def __init__(self, case: ModelCase, model_spec: str | None = None) -> None:
+        # A fake tensor cannot tell the Triton operator's device; the tiled one saves the same tensors.
+        attention = "tiled" if case.attention == "triton" else case.attention
+        attention = "reference" if attention == "compiled" else attention
+        arguments: dict[str, Any] = {name: getattr(case.model, name) for name in CONSTRUCTOR_ARGUMENTS}
+        model_class = TransformerLM if model_spec is None else load_model_class(model_spec)
+        if model_spec is None:
+            arguments["attention"] = attention
+        dtype = getattr(torch, case.precision.parameters)
+        self.model = fake_module(lambda: model_class(**arguments), dtype)
+        self.parameters = list(self.model.parameters())
+        self.vocab_size = case.model.vocab_size
+        self.tokens = torch.zeros(case.batch, case.model.context_length, dtype=torch.int64)
+        self.targets = torch.zeros_like(self.tokens)
+        self.autocast = case.precision.autocast
+        self.device = "cpu"
+        self.optimizer = None
+
+
+def prepare(step: TrainingStep, case: ModelCase, mode: str) -> None:
+    """Checkpointing as `case` says, and for a training step the optimizer's state, without a step being taken."""
+    checkpointing = getattr(case, "checkpointing", "none")
+    if checkpointing != "none":
+        assert isinstance(step.model, nn.Module)
+        try:
+            apply_checkpointing(step.model, checkpointing)
+        except TypeError as error:  # a user's own model
+            raise Unsupported(str(error)) from error
+    if mode == "train_step":
+        step.optimizer = AdamW(step.parameters, lr=0.0, weight_decay=0.0)
+        for parameter in step.parameters:
+            parameter.grad = parameter.detach()  # any gradient makes the state; with lr 0 the weights stay
+        step.optimizer.step()
+        for state in step.optimizer.state.values():
+            for value in state.values():
+                if isinstance(value, Tensor):
+                    value.zero_()
+        step.reset()
+
+
+def optimizer_state(step: TrainingStep) -> Iterator[Tensor]:
+    """The tensors that the optimizer keeps."""
+    if step.optimizer is not None:
+        for state in step.optimizer.state.values():
+            yield from (value for value in state.values() if isinstance(value, Tensor))
+
+
+def run_phases(step: TrainingStep, mode: str, mark: Callable[[str], None]) -> None:
+    """One pass of `mode`, telling `mark` each phase of `PHASES[mode]` but the start as it begins."""
+    step.reset()
+    mark(FORWARD)
+    if mode == "forward":
+        step.forward()
+        return
+    with step._precision():
+        loss = cross_entropy(step._logits(), step.targets)
+    mark(BACKWARD)
+    loss.backward()
+    mark(STEP)
+    assert step.optimizer is not None
+    step.optimizer.step()
+
+
+def recorded_trace(step: TrainingStep, mode: str, device: str) -> MemoryTrace:
+    """The pass under an `AllocationRecorder` that counts as `device` does."""
+    with AllocationRecorder(device) as recorder:
+        recorder.phase(START)
+        recorder.assign(step.parameters, "parameters")
+        recorder.assign(optimizer_state(step), "optimizer")
+
+        def mark(name: str) -> None:
+            if name == STEP:
+                recorder.assign((parameter.grad for parameter in step.parameters), "gradients")
+            recorder.phase(name)
+
+        run_phases(step, mode, mark)
+    return recorder.trace()
+
+
+def simulated_trace(case: ModelCase, mode: str, *, device: str = "cuda", model_spec: str | None = None) -> MemoryTrace:
+    """The memory of one pass of `case` as `device` would see it, from fake tensors: nothing is allocated here."""
+    if mode not in PHASES:
+        raise ValueError(f"mode must be one of {', '.join(PHASES)}, got {mode!r}")
+    rules = CudaAutocastRules() if device == "cuda" else nullcontext()
+    with FakeTensorMode(), rules:
+        step = SimulatedStep(case, model_spec)
+        prepare(step, case, mode)
+        return recorded_trace(step, mode, device)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """What the allocator said of one pass."""
+
+    peak_bytes: dict[str, int]  # by phase, of those that came to their end
+    trace: MemoryTrace
+    out_of_memory: str = ""  # the message, where the pass ended so
+
+
+def cpu_peaks(case: ModelCase, mode: str, run: RunConfig) -> dict[str, int]:
+    """Peak bytes by phase of one pass of `case` on the CPU, by the profiler."""
+    step = TrainingStep(case, run)
+    prepare(step, case, mode)
+    base = sum(tensor.untyped_storage().nbytes() for tensor in (*step.parameters, *optimizer_state(step)))
+    return {START: base} | cpu_phase_peaks(lambda mark: run_phases(step, mode, mark), base)
+
+
+def measured_phases(case: ModelCase, mode: str, run: RunConfig) -> Measured:
+    """One pass of `case` on the run's device, with the allocator's own counts.
+
+    On CUDA the trace is the allocator's history of the same pass, through a snapshot file; a pass that runs out of
+    memory leaves the trace up to there. On a CPU the counts are the profiler's and the trace is recorded in a second
+    pass.
+    """
+    peaks = cpu_peaks(case, mode, run) if run.device == "cpu" else {}
+    step = TrainingStep(case, run)
+    prepare(step, case, mode)
+    if run.device == "cpu":
+        return Measured(peak_bytes=peaks, trace=recorded_trace(step, mode, "cpu"))
+    torch.ones(16, 16, device="cuda") @ torch.ones(16, 16, device="cuda")  # cuBLAS takes its workspace before
+    counters = CudaPhasePeaks()
+    message = ""
+    with tempfile.TemporaryDirectory() as folder, CudaHistory(Path(folder) / "snapshot.pickle") as history:
+        history.phase(START)
+        history.assign(step.parameters, "parameters")
+        history.assign(optimizer_state(step), "optimizer")
+        counters.mark(START)
+
+        def mark(name: str) -> None:
+            if name == STEP:
+                history.assign((parameter.grad for parameter in step.parameters), "gradients")
+            history.phase(name)
+            counters.mark(name)
+
+        try:
+            run_phases(step, mode, mark)
+            counters.finish()
+        except torch.OutOfMemoryError as error:
+            message = str(error).splitlines()[0]
+            if len(history.phases) > 2:  # backward had begun
+                history.assign((parameter.grad for parameter in step.parameters), "gradients")
+        history.dump()
+        trace = history.trace(read_snapshot(history.path))
+    return Measured(peak_bytes=counters.peaks, trace=trace, out_of_memory=message)

@@ -1,0 +1,88 @@
+"""Runs a model's code on fake tensors, so that its memory is known before, and without, the machine that has it.
+
+    with FakeTensorMode():
+        model = fake_module(lambda: TransformerLM.from_config(config))     # shapes and dtypes, no numbers
+        with CudaAutocastRules(), AllocationRecorder("cuda") as recorder, torch.autocast("cpu", torch.bfloat16):
+            model(tokens)
+
+The fake tensors are CPU tensors: PyTorch runs autograd on fake CUDA tensors only where there is a GPU. What CUDA does
+otherwise is put in by hand: the allocator's rounding and the kernels' own temporaries (`allocations.py`), and here the
+functions that autocast computes in float32 there and not on a CPU.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from cs336_systems.profiling.saved import function_name
+
+# https://docs.pytorch.org/docs/stable/amp.html, "CUDA Ops that can autocast to float32", as far as models use them.
+CUDA_FLOAT32_FUNCTIONS = (
+    "cumsum", "exp", "expm1", "layer_norm", "log", "log1p", "log_softmax", "logsumexp", "norm", "pow", "prod",
+    "reciprocal", "rsqrt", "softmax", "softplus", "sum",
+)  # fmt: skip
+BYTES_PER_UNIT = {
+    "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
+    "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40,
+}  # fmt: skip
+SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i?B|B)")
+
+
+def parse_bytes(text: str) -> int:
+    """Bytes of "80GB" (10⁹ each) or "80GiB" (2³⁰ each); ValueError for anything else."""
+    match = SIZE.fullmatch(text.strip())
+    if match is None:
+        raise ValueError(f"a size must be a number with one of {', '.join(BYTES_PER_UNIT)}, like 80GB, got {text!r}")
+    return int(float(match[1]) * BYTES_PER_UNIT[match[2]])
+
+
+def fake_module(build: Callable[[], nn.Module], dtype: torch.dtype = torch.float32) -> nn.Module:
+    """The module that `build` makes, its floating-point parameters and buffers fake and of `dtype`; under a fake mode.
+
+    It is built on the meta device, so that no weight is drawn; a parameter shared by two modules stays one. Buffers of
+    float32 stay as they are: the RoPE tables are never rounded.
+    """
+    with torch.utils._python_dispatch._disable_current_modes(), torch.device("meta"):
+        module = build()
+    fakes: dict[int, Tensor] = {}
+
+    def fake(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+        if id(tensor) not in fakes:
+            made = torch.empty(tensor.shape, dtype=dtype if tensor.is_floating_point() else tensor.dtype)
+            is_parameter = isinstance(tensor, nn.Parameter)
+            fakes[id(tensor)] = nn.Parameter(made, tensor.requires_grad) if is_parameter else made
+        return fakes[id(tensor)]
+
+    originals = [tensor for one in module.modules() for tensor in (*one._parameters.values(), *one._buffers.values())]
+    for one in module.modules():
+        for name, parameter in one._parameters.items():
+            if parameter is not None:
+                one._parameters[name] = fake(parameter, dtype)  # type: ignore[assignment]
+        for name, buffer in one._buffers.items():
+            if buffer is not None:
+                one._buffers[name] = fake(buffer, torch.promote_types(dtype, torch.float32))
+    del originals  # kept until here, so that no id was handed out twice
+    return module
+
+
+class CudaAutocastRules(TorchFunctionMode):
+    """A context in which autocast on CPU tensors gives float32 to the functions that it computes in float32 on CUDA.
+
+    It must be on during backward, too, where checkpointing runs forwards again.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if torch.is_autocast_enabled("cpu") and function_name(func) in CUDA_FLOAT32_FUNCTIONS:
+            args = tuple(_to_float32(argument) for argument in args)
+        return func(*args, **(kwargs or {}))
+
+
+def _to_float32(argument: Any) -> Any:
+    low = isinstance(argument, Tensor) and argument.dtype in (torch.float16, torch.bfloat16)
+    return argument.float() if low else argument

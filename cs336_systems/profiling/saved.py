@@ -1,0 +1,141 @@
+"""What autograd saves for backward during a call, by the operation that saves it.
+
+    saved = saved_tensors(lambda: block(x), parameters=block.parameters())
+    sum(one.num_bytes for one in saved)            # MiB between forward and backward
+    by_operation(saved)[:5]                        # the largest contributors
+
+Works on real tensors of any device and on fake ones. A storage counts once, at the operation that saved it first:
+the input of a linear layer that a norm saved as its output is not paid for twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.overrides import TorchFunctionMode, resolve_name
+
+from cs336_systems.profiling.allocations import source_line
+
+
+@dataclass(frozen=True, kw_only=True)
+class Saved:
+    """One storage kept for backward."""
+
+    num_bytes: int
+    operation: str  # the function that saved it and its line: `softmax in attention/reference.py:62`
+    shape: tuple[int, ...]
+    dtype: str
+
+
+class _CurrentFunction(TorchFunctionMode):
+    """Knows which torch function runs: a saved tensor's hook is called from inside of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.name = ""
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        outer, self.name = self.name, function_name(func)
+        try:
+            return func(*args, **(kwargs or {}))
+        finally:
+            self.name = outer
+
+
+def function_name(func: Any) -> str:
+    """`softmax` of torch.softmax, `mul` of Tensor.__mul__."""
+    if isinstance(func, torch._ops.OpOverload):
+        return func.overloadpacket.__name__
+    name = resolve_name(func) or getattr(func, "__name__", str(func))
+    return name.rpartition(".")[2].strip("_")
+
+
+def saved_tensors(call: Callable[[], object], *, parameters: Iterable[Tensor] = ()) -> list[Saved]:
+    """Every storage that autograd saves during `call`, but those of `parameters`, in the order of saving."""
+    skipped = {_identity(parameter) for parameter in parameters}
+    found: dict[int, Saved] = {}
+    kept = []  # so that no storage is handed out twice
+    current = _CurrentFunction()
+
+    def pack(tensor: Tensor) -> Tensor:
+        identity = _identity(tensor)
+        if identity not in skipped and identity not in found:
+            line = source_line()
+            name = current.name or "autograd.Function"
+            found[identity] = Saved(
+                num_bytes=tensor.untyped_storage().nbytes(),
+                operation=f"{name} in {line}" if line else name,
+                shape=tuple(tensor.shape),
+                dtype=str(tensor.dtype).removeprefix("torch."),
+            )
+            kept.append(tensor)
+        return tensor
+
+    with current, torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        result = call()
+    del result
+    return list(found.values())
+
+
+def compiled_saved_tensors(module: nn.Module, x: Tensor) -> list[Saved]:
+    """What `module(x)` saves for backward when torch.compile has it: its partition of the joint graph, without kernels.
+
+    The graph of forward and backward is cut where the fewest bytes pass (min_cut_rematerialization_partition, with
+    Inductor's decompositions); what crosses the cut is saved. Nothing is compiled or, on fake tensors, computed.
+    Parameters and buffers of `module` and views of them do not count. `x` needs a gradient.
+    """
+    from torch._functorch.aot_autograd import aot_function
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+    from torch._inductor.decomposition import select_decomp_table
+
+    forwards: list[fx.GraphModule] = []
+
+    def partition(joint: fx.GraphModule, inputs: Any, **options: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
+        halves = min_cut_rematerialization_partition(joint, inputs, **{**options, "compiler": "inductor"})
+        forwards.append(halves[0])
+        return halves
+
+    state = {**dict(module.named_parameters()), **dict(module.named_buffers())}  # a shared one once: it stays shared
+    call = aot_function(
+        lambda state, x: torch.func.functional_call(module, state, (x,)),
+        fw_compiler=lambda graph, _: graph.forward,
+        bw_compiler=lambda graph, _: graph.forward,
+        partition_fn=partition,
+        decompositions=select_decomp_table(),
+    )
+    call(state, x)
+    return _crossing(forwards[-1], num_state=len(state))
+
+
+def _crossing(forward: fx.GraphModule, num_state: int) -> list[Saved]:
+    """Outputs of the forward graph behind the module's own, one a storage; the first `num_state` inputs are free."""
+    placeholders = [node for node in forward.graph.nodes if node.op == "placeholder"]
+    (output,) = (node for node in forward.graph.nodes if node.op == "output")
+    seen = {_identity(node.meta["val"]) for node in placeholders[:num_state]}
+    saved = []
+    for node in output.args[0][1:]:
+        value = node.meta.get("val") if isinstance(node, fx.Node) else None
+        if isinstance(value, Tensor) and _identity(value) not in seen:
+            seen.add(_identity(value))
+            num_bytes = value.untyped_storage().nbytes()
+            operation = "input" if node.op == "placeholder" else str(node.target).removeprefix("aten.")
+            dtype = str(value.dtype).removeprefix("torch.")
+            saved.append(Saved(num_bytes=num_bytes, operation=operation, shape=tuple(value.shape), dtype=dtype))
+    return saved
+
+
+def by_operation(saved: Iterable[Saved]) -> list[tuple[str, int]]:
+    """(operation, bytes) summed, the largest first."""
+    sums: dict[str, int] = {}
+    for one in saved:
+        sums[one.operation] = sums.get(one.operation, 0) + one.num_bytes
+    return sorted(sums.items(), key=lambda item: (-item[1], item[0]))
+
+
+def _identity(tensor: Tensor) -> int:
+    """The same for two tensors of one storage, also where nothing is stored (a fake tensor's address is 0)."""
+    return tensor.untyped_storage()._cdata

@@ -1,0 +1,102 @@
+"""Mixed precision: the handout's sums, autocast's dtypes from a real run, the norm whose squares overflow."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from cs336_systems.config import HANDOUT_SIZES, ModelCase, RunConfig
+from cs336_systems.experiments.s2_precision import (
+    ACCUMULATIONS,
+    AutocastCase,
+    NormCase,
+    benchmarking_mixed_precision_cells,
+    measure_accumulation,
+    measure_mixed_precision,
+    mixed_precision_accumulation_cells,
+)
+from cs336_systems.profiling.precision import accumulate, autocast_dtypes, norm_in
+
+COVERS = ("cs336_systems/profiling",)
+TINY = RunConfig(scale="tiny", device="cpu")
+HANDOUT = RunConfig(scale="handout", device="cuda")
+
+
+@pytest.mark.problem("mixed_precision_accumulation", 1)
+@pytest.mark.parametrize(
+    ("accumulator", "addend", "converted", "expected"),
+    [
+        ("float32", "float32", False, 10.00013),
+        ("float16", "float16", False, 9.953125),
+        ("float32", "float16", False, 10.00214),
+        ("float32", "float16", True, 10.00214),
+    ],
+)
+def test_the_handouts_four_sums(accumulator, addend, converted, expected):
+    assert accumulate(accumulator, addend, converted=converted) == pytest.approx(expected, abs=1e-5)
+    cells = mixed_precision_accumulation_cells(TINY)
+    assert [cell.case for cell in cells] == list(ACCUMULATIONS)
+    sums = {cell.case: measurement for cell in cells for measurement in measure_accumulation(cell, TINY)}
+    (found,) = (
+        sums[case]
+        for case in sums
+        if (case.accumulator, case.addend, case.converted) == (accumulator, addend, converted)
+    )
+    assert float(found.kernel) == pytest.approx(expected, abs=1e-5)
+
+
+@pytest.mark.problem("benchmarking_mixed_precision", 2)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_dtypes_under_autocast_on_a_cpu(dtype):
+    found = autocast_dtypes("cpu", dtype)
+    assert found["fc1 output"] == found["logits"] == dtype
+    assert found["parameters"] == found["gradients"] == found["loss"] == "float32"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_dtypes_under_autocast_on_a_gpu(dtype):
+    """There layer norm is computed, and answers, in float32."""
+    assert autocast_dtypes("cuda", dtype) == {
+        "parameters": "float32", "fc1 output": dtype, "layer norm output": "float32", "logits": dtype,
+        "loss": "float32", "gradients": "float32",
+    }  # fmt: skip
+
+
+def test_squares_overflow_in_float16_alone():
+    small, large = norm_in("float16", 1.0), norm_in("float16", 1000.0)
+    assert small.overflowing_squares == 0 and small.error < 0.01
+    assert large.overflowing_squares > 0.7 and large.error > 1, "the output is zero where it should be of order one"
+    wide = norm_in("bfloat16", 1000.0)
+    assert wide.overflowing_squares == 0 and 1e-3 < wide.error < 0.1
+    assert norm_in("float32", 1000.0).error < 1e-5
+
+
+@pytest.mark.problem("benchmarking_mixed_precision", 2)
+def test_every_size_is_timed_in_three_precisions():
+    cases = [cell.case for cell in benchmarking_mixed_precision_cells(HANDOUT)]
+    timed = [case for case in cases if isinstance(case, ModelCase)]
+    assert {case.model.name for case in timed} == set(HANDOUT_SIZES) and len(timed) == 3 * len(HANDOUT_SIZES)
+    assert {(case.precision.parameters, case.precision.autocast) for case in timed} == {
+        ("float32", None), ("float32", "bfloat16"), ("bfloat16", None),
+    }  # fmt: skip
+
+
+def test_each_kind_of_cell_gives_all_its_rows():
+    cells = benchmarking_mixed_precision_cells(TINY)
+    chosen = [
+        next(cell for cell in cells if isinstance(cell.case, kind)) for kind in (AutocastCase, NormCase, ModelCase)
+    ]
+    for cell in chosen:
+        measurements = list(measure_mixed_precision(cell, TINY))
+        assert [measurement.row for measurement in measurements] == list(cell.rows)
+        assert all(measurement.samples for measurement in measurements)
+
+
+def test_a_seed_of_the_caller_is_left_alone():
+    torch.manual_seed(3)
+    expected = torch.rand(1)
+    torch.manual_seed(3)
+    norm_in("float16", 1.0)
+    accumulate("float16", "float16")
+    assert torch.equal(torch.rand(1), expected)

@@ -1,0 +1,562 @@
+"""Memory: recorded, simulated and predicted bytes against the allocator's; results and costs of checkpointing."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from typer.testing import CliRunner
+
+from cs336_systems.accounting import OPTIMIZER_TEMPORARY_BYTES, block_saved_bytes, model_peak_bytes
+from cs336_systems.cli import app
+from cs336_systems.config import MODEL_SIZES, ModelConfig, Precision, RunConfig, proxy_model
+from cs336_systems.experiments import s3_memory
+from cs336_systems.experiments.cells import Cell, Disagreement, Unsupported
+from cs336_systems.experiments.memory_cells import (
+    FORWARD,
+    PHASES,
+    START,
+    STEP,
+    MemoryCase,
+    measured_phases,
+    prepare,
+    recorded_trace,
+    simulated_trace,
+)
+from cs336_systems.experiments.model_cells import TrainingStep
+from cs336_systems.experiments.s3_memory import (
+    BlocksCase,
+    gradient_checkpointing_cells,
+    measure_gradient_checkpointing,
+    measure_memory_profiling,
+    memory_profiling_cells,
+)
+from cs336_systems.model import AdamW, build_model, cross_entropy
+from cs336_systems.model.checkpointing import (
+    apply_checkpointing,
+    best_blocks_per_group,
+    checkpoint_blocks,
+    checkpoint_recursively,
+    checkpoint_selectively,
+    compile_blocks,
+    grouped_bytes,
+    recursive_bytes,
+    recursive_inputs,
+    recursive_recomputed_blocks,
+)
+from cs336_systems.model.optimizer import TEMPORARY_BYTES
+from cs336_systems.profiling.allocations import AllocationRecorder
+from cs336_systems.profiling.memory import MIB, release
+from cs336_systems.profiling.predict import CudaAutocastRules, fake_module, parse_bytes
+from cs336_systems.profiling.saved import by_operation, compiled_saved_tensors, saved_tensors
+from cs336_systems.profiling.timeline import CATEGORIES, Allocation, MemoryTrace, Phase
+
+COVERS = ("cs336_systems/profiling", "cs336_systems/model")
+TINY = RunConfig(scale="tiny", device="cpu")
+HANDOUT = RunConfig(scale="handout", device="cuda")
+XL = replace(MODEL_SIZES["xl"], context_length=2048)
+SMALL = ModelConfig(name="t", d_model=32, d_ff=64, num_layers=8, num_heads=2, vocab_size=50, context_length=64)
+AUTOCAST = Precision(autocast="bfloat16")
+
+
+# Traces
+
+
+def trace_of(
+    *allocations: tuple[int, int, int | None, str], phases: tuple[int, ...] = (0,), events: int
+) -> MemoryTrace:
+    return MemoryTrace(
+        allocations=[
+            Allocation(num_bytes=size, born=born, died=died, category=category, where=f"line {size}")
+            for size, born, died, category in allocations
+        ],
+        phases=[Phase(name=f"phase {number}", start=start) for number, start in enumerate(phases)],
+        num_events=events,
+    )
+
+
+def test_a_trace_adds_up():
+    trace = trace_of(
+        (100, 0, None, "parameters"), (30, 1, 4, "activations"), (50, 2, 3, "temporaries"), (20, 5, None, "gradients"),
+        phases=(0, 4), events=6,
+    )  # fmt: skip
+    assert trace.active_bytes().tolist() == [100, 130, 180, 130, 100, 120]
+    assert trace.peak_bytes() == 180 and trace.peak_event() == 2
+    assert trace.phase_peaks() == {"phase 0": 180, "phase 1": 130}, "a phase begins with what is there"
+    assert trace.breakdown(2) == dict.fromkeys(CATEGORIES, 0) | {
+        "parameters": 100,
+        "activations": 30,
+        "temporaries": 50,
+    }
+    assert [one.num_bytes for one in trace.largest(2)] == [100, 50]
+    assert [one.where for one in trace.largest(9, ["phase 1"])] == ["line 20"]
+    with pytest.raises(ValueError, match="category must be one of parameters, .*, got 'weights'"):
+        trace.active_bytes("weights")
+    with pytest.raises(ValueError, match="points must be positive, got 0"):
+        trace.sampled(0)
+
+
+def test_sampling_keeps_the_peak_whatever_the_number_of_points():
+    trace = trace_of(*[(1, event, event + 1, "temporaries") for event in range(0, 1000, 2)], events=1001)
+    spike = replace(
+        trace, allocations=[*trace.allocations, trace_of((999, 501, 502, "activations"), events=1).allocations[0]]
+    )
+    for points in (1, 3, 200, 5000):
+        events, lines = spike.sampled(points)
+        assert len(events) == min(points, 1001) and sum(line for line in lines.values()).max() == spike.peak_bytes()
+
+
+def test_an_empty_trace_has_no_peak():
+    trace = MemoryTrace(allocations=(), phases=(), num_events=0)
+    assert trace.peak_bytes() == 0 and trace.peak_event() == 0 and trace.phase_peaks() == {} and trace.phase_of(0) == ""
+
+
+# Recording
+
+
+def test_the_recorder_sees_views_once_and_releases_in_order():
+    with AllocationRecorder() as recorder:
+        recorder.phase(FORWARD)
+        first = torch.empty(1000)
+        view = first[10:].t()
+        del first
+        second = torch.empty(500)
+        del view
+        third = second + 1
+    trace = recorder.trace()
+    assert [(one.num_bytes, one.born, one.died) for one in trace.allocations] == [
+        (4000, 0, 2),
+        (2000, 1, None),
+        (2000, 3, None),
+    ]
+    assert third.shape == (500,)
+    assert "test_s3_memory.py" in trace.allocations[2].where and trace.allocations[2].where.startswith("add in ")
+
+
+def test_cuda_counts_are_rounded_and_know_hidden_temporaries():
+    scores = torch.randn(4, 100, requires_grad=True)
+    with AllocationRecorder("cuda") as recorder:
+        recorder.phase("backward")
+        torch.softmax(scores, dim=-1).backward(torch.ones(4, 100))
+    inside = [one for one in recorder.trace().allocations if one.where.startswith("inside _softmax_backward_data")]
+    assert [one.num_bytes for one in inside] == [2048], "1600 bytes, rounded up to blocks of 512"
+    with pytest.raises(ValueError, match="device must be one of cuda, cpu, got 'tpu'"):
+        AllocationRecorder("tpu")
+    with pytest.raises(ValueError, match="category must be one of parameters, .*, got 'weights'"):
+        recorder.assign([], "weights")
+
+
+@pytest.mark.problem("memory_profiling", 4)
+@pytest.mark.parametrize("mode", PHASES)
+@pytest.mark.parametrize(
+    ("attention", "precision", "checkpointing"),
+    [
+        ("reference", Precision(), "none"),
+        ("reference", AUTOCAST, "none"),
+        ("sdpa", Precision(parameters="bfloat16"), "none"),
+        ("reference", Precision(), "2"),
+        ("tiled", AUTOCAST, "selective"),
+    ],
+)
+def test_the_simulation_is_the_allocator(mode, attention, precision, checkpointing):
+    """Peaks of every phase within 1 % of what PyTorch's allocator gave out, and the closed forms within 5 %."""
+    model = replace(proxy_model("xl"), context_length=64)
+    case = MemoryCase(model=model, batch=2, attention=attention, precision=precision, checkpointing=checkpointing)
+    measured = measured_phases(case, mode, TINY)
+    simulated = simulated_trace(case, mode, device="cpu").phase_peaks()
+    assert list(simulated) == list(measured.peak_bytes) == list(PHASES[mode])
+    for phase, num_bytes in measured.peak_bytes.items():
+        assert simulated[phase] == pytest.approx(num_bytes, rel=0.01), phase
+        assert measured.trace.phase_peaks()[phase] == pytest.approx(num_bytes, rel=0.01), phase
+    if checkpointing == "none":
+        assert model_peak_bytes(case, mode) == pytest.approx(max(measured.peak_bytes.values()), rel=0.05)
+
+
+@pytest.mark.problem("memory_profiling", 4)
+@pytest.mark.parametrize("context", [128, 2048])
+@pytest.mark.parametrize("precision", [Precision(), AUTOCAST], ids=["float32", "autocast"])
+def test_closed_forms_of_the_handouts_cases(context, precision):
+    """At the handout's sizes the closed form and the simulation, which know nothing of each other, agree to 5 %."""
+    model = replace(XL, context_length=context, num_layers=6)
+    case = MemoryCase(model=model, batch=4, attention="reference", precision=precision)
+    for mode in PHASES:
+        assert model_peak_bytes(case, mode) == pytest.approx(simulated_trace(case, mode).peak_bytes(), rel=0.05), mode
+
+
+def test_categories_of_a_training_step():
+    case = MemoryCase(model=SMALL, batch=2, attention="reference")
+    step = TrainingStep(case, TINY)
+    prepare(step, case, "train_step")
+    trace = recorded_trace(step, "train_step", "cpu")
+    parameters = sum(parameter.nbytes for parameter in step.parameters)
+    end = trace.breakdown(trace.num_events - 1)
+    assert (end["parameters"], end["optimizer"], end["gradients"]) == (parameters, 2 * parameters, parameters)
+    backward = next(phase.start for phase in trace.phases if phase.name == "backward")
+    before = trace.breakdown(backward - 1)
+    assert before["gradients"] == 0 and before["activations"] > 0.9 * 8 * sum(
+        block_saved_bytes(SMALL, 2, attention="reference").values()
+    )
+    with pytest.raises(ValueError, match="mode must be one of forward, train_step, got 'backward'"):
+        simulated_trace(case, "backward")
+
+
+def test_preparing_a_step_leaves_weights_and_gradients_alone():
+    case = MemoryCase(model=SMALL, batch=2, attention="reference")
+    step = TrainingStep(case, TINY)
+    before = [parameter.detach().clone() for parameter in step.parameters]
+    prepare(step, case, "train_step")
+    assert all(torch.equal(one, other) for one, other in zip(before, step.parameters))
+    assert all(parameter.grad is None for parameter in step.parameters)
+    assert isinstance(step.optimizer, AdamW) and OPTIMIZER_TEMPORARY_BYTES == TEMPORARY_BYTES
+    assert all(not state["exp_avg"].any() for state in step.optimizer.state.values())
+
+
+# Fake modules and sizes
+
+
+def test_a_fake_module_shares_what_the_real_one_shares():
+    def build() -> nn.Module:
+        module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        module[1].weight = module[0].weight
+        module.register_buffer("table", torch.zeros(3, dtype=torch.int32))
+        return module
+
+    with FakeTensorMode():
+        module = fake_module(build, torch.bfloat16)
+    assert module[0].weight is module[1].weight and len(list(module.parameters())) == 3
+    assert module[0].weight.dtype == torch.bfloat16 and module.table.dtype == torch.int32
+
+
+def test_autocast_by_cudas_rules_gives_softmax_float32():
+    x = torch.randn(4, 4)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.softmax(x @ x, dim=-1).dtype == torch.bfloat16
+        with CudaAutocastRules():
+            assert torch.softmax(x @ x, dim=-1).dtype == torch.float32
+    with CudaAutocastRules():
+        assert torch.softmax(x.bfloat16(), dim=-1).dtype == torch.bfloat16, "without autocast nothing changes"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"), [("80GB", 80 * 10**9), ("80 GiB", 80 * 2**30), ("1.5KiB", 1536), ("7B", 7)]
+)
+def test_sizes_are_read(text, expected):
+    assert parse_bytes(text) == expected
+
+
+@pytest.mark.parametrize("text", ["80", "GB", "-1GB", "80 gigabytes", "1e3GB", ""])
+def test_a_size_without_a_unit_is_refused(text):
+    with pytest.raises(ValueError, match="a size must be a number with one of B, KB, .* like 80GB, got"):
+        parse_bytes(text)
+
+
+# What blocks save
+
+
+def fake_xl_blocks(count: int) -> tuple[nn.Sequential, torch.Tensor]:
+    model = fake_module(lambda: s3_memory.TransformerLM.from_config(replace(XL, num_layers=count)))
+    return nn.Sequential(*model.layers), torch.empty(4, 2048, 2560, requires_grad=True)
+
+
+@pytest.mark.problem("memory_profiling", 4)
+def test_a_block_of_xl_saves_what_the_closed_form_says():
+    with FakeTensorMode():
+        block, x = fake_xl_blocks(1)
+        saved = saved_tensors(lambda: block(x), parameters=[*block.parameters(), *block.buffers()])
+    expected = sum(block_saved_bytes(XL, 4, attention="reference").values())
+    assert sum(one.num_bytes for one in saved) == expected
+    (largest, num_bytes), *_ = by_operation(saved)
+    assert num_bytes == 2048 * MIB and largest.startswith("softmax in attention/reference.py:")
+
+
+@pytest.mark.problem("gradient_checkpointing", 4)
+@pytest.mark.parametrize(("blocks", "others_mib"), [(1, 3651), (4, 14605)])
+def test_compiled_blocks_save_what_others_measured(blocks, others_mib):
+    """3651 and 14605 MiB on a GPU by others; the same graph cut by the same rule, within two causal masks a block."""
+    with FakeTensorMode():
+        module, x = fake_xl_blocks(blocks)
+        saved = compiled_saved_tensors(module, x)
+    found = sum(one.num_bytes for one in saved) / MIB
+    mask_mib = 2048**2 / MIB
+    assert others_mib <= found <= others_mib + blocks * mask_mib
+
+
+@pytest.mark.problem("gradient_checkpointing", 4)
+def test_pairs_of_blocks_store_their_inputs_alone():
+    case = BlocksCase(model=XL, batch=4, blocks=4, attention="reference", checkpointing="2")
+    cell = Cell(problem="gradient_checkpointing", case=case, implementation="simulated", rows=(s3_memory.SAVED,))
+    (measurement,) = measure_gradient_checkpointing(cell, TINY)
+    assert measurement.samples == [160.0], "two residual streams of 80 MiB"
+    compiled = replace(cell, implementation="simulated compiled")
+    with pytest.raises(Unsupported, match="simulated without checkpoints in it"):
+        list(measure_gradient_checkpointing(compiled, TINY))
+
+
+def test_saved_tensors_count_each_storage_once_and_no_parameter():
+    weight = nn.Parameter(torch.ones(10, 10))
+    x = torch.ones(10, 10, requires_grad=True)
+    saved = saved_tensors(lambda: (x @ weight).exp() * x[:5].repeat(2, 1), parameters=[weight])
+    assert [one.num_bytes for one in saved] == [400, 400, 400]
+    assert [one.operation.partition(" in ")[0] for one in saved] == ["matmul", "exp", "mul"]
+
+
+# Checkpointing
+
+
+def gradients(attention: str, checkpointing: str, num_layers: int = 8, compiled: bool = False) -> tuple[list, int]:
+    """Gradients of a step, and how many block forwards backward added."""
+    model = build_model(replace(SMALL, num_layers=num_layers), attention=attention, device="cpu")
+    apply_checkpointing(model, checkpointing)
+    calls = [0]
+    for block in model.layers:
+        block.register_forward_pre_hook(lambda *_: calls.__setitem__(0, calls[0] + 1))
+    if compiled:
+        compile_blocks(model)
+    tokens = torch.randint(50, (2, 64), generator=torch.Generator().manual_seed(0))
+    cross_entropy(model(tokens), tokens).backward()
+    return [parameter.grad for parameter in model.parameters()], calls[0] - num_layers
+
+
+@pytest.mark.problem("gradient_checkpointing", 4)
+@pytest.mark.parametrize("checkpointing", ["1", "3", "8", "100", "recursive", "selective"])
+@pytest.mark.parametrize("attention", ["reference", "sdpa", "tiled"])
+def test_checkpointed_gradients_are_bit_identical(attention, checkpointing):
+    if checkpointing == "selective" and attention == "reference":
+        pytest.skip("reference attention is not one operator")
+    expected, none = gradients(attention, "none")
+    actual, added = gradients(attention, checkpointing)
+    assert all(torch.equal(one, other) for one, other in zip(expected, actual))
+    assert none == 0 and added == (12 if checkpointing == "recursive" else 8)
+
+
+@pytest.mark.problem("gradient_checkpointing", 4)
+@pytest.mark.parametrize("num_layers", [1, 2, 3, 5, 7])
+def test_recursion_computes_as_many_blocks_again_as_its_closed_form(num_layers):
+    assert gradients("sdpa", "recursive", num_layers)[1] == recursive_recomputed_blocks(num_layers)
+
+
+def stored_bytes(checkpointing: str, num_layers: int) -> int:
+    """The most bytes of activations that there are at once in a step, without embedding, head and loss."""
+    case = MemoryCase(
+        model=replace(SMALL, num_layers=num_layers, context_length=256), batch=2, attention="reference",
+        checkpointing=checkpointing,
+    )  # fmt: skip
+    trace = simulated_trace(case, "train_step", device="cpu")
+    return int(trace.active_bytes("activations").max())
+
+
+@pytest.mark.problem("gradient_checkpointing", 4)
+def test_stored_bytes_grow_as_the_closed_forms_say():
+    """Linear without checkpointing and by groups of one (with the slope of one input), by the logarithm recursively."""
+    model = replace(SMALL, context_length=256)
+    block = sum(block_saved_bytes(model, 2, attention="reference").values())
+    stream = 2 * 256 * 32 * 4
+    for num_layers in (4, 8, 16):
+        longer = 2 * num_layers
+        assert stored_bytes("none", longer) - stored_bytes("none", num_layers) == num_layers * block
+        assert stored_bytes("1", longer) - stored_bytes("1", num_layers) == num_layers * stream
+        assert stored_bytes("recursive", longer) - stored_bytes("recursive", num_layers) == stream
+        assert (
+            grouped_bytes(longer, 1, stream, block) - grouped_bytes(num_layers, 1, stream, block) == num_layers * stream
+        )
+        assert recursive_bytes(longer, stream, block) - recursive_bytes(num_layers, stream, block) == stream
+
+
+@pytest.mark.problem("gradient_checkpointing", 4)
+def test_asymptotics():
+    for num_blocks in (4, 64, 1024):
+        best = best_blocks_per_group(num_blocks, 1.0, 1.0)
+        root = math.isqrt(num_blocks)
+        assert grouped_bytes(num_blocks, root, 1.0, 1.0) == 2 * root
+        assert 2 * root - 1 <= grouped_bytes(num_blocks, best, 1.0, 1.0) <= 2 * root, "a shorter last group saves one"
+        assert recursive_bytes(num_blocks, 1.0, 1.0) == math.log2(num_blocks) + 1
+        assert recursive_recomputed_blocks(num_blocks) == num_blocks // 2 * math.log2(num_blocks)
+    assert recursive_inputs(1) == 0 and recursive_recomputed_blocks(1) == 0 and recursive_inputs(5) == 3
+    assert grouped_bytes(10, 4, 1.0, 100.0) == 402, "the last group has two blocks, the one before four"
+    assert best_blocks_per_group(32, 80.0, 4132.0) == 1, "xl: a block saves fifty times its input"
+
+
+def test_without_a_graph_nothing_is_checkpointed():
+    model = build_model(SMALL, device="cpu")
+    tokens = torch.zeros(1, 64, dtype=torch.int64)
+    with torch.no_grad():
+        expected = model(tokens)
+        for name in ("2", "recursive"):
+            apply_checkpointing(model, name)
+            assert torch.equal(model(tokens), expected)
+
+
+def test_checkpointing_keeps_names_and_can_be_undone():
+    model = build_model(SMALL, device="cpu")
+    names = list(model.state_dict())
+    checkpoint_blocks(model, 2)
+    assert list(model.state_dict()) == names
+    apply_checkpointing(model, "none")
+    assert model.run_blocks.__name__ == "run_in_order"
+
+
+def test_bad_checkpointing_is_refused():
+    model = build_model(SMALL, device="cpu")
+    with pytest.raises(TypeError, match="model must be a TransformerLM, .*, got Linear"):
+        checkpoint_recursively(nn.Linear(2, 2))
+    for value in (0, -1, 1.5, True):
+        with pytest.raises(ValueError, match="must be positive ints, got"):
+            checkpoint_blocks(model, value)
+    with pytest.raises(ValueError, match=r"one operator \(sdpa, tiled, triton\) to keep its output, got reference"):
+        checkpoint_selectively(model, 1)
+    for name in ("0", "two", "-1", ""):
+        with pytest.raises(
+            ValueError, match="checkpointing must be none, recursive, selective or blocks per group, got"
+        ):
+            apply_checkpointing(model, name)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("checkpointing", ["1", "2", "recursive"])
+def test_compiled_blocks_under_checkpoints_on_a_gpu(checkpointing):
+    """Compiled inside, checkpointed outside: the gradients of the eager model."""
+    results = []
+    for compiled in (False, True):
+        model = build_model(SMALL, device="cuda")
+        if compiled:
+            apply_checkpointing(model, checkpointing)
+            compile_blocks(model)
+        tokens = torch.randint(50, (2, 64), generator=torch.Generator().manual_seed(0)).cuda()
+        cross_entropy(model(tokens), tokens).backward()
+        results.append([parameter.grad for parameter in model.parameters()])
+    for one, other in zip(*results):
+        assert float((one - other).abs().max()) <= 1e-3 * float(one.abs().max())
+
+
+@pytest.mark.gpu
+def test_a_pass_that_runs_out_of_memory_leaves_its_trace_and_the_memory(monkeypatch):
+    """B1: what died is recorded up to there, the next cell finds as much memory as the first, and measures the same."""
+    run = RunConfig(scale="handout", device="cuda")
+    good = MemoryCase(model=replace(proxy_model("xl"), context_length=128), batch=1, attention="reference")
+    huge = replace(good, model=replace(good.model, context_length=131_072))
+    release("cuda")
+    before = torch.cuda.memory_allocated()
+    first = measured_phases(good, "train_step", run)
+    broken = measured_phases(huge, "train_step", run)
+    assert "out of memory" in broken.out_of_memory and list(broken.peak_bytes) == [START]
+    assert broken.trace.num_events > 0
+    del broken
+    release("cuda")
+    assert torch.cuda.memory_allocated() == before
+    assert measured_phases(good, "train_step", run).peak_bytes == first.peak_bytes
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", [Precision(), AUTOCAST], ids=["float32", "autocast"])
+@pytest.mark.parametrize("mode", PHASES)
+def test_predictions_hold_on_a_gpu(mode, precision):
+    run = RunConfig(scale="handout", device="cuda")
+    model = replace(MODEL_SIZES["medium"], context_length=1024, num_layers=8)
+    case = MemoryCase(model=model, batch=4, attention="reference", precision=precision)
+    measured = measured_phases(case, mode, run)
+    peak = max(measured.peak_bytes.values())
+    assert simulated_trace(case, mode).peak_bytes() == pytest.approx(peak, rel=0.05)
+    assert model_peak_bytes(case, mode) == pytest.approx(peak, rel=0.05)
+    assert measured.trace.peak_bytes() == pytest.approx(peak, rel=0.02)
+    step = [phase.name for phase in measured.trace.phases]
+    assert step == list(PHASES[mode]) and (mode == "forward" or STEP in step)
+
+
+# Cells
+
+
+@pytest.mark.problem("memory_profiling", 4)
+def test_handout_grids_are_the_handouts():
+    cases = [
+        (cell.case, cell.rows[0].mode) for cell in memory_profiling_cells(HANDOUT) if isinstance(cell.case, MemoryCase)
+    ]
+    assert {(case.model.name, case.batch) for case, _ in cases} == {("xl", 4)}
+    for context in (128, 256, 512, 2048):
+        found = {(mode, case.precision.autocast) for case, mode in cases if case.model.context_length == context}
+        assert found == {(mode, autocast) for mode in PHASES for autocast in (None, "bfloat16")}
+    groups = {
+        (cell.case.checkpointing, cell.implementation)
+        for cell in gradient_checkpointing_cells(HANDOUT)
+        if isinstance(cell.case, MemoryCase)
+    }
+    assert {(size, how) for size in ("1", "2", "4") for how in ("eager", "compiled")} <= groups
+    assert {("recursive", "eager"), ("selective", "eager"), ("none", "eager")} <= groups
+
+
+def test_a_memory_cell_gives_all_its_rows():
+    for cells, measure in (
+        (memory_profiling_cells(TINY), measure_memory_profiling),
+        (gradient_checkpointing_cells(TINY), measure_gradient_checkpointing),
+    ):
+        kinds = {(type(cell.case), cell.implementation, cell.rows[0].mode): cell for cell in cells}
+        for cell in kinds.values():
+            rows = [measurement.row for measurement in measure(cell, TINY) if measurement.samples]
+            assert set(rows) == set(cell.rows), cell
+
+
+def test_wrong_gradients_are_never_timed(monkeypatch):
+    monkeypatch.setattr(s3_memory, "GRADIENT_TOLERANCE", -1.0)  # not even equal gradients pass
+    cell = next(cell for cell in gradient_checkpointing_cells(TINY) if cell.implementation == "eager")
+    with pytest.raises(Disagreement, match="gradients under checkpointing differ by 0, more than -"):
+        next(measure_gradient_checkpointing(cell, TINY))
+
+
+def test_a_users_own_model_is_simulated_but_not_checkpointed():
+    run = replace(TINY, model="tests.broken_models:Bigram")
+    cells = memory_profiling_cells(run)
+    cell = next(cell for cell in cells if cell.implementation == "simulated" and isinstance(cell.case, MemoryCase))
+    assert all(measurement.samples for measurement in measure_memory_profiling(cell, run))
+    checkpointed = next(
+        cell for cell in gradient_checkpointing_cells(run) if getattr(cell.case, "checkpointing", "") == "2"
+    )
+    with pytest.raises(Unsupported, match="model must be a TransformerLM"):
+        list(measure_gradient_checkpointing(checkpointed, run))
+
+
+# Command line
+
+
+def memory(*arguments: str) -> tuple[int, str]:
+    result = CliRunner().invoke(app, ["memory", *arguments])
+    return result.exit_code, result.output
+
+
+def test_a_laptop_answers_whether_a_model_fits():
+    arguments = ("--model", "small", "--context", "512", "--batch", "2")
+    code, output = memory(*arguments, "--fits", "80GB")
+    assert code == 0 and "fits in 80GB: peak " in output and "backward" in output
+    code, output = memory(*arguments, "--fits", "1GiB", "--checkpoint", "1")
+    assert code == 1 and "does not fit in 1GiB: peak " in output
+
+
+def test_a_snapshot_is_read_on_the_command_line(tmp_path):
+    from tests.snapshot_files import small_snapshot, write
+
+    code, output = memory("--snapshot", str(write(tmp_path / "x.pickle", small_snapshot())))
+    assert code == 0 and "project/model.py:42 forward" in output
+    code, output = memory("--snapshot", str(tmp_path / "absent.pickle"))
+    assert code == 2 and output.startswith("error: ") and len(output.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--model", "xxl"), "--model must be one of small, .*, got 'xxl'"),
+        (("--context", "0"), "context_length must be a positive int, got 0"),
+        (("--batch", "0"), "batch must be a positive int, got 0"),
+        (("--mode", "step"), "mode must be one of forward, train_step, got 'step'"),
+        (("--model", "small", "--attention", "fast"), "attention must be one of reference, .*, got 'fast'"),
+        (("--autocast", "float64"), "autocast must be one of float16, bfloat16, got 'float64'"),
+        (("--fits", "many"), "a size must be a number with one of .*, got 'many'"),
+        (("--model", "small", "--checkpoint", "half"), "checkpointing must be none, .*, got 'half'"),
+    ],
+)
+def test_wrong_arguments_are_one_line(arguments, message):
+    code, output = memory(*arguments)
+    assert code == 2 and len(output.strip().splitlines()) == 1
+    with pytest.raises(ValueError, match=message):
+        raise ValueError(output)
