@@ -417,7 +417,7 @@ def check_training_step(trace: Trace, num_steps: int) -> None:
     """What must hold of a training step of the model with two layers, whatever the device."""
     assert len(trace.step_ms) == num_steps
     for step in range(num_steps):
-        assert 0 < trace.busy_ms(step=step)
+        assert trace.busy_ms(step=step) > 0
         for phase in ("forward", "backward"):
             inside = [trace.kernel_ms(step=step, phase=phase, within=part) for part in ATTENTION_PARTS[:3]]
             assert all(ms > 0 for ms in inside), "scores, softmax and values, forward and backward"
