@@ -21,6 +21,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from cs336_systems.commands.compare import compare
 from cs336_systems.commands.doctor import doctor
 from cs336_systems.commands.shared import (
     EXIT_NOTHING_MEASURED,
@@ -45,6 +46,7 @@ app = typer.Typer(
     help="Reference implementation and lab for the systems half of building language models.",
 )
 app.command()(doctor)
+app.command()(compare)
 
 
 @app.command("list")
