@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from cs336_systems.experiments.cells import Problem
+from cs336_systems.experiments.s2_nsys_profile import measure_nsys_profile, nsys_profile_cells
 from cs336_systems.experiments.s2_profiling import benchmarking_script_cells, measure_benchmarking_script
 from cs336_systems.experiments.s4_attention import (
     flash_benchmarking_cells,
@@ -23,6 +24,15 @@ PROBLEMS: dict[str, Problem] = {
             points=4,
             cells=benchmarking_script_cells,
             measure=measure_benchmarking_script,
+        ),
+        Problem(
+            name="nsys_profile",
+            title="Where the time of a step goes: kernels, matmul share, attention's parts",
+            section="2.1.4",
+            editions=(2025, 2026),
+            points=5,
+            cells=nsys_profile_cells,
+            measure=measure_nsys_profile,
         ),
         Problem(
             name="pytorch_attention",
