@@ -24,6 +24,7 @@ from cs336_systems.report.frames import (
     tuples,
 )
 from cs336_systems.report.markdown import code_span, factor, number, plain
+from cs336_systems.report.profiles import answers as profile_answers
 from cs336_systems.report.sections import longest_warmup, present_modes, timed
 
 EXAMPLE_LENGTH = 16384  # the leaderboard's length: examples quote it where it was measured
@@ -160,6 +161,7 @@ def leaderboard_2025(frame: pd.DataFrame) -> list[str]:
 
 ANSWERS: dict[str, Callable[[pd.DataFrame], list[str]]] = {
     "benchmarking_script": benchmarking_script,
+    "nsys_profile": profile_answers,
     "pytorch_attention": pytorch_attention,
     "torch_compile": torch_compile,
     "flash_benchmarking": flash_benchmarking,
