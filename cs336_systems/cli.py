@@ -23,6 +23,7 @@ from rich.table import Table
 
 from cs336_systems.commands.compare import compare
 from cs336_systems.commands.doctor import doctor
+from cs336_systems.commands.profile import profile
 from cs336_systems.commands.shared import (
     EXIT_NOTHING_MEASURED,
     EXIT_SIGNAL,
@@ -47,6 +48,7 @@ app = typer.Typer(
 )
 app.command()(doctor)
 app.command()(compare)
+app.command()(profile)
 
 
 @app.command("list")

@@ -19,7 +19,7 @@ import gzip
 import json
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -88,6 +88,10 @@ class Trace:
             and (within is None or any(name.startswith(within) for name in kernel.ranges))
             and (step is None or kernel.step == step)
         ]
+
+    def in_steps(self) -> Trace:
+        """This trace without what ran outside of the profiled steps (preparing each)."""
+        return replace(self, kernels=tuple(kernel for kernel in self.kernels if kernel.step >= 0))
 
     def kernel_ms(self, **selection: Any) -> float:
         """Summed duration of what `select` returns; kernels that overlap count each."""
