@@ -21,6 +21,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from cs336_systems.commands.branches import branches
 from cs336_systems.commands.compare import compare
 from cs336_systems.commands.doctor import doctor
 from cs336_systems.commands.profile import profile
@@ -48,6 +49,7 @@ app = typer.Typer(
 )
 app.command()(doctor)
 app.command()(compare)
+app.command()(branches)
 app.command()(profile)
 
 

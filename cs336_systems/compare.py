@@ -19,7 +19,7 @@ import hashlib
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import NormalDist
 from typing import Literal
@@ -112,6 +112,21 @@ def read_all(path: Path) -> list[Record]:
     if not records:
         raise ValueError(f"{path}: no records")
     return records
+
+
+def pool(rounds: Sequence[Sequence[Record]]) -> list[Record]:
+    """One set of records from several rounds of the same measurement: the samples of a key, in the order of rounds.
+
+    A key that failed in any round is as it was there: its times are not those of something that works.
+    """
+    pooled: dict[tuple[str, ...], Record] = {}
+    for record in (record for records in rounds for record in latest(records)):
+        before = pooled.get(record.key)
+        if before is None or (before.status == "ok" and record.status != "ok"):
+            pooled[record.key] = record
+        elif before.status == record.status == "ok":
+            pooled[record.key] = replace(before, samples=[*before.samples, *record.samples])
+    return list(pooled.values())
 
 
 def compare_records(

@@ -32,14 +32,14 @@ def compare(
     from cs336_systems.compare import compare_records, exit_code, read_all
 
     with one_line_errors():
-        _check_options(threshold, fail_on)
+        check_options(threshold, fail_on)
         comparison = compare_records(read_all(base), read_all(target), threshold_percent=threshold)
         code = exit_code(comparison, fail_on)  # type: ignore[arg-type]
     show_comparison(comparison, show_all=show_all)
     raise typer.Exit(code)
 
 
-def _check_options(threshold: float, fail_on: str) -> None:
+def check_options(threshold: float, fail_on: str) -> None:
     from cs336_systems.compare import FAIL_ON
 
     if not (math.isfinite(threshold) and threshold >= 0):

@@ -65,7 +65,7 @@ def profile(
             raise ValueError(f"--print shows the command of {' or '.join(TOOLS)}, got --tool {tool}")
         if tool != "torch" and kind != "cuda" and not print_only:
             raise ValueError(f"--tool {tool} needs a CUDA device; --tool torch profiles a CPU, too")
-        if kind == "cpu" and importlib.util.find_spec("triton") is not None:
+        if kind == "cpu" and "triton" in (implementation, attention) and importlib.util.find_spec("triton") is not None:
             os.environ["TRITON_INTERPRET"] = "1"  # before the kernels are loaded
         from cs336_systems.experiments.profiled import parse_case
         from cs336_systems.experiments.worker import search_current_folder
