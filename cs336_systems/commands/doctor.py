@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-from rich.console import Console
-from rich.table import Table
+from typing import Annotated
+
+import typer
+
+from cs336_systems.commands.machine import show_machine
+from cs336_systems.commands.shared import DeviceOption, one_line_errors
 
 
-def doctor() -> None:
+def doctor(
+    device: DeviceOption = "auto",
+    measure: Annotated[bool, typer.Option("--measure", help="Measure copies, matmuls and our back ends.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+) -> None:
     """Say what this machine is, which attention back ends run on it, and what is missing for the others."""
-    from cs336_systems.device import available_backends, device_peak, get_device_info, recommended_dtype
-    from cs336_systems.experiments.sweep import software_versions
-
-    info = get_device_info()
-    peak = device_peak(info)
-    table = Table(show_header=False, box=None)
-    for key, value in info.to_dict().items():
-        table.add_row(key, str(value))
-    for package, version in software_versions().items():
-        table.add_row(package, version)
-    table.add_row("recommended dtype", recommended_dtype(info.compute_capability))
-    if info.kind == "cuda":
-        table.add_row("peak", f"{peak} " if peak else "unknown GPU: no peak, so no MFU")
-    for backend, state in available_backends(info).items():
-        table.add_row(f"backend {backend}", state)
-    Console().print(table)
+    with one_line_errors():
+        show_machine(device, measure=measure, as_json=as_json)
