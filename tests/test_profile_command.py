@@ -74,7 +74,7 @@ def test_cases_that_make_no_sense_are_refused(text: str, options: dict[str, Any]
 @pytest.mark.parametrize(
     ("text", "implementation", "mode", "message"),
     [
-        ("small-proxy", "triton", "forward", "implementation of a model must be eager or compiled, got 'triton'"),
+        ("small-proxy", "triton", "forward", "implementation of a model must be one of eager, compiled, got 'triton'"),
         ("small-proxy", "eager", "backward", "mode of a model must be one of forward, .*, got 'backward'"),
         ("1x1x64x32", "magic", "forward", "implementation of an attention shape must be one of eager, .*, got 'magic'"),
         ("1x1x64x32", "eager", "train_step", "mode of an attention shape must be one of forward, .*, got 'train_step'"),
@@ -146,6 +146,7 @@ def test_an_out_of_memory_leaves_its_trace(tmp_path: Path, monkeypatch: pytest.M
         (["small-proxy", "--print"], 2, "--print shows the command of nsys or ncu, got --tool torch"),
         (["small-proxy", "--tool", "nsys", "--device", "cpu"], 2, "--tool nsys needs a CUDA device"),
         (["small-proxy", "--mode", "sideways", "--device", "cpu"], 2, "got 'sideways'"),
+        (["small-proxy", "--mode", "../../x", "--tool", "nsys", "--print"], 2, "got '../../x'"),
         (["small-proxy", "--model", "no_such_module:X", "--device", "cpu"], 2, "no_such_module"),
         (["small-proxy", "--model", "tests.broken_models:Bigram", "--device", "cpu"], 2, "must have modules to"),
         (["1x1x64x32", "--implementation", "sdpa_cudnn", "--device", "cpu"], 1, "sdpa_cudnn needs CUDA"),

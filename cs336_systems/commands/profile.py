@@ -67,12 +67,13 @@ def profile(
             raise ValueError(f"--tool {tool} needs a CUDA device; --tool torch profiles a CPU, too")
         if kind == "cpu" and "triton" in (implementation, attention) and importlib.util.find_spec("triton") is not None:
             os.environ["TRITON_INTERPRET"] = "1"  # before the kernels are loaded
-        from cs336_systems.experiments.profiled import parse_case
+        from cs336_systems.experiments.profiled import check_case, parse_case
         from cs336_systems.experiments.worker import search_current_folder
 
         parsed = parse_case(
             case, precision=precision, batch=batch, context=context, attention=attention, is_causal=causal
         )
+        check_case(parsed, implementation, mode)
         stem = _stem(case, mode, implementation, attention, precision, context, batch, causal)
         folder = results / get_device_info(kind).slug / "logs" / PROFILES
         if tool in TOOLS:

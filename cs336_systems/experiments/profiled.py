@@ -93,18 +93,28 @@ def _model(text: str) -> ModelConfig:
     return proxy_model(size) if text.endswith(PROXY) else MODEL_SIZES[size]
 
 
+def check_case(case: ModelCase | AttentionShape, implementation: str, mode: str) -> None:
+    """ValueError on an implementation or a mode that `case` does not have."""
+    of_model = isinstance(case, ModelCase)
+    what = "a model" if of_model else "an attention shape"
+    implementations = MODEL_IMPLEMENTATIONS if of_model else IMPLEMENTATIONS
+    modes = MODEL_MODES if of_model else ATTENTION_MODES
+    if implementation not in implementations:
+        known = ", ".join(implementations)
+        raise ValueError(f"implementation of {what} must be one of {known}, got {implementation!r}")
+    if mode not in modes:
+        raise ValueError(f"mode of {what} must be one of {', '.join(modes)}, got {mode!r}")
+
+
 def prepare(case: ModelCase | AttentionShape, implementation: str, mode: str, run: RunConfig) -> Prepared:
     """Build what `case` needs and return the call; nothing is checked against an oracle, since nothing is recorded.
 
-    Raises ValueError on an implementation or mode that the case does not have, and Unsupported with the reason where
-    the implementation does not exist for it.
+    Raises ValueError as `check_case` does, and Unsupported with the reason where the implementation does not exist for
+    the case.
     """
+    check_case(case, implementation, mode)
     if isinstance(case, AttentionShape):
         return _attention(case, implementation, mode, run)
-    if implementation not in MODEL_IMPLEMENTATIONS:
-        raise ValueError(f"implementation of a model must be eager or compiled, got {implementation!r}")
-    if mode not in MODEL_MODES:
-        raise ValueError(f"mode of a model must be one of {', '.join(MODEL_MODES)}, got {mode!r}")
     step = TrainingStep(case, run)
     model = step.model
     assert isinstance(model, nn.Module)
@@ -115,11 +125,6 @@ def prepare(case: ModelCase | AttentionShape, implementation: str, mode: str, ru
 
 
 def _attention(shape: AttentionShape, implementation: str, mode: str, run: RunConfig) -> Prepared:
-    if implementation not in IMPLEMENTATIONS:
-        known = ", ".join(IMPLEMENTATIONS)
-        raise ValueError(f"implementation of an attention shape must be one of {known}, got {implementation!r}")
-    if mode not in ATTENTION_MODES:
-        raise ValueError(f"mode of an attention shape must be one of {', '.join(ATTENTION_MODES)}, got {mode!r}")
     function = build(implementation, shape, run.device)
     inputs = attention_inputs(shape, device=run.device, seed=run.seed)
 

@@ -103,6 +103,7 @@ def measure_nsys_profile(cell: Cell, run: RunConfig) -> Iterator[Measurement]:
 def measurements(trace: Trace, rows: dict[str, Row]) -> Iterator[Measurement]:
     """The promised `rows` but the wall clock, read from `trace`: a sample for each profiled step."""
     steps = range(len(trace.step_ms))
+    trace = trace.in_steps()
     for quantity, of in _quantities(trace).items():
         if quantity in rows:
             yield Measurement(row=rows[quantity], samples=[of(step=step) for step in steps])
