@@ -139,6 +139,8 @@ KERNELS = {
     "gloo:all_reduce": "communication",
     # and what is none of these
     "aten::expand": "other",
+    "aten::transpose": "other",
+    "aten::permute": "other",
     "aten::view": "other",
     "autograd::engine::evaluate_function: MmBackward0": "other",
     "a_kernel_of_tomorrow": "other",

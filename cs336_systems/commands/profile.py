@@ -67,6 +67,7 @@ def profile(
             raise ValueError(f"--tool {tool} needs a CUDA device; --tool torch profiles a CPU, too")
         if kind == "cpu" and "triton" in (implementation, attention) and importlib.util.find_spec("triton") is not None:
             os.environ["TRITON_INTERPRET"] = "1"  # before the kernels are loaded
+        os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # or the profiler's library prints its start and stop
         from cs336_systems.experiments.profiled import check_case, parse_case
         from cs336_systems.experiments.worker import search_current_folder
 

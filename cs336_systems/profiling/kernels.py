@@ -26,7 +26,7 @@ _RULES: tuple[tuple[str, str], ...] = (
     ("softmax", r"softmax|logsumexp|nll_loss|cross_entropy"),
     ("copy", r"memcpy|memset|copy|catarray|fillfunctor|^aten::(cat|stack|clone|contiguous|to|zero_|fill_|zeros|ones|"
              r"index\w*|gather|scatter\w*|embedding\w*|select_backward|slice_backward|pad|repeat|tril|triu)$|"
-             r"index(_select|select|_put|_elementwise|ing)|gather|scatter|embedding|transpose|permute|triu_tril|"
+             r"index(_select|select|_put|_elementwise|ing)|gather|scatter|embedding|(?<!aten::)(?:transpose|permute)|triu_tril|"
              r"where_kernel|tril"),
     ("gemm", r"gemm|gemv|nvjet|cutlass|xmma|wgmma|cublas|splitk|triton_tem_|matmul|addmm|\bdot_kernel"
              r"|^aten::(mm|bmm|baddbmm|linear|einsum|dot|mv|addmv)$"),
