@@ -125,8 +125,8 @@ table[table["all"] > 0].round(2)
 # Three things to read off:
 #
 # - The **backward** takes about twice the forward in matmuls: the gradient of a product is two products.
-# - The **optimizer** has no matmul. Its time depends on the number of parameters, not on the number of tokens: its share
-#   is large for small batches and falls as they grow.
+# - The **optimizer** has no matmul. Its time depends on the number of parameters, not on the number of tokens: its
+#   share is large for small batches and falls as they grow.
 # - `other` on a CPU is the cost of the framework itself: views, allocations, autograd's bookkeeping. On a GPU it runs
 #   on the host while kernels run on the device, and is invisible unless the kernels are too short to hide it.
 

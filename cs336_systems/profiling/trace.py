@@ -98,7 +98,7 @@ class Trace:
         return sum(kernel.duration_us for kernel in self.select(**selection)) / 1e3
 
     def busy_ms(self, **selection: Any) -> float:
-        """Time in which at least one selected kernel ran."""
+        """Time in which at least one selected kernel ran; an estimate on a CPU, where own times are not in one piece."""
         return length_us(merge((kernel.start_us, kernel.end_us) for kernel in self.select(**selection))) / 1e3
 
     def top_kernels(self, count: int | None = None, **selection: Any) -> list[KernelTotal]:
