@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 
+from cs336_systems.attention import flash_attention
 from cs336_systems.config import ModelCase, RunConfig, proxy_model
 from cs336_systems.experiments.model_cells import TrainingStep
 from cs336_systems.profiling.capture import capture
@@ -249,6 +250,15 @@ def test_any_model_is_annotated_by_its_modules_names() -> None:
     assert range_names(model, x) == [], "the context takes everything off"
 
 
+def test_this_packages_attention_is_one_part() -> None:
+    class Own(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return flash_attention(x, x, x, backend="tiled")  # type: ignore[return-value]
+
+    with annotate(model := TheirModel(Own())):
+        assert range_names(model, torch.randn(1, 2, 5, 8)).count("attention.fused") == 1
+
+
 def test_a_fused_attention_is_one_part() -> None:
     model = TheirModel(FusedAttention())
     with annotate(model):
@@ -295,7 +305,7 @@ def test_what_cannot_be_annotated_is_refused() -> None:
 
 
 def event(name: str, category: str, ts: float, dur: float, tid: Any = 1, **args: Any) -> dict[str, Any]:
-    names = {"seq": "Sequence number", "forward_thread": "Fwd thread id"}
+    names = {"seq": "Sequence number", "forward_thread": "Fwd thread id", "origin": "External id"}
     args = {names.get(key, key): value for key, value in args.items()}
     return {"ph": "X", "cat": category, "name": name, "pid": 9, "tid": tid, "ts": ts, "dur": dur, "args": args}
 
@@ -341,6 +351,16 @@ def test_kernels_belong_to_the_ranges_that_launched_them() -> None:
     assert backward.phase == "backward" and "attention.scores" in backward.ranges
     assert (update.category, update.phase) == ("optimizer", "optimizer"), "an update is one whatever its kernel"
     assert (collective.category, collective.ranges, collective.step) == ("communication", (), -1)
+
+
+def test_a_kernel_without_a_launch_belongs_to_the_operator_it_names() -> None:
+    events = [
+        *gpu_events(),
+        event("aten::add", "cpu_op", 130, 10, seq=10, origin=77),
+        event(ADD, "kernel", 2000, 10, 7, correlation=999, stream=7, origin=77),
+    ]
+    (kernel,) = [kernel for kernel in trace_of(events).kernels if kernel.name == ADD]
+    assert kernel.ranges == ("profiled_step", "attention:layers.0.attn") and kernel.step == 0
 
 
 def test_a_kernel_that_runs_after_its_step_belongs_to_it() -> None:

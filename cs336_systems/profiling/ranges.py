@@ -134,7 +134,7 @@ class _AttentionParts(TorchFunctionMode):
         kwargs = kwargs or {}
         if self.depth == 0 or torch.compiler.is_compiling():
             return func(*args, **kwargs)
-        if func is F.scaled_dot_product_attention:
+        if func is F.scaled_dot_product_attention or _is_fused_operator(func):
             with named_range(FUSED):
                 return func(*args, **kwargs)
         if func not in PRODUCTS or not _of_two_activations([*args, *kwargs.values()]):
@@ -147,6 +147,11 @@ class _AttentionParts(TorchFunctionMode):
             self.in_softmax = True
             self.ranges.enter(self, SOFTMAX)
         return result
+
+
+def _is_fused_operator(func: Any) -> bool:
+    """Whether `func` is a registered operator that is called an attention, such as this package's."""
+    return isinstance(func, torch._ops.OpOverload) and "attention" in func.name()
 
 
 def _of_two_activations(arguments: list[Any]) -> bool:

@@ -98,7 +98,7 @@ class Trace:
         return sum(kernel.duration_us for kernel in self.select(**selection)) / 1e3
 
     def busy_ms(self, **selection: Any) -> float:
-        """Time in which at least one selected kernel ran; an estimate on a CPU, where own times are not in one piece."""
+        """Time in which at least one selected kernel ran; an estimate on a CPU, whose own times are in pieces."""
         return length_us(merge((kernel.start_us, kernel.end_us) for kernel in self.select(**selection))) / 1e3
 
     def top_kernels(self, count: int | None = None, **selection: Any) -> list[KernelTotal]:
@@ -249,12 +249,19 @@ def _sequence_number(event: dict[str, Any]) -> int | None:
 def _device_kernels(
     events: Sequence[dict[str, Any]], sites: Sequence[_Site], steps: Sequence[tuple[float, float]]
 ) -> list[Kernel]:
-    """The device's kernels, each joined with its launch by the correlation number."""
+    """The device's kernels, each joined with its launch by the correlation number.
+
+    Where no launch was recorded, or its time stamp lies outside of all ranges by the clocks' difference, the operator
+    that the kernel names as its origin ("External id") stands in.
+    """
     launches = {
         correlation: site
         for site in sites
         if site.event.get("cat") in LAUNCH_CATEGORIES
         and (correlation := (site.event.get("args") or {}).get("correlation")) is not None
+    }
+    operators = {
+        (site.event.get("args") or {}).get("External id"): site for site in sites if site.event.get("cat") == "cpu_op"
     }
     kernels = []
     for event in events:
@@ -262,6 +269,8 @@ def _device_kernels(
             continue
         arguments = event.get("args") or {}
         site = launches.get(arguments.get("correlation"))
+        if (site is None or not site.ranges) and arguments.get("External id") is not None:
+            site = operators.get(arguments["External id"], site)
         stream = f"stream {arguments.get('stream', event.get('tid'))}"
         kernels.append(_kernel(event, site, float(event.get("dur", 0)), stream, steps))
     return kernels
