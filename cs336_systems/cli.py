@@ -1,4 +1,4 @@
-"""The command line: `cs336-systems doctor | list | run | report`.
+"""The command line: `cs336-systems doctor | list | run | report | compare | branches | profile`.
 
 A wrong argument is one line on stderr and exit code 2; a run in which nothing could be measured exits 1; Ctrl-C exits
 130 and loses only the cell it interrupted, and so does a termination or a hang-up (143, 129).

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -39,6 +40,8 @@ NUM_RESAMPLES = 2000
 MIN_NOISY_SAMPLES = 4  # fewer timed samples say nothing of their noise
 TIME_UNITS = ("ms", "s")
 RATE_UNITS = ("GB/s", "TFLOP/s")  # where more is better; of everything else less is
+COUNT_UNIT = "calls"
+RANKED = re.compile(r"(other_)?kernel_\d+_(time|calls)")  # quantities of whichever kernel has this rank in a profile
 EXIT_REGRESSION, EXIT_INCOMPLETE = 1, 2
 
 
@@ -219,6 +222,10 @@ def _compare(base: Record, target: Record, threshold_percent: float, confidence:
         return _row(base, target, "not compared", reason=f"{base.unit} and {target.unit}")
     if "interpreter" in base.kernel or "interpreter" in target.kernel:
         return _row(base, target, "not compared", reason="interpreted kernels run at no meaningful speed")
+    if RANKED.fullmatch(base.quantity) and base.kernel != target.kernel:
+        return _row(base, target, "not compared", reason=f"another kernel: {target.kernel}, was {base.kernel}")
+    if base.unit == COUNT_UNIT and base.samples[0] != target.samples[0]:
+        return _row(base, target, "not compared", reason="a count is no cost")
     sign = -1 if base.unit in RATE_UNITS else 1
     before, after = summarize(base.samples).median, summarize(target.samples).median
     if before == 0:

@@ -130,6 +130,20 @@ def test_units_that_differ_are_not_compared() -> None:
     assert (row.verdict, row.reason) == ("not compared", "ms and s")
 
 
+def test_ranks_of_other_kernels_and_counts_are_not_compared() -> None:
+    ranked = {"quantity": "kernel_1_time", "kernel": "nvjet_a"}
+    base, target = record(128, [1.0] * 5, **ranked), record(128, [2.0] * 5, **ranked | {"kernel": "nvjet_b"})
+    (row,) = compare_records([base], [target]).rows
+    assert (row.verdict, row.reason) == ("not compared", "another kernel: nvjet_b, was nvjet_a")
+    (row,) = compare_records([base], [record(128, [2.0] * 5, **ranked)]).rows
+    assert row.verdict == "regression"
+    calls = {"quantity": "kernel_calls", "unit": "calls"}
+    (row,) = compare_records([record(128, [96.0], **calls)], [record(128, [98.0], **calls)]).rows
+    assert (row.verdict, row.reason) == ("not compared", "a count is no cost")
+    (row,) = compare_records([record(128, [96.0], **calls)], [record(128, [96.0], **calls)]).rows
+    assert row.verdict == "unchanged"
+
+
 def test_what_breaks_is_a_regression_and_what_is_mended_is_none() -> None:
     ran = record(128, [1.0] * 5)
     (row,) = compare_records([ran], [broken(ran)]).rows
