@@ -19,6 +19,8 @@ ATTENTION_FLOPS_PER_PAIR = {"forward": 4, "backward": 10, "forward_backward": 14
 # Copies of the score matrix that live at the peak of plain attention; see `eager_attention_bytes`.
 EAGER_SCORE_COPIES = {"forward": 2, "backward": 3, "forward_backward": 3}
 CUDA_EXTRA_SCORE_COPIES = {"forward": 0, "backward": 1, "forward_backward": 1}
+# Operations of a softmax on one score, exp counted as one: maximum, subtract it, exp, add up, divide by the sum.
+SOFTMAX_FLOPS_PER_SCORE = 5
 # Temporaries of the logits' size at the peak of the cross-entropy's backward; see `model_peak_bytes`.
 LOSS_BACKWARD_COPIES = 3
 # Attention back ends of a model that store the probabilities for backward; the others store the log-sum-exp.
@@ -174,6 +176,17 @@ def model_flops(model: ModelConfig, batch: int, mode: str, *, recomputed_attenti
     forward = dense + 2 * attention_matmul
     backward = 2 * dense + (5 if recomputed_attention else 4) * attention_matmul
     return {"forward": forward, "backward": backward}.get(mode, forward + backward)
+
+
+def eager_attention_part_flops(model: ModelConfig, batch: int) -> dict[str, int]:
+    """FLOPs that plain attention executes in one forward of all layers, by part: scores, softmax, values.
+
+    The whole square of scores, since a mask saves plain attention nothing; unlike elsewhere here the softmax's
+    operations are counted, to set them against the matmuls'. Scaling and masking are left out.
+    """
+    scores = batch * model.num_layers * model.num_heads * model.context_length**2
+    matmul = 2 * scores * model.head_dim
+    return {"scores": matmul, "softmax": SOFTMAX_FLOPS_PER_SCORE * scores, "values": matmul}
 
 
 def _block_matrix_elements(model: ModelConfig) -> int:

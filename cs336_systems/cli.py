@@ -1,4 +1,4 @@
-"""The command line: `cs336-systems doctor | list | run | report | tune`.
+"""The command line: `cs336-systems` doctor, list, run, report, compare, branches, profile, memory, tune, train.
 
 A wrong argument is one line on stderr and exit code 2; a run in which nothing could be measured exits 1; Ctrl-C exits
 130 and loses only the cell it interrupted, and so does a termination or a hang-up (143, 129).
@@ -21,8 +21,11 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from cs336_systems.commands.branches import branches
+from cs336_systems.commands.compare import compare
 from cs336_systems.commands.doctor import doctor
 from cs336_systems.commands.memory import memory
+from cs336_systems.commands.profile import profile
 from cs336_systems.commands.shared import (
     EXIT_NOTHING_MEASURED,
     EXIT_SIGNAL,
@@ -51,6 +54,9 @@ app.command()(doctor)
 app.add_typer(tune, name="tune")
 app.command()(train)
 app.command()(memory)
+app.command()(compare)
+app.command()(branches)
+app.command()(profile)
 
 
 @app.command("list")

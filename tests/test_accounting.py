@@ -277,6 +277,13 @@ def test_model_flops_equal_torchs_count_but_for_the_masked_half(model: Transform
     assert accounting.model_flops(TINY, BATCH, "backward") == backward - 2 * wasted
 
 
+def test_flops_of_plain_attentions_parts() -> None:
+    """xl, batch 4, context 512: 32 layers of 32 heads with 80 dimensions, the whole square of scores."""
+    scores = 4 * 32 * 32 * 512 * 512
+    flops = accounting.eager_attention_part_flops(MODEL_SIZES["xl"], 4)
+    assert flops == {"scores": 2 * 80 * scores, "softmax": 5 * scores, "values": 2 * 80 * scores}
+
+
 def test_model_flops_of_each_mode() -> None:
     forward = accounting.model_flops(TINY, BATCH, "forward")
     assert accounting.model_flops(TINY, BATCH, "backward") == 2 * forward

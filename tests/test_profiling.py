@@ -10,7 +10,7 @@ import torch
 
 from cs336_systems.profiling.memory import MIB, peak_cuda_bytes, saved_for_backward
 from cs336_systems.profiling.samples import quantile, summarize
-from cs336_systems.profiling.timing import plan_samples, time_calls
+from cs336_systems.profiling.timing import plan_samples, time_calls, time_once
 
 COVERS = ("cs336_systems/profiling",)
 
@@ -71,6 +71,18 @@ def test_a_sleep_kernel_of_known_length_is_measured_within_two_percent():
     cycles_per_ms = 200 * 10**6 / start.elapsed_time(end)
     samples = time_calls(lambda: torch.cuda._sleep(int(5 * cycles_per_ms)), device="cuda", num_samples=10)
     assert summarize(samples).median == pytest.approx(5.0, rel=0.02)
+
+
+@pytest.mark.gpu
+def test_a_clock_that_does_not_wait_for_the_kernel_is_caught(monkeypatch):
+    """Without its synchronisation the wall clock sees the launch alone: the check above must not pass then."""
+    cycles = 200 * 10**6
+    waited = time_once(lambda: torch.cuda._sleep(cycles), "cuda")
+    torch.cuda.synchronize()
+    monkeypatch.setattr("cs336_systems.profiling.timing.synchronize", lambda device: None)
+    hurried = time_once(lambda: torch.cuda._sleep(cycles), "cuda")
+    torch.cuda.synchronize()
+    assert waited > 50 and hurried < 0.1 * waited
 
 
 @pytest.mark.gpu

@@ -27,6 +27,7 @@ from cs336_systems.report.tables import TABLES, sections
 from cs336_systems.report.writeup import fill
 from tests.mask_records import MASK_MAKERS
 from tests.memory_records import records_of
+from tests.profile_records import profile_records
 
 GPU = {"name": "Test GPU", "kind": "cuda", "driver": "1.2"}
 CPU = {"name": "Test CPU", "kind": "cpu"}
@@ -135,6 +136,7 @@ def step_records() -> list[Record]:
 
 MAKERS: dict[str, Callable[[], list[Record]]] = {
     "benchmarking_script": step_records,
+    "nsys_profile": profile_records,
     "pytorch_attention": pytorch_records,
     "torch_compile": compile_records,
     "flash_benchmarking": flash_records,
@@ -371,7 +373,7 @@ def test_figures_name_the_device_and_the_units(problem: str) -> None:
         assert stem.startswith(problem)
         assert "Test GPU" in figure.get_suptitle()
         texts = " ".join(axes.get_xlabel() + axes.get_ylabel() for axes in figure.axes)
-        units = ("(ms)", "(MiB)", "(TFLOP/s)", "time eager / time compiled", "time dense / time")
+        units = ("(ms)", "(MiB)", "(TFLOP/s)", "(%)", "time eager / time compiled", "time dense / time")
         assert any(unit in texts for unit in units)
 
 

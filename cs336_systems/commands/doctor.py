@@ -1,19 +1,21 @@
-"""`cs336-systems doctor`: what this machine is and what runs on it."""
+"""`cs336-systems doctor`: what this machine is and what runs on it; its kernels; what a mask skips."""
 
 from __future__ import annotations
 
 from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
 from cs336_systems.commands.kernels import show_kernels
+from cs336_systems.commands.machine import show_machine
 from cs336_systems.commands.masks import show_mask
-from cs336_systems.commands.shared import one_line_errors
+from cs336_systems.commands.shared import DeviceOption, one_line_errors
 
 
 def doctor(
+    device: DeviceOption = "auto",
+    measure: Annotated[bool, typer.Option("--measure", help="Measure copies, matmuls and our back ends.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
     kernels: Annotated[
         bool, typer.Option("--kernels", help="Compile the tables' kernels: registers, spills, shared memory.")
     ] = False,
@@ -28,31 +30,18 @@ def doctor(
     seed: Annotated[int, typer.Option(help="With --mask: seed of what is random.")] = 0,
 ) -> None:
     """Say what this machine is, which attention back ends run on it, and what is missing for the others."""
-    if kernels or arch is not None:
-        with one_line_errors():
-            if not kernels:
-                raise ValueError("--arch goes with --kernels")
+    about_mask = mask is not None or (seqlen, block_size, heads) != (None, None, None)
+    about_kernels = kernels or arch is not None
+    with one_line_errors():
+        if about_kernels + about_mask + (measure or as_json) > 1:
+            raise ValueError("give one of --kernels, --mask and --measure or --json")
+        if arch is not None and not kernels:
+            raise ValueError("--arch goes with --kernels")
+        if about_mask and mask is None:
+            raise ValueError("--seqlen, --block-size and --heads go with --mask")
+        if about_kernels:
             show_kernels(arch)
-        return
-    if mask is not None or (seqlen, block_size, heads) != (None, None, None):
-        with one_line_errors():
-            if mask is None:
-                raise ValueError("--seqlen, --block-size and --heads go with --mask")
+        elif mask is not None:
             show_mask(mask, seqlen=seqlen, block_size=block_size, heads=heads, seed=seed)
-        return
-    from cs336_systems.device import available_backends, device_peak, get_device_info, recommended_dtype
-    from cs336_systems.experiments.sweep import software_versions
-
-    info = get_device_info()
-    peak = device_peak(info)
-    table = Table(show_header=False, box=None)
-    for key, value in info.to_dict().items():
-        table.add_row(key, str(value))
-    for package, version in software_versions().items():
-        table.add_row(package, version)
-    table.add_row("recommended dtype", recommended_dtype(info.compute_capability))
-    if info.kind == "cuda":
-        table.add_row("peak", f"{peak} " if peak else "unknown GPU: no peak, so no MFU")
-    for backend, state in available_backends(info).items():
-        table.add_row(f"backend {backend}", state)
-    Console().print(table)
+        else:
+            show_machine(device, measure=measure, as_json=as_json)

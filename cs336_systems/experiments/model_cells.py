@@ -120,10 +120,10 @@ def measure_model(cell: Cell, run: RunConfig, *, budget_ms: float | None = None)
     step = TrainingStep(case, run)
     rows = {(row.mode, row.quantity): row for row in cell.rows}
     expected = step.forward()
-    _require_finite("logits", expected)
+    require_finite("logits", expected)
     if cell.implementation == "compiled":
         expected_loss = step.forward_backward()
-        _require_finite("loss", expected_loss)
+        require_finite("loss", expected_loss)
         step.reset()
         step.model = torch.compile(step.model)
         seconds = time_once(step.forward, run.device) / 1e3
@@ -141,7 +141,7 @@ def measure_model(cell: Cell, run: RunConfig, *, budget_ms: float | None = None)
                 yield Measurement(row=row, samples=[seconds])
         elif mode != "forward":
             step.reset()
-            _require_finite("loss", step.forward_backward())
+            require_finite("loss", step.forward_backward())
         budget = BUDGET_MS[run.device] if budget_ms is None else budget_ms
         samples = time_calls(
             getattr(step, mode), device=run.device, warmup=case.warmup, before=step.reset, budget_ms=budget
@@ -157,7 +157,8 @@ def _first_forward_backward(step: TrainingStep) -> tuple[float, Tensor]:
     return milliseconds / 1e3, losses[0]
 
 
-def _require_finite(what: str, value: Tensor) -> None:
+def require_finite(what: str, value: Tensor) -> None:
+    """Disagreement unless all of a model's `value` (its logits, its loss) is finite."""
     # Both extremes are NaN if any element is. isfinite would need temporaries as large as the logits.
     smallest, largest = (extreme.item() for extreme in value.aminmax())
     if not (math.isfinite(smallest) and math.isfinite(largest)):
@@ -188,6 +189,6 @@ def measure_warmup(cell: Cell, run: RunConfig, *, num_steps: int) -> Iterator[Me
         step.reset()
         samples.append(time_once(call, run.device))
     # Only now: the check's own kernels would warm up the process between two steps.
-    _require_finite("logits" if mode == "forward" else "loss", first[0])
+    require_finite("logits" if mode == "forward" else "loss", first[0])
     for row in cell.rows:
         yield Measurement(row=row, samples=samples[row.case.warmup : row.case.warmup + num_steps])

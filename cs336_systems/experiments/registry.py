@@ -15,6 +15,7 @@ from cs336_systems.experiments.masks import (
     dilated_attention_cells,
     dynamic_mask_cells,
 )
+from cs336_systems.experiments.s2_nsys_profile import measure_nsys_profile, nsys_profile_cells
 from cs336_systems.experiments.s2_precision import (
     benchmarking_mixed_precision_cells,
     measure_accumulation,
@@ -54,6 +55,15 @@ PROBLEMS: dict[str, Problem] = {
             points=4,
             cells=benchmarking_script_cells,
             measure=measure_benchmarking_script,
+        ),
+        Problem(
+            name="nsys_profile",
+            title="Where the time of a step goes: kernels, matmul share, attention's parts",
+            section="2.1.4",
+            editions=(2025, 2026),
+            points=5,
+            cells=nsys_profile_cells,
+            measure=measure_nsys_profile,
         ),
         Problem(
             name="mixed_precision_accumulation",

@@ -27,6 +27,7 @@ from cs336_systems.report.frames import (
 from cs336_systems.report.markdown import code_span, factor, number, plain
 from cs336_systems.report.masks import MASK_ANSWERS
 from cs336_systems.report.memory_answers import MEMORY_ANSWERS
+from cs336_systems.report.profiles import answers as profile_answers
 from cs336_systems.report.sections import longest_warmup, present_modes, timed
 from cs336_systems.report.sharding import SHARDING_ANSWERS
 from cs336_systems.report.training import training_answer
@@ -165,6 +166,7 @@ def leaderboard_2025(frame: pd.DataFrame) -> list[str]:
 
 ANSWERS: dict[str, Callable[[pd.DataFrame], list[str]]] = {
     "benchmarking_script": benchmarking_script,
+    "nsys_profile": profile_answers,
     "pytorch_attention": pytorch_attention,
     "torch_compile": torch_compile,
     "flash_benchmarking": flash_benchmarking,

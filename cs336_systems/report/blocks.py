@@ -36,6 +36,7 @@ from cs336_systems.report.tables import TABLES, problem_table, sections
 HEADLINE = "headline"
 CASE_TYPES = {  # of the problems with tables and figures of their own
     "benchmarking_script": ("ModelCase",),
+    "nsys_profile": ("ModelCase",),
     "pytorch_attention": ("AttentionShape",),
     "torch_compile": ("AttentionShape", "ModelCase"),
     "flash_benchmarking": ("AttentionShape",),

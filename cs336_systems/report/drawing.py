@@ -1,4 +1,4 @@
-"""The kinds of panels: lines over lengths, lines over warm-up counts, groups of bars, a ranking, a timeline.
+"""The kinds of panels: lines over lengths, lines over warm-up counts, bars in groups or stacks, a ranking, a timeline.
 
 Each drawer gets the axes, the whole plot (for scales common to its panels) and the points of its panel.
 """
@@ -130,6 +130,28 @@ def _draw_curves(axes: Axes, plot: Plot, data: pd.DataFrame) -> None:
     for series, marks in _series(data[data["drawn"]]):
         axes.plot(marks["x"], marks["y"], color=colour(marks["style"].iloc[0]), linewidth=1.2, label=series, alpha=0.8)
     axes.set_xlim(0, max(1, plot.data["x"].max()))
+def _draw_stacked(axes: Axes, plot: Plot, data: pd.DataFrame) -> None:
+    """A bar for each x, of its series from the foot up in the order of `plot.data`; large pieces carry a number."""
+    groups = list(dict.fromkeys(plot.data["x"]))
+    names = list(dict.fromkeys(plot.data["series"]))
+    axes.set_ylim(0, max(1.0, *plot.data[plot.data["drawn"]].groupby(["panel", "x"])["y"].sum(), 0.0) * 1.02)
+    largest = axes.get_ylim()[1]
+    inside: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": 7.5, "color": "white"}
+    upright: dict[str, Any] = {"ha": "center", "va": "bottom", "rotation": 90, "fontsize": TEXT_POINTS, **LITERAL}
+    for place, group in enumerate(groups):
+        foot = 0.0
+        marks = sorted(tuples(data[(data["x"] == group) & data["drawn"]]), key=lambda mark: names.index(mark.series))
+        for mark in marks:
+            axes.bar(place, mark.y, 0.8, bottom=foot, color=colour(mark.style), edgecolor="white", linewidth=0.5)
+            if mark.y > 0.05 * largest:
+                axes.text(place, foot + mark.y / 2, number(mark.y, 2), **inside)
+            foot += mark.y
+        absent = data[(data["x"] == group) & ~data["drawn"]]
+        if not marks and len(absent):
+            axes.text(place, 0.02 * largest, _word(absent["status"].iloc[0]), **upright)
+    axes.set_xticks(range(len(groups)), groups, rotation=30, ha="right", fontsize=8, **LITERAL)
+    axes.set_xlim(-0.6, len(groups) - 0.4)
+    axes.grid(False, axis="x")
 
 
 DRAWERS: dict[str, Callable[[Axes, Plot, pd.DataFrame], None]] = {
@@ -140,6 +162,7 @@ DRAWERS: dict[str, Callable[[Axes, Plot, pd.DataFrame], None]] = {
     "timeline": draw_timeline,
     "memory_timeline": draw_memory_timeline,
     "curves": _draw_curves,
+    "stacked": _draw_stacked,
 }
 
 

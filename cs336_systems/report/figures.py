@@ -79,9 +79,9 @@ def _legend(figure: Figure, all_axes: list[Axes], plot: Plot, width: float) -> N
     for axes in all_axes:  # a series may be missing in the first panel
         for handle, label in zip(*axes.get_legend_handles_labels()):
             handles.setdefault(label, handle)
-    reasons = [] if plot.kind in ("bars", "ranking") else list(never_drawn(plot).values())
+    reasons = [] if plot.kind in ("bars", "ranking", "stacked") else list(never_drawn(plot).values())
     notes = [line for note in (*plot.notes, *reasons) for line in textwrap.wrap(note, int(width * NOTE_WIDTH))]
-    if plot.kind == "bars":
+    if plot.kind in ("bars", "stacked"):
         styles = dict(zip(plot.data["series"], plot.data["style"]))
         handles = {series: Patch(color=colour(style), label=series) for series, style in styles.items()}
     columns = min(5, max(1, len(handles)))

@@ -18,6 +18,7 @@ from cs336_systems.report.markdown import plain
 from cs336_systems.report.masks import MASK_PLOTS
 from cs336_systems.report.memory_plots import MEMORY_PLOTS
 from cs336_systems.report.points import Plot, model_speed_ups, points, points_by_length
+from cs336_systems.report.profiles import plots as profile_plots
 from cs336_systems.report.sections import attention_keys, constants, longest_warmup, present_modes, timed
 from cs336_systems.report.sharding import SHARDING_PLOTS
 from cs336_systems.report.training import training_plots
@@ -191,6 +192,7 @@ def leaderboard_2025(frame: pd.DataFrame) -> list[Plot]:
 
 PLOTS: dict[str, Callable[[pd.DataFrame], list[Plot]]] = {
     "benchmarking_script": benchmarking_script,
+    "nsys_profile": profile_plots,
     "pytorch_attention": pytorch_attention,
     "torch_compile": torch_compile,
     "flash_benchmarking": flash_benchmarking,

@@ -62,6 +62,18 @@ COLOURS = {
     "float32": "#222222",
     "bfloat16 autocast": "#E69F00",
     "bfloat16": "#0072B2",
+    # categories of kernels, and the parts of plain attention
+    "gemm": "#0072B2",
+    "attention": "#D55E00",
+    "softmax": "#CC6677",
+    "elementwise": "#DDAA33",
+    "reduction": "#44AA99",
+    "copy": "#999933",
+    "other": "#8A8A8A",
+    "attention_scores_time": "#0072B2",
+    "attention_softmax_time": "#CC6677",
+    "attention_softmax_kernel_time": "#DDAA33",
+    "attention_values_time": "#66A9D8",
     # models, light to dark with their size
     "small": "#DDAA33",
     "medium": "#44AA99",

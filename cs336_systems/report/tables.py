@@ -31,6 +31,7 @@ from cs336_systems.report.frames import (
 from cs336_systems.report.markdown import Cells, number, plain, provenance
 from cs336_systems.report.masks import MASK_TABLES
 from cs336_systems.report.memory_tables import MEMORY_TABLES
+from cs336_systems.report.profiles import tables as profile_tables
 from cs336_systems.report.sections import (
     Measure,
     Section,
@@ -167,6 +168,7 @@ def one_row_a_record(frame: pd.DataFrame) -> list[Section]:
 
 TABLES: dict[str, Callable[[pd.DataFrame], list[Section]]] = {
     "benchmarking_script": benchmarking_script,
+    "nsys_profile": profile_tables,
     "pytorch_attention": pytorch_attention,
     "torch_compile": torch_compile,
     "flash_benchmarking": flash_benchmarking,

@@ -1,0 +1,114 @@
+"""`cs336-systems compare BASE TARGET`: two sets of records, row by row, with an exit code for scripts."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from cs336_systems.commands.shared import one_line_errors
+
+if TYPE_CHECKING:
+    from cs336_systems.compare import ComparedRow, Comparison
+
+ThresholdOption = Annotated[float, typer.Option(help="Percent of change below which a row is unchanged.")]
+FailOnOption = Annotated[str, typer.Option(help="What gives a failing exit code: regression, any (change) or none.")]
+AllOption = Annotated[bool, typer.Option("--all", help="Show unchanged rows, too.")]
+
+
+def compare(
+    base: Annotated[Path, typer.Argument(help="A record file or a results folder.")],
+    target: Annotated[Path, typer.Argument(help="What is compared with it.")],
+    threshold: ThresholdOption = 1.5,
+    fail_on: FailOnOption = "regression",
+    show_all: AllOption = False,
+) -> None:
+    """Compare two sets of records: exit 1 on a regression outside the noise, 2 on missing, extra or doubled rows."""
+    from cs336_systems.compare import compare_records, exit_code, read_all
+
+    with one_line_errors():
+        check_options(threshold, fail_on)
+        comparison = compare_records(read_all(base), read_all(target), threshold_percent=threshold)
+        code = exit_code(comparison, fail_on)  # type: ignore[arg-type]
+    show_comparison(comparison, show_all=show_all)
+    raise typer.Exit(code)
+
+
+def check_options(threshold: float, fail_on: str) -> None:
+    from cs336_systems.compare import FAIL_ON
+
+    if not (math.isfinite(threshold) and threshold >= 0):
+        raise ValueError(f"--threshold must be a finite percentage, not negative, got {threshold}")
+    if fail_on not in FAIL_ON:
+        raise ValueError(f"--fail-on must be one of {', '.join(FAIL_ON)}, got {fail_on!r}")
+
+
+def show_comparison(comparison: Comparison, *, show_all: bool = False) -> None:
+    """Print the changed rows (or all), what is missing, extra or doubled, and one line that sums it up."""
+    console = Console(width=160, soft_wrap=True) if not Console().is_terminal else Console()
+    rows = comparison.rows if show_all else [row for row in comparison.rows if row.verdict not in ("unchanged",)]
+    if rows:
+        table = Table("row", "base", "target", "change", "interval", "verdict", box=None)
+        for row in rows:
+            table.add_row(*_cells(row))
+        console.print(table)
+    for title, keys in (
+        ("missing in the target", comparison.missing),
+        ("extra in the target", comparison.extra),
+        ("measured more than once, the newest counts", comparison.duplicates),
+    ):
+        if keys:
+            console.print(f"{title}: {len(keys)}")
+            for key in keys:
+                console.print(f"  {describe_key(key)}", markup=False)
+    for note in comparison.notes:
+        console.print(f"note: {note}", markup=False)
+    console.print(_summary(comparison))
+
+
+def _cells(row: ComparedRow) -> list[str]:
+    from cs336_systems.profiling.samples import summarize
+
+    sides = [
+        f"{summarize(record.samples).median:.5g} {record.unit}" if record.status == "ok" else record.status
+        for record in (row.base, row.target)
+    ]
+    change = "" if math.isnan(row.change_percent) else f"{row.change_percent:+.2f} %"
+    interval = "" if math.isnan(row.low_percent) else f"{row.low_percent:+.2f} to {row.high_percent:+.2f} %"
+    verdict = "inside the noise" if row.verdict == "noise" else row.verdict
+    return [describe_key(row.key), *sides, change, interval, f"{verdict} ({row.reason})" if row.reason else verdict]
+
+
+def describe_key(key: tuple[str, ...]) -> str:
+    """A record's key in a line: `flash_benchmarking triton bfloat16 1x1x4096x64 causal forward time`."""
+    problem, _, implementation, case_text, mode, quantity = key
+    case = json.loads(case_text)
+    model = case.get("model")
+    if isinstance(model, dict):
+        context = model.get("context_length")
+        described = f"{model.get('name')} batch={case.get('batch')} context={context} warmup={case.get('warmup')}"
+    elif case.get("type") == "AttentionShape":
+        sizes = "x".join(str(case.get(name)) for name in ("batch", "heads", "seqlen_q", "head_dim"))
+        described = f"{case.get('dtype')} {sizes}{' causal' if case.get('is_causal') else ''}"
+    else:
+        described = " ".join(f"{name}={value}" for name, value in case.items() if name != "type")
+    return f"{problem} {implementation} {described} {mode} {quantity}"
+
+
+def _summary(comparison: Comparison) -> str:
+    verdicts = [row.verdict for row in comparison.rows]
+    counts = {
+        "regressed": verdicts.count("regression"),
+        "improved": verdicts.count("improvement"),
+        "inside the noise": verdicts.count("noise"),
+        "unchanged": verdicts.count("unchanged"),
+        "not compared": verdicts.count("not compared"),
+    }
+    parts = ", ".join(f"{count} {name}" for name, count in counts.items() if count) or "none in common"
+    head = f"{len(verdicts)} rows at a threshold of {comparison.threshold_percent:g} %: {parts}"
+    return head if counts["regressed"] else f"{head}; no regression"

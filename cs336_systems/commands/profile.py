@@ -1,0 +1,223 @@
+"""`cs336-systems profile CASE`: one case under a profiler, its time taken apart, and a trace to look at."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import shlex
+import subprocess
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from cs336_systems.commands.shared import EXIT_NOTHING_MEASURED, DeviceOption, ResultsOption, one_line_errors
+
+if TYPE_CHECKING:
+    from cs336_systems.config import AttentionShape, ModelCase, RunConfig
+    from cs336_systems.experiments.profiled import Prepared
+    from cs336_systems.profiling.trace import Trace
+
+OWN_TOOLS = ("torch", "api")  # api: what runs inside of nsys and ncu
+PROFILES = "profiles"  # below the logs of a results folder, which git ignores
+
+
+def profile(
+    case: Annotated[str, typer.Argument(help="A model size (xl, small-proxy) or an attention shape (1x16x4096x64).")],
+    mode: Annotated[str, typer.Option(help="forward, backward, forward_backward or train_step.")] = "forward_backward",
+    implementation: Annotated[str, typer.Option(help="eager or compiled; of a shape, any attention.")] = "eager",
+    attention: Annotated[
+        str, typer.Option(help="Attention inside of a model: reference, triton, sdpa, ...")
+    ] = "reference",
+    precision: Annotated[
+        str, typer.Option(help="float32, bfloat16, float16, bfloat16-autocast or float16-autocast.")
+    ] = "float32",
+    context: Annotated[int | None, typer.Option(help="Tokens in a sequence of a model.")] = None,
+    batch: Annotated[int | None, typer.Option(help="Sequences in a batch of a model; default 4.")] = None,
+    causal: Annotated[bool, typer.Option("--causal/--full", help="Mask of an attention shape.")] = True,
+    model: Annotated[str | None, typer.Option(help="Your own model, as package.module:Class.")] = None,
+    steps: Annotated[int, typer.Option(min=1, help="Profiled repetitions.")] = 3,
+    warmup: Annotated[int, typer.Option(min=0, help="Repetitions before them.")] = 2,
+    ranges: Annotated[bool, typer.Option(help="Name the model's parts in the profile.")] = True,
+    top: Annotated[int, typer.Option(min=1, help="How many kernels to list.")] = 10,
+    tool: Annotated[
+        str, typer.Option(help="torch (torch.profiler), or NVIDIA's nsys or ncu where installed.")
+    ] = "torch",
+    print_only: Annotated[bool, typer.Option("--print", help="Print the command of nsys or ncu; run nothing.")] = False,
+    device: DeviceOption = "auto",
+    results: ResultsOption = Path("results"),
+) -> None:
+    """Run one case under a profiler: where the time goes, as tables, and a trace for https://ui.perfetto.dev."""
+    with one_line_errors():
+        from cs336_systems.config import RunConfig
+        from cs336_systems.device import get_device_info, resolve_device
+        from cs336_systems.profiling.vendor import TOOLS
+
+        kind = resolve_device(device)
+        if tool not in (*OWN_TOOLS, *TOOLS):
+            raise ValueError(f"--tool must be one of torch, {', '.join(TOOLS)}, got {tool!r}")
+        if print_only and tool not in TOOLS:
+            raise ValueError(f"--print shows the command of {' or '.join(TOOLS)}, got --tool {tool}")
+        if tool != "torch" and kind != "cuda" and not print_only:
+            raise ValueError(f"--tool {tool} needs a CUDA device; --tool torch profiles a CPU, too")
+        if kind == "cpu" and "triton" in (implementation, attention) and importlib.util.find_spec("triton") is not None:
+            os.environ["TRITON_INTERPRET"] = "1"  # before the kernels are loaded
+        os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # or the profiler's library prints its start and stop
+        from cs336_systems.experiments.profiled import check_case, parse_case
+        from cs336_systems.experiments.worker import search_current_folder
+
+        parsed = parse_case(
+            case, precision=precision, batch=batch, context=context, attention=attention, is_causal=causal
+        )
+        check_case(parsed, implementation, mode)
+        stem = _stem(case, mode, implementation, attention, precision, context, batch, causal)
+        folder = results / get_device_info(kind).slug / "logs" / PROFILES
+        if tool in TOOLS:
+            _run_vendor_tool(tool, folder / stem, print_only)
+            return
+        if model is not None:
+            search_current_folder()
+        run = RunConfig(scale="handout" if kind == "cuda" else "smoke", device=kind, model=model)
+        prepared = _prepare(parsed, implementation, mode, run)
+    if tool == "api":
+        _run_between_profiler_calls(prepared, steps, warmup, ranges)
+        return
+    trace = _capture(prepared, kind, steps, warmup, ranges, folder / f"{stem}.trace.json.gz")
+    show_trace(trace.in_steps(), top)
+    typer.echo(f"trace: {folder / f'{stem}.trace.json.gz'} (open it in https://ui.perfetto.dev)")
+
+
+def _prepare(case: ModelCase | AttentionShape, implementation: str, mode: str, run: RunConfig) -> Prepared:
+    """`prepare`, with the ways in which a valid case may not run here as one line."""
+    import torch
+
+    from cs336_systems.experiments.cells import Disagreement, Unsupported
+    from cs336_systems.experiments.profiled import prepare
+
+    try:
+        return prepare(case, implementation, mode, run)
+    except (Unsupported, Disagreement, torch.OutOfMemoryError) as error:
+        typer.echo(f"error: {' '.join(str(error).split())}", err=True)
+        raise typer.Exit(EXIT_NOTHING_MEASURED) from None
+
+
+def _stem(
+    case: str, mode: str, implementation: str, attention: str, precision: str, context: int | None, batch: int | None,
+    causal: bool,
+) -> str:  # fmt: skip
+    """File name of a case's trace, of its options that are not the default."""
+    parts = [case, mode, implementation, precision]
+    parts += [attention] if attention != "reference" else []
+    parts += [f"context{context}"] if context is not None else []
+    parts += [f"batch{batch}"] if batch is not None else []
+    parts += [] if causal else ["full"]
+    return re.sub(r"[^A-Za-z0-9_.-]", "_", "-".join(parts))
+
+
+def _capture(prepared: Prepared, device: str, steps: int, warmup: int, ranges: bool, path: Path) -> Trace:
+    import torch
+
+    from cs336_systems.profiling.capture import capture
+    from cs336_systems.profiling.ranges import annotate
+
+    annotated = annotate(prepared.model) if ranges and prepared.model is not None else nullcontext()
+    try:
+        with one_line_errors(), annotated:
+            return capture(
+                prepared.call, device=device, num_steps=steps, warmup=warmup, before=prepared.before, path=path
+            )
+    except torch.OutOfMemoryError as error:
+        kept = f"; the trace up to there is {path}" if path.exists() else ""
+        typer.echo(f"error: {str(error).splitlines()[0]}{kept}", err=True)
+        raise typer.Exit(EXIT_NOTHING_MEASURED) from None
+
+
+def _run_between_profiler_calls(prepared: Prepared, steps: int, warmup: int, ranges: bool) -> None:
+    """What nsys and ncu record: the steps alone, with NVTX ranges."""
+    from cs336_systems.profiling.ranges import STEP, annotate, named_range
+    from cs336_systems.profiling.vendor import cuda_profiler_range
+
+    def repeat(count: int) -> None:
+        for _ in range(count):
+            if prepared.before is not None:
+                prepared.before()
+            with named_range(STEP):
+                prepared.call()
+
+    repeat(warmup)
+    with annotate(prepared.model) if ranges and prepared.model is not None else nullcontext(), cuda_profiler_range():
+        repeat(steps)
+
+
+def _run_vendor_tool(tool: str, output: Path, print_only: bool) -> None:
+    """This command again under `tool`, or its command line."""
+    from cs336_systems.profiling.vendor import find_tool, vendor_command
+
+    arguments = _without_option(_without_option(sys.argv[1:], "--tool"), "--print", takes_value=False)
+    own = [sys.executable, "-m", "cs336_systems", *arguments, "--tool", "api"]
+    command = vendor_command(tool, own, output)
+    if print_only:
+        typer.echo(shlex.join(command))
+        return
+    if find_tool(tool) is None:
+        raise ValueError(f"--tool {tool}: it is not on PATH; install it, or see its command with --print")
+    output.parent.mkdir(parents=True, exist_ok=True)
+    code = subprocess.run(command).returncode
+    if code:
+        typer.echo(f"error: {tool} ended with exit code {code}", err=True)
+        raise typer.Exit(EXIT_NOTHING_MEASURED)
+    typer.echo(f"report: {output}")
+
+
+def _without_option(arguments: list[str], option: str, takes_value: bool = True) -> list[str]:
+    kept: list[str] = []
+    skip = False
+    for argument in arguments:
+        if skip:
+            skip = False
+        elif argument == option:
+            skip = takes_value
+        elif not argument.startswith(f"{option}="):
+            kept.append(argument)
+    return kept
+
+
+def show_trace(trace: Trace, top: int) -> None:
+    """Print where the time of a profiled step goes: by category and phase, by the model's parts, by kernel."""
+    from cs336_systems.profiling.kernels import CATEGORIES
+    from cs336_systems.profiling.ranges import ATTENTION_PARTS, ROLES
+
+    console = Console(width=None if Console().is_terminal else 140)
+    steps = len(trace.step_ms)
+    total = trace.kernel_ms()
+    what = "kernels" if trace.on_gpu else "operators"
+
+    def row(table: Table, name: str, **selection: str) -> None:
+        ms = [trace.kernel_ms(phase=phase, **selection) / steps for phase in ("forward", "backward", "optimizer")]
+        if sum(ms) > 0:
+            table.add_row(name, *(f"{value:.3f}" for value in (*ms, sum(ms))), f"{100 * steps * sum(ms) / total:.1f} %")
+
+    wall = sum(trace.step_ms) / steps
+    console.print(
+        f"{steps} steps: {wall:.3f} ms of wall clock each, profiled; {what} {total / steps:.3f} ms, "
+        f"{len(trace.kernels) // steps} of them; busy {trace.busy_ms() / steps:.3f} ms"
+    )
+    for title, names, by in (
+        ("category", CATEGORIES, "category"),
+        ("part of the model", [*(f"{role}:" for role in ROLES), *ATTENTION_PARTS], "within"),
+    ):
+        table = Table(title, "forward (ms)", "backward (ms)", "optimizer (ms)", "all (ms)", "share", box=None)
+        for name in names:
+            row(table, name.removesuffix(":"), **{by: name})
+        if table.row_count:
+            console.print(table)
+    table = Table(what[:-1], "category", "calls a step", "ms a step", "share", box=None)
+    for kernel in trace.top_kernels(top):
+        share = f"{100 * kernel.ms / total:.1f} %"
+        table.add_row(kernel.name, kernel.category, f"{kernel.calls / steps:g}", f"{kernel.ms / steps:.3f}", share)
+    console.print(table)

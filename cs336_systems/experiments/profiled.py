@@ -1,0 +1,145 @@
+"""Any case as something to profile: a model's pass or step, or one attention call.
+
+case = parse_case("xl", context=512, precision="bfloat16-autocast")          # a ModelCase
+case = parse_case("1x16x4096x64", precision="bfloat16")                       # an AttentionShape
+prepared = prepare(case, "eager", "train_step", run)                          # .call() is what to profile
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+from cs336_systems.config import MODEL_SIZES, AttentionShape, ModelCase, ModelConfig, Precision, RunConfig, proxy_model
+from cs336_systems.experiments.implementations import IMPLEMENTATIONS, build
+from cs336_systems.experiments.model_cells import MODEL_MODES, TrainingStep
+from cs336_systems.inputs import attention_inputs
+from cs336_systems.model.transformer import ATTENTION_NAMES
+
+SHAPE = re.compile(r"(\d+)x(\d+)x(\d+)x(\d+)")
+PRECISIONS = {
+    "float32": Precision(),
+    "bfloat16": Precision(parameters="bfloat16"),
+    "float16": Precision(parameters="float16"),
+    "bfloat16-autocast": Precision(autocast="bfloat16"),
+    "float16-autocast": Precision(autocast="float16"),
+}
+ATTENTION_MODES = ("forward", "backward", "forward_backward")
+MODEL_IMPLEMENTATIONS = ("eager", "compiled")
+DEFAULT_BATCH = 4
+PROXY = "-proxy"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """A call to profile, what runs ahead of each, and the model in it if its modules may carry ranges."""
+
+    call: Callable[[], object]
+    before: Callable[[], object] | None = None
+    model: nn.Module | None = None
+
+
+def parse_case(
+    text: str,
+    *,
+    precision: str = "float32",
+    batch: int | None = None,
+    context: int | None = None,
+    attention: str = "reference",
+    is_causal: bool = True,
+) -> ModelCase | AttentionShape:
+    """The case that `text` names: a model size (`xl`, `small-proxy`) or an attention shape `BxHxSxD`.
+
+    `batch` (4 by default), `context` and `attention` are of models only; `is_causal` of shapes only. Raises ValueError
+    on a name, size or precision that is not known, and on an option that does not belong to the case.
+    """
+    if precision not in PRECISIONS:
+        raise ValueError(f"precision must be one of {', '.join(PRECISIONS)}, got {precision!r}")
+    shape = SHAPE.fullmatch(text)
+    if shape is not None:
+        if batch is not None or context is not None or attention != "reference":
+            raise ValueError(f"batch, context and attention are options of models, and {text!r} is an attention shape")
+        if PRECISIONS[precision].autocast is not None:
+            raise ValueError(f"precision of an attention shape must be a dtype, got {precision!r}")
+        batch, heads, seqlen, head_dim = map(int, shape.groups())
+        return AttentionShape(
+            batch=batch, heads=heads, seqlen_q=seqlen, seqlen_k=seqlen, head_dim=head_dim, is_causal=is_causal,
+            dtype=PRECISIONS[precision].parameters,
+        )  # fmt: skip
+    if attention not in ATTENTION_NAMES:
+        raise ValueError(f"attention must be one of {', '.join(ATTENTION_NAMES)}, got {attention!r}")
+    model = _model(text)
+    if context is not None:
+        model = replace(model, context_length=context)
+    return ModelCase(
+        model=model,
+        batch=DEFAULT_BATCH if batch is None else batch,
+        attention=attention,
+        precision=PRECISIONS[precision],
+    )
+
+
+def _model(text: str) -> ModelConfig:
+    size = text.removesuffix(PROXY)
+    if size not in MODEL_SIZES:
+        raise ValueError(
+            f"case must be a model size ({', '.join(MODEL_SIZES)}, or one of them with {PROXY}) or an attention shape "
+            f"BATCHxHEADSxSEQxHEAD_DIM, got {text!r}"
+        )
+    return proxy_model(size) if text.endswith(PROXY) else MODEL_SIZES[size]
+
+
+def check_case(case: ModelCase | AttentionShape, implementation: str, mode: str) -> None:
+    """ValueError on an implementation or a mode that `case` does not have."""
+    of_model = isinstance(case, ModelCase)
+    what = "a model" if of_model else "an attention shape"
+    implementations = MODEL_IMPLEMENTATIONS if of_model else IMPLEMENTATIONS
+    modes = MODEL_MODES if of_model else ATTENTION_MODES
+    if implementation not in implementations:
+        known = ", ".join(implementations)
+        raise ValueError(f"implementation of {what} must be one of {known}, got {implementation!r}")
+    if mode not in modes:
+        raise ValueError(f"mode of {what} must be one of {', '.join(modes)}, got {mode!r}")
+
+
+def prepare(case: ModelCase | AttentionShape, implementation: str, mode: str, run: RunConfig) -> Prepared:
+    """Build what `case` needs and return the call; nothing is checked against an oracle, since nothing is recorded.
+
+    Raises ValueError as `check_case` does, and Unsupported with the reason where the implementation does not exist for
+    the case.
+    """
+    check_case(case, implementation, mode)
+    if isinstance(case, AttentionShape):
+        return _attention(case, implementation, mode, run)
+    step = TrainingStep(case, run)
+    model = step.model
+    assert isinstance(model, nn.Module)
+    if implementation == "compiled":  # hooks inside would change what is compiled
+        step.model = torch.compile(model)
+        return Prepared(call=getattr(step, mode), before=step.reset)
+    return Prepared(call=getattr(step, mode), before=step.reset, model=model)
+
+
+def _attention(shape: AttentionShape, implementation: str, mode: str, run: RunConfig) -> Prepared:
+    function = build(implementation, shape, run.device)
+    inputs = attention_inputs(shape, device=run.device, seed=run.seed)
+
+    def forward() -> None:
+        with torch.no_grad():
+            function(inputs.q, inputs.k, inputs.v)
+
+    if mode == "forward":
+        return Prepared(call=forward)
+    leaves = [x.detach().clone().requires_grad_() for x in inputs[:3]]
+    if mode == "forward_backward":
+        return Prepared(call=lambda: torch.autograd.grad(function(*leaves), leaves, inputs.grad_output))
+    outputs: list[torch.Tensor] = []
+
+    def make_graph() -> None:
+        outputs[:] = [function(*leaves)]
+
+    return Prepared(call=lambda: torch.autograd.grad(outputs[0], leaves, inputs.grad_output), before=make_graph)

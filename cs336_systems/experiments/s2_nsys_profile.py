@@ -1,0 +1,139 @@
+"""Section 2.1.4, `nsys_profile`: where the time of a step goes, read from profiles instead of from a timeline by eye.
+
+Of each model and context the forward, the forward with backward, and the full step with AdamW are first timed by the
+wall clock, undisturbed, and then profiled. Rows of a mode: the wall clock; the kernels' summed time, the time in which
+at least one ran, and their number; the time of each category; the kernels that take the most time, and those that are
+no matmul; and what plain attention spends on its two products and on what stands between them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+
+from torch import Tensor, nn
+
+from cs336_systems.config import MODEL_SIZES, ModelCase, ModelConfig, Precision, RunConfig, proxy_model
+from cs336_systems.experiments.cells import Cell, Measurement, Row
+from cs336_systems.experiments.model_cells import MODEL_MODES, TrainingStep, model_cell, require_finite, time_row
+from cs336_systems.profiling.capture import capture
+from cs336_systems.profiling.kernels import CATEGORIES, short_name
+from cs336_systems.profiling.memory import release
+from cs336_systems.profiling.ranges import SCORES, SOFTMAX, VALUES, annotate
+from cs336_systems.profiling.timing import time_once
+from cs336_systems.profiling.trace import Kernel, Trace
+
+PROBLEM = "nsys_profile"
+NUM_WALL_CLOCK_STEPS = 5
+NUM_PROFILED_STEPS = {"tiny": 1, "smoke": 2, "handout": 3}
+NUM_RANKS = {"kernel": 5, "other_kernel": 5}  # how many of the longest kernels, and of those that are no matmul
+ATTENTION_PARTS = {"scores": SCORES, "softmax": SOFTMAX, "values": VALUES}
+
+
+def models(run: RunConfig) -> list[tuple[ModelConfig, int]]:
+    """(model, batch): the smallest and the largest size that trains on one GPU, proxies of them below handout scale."""
+    if run.scale == "handout":
+        return [
+            (replace(MODEL_SIZES[size], context_length=context), 4)
+            for size in ("small", "xl")
+            for context in (256, 512, 1024)
+        ]
+    if run.scale == "tiny":
+        model = replace(proxy_model("small", 64), vocab_size=256)
+        return [(replace(model, context_length=context), 1) for context in (16, 32)]
+    # A small vocabulary: at these widths the handout's would leave the blocks no share worth a table.
+    proxies = [replace(proxy_model(size, width), vocab_size=1000) for size, width in (("small", 128), ("xl", 256))]
+    return [(replace(proxy, context_length=context), 1) for proxy in proxies for context in (64, 128, 256)]
+
+
+def nsys_profile_cells(run: RunConfig) -> list[Cell]:
+    """Every model and context in float32, and at handout scale the middle context under bfloat16 autocast."""
+    cases = [ModelCase(model=model, batch=batch, attention="reference", warmup=2) for model, batch in models(run)]
+    if run.scale == "handout":
+        autocast = Precision(autocast="bfloat16")
+        cases += [replace(case, precision=autocast) for case in cases if case.model.context_length == 512]
+    rows = tuple(row for mode in MODEL_MODES for row in profile_rows(mode))
+    return [model_cell(PROBLEM, case, "eager", rows) for case in cases]
+
+
+def profile_rows(mode: str) -> list[Row]:
+    """What a profile of `mode` reports."""
+
+    def in_ms(quantity: str) -> Row:
+        return Row(mode=mode, quantity=quantity, unit="ms")
+
+    def calls(quantity: str) -> Row:
+        return Row(mode=mode, quantity=quantity, unit="calls")
+
+    rows = [time_row(mode), in_ms("kernel_time"), in_ms("busy_time"), calls("kernel_calls")]
+    rows += [in_ms(f"{category}_time") for category in CATEGORIES]
+    for name, count in NUM_RANKS.items():
+        for rank in range(1, count + 1):
+            rows += [in_ms(f"{name}_{rank}_time"), calls(f"{name}_{rank}_calls")]
+    if mode != "train_step":
+        rows += [in_ms(f"attention_{part}_time") for part in ATTENTION_PARTS]
+        rows.append(in_ms("attention_softmax_kernel_time"))  # of the softmax alone, without scale and mask
+    return rows
+
+
+def measure_nsys_profile(cell: Cell, run: RunConfig) -> Iterator[Measurement]:
+    """Wall clock and profile of each mode; Disagreement if logits or loss are not finite."""
+    release(run.device)
+    step = TrainingStep(cell.case, run)
+    assert isinstance(step.model, nn.Module)
+    for mode in MODEL_MODES:
+        rows = {row.quantity: row for row in cell.rows if row.mode == mode}
+        call: Callable[[], Tensor] = getattr(step, mode)
+        for _ in range(cell.case.warmup):
+            step.reset()
+            require_finite("logits" if mode == "forward" else "loss", call())
+        samples = []
+        for _ in range(NUM_WALL_CLOCK_STEPS):
+            step.reset()
+            samples.append(time_once(call, run.device))
+        yield Measurement(row=rows["time"], samples=samples)
+        with annotate(step.model):
+            num_steps = NUM_PROFILED_STEPS[run.scale]
+            trace = capture(call, device=run.device, num_steps=num_steps, warmup=1, before=step.reset)
+        step.reset()
+        yield from measurements(trace, rows)
+
+
+def measurements(trace: Trace, rows: dict[str, Row]) -> Iterator[Measurement]:
+    """The promised `rows` but the wall clock, read from `trace`: a sample for each profiled step."""
+    steps = range(len(trace.step_ms))
+    trace = trace.in_steps()
+    for quantity, of in _quantities(trace).items():
+        if quantity in rows:
+            yield Measurement(row=rows[quantity], samples=[of(step=step) for step in steps])
+    matmuls = {short_name(kernel.name) for kernel in trace.select(category="gemm")}
+    for prefix, excluded in (("kernel", set()), ("other_kernel", matmuls)):
+        names = [total.name for total in trace.top_kernels() if total.name not in excluded]
+        for rank in range(1, NUM_RANKS[prefix] + 1):
+            time, calls = rows[f"{prefix}_{rank}_time"], rows[f"{prefix}_{rank}_calls"]
+            if rank > len(names):
+                reason = f"the profile has {len(names)} such kernels"
+                yield from (Measurement(row=row, skipped=reason) for row in (time, calls))
+                continue
+            name = names[rank - 1]
+            chosen = [[k for k in trace.select(step=step) if short_name(k.name) == name] for step in steps]
+            yield Measurement(row=time, samples=[_milliseconds(kernels) for kernels in chosen], kernel=name)
+            yield Measurement(row=calls, samples=[float(len(kernels)) for kernels in chosen], kernel=name)
+
+
+def _quantities(trace: Trace) -> dict[str, Callable[..., float]]:
+    """How each quantity of a step is read."""
+    found: dict[str, Callable[..., float]] = {
+        "kernel_time": trace.kernel_ms,
+        "busy_time": trace.busy_ms,
+        "kernel_calls": lambda step: float(len(trace.select(step=step))),
+    }
+    found |= {f"{category}_time": partial(trace.kernel_ms, category=category) for category in CATEGORIES}
+    found |= {f"attention_{part}_time": partial(trace.kernel_ms, within=name) for part, name in ATTENTION_PARTS.items()}
+    found["attention_softmax_kernel_time"] = partial(trace.kernel_ms, within=SOFTMAX, category="softmax")
+    return found
+
+
+def _milliseconds(kernels: list[Kernel]) -> float:
+    return sum(kernel.duration_us for kernel in kernels) / 1e3

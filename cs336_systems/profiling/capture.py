@@ -1,0 +1,75 @@
+"""Runs a closure under torch.profiler and returns what it did, as a `Trace`.
+
+    trace = capture(step.train_step, device="cuda", num_steps=3, before=step.reset)
+    trace.top_kernels(5)
+
+The trace is also a file that https://ui.perfetto.dev opens, if `path` says where; it names this machine, so it stays
+out of git, under a results folder's logs.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from torch.profiler import ProfilerActivity, profile
+
+from cs336_systems.profiling.ranges import STEP, named_range
+from cs336_systems.profiling.timing import synchronize
+from cs336_systems.profiling.trace import Trace, read_trace
+
+TRACE_SUFFIXES = (".trace.json", ".trace.json.gz")
+
+
+def capture(
+    call: Callable[[], object],
+    *,
+    device: str,
+    num_steps: int = 1,
+    warmup: int = 1,
+    before: Callable[[], object] | None = None,
+    path: Path | None = None,
+) -> Trace:
+    """Profile `num_steps` calls, each synchronised and in a range of its own, after `warmup` unprofiled ones.
+
+    `before` runs ahead of every call, outside of its range (resetting gradients). With `path`, which must end in
+    .trace.json or .trace.json.gz, the trace is kept there, also when a call raised: what led to an out-of-memory is in
+    it. Raises ValueError on counts or paths that make no sense, and whatever `call` raises.
+    """
+    if num_steps < 1 or warmup < 0:
+        raise ValueError(f"num_steps must be positive and warmup not negative, got {num_steps} and {warmup}")
+    if path is not None and not path.name.endswith(TRACE_SUFFIXES):
+        raise ValueError(f"path must end in {' or '.join(TRACE_SUFFIXES)}, got {path.name}")
+
+    def run(count: int, in_range: bool) -> None:
+        for _ in range(count):
+            if before is not None:
+                before()
+            synchronize(device)
+            if not in_range:
+                call()
+                continue
+            with named_range(STEP):
+                call()
+                synchronize(device)
+        synchronize(device)
+
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device == "cuda" else [])]
+    run(warmup, in_range=False)
+    if device == "cuda":
+        with profile(
+            activities=activities, acc_events=True
+        ):  # the first use loads CUPTI, which must not be in the profile
+            pass
+    profiler = profile(activities=activities, acc_events=True)
+    with tempfile.TemporaryDirectory(prefix="trace-") as folder:
+        target = path or Path(folder) / "step.trace.json"
+        target.parent.mkdir(parents=True, exist_ok=True)
+        profiler.start()
+        try:
+            run(num_steps, in_range=True)
+        finally:
+            profiler.stop()
+            profiler.export_chrome_trace(str(target))
+        return read_trace(target)

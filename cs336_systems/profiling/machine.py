@@ -1,0 +1,58 @@
+"""What a machine really reaches: memory bandwidth by a copy, matmul speed by one large product.
+
+    copy_rate("cuda").median          # GB/s, bytes read and written
+    matmul_rate("cuda").median        # TFLOP/s in bfloat16
+
+Upper bounds by measurement, to set beside the vendor's sheet (`device.PEAKS`) and the kernels' rates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from cs336_systems.config import BYTES_PER_ELEMENT, DTypeName
+from cs336_systems.profiling.samples import summarize
+from cs336_systems.profiling.timing import time_calls
+
+COPY_BYTES = {"cuda": 2**30, "cpu": 2**28}  # of one side of the copy: far more than any cache
+MATMUL_SIZE = {"cuda": 8192, "cpu": 1024}  # rows, columns and inner dimension
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rate:
+    """Median and quartiles of a rate in `unit`."""
+
+    median: float
+    quartile_low: float
+    quartile_high: float
+    unit: str
+
+
+def copy_rate(device: str, num_bytes: int | None = None) -> Rate:
+    """GB/s (10⁹ bytes) of copying one tensor to another on `device`: each byte is read once and written once."""
+    num_bytes = COPY_BYTES[device] if num_bytes is None else num_bytes
+    source = torch.ones(num_bytes // 4, device=device)
+    target = torch.empty_like(source)
+    return _rate(lambda: target.copy_(source), 2 * source.nbytes / 1e9, device, "GB/s")
+
+
+def matmul_rate(device: str, dtype: DTypeName = "bfloat16", size: int | None = None) -> Rate:
+    """TFLOP/s of one square matmul in `dtype`, 2·size³ FLOPs; ValueError on an unknown dtype."""
+    if dtype not in BYTES_PER_ELEMENT:
+        raise ValueError(f"dtype must be one of {', '.join(BYTES_PER_ELEMENT)}, got {dtype!r}")
+    size = MATMUL_SIZE[device] if size is None else size
+    left, right = (torch.randn(size, size, device=device).to(getattr(torch, dtype)) for _ in range(2))
+    result = torch.empty_like(left)
+    return _rate(lambda: torch.mm(left, right, out=result), 2 * size**3 / 1e12, device, "TFLOP/s")
+
+
+def _rate(call: Callable[[], object], work: float, device: str, unit: str) -> Rate:
+    """`work` (10⁹ bytes or 10¹² FLOPs) over the seconds of `call`."""
+    summary = summarize(time_calls(call, device=device))
+    low, high = summary.quartile_high, summary.quartile_low  # a long time is a low rate
+    return Rate(
+        median=work / summary.median * 1e3, quartile_low=work / low * 1e3, quartile_high=work / high * 1e3, unit=unit
+    )

@@ -1,0 +1,214 @@
+"""Named ranges on a model's blocks and on the parts of its attention, put on and taken off by a context manager.
+
+    with annotate(model):
+        model(tokens).sum().backward()         # under torch.profiler, nsys or ncu
+
+Every range is a `record_function` range, which torch.profiler shows, and on CUDA an NVTX range, which NVIDIA's tools
+show. Modules are found by their names, so any model class can be annotated, and nothing in its code changes:
+
+- a block is an element of a ModuleList: `block:layers.3`;
+- inside and outside of blocks, a module whose last name says what it is: `attention:layers.3.attn`,
+  `feed_forward:layers.3.ffn`, `norm:ln_final`, `embedding:token_embeddings`, `head:lm_head`;
+- in an attention module, the products of two activations divide its work: `attention.scores` is the first of them,
+  `attention.values` the last, and what runs between (scale, mask, softmax) is `attention.softmax`. A fused attention,
+  which has no such products, is `attention.fused`. Products with a parameter are projections and belong to no part.
+
+Ranges cost host time: measure a step's wall clock without them. A range covers the forward pass; `trace.py` follows
+autograd's sequence numbers to give the kernels of the backward pass to the range of their forward.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+# What a module's last name says of it; the first match counts.
+ROLES: Mapping[str, re.Pattern[str]] = {
+    "attention": re.compile(r"(self_?)?(attn|attention|mha)|.*_(attn|attention)"),
+    "feed_forward": re.compile(r"ffn|mlp|ff|feed_?forward"),
+    "norm": re.compile(r"(layer_?|rms_?)?(ln|norm)_?\w*|\w+_(layer_?)?norm"),
+    "embedding": re.compile(r"\w*embeddings?|embed_\w+|wte|wpe"),
+    "head": re.compile(r"(lm_)?head|unembed\w*"),
+}
+BLOCK = "block"
+SCORES, SOFTMAX, VALUES, FUSED = "attention.scores", "attention.softmax", "attention.values", "attention.fused"
+ATTENTION_PARTS = (SCORES, SOFTMAX, VALUES, FUSED)
+STEP = "profiled_step"  # encloses one repetition of what is profiled
+
+PRODUCTS: frozenset[Callable[..., Any]] = frozenset(
+    (torch.matmul, torch.bmm, torch.einsum, torch.baddbmm, Tensor.matmul, Tensor.__matmul__, Tensor.bmm)
+)
+
+
+@contextmanager
+def named_range(name: str) -> Iterator[None]:
+    """A `record_function` range, and an NVTX range where CUDA is in use."""
+    with torch.profiler.record_function(name):
+        if not torch.cuda.is_available():
+            yield
+            return
+        torch.cuda.nvtx.range_push(name)
+        try:
+            yield
+        finally:
+            torch.cuda.nvtx.range_pop()
+
+
+def role_of(name: str, parent: nn.Module | None = None) -> str | None:
+    """What the module called `name` (its last part) in `parent` is: a role, or None if its name does not say."""
+    if isinstance(parent, nn.ModuleList):
+        return BLOCK
+    return next((role for role, pattern in ROLES.items() if pattern.fullmatch(name.lower())), None)
+
+
+def module_ranges(model: nn.Module) -> dict[str, str]:
+    """The range of each module of `model` that gets one, by qualified name.
+
+    A module inside one of the same role gets none: in `attn.norm` the norm counts, in `embeddings.word_embeddings` the
+    outer one.
+    """
+    roles: dict[str, str] = {}
+    for name, _ in model.named_modules():
+        parent, _, last = name.rpartition(".")
+        role = role_of(last, model.get_submodule(parent)) if name else None
+        if role is not None and (role == BLOCK or roles.get(parent) != role):
+            roles[name] = role
+    return {name: f"{role}:{name}" for name, role in roles.items()}
+
+
+class _Ranges:
+    """The ranges that are open now. Modules nest, so the last opened is the first closed."""
+
+    def __init__(self) -> None:
+        self.open: list[tuple[object, ExitStack]] = []
+
+    def enter(self, owner: object, name: str) -> None:
+        stack = ExitStack()
+        stack.enter_context(named_range(name))
+        self.open.append((owner, stack))
+
+    def leave(self, owner: object) -> None:
+        """Close the range of `owner` and whatever an exception left open inside it."""
+        if not any(candidate is owner for candidate, _ in self.open):
+            return
+        while self.open:
+            candidate, stack = self.open.pop()
+            stack.close()
+            if candidate is owner:
+                return
+
+    def leave_all(self) -> None:
+        while self.open:
+            self.open.pop()[1].close()
+
+
+class _AttentionParts(TorchFunctionMode):
+    """Opens and closes the ranges of attention's parts by watching torch functions inside attention modules."""
+
+    def __init__(self, ranges: _Ranges) -> None:
+        super().__init__()
+        self.ranges = ranges
+        self.depth = 0  # attention modules that we are in
+        self.in_softmax = False
+
+    def enter_attention(self) -> None:
+        self.depth += 1
+
+    def leave_attention(self) -> None:
+        self.end_softmax()
+        self.depth -= 1
+
+    def end_softmax(self) -> None:
+        if self.in_softmax:
+            self.in_softmax = False
+            self.ranges.leave(self)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self.depth == 0 or torch.compiler.is_compiling():
+            return func(*args, **kwargs)
+        if func is F.scaled_dot_product_attention or _is_fused_operator(func):
+            with named_range(FUSED):
+                return func(*args, **kwargs)
+        if func not in PRODUCTS or not _of_two_activations([*args, *kwargs.values()]):
+            return func(*args, **kwargs)
+        first = not self.in_softmax
+        self.end_softmax()
+        with named_range(SCORES if first else VALUES):
+            result = func(*args, **kwargs)
+        if first:
+            self.in_softmax = True
+            self.ranges.enter(self, SOFTMAX)
+        return result
+
+
+def _is_fused_operator(func: Any) -> bool:
+    """Whether `func` is a registered operator that is called an attention, such as this package's."""
+    return isinstance(func, torch._ops.OpOverload) and "attention" in func.name()
+
+
+def _of_two_activations(arguments: list[Any]) -> bool:
+    """Whether two batches of matrices are multiplied, none a parameter or its 2-D view; einsum may take a list."""
+    flat = [
+        item for argument in arguments for item in (argument if isinstance(argument, list | tuple) else (argument,))
+    ]
+    tensors = [item for item in flat if isinstance(item, Tensor)]
+    return len(tensors) == 2 and all(x.ndim >= 3 and not isinstance(x, nn.Parameter) for x in tensors)
+
+
+@contextmanager
+def annotate(model: nn.Module, *, attention_parts: bool = True) -> Iterator[dict[str, str]]:
+    """Ranges on the modules of `model` and, unless told otherwise, on the parts of its attention.
+
+    Yields the range of each annotated module by name (see `module_ranges`). Ranges are closed also where the forward
+    raises, and hooks are removed when the context ends. Raises TypeError if `model` is no module, and ValueError if
+    none of its modules has a name that says what it is.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    names = module_ranges(model)
+    if not names:
+        raise ValueError(
+            f"model must have modules to annotate: none of {type(model).__name__} is in a ModuleList or is named like "
+            f"{', '.join(ROLES)}"
+        )
+    ranges = _Ranges()
+    parts = _AttentionParts(ranges)
+    handles = []
+    for name, range_name in names.items():
+        inside = range_name.startswith("attention:")
+        handles += _hooks(model.get_submodule(name), range_name, ranges, parts if inside else None)
+    with ExitStack() as stack:
+        if attention_parts:
+            stack.enter_context(parts)
+        try:
+            yield names
+        finally:
+            for handle in handles:
+                handle.remove()
+            ranges.leave_all()
+
+
+def _hooks(module: nn.Module, range_name: str, ranges: _Ranges, parts: _AttentionParts | None) -> list[Any]:
+    def before(*_: object) -> None:
+        ranges.enter(module, range_name)
+        if parts is not None:
+            parts.enter_attention()
+
+    def after(*_: object) -> None:
+        if parts is not None:
+            parts.leave_attention()
+        ranges.leave(module)
+
+    # always_call: also after a forward that raised (an out-of-memory), or the next step would nest in this one.
+    return [
+        module.register_forward_pre_hook(before, prepend=True),
+        module.register_forward_hook(after, always_call=True),
+    ]

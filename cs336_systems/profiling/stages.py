@@ -1,0 +1,151 @@
+"""Times of the stages inside one call: mask build, preprocess, forward, dq, dkv, cast.
+
+The code that is measured marks its stages, at no cost while nobody measures:
+
+    with stage("dq"):
+        launch_dq(...)
+
+and whoever measures gets samples of each stage and of the whole, in milliseconds:
+
+    samples = time_stages(lambda: attention(q, k, v).backward(grad), device="cuda")
+    samples["forward"], samples["dq"], samples[TOTAL], unaccounted(samples)
+
+On CUDA the times lie between events on the stream, so that nothing waits inside the call, and each stage is an NVTX
+range; on CPU they are wall clock. Stages add up: time in an inner stage is not the outer one's, a stage entered twice
+in a call is summed, and `unaccounted` says which share of the whole no stage has. Marks may stand in code that autograd
+runs on its own thread. One measurement at a time in a process.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from cs336_systems.profiling.ranges import named_range
+from cs336_systems.profiling.samples import summarize
+from cs336_systems.profiling.timing import synchronize
+
+STAGES = ("mask_build", "preprocess", "forward", "dq", "dkv", "cast")  # the names that tables know, in order
+TOTAL = "total"
+DEFAULT_SAMPLES = 10
+
+
+class _Timer:
+    """The open stages of one call and the finished segments of all calls."""
+
+    def __init__(self, device: str) -> None:
+        self.device = device
+        self.open: list[tuple[str, Any]] = []  # name and beginning of the running segment, the innermost last
+        self.segments: list[tuple[str, Any, Any]] = []  # of the current call
+        self.calls: list[list[tuple[str, Any, Any]]] = []
+
+    def now(self) -> Any:
+        if self.device != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def enter(self, name: str) -> None:
+        now = self.now()
+        if self.open:  # the outer stage pauses
+            outer, begin = self.open[-1]
+            self.segments.append((outer, begin, now))
+        self.open.append((name, now))
+
+    def leave(self) -> None:
+        now = self.now()
+        name, begin = self.open.pop()
+        self.segments.append((name, begin, now))
+        if self.open:
+            self.open[-1] = (self.open[-1][0], now)
+
+    def call(self, function: Callable[[], object]) -> None:
+        begin = self.now()
+        function()
+        self.segments.append((TOTAL, begin, self.now()))
+        assert not self.open, "a stage was left open"
+        self.calls.append(self.segments)
+        self.segments = []
+
+    def samples_ms(self) -> dict[str, list[float]]:
+        synchronize(self.device)
+        names = dict.fromkeys(name for segments in self.calls for name, _, _ in segments)
+        return {
+            name: [
+                sum(self._elapsed_ms(begin, end) for other, begin, end in segments if other == name)
+                for segments in self.calls
+            ]
+            for name in names
+        }
+
+    def _elapsed_ms(self, begin: Any, end: Any) -> float:
+        return begin.elapsed_time(end) if self.device == "cuda" else (end - begin) * 1e3
+
+
+_active: _Timer | None = None  # module-wide, not context-local: autograd's thread must see it
+
+
+@contextmanager
+def stage(name: str) -> Iterator[None]:
+    """What runs inside is the stage `name` of the call being timed; without a measurement nothing happens."""
+    timer = _active
+    if timer is None:
+        yield
+        return
+    with named_range(f"stage:{name}"):
+        timer.enter(name)
+        try:
+            yield
+        finally:
+            timer.leave()
+
+
+def time_stages(
+    call: Callable[[], object],
+    *,
+    device: str,
+    num_samples: int = DEFAULT_SAMPLES,
+    warmup: int = 2,
+    before: Callable[[], object] | None = None,
+) -> dict[str, list[float]]:
+    """Milliseconds of every stage that `call` marks, and of the whole call as `TOTAL`: one sample a call.
+
+    `before` runs ahead of every call, outside of the timed part. A stage that a call does not reach has a sample of 0
+    for it. Raises ValueError on fewer than one sample, and RuntimeError inside of another measurement.
+    """
+    global _active
+    if num_samples < 1 or warmup < 0:
+        raise ValueError(f"num_samples must be positive and warmup not negative, got {num_samples} and {warmup}")
+    if _active is not None:
+        raise RuntimeError("stages are being timed already: one measurement at a time")
+
+    def run(count: int, timer: _Timer | None) -> None:
+        for _ in range(count):
+            if before is not None:
+                before()
+            if timer is None:
+                call()
+            else:
+                timer.call(call)
+
+    run(warmup, None)
+    synchronize(device)
+    _active = timer = _Timer(device)
+    try:
+        run(num_samples, timer)
+    finally:
+        _active = None
+    return timer.samples_ms()
+
+
+def unaccounted(samples: Mapping[str, Sequence[float]]) -> float:
+    """The share of the whole call, by medians, that no stage accounts for; ValueError without a `TOTAL`."""
+    if TOTAL not in samples:
+        raise ValueError(f"samples must hold {TOTAL!r}, got {', '.join(samples) or 'nothing'}")
+    stages = sum(summarize(values).median for name, values in samples.items() if name != TOTAL)
+    return 1 - stages / summarize(samples[TOTAL]).median

@@ -1,0 +1,305 @@
+"""Reads a chrome trace of torch.profiler: what ran, for how long, and which part of the model asked for it.
+
+    trace = read_trace(Path("step.trace.json"))
+    trace.kernel_ms(category="gemm")                    # of all steps
+    for row in trace.top_kernels(3): print(row.name, row.calls, row.ms)
+
+On a GPU the work is the device's kernels and copies; without one it is the CPU operators, each counted with its own
+time (without what it called). A kernel belongs to the ranges that were open where it was launched. Backward operators
+are launched by autograd, outside of any module, but carry the sequence number of the forward operator that they
+differentiate: they belong to that one's ranges, with `phase` "backward". What an optimizer's step launches is the
+phase "optimizer" and the category `optimizer`, whatever its name.
+
+Times in a trace are microseconds; results here are milliseconds.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from cs336_systems.profiling.kernels import categorize, short_name
+from cs336_systems.profiling.ranges import STEP
+
+Phase = Literal["forward", "backward", "optimizer"]
+DEVICE_CATEGORIES = ("kernel", "gpu_memcpy", "gpu_memset")
+LAUNCH_CATEGORIES = ("cuda_runtime", "cuda_driver")
+BACKWARD_OPERATOR = "autograd::engine::evaluate_function"
+OPTIMIZER_RANGE = "Optimizer.step#"
+MAX_TRACE_BYTES = 2**31  # of a file on disk; a trace of one step is a few MiB
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Kernel:
+    """One execution of a kernel on a stream, or the own time of one CPU operator."""
+
+    name: str  # as the trace has it
+    category: str  # see kernels.CATEGORIES
+    phase: Phase
+    start_us: float
+    duration_us: float
+    stream: str  # "stream 7" of a GPU, "thread 12" of a CPU
+    ranges: tuple[str, ...]  # open where it was launched, the outermost first
+    step: int  # which repetition (`ranges.STEP`) it belongs to; -1 outside of all
+
+    @property
+    def end_us(self) -> float:
+        return self.start_us + self.duration_us
+
+
+@dataclass(frozen=True, kw_only=True)
+class KernelTotal:
+    """All executions of the kernels that share a (short) name."""
+
+    name: str
+    category: str
+    calls: int
+    ms: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trace:
+    """The kernels of a trace, and the wall clock of its steps."""
+
+    kernels: tuple[Kernel, ...]
+    on_gpu: bool  # whether kernels ran on a device, or are CPU operators
+    step_ms: tuple[float, ...] = ()  # wall clock of each profiled step, with the profiler's own cost
+    ranges: tuple[str, ...] = field(default=(), repr=False)  # distinct names, in order of their first appearance
+
+    def select(
+        self,
+        *,
+        category: str | None = None,
+        phase: str | None = None,
+        within: str | None = None,
+        step: int | None = None,
+    ) -> list[Kernel]:
+        """Kernels of a category, of a phase, launched in a range whose name starts with `within`, of one step."""
+        return [
+            kernel
+            for kernel in self.kernels
+            if (category is None or kernel.category == category)
+            and (phase is None or kernel.phase == phase)
+            and (within is None or any(name.startswith(within) for name in kernel.ranges))
+            and (step is None or kernel.step == step)
+        ]
+
+    def in_steps(self) -> Trace:
+        """This trace without what ran outside of the profiled steps (preparing each)."""
+        return replace(self, kernels=tuple(kernel for kernel in self.kernels if kernel.step >= 0))
+
+    def kernel_ms(self, **selection: Any) -> float:
+        """Summed duration of what `select` returns; kernels that overlap count each."""
+        return sum(kernel.duration_us for kernel in self.select(**selection)) / 1e3
+
+    def busy_ms(self, **selection: Any) -> float:
+        """Time in which at least one selected kernel ran; an estimate on a CPU, whose own times are in pieces."""
+        return length_us(merge((kernel.start_us, kernel.end_us) for kernel in self.select(**selection))) / 1e3
+
+    def top_kernels(self, count: int | None = None, **selection: Any) -> list[KernelTotal]:
+        """Totals by short name, the longest first; ties by name, so that the same trace gives the same order."""
+        groups: dict[tuple[str, str], list[Kernel]] = defaultdict(list)
+        for kernel in self.select(**selection):
+            groups[short_name(kernel.name), kernel.category].append(kernel)
+        totals = [
+            KernelTotal(name=name, category=category, calls=len(group), ms=sum(k.duration_us for k in group) / 1e3)
+            for (name, category), group in groups.items()
+        ]
+        return sorted(totals, key=lambda total: (-total.ms, total.name))[:count]
+
+
+# Intervals, also for the overlap of communication with computation
+
+
+def merge(intervals: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+    """The union of (start, end) intervals as disjoint ones in order."""
+    merged: list[tuple[float, float]] = []
+    for start, end in sorted(intervals):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
+        else:
+            merged.append((start, end))
+    return merged
+
+
+def length_us(intervals: Iterable[tuple[float, float]]) -> float:
+    return sum(end - start for start, end in intervals)
+
+
+def overlap_us(first: Iterable[Kernel], second: Iterable[Kernel]) -> float:
+    """Time in which a kernel of `first` and one of `second` run together: each union counted once."""
+    left = merge((kernel.start_us, kernel.end_us) for kernel in first)
+    right = merge((kernel.start_us, kernel.end_us) for kernel in second)
+    total, index = 0.0, 0
+    for start, end in left:
+        while index < len(right) and right[index][1] <= start:
+            index += 1
+        for other_start, other_end in right[index:]:
+            if other_start >= end:
+                break
+            total += min(end, other_end) - max(start, other_start)
+    return total
+
+
+# Reading
+
+
+def read_trace(path: Path) -> Trace:
+    """The trace in the chrome-trace file at `path`, which may be gzipped.
+
+    Raises ValueError for a file that is no chrome trace or is larger than 2 GiB. The file is parsed as JSON only.
+    """
+    if path.stat().st_size > MAX_TRACE_BYTES:
+        raise ValueError(f"{path.name}: a trace must have at most {MAX_TRACE_BYTES:,} bytes")
+    try:
+        data = path.read_bytes()
+        loaded = json.loads(gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data)
+    except (ValueError, gzip.BadGzipFile, EOFError, RecursionError) as error:
+        raise ValueError(f"{path.name}: not a chrome trace ({error})") from error
+    events = loaded.get("traceEvents") if isinstance(loaded, dict) else loaded
+    if not isinstance(events, list) or not all(isinstance(event, dict) for event in events):
+        raise ValueError(f"{path.name}: not a chrome trace (no list of traceEvents)")
+    return trace_of(events)
+
+
+def trace_of(events: Sequence[dict[str, Any]]) -> Trace:
+    """The trace that `events`, the entries of "traceEvents", describe."""
+    complete = [event for event in events if event.get("ph") == "X" and "ts" in event]
+    sites = _launch_sites(complete)
+    steps = sorted(
+        (float(event["ts"]), float(event["ts"]) + float(event["dur"]))
+        for event in complete
+        if event.get("cat") == "user_annotation" and event["name"] == STEP
+    )
+    on_gpu = any(event.get("cat") in DEVICE_CATEGORIES for event in complete)
+    kernels = _device_kernels(complete, sites, steps) if on_gpu else _cpu_kernels(sites, steps)
+    names = dict.fromkeys(str(event["name"]) for event in complete if event.get("cat") == "user_annotation")
+    return Trace(
+        kernels=tuple(sorted(kernels, key=lambda kernel: kernel.start_us)),
+        on_gpu=on_gpu,
+        step_ms=tuple((end - start) / 1e3 for start, end in steps),
+        ranges=tuple(names),
+    )
+
+
+@dataclass(kw_only=True, slots=True)
+class _Site:
+    """A place on a host thread: an operator or a launch, with what was open around it."""
+
+    event: dict[str, Any]
+    start_us: float
+    own_us: float  # without the operators that it called
+    ranges: tuple[str, ...]
+    phase: Phase
+
+
+def _launch_sites(events: Sequence[dict[str, Any]]) -> list[_Site]:
+    """Every operator and launch with its ranges and phase; backward ones with the ranges of their forward."""
+    threads: dict[tuple[Any, Any], list[dict[str, Any]]] = defaultdict(list)
+    for event in events:
+        if event.get("cat") in ("cpu_op", "user_annotation", *LAUNCH_CATEGORIES):
+            threads[event.get("pid"), event.get("tid")].append(event)
+    sites: list[_Site] = []
+    backward: list[tuple[_Site, int]] = []  # with the sequence number of the forward
+    forward_ranges: dict[int, tuple[float, tuple[str, ...]]] = {}  # by sequence number, of the last operator with it
+    for thread in threads.values():
+        stack: list[tuple[float, dict[str, Any], _Site | None, int | None]] = []  # end, event, site, backward number
+        for event in sorted(thread, key=lambda event: (float(event["ts"]), -float(event.get("dur", 0)))):
+            start, duration = float(event["ts"]), float(event.get("dur", 0))
+            while stack and stack[-1][0] <= start:
+                stack.pop()
+            number = _sequence_number(event)
+            is_backward = str(event["name"]).startswith(BACKWARD_OPERATOR)
+            inherited = next((entry[3] for entry in reversed(stack) if entry[3] is not None), None)
+            ranges = tuple(str(e["name"]) for _, e, _, _ in stack if e.get("cat") == "user_annotation")
+            site = None
+            if event.get("cat") != "user_annotation":
+                differentiates = number if is_backward else inherited
+                phase: Phase = "forward" if differentiates is None else "backward"
+                if any(name.startswith(OPTIMIZER_RANGE) for name in ranges):
+                    phase = "optimizer"
+                site = _Site(event=event, start_us=start, own_us=duration, ranges=ranges, phase=phase)
+                sites.append(site)
+                if phase == "backward" and differentiates is not None:
+                    backward.append((site, differentiates))
+                elif number is not None and start >= forward_ranges.get(number, (start, ()))[0]:
+                    forward_ranges[number] = (start, ranges)
+                caller = next((entry[2] for entry in reversed(stack) if entry[2] is not None), None)
+                if caller is not None and event.get("cat") == "cpu_op":
+                    caller.own_us -= duration
+            is_annotation_of_backward = number if is_backward else None
+            stack.append((start + duration, event, site, is_annotation_of_backward))
+    for site, number in backward:
+        _, ranges = forward_ranges.get(number, (0.0, ()))
+        site.ranges = tuple(dict.fromkeys((*site.ranges, *ranges)))
+    return sites
+
+
+def _sequence_number(event: dict[str, Any]) -> int | None:
+    """Autograd's number that joins a forward operator with its backward one."""
+    number = (event.get("args") or {}).get("Sequence number")
+    return int(number) if isinstance(number, int) and number >= 0 else None
+
+
+def _device_kernels(
+    events: Sequence[dict[str, Any]], sites: Sequence[_Site], steps: Sequence[tuple[float, float]]
+) -> list[Kernel]:
+    """The device's kernels, each joined with its launch by the correlation number.
+
+    Where no launch was recorded, or its time stamp lies outside of all ranges by the clocks' difference, the operator
+    that the kernel names as its origin ("External id") stands in.
+    """
+    launches = {
+        correlation: site
+        for site in sites
+        if site.event.get("cat") in LAUNCH_CATEGORIES
+        and (correlation := (site.event.get("args") or {}).get("correlation")) is not None
+    }
+    operators = {
+        (site.event.get("args") or {}).get("External id"): site for site in sites if site.event.get("cat") == "cpu_op"
+    }
+    kernels = []
+    for event in events:
+        if event.get("cat") not in DEVICE_CATEGORIES:
+            continue
+        arguments = event.get("args") or {}
+        site = launches.get(arguments.get("correlation"))
+        if (site is None or not site.ranges) and arguments.get("External id") is not None:
+            site = operators.get(arguments["External id"], site)
+        stream = f"stream {arguments.get('stream', event.get('tid'))}"
+        kernels.append(_kernel(event, site, float(event.get("dur", 0)), stream, steps))
+    return kernels
+
+
+def _cpu_kernels(sites: Sequence[_Site], steps: Sequence[tuple[float, float]]) -> list[Kernel]:
+    """The operators of a trace without a device, each with its own time."""
+    return [
+        _kernel(site.event, site, max(0.0, site.own_us), f"thread {site.event.get('tid')}", steps)
+        for site in sites
+        if site.event.get("cat") == "cpu_op"
+    ]
+
+
+def _kernel(
+    event: dict[str, Any], site: _Site | None, duration_us: float, stream: str, steps: Sequence[tuple[float, float]]
+) -> Kernel:
+    """A kernel whose step is the one that it was launched in: it may run after that step's end on the host."""
+    start = float(event["ts"])
+    launched = start if site is None else site.start_us
+    phase: Phase = "forward" if site is None else site.phase
+    name = str(event["name"])
+    return Kernel(
+        name=name,
+        category="optimizer" if phase == "optimizer" else categorize(name),
+        phase=phase,
+        start_us=start,
+        duration_us=duration_us,
+        stream=stream,
+        ranges=() if site is None else site.ranges,
+        step=next((index for index, (begin, end) in enumerate(steps) if begin <= launched < end), -1),
+    )

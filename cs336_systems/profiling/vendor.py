@@ -1,0 +1,68 @@
+"""Command lines of NVIDIA's profilers, for machines that have them: `nsys` for a timeline, `ncu` for single kernels.
+
+    command = vendor_command("nsys", [sys.executable, "-m", ...], output)      # a list, run without a shell
+
+Both record only what runs between cudaProfilerStart and cudaProfilerStop, so that model building and warm-up stay out:
+the profiled command must call `torch.cuda.profiler.start()` and `.stop()`, as `cuda_profiler_range` does. Their NVTX
+ranges are those of `ranges.py`.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from cs336_systems.profiling.ranges import STEP
+
+TOOLS = ("nsys", "ncu")
+NCU_LAUNCHES = 200  # kernels that ncu measures: each is run many times over, so a whole step would take hours
+
+
+def vendor_command(tool: str, command: Sequence[str], output: Path) -> list[str]:
+    """`command` under `tool`, which writes its report to `output` (without suffix); ValueError for another tool."""
+    if tool not in TOOLS:
+        raise ValueError(f"tool must be one of {', '.join(TOOLS)}, got {tool!r}")
+    executable = shutil.which(tool) or tool
+    if tool == "nsys":
+        flags = [
+            "profile",
+            f"--output={output}",
+            "--force-overwrite=true",
+            "--trace=cuda,nvtx,cublas,cudnn,osrt",
+            "--cuda-memory-usage=true",
+            "--capture-range=cudaProfilerApi",
+            "--capture-range-end=stop",
+        ]
+    else:
+        flags = [
+            f"--export={output}",
+            "--force-overwrite",
+            "--set=full",
+            "--profile-from-start=off",
+            "--nvtx",
+            f"--nvtx-include={STEP}/",
+            f"--launch-count={NCU_LAUNCHES}",
+            "--target-processes=all",
+        ]
+    return [executable, *flags, *command]
+
+
+def find_tool(tool: str) -> str | None:
+    """Where `tool` is installed; None if it is not on PATH."""
+    return shutil.which(tool)
+
+
+@contextmanager
+def cuda_profiler_range() -> Iterator[None]:
+    """Between cudaProfilerStart and cudaProfilerStop: the part of a run that nsys and ncu record."""
+    torch.cuda.synchronize()
+    torch.cuda.profiler.start()
+    try:
+        yield
+        torch.cuda.synchronize()
+    finally:
+        torch.cuda.profiler.stop()

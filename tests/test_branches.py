@@ -1,0 +1,164 @@
+"""`branches`: two revisions of a repository of this test's own, one of them slower, measured and compared."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from cs336_systems.cli import app
+from cs336_systems.compare import pool
+from cs336_systems.records import read_records
+from tests.test_compare import broken, record, run_of
+
+ROOT = Path(__file__).resolve().parents[1]
+REFERENCE = "cs336_systems/attention/reference.py"
+
+
+def git(repository: Path, *arguments: str) -> str:
+    identity = ["-c", "user.name=Test", "-c", "user.email=test@example.org"]
+    result = subprocess.run(["git", *identity, *arguments], cwd=repository, capture_output=True, text=True, check=True)
+    return result.stdout.strip()
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    """Three commits: without the package, with it (tag `before`), with a pause in plain attention (tag `after`)."""
+    folder = tmp_path / "repository"
+    folder.mkdir()
+    git(folder, "init", "--quiet", "--initial-branch=main")
+    (folder / "notes.txt").write_text("first\n")
+    git(folder, "add", "-A")
+    git(folder, "commit", "--quiet", "-m", "notes")
+    git(folder, "tag", "empty")
+    shutil.copytree(ROOT / "cs336_systems", folder / "cs336_systems", ignore=shutil.ignore_patterns("__pycache__"))
+    git(folder, "add", "-A")
+    git(folder, "commit", "--quiet", "-m", "package")
+    git(folder, "tag", "before")
+    source = (folder / REFERENCE).read_text()
+    call = "    scores = masked_scores(q.dtype)\n"
+    assert source.count(call) == 1
+    pause = "    __import__('time').sleep(0.05)\n"
+    (folder / REFERENCE).write_text(source.replace(call, pause + call))
+    git(folder, "add", "-A")
+    git(folder, "commit", "--quiet", "-m", "slower")
+    git(folder, "tag", "after")
+    hook = folder / ".git" / "hooks" / "post-checkout"
+    hook.write_text(f"#!/bin/sh\ntouch {tmp_path}/hook-ran\n")
+    hook.chmod(0o755)
+    (folder / "notes.txt").write_text("a change that nobody committed\n")
+    return folder
+
+
+def command(repository: Path, temporary: Path, *arguments: str) -> subprocess.Popen[str]:
+    temporary.mkdir(exist_ok=True)
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "TMPDIR": str(temporary), "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        [sys.executable, "-m", "cs336_systems", "branches", *arguments],
+        cwd=repository, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        start_new_session=True,
+    )  # fmt: skip
+
+
+def assert_untouched(repository: Path, temporary: Path, state: tuple[str, str]) -> None:
+    """The checkout is as it was, no worktree is known any more and no temporary folder is left."""
+    assert (git(repository, "status", "--porcelain"), git(repository, "rev-parse", "HEAD")) == state
+    assert len(git(repository, "worktree", "list").splitlines()) == 1
+    assert not list(temporary.glob("branches-*"))
+
+
+def checkout_state(repository: Path) -> tuple[str, str]:
+    return git(repository, "status", "--porcelain"), git(repository, "rev-parse", "HEAD")
+
+
+def test_a_slower_revision_is_found_and_the_checkout_is_not_touched(repository: Path, tmp_path: Path) -> None:
+    state, temporary, results = checkout_state(repository), tmp_path / "temporary", tmp_path / "results"
+    options = ("--scale", "tiny", "--device", "cpu", "--results", str(results))
+    process = command(repository, temporary, "before", "after", "pytorch_attention", *options)
+    output, errors = process.communicate(timeout=300)
+    assert process.returncode == 1, output + errors
+    assert "regression" in output and "pytorch_attention eager" in output
+    assert_untouched(repository, temporary, state)
+    assert not (tmp_path / "hook-ran").exists(), "hooks of the repository do not run"
+    for side, tag in (("base", "before"), ("target", "after")):
+        (path,) = results.rglob(f"round-1/{side}/*/records/pytorch_attention.jsonl")
+        commits = {record.commit for record in read_records(path)}
+        assert commits == {git(repository, "rev-parse", tag)[:12]}
+
+
+def test_ctrl_c_removes_the_worktrees(repository: Path, tmp_path: Path) -> None:
+    state, temporary = checkout_state(repository), tmp_path / "temporary"
+    options = ("--scale", "tiny", "--device", "cpu", "--results", str(tmp_path / "results"))
+    process = command(repository, temporary, "before", "after", "benchmarking_script", *options)
+    deadline = time.monotonic() + 120
+    while not list(tmp_path.glob("results/branches/*/round-1/base/*/logs")):  # it measures
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.05)
+    assert list(temporary.glob("branches-*/base/cs336_systems"))
+    os.killpg(process.pid, signal.SIGINT)
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 130, errors
+    assert "interrupted: the worktrees are gone" in errors
+    assert_untouched(repository, temporary, state)
+
+
+def test_a_problem_that_no_revision_has_leaves_nothing_behind(repository: Path, tmp_path: Path) -> None:
+    state, temporary = checkout_state(repository), tmp_path / "temporary"
+    process = command(
+        repository, temporary, "before", "after", "no_such_problem", "--results", str(tmp_path / "results")
+    )
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 1
+    assert "unknown problem 'no_such_problem'" in errors and "ended with exit code 2" in errors
+    assert_untouched(repository, temporary, state)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["before", "nowhere", "pytorch_attention"], "no revision 'nowhere' in repository"),
+        (["empty", "before", "pytorch_attention"], "revision 'empty' has no cs336_systems to measure"),
+        (["--", "--upload-pack=x", "before", "pytorch_attention"], "no revision '--upload-pack=x'"),
+        (["before", "after", "x", "--threshold", "nan"], "--threshold must be a finite percentage"),
+        (["before", "after", "x", "--fail-on", "all"], "--fail-on must be one of regression, any, none, got 'all'"),
+    ],
+)
+def test_wrong_arguments_are_one_line(
+    arguments: list[str], message: str, repository: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(repository)
+    result = CliRunner().invoke(app, ["branches", *arguments])
+    lines = result.stderr.strip().splitlines()
+    assert result.exit_code == 2 and len(lines) == 1 and message in lines[0], result.output
+
+
+def test_without_a_repository_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(app, ["branches", "a", "b", "pytorch_attention"])
+    assert result.exit_code == 2 and "not a git repository" in result.stderr
+    monkeypatch.setenv("PATH", str(tmp_path))
+    result = CliRunner().invoke(app, ["branches", "a", "b", "pytorch_attention"])
+    assert result.exit_code == 2 and "branches needs git, and there is none on PATH" in result.stderr
+
+
+def test_rounds_are_pooled_in_order() -> None:
+    first, second = run_of(1, rows=2, count=3), run_of(2, rows=2, count=3)
+    pooled = pool([first, second])
+    assert [row.samples for row in pooled] == [a.samples + b.samples for a, b in zip(first, second)]
+    assert pool([first]) == first
+
+
+def test_a_row_that_failed_in_one_round_is_failed() -> None:
+    good = record(128, [1.0, 2.0])
+    bad = broken(good, "failed", "cell took longer than 600 s")
+    assert pool([[good], [bad], [good]]) == [bad] and pool([[bad], [good]]) == [bad]
+    again = replace(good, samples=[3.0])
+    assert pool([[good, again]]) == [again], "inside a round the newest counts"

@@ -1,0 +1,326 @@
+"""Comparison of two sets of records: what is a regression, what is noise, and what the exit code says."""
+
+from __future__ import annotations
+
+import math
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from cs336_systems.cli import app
+from cs336_systems.compare import (
+    bootstrap_change,
+    compare_records,
+    exit_code,
+    read_all,
+    student_quantile,
+)
+from cs336_systems.config import MODEL_SIZES, AttentionShape, ModelCase
+from cs336_systems.records import Record, append_records, case_to_dict
+
+GPU = {"name": "Test GPU", "kind": "cuda", "driver": "1.2"}
+
+
+def shape(seqlen: int) -> AttentionShape:
+    return AttentionShape(
+        batch=1, heads=16, seqlen_q=seqlen, seqlen_k=seqlen, head_dim=64, is_causal=True, dtype="bfloat16"
+    )
+
+
+def record(seqlen: int, samples: list[float], **changes: Any) -> Record:
+    values: dict[str, Any] = {
+        "problem": "flash_benchmarking", "scale": "handout", "implementation": "triton", "mode": "forward",
+        "quantity": "time", "unit": "ms", "device": GPU, "commit": "c0ffee", "dirty": False,
+        "date": "2026-01-02T03:04:05Z", "software": {"torch": "2.11.0", "triton": "3.6.0"},
+        "case": case_to_dict(shape(seqlen)),
+    }  # fmt: skip
+    return Record(samples=samples, **values | changes)
+
+
+def run_of(seed: int, *, slower: float = 1.0, noise: float = 0.005, rows: int = 20, count: int = 10) -> list[Record]:
+    """A run's records: lognormal samples around a time of each row, all of them `slower` times as long."""
+    generator = random.Random(seed)
+    return [
+        record(128 * (row + 1), [(row + 1) * slower * math.exp(generator.gauss(0, noise)) for _ in range(count)])
+        for row in range(rows)
+    ]
+
+
+def broken(of: Record, status: str = "oom", message: str = "CUDA out of memory") -> Record:
+    return Record(**{**of.__dict__, "samples": [], "status": status, "message": message})
+
+
+# Verdicts
+
+
+def test_a_planted_slowdown_of_five_percent_is_a_regression() -> None:
+    comparison = compare_records(run_of(1), run_of(2, slower=1.05))
+    assert len(comparison.regressions) == 20 and exit_code(comparison) == 1
+    for row in comparison.regressions:
+        assert row.low_percent < 5 < row.high_percent and row.low_percent > 0
+        assert row.change_percent == pytest.approx(5, abs=1.5)
+
+
+@pytest.mark.parametrize("noise, count", [(0.001, 5), (0.005, 10), (0.03, 5), (0.03, 40), (0.2, 5)])
+def test_two_runs_of_the_same_code_report_no_regression(noise: float, count: int) -> None:
+    """Over 150 rows of 5 samples, percentile intervals at 95 % called several of them regressions."""
+    for seed in range(3):
+        base, target = (run_of(seed * 2 + side, noise=noise, rows=150, count=count) for side in (0, 1))
+        comparison = compare_records(base, target)
+        assert comparison.regressions == comparison.improvements == [] and exit_code(comparison, "any") == 0
+
+
+def test_a_change_inside_the_noise_says_so() -> None:
+    base, target = [record(128, [1.0, 1.5, 0.7, 1.1, 0.9])], [record(128, [1.1, 1.6, 0.8, 1.2, 1.0])]
+    (row,) = compare_records(base, target).rows
+    assert row.verdict == "noise" and row.change_percent == pytest.approx(10) and row.low_percent < 0 < row.high_percent
+
+
+def test_the_threshold_is_a_percentage_of_the_base() -> None:
+    base, target = run_of(1, noise=1e-5), run_of(2, slower=1.012, noise=1e-5)
+    assert not compare_records(base, target).regressions, "1.2 % is below the default of 1.5 %"
+    assert len(compare_records(base, target, threshold_percent=1.0).regressions) == 20
+
+
+def test_what_became_faster_is_an_improvement() -> None:
+    comparison = compare_records(run_of(1), run_of(2, slower=0.9))
+    assert len(comparison.improvements) == 20 and not comparison.regressions
+    assert exit_code(comparison) == 0 and exit_code(comparison, "any") == 1
+
+
+def test_more_is_better_where_the_unit_is_a_rate() -> None:
+    base, target = ([record(128, [rate * k for k in (1, 1.001, 0.999, 1.002, 0.998)], unit="ms")] for rate in (100, 80))
+    (faster,) = compare_records(base, target).rows
+    assert faster.verdict == "improvement"
+    base, target = (
+        [Record(**{**row.__dict__, "quantity": "bandwidth", "unit": "GB/s"}) for row in side] for side in (base, target)
+    )
+    (lower,) = compare_records(base, target).rows
+    assert lower.verdict == "regression" and lower.change_percent == pytest.approx(20)
+    assert 0 < lower.low_percent < 20 < lower.high_percent
+
+
+def test_memory_needs_no_noise() -> None:
+    memory = {"quantity": "peak_memory", "unit": "MiB"}
+    (row,) = compare_records([record(128, [100.0], **memory)], [record(128, [110.0], **memory)]).rows
+    assert row.verdict == "regression"
+    (row,) = compare_records([record(128, [100.0], **memory)], [record(128, [100.0], **memory)]).rows
+    assert row.verdict == "unchanged"
+    (row,) = compare_records([record(128, [0.0], **memory)], [record(128, [1.0], **memory)]).rows
+    assert (row.verdict, row.reason) == ("not compared", "the base is 0")
+
+
+def test_a_single_timed_sample_is_not_compared() -> None:
+    compiled = {"quantity": "compile_time", "unit": "s"}
+    (row,) = compare_records([record(128, [10.0], **compiled)], [record(128, [15.0], **compiled)]).rows
+    assert row.verdict == "not compared" and "1 and 1 samples say nothing of their noise" in row.reason
+
+
+def test_interpreted_kernels_are_not_compared() -> None:
+    kernel = {"kernel": "interpreter portable_fwd_16x16"}
+    (row,) = compare_records([record(128, [1.0] * 5, **kernel)], [record(128, [2.0] * 5, **kernel)]).rows
+    assert row.verdict == "not compared"
+
+
+def test_units_that_differ_are_not_compared() -> None:
+    (row,) = compare_records([record(128, [1.0] * 5)], [record(128, [1.0] * 5, unit="s")]).rows
+    assert (row.verdict, row.reason) == ("not compared", "ms and s")
+
+
+def test_ranks_of_other_kernels_and_counts_are_not_compared() -> None:
+    ranked = {"quantity": "kernel_1_time", "kernel": "nvjet_a"}
+    base, target = record(128, [1.0] * 5, **ranked), record(128, [2.0] * 5, **ranked | {"kernel": "nvjet_b"})
+    (row,) = compare_records([base], [target]).rows
+    assert (row.verdict, row.reason) == ("not compared", "another kernel: nvjet_b, was nvjet_a")
+    (row,) = compare_records([base], [record(128, [2.0] * 5, **ranked)]).rows
+    assert row.verdict == "regression"
+    calls = {"quantity": "kernel_calls", "unit": "calls"}
+    (row,) = compare_records([record(128, [96.0], **calls)], [record(128, [98.0], **calls)]).rows
+    assert (row.verdict, row.reason) == ("not compared", "a count is no cost")
+    (row,) = compare_records([record(128, [96.0], **calls)], [record(128, [96.0], **calls)]).rows
+    assert row.verdict == "unchanged"
+
+
+def test_what_breaks_is_a_regression_and_what_is_mended_is_none() -> None:
+    ran = record(128, [1.0] * 5)
+    (row,) = compare_records([ran], [broken(ran)]).rows
+    assert row.verdict == "regression" and row.reason == "ok, now oom: CUDA out of memory"
+    (row,) = compare_records([broken(ran)], [ran]).rows
+    assert row.verdict == "improvement"
+    (row,) = compare_records([broken(ran)], [broken(ran, "failed", "x")]).rows
+    assert row.verdict == "unchanged"
+
+
+def test_rows_of_one_side_and_doubled_rows_are_listed() -> None:
+    base, target = run_of(1), run_of(2)
+    comparison = compare_records(base, [*target[2:], record(99, [1.0] * 5), target[5]])
+    assert [key[3] for key in comparison.missing] == [row.key[3] for row in base[:2]]
+    assert len(comparison.extra) == 1 and "99" in comparison.extra[0][3]
+    assert comparison.duplicates == (target[5].key,)
+    assert exit_code(comparison) == exit_code(comparison, "any") == 2 and exit_code(comparison, "none") == 0
+
+
+def test_an_incomplete_comparison_is_said_before_a_regression() -> None:
+    assert exit_code(compare_records(run_of(1), run_of(2, slower=1.1)[1:])) == 2
+
+
+def test_other_versions_are_noted() -> None:
+    other = {"software": {"torch": "2.13.0", "triton": "3.7.1"}, "device": GPU | {"driver": "9"}, "seed": 3}
+    notes = compare_records([record(128, [1.0] * 5)], [record(128, [1.0] * 5, **other)]).notes
+    assert notes == (
+        "driver: 1.2 in the base, 9 in the target",
+        "torch: 2.11.0 in the base, 2.13.0 in the target",
+        "triton: 3.6.0 in the base, 3.7.1 in the target",
+        "seed: 0 in the base, 3 in the target",
+    )
+
+
+def test_the_same_records_give_the_same_answer_in_any_order() -> None:
+    base, target = run_of(1, noise=0.05), run_of(2, noise=0.05)
+    first = {row.key: row for row in compare_records(base, target).rows}
+    second = {row.key: row for row in compare_records(base[::-1], target[::-1]).rows}
+    assert first == second
+
+
+# Refusals
+
+
+def test_mixed_devices_are_refused() -> None:
+    other = record(128, [1.0] * 5, device={"name": "Other GPU", "kind": "cuda"})
+    with pytest.raises(ValueError, match="records of different devices cannot be compared: Other GPU, Test GPU"):
+        compare_records(run_of(1), [other])
+
+
+@pytest.mark.parametrize("threshold", [-1, math.nan, math.inf])
+def test_a_threshold_that_makes_no_sense_is_refused(threshold: float) -> None:
+    with pytest.raises(ValueError, match="threshold_percent must be finite and not negative"):
+        compare_records(run_of(1), run_of(1), threshold_percent=threshold)
+
+
+def test_nothing_to_compare_is_refused() -> None:
+    with pytest.raises(ValueError, match="target must hold records, got none"):
+        compare_records(run_of(1), [])
+    with pytest.raises(ValueError, match="fail_on must be one of regression, any, none, got 'all'"):
+        exit_code(compare_records(run_of(1), run_of(1)), "all")  # type: ignore[arg-type]
+
+
+# Statistics
+
+
+def test_students_quantiles() -> None:
+    """Against tables (two-sided 95 %, 99.9 %)."""
+    for probability, degrees, expected in (
+        (0.975, 8, 2.306),
+        (0.975, 18, 2.101),
+        (0.9995, 18, 3.922),
+        (0.975, 10**6, 1.96),
+    ):
+        assert student_quantile(probability, degrees) == pytest.approx(expected, rel=0.01)
+
+
+def test_the_interval_covers_the_true_change_as_often_as_it_says() -> None:
+    generator = random.Random(0)
+    covered = 0
+    for trial in range(200):
+        base, target = ([center * math.exp(generator.gauss(0, 0.02)) for _ in range(20)] for center in (1.0, 1.03))
+        low, high = bootstrap_change(base, target, confidence=0.9, seed=trial)
+        covered += low <= 0.03 <= high
+    assert 0.82 <= covered / 200 <= 0.99
+
+
+def test_samples_that_drift_together_widen_the_interval() -> None:
+    generator = random.Random(0)
+    independent = [1 + generator.gauss(0, 0.01) for _ in range(64)]
+    drifting = sorted(independent)
+    widths = []
+    for samples in (independent, drifting):
+        low, high = bootstrap_change([1.0] * 64, samples, confidence=0.95, seed=1)
+        widths.append(high - low)
+    assert widths[1] > 1.3 * widths[0]
+
+
+# Files and the command
+
+
+def write(folder: Path, records: list[Record]) -> Path:
+    append_records(folder / "records" / "flash_benchmarking.jsonl", records)
+    return folder
+
+
+def test_files_and_folders_of_records(tmp_path: Path) -> None:
+    folder = write(tmp_path / "results" / "test-gpu", run_of(1))
+    for path in (folder, folder / "records", folder / "records" / "flash_benchmarking.jsonl", tmp_path / "results"):
+        assert read_all(path) == run_of(1)
+    with pytest.raises(ValueError, match="nothing: no such file or folder"):
+        read_all(tmp_path / "nothing")
+    with pytest.raises(ValueError, match=r"empty: no records"):
+        (tmp_path / "empty").mkdir()
+        read_all(tmp_path / "empty")
+    write(tmp_path / "results" / "other-gpu", run_of(2))
+    with pytest.raises(ValueError, match="several results folders, name one of other-gpu, test-gpu"):
+        read_all(tmp_path / "results")
+    (tmp_path / "bad.jsonl").write_text("\n")
+    with pytest.raises(ValueError, match=r"bad\.jsonl: no records"):
+        read_all(tmp_path / "bad.jsonl")
+
+
+def invoke(*arguments: object):
+    return CliRunner().invoke(app, ["compare", *map(str, arguments)])
+
+
+def test_the_command_says_what_regressed(tmp_path: Path) -> None:
+    base, target = write(tmp_path / "base", run_of(1)), write(tmp_path / "target", run_of(2, slower=1.05))
+    result = invoke(base, target)
+    assert result.exit_code == 1, result.output
+    assert "flash_benchmarking triton bfloat16 1x16x128x64 causal forward time" in result.stdout
+    assert "20 rows at a threshold of 1.5 %: 20 regressed" in result.stdout
+    assert invoke(base, target, "--fail-on", "none").exit_code == 0
+    assert invoke(base, target, "--threshold", "30").exit_code == 0
+
+
+def test_the_command_on_two_runs_of_the_same_code(tmp_path: Path) -> None:
+    base, target = write(tmp_path / "base", run_of(1)), write(tmp_path / "target", run_of(2))
+    result = invoke(base, target)
+    assert result.exit_code == 0 and "no regression" in result.stdout and "20 unchanged" in result.stdout
+    everything = invoke(base, target, "--all").stdout
+    assert everything.count("unchanged") == 21
+
+
+def test_the_command_lists_what_is_not_on_both_sides(tmp_path: Path) -> None:
+    base, target = write(tmp_path / "base", run_of(1)), write(tmp_path / "target", [*run_of(2)[1:], run_of(2)[3]])
+    result = invoke(base, target)
+    assert result.exit_code == 2
+    assert "missing in the target: 1\n  flash_benchmarking triton bfloat16 1x16x128x64 causal" in result.stdout
+    assert "measured more than once, the newest counts: 1" in result.stdout
+
+
+def test_models_and_other_cases_are_described(tmp_path: Path) -> None:
+    case = ModelCase(model=MODEL_SIZES["xl"], batch=4, attention="reference")
+    case_of_others = {"type": "Bucket", "bucket_mb": 10}
+    rows = [record(128, [1.0] * 5, case=case_to_dict(case)), record(128, [1.0] * 5, case=case_of_others)]
+    result = invoke(write(tmp_path / "a", rows), write(tmp_path / "b", rows), "--all")
+    assert "triton xl batch=4 context=512 warmup=5 forward time" in result.stdout
+    assert "triton bucket_mb=10 forward time" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nothing", "nothing"], "nothing: no such file or folder"),
+        (["base", "base", "--threshold", "-1"], "--threshold must be a finite percentage, not negative, got -1.0"),
+        (["base", "base", "--fail-on", "all"], "--fail-on must be one of regression, any, none, got 'all'"),
+        (["base", "other"], "records of different devices cannot be compared"),
+    ],
+)
+def test_the_command_refuses_in_one_line(
+    arguments: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "base", run_of(1))
+    write(tmp_path / "other", [record(128, [1.0], device={"name": "Other GPU", "kind": "cuda"})])
+    result = invoke(*arguments)
+    lines = result.stderr.strip().splitlines()
+    assert result.exit_code == 2 and len(lines) == 1 and message in lines[0], result.output

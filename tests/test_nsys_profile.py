@@ -1,0 +1,170 @@
+"""The problem `nsys_profile`: what its cells promise, and that its rows are what the profile holds."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from cs336_systems.config import RunConfig
+from cs336_systems.experiments.cells import Disagreement, Measurement
+from cs336_systems.experiments.registry import PROBLEMS
+from cs336_systems.experiments.s2_nsys_profile import (
+    measure_nsys_profile,
+    measurements,
+    nsys_profile_cells,
+    profile_rows,
+)
+from cs336_systems.profiling.kernels import CATEGORIES
+from cs336_systems.profiling.trace import trace_of
+from cs336_systems.report.frames import load_frame
+from cs336_systems.report.profiles import answers, profiles
+from tests.profile_records import GEMM, OOM, profile_records
+from tests.test_trace import gpu_events
+
+COVERS = ("cs336_systems/profiling", "cs336_systems/experiments/s2_nsys_profile.py")
+ROOT = Path(__file__).resolve().parents[1]
+TINY = RunConfig(scale="tiny", device="cpu")
+nsys_profile = pytest.mark.problem("nsys_profile", 5)
+
+
+def by_name(found: list[Measurement]) -> dict[tuple[str, str], Measurement]:
+    return {(measurement.row.mode, measurement.row.quantity): measurement for measurement in found}
+
+
+@nsys_profile
+def test_two_sizes_and_three_contexts_at_handout_scale() -> None:
+    cells = nsys_profile_cells(RunConfig(scale="handout", device="cuda"))
+    cases = {(cell.case.model.name, cell.case.model.context_length, cell.case.precision.autocast) for cell in cells}
+    float32 = {(size, context, None) for size in ("small", "xl") for context in (256, 512, 1024)}
+    assert cases == float32 | {("small", 512, "bfloat16"), ("xl", 512, "bfloat16")}
+    assert all({row.mode for row in cell.rows} == {"forward", "forward_backward", "train_step"} for cell in cells)
+    smoke = {
+        (cell.case.model.name, cell.case.model.d_model)
+        for cell in PROBLEMS["nsys_profile"].cells(replace(TINY, scale="smoke"))
+    }
+    assert smoke == {("small-proxy", 128), ("xl-proxy", 256)}
+
+
+@pytest.fixture(scope="module")
+def measured() -> dict[tuple[str, str], Measurement]:
+    return by_name(list(measure_nsys_profile(nsys_profile_cells(TINY)[0], TINY)))
+
+
+@nsys_profile
+def test_every_promised_row_is_measured_or_says_why_not(measured: dict[tuple[str, str], Measurement]) -> None:
+    cell = nsys_profile_cells(TINY)[0]
+    assert set(measured) == {(row.mode, row.quantity) for row in cell.rows}
+    for measurement in measured.values():
+        assert bool(measurement.samples) != bool(measurement.skipped)
+
+
+@nsys_profile
+@pytest.mark.parametrize("mode", ["forward", "forward_backward", "train_step"])
+def test_rows_of_a_mode_agree_with_each_other(mode: str, measured: dict[tuple[str, str], Measurement]) -> None:
+    def value(quantity: str) -> float:
+        return measured[mode, quantity].samples[0]
+
+    assert sum(value(f"{category}_time") for category in CATEGORIES) == pytest.approx(value("kernel_time"))
+    assert 0 < value("busy_time") <= value("kernel_time") * 1.001
+    assert value("kernel_1_time") >= value("kernel_2_time") >= value("kernel_5_time") > 0
+    assert measured[mode, "kernel_1_calls"].kernel == measured[mode, "kernel_1_time"].kernel
+    others = {measured[mode, f"other_kernel_{rank}_time"].kernel for rank in range(1, 6)}
+    assert not others & {"aten::mm", "aten::bmm", "aten::matmul"}
+    assert (value("optimizer_time") > 0) == (mode == "train_step")
+    if mode != "train_step":
+        assert value("attention_softmax_time") > value("attention_softmax_kernel_time") > 0
+        assert 0 < value("attention_scores_time") < value("kernel_time")
+
+
+@nsys_profile
+def test_calls_are_those_of_one_step(measured: dict[tuple[str, str], Measurement]) -> None:
+    """Two layers of seven matrices, and the head: 15 products forward; two more for each backward."""
+    calls = {
+        mode: next(
+            measured[mode, f"kernel_{rank}_calls"].samples
+            for rank in range(1, 6)
+            if measured[mode, f"kernel_{rank}_time"].kernel == "aten::mm"
+        )
+        for mode in ("forward", "forward_backward")
+    }
+    assert calls == {"forward": [15.0], "forward_backward": [45.0]}
+
+
+def test_a_gpus_profile_gives_the_same_rows() -> None:
+    rows = {row.quantity: row for row in profile_rows("forward_backward")}
+    found = {measurement.row.quantity: measurement for measurement in measurements(trace_of(gpu_events()), rows)}
+    assert set(found) == set(rows) - {"time"}
+    assert found["gemm_time"].samples == [pytest.approx(0.7)]
+    assert found["attention_scores_time"].samples == [pytest.approx(0.7)], "forward and backward"
+    assert found["attention_softmax_kernel_time"].samples == [pytest.approx(0.1)]
+    assert found["optimizer_time"].samples == [pytest.approx(0.05)]
+    assert found["kernel_1_time"].kernel == "nvjet_hsh_256x128_64x4_2x1_v_bz_NTT"
+    assert found["kernel_calls"].samples == [4.0], "the collective was launched outside of the step"
+    assert found["kernel_5_time"].skipped == found["kernel_5_calls"].skipped != ""
+
+
+@pytest.mark.parametrize("model, message", [("WrongShape", "must return"), ("Raises", "illegal memory access")])
+def test_a_broken_model_is_not_profiled(model: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr("tests.broken_models.WrongShape", _wrong_shape(), raising=False)
+    run = replace(TINY, model=f"tests.broken_models:{model}")
+    with pytest.raises((Disagreement, RuntimeError), match=message):
+        list(measure_nsys_profile(nsys_profile_cells(run)[0], run))
+
+
+def _wrong_shape() -> type:
+    from tests.broken_models import Bigram
+
+    class WrongShape(Bigram):
+        def forward(self, tokens):  # type: ignore[no-untyped-def]
+            return self.table(tokens)[:, :1]
+
+    return WrongShape
+
+
+# What the report says
+
+
+@nsys_profile
+@pytest.mark.parametrize(
+    "sentence",
+    [
+        "(a) The kernels of a forward pass add up to 96.2 % of its wall clock",
+        f"(b) xl (float32, context 512): the kernel with the most time of a forward pass is `{GEMM}` (48.00 ms in "
+        f"96 calls, 48.0 % of all kernels); of forward and backward it is another one, `{GEMM.replace('NNT', 'NTT')}`",
+        "(c) xl (float32, context 512), forward: besides matmuls the time goes to `softmax_warp_forward` 8.00 %",
+        "(d) small (float32, context 512): matmuls are 80.0 % of the kernels' time in inference and 80.0 % of a full",
+        "(e) xl (float32, context 512), forward: attention's two products take 8.000 ms over all layers, scale, "
+        "mask and softmax between them 16.00 ms (the softmax alone 6.400 ms): 2.00× the time for 0.0156× the FLOPs",
+        f"xl (float32, context 512), full training step, ran out of memory: `{OOM}`",
+    ],
+    ids=["a", "b", "c", "d", "e", "oom"],
+)  # fmt: skip
+def test_each_question_is_answered_from_the_records(sentence: str) -> None:
+    assert any(said.startswith(sentence) for said in answers(load_frame(profile_records())))
+
+
+@nsys_profile
+def test_what_a_profile_lacks_is_not_made_up() -> None:
+    frame = load_frame([row for row in profile_records() if row.quantity == "time"])
+    assert all(said.startswith("xl") and "ran out of memory" in said for said in answers(frame))
+    (profile, *_) = profiles(frame)
+    assert math.isnan(profile.share("gemm_time")) and math.isnan(profile.softmax_ratio) and profile.kernel == ""
+
+
+@pytest.mark.gpu
+@nsys_profile
+def test_a_gpus_step_is_taken_apart_as_the_cpus_is() -> None:
+    run = RunConfig(scale="tiny", device="cuda")
+    cell = nsys_profile_cells(run)[1]
+    found = by_name(list(measure_nsys_profile(cell, run)))
+    assert set(found) == {(row.mode, row.quantity) for row in cell.rows}
+    for mode in ("forward", "forward_backward", "train_step"):
+        total = sum(found[mode, f"{category}_time"].samples[0] for category in CATEGORIES)
+        assert total == pytest.approx(found[mode, "kernel_time"].samples[0])
+        assert found[mode, "gemm_time"].samples[0] > 0
+    assert found["train_step", "optimizer_time"].samples[0] > 0
+    assert found["forward_backward", "attention_scores_time"].samples[0] > 0

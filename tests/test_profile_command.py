@@ -1,0 +1,233 @@
+"""The command `profile`: cases by name, traces on disk, command lines of nsys and ncu, and one-line refusals."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from cs336_systems.cli import app
+from cs336_systems.commands.profile import _without_option
+from cs336_systems.config import MODEL_SIZES, AttentionShape, ModelCase, Precision, RunConfig
+from cs336_systems.experiments.cells import Unsupported
+from cs336_systems.experiments.profiled import parse_case, prepare
+from cs336_systems.profiling.trace import read_trace
+from cs336_systems.profiling.vendor import vendor_command
+
+COVERS = ("cs336_systems/profiling",)
+CPU = RunConfig(scale="smoke", device="cpu")
+SMALL = ("small-proxy", "--context", "32", "--batch", "1", "--steps", "1", "--warmup", "0", "--device", "cpu")
+
+
+def invoke(*arguments: object):
+    return CliRunner().invoke(app, ["profile", *map(str, arguments)])
+
+
+def trace_in(folder: Path) -> Path:
+    (path,) = folder.rglob("*.trace.json.gz")
+    return path
+
+
+# Cases
+
+
+def test_a_size_is_a_model_case() -> None:
+    case = parse_case("xl", context=2048, batch=2, attention="sdpa", precision="bfloat16-autocast")
+    assert isinstance(case, ModelCase)
+    assert (case.model.d_model, case.model.context_length, case.batch, case.attention) == (2560, 2048, 2, "sdpa")
+    assert case.precision == Precision(autocast="bfloat16")
+    assert parse_case("small") == ModelCase(model=MODEL_SIZES["small"], batch=4, attention="reference")
+    assert parse_case("xl-proxy").model.name == "xl-proxy"  # type: ignore[union-attr]
+
+
+def test_a_shape_is_an_attention_case() -> None:
+    case = parse_case("2x16x4096x64", precision="bfloat16", is_causal=False)
+    assert case == AttentionShape(
+        batch=2, heads=16, seqlen_q=4096, seqlen_k=4096, head_dim=64, is_causal=False, dtype="bfloat16"
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "message"),
+    [
+        ("tiny", {}, r"case must be a model size \(small, .*an attention shape BATCHxHEADSxSEQxHEAD_DIM, got 'tiny'"),
+        ("1x2x3", {}, "got '1x2x3'"),
+        ("small", {"precision": "int8"}, "precision must be one of float32, bfloat16, .*, got 'int8'"),
+        ("small", {"attention": "magic"}, "attention must be one of reference, .*, got 'magic'"),
+        ("1x1x64x32", {"batch": 4}, "batch, context and attention are options of models, and '1x1x64x32' is an"),
+        ("1x1x64x32", {"attention": "sdpa"}, "options of models"),
+        ("1x1x64x32", {"precision": "bfloat16-autocast"}, "precision of an attention shape must be a dtype, got 'bf"),
+        ("1x0x64x32", {}, "heads must be a positive int, got 0"),
+        ("small", {"context": 0}, "context_length must be a positive int, got 0"),
+    ],
+)  # fmt: skip
+def test_cases_that_make_no_sense_are_refused(text: str, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        parse_case(text, **options)
+
+
+@pytest.mark.parametrize(
+    ("text", "implementation", "mode", "message"),
+    [
+        ("small-proxy", "triton", "forward", "implementation of a model must be one of eager, compiled, got 'triton'"),
+        ("small-proxy", "eager", "backward", "mode of a model must be one of forward, .*, got 'backward'"),
+        ("1x1x64x32", "magic", "forward", "implementation of an attention shape must be one of eager, .*, got 'magic'"),
+        ("1x1x64x32", "eager", "train_step", "mode of an attention shape must be one of forward, .*, got 'train_step'"),
+    ],
+)
+def test_what_a_case_does_not_have_is_refused(text: str, implementation: str, mode: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        prepare(parse_case(text), implementation, mode, CPU)
+
+
+def test_an_implementation_that_is_not_there_says_why() -> None:
+    with pytest.raises(Unsupported, match="sdpa_cudnn needs CUDA"):
+        prepare(parse_case("1x1x64x32"), "sdpa_cudnn", "forward", CPU)
+
+
+@pytest.mark.parametrize("mode", ["forward", "backward", "forward_backward"])
+def test_an_attention_call_runs_in_every_mode(mode: str) -> None:
+    prepared = prepare(parse_case("1x2x64x32"), "eager", mode, CPU)
+    for _ in range(2):  # a backward frees its graph
+        if prepared.before is not None:
+            prepared.before()
+        result = prepared.call()
+    assert (result is None) == (mode == "forward")
+
+
+# The command
+
+
+def test_a_model_is_profiled(tmp_path: Path) -> None:
+    result = invoke(*SMALL, "--mode", "train_step", "--results", tmp_path)
+    assert result.exit_code == 0, result.output
+    assert "attention.softmax" in result.stdout and "optimizer" in result.stdout and "aten::mm" in result.stdout
+    path = trace_in(tmp_path)
+    assert path.parent.parts[-2:] == ("logs", "profiles"), "where git does not look"
+    assert path.name == "small-proxy-train_step-eager-float32-context32-batch1.trace.json.gz"
+    assert str(path) in result.stdout
+    trace = read_trace(path)
+    assert len(trace.step_ms) == 1 and trace.kernel_ms(phase="backward", within="attention.scores") > 0
+
+
+def test_ranges_can_be_left_out(tmp_path: Path) -> None:
+    assert invoke(*SMALL, "--mode", "forward", "--no-ranges", "--results", tmp_path).exit_code == 0
+    assert not any(name.startswith("block:") for name in read_trace(trace_in(tmp_path)).ranges)
+
+
+def test_an_attention_shape_is_profiled_without_what_prepares_it(tmp_path: Path) -> None:
+    result = invoke("1x2x64x32", "--mode", "backward", "--device", "cpu", "--steps", "2", "--results", tmp_path)
+    assert result.exit_code == 0, result.output
+    trace = read_trace(trace_in(tmp_path))
+    assert "2 steps:" in result.stdout and "aten::_softmax_backward_data" in result.stdout
+    names = {kernel.name for kernel in trace.in_steps().kernels}
+    assert "aten::_softmax_backward_data" in names and "aten::_softmax" not in names
+
+
+def test_an_out_of_memory_leaves_its_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(Path(__file__).resolve().parents[1])
+    result = invoke(*SMALL, "--model", "tests.broken_models:OutOfMemory", "--no-ranges", "--results", tmp_path)
+    assert result.exit_code == 1
+    (line,) = result.stderr.strip().splitlines()
+    assert line.startswith("error: CUDA out of memory. Tried to allocate 64.00 GiB.; the trace up to there is")
+    assert trace_in(tmp_path).is_file()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["nothing"], 2, "case must be a model size"),
+        (["small-proxy", "--tool", "vtune"], 2, "--tool must be one of torch, nsys, ncu, got 'vtune'"),
+        (["small-proxy", "--print"], 2, "--print shows the command of nsys or ncu, got --tool torch"),
+        (["small-proxy", "--tool", "nsys", "--device", "cpu"], 2, "--tool nsys needs a CUDA device"),
+        (["small-proxy", "--mode", "sideways", "--device", "cpu"], 2, "got 'sideways'"),
+        (["small-proxy", "--mode", "../../x", "--tool", "nsys", "--print"], 2, "got '../../x'"),
+        (["small-proxy", "--model", "no_such_module:X", "--device", "cpu"], 2, "no_such_module"),
+        (["small-proxy", "--model", "tests.broken_models:Bigram", "--device", "cpu"], 2, "must have modules to"),
+        (["1x1x64x32", "--implementation", "sdpa_cudnn", "--device", "cpu"], 1, "sdpa_cudnn needs CUDA"),
+    ],
+)  # fmt: skip
+def test_the_command_refuses_in_one_line(
+    arguments: list[str], code: int, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(Path(__file__).resolve().parents[1])
+    result = invoke(*arguments, "--results", tmp_path)
+    lines = result.stderr.strip().splitlines()
+    assert result.exit_code == code and len(lines) == 1 and message in lines[0], result.output
+
+
+# nsys and ncu
+
+
+def test_the_commands_of_nvidias_tools() -> None:
+    nsys = vendor_command("nsys", ["python", "-m", "x"], Path("out/xl"))
+    assert nsys[1:] == [
+        "profile", "--output=out/xl", "--force-overwrite=true", "--trace=cuda,nvtx,cublas,cudnn,osrt",
+        "--cuda-memory-usage=true", "--capture-range=cudaProfilerApi", "--capture-range-end=stop", "python", "-m", "x",
+    ]  # fmt: skip
+    ncu = vendor_command("ncu", ["python", "-m", "x"], Path("out/xl"))
+    assert ncu[1:] == [
+        "--export=out/xl", "--force-overwrite", "--set=full", "--profile-from-start=off", "--nvtx",
+        "--nvtx-include=profiled_step/", "--launch-count=200", "--target-processes=all", "python", "-m", "x",
+    ]  # fmt: skip
+    with pytest.raises(ValueError, match="tool must be one of nsys, ncu, got 'perf'"):
+        vendor_command("perf", [], Path("out"))
+
+
+def test_the_printed_command_runs_this_case_between_profiler_calls(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = ["profile", "xl", "--mode=train_step", "--tool", "nsys", "--print", "--results", f"{tmp_path}/a b"]
+    monkeypatch.setattr(sys, "argv", ["cs336-systems", *given])
+    result = CliRunner().invoke(app, given)
+    assert result.exit_code == 0, result.output
+    command = shlex.split(result.stdout)
+    assert command[1] == "profile" and f"--output={tmp_path}/a b" in " ".join(command)
+    own = command[command.index("-m") + 1 :]
+    assert own == [
+        "cs336_systems",
+        "profile",
+        "xl",
+        "--mode=train_step",
+        "--results",
+        f"{tmp_path}/a b",
+        "--tool",
+        "api",
+    ]
+    assert not any(tmp_path.iterdir()), "printing runs nothing"
+
+
+def test_a_tool_that_is_not_installed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cs336_systems.device.resolve_device", lambda _: "cuda")
+    monkeypatch.setattr("cs336_systems.profiling.vendor.find_tool", lambda _: None)
+    monkeypatch.setattr("cs336_systems.device.get_device_info", lambda _: SimpleNamespace(slug="test-gpu"))
+    result = invoke("xl", "--tool", "ncu", "--results", tmp_path)
+    assert result.exit_code == 2
+    assert "--tool ncu: it is not on PATH; install it, or see its command with --print" in result.stderr
+
+
+def test_options_are_taken_out_of_a_command_line() -> None:
+    line = ["profile", "xl", "--tool", "nsys", "--tool=ncu", "--print", "--top", "3"]
+    assert _without_option(line, "--tool") == ["profile", "xl", "--print", "--top", "3"]
+    assert _without_option(line, "--print", takes_value=False)[-2:] == ["--top", "3"]
+
+
+@pytest.mark.gpu
+def test_a_model_is_profiled_on_a_gpu(tmp_path: Path) -> None:
+    arguments = ("small", "--context", "128", "--batch", "1", "--mode", "train_step", "--device", "cuda")
+    result = invoke(*arguments, "--results", tmp_path)
+    assert result.exit_code == 0, result.output
+    trace = read_trace(trace_in(tmp_path))
+    assert trace.on_gpu and "attention.softmax" in result.stdout
+    assert trace.kernel_ms(category="gemm") > 0 and trace.kernel_ms(category="optimizer") > 0
+
+
+@pytest.mark.gpu
+def test_what_nsys_and_ncu_run_ends_well(tmp_path: Path) -> None:
+    result = invoke("small", "--context", "128", "--batch", "1", "--tool", "api", "--results", tmp_path)
+    assert result.exit_code == 0, result.output

@@ -1,0 +1,141 @@
+"""Times of the stages inside a call."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from cs336_systems.profiling import stages
+from cs336_systems.profiling.samples import summarize
+from cs336_systems.profiling.stages import TOTAL, stage, time_stages, unaccounted
+
+COVERS = ("cs336_systems/profiling",)
+
+
+def median(samples: list[float]) -> float:
+    return summarize(samples).median
+
+
+def pause(milliseconds: float) -> None:
+    time.sleep(milliseconds / 1e3)
+
+
+def test_stages_add_up_to_the_whole() -> None:
+    def call() -> None:
+        with stage("forward"):
+            pause(20)
+        with stage("dq"):
+            pause(10)
+
+    samples = time_stages(call, device="cpu", num_samples=5, warmup=1)
+    assert {name: len(values) for name, values in samples.items()} == {"forward": 5, "dq": 5, TOTAL: 5}
+    assert median(samples["forward"]) >= 20 and median(samples["dq"]) >= 10
+    assert median(samples["forward"]) + median(samples["dq"]) == pytest.approx(median(samples[TOTAL]), rel=0.1)
+    assert abs(unaccounted(samples)) < 0.1
+
+
+def test_time_in_an_inner_stage_is_not_the_outer_ones() -> None:
+    def call() -> None:
+        with stage("forward"):
+            pause(5)
+            with stage("cast"):
+                pause(40)
+            pause(5)
+
+    samples = time_stages(call, device="cpu", num_samples=3, warmup=0)
+    assert median(samples["cast"]) >= 40
+    assert 10 <= median(samples["forward"]) < median(samples["cast"])
+
+
+def test_a_stage_entered_twice_is_summed_and_an_unreached_one_is_zero() -> None:
+    calls: list[int] = []
+
+    def call() -> None:
+        calls.append(1)
+        for _ in range(2 if len(calls) == 1 else 1):
+            with stage("dkv"):
+                pause(10)
+        if len(calls) == 2:
+            with stage("cast"):
+                pause(1)
+
+    samples = time_stages(call, device="cpu", num_samples=2, warmup=0)
+    assert samples["dkv"][0] >= 20 > 10 and samples["dkv"][0] > samples["dkv"][1] >= 10
+    assert samples["cast"][0] == 0 < samples["cast"][1]
+
+
+def test_what_no_stage_has_is_named() -> None:
+    def call() -> None:
+        with stage("forward"):
+            pause(10)
+        pause(30)
+
+    samples = time_stages(call, device="cpu", num_samples=3, warmup=0)
+    assert 0.5 < unaccounted(samples) < 0.9
+    with pytest.raises(ValueError, match="samples must hold 'total', got forward"):
+        unaccounted({"forward": [1.0]})
+
+
+def test_marks_cost_nothing_and_keep_nothing_without_a_measurement() -> None:
+    with stage("forward"):
+        pass
+    assert stages._active is None
+
+
+def test_marks_on_another_thread_are_seen() -> None:
+    """Autograd runs a backward on a thread of its own."""
+
+    def backward() -> None:
+        with stage("dq"):
+            pause(5)
+
+    def call() -> None:
+        thread = threading.Thread(target=backward)
+        thread.start()
+        thread.join()
+
+    assert median(time_stages(call, device="cpu", num_samples=2, warmup=0)["dq"]) >= 5
+
+
+def test_a_call_that_raises_ends_the_measurement() -> None:
+    def call() -> None:
+        with stage("forward"):
+            raise torch.OutOfMemoryError("planted")
+
+    with pytest.raises(torch.OutOfMemoryError, match="planted"):
+        time_stages(call, device="cpu", warmup=0)
+    assert stages._active is None
+    assert list(time_stages(lambda: None, device="cpu", num_samples=1, warmup=0)) == [TOTAL]
+
+
+def test_one_measurement_at_a_time() -> None:
+    def nested() -> Any:
+        return time_stages(lambda: None, device="cpu")
+
+    with pytest.raises(RuntimeError, match="stages are being timed already: one measurement at a time"):
+        time_stages(nested, device="cpu", warmup=0)
+
+
+@pytest.mark.parametrize("options", [{"num_samples": 0}, {"warmup": -1}])
+def test_counts_that_make_no_sense_are_refused(options: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match="num_samples must be positive and warmup not negative"):
+        time_stages(lambda: None, device="cpu", **options)
+
+
+@pytest.mark.gpu
+def test_stages_of_kernels_add_up_on_a_gpu() -> None:
+    """Sleeping kernels of known proportion: the shares are theirs, and no stage waits for its kernels."""
+
+    def call() -> None:
+        with stage("forward"):
+            torch.cuda._sleep(4 * 10**6)
+        with stage("dq"):
+            torch.cuda._sleep(2 * 10**6)
+
+    samples = time_stages(call, device="cuda", num_samples=5)
+    assert median(samples["forward"]) / median(samples["dq"]) == pytest.approx(2.0, rel=0.1)
+    assert abs(unaccounted(samples)) < 0.1

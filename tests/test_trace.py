@@ -1,0 +1,531 @@
+"""Profiles: kernels by name, ranges on models, traces read back, on what a GPU prints and on what this CPU does."""
+
+# ruff: noqa: E501 - kernel names are as long as they are
+from __future__ import annotations
+
+import gzip
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from cs336_systems.attention import flash_attention
+from cs336_systems.config import ModelCase, RunConfig, proxy_model
+from cs336_systems.experiments.model_cells import TrainingStep
+from cs336_systems.profiling.capture import capture
+from cs336_systems.profiling.kernels import CATEGORIES, categorize, short_name
+from cs336_systems.profiling.ranges import ATTENTION_PARTS, annotate, module_ranges, named_range, role_of
+from cs336_systems.profiling.trace import Kernel, Trace, length_us, merge, overlap_us, read_trace, trace_of
+
+COVERS = ("cs336_systems/profiling",)
+
+# Kernel names
+
+NATIVE = "void at::native::"
+COPY = (
+    f"{NATIVE}elementwise_kernel<128, 4, at::native::gpu_kernel_impl_nocast<at::native::direct_copy_kernel_cuda(at::"
+    "TensorIteratorBase&)::{lambda()#3}::operator()() const::{lambda()#12}::operator()() const::{lambda(c10::BFloat16)"
+    "#1}>(at::TensorIteratorBase&, at::native::direct_copy_kernel_cuda(at::TensorIteratorBase&)::{lambda()#3}::"
+    "operator()() const)::{lambda(int)#1}>(int, at::native::gpu_kernel_impl_nocast)"
+)
+MULTIPLY = (
+    f"{NATIVE}vectorized_elementwise_kernel<4, at::native::BinaryFunctor<float, float, float, at::native::binary_internal"
+    "::MulFunctor<float> >, std::array<char*, 3ul> >(int, at::native::BinaryFunctor<float, float, float, at::native::"
+    "binary_internal::MulFunctor<float> >, std::array<char*, 3ul>)"
+)
+ADD = (
+    f"{NATIVE}vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<c10::BFloat16>, std::array<char*, 3ul> >"
+    "(int, at::native::CUDAFunctor_add<c10::BFloat16>, std::array<char*, 3ul>)"
+)
+MEAN = (
+    f"{NATIVE}reduce_kernel<512, 1, at::native::ReduceOp<float, at::native::MeanOps<float, float, float, float>, "
+    "unsigned int, float, 4, 4> >(at::native::ReduceOp<float, at::native::MeanOps<float, float, float, float>>)"
+)
+SOFTMAX = (
+    "void (anonymous namespace)::softmax_warp_forward<float, float, float, 9, false, false>(float*, float const*, int)"
+)
+SIMT = "void cutlass::Kernel2<cutlass_80_simt_sgemm_256x128_8x4_nn_align1>(cutlass_80_simt_sgemm_256x128_8x4_nn_align1::Params)"
+FOREACH = (
+    f"{NATIVE}(anonymous namespace)::multi_tensor_apply_kernel<at::native::(anonymous namespace)::TensorListMetadata<1>, "
+    "at::native::(anonymous namespace)::BinaryOpScalarFunctor<float, 1, 1, 0>, std::multiplies<float>, float>(...)"
+)
+
+KERNELS = {
+    # cuBLAS and CUTLASS matmuls
+    "nvjet_tst_128x256_64x4_1x2_h_bz_coopA_TNT": "gemm",
+    "nvjet_hsh_256x128_64x4_2x1_v_bz_coopB_NNT": "gemm",
+    "nvjet_tst_64x24_64x16_4x1_v_bz_splitK_TNT": "gemm",
+    "sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64_warpgroupsize1x1x1_execute_segment_k_off_kernel__5x_cublas": "gemm",
+    "sm80_xmma_gemm_f32f32_f32f32_f32_tn_n_tilesize128x64x8_stage3_warpsize2x2x1_ffma_aligna4_alignc4_execute_kernel__5x_cublas": "gemm",
+    "ampere_sgemm_128x64_tn": "gemm",
+    SIMT: "gemm",
+    "void cutlass::Kernel2<cutlass_80_tensorop_s1688gemm_128x256_16x3_tn_align4>(Params)": "gemm",
+    "void cublasLt::splitKreduce_kernel<32, 16, int, float, __nv_bfloat16, float, __nv_bfloat16, true, true>(Params)": "gemm",
+    "void gemv2T_kernel_val<int, int, float, float, float, float, 128, 16, 4, 4, false, false>(Params, float, float)": "gemm",
+    "void gemmSN_NN_kernel<float, 256, 4, 2, 8, 5, 4, false>(Params)": "gemm",
+    "triton_tem_fused_mm_3": "gemm",
+    # fused attention
+    "void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<64, 128, 128, 4, false, false, cutlass::bfloat16_t>>(Params)": "attention",
+    "void pytorch_flash::flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel<Flash_bwd_kernel_traits<64, 128, 128, 8>>(Params)": "attention",
+    "void pytorch_flash::flash_bwd_dot_do_o_kernel<true, Flash_bwd_kernel_traits<64, 128, 128, 8>>(Params)": "attention",
+    "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_7_64x128x128_4x1x1_cga1x1x1_kernel0_0": "attention",
+    "cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16_knob_26_64x64x128_1x4x1_cga1x1x1_kernel0_0": "attention",
+    "fmha_cutlassF_f32_aligned_64x64_rf_sm80(PyTorchMemEffAttention::AttentionKernel<float>::Params)": "attention",
+    "fmha_cutlassB_bf16_aligned_128x128_k128_sm80(Params)": "attention",
+    "triton_tem_fused_flex_attention_0": "attention",
+    "triton_tem_fused_flex_attention_backward_1": "attention",
+    "flash_forward_kernel": "attention",
+    "flash_backward_preprocess_kernel": "attention",
+    "flash_backward_dkdv_kernel": "attention",
+    "flash_backward_dq_kernel": "attention",
+    # softmax, the loss's too
+    SOFTMAX: "softmax",
+    "void at::native::(anonymous namespace)::cunn_SoftMaxForwardSmem<4, float, float, float, at::native::(anonymous namespace)::SoftMaxForwardEpilogue>(float*)": "softmax",
+    "void at::native::(anonymous namespace)::cunn_SoftMaxBackward<4, float, float, float>(float*, float const*)": "softmax",
+    "void (anonymous namespace)::softmax_warp_backward<float, float, float, 9, false, false>(float*, float const*)": "softmax",
+    "triton_per_fused__softmax_div_where_2": "softmax",
+    "triton_red_fused__log_softmax_nll_loss_forward_7": "softmax",
+    # pointwise
+    MULTIPLY: "elementwise",
+    ADD: "elementwise",
+    f"{NATIVE}vectorized_elementwise_kernel<4, at::native::(anonymous namespace)::silu_kernel(at::TensorIteratorBase&)::"
+    "{lambda()#1}>(int)": "elementwise",
+    f"{NATIVE}vectorized_elementwise_kernel<4, at::native::rsqrt_kernel_cuda(at::TensorIteratorBase&)::{{lambda()#2}}>(int)": "elementwise",
+    "triton_poi_fused_mul_silu_5": "elementwise",
+    # reductions
+    MEAN: "reduction",
+    "triton_red_fused_mean_mul_pow_rsqrt_1": "reduction",
+    "triton_per_fused_mean_rsqrt_4": "reduction",
+    "void at::native::(anonymous namespace)::vectorized_layer_norm_kernel<float, float, false>(int, float, float const*)": "reduction",
+    # moving data
+    COPY: "copy",
+    "Memcpy DtoD (Device -> Device)": "copy",
+    "Memcpy HtoD (Pageable -> Device)": "copy",
+    "Memset (Device)": "copy",
+    f"{NATIVE}vectorized_elementwise_kernel<4, at::native::FillFunctor<float>, std::array<char*, 1ul> >(int)": "copy",
+    f"{NATIVE}(anonymous namespace)::CatArrayBatchedCopy_contig<at::native::(anonymous namespace)::OpaqueType<4u>, 4>(...)": "copy",
+    f"{NATIVE}(anonymous namespace)::indexSelectLargeIndex<float, long, unsigned int, 2, 2, -2, true>(...)": "copy",
+    f"{NATIVE}(anonymous namespace)::embedding_backward_feature_kernel<float, float, long>(long const*, float const*)": "copy",
+    f"{NATIVE}triu_tril_kernel<bool, int, false, 8, false>(at::cuda::detail::TensorInfo<bool, int>)": "copy",
+    # collectives
+    "ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)": "communication",
+    "ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)": "communication",
+    "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)": "communication",
+    # optimizers
+    FOREACH: "optimizer",
+    f"{NATIVE}(anonymous namespace)::multi_tensor_apply_kernel<at::native::(anonymous namespace)::FusedOptimizerTensorListMetadata<4>, at::native::(anonymous namespace)::FusedAdamMathFunctor<float, 4>>(...)": "optimizer",
+    # operators of a CPU
+    "aten::mm": "gemm",
+    "aten::bmm": "gemm",
+    "aten::addmm": "gemm",
+    "aten::_softmax": "softmax",
+    "aten::_softmax_backward_data": "softmax",
+    "aten::logsumexp": "softmax",
+    "aten::_scaled_dot_product_flash_attention_for_cpu": "attention",
+    "aten::mul": "elementwise",
+    "aten::add_": "elementwise",
+    "aten::masked_fill_": "elementwise",
+    "aten::silu_backward": "elementwise",
+    "aten::exp": "elementwise",
+    "aten::mean": "reduction",
+    "aten::sum": "reduction",
+    "aten::copy_": "copy",
+    "aten::cat": "copy",
+    "aten::embedding_dense_backward": "copy",
+    "aten::_foreach_lerp_": "optimizer",
+    "gloo:all_reduce": "communication",
+    # and what is none of these
+    "aten::expand": "other",
+    "aten::transpose": "other",
+    "aten::permute": "other",
+    "aten::view": "other",
+    "autograd::engine::evaluate_function: MmBackward0": "other",
+    "a_kernel_of_tomorrow": "other",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", KERNELS, ids=lambda name: name[:50])
+def test_kernels_are_told_apart_by_name(name: str) -> None:
+    assert categorize(name) == KERNELS[name]
+    assert categorize(name) in CATEGORIES
+
+
+@pytest.mark.parametrize(
+    ("name", "short"),
+    [
+        (MULTIPLY, "vectorized_elementwise MulFunctor"),
+        (ADD, "vectorized_elementwise add"),
+        (COPY, "elementwise direct_copy"),
+        (MEAN, "reduce MeanOps"),
+        (SOFTMAX, "softmax_warp_forward"),
+        (SIMT, "cutlass_80_simt_sgemm_256x128_8x4_nn_align1"),
+        (FOREACH, "multi_tensor_apply BinaryOpScalarFunctor"),
+        ("nvjet_tst_128x256_64x4_1x2_h_bz_coopA_TNT", "nvjet_tst_128x256_64x4_1x2_h_bz_coopA_TNT"),
+        ("ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)",
+         "ncclDevKernel_AllReduce_Sum_f32_RING_LL"),
+        ("Memcpy DtoD (Device -> Device)", "Memcpy DtoD"),
+        ("aten::_softmax", "aten::_softmax"),
+        ("autograd::engine::evaluate_function: MmBackward0", "autograd::engine::evaluate_function: MmBackward0"),
+        ("x" * 200, "x" * 71 + "…"),
+    ],
+)  # fmt: skip
+def test_short_names_fit_a_table_and_still_tell_kernels_apart(name: str, short: str) -> None:
+    assert short_name(name) == short
+
+
+# Ranges
+
+
+@pytest.mark.parametrize(
+    ("name", "role"),
+    [
+        ("attn", "attention"), ("self_attn", "attention"), ("self_attention", "attention"), ("mha", "attention"),
+        ("cross_attn", "attention"), ("ffn", "feed_forward"), ("mlp", "feed_forward"), ("feed_forward", "feed_forward"),
+        ("ln1", "norm"), ("ln_final", "norm"), ("norm2", "norm"), ("input_layernorm", "norm"), ("post_norm", "norm"),
+        ("token_embeddings", "embedding"), ("wte", "embedding"), ("lm_head", "head"), ("q_proj", None), ("layers", None),
+    ],
+)  # fmt: skip
+def test_roles_come_from_names(name: str, role: str | None) -> None:
+    assert role_of(name) == role
+
+
+class TheirAttention(nn.Module):
+    """Attention as somebody else writes it: einsum, a softmax by hand, weights used as 2-D views."""
+
+    def __init__(self, fails: bool = False) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(8))
+        self.fails = fails
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (x @ self.weight.T for _ in range(3))
+        scores = torch.einsum("bqd,bkd->bqk", q, k)
+        if self.fails:
+            raise torch.OutOfMemoryError("planted")
+        probabilities = scores.exp() / scores.exp().sum(-1, keepdim=True)
+        return torch.einsum("bqk,bkd->bqd", probabilities, v)
+
+
+class FusedAttention(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.scaled_dot_product_attention(x, x, x)
+
+
+class TheirModel(nn.Module):
+    def __init__(self, attention: nn.Module) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.ModuleDict({"self_attn": attention, "mlp": nn.Linear(8, 8)})])
+        self.lm_head = nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block["mlp"](block["self_attn"](x))  # type: ignore[index]
+        return self.lm_head(x)
+
+
+def range_names(model: nn.Module, x: torch.Tensor) -> list[str]:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profiler:
+        model(x)
+    events = sorted(profiler.events(), key=lambda event: event.time_range.start)
+    known = ("block:", "attention", "feed_forward:", "head:")
+    return [event.name for event in events if event.name.startswith(known)]
+
+
+def test_any_model_is_annotated_by_its_modules_names() -> None:
+    model = TheirModel(TheirAttention())
+    assert set(module_ranges(model).values()) == {
+        "block:blocks.0", "attention:blocks.0.self_attn", "feed_forward:blocks.0.mlp", "head:lm_head",
+    }  # fmt: skip
+    x = torch.randn(2, 5, 8)
+    with annotate(model):
+        names = range_names(model, x)
+    assert names == [
+        "attention:blocks.0.self_attn", "attention.scores", "attention.softmax", "attention.values",
+        "feed_forward:blocks.0.mlp", "head:lm_head",
+    ]  # fmt: skip
+    assert range_names(model, x) == [], "the context takes everything off"
+
+
+def test_this_packages_attention_is_one_part() -> None:
+    class Own(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return flash_attention(x, x, x, backend="tiled")  # type: ignore[return-value]
+
+    with annotate(model := TheirModel(Own())):
+        assert range_names(model, torch.randn(1, 2, 5, 8)).count("attention.fused") == 1
+
+
+def test_a_fused_attention_is_one_part() -> None:
+    model = TheirModel(FusedAttention())
+    with annotate(model):
+        assert "attention.fused" in range_names(model, torch.randn(1, 2, 5, 8))
+    with annotate(model, attention_parts=False):
+        assert not set(ATTENTION_PARTS) & set(range_names(model, torch.randn(1, 2, 5, 8)))
+
+
+def test_ranges_are_closed_and_taken_off_when_a_forward_raises() -> None:
+    attention = TheirAttention(fails=True)
+    model = TheirModel(attention)
+    x = torch.randn(2, 5, 8)
+    with pytest.raises(torch.OutOfMemoryError, match="planted"), annotate(model):
+        model(x)
+    attention.fails = False
+    assert range_names(model, x) == []
+    with annotate(model):
+        attention.fails = True
+        with pytest.raises(torch.OutOfMemoryError, match="planted"):
+            model(x)
+        attention.fails = False
+        assert range_names(model, x).count("attention.softmax") == 1, "the next forward starts anew"
+
+
+def test_annotation_changes_no_number() -> None:
+    model = TheirModel(TheirAttention())
+    x = torch.randn(2, 5, 8)
+    expected = model(x)
+    with annotate(model):
+        assert torch.equal(model(x), expected)
+
+
+def test_what_cannot_be_annotated_is_refused() -> None:
+    with pytest.raises(TypeError, match="model must be a torch.nn.Module, got function"), annotate(lambda x: x):  # type: ignore[arg-type]
+        pass
+    with (
+        pytest.raises(ValueError, match="model must have modules to annotate: none of Linear"),
+        annotate(nn.Linear(2, 2)),
+    ):
+        pass
+
+
+# Traces of a GPU, as torch 2.11 writes them
+
+
+def event(name: str, category: str, ts: float, dur: float, tid: Any = 1, **args: Any) -> dict[str, Any]:
+    names = {"seq": "Sequence number", "forward_thread": "Fwd thread id", "origin": "External id"}
+    args = {names.get(key, key): value for key, value in args.items()}
+    return {"ph": "X", "cat": category, "name": name, "pid": 9, "tid": tid, "ts": ts, "dur": dur, "args": args}
+
+
+def gpu_events() -> list[dict[str, Any]]:
+    """One step: a scores product and a softmax forward, the product's backward on autograd's thread, an update."""
+    return [
+        {"ph": "M", "name": "process_name", "pid": 9, "args": {"name": "python"}},
+        event("profiled_step", "user_annotation", 0, 1000),
+        event("attention:layers.0.attn", "user_annotation", 10, 200),
+        event("attention.scores", "user_annotation", 20, 50),
+        event("aten::matmul", "cpu_op", 25, 40, seq=7),
+        event("aten::bmm", "cpu_op", 30, 30, seq=8),
+        event("cudaLaunchKernelExC", "cuda_runtime", 35, 5, correlation=100),
+        event("nvjet_hsh_256x128_64x4_2x1_v_bz_NNT", "kernel", 1100, 300, 7, correlation=100, stream=7),
+        event("attention.softmax", "user_annotation", 80, 40),
+        event("aten::_softmax", "cpu_op", 85, 20, seq=9),
+        event("cudaLaunchKernel", "cuda_runtime", 90, 5, correlation=101),
+        event(SOFTMAX, "kernel", 1400, 100, 7, correlation=101, stream=7),
+        # autograd's thread knows no range, only the forward's number
+        event("autograd::engine::evaluate_function: BmmBackward0", "cpu_op", 300, 100, 2, seq=8, forward_thread=1),
+        event("BmmBackward0", "cpu_op", 310, 80, 2, seq=8, forward_thread=1),
+        event("aten::bmm", "cpu_op", 320, 30, 2),
+        event("cuLaunchKernelEx", "cuda_driver", 330, 5, 2, correlation=102),
+        event("nvjet_hsh_256x128_64x4_2x1_v_bz_NTT", "kernel", 1500, 400, 7, correlation=102, stream=7),
+        event("Optimizer.step#AdamW.step", "user_annotation", 500, 200),
+        event("aten::_foreach_mul_", "cpu_op", 510, 50),
+        event("cudaLaunchKernel", "cuda_runtime", 520, 5, correlation=103),
+        event(MULTIPLY, "kernel", 1900, 50, 7, correlation=103, stream=7),
+        # a collective beside the product of the backward, from no launch that was recorded
+        event("ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)", "kernel", 1600, 500, 20, stream=20),
+        event("cudaDeviceSynchronize", "cuda_runtime", 900, 90, correlation=104),
+    ]  # fmt: skip
+
+
+def test_kernels_belong_to_the_ranges_that_launched_them() -> None:
+    trace = trace_of(gpu_events())
+    assert trace.on_gpu and trace.step_ms == (1.0,)
+    forward, softmax, backward, collective, update = trace.kernels
+    assert forward.ranges == ("profiled_step", "attention:layers.0.attn", "attention.scores")
+    assert (forward.category, forward.phase, forward.step, forward.stream) == ("gemm", "forward", 0, "stream 7")
+    assert softmax.ranges[-1] == "attention.softmax"
+    assert backward.phase == "backward" and "attention.scores" in backward.ranges
+    assert (update.category, update.phase) == ("optimizer", "optimizer"), "an update is one whatever its kernel"
+    assert (collective.category, collective.ranges, collective.step) == ("communication", (), -1)
+
+
+def test_a_kernel_without_a_launch_belongs_to_the_operator_it_names() -> None:
+    events = [
+        *gpu_events(),
+        event("aten::add", "cpu_op", 130, 10, seq=10, origin=77),
+        event(ADD, "kernel", 2000, 10, 7, correlation=999, stream=7, origin=77),
+    ]
+    (kernel,) = [kernel for kernel in trace_of(events).kernels if kernel.name == ADD]
+    assert kernel.ranges == ("profiled_step", "attention:layers.0.attn") and kernel.step == 0
+
+
+def test_a_kernel_that_runs_after_its_step_belongs_to_it() -> None:
+    assert [kernel.step for kernel in trace_of(gpu_events()).select(category="gemm")] == [0, 0]
+
+
+def test_sums_selections_and_tops() -> None:
+    trace = trace_of(gpu_events())
+    assert trace.kernel_ms(category="gemm") == pytest.approx(0.7)
+    assert trace.kernel_ms(phase="forward", within="attention.") == pytest.approx(0.4)
+    assert trace.kernel_ms(step=0) == pytest.approx(0.85)
+    assert trace.busy_ms() == pytest.approx(1.0), "the collective runs beside others and counts once"
+    assert trace.kernel_ms() == pytest.approx(1.35)
+    top = trace.top_kernels(2, step=0)
+    assert [(row.category, row.calls, row.ms) for row in top] == [("gemm", 1, 0.4), ("gemm", 1, 0.3)]
+
+
+def test_overlap_is_that_of_unions() -> None:
+    trace = trace_of(gpu_events())
+    shared = overlap_us(trace.select(category="communication"), trace.select(category="gemm"))
+    assert shared == pytest.approx(300), "from 1600 to 1900"
+    assert overlap_us([], trace.kernels) == 0
+    assert merge([(5, 7), (0, 2), (1, 3), (3, 4)]) == [(0, 4), (5, 7)] and length_us([(0, 4), (5, 7)]) == 6
+
+
+def test_no_overlap_of_what_runs_one_after_the_other() -> None:
+    def kernel(start: float, end: float) -> Kernel:
+        return Kernel(
+            name="x", category="gemm", phase="forward", start_us=start, duration_us=end - start, stream="", ranges=(),
+            step=0,
+        )  # fmt: skip
+
+    assert overlap_us([kernel(0, 10)], [kernel(10, 20)]) == 0
+    assert overlap_us([kernel(0, 10), kernel(5, 15)], [kernel(4, 6), kernel(12, 40)]) == pytest.approx(5)
+
+
+@pytest.mark.parametrize("compress", [False, True], ids=["json", "gz"])
+def test_a_trace_is_read_from_a_file(tmp_path: Path, compress: bool) -> None:
+    text = json.dumps({"schemaVersion": 1, "traceEvents": gpu_events()}).encode()
+    path = tmp_path / "step.trace.json"
+    path.write_bytes(gzip.compress(text) if compress else text)
+    assert read_trace(path) == trace_of(gpu_events())
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"no json", b"3", b'{"traceEvents": 3}', b"[1, 2]", b"\x1f\x8b broken", b"[" * 10**5]
+)
+def test_what_is_no_trace_is_refused(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "x.trace.json"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=r"x\.trace\.json: not a chrome trace"):
+        read_trace(path)
+
+
+def test_an_oversized_file_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cs336_systems.profiling.trace.MAX_TRACE_BYTES", 10)
+    path = tmp_path / "x.trace.json"
+    path.write_text(json.dumps(gpu_events()))
+    with pytest.raises(ValueError, match=r"x\.trace\.json: a trace must have at most 10 bytes"):
+        read_trace(path)
+
+
+# Profiles of this machine's device
+
+
+def profiled(device: str, **options: Any) -> Trace:
+    model = replace(proxy_model("small", 64), context_length=32, vocab_size=256)
+    run = RunConfig(scale="tiny", device=device)  # type: ignore[arg-type]
+    step = TrainingStep(ModelCase(model=model, batch=2, attention="reference"), run)
+    assert isinstance(step.model, nn.Module)
+    with annotate(step.model):
+        return capture(step.train_step, device=device, before=step.reset, **options)
+
+
+def check_training_step(trace: Trace, num_steps: int) -> None:
+    """What must hold of a training step of the model with two layers, whatever the device."""
+    assert len(trace.step_ms) == num_steps
+    for step in range(num_steps):
+        assert trace.busy_ms(step=step) > 0
+        for phase in ("forward", "backward"):
+            inside = [trace.kernel_ms(step=step, phase=phase, within=part) for part in ATTENTION_PARTS[:3]]
+            assert all(ms > 0 for ms in inside), "scores, softmax and values, forward and backward"
+            assert sum(inside) < trace.kernel_ms(step=step, phase=phase, within="attention:")
+        assert trace.kernel_ms(step=step, category="optimizer") == trace.kernel_ms(step=step, phase="optimizer") > 0
+    products = [k for k in trace.select(step=0, category="gemm", phase="forward", within="attention.scores")]
+    assert len({k.ranges for k in products}) == 2, "one for each layer"
+
+
+def outermost_operators_ms(path: Path) -> float:
+    """Summed duration of the operators that lie in no other operator of their thread, by comparing all pairs."""
+    events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+    spans = [(e["tid"], e["ts"], e["ts"] + e["dur"]) for e in events if e.get("cat") == "cpu_op" and e["ph"] == "X"]
+
+    def inside_another(index: int) -> bool:
+        thread, start, end = spans[index]
+        return any(t == thread and s <= start and end <= f for i, (t, s, f) in enumerate(spans) if i != index)
+
+    return sum(end - start for i, (_, start, end) in enumerate(spans) if not inside_another(i)) / 1e3
+
+
+def test_a_training_step_on_this_cpu_is_taken_apart(tmp_path: Path) -> None:
+    path = tmp_path / "logs" / "step.trace.json.gz"
+    trace = profiled("cpu", num_steps=2, path=path)
+    check_training_step(trace, 2)
+    assert not trace.on_gpu and read_trace(path) == trace
+    for step in range(2):  # own times add up to the operators that nobody called, and never to more than the step
+        assert trace.kernel_ms(step=step) <= trace.step_ms[step] * 1.01
+    assert trace.kernel_ms() == pytest.approx(outermost_operators_ms(path))
+    bmm = [row for row in trace.top_kernels(step=0, phase="forward") if row.name == "aten::bmm"]
+    assert [row.calls for row in bmm] == [4], "two products in each of two layers"
+
+
+def test_the_trace_of_a_call_that_raises_is_kept(tmp_path: Path) -> None:
+    def call() -> None:
+        with named_range("before the end"):
+            torch.ones(10).exp()
+        raise torch.OutOfMemoryError("planted")
+
+    path = tmp_path / "oom.trace.json"
+    with pytest.raises(torch.OutOfMemoryError, match="planted"):
+        capture(call, device="cpu", warmup=0, path=path)
+    assert "before the end" in read_trace(path).ranges
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_steps": 0}, "num_steps must be positive and warmup not negative, got 0 and 1"),
+        ({"warmup": -1}, "num_steps must be positive and warmup not negative, got 1 and -1"),
+        ({"path": Path("x.json")}, r"path must end in \.trace\.json or \.trace\.json\.gz, got x\.json"),
+    ],
+)
+def test_a_profile_that_makes_no_sense_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        capture(lambda: None, device="cpu", **options)
+
+
+@pytest.mark.gpu
+def test_a_training_step_on_this_gpu_is_taken_apart() -> None:
+    trace = profiled("cuda", num_steps=2)
+    assert trace.on_gpu
+    check_training_step(trace, 2)
+    unknown = [row.name for row in trace.top_kernels(category="other")]
+    assert trace.kernel_ms(category="other") < 0.1 * trace.kernel_ms(), f"kernels of no known category: {unknown}"
+    for step in range(2):
+        assert trace.busy_ms(step=step) <= trace.step_ms[step] * 1.05
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["sdpa_flash", "sdpa_cudnn", "sdpa_efficient"])
+def test_library_attention_is_known_by_its_kernels(backend: str) -> None:
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    kernels = {
+        "sdpa_flash": SDPBackend.FLASH_ATTENTION, "sdpa_cudnn": SDPBackend.CUDNN_ATTENTION,
+        "sdpa_efficient": SDPBackend.EFFICIENT_ATTENTION,
+    }  # fmt: skip
+    q = torch.randn(2, 8, 1024, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+
+    def call() -> None:
+        with sdpa_kernel(kernels[backend]):
+            torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True).sum().backward()
+
+    trace = capture(call, device="cuda", warmup=2)
+    names = [row.name for row in trace.top_kernels()]
+    assert trace.top_kernels(1)[0].category == "attention", names
+    assert trace.kernel_ms(category="attention") > 0.5 * trace.kernel_ms(), names
+    assert {kernel.phase for kernel in trace.select(category="attention")} == {"forward", "backward"}
