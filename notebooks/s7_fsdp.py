@@ -40,9 +40,9 @@ config = ModelConfig(name="small", d_model=32, d_ff=88, num_layers=4, num_heads=
 # %% [markdown]
 # ## At rest: rows
 #
-# A weight of $R$ rows on $N$ ranks is cut into chunks of $\lceil R/N \rceil$ rows. 61 rows of the embedding on two ranks
-# are 31 and 30: in an all-gather each rank sends 31, so that the padding arrives behind the last row, and the first 61
-# rows of what arrives are the weight. Norms are too small to be worth a message: every rank keeps them whole.
+# A weight of $R$ rows on $N$ ranks is cut into chunks of $\lceil R/N \rceil$ rows. 61 rows of the embedding on two
+# ranks are 31 and 30: in an all-gather each rank sends 31, so that the padding arrives behind the last row, and the
+# first 61 rows of what arrives are the weight. Norms are too small to be worth a message: every rank keeps them whole.
 
 # %%
 first, second = run_ranks(record_rows, 2, config)
@@ -63,11 +63,11 @@ for number, event in enumerate(events):
     print(f"{number:3}  {event.what:9}{event.unit:18} gathered now: {', '.join(event.gathered) or 'nothing'}")
 
 # %% [markdown]
-# Read it as a story. The embedding and the first block are gathered at once. When the embedding has run it is freed, and
-# the gather of the second block starts: it travels while the first block computes. So it goes on, to the head. The head
-# stays: the backward begins with it. Then everything runs in the other direction, each block gathered once more, because
-# a linear layer needs its weight to turn the gradient of its output into that of its input. When all gradients of a unit
-# have arrived they are reduced: averaged over the ranks, half of the rows to each.
+# Read it as a story. The embedding and the first block are gathered at once. When the embedding has run it is freed,
+# and the gather of the second block starts: it travels while the first block computes. So it goes on, to the head. The
+# last block and the head stay: the backward begins with them. Then everything runs in the other direction, each block
+# gathered once more, because a linear layer needs its weight to turn the gradient of its output into that of its input.
+# When all gradients of a unit have arrived they are reduced: averaged over the ranks, half of the rows to each.
 
 # %%
 units = list(dict.fromkeys(event.unit for event in events))
@@ -101,8 +101,8 @@ assert most == 2 and events[-1].gathered == ()
 # %% [markdown]
 # ## Why it is worth it
 #
-# What a rank needs to train the handout's models on 4 sequences of 512 tokens with bfloat16 compute, float32 masters and
-# checkpointed blocks, in closed form (`memory_plan.py`). The dotted line is one H200.
+# What a rank needs to train the handout's models on 4 sequences of 512 tokens with bfloat16 compute, float32 masters
+# and checkpointed blocks, in closed form (`memory_plan.py`). The dotted line is one H200.
 
 # %%
 ranks = (1, 2, 4, 8)
