@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from functools import cache
 from typing import Any
 
 import pytest
@@ -75,6 +76,20 @@ def fp16_weights(model: nn.Module) -> nn.Module:
     return model
 
 
+@cache
+def course_results() -> list[dict[Any, Any]]:
+    """One launch for all of the course's checks: by (check, compute dtype), a dictionary a rank."""
+    return run_ranks(course_checks, 2)
+
+
+def course_checks(rank: int, num_ranks: int) -> dict[Any, Any]:
+    return {
+        (check.__name__, dtype): check(rank, num_ranks, dtype)
+        for check in (course_correctness, course_gradients)
+        for dtype in (None, torch.float16)
+    }
+
+
 def course_correctness(rank: int, num_ranks: int, compute_dtype: torch.dtype | None) -> list[float]:
     torch.use_deterministic_algorithms(True)
     single = seeded(Toy)
@@ -105,8 +120,9 @@ def course_correctness(rank: int, num_ranks: int, compute_dtype: torch.dtype | N
     "compute_dtype, bound", [(None, FP32_BOUND), (torch.float16, FP16_BOUND)], ids=["fp32", "fp16"]
 )
 def test_fsdp_trains_like_one_process(compute_dtype, bound):
-    for differences in run_ranks(course_correctness, 2, compute_dtype):
-        assert max(differences) <= bound
+    for found in course_results():
+        differences = found["course_correctness", compute_dtype]
+        assert len(differences) == 3 and max(differences) <= bound
 
 
 def course_gradients(rank: int, num_ranks: int, compute_dtype: torch.dtype | None) -> dict[str, Tensor]:
@@ -128,7 +144,7 @@ def course_gradients(rank: int, num_ranks: int, compute_dtype: torch.dtype | Non
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("compute_dtype", [None, torch.float16], ids=["fp32", "fp16"])
 def test_fsdp_gradients_have_the_shards_shapes_and_norms_agree(compute_dtype):
-    first, second = run_ranks(course_gradients, 2, compute_dtype)
+    first, second = (found["course_gradients", compute_dtype] for found in course_results())
     assert all(torch.equal(first[name], second[name]) for name in ("norm1", "norm2"))
     assert all(gradient.abs().max() > 0 for gradient in first.values())
 
@@ -199,7 +215,7 @@ class CheckpointedPairs(nn.Module):
         return self.model.lm_head(self.model.ln_final(x))
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+@pytest.mark.parametrize("num_ranks", [1, 2])
 def test_every_setting_trains_like_one_process(num_ranks):
     for found in run_ranks(check_variants, num_ranks):
         too_far = {name: difference for name, difference in found.items() if not difference <= FP32_BOUND}
@@ -259,7 +275,7 @@ def check_awkward(rank: int, num_ranks: int) -> dict[str, float]:
     return found
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("num_ranks", [3])
 def test_awkward_parameters_and_schedules_train_like_one_process(num_ranks):
     for found in run_ranks(check_awkward, num_ranks):
         assert len(found) == 5
@@ -285,16 +301,19 @@ def watch_window(rank: int, num_ranks: int, prefetch: int) -> dict[str, Any]:
     return {"seen": seen, "middle": middle, "after": fsdp.gathered_units(), "sizes": sizes}
 
 
-@pytest.mark.parametrize("prefetch, most", [(1, 1), (2, 2), (3, 3)])
-def test_no_more_than_the_current_and_two_gathered_units_have_memory(prefetch, most):
-    for found in run_ranks(watch_window, 2, prefetch):
-        assert len(found["seen"]) == 8
-        assert max(map(len, found["seen"])) == most
-        assert found["middle"] == ["layers.3", "lm_head"]
-        assert found["after"] == [] and set(found["sizes"].values()) == {0}
-    if prefetch == 2:
-        forward = found["seen"][:4]
+def test_no_more_than_the_current_and_two_gathered_units_have_memory():
+    for rank in run_ranks(watch_windows, 2):
+        for prefetch, found in rank.items():
+            assert len(found["seen"]) == 8
+            assert max(map(len, found["seen"])) == prefetch
+            assert found["middle"] == (["lm_head"] if prefetch == 1 else ["layers.3", "lm_head"])
+            assert found["after"] == [] and set(found["sizes"].values()) == {0}
+        forward = rank[2]["seen"][:4]
         assert forward == [[f"layers.{i}", f"layers.{i + 1}"] for i in range(3)] + [["layers.3", "lm_head"]]
+
+
+def watch_windows(rank: int, num_ranks: int) -> dict[int, dict[str, Any]]:
+    return {prefetch: watch_window(rank, num_ranks, prefetch) for prefetch in (1, 2, 3)}
 
 
 def build_from_meta(rank: int, num_ranks: int) -> tuple[float, float]:
@@ -395,7 +414,7 @@ def train_compiled(rank: int, num_ranks: int) -> dict[str, float]:
             seeded(transformer),
             FSDP(wrap_blocks(seeded(transformer), checkpointing=checkpointing, compiled=True)),
         )
-        for checkpointing in ("none", "non_reentrant")
+        for checkpointing in ("non_reentrant",)
     }
 
 
@@ -527,4 +546,4 @@ def test_a_changed_order_ends_the_guessing_and_is_learnt():
     assert order.ahead(order.visit("x"), 1) is None
     order.begin()
     assert order.expected == ["a", "x"]
-    assert order.is_last(1) and not order.is_last(0)
+    assert order.ends_within(1, 1) and not order.ends_within(0, 1) and order.ends_within(0, 2)

@@ -13,7 +13,7 @@ import pandas as pd
 
 from cs336_systems.report.frames import select, sort_cells, tuples, variants
 from cs336_systems.report.markdown import Cells, factor, number, plain
-from cs336_systems.report.points import Plot, points
+from cs336_systems.report.points import POINT, Plot, points
 from cs336_systems.report.sections import Measure, Section, key_cells, key_heading, section
 
 PARTS = ("parameters", "gradients", "optimizer_state")
@@ -28,6 +28,7 @@ NAMES = {
     "fsdp_layer": "FSDP, a unit a layer",
     "torch_fsdp": "torch fully_shard",
 }
+LANES = ("communication", "compute")  # of a timeline, from below
 KEYS = ("model", "ranks", "compute", "reduce", "checkpointing")
 PART_TITLES = {"optimizer_state": "optimizer state"}
 
@@ -124,7 +125,35 @@ def fsdp_plots(frame: pd.DataFrame) -> list[Plot]:
     if (peaks["quantity"] == "peak_memory").any():
         data = points(peaks, panel=_panel(frame), series="quantity", style="quantity", x="shown")
         found.append(_bars("memory", f"Peak memory of a rank on {_device(frame)}", data, "peak memory (MiB)"))
-    return [*found, *_kept_plot(frame)]
+    return [*found, *_kept_plot(frame), *_timelines(frame)]
+
+
+def _timelines(frame: pd.DataFrame) -> list[Plot]:
+    """For each case the traced forward pass of FSDP and of the peer: the gathers' lane over that of compute."""
+    plots_found = []
+    for number_of_case, (_, rows) in enumerate(frame.groupby("case", sort=False)):
+        first = tuples(rows)[0]
+        marks = []
+        for row in tuples(rows[rows["quantity"].isin([f"{lane}_intervals" for lane in LANES])]):
+            if row.mode == "forward" and row.status == "ok" and row.implementation in ("fsdp", FSDP_PEER):
+                lane = row.quantity.removesuffix("_intervals")
+                for start, end in zip(row.raw[::2], row.raw[1::2]):
+                    mark = (row.shown, lane, lane, start, float(LANES.index(lane)), start, end, "ok", "", True)
+                    marks.append(dict(zip(POINT, mark)))
+        if marks:
+            plots_found.append(
+                Plot(
+                    name=f"timeline_{number_of_case}",
+                    title=f"One traced forward pass of rank 0 on {_device(frame)}\n"
+                    f"{first.model}, {plain(first.ranks)} ranks, {first.compute}, gradients {first.reduce}",
+                    kind="timeline",
+                    data=pd.DataFrame(marks, columns=list(POINT)),
+                    x_label="time (ms)",
+                    y_label="",
+                    log_y=False,
+                )
+            )
+    return plots_found
 
 
 def _time_plot(frame: pd.DataFrame, what: str) -> list[Plot]:

@@ -43,6 +43,6 @@ class ExecutionOrder(Generic[T]):
         target = position + distance
         return self.expected[target] if len(self.seen) <= target < len(self.expected) else None
 
-    def is_last(self, position: int) -> bool:
-        """Whether nothing is expected after `position`."""
-        return position == len(self.expected) - 1
+    def ends_within(self, position: int, count: int) -> bool:
+        """Whether `position` is among the last `count` that are expected."""
+        return len(self.expected) - count <= position < len(self.expected)

@@ -209,11 +209,8 @@ class FSDP(nn.Module):
                 unit.show_wholes()
             return
         order = self._forward_order
-        if outputs and self.module.training and order.is_last(unit.position):
-            # The backward begins here, at once: gathering again would be waiting.
-            before = order.expected[unit.position - 1] if unit.position else unit
-            before.gather()
-            return
+        if outputs and self.module.training and order.ends_within(unit.position, min(2, self.prefetch)):
+            return  # the backward begins here, at once: gathering again would be waiting
         unit.free()
         if (following := order.ahead(unit.position, self.prefetch)) is not None:
             following.gather()

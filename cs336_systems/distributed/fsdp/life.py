@@ -1,0 +1,95 @@
+"""The life of FSDP's weights, written down as it happens: for notebooks, and to see why memory is what it is.
+
+events = run_ranks(record_life, 2, config, tokens)[0]       # rank 0's, of the second training step
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from cs336_systems.config import ModelConfig
+from cs336_systems.distributed.fsdp.unit import Unit
+from cs336_systems.distributed.fsdp.wrapper import FSDP
+from cs336_systems.model.transformer import TransformerLM
+
+
+@dataclass(frozen=True, kw_only=True)
+class Event:
+    """One thing that happened to a unit, and what was gathered right after it."""
+
+    what: str  # gather, forward, backward, reduce or free
+    unit: str
+    gathered: tuple[str, ...]  # units whose whole weights have memory
+    gathered_bytes: int
+
+
+def watch(model: FSDP) -> list[Event]:
+    """A list that grows with every event of `model` from now on."""
+    events: list[Event] = []
+
+    def note(what: str, unit: Unit) -> None:
+        sizes = {one.name: one._bytes for one in model.units if one.is_gathered}
+        events.append(Event(what=what, unit=unit.name, gathered=tuple(sizes), gathered_bytes=sum(sizes.values())))
+
+    def noting(what: str, unit: Unit, call: Callable[[], None], when: Callable[[], bool]) -> None:
+        if when():
+            call()
+            note(what, unit)
+
+    for unit in model.units:
+        gather, free = unit.gather, unit.free
+        unit.gather = partial(noting, "gather", unit, gather, partial(_not, unit))  # type: ignore[method-assign]
+        unit.free = partial(noting, "free", unit, free, partial(_is, unit))  # type: ignore[method-assign]
+    backward, reduce = model._before_backward, model._reduce
+
+    def before_backward(unit: Unit) -> None:
+        backward(unit)
+        note("backward", unit)
+
+    def reducing(unit: Unit) -> None:
+        if unit.arrived:
+            note("reduce", unit)
+        reduce(unit)
+
+    model._before_backward = before_backward  # type: ignore[method-assign]
+    model._reduce = reducing  # type: ignore[method-assign]
+    for unit in model.units:
+        for entry in unit.entries:
+            entry.register_forward_pre_hook(lambda *_, unit=unit: note("forward", unit))
+    return events
+
+
+def record_life(rank: int, num_ranks: int, config: ModelConfig, tokens: Tensor) -> list[Event]:
+    """The events of the second training step of a small model, whose order the first one has taught."""
+    torch.manual_seed(0)
+    model = FSDP(TransformerLM.from_config(config))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    own = tokens.chunk(num_ranks)[rank]
+    events = watch(model)
+    for _ in range(2):
+        events.clear()
+        optimizer.zero_grad()
+        cross_entropy(model(own[:, :-1]).flatten(0, 1), own[:, 1:].flatten()).backward()
+        model.finish_gradient_synchronization()
+        optimizer.step()
+    return events
+
+
+def record_rows(rank: int, num_ranks: int, config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """The shape of what this rank keeps of every parameter."""
+    model = FSDP(TransformerLM.from_config(config))
+    return {name: tuple(parameter.shape) for name, parameter in model.module.named_parameters()}
+
+
+def _is(unit: Unit) -> bool:
+    return unit.is_gathered
+
+
+def _not(unit: Unit) -> bool:
+    return not unit.is_gathered
