@@ -190,8 +190,8 @@ for cell in overlap_cells(run):
 draw(traced, "Traced steps, two gloo ranks on this CPU")
 
 # %% [markdown]
-# In the naive and the flat step communication begins when the backward is over; in the overlapped and the bucketed one
-# before. What follows it in every step is the optimizer's.
+# In the naive and the flat step communication begins when the backward is over. The other two start it earlier, as far
+# as the busy cores let gloo's threads run. What follows in every step is the optimizer's compute.
 #
 # ## The measured steps
 #
