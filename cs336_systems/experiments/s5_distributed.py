@@ -11,7 +11,7 @@ from cs336_systems.experiments.cells import Cell
 from cs336_systems.experiments.ddp_cells import PEERS, WITH_BUCKETS, ddp_cell
 
 BUCKET_SIZES_MB = {"tiny": (0.1,), "smoke": (0.1, 1, 10), "handout": (1, 10, 100, 1000)}
-DEFAULT_BUCKET_MB = 25.0  # as PyTorch's
+DEFAULT_BUCKET_MB = {"tiny": 0.1, "smoke": 1.0, "handout": 25.0}  # the last as PyTorch's
 FEWER_RANKS = {"tiny": (), "smoke": (), "handout": (1,)}  # beside the most: what a step costs with nobody to wait for
 MODEL_BATCH = 4  # sequences of each rank, as the handout's
 
@@ -57,7 +57,7 @@ def _cells(problem: str, run: RunConfig, implementations: tuple[str, ...], ranks
     return [
         ddp_cell(
             problem,
-            _case(run, number, precision, DEFAULT_BUCKET_MB if implementation in WITH_BUCKETS else None),
+            _case(run, number, precision, DEFAULT_BUCKET_MB[run.scale] if implementation in WITH_BUCKETS else None),
             implementation,
         )
         for number in ranks
