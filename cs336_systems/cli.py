@@ -211,10 +211,12 @@ def _check_model(spec: str) -> None:
 
 def _check_implementations(names: list[str] | None) -> None:
     from cs336_systems.experiments.implementations import IMPLEMENTATIONS
+    from cs336_systems.experiments.mask_implementations import BUILDERS
 
+    known = dict.fromkeys((*IMPLEMENTATIONS, *BUILDERS))
     for name in names or []:
-        if name not in IMPLEMENTATIONS:
-            raise ValueError(f"unknown implementation {name!r}; known: {', '.join(IMPLEMENTATIONS)}")
+        if name not in known:
+            raise ValueError(f"unknown implementation {name!r}; known: {', '.join(known)}")
 
 
 def _check_writable(folder: Path) -> None:

@@ -36,8 +36,8 @@ def model(run: RunConfig) -> tuple[ModelConfig, int]:
 
 
 def precisions(run: RunConfig) -> list[Precision]:
-    """float32, and bfloat16 autocast where a GPU is fast at it."""
-    return [Precision(), Precision(autocast="bfloat16")] if run.device == "cuda" else [Precision()]
+    """float32, and before it bfloat16 autocast where a GPU is fast at it."""
+    return [Precision(autocast="bfloat16"), Precision()] if run.device == "cuda" else [Precision()]
 
 
 def _case(run: RunConfig, ranks: int, precision: Precision, bucket_size_mb: float | None = None) -> DataParallelCase:
@@ -95,6 +95,6 @@ def bucketed_cells(run: RunConfig) -> list[Cell]:
         for size in BUCKET_SIZES_MB[run.scale]:
             case = _case(run, max_ranks(run), precision, size)
             cells.append(ddp_cell("ddp_bucketed_benchmarking", case, "bucketed"))
-            if precision == precisions(run)[-1] and run.scale == "handout":
+            if precision == precisions(run)[0] and run.scale == "handout":
                 cells.append(ddp_cell("ddp_bucketed_benchmarking", case, "torch_ddp_view"))
     return cells

@@ -10,7 +10,7 @@ from cs336_systems.experiments.sharding_cells import OPTIMIZER_IMPLEMENTATIONS, 
 
 def optimizer_sharding_cells(run: RunConfig) -> list[Cell]:
     """Every implementation at every number of ranks, float32 parameters; with bfloat16 autocast too on a GPU."""
-    computes = (None, "bfloat16") if run.device == "cuda" else (None,)
+    computes = ("bfloat16", None) if run.device == "cuda" else (None,)
     implementations = ("sharded", "zero1") if run.scale == "tiny" else OPTIMIZER_IMPLEMENTATIONS
     return [
         sharding_cell("optimizer_state_sharding_accounting", sharding_case(run, ranks, compute), implementation)

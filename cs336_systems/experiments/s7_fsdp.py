@@ -48,8 +48,8 @@ def fsdp_cells(run: RunConfig) -> list[Cell]:
     """Every implementation at every number of ranks and precision; then 10b, which only sharding fits."""
     problem = "fsdp_accounting"
     computes: list[tuple[str | None, str | None]] = [(None, None)]
-    if run.device == "cuda":
-        computes += [("bfloat16", None), ("bfloat16", "float32")]
+    if run.device == "cuda":  # what is trained with first
+        computes = [("bfloat16", "float32"), ("bfloat16", None), *computes]
     implementations = ("fsdp", "torch_fsdp") if run.scale == "tiny" else FSDP_IMPLEMENTATIONS
     cells = []
     for ranks in rank_counts(run):

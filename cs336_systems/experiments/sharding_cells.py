@@ -38,7 +38,7 @@ from cs336_systems.profiling.timing import synchronize
 
 OPTIMIZER_IMPLEMENTATIONS = ("unsharded", "sharded", "zero1", "torch_zero")
 FSDP_IMPLEMENTATIONS = ("unsharded", "fsdp", "fsdp_layer", "torch_fsdp")
-BUDGET_MS = {"tiny": 100.0, "smoke": 500.0, "handout": 6000.0}  # of timed steps a cell
+BUDGET_MS = {"tiny": 100.0, "smoke": 500.0, "handout": 4000.0}  # of timed steps a cell
 MIN_SAMPLES = 5
 WARMUP = 2
 BUCKET_MB = 25.0
