@@ -38,6 +38,7 @@ from cs336_systems.commands.train import train
 from cs336_systems.commands.tune import tune
 
 if TYPE_CHECKING:
+    from cs336_systems.config import RunConfig
     from cs336_systems.experiments.cells import Cell
     from cs336_systems.experiments.sweep import Sweep
 
@@ -106,7 +107,7 @@ def run(
         config = RunConfig(scale=scale, device=kind, seed=seed, model=model, cell_timeout_s=cell_timeout)  # type: ignore[arg-type]
         if model is not None:
             _check_model(model)
-        _check_implementations(implementation)
+        _check_implementations(implementation, chosen, config)
         interpret = kind == "cpu" and importlib.util.find_spec("triton") is not None
         folder = results_folder(results, get_device_info(kind), config)
         _check_writable(folder)
@@ -209,11 +210,13 @@ def _check_model(spec: str) -> None:
     load_model_class(spec)
 
 
-def _check_implementations(names: list[str] | None) -> None:
+def _check_implementations(names: list[str] | None, chosen: list[str], config: RunConfig) -> None:
     from cs336_systems.experiments.implementations import IMPLEMENTATIONS
     from cs336_systems.experiments.mask_implementations import BUILDERS
+    from cs336_systems.experiments.registry import PROBLEMS
 
-    known = dict.fromkeys((*IMPLEMENTATIONS, *BUILDERS))
+    theirs = [cell.implementation for name in chosen for cell in PROBLEMS[name].cells(config)] if names else []
+    known = dict.fromkeys((*IMPLEMENTATIONS, *BUILDERS, *theirs))
     for name in names or []:
         if name not in known:
             raise ValueError(f"unknown implementation {name!r}; known: {', '.join(known)}")
