@@ -45,19 +45,19 @@ def sharding_case(
 
 
 def fsdp_cells(run: RunConfig) -> list[Cell]:
-    """Every implementation at every number of ranks and precision; then 10b, which only sharding fits."""
+    """10b, which only sharding fits; then every implementation at every number of ranks and precision."""
     problem = "fsdp_accounting"
     computes: list[tuple[str | None, str | None]] = [(None, None)]
     if run.device == "cuda":  # what is trained with first
         computes = [("bfloat16", "float32"), ("bfloat16", None), *computes]
     implementations = ("fsdp", "torch_fsdp") if run.scale == "tiny" else FSDP_IMPLEMENTATIONS
     cells = []
-    for ranks in rank_counts(run):
-        for compute, reduce in computes:
-            case = sharding_case(run, ranks, compute, reduce)
-            cells += [sharding_cell(problem, case, name) for name in implementations]
     if run.scale == "handout":
         large = sharding_case(run, 2, "bfloat16", "float32")
         large = replace(large, model=MODEL_SIZES["10b"], checkpointing="non_reentrant", attention="sdpa")
         cells += [sharding_cell(problem, large, name) for name in ("fsdp", "torch_fsdp")]
+    for ranks in rank_counts(run):
+        for compute, reduce in computes:
+            case = sharding_case(run, ranks, compute, reduce)
+            cells += [sharding_cell(problem, case, name) for name in implementations]
     return cells
