@@ -160,6 +160,6 @@ class TransformerLM(nn.Module):
             raise ValueError(
                 f"tokens must have at most context_length={self.context_length} positions, got {tokens.shape[1]}"
             )
-        x = self.token_embeddings(tokens)
-        x = self.run_blocks(self.layers, x)  # type: ignore[arg-type]
+        # Nested, so that no name here keeps the first residual stream alive while the blocks run.
+        x = self.run_blocks(self.layers, self.token_embeddings(tokens))  # type: ignore[arg-type]
         return self.lm_head(self.ln_final(x))
