@@ -248,7 +248,7 @@ def timeline_points(frame: pd.DataFrame, rows: pd.DataFrame) -> pd.DataFrame:
         cell = frame[(frame["implementation"] == row.implementation) & (frame["case"] == row.case)]
         for place, lane in enumerate(LANES):
             for found in tuples(cell[(cell["quantity"] == f"{lane}_intervals") & (cell["status"] == "ok")]):
-                ends = list(found["values"])
+                ends = list(found.values)
                 for start, end in zip(ends[::2], ends[1::2]):
                     mark = (row.shown + bucket, lane, lane, start, float(place), start, end, "ok", "", True)
                     marks.append(dict(zip(POINT, mark)))
