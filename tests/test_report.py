@@ -28,6 +28,7 @@ from cs336_systems.report.writeup import fill
 from tests.mask_records import MASK_MAKERS
 from tests.memory_records import records_of
 from tests.profile_records import profile_records
+from tests.training_records import training_records
 
 GPU = {"name": "Test GPU", "kind": "cuda", "driver": "1.2"}
 CPU = {"name": "Test CPU", "kind": "cpu"}
@@ -141,6 +142,7 @@ MAKERS: dict[str, Callable[[], list[Record]]] = {
     "torch_compile": compile_records,
     "flash_benchmarking": flash_records,
     "leaderboard_2025": leaderboard_records,
+    "training_run": training_records,
     **MASK_MAKERS,
     "mixed_precision_accumulation": lambda: records_of("mixed_precision_accumulation", record),
     "benchmarking_mixed_precision": lambda: records_of("benchmarking_mixed_precision", record),
@@ -373,7 +375,15 @@ def test_figures_name_the_device_and_the_units(problem: str) -> None:
         assert stem.startswith(problem)
         assert "Test GPU" in figure.get_suptitle()
         texts = " ".join(axes.get_xlabel() + axes.get_ylabel() for axes in figure.axes)
-        units = ("(ms)", "(MiB)", "(TFLOP/s)", "(%)", "time eager / time compiled", "time dense / time")
+        units = (
+            "(ms)",
+            "(MiB)",
+            "(TFLOP/s)",
+            "(%)",
+            "(nats a byte)",
+            "time eager / time compiled",
+            "time dense / time",
+        )
         assert any(unit in texts for unit in units)
 
 

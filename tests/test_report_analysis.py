@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from cs336_systems.config import RunConfig
-from cs336_systems.experiments.s_training import training_case
-from cs336_systems.records import Record, append_records, case_to_dict
+from cs336_systems.records import append_records
 from cs336_systems.report import build_report, check_documents
 from cs336_systems.report.answers import answer
 from cs336_systems.report.blocks import Blocks
@@ -19,32 +15,7 @@ from cs336_systems.report.figures import draw
 from cs336_systems.report.frames import load_frame
 from cs336_systems.report.plots import plots
 from cs336_systems.report.tables import sections
-
-RUN = RunConfig(scale="tiny", device="cpu")
-
-
-def record(implementation: str, quantity: str, samples: list[float], **fields: Any) -> Record:
-    given: dict[str, Any] = {
-        "problem": "training_run", "scale": "tiny", "case": case_to_dict(training_case(RUN)),
-        "implementation": implementation, "mode": "train_step", "quantity": quantity,
-        "unit": "ms" if quantity == "time" else "nats", "samples": samples,
-        "device": {"name": "NVIDIA H200", "kind": "cuda"}, "commit": "abc", "dirty": False,
-        "date": "2026-01-01T00:00:00Z",
-    }  # fmt: skip
-    return Record(**(given | fields))
-
-
-def training_records() -> list[Record]:
-    curve = [5.0, 4.0, 3.0]
-    return [
-        record("none", "loss", curve, error=0.0),
-        record("none", "validation_loss", [3.25]),
-        record("none", "time", [10.0, 11.0, 12.0]),
-        record("fsdp", "loss", curve, error=0.125),
-        record("fsdp", "validation_loss", [3.25]),
-        record("fsdp", "time", [20.0, 21.0, 22.0]),
-        record("zero1", "loss", [], status="failed", message="losses are off one process's by 3 times the bound"),
-    ]
+from tests.training_records import training_record, training_records
 
 
 @pytest.fixture
@@ -69,7 +40,7 @@ def test_the_training_answer_says_what_was_learned_and_how_far_wrappers_differ()
 
 
 def test_a_run_in_which_everything_failed_is_still_reported():
-    broken = [record("none", "loss", [], status="oom", message="CUDA out of memory")]
+    broken = [training_record("none", "loss", [], status="oom", message="CUDA out of memory")]
     frame = load_frame(broken)
     assert "OOM" in sections("training_run", frame)[0].body
     assert answer("training_run", frame) == ""
@@ -121,8 +92,3 @@ def test_calculated_figures_are_drawn_where_a_document_shows_them_and_checked(fo
     assert found.endswith("shows other numbers than those calculated")
     drawn[0].unlink()
     assert any(line.endswith("tp_calcs_tp_times.png: missing") for line in check_documents([document], folder))
-
-
-def test_the_case_of_a_training_cell_can_be_recorded(tmp_path: Path):
-    append_records(tmp_path / "records.jsonl", [record("none", "loss", [1.0])])
-    assert set(asdict(training_case(RUN))) < set(case_to_dict(training_case(RUN)))
