@@ -137,7 +137,7 @@ def _timelines(frame: pd.DataFrame) -> list[Plot]:
         for row in tuples(rows[rows["quantity"].isin([f"{lane}_intervals" for lane in LANES])]):
             if row.mode == "forward" and row.status == "ok" and row.implementation in ("fsdp", FSDP_PEER):
                 lane = row.quantity.removesuffix("_intervals")
-                for start, end in zip(row.raw[::2], row.raw[1::2]):
+                for start, end in zip(row.values[::2], row.values[1::2]):
                     mark = (row.shown, lane, lane, start, float(LANES.index(lane)), start, end, "ok", "", True)
                     marks.append(dict(zip(POINT, mark)))
         if marks:
