@@ -438,9 +438,9 @@ def test_a_pass_that_runs_out_of_memory_leaves_its_trace_and_the_memory(monkeypa
     run = RunConfig(scale="handout", device="cuda")
     good = MemoryCase(model=replace(proxy_model("xl"), context_length=128), batch=1, attention="reference")
     huge = replace(good, model=replace(good.model, context_length=131_072))
-    release("cuda")
-    before = torch.cuda.memory_allocated()
     first = measured_phases(good, "train_step", run)
+    release("cuda")
+    before = torch.cuda.memory_allocated()  # cuBLAS has its workspace by now, and keeps it
     broken = measured_phases(huge, "train_step", run)
     assert "out of memory" in broken.out_of_memory and list(broken.peak_bytes) == [START]
     assert broken.trace.num_events > 0
@@ -459,9 +459,11 @@ def test_predictions_hold_on_a_gpu(mode, precision):
     case = MemoryCase(model=model, batch=4, attention="reference", precision=precision)
     measured = measured_phases(case, mode, run)
     peak = max(measured.peak_bytes.values())
+    assert measured.trace.peak_bytes() == pytest.approx(peak, rel=0.02)
+    release("cuda")
+    peak -= torch.cuda.memory_allocated()  # what stays is cuBLAS's workspace, which no prediction counts
     assert simulated_trace(case, mode).peak_bytes() == pytest.approx(peak, rel=0.05)
     assert model_peak_bytes(case, mode) == pytest.approx(peak, rel=0.05)
-    assert measured.trace.peak_bytes() == pytest.approx(peak, rel=0.02)
     step = [phase.name for phase in measured.trace.phases]
     assert step == list(PHASES[mode]) and (mode == "forward" or STEP in step)
 
