@@ -12,7 +12,7 @@ MAX_HEAD_DIM = 256
 PRECISIONS = ("ieee", "tf32x3")  # of float32 dots; 16-bit ones have no choice
 _NAME = re.compile(
     r"(?P<target>[a-z0-9]+)_(?P<kernel>[a-z]+)_(?P<q>\d+)x(?P<k>\d+)_w(?P<warps>\d+)_s(?P<stages>\d+)"
-    r"(_(?P<precision>[a-z0-9]+))?"
+    r"(?P<tma>_tma)?(_(?P<precision>[a-z0-9]+))?"
 )
 
 
@@ -37,6 +37,7 @@ class KernelConfig:
     key_tile: int  # rows of a key tile
     num_warps: int
     num_stages: int  # depth of the software pipeline over the inner loop's tiles
+    tma: bool = False  # tiles are read by Hopper's copy engine, which wants rows at multiples of 16 bytes
     precision: str = "ieee"  # of float32 dots: ieee on the FMA units, tf32x3 as three products on the tensor cores
 
     def __post_init__(self) -> None:
@@ -55,7 +56,8 @@ class KernelConfig:
     def name(self) -> str:
         tiles = f"{self.query_tile}x{self.key_tile}"
         precision = "" if self.precision == "ieee" else f"_{self.precision}"
-        return f"{self.target}_{self.kernel}_{tiles}_w{self.num_warps}_s{self.num_stages}{precision}"
+        tma = "_tma" if self.tma else ""
+        return f"{self.target}_{self.kernel}_{tiles}_w{self.num_warps}_s{self.num_stages}{tma}{precision}"
 
     @classmethod
     def from_name(cls, name: str) -> KernelConfig:
@@ -70,6 +72,7 @@ class KernelConfig:
             key_tile=int(match["k"]),
             num_warps=int(match["warps"]),
             num_stages=int(match["stages"]),
+            tma=match["tma"] is not None,
             precision=match["precision"] or "ieee",
         )
 

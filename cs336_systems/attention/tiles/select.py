@@ -23,11 +23,13 @@ def select_config(
     seqlen_k: int,
     dtype: str,
     is_causal: bool = False,
+    tma: bool = False,
 ) -> KernelConfig:
     """The configuration of `kernel` (forward, dkdv or dq); a pure function of its arguments.
 
     `capability` is the GPU's compute capability, None for the interpreter. A GPU without a table gets the portable
-    one, with one warning. Batch, heads, lengths and mask decide where a row has exceptions for them (`tables.Only`).
+    one, with one warning. `tma` says that Hopper's copy engine can read the inputs. It, batch, heads, lengths and mask
+    decide where a row has exceptions for them (`tables.Only`).
     ValueError for an unknown kernel, a head_dim over 256 or a dtype that Triton's dots do not take.
     """
     if kernel not in KERNELS:
@@ -37,7 +39,7 @@ def select_config(
     if dtype not in ("float32", "float16", "bfloat16"):
         raise ValueError(f"dtype must be float32, float16 or bfloat16, got {dtype!r}")
     row = TABLES[target_of(capability)][kernel, BYTES_PER_ELEMENT[dtype], head_tile(head_dim)]
-    return row.choose(batch=batch, heads=heads, seqlen_q=seqlen_q, seqlen_k=seqlen_k, is_causal=is_causal)
+    return row.choose(batch=batch, heads=heads, seqlen_q=seqlen_q, seqlen_k=seqlen_k, is_causal=is_causal, tma=tma)
 
 
 @cache

@@ -24,6 +24,7 @@ from cs336_systems.attention.triton.block_sparse import (
     launch_block_sparse_backward,
     launch_block_sparse_forward,
 )
+from cs336_systems.attention.triton.descriptors import describable
 from cs336_systems.attention.triton.forward import launch_forward
 from cs336_systems.attention.triton.launching import launch_fitting
 from cs336_systems.attention.triton.varlen import launch_varlen_backward, launch_varlen_forward
@@ -38,18 +39,21 @@ def kernel_config(
     *,
     is_causal: bool = False,
     capability: tuple[int, int] | None = None,
+    tma: bool | None = None,
 ) -> KernelConfig:
     """The configuration that `kernel` will use for these inputs: the one named in `config`, or the table's.
 
-    `capability` defaults to that of q's device, and to none (the interpreter) on the CPU.
+    `capability` defaults to that of q's device, and to none (the interpreter) on the CPU; `tma`, whether Hopper's copy
+    engine can read all inputs, to what it can do with q and k.
     """
     batch, heads, seqlen_q, _ = q.shape
-    return _choose(kernel, q, config, capability, batch, heads, seqlen_q, k.shape[2], is_causal)
+    tma = describable(q, k) if tma is None else tma
+    return _choose(kernel, q, config, capability, batch, heads, seqlen_q, k.shape[2], is_causal, tma)
 
 
 def _choose(
     kernel: str, q: Tensor, config: str, capability: tuple[int, int] | None, batch: int, heads: int, seqlen_q: int,
-    seqlen_k: int, is_causal: bool,
+    seqlen_k: int, is_causal: bool, tma: bool = False,
 ) -> KernelConfig:  # fmt: skip
     named = parse_configs(config)
     if kernel in named:
@@ -66,6 +70,7 @@ def _choose(
         seqlen_k=seqlen_k,
         dtype=str(q.dtype).removeprefix("torch."),
         is_causal=is_causal,
+        tma=tma,
     )
 
 
@@ -73,7 +78,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, con
     def launch(forward: KernelConfig) -> tuple[Tensor, Tensor]:
         return launch_forward(q, k, v, is_causal=is_causal, scale=scale, config=forward)
 
-    chosen = kernel_config("forward", q, k, config, is_causal=is_causal)
+    chosen = kernel_config("forward", q, k, config, is_causal=is_causal, tma=describable(q, k, v))
     with _launch_device(q):
         return launch_fitting(launch, (chosen,), q, seqlen_q=q.shape[2], seqlen_k=k.shape[2])
 
@@ -82,15 +87,24 @@ def _backward(
     q: Tensor, k: Tensor, v: Tensor, output: Tensor, lse: Tensor, grad_output: Tensor, grad_lse: Tensor | None,
     is_causal: bool, scale: float, config: str,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    grad_output, tma = _readable(q, k, v, grad_output)
+
     def launch(dkdv: KernelConfig, dq: KernelConfig) -> tuple[Tensor, Tensor, Tensor]:
         return launch_backward(
             q, k, v, output.contiguous(), lse.contiguous(), grad_output, grad_lse,
             is_causal=is_causal, scale=scale, dkdv_config=dkdv, dq_config=dq,
         )  # fmt: skip
 
-    chosen = tuple(kernel_config(kernel, q, k, config, is_causal=is_causal) for kernel in ("dkdv", "dq"))
+    chosen = tuple(kernel_config(kernel, q, k, config, is_causal=is_causal, tma=tma) for kernel in ("dkdv", "dq"))
     with _launch_device(q):
         return launch_fitting(launch, chosen, q, seqlen_q=q.shape[2], seqlen_k=k.shape[2])
+
+
+def _readable(q: Tensor, k: Tensor, v: Tensor, grad_output: Tensor) -> tuple[Tensor, bool]:
+    """The gradient, copied if it alone keeps TMA from reading all four (autograd expands sums), and whether it can."""
+    if q.is_cuda and describable(q, k, v) and not describable(grad_output):
+        grad_output = grad_output.contiguous()
+    return grad_output, describable(q, k, v, grad_output)
 
 
 def _launch_device(q: Tensor) -> AbstractContextManager[Any]:
@@ -114,7 +128,7 @@ def _block_sparse_forward(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> t
     def launch(forward: KernelConfig) -> tuple[Tensor, Tensor]:
         return launch_block_sparse_forward(q, k, v, lists, scale=scale, config=forward)
 
-    chosen = fit_to_blocks(kernel_config("forward", q, k, config), lists.block_size)
+    chosen = fit_to_blocks(kernel_config("forward", q, k, config, tma=describable(q, k, v)), lists.block_size)
     with _launch_device(q):
         return launch_fitting(launch, (chosen,), q, seqlen_q=q.shape[2], seqlen_k=k.shape[2])
 
@@ -125,6 +139,7 @@ def _block_sparse_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     *tensors, _, scale, config = arguments
     lists = TileLists(*tensors)
+    grad_output, tma = _readable(q, k, v, grad_output)
 
     def launch(dkdv: KernelConfig, dq: KernelConfig) -> tuple[Tensor, Tensor, Tensor]:
         return launch_block_sparse_backward(
@@ -132,7 +147,9 @@ def _block_sparse_backward(
             scale=scale, dkdv_config=dkdv, dq_config=dq,
         )  # fmt: skip
 
-    chosen = tuple(fit_to_blocks(kernel_config(kernel, q, k, config), lists.block_size) for kernel in ("dkdv", "dq"))
+    chosen = tuple(
+        fit_to_blocks(kernel_config(kernel, q, k, config, tma=tma), lists.block_size) for kernel in ("dkdv", "dq")
+    )
     with _launch_device(q):
         return launch_fitting(launch, chosen, q, seqlen_q=q.shape[2], seqlen_k=k.shape[2])
 
@@ -209,9 +226,7 @@ class FlashAttentionTriton(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         saved = (*ctx.saved_tensors, grad_output)
-        q, k, v, output, grad_output = (
-            x.unsqueeze(1) if x.ndim == 3 else x for x in (*saved[:4], grad_output)
-        )
+        q, k, v, output, grad_output = (x.unsqueeze(1) if x.ndim == 3 else x for x in (*saved[:4], grad_output))
         lse = saved[4].view(q.shape[:-1])
         backward = torch.ops.cs336_systems.triton_attention_backward
         grads = backward(q, k, v, output, lse, grad_output, None, ctx.is_causal, ctx.scale, "")

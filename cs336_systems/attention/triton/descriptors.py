@@ -1,0 +1,52 @@
+"""Descriptors with which Hopper's copy engine (TMA) reads a tile in one instruction, and who may have them.
+
+A thread then computes no addresses and holds none in registers, and rows or columns past the end arrive as zeros.
+The engine wants rows that are contiguous and start at multiples of 16 bytes; other inputs take the pointer kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from cs336_systems.attention.tiles import KernelConfig, head_tile
+
+ALIGNMENT_BYTES = 16
+QUERY_OPERANDS = ("q", "grad_output")
+
+
+def describable(*tensors: Tensor) -> bool:
+    """Whether TMA can read all of these (batch, heads, rows, head_dim) tensors as they are."""
+    return all(_is_describable(x) for x in tensors)
+
+
+def described(config: KernelConfig, **operands: Tensor) -> Iterator[Tensor | TensorDescriptor]:
+    """`operands` as a kernel under `config` takes them: themselves, or descriptors of tiles where the config says TMA.
+
+    ValueError naming the operand that TMA cannot read.
+    """
+    for name, x in operands.items():
+        if not config.tma:
+            yield x
+            continue
+        if not _is_describable(x):
+            raise ValueError(
+                f"{config.name} reads tiles by TMA, which needs {name} with contiguous rows at multiples of "
+                f"{ALIGNMENT_BYTES} bytes, got strides {tuple(x.stride())} of {x.element_size()} bytes"
+            )
+        rows = config.query_tile if name in QUERY_OPERANDS else config.key_tile
+        yield TensorDescriptor(x, list(x.shape), _strides(x), [1, 1, rows, head_tile(x.shape[-1])])
+
+
+def _is_describable(x: Tensor) -> bool:
+    steps = (stride for stride, size in zip(x.stride()[:-1], x.shape[:-1]) if size > 1)
+    aligned = all(step > 0 and step * x.element_size() % ALIGNMENT_BYTES == 0 for step in steps)
+    return aligned and x.stride(-1) == 1 and x.data_ptr() % ALIGNMENT_BYTES == 0
+
+
+def _strides(x: Tensor) -> list[int]:
+    """x's strides; that of a dimension of one element is any number, and the descriptor wants an aligned one."""
+    aligned = ALIGNMENT_BYTES // x.element_size()
+    return [stride if size > 1 else aligned for stride, size in zip(x.stride()[:-1], x.shape[:-1])] + [1]
