@@ -37,6 +37,7 @@ from cs336_systems.attention.triton.steps import (
     heads_together,
     load_rows,
     online_softmax,
+    padded_rows,
     store_queries,
     store_rows,
     tile_of_program,
@@ -107,8 +108,8 @@ def _is_attended(
 
 @triton.jit
 def _visit_listed_keys(
-    accumulator, m, l, Q, K_head, V_head, batch, kv_head, block_rows, num_listed, indices, patterns, token_bits, N_KEYS, scale_log2,
-    ZERO, stride_ks, stride_kd, stride_vs, stride_vd,
+    accumulator, m, l, Q, K_head, V_head, batch, kv_head, block_rows, num_listed, indices, patterns, token_bits,
+    N_KEYS, scale_log2, ZERO, stride_ks, stride_kd, stride_vs, stride_vd,
     D: tl.constexpr, D_TILE: tl.constexpr, K_TILE_SIZE: tl.constexpr, Q_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr,
     PARTIAL: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
@@ -167,15 +168,18 @@ def block_sparse_forward_kernel(
 
     # 2. full tiles
     accumulator, m, l = _visit_listed_keys(
-        accumulator, m, l, Q, K_head, V_head, batch, kv_head, query_rows % Q_BLOCK, tl.load(full_kv_num_blocks_ptr + list_number),
+        accumulator, m, l, Q, K_head, V_head, batch, kv_head, query_rows % Q_BLOCK,
+        tl.load(full_kv_num_blocks_ptr + list_number),
         full_kv_indices_ptr + list_number * FULL_WIDTH, kv_tokens_ptr, token_bits_ptr, N_KEYS, scale_log2, ZERO,
         stride_ks, stride_kd, stride_vs, stride_vd, D, D_TILE, K_TILE_SIZE, Q_BLOCK, K_BLOCK, False, PRECISION, TMA,
     )  # fmt: skip
     # 3. partial tiles
     accumulator, m, l = _visit_listed_keys(
-        accumulator, m, l, Q, K_head, V_head, batch, kv_head, query_rows % Q_BLOCK, tl.load(kv_num_blocks_ptr + list_number),
+        accumulator, m, l, Q, K_head, V_head, batch, kv_head, query_rows % Q_BLOCK,
+        tl.load(kv_num_blocks_ptr + list_number),
         kv_indices_ptr + list_number * WIDTH, kv_tokens_ptr + list_number * WIDTH, token_bits_ptr, N_KEYS, scale_log2,
-        ZERO, stride_ks, stride_kd, stride_vs, stride_vd, D, D_TILE, K_TILE_SIZE, Q_BLOCK, K_BLOCK, True, PRECISION, TMA,
+        ZERO, stride_ks, stride_kd, stride_vs, stride_vd,
+        D, D_TILE, K_TILE_SIZE, Q_BLOCK, K_BLOCK, True, PRECISION, TMA,
     )  # fmt: skip
 
     # 4. normalise and store
@@ -200,18 +204,17 @@ def _visit_listed_queries(
         first_query = tl.load(indices + step // STEPS) * Q_BLOCK + first_row
         block_rows = first_row + tl.arange(0, Q_TILE_SIZE)
         query_rows = first_query + tl.arange(0, Q_TILE_SIZE)
-        exists = query_rows < N_QUERIES
         Q = load_rows(
             Q_head, batch, head, first_query, N_QUERIES, stride_qs, stride_qd, D, D_TILE, Q_TILE_SIZE, PARTIAL, TMA
         )  # fmt: skip
         dO = load_rows(
             dO_head, batch, head, first_query, N_QUERIES, stride_dos, stride_dod, D, D_TILE, Q_TILE_SIZE, PARTIAL, TMA
         )  # fmt: skip
-        L = tl.load(L_base + query_rows, mask=exists, other=float("inf")) if PARTIAL else tl.load(L_base + query_rows)
-        delta = tl.load(D_base + query_rows, mask=exists, other=0.0) if PARTIAL else tl.load(D_base + query_rows)
+        L_log2 = tl.load(L_base + query_rows)
+        delta = tl.load(D_base + query_rows)
         S_T = tl.dot(K, tl.trans(Q), input_precision=PRECISION)  # (K_TILE_SIZE, Q_TILE_SIZE)
         dP_T = tl.dot(V, tl.trans(dO), input_precision=PRECISION)
-        P_T = tl.math.exp2(S_T * scale_log2 - (L * LOG2_E)[None, :])
+        P_T = tl.math.exp2(S_T * scale_log2 - L_log2[None, :])
         if PARTIAL:
             pattern = tl.load(patterns + step // STEPS)
             attended = _is_attended(token_bits, pattern, block_rows, first_column, Q_BLOCK, K_BLOCK, K_TILE_SIZE, True)
@@ -232,7 +235,7 @@ def block_sparse_dkdv_kernel(
     GROUP: tl.constexpr, D: tl.constexpr, D_TILE: tl.constexpr, Q_TILE_SIZE: tl.constexpr, K_TILE_SIZE: tl.constexpr,
     Q_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """dK, dV (batch, kv_heads, keys, D), L and delta (batch, heads, queries) are contiguous.
+    """dK, dV (batch, kv_heads, keys, D), L and delta (batch, heads, padded queries) are contiguous.
 
     Each query head of the group walks the lists of its own mask.
     """
@@ -257,7 +260,7 @@ def block_sparse_dkdv_kernel(
         )
         Q_head = head_of(Q_ptr, batch, head, stride_qb, stride_qh, TMA)
         dO_head = head_of(dO_ptr, batch, head, stride_dob, stride_doh, TMA)
-        row_base = (batch * N_KV_HEADS * GROUP + head) * N_QUERIES
+        row_base = (batch * N_KV_HEADS * GROUP + head) * padded_rows(N_QUERIES)
         dK, dV = _visit_listed_queries(
             dK, dV, K, V, first_key % K_BLOCK, Q_head, dO_head, L_ptr + row_base, D_ptr + row_base, batch, head,
             tl.load(full_q_num_blocks_ptr + list_number), full_q_indices_ptr + list_number * FULL_WIDTH, q_tokens_ptr,
@@ -278,8 +281,8 @@ def block_sparse_dkdv_kernel(
 
 @triton.jit
 def _visit_listed_keys_for_dq(
-    dQ, Q, dO, L_log2, delta, K_head, V_head, batch, kv_head, block_rows, num_listed, indices, patterns, token_bits, N_KEYS,
-    scale_log2, ZERO, stride_ks, stride_kd, stride_vs, stride_vd,
+    dQ, Q, dO, L_log2, delta, K_head, V_head, batch, kv_head, block_rows, num_listed, indices, patterns, token_bits,
+    N_KEYS,    scale_log2, ZERO, stride_ks, stride_kd, stride_vs, stride_vd,
     D: tl.constexpr, D_TILE: tl.constexpr, K_TILE_SIZE: tl.constexpr, Q_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr,
     PARTIAL: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
@@ -317,7 +320,7 @@ def block_sparse_dq_kernel(
     GROUP: tl.constexpr, D: tl.constexpr, D_TILE: tl.constexpr, Q_TILE_SIZE: tl.constexpr, K_TILE_SIZE: tl.constexpr,
     Q_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """dQ (batch, heads, queries, D), L and delta (batch, heads, queries) are contiguous."""
+    """dQ (batch, heads, queries, D), L and delta (batch, heads, padded queries) are contiguous."""
     query_tile, batch, head = tile_of_program(tl.cdiv(N_QUERIES, Q_TILE_SIZE), N_HEADS, HEADS_TOGETHER, True)
     first_query = query_tile * Q_TILE_SIZE
     list_number = _list_of_tile(
@@ -330,28 +333,32 @@ def block_sparse_dq_kernel(
     query_rows = first_query + tl.arange(0, Q_TILE_SIZE)
     Q_head = head_of(Q_ptr, batch, head, stride_qb, stride_qh, TMA)
     dO_head = head_of(dO_ptr, batch, head, stride_dob, stride_doh, TMA)
-    row_base = (batch * N_HEADS + head) * N_QUERIES
+    row_base = (batch * N_HEADS + head) * padded_rows(N_QUERIES)
+    output_base = (batch * N_HEADS + head) * N_QUERIES * D
     Q = load_rows(
         Q_head, batch, head, first_query, N_QUERIES, stride_qs, stride_qd, D, D_TILE, Q_TILE_SIZE, True, TMA
     )  # (Q_TILE_SIZE, D_TILE)
     dO = load_rows(
         dO_head, batch, head, first_query, N_QUERIES, stride_dos, stride_dod, D, D_TILE, Q_TILE_SIZE, True, TMA
     )  # fmt: skip
-    L_log2 = tl.load(L_ptr + row_base + query_rows, mask=query_rows < N_QUERIES, other=float("inf")) * LOG2_E
+    L_log2 = tl.load(L_ptr + row_base + query_rows, mask=query_rows < N_QUERIES, other=float("inf"))
     delta = tl.load(D_ptr + row_base + query_rows, mask=query_rows < N_QUERIES, other=0.0)
     dQ = tl.zeros([Q_TILE_SIZE, D_TILE], tl.float32)
 
     dQ = _visit_listed_keys_for_dq(
-        dQ, Q, dO, L_log2, delta, K_head, V_head, batch, kv_head, query_rows % Q_BLOCK, tl.load(full_kv_num_blocks_ptr + list_number),
+        dQ, Q, dO, L_log2, delta, K_head, V_head, batch, kv_head, query_rows % Q_BLOCK,
+        tl.load(full_kv_num_blocks_ptr + list_number),
         full_kv_indices_ptr + list_number * FULL_WIDTH, kv_tokens_ptr, token_bits_ptr, N_KEYS, scale_log2, ZERO,
         stride_ks, stride_kd, stride_vs, stride_vd, D, D_TILE, K_TILE_SIZE, Q_BLOCK, K_BLOCK, False, PRECISION, TMA,
     )  # fmt: skip
     dQ = _visit_listed_keys_for_dq(
-        dQ, Q, dO, L_log2, delta, K_head, V_head, batch, kv_head, query_rows % Q_BLOCK, tl.load(kv_num_blocks_ptr + list_number),
+        dQ, Q, dO, L_log2, delta, K_head, V_head, batch, kv_head, query_rows % Q_BLOCK,
+        tl.load(kv_num_blocks_ptr + list_number),
         kv_indices_ptr + list_number * WIDTH, kv_tokens_ptr + list_number * WIDTH, token_bits_ptr, N_KEYS, scale_log2,
-        ZERO, stride_ks, stride_kd, stride_vs, stride_vd, D, D_TILE, K_TILE_SIZE, Q_BLOCK, K_BLOCK, True, PRECISION, TMA,
+        ZERO, stride_ks, stride_kd, stride_vs, stride_vd,
+        D, D_TILE, K_TILE_SIZE, Q_BLOCK, K_BLOCK, True, PRECISION, TMA,
     )  # fmt: skip
-    store_rows(dQ_ptr + row_base * D, dQ * scale, query_rows, N_QUERIES, D, 1, D, D_TILE)
+    store_rows(dQ_ptr + output_base, dQ * scale, query_rows, N_QUERIES, D, 1, D, D_TILE)
 
 
 def launch_block_sparse_forward(
@@ -370,8 +377,8 @@ def launch_block_sparse_forward(
     grid = (triton.cdiv(num_queries, config.query_tile) * batch * heads,)
     block_sparse_forward_kernel[grid](
         *described(config, q=q, k=k, v=v), output, lse, *_row_lists(lists), *q.stride(), *k.stride(), *v.stride(),
-        heads, heads_together(batch * heads, k), num_queries, k.shape[2], *lists.kv_num_blocks.shape[:2], lists.kv_indices.shape[3],
-        lists.full_kv_indices.shape[3], scale * LOG2_E.value, 0.0,
+        heads, heads_together(batch * heads, k), num_queries, k.shape[2], *lists.kv_num_blocks.shape[:2],
+        lists.kv_indices.shape[3],        lists.full_kv_indices.shape[3], scale * LOG2_E.value, 0.0,
         **_constants(q, k, lists), **_launch_options(config),
     )  # fmt: skip
     return output, lse
@@ -395,14 +402,14 @@ def launch_block_sparse_backward(
     batch, heads, num_queries, _ = q.shape
     kv_heads, num_keys = k.shape[1:3]
     grad_q, grad_k, grad_v = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
-    delta = launch_preprocess(output, lse, grad_output, grad_lse)
+    rows = launch_preprocess(output, lse, grad_output, grad_lse)
     strides = (*q.stride(), *k.stride(), *v.stride(), *grad_output.stride())
     mask_shape, scales = lists.kv_num_blocks.shape[:2], (scale, scale * LOG2_E.value)
     constants = _constants(q, k, lists)
 
     grid = (triton.cdiv(num_keys, dkdv_config.key_tile) * batch * kv_heads,)
     block_sparse_dkdv_kernel[grid](
-        *described(dkdv_config, q=q, k=k, v=v, grad_output=grad_output), lse, delta, grad_k, grad_v,
+        *described(dkdv_config, q=q, k=k, v=v, grad_output=grad_output), *rows, grad_k, grad_v,
         *_column_lists(lists), *strides,
         kv_heads, heads_together(batch * kv_heads, q, heads // kv_heads), num_queries, num_keys, *mask_shape,
         lists.q_indices.shape[3], lists.full_q_indices.shape[3],
@@ -410,7 +417,7 @@ def launch_block_sparse_backward(
     )  # fmt: skip
     grid = (triton.cdiv(num_queries, dq_config.query_tile) * batch * heads,)
     block_sparse_dq_kernel[grid](
-        *described(dq_config, q=q, k=k, v=v, grad_output=grad_output), lse, delta, grad_q,
+        *described(dq_config, q=q, k=k, v=v, grad_output=grad_output), *rows, grad_q,
         *_row_lists(lists), *strides,
         heads, heads_together(batch * heads, k), num_queries, num_keys, *mask_shape,
         lists.kv_indices.shape[3], lists.full_kv_indices.shape[3],

@@ -5,8 +5,7 @@ Phases of a program
   2. unmasked loop: key tiles that every query of the tile sees whole, with no mask arithmetic;
   3. masked loop: key tiles that the causal diagonal or the end of the keys cuts;
   4. normalise once, store O and the log-sum-exp L.
-Key tiles above the diagonal are never read. By pointers the loops differ in their loads, which need bounds in the second
-alone; by TMA bounds are free, and one loop with the mask in a branch needs fewer registers than two. Source: FlashAttention-2 (Dao 2023), algorithm 1.
+Key tiles above the diagonal are never read. Source: FlashAttention-2 (Dao 2023), algorithm 1.
 
 Programs are numbered with the longest causal query tiles first, so that the short ones fill the tail of the grid.
 """
@@ -36,27 +35,23 @@ from cs336_systems.attention.triton.steps import (
 
 @triton.jit
 def _visit_keys(
-    accumulator, m, l, Q, K_head, V_head, batch, kv_head, query_rows, first_key, last_key, full_keys, N_KEYS,
+    accumulator, m, l, Q, K_head, V_head, batch, kv_head, query_rows, first_key, last_key, N_KEYS,
     scale_log2, ZERO, stride_ks, stride_kd, stride_vs, stride_vd,
     D: tl.constexpr, D_TILE: tl.constexpr, K_TILE_SIZE: tl.constexpr, IS_CAUSAL: tl.constexpr, MASKED: tl.constexpr,
     PRECISION: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """Fold the key tiles of [first_key, last_key) into the running (accumulator, m, l); m is in base 2.
-
-    Tiles from full_keys on need the mask.
-    """
+    """Fold the key tiles of [first_key, last_key) into the running (accumulator, m, l); m is in base 2."""
     for start in tl.range(first_key, last_key, K_TILE_SIZE):
         key_rows = start + tl.arange(0, K_TILE_SIZE)
         K = load_rows(
             K_head, batch, kv_head, start, N_KEYS, stride_ks, stride_kd, D, D_TILE, K_TILE_SIZE, MASKED, TMA
         )  # fmt: skip
         S = tl.dot(Q, tl.trans(K), input_precision=PRECISION)  # (Q_TILE_SIZE, K_TILE_SIZE), not yet scaled
-        if MASKED:  # noqa: SIM102 - a constexpr, and a branch
-            if start >= full_keys:  # uniform over the program, and around arithmetic only: loads stay pipelined
-                visible = (key_rows < N_KEYS)[None, :]
-                if IS_CAUSAL:
-                    visible = visible & (query_rows[:, None] >= key_rows[None, :])
-                S = tl.where(visible, S, float("-inf"))
+        if MASKED:
+            visible = (key_rows < N_KEYS)[None, :]
+            if IS_CAUSAL:
+                visible = visible & (query_rows[:, None] >= key_rows[None, :])
+            S = tl.where(visible, S, float("-inf"))
         P, rescale, m, l = online_softmax(S, m, l, scale_log2)
         V = load_rows(
             V_head, batch, kv_head, start, N_KEYS, stride_vs, stride_vd, D, D_TILE, K_TILE_SIZE, MASKED, TMA
@@ -92,17 +87,14 @@ def attend_queries(
         end_keys = tl.minimum(N_KEYS, first_query + Q_TILE_SIZE)
 
     # 2. unmasked loop
-    if not TMA:
-        accumulator, m, l = _visit_keys(
-            accumulator, m, l, Q, K_head, V_head, batch, kv_head, query_rows, 0, full_keys, full_keys, N_KEYS,
-            scale_log2, ZERO, stride_ks, stride_kd, stride_vs, stride_vd,
-            D, D_TILE, K_TILE_SIZE, IS_CAUSAL, False, PRECISION, TMA,
-        )  # fmt: skip
-    # 3. masked loop; under TMA all keys are in it
     accumulator, m, l = _visit_keys(
-        accumulator, m, l, Q, K_head, V_head, batch, kv_head, query_rows, 0 if TMA else full_keys, end_keys, full_keys,
-        N_KEYS, scale_log2, ZERO, stride_ks, stride_kd, stride_vs, stride_vd,
-        D, D_TILE, K_TILE_SIZE, IS_CAUSAL, True, PRECISION, TMA,
+        accumulator, m, l, Q, K_head, V_head, batch, kv_head, query_rows, 0, full_keys, N_KEYS, scale_log2, ZERO,
+        stride_ks, stride_kd, stride_vs, stride_vd, D, D_TILE, K_TILE_SIZE, IS_CAUSAL, False, PRECISION, TMA,
+    )  # fmt: skip
+    # 3. masked loop
+    accumulator, m, l = _visit_keys(
+        accumulator, m, l, Q, K_head, V_head, batch, kv_head, query_rows, full_keys, end_keys, N_KEYS, scale_log2, ZERO,
+        stride_ks, stride_kd, stride_vs, stride_vd, D, D_TILE, K_TILE_SIZE, IS_CAUSAL, True, PRECISION, TMA,
     )  # fmt: skip
 
     # 4. normalise and store

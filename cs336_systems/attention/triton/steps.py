@@ -24,6 +24,9 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 # Rows that programs running at one time should share: about half of the L2 cache of an H200 or a B200 (50 to 126 MB).
 L2_SHARE_BYTES = 32 * 2**20
+# The backward's numbers of a query row, L in base 2 and D, are padded to a multiple of so many rows, at least a tile: the
+# rows past the end have L = +inf, hence P = 0, and loads need no bounds.
+ROW_PADDING = tl.constexpr(256)
 # Where running maxima start. Finite, so that a tile whose scores are all -inf gives exp2(-inf - m) = 0 and not
 # exp2(-inf + inf) = NaN; any finite score replaces it.
 LOWEST = tl.constexpr(-3.4028234663852886e38)
@@ -45,6 +48,11 @@ def tile_of_program(num_tiles, N_HEADS, HEADS_TOGETHER, LAST_TILE_FIRST: tl.cons
     if LAST_TILE_FIRST:
         tile = num_tiles - 1 - tile
     return tile, (batch_head // N_HEADS).to(tl.int64), (batch_head % N_HEADS).to(tl.int64)
+
+
+@triton.jit
+def padded_rows(N_QUERIES):
+    return tl.cdiv(N_QUERIES, ROW_PADDING) * ROW_PADDING
 
 
 @triton.jit

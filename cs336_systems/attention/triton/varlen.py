@@ -107,7 +107,7 @@ def varlen_dkdv_kernel(
             kv_head * GROUP, num_queries, num_keys, scale, scale_log2, ZERO,
             stride_qh, stride_qs, stride_qd, stride_ks, stride_kd, stride_vs, stride_vd,
             stride_doh, stride_dos, stride_dod, TOTAL_QUERIES, N_KV_HEADS * D,
-            GROUP, D, D_TILE, Q_TILE_SIZE, K_TILE_SIZE, IS_CAUSAL, PRECISION, False,
+            GROUP, D, D_TILE, Q_TILE_SIZE, K_TILE_SIZE, IS_CAUSAL, False, PRECISION, False,
         )  # fmt: skip
 
 
@@ -184,11 +184,11 @@ def launch_varlen_backward(
     """Contiguous gradients of q, k, v in their dtypes; what `launch_backward` says of its arguments holds here."""
     grad_q, grad_k, grad_v = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
     # A row's D needs no document: one sequence of all rows.
-    delta = launch_preprocess(
+    rows = launch_preprocess(
         output.transpose(0, 1)[None], lse[None], grad_output.transpose(0, 1)[None],
-        None if grad_lse is None else grad_lse[None],
+        None if grad_lse is None else grad_lse[None], padded=False,
     )  # fmt: skip
-    inputs = (q, k, v, grad_output, lse, delta)
+    inputs = (q, k, v, grad_output, *rows)
     strides = (*q.stride(), *k.stride(), *v.stride(), *grad_output.stride())
     documents = len(cu_seqlens_q) - 1
     scalars = (q.shape[0], k.shape[0], scale, scale * LOG2_E.value, 0.0)
