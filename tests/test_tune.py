@@ -51,8 +51,8 @@ COVERS = (
 HAS_CUDA = torch.cuda.is_available()
 NO_CUDA = pytest.mark.skipif(HAS_CUDA, reason="there is a CUDA device here")
 JUDGE = "3.6.0"  # the Triton of the machines that the sm_90 table was measured on
-# What still spills, and how many bytes; a row that is not named spills nothing.
-KNOWN_SPILLS = {("sm90_dkdv_64x128_w8_s2", 128, True): 100}
+# The rows that still spill: configuration, head dim, causal. All others spill nothing, and these come off once they do.
+KNOWN_SPILLS = {("sm90_dkdv_64x128_w8_s2", 128, True)}
 
 
 def named(name: str) -> KernelConfig:
@@ -102,9 +102,12 @@ def test_shipped_rows_of_hopper_compile_and_fit(shipped):
 def test_shipped_rows_of_hopper_do_not_spill(shipped):
     if triton_version() != JUDGE:
         pytest.skip(f"registers are judged with triton {JUDGE}, and this is {triton_version()}")
-    for report in shipped:
-        key = (report.request.config.name, report.request.head_dim, report.request.is_causal)
-        assert report.spill_bytes <= KNOWN_SPILLS.get(key, 0), report
+    spilling = {
+        (report.request.config.name, report.request.head_dim, report.request.is_causal)
+        for report in shipped
+        if report.spill_bytes > 0
+    }
+    assert spilling == KNOWN_SPILLS
 
 
 def test_the_compiler_is_asked_for_what_is_launched(reports):
