@@ -282,7 +282,7 @@ def block_sparse_dkdv_kernel(
 @triton.jit
 def _visit_listed_keys_for_dq(
     dQ, Q, dO, L_log2, delta, K_head, V_head, batch, kv_head, block_rows, num_listed, indices, patterns, token_bits,
-    N_KEYS,    scale_log2, ZERO, stride_ks, stride_kd, stride_vs, stride_vd,
+    N_KEYS, scale_log2, ZERO, stride_ks, stride_kd, stride_vs, stride_vd,
     D: tl.constexpr, D_TILE: tl.constexpr, K_TILE_SIZE: tl.constexpr, Q_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr,
     PARTIAL: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
@@ -378,7 +378,7 @@ def launch_block_sparse_forward(
     block_sparse_forward_kernel[grid](
         *described(config, q=q, k=k, v=v), output, lse, *_row_lists(lists), *q.stride(), *k.stride(), *v.stride(),
         heads, heads_together(batch * heads, k), num_queries, k.shape[2], *lists.kv_num_blocks.shape[:2],
-        lists.kv_indices.shape[3],        lists.full_kv_indices.shape[3], scale * LOG2_E.value, 0.0,
+        lists.kv_indices.shape[3], lists.full_kv_indices.shape[3], scale * LOG2_E.value, 0.0,
         **_constants(q, k, lists), **_launch_options(config),
     )  # fmt: skip
     return output, lse

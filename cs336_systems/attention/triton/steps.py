@@ -24,8 +24,8 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 # Rows that programs running at one time should share: about half of the L2 cache of an H200 or a B200 (50 to 126 MB).
 L2_SHARE_BYTES = 32 * 2**20
-# The backward's numbers of a query row, L in base 2 and D, are padded to a multiple of so many rows, at least a tile: the
-# rows past the end have L = +inf, hence P = 0, and loads need no bounds.
+# The backward's numbers of a query row, L in base 2 and D, are padded to a multiple of so many rows, at least a tile.
+# Rows past the end have L = +inf, hence P = 0, and the loads need no bounds, which Triton would not pipeline.
 ROW_PADDING = tl.constexpr(256)
 # Where running maxima start. Finite, so that a tile whose scores are all -inf gives exp2(-inf - m) = 0 and not
 # exp2(-inf + inf) = NaN; any finite score replaces it.
@@ -36,8 +36,8 @@ LOWEST = tl.constexpr(-3.4028234663852886e38)
 def tile_of_program(num_tiles, N_HEADS, HEADS_TOGETHER, LAST_TILE_FIRST: tl.constexpr):
     """(tile, batch, head) of this program.
 
-    HEADS_TOGETHER heads at a time, whose rows the L2 cache holds; among them one tile index after the other, so that the
-    longest causal tiles start first and the short ones fill the tail.
+    HEADS_TOGETHER heads at a time, whose rows the L2 cache holds; among them one tile index after the other, so that
+    the longest causal tiles start first and the short ones fill the tail.
     """
     num_batch_heads = tl.num_programs(0) // num_tiles
     first_head = tl.program_id(0) // (HEADS_TOGETHER * num_tiles) * HEADS_TOGETHER
@@ -157,10 +157,10 @@ def fold_queries(dK, dV, P_T, dP_T, Q, dO, delta, ZERO, PRECISION: tl.constexpr)
 
 
 def heads_together(batch_heads: int, streamed: Tensor, group: int = 1) -> int:
-    """How many heads `tile_of_program` takes at a time, all of whose programs read every row of `streamed` and of its like.
+    """How many heads `tile_of_program` takes at a time, all of whose programs read every row of two tensors.
 
-    `streamed` is (..., rows, head_dim), one of the two tensors that a program loops over, `group` of its heads for each of
-    the program's. A power of two, since Triton compiles a kernel anew for 1 and for multiples of 16.
+    `streamed` (..., rows, head_dim) is one of the two; a program reads `group` of its heads. The result is a power
+    of two, since Triton compiles a kernel anew for 1 and for multiples of 16.
     """
     head_bytes = 2 * streamed.shape[-2] * streamed.shape[-1] * streamed.element_size() * group
     fitting = max(1, L2_SHARE_BYTES // head_bytes)
