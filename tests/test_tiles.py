@@ -78,7 +78,7 @@ def test_the_first_exception_that_holds_is_taken():
     )
 
     def chosen(kernel: str, **shape: int | bool) -> str:
-        defaults = {"batch": 1, "heads": 1, "seqlen_q": 1, "seqlen_k": 1, "is_causal": False}
+        defaults = {"batch": 1, "heads": 1, "seqlen_q": 1, "seqlen_k": 1, "is_causal": False, "tma": False}
         return table[kernel, 2, 64].choose(**(defaults | shape)).spelling
 
     assert chosen("forward", seqlen_q=512, seqlen_k=512, is_causal=True, heads=1000) == "64x64_w4_s1"
@@ -105,7 +105,7 @@ def test_a_row_without_an_entry_for_all_shapes_is_refused():
         make_table("sm90", {("dq", 2, 64): (Only("64x64_w4_s2", max_seqlen=1),)})
     with pytest.raises(ValueError, match="sm90_dq must be exceptions followed by one entry for all else"):
         make_table("sm90", {("dq", 2, 64): ("64x64_w4_s2", "128x64_w4_s2")})
-    with pytest.raises(ValueError, match="Only.'64x64_w4_s2'. needs a condition: is_causal, max_seqlen or"):
+    with pytest.raises(ValueError, match="Only.'64x64_w4_s2'. needs a condition: is_causal, tma, max_seqlen or"):
         Only("64x64_w4_s2")
 
 

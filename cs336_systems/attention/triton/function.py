@@ -15,7 +15,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from cs336_systems.attention.operator import VARLEN_ARGUMENTS, attention_operator
+from cs336_systems.attention.operator import VARLEN_ARGUMENTS, AttentionOperator
 from cs336_systems.attention.tiles import KernelConfig, parse_configs, select_config
 from cs336_systems.attention.triton.backward import launch_backward
 from cs336_systems.attention.triton.block_sparse import (
@@ -186,14 +186,14 @@ def _varlen_backward(
         return launch_fitting(launch, chosen, q, seqlen_q=max_seqlen_q, seqlen_k=max_seqlen_k)
 
 
-triton_attention = attention_operator("triton_attention", _forward, _backward)
-block_sparse_attention = attention_operator(
+triton_attention = AttentionOperator("triton_attention", _forward, _backward)
+block_sparse_attention = AttentionOperator(
     "block_sparse_attention",
     _block_sparse_forward,
     _block_sparse_backward,
     extras={name: "Tensor" for name in TileLists._fields},
 )
-varlen_attention = attention_operator(
+varlen_attention = AttentionOperator(
     "varlen_attention", _varlen_forward, _varlen_backward, extras=VARLEN_ARGUMENTS, packed=True
 )
 
@@ -228,6 +228,5 @@ class FlashAttentionTriton(torch.autograd.Function):
         saved = (*ctx.saved_tensors, grad_output)
         q, k, v, output, grad_output = (x.unsqueeze(1) if x.ndim == 3 else x for x in (*saved[:4], grad_output))
         lse = saved[4].view(q.shape[:-1])
-        backward = torch.ops.cs336_systems.triton_attention_backward
-        grads = backward(q, k, v, output, lse, grad_output, None, ctx.is_causal, ctx.scale, "")
+        grads = triton_attention.backward(q, k, v, output, lse, grad_output, None, ctx.is_causal, ctx.scale, "")
         return *(grad.view(x.shape) for grad, x in zip(grads, saved)), None, None
