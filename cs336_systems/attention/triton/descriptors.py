@@ -22,6 +22,11 @@ def describable(*tensors: Tensor) -> bool:
     return all(_is_describable(x) for x in tensors)
 
 
+def rows_are_aligned(x: Tensor) -> bool:
+    """Whether TMA can read a contiguous copy of x."""
+    return x.shape[-1] * x.element_size() % ALIGNMENT_BYTES == 0
+
+
 def described(config: KernelConfig, **operands: Tensor) -> Iterator[Tensor | TensorDescriptor]:
     """`operands` as a kernel under `config` takes them: themselves, or descriptors of tiles where the config says TMA.
 

@@ -6,7 +6,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from typing import Any
 
 import torch
@@ -24,7 +26,7 @@ from cs336_systems.attention.triton.block_sparse import (
     launch_block_sparse_backward,
     launch_block_sparse_forward,
 )
-from cs336_systems.attention.triton.descriptors import describable
+from cs336_systems.attention.triton.descriptors import describable, rows_are_aligned
 from cs336_systems.attention.triton.forward import launch_forward
 from cs336_systems.attention.triton.launching import launch_fitting
 from cs336_systems.attention.triton.varlen import launch_varlen_backward, launch_varlen_forward
@@ -59,7 +61,7 @@ def _choose(
     if kernel in named:
         return named[kernel]
     if capability is None and q.is_cuda:
-        capability = torch.cuda.get_device_capability(q.device)
+        capability = _capability(q.device)
     return select_config(
         kernel,
         capability=capability,
@@ -72,6 +74,11 @@ def _choose(
         is_causal=is_causal,
         tma=tma,
     )
+
+
+@cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, config: str) -> tuple[Tensor, Tensor]:
@@ -87,24 +94,30 @@ def _backward(
     q: Tensor, k: Tensor, v: Tensor, output: Tensor, lse: Tensor, grad_output: Tensor, grad_lse: Tensor | None,
     is_causal: bool, scale: float, config: str,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    grad_output, tma = _readable(q, k, v, grad_output)
+    tma = _can_be_described(q, k, v, grad_output)
+    chosen = tuple(kernel_config(kernel, q, k, config, is_causal=is_causal, tma=tma) for kernel in ("dkdv", "dq"))
+    upstream = _readable(grad_output, chosen)
 
     def launch(dkdv: KernelConfig, dq: KernelConfig) -> tuple[Tensor, Tensor, Tensor]:
         return launch_backward(
-            q, k, v, output.contiguous(), lse.contiguous(), grad_output, grad_lse,
+            q, k, v, output.contiguous(), lse.contiguous(), upstream, grad_lse,
             is_causal=is_causal, scale=scale, dkdv_config=dkdv, dq_config=dq,
         )  # fmt: skip
 
-    chosen = tuple(kernel_config(kernel, q, k, config, is_causal=is_causal, tma=tma) for kernel in ("dkdv", "dq"))
     with _launch_device(q):
         return launch_fitting(launch, chosen, q, seqlen_q=q.shape[2], seqlen_k=k.shape[2])
 
 
-def _readable(q: Tensor, k: Tensor, v: Tensor, grad_output: Tensor) -> tuple[Tensor, bool]:
-    """The gradient, copied if it alone keeps TMA from reading all four (autograd expands sums), and whether it can."""
-    if q.is_cuda and describable(q, k, v) and not describable(grad_output):
-        grad_output = grad_output.contiguous()
-    return grad_output, describable(q, k, v, grad_output)
+def _can_be_described(q: Tensor, k: Tensor, v: Tensor, grad_output: Tensor) -> bool:
+    """Whether TMA can read the inputs of a backward, the gradient as it is or copied."""
+    return describable(q, k, v) and (describable(grad_output) or rows_are_aligned(grad_output))
+
+
+def _readable(grad_output: Tensor, configs: Iterable[KernelConfig]) -> Tensor:
+    """The gradient, copied where TMA shall read it and cannot: autograd expands sums, to strides of 0."""
+    if any(config.tma for config in configs) and not describable(grad_output) and rows_are_aligned(grad_output):
+        return grad_output.clone(memory_format=torch.contiguous_format)
+    return grad_output
 
 
 def _launch_device(q: Tensor) -> AbstractContextManager[Any]:
@@ -139,19 +152,28 @@ def _block_sparse_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     *tensors, _, scale, config = arguments
     lists = TileLists(*tensors)
-    grad_output, tma = _readable(q, k, v, grad_output)
-
-    def launch(dkdv: KernelConfig, dq: KernelConfig) -> tuple[Tensor, Tensor, Tensor]:
-        return launch_block_sparse_backward(
-            q, k, v, output.contiguous(), lse.contiguous(), grad_output, grad_lse, lists,
-            scale=scale, dkdv_config=dkdv, dq_config=dq,
-        )  # fmt: skip
-
+    tma = _can_be_described(q, k, v, grad_output)
     chosen = tuple(
         fit_to_blocks(kernel_config(kernel, q, k, config, tma=tma), lists.block_size) for kernel in ("dkdv", "dq")
     )
+    upstream = _readable(grad_output, chosen)
+
+    def launch(dkdv: KernelConfig, dq: KernelConfig) -> tuple[Tensor, Tensor, Tensor]:
+        return launch_block_sparse_backward(
+            q, k, v, output.contiguous(), lse.contiguous(), upstream, grad_lse, lists,
+            scale=scale, dkdv_config=dkdv, dq_config=dq,
+        )  # fmt: skip
+
     with _launch_device(q):
         return launch_fitting(launch, chosen, q, seqlen_q=q.shape[2], seqlen_k=k.shape[2])
+
+
+def _choose_for_documents(kernel: str, q: Tensor, config: str, *shape: int | bool) -> KernelConfig:
+    """The configuration of a varlen kernel; ValueError if it reads by TMA, which does not stop where a document ends."""
+    chosen = _choose(kernel, q, config, None, *shape)
+    if chosen.tma:
+        raise ValueError(f"config must read packed documents by pointers, got {chosen.name}")
+    return chosen
 
 
 def _varlen_forward(
@@ -164,7 +186,7 @@ def _varlen_forward(
         )
 
     shape = (len(cu_seqlens_q) - 1, q.shape[1], max_seqlen_q, max_seqlen_k)
-    chosen = _choose("forward", q, config, None, *shape, is_causal)
+    chosen = _choose_for_documents("forward", q, config, *shape, is_causal)
     with _launch_device(q):
         return launch_fitting(launch, (chosen,), q, seqlen_q=max_seqlen_q, seqlen_k=max_seqlen_k)
 
@@ -181,7 +203,7 @@ def _varlen_backward(
         )  # fmt: skip
 
     shape = (len(cu_seqlens_q) - 1, q.shape[1], max_seqlen_q, max_seqlen_k)
-    chosen = tuple(_choose(kernel, q, config, None, *shape, is_causal) for kernel in ("dkdv", "dq"))
+    chosen = tuple(_choose_for_documents(kernel, q, config, *shape, is_causal) for kernel in ("dkdv", "dq"))
     with _launch_device(q):
         return launch_fitting(launch, chosen, q, seqlen_q=max_seqlen_q, seqlen_k=max_seqlen_k)
 
