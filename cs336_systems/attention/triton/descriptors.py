@@ -12,8 +12,8 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from cs336_systems.attention.tiles import KernelConfig, head_tile
+from cs336_systems.attention.tiles.config import TMA_ALIGNMENT_BYTES, tma_reads_rows
 
-ALIGNMENT_BYTES = 16
 QUERY_OPERANDS = ("q", "grad_output")
 
 
@@ -24,7 +24,7 @@ def describable(*tensors: Tensor) -> bool:
 
 def rows_are_aligned(x: Tensor) -> bool:
     """Whether TMA can read a contiguous copy of x."""
-    return x.shape[-1] * x.element_size() % ALIGNMENT_BYTES == 0
+    return tma_reads_rows(x.shape[-1], x.element_size())
 
 
 def described(config: KernelConfig, **operands: Tensor) -> Iterator[Tensor | TensorDescriptor]:
@@ -39,7 +39,7 @@ def described(config: KernelConfig, **operands: Tensor) -> Iterator[Tensor | Ten
         if not _is_describable(x):
             raise ValueError(
                 f"{config.name} reads tiles by TMA, which needs {name} with contiguous rows at multiples of "
-                f"{ALIGNMENT_BYTES} bytes, got strides {tuple(x.stride())} of {x.element_size()} bytes"
+                f"{TMA_ALIGNMENT_BYTES} bytes, got strides {tuple(x.stride())} of {x.element_size()} bytes"
             )
         rows = config.query_tile if name in QUERY_OPERANDS else config.key_tile
         yield TensorDescriptor(x, list(x.shape), _strides(x), [1, 1, rows, head_tile(x.shape[-1])])
@@ -47,11 +47,11 @@ def described(config: KernelConfig, **operands: Tensor) -> Iterator[Tensor | Ten
 
 def _is_describable(x: Tensor) -> bool:
     steps = (stride for stride, size in zip(x.stride()[:-1], x.shape[:-1]) if size > 1)
-    aligned = all(step > 0 and step * x.element_size() % ALIGNMENT_BYTES == 0 for step in steps)
-    return aligned and x.stride(-1) == 1 and x.data_ptr() % ALIGNMENT_BYTES == 0
+    aligned = all(step > 0 and step * x.element_size() % TMA_ALIGNMENT_BYTES == 0 for step in steps)
+    return aligned and x.stride(-1) == 1 and x.data_ptr() % TMA_ALIGNMENT_BYTES == 0
 
 
 def _strides(x: Tensor) -> list[int]:
     """x's strides; that of a dimension of one element is any number, and the descriptor wants an aligned one."""
-    aligned = ALIGNMENT_BYTES // x.element_size()
+    aligned = TMA_ALIGNMENT_BYTES // x.element_size()
     return [stride if size > 1 else aligned for stride, size in zip(x.stride()[:-1], x.shape[:-1])] + [1]

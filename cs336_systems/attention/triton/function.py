@@ -168,9 +168,11 @@ def _block_sparse_backward(
         return launch_fitting(launch, chosen, q, seqlen_q=q.shape[2], seqlen_k=k.shape[2])
 
 
-def _choose_for_documents(kernel: str, q: Tensor, config: str, *shape: int | bool) -> KernelConfig:
-    """The configuration of a varlen kernel; ValueError if it reads by TMA, which does not stop where a document ends."""
-    chosen = _choose(kernel, q, config, None, *shape)
+def _choose_for_documents(
+    kernel: str, q: Tensor, config: str, documents: int, heads: int, seqlen_q: int, seqlen_k: int, is_causal: bool
+) -> KernelConfig:
+    """The configuration of a varlen kernel; ValueError for one with TMA, which does not stop where a document ends."""
+    chosen = _choose(kernel, q, config, None, documents, heads, seqlen_q, seqlen_k, is_causal)
     if chosen.tma:
         raise ValueError(f"config must read packed documents by pointers, got {chosen.name}")
     return chosen

@@ -135,7 +135,8 @@ def varlen_dq_kernel(
             Q_ptr + first_query * stride_qs + head * stride_qh, K_ptr + first_key * stride_ks + kv_head * stride_kh,
             V_ptr + first_key * stride_vs + kv_head * stride_vh,
             dO_ptr + first_query * stride_dos + head * stride_doh, L_ptr + row_base, D_ptr + row_base,
-            dQ_ptr + (first_query * N_HEADS + head) * D, 0, 0, 0, query_tile, num_queries, num_keys, scale, scale_log2, ZERO,
+            dQ_ptr + (first_query * N_HEADS + head) * D, 0, 0, 0, query_tile, num_queries, num_keys,
+            scale, scale_log2, ZERO,
             stride_qs, stride_qd, stride_ks, stride_kd, stride_vs, stride_vd, stride_dos, stride_dod, N_HEADS * D,
             D, D_TILE, Q_TILE_SIZE, K_TILE_SIZE, IS_CAUSAL, PRECISION, False,
         )  # fmt: skip
@@ -159,7 +160,8 @@ def launch_varlen_forward(
     grid = ((q.shape[0] // config.query_tile + documents + 1) * q.shape[1],)
     varlen_forward_kernel[grid](
         q, k, v, output, lse, cu_seqlens_q, cu_seqlens_k, *q.stride(), *k.stride(), *v.stride(),
-        documents, q.shape[1], heads_together(q.shape[1], k.transpose(0, 1)), q.shape[0], k.shape[0], scale * LOG2_E.value, 0.0,
+        documents, q.shape[1], heads_together(q.shape[1], k.transpose(0, 1)), q.shape[0], k.shape[0],
+        scale * LOG2_E.value, 0.0,
         **_constants(q, k, is_causal, config),
     )  # fmt: skip
     return output, lse
