@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_legacy_batchedtensor
 from torch.nn import Parameter
 
 from cs336_systems.attention.validation import check_attention_inputs
@@ -118,19 +119,16 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 def _eager_function(name: str, operator: AttentionOperator) -> Any:
     """`operator` as an autograd.Function, which saves what the registered operator saves."""
 
-    class Eager(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
-            output = operator._launch(*inputs)
-            _save(ctx, inputs, output)
-            return output
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
+        output = operator._launch(*inputs)
+        _save(ctx, inputs, output)
+        return output
 
-        @staticmethod
-        def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-            return operator._differentiate(ctx, *grads)
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        return operator._differentiate(ctx, *grads)
 
-    Eager.__name__ = Eager.__qualname__ = name
-    return Eager
+    halves = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+    return type(name, (torch.autograd.Function,), halves)  # profilers show the name
 
 
 def _runs_directly(*arguments: Any) -> bool:
@@ -139,8 +137,12 @@ def _runs_directly(*arguments: Any) -> bool:
         return False
     if torch._C._are_functorch_transforms_active():
         return False
-    tensors = (x for x in arguments if isinstance(x, Tensor))
-    return all(type(x) in (Tensor, Parameter) and not x.is_meta for x in tensors)
+    return all(_is_plain(x) for x in arguments if isinstance(x, Tensor))
+
+
+def _is_plain(x: Tensor) -> bool:
+    # Batched the old way: `torch.autograd.grad(is_grads_batched=True)` maps a backward without a transform.
+    return type(x) in (Tensor, Parameter) and not x.is_meta and not is_legacy_batchedtensor(x)
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, packed: bool) -> None:
