@@ -46,9 +46,14 @@ def described(config: KernelConfig, **operands: Tensor) -> Iterator[Tensor | Ten
 
 
 def _is_describable(x: Tensor) -> bool:
-    steps = (stride for stride, size in zip(x.stride()[:-1], x.shape[:-1]) if size > 1)
-    aligned = all(step > 0 and step * x.element_size() % TMA_ALIGNMENT_BYTES == 0 for step in steps)
-    return aligned and x.stride(-1) == 1 and x.data_ptr() % TMA_ALIGNMENT_BYTES == 0
+    *strides, last = x.stride()
+    if last != 1 or x.data_ptr() % TMA_ALIGNMENT_BYTES:
+        return False
+    width = x.element_size()
+    for size, stride in zip(x.shape, strides):
+        if size > 1 and (stride <= 0 or stride * width % TMA_ALIGNMENT_BYTES):
+            return False
+    return True
 
 
 def _strides(x: Tensor) -> list[int]:
