@@ -151,6 +151,11 @@ def _available_once(device_kind: str, interpreter: bool) -> dict[str, str]:
 
 @torch.compiler.assume_constant_result
 def _compute_capability(device_index: int) -> tuple[int, int]:
+    return _compute_capability_once(device_index)
+
+
+@cache
+def _compute_capability_once(device_index: int) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device_index)
 
 

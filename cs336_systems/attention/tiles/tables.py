@@ -1,14 +1,15 @@
 """The tile tables, one per architecture. People edit them; nothing writes them and nothing tunes at run time.
 
 A row is keyed by (kernel, bytes per element, head tile) and reads `<query tile>x<key tile>_w<warps>_s<stages>`, with
-`_tf32x3` behind it where float32 dots run as three on the tensor cores. A row may begin with exceptions, the first that
+`_tma` behind it where Hopper's copy engine reads the tiles, which not every input allows (`triton/descriptors.py`), and
+`_tf32x3` where float32 dots run as three on the tensor cores. A row may begin with exceptions, the first that
 holds being taken, and ends with what holds elsewhere:
 
     ("forward", 2, 64): (Only("64x64_w4_s3", max_programs=131), "128x64_w8_s3"),
 
 What bounds a row:
   - 16-bit tiles on sm_90 stay at 64 rows or more: triton 3.6 can miscompile kernels with two dots at 16 or 32.
-  - float32 dots are IEEE, on the FMA units, with operands unrolled into registers: larger tiles spill by the kilobyte.
+  - IEEE float32 dots run on the FMA units, with operands unrolled into registers: larger tiles spill by the kilobyte.
   - a streaming multiprocessor has 227 KiB of shared memory on sm_90 and sm_100, 163 KiB on sm_80, 99 on sm_86 and 89.
 """
 
@@ -95,9 +96,10 @@ def _config(prefix: str, tiles: str) -> KernelConfig:
     return KernelConfig.from_name(f"{prefix}_{tiles}")
 
 
-# sm_90. In 16 bit one warp group of 64 rows a program wins: two or three of them share a streaming multiprocessor, and
-# one's softmax overlaps another's matmuls. Inputs that TMA cannot read take the best rows without it. In float32 three
-# TF32 products on the tensor cores meet the contract, at about four times the speed of the FMA units.
+# sm_90. In 16 bit programs of one warp group, 4 warps, win everywhere but in dq: several of them share a streaming
+# multiprocessor, and one's softmax overlaps another's matmuls. Inputs that TMA cannot read take the best rows without
+# it. In float32 three TF32 products on the tensor cores meet the contract, faster than the FMA units; at head tile 256
+# their operands find no registers.
 _SM90: dict[Key, Spelled] = {
     ("forward", 2, 64): (Only("64x128_w4_s2_tma", tma=True), "64x64_w4_s3"),
     ("forward", 2, 128): (Only("128x64_w4_s2_tma", tma=True), "128x64_w8_s3"),
