@@ -98,8 +98,7 @@ def _config(prefix: str, tiles: str) -> KernelConfig:
 
 # sm_90. In 16 bit programs of one warp group, 4 warps, win everywhere but in dq: several of them share a streaming
 # multiprocessor, and one's softmax overlaps another's matmuls. Inputs that TMA cannot read take the best rows without
-# it. In float32 three TF32 products on the tensor cores meet the contract, faster than the FMA units; at head tile 256
-# their operands find no registers.
+# it. In float32 three TF32 products on the tensor cores meet the contract, faster than the FMA units.
 _SM90: dict[Key, Spelled] = {
     ("forward", 2, 64): (Only("64x128_w4_s2_tma", tma=True), "64x64_w4_s3"),
     ("forward", 2, 128): (Only("128x64_w4_s2_tma", tma=True), "128x64_w8_s3"),
