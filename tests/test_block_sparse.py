@@ -332,15 +332,16 @@ def test_compile_fullgraph(backend, device):
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_operator_check(device):
-    from cs336_systems.attention.api import tiled_masked_attention
-    from cs336_systems.attention.triton.function import TileLists, block_sparse_attention
+    from cs336_systems.attention.triton.function import TileLists
 
     mask = BlockMask.causal(20, 30, block_size=BLOCK, device=device)
     q, k, v, _ = (x.requires_grad_() for x in inputs(1, 2, 2, 20, 30, 16, torch.float32, device))
     lists = [getattr(mask, name) for name in TileLists._fields]
     checks = ("test_schema", "test_faketensor")
-    torch.library.opcheck(block_sparse_attention, (q, k, v, *lists, False, 0.25, ""), test_utils=checks)
-    torch.library.opcheck(tiled_masked_attention, (q, k, v, mask.to_dense(), False, 0.25, ""), test_utils=checks)
+    operators = torch.ops.cs336_systems
+    sparse, masked = operators.block_sparse_attention.default, operators.tiled_masked_attention.default
+    torch.library.opcheck(sparse, (q, k, v, *lists, False, 0.25, ""), test_utils=checks)
+    torch.library.opcheck(masked, (q, k, v, mask.to_dense(), False, 0.25, ""), test_utils=checks)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

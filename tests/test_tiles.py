@@ -74,11 +74,12 @@ def test_the_first_exception_that_holds_is_taken():
                 "128x64_w8_s3",
             ),
             ("dkdv", 2, 64): (Only("64x64_w4_s2", is_causal=False), "64x128_w8_s2"),
+            ("dq", 2, 64): (Only("64x64_w4_s2_tma", tma=True), Only("64x64_w4_s3", tma=False), "64x64_w4_s4"),
         },
     )
 
     def chosen(kernel: str, **shape: int | bool) -> str:
-        defaults = {"batch": 1, "heads": 1, "seqlen_q": 1, "seqlen_k": 1, "is_causal": False}
+        defaults = {"batch": 1, "heads": 1, "seqlen_q": 1, "seqlen_k": 1, "is_causal": False, "tma": False}
         return table[kernel, 2, 64].choose(**(defaults | shape)).spelling
 
     assert chosen("forward", seqlen_q=512, seqlen_k=512, is_causal=True, heads=1000) == "64x64_w4_s1"
@@ -90,6 +91,7 @@ def test_the_first_exception_that_holds_is_taken():
     assert chosen("forward", seqlen_q=131 * 128 + 1) == "128x64_w8_s3"
     assert chosen("forward", seqlen_q=128, heads=11, batch=12) == "128x64_w8_s3"
     assert chosen("dkdv") == "64x64_w4_s2" and chosen("dkdv", is_causal=True) == "64x128_w8_s2"
+    assert chosen("dq", tma=True) == "64x64_w4_s2_tma" and chosen("dq") == "64x64_w4_s3"
     assert [config.spelling for config in table["dkdv", 2, 64].configs] == ["64x64_w4_s2", "64x128_w8_s2"]
 
 
@@ -105,7 +107,7 @@ def test_a_row_without_an_entry_for_all_shapes_is_refused():
         make_table("sm90", {("dq", 2, 64): (Only("64x64_w4_s2", max_seqlen=1),)})
     with pytest.raises(ValueError, match="sm90_dq must be exceptions followed by one entry for all else"):
         make_table("sm90", {("dq", 2, 64): ("64x64_w4_s2", "128x64_w4_s2")})
-    with pytest.raises(ValueError, match="Only.'64x64_w4_s2'. needs a condition: is_causal, max_seqlen or"):
+    with pytest.raises(ValueError, match="Only.'64x64_w4_s2'. needs a condition: is_causal, tma, max_seqlen or"):
         Only("64x64_w4_s2")
 
 
@@ -134,8 +136,35 @@ def test_the_grid_holds_the_table_and_only_what_fits(arch):
 def test_the_grid_of_hopper_at_head_dim_64():
     names = {config.spelling for config in tuning_grid("forward", arch="sm90", head_dim=64, dtype="bfloat16")}
     assert {"64x64_w4_s2", "128x64_w8_s4", "128x128_w8_s2"} <= names
+    assert {"64x128_w4_s2_tma", "64x64_w4_s3_tma", "128x128_w8_s2_tma"} <= names
     assert "128x64_w8_s1" not in names  # without a pipeline, where there is room for one
     assert "256x128_w4_s2" not in names  # 384 accumulators a thread
+
+
+def test_the_grid_reads_by_tma_where_there_is_an_engine_and_it_can():
+    def engines(arch: str, head_dim: int, dtype: str) -> set[bool]:
+        return {config.tma for config in tuning_grid("dq", arch=arch, head_dim=head_dim, dtype=dtype)}
+
+    assert engines("sm90", 128, "float16") == engines("sm100", 64, "bfloat16") == {False, True}
+    assert engines("sm90", 59, "float16") == {False}  # rows of 118 bytes
+    assert (
+        engines("sm90", 64, "float32")
+        == engines("sm80", 64, "float16")
+        == engines("portable", 64, "float16")
+        == {False}
+    )
+    floats = {config.spelling for config in tuning_grid("dq", arch="sm90", head_dim=64, dtype="float32")}
+    assert {"32x64_w4_s1_tf32x3", "64x64_w4_s2_tf32x3", "32x32_w4_s1"} <= floats
+
+
+def test_the_row_depends_on_what_tma_can_read():
+    shape = {"capability": (9, 0), "head_dim": 64, "dtype": "bfloat16", **SHAPE}
+    for kernel in KERNELS:
+        with_engine, without = (select_config(kernel, tma=tma, **shape) for tma in (True, False))
+        assert with_engine.tma and not without.tma
+        assert select_config(kernel, **shape) == without
+        for unaware in ({"dtype": "float32"}, {"capability": (8, 0)}, {"capability": None}):
+            assert not select_config(kernel, tma=True, **(shape | unaware)).tma
 
 
 @pytest.mark.parametrize(
@@ -158,7 +187,8 @@ def test_every_configuration_has_smaller_ones_down_to_the_smallest(arch):
         for config in tuning_grid(kernel, arch=arch, head_dim=128, dtype=dtype):
             sizes = [config.shared_memory_bytes(128, width)]
             while (smaller := smaller_config(config, width)) is not None:
-                assert (smaller.kernel, smaller.target, smaller.precision) == (kernel, arch, config.precision)
+                assert (smaller.kernel, smaller.target) == (kernel, arch)
+                assert (smaller.precision, smaller.tma) == (config.precision, config.tma)
                 sizes.append(smaller.shared_memory_bytes(128, width))
                 config = smaller
             assert sizes == sorted(set(sizes), reverse=True)  # every step is smaller
@@ -211,10 +241,14 @@ def test_names_spell_the_configuration():
     precise = KernelConfig.from_name("sm90_forward_64x32_w8_s1_tf32x3")
     assert precise.precision == "tf32x3" and precise.name == "sm90_forward_64x32_w8_s1_tf32x3"
     assert precise.spelling == "64x32_w8_s1_tf32x3"
+    by_tma = KernelConfig.from_name("sm90_forward_64x32_w4_s1_tma_tf32x3")
+    assert by_tma.tma and by_tma.precision == "tf32x3" and by_tma.spelling == "64x32_w4_s1_tma_tf32x3"
+    assert not forward.tma and KernelConfig.from_name("sm90_dq_128x64_w8_s3_tma").tma
     assert parse_configs(AttentionConfig(forward=forward, dq=dq).names) == {"forward": forward, "dq": dq}
     assert parse_configs("") == {}
     for name in ("sm90", "sm90_forward_128x64", "sm90_forward_0x64_w8_s3", "sm90_forward_96x64_w8_s3",
-                 "sm90_forward_64x64_w8_s3_", "sm90_forward_64x64_w8_s3_tf32"):  # fmt: skip
+                 "sm90_forward_64x64_w8_s3_", "sm90_forward_64x64_w8_s3_tf32",
+                 "sm90_forward_64x64_w8_s3_tf32x3_tma"):  # fmt: skip
         with pytest.raises(ValueError, match="config must be|query_tile must be|precision must be one of ieee, tf32x3"):
             KernelConfig.from_name(name)
     with pytest.raises(ValueError, match="AttentionConfig.forward must be a forward configuration, got sm90_dq"):

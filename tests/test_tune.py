@@ -51,8 +51,14 @@ COVERS = (
 HAS_CUDA = torch.cuda.is_available()
 NO_CUDA = pytest.mark.skipif(HAS_CUDA, reason="there is a CUDA device here")
 JUDGE = "3.6.0"  # the Triton of the machines that the sm_90 table was measured on
-# What still spills, and how many bytes; a row that is not named spills nothing.
-KNOWN_SPILLS = {("sm90_dkdv_64x128_w8_s2", 128, True): 100}
+# The rows that still spill: configuration, head dim, causal. All others spill nothing, and these come off once they do.
+KNOWN_SPILLS = {
+    ("sm90_forward_128x64_w4_s2_tma", 128, True),
+    ("sm90_forward_128x64_w4_s2_tma", 128, False),
+    ("sm90_dkdv_64x64_w4_s2_tma", 128, False),
+    ("sm90_dkdv_64x128_w8_s2", 128, True),
+    ("sm90_dkdv_64x128_w8_s2", 128, False),
+}
 
 
 def named(name: str) -> KernelConfig:
@@ -96,15 +102,26 @@ def test_shipped_rows_of_hopper_compile_and_fit(shipped):
         assert not report.failure, report
         assert 0 < report.shared_bytes <= SHARED_MEMORY_LIMIT_BYTES["sm90"], report
         assert 32 < report.registers <= 255, report
-        assert report.serialized == 0, report
 
 
-def test_shipped_rows_of_hopper_do_not_spill(shipped):
+def test_the_estimate_of_shared_memory_is_near_the_compiler_s(shipped):
+    for report in shipped:
+        request = report.request
+        estimate = request.config.shared_memory_bytes(request.head_dim, 2)
+        assert report.shared_bytes - 64 <= estimate <= 1.25 * report.shared_bytes, report
+
+
+def test_shipped_rows_of_hopper_neither_spill_nor_wait(shipped):
     if triton_version() != JUDGE:
         pytest.skip(f"registers are judged with triton {JUDGE}, and this is {triton_version()}")
     for report in shipped:
-        key = (report.request.config.name, report.request.head_dim, report.request.is_causal)
-        assert report.spill_bytes <= KNOWN_SPILLS.get(key, 0), report
+        assert report.serialized == 0, report
+    spilling = {
+        (report.request.config.name, report.request.head_dim, report.request.is_causal)
+        for report in shipped
+        if report.spill_bytes > 0
+    }
+    assert spilling == KNOWN_SPILLS
 
 
 def test_the_compiler_is_asked_for_what_is_launched(reports):
@@ -431,6 +448,16 @@ def test_the_proposed_row_is_the_best_in_the_mean_of_those_that_ran_everywhere()
         f"    {forward.line}",
     ]  # fmt: skip
     assert tune_command.winners_table(shipped).row_count == 3
+
+
+def test_a_proposal_that_reads_by_tma_says_what_other_inputs_take():
+    a, b, c = (f"sm90_forward_{rest}" for rest in ("64x128_w4_s2_tma", "64x64_w4_s2", "64x64_w4_s3"))
+    times = medians([record(SHORT, a, [1.0]), record(SHORT, b, [1.5]), record(SHORT, c, [1.2])], [SHORT], seed=0)
+    (row,) = proposals(times)
+    assert '("forward", 2, 64): (Only("64x128_w4_s2_tma", tma=True), "64x64_w4_s3"),  # at most 1.00 x' in row.line
+    assert winners(times, (9, 0))[0].shipped.tma  # what the table has for inputs that TMA can read
+    (alone,) = proposals(medians([record(SHORT, a, [1.0])], [SHORT], seed=0))
+    assert '(Only("64x128_w4_s2_tma", tma=True), ...),' in alone.line
 
 
 def test_no_proposal_without_a_configuration_that_ran_everywhere():

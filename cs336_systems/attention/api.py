@@ -19,7 +19,7 @@ from torch import Tensor
 
 from cs336_systems.attention.compiled import compiled_reference
 from cs336_systems.attention.masks import BlockMask
-from cs336_systems.attention.operator import attention_operator
+from cs336_systems.attention.operator import AttentionOperator
 from cs336_systems.attention.reference import attention_reference
 from cs336_systems.attention.tiled import tiled_backward, tiled_forward
 from cs336_systems.attention.tiles import AttentionConfig
@@ -151,6 +151,11 @@ def _available_once(device_kind: str, interpreter: bool) -> dict[str, str]:
 
 @torch.compiler.assume_constant_result
 def _compute_capability(device_index: int) -> tuple[int, int]:
+    return _compute_capability_once(device_index)
+
+
+@cache
+def _compute_capability_once(device_index: int) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device_index)
 
 
@@ -186,7 +191,7 @@ def _tiled_masked_backward(
         return tiled_backward(q, k, v, output, lse, grad_output, grad_lse, False, scale, mask=mask)
 
 
-tiled_attention = attention_operator("tiled_attention", _tiled_forward, _tiled_backward)
-tiled_masked_attention = attention_operator(
+tiled_attention = AttentionOperator("tiled_attention", _tiled_forward, _tiled_backward)
+tiled_masked_attention = AttentionOperator(
     "tiled_masked_attention", _tiled_masked_forward, _tiled_masked_backward, extras={"mask": "Tensor"}
 )

@@ -163,7 +163,7 @@ def compile_here(request: CompileRequest) -> CompileReport:
         _launch(request)
         (kernel,) = _Launches.compiled
         return _read_report(request, kernel)
-    except (TritonError, RuntimeError, subprocess.CalledProcessError) as error:
+    except (TritonError, RuntimeError, ValueError, subprocess.CalledProcessError) as error:
         lines = str(error).strip().splitlines() or [""]
         return CompileReport(request=request, failure=f"{type(error).__name__}: {lines[0][:200]}")
 

@@ -1,7 +1,9 @@
 """How a forward and a backward launcher become one differentiable operator that torch.compile leaves whole.
 
 `torch.library.custom_op` hides the launches (and the choice of tiles) from the compiler, `register_fake` tells it the
-shapes, `register_autograd` ties the two halves together. Double backward is refused by PyTorch with a message that
+shapes, `register_autograd` ties the two halves together. That machinery costs the host several times the launches
+themselves, so that short sequences would wait for Python: on plain tensors, with nobody watching, an
+autograd.Function around the same launches takes its place. Double backward is refused by PyTorch with a message that
 names the operator, since the backward half has no gradient of its own.
 """
 
@@ -12,6 +14,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_legacy_batchedtensor
+from torch.nn import Parameter
 
 from cs336_systems.attention.validation import check_attention_inputs
 
@@ -25,66 +29,120 @@ VARLEN_ARGUMENTS = {
 }  # fmt: skip
 
 
-def attention_operator(
-    name: str,
-    forward: AttentionForward,
-    backward: AttentionBackward,
-    *,
-    extras: Mapping[str, str] | None = None,
-    packed: bool = False,
-) -> Any:
-    """Register `cs336_systems::<name>` and return it: (q, k, v, *extras, is_causal, scale, config) -> (output, lse).
+class AttentionOperator:
+    """A forward and a backward launcher as one operator: (q, k, v, *extras, is_causal, scale, config) -> (output, lse).
 
     q (batch, heads, queries, head_dim), k and v (batch, kv_heads, keys, head_dim), any strides. `output` is contiguous
     in q's dtype; `lse` (batch, heads, queries) is float32, or float64 for float64 inputs, and differentiable.
     `packed`: q (total_queries, heads, head_dim), k and v (total_keys, kv_heads, head_dim), lse (heads, total_queries).
     `extras` are further arguments without a gradient, as {name: type in PyTorch's schema language}.
     `forward` and `backward` see non-empty inputs only: without keys or queries the results are zeros and -inf.
+    Registered as `cs336_systems::<name>` and `cs336_systems::<name>_backward`.
     """
-    extra = "".join(f", {kind} {argument}" for argument, kind in (extras or {}).items())
-    options = f"{extra}, bool is_causal, float scale, str config"
-    inputs = "Tensor q, Tensor k, Tensor v"
-    saved = "Tensor output, Tensor lse, Tensor grad_output, Tensor? grad_lse"
 
-    def operator(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
-        _check(q, k, v, packed)
+    def __init__(
+        self,
+        name: str,
+        forward: AttentionForward,
+        backward: AttentionBackward,
+        *,
+        extras: Mapping[str, str] | None = None,
+        packed: bool = False,
+    ) -> None:
+        self._forward, self._backward, self._packed = forward, backward, packed
+        extra = "".join(f", {kind} {argument}" for argument, kind in (extras or {}).items())
+        options = f"{extra}, bool is_causal, float scale, str config"
+        inputs = "Tensor q, Tensor k, Tensor v"
+        saved = "Tensor output, Tensor lse, Tensor grad_output, Tensor? grad_lse"
+        self._registered: Any = torch.library.custom_op(
+            f"cs336_systems::{name}", self._launch, mutates_args=(), schema=f"({inputs}{options}) -> (Tensor, Tensor)"
+        )
+        self._registered.register_fake(lambda q, *_: _results(q, packed))
+        self._registered_backward: Any = torch.library.custom_op(
+            f"cs336_systems::{name}_backward", self._launch_backward, mutates_args=(),
+            schema=f"({inputs}, {saved}{options}) -> (Tensor, Tensor, Tensor)",
+        )  # fmt: skip
+        self._registered_backward.register_fake(lambda q, k, v, *_: tuple(x.new_empty(x.shape) for x in (q, k, v)))
+        self._registered.register_autograd(self._differentiate, setup_context=_save)
+        self._eager = _eager_function(name, self)
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+        if not _runs_directly(q, k, v, *arguments):
+            return self._registered(q, k, v, *arguments)
+        if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+            return self._eager.apply(q, k, v, *arguments)
+        return self._launch(q, k, v, *arguments)
+
+    def backward(
+        self, q: Tensor, k: Tensor, v: Tensor, output: Tensor, lse: Tensor, grad_output: Tensor,
+        grad_lse: Tensor | None, *arguments: Any,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        """Gradients of q, k and v."""
+        inputs = (q, k, v, output, lse, grad_output, grad_lse, *arguments)
+        # With gradients enabled (`create_graph`) the operator leaves a node that refuses the second differentiation.
+        if torch.is_grad_enabled() or not _runs_directly(*inputs):
+            return self._registered_backward(*inputs)
+        return self._launch_backward(*inputs)
+
+    def _launch(self, q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+        _check(q, k, v, self._packed)
         if q.numel() == 0 or k.numel() == 0:
-            output, lse = _results(q, packed)
+            output, lse = _results(q, self._packed)
             return output.zero_(), lse.fill_(-torch.inf)
-        return forward(q, k, v, *arguments)
+        return self._forward(q, k, v, *arguments)
 
-    def operator_backward(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    def _launch_backward(self, q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
         if q.numel() == 0 or k.numel() == 0:
             return q.new_zeros(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)
-        return backward(q, k, v, *arguments)
+        return self._backward(q, k, v, *arguments)
 
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        q, k, v, *arguments = inputs
-        ctx.is_tensor = [isinstance(argument, Tensor) for argument in arguments]
-        ctx.plain = [argument for argument in arguments if not isinstance(argument, Tensor)]
-        ctx.save_for_backward(q, k, v, *output, *(x for x in arguments if isinstance(x, Tensor)))
-        ctx.set_materialize_grads(False)
-
-    def differentiate(ctx: Any, grad_output: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
+    def _differentiate(
+        self, ctx: Any, grad_output: Tensor | None, grad_lse: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
         q, k, v, output, lse, *tensors = ctx.saved_tensors
         if grad_output is None:
             grad_output = torch.zeros_like(output)
         tensor, plain = iter(tensors), iter(ctx.plain)
         arguments = [next(tensor) if is_tensor else next(plain) for is_tensor in ctx.is_tensor]
-        grads = registered_backward(q, k, v, output, lse, grad_output, grad_lse, *arguments)
+        grads = self.backward(q, k, v, output, lse, grad_output, grad_lse, *arguments)
         return *grads, *(None for _ in arguments)
 
-    registered: Any = torch.library.custom_op(
-        f"cs336_systems::{name}", operator, mutates_args=(), schema=f"({inputs}{options}) -> (Tensor, Tensor)"
-    )
-    registered.register_fake(lambda q, *_: _results(q, packed))
-    registered_backward: Any = torch.library.custom_op(
-        f"cs336_systems::{name}_backward", operator_backward, mutates_args=(),
-        schema=f"({inputs}, {saved}{options}) -> (Tensor, Tensor, Tensor)",
-    )  # fmt: skip
-    registered_backward.register_fake(lambda q, k, v, *_: tuple(x.new_empty(x.shape) for x in (q, k, v)))
-    registered.register_autograd(differentiate, setup_context=setup_context)
-    return registered
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, *arguments = inputs
+    ctx.is_tensor = [isinstance(argument, Tensor) for argument in arguments]
+    ctx.plain = [argument for argument in arguments if not isinstance(argument, Tensor)]
+    ctx.save_for_backward(q, k, v, *output, *(x for x in arguments if isinstance(x, Tensor)))
+    ctx.set_materialize_grads(False)
+
+
+def _eager_function(name: str, operator: AttentionOperator) -> Any:
+    """`operator` as an autograd.Function, which saves what the registered operator saves."""
+
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
+        output = operator._launch(*inputs)
+        _save(ctx, inputs, output)
+        return output
+
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        return operator._differentiate(ctx, *grads)
+
+    halves = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+    return type(name, (torch.autograd.Function,), halves)  # profilers show the name
+
+
+def _runs_directly(*arguments: Any) -> bool:
+    """Whether these are plain tensors and nobody watches: no compiler, dispatch mode or transform of torch.func."""
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
+        return False
+    if torch._C._are_functorch_transforms_active():
+        return False
+    return all(_is_plain(x) for x in arguments if isinstance(x, Tensor))
+
+
+def _is_plain(x: Tensor) -> bool:
+    # Batched the old way: `torch.autograd.grad(is_grads_batched=True)` maps a backward without a transform.
+    return type(x) in (Tensor, Parameter) and not x.is_meta and not is_legacy_batchedtensor(x)
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, packed: bool) -> None:

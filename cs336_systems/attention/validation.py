@@ -144,7 +144,7 @@ def resolve_scale(scale: float | None, head_dim: int) -> float:
 
 def refuse_forward_mode(*tensors: Tensor) -> None:
     """Raise NotImplementedError if a tensor carries a forward-mode tangent, which a custom backward would drop."""
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or forward_ad._current_level < 0:  # tangents live within a level
         return
     plain = [x for x in tensors if not torch._C._functorch.is_batchedtensor(x)]  # vmap cannot unpack, and has none
     if any(forward_ad.unpack_dual(x, level=0).tangent is not None for x in plain):

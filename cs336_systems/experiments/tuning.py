@@ -18,6 +18,7 @@ from torch import Tensor
 
 from cs336_systems.attention.compilation import CompileRequest
 from cs336_systems.attention.tiles import KernelConfig, head_tile, select_config
+from cs336_systems.attention.tiles.config import tma_reads_rows
 from cs336_systems.config import BYTES_PER_ELEMENT, AttentionShape, RunConfig
 from cs336_systems.experiments.attention_cells import BACKWARD, FORWARD, GPU_BUDGET_MS, _agree, _inputs, _oracle
 from cs336_systems.experiments.cells import Cell, Measurement, Row, Unsupported
@@ -113,13 +114,18 @@ class Proposal:
     mean_ratio: float  # its time over the best one's, geometric mean over the shapes
     worst_ratio: float
     num_shapes: int
+    without_tma: KernelConfig | None = None  # the best one for inputs that TMA cannot read, where `config` needs it
 
     @property
     def line(self) -> str:
-        """The row as it would stand in the table."""
+        """The row as it would stand in the table; `...` in it is for a person to fill."""
         kernel, width, tile = self.key
+        row = f'"{self.config.spelling}"'
+        if self.config.tma:
+            other = f'"{self.without_tma.spelling}"' if self.without_tma else "..."
+            row = f"(Only({row}, tma=True), {other})"
         worst = f"at most {self.worst_ratio:.2f} x the best of {self.num_shapes} shapes"
-        return f'("{kernel}", {width}, {tile}): "{self.config.spelling}",  # {worst}'
+        return f'("{kernel}", {width}, {tile}): {row},  # {worst}'
 
 
 def medians(
@@ -147,6 +153,7 @@ def winners(times: dict[AttentionShape, dict[KernelConfig, float]], capability: 
             shipped = select_config(
                 kernel, capability=capability, head_dim=shape.head_dim, batch=shape.batch, heads=shape.heads,
                 seqlen_q=shape.seqlen_q, seqlen_k=shape.seqlen_k, dtype=shape.dtype, is_causal=shape.is_causal,
+                tma=tma_reads_rows(shape.head_dim, BYTES_PER_ELEMENT[shape.dtype]),
             )  # fmt: skip
             found.append(
                 Winner(
@@ -181,8 +188,16 @@ def proposals(times: dict[AttentionShape, dict[KernelConfig, float]]) -> list[Pr
             for config in everywhere
         }
         config = min(means, key=lambda config: means[config])
+        by_pointers = [other for other in means if not other.tma]
         worst = max(shape[config] for shape in ratios)
         found.append(
-            Proposal(key=key, config=config, mean_ratio=means[config], worst_ratio=worst, num_shapes=len(ratios))
+            Proposal(
+                key=key,
+                config=config,
+                mean_ratio=means[config],
+                worst_ratio=worst,
+                num_shapes=len(ratios),
+                without_tma=min(by_pointers, key=lambda other: means[other], default=None) if config.tma else None,
+            )
         )
     return found

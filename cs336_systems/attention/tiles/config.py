@@ -9,10 +9,12 @@ from functools import cache
 KERNELS = ("forward", "dkdv", "dq")
 MIN_HEAD_TILE = 64
 MAX_HEAD_DIM = 256
+TMA_ALIGNMENT_BYTES = 16  # where rows that Hopper's copy engine reads may begin
 PRECISIONS = ("ieee", "tf32x3")  # of float32 dots; 16-bit ones have no choice
+TMA_BARRIER_BYTES = 1024  # of barriers that copies signal, as far apart as the tiles' alignment puts them
 _NAME = re.compile(
     r"(?P<target>[a-z0-9]+)_(?P<kernel>[a-z]+)_(?P<q>\d+)x(?P<k>\d+)_w(?P<warps>\d+)_s(?P<stages>\d+)"
-    r"(_(?P<precision>[a-z0-9]+))?"
+    r"(?P<tma>_tma)?(_(?P<precision>[a-z0-9]+))?"
 )
 
 
@@ -37,6 +39,7 @@ class KernelConfig:
     key_tile: int  # rows of a key tile
     num_warps: int
     num_stages: int  # depth of the software pipeline over the inner loop's tiles
+    tma: bool = False  # tiles are read by Hopper's copy engine; which inputs it can read: `triton/descriptors.py`
     precision: str = "ieee"  # of float32 dots: ieee on the FMA units, tf32x3 as three products on the tensor cores
 
     def __post_init__(self) -> None:
@@ -55,7 +58,8 @@ class KernelConfig:
     def name(self) -> str:
         tiles = f"{self.query_tile}x{self.key_tile}"
         precision = "" if self.precision == "ieee" else f"_{self.precision}"
-        return f"{self.target}_{self.kernel}_{tiles}_w{self.num_warps}_s{self.num_stages}{precision}"
+        tma = "_tma" if self.tma else ""
+        return f"{self.target}_{self.kernel}_{tiles}_w{self.num_warps}_s{self.num_stages}{tma}{precision}"
 
     @classmethod
     def from_name(cls, name: str) -> KernelConfig:
@@ -70,6 +74,7 @@ class KernelConfig:
             key_tile=int(match["k"]),
             num_warps=int(match["warps"]),
             num_stages=int(match["stages"]),
+            tma=match["tma"] is not None,
             precision=match["precision"] or "ieee",
         )
 
@@ -87,17 +92,27 @@ class KernelConfig:
         """Estimate of a program's shared memory: the tiles it holds, and `num_stages` of those that it streams.
 
         From tile sizes alone, so that a row can be ruled out without a compiler. What the compiler adds for reductions
-        and changes of layout differs by architecture; its own number is in `cs336-systems doctor --kernels`.
+        and changes of layout differs by architecture; its own number is in `cs336-systems doctor --kernels`. On sm_90
+        the estimate is at most a barrier (8 bytes a stage and tile) below it, and up to 5/3 of it: scores that fit
+        registers, and operands of tf32x3 that share a buffer, are counted all the same.
         """
         row = head_tile(head_dim) * bytes_per_element
         queries, keys = self.query_tile * row, self.key_tile * row
         held = 1 if self.precision == "ieee" else 2  # tf32x3 holds the leading bits and the rest of each operand
+        barriers = TMA_BARRIER_BYTES if self.tma else 0
         if self.kernel == "forward":  # holds Q, streams K and V
-            return held * queries + self.num_stages * 2 * keys
+            return held * queries + self.num_stages * 2 * keys + barriers
         scores = self.query_tile * self.key_tile * bytes_per_element  # P or dS on its way to be an operand
         if self.kernel == "dq":  # holds Q and dO, streams K and V
-            return held * 2 * queries + self.num_stages * 2 * keys + scores
-        return held * 2 * keys + self.num_stages * 2 * queries + scores  # dkdv holds K and V, streams Q and dO
+            return held * 2 * queries + self.num_stages * 2 * keys + scores + barriers
+        return (
+            held * 2 * keys + self.num_stages * 2 * queries + scores + barriers
+        )  # dkdv holds K and V, streams Q and dO
+
+
+def tma_reads_rows(head_dim: int, bytes_per_element: int) -> bool:
+    """Whether Hopper's copy engine can read contiguous rows of `head_dim` elements."""
+    return head_dim * bytes_per_element % TMA_ALIGNMENT_BYTES == 0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 
-from cs336_systems.attention.tiles.config import KERNELS, KernelConfig, head_tile
+from cs336_systems.attention.tiles.config import KERNELS, KernelConfig, head_tile, tma_reads_rows
 from cs336_systems.attention.tiles.tables import SHARED_MEMORY_LIMIT_BYTES, TABLES
 from cs336_systems.config import BYTES_PER_ELEMENT
 
 WARPS = (4, 8)
-DEPTHS = (2, 3, 4)  # of the pipeline; 1 where not even 2 fits
+# Depths of the pipeline; 1 where not even 2 fits. In float32 its tiles cost more than the loads they hide.
+DEPTHS = {"16-bit": (2, 3, 4), "ieee": (1, 2, 3), "tf32x3": (1, 2, 3)}
+TMA_TARGETS = ("sm90", "sm100")  # of the architectures that have the engine, in 16 bit
 THREADS_PER_WARP = 32
 MAX_ACCUMULATORS = 224  # float32 values a thread may hold of its 255 registers, counting tiles alone
 COMFORTABLE_TILE = 64  # a full operand of the tensor cores; below it they idle
@@ -32,6 +35,7 @@ def smallest_tile(target: str, bytes_per_element: int) -> int:
 def tuning_grid(kernel: str, *, arch: str, head_dim: int, dtype: str) -> list[KernelConfig]:
     """Configurations of `kernel` worth compiling for `arch`, the table's own among them; no two alike.
 
+    In 16 bit on GPUs with a TMA engine each comes with it and without, where the engine can read contiguous inputs.
     Left out is what the estimate of shared memory or a count of accumulators already rules out. ValueError for a
     kernel, an architecture or a dtype that there is no table for.
     """
@@ -43,20 +47,22 @@ def tuning_grid(kernel: str, *, arch: str, head_dim: int, dtype: str) -> list[Ke
         raise ValueError(f"dtype must be float32, float16 or bfloat16, got {dtype!r}")
     bytes_per_element = BYTES_PER_ELEMENT[dtype]
     shipped = TABLES[arch][kernel, bytes_per_element, head_tile(head_dim)].configs
-    grid = dict.fromkeys(shipped)
+    readable = tma_reads_rows(head_dim, bytes_per_element)
+    grid = dict.fromkeys(config for config in shipped if readable or not config.tma)
+    engines = (False, True) if readable and arch in TMA_TARGETS and bytes_per_element == 2 else (False,)
     for kind in ("16-bit",) if bytes_per_element == 2 else ("ieee", "tf32x3"):
         for held in HELD_TILES[kind]:
             for streamed in STREAMED_TILES[kind]:
                 if min(held, streamed) < smallest_tile(arch, bytes_per_element):
                     continue
                 query_tile, key_tile = (streamed, held) if kernel == "dkdv" else (held, streamed)
-                for num_warps in WARPS:
+                for num_warps, tma in product(WARPS, engines):
                     shallow = KernelConfig(
                         target=arch, kernel=kernel, query_tile=query_tile, key_tile=key_tile, num_warps=num_warps,
-                        num_stages=1, precision="ieee" if kind == "16-bit" else kind,
+                        num_stages=1, tma=tma, precision="ieee" if kind == "16-bit" else kind,
                     )  # fmt: skip
                     if accumulators_per_thread(shallow, head_dim) <= MAX_ACCUMULATORS:
-                        grid.update(dict.fromkeys(_fitting_depths(shallow, head_dim, bytes_per_element)))
+                        grid.update(dict.fromkeys(_fitting_depths(shallow, DEPTHS[kind], head_dim, bytes_per_element)))
     return list(grid)
 
 
@@ -86,10 +92,12 @@ def smaller_config(config: KernelConfig, bytes_per_element: int) -> KernelConfig
     return replace(config, **halved) if rows > smallest else None
 
 
-def _fitting_depths(config: KernelConfig, head_dim: int, bytes_per_element: int) -> Iterator[KernelConfig]:
+def _fitting_depths(
+    config: KernelConfig, depths: tuple[int, ...], head_dim: int, bytes_per_element: int
+) -> Iterator[KernelConfig]:
     """`config` with each depth of pipeline that fits the architecture's shared memory."""
     limit = SHARED_MEMORY_LIMIT_BYTES[config.target]
-    deep = [replace(config, num_stages=depth) for depth in DEPTHS]
+    deep = [replace(config, num_stages=depth) for depth in depths]
     fitting = [deeper for deeper in deep if deeper.shared_memory_bytes(head_dim, bytes_per_element) <= limit]
     if not fitting and config.shared_memory_bytes(head_dim, bytes_per_element) <= limit:
         fitting = [config]

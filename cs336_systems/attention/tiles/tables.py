@@ -1,14 +1,15 @@
 """The tile tables, one per architecture. People edit them; nothing writes them and nothing tunes at run time.
 
 A row is keyed by (kernel, bytes per element, head tile) and reads `<query tile>x<key tile>_w<warps>_s<stages>`, with
-`_tf32x3` behind it where float32 dots run as three on the tensor cores. A row may begin with exceptions, the first that
+`_tma` behind it where Hopper's copy engine reads the tiles, which not every input allows (`triton/descriptors.py`), and
+`_tf32x3` where float32 dots run as three on the tensor cores. A row may begin with exceptions, the first that
 holds being taken, and ends with what holds elsewhere:
 
     ("forward", 2, 64): (Only("64x64_w4_s3", max_programs=131), "128x64_w8_s3"),
 
 What bounds a row:
   - 16-bit tiles on sm_90 stay at 64 rows or more: triton 3.6 can miscompile kernels with two dots at 16 or 32.
-  - float32 dots are IEEE, on the FMA units, with operands unrolled into registers: larger tiles spill by the kilobyte.
+  - IEEE float32 dots run on the FMA units, with operands unrolled into registers: larger tiles spill by the kilobyte.
   - a streaming multiprocessor has 227 KiB of shared memory on sm_90 and sm_100, 163 KiB on sm_80, 99 on sm_86 and 89.
 """
 
@@ -27,12 +28,13 @@ class Only:
 
     tiles: str
     is_causal: bool | None = None
+    tma: bool | None = None  # whether Hopper's copy engine can read the inputs
     max_seqlen: int | None = None  # the longer of seqlen_q and seqlen_k is at most this
     max_programs: int | None = None  # the row's last entry would launch at most so many: less than the GPU has room for
 
     def __post_init__(self) -> None:
-        if self.is_causal is None and self.max_seqlen is None and self.max_programs is None:
-            raise ValueError(f"Only({self.tiles!r}) needs a condition: is_causal, max_seqlen or max_programs")
+        if self.is_causal is self.tma is self.max_seqlen is self.max_programs is None:
+            raise ValueError(f"Only({self.tiles!r}) needs a condition: is_causal, tma, max_seqlen or max_programs")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,12 +48,15 @@ class Row:
     def configs(self) -> tuple[KernelConfig, ...]:
         return (*(config for _, config in self.exceptions), self.default)
 
-    def choose(self, *, batch: int, heads: int, seqlen_q: int, seqlen_k: int, is_causal: bool) -> KernelConfig:
+    def choose(
+        self, *, batch: int, heads: int, seqlen_q: int, seqlen_k: int, is_causal: bool, tma: bool
+    ) -> KernelConfig:
         """The configuration for a shape: that of the first exception which holds, or the default."""
         num_programs = self.default.num_programs(batch=batch, heads=heads, seqlen_q=seqlen_q, seqlen_k=seqlen_k)
         for only, config in self.exceptions:
             if (
                 only.is_causal in (None, is_causal)
+                and only.tma in (None, tma)
                 and (only.max_seqlen is None or max(seqlen_q, seqlen_k) <= only.max_seqlen)
                 and (only.max_programs is None or num_programs <= only.max_programs)
             ):
@@ -91,26 +96,27 @@ def _config(prefix: str, tiles: str) -> KernelConfig:
     return KernelConfig.from_name(f"{prefix}_{tiles}")
 
 
-# sm_90: registers and spills read from triton 3.6.0's compiler, offline. 0 bytes spilled but for dkdv: in 16 bit at
-# head tile 128 (100 when causal) and 256 (524), in float32 at 128 (about 350).
+# sm_90. In 16 bit programs of one warp group, 4 warps, win everywhere but in dq: several of them share a streaming
+# multiprocessor, and one's softmax overlaps another's matmuls. Inputs that TMA cannot read take the best rows without
+# it. In float32 three TF32 products on the tensor cores meet the contract, faster than the FMA units.
 _SM90: dict[Key, Spelled] = {
-    ("forward", 2, 64): "128x64_w8_s3",
-    ("forward", 2, 128): "128x64_w8_s3",
+    ("forward", 2, 64): (Only("64x128_w4_s2_tma", tma=True), "64x64_w4_s3"),
+    ("forward", 2, 128): (Only("128x64_w4_s2_tma", tma=True), "128x64_w8_s3"),
     ("forward", 2, 256): "128x64_w8_s2",
-    ("dkdv", 2, 64): "64x128_w8_s2",
-    ("dkdv", 2, 128): "64x128_w8_s2",
+    ("dkdv", 2, 64): (Only("64x64_w4_s3_tma", tma=True), "64x128_w8_s3"),
+    ("dkdv", 2, 128): (Only("64x64_w4_s2_tma", tma=True), "64x128_w8_s2"),
     ("dkdv", 2, 256): "64x64_w8_s2",
-    ("dq", 2, 64): "128x64_w8_s3",
-    ("dq", 2, 128): "128x64_w8_s3",
+    ("dq", 2, 64): (Only("128x64_w8_s3_tma", tma=True), "64x64_w4_s2"),
+    ("dq", 2, 128): (Only("128x64_w8_s3_tma", tma=True), "128x64_w8_s3"),
     ("dq", 2, 256): "64x64_w8_s2",
-    ("forward", 4, 64): "64x32_w8_s1",
-    ("forward", 4, 128): "32x64_w8_s1",
+    ("forward", 4, 64): "64x64_w4_s1_tf32x3",
+    ("forward", 4, 128): "128x64_w8_s1_tf32x3",
     ("forward", 4, 256): "32x32_w8_s1",
-    ("dkdv", 4, 64): "32x32_w8_s1",
-    ("dkdv", 4, 128): "32x32_w8_s1",
+    ("dkdv", 4, 64): "64x32_w4_s1_tf32x3",
+    ("dkdv", 4, 128): "32x32_w4_s1_tf32x3",
     ("dkdv", 4, 256): "32x32_w8_s1",
-    ("dq", 4, 64): "64x32_w8_s1",
-    ("dq", 4, 128): "32x64_w8_s1",
+    ("dq", 4, 64): "32x64_w4_s2_tf32x3",
+    ("dq", 4, 128): "32x32_w4_s2_tf32x3",
     ("dq", 4, 256): "32x32_w8_s1",
 }
 

@@ -1,6 +1,7 @@
 """Stage 4: FlashAttention-2 kernels in Triton. Importing a module of this package loads Triton.
 
 In reading order: `steps` (the online softmax and the recomputed backward, each written once), `forward`, `backward`
-(which tiles a dense or causal program visits), `block_sparse` (lists of tiles instead), `varlen` (packed documents),
-`launching` (what runs where a configuration does not fit), `function` (the operators and the autograd.Function).
+(which tiles a dense or causal program visits), `descriptors` (which inputs Hopper's copy engine reads, and how),
+`block_sparse` (lists of tiles instead), `varlen` (packed documents), `launching` (what runs where a configuration does
+not fit), `function` (the operators and the autograd.Function).
 """

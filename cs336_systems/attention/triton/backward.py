@@ -1,6 +1,6 @@
 """The FlashAttention-2 backward in Triton: a preprocess and two passes, none of which needs atomics.
 
-  preprocess   D = rowsum(dO ∘ O), minus the gradient of L if one arrives; one program a tile of queries
+  preprocess   D = rowsum(dO ∘ O), minus the gradient of L if one arrives; L in base 2; one program a tile of queries
   dK, dV       one program a tile of keys, over the query tiles that see it
   dQ           one program a tile of queries, over the key tiles that it sees
 
@@ -13,18 +13,22 @@ in its float32 accumulators.
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from jaxtyping import Float
 from torch import Tensor
 
 from cs336_systems.attention.tiles import KernelConfig, head_tile
+from cs336_systems.attention.triton.descriptors import described
 from cs336_systems.attention.triton.steps import (
     LOG2_E,
+    ROW_PADDING,
     fold_keys,
     fold_queries,
+    head_of,
+    heads_together,
     load_rows,
+    padded_rows,
     store_rows,
     tile_of_program,
 )
@@ -34,72 +38,94 @@ PREPROCESS_ROWS = 64
 
 @triton.jit
 def flash_backward_preprocess_kernel(
-    O_ptr, dO_ptr, dL_ptr, D_ptr,
+    O_ptr, dO_ptr, L_ptr, dL_ptr, L_log2_ptr, D_ptr,
     stride_ob, stride_oh, stride_os, stride_dob, stride_doh, stride_dos, stride_dod, stride_dlb, stride_dlh, stride_dls,
     N_HEADS, N_QUERIES,
-    HAS_DL: tl.constexpr, D: tl.constexpr, D_TILE: tl.constexpr, Q_TILE_SIZE: tl.constexpr,
+    HAS_DL: tl.constexpr, D: tl.constexpr, D_TILE: tl.constexpr, Q_TILE_SIZE: tl.constexpr, PADDED: tl.constexpr,
 ):  # fmt: skip
-    """D (batch, heads, queries) is contiguous, and so are the rows of O."""
-    num_query_tiles = tl.cdiv(N_QUERIES, Q_TILE_SIZE)
+    """L (batch, heads, queries) is contiguous, and so are the rows of O and the results, which PADDED lengthens."""
+    num_rows = padded_rows(N_QUERIES) if PADDED else N_QUERIES
+    num_query_tiles = tl.cdiv(num_rows, Q_TILE_SIZE)
     batch_head = (tl.program_id(0) // num_query_tiles).to(tl.int64)
-    query_rows = tl.program_id(0) % num_query_tiles * Q_TILE_SIZE + tl.arange(0, Q_TILE_SIZE)
     batch, head = batch_head // N_HEADS, batch_head % N_HEADS
+    first_query = tl.program_id(0) % num_query_tiles * Q_TILE_SIZE
+    query_rows = first_query + tl.arange(0, Q_TILE_SIZE)
     O_base = O_ptr + batch * stride_ob + head * stride_oh
-    O = load_rows(O_base, query_rows, N_QUERIES, stride_os, 1, D, D_TILE, True)
+    O = load_rows(O_base, 0, 0, first_query, N_QUERIES, stride_os, 1, D, D_TILE, Q_TILE_SIZE, True, False)
     dO_base = dO_ptr + batch * stride_dob + head * stride_doh
-    dO = load_rows(dO_base, query_rows, N_QUERIES, stride_dos, stride_dod, D, D_TILE, True)
+    dO = load_rows(
+        dO_base, 0, 0, first_query, N_QUERIES, stride_dos, stride_dod, D, D_TILE, Q_TILE_SIZE, True, False
+    )  # fmt: skip
     delta = tl.sum(O.to(tl.float32) * dO.to(tl.float32), axis=1)
     if HAS_DL:
         dL_base = dL_ptr + batch * stride_dlb + head * stride_dlh
         delta -= tl.load(dL_base + query_rows.to(tl.int64) * stride_dls, mask=query_rows < N_QUERIES, other=0.0)
-    tl.store(D_ptr + batch_head * N_QUERIES + query_rows, delta, mask=query_rows < N_QUERIES)
+    L = tl.load(L_ptr + batch_head * N_QUERIES + query_rows, mask=query_rows < N_QUERIES, other=float("inf"))
+    tl.store(L_log2_ptr + batch_head * num_rows + query_rows, L * LOG2_E, mask=query_rows < num_rows)
+    tl.store(D_ptr + batch_head * num_rows + query_rows, delta, mask=query_rows < num_rows)
 
 
 @triton.jit
 def _visit_queries(
-    dK, dV, K, V, key_rows, Q_base, dO_base, L_base, D_base, first_query, last_query, N_QUERIES, scale_log2, ZERO,
-    stride_qs, stride_qd, stride_dos, stride_dod,
-    D: tl.constexpr, D_TILE: tl.constexpr, Q_TILE_SIZE: tl.constexpr, DIAGONAL: tl.constexpr, PRECISION: tl.constexpr,
+    dK, dV, K, V, key_rows, Q_head, dO_head, L_base, D_base, batch, head, first_query, last_query,
+    N_QUERIES, scale_log2, ZERO, stride_qs, stride_qd, stride_dos, stride_dod,
+    D: tl.constexpr, D_TILE: tl.constexpr, Q_TILE_SIZE: tl.constexpr, DIAGONAL: tl.constexpr, PADDED: tl.constexpr,
+    PRECISION: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """Fold the query tiles of [first_query, last_query) into dK (without its scale) and dV.
 
-    Queries past the end load L = +inf, hence P = 0: only the diagonal needs mask arithmetic.
+    Queries past the end have L = +inf, hence P = 0: only the diagonal needs mask arithmetic.
     """
     for start in tl.range(first_query, last_query, Q_TILE_SIZE):
         query_rows = start + tl.arange(0, Q_TILE_SIZE)
-        Q = load_rows(Q_base, query_rows, N_QUERIES, stride_qs, stride_qd, D, D_TILE, True)
-        dO = load_rows(dO_base, query_rows, N_QUERIES, stride_dos, stride_dod, D, D_TILE, True)
-        L = tl.load(L_base + query_rows, mask=query_rows < N_QUERIES, other=float("inf"))
-        delta = tl.load(D_base + query_rows, mask=query_rows < N_QUERIES, other=0.0)
+        Q = load_rows(
+            Q_head, batch, head, start, N_QUERIES, stride_qs, stride_qd, D, D_TILE, Q_TILE_SIZE, True, TMA
+        )  # fmt: skip
+        dO = load_rows(
+            dO_head, batch, head, start, N_QUERIES, stride_dos, stride_dod, D, D_TILE, Q_TILE_SIZE, True, TMA
+        )  # fmt: skip
+        if PADDED:
+            L_log2 = tl.load(L_base + query_rows)
+            delta = tl.load(D_base + query_rows)
+        else:
+            L_log2 = tl.load(L_base + query_rows, mask=query_rows < N_QUERIES, other=float("inf"))
+            delta = tl.load(D_base + query_rows, mask=query_rows < N_QUERIES, other=0.0)
         S_T = tl.dot(K, tl.trans(Q), input_precision=PRECISION)  # (K_TILE_SIZE, Q_TILE_SIZE)
-        P_T = tl.math.exp2(S_T * scale_log2 - (L * LOG2_E)[None, :])
+        dP_T = tl.dot(V, tl.trans(dO), input_precision=PRECISION)
+        P_T = tl.math.exp2(S_T * scale_log2 - L_log2[None, :])
         if DIAGONAL:
             P_T = tl.where(query_rows[None, :] >= key_rows[:, None], P_T, 0.0)
-        dK, dV = fold_queries(dK, dV, P_T, Q, dO, V, delta, ZERO, PRECISION)
+        dK, dV = fold_queries(dK, dV, P_T, dP_T, Q, dO, delta, ZERO, PRECISION)
     return dK, dV
 
 
 @triton.jit
 def differentiate_keys(
-    Q_base, K_base, V_base, dO_base, L_base, D_base, dK_base, dV_base, key_tile, first_head, N_QUERIES, N_KEYS,
-    scale, scale_log2, ZERO, stride_qh, stride_qs, stride_qd, stride_ks, stride_kd, stride_vs, stride_vd,
-    stride_doh, stride_dos, stride_dod, stride_lh, stride_dks,
+    Q_batch, K_head, V_head, dO_batch, L_base, D_base, dK_base, dV_base, batch, kv_head, key_tile, first_head,
+    N_QUERIES, N_KEYS, scale, scale_log2, ZERO, stride_qh, stride_qs, stride_qd, stride_ks, stride_kd, stride_vs,
+    stride_vd, stride_doh, stride_dos, stride_dod, stride_lh, stride_dks,
     GROUP: tl.constexpr, D: tl.constexpr, D_TILE: tl.constexpr, Q_TILE_SIZE: tl.constexpr, K_TILE_SIZE: tl.constexpr,
-    IS_CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
+    IS_CAUSAL: tl.constexpr, PADDED: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """dK and dV of one key tile of one sequence, over all query heads of its group.
 
-    The bases point at the sequence's row 0: those of keys and values in the program's head, those of queries (Q, dO, L
-    and delta) in head 0, from where `first_head` starts the group.
+    K_head and V_head come from `head_of`, and so do Q_batch and dO_batch for head 0, from where `first_head` starts the
+    group. The other bases point at the sequence's row 0, those of L and delta in head 0.
     """
     first_key = key_tile * K_TILE_SIZE
     key_rows = first_key + tl.arange(0, K_TILE_SIZE)
-    K = load_rows(K_base, key_rows, N_KEYS, stride_ks, stride_kd, D, D_TILE, True)  # (K_TILE_SIZE, D_TILE)
-    V = load_rows(V_base, key_rows, N_KEYS, stride_vs, stride_vd, D, D_TILE, True)
+    K = load_rows(
+        K_head, batch, kv_head, first_key, N_KEYS, stride_ks, stride_kd, D, D_TILE, K_TILE_SIZE, True, TMA
+    )  # (K_TILE_SIZE, D_TILE)
+    V = load_rows(
+        V_head, batch, kv_head, first_key, N_KEYS, stride_vs, stride_vd, D, D_TILE, K_TILE_SIZE, True, TMA
+    )  # fmt: skip
     dK = tl.zeros([K_TILE_SIZE, D_TILE], tl.float32)
     dV = tl.zeros([K_TILE_SIZE, D_TILE], tl.float32)
 
     # Query tiles before start_queries see none of these keys; [start_queries, full_queries) are cut by the diagonal.
+    # Both loops' registers are live at a time: where a wide head leaves none to spare, one loop masks every tile.
+    ONE_LOOP: tl.constexpr = D_TILE >= 128 and K.dtype != tl.float32
     start_queries = 0
     full_queries = 0
     if IS_CAUSAL:
@@ -108,20 +134,22 @@ def differentiate_keys(
 
     for member in range(GROUP):
         head = first_head + member
-        Q_head = Q_base + head * stride_qh
-        dO_head = dO_base + head * stride_doh
+        Q_head = head_of(Q_batch, 0, head, 0, stride_qh, TMA)
+        dO_head = head_of(dO_batch, 0, head, 0, stride_doh, TMA)
         row_base = head * stride_lh
         if IS_CAUSAL:
             dK, dV = _visit_queries(
-                dK, dV, K, V, key_rows, Q_head, dO_head, L_base + row_base, D_base + row_base, start_queries,
-                tl.minimum(full_queries, N_QUERIES), N_QUERIES, scale_log2, ZERO, stride_qs, stride_qd, stride_dos,
-                stride_dod, D, D_TILE, Q_TILE_SIZE, True, PRECISION,
+                dK, dV, K, V, key_rows, Q_head, dO_head, L_base + row_base, D_base + row_base, batch, head,
+                start_queries, N_QUERIES if ONE_LOOP else tl.minimum(full_queries, N_QUERIES), N_QUERIES,
+                scale_log2, ZERO, stride_qs, stride_qd, stride_dos, stride_dod,
+                D, D_TILE, Q_TILE_SIZE, True, PADDED, PRECISION, TMA,
             )  # fmt: skip
-        dK, dV = _visit_queries(
-            dK, dV, K, V, key_rows, Q_head, dO_head, L_base + row_base, D_base + row_base, full_queries,
-            N_QUERIES, N_QUERIES, scale_log2, ZERO, stride_qs, stride_qd, stride_dos, stride_dod,
-            D, D_TILE, Q_TILE_SIZE, False, PRECISION,
-        )  # fmt: skip
+        if not IS_CAUSAL or not ONE_LOOP:
+            dK, dV = _visit_queries(
+                dK, dV, K, V, key_rows, Q_head, dO_head, L_base + row_base, D_base + row_base, batch, head,
+                full_queries, N_QUERIES, N_QUERIES, scale_log2, ZERO, stride_qs, stride_qd, stride_dos, stride_dod,
+                D, D_TILE, Q_TILE_SIZE, False, PADDED, PRECISION, TMA,
+            )  # fmt: skip
 
     store_rows(dK_base, dK * scale, key_rows, N_KEYS, stride_dks, 1, D, D_TILE)
     store_rows(dV_base, dV, key_rows, N_KEYS, stride_dks, 1, D, D_TILE)
@@ -134,62 +162,75 @@ def flash_backward_dkdv_kernel(
     stride_kb, stride_kh, stride_ks, stride_kd,
     stride_vb, stride_vh, stride_vs, stride_vd,
     stride_dob, stride_doh, stride_dos, stride_dod,
-    N_KV_HEADS, N_QUERIES, N_KEYS, scale, scale_log2, ZERO,
+    N_KV_HEADS, HEADS_TOGETHER, N_QUERIES, N_KEYS, scale, scale_log2, ZERO,
     GROUP: tl.constexpr, D: tl.constexpr, D_TILE: tl.constexpr, Q_TILE_SIZE: tl.constexpr, K_TILE_SIZE: tl.constexpr,
-    IS_CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
+    IS_CAUSAL: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """dK, dV (batch, kv_heads, keys, D), L and delta (batch, heads, queries) are contiguous."""
+    """dK, dV (batch, kv_heads, keys, D), L and delta (batch, heads, padded queries) are contiguous."""
     # Causal: the first keys are seen by most queries, and they come first as they are.
-    key_tile, batch, kv_head = tile_of_program(tl.cdiv(N_KEYS, K_TILE_SIZE), N_KV_HEADS, False)
-    row_base = batch * N_KV_HEADS * GROUP * N_QUERIES
+    key_tile, batch, kv_head = tile_of_program(tl.cdiv(N_KEYS, K_TILE_SIZE), N_KV_HEADS, HEADS_TOGETHER, False)
+    num_rows = padded_rows(N_QUERIES)
+    row_base = batch * N_KV_HEADS * GROUP * num_rows
     output_base = (batch * N_KV_HEADS + kv_head) * N_KEYS * D
     differentiate_keys(
-        Q_ptr + batch * stride_qb, K_ptr + batch * stride_kb + kv_head * stride_kh,
-        V_ptr + batch * stride_vb + kv_head * stride_vh, dO_ptr + batch * stride_dob, L_ptr + row_base,
-        D_ptr + row_base, dK_ptr + output_base, dV_ptr + output_base, key_tile, kv_head * GROUP, N_QUERIES, N_KEYS,
-        scale, scale_log2, ZERO, stride_qh, stride_qs, stride_qd, stride_ks, stride_kd, stride_vs, stride_vd,
-        stride_doh, stride_dos, stride_dod, N_QUERIES, D,
-        GROUP, D, D_TILE, Q_TILE_SIZE, K_TILE_SIZE, IS_CAUSAL, PRECISION,
+        head_of(Q_ptr, batch, 0, stride_qb, stride_qh, TMA),
+        head_of(K_ptr, batch, kv_head, stride_kb, stride_kh, TMA),
+        head_of(V_ptr, batch, kv_head, stride_vb, stride_vh, TMA),
+        head_of(dO_ptr, batch, 0, stride_dob, stride_doh, TMA),
+        L_ptr + row_base, D_ptr + row_base, dK_ptr + output_base, dV_ptr + output_base, batch, kv_head, key_tile,
+        kv_head * GROUP, N_QUERIES, N_KEYS, scale, scale_log2, ZERO, stride_qh, stride_qs, stride_qd, stride_ks,
+        stride_kd, stride_vs, stride_vd, stride_doh, stride_dos, stride_dod, num_rows, D,
+        GROUP, D, D_TILE, Q_TILE_SIZE, K_TILE_SIZE, IS_CAUSAL, True, PRECISION, TMA,
     )  # fmt: skip
 
 
 @triton.jit
 def _visit_keys(
-    dQ, Q, dO, L_log2, delta, query_rows, K_base, V_base, first_key, last_key, N_KEYS, scale_log2, ZERO,
-    stride_ks, stride_kd, stride_vs, stride_vd,
+    dQ, Q, dO, L_log2, delta, query_rows, K_head, V_head, batch, kv_head, first_key, last_key,
+    N_KEYS, scale_log2, ZERO, stride_ks, stride_kd, stride_vs, stride_vd,
     D: tl.constexpr, D_TILE: tl.constexpr, K_TILE_SIZE: tl.constexpr, IS_CAUSAL: tl.constexpr, MASKED: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """Fold the key tiles of [first_key, last_key) into dQ (without its scale). Keys past the end are loaded as zeros
     and masked: their scores would be 0, not -inf."""
     for start in tl.range(first_key, last_key, K_TILE_SIZE):
         key_rows = start + tl.arange(0, K_TILE_SIZE)
-        K = load_rows(K_base, key_rows, N_KEYS, stride_ks, stride_kd, D, D_TILE, MASKED)
-        V = load_rows(V_base, key_rows, N_KEYS, stride_vs, stride_vd, D, D_TILE, MASKED)
+        K = load_rows(
+            K_head, batch, kv_head, start, N_KEYS, stride_ks, stride_kd, D, D_TILE, K_TILE_SIZE, MASKED, TMA
+        )  # fmt: skip
+        V = load_rows(
+            V_head, batch, kv_head, start, N_KEYS, stride_vs, stride_vd, D, D_TILE, K_TILE_SIZE, MASKED, TMA
+        )  # fmt: skip
         S = tl.dot(Q, tl.trans(K), input_precision=PRECISION)  # (Q_TILE_SIZE, K_TILE_SIZE)
+        dP = tl.dot(dO, tl.trans(V), input_precision=PRECISION)
         P = tl.math.exp2(S * scale_log2 - L_log2[:, None])
         if MASKED:
             visible = (key_rows < N_KEYS)[None, :]
             if IS_CAUSAL:
                 visible = visible & (query_rows[:, None] >= key_rows[None, :])
             P = tl.where(visible, P, 0.0)
-        dQ = fold_keys(dQ, P, dO, K, V, delta, ZERO, PRECISION)
+        dQ = fold_keys(dQ, P, dP, K, delta, ZERO, PRECISION)
     return dQ
 
 
 @triton.jit
 def differentiate_queries(
-    Q_base, K_base, V_base, dO_base, L_base, D_base, dQ_base, query_tile, N_QUERIES, N_KEYS, scale, scale_log2, ZERO,
-    stride_qs, stride_qd, stride_ks, stride_kd, stride_vs, stride_vd, stride_dos, stride_dod, stride_dqs,
+    Q_head, K_head, V_head, dO_head, L_base, D_base, dQ_base, batch, head, kv_head, query_tile, N_QUERIES, N_KEYS,
+    scale, scale_log2, ZERO, stride_qs, stride_qd, stride_ks, stride_kd, stride_vs, stride_vd, stride_dos, stride_dod,
+    stride_dqs,
     D: tl.constexpr, D_TILE: tl.constexpr, Q_TILE_SIZE: tl.constexpr, K_TILE_SIZE: tl.constexpr,
-    IS_CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
+    IS_CAUSAL: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """dQ of one query tile of one sequence: the bases point at its row 0, in the program's head."""
+    """dQ of one query tile of one sequence: the inputs come from `head_of`, the other bases point at its row 0."""
     first_query = query_tile * Q_TILE_SIZE
     query_rows = first_query + tl.arange(0, Q_TILE_SIZE)
-    Q = load_rows(Q_base, query_rows, N_QUERIES, stride_qs, stride_qd, D, D_TILE, True)  # (Q_TILE_SIZE, D_TILE)
-    dO = load_rows(dO_base, query_rows, N_QUERIES, stride_dos, stride_dod, D, D_TILE, True)
-    L_log2 = tl.load(L_base + query_rows, mask=query_rows < N_QUERIES, other=float("inf")) * LOG2_E
+    Q = load_rows(
+        Q_head, batch, head, first_query, N_QUERIES, stride_qs, stride_qd, D, D_TILE, Q_TILE_SIZE, True, TMA
+    )  # (Q_TILE_SIZE, D_TILE)
+    dO = load_rows(
+        dO_head, batch, head, first_query, N_QUERIES, stride_dos, stride_dod, D, D_TILE, Q_TILE_SIZE, True, TMA
+    )  # fmt: skip
+    L_log2 = tl.load(L_base + query_rows, mask=query_rows < N_QUERIES, other=float("inf"))
     delta = tl.load(D_base + query_rows, mask=query_rows < N_QUERIES, other=0.0)
     dQ = tl.zeros([Q_TILE_SIZE, D_TILE], tl.float32)
 
@@ -199,12 +240,12 @@ def differentiate_queries(
         full_keys = tl.minimum(full_keys, (first_query + 1) // K_TILE_SIZE * K_TILE_SIZE)
         end_keys = tl.minimum(N_KEYS, first_query + Q_TILE_SIZE)
     dQ = _visit_keys(
-        dQ, Q, dO, L_log2, delta, query_rows, K_base, V_base, 0, full_keys, N_KEYS, scale_log2, ZERO,
-        stride_ks, stride_kd, stride_vs, stride_vd, D, D_TILE, K_TILE_SIZE, IS_CAUSAL, False, PRECISION,
+        dQ, Q, dO, L_log2, delta, query_rows, K_head, V_head, batch, kv_head, 0, full_keys, N_KEYS, scale_log2, ZERO,
+        stride_ks, stride_kd, stride_vs, stride_vd, D, D_TILE, K_TILE_SIZE, IS_CAUSAL, False, PRECISION, TMA,
     )  # fmt: skip
     dQ = _visit_keys(
-        dQ, Q, dO, L_log2, delta, query_rows, K_base, V_base, full_keys, end_keys, N_KEYS, scale_log2, ZERO,
-        stride_ks, stride_kd, stride_vs, stride_vd, D, D_TILE, K_TILE_SIZE, IS_CAUSAL, True, PRECISION,
+        dQ, Q, dO, L_log2, delta, query_rows, K_head, V_head, batch, kv_head, full_keys, end_keys, N_KEYS, scale_log2,
+        ZERO, stride_ks, stride_kd, stride_vs, stride_vd, D, D_TILE, K_TILE_SIZE, IS_CAUSAL, True, PRECISION, TMA,
     )  # fmt: skip
     store_rows(dQ_base, dQ * scale, query_rows, N_QUERIES, stride_dqs, 1, D, D_TILE)
 
@@ -216,21 +257,24 @@ def flash_backward_dq_kernel(
     stride_kb, stride_kh, stride_ks, stride_kd,
     stride_vb, stride_vh, stride_vs, stride_vd,
     stride_dob, stride_doh, stride_dos, stride_dod,
-    N_HEADS, N_QUERIES, N_KEYS, scale, scale_log2, ZERO,
+    N_HEADS, HEADS_TOGETHER, N_QUERIES, N_KEYS, scale, scale_log2, ZERO,
     GROUP: tl.constexpr, D: tl.constexpr, D_TILE: tl.constexpr, Q_TILE_SIZE: tl.constexpr, K_TILE_SIZE: tl.constexpr,
-    IS_CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
+    IS_CAUSAL: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """dQ (batch, heads, queries, D), L and delta (batch, heads, queries) are contiguous."""
-    query_tile, batch, head = tile_of_program(tl.cdiv(N_QUERIES, Q_TILE_SIZE), N_HEADS, IS_CAUSAL)
+    """dQ (batch, heads, queries, D), L and delta (batch, heads, padded queries) are contiguous."""
+    query_tile, batch, head = tile_of_program(tl.cdiv(N_QUERIES, Q_TILE_SIZE), N_HEADS, HEADS_TOGETHER, IS_CAUSAL)
     kv_head = head // GROUP
-    row_base = (batch * N_HEADS + head) * N_QUERIES
+    row_base = (batch * N_HEADS + head) * padded_rows(N_QUERIES)
+    output_base = (batch * N_HEADS + head) * N_QUERIES * D
     differentiate_queries(
-        Q_ptr + batch * stride_qb + head * stride_qh, K_ptr + batch * stride_kb + kv_head * stride_kh,
-        V_ptr + batch * stride_vb + kv_head * stride_vh, dO_ptr + batch * stride_dob + head * stride_doh,
-        L_ptr + row_base, D_ptr + row_base, dQ_ptr + row_base * D, query_tile, N_QUERIES, N_KEYS,
+        head_of(Q_ptr, batch, head, stride_qb, stride_qh, TMA),
+        head_of(K_ptr, batch, kv_head, stride_kb, stride_kh, TMA),
+        head_of(V_ptr, batch, kv_head, stride_vb, stride_vh, TMA),
+        head_of(dO_ptr, batch, head, stride_dob, stride_doh, TMA),
+        L_ptr + row_base, D_ptr + row_base, dQ_ptr + output_base, batch, head, kv_head, query_tile, N_QUERIES, N_KEYS,
         scale, scale_log2, ZERO,
         stride_qs, stride_qd, stride_ks, stride_kd, stride_vs, stride_vd, stride_dos, stride_dod, D,
-        D, D_TILE, Q_TILE_SIZE, K_TILE_SIZE, IS_CAUSAL, PRECISION,
+        D, D_TILE, Q_TILE_SIZE, K_TILE_SIZE, IS_CAUSAL, PRECISION, TMA,
     )  # fmt: skip
 
 
@@ -239,19 +283,25 @@ def launch_preprocess(
     lse: Float[Tensor, "batch heads queries"],
     grad_output: Float[Tensor, "batch heads queries head_dim"],
     grad_lse: Float[Tensor, "batch heads queries"] | None,
-) -> Float[Tensor, "batch heads queries"]:
-    """delta = rowsum(dO ∘ O) - dL, contiguous in float32; the rows of `output` are contiguous."""
+    *,
+    padded: bool = True,
+) -> tuple[Float[Tensor, "batch heads rows"], Float[Tensor, "batch heads rows"]]:
+    """(L in base 2, delta = rowsum(dO ∘ O) - dL), in float32 and contiguous, their rows padded to whole tiles if asked.
+
+    `lse` and the rows of `output` are contiguous.
+    """
     batch, heads, num_queries, head_dim = output.shape
-    delta = torch.empty_like(lse)
+    num_rows = triton.cdiv(num_queries, ROW_PADDING.value) * ROW_PADDING.value if padded else num_queries
+    lse_log2, delta = (lse.new_empty((batch, heads, num_rows)) for _ in range(2))
     grad_lse_or_any = lse if grad_lse is None else grad_lse
-    grid = (triton.cdiv(num_queries, PREPROCESS_ROWS) * batch * heads,)
+    grid = (triton.cdiv(num_rows, PREPROCESS_ROWS) * batch * heads,)
     flash_backward_preprocess_kernel[grid](
-        output, grad_output, grad_lse_or_any, delta,
+        output, grad_output, lse, grad_lse_or_any, lse_log2, delta,
         *output.stride()[:3], *grad_output.stride(), *grad_lse_or_any.stride(),
         heads, num_queries,
-        HAS_DL=grad_lse is not None, D=head_dim, D_TILE=head_tile(head_dim), Q_TILE_SIZE=PREPROCESS_ROWS,
+        HAS_DL=grad_lse is not None, D=head_dim, D_TILE=head_tile(head_dim), Q_TILE_SIZE=PREPROCESS_ROWS, PADDED=padded,
     )  # fmt: skip
-    return delta
+    return lse_log2, delta
 
 
 def launch_backward(
@@ -271,30 +321,31 @@ def launch_backward(
     """Contiguous gradients of q, k, v in their dtypes.
 
     `output` and `lse` are contiguous, as the forward wrote them; the others have any strides, a stride-0 `grad_output`
-    (from `o.sum().backward()`) included.
+    (from `o.sum().backward()`) included, unless a configuration reads by TMA.
     """
     batch, heads, num_queries, head_dim = q.shape
     kv_heads, num_keys = k.shape[1:3]
     grad_q, grad_k, grad_v = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
-    delta = launch_preprocess(output, lse, grad_output, grad_lse)
+    rows = launch_preprocess(output, lse, grad_output, grad_lse)
     strides = (*q.stride(), *k.stride(), *v.stride(), *grad_output.stride())
     scale_log2 = scale * LOG2_E.value
     common = {"GROUP": heads // kv_heads, "D": head_dim, "D_TILE": head_tile(head_dim), "IS_CAUSAL": is_causal}
 
     grid = (triton.cdiv(num_keys, dkdv_config.key_tile) * batch * kv_heads,)
     flash_backward_dkdv_kernel[grid](
-        q, k, v, grad_output, lse, delta, grad_k, grad_v, *strides,
-        kv_heads, num_queries, num_keys, scale, scale_log2, 0.0, **common,
+        *described(dkdv_config, q=q, k=k, v=v, grad_output=grad_output), *rows, grad_k, grad_v, *strides,
+        kv_heads, heads_together(batch * kv_heads, q, heads // kv_heads), num_queries, num_keys,
+        scale, scale_log2, 0.0, **common,
         Q_TILE_SIZE=dkdv_config.query_tile, K_TILE_SIZE=dkdv_config.key_tile,
-        PRECISION=dkdv_config.precision,
+        PRECISION=dkdv_config.precision, TMA=dkdv_config.tma,
         num_warps=dkdv_config.num_warps, num_stages=dkdv_config.num_stages,
     )  # fmt: skip
     grid = (triton.cdiv(num_queries, dq_config.query_tile) * batch * heads,)
     flash_backward_dq_kernel[grid](
-        q, k, v, grad_output, lse, delta, grad_q, *strides,
-        heads, num_queries, num_keys, scale, scale_log2, 0.0, **common,
+        *described(dq_config, q=q, k=k, v=v, grad_output=grad_output), *rows, grad_q, *strides,
+        heads, heads_together(batch * heads, k), num_queries, num_keys, scale, scale_log2, 0.0, **common,
         Q_TILE_SIZE=dq_config.query_tile, K_TILE_SIZE=dq_config.key_tile,
-        PRECISION=dq_config.precision,
+        PRECISION=dq_config.precision, TMA=dq_config.tma,
         num_warps=dq_config.num_warps, num_stages=dq_config.num_stages,
     )  # fmt: skip
     return grad_q, grad_k, grad_v

@@ -26,14 +26,18 @@ from torch import Tensor
 
 from cs336_systems.attention.tiles import KernelConfig, head_tile
 from cs336_systems.attention.triton.backward import launch_preprocess
+from cs336_systems.attention.triton.descriptors import described
 from cs336_systems.attention.triton.steps import (
     LOG2_E,
     LOWEST,
     accumulate,
     fold_keys,
     fold_queries,
+    head_of,
+    heads_together,
     load_rows,
     online_softmax,
+    padded_rows,
     store_queries,
     store_rows,
     tile_of_program,
@@ -104,24 +108,28 @@ def _is_attended(
 
 @triton.jit
 def _visit_listed_keys(
-    accumulator, m, l, Q, K_base, V_base, block_rows, num_listed, indices, patterns, token_bits, N_KEYS, scale_log2,
-    ZERO, stride_ks, stride_kd, stride_vs, stride_vd,
+    accumulator, m, l, Q, K_head, V_head, batch, kv_head, block_rows, num_listed, indices, patterns, token_bits,
+    N_KEYS, scale_log2, ZERO, stride_ks, stride_kd, stride_vs, stride_vd,
     D: tl.constexpr, D_TILE: tl.constexpr, K_TILE_SIZE: tl.constexpr, Q_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr,
-    PARTIAL: tl.constexpr, PRECISION: tl.constexpr,
+    PARTIAL: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """Fold the listed key tiles into the running (accumulator, m, l); `block_rows` are Q's rows in the mask's tile."""
     STEPS: tl.constexpr = K_BLOCK // K_TILE_SIZE
     for step in tl.range(0, num_listed * STEPS):
         first_column = step % STEPS * K_TILE_SIZE  # of the kernel's tile in the mask's
-        key_rows = tl.load(indices + step // STEPS) * K_BLOCK + first_column + tl.arange(0, K_TILE_SIZE)
-        K = load_rows(K_base, key_rows, N_KEYS, stride_ks, stride_kd, D, D_TILE, PARTIAL)
+        first_key = tl.load(indices + step // STEPS) * K_BLOCK + first_column
+        K = load_rows(
+            K_head, batch, kv_head, first_key, N_KEYS, stride_ks, stride_kd, D, D_TILE, K_TILE_SIZE, PARTIAL, TMA
+        )  # fmt: skip
         S = tl.dot(Q, tl.trans(K), input_precision=PRECISION)  # (Q_TILE_SIZE, K_TILE_SIZE), not yet scaled
         if PARTIAL:
             pattern = tl.load(patterns + step // STEPS)
             attended = _is_attended(token_bits, pattern, block_rows, first_column, Q_BLOCK, K_BLOCK, K_TILE_SIZE, False)
             S = tl.where(attended, S, float("-inf"))
         P, rescale, m, l = online_softmax(S, m, l, scale_log2)
-        V = load_rows(V_base, key_rows, N_KEYS, stride_vs, stride_vd, D, D_TILE, PARTIAL)
+        V = load_rows(
+            V_head, batch, kv_head, first_key, N_KEYS, stride_vs, stride_vd, D, D_TILE, K_TILE_SIZE, PARTIAL, TMA
+        )  # fmt: skip
         accumulator = accumulate(accumulator * rescale[:, None], P.to(V.dtype), V, ZERO, PRECISION)
     return accumulator, m, l
 
@@ -133,39 +141,45 @@ def block_sparse_forward_kernel(
     stride_qb, stride_qh, stride_qs, stride_qd,
     stride_kb, stride_kh, stride_ks, stride_kd,
     stride_vb, stride_vh, stride_vs, stride_vd,
-    N_HEADS, N_QUERIES, N_KEYS, MASK_BATCHES, MASK_HEADS, WIDTH, FULL_WIDTH, scale_log2, ZERO,
+    N_HEADS, HEADS_TOGETHER, N_QUERIES, N_KEYS, MASK_BATCHES, MASK_HEADS, WIDTH, FULL_WIDTH, scale_log2, ZERO,
     GROUP: tl.constexpr, D: tl.constexpr, D_TILE: tl.constexpr, Q_TILE_SIZE: tl.constexpr, K_TILE_SIZE: tl.constexpr,
-    Q_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr, PRECISION: tl.constexpr,
+    Q_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """O (batch, heads, queries, D) and L (batch, heads, queries) are contiguous; q, k, v have any strides."""
     # Last tile first: the lists of a causal mask grow towards the end.
-    query_tile, batch, head = tile_of_program(tl.cdiv(N_QUERIES, Q_TILE_SIZE), N_HEADS, True)
+    query_tile, batch, head = tile_of_program(tl.cdiv(N_QUERIES, Q_TILE_SIZE), N_HEADS, HEADS_TOGETHER, True)
     first_query = query_tile * Q_TILE_SIZE
     list_number = _list_of_tile(
         batch, head, first_query // Q_BLOCK, tl.cdiv(N_QUERIES, Q_BLOCK), MASK_BATCHES, MASK_HEADS
     )
-    K_base = K_ptr + batch * stride_kb + head // GROUP * stride_kh
-    V_base = V_ptr + batch * stride_vb + head // GROUP * stride_vh
+    kv_head = head // GROUP
+    K_head = head_of(K_ptr, batch, kv_head, stride_kb, stride_kh, TMA)
+    V_head = head_of(V_ptr, batch, kv_head, stride_vb, stride_vh, TMA)
 
     # 1. load the query tile
     query_rows = first_query + tl.arange(0, Q_TILE_SIZE)
-    Q_base = Q_ptr + batch * stride_qb + head * stride_qh
-    Q = load_rows(Q_base, query_rows, N_QUERIES, stride_qs, stride_qd, D, D_TILE, True)  # (Q_TILE_SIZE, D_TILE)
+    Q_head = head_of(Q_ptr, batch, head, stride_qb, stride_qh, TMA)
+    Q = load_rows(
+        Q_head, batch, head, first_query, N_QUERIES, stride_qs, stride_qd, D, D_TILE, Q_TILE_SIZE, True, TMA
+    )  # (Q_TILE_SIZE, D_TILE)
     m = tl.full([Q_TILE_SIZE], LOWEST, tl.float32)
     l = tl.zeros([Q_TILE_SIZE], tl.float32)
     accumulator = tl.zeros([Q_TILE_SIZE, D_TILE], tl.float32)
 
     # 2. full tiles
     accumulator, m, l = _visit_listed_keys(
-        accumulator, m, l, Q, K_base, V_base, query_rows % Q_BLOCK, tl.load(full_kv_num_blocks_ptr + list_number),
+        accumulator, m, l, Q, K_head, V_head, batch, kv_head, query_rows % Q_BLOCK,
+        tl.load(full_kv_num_blocks_ptr + list_number),
         full_kv_indices_ptr + list_number * FULL_WIDTH, kv_tokens_ptr, token_bits_ptr, N_KEYS, scale_log2, ZERO,
-        stride_ks, stride_kd, stride_vs, stride_vd, D, D_TILE, K_TILE_SIZE, Q_BLOCK, K_BLOCK, False, PRECISION,
+        stride_ks, stride_kd, stride_vs, stride_vd, D, D_TILE, K_TILE_SIZE, Q_BLOCK, K_BLOCK, False, PRECISION, TMA,
     )  # fmt: skip
     # 3. partial tiles
     accumulator, m, l = _visit_listed_keys(
-        accumulator, m, l, Q, K_base, V_base, query_rows % Q_BLOCK, tl.load(kv_num_blocks_ptr + list_number),
+        accumulator, m, l, Q, K_head, V_head, batch, kv_head, query_rows % Q_BLOCK,
+        tl.load(kv_num_blocks_ptr + list_number),
         kv_indices_ptr + list_number * WIDTH, kv_tokens_ptr + list_number * WIDTH, token_bits_ptr, N_KEYS, scale_log2,
-        ZERO, stride_ks, stride_kd, stride_vs, stride_vd, D, D_TILE, K_TILE_SIZE, Q_BLOCK, K_BLOCK, True, PRECISION,
+        ZERO, stride_ks, stride_kd, stride_vs, stride_vd,
+        D, D_TILE, K_TILE_SIZE, Q_BLOCK, K_BLOCK, True, PRECISION, TMA,
     )  # fmt: skip
 
     # 4. normalise and store
@@ -175,10 +189,10 @@ def block_sparse_forward_kernel(
 
 @triton.jit
 def _visit_listed_queries(
-    dK, dV, K, V, first_column, Q_base, dO_base, L_base, D_base, num_listed, indices, patterns, token_bits,
+    dK, dV, K, V, first_column, Q_head, dO_head, L_base, D_base, batch, head, num_listed, indices, patterns, token_bits,
     N_QUERIES, scale_log2, ZERO, stride_qs, stride_qd, stride_dos, stride_dod,
     D: tl.constexpr, D_TILE: tl.constexpr, Q_TILE_SIZE: tl.constexpr, K_TILE_SIZE: tl.constexpr, Q_BLOCK: tl.constexpr,
-    K_BLOCK: tl.constexpr, PARTIAL: tl.constexpr, PRECISION: tl.constexpr,
+    K_BLOCK: tl.constexpr, PARTIAL: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """Fold the listed query tiles into dK (without its scale) and dV; `first_column` is K's place in the mask's tile.
 
@@ -186,20 +200,26 @@ def _visit_listed_queries(
     """
     STEPS: tl.constexpr = Q_BLOCK // Q_TILE_SIZE
     for step in tl.range(0, num_listed * STEPS):
-        block_rows = step % STEPS * Q_TILE_SIZE + tl.arange(0, Q_TILE_SIZE)
-        query_rows = tl.load(indices + step // STEPS) * Q_BLOCK + block_rows
-        exists = query_rows < N_QUERIES
-        Q = load_rows(Q_base, query_rows, N_QUERIES, stride_qs, stride_qd, D, D_TILE, PARTIAL)
-        dO = load_rows(dO_base, query_rows, N_QUERIES, stride_dos, stride_dod, D, D_TILE, PARTIAL)
-        L = tl.load(L_base + query_rows, mask=exists, other=float("inf")) if PARTIAL else tl.load(L_base + query_rows)
-        delta = tl.load(D_base + query_rows, mask=exists, other=0.0) if PARTIAL else tl.load(D_base + query_rows)
+        first_row = step % STEPS * Q_TILE_SIZE  # of the kernel's tile in the mask's
+        first_query = tl.load(indices + step // STEPS) * Q_BLOCK + first_row
+        block_rows = first_row + tl.arange(0, Q_TILE_SIZE)
+        query_rows = first_query + tl.arange(0, Q_TILE_SIZE)
+        Q = load_rows(
+            Q_head, batch, head, first_query, N_QUERIES, stride_qs, stride_qd, D, D_TILE, Q_TILE_SIZE, PARTIAL, TMA
+        )  # fmt: skip
+        dO = load_rows(
+            dO_head, batch, head, first_query, N_QUERIES, stride_dos, stride_dod, D, D_TILE, Q_TILE_SIZE, PARTIAL, TMA
+        )  # fmt: skip
+        L_log2 = tl.load(L_base + query_rows)
+        delta = tl.load(D_base + query_rows)
         S_T = tl.dot(K, tl.trans(Q), input_precision=PRECISION)  # (K_TILE_SIZE, Q_TILE_SIZE)
-        P_T = tl.math.exp2(S_T * scale_log2 - (L * LOG2_E)[None, :])
+        dP_T = tl.dot(V, tl.trans(dO), input_precision=PRECISION)
+        P_T = tl.math.exp2(S_T * scale_log2 - L_log2[None, :])
         if PARTIAL:
             pattern = tl.load(patterns + step // STEPS)
             attended = _is_attended(token_bits, pattern, block_rows, first_column, Q_BLOCK, K_BLOCK, K_TILE_SIZE, True)
             P_T = tl.where(attended, P_T, 0.0)
-        dK, dV = fold_queries(dK, dV, P_T, Q, dO, V, delta, ZERO, PRECISION)
+        dK, dV = fold_queries(dK, dV, P_T, dP_T, Q, dO, delta, ZERO, PRECISION)
     return dK, dV
 
 
@@ -211,21 +231,25 @@ def block_sparse_dkdv_kernel(
     stride_kb, stride_kh, stride_ks, stride_kd,
     stride_vb, stride_vh, stride_vs, stride_vd,
     stride_dob, stride_doh, stride_dos, stride_dod,
-    N_KV_HEADS, N_QUERIES, N_KEYS, MASK_BATCHES, MASK_HEADS, WIDTH, FULL_WIDTH, scale, scale_log2, ZERO,
+    N_KV_HEADS, HEADS_TOGETHER, N_QUERIES, N_KEYS, MASK_BATCHES, MASK_HEADS, WIDTH, FULL_WIDTH, scale, scale_log2, ZERO,
     GROUP: tl.constexpr, D: tl.constexpr, D_TILE: tl.constexpr, Q_TILE_SIZE: tl.constexpr, K_TILE_SIZE: tl.constexpr,
-    Q_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr, PRECISION: tl.constexpr,
+    Q_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """dK, dV (batch, kv_heads, keys, D), L and delta (batch, heads, queries) are contiguous.
+    """dK, dV (batch, kv_heads, keys, D), L and delta (batch, heads, padded queries) are contiguous.
 
     Each query head of the group walks the lists of its own mask.
     """
-    key_tile, batch, kv_head = tile_of_program(tl.cdiv(N_KEYS, K_TILE_SIZE), N_KV_HEADS, False)
+    key_tile, batch, kv_head = tile_of_program(tl.cdiv(N_KEYS, K_TILE_SIZE), N_KV_HEADS, HEADS_TOGETHER, False)
     first_key = key_tile * K_TILE_SIZE
     key_rows = first_key + tl.arange(0, K_TILE_SIZE)
-    K_base = K_ptr + batch * stride_kb + kv_head * stride_kh
-    V_base = V_ptr + batch * stride_vb + kv_head * stride_vh
-    K = load_rows(K_base, key_rows, N_KEYS, stride_ks, stride_kd, D, D_TILE, True)  # (K_TILE_SIZE, D_TILE)
-    V = load_rows(V_base, key_rows, N_KEYS, stride_vs, stride_vd, D, D_TILE, True)
+    K_head = head_of(K_ptr, batch, kv_head, stride_kb, stride_kh, TMA)
+    V_head = head_of(V_ptr, batch, kv_head, stride_vb, stride_vh, TMA)
+    K = load_rows(
+        K_head, batch, kv_head, first_key, N_KEYS, stride_ks, stride_kd, D, D_TILE, K_TILE_SIZE, True, TMA
+    )  # (K_TILE_SIZE, D_TILE)
+    V = load_rows(
+        V_head, batch, kv_head, first_key, N_KEYS, stride_vs, stride_vd, D, D_TILE, K_TILE_SIZE, True, TMA
+    )  # fmt: skip
     dK = tl.zeros([K_TILE_SIZE, D_TILE], tl.float32)
     dV = tl.zeros([K_TILE_SIZE, D_TILE], tl.float32)
 
@@ -234,20 +258,20 @@ def block_sparse_dkdv_kernel(
         list_number = _list_of_tile(
             batch, head, first_key // K_BLOCK, tl.cdiv(N_KEYS, K_BLOCK), MASK_BATCHES, MASK_HEADS
         )
-        Q_base = Q_ptr + batch * stride_qb + head * stride_qh
-        dO_base = dO_ptr + batch * stride_dob + head * stride_doh
-        row_base = (batch * N_KV_HEADS * GROUP + head) * N_QUERIES
+        Q_head = head_of(Q_ptr, batch, head, stride_qb, stride_qh, TMA)
+        dO_head = head_of(dO_ptr, batch, head, stride_dob, stride_doh, TMA)
+        row_base = (batch * N_KV_HEADS * GROUP + head) * padded_rows(N_QUERIES)
         dK, dV = _visit_listed_queries(
-            dK, dV, K, V, first_key % K_BLOCK, Q_base, dO_base, L_ptr + row_base, D_ptr + row_base,
+            dK, dV, K, V, first_key % K_BLOCK, Q_head, dO_head, L_ptr + row_base, D_ptr + row_base, batch, head,
             tl.load(full_q_num_blocks_ptr + list_number), full_q_indices_ptr + list_number * FULL_WIDTH, q_tokens_ptr,
             token_bits_ptr, N_QUERIES, scale_log2, ZERO, stride_qs, stride_qd, stride_dos, stride_dod,
-            D, D_TILE, Q_TILE_SIZE, K_TILE_SIZE, Q_BLOCK, K_BLOCK, False, PRECISION,
+            D, D_TILE, Q_TILE_SIZE, K_TILE_SIZE, Q_BLOCK, K_BLOCK, False, PRECISION, TMA,
         )  # fmt: skip
         dK, dV = _visit_listed_queries(
-            dK, dV, K, V, first_key % K_BLOCK, Q_base, dO_base, L_ptr + row_base, D_ptr + row_base,
+            dK, dV, K, V, first_key % K_BLOCK, Q_head, dO_head, L_ptr + row_base, D_ptr + row_base, batch, head,
             tl.load(q_num_blocks_ptr + list_number), q_indices_ptr + list_number * WIDTH,
             q_tokens_ptr + list_number * WIDTH, token_bits_ptr, N_QUERIES, scale_log2, ZERO, stride_qs, stride_qd,
-            stride_dos, stride_dod, D, D_TILE, Q_TILE_SIZE, K_TILE_SIZE, Q_BLOCK, K_BLOCK, True, PRECISION,
+            stride_dos, stride_dod, D, D_TILE, Q_TILE_SIZE, K_TILE_SIZE, Q_BLOCK, K_BLOCK, True, PRECISION, TMA,
         )  # fmt: skip
 
     output_base = (batch * N_KV_HEADS + kv_head) * N_KEYS * D
@@ -257,25 +281,30 @@ def block_sparse_dkdv_kernel(
 
 @triton.jit
 def _visit_listed_keys_for_dq(
-    dQ, Q, dO, L_log2, delta, K_base, V_base, block_rows, num_listed, indices, patterns, token_bits, N_KEYS,
-    scale_log2, ZERO, stride_ks, stride_kd, stride_vs, stride_vd,
+    dQ, Q, dO, L_log2, delta, K_head, V_head, batch, kv_head, block_rows, num_listed, indices, patterns, token_bits,
+    N_KEYS, scale_log2, ZERO, stride_ks, stride_kd, stride_vs, stride_vd,
     D: tl.constexpr, D_TILE: tl.constexpr, K_TILE_SIZE: tl.constexpr, Q_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr,
-    PARTIAL: tl.constexpr, PRECISION: tl.constexpr,
+    PARTIAL: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """Fold the listed key tiles into dQ (without its scale)."""
     STEPS: tl.constexpr = K_BLOCK // K_TILE_SIZE
     for step in tl.range(0, num_listed * STEPS):
         first_column = step % STEPS * K_TILE_SIZE  # of the kernel's tile in the mask's
-        key_rows = tl.load(indices + step // STEPS) * K_BLOCK + first_column + tl.arange(0, K_TILE_SIZE)
-        K = load_rows(K_base, key_rows, N_KEYS, stride_ks, stride_kd, D, D_TILE, PARTIAL)
-        V = load_rows(V_base, key_rows, N_KEYS, stride_vs, stride_vd, D, D_TILE, PARTIAL)
+        first_key = tl.load(indices + step // STEPS) * K_BLOCK + first_column
+        K = load_rows(
+            K_head, batch, kv_head, first_key, N_KEYS, stride_ks, stride_kd, D, D_TILE, K_TILE_SIZE, PARTIAL, TMA
+        )  # fmt: skip
+        V = load_rows(
+            V_head, batch, kv_head, first_key, N_KEYS, stride_vs, stride_vd, D, D_TILE, K_TILE_SIZE, PARTIAL, TMA
+        )  # fmt: skip
         S = tl.dot(Q, tl.trans(K), input_precision=PRECISION)  # (Q_TILE_SIZE, K_TILE_SIZE)
+        dP = tl.dot(dO, tl.trans(V), input_precision=PRECISION)
         P = tl.math.exp2(S * scale_log2 - L_log2[:, None])
         if PARTIAL:
             pattern = tl.load(patterns + step // STEPS)
             attended = _is_attended(token_bits, pattern, block_rows, first_column, Q_BLOCK, K_BLOCK, K_TILE_SIZE, False)
             P = tl.where(attended, P, 0.0)
-        dQ = fold_keys(dQ, P, dO, K, V, delta, ZERO, PRECISION)
+        dQ = fold_keys(dQ, P, dP, K, delta, ZERO, PRECISION)
     return dQ
 
 
@@ -287,40 +316,49 @@ def block_sparse_dq_kernel(
     stride_kb, stride_kh, stride_ks, stride_kd,
     stride_vb, stride_vh, stride_vs, stride_vd,
     stride_dob, stride_doh, stride_dos, stride_dod,
-    N_HEADS, N_QUERIES, N_KEYS, MASK_BATCHES, MASK_HEADS, WIDTH, FULL_WIDTH, scale, scale_log2, ZERO,
+    N_HEADS, HEADS_TOGETHER, N_QUERIES, N_KEYS, MASK_BATCHES, MASK_HEADS, WIDTH, FULL_WIDTH, scale, scale_log2, ZERO,
     GROUP: tl.constexpr, D: tl.constexpr, D_TILE: tl.constexpr, Q_TILE_SIZE: tl.constexpr, K_TILE_SIZE: tl.constexpr,
-    Q_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr, PRECISION: tl.constexpr,
+    Q_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """dQ (batch, heads, queries, D), L and delta (batch, heads, queries) are contiguous."""
-    query_tile, batch, head = tile_of_program(tl.cdiv(N_QUERIES, Q_TILE_SIZE), N_HEADS, True)
+    """dQ (batch, heads, queries, D), L and delta (batch, heads, padded queries) are contiguous."""
+    query_tile, batch, head = tile_of_program(tl.cdiv(N_QUERIES, Q_TILE_SIZE), N_HEADS, HEADS_TOGETHER, True)
     first_query = query_tile * Q_TILE_SIZE
     list_number = _list_of_tile(
         batch, head, first_query // Q_BLOCK, tl.cdiv(N_QUERIES, Q_BLOCK), MASK_BATCHES, MASK_HEADS
     )
-    K_base = K_ptr + batch * stride_kb + head // GROUP * stride_kh
-    V_base = V_ptr + batch * stride_vb + head // GROUP * stride_vh
+    kv_head = head // GROUP
+    K_head = head_of(K_ptr, batch, kv_head, stride_kb, stride_kh, TMA)
+    V_head = head_of(V_ptr, batch, kv_head, stride_vb, stride_vh, TMA)
 
     query_rows = first_query + tl.arange(0, Q_TILE_SIZE)
-    Q_base = Q_ptr + batch * stride_qb + head * stride_qh
-    dO_base = dO_ptr + batch * stride_dob + head * stride_doh
-    row_base = (batch * N_HEADS + head) * N_QUERIES
-    Q = load_rows(Q_base, query_rows, N_QUERIES, stride_qs, stride_qd, D, D_TILE, True)  # (Q_TILE_SIZE, D_TILE)
-    dO = load_rows(dO_base, query_rows, N_QUERIES, stride_dos, stride_dod, D, D_TILE, True)
-    L_log2 = tl.load(L_ptr + row_base + query_rows, mask=query_rows < N_QUERIES, other=float("inf")) * LOG2_E
+    Q_head = head_of(Q_ptr, batch, head, stride_qb, stride_qh, TMA)
+    dO_head = head_of(dO_ptr, batch, head, stride_dob, stride_doh, TMA)
+    row_base = (batch * N_HEADS + head) * padded_rows(N_QUERIES)
+    output_base = (batch * N_HEADS + head) * N_QUERIES * D
+    Q = load_rows(
+        Q_head, batch, head, first_query, N_QUERIES, stride_qs, stride_qd, D, D_TILE, Q_TILE_SIZE, True, TMA
+    )  # (Q_TILE_SIZE, D_TILE)
+    dO = load_rows(
+        dO_head, batch, head, first_query, N_QUERIES, stride_dos, stride_dod, D, D_TILE, Q_TILE_SIZE, True, TMA
+    )  # fmt: skip
+    L_log2 = tl.load(L_ptr + row_base + query_rows, mask=query_rows < N_QUERIES, other=float("inf"))
     delta = tl.load(D_ptr + row_base + query_rows, mask=query_rows < N_QUERIES, other=0.0)
     dQ = tl.zeros([Q_TILE_SIZE, D_TILE], tl.float32)
 
     dQ = _visit_listed_keys_for_dq(
-        dQ, Q, dO, L_log2, delta, K_base, V_base, query_rows % Q_BLOCK, tl.load(full_kv_num_blocks_ptr + list_number),
+        dQ, Q, dO, L_log2, delta, K_head, V_head, batch, kv_head, query_rows % Q_BLOCK,
+        tl.load(full_kv_num_blocks_ptr + list_number),
         full_kv_indices_ptr + list_number * FULL_WIDTH, kv_tokens_ptr, token_bits_ptr, N_KEYS, scale_log2, ZERO,
-        stride_ks, stride_kd, stride_vs, stride_vd, D, D_TILE, K_TILE_SIZE, Q_BLOCK, K_BLOCK, False, PRECISION,
+        stride_ks, stride_kd, stride_vs, stride_vd, D, D_TILE, K_TILE_SIZE, Q_BLOCK, K_BLOCK, False, PRECISION, TMA,
     )  # fmt: skip
     dQ = _visit_listed_keys_for_dq(
-        dQ, Q, dO, L_log2, delta, K_base, V_base, query_rows % Q_BLOCK, tl.load(kv_num_blocks_ptr + list_number),
+        dQ, Q, dO, L_log2, delta, K_head, V_head, batch, kv_head, query_rows % Q_BLOCK,
+        tl.load(kv_num_blocks_ptr + list_number),
         kv_indices_ptr + list_number * WIDTH, kv_tokens_ptr + list_number * WIDTH, token_bits_ptr, N_KEYS, scale_log2,
-        ZERO, stride_ks, stride_kd, stride_vs, stride_vd, D, D_TILE, K_TILE_SIZE, Q_BLOCK, K_BLOCK, True, PRECISION,
+        ZERO, stride_ks, stride_kd, stride_vs, stride_vd,
+        D, D_TILE, K_TILE_SIZE, Q_BLOCK, K_BLOCK, True, PRECISION, TMA,
     )  # fmt: skip
-    store_rows(dQ_ptr + row_base * D, dQ * scale, query_rows, N_QUERIES, D, 1, D, D_TILE)
+    store_rows(dQ_ptr + output_base, dQ * scale, query_rows, N_QUERIES, D, 1, D, D_TILE)
 
 
 def launch_block_sparse_forward(
@@ -338,9 +376,9 @@ def launch_block_sparse_forward(
     lse = q.new_empty((batch, heads, num_queries), dtype=torch.float32)
     grid = (triton.cdiv(num_queries, config.query_tile) * batch * heads,)
     block_sparse_forward_kernel[grid](
-        q, k, v, output, lse, *_row_lists(lists), *q.stride(), *k.stride(), *v.stride(),
-        heads, num_queries, k.shape[2], *lists.kv_num_blocks.shape[:2], lists.kv_indices.shape[3],
-        lists.full_kv_indices.shape[3], scale * LOG2_E.value, 0.0,
+        *described(config, q=q, k=k, v=v), output, lse, *_row_lists(lists), *q.stride(), *k.stride(), *v.stride(),
+        heads, heads_together(batch * heads, k), num_queries, k.shape[2], *lists.kv_num_blocks.shape[:2],
+        lists.kv_indices.shape[3], lists.full_kv_indices.shape[3], scale * LOG2_E.value, 0.0,
         **_constants(q, k, lists), **_launch_options(config),
     )  # fmt: skip
     return output, lse
@@ -364,21 +402,25 @@ def launch_block_sparse_backward(
     batch, heads, num_queries, _ = q.shape
     kv_heads, num_keys = k.shape[1:3]
     grad_q, grad_k, grad_v = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
-    delta = launch_preprocess(output, lse, grad_output, grad_lse)
+    rows = launch_preprocess(output, lse, grad_output, grad_lse)
     strides = (*q.stride(), *k.stride(), *v.stride(), *grad_output.stride())
     mask_shape, scales = lists.kv_num_blocks.shape[:2], (scale, scale * LOG2_E.value)
     constants = _constants(q, k, lists)
 
     grid = (triton.cdiv(num_keys, dkdv_config.key_tile) * batch * kv_heads,)
     block_sparse_dkdv_kernel[grid](
-        q, k, v, grad_output, lse, delta, grad_k, grad_v, *_column_lists(lists), *strides,
-        kv_heads, num_queries, num_keys, *mask_shape, lists.q_indices.shape[3], lists.full_q_indices.shape[3],
+        *described(dkdv_config, q=q, k=k, v=v, grad_output=grad_output), *rows, grad_k, grad_v,
+        *_column_lists(lists), *strides,
+        kv_heads, heads_together(batch * kv_heads, q, heads // kv_heads), num_queries, num_keys, *mask_shape,
+        lists.q_indices.shape[3], lists.full_q_indices.shape[3],
         *scales, 0.0, **constants, **_launch_options(dkdv_config),
     )  # fmt: skip
     grid = (triton.cdiv(num_queries, dq_config.query_tile) * batch * heads,)
     block_sparse_dq_kernel[grid](
-        q, k, v, grad_output, lse, delta, grad_q, *_row_lists(lists), *strides,
-        heads, num_queries, num_keys, *mask_shape, lists.kv_indices.shape[3], lists.full_kv_indices.shape[3],
+        *described(dq_config, q=q, k=k, v=v, grad_output=grad_output), *rows, grad_q,
+        *_row_lists(lists), *strides,
+        heads, heads_together(batch * heads, k), num_queries, num_keys, *mask_shape,
+        lists.kv_indices.shape[3], lists.full_kv_indices.shape[3],
         *scales, 0.0, **constants, **_launch_options(dq_config),
     )  # fmt: skip
     return grad_q, grad_k, grad_v
@@ -411,6 +453,6 @@ def _launch_options(config: KernelConfig) -> dict[str, int | str]:
     # many for as many tiles in flight as the dense kernels have with config.num_stages.
     num_stages = 2 * config.num_stages - 1
     return {
-        "Q_TILE_SIZE": config.query_tile, "K_TILE_SIZE": config.key_tile, "PRECISION": config.precision,
-        "num_warps": config.num_warps, "num_stages": num_stages,
+        "Q_TILE_SIZE": config.query_tile, "K_TILE_SIZE": config.key_tile,
+        "PRECISION": config.precision, "TMA": config.tma, "num_warps": config.num_warps, "num_stages": num_stages,
     }  # fmt: skip

@@ -19,10 +19,13 @@ from jaxtyping import Float
 from torch import Tensor
 
 from cs336_systems.attention.tiles import KernelConfig, head_tile
+from cs336_systems.attention.triton.descriptors import described
 from cs336_systems.attention.triton.steps import (
     LOG2_E,
     LOWEST,
     accumulate,
+    head_of,
+    heads_together,
     load_rows,
     online_softmax,
     store_queries,
@@ -32,15 +35,17 @@ from cs336_systems.attention.triton.steps import (
 
 @triton.jit
 def _visit_keys(
-    accumulator, m, l, Q, K_base, V_base, query_rows, first_key, last_key, N_KEYS, scale_log2, ZERO,
-    stride_ks, stride_kd, stride_vs, stride_vd,
+    accumulator, m, l, Q, K_head, V_head, batch, kv_head, query_rows, first_key, last_key, N_KEYS,
+    scale_log2, ZERO, stride_ks, stride_kd, stride_vs, stride_vd,
     D: tl.constexpr, D_TILE: tl.constexpr, K_TILE_SIZE: tl.constexpr, IS_CAUSAL: tl.constexpr, MASKED: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """Fold the key tiles of [first_key, last_key) into the running (accumulator, m, l); m is in base 2."""
     for start in tl.range(first_key, last_key, K_TILE_SIZE):
         key_rows = start + tl.arange(0, K_TILE_SIZE)
-        K = load_rows(K_base, key_rows, N_KEYS, stride_ks, stride_kd, D, D_TILE, MASKED)
+        K = load_rows(
+            K_head, batch, kv_head, start, N_KEYS, stride_ks, stride_kd, D, D_TILE, K_TILE_SIZE, MASKED, TMA
+        )  # fmt: skip
         S = tl.dot(Q, tl.trans(K), input_precision=PRECISION)  # (Q_TILE_SIZE, K_TILE_SIZE), not yet scaled
         if MASKED:
             visible = (key_rows < N_KEYS)[None, :]
@@ -48,23 +53,28 @@ def _visit_keys(
                 visible = visible & (query_rows[:, None] >= key_rows[None, :])
             S = tl.where(visible, S, float("-inf"))
         P, rescale, m, l = online_softmax(S, m, l, scale_log2)
-        V = load_rows(V_base, key_rows, N_KEYS, stride_vs, stride_vd, D, D_TILE, MASKED)
+        V = load_rows(
+            V_head, batch, kv_head, start, N_KEYS, stride_vs, stride_vd, D, D_TILE, K_TILE_SIZE, MASKED, TMA
+        )  # fmt: skip
         accumulator = accumulate(accumulator * rescale[:, None], P.to(V.dtype), V, ZERO, PRECISION)
     return accumulator, m, l
 
 
 @triton.jit
 def attend_queries(
-    Q_base, K_base, V_base, O_base, L_base, query_tile, N_QUERIES, N_KEYS, scale_log2, ZERO,
+    Q_head, K_head, V_head, O_base, L_base, batch, head, kv_head, query_tile, N_QUERIES, N_KEYS, scale_log2, ZERO,
     stride_qs, stride_qd, stride_ks, stride_kd, stride_vs, stride_vd, stride_os,
     D: tl.constexpr, D_TILE: tl.constexpr, Q_TILE_SIZE: tl.constexpr, K_TILE_SIZE: tl.constexpr,
-    IS_CAUSAL: tl.constexpr, ROWS_WITHOUT_KEYS: tl.constexpr, PRECISION: tl.constexpr,
+    IS_CAUSAL: tl.constexpr, ROWS_WITHOUT_KEYS: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """One query tile of one sequence: the bases point at its row 0, in the program's head."""
+    """One query tile of one sequence: `Q_head`, `K_head` and `V_head` come from `head_of`, O_base and L_base point at
+    the sequence's row 0 in the program's head."""
     # 1. load the query tile
     first_query = query_tile * Q_TILE_SIZE
     query_rows = first_query + tl.arange(0, Q_TILE_SIZE)
-    Q = load_rows(Q_base, query_rows, N_QUERIES, stride_qs, stride_qd, D, D_TILE, True)  # (Q_TILE_SIZE, D_TILE)
+    Q = load_rows(
+        Q_head, batch, head, first_query, N_QUERIES, stride_qs, stride_qd, D, D_TILE, Q_TILE_SIZE, True, TMA
+    )  # (Q_TILE_SIZE, D_TILE)
     m = tl.full([Q_TILE_SIZE], LOWEST, tl.float32)
     l = tl.zeros([Q_TILE_SIZE], tl.float32)
     accumulator = tl.zeros([Q_TILE_SIZE, D_TILE], tl.float32)
@@ -78,13 +88,13 @@ def attend_queries(
 
     # 2. unmasked loop
     accumulator, m, l = _visit_keys(
-        accumulator, m, l, Q, K_base, V_base, query_rows, 0, full_keys, N_KEYS, scale_log2, ZERO,
-        stride_ks, stride_kd, stride_vs, stride_vd, D, D_TILE, K_TILE_SIZE, IS_CAUSAL, False, PRECISION,
+        accumulator, m, l, Q, K_head, V_head, batch, kv_head, query_rows, 0, full_keys, N_KEYS, scale_log2, ZERO,
+        stride_ks, stride_kd, stride_vs, stride_vd, D, D_TILE, K_TILE_SIZE, IS_CAUSAL, False, PRECISION, TMA,
     )  # fmt: skip
     # 3. masked loop
     accumulator, m, l = _visit_keys(
-        accumulator, m, l, Q, K_base, V_base, query_rows, full_keys, end_keys, N_KEYS, scale_log2, ZERO,
-        stride_ks, stride_kd, stride_vs, stride_vd, D, D_TILE, K_TILE_SIZE, IS_CAUSAL, True, PRECISION,
+        accumulator, m, l, Q, K_head, V_head, batch, kv_head, query_rows, full_keys, end_keys, N_KEYS, scale_log2, ZERO,
+        stride_ks, stride_kd, stride_vs, stride_vd, D, D_TILE, K_TILE_SIZE, IS_CAUSAL, True, PRECISION, TMA,
     )  # fmt: skip
 
     # 4. normalise and store
@@ -97,20 +107,22 @@ def flash_forward_kernel(
     stride_qb, stride_qh, stride_qs, stride_qd,
     stride_kb, stride_kh, stride_ks, stride_kd,
     stride_vb, stride_vh, stride_vs, stride_vd,
-    N_HEADS, N_QUERIES, N_KEYS, scale_log2, ZERO,
+    N_HEADS, HEADS_TOGETHER, N_QUERIES, N_KEYS, scale_log2, ZERO,
     GROUP: tl.constexpr, D: tl.constexpr, D_TILE: tl.constexpr, Q_TILE_SIZE: tl.constexpr, K_TILE_SIZE: tl.constexpr,
-    IS_CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
+    IS_CAUSAL: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """O (batch, heads, queries, D) and L (batch, heads, queries) are contiguous; q, k, v have any strides."""
-    query_tile, batch, head = tile_of_program(tl.cdiv(N_QUERIES, Q_TILE_SIZE), N_HEADS, IS_CAUSAL)
+    """O (batch, heads, queries, D) and L (batch, heads, queries) are contiguous; q, k, v have any strides, or are
+    descriptors under TMA."""
+    query_tile, batch, head = tile_of_program(tl.cdiv(N_QUERIES, Q_TILE_SIZE), N_HEADS, HEADS_TOGETHER, IS_CAUSAL)
     kv_head = head // GROUP
     row_base = (batch * N_HEADS + head) * N_QUERIES
     attend_queries(
-        Q_ptr + batch * stride_qb + head * stride_qh, K_ptr + batch * stride_kb + kv_head * stride_kh,
-        V_ptr + batch * stride_vb + kv_head * stride_vh, O_ptr + row_base * D, L_ptr + row_base,
-        query_tile, N_QUERIES, N_KEYS, scale_log2, ZERO,
+        head_of(Q_ptr, batch, head, stride_qb, stride_qh, TMA),
+        head_of(K_ptr, batch, kv_head, stride_kb, stride_kh, TMA),
+        head_of(V_ptr, batch, kv_head, stride_vb, stride_vh, TMA),
+        O_ptr + row_base * D, L_ptr + row_base, batch, head, kv_head, query_tile, N_QUERIES, N_KEYS, scale_log2, ZERO,
         stride_qs, stride_qd, stride_ks, stride_kd, stride_vs, stride_vd, D,
-        D, D_TILE, Q_TILE_SIZE, K_TILE_SIZE, IS_CAUSAL, False, PRECISION,
+        D, D_TILE, Q_TILE_SIZE, K_TILE_SIZE, IS_CAUSAL, False, PRECISION, TMA,
     )  # fmt: skip
 
 
@@ -129,12 +141,12 @@ def launch_forward(
     lse = q.new_empty((batch, heads, num_queries), dtype=torch.float32)
     grid = (triton.cdiv(num_queries, config.query_tile) * batch * heads,)
     flash_forward_kernel[grid](
-        q, k, v, output, lse,
+        *described(config, q=q, k=k, v=v), output, lse,
         *q.stride(), *k.stride(), *v.stride(),
-        heads, num_queries, k.shape[2], scale * LOG2_E.value, 0.0,
+        heads, heads_together(batch * heads, k), num_queries, k.shape[2], scale * LOG2_E.value, 0.0,
         GROUP=heads // k.shape[1], D=head_dim, D_TILE=head_tile(head_dim),
         Q_TILE_SIZE=config.query_tile, K_TILE_SIZE=config.key_tile,
-        IS_CAUSAL=is_causal, PRECISION=config.precision,
+        IS_CAUSAL=is_causal, PRECISION=config.precision, TMA=config.tma,
         num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
     return output, lse

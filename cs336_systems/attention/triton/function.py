@@ -6,7 +6,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from typing import Any
 
 import torch
@@ -15,7 +17,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from cs336_systems.attention.operator import VARLEN_ARGUMENTS, attention_operator
+from cs336_systems.attention.operator import VARLEN_ARGUMENTS, AttentionOperator
 from cs336_systems.attention.tiles import KernelConfig, parse_configs, select_config
 from cs336_systems.attention.triton.backward import launch_backward
 from cs336_systems.attention.triton.block_sparse import (
@@ -24,6 +26,7 @@ from cs336_systems.attention.triton.block_sparse import (
     launch_block_sparse_backward,
     launch_block_sparse_forward,
 )
+from cs336_systems.attention.triton.descriptors import describable, rows_are_aligned
 from cs336_systems.attention.triton.forward import launch_forward
 from cs336_systems.attention.triton.launching import launch_fitting
 from cs336_systems.attention.triton.varlen import launch_varlen_backward, launch_varlen_forward
@@ -38,24 +41,27 @@ def kernel_config(
     *,
     is_causal: bool = False,
     capability: tuple[int, int] | None = None,
+    tma: bool | None = None,
 ) -> KernelConfig:
     """The configuration that `kernel` will use for these inputs: the one named in `config`, or the table's.
 
-    `capability` defaults to that of q's device, and to none (the interpreter) on the CPU.
+    `capability` defaults to that of q's device, and to none (the interpreter) on the CPU; `tma`, whether Hopper's copy
+    engine can read all inputs, to what it can do with q and k.
     """
     batch, heads, seqlen_q, _ = q.shape
-    return _choose(kernel, q, config, capability, batch, heads, seqlen_q, k.shape[2], is_causal)
+    tma = describable(q, k) if tma is None else tma
+    return _choose(kernel, q, config, capability, batch, heads, seqlen_q, k.shape[2], is_causal, tma)
 
 
 def _choose(
     kernel: str, q: Tensor, config: str, capability: tuple[int, int] | None, batch: int, heads: int, seqlen_q: int,
-    seqlen_k: int, is_causal: bool,
+    seqlen_k: int, is_causal: bool, tma: bool = False,
 ) -> KernelConfig:  # fmt: skip
     named = parse_configs(config)
     if kernel in named:
         return named[kernel]
     if capability is None and q.is_cuda:
-        capability = torch.cuda.get_device_capability(q.device)
+        capability = _capability(q.device)
     return select_config(
         kernel,
         capability=capability,
@@ -66,14 +72,20 @@ def _choose(
         seqlen_k=seqlen_k,
         dtype=str(q.dtype).removeprefix("torch."),
         is_causal=is_causal,
+        tma=tma,
     )
+
+
+@cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, config: str) -> tuple[Tensor, Tensor]:
     def launch(forward: KernelConfig) -> tuple[Tensor, Tensor]:
         return launch_forward(q, k, v, is_causal=is_causal, scale=scale, config=forward)
 
-    chosen = kernel_config("forward", q, k, config, is_causal=is_causal)
+    chosen = kernel_config("forward", q, k, config, is_causal=is_causal, tma=describable(q, k, v))
     with _launch_device(q):
         return launch_fitting(launch, (chosen,), q, seqlen_q=q.shape[2], seqlen_k=k.shape[2])
 
@@ -82,15 +94,30 @@ def _backward(
     q: Tensor, k: Tensor, v: Tensor, output: Tensor, lse: Tensor, grad_output: Tensor, grad_lse: Tensor | None,
     is_causal: bool, scale: float, config: str,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    tma = _can_be_described(q, k, v, grad_output)
+    chosen = tuple(kernel_config(kernel, q, k, config, is_causal=is_causal, tma=tma) for kernel in ("dkdv", "dq"))
+    upstream = _readable(grad_output, chosen)
+
     def launch(dkdv: KernelConfig, dq: KernelConfig) -> tuple[Tensor, Tensor, Tensor]:
         return launch_backward(
-            q, k, v, output.contiguous(), lse.contiguous(), grad_output, grad_lse,
+            q, k, v, output.contiguous(), lse.contiguous(), upstream, grad_lse,
             is_causal=is_causal, scale=scale, dkdv_config=dkdv, dq_config=dq,
         )  # fmt: skip
 
-    chosen = tuple(kernel_config(kernel, q, k, config, is_causal=is_causal) for kernel in ("dkdv", "dq"))
     with _launch_device(q):
         return launch_fitting(launch, chosen, q, seqlen_q=q.shape[2], seqlen_k=k.shape[2])
+
+
+def _can_be_described(q: Tensor, k: Tensor, v: Tensor, grad_output: Tensor) -> bool:
+    """Whether TMA can read the inputs of a backward, the gradient as it is or copied."""
+    return describable(q, k, v) and (describable(grad_output) or rows_are_aligned(grad_output))
+
+
+def _readable(grad_output: Tensor, configs: Iterable[KernelConfig]) -> Tensor:
+    """The gradient, copied where TMA shall read it and cannot: autograd expands sums, to strides of 0."""
+    if any(config.tma for config in configs) and not describable(grad_output) and rows_are_aligned(grad_output):
+        return grad_output.clone(memory_format=torch.contiguous_format)
+    return grad_output
 
 
 def _launch_device(q: Tensor) -> AbstractContextManager[Any]:
@@ -114,7 +141,7 @@ def _block_sparse_forward(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> t
     def launch(forward: KernelConfig) -> tuple[Tensor, Tensor]:
         return launch_block_sparse_forward(q, k, v, lists, scale=scale, config=forward)
 
-    chosen = fit_to_blocks(kernel_config("forward", q, k, config), lists.block_size)
+    chosen = fit_to_blocks(kernel_config("forward", q, k, config, tma=describable(q, k, v)), lists.block_size)
     with _launch_device(q):
         return launch_fitting(launch, (chosen,), q, seqlen_q=q.shape[2], seqlen_k=k.shape[2])
 
@@ -125,16 +152,30 @@ def _block_sparse_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     *tensors, _, scale, config = arguments
     lists = TileLists(*tensors)
+    tma = _can_be_described(q, k, v, grad_output)
+    chosen = tuple(
+        fit_to_blocks(kernel_config(kernel, q, k, config, tma=tma), lists.block_size) for kernel in ("dkdv", "dq")
+    )
+    upstream = _readable(grad_output, chosen)
 
     def launch(dkdv: KernelConfig, dq: KernelConfig) -> tuple[Tensor, Tensor, Tensor]:
         return launch_block_sparse_backward(
-            q, k, v, output.contiguous(), lse.contiguous(), grad_output, grad_lse, lists,
+            q, k, v, output.contiguous(), lse.contiguous(), upstream, grad_lse, lists,
             scale=scale, dkdv_config=dkdv, dq_config=dq,
         )  # fmt: skip
 
-    chosen = tuple(fit_to_blocks(kernel_config(kernel, q, k, config), lists.block_size) for kernel in ("dkdv", "dq"))
     with _launch_device(q):
         return launch_fitting(launch, chosen, q, seqlen_q=q.shape[2], seqlen_k=k.shape[2])
+
+
+def _choose_for_documents(
+    kernel: str, q: Tensor, config: str, documents: int, heads: int, seqlen_q: int, seqlen_k: int, is_causal: bool
+) -> KernelConfig:
+    """The configuration of a varlen kernel; ValueError for one with TMA, which does not stop where a document ends."""
+    chosen = _choose(kernel, q, config, None, documents, heads, seqlen_q, seqlen_k, is_causal)
+    if chosen.tma:
+        raise ValueError(f"config must read packed documents by pointers, got {chosen.name}")
+    return chosen
 
 
 def _varlen_forward(
@@ -147,7 +188,7 @@ def _varlen_forward(
         )
 
     shape = (len(cu_seqlens_q) - 1, q.shape[1], max_seqlen_q, max_seqlen_k)
-    chosen = _choose("forward", q, config, None, *shape, is_causal)
+    chosen = _choose_for_documents("forward", q, config, *shape, is_causal)
     with _launch_device(q):
         return launch_fitting(launch, (chosen,), q, seqlen_q=max_seqlen_q, seqlen_k=max_seqlen_k)
 
@@ -164,19 +205,19 @@ def _varlen_backward(
         )  # fmt: skip
 
     shape = (len(cu_seqlens_q) - 1, q.shape[1], max_seqlen_q, max_seqlen_k)
-    chosen = tuple(_choose(kernel, q, config, None, *shape, is_causal) for kernel in ("dkdv", "dq"))
+    chosen = tuple(_choose_for_documents(kernel, q, config, *shape, is_causal) for kernel in ("dkdv", "dq"))
     with _launch_device(q):
         return launch_fitting(launch, chosen, q, seqlen_q=max_seqlen_q, seqlen_k=max_seqlen_k)
 
 
-triton_attention = attention_operator("triton_attention", _forward, _backward)
-block_sparse_attention = attention_operator(
+triton_attention = AttentionOperator("triton_attention", _forward, _backward)
+block_sparse_attention = AttentionOperator(
     "block_sparse_attention",
     _block_sparse_forward,
     _block_sparse_backward,
     extras={name: "Tensor" for name in TileLists._fields},
 )
-varlen_attention = attention_operator(
+varlen_attention = AttentionOperator(
     "varlen_attention", _varlen_forward, _varlen_backward, extras=VARLEN_ARGUMENTS, packed=True
 )
 
@@ -209,10 +250,7 @@ class FlashAttentionTriton(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         saved = (*ctx.saved_tensors, grad_output)
-        q, k, v, output, grad_output = (
-            x.unsqueeze(1) if x.ndim == 3 else x for x in (*saved[:4], grad_output)
-        )
+        q, k, v, output, grad_output = (x.unsqueeze(1) if x.ndim == 3 else x for x in (*saved[:4], grad_output))
         lse = saved[4].view(q.shape[:-1])
-        backward = torch.ops.cs336_systems.triton_attention_backward
-        grads = backward(q, k, v, output, lse, grad_output, None, ctx.is_causal, ctx.scale, "")
+        grads = triton_attention.backward(q, k, v, output, lse, grad_output, None, ctx.is_causal, ctx.scale, "")
         return *(grad.view(x.shape) for grad, x in zip(grads, saved)), None, None

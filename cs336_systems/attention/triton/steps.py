@@ -1,7 +1,8 @@
 """The steps that every attention kernel is made of; each is written once and inlined where it is called.
 
   tile_of_program   which tile, batch element and head a program works on
-  load_rows, store_rows, accumulate   memory and matmul, with bounds and float32 sums taken care of
+  head_of, load_rows, store_rows      memory: by pointers, or by Hopper's copy engine (TMA) through a descriptor
+  accumulate        matmul, with float32 sums taken care of
   online_softmax    the running maximum and sum of a query tile          (FlashAttention-2, algorithm 1, lines 8 to 10)
   store_queries     O = accumulator / l and L = m + log l                (lines 12 to 14)
   fold_keys         one key tile into dQ                                 (algorithm 2, lines 13 to 15)
@@ -9,48 +10,83 @@
 
 Kernels differ only in which tiles they visit: a range (`forward`, `backward`), the lists of a block mask
 (`block_sparse`), a document's range (`varlen`). Exponentials are base 2 with scale · log₂e folded into one
-multiply-add; L is stored in natural log.
+multiply-add; L is stored in natural log. In the backward a kernel multiplies dO Vᵀ before it exponentiates: the tensor
+cores then work while the exponentials run.
 """
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+from torch import Tensor
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
+# Rows that programs running at one time should share: about half of the L2 cache of an H200 or a B200 (50 to 126 MB).
+L2_SHARE_BYTES = 32 * 2**20
+# The backward's numbers of a query row, L in base 2 and D, are padded to a multiple of so many rows, at least a tile.
+# Rows past the end have L = +inf, hence P = 0, and the loads need no bounds, which Triton would not pipeline.
+ROW_PADDING = tl.constexpr(256)
 # Where running maxima start. Finite, so that a tile whose scores are all -inf gives exp2(-inf - m) = 0 and not
 # exp2(-inf + inf) = NaN; any finite score replaces it.
 LOWEST = tl.constexpr(-3.4028234663852886e38)
 
 
 @triton.jit
-def tile_of_program(num_tiles, N_HEADS, LAST_TILE_FIRST: tl.constexpr):
-    """(tile, batch, head) of this program. Programs of one tile index are neighbours, whatever their head, so that the
-    longest causal tiles of all heads start first and the short ones fill the tail of the grid."""
+def tile_of_program(num_tiles, N_HEADS, HEADS_TOGETHER, LAST_TILE_FIRST: tl.constexpr):
+    """(tile, batch, head) of this program.
+
+    HEADS_TOGETHER heads at a time, whose rows the L2 cache holds; among them one tile index after the other, so that
+    the longest causal tiles start first and the short ones fill the tail.
+    """
     num_batch_heads = tl.num_programs(0) // num_tiles
-    batch_head = tl.program_id(0) % num_batch_heads
-    tile = tl.program_id(0) // num_batch_heads
+    first_head = tl.program_id(0) // (HEADS_TOGETHER * num_tiles) * HEADS_TOGETHER
+    width = tl.minimum(HEADS_TOGETHER, num_batch_heads - first_head)
+    position = tl.program_id(0) - first_head * num_tiles
+    batch_head = first_head + position % width
+    tile = position // width
     if LAST_TILE_FIRST:
         tile = num_tiles - 1 - tile
     return tile, (batch_head // N_HEADS).to(tl.int64), (batch_head % N_HEADS).to(tl.int64)
 
 
 @triton.jit
-def load_rows(
-    base_ptr, rows, num_rows, stride_s, stride_d, D: tl.constexpr, D_TILE: tl.constexpr, MASKED: tl.constexpr
-):
-    """The (len(rows), D_TILE) tile at `rows`; columns past D, and with MASKED rows past num_rows, are zero."""
-    columns = tl.arange(0, D_TILE)
-    pointers = base_ptr + rows.to(tl.int64)[:, None] * stride_s + columns[None, :] * stride_d
-    if MASKED and D != D_TILE:
-        return tl.load(pointers, mask=(rows < num_rows)[:, None] & (columns < D)[None, :], other=0.0)
-    elif MASKED:
-        return tl.load(pointers, mask=(rows < num_rows)[:, None], other=0.0)
-    elif D != D_TILE:
-        return tl.load(pointers, mask=(columns < D)[None, :], other=0.0)
+def padded_rows(N_QUERIES):
+    return tl.cdiv(N_QUERIES, ROW_PADDING) * ROW_PADDING
+
+
+@triton.jit
+def head_of(X, batch, head, stride_b, stride_h, TMA: tl.constexpr):
+    """What `load_rows` reads one head from: a pointer to its row 0, or the descriptor, which is told the head there."""
+    if TMA:
+        return X
     else:
-        return tl.load(pointers)
+        return X + batch * stride_b + head * stride_h
+
+
+@triton.jit
+def load_rows(
+    X, batch, head, first_row, num_rows, stride_s, stride_d,
+    D: tl.constexpr, D_TILE: tl.constexpr, ROWS: tl.constexpr, MASKED: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """The (ROWS, D_TILE) tile from `first_row` on; columns past D, and with MASKED rows past num_rows, are zero.
+
+    Under TMA the copy engine computes addresses and fills with zeros, and X is a descriptor of (batch, heads, rows, D).
+    """
+    if TMA:
+        return X.load([batch.to(tl.int32), head.to(tl.int32), first_row, 0]).reshape(ROWS, D_TILE)
+    else:
+        rows = first_row + tl.arange(0, ROWS)
+        columns = tl.arange(0, D_TILE)
+        pointers = X + rows.to(tl.int64)[:, None] * stride_s + columns[None, :] * stride_d
+        if MASKED and D != D_TILE:
+            return tl.load(pointers, mask=(rows < num_rows)[:, None] & (columns < D)[None, :], other=0.0)
+        elif MASKED:
+            return tl.load(pointers, mask=(rows < num_rows)[:, None], other=0.0)
+        elif D != D_TILE:
+            return tl.load(pointers, mask=(columns < D)[None, :], other=0.0)
+        else:
+            return tl.load(pointers)
 
 
 @triton.jit
@@ -102,21 +138,30 @@ def store_queries(
 
 
 @triton.jit
-def fold_keys(dQ, P, dO, K, V, delta, ZERO, PRECISION: tl.constexpr):
-    """Add one key tile, of probabilities P (Q_TILE_SIZE, K_TILE_SIZE), to dQ, which lacks its scale."""
-    dP = tl.dot(dO, tl.trans(V), input_precision=PRECISION)
+def fold_keys(dQ, P, dP, K, delta, ZERO, PRECISION: tl.constexpr):
+    """Add one key tile, of probabilities P (Q_TILE_SIZE, K_TILE_SIZE) and dP = dO Vᵀ, to dQ, which lacks its scale."""
     dS = P * (dP - delta[:, None])
     return accumulate(dQ, dS.to(K.dtype), K, ZERO, PRECISION)
 
 
 @triton.jit
-def fold_queries(dK, dV, P_T, Q, dO, V, delta, ZERO, PRECISION: tl.constexpr):
+def fold_queries(dK, dV, P_T, dP_T, Q, dO, delta, ZERO, PRECISION: tl.constexpr):
     """Add one query tile to dK, which lacks its scale, and dV.
 
     Probabilities are transposed, (K_TILE_SIZE, Q_TILE_SIZE), so that Pᵀ and dSᵀ are left operands as they come.
     """
-    dV = accumulate(dV, P_T.to(dO.dtype), dO, ZERO, PRECISION)
-    dP_T = tl.dot(V, tl.trans(dO), input_precision=PRECISION)
     dS_T = P_T * (dP_T - delta[None, :])
+    dV = accumulate(dV, P_T.to(dO.dtype), dO, ZERO, PRECISION)
     dK = accumulate(dK, dS_T.to(Q.dtype), Q, ZERO, PRECISION)
     return dK, dV
+
+
+def heads_together(batch_heads: int, streamed: Tensor, group: int = 1) -> int:
+    """How many heads `tile_of_program` takes at a time, all of whose programs read every row of two tensors.
+
+    `streamed` (..., rows, head_dim) is one of the two; a program reads `group` of its heads. The result is a power
+    of two, since Triton compiles a kernel anew for 1 and for multiples of 16.
+    """
+    head_bytes = 2 * streamed.shape[-2] * streamed.shape[-1] * streamed.element_size() * group
+    fitting = max(1, L2_SHARE_BYTES // head_bytes)
+    return 2 ** (min(batch_heads, fitting).bit_length() - 1)

@@ -23,7 +23,7 @@ from torch import Tensor
 from cs336_systems.attention.tiles import KernelConfig, head_tile
 from cs336_systems.attention.triton.backward import differentiate_keys, differentiate_queries, launch_preprocess
 from cs336_systems.attention.triton.forward import attend_queries
-from cs336_systems.attention.triton.steps import LOG2_E, tile_of_program
+from cs336_systems.attention.triton.steps import LOG2_E, heads_together, tile_of_program
 
 
 @triton.jit
@@ -60,26 +60,24 @@ def varlen_forward_kernel(
     stride_qs, stride_qh, stride_qd,
     stride_ks, stride_kh, stride_kd,
     stride_vs, stride_vh, stride_vd,
-    N_DOCUMENTS, N_HEADS, TOTAL_QUERIES, TOTAL_KEYS, scale_log2, ZERO,
+    N_DOCUMENTS, N_HEADS, HEADS_TOGETHER, TOTAL_QUERIES, TOTAL_KEYS, scale_log2, ZERO,
     GROUP: tl.constexpr, D: tl.constexpr, D_TILE: tl.constexpr, Q_TILE_SIZE: tl.constexpr, K_TILE_SIZE: tl.constexpr,
     IS_CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """O (total_queries, heads, D) and L (heads, total_queries) are contiguous; q, k, v have any strides."""
     num_slots = TOTAL_QUERIES // Q_TILE_SIZE + N_DOCUMENTS + 1
-    slot, _, head = tile_of_program(num_slots, N_HEADS, IS_CAUSAL)
+    slot, _, head = tile_of_program(num_slots, N_HEADS, HEADS_TOGETHER, IS_CAUSAL)
     document, query_tile = _tile_of_slot(cu_seqlens_q_ptr, slot, N_DOCUMENTS, Q_TILE_SIZE)
-    first_query, num_queries = _rows_of_document(
-        cu_seqlens_q_ptr, document, N_DOCUMENTS, TOTAL_QUERIES, TOTAL_QUERIES
-    )
+    first_query, num_queries = _rows_of_document(cu_seqlens_q_ptr, document, N_DOCUMENTS, TOTAL_QUERIES, TOTAL_QUERIES)
     first_key, num_keys = _rows_of_document(cu_seqlens_k_ptr, document, N_DOCUMENTS, 0, TOTAL_KEYS)
     if (query_tile >= 0) & (query_tile * Q_TILE_SIZE < num_queries):
         kv_head = head // GROUP
         attend_queries(
             Q_ptr + first_query * stride_qs + head * stride_qh, K_ptr + first_key * stride_ks + kv_head * stride_kh,
             V_ptr + first_key * stride_vs + kv_head * stride_vh, O_ptr + (first_query * N_HEADS + head) * D,
-            L_ptr + head * TOTAL_QUERIES + first_query, query_tile, num_queries, num_keys, scale_log2, ZERO,
+            L_ptr + head * TOTAL_QUERIES + first_query, 0, 0, 0, query_tile, num_queries, num_keys, scale_log2, ZERO,
             stride_qs, stride_qd, stride_ks, stride_kd, stride_vs, stride_vd, N_HEADS * D,
-            D, D_TILE, Q_TILE_SIZE, K_TILE_SIZE, IS_CAUSAL, True, PRECISION,
+            D, D_TILE, Q_TILE_SIZE, K_TILE_SIZE, IS_CAUSAL, True, PRECISION, False,
         )  # fmt: skip
 
 
@@ -90,13 +88,13 @@ def varlen_dkdv_kernel(
     stride_ks, stride_kh, stride_kd,
     stride_vs, stride_vh, stride_vd,
     stride_dos, stride_doh, stride_dod,
-    N_DOCUMENTS, N_KV_HEADS, TOTAL_QUERIES, TOTAL_KEYS, scale, scale_log2, ZERO,
+    N_DOCUMENTS, N_KV_HEADS, HEADS_TOGETHER, TOTAL_QUERIES, TOTAL_KEYS, scale, scale_log2, ZERO,
     GROUP: tl.constexpr, D: tl.constexpr, D_TILE: tl.constexpr, Q_TILE_SIZE: tl.constexpr, K_TILE_SIZE: tl.constexpr,
     IS_CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dK, dV (total_keys, kv_heads, D), L and delta (heads, total_queries) are contiguous."""
     num_slots = TOTAL_KEYS // K_TILE_SIZE + N_DOCUMENTS + 1
-    slot, _, kv_head = tile_of_program(num_slots, N_KV_HEADS, False)
+    slot, _, kv_head = tile_of_program(num_slots, N_KV_HEADS, HEADS_TOGETHER, False)
     document, key_tile = _tile_of_slot(cu_seqlens_k_ptr, slot, N_DOCUMENTS, K_TILE_SIZE)
     first_query, num_queries = _rows_of_document(cu_seqlens_q_ptr, document, N_DOCUMENTS, 0, TOTAL_QUERIES)
     first_key, num_keys = _rows_of_document(cu_seqlens_k_ptr, document, N_DOCUMENTS, TOTAL_KEYS, TOTAL_KEYS)
@@ -105,11 +103,11 @@ def varlen_dkdv_kernel(
         differentiate_keys(
             Q_ptr + first_query * stride_qs, K_ptr + first_key * stride_ks + kv_head * stride_kh,
             V_ptr + first_key * stride_vs + kv_head * stride_vh, dO_ptr + first_query * stride_dos,
-            L_ptr + first_query, D_ptr + first_query, dK_ptr + output_base, dV_ptr + output_base, key_tile,
+            L_ptr + first_query, D_ptr + first_query, dK_ptr + output_base, dV_ptr + output_base, 0, 0, key_tile,
             kv_head * GROUP, num_queries, num_keys, scale, scale_log2, ZERO,
             stride_qh, stride_qs, stride_qd, stride_ks, stride_kd, stride_vs, stride_vd,
             stride_doh, stride_dos, stride_dod, TOTAL_QUERIES, N_KV_HEADS * D,
-            GROUP, D, D_TILE, Q_TILE_SIZE, K_TILE_SIZE, IS_CAUSAL, PRECISION,
+            GROUP, D, D_TILE, Q_TILE_SIZE, K_TILE_SIZE, IS_CAUSAL, False, PRECISION, False,
         )  # fmt: skip
 
 
@@ -120,17 +118,15 @@ def varlen_dq_kernel(
     stride_ks, stride_kh, stride_kd,
     stride_vs, stride_vh, stride_vd,
     stride_dos, stride_doh, stride_dod,
-    N_DOCUMENTS, N_HEADS, TOTAL_QUERIES, TOTAL_KEYS, scale, scale_log2, ZERO,
+    N_DOCUMENTS, N_HEADS, HEADS_TOGETHER, TOTAL_QUERIES, TOTAL_KEYS, scale, scale_log2, ZERO,
     GROUP: tl.constexpr, D: tl.constexpr, D_TILE: tl.constexpr, Q_TILE_SIZE: tl.constexpr, K_TILE_SIZE: tl.constexpr,
     IS_CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dQ (total_queries, heads, D), L and delta (heads, total_queries) are contiguous."""
     num_slots = TOTAL_QUERIES // Q_TILE_SIZE + N_DOCUMENTS + 1
-    slot, _, head = tile_of_program(num_slots, N_HEADS, IS_CAUSAL)
+    slot, _, head = tile_of_program(num_slots, N_HEADS, HEADS_TOGETHER, IS_CAUSAL)
     document, query_tile = _tile_of_slot(cu_seqlens_q_ptr, slot, N_DOCUMENTS, Q_TILE_SIZE)
-    first_query, num_queries = _rows_of_document(
-        cu_seqlens_q_ptr, document, N_DOCUMENTS, TOTAL_QUERIES, TOTAL_QUERIES
-    )
+    first_query, num_queries = _rows_of_document(cu_seqlens_q_ptr, document, N_DOCUMENTS, TOTAL_QUERIES, TOTAL_QUERIES)
     first_key, num_keys = _rows_of_document(cu_seqlens_k_ptr, document, N_DOCUMENTS, 0, TOTAL_KEYS)
     if (query_tile >= 0) & (query_tile * Q_TILE_SIZE < num_queries):
         kv_head = head // GROUP
@@ -139,9 +135,10 @@ def varlen_dq_kernel(
             Q_ptr + first_query * stride_qs + head * stride_qh, K_ptr + first_key * stride_ks + kv_head * stride_kh,
             V_ptr + first_key * stride_vs + kv_head * stride_vh,
             dO_ptr + first_query * stride_dos + head * stride_doh, L_ptr + row_base, D_ptr + row_base,
-            dQ_ptr + (first_query * N_HEADS + head) * D, query_tile, num_queries, num_keys, scale, scale_log2, ZERO,
+            dQ_ptr + (first_query * N_HEADS + head) * D, 0, 0, 0, query_tile, num_queries, num_keys,
+            scale, scale_log2, ZERO,
             stride_qs, stride_qd, stride_ks, stride_kd, stride_vs, stride_vd, stride_dos, stride_dod, N_HEADS * D,
-            D, D_TILE, Q_TILE_SIZE, K_TILE_SIZE, IS_CAUSAL, PRECISION,
+            D, D_TILE, Q_TILE_SIZE, K_TILE_SIZE, IS_CAUSAL, PRECISION, False,
         )  # fmt: skip
 
 
@@ -163,7 +160,8 @@ def launch_varlen_forward(
     grid = ((q.shape[0] // config.query_tile + documents + 1) * q.shape[1],)
     varlen_forward_kernel[grid](
         q, k, v, output, lse, cu_seqlens_q, cu_seqlens_k, *q.stride(), *k.stride(), *v.stride(),
-        documents, q.shape[1], q.shape[0], k.shape[0], scale * LOG2_E.value, 0.0,
+        documents, q.shape[1], heads_together(q.shape[1], k.transpose(0, 1)), q.shape[0], k.shape[0],
+        scale * LOG2_E.value, 0.0,
         **_constants(q, k, is_causal, config),
     )  # fmt: skip
     return output, lse
@@ -188,23 +186,25 @@ def launch_varlen_backward(
     """Contiguous gradients of q, k, v in their dtypes; what `launch_backward` says of its arguments holds here."""
     grad_q, grad_k, grad_v = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
     # A row's D needs no document: one sequence of all rows.
-    delta = launch_preprocess(
+    rows = launch_preprocess(
         output.transpose(0, 1)[None], lse[None], grad_output.transpose(0, 1)[None],
-        None if grad_lse is None else grad_lse[None],
+        None if grad_lse is None else grad_lse[None], padded=False,
     )  # fmt: skip
-    inputs = (q, k, v, grad_output, lse, delta)
+    inputs = (q, k, v, grad_output, *rows)
     strides = (*q.stride(), *k.stride(), *v.stride(), *grad_output.stride())
     documents = len(cu_seqlens_q) - 1
     scalars = (q.shape[0], k.shape[0], scale, scale * LOG2_E.value, 0.0)
 
     grid = ((k.shape[0] // dkdv_config.key_tile + documents + 1) * k.shape[1],)
     varlen_dkdv_kernel[grid](
-        *inputs, grad_k, grad_v, cu_seqlens_q, cu_seqlens_k, *strides, documents, k.shape[1], *scalars,
+        *inputs, grad_k, grad_v, cu_seqlens_q, cu_seqlens_k, *strides, documents, k.shape[1],
+        heads_together(k.shape[1], q.transpose(0, 1), q.shape[1] // k.shape[1]), *scalars,
         **_constants(q, k, is_causal, dkdv_config),
     )  # fmt: skip
     grid = ((q.shape[0] // dq_config.query_tile + documents + 1) * q.shape[1],)
     varlen_dq_kernel[grid](
-        *inputs, grad_q, cu_seqlens_q, cu_seqlens_k, *strides, documents, q.shape[1], *scalars,
+        *inputs, grad_q, cu_seqlens_q, cu_seqlens_k, *strides, documents, q.shape[1],
+        heads_together(q.shape[1], k.transpose(0, 1)), *scalars,
         **_constants(q, k, is_causal, dq_config),
     )  # fmt: skip
     return grad_q, grad_k, grad_v

@@ -1,0 +1,178 @@
+"""The operators' two ways: called directly in eager mode, through PyTorch's dispatcher where somebody watches.
+
+The `tiled` stage stands for all: they share `AttentionOperator`.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from cs336_systems.attention import flash_attention
+from cs336_systems.attention.api import tiled_attention
+from tests.test_s4_attention import DEVICES, inputs
+
+COVERS = ("cs336_systems/attention",)
+
+REST = (True, 0.25, "")  # is_causal, scale, config
+
+
+class Names(TorchDispatchMode):
+    """The operators that reach the dispatcher."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.seen.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+class Plain(Tensor):
+    """A subclass without behaviour of its own."""
+
+
+@pytest.fixture
+def registered_calls(monkeypatch) -> list[str]:
+    """What goes through the registered operators, in order."""
+    seen: list[str] = []
+    for half in ("_registered", "_registered_backward"):
+        operator = getattr(tiled_attention, half)
+
+        def call(*arguments, half=half, operator=operator):
+            seen.append(half)
+            return operator(*arguments)
+
+        monkeypatch.setattr(tiled_attention, half, call)
+    return seen
+
+
+def leaves(device: str = "cpu") -> tuple[list[Tensor], Tensor]:
+    *tensors, grad_output = inputs(2, 2, 2, 20, 30, 16, torch.float32, device)
+    return [x.requires_grad_() for x in tensors], grad_output
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", ["tiled_attention", "triton_attention"])
+def test_both_ways_give_the_same(name, device):
+    from cs336_systems.attention.triton.function import triton_attention
+
+    operator = {"tiled_attention": tiled_attention, "triton_attention": triton_attention}[name]
+    results = []
+    for call in (operator, getattr(torch.ops.cs336_systems, name)):
+        tensors, grad_output = leaves(device)
+        output, lse = call(*tensors, *REST)
+        grads = torch.autograd.grad((output, lse), tensors, (grad_output, torch.ones_like(lse)))
+        only_output = torch.autograd.grad(call(*tensors, *REST)[0], tensors, grad_output)
+        only_lse = torch.autograd.grad(call(*tensors, *REST)[1].sum(), tensors)
+        results.append([output, lse, *grads, *only_output, *only_lse])
+    for direct, registered in zip(*results):
+        assert torch.equal(direct, registered)
+
+
+def test_eager_mode_skips_the_dispatcher(registered_calls):
+    tensors, grad_output = leaves()
+    output, _ = tiled_attention(*tensors, *REST)
+    torch.autograd.grad(output, tensors, grad_output)
+    tiled_attention(*(torch.nn.Parameter(x.detach()) for x in tensors), *REST)
+    with torch.no_grad():
+        assert not tiled_attention(*tensors, *REST)[0].requires_grad
+    assert registered_calls == []
+    assert output.grad_fn.name() == "tiled_attentionBackward"
+
+
+def test_gradients_of_gradients_go_through_the_operator(registered_calls):
+    """It leaves a node behind that refuses to be differentiated, where plain launches would leave none."""
+    tensors, grad_output = leaves()
+    output, _ = tiled_attention(*tensors, *REST)
+    (grad,) = torch.autograd.grad(output, tensors[0], grad_output, create_graph=True)
+    assert registered_calls == ["_registered_backward"] and grad.requires_grad
+    with pytest.raises(RuntimeError, match="tiled_attention_backward.*no autograd formula"):
+        grad.sum().backward()
+
+
+def test_dispatch_modes_see_the_operator():
+    tensors, grad_output = leaves()
+    with Names() as names:
+        output, _ = tiled_attention(*tensors, *REST)
+        torch.autograd.grad(output, tensors, grad_output)
+    ours = [name for name in names.seen if name.startswith("cs336_systems::")]
+    assert ours == ["cs336_systems::tiled_attention", "cs336_systems::tiled_attention_backward"]
+
+
+def test_a_mode_around_the_backward_alone_sees_it():
+    tensors, grad_output = leaves()
+    output, _ = tiled_attention(*tensors, *REST)
+    with Names() as names:
+        torch.autograd.grad(output, tensors, grad_output)
+    assert "cs336_systems::tiled_attention_backward" in names.seen
+
+
+def test_fake_tensors_and_meta_tensors_are_never_launched(monkeypatch):
+    def fail(*arguments):
+        raise AssertionError("launched")
+
+    monkeypatch.setattr(tiled_attention, "_forward", fail)
+    with FakeTensorMode():
+        output, lse = tiled_attention(*(torch.empty(2, 3, 20, 16) for _ in range(3)), *REST)
+    fakes = [FakeTensorMode().from_tensor(torch.empty(2, 3, 20, 16)) for _ in range(1)] * 3
+    outside, _ = tiled_attention(*fakes, *REST)
+    meta, _ = tiled_attention(*(torch.empty(2, 3, 20, 16, device="meta") for _ in range(3)), *REST)
+    assert output.shape == outside.shape == meta.shape == (2, 3, 20, 16) and lse.shape == (2, 3, 20)
+
+
+def test_subclasses_go_through_the_operator(registered_calls):
+    (q, k, v), _ = leaves()
+    expected, _ = tiled_attention(q, k, v, *REST)
+    output, _ = tiled_attention(q.detach().as_subclass(Plain), k, v, *REST)
+    assert registered_calls == ["_registered"]
+    assert torch.equal(output.as_subclass(Tensor), expected)
+
+
+def test_batched_gradients_equal_a_loop():
+    """`is_grads_batched` maps the backward over gradients; the forward ran directly."""
+    tensors, grad_output = leaves()
+    output, _ = tiled_attention(*tensors, *REST)
+    stack = torch.stack([grad_output, 2 * grad_output, grad_output - 1])
+    batched = torch.autograd.grad(output, tensors, stack, is_grads_batched=True, retain_graph=True)
+    looped = [torch.autograd.grad(output, tensors, grad, retain_graph=True) for grad in stack]
+    for ours, each in zip(batched, zip(*looped)):
+        torch.testing.assert_close(ours, torch.stack(each))
+
+
+def test_checkpointing_recomputes_the_same():
+    tensors, grad_output = leaves()
+    plain = torch.autograd.grad(flash_attention(*tensors, backend="tiled"), tensors, grad_output)
+    recomputed = checkpoint(lambda *x: flash_attention(*x, backend="tiled"), *tensors, use_reentrant=False)
+    for ours, expected in zip(torch.autograd.grad(recomputed, tensors, grad_output), plain):
+        assert torch.equal(ours, expected)
+
+
+def test_the_graph_dies_with_its_output():
+    """A saved output that its own node held would be a cycle."""
+    tensors, _ = leaves()
+    gc.disable()
+    try:
+        output, lse = tiled_attention(*tensors, *REST)
+        alive = weakref.ref(output)
+        del output, lse
+        assert alive() is None
+    finally:
+        gc.enable()
+
+
+def test_saved_inputs_must_not_change():
+    tensors, grad_output = leaves()
+    copies = [x * 1 for x in tensors]
+    output, _ = tiled_attention(*copies, *REST)
+    copies[1].add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.grad(output, tensors, grad_output)
