@@ -97,17 +97,19 @@ def _causal(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
 
 
 @cache
-def _compiled_flex() -> Any:
+def compiled_flex(dynamic: bool) -> Any:
+    """FlexAttention compiled once for all lengths if `dynamic`, else for each shape on its own, which is faster."""
     from torch.nn.attention.flex_attention import flex_attention
 
-    return torch.compile(flex_attention, dynamic=True)
+    return torch.compile(flex_attention, dynamic=dynamic)
 
 
 def _flex(shape: AttentionShape, device: str) -> AttentionFunction:
     """FlexAttention, compiled, with the causal block mask built from its tile lists (no S x S tensor)."""
     from torch.nn.attention.flex_attention import BlockMask
 
-    flex = _compiled_flex()
+    # The grid of lengths on one head would compile for minutes; a shape that is measured alone gets its own kernel.
+    flex = compiled_flex(dynamic=shape.batch * shape.heads == 1)
     if not shape.is_causal:
         return lambda q, k, v: flex(q, k, v)
     if shape.seqlen_q != shape.seqlen_k:
