@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -33,6 +34,18 @@ class Names(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.seen.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+class Functions(TorchFunctionMode):
+    """The functions of PyTorch that are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.seen.append(str(func))
         return func(*args, **(kwargs or {}))
 
 
@@ -106,6 +119,14 @@ def test_dispatch_modes_see_the_operator():
         torch.autograd.grad(output, tensors, grad_output)
     ours = [name for name in names.seen if name.startswith("cs336_systems::")]
     assert ours == ["cs336_systems::tiled_attention", "cs336_systems::tiled_attention_backward"]
+
+
+def test_function_modes_see_the_operator_as_one_call():
+    tensors, _ = leaves()
+    with Functions() as functions:
+        tiled_attention(*tensors, *REST)
+    assert functions.seen.count("cs336_systems.tiled_attention.default") == 1
+    assert not any("matmul" in name for name in functions.seen)
 
 
 def test_a_mode_around_the_backward_alone_sees_it():

@@ -132,10 +132,10 @@ def _eager_function(name: str, operator: AttentionOperator) -> Any:
 
 
 def _runs_directly(*arguments: Any) -> bool:
-    """Whether these are plain tensors and nobody watches: no compiler, dispatch mode or transform of torch.func."""
-    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
+    """Whether these are plain tensors and nobody watches: no compiler, no mode, no transform of torch.func."""
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return False
-    if torch._C._are_functorch_transforms_active():
+    if torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack():
         return False
     return all(_is_plain(x) for x in arguments if isinstance(x, Tensor))
 
