@@ -22,10 +22,10 @@ BLOCK = 128
 HEADS, SEQLEN = 16, 1024
 
 
-def shipped(kernel: str, head_dim: int) -> KernelConfig:
+def shipped(kernel: str, head_dim: int, tma: bool) -> KernelConfig:
     return select_config(
         kernel, capability=(9, 0), head_dim=head_dim, batch=1, heads=HEADS, seqlen_q=SEQLEN, seqlen_k=SEQLEN,
-        dtype="bfloat16",
+        dtype="bfloat16", tma=tma,
     )  # fmt: skip
 
 
@@ -67,16 +67,21 @@ def launch_varlen(request: CompileRequest) -> None:
 
 
 def main(head_dims: list[int]) -> None:
-    launchers: dict[str, Callable[[CompileRequest], None]] = {
-        "block_sparse": launch_block_sparse,
-        "varlen": launch_varlen,
+    launchers: dict[str, tuple[Callable[[CompileRequest], None], bool]] = {
+        "block_sparse": (launch_block_sparse, False),
+        "block_sparse_tma": (launch_block_sparse, True),
+        "varlen": (launch_varlen, False),
     }
-    for kind, launch in launchers.items():
+    for kind, (launch, tma) in launchers.items():
         compilation._launch = launch  # compile_here compiles what this launches
         for kernel in ("forward", "dkdv", "dq"):
             for head_dim in head_dims:
                 request = CompileRequest(
-                    config=shipped(kernel, head_dim), arch="sm90", head_dim=head_dim, dtype="bfloat16", is_causal=True
+                    config=shipped(kernel, head_dim, tma),
+                    arch="sm90",
+                    head_dim=head_dim,
+                    dtype="bfloat16",
+                    is_causal=True,
                 )
                 report = compile_here(request)
                 line = {

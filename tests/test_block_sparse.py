@@ -17,12 +17,15 @@ import torch
 from torch import Tensor
 
 from cs336_systems.attention import AttentionConfig, BlockMask, KernelConfig, flash_attention
+from cs336_systems.attention.compilation import triton_version
 from cs336_systems.attention.contract import compute_oracle, contract_errors
 from cs336_systems.attention.reference import attention_reference
+from cs336_systems.attention.tiles.tables import SHARED_MEMORY_LIMIT_BYTES
 from tests.test_s4_attention import BACKENDS, DEVICES, DTYPES, draw, inputs, run, skip_what_cannot_run
 
 COVERS = ("cs336_systems/attention",)
 
+JUDGE = "3.6.0"  # the Triton of the machines that the sm_90 table was measured on
 ROOT = Path(__file__).resolve().parent.parent
 BLOCK = 64
 # Live tiles of a 4 x 4 plane, S = 256 in tiles of 64.
@@ -406,18 +409,24 @@ def test_more_batches_than_a_grid_dimension_of_65535():
 # Compiled for the GPU, which an interpreted test says nothing about
 
 
-def test_kernels_compile_for_sm_90_without_spills():
-    """Of the block-sparse and the varlen kernels; dK and dV of head_dim 128 may spill, as the dense ones do."""
+# The kernels of head_dim 128 that spill, as the dense ones of their rows do; they come off once they do not.
+KNOWN_SPILLS = {("block_sparse", "dkdv"), ("block_sparse_tma", "dkdv"), ("block_sparse_tma", "forward")}
+
+
+def test_kernels_compile_for_sm_90():
+    """The block-sparse kernels, with TMA and without, and the varlen ones; with its Triton also for registers."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", "tests.compile_masked_kernels", "128"]
     process = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert process.returncode == 0, process.stderr
     reports = [json.loads(line) for line in process.stdout.splitlines()]
-    assert len(reports) == 6
+    assert len(reports) == 9
     for report in reports:
         assert not report["failure"], report
-        assert not report["serialized"], report
-        assert report["kernel"] == "dkdv" or not report["spill_bytes"], report
+        assert report["shared_bytes"] <= SHARED_MEMORY_LIMIT_BYTES["sm90"], report
+    if triton_version() == JUDGE:
+        assert not any(report["serialized"] for report in reports), reports
+        assert {(report["kind"], report["kernel"]) for report in reports if report["spill_bytes"]} == KNOWN_SPILLS
 
 
 # Refusals

@@ -108,7 +108,7 @@ def test_the_estimate_of_shared_memory_is_near_the_compiler_s(shipped):
     for report in shipped:
         request = report.request
         estimate = request.config.shared_memory_bytes(request.head_dim, 2)
-        assert report.shared_bytes - 64 <= estimate <= 1.25 * report.shared_bytes, report
+        assert report.shared_bytes <= estimate <= 1.25 * report.shared_bytes, report
 
 
 def test_shipped_rows_of_hopper_neither_spill_nor_wait(shipped):

@@ -93,8 +93,7 @@ class KernelConfig:
 
         From tile sizes alone, so that a row can be ruled out without a compiler. What the compiler adds for reductions
         and changes of layout differs by architecture; its own number is in `cs336-systems doctor --kernels`. On sm_90
-        the estimate is at most a barrier (8 bytes a stage and tile) below it, and up to 5/3 of it: scores that fit
-        registers, and operands of tf32x3 that share a buffer, are counted all the same.
+        that is less, down to half in tf32x3: scores that fit registers and operands that share a buffer are counted here.
         """
         row = head_tile(head_dim) * bytes_per_element
         queries, keys = self.query_tile * row, self.key_tile * row
