@@ -93,7 +93,7 @@ class KernelConfig:
 
         From tile sizes alone, so that a row can be ruled out without a compiler. What the compiler adds for reductions
         and changes of layout differs by architecture; its own number is in `cs336-systems doctor --kernels`. On sm_90
-        that is less, down to half in tf32x3: scores that fit registers and operands that share a buffer are counted here.
+        that is less, down to half in tf32x3: scores that fit registers and operands that share a buffer count here.
         """
         row = head_tile(head_dim) * bytes_per_element
         queries, keys = self.query_tile * row, self.key_tile * row
