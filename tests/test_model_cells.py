@@ -113,7 +113,7 @@ def test_a_model_that_breaks_in_training_keeps_its_forward():
 def test_the_warmup_series_begins_with_the_models_first_step(monkeypatch):
     """The check of the output comes after the series: one before it would be a warm-up step that no row counts."""
     events = []
-    time_once, require_finite = model_cells.time_once, model_cells._require_finite
+    time_once, require_finite = model_cells.time_once, model_cells.require_finite
     forward = model_cells.TrainingStep.forward
 
     def record(name, call):
@@ -124,7 +124,7 @@ def test_the_warmup_series_begins_with_the_models_first_step(monkeypatch):
         return recorded
 
     monkeypatch.setattr(model_cells, "time_once", record("time", time_once))
-    monkeypatch.setattr(model_cells, "_require_finite", record("check", require_finite))
+    monkeypatch.setattr(model_cells, "require_finite", record("check", require_finite))
     monkeypatch.setattr(model_cells.TrainingStep, "forward", record("step", forward))
     (measurement,) = measure_warmup(cell_of("forward"), run_with(Bigram), num_steps=3)
     assert events == ["time", "step"] * 3 + ["check"]
