@@ -22,6 +22,10 @@ AUTOCAST_ORDER = ("parameters", "fc1 output", "layer norm output", "logits", "lo
 CHECKPOINTING_ORDER = ("none", "1", "2", "4", "8", "recursive", "selective")
 MEMORY_IMPLEMENTATIONS = ("eager", "compiled", "simulated", "simulated compiled")  # measured first
 
+STRATEGIES_TITLE = "Activation checkpointing by strategy"
+STORED_TITLE = "Stored between forward and backward"
+NOT_YET = "*Not measured yet.*"
+
 
 class Lookup:
     """The rows of a frame by what names them."""
@@ -220,29 +224,28 @@ def _contributors(lookup: Lookup, cases: Sequence[tuple[str, dict[str, Any]]]) -
 
 
 def gradient_checkpointing(frame: pd.DataFrame) -> list[Section]:
-    """Strategies with their peaks and times; and what is stored between forward and backward."""
+    """Strategies with their peaks and times; and what is stored between forward and backward.
+
+    The writeup shows each on its own, so both are there while a sweep has measured one of them.
+    """
     lookup = Lookup(frame)
-    found = []
-    strategies = lookup.of_type("MemoryCase")
-    if strategies:
-        found.append(_strategies(lookup, strategies))
-    stored = lookup.of_type("BlocksCase")
-    if stored:
-        cells = Cells()
-        lines = []
-        for key, case in stored:
-            values = [lookup.row(key, name, "forward", "saved_for_backward") for name in lookup.implementations]
-            names = [*_names(case)[:2], plain(case.get("blocks", "")), str(case.get("checkpointing", ""))]
-            lines.append([*names, *(cells.text(value) for value in values)])
-        header = [
-            "model",
-            "context",
-            "blocks",
-            "blocks per group",
-            *(f"{name} (MiB)" for name in lookup.implementations),
-        ]
-        found.append(section("stored", "Stored between forward and backward", header, lines, 4, cells))
-    return found
+    strategies, stored = lookup.of_type("MemoryCase"), lookup.of_type("BlocksCase")
+    return [
+        _strategies(lookup, strategies) if strategies else Section("strategies", STRATEGIES_TITLE, NOT_YET),
+        _stored(lookup, stored) if stored else Section("stored", STORED_TITLE, NOT_YET),
+    ]
+
+
+def _stored(lookup: Lookup, cases: Sequence[tuple[str, dict[str, Any]]]) -> Section:
+    cells = Cells()
+    lines = []
+    for key, case in cases:
+        values = [lookup.row(key, name, "forward", "saved_for_backward") for name in lookup.implementations]
+        names = [*_names(case)[:2], plain(case.get("blocks", "")), str(case.get("checkpointing", ""))]
+        lines.append([*names, *(cells.text(value) for value in values)])
+    columns = (f"{name} (MiB)" for name in lookup.implementations)
+    header = ["model", "context", "blocks", "blocks per group", *columns]
+    return section("stored", STORED_TITLE, header, lines, 4, cells)
 
 
 def _strategies(lookup: Lookup, cases: Sequence[tuple[str, dict[str, Any]]]) -> Section:
@@ -262,7 +265,7 @@ def _strategies(lookup: Lookup, cases: Sequence[tuple[str, dict[str, Any]]]) -> 
                 lines.append([*names, implementation, gib, cells.text(found[1]), step])
     header = ["model", "context", "attention", "blocks per group", "implementation", "peak of a step (GiB)"]
     header += ["added by forward and backward (MiB)", f"{MODE_TITLES['train_step']} (ms)"]
-    return section("strategies", "Activation checkpointing by strategy", header, lines, 5, cells)
+    return section("strategies", STRATEGIES_TITLE, header, lines, 5, cells)
 
 
 MEMORY_TABLES: dict[str, Callable[[pd.DataFrame], list[Section]]] = {
