@@ -231,8 +231,8 @@ def gradient_checkpointing(frame: pd.DataFrame) -> list[Section]:
     lookup = Lookup(frame)
     strategies, stored = lookup.of_type("MemoryCase"), lookup.of_type("BlocksCase")
     return [
-        _strategies(lookup, strategies) if strategies else Section("strategies", STRATEGIES_TITLE, NOT_YET),
-        _stored(lookup, stored) if stored else Section("stored", STORED_TITLE, NOT_YET),
+        _strategies(lookup, strategies) if strategies else Section(name="strategies", title=STRATEGIES_TITLE, body=NOT_YET),
+        _stored(lookup, stored) if stored else Section(name="stored", title=STORED_TITLE, body=NOT_YET),
     ]
 
 
