@@ -230,10 +230,15 @@ def gradient_checkpointing(frame: pd.DataFrame) -> list[Section]:
     """
     lookup = Lookup(frame)
     strategies, stored = lookup.of_type("MemoryCase"), lookup.of_type("BlocksCase")
-    return [
-        _strategies(lookup, strategies) if strategies else Section(name="strategies", title=STRATEGIES_TITLE, body=NOT_YET),
-        _stored(lookup, stored) if stored else Section(name="stored", title=STORED_TITLE, body=NOT_YET),
+    found = [
+        Section(name="strategies", title=STRATEGIES_TITLE, body=NOT_YET),
+        Section(name="stored", title=STORED_TITLE, body=NOT_YET),
     ]
+    if strategies:
+        found[0] = _strategies(lookup, strategies)
+    if stored:
+        found[1] = _stored(lookup, stored)
+    return found
 
 
 def _stored(lookup: Lookup, cases: Sequence[tuple[str, dict[str, Any]]]) -> Section:
