@@ -98,7 +98,6 @@ class GpuPlugin:
         self.commit: str | None = config.getoption("--gpu-commit")
         self.dirty: bool | None = config.getoption("gpu_dirty")
         self.tests: dict[str, GpuTest] = {}
-        self.rows: dict[str, GpuRow] = {}
         if self.record is not None:
             self._refuse_useless_record(Path(self.record))
 
@@ -112,10 +111,10 @@ class GpuPlugin:
             raise pytest.UsageError("--gpu-record needs --gpu-commit REVISION and one of --gpu-clean, --gpu-dirty")
         device = torch.cuda.get_device_name(0)
         try:
-            self.rows = gpu_record.read_rows(record)
+            rows = gpu_record.read_rows(record)
         except ValueError as error:
             raise pytest.UsageError(str(error)) from error
-        others = {row.device for row in self.rows.values()} - {device}
+        others = {row.device for row in rows.values()} - {device}
         if others:
             names = ", ".join(sorted(others))
             raise pytest.UsageError(f"--gpu-record {record} holds rows of {names}, this is {device}: name another file")
@@ -138,14 +137,17 @@ class GpuPlugin:
             if not HAS_CUDA:
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU; torch.cuda.is_available() is False"))
         if self.record is not None and not any("::" in argument for argument in config.args):
-            self.rows = gpu_record.drop_removed(self.rows, self.tests, self.root)
+            with gpu_record.changing(Path(self.record)) as rows:
+                kept = gpu_record.drop_removed(rows, self.tests, self.root)
+                for test in rows.keys() - kept.keys():
+                    del rows[test]
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         test = self.tests.get(report.nodeid)
         outcome = outcome_of(report)
         if self.record is None or test is None or outcome is None:
             return
-        self.rows[test.test] = GpuRow(
+        row = GpuRow(
             test=test.test,
             outcome=outcome,
             message="" if outcome == "passed" else _reason(report),
@@ -159,7 +161,8 @@ class GpuPlugin:
             dirty=bool(self.dirty),
         )
         # After every test, so that a run cut off by its time limit keeps what it found out.
-        gpu_record.write_rows(Path(self.record), self.rows)
+        with gpu_record.changing(Path(self.record)) as rows:
+            rows[row.test] = row
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         if not self.tests:

@@ -7,11 +7,13 @@ constant `COVERS` and the module itself. An ordinary run compares the hashes and
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -90,6 +92,20 @@ def write_rows(path: Path, rows: Mapping[str, GpuRow]) -> None:
     partial = path.with_name(path.name + ".partial")
     partial.write_text(text)
     os.replace(partial, path)
+
+
+@contextmanager
+def changing(path: Path) -> Iterator[dict[str, GpuRow]]:
+    """The rows of the file at `path`, to be changed in place and written back; other processes wait meanwhile.
+
+    So several runs of pytest, each over its own files, may share a record.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.with_name(path.name + ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        rows = read_rows(path)
+        yield rows
+        write_rows(path, rows)
 
 
 def drop_removed(rows: Mapping[str, GpuRow], collected: Mapping[str, GpuTest], root: Path) -> dict[str, GpuRow]:

@@ -7,6 +7,7 @@ conftest.py, grade.py and gpu_record.py, with a stand-in for torch that says whe
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import shutil
 import subprocess
@@ -19,6 +20,7 @@ import pytest
 from tests.gpu_record import (
     GpuRow,
     GpuTest,
+    changing,
     drop_removed,
     read_rows,
     source_hash,
@@ -154,6 +156,25 @@ def test_rows_come_back_as_written(tmp_path):
     write_rows(path, rows)
     assert read_rows(path) == rows
     assert [file.name for file in path.parent.iterdir()] == ["tests.jsonl"]
+
+
+def _add_rows(path: Path, worker: int) -> None:
+    for number in range(20):
+        with changing(path) as rows:
+            new = replace(ROW, test=f"tests/test_{worker}.py::test_{number}")
+            rows[new.test] = new
+
+
+def test_processes_that_share_a_record_lose_no_row(tmp_path):
+    """Each once wrote back all that it had read at its start, over what the others had found out since."""
+    path = tmp_path / "tests.jsonl"
+    context = multiprocessing.get_context("spawn")
+    processes = [context.Process(target=_add_rows, args=(path, worker)) for worker in range(3)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    assert len(read_rows(path)) == 60
 
 
 def test_an_absent_record_has_no_rows(tmp_path):
