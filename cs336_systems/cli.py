@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
 from cs336_systems.commands.branches import branches
 from cs336_systems.commands.compare import compare
@@ -65,11 +64,11 @@ def list_problems() -> None:
     """List the problems that `run` knows."""
     from cs336_systems.experiments.registry import PROBLEMS
 
-    table = Table("problem", "section", "points", "editions", "what it measures", box=None)
-    for problem in PROBLEMS.values():
-        editions = ", ".join(str(edition) for edition in problem.editions)
-        table.add_row(problem.name, problem.section, str(problem.points), editions, problem.title)
-    Console().print(table)
+    for problem in PROBLEMS.values():  # two lines each: a table would cut the names, which are there to be copied
+        place = "beyond the handout" if problem.section == "beyond" else f"section {problem.section}"
+        graded = [_count(problem.points, "point")] if problem.points else []
+        facts = ", ".join([place, *graded, *(str(edition) for edition in problem.editions)])
+        typer.echo(f"{problem.name}\n    {problem.title} ({facts})")
 
 
 @app.command()
@@ -124,6 +123,9 @@ def run(
         for name, (cells, finished) in pending.items():
             if not cells and not finished:
                 raise ValueError(f"{name} has no cells of {', '.join(implementation or [])} at scale {scale}")
+    todo = sum(len(cells) for cells, _ in pending.values())
+    if todo:
+        typer.echo(f"{_count(todo, 'cell')} of {_count(len(chosen), 'problem')} at scale {scale} into {folder}", err=True)
     totals: Counter[str] = Counter()
     started = time.monotonic()
     try:
@@ -178,6 +180,10 @@ def _run_problem(
     later = f"; {left} cells left for a later run" if left else ""
     typer.echo(f"{name}: {summary} in {time.monotonic() - start:.0f} s{later}")
     return counts
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def describe_case(case: object) -> str:

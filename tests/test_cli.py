@@ -15,14 +15,15 @@ import torch
 from typer.testing import CliRunner
 
 from cs336_systems.cli import app
+from cs336_systems.experiments.registry import PROBLEMS
 from cs336_systems.records import read_records
 
 ROOT = Path(__file__).resolve().parents[1]
 COMMIT = ("--commit", "0123456789ab", "--clean")
 
 
-def invoke(*arguments: str):
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+def invoke(*arguments: str, env: dict[str, str] | None = None):
+    return CliRunner().invoke(app, [str(argument) for argument in arguments], env=env)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")
@@ -78,10 +79,12 @@ def test_report_without_records(tmp_path):
 
 
 def test_list_and_doctor():
-    listed = invoke("list")
-    assert listed.exit_code == 0 and "flash_benchmarking" in listed.stdout
-    doctor = invoke("doctor")
+    listed = invoke("list", env={"COLUMNS": "40"})
+    assert listed.exit_code == 0 and listed.stdout.splitlines()[::2] == list(PROBLEMS), "whole names, on any terminal"
+    assert "(section 2.1.5, 1 point, 2025, 2026)" in listed.stdout and "(beyond the handout)" in listed.stdout
+    doctor = invoke("doctor", "--device", "cpu")
     assert doctor.exit_code == 0 and "backend triton" in doctor.stdout
+    assert re.search(r"memory +[\d.]+ GiB", doctor.stdout) and "None" not in doctor.stdout
 
 
 def command(*arguments: str) -> list[str]:
@@ -106,6 +109,7 @@ def test_ctrl_c_keeps_what_is_finished_and_a_second_run_finishes(tmp_path):
 
     again = subprocess.run(command(*arguments), cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert again.returncode == 0, again.stderr
+    assert re.search(r"^\d+ cells? of 2 problems at scale tiny into .+-tiny$", again.stderr, re.MULTILINE)
     records = [record for path in tmp_path.rglob("*.jsonl") for record in read_records(path)]
     assert len({record.key for record in records}) == len(records), "nothing was measured twice"
     assert {record.key for record in kept} < {record.key for record in records}

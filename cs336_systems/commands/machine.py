@@ -61,7 +61,10 @@ def show_machine(device: str, *, measure: bool, as_json: bool) -> None:
         return
     table = Table(show_header=False, box=None)
     for key, value in {**described["device"], **described["software"]}.items():
-        table.add_row(key, str(value))
+        if key == "memory_bytes":
+            table.add_row("memory", f"{value / 2**30:.1f} GiB")
+        elif value is not None:
+            table.add_row(key.replace("_", " "), str(value))
     table.add_row("recommended dtype", described["recommended_dtype"])
     if described["device"]["kind"] == "cuda":
         table.add_row("peak", _peak(described["peak"]))

@@ -59,7 +59,7 @@ def diagnose(mask: BlockMask) -> dict[str, str]:
         "partial tiles": f"{mask.num_partial:,} ({partial:.0f} % of the live ones read a mask)",
         "empty rows (queries without a key)": f"{mask.empty_rows:,}",
         "ideal speed-up (all tiles / live tiles)": f"{mask.ideal_speed_up:.2f}×",
-        "memory of lists and token bits": f"{mask.num_bytes / 2**20:.2f} MiB",
+        "memory of lists and token bits": f"{mask.num_bytes / 2**10:,.1f} KiB",
         "verdict": verdict,
     }
 
