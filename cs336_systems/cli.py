@@ -125,7 +125,8 @@ def run(
                 raise ValueError(f"{name} has no cells of {', '.join(implementation or [])} at scale {scale}")
     todo = sum(len(cells) for cells, _ in pending.values())
     if todo:
-        typer.echo(f"{_count(todo, 'cell')} of {_count(len(chosen), 'problem')} at scale {scale} into {folder}", err=True)
+        what = f"{_count(todo, 'cell')} of {_count(len(chosen), 'problem')}"
+        typer.echo(f"{what} at scale {scale} into {folder}", err=True)
     totals: Counter[str] = Counter()
     started = time.monotonic()
     try:

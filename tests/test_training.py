@@ -204,7 +204,7 @@ def test_the_command_trains_and_says_where_the_losses_are(tmp_path: Path):
     result = run_cli("--steps", "2", "--batch", "2", "--context-length", "16", "--device", "cpu", "--out", str(out))
     assert result.exit_code == 0, result.output
     assert "step      2  loss" in result.output
-    assert "nano, none, 1 ranks: loss" in result.output
+    assert "nano, none, 1 rank: loss" in result.output
     losses = [json.loads(line) for line in (out / "losses.jsonl").read_text().splitlines()]
     assert [entry["step"] for entry in losses] == [0, 1]
 

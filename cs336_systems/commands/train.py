@@ -129,8 +129,9 @@ def _run(config: TrainingConfig, options: RunOptions) -> TrainingResult | None:
 
 def _summarise(config: TrainingConfig, options: RunOptions, result: TrainingResult) -> None:
     first, last = result.losses[0], result.losses[-10:]
+    ranks = "1 rank" if config.num_ranks == 1 else f"{config.num_ranks} ranks"
     typer.echo(
-        f"{config.model.name}, {config.wrapper}, {config.num_ranks} ranks: loss {first:.3f} at the first step, "
+        f"{config.model.name}, {config.wrapper}, {ranks}: loss {first:.3f} at the first step, "
         f"{sum(last) / len(last):.3f} over the last {len(last)}, {result.validation_loss:.3f} on held-out text "
         f"(nats a byte)"
     )
