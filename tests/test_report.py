@@ -25,6 +25,7 @@ from cs336_systems.report.plots import FIRST_STEP, PLOTS, plots
 from cs336_systems.report.styles import COLOURS, colour, marker
 from cs336_systems.report.tables import TABLES, sections
 from cs336_systems.report.writeup import fill
+from tests.distributed_records import DISTRIBUTED_MAKERS
 from tests.mask_records import MASK_MAKERS
 from tests.memory_records import records_of
 from tests.profile_records import profile_records
@@ -144,6 +145,7 @@ MAKERS: dict[str, Callable[[], list[Record]]] = {
     "leaderboard_2025": leaderboard_records,
     "training_run": training_records,
     **MASK_MAKERS,
+    **DISTRIBUTED_MAKERS,
     "mixed_precision_accumulation": lambda: records_of("mixed_precision_accumulation", record),
     "benchmarking_mixed_precision": lambda: records_of("benchmarking_mixed_precision", record),
     "memory_profiling": lambda: records_of("memory_profiling", record),
@@ -379,6 +381,7 @@ def test_figures_name_the_device_and_the_units(problem: str) -> None:
             "(ms)",
             "(MiB)",
             "(TFLOP/s)",
+            "(GB/s)",
             "(%)",
             "(nats a byte)",
             "time eager / time compiled",

@@ -21,12 +21,12 @@ from cs336_systems.experiments.registry import PROBLEMS
 from cs336_systems.experiments.s7_fsdp import sharding_case
 from cs336_systems.experiments.sharding_cells import ShardingCase, check_training
 from cs336_systems.model import AdamW, clip_gradients
-from cs336_systems.records import Record, case_to_dict
 from cs336_systems.report.answers import answer
 from cs336_systems.report.frames import load_frame
 from cs336_systems.report.plots import plots
 from cs336_systems.report.tables import sections
 from tests import adapters
+from tests.distributed_records import sharding_records
 from tests.sharding_models import Awkward, part, seeded
 
 COVERS = ("cs336_systems/distributed", "tests/adapters.py", "tests/sharding_models.py")
@@ -330,33 +330,6 @@ def check_the_check(rank: int, num_ranks: int) -> float:
 
 def test_an_optimizer_that_does_not_exchange_is_not_timed():
     assert max(run_ranks(check_the_check, 2)) <= 1
-
-
-GPU = {"name": "Test GPU", "kind": "cuda", "driver": "1.2"}
-
-
-def sharding_records(problem: str) -> list[Record]:
-    """Every cell of `problem` at handout scale, as a GPU would report it; one ran out of memory."""
-    run = RunConfig(scale="handout", device="cuda")
-    values = {"time": 100.0, "optimizer_state": 400.0, "communication_time": 40.0, "overlap_time": 30.0}
-    records = []
-    for cell in PROBLEMS[problem].cells(run):
-        ours = cell.implementation in ("sharded", "zero1", "fsdp", "fsdp_layer")
-        for row in cell.rows:
-            broken = cell.implementation == "unsharded" and cell.case.precision.autocast is not None
-            outcome: dict[str, Any] = {"samples": [values.get(row.quantity, 50.0) * (0.5 if ours else 1.0)]}
-            if row.quantity.endswith("_intervals"):
-                outcome = {"samples": [0.0, 2.0, 3.0, 4.5]}
-            if broken:
-                outcome = {"status": "oom", "message": "CUDA out of memory"}
-            records.append(
-                Record(
-                    problem=problem, scale="handout", case=case_to_dict(cell.case), implementation=cell.implementation,
-                    mode=row.mode, quantity=row.quantity, unit=row.unit, device=GPU, commit="c0ffee", dirty=False,
-                    software={"torch": "2.11.0", "triton": "3.6.0"}, date="2026-01-02T03:04:05+00:00", **outcome,
-                )
-            )  # fmt: skip
-    return records
 
 
 @pytest.mark.parametrize("problem", ["optimizer_state_sharding_accounting", "fsdp_accounting"])
