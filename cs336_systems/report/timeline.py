@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pandas as pd
 from matplotlib.axes import Axes
 
 from cs336_systems.report.points import Plot
 from cs336_systems.report.styles import colour
 
-BAR_HEIGHT = 0.7  # of a lane
+BAR_HEIGHT = 0.8  # of a lane
 
 
 def draw_timeline(axes: Axes, plot: Plot, data: pd.DataFrame) -> None:
@@ -17,7 +19,8 @@ def draw_timeline(axes: Axes, plot: Plot, data: pd.DataFrame) -> None:
     for series, height in lanes.itertuples(index=False, name=None):
         marks = data[data["series"] == series]
         bars = list(zip(marks["low"], marks["high"] - marks["low"]))
-        axes.broken_barh(bars, (height - BAR_HEIGHT / 2, BAR_HEIGHT), color=colour(str(series)), label=str(series))
+        look: dict[str, Any] = {"facecolor": colour(str(series)), "linewidth": 0, "label": str(series)}
+        axes.broken_barh(bars, (height - BAR_HEIGHT / 2, BAR_HEIGHT), **look)
     axes.set_yticks(list(lanes["y"]), list(lanes["series"]))
     axes.set_ylim(lanes["y"].min() - 0.6, lanes["y"].max() + 0.6)
     axes.set_xlim(0, plot.data["high"].max() * 1.01)
