@@ -721,3 +721,17 @@ def test_headline_does_not_speak_of_interpreted_kernels(tmp_path: Path) -> None:
 
 def test_every_problem_with_a_table_is_tested_here() -> None:
     assert set(TABLES) == set(CASE_TYPES) == set(MAKERS)
+
+
+def test_a_memory_timeline_says_that_its_step_ran_out_of_memory() -> None:
+    """The fall from the peak looked like the end of a step that ran."""
+    rows = [row for row in records_of("memory_profiling", record) if row.mode == "train_step"]
+    broken = [
+        dataclasses.replace(row, status="oom", samples=[], message=OOM)
+        if row.quantity in ("peak_memory.forward", "peak_memory.backward") else
+        dataclasses.replace(row, status="ok", samples=row.samples or [1.0], message="") for row in rows
+    ]  # fmt: skip
+    whole = [plot for plot in plots("memory_profiling", load_frame(rows)) if plot.kind == "memory_timeline"]
+    assert whole and not any("Ran out of memory in the forward" in note for plot in whole for note in plot.notes)
+    found = [plot for plot in plots("memory_profiling", load_frame(broken)) if plot.kind == "memory_timeline"]
+    assert found and all(plot.notes[0].startswith("Ran out of memory in the forward phase: the fall") for plot in found)

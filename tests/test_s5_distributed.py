@@ -279,3 +279,24 @@ def test_a_report_of_nothing_but_failures_is_written(problem, status):
     assert "planted" in text
     answer(problem, frame)
     assert all(figure.axes for _, figure in problem_figures(problem, frame))
+
+
+def test_timelines_share_their_axis_and_touching_intervals_are_one_bar():
+    """A seam between any two kernels made busy lanes look half empty; side by side, steps could not be compared."""
+    problem = "ddp_overlap_individual_parameters_benchmarking"
+    rows = [
+        replace(row, samples=[0.0, 40.0, 40.001, 90.0]) if row.quantity == "compute_intervals" else row
+        for row in step_records(problem)
+    ]
+    figure = dict(problem_figures(problem, load_frame(rows)))[f"{problem}_timeline_float32"]
+    assert len({axes.get_position().x0 for axes in figure.axes}) == 1, "one below the other"
+    assert len({axes.get_xlim() for axes in figure.axes}) == 1
+    bars = {collection.get_label(): len(collection.get_paths()) for collection in figure.axes[2].collections}
+    assert bars == {"compute": 1, "communication": 2}
+
+
+def test_bucket_sizes_stand_side_by_side_in_one_colour():
+    plot = plots("ddp_bucketed_benchmarking", load_frame(step_records("ddp_bucketed_benchmarking")))[0]
+    ours = plot.data[plot.data["series"] == "bucketed"]
+    assert list(ours["x"]) == ["1", "1000"] and plot.x_label == "largest bucket (MiB)"
+    assert not plot.log_y, "bars of steps within a tenth of each other must begin at zero"

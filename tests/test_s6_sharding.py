@@ -347,7 +347,7 @@ def test_tables_figures_and_answers_of_measured_and_broken_cells(problem):
         f"xl, 2 ranks, float32: a step takes 50.00 ms with {ours} and 100.0 ms with {peer}, 0.500× of its time." in said
     )
     if problem == "fsdp_accounting":
-        timeline = next(plot.data for plot in plots(problem, frame) if plot.name == "timeline_0")
+        timeline = next(plot.data for plot in plots(problem, frame) if plot.kind == "timeline" and "xl" in plot.name)
         assert set(timeline["panel"]) == {"FSDP", "torch fully_shard"} and set(timeline["high"]) == {2.0, 4.5}
         assert "the all-gathers take 20.00 ms beside 25.00 ms of compute, and 15.00 ms of them (75.0 %)" in said
         assert {"10b", "xl"} <= set(frame["model"])
@@ -373,3 +373,11 @@ def test_the_handouts_cells_cover_both_precisions_and_both_peers():
         "unsharded",
     }
     assert {cell.case.precision for cell in cells} == {Precision(), Precision(autocast="bfloat16")}
+
+
+def test_bars_begin_at_zero_and_cases_are_named_in_words():
+    found = {plot.name: plot for plot in plots("fsdp_accounting", load_frame(sharding_records("fsdp_accounting")))}
+    assert "10b\nbfloat16\ngradients in float32\ncheckpointed" in set(found["time"].data["x"])
+    assert "FSDP, predicted" in set(found["memory"].data["series"])
+    assert list(dict.fromkeys(found["kept"].data["series"])) == ["parameters", "gradients", "optimizer state"]
+    assert not any(plot.log_y for plot in found.values())

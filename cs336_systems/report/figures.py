@@ -17,6 +17,7 @@ from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
+from matplotlib.ticker import StrMethodFormatter
 
 from cs336_systems.report.drawing import DRAWERS, never_drawn
 from cs336_systems.report.plots import plots
@@ -25,6 +26,7 @@ from cs336_systems.report.styles import DPI, LITERAL, TEXT_POINTS, colour
 
 NOTE_WIDTH = 12  # characters of small print an inch
 TITLE_WIDTH = 58  # characters of a line above one of several columns of panels
+THOUSANDS = ("bars", "stacked", "memory_timeline")  # kinds whose linear y axis groups its digits
 FILE_STEM = re.compile(r"[A-Za-z0-9_-]+")
 
 
@@ -69,6 +71,8 @@ def draw(plot: Plot) -> Figure:
         axes.grid(True, color="#D9D9D9", linewidth=0.7)
         axes.set_axisbelow(True)
         DRAWERS[plot.kind](axes, plot, plot.data[plot.data["panel"] == panel])
+        if plot.kind in THOUSANDS and not plot.log_y:
+            axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,.10g}"))
         lowest = plot.kind == "ranking" or index + columns >= len(panels)
         axes.tick_params(labelbottom=lowest)
         axes.set_xlabel(plot.x_label if lowest else "")
@@ -90,7 +94,7 @@ def _legend(figure: Figure, all_axes: list[Axes], plot: Plot, width: float) -> N
     if plot.kind in ("bars", "stacked"):
         styles = dict(zip(plot.data["series"], plot.data["style"]))
         handles = {series: Patch(color=colour(style), label=series) for series, style in styles.items()}
-    columns = min(5, max(1, len(handles)))
+    columns = -(-len(handles) // -(-len(handles) // 5)) if handles else 1  # at most five, the last row nearly full
     legend = figure.legend(
         list(handles.values()),
         list(handles),
