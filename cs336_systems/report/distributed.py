@@ -108,8 +108,9 @@ def communication_plots(frame: pd.DataFrame) -> list[Plot]:
     )
     # bytes / ms / 10⁶ is GB/s; a rate is inverse to its time, and so are its quartiles.
     marks["y"], marks["low"], marks["high"] = (
-        list(factors / frame[name]) for name in ("median", "quartile_high", "quartile_low")
+        list(factors / frame[name].where(frame[name] > 0)) for name in ("median", "quartile_high", "quartile_low")
     )
+    marks["drawn"] &= marks["y"].notna()  # a clock that saw nothing gives no rate
     peak = link_peak(frame)
     notes = (f"Link peak: {plain(peak)} GB/s each way ({link_source(frame)}).",) if peak is not None else ()
     return [
