@@ -25,6 +25,7 @@ from cs336_systems.report.plots import FIRST_STEP, PLOTS, plots
 from cs336_systems.report.styles import COLOURS, colour, marker
 from cs336_systems.report.tables import TABLES, sections
 from cs336_systems.report.writeup import fill
+from tests.distributed_records import DISTRIBUTED_MAKERS
 from tests.mask_records import MASK_MAKERS
 from tests.memory_records import records_of
 from tests.profile_records import profile_records
@@ -144,6 +145,7 @@ MAKERS: dict[str, Callable[[], list[Record]]] = {
     "leaderboard_2025": leaderboard_records,
     "training_run": training_records,
     **MASK_MAKERS,
+    **DISTRIBUTED_MAKERS,
     "mixed_precision_accumulation": lambda: records_of("mixed_precision_accumulation", record),
     "benchmarking_mixed_precision": lambda: records_of("benchmarking_mixed_precision", record),
     "memory_profiling": lambda: records_of("memory_profiling", record),
@@ -379,6 +381,7 @@ def test_figures_name_the_device_and_the_units(problem: str) -> None:
             "(ms)",
             "(MiB)",
             "(TFLOP/s)",
+            "(GB/s)",
             "(%)",
             "(nats a byte)",
             "time eager / time compiled",
@@ -718,3 +721,17 @@ def test_headline_does_not_speak_of_interpreted_kernels(tmp_path: Path) -> None:
 
 def test_every_problem_with_a_table_is_tested_here() -> None:
     assert set(TABLES) == set(CASE_TYPES) == set(MAKERS)
+
+
+def test_a_memory_timeline_says_that_its_step_ran_out_of_memory() -> None:
+    """The fall from the peak looked like the end of a step that ran."""
+    rows = [row for row in records_of("memory_profiling", record) if row.mode == "train_step"]
+    broken = [
+        dataclasses.replace(row, status="oom", samples=[], message=OOM)
+        if row.quantity in ("peak_memory.forward", "peak_memory.backward") else
+        dataclasses.replace(row, status="ok", samples=row.samples or [1.0], message="") for row in rows
+    ]  # fmt: skip
+    whole = [plot for plot in plots("memory_profiling", load_frame(rows)) if plot.kind == "memory_timeline"]
+    assert whole and not any("Ran out of memory in the forward" in note for plot in whole for note in plot.notes)
+    found = [plot for plot in plots("memory_profiling", load_frame(broken)) if plot.kind == "memory_timeline"]
+    assert found and all(plot.notes[0].startswith("Ran out of memory in the forward phase: the fall") for plot in found)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -31,7 +30,7 @@ from cs336_systems.experiments.collective_cells import communication_cells
 from cs336_systems.experiments.ddp_cells import ParallelStep, check_gradients, ddp_cell, measure_ddp, wrap
 from cs336_systems.experiments.rank_cells import agreed_samples, run_cell, slowest
 from cs336_systems.experiments.s5_distributed import bucketed_cells, flat_cells, naive_cells, overlap_cells
-from cs336_systems.records import Record, case_to_dict
+from cs336_systems.records import Record
 from cs336_systems.report.answers import answer
 from cs336_systems.report.blocks import CASE_TYPES
 from cs336_systems.report.distributed import COMMUNICATION, DDP_PROBLEMS, num_buckets, steps
@@ -39,11 +38,11 @@ from cs336_systems.report.figures import problem_figures
 from cs336_systems.report.frames import load_frame
 from cs336_systems.report.plots import plots
 from cs336_systems.report.tables import TABLES, sections
+from tests.distributed_records import communication_records, parallel_case, step_records
 
 TINY = RunConfig(scale="tiny", device="cpu")
 SMOKE = RunConfig(scale="smoke", device="cpu")
 HANDOUT = RunConfig(scale="handout", device="cuda")
-H200 = {"name": "NVIDIA H200", "kind": "cuda", "driver": "1.2"}
 
 # Bandwidth
 
@@ -101,13 +100,6 @@ def test_wrong_values_are_named(call, message):
 
 
 # Cells
-
-
-def parallel_case(ranks: int = 2, bucket: float | None = None, **options: Any) -> DataParallelCase:
-    return DataParallelCase(
-        model=MODEL_SIZES["xl"], batch=4, num_ranks=ranks, backend="nccl", attention="reference",
-        bucket_size_mb=bucket, **options,
-    )  # fmt: skip
 
 
 def test_the_handouts_grid_is_attempted(monkeypatch):
@@ -213,57 +205,6 @@ def test_more_ranks_than_gpus_are_skipped(monkeypatch):
 # Report
 
 
-def record(problem: str, case: Any, implementation: str, **changes: Any) -> Record:
-    values: dict[str, Any] = {"mode": "train_step", "quantity": "time", "unit": "ms", "device": H200}
-    values |= {"commit": "c0ffee", "dirty": False, "date": "2026-01-02T03:04:05+00:00", "scale": "handout"}
-    values |= {"problem": problem, "implementation": implementation, "software": {"torch": "2.11.0"}}
-    return Record(case=case_to_dict(case), **values | changes)
-
-
-STEP_MS = {"naive": 130.0, "flat": 120.0, "overlap": 104.0, "bucketed": 101.0, "torch_ddp_view": 100.0}
-
-
-def step_records(problem: str) -> list[Record]:
-    """Communication of 40 ms in each, hidden by three quarters where it overlaps; torch_ddp ran out of memory."""
-    found = []
-    for name, ms in STEP_MS.items():
-        buckets: tuple[float | None, ...] = (None,)
-        if problem == "ddp_bucketed_benchmarking":
-            buckets = (1.0, 1000.0) if name == "bucketed" else ()
-        elif name in ("bucketed", "torch_ddp_view"):
-            buckets = (25.0,)
-        for bucket in buckets:
-            case = parallel_case(bucket=bucket)
-            slower = 10.0 if bucket == 1.0 else 0.0
-            hidden = 0.0 if name in ("naive", "flat") else 30.0
-            found.append(record(problem, case, name, samples=[ms + slower - 1, ms + slower, ms + slower + 1]))
-            for quantity, value in (
-                ("traced_time", ms), ("communication_time", 40.0 + slower), ("compute_time", 90.0),
-                ("overlap_time", hidden),
-            ):  # fmt: skip
-                found.append(record(problem, case, name, quantity=quantity, samples=[value]))
-            found.append(record(problem, case, name, quantity="compute_intervals", samples=[0.0, 90.0]))
-            ends = [90.0, 130.0] if not hidden else [50.0, 80.0, 90.0, 100.0]
-            found.append(record(problem, case, name, quantity="communication_intervals", samples=ends))
-            found.append(record(problem, case, name, quantity="peak_memory", unit="MiB", samples=[70000.0]))
-    broken = parallel_case(bucket=25.0)
-    found.append(record(problem, broken, "torch_ddp", status="oom", message="CUDA out of memory"))
-    return found
-
-
-def communication_records() -> list[Record]:
-    found = []
-    for backend, ms in (("nccl", 5.0), ("gloo", 900.0)):
-        for operation in COLLECTIVES:
-            for size in (10**6, 10**9):
-                case = CollectiveCase(operation=operation, num_bytes=size, num_ranks=4, backend=backend)
-                values: dict[str, Any] = {"samples": [ms * size / 1e9]}
-                if backend == "gloo" and operation == "broadcast":
-                    values = {"status": "failed", "message": "no result within 600 s"}
-                found.append(record(COMMUNICATION, case, backend, mode="collective", **values))
-    return found
-
-
 def records_of(problem: str) -> list[Record]:
     return communication_records() if problem == COMMUNICATION else step_records(problem)
 
@@ -338,3 +279,24 @@ def test_a_report_of_nothing_but_failures_is_written(problem, status):
     assert "planted" in text
     answer(problem, frame)
     assert all(figure.axes for _, figure in problem_figures(problem, frame))
+
+
+def test_timelines_share_their_axis_and_touching_intervals_are_one_bar():
+    """A seam between any two kernels made busy lanes look half empty; side by side, steps could not be compared."""
+    problem = "ddp_overlap_individual_parameters_benchmarking"
+    rows = [
+        replace(row, samples=[0.0, 40.0, 40.001, 90.0]) if row.quantity == "compute_intervals" else row
+        for row in step_records(problem)
+    ]
+    figure = dict(problem_figures(problem, load_frame(rows)))[f"{problem}_timeline_float32"]
+    assert len({axes.get_position().x0 for axes in figure.axes}) == 1, "one below the other"
+    assert len({axes.get_xlim() for axes in figure.axes}) == 1
+    bars = {collection.get_label(): len(collection.get_paths()) for collection in figure.axes[2].collections}
+    assert bars == {"compute": 1, "communication": 2}
+
+
+def test_bucket_sizes_stand_side_by_side_in_one_colour():
+    plot = plots("ddp_bucketed_benchmarking", load_frame(step_records("ddp_bucketed_benchmarking")))[0]
+    ours = plot.data[plot.data["series"] == "bucketed"]
+    assert list(ours["x"]) == ["1", "1000"] and plot.x_label == "largest bucket (MiB)"
+    assert not plot.log_y, "bars of steps within a tenth of each other must begin at zero"

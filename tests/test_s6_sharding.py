@@ -21,12 +21,12 @@ from cs336_systems.experiments.registry import PROBLEMS
 from cs336_systems.experiments.s7_fsdp import sharding_case
 from cs336_systems.experiments.sharding_cells import ShardingCase, check_training
 from cs336_systems.model import AdamW, clip_gradients
-from cs336_systems.records import Record, case_to_dict
 from cs336_systems.report.answers import answer
 from cs336_systems.report.frames import load_frame
 from cs336_systems.report.plots import plots
 from cs336_systems.report.tables import sections
 from tests import adapters
+from tests.distributed_records import sharding_records
 from tests.sharding_models import Awkward, part, seeded
 
 COVERS = ("cs336_systems/distributed", "tests/adapters.py", "tests/sharding_models.py")
@@ -332,33 +332,6 @@ def test_an_optimizer_that_does_not_exchange_is_not_timed():
     assert max(run_ranks(check_the_check, 2)) <= 1
 
 
-GPU = {"name": "Test GPU", "kind": "cuda", "driver": "1.2"}
-
-
-def sharding_records(problem: str) -> list[Record]:
-    """Every cell of `problem` at handout scale, as a GPU would report it; one ran out of memory."""
-    run = RunConfig(scale="handout", device="cuda")
-    values = {"time": 100.0, "optimizer_state": 400.0, "communication_time": 40.0, "overlap_time": 30.0}
-    records = []
-    for cell in PROBLEMS[problem].cells(run):
-        ours = cell.implementation in ("sharded", "zero1", "fsdp", "fsdp_layer")
-        for row in cell.rows:
-            broken = cell.implementation == "unsharded" and cell.case.precision.autocast is not None
-            outcome: dict[str, Any] = {"samples": [values.get(row.quantity, 50.0) * (0.5 if ours else 1.0)]}
-            if row.quantity.endswith("_intervals"):
-                outcome = {"samples": [0.0, 2.0, 3.0, 4.5]}
-            if broken:
-                outcome = {"status": "oom", "message": "CUDA out of memory"}
-            records.append(
-                Record(
-                    problem=problem, scale="handout", case=case_to_dict(cell.case), implementation=cell.implementation,
-                    mode=row.mode, quantity=row.quantity, unit=row.unit, device=GPU, commit="c0ffee", dirty=False,
-                    software={"torch": "2.11.0", "triton": "3.6.0"}, date="2026-01-02T03:04:05+00:00", **outcome,
-                )
-            )  # fmt: skip
-    return records
-
-
 @pytest.mark.parametrize("problem", ["optimizer_state_sharding_accounting", "fsdp_accounting"])
 def test_tables_figures_and_answers_of_measured_and_broken_cells(problem):
     frame = load_frame(sharding_records(problem))
@@ -374,7 +347,7 @@ def test_tables_figures_and_answers_of_measured_and_broken_cells(problem):
         f"xl, 2 ranks, float32: a step takes 50.00 ms with {ours} and 100.0 ms with {peer}, 0.500× of its time." in said
     )
     if problem == "fsdp_accounting":
-        timeline = next(plot.data for plot in plots(problem, frame) if plot.name == "timeline_0")
+        timeline = next(plot.data for plot in plots(problem, frame) if plot.kind == "timeline" and "xl" in plot.name)
         assert set(timeline["panel"]) == {"FSDP", "torch fully_shard"} and set(timeline["high"]) == {2.0, 4.5}
         assert "the all-gathers take 20.00 ms beside 25.00 ms of compute, and 15.00 ms of them (75.0 %)" in said
         assert {"10b", "xl"} <= set(frame["model"])
@@ -400,3 +373,11 @@ def test_the_handouts_cells_cover_both_precisions_and_both_peers():
         "unsharded",
     }
     assert {cell.case.precision for cell in cells} == {Precision(), Precision(autocast="bfloat16")}
+
+
+def test_bars_begin_at_zero_and_cases_are_named_in_words():
+    found = {plot.name: plot for plot in plots("fsdp_accounting", load_frame(sharding_records("fsdp_accounting")))}
+    assert "10b\nbfloat16\ngradients in float32\ncheckpointed" in set(found["time"].data["x"])
+    assert "FSDP, predicted" in set(found["memory"].data["series"])
+    assert list(dict.fromkeys(found["kept"].data["series"])) == ["parameters", "gradients", "optimizer state"]
+    assert not any(plot.log_y for plot in found.values())

@@ -26,6 +26,7 @@ OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast")
 ORDER = ("naive", "flat", "overlap", "bucketed", "torch_ddp", "torch_ddp_view")
 TORCH_DDP = ("torch_ddp", "torch_ddp_view")
 NAMES = {"torch_ddp": "torch DDP", "torch_ddp_view": "torch DDP, gradients as views"}
+BACKENDS = {"nccl": "NCCL", "gloo": "Gloo"}
 LANES = ("communication", "compute")  # of a timeline, from below
 KEY_HEADINGS = {"ranks": "ranks", "precision": "precision", "bucket_mb": "bucket (MiB)", "shown": "implementation"}
 
@@ -71,12 +72,16 @@ def communication_table(frame: pd.DataFrame) -> list[Section]:
             cells.remark(f"link peak: {plain(peak)} GB/s each way ({link_source(rows)})")
         cells.remark("time: of the rank that took longest; MB = 10⁶ bytes, GB/s = 10⁹ bytes/s")
         where = "GPU memory" if backend == "nccl" else "host memory"
-        found.append(section(str(backend), f"{backend}, float32 in {where}", header, lines, 3, cells))
+        found.append(
+            section(str(backend), f"{BACKENDS.get(str(backend), backend)}, float32 in {where}", header, lines, 3, cells)
+        )
     return found
 
 
 def bandwidths(row: Any) -> tuple[float, float]:
-    """Algorithm and bus bandwidth of a timed collective in GB/s."""
+    """Algorithm and bus bandwidth of a timed collective in GB/s, NaN of a clock that saw nothing."""
+    if not row.median > 0:
+        return float("nan"), float("nan")
     return algorithm_gb_per_s(row.bytes, row.median), bus_gb_per_s(row.operation, row.ranks, row.bytes, row.median)
 
 
@@ -103,8 +108,9 @@ def communication_plots(frame: pd.DataFrame) -> list[Plot]:
     )
     # bytes / ms / 10⁶ is GB/s; a rate is inverse to its time, and so are its quartiles.
     marks["y"], marks["low"], marks["high"] = (
-        list(factors / frame[name]) for name in ("median", "quartile_high", "quartile_low")
+        list(factors / frame[name].where(frame[name] > 0)) for name in ("median", "quartile_high", "quartile_low")
     )
+    marks["drawn"] &= marks["y"].notna()  # a clock that saw nothing gives no rate
     peak = link_peak(frame)
     notes = (f"Link peak: {plain(peak)} GB/s each way ({link_source(frame)}).",) if peak is not None else ()
     return [
@@ -199,24 +205,21 @@ def against_peer(rows: pd.DataFrame, row: Any) -> float:
 def ddp_plots(frame: pd.DataFrame) -> list[Plot]:
     """Step times as bars, and the lanes of each implementation's traced step, at the most ranks measured."""
     rows = steps(frame)
-    rows["ranks_name"] = [f"{ranks} rank{'s' if ranks > 1 else ''}" for ranks in rows["ranks"]]
-    named = rows.assign(series_name=rows["shown"])
-    if rows["bucket_mb"].nunique() > 1:
-        named["series_name"] = [
-            f"{row.shown}, {plain(row.bucket_mb)} MiB" if row.bucket_mb == row.bucket_mb else row.shown
-            for row in tuples(rows)
-        ]
-    marks = points(
-        named, panel=variants(rows, ("precision",)), series="series_name", style="series_name", x="ranks_name"
-    )
+    first, panel, x = tuples(rows)[0], variants(rows, ("precision",)), [_ranks(row) for row in tuples(rows)]
+    by_bucket = rows["bucket_mb"].nunique() > 1
+    if by_bucket:
+        panel, rows = variants(rows, ("precision", "ranks")), rows.sort_values("bucket_mb", kind="stable")
+        x = [plain(row.bucket_mb) if row.bucket_mb == row.bucket_mb else "none" for row in tuples(rows)]
+    marks = points(rows.assign(_x=x), panel=panel, series="shown", style="shown", x="_x")
     found = [
         Plot(
             name="steps",
-            title=f"Time of a data-parallel step on {frame['device'].iloc[0]}",
+            title=f"Time of a data-parallel step on {frame['device'].iloc[0]}\n{_model(first)}",
             kind="bars",
             data=marks,
-            x_label="",
+            x_label="largest bucket (MiB)" if by_bucket else "",
             y_label="time of a step (ms)",
+            log_y=False,
             notes=("Bars: median; whiskers: quartiles.",),
         )
     ]
@@ -229,7 +232,8 @@ def ddp_plots(frame: pd.DataFrame) -> list[Plot]:
             found.append(
                 Plot(
                     name=f"timeline_{name}",
-                    title=f"One traced step of rank 0 on {frame['device'].iloc[0]}\n{precision}, {ranks} ranks",
+                    title=f"One traced step of rank 0 on {frame['device'].iloc[0]}\n"
+                    f"{_model(first)}, {precision}, {ranks} ranks",
                     kind="timeline",
                     data=data,
                     x_label="time (ms)",
@@ -325,6 +329,10 @@ def _meta_model(case: str) -> TransformerLM:
 def percent(part: float, whole: float) -> float:
     """NaN where there is no whole."""
     return 100 * part / whole if whole > 0 else float("nan")
+
+
+def _model(row: Any) -> str:
+    return f"{row.model}, context {plain(row.context)}, {plain(row.batch)} sequences a rank"
 
 
 def _bucket(row: Any) -> str:

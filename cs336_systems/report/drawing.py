@@ -69,7 +69,7 @@ def _draw_bars(axes: Axes, plot: Plot, data: pd.DataFrame) -> None:
     groups = list(dict.fromkeys(plot.data["x"]))
     names = list(dict.fromkeys(plot.data["series"]))
     low, high = _limits(plot, rows=0)
-    axes.set_ylim((low, high) if plot.log_y else (0, max([1.0, *plot.data[plot.data["drawn"]]["y"]]) * 1.15))
+    axes.set_ylim((low, high) if plot.log_y else (0, _highest(plot) * 1.15))
     width = 0.82 / len(names)
     for row in tuples(data):
         place = groups.index(row.x) + width * (names.index(row.series) - (len(names) - 1) / 2)
@@ -92,8 +92,8 @@ def _draw_bars(axes: Axes, plot: Plot, data: pd.DataFrame) -> None:
                 color=colour(row.style),
                 **LITERAL,
             )
-    if not plot.log_y:
-        axes.axhline(1.0, color="#444444", linewidth=1)
+    if plot.line_at is not None:
+        axes.axhline(plot.line_at, color="#444444", linewidth=1)
     axes.set_xticks(range(len(groups)), groups, **LITERAL)
     axes.set_xlim(-0.6, len(groups) - 0.4)
     axes.grid(False, axis="x")
@@ -130,6 +130,8 @@ def _draw_curves(axes: Axes, plot: Plot, data: pd.DataFrame) -> None:
     for series, marks in _series(data[data["drawn"]]):
         axes.plot(marks["x"], marks["y"], color=colour(marks["style"].iloc[0]), linewidth=1.2, label=series, alpha=0.8)
     axes.set_xlim(0, max(1, plot.data["x"].max()))
+
+
 def _draw_stacked(axes: Axes, plot: Plot, data: pd.DataFrame) -> None:
     """A bar for each x, of its series from the foot up in the order of `plot.data`; large pieces carry a number."""
     groups = list(dict.fromkeys(plot.data["x"]))
@@ -216,6 +218,13 @@ def _limits(plot: Plot, rows: int) -> tuple[float, float]:
     low, high = max(low, high * 1e-9) / 1.4, high * 1.6
     share = min(0.6, ROW_HEIGHT * (rows + 0.6)) if rows else 0.0
     return float(low / (high / low) ** (share / (1 - share))), float(high)
+
+
+def _highest(plot: Plot) -> float:
+    """The top of what a panel with a linear y axis must hold."""
+    drawn = plot.data[plot.data["drawn"]]
+    found = [value for value in (*drawn["y"], *drawn["high"], plot.line_at) if value is not None and value > 0]
+    return float(max(found, default=1.0))
 
 
 def never_drawn(plot: Plot) -> dict[str, str]:

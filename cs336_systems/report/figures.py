@@ -17,6 +17,7 @@ from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
+from matplotlib.ticker import StrMethodFormatter
 
 from cs336_systems.report.drawing import DRAWERS, never_drawn
 from cs336_systems.report.plots import plots
@@ -24,6 +25,8 @@ from cs336_systems.report.points import Plot
 from cs336_systems.report.styles import DPI, LITERAL, TEXT_POINTS, colour
 
 NOTE_WIDTH = 12  # characters of small print an inch
+TITLE_WIDTH = 58  # characters of a line above one of several columns of panels
+THOUSANDS = ("bars", "stacked", "memory_timeline")  # kinds whose linear y axis groups its digits
 FILE_STEM = re.compile(r"[A-Za-z0-9_-]+")
 
 
@@ -50,19 +53,26 @@ def draw(plot: Plot) -> Figure:
     """The figure of `plot`: one axes a panel, on common scales, title above, legend and notes below."""
     panels = list(dict.fromkeys(plot.data["panel"]))
     columns = 2 if len(panels) == 4 else min(3, len(panels))
+    if plot.kind == "timeline":  # one below the other: what is compared stands at the same time
+        columns = 1
     rows = -(-len(panels) // columns)
     size = {"bars": (9.5, 4.8), "ranking": (9.5, 1.6 + 0.42 * plot.data["series"].nunique())}
     width, height = size.get(plot.kind, (9.5, 5.4)) if len(panels) == 1 else (5.6 * columns, 3.9 * rows + 1.2)
+    if plot.kind == "timeline":
+        width, height = 9.5, 0.95 * rows + 1.5
     figure = Figure(figsize=(width, height), layout="constrained")
     figure.suptitle(plot.title, fontsize=12.5, fontweight="bold", **LITERAL)
     grid = figure.subplots(rows, columns, squeeze=False, sharex=plot.kind != "ranking", sharey=plot.kind != "ranking")
     flat = list(grid.flat)
     for index, (axes, panel) in enumerate(zip(flat, panels)):
-        axes.set_title(panel, fontsize=10.5, **LITERAL)
+        title = textwrap.fill(panel, TITLE_WIDTH) if columns > 1 else panel
+        axes.set_title(title, fontsize=10.5, loc="left" if plot.kind == "timeline" else "center", **LITERAL)
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(True, color="#D9D9D9", linewidth=0.7)
         axes.set_axisbelow(True)
         DRAWERS[plot.kind](axes, plot, plot.data[plot.data["panel"] == panel])
+        if plot.kind in THOUSANDS and not plot.log_y:
+            axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,.10g}"))
         lowest = plot.kind == "ranking" or index + columns >= len(panels)
         axes.tick_params(labelbottom=lowest)
         axes.set_xlabel(plot.x_label if lowest else "")
@@ -84,7 +94,7 @@ def _legend(figure: Figure, all_axes: list[Axes], plot: Plot, width: float) -> N
     if plot.kind in ("bars", "stacked"):
         styles = dict(zip(plot.data["series"], plot.data["style"]))
         handles = {series: Patch(color=colour(style), label=series) for series, style in styles.items()}
-    columns = min(5, max(1, len(handles)))
+    columns = -(-len(handles) // -(-len(handles) // 5)) if handles else 1  # at most five, the last row nearly full
     legend = figure.legend(
         list(handles.values()),
         list(handles),

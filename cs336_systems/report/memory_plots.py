@@ -57,7 +57,7 @@ def memory_profiling(frame: pd.DataFrame) -> list[Plot]:
                             x_label="allocations and releases",
                             y_label="allocated (MiB)",
                             log_y=False,
-                            notes=_largest(rows),
+                            notes=(*_ran_out(rows), *_largest(rows)),
                         )
                     )
     return found
@@ -82,9 +82,21 @@ def _timeline(rows: dict[str, Any]) -> pd.DataFrame:
     return pd.DataFrame(marks, columns=list(POINT))
 
 
+def _ran_out(rows: dict[str, Any]) -> tuple[str, ...]:
+    """Says of a step that ran out of memory which phase it reached, and how to read its picture."""
+    for phase in PHASES:
+        row = rows.get(f"peak_memory.{phase}")
+        if row is not None and row.status == "oom":
+            kept = " Without a backward pass that uses them, activations count as temporaries." * (phase == "forward")
+            return (f"Ran out of memory in the {phase} phase: the fall at the end is what it released.{kept}",)
+    return ()
+
+
 def _largest(rows: dict[str, Any]) -> tuple[str, ...]:
     found = [rows.get(f"allocation.{rank}") for rank in RANKS]
-    texts = [f"{row.median:,.0f} MiB, {row.kernel}" for row in found if row is not None and row.status == "ok"]
+    texts = [
+        f"{row.median:,.0f} MiB, {row.kernel.rstrip(': ')}" for row in found if row is not None and row.status == "ok"
+    ]
     return (f"Largest allocations: {'; '.join(texts)}.",) if texts else ()
 
 
@@ -112,6 +124,7 @@ def gradient_checkpointing(frame: pd.DataFrame) -> list[Plot]:
                 data=points(rows, panel=["model", "attention"], series="label", style="implementation", x="strategy"),
                 x_label="blocks per group",
                 y_label=label,
+                log_y=False,
                 notes=("A number is a group size; the absent bar says why.",),
             )
         )

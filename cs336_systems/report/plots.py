@@ -131,6 +131,7 @@ def torch_compile(frame: pd.DataFrame) -> list[Plot]:
                 x_label="model",
                 y_label="time eager / time compiled",
                 log_y=False,
+                line_at=1.0,
                 notes=("Ratio of medians; above the line at 1, compiled is faster.",),
             )
         )

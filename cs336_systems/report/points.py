@@ -31,6 +31,7 @@ class Plot:
     x_label: str
     y_label: str  # with the unit
     log_y: bool = True
+    line_at: float | None = None  # a line across bars, where a ratio changes sides
     notes: tuple[str, ...] = ()  # small print
 
 

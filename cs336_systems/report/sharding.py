@@ -30,6 +30,8 @@ NAMES = {
 }
 LANES = ("communication", "compute")  # of a timeline, from below
 KEYS = ("model", "ranks", "compute", "reduce", "checkpointing")
+AS_COMPUTED = "as computed"  # no dtype of its own for the gradients' average
+PREDICTED = "predicted_peak_memory"
 PART_TITLES = {"optimizer_state": "optimizer state"}
 
 
@@ -40,7 +42,7 @@ def with_cases(frame: pd.DataFrame) -> pd.DataFrame:
     frame = frame.assign(
         ranks=[int(case.get("num_ranks") or 0) for case in cases],
         compute=[str((case.get("precision") or {}).get("autocast") or "float32") for case in cases],
-        reduce=[str(case.get("reduce_dtype") or "as computed") for case in cases],
+        reduce=[str(case.get("reduce_dtype") or AS_COMPUTED) for case in cases],
         checkpointing=[str(case.get("checkpointing") or "none") for case in cases],
         shown=[NAMES.get(str(name), str(name)) for name in frame["label"]],
     )
@@ -121,17 +123,21 @@ def optimizer_plots(frame: pd.DataFrame) -> list[Plot]:
 def fsdp_plots(frame: pd.DataFrame) -> list[Plot]:
     found = _time_plot(frame, "FSDP")
     frame = with_cases(frame)
-    peaks = frame[(frame["quantity"] == "peak_memory") | (frame["quantity"] == "predicted_peak_memory")]
+    peaks = frame[frame["quantity"].isin(("peak_memory", PREDICTED))]
     if (peaks["quantity"] == "peak_memory").any():
-        data = points(peaks, panel=_panel(frame), series="quantity", style="quantity", x="shown")
-        found.append(_bars("memory", f"Peak memory of a rank on {_device(frame)}", data, "peak memory (MiB)"))
+        predicted = peaks["quantity"] == PREDICTED
+        peaks = peaks.assign(
+            shown=peaks["shown"].mask(predicted, peaks["shown"] + ", predicted"),
+            style=peaks["label"].mask(predicted, PREDICTED),
+        )
+        found.append(_bars("memory", f"Peak memory of a rank on {_device(frame)}", peaks, frame, "peak memory (MiB)"))
     return [*found, *_kept_plot(frame), *_timelines(frame)]
 
 
 def _timelines(frame: pd.DataFrame) -> list[Plot]:
     """For each case the traced forward pass of FSDP and of the peer: the gathers' lane over that of compute."""
     plots_found = []
-    for number_of_case, (_, rows) in enumerate(frame.groupby("case", sort=False)):
+    for _, rows in frame.groupby("case", sort=False):
         first = tuples(rows)[0]
         marks = []
         for row in tuples(rows[rows["quantity"].isin([f"{lane}_intervals" for lane in LANES])]):
@@ -141,11 +147,11 @@ def _timelines(frame: pd.DataFrame) -> list[Plot]:
                     mark = (row.shown, lane, lane, start, float(LANES.index(lane)), start, end, "ok", "", True)
                     marks.append(dict(zip(POINT, mark)))
         if marks:
+            parts = (first.model, f"{plain(first.ranks)} ranks", first.compute, first.reduce, first.checkpointing)
             plots_found.append(
                 Plot(
-                    name=f"timeline_{number_of_case}",
-                    title=f"One traced forward pass of rank 0 on {_device(frame)}\n"
-                    f"{first.model}, {plain(first.ranks)} ranks, {first.compute}, gradients {first.reduce}",
+                    name="timeline_" + "_".join(parts).replace(" ", "_"),
+                    title=f"One traced forward pass of rank 0 on {_device(frame)}\n{', '.join(_words(first, KEYS))}",
                     kind="timeline",
                     data=pd.DataFrame(marks, columns=list(POINT)),
                     x_label="time (ms)",
@@ -158,30 +164,63 @@ def _timelines(frame: pd.DataFrame) -> list[Plot]:
 
 def _time_plot(frame: pd.DataFrame, what: str) -> list[Plot]:
     frame = with_cases(frame)
-    data = points(select(frame, "time", "train_step"), panel=_panel(frame), series="shown", style="label", x="model")
-    return [_bars("time", f"Training step under {what} on {_device(frame)}", data, "time of a step (ms)")]
+    rows = select(frame, "time", "train_step")
+    rows = rows.assign(style=rows["label"])
+    return [_bars("time", f"Training step under {what} on {_device(frame)}", rows, frame, "time of a step (ms)")]
 
 
 def _kept_plot(frame: pd.DataFrame) -> list[Plot]:
+    """What a rank keeps, stacked: a panel a case, a bar an implementation."""
     frame = with_cases(frame)
     kept = frame[frame["quantity"].isin(PARTS)]
-    data = points(kept, panel=_panel(frame), series="quantity", style="quantity", x="shown")
-    data = data.assign(series=[_title(name) for name in kept["quantity"]])
-    return [_bars("kept", f"What a rank keeps between steps on {_device(frame)}", data, "memory (MiB)")]
+    data = points(kept, panel=[], series="quantity", style="quantity", x="shown")
+    data["panel"] = [", ".join(_words(row, variants(frame, KEYS))) for row in tuples(kept)]
+    data["series"] = [_title(name) for name in kept["quantity"]]
+    order = [PARTS.index(name) for name in kept["quantity"]]
+    data = data.assign(_order=order).sort_values("_order", kind="stable").drop(columns="_order")
+    return [
+        Plot(
+            name="kept",
+            title=f"What a rank keeps between steps on {_device(frame)}{_common(frame)}",
+            kind="stacked",
+            data=data,
+            x_label="",
+            y_label="memory (MiB)",
+            log_y=False,
+        )
+    ]
 
 
-def _panel(frame: pd.DataFrame) -> list[str]:
-    return variants(frame, KEYS) or ["model"]
+def _words(row: Any, keys: list[str] | tuple[str, ...]) -> list[str]:
+    """Those of `keys` that say something about the case of `row`, as one reads them."""
+    words = {
+        "model": row.model,
+        "ranks": f"{plain(row.ranks)} ranks",
+        "compute": row.compute,
+        "reduce": f"gradients in {row.reduce}" if row.reduce != AS_COMPUTED else "",
+        "checkpointing": "checkpointed" if row.checkpointing != "none" else "",
+    }
+    return [words[key] for key in keys if words[key]]
 
 
-def _bars(name: str, title: str, data: pd.DataFrame, y_label: str) -> Plot:
+def _common(frame: pd.DataFrame) -> str:
+    """The second line of a title: model and ranks where all cases have the same."""
+    words = _words(tuples(frame)[0], [key for key in ("model", "ranks") if key not in variants(frame, KEYS)])
+    return f"\n{', '.join(words)}" if words else ""
+
+
+def _bars(name: str, title: str, rows: pd.DataFrame, frame: pd.DataFrame, y_label: str) -> Plot:
+    """A group of bars a case of `rows`, a bar an implementation, in its `style`; a panel for each number of ranks."""
+    varying = [key for key in variants(frame, KEYS) if key != "ranks"] or ["model"]
+    rows = rows.assign(_x=["\n".join(_words(row, varying)) for row in tuples(rows)])
     return Plot(
         name=name,
-        title=title,
+        title=title + _common(frame),
         kind="bars",
-        data=data,
+        data=points(rows, panel=variants(frame, ("ranks",)), series="shown", style="style", x="_x"),
         x_label="",
         y_label=y_label,
+        log_y=False,
         notes=("Bars: median; whiskers: quartiles.",) if name == "time" else (),
     )
 
@@ -252,7 +291,7 @@ def _cases(frame: pd.DataFrame) -> list[tuple[str, Lookup]]:
         first = tuples(rows)[0]
         where = f"{first.model}, {plain(first.ranks)} ranks, {first.compute}"
         if "reduce" in varying and first.compute != "float32":
-            where += f", gradients averaged {first.reduce if first.reduce == 'as computed' else 'in ' + first.reduce}"
+            where += f", gradients averaged {first.reduce if first.reduce == AS_COMPUTED else 'in ' + first.reduce}"
         ok = rows[rows["status"] == "ok"]
         values = {(row.implementation, row.quantity, row.mode): float(row.median) for row in tuples(ok)}
 

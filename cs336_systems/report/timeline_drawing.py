@@ -23,7 +23,7 @@ def draw_timeline(axes: Axes, plot: Plot, data: pd.DataFrame) -> None:
     total = layers.sum(axis=0)
     peak = int(total.argmax())
     right = max(float(events[-1]), 1.0)
-    axes.set_xlim(0, right)
+    axes.set_xlim(min(float(events[0]), right / 2), right)  # before the first sample nothing is known
     axes.set_ylim(0, max(float(total.max()), 1e-3) * 1.2)
     axes.plot(events[peak], total[peak], marker="v", color="black", markersize=6)
     side = "right" if events[peak] > right / 2 else "left"
