@@ -160,7 +160,7 @@ class FSDP(nn.Module):
         for weight in unit.trainable:
             weight.whole.register_post_accumulate_grad_hook(self._gradient_hook(unit, weight))
 
-    def _gradient_hook(self, unit: Unit, weight: ShardedWeight) -> Callable[[Tensor], None]:
+    def _gradient_hook(self, unit: Unit, weight: ShardedWeight) -> Callable[[nn.Parameter], None]:
         """`_gradient_arrived` as a hook of `weight.whole`, holding all of them weakly.
 
         The weight holds its whole, and the garbage collector sees no cycle through a tensor's hooks.
@@ -168,7 +168,7 @@ class FSDP(nn.Module):
         arrived = weakref.WeakMethod(self._gradient_arrived)
         held = weakref.ref(unit), weakref.ref(weight)
 
-        def hook(whole: Tensor) -> None:
+        def hook(whole: nn.Parameter) -> None:
             alive, unit, weight = arrived(), held[0](), held[1]()
             if alive is not None and unit is not None and weight is not None:
                 alive(unit, weight, whole)
