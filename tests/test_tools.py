@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -244,3 +245,42 @@ def test_make_runs_gpu_tests_without_an_environment_of_its_own(dirty, option):
     assert "PYTHONPATH=. python3 -m pytest -m gpu --gpu-record=results/nvidia-h200/tests.jsonl" in output
     assert f"--gpu-commit=abc {option}" in " ".join(output.replace("\\\n", " ").split())
     assert "pip" not in output
+
+
+# Documents
+
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+DOCUMENTS = ["README.md", "writeup.md", "CONTRIBUTING.md"]
+
+
+def anchors(text: str) -> set[str]:
+    """The fragments that GitHub gives the headings of `text`."""
+    headings = re.findall(r"^#{1,6} (.+)$", text, flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def broken_links(document: Path) -> list[str]:
+    """Relative links of `document` to a file or a heading that is not there."""
+    broken = []
+    for link in LINK.findall(document.read_text(encoding="utf-8")):
+        if "://" in link:
+            continue
+        name, _, fragment = link.partition("#")
+        target = document.parent / name if name else document
+        found = target.exists()
+        if found and fragment:
+            found = target.is_file() and fragment in anchors(target.read_text(encoding="utf-8"))
+        if not found:
+            broken.append(link)
+    return broken
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_every_link_of_a_document_leads_somewhere(document):
+    assert broken_links(ROOT / document) == []
+
+
+def test_a_link_that_leads_nowhere_is_found(tmp_path):
+    document = tmp_path / "a.md"
+    document.write_text("# One heading\n[a](a.md) [b](b.md) [c](a.md#one-heading) [d](#two) [e](https://x.org/y.md)\n")
+    assert broken_links(document) == ["b.md", "#two"]

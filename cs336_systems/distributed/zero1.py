@@ -17,6 +17,7 @@ below float32 get a master slice of their own; of a bucket that has gradients, u
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -356,5 +357,16 @@ class Bucket:
 
 
 def bucket_hook(optimizer: Zero1Optimizer, bucket: Bucket, place: int) -> Callable[[Tensor], None]:
-    """A hook that tells `optimizer` that a gradient has arrived; autograd hands it the parameter."""
-    return lambda parameter: optimizer.gradient_arrived(bucket, place)
+    """A hook that tells `optimizer` that a gradient has arrived; autograd hands it the parameter.
+
+    It holds optimizer and bucket weakly: the bucket holds the parameter, and the garbage collector sees no cycle
+    through a tensor's hooks.
+    """
+    arrived, where = weakref.WeakMethod(optimizer.gradient_arrived), weakref.ref(bucket)
+
+    def hook(parameter: Tensor) -> None:
+        alive, held = arrived(), where()
+        if alive is not None and held is not None:
+            alive(held, place)
+
+    return hook

@@ -192,15 +192,6 @@ PROBLEMS: dict[str, Problem] = {
             measure=measure_sharding,
         ),
         Problem(
-            name="training_run",
-            title="Training a language model with every wrapper: the same losses",
-            section="8",
-            editions=(2025, 2026),
-            points=0,
-            cells=training_run_cells,
-            measure=measure_training_run,
-        ),
-        Problem(
             name="leaderboard_2025",
             title="The 2025 leaderboard: 1 x 16 x 16384 x 64, causal, bfloat16, forward and backward",
             section="9",
@@ -244,6 +235,15 @@ PROBLEMS: dict[str, Problem] = {
             points=0,
             cells=dilated_attention_cells,
             measure=measure_masked,
+        ),
+        Problem(
+            name="training_run",
+            title="Training a language model with every wrapper: the same losses",
+            section="beyond",
+            editions=(),
+            points=0,
+            cells=training_run_cells,
+            measure=measure_training_run,
         ),
     )
 }

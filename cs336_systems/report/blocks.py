@@ -4,7 +4,7 @@
     blocks.text("flash_benchmarking.table.bfloat16.forward", document=Path("writeup.md"))
 
 Names: `<problem>.table`, `.answer`, `.figures`; one table as `<problem>.table.<section>`, one figure as
-`<problem>.figures.<plot>`; and `headline`. Problems of `calculated` need no records.
+`<problem>.figures.<plot>`; `headline` and `headline.distributed`. Problems of `calculated` need no records.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from cs336_systems.report.calculated import CALCULATIONS, FOLDER, calculated_tex
 from cs336_systems.report.distributed import DISTRIBUTED_CASES
 from cs336_systems.report.figures import file_stem
 from cs336_systems.report.frames import load_frame, refuse_mixture
-from cs336_systems.report.headline import headline
+from cs336_systems.report.headline import distributed_headline, headline
 from cs336_systems.report.markdown import one_line
 from cs336_systems.report.masks import MASK_CASES
 from cs336_systems.report.memory_tables import MEMORY_CASE_TYPES
@@ -33,7 +33,7 @@ from cs336_systems.report.sections import Section
 from cs336_systems.report.sharding import SHARDING_CASES
 from cs336_systems.report.tables import TABLES, problem_table, sections
 
-HEADLINE = "headline"
+HEADLINE, DISTRIBUTED_HEADLINE = "headline", "headline.distributed"
 CASE_TYPES = {  # of the problems with tables and figures of their own
     "benchmarking_script": ("ModelCase",),
     "nsys_profile": ("ModelCase",),
@@ -103,6 +103,8 @@ class Blocks:
         """Content of block `name` in `document` (its image links are relative); KeyError says what is wrong."""
         if name == HEADLINE:
             return headline(self.frames)
+        if name == DISTRIBUTED_HEADLINE:
+            return distributed_headline(self.frames)
         problem, _, rest = name.partition(".")
         kind, _, part = rest.partition(".")
         if problem in CALCULATIONS:

@@ -1,14 +1,17 @@
-"""The README's table: a few shapes that matter, ours against eager and against the best of the peers."""
+"""The README's tables: attention on a few shapes that matter, and training steps on several GPUs, beside the peers'."""
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Mapping
 from typing import Any
 
 import pandas as pd
 
+from cs336_systems.report import distributed, sharding
 from cs336_systems.report.comparisons import best_peer
-from cs336_systems.report.frames import BASELINE, OURS, select, tuples
+from cs336_systems.report.frames import BASELINE, NOT_MEASURED, OURS, select, tuples
 from cs336_systems.report.markdown import Cells, factor, number, plain, provenance, table
 from cs336_systems.report.sections import speed_up
 
@@ -16,6 +19,20 @@ LEADERBOARD, BENCHMARK = "leaderboard_2025", "flash_benchmarking"
 SELECTED_LENGTHS = (1024, 4096, 16384, 65536)
 SELECTED_HEAD_DIMS = (64, 128)
 NO_SPEED = f"*No compiled {OURS} kernel was timed on this device.*"
+
+OVERLAP = "ddp_overlap_individual_parameters_benchmarking"
+TORCH_ZERO, TORCH_FSDP = (sharding.OPTIMIZER_PEER,), (sharding.FSDP_PEER,)
+PAIRS = {  # problem -> our wrapper, PyTorch's that do the same (the fastest counts), the quantity that is the peak
+    OVERLAP: (("overlap", distributed.TORCH_DDP, "peak_memory"), ("bucketed", distributed.TORCH_DDP, "peak_memory")),
+    sharding.OPTIMIZER_PROBLEM: (
+        ("sharded", TORCH_ZERO, "memory_after_step"),
+        ("zero1", TORCH_ZERO, "memory_after_step"),
+    ),
+    sharding.FSDP_PROBLEM: (("fsdp", TORCH_FSDP, "peak_memory"),),
+}
+OUR_NAMES = {"overlap": "overlapped DDP", "bucketed": "bucketed DDP"} | sharding.NAMES
+THEIR_NAMES = sharding.NAMES | distributed.NAMES
+NO_STEPS = "*No training step on several GPUs was timed on this device beside PyTorch's.*"
 
 
 def headline(frames: Mapping[str, pd.DataFrame]) -> str:
@@ -65,4 +82,69 @@ def _line(rows: pd.DataFrame, cells: Cells) -> list[str]:
 def _row(rows: pd.DataFrame, implementation: str) -> Any:
     """The row of `implementation`, if it has one that was not interpreted."""
     found = tuples(rows[(rows["implementation"] == implementation) & ~rows["interpreted"].astype(bool)])
+    return found[0] if found else None
+
+
+def distributed_headline(frames: Mapping[str, pd.DataFrame]) -> str:
+    """Our data-parallel and sharded training steps on GPUs beside PyTorch's of the same case, as Markdown.
+
+    `frames` hold a frame for each problem. A case of which either has no record is left out; one that failed says so.
+    """
+    cells = Cells()
+    used = [frames[problem] for problem in PAIRS if problem in frames]
+    lines = [line for problem in PAIRS if problem in frames for line in _step_lines(problem, frames[problem], cells)]
+    if not lines:
+        return NO_STEPS
+    head = "A training step on several GPUs; medians, quartiles in brackets; peak memory of a rank."
+    header = ["ours", "model", "ranks", "precision", "step (ms)", "peak (MiB)", "PyTorch's", "its step (ms)"]
+    header += ["its peak (MiB)", "speed against PyTorch's"]
+    legend = cells.legend()
+    parts = [head, table(header, lines, 4), *([legend] if legend else []), provenance(pd.concat(used))]
+    return "\n\n".join(parts)
+
+
+def _step_lines(problem: str, frame: pd.DataFrame, cells: Cells) -> list[list[str]]:
+    """A line for each case and pair of which both sides have a record."""
+    frame = sharding.with_cases(frame[frame["mode"] == "train_step"])
+    frame = frame[[json.loads(case).get("backend") == "nccl" for case in frame["case"]]]
+    frame = frame.assign(setting=[_without_buckets(case) for case in frame["case"]])
+    lines = []
+    for _, rows in frame.groupby("setting", sort=False):
+        for name, peers, peak in PAIRS[problem]:
+            ours, theirs = _fastest(rows, (name,)), _fastest(rows, peers)
+            if ours is None or theirs is None:
+                continue
+            lines.append(
+                [
+                    OUR_NAMES[name],
+                    plain(ours.model),
+                    plain(ours.ranks),
+                    ours.compute + ("" if ours.reduce == "as computed" else f", gradients averaged in {ours.reduce}"),
+                    cells.time(ours),
+                    cells.text(_same_cell(rows, ours, peak)),
+                    THEIR_NAMES[theirs.implementation],
+                    cells.time(theirs),
+                    cells.text(_same_cell(rows, theirs, peak)),
+                    factor(speed_up(theirs, ours)),
+                ]
+            )
+    return lines
+
+
+def _without_buckets(case: str) -> str:
+    """`case` but for the bucket size, which wrappers without buckets do not have."""
+    return json.dumps({name: value for name, value in json.loads(case).items() if name != "bucket_size_mb"})
+
+
+def _fastest(rows: pd.DataFrame, implementations: tuple[str, ...]) -> Any:
+    """The time of the fastest of `implementations`, or of one that failed where none ran; None without a record."""
+    found = tuples(rows[(rows["quantity"] == "time") & rows["implementation"].isin(implementations)])
+    found = [row for row in found if row.status != NOT_MEASURED]
+    return min(found, key=lambda row: row.median if row.status == "ok" else math.inf, default=None)
+
+
+def _same_cell(rows: pd.DataFrame, timed: Any, quantity: str) -> Any:
+    """The row of `quantity` of the cell that `timed` is of, if there is one."""
+    same = (rows["implementation"] == timed.implementation) & (rows["case"] == timed.case)
+    found = tuples(rows[same & (rows["quantity"] == quantity)])
     return found[0] if found else None

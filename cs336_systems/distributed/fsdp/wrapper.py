@@ -22,6 +22,7 @@ it. A weight that no rank uses in a step keeps no gradient, as in one process.
 
 from __future__ import annotations
 
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -157,7 +158,22 @@ class FSDP(nn.Module):
             entry.register_forward_pre_hook(partial(self._before_forward, unit), with_kwargs=True)
             entry.register_forward_hook(partial(self._after_forward, unit))
         for weight in unit.trainable:
-            weight.whole.register_post_accumulate_grad_hook(partial(self._gradient_arrived, unit, weight))
+            weight.whole.register_post_accumulate_grad_hook(self._gradient_hook(unit, weight))
+
+    def _gradient_hook(self, unit: Unit, weight: ShardedWeight) -> Callable[[nn.Parameter], None]:
+        """`_gradient_arrived` as a hook of `weight.whole`, holding all of them weakly.
+
+        The weight holds its whole, and the garbage collector sees no cycle through a tensor's hooks.
+        """
+        arrived = weakref.WeakMethod(self._gradient_arrived)
+        held = weakref.ref(unit), weakref.ref(weight)
+
+        def hook(whole: nn.Parameter) -> None:
+            alive, unit, weight = arrived(), held[0](), held[1]()
+            if alive is not None and unit is not None and weight is not None:
+                alive(unit, weight, whole)
+
+        return hook
 
     # Forward
 
