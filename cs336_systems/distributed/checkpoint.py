@@ -195,10 +195,7 @@ class _Described:
         """The optimizer's hyper-parameters and the states that are no tensors, as JSON."""
         if self.optimizer is None:
             return None
-        scalars = {
-            name: {key: value for key, value in state.items() if not isinstance(value, Tensor)}
-            for name, state in self._all_scalars().items()
-        }
+        scalars = self._all_scalars()
         groups = [
             {**hyperparameters(group), "names": [self.names[parameter] for parameter in group["params"]]}
             for group in self.optimizer.param_groups
@@ -298,12 +295,16 @@ class _Described:
         return self._kept
 
     def _all_scalars(self) -> dict[str, dict[str, Any]]:
-        """Rank 0 writes the scalars; under a ShardedOptimizer those of its own parameters stand for all."""
-        states = self._states()
-        if not isinstance(self.optimizer, ShardedOptimizer) or not states:
-            return states
-        example = next(iter(states.values()))
-        return {name: example for name in self.parameters if self.parameters[name].requires_grad}
+        """The states that are no tensors, by parameter name; under a ShardedOptimizer each owner tells its own."""
+        scalars = {
+            name: {key: value for key, value in state.items() if not isinstance(value, Tensor)}
+            for name, state in self._states().items()
+        }
+        if not isinstance(self.optimizer, ShardedOptimizer) or self.optimizer.num_ranks == 1:
+            return scalars
+        by_rank: list[Any] = [None] * self.optimizer.num_ranks
+        dist.all_gather_object(by_rank, scalars, group=self.optimizer.process_group)
+        return {name: state for own in by_rank for name, state in own.items()}
 
     def _stateful_names(self) -> list[str]:
         """Parameters whose state this rank loads."""

@@ -138,6 +138,8 @@ class Zero1Optimizer(torch.optim.Optimizer):
             raise ValueError(f"max_norm must be positive, got {max_norm}")
         self.finish_gradient_synchronization()
         slices = [bucket.gradient for bucket in self.buckets]
+        if not slices:  # every parameter is frozen
+            return torch.zeros(())
         total = torch.stack(torch._foreach_norm(slices, 2, torch.float64)).square().sum()
         if self.num_ranks > 1:
             dist.all_reduce(total, group=self.group)
@@ -239,7 +241,7 @@ class Zero1Optimizer(torch.optim.Optimizer):
             bucket.refresh_master()
             saved = [state_dict["state"].get(places[parameter], {}) for parameter in bucket.parameters]
             names = {name for entry in saved for name in entry}
-            state[index] = {name: bucket.slice_of([entry.get(name) for entry in saved]) for name in sorted(names)}
+            state[index] = {name: bucket.slice_of(name, [entry.get(name) for entry in saved]) for name in sorted(names)}
         groups, first = [], 0
         for own, loaded in zip(self.local.param_groups, state_dict["param_groups"]):
             count = len(own["params"])
@@ -344,10 +346,16 @@ class Bucket:
         """The master slice anew from the parameters."""
         self.master.copy_(self.flat[self.own])
 
-    def slice_of(self, values: list[Any]) -> Any:
-        """This rank's slice of a state of all parameters: tensors in their shapes, or one scalar for all."""
+    def slice_of(self, name: str, values: list[Any]) -> Any:
+        """This rank's slice of a state of all parameters: tensors in their shapes, or one scalar for all.
+
+        Of parameters that are 0-d themselves only "step", torch's name of the counter, is taken for a scalar.
+        """
         first = next(value for value in values if value is not None)
-        if not isinstance(first, Tensor) or first.ndim == 0:
+        if not isinstance(first, Tensor):
+            return first
+        kept = [(value, parameter) for value, parameter in zip(values, self.parameters) if value is not None]
+        if not any(value.ndim for value, _ in kept) and (name == "step" or any(owner.ndim for _, owner in kept)):
             return first
         whole = torch.zeros(self.flat.shape, dtype=torch.float32, device=self.flat.device)
         for view, value in zip(self.views_of(whole), values):
