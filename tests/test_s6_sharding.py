@@ -278,6 +278,17 @@ def test_zero1_equals_the_unsharded_optimizer():
             assert rank["bfloat16"][0] < 1
 
 
+def refuse_other_shapes(rank: int, num_ranks: int) -> None:
+    for build in (ShardedOptimizer, Zero1Optimizer):
+        with pytest.raises(ValueError, match="rank"):
+            build([nn.Parameter(torch.zeros(4 + rank))], AdamW)
+
+
+def test_ranks_with_other_shapes_are_refused():
+    """D8: shapes (4,) and (5,) once trained on in silence, and left an element that no rank updated."""
+    run_ranks(refuse_other_shapes, 2)
+
+
 def test_no_process_group_is_said():
     for build in (ShardedOptimizer, Zero1Optimizer):
         with pytest.raises(RuntimeError, match="there is no process group"):

@@ -163,6 +163,24 @@ def test_a_resumed_run_has_the_losses_it_would_have_had(tmp_path: Path):
     assert resumed.validation_loss == whole.validation_loss
 
 
+@pytest.mark.parametrize("damage", ["cut off", "lost"])
+def test_a_damaged_list_of_losses_does_not_stop_a_resume(tmp_path: Path, damage: str):
+    """The checkpoints are intact, and once a last line without its end, or no file, kept the run from going on."""
+    whole = train(SHORT)
+    train(SHORT, RunOptions(out=tmp_path / "run", checkpoint_every=2, stop_after=4))
+    losses = tmp_path / "run" / "losses.jsonl"
+    if damage == "cut off":
+        losses.write_text(losses.read_text()[:-8])
+    else:
+        losses.unlink()
+    resumed = train(SHORT, RunOptions(out=tmp_path / "run", resume=True))
+    assert resumed.first_step == 4
+    assert resumed.losses[4:] == whole.losses[4:]
+    assert math.isnan(resumed.losses[3])
+    written = losses.read_text().splitlines()
+    assert json.loads(written[-1])["loss"] == whole.losses[-1]  # on a line of its own
+
+
 def test_a_run_killed_while_saving_resumes_from_the_checkpoint_before(tmp_path: Path):
     out = tmp_path / "run"
     train(SHORT, RunOptions(out=out, checkpoint_every=2, stop_after=4))

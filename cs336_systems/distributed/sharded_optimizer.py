@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cs336_systems.distributed.collectives import num_ranks, rank_in
+from cs336_systems.distributed.collectives import check_same_shapes, num_ranks, rank_in
 
 PACKED_BYTES = 2**20  # parameters smaller than this travel together, in one message an owner
 
@@ -63,6 +63,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Add a group and share it out; also called for each group by the constructor of the base class."""
         super().add_param_group(param_group)
         group = self.param_groups[-1]
+        number = len(self.param_groups) - 1
+        names = (f"parameter {index} of group {number}" for index in range(len(group["params"])))
+        check_same_shapes(zip(names, group["params"]), self.process_group)
         self._assign_owners(group["params"])
         if self._local is not None:
             self._local.add_param_group(self._own_part(group))

@@ -184,17 +184,26 @@ def _mean_over_ranks(pending: list[Tensor], config: TrainingConfig) -> list[floa
 def _append_losses(out: Path | None, rank: int, first_step: int, losses: list[float]) -> None:
     if out is None or rank:
         return
-    lines = [json.dumps({"step": first_step + index, "loss": loss}) for index, loss in enumerate(losses)]
-    with open(out / LOSSES_FILE, "a") as file:
-        file.write("".join(line + "\n" for line in lines))
+    path = out / LOSSES_FILE
+    text = "".join(json.dumps({"step": first_step + index, "loss": loss}) + "\n" for index, loss in enumerate(losses))
+    cut_off = path.exists() and path.stat().st_size > 0 and not path.read_bytes().endswith(b"\n")
+    with open(path, "a") as file:
+        file.write(("\n" if cut_off else "") + text)
 
 
 def _read_losses(out: Path | None, num_steps: int) -> list[float]:
-    """The first `num_steps` losses; the last written of each step counts, since a resumed run repeats some."""
+    """The first `num_steps` losses; the last written of each step counts, since a resumed run repeats some.
+
+    The checkpoint is what a run goes on from: a loss whose line was cut off or lost is NaN.
+    """
     if out is None or num_steps == 0:
         return []
     losses: dict[int, float] = {}
-    for line in (out / LOSSES_FILE).read_text().splitlines():
-        entry = json.loads(line)
-        losses[int(entry["step"])] = float(entry["loss"])
-    return [losses[step] for step in range(num_steps)]
+    path = out / LOSSES_FILE
+    for line in path.read_text(errors="replace").splitlines() if path.exists() else ():
+        try:
+            entry = json.loads(line)
+            losses[int(entry["step"])] = float(entry["loss"])
+        except (ValueError, TypeError, KeyError):
+            continue
+    return [losses.get(step, math.nan) for step in range(num_steps)]
