@@ -50,7 +50,7 @@ class FSDP(nn.Module):
 
     Args:
         module: whole on every rank, rank 0's values count; or built on the meta device, then drawn on rank 0 by each
-            module's `reset_parameters`, one unit at a time, so that no rank ever holds the whole model.
+            module's `reset_parameters`, one after the other, so that no rank ever holds the whole model.
         compute_dtype: of gathered weights, and so of messages and matmuls. None: that of the parameters.
         reduce_dtype: in which gradients are averaged. None: the dtype that they are computed in.
         granularity: "block" or "layer"; see `plan.py`.
