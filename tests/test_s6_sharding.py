@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import io
-import weakref
 from copy import deepcopy
 from typing import Any
 
@@ -278,23 +276,6 @@ def test_zero1_equals_the_unsharded_optimizer():
             assert rank["state_bytes"] <= whole / num_ranks + 2 * 2 * 4 * 64 * 2  # the padding of two buckets
             assert rank["bfloat16"] == (pytest.approx(1 - 8e-3, abs=4e-3), torch.bfloat16)
             assert rank["bfloat16"][0] < 1
-
-
-def train_and_drop(rank: int, num_ranks: int) -> list[bool]:
-    """Whether optimizer and master weights are still there after training, while the model is."""
-    model = Toy(False)
-    optimizer = Zero1Optimizer(model.parameters(), AdamW, lr=1e-3)
-    sum(parameter.sum() for parameter in model.parameters()).backward()
-    optimizer.finish_gradient_synchronization()
-    optimizer.step()
-    gone = [weakref.ref(optimizer), weakref.ref(optimizer.buckets[0].master)]
-    del optimizer
-    gc.collect()
-    return [reference() is not None for reference in gone]
-
-
-def test_an_optimizer_that_is_dropped_gives_its_memory_back():
-    assert run_ranks(train_and_drop, 2) == [[False, False]] * 2
 
 
 def test_no_process_group_is_said():

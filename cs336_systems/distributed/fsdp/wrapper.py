@@ -446,10 +446,6 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
     return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
 
 
-def _homes(plan: UnitPlan) -> list[Home]:
-    return [home for _, _, homes in plan.parameters for home in homes]
-
-
 def _target_device(module: nn.Module, device: torch.device | str | None) -> torch.device:
     """The device asked for, or that of the parameters; for meta parameters the current GPU, if any, or the CPU."""
     if device is None:
