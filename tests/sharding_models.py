@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from cs336_systems.config import ModelConfig
 from cs336_systems.model import TransformerLM
@@ -60,3 +64,25 @@ def part(tensor: Tensor, rank: int, num_ranks: int) -> Tensor:
 
 def token_loss(model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
     return nn.functional.cross_entropy(model(tokens).float().flatten(0, 1), targets.flatten())
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the memory under all tensors that operators have touched; storages that are resized count as they are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._storages: dict[int, weakref.ref[Any]] = {}
+        self.peak = 0  # after any operator so far
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves((args, kwargs, result)):
+            if isinstance(leaf, Tensor) and not leaf.is_meta:
+                storage = leaf.untyped_storage()
+                self._storages[id(storage)] = weakref.ref(storage)
+        self.peak = max(self.peak, self._sum())
+        return result
+
+    def _sum(self) -> int:
+        storages = [reference() for reference in self._storages.values()]
+        return sum(storage.nbytes() for storage in storages if storage is not None)

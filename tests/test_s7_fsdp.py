@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -17,9 +20,9 @@ from cs336_systems.distributed.fsdp.order import ExecutionOrder
 from cs336_systems.distributed.fsdp.plan import plan_units
 from cs336_systems.distributed.fsdp.weights import chunk_rows, own_rows
 from cs336_systems.distributed.launch import RankError, run_ranks
-from cs336_systems.model import AdamW, Embedding, Linear, RMSNorm, clip_gradients
+from cs336_systems.model import AdamW, Embedding, Linear, RMSNorm, TransformerLM, clip_gradients
 from tests import adapters
-from tests.sharding_models import TINY, Awkward, batch, part, seeded, token_loss, transformer
+from tests.sharding_models import TINY, Awkward, LiveBytes, batch, part, seeded, token_loss, transformer
 
 COVERS = ("cs336_systems/distributed", "tests/adapters.py", "tests/sharding_models.py")
 
@@ -314,6 +317,77 @@ def test_no_more_than_the_current_and_two_gathered_units_have_memory():
 
 def watch_windows(rank: int, num_ranks: int) -> dict[int, dict[str, Any]]:
     return {prefetch: watch_window(rank, num_ranks, prefetch) for prefetch in (1, 2, 3)}
+
+
+WIDE = replace(TINY, d_model=64, d_ff=256, num_layers=6)
+WIDE_BLOCK = 4 * 64 * 64 + 3 * 64 * 256  # elements of a block's matrices
+# Beside the shards and all their gradients, by (compute, reduce dtype): a gathered block, the whole gradients of two,
+# the float32 copy of one that is averaged so, its result; less the shard's gradients of the one not reduced yet.
+BACKWARD_BLOCKS: dict[tuple[torch.dtype | None, torch.dtype | None], float] = {
+    (None, None): 3.0,
+    (torch.bfloat16, None): 1.25,
+    (torch.bfloat16, torch.float32): 2.25,
+}
+LITTLE = 0.2  # of a block's float32 bytes: activations, norms, rotary tables, embedding and head
+
+
+def count_live_blocks(rank: int, num_ranks: int) -> dict[Any, tuple[float, float, float]]:
+    """Peaks of construction, forward and backward above what stays, in a block's float32 bytes, by dtypes."""
+    found = {}
+    for dtypes in BACKWARD_BLOCKS:
+        gc.collect()
+        with torch.device("meta"):
+            model = TransformerLM.from_config(WIDE)
+        live = LiveBytes()
+        with live:
+            fsdp = FSDP(model, dtypes[0], reduce_dtype=dtypes[1], device="cpu")
+        shards = sum(parameter.nbytes for parameter in fsdp.parameters())
+        peaks = [live.peak - shards]
+        tokens, targets = (one[:, :1] for one in batch(0, num_sequences=1))  # hardly any activations
+        token_loss(fsdp, tokens, targets).backward()  # teaches the order
+        fsdp.finish_gradient_synchronization()
+        fsdp.zero_grad()
+        live.peak = 0
+        with live:
+            loss = token_loss(fsdp, tokens, targets)
+        peaks.append(live.peak - shards)
+        live.peak = 0
+        with live:
+            loss.backward()
+        peaks.append(live.peak - 2 * shards)  # the shards' gradients have come to stay
+        found[dtypes] = tuple(peak / (4 * WIDE_BLOCK) for peak in peaks)
+        del fsdp, loss
+    return found
+
+
+def test_memory_beyond_the_shards_is_bounded_in_blocks():
+    for found in run_ranks(count_live_blocks, 2):
+        for dtypes, (construction, forward, backward) in found.items():
+            gathered = 1.0 if dtypes[0] is None else 0.5  # a whole block in the compute dtype
+            # Matrices of a quarter block: one whole, with its draw and its rows, and some that gloo's threads still
+            # hold after they were sent. A block at a time would be two: whole, its rows, and the place for the gather.
+            assert construction <= 1.25
+            assert forward <= 2 * gathered + LITTLE  # the one that runs and the next one; their gather needs no copy
+            assert backward <= BACKWARD_BLOCKS[dtypes] + LITTLE
+
+
+def train_and_drop(rank: int, num_ranks: int) -> list[str]:
+    """What is still alive of models that were trained, under every checkpointing, and dropped."""
+    alive = []
+    for checkpointing in ("none", "reentrant", "non_reentrant"):
+        for granularity in ("block", "layer"):
+            fsdp = FSDP(wrap_blocks(seeded(transformer), checkpointing=checkpointing), granularity=granularity)
+            token_loss(fsdp, *batch(0)).backward()
+            fsdp.finish_gradient_synchronization()
+            gone = {"model": weakref.ref(fsdp), "shard": weakref.ref(fsdp.units[1].weights[0].shard)}
+            del fsdp
+            gc.collect()
+            alive += [f"{name}, {checkpointing}, {granularity}" for name, there in gone.items() if there() is not None]
+    return alive
+
+
+def test_a_model_that_is_dropped_gives_its_memory_back():
+    assert run_ranks(train_and_drop, 2) == [[], []]
 
 
 def build_from_meta(rank: int, num_ranks: int) -> tuple[float, float]:

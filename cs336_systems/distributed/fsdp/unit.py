@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from cs336_systems.distributed.collectives import Work
 from cs336_systems.distributed.fsdp.communication import Lane, gather_rows, reduce_rows_mean, wait_for
-from cs336_systems.distributed.fsdp.weights import ShardedWeight, chunk_rows, own_rows
+from cs336_systems.distributed.fsdp.weights import ShardedWeight, chunk_rows
 
 ALIGNMENT_BYTES = 256  # of each weight in the unit's memory: what matmuls and NCCL like
 
@@ -43,14 +43,16 @@ class Unit:
         self._gathered = False
         self._event: torch.cuda.Event | None = None  # end of the gather on its stream
         self._works: list[Work] = []  # the same on CPU
-        self._inputs: list[Tensor] = []  # what the gather reads, kept until it is over
 
     # Construction
 
-    def shard(
+    def lay_out(
         self, parameters: list[tuple[str, nn.Parameter, list[tuple[nn.Module, str]]]], compute_dtype: torch.dtype | None
     ) -> None:
-        """Keep this rank's rows of each (name, parameter, homes), and make the place for the wholes."""
+        """Make the place for the wholes of each (name, parameter, homes), and give its memory back at once.
+
+        Of the parameters, which may be on the meta device, only shapes and dtypes are read.
+        """
         offsets, self._bytes = [], 0
         for _, parameter, _ in parameters:
             dtype = compute_dtype or parameter.dtype
@@ -65,20 +67,17 @@ class Unit:
             shape = (self.num_ranks * chunk, *parameter.shape[1:])
             dtype = compute_dtype or parameter.dtype
             place = memory[offset : offset + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
-            own = parameter.detach()[own_rows(parameter.shape[0], self.rank, self.num_ranks)]
             weight = ShardedWeight(
                 name=name,
                 shape=parameter.shape,
                 homes=homes,
                 chunk_rows=chunk,
-                shard=nn.Parameter(own.to(self.device, copy=True), requires_grad=parameter.requires_grad),
                 # `.data` gives each alias a version counter of its own: gathering again, into the same memory, must
                 # not look to autograd like a change of what it saved.
                 whole=nn.Parameter(place[: parameter.shape[0]].data, requires_grad=parameter.requires_grad),
                 gathered=place.data,
             )
             self.weights.append(weight)
-            weight.show_shard()
         self._memory.resize_(0)
 
     @property
@@ -99,22 +98,21 @@ class Unit:
             return
         self._memory.resize_(self._bytes)
         self._gathered = True
-        sources = [weight.shard.detach() for weight in self.weights]
-        self._inputs, copied = [], []
-        for weight, source in zip(self.weights, sources):
+        inputs, copied = [], []
+        for weight in self.weights:
+            source = weight.shard.detach()
             if weight.gathered.dtype != source.dtype or weight.chunk_rows != source.shape[0]:
-                # One chunk in the compute dtype; what lies behind the own rows is padding that nobody reads.
-                chunk = torch.empty(
-                    (weight.chunk_rows, *source.shape[1:]), dtype=weight.gathered.dtype, device=self.device
-                )
+                # One chunk in the compute dtype, made where the gather would put it: no memory of its own. What lies
+                # behind the own rows is padding that nobody reads.
+                chunk = weight.gathered[self.rank * weight.chunk_rows : (self.rank + 1) * weight.chunk_rows]
                 copied.append((chunk[: source.shape[0]], source))
-                self._inputs.append(chunk)
+                inputs.append(chunk)
             else:
-                self._inputs.append(source)
+                inputs.append(source)
         with self.gather_lane.after_compute():
             if copied:
                 torch._foreach_copy_([to for to, _ in copied], [source for _, source in copied])
-            self._works = gather_rows([weight.gathered for weight in self.weights], self._inputs, self.group)
+            self._works = gather_rows([weight.gathered for weight in self.weights], inputs, self.group)
             self._event = self.gather_lane.mark()
 
     def wait(self) -> None:
@@ -123,7 +121,7 @@ class Unit:
         for work in self._works:
             work.wait()
         wait_for(self._event)
-        self._works, self._event, self._inputs = [], None, []
+        self._works, self._event = [], None
 
     def show_wholes(self) -> None:
         for weight in self.weights:

@@ -21,15 +21,21 @@ class ShardedWeight:
     shape: torch.Size  # of the whole
     homes: list[tuple[nn.Module, str]]
     chunk_rows: int  # rows that each rank sends
-    shard: nn.Parameter  # (own rows, ...) in the dtype of the master weights; what the optimizer sees
     whole: nn.Parameter  # (R, ...) in the compute dtype; without memory while it is not gathered
     gathered: Tensor  # (N * chunk_rows, ...): the memory of `whole` and the padding behind it
+    shard: nn.Parameter = field(init=False)  # (own rows, ...) in the dtype of the master weights; the optimizer's
     accumulated: Tensor | None = field(default=None)  # gradient of earlier backwards under no_sync, in reduce dtype
 
     @property
     def padded(self) -> bool:
         """Whether the last rows of the all-gather are padding."""
         return self.gathered.shape[0] != self.shape[0]
+
+    def keep(self, values: Tensor, rank: int, num_ranks: int) -> None:
+        """Take the rows of `rank` from whole `values`; the modules see them from now on."""
+        own = values[own_rows(self.shape[0], rank, num_ranks)].clone()
+        self.shard = nn.Parameter(own, requires_grad=self.whole.requires_grad)
+        self.show_shard()
 
     def show_whole(self) -> None:
         """Let the modules see the whole weight."""

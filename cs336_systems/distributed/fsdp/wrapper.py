@@ -50,7 +50,7 @@ class FSDP(nn.Module):
 
     Args:
         module: whole on every rank, rank 0's values count; or built on the meta device, then drawn on rank 0 by each
-            module's `reset_parameters`, one unit at a time, so that no rank ever holds the whole model.
+            module's `reset_parameters`, one after the other, so that no rank ever holds the whole model.
         compute_dtype: of gathered weights, and so of messages and matmuls. None: that of the parameters.
         reduce_dtype: in which gradients are averaged. None: the dtype that they are computed in.
         granularity: "block" or "layer"; see `plan.py`.
@@ -107,33 +107,36 @@ class FSDP(nn.Module):
     # Construction
 
     def _build_units(self, plans: list[UnitPlan]) -> list[Unit]:
-        """Shard one unit after the other; each is made real, sent by rank 0, cut and freed before the next."""
+        """Shard one weight after the other; each is made real, sent by rank 0, cut and freed before the next."""
         lane = Lane(self.device)
         units = [Unit(plan.name, plan.entries, self.group, self.device, lane) for plan in plans]
         planned = {home for plan in plans for _, _, homes in plan.parameters for home in homes}
-        waiting = {unit: {module for module, _ in _homes(plan)} for plan, unit in zip(plans, units)}
+        for plan, unit in zip(plans, units):  # while nothing else has memory yet
+            unit.lay_out(plan.parameters, self.compute_dtype)
+            plan.parameters.clear()  # but for the modules, the last reference to the whole parameters
+        waiting = {weight: {module for module, _ in weight.homes} for unit in units for weight in unit.weights}
+        held: dict[nn.Module, list[ShardedWeight]] = defaultdict(list)
+        for weight, modules in waiting.items():
+            for module in modules:
+                held[module].append(weight)
         # In the order of modules(), so that a seeded generator draws what it would draw in the constructor.
         for name, inner in list(self.module.named_modules()):
             materialize(inner, name, self.device)
             self._settle_replicated(inner, planned)
-            for plan, unit in zip(plans, units):
-                if inner in waiting[unit]:
-                    waiting[unit].remove(inner)
-                    if not waiting[unit]:
-                        unit.shard([self._from_rank_0(*entry) for entry in plan.parameters], self.compute_dtype)
-                        plan.parameters.clear()  # the last reference to the whole parameters
+            for weight in held[inner]:
+                waiting[weight].remove(inner)
+                if not waiting[weight]:
+                    weight.keep(self._from_rank_0(weight), self.rank, self.num_ranks)
         return units
 
-    def _from_rank_0(
-        self, name: str, parameter: nn.Parameter, homes: list[Home]
-    ) -> tuple[str, nn.Parameter, list[Home]]:
-        """The entry with rank 0's values on this rank's device."""
-        module, attribute = homes[0]
+    def _from_rank_0(self, weight: ShardedWeight) -> Tensor:
+        """The whole weight with rank 0's values, on this rank's device."""
+        module, attribute = weight.homes[0]
         current = module._parameters[attribute]  # materialising may have replaced the parameter
         assert current is not None
         values = current.detach().to(self.device).contiguous()
         self._broadcast(values)
-        return name, nn.Parameter(values, requires_grad=parameter.requires_grad), homes
+        return values
 
     def _settle_replicated(self, inner: nn.Module, planned: set[Home]) -> None:
         """Move the replicated parameters and the buffers of `inner` itself, with rank 0's values."""
@@ -441,10 +444,6 @@ def _call_after_backward(
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
     return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
-
-
-def _homes(plan: UnitPlan) -> list[Home]:
-    return [home for _, _, homes in plan.parameters for home in homes]
 
 
 def _target_device(module: nn.Module, device: torch.device | str | None) -> torch.device:
