@@ -27,6 +27,7 @@ from cs336_systems.scaling.traffic import (
     collectives,
     fsdp_units,
     gradient_groups,
+    kept_units,
     parameters,
     tensor_parallel_bytes,
 )
@@ -195,7 +196,8 @@ def _fsdp_exposed_s(held: list[Parameter], plan: Plan, links: _Links, forward_s:
     forward = [forward_s * part / sum(share) for part in share]
     backward = [backward_s * part / sum(share) for part in share]
     end = pipeline_s(transfers, forward, [0.0] * len(units), plan.prefetch)
-    gathers = transfers[:0:-1] + [0.0]  # the embedding's weight is not needed again
+    kept = kept_units(plan)
+    gathers = [0.0] * kept + transfers[::-1][kept:]
     end += pipeline_s(gathers, backward[::-1], transfers[::-1], plan.prefetch)
     return end - forward_s - backward_s
 

@@ -130,6 +130,11 @@ def fsdp_units(model_parameters: list[Parameter], plan: Plan) -> list[list[int]]
     return list(units.values())
 
 
+def kept_units(plan: Plan) -> int:
+    """Units at the end of FSDP's forward whose wholes stay for the backward, which begins with them."""
+    return min(2, plan.prefetch)
+
+
 def collectives(model: ModelConfig, plan: Plan) -> list[Collective]:
     """All data-parallel collectives of a step; none on one rank."""
     return list(_collectives(model, plan)) if plan.data_parallel > 1 else []
@@ -146,8 +151,8 @@ def _collectives(model: ModelConfig, plan: Plan) -> Iterator[Collective]:
     if plan.scheme == "fsdp":
         units = fsdp_units(held, plan)
         yield from (over("all_gather", unit, plan.compute_bytes) for unit in units)
-        for unit in reversed(units):
-            if unit != units[0]:  # the embedding: its backward needs the gradient of its output alone
+        for number, unit in reversed(list(enumerate(units))):
+            if number < len(units) - kept_units(plan):
                 yield over("all_gather", unit, plan.compute_bytes)
             yield over("reduce_scatter", unit, plan.compute_bytes)
         yield over("all_reduce", [position for position in forward if not held[position].is_matrix], MASTER_BYTES)
