@@ -19,6 +19,7 @@ only: running statistics then follow each rank's own data.
 from __future__ import annotations
 
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -35,7 +36,7 @@ from cs336_systems.distributed.collectives import (
 )
 
 
-class DataParallel(nn.Module):
+class DataParallel(nn.Module, ABC):
     """Base of the wrappers around `module`, the same on every rank of `group` but for its values.
 
     A subclass says in `_synchronize` how gradients become means. Parameters that are trainable at construction are
@@ -83,8 +84,9 @@ class DataParallel(nn.Module):
         self._synchronize()
         self._forget_unused(unused)
 
+    @abstractmethod
     def _synchronize(self) -> None:
-        raise NotImplementedError
+        """Make every gradient of `trainable` the mean over the ranks; all of them are there."""
 
     def _forget_unused(self, unused: list[int]) -> None:
         """Take the zeros back from those parameters of `unused` that no rank has a gradient for."""
