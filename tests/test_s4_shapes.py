@@ -139,6 +139,6 @@ def test_nothing_is_said_of_shapes_that_failed():
 @pytest.mark.parametrize("mode", ["forward", "backward", "forward_backward"])
 def test_a_figure_a_mode_shows_rates_of_every_shape(mode):
     (plot,) = [plot for plot in plots("attention_shapes", load_frame(shape_records())) if plot.name == mode]
-    assert set(plot.data["x"]) == {"1×16×16K\nd=64\ncausal", "1×64×8K\nd=128\nfull", "1×8×1K\nd=64\ncausal"}
+    assert set(plot.data["x"]) == {"1×16×\n16K×64\ncausal", "1×64×\n8K×128\nfull", "1×8×\n1K×64\ncausal"}
     rates = plot.data[(plot.data["series"] == "triton") & plot.data["drawn"]]["y"]
     assert len(rates) == 3 and (rates > 1).all()

@@ -13,7 +13,7 @@ from typing import Any
 import pandas as pd
 
 from cs336_systems.report.comparisons import compared, real
-from cs336_systems.report.frames import MODE_TITLES, MODES, labels, ordered, select, sort_cells, tuples
+from cs336_systems.report.frames import MODE_TITLES, MODES, labels, ordered, select, tuples
 from cs336_systems.report.markdown import Cells, factor, number, plain
 from cs336_systems.report.points import Plot, points
 from cs336_systems.report.sections import Section, constants, pivot, present_modes, section, speed_up
@@ -29,7 +29,7 @@ def tables(frame: pd.DataFrame) -> list[Section]:
     """TFLOP/s with our ratios, a section for each mode; the host's time of a call; the times in ms."""
     frame = with_shapes(frame)
     modes = present_modes(frame)
-    found = [_rates(mode, select(frame, "time", mode)) for mode in modes]
+    found = [_rates(mode, _times(frame, mode)) for mode in modes]
     host = frame[frame["quantity"] == "host_time"]
     if len(host):
         found.append(_host(host))
@@ -44,7 +44,7 @@ def plots(frame: pd.DataFrame) -> list[Plot]:
     frame = with_shapes(frame)
     found = []
     for mode in present_modes(frame):
-        rows = select(frame, "time", mode)
+        rows = _times(frame, mode)
         rows = rows.assign(short=[_short(row) for row in tuples(rows)])
         data = points(rows, panel=(), series="label", style="implementation", x="short")
         data["y"] = list(rows["tflops"])
@@ -52,7 +52,7 @@ def plots(frame: pd.DataFrame) -> list[Plot]:
         title = f"Attention {MODE_TITLES[mode]} on {frame['device'].iloc[0]}, {constants(frame)}"
         found.append(
             Plot(
-                name=mode, title=title, kind="bars", data=data, x_label="batch × heads × length, head dim, mask",
+                name=mode, title=title, kind="bars", data=data, x_label="batch × heads × length × head dim, mask",
                 y_label="speed (TFLOP/s)", log_y=False, notes=("Bars: from the median time.",),
             )
         )  # fmt: skip
@@ -87,8 +87,17 @@ def answers(frame: pd.DataFrame) -> list[str]:
 
 
 def with_shapes(frame: pd.DataFrame) -> pd.DataFrame:
-    """`frame` with the column `shape`: what tells the cases apart, in words."""
-    return frame.assign(shape=[_words(row) for row in tuples(frame)])
+    """`frame` with the column `shape`, what tells the cases apart in words, by head dim, mask and length."""
+    frame = frame.assign(shape=[_words(row) for row in tuples(frame)], full=~frame["causal"].astype(bool))
+    return _in_order(frame)
+
+
+def _times(frame: pd.DataFrame, mode: str) -> pd.DataFrame:
+    return _in_order(select(frame, "time", mode))
+
+
+def _in_order(rows: pd.DataFrame) -> pd.DataFrame:
+    return rows.sort_values(["head_dim", "full", "seqlen", "batch", "heads"], kind="stable", ignore_index=True)
 
 
 def _words(row: Any) -> str:
@@ -97,10 +106,10 @@ def _words(row: Any) -> str:
 
 
 def _short(row: Any) -> str:
+    """The shape on three short lines, for the foot of a bar."""
     length = f"{int(row.seqlen) // 1024}K" if row.seqlen >= 1024 else plain(row.seqlen)
-    return f"{plain(row.batch)}×{plain(row.heads)}×{length}\nd={plain(row.head_dim)}\n" + (
-        "causal" if row.causal else "full"
-    )
+    mask = "causal" if row.causal else "full"
+    return f"{plain(row.batch)}×{plain(row.heads)}×\n{length}×{plain(row.head_dim)}\n{mask}"
 
 
 def _rates(mode: str, rows: pd.DataFrame) -> Section:
@@ -109,7 +118,7 @@ def _rates(mode: str, rows: pd.DataFrame) -> Section:
     pairs = [(ours, peer) for ours in OURS_HERE if ours in across for peer in (CUDNN, FLEX) if peer in across]
     cells = Cells()
     lines = []
-    for shape, group in sort_cells(rows).groupby("shape", sort=False):
+    for shape, group in rows.groupby("shape", sort=False):
         by_label = {row.label: row for row in tuples(group)}
         rates = [cells.text(by_label.get(label), "tflops") for label in across]
         ratios = [factor(speed_up(by_label.get(peer), by_label.get(ours))) for ours, peer in pairs]
@@ -126,7 +135,7 @@ def _host(host: pd.DataFrame) -> Section:
     ours = [name for name in OURS_HERE if name in across]
     cells = Cells()
     lines = []
-    for (shape, mode), group in sort_cells(host).groupby(["shape", "mode"], sort=False):
+    for (shape, mode), group in host.groupby(["shape", "mode"], sort=False):
         by_name = _by_implementation(group)
         written = [cells.text(by_name.get(label), "microseconds") for label in across]
         ratios = [factor(1 / speed_up(_cheaper_sdpa(by_name), by_name.get(name))) for name in ours]
