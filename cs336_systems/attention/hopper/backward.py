@@ -127,27 +127,30 @@ def _tile_of_program(num_tiles, HEADS_TOGETHER):
 
 
 @gluon.jit
-def _walk(N_QUERIES, N_KEYS, N_KV_HEADS, HEADS_TOGETHER, IS_CAUSAL: gl.constexpr, Q_TILE_SIZE: gl.constexpr):
+def _walk(N_QUERIES, N_KEYS, HEADS_TOGETHER, IS_CAUSAL: gl.constexpr, Q_TILE_SIZE: gl.constexpr):
     """What the partitions of a program agree on: (batch, key head, first key, first tile, number of tiles, of steps).
 
     A head's steps visit `steps` of its query tiles from the first one on, around the end.
     """
     key_tile, batch_head = _tile_of_program(gl.cdiv(N_KEYS, KEY_TILE), HEADS_TOGETHER)
-    tiles = gl.cdiv(N_QUERIES, Q_TILE_SIZE)
+    tiles = gl.cdiv(N_QUERIES, KEY_TILE) * (KEY_TILE // Q_TILE_SIZE)
     first_key = key_tile * KEY_TILE
     if IS_CAUSAL:
-        first_tile = first_key // Q_TILE_SIZE
-        steps = gl.maximum(tiles - first_tile, 0)
+        # Where there are more keys than queries, no query sees the last ones: their programs add zeros.
+        first_tile = gl.minimum(first_key // Q_TILE_SIZE, tiles - KEY_TILE // Q_TILE_SIZE)
+        steps = tiles - first_tile
     else:
         first_tile = first_key // Q_TILE_SIZE % tiles
         steps = tiles
-    return batch_head // N_KV_HEADS, batch_head % N_KV_HEADS, first_key, first_tile, tiles, steps
+    return batch_head, first_key, first_tile, tiles, steps
 
 
 @gluon.jit
-def _tile_of_step(step, first_tile, tiles):
+def _tile_of_step(step, first_tile, tiles, IS_CAUSAL: gl.constexpr):
     tile = first_tile + step
-    return gl.where(tile >= tiles, tile - tiles, tile)
+    if not IS_CAUSAL:
+        tile = gl.where(tile >= tiles, tile - tiles, tile)
+    return tile
 
 
 @gluon.jit
@@ -159,19 +162,20 @@ def _produce(
     Q_slots, dO_slots, K_all, V_all, dS_tiles, dQ_tiles, L_slots, D_slots, kv_full, full, empty = shared
     Q_TILE_SIZE: gl.constexpr = Q_slots.shape[1]
     ROWS_LAYOUT: gl.constexpr = gl.BlockedLayout([Q_TILE_SIZE // 32], [32], [1], [0])
-    batch, kv_head, first_key, first_tile, tiles, steps = _walk(
-        N_QUERIES, N_KEYS, N_KV_HEADS, HEADS_TOGETHER, IS_CAUSAL, Q_TILE_SIZE
+    batch_head, first_key, first_tile, tiles, steps = _walk(
+        N_QUERIES, N_KEYS, HEADS_TOGETHER, IS_CAUSAL, Q_TILE_SIZE
     )
+    batch, kv_head = batch_head // N_KV_HEADS, batch_head % N_KV_HEADS
     mbarrier.expect(kv_full, K_desc.block_type.nbytes + V_desc.block_type.nbytes)
     _load(K_desc, batch, kv_head, first_key, kv_full, K_all)
     _load(V_desc, batch, kv_head, first_key, kv_full, V_all)
     for member in range(GROUP):
         head = kv_head * GROUP + member
-        head_row = (batch * N_KV_HEADS * GROUP + head) * tiles * Q_TILE_SIZE
+        head_row = (batch_head * GROUP + member) * tiles * Q_TILE_SIZE
         for j in range(steps):
             step = member * steps + j
             slot = step % SLOTS
-            first_query = _tile_of_step(j, first_tile, tiles) * Q_TILE_SIZE
+            first_query = _tile_of_step(j, first_tile, tiles, IS_CAUSAL) * Q_TILE_SIZE
             rows = head_row + first_query + gl.arange(0, Q_TILE_SIZE, ROWS_LAYOUT)
             L = gl.load(L_ptr + rows)
             delta = gl.load(D_ptr + rows)
@@ -272,77 +276,77 @@ def _mask(P_T, first_query, first_key, N_KEYS, IS_CAUSAL: gl.constexpr, S_LAYOUT
 
 @gluon.jit
 def _consume(
-    CONSUMER: gl.constexpr, shared, dQ_desc, dK_desc, dV_desc, N_KV_HEADS, HEADS_TOGETHER, N_QUERIES, N_KEYS, scale,
-    scale_log2, GROUP: gl.constexpr, IS_CAUSAL: gl.constexpr,
+    CONSUMER: gl.constexpr, shared, dQ_desc, dK_desc, dV_desc, HEADS_TOGETHER, N_QUERIES, N_KEYS, scale_log2,
+    GROUP: gl.constexpr, IS_CAUSAL: gl.constexpr, WHOLE_KEY_TILES: gl.constexpr,
 ):  # fmt: skip
     """A consumer warp group: dK and dV of 64 keys."""
     Q_slots, dO_slots, K_all, V_all, dS_tiles, dQ_tiles, L_slots, D_slots, kv_full, full, empty = shared
     Q_TILE_SIZE: gl.constexpr = Q_slots.shape[1]
     D_TILE: gl.constexpr = Q_slots.shape[2]
-    batch, kv_head, first_key, first_tile, tiles, steps = _walk(
-        N_QUERIES, N_KEYS, N_KV_HEADS, HEADS_TOGETHER, IS_CAUSAL, Q_TILE_SIZE
+    batch_head, first_key, first_tile, tiles, steps = _walk(
+        N_QUERIES, N_KEYS, HEADS_TOGETHER, IS_CAUSAL, Q_TILE_SIZE
     )
     dK = gl.zeros([CONSUMER_KEYS, D_TILE], gl.float32, _mma_layout(D_TILE))
     dV = gl.zeros([CONSUMER_KEYS, D_TILE], gl.float32, _mma_layout(D_TILE))
 
-    masked_steps = steps if first_key + KEY_TILE > N_KEYS else 0
-    if IS_CAUSAL:
-        masked_steps = gl.maximum(masked_steps, gl.minimum(steps, KEY_TILE // Q_TILE_SIZE))
+    # The query tiles that the diagonal cuts; a program has at least as many steps.
+    DIAGONAL_STEPS: gl.constexpr = KEY_TILE // Q_TILE_SIZE if IS_CAUSAL else 0
     mbarrier.wait(kv_full, 0)
     for member in range(GROUP):
-        head_row = ((batch * N_KV_HEADS + kv_head) * GROUP + member) * tiles * Q_TILE_SIZE
-        for j in range(0, masked_steps):
-            first_query = _tile_of_step(j, first_tile, tiles) * Q_TILE_SIZE
+        head_row = (batch_head * GROUP + member) * tiles * Q_TILE_SIZE
+        for j in range(DIAGONAL_STEPS if WHOLE_KEY_TILES else steps):
+            first_query = _tile_of_step(j, first_tile, tiles, IS_CAUSAL) * Q_TILE_SIZE
             dK, dV = _step(
                 shared, dQ_desc, dK, dV, member * steps + j, head_row + first_query, first_query, first_key, N_KEYS,
                 scale_log2, CONSUMER, True, IS_CAUSAL, D_TILE, Q_TILE_SIZE,
             )  # fmt: skip
-        for j in range(masked_steps, steps):
-            first_query = _tile_of_step(j, first_tile, tiles) * Q_TILE_SIZE
-            dK, dV = _step(
-                shared, dQ_desc, dK, dV, member * steps + j, head_row + first_query, first_query, first_key, N_KEYS,
-                scale_log2, CONSUMER, False, IS_CAUSAL, D_TILE, Q_TILE_SIZE,
-            )  # fmt: skip
+        if WHOLE_KEY_TILES:
+            for j in range(DIAGONAL_STEPS, steps):
+                first_query = _tile_of_step(j, first_tile, tiles, IS_CAUSAL) * Q_TILE_SIZE
+                dK, dV = _step(
+                    shared, dQ_desc, dK, dV, member * steps + j, head_row + first_query, first_query, first_key, N_KEYS,
+                    scale_log2, CONSUMER, False, IS_CAUSAL, D_TILE, Q_TILE_SIZE,
+                )  # fmt: skip
 
     # K and V have been read by both consumers: their memory takes dK and dV on the way out.
     _meet_consumers("10")
     dK_tile = K_all._reinterpret(K_all.dtype, [2, CONSUMER_KEYS, D_TILE], K_all.layout).index(CONSUMER)
     dV_tile = V_all._reinterpret(V_all.dtype, [2, CONSUMER_KEYS, D_TILE], V_all.layout).index(CONSUMER)
-    dK_tile.store((dK * scale).to(K_all.dtype))
+    dK_tile.store((dK * (scale_log2 / LOG2_E)).to(K_all.dtype))
     dV_tile.store(dV.to(V_all.dtype))
     fence_async_shared()
     first_own_key = first_key + CONSUMER * CONSUMER_KEYS
-    tma.async_copy_shared_to_global(dK_desc, [batch, kv_head, first_own_key, 0], _as_block(dK_tile, dK_desc))
-    tma.async_copy_shared_to_global(dV_desc, [batch, kv_head, first_own_key, 0], _as_block(dV_tile, dV_desc))
+    tma.async_copy_shared_to_global(dK_desc, [batch_head, first_own_key, 0], _as_block(dK_tile, dK_desc))
+    tma.async_copy_shared_to_global(dV_desc, [batch_head, first_own_key, 0], _as_block(dV_tile, dV_desc))
     tma.store_wait(0)
 
 
 @gluon.jit
 def _consume_first(
-    shared, dQ_desc, dK_desc, dV_desc, N_KV_HEADS, HEADS_TOGETHER, N_QUERIES, N_KEYS, scale, scale_log2,
-    GROUP: gl.constexpr, IS_CAUSAL: gl.constexpr,
+    shared, dQ_desc, dK_desc, dV_desc, HEADS_TOGETHER, N_QUERIES, N_KEYS, scale_log2,
+    GROUP: gl.constexpr, IS_CAUSAL: gl.constexpr, WHOLE_KEY_TILES: gl.constexpr,
 ):  # fmt: skip
     _consume(
-        0, shared, dQ_desc, dK_desc, dV_desc, N_KV_HEADS, HEADS_TOGETHER, N_QUERIES, N_KEYS, scale, scale_log2,
-        GROUP, IS_CAUSAL,
+        0, shared, dQ_desc, dK_desc, dV_desc, HEADS_TOGETHER, N_QUERIES, N_KEYS, scale_log2,
+        GROUP, IS_CAUSAL, WHOLE_KEY_TILES,
     )  # fmt: skip
 
 
 @gluon.jit
 def _consume_second(
-    shared, dQ_desc, dK_desc, dV_desc, N_KV_HEADS, HEADS_TOGETHER, N_QUERIES, N_KEYS, scale, scale_log2,
-    GROUP: gl.constexpr, IS_CAUSAL: gl.constexpr,
+    shared, dQ_desc, dK_desc, dV_desc, HEADS_TOGETHER, N_QUERIES, N_KEYS, scale_log2,
+    GROUP: gl.constexpr, IS_CAUSAL: gl.constexpr, WHOLE_KEY_TILES: gl.constexpr,
 ):  # fmt: skip
     _consume(
-        1, shared, dQ_desc, dK_desc, dV_desc, N_KV_HEADS, HEADS_TOGETHER, N_QUERIES, N_KEYS, scale, scale_log2,
-        GROUP, IS_CAUSAL,
+        1, shared, dQ_desc, dK_desc, dV_desc, HEADS_TOGETHER, N_QUERIES, N_KEYS, scale_log2,
+        GROUP, IS_CAUSAL, WHOLE_KEY_TILES,
     )  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=["N_KV_HEADS", "HEADS_TOGETHER", "N_QUERIES", "N_KEYS"])
 def hopper_backward_kernel(
     Q_desc, K_desc, V_desc, dO_desc, dQ_desc, dK_desc, dV_desc, L_ptr, D_ptr,
-    N_KV_HEADS, HEADS_TOGETHER, N_QUERIES, N_KEYS, scale, scale_log2, GROUP: gl.constexpr, IS_CAUSAL: gl.constexpr,
+    N_KV_HEADS, HEADS_TOGETHER, N_QUERIES, N_KEYS, scale_log2, GROUP: gl.constexpr, IS_CAUSAL: gl.constexpr, WHOLE_KEY_TILES: gl.constexpr,
 ):  # fmt: skip
     """dK and dV, and into dQ's zeroed accumulator what lacks only its scale."""
     dtype: gl.constexpr = Q_desc.dtype
@@ -369,8 +373,8 @@ def hopper_backward_kernel(
     fence_async_shared()
     shared = (Q_slots, dO_slots, K_all, V_all, dS_tiles, dQ_tiles, L_slots, D_slots, kv_full, full, empty)
     consumer_arguments = (
-        shared, dQ_desc, dK_desc, dV_desc, N_KV_HEADS, HEADS_TOGETHER, N_QUERIES, N_KEYS, scale, scale_log2,
-        GROUP, IS_CAUSAL,
+        shared, dQ_desc, dK_desc, dV_desc, HEADS_TOGETHER, N_QUERIES, N_KEYS, scale_log2,
+        GROUP, IS_CAUSAL, WHOLE_KEY_TILES,
     )  # fmt: skip
     gl.warp_specialize(
         [
@@ -409,7 +413,7 @@ def hopper_backward(q, k, v, output, lse, grad_output, grad_lse, is_causal, scal
     kv_heads, num_keys = k.shape[1:3]
     width = 64 if head_dim <= 64 else 128
     query_tile = 128 if width == 64 else 64
-    num_rows = triton.cdiv(num_queries, query_tile) * query_tile
+    num_rows = triton.cdiv(num_queries, 128) * 128
     lse_log2, delta = (lse.new_empty((batch, heads, num_rows)) for _ in range(2))
     sums = lse.new_empty((batch * heads * num_rows, width))
     grad_q, grad_k, grad_v = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
@@ -424,12 +428,12 @@ def hopper_backward(q, k, v, output, lse, grad_output, grad_lse, is_causal, scal
     dt = {torch.bfloat16: G.bfloat16, torch.float16: G.float16, torch.float32: G.float32}
     def describe(x, block):
         return TensorDescriptor(x, list(x.shape), list(x.stride()), block, G.NVMMASharedLayout.get_default_for(block, dt[x.dtype]))
-    qb, kb, ob = [1, 1, query_tile, width], [1, 1, 128, width], [1, 1, 64, width]
+    qb, kb, ob = [1, 1, query_tile, width], [1, 1, 128, width], [1, 64, width]
     hopper_backward_kernel[(triton.cdiv(num_keys, 128) * batch * kv_heads,)](
         describe(q, qb), describe(k, kb), describe(v, kb), describe(grad_output, qb), describe(sums, [64, 64]),
-        describe(grad_k, ob), describe(grad_v, ob), lse_log2, delta,
-        kv_heads, 4, num_queries, num_keys, scale, scale * LOG2_E.value,
-        GROUP=heads // kv_heads, IS_CAUSAL=is_causal, num_warps=4,
+        describe(grad_k.flatten(0, 1), ob), describe(grad_v.flatten(0, 1), ob), lse_log2, delta,
+        kv_heads, 4, num_queries, num_keys, scale * LOG2_E.value,
+        GROUP=heads // kv_heads, IS_CAUSAL=is_causal, WHOLE_KEY_TILES=num_keys % 128 == 0, num_warps=4,
     )
     hopper_backward_convert_kernel[(triton.cdiv(num_queries, 64) * batch * heads,)](
         sums, grad_q, num_queries, num_rows, scale, D=head_dim, D_TILE=width, ROWS=64,
