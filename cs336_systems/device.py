@@ -352,8 +352,9 @@ def select_backend(
     """(name, reason) of the attention back end for these inputs; a pure function of its arguments.
 
     A back end requested by name is returned, or refused with a ValueError that says why; nothing else is tried. `auto`
-    takes hopper where HOPPER_WHERE_FASTEST says so, else triton on CUDA; elsewhere, and for what triton does not take (float64, head_dim over 256), tiled where one
-    head's score matrix exceeds 64 MiB, else reference. It never takes compiled, which compiles again for new shapes.
+    takes hopper where HOPPER_WHERE_FASTEST says so, else triton on CUDA; elsewhere, and for what triton does not take
+    (float64, head_dim over 256), tiled where one head's score matrix exceeds 64 MiB, else reference. It never takes
+    compiled, which compiles again for new shapes.
 
     Args:
         device_kind: torch's device type of the inputs; on others than cuda triton is taken by name only.
