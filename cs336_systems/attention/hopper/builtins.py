@@ -1,0 +1,91 @@
+"""Instructions that Gluon has no function for, each as one.
+
+  warp_fence        keeps what follows behind the arithmetic on its operand
+  rescale_rows      multiplies an accumulator by its rows' factors, if any of the warp's differs from 1
+  tma_add           adds a tile into memory
+  meet_consumers    a barrier of two warp groups
+"""
+
+from __future__ import annotations
+
+from triton._C.libtriton import ir
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._core import builtin
+
+# Each thread of a warp group holds two rows of a 64-row tile, g and g + 8 of its warp's 16: sums come in pairs.
+# The mask is 0xffffffff whatever the sums are, as no population count reaches 64, which ptxas does not deduce.
+_WARP_FENCE = gl.constexpr("""{
+.reg .b32 mask;
+or.b32 mask, $2, $3;
+popc.b32 mask, mask;
+shr.u32 mask, mask, 6;
+sub.u32 mask, mask, 1;
+bar.warp.sync mask;
+mov.b32 $0, $2;
+mov.b32 $1, $3;
+}""")
+
+
+@gluon.jit
+def warp_fence(row_sums):
+    """`row_sums`, once the whole warp has them: a barrier of the warp whose mask is computed from the sums.
+
+    Waiting for wgmma is no memory access, so ptxas moves it up past exponentials that do not depend on it, and the
+    overlap of the two is lost. It does not move it past a barrier, nor this barrier past what its mask depends on.
+    """
+    return gl.inline_asm_elementwise(
+        _WARP_FENCE, "=r,=r,r,r", [row_sums], dtype=gl.float32, is_pure=False, pack=2
+    )  # fmt: skip
+
+
+def _rescale_asm(n: int) -> gl.constexpr:
+    """A thread's `n` accumulators $0.. times the factors of their rows; its first two rows' are operands n and n + 2."""
+    multiply = "\n".join(f"mul.f32 ${i}, ${i}, ${n + i};" for i in range(n))
+    return gl.constexpr(f"""{{
+.reg .pred any;
+setp.neu.f32 any, ${n}, 0f3F800000;
+setp.neu.or.f32 any, ${n + 2}, 0f3F800000, any;
+vote.sync.any.pred any, any, 0xffffffff;
+@!any bra.uni UNCHANGED;
+{multiply}
+UNCHANGED:
+}}""")
+
+
+def _rescale_constraints(n: int) -> gl.constexpr:
+    return gl.constexpr(",".join(["=f"] * n + [str(i) for i in range(n)] + ["f"] * n))
+
+
+_RESCALE_64 = _rescale_asm(64)
+_RESCALE_64_CONSTRAINTS = _rescale_constraints(64)
+
+
+@gluon.jit
+def rescale_rows(accumulator, factor):
+    """accumulator (64, 128) times factor (64) along its rows, unless all 16 rows of the warp have a factor of 1.
+
+    A vote and a branch that the whole warp takes: 3 instructions in place of 64 multiplications.
+    """
+    accumulator, factor = gl.broadcast(accumulator, factor[:, None])
+    return gl.inline_asm_elementwise(
+        _RESCALE_64, _RESCALE_64_CONSTRAINTS, [accumulator, factor], dtype=gl.float32, is_pure=True, pack=64
+    )  # fmt: skip
+
+
+@builtin
+def tma_add(desc, coordinates, tile, _semantic=None):
+    """Start adding a tile of shared memory into memory, element by element and atomically; `tma.store_wait` waits.
+
+    To adding what `tma.async_copy_shared_to_global` is to storing: Gluon has the instruction, and no name for it.
+    """
+    coordinates = _semantic._convert_to_ir_values(coordinates, require_i64=False)
+    _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, desc.handle, coordinates, tile.handle)
+
+
+@gluon.jit
+def meet_consumers(BARRIER: gl.constexpr):
+    """Two warp groups, 256 threads, wait for each other at a named barrier of the hardware."""
+    gl.inline_asm_elementwise(
+        f"bar.sync {BARRIER}, 256; mov.u32 $0, $1;", "=r,r", [gl.to_tensor(0)], dtype=gl.int32, is_pure=False, pack=1
+    )  # fmt: skip

@@ -1,0 +1,427 @@
+"""The forward for Hopper: one warp copies, two or three warp groups compute.
+
+A program computes a tile of queries of one head, 64 rows for each of its computing warp groups (consumers), and may go
+on to further tiles. Key tiles are walked from the last visible one to the first, so only the first ones need a mask.
+
+                  slot 0        slot 1          slot 2         ...   slot n
+  copier          Q, K(0)       K(1), V(0)      K(2), V(1)     ...   V(n-1)            n key tiles of n + 1 slots
+  consumer        S = Q K(0)'   S = Q K(1)'     S = Q K(2)'    ...
+                                O += P(0) V(0)  O += P(1) V(1) ...   O += P(n-1) V(n-1)
+                  P(0)          P(1)            P(2)           ...   O / l, L
+
+One slot of the ring holds what one step multiplies, K(j) and V(j-1): one barrier to wait for and one to release.
+Each slot has `full`, on which the copies' bytes arrive, and `empty`, on which every consumer arrives; each consumer's
+64 rows of Q have such a pair too. `schedule.py` has the protocol as a model that is run for every small shape.
+
+The two schedules, by columns of a head tile:
+  64   three consumers, 192 x 128. A step waits for both products, then takes the softmax; the others' products run
+       meanwhile. In the step of a head dim of 64 exponentials take as long as products, and more consumers than two
+       hide more of them.
+  128  two consumers, 128 x 128, 240 registers a thread. A step waits for S alone, and P(j-1) V(j-1) runs under the
+       softmax. O is rescaled only when a row's maximum has grown by more than 2^8: P stays in range of 16 bits.
+
+Measured on an H200 against alternatives: `report`'s table of the forward. Sources: FlashAttention-3 (Shah et al. 2024) for
+warp specialisation and overlap; FlashAttention-4 for rescaling lazily.
+"""
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.language.core import _aggregate as aggregate
+
+from cs336_systems.attention.hopper.builtins import rescale_rows, warp_fence
+from cs336_systems.attention.hopper.descriptors import CachedKernel, padded_width, readable, tile_descriptor
+
+from cs336_systems.attention.triton.steps import LN_2, LOG2_E, LOWEST
+
+ROWS = gl.constexpr(64)  # of a consumer: what one wgmma of a warp group computes
+LAG = gl.constexpr(8.0)  # in base 2; O in float32 and P in 16 bits lose nothing by it
+COPIER_REGISTERS = gl.constexpr(24)  # the least that a warp can be given
+
+
+
+@aggregate
+class _Problem:
+    """What the numbers of a call are."""
+
+    N_QUERIES: gl.tensor
+    N_KEYS: gl.tensor
+    N_HEADS: gl.tensor
+    GROUP: gl.tensor  # query heads that share a key head
+    BATCH_HEADS: gl.tensor
+    HEADS_TOGETHER: gl.tensor  # heads whose keys and values the L2 cache should hold at one time
+    scale_log2: gl.tensor
+
+    @gluon.constexpr_function
+    def __init__(self, N_QUERIES, N_KEYS, N_HEADS, GROUP, BATCH_HEADS, HEADS_TOGETHER, scale_log2):
+        self.N_QUERIES = N_QUERIES
+        self.N_KEYS = N_KEYS
+        self.N_HEADS = N_HEADS
+        self.GROUP = GROUP
+        self.BATCH_HEADS = BATCH_HEADS
+        self.HEADS_TOGETHER = HEADS_TOGETHER
+        self.scale_log2 = scale_log2
+
+
+@aggregate
+class _Shared:
+    """What copier and consumers share: tiles in shared memory and the barriers that guard them."""
+
+    Q_tiles: gl.shared_memory_descriptor  # (CONSUMERS, ROWS, D_TILE)
+    O_tiles: gl.shared_memory_descriptor  # the same
+    K_ring: gl.shared_memory_descriptor  # (SLOTS, K_TILE_SIZE, D_TILE)
+    V_ring: gl.shared_memory_descriptor  # the same
+    q_full: gl.shared_memory_descriptor  # a barrier a consumer
+    q_empty: gl.shared_memory_descriptor
+    full: gl.shared_memory_descriptor  # a barrier a slot
+    empty: gl.shared_memory_descriptor
+
+    @gluon.constexpr_function
+    def __init__(self, Q_tiles, O_tiles, K_ring, V_ring, q_full, q_empty, full, empty):
+        self.Q_tiles = Q_tiles
+        self.O_tiles = O_tiles
+        self.K_ring = K_ring
+        self.V_ring = V_ring
+        self.q_full = q_full
+        self.q_empty = q_empty
+        self.full = full
+        self.empty = empty
+
+
+# Which tiles a program computes, and which keys a tile sees. Arithmetic on integers, mirrored by `schedule.py`; the
+# tests run the functions below as Python and compare.
+
+
+@gluon.jit
+def num_work_items(num_tiles, BATCH_HEADS, PAIRED: gl.constexpr):
+    """Tiles of queries, or pairs of them, of all heads."""
+    if PAIRED:
+        return (num_tiles + 1) // 2 * BATCH_HEADS
+    else:
+        return num_tiles * BATCH_HEADS
+
+
+@gluon.jit
+def tiles_of_item(item, num_tiles, PAIRED: gl.constexpr):
+    """How many tiles of queries a work item has."""
+    if PAIRED:
+        pairs = (num_tiles + 1) // 2
+        return 1 + (item % pairs < num_tiles // 2)
+    else:
+        return 1
+
+
+@gluon.jit
+def tile_of_item(item, side, num_tiles, BATCH_HEADS, HEADS_TOGETHER, PAIRED: gl.constexpr, IS_CAUSAL: gl.constexpr):
+    """(tile, index into batch and heads) of the `side`-th tile of work item `item`.
+
+    PAIRED: an item is the longest tile left of a head with the shortest, so that all items take equally long.
+    Otherwise an item is one tile, HEADS_TOGETHER heads at a time, the longest causal tiles first.
+    """
+    if PAIRED:
+        pairs = (num_tiles + 1) // 2
+        batch_head = item // pairs
+        position = item % pairs
+        tile = position + (1 - side) * (num_tiles - 1 - 2 * position)
+    else:
+        first_head = item // (HEADS_TOGETHER * num_tiles) * HEADS_TOGETHER
+        width = min(HEADS_TOGETHER, BATCH_HEADS - first_head)
+        position = item - first_head * num_tiles
+        batch_head = first_head + position % width
+        tile = position // width
+        if IS_CAUSAL:
+            tile = num_tiles - 1 - tile
+    return tile, batch_head
+
+
+@gluon.jit
+def live_key_tiles(
+    first_query, N_QUERIES, N_KEYS, Q_TILE_SIZE: gl.constexpr, K_TILE_SIZE: gl.constexpr, IS_CAUSAL: gl.constexpr
+):  # fmt: skip
+    """Key tiles that some query of the tile sees: the first so many."""
+    end = N_KEYS
+    if IS_CAUSAL:
+        end = min(end, min(first_query + Q_TILE_SIZE, N_QUERIES))
+    return (end + K_TILE_SIZE - 1) // K_TILE_SIZE
+
+
+@gluon.jit
+def ring_slot(step, SLOTS: gl.constexpr):
+    """(slot, phase) of a program's `step`-th pass through the ring."""
+    return step % SLOTS, (step // SLOTS) & 1
+
+
+@gluon.jit
+def _copy_tiles(
+    Q_desc, K_desc, V_desc, shared, problem,
+    CONSUMERS: gl.constexpr, K_TILE_SIZE: gl.constexpr, MASKED_TILES: gl.constexpr, SLOTS: gl.constexpr,
+    IS_CAUSAL: gl.constexpr, PAIRED: gl.constexpr,
+):  # fmt: skip
+    """The copier: fill the ring as the consumers empty it."""
+    Q_TILE_SIZE: gl.constexpr = CONSUMERS * ROWS
+    num_tiles = (problem.N_QUERIES + Q_TILE_SIZE - 1) // Q_TILE_SIZE
+    num_items = num_work_items(num_tiles, problem.BATCH_HEADS, PAIRED)
+    step = 0
+    tiles_done = 0
+    for item in range(gl.program_id(0), num_items, gl.num_programs(0)):
+        for side in range(tiles_of_item(item, num_tiles, PAIRED)):
+            tile, batch_head = tile_of_item(
+                item, side, num_tiles, problem.BATCH_HEADS, problem.HEADS_TOGETHER, PAIRED, IS_CAUSAL
+            )
+            batch = batch_head // problem.N_HEADS
+            head = batch_head % problem.N_HEADS
+            kv_head = head // problem.GROUP
+            first_query = tile * Q_TILE_SIZE
+            live = live_key_tiles(first_query, problem.N_QUERIES, problem.N_KEYS, Q_TILE_SIZE, K_TILE_SIZE, IS_CAUSAL)
+            num_key_tiles = max(live, MASKED_TILES)
+
+            # slot 0: K(0), and Q while it is on its way
+            slot, phase = ring_slot(step, SLOTS)
+            mbarrier.wait(shared.empty.index(slot), phase ^ 1)
+            mbarrier.expect(shared.full.index(slot), K_desc.block_type.nbytes)
+            # A tile that nobody sees is read from behind the end, as zeros.
+            first_key = gl.where(num_key_tiles > live, problem.N_KEYS, (live - 1) * K_TILE_SIZE)
+            tma.async_copy_global_to_shared(
+                K_desc, [batch, kv_head, first_key, 0], shared.full.index(slot), shared.K_ring.index(slot)
+            )
+            for consumer in gl.static_range(CONSUMERS):
+                mbarrier.wait(shared.q_empty.index(consumer), (tiles_done & 1) ^ 1)
+                mbarrier.expect(shared.q_full.index(consumer), Q_desc.block_type.nbytes)
+                tma.async_copy_global_to_shared(
+                    Q_desc, [batch, head, first_query + consumer * ROWS, 0],
+                    shared.q_full.index(consumer), shared.Q_tiles.index(consumer),
+                )  # fmt: skip
+            step += 1
+
+            # slots 1 to n - 1: K(j) and V(j - 1)
+            for j in range(1, num_key_tiles):
+                slot, phase = ring_slot(step, SLOTS)
+                mbarrier.wait(shared.empty.index(slot), phase ^ 1)
+                mbarrier.expect(shared.full.index(slot), K_desc.block_type.nbytes + V_desc.block_type.nbytes)
+                previous_key = first_key
+                first_key = (num_key_tiles - 1 - j) * K_TILE_SIZE
+                tma.async_copy_global_to_shared(
+                    K_desc, [batch, kv_head, first_key, 0], shared.full.index(slot), shared.K_ring.index(slot)
+                )
+                tma.async_copy_global_to_shared(
+                    V_desc, [batch, kv_head, previous_key, 0], shared.full.index(slot), shared.V_ring.index(slot)
+                )
+                step += 1
+
+            # slot n: V(n - 1), the sequence's first
+            slot, phase = ring_slot(step, SLOTS)
+            mbarrier.wait(shared.empty.index(slot), phase ^ 1)
+            mbarrier.expect(shared.full.index(slot), V_desc.block_type.nbytes)
+            tma.async_copy_global_to_shared(
+                V_desc, [batch, kv_head, first_key, 0], shared.full.index(slot), shared.V_ring.index(slot)
+            )
+            step += 1
+            tiles_done += 1
+
+
+@gluon.jit
+def _hide_keys(S, last_key, first_key, K_TILE_SIZE: gl.constexpr, S_LAYOUT: gl.constexpr):
+    """Scores of the keys from `first_key` on, -inf past each row's last visible key."""
+    keys = first_key + gl.arange(0, K_TILE_SIZE, gl.SliceLayout(0, S_LAYOUT))
+    return gl.where(keys[None, :] <= last_key[:, None], S, float("-inf"))
+
+
+@gluon.jit
+def _softmax(S, m, l, scale_log2, LAZY: gl.constexpr):
+    """Take raw scores into the running maximum m, in base 2, and sum l; also the factor for what came before.
+
+    LAZY leaves m where it is until a score exceeds it by more than LAG: the factor is then 1 in almost every step.
+    """
+    m_new = gl.max(S, axis=1) * scale_log2
+    if LAZY:
+        m_new = gl.where(m_new > m + LAG, m_new, m)
+    else:
+        m_new = gl.maximum(m, m_new)
+    P = gl.exp2(S * scale_log2 - m_new[:, None])
+    factor = gl.exp2(m - m_new)
+    return P, factor, m_new, l * factor + gl.sum(P, axis=1)
+
+
+@gluon.jit
+def _step(
+    Q, P, O, m, l, last_key, first_key, scale_log2, zero, shared, step,
+    SLOTS: gl.constexpr, K_TILE_SIZE: gl.constexpr, MASKED: gl.constexpr, S_LAYOUT: gl.constexpr,
+    O_LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """Three consumers: both products, then the softmax while the others' products run."""
+    slot, phase = ring_slot(step, SLOTS)
+    mbarrier.wait(shared.full.index(slot), phase)
+    S_pending = warpgroup_mma(Q, shared.K_ring.index(slot).permute((1, 0)), zero, use_acc=False, is_async=True)
+    O_pending = warpgroup_mma(P, shared.V_ring.index(slot), O, is_async=True)
+    S, O = warpgroup_mma_wait(0, [S_pending, O_pending])
+    mbarrier.arrive(shared.empty.index(slot), count=1)
+    if MASKED:
+        S = _hide_keys(S, last_key, first_key, K_TILE_SIZE, S_LAYOUT)
+    scores, factor, m, l = _softmax(S, m, l, scale_log2, False)
+    O = O * gl.convert_layout(factor, gl.SliceLayout(1, O_LAYOUT))[:, None]
+    return gl.convert_layout(scores.to(P.dtype), P.type.layout), O, m, l
+
+
+@gluon.jit
+def _overlapped_step(
+    Q, P, O, m, l, scale_log2, zero, shared, step, SLOTS: gl.constexpr, O_LAYOUT: gl.constexpr
+):  # fmt: skip
+    """Two consumers: the softmax of this step's scores while the product with the last step's P runs."""
+    slot, phase = ring_slot(step, SLOTS)
+    mbarrier.wait(shared.full.index(slot), phase)
+    S_pending = warpgroup_mma(Q, shared.K_ring.index(slot).permute((1, 0)), zero, use_acc=False, is_async=True)
+    O_pending = warpgroup_mma(P, shared.V_ring.index(slot), O, is_async=True)
+    S = warpgroup_mma_wait(1, [S_pending])
+    scores, factor, m, l = _softmax(S, m, l, scale_log2, True)
+    l = warp_fence(l)
+    O = warpgroup_mma_wait(0, [O_pending])
+    mbarrier.arrive(shared.empty.index(slot), count=1)
+    O = rescale_rows(O, gl.convert_layout(factor, gl.SliceLayout(1, O_LAYOUT)))
+    return gl.convert_layout(scores.to(P.dtype), P.type.layout), O, m, l
+
+
+@gluon.jit
+def _attend(
+    consumer: gl.constexpr, O_desc, L_ptr, shared, problem,
+    CONSUMERS: gl.constexpr, K_TILE_SIZE: gl.constexpr, MASKED_TILES: gl.constexpr, SLOTS: gl.constexpr,
+    IS_CAUSAL: gl.constexpr, PAIRED: gl.constexpr, OVERLAPPED: gl.constexpr,
+):  # fmt: skip
+    """A consumer: rows [consumer * ROWS, (consumer + 1) * ROWS) of each tile of queries."""
+    D_TILE: gl.constexpr = O_desc.block_type.shape[3]
+    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, K_TILE_SIZE, 16])
+    O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D_TILE, 16])
+    P_LAYOUT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=O_LAYOUT, k_width=2)
+    Q_TILE_SIZE: gl.constexpr = CONSUMERS * ROWS
+    num_tiles = (problem.N_QUERIES + Q_TILE_SIZE - 1) // Q_TILE_SIZE
+    num_items = num_work_items(num_tiles, problem.BATCH_HEADS, PAIRED)
+    zero = gl.zeros([ROWS, K_TILE_SIZE], gl.float32, S_LAYOUT)
+    Q = shared.Q_tiles.index(consumer)
+    O_tile = shared.O_tiles.index(consumer)
+    step = 0
+    tiles_done = 0
+    for item in range(gl.program_id(0), num_items, gl.num_programs(0)):
+        for side in range(tiles_of_item(item, num_tiles, PAIRED)):
+            tile, batch_head = tile_of_item(
+                item, side, num_tiles, problem.BATCH_HEADS, problem.HEADS_TOGETHER, PAIRED, IS_CAUSAL
+            )
+            first_query = tile * Q_TILE_SIZE
+            live = live_key_tiles(first_query, problem.N_QUERIES, problem.N_KEYS, Q_TILE_SIZE, K_TILE_SIZE, IS_CAUSAL)
+            num_key_tiles = max(live, MASKED_TILES)
+            first_row = first_query + consumer * ROWS
+            rows = first_row + gl.arange(0, ROWS, gl.SliceLayout(1, S_LAYOUT))
+            last_key = gl.full([ROWS], 0, gl.int32, gl.SliceLayout(1, S_LAYOUT)) + (problem.N_KEYS - 1)
+            if IS_CAUSAL:
+                last_key = gl.minimum(last_key, rows)
+            m = gl.full([ROWS], LOWEST, gl.float32, gl.SliceLayout(1, S_LAYOUT))
+            l = gl.full([ROWS], 0.0, gl.float32, gl.SliceLayout(1, S_LAYOUT))
+            O = gl.zeros([ROWS, D_TILE], gl.float32, O_LAYOUT)
+
+            # slot 0: the first scores
+            slot, phase = ring_slot(step, SLOTS)
+            mbarrier.wait(shared.full.index(slot), phase)
+            mbarrier.wait(shared.q_full.index(consumer), tiles_done & 1)
+            S_pending = warpgroup_mma(Q, shared.K_ring.index(slot).permute((1, 0)), zero, use_acc=False, is_async=True)
+            S = warpgroup_mma_wait(0, [S_pending])
+            mbarrier.arrive(shared.empty.index(slot), count=1)
+            step += 1
+            S = _hide_keys(S, last_key, (num_key_tiles - 1) * K_TILE_SIZE, K_TILE_SIZE, S_LAYOUT)
+            scores, factor, m, l = _softmax(S, m, l, problem.scale_log2, OVERLAPPED)
+            P = gl.convert_layout(scores.to(O_desc.dtype), P_LAYOUT)
+
+            # slots 1 to n - 1, first those with hidden keys
+            for j in gl.static_range(1, MASKED_TILES):
+                first_key = (num_key_tiles - 1 - j) * K_TILE_SIZE
+                P, O, m, l = _step(
+                    Q, P, O, m, l, last_key, first_key, problem.scale_log2, zero, shared, step,
+                    SLOTS, K_TILE_SIZE, True, S_LAYOUT, O_LAYOUT,
+                )  # fmt: skip
+                step += 1
+            for j in range(MASKED_TILES, num_key_tiles):
+                if OVERLAPPED:
+                    P, O, m, l = _overlapped_step(Q, P, O, m, l, problem.scale_log2, zero, shared, step, SLOTS, O_LAYOUT)
+                else:
+                    P, O, m, l = _step(
+                        Q, P, O, m, l, last_key, 0, problem.scale_log2, zero, shared, step,
+                        SLOTS, K_TILE_SIZE, False, S_LAYOUT, O_LAYOUT,
+                    )  # fmt: skip
+                step += 1
+            mbarrier.arrive(shared.q_empty.index(consumer), count=1)
+            tiles_done += 1
+
+            # slot n: the last product, under which the row sums are inverted
+            slot, phase = ring_slot(step, SLOTS)
+            mbarrier.wait(shared.full.index(slot), phase)
+            O_pending = warpgroup_mma(P, shared.V_ring.index(slot), O, is_async=True)
+            L = (m + gl.log2(l)) * LN_2
+            inverse = 1.0 / l
+            O = warpgroup_mma_wait(0, [O_pending])
+            mbarrier.arrive(shared.empty.index(slot), count=1)
+            step += 1
+            O = O * gl.convert_layout(inverse, gl.SliceLayout(1, O_LAYOUT))[:, None]
+
+            # store; rows past the last query are cut off
+            tma.store_wait(0)  # the last tile's O has left shared memory
+            O_tile.store(gl.reshape(O.to(O_desc.dtype), [ROWS, D_TILE]))
+            fence_async_shared()
+            batch = batch_head // problem.N_HEADS
+            tma.async_copy_shared_to_global(O_desc, [batch, batch_head % problem.N_HEADS, first_row, 0], O_tile)
+            gl.store(L_ptr + batch_head.to(gl.int64) * problem.N_QUERIES + rows, L, mask=rows < problem.N_QUERIES)
+    tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["N_QUERIES", "N_KEYS", "N_HEADS", "GROUP", "BATCH_HEADS", "HEADS_TOGETHER"])
+def hopper_forward_kernel(
+    Q_desc, K_desc, V_desc, O_desc, L_ptr,
+    N_QUERIES, N_KEYS, N_HEADS, GROUP, BATCH_HEADS, HEADS_TOGETHER, scale_log2,
+    CONSUMERS: gl.constexpr, K_TILE_SIZE: gl.constexpr, MASKED_TILES: gl.constexpr, SLOTS: gl.constexpr,
+    REGISTERS: gl.constexpr, IS_CAUSAL: gl.constexpr, PAIRED: gl.constexpr, OVERLAPPED: gl.constexpr,
+):  # fmt: skip
+    """O (batch, heads, queries, D) and L (batch, heads, queries), both contiguous."""
+    dtype: gl.constexpr = Q_desc.dtype
+    D_TILE: gl.constexpr = Q_desc.block_type.shape[3]
+    TILE_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, D_TILE], dtype)
+    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
+    problem = _Problem(N_QUERIES, N_KEYS, N_HEADS, GROUP, BATCH_HEADS, HEADS_TOGETHER, scale_log2)
+    shared = _Shared(
+        gl.allocate_shared_memory(dtype, [CONSUMERS, ROWS, D_TILE], TILE_LAYOUT),
+        gl.allocate_shared_memory(dtype, [CONSUMERS, ROWS, D_TILE], TILE_LAYOUT),
+        gl.allocate_shared_memory(dtype, [SLOTS, K_TILE_SIZE, D_TILE], TILE_LAYOUT),
+        gl.allocate_shared_memory(dtype, [SLOTS, K_TILE_SIZE, D_TILE], TILE_LAYOUT),
+        gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], BARRIER),
+        gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], BARRIER),
+        gl.allocate_shared_memory(gl.int64, [SLOTS, 1], BARRIER),
+        gl.allocate_shared_memory(gl.int64, [SLOTS, 1], BARRIER),
+    )
+    for consumer in gl.static_range(CONSUMERS):
+        mbarrier.init(shared.q_full.index(consumer), count=1)
+        mbarrier.init(shared.q_empty.index(consumer), count=1)
+    for slot in gl.static_range(SLOTS):
+        mbarrier.init(shared.full.index(slot), count=1)
+        mbarrier.init(shared.empty.index(slot), count=CONSUMERS)
+    fence_async_shared()
+    # A variable would turn the constants of a tuple into tensors: each is spelled out.
+    if CONSUMERS == 2:
+        gl.warp_specialize([
+            (_attend, (0, O_desc, L_ptr, shared, problem, CONSUMERS, K_TILE_SIZE, MASKED_TILES, SLOTS, IS_CAUSAL, PAIRED, OVERLAPPED)),
+            (_attend, (1, O_desc, L_ptr, shared, problem, CONSUMERS, K_TILE_SIZE, MASKED_TILES, SLOTS, IS_CAUSAL, PAIRED, OVERLAPPED)),
+            (_copy_tiles, (Q_desc, K_desc, V_desc, shared, problem, CONSUMERS, K_TILE_SIZE, MASKED_TILES, SLOTS, IS_CAUSAL, PAIRED)),
+        ], [4, 1], [REGISTERS, COPIER_REGISTERS])  # fmt: skip
+    else:
+        gl.warp_specialize([
+            (_attend, (0, O_desc, L_ptr, shared, problem, CONSUMERS, K_TILE_SIZE, MASKED_TILES, SLOTS, IS_CAUSAL, PAIRED, OVERLAPPED)),
+            (_attend, (1, O_desc, L_ptr, shared, problem, CONSUMERS, K_TILE_SIZE, MASKED_TILES, SLOTS, IS_CAUSAL, PAIRED, OVERLAPPED)),
+            (_attend, (2, O_desc, L_ptr, shared, problem, CONSUMERS, K_TILE_SIZE, MASKED_TILES, SLOTS, IS_CAUSAL, PAIRED, OVERLAPPED)),
+            (_copy_tiles, (Q_desc, K_desc, V_desc, shared, problem, CONSUMERS, K_TILE_SIZE, MASKED_TILES, SLOTS, IS_CAUSAL, PAIRED)),
+        ], [4, 4, 1], [REGISTERS, REGISTERS, COPIER_REGISTERS])  # fmt: skip
+
+
+_kernel = CachedKernel(hopper_forward_kernel)
