@@ -171,7 +171,7 @@ def _produce(
     shared, Q_desc, K_desc, V_desc, dO_desc, L_ptr, D_ptr, N_KV_HEADS, HEADS_TOGETHER, N_QUERIES, N_KEYS,
     GROUP: gl.constexpr, IS_CAUSAL: gl.constexpr,
 ):  # fmt: skip
-    """The producer warp: K and V once, then each step's Q, dO, L and delta, up to SLOTS steps ahead of the consumers."""
+    """The producer warp: K and V once, then each step's Q, dO, L and delta, as slots become free."""
     Q_slots, dO_slots, K_tile, V_tile, dS_tiles, dQ_tiles, L_slots, D_slots, kv_full, full, empty = shared
     Q_TILE_SIZE: gl.constexpr = Q_slots.shape[1]
     ROWS_LAYOUT: gl.constexpr = gl.BlockedLayout([Q_TILE_SIZE // 32], [32], [1], [0])
@@ -424,7 +424,8 @@ def hopper_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Contiguous gradients of q, k, v in their dtype, bfloat16 or float16; head_dim at most 128, nothing empty.
 
-    `lse` is contiguous, the others have any strides, and what TMA cannot read is copied first. dK and dV are bit-reproducible, dQ is not. `config` is not looked at: there is one for a head dim.
+    `lse` is contiguous, the others have any strides, and what TMA cannot read is copied first. dK and dV are
+    bit-reproducible, dQ is not. `config` is not looked at: there is one schedule for a head dim.
     """
     batch, heads, num_queries, head_dim = q.shape
     kv_heads, num_keys = k.shape[1:3]
@@ -467,5 +468,5 @@ def hopper_backward(
         (-(-num_queries // LIGHT_ROWS) * batch * heads, 1, 1),
         (sums, grad_q, num_queries, num_rows, scale), (head_dim, width, LIGHT_ROWS), q.dtype,
     )  # fmt: skip
-    shape = (batch, kv_heads, num_keys, head_dim)
-    return grad_q, *(x[..., :head_dim].reshape(shape).contiguous() for x in (grad_k, grad_v))
+    grad_k, grad_v = (x.view(batch, kv_heads, num_keys, -1)[..., :head_dim].contiguous() for x in (grad_k, grad_v))
+    return grad_q, grad_k, grad_v
