@@ -86,11 +86,12 @@ def course_results() -> list[dict[Any, Any]]:
 
 
 def course_checks(rank: int, num_ranks: int) -> dict[Any, Any]:
-    return {
+    found: dict[Any, Any] = {
         (check.__name__, dtype): check(rank, num_ranks, dtype)
         for check in (course_correctness, course_gradients)
         for dtype in (None, torch.float16)
     }
+    return found | {"mean of parts": mean_of_parts(rank, num_ranks)}
 
 
 def course_correctness(rank: int, num_ranks: int, compute_dtype: torch.dtype | None) -> list[float]:
@@ -126,6 +127,41 @@ def test_fsdp_trains_like_one_process(compute_dtype, bound):
     for found in course_results():
         differences = found["course_correctness", compute_dtype]
         assert len(differences) == 3 and max(differences) <= bound
+
+
+def mean_of_parts(rank: int, num_ranks: int) -> float:
+    """Difference from training in one process that averages the gradients of the ranks' parts itself.
+
+    A whole batch's gradient is another sum, in another order, and differs from that mean in the last bits.
+    """
+    torch.use_deterministic_algorithms(True)
+    single, fsdp = seeded(Toy), adapters.get_fsdp(seeded(Toy))
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.01) for model in (single, fsdp)]
+    for step in range(3):
+        generator = torch.Generator().manual_seed(step)
+        tokens = torch.randint(100, (20, 8), generator=generator)
+        labels = torch.randint(100, (20,), generator=generator)
+        for optimizer in optimizers:
+            optimizer.zero_grad(set_to_none=True)
+        for other in range(num_ranks):
+            own = part(tokens, other, num_ranks), part(labels, other, num_ranks)
+            nn.functional.cross_entropy(single(own[0])[:, -1].float(), own[1]).backward()
+        for parameter in single.parameters():
+            assert parameter.grad is not None
+            parameter.grad /= num_ranks
+        own = part(tokens, rank, num_ranks), part(labels, rank, num_ranks)
+        nn.functional.cross_entropy(fsdp(own[0])[:, -1].float(), own[1]).backward()
+        adapters.fsdp_on_after_backward(fsdp, optimizers[1])
+        for optimizer in optimizers:
+            optimizer.step()
+    return largest_difference(fsdp, single)
+
+
+@pytest.mark.problem("fsdp", 15)
+@pytest.mark.filterwarnings("error")
+def test_fsdp_in_fp32_is_bit_equal_to_the_mean_of_the_ranks_gradients():
+    for found in course_results():
+        assert found["mean of parts"] == 0
 
 
 def course_gradients(rank: int, num_ranks: int, compute_dtype: torch.dtype | None) -> dict[str, Tensor]:

@@ -15,7 +15,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from typer.testing import CliRunner
 
+from cs336_systems.cli import app
 from cs336_systems.config import ModelConfig, RunConfig
 from cs336_systems.distributed.launch import RankError, run_ranks
 from cs336_systems.experiments.registry import PROBLEMS
@@ -96,6 +98,22 @@ def test_a_run_saved_by_two_ranks_goes_on_in_one_process(tmp_path: Path):
 def test_a_wrong_number_of_ranks_is_refused():
     with pytest.raises(RankError, match="config.num_ranks must be the number of ranks, 1, got 2"):
         run_ranks(train_rank, 1, wrapped("naive"), RunOptions())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--attention", "nothing"], "error: attention must be one of reference, compiled, "),
+        (["--out", __file__], "error: [Errno 17] File exists: "),
+    ],
+)
+def test_what_ranks_refuse_is_told_in_one_line(arguments: list[str], message: str, capfd: pytest.CaptureFixture[str]):
+    """Every rank once printed its traceback before it; an existing file was not even told in one line."""
+    fixed = ["train", "--wrapper", "naive", "--ranks", "2", "--batch", "2", "--device", "cpu"]
+    result = CliRunner().invoke(app, [*fixed, *arguments])
+    assert result.exit_code == 2
+    assert result.output.startswith(message) and result.output.count("\n") == 1
+    assert "Traceback" not in capfd.readouterr().err
 
 
 def test_two_agents_of_torchrun_train_as_one_process(tmp_path: Path):

@@ -34,6 +34,7 @@ from cs336_systems.distributed.collectives import (
     rank_in,
     reduce_scatter_mean_flat,
 )
+from cs336_systems.distributed.ddp import dense_gradient
 from cs336_systems.distributed.sharded_optimizer import hyperparameters, unique_groups
 
 BYTES_PER_MB = 10**6
@@ -319,9 +320,9 @@ class Bucket:
     def take_gradient(self, place: int) -> None:
         """Let the gradient of a parameter be the view of the bucket; one that was made elsewhere is copied into it."""
         parameter, view = self.parameters[place], self.gradient_views[place]
-        assert parameter.grad is not None
-        if parameter.grad.data_ptr() != view.data_ptr():
-            view.copy_(parameter.grad)
+        gradient = dense_gradient(parameter)
+        if gradient.data_ptr() != view.data_ptr():
+            view.copy_(gradient)
             parameter.grad = view
 
     @torch.no_grad()

@@ -86,12 +86,19 @@ def train(
         return _train(config, options, log)
 
 
+def check_text(config: TrainingConfig, options: RunOptions) -> Corpus:
+    """The text of `options`; ValueError if it is too short for `config`, OSError if it cannot be read."""
+    corpus = Corpus.load(options.text)
+    corpus.check(config.model.context_length)
+    return corpus
+
+
 def _train(
     config: TrainingConfig, options: RunOptions, log: Callable[[TrainingConfig, int, float, float], None] | None
 ) -> TrainingResult:
     rank = dist.get_rank() if config.wrapper != "none" else 0
     device = torch.device("cuda", torch.cuda.current_device()) if options.device == "cuda" else torch.device("cpu")
-    corpus = Corpus.load(options.text)
+    corpus = check_text(config, options)  # before a model is built for sequences that it does not have
     trainee = build_trainee(config, device)
     result = TrainingResult()
     checkpoints = Checkpoints(options.out, trainee, config) if options.out is not None else None

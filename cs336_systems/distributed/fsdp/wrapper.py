@@ -36,6 +36,7 @@ from torch.autograd.graph import register_multi_grad_hook
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from cs336_systems.distributed.collectives import all_reduce_mean, check_same_shapes, num_ranks, rank_in
+from cs336_systems.distributed.ddp import dense_gradient
 from cs336_systems.distributed.fsdp.communication import Lane
 from cs336_systems.distributed.fsdp.order import ExecutionOrder
 from cs336_systems.distributed.fsdp.plan import Granularity, Home, UnitPlan, materialize, plan_units
@@ -59,8 +60,9 @@ class FSDP(nn.Module):
         device: where the shards go. None: where the parameters are; for a meta module the GPU if there is one.
         process_group: None: all ranks.
 
-    Raises ValueError naming the argument or a parameter that ranks hold in different shapes, and RuntimeError where
-    there is no process group.
+    A forward that raises gives the gathered weights back. Raises TypeError if `module` is no module, ValueError naming
+    the argument or a parameter that ranks hold in different shapes, RuntimeError where there is no process group, and
+    in the backward TypeError for a sparse gradient.
     """
 
     def __init__(
@@ -75,6 +77,8 @@ class FSDP(nn.Module):
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__()
+        if not isinstance(module, nn.Module):
+            raise TypeError(f"module must be a torch.nn.Module, got {type(module).__name__}")
         for name, dtype in (("compute_dtype", compute_dtype), ("reduce_dtype", reduce_dtype)):
             if dtype is not None and not dtype.is_floating_point:
                 raise ValueError(f"{name} must be a floating-point dtype, got {dtype}")
@@ -182,17 +186,32 @@ class FSDP(nn.Module):
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The wrapped module's forward."""
-        if not self._in_backward:
-            self._begin_forward()
-        return self.module(*inputs, **kwargs)
+        if self._in_backward:
+            return self.module(*inputs, **kwargs)
+        self._begin_forward()
+        try:
+            return self.module(*inputs, **kwargs)
+        except BaseException:
+            self._give_back()
+            raise
 
     @property
     def _in_backward(self) -> bool:
         """Whether this code runs inside autograd's engine: in a hook, or in a checkpoint's recomputation."""
         return torch._C._current_graph_task_id() != -1
 
+    def _give_back(self) -> None:
+        """Free what a forward that raised has gathered: what catches the error (a bad batch, no memory) may go on."""
+        for unit in self.units:
+            unit.show_shards()
+            try:
+                unit.free()
+            except RuntimeError:  # a rank that the gather waits for is gone: the forward's own error is to be told
+                continue
+
     def _begin_forward(self) -> None:
-        self._backward_begun = False  # a backward that raised left it set
+        if self._backward_begun:
+            self._forget_backward()
         self._recomputed = None
         self._forward_order.begin()
         ahead = self._forward_order.first(min(2, self.prefetch))
@@ -202,6 +221,14 @@ class FSDP(nn.Module):
                 unit.free()
         for unit in ahead:
             unit.gather()
+
+    def _forget_backward(self) -> None:
+        """After a backward that raised: drop the gradients that wait for the rest of their unit's."""
+        self._backward_begun = False
+        for unit in self.units:
+            unit.arrived.clear()
+            for weight in unit.weights:
+                weight.whole.grad = None
 
     def _before_forward(self, unit: Unit, entry: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Gather, and let the modules see the wholes."""
@@ -271,8 +298,9 @@ class FSDP(nn.Module):
         if (following := self._backward_order.ahead(unit.backward_position, self.prefetch)) is not None:
             following.gather()
 
-    def _gradient_arrived(self, unit: Unit, weight: ShardedWeight, _: nn.Parameter) -> None:
+    def _gradient_arrived(self, unit: Unit, weight: ShardedWeight, whole: nn.Parameter) -> None:
         """Reduce once the last gradient of the unit is there."""
+        dense_gradient(whole)
         if not self._synchronize:
             self._reducer.accumulate(weight)
             return
