@@ -1,4 +1,4 @@
-"""Errors inside a step: what FSDP gives back when a forward or backward raises, and gradients that nobody can shard."""
+"""Errors and surprises in a step: what FSDP gives back when one raises, and holds when modules change their order."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from cs336_systems.distributed.fsdp import FSDP
+from cs336_systems.distributed.fsdp import FSDP, wrap_blocks
+from cs336_systems.distributed.fsdp.life import watch
 from cs336_systems.distributed.launch import run_ranks
 from cs336_systems.distributed.zero1 import Zero1Optimizer
 from tests.sharding_models import batch, part, seeded, token_loss, transformer
@@ -101,3 +102,52 @@ def test_sparse_gradients_are_refused_by_name():
 def test_fsdp_needs_a_module(module):
     with pytest.raises(TypeError, match=r"module must be a torch.nn.Module, got (list|NoneType|type)"):
         FSDP(module)
+
+
+# The window (D12), where the order is not the expected one
+
+
+def surprise(rank: int, num_ranks: int, how: str) -> tuple[int, float]:
+    """Most units gathered at once in four steps, and the difference from one process."""
+    checkpointing: Any = "reentrant" if how == "recomputed" else "none"
+    single, fsdp = (wrap_blocks(seeded(transformer), checkpointing=checkpointing) for _ in range(2))
+    fsdp = FSDP(fsdp, granularity="layer", prefetch=3)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (single, fsdp)]
+    events, most = watch(fsdp), 0
+    for step in range(4):
+        everything = batch(step)
+        own = [part(one, rank, num_ranks) for one in everything]
+        for model, optimizer, (tokens, targets) in zip((single, fsdp), optimizers, (everything, own)):
+            inner: Any = model.module if isinstance(model, FSDP) else model
+            layers = inner.layers
+            optimizer.zero_grad()
+            if how == "early exit" and step == 2:
+                inner.layers = layers[:2]
+            elif how == "another order" and step >= 1:
+                inner.layers = layers[::-1]
+            loss = token_loss(model, tokens, targets)
+            if how == "two forwards":
+                loss = loss + token_loss(model, tokens, targets)
+            loss.backward()
+            if isinstance(model, FSDP):
+                model.finish_gradient_synchronization()
+                assert model.gathered_units() == []
+            optimizer.step()
+            inner.layers = layers
+        most = max(most, *(len(event.gathered) for event in events))
+    full = fsdp.gather_full_params()
+    return most, max((full[name] - one).abs().max().item() for name, one in single.named_parameters())
+
+
+def surprise_in_every_way(rank: int, num_ranks: int) -> dict[str, tuple[int, float]]:
+    return {
+        how: surprise(rank, num_ranks, how) for how in ("early exit", "another order", "two forwards", "recomputed")
+    }
+
+
+def test_surprises_do_not_widen_the_window():
+    """After an early exit six units were once gathered at a time: those of the wrong guesses stayed."""
+    for found in run_ranks(surprise_in_every_way, 2):
+        for most, difference in found.values():
+            assert most == 3
+            assert difference <= FP32_BOUND

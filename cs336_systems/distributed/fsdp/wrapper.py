@@ -43,7 +43,7 @@ from cs336_systems.distributed.fsdp.plan import Granularity, Home, UnitPlan, mat
 from cs336_systems.distributed.fsdp.unit import GradientReducer, Unit
 from cs336_systems.distributed.fsdp.weights import ShardedWeight, own_rows
 
-MAX_PREFETCH = 3  # current and two gathered units
+MAX_GATHERED = 3  # units: the current and two ahead, also where modules run in another order than expected
 
 
 class FSDP(nn.Module):
@@ -56,7 +56,7 @@ class FSDP(nn.Module):
         reduce_dtype: in which gradients are averaged. None: the dtype that they are computed in.
         granularity: "block" or "layer"; see `plan.py`.
         prefetch: a unit's gather starts when the unit so many before it has completed: 2 is the handout's, 1 overlaps
-            nothing, 3 holds two units beside the current one. At most MAX_PREFETCH.
+            nothing, 3 holds two units beside the current one.
         device: where the shards go. None: where the parameters are; for a meta module the GPU if there is one.
         process_group: None: all ranks.
 
@@ -82,8 +82,8 @@ class FSDP(nn.Module):
         for name, dtype in (("compute_dtype", compute_dtype), ("reduce_dtype", reduce_dtype)):
             if dtype is not None and not dtype.is_floating_point:
                 raise ValueError(f"{name} must be a floating-point dtype, got {dtype}")
-        if not 1 <= prefetch <= MAX_PREFETCH:
-            raise ValueError(f"prefetch must be from 1 to {MAX_PREFETCH}, got {prefetch!r}")
+        if not 1 <= prefetch <= MAX_GATHERED:
+            raise ValueError(f"prefetch must be from 1 to {MAX_GATHERED}, got {prefetch!r}")
         plans = plan_units(module, granularity)
         if not plans:
             raise ValueError("module must own a weight of two or more dimensions, found none to shard")
@@ -96,6 +96,7 @@ class FSDP(nn.Module):
         self.prefetch = prefetch
         check_same_shapes(module.named_parameters(), group)
         self.module = module
+        self._gathered: dict[Unit, None] = {}
         self.units = self._build_units(plans)
         shards = {weight.shard for unit in self.units for weight in unit.weights}
         self._replicated = [parameter for parameter in module.parameters() if parameter not in shards]
@@ -113,7 +114,7 @@ class FSDP(nn.Module):
     def _build_units(self, plans: list[UnitPlan]) -> list[Unit]:
         """Shard one weight after the other; each is made real, sent by rank 0, cut and freed before the next."""
         lane = Lane(self.device)
-        units = [Unit(plan.name, plan.entries, self.group, self.device, lane) for plan in plans]
+        units = [Unit(plan.name, plan.entries, self.group, self.device, lane, self._gathered) for plan in plans]
         planned = {home for plan in plans for _, _, homes in plan.parameters for home in homes}
         for plan, unit in zip(plans, units):  # while nothing else has memory yet
             unit.lay_out(plan.parameters, self.compute_dtype)
@@ -203,6 +204,7 @@ class FSDP(nn.Module):
     def _give_back(self) -> None:
         """Free what a forward that raised has gathered: what catches the error (a bad batch, no memory) may go on."""
         for unit in self.units:
+            unit.running = 0
             unit.show_shards()
             try:
                 unit.free()
@@ -216,7 +218,7 @@ class FSDP(nn.Module):
         self._forward_order.begin()
         ahead = self._forward_order.first(min(2, self.prefetch))
         for unit in self.units:
-            unit.in_backward = False
+            unit.in_backward, unit.running = False, 0
             if unit not in ahead:
                 unit.free()
         for unit in ahead:
@@ -236,6 +238,8 @@ class FSDP(nn.Module):
             self._keep_for_recomputation(unit)
         else:
             unit.position = self._forward_order.visit(unit)
+        unit.running += 1
+        self._make_room(unit)
         unit.wait()
         unit.show_wholes()
         if torch.is_grad_enabled():
@@ -246,6 +250,7 @@ class FSDP(nn.Module):
 
     def _after_forward(self, unit: Unit, entry: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """Ask to be told when the backward comes here; free, and gather ahead."""
+        unit.running = max(0, unit.running - 1)
         unit.show_shards()
         outputs = [leaf for leaf in tree_flatten(output)[0] if isinstance(leaf, Tensor) and leaf.requires_grad]
         if outputs and torch.is_grad_enabled():
@@ -258,8 +263,23 @@ class FSDP(nn.Module):
         if outputs and self.module.training and order.ends_within(unit.position, min(2, self.prefetch)):
             return  # the backward begins here, at once: gathering again would be waiting
         unit.free()
-        if (following := order.ahead(unit.position, self.prefetch)) is not None:
-            following.gather()
+        self._gather_ahead(order.ahead(unit.position, self.prefetch))
+
+    # The window
+
+    def _make_room(self, unit: Unit) -> None:
+        """Before `unit` is gathered for use: free idle units, gathered for an order that did not come; oldest first."""
+        if unit.is_gathered:
+            return
+        surplus = len(self._gathered) + 1 - MAX_GATHERED
+        if surplus > 0:
+            for other in [other for other in self._gathered if not other.is_in_use][:surplus]:
+                other.free()
+
+    def _gather_ahead(self, unit: Unit | None) -> None:
+        """Start gathering what is expected to run soon, if there is room."""
+        if unit is not None and len(self._gathered) < MAX_GATHERED:
+            unit.gather()
 
     # Backward
 
@@ -271,6 +291,7 @@ class FSDP(nn.Module):
             self._recomputed = None
         unit.in_backward = True
         unit.backward_position = self._backward_order.visit(unit)
+        self._make_room(unit)
         unit.wait()
         unit.show_wholes()
 
@@ -279,7 +300,7 @@ class FSDP(nn.Module):
         known = self._backward_order.seen or self._backward_order.expected
         self._backward_order.begin(known or list(reversed(self._forward_order.seen)))
         for unit in self._backward_order.first(min(2, self.prefetch)):
-            unit.gather()
+            self._gather_ahead(unit)
         # The engine's own queue: DDP and torch's FSDP use it as well, and there is no public one.
         torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
 
@@ -293,10 +314,9 @@ class FSDP(nn.Module):
         """The gradients of the unit's inputs are there, so its weights are not needed any more: free, gather ahead."""
         if not unit.in_backward:
             return
-        unit.in_backward = False
+        unit.in_backward, unit.running = False, 0  # a checkpoint may end its recomputation before the forward does
         unit.free()
-        if (following := self._backward_order.ahead(unit.backward_position, self.prefetch)) is not None:
-            following.gather()
+        self._gather_ahead(self._backward_order.ahead(unit.backward_position, self.prefetch))
 
     def _gradient_arrived(self, unit: Unit, weight: ShardedWeight, whole: nn.Parameter) -> None:
         """Reduce once the last gradient of the unit is there."""
@@ -323,7 +343,7 @@ class FSDP(nn.Module):
         for unit in self.units:
             if self._synchronize:
                 self._reduce(unit)
-            unit.in_backward = False
+            unit.in_backward, unit.running = False, 0
             unit.free()
         self._recomputed = None
         self._backward_begun = False
