@@ -164,6 +164,15 @@ class Zero1Optimizer(torch.optim.Optimizer):
         # gather
         for work in [bucket.gather(self.group) for bucket in self.buckets]:
             work.wait()
+        self._begin()
+
+    def skip_step(self) -> None:
+        """Instead of `step`, where the gradients are of no use; every rank must call it."""
+        self.finish_gradient_synchronization()
+        self._begin()
+
+    def _begin(self) -> None:
+        """Be ready for the next backward."""
         for bucket in self.buckets:
             bucket.launched = False
             bucket.arrived.clear()

@@ -24,6 +24,7 @@ from cs336_systems.training.config import TrainingConfig
 from cs336_systems.training.wrappers import Trainee
 
 CONFIG_FILE = "config.json"
+LOSS_SCALE = "loss_scale"  # beside the position in the data
 KEPT = 2  # the newest, and the one before it
 FREE = ("steps", "wrapper", "num_ranks", "accumulation")  # may change between a run and its continuation
 
@@ -65,7 +66,10 @@ class Checkpoints:
                 raise ValueError(f"{name} must be {theirs.get(name)!r} to resume {self.out}, got {ours[name]!r}")
         if not complete_checkpoints(self.folder):
             return 0
-        return load_checkpoint(self.folder, self.trainee.module, self.trainee.optimizer).step
+        progress = load_checkpoint(self.folder, self.trainee.module, self.trainee.optimizer)
+        if self.trainee.scaler is not None and LOSS_SCALE in progress.position:
+            self.trainee.scaler.load_state_dict(progress.position[LOSS_SCALE])
+        return progress.step
 
     def _write_config(self) -> None:
         """In one step: a process killed while it writes leaves no half of a file, which nobody could resume."""
@@ -80,7 +84,9 @@ class Checkpoints:
         """Write the state after `step` steps; every rank must call it."""
         from cs336_systems.distributed.checkpoint import save_checkpoint
 
-        position = {"sequence": step * self.config.batch}
+        position: dict[str, Any] = {"sequence": step * self.config.batch}
+        if self.trainee.scaler is not None:
+            position[LOSS_SCALE] = self.trainee.scaler.state_dict()
         save_checkpoint(self.folder, step, self.trainee.module, self.trainee.optimizer, position=position, keep=KEPT)
 
 
