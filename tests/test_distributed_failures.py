@@ -98,6 +98,21 @@ def test_sparse_gradients_are_refused_by_name():
     run_ranks(meet_sparse_gradients, 2)
 
 
+def leave_a_bucket_unused(rank: int, num_ranks: int) -> bool:
+    used, unused = nn.Linear(3, 3), nn.Linear(3, 3)
+    parameters = [*used.parameters(), *unused.parameters()]
+    optimizer = Zero1Optimizer(parameters, torch.optim.SGD, lr=0.5, weight_decay=0.5, bucket_size_mb=1e-6)
+    before = unused.weight.detach().clone()
+    used(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    return len(optimizer.buckets) == 4 and torch.allclose(unused.weight, 0.75 * before)
+
+
+def test_zero1_takes_unused_parameters_for_having_zeros():
+    """As its docstring says (D1): nobody waits, and weight decay goes on, also of a bucket without any gradient."""
+    assert run_ranks(leave_a_bucket_unused, 2) == [True, True]
+
+
 @pytest.mark.parametrize("module", [[1], None, nn.Linear])
 def test_fsdp_needs_a_module(module):
     with pytest.raises(TypeError, match=r"module must be a torch.nn.Module, got (list|NoneType|type)"):

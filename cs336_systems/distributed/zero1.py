@@ -12,7 +12,8 @@ those of one all-reduce, where `ShardedOptimizer` behind a DDP wrapper sends hal
 arXiv:1910.02054, section 7.2.1).
 
 A slice knows no shapes, so the wrapped optimizer must work element by element, as SGD, Adam and AdamW do. Parameters
-below float32 get a master slice of their own; of a bucket that has gradients, unused parameters count as having zeros.
+below float32 get a master slice of their own. A parameter that a step does not use counts as having a gradient of
+zeros, so that momentum and weight decay go on moving it.
 """
 
 from __future__ import annotations
