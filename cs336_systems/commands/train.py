@@ -23,7 +23,7 @@ def train(
     ] = "none",
     ranks: Annotated[int | None, typer.Option(help="Processes to spawn; under torchrun its WORLD_SIZE.")] = None,
     attention: Annotated[str, typer.Option(help="Attention inside the model: sdpa, triton, tiled, ...")] = "sdpa",
-    autocast: Annotated[str | None, typer.Option(help="bfloat16, or float16 under a loss scale; default: float32.")] = None,
+    autocast: Annotated[str | None, typer.Option(help="bfloat16, or float16 with a loss scale; else float32.")] = None,
     batch: Annotated[int, typer.Option(help="Sequences a step, over all ranks.")] = 16,
     accumulation: Annotated[int, typer.Option(help="Micro-batches a step on each rank.")] = 1,
     steps: Annotated[int, typer.Option(help="Optimizer steps.")] = 300,
