@@ -6,6 +6,7 @@ conftest.py, grade.py and gpu_record.py, with a stand-in for torch that says whe
 
 from __future__ import annotations
 
+import itertools
 import json
 import multiprocessing
 import os
@@ -279,6 +280,7 @@ def run_pytest(repository: Path, *arguments: str, gpu: str | None = None, **vari
     """pytest's exit code and output in `repository`, on a machine whose GPU is named `gpu`."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {"PYTHONPATH": str(repository / "stand_in"), "EXPECT_INTERPRET": "1"} | variables
+    environment["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # plugins that happen to be installed: slow, and not tested
     if gpu is not None:
         environment["STAND_IN_GPU"] = gpu
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *arguments]
@@ -291,6 +293,7 @@ def words(output: str) -> str:
     return " ".join(output.split())
 
 
+TWO_PROCESSES = ("-p", "xdist", "-n", "2", "--dist", "loadfile")
 RECORD = ("-m", "gpu", "--gpu-record=results/nvidia-h200/tests.jsonl", "--gpu-commit=abc123", "--gpu-clean")
 
 
@@ -391,3 +394,75 @@ def test_a_wrong_mark_stops_the_collection(repository, old, new, message):
     code, output = run_pytest(repository)
     assert code == pytest.ExitCode.USAGE_ERROR
     assert message in output
+
+
+def sections(output: str) -> list[str]:
+    """The lines of the table of problems and of what is said about GPU tests."""
+    lines = output.splitlines()
+    printed = []
+    for heading in (" problems ", " GPU tests "):
+        start = next(number for number, line in enumerate(lines) if line.strip("=") == heading)
+        printed += itertools.takewhile(lambda line: not line.startswith("==="), lines[start + 1 :])
+    return [line for line in printed if line]
+
+
+SEVERAL_FILES = """
+import pytest
+
+COVERS = ("kernel.py",)
+
+@pytest.mark.problem("unsolved", 4)
+def test_more(): pass
+
+@pytest.mark.gpu
+@pytest.mark.problem("other", 2)
+def test_more_on_gpu(): pass
+"""
+
+
+@pytest.fixture
+def spread(repository: Path) -> Path:
+    """`repository` with a second file of tests, so that there is something to spread over processes."""
+    pytest.importorskip("xdist")
+    (repository / "tests/test_more.py").write_text(SEVERAL_FILES)
+    return repository
+
+
+@pytest.mark.parametrize("arguments", [(), ("-k", "nothing"), ("-x",)], ids=" ".join)
+def test_several_processes_print_the_same_grade_and_stale_tests(spread, arguments):
+    """The controller collects nothing: what it prints about tests comes from the workers."""
+    code, output = run_pytest(spread, *TWO_PROCESSES, *arguments)
+    expected_code, expected = run_pytest(spread, *arguments)
+    assert "tests/test_more.py::test_more_on_gpu: never run" in expected
+    if arguments == ("-x",):  # how far the other process got is not fixed, so neither are the counts
+        assert [line.split()[:2] for line in sections(output)] == [line.split()[:2] for line in sections(expected)]
+    else:
+        assert (code, sections(output)) == (expected_code, sections(expected))
+
+
+def test_a_worker_that_dies_fails_its_test_and_leaves_a_grade(spread):
+    tests = spread / "tests/test_graded.py"
+    tests.write_text(tests.read_text().replace("assert right", "assert right or os.abort()"))
+    code, output = run_pytest(spread, *TWO_PROCESSES)
+    assert code == 1 and "crashed while running" in output
+    assert "solved 3 1 1 ok" in words(output) and "unsolved 4 2 3 1 failed" in words(output)
+
+
+def test_several_processes_share_the_record_of_a_gpu(spread):
+    code, output = run_pytest(spread, *RECORD, *TWO_PROCESSES, gpu="NVIDIA H200")
+    assert code == 1, output
+    rows = read_rows(spread / "results/nvidia-h200/tests.jsonl")
+    assert {test.split("::")[1]: row.outcome for test, row in rows.items()} == {
+        "test_on_gpu": "passed",
+        "test_wrong_on_gpu": "failed",
+        "test_more_on_gpu": "passed",
+    }
+    assert "1 of 3 GPU tests are STALE" in output
+
+
+def test_a_wrong_mark_stops_the_collection_of_several_processes(spread):
+    tests = spread / "tests/test_graded.py"
+    tests.write_text(tests.read_text().replace('problem("solved", 3)', 'problem("unsolved", 3)'))
+    code, output = run_pytest(spread, *TWO_PROCESSES)
+    assert code == pytest.ExitCode.USAGE_ERROR
+    assert "has 4 points here and 3 in an earlier test" in output
