@@ -16,6 +16,7 @@ end hands over. Without xdist there is one process and nothing to hand over.
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Generator
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -50,6 +51,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # A shell starts what it runs in the background with Ctrl-C ignored, and what the tests start would inherit that.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     config.pluginmanager.register(GradePlugin(), "grade")
     config.pluginmanager.register(GpuPlugin(config), "gpu-record")
 
