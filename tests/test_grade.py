@@ -11,6 +11,7 @@ import json
 import multiprocessing
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from dataclasses import replace
@@ -284,7 +285,7 @@ def run_pytest(repository: Path, *arguments: str, gpu: str | None = None, **vari
     if gpu is not None:
         environment["STAND_IN_GPU"] = gpu
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *arguments]
-    process = subprocess.run(command, cwd=repository, env=environment, capture_output=True, text=True, timeout=60)
+    process = subprocess.run(command, cwd=repository, env=environment, capture_output=True, text=True, timeout=180)
     return process.returncode, process.stdout + process.stderr
 
 
@@ -348,6 +349,18 @@ def test_a_run_on_a_gpu_is_recorded_and_holds_until_a_source_changes(repository)
     (repository / "kernel.py").write_text("VALUE = 2\n")
     _, output = run_pytest(repository)
     assert "2 of 2 GPU tests are STALE" in output
+
+
+def test_what_tests_start_can_be_interrupted_in_a_background_job_too(repository):
+    """Started with `&`, pytest had Ctrl-C ignored, and so had the runs that tests interrupt."""
+    lines = ("import signal", "def test_it(): assert signal.getsignal(signal.SIGINT) is signal.default_int_handler")
+    (repository / "tests/test_graded.py").write_text("\n".join(lines))
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        code, output = run_pytest(repository)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert code == 0, output
 
 
 def test_kernels_are_not_interpreted_on_a_gpu(repository):
@@ -442,7 +455,7 @@ def test_several_processes_print_the_same_grade_and_stale_tests(spread, argument
 
 def test_a_worker_that_dies_fails_its_test_and_leaves_a_grade(spread):
     tests = spread / "tests/test_graded.py"
-    tests.write_text(tests.read_text().replace("assert right", "assert right or os.abort()"))
+    tests.write_text(tests.read_text().replace("assert right", "assert right or os._exit(3)"))
     code, output = run_pytest(spread, *TWO_PROCESSES)
     assert code == 1 and "crashed while running" in output
     assert "solved 3 1 1 ok" in words(output) and "unsolved 4 2 3 1 failed" in words(output)
