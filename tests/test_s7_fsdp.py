@@ -23,6 +23,7 @@ from cs336_systems.distributed.fsdp.weights import chunk_rows, own_rows
 from cs336_systems.distributed.launch import RankError, run_ranks
 from cs336_systems.model import AdamW, Embedding, Linear, RMSNorm, TransformerLM, clip_gradients
 from tests import adapters
+from tests.one_job import OneJob
 from tests.sharding_models import TINY, Awkward, LiveBytes, batch, part, seeded, token_loss, transformer
 
 COVERS = ("cs336_systems/distributed", "tests/adapters.py", "tests/sharding_models.py")
@@ -257,7 +258,7 @@ class CheckpointedPairs(nn.Module):
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_every_setting_trains_like_one_process(num_ranks):
-    for found in run_ranks(check_variants, num_ranks):
+    for found in TWO_RANKS.results(check_variants) if num_ranks == 2 else run_ranks(check_variants, num_ranks):
         too_far = {name: difference for name, difference in found.items() if not difference <= FP32_BOUND}
         assert not too_far
 
@@ -342,7 +343,7 @@ def watch_window(rank: int, num_ranks: int, prefetch: int) -> dict[str, Any]:
 
 
 def test_no_more_than_the_current_and_two_gathered_units_have_memory():
-    for rank in run_ranks(watch_windows, 2):
+    for rank in TWO_RANKS.results(watch_windows):
         for prefetch, found in rank.items():
             assert len(found["seen"]) == 8
             assert max(map(len, found["seen"])) == prefetch
@@ -418,7 +419,7 @@ def count_live_block(compute_dtype: torch.dtype | None, reduce_dtype: torch.dtyp
 
 
 def test_memory_beyond_the_shards_is_bounded_in_blocks():
-    for found in run_ranks(count_live_blocks, 2):
+    for found in TWO_RANKS.results(count_live_blocks):
         for dtypes, (construction, forward, backward) in found.items():
             gathered = 1.0 if dtypes[0] is None else 0.5  # a whole block in the compute dtype
             # Matrices of a quarter block: one whole, with its draw and its rows, and the one before until it is freed.
@@ -444,7 +445,7 @@ def train_and_drop(rank: int, num_ranks: int) -> list[str]:
 
 
 def test_a_model_that_is_dropped_gives_its_memory_back():
-    assert run_ranks(train_and_drop, 2) == [[], []]
+    assert TWO_RANKS.results(train_and_drop) == [[], []]
 
 
 def build_from_meta(rank: int, num_ranks: int) -> tuple[float, float]:
@@ -459,7 +460,7 @@ def build_from_meta(rank: int, num_ranks: int) -> tuple[float, float]:
 
 
 def test_a_model_built_on_the_meta_device_draws_what_the_constructor_draws():
-    for at_start, after_training in run_ranks(build_from_meta, 2):
+    for at_start, after_training in TWO_RANKS.results(build_from_meta):
         assert at_start == 0
         assert after_training <= FP32_BOUND
 
@@ -530,7 +531,7 @@ def check_precision(rank: int, num_ranks: int) -> dict[str, Any]:
 
 
 def test_masters_stay_float32_and_an_overflow_on_one_rank_is_seen_by_all():
-    for found in run_ranks(check_precision, 2):
+    for found in TWO_RANKS.results(check_precision):
         assert found["own"] and found["fp32"]
         assert found["own masters"] == found["fp32 masters"] == {torch.float32}
         assert found["activations"] == {torch.bfloat16}
@@ -591,7 +592,7 @@ def leave_out_modules(rank: int, num_ranks: int) -> None:
 
 
 def test_unused_modules_keep_no_gradient_and_hang_nobody():
-    run_ranks(leave_out_modules, 2)
+    TWO_RANKS.results(leave_out_modules)
 
 
 def build_different(rank: int, num_ranks: int) -> None:
@@ -601,6 +602,12 @@ def build_different(rank: int, num_ranks: int) -> None:
 def test_ranks_with_different_shapes_are_told_the_parameter():
     with pytest.raises(RankError, match=r"parameter '0.weight' must be the same on all ranks"):
         run_ranks(build_different, 2)
+
+
+TWO_RANKS = OneJob(
+    2, (check_variants,), (watch_windows,), (count_live_blocks,), (train_and_drop,), (build_from_meta,),
+    (check_precision,), (leave_out_modules,),
+)  # fmt: skip
 
 
 def refuse_arguments(rank: int, num_ranks: int) -> None:
