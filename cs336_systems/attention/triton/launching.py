@@ -1,4 +1,4 @@
-"""Around a launch: say which configuration runs, and go to a smaller one where the GPU lacks the shared memory.
+"""Around a launch: what all launchers pass; say which configuration runs; go to a smaller one where it does not fit.
 
 `CS336_ATTN_LOG=1`, read once a process, prints a line on stderr before the launch, each distinct line once:
 
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
-from cs336_systems.attention.tiles import KernelConfig, smaller_config
+from cs336_systems.attention.tiles import KernelConfig, head_tile, smaller_config
 
 LOG_SWITCH = "CS336_ATTN_LOG"
 Result = TypeVar("Result")
@@ -26,6 +26,38 @@ Result = TypeVar("Result")
 Fit = tuple[KernelConfig, int, int, int | None]  # configuration, head dim, bytes per element, device
 # What did not fit, and what runs in its place.
 _smaller: dict[Fit, KernelConfig] = {}
+
+
+@cache
+def tile_options(config: KernelConfig) -> dict[str, int | str]:
+    """What a kernel is told of its configuration."""
+    return {
+        "Q_TILE_SIZE": config.query_tile, "K_TILE_SIZE": config.key_tile, "PRECISION": config.precision,
+        "num_warps": config.num_warps, "num_stages": config.num_stages,
+    }  # fmt: skip
+
+
+@cache
+def head_options(heads: int, kv_heads: int, head_dim: int) -> dict[str, int]:
+    """What a kernel is told of its heads."""
+    return {"GROUP": heads // kv_heads, "D": head_dim, "D_TILE": head_tile(head_dim)}
+
+
+def grid_of(config: KernelConfig, q: Tensor, k: Tensor) -> tuple[int]:
+    """A program for each tile of each head: of queries, or under a dkdv configuration of keys and their heads."""
+    x, tile = (k, config.key_tile) if config.kernel == "dkdv" else (q, config.query_tile)
+    batch, heads, rows, _ = x.shape
+    return (num_tiles(rows, tile) * batch * heads,)
+
+
+def num_tiles(rows: int, tile: int) -> int:
+    """`rows` over `tile`, rounded up. Triton's cdiv, which kernels can call too, takes the host ten times as long."""
+    return -(-rows // tile)
+
+
+def contiguous_like(x: Tensor) -> Tensor:
+    """An uninitialised tensor of x's shape and dtype."""
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 def launch_fitting(
