@@ -150,18 +150,19 @@ def explain_backend(
 
     `layout` is `block_mask` for a call with one and `packed` for `flash_attention_varlen`.
     """
-    if q.device.type not in ("cpu", "cuda"):
+    kind = q.device.type
+    if kind not in ("cpu", "cuda"):
         raise ValueError(f"q must be on a cpu or cuda device, got {q.device}")
     return select_backend(
-        device_kind=q.device.type,
-        compute_capability=_compute_capability(q.device.index or 0) if q.device.type == "cuda" else None,
+        device_kind=kind,
+        compute_capability=_compute_capability(q.device.index or 0) if kind == "cuda" else None,
         dtype=str(q.dtype).removeprefix("torch."),
         head_dim=q.shape[-1],
         seqlen_q=q.shape[-2],
         seqlen_k=k.shape[-2],
         requested=backend,
         layout=layout,
-        available=_available(q.device.type),
+        available=_available(kind),
     )
 
 

@@ -193,7 +193,7 @@ def autocast_kind(x: Tensor) -> str | None:
 
     A list and not `torch.amp.is_autocast_available`, which torch 2.11's compiler cannot trace.
     """
-    return x.device.type if x.device.type in ("cpu", "cuda") else None
+    return "cuda" if x.is_cuda else "cpu" if x.is_cpu else None
 
 
 def without_autocast(x: Tensor) -> AbstractContextManager[Any]:

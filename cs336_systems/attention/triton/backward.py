@@ -20,7 +20,14 @@ from torch import Tensor
 
 from cs336_systems.attention.tiles import KernelConfig, head_tile
 from cs336_systems.attention.triton.descriptors import described
-from cs336_systems.attention.triton.launching import contiguous_like, grid_of, head_options, num_tiles, tile_options
+from cs336_systems.attention.triton.launching import (
+    contiguous_like,
+    grid_of,
+    head_options,
+    launch,
+    num_tiles,
+    tile_options,
+)
 from cs336_systems.attention.triton.steps import (
     LOG2_E,
     ROW_PADDING,
@@ -298,12 +305,11 @@ def launch_preprocess(
     grad_lse_or_any = lse if grad_lse is None else grad_lse
     grid = (num_tiles(num_rows, PREPROCESS_ROWS) * batch * heads,)
     with stage("preprocess"):
-        flash_backward_preprocess_kernel[grid](
-            output, grad_output, lse, grad_lse_or_any, lse_log2, delta,
-            *output.stride()[:3], *grad_output.stride(), *grad_lse_or_any.stride(),
-            heads, num_queries,
-            HAS_DL=grad_lse is not None, D=head_dim, D_TILE=head_tile(head_dim), Q_TILE_SIZE=PREPROCESS_ROWS,
-            PADDED=padded,
+        launch(
+            flash_backward_preprocess_kernel, grid, (output, grad_output, lse, grad_lse_or_any, lse_log2, delta),
+            (*output.stride()[:3], *grad_output.stride(), *grad_lse_or_any.stride(), heads, num_queries),
+            {"HAS_DL": grad_lse is not None, "D": head_dim, "D_TILE": head_tile(head_dim),
+             "Q_TILE_SIZE": PREPROCESS_ROWS, "PADDED": padded},
         )  # fmt: skip
     return lse_log2, delta
 
@@ -336,15 +342,17 @@ def launch_backward(
     common = head_options(heads, kv_heads, head_dim) | {"IS_CAUSAL": is_causal}
 
     with stage("dkv"):
-        flash_backward_dkdv_kernel[grid_of(dkdv_config, q, k)](
-            *described(dkdv_config, q=q, k=k, v=v, grad_output=grad_output), *rows, grad_k, grad_v, *strides,
-            kv_heads, heads_together(batch * kv_heads, q, heads // kv_heads), *sizes_and_scales,
-            **common, **tile_options(dkdv_config), TMA=dkdv_config.tma,
+        launch(
+            flash_backward_dkdv_kernel, grid_of(dkdv_config, q, k),
+            (*described(dkdv_config, q=q, k=k, v=v, grad_output=grad_output), *rows, grad_k, grad_v),
+            (*strides, kv_heads, heads_together(batch * kv_heads, q, heads // kv_heads), *sizes_and_scales),
+            common | tile_options(dkdv_config) | {"TMA": dkdv_config.tma},
         )  # fmt: skip
     with stage("dq"):
-        flash_backward_dq_kernel[grid_of(dq_config, q, k)](
-            *described(dq_config, q=q, k=k, v=v, grad_output=grad_output), *rows, grad_q, *strides,
-            heads, heads_together(batch * heads, k), *sizes_and_scales,
-            **common, **tile_options(dq_config), TMA=dq_config.tma,
+        launch(
+            flash_backward_dq_kernel, grid_of(dq_config, q, k),
+            (*described(dq_config, q=q, k=k, v=v, grad_output=grad_output), *rows, grad_q),
+            (*strides, heads, heads_together(batch * heads, k), *sizes_and_scales),
+            common | tile_options(dq_config) | {"TMA": dq_config.tma},
         )  # fmt: skip
     return grad_q, grad_k, grad_v

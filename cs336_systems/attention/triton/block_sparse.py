@@ -27,7 +27,7 @@ from torch import Tensor
 from cs336_systems.attention.tiles import KernelConfig
 from cs336_systems.attention.triton.backward import launch_preprocess
 from cs336_systems.attention.triton.descriptors import described
-from cs336_systems.attention.triton.launching import contiguous_like, grid_of, head_options, tile_options
+from cs336_systems.attention.triton.launching import contiguous_like, grid_of, head_options, launch, tile_options
 from cs336_systems.attention.triton.steps import (
     LOG2_E,
     LOWEST,
@@ -378,10 +378,12 @@ def launch_block_sparse_forward(
     lse = q.new_empty((batch, heads, num_queries), dtype=torch.float32)
     tensors, mask_sizes = _row_lists(lists)
     with stage("forward"):
-        block_sparse_forward_kernel[grid_of(config, q, k)](
-            *described(config, q=q, k=k, v=v), output, lse, *tensors, *q.stride(), *k.stride(), *v.stride(),
-            heads, heads_together(batch * heads, k), num_queries, k.shape[2], *mask_sizes, scale * LOG2_E.value, 0.0,
-            **_options(q, k, lists, config),
+        launch(
+            block_sparse_forward_kernel, grid_of(config, q, k),
+            (*described(config, q=q, k=k, v=v), output, lse, *tensors),
+            (*q.stride(), *k.stride(), *v.stride(), heads, heads_together(batch * heads, k), num_queries, k.shape[2],
+             *mask_sizes, scale * LOG2_E.value, 0.0),
+            _options(q, k, lists, config),
         )  # fmt: skip
     return output, lse
 
@@ -410,17 +412,20 @@ def launch_block_sparse_backward(
 
     tensors, mask_sizes = _column_lists(lists)
     with stage("dkv"):
-        block_sparse_dkdv_kernel[grid_of(dkdv_config, q, k)](
-            *described(dkdv_config, q=q, k=k, v=v, grad_output=grad_output), *rows, grad_k, grad_v, *tensors, *strides,
-            kv_heads, heads_together(batch * kv_heads, q, heads // kv_heads), num_queries, num_keys, *mask_sizes,
-            *scales, **_options(q, k, lists, dkdv_config),
+        launch(
+            block_sparse_dkdv_kernel, grid_of(dkdv_config, q, k),
+            (*described(dkdv_config, q=q, k=k, v=v, grad_output=grad_output), *rows, grad_k, grad_v, *tensors),
+            (*strides, kv_heads, heads_together(batch * kv_heads, q, heads // kv_heads), num_queries, num_keys,
+             *mask_sizes, *scales),
+            _options(q, k, lists, dkdv_config),
         )  # fmt: skip
     tensors, mask_sizes = _row_lists(lists)
     with stage("dq"):
-        block_sparse_dq_kernel[grid_of(dq_config, q, k)](
-            *described(dq_config, q=q, k=k, v=v, grad_output=grad_output), *rows, grad_q, *tensors, *strides,
-            heads, heads_together(batch * heads, k), num_queries, num_keys, *mask_sizes,
-            *scales, **_options(q, k, lists, dq_config),
+        launch(
+            block_sparse_dq_kernel, grid_of(dq_config, q, k),
+            (*described(dq_config, q=q, k=k, v=v, grad_output=grad_output), *rows, grad_q, *tensors),
+            (*strides, heads, heads_together(batch * heads, k), num_queries, num_keys, *mask_sizes, *scales),
+            _options(q, k, lists, dq_config),
         )  # fmt: skip
     return grad_q, grad_k, grad_v
 

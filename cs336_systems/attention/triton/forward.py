@@ -20,7 +20,7 @@ from torch import Tensor
 
 from cs336_systems.attention.tiles import KernelConfig
 from cs336_systems.attention.triton.descriptors import described
-from cs336_systems.attention.triton.launching import contiguous_like, grid_of, head_options, tile_options
+from cs336_systems.attention.triton.launching import contiguous_like, grid_of, head_options, launch, tile_options
 from cs336_systems.attention.triton.steps import (
     LOG2_E,
     LOWEST,
@@ -142,10 +142,12 @@ def launch_forward(
     output = contiguous_like(q)
     lse = q.new_empty((batch, heads, num_queries), dtype=torch.float32)
     with stage("forward"):
-        flash_forward_kernel[grid_of(config, q, k)](
-            *described(config, q=q, k=k, v=v), output, lse,
-            *q.stride(), *k.stride(), *v.stride(),
-            heads, heads_together(batch * heads, k), num_queries, k.shape[2], scale * LOG2_E.value, 0.0,
-            **head_options(heads, k.shape[1], head_dim), **tile_options(config), IS_CAUSAL=is_causal, TMA=config.tma,
+        launch(
+            flash_forward_kernel, grid_of(config, q, k),
+            (*described(config, q=q, k=k, v=v), output, lse),
+            (*q.stride(), *k.stride(), *v.stride(), heads, heads_together(batch * heads, k), num_queries, k.shape[2],
+             scale * LOG2_E.value, 0.0),
+            head_options(heads, k.shape[1], head_dim) | tile_options(config)
+            | {"IS_CAUSAL": is_causal, "TMA": config.tma},
         )  # fmt: skip
     return output, lse

@@ -23,7 +23,7 @@ from torch import Tensor
 from cs336_systems.attention.tiles import KernelConfig
 from cs336_systems.attention.triton.backward import differentiate_keys, differentiate_queries, launch_preprocess
 from cs336_systems.attention.triton.forward import attend_queries
-from cs336_systems.attention.triton.launching import contiguous_like, head_options, tile_options
+from cs336_systems.attention.triton.launching import contiguous_like, head_options, launch, tile_options
 from cs336_systems.attention.triton.steps import LOG2_E, heads_together, tile_of_program
 from cs336_systems.profiling.stages import stage
 
@@ -159,10 +159,12 @@ def launch_varlen_forward(
     output = contiguous_like(q)
     lse = q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
     with stage("forward"):
-        varlen_forward_kernel[_grid(q, cu_seqlens_q, config.query_tile)](
-            q, k, v, output, lse, cu_seqlens_q, cu_seqlens_k, *q.stride(), *k.stride(), *v.stride(),
-            len(cu_seqlens_q) - 1, q.shape[1], heads_together(q.shape[1], k.transpose(0, 1)), q.shape[0], k.shape[0],
-            scale * LOG2_E.value, 0.0, **_options(q, k, is_causal, config),
+        launch(
+            varlen_forward_kernel, _grid(q, cu_seqlens_q, config.query_tile),
+            (q, k, v, output, lse, cu_seqlens_q, cu_seqlens_k),
+            (*q.stride(), *k.stride(), *v.stride(), len(cu_seqlens_q) - 1, q.shape[1],
+             heads_together(q.shape[1], k.transpose(0, 1)), q.shape[0], k.shape[0], scale * LOG2_E.value, 0.0),
+            _options(q, k, is_causal, config),
         )  # fmt: skip
     return output, lse
 
@@ -190,25 +192,23 @@ def launch_varlen_backward(
         output.transpose(0, 1)[None], lse[None], grad_output.transpose(0, 1)[None],
         None if grad_lse is None else grad_lse[None], padded=False,
     )  # fmt: skip
-    inputs = (q, k, v, grad_output, *rows)
-    cu_seqlens_and_strides = (
-        cu_seqlens_q, cu_seqlens_k, *q.stride(), *k.stride(), *v.stride(), *grad_output.stride(),
-        len(cu_seqlens_q) - 1,
-    )  # fmt: skip
+    inputs, cu_seqlens = (q, k, v, grad_output, *rows), (cu_seqlens_q, cu_seqlens_k)
+    strides = (*q.stride(), *k.stride(), *v.stride(), *grad_output.stride())
     totals_and_scales = (q.shape[0], k.shape[0], scale, scale * LOG2_E.value, 0.0)
-    heads, kv_heads = q.shape[1], k.shape[1]
+    documents, heads, kv_heads = len(cu_seqlens_q) - 1, q.shape[1], k.shape[1]
 
     with stage("dkv"):
-        varlen_dkdv_kernel[_grid(k, cu_seqlens_k, dkdv_config.key_tile)](
-            *inputs, grad_k, grad_v, *cu_seqlens_and_strides,
-            kv_heads, heads_together(kv_heads, q.transpose(0, 1), heads // kv_heads), *totals_and_scales,
-            **_options(q, k, is_causal, dkdv_config),
+        launch(
+            varlen_dkdv_kernel, _grid(k, cu_seqlens_k, dkdv_config.key_tile), (*inputs, grad_k, grad_v, *cu_seqlens),
+            (*strides, documents, kv_heads, heads_together(kv_heads, q.transpose(0, 1), heads // kv_heads),
+             *totals_and_scales),
+            _options(q, k, is_causal, dkdv_config),
         )  # fmt: skip
     with stage("dq"):
-        varlen_dq_kernel[_grid(q, cu_seqlens_q, dq_config.query_tile)](
-            *inputs, grad_q, *cu_seqlens_and_strides,
-            heads, heads_together(heads, k.transpose(0, 1)), *totals_and_scales,
-            **_options(q, k, is_causal, dq_config),
+        launch(
+            varlen_dq_kernel, _grid(q, cu_seqlens_q, dq_config.query_tile), (*inputs, grad_q, *cu_seqlens),
+            (*strides, documents, heads, heads_together(heads, k.transpose(0, 1)), *totals_and_scales),
+            _options(q, k, is_causal, dq_config),
         )  # fmt: skip
     return grad_q, grad_k, grad_v
 
