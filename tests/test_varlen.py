@@ -338,3 +338,10 @@ def test_the_operator_checks_before_it_launches():
         varlen_attention(X, X, X[:4], CU, CU, 6, 6, False, 0.25, "")
     with pytest.raises(ValueError, match=r"q must have shape \(total_queries, heads, head_dim\)"):
         varlen_attention(X[None], X[None], X[None], CU, CU, 6, 6, False, 0.25, "")
+
+
+@pytest.mark.parametrize("flag", ["is_causal", "enable_gqa", "return_lse"])
+def test_flags_are_bools(flag):
+    q, ends = torch.ones(4, 2, 16), torch.tensor([0, 4], dtype=torch.int32)
+    with pytest.raises(TypeError, match=f"{flag} must be a bool, got 'no'"):
+        flash_attention_varlen(q, q, q, ends, ends, 4, 4, **{flag: "no"})

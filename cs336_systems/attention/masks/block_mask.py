@@ -35,7 +35,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -66,8 +67,22 @@ from cs336_systems.attention.masks.tiles import (
     unpack_tokens,
     words_per_row,
 )
+from cs336_systems.profiling.stages import stage
 
 DEFAULT_BLOCK = 128
+Arguments = ParamSpec("Arguments")
+Mask = TypeVar("Mask")
+
+
+def _built(constructor: Callable[Arguments, Mask]) -> Callable[Arguments, Mask]:
+    """`constructor` as the stage `mask_build` of what `profiling.stages` times."""
+
+    @wraps(constructor)
+    def build(*arguments: Arguments.args, **options: Arguments.kwargs) -> Mask:
+        with stage("mask_build"):
+            return constructor(*arguments, **options)
+
+    return build
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -121,6 +136,7 @@ class BlockMask:
     # Constructors
 
     @classmethod
+    @_built
     def from_dense(
         cls, mask: Bool[Tensor, "... queries keys"], block_size: int | BlockSize = DEFAULT_BLOCK
     ) -> BlockMask:
@@ -130,6 +146,7 @@ class BlockMask:
         return cls._of(patterns.dense(mask, size), size, (mask.shape[2], mask.shape[3]))
 
     @classmethod
+    @_built
     def from_blocks(
         cls,
         blocks: Bool[Tensor, "... query_blocks key_blocks"],
@@ -151,6 +168,7 @@ class BlockMask:
         return mask & cls.causal(*lengths, block_size=size, device=mask.device) if is_causal else mask
 
     @classmethod
+    @_built
     def causal(
         cls,
         seqlen_q: int,
@@ -171,6 +189,7 @@ class BlockMask:
         return cls._of(patterns.band(lengths, size, 0, sum(lengths), shift, check_device(device)), size, lengths)
 
     @classmethod
+    @_built
     def sliding_window(
         cls,
         seqlen_q: int,
@@ -196,6 +215,7 @@ class BlockMask:
         return cls._of(patterns.band(lengths, size, low, window - 1, shift, check_device(device)), size, lengths)
 
     @classmethod
+    @_built
     def prefix(
         cls,
         lengths: Int[Tensor, "... queries"],
@@ -216,6 +236,7 @@ class BlockMask:
         return cls._of(patterns.prefix(lengths, seqlen_k, size), size, (lengths.shape[2], seqlen_k))
 
     @classmethod
+    @_built
     def document(
         cls,
         lengths: Sequence[int] | Int[Tensor, " documents"] | None = None,
@@ -248,6 +269,7 @@ class BlockMask:
         return cls._of(patterns.documents(ids, is_causal, size), size, (ids.shape[1], ids.shape[1]))
 
     @classmethod
+    @_built
     def dilated(
         cls,
         seqlen: int,
@@ -276,6 +298,7 @@ class BlockMask:
         return cls._of(tile_map, size, (seqlen, seqlen))
 
     @classmethod
+    @_built
     def random_blocks(
         cls,
         seqlen_q: int,
@@ -301,6 +324,7 @@ class BlockMask:
         return cls.from_blocks(live.to(device), size, seq_lengths=lengths)
 
     @classmethod
+    @_built
     def random_tokens(
         cls,
         seqlen_q: int,
@@ -326,6 +350,7 @@ class BlockMask:
         return cls._of(patterns.by_rows(rows, (batch, heads), lengths, size, device), size, lengths)
 
     @classmethod
+    @_built
     def topk_blocks(
         cls,
         scores: Float[Tensor, "... query_blocks key_blocks"],
@@ -352,6 +377,7 @@ class BlockMask:
         return cls.from_blocks(live, size, seq_lengths=lengths, is_causal=is_causal)
 
     @classmethod
+    @_built
     def dynamic_topk(
         cls,
         bias: Float[Tensor, "... queries_or_1 keys"],

@@ -67,8 +67,9 @@ def launch(
         tuple([x.data_ptr() % POINTER_ALIGNMENT_BYTES for x in arrays]),
         tuple([x for x in numbers if type(x) is int]), tuple(options.values()),
     )  # fmt: skip
-    if key in _compiled:
-        compiled, constants = _compiled[key]
+    known = _compiled.get(key)
+    if known is not None:
+        compiled, constants = known
         compiled[*grid, 1, 1](*tensors, *numbers, *constants)
         return
     compiled = kernel[grid](*tensors, *numbers, **options)
