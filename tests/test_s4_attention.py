@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from cs336_systems.attention import FlashAttentionPyTorch, explain_backend, flash_attention
+from cs336_systems.attention import AttentionConfig, FlashAttentionPyTorch, explain_backend, flash_attention
 from cs336_systems.attention.contract import compute_oracle, contract_errors
 from cs336_systems.attention.reference import attention_reference
+from cs336_systems.attention.tiles import head_tile, target_of
+from cs336_systems.attention.tiles.config import KERNELS
+from cs336_systems.attention.tiles.tables import TABLES
 from cs336_systems.device import has_cxx_compiler
 from tests import adapters
 from tests.wrong_attention import BUGS, wrong_attention
@@ -24,6 +29,11 @@ COVERS = (
 CPU = pytest.param("cpu", id="cpu")
 CUDA = pytest.param("cuda", id="cuda", marks=pytest.mark.gpu)
 DEVICES = [CPU, CUDA]
+# Head dims of repeats; the interpreter is slow at 256, and repeats by construction.
+REPEATED = [
+    *(pytest.param(head_dim, "cpu", id=f"d{head_dim}-cpu") for head_dim in (64, 128)),
+    *(pytest.param(head_dim, "cuda", id=f"d{head_dim}-cuda", marks=pytest.mark.gpu) for head_dim in (64, 128, 256)),
+]
 BACKENDS = ["reference", "tiled", "triton"]
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -54,6 +64,25 @@ def assert_contract(q: Tensor, k: Tensor, v: Tensor, grad_output: Tensor, **opti
     oracle = compute_oracle(q, k, v, grad_output, is_causal=options.get("is_causal", False), scale=options.get("scale"))
     errors = contract_errors(oracle, results)
     assert max(errors.values()) <= 1, f"error over bound: {errors}"
+
+
+def shipped_configs(head_dim: int, dtype: torch.dtype, device: str, *, tma: bool = True) -> list[AttentionConfig]:
+    """All configurations of this GPU's (the interpreter's) table for a head dim and dtype, three kernels at a time;
+    without `tma` those alone that read by pointers."""
+    target = target_of(torch.cuda.get_device_capability() if device == "cuda" else None)
+    rows = {kernel: TABLES[target][kernel, dtype.itemsize, head_tile(head_dim)].configs for kernel in KERNELS}
+    rows = {kernel: [config for config in row if tma or not config.tma] for kernel, row in rows.items()}
+    return [
+        AttentionConfig(**{kernel: row[min(number, len(row) - 1)] for kernel, row in rows.items()})
+        for number in range(max(map(len, rows.values())))
+    ]
+
+
+def assert_repeats(call: Callable[[], dict[str, Tensor]], times: int) -> None:
+    first = call()
+    for _ in range(times):
+        for name, result in call().items():
+            assert torch.equal(result, first[name]), name
 
 
 def skip_what_cannot_run(backend: str, dtype: str, device: str) -> None:
@@ -351,12 +380,9 @@ def test_float32_sums_of_a_long_sequence(head_dim):
 @pytest.mark.parametrize("head_dim", [16, 64, 128, 256])
 def test_every_shipped_configuration_is_bit_reproducible(head_dim, dtype, is_causal):
     """Miscompiled kernels on sm_90 corrupt results now and then: 200 repeats of each configuration, bit for bit."""
-    q, k, v, grad_output = inputs(1, 2, 2, 450, 450, head_dim, DTYPES[dtype], "cuda")
-    first = run(q, k, v, grad_output, backend="triton", is_causal=is_causal)
-    for _ in range(200):
-        again = run(q, k, v, grad_output, backend="triton", is_causal=is_causal)
-        for name, result in first.items():
-            assert torch.equal(result, again[name]), name
+    tensors = inputs(1, 2, 2, 450, 450, head_dim, DTYPES[dtype], "cuda")
+    for config in shipped_configs(head_dim, DTYPES[dtype], "cuda"):
+        assert_repeats(partial(run, *tensors, backend="triton", is_causal=is_causal, config=config), 200)
 
 
 @pytest.mark.gpu
@@ -618,8 +644,6 @@ REFUSALS = {
 
 @pytest.mark.parametrize("change, options, error, message", REFUSALS.values(), ids=REFUSALS.keys())
 def test_wrong_arguments_are_named(change, options, error, message):
-    from cs336_systems.attention import AttentionConfig
-
     options = {**options, **({"config": AttentionConfig()} if options.get("config") is True else {})}
     with pytest.raises(error, match=message):
         flash_attention(**{**good(), **change}, **options)
