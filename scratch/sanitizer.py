@@ -31,10 +31,10 @@ DTYPES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 @dataclass(frozen=True)
 class Case:
-    family: str  # dense, causal, blocks64, blocks128, varlen or varlen_causal
+    family: str  # dense, causal, blocks64, blocks128, varlen, varlen_causal, hopper or hopper_causal
     dtype: str
     head_dim: int
-    configs: tuple[str, ...]  # names, of forward, dkdv and dq
+    configs: tuple[str, ...]  # names, of forward, dkdv and dq; of the hopper back end, which backward
 
 
 def cases(target: str, families: list[str], dtypes: list[str]) -> Iterator[Case]:
@@ -43,6 +43,11 @@ def cases(target: str, families: list[str], dtypes: list[str]) -> Iterator[Case]
 
     for family in families:
         for dtype in dtypes:
+            if family.startswith("hopper"):  # it takes 16 bits, and chooses tiles by the head dim
+                for head_dim in (64, 56, 128, 104) if DTYPES[dtype] == 2 else ():
+                    for backward in ("deterministic", "atomic"):
+                        yield Case(family, dtype, head_dim, (backward,))
+                continue
             for head_tile in (64, 128, 256):
                 rows = [
                     TABLES[target][kernel, DTYPES[dtype], head_tile].configs for kernel in ("forward", "dkdv", "dq")
@@ -67,14 +72,17 @@ def attend(case: Case, device: str) -> tuple[list[Tensor], dict[str, Tensor], di
         flash_attention_varlen,
     )
 
-    config = AttentionConfig(**{c.kernel: c for c in map(KernelConfig.from_name, case.configs)})
+    hopper = case.family.startswith("hopper")
+    config = None if hopper else AttentionConfig(**{c.kernel: c for c in map(KernelConfig.from_name, case.configs)})
     generator = torch.Generator().manual_seed(0)
 
     def draw(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator).to(device, getattr(torch, case.dtype))
 
     options = {"enable_gqa": True, "return_lse": True, "backend": "triton", "config": config}
-    causal = case.family in ("causal", "varlen_causal")
+    if hopper:
+        options |= {"backend": "hopper", "deterministic": case.configs[0] == "deterministic"}
+    causal = case.family.endswith("causal")
     if case.family.startswith("varlen"):
         total = sum(DOCUMENTS)
         q, k, v, grad = (draw(total, heads, case.head_dim) for heads in (HEADS, KV_HEADS, KV_HEADS, HEADS))
@@ -107,7 +115,7 @@ def attend(case: Case, device: str) -> tuple[list[Tensor], dict[str, Tensor], di
 
 
 def main() -> None:
-    families = ["dense", "causal", "blocks64", "blocks128", "varlen", "varlen_causal"]
+    families = ["dense", "causal", "blocks64", "blocks128", "varlen", "varlen_causal", "hopper", "hopper_causal"]
     parser = argparse.ArgumentParser()
     parser.add_argument("--families", nargs="+", default=families, choices=families)
     parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32"], choices=list(DTYPES))
@@ -122,6 +130,8 @@ def main() -> None:
 
     capability = torch.cuda.get_device_capability() if arguments.device == "cuda" else None
     first, step = map(int, arguments.shard.split("/"))
+    if capability != (9, 0):
+        arguments.families = [family for family in arguments.families if not family.startswith("hopper")]
     chosen = list(cases(target_of(capability), arguments.families, arguments.dtypes))[first::step]
     started, covered, wrong = time.monotonic(), {}, []
     for case in chosen:
