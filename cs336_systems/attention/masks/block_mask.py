@@ -608,13 +608,11 @@ def _lists(
     chosen: Bool[Tensor, "b h rows columns"], values: Int[Tensor, "b h rows columns"]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """How many columns of each row are chosen, which (ascending), and their `values`; padded with zeros."""
-    counts = chosen.sum(-1)
+    counts = chosen.sum(-1, dtype=torch.int32)
     width = max(1, int(counts.max())) if counts.numel() else 1
-    where = chosen.nonzero(as_tuple=True)
-    first = (counts.flatten().cumsum(0) - counts.flatten()).view_as(counts)[where[:3]]
-    slot = torch.arange(len(first), device=first.device) - first
-    indices = torch.zeros((*counts.shape, width), dtype=torch.int32, device=chosen.device)
-    listed = torch.zeros_like(indices)
-    indices[(*where[:3], slot)] = where[3].to(torch.int32)
-    listed[(*where[:3], slot)] = values[where]
-    return counts.to(torch.int32), indices, listed
+    # The chosen fill slots from the left, and all others one slot behind the last, which is cut off.
+    slots = torch.where(chosen, chosen.cumsum(-1) - 1, width)
+    columns = torch.arange(chosen.shape[-1], dtype=torch.int32, device=chosen.device).expand_as(slots)
+    empty = torch.zeros((*counts.shape, width + 1), dtype=torch.int32, device=chosen.device)
+    indices, listed = (empty.scatter(-1, slots, x)[..., :width].contiguous() for x in (columns, values))
+    return counts, indices, listed
