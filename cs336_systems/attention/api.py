@@ -26,6 +26,7 @@ from cs336_systems.attention.tiles import AttentionConfig
 from cs336_systems.attention.validation import (
     check_attention_inputs,
     check_block_mask,
+    check_flags,
     refuse_forward_mode,
     resolve_scale,
     to_autocast_dtype,
@@ -83,6 +84,7 @@ def flash_attention(
         NotImplementedError: an input carries a forward-mode tangent.
     Source: FlashAttention-2 (Dao 2023).
     """
+    check_flags(is_causal=is_causal, enable_gqa=enable_gqa, return_lse=return_lse)
     q, k, v = to_autocast_dtype(q), to_autocast_dtype(k), to_autocast_dtype(v)
     check_attention_inputs(q, k, v, enable_gqa=enable_gqa)
     scale = resolve_scale(scale, q.shape[-1])
@@ -148,16 +150,19 @@ def explain_backend(
 
     `layout` is `block_mask` for a call with one and `packed` for `flash_attention_varlen`.
     """
+    kind = q.device.type
+    if kind not in ("cpu", "cuda"):
+        raise ValueError(f"q must be on a cpu or cuda device, got {q.device}")
     return select_backend(
-        device_kind=q.device.type,
-        compute_capability=_compute_capability(q.device.index or 0) if q.device.type == "cuda" else None,
+        device_kind=kind,
+        compute_capability=_compute_capability(q.device.index or 0) if kind == "cuda" else None,
         dtype=str(q.dtype).removeprefix("torch."),
         head_dim=q.shape[-1],
         seqlen_q=q.shape[-2],
         seqlen_k=k.shape[-2],
         requested=backend,
         layout=layout,
-        available=_available(q.device.type),
+        available=_available(kind),
     )
 
 
