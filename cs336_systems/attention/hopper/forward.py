@@ -24,6 +24,8 @@ Measured on an H200 against alternatives: `report`'s table of the forward. Sourc
 warp specialisation and overlap; FlashAttention-4 for rescaling lazily.
 """
 
+from functools import cache
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -40,10 +42,11 @@ from triton.language.core import _aggregate as aggregate
 
 from cs336_systems.attention.hopper.builtins import rescale_rows, warp_fence
 from cs336_systems.attention.hopper.descriptors import CachedKernel, padded_width, readable, tile_descriptor
+from cs336_systems.attention.hopper.schedule import CONSUMER_ROWS, plan_forward
 
-from cs336_systems.attention.triton.steps import LN_2, LOG2_E, LOWEST
+from cs336_systems.attention.triton.steps import LN_2, LOG2_E, LOWEST, heads_together
 
-ROWS = gl.constexpr(64)  # of a consumer: what one wgmma of a warp group computes
+ROWS = gl.constexpr(CONSUMER_ROWS)  # of a consumer: what one wgmma of a warp group computes
 LAG = gl.constexpr(8.0)  # in base 2; O in float32 and P in 16 bits lose nothing by it
 COPIER_REGISTERS = gl.constexpr(24)  # the least that a warp can be given
 
@@ -229,10 +232,14 @@ def _copy_tiles(
 
 
 @gluon.jit
-def _hide_keys(S, last_key, first_key, K_TILE_SIZE: gl.constexpr, S_LAYOUT: gl.constexpr):
-    """Scores of the keys from `first_key` on, -inf past each row's last visible key."""
-    keys = first_key + gl.arange(0, K_TILE_SIZE, gl.SliceLayout(0, S_LAYOUT))
-    return gl.where(keys[None, :] <= last_key[:, None], S, float("-inf"))
+def _hide_keys(S, last_key, first_key, K_TILE_SIZE: gl.constexpr, S_LAYOUT: gl.constexpr, IS_CAUSAL: gl.constexpr):
+    """Scores of the keys from `first_key` on, -inf past the last visible key: one for each row, or one for all."""
+    # Where `first_key` is added decides what ptxas keeps in registers: either form spills in the place of the other.
+    columns = gl.arange(0, K_TILE_SIZE, gl.SliceLayout(0, S_LAYOUT))[None, :]
+    if IS_CAUSAL:
+        return gl.where(first_key + columns <= last_key[:, None], S, float("-inf"))
+    else:
+        return gl.where(columns <= last_key - first_key, S, float("-inf"))
 
 
 @gluon.jit
@@ -254,8 +261,8 @@ def _softmax(S, m, l, scale_log2, LAZY: gl.constexpr):
 @gluon.jit
 def _step(
     Q, P, O, m, l, last_key, first_key, scale_log2, zero, shared, step,
-    SLOTS: gl.constexpr, K_TILE_SIZE: gl.constexpr, MASKED: gl.constexpr, S_LAYOUT: gl.constexpr,
-    O_LAYOUT: gl.constexpr,
+    SLOTS: gl.constexpr, K_TILE_SIZE: gl.constexpr, IS_CAUSAL: gl.constexpr, MASKED: gl.constexpr,
+    S_LAYOUT: gl.constexpr, O_LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """Three consumers: both products, then the softmax while the others' products run."""
     slot, phase = ring_slot(step, SLOTS)
@@ -265,7 +272,7 @@ def _step(
     S, O = warpgroup_mma_wait(0, [S_pending, O_pending])
     mbarrier.arrive(shared.empty.index(slot), count=1)
     if MASKED:
-        S = _hide_keys(S, last_key, first_key, K_TILE_SIZE, S_LAYOUT)
+        S = _hide_keys(S, last_key, first_key, K_TILE_SIZE, S_LAYOUT, IS_CAUSAL)
     scores, factor, m, l = _softmax(S, m, l, scale_log2, False)
     O = O * gl.convert_layout(factor, gl.SliceLayout(1, O_LAYOUT))[:, None]
     return gl.convert_layout(scores.to(P.dtype), P.type.layout), O, m, l
@@ -318,9 +325,9 @@ def _attend(
             num_key_tiles = max(live, MASKED_TILES)
             first_row = first_query + consumer * ROWS
             rows = first_row + gl.arange(0, ROWS, gl.SliceLayout(1, S_LAYOUT))
-            last_key = gl.full([ROWS], 0, gl.int32, gl.SliceLayout(1, S_LAYOUT)) + (problem.N_KEYS - 1)
+            last_key = problem.N_KEYS - 1
             if IS_CAUSAL:
-                last_key = gl.minimum(last_key, rows)
+                last_key = gl.minimum(rows, last_key)
             m = gl.full([ROWS], LOWEST, gl.float32, gl.SliceLayout(1, S_LAYOUT))
             l = gl.full([ROWS], 0.0, gl.float32, gl.SliceLayout(1, S_LAYOUT))
             O = gl.zeros([ROWS, D_TILE], gl.float32, O_LAYOUT)
@@ -333,7 +340,7 @@ def _attend(
             S = warpgroup_mma_wait(0, [S_pending])
             mbarrier.arrive(shared.empty.index(slot), count=1)
             step += 1
-            S = _hide_keys(S, last_key, (num_key_tiles - 1) * K_TILE_SIZE, K_TILE_SIZE, S_LAYOUT)
+            S = _hide_keys(S, last_key, (num_key_tiles - 1) * K_TILE_SIZE, K_TILE_SIZE, S_LAYOUT, IS_CAUSAL)
             scores, factor, m, l = _softmax(S, m, l, problem.scale_log2, OVERLAPPED)
             P = gl.convert_layout(scores.to(O_desc.dtype), P_LAYOUT)
 
@@ -342,7 +349,7 @@ def _attend(
                 first_key = (num_key_tiles - 1 - j) * K_TILE_SIZE
                 P, O, m, l = _step(
                     Q, P, O, m, l, last_key, first_key, problem.scale_log2, zero, shared, step,
-                    SLOTS, K_TILE_SIZE, True, S_LAYOUT, O_LAYOUT,
+                    SLOTS, K_TILE_SIZE, IS_CAUSAL, True, S_LAYOUT, O_LAYOUT,
                 )  # fmt: skip
                 step += 1
             for j in range(MASKED_TILES, num_key_tiles):
@@ -351,7 +358,7 @@ def _attend(
                 else:
                     P, O, m, l = _step(
                         Q, P, O, m, l, last_key, 0, problem.scale_log2, zero, shared, step,
-                        SLOTS, K_TILE_SIZE, False, S_LAYOUT, O_LAYOUT,
+                        SLOTS, K_TILE_SIZE, IS_CAUSAL, False, S_LAYOUT, O_LAYOUT,
                     )  # fmt: skip
                 step += 1
             mbarrier.arrive(shared.q_empty.index(consumer), count=1)
@@ -382,12 +389,11 @@ def _attend(
 def hopper_forward_kernel(
     Q_desc, K_desc, V_desc, O_desc, L_ptr,
     N_QUERIES, N_KEYS, N_HEADS, GROUP, BATCH_HEADS, HEADS_TOGETHER, scale_log2,
-    CONSUMERS: gl.constexpr, K_TILE_SIZE: gl.constexpr, MASKED_TILES: gl.constexpr, SLOTS: gl.constexpr,
-    REGISTERS: gl.constexpr, IS_CAUSAL: gl.constexpr, PAIRED: gl.constexpr, OVERLAPPED: gl.constexpr,
+    D_TILE: gl.constexpr, CONSUMERS: gl.constexpr, K_TILE_SIZE: gl.constexpr, MASKED_TILES: gl.constexpr,
+    SLOTS: gl.constexpr, REGISTERS: gl.constexpr, IS_CAUSAL: gl.constexpr, PAIRED: gl.constexpr, OVERLAPPED: gl.constexpr,
 ):  # fmt: skip
     """O (batch, heads, queries, D) and L (batch, heads, queries), both contiguous."""
     dtype: gl.constexpr = Q_desc.dtype
-    D_TILE: gl.constexpr = Q_desc.block_type.shape[3]
     TILE_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, D_TILE], dtype)
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     problem = _Problem(N_QUERIES, N_KEYS, N_HEADS, GROUP, BATCH_HEADS, HEADS_TOGETHER, scale_log2)
@@ -425,3 +431,45 @@ def hopper_forward_kernel(
 
 
 _kernel = CachedKernel(hopper_forward_kernel)
+
+
+def hopper_forward(
+    q: Float[Tensor, "batch heads queries head_dim"],
+    k: Float[Tensor, "batch kv_heads keys head_dim"],
+    v: Float[Tensor, "batch kv_heads keys head_dim"],
+    is_causal: bool,
+    scale: float,
+    config: str = "",
+) -> tuple[Float[Tensor, "batch heads queries head_dim"], Float[Tensor, "batch heads queries"]]:
+    """Contiguous O in q's dtype and the log-sum-exp in float32, natural log.
+
+    Inputs are validated, non-empty, of 16 bits, with a head_dim up to 128, and on the current device, of sm_90. `config`
+    may name an order of tiles (`schedule.plan_forward`); other kernels' configurations beside it are left alone.
+    """
+    batch, heads, num_queries, head_dim = q.shape
+    launch = plan_forward(
+        head_dim=head_dim, is_causal=is_causal, num_queries=num_queries, num_keys=k.shape[2],
+        batch_heads=batch * heads, heads_together=heads_together(batch * heads, k),
+        num_multiprocessors=_num_multiprocessors(q.device), config=config,
+    )  # fmt: skip
+    schedule = launch.schedule
+    q, k, v = readable(q), readable(k), readable(v)
+    output = q.new_empty((batch, heads, num_queries, padded_width(q)))
+    lse = q.new_empty((batch, heads, num_queries), dtype=torch.float32)
+    arguments = (
+        tile_descriptor(q, CONSUMER_ROWS), tile_descriptor(k, schedule.key_tile), tile_descriptor(v, schedule.key_tile),
+        tile_descriptor(output, CONSUMER_ROWS), lse, num_queries, k.shape[2], heads, heads // k.shape[1], batch * heads,
+        launch.heads_together, scale * LOG2_E.value,
+    )  # fmt: skip
+    constants = (
+        schedule.consumers, schedule.key_tile, schedule.masked_tiles(is_causal), schedule.slots, schedule.registers,
+        is_causal, launch.paired, schedule.overlapped,
+    )  # fmt: skip
+    _kernel((launch.num_programs, 1, 1), arguments, (schedule.head_tile, *constants), q.dtype)
+    return (output if output.shape[-1] == head_dim else output[..., :head_dim].contiguous()), lse
+
+
+@cache
+def _num_multiprocessors(device: torch.device) -> int:
+    # Without a GPU kernels are only compiled, and the number is no constant of theirs.
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1

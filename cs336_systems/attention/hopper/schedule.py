@@ -1,1 +1,299 @@
-"""stub"""
+"""Which program of the Hopper forward computes what and when, on plain numbers: no GPU, no Triton.
+
+The kernel's schedules and the choice among them are here, and a model of the kernel: `items_of_program` and
+`key_tiles` say what it computes, in the order in which it does, and `simulate` runs the protocol between the warp that
+copies and those that compute, with copies and warps advancing in any order. A kernel that waits for an arrival that
+never comes hangs the GPU without a word; here it is an exception. The tests run the model for every short length, and
+compare its arithmetic with the kernel's own functions.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import cache
+
+from cs336_systems.attention.tiles.config import head_tile
+
+CONSUMER_ROWS = 64  # rows of queries of a warp group
+ORDERS = ("tiles", "pairs")
+PREFIX = "hopper_forward_"
+# Up to so many keys a pair of tiles is short enough that the start of one, in the shadow of another's end, counts.
+PAIRS_MAX_KEYS = 4096
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForwardSchedule:
+    """How the forward divides a head of `head_tile` columns."""
+
+    head_tile: int
+    consumers: int  # warp groups that compute, 64 rows of queries each
+    key_tile: int
+    slots: int  # of the ring, each with a tile of keys and one of values
+    registers: int  # of a consumer's thread; `consumers` * 128 threads of these, and the copier's, fill the file
+    overlapped: bool  # the softmax of a step runs over the step's second product
+
+    @property
+    def query_tile(self) -> int:
+        return self.consumers * CONSUMER_ROWS
+
+    def masked_tiles(self, is_causal: bool) -> int:
+        """Key tiles at the end of a tile's walk of which some query may not see all, at most."""
+        return -(-self.query_tile // self.key_tile) if is_causal else 1
+
+    def name(self, order: str) -> str:
+        return f"{PREFIX}{self.query_tile}x{self.key_tile}_{order}"
+
+
+# Measured on an H200, triton 3.6.0, 2026-11-21, against each other and the ladder in `prototypes`' terms: three
+# consumers without overlap win at 64 columns by 20 %, two with overlap at 128 by 26 % when causal.
+SCHEDULES = {
+    64: ForwardSchedule(head_tile=64, consumers=3, key_tile=128, slots=2, registers=160, overlapped=False),
+    128: ForwardSchedule(head_tile=128, consumers=2, key_tile=128, slots=2, registers=240, overlapped=True),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """One call's schedule, order of tiles and number of programs."""
+
+    schedule: ForwardSchedule
+    is_causal: bool
+    order: str
+    num_queries: int
+    num_keys: int
+    batch_heads: int
+    heads_together: int
+    num_programs: int
+
+    @property
+    def num_tiles(self) -> int:
+        """Tiles of queries of one head."""
+        return -(-self.num_queries // self.schedule.query_tile)
+
+    @property
+    def paired(self) -> bool:
+        return self.order == "pairs"
+
+    @property
+    def num_items(self) -> int:
+        return (-(-self.num_tiles // 2) if self.paired else self.num_tiles) * self.batch_heads
+
+
+@cache
+def plan_forward(
+    *,
+    head_dim: int,
+    is_causal: bool,
+    num_queries: int,
+    num_keys: int,
+    batch_heads: int,
+    heads_together: int,
+    num_multiprocessors: int,
+    config: str = "",
+) -> Launch:
+    """The launch for a call: as `config` names it (`hopper_forward_128x128_pairs`), or as it measured best.
+
+    Tiles: one program a tile, the longest causal ones first, and the GPU balances them by handing them out.
+    Pairs: as many programs as multiprocessors, each taking a long and a short causal tile in turn; the next tile's
+    copies run under the last one's end. That wants enough pairs to go round.
+    """
+    schedule = SCHEDULES[head_tile(head_dim)]
+    named = [name for name in config.split(",") if name.startswith(PREFIX)]
+    possible = {schedule.name(order): order for order in ORDERS}
+    if named and named[0] not in possible:
+        raise ValueError(
+            f"config of the Hopper forward must be {' or '.join(possible)} for head_dim {head_dim}, got {named[0]!r}"
+        )
+    launch = Launch(
+        schedule=schedule, is_causal=is_causal, order="pairs", num_queries=num_queries, num_keys=num_keys,
+        batch_heads=batch_heads, heads_together=heads_together if is_causal else 1, num_programs=0,
+    )  # fmt: skip
+    if named:
+        order = possible[named[0]]
+    else:
+        short = is_causal and num_keys <= PAIRS_MAX_KEYS
+        order = "pairs" if short and launch.num_items >= num_multiprocessors else "tiles"
+    return _with_programs(launch, order, num_multiprocessors)
+
+
+def _with_programs(launch: Launch, order: str, num_multiprocessors: int) -> Launch:
+    values = {name: getattr(launch, name) for name in launch.__dataclass_fields__} | {"order": order}
+    num_items = Launch(**values).num_items
+    return Launch(**values | {"num_programs": min(num_items, num_multiprocessors) if order == "pairs" else num_items})
+
+
+def items_of_program(launch: Launch, program: int) -> Iterator[tuple[int, int]]:
+    """(index into batch and heads, tile of queries) of each tile of `program`, in its order."""
+    num_tiles = launch.num_tiles
+    for item in range(program, launch.num_items, launch.num_programs):
+        if launch.paired:
+            pairs = -(-num_tiles // 2)
+            head, position = divmod(item, pairs)
+            longest = num_tiles - 1 - position
+            yield from ((head, tile) for tile in dict.fromkeys((longest, position)))
+        else:
+            group = item // (launch.heads_together * num_tiles) * launch.heads_together
+            width = min(launch.heads_together, launch.batch_heads - group)
+            tile, head = divmod(item - group * num_tiles, width)
+            yield group + head, num_tiles - 1 - tile if launch.is_causal else tile
+
+
+def key_tiles(launch: Launch, tile: int) -> list[int]:
+    """First keys of the key tiles that a tile of queries takes, in its order: from the last visible one to key 0.
+
+    The masked steps are unrolled, so there are at least so many tiles; one that nobody sees is read from behind the
+    end, as zeros, and its scores are hidden.
+    """
+    schedule = launch.schedule
+    end = launch.num_keys
+    if launch.is_causal:
+        end = min(end, (tile + 1) * schedule.query_tile, launch.num_queries)
+    live = -(-end // schedule.key_tile)
+    dead = max(0, schedule.masked_tiles(launch.is_causal) - live)
+    return [launch.num_keys] * dead + [i * schedule.key_tile for i in reversed(range(live))]
+
+
+class ProtocolError(Exception):
+    """A run of the model in which somebody waits for ever, or reads what it should not."""
+
+
+@dataclass
+class _Barrier:
+    """An mbarrier: a phase ends when all arrivals and all announced bytes are in."""
+
+    count: int
+    phase: int = 0
+    arrived: int = 0
+    bytes_missing: int = 0
+
+    def arrive(self) -> None:
+        if self.arrived == self.count:
+            raise ProtocolError("more arrivals in a phase than the barrier counts")
+        self.arrived += 1
+        self._end_phase()
+
+    def expect(self, num_bytes: int) -> None:
+        self.bytes_missing += num_bytes
+        self.arrive()
+
+    def deliver(self, num_bytes: int) -> None:
+        self.bytes_missing -= num_bytes
+        self._end_phase()
+
+    def passes(self, parity: int) -> bool:
+        """Whether a wait for the phase of this parity is over."""
+        return self.phase != parity
+
+    def _end_phase(self) -> None:
+        if self.arrived == self.count and self.bytes_missing == 0:
+            self.phase ^= 1
+            self.arrived = 0
+
+
+Wait = tuple[_Barrier, int]  # a process yields what it waits for
+Memory = dict[tuple[str, int], object]  # (kind of tile, slot) -> what lies there
+
+
+@dataclass
+class _Machine:
+    """Shared memory, barriers, and copies under way, of one program."""
+
+    launch: Launch
+    memory: Memory = field(default_factory=dict)
+    copies: list[Callable[[], None]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        schedule = self.launch.schedule
+        self.q_full = [_Barrier(1) for _ in range(schedule.consumers)]
+        self.q_empty = [_Barrier(1) for _ in range(schedule.consumers)]
+        self.full = [_Barrier(1) for _ in range(schedule.slots)]
+        self.empty = [_Barrier(schedule.consumers) for _ in range(schedule.slots)]
+
+    def copy(self, place: tuple[str, int], content: object, barrier: _Barrier) -> None:
+        self.memory.pop(place, None)  # from here on the old content is being overwritten
+
+        def arrive() -> None:
+            self.memory[place] = content
+            barrier.deliver(1)
+
+        self.copies.append(arrive)
+
+    def read(self, place: tuple[str, int], expected: object) -> None:
+        if self.memory.get(place) != expected:
+            raise ProtocolError(f"{place} should hold {expected}, holds {self.memory.get(place)}")
+
+
+def _copier(
+    machine: _Machine, program: int, keys_of: Callable[[Launch, int], list[int]] = key_tiles
+) -> Iterator[Wait]:
+    launch, step = machine.launch, 0
+    slots = launch.schedule.slots
+    for tiles_done, (head, tile) in enumerate(items_of_program(launch, program)):
+        keys = keys_of(launch, tile)
+        for j in range(len(keys) + 1):
+            slot, phase = step % slots, step // slots & 1
+            yield machine.empty[slot], phase ^ 1
+            loads = [("K", keys[j])] if j < len(keys) else []
+            loads += [("V", keys[j - 1])] if j > 0 else []
+            machine.full[slot].expect(len(loads))
+            for kind, first_key in loads:
+                machine.copy((kind, slot), (head, first_key), machine.full[slot])
+            if j == 0:
+                for consumer in range(launch.schedule.consumers):
+                    yield machine.q_empty[consumer], tiles_done & 1 ^ 1
+                    machine.q_full[consumer].expect(1)
+                    machine.copy(("Q", consumer), (head, tile), machine.q_full[consumer])
+            step += 1
+
+
+def _consumer(machine: _Machine, program: int, consumer: int, done: list[tuple[int, int, int]]) -> Iterator[Wait]:
+    launch, step = machine.launch, 0
+    slots = launch.schedule.slots
+    for tiles_done, (head, tile) in enumerate(items_of_program(launch, program)):
+        keys = key_tiles(launch, tile)
+        for j in range(len(keys) + 1):
+            slot, phase = step % slots, step // slots & 1
+            yield machine.full[slot], phase
+            if j == 0:
+                yield machine.q_full[consumer], tiles_done & 1
+            operands: list[tuple[tuple[str, int], object]] = []
+            if j < len(keys):
+                operands += [(("Q", consumer), (head, tile)), (("K", slot), (head, keys[j]))]
+            if j > 0:
+                operands += [(("V", slot), (head, keys[j - 1]))]
+            for _ in range(2):  # what the products read lies there when they start and when they end
+                for place, expected in operands:
+                    machine.read(place, expected)
+                yield _Barrier(1), 1
+            machine.empty[slot].arrive()
+            step += 1
+            if j == len(keys) - 1:
+                machine.q_empty[consumer].arrive()
+        done.append((head, tile, consumer))
+
+
+def simulate(launch: Launch, program: int, rng: random.Random) -> list[tuple[int, int, int]]:
+    """Run one program, whoever can advance doing so at random; the (head, tile, consumer) that it computed.
+
+    ProtocolError when nobody can advance, a tile is read that is not the one wanted, or an arrival is one too many.
+    """
+    machine = _Machine(launch)
+    done: list[tuple[int, int, int]] = []
+    processes = [_copier(machine, program)]
+    processes += [_consumer(machine, program, consumer, done) for consumer in range(launch.schedule.consumers)]
+    waits: dict[Iterator[Wait], Wait | None] = {process: next(process, None) for process in processes}
+    while True:
+        able = [process for process, wait in waits.items() if wait is not None and wait[0].passes(wait[1])]
+        choices = len(able) + len(machine.copies)
+        if not choices:
+            break
+        choice = rng.randrange(choices)
+        if choice < len(able):
+            waits[able[choice]] = next(able[choice], None)
+        else:
+            machine.copies.pop(choice - len(able))()
+    if any(wait is not None for wait in waits.values()):
+        raise ProtocolError("everybody waits")
+    return done

@@ -1,0 +1,220 @@
+"""The Hopper forward's order of work and its protocol between warps, without a GPU: `attention/hopper/schedule.py`."""
+
+import random
+from collections import Counter
+from functools import partial
+from itertools import product
+
+import pytest
+
+from cs336_systems.attention.hopper import schedule as model
+from cs336_systems.attention.hopper.schedule import (
+    CONSUMER_ROWS,
+    ORDERS,
+    SCHEDULES,
+    Launch,
+    ProtocolError,
+    items_of_program,
+    key_tiles,
+    plan_forward,
+    simulate,
+)
+
+HEAD_DIMS = (64, 128)
+
+
+def make_launch(
+    head_dim, is_causal, num_queries, num_keys, *, order="tiles", batch_heads=3, together=2, num_multiprocessors=4
+) -> Launch:
+    return plan_forward(
+        head_dim=head_dim, is_causal=is_causal, num_queries=num_queries, num_keys=num_keys, batch_heads=batch_heads,
+        heads_together=together, num_multiprocessors=num_multiprocessors, config=SCHEDULES[head_dim].name(order),
+    )  # fmt: skip
+
+
+def all_shapes():
+    """(num_queries, num_keys): every length up to 300, and unequal ones around the tiles' edges."""
+    edges = (1, 63, 64, 65, 127, 128, 129, 191, 192, 193, 255, 256, 257, 300, 385, 641)
+    return dict.fromkeys([(n, n) for n in range(1, 301)] + list(product(edges, edges)))
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "full"])
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_each_row_meets_each_key_that_it_sees_once(head_dim, is_causal, order):
+    """Unhidden keys of a row of queries, tile after tile, are 0 to its last, once each; the steps past the masked ones
+    hide nothing."""
+    for num_queries, num_keys in all_shapes():
+        launch = make_launch(head_dim, is_causal, num_queries, num_keys, order=order)
+        for tile in range(launch.num_tiles):
+            first = tile * launch.schedule.query_tile
+            firsts = key_tiles(launch, tile)
+            masked = launch.schedule.masked_tiles(is_causal)
+            assert len(firsts) >= masked
+            # The kernel hides by the position that a tile would have, not by where it was read from.
+            places = [(len(firsts) - 1 - j) * launch.schedule.key_tile for j in range(len(firsts))]
+            assert [place for place, read in zip(places, firsts) if read != num_keys] == [
+                read for read in firsts if read != num_keys
+            ]
+            rows = range(first, min(first + launch.schedule.query_tile, num_queries))
+            for row in {rows[0], rows[-1], rows[len(rows) // 2]}:
+                last_key = min(row, num_keys - 1) if is_causal else num_keys - 1
+                seen = Counter()
+                for j, (place, read) in enumerate(zip(places, firsts)):
+                    keys = range(place, place + launch.schedule.key_tile)
+                    visible = [key for key in keys if key <= last_key] if j < masked else list(keys)
+                    assert not visible or read == place, "a tile read from behind the end is hidden whole"
+                    seen.update(visible)
+                assert seen == Counter(range(last_key + 1)), (num_queries, num_keys, row)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "full"])
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("batch_heads, together", [(1, 1), (5, 2), (8, 8), (6, 4)])
+def test_programs_share_out_every_tile_once(head_dim, is_causal, order, batch_heads, together):
+    for num_queries in (1, 64, 128, 129, 192, 193, 300, 1000, 1025):
+        launch = make_launch(
+            head_dim, is_causal, num_queries, num_queries, order=order, batch_heads=batch_heads, together=together
+        )
+        tiles = Counter(item for program in range(launch.num_programs) for item in items_of_program(launch, program))
+        assert tiles == Counter(product(range(batch_heads), range(launch.num_tiles)))
+
+
+def test_the_longest_causal_tiles_start_first():
+    launch = make_launch(128, True, 1024, 1024, batch_heads=4, together=4)
+    lengths = [len(key_tiles(launch, tile)) for p in range(launch.num_programs) for _, tile in items_of_program(launch, p)]
+    assert lengths == sorted(lengths, reverse=True)
+
+
+def test_causal_pairs_are_equally_long():
+    launch = make_launch(128, True, 2048, 2048, order="pairs", batch_heads=8, num_multiprocessors=64)
+    work = [sum(len(key_tiles(launch, t)) for _, t in items_of_program(launch, p)) for p in range(launch.num_programs)]
+    assert set(work) == {17}
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "full"])
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_the_protocol_ends_for_every_short_length(head_dim, is_causal, order):
+    rng = random.Random(0)
+    for num_queries, num_keys in all_shapes():
+        launch = make_launch(
+            head_dim, is_causal, num_queries, num_keys, order=order, batch_heads=2, num_multiprocessors=2
+        )
+        done = Counter(piece for program in range(launch.num_programs) for piece in simulate(launch, program, rng))
+        pieces = product(range(2), range(launch.num_tiles), range(launch.schedule.consumers))
+        assert done == Counter(pieces), (num_queries, num_keys)
+
+
+def test_the_protocol_holds_over_many_interleavings():
+    """One program with every kind of tile, so that barriers pass through their phases many times."""
+    for head_dim, seed in product(HEAD_DIMS, range(100)):
+        launch = make_launch(head_dim, True, 700, 650, order="pairs", batch_heads=2, num_multiprocessors=1)
+        assert len(simulate(launch, 0, random.Random(seed))) == 2 * launch.num_tiles * launch.schedule.consumers
+
+
+def _unbounded_masked_steps(launch, tile):
+    """The prototype's mistake: consumers take the unrolled masked steps, the copier only brings live tiles."""
+    return [key for key in key_tiles(launch, tile) if key != launch.num_keys]
+
+
+def test_a_copier_that_brings_fewer_tiles_than_consumers_wait_for_is_a_hang(monkeypatch):
+    """The static masked steps hung the prototype at 128 queries; the model must see it."""
+    launch = make_launch(64, True, 128, 128, batch_heads=1)
+    assert key_tiles(launch, 0) == [128, 0]
+    copier = partial(model._copier, keys_of=_unbounded_masked_steps)
+    monkeypatch.setattr(model, "_copier", copier)
+    with pytest.raises(ProtocolError):
+        simulate(launch, 0, random.Random(0))
+
+
+@pytest.mark.parametrize("mistake", ["full", "empty"])
+def test_a_wrong_phase_is_seen(mistake, monkeypatch):
+    """A barrier that is initialised a phase ahead: somebody does not wait, or waits for ever."""
+    launch = make_launch(128, False, 1000, 1000, batch_heads=1)
+    start = model._Machine.__post_init__
+
+    def wrong(machine):
+        start(machine)
+        getattr(machine, mistake)[0].phase = 1
+
+    monkeypatch.setattr(model._Machine, "__post_init__", wrong)
+    with pytest.raises(ProtocolError):
+        for seed in range(50):
+            simulate(launch, 0, random.Random(seed))
+
+
+def test_too_many_arrivals_are_seen():
+    barrier = model._Barrier(2)
+    barrier.expect(1)
+    barrier.arrive()
+    with pytest.raises(ProtocolError, match="more arrivals in a phase than the barrier counts"):
+        barrier.arrive()
+
+
+@pytest.mark.parametrize("head_dim, is_causal, seqlen, batch_heads, order", [
+    (128, True, 2048, 128, "pairs"),
+    (128, True, 16384, 16, "tiles"),
+    (128, True, 2048, 4, "tiles"),  # too few pairs to go round
+    (128, False, 2048, 128, "tiles"),
+    (64, True, 4096, 128, "pairs"),
+    (40, True, 16384, 16, "tiles"),
+])  # fmt: skip
+def test_the_order_is_chosen_by_shape(head_dim, is_causal, seqlen, batch_heads, order):
+    launch = plan_forward(
+        head_dim=head_dim, is_causal=is_causal, num_queries=seqlen, num_keys=seqlen, batch_heads=batch_heads,
+        heads_together=8, num_multiprocessors=132,
+    )  # fmt: skip
+    assert launch.order == order
+    assert launch.num_programs == (min(132, launch.num_items) if order == "pairs" else launch.num_items)
+
+
+def test_a_configuration_of_another_head_dim_is_refused():
+    with pytest.raises(ValueError, match=r"must be hopper_forward_192x128_tiles or .*_pairs for head_dim 64, got 'hop"):
+        plan_forward(
+            head_dim=64, is_causal=True, num_queries=1, num_keys=1, batch_heads=1, heads_together=1,
+            num_multiprocessors=132, config="hopper_forward_128x128_tiles",
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "full"])
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_the_kernel_computes_what_the_model_says(head_dim, is_causal, order):
+    """The kernel's own arithmetic, run as Python, against the model's."""
+    forward = pytest.importorskip("cs336_systems.attention.hopper.forward")
+    for num_queries, num_keys, (batch_heads, together) in product(
+        (1, 128, 129, 192, 300, 1000, 1025), (1, 128, 257, 1000), ((1, 1), (5, 2), (6, 4))
+    ):
+        launch = make_launch(
+            head_dim, is_causal, num_queries, num_keys, order=order, batch_heads=batch_heads, together=together
+        )
+        paired, num_tiles, schedule = launch.paired, launch.num_tiles, launch.schedule
+        assert forward.num_work_items.fn(num_tiles, batch_heads, paired) == launch.num_items
+        for program in range(launch.num_programs):
+            items = [
+                forward.tile_of_item.fn(
+                    item, side, num_tiles, batch_heads, launch.heads_together, paired, is_causal
+                )
+                for item in range(program, launch.num_items, launch.num_programs)
+                for side in range(forward.tiles_of_item.fn(item, num_tiles, paired))
+            ]  # fmt: skip
+            assert [(head, tile) for tile, head in items] == list(items_of_program(launch, program))
+        for tile in range(num_tiles):
+            live = forward.live_key_tiles.fn(
+                tile * schedule.query_tile, num_queries, num_keys, schedule.query_tile, schedule.key_tile, is_causal
+            )
+            assert live == len([key for key in key_tiles(launch, tile) if key != num_keys])
+    assert [forward.ring_slot.fn(step, 2) for step in range(6)] == [(0, 0), (1, 0), (0, 1), (1, 1), (0, 0), (1, 0)]
+
+
+def test_consumers_fill_the_register_file():
+    """setmaxnreg waits for ever if the warp groups ask for more than 65,536 registers."""
+    for schedule in SCHEDULES.values():
+        threads = 128 * (schedule.consumers + 1)
+        launched = 65536 // threads // 8 * 8 * threads  # what a program gets at its start
+        others = (schedule.consumers - 1) * schedule.registers * 128
+        first = launched - others - 24 * 128
+        assert schedule.registers * 128 <= first, "the first consumer gets what the others leave"
+        assert CONSUMER_ROWS == 64
