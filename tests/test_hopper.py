@@ -10,6 +10,7 @@ import math
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -231,6 +232,13 @@ def test_what_the_operator_asks_first(monkeypatch, dtype, head_dim, capability, 
     support._refusal.cache_clear()
     assert support._refusal(torch.device("cuda", 0), dtype, head_dim, "dense") == reason
     support._refusal.cache_clear()
+
+
+def test_records_name_the_tiles(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132))
+    q = torch.empty(1, 16, 16384, 64, dtype=torch.bfloat16, device="meta")
+    forward, backward = function.kernel_names(q, q, is_causal=True).split()
+    assert forward == "hopper_forward_192x128_tiles" and backward == "hopper_backward_128x128"
 
 
 def test_asking_loads_no_kernels():

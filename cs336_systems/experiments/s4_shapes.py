@@ -25,7 +25,7 @@ from cs336_systems.experiments.implementations import SDPA_BACKENDS, AttentionFu
 from cs336_systems.inputs import attention_inputs
 
 PROBLEM = "attention_shapes"
-SHAPE_IMPLEMENTATIONS = ("triton", "sdpa_cudnn", "sdpa_flash", "flex")
+SHAPE_IMPLEMENTATIONS = ("triton", "hopper", "sdpa_cudnn", "sdpa_flash", "flex")
 # (batch, heads, length, head_dim, causal). The first is the 2025 leaderboard's; the last is the 2026 leaderboard's 8B
 # step; 64 heads of 8192 are the shape of MagiAttention's published table.
 SHAPES = {

@@ -13,13 +13,12 @@ from typing import Any
 import pandas as pd
 
 from cs336_systems.report.comparisons import compared, real
-from cs336_systems.report.frames import MODE_TITLES, MODES, labels, ordered, select, tuples
+from cs336_systems.report.frames import MODE_TITLES, MODES, OUR_KERNELS, labels, ordered, select, tuples
 from cs336_systems.report.markdown import Cells, factor, number, plain
 from cs336_systems.report.points import Plot, points
 from cs336_systems.report.sections import Section, constants, pivot, present_modes, section, speed_up
 
 PROBLEM = "attention_shapes"
-OURS_HERE = ("triton", "hopper")
 CUDNN, FLEX, FLASH = "sdpa_cudnn", "flex", "sdpa_flash"
 MS_PER_US = 1e-3
 HOST_MARGIN = 1.5  # times the host's time of SDPA's cheaper kernel: what a call of ours may cost
@@ -63,14 +62,14 @@ def answers(frame: pd.DataFrame) -> list[str]:
     """Our range of ratios to cuDNN and FlexAttention in each mode; what a call costs the host beside SDPA's."""
     frame = with_shapes(frame)
     said = []
-    for ours in OURS_HERE:
+    for ours in OUR_KERNELS:
         for mode in present_modes(frame):
             rows = select(frame, "time", mode)
             parts = [_range(peer, compared(rows, slow=peer, fast=ours)) for peer in (CUDNN, FLEX)]
             if any(parts):
                 said.append(f"{ours} {MODE_TITLES[mode]} has " + " and ".join(part for part in parts if part) + ".")
     host = frame[frame["quantity"] == "host_time"]
-    for ours in OURS_HERE:
+    for ours in OUR_KERNELS:
         for mode in ordered(host["mode"], MODES):
             ratios: list[tuple[float, Any]] = []
             for _, rows in host[host["mode"] == mode].groupby("shape", sort=False):
@@ -115,7 +114,7 @@ def _short(row: Any) -> str:
 def _rates(mode: str, rows: pd.DataFrame) -> Section:
     """Shapes down, implementations across, then our ratios to cuDNN and FlexAttention."""
     across = labels(rows)
-    pairs = [(ours, peer) for ours in OURS_HERE if ours in across for peer in (CUDNN, FLEX) if peer in across]
+    pairs = [(ours, peer) for ours in OUR_KERNELS if ours in across for peer in (CUDNN, FLEX) if peer in across]
     cells = Cells()
     lines = []
     for shape, group in rows.groupby("shape", sort=False):
@@ -132,7 +131,7 @@ def _host(host: pd.DataFrame) -> Section:
     """The host's time of a call in µs, and ours over that of the cheaper of SDPA's kernels."""
     host = host.assign(microseconds=host["median"] / MS_PER_US)
     across = labels(host)
-    ours = [name for name in OURS_HERE if name in across]
+    ours = [name for name in OUR_KERNELS if name in across]
     cells = Cells()
     lines = []
     for (shape, mode), group in host.groupby(["shape", "mode"], sort=False):
