@@ -67,43 +67,42 @@ QUERY_TILES = {64: 128, 128: 64}  # by head tile
 # of one key tile cuts: a causal program then has at least those steps, and runs them without a bound.
 ROW_PADDING = KEY_TILE
 LIGHT_ROWS = 64  # of a program of the preprocess and of the conversion
+CHUNK = gl.constexpr(8)  # elements in 16 bytes, of which TMA wants strides to be multiples
 # Where two consumers meet, of the hardware's 16 named barriers; Triton takes the first ones.
 DS_IS_WRITTEN, TILES_ARE_READ = gl.constexpr(9), gl.constexpr(10)
 
 
 PREPROCESS_NUMBERS = (
-    "stride_ob", "stride_oh", "stride_os", "stride_dob", "stride_doh", "stride_dos", "stride_dlb", "stride_dlh",
-    "stride_dls", "N_HEADS", "N_QUERIES", "N_ROWS",
+    "chunks_ob", "chunks_oh", "chunks_os", "chunks_dob", "chunks_doh", "chunks_dos", "N_HEADS", "N_QUERIES", "N_ROWS",
 )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=PREPROCESS_NUMBERS)
 def hopper_backward_preprocess_kernel(
     O_ptr, dO_ptr, L_ptr, dL_ptr, L_log2_ptr, D_ptr, dQ_ptr,
-    stride_ob, stride_oh, stride_os, stride_dob, stride_doh, stride_dos, stride_dlb, stride_dlh, stride_dls,
-    N_HEADS, N_QUERIES, N_ROWS,
+    chunks_ob, chunks_oh, chunks_os, chunks_dob, chunks_doh, chunks_dos, N_HEADS, N_QUERIES, N_ROWS,
     HAS_DL: tl.constexpr, D: tl.constexpr, D_TILE: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """L is contiguous, O and dO are as TMA reads them. The results have N_ROWS rows a head, and dQ is zeros."""
+    """L and its gradient are contiguous; the results have N_ROWS rows a head, and dQ is zeros.
+
+    O and dO are as TMA reads them, with strides that are counted in chunks of 16 bytes: so they fit 32 bits, and the
+    compiler knows that a thread may read a chunk at a time.
+    """
     tiles = N_ROWS // ROWS
     batch_head = (tl.program_id(0) // tiles).to(tl.int64)
     batch, head = batch_head // N_HEADS, batch_head % N_HEADS
     query_rows = tl.program_id(0) % tiles * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, D_TILE)
     inside = (query_rows < N_QUERIES)[:, None] & (columns < D)[None, :]
-    # TMA asks of strides that they be multiples of 16 bytes, which is also what a thread reads at a time.
-    O_head = O_ptr + batch * tl.multiple_of(stride_ob, 8) + head * tl.multiple_of(stride_oh, 8)
-    O_rows = query_rows.to(tl.int64)[:, None] * tl.multiple_of(stride_os, 8)
-    O = tl.load(O_head + O_rows + columns[None, :], mask=inside, other=0.0)
-    dO_head = dO_ptr + batch * tl.multiple_of(stride_dob, 8) + head * tl.multiple_of(stride_doh, 8)
-    dO_rows = query_rows.to(tl.int64)[:, None] * tl.multiple_of(stride_dos, 8)
-    dO = tl.load(dO_head + dO_rows + columns[None, :], mask=inside, other=0.0)
+    chunks = batch * chunks_ob + head * chunks_oh + query_rows.to(tl.int64) * chunks_os
+    O = tl.load(O_ptr + chunks[:, None] * CHUNK + columns[None, :], mask=inside, other=0.0)
+    chunks = batch * chunks_dob + head * chunks_doh + query_rows.to(tl.int64) * chunks_dos
+    dO = tl.load(dO_ptr + chunks[:, None] * CHUNK + columns[None, :], mask=inside, other=0.0)
     delta = tl.sum(O.to(tl.float32) * dO.to(tl.float32), axis=1)
+    L_rows = batch_head * N_QUERIES + query_rows
+    L = tl.load(L_ptr + L_rows, mask=query_rows < N_QUERIES, other=float("inf"))
     if HAS_DL:
-        dL_head = batch * stride_dlb + head * stride_dlh
-        dL_rows = query_rows.to(tl.int64) * stride_dls
-        delta -= tl.load(dL_ptr + dL_head + dL_rows, mask=query_rows < N_QUERIES, other=0.0)
-    L = tl.load(L_ptr + batch_head * N_QUERIES + query_rows, mask=query_rows < N_QUERIES, other=float("inf"))
+        delta -= tl.load(dL_ptr + L_rows, mask=query_rows < N_QUERIES, other=0.0)
     result_rows = batch_head * N_ROWS + query_rows
     tl.store(L_log2_ptr + result_rows, L * LOG2_E)
     tl.store(D_ptr + result_rows, delta)
@@ -171,7 +170,7 @@ def _produce(
     shared, Q_desc, K_desc, V_desc, dO_desc, L_ptr, D_ptr, N_KV_HEADS, HEADS_TOGETHER, N_QUERIES, N_KEYS,
     GROUP: gl.constexpr, IS_CAUSAL: gl.constexpr,
 ):  # fmt: skip
-    """The producer warp: K and V once, then each step's Q, dO, L and delta, up to SLOTS steps ahead of the consumers."""
+    """The producer warp: K and V once, then each step's Q, dO, L and delta, as slots become free."""
     Q_slots, dO_slots, K_tile, V_tile, dS_tiles, dQ_tiles, L_slots, D_slots, kv_full, full, empty = shared
     Q_TILE_SIZE: gl.constexpr = Q_slots.shape[1]
     ROWS_LAYOUT: gl.constexpr = gl.BlockedLayout([Q_TILE_SIZE // 32], [32], [1], [0])
@@ -405,6 +404,11 @@ def hopper_backward_convert_kernel(
     tl.store(dQ_ptr + dQ_rows * D + columns[None, :], (sums * scale).to(dQ_ptr.dtype.element_ty), mask=inside)
 
 
+def _strides_in_chunks(x: Tensor) -> list[int]:
+    """Of batch, heads and rows; a dimension of one element is not strided over."""
+    return [stride // CHUNK.value if size > 1 else 0 for stride, size in zip(x.stride()[:3], x.shape)]
+
+
 _preprocess = CachedKernel(hopper_backward_preprocess_kernel)
 _differentiate = CachedKernel(hopper_backward_kernel)
 _convert = CachedKernel(hopper_backward_convert_kernel)
@@ -424,7 +428,8 @@ def hopper_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Contiguous gradients of q, k, v in their dtype, bfloat16 or float16; head_dim at most 128, nothing empty.
 
-    `lse` is contiguous, the others have any strides, and what TMA cannot read is copied first. dK and dV are bit-reproducible, dQ is not. `config` is not looked at: there is one for a head dim.
+    `lse` is contiguous, the others have any strides, and what TMA cannot read is copied first. dK and dV are
+    bit-reproducible, dQ is not. `config` is not looked at: there is one schedule for a head dim.
     """
     batch, heads, num_queries, head_dim = q.shape
     kv_heads, num_keys = k.shape[1:3]
@@ -435,12 +440,11 @@ def hopper_backward(
 
     lse_log2, delta = lse.new_empty((2, batch, heads, num_rows)).unbind()
     sums = lse.new_empty((1, 1, batch * heads * num_rows, width))
-    grad_lse_or_any = lse if grad_lse is None else grad_lse
     _preprocess(
         (num_rows // LIGHT_ROWS * batch * heads, 1, 1),
         (
-            output, grad_output, lse, grad_lse_or_any, lse_log2, delta, sums, *output.stride()[:3],
-            *grad_output.stride()[:3], *grad_lse_or_any.stride(), heads, num_queries, num_rows,
+            output, grad_output, lse, lse if grad_lse is None else grad_lse.contiguous(), lse_log2, delta, sums,
+            *_strides_in_chunks(output), *_strides_in_chunks(grad_output), heads, num_queries, num_rows,
         ),
         (grad_lse is not None, head_dim, width, LIGHT_ROWS), q.dtype,
     )  # fmt: skip
@@ -467,5 +471,5 @@ def hopper_backward(
         (-(-num_queries // LIGHT_ROWS) * batch * heads, 1, 1),
         (sums, grad_q, num_queries, num_rows, scale), (head_dim, width, LIGHT_ROWS), q.dtype,
     )  # fmt: skip
-    shape = (batch, kv_heads, num_keys, head_dim)
-    return grad_q, *(x[..., :head_dim].reshape(shape).contiguous() for x in (grad_k, grad_v))
+    grad_k, grad_v = (x.view(batch, kv_heads, num_keys, -1)[..., :head_dim].contiguous() for x in (grad_k, grad_v))
+    return grad_q, grad_k, grad_v
