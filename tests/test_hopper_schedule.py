@@ -2,6 +2,7 @@
 
 import random
 from collections import Counter
+from dataclasses import replace
 from functools import partial
 from itertools import product
 
@@ -26,10 +27,11 @@ HEAD_DIMS = (64, 128)
 def make_launch(
     head_dim, is_causal, num_queries, num_keys, *, order="tiles", batch_heads=3, together=2, num_multiprocessors=4
 ) -> Launch:
-    return plan_forward(
+    launch = plan_forward(
         head_dim=head_dim, is_causal=is_causal, num_queries=num_queries, num_keys=num_keys, batch_heads=batch_heads,
-        heads_together=together, num_multiprocessors=num_multiprocessors, config=SCHEDULES[head_dim].name(order),
+        group=1, num_multiprocessors=num_multiprocessors, config=SCHEDULES[head_dim].name(order),
     )  # fmt: skip
+    return replace(launch, heads_together=together)
 
 
 def all_shapes():
@@ -164,7 +166,7 @@ def test_too_many_arrivals_are_seen():
 def test_the_order_is_chosen_by_shape(head_dim, is_causal, seqlen, batch_heads, order):
     launch = plan_forward(
         head_dim=head_dim, is_causal=is_causal, num_queries=seqlen, num_keys=seqlen, batch_heads=batch_heads,
-        heads_together=8, num_multiprocessors=132,
+        group=1, num_multiprocessors=132,
     )  # fmt: skip
     assert launch.order == order
     assert launch.num_programs == (min(132, launch.num_items) if order == "pairs" else launch.num_items)
@@ -173,7 +175,7 @@ def test_the_order_is_chosen_by_shape(head_dim, is_causal, seqlen, batch_heads, 
 def test_a_configuration_of_another_head_dim_is_refused():
     with pytest.raises(ValueError, match=r"must be hopper_forward_192x128_tiles or .*_pairs for head_dim 64, got 'hop"):
         plan_forward(
-            head_dim=64, is_causal=True, num_queries=1, num_keys=1, batch_heads=1, heads_together=1,
+            head_dim=64, is_causal=True, num_queries=1, num_keys=1, batch_heads=1, group=1,
             num_multiprocessors=132, config="hopper_forward_128x128_tiles",
         )  # fmt: skip
 

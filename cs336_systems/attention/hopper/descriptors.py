@@ -34,7 +34,7 @@ def readable(x: Tensor) -> Tensor:
 
     Expanded dimensions (stride 0, such as the gradient of a sum) and transposed ones are what is copied.
     """
-    if describable(x):
+    if x.data_ptr() % TMA_ALIGNMENT_BYTES == 0 and _strides_are_readable(x.shape, x.stride(), x.dtype):
         return x
     width = padded_width(x)
     if width == x.shape[-1]:
@@ -42,6 +42,11 @@ def readable(x: Tensor) -> Tensor:
     padded = x.new_zeros((*x.shape[:-1], width))
     padded[..., : x.shape[-1]] = x
     return padded
+
+
+@lru_cache(maxsize=KEPT_DESCRIPTORS)
+def _strides_are_readable(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> bool:
+    return describable(torch.empty_strided(shape, strides, dtype=dtype, device="meta"))
 
 
 def padded_width(x: Tensor) -> int:

@@ -11,14 +11,15 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from functools import cache
+from dataclasses import dataclass, field, replace
 
 from cs336_systems.attention.tiles.config import head_tile
 
 CONSUMER_ROWS = 64  # rows of queries of a warp group
 ORDERS = ("tiles", "pairs")
 PREFIX = "hopper_forward_"
+BYTES_PER_ELEMENT = 2
+L2_SHARE_BYTES = 32 * 2**20  # of an H200's 50 MB of L2 cache; the rest streams
 # Up to so many keys a pair of tiles is short enough that the start of one, in the shadow of another's end, counts.
 PAIRS_MAX_KEYS = 4096
 
@@ -64,8 +65,11 @@ class Launch:
     num_queries: int
     num_keys: int
     batch_heads: int
-    heads_together: int
-    num_programs: int
+    heads_together: int  # whose tiles are taken in turns, so that the L2 cache holds their keys and values
+    num_programs: int = 0  # 0: one for each item
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "num_programs", self.num_programs or self.num_items)
 
     @property
     def num_tiles(self) -> int:
@@ -78,10 +82,10 @@ class Launch:
 
     @property
     def num_items(self) -> int:
+        """What programs are handed: tiles, or pairs of them, of all heads."""
         return (-(-self.num_tiles // 2) if self.paired else self.num_tiles) * self.batch_heads
 
 
-@cache
 def plan_forward(
     *,
     head_dim: int,
@@ -89,15 +93,16 @@ def plan_forward(
     num_queries: int,
     num_keys: int,
     batch_heads: int,
-    heads_together: int,
+    group: int,
     num_multiprocessors: int,
     config: str = "",
 ) -> Launch:
     """The launch for a call: as `config` names it (`hopper_forward_128x128_pairs`), or as it measured best.
 
-    Tiles: one program a tile, the longest causal ones first, and the GPU balances them by handing them out.
-    Pairs: as many programs as multiprocessors, each taking a long and a short causal tile in turn; the next tile's
-    copies run under the last one's end. That wants enough pairs to go round.
+    `group` query heads share a key head. Orders:
+      tiles   one program a tile, the longest causal ones first, and the GPU balances them by handing them out.
+      pairs   as many programs as multiprocessors, each taking a long and a short causal tile in turn; the next tile's
+              copies run under the last one's end. That wants enough pairs to go round.
     """
     schedule = SCHEDULES[head_tile(head_dim)]
     named = [name for name in config.split(",") if name.startswith(PREFIX)]
@@ -106,22 +111,16 @@ def plan_forward(
         raise ValueError(
             f"config of the Hopper forward must be {' or '.join(possible)} for head_dim {head_dim}, got {named[0]!r}"
         )
+    key_head_bytes = 2 * num_keys * head_dim * BYTES_PER_ELEMENT
+    together = max(1, L2_SHARE_BYTES // key_head_bytes) * group if is_causal else 1
     launch = Launch(
         schedule=schedule, is_causal=is_causal, order="pairs", num_queries=num_queries, num_keys=num_keys,
-        batch_heads=batch_heads, heads_together=heads_together if is_causal else 1, num_programs=0,
+        batch_heads=batch_heads, heads_together=min(together, batch_heads),
     )  # fmt: skip
-    if named:
-        order = possible[named[0]]
-    else:
-        short = is_causal and num_keys <= PAIRS_MAX_KEYS
-        order = "pairs" if short and launch.num_items >= num_multiprocessors else "tiles"
-    return _with_programs(launch, order, num_multiprocessors)
-
-
-def _with_programs(launch: Launch, order: str, num_multiprocessors: int) -> Launch:
-    values = {name: getattr(launch, name) for name in launch.__dataclass_fields__} | {"order": order}
-    num_items = Launch(**values).num_items
-    return Launch(**values | {"num_programs": min(num_items, num_multiprocessors) if order == "pairs" else num_items})
+    short = is_causal and num_keys <= PAIRS_MAX_KEYS
+    order = "pairs" if short and launch.num_items >= num_multiprocessors else "tiles"
+    launch = replace(launch, order=possible[named[0]] if named else order, num_programs=0)
+    return replace(launch, num_programs=min(launch.num_items, num_multiprocessors)) if launch.paired else launch
 
 
 def items_of_program(launch: Launch, program: int) -> Iterator[tuple[int, int]]:
