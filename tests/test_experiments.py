@@ -11,8 +11,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from cs336_systems.attention import attention_reference
+from cs336_systems.attention import attention_reference, contract
 from cs336_systems.config import HANDOUT_SIZES, RunConfig
 from cs336_systems.experiments import attention_cells
 from cs336_systems.experiments import sweep as sweep_module
@@ -21,6 +23,7 @@ from cs336_systems.experiments.implementations import IMPLEMENTATIONS
 from cs336_systems.experiments.registry import PROBLEMS
 from cs336_systems.experiments.sweep import Provenance, Sweep, find_provenance, results_folder
 from cs336_systems.experiments.worker import Worker, search_current_folder
+from cs336_systems.profiling.allocations import AllocationRecorder
 from cs336_systems.records import append_records, read_records
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -260,3 +263,17 @@ def test_a_cell_that_broke_midway_does_not_count_as_ok():
     assert sweep_module.cell_status(["ok", "ok"]) == "ok"
     assert sweep_module.cell_status(["ok", "oom", "oom"]) == "partly oom"
     assert sweep_module.cell_status(["failed", "failed"]) == "failed"
+
+
+@pytest.mark.parametrize("masking", ["full", "causal", "token mask"])
+def test_yardstick_fits_its_share_of_memory(masking: str) -> None:
+    """Blocks take an eighth of free memory, so plain attention on one may hold fewer than six of them at once."""
+    heads, seqlen = 8, 1024
+    scores_bytes = heads * seqlen * seqlen * torch.bfloat16.itemsize
+    with FakeTensorMode():
+        q, k, v, grad_output = (torch.empty(1, heads, seqlen, 16, dtype=torch.bfloat16) for _ in range(4))
+        mask = torch.ones(1, 1, seqlen, seqlen, dtype=torch.bool) if masking == "token mask" else None
+        with AllocationRecorder("cuda") as recorder:
+            recorder.phase("forward")
+            contract._blockwise(q, k, v, grad_output, torch.bfloat16, masking == "causal", mask, None)
+    assert 3 * scores_bytes < recorder.trace().peak_bytes() < 6 * scores_bytes

@@ -1,0 +1,62 @@
+"""The Hopper stage as an operator: refuse what the kernels cannot do, launch, save, restore.
+
+`hopper_attention(q, k, v, deterministic, is_causal, scale, config)` is what `flash_attention(backend="hopper")` calls.
+Deterministic gradients come from Triton's two passes, which need no more of the forward than its output and LSE: the
+Hopper backward adds dQ up in memory, in whatever order its programs arrive there.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cs336_systems.attention.hopper.backward import KEY_TILE, QUERY_TILES, hopper_backward
+from cs336_systems.attention.hopper.forward import hopper_forward
+from cs336_systems.attention.hopper.schedule import plan_forward
+from cs336_systems.attention.hopper.support import hopper_refusal
+from cs336_systems.attention.operator import AttentionOperator
+from cs336_systems.attention.tiles.config import head_tile
+from cs336_systems.attention.triton.function import triton_attention
+from cs336_systems.attention.triton.steps import heads_together
+
+
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, deterministic: bool, is_causal: bool, scale: float, config: str
+) -> tuple[Tensor, Tensor]:
+    with _launch_device(q):
+        return hopper_forward(q, k, v, is_causal, scale, config)
+
+
+def _backward(
+    q: Tensor, k: Tensor, v: Tensor, output: Tensor, lse: Tensor, grad_output: Tensor, grad_lse: Tensor | None,
+    deterministic: bool, is_causal: bool, scale: float, config: str,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    if deterministic:
+        return triton_attention.backward(q, k, v, output, lse, grad_output, grad_lse, is_causal, scale, "")
+    with _launch_device(q):
+        return hopper_backward(q, k, v, output, lse.contiguous(), grad_output, grad_lse, is_causal, scale, config)
+
+
+def _launch_device(q: Tensor) -> AbstractContextManager[Any]:
+    """Triton launches on the current CUDA device, which need not be q's; ValueError where the kernels cannot run."""
+    if (why := hopper_refusal(q)) is not None:
+        raise ValueError(f"q cannot be attended by the Hopper kernels: {why}")
+    return nullcontext() if q.device.index == torch.cuda.current_device() else torch.cuda.device(q.device)
+
+
+def kernel_names(q: Tensor, k: Tensor, *, is_causal: bool) -> str:
+    """What runs for q and k (batch, heads, seq, head_dim) on their GPU: both passes' tiles, the forward's order."""
+    batch, heads, num_queries, head_dim = q.shape
+    launch = plan_forward(
+        head_dim=head_dim, is_causal=is_causal, num_queries=num_queries, num_keys=k.shape[2],
+        batch_heads=batch * heads, heads_together=heads_together(batch * heads, k),
+        num_multiprocessors=torch.cuda.get_device_properties(q.device).multi_processor_count,
+    )  # fmt: skip
+    backward = f"hopper_backward_{QUERY_TILES[head_tile(head_dim)]}x{KEY_TILE.value}"
+    return f"{launch.schedule.name(launch.order)} {backward}"
+
+
+hopper_attention = AttentionOperator("hopper_attention", _forward, _backward, extras={"deterministic": "bool"})
