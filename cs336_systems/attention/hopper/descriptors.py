@@ -6,7 +6,7 @@ Columns past head_dim are treated alike, so a head of 40 or 96 takes the kernels
 
 A descriptor says nothing but address, shape, strides and tile. It is kept under these, without the tensor, whose
 memory it must not hold; memory that the allocator hands out again finds it again. `CachedKernel` keeps compiled
-kernels likewise. To build four descriptors and bind the arguments takes Triton longer than cuDNN takes for a short call.
+kernels likewise. To build four descriptors and bind the arguments takes Triton longer than a short call may take.
 """
 
 from __future__ import annotations
