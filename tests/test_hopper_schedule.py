@@ -85,7 +85,8 @@ def test_programs_share_out_every_tile_once(head_dim, is_causal, order, batch_he
 
 def test_the_longest_causal_tiles_start_first():
     launch = make_launch(128, True, 1024, 1024, batch_heads=4, together=4)
-    lengths = [len(key_tiles(launch, tile)) for p in range(launch.num_programs) for _, tile in items_of_program(launch, p)]
+    programs = range(launch.num_programs)
+    lengths = [len(key_tiles(launch, tile)) for program in programs for _, tile in items_of_program(launch, program)]
     assert lengths == sorted(lengths, reverse=True)
 
 

@@ -40,7 +40,7 @@ def warp_fence(row_sums):
 
 
 def _rescale_asm(n: int) -> gl.constexpr:
-    """A thread's `n` accumulators $0.. times the factors of their rows; its first two rows' are operands n and n + 2."""
+    """A thread's `n` accumulators $0.. times the factors of its two rows; operands n and n + 2 are one of each."""
     multiply = "\n".join(f"mul.f32 ${i}, ${i}, ${n + i};" for i in range(n))
     return gl.constexpr(f"""{{
 .reg .pred any;

@@ -12,6 +12,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from cs336_systems.attention.tiles.config import head_tile
 
@@ -55,6 +56,20 @@ SCHEDULES = {
 }
 
 
+class KernelPlan(NamedTuple):
+    """What the kernel is compiled for, beside the element type."""
+
+    head_tile: int
+    consumers: int
+    key_tile: int
+    slots: int
+    registers: int
+    overlapped: bool
+    masked_tiles: int
+    is_causal: bool
+    paired: bool
+
+
 @dataclass(frozen=True, kw_only=True)
 class Launch:
     """One call's schedule, order of tiles and number of programs."""
@@ -84,6 +99,15 @@ class Launch:
     def num_items(self) -> int:
         """What programs are handed: tiles, or pairs of them, of all heads."""
         return (-(-self.num_tiles // 2) if self.paired else self.num_tiles) * self.batch_heads
+
+    @property
+    def kernel_plan(self) -> KernelPlan:
+        schedule = self.schedule
+        return KernelPlan(
+            head_tile=schedule.head_tile, consumers=schedule.consumers, key_tile=schedule.key_tile,
+            slots=schedule.slots, registers=schedule.registers, overlapped=schedule.overlapped,
+            masked_tiles=schedule.masked_tiles(self.is_causal), is_causal=self.is_causal, paired=self.paired,
+        )  # fmt: skip
 
 
 def plan_forward(
@@ -224,9 +248,7 @@ class _Machine:
             raise ProtocolError(f"{place} should hold {expected}, holds {self.memory.get(place)}")
 
 
-def _copier(
-    machine: _Machine, program: int, keys_of: Callable[[Launch, int], list[int]] = key_tiles
-) -> Iterator[Wait]:
+def _copier(machine: _Machine, program: int, keys_of: Callable[[Launch, int], list[int]] = key_tiles) -> Iterator[Wait]:
     launch, step = machine.launch, 0
     slots = launch.schedule.slots
     for tiles_done, (head, tile) in enumerate(items_of_program(launch, program)):
