@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 
 pytest.importorskip("cs336_systems.attention.hopper.backward", reason="this triton has no Gluon for Hopper")
@@ -16,6 +18,7 @@ from cs336_systems.attention.hopper.reports import (
     shipped_hopper_kernels,
 )
 from cs336_systems.attention.tiles.tables import SHARED_MEMORY_LIMIT_BYTES
+from cs336_systems.commands.hopper_kernels import print_hopper_reports, show_hopper_kernels
 
 JUDGE = "3.6.0"  # the Triton of the machines that the kernels were measured on
 # Bytes that a thread of the backward spills, at most, by head tile: of its 240 registers dK and dV take 64 or 128, and
@@ -94,7 +97,7 @@ def test_loops_are_read_in_order():
         listing("MOV R1, c[0x0][0x28]", "SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [UR4], R2", HALF, GROUP, WAIT_1, EXP, EXP,
                 "STL [R1], R4", "BAR.SYNC.DEFER_BLOCKING 0x9, 0x100", "UTMAREDG.2D.ADD [UR4], [UR6]", "-> 1", GROUP)
     )  # fmt: skip
-    assert str(loop) == "wait for slot, matmul x2, wait to 1, exp2 x2, spill, barrier, tma add"
+    assert str(loop) == "matmul x2, wait to 1, exp2 x2, barrier, tma add, wait for slot"
     assert loop.spills == 1
 
 
@@ -126,3 +129,27 @@ def test_only_innermost_loops_count_and_no_way_back_from_a_spin():
         "-> 3",
     )
     assert main_loops(lines) == [Loop(("matmul.", "exp2"))]
+
+
+def test_doctor_prints_a_line_a_kernel_and_each_loop_once(capsys):
+    loop = Loop(("wait for slot", "matmul.", "spill", "wait to 0", "exp2"))
+    rotated = Loop(("matmul.", "wait to 0", "exp2", "wait for slot"))
+    causal, full = (HopperRequest(kernel="backward", head_dim=64, is_causal=is_causal) for is_causal in (True, False))
+    numbers = {"registers": 200, "spill_bytes": 8, "shared_bytes": 100 * 1024, "serialized": 3}
+    print_hopper_reports(
+        [
+            HopperReport(request=causal, **numbers, loops=(loop, rotated)),
+            HopperReport(request=full, failure="RuntimeError: PassManager::run failed"),
+        ]
+    )
+    first, second, third, *loops = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert first.startswith("Hopper kernel registers spilled bytes spills a step shared KiB waits exp2 under matmuls")
+    assert second == "hopper_backward, head dim 64, causal 200 8 1 100.0 3 0 %"
+    assert third == "hopper_backward, head dim 64, full - - - - - - RuntimeError: PassManager::run failed"
+    assert loops[1:] == ["matmul, wait to 0, exp2, wait for slot", "hopper_backward, head dim 64, causal"]
+
+
+def test_doctor_says_why_hopper_kernels_are_not_compiled(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "cs336_systems.attention.hopper.reports", None)
+    show_hopper_kernels()
+    assert capsys.readouterr().out.startswith("Hopper kernels: not compiled, since this Triton has no Gluon for Hopper")

@@ -85,8 +85,10 @@ class Loop:
     instructions: tuple[str, ...]
 
     def __str__(self) -> str:
-        kinds = (instruction.rstrip(".") for instruction in self.instructions)
-        runs = ((kind, len(list(run))) for kind, run in groupby(kinds))
+        """From the first matmul around, runs counted, without spills: equal for loops that differ in no more."""
+        kinds = [instruction.rstrip(".") for instruction in self.instructions if instruction != "spill"]
+        first = kinds.index("matmul")
+        runs = ((kind, len(list(run))) for kind, run in groupby(kinds[first:] + kinds[:first]))
         return ", ".join(kind if length == 1 else f"{kind} x{length}" for kind, length in runs)
 
     @property
