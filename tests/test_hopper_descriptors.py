@@ -1,6 +1,11 @@
 """What the Hopper kernels' launcher tells the copy engine, without a GPU: `attention/hopper/descriptors.py`."""
 
+import os
+import re
+import subprocess
+import sys
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
@@ -121,6 +126,15 @@ def test_a_kernel_is_compiled_once_for_what_it_is_compiled_for(on_a_device):
     assert len(kernel.compiled) == 4
 
 
+def test_another_tile_is_another_kernel(on_a_device):
+    """Head dims of one set of constants shared a compiled kernel, which read the larger head's tiles as the smaller's."""
+    kernel = _Kernel()
+    launch = descriptors.CachedKernel(kernel)
+    for head_dim in (64, 128, 64, 128):
+        launch((1, 1, 1), (descriptors.tile_descriptor(rows(2, 3, 40, head_dim), 64),), (), torch.bfloat16)
+    assert len(kernel.compiled) == 2
+
+
 def test_a_compilation_that_is_stopped_is_not_launched(on_a_device):
     kernel = _Kernel()
     kernel.warmup = lambda *arguments, **options: None
@@ -173,3 +187,52 @@ def test_the_launcher_refuses_a_configuration_of_another_head_dim(launched):
     with pytest.raises(ValueError, match="config of the Hopper forward must be hopper_forward_128x128_tiles or"):
         forward.hopper_forward(q, q, q, True, 0.5, "hopper_forward_192x128_tiles")
     assert not launched
+
+
+def compiled_ptx(source, folder):
+    """PTX for sm_90 of the kernel `kernel(pointer)` that `source` defines, by the Triton that is installed."""
+    script = folder / "kernel.py"
+    script.write_text(source + COMPILE)
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment |= {"TRITON_CACHE_DIR": str(folder / "cache"), "PYTHONPATH": str(Path(__file__).parents[1])}
+    return subprocess.run(
+        [sys.executable, str(script)], env=environment, capture_output=True, text=True, check=True, timeout=120
+    ).stdout
+
+
+COMPILE = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.experimental.gluon._runtime import GluonASTSource
+
+source = GluonASTSource(fn=kernel, signature={"pointer": "*fp32"}, constexprs={}, attrs={})
+print(triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4}).asm["ptx"])
+"""
+
+RESCALE = """
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from cs336_systems.attention.hopper.builtins import rescale_rows
+
+@gluon.jit
+def kernel(pointer):
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
+    rows = gl.arange(0, 64, gl.SliceLayout(1, layout))
+    columns = gl.arange(0, 128, gl.SliceLayout(0, layout))
+    pointers = pointer + rows[:, None] * 128 + columns[None, :]
+    gl.store(pointers, rescale_rows(gl.load(pointers), gl.load(pointer + 8192 + rows)))
+"""
+
+
+def test_rescaling_multiplies_by_the_rows_factors(tmp_path):
+    """The accumulator's operands were counted once, as outputs: it was multiplied by itself."""
+    lines = compiled_ptx(RESCALE, tmp_path).splitlines()
+    start = next(i for i, line in enumerate(lines) if line.startswith("@!any bra.uni UNCHANGED"))
+    tests = [re.match(r"setp\.neu\.(?:or\.)?f32 any, (%r\d+),", line) for line in lines[start - 3 : start - 1]]
+    factors = [match[1] for match in tests]
+    products = [re.match(r"mul\.f32 (%r\d+), (%r\d+), (%r\d+);", line) for line in lines[start + 1 : start + 65]]
+    assert [match[1] for match in products] == [match[2] for match in products]
+    assert len({match[1] for match in products}) == 64
+    # A thread holds two elements of its first row, two of its second, and so on.
+    assert [match[3] for match in products] == [factors[0], factors[0], factors[1], factors[1]] * 16
+    assert factors[0] != factors[1] and not set(factors) & {match[1] for match in products}

@@ -107,7 +107,9 @@ class CachedKernel:
         dtype: torch.dtype, num_warps: int = 4,
     ) -> None:  # fmt: skip
         """`kernel[grid](*arguments, *constants)` on the current device and stream; descriptors are of `dtype`."""
-        key = (driver.active.get_current_device(), dtype, num_warps, constants)
+        # The tiles of the descriptors are types of the kernel, as constants are: another tile is another kernel.
+        tiles = tuple([tuple(x.block_shape) for x in arguments if type(x) is TensorDescriptor])
+        key = (driver.active.get_current_device(), dtype, num_warps, constants, tiles)
         compiled = self._compiled.get(key)
         if compiled is None:
             compiled = self._kernel.warmup(*arguments, *constants, grid=grid, num_warps=num_warps)
