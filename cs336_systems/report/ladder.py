@@ -39,12 +39,9 @@ def tables(frame: pd.DataFrame) -> list[Section]:
                 added = factor(speed_up(last, row)) if rung != MARK else "–"
                 line += [cells.text(row, "tflops"), added, factor(speed_up(mark, row))]
             lines.append(line)
-    heads = [
-        head for mode in modes for head in (f"{MODE_TITLES[mode]} (TFLOP/s)", "over the rung before", "over cuDNN")
-    ]
-    cells.remark(
-        "the third rung's backward is the second's, in two passes: bit-reproducible, which the fourth's is not"
-    )
+    heads = [head for mode in modes for head in (f"{MODE_TITLES[mode]} (TFLOP/s)", "over the last", "over cuDNN")]
+    cells.remark("over the last: over the rung above in the table")
+    cells.remark("the third rung's backward is the second's, in two passes and bit-reproducible; the fourth's is not")
     title = f"Rung by rung, {constants(frame)}"
     return [section("rungs", title, ["batch × heads × S × d", "rung", *heads], lines, 2, cells)]
 
