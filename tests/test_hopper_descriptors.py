@@ -127,7 +127,7 @@ def test_a_kernel_is_compiled_once_for_what_it_is_compiled_for(on_a_device):
 
 
 def test_another_tile_is_another_kernel(on_a_device):
-    """Head dims of one set of constants shared a compiled kernel, which read the larger head's tiles as the smaller's."""
+    """Head dims of one set of constants shared a compiled kernel: of the larger one half the columns were read."""
     kernel = _Kernel()
     launch = descriptors.CachedKernel(kernel)
     for head_dim in (64, 128, 64, 128):

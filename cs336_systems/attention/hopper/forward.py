@@ -145,6 +145,15 @@ def tile_of_item(item, side, num_tiles, BATCH_HEADS, HEADS_TOGETHER, PAIRED: gl.
 
 
 @gluon.jit
+def first_query_of(tile, num_tiles, N_QUERIES, Q_TILE_SIZE: gl.constexpr, ALIGNMENT: gl.constexpr):
+    """The first row of a tile of queries, below 0 where the first tile has rows to spare.
+
+    The last tile ends with the queries, up to ALIGNMENT: rows to spare are in the first, the shortest causal one.
+    """
+    return (N_QUERIES + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT - (num_tiles - tile) * Q_TILE_SIZE
+
+
+@gluon.jit
 def live_key_tiles(
     first_query, N_QUERIES, N_KEYS, Q_TILE_SIZE: gl.constexpr, K_TILE_SIZE: gl.constexpr, IS_CAUSAL: gl.constexpr
 ):  # fmt: skip
@@ -153,6 +162,14 @@ def live_key_tiles(
     if IS_CAUSAL:
         end = min(end, min(first_query + Q_TILE_SIZE, N_QUERIES))
     return (end + K_TILE_SIZE - 1) // K_TILE_SIZE
+
+
+@gluon.jit
+def rows_of_consumer(first_query, consumer: gl.constexpr, N_QUERIES):
+    """The first of a consumer's rows in a tile; rows before the first query become rows behind the last, and TMA reads
+    them as zeros and does not write them."""
+    first_row = first_query + consumer * ROWS
+    return gl.where(first_row < 0, N_QUERIES, first_row)
 
 
 @gluon.jit
@@ -185,7 +202,7 @@ def _copy_tiles(
             batch = batch_head // problem.N_HEADS
             head = batch_head % problem.N_HEADS
             kv_head = head // problem.GROUP
-            first_query = tile * Q_TILE_SIZE
+            first_query = first_query_of(tile, num_tiles, problem.N_QUERIES, Q_TILE_SIZE, PLAN.alignment)
             live = live_key_tiles(first_query, problem.N_QUERIES, problem.N_KEYS, Q_TILE_SIZE, K_TILE_SIZE, IS_CAUSAL)
             num_key_tiles = max(live, MASKED_TILES)
 
@@ -199,10 +216,11 @@ def _copy_tiles(
                 K_desc, [batch, kv_head, first_key, 0], shared.full.index(slot), shared.K_ring.index(slot)
             )
             for consumer in gl.static_range(CONSUMERS):
+                first_row = rows_of_consumer(first_query, consumer, problem.N_QUERIES)
                 mbarrier.wait(shared.q_empty.index(consumer), (tiles_done & 1) ^ 1)
                 mbarrier.expect(shared.q_full.index(consumer), Q_desc.block_type.nbytes)
                 tma.async_copy_global_to_shared(
-                    Q_desc, [batch, head, first_query + consumer * ROWS, 0],
+                    Q_desc, [batch, head, first_row, 0],
                     shared.q_full.index(consumer), shared.Q_tiles.index(consumer),
                 )  # fmt: skip
             step += 1
@@ -325,10 +343,10 @@ def _attend(
             tile, batch_head = tile_of_item(
                 item, side, num_tiles, problem.BATCH_HEADS, problem.HEADS_TOGETHER, PAIRED, IS_CAUSAL
             )
-            first_query = tile * Q_TILE_SIZE
+            first_query = first_query_of(tile, num_tiles, problem.N_QUERIES, Q_TILE_SIZE, PLAN.alignment)
             live = live_key_tiles(first_query, problem.N_QUERIES, problem.N_KEYS, Q_TILE_SIZE, K_TILE_SIZE, IS_CAUSAL)
             num_key_tiles = max(live, MASKED_TILES)
-            first_row = first_query + consumer * ROWS
+            first_row = rows_of_consumer(first_query, consumer, problem.N_QUERIES)
             rows = first_row + gl.arange(0, ROWS, gl.SliceLayout(1, S_LAYOUT))
             last_key = problem.N_KEYS - 1
             if IS_CAUSAL:
