@@ -311,7 +311,7 @@ GROUPS = {
     "unequal-128": lambda: unequal(128), "shapes": shapes, "strides": strides, "hard": hard, "heads": many_heads,
     "repeats": repeats, "time": timing, "variants": variants,
 }  # fmt: skip
-TIMEOUT_S = 240
+TIMEOUT_S = 70
 
 
 def main():

@@ -655,7 +655,7 @@ def test_doctor_diagnoses_a_mask(monkeypatch):
     assert said["partial tiles"].startswith("8 ")
     assert said["empty rows (queries without a key)"] == "0"
     assert said["ideal speed-up (all tiles / live tiles)"] == "1.78×"
-    assert said["verdict"] == "lists pay: block density below 0.85"
+    assert said["verdict"] == "lists pay: block density below 0.95"
     assert lines[-8:] == ["█" * row + "▒" + "·" * (7 - row) for row in range(8)]
 
 
@@ -663,13 +663,13 @@ def test_doctor_diagnoses_a_mask(monkeypatch):
     ("pattern", "verdict"),
     [
         ("tokens:0.1", "0 % dead tiles, ideal 1.00×: skipping tiles gains nothing on this mask"),
-        ("random:0.9", "lists gain nothing: block density not below 0.85"),
+        ("random:0.96", "lists gain nothing: block density not below 0.95"),
         ("topk:0", "nothing is attended"),
     ],
 )
 def test_doctor_says_what_skipping_gains(pattern, verdict, monkeypatch):
     monkeypatch.setenv("COLUMNS", "160")
-    result = CliRunner().invoke(app, ["doctor", "--mask", pattern, "--seqlen", "640", "--block-size", "64"])
+    result = CliRunner().invoke(app, ["doctor", "--mask", pattern, "--seqlen", "1280", "--block-size", "64"])
     assert result.exit_code == 0 and verdict in result.output
 
 

@@ -597,6 +597,7 @@ def test_a_snapshot_is_read_on_the_command_line(tmp_path):
         (("--model", "xxl"), "--model must be one of small, .*, got 'xxl'"),
         (("--context", "0"), "context_length must be a positive int, got 0"),
         (("--batch", "0"), "batch must be a positive int, got 0"),
+        (("--model", "small", "--context", "99999999999999"), "context_length must need at most .* bytes, got"),
         (("--mode", "step"), "mode must be one of forward, train_step, got 'step'"),
         (("--model", "small", "--attention", "fast"), "attention must be one of reference, .*, got 'fast'"),
         (("--autocast", "float64"), "autocast must be one of float16, bfloat16, got 'float64'"),

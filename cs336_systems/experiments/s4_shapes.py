@@ -58,7 +58,7 @@ def attention_shapes_cells(run: RunConfig) -> list[Cell]:
     cells = []
     for sizes in dict.fromkeys((*SHAPES[run.scale], *(HOST_SHAPES if on_gpu else ()))):
         host = (HOST_FORWARD, HOST_BOTH) if on_gpu and sizes in HOST_SHAPES else ()
-        shape, rows = _shape(run, *sizes), (FORWARD, BACKWARD, BOTH, *host)
+        shape, rows = sized_shape(run, *sizes), (FORWARD, BACKWARD, BOTH, *host)
         cells += [attention_cell(PROBLEM, shape, name, run, rows) for name in SHAPE_IMPLEMENTATIONS]
     return cells
 
@@ -110,7 +110,8 @@ def _measure_host(cell: Cell, run: RunConfig) -> Iterator[Measurement]:
         yield Measurement(row=row, samples=times_ms, kernel=kernel)
 
 
-def _shape(run: RunConfig, batch: int, heads: int, seqlen: int, head_dim: int, is_causal: bool) -> AttentionShape:
+def sized_shape(run: RunConfig, batch: int, heads: int, seqlen: int, head_dim: int, is_causal: bool) -> AttentionShape:
+    """Self-attention of these sizes, in bfloat16 on a GPU and in float32 for Triton's interpreter."""
     return AttentionShape(
         batch=batch,
         heads=heads,

@@ -25,6 +25,7 @@ from cs336_systems.report.frames import (
     select,
     tuples,
 )
+from cs336_systems.report.ladder import LADDER_ANSWERS
 from cs336_systems.report.markdown import code_span, factor, number, plain
 from cs336_systems.report.masks import MASK_ANSWERS
 from cs336_systems.report.memory_answers import MEMORY_ANSWERS
@@ -175,6 +176,7 @@ ANSWERS: dict[str, Callable[[pd.DataFrame], list[str]]] = {
     "training_run": training_answer,
     "leaderboard_2025": leaderboard_2025,
     **SHAPE_ANSWERS,
+    **LADDER_ANSWERS,
     **MASK_ANSWERS,
     **DISTRIBUTED_ANSWERS,
     **SHARDING_ANSWERS,

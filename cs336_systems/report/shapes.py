@@ -28,7 +28,7 @@ def tables(frame: pd.DataFrame) -> list[Section]:
     """TFLOP/s with our ratios, a section for each mode; the host's time of a call; the times in ms."""
     frame = with_shapes(frame)
     modes = present_modes(frame)
-    found = [_rates(mode, _times(frame, mode)) for mode in modes]
+    found = [_rates(mode, times(frame, mode)) for mode in modes]
     host = frame[frame["quantity"] == "host_time"]
     if len(host):
         found.append(_host(host))
@@ -43,8 +43,8 @@ def plots(frame: pd.DataFrame) -> list[Plot]:
     frame = with_shapes(frame)
     found = []
     for mode in present_modes(frame):
-        rows = _times(frame, mode)
-        rows = rows.assign(short=[_short(row) for row in tuples(rows)])
+        rows = times(frame, mode)
+        rows = rows.assign(short=[short_shape(row) for row in tuples(rows)])
         data = points(rows, panel=(), series="label", style="implementation", x="short")
         data["y"] = list(rows["tflops"])
         data[["low", "high"]] = float("nan")  # quartiles of a full GPU are narrower than a line
@@ -91,7 +91,8 @@ def with_shapes(frame: pd.DataFrame) -> pd.DataFrame:
     return _in_order(frame)
 
 
-def _times(frame: pd.DataFrame, mode: str) -> pd.DataFrame:
+def times(frame: pd.DataFrame, mode: str) -> pd.DataFrame:
+    """Rows of `mode`'s times, cells that broke included, in the order of `with_shapes`."""
     return _in_order(select(frame, "time", mode))
 
 
@@ -104,7 +105,7 @@ def _words(row: Any) -> str:
     return f"{sizes} {'causal' if row.causal else 'full'}"
 
 
-def _short(row: Any) -> str:
+def short_shape(row: Any) -> str:
     """The shape on three short lines, for the foot of a bar."""
     length = f"{int(row.seqlen) // 1024}K" if row.seqlen >= 1024 else plain(row.seqlen)
     mask = "causal" if row.causal else "full"

@@ -20,7 +20,6 @@ from cs336_systems.attention.hopper.support import hopper_refusal
 from cs336_systems.attention.operator import AttentionOperator
 from cs336_systems.attention.tiles.config import head_tile
 from cs336_systems.attention.triton.function import triton_attention
-from cs336_systems.attention.triton.steps import heads_together
 
 
 def _forward(
@@ -52,7 +51,7 @@ def kernel_names(q: Tensor, k: Tensor, *, is_causal: bool) -> str:
     batch, heads, num_queries, head_dim = q.shape
     launch = plan_forward(
         head_dim=head_dim, is_causal=is_causal, num_queries=num_queries, num_keys=k.shape[2],
-        batch_heads=batch * heads, heads_together=heads_together(batch * heads, k),
+        batch_heads=batch * heads, group=heads // k.shape[1],
         num_multiprocessors=torch.cuda.get_device_properties(q.device).multi_processor_count,
     )  # fmt: skip
     backward = f"hopper_backward_{QUERY_TILES[head_tile(head_dim)]}x{KEY_TILE.value}"
