@@ -19,7 +19,7 @@ tensor cores do meanwhile:
     issue dK += dSᵀ Q                                  dV, dK
     dSᵀ to shared memory; meet the other consumer      dV, dK        dQ sums over the keys of both
     issue dQ = dS K                                    dV, dK, dQ
-    wait for all; dQ to shared memory; release the slot; TMA adds dQ into memory
+    wait for all; release the slot; dQ to shared memory; TMA adds it into memory
 
 A step's dQ tile is formed once by the two consumers, half and half, from the keys of both: halves by columns of a tile
 of 64 queries at head dim 128, halves by rows of a tile of 128 queries at head dim 64. (At 64 the longer tile is 15 to
@@ -262,25 +262,31 @@ def _step(
     both_dS_T = dS_tiles.index(step & 1)
     both_dS_T.slice(FIRST_ROW, CONSUMER_KEYS, dim=0).store(dS_T)
     fence_async_shared()
-    # Each of these two, of the release below and of the add costs a barrier, in this order no more than one.
-    tma.store_wait(0)  # the last step's dQ has left its tile
-    meet_consumers(DS_IS_WRITTEN)
+    dQ_tile = dQ_tiles.index(CONSUMER)
     zeros_dQ = gl.zeros([HALF, HALF], gl.float32, _mma_layout(HALF))
     if D_TILE == 128:
-        dS = both_dS_T.permute((1, 0))
-        K_part = K_tile.slice(CONSUMER * HALF, HALF, dim=1)
-        dQ_block = [0, 0, head_row + first_query, CONSUMER * HALF]
+        # Waiting for the last add, meeting, releasing and adding take a barrier each; in this order there is no other.
+        tma.store_wait(0)
+        meet_consumers(DS_IS_WRITTEN)
+        K_half = K_tile.slice(CONSUMER * HALF, HALF, dim=1)
+        dQ = warpgroup_mma(both_dS_T.permute((1, 0)), K_half, zeros_dQ, use_acc=False, is_async=True)
+        dV, dK, dQ = warpgroup_mma_wait(0, [dV, dK, dQ])
+        dQ_tile.store(dQ)
+        fence_async_shared()
+        mbarrier.arrive(empty.index(slot), count=1)
+        tma_add(dQ_desc, [0, 0, head_row + first_query, CONSUMER * HALF], _as_block(dQ_tile, dQ_desc))
     else:
-        dS = both_dS_T.slice(CONSUMER * HALF, HALF, dim=1).permute((1, 0))
-        K_part = K_tile
-        dQ_block = [0, 0, head_row + first_query + CONSUMER * HALF, 0]
-    dQ = warpgroup_mma(dS, K_part, zeros_dQ, use_acc=False, is_async=True)
-    dV, dK, dQ = warpgroup_mma_wait(0, [dV, dK, dQ])
-    dQ_tile = dQ_tiles.index(CONSUMER)
-    dQ_tile.store(dQ)
-    fence_async_shared()
-    mbarrier.arrive(empty.index(slot), count=1)
-    tma_add(dQ_desc, dQ_block, _as_block(dQ_tile, dQ_desc))
+        # The slot is free as soon as dK and dV are done: the producer refills it under dQ.
+        meet_consumers(DS_IS_WRITTEN)
+        dS_T_half = both_dS_T.slice(CONSUMER * HALF, HALF, dim=1)
+        dQ = warpgroup_mma(dS_T_half.permute((1, 0)), K_tile, zeros_dQ, use_acc=False, is_async=True)
+        dV, dK = warpgroup_mma_wait(1, [dV, dK])
+        mbarrier.arrive(empty.index(slot), count=1)
+        tma.store_wait(0)
+        dQ = warpgroup_mma_wait(0, [dQ])
+        dQ_tile.store(dQ)
+        fence_async_shared()
+        tma_add(dQ_desc, [0, 0, head_row + first_query + CONSUMER * HALF, 0], _as_block(dQ_tile, dQ_desc))
     return dK, dV
 
 
