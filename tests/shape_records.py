@@ -40,6 +40,19 @@ def shape_records() -> list[Record]:
     return found
 
 
+LADDER_MS = {"triton_pointers": 4.0, "triton_tma": 3.0, "hopper_deterministic": 2.0, "hopper": 2.0, "sdpa_cudnn": 1.5}
+
+
+def ladder_records() -> list[Record]:
+    """Every rung of `hopper_ladder` on one shape."""
+    case = shape_case(1, 16, 16384, 64, True)
+    return [
+        _record(case, rung, mode, problem="hopper_ladder", samples=[forward_ms * part] * 3)
+        for rung, forward_ms in LADDER_MS.items()
+        for mode, part in MODES.items()
+    ]
+
+
 def host_case() -> AttentionShape:
     return shape_case(1, 8, 1024, 64, True)
 

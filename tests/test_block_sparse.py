@@ -22,6 +22,7 @@ from cs336_systems.attention.compilation import triton_version
 from cs336_systems.attention.contract import compute_oracle, contract_errors
 from cs336_systems.attention.reference import attention_reference
 from cs336_systems.attention.tiles.tables import SHARED_MEMORY_LIMIT_BYTES
+from tests.covered import ATTENTION
 from tests.test_s4_attention import (
     BACKENDS,
     DEVICES,
@@ -35,7 +36,7 @@ from tests.test_s4_attention import (
     skip_what_cannot_run,
 )
 
-COVERS = ("cs336_systems/attention",)
+COVERS = ATTENTION
 
 JUDGE = "3.6.0"  # the Triton of the machines that the sm_90 table was measured on
 ROOT = Path(__file__).resolve().parent.parent

@@ -528,7 +528,7 @@ def test_select_backend(inputs: dict[str, Any], name: str, reason: str) -> None:
         ({"requested": "hopper", "dtype": "float32"},
          "^backend 'hopper' cannot be used: hopper takes float16 and bfloat16, not float32$"),
         ({"requested": "hopper", "head_dim": 129},
-         "^backend 'hopper' cannot be used: hopper takes a head_dim of at most 128, not 129$"),
+         f"^backend 'hopper' cannot .*: hopper takes a head_dim of at most {device.MAX_HOPPER_HEAD_DIM}, not 129$"),
         ({"requested": "hopper", "compute_capability": (10, 0)},
          "^backend 'hopper' cannot be used: hopper needs compute capability 9.0, and the inputs' GPU has 10.0$"),
         ({"requested": "hopper", "compute_capability": None}, "9.0, and the inputs' GPU has unknown$"),

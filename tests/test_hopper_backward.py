@@ -326,3 +326,88 @@ def test_the_search_finds_a_slot_that_is_released_too_early():
     programs[3] = early
     with pytest.raises(AssertionError, match="found|hangs"):
         explore(programs)
+
+
+# The launcher: what it hands to the three kernels
+
+
+@pytest.fixture
+def launched(monkeypatch) -> dict[str, tuple]:
+    """The launches of `hopper_backward`: name -> (grid, arguments, constants)."""
+    calls: dict[str, tuple] = {}
+
+    def recorder(name):
+        def launch(grid, arguments, constants, dtype):
+            assert name not in calls
+            calls[name] = (grid, arguments, constants)
+
+        return launch
+
+    for name in ("_preprocess", "_differentiate", "_convert"):
+        monkeypatch.setattr(backward, name, recorder(name))
+    return calls
+
+
+def low(*shape: int) -> torch.Tensor:
+    return torch.randn(shape).bfloat16()
+
+
+@pytest.mark.parametrize("head_dim", [59, 64, 96, 128])
+@pytest.mark.parametrize("lengths", [(300, 200), (128, 384)], ids=["ragged", "whole"])
+def test_the_launcher_hands_over_the_call(launched, head_dim, lengths):
+    queries, keys = lengths
+    q, k = low(2, 6, queries, head_dim), low(2, 3, keys, head_dim)
+    output, lse, do = low(*q.shape), torch.randn(2, 6, queries), low(*q.shape)
+    dq, dk, dv = backward.hopper_backward(q, k, k, output, lse, do, None, True, 0.5)
+    for grad, x in ((dq, q), (dk, k), (dv, k)):
+        assert grad.shape == x.shape and grad.dtype == x.dtype and grad.is_contiguous()
+
+    width = 64 if head_dim <= 64 else 128
+    query_tile, num_rows = backward.QUERY_TILES[width], -(-queries // 128) * 128
+    key_tiles = -(-keys // 128)
+    grid, (q_tiles, k_tiles, v_tiles, do_tiles, dq_tiles, dk_tiles, dv_tiles, rows, *numbers), constants = launched[
+        "_differentiate"
+    ]
+    assert grid == (key_tiles * 6, 1, 1)
+    inputs = (q_tiles, k_tiles, v_tiles, do_tiles)
+    assert [x.block_shape for x in inputs] == [[1, 1, n, width] for n in (query_tile, 128, 128, query_tile)]
+    assert [x.shape[:3] for x in inputs] == [list(x.shape[:3]) for x in (q, k, k, q)]
+    assert dq_tiles.block_shape == [1, 1, 64, 64] and dq_tiles.shape == [1, 1, 12 * num_rows, width]
+    padded = -(-head_dim // 8) * 8
+    for tiles, grad in ((dk_tiles, dk), (dv_tiles, dv)):
+        assert tiles.block_shape == [1, 1, 64, width] and tiles.shape == [1, 6, keys, padded]
+        assert (tiles.base.data_ptr() == grad.data_ptr()) == (padded == head_dim)
+    assert rows.shape == (12, 2, num_rows)
+    kv_heads, together, num_queries, num_keys, scale_log2 = numbers
+    assert (kv_heads, num_queries, num_keys) == (3, queries, keys) and 1 <= together <= 6
+    assert scale_log2 == pytest.approx(0.5 * 1.4426950408889634)
+    assert constants == (2, True, keys % 128 == 0)
+
+    grid, arguments, constants = launched["_preprocess"]
+    assert grid == (num_rows // 64 * 12, 1, 1) and constants == (False, head_dim, width, 64)
+    assert arguments[4] is rows
+    row = padded // 8
+    assert arguments[6:12] == (6 * queries * row, queries * row, row) * 2
+    grid, (sums, result, *numbers), constants = launched["_convert"]
+    assert grid == (-(-queries // 64) * 12, 1, 1) and constants == (head_dim, width, 64)
+    assert result is dq and numbers == [queries, num_rows, 0.5]
+    assert sums.data_ptr() == dq_tiles.base.data_ptr() == arguments[5].data_ptr()
+
+
+def test_the_launcher_copies_what_tma_cannot_read(launched):
+    q = low(1, 2, 100, 64)
+    do = torch.ones((), dtype=torch.bfloat16).expand(q.shape)
+    dl = torch.ones(()).expand(1, 2, 100)
+    backward.hopper_backward(q, q, q, q, torch.randn(1, 2, 100), do, dl, False, 0.5)
+    _, (q_tiles, _, _, do_tiles, *_), _ = launched["_differentiate"]
+    assert q_tiles.base.data_ptr() == q.data_ptr()
+    assert do_tiles.strides[1:] == [100 * 64, 64, 1]
+    _, (_, copied, _, grad_lse, *_), constants = launched["_preprocess"]
+    assert torch.equal(copied, do) and copied.is_contiguous()
+    assert torch.equal(grad_lse, dl) and grad_lse.is_contiguous() and constants[0] is True
+
+
+def test_strides_of_any_size_fit_32_bits():
+    """Counted in chunks of eight elements; a dimension of one element has whatever stride, and is not counted."""
+    shape, far = torch.Size((2, 1, 512, 64)), 2**31 + 64
+    assert backward._strides_in_chunks(shape, (far, far * 64 * 8, 192, 1)) == (far // 8, 0, 24)

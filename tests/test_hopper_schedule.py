@@ -2,6 +2,7 @@
 
 import random
 from collections import Counter
+from dataclasses import replace
 from functools import partial
 from itertools import product
 
@@ -14,6 +15,7 @@ from cs336_systems.attention.hopper.schedule import (
     SCHEDULES,
     Launch,
     ProtocolError,
+    estimated_steps,
     items_of_program,
     key_tiles,
     plan_forward,
@@ -26,10 +28,11 @@ HEAD_DIMS = (64, 128)
 def make_launch(
     head_dim, is_causal, num_queries, num_keys, *, order="tiles", batch_heads=3, together=2, num_multiprocessors=4
 ) -> Launch:
-    return plan_forward(
+    launch = plan_forward(
         head_dim=head_dim, is_causal=is_causal, num_queries=num_queries, num_keys=num_keys, batch_heads=batch_heads,
-        heads_together=together, num_multiprocessors=num_multiprocessors, config=SCHEDULES[head_dim].name(order),
+        group=1, num_multiprocessors=num_multiprocessors, config=SCHEDULES[head_dim].name(order),
     )  # fmt: skip
+    return replace(launch, heads_together=together)
 
 
 def all_shapes():
@@ -47,7 +50,7 @@ def test_each_row_meets_each_key_that_it_sees_once(head_dim, is_causal, order):
     for num_queries, num_keys in all_shapes():
         launch = make_launch(head_dim, is_causal, num_queries, num_keys, order=order)
         for tile in range(launch.num_tiles):
-            first = tile * launch.schedule.query_tile
+            first = launch.first_query(tile)
             firsts = key_tiles(launch, tile)
             masked = launch.schedule.masked_tiles(is_causal)
             assert len(firsts) >= masked
@@ -56,7 +59,7 @@ def test_each_row_meets_each_key_that_it_sees_once(head_dim, is_causal, order):
             assert [place for place, read in zip(places, firsts) if read != num_keys] == [
                 read for read in firsts if read != num_keys
             ]
-            rows = range(first, min(first + launch.schedule.query_tile, num_queries))
+            rows = range(max(first, 0), min(first + launch.schedule.query_tile, num_queries))
             for row in {rows[0], rows[-1], rows[len(rows) // 2]}:
                 last_key = min(row, num_keys - 1) if is_causal else num_keys - 1
                 seen = Counter()
@@ -66,6 +69,19 @@ def test_each_row_meets_each_key_that_it_sees_once(head_dim, is_causal, order):
                     assert not visible or read == place, "a tile read from behind the end is hidden whole"
                     seen.update(visible)
                 assert seen == Counter(range(last_key + 1)), (num_queries, num_keys, row)
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_tiles_of_queries_cover_each_row_once(head_dim):
+    for num_queries in range(1, 1300):
+        launch = make_launch(head_dim, True, num_queries, num_queries)
+        starts = [launch.first_query(tile) for tile in range(launch.num_tiles)]
+        covered = [row for first in starts for row in range(first, first + launch.schedule.query_tile)]
+        assert [row for row in covered if 0 <= row < num_queries] == list(range(num_queries))
+        # A consumer's rows are all before the first query or none of them is, and the diagonal cuts few key tiles.
+        assert all(first % CONSUMER_ROWS == 0 for first in starts)
+        assert starts[0] > -launch.schedule.query_tile
+        assert covered[-1] - num_queries < launch.schedule.alignment
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -83,7 +99,8 @@ def test_programs_share_out_every_tile_once(head_dim, is_causal, order, batch_he
 
 def test_the_longest_causal_tiles_start_first():
     launch = make_launch(128, True, 1024, 1024, batch_heads=4, together=4)
-    lengths = [len(key_tiles(launch, tile)) for p in range(launch.num_programs) for _, tile in items_of_program(launch, p)]
+    programs = range(launch.num_programs)
+    lengths = [len(key_tiles(launch, tile)) for program in programs for _, tile in items_of_program(launch, program)]
     assert lengths == sorted(lengths, reverse=True)
 
 
@@ -117,6 +134,26 @@ def test_the_protocol_holds_over_many_interleavings():
 def _unbounded_masked_steps(launch, tile):
     """The prototype's mistake: consumers take the unrolled masked steps, the copier only brings live tiles."""
     return [key for key in key_tiles(launch, tile) if key != launch.num_keys]
+
+
+def test_the_estimates_tell_the_measured_orders_apart():
+    """Time of pairs over that of tiles, as measured on an H200."""
+    for (batch, heads, seqlen, head_dim, is_causal), measured in {
+        (1, 16, 16384, 64, True): 1.127,
+        (1, 32, 16384, 64, False): 1.043,
+        (8, 16, 2048, 128, True): 0.892,
+        (2, 16, 8192, 128, True): 0.990,
+        (1, 32, 32768, 128, True): 1.022,
+        (8, 16, 2048, 128, False): 0.921,
+        (8, 16, 1024, 128, True): 0.867,
+    }.items():
+        pairs, tiles = (
+            estimated_steps(
+                make_launch(head_dim, is_causal, seqlen, seqlen, order=order, batch_heads=batch * heads), 132
+            )
+            for order in ("pairs", "tiles")
+        )
+        assert pairs / tiles == pytest.approx(measured, rel=0.04)
 
 
 def test_a_copier_that_brings_fewer_tiles_than_consumers_wait_for_is_a_hang(monkeypatch):
@@ -157,14 +194,17 @@ def test_too_many_arrivals_are_seen():
     (128, True, 2048, 128, "pairs"),
     (128, True, 16384, 16, "tiles"),
     (128, True, 2048, 4, "tiles"),  # too few pairs to go round
-    (128, False, 2048, 128, "tiles"),
+    (128, False, 2048, 128, "pairs"),
+    (128, False, 8192, 64, "pairs"),
     (64, True, 4096, 128, "pairs"),
+    (64, True, 16384, 16, "tiles"),  # pairs would go round 5.2 times
+    (64, False, 16384, 32, "tiles"),
     (40, True, 16384, 16, "tiles"),
 ])  # fmt: skip
 def test_the_order_is_chosen_by_shape(head_dim, is_causal, seqlen, batch_heads, order):
     launch = plan_forward(
         head_dim=head_dim, is_causal=is_causal, num_queries=seqlen, num_keys=seqlen, batch_heads=batch_heads,
-        heads_together=8, num_multiprocessors=132,
+        group=1, num_multiprocessors=132,
     )  # fmt: skip
     assert launch.order == order
     assert launch.num_programs == (min(132, launch.num_items) if order == "pairs" else launch.num_items)
@@ -173,7 +213,7 @@ def test_the_order_is_chosen_by_shape(head_dim, is_causal, seqlen, batch_heads, 
 def test_a_configuration_of_another_head_dim_is_refused():
     with pytest.raises(ValueError, match=r"must be hopper_forward_192x128_tiles or .*_pairs for head_dim 64, got 'hop"):
         plan_forward(
-            head_dim=64, is_causal=True, num_queries=1, num_keys=1, batch_heads=1, heads_together=1,
+            head_dim=64, is_causal=True, num_queries=1, num_keys=1, batch_heads=1, group=1,
             num_multiprocessors=132, config="hopper_forward_128x128_tiles",
         )  # fmt: skip
 
@@ -202,8 +242,12 @@ def test_the_kernel_computes_what_the_model_says(head_dim, is_causal, order):
             ]  # fmt: skip
             assert [(head, tile) for tile, head in items] == list(items_of_program(launch, program))
         for tile in range(num_tiles):
+            first = forward.first_query_of.fn(
+                tile, num_tiles, num_queries, schedule.query_tile, schedule.alignment
+            )  # fmt: skip
+            assert first == launch.first_query(tile)
             live = forward.live_key_tiles.fn(
-                tile * schedule.query_tile, num_queries, num_keys, schedule.query_tile, schedule.key_tile, is_causal
+                first, num_queries, num_keys, schedule.query_tile, schedule.key_tile, is_causal
             )
             assert live == len([key for key in key_tiles(launch, tile) if key != num_keys])
     assert [forward.ring_slot.fn(step, 2) for step in range(6)] == [(0, 0), (1, 0), (0, 1), (1, 1), (0, 0), (1, 0)]

@@ -18,9 +18,10 @@ from torch.utils.checkpoint import checkpoint
 
 from cs336_systems.attention import flash_attention
 from cs336_systems.attention.api import tiled_attention
+from tests.covered import ATTENTION
 from tests.test_s4_attention import DEVICES, inputs
 
-COVERS = ("cs336_systems/attention",)
+COVERS = ATTENTION
 
 REST = (True, 0.25, "")  # is_causal, scale, config
 

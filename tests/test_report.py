@@ -29,7 +29,7 @@ from tests.distributed_records import DISTRIBUTED_MAKERS
 from tests.mask_records import MASK_MAKERS
 from tests.memory_records import records_of
 from tests.profile_records import profile_records
-from tests.shape_records import shape_records
+from tests.shape_records import ladder_records, shape_records
 from tests.training_records import training_records
 
 GPU = {"name": "Test GPU", "kind": "cuda", "driver": "1.2"}
@@ -146,6 +146,7 @@ MAKERS: dict[str, Callable[[], list[Record]]] = {
     "leaderboard_2025": leaderboard_records,
     "training_run": training_records,
     "attention_shapes": shape_records,
+    "hopper_ladder": ladder_records,
     **MASK_MAKERS,
     **DISTRIBUTED_MAKERS,
     "mixed_precision_accumulation": lambda: records_of("mixed_precision_accumulation", record),
@@ -453,8 +454,8 @@ def test_dollars_in_a_record_are_no_formula(problem: str, tmp_path: Path) -> Non
 
 
 def test_colours_are_distinct_and_stable() -> None:
-    implementations = list(COLOURS)[:9]
-    assert len({colour(name) for name in implementations}) == len({marker(name) for name in implementations}) == 9
+    implementations = list(COLOURS)[:10]
+    assert len({colour(name) for name in implementations}) == len({marker(name) for name in implementations}) == 10
     assert colour("small-proxy") == colour("small")
     assert colour("somebody's kernel") == colour("somebody's kernel")
 
@@ -665,10 +666,10 @@ def test_check_is_silent_when_nothing_differs(project: tuple[Path, Path]) -> Non
 
 def test_check_finds_a_number_changed_by_hand(project: tuple[Path, Path]) -> None:
     readme, folder = project
-    readme.write_text(readme.read_text().replace("0.833×", "1.833×"))
+    readme.write_text(readme.read_text().replace("| 15.0×", "| 25.0×"))
     (found,) = check_documents([readme], folder)
-    assert found.startswith(f"{readme}:") and "1.833×" in found
-    assert "1.833×" in readme.read_text()  # a check writes nothing
+    assert found.startswith(f"{readme}:") and "25.0×" in found
+    assert "25.0×" in readme.read_text()  # a check writes nothing
 
 
 def test_check_finds_records_newer_than_tables_and_figures(project: tuple[Path, Path]) -> None:

@@ -19,12 +19,10 @@ from cs336_systems.attention.tiles.config import KERNELS
 from cs336_systems.attention.tiles.tables import TABLES
 from cs336_systems.device import has_cxx_compiler
 from tests import adapters
+from tests.covered import ATTENTION
 from tests.wrong_attention import BUGS, wrong_attention
 
-COVERS = (
-    "cs336_systems/attention",
-    "tests/adapters.py",
-)
+COVERS = (*ATTENTION, "tests/adapters.py")
 
 CPU = pytest.param("cpu", id="cpu")
 CUDA = pytest.param("cuda", id="cuda", marks=pytest.mark.gpu)

@@ -20,9 +20,10 @@ from cs336_systems.attention.triton.backward import launch_preprocess
 from cs336_systems.attention.triton.descriptors import describable, described
 from cs336_systems.attention.triton.function import kernel_config
 from cs336_systems.attention.triton.steps import L2_SHARE_BYTES, ROW_PADDING, heads_together, tile_of_program
+from tests.covered import ATTENTION
 from tests.test_s4_attention import DEVICES, DTYPES, draw, inputs, run, skip_what_cannot_run
 
-COVERS = ("cs336_systems/attention",)
+COVERS = ATTENTION
 
 BLOCK = 64
 

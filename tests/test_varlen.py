@@ -12,6 +12,7 @@ from torch import Tensor
 
 from cs336_systems.attention import AttentionConfig, attention_reference, flash_attention, flash_attention_varlen
 from cs336_systems.attention.contract import compute_oracle, contract_errors
+from tests.covered import ATTENTION
 from tests.test_block_sparse import poisoned  # noqa: F401
 from tests.test_s4_attention import (
     BACKENDS,
@@ -24,7 +25,7 @@ from tests.test_s4_attention import (
     skip_what_cannot_run,
 )
 
-COVERS = ("cs336_systems/attention",)
+COVERS = ATTENTION
 
 # (lengths of the queries, lengths of the keys or None for the same, rows behind the last document)
 DOCUMENTS = {

@@ -10,7 +10,7 @@ refused with the reason; `auto` chooses, and `explain_backend` says what it chos
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
@@ -103,7 +103,8 @@ def flash_attention(
         return function(q, k, v, is_causal=is_causal, scale=scale, return_lse=return_lse)
 
     leading = q.shape[:-3]
-    q, k, v = (x.unsqueeze(0) if x.ndim == 3 else x.flatten(0, -4) if x.ndim > 4 else x for x in (q, k, v))
+    if q.ndim != 4:
+        q, k, v = (x.unsqueeze(0) if x.ndim == 3 else x.flatten(0, -4) for x in (q, k, v))
     if backend not in ("triton", "hopper"):
         k, v = _repeat_kv_heads(q, k), _repeat_kv_heads(q, v)
     names = config.names if config else ""
@@ -150,19 +151,34 @@ def explain_backend(
 
     `layout` is `block_mask` for a call with one and `packed` for `flash_attention_varlen`.
     """
-    kind = q.device.type
-    if kind not in ("cpu", "cuda"):
+    if q.device.type not in ("cpu", "cuda"):
         raise ValueError(f"q must be on a cpu or cuda device, got {q.device}")
+    facts = (q.device, q.dtype, q.shape[-1], q.shape[-2], k.shape[-2], backend, layout)
+    # Short sequences wait for the host, so a choice is made once. Compilers trace it, with lengths that are symbols.
+    if torch.compiler.is_compiling() or type(k.shape[-2]) is not int or not isinstance(backend, str):
+        return _select(*facts)
+    return _select_once(*facts, interpreter_is_on())
+
+
+@lru_cache(maxsize=1024)
+def _select_once(*facts: Any) -> tuple[str, str]:
+    return _select(*facts[:-1])  # the last says whether kernels are interpreted, by which choices differ
+
+
+def _select(
+    device: torch.device, dtype: torch.dtype, head_dim: int, seqlen_q: int, seqlen_k: int, backend: str,
+    layout: AttentionLayout,
+) -> tuple[str, str]:  # fmt: skip
     return select_backend(
-        device_kind=kind,
-        compute_capability=_compute_capability(q.device.index or 0) if kind == "cuda" else None,
-        dtype=str(q.dtype).removeprefix("torch."),
-        head_dim=q.shape[-1],
-        seqlen_q=q.shape[-2],
-        seqlen_k=k.shape[-2],
+        device_kind=device.type,
+        compute_capability=_compute_capability(device.index or 0) if device.type == "cuda" else None,
+        dtype=str(dtype).removeprefix("torch."),
+        head_dim=head_dim,
+        seqlen_q=seqlen_q,
+        seqlen_k=seqlen_k,
         requested=backend,
         layout=layout,
-        available=_available(kind),
+        available=_available(device.type),
     )
 
 

@@ -18,15 +18,15 @@ import os
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -40,6 +40,8 @@ BATCH, HEADS, SEQLEN = 2, 16, 1024
 SERIALIZED = re.compile(r"C75\d\d")  # ptxas's warnings that wgmma is made synchronous
 CRASH = "the compiler crashed"
 INTERPRETER_SWITCH = "TRITON_INTERPRET"
+Request = TypeVar("Request")
+Report = TypeVar("Report")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,28 +106,38 @@ def compile_configs(requests: Sequence[CompileRequest], *, jobs: int | None = No
 
     A request on which the compiler raises, or which takes its process down, is a report with a `failure`.
     """
+    for request, report in compile_all(requests, compile_here, jobs=jobs):
+        yield CompileReport(request=request, failure=CRASH) if report is None else report
+
+
+def compile_all(
+    requests: Sequence[Request], compile_one: Callable[[Request], Report], *, jobs: int | None = None
+) -> Iterator[tuple[Request, Report | None]]:
+    """Each of `requests` with its report, as it is ready; None for one on which the compiler crashed."""
     if jobs is not None and jobs < 1:
         raise ValueError(f"jobs must be at least 1, got {jobs}")
     triton_version()
     jobs = min(jobs or len(os.sched_getaffinity(0)), max(1, len(requests)))
     left = dict.fromkeys(requests)
-    for report in _compile_in_pool(list(left), jobs):
-        del left[report.request]
-        yield report
+    for request, report in _compile_in_pool(list(left), compile_one, jobs):
+        del left[request]
+        yield request, report
     for request in left:  # a crash ends the whole pool; alone, each of the rest shows whether it was the cause
-        reports = list(_compile_in_pool([request], 1))
-        yield reports[0] if reports else CompileReport(request=request, failure=CRASH)
+        alone: list[tuple[Request, Report | None]] = [*_compile_in_pool([request], compile_one, 1)]
+        yield from alone or [(request, None)]
 
 
-def _compile_in_pool(requests: list[CompileRequest], jobs: int) -> Iterator[CompileReport]:
+def _compile_in_pool(
+    requests: list[Request], compile_one: Callable[[Request], Report], jobs: int
+) -> Iterator[tuple[Request, Report]]:
     """Reports of `requests`; only some of them if a process dies."""
     context = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(jobs, mp_context=context, initializer=_prepare_child)
     try:
         with _without_interpreter():
-            futures: list[Future[CompileReport]] = [pool.submit(compile_here, request) for request in requests]
+            futures = {pool.submit(compile_one, request): request for request in requests}
         for future in as_completed(futures):
-            yield future.result()
+            yield futures[future], future.result()
     except BrokenProcessPool:
         return
     finally:
@@ -155,17 +167,31 @@ def _prepare_child() -> None:
 
 def compile_here(request: CompileRequest) -> CompileReport:
     """Compile `request` in this process, which must not have loaded the kernels for the interpreter."""
+    try:
+        (kernel,) = compiled_launches(request.arch, f"_{request.config.kernel}_", lambda: _launch(request))
+        return _read_report(request, kernel)
+    except compiler_errors() as error:
+        return CompileReport(request=request, failure=first_line(error))
+
+
+def compiled_launches(arch: str, wanted: str, launch: Callable[[], object]) -> list[Any]:
+    """What `launch` would run on a GPU of `arch` of the kernels whose name contains `wanted`, compiled and not run."""
+    _claim_architecture(ARCHITECTURES[arch])
+    _Launches.wanted, _Launches.compiled = wanted, []
+    launch()
+    return _Launches.compiled
+
+
+def compiler_errors() -> tuple[type[Exception], ...]:
+    """What a kernel that does not compile raises."""
     from triton.errors import TritonError
 
-    _claim_architecture(ARCHITECTURES[request.arch])
-    _Launches.wanted, _Launches.compiled = f"_{request.config.kernel}_", []
-    try:
-        _launch(request)
-        (kernel,) = _Launches.compiled
-        return _read_report(request, kernel)
-    except (TritonError, RuntimeError, ValueError, subprocess.CalledProcessError) as error:
-        lines = str(error).strip().splitlines() or [""]
-        return CompileReport(request=request, failure=f"{type(error).__name__}: {lines[0][:200]}")
+    return TritonError, RuntimeError, ValueError, subprocess.CalledProcessError
+
+
+def first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0][:200]}"
 
 
 class _Launches:
@@ -232,20 +258,28 @@ def _launch(request: CompileRequest) -> None:
 
 
 def _read_report(request: CompileRequest, kernel: Any) -> CompileReport:
-    """Assemble the kernel's PTX once more, verbosely: Triton counts spilled bytes only when it loads a kernel."""
+    text = assemble(kernel, request.arch)
+    return CompileReport(
+        request=request,
+        registers=int(re.findall(r"Used (\d+) registers", text)[0]),
+        spill_bytes=spilled_bytes(text),
+        shared_bytes=kernel.metadata.shared,
+        serialized=len(SERIALIZED.findall(text)),
+    )
+
+
+def assemble(kernel: Any, arch: str) -> str:
+    """What ptxas says of a kernel's PTX, verbosely: Triton counts spilled bytes only when it loads a kernel."""
     from triton.backends.nvidia.compiler import get_ptxas, sm_arch_from_capability
 
-    capability = ARCHITECTURES[request.arch]
+    capability = ARCHITECTURES[arch]
     with tempfile.TemporaryDirectory() as folder:
         ptx = Path(folder) / "kernel.ptx"
         ptx.write_text(kernel.asm["ptx"])
         command = [get_ptxas(capability).path, "-v", f"--gpu-name={sm_arch_from_capability(capability)}", str(ptx)]
         command += ["-o", str(ptx.with_suffix(".cubin"))]
-        text = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-    return CompileReport(
-        request=request,
-        registers=int(re.findall(r"Used (\d+) registers", text)[0]),
-        spill_bytes=int(re.findall(r"(\d+) bytes spill stores", text)[0]),
-        shared_bytes=kernel.metadata.shared,
-        serialized=len(SERIALIZED.findall(text)),
-    )
+        return subprocess.run(command, capture_output=True, text=True, check=True).stderr
+
+
+def spilled_bytes(text: str) -> int:
+    return int(re.findall(r"(\d+) bytes spill stores", text)[0])

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from cs336_systems.config import DTypeName
 
 KIB = 1024
+HOPPER = "sm90"
 TABLE_WIDTH = 160  # at least, so that no name is cut and a line is a row, on narrow terminals and in files
 
 
@@ -24,6 +25,10 @@ def show_kernels(arch: str | None) -> None:
     spilling = [report for report in reports if report.request.dtype != "float32" and report.request.head_dim <= 128]
     count = sum(report.spill_bytes > 0 for report in spilling)
     print(f"16-bit kernels up to head dim 128 that spill: {count} of {len(spilling)}")
+    if reports[0].request.arch == HOPPER:
+        from cs336_systems.commands.hopper_kernels import show_hopper_kernels
+
+        show_hopper_kernels()
 
 
 def machine_arch(command: str) -> str:

@@ -12,7 +12,7 @@ from cs336_systems.accounting import eager_attention_bytes
 from cs336_systems.attention.contract import Oracle, compute_oracle, contract_errors
 from cs336_systems.config import AttentionShape, RunConfig
 from cs336_systems.experiments.cells import Cell, Disagreement, Measurement, Row, Unsupported
-from cs336_systems.experiments.implementations import COMPILED, build, kernel_name
+from cs336_systems.experiments.implementations import COMPILED, AttentionFunction, build, kernel_name
 from cs336_systems.inputs import AttentionInputs, attention_inputs
 from cs336_systems.profiling.memory import MIB, peak_cuda_bytes, release, saved_for_backward
 from cs336_systems.profiling.timing import MIN_SAMPLES, time_calls, time_once
@@ -50,18 +50,25 @@ def attention_cell(
 
 
 def measure_attention(
-    cell: Cell, run: RunConfig, *, num_samples: int | None = None, sum_loss: bool = False
+    cell: Cell,
+    run: RunConfig,
+    *,
+    num_samples: int | None = None,
+    sum_loss: bool = False,
+    built: tuple[AttentionFunction, str] | None = None,
 ) -> Iterator[Measurement]:
     """Measure the promised rows of `cell` in the order forward, backward, forward_backward.
 
     Each part is checked against the float64 oracle before it is timed. The forward is timed without a graph, the
     backward on a graph made outside, the two together from scratch. With `sum_loss` the loss is the sum of the output,
     so that its gradient arrives as a stride-0 tensor of ones; without, that gradient is random. Without `num_samples` a
-    row takes as many as its time allows and keeps KEPT_SAMPLES of them, evenly spaced in time.
+    row takes as many as its time allows and keeps KEPT_SAMPLES of them, evenly spaced in time. `built`: the function
+    and the kernel's name, where the implementation is none of `implementations`.
     """
     shape, device = cell.case, run.device
-    function = build(cell.implementation, shape, device)
-    kernel = kernel_name(cell.implementation, shape, device)
+    function, kernel = built or (
+        build(cell.implementation, shape, device), kernel_name(cell.implementation, shape, device)
+    )  # fmt: skip
     inputs = _inputs(shape, device, run.seed, sum_loss)
     budget_ms = GPU_BUDGET_MS if device == "cuda" else CPU_BUDGET_MS
     warmup = 1

@@ -17,16 +17,17 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from cs336_systems.attention import FlashAttentionPyTorch, attention_reference, flash_attention
 from cs336_systems.attention.compiled import compiled_reference
+from cs336_systems.attention.hopper.support import hopper_refusal
 from cs336_systems.config import AttentionShape
 from cs336_systems.device import has_cxx_compiler
 from cs336_systems.experiments.cells import Unsupported
 
 AttentionFunction = Callable[[Tensor, Tensor, Tensor], Any]  # -> Tensor; some return types are unions
 
-OURS = ("eager", "compiled", "tiled", "tiled_compiled", "triton")
+OURS = ("eager", "compiled", "tiled", "tiled_compiled", "triton", "hopper")
 PEERS = ("sdpa_flash", "sdpa_cudnn", "sdpa_efficient", "flex")
 IMPLEMENTATIONS = OURS + PEERS
-COMPILED = ("compiled", "tiled_compiled", "triton", "flex")  # whose first call compiles
+COMPILED = ("compiled", "tiled_compiled", "triton", "hopper", "flex")  # whose first call compiles
 FLEX_BLOCK = 128
 SDPA_BACKENDS = {
     "sdpa_flash": SDPBackend.FLASH_ATTENTION,
@@ -55,6 +56,11 @@ def build(name: str, shape: AttentionShape, device: str) -> AttentionFunction:
         if shape.dtype == "bfloat16" and device == "cpu":
             raise Unsupported("the Triton interpreter computes wrong bfloat16 dots")
         return lambda q, k, v: flash_attention(q, k, v, is_causal=causal, backend="triton")
+    if name == "hopper":
+        query, _ = _query_and_key(shape, device)
+        if (why := hopper_refusal(query)) is not None:
+            raise Unsupported(why)
+        return lambda q, k, v: flash_attention(q, k, v, is_causal=causal, backend="hopper")
     if name == "flex":
         return _flex(shape, device)
     return _sdpa(name, shape, device)
@@ -62,20 +68,29 @@ def build(name: str, shape: AttentionShape, device: str) -> AttentionFunction:
 
 def kernel_name(name: str, shape: AttentionShape, device: str) -> str:
     """What really runs under `name`: for our kernels the tiles chosen, and whether it is the interpreter."""
+    if name == "hopper" and device == "cuda":
+        from cs336_systems.attention.hopper.function import kernel_names
+
+        return kernel_names(*_query_and_key(shape, device="cuda"), is_causal=shape.is_causal)
     if name != "triton":
         return ""
     from cs336_systems.attention.triton.function import kernel_config
 
-    heads = shape.kv_heads or shape.heads
-    dtype = getattr(torch, shape.dtype)
-    q = torch.empty((shape.batch, shape.heads, shape.seqlen_q, shape.head_dim), dtype=dtype, device="meta")
-    k = torch.empty((shape.batch, heads, shape.seqlen_k, shape.head_dim), dtype=dtype, device="meta")
+    q, k = _query_and_key(shape, device="meta")
     capability = torch.cuda.get_device_capability() if device == "cuda" else None
     names = " ".join(
         kernel_config(kernel, q, k, is_causal=shape.is_causal, capability=capability).name
         for kernel in ("forward", "dkdv", "dq")
     )
     return names if device == "cuda" else f"interpreter {names}"
+
+
+def _query_and_key(shape: AttentionShape, device: str) -> tuple[Tensor, Tensor]:
+    """Tensors of q's and k's size, whose values nobody set."""
+    dtype, kv_heads = getattr(torch, shape.dtype), shape.kv_heads or shape.heads
+    q = torch.empty((shape.batch, shape.heads, shape.seqlen_q, shape.head_dim), dtype=dtype, device=device)
+    k = torch.empty((shape.batch, kv_heads, shape.seqlen_k, shape.head_dim), dtype=dtype, device=device)
+    return q, k
 
 
 def _sdpa(name: str, shape: AttentionShape, device: str) -> AttentionFunction:

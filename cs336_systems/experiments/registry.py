@@ -35,6 +35,7 @@ from cs336_systems.experiments.s4_attention import (
     pytorch_attention_cells,
     torch_compile_cells,
 )
+from cs336_systems.experiments.s4_ladder import hopper_ladder_cells, measure_hopper_ladder
 from cs336_systems.experiments.s4_shapes import attention_shapes_cells, measure_attention_shapes
 from cs336_systems.experiments.s5_distributed import bucketed_cells, flat_cells, naive_cells, overlap_cells
 from cs336_systems.experiments.s6_sharding import optimizer_sharding_cells
@@ -209,6 +210,15 @@ PROBLEMS: dict[str, Problem] = {
             points=0,
             cells=attention_shapes_cells,
             measure=measure_attention_shapes,
+        ),
+        Problem(
+            name="hopper_ladder",
+            title="From Triton with pointers to Gluon on Hopper: what each rung adds",
+            section="beyond",
+            editions=(),
+            points=0,
+            cells=hopper_ladder_cells,
+            measure=measure_hopper_ladder,
         ),
         Problem(
             name="dense_masks",

@@ -25,7 +25,7 @@ from cs336_systems.experiments.implementations import SDPA_BACKENDS, AttentionFu
 from cs336_systems.inputs import attention_inputs
 
 PROBLEM = "attention_shapes"
-SHAPE_IMPLEMENTATIONS = ("triton", "sdpa_cudnn", "sdpa_flash", "flex")
+SHAPE_IMPLEMENTATIONS = ("triton", "hopper", "sdpa_cudnn", "sdpa_flash", "flex")
 # (batch, heads, length, head_dim, causal). The first is the 2025 leaderboard's; the last is the 2026 leaderboard's 8B
 # step; 64 heads of 8192 are the shape of MagiAttention's published table.
 SHAPES = {
@@ -58,7 +58,7 @@ def attention_shapes_cells(run: RunConfig) -> list[Cell]:
     cells = []
     for sizes in dict.fromkeys((*SHAPES[run.scale], *(HOST_SHAPES if on_gpu else ()))):
         host = (HOST_FORWARD, HOST_BOTH) if on_gpu and sizes in HOST_SHAPES else ()
-        shape, rows = _shape(run, *sizes), (FORWARD, BACKWARD, BOTH, *host)
+        shape, rows = sized_shape(run, *sizes), (FORWARD, BACKWARD, BOTH, *host)
         cells += [attention_cell(PROBLEM, shape, name, run, rows) for name in SHAPE_IMPLEMENTATIONS]
     return cells
 
@@ -110,7 +110,8 @@ def _measure_host(cell: Cell, run: RunConfig) -> Iterator[Measurement]:
         yield Measurement(row=row, samples=times_ms, kernel=kernel)
 
 
-def _shape(run: RunConfig, batch: int, heads: int, seqlen: int, head_dim: int, is_causal: bool) -> AttentionShape:
+def sized_shape(run: RunConfig, batch: int, heads: int, seqlen: int, head_dim: int, is_causal: bool) -> AttentionShape:
+    """Self-attention of these sizes, in bfloat16 on a GPU and in float32 for Triton's interpreter."""
     return AttentionShape(
         batch=batch,
         heads=heads,

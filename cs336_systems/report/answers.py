@@ -18,12 +18,14 @@ from cs336_systems.report.frames import (
     BASELINE,
     DTYPE_ORDER,
     MODE_TITLES,
+    OUR_KERNELS,
     OURS,
     labels,
     ordered,
     select,
     tuples,
 )
+from cs336_systems.report.ladder import LADDER_ANSWERS
 from cs336_systems.report.markdown import code_span, factor, number, plain
 from cs336_systems.report.masks import MASK_ANSWERS
 from cs336_systems.report.memory_answers import MEMORY_ANSWERS
@@ -148,20 +150,20 @@ def flash_benchmarking(frame: pd.DataFrame) -> list[str]:
 
 
 def leaderboard_2025(frame: pd.DataFrame) -> list[str]:
-    """Our place among all implementations, and the best peer."""
+    """The place of each of our kernels among all implementations, and the best peer."""
     said = []
     times = select(frame, "time", "forward_backward")
     for _, rows in times.groupby("case", sort=False):
         ranked = tuples(real(rows).sort_values("median", kind="stable"))
-        place = next((place for place, row in enumerate(ranked, start=1) if row.implementation == OURS), None)
-        if place is not None:
-            row = ranked[place - 1]
+        for place, row in enumerate(ranked, start=1):
+            if row.implementation not in OUR_KERNELS:
+                continue
             said.append(
                 f"At {plain(row.batch)} × {plain(row.heads)} × {plain(row.seqlen)} × {plain(row.head_dim)}, "
-                f"{row.dtype}{_causal(row)}, {OURS} forward + backward takes {number(row.median)} ms "
+                f"{row.dtype}{_causal(row)}, {row.implementation} forward + backward takes {number(row.median)} ms "
                 f"({number(row.tflops, 3)} TFLOP/s), place {place} of the {len(ranked)} that ran."
             )
-            said += against_best_peer(rows)
+        said += against_best_peer(rows)
     return said
 
 
@@ -174,6 +176,7 @@ ANSWERS: dict[str, Callable[[pd.DataFrame], list[str]]] = {
     "training_run": training_answer,
     "leaderboard_2025": leaderboard_2025,
     **SHAPE_ANSWERS,
+    **LADDER_ANSWERS,
     **MASK_ANSWERS,
     **DISTRIBUTED_ANSWERS,
     **SHARDING_ANSWERS,

@@ -25,6 +25,7 @@ from cs336_systems.report.distributed import DISTRIBUTED_CASES
 from cs336_systems.report.figures import file_stem
 from cs336_systems.report.frames import load_frame, refuse_mixture
 from cs336_systems.report.headline import distributed_headline, headline
+from cs336_systems.report.ladder import LADDER_CASES
 from cs336_systems.report.markdown import one_line
 from cs336_systems.report.masks import MASK_CASES
 from cs336_systems.report.memory_tables import MEMORY_CASE_TYPES
@@ -44,6 +45,7 @@ CASE_TYPES = {  # of the problems with tables and figures of their own
     "training_run": ("TrainingCase",),
     "leaderboard_2025": ("AttentionShape",),
     **SHAPE_CASES,
+    **LADDER_CASES,
     **MASK_CASES,
     **DISTRIBUTED_CASES,
     **SHARDING_CASES,

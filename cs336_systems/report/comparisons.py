@@ -6,7 +6,7 @@ from typing import Any
 
 import pandas as pd
 
-from cs336_systems.report.frames import OURS, PEERS, tuples
+from cs336_systems.report.frames import OUR_KERNELS, PEERS, tuples
 from cs336_systems.report.markdown import factor, number
 
 
@@ -32,12 +32,10 @@ def best_peer(rows: pd.DataFrame) -> Any:
 
 
 def against_best_peer(rows: pd.DataFrame) -> list[str]:
-    """One sentence that sets our time against the best peer's in the rows of one case; none if either is missing."""
+    """One sentence that sets our times against the best peer's in the rows of one case; none if either is missing."""
     peer = best_peer(rows)
-    ours = tuples(real(rows[rows["implementation"] == OURS]))
+    ours = tuples(real(rows[rows["implementation"].isin(OUR_KERNELS)]))
     if peer is None or not ours:
         return []
-    ratio = peer.median / ours[0].median
-    return [
-        f"The fastest peer there is {peer.label} with {number(peer.median)} ms: {OURS} has {factor(ratio)} its speed."
-    ]
+    parts = [f"{row.implementation} has {factor(peer.median / row.median)} its speed" for row in ours]
+    return [f"The fastest peer there is {peer.label} with {number(peer.median)} ms: {' and '.join(parts)}."]

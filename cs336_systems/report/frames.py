@@ -25,7 +25,8 @@ from cs336_systems.config import AttentionShape
 from cs336_systems.profiling.samples import summarize
 from cs336_systems.records import Record, case_key, latest
 
-OURS = "triton"  # the implementation that speed-ups and headlines are about
+OURS = "triton"  # the implementation that speed-ups are about
+OUR_KERNELS = (OURS, "hopper")  # those that headlines set against the best of others
 BASELINE = "eager"  # what speed-ups are relative to
 IMPLEMENTATIONS = (  # the order of columns, legends and bars
     "eager",
@@ -33,6 +34,7 @@ IMPLEMENTATIONS = (  # the order of columns, legends and bars
     "tiled",
     "tiled_compiled",
     "triton",
+    "hopper",
     "sdpa_flash",
     "sdpa_cudnn",
     "sdpa_efficient",

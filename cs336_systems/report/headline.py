@@ -11,7 +11,7 @@ import pandas as pd
 
 from cs336_systems.report import distributed, sharding
 from cs336_systems.report.comparisons import best_peer
-from cs336_systems.report.frames import BASELINE, NOT_MEASURED, OURS, select, tuples
+from cs336_systems.report.frames import BASELINE, NOT_MEASURED, OUR_KERNELS, OURS, select, tuples
 from cs336_systems.report.markdown import Cells, factor, number, plain, provenance, table
 from cs336_systems.report.sections import speed_up
 
@@ -43,14 +43,14 @@ def headline(frames: Mapping[str, pd.DataFrame]) -> str:
     used = [frames[problem] for problem in (LEADERBOARD, BENCHMARK) if problem in frames]
     cases = [rows for frame in used for rows in _cases(frame)]
     cells = Cells()
-    lines = [_line(rows, cells) for rows in cases if _row(rows, OURS) is not None]
+    lines = [_line(rows, name, cells) for rows in cases for name in OUR_KERNELS if _row(rows, name) is not None]
     if not lines:
         return NO_SPEED
-    header = ["batch × heads × S × d", "TFLOP/s", f"{OURS} (ms)", f"{BASELINE} (ms)", "best peer (ms)", "best peer"]
-    header += [f"speed against {BASELINE}", "against best peer"]
+    header = ["batch × heads × S × d", "ours", "TFLOP/s", "time (ms)", f"{BASELINE} (ms)", "best peer (ms)"]
+    header += ["best peer", f"speed against {BASELINE}", "against best peer"]
     head = "Attention forward + backward, causal, bfloat16; medians, quartiles in brackets."
     legend = cells.legend()
-    parts = [head, table(header, lines), *([legend] if legend else []), provenance(pd.concat(used))]
+    parts = [head, table(header, lines, 2), *([legend] if legend else []), provenance(pd.concat(used))]
     return "\n\n".join(parts)
 
 
@@ -63,12 +63,13 @@ def _cases(frame: pd.DataFrame) -> list[pd.DataFrame]:
     return [group for _, group in rows.groupby("case", sort=False)]
 
 
-def _line(rows: pd.DataFrame, cells: Cells) -> list[str]:
-    ours, eager, peer = _row(rows, OURS), _row(rows, BASELINE), best_peer(rows)
+def _line(rows: pd.DataFrame, name: str, cells: Cells) -> list[str]:
+    ours, eager, peer = _row(rows, name), _row(rows, BASELINE), best_peer(rows)
     shape = " × ".join(plain(value) for value in (ours.batch, ours.heads, ours.seqlen, ours.head_dim))
     rate = number(ours.tflops, 3) if ours.status == "ok" else cells.text(ours)
     return [
         shape,
+        name,
         rate,
         cells.time(ours),
         cells.time(eager),

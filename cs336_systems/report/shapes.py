@@ -13,13 +13,12 @@ from typing import Any
 import pandas as pd
 
 from cs336_systems.report.comparisons import compared, real
-from cs336_systems.report.frames import MODE_TITLES, MODES, labels, ordered, select, tuples
+from cs336_systems.report.frames import MODE_TITLES, MODES, OUR_KERNELS, labels, ordered, select, tuples
 from cs336_systems.report.markdown import Cells, factor, number, plain
 from cs336_systems.report.points import Plot, points
 from cs336_systems.report.sections import Section, constants, pivot, present_modes, section, speed_up
 
 PROBLEM = "attention_shapes"
-OURS_HERE = ("triton", "hopper")
 CUDNN, FLEX, FLASH = "sdpa_cudnn", "flex", "sdpa_flash"
 MS_PER_US = 1e-3
 HOST_MARGIN = 1.5  # times the host's time of SDPA's cheaper kernel: what a call of ours may cost
@@ -29,7 +28,7 @@ def tables(frame: pd.DataFrame) -> list[Section]:
     """TFLOP/s with our ratios, a section for each mode; the host's time of a call; the times in ms."""
     frame = with_shapes(frame)
     modes = present_modes(frame)
-    found = [_rates(mode, _times(frame, mode)) for mode in modes]
+    found = [_rates(mode, times(frame, mode)) for mode in modes]
     host = frame[frame["quantity"] == "host_time"]
     if len(host):
         found.append(_host(host))
@@ -44,8 +43,8 @@ def plots(frame: pd.DataFrame) -> list[Plot]:
     frame = with_shapes(frame)
     found = []
     for mode in present_modes(frame):
-        rows = _times(frame, mode)
-        rows = rows.assign(short=[_short(row) for row in tuples(rows)])
+        rows = times(frame, mode)
+        rows = rows.assign(short=[short_shape(row) for row in tuples(rows)])
         data = points(rows, panel=(), series="label", style="implementation", x="short")
         data["y"] = list(rows["tflops"])
         data[["low", "high"]] = float("nan")  # quartiles of a full GPU are narrower than a line
@@ -63,14 +62,14 @@ def answers(frame: pd.DataFrame) -> list[str]:
     """Our range of ratios to cuDNN and FlexAttention in each mode; what a call costs the host beside SDPA's."""
     frame = with_shapes(frame)
     said = []
-    for ours in OURS_HERE:
+    for ours in OUR_KERNELS:
         for mode in present_modes(frame):
             rows = select(frame, "time", mode)
             parts = [_range(peer, compared(rows, slow=peer, fast=ours)) for peer in (CUDNN, FLEX)]
             if any(parts):
                 said.append(f"{ours} {MODE_TITLES[mode]} has " + " and ".join(part for part in parts if part) + ".")
     host = frame[frame["quantity"] == "host_time"]
-    for ours in OURS_HERE:
+    for ours in OUR_KERNELS:
         for mode in ordered(host["mode"], MODES):
             ratios: list[tuple[float, Any]] = []
             for _, rows in host[host["mode"] == mode].groupby("shape", sort=False):
@@ -92,7 +91,8 @@ def with_shapes(frame: pd.DataFrame) -> pd.DataFrame:
     return _in_order(frame)
 
 
-def _times(frame: pd.DataFrame, mode: str) -> pd.DataFrame:
+def times(frame: pd.DataFrame, mode: str) -> pd.DataFrame:
+    """Rows of `mode`'s times, cells that broke included, in the order of `with_shapes`."""
     return _in_order(select(frame, "time", mode))
 
 
@@ -105,7 +105,7 @@ def _words(row: Any) -> str:
     return f"{sizes} {'causal' if row.causal else 'full'}"
 
 
-def _short(row: Any) -> str:
+def short_shape(row: Any) -> str:
     """The shape on three short lines, for the foot of a bar."""
     length = f"{int(row.seqlen) // 1024}K" if row.seqlen >= 1024 else plain(row.seqlen)
     mask = "causal" if row.causal else "full"
@@ -115,7 +115,7 @@ def _short(row: Any) -> str:
 def _rates(mode: str, rows: pd.DataFrame) -> Section:
     """Shapes down, implementations across, then our ratios to cuDNN and FlexAttention."""
     across = labels(rows)
-    pairs = [(ours, peer) for ours in OURS_HERE if ours in across for peer in (CUDNN, FLEX) if peer in across]
+    pairs = [(ours, peer) for ours in OUR_KERNELS if ours in across for peer in (CUDNN, FLEX) if peer in across]
     cells = Cells()
     lines = []
     for shape, group in rows.groupby("shape", sort=False):
@@ -132,7 +132,7 @@ def _host(host: pd.DataFrame) -> Section:
     """The host's time of a call in µs, and ours over that of the cheaper of SDPA's kernels."""
     host = host.assign(microseconds=host["median"] / MS_PER_US)
     across = labels(host)
-    ours = [name for name in OURS_HERE if name in across]
+    ours = [name for name in OUR_KERNELS if name in across]
     cells = Cells()
     lines = []
     for (shape, mode), group in host.groupby(["shape", "mode"], sort=False):

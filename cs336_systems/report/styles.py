@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 from zlib import crc32
 
-from cs336_systems.report.frames import BASELINE, OURS
+from cs336_systems.report.frames import BASELINE, OUR_KERNELS, OURS
 
 DPI = 130
 LITERAL: dict[str, Any] = {"parse_math": False}  # for text from records: two "$" in an error message are no formula
@@ -20,6 +20,7 @@ COLOURS = {
     "tiled": "#56B4E9",
     "tiled_compiled": "#117733",
     OURS: "#D55E00",
+    "hopper": "#882255",
     "sdpa_flash": "#0072B2",
     "sdpa_cudnn": "#AA4499",
     "sdpa_efficient": "#999933",
@@ -91,6 +92,7 @@ MARKERS = {
     "tiled": "v",
     "tiled_compiled": "^",
     OURS: "D",
+    "hopper": "p",
     "sdpa_flash": "P",
     "sdpa_cudnn": "X",
     "sdpa_efficient": "h",
@@ -119,7 +121,7 @@ def marker(name: str) -> str:
 
 
 def line_width(name: str) -> float:
-    return 2.6 if _base(name) == OURS else 1.4
+    return 2.6 if _base(name) in OUR_KERNELS else 1.4
 
 
 def short_length(length: float) -> str:

@@ -28,6 +28,7 @@ from cs336_systems.report.frames import (
     tuples,
     variants,
 )
+from cs336_systems.report.ladder import LADDER_TABLES
 from cs336_systems.report.markdown import Cells, number, plain, provenance
 from cs336_systems.report.masks import MASK_TABLES
 from cs336_systems.report.memory_tables import MEMORY_TABLES
@@ -176,6 +177,7 @@ TABLES: dict[str, Callable[[pd.DataFrame], list[Section]]] = {
     "training_run": training_sections,
     "leaderboard_2025": leaderboard_2025,
     **SHAPE_TABLES,
+    **LADDER_TABLES,
     **MASK_TABLES,
     **DISTRIBUTED_TABLES,
     **SHARDING_TABLES,

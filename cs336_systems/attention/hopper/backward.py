@@ -39,6 +39,10 @@ Sources: FlashAttention-2 (Dao 2023), algorithm 2; FlashAttention-3 (Shah et al.
 
 from __future__ import annotations
 
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
 import triton
 import triton.language as tl
 from jaxtyping import Float
@@ -79,11 +83,11 @@ PREPROCESS_NUMBERS = (
 
 @triton.jit(do_not_specialize=PREPROCESS_NUMBERS)
 def hopper_backward_preprocess_kernel(
-    O_ptr, dO_ptr, L_ptr, dL_ptr, L_log2_ptr, D_ptr, dQ_ptr,
+    O_ptr, dO_ptr, L_ptr, dL_ptr, rows_ptr, dQ_ptr,
     chunks_ob, chunks_oh, chunks_os, chunks_dob, chunks_doh, chunks_dos, N_HEADS, N_QUERIES, N_ROWS,
     HAS_DL: tl.constexpr, D: tl.constexpr, D_TILE: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """L and its gradient are contiguous; the results have N_ROWS rows a head, and dQ is zeros.
+    """L and its gradient are contiguous. The results have N_ROWS rows a head: L and delta in `rows`, and dQ of zeros.
 
     O and dO are as TMA reads them, with strides that are counted in chunks of 16 bytes: so they fit 32 bits, and the
     compiler knows that a thread may read a chunk at a time.
@@ -103,11 +107,11 @@ def hopper_backward_preprocess_kernel(
     L = tl.load(L_ptr + L_rows, mask=query_rows < N_QUERIES, other=float("inf"))
     if HAS_DL:
         delta -= tl.load(dL_ptr + L_rows, mask=query_rows < N_QUERIES, other=0.0)
-    result_rows = batch_head * N_ROWS + query_rows
-    tl.store(L_log2_ptr + result_rows, L * LOG2_E)
-    tl.store(D_ptr + result_rows, delta)
-    zeros = tl.zeros([ROWS, D_TILE], tl.float32)
-    tl.store(dQ_ptr + result_rows[:, None] * D_TILE + columns[None, :], zeros)
+    rows_of_head = rows_ptr + batch_head * 2 * N_ROWS
+    tl.store(rows_of_head + query_rows, L * LOG2_E)
+    tl.store(rows_of_head + N_ROWS + query_rows, delta)
+    dQ_rows = (batch_head * N_ROWS + query_rows)[:, None]
+    tl.store(dQ_ptr + dQ_rows * D_TILE + columns[None, :], tl.zeros([ROWS, D_TILE], tl.float32))
 
 
 @gluon.constexpr_function
@@ -167,7 +171,7 @@ def _as_block(tile, desc):
 
 @gluon.jit
 def _produce(
-    shared, Q_desc, K_desc, V_desc, dO_desc, L_ptr, D_ptr, N_KV_HEADS, HEADS_TOGETHER, N_QUERIES, N_KEYS,
+    shared, Q_desc, K_desc, V_desc, dO_desc, rows_ptr, N_KV_HEADS, HEADS_TOGETHER, N_QUERIES, N_KEYS,
     GROUP: gl.constexpr, IS_CAUSAL: gl.constexpr,
 ):  # fmt: skip
     """The producer warp: K and V once, then each step's Q, dO, L and delta, as slots become free."""
@@ -187,12 +191,12 @@ def _produce(
     tma.async_copy_global_to_shared(V_desc, key_block, kv_full.index(0), _as_block(V_tile, V_desc))
     for member in range(GROUP):
         head = kv_head * GROUP + member
-        head_row = (batch_head * GROUP + member) * tiles * Q_TILE_SIZE
+        rows_of_head = rows_ptr + (batch_head * GROUP + member).to(gl.int64) * (2 * tiles * Q_TILE_SIZE)
         for j in range(steps):
             first_query = query_of_step(j, first_tile, tiles, Q_TILE_SIZE, IS_CAUSAL)
-            rows = head_row + first_query + gl.arange(0, Q_TILE_SIZE, ROWS_LAYOUT)
-            L = gl.load(L_ptr + rows)
-            delta = gl.load(D_ptr + rows)
+            rows = first_query + gl.arange(0, Q_TILE_SIZE, ROWS_LAYOUT)
+            L = gl.load(rows_of_head + rows)
+            delta = gl.load(rows_of_head + tiles * Q_TILE_SIZE + rows)
             step = member * steps + j
             slot = step % SLOTS
             mbarrier.wait(empty.index(slot), ((step // SLOTS) & 1) ^ 1)
@@ -261,7 +265,7 @@ def _step(
     dQ_tile = dQ_tiles.index(CONSUMER)
     zeros_dQ = gl.zeros([HALF, HALF], gl.float32, _mma_layout(HALF))
     if D_TILE == 128:
-        # One wait for the last step's add and one for all matmuls: fewer barriers, which count at this head dim.
+        # Waiting for the last add, meeting, releasing and adding take a barrier each; in this order there is no other.
         tma.store_wait(0)
         meet_consumers(DS_IS_WRITTEN)
         K_half = K_tile.slice(CONSUMER * HALF, HALF, dim=1)
@@ -269,8 +273,8 @@ def _step(
         dV, dK, dQ = warpgroup_mma_wait(0, [dV, dK, dQ])
         dQ_tile.store(dQ)
         fence_async_shared()
-        tma_add(dQ_desc, [0, 0, head_row + first_query, CONSUMER * HALF], _as_block(dQ_tile, dQ_desc))
         mbarrier.arrive(empty.index(slot), count=1)
+        tma_add(dQ_desc, [0, 0, head_row + first_query, CONSUMER * HALF], _as_block(dQ_tile, dQ_desc))
     else:
         # The slot is free as soon as dK and dV are done: the producer refills it under dQ.
         meet_consumers(DS_IS_WRITTEN)
@@ -307,6 +311,7 @@ def _consume(
     dV = gl.zeros([CONSUMER_KEYS, D_TILE], gl.float32, _mma_layout(D_TILE))
 
     mbarrier.wait(kv_full.index(0), 0)
+    gl.thread_barrier()  # without it the compiler puts one where each step begins
     for member in range(GROUP):
         head_row = (batch_head * GROUP + member) * tiles * Q_TILE_SIZE
         for j in range(MASKED_STEPS if WHOLE_KEY_TILES else steps):
@@ -338,13 +343,13 @@ def _consume(
 
 @gluon.jit(do_not_specialize=["N_KV_HEADS", "HEADS_TOGETHER", "N_QUERIES", "N_KEYS"])
 def hopper_backward_kernel(
-    Q_desc, K_desc, V_desc, dO_desc, dQ_desc, dK_desc, dV_desc, L_ptr, D_ptr,
+    Q_desc, K_desc, V_desc, dO_desc, dQ_desc, dK_desc, dV_desc, rows_ptr,
     N_KV_HEADS, HEADS_TOGETHER, N_QUERIES, N_KEYS, scale_log2,
     GROUP: gl.constexpr, IS_CAUSAL: gl.constexpr, WHOLE_KEY_TILES: gl.constexpr,
 ):  # fmt: skip
     """dK and dV (1, batch · kv_heads, keys, D), and all but the scale of dQ (1, 1, batch · heads · rows, D_TILE).
 
-    WHOLE_KEY_TILES: KEY_TILE divides N_KEYS. L and delta have the rows of dQ, padded for each head.
+    WHOLE_KEY_TILES: KEY_TILE divides N_KEYS. `rows` (batch · heads, 2, rows) holds L in base 2, and delta.
     """
     dtype: gl.constexpr = Q_desc.dtype
     Q_TILE_SIZE: gl.constexpr = Q_desc.block_shape[2]
@@ -383,7 +388,7 @@ def hopper_backward_kernel(
             GROUP, IS_CAUSAL, WHOLE_KEY_TILES, gl.constexpr(1),
         )),
         (_produce, (
-            shared, Q_desc, K_desc, V_desc, dO_desc, L_ptr, D_ptr, N_KV_HEADS, HEADS_TOGETHER, N_QUERIES, N_KEYS,
+            shared, Q_desc, K_desc, V_desc, dO_desc, rows_ptr, N_KV_HEADS, HEADS_TOGETHER, N_QUERIES, N_KEYS,
             GROUP, IS_CAUSAL,
         )),
     ], [4, 1], [240, 24])  # fmt: skip
@@ -404,14 +409,52 @@ def hopper_backward_convert_kernel(
     tl.store(dQ_ptr + dQ_rows * D + columns[None, :], (sums * scale).to(dQ_ptr.dtype.element_ty), mask=inside)
 
 
-def _strides_in_chunks(x: Tensor) -> list[int]:
-    """Of batch, heads and rows; a dimension of one element is not strided over."""
-    return [stride // CHUNK.value if size > 1 else 0 for stride, size in zip(x.stride()[:3], x.shape)]
-
-
 _preprocess = CachedKernel(hopper_backward_preprocess_kernel)
 _differentiate = CachedKernel(hopper_backward_kernel)
 _convert = CachedKernel(hopper_backward_convert_kernel)
+
+
+class _Call(NamedTuple):
+    """What shapes decide of the three launches; found again in one step, as short calls wait for the host."""
+
+    preprocess_grid: tuple[int, int, int]
+    grid: tuple[int, int, int]
+    convert_grid: tuple[int, int, int]
+    width: int  # of a head tile
+    query_tile: int
+    num_rows: int  # of a head, padded
+    numbers: tuple[int | float, ...]
+    constants: tuple[int | bool, ...]
+    grad_k_shape: tuple[int, ...]
+
+
+@lru_cache(maxsize=4096)
+def _prepare(
+    q_shape: torch.Size, k_shape: torch.Size, padded_dim: int, bytes_per_element: int, is_causal: bool, scale: float
+) -> _Call:
+    batch, heads, num_queries, head_dim = q_shape
+    _, kv_heads, num_keys, _ = k_shape
+    width, group = head_tile(head_dim), heads // kv_heads
+    num_rows = -(-num_queries // ROW_PADDING.value) * ROW_PADDING.value
+    streamed_bytes = group * num_rows * width * (2 * bytes_per_element + 4)  # Q, dO, and dQ in float32
+    heads_together = max(1, min(batch * kv_heads, L2_SHARE_BYTES // streamed_bytes))
+    return _Call(
+        preprocess_grid=(num_rows // LIGHT_ROWS * batch * heads, 1, 1),
+        grid=(-(-num_keys // KEY_TILE.value) * batch * kv_heads, 1, 1),
+        convert_grid=(-(-num_queries // LIGHT_ROWS) * batch * heads, 1, 1),
+        width=width,
+        query_tile=QUERY_TILES[width],
+        num_rows=num_rows,
+        numbers=(kv_heads, heads_together, num_queries, num_keys, scale * LOG2_E.value),
+        constants=(group, is_causal, num_keys % KEY_TILE.value == 0),
+        grad_k_shape=(1, batch * kv_heads, num_keys, padded_dim),
+    )
+
+
+@lru_cache(maxsize=4096)
+def _strides_in_chunks(shape: torch.Size, strides: tuple[int, ...]) -> tuple[int, ...]:
+    """Of batch, heads and rows; a dimension of one element is not strided over."""
+    return tuple(stride // CHUNK.value if size > 1 else 0 for stride, size in zip(strides[:3], shape))
 
 
 def hopper_backward(
@@ -431,45 +474,39 @@ def hopper_backward(
     `lse` is contiguous, the others have any strides, and what TMA cannot read is copied first. dK and dV are
     bit-reproducible, dQ is not. `config` is not looked at: there is one schedule for a head dim.
     """
-    batch, heads, num_queries, head_dim = q.shape
-    kv_heads, num_keys = k.shape[1:3]
-    group = heads // kv_heads
-    width = head_tile(head_dim)
-    num_rows = -(-num_queries // ROW_PADDING.value) * ROW_PADDING.value
-    q, k, v, output, grad_output = (readable(x) for x in (q, k, v, output, grad_output))
+    q_shape, k_shape, head_dim = q.shape, k.shape, q.shape[-1]
+    call = _prepare(q_shape, k_shape, padded_width(q), q.element_size(), is_causal, scale)
+    q, k, v, output, grad_output = readable(q), readable(k), readable(v), readable(output), readable(grad_output)
+    batch, heads, num_queries = lse.shape
 
-    lse_log2, delta = lse.new_empty((2, batch, heads, num_rows)).unbind()
-    sums = lse.new_empty((1, 1, batch * heads * num_rows, width))
+    rows = lse.new_empty((batch * heads, 2, call.num_rows))
+    sums = lse.new_empty((1, 1, batch * heads * call.num_rows, call.width))
     _preprocess(
-        (num_rows // LIGHT_ROWS * batch * heads, 1, 1),
+        call.preprocess_grid,
         (
-            output, grad_output, lse, lse if grad_lse is None else grad_lse.contiguous(), lse_log2, delta, sums,
-            *_strides_in_chunks(output), *_strides_in_chunks(grad_output), heads, num_queries, num_rows,
+            output, grad_output, lse, lse if grad_lse is None else grad_lse.contiguous(), rows, sums,
+            *_strides_in_chunks(output.shape, output.stride()),
+            *_strides_in_chunks(grad_output.shape, grad_output.stride()), heads, num_queries, call.num_rows,
         ),
-        (grad_lse is not None, head_dim, width, LIGHT_ROWS), q.dtype,
+        (grad_lse is not None, head_dim, call.width, LIGHT_ROWS), q.dtype,
     )  # fmt: skip
 
-    # A program streams Q, dO and, at four bytes, dQ.
-    head_bytes = group * num_rows * width * (2 * q.element_size() + sums.element_size())
-    heads_together = max(1, min(batch * kv_heads, L2_SHARE_BYTES // head_bytes))
-    grad_k, grad_v = (x.new_empty((1, batch * kv_heads, num_keys, padded_width(x))) for x in (k, v))
-    query_tile = QUERY_TILES[width]
+    grad_k, grad_v = k.new_empty(call.grad_k_shape), v.new_empty(call.grad_k_shape)
+    query_tile, key_tile = call.query_tile, KEY_TILE.value
     _differentiate(
-        (-(-num_keys // KEY_TILE.value) * batch * kv_heads, 1, 1),
+        call.grid,
         (
-            tile_descriptor(q, query_tile, width), tile_descriptor(k, KEY_TILE.value, width),
-            tile_descriptor(v, KEY_TILE.value, width), tile_descriptor(grad_output, query_tile, width),
-            tile_descriptor(sums, HALF.value, HALF.value),
-            tile_descriptor(grad_k, CONSUMER_KEYS.value, width), tile_descriptor(grad_v, CONSUMER_KEYS.value, width),
-            lse_log2, delta, kv_heads, heads_together, num_queries, num_keys, scale * LOG2_E.value,
+            tile_descriptor(q, query_tile), tile_descriptor(k, key_tile), tile_descriptor(v, key_tile),
+            tile_descriptor(grad_output, query_tile), tile_descriptor(sums, HALF.value, HALF.value),
+            tile_descriptor(grad_k, CONSUMER_KEYS.value), tile_descriptor(grad_v, CONSUMER_KEYS.value),
+            rows, *call.numbers,
         ),
-        (group, is_causal, num_keys % KEY_TILE.value == 0), q.dtype,
+        call.constants, q.dtype,
     )  # fmt: skip
 
-    grad_q = q.new_empty((batch, heads, num_queries, head_dim))
-    _convert(
-        (-(-num_queries // LIGHT_ROWS) * batch * heads, 1, 1),
-        (sums, grad_q, num_queries, num_rows, scale), (head_dim, width, LIGHT_ROWS), q.dtype,
-    )  # fmt: skip
-    grad_k, grad_v = (x.view(batch, kv_heads, num_keys, -1)[..., :head_dim].contiguous() for x in (grad_k, grad_v))
-    return grad_q, grad_k, grad_v
+    grad_q = q.new_empty(q_shape)
+    numbers = (num_queries, call.num_rows, scale)
+    _convert(call.convert_grid, (sums, grad_q, *numbers), (head_dim, call.width, LIGHT_ROWS), q.dtype)
+    if call.grad_k_shape[-1] != head_dim:
+        grad_k, grad_v = grad_k[..., :head_dim].contiguous(), grad_v[..., :head_dim].contiguous()
+    return grad_q, grad_k.view(k_shape), grad_v.view(k_shape)

@@ -40,12 +40,15 @@ def warp_fence(row_sums):
 
 
 def _rescale_asm(n: int) -> gl.constexpr:
-    """A thread's `n` accumulators $0.. times the factors of their rows; its first two rows' are operands n and n + 2."""
-    multiply = "\n".join(f"mul.f32 ${i}, ${i}, ${n + i};" for i in range(n))
+    """A thread's `n` accumulators times the factors of its two rows, of which the first and the third are one each.
+
+    Operands are numbered outputs first, then all inputs, those tied to an output too: the factors start at 2n.
+    """
+    multiply = "\n".join(f"mul.f32 ${i}, ${i}, ${2 * n + i};" for i in range(n))
     return gl.constexpr(f"""{{
 .reg .pred any;
-setp.neu.f32 any, ${n}, 0f3F800000;
-setp.neu.or.f32 any, ${n + 2}, 0f3F800000, any;
+setp.neu.f32 any, ${2 * n}, 0f3F800000;
+setp.neu.or.f32 any, ${2 * n + 2}, 0f3F800000, any;
 vote.sync.any.pred any, any, 0xffffffff;
 @!any bra.uni UNCHANGED;
 {multiply}

@@ -6,7 +6,7 @@ Columns past head_dim are treated alike, so a head of 40 or 96 takes the kernels
 
 A descriptor says nothing but address, shape, strides and tile. It is kept under these, without the tensor, whose
 memory it must not hold; memory that the allocator hands out again finds it again. `CachedKernel` keeps compiled
-kernels likewise. Binding arguments and building four descriptors anew takes Triton longer than cuDNN takes for a whole call.
+kernels likewise. To build four descriptors and bind the arguments takes Triton longer than a short call may take.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def readable(x: Tensor) -> Tensor:
 
     Expanded dimensions (stride 0, such as the gradient of a sum) and transposed ones are what is copied.
     """
-    if describable(x):
+    if x.data_ptr() % TMA_ALIGNMENT_BYTES == 0 and _strides_are_readable(x.shape, x.stride(), x.dtype):
         return x
     width = padded_width(x)
     if width == x.shape[-1]:
@@ -42,6 +42,11 @@ def readable(x: Tensor) -> Tensor:
     padded = x.new_zeros((*x.shape[:-1], width))
     padded[..., : x.shape[-1]] = x
     return padded
+
+
+@lru_cache(maxsize=KEPT_DESCRIPTORS)
+def _strides_are_readable(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> bool:
+    return describable(torch.empty_strided(shape, strides, dtype=dtype, device="meta"))
 
 
 def padded_width(x: Tensor) -> int:
@@ -73,7 +78,8 @@ class _Address(NamedTuple):
 def _descriptor(
     address: int, dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...], rows: int, columns: int
 ) -> TensorDescriptor:
-    aligned = TMA_ALIGNMENT_BYTES // dtype.itemsize  # a dimension of one element has any stride; TMA wants one like this
+    # A dimension of one element may have any stride, and TMA wants an aligned one.
+    aligned = TMA_ALIGNMENT_BYTES // dtype.itemsize
     strides = (*(stride if size > 1 else aligned for stride, size in zip(strides[:-1], shape)), 1)
     return TensorDescriptor(
         _Address(address, dtype), list(shape), list(strides), [1, 1, rows, columns], tile_layout(dtype, rows, columns)
@@ -88,8 +94,8 @@ def tile_layout(dtype: torch.dtype, rows: int, columns: int) -> gl.NVMMASharedLa
 class CachedKernel:
     """A Gluon kernel that finds its compiled form by what the caller says of it, and not by inspecting all arguments.
 
-    The kernel must not specialise on its numbers (`do_not_specialize`), integers must fit 32 bits, and tensors passed as
-    pointers must start at multiples of 16 bytes, as those do that PyTorch allocates.
+    The kernel must not specialise on its numbers (`do_not_specialize`), integers must fit 32 bits, and tensors passed
+    as pointers must start at multiples of 16 bytes, as those do that PyTorch allocates.
     """
 
     def __init__(self, kernel: Any) -> None:
@@ -101,7 +107,9 @@ class CachedKernel:
         dtype: torch.dtype, num_warps: int = 4,
     ) -> None:  # fmt: skip
         """`kernel[grid](*arguments, *constants)` on the current device and stream; descriptors are of `dtype`."""
-        key = (driver.active.get_current_device(), dtype, num_warps, constants)
+        # The tiles of the descriptors are types of the kernel, as constants are: another tile is another kernel.
+        tiles = tuple([tuple(x.block_shape) for x in arguments if type(x) is TensorDescriptor])
+        key = (driver.active.get_current_device(), dtype, num_warps, constants, tiles)
         compiled = self._compiled.get(key)
         if compiled is None:
             compiled = self._kernel.warmup(*arguments, *constants, grid=grid, num_warps=num_warps)

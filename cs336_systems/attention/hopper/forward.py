@@ -14,17 +14,21 @@ Each slot has `full`, on which the copies' bytes arrive, and `empty`, on which e
 64 rows of Q have such a pair too. `schedule.py` has the protocol as a model that is run for every small shape.
 
 The two schedules, by columns of a head tile:
-  64   three consumers, 192 x 128. A step waits for both products, then takes the softmax; the others' products run
-       meanwhile. In the step of a head dim of 64 exponentials take as long as products, and more consumers than two
-       hide more of them.
+  64   three consumers, 192 x 128. A step waits for both products, then takes the softmax, while the other consumers'
+       products run. Exponentials take as long as products here, and a third consumer hides more of them.
   128  two consumers, 128 x 128, 240 registers a thread. A step waits for S alone, and P(j-1) V(j-1) runs under the
-       softmax. O is rescaled only when a row's maximum has grown by more than 2^8: P stays in range of 16 bits.
+       softmax. O is rescaled only when a row's maximum has grown by more than 2^8.
 
-Measured on an H200 against alternatives: `report`'s table of the forward. Sources: FlashAttention-3 (Shah et al. 2024) for
-warp specialisation and overlap; FlashAttention-4 for rescaling lazily.
+Tiles of queries end where the queries end; rows to spare are in the first tile, which is the shortest causal one. The
+order of tiles is `schedule.plan_forward`'s: one program a tile, or programs that stay and take tiles in pairs, whose
+copier starts on the next tile as soon as a slot is free.
+
+Sources: FlashAttention-3 (Shah et al. 2024) for warp specialisation and overlap, FlashAttention-4 for rescaling lazily.
 """
 
-from functools import cache
+# No `from __future__ import annotations`: the fields of an aggregate are checked against the types written here.
+from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -41,20 +45,20 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.core import _aggregate as aggregate
 
 from cs336_systems.attention.hopper.builtins import rescale_rows, warp_fence
-from cs336_systems.attention.hopper.descriptors import CachedKernel, padded_width, readable, tile_descriptor
-from cs336_systems.attention.hopper.schedule import CONSUMER_ROWS, plan_forward
-
-from cs336_systems.attention.triton.steps import LN_2, LOG2_E, LOWEST, heads_together
+from cs336_systems.attention.hopper.descriptors import CachedKernel, readable, tile_descriptor
+from cs336_systems.attention.hopper.schedule import CONSUMER_ROWS, KernelPlan, plan_forward
+from cs336_systems.attention.triton.steps import LN_2, LOG2_E, LOWEST
 
 ROWS = gl.constexpr(CONSUMER_ROWS)  # of a consumer: what one wgmma of a warp group computes
-LAG = gl.constexpr(8.0)  # in base 2; O in float32 and P in 16 bits lose nothing by it
-COPIER_REGISTERS = gl.constexpr(24)  # the least that a warp can be given
-
+# How far, in base 2, a score may exceed the running maximum before that is raised. P is then up to 2^8, which float16
+# holds, with the relative rounding that it has anywhere, and sums of it are float32.
+LAG = gl.constexpr(8.0)
+COPIER_REGISTERS = gl.constexpr(24)  # the least that a warp can have
 
 
 @aggregate
 class _Problem:
-    """What the numbers of a call are."""
+    """The numbers of a call."""
 
     N_QUERIES: gl.tensor
     N_KEYS: gl.tensor
@@ -147,6 +151,15 @@ def tile_of_item(item, side, num_tiles, BATCH_HEADS, HEADS_TOGETHER, PAIRED: gl.
 
 
 @gluon.jit
+def first_query_of(tile, num_tiles, N_QUERIES, Q_TILE_SIZE: gl.constexpr, ALIGNMENT: gl.constexpr):
+    """The first row of a tile of queries, below 0 where the first tile has rows to spare.
+
+    The last tile ends with the queries, up to ALIGNMENT: rows to spare are in the first, the shortest causal one.
+    """
+    return (N_QUERIES + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT - (num_tiles - tile) * Q_TILE_SIZE
+
+
+@gluon.jit
 def live_key_tiles(
     first_query, N_QUERIES, N_KEYS, Q_TILE_SIZE: gl.constexpr, K_TILE_SIZE: gl.constexpr, IS_CAUSAL: gl.constexpr
 ):  # fmt: skip
@@ -158,6 +171,14 @@ def live_key_tiles(
 
 
 @gluon.jit
+def rows_of_consumer(first_query, consumer: gl.constexpr, N_QUERIES):
+    """The first of a consumer's rows in a tile; rows before the first query become rows behind the last, and TMA reads
+    them as zeros and does not write them."""
+    first_row = first_query + consumer * ROWS
+    return gl.where(first_row < 0, N_QUERIES, first_row)
+
+
+@gluon.jit
 def ring_slot(step, SLOTS: gl.constexpr):
     """(slot, phase) of a program's `step`-th pass through the ring."""
     return step % SLOTS, (step // SLOTS) & 1
@@ -165,12 +186,16 @@ def ring_slot(step, SLOTS: gl.constexpr):
 
 @gluon.jit
 def _copy_tiles(
-    Q_desc, K_desc, V_desc, shared, problem,
-    CONSUMERS: gl.constexpr, K_TILE_SIZE: gl.constexpr, MASKED_TILES: gl.constexpr, SLOTS: gl.constexpr,
-    IS_CAUSAL: gl.constexpr, PAIRED: gl.constexpr,
+    Q_desc, K_desc, V_desc, shared, problem, PLAN: gl.constexpr
 ):  # fmt: skip
     """The copier: fill the ring as the consumers empty it."""
-    Q_TILE_SIZE: gl.constexpr = CONSUMERS * ROWS
+    CONSUMERS: gl.constexpr = PLAN.consumers
+    Q_TILE_SIZE: gl.constexpr = PLAN.consumers * ROWS
+    K_TILE_SIZE: gl.constexpr = PLAN.key_tile
+    MASKED_TILES: gl.constexpr = PLAN.masked_tiles
+    SLOTS: gl.constexpr = PLAN.slots
+    IS_CAUSAL: gl.constexpr = PLAN.is_causal
+    PAIRED: gl.constexpr = PLAN.paired
     num_tiles = (problem.N_QUERIES + Q_TILE_SIZE - 1) // Q_TILE_SIZE
     num_items = num_work_items(num_tiles, problem.BATCH_HEADS, PAIRED)
     step = 0
@@ -183,7 +208,7 @@ def _copy_tiles(
             batch = batch_head // problem.N_HEADS
             head = batch_head % problem.N_HEADS
             kv_head = head // problem.GROUP
-            first_query = tile * Q_TILE_SIZE
+            first_query = first_query_of(tile, num_tiles, problem.N_QUERIES, Q_TILE_SIZE, PLAN.alignment)
             live = live_key_tiles(first_query, problem.N_QUERIES, problem.N_KEYS, Q_TILE_SIZE, K_TILE_SIZE, IS_CAUSAL)
             num_key_tiles = max(live, MASKED_TILES)
 
@@ -197,10 +222,11 @@ def _copy_tiles(
                 K_desc, [batch, kv_head, first_key, 0], shared.full.index(slot), shared.K_ring.index(slot)
             )
             for consumer in gl.static_range(CONSUMERS):
+                first_row = rows_of_consumer(first_query, consumer, problem.N_QUERIES)
                 mbarrier.wait(shared.q_empty.index(consumer), (tiles_done & 1) ^ 1)
                 mbarrier.expect(shared.q_full.index(consumer), Q_desc.block_type.nbytes)
                 tma.async_copy_global_to_shared(
-                    Q_desc, [batch, head, first_query + consumer * ROWS, 0],
+                    Q_desc, [batch, head, first_row, 0],
                     shared.q_full.index(consumer), shared.Q_tiles.index(consumer),
                 )  # fmt: skip
             step += 1
@@ -298,16 +324,19 @@ def _overlapped_step(
 
 @gluon.jit
 def _attend(
-    consumer: gl.constexpr, O_desc, L_ptr, shared, problem,
-    CONSUMERS: gl.constexpr, K_TILE_SIZE: gl.constexpr, MASKED_TILES: gl.constexpr, SLOTS: gl.constexpr,
-    IS_CAUSAL: gl.constexpr, PAIRED: gl.constexpr, OVERLAPPED: gl.constexpr,
+    consumer: gl.constexpr, O_desc, L_ptr, shared, problem, PLAN: gl.constexpr
 ):  # fmt: skip
     """A consumer: rows [consumer * ROWS, (consumer + 1) * ROWS) of each tile of queries."""
-    D_TILE: gl.constexpr = O_desc.block_type.shape[3]
+    D_TILE: gl.constexpr = PLAN.head_tile
+    Q_TILE_SIZE: gl.constexpr = PLAN.consumers * ROWS
+    K_TILE_SIZE: gl.constexpr = PLAN.key_tile
+    MASKED_TILES: gl.constexpr = PLAN.masked_tiles
+    SLOTS: gl.constexpr = PLAN.slots
+    IS_CAUSAL: gl.constexpr = PLAN.is_causal
+    PAIRED: gl.constexpr = PLAN.paired
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, K_TILE_SIZE, 16])
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D_TILE, 16])
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=O_LAYOUT, k_width=2)
-    Q_TILE_SIZE: gl.constexpr = CONSUMERS * ROWS
     num_tiles = (problem.N_QUERIES + Q_TILE_SIZE - 1) // Q_TILE_SIZE
     num_items = num_work_items(num_tiles, problem.BATCH_HEADS, PAIRED)
     zero = gl.zeros([ROWS, K_TILE_SIZE], gl.float32, S_LAYOUT)
@@ -320,10 +349,10 @@ def _attend(
             tile, batch_head = tile_of_item(
                 item, side, num_tiles, problem.BATCH_HEADS, problem.HEADS_TOGETHER, PAIRED, IS_CAUSAL
             )
-            first_query = tile * Q_TILE_SIZE
+            first_query = first_query_of(tile, num_tiles, problem.N_QUERIES, Q_TILE_SIZE, PLAN.alignment)
             live = live_key_tiles(first_query, problem.N_QUERIES, problem.N_KEYS, Q_TILE_SIZE, K_TILE_SIZE, IS_CAUSAL)
             num_key_tiles = max(live, MASKED_TILES)
-            first_row = first_query + consumer * ROWS
+            first_row = rows_of_consumer(first_query, consumer, problem.N_QUERIES)
             rows = first_row + gl.arange(0, ROWS, gl.SliceLayout(1, S_LAYOUT))
             last_key = problem.N_KEYS - 1
             if IS_CAUSAL:
@@ -341,7 +370,7 @@ def _attend(
             mbarrier.arrive(shared.empty.index(slot), count=1)
             step += 1
             S = _hide_keys(S, last_key, (num_key_tiles - 1) * K_TILE_SIZE, K_TILE_SIZE, S_LAYOUT, IS_CAUSAL)
-            scores, factor, m, l = _softmax(S, m, l, problem.scale_log2, OVERLAPPED)
+            scores, factor, m, l = _softmax(S, m, l, problem.scale_log2, PLAN.overlapped)
             P = gl.convert_layout(scores.to(O_desc.dtype), P_LAYOUT)
 
             # slots 1 to n - 1, first those with hidden keys
@@ -352,9 +381,11 @@ def _attend(
                     SLOTS, K_TILE_SIZE, IS_CAUSAL, True, S_LAYOUT, O_LAYOUT,
                 )  # fmt: skip
                 step += 1
-            for j in range(MASKED_TILES, num_key_tiles):
-                if OVERLAPPED:
-                    P, O, m, l = _overlapped_step(Q, P, O, m, l, problem.scale_log2, zero, shared, step, SLOTS, O_LAYOUT)
+            for _ in range(MASKED_TILES, num_key_tiles):
+                if PLAN.overlapped:
+                    P, O, m, l = _overlapped_step(
+                        Q, P, O, m, l, problem.scale_log2, zero, shared, step, SLOTS, O_LAYOUT
+                    )
                 else:
                     P, O, m, l = _step(
                         Q, P, O, m, l, last_key, 0, problem.scale_log2, zero, shared, step,
@@ -389,10 +420,13 @@ def _attend(
 def hopper_forward_kernel(
     Q_desc, K_desc, V_desc, O_desc, L_ptr,
     N_QUERIES, N_KEYS, N_HEADS, GROUP, BATCH_HEADS, HEADS_TOGETHER, scale_log2,
-    D_TILE: gl.constexpr, CONSUMERS: gl.constexpr, K_TILE_SIZE: gl.constexpr, MASKED_TILES: gl.constexpr,
-    SLOTS: gl.constexpr, REGISTERS: gl.constexpr, IS_CAUSAL: gl.constexpr, PAIRED: gl.constexpr, OVERLAPPED: gl.constexpr,
+    PLAN: gl.constexpr,
 ):  # fmt: skip
-    """O (batch, heads, queries, D) and L (batch, heads, queries), both contiguous."""
+    """O (batch, heads, queries, D) and L (batch, heads, queries), both contiguous; PLAN: `schedule.KernelPlan`."""
+    CONSUMERS: gl.constexpr = PLAN.consumers
+    SLOTS: gl.constexpr = PLAN.slots
+    K_TILE_SIZE: gl.constexpr = PLAN.key_tile
+    D_TILE: gl.constexpr = PLAN.head_tile
     dtype: gl.constexpr = Q_desc.dtype
     TILE_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, D_TILE], dtype)
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
@@ -414,23 +448,64 @@ def hopper_forward_kernel(
         mbarrier.init(shared.full.index(slot), count=1)
         mbarrier.init(shared.empty.index(slot), count=CONSUMERS)
     fence_async_shared()
-    # A variable would turn the constants of a tuple into tensors: each is spelled out.
     if CONSUMERS == 2:
-        gl.warp_specialize([
-            (_attend, (0, O_desc, L_ptr, shared, problem, CONSUMERS, K_TILE_SIZE, MASKED_TILES, SLOTS, IS_CAUSAL, PAIRED, OVERLAPPED)),
-            (_attend, (1, O_desc, L_ptr, shared, problem, CONSUMERS, K_TILE_SIZE, MASKED_TILES, SLOTS, IS_CAUSAL, PAIRED, OVERLAPPED)),
-            (_copy_tiles, (Q_desc, K_desc, V_desc, shared, problem, CONSUMERS, K_TILE_SIZE, MASKED_TILES, SLOTS, IS_CAUSAL, PAIRED)),
-        ], [4, 1], [REGISTERS, COPIER_REGISTERS])  # fmt: skip
+        gl.warp_specialize(
+            [
+                (_attend, (0, O_desc, L_ptr, shared, problem, PLAN)),
+                (_attend, (1, O_desc, L_ptr, shared, problem, PLAN)),
+                (_copy_tiles, (Q_desc, K_desc, V_desc, shared, problem, PLAN)),
+            ],
+            [4, 1],
+            [PLAN.registers, COPIER_REGISTERS],
+        )
     else:
-        gl.warp_specialize([
-            (_attend, (0, O_desc, L_ptr, shared, problem, CONSUMERS, K_TILE_SIZE, MASKED_TILES, SLOTS, IS_CAUSAL, PAIRED, OVERLAPPED)),
-            (_attend, (1, O_desc, L_ptr, shared, problem, CONSUMERS, K_TILE_SIZE, MASKED_TILES, SLOTS, IS_CAUSAL, PAIRED, OVERLAPPED)),
-            (_attend, (2, O_desc, L_ptr, shared, problem, CONSUMERS, K_TILE_SIZE, MASKED_TILES, SLOTS, IS_CAUSAL, PAIRED, OVERLAPPED)),
-            (_copy_tiles, (Q_desc, K_desc, V_desc, shared, problem, CONSUMERS, K_TILE_SIZE, MASKED_TILES, SLOTS, IS_CAUSAL, PAIRED)),
-        ], [4, 4, 1], [REGISTERS, REGISTERS, COPIER_REGISTERS])  # fmt: skip
+        gl.warp_specialize(
+            [
+                (_attend, (0, O_desc, L_ptr, shared, problem, PLAN)),
+                (_attend, (1, O_desc, L_ptr, shared, problem, PLAN)),
+                (_attend, (2, O_desc, L_ptr, shared, problem, PLAN)),
+                (_copy_tiles, (Q_desc, K_desc, V_desc, shared, problem, PLAN)),
+            ],
+            [4, 4, 1],
+            [PLAN.registers, PLAN.registers, COPIER_REGISTERS],
+        )
 
 
 _kernel = CachedKernel(hopper_forward_kernel)
+
+
+class _Call(NamedTuple):
+    """What shapes decide of a launch; found again in one step, as short calls wait for the host."""
+
+    grid: tuple[int, int, int]
+    numbers: tuple[int | float, ...]
+    constants: tuple[KernelPlan]
+    key_tile: int
+    head_dim: int
+
+
+@lru_cache(maxsize=4096)
+def _prepare(
+    q_shape: torch.Size, k_shape: torch.Size, device: torch.device, is_causal: bool, scale: float, config: str
+) -> _Call:
+    batch, heads, num_queries, head_dim = q_shape
+    _, kv_heads, num_keys, _ = k_shape
+    # Without a GPU kernels are only compiled, and this number is no constant of theirs.
+    gpu = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+    launch = plan_forward(
+        head_dim=head_dim, is_causal=is_causal, num_queries=num_queries, num_keys=num_keys, batch_heads=batch * heads,
+        group=heads // kv_heads, num_multiprocessors=gpu, config=config,
+    )  # fmt: skip
+    schedule = launch.schedule
+    return _Call(
+        grid=(launch.num_programs, 1, 1),
+        numbers=(
+            num_queries, num_keys, heads, heads // kv_heads, batch * heads, launch.heads_together, scale * LOG2_E.value
+        ),
+        constants=(launch.kernel_plan,),
+        key_tile=schedule.key_tile,
+        head_dim=head_dim,
+    )  # fmt: skip
 
 
 def hopper_forward(
@@ -443,33 +518,16 @@ def hopper_forward(
 ) -> tuple[Float[Tensor, "batch heads queries head_dim"], Float[Tensor, "batch heads queries"]]:
     """Contiguous O in q's dtype and the log-sum-exp in float32, natural log.
 
-    Inputs are validated, non-empty, of 16 bits, with a head_dim up to 128, and on the current device, of sm_90. `config`
-    may name an order of tiles (`schedule.plan_forward`); other kernels' configurations beside it are left alone.
+    Inputs are validated, non-empty, of 16 bits, with a head_dim up to 128, and on the current device, of sm_90.
+    `config` may name an order of tiles (`schedule.plan_forward`); other kernels' configurations in it are left alone.
     """
-    batch, heads, num_queries, head_dim = q.shape
-    launch = plan_forward(
-        head_dim=head_dim, is_causal=is_causal, num_queries=num_queries, num_keys=k.shape[2],
-        batch_heads=batch * heads, heads_together=heads_together(batch * heads, k),
-        num_multiprocessors=_num_multiprocessors(q.device), config=config,
-    )  # fmt: skip
-    schedule = launch.schedule
+    call = _prepare(q.shape, k.shape, q.device, is_causal, scale, config)
     q, k, v = readable(q), readable(k), readable(v)
-    output = q.new_empty((batch, heads, num_queries, padded_width(q)))
-    lse = q.new_empty((batch, heads, num_queries), dtype=torch.float32)
+    output = q.new_empty(q.shape)
+    lse = q.new_empty(q.shape[:-1], dtype=torch.float32)
     arguments = (
-        tile_descriptor(q, CONSUMER_ROWS), tile_descriptor(k, schedule.key_tile), tile_descriptor(v, schedule.key_tile),
-        tile_descriptor(output, CONSUMER_ROWS), lse, num_queries, k.shape[2], heads, heads // k.shape[1], batch * heads,
-        launch.heads_together, scale * LOG2_E.value,
+        tile_descriptor(q, CONSUMER_ROWS), tile_descriptor(k, call.key_tile), tile_descriptor(v, call.key_tile),
+        tile_descriptor(output, CONSUMER_ROWS), lse, *call.numbers,
     )  # fmt: skip
-    constants = (
-        schedule.consumers, schedule.key_tile, schedule.masked_tiles(is_causal), schedule.slots, schedule.registers,
-        is_causal, launch.paired, schedule.overlapped,
-    )  # fmt: skip
-    _kernel((launch.num_programs, 1, 1), arguments, (schedule.head_tile, *constants), q.dtype)
-    return (output if output.shape[-1] == head_dim else output[..., :head_dim].contiguous()), lse
-
-
-@cache
-def _num_multiprocessors(device: torch.device) -> int:
-    # Without a GPU kernels are only compiled, and the number is no constant of theirs.
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+    _kernel(call.grid, arguments, call.constants, q.dtype)
+    return (output if output.shape[-1] == call.head_dim else output[..., : call.head_dim].contiguous()), lse

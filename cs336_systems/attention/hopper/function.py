@@ -13,10 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cs336_systems.attention.hopper.backward import hopper_backward
+from cs336_systems.attention.hopper.backward import KEY_TILE, QUERY_TILES, hopper_backward
 from cs336_systems.attention.hopper.forward import hopper_forward
+from cs336_systems.attention.hopper.schedule import plan_forward
 from cs336_systems.attention.hopper.support import hopper_refusal
 from cs336_systems.attention.operator import AttentionOperator
+from cs336_systems.attention.tiles.config import head_tile
 from cs336_systems.attention.triton.function import triton_attention
 
 
@@ -42,6 +44,18 @@ def _launch_device(q: Tensor) -> AbstractContextManager[Any]:
     if (why := hopper_refusal(q)) is not None:
         raise ValueError(f"q cannot be attended by the Hopper kernels: {why}")
     return nullcontext() if q.device.index == torch.cuda.current_device() else torch.cuda.device(q.device)
+
+
+def kernel_names(q: Tensor, k: Tensor, *, is_causal: bool) -> str:
+    """What runs for q and k (batch, heads, seq, head_dim) on their GPU: both passes' tiles, the forward's order."""
+    batch, heads, num_queries, head_dim = q.shape
+    launch = plan_forward(
+        head_dim=head_dim, is_causal=is_causal, num_queries=num_queries, num_keys=k.shape[2],
+        batch_heads=batch * heads, group=heads // k.shape[1],
+        num_multiprocessors=torch.cuda.get_device_properties(q.device).multi_processor_count,
+    )  # fmt: skip
+    backward = f"hopper_backward_{QUERY_TILES[head_tile(head_dim)]}x{KEY_TILE.value}"
+    return f"{launch.schedule.name(launch.order)} {backward}"
 
 
 hopper_attention = AttentionOperator("hopper_attention", _forward, _backward, extras={"deterministic": "bool"})

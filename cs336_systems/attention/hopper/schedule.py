@@ -11,16 +11,20 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from functools import cache
+from dataclasses import dataclass, field, replace
+from math import gcd
+from typing import NamedTuple
 
 from cs336_systems.attention.tiles.config import head_tile
 
 CONSUMER_ROWS = 64  # rows of queries of a warp group
 ORDERS = ("tiles", "pairs")
 PREFIX = "hopper_forward_"
-# Up to so many keys a pair of tiles is short enough that the start of one, in the shadow of another's end, counts.
-PAIRS_MAX_KEYS = 4096
+BYTES_PER_ELEMENT = 2
+L2_SHARE_BYTES = 32 * 2**20  # of an H200's 50 MB of L2 cache; the rest streams
+# What a tile takes beside its steps, in steps: a program starts and ends with nothing to overlap, a further tile of the
+# same program has its copies behind it. Fitted to both orders of 14 shapes on an H200, triton 3.6.0, 2026-11-21.
+TILE_COST_STEPS = {"tiles": 1.7, "pairs": 0.8}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +42,11 @@ class ForwardSchedule:
     def query_tile(self) -> int:
         return self.consumers * CONSUMER_ROWS
 
+    @property
+    def alignment(self) -> int:
+        """Tiles of queries start and end at multiples of this, so that the diagonal cuts `masked_tiles` at most."""
+        return gcd(self.query_tile, self.key_tile)
+
     def masked_tiles(self, is_causal: bool) -> int:
         """Key tiles at the end of a tile's walk of which some query may not see all, at most."""
         return -(-self.query_tile // self.key_tile) if is_causal else 1
@@ -46,12 +55,27 @@ class ForwardSchedule:
         return f"{PREFIX}{self.query_tile}x{self.key_tile}_{order}"
 
 
-# Measured on an H200, triton 3.6.0, 2026-11-21, against each other and the ladder in `prototypes`' terms: three
-# consumers without overlap win at 64 columns by 20 %, two with overlap at 128 by 26 % when causal.
+# Measured on an H200, triton 3.6.0, 2026-11-21. At 64 columns the other schedule, with two consumers, is 18 % slower;
+# at 128, two consumers that wait for both products are 7 % (full) to 21 % (causal) slower than these.
 SCHEDULES = {
     64: ForwardSchedule(head_tile=64, consumers=3, key_tile=128, slots=2, registers=160, overlapped=False),
     128: ForwardSchedule(head_tile=128, consumers=2, key_tile=128, slots=2, registers=240, overlapped=True),
 }
+
+
+class KernelPlan(NamedTuple):
+    """What the kernel is compiled for, beside the element type."""
+
+    head_tile: int
+    consumers: int
+    key_tile: int
+    slots: int
+    registers: int
+    overlapped: bool
+    masked_tiles: int
+    is_causal: bool
+    paired: bool
+    alignment: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,8 +88,11 @@ class Launch:
     num_queries: int
     num_keys: int
     batch_heads: int
-    heads_together: int
-    num_programs: int
+    heads_together: int  # whose tiles are taken in turns, so that the L2 cache holds their keys and values
+    num_programs: int = 0  # 0: one for each item
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "num_programs", self.num_programs or self.num_items)
 
     @property
     def num_tiles(self) -> int:
@@ -78,10 +105,36 @@ class Launch:
 
     @property
     def num_items(self) -> int:
+        """What programs are handed: tiles, or pairs of them, of all heads."""
         return (-(-self.num_tiles // 2) if self.paired else self.num_tiles) * self.batch_heads
 
+    def first_query(self, tile: int) -> int:
+        """The first row of a tile of queries, below 0 where the first tile has rows to spare.
 
-@cache
+        The last tile ends with the queries, so that rows to spare are in the first, the shortest causal one.
+        """
+        alignment = self.schedule.alignment
+        return -(-self.num_queries // alignment) * alignment - (self.num_tiles - tile) * self.schedule.query_tile
+
+    def num_key_tiles(self, tile: int) -> tuple[int, int]:
+        """Key tiles that some query of a tile sees, and those that make up the masked steps beside them."""
+        schedule, end = self.schedule, self.num_keys
+        if self.is_causal:
+            end = min(end, self.first_query(tile) + schedule.query_tile, self.num_queries)
+        live = -(-end // schedule.key_tile)
+        return live, max(0, schedule.masked_tiles(self.is_causal) - live)
+
+    @property
+    def kernel_plan(self) -> KernelPlan:
+        schedule = self.schedule
+        return KernelPlan(
+            head_tile=schedule.head_tile, consumers=schedule.consumers, key_tile=schedule.key_tile,
+            slots=schedule.slots, registers=schedule.registers, overlapped=schedule.overlapped,
+            masked_tiles=schedule.masked_tiles(self.is_causal), is_causal=self.is_causal, paired=self.paired,
+            alignment=schedule.alignment,
+        )  # fmt: skip
+
+
 def plan_forward(
     *,
     head_dim: int,
@@ -89,15 +142,16 @@ def plan_forward(
     num_queries: int,
     num_keys: int,
     batch_heads: int,
-    heads_together: int,
+    group: int,
     num_multiprocessors: int,
     config: str = "",
 ) -> Launch:
-    """The launch for a call: as `config` names it (`hopper_forward_128x128_pairs`), or as it measured best.
+    """The launch for a call: as `config` names it (`hopper_forward_128x128_pairs`), or as it is estimated best.
 
-    Tiles: one program a tile, the longest causal ones first, and the GPU balances them by handing them out.
-    Pairs: as many programs as multiprocessors, each taking a long and a short causal tile in turn; the next tile's
-    copies run under the last one's end. That wants enough pairs to go round.
+    `group` query heads share a key head. Orders:
+      tiles   one program a tile, the longest causal ones first, and the GPU balances them by handing them out.
+      pairs   as many programs as multiprocessors, each taking a long and a short causal tile in turn; the next tile's
+              copies run under the last one's end. That wants enough pairs to go round.
     """
     schedule = SCHEDULES[head_tile(head_dim)]
     named = [name for name in config.split(",") if name.startswith(PREFIX)]
@@ -106,22 +160,30 @@ def plan_forward(
         raise ValueError(
             f"config of the Hopper forward must be {' or '.join(possible)} for head_dim {head_dim}, got {named[0]!r}"
         )
+    key_head_bytes = 2 * num_keys * head_dim * BYTES_PER_ELEMENT
+    together = max(1, L2_SHARE_BYTES // key_head_bytes) * group if is_causal else 1
     launch = Launch(
         schedule=schedule, is_causal=is_causal, order="pairs", num_queries=num_queries, num_keys=num_keys,
-        batch_heads=batch_heads, heads_together=heads_together if is_causal else 1, num_programs=0,
+        batch_heads=batch_heads, heads_together=min(together, batch_heads),
     )  # fmt: skip
+    orders = {order: replace(launch, order=order, num_programs=0) for order in ORDERS}
     if named:
-        order = possible[named[0]]
+        launch = orders[possible[named[0]]]
     else:
-        short = is_causal and num_keys <= PAIRS_MAX_KEYS
-        order = "pairs" if short and launch.num_items >= num_multiprocessors else "tiles"
-    return _with_programs(launch, order, num_multiprocessors)
+        launch = min(orders.values(), key=lambda launch: estimated_steps(launch, num_multiprocessors))
+    return replace(launch, num_programs=min(launch.num_items, num_multiprocessors)) if launch.paired else launch
 
 
-def _with_programs(launch: Launch, order: str, num_multiprocessors: int) -> Launch:
-    values = {name: getattr(launch, name) for name in launch.__dataclass_fields__} | {"order": order}
-    num_items = Launch(**values).num_items
-    return Launch(**values | {"num_programs": min(num_items, num_multiprocessors) if order == "pairs" else num_items})
+def estimated_steps(launch: Launch, num_multiprocessors: int) -> float:
+    """How long a launch takes, in steps of a consumer's loop, with one program at a time on a multiprocessor."""
+    last = launch.num_tiles - 1
+    steps = [sum(launch.num_key_tiles(tile)) + TILE_COST_STEPS[launch.order] for tile in range(launch.num_tiles)]
+    if launch.paired:
+        longest = max(steps[tile] + steps[last - tile] for tile in range(last // 2 + 1))
+        return -(-launch.num_items // num_multiprocessors) * longest
+    if launch.is_causal:  # handed out longest first, they end within a short tile of one another
+        return max(steps[-1], sum(steps) * launch.batch_heads / num_multiprocessors + steps[0])
+    return -(-launch.num_items // num_multiprocessors) * steps[0]
 
 
 def items_of_program(launch: Launch, program: int) -> Iterator[tuple[int, int]]:
@@ -146,13 +208,8 @@ def key_tiles(launch: Launch, tile: int) -> list[int]:
     The masked steps are unrolled, so there are at least so many tiles; one that nobody sees is read from behind the
     end, as zeros, and its scores are hidden.
     """
-    schedule = launch.schedule
-    end = launch.num_keys
-    if launch.is_causal:
-        end = min(end, (tile + 1) * schedule.query_tile, launch.num_queries)
-    live = -(-end // schedule.key_tile)
-    dead = max(0, schedule.masked_tiles(launch.is_causal) - live)
-    return [launch.num_keys] * dead + [i * schedule.key_tile for i in reversed(range(live))]
+    live, dead = launch.num_key_tiles(tile)
+    return [launch.num_keys] * dead + [i * launch.schedule.key_tile for i in reversed(range(live))]
 
 
 class ProtocolError(Exception):
@@ -225,9 +282,7 @@ class _Machine:
             raise ProtocolError(f"{place} should hold {expected}, holds {self.memory.get(place)}")
 
 
-def _copier(
-    machine: _Machine, program: int, keys_of: Callable[[Launch, int], list[int]] = key_tiles
-) -> Iterator[Wait]:
+def _copier(machine: _Machine, program: int, keys_of: Callable[[Launch, int], list[int]] = key_tiles) -> Iterator[Wait]:
     launch, step = machine.launch, 0
     slots = launch.schedule.slots
     for tiles_done, (head, tile) in enumerate(items_of_program(launch, program)):

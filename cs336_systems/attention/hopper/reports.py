@@ -1,0 +1,222 @@
+"""What the compiler makes of the Hopper kernels, with no GPU: registers, spills, and the order of their main loops.
+
+    for report in compile_hopper_kernels(shipped_hopper_kernels()):
+        print(report.request.name, report.registers, report.spill_bytes, *report.loops, sep="\n    ")
+
+Registers and spills do not tell a fast kernel from a slow one. What does is whether the tensor cores have work while a
+warp group takes exponentials, and that is decided by the order of the machine's instructions: the assembler may wait
+for matmuls earlier than the source asks, and then the kernel is right and half as fast. So a report holds each main
+loop, the innermost with matmuls in them, as the instructions that matter, runs of one kind counted:
+
+    matmul x16, wait to 1, exp2 x32, matmul x4, wait to 1, matmul x4, barrier, ...
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from cs336_systems.attention.compilation import (
+    CRASH,
+    SERIALIZED,
+    assemble,
+    compile_all,
+    compiled_launches,
+    compiler_errors,
+    first_line,
+    spilled_bytes,
+)
+from cs336_systems.attention.hopper.schedule import ORDERS, SCHEDULES
+from cs336_systems.config import DTypeName
+
+ARCH = "sm90"
+BATCH, HEADS, SEQLEN = 2, 16, 1024
+# What an instruction of the machine is to a main loop. A matmul that ends a group says so: "gsb0".
+INSTRUCTIONS = (
+    (re.compile(r"\bHGMMA"), "matmul"),
+    (re.compile(r"\bMUFU\.EX2"), "exp2"),
+    (re.compile(r"\bWARPGROUP\.DEPBAR.*0x([0-9a-f]+)\s*$"), "wait to {}"),
+    (re.compile(r"\bBAR\."), "barrier"),
+    (re.compile(r"\bSYNCS\.PHASECHK"), "wait for slot"),
+    (re.compile(r"\bSYNCS\.ARRIVE"), "arrive"),
+    (re.compile(r"\bUTMALDG"), "tma load"),
+    (re.compile(r"\bUTMASTG"), "tma store"),
+    (re.compile(r"\bUTMAREDG"), "tma add"),
+    (re.compile(r"\b(?:STL|LDL)\b"), "spill"),
+)
+END_OF_GROUP = re.compile(r"\bgsb0\b")
+LINE = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(.*?)\s*;")
+BACKWARD_BRANCH = re.compile(r"\bBRA\b.*?0x([0-9a-f]+)")
+REGISTER = re.compile(r"\bR(\d+)\b")
+
+
+@dataclass(frozen=True, kw_only=True)
+class HopperRequest:
+    """One specialisation of one Hopper kernel, on contiguous inputs."""
+
+    kernel: Literal["forward", "backward"]
+    head_dim: int
+    is_causal: bool
+    dtype: DTypeName = "bfloat16"
+    group: int = 1  # query heads that share a key head
+    whole_key_tiles: bool = True  # the number of keys is a multiple of a key tile
+    config: str = ""
+
+    @property
+    def name(self) -> str:
+        mask = "causal" if self.is_causal else "full"
+        rest = [f"group {self.group}"] * (self.group > 1) + ["ragged"] * (not self.whole_key_tiles)
+        return ", ".join([self.config or f"hopper_{self.kernel}", f"head dim {self.head_dim}", mask, *rest])
+
+
+@dataclass(frozen=True)
+class Loop:
+    """A main loop's instructions in order, as in `INSTRUCTIONS`; "matmul." ends a group."""
+
+    instructions: tuple[str, ...]
+
+    def __str__(self) -> str:
+        """From the first matmul around, runs counted, without spills: equal for loops that differ in no more."""
+        kinds = [instruction.rstrip(".") for instruction in self.instructions if instruction != "spill"]
+        first = kinds.index("matmul")
+        runs = ((kind, len(list(run))) for kind, run in groupby(kinds[first:] + kinds[:first]))
+        return ", ".join(kind if length == 1 else f"{kind} x{length}" for kind, length in runs)
+
+    @property
+    def overlap(self) -> float:
+        """The share of its exponentials that are issued while matmuls are in flight."""
+        in_flight, under, total = 0, 0, 0
+        for instruction in self.instructions * 2:  # what one iteration leaves in flight, the next starts with
+            if instruction == "matmul.":
+                in_flight += 1
+            elif instruction.startswith("wait to "):
+                in_flight = min(in_flight, int(instruction.removeprefix("wait to ")))
+            elif instruction == "exp2":
+                total += 1
+                under += in_flight > 0
+        return under / total if total else 0.0
+
+    @property
+    def spills(self) -> int:
+        """Loads and stores of an iteration for want of registers."""
+        return self.instructions.count("spill")
+
+
+@dataclass(frozen=True, kw_only=True)
+class HopperReport:
+    """What the compiler made of a request; `failure` says why there are no numbers."""
+
+    request: HopperRequest
+    registers: int = 0  # the most that a thread of the consumers uses
+    spill_bytes: int = 0  # of a thread
+    shared_bytes: int = 0  # of a program
+    serialized: int = 0  # places where ptxas made the tensor cores wait
+    loops: tuple[Loop, ...] = ()  # of each consumer; masked ones too where they are loops
+    failure: str = ""
+
+
+def shipped_hopper_kernels() -> list[HopperRequest]:
+    """Every kernel that calls without grouped heads run, in bfloat16: float16 compiles alike."""
+    return [
+        HopperRequest(kernel="forward", head_dim=tile, is_causal=is_causal, config=schedule.name(order))
+        for tile, schedule in SCHEDULES.items()
+        for order in ORDERS
+        for is_causal in (True, False)
+    ] + [
+        HopperRequest(kernel="backward", head_dim=tile, is_causal=is_causal, whole_key_tiles=whole)
+        for tile in SCHEDULES
+        for whole in (True, False)
+        for is_causal in (True, False)
+    ]
+
+
+def compile_hopper_kernels(requests: Sequence[HopperRequest], *, jobs: int | None = None) -> Iterator[HopperReport]:
+    """A report for each of `requests` as it is ready, from `jobs` processes (default: one for each usable core)."""
+    for request, report in compile_all(requests, compile_hopper_kernel, jobs=jobs):
+        yield HopperReport(request=request, failure=CRASH) if report is None else report
+
+
+def compile_hopper_kernel(request: HopperRequest) -> HopperReport:
+    """Compile `request` in this process."""
+    try:
+        (kernel,) = compiled_launches(ARCH, f"hopper_{request.kernel}_kernel", lambda: _launch(request))
+        text = assemble(kernel, ARCH)
+        lines = disassemble(kernel)
+        return HopperReport(
+            request=request,
+            registers=1 + max(int(number) for _, line in lines for number in REGISTER.findall(line)),
+            spill_bytes=spilled_bytes(text),
+            shared_bytes=kernel.metadata.shared,
+            serialized=len(SERIALIZED.findall(text)),
+            loops=tuple(main_loops(lines)),
+        )
+    except compiler_errors() as error:
+        return HopperReport(request=request, failure=first_line(error))
+
+
+def _launch(request: HopperRequest) -> None:
+    """Call the launcher on tensors without storage."""
+    from cs336_systems.attention.hopper.backward import hopper_backward
+    from cs336_systems.attention.hopper.forward import hopper_forward
+
+    def empty(heads: int, rows: int) -> torch.Tensor:
+        return torch.empty((BATCH, heads, rows, request.head_dim), dtype=getattr(torch, request.dtype), device="meta")
+
+    q = empty(HEADS, SEQLEN)
+    k = empty(HEADS // request.group, SEQLEN if request.whole_key_tiles else SEQLEN - 1)
+    options = (request.is_causal, 1 / math.sqrt(request.head_dim), request.config)
+    if request.kernel == "forward":
+        hopper_forward(q, k, k, *options)
+    else:
+        hopper_backward(q, k, k, q, torch.empty(q.shape[:-1], device="meta"), q, None, *options)
+
+
+def disassemble(kernel: Any) -> list[tuple[int, str]]:
+    """(address, instruction) of a compiled kernel's machine code."""
+    from triton import knobs
+
+    with tempfile.TemporaryDirectory() as folder:
+        cubin = Path(folder) / "kernel.cubin"
+        cubin.write_bytes(kernel.asm["cubin"])
+        command = [knobs.nvidia.cuobjdump.path, "-sass", str(cubin)]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return [(int(address, 16), line) for address, line in LINE.findall(text)]
+
+
+def main_loops(lines: Iterable[tuple[int, str]]) -> list[Loop]:
+    """The innermost loops with matmuls, in the order of their addresses."""
+    lines = list(lines)
+    bodies = {}
+    for address, line in lines:
+        branch = BACKWARD_BRANCH.search(line)
+        if branch and int(branch[1], 16) < address:
+            span = int(branch[1], 16), address
+            bodies[span] = [other for place, other in lines if span[0] <= place <= span[1]]
+    # Loops nest. What starts in one and ends behind it is the way back from where a wait spins, out of line.
+    spans = [
+        span
+        for span, body in bodies.items()
+        if any("HGMMA" in line for line in body)
+        and not any(other[0] < span[0] <= other[1] < span[1] for other in bodies)
+    ]
+    innermost = [span for span in spans if not any(span[0] <= x[0] and x[1] <= span[1] for x in spans if x != span)]
+    return [Loop(tuple(_kinds(bodies[span]))) for span in sorted(innermost)]
+
+
+def _kinds(lines: Iterable[str]) -> Iterator[str]:
+    for line in lines:
+        for pattern, kind in INSTRUCTIONS:
+            match = pattern.search(line)
+            if match:
+                ends = kind == "matmul" and END_OF_GROUP.search(line)
+                yield kind.format(*(int(number, 16) for number in match.groups())) + "." * bool(ends)
+                break

@@ -1,0 +1,323 @@
+# ---
+# jupyter:
+#   jupytext:
+#     formats: ipynb,py:percent
+#     notebook_metadata_filter: kernelspec,jupytext,-jupytext.text_representation.jupytext_version
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#       format_version: '1.3'
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # Attention on Hopper: who works while who waits
+#
+# A FlashAttention kernel alternates between two units of a multiprocessor: the tensor cores, which multiply tiles, and
+# the units that take exponentials. This notebook is about keeping both busy: what each costs, how warps of one program
+# divide the work, which program computes which tiles, and how a protocol between warps is tested on a machine that
+# cannot run it.
+#
+# It needs no GPU. The schedule is the kernel's own, from `cs336_systems.attention.hopper.schedule`; what is timed here
+# is a model with three units, and says so. The measured speeds at the end are committed records of one H200.
+
+# %%
+import heapq
+import random
+from collections.abc import Iterator
+from io import BytesIO
+from pathlib import Path
+from unittest.mock import patch
+
+import matplotlib.pyplot as plt
+from IPython.display import Image, Markdown, display
+from matplotlib.figure import Figure
+from PIL import Image as Picture
+
+import cs336_systems
+from cs336_systems.attention.hopper import schedule
+from cs336_systems.attention.hopper.schedule import (
+    SCHEDULES,
+    Launch,
+    ProtocolError,
+    items_of_program,
+    key_tiles,
+    plan_forward,
+    simulate,
+)
+from cs336_systems.records import read_records
+from cs336_systems.report.answers import answer
+from cs336_systems.report.figures import problem_figures
+from cs336_systems.report.frames import load_frame
+
+PRODUCTS, ARITHMETIC, EXPONENTIALS, IDLE = "#0072B2", "#DDAA33", "#D55E00", "#EEEEEE"
+plt.rcParams.update({"figure.dpi": 80, "figure.constrained_layout.use": True, "axes.axisbelow": True})
+
+
+def show(figure: Figure, description: str) -> None:
+    """Display `figure` as a PNG of 256 colours, a third of the size: the outputs are kept in the repository."""
+    drawn, reduced = BytesIO(), BytesIO()
+    figure.savefig(drawn, format="png", bbox_inches="tight")
+    plt.close(figure)
+    palette = Picture.open(drawn).convert("RGB").quantize(256, Picture.Quantize.MAXCOVERAGE, dither=Picture.Dither.NONE)
+    palette.save(reduced, "png", optimize=True)
+    display(Image(reduced.getvalue(), alt=description))
+
+
+# %% [markdown]
+# ## 1. What a tile of scores costs
+#
+# A multiprocessor of an H100 or H200 does 4,096 dense 16-bit floating-point operations a cycle on its tensor cores and
+# 16 exponentials a cycle. A tile of 64 queries by 128 keys takes two products, $S = QK^\top$ and $PV$, of
+# $2 \cdot 64 \cdot 128 \cdot d$ operations each, one exponential a score, and about five instructions a score on the
+# 128 lanes of ordinary arithmetic: scale, mask, maximum, sum, conversion to 16 bits.
+
+# %%
+TENSOR_CORE_FLOPS_PER_CYCLE, EXPONENTIALS_PER_CYCLE, LANES, INSTRUCTIONS_PER_SCORE = 4096, 16, 128, 5
+ROWS = schedule.CONSUMER_ROWS
+
+
+def product_cycles(head_dim: int, key_tile: int) -> int:
+    """Both products of a consumer's step."""
+    return 2 * 2 * ROWS * key_tile * head_dim // TENSOR_CORE_FLOPS_PER_CYCLE
+
+
+def exponential_cycles(key_tile: int) -> int:
+    return ROWS * key_tile // EXPONENTIALS_PER_CYCLE
+
+
+def arithmetic_cycles(key_tile: int) -> int:
+    return ROWS * key_tile * INSTRUCTIONS_PER_SCORE // LANES
+
+
+for head_dim, plan in SCHEDULES.items():
+    products, exponentials = product_cycles(head_dim, plan.key_tile), exponential_cycles(plan.key_tile)
+    alone = products / (products + exponentials)
+    print(
+        f"head dim {head_dim:3}: {products} cycles of products, {exponentials} of exponentials; "
+        f"one after the other the tensor cores work {100 * alone:.0f} % of the time"
+    )
+
+# %% [markdown]
+# At head dim 64 both units are needed equally long: the best a kernel can do is to hide one behind the other, and one
+# that does not reaches half. At head dim 128 exponentials are the smaller part, and hiding them is worth a third.
+#
+# ## 2. Warps that copy, warp groups that multiply
+#
+# A program of the kernel has one warp that only copies, through the copy engine, into a ring of shared memory, and two
+# or three *consumers*, groups of four warps that own 64 queries each. While one consumer takes exponentials, another's
+# products run. Below, a model of it with three units that serve one consumer at a time, in the order of arrival.
+
+# %%
+Span = tuple[str, int, int, str]  # lane, start, end, colour
+
+
+def run_model(head_dim: int, consumers: int, key_tile: int, steps: int, overlapped: bool) -> list[Span]:
+    """Spans of `steps` key tiles on `consumers` consumers. Overlapped: PV of the last tile runs under the softmax."""
+    product = product_cycles(head_dim, key_tile) // 2
+    free = {PRODUCTS: 0, ARITHMETIC: 0, EXPONENTIALS: 0}
+    spans: list[Span] = []
+
+    def use(unit: str, consumer: int, ready: int, cycles: int) -> int:
+        start = max(ready, free[unit])
+        free[unit] = start + cycles
+        spans.append((f"consumer {consumer}", start, start + cycles, unit))
+        return start + cycles
+
+    def consume(consumer: int) -> Iterator[int]:
+        now = 0
+        for step in range(steps):
+            scores = use(PRODUCTS, consumer, now, product)
+            values = use(PRODUCTS, consumer, scores, product) if step else scores
+            now = scores if overlapped else values
+            yield now
+            now = use(ARITHMETIC, consumer, now, arithmetic_cycles(key_tile))
+            yield now
+            now = max(values, use(EXPONENTIALS, consumer, now, exponential_cycles(key_tile)))
+            yield now
+
+    waiting = []
+    for consumer in range(consumers):
+        process = consume(consumer)
+        waiting.append((next(process), consumer, process))
+    heapq.heapify(waiting)
+    while waiting:
+        _, consumer, process = heapq.heappop(waiting)
+        later = next(process, None)
+        if later is not None:
+            heapq.heappush(waiting, (later, consumer, process))
+    return spans
+
+
+def draw_spans(axes: plt.Axes, spans: list[Span], title: str) -> None:
+    lanes = sorted({lane for lane, *_ in spans})
+    for lane, start, end, unit in spans:
+        half = -0.18 if unit == PRODUCTS else 0.18
+        axes.barh(lanes.index(lane) + half, end - start, 0.34, left=start, color=unit, edgecolor="white", linewidth=0.6)
+    axes.set_yticks(range(len(lanes)), lanes)
+    axes.set_ylim(len(lanes) - 0.4, -0.6)
+    axes.set_title(title, fontsize=10, loc="left")
+
+
+def busy(spans: list[Span]) -> float:
+    """Share of the time in which the tensor cores work."""
+    return sum(end - start for _, start, end, colour in spans if colour == PRODUCTS) / max(
+        end for _, _, end, _ in spans
+    )
+
+
+cases = [
+    (64, 1, False, "head dim 64, one consumer"),
+    (64, 2, False, "head dim 64, two consumers"),
+    (64, 3, False, "head dim 64, three consumers: the kernel's choice"),
+    (128, 1, False, "head dim 128, one consumer"),
+    (128, 1, True, "head dim 128, one consumer, softmax under the second product"),
+    (128, 2, True, "head dim 128, two such consumers: the kernel's choice"),
+]
+figure, grid = plt.subplots(len(cases), 1, figsize=(8.6, 7.6), sharex=True)
+for axes, (head_dim, consumers, overlapped, title) in zip(grid, cases):
+    spans = run_model(head_dim, consumers, 128, 6, overlapped)
+    long_run = busy(run_model(head_dim, consumers, 128, 200, overlapped))
+    draw_spans(axes, spans, f"{title}: products {100 * long_run:.0f} % of the time")
+grid[-1].set_xlabel("cycles, in the model; blue: products, yellow: arithmetic, orange: exponentials")
+show(figure, "Model timelines of one to three consumers at head dims 64 and 128, and the share of time in products")
+
+# %% [markdown]
+# One consumer leaves the tensor cores idle while it takes its softmax; two still do at head dim 64, where the softmax
+# is the longer part of a step. A third consumer fills the gap. At head dim 128 a consumer can also issue the last
+# tile's second product and take the softmax of this tile meanwhile; a third consumer would not find registers there.
+# The model knows nothing of barriers, registers or power: what the kernels do was decided by measuring.
+#
+# One step of the kernel's ring in its own terms: slot after slot, what the copier brings and what each step multiplies.
+
+# %%
+
+
+def call(head_dim: int, length: int, *, heads: int = 1, multiprocessors: int = 132, is_causal: bool = True) -> Launch:
+    return plan_forward(
+        head_dim=head_dim, is_causal=is_causal, num_queries=length, num_keys=length, batch_heads=heads, group=1,
+        num_multiprocessors=multiprocessors,
+    )  # fmt: skip
+
+
+launch = call(128, 1024)
+tile = launch.num_tiles - 1
+keys = key_tiles(launch, tile)
+lines = ["| step | slot | copied | multiplied |", "| --: | --: | :-- | :-- |"]
+for step in range(len(keys) + 1):
+    copied = [f"K of keys {keys[step]}…"] if step < len(keys) else []
+    copied += [f"V of keys {keys[step - 1]}…"] if step else []
+    multiplied = ["S = QKᵀ"] if step < len(keys) else []
+    multiplied += ["O += PV"] if step else []
+    lines.append(f"| {step} | {step % launch.schedule.slots} | {', '.join(copied)} | {', '.join(multiplied)} |")
+display(Markdown("\n".join(lines)))
+
+# %% [markdown]
+# ## 3. Which program computes which tiles
+#
+# Under a causal mask the last tile of queries sees all keys and the first sees one tile of them. Programs start in the
+# order of their numbers as multiprocessors become free, so the order of the numbers is the schedule. Long tiles first
+# leave short ones for the end, where they fill the gaps.
+
+# %%
+MULTIPROCESSORS = 12  # few, so that the picture can be read; an H200 has 132
+
+
+def finish(costs: list[int]) -> list[list[tuple[int, int]]]:
+    """(start, length) of what each multiprocessor runs when programs of these costs are handed out in order."""
+    ends = [(0, number) for number in range(MULTIPROCESSORS)]
+    lanes: list[list[tuple[int, int]]] = [[] for _ in range(MULTIPROCESSORS)]
+    for cost in costs:
+        end, number = heapq.heappop(ends)
+        lanes[number].append((end, cost))
+        heapq.heappush(ends, (end + cost, number))
+    return lanes
+
+
+launch = call(128, 3072, heads=4, multiprocessors=10**6)
+costs = [
+    sum(len(key_tiles(launch, tile)) for _, tile in items_of_program(launch, program))
+    for program in range(launch.num_programs)
+]
+orders = {"shortest first": sorted(costs), "longest first, as the kernel numbers them": costs}
+figure, grid = plt.subplots(1, 2, figsize=(8.6, 3.4), sharex=True, sharey=True)
+for axes, (title, ordered_costs) in zip(grid, orders.items()):
+    lanes = finish(ordered_costs)
+    end = max(start + cost for lane in lanes for start, cost in lane)
+    for number, lane in enumerate(lanes):
+        axes.barh(number, end, 0.8, color=IDLE)
+        for start, cost in lane:
+            axes.barh(number, cost, 0.8, left=start, color=PRODUCTS, edgecolor="white", linewidth=0.6)
+    share = sum(costs) / (MULTIPROCESSORS * end)
+    axes.set_title(f"{title}: {end} key tiles, {100 * share:.0f} % busy", fontsize=10)
+    axes.set_xlabel("time (key tiles)")
+grid[0].set_ylabel("multiprocessor")
+show(figure, "Causal tiles on twelve multiprocessors, handed out shortest first and longest first")
+
+# %% [markdown]
+# ## 4. A protocol that nobody can watch
+#
+# Copies and warps meet at barriers in shared memory: a consumer waits until a slot is full, the copier until it is
+# empty. One arrival too few and the GPU hangs, without a message. So the protocol also exists in Python, where whoever
+# is able to advance does so in random order, reads check what they find, and waiting for ever is an exception. The
+# tests run it for every length up to 300; here are some.
+
+# %%
+rng = random.Random(0)
+programs = 0
+for head_dim in SCHEDULES:
+    for length in (*range(1, 40), 64, 127, 128, 129, 192, 193, 255, 256, 257, 300):
+        for is_causal in (False, True):
+            launch = call(head_dim, length, multiprocessors=2, is_causal=is_causal)
+            for program in range(launch.num_programs):
+                simulate(launch, program, rng)
+                programs += 1
+print(f"{programs} programs ended, every tile read was the one wanted")
+
+# %% [markdown]
+# And the bug that the first prototype of this kernel had. The masked steps at the diagonal are unrolled; at 128 keys
+# fewer tiles are there than the unrolled steps want. Consumers that count the unrolled steps, with a copier that counts
+# the tiles that exist, multiply what an earlier step left and then wait for a copy that nobody makes:
+
+# %%
+
+
+def unbounded(launch: Launch, tile: int) -> list[int]:
+    """Key tiles as consumers saw them that did not look at how many there are."""
+    found = key_tiles(launch, tile)
+    return [*found, *[0] * (launch.schedule.masked_tiles(launch.is_causal) + 1 - len(found))]
+
+
+launch = call(64, 128)
+with patch.object(schedule, "key_tiles", unbounded):
+    try:
+        simulate(launch, 0, random.Random(0))
+        print("ended")
+    except ProtocolError as error:
+        print(f"ProtocolError: {error}")
+
+# %% [markdown]
+# ## 5. What was measured
+#
+# Committed records of one H200: the ladder from Triton with pointers to these kernels, and their place beside the
+# libraries on shapes of real models. Where there are none yet, the cell says so.
+
+# %%
+records = Path(cs336_systems.__file__).resolve().parent.parent / "results/nvidia-h200/records"
+for problem in ("hopper_ladder", "attention_shapes"):
+    path = records / f"{problem}.jsonl"
+    if not path.exists():
+        display(Markdown(f"*`{problem}` is not measured yet.*"))
+        continue
+    frame = load_frame(read_records(path))
+    for stem, figure in problem_figures(problem, frame):
+        show(figure, stem.replace("_", " "))
+    display(Markdown(answer(problem, frame)))
+
+# %% [markdown]
+# Further: the kernels read from top to bottom, with their steps drawn in the docstring:
+# `cs336_systems/attention/hopper/forward.py` and `backward.py`. `cs336-systems doctor --kernels --arch sm90` compiles
+# them, on any machine, and prints registers, spills and the order of products, exponentials and waits in their loops.

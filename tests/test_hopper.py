@@ -1,0 +1,647 @@
+"""The Hopper back end: how it is chosen and refused, on every machine; its kernels, on a GPU of sm_90.
+
+Its kernels have no interpreter. What a CPU can test of them is in `test_hopper_schedule` and in what is compiled
+offline; here the dispatch runs with the tiled stage in the kernels' place.
+"""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from cs336_systems import device as device_module
+from cs336_systems.attention import (
+    AttentionConfig,
+    BlockMask,
+    api,
+    attention_reference,
+    explain_backend,
+    flash_attention,
+    flash_attention_varlen,
+)
+from cs336_systems.attention.contract import compute_oracle, contract_errors
+from cs336_systems.attention.hopper import function, support
+from cs336_systems.attention.tiled import tiled_backward, tiled_forward
+from cs336_systems.device import MAX_HOPPER_HEAD_DIM
+from tests.covered import HOPPER_ATTENTION
+from tests.hopper_lengths import errors_over_bounds
+from tests.test_s4_attention import DTYPES, assert_contract, draw, inputs, run
+
+COVERS = (*HOPPER_ATTENTION, "tests/hopper_lengths.py")
+
+ROOT = Path(__file__).resolve().parent.parent
+HAS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+MASKS = pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+LOW = pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+WIDTHS = pytest.mark.parametrize("head_dim", [width for width in (64, 128) if width <= MAX_HOPPER_HEAD_DIM])
+
+
+def on_hopper(test: Any) -> Any:
+    """A GPU test, of sm_90 alone."""
+    return pytest.mark.gpu(pytest.mark.skipif(not HAS_HOPPER, reason="hopper kernels need an sm_90 GPU")(test))
+
+
+# Chosen, refused: on every machine
+
+
+class Calls(list[str]):
+    """Which kernels were launched, in order."""
+
+
+@pytest.fixture
+def replaced(monkeypatch) -> Calls:
+    """`flash_attention(backend="hopper")` on this machine's CPU, the tiled stage in the place of all kernels."""
+    calls = Calls()
+
+    def forward(q, k, v, is_causal, scale, config):
+        calls.append(f"hopper forward {config}".strip())
+        return tiled_forward(q, k, v, is_causal, scale)
+
+    def backward(kind):
+        def differentiate(q, k, v, output, lse, grad_output, grad_lse, is_causal, scale, config):
+            calls.append(f"{kind} backward {config}".strip())
+            return tiled_backward(q, k, v, output, lse, grad_output, grad_lse, is_causal, scale)
+
+        return differentiate
+
+    monkeypatch.setattr(function, "hopper_forward", forward)
+    monkeypatch.setattr(function, "hopper_backward", backward("hopper"))
+    monkeypatch.setattr(function.triton_attention, "backward", backward("triton"))
+    monkeypatch.setattr(function, "hopper_refusal", lambda q: None)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)  # the index of a tensor on the CPU
+    monkeypatch.setattr(api, "explain_backend", lambda q, k, **_: ("hopper", "the test says so"))
+    return calls
+
+
+def cpu_inputs(heads: int = 2, kv_heads: int = 2) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return inputs(2, heads, kv_heads, 20, 30, 16, torch.float32, "cpu")
+
+
+@pytest.mark.parametrize(
+    ("deterministic", "globally", "backward"),
+    [
+        (None, False, "hopper backward"),
+        (False, False, "hopper backward"),
+        (True, False, "triton backward"),
+        (None, True, "triton backward"),
+        (False, True, "hopper backward"),
+    ],
+)
+def test_deterministic_gradients_come_from_the_two_passes(replaced, deterministic, globally, backward):
+    torch.use_deterministic_algorithms(globally)
+    try:
+        assert_contract(*cpu_inputs(), is_causal=True, deterministic=deterministic)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert replaced == ["hopper forward", backward]
+
+
+def test_the_backward_goes_as_the_forward_was_told(replaced):
+    q, k, v, grad_output = cpu_inputs()
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    output = flash_attention(*leaves, deterministic=True)
+    again = flash_attention(*leaves)
+    torch.autograd.grad(again, leaves, grad_output)
+    torch.autograd.grad(output, leaves, grad_output)
+    assert replaced == ["hopper forward", "hopper forward", "hopper backward", "triton backward"]
+
+
+def test_key_heads_are_not_repeated_and_leading_dimensions_come_back(replaced):
+    q, k, v, _ = cpu_inputs(4, 2)
+    seen = []
+    forward = function.hopper_forward
+
+    def watch(q, k, v, *rest):
+        seen.append((tuple(q.shape), tuple(k.shape)))
+        return forward(q, *(x.repeat_interleave(2, dim=1) for x in (k, v)), *rest)
+
+    function.hopper_forward = watch  # monkeypatched: undone with it
+    output, lse = flash_attention(*(x[None] for x in (q, k, v)), enable_gqa=True, return_lse=True)
+    assert seen == [((2, 4, 20, 16), (2, 2, 30, 16))]
+    assert output.shape == (1, 2, 4, 20, 16) and lse.shape == (1, 2, 4, 20)
+
+
+@pytest.mark.parametrize("empty", ["batch", "queries", "keys"])
+def test_empty_inputs_launch_nothing(replaced, empty):
+    batch, seqlen_q, seqlen_k = (0 if empty == name else 5 for name in ("batch", "queries", "keys"))
+    results = run(*inputs(batch, 2, 2, seqlen_q, seqlen_k, 16, torch.float32, "cpu"))
+    assert replaced == []
+    assert (results["lse"] == -math.inf).all() and not any(results[f"grad_{name}"].any() for name in "qkv")
+
+
+def test_the_operator_passes_pytorchs_checks(replaced):
+    q, k, v, _ = (x.requires_grad_() for x in cpu_inputs())
+    operator = torch.ops.cs336_systems.hopper_attention.default
+    arguments = (q, k, v, False, True, 0.25, "")
+    torch.library.opcheck(operator, arguments, test_utils=("test_schema", "test_faketensor"))
+
+
+def test_compile_takes_it_whole(replaced):
+    q, k, v, grad_output = cpu_inputs()
+
+    def block(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return flash_attention(torch.sin(q), k, v, is_causal=True) * 2
+
+    compiled = torch.compile(block, fullgraph=True, backend="aot_eager")
+    results = []
+    for attend in (block, compiled):
+        leaves = [x.detach().clone().requires_grad_() for x in (q, k, v)]
+        output = attend(*leaves)
+        results.append([output, *torch.autograd.grad(output, leaves, grad_output)])
+    for eager, whole in zip(*results):
+        torch.testing.assert_close(whole, eager)
+    assert replaced == ["hopper forward", "hopper backward"] * 2
+
+
+def test_double_backward_is_refused(replaced):
+    leaves = [x.requires_grad_() for x in cpu_inputs()[:3]]
+    (grad_q,) = torch.autograd.grad(flash_attention(*leaves).sum(), leaves[0], create_graph=True)
+    with pytest.raises(RuntimeError, match="hopper_attention_backward.*no autograd formula"):
+        grad_q.sum().backward()
+
+
+def test_forward_mode_is_refused(replaced):
+    q, k, v, _ = cpu_inputs()
+    with pytest.raises(NotImplementedError, match="forward-mode AD is not supported here"):
+        torch.func.jvp(lambda q: flash_attention(q, k, v), (q,), (q,))
+
+
+def test_tiles_of_triton_are_refused(replaced):
+    with pytest.raises(ValueError, match="config chooses the tiles of backend 'triton', got backend 'hopper'"):
+        flash_attention(*cpu_inputs()[:3], config=AttentionConfig())
+
+
+@pytest.fixture
+def hopper_everywhere(monkeypatch):
+    """A machine on which all back ends run, as far as `available_backends` says."""
+    everything = dict.fromkeys(device_module.BACKENDS, "ok")
+    monkeypatch.setattr(api, "_available_once", lambda device_kind, interpreter: everything)
+
+
+def test_inputs_elsewhere_are_refused(hopper_everywhere):
+    message = "backend 'hopper' cannot be used: hopper kernels run on CUDA devices, and the inputs are on cpu"
+    with pytest.raises(ValueError, match=message):
+        flash_attention(*cpu_inputs()[:3], backend="hopper")
+
+
+def test_masks_and_documents_are_refused(hopper_everywhere):
+    q, k, v, _ = inputs(1, 2, 2, 64, 64, 16, torch.float32, "cpu")
+    mask = BlockMask.causal(64, 64, block_size=64)
+    with pytest.raises(ValueError, match="hopper kernels walk no lists of tiles; backend 'triton' runs a block mask"):
+        flash_attention(q, k, v, block_mask=mask, backend="hopper")
+    packed = [x[0].transpose(0, 1) for x in (q, k, v)]
+    ends = torch.tensor([0, 64], dtype=torch.int32)
+    with pytest.raises(ValueError, match="hopper kernels take no packed documents; backend 'triton' does"):
+        flash_attention_varlen(*packed, ends, ends, 64, 64, backend="hopper")
+
+
+@pytest.mark.skipif(HAS_HOPPER, reason="this machine has what is missing here")
+def test_a_machine_without_hopper_says_so():
+    q, k, v, _ = cpu_inputs()
+    with pytest.raises(ValueError, match=r"hopper kernels need a GPU of compute capability 9\.0 \(H100, H200\)"):
+        flash_attention(q, k, v, backend="hopper")
+
+
+def test_the_operator_refuses_what_its_kernels_cannot_do():
+    q, k, v, _ = cpu_inputs()
+    with pytest.raises(ValueError, match="q cannot be attended by the Hopper kernels: .* the inputs are on cpu"):
+        function.hopper_attention(q, k, v, False, True, 0.25, "")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "capability", "state", "reason"),
+    [
+        (torch.bfloat16, MAX_HOPPER_HEAD_DIM, (9, 0), "ok", None),
+        (torch.float16, 1, (9, 0), "ok", None),
+        (torch.float32, 64, (9, 0), "ok", "hopper takes float16 and bfloat16, not float32"),
+        (torch.bfloat16, 136, (9, 0), "ok", f"hopper takes a head_dim of at most {MAX_HOPPER_HEAD_DIM}, not 136"),
+        (torch.bfloat16, 64, (8, 0), "ok", "hopper needs compute capability 9.0, and the inputs' GPU has 8.0"),
+        (torch.bfloat16, 64, (9, 0), "no Gluon", "no Gluon"),
+    ],
+)
+def test_what_the_operator_asks_first(monkeypatch, dtype, head_dim, capability, state, reason):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(support, "get_device_info", lambda device: None)
+    monkeypatch.setattr(support, "available_backends", lambda info: {"hopper": state})
+    support._refusal.cache_clear()
+    assert support._refusal(torch.device("cuda", 0), dtype, head_dim, "dense") == reason
+    support._refusal.cache_clear()
+
+
+def test_records_name_the_tiles(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132))
+    q = torch.empty(1, 16, 16384, 64, dtype=torch.bfloat16, device="meta")
+    forward, backward = function.kernel_names(q, q, is_causal=True).split()
+    assert forward == "hopper_forward_192x128_tiles" and backward == "hopper_backward_128x128"
+
+
+def test_asking_loads_no_kernels():
+    code = (
+        "import sys, torch; from cs336_systems.attention.hopper.support import hopper_refusal;"
+        "print(hopper_refusal(torch.zeros(4)), [name for name in sys.modules if name.endswith('hopper.forward')])"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    assert result.stdout.strip() == "hopper kernels run on CUDA devices, and the inputs are on cpu []"
+
+
+# The numerical contract: on the GPU
+
+SHAPES = {
+    "S1-d16": (2, 1, 1, 1, 1, 16),
+    "S16-d32": (1, 2, 2, 16, 16, 32),
+    "S97-d64": (2, 2, 2, 97, 97, 64),
+    "S128-d128": (1, 2, 2, 128, 128, 128),
+    "S257-d64": (1, 2, 2, 257, 257, 64),
+    "S1024-d64": (2, 3, 3, 1024, 1024, 64),
+    "S1025-d64": (1, 2, 2, 1025, 1025, 64),
+    "S1025-d128": (1, 2, 2, 1025, 1025, 128),
+    "S2048-d128": (2, 4, 4, 2048, 2048, 128),
+    "d40": (1, 1, 1, 70, 70, 40),
+    "d59": (1, 1, 1, 130, 130, 59),
+    "d80": (1, 2, 2, 465, 465, 80),
+    "d96": (2, 1, 1, 129, 129, 96),
+    "d111": (1, 2, 2, 300, 300, 111),
+    "more-keys-d64": (1, 2, 2, 37, 1203, 64),
+    "more-keys-d128": (1, 2, 2, 137, 403, 128),
+    "more-queries-d64": (1, 2, 2, 1203, 37, 64),
+    "more-queries-d128": (1, 2, 2, 403, 137, 128),
+    "one-query": (2, 2, 2, 1, 300, 64),
+    "one-key": (2, 2, 2, 450, 1, 128),
+    "gqa-d64": (2, 6, 2, 530, 500, 64),
+    "gqa-d128": (1, 8, 2, 530, 530, 128),
+    "mqa": (3, 4, 1, 165, 165, 64),
+    "many-heads": (8, 16, 16, 200, 200, 64),
+}
+SHAPES = {name: shape for name, shape in SHAPES.items() if shape[-1] <= MAX_HOPPER_HEAD_DIM}
+
+
+@on_hopper
+@MASKS
+@LOW
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
+def test_contract(shape, dtype, is_causal):
+    errors = errors_over_bounds(*inputs(*shape, DTYPES[dtype], "cuda"), is_causal=is_causal)
+    assert max(errors.values()) <= 1, f"error over bound: {errors}"
+
+
+@on_hopper
+@MASKS
+@WIDTHS
+def test_contract_of_a_long_sequence(head_dim, is_causal):
+    """Many tiles a program and several waves of programs; the order of tiles and both phases of each barrier."""
+    assert_contract(*inputs(1, 4, 4, 8192 + 77, 8192 + 77, head_dim, torch.bfloat16, "cuda"), is_causal=is_causal,
+                    backend="hopper")  # fmt: skip
+
+
+@on_hopper
+@pytest.mark.parametrize("kind", ["equal", "unequal"])
+@WIDTHS
+def test_no_length_hangs(head_dim, kind):
+    """In a process of its own: a barrier that nobody arrives at would wait for ever."""
+    command = [sys.executable, "-m", "tests.hopper_lengths", kind, str(head_dim)]
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=ROOT)
+    except subprocess.TimeoutExpired as error:
+        said = (error.stdout or b"").decode() if isinstance(error.stdout, bytes) else error.stdout
+        pytest.fail(f"no end within 300 s; so far: {said}")
+    assert result.returncode == 0, (result.stdout + result.stderr)[-4000:]
+    assert result.stdout.splitlines()[-1].startswith("ok ")
+
+
+@on_hopper
+@pytest.mark.parametrize("scale", [0.01, 1.0, 3.0])
+@WIDTHS
+def test_scale(head_dim, scale):
+    assert_contract(*inputs(1, 2, 2, 280, 280, head_dim, torch.bfloat16, "cuda"), scale=scale, is_causal=True,
+                    backend="hopper")  # fmt: skip
+
+
+@on_hopper
+@MASKS
+@LOW
+@WIDTHS
+def test_the_deterministic_backward(head_dim, dtype, is_causal):
+    """Triton's two passes, from the Hopper forward's output and log-sum-exp."""
+    tensors = inputs(1, 4, 2, 450, 420, head_dim, DTYPES[dtype], "cuda")
+    options: dict[str, Any] = {"is_causal": is_causal, "backend": "hopper", "enable_gqa": True, "deterministic": True}
+    assert_contract(*tensors, **options)
+    first = run(*tensors, **options)
+    for _ in range(20):
+        for name, result in run(*tensors, **options).items():
+            assert torch.equal(first[name], result), name
+
+
+# Inputs as they come
+
+
+@on_hopper
+@WIDTHS
+@pytest.mark.parametrize(
+    "layout", ["transposed", "fused-qkv", "expanded", "offset", "unaligned", "head-dim-strided", "three-dims"]
+)
+def test_any_strides_equal_contiguous(layout, head_dim):
+    batch, heads, seqlen = 2, 3, 297
+
+    def make(*size: int) -> list[Tensor]:
+        return [draw(*size, dtype=torch.bfloat16, device="cuda", seed=seed) for seed in range(4)]
+
+    if layout == "transposed":
+        q, k, v, grad_output = (x.transpose(1, 2) for x in make(batch, seqlen, heads, head_dim))
+    elif layout == "fused-qkv":
+        q, k, v, grad_output = make(batch, seqlen, heads, 4 * head_dim)[0].transpose(1, 2).split(head_dim, dim=-1)
+    elif layout == "expanded":
+        q, k, v, grad_output = (x.expand(batch, -1, -1, -1) for x in make(1, heads, seqlen, head_dim))
+    elif layout == "offset":
+        q, k, v, grad_output = (x[..., 3:, 8:] for x in make(batch, heads, seqlen + 3, head_dim + 8))
+    elif layout == "unaligned":
+        q, k, v, grad_output = (x[..., 3:, 1:] for x in make(batch, heads, seqlen + 3, head_dim + 1))
+    elif layout == "head-dim-strided":
+        q, k, v, grad_output = (x.transpose(2, 3) for x in make(batch, heads, head_dim, seqlen))
+    else:
+        q, k, v, grad_output = make(heads, seqlen, head_dim)
+    ours = run(q, k, v, grad_output, backend="hopper", is_causal=True)
+    contiguous = run(*(x.contiguous() for x in (q, k, v, grad_output)), backend="hopper", is_causal=True)
+    for name in ("output", "lse", "grad_k", "grad_v"):
+        assert torch.equal(ours[name], contiguous[name]), name
+    rest = q.ndim == 3
+    tensors = tuple(x[None] if rest else x for x in (q, k, v, grad_output))
+    errors = contract_errors(
+        compute_oracle(*tensors, is_causal=True), {"grad_q": ours["grad_q"][None] if rest else ours["grad_q"]}
+    )
+    assert errors["grad_q"] <= 1
+
+
+@on_hopper
+@WIDTHS
+def test_gradient_of_a_sum_has_stride_zero(head_dim):
+    q, k, v, _ = inputs(1, 2, 2, 270, 270, head_dim, torch.bfloat16, "cuda")
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    flash_attention(*leaves, backend="hopper").sum().backward()
+    errors = contract_errors(
+        compute_oracle(q, k, v, torch.ones_like(q)), {f"grad_{name}": leaf.grad for name, leaf in zip("qkv", leaves)}
+    )
+    assert max(errors.values()) <= 1, errors
+
+
+@on_hopper
+@MASKS
+@LOW
+@pytest.mark.parametrize("kind", ["huge-logits", "hugely-negative-logits", "constant-rows", "outliers"])
+@WIDTHS
+def test_hard_values(head_dim, kind, dtype, is_causal):
+    q, k, v, grad_output = inputs(1, 2, 2, 430, 430, head_dim, torch.float32, "cuda")
+    if "logits" in kind:
+        # As in test_s4_attention: a common offset of the scaled scores, over ordinary ones.
+        offset = math.sqrt((4e3 if dtype == "float16" else 1e5) * 8)
+        q[..., 0], k[..., 0] = offset, offset * (-1 if "negative" in kind else 1)
+    elif kind == "constant-rows":
+        q, k = torch.ones_like(q), torch.ones_like(k)
+    else:
+        rare = draw(*q.shape, dtype=torch.float32, device="cuda", seed=9) > 3.09
+        q = q + rare * 10 * draw(*q.shape, dtype=torch.float32, device="cuda", seed=10)
+    q, k, v, grad_output = (x.to(DTYPES[dtype]) for x in (q, k, v, grad_output))
+    assert_contract(q, k, v, grad_output, backend="hopper", is_causal=is_causal)
+
+
+@on_hopper
+@WIDTHS
+def test_a_first_key_tile_of_scores_of_minus_infinity(head_dim):
+    q, k, v, _ = inputs(1, 2, 2, 130, 400, head_dim, torch.bfloat16, "cuda")
+    q[..., 0] = q[..., 0].abs() + 0.1
+    k[:, :, :256, 0] = -math.inf
+    output, lse = flash_attention(q, k, v, backend="hopper", return_lse=True)
+    errors = contract_errors(compute_oracle(q, k[:, :, 256:], v[:, :, 256:]), {"output": output, "lse": lse})
+    assert max(errors.values()) <= 1, errors
+
+
+@on_hopper
+@WIDTHS
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_bad_query_spoils_its_row_alone(value, head_dim):
+    q, k, v, grad_output = inputs(2, 2, 2, 330, 330, head_dim, torch.bfloat16, "cuda")
+    clean = run(q, k, v, grad_output, backend="hopper", is_causal=True)
+    q[0, 1, 200] = value
+    dirty = run(q, k, v, grad_output, backend="hopper", is_causal=True)
+    others = torch.ones(q.shape[:3], dtype=torch.bool, device="cuda")
+    others[0, 1, 200] = False
+    assert dirty["output"][~others].isnan().all()
+    for name in ("output", "lse"):
+        assert torch.equal(dirty[name][others], clean[name][others]), name
+
+
+@on_hopper
+@WIDTHS
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_bad_key_spoils_its_head_alone(value, head_dim):
+    q, k, v, grad_output = inputs(2, 2, 2, 330, 330, head_dim, torch.bfloat16, "cuda")
+    clean = run(q, k, v, grad_output, backend="hopper", is_causal=True)
+    k[0, 1, 5] = value
+    dirty = run(q, k, v, grad_output, backend="hopper", is_causal=True)
+    for name in ("output", "lse", "grad_k", "grad_v"):
+        assert torch.equal(dirty[name][1], clean[name][1]) and torch.equal(dirty[name][0, 0], clean[name][0, 0]), name
+    assert dirty["grad_q"][1].isfinite().all() and dirty["grad_q"][0, 0].isfinite().all()
+
+
+@on_hopper
+@WIDTHS
+def test_dead_tiles_are_never_read(head_dim):
+    q, k, v, grad_output = inputs(1, 2, 2, 64, 700, head_dim, torch.bfloat16, "cuda")
+    clean = run(q, k, v, grad_output, backend="hopper", is_causal=True)
+    for x in (k, v):
+        x[:, :, 256:] = math.nan
+    dirty = run(q, k, v, grad_output, backend="hopper", is_causal=True)
+    for name in ("output", "lse"):
+        assert torch.equal(clean[name], dirty[name]), name
+    for name in ("grad_k", "grad_v"):
+        assert torch.equal(clean[name][:, :, :256], dirty[name][:, :, :256]), name
+        assert not clean[name][:, :, 64:].any(), "keys past the last query get no gradient"
+    assert dirty["grad_q"].isfinite().all()
+
+
+@on_hopper
+@WIDTHS
+def test_gradients_flow_through_the_lse(head_dim):
+    q, k, v, grad_output = inputs(1, 4, 2, 290, 310, head_dim, torch.bfloat16, "cuda")
+    grad_lse = draw(1, 4, 290, dtype=torch.float32, device="cuda", seed=7)
+
+    def gradients(attention: Any, dtype: torch.dtype) -> list[Tensor]:
+        leaves = [x.detach().to(dtype).requires_grad_() for x in (q, k, v)]
+        wide = [leaves[0], *(x.repeat_interleave(2, dim=1) for x in leaves[1:])]
+        output, lse = attention(*wide, is_causal=True, return_lse=True)
+        return [
+            x.double()
+            for x in torch.autograd.grad((output, lse), leaves, (grad_output.to(dtype), grad_lse.to(lse.dtype)))
+        ]
+
+    exact, eager = (gradients(attention_reference, dtype) for dtype in (torch.float64, torch.bfloat16))
+    ours = gradients(lambda *x, **options: flash_attention(*x, backend="hopper", **options), torch.bfloat16)
+    for mine, theirs, true in zip(ours, eager, exact):
+        assert (mine - true).abs().max() <= 2 * (theirs - true).abs().max() + 1e-5
+
+
+@on_hopper
+@pytest.mark.parametrize("empty", ["batch", "queries", "keys"])
+def test_empty_inputs(empty):
+    batch, seqlen_q, seqlen_k = (0 if empty == name else 5 for name in ("batch", "queries", "keys"))
+    q, k, v, grad_output = inputs(batch, 2, 2, seqlen_q, seqlen_k, 64, torch.bfloat16, "cuda")
+    results = run(q, k, v, grad_output, backend="hopper")
+    for name, like in (("output", q), ("grad_q", q), ("grad_k", k), ("grad_v", v)):
+        assert results[name].shape == like.shape and not results[name].any()
+    assert (results["lse"] == -math.inf).all()
+
+
+@on_hopper
+def test_offsets_beyond_32_bits():
+    storage = torch.empty(130 * 2**25, dtype=torch.bfloat16, device="cuda")  # 8.1 GiB
+    dense = inputs(1, 1, 1, 129, 129, 64, torch.bfloat16, "cuda")
+    spread = [storage.as_strided((1, 1, 129, 64), (1, 1, 2**25, 1), 64 * index) for index in range(4)]
+    for x, y in zip(spread, dense):
+        x.copy_(y)
+    assert_contract(*spread, backend="hopper", is_causal=True)
+
+
+@on_hopper
+def test_more_than_2_to_the_31_elements():
+    """The last head lies behind 2^31 elements of q, k, v, O and, in float32, of the accumulator of dQ."""
+    heads, seqlen = 1026, 32768
+    tensors = [torch.randn(1, heads, seqlen, 64, dtype=torch.bfloat16, device="cuda") for _ in range(4)]
+    results = run(*tensors, backend="hopper", is_causal=True)
+    last = run(*(x[:, -1:] for x in tensors), backend="hopper", is_causal=True)
+    for name in ("output", "lse", "grad_k", "grad_v"):
+        assert torch.equal(results[name][:, -1:], last[name]), name
+    # A sample of the last head's queries against the oracle: dQ has another order of sums each time.
+    rows = slice(seqlen - 512, seqlen)
+    q, k, v, grad_output = (x[:, -1:] for x in tensors)
+    visible = torch.arange(seqlen - 512, seqlen, device="cuda")[:, None] >= torch.arange(seqlen, device="cuda")
+    oracle = compute_oracle(q[:, :, rows], k, v, grad_output[:, :, rows], mask=visible)
+    assert contract_errors(oracle, {"grad_q": results["grad_q"][:, -1:, rows]})["grad_q"] <= 1
+
+
+@on_hopper
+def test_more_batches_than_a_grid_dimension_of_65535():
+    assert_contract(*inputs(70_000, 1, 1, 3, 5, 16, torch.bfloat16, "cuda"), backend="hopper", is_causal=True)
+
+
+# The same bits, wherever it runs
+
+
+@on_hopper
+@MASKS
+@LOW
+@WIDTHS
+@pytest.mark.parametrize("seqlen", [450, 1024])
+def test_repeats_are_bit_equal(seqlen, head_dim, dtype, is_causal):
+    """All but dQ, whose sums have no order: it stays within the contract."""
+    tensors = inputs(2, 4, 2, seqlen, seqlen, head_dim, DTYPES[dtype], "cuda")
+    oracle = compute_oracle(*tensors, is_causal=is_causal)
+    options: dict[str, Any] = {"backend": "hopper", "is_causal": is_causal, "enable_gqa": True}
+    first = run(*tensors, **options)
+    for _ in range(200):
+        again = run(*tensors, **options)
+        for name in ("output", "lse", "grad_k", "grad_v"):
+            assert torch.equal(first[name], again[name]), name
+        assert contract_errors(oracle, {"grad_q": again["grad_q"]})["grad_q"] <= 1
+
+
+@on_hopper
+@WIDTHS
+def test_on_a_stream_of_its_own(head_dim):
+    tensors = inputs(2, 4, 4, 777, 777, head_dim, torch.bfloat16, "cuda")
+    expected = run(*tensors, backend="hopper", is_causal=True)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    late = [torch.empty_like(x) for x in tensors]
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(20_000_000)  # 10 ms: kernels on another stream would read what is not yet there
+        for x, y in zip(late, tensors):
+            x.copy_(y)
+        results = run(*late, backend="hopper", is_causal=True)
+    stream.synchronize()
+    for name in ("output", "lse", "grad_k", "grad_v"):
+        assert torch.equal(results[name], expected[name]), name
+
+
+@on_hopper
+def test_every_gpu_of_the_process():
+    """From the first GPU as the current one, which is not where the tensors are."""
+    tensors = inputs(1, 2, 2, 300, 300, 64, torch.bfloat16, "cuda:0")
+    expected = run(*tensors, backend="hopper", is_causal=True)
+    for index in range(torch.cuda.device_count()):
+        there = tuple(x.to(f"cuda:{index}") for x in tensors)
+        for name, result in run(*there, backend="hopper", is_causal=True).items():
+            assert result.device.index == index
+            if name != "grad_q":
+                assert torch.equal(result.to("cuda:0"), expected[name]), name
+
+
+@on_hopper
+@WIDTHS
+def test_a_cuda_graph_replays_it(head_dim):
+    q, k, v, grad_output = inputs(1, 4, 2, 530, 530, head_dim, torch.bfloat16, "cuda")
+    static = [x.clone() for x in (q, k, v, grad_output)]
+    options: dict[str, Any] = {"backend": "hopper", "is_causal": True, "enable_gqa": True}
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        run(*static, **options)  # compiles
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = run(*static, **options)
+    for seed in (20, 30):
+        fresh = [draw(*x.shape, dtype=x.dtype, device="cuda", seed=seed + index) for index, x in enumerate(static)]
+        for x, y in zip(static, fresh):
+            x.copy_(y)
+        graph.replay()
+        torch.cuda.synchronize()
+        errors = contract_errors(compute_oracle(*fresh, is_causal=True), captured)
+        assert max(errors.values()) <= 1, errors
+
+
+@on_hopper
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_compile_fullgraph(deterministic):
+    q, k, v, grad_output = inputs(1, 2, 2, 270, 270, 64, torch.bfloat16, "cuda")
+
+    def block(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return flash_attention(q * 0.5, k, v, is_causal=True, backend="hopper", deterministic=deterministic) * 2
+
+    compiled = torch.compile(block, fullgraph=True)
+    leaves = [x.detach().clone().requires_grad_() for x in (q, k, v)]
+    output = compiled(*leaves)
+    grads = torch.autograd.grad(output, leaves, grad_output)
+    oracle = compute_oracle(q * 0.5, k, v, grad_output * 2, is_causal=True)
+    results = {"output": output / 2, "grad_q": grads[0] * 2, "grad_k": grads[1], "grad_v": grads[2]}
+    errors = contract_errors(oracle, results)
+    assert max(errors.values()) <= 1, errors
+
+
+@on_hopper
+def test_one_log_sum_exp_is_saved():
+    leaves = [x.requires_grad_() for x in inputs(2, 3, 3, 100, 100, 64, torch.bfloat16, "cuda")[:3]]
+    output = flash_attention(*leaves, backend="hopper", is_causal=True)
+    shapes = [tuple(x.shape) for x in output.grad_fn.saved_tensors]
+    assert shapes.count((2, 3, 100)) == 1 and len(shapes) == 5  # with q, k, v and the output
+
+
+@on_hopper
+def test_autocast_and_explanation():
+    q, k, v, _ = inputs(1, 2, 2, 140, 140, 64, torch.float32, "cuda")
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        assert flash_attention(q, k, v, backend="hopper").dtype == torch.bfloat16
+    with pytest.raises(ValueError, match="hopper takes float16 and bfloat16, not float32"):
+        flash_attention(q, k, v, backend="hopper")
+    assert explain_backend(q.bfloat16(), k.bfloat16(), backend="hopper") == ("hopper", "hopper was asked for")
+
+
+@on_hopper
+def test_doctor_offers_it():
+    assert device_module.available_backends()["hopper"] == "ok"

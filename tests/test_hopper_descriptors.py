@@ -1,0 +1,238 @@
+"""What the Hopper kernels' launcher tells the copy engine, without a GPU: `attention/hopper/descriptors.py`."""
+
+import os
+import re
+import subprocess
+import sys
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+
+descriptors = pytest.importorskip("cs336_systems.attention.hopper.descriptors")
+forward = pytest.importorskip("cs336_systems.attention.hopper.forward")
+
+SHAPE = (2, 3, 40, 64)
+
+
+def rows(*shape):
+    return torch.randn(shape).bfloat16()
+
+
+READABLE = {
+    "contiguous": lambda: rows(*SHAPE),
+    "heads inside": lambda: rows(2, 40, 3, 64).transpose(1, 2),
+    "fused": lambda: rows(2, 40, 3, 192)[..., 64:128].transpose(1, 2),
+    "every other row": lambda: rows(4, 6, 80, 64)[::2, ::2, ::2],
+}
+COPIED = {
+    "expanded": lambda: rows(2, 1, 40, 64).expand(SHAPE),
+    "constant": lambda: torch.ones((), dtype=torch.bfloat16).expand(SHAPE),
+    "transposed": lambda: rows(2, 3, 64, 40).mT,
+    "off alignment": lambda: rows(2 * 3 * 40 * 64 + 1)[1:].view(SHAPE),
+    "rows off alignment": lambda: rows(2, 3, 40, 67)[..., :64],
+}
+
+
+@pytest.mark.parametrize("make", READABLE.values(), ids=READABLE)
+def test_what_tma_can_read_is_not_copied(make):
+    x = make()
+    assert descriptors.readable(x) is x
+    descriptor = descriptors.tile_descriptor(x, 64)
+    assert (descriptor.shape, descriptor.strides) == (list(x.shape), list(x.stride()))
+    assert descriptor.block_shape == [1, 1, 64, 64]
+    assert descriptor.base.data_ptr() == x.data_ptr()
+
+
+@pytest.mark.parametrize("make", COPIED.values(), ids=COPIED)
+def test_what_tma_cannot_read_is_copied(make):
+    x = make()
+    copy = descriptors.readable(x)
+    assert copy.is_contiguous() and copy.data_ptr() != x.data_ptr()
+    assert torch.equal(copy, x)
+    assert descriptors.readable(copy) is copy
+
+
+@pytest.mark.parametrize("head_dim, width", [(1, 8), (40, 40), (59, 64), (111, 112), (128, 128)])
+def test_rows_are_padded_to_whole_16_bytes(head_dim, width):
+    x = rows(2, 3, 5, head_dim)
+    padded = descriptors.readable(x)
+    assert padded.shape == (2, 3, 5, width) and descriptors.padded_width(x) == width
+    assert torch.equal(padded[..., :head_dim], x)
+    assert not padded[..., head_dim:].any()
+    assert (padded is x) == (width == head_dim)
+
+
+def test_a_dimension_of_one_element_has_an_aligned_stride():
+    x = rows(3, 7, 64)[:, None].transpose(0, 1)[:, :1]  # (1, 1, 7, 64)
+    odd = x.as_strided((1, 1, 7, 64), (3, 5, 64, 1))
+    assert descriptors.readable(odd) is odd
+    assert descriptors.tile_descriptor(odd, 64).strides == [8, 8, 64, 1]
+
+
+def test_a_descriptor_is_found_again_and_holds_no_memory():
+    x = rows(*SHAPE)
+    found = descriptors.tile_descriptor(x, 64)
+    assert descriptors.tile_descriptor(x, 64) is found
+    assert descriptors.tile_descriptor(x, 128) is not found
+    assert descriptors.tile_descriptor(x.view(2, 3, 20, 128), 64) is not found
+    assert descriptors.tile_descriptor(x.view(torch.float16), 64) is not found
+    storage = weakref.ref(x.untyped_storage())
+    alive = weakref.ref(x)
+    del x
+    assert alive() is None and storage() is None
+
+
+class _Kernel:
+    """Stands for a Gluon kernel: counts compilations, keeps launches."""
+
+    def __init__(self):
+        self.compiled = []
+        self.launched = []
+
+    def warmup(self, *arguments, grid, num_warps):
+        self.compiled.append(arguments)
+        return self
+
+    def __getitem__(self, grid):
+        return lambda *arguments: self.launched.append((grid, arguments))
+
+
+@pytest.fixture
+def on_a_device(monkeypatch):
+    class Driver:
+        device = 0
+
+        def get_current_device(self):
+            return self.device
+
+    driver = Driver()
+    monkeypatch.setattr(descriptors, "driver", type("Config", (), {"active": driver}))
+    return driver
+
+
+def test_a_kernel_is_compiled_once_for_what_it_is_compiled_for(on_a_device):
+    kernel = _Kernel()
+    launch = descriptors.CachedKernel(kernel)
+    for number in range(3):
+        launch((4, 1, 1), (number,), (True, 64), torch.bfloat16)
+    assert len(kernel.compiled) == 1
+    assert kernel.launched == [((4, 1, 1), (number, True, 64)) for number in range(3)]
+    launch((4, 1, 1), (0,), (False, 64), torch.bfloat16)
+    launch((4, 1, 1), (0,), (True, 64), torch.float16)
+    on_a_device.device = 1
+    launch((4, 1, 1), (0,), (True, 64), torch.bfloat16)
+    assert len(kernel.compiled) == 4
+
+
+def test_another_tile_is_another_kernel(on_a_device):
+    """Head dims of one set of constants shared a compiled kernel: of the larger one half the columns were read."""
+    kernel = _Kernel()
+    launch = descriptors.CachedKernel(kernel)
+    for head_dim in (64, 128, 64, 128):
+        launch((1, 1, 1), (descriptors.tile_descriptor(rows(2, 3, 40, head_dim), 64),), (), torch.bfloat16)
+    assert len(kernel.compiled) == 2
+
+
+def test_a_compilation_that_is_stopped_is_not_launched(on_a_device):
+    kernel = _Kernel()
+    kernel.warmup = lambda *arguments, **options: None
+    descriptors.CachedKernel(kernel)((1, 1, 1), (), (), torch.bfloat16)
+    assert not kernel.launched
+
+
+@pytest.fixture
+def launched(on_a_device, monkeypatch):
+    kernel = _Kernel()
+    monkeypatch.setattr(forward, "_kernel", descriptors.CachedKernel(kernel))
+    return kernel.launched
+
+
+@pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "full"])
+@pytest.mark.parametrize("head_dim", [59, 64, 128])
+def test_the_launcher_hands_over_the_call(launched, head_dim, is_causal):
+    q, k, v = rows(2, 6, 300, head_dim), rows(2, 3, 200, head_dim), rows(2, 3, 200, head_dim)
+    output, lse = forward.hopper_forward(q, k, v, is_causal, 0.5)
+    assert output.shape == q.shape and output.is_contiguous() and output.dtype == q.dtype
+    assert lse.shape == (2, 6, 300) and lse.dtype == torch.float32
+    ((grid, (q_tiles, k_tiles, v_tiles, o_tiles, lse_out, *numbers, plan)),) = launched
+    num_queries, num_keys, heads, group, batch_heads, together, scale_log2 = numbers
+    assert (num_queries, num_keys, heads, group, batch_heads) == (300, 200, 6, 2, 12)
+    assert 1 <= together <= 12
+    assert scale_log2 == pytest.approx(0.5 * 1.4426950408889634)
+    assert lse_out is lse
+    tile = 64 if head_dim == 59 else head_dim
+    assert [x.block_shape for x in (q_tiles, k_tiles, v_tiles, o_tiles)] == [
+        [1, 1, n, tile] for n in (64, 128, 128, 64)
+    ]
+    assert [x.shape[:3] for x in (q_tiles, k_tiles, v_tiles, o_tiles)] == [
+        [2, 6, 300], [2, 3, 200], [2, 3, 200], [2, 6, 300]
+    ]  # fmt: skip
+    assert (plan.head_tile, plan.is_causal) == (tile, is_causal)
+    assert grid[1:] == (1, 1) and grid[0] >= 1
+
+
+def test_the_launcher_copies_what_tma_cannot_read(launched):
+    q = rows(1, 2, 100, 64)
+    k = rows(1, 1, 100, 64).expand(1, 2, 100, 64)
+    forward.hopper_forward(q, k, k, True, 0.5)
+    ((_, (q_tiles, k_tiles, *_)),) = launched
+    assert q_tiles.base.data_ptr() == q.data_ptr()
+    assert k_tiles.base.data_ptr() != k.data_ptr() and k_tiles.strides[1:] == [100 * 64, 64, 1]
+
+
+def test_the_launcher_refuses_a_configuration_of_another_head_dim(launched):
+    q = rows(1, 2, 100, 128)
+    with pytest.raises(ValueError, match="config of the Hopper forward must be hopper_forward_128x128_tiles or"):
+        forward.hopper_forward(q, q, q, True, 0.5, "hopper_forward_192x128_tiles")
+    assert not launched
+
+
+def compiled_ptx(source, folder):
+    """PTX for sm_90 of the kernel `kernel(pointer)` that `source` defines, by the Triton that is installed."""
+    script = folder / "kernel.py"
+    script.write_text(source + COMPILE)
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment |= {"TRITON_CACHE_DIR": str(folder / "cache"), "PYTHONPATH": str(Path(__file__).parents[1])}
+    return subprocess.run(
+        [sys.executable, str(script)], env=environment, capture_output=True, text=True, check=True, timeout=120
+    ).stdout
+
+
+COMPILE = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.experimental.gluon._runtime import GluonASTSource
+
+source = GluonASTSource(fn=kernel, signature={"pointer": "*fp32"}, constexprs={}, attrs={})
+print(triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4}).asm["ptx"])
+"""
+
+RESCALE = """
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from cs336_systems.attention.hopper.builtins import rescale_rows
+
+@gluon.jit
+def kernel(pointer):
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
+    rows = gl.arange(0, 64, gl.SliceLayout(1, layout))
+    columns = gl.arange(0, 128, gl.SliceLayout(0, layout))
+    pointers = pointer + rows[:, None] * 128 + columns[None, :]
+    gl.store(pointers, rescale_rows(gl.load(pointers), gl.load(pointer + 8192 + rows)))
+"""
+
+
+def test_rescaling_multiplies_by_the_rows_factors(tmp_path):
+    """The accumulator's operands were counted once, as outputs: it was multiplied by itself."""
+    lines = compiled_ptx(RESCALE, tmp_path).splitlines()
+    start = next(i for i, line in enumerate(lines) if line.startswith("@!any bra.uni UNCHANGED"))
+    tests = [re.match(r"setp\.neu\.(?:or\.)?f32 any, (%r\d+),", line) for line in lines[start - 3 : start - 1]]
+    factors = [match[1] for match in tests]
+    products = [re.match(r"mul\.f32 (%r\d+), (%r\d+), (%r\d+);", line) for line in lines[start + 1 : start + 65]]
+    assert [match[1] for match in products] == [match[2] for match in products]
+    assert len({match[1] for match in products}) == 64
+    # A thread holds two elements of its first row, two of its second, and so on.
+    assert [match[3] for match in products] == [factors[0], factors[0], factors[1], factors[1]] * 16
+    assert factors[0] != factors[1] and not set(factors) & {match[1] for match in products}

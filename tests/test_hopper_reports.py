@@ -1,0 +1,155 @@
+"""What the compiler makes of the Hopper kernels, judged without a GPU."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+pytest.importorskip("cs336_systems.attention.hopper.backward", reason="this triton has no Gluon for Hopper")
+
+from cs336_systems.attention.compilation import triton_version
+from cs336_systems.attention.hopper.reports import (
+    HopperReport,
+    HopperRequest,
+    Loop,
+    compile_hopper_kernels,
+    main_loops,
+    shipped_hopper_kernels,
+)
+from cs336_systems.attention.tiles.tables import SHARED_MEMORY_LIMIT_BYTES
+from cs336_systems.commands.hopper_kernels import print_hopper_reports, show_hopper_kernels
+
+JUDGE = "3.6.0"  # the Triton of the machines that the kernels were measured on
+# Bytes that a thread of the backward spills, at most, by head tile: of its 240 registers dK and dV take 64 or 128, and
+# a step's tiles the rest. In the forward nothing may spill.
+MAX_SPILL_BYTES = {64: 100, 128: 16}
+MAX_LOOP_SPILLS = {64: 7, 128: 1}  # loads and stores of an iteration of some 1,000 instructions
+A_FEW = [
+    HopperRequest(kernel="forward", head_dim=128, is_causal=True),
+    HopperRequest(kernel="backward", head_dim=64, is_causal=True),
+    HopperRequest(kernel="backward", head_dim=40, is_causal=False, dtype="float16", group=4, whole_key_tiles=False),
+]
+
+
+@pytest.fixture(scope="module")
+def reports() -> list[HopperReport]:
+    """All shipped kernels where their registers are judged, and elsewhere a few, to see that they compile."""
+    requests = A_FEW + (shipped_hopper_kernels() if triton_version() == JUDGE else [])
+    found = {report.request: report for report in compile_hopper_kernels(requests, jobs=2)}
+    return [found[request] for request in requests]
+
+
+def test_kernels_compile_and_fit(reports):
+    for report in reports:
+        assert not report.failure, report
+        assert 64 * 1024 < report.shared_bytes <= SHARED_MEMORY_LIMIT_BYTES["sm90"], report
+        assert 128 < report.registers <= 240, report
+        assert len(report.loops) >= 2, report  # one a consumer at least
+        assert all("matmul." in loop.instructions and "exp2" in loop.instructions for loop in report.loops), report
+
+
+def test_no_kernel_lets_the_tensor_cores_wait(reports):
+    """Exponentials run under matmuls, but in the forward of head tile 64, whose three consumers cover each other."""
+    if triton_version() != JUDGE:
+        pytest.skip(f"the assembler's order is judged with triton {JUDGE}, and this is {triton_version()}")
+    for report in reports:
+        assert report.serialized == 0, report
+        expected = 0.0 if (report.request.kernel, report.request.head_dim) == ("forward", 64) else 1.0
+        assert [loop.overlap for loop in report.loops] == [expected] * len(report.loops), report
+
+
+def test_shipped_kernels_spill_no_more_than_is_known(reports):
+    if triton_version() != JUDGE:
+        pytest.skip(f"registers are judged with triton {JUDGE}, and this is {triton_version()}")
+    for report in reports[len(A_FEW) :]:
+        spills = max(loop.spills for loop in report.loops)
+        if report.request.kernel == "forward":
+            assert (report.spill_bytes, spills) == (0, 0), report
+        else:
+            assert report.spill_bytes <= MAX_SPILL_BYTES[report.request.head_dim], report
+            assert spills <= MAX_LOOP_SPILLS[report.request.head_dim], report
+
+
+def test_what_does_not_compile_is_a_report():
+    (report,) = compile_hopper_kernels(
+        [HopperRequest(kernel="forward", head_dim=64, is_causal=True, config="hopper_forward_1x1")]
+    )
+    assert report.failure.startswith("ValueError: config of the Hopper forward must be")
+    assert report.loops == ()
+
+
+def listing(*instructions: str) -> list[tuple[int, str]]:
+    """A disassembly: "-> n" is a branch to the n-th instruction."""
+    return [
+        (16 * i, f"@P0 BRA 0x{16 * int(line.removeprefix('-> ')):x}" if line.startswith("-> ") else line)
+        for i, line in enumerate(instructions)
+    ]
+
+
+HALF, GROUP = "HGMMA.64x64x16.F32.BF16 R24, gdesc[UR4], RZ", "HGMMA.64x64x16.F32.BF16 R24, gdesc[UR4], R24, gsb0"
+WAIT_0, WAIT_1 = "WARPGROUP.DEPBAR.LE gsb0, 0x0", "WARPGROUP.DEPBAR.LE gsb0, 0x1"
+EXP = "MUFU.EX2 R5, R5"
+
+
+def test_loops_are_read_in_order():
+    (loop,) = main_loops(
+        listing("MOV R1, c[0x0][0x28]", "SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [UR4], R2", HALF, GROUP, WAIT_1, EXP, EXP,
+                "STL [R1], R4", "BAR.SYNC.DEFER_BLOCKING 0x9, 0x100", "UTMAREDG.2D.ADD [UR4], [UR6]", "-> 1", GROUP)
+    )  # fmt: skip
+    assert str(loop) == "matmul x2, wait to 1, exp2 x2, barrier, tma add, wait for slot"
+    assert loop.spills == 1
+
+
+@pytest.mark.parametrize(
+    ("instructions", "overlap"),
+    [
+        ((GROUP, WAIT_0, EXP), 0.0),
+        ((GROUP, EXP, WAIT_0), 1.0),
+        ((GROUP, GROUP, WAIT_1, EXP, WAIT_0, EXP), 0.5),
+        ((EXP, WAIT_0, GROUP), 0.5),  # in flight over the loop's end; the first time around nothing is
+        ((GROUP, WAIT_0), 0.0),
+    ],
+)
+def test_overlap_counts_exponentials_under_matmuls(instructions, overlap):
+    (loop,) = main_loops(listing("NOP", *instructions, "-> 1"))
+    assert loop.overlap == overlap
+
+
+def test_only_innermost_loops_count_and_no_way_back_from_a_spin():
+    lines = listing(
+        "NOP",  # 0
+        "MOV R1, R2",  # 1: outer loop
+        GROUP,  # 2: inner loop
+        EXP,  # 3
+        "-> 2",
+        "-> 1",
+        "SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [UR4], R2",  # 6: a wait that spins, and back into the loop
+        "-> 6",
+        "-> 3",
+    )
+    assert main_loops(lines) == [Loop(("matmul.", "exp2"))]
+
+
+def test_doctor_prints_a_line_a_kernel_and_each_loop_once(capsys):
+    loop = Loop(("wait for slot", "matmul.", "spill", "wait to 0", "exp2"))
+    rotated = Loop(("matmul.", "wait to 0", "exp2", "wait for slot"))
+    causal, full = (HopperRequest(kernel="backward", head_dim=64, is_causal=is_causal) for is_causal in (True, False))
+    numbers = {"registers": 200, "spill_bytes": 8, "shared_bytes": 100 * 1024, "serialized": 3}
+    print_hopper_reports(
+        [
+            HopperReport(request=causal, **numbers, loops=(loop, rotated)),
+            HopperReport(request=full, failure="RuntimeError: PassManager::run failed"),
+        ]
+    )
+    first, second, third, *loops = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert first.startswith("Hopper kernel registers spilled bytes spills a step shared KiB waits exp2 under matmuls")
+    assert second == "hopper_backward, head dim 64, causal 200 8 1 100.0 3 0 %"
+    assert third == "hopper_backward, head dim 64, full - - - - - - RuntimeError: PassManager::run failed"
+    assert loops[1:] == ["matmul, wait to 0, exp2, wait for slot", "hopper_backward, head dim 64, causal"]
+
+
+def test_doctor_says_why_hopper_kernels_are_not_compiled(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "cs336_systems.attention.hopper.reports", None)
+    show_hopper_kernels()
+    assert capsys.readouterr().out.startswith("Hopper kernels: not compiled, since this Triton has no Gluon for Hopper")
