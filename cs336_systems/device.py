@@ -220,19 +220,30 @@ def recommended_dtype(compute_capability: tuple[int, int] | None) -> DTypeName:
 
 # Attention back ends: which run here
 
-BACKENDS = ("reference", "compiled", "tiled", "triton")
+BACKENDS = ("reference", "compiled", "tiled", "triton", "hopper")
 INTERPRETER_HINT = "set TRITON_INTERPRET=1 before the first import of triton kernels to run them on the CPU interpreter"
 MIN_TRITON_CAPABILITY = (8, 0)  # the first with bfloat16 and asynchronous copies, which the kernels are written for
+HOPPER_CAPABILITY = (9, 0)  # sm_90a has instructions (wgmma, setmaxnreg) that neither older nor newer GPUs run
+MIN_HOPPER_TRITON = (3, 6)  # older Gluons launch the partitions of a kernel in another way
+GLUON_FOR_HOPPER = "triton.experimental.gluon.language.nvidia.hopper"
+GLUON_PIECES = ("fence_async_shared", "mbarrier", "tma", "warpgroup_mma", "warpgroup_mma_wait")
 MIN_COMPILE_CAPABILITY = (7, 0)  # torch.compile's own bound on CUDA
 
 
 def available_backends(info: DeviceInfo | None = None) -> dict[str, str]:
     """For each attention back end "ok" or the reason why it does not run on `info`'s device (default: the auto one).
 
-    Looks for packages and compilers without importing or running them.
+    Looks for packages and compilers without importing or running them; only on a GPU that could run the Hopper kernels
+    Triton is imported, to see whether it has what they are written in.
     """
     info = get_device_info() if info is None else info
-    reasons = {"reference": None, "compiled": _compiled_reason(info), "tiled": None, "triton": _triton_reason(info)}
+    reasons = {
+        "reference": None,
+        "compiled": _compiled_reason(info),
+        "tiled": None,
+        "triton": _triton_reason(info),
+        "hopper": _hopper_reason(info),
+    }
     return {name: reason or "ok" for name, reason in reasons.items()}
 
 
@@ -274,6 +285,29 @@ def _triton_reason(info: DeviceInfo) -> str | None:
     return None if _has_c_compiler() else "no C compiler, which triton needs to build its launchers"
 
 
+def _hopper_reason(info: DeviceInfo) -> str | None:
+    if info.compute_capability != HOPPER_CAPABILITY:
+        capability = info.compute_capability
+        has = "is no NVIDIA GPU" if capability is None else f"has {_dotted(capability)}"
+        return f"hopper kernels need a GPU of compute capability 9.0 (H100, H200), {info.name} {has}"
+    if interpreter_is_on():
+        return "hopper kernels have no interpreter; run without TRITON_INTERPRET"
+    return _triton_reason(info) or _gluon_reason()
+
+
+def _gluon_reason() -> str | None:
+    """Why the installed Triton cannot compile the Hopper kernels, found by importing what they import."""
+    try:
+        version = importlib.import_module("triton").__version__
+        hopper = importlib.import_module(GLUON_FOR_HOPPER)
+    except ImportError as error:
+        return f"this triton has no Gluon for Hopper ({error})"
+    if tuple(int(part) for part in re.findall(r"\d+", version)[:2]) < MIN_HOPPER_TRITON:
+        return "hopper kernels need triton {}.{} or later, this is {}".format(*MIN_HOPPER_TRITON, version)
+    missing = [name for name in GLUON_PIECES if not hasattr(hopper, name)]
+    return f"the Gluon of triton {version} lacks {', '.join(missing)}" if missing else None
+
+
 def interpreter_is_on() -> bool:
     """Whether Triton kernels loaded from now on are interpreted: its own switch where imported, else the variable."""
     knobs = sys.modules.get("triton.knobs")
@@ -290,6 +324,17 @@ def interpreter_is_on() -> bool:
 MAX_REFERENCE_SCORE_BYTES = 64 * 2**20
 TRITON_DTYPES = ("float32", "float16", "bfloat16")
 MAX_TRITON_HEAD_DIM = 256  # wider tiles do not fit in shared memory
+HOPPER_DTYPES = ("float16", "bfloat16")
+MAX_HOPPER_HEAD_DIM = 128  # the accumulators of a wider head do not fit in a warp group's registers
+# What attention runs over. The Hopper kernels are dense or causal: lists of tiles and packed documents are Triton's.
+AttentionLayout = Literal["dense", "block_mask", "packed"]
+HOPPER_LAYOUTS = {
+    "block_mask": "hopper kernels walk no lists of tiles; backend 'triton' runs a block mask",
+    "packed": "hopper kernels take no packed documents; backend 'triton' does",
+}
+# Where hopper is measured to be the fastest of our back ends, forward and backward together: head_dim -> the shortest
+# length of queries and of keys from which on `auto` takes it. Empty: nowhere yet.
+HOPPER_WHERE_FASTEST: dict[int, int] = {}
 
 
 def select_backend(
@@ -301,18 +346,21 @@ def select_backend(
     seqlen_q: int,
     seqlen_k: int,
     requested: str = "auto",
+    layout: AttentionLayout = "dense",
     available: dict[str, str],
 ) -> tuple[str, str]:
     """(name, reason) of the attention back end for these inputs; a pure function of its arguments.
 
     A back end requested by name is returned, or refused with a ValueError that says why; nothing else is tried. `auto`
-    takes triton on CUDA; elsewhere, and for what triton does not take (float64, head_dim over 256), tiled where one
-    head's score matrix exceeds 64 MiB, else reference. It never takes compiled, which compiles again for new shapes.
+    takes hopper where HOPPER_WHERE_FASTEST says so, else triton on CUDA; elsewhere, and for what triton does not take
+    (float64, head_dim over 256), tiled where one head's score matrix exceeds 64 MiB, else reference. It never takes
+    compiled, which compiles again for new shapes.
 
     Args:
         device_kind: torch's device type of the inputs; on others than cuda triton is taken by name only.
         compute_capability: of the inputs' GPU; None elsewhere.
         dtype, head_dim, seqlen_q, seqlen_k: of the inputs; a length may be 0.
+        layout: what the call attends over; hopper is refused for any but `dense`.
         available: from `available_backends`.
     """
     if dtype not in DTYPES:
@@ -323,6 +371,8 @@ def select_backend(
     def refusal(name: str) -> str | None:
         if available.get(name) != "ok":
             return available.get(name, "it is not among the available back ends")
+        if name == "hopper":
+            return hopper_refusal(device_kind, compute_capability, dtype, head_dim, layout)
         return _triton_refusal(device_kind, compute_capability, dtype, head_dim) if name == "triton" else None
 
     if requested != "auto":
@@ -330,6 +380,9 @@ def select_backend(
             raise ValueError(f"backend {requested!r} cannot be used: {why}")
         return requested, f"{requested} was asked for"
 
+    shortest = HOPPER_WHERE_FASTEST.get(head_dim)
+    if shortest is not None and min(seqlen_q, seqlen_k) >= shortest and refusal("hopper") is None:
+        return "hopper", f"hopper is the fastest of ours at head_dim {head_dim} from {shortest} tokens on"
     why_not_triton = refusal("triton") if device_kind == "cuda" else f"the inputs are on {device_kind}"
     if why_not_triton is None:
         return "triton", f"triton serves {dtype} with head_dim {head_dim} on this GPU"
@@ -339,6 +392,24 @@ def select_backend(
     if score_bytes > MAX_REFERENCE_SCORE_BYTES:
         return "tiled", f"tiled, not triton ({why_not_triton}); {size}, more than {limit}, too large to store"
     return "reference", f"reference, not triton ({why_not_triton}); {size}, at most {limit}, cheap to store"
+
+
+def hopper_refusal(
+    device_kind: str, compute_capability: tuple[int, int] | None, dtype: str, head_dim: int, layout: AttentionLayout
+) -> str | None:
+    """Why the Hopper kernels cannot serve these inputs, on a machine where they run; None where they can."""
+    if layout in HOPPER_LAYOUTS:
+        return HOPPER_LAYOUTS[layout]
+    if device_kind != "cuda":
+        return f"hopper kernels run on CUDA devices, and the inputs are on {device_kind}"
+    if compute_capability != HOPPER_CAPABILITY:
+        has = "unknown" if compute_capability is None else _dotted(compute_capability)
+        return f"hopper needs compute capability 9.0, and the inputs' GPU has {has}"
+    if dtype not in HOPPER_DTYPES:
+        return f"hopper takes {' and '.join(HOPPER_DTYPES)}, not {dtype}"
+    if head_dim > MAX_HOPPER_HEAD_DIM:
+        return f"hopper takes a head_dim of at most {MAX_HOPPER_HEAD_DIM}, not {head_dim}"
+    return None
 
 
 def _triton_refusal(

@@ -15,7 +15,7 @@ import time
 
 import torch
 
-TIMEOUT_S = 150
+TIMEOUT_S = 70
 GUARD = 8192
 guards = []
 

@@ -116,8 +116,9 @@ def test_a_problem_that_no_revision_has_leaves_nothing_behind(repository: Path, 
         repository, temporary, "before", "after", "no_such_problem", "--results", str(tmp_path / "results")
     )
     _, errors = process.communicate(timeout=120)
-    assert process.returncode == 1
-    assert "unknown problem 'no_such_problem'" in errors and "ended with exit code 2" in errors
+    assert process.returncode == 2, "1 would be a regression"
+    (line,) = errors.strip().splitlines()
+    assert line.startswith("error: unknown problem 'no_such_problem'")
     assert_untouched(repository, temporary, state)
 
 

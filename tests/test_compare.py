@@ -306,6 +306,19 @@ def test_models_and_other_cases_are_described(tmp_path: Path) -> None:
     assert "triton bucket_mb=10 forward time" in result.stdout
 
 
+def test_lines_that_are_no_records_are_counted_in_one_line(tmp_path: Path) -> None:
+    """Every such line was a warning of its own, with the path of the module that read it."""
+    base = write(tmp_path / "base", run_of(1))
+    damaged = base / "records" / "flash_benchmarking.jsonl"
+    with open(damaged, "a") as file:
+        file.write("not a record\n" * 100)
+    result = invoke(base, base)
+    assert result.exit_code == 0, result.output
+    lines = result.stderr.strip().splitlines()
+    assert len(lines) == 2 and all(line.startswith(f"warning: {damaged.name}:") for line in lines), "one a side"
+    assert all(line.endswith("and 99 more like it") for line in lines)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -269,8 +269,9 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
     def install(
         *, tools: tuple[str, ...] = ("g++", "gcc"), triton: bool = True, interpreter: bool = False,
-        system: str = "linux",
+        system: str = "linux", gluon: str | None = None,
     ) -> None:  # fmt: skip
+        monkeypatch.setattr(device, "_gluon_reason", lambda: gluon)
         for variable in ("CC", "CXX", "TRITON_INTERPRET"):
             monkeypatch.delenv(variable, raising=False)
         real_find_spec = importlib.util.find_spec
@@ -293,16 +294,18 @@ def test_a_full_gpu_machine_runs_everything(machine: Callable[..., None]) -> Non
     assert device.available_backends(gpu()) == ALL_OK
 
 
-def test_a_full_cpu_machine_runs_all_but_triton(machine: Callable[..., None]) -> None:
+def test_a_full_cpu_machine_runs_all_but_the_kernels(machine: Callable[..., None]) -> None:
     machine()
     backends = device.available_backends(cpu())
     assert backends.pop("triton") == (
         "triton kernels need a CUDA device of compute capability 8.0 or higher, AMD EPYC is no NVIDIA GPU; "
         "set TRITON_INTERPRET=1 before the first import of triton kernels to run them on the CPU interpreter"
     )
+    needs_hopper = "hopper kernels need a GPU of compute capability 9.0 (H100, H200), AMD EPYC is no NVIDIA GPU"
+    assert backends.pop("hopper") == needs_hopper
     assert backends == {"reference": "ok", "compiled": "ok", "tiled": "ok"}
     machine(interpreter=True)
-    assert device.available_backends(cpu()) == ALL_OK
+    assert device.available_backends(cpu()) == ALL_OK | {"hopper": needs_hopper}
 
 
 def test_the_default_is_this_machine(no_gpu: None, machine: Callable[..., None]) -> None:
@@ -330,6 +333,14 @@ def test_the_default_is_this_machine(no_gpu: None, machine: Callable[..., None])
         ({}, gpu("AMD Instinct MI300X", None), "triton",
          "triton kernels need a CUDA device of compute capability 8.0 or higher, AMD Instinct MI300X is no NVIDIA GPU; "
          + device.INTERPRETER_HINT),
+        ({}, gpu("NVIDIA A100-SXM4-80GB", (8, 0)), "hopper",
+         "hopper kernels need a GPU of compute capability 9.0 (H100, H200), NVIDIA A100-SXM4-80GB has 8.0"),
+        ({}, gpu("NVIDIA B200", (10, 0)), "hopper",
+         "hopper kernels need a GPU of compute capability 9.0 (H100, H200), NVIDIA B200 has 10.0"),
+        ({"interpreter": True}, gpu(), "hopper", "hopper kernels have no interpreter; run without TRITON_INTERPRET"),
+        ({"triton": False}, gpu(), "hopper", "triton is not installed"),
+        ({"tools": ()}, gpu(), "hopper", "no C compiler, which triton needs to build its launchers"),
+        ({"gluon": "no Gluon"}, gpu(), "hopper", "no Gluon"),
     ],
 )  # fmt: skip
 def test_reasons(machine: Callable[..., None], setup: dict[str, Any], info: DeviceInfo, name: str, reason: str) -> None:
@@ -337,6 +348,46 @@ def test_reasons(machine: Callable[..., None], setup: dict[str, Any], info: Devi
     backends = device.available_backends(info)
     assert backends[name] == reason
     assert backends["reference"] == backends["tiled"] == "ok"
+
+
+@pytest.fixture
+def triton_of(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """A triton of this version whose Gluon has these names; None: it has no Gluon."""
+
+    def install(version: str, names: tuple[str, ...] | None) -> None:
+        def import_module(name: str) -> SimpleNamespace:
+            if name == "triton":
+                return SimpleNamespace(__version__=version)
+            if names is None:
+                raise ModuleNotFoundError("No module named 'triton.experimental.gluon'")
+            return SimpleNamespace(**dict.fromkeys(names))
+
+        monkeypatch.setattr(device.importlib, "import_module", import_module)
+
+    return install
+
+
+@pytest.mark.parametrize(
+    ("version", "names", "reason"),
+    [
+        ("3.6.0", device.GLUON_PIECES, None),
+        ("3.7.1+git0123", device.GLUON_PIECES, None),
+        ("3.5.1", device.GLUON_PIECES, "hopper kernels need triton 3.6 or later, this is 3.5.1"),
+        ("3.6.0", ("mbarrier", "tma"),
+         "the Gluon of triton 3.6.0 lacks fence_async_shared, warpgroup_mma, warpgroup_mma_wait"),
+        ("3.2.0", None, "this triton has no Gluon for Hopper (No module named 'triton.experimental.gluon')"),
+    ],
+)  # fmt: skip
+def test_gluon_is_looked_at_before_it_is_promised(
+    triton_of: Callable[..., None], version: str, names: tuple[str, ...] | None, reason: str | None
+) -> None:
+    triton_of(version, names)
+    assert device._gluon_reason() == reason
+
+
+def test_the_installed_triton_has_what_the_hopper_kernels_import() -> None:
+    pytest.importorskip("triton")
+    assert device._gluon_reason() is None
 
 
 def test_compilers_named_by_the_environment(machine: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -441,6 +492,8 @@ LONG = {"seqlen_q": 16384, "seqlen_k": 16384}
         ({"requested": "triton"}, "triton", "triton was asked for"),
         (CPU | {"requested": "triton", "available": ALL_OK}, "triton", "triton was asked for"),
         (CPU | {"requested": "triton", "available": ALL_OK, "dtype": "float16"}, "triton", "triton was asked for"),
+        ({"requested": "hopper"}, "hopper", "hopper was asked for"),
+        ({"requested": "hopper", "dtype": "float16", "head_dim": 1, "seqlen_q": 0}, "hopper", "hopper was asked for"),
     ],
 )  # fmt: skip
 def test_select_backend(inputs: dict[str, Any], name: str, reason: str) -> None:
@@ -452,7 +505,8 @@ def test_select_backend(inputs: dict[str, Any], name: str, reason: str) -> None:
 @pytest.mark.parametrize(
     ("inputs", "message"),
     [
-        ({"requested": "flash"}, "^backend must be one of auto, reference, compiled, tiled, triton, got 'flash'$"),
+        ({"requested": "flash"},
+         "^backend must be one of auto, reference, compiled, tiled, triton, hopper, got 'flash'$"),
         ({"dtype": "int8"}, "^dtype must be one of float64, float32, float16, bfloat16, got 'int8'$"),
         ({"requested": "triton", "available": NO_TRITON}, "^backend 'triton' cannot be used: triton is not installed$"),
         ({"requested": "compiled", "available": ALL_OK | {"compiled": "no C++ compiler"}},
@@ -469,8 +523,55 @@ def test_select_backend(inputs: dict[str, Any], name: str, reason: str) -> None:
          "^backend 'triton' cannot be used: Triton's CPU interpreter computes wrong bfloat16 products; use float32"),
         (CPU | {"requested": "triton", "available": ALL_OK | {"triton": device.INTERPRETER_HINT}},
          "^backend 'triton' cannot be used: set TRITON_INTERPRET=1 before"),
+        ({"requested": "hopper", "available": ALL_OK | {"hopper": "no Gluon"}},
+         "^backend 'hopper' cannot be used: no Gluon$"),
+        ({"requested": "hopper", "dtype": "float32"},
+         "^backend 'hopper' cannot be used: hopper takes float16 and bfloat16, not float32$"),
+        ({"requested": "hopper", "head_dim": 129},
+         "^backend 'hopper' cannot be used: hopper takes a head_dim of at most 128, not 129$"),
+        ({"requested": "hopper", "compute_capability": (10, 0)},
+         "^backend 'hopper' cannot be used: hopper needs compute capability 9.0, and the inputs' GPU has 10.0$"),
+        ({"requested": "hopper", "compute_capability": None}, "9.0, and the inputs' GPU has unknown$"),
+        (CPU | {"requested": "hopper", "available": ALL_OK},
+         "^backend 'hopper' cannot be used: hopper kernels run on CUDA devices, and the inputs are on cpu$"),
+        ({"requested": "hopper", "layout": "block_mask"},
+         "^backend 'hopper' cannot be used: hopper kernels walk no lists of tiles; backend 'triton' runs a block mask"),
+        ({"requested": "hopper", "layout": "packed"},
+         "^backend 'hopper' cannot be used: hopper kernels take no packed documents; backend 'triton' does$"),
     ],
 )  # fmt: skip
 def test_select_backend_refuses_with_the_reason(inputs: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         select(**inputs)
+
+
+# Where auto takes the Hopper kernels: a table, here one of the test's own
+
+
+@pytest.mark.parametrize(
+    ("inputs", "name"),
+    [
+        ({"head_dim": 64}, "hopper"),
+        ({"head_dim": 64, "dtype": "float16"}, "hopper"),
+        ({"head_dim": 64, "seqlen_q": 1023}, "triton"),
+        ({"head_dim": 64, "seqlen_k": 1023}, "triton"),
+        ({"head_dim": 128}, "triton"),  # from 4096 tokens on
+        ({"head_dim": 128, **LONG}, "hopper"),
+        ({"head_dim": 80, **LONG}, "triton"),  # not in the table
+        ({"head_dim": 64, "dtype": "float32"}, "triton"),
+        ({"head_dim": 64, "compute_capability": (8, 0)}, "triton"),
+        ({"head_dim": 64, "available": ALL_OK | {"hopper": "no Gluon"}}, "triton"),
+        ({"head_dim": 64, "layout": "block_mask"}, "triton"),
+        ({"head_dim": 64, "layout": "packed"}, "triton"),
+        ({"head_dim": 64, "requested": "triton"}, "triton"),
+        (CPU | {"head_dim": 64, "available": ALL_OK}, "reference"),
+    ],
+)
+def test_auto_takes_hopper_where_the_table_says_so(
+    monkeypatch: pytest.MonkeyPatch, inputs: dict[str, Any], name: str
+) -> None:
+    monkeypatch.setattr(device, "HOPPER_WHERE_FASTEST", {64: 1024, 128: 4096})
+    chosen, why = select(**inputs)
+    assert chosen == name
+    if name == "hopper":
+        assert re.fullmatch(r"hopper is the fastest of ours at head_dim (64 from 1024|128 from 4096) tokens on", why)

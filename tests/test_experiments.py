@@ -11,16 +11,19 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from cs336_systems.attention import attention_reference
+from cs336_systems.attention import attention_reference, contract
 from cs336_systems.config import HANDOUT_SIZES, RunConfig
 from cs336_systems.experiments import attention_cells
 from cs336_systems.experiments import sweep as sweep_module
-from cs336_systems.experiments.cells import Cell, Disagreement
+from cs336_systems.experiments.cells import Cell, Disagreement, Unsupported
 from cs336_systems.experiments.implementations import IMPLEMENTATIONS
 from cs336_systems.experiments.registry import PROBLEMS
 from cs336_systems.experiments.sweep import Provenance, Sweep, find_provenance, results_folder
 from cs336_systems.experiments.worker import Worker, search_current_folder
+from cs336_systems.profiling.allocations import AllocationRecorder
 from cs336_systems.records import append_records, read_records
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -84,6 +87,23 @@ def test_smoke_keeps_the_handouts_axes():
     small = next(model for model in models if model.name == "small")
     assert (small.d_model, small.num_layers, small.context_length) == (768, 12, 128)
     assert all(model.name.endswith("-proxy") and model.d_model <= 256 for model in models if model.name != "small")
+
+
+@pytest.mark.parametrize(
+    "implementation, reason",
+    [
+        ("triton", "the interpreter is run up to 256 tokens here"),
+        ("flex", "it compiles anew for each length: up to 256 tokens at smoke scale"),
+        ("tiled_compiled", "it compiles anew for each length: up to 256 tokens at smoke scale"),
+    ],
+)
+def test_what_takes_long_is_skipped_on_long_sequences_with_the_reason(implementation, reason):
+    problem = PROBLEMS["flash_benchmarking"]
+    long = [cell for cell in problem.cells(SMOKE) if cell.implementation == implementation and cell.case.seqlen_q > 256]
+    assert {cell.case.seqlen_q for cell in long} == {512, 1024}
+    for cell in long:
+        with pytest.raises(Unsupported, match=f"^{reason}$"):
+            next(problem.measure(cell, SMOKE))
 
 
 # The measuring process
@@ -260,3 +280,17 @@ def test_a_cell_that_broke_midway_does_not_count_as_ok():
     assert sweep_module.cell_status(["ok", "ok"]) == "ok"
     assert sweep_module.cell_status(["ok", "oom", "oom"]) == "partly oom"
     assert sweep_module.cell_status(["failed", "failed"]) == "failed"
+
+
+@pytest.mark.parametrize("masking", ["full", "causal", "token mask"])
+def test_yardstick_fits_its_share_of_memory(masking: str) -> None:
+    """Blocks take an eighth of free memory, so plain attention on one may hold fewer than six of them at once."""
+    heads, seqlen = 8, 1024
+    scores_bytes = heads * seqlen * seqlen * torch.bfloat16.itemsize
+    with FakeTensorMode():
+        q, k, v, grad_output = (torch.empty(1, heads, seqlen, 16, dtype=torch.bfloat16) for _ in range(4))
+        mask = torch.ones(1, 1, seqlen, seqlen, dtype=torch.bool) if masking == "token mask" else None
+        with AllocationRecorder("cuda") as recorder:
+            recorder.phase("forward")
+            contract._blockwise(q, k, v, grad_output, torch.bfloat16, masking == "causal", mask, None)
+    assert 3 * scores_bytes < recorder.trace().peak_bytes() < 6 * scores_bytes

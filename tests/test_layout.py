@@ -25,7 +25,7 @@ ORDER = (
     "model", "distributed", "training", "integrations", "experiments", "compare", "report", "commands", "cli",
 )  # fmt: skip
 # The only modules that may load Triton when imported: they hold @triton.jit kernels and nothing imports them eagerly.
-TRITON_FOLDERS = (f"{PACKAGE}/attention/triton/",)
+TRITON_FOLDERS = (f"{PACKAGE}/attention/triton/", f"{PACKAGE}/attention/hopper/")
 BROAD_EXCEPTIONS = ("Exception", "BaseException", "builtins.Exception", "builtins.BaseException")
 PICKLERS = ("pickle", "_pickle", "dill", "cloudpickle", "marshal", "shelve")
 # It writes the snapshots, hostile ones too, that our own reader must read or refuse; it loads none, and writing runs

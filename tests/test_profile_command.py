@@ -149,6 +149,8 @@ def test_an_out_of_memory_leaves_its_trace(tmp_path: Path, monkeypatch: pytest.M
         (["small-proxy", "--mode", "../../x", "--tool", "nsys", "--print"], 2, "got '../../x'"),
         (["small-proxy", "--model", "no_such_module:X", "--device", "cpu"], 2, "no_such_module"),
         (["small-proxy", "--model", "tests.broken_models:Bigram", "--device", "cpu"], 2, "must have modules to"),
+        (["8b", "--device", "cpu"], 1, "predicted to need "),
+        (["9999x999x99999x64", "--device", "cpu"], 1, "predicted to need "),
         (["1x1x64x32", "--implementation", "sdpa_cudnn", "--device", "cpu"], 1, "sdpa_cudnn needs CUDA"),
     ],
 )  # fmt: skip

@@ -29,6 +29,7 @@ from tests.distributed_records import DISTRIBUTED_MAKERS
 from tests.mask_records import MASK_MAKERS
 from tests.memory_records import records_of
 from tests.profile_records import profile_records
+from tests.shape_records import shape_records
 from tests.training_records import training_records
 
 GPU = {"name": "Test GPU", "kind": "cuda", "driver": "1.2"}
@@ -144,6 +145,7 @@ MAKERS: dict[str, Callable[[], list[Record]]] = {
     "flash_benchmarking": flash_records,
     "leaderboard_2025": leaderboard_records,
     "training_run": training_records,
+    "attention_shapes": shape_records,
     **MASK_MAKERS,
     **DISTRIBUTED_MAKERS,
     "mixed_precision_accumulation": lambda: records_of("mixed_precision_accumulation", record),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
@@ -304,6 +305,53 @@ def test_saved_tensors_count_each_storage_once_and_no_parameter():
     assert [one.operation.partition(" in ")[0] for one in saved] == ["matmul", "exp", "mul"]
 
 
+def real_blocks(count: int, device: str = "cpu") -> tuple[nn.Sequential, torch.Tensor]:
+    with torch.device(device):
+        model = s3_memory.TransformerLM.from_config(replace(SMALL, num_layers=count))
+        return nn.Sequential(*model.layers), torch.randn(2, 64, 32, requires_grad=True)
+
+
+def saved_bytes(blocks: nn.Sequential, x: torch.Tensor, compiled: bool) -> int:
+    parameters = [*blocks.parameters(), *blocks.buffers()]
+    saved = saved_tensors(lambda: blocks(x), parameters=parameters, compiled=compiled)
+    assert not compiled or all(one.operation == f"{one.dtype} {one.shape}" for one in saved)
+    return sum(one.num_bytes for one in saved)
+
+
+@pytest.mark.problem("gradient_checkpointing", 4)
+def test_what_compiled_blocks_save_is_counted_while_they_are_compiled():
+    """The mode that names eager operations turns torch.compile off: compiled blocks were counted as eager ones."""
+    blocks, x = real_blocks(2)
+    eager = saved_bytes(blocks, x, compiled=False)
+    expected = sum(one.num_bytes for one in compiled_saved_tensors(blocks, x))
+    for block in blocks:  # the compiler's partition of the graph, with the operators of eager mode
+        block.compile(dynamic=False, backend="aot_eager_decomp_partition")
+    blocks(x)
+    assert saved_bytes(blocks, x, compiled=True) == expected < eager
+
+
+def test_cutting_a_graph_leaves_the_blocks_as_they_were():
+    """The buffer of a submodule that two blocks share was a traced tensor afterwards, useless for any computation."""
+    blocks, x = real_blocks(2)
+    expected = blocks(x)
+    compiled_saved_tensors(blocks, x)
+    assert torch.equal(blocks(x), expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("checkpointing", ["none", "1", "2"])
+def test_compiled_cells_are_compiled_on_a_gpu(checkpointing):
+    """What Inductor's code stores is what its partition of the graph says; under checkpoints, the groups' inputs."""
+    model = replace(SMALL, num_layers=4)
+    case = BlocksCase(model=model, batch=2, blocks=4, attention="reference", checkpointing=checkpointing)
+    cell = Cell(problem="gradient_checkpointing", case=case, implementation="compiled", rows=(s3_memory.SAVED,))
+    (measurement,) = measure_gradient_checkpointing(cell, HANDOUT)
+    blocks, x = real_blocks(4, "cuda")
+    stored = 4 * x.nbytes // int(checkpointing) if checkpointing != "none" else 0
+    expected = stored or sum(one.num_bytes for one in compiled_saved_tensors(blocks, x))
+    assert measurement.samples == [expected / MIB]
+
+
 # Checkpointing
 
 
@@ -339,6 +387,7 @@ def test_recursion_computes_as_many_blocks_again_as_its_closed_form(num_layers):
     assert gradients("sdpa", "recursive", num_layers)[1] == recursive_recomputed_blocks(num_layers)
 
 
+@cache
 def stored_bytes(checkpointing: str, num_layers: int) -> int:
     """The most bytes of activations that there are at once in a step, without embedding, head and loss."""
     case = MemoryCase(
@@ -550,6 +599,7 @@ def test_a_snapshot_is_read_on_the_command_line(tmp_path):
         (("--model", "xxl"), "--model must be one of small, .*, got 'xxl'"),
         (("--context", "0"), "context_length must be a positive int, got 0"),
         (("--batch", "0"), "batch must be a positive int, got 0"),
+        (("--model", "small", "--context", "99999999999999"), "context_length must need at most .* bytes, got"),
         (("--mode", "step"), "mode must be one of forward, train_step, got 'step'"),
         (("--model", "small", "--attention", "fast"), "attention must be one of reference, .*, got 'fast'"),
         (("--autocast", "float64"), "autocast must be one of float16, bfloat16, got 'float64'"),

@@ -87,6 +87,39 @@ def test_limits_of_size_are_kept(tmp_path, monkeypatch):
         read_plain_pickle(path)
 
 
+def in_batches(item: bytes, count: int) -> bytes:
+    """A list of `count` thousand times `item`, as a pickler writes a long list."""
+    return b"]" + (b"(" + item * 1000 + b"e") * count
+
+
+@pytest.mark.parametrize(
+    ("program", "message"),
+    [
+        (b"](" + b"N" * 400_000 + b"e", "more than 1,000 values to keep"),
+        (in_batches(b"J\1\2\3\4", 100), "more than 1,000 values to keep"),
+        (in_batches(b"G\1\2\3\4\5\6\7\10", 100), "more than 1,000 values to keep"),
+        (b"]" + b"(" + (b"(" + b"J\1\2\3\4" * 900 + b"t") * 100 + b"e", "more than 1,000 values to keep"),
+        (b"]" + b"\x94" * 400_000, "more references than one for 16 bytes"),
+        (b"}\x940" + in_batches(b"h\0", 200), "more references than one for 16 bytes"),
+        (in_batches(b"X\4\0\0\0\xf0\x9f\x98\x80", 100), "more references than one for 16 bytes"),
+        (
+            b"](" + b"".join(b"X\0\x60\0\0%05d" % i + b"a" * 24_567 + b"\xf0\x9f\x98\x80" for i in range(30)),
+            "more than 65,536 bytes of different strings",
+        ),
+    ],
+    ids=["stack", "ints", "floats", "tuples", "memo", "recalled", "repeated string", "wide strings"],
+)
+def test_a_file_that_is_larger_in_memory_is_refused(program, message, tmp_path, monkeypatch):
+    """128 MiB of None filled 3 GiB: only containers and strings were counted."""
+    monkeypatch.setattr(plain_pickle, "MAX_RETAINED", 1000)
+    monkeypatch.setattr(plain_pickle, "WINDOW_BYTES", 2**17)
+    monkeypatch.setattr(plain_pickle, "MAX_TEXT_BYTES", 2**16)
+    path = tmp_path / "x.pickle"
+    path.write_bytes(b"\x80\4" + program + b".")
+    with pytest.raises(PlainPickleError, match=message):
+        read_plain_pickle(path)
+
+
 def test_a_long_integer_is_refused(tmp_path):
     path = tmp_path / "x.pickle"
     path.write_bytes(b"\x80\x04\x8b\xff\xff\xff\x7f")

@@ -1,4 +1,4 @@
-"""Attention, stage by stage: reference, compiled, tiled, triton. `flash_attention` is the public entry."""
+"""Attention, stage by stage: reference, compiled, tiled, triton, hopper. `flash_attention` is the public entry."""
 
 from cs336_systems.attention.api import explain_backend, flash_attention
 from cs336_systems.attention.masks import BlockMask

@@ -4,8 +4,8 @@
     out, lse = flash_attention(q, k, v, backend="tiled", return_lse=True)
     out = flash_attention(q, k, v, block_mask=BlockMask.sliding_window(4096, window=512, device="cuda"))
 
-Back ends are the stages of this package: `reference`, `compiled`, `tiled`, `triton`. A named one is used or refused
-with the reason; `auto` chooses, and `explain_backend` says what it chose and why.
+Back ends are the stages of this package: `reference`, `compiled`, `tiled`, `triton`, `hopper`. A named one is used or
+refused with the reason; `auto` chooses, and `explain_backend` says what it chose and why.
 """
 
 from __future__ import annotations
@@ -26,12 +26,19 @@ from cs336_systems.attention.tiles import AttentionConfig
 from cs336_systems.attention.validation import (
     check_attention_inputs,
     check_block_mask,
+    check_flags,
     refuse_forward_mode,
     resolve_scale,
     to_autocast_dtype,
     without_autocast,
 )
-from cs336_systems.device import available_backends, get_device_info, interpreter_is_on, select_backend
+from cs336_systems.device import (
+    AttentionLayout,
+    available_backends,
+    get_device_info,
+    interpreter_is_on,
+    select_backend,
+)
 
 
 def flash_attention(
@@ -48,10 +55,11 @@ def flash_attention(
     backend: str = "auto",
     config: AttentionConfig | None = None,
 ) -> Float[Tensor, "... heads queries head_dim"] | tuple[Tensor, Tensor]:
-    """Exact scaled dot-product attention with memory linear in the sequence (back ends `tiled` and `triton`).
+    """Exact scaled dot-product attention with memory linear in the sequence (back ends `tiled`, `triton`, `hopper`).
 
     Args:
-        q, k, v: one floating dtype and device, any strides; head_dim up to 256 for `triton`.
+        q, k, v: one floating dtype and device, any strides; head_dim up to 256 for `triton`, and for
+            `hopper` up to 128, in float16 or bfloat16.
         is_causal: query i attends keys j <= i, aligned at the top left as in SDPA, also when lengths differ.
         block_mask: which keys each query attends, instead of is_causal; its batch and heads are 1 or q's, with leading
             dimensions flattened into the batch. `triton` walks its lists of tiles and never reads a dead one, at any
@@ -61,29 +69,33 @@ def flash_attention(
         enable_gqa: allow kv_heads that divide heads; query head h uses key head h // (heads / kv_heads).
         return_lse: also return the natural log of the summed exponentials of the scaled scores, (..., heads, queries),
             float32 (float64 for float64 inputs); gradients flow through it.
-        deterministic: True asks for bit-reproducible gradients. Every backward here has them, whatever this says.
-        backend: `auto`, `reference`, `compiled`, `tiled` or `triton`.
+        deterministic: True makes gradients bit-reproducible. All are but dQ of `hopper`, summed by atomic additions;
+            there True takes Triton's backward in two passes, which is slower. None: as PyTorch has been told by
+            `torch.use_deterministic_algorithms`.
+        backend: `auto`, `reference`, `compiled`, `tiled`, `triton` or `hopper`.
         config: tiles of the `triton` kernels, instead of the table's.
 
     Under autocast inputs of 16 or 32 bits are cast to autocast's dtype, as SDPA does. Without keys the output is 0 and
-    the log-sum-exp -inf. Gradients are bit-reproducible. Not there: dropout, additive bias, a value head dim other than
-    the key's; in `tiled` and `triton` also double backward, forward-mode AD and torch.func's transforms but vmap.
+    the log-sum-exp -inf. Not there: dropout, additive bias, a value head dim other than the key's; in `tiled`, `triton`
+    and `hopper` also double backward, forward-mode AD and torch.func's transforms but vmap.
 
     Raises:
         TypeError, ValueError: an argument is wrong or the back end cannot serve it, before anything is launched.
         NotImplementedError: an input carries a forward-mode tangent.
     Source: FlashAttention-2 (Dao 2023).
     """
+    check_flags(is_causal=is_causal, enable_gqa=enable_gqa, return_lse=return_lse)
     q, k, v = to_autocast_dtype(q), to_autocast_dtype(k), to_autocast_dtype(v)
     check_attention_inputs(q, k, v, enable_gqa=enable_gqa)
     scale = resolve_scale(scale, q.shape[-1])
-    backend, _ = explain_backend(q, k, backend=backend)
+    layout: AttentionLayout = "dense" if block_mask is None else "block_mask"
+    backend, _ = explain_backend(q, k, backend=backend, layout=layout)
     check_config(config, backend)
     if not (deterministic is None or isinstance(deterministic, bool)):
         raise TypeError(f"deterministic must be a bool or None, got {type(deterministic).__name__}")
     if block_mask is not None:
         check_block_mask(block_mask, q, k, is_causal=is_causal, backend=backend)
-    if backend in ("tiled", "triton"):
+    if backend in ("tiled", "triton", "hopper"):
         refuse_forward_mode(q, k, v)
     elif block_mask is None:
         function = attention_reference if backend == "reference" else compiled_reference()
@@ -92,7 +104,7 @@ def flash_attention(
 
     leading = q.shape[:-3]
     q, k, v = (x.unsqueeze(0) if x.ndim == 3 else x.flatten(0, -4) if x.ndim > 4 else x for x in (q, k, v))
-    if backend != "triton":
+    if backend not in ("triton", "hopper"):
         k, v = _repeat_kv_heads(q, k), _repeat_kv_heads(q, v)
     names = config.names if config else ""
     if backend in ("reference", "compiled"):
@@ -104,6 +116,12 @@ def flash_attention(
             output, lse = tiled_attention(q, k, v, is_causal, scale, names)
         else:
             output, lse = tiled_masked_attention(q, k, v, block_mask.to_dense(), False, scale, names)
+    elif backend == "hopper":
+        from cs336_systems.attention.hopper.function import hopper_attention
+
+        if deterministic is None:
+            deterministic = torch.are_deterministic_algorithms_enabled()
+        output, lse = hopper_attention(q, k, v, deterministic, is_causal, scale, names)
     else:
         from cs336_systems.attention.triton.function import TileLists, block_sparse_attention, triton_attention
 
@@ -125,17 +143,26 @@ def check_config(config: AttentionConfig | None, backend: str) -> None:
         raise ValueError(f"config chooses the tiles of backend 'triton', got backend {backend!r}")
 
 
-def explain_backend(q: Tensor, k: Tensor, *, backend: str = "auto") -> tuple[str, str]:
-    """(name, reason) of the back end that `flash_attention` uses for these inputs; ValueError if it refuses."""
+def explain_backend(
+    q: Tensor, k: Tensor, *, backend: str = "auto", layout: AttentionLayout = "dense"
+) -> tuple[str, str]:
+    """(name, reason) of the back end that `flash_attention` uses for these inputs; ValueError if it refuses.
+
+    `layout` is `block_mask` for a call with one and `packed` for `flash_attention_varlen`.
+    """
+    kind = q.device.type
+    if kind not in ("cpu", "cuda"):
+        raise ValueError(f"q must be on a cpu or cuda device, got {q.device}")
     return select_backend(
-        device_kind=q.device.type,
-        compute_capability=_compute_capability(q.device.index or 0) if q.device.type == "cuda" else None,
+        device_kind=kind,
+        compute_capability=_compute_capability(q.device.index or 0) if kind == "cuda" else None,
         dtype=str(q.dtype).removeprefix("torch."),
         head_dim=q.shape[-1],
         seqlen_q=q.shape[-2],
         seqlen_k=k.shape[-2],
         requested=backend,
-        available=_available(q.device.type),
+        layout=layout,
+        available=_available(kind),
     )
 
 

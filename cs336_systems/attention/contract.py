@@ -30,7 +30,7 @@ LSE_TOLERANCE_FLOAT32 = 1e-5
 # attention as it would run, one matmul over all rows, so on a GPU its blocks are as large as memory allows: a float32
 # dK summed block by block would have a smaller error than anyone's.
 MAX_SCORES = 2**28
-YARDSTICK_SHARE_OF_FREE_MEMORY = 1 / 8
+YARDSTICK_SHARE_OF_FREE_MEMORY = 1 / 8  # a pass and its gradients hold four to five tensors of scores at once
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,8 +90,10 @@ def _blockwise(
 ) -> dict[str, Tensor]:  # fmt: skip
     """`attention_reference` and its autograd in `dtype` over blocks of query rows.
 
-    Sums between blocks are in float32 or wider, as a matmul's accumulators are.
+    Sums between blocks are in float32 or wider, as a matmul's accumulators are. The log-sum-exp comes with float64
+    only: nobody compares with another, and in 16 bits it would hold float32 scores of its own.
     """
+    with_lse = dtype == torch.float64
     group = q.shape[-3] // max(k.shape[-3], 1)
     k, v = (x.repeat_interleave(group, dim=-3) if group > 1 else x for x in (k, v))
     num_queries, num_keys = q.shape[-2], k.shape[-2]
@@ -112,9 +114,14 @@ def _blockwise(
             block_mask = token_mask if block_mask is None else block_mask & token_mask
         leaves = [q[..., start:stop, :], k[..., :seen, :], v[..., :seen, :]]
         leaves = [x.detach().to(dtype).requires_grad_(grad_output is not None) for x in leaves]
-        output, lse = attention_reference(*leaves, mask=block_mask, scale=scale, return_lse=True)
+        if with_lse:
+            output, lse = attention_reference(*leaves, mask=block_mask, scale=scale, return_lse=True)
+            lses.append(lse.detach())
+        else:
+            output = attention_reference(*leaves, mask=block_mask, scale=scale)
         outputs.append(output.detach())
-        lses.append(lse.detach())
+        # Only the graph's own references may keep the block's tensors alive while its backward runs.
+        del block_mask
         if grad_output is not None:
             block_grads = torch.autograd.grad(output, leaves, grad_output[..., start:stop, :].to(dtype))
             grads_q.append(block_grads[0])
@@ -122,8 +129,9 @@ def _blockwise(
             grad_v[..., :seen, :] += block_grads[2]
     results = {
         "output": torch.cat(outputs, dim=-2) if outputs else q.new_zeros(q.shape, dtype=dtype),
-        "lse": torch.cat(lses, dim=-1).double() if lses else q.new_zeros(q.shape[:-1], dtype=torch.float64),
     }
+    if with_lse:
+        results["lse"] = torch.cat(lses, dim=-1) if lses else q.new_zeros(q.shape[:-1], dtype=dtype)
     if grad_output is not None:
         results["grad_q"] = torch.cat(grads_q, dim=-2) if grads_q else q.new_zeros(q.shape, dtype=dtype)
         for name, grad in (("grad_k", grad_k), ("grad_v", grad_v)):

@@ -23,8 +23,8 @@ import typer
 
 from cs336_systems.commands.compare import FailOnOption, ThresholdOption, check_options, show_comparison
 from cs336_systems.commands.shared import (
-    EXIT_NOTHING_MEASURED,
     EXIT_SIGNAL,
+    EXIT_WRONG_ARGUMENT,
     DeviceOption,
     ResultsOption,
     one_line_errors,
@@ -32,6 +32,7 @@ from cs336_systems.commands.shared import (
 )
 
 GIT_TIMEOUT_S = 120
+EXIT_INCOMPLETE = 2  # as `compare` says that there is no whole comparison; 1 would be a regression
 STOP_TIMEOUT_S = 60  # for a measuring run to end in good order
 FOLDER = "branches"  # in results; git ignores it
 SIDES = ("base", "target")
@@ -131,7 +132,7 @@ def _worktrees(repository: Path, revisions: dict[str, str]) -> Iterator[dict[str
 
 
 def _measure(worktree: Path, revision: str, problem: str, options: list[str], results: Path) -> None:
-    """`run` in `worktree` with its own code; typer.Exit where nothing could be measured."""
+    """`run` in `worktree` with its own code; typer.Exit(2) where nothing could be measured."""
     command = [sys.executable, "-m", "cs336_systems", "run", problem, *options]
     command += ["--results", str(results), "--commit", revision[:12], "--clean"]
     inherited = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if os.path.isabs(entry)]
@@ -147,6 +148,8 @@ def _measure(worktree: Path, revision: str, problem: str, options: list[str], re
             process.kill()
             process.wait()
         raise
+    if code == EXIT_WRONG_ARGUMENT:
+        raise typer.Exit(code)  # it has said what was wrong
     if code:
         typer.echo(f"error: measuring {revision[:12]} ended with exit code {code}", err=True)
-        raise typer.Exit(EXIT_NOTHING_MEASURED)
+        raise typer.Exit(EXIT_INCOMPLETE)

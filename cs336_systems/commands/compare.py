@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from cs336_systems.commands.shared import one_line_errors
+from cs336_systems.commands.shared import counted_warnings, one_line_errors
 
 if TYPE_CHECKING:
     from cs336_systems.compare import ComparedRow, Comparison
@@ -33,7 +33,11 @@ def compare(
 
     with one_line_errors():
         check_options(threshold, fail_on)
-        comparison = compare_records(read_all(base), read_all(target), threshold_percent=threshold)
+        sides = []
+        for path in (base, target):
+            with counted_warnings():  # of lines that are no records
+                sides.append(read_all(path))
+        comparison = compare_records(*sides, threshold_percent=threshold)
         code = exit_code(comparison, fail_on)  # type: ignore[arg-type]
     show_comparison(comparison, show_all=show_all)
     raise typer.Exit(code)

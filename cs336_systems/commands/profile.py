@@ -83,6 +83,7 @@ def profile(
         if model is not None:
             search_current_folder()
         run = RunConfig(scale="handout" if kind == "cuda" else "smoke", device=kind, model=model)
+        _refuse_overflow(parsed, implementation, mode, kind)
         prepared = _prepare(parsed, implementation, mode, run)
     if tool == "api":
         _run_between_profiler_calls(prepared, steps, warmup, ranges)
@@ -90,6 +91,25 @@ def profile(
     trace = _capture(prepared, kind, steps, warmup, ranges, folder / f"{stem}.trace.json.gz")
     show_trace(trace.in_steps(), top)
     typer.echo(f"trace: {folder / f'{stem}.trace.json.gz'} (open it in https://ui.perfetto.dev)")
+
+
+def _refuse_overflow(case: ModelCase | AttentionShape, implementation: str, mode: str, device: str) -> None:
+    """One line instead of a machine that swaps: a CPU does not say in time that its memory is too small."""
+    from cs336_systems.accounting import eager_attention_bytes, flash_attention_bytes, model_peak_bytes
+    from cs336_systems.config import ModelCase
+    from cs336_systems.device import get_device_info
+    from cs336_systems.experiments.sweep import USABLE_MEMORY
+
+    if device != "cpu":
+        return
+    if isinstance(case, ModelCase):
+        needed = model_peak_bytes(case, mode)
+    else:
+        needed = (eager_attention_bytes if implementation == "eager" else flash_attention_bytes)(case, mode)
+    usable = int(USABLE_MEMORY * get_device_info(device).memory_bytes)
+    if needed > usable:
+        typer.echo(f"error: predicted to need {needed:,} bytes, more than the {usable:,} usable here", err=True)
+        raise typer.Exit(EXIT_NOTHING_MEASURED)
 
 
 def _prepare(case: ModelCase | AttentionShape, implementation: str, mode: str, run: RunConfig) -> Prepared:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,6 +28,19 @@ def one_line_errors() -> Iterator[None]:
     except (ValueError, TypeError, OSError) as error:
         typer.echo(f"error: {' '.join(str(error).split())}", err=True)
         raise typer.Exit(EXIT_WRONG_ARGUMENT) from None
+
+
+@contextmanager
+def counted_warnings() -> Iterator[None]:
+    """Print what the block warns of as one line: the first warning, and how many more there were."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            yield
+        finally:
+            if caught:
+                more = f", and {len(caught) - 1} more like it" if len(caught) > 1 else ""
+                typer.echo(f"warning: {' '.join(str(caught[0].message).split())}{more}", err=True)
 
 
 class Terminated(KeyboardInterrupt):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 
 import torch
@@ -28,6 +28,7 @@ BEFORE_BACKWARD = Row(mode="backward", quantity="memory_before_backward", unit="
 
 GPU_BUDGET_MS = 150.0
 CPU_BUDGET_MS = 50.0
+KEPT_SAMPLES = 25  # of a row: quartiles ask for no more, and four thousand rows shall stay a small file
 
 
 def attention_cell(
@@ -55,7 +56,8 @@ def measure_attention(
 
     Each part is checked against the float64 oracle before it is timed. The forward is timed without a graph, the
     backward on a graph made outside, the two together from scratch. With `sum_loss` the loss is the sum of the output,
-    so that its gradient arrives as a stride-0 tensor of ones; without, that gradient is random.
+    so that its gradient arrives as a stride-0 tensor of ones; without, that gradient is random. Without `num_samples` a
+    row takes as many as its time allows and keeps KEPT_SAMPLES of them, evenly spaced in time.
     """
     shape, device = cell.case, run.device
     function = build(cell.implementation, shape, device)
@@ -69,7 +71,8 @@ def measure_attention(
     def timed(row: Row, call: Callable[[], object], error: float) -> Iterator[Measurement]:
         if row in cell.rows:
             samples = time_calls(call, device=device, warmup=warmup, num_samples=num_samples, budget_ms=budget_ms)
-            yield Measurement(row=row, samples=samples, kernel=kernel, error=error)
+            kept = samples if num_samples else evenly_spaced(samples, KEPT_SAMPLES)
+            yield Measurement(row=row, samples=kept, kernel=kernel, error=error)
 
     def first_call(row: Row, milliseconds: float) -> Iterator[Measurement]:
         if row in cell.rows:
@@ -121,6 +124,12 @@ def measure_attention(
     yield from timed(BOTH, both, error)
     if PEAK in cell.rows:
         yield Measurement(row=PEAK, samples=[peak_cuda_bytes(both) / MIB], kernel=kernel)
+
+
+def evenly_spaced(samples: Sequence[float], at_most: int) -> list[float]:
+    """`at_most` of `samples`, the first and then evenly spaced ones, in their order; all of them if they are fewer."""
+    count = len(samples)
+    return [samples[place * count // at_most] for place in range(at_most)] if count > at_most else list(samples)
 
 
 def _without_graph(function: Callable[..., Tensor], inputs: AttentionInputs) -> Tensor:

@@ -28,6 +28,11 @@ PEERS = ("sdpa_flash", "sdpa_cudnn", "sdpa_efficient", "flex")
 IMPLEMENTATIONS = OURS + PEERS
 COMPILED = ("compiled", "tiled_compiled", "triton", "flex")  # whose first call compiles
 FLEX_BLOCK = 128
+SDPA_BACKENDS = {
+    "sdpa_flash": SDPBackend.FLASH_ATTENTION,
+    "sdpa_cudnn": SDPBackend.CUDNN_ATTENTION,
+    "sdpa_efficient": SDPBackend.EFFICIENT_ATTENTION,
+}
 
 
 def build(name: str, shape: AttentionShape, device: str) -> AttentionFunction:
@@ -74,11 +79,7 @@ def kernel_name(name: str, shape: AttentionShape, device: str) -> str:
 
 
 def _sdpa(name: str, shape: AttentionShape, device: str) -> AttentionFunction:
-    backend = {
-        "sdpa_flash": SDPBackend.FLASH_ATTENTION,
-        "sdpa_cudnn": SDPBackend.CUDNN_ATTENTION,
-        "sdpa_efficient": SDPBackend.EFFICIENT_ATTENTION,
-    }[name]
+    backend = SDPA_BACKENDS[name]
     if device == "cpu":
         if name != "sdpa_flash":
             raise Unsupported(f"{name} needs CUDA")

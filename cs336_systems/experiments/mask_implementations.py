@@ -20,7 +20,7 @@ from cs336_systems.attention.masks import parse_mask
 from cs336_systems.attention.masks.parse import random_bias
 from cs336_systems.config import AttentionShape, MaskCase, RunConfig
 from cs336_systems.experiments.cells import Unsupported
-from cs336_systems.experiments.implementations import build, compiled_flex, kernel_name
+from cs336_systems.experiments.implementations import FLEX_BLOCK, build, compiled_flex, kernel_name
 
 Call = Callable[..., Any]
 
@@ -230,6 +230,8 @@ def _flex(case: MaskCase, mask: BlockMask, run: RunConfig) -> MaskedAttention:
         raise Unsupported("compiled FlexAttention is measured on a GPU: on CPU it compiles anew for each mask")
     if case.mask == "full":
         return MaskedAttention(attend=build("flex", shape_of(case), run.device))
+    if min(case.query_block, case.key_block) < FLEX_BLOCK:
+        raise Unsupported(f"FlexAttention's backward has no kernel for mask tiles below {FLEX_BLOCK} (PyTorch 2.11)")
     flex, block_mask = compiled_flex(dynamic=False), mask.to_flex(_predicate(case, mask))
     return MaskedAttention(attend=lambda q, k, v: flex(q, k, v, block_mask=block_mask))
 

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from cs336_systems.accounting import model_peak_bytes
 from cs336_systems.config import ModelCase, RunConfig
 from cs336_systems.experiments.cells import Unsupported
 from cs336_systems.experiments.model_cells import TrainingStep
@@ -33,6 +34,7 @@ from cs336_systems.profiling.snapshot import CudaHistory, read_snapshot
 from cs336_systems.profiling.timeline import MemoryTrace
 
 START, FORWARD, STEP = "start", "forward", "optimizer step"
+MAX_SIMULATED_BYTES = 2**60  # far below what overflows a tensor's size, far above what any machine has
 PHASES = {"forward": (START, FORWARD), "train_step": (START, FORWARD, BACKWARD, STEP)}
 
 
@@ -130,6 +132,8 @@ def simulated_trace(case: ModelCase, mode: str, *, device: str = "cuda", model_s
     """The memory of one pass of `case` as `device` would see it, from fake tensors: nothing is allocated here."""
     if mode not in PHASES:
         raise ValueError(f"mode must be one of {', '.join(PHASES)}, got {mode!r}")
+    if (predicted := model_peak_bytes(case, mode)) > MAX_SIMULATED_BYTES:
+        raise ValueError(f"batch and context_length must need at most {MAX_SIMULATED_BYTES:,} bytes, got {predicted:,}")
     rules = CudaAutocastRules() if device == "cuda" else nullcontext()
     with FakeTensorMode(), rules:
         step = SimulatedStep(case, model_spec)

@@ -16,7 +16,7 @@ from cs336_systems.experiments.cells import Cell, Disagreement, Measurement, Row
 from cs336_systems.inputs import token_batch
 from cs336_systems.model import AdamW, build_model, cross_entropy
 from cs336_systems.profiling.memory import release
-from cs336_systems.profiling.timing import time_calls, time_once
+from cs336_systems.profiling.timing import MIN_SAMPLES, time_calls, time_once
 
 MODEL_MODES = ("forward", "forward_backward", "train_step")
 BUDGET_MS = {"cuda": 3000.0, "cpu": 1000.0}  # of timed steps a mode, at least five and at most a hundred of them
@@ -107,8 +107,10 @@ class TrainingStep:
         return torch.autocast(self.device, dtype=getattr(torch, self.autocast))
 
 
-def measure_model(cell: Cell, run: RunConfig, *, budget_ms: float | None = None) -> Iterator[Measurement]:
-    """Time every promised mode, for `budget_ms` of timed steps each (default: the device's).
+def measure_model(
+    cell: Cell, run: RunConfig, *, budget_ms: float | None = None, min_samples: int = MIN_SAMPLES
+) -> Iterator[Measurement]:
+    """Time every promised mode, for `budget_ms` of timed steps each (default: the device's), at least `min_samples`.
 
     A model is timed only if its logits, and in the other modes its loss, are finite and of the right shape; a compiled
     one is also compared with the eager one on the same weights and batch. Raises Disagreement where it is not so.
@@ -144,8 +146,9 @@ def measure_model(cell: Cell, run: RunConfig, *, budget_ms: float | None = None)
             require_finite("loss", step.forward_backward())
         budget = BUDGET_MS[run.device] if budget_ms is None else budget_ms
         samples = time_calls(
-            getattr(step, mode), device=run.device, warmup=case.warmup, before=step.reset, budget_ms=budget
-        )
+            getattr(step, mode), device=run.device, warmup=case.warmup, before=step.reset,
+            budget_ms=budget, min_samples=min_samples,
+        )  # fmt: skip
         step.reset()
         yield Measurement(row=rows[mode, "time"], samples=samples)
 

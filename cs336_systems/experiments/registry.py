@@ -35,6 +35,7 @@ from cs336_systems.experiments.s4_attention import (
     pytorch_attention_cells,
     torch_compile_cells,
 )
+from cs336_systems.experiments.s4_shapes import attention_shapes_cells, measure_attention_shapes
 from cs336_systems.experiments.s5_distributed import bucketed_cells, flat_cells, naive_cells, overlap_cells
 from cs336_systems.experiments.s6_sharding import optimizer_sharding_cells
 from cs336_systems.experiments.s7_fsdp import fsdp_cells
@@ -199,6 +200,15 @@ PROBLEMS: dict[str, Problem] = {
             points=0,
             cells=leaderboard_2025_cells,
             measure=measure_leaderboard_2025,
+        ),
+        Problem(
+            name="attention_shapes",
+            title="Attention on ten shapes of real models, and what a call costs the host",
+            section="beyond",
+            editions=(),
+            points=0,
+            cells=attention_shapes_cells,
+            measure=measure_attention_shapes,
         ),
         Problem(
             name="dense_masks",

@@ -21,12 +21,13 @@ from cs336_systems.profiling.capture import capture
 from cs336_systems.profiling.kernels import CATEGORIES, short_name
 from cs336_systems.profiling.memory import release
 from cs336_systems.profiling.ranges import SCORES, SOFTMAX, VALUES, annotate
-from cs336_systems.profiling.timing import time_once
+from cs336_systems.profiling.timing import plan_samples, time_once
 from cs336_systems.profiling.trace import Kernel, Trace
 
 PROBLEM = "nsys_profile"
-NUM_WALL_CLOCK_STEPS = 5
-NUM_PROFILED_STEPS = {"tiny": 1, "smoke": 2, "handout": 3}
+MIN_WALL_CLOCK_STEPS, MAX_WALL_CLOCK_STEPS = 4, 5  # `compare` needs four
+WALL_CLOCK_BUDGET_MS = 2000.0
+NUM_PROFILED_STEPS = {"tiny": 1, "smoke": 2, "handout": 2}
 NUM_RANKS = {"kernel": 5, "other_kernel": 5}  # how many of the longest kernels, and of those that are no matmul
 ATTENTION_PARTS = {"scores": SCORES, "softmax": SOFTMAX, "values": VALUES}
 
@@ -88,14 +89,16 @@ def measure_nsys_profile(cell: Cell, run: RunConfig) -> Iterator[Measurement]:
         for _ in range(cell.case.warmup):
             step.reset()
             require_finite("logits" if mode == "forward" else "loss", call())
-        samples = []
-        for _ in range(NUM_WALL_CLOCK_STEPS):
+        step.reset()
+        samples = [time_once(call, run.device)]
+        count = plan_samples(samples[0], WALL_CLOCK_BUDGET_MS, MIN_WALL_CLOCK_STEPS, MAX_WALL_CLOCK_STEPS)
+        while len(samples) < count:
             step.reset()
             samples.append(time_once(call, run.device))
         yield Measurement(row=rows["time"], samples=samples)
         with annotate(step.model):
             num_steps = NUM_PROFILED_STEPS[run.scale]
-            trace = capture(call, device=run.device, num_steps=num_steps, warmup=1, before=step.reset)
+            trace = capture(call, device=run.device, num_steps=num_steps, warmup=0, before=step.reset)
         step.reset()
         yield from measurements(trace, rows)
 

@@ -19,7 +19,10 @@ PRECISIONS = {
 NORM_SCALES = (1.0, 100.0, 300.0, 1000.0)
 NORM_DTYPES: tuple[DTypeName, ...] = ("float32", "float16", "bfloat16")
 BITS = {"float64": 64, "float32": 32, "float16": 16, "bfloat16": 16}
-SMOKE_BUDGET_MS = 250.0  # of timed steps a mode on a CPU, where three precisions are to fit in the time of one
+# Of timed steps a mode, and the fewest: three precisions of five sizes are to fit in the time of one. `compare` needs
+# four samples.
+BUDGET_MS = {"cuda": 1000.0, "cpu": 250.0}
+MIN_STEPS = {"cuda": 4, "cpu": 5}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,4 +105,4 @@ def measure_mixed_precision(cell: Cell, run: RunConfig) -> Iterator[Measurement]
         yield Measurement(row=OVERFLOW, samples=[result.overflowing_squares])
         yield Measurement(row=NORM_ERROR, samples=[result.error])
     else:
-        yield from measure_model(cell, run, budget_ms=None if run.device == "cuda" else SMOKE_BUDGET_MS)
+        yield from measure_model(cell, run, budget_ms=BUDGET_MS[run.device], min_samples=MIN_STEPS[run.device])

@@ -36,15 +36,17 @@ from cs336_systems.profiling.allocations import BACKWARD
 from cs336_systems.profiling.memory import MIB, CudaPhasePeaks, release
 from cs336_systems.profiling.saved import Saved, by_operation, compiled_saved_tensors, saved_tensors
 from cs336_systems.profiling.timeline import CATEGORIES, MemoryTrace
-from cs336_systems.profiling.timing import time_calls
+from cs336_systems.profiling.timing import plan_samples, time_calls, time_once
 
 BATCH = 4
 EXAMPLE_CONTEXTS = (128, 2048)  # whose timelines are drawn
 TIMELINE_POINTS = 200
 NUM_LARGEST = 5
 TIMED_BUDGET_MS = {"cuda": 3000.0, "cpu": 300.0}
+MIN_TIMED_STEPS = {"cuda": 2, "cpu": 5}  # an xl step in float32 takes 5.5 s, and varies by less than 1 ms
 FLOAT32, AUTOCAST = Precision(), Precision(autocast="bfloat16")
 GROUPS = ("none", "1", "2", "4", "8", "recursive")
+COMPILED_GRADIENT = "CompiledFunctionBackward"  # how autograd calls the backward of what torch.compile made
 GRADIENT_TOLERANCE = 1e-5  # of the largest gradient; checkpointing on CUDA may pick other matmul algorithms
 
 
@@ -219,7 +221,13 @@ def _saved_measurements(cell: Cell, model: TransformerLM, stream: Tensor) -> Ite
         apply_checkpointing(model, case.checkpointing)
         if cell.implementation == "compiled":
             model.run_blocks(list(blocks), stream)  # compiles
-        saved = saved_tensors(lambda: results.append(model.run_blocks(list(blocks), stream)), parameters=parameters)
+        saved = saved_tensors(
+            lambda: results.append(model.run_blocks(list(blocks), stream)),
+            parameters=parameters,
+            compiled=cell.implementation == "compiled",
+        )
+        if cell.implementation == "compiled" and COMPILED_GRADIENT not in str(results[0].grad_fn):
+            raise Disagreement(f"torch.compile left the block eager: its gradient is {results[0].grad_fn}")
     yield Measurement(row=SAVED, samples=[sum(one.num_bytes for one in saved) / MIB])
     ranked = {row.quantity: row for row in cell.rows}
     for rank, (operation, num_bytes) in enumerate(by_operation(saved)[:NUM_LARGEST], start=1):
@@ -328,13 +336,14 @@ def measure_gradient_checkpointing(cell: Cell, run: RunConfig) -> Iterator[Measu
     if run.device == "cuda":
         counters = CudaPhasePeaks()
         counters.mark(START)
-        run_phases(step, "train_step", counters.mark)
+        first_ms = time_once(lambda: run_phases(step, "train_step", counters.mark), run.device)
         counters.finish()
         step.reset()
         yield from _peaks(counters.peaks)
-    samples = time_calls(
-        step.train_step, device=run.device, warmup=1, before=step.reset, budget_ms=TIMED_BUDGET_MS[run.device]
-    )
+    else:
+        first_ms = time_once(step.train_step, run.device)
+    num_samples = plan_samples(first_ms, TIMED_BUDGET_MS[run.device], minimum=MIN_TIMED_STEPS[run.device])
+    samples = time_calls(step.train_step, device=run.device, warmup=0, num_samples=num_samples, before=step.reset)
     yield Measurement(row=TIME, samples=samples)
 
 

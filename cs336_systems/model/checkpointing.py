@@ -79,10 +79,12 @@ def compile_blocks(model: nn.Module) -> None:
     """Compile each block by itself, in place; under checkpointing, which stays outside.
 
     In this order the compiler sees one block without checkpoints and compiles it once, for all blocks and for the
-    recomputation. Around a checkpoint it would trace into it, and decide by itself what to compute again.
+    recomputation. Around a checkpoint it would trace into it, and decide by itself what to compute again. Every shape
+    is compiled for itself: after a second shape the compiler would otherwise keep sizes open, and store and fuse
+    differently in a model that was built after another one.
     """
     for block in _transformer(model).layers:
-        block.compile()
+        block.compile(dynamic=False)
 
 
 # What a strategy costs, in closed form

@@ -10,7 +10,9 @@ out of git, under a results folder's logs.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from torch.profiler import ProfilerActivity, profile
@@ -58,18 +60,26 @@ def capture(
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device == "cuda" else [])]
     run(warmup, in_range=False)
     if device == "cuda":
-        with profile(
-            activities=activities, acc_events=True
-        ):  # the first use loads CUPTI, which must not be in the profile
+        with _quiet(), profile(activities=activities):  # the first use loads CUPTI, which must not be in the profile
             pass
-    profiler = profile(activities=activities, acc_events=True)
+    profiler = profile(activities=activities)
     with tempfile.TemporaryDirectory(prefix="trace-") as folder:
         target = path or Path(folder) / "step.trace.json"
         target.parent.mkdir(parents=True, exist_ok=True)
-        profiler.start()
+        with _quiet():
+            profiler.start()
         try:
             run(num_steps, in_range=True)
         finally:
             profiler.stop()
             profiler.export_chrome_trace(str(target))
         return read_trace(target)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without torch's advice to accumulate events (acc_events): it would then build all of them again in Python at the
+    end of the profile, which takes longer than the steps and is nothing that the file needs."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Warning: Profiler clears events", category=UserWarning)
+        yield

@@ -12,6 +12,7 @@ what none matches is `other`, which tables show, so that a new library's kernels
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 
 CATEGORIES = (
     "gemm", "attention", "softmax", "elementwise", "reduction", "copy", "communication", "optimizer", "other",
@@ -50,11 +51,14 @@ _NOISE = re.compile(
 )
 
 
+# A trace has many thousands of events and some dozens of names.
+@lru_cache(maxsize=8192)
 def categorize(name: str) -> str:
     """The category of the kernel or operator `name`, one of `CATEGORIES`."""
     return next((category for category, pattern in RULES if pattern.search(name)), "other")
 
 
+@lru_cache(maxsize=8192)
 def short_name(name: str) -> str:
     """`name` without namespaces, argument lists and template arguments, but with the functor that tells it apart."""
     bare = _NOISE.sub("", name).strip()

@@ -9,21 +9,25 @@ nothing to configure wrongly.
 
 It also reads files larger than the memory that their contents would take: the file passes through a window, and each
 dict or list, once filled, goes through `compact`, which may return something smaller in its place (a row number, say).
-What is small enough to keep is up to `compact`; more than `MAX_RETAINED` uncompacted values are refused, so that a file
-of nothing but empty dicts does not fill the memory either.
+What is small enough to keep is up to `compact`. A byte of file may stand for many bytes of memory (an empty dict, a
+reference to an earlier value, a number on the stack), so everything that is kept is counted while the file passes, and
+a file that holds more than a snapshot could is refused before it fills the memory.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, BinaryIO
 
 WINDOW_BYTES = 4 * 2**20
 LONGEST_STRING = 2**16  # bytes; the longest path or line of a snapshot is far below
 MAX_FILE_BYTES = 4 * 2**30
-MAX_RETAINED = 4_000_000  # values kept at one time besides compacted ones: a few hundred MiB
+MAX_RETAINED = 4_000_000  # values kept at one time besides compacted ones, and values on the stack: some 100 MiB each
+BYTES_PER_REFERENCE = 16  # of file for each further entry of the memo or of a container; events have 20 and more
+MAX_TEXT_BYTES = 2**28  # of different strings in memory, where a character may take four bytes for one in the file
 MAX_DEPTH = 64  # of containers in containers
 PROTOCOLS = (2, 3, 4, 5)
 
@@ -71,7 +75,9 @@ class _Interpreter:
         self.memo: list[Any] = []  # picklers number what they remember from 0 up
         self.memo_of: dict[int, int] = {}  # id of a container that is being filled -> its index in the memo
         self.strings: dict[str, str] = {}  # each text once
-        self.retained = 0
+        self.retained = 0  # containers, strings and numbers that are kept
+        self.references = 0  # entries of containers that are kept
+        self.text_bytes = 0  # of the different strings
 
     def run(self) -> Any:
         if not self._enough(2) or self.window[0] != 0x80:
@@ -102,8 +108,12 @@ class _Interpreter:
         self.offset += self.position
         self.window = self.window[self.position :] + self.file.read(WINDOW_BYTES)
         self.position = 0
-        if self.retained > MAX_RETAINED:
+        if max(self.retained, len(self.stack)) > MAX_RETAINED:
             raise self._error(f"more than {MAX_RETAINED:,} values to keep")
+        if len(self.memo) + self.references > MAX_RETAINED + self.offset // BYTES_PER_REFERENCE:
+            raise self._error(f"more references than one for {BYTES_PER_REFERENCE} bytes")
+        if self.text_bytes > MAX_TEXT_BYTES:
+            raise self._error(f"more than {MAX_TEXT_BYTES:,} bytes of different strings")
 
     def _enough(self, count: int) -> bool:
         if len(self.window) - self.position < count:
@@ -149,10 +159,17 @@ class _Interpreter:
         self.retained += 1
         self.stack.append(value)
 
-    def filled(self, container: Any) -> None:
-        """The container on top has got its items: compact it, there and in the memo."""
+    def hold(self, items: Collection[Any]) -> None:
+        """Count the entries of a container that stays: a reference each, and a value for each number."""
+        self.references += len(items)
+        self.retained += sum(type(item) is int or type(item) is float for item in items)
+
+    def filled(self, container: Any, items: Collection[Any]) -> None:
+        """The container on top has got `items`: compact it, there and in the memo."""
         small = self.compact(container)
-        if small is not container:
+        if small is container:
+            self.hold(items)
+        else:
             self.stack[-1] = small
             self.retained -= 1
             index = self.memo_of.pop(id(container), None)
@@ -185,6 +202,7 @@ class _Interpreter:
         if known is None:
             self.strings[value] = known = value
             self.retained += 1
+            self.text_bytes += sys.getsizeof(value)
         self.stack.append(known)
 
     def long(self, count: int) -> None:
@@ -211,13 +229,13 @@ class _Interpreter:
         item = self._pop()
         values = self._top(list)
         values.append(item)
-        self.filled(values)
+        self.filled(values, (item,))
 
     def appends(self) -> None:
         items = self._items()
         values = self._top(list)
         values.extend(items)
-        self.filled(values)
+        self.filled(values, items)
 
     def set_item(self) -> None:
         value, key = self._pop(), self._pop()
@@ -234,13 +252,17 @@ class _Interpreter:
         if not all(isinstance(key, str | int) for key in keys):
             raise self._error("a dict's key is neither a string nor an int")
         values.update(zip(keys, items[1::2]))
-        self.filled(values)
+        self.filled(values, items)
 
     def tuple_of(self, count: int) -> None:
-        self.keep(tuple(reversed([self._pop() for _ in range(count)])))
+        self._keep_tuple(tuple(reversed([self._pop() for _ in range(count)])))
 
     def tuple_to_mark(self) -> None:
-        self.keep(tuple(self._items()))
+        self._keep_tuple(tuple(self._items()))
+
+    def _keep_tuple(self, items: tuple[Any, ...]) -> None:
+        self.hold(items)
+        self.keep(items)
 
     def drop(self) -> None:
         self._pop()

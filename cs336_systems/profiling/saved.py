@@ -11,6 +11,7 @@ the input of a linear layer that a norm saved as its output is not paid for twic
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,8 +55,15 @@ def function_name(func: Any) -> str:
     return name.rpartition(".")[2].strip("_")
 
 
-def saved_tensors(call: Callable[[], object], *, parameters: Iterable[Tensor] = ()) -> list[Saved]:
-    """Every storage that autograd saves during `call`, but those of `parameters`, in the order of saving."""
+def saved_tensors(
+    call: Callable[[], object], *, parameters: Iterable[Tensor] = (), compiled: bool = False
+) -> list[Saved]:
+    """Every storage that autograd saves during `call`, but those of `parameters`, in the order of saving.
+
+    With `compiled`, `call` runs what torch.compile made (compile it before: the first call is not the code's own). Its
+    operations are fused, so that what it saves is called by dtype and shape. Without, `call` runs eagerly even where
+    it was compiled, since the mode that watches the operations turns torch.compile off.
+    """
     skipped = {_identity(parameter) for parameter in parameters}
     found: dict[int, Saved] = {}
     kept = []  # so that no storage is handed out twice
@@ -64,8 +72,8 @@ def saved_tensors(call: Callable[[], object], *, parameters: Iterable[Tensor] = 
     def pack(tensor: Tensor) -> Tensor:
         identity = _identity(tensor)
         if identity not in skipped and identity not in found:
-            line = source_line()
-            name = current.name or "autograd.Function"
+            line = "" if compiled else source_line()
+            name = _described(tensor) if compiled else current.name or "autograd.Function"
             found[identity] = Saved(
                 num_bytes=tensor.untyped_storage().nbytes(),
                 operation=f"{name} in {line}" if line else name,
@@ -75,10 +83,15 @@ def saved_tensors(call: Callable[[], object], *, parameters: Iterable[Tensor] = 
             kept.append(tensor)
         return tensor
 
-    with current, torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+    with nullcontext() if compiled else current, torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         result = call()
     del result
     return list(found.values())
+
+
+def _described(tensor: Tensor) -> str:
+    """`float32 (4, 32, 2048, 2048)`"""
+    return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
 
 
 def compiled_saved_tensors(module: nn.Module, x: Tensor) -> list[Saved]:
@@ -107,7 +120,14 @@ def compiled_saved_tensors(module: nn.Module, x: Tensor) -> list[Saved]:
         partition_fn=partition,
         decompositions=select_decomp_table(),
     )
-    call(state, x)
+    # functional_call takes a submodule that several modules share for several, and would leave its traced buffer there.
+    tensors = [(one, dict(one._parameters), dict(one._buffers)) for one in module.modules()]
+    try:
+        call(state, x)
+    finally:
+        for one, one_parameters, one_buffers in tensors:
+            one._parameters.update(one_parameters)
+            one._buffers.update(one_buffers)
     return _crossing(forwards[-1], num_state=len(state))
 
 

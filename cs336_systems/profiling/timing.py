@@ -50,11 +50,13 @@ def time_calls(
     num_samples: int | None = None,
     before: Callable[[], object] | None = None,
     budget_ms: float = DEFAULT_BUDGET_MS,
+    min_samples: int = MIN_SAMPLES,
 ) -> list[float]:
     """Milliseconds of each of `num_samples` calls, after `warmup` untimed ones.
 
     `before` runs ahead of every call, outside the timed part (resetting gradients). Without `num_samples` one more
-    untimed call is measured and as many samples are taken as `budget_ms` allows, at least five and at most a hundred.
+    untimed call is measured and as many samples are taken as `budget_ms` allows, at least `min_samples` (five) and at
+    most a hundred.
     """
 
     def prepare() -> None:
@@ -66,7 +68,7 @@ def time_calls(
         call()
     if num_samples is None:
         prepare()
-        num_samples = plan_samples(time_once(call, device), budget_ms)
+        num_samples = plan_samples(time_once(call, device), budget_ms, min_samples)
     if device == "cuda":
         return _time_with_events(call, num_samples, prepare)
     samples = []

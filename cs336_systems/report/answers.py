@@ -29,6 +29,7 @@ from cs336_systems.report.masks import MASK_ANSWERS
 from cs336_systems.report.memory_answers import MEMORY_ANSWERS
 from cs336_systems.report.profiles import answers as profile_answers
 from cs336_systems.report.sections import longest_warmup, present_modes, timed
+from cs336_systems.report.shapes import SHAPE_ANSWERS
 from cs336_systems.report.sharding import SHARDING_ANSWERS
 from cs336_systems.report.training import training_answer
 
@@ -172,6 +173,7 @@ ANSWERS: dict[str, Callable[[pd.DataFrame], list[str]]] = {
     "flash_benchmarking": flash_benchmarking,
     "training_run": training_answer,
     "leaderboard_2025": leaderboard_2025,
+    **SHAPE_ANSWERS,
     **MASK_ANSWERS,
     **DISTRIBUTED_ANSWERS,
     **SHARDING_ANSWERS,

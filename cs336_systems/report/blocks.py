@@ -30,6 +30,7 @@ from cs336_systems.report.masks import MASK_CASES
 from cs336_systems.report.memory_tables import MEMORY_CASE_TYPES
 from cs336_systems.report.plots import Plot, plots
 from cs336_systems.report.sections import Section
+from cs336_systems.report.shapes import SHAPE_CASES
 from cs336_systems.report.sharding import SHARDING_CASES
 from cs336_systems.report.tables import TABLES, problem_table, sections
 
@@ -42,6 +43,7 @@ CASE_TYPES = {  # of the problems with tables and figures of their own
     "flash_benchmarking": ("AttentionShape",),
     "training_run": ("TrainingCase",),
     "leaderboard_2025": ("AttentionShape",),
+    **SHAPE_CASES,
     **MASK_CASES,
     **DISTRIBUTED_CASES,
     **SHARDING_CASES,

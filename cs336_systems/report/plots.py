@@ -20,6 +20,7 @@ from cs336_systems.report.memory_plots import MEMORY_PLOTS
 from cs336_systems.report.points import Plot, model_speed_ups, points, points_by_length
 from cs336_systems.report.profiles import plots as profile_plots
 from cs336_systems.report.sections import attention_keys, constants, longest_warmup, present_modes, timed
+from cs336_systems.report.shapes import SHAPE_PLOTS
 from cs336_systems.report.sharding import SHARDING_PLOTS
 from cs336_systems.report.training import training_plots
 
@@ -199,6 +200,7 @@ PLOTS: dict[str, Callable[[pd.DataFrame], list[Plot]]] = {
     "flash_benchmarking": flash_benchmarking,
     "training_run": training_plots,
     "leaderboard_2025": leaderboard_2025,
+    **SHAPE_PLOTS,
     **MASK_PLOTS,
     **DISTRIBUTED_PLOTS,
     **SHARDING_PLOTS,

@@ -47,6 +47,7 @@ from cs336_systems.report.sections import (
     section,
     timed,
 )
+from cs336_systems.report.shapes import SHAPE_TABLES
 from cs336_systems.report.sharding import SHARDING_TABLES
 from cs336_systems.report.training import training_sections
 
@@ -174,6 +175,7 @@ TABLES: dict[str, Callable[[pd.DataFrame], list[Section]]] = {
     "flash_benchmarking": flash_benchmarking,
     "training_run": training_sections,
     "leaderboard_2025": leaderboard_2025,
+    **SHAPE_TABLES,
     **MASK_TABLES,
     **DISTRIBUTED_TABLES,
     **SHARDING_TABLES,

@@ -2,12 +2,16 @@
 
   warp_fence        keeps what follows behind the arithmetic on its operand
   rescale_rows      multiplies an accumulator by its rows' factors, if any of the warp's differs from 1
+  tma_add           adds a tile into memory
+  meet_consumers    a barrier of two warp groups
 """
 
 from __future__ import annotations
 
+from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._core import builtin
 
 # Each thread of a warp group holds two rows of a 64-row tile, g and g + 8 of its warp's 16: sums come in pairs.
 # The mask is 0xffffffff whatever the sums are, as no population count reaches 64, which ptxas does not deduce.
@@ -69,4 +73,22 @@ def rescale_rows(accumulator, factor):
     accumulator, factor = gl.broadcast(accumulator, factor[:, None])
     return gl.inline_asm_elementwise(
         _RESCALE_64, _RESCALE_64_CONSTRAINTS, [accumulator, factor], dtype=gl.float32, is_pure=True, pack=64
+    )  # fmt: skip
+
+
+@builtin
+def tma_add(desc, coordinates, tile, _semantic=None):
+    """Start adding a tile of shared memory into memory, element by element and atomically; `tma.store_wait` waits.
+
+    To adding what `tma.async_copy_shared_to_global` is to storing: Gluon has the instruction, and no name for it.
+    """
+    coordinates = _semantic._convert_to_ir_values(coordinates, require_i64=False)
+    _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, desc.handle, coordinates, tile.handle)
+
+
+@gluon.jit
+def meet_consumers(BARRIER: gl.constexpr):
+    """Two warp groups, 256 threads, wait for each other at a named barrier of the hardware."""
+    gl.inline_asm_elementwise(
+        f"bar.sync {BARRIER}, 256; mov.u32 $0, $1;", "=r,r", [gl.to_tensor(0)], dtype=gl.int32, is_pure=False, pack=1
     )  # fmt: skip

@@ -1,0 +1,475 @@
+"""The backward on Hopper: one Gluon kernel of five matmuls between two light Triton kernels.
+
+  preprocess   delta = rowsum(dO ∘ O), minus the gradient of L if one arrives; L in base 2; dQ's accumulator zeroed
+  main         one program a tile of 128 keys: dK and dV stay in registers, dQ is added into memory, in float32
+  convert      dQ = scale · accumulator, in the inputs' dtype
+
+A program of the main kernel has three partitions. A producer warp copies tiles by TMA into a ring of two slots. Two
+consumer warp groups own 64 of the keys each and walk the query tiles that see them. S and dP are computed transposed,
+so that Pᵀ and dSᵀ are left operands that the tensor cores take from registers. One step of a consumer, and what the
+tensor cores do meanwhile:
+
+    wait for the slot: Q, dO, L, delta
+    issue Sᵀ = K Qᵀ and dPᵀ = V dOᵀ                    S
+    wait for S
+    Pᵀ = exp2(scale · log₂e · Sᵀ - L)                  dP            L stays in shared memory up to here
+    issue dV += Pᵀ dO                                  dP, dV
+    wait for dP
+    dSᵀ = Pᵀ ∘ (dPᵀ - delta)                           dV            delta likewise: registers are full
+    issue dK += dSᵀ Q                                  dV, dK
+    dSᵀ to shared memory; meet the other consumer      dV, dK        dQ sums over the keys of both
+    issue dQ = dS K                                    dV, dK, dQ
+    wait for all; release the slot; dQ to shared memory; TMA adds it into memory
+
+A step's dQ tile is formed once by the two consumers, half and half, from the keys of both: halves by columns of a tile
+of 64 queries at head dim 128, halves by rows of a tile of 128 queries at head dim 64. (At 64 the longer tile is 15 to
+20 % faster; at 128 it has no room.)
+
+Which tiles: without a mask the walk starts at the program's own position and wraps around the end, so that programs
+that run at one time add to different rows of dQ. A causal one starts at the diagonal. Tiles that the diagonal cuts are
+masked; where the last key tile is ragged every tile is, in a kernel of its own, because choosing at run time costs
+registers. (A key that does not exist scores 0, and its P = exp2(-L) may be inf.) Queries past the end have L = +inf,
+hence P = 0. TMA reads zeros past the end of a head and writes nothing there.
+
+Sums: dK and dV over the queries, and over the query heads of a group, are one program's, in one order, and so
+bit-reproducible. dQ's over the key tiles come in any order: its last bits vary.
+
+Sources: FlashAttention-2 (Dao 2023), algorithm 2; FlashAttention-3 (Shah et al. 2024) for the partitions.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from jaxtyping import Float
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from cs336_systems.attention.hopper.builtins import meet_consumers, tma_add
+from cs336_systems.attention.hopper.descriptors import CachedKernel, padded_width, readable, tile_descriptor
+from cs336_systems.attention.tiles import head_tile
+from cs336_systems.attention.triton.steps import L2_SHARE_BYTES, LOG2_E
+
+KEY_TILE = gl.constexpr(128)  # the two consumers' 64 rows of a wgmma each
+CONSUMER_KEYS = gl.constexpr(64)
+HALF = gl.constexpr(64)  # rows and columns of a consumer's part of a dQ tile
+SLOTS = gl.constexpr(2)  # as many as fit: 194 KiB of the 227 that a program can have
+QUERY_TILES = {64: 128, 128: 64}  # by head tile
+# Rows of L, delta and dQ's accumulator are padded to a multiple of this, the number of query rows that the diagonal
+# of one key tile cuts: a causal program then has at least those steps, and runs them without a bound.
+ROW_PADDING = KEY_TILE
+LIGHT_ROWS = 64  # of a program of the preprocess and of the conversion
+CHUNK = gl.constexpr(8)  # elements in 16 bytes, of which TMA wants strides to be multiples
+# Where two consumers meet, of the hardware's 16 named barriers; Triton takes the first ones.
+DS_IS_WRITTEN, TILES_ARE_READ = gl.constexpr(9), gl.constexpr(10)
+
+
+PREPROCESS_NUMBERS = (
+    "chunks_ob", "chunks_oh", "chunks_os", "chunks_dob", "chunks_doh", "chunks_dos", "N_HEADS", "N_QUERIES", "N_ROWS",
+)  # fmt: skip
+
+
+@triton.jit(do_not_specialize=PREPROCESS_NUMBERS)
+def hopper_backward_preprocess_kernel(
+    O_ptr, dO_ptr, L_ptr, dL_ptr, L_log2_ptr, D_ptr, dQ_ptr,
+    chunks_ob, chunks_oh, chunks_os, chunks_dob, chunks_doh, chunks_dos, N_HEADS, N_QUERIES, N_ROWS,
+    HAS_DL: tl.constexpr, D: tl.constexpr, D_TILE: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """L and its gradient are contiguous; the results have N_ROWS rows a head, and dQ is zeros.
+
+    O and dO are as TMA reads them, with strides that are counted in chunks of 16 bytes: so they fit 32 bits, and the
+    compiler knows that a thread may read a chunk at a time.
+    """
+    tiles = N_ROWS // ROWS
+    batch_head = (tl.program_id(0) // tiles).to(tl.int64)
+    batch, head = batch_head // N_HEADS, batch_head % N_HEADS
+    query_rows = tl.program_id(0) % tiles * ROWS + tl.arange(0, ROWS)
+    columns = tl.arange(0, D_TILE)
+    inside = (query_rows < N_QUERIES)[:, None] & (columns < D)[None, :]
+    chunks = batch * chunks_ob + head * chunks_oh + query_rows.to(tl.int64) * chunks_os
+    O = tl.load(O_ptr + chunks[:, None] * CHUNK + columns[None, :], mask=inside, other=0.0)
+    chunks = batch * chunks_dob + head * chunks_doh + query_rows.to(tl.int64) * chunks_dos
+    dO = tl.load(dO_ptr + chunks[:, None] * CHUNK + columns[None, :], mask=inside, other=0.0)
+    delta = tl.sum(O.to(tl.float32) * dO.to(tl.float32), axis=1)
+    L_rows = batch_head * N_QUERIES + query_rows
+    L = tl.load(L_ptr + L_rows, mask=query_rows < N_QUERIES, other=float("inf"))
+    if HAS_DL:
+        delta -= tl.load(dL_ptr + L_rows, mask=query_rows < N_QUERIES, other=0.0)
+    result_rows = batch_head * N_ROWS + query_rows
+    tl.store(L_log2_ptr + result_rows, L * LOG2_E)
+    tl.store(D_ptr + result_rows, delta)
+    zeros = tl.zeros([ROWS, D_TILE], tl.float32)
+    tl.store(dQ_ptr + result_rows[:, None] * D_TILE + columns[None, :], zeros)
+
+
+@gluon.constexpr_function
+def _mma_layout(columns):
+    """Where a warp group's wgmma leaves a (64, columns) tile in registers."""
+    return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 16])
+
+
+# Which tiles a program visits. Arithmetic on integers: the tests run these functions as Python.
+
+
+@gluon.jit
+def tile_of_program(program, num_programs, num_tiles, HEADS_TOGETHER):
+    """(key tile, index into batch and key heads) of a program.
+
+    HEADS_TOGETHER heads at a time, whose rows the L2 cache holds; among them one tile index after the other, so that
+    the longest causal tiles, those of the first keys, start first and the short ones fill the tail.
+    """
+    first_head = program // (HEADS_TOGETHER * num_tiles) * HEADS_TOGETHER
+    width = min(HEADS_TOGETHER, num_programs // num_tiles - first_head)
+    position = program - first_head * num_tiles
+    return position // width, first_head + position % width
+
+
+@gluon.jit
+def query_tiles(N_QUERIES, Q_TILE_SIZE: gl.constexpr):
+    """Query tiles of a head, those of its padding included."""
+    return (N_QUERIES + ROW_PADDING - 1) // ROW_PADDING * (ROW_PADDING // Q_TILE_SIZE)
+
+
+@gluon.jit
+def walk_of_tile(key_tile, tiles, Q_TILE_SIZE: gl.constexpr, IS_CAUSAL: gl.constexpr):
+    """(first query tile, steps) of a key tile's walk over the `tiles` query tiles of a head."""
+    first_tile = key_tile * (KEY_TILE // Q_TILE_SIZE)
+    if IS_CAUSAL:
+        # No query may see the last keys, where there are more keys than queries: they visit the last tiles, in vain.
+        first_tile = min(first_tile, tiles - KEY_TILE // Q_TILE_SIZE)
+        return first_tile, tiles - first_tile
+    else:
+        return first_tile % tiles, tiles
+
+
+@gluon.jit
+def query_of_step(step, first_tile, tiles, Q_TILE_SIZE: gl.constexpr, IS_CAUSAL: gl.constexpr):
+    """The first query of a step of the walk."""
+    tile = first_tile + step
+    if not IS_CAUSAL:
+        tile -= tiles * (tile >= tiles)
+    return tile * Q_TILE_SIZE
+
+
+@gluon.jit
+def _as_block(tile, desc):
+    """A (rows, columns) tile of shared memory as TMA sees it, a tile of (batch, heads, rows, columns)."""
+    return tile._reinterpret(desc.dtype, desc.block_shape, desc.layout)
+
+
+@gluon.jit
+def _produce(
+    shared, Q_desc, K_desc, V_desc, dO_desc, L_ptr, D_ptr, N_KV_HEADS, HEADS_TOGETHER, N_QUERIES, N_KEYS,
+    GROUP: gl.constexpr, IS_CAUSAL: gl.constexpr,
+):  # fmt: skip
+    """The producer warp: K and V once, then each step's Q, dO, L and delta, as slots become free."""
+    Q_slots, dO_slots, K_tile, V_tile, dS_tiles, dQ_tiles, L_slots, D_slots, kv_full, full, empty = shared
+    Q_TILE_SIZE: gl.constexpr = Q_slots.shape[1]
+    ROWS_LAYOUT: gl.constexpr = gl.BlockedLayout([Q_TILE_SIZE // 32], [32], [1], [0])
+    key_tile, batch_head = tile_of_program(
+        gl.program_id(0), gl.num_programs(0), gl.cdiv(N_KEYS, KEY_TILE), HEADS_TOGETHER
+    )
+    batch, kv_head = batch_head // N_KV_HEADS, batch_head % N_KV_HEADS
+    tiles = query_tiles(N_QUERIES, Q_TILE_SIZE)
+    first_tile, steps = walk_of_tile(key_tile, tiles, Q_TILE_SIZE, IS_CAUSAL)
+
+    mbarrier.expect(kv_full.index(0), K_desc.block_type.nbytes + V_desc.block_type.nbytes)
+    key_block = [batch, kv_head, key_tile * KEY_TILE, 0]
+    tma.async_copy_global_to_shared(K_desc, key_block, kv_full.index(0), _as_block(K_tile, K_desc))
+    tma.async_copy_global_to_shared(V_desc, key_block, kv_full.index(0), _as_block(V_tile, V_desc))
+    for member in range(GROUP):
+        head = kv_head * GROUP + member
+        head_row = (batch_head * GROUP + member) * tiles * Q_TILE_SIZE
+        for j in range(steps):
+            first_query = query_of_step(j, first_tile, tiles, Q_TILE_SIZE, IS_CAUSAL)
+            rows = head_row + first_query + gl.arange(0, Q_TILE_SIZE, ROWS_LAYOUT)
+            L = gl.load(L_ptr + rows)
+            delta = gl.load(D_ptr + rows)
+            step = member * steps + j
+            slot = step % SLOTS
+            mbarrier.wait(empty.index(slot), ((step // SLOTS) & 1) ^ 1)
+            mbarrier.expect(full.index(slot), Q_desc.block_type.nbytes + dO_desc.block_type.nbytes)
+            query_block = [batch, head, first_query, 0]
+            tma.async_copy_global_to_shared(
+                Q_desc, query_block, full.index(slot), _as_block(Q_slots.index(slot), Q_desc)
+            )  # fmt: skip
+            tma.async_copy_global_to_shared(
+                dO_desc, query_block, full.index(slot), _as_block(dO_slots.index(slot), dO_desc)
+            )  # fmt: skip
+            L_slots.index(slot).store(L)
+            D_slots.index(slot).store(delta)
+            mbarrier.arrive(full.index(slot), count=1)
+
+
+@gluon.jit
+def _hide(P_T, first_query, first_key, N_KEYS, IS_CAUSAL: gl.constexpr, S_LAYOUT: gl.constexpr):
+    """Pᵀ with zeros where the key does not exist or, if causal, comes after the query."""
+    key_rows = first_key + gl.arange(0, P_T.shape[0], gl.SliceLayout(1, S_LAYOUT))
+    if IS_CAUSAL:
+        query_rows = first_query + gl.arange(0, P_T.shape[1], gl.SliceLayout(0, S_LAYOUT))
+        first_seen_by = gl.where(key_rows < N_KEYS, key_rows, 2**31 - 1)
+        return gl.where(query_rows[None, :] >= first_seen_by[:, None], P_T, 0.0)
+    else:
+        return gl.where((key_rows < N_KEYS)[:, None], P_T, 0.0)
+
+
+@gluon.jit
+def _step(
+    shared, dQ_desc, dK, dV, step, head_row, first_query, first_key, N_KEYS, scale_log2,
+    CONSUMER: gl.constexpr, MASKED: gl.constexpr, IS_CAUSAL: gl.constexpr,
+):  # fmt: skip
+    """Fold one query tile into this consumer's dK and dV, and add its half of the tile's dQ."""
+    Q_slots, dO_slots, K_tile, V_tile, dS_tiles, dQ_tiles, L_slots, D_slots, kv_full, full, empty = shared
+    dtype: gl.constexpr = Q_slots.dtype
+    Q_TILE_SIZE: gl.constexpr = Q_slots.shape[1]
+    D_TILE: gl.constexpr = Q_slots.shape[2]
+    S_LAYOUT: gl.constexpr = _mma_layout(Q_TILE_SIZE)
+    OPERAND: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=_mma_layout(D_TILE), k_width=2)
+    FIRST_ROW: gl.constexpr = CONSUMER * CONSUMER_KEYS
+    K = K_tile.slice(FIRST_ROW, CONSUMER_KEYS, dim=0)
+    V = V_tile.slice(FIRST_ROW, CONSUMER_KEYS, dim=0)
+    slot = step % SLOTS
+    Q, dO = Q_slots.index(slot), dO_slots.index(slot)
+    zeros = gl.zeros([CONSUMER_KEYS, Q_TILE_SIZE], gl.float32, S_LAYOUT)
+
+    mbarrier.wait(full.index(slot), (step // SLOTS) & 1)
+    S_T = warpgroup_mma(K, Q.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    dP_T = warpgroup_mma(V, dO.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    S_T = warpgroup_mma_wait(1, [S_T])
+    L = L_slots.index(slot).load(gl.SliceLayout(0, S_LAYOUT))
+    P_T = gl.exp2(S_T * scale_log2 - L[None, :])
+    if MASKED:
+        P_T = _hide(P_T, first_query, first_key + FIRST_ROW, N_KEYS, IS_CAUSAL, S_LAYOUT)
+    dV = warpgroup_mma(gl.convert_layout(P_T.to(dtype), OPERAND), dO, dV, is_async=True)
+    dP_T = warpgroup_mma_wait(1, [dP_T])
+    delta = D_slots.index(slot).load(gl.SliceLayout(0, S_LAYOUT))
+    dS_T = (P_T * (dP_T - delta[None, :])).to(dtype)
+    dK = warpgroup_mma(gl.convert_layout(dS_T, OPERAND), Q, dK, is_async=True)
+
+    # Two tiles take turns: the other consumer may still multiply the last step's.
+    both_dS_T = dS_tiles.index(step & 1)
+    both_dS_T.slice(FIRST_ROW, CONSUMER_KEYS, dim=0).store(dS_T)
+    fence_async_shared()
+    dQ_tile = dQ_tiles.index(CONSUMER)
+    zeros_dQ = gl.zeros([HALF, HALF], gl.float32, _mma_layout(HALF))
+    if D_TILE == 128:
+        # One wait for the last step's add and one for all matmuls: fewer barriers, which count at this head dim.
+        tma.store_wait(0)
+        meet_consumers(DS_IS_WRITTEN)
+        K_half = K_tile.slice(CONSUMER * HALF, HALF, dim=1)
+        dQ = warpgroup_mma(both_dS_T.permute((1, 0)), K_half, zeros_dQ, use_acc=False, is_async=True)
+        dV, dK, dQ = warpgroup_mma_wait(0, [dV, dK, dQ])
+        dQ_tile.store(dQ)
+        fence_async_shared()
+        tma_add(dQ_desc, [0, 0, head_row + first_query, CONSUMER * HALF], _as_block(dQ_tile, dQ_desc))
+        mbarrier.arrive(empty.index(slot), count=1)
+    else:
+        # The slot is free as soon as dK and dV are done: the producer refills it under dQ.
+        meet_consumers(DS_IS_WRITTEN)
+        dS_T_half = both_dS_T.slice(CONSUMER * HALF, HALF, dim=1)
+        dQ = warpgroup_mma(dS_T_half.permute((1, 0)), K_tile, zeros_dQ, use_acc=False, is_async=True)
+        dV, dK = warpgroup_mma_wait(1, [dV, dK])
+        mbarrier.arrive(empty.index(slot), count=1)
+        tma.store_wait(0)
+        dQ = warpgroup_mma_wait(0, [dQ])
+        dQ_tile.store(dQ)
+        fence_async_shared()
+        tma_add(dQ_desc, [0, 0, head_row + first_query + CONSUMER * HALF, 0], _as_block(dQ_tile, dQ_desc))
+    return dK, dV
+
+
+@gluon.jit
+def _consume(
+    shared, dQ_desc, dK_desc, dV_desc, HEADS_TOGETHER, N_QUERIES, N_KEYS, scale_log2,
+    GROUP: gl.constexpr, IS_CAUSAL: gl.constexpr, WHOLE_KEY_TILES: gl.constexpr, CONSUMER: gl.constexpr,
+):  # fmt: skip
+    """A consumer warp group: dK and dV of 64 keys, and its half of dQ."""
+    Q_slots, dO_slots, K_tile, V_tile, dS_tiles, dQ_tiles, L_slots, D_slots, kv_full, full, empty = shared
+    dtype: gl.constexpr = Q_slots.dtype
+    Q_TILE_SIZE: gl.constexpr = Q_slots.shape[1]
+    D_TILE: gl.constexpr = Q_slots.shape[2]
+    MASKED_STEPS: gl.constexpr = KEY_TILE // Q_TILE_SIZE if IS_CAUSAL else 0
+    key_tile, batch_head = tile_of_program(
+        gl.program_id(0), gl.num_programs(0), gl.cdiv(N_KEYS, KEY_TILE), HEADS_TOGETHER
+    )
+    first_key = key_tile * KEY_TILE
+    tiles = query_tiles(N_QUERIES, Q_TILE_SIZE)
+    first_tile, steps = walk_of_tile(key_tile, tiles, Q_TILE_SIZE, IS_CAUSAL)
+    dK = gl.zeros([CONSUMER_KEYS, D_TILE], gl.float32, _mma_layout(D_TILE))
+    dV = gl.zeros([CONSUMER_KEYS, D_TILE], gl.float32, _mma_layout(D_TILE))
+
+    mbarrier.wait(kv_full.index(0), 0)
+    for member in range(GROUP):
+        head_row = (batch_head * GROUP + member) * tiles * Q_TILE_SIZE
+        for j in range(MASKED_STEPS if WHOLE_KEY_TILES else steps):
+            first_query = query_of_step(j, first_tile, tiles, Q_TILE_SIZE, IS_CAUSAL)
+            dK, dV = _step(
+                shared, dQ_desc, dK, dV, member * steps + j, head_row, first_query, first_key, N_KEYS, scale_log2,
+                CONSUMER, True, IS_CAUSAL,
+            )  # fmt: skip
+        if WHOLE_KEY_TILES:
+            for j in range(MASKED_STEPS, steps):
+                first_query = query_of_step(j, first_tile, tiles, Q_TILE_SIZE, IS_CAUSAL)
+                dK, dV = _step(
+                    shared, dQ_desc, dK, dV, member * steps + j, head_row, first_query, first_key, N_KEYS, scale_log2,
+                    CONSUMER, False, IS_CAUSAL,
+                )  # fmt: skip
+
+    # Nobody reads K and V any more: their memory takes dK and dV on the way out.
+    meet_consumers(TILES_ARE_READ)
+    dK_tile = K_tile._reinterpret(dtype, [2, CONSUMER_KEYS, D_TILE], K_tile.layout).index(CONSUMER)
+    dV_tile = V_tile._reinterpret(dtype, [2, CONSUMER_KEYS, D_TILE], V_tile.layout).index(CONSUMER)
+    dK_tile.store((dK * (scale_log2 / LOG2_E)).to(dtype))
+    dV_tile.store(dV.to(dtype))
+    fence_async_shared()
+    own_block = [0, batch_head, first_key + CONSUMER * CONSUMER_KEYS, 0]
+    tma.async_copy_shared_to_global(dK_desc, own_block, _as_block(dK_tile, dK_desc))
+    tma.async_copy_shared_to_global(dV_desc, own_block, _as_block(dV_tile, dV_desc))
+    tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["N_KV_HEADS", "HEADS_TOGETHER", "N_QUERIES", "N_KEYS"])
+def hopper_backward_kernel(
+    Q_desc, K_desc, V_desc, dO_desc, dQ_desc, dK_desc, dV_desc, L_ptr, D_ptr,
+    N_KV_HEADS, HEADS_TOGETHER, N_QUERIES, N_KEYS, scale_log2,
+    GROUP: gl.constexpr, IS_CAUSAL: gl.constexpr, WHOLE_KEY_TILES: gl.constexpr,
+):  # fmt: skip
+    """dK and dV (1, batch · kv_heads, keys, D), and all but the scale of dQ (1, 1, batch · heads · rows, D_TILE).
+
+    WHOLE_KEY_TILES: KEY_TILE divides N_KEYS. L and delta have the rows of dQ, padded for each head.
+    """
+    dtype: gl.constexpr = Q_desc.dtype
+    Q_TILE_SIZE: gl.constexpr = Q_desc.block_shape[2]
+    D_TILE: gl.constexpr = Q_desc.block_shape[3]
+    TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([Q_TILE_SIZE, D_TILE], dtype)
+    DS_TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEY_TILE, Q_TILE_SIZE], dtype)
+    DQ_TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HALF, HALF], gl.float32)
+    ROWS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    kv_full = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+    full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    shared = (
+        gl.allocate_shared_memory(dtype, [SLOTS, Q_TILE_SIZE, D_TILE], TILE),
+        gl.allocate_shared_memory(dtype, [SLOTS, Q_TILE_SIZE, D_TILE], TILE),
+        gl.allocate_shared_memory(dtype, [KEY_TILE, D_TILE], TILE),
+        gl.allocate_shared_memory(dtype, [KEY_TILE, D_TILE], TILE),
+        gl.allocate_shared_memory(dtype, [2, KEY_TILE, Q_TILE_SIZE], DS_TILE),
+        gl.allocate_shared_memory(gl.float32, [2, HALF, HALF], DQ_TILE),
+        gl.allocate_shared_memory(gl.float32, [SLOTS, Q_TILE_SIZE], ROWS),
+        gl.allocate_shared_memory(gl.float32, [SLOTS, Q_TILE_SIZE], ROWS),
+        kv_full, full, empty,
+    )  # fmt: skip
+    mbarrier.init(kv_full.index(0), count=1)
+    for slot in gl.static_range(SLOTS):
+        mbarrier.init(full.index(slot), count=2)  # the bytes of Q and dO; the producer's stores of L and delta
+        mbarrier.init(empty.index(slot), count=2)  # the two consumers
+    fence_async_shared()
+    # Warps of the second consumer and of the producer, and their registers a thread; the first has what is left, 240.
+    gl.warp_specialize([
+        (_consume, (
+            shared, dQ_desc, dK_desc, dV_desc, HEADS_TOGETHER, N_QUERIES, N_KEYS, scale_log2,
+            GROUP, IS_CAUSAL, WHOLE_KEY_TILES, gl.constexpr(0),
+        )),
+        (_consume, (
+            shared, dQ_desc, dK_desc, dV_desc, HEADS_TOGETHER, N_QUERIES, N_KEYS, scale_log2,
+            GROUP, IS_CAUSAL, WHOLE_KEY_TILES, gl.constexpr(1),
+        )),
+        (_produce, (
+            shared, Q_desc, K_desc, V_desc, dO_desc, L_ptr, D_ptr, N_KV_HEADS, HEADS_TOGETHER, N_QUERIES, N_KEYS,
+            GROUP, IS_CAUSAL,
+        )),
+    ], [4, 1], [240, 24])  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["N_QUERIES", "N_ROWS"])
+def hopper_backward_convert_kernel(
+    accumulator_ptr, dQ_ptr, N_QUERIES, N_ROWS, scale, D: tl.constexpr, D_TILE: tl.constexpr, ROWS: tl.constexpr
+):
+    """dQ (batch, heads, queries, D), contiguous, from sums of N_ROWS rows a head that lack their scale."""
+    tiles = (N_QUERIES + ROWS - 1) // ROWS
+    batch_head = (tl.program_id(0) // tiles).to(tl.int64)
+    query_rows = tl.program_id(0) % tiles * ROWS + tl.arange(0, ROWS)
+    columns = tl.arange(0, D_TILE)
+    sums = tl.load(accumulator_ptr + (batch_head * N_ROWS + query_rows)[:, None] * D_TILE + columns[None, :])
+    inside = (query_rows < N_QUERIES)[:, None] & (columns < D)[None, :]
+    dQ_rows = (batch_head * N_QUERIES + query_rows)[:, None]
+    tl.store(dQ_ptr + dQ_rows * D + columns[None, :], (sums * scale).to(dQ_ptr.dtype.element_ty), mask=inside)
+
+
+def _strides_in_chunks(x: Tensor) -> list[int]:
+    """Of batch, heads and rows; a dimension of one element is not strided over."""
+    return [stride // CHUNK.value if size > 1 else 0 for stride, size in zip(x.stride()[:3], x.shape)]
+
+
+_preprocess = CachedKernel(hopper_backward_preprocess_kernel)
+_differentiate = CachedKernel(hopper_backward_kernel)
+_convert = CachedKernel(hopper_backward_convert_kernel)
+
+
+def hopper_backward(
+    q: Float[Tensor, "batch heads queries head_dim"],
+    k: Float[Tensor, "batch kv_heads keys head_dim"],
+    v: Float[Tensor, "batch kv_heads keys head_dim"],
+    output: Float[Tensor, "batch heads queries head_dim"],
+    lse: Float[Tensor, "batch heads queries"],
+    grad_output: Float[Tensor, "batch heads queries head_dim"],
+    grad_lse: Float[Tensor, "batch heads queries"] | None,
+    is_causal: bool,
+    scale: float,
+    config: str = "",
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Contiguous gradients of q, k, v in their dtype, bfloat16 or float16; head_dim at most 128, nothing empty.
+
+    `lse` is contiguous, the others have any strides, and what TMA cannot read is copied first. dK and dV are
+    bit-reproducible, dQ is not. `config` is not looked at: there is one schedule for a head dim.
+    """
+    batch, heads, num_queries, head_dim = q.shape
+    kv_heads, num_keys = k.shape[1:3]
+    group = heads // kv_heads
+    width = head_tile(head_dim)
+    num_rows = -(-num_queries // ROW_PADDING.value) * ROW_PADDING.value
+    q, k, v, output, grad_output = (readable(x) for x in (q, k, v, output, grad_output))
+
+    lse_log2, delta = lse.new_empty((2, batch, heads, num_rows)).unbind()
+    sums = lse.new_empty((1, 1, batch * heads * num_rows, width))
+    _preprocess(
+        (num_rows // LIGHT_ROWS * batch * heads, 1, 1),
+        (
+            output, grad_output, lse, lse if grad_lse is None else grad_lse.contiguous(), lse_log2, delta, sums,
+            *_strides_in_chunks(output), *_strides_in_chunks(grad_output), heads, num_queries, num_rows,
+        ),
+        (grad_lse is not None, head_dim, width, LIGHT_ROWS), q.dtype,
+    )  # fmt: skip
+
+    # A program streams Q, dO and, at four bytes, dQ.
+    head_bytes = group * num_rows * width * (2 * q.element_size() + sums.element_size())
+    heads_together = max(1, min(batch * kv_heads, L2_SHARE_BYTES // head_bytes))
+    grad_k, grad_v = (x.new_empty((1, batch * kv_heads, num_keys, padded_width(x))) for x in (k, v))
+    query_tile = QUERY_TILES[width]
+    _differentiate(
+        (-(-num_keys // KEY_TILE.value) * batch * kv_heads, 1, 1),
+        (
+            tile_descriptor(q, query_tile, width), tile_descriptor(k, KEY_TILE.value, width),
+            tile_descriptor(v, KEY_TILE.value, width), tile_descriptor(grad_output, query_tile, width),
+            tile_descriptor(sums, HALF.value, HALF.value),
+            tile_descriptor(grad_k, CONSUMER_KEYS.value, width), tile_descriptor(grad_v, CONSUMER_KEYS.value, width),
+            lse_log2, delta, kv_heads, heads_together, num_queries, num_keys, scale * LOG2_E.value,
+        ),
+        (group, is_causal, num_keys % KEY_TILE.value == 0), q.dtype,
+    )  # fmt: skip
+
+    grad_q = q.new_empty((batch, heads, num_queries, head_dim))
+    _convert(
+        (-(-num_queries // LIGHT_ROWS) * batch * heads, 1, 1),
+        (sums, grad_q, num_queries, num_rows, scale), (head_dim, width, LIGHT_ROWS), q.dtype,
+    )  # fmt: skip
+    grad_k, grad_v = (x.view(batch, kv_heads, num_keys, -1)[..., :head_dim].contiguous() for x in (grad_k, grad_v))
+    return grad_q, grad_k, grad_v

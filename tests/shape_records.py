@@ -1,0 +1,51 @@
+"""Synthetic records of `attention_shapes` for tests of the report: every status, and the host's time on one shape."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cs336_systems.config import AttentionShape
+from cs336_systems.records import Record, case_to_dict
+
+GPU = {"name": "Test GPU", "kind": "cuda", "driver": "1.2"}
+MODES = {"forward": 1.0, "backward": 2.0, "forward_backward": 3.0}
+MS = {"triton": 2.0, "sdpa_cudnn": 1.5, "sdpa_flash": 3.0, "flex": 2.4}  # forward at d = 64
+HOST_MS = {"triton": 0.09, "sdpa_cudnn": 0.04, "sdpa_flash": 0.03, "flex": 0.12}
+OOM = "CUDA out of memory. Tried to allocate 64.00 GiB"
+
+
+def shape_case(batch: int, heads: int, seqlen: int, head_dim: int, is_causal: bool) -> AttentionShape:
+    return AttentionShape(
+        batch=batch, heads=heads, seqlen_q=seqlen, seqlen_k=seqlen, head_dim=head_dim, is_causal=is_causal,
+        dtype="bfloat16",
+    )  # fmt: skip
+
+
+def shape_records() -> list[Record]:
+    """On the second shape ours is twice as fast and FlexAttention has no memory; on the third the host is timed too."""
+    found = []
+    wide, full, short = shape_case(1, 16, 16384, 64, True), shape_case(1, 64, 8192, 128, False), host_case()
+    for case, share in ((wide, 1.0), (full, 1.0), (short, 0.1)):
+        for name, forward_ms in MS.items():
+            if case is full and name == "flex":
+                found.append(_record(case, name, "forward", status="oom", message=OOM))
+                continue
+            faster = 0.5 if case is full and name == "triton" else 1.0
+            for mode, part in MODES.items():
+                middle = forward_ms * share * part * faster
+                found.append(_record(case, name, mode, samples=[middle * jitter for jitter in (0.9, 1.0, 1.1)]))
+    for name, milliseconds in HOST_MS.items():
+        for mode in ("forward", "forward_backward"):
+            found.append(_record(short, name, mode, quantity="host_time", samples=[milliseconds] * 3))
+    return found
+
+
+def host_case() -> AttentionShape:
+    return shape_case(1, 8, 1024, 64, True)
+
+
+def _record(case: AttentionShape, implementation: str, mode: str, **changes: Any) -> Record:
+    values: dict[str, Any] = {"quantity": "time", "unit": "ms", "device": GPU, "commit": "c0ffee", "dirty": False}
+    values |= {"software": {"torch": "2.11.0", "triton": "3.6.0"}, "date": "2026-01-02T03:04:05+00:00"}
+    values |= {"problem": "attention_shapes", "implementation": implementation, "mode": mode, "scale": "handout"}
+    return Record(case=case_to_dict(case), **values | changes)

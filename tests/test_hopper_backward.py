@@ -1,0 +1,328 @@
+"""The Hopper backward as far as a CPU can judge it: which tiles are visited and masked, and whether barriers can hang.
+
+The kernel's own integer functions run here as Python; around them stands a model of what a program does with each tile
+and of the order in which its partitions wait. The kernel itself is checked on a GPU, in `test_hopper.py`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+from cs336_systems.attention.reference import attention_reference
+
+backward = pytest.importorskip("cs336_systems.attention.hopper.backward", reason="this triton has no Gluon for Hopper")
+
+QUERY_TILES = tuple(backward.QUERY_TILES.values())
+KEY_TILE, SLOTS = backward.KEY_TILE.value, backward.SLOTS.value
+LENGTHS = (*range(1, 301, 13), 63, 64, 65, 127, 128, 129, 192, 193, 255, 256, 257, 300, 640)
+
+
+def plain(result: Any) -> Any:
+    """What a kernel's function returned, without Triton's wrapper around constants."""
+    if isinstance(result, tuple):
+        return tuple(plain(x) for x in result)
+    return getattr(result, "value", result)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    batch: int = 1
+    kv_heads: int = 1
+    group: int = 1
+    queries: int
+    keys: int
+    is_causal: bool
+    query_tile: int
+    heads_together: int = 3
+
+    @property
+    def key_tiles(self) -> int:
+        return -(-self.keys // KEY_TILE)
+
+    @property
+    def programs(self) -> int:
+        return self.key_tiles * self.batch * self.kv_heads
+
+    @property
+    def tiles(self) -> int:
+        return plain(backward.query_tiles.fn(self.queries, self.query_tile))
+
+    @property
+    def masked_steps(self) -> int:
+        """The steps of the masked loop, which a causal program runs without asking whether it has as many."""
+        return KEY_TILE // self.query_tile if self.is_causal else 0
+
+    def place(self, program: int) -> tuple[int, int]:
+        """(key tile, batch and key head) of a program."""
+        return plain(
+            backward.tile_of_program.fn(program, self.programs, self.key_tiles, min(self.heads_together, self.programs))
+        )
+
+    def walk(self, key_tile: int) -> list[int]:
+        """The first query of each of a program's steps in one head."""
+        first_tile, steps = plain(backward.walk_of_tile.fn(key_tile, self.tiles, self.query_tile, self.is_causal))
+        return [
+            plain(backward.query_of_step.fn(j, first_tile, self.tiles, self.query_tile, self.is_causal))
+            for j in range(steps)
+        ]
+
+
+def problems(**change) -> list[Problem]:
+    return [
+        Problem(queries=queries, keys=keys, is_causal=is_causal, query_tile=query_tile, **change)
+        for query_tile in QUERY_TILES
+        for is_causal in (True, False)
+        for queries in LENGTHS
+        for keys in LENGTHS
+    ]
+
+
+def test_programs_cover_every_key_tile_of_every_head_once():
+    for heads_together in (1, 2, 3, 8, 100):
+        for kv_heads in (1, 2, 5, 8):
+            problem = Problem(
+                batch=2, kv_heads=kv_heads, queries=64, keys=700, is_causal=True, query_tile=64,
+                heads_together=heads_together,
+            )  # fmt: skip
+            places = [problem.place(program) for program in range(problem.programs)]
+            assert sorted(places) == [
+                (tile, head) for tile in range(problem.key_tiles) for head in range(2 * kv_heads)
+            ], heads_together
+
+
+def test_long_causal_programs_start_first():
+    """Within the heads that run together work never grows from one program to the next."""
+    problem = Problem(kv_heads=6, queries=1024, keys=1024, is_causal=True, query_tile=64)
+    work = [len(problem.walk(problem.place(program)[0])) for program in range(problem.programs)]
+    together = 3 * problem.key_tiles
+    for start in range(0, problem.programs, together):
+        assert work[start : start + together] == sorted(work[start : start + together], reverse=True)
+
+
+def test_every_walk_visits_what_its_keys_are_seen_by():
+    """Each query tile at most once, within the padded rows, and each that sees a key of the tile."""
+    for problem in problems():
+        rows = problem.tiles * problem.query_tile
+        assert rows % KEY_TILE == 0 and 0 <= rows - problem.queries < KEY_TILE
+        for key_tile in range(problem.key_tiles):
+            starts = problem.walk(key_tile)
+            assert len(set(starts)) == len(starts), problem
+            assert all(start % problem.query_tile == 0 and 0 <= start < rows for start in starts), problem
+            first_seen = key_tile * KEY_TILE if problem.is_causal else 0
+            needed = {
+                start
+                for start in range(0, rows, problem.query_tile)
+                if start < problem.queries and start + problem.query_tile > first_seen
+            }
+            assert needed <= set(starts), problem
+
+
+def test_the_masked_steps_are_those_that_the_diagonal_cuts():
+    """A causal program has the steps that it runs without a bound, and no later step needs a mask."""
+    for problem in problems():
+        for key_tile in range(problem.key_tiles):
+            starts = problem.walk(key_tile)
+            assert len(starts) >= max(1, problem.masked_steps), problem
+            last_key = key_tile * KEY_TILE + KEY_TILE - 1
+            if problem.is_causal:
+                assert all(start >= last_key for start in starts[problem.masked_steps :]), problem
+
+
+def emulate(problem: Problem, q, k, v, do, output, lse, scale):
+    """dQ, dK and dV as the kernel forms them, tile by tile, in float64; rows of dQ keep their padding.
+
+    Reads past the end are zeros, writes past it are dropped, and L past the end is +inf.
+    """
+    heads, rows = problem.batch * problem.kv_heads * problem.group, problem.tiles * problem.query_tile
+
+    def padded(x, rows, value=0.0):
+        return torch.nn.functional.pad(x, (0, 0) * (x.ndim - 2) + (0, rows - x.shape[1]), value=value)
+
+    key_rows = problem.key_tiles * KEY_TILE
+    q, do = padded(q, rows), padded(do, rows)
+    delta = torch.zeros(heads, rows, dtype=torch.float64)
+    delta[:, : problem.queries] = (do[:, : problem.queries] * output).sum(-1)
+    lse = torch.nn.functional.pad(lse, (0, rows - problem.queries), value=math.inf)
+    k, v = padded(k, key_rows), padded(v, key_rows)
+    dq, dk, dv = torch.zeros_like(q), torch.full_like(k, math.nan), torch.full_like(v, math.nan)
+    whole = problem.keys % KEY_TILE == 0
+    for program in range(problem.programs):
+        key_tile, kv_head = problem.place(program)
+        keys = slice(key_tile * KEY_TILE, (key_tile + 1) * KEY_TILE)
+        key_index = torch.arange(keys.start, keys.stop)
+        starts = problem.walk(key_tile)
+        sum_k, sum_v = torch.zeros(2, KEY_TILE, q.shape[-1], dtype=torch.float64).unbind()
+        for member in range(problem.group):
+            head = kv_head * problem.group + member
+            for step, start in enumerate(starts):
+                queries = slice(start, start + problem.query_tile)
+                p = (k[kv_head, keys] @ q[head, queries].T * scale - lse[head, queries]).exp()
+                if step < problem.masked_steps or not whole:
+                    seen = (key_index < problem.keys)[:, None]
+                    if problem.is_causal:
+                        seen = seen & (torch.arange(queries.start, queries.stop) >= key_index[:, None])
+                    p = torch.where(seen, p, 0.0)
+                ds = p * (v[kv_head, keys] @ do[head, queries].T - delta[head, queries])
+                sum_v += p @ do[head, queries]
+                sum_k += ds @ q[head, queries]
+                dq[head, queries] += ds.T @ k[kv_head, keys]
+        dk[kv_head, keys], dv[kv_head, keys] = sum_k * scale, sum_v
+    return dq * scale, dk[:, : problem.keys], dv[:, : problem.keys]
+
+
+@pytest.mark.parametrize("query_tile", QUERY_TILES)
+@pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "full"])
+@pytest.mark.parametrize("group", [1, 3])
+@pytest.mark.parametrize(
+    "lengths",
+    [(1, 1), (1, 300), (300, 1), (63, 65), (64, 128), (127, 129), (128, 128), (129, 127), (130, 640), (256, 300)],
+    ids=lambda lengths: "x".join(map(str, lengths)),
+)
+def test_the_tiles_add_up_to_the_gradients(query_tile, is_causal, group, lengths):
+    """Scores are near -1e3, where a key that does not exist and scores 0 would have a P of exp(1e3) = inf."""
+    queries, keys = lengths
+    problem = Problem(
+        batch=2, kv_heads=2, group=group, queries=queries, keys=keys, is_causal=is_causal, query_tile=query_tile
+    )
+    generator = torch.Generator().manual_seed(queries * 1000 + keys)
+
+    def draw(heads, rows):
+        return torch.randn(2 * heads, rows, 8, generator=generator, dtype=torch.float64)
+
+    q, do = draw(2 * group, queries), draw(2 * group, queries)
+    k, v = draw(2, keys), draw(2, keys)
+    q[..., 0], k[..., 0] = 100.0, -10.0
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    repeated = [leaves[0], *(x.repeat_interleave(group, dim=0) for x in leaves[1:])]
+    output, lse = attention_reference(*repeated, is_causal=is_causal, scale=1.0, return_lse=True)
+    expected = torch.autograd.grad(output, leaves, do)
+    dq, dk, dv = emulate(problem, q, k, v, do, output.detach(), lse.detach(), 1.0)
+    torch.testing.assert_close(dq[:, :queries], expected[0])
+    assert not dq[:, queries:].any()
+    torch.testing.assert_close(dk, expected[1])
+    torch.testing.assert_close(dv, expected[2])
+
+
+# Barriers: what each partition waits for and signals, in order. Every interleaving is tried.
+
+
+@dataclass(frozen=True)
+class Wait:
+    """Go on once the phase of this parity is over (mbarrier.try_wait.parity)."""
+
+    barrier: str
+    parity: int
+
+
+@dataclass(frozen=True)
+class Arrive:
+    barrier: str
+
+
+@dataclass(frozen=True)
+class Meet:
+    """bar.sync: go on when both consumers are here."""
+
+    barrier: str
+
+
+@dataclass(frozen=True)
+class Fill:
+    slot: int
+    step: int
+
+
+@dataclass(frozen=True)
+class Use:
+    slot: int
+    step: int
+
+
+Operation = Wait | Arrive | Meet | Fill | Use
+
+
+def partitions(steps: int, producer_steps: int | None = None) -> list[list[Operation]]:
+    """The producer and the two consumers of a program of so many steps in all, as `_produce` and `_consume` have them.
+
+    The copy engine is a fourth: it may deliver a tile any time after it was asked.
+    """
+    producer: list[Operation] = []
+    engine: list[Operation] = []
+    consumer: list[Operation] = []
+    for step in range(steps if producer_steps is None else producer_steps):
+        slot, round_ = step % SLOTS, step // SLOTS
+        producer += [Wait(f"empty{slot}", (round_ & 1) ^ 1), Arrive(f"asked{step}"), Arrive(f"full{slot}")]
+        engine += [Wait(f"asked{step}", 0), Fill(slot, step), Arrive(f"full{slot}")]
+    for step in range(steps):
+        slot, round_ = step % SLOTS, step // SLOTS
+        consumer += [Wait(f"full{slot}", round_ & 1), Use(slot, step), Meet("dS"), Use(slot, step)]
+        consumer += [Arrive(f"empty{slot}")]
+    consumer += [Meet("read")]
+    return [producer, engine, consumer, consumer]
+
+
+def explore(programs: list[list[Operation]]) -> None:
+    """Run every interleaving; AssertionError where one hangs or where a consumer finds another step's tile."""
+    names = sorted({op.barrier for program in programs for op in program if isinstance(op, Wait | Arrive)})
+    index = {name: i for i, name in enumerate(names)}
+    counts = [1 if name.startswith("asked") else 2 for name in names]
+    start = ((0,) * len(programs), tuple((0, count) for count in counts), (-1,) * SLOTS)
+    seen, stack = {start}, [start]
+    while stack:
+        places, barriers, slots = stack.pop()
+        following = []
+        for who, place in enumerate(places):
+            if place == len(programs[who]):
+                continue
+            operation, moved = programs[who][place], [who]
+            new_barriers, new_slots = barriers, slots
+            if isinstance(operation, Wait):
+                if barriers[index[operation.barrier]][0] == operation.parity:
+                    continue
+            elif isinstance(operation, Arrive):
+                i = index[operation.barrier]
+                phase, pending = barriers[i]
+                after = (phase, pending - 1) if pending > 1 else (phase ^ 1, counts[i])
+                new_barriers = (*barriers[:i], after, *barriers[i + 1 :])
+            elif isinstance(operation, Meet):
+                others = [x for x in (2, 3) if x != who]
+                if any(places[x] == len(programs[x]) or programs[x][places[x]] != operation for x in others):
+                    continue
+                moved = [who, *others]
+            elif isinstance(operation, Fill):
+                new_slots = (*slots[: operation.slot], operation.step, *slots[operation.slot + 1 :])
+            else:
+                assert slots[operation.slot] == operation.step, f"step {operation.step} found {slots[operation.slot]}"
+            new_places = tuple(x + (i in moved) for i, x in enumerate(places))
+            following.append((new_places, new_barriers, new_slots))
+        done = all(place == len(program) for place, program in zip(places, programs))
+        assert following or done, f"hangs at {places}"
+        for state in following:
+            if state not in seen:
+                seen.add(state)
+                stack.append(state)
+
+
+@pytest.mark.parametrize("steps", range(8))
+def test_no_interleaving_hangs_or_reads_the_wrong_tile(steps):
+    explore(partitions(steps))
+
+
+def test_the_search_finds_a_producer_that_stops_early():
+    with pytest.raises(AssertionError, match="hangs"):
+        explore(partitions(4, producer_steps=3))
+
+
+def test_the_search_finds_a_slot_that_is_released_too_early():
+    programs = partitions(5)
+    early = [op for op in programs[2] if not (isinstance(op, Arrive) and op.barrier == "empty0")]
+    place = early.index(Use(0, 0))
+    early.insert(place, Arrive("empty0"))
+    programs[3] = early
+    with pytest.raises(AssertionError, match="found|hangs"):
+        explore(programs)

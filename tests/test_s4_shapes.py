@@ -1,0 +1,144 @@
+"""`attention_shapes`: what it measures, how the host's time is taken, and what the report makes of it."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import pytest
+
+from cs336_systems.config import RunConfig
+from cs336_systems.experiments.attention_cells import KEPT_SAMPLES, evenly_spaced, measure_attention
+from cs336_systems.experiments.cells import Cell
+from cs336_systems.experiments.registry import PROBLEMS
+from cs336_systems.experiments.s4_shapes import (
+    HOST_BOTH,
+    HOST_CALLS,
+    HOST_FORWARD,
+    HOST_SAMPLES,
+    HOST_SHAPES,
+    SHAPE_IMPLEMENTATIONS,
+    SHAPES,
+    host_times,
+)
+from cs336_systems.report.answers import answer
+from cs336_systems.report.frames import load_frame
+from cs336_systems.report.plots import plots
+from cs336_systems.report.tables import sections
+from tests.shape_records import shape_records
+
+HANDOUT = RunConfig(scale="handout", device="cuda")
+SMOKE = RunConfig(scale="smoke", device="cpu")
+
+
+def cells(run: RunConfig) -> list[Cell]:
+    return PROBLEMS["attention_shapes"].cells(run)
+
+
+def sizes_of(cell: Cell) -> tuple[int, int, int, int, bool]:
+    shape = cell.case
+    assert shape.seqlen_q == shape.seqlen_k and shape.kv_heads is None
+    return shape.batch, shape.heads, shape.seqlen_q, shape.head_dim, shape.is_causal
+
+
+# Cells
+
+
+def test_every_implementation_has_every_shape_and_all_but_the_host_rows_everywhere():
+    found = cells(HANDOUT)
+    assert {sizes_of(cell) for cell in found} == {*SHAPES["handout"], *HOST_SHAPES}
+    assert len(found) == 12 * len(SHAPE_IMPLEMENTATIONS)  # of the three shapes of the host one is among the ten
+    assert {cell.case.dtype for cell in found} == {"bfloat16"}
+    for cell in found:
+        assert {row.mode for row in cell.rows if row.quantity == "time"} == {"forward", "backward", "forward_backward"}
+        assert ({HOST_FORWARD, HOST_BOTH} <= set(cell.rows)) == (sizes_of(cell) in HOST_SHAPES)
+
+
+def test_a_cpu_has_no_launch_to_time():
+    found = cells(SMOKE)
+    assert {sizes_of(cell) for cell in found} == set(SHAPES["smoke"])
+    assert all(row.quantity != "host_time" for cell in found for row in cell.rows)
+
+
+# Measuring
+
+
+def test_host_times_are_means_of_calls_after_a_warm_up():
+    calls = []
+
+    def call() -> None:
+        calls.append(None)
+        time.sleep(2e-5)
+
+    samples = host_times(call, device="cpu")
+    assert len(samples) == HOST_SAMPLES and len(calls) == (HOST_SAMPLES + 1) * HOST_CALLS
+    assert all(sample >= 0.02 for sample in samples)  # ms a call, not a batch of calls
+
+
+def test_samples_are_thinned_evenly_and_in_order():
+    assert evenly_spaced([float(i) for i in range(100)], 25) == [float(i) for i in range(0, 100, 4)]
+    assert evenly_spaced([3.0, 1.0, 2.0], 25) == [3.0, 1.0, 2.0]
+    assert len(evenly_spaced([0.0] * 26, 25)) == 25
+
+
+def test_a_fast_row_keeps_few_samples_unless_a_number_was_asked_for():
+    run = RunConfig(scale="tiny", device="cpu")
+    cell = next(cell for cell in cells(run) if cell.implementation == "sdpa_flash")
+    kept = {len(measurement.samples) for measurement in measure_attention(cell, run)}
+    assert max(kept) <= KEPT_SAMPLES
+    asked = {len(measurement.samples) for measurement in measure_attention(cell, run, num_samples=KEPT_SAMPLES + 1)}
+    assert asked == {KEPT_SAMPLES + 1}
+
+
+# Report
+
+
+def table_of(name: str, records=None) -> dict[str, list[str]]:
+    frame = load_frame(shape_records() if records is None else records)
+    body = next(section.body for section in sections("attention_shapes", frame) if section.name == name)
+    lines = [[cell.strip() for cell in line.strip("| ").split(" | ")] for line in body.splitlines() if "|" in line]
+    return {line[0]: line[1:] for line in lines}
+
+
+def test_a_table_holds_rates_and_ratios_to_cudnn_and_flexattention():
+    table = table_of("forward")
+    assert table["batch × heads × S × d"] == [
+        "triton", "sdpa_flash", "sdpa_cudnn", "flex", "triton over sdpa_cudnn", "triton over flex",
+    ]  # fmt: skip
+    pairs = 16384 * 16385 // 2
+    triton = 4 * pairs * 64 * 16 / 2e-3 / 1e12
+    assert table["1 × 16 × 16384 × 64 causal"][0] == f"{triton:.1f}"
+    assert table["1 × 16 × 16384 × 64 causal"][4:] == ["0.750×", "1.20×"]
+    assert table["1 × 64 × 8192 × 128 full"][3:] == ["OOM", "1.50×", "–"]
+
+
+def test_the_hosts_time_is_set_against_the_cheaper_kernel_of_sdpa():
+    table = table_of("host_time")
+    assert table["1 × 8 × 1024 × 64 causal"][1:] == ["90.00", "30.00", "40.00", "120.0", "3.00×"]
+    without = [
+        replace(row, samples=[], status="failed", message="no") if row.implementation == "sdpa_flash" else row
+        for row in shape_records()
+    ]
+    assert table_of("host_time", without)["1 × 8 × 1024 × 64 causal"][-1] == "2.25×"
+
+
+def test_sentences_give_ranges_and_the_hosts_worst():
+    said = answer("attention_shapes", load_frame(shape_records()))
+    assert "triton forward has 0.750× to 1.50× the speed of sdpa_cudnn and 1.20× the speed of flex." in said
+    assert "keeps the host for at most 3.00× the time of SDPA's cheaper kernel: 90.0 µs at 1 × 8 × 1024 × 64" in said
+
+
+def test_nothing_is_said_of_shapes_that_failed():
+    broken = [replace(row, samples=[], status="failed", message="no GPU") for row in shape_records()]
+    assert answer("attention_shapes", load_frame(broken)) == ""
+    for plot in plots("attention_shapes", load_frame(broken)):
+        assert not plot.data["drawn"].any()
+    assert table_of("forward", broken)["1 × 16 × 16384 × 64 causal"][0] == "failed [1]"
+
+
+@pytest.mark.parametrize("mode", ["forward", "backward", "forward_backward"])
+def test_a_figure_a_mode_shows_rates_of_every_shape(mode):
+    (plot,) = [plot for plot in plots("attention_shapes", load_frame(shape_records())) if plot.name == mode]
+    assert set(plot.data["x"]) == {"1×16×\n16K×64\ncausal", "1×64×\n8K×128\nfull", "1×8×\n1K×64\ncausal"}
+    rates = plot.data[(plot.data["series"] == "triton") & plot.data["drawn"]]["y"]
+    assert len(rates) == 3 and (rates > 1).all()
