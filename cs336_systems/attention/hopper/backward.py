@@ -19,7 +19,7 @@ tensor cores do meanwhile:
     issue dK += dSᵀ Q                                  dV, dK
     dSᵀ to shared memory; meet the other consumer      dV, dK        dQ sums over the keys of both
     issue dQ = dS K                                    dV, dK, dQ
-    wait for all; release the slot; dQ to shared memory; TMA adds it into memory
+    wait for all; release the slot; dQ to shared memory, whence TMA adds it into memory
 
 A step's dQ tile is formed once by the two consumers, half and half, from the keys of both: halves by columns of a tile
 of 64 queries at head dim 128, halves by rows of a tile of 128 queries at head dim 64. (At 64 the longer tile is 15 to
@@ -57,7 +57,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from cs336_systems.attention.hopper.builtins import meet_consumers, tma_add
+from cs336_systems.attention.hopper.builtins import meet_consumers, meet_warps, tma_add
 from cs336_systems.attention.hopper.descriptors import CachedKernel, padded_width, readable, tile_descriptor
 from cs336_systems.attention.tiles import head_tile
 from cs336_systems.attention.triton.steps import L2_SHARE_BYTES, LOG2_E
@@ -311,7 +311,7 @@ def _consume(
     dV = gl.zeros([CONSUMER_KEYS, D_TILE], gl.float32, _mma_layout(D_TILE))
 
     mbarrier.wait(kv_full.index(0), 0)
-    gl.thread_barrier()  # without it the compiler puts one where each step begins
+    meet_warps()  # without it the compiler puts one where each step begins
     for member in range(GROUP):
         head_row = (batch_head * GROUP + member) * tiles * Q_TILE_SIZE
         for j in range(MASKED_STEPS if WHOLE_KEY_TILES else steps):
