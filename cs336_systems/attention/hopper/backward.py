@@ -27,10 +27,10 @@ of 64 queries at head dim 128, halves by rows of a tile of 128 queries at head d
 
 Which tiles: without a mask the walk starts at the program's own position and wraps around the end, so that programs
 that run at one time add to different rows of dQ. A causal one starts at the diagonal; keys behind the last query's
-have none. Tiles that the diagonal cuts are
-masked; where the last key tile is ragged every tile is, in a kernel of its own, because choosing at run time costs
-registers. (A key that does not exist scores 0, and its P = exp2(-L) may be inf.) Queries past the end have L = +inf,
-hence P = 0. TMA reads zeros past the end of a head and writes nothing there.
+have no program. Tiles that the diagonal cuts are masked; where the last key tile is ragged every tile is, in a kernel
+of its own, because choosing at run time costs registers. (A key that does not exist scores 0, and its P = exp2(-L) may
+be inf.) Queries past the end have L = +inf, hence P = 0. TMA reads zeros past the end of a head and writes nothing
+there.
 
 Sums: dK and dV over the queries, and over the query heads of a group, are one program's, in one order, and so
 bit-reproducible. dQ's over the key tiles come in any order: its last bits vary.
