@@ -14,6 +14,7 @@ import math
 import os
 import re
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
@@ -233,9 +234,26 @@ def append_records(path: Path, records: Sequence[Record]) -> None:
         os.fsync(file.fileno())
 
 
+def write_compact(path: Path, records: Sequence[Record]) -> None:
+    """Replace the file at `path` by `records`, a third as long: what most of them share stands once, in a first line.
+
+    That line is `{"common": {...}}`; the lines behind it leave out what they have in common. Records appended later are
+    whole. A killed run leaves the old file or the new one.
+    """
+    rows = [asdict(record) for record in records]
+    spelt = {name: [json.dumps(row[name], sort_keys=True) for row in rows] for name in (rows[0] if rows else ())}
+    common = {name: json.loads(Counter(values).most_common(1)[0][0]) for name, values in spelt.items()}
+    lines = [{"common": common}, *({k: v for k, v in row.items() if v != common[k]} for row in rows)]
+    text = "".join(json.dumps(line, sort_keys=True, allow_nan=False, separators=(",", ":")) + "\n" for line in lines)
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(text)
+    os.replace(partial, path)
+
+
 def read_records(path: Path) -> list[Record]:
     """All readable records of the file at `path`, in the order written; an absent file has none.
 
+    Records behind a line of `write_compact`'s have its values for the keys that they leave out.
     Unknown keys are dropped; a line that is not a record (see `record_from_json`) is skipped with a warning that names
     it, and so is a `path` that is not a regular file: reading a pipe would wait for ever.
     """
@@ -245,12 +263,17 @@ def read_records(path: Path) -> list[Record]:
         warnings.warn(f"{path.name}: not a regular file, skipped", stacklevel=2)
         return []
     records = []
+    common: dict[str, Any] = {}
     # Not splitlines: a separator such as U+2028 may stand in a JSON string as it is.
     for number, line in enumerate(path.read_bytes().split(b"\n"), start=1):
         if not line.strip():
             continue
         try:
-            records.append(record_from_json(json.loads(line.decode(errors="replace"))))
+            loaded = json.loads(line.decode(errors="replace"))
+            if isinstance(loaded, dict) and loaded.keys() == {"common"}:
+                common = dict(loaded["common"])
+                continue
+            records.append(record_from_json({**common, **loaded} if isinstance(loaded, dict) else loaded))
         except (ValueError, TypeError, AttributeError, RecursionError, OverflowError) as error:
             warnings.warn(f"{path.name}:{number}: not a record, skipped ({error})", stacklevel=2)
     return records

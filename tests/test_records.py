@@ -21,7 +21,9 @@ from cs336_systems.records import (
     read_records,
     record_from_json,
     validate,
+    write_compact,
 )
+from tools.compact_records import main as compact_records
 
 ROOT = Path(__file__).resolve().parent.parent
 SHAPE = AttentionShape(batch=1, heads=1, seqlen_q=8, seqlen_k=8, head_dim=16, is_causal=True, dtype="float32")
@@ -338,3 +340,63 @@ def test_two_processes_appending_at_once_keep_every_line_whole(tmp_path):
         own = [(row.seed, row.mode) for row in rows if row.implementation == name]
         assert own == [(index, mode) for index in range(25) for mode in ("forward", "backward")]
     assert all(row.samples == [float(row.seed)] * 8000 for row in rows)
+
+
+# Compact files
+
+
+def some_records() -> list[Record]:
+    failed = record(mode="backward", status="failed", samples=[], message="no memory", error=None)
+    return [record(), record(mode="forward_backward", error=0.5, samples=[float(n) for n in range(100)]), failed]
+
+
+def test_a_compact_file_holds_the_same_records(tmp_path):
+    whole, compact = tmp_path / "whole.jsonl", tmp_path / "compact.jsonl"
+    append_records(whole, some_records())
+    write_compact(compact, some_records())
+    assert read_records(compact) == read_records(whole) == some_records()
+    first, *rest = compact.read_text().splitlines()
+    assert set(json.loads(first)) == {"common"} and len(rest) == 3
+    assert all("device" not in line and "software" not in line for line in rest)
+    assert compact.stat().st_size < whole.stat().st_size
+
+
+def test_records_are_appended_whole_to_a_compact_file(tmp_path):
+    path = tmp_path / "records.jsonl"
+    write_compact(path, some_records())
+    later = record(seed=3, device={"name": "another", "kind": "cpu"}, kernel="fast")
+    append_records(path, [later])
+    assert read_records(path) == [*some_records(), later]
+
+
+def test_a_damaged_common_line_is_named_and_leaves_whole_records_alone(tmp_path):
+    path = tmp_path / "records.jsonl"
+    append_records(path, [record()])
+    path.write_text('{"common": 3}\n' + path.read_text())
+    with pytest.warns(UserWarning, match=r"records\.jsonl:1: not a record, skipped"):
+        assert read_records(path) == [record()]
+
+
+def test_no_records_make_a_file_of_none(tmp_path):
+    write_compact(tmp_path / "records.jsonl", [])
+    assert read_records(tmp_path / "records.jsonl") == []
+
+
+def test_the_tool_thins_samples_and_drops_what_was_replaced(tmp_path, capsys):
+    path = tmp_path / "records.jsonl"
+    append_records(path, [replace(record(), samples=[9.0]), *some_records()])
+    compact_records(["--samples", "25", str(path)])
+    first, second, failed = read_records(path)
+    assert first == record() and failed == some_records()[2]
+    assert second.samples == [float(n) for n in range(0, 100, 4)]
+    assert "4 records read" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [(["--samples", "0", "x"], "--samples must be positive, got 0"), (["missing.jsonl"], "missing.jsonl is no file")],
+)
+def test_the_tool_refuses_what_it_cannot_do(arguments, message, capsys):
+    with pytest.raises(SystemExit):
+        compact_records(arguments)
+    assert message in capsys.readouterr().err

@@ -14,15 +14,19 @@ Each slot has `full`, on which the copies' bytes arrive, and `empty`, on which e
 64 rows of Q have such a pair too. `schedule.py` has the protocol as a model that is run for every small shape.
 
 The two schedules, by columns of a head tile:
-  64   three consumers, 192 x 128. A step waits for both products, then takes the softmax; the others' products run
-       meanwhile. In the step of a head dim of 64 exponentials take as long as products, and more consumers than two
-       hide more of them.
+  64   three consumers, 192 x 128. A step waits for both products, then takes the softmax, while the other consumers'
+       products run. Exponentials take as long as products here, and a third consumer hides more of them.
   128  two consumers, 128 x 128, 240 registers a thread. A step waits for S alone, and P(j-1) V(j-1) runs under the
-       softmax. O is rescaled only when a row's maximum has grown by more than 2^8: P stays in range of 16 bits.
+       softmax. O is rescaled only when a row's maximum has grown by more than 2^8.
+
+Tiles of queries end where the queries end; rows to spare are in the first tile, which is the shortest causal one. The
+order of tiles is `schedule.plan_forward`'s: one program a tile, or programs that stay and take tiles in pairs, whose
+copier starts on the next tile as soon as a slot is free.
 
 Sources: FlashAttention-3 (Shah et al. 2024) for warp specialisation and overlap, FlashAttention-4 for rescaling lazily.
 """
 
+# No `from __future__ import annotations`: the fields of an aggregate are checked against the types written here.
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -46,13 +50,15 @@ from cs336_systems.attention.hopper.schedule import CONSUMER_ROWS, KernelPlan, p
 from cs336_systems.attention.triton.steps import LN_2, LOG2_E, LOWEST
 
 ROWS = gl.constexpr(CONSUMER_ROWS)  # of a consumer: what one wgmma of a warp group computes
-LAG = gl.constexpr(8.0)  # in base 2; O in float32 and P in 16 bits lose nothing by it
-COPIER_REGISTERS = gl.constexpr(24)  # the least that a warp can be given
+# How far, in base 2, a score may exceed the running maximum before that is raised. P is then up to 2^8, which float16
+# holds, with the relative rounding that it has anywhere, and sums of it are float32.
+LAG = gl.constexpr(8.0)
+COPIER_REGISTERS = gl.constexpr(24)  # the least that a warp can have
 
 
 @aggregate
 class _Problem:
-    """What the numbers of a call are."""
+    """The numbers of a call."""
 
     N_QUERIES: gl.tensor
     N_KEYS: gl.tensor

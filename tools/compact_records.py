@@ -1,0 +1,42 @@
+"""Make files of records smaller without losing a cell: superseded records dropped, samples thinned, shared values once.
+
+    python tools/compact_records.py [--samples 25] results/nvidia-h200/records/flash_benchmarking.jsonl ...
+
+Of a record with more samples than `--samples` evenly spaced ones are kept, in their order, so that a table's medians
+are of measured values still; the newest record of each cell is kept. Fill the documents again afterwards
+(`cs336-systems report`). A file that is as small already is left as it is.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from cs336_systems.experiments.attention_cells import KEPT_SAMPLES, evenly_spaced
+from cs336_systems.records import Record, latest, read_records, write_compact
+
+
+def compacted(records: Sequence[Record], most_samples: int) -> list[Record]:
+    """The newest record of each key, with at most `most_samples` of its samples."""
+    return [replace(record, samples=evenly_spaced(record.samples, most_samples)) for record in latest(records)]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description="Make files of records smaller without losing a cell.")
+    parser.add_argument("--samples", type=int, default=KEPT_SAMPLES, help="kept of a record (%(default)s)")
+    parser.add_argument("files", nargs="+", type=Path)
+    options = parser.parse_args(arguments)
+    if options.samples < 1:
+        parser.error(f"--samples must be positive, got {options.samples}")
+    for path in options.files:
+        if not path.is_file():
+            parser.error(f"{path} is no file")
+        before, records = path.stat().st_size, read_records(path)
+        write_compact(path, compacted(records, options.samples))
+        print(f"{path}: {before / 2**20:.2f} MiB to {path.stat().st_size / 2**20:.2f} MiB, {len(records)} records read")
+
+
+if __name__ == "__main__":
+    main()
