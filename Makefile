@@ -10,6 +10,8 @@ PYTHON ?= python3
 VENV ?= .venv
 CONSTRAINTS ?= constraints.txt
 PYTEST_ARGS ?=
+# Processes that `make test` spreads the test files over; one where it is empty, as pytest-xdist may be missing there.
+TEST_PROCESSES ?= $(if $(strip $(VENV)),2)
 GPU_RECORD ?= results/nvidia-h200/tests.jsonl
 SM90_TRITON ?= 3.6.0
 
@@ -47,7 +49,8 @@ $(STAMP): pyproject.toml $(CONSTRAINTS)
 endif
 
 test: $(STAMP) ## run the tests, grade the problems, name the stale GPU tests
-	$(RUN) -m pytest $(PYTEST_ARGS)
+	$(if $(TEST_PROCESSES),OMP_NUM_THREADS=1 )$(RUN) -m pytest \
+	    $(addprefix --dist loadfile -n ,$(TEST_PROCESSES)) $(PYTEST_ARGS)
 
 test-gpu: $(STAMP) ## on a GPU: run the GPU tests and record their outcomes
 	@test -n "$(COMMIT)" -a -n "$(filter yes no,$(DIRTY))" || \

@@ -7,14 +7,22 @@
     pytest -m gpu --gpu-record=FILE --gpu-commit=REVISION --gpu-clean     # on a GPU: writes their outcomes to FILE
 
 Write the options with "=": in `--gpu-record FILE`, pytest takes a FILE that exists for the tests to run.
+
+`make test` spreads the test files over processes with pytest-xdist. The workers collect and run; the controller, which
+collects nothing, prints the table and the stale tests from the reports that pass it and from what the first worker to
+end hands over. Without xdist there is one process and nothing to hand over.
 """
 
 from __future__ import annotations
 
 import os
+import signal
+from collections.abc import Generator
+from dataclasses import asdict
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -43,6 +51,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # A shell starts what it runs in the background with Ctrl-C ignored, and what the tests start would inherit that.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     config.pluginmanager.register(GradePlugin(), "grade")
     config.pluginmanager.register(GpuPlugin(config), "gpu-record")
 
@@ -57,6 +68,33 @@ def outcome_of(report: pytest.TestReport) -> str | None:
     if report.when == "call" or report.outcome != "passed":
         return report.outcome
     return None
+
+
+def hand_over(config: pytest.Config, name: str, value: list[Any]) -> None:
+    """In a worker of xdist, send `value` to the controller when the worker ends; elsewhere nothing."""
+    if hasattr(config, "workeroutput"):
+        config.workeroutput[name] = value
+
+
+def handed_over(node: Any, name: str) -> list[Any]:
+    """What the worker that ended handed over; a worker that died handed over nothing, and another takes its place."""
+    return getattr(node, "workeroutput", {}).get(name, [])
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config) -> Generator[None, None, None]:
+    """A worker that may not run its tests says why; xdist alone would only report that it had left them undone."""
+    try:
+        return (yield)
+    except pytest.UsageError as error:
+        hand_over(config, "refusal", [str(error)])
+        raise
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    for message in handed_over(node, "refusal"):
+        raise pytest.UsageError(message)
 
 
 class GradePlugin:
@@ -80,6 +118,15 @@ class GradePlugin:
         outcome = outcome_of(report)
         if outcome is not None:
             self.grade.record(report.nodeid, outcome)
+
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        hand_over(session.config, "problems", self.grade.registrations)
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any) -> None:
+        if not self.grade.registrations:
+            for test, problem, points in handed_over(node, "problems"):
+                self.grade.register(test, problem, points)
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
         lines = self.grade.lines()
@@ -163,6 +210,14 @@ class GpuPlugin:
         # After every test, so that a run cut off by its time limit keeps what it found out.
         with gpu_record.changing(Path(self.record)) as rows:
             rows[row.test] = row
+
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        hand_over(session.config, "gpu tests", [asdict(test) for test in self.tests.values()])
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any) -> None:
+        if not self.tests:
+            self.tests = {test["test"]: GpuTest(**test) for test in handed_over(node, "gpu tests")}
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         if not self.tests:

@@ -70,6 +70,11 @@ class Grade:
             raise ValueError(f"{test}: problem {problem} has {points} points here and {known} in an earlier test")
         self._tests.setdefault(problem, []).append(test)
 
+    @property
+    def registrations(self) -> list[tuple[str, str, int]]:
+        """The arguments of every `register` so far, problem by problem."""
+        return [(test, problem, self._points[problem]) for problem, tests in self._tests.items() for test in tests]
+
     def record(self, test: str, outcome: str) -> None:
         """Note how `test` ended. A failure in any phase (set-up, call, tear-down) stays a failure."""
         if outcome not in OUTCOMES:

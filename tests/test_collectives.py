@@ -18,6 +18,7 @@ from cs336_systems.distributed.collectives import (
     reduce_scatter_mean_flat,
 )
 from cs336_systems.distributed.launch import run_ranks
+from tests.one_job import OneJob
 
 
 def inputs(rank: int, size: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -129,12 +130,33 @@ def build_differently(rank: int, ranks: int) -> None:
             check_same_shapes(module.named_parameters())
 
 
+def refuse_wrong_arguments(rank: int, ranks: int) -> None:
+    flat, other = torch.ones(4), torch.ones(5)
+    with pytest.raises(TypeError, match="tensor must be floating point or complex to have a mean, got torch.int64"):
+        all_reduce_mean(torch.ones(3, dtype=torch.int64))
+    with pytest.raises(TypeError, match="input must be floating point or complex to have a mean, got torch.int64"):
+        reduce_scatter_mean_flat(torch.ones(2), torch.ones(4, dtype=torch.int64))
+    with pytest.raises(ValueError, match="output must have 2 ranks times the 4 elements of input, got 5"):
+        all_gather_flat(other, flat)
+    with pytest.raises(ValueError, match="input must have 2 ranks times the 4 elements of output, got 5"):
+        reduce_scatter_mean_flat(flat, other)
+    with pytest.raises(ValueError, match=r"output must be flat and contiguous, got shape \(2, 4\)"):
+        all_gather_flat(torch.ones(2, 4), flat)
+    with pytest.raises(TypeError, match="output must have the dtype of input, torch.float32, got torch.float64"):
+        all_gather_flat(torch.ones(8, dtype=torch.float64), flat)
+    with pytest.raises(ValueError, match="parameter 'weight' is on the meta device: give it memory before"):
+        broadcast_parameters(nn.Linear(2, 2, device="meta"))
+
+
+TWO_RANKS = OneJob(2, (means,), (broadcast_odd,), (build_differently,), (refuse_wrong_arguments,))
+
+
 # Checks
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_means_gathers_and_scatters(ranks):
-    results = run_ranks(means, ranks)
+    results = TWO_RANKS.results(means) if ranks == 2 else run_ranks(means, ranks)
     expected = mean_over_ranks(ranks, 12)
     for rank, found in enumerate(results):
         for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
@@ -155,7 +177,7 @@ def test_means_gathers_and_scatters(ranks):
 
 
 def test_every_kind_of_tensor_is_broadcast_bit_for_bit():
-    first, second = run_ranks(broadcast_odd, 2)
+    first, second = TWO_RANKS.results(broadcast_odd)
     expected = Odd(0).state_dict()
     assert not torch.equal(expected["weight"], Odd(1).state_dict()["weight"])
     for name, tensor in expected.items():
@@ -163,7 +185,7 @@ def test_every_kind_of_tensor_is_broadcast_bit_for_bit():
 
 
 def test_ranks_built_differently_are_told_the_parameter():
-    run_ranks(build_differently, 2)
+    TWO_RANKS.results(build_differently)
 
 
 def test_without_a_process_group_the_way_to_one_is_told():
@@ -172,23 +194,5 @@ def test_without_a_process_group_the_way_to_one_is_told():
             call()
 
 
-def refuse_wrong_arguments(rank: int, ranks: int) -> None:
-    flat, other = torch.ones(4), torch.ones(5)
-    with pytest.raises(TypeError, match="tensor must be floating point or complex to have a mean, got torch.int64"):
-        all_reduce_mean(torch.ones(3, dtype=torch.int64))
-    with pytest.raises(TypeError, match="input must be floating point or complex to have a mean, got torch.int64"):
-        reduce_scatter_mean_flat(torch.ones(2), torch.ones(4, dtype=torch.int64))
-    with pytest.raises(ValueError, match="output must have 2 ranks times the 4 elements of input, got 5"):
-        all_gather_flat(other, flat)
-    with pytest.raises(ValueError, match="input must have 2 ranks times the 4 elements of output, got 5"):
-        reduce_scatter_mean_flat(flat, other)
-    with pytest.raises(ValueError, match=r"output must be flat and contiguous, got shape \(2, 4\)"):
-        all_gather_flat(torch.ones(2, 4), flat)
-    with pytest.raises(TypeError, match="output must have the dtype of input, torch.float32, got torch.float64"):
-        all_gather_flat(torch.ones(8, dtype=torch.float64), flat)
-    with pytest.raises(ValueError, match="parameter 'weight' is on the meta device: give it memory before"):
-        broadcast_parameters(nn.Linear(2, 2, device="meta"))
-
-
 def test_wrong_arguments_are_refused():
-    run_ranks(refuse_wrong_arguments, 2)
+    TWO_RANKS.results(refuse_wrong_arguments)

@@ -27,6 +27,7 @@ from cs336_systems.distributed.ddp_overlap import OverlapDDP
 from cs336_systems.distributed.launch import RankError, run_ranks
 from cs336_systems.model import AdamW, clip_gradients
 from tests import adapters
+from tests.one_job import OneJob
 
 WRAPPERS: dict[str, Callable[[nn.Module], DataParallel]] = {
     "naive": NaiveDDP,
@@ -260,7 +261,7 @@ def play(rank: int, ranks: int, wrapper: str, scenarios: tuple[Scenario, ...]) -
     ],
 )
 def test_two_ranks_train_like_one_process(wrapper):
-    assert run_ranks(play, 2, wrapper, SCENARIOS, timeout_s=60) == [len(SCENARIOS)] * 2
+    assert TWO_RANKS.results(play, wrapper, SCENARIOS) == [len(SCENARIOS)] * 2
 
 
 def play_all(rank: int, ranks: int) -> None:
@@ -305,8 +306,11 @@ def record_sends(rank: int, ranks: int) -> dict[str, tuple[list[int], list[int]]
     return sent
 
 
+TWO_RANKS = OneJob(2, (record_sends,), *((play, wrapper, SCENARIOS) for wrapper in WRAPPERS))
+
+
 def test_one_collective_a_tensor_a_dtype_or_a_bucket_and_as_early_as_possible():
-    (first, second) = run_ranks(record_sends, 2)
+    (first, second) = TWO_RANKS.results(record_sends)
     assert first == second, "another order on another rank hangs"
     sizes = [8 * 16, 16, 16 * 32, 32, 32 * 4, 4]
     vote = [len(sizes)]

@@ -18,7 +18,7 @@ from cs336_systems.attention import attention_reference, contract
 from cs336_systems.config import HANDOUT_SIZES, RunConfig
 from cs336_systems.experiments import attention_cells
 from cs336_systems.experiments import sweep as sweep_module
-from cs336_systems.experiments.cells import Cell, Disagreement
+from cs336_systems.experiments.cells import Cell, Disagreement, Unsupported
 from cs336_systems.experiments.implementations import IMPLEMENTATIONS
 from cs336_systems.experiments.registry import PROBLEMS
 from cs336_systems.experiments.sweep import Provenance, Sweep, find_provenance, results_folder
@@ -87,6 +87,23 @@ def test_smoke_keeps_the_handouts_axes():
     small = next(model for model in models if model.name == "small")
     assert (small.d_model, small.num_layers, small.context_length) == (768, 12, 128)
     assert all(model.name.endswith("-proxy") and model.d_model <= 256 for model in models if model.name != "small")
+
+
+@pytest.mark.parametrize(
+    "implementation, reason",
+    [
+        ("triton", "the interpreter is run up to 256 tokens here"),
+        ("flex", "it compiles anew for each length: up to 256 tokens at smoke scale"),
+        ("tiled_compiled", "it compiles anew for each length: up to 256 tokens at smoke scale"),
+    ],
+)
+def test_what_takes_long_is_skipped_on_long_sequences_with_the_reason(implementation, reason):
+    problem = PROBLEMS["flash_benchmarking"]
+    long = [cell for cell in problem.cells(SMOKE) if cell.implementation == implementation and cell.case.seqlen_q > 256]
+    assert {cell.case.seqlen_q for cell in long} == {512, 1024}
+    for cell in long:
+        with pytest.raises(Unsupported, match=f"^{reason}$"):
+            next(problem.measure(cell, SMOKE))
 
 
 # The measuring process

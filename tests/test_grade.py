@@ -6,10 +6,12 @@ conftest.py, grade.py and gpu_record.py, with a stand-in for torch that says whe
 
 from __future__ import annotations
 
+import itertools
 import json
 import multiprocessing
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from dataclasses import replace
@@ -279,10 +281,11 @@ def run_pytest(repository: Path, *arguments: str, gpu: str | None = None, **vari
     """pytest's exit code and output in `repository`, on a machine whose GPU is named `gpu`."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {"PYTHONPATH": str(repository / "stand_in"), "EXPECT_INTERPRET": "1"} | variables
+    environment["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # plugins that happen to be installed: slow, and not tested
     if gpu is not None:
         environment["STAND_IN_GPU"] = gpu
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *arguments]
-    process = subprocess.run(command, cwd=repository, env=environment, capture_output=True, text=True, timeout=60)
+    process = subprocess.run(command, cwd=repository, env=environment, capture_output=True, text=True, timeout=180)
     return process.returncode, process.stdout + process.stderr
 
 
@@ -291,6 +294,7 @@ def words(output: str) -> str:
     return " ".join(output.split())
 
 
+TWO_PROCESSES = ("-p", "xdist", "-n", "2", "--dist", "loadfile")
 RECORD = ("-m", "gpu", "--gpu-record=results/nvidia-h200/tests.jsonl", "--gpu-commit=abc123", "--gpu-clean")
 
 
@@ -347,6 +351,18 @@ def test_a_run_on_a_gpu_is_recorded_and_holds_until_a_source_changes(repository)
     assert "2 of 2 GPU tests are STALE" in output
 
 
+def test_what_tests_start_can_be_interrupted_in_a_background_job_too(repository):
+    """Started with `&`, pytest had Ctrl-C ignored, and so had the runs that tests interrupt."""
+    lines = ("import signal", "def test_it(): assert signal.getsignal(signal.SIGINT) is signal.default_int_handler")
+    (repository / "tests/test_graded.py").write_text("\n".join(lines))
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        code, output = run_pytest(repository)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert code == 0, output
+
+
 def test_kernels_are_not_interpreted_on_a_gpu(repository):
     _, output = run_pytest(repository, "-k", "test_solved", gpu="NVIDIA H200", EXPECT_INTERPRET="1")
     assert "assert None == '1'" in output
@@ -391,3 +407,75 @@ def test_a_wrong_mark_stops_the_collection(repository, old, new, message):
     code, output = run_pytest(repository)
     assert code == pytest.ExitCode.USAGE_ERROR
     assert message in output
+
+
+def sections(output: str) -> list[str]:
+    """The lines of the table of problems and of what is said about GPU tests."""
+    lines = output.splitlines()
+    printed = []
+    for heading in (" problems ", " GPU tests "):
+        start = next(number for number, line in enumerate(lines) if line.strip("=") == heading)
+        printed += itertools.takewhile(lambda line: not line.startswith("==="), lines[start + 1 :])
+    return [line for line in printed if line]
+
+
+SEVERAL_FILES = """
+import pytest
+
+COVERS = ("kernel.py",)
+
+@pytest.mark.problem("unsolved", 4)
+def test_more(): pass
+
+@pytest.mark.gpu
+@pytest.mark.problem("other", 2)
+def test_more_on_gpu(): pass
+"""
+
+
+@pytest.fixture
+def spread(repository: Path) -> Path:
+    """`repository` with a second file of tests, so that there is something to spread over processes."""
+    pytest.importorskip("xdist")
+    (repository / "tests/test_more.py").write_text(SEVERAL_FILES)
+    return repository
+
+
+@pytest.mark.parametrize("arguments", [(), ("-k", "nothing"), ("-x",)], ids=" ".join)
+def test_several_processes_print_the_same_grade_and_stale_tests(spread, arguments):
+    """The controller collects nothing: what it prints about tests comes from the workers."""
+    code, output = run_pytest(spread, *TWO_PROCESSES, *arguments)
+    expected_code, expected = run_pytest(spread, *arguments)
+    assert "tests/test_more.py::test_more_on_gpu: never run" in expected
+    if arguments == ("-x",):  # how far the other process got is not fixed, so neither are the counts
+        assert [line.split()[:2] for line in sections(output)] == [line.split()[:2] for line in sections(expected)]
+    else:
+        assert (code, sections(output)) == (expected_code, sections(expected))
+
+
+def test_a_worker_that_dies_fails_its_test_and_leaves_a_grade(spread):
+    tests = spread / "tests/test_graded.py"
+    tests.write_text(tests.read_text().replace("assert right", "assert right or os._exit(3)"))
+    code, output = run_pytest(spread, *TWO_PROCESSES)
+    assert code == 1 and "crashed while running" in output
+    assert "solved 3 1 1 ok" in words(output) and "unsolved 4 2 3 1 failed" in words(output)
+
+
+def test_several_processes_share_the_record_of_a_gpu(spread):
+    code, output = run_pytest(spread, *RECORD, *TWO_PROCESSES, gpu="NVIDIA H200")
+    assert code == 1, output
+    rows = read_rows(spread / "results/nvidia-h200/tests.jsonl")
+    assert {test.split("::")[1]: row.outcome for test, row in rows.items()} == {
+        "test_on_gpu": "passed",
+        "test_wrong_on_gpu": "failed",
+        "test_more_on_gpu": "passed",
+    }
+    assert "1 of 3 GPU tests are STALE" in output
+
+
+def test_a_wrong_mark_stops_the_collection_of_several_processes(spread):
+    tests = spread / "tests/test_graded.py"
+    tests.write_text(tests.read_text().replace('problem("solved", 3)', 'problem("unsolved", 3)'))
+    code, output = run_pytest(spread, *TWO_PROCESSES)
+    assert code == pytest.ExitCode.USAGE_ERROR
+    assert "has 4 points here and 3 in an earlier test" in output

@@ -315,6 +315,7 @@ def test_flex_attention_attends_the_same():
 
 BOOLS = torch.ones(64, 64, dtype=torch.bool)
 SCORES = torch.ones(4, 4)
+THREE_HEADS = BlockMask.random_blocks(8, density=0.5, heads=3)
 
 
 @pytest.mark.parametrize(
@@ -355,11 +356,36 @@ SCORES = torch.ones(4, 4)
         (lambda: parse_mask("dilated:64", seqlen=64), ValueError, "mask pattern must be one of"),
         (lambda: parse_mask("document:1,2", seqlen=64), ValueError, "have 3 tokens, and the sequence has 64"),
         (lambda: parse_mask("full", seqlen=0), ValueError, "seqlen must be an int from 1 on, got 0"),
+        (lambda: parse_mask(None, seqlen=8), TypeError, "mask pattern must be a string, got None"),
+        (lambda: parse_mask("random:0.5", seqlen=8, seed=2**70), ValueError, "seed must be an int of 64 bits, got 11"),
+        (lambda: BlockMask.from_blocks(BOOLS, seq_lengths=5), TypeError, "seq_lengths must be a tuple of .*got 5"),
+        (lambda: BlockMask.from_blocks(BOOLS, seq_lengths=(5, None)), ValueError, "seq_lengths must be an int .*None"),
+        (lambda: BlockMask.from_blocks(BOOLS, is_causal="no"), TypeError, "is_causal must be a bool, got 'no'"),
+        (lambda: BlockMask.causal(8, bottom_right=1), TypeError, "bottom_right must be a bool, got 1"),
+        (lambda: BlockMask.sliding_window(8, window=2, is_causal=None), TypeError, "is_causal must be a bool, got N"),
+        (lambda: BlockMask.causal(8, device="nowhere"), ValueError, "device must be a torch.device or its name"),
+        (lambda: BlockMask.causal(8, device=3.5), ValueError, r"device must be a torch.device or its name, got 3\.5"),
+        (lambda: BlockMask.causal(8, device="cuda:99"), ValueError, "device must be one of this machine, .* cuda:99"),
+        (lambda: BlockMask.causal(8).to("cuda:99"), ValueError, "device must be one of this machine, .*got cuda:99"),
+        (lambda: BlockMask.document(5), TypeError, "lengths must be a sequence of ints, got int"),
+        (lambda: BlockMask.document("12"), TypeError, "lengths must be a sequence of ints, got str"),
+        (lambda: BlockMask.document(torch.tensor(3)), TypeError, "lengths must be a sequence of ints, got torch.int64"),
+        (lambda: BlockMask.random_blocks(8, density=0.5, seed="a"), ValueError, "seed must be an int of 64 bits"),
+        (lambda: BlockMask.random_blocks(8, density=0.5, batch=-1), ValueError, "batch must be an int from 1 on"),
+        (lambda: BlockMask.random_tokens(8, density=0.5, heads="2"), ValueError, "heads must be an int from 1 on"),
+        (lambda: THREE_HEADS & BlockMask.random_blocks(8, density=0.5, heads=2), ValueError,
+         r"masks must have as many batch entries and heads, or 1, got \(1, 3\) and \(1, 2\)"),
+        (lambda: THREE_HEADS.to_flex(3), TypeError, "mask_mod must be callable or None, got 3"),
+        (lambda: use_lists("0.5"), ValueError, "block_density must be between 0 and 1, got '0.5'"),
     ],
 )  # fmt: skip
 def test_wrong_arguments(call, error, message):
     with pytest.raises(error, match=message):
         call()
+
+
+def test_a_mask_without_values_has_a_name():
+    assert repr(BlockMask.causal(8).to("meta")) == "BlockMask(shape=(1, 1, 8, 8), block_size=(128, 128), device=meta)"
 
 
 def test_and_with_something_else_is_no_mask():
@@ -624,6 +650,15 @@ def test_shared_keys_attention_refuses(bias, num_keys, error, message):
         shared_keys_attention(q, q, q, bias, num_keys)
 
 
+@pytest.mark.parametrize("attend", [
+    lambda q: dilated_attention(q, q, q, 4, 2, is_causal="no"),
+    lambda q: shared_keys_attention(q, q, q, torch.zeros(1, 1, 8), 4, is_causal="no"),
+], ids=["dilated", "shared"])  # fmt: skip
+def test_flags_are_bools(attend):
+    with pytest.raises(TypeError, match="is_causal must be a bool, got 'no'"):
+        attend(torch.ones(1, 1, 8, 16))
+
+
 def test_shared_keys_attention_refuses_three_dimensions():
     q = torch.zeros(2, 16, 8)
     with pytest.raises(ValueError, match=r"k must have shape \(batch, kv_heads, keys, head_dim\), got \(2, 16, 8\)"):
@@ -677,7 +712,10 @@ def test_doctor_says_what_skipping_gains(pattern, verdict, monkeypatch):
     ("arguments", "message"),
     [
         (["--mask", "nothing"], "mask pattern must be one of"),
-        (["--seqlen", "64"], "--seqlen, --block-size and --heads go with --mask"),
+        (["--seqlen", "64"], "--seqlen, --block-size, --heads and --seed go with --mask"),
+        (["--seed", "1"], "--seqlen, --block-size, --heads and --seed go with --mask"),
+        (["--mask", "causal", "--seqlen", str(2**40)], "tiles, and at most 4,194,304 are diagnosed"),
+        (["--mask", "random:0.5", "--seed", str(2**70)], "seed must be an int of 64 bits"),
         (["--mask", "causal", "--block-size", "100"], "block_size must be a power of two"),
     ],
 )

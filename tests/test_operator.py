@@ -109,7 +109,7 @@ def test_gradients_of_gradients_go_through_the_operator(registered_calls):
     output, _ = tiled_attention(*tensors, *REST)
     (grad,) = torch.autograd.grad(output, tensors[0], grad_output, create_graph=True)
     assert registered_calls == ["_registered_backward"] and grad.requires_grad
-    with pytest.raises(RuntimeError, match="tiled_attention_backward.*no autograd formula"):
+    with pytest.raises(NotImplementedError, match="double backward is not supported here"):
         grad.sum().backward()
 
 

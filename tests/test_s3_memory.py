@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
@@ -386,6 +387,7 @@ def test_recursion_computes_as_many_blocks_again_as_its_closed_form(num_layers):
     assert gradients("sdpa", "recursive", num_layers)[1] == recursive_recomputed_blocks(num_layers)
 
 
+@cache
 def stored_bytes(checkpointing: str, num_layers: int) -> int:
     """The most bytes of activations that there are at once in a step, without embedding, head and loss."""
     case = MemoryCase(

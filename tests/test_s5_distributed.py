@@ -118,7 +118,9 @@ def test_the_handouts_grid_is_attempted(monkeypatch):
     assert {cell.case.num_ranks for cell in flat_cells(HANDOUT)} == {4}
     ours = [cell.case for cell in bucketed_cells(HANDOUT) if cell.implementation == "bucketed"]
     assert {case.bucket_size_mb for case in ours} == {1, 10, 100, 1000}
-    assert {case.precision.autocast for case in ours} == {None, "bfloat16"}
+    computes = [cell.case.precision.autocast for cell in overlap_cells(HANDOUT)]
+    assert computes == ["bfloat16"] * 12 + [None] * 12  # the faster first, if time runs out
+    assert {case.precision.autocast for case in ours} == {"bfloat16"}
     assert all(cell.case.model is MODEL_SIZES["xl"] and cell.case.batch == 4 for cell in overlap_cells(HANDOUT))
 
 

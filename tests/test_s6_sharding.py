@@ -27,6 +27,7 @@ from cs336_systems.report.plots import plots
 from cs336_systems.report.tables import sections
 from tests import adapters
 from tests.distributed_records import sharding_records
+from tests.one_job import OneJob
 from tests.sharding_models import Awkward, part, seeded
 
 COVERS = ("cs336_systems/distributed", "tests/adapters.py", "tests/sharding_models.py")
@@ -90,7 +91,7 @@ def course_optimizer(rank: int, num_ranks: int, tied: bool) -> int:
 @pytest.mark.problem("optimizer_state_sharding", 15)
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 def test_the_sharded_optimizer_equals_the_unsharded_one(tied):
-    first, second = run_ranks(course_optimizer, 2, tied)
+    first, second = TWO_RANKS.results(course_optimizer, tied)
     model = Toy(tied)
     whole = 2 * sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)
     assert first + second == whole
@@ -269,7 +270,7 @@ def check_zero1(rank: int, num_ranks: int) -> dict[str, Any]:
 
 def test_zero1_equals_the_unsharded_optimizer():
     for num_ranks in (2, 3):
-        found = run_ranks(check_zero1, num_ranks)
+        found = TWO_RANKS.results(check_zero1) if num_ranks == 2 else run_ranks(check_zero1, num_ranks)
         model = Toy(True)
         whole = 2 * sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)
         for rank in found:
@@ -286,7 +287,7 @@ def refuse_other_shapes(rank: int, num_ranks: int) -> None:
 
 def test_ranks_with_other_shapes_are_refused():
     """D8: shapes (4,) and (5,) once trained on in silence, and left an element that no rank updated."""
-    run_ranks(refuse_other_shapes, 2)
+    TWO_RANKS.results(refuse_other_shapes)
 
 
 def test_no_process_group_is_said():
@@ -333,14 +334,20 @@ def check_the_check(rank: int, num_ranks: int) -> float:
     run = RunConfig(scale="tiny", device="cpu")
     case = sharding_case(run, num_ranks, None)
     good = check_training("sharded", case, run, rank)
-    sharding_cells.ShardedOptimizer = NeverSent  # type: ignore[misc]
-    with pytest.raises(Disagreement, match="weights after 3 steps are off by .* times the bound"):
-        check_training("sharded", case, run, rank)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sharding_cells, "ShardedOptimizer", NeverSent)
+        with pytest.raises(Disagreement, match="weights after 3 steps are off by .* times the bound"):
+            check_training("sharded", case, run, rank)
     return good
 
 
+TWO_RANKS = OneJob(
+    2, (course_optimizer, False), (course_optimizer, True), (check_zero1,), (refuse_other_shapes,), (check_the_check,)
+)  # fmt: skip
+
+
 def test_an_optimizer_that_does_not_exchange_is_not_timed():
-    assert max(run_ranks(check_the_check, 2)) <= 1
+    assert max(TWO_RANKS.results(check_the_check)) <= 1
 
 
 @pytest.mark.parametrize("problem", ["optimizer_state_sharding_accounting", "fsdp_accounting"])

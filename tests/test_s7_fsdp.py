@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import gc
 import weakref
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from functools import cache
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from cs336_systems.distributed.fsdp.weights import chunk_rows, own_rows
 from cs336_systems.distributed.launch import RankError, run_ranks
 from cs336_systems.model import AdamW, Embedding, Linear, RMSNorm, TransformerLM, clip_gradients
 from tests import adapters
+from tests.one_job import OneJob
 from tests.sharding_models import TINY, Awkward, LiveBytes, batch, part, seeded, token_loss, transformer
 
 COVERS = ("cs336_systems/distributed", "tests/adapters.py", "tests/sharding_models.py")
@@ -86,11 +88,12 @@ def course_results() -> list[dict[Any, Any]]:
 
 
 def course_checks(rank: int, num_ranks: int) -> dict[Any, Any]:
-    return {
+    found: dict[Any, Any] = {
         (check.__name__, dtype): check(rank, num_ranks, dtype)
         for check in (course_correctness, course_gradients)
         for dtype in (None, torch.float16)
     }
+    return found | {"mean of parts": mean_of_parts(rank, num_ranks)}
 
 
 def course_correctness(rank: int, num_ranks: int, compute_dtype: torch.dtype | None) -> list[float]:
@@ -126,6 +129,41 @@ def test_fsdp_trains_like_one_process(compute_dtype, bound):
     for found in course_results():
         differences = found["course_correctness", compute_dtype]
         assert len(differences) == 3 and max(differences) <= bound
+
+
+def mean_of_parts(rank: int, num_ranks: int) -> float:
+    """Difference from training in one process that averages the gradients of the ranks' parts itself.
+
+    A whole batch's gradient is another sum, in another order, and differs from that mean in the last bits.
+    """
+    torch.use_deterministic_algorithms(True)
+    single, fsdp = seeded(Toy), adapters.get_fsdp(seeded(Toy))
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.01) for model in (single, fsdp)]
+    for step in range(3):
+        generator = torch.Generator().manual_seed(step)
+        tokens = torch.randint(100, (20, 8), generator=generator)
+        labels = torch.randint(100, (20,), generator=generator)
+        for optimizer in optimizers:
+            optimizer.zero_grad(set_to_none=True)
+        for other in range(num_ranks):
+            own = part(tokens, other, num_ranks), part(labels, other, num_ranks)
+            nn.functional.cross_entropy(single(own[0])[:, -1].float(), own[1]).backward()
+        for parameter in single.parameters():
+            assert parameter.grad is not None
+            parameter.grad /= num_ranks
+        own = part(tokens, rank, num_ranks), part(labels, rank, num_ranks)
+        nn.functional.cross_entropy(fsdp(own[0])[:, -1].float(), own[1]).backward()
+        adapters.fsdp_on_after_backward(fsdp, optimizers[1])
+        for optimizer in optimizers:
+            optimizer.step()
+    return largest_difference(fsdp, single)
+
+
+@pytest.mark.problem("fsdp", 15)
+@pytest.mark.filterwarnings("error")
+def test_fsdp_in_fp32_is_bit_equal_to_the_mean_of_the_ranks_gradients():
+    for found in course_results():
+        assert found["mean of parts"] == 0
 
 
 def course_gradients(rank: int, num_ranks: int, compute_dtype: torch.dtype | None) -> dict[str, Tensor]:
@@ -220,7 +258,7 @@ class CheckpointedPairs(nn.Module):
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_every_setting_trains_like_one_process(num_ranks):
-    for found in run_ranks(check_variants, num_ranks):
+    for found in TWO_RANKS.results(check_variants) if num_ranks == 2 else run_ranks(check_variants, num_ranks):
         too_far = {name: difference for name, difference in found.items() if not difference <= FP32_BOUND}
         assert not too_far
 
@@ -305,7 +343,7 @@ def watch_window(rank: int, num_ranks: int, prefetch: int) -> dict[str, Any]:
 
 
 def test_no_more_than_the_current_and_two_gathered_units_have_memory():
-    for rank in run_ranks(watch_windows, 2):
+    for rank in TWO_RANKS.results(watch_windows):
         for prefetch, found in rank.items():
             assert len(found["seen"]) == 8
             assert max(map(len, found["seen"])) == prefetch
@@ -331,41 +369,61 @@ BACKWARD_BLOCKS: dict[tuple[torch.dtype | None, torch.dtype | None], float] = {
 LITTLE = 0.2  # of a block's float32 bytes: activations, norms, rotary tables, embedding and head
 
 
-def count_live_blocks(rank: int, num_ranks: int) -> dict[Any, tuple[float, float, float]]:
+def without_transport() -> ExitStack:
+    """Every rank for itself: gloo's threads hold what they sent longer than FSDP does, on a busy host much longer."""
+
+    def gather(outputs: list[Tensor], inputs: list[Tensor], group: Any) -> list[Any]:
+        for output, own in zip(outputs, inputs):
+            output[: own.shape[0]].copy_(own)
+        return []
+
+    def reduce(outputs: list[Tensor], inputs: list[Tensor], group: Any) -> None:
+        for output, own in zip(outputs, inputs):
+            output.copy_(own[: output.shape[0]])
+
+    patches = ExitStack()
+    patches.enter_context(patch.object(FSDP, "_broadcast", lambda *_: None))
+    patches.enter_context(patch("cs336_systems.distributed.fsdp.unit.gather_rows", gather))
+    patches.enter_context(patch("cs336_systems.distributed.fsdp.unit.reduce_rows_mean", reduce))
+    return patches
+
+
+def count_live_blocks(rank: int, num_ranks: int) -> dict[Any, tuple[float, ...]]:
     """Peaks of construction, forward and backward above what stays, in a block's float32 bytes, by dtypes."""
-    found = {}
-    for dtypes in BACKWARD_BLOCKS:
-        gc.collect()
-        with torch.device("meta"):
-            model = TransformerLM.from_config(WIDE)
-        live = LiveBytes()
-        with live:
-            fsdp = FSDP(model, dtypes[0], reduce_dtype=dtypes[1], device="cpu")
-        shards = sum(parameter.nbytes for parameter in fsdp.parameters())
-        peaks = [live.peak - shards]
-        tokens, targets = (one[:, :1] for one in batch(0, num_sequences=1))  # hardly any activations
-        token_loss(fsdp, tokens, targets).backward()  # teaches the order
-        fsdp.finish_gradient_synchronization()
-        fsdp.zero_grad()
-        live.peak = 0
-        with live:
-            loss = token_loss(fsdp, tokens, targets)
-        peaks.append(live.peak - shards)
-        live.peak = 0
-        with live:
-            loss.backward()
-        peaks.append(live.peak - 2 * shards)  # the shards' gradients have come to stay
-        found[dtypes] = tuple(peak / (4 * WIDE_BLOCK) for peak in peaks)
-        del fsdp, loss
-    return found
+    with without_transport():
+        return {dtypes: count_live_block(*dtypes) for dtypes in BACKWARD_BLOCKS}
+
+
+def count_live_block(compute_dtype: torch.dtype | None, reduce_dtype: torch.dtype | None) -> tuple[float, ...]:
+    gc.collect()
+    with torch.device("meta"):
+        model = TransformerLM.from_config(WIDE)
+    live = LiveBytes()
+    with live:
+        fsdp = FSDP(model, compute_dtype, reduce_dtype=reduce_dtype, device="cpu")
+    shards = sum(parameter.nbytes for parameter in fsdp.parameters())
+    peaks = [live.peak - shards]
+    tokens, targets = (one[:, :1] for one in batch(0, num_sequences=1))  # hardly any activations
+    token_loss(fsdp, tokens, targets).backward()  # teaches the order
+    fsdp.finish_gradient_synchronization()
+    fsdp.zero_grad()
+    live.peak = 0
+    with live:
+        loss = token_loss(fsdp, tokens, targets)
+    peaks.append(live.peak - shards)
+    live.peak = 0
+    with live:
+        loss.backward()
+    peaks.append(live.peak - 2 * shards)  # the shards' gradients have come to stay
+    return tuple(peak / (4 * WIDE_BLOCK) for peak in peaks)
 
 
 def test_memory_beyond_the_shards_is_bounded_in_blocks():
-    for found in run_ranks(count_live_blocks, 2):
+    for found in TWO_RANKS.results(count_live_blocks):
         for dtypes, (construction, forward, backward) in found.items():
             gathered = 1.0 if dtypes[0] is None else 0.5  # a whole block in the compute dtype
-            # Matrices of a quarter block: one whole, with its draw and its rows, and some that gloo's threads still
-            # hold after they were sent. A block at a time would be two: whole, its rows, and the place for the gather.
+            # Matrices of a quarter block: one whole, with its draw and its rows, and the one before until it is freed.
+            # A block at a time would be two: whole, its rows, and the place for the gather.
             assert construction <= 1.25
             assert forward <= 2 * gathered + LITTLE  # the one that runs and the next one; their gather needs no copy
             assert backward <= BACKWARD_BLOCKS[dtypes] + LITTLE
@@ -387,7 +445,7 @@ def train_and_drop(rank: int, num_ranks: int) -> list[str]:
 
 
 def test_a_model_that_is_dropped_gives_its_memory_back():
-    assert run_ranks(train_and_drop, 2) == [[], []]
+    assert TWO_RANKS.results(train_and_drop) == [[], []]
 
 
 def build_from_meta(rank: int, num_ranks: int) -> tuple[float, float]:
@@ -402,7 +460,7 @@ def build_from_meta(rank: int, num_ranks: int) -> tuple[float, float]:
 
 
 def test_a_model_built_on_the_meta_device_draws_what_the_constructor_draws():
-    for at_start, after_training in run_ranks(build_from_meta, 2):
+    for at_start, after_training in TWO_RANKS.results(build_from_meta):
         assert at_start == 0
         assert after_training <= FP32_BOUND
 
@@ -473,7 +531,7 @@ def check_precision(rank: int, num_ranks: int) -> dict[str, Any]:
 
 
 def test_masters_stay_float32_and_an_overflow_on_one_rank_is_seen_by_all():
-    for found in run_ranks(check_precision, 2):
+    for found in TWO_RANKS.results(check_precision):
         assert found["own"] and found["fp32"]
         assert found["own masters"] == found["fp32 masters"] == {torch.float32}
         assert found["activations"] == {torch.bfloat16}
@@ -534,7 +592,7 @@ def leave_out_modules(rank: int, num_ranks: int) -> None:
 
 
 def test_unused_modules_keep_no_gradient_and_hang_nobody():
-    run_ranks(leave_out_modules, 2)
+    TWO_RANKS.results(leave_out_modules)
 
 
 def build_different(rank: int, num_ranks: int) -> None:
@@ -544,6 +602,12 @@ def build_different(rank: int, num_ranks: int) -> None:
 def test_ranks_with_different_shapes_are_told_the_parameter():
     with pytest.raises(RankError, match=r"parameter '0.weight' must be the same on all ranks"):
         run_ranks(build_different, 2)
+
+
+TWO_RANKS = OneJob(
+    2, (check_variants,), (watch_windows,), (count_live_blocks,), (train_and_drop,), (build_from_meta,),
+    (check_precision,), (leave_out_modules,),
+)  # fmt: skip
 
 
 def refuse_arguments(rank: int, num_ranks: int) -> None:

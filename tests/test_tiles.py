@@ -253,7 +253,15 @@ def test_names_spell_the_configuration():
             KernelConfig.from_name(name)
     with pytest.raises(ValueError, match="AttentionConfig.forward must be a forward configuration, got sm90_dq"):
         AttentionConfig(forward=dq)
-    with pytest.raises(ValueError, match="num_stages must be positive"):
+    with pytest.raises(ValueError, match="num_stages must be a positive int, got 0"):
         KernelConfig(target="sm90", kernel="dq", query_tile=64, key_tile=64, num_warps=4, num_stages=0)
+    with pytest.raises(ValueError, match="query_tile must be a power of two from 16 on, got 8"):
+        KernelConfig.from_name("sm90_dq_8x64_w4_s1")
+    with pytest.raises(ValueError, match=r"key_tile must be a power of two from 16 on, got 64\.0"):
+        KernelConfig(target="sm90", kernel="dq", query_tile=64, key_tile=64.0, num_warps=4, num_stages=1)
+    with pytest.raises(ValueError, match="config must be named like .*got 3"):
+        KernelConfig.from_name(3)
+    with pytest.raises(TypeError, match="AttentionConfig.dq must be a KernelConfig or None, got 'sm90_dq"):
+        AttentionConfig(dq=dq.name)
     with pytest.raises(ValueError, match="kernel must be one of"):
         KernelConfig(target="sm90", kernel="up", query_tile=64, key_tile=64, num_warps=4, num_stages=1)

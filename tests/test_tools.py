@@ -215,6 +215,11 @@ def run_make(*arguments: str) -> tuple[int, str]:
     return process.returncode, process.stdout + process.stderr
 
 
+def words(output: str) -> str:
+    """`output` as one line, as the shell reads it."""
+    return " ".join(output.replace("\\\n", " ").split())
+
+
 def test_make_lists_its_targets():
     code, output = run_make()
     assert code == 0
@@ -243,8 +248,15 @@ def test_make_runs_gpu_tests_without_an_environment_of_its_own(dirty, option):
     code, output = run_make("-n", "test-gpu", "VENV=", "PYTHON=python3", "COMMIT=abc", f"DIRTY={dirty}")
     assert code == 0
     assert "PYTHONPATH=. python3 -m pytest -m gpu --gpu-record=results/nvidia-h200/tests.jsonl" in output
-    assert f"--gpu-commit=abc {option}" in " ".join(output.replace("\\\n", " ").split())
+    assert f"--gpu-commit=abc {option}" in words(output)
     assert "pip" not in output
+
+
+def test_make_spreads_the_tests_only_in_an_environment_that_it_made():
+    _, output = run_make("-n", "test")
+    assert "OMP_NUM_THREADS=1 .venv/bin/python -m pytest --dist loadfile -n 2" in words(output)
+    _, output = run_make("-n", "test", "VENV=", "PYTHON=python3")
+    assert words(output) == "PYTHONPATH=. python3 -m pytest"
 
 
 # Documents

@@ -199,6 +199,31 @@ def test_a_run_without_a_completed_checkpoint_begins_again(tmp_path: Path):
     assert resumed.losses == train(SHORT).losses
 
 
+def test_a_run_killed_while_it_claims_its_folder_leaves_no_half_of_a_config(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Half of a config.json once kept the folder from being resumed and from being used anew."""
+
+    def killed(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("os.replace", killed)
+        with pytest.raises(KeyboardInterrupt):
+            train(SHORT, RunOptions(out=tmp_path, stop_after=1))
+    assert not (tmp_path / "config.json").exists()
+    assert len(train(SHORT, RunOptions(out=tmp_path, stop_after=1)).losses) == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "losses.jsonl"]
+
+
+def test_a_damaged_config_is_named(tmp_path: Path):
+    train(SHORT, RunOptions(out=tmp_path, stop_after=1))
+    config = tmp_path / "config.json"
+    config.write_text(config.read_text()[:40])
+    with pytest.raises(ValueError, match=r"config.json is damaged: "):
+        train(SHORT, RunOptions(out=tmp_path, resume=True))
+
+
 def test_folders_of_other_runs_are_refused(tmp_path: Path):
     out = tmp_path / "run"
     with pytest.raises(ValueError, match="out must hold a run to resume, got .*run"):
@@ -234,6 +259,9 @@ def test_the_command_trains_and_says_where_the_losses_are(tmp_path: Path):
         (["--autocast", "int8"], "error: Precision.autocast must be one of float16, bfloat16, got 'int8'"),
         (["--attention", "none", "--device", "cpu"], "error: attention must be one of reference, "),
         (["--text", "missing.txt"], "error: [Errno 2] No such file or directory"),
+        (["--context-length", "100000", "--device", "cpu"], "error: text must have more than 200000 bytes to train on"),
+        (["--context-length", "20000", "--device", "cpu"], "error: text must hold out more than 20000 bytes"),
+        (["--wrapper", "fsdp", "--ranks", "2", "--text", "."], "error: [Errno 21] Is a directory: '.'"),
     ],
 )
 def test_the_command_refuses_bad_arguments_in_one_line(arguments: list[str], message: str):

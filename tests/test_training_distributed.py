@@ -15,8 +15,10 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from typer.testing import CliRunner
 
-from cs336_systems.config import ModelConfig, RunConfig
+from cs336_systems.cli import app
+from cs336_systems.config import ModelConfig, Precision, RunConfig
 from cs336_systems.distributed.launch import RankError, run_ranks
 from cs336_systems.experiments.registry import PROBLEMS
 from cs336_systems.experiments.s_training import FIRST_BOUND, LAST_BOUND, curve_error
@@ -31,6 +33,7 @@ ROOT = Path(__file__).resolve().parent.parent
 SMALL = ModelConfig(name="tiny", d_model=32, d_ff=64, num_layers=2, num_heads=2, vocab_size=256, context_length=32)
 SHORT = TrainingConfig(model=SMALL, batch=8, steps=6, warmup_steps=2)
 NUM_RANKS = 2
+HALF_WRAPPERS = ("overlap", "zero1", "fsdp")
 
 
 def wrapped(wrapper: str, **fields: Any) -> TrainingConfig:
@@ -51,6 +54,12 @@ def everything(rank: int, num_ranks: int, out: str) -> dict[str, Any]:
         folder = Path(out) / f"{earlier}-{later}"
         train(wrapped(earlier), RunOptions(out=folder, checkpoint_every=3, stop_after=3))
         found["handed over"][later] = train(wrapped(later), RunOptions(out=folder, resume=True, log_every=2))
+    for wrapper in HALF_WRAPPERS:
+        folder = Path(out) / f"half-{wrapper}"
+        half = wrapped(wrapper, precision=Precision(autocast="float16"))
+        found["plain"][f"half {wrapper}"] = train(half, RunOptions(log_every=2))
+        train(half, RunOptions(out=folder, checkpoint_every=2, stop_after=4))
+        found["resumed"][f"half {wrapper}"] = train(half, RunOptions(out=folder, resume=True, log_every=2))
     for wrapper in WRAPPERS[1:]:
         found["sent"][wrapper] = bytes_of_a_step(wrapper, rank, num_ranks)
     return found
@@ -86,6 +95,17 @@ def save_under_fsdp(rank: int, num_ranks: int, out: str) -> None:
     train(wrapped("fsdp"), RunOptions(out=Path(out), checkpoint_every=3, stop_after=3))
 
 
+@pytest.mark.parametrize("wrapper", HALF_WRAPPERS)
+def test_float16_trains_under_a_loss_scale_and_resumes_with_it(results: list[dict[str, Any]], wrapper: str):
+    """The resumed run goes on with the scale of the first, which has halved it from 2¹⁶ if need be."""
+    alone = train(SHORT)
+    for found in results:
+        half, resumed = found["plain"][f"half {wrapper}"], found["resumed"][f"half {wrapper}"]
+        assert half.losses[0] == pytest.approx(alone.losses[0], rel=1e-3)
+        assert half.losses[-1] < half.losses[0]
+        assert resumed.losses == half.losses
+
+
 def test_a_run_saved_by_two_ranks_goes_on_in_one_process(tmp_path: Path):
     run_ranks(save_under_fsdp, NUM_RANKS, str(tmp_path / "run"))
     resumed = train(SHORT, RunOptions(out=tmp_path / "run", resume=True))
@@ -96,6 +116,22 @@ def test_a_run_saved_by_two_ranks_goes_on_in_one_process(tmp_path: Path):
 def test_a_wrong_number_of_ranks_is_refused():
     with pytest.raises(RankError, match="config.num_ranks must be the number of ranks, 1, got 2"):
         run_ranks(train_rank, 1, wrapped("naive"), RunOptions())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--attention", "nothing"], "error: attention must be one of reference, compiled, "),
+        (["--out", __file__], "error: [Errno 17] File exists: "),
+    ],
+)
+def test_what_ranks_refuse_is_told_in_one_line(arguments: list[str], message: str, capfd: pytest.CaptureFixture[str]):
+    """Every rank once printed its traceback before it; an existing file was not even told in one line."""
+    fixed = ["train", "--wrapper", "naive", "--ranks", "2", "--batch", "2", "--device", "cpu"]
+    result = CliRunner().invoke(app, [*fixed, *arguments])
+    assert result.exit_code == 2
+    assert result.output.startswith(message) and result.output.count("\n") == 1
+    assert "Traceback" not in capfd.readouterr().err
 
 
 def test_two_agents_of_torchrun_train_as_one_process(tmp_path: Path):

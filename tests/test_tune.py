@@ -81,7 +81,7 @@ SHIPPED = [
     for is_causal in (True, False)
 ]
 OPTIONS = {rest: request(f"sm90_forward_64x64_{rest}") for rest in ("w4_s2", "w4_s3", "w8_s2")}
-GOOD, BAD = request("sm80_dq_64x64_w4_s1", arch="sm80"), request("sm80_dq_64x8_w4_s1", arch="sm80")
+GOOD, BAD = request("sm80_dq_64x64_w4_s1", arch="sm80"), request("sm80_dq_2048x2048_w4_s1", arch="sm80")
 
 
 @pytest.fixture(scope="module")
@@ -479,6 +479,7 @@ REFUSALS = {
     "seqlen": (["--seqlen", "0"], "AttentionShape.seqlen_q must be a positive int, got 0"),
     "spills": (["--max-spill-bytes", "-1"], "--max-spill-bytes must not be negative, got -1"),
     "arch": (["--compile-only", "--arch", "sm70"], "arch must be one of sm80, sm86, sm89, sm90, sm100"),
+    "arch-portable": (["--compile-only", "--arch", "portable"], "sm89, sm90, sm100, got 'portable'"),
     "arch-alone": (["--arch", "sm90"], "--arch goes with --compile-only"),
     "config": (["--compile-only", "--arch", "sm90", "--config", "best"], "config must be named like sm90_forward"),
     "config-kernel": (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from itertools import accumulate
 
 import pytest
@@ -13,7 +14,16 @@ from cs336_systems.attention import AttentionConfig, attention_reference, flash_
 from cs336_systems.attention.contract import compute_oracle, contract_errors
 from tests.covered import ATTENTION
 from tests.test_block_sparse import poisoned  # noqa: F401
-from tests.test_s4_attention import BACKENDS, DEVICES, DTYPES, draw, skip_what_cannot_run
+from tests.test_s4_attention import (
+    BACKENDS,
+    DEVICES,
+    DTYPES,
+    REPEATED,
+    assert_repeats,
+    draw,
+    shipped_configs,
+    skip_what_cannot_run,
+)
 
 COVERS = ATTENTION
 
@@ -201,18 +211,17 @@ def test_gradients_flow_through_the_lse(backend, device):
             torch.testing.assert_close(ours[rows].transpose(0, 1).double(), theirs, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim, device", REPEATED)
 def test_repeats_are_bit_equal(head_dim, dtype, device):
+    """Every shipped configuration that reads by pointers, 200 times on a GPU."""
     skip_what_cannot_run("triton", dtype, device)
     lengths = [450, 17, 0, 130] if device == "cuda" else [50, 17]
     tensors, documents = packed(lengths, None, 0, 2, 1, head_dim, DTYPES[dtype], device)
-    first = run_packed(tensors, documents, backend="triton", is_causal=True, enable_gqa=True)
-    for _ in range(200 if device == "cuda" else 1):
-        again = run_packed(tensors, documents, backend="triton", is_causal=True, enable_gqa=True)
-        for name, result in first.items():
-            assert torch.equal(result, again[name]), name
+    options = {"backend": "triton", "is_causal": True, "enable_gqa": True}
+    for config in shipped_configs(head_dim, DTYPES[dtype], device, tma=False):
+        call = partial(run_packed, tensors, documents, config=config, **options)
+        assert_repeats(call, 200 if device == "cuda" else 1)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -339,3 +348,10 @@ def test_the_operator_checks_before_it_launches():
         varlen_attention(X, X, X[:4], CU, CU, 6, 6, False, 0.25, "")
     with pytest.raises(ValueError, match=r"q must have shape \(total_queries, heads, head_dim\)"):
         varlen_attention(X[None], X[None], X[None], CU, CU, 6, 6, False, 0.25, "")
+
+
+@pytest.mark.parametrize("flag", ["is_causal", "enable_gqa", "return_lse"])
+def test_flags_are_bools(flag):
+    q, ends = torch.ones(4, 2, 16), torch.tensor([0, 4], dtype=torch.int32)
+    with pytest.raises(TypeError, match=f"{flag} must be a bool, got 'no'"):
+        flash_attention_varlen(q, q, q, ends, ends, 4, 4, **{flag: "no"})

@@ -26,6 +26,7 @@ from cs336_systems.attention.tiles import AttentionConfig
 from cs336_systems.attention.validation import (
     check_attention_inputs,
     check_block_mask,
+    check_flags,
     refuse_forward_mode,
     resolve_scale,
     to_autocast_dtype,
@@ -83,6 +84,7 @@ def flash_attention(
         NotImplementedError: an input carries a forward-mode tangent.
     Source: FlashAttention-2 (Dao 2023).
     """
+    check_flags(is_causal=is_causal, enable_gqa=enable_gqa, return_lse=return_lse)
     q, k, v = to_autocast_dtype(q), to_autocast_dtype(k), to_autocast_dtype(v)
     check_attention_inputs(q, k, v, enable_gqa=enable_gqa)
     scale = resolve_scale(scale, q.shape[-1])
@@ -149,6 +151,8 @@ def explain_backend(
 
     `layout` is `block_mask` for a call with one and `packed` for `flash_attention_varlen`.
     """
+    if q.device.type not in ("cpu", "cuda"):
+        raise ValueError(f"q must be on a cpu or cuda device, got {q.device}")
     facts = (q.device, q.dtype, q.shape[-1], q.shape[-2], k.shape[-2], backend, layout)
     # Short sequences wait for the host, so a choice is made once. Compilers trace it, with lengths that are symbols.
     if torch.compiler.is_compiling() or type(k.shape[-2]) is not int or not isinstance(backend, str):

@@ -21,7 +21,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from cs336_systems.attention.api import flash_attention
-from cs336_systems.attention.validation import check_attention_inputs
+from cs336_systems.attention.validation import check_attention_inputs, check_flags
 
 Phases = Literal["all", "by_head"]
 
@@ -50,6 +50,7 @@ def dilated_attention(
 
     Raises TypeError or ValueError naming the argument. Memory is linear in the tokens.
     """
+    check_flags(is_causal=is_causal)
     check_attention_inputs(q, k, v)
     if q.ndim != 4:
         raise ValueError(f"q must have shape (batch, heads, tokens, head_dim), got {tuple(q.shape)}")

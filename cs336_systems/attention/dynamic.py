@@ -18,7 +18,7 @@ from torch import Tensor
 
 from cs336_systems.attention.api import flash_attention
 from cs336_systems.attention.masks import BlockMask
-from cs336_systems.attention.validation import check_attention_inputs
+from cs336_systems.attention.validation import check_attention_inputs, check_flags
 
 
 def shared_keys_attention(
@@ -44,6 +44,7 @@ def shared_keys_attention(
 
     Raises TypeError or ValueError naming the argument.
     """
+    check_flags(is_causal=is_causal, enable_gqa=enable_gqa)
     check_attention_inputs(q, k, v, enable_gqa=enable_gqa)
     check_bias(bias, k)
     if isinstance(num_keys, bool) or not isinstance(num_keys, int) or num_keys < 0:

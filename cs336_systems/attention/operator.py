@@ -3,8 +3,8 @@
 `torch.library.custom_op` hides the launches (and the choice of tiles) from the compiler, `register_fake` tells it the
 shapes, `register_autograd` ties the two halves together. That machinery costs the host several times the launches
 themselves, so that short sequences would wait for Python: on plain tensors, with nobody watching, an
-autograd.Function around the same launches takes its place. Double backward is refused by PyTorch with a message that
-names the operator, since the backward half has no gradient of its own.
+autograd.Function around the same launches takes its place. Under `create_graph` the backward half leaves a node, which
+raises when it is differentiated: there is no double backward.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 from torch._C._functorch import is_legacy_batchedtensor
 from torch.nn import Parameter
 
-from cs336_systems.attention.validation import check_attention_inputs
+from cs336_systems.attention.validation import DOUBLE_BACKWARD, check_attention_inputs
 
 # forward(q, k, v, *extras, is_causal, scale, config) -> (output, lse)
 AttentionForward = Callable[..., tuple[Tensor, Tensor]]
@@ -63,6 +63,7 @@ class AttentionOperator:
             schema=f"({inputs}, {saved}{options}) -> (Tensor, Tensor, Tensor)",
         )  # fmt: skip
         self._registered_backward.register_fake(lambda q, k, v, *_: tuple(x.new_empty(x.shape) for x in (q, k, v)))
+        self._registered_backward.register_autograd(_refuse_double_backward)
         self._registered.register_autograd(self._differentiate, setup_context=_save)
         self._eager = _eager_function(name, self)
 
@@ -114,6 +115,10 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
     ctx.plain = [argument for argument in arguments if not isinstance(argument, Tensor)]
     ctx.save_for_backward(q, k, v, *output, *(x for x in arguments if isinstance(x, Tensor)))
     ctx.set_materialize_grads(False)
+
+
+def _refuse_double_backward(ctx: Any, *grads: Tensor | None) -> None:
+    raise NotImplementedError(DOUBLE_BACKWARD)
 
 
 def _eager_function(name: str, operator: AttentionOperator) -> Any:

@@ -24,9 +24,14 @@ from typing import Any
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from cs336_systems.attention.validation import check_attention_inputs, resolve_scale, without_autocast
+from cs336_systems.attention.validation import (
+    check_attention_inputs,
+    check_flags,
+    refuse_double_backward,
+    resolve_scale,
+    without_autocast,
+)
 
 # Tiles have at least 64 rows, and grow with the sequence so that a side has at most 16 of them: each tile step costs
 # a dozen kernel launches, and launches, not arithmetic, are what an eager loop over small tiles would measure.
@@ -187,6 +192,7 @@ class FlashAttentionPyTorch(torch.autograd.Function):
         scale: float | None = None,
         compiled: bool = False,
     ) -> Float[Tensor, "... queries head_dim"]:
+        check_flags(is_causal=is_causal, compiled=compiled)
         check_attention_inputs(*(x.unsqueeze(-3) if isinstance(x, Tensor) and x.ndim > 1 else x for x in (q, k, v)))
         scale = resolve_scale(scale, q.shape[-1])
         with without_autocast(q):
@@ -196,11 +202,8 @@ class FlashAttentionPyTorch(torch.autograd.Function):
         return output
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, output, lse = ctx.saved_tensors
-        with without_autocast(q):
-            grads = tiled_backward(
-                q, k, v, output, lse, grad_output, None, ctx.is_causal, ctx.scale, ctx.compiled
-            )
-        return *grads, None, None, None
+        with torch.no_grad(), without_autocast(q):
+            grads = tiled_backward(q, k, v, output, lse, grad_output, None, ctx.is_causal, ctx.scale, ctx.compiled)
+        return *refuse_double_backward(grads, q, k, v, grad_output), None, None, None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from contextlib import AbstractContextManager, nullcontext
 from numbers import Real
 from typing import Any
@@ -12,9 +13,17 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from cs336_systems.attention.masks import BlockMask
+from cs336_systems.profiling.stages import stage
 
 FLOATING_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 MIN_TRITON_BLOCK = 64  # on sm_90 triton 3.6 can miscompile a kernel with two dots of 16 or 32 rows
+
+
+def check_flags(**flags: bool) -> None:
+    """Raise TypeError unless each is a bool: "no" and None would quietly count as True and False."""
+    for name, value in flags.items():
+        if not isinstance(value, bool):
+            raise TypeError(f"{name} must be a bool, got {value!r}")
 
 
 def check_attention_inputs(q: Tensor, k: Tensor, v: Tensor, *, enable_gqa: bool = False) -> None:
@@ -28,6 +37,9 @@ def check_attention_inputs(q: Tensor, k: Tensor, v: Tensor, *, enable_gqa: bool 
             raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
         if tensor.dtype not in FLOATING_DTYPES:
             raise TypeError(f"{name} must have a floating dtype of 16, 32 or 64 bits, got {tensor.dtype}")
+        if tensor.layout != torch.strided or tensor.is_nested:
+            kind = "a nested one" if tensor.is_nested else tensor.layout
+            raise TypeError(f"{name} must be a dense strided tensor, got {kind}")
         if tensor.ndim < 3:
             raise ValueError(f"{name} must have shape (..., heads, seq, head_dim), got {tuple(tensor.shape)}")
         if tensor.shape[-1] == 0:
@@ -137,7 +149,7 @@ def resolve_scale(scale: float | None, head_dim: int) -> float:
         return 1 / math.sqrt(head_dim)
     if isinstance(scale, bool) or not isinstance(scale, Real):
         raise TypeError(f"scale must be a float or None, got {type(scale).__name__}")
-    if not (math.isfinite(scale) and scale > 0):
+    if not 0 < scale < math.inf or scale > sys.float_info.max:
         raise ValueError(f"scale must be positive and finite, got {scale}")
     return float(scale)
 
@@ -151,12 +163,37 @@ def refuse_forward_mode(*tensors: Tensor) -> None:
         raise NotImplementedError("forward-mode AD is not supported here; backend='reference' has it")
 
 
+DOUBLE_BACKWARD = "double backward is not supported here; backend='reference' has it"
+
+
+class _FirstOrderOnly(torch.autograd.Function):
+    """apply(grad_q, grad_k, grad_v, *inputs): the gradients, as functions of the inputs without a derivative."""
+
+    @staticmethod
+    def forward(ctx: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return tuple(x.view_as(x) for x in tensors[:3])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> None:
+        raise NotImplementedError(DOUBLE_BACKWARD)
+
+
+def refuse_double_backward(grads: tuple[Tensor, ...], *inputs: Tensor) -> tuple[Tensor, ...]:
+    """`grads` of a backward; under `create_graph` such that differentiating them again raises NotImplementedError.
+
+    Without that they would be constants, and a penalty on a gradient would train nothing, without a word.
+    """
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        return grads
+    return _FirstOrderOnly.apply(*grads, *inputs)
+
+
 def autocast_kind(x: Tensor) -> str | None:
     """x's device type if autocast exists there, else None.
 
     A list and not `torch.amp.is_autocast_available`, which torch 2.11's compiler cannot trace.
     """
-    return x.device.type if x.device.type in ("cpu", "cuda") else None
+    return "cuda" if x.is_cuda else "cpu" if x.is_cpu else None
 
 
 def without_autocast(x: Tensor) -> AbstractContextManager[Any]:
@@ -170,6 +207,7 @@ def to_autocast_dtype(x: Tensor) -> Tensor:
     if not isinstance(x, Tensor) or x.dtype not in (torch.float32, torch.float16, torch.bfloat16):
         return x
     kind = autocast_kind(x)
-    if kind is not None and torch.is_autocast_enabled(kind):
+    if kind is None or not torch.is_autocast_enabled(kind) or x.dtype == torch.get_autocast_dtype(kind):
+        return x
+    with nullcontext() if torch.compiler.is_compiling() else stage("cast"):
         return x.to(torch.get_autocast_dtype(kind))
-    return x

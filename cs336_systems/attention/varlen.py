@@ -18,6 +18,7 @@ from cs336_systems.attention.api import check_config, explain_backend, flash_att
 from cs336_systems.attention.tiles import AttentionConfig
 from cs336_systems.attention.validation import (
     check_documents,
+    check_flags,
     check_packed_inputs,
     refuse_forward_mode,
     resolve_scale,
@@ -60,6 +61,7 @@ def flash_attention_varlen(
         TypeError, ValueError: an argument is wrong or the back end cannot serve it, before anything is launched.
         NotImplementedError: an input carries a forward-mode tangent.
     """
+    check_flags(is_causal=is_causal, enable_gqa=enable_gqa, return_lse=return_lse)
     q, k, v = to_autocast_dtype(q), to_autocast_dtype(k), to_autocast_dtype(v)
     check_packed_inputs(q, k, v, enable_gqa=enable_gqa)
     check_documents(q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)

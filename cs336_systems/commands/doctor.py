@@ -27,10 +27,10 @@ def doctor(
     seqlen: Annotated[int | None, typer.Option(help="With --mask: queries and keys (4096).")] = None,
     block_size: Annotated[int | None, typer.Option(help="With --mask: rows and columns of a tile (128).")] = None,
     heads: Annotated[int | None, typer.Option(help="With --mask: heads with a random mask each (1).")] = None,
-    seed: Annotated[int, typer.Option(help="With --mask: seed of what is random.")] = 0,
+    seed: Annotated[int | None, typer.Option(help="With --mask: seed of what is random (0).")] = None,
 ) -> None:
     """Say what this machine is, which attention back ends run on it, and what is missing for the others."""
-    about_mask = mask is not None or (seqlen, block_size, heads) != (None, None, None)
+    about_mask = mask is not None or (seqlen, block_size, heads, seed) != (None,) * 4
     about_kernels = kernels or arch is not None
     with one_line_errors():
         if about_kernels + about_mask + (measure or as_json) > 1:
@@ -38,7 +38,7 @@ def doctor(
         if arch is not None and not kernels:
             raise ValueError("--arch goes with --kernels")
         if about_mask and mask is None:
-            raise ValueError("--seqlen, --block-size and --heads go with --mask")
+            raise ValueError("--seqlen, --block-size, --heads and --seed go with --mask")
         if about_kernels:
             show_kernels(arch)
         elif mask is not None:

@@ -15,17 +15,29 @@ if TYPE_CHECKING:
     from cs336_systems.attention.masks import BlockMask
 
 DEFAULT_SEQLEN = 4096  # tokens, where --seqlen is not given
+DEFAULT_BLOCK = 128  # rows and columns of a tile, where --block-size is not given
+MOST_TILES = 2**22  # 262,144 tokens in tiles of 128: a few seconds
 LARGEST_PICTURE = 64  # tiles along a side that are drawn
 
 
-def show_mask(pattern: str, *, seqlen: int | None, block_size: int | None, heads: int | None, seed: int) -> None:
-    """Print the diagnosis of `pattern` (see `attention.masks.parse`) and, where it is small, its tiles."""
-    from cs336_systems.attention.masks import parse_mask
+def show_mask(pattern: str, *, seqlen: int | None, block_size: int | None, heads: int | None, seed: int | None) -> None:
+    """Print the diagnosis of `pattern` (see `attention.masks.parse`) and, where it is small, its tiles.
 
-    mask = parse_mask(
-        pattern, seqlen=DEFAULT_SEQLEN if seqlen is None else seqlen,
-        block_size=128 if block_size is None else block_size, heads=1 if heads is None else heads, seed=seed,
-    )  # fmt: skip
+    ValueError for a pattern that is none, and for more tiles than are looked at one by one.
+    """
+    from cs336_systems.attention.masks import parse_mask
+    from cs336_systems.attention.masks.checks import check_block_size
+
+    seqlen = DEFAULT_SEQLEN if seqlen is None else seqlen
+    size = check_block_size(DEFAULT_BLOCK if block_size is None else block_size)
+    heads = 1 if heads is None else heads
+    num_tiles = (seqlen // size[0]) * (seqlen // size[1]) * heads
+    if num_tiles > MOST_TILES:
+        raise ValueError(
+            f"--seqlen {seqlen}, --block-size {size[0]} and --heads {heads} are {num_tiles:,} tiles, "
+            f"and at most {MOST_TILES:,} are diagnosed"
+        )
+    mask = parse_mask(pattern, seqlen=seqlen, block_size=size, heads=heads, seed=0 if seed is None else seed)
     table = Table(show_header=False, box=None)
     for name, value in diagnose(mask).items():
         table.add_row(name, value)

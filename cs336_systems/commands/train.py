@@ -23,7 +23,7 @@ def train(
     ] = "none",
     ranks: Annotated[int | None, typer.Option(help="Processes to spawn; under torchrun its WORLD_SIZE.")] = None,
     attention: Annotated[str, typer.Option(help="Attention inside the model: sdpa, triton, tiled, ...")] = "sdpa",
-    autocast: Annotated[str | None, typer.Option(help="bfloat16 or float16; default: float32.")] = None,
+    autocast: Annotated[str | None, typer.Option(help="bfloat16, or float16 with a loss scale; else float32.")] = None,
     batch: Annotated[int, typer.Option(help="Sequences a step, over all ranks.")] = 16,
     accumulation: Annotated[int, typer.Option(help="Micro-batches a step on each rank.")] = 1,
     steps: Annotated[int, typer.Option(help="Optimizer steps.")] = 300,
@@ -104,10 +104,11 @@ def _run(config: TrainingConfig, options: RunOptions) -> TrainingResult | None:
 
     from cs336_systems.distributed.launch import RankError, is_torchrun, launch
     from cs336_systems.training import train
-    from cs336_systems.training.loop import print_progress, train_rank
+    from cs336_systems.training.loop import check_text, print_progress, train_rank
 
     if config.wrapper == "none" and not is_torchrun():
         return train(config, options, log=print_progress)
+    check_text(config, options)  # rather than in every rank, once it has started
     local_ranks = int(os.environ["LOCAL_WORLD_SIZE"]) if is_torchrun() else config.num_ranks
     own_gpus = options.device == "cuda" and local_ranks <= torch.cuda.device_count()
     try:
@@ -120,8 +121,8 @@ def _run(config: TrainingConfig, options: RunOptions) -> TrainingResult | None:
             device=options.device,
         )
     except RankError as error:
-        if error.error_type in ("ValueError", "OSError", "FileNotFoundError"):  # what one process says in one line
-            raise ValueError(str(error).strip().splitlines()[-1]) from error
+        if error.is_argument_error:  # what one process says in one line
+            raise ValueError(error.reason) from error
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(EXIT_NOTHING_MEASURED) from None
     return results[0] if os.environ.get("RANK", "0") == "0" else None

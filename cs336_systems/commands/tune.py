@@ -77,6 +77,8 @@ def flash(
     dirty: Annotated[bool | None, typer.Option("--dirty/--clean", help="Whether it has uncommitted changes.")] = None,
 ) -> None:
     """Compile, check and time a grid of tiles for the attention kernels; say what the tables might hold."""
+    from cs336_systems.attention.compilation import check_arch
+
     with one_line_errors():
         kernels = _choices("--kernel", kernel, KERNELS)
         dtypes = _choices("--dtype", dtype, ("bfloat16", "float16", "float32"))[: None if dtype else 1]
@@ -88,6 +90,7 @@ def flash(
         )  # fmt: skip
         if compile_only:
             target = arch or machine_arch("--compile-only")
+            check_arch(target)
             pairs = _pairs(shapes, kernels, target, config or [])
             reports = _compile(pairs, target, jobs)
         elif arch is not None:

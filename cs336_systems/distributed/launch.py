@@ -47,12 +47,20 @@ TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER
 
 
 class RankError(RuntimeError):
-    """A rank failed. `rank` is which, `error_type` the name of its exception ("" if the process died)."""
+    """A rank failed. `rank` is which; the others are "" or False if its process died.
 
-    def __init__(self, message: str, rank: int, error_type: str = "") -> None:
+    `error_type` is the name of its exception, `reason` that exception's message, and `is_argument_error` says whether
+    it is a ValueError, TypeError or OSError: a caller's mistake, of which the message is all there is to know.
+    """
+
+    def __init__(
+        self, message: str, rank: int, error_type: str = "", reason: str = "", is_argument_error: bool = False
+    ) -> None:
         super().__init__(message)
         self.rank = rank
         self.error_type = error_type
+        self.reason = reason
+        self.is_argument_error = is_argument_error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,8 +82,10 @@ class _Result:
 class _Failure:
     rank: int
     when: float  # seconds, the host's clock
-    error_type: str
     text: str
+    error_type: str = ""
+    reason: str = ""
+    is_argument_error: bool = False
     kind: int  # 0: an error of its own, 1: the process died, 2: a consequence of another rank's end
 
 
@@ -303,7 +313,7 @@ def _collect(processes: list[Any], pipes: list[Connection]) -> list[Any]:
         silent = [str(rank) for rank in range(len(processes)) if rank not in failures and rank not in results]
         if first.kind == 2 and silent:
             text += f"\nIt waited for other ranks; nothing was heard of {', '.join(silent)}, which may hang."
-        raise RankError(text, first.rank, first.error_type)
+        raise RankError(text, first.rank, first.error_type, first.reason, first.is_argument_error)
     return [results[rank] for rank in range(len(processes))]
 
 
@@ -316,7 +326,7 @@ def _receive(pipe: Connection, process: Any, rank: int) -> _Result | _Failure | 
             return report
     except (EOFError, ConnectionResetError):
         process.join(STOP_TIMEOUT_S)
-    return _Failure(rank=rank, when=time.time(), error_type="", text=f"died ({exit_reason(process.exitcode)})", kind=1)
+    return _Failure(rank=rank, when=time.time(), text=f"died ({exit_reason(process.exitcode)})", kind=1)
 
 
 def _first_dead(processes: list[Any]) -> int:
@@ -352,8 +362,7 @@ def _rank_main(
         if dist.is_initialized():
             dist.destroy_process_group()
     except BaseException as error:
-        traceback.print_exc()
-        pipe.send(_failure(rank, error))
+        pipe.send(_failure(rank, error))  # with its traceback, which the parent tells if this was the first
         _exit(1)
         raise
     _exit(0)
@@ -371,8 +380,15 @@ def _failure(rank: int, error: BaseException) -> _Failure:
     consequence = isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo/" in str(error))
     reason = "".join(traceback.format_exception_only(error)).strip().splitlines()[0]  # what fits into a table
     text = f"failed: {reason}\n" + "".join(traceback.format_exception(error)).rstrip()
-    kind = 2 if consequence else 0
-    return _Failure(rank=rank, when=time.time(), error_type=type(error).__name__, text=text, kind=kind)
+    return _Failure(
+        rank=rank,
+        when=time.time(),
+        text=text,
+        error_type=type(error).__name__,
+        reason=str(error),
+        is_argument_error=isinstance(error, ValueError | TypeError | OSError),
+        kind=2 if consequence else 0,
+    )
 
 
 def _exit(code: int) -> None:

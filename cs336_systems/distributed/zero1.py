@@ -12,7 +12,8 @@ those of one all-reduce, where `ShardedOptimizer` behind a DDP wrapper sends hal
 arXiv:1910.02054, section 7.2.1).
 
 A slice knows no shapes, so the wrapped optimizer must work element by element, as SGD, Adam and AdamW do. Parameters
-below float32 get a master slice of their own; of a bucket that has gradients, unused parameters count as having zeros.
+below float32 get a master slice of their own. A parameter that a step does not use counts as having a gradient of
+zeros, so that momentum and weight decay go on moving it.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from cs336_systems.distributed.collectives import (
     rank_in,
     reduce_scatter_mean_flat,
 )
+from cs336_systems.distributed.ddp import dense_gradient
 from cs336_systems.distributed.sharded_optimizer import hyperparameters, unique_groups
 
 BYTES_PER_MB = 10**6
@@ -163,6 +165,15 @@ class Zero1Optimizer(torch.optim.Optimizer):
         # gather
         for work in [bucket.gather(self.group) for bucket in self.buckets]:
             work.wait()
+        self._begin()
+
+    def skip_step(self) -> None:
+        """Instead of `step`, where the gradients are of no use; every rank must call it."""
+        self.finish_gradient_synchronization()
+        self._begin()
+
+    def _begin(self) -> None:
+        """Be ready for the next backward."""
         for bucket in self.buckets:
             bucket.launched = False
             bucket.arrived.clear()
@@ -319,9 +330,9 @@ class Bucket:
     def take_gradient(self, place: int) -> None:
         """Let the gradient of a parameter be the view of the bucket; one that was made elsewhere is copied into it."""
         parameter, view = self.parameters[place], self.gradient_views[place]
-        assert parameter.grad is not None
-        if parameter.grad.data_ptr() != view.data_ptr():
-            view.copy_(parameter.grad)
+        gradient = dense_gradient(parameter)
+        if gradient.data_ptr() != view.data_ptr():
+            view.copy_(gradient)
             parameter.grad = view
 
     @torch.no_grad()

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -28,6 +29,8 @@ def run_cell(function: Callable[..., Any], num_ranks: int, *args: Any, backend: 
         return run_ranks(function, num_ranks, *args, backend=backend, device=device, timeout_s=COLLECTIVE_TIMEOUT_S)
     except RankError as error:
         first_line = str(error).splitlines()[0]
+        if error.error_type in ("OutOfMemoryError", "Disagreement"):
+            print(error, file=sys.stderr)  # with the rank's traceback, for the log: the record takes one line
         if error.error_type == "OutOfMemoryError":
             raise torch.OutOfMemoryError(first_line) from error
         if error.error_type == "Disagreement":

@@ -36,7 +36,7 @@ def model(run: RunConfig) -> tuple[ModelConfig, int]:
 
 
 def precisions(run: RunConfig) -> list[Precision]:
-    """float32, and before it bfloat16 autocast where a GPU is fast at it."""
+    """float32, and before it bfloat16 autocast where a GPU is fast at it, so that communication weighs more."""
     return [Precision(autocast="bfloat16"), Precision()] if run.device == "cuda" else [Precision()]
 
 
@@ -53,48 +53,49 @@ def _case(run: RunConfig, ranks: int, precision: Precision, bucket_size_mb: floa
     )
 
 
-def _cells(problem: str, run: RunConfig, implementations: tuple[str, ...], ranks: list[int]) -> list[Cell]:
+def _cells(
+    problem: str, run: RunConfig, implementations: tuple[str, ...], ranks: list[int], computes: list[Precision]
+) -> list[Cell]:
     return [
         ddp_cell(
             problem,
             _case(run, number, precision, DEFAULT_BUCKET_MB[run.scale] if implementation in WITH_BUCKETS else None),
             implementation,
         )
+        for precision in computes
         for number in ranks
-        for precision in precisions(run)
         for implementation in implementations
     ]
 
 
 def naive_cells(run: RunConfig) -> list[Cell]:
-    """Naive data parallelism, and the same step on a single rank."""
+    """Naive data parallelism, and the same step on a single rank; `overlap_cells` has it in both precisions."""
     ranks = [*FEWER_RANKS[run.scale], *all_ranks(run)]
-    return _cells("naive_ddp_benchmarking", run, ("naive",), ranks)
+    return _cells("naive_ddp_benchmarking", run, ("naive",), ranks, precisions(run)[:1])
 
 
 def flat_cells(run: RunConfig) -> list[Cell]:
     """One all-reduce against one a parameter."""
     implementations = ("flat",) if run.scale == "tiny" else ("naive", "flat")
-    return _cells("minimal_ddp_flat_benchmarking", run, implementations, [max_ranks(run)])
+    return _cells("minimal_ddp_flat_benchmarking", run, implementations, [max_ranks(run)], precisions(run)[:1])
 
 
 def overlap_cells(run: RunConfig) -> list[Cell]:
-    """All four and PyTorch's own, in one run."""
+    """All four and PyTorch's own, in one run, in both precisions."""
     implementations: tuple[str, ...] = ("naive", "flat", "overlap", "bucketed", *PEERS)
     if run.scale == "smoke":  # one of PyTorch's is enough to compare with in a laptop's minutes
         implementations = tuple(name for name in implementations if name != "torch_ddp")
     elif run.scale == "tiny":
         implementations = ("overlap",)
-    return _cells("ddp_overlap_individual_parameters_benchmarking", run, implementations, all_ranks(run))
+    problem = "ddp_overlap_individual_parameters_benchmarking"
+    return _cells(problem, run, implementations, all_ranks(run), precisions(run))
 
 
 def bucketed_cells(run: RunConfig) -> list[Cell]:
-    """Bucket sizes, ours and PyTorch's; the peer in the precision that computes faster, where communication weighs."""
-    cells = []
-    for precision in precisions(run):
-        for size in BUCKET_SIZES_MB[run.scale]:
-            case = _case(run, max_ranks(run), precision, size)
-            cells.append(ddp_cell("ddp_bucketed_benchmarking", case, "bucketed"))
-            if precision == precisions(run)[0] and run.scale == "handout":
-                cells.append(ddp_cell("ddp_bucketed_benchmarking", case, "torch_ddp_view"))
-    return cells
+    """Bucket sizes, ours and at handout scale PyTorch's."""
+    implementations = ("bucketed", "torch_ddp_view") if run.scale == "handout" else ("bucketed",)
+    return [
+        ddp_cell("ddp_bucketed_benchmarking", _case(run, max_ranks(run), precisions(run)[0], size), implementation)
+        for size in BUCKET_SIZES_MB[run.scale]
+        for implementation in implementations
+    ]

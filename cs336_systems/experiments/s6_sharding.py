@@ -14,7 +14,7 @@ def optimizer_sharding_cells(run: RunConfig) -> list[Cell]:
     implementations = ("sharded", "zero1") if run.scale == "tiny" else OPTIMIZER_IMPLEMENTATIONS
     return [
         sharding_cell("optimizer_state_sharding_accounting", sharding_case(run, ranks, compute), implementation)
-        for ranks in rank_counts(run)
         for compute in computes
+        for ranks in rank_counts(run)
         for implementation in implementations
     ]

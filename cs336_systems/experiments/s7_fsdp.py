@@ -56,8 +56,8 @@ def fsdp_cells(run: RunConfig) -> list[Cell]:
         large = sharding_case(run, 2, "bfloat16", "float32")
         large = replace(large, model=MODEL_SIZES["10b"], checkpointing="non_reentrant", attention="sdpa")
         cells += [sharding_cell(problem, large, name) for name in ("fsdp", "torch_fsdp")]
-    for ranks in rank_counts(run):
-        for compute, reduce in computes:
+    for compute, reduce in computes:
+        for ranks in rank_counts(run):
             case = sharding_case(run, ranks, compute, reduce)
             cells += [sharding_cell(problem, case, name) for name in implementations]
     return cells

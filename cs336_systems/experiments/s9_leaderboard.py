@@ -10,7 +10,7 @@ from cs336_systems.experiments.cells import Cell, Measurement
 from cs336_systems.experiments.implementations import IMPLEMENTATIONS
 from cs336_systems.experiments.s4_attention import TINY_IMPLEMENTATIONS
 
-SEQLEN = {"tiny": 64, "smoke": 256, "handout": 16384}
+SEQLEN = {"tiny": 64, "smoke": 128, "handout": 16384}
 
 
 def leaderboard_2025_cells(run: RunConfig) -> list[Cell]:

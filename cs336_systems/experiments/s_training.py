@@ -83,7 +83,7 @@ def training_case(run: RunConfig) -> TrainingCase:
     if run.scale == "smoke":
         return replace(case, model=byte_model(NANO, 64), batch=8, steps=40, warmup_steps=8)
     small = byte_model(MODEL_SIZES["small"], 256)
-    return replace(case, model=small, batch=32, learning_rate=6e-4, final_learning_rate=6e-5, warmup_steps=50)
+    return replace(case, model=small, steps=200, learning_rate=6e-4, final_learning_rate=6e-5, warmup_steps=50)
 
 
 def training_run_cells(run: RunConfig) -> list[Cell]:

@@ -38,9 +38,9 @@ from cs336_systems.profiling.timing import synchronize
 
 OPTIMIZER_IMPLEMENTATIONS = ("unsharded", "sharded", "zero1", "torch_zero")
 FSDP_IMPLEMENTATIONS = ("unsharded", "fsdp", "fsdp_layer", "torch_fsdp")
-BUDGET_MS = {"tiny": 100.0, "smoke": 500.0, "handout": 4000.0}  # of timed steps a cell
+BUDGET_MS = {"tiny": 100.0, "smoke": 500.0, "handout": 2000.0}  # of timed steps a cell
 MIN_SAMPLES = 5
-WARMUP = 2
+WARMUP = 1  # after the step whose memory is read, and before the one that plans how many are timed
 BUCKET_MB = 25.0
 CHECK_LAYERS, CHECK_STEPS = 4, 3
 # Largest 2-norm of the difference between both models' weights over that of the training's change. bfloat16 keeps 8

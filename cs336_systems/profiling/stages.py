@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -87,16 +87,18 @@ class _Timer:
         return begin.elapsed_time(end) if self.device == "cuda" else (end - begin) * 1e3
 
 
+_NO_STAGE = nullcontext()
 _active: _Timer | None = None  # module-wide, not context-local: autograd's thread must see it
 
 
-@contextmanager
-def stage(name: str) -> Iterator[None]:
+def stage(name: str) -> AbstractContextManager[None]:
     """What runs inside is the stage `name` of the call being timed; without a measurement nothing happens."""
     timer = _active
-    if timer is None:
-        yield
-        return
+    return _NO_STAGE if timer is None else _timed_stage(timer, name)
+
+
+@contextmanager
+def _timed_stage(timer: _Timer, name: str) -> Iterator[None]:
     with named_range(f"stage:{name}"):
         timer.enter(name)
         try:

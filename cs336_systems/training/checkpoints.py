@@ -11,6 +11,7 @@ is the number of the step.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -23,6 +24,7 @@ from cs336_systems.training.config import TrainingConfig
 from cs336_systems.training.wrappers import Trainee
 
 CONFIG_FILE = "config.json"
+LOSS_SCALE = "loss_scale"  # beside the position in the data
 KEPT = 2  # the newest, and the one before it
 FREE = ("steps", "wrapper", "num_ranks", "accumulation")  # may change between a run and its continuation
 
@@ -42,7 +44,7 @@ class Checkpoints:
             raise ValueError(f"out must hold no other run, got {self.out}: resume it or name another folder")
         if self.rank == 0:
             self.out.mkdir(parents=True, exist_ok=True)
-            (self.out / CONFIG_FILE).write_text(json.dumps(asdict(self.config), indent=1) + "\n")
+            self._write_config()
         dist.barrier()
         return 0
 
@@ -53,23 +55,38 @@ class Checkpoints:
         ValueError as well, for a damaged checkpoint.
         """
         from cs336_systems.distributed.checkpoint import complete_checkpoints, load_checkpoint
+        from cs336_systems.distributed.checkpoint_storage import read_json
 
         path = self.out / CONFIG_FILE
         if not path.is_file():
             raise ValueError(f"out must hold a run to resume, got {self.out}")
-        ours, theirs = (_fixed(one) for one in (asdict(self.config), json.loads(path.read_text())))
+        ours, theirs = (_fixed(one) for one in (asdict(self.config), read_json(path)))
         for name in ours:
             if ours[name] != theirs.get(name):
                 raise ValueError(f"{name} must be {theirs.get(name)!r} to resume {self.out}, got {ours[name]!r}")
         if not complete_checkpoints(self.folder):
             return 0
-        return load_checkpoint(self.folder, self.trainee.module, self.trainee.optimizer).step
+        progress = load_checkpoint(self.folder, self.trainee.module, self.trainee.optimizer)
+        if self.trainee.scaler is not None and LOSS_SCALE in progress.position:
+            self.trainee.scaler.load_state_dict(progress.position[LOSS_SCALE])
+        return progress.step
+
+    def _write_config(self) -> None:
+        """In one step: a process killed while it writes leaves no half of a file, which nobody could resume."""
+        aside = self.out / f".{CONFIG_FILE}.partial"
+        with open(aside, "w") as file:
+            file.write(json.dumps(asdict(self.config), indent=1) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(aside, self.out / CONFIG_FILE)
 
     def save(self, step: int) -> None:
         """Write the state after `step` steps; every rank must call it."""
         from cs336_systems.distributed.checkpoint import save_checkpoint
 
-        position = {"sequence": step * self.config.batch}
+        position: dict[str, Any] = {"sequence": step * self.config.batch}
+        if self.trainee.scaler is not None:
+            position[LOSS_SCALE] = self.trainee.scaler.state_dict()
         save_checkpoint(self.folder, step, self.trainee.module, self.trainee.optimizer, position=position, keep=KEPT)
 
 

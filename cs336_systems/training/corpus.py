@@ -48,12 +48,7 @@ class Corpus:
         Each epoch cuts the text from another offset into windows and visits all of them in another order. Raises
         ValueError where the text holds not one window at every offset.
         """
-        num_windows = (len(self.training) - 1) // context_length - 1
-        if num_windows < 1:
-            raise ValueError(
-                f"text must have more than {2 * context_length} bytes to train on for context_length="
-                f"{context_length}, got {len(self.training)}"
-            )
+        num_windows = self._num_windows(context_length)
         starts = []
         for position in positions:
             epoch, place = divmod(position, num_windows)
@@ -65,13 +60,32 @@ class Corpus:
         self, context_length: int, most: int
     ) -> tuple[Int[Tensor, "batch sequence"], Int[Tensor, "batch sequence"]]:
         """The first `most` windows of the held-out part; ValueError if it holds none."""
-        num_windows = min(most, (len(self.validation) - 1) // context_length)
+        num_windows = min(most, self._num_validation_windows(context_length))
+        return _windows(self.validation, [context_length * index for index in range(num_windows)], context_length)
+
+    def check(self, context_length: int) -> None:
+        """ValueError where the text is too short to train on, or to validate with, sequences of `context_length`."""
+        self._num_windows(context_length)
+        self._num_validation_windows(context_length)
+
+    def _num_windows(self, context_length: int) -> int:
+        """Windows of the training part that there are at every offset."""
+        num_windows = (len(self.training) - 1) // context_length - 1
+        if num_windows < 1:
+            raise ValueError(
+                f"text must have more than {2 * context_length} bytes to train on for context_length="
+                f"{context_length}, got {len(self.training)}"
+            )
+        return num_windows
+
+    def _num_validation_windows(self, context_length: int) -> int:
+        num_windows = (len(self.validation) - 1) // context_length
         if num_windows < 1:
             raise ValueError(
                 f"text must hold out more than {context_length} bytes for context_length={context_length}, "
                 f"got {len(self.validation)}"
             )
-        return _windows(self.validation, [context_length * index for index in range(num_windows)], context_length)
+        return num_windows
 
 
 @lru_cache(maxsize=4)

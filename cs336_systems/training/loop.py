@@ -3,8 +3,9 @@
     result = train(config)                                              # this process, alone
     launch(train_rank, 2, replace(config, wrapper="fsdp", num_ranks=2), RunOptions())      # two ranks
 
-Everything that a step depends on is in the weights, the optimizer's state and the number of the step: the data of a
-step follows from its number, and nothing else is random. So a resumed run has the losses that it would have had.
+Everything that a step depends on is in the weights, the optimizer's state, the loss scale of float16 and the number of
+the step: the data of a step follows from its number, and nothing else is random. So a resumed run has the losses that
+it would have had.
 """
 
 from __future__ import annotations
@@ -86,12 +87,19 @@ def train(
         return _train(config, options, log)
 
 
+def check_text(config: TrainingConfig, options: RunOptions) -> Corpus:
+    """The text of `options`; ValueError if it is too short for `config`, OSError if it cannot be read."""
+    corpus = Corpus.load(options.text)
+    corpus.check(config.model.context_length)
+    return corpus
+
+
 def _train(
     config: TrainingConfig, options: RunOptions, log: Callable[[TrainingConfig, int, float, float], None] | None
 ) -> TrainingResult:
     rank = dist.get_rank() if config.wrapper != "none" else 0
     device = torch.device("cuda", torch.cuda.current_device()) if options.device == "cuda" else torch.device("cpu")
-    corpus = Corpus.load(options.text)
+    corpus = check_text(config, options)  # before a model is built for sequences that it does not have
     trainee = build_trainee(config, device)
     result = TrainingResult()
     checkpoints = Checkpoints(options.out, trainee, config) if options.out is not None else None
@@ -148,9 +156,11 @@ def _step(
         with nullcontext() if is_last else trainee.no_sync():
             with _precision(trainee, device):
                 loss = cross_entropy(trainee.module(tokens.to(device)), targets.to(device)) / config.accumulation
-            loss.backward()
+            (loss if trainee.scaler is None else trainee.scaler.scale(loss)).backward()
         total += loss.detach()
     trainee.finish()
+    if trainee.scaler is not None and not trainee.scaler.unscale(trainee.optimizer):
+        return total  # float16 overflowed on some rank: all leave this step out
     if config.clip_norm is not None:
         trainee.clip(config.clip_norm)
     trainee.optimizer.step()

@@ -9,14 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from cs336_systems.model import AdamW, build_model, clip_gradients
 from cs336_systems.training.config import TrainingConfig
+
+if TYPE_CHECKING:
+    from cs336_systems.distributed.loss_scale import LossScaler
 
 BETAS = (0.9, 0.95)
 BUCKET_SIZE_MB = 25.0
@@ -32,6 +35,7 @@ class Trainee:
     no_sync: Callable[[], AbstractContextManager[Any]]  # backward inside it only accumulates
     clip: Callable[[float], Tensor]  # scales all gradients to at most this norm; the norm before
     autocast: torch.dtype | None  # what the loop must autocast to; None where the wrapper casts by itself
+    scaler: LossScaler | None = None  # of the loss, in float16
 
 
 def build_trainee(config: TrainingConfig, device: torch.device) -> Trainee:
@@ -44,6 +48,15 @@ def build_trainee(config: TrainingConfig, device: torch.device) -> Trainee:
         seed=config.seed,
     )
     autocast = None if config.precision.autocast is None else getattr(torch, config.precision.autocast)
+    trainee = _wrap(model, config, autocast)
+    if autocast != torch.float16:
+        return trainee
+    from cs336_systems.distributed.loss_scale import LossScaler
+
+    return replace(trainee, scaler=LossScaler())
+
+
+def _wrap(model: nn.Module, config: TrainingConfig, autocast: torch.dtype | None) -> Trainee:
     if config.wrapper == "none":
         return _plain(model, config, autocast)
     if config.wrapper == "fsdp":

@@ -15,6 +15,6 @@ def use_lists(block_density: float) -> bool:
     a window) can be dropped where this is False. `flash_attention` attends what its block_mask says at any density.
     ValueError outside [0, 1].
     """
-    if not 0 <= block_density <= 1:
-        raise ValueError(f"block_density must be between 0 and 1, got {block_density}")
+    if not isinstance(block_density, int | float) or not 0 <= block_density <= 1:
+        raise ValueError(f"block_density must be between 0 and 1, got {block_density!r}")
     return block_density < MAX_LIST_DENSITY

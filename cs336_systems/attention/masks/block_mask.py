@@ -35,7 +35,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -43,10 +44,15 @@ from torch import Tensor
 
 from cs336_systems.attention.masks import patterns
 from cs336_systems.attention.masks.checks import (
+    Device,
     check_block_size,
     check_count,
     check_density,
+    check_device,
+    check_document_lengths,
+    check_flag,
     check_lengths,
+    check_seed,
     check_seqlens,
     check_tensor,
     kind_of,
@@ -61,9 +67,22 @@ from cs336_systems.attention.masks.tiles import (
     unpack_tokens,
     words_per_row,
 )
+from cs336_systems.profiling.stages import stage
 
 DEFAULT_BLOCK = 128
-Device = torch.device | str
+Arguments = ParamSpec("Arguments")
+Mask = TypeVar("Mask")
+
+
+def _built(constructor: Callable[Arguments, Mask]) -> Callable[Arguments, Mask]:
+    """`constructor` as the stage `mask_build` of what `profiling.stages` times."""
+
+    @wraps(constructor)
+    def build(*arguments: Arguments.args, **options: Arguments.kwargs) -> Mask:
+        with stage("mask_build"):
+            return constructor(*arguments, **options)
+
+    return build
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -117,6 +136,7 @@ class BlockMask:
     # Constructors
 
     @classmethod
+    @_built
     def from_dense(
         cls, mask: Bool[Tensor, "... queries keys"], block_size: int | BlockSize = DEFAULT_BLOCK
     ) -> BlockMask:
@@ -126,6 +146,7 @@ class BlockMask:
         return cls._of(patterns.dense(mask, size), size, (mask.shape[2], mask.shape[3]))
 
     @classmethod
+    @_built
     def from_blocks(
         cls,
         blocks: Bool[Tensor, "... query_blocks key_blocks"],
@@ -141,11 +162,13 @@ class BlockMask:
         """
         blocks = check_tensor("blocks", blocks, ("query_blocks", "key_blocks"), torch.bool)
         size = check_block_size(block_size)
+        check_flag("is_causal", is_causal)
         lengths = check_lengths(blocks, size, seq_lengths)
         mask = cls._of(patterns.blocks(blocks, lengths, size), size, lengths)
         return mask & cls.causal(*lengths, block_size=size, device=mask.device) if is_causal else mask
 
     @classmethod
+    @_built
     def causal(
         cls,
         seqlen_q: int,
@@ -161,10 +184,12 @@ class BlockMask:
         """
         lengths = check_seqlens(seqlen_q, seqlen_k)
         size = check_block_size(block_size)
+        check_flag("bottom_right", bottom_right)
         shift = lengths[1] - lengths[0] if bottom_right else 0
-        return cls._of(patterns.band(lengths, size, 0, sum(lengths), shift, device), size, lengths)
+        return cls._of(patterns.band(lengths, size, 0, sum(lengths), shift, check_device(device)), size, lengths)
 
     @classmethod
+    @_built
     def sliding_window(
         cls,
         seqlen_q: int,
@@ -183,11 +208,14 @@ class BlockMask:
         lengths = check_seqlens(seqlen_q, seqlen_k)
         size = check_block_size(block_size)
         check_count("window", window, 1)
+        check_flag("is_causal", is_causal)
+        check_flag("bottom_right", bottom_right)
         shift = lengths[1] - lengths[0] if bottom_right else 0
         low = 0 if is_causal else 1 - window
-        return cls._of(patterns.band(lengths, size, low, window - 1, shift, device), size, lengths)
+        return cls._of(patterns.band(lengths, size, low, window - 1, shift, check_device(device)), size, lengths)
 
     @classmethod
+    @_built
     def prefix(
         cls,
         lengths: Int[Tensor, "... queries"],
@@ -208,6 +236,7 @@ class BlockMask:
         return cls._of(patterns.prefix(lengths, seqlen_k, size), size, (lengths.shape[2], seqlen_k))
 
     @classmethod
+    @_built
     def document(
         cls,
         lengths: Sequence[int] | Int[Tensor, " documents"] | None = None,
@@ -223,12 +252,12 @@ class BlockMask:
         CPU for lengths and to that of ids.
         """
         size = check_block_size(block_size)
+        check_flag("is_causal", is_causal)
+        device = None if device is None else check_device(device)
         if (lengths is None) == (ids is None):
             raise ValueError("document needs either lengths or ids")
         if lengths is not None:
-            lengths = lengths.tolist() if isinstance(lengths, Tensor) else list(lengths)
-            for length in lengths:
-                check_count("lengths", length, 0)
+            lengths = check_document_lengths(lengths)
             number = torch.arange(len(lengths), device=device or "cpu")
             ids = number.repeat_interleave(torch.tensor(lengths, dtype=torch.int64, device=number.device))
         assert ids is not None
@@ -240,6 +269,7 @@ class BlockMask:
         return cls._of(patterns.documents(ids, is_causal, size), size, (ids.shape[1], ids.shape[1]))
 
     @classmethod
+    @_built
     def dilated(
         cls,
         seqlen: int,
@@ -262,10 +292,13 @@ class BlockMask:
         check_count("dilation_rate", dilation_rate, 1)
         if heads is not None:
             check_count("heads", heads, 1)
+        check_flag("is_causal", is_causal)
+        device = check_device(device)
         tile_map = patterns.dilated(seqlen, segment_length, dilation_rate, heads, is_causal, size, device)
         return cls._of(tile_map, size, (seqlen, seqlen))
 
     @classmethod
+    @_built
     def random_blocks(
         cls,
         seqlen_q: int,
@@ -284,13 +317,14 @@ class BlockMask:
         """
         lengths = check_seqlens(seqlen_q, seqlen_k)
         size = check_block_size(block_size)
-        check_density(density)
+        device = _check_draw(density, seed, batch, heads, device)
         shape = (batch, heads, *map(num_blocks, lengths, size))
         scores = torch.rand(shape, generator=torch.Generator().manual_seed(seed))
         live = patterns.best_blocks(scores, max(1, round(density * shape[3])))
         return cls.from_blocks(live.to(device), size, seq_lengths=lengths)
 
     @classmethod
+    @_built
     def random_tokens(
         cls,
         seqlen_q: int,
@@ -306,7 +340,7 @@ class BlockMask:
         """Each pair attended with probability `density`, alone: no tile is dead, so no kernel gains from skipping."""
         lengths = check_seqlens(seqlen_q, seqlen_k)
         size = check_block_size(block_size)
-        check_density(density)
+        device = _check_draw(density, seed, batch, heads, device)
         generator = torch.Generator().manual_seed(seed)
 
         def rows(queries: slice) -> Tensor:
@@ -316,6 +350,7 @@ class BlockMask:
         return cls._of(patterns.by_rows(rows, (batch, heads), lengths, size, device), size, lengths)
 
     @classmethod
+    @_built
     def topk_blocks(
         cls,
         scores: Float[Tensor, "... query_blocks key_blocks"],
@@ -333,6 +368,7 @@ class BlockMask:
         scores = check_tensor("scores", scores, ("query_blocks", "key_blocks"), None)
         size = check_block_size(block_size)
         check_count("num_kept", num_kept, 0)
+        check_flag("is_causal", is_causal)
         lengths = check_lengths(scores, size, seq_lengths)
         if is_causal:
             visible = cls.causal(*lengths, block_size=size, device=scores.device)._tile_map().tiles != DEAD
@@ -341,6 +377,7 @@ class BlockMask:
         return cls.from_blocks(live, size, seq_lengths=lengths, is_causal=is_causal)
 
     @classmethod
+    @_built
     def dynamic_topk(
         cls,
         bias: Float[Tensor, "... queries_or_1 keys"],
@@ -359,6 +396,7 @@ class BlockMask:
         bias = check_tensor("bias", bias, ("queries or 1", "keys"), None)
         size = check_block_size(block_size)
         check_count("num_keys", num_keys, 0)
+        check_flag("is_causal", is_causal)
         rows, seqlen_k = bias.shape[2:]
         seqlen_q = (seqlen_k if rows == 1 else rows) if seqlen_q is None else seqlen_q
         check_count("seqlen_q", seqlen_q, 0)
@@ -458,6 +496,7 @@ class BlockMask:
 
     def to(self, device: Device) -> BlockMask:
         """The same mask on `device`."""
+        device = check_device(device)
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         moved: dict[str, Any] = {name: x.to(device) for name, x in values.items() if isinstance(x, Tensor)}
         return replace(self, **moved)
@@ -479,6 +518,8 @@ class BlockMask:
 
         `mask_mod(batch, head, query, key)` must agree with the mask; without it, tokens are looked up in `token_bits`.
         """
+        if mask_mod is not None and not callable(mask_mod):
+            raise TypeError(f"mask_mod must be callable or None, got {mask_mod!r}")
         from torch.nn.attention.flex_attention import BlockMask as FlexBlockMask
 
         widths = {"kv": self.q_num_blocks.shape[2], "q": self.kv_num_blocks.shape[2]}
@@ -504,10 +545,16 @@ class BlockMask:
         for name in ("block_size", "seq_lengths", "device"):
             if getattr(self, name) != getattr(other, name):
                 raise ValueError(f"masks must have one {name}, got {getattr(self, name)} and {getattr(other, name)}")
+        if any(1 != left != right != 1 for left, right in zip(self.shape[:2], other.shape[:2])):
+            raise ValueError(
+                f"masks must have as many batch entries and heads, or 1, got {self.shape[:2]} and {other.shape[:2]}"
+            )
         both = patterns.intersect(self._tile_map(), other._tile_map(), self.block_size)
         return self._of(both, self.block_size, self.seq_lengths)
 
     def __repr__(self) -> str:
+        if self.device.type == "meta":  # counts have no values there
+            return f"BlockMask(shape={self.shape}, block_size={self.block_size}, device=meta)"
         return (
             f"BlockMask(shape={self.shape}, block_size={self.block_size}, density={self.density:.4f}, "
             f"full={self.num_full}, partial={self.num_partial}, dead={self.num_dead})"
@@ -548,17 +595,24 @@ class BlockMask:
         return mask_mod
 
 
+def _check_draw(density: float, seed: int, batch: int, heads: int, device: Device) -> torch.device:
+    """Check what a random mask is drawn with; the device."""
+    check_density(density)
+    check_seed(seed)
+    check_count("batch", batch, 1)
+    check_count("heads", heads, 1)
+    return check_device(device)
+
+
 def _lists(
     chosen: Bool[Tensor, "b h rows columns"], values: Int[Tensor, "b h rows columns"]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """How many columns of each row are chosen, which (ascending), and their `values`; padded with zeros."""
-    counts = chosen.sum(-1)
+    counts = chosen.sum(-1, dtype=torch.int32)
     width = max(1, int(counts.max())) if counts.numel() else 1
-    where = chosen.nonzero(as_tuple=True)
-    first = (counts.flatten().cumsum(0) - counts.flatten()).view_as(counts)[where[:3]]
-    slot = torch.arange(len(first), device=first.device) - first
-    indices = torch.zeros((*counts.shape, width), dtype=torch.int32, device=chosen.device)
-    listed = torch.zeros_like(indices)
-    indices[(*where[:3], slot)] = where[3].to(torch.int32)
-    listed[(*where[:3], slot)] = values[where]
-    return counts.to(torch.int32), indices, listed
+    # The chosen fill slots from the left, and all others one slot behind the last, which is cut off.
+    slots = torch.where(chosen, chosen.cumsum(-1) - 1, width)
+    columns = torch.arange(chosen.shape[-1], dtype=torch.int32, device=chosen.device).expand_as(slots)
+    empty = torch.zeros((*counts.shape, width + 1), dtype=torch.int32, device=chosen.device)
+    indices, listed = (empty.scatter(-1, slots, x)[..., :width].contiguous() for x in (columns, values))
+    return counts, indices, listed

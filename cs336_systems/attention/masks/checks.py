@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from cs336_systems.attention.masks.tiles import MIN_BLOCK, BlockSize, num_blocks
+
+Device = torch.device | str
 
 
 def check_block_size(block_size: int | BlockSize) -> BlockSize:
@@ -35,7 +39,11 @@ def check_lengths(tiles: Tensor, block_size: BlockSize, seq_lengths: tuple[int, 
     shape = (tiles.shape[2], tiles.shape[3])
     if seq_lengths is None:
         return shape[0] * block_size[0], shape[1] * block_size[1]
-    lengths = check_seqlens(*seq_lengths)
+    if not isinstance(seq_lengths, tuple) or len(seq_lengths) != 2:
+        raise TypeError(f"seq_lengths must be a tuple of queries and keys, got {seq_lengths!r}")
+    for length in seq_lengths:
+        check_count("seq_lengths", length, 0)
+    lengths = (seq_lengths[0], seq_lengths[1])
     if tuple(map(num_blocks, lengths, block_size)) != shape:
         raise ValueError(
             f"seq_lengths {lengths} are {tuple(map(num_blocks, lengths, block_size))} tiles of {block_size}, "
@@ -56,9 +64,41 @@ def check_count(name: str, value: int, least: int) -> None:
         raise ValueError(f"{name} must be an int from {least} on, got {value!r}")
 
 
+def check_document_lengths(lengths: Sequence[int] | Tensor) -> list[int]:
+    """The lengths as a list of ints."""
+    vector = lengths.ndim == 1 if isinstance(lengths, Tensor) else isinstance(lengths, Sequence)
+    if not vector or isinstance(lengths, str):
+        raise TypeError(f"lengths must be a sequence of ints, got {kind_of(lengths)}")
+    found = lengths.tolist() if isinstance(lengths, Tensor) else list(lengths)
+    for length in found:
+        check_count("lengths", length, 0)
+    return found
+
+
 def check_density(density: float) -> None:
     if isinstance(density, bool) or not isinstance(density, int | float) or not 0 <= density <= 1:
         raise ValueError(f"density must be between 0 and 1, got {density!r}")
+
+
+def check_flag(name: str, value: bool) -> None:
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be a bool, got {value!r}")
+
+
+def check_seed(seed: int) -> None:
+    if isinstance(seed, bool) or not isinstance(seed, int) or not -(2**63) <= seed < 2**63:
+        raise ValueError(f"seed must be an int of 64 bits, got {seed!r}")
+
+
+def check_device(device: Device) -> torch.device:
+    """`device` as a torch.device, on which tensors can be made here."""
+    try:
+        found = torch.device(device)
+    except (RuntimeError, TypeError):
+        raise ValueError(f"device must be a torch.device or its name, got {device!r}") from None
+    if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
+        raise ValueError(f"device must be one of this machine, which has {torch.cuda.device_count()} GPUs, got {found}")
+    return found
 
 
 def kind_of(value: object) -> str:

@@ -19,8 +19,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from cs336_systems.attention.masks.block_mask import DEFAULT_BLOCK, BlockMask, Device
-from cs336_systems.attention.masks.checks import check_block_size, check_count
+from cs336_systems.attention.masks.block_mask import DEFAULT_BLOCK, BlockMask
+from cs336_systems.attention.masks.checks import Device, check_block_size, check_count, check_seed
 from cs336_systems.attention.masks.tiles import BlockSize, num_blocks
 
 PATTERNS = (
@@ -44,6 +44,9 @@ def parse_mask(
     """
     check_count("seqlen", seqlen, 1)
     check_count("heads", heads, 1)
+    check_seed(seed)
+    if not isinstance(pattern, str):
+        raise TypeError(f"mask pattern must be a string, got {pattern!r}")
     size = check_block_size(block_size)
     parts = [_parse_part(part.strip(), pattern, seqlen, size, heads, seed, device) for part in pattern.split("+")]
     mask = parts[0]

@@ -13,6 +13,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from cs336_systems.attention.masks.checks import Device
 from cs336_systems.attention.masks.tiles import (
     DEAD,
     FULL,
@@ -28,7 +29,6 @@ from cs336_systems.attention.masks.tiles import (
     unpack_tokens,
 )
 
-Device = torch.device | str
 SeqLengths = tuple[int, int]
 
 

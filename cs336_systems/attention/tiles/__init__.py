@@ -7,7 +7,7 @@ from cs336_systems.attention.tiles.config import (
     head_tile,
     parse_configs,
 )
-from cs336_systems.attention.tiles.grid import smaller_config, tuning_grid
+from cs336_systems.attention.tiles.grid import smaller_config, smallest_tile, tuning_grid
 from cs336_systems.attention.tiles.select import select_config, target_of
 
 __all__ = [
@@ -18,6 +18,7 @@ __all__ = [
     "parse_configs",
     "select_config",
     "smaller_config",
+    "smallest_tile",
     "target_of",
     "tuning_grid",
 ]

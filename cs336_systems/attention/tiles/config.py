@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cache
 
 KERNELS = ("forward", "dkdv", "dq")
+MIN_TILE = 16  # rows: fewer no tensor core multiplies
 MIN_HEAD_TILE = 64
 MAX_HEAD_DIM = 256
 TMA_ALIGNMENT_BYTES = 16  # where rows that Hopper's copy engine reads may begin
@@ -45,12 +46,12 @@ class KernelConfig:
     def __post_init__(self) -> None:
         if self.kernel not in KERNELS:
             raise ValueError(f"KernelConfig.kernel must be one of {', '.join(KERNELS)}, got {self.kernel!r}")
-        for field in ("query_tile", "key_tile", "num_warps"):
+        for field, least in (("query_tile", MIN_TILE), ("key_tile", MIN_TILE), ("num_warps", 1)):
             value = getattr(self, field)
-            if value < 1 or value & (value - 1):
-                raise ValueError(f"KernelConfig.{field} must be a power of two, got {value}")
-        if self.num_stages < 1:
-            raise ValueError(f"KernelConfig.num_stages must be positive, got {self.num_stages}")
+            if not isinstance(value, int) or value < least or value & (value - 1):
+                raise ValueError(f"KernelConfig.{field} must be a power of two from {least} on, got {value!r}")
+        if not isinstance(self.num_stages, int) or self.num_stages < 1:
+            raise ValueError(f"KernelConfig.num_stages must be a positive int, got {self.num_stages!r}")
         if self.precision not in PRECISIONS:
             raise ValueError(f"KernelConfig.precision must be one of {', '.join(PRECISIONS)}, got {self.precision!r}")
 
@@ -64,7 +65,7 @@ class KernelConfig:
     @classmethod
     def from_name(cls, name: str) -> KernelConfig:
         """The configuration that `name` spells; ValueError if it spells none."""
-        match = _NAME.fullmatch(name)
+        match = _NAME.fullmatch(name) if isinstance(name, str) else None
         if match is None:
             raise ValueError(f"config must be named like sm90_forward_128x64_w8_s3, got {name!r}")
         return cls(
@@ -125,6 +126,8 @@ class AttentionConfig:
     def __post_init__(self) -> None:
         for kernel in KERNELS:
             config = getattr(self, kernel)
+            if config is not None and not isinstance(config, KernelConfig):
+                raise TypeError(f"AttentionConfig.{kernel} must be a KernelConfig or None, got {config!r}")
             if config is not None and config.kernel != kernel:
                 raise ValueError(f"AttentionConfig.{kernel} must be a {kernel} configuration, got {config.name}")
 

@@ -20,6 +20,14 @@ from torch import Tensor
 
 from cs336_systems.attention.tiles import KernelConfig, head_tile
 from cs336_systems.attention.triton.descriptors import described
+from cs336_systems.attention.triton.launching import (
+    contiguous_like,
+    grid_of,
+    head_options,
+    launch,
+    num_tiles,
+    tile_options,
+)
 from cs336_systems.attention.triton.steps import (
     LOG2_E,
     ROW_PADDING,
@@ -32,6 +40,7 @@ from cs336_systems.attention.triton.steps import (
     store_rows,
     tile_of_program,
 )
+from cs336_systems.profiling.stages import stage
 
 PREPROCESS_ROWS = 64
 
@@ -291,16 +300,17 @@ def launch_preprocess(
     `lse` and the rows of `output` are contiguous.
     """
     batch, heads, num_queries, head_dim = output.shape
-    num_rows = triton.cdiv(num_queries, ROW_PADDING.value) * ROW_PADDING.value if padded else num_queries
+    num_rows = num_tiles(num_queries, ROW_PADDING.value) * ROW_PADDING.value if padded else num_queries
     lse_log2, delta = (lse.new_empty((batch, heads, num_rows)) for _ in range(2))
     grad_lse_or_any = lse if grad_lse is None else grad_lse
-    grid = (triton.cdiv(num_rows, PREPROCESS_ROWS) * batch * heads,)
-    flash_backward_preprocess_kernel[grid](
-        output, grad_output, lse, grad_lse_or_any, lse_log2, delta,
-        *output.stride()[:3], *grad_output.stride(), *grad_lse_or_any.stride(),
-        heads, num_queries,
-        HAS_DL=grad_lse is not None, D=head_dim, D_TILE=head_tile(head_dim), Q_TILE_SIZE=PREPROCESS_ROWS, PADDED=padded,
-    )  # fmt: skip
+    grid = (num_tiles(num_rows, PREPROCESS_ROWS) * batch * heads,)
+    with stage("preprocess"):
+        launch(
+            flash_backward_preprocess_kernel, grid, (output, grad_output, lse, grad_lse_or_any, lse_log2, delta),
+            (*output.stride()[:3], *grad_output.stride(), *grad_lse_or_any.stride(), heads, num_queries),
+            {"HAS_DL": grad_lse is not None, "D": head_dim, "D_TILE": head_tile(head_dim),
+             "Q_TILE_SIZE": PREPROCESS_ROWS, "PADDED": padded},
+        )  # fmt: skip
     return lse_log2, delta
 
 
@@ -325,27 +335,24 @@ def launch_backward(
     """
     batch, heads, num_queries, head_dim = q.shape
     kv_heads, num_keys = k.shape[1:3]
-    grad_q, grad_k, grad_v = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+    grad_q, grad_k, grad_v = contiguous_like(q), contiguous_like(k), contiguous_like(v)
     rows = launch_preprocess(output, lse, grad_output, grad_lse)
     strides = (*q.stride(), *k.stride(), *v.stride(), *grad_output.stride())
-    scale_log2 = scale * LOG2_E.value
-    common = {"GROUP": heads // kv_heads, "D": head_dim, "D_TILE": head_tile(head_dim), "IS_CAUSAL": is_causal}
+    sizes_and_scales = (num_queries, num_keys, scale, scale * LOG2_E.value, 0.0)
+    common = head_options(heads, kv_heads, head_dim) | {"IS_CAUSAL": is_causal}
 
-    grid = (triton.cdiv(num_keys, dkdv_config.key_tile) * batch * kv_heads,)
-    flash_backward_dkdv_kernel[grid](
-        *described(dkdv_config, q=q, k=k, v=v, grad_output=grad_output), *rows, grad_k, grad_v, *strides,
-        kv_heads, heads_together(batch * kv_heads, q, heads // kv_heads), num_queries, num_keys,
-        scale, scale_log2, 0.0, **common,
-        Q_TILE_SIZE=dkdv_config.query_tile, K_TILE_SIZE=dkdv_config.key_tile,
-        PRECISION=dkdv_config.precision, TMA=dkdv_config.tma,
-        num_warps=dkdv_config.num_warps, num_stages=dkdv_config.num_stages,
-    )  # fmt: skip
-    grid = (triton.cdiv(num_queries, dq_config.query_tile) * batch * heads,)
-    flash_backward_dq_kernel[grid](
-        *described(dq_config, q=q, k=k, v=v, grad_output=grad_output), *rows, grad_q, *strides,
-        heads, heads_together(batch * heads, k), num_queries, num_keys, scale, scale_log2, 0.0, **common,
-        Q_TILE_SIZE=dq_config.query_tile, K_TILE_SIZE=dq_config.key_tile,
-        PRECISION=dq_config.precision, TMA=dq_config.tma,
-        num_warps=dq_config.num_warps, num_stages=dq_config.num_stages,
-    )  # fmt: skip
+    with stage("dkv"):
+        launch(
+            flash_backward_dkdv_kernel, grid_of(dkdv_config, q, k),
+            (*described(dkdv_config, q=q, k=k, v=v, grad_output=grad_output), *rows, grad_k, grad_v),
+            (*strides, kv_heads, heads_together(batch * kv_heads, q, heads // kv_heads), *sizes_and_scales),
+            common | tile_options(dkdv_config) | {"TMA": dkdv_config.tma},
+        )  # fmt: skip
+    with stage("dq"):
+        launch(
+            flash_backward_dq_kernel, grid_of(dq_config, q, k),
+            (*described(dq_config, q=q, k=k, v=v, grad_output=grad_output), *rows, grad_q),
+            (*strides, heads, heads_together(batch * heads, k), *sizes_and_scales),
+            common | tile_options(dq_config) | {"TMA": dq_config.tma},
+        )  # fmt: skip
     return grad_q, grad_k, grad_v

@@ -24,9 +24,10 @@ import triton.language as tl
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from cs336_systems.attention.tiles import KernelConfig, head_tile
+from cs336_systems.attention.tiles import KernelConfig
 from cs336_systems.attention.triton.backward import launch_preprocess
 from cs336_systems.attention.triton.descriptors import described
+from cs336_systems.attention.triton.launching import contiguous_like, grid_of, head_options, launch, tile_options
 from cs336_systems.attention.triton.steps import (
     LOG2_E,
     LOWEST,
@@ -42,6 +43,7 @@ from cs336_systems.attention.triton.steps import (
     store_rows,
     tile_of_program,
 )
+from cs336_systems.profiling.stages import stage
 
 KEYS_PER_WORD = tl.constexpr(32)
 
@@ -371,16 +373,18 @@ def launch_block_sparse_forward(
     config: KernelConfig,
 ) -> tuple[Float[Tensor, "batch heads queries head_dim"], Float[Tensor, "batch heads queries"]]:
     """Contiguous O in q's dtype and L in float32. `config`'s tiles divide the mask's: see `fit_to_blocks`."""
-    batch, heads, num_queries, head_dim = q.shape
-    output = q.new_empty(q.shape)
+    batch, heads, num_queries, _ = q.shape
+    output = contiguous_like(q)
     lse = q.new_empty((batch, heads, num_queries), dtype=torch.float32)
-    grid = (triton.cdiv(num_queries, config.query_tile) * batch * heads,)
-    block_sparse_forward_kernel[grid](
-        *described(config, q=q, k=k, v=v), output, lse, *_row_lists(lists), *q.stride(), *k.stride(), *v.stride(),
-        heads, heads_together(batch * heads, k), num_queries, k.shape[2], *lists.kv_num_blocks.shape[:2],
-        lists.kv_indices.shape[3], lists.full_kv_indices.shape[3], scale * LOG2_E.value, 0.0,
-        **_constants(q, k, lists), **_launch_options(config),
-    )  # fmt: skip
+    tensors, mask_sizes = _row_lists(lists)
+    with stage("forward"):
+        launch(
+            block_sparse_forward_kernel, grid_of(config, q, k),
+            (*described(config, q=q, k=k, v=v), output, lse, *tensors),
+            (*q.stride(), *k.stride(), *v.stride(), heads, heads_together(batch * heads, k), num_queries, k.shape[2],
+             *mask_sizes, scale * LOG2_E.value, 0.0),
+            _options(q, k, lists, config),
+        )  # fmt: skip
     return output, lse
 
 
@@ -401,58 +405,55 @@ def launch_block_sparse_backward(
     """Contiguous gradients of q, k, v in their dtypes; what `launch_backward` says of its arguments holds here."""
     batch, heads, num_queries, _ = q.shape
     kv_heads, num_keys = k.shape[1:3]
-    grad_q, grad_k, grad_v = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+    grad_q, grad_k, grad_v = contiguous_like(q), contiguous_like(k), contiguous_like(v)
     rows = launch_preprocess(output, lse, grad_output, grad_lse)
     strides = (*q.stride(), *k.stride(), *v.stride(), *grad_output.stride())
-    mask_shape, scales = lists.kv_num_blocks.shape[:2], (scale, scale * LOG2_E.value)
-    constants = _constants(q, k, lists)
+    scales = (scale, scale * LOG2_E.value, 0.0)
 
-    grid = (triton.cdiv(num_keys, dkdv_config.key_tile) * batch * kv_heads,)
-    block_sparse_dkdv_kernel[grid](
-        *described(dkdv_config, q=q, k=k, v=v, grad_output=grad_output), *rows, grad_k, grad_v,
-        *_column_lists(lists), *strides,
-        kv_heads, heads_together(batch * kv_heads, q, heads // kv_heads), num_queries, num_keys, *mask_shape,
-        lists.q_indices.shape[3], lists.full_q_indices.shape[3],
-        *scales, 0.0, **constants, **_launch_options(dkdv_config),
-    )  # fmt: skip
-    grid = (triton.cdiv(num_queries, dq_config.query_tile) * batch * heads,)
-    block_sparse_dq_kernel[grid](
-        *described(dq_config, q=q, k=k, v=v, grad_output=grad_output), *rows, grad_q,
-        *_row_lists(lists), *strides,
-        heads, heads_together(batch * heads, k), num_queries, num_keys, *mask_shape,
-        lists.kv_indices.shape[3], lists.full_kv_indices.shape[3],
-        *scales, 0.0, **constants, **_launch_options(dq_config),
-    )  # fmt: skip
+    tensors, mask_sizes = _column_lists(lists)
+    with stage("dkv"):
+        launch(
+            block_sparse_dkdv_kernel, grid_of(dkdv_config, q, k),
+            (*described(dkdv_config, q=q, k=k, v=v, grad_output=grad_output), *rows, grad_k, grad_v, *tensors),
+            (*strides, kv_heads, heads_together(batch * kv_heads, q, heads // kv_heads), num_queries, num_keys,
+             *mask_sizes, *scales),
+            _options(q, k, lists, dkdv_config),
+        )  # fmt: skip
+    tensors, mask_sizes = _row_lists(lists)
+    with stage("dq"):
+        launch(
+            block_sparse_dq_kernel, grid_of(dq_config, q, k),
+            (*described(dq_config, q=q, k=k, v=v, grad_output=grad_output), *rows, grad_q, *tensors),
+            (*strides, heads, heads_together(batch * heads, k), num_queries, num_keys, *mask_sizes, *scales),
+            _options(q, k, lists, dq_config),
+        )  # fmt: skip
     return grad_q, grad_k, grad_v
 
 
-def _row_lists(lists: TileLists) -> tuple[Tensor, ...]:
-    return (
+def _row_lists(lists: TileLists) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+    """What the forward and dQ walk, and the sizes by which they find a program's lists."""
+    tensors = (
         lists.kv_num_blocks, lists.kv_indices, lists.kv_tokens, lists.full_kv_num_blocks, lists.full_kv_indices,
         lists.token_bits,
     )  # fmt: skip
+    return tensors, (*lists.kv_num_blocks.shape[:2], lists.kv_indices.shape[3], lists.full_kv_indices.shape[3])
 
 
-def _column_lists(lists: TileLists) -> tuple[Tensor, ...]:
-    return (
+def _column_lists(lists: TileLists) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+    """The same of dK and dV."""
+    tensors = (
         lists.q_num_blocks, lists.q_indices, lists.q_tokens, lists.full_q_num_blocks, lists.full_q_indices,
         lists.token_bits,
     )  # fmt: skip
+    return tensors, (*lists.q_num_blocks.shape[:2], lists.q_indices.shape[3], lists.full_q_indices.shape[3])
 
 
-def _constants(q: Tensor, k: Tensor, lists: TileLists) -> dict[str, int]:
+def _options(q: Tensor, k: Tensor, lists: TileLists, config: KernelConfig) -> dict[str, int | str]:
     query_block, key_block = lists.block_size
-    return {
-        "GROUP": q.shape[1] // k.shape[1], "D": q.shape[3], "D_TILE": head_tile(q.shape[3]),
-        "Q_BLOCK": query_block, "K_BLOCK": key_block,
-    }  # fmt: skip
-
-
-def _launch_options(config: KernelConfig) -> dict[str, int | str]:
     # A tile's address hangs on a load of its index, and Triton spreads the two loads over its stages: it takes these
     # many for as many tiles in flight as the dense kernels have with config.num_stages.
     num_stages = 2 * config.num_stages - 1
     return {
-        "Q_TILE_SIZE": config.query_tile, "K_TILE_SIZE": config.key_tile,
-        "PRECISION": config.precision, "TMA": config.tma, "num_warps": config.num_warps, "num_stages": num_stages,
+        **head_options(q.shape[1], k.shape[1], q.shape[3]), **tile_options(config), "num_stages": num_stages,
+        "Q_BLOCK": query_block, "K_BLOCK": key_block, "TMA": config.tma,
     }  # fmt: skip

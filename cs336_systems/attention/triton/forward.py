@@ -18,8 +18,9 @@ import triton.language as tl
 from jaxtyping import Float
 from torch import Tensor
 
-from cs336_systems.attention.tiles import KernelConfig, head_tile
+from cs336_systems.attention.tiles import KernelConfig
 from cs336_systems.attention.triton.descriptors import described
+from cs336_systems.attention.triton.launching import contiguous_like, grid_of, head_options, launch, tile_options
 from cs336_systems.attention.triton.steps import (
     LOG2_E,
     LOWEST,
@@ -31,6 +32,7 @@ from cs336_systems.attention.triton.steps import (
     store_queries,
     tile_of_program,
 )
+from cs336_systems.profiling.stages import stage
 
 
 @triton.jit
@@ -137,16 +139,15 @@ def launch_forward(
 ) -> tuple[Float[Tensor, "batch heads queries head_dim"], Float[Tensor, "batch heads queries"]]:
     """Contiguous O in q's dtype and L in float32. Inputs are validated, non-empty and on one device."""
     batch, heads, num_queries, head_dim = q.shape
-    output = q.new_empty(q.shape)
+    output = contiguous_like(q)
     lse = q.new_empty((batch, heads, num_queries), dtype=torch.float32)
-    grid = (triton.cdiv(num_queries, config.query_tile) * batch * heads,)
-    flash_forward_kernel[grid](
-        *described(config, q=q, k=k, v=v), output, lse,
-        *q.stride(), *k.stride(), *v.stride(),
-        heads, heads_together(batch * heads, k), num_queries, k.shape[2], scale * LOG2_E.value, 0.0,
-        GROUP=heads // k.shape[1], D=head_dim, D_TILE=head_tile(head_dim),
-        Q_TILE_SIZE=config.query_tile, K_TILE_SIZE=config.key_tile,
-        IS_CAUSAL=is_causal, PRECISION=config.precision, TMA=config.tma,
-        num_warps=config.num_warps, num_stages=config.num_stages,
-    )  # fmt: skip
+    with stage("forward"):
+        launch(
+            flash_forward_kernel, grid_of(config, q, k),
+            (*described(config, q=q, k=k, v=v), output, lse),
+            (*q.stride(), *k.stride(), *v.stride(), heads, heads_together(batch * heads, k), num_queries, k.shape[2],
+             scale * LOG2_E.value, 0.0),
+            head_options(heads, k.shape[1], head_dim) | tile_options(config)
+            | {"IS_CAUSAL": is_causal, "TMA": config.tma},
+        )  # fmt: skip
     return output, lse

@@ -15,10 +15,9 @@ import torch
 import triton
 from jaxtyping import Float
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from cs336_systems.attention.operator import VARLEN_ARGUMENTS, AttentionOperator
-from cs336_systems.attention.tiles import KernelConfig, parse_configs, select_config
+from cs336_systems.attention.tiles import KernelConfig, parse_configs, select_config, smallest_tile, target_of
 from cs336_systems.attention.triton.backward import launch_backward
 from cs336_systems.attention.triton.block_sparse import (
     TileLists,
@@ -30,7 +29,7 @@ from cs336_systems.attention.triton.descriptors import describable, rows_are_ali
 from cs336_systems.attention.triton.forward import launch_forward
 from cs336_systems.attention.triton.launching import launch_fitting
 from cs336_systems.attention.triton.varlen import launch_varlen_backward, launch_varlen_forward
-from cs336_systems.attention.validation import check_attention_inputs, resolve_scale
+from cs336_systems.attention.validation import check_attention_inputs, check_flags, resolve_scale
 
 
 def kernel_config(
@@ -57,11 +56,12 @@ def _choose(
     kernel: str, q: Tensor, config: str, capability: tuple[int, int] | None, batch: int, heads: int, seqlen_q: int,
     seqlen_k: int, is_causal: bool, tma: bool = False,
 ) -> KernelConfig:  # fmt: skip
-    named = parse_configs(config)
-    if kernel in named:
-        return named[kernel]
     if capability is None and q.is_cuda:
         capability = _capability(q.device)
+    named = parse_configs(config)
+    if kernel in named:
+        _refuse_miscompiled(named[kernel], q, target_of(capability))
+        return named[kernel]
     return select_config(
         kernel,
         capability=capability,
@@ -79,6 +79,16 @@ def _choose(
 @cache
 def _capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
+
+
+def _refuse_miscompiled(config: KernelConfig, q: Tensor, target: str) -> None:
+    """ValueError for tiles that a caller names and Triton is known to miscompile on this GPU."""
+    smallest = smallest_tile(target, q.element_size())
+    if min(config.query_tile, config.key_tile) < smallest:
+        raise ValueError(
+            f"config must have tiles of at least {smallest} rows for {q.dtype} on {target}, "
+            f"where Triton can miscompile smaller ones, got {config.name}"
+        )
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, config: str) -> tuple[Tensor, Tensor]:
@@ -122,10 +132,10 @@ def _readable(grad_output: Tensor, configs: Iterable[KernelConfig]) -> Tensor:
 
 def _launch_device(q: Tensor) -> AbstractContextManager[Any]:
     """Triton launches on the current CUDA device, which need not be q's."""
-    if triton.knobs.runtime.interpret and q.dtype == torch.bfloat16:
+    if q.dtype == torch.bfloat16 and triton.knobs.runtime.interpret:
         raise ValueError("Triton's interpreter computes wrong bfloat16 products; use float32 or float16 with it")
     if q.is_cuda:
-        return torch.cuda.device(q.device)
+        return nullcontext() if q.device.index == torch.cuda.current_device() else torch.cuda.device(q.device)
     if not triton.knobs.runtime.interpret:
         raise ValueError(
             f"q is on {q.device}, and Triton kernels run on CUDA devices; "
@@ -238,6 +248,7 @@ class FlashAttentionTriton(torch.autograd.Function):
         scale: float | None = None,
     ) -> Float[Tensor, "... queries head_dim"]:
         q4, k4, v4 = (x.unsqueeze(1) if isinstance(x, Tensor) and x.ndim == 3 else x for x in (q, k, v))
+        check_flags(is_causal=is_causal)
         check_attention_inputs(q4, k4, v4, enable_gqa=True)
         scale = resolve_scale(scale, q.shape[-1])
         output, lse = triton_attention(q4, k4, v4, is_causal, scale, "")
@@ -247,7 +258,6 @@ class FlashAttentionTriton(torch.autograd.Function):
         return output
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         saved = (*ctx.saved_tensors, grad_output)
         q, k, v, output, grad_output = (x.unsqueeze(1) if x.ndim == 3 else x for x in (*saved[:4], grad_output))

@@ -1,4 +1,4 @@
-"""Around a launch: say which configuration runs, and go to a smaller one where the GPU lacks the shared memory.
+"""Around a launch: what all launchers pass; say which configuration runs; go to a smaller one where it does not fit.
 
 `CS336_ATTN_LOG=1`, read once a process, prints a line on stderr before the launch, each distinct line once:
 
@@ -10,22 +10,91 @@ from __future__ import annotations
 import os
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from triton.runtime.errors import OutOfResources
+from triton.tools.tensor_descriptor import TensorDescriptor
 
-from cs336_systems.attention.tiles import KernelConfig, smaller_config
+from cs336_systems.attention.tiles import KernelConfig, head_tile, smaller_config
 
 LOG_SWITCH = "CS336_ATTN_LOG"
 Result = TypeVar("Result")
 
 Fit = tuple[KernelConfig, int, int, int | None]  # configuration, head dim, bytes per element, device
+POINTER_ALIGNMENT_BYTES = 16  # Triton loads four words at a time from such a pointer
+MAX_COMPILED = 4096  # launches that differ in shapes or options and are remembered
+_compiled: dict[tuple[object, ...], tuple[Any, list[int | str]]] = {}  # the kernel and its compile-time constants
+
 # What did not fit, and what runs in its place.
 _smaller: dict[Fit, KernelConfig] = {}
+
+
+@cache
+def tile_options(config: KernelConfig) -> dict[str, int | str]:
+    """What a kernel is told of its configuration."""
+    return {
+        "Q_TILE_SIZE": config.query_tile, "K_TILE_SIZE": config.key_tile, "PRECISION": config.precision,
+        "num_warps": config.num_warps, "num_stages": config.num_stages,
+    }  # fmt: skip
+
+
+@cache
+def head_options(heads: int, kv_heads: int, head_dim: int) -> dict[str, int]:
+    """What a kernel is told of its heads."""
+    return {"GROUP": heads // kv_heads, "D": head_dim, "D_TILE": head_tile(head_dim)}
+
+
+def launch(
+    kernel: Any,
+    grid: tuple[int],
+    tensors: Sequence[Tensor | TensorDescriptor],
+    numbers: tuple[float, ...],
+    options: dict[str, int | str],
+) -> None:
+    """`kernel[grid](*tensors, *numbers, **options)`, at a third of the host's time from the second time on.
+
+    Triton compiles a kernel anew for other dtypes, for pointers that 16 bytes do not divide, for numbers that are 1 or
+    that 16 does not divide, and classifies every argument of every launch to find out. Here what was compiled is found
+    by the dtypes, the pointers' remainders and the integers themselves, which say more than their classes.
+    """
+    arrays = [x.base if isinstance(x, TensorDescriptor) else x for x in tensors]
+    key = (
+        kernel.fn, arrays[-1].get_device(), tuple([x.dtype for x in arrays]),
+        tuple([x.data_ptr() % POINTER_ALIGNMENT_BYTES for x in arrays]),
+        tuple([x for x in numbers if type(x) is int]), tuple(options.values()),
+    )  # fmt: skip
+    known = _compiled.get(key)
+    if known is not None:
+        compiled, constants = known
+        compiled[*grid, 1, 1](*tensors, *numbers, *constants)
+        return
+    compiled = kernel[grid](*tensors, *numbers, **options)
+    if compiled is not None:  # the interpreter compiles nothing
+        if len(_compiled) == MAX_COMPILED:
+            _compiled.clear()
+        constants = [options[name] for name in kernel.arg_names[len(tensors) + len(numbers) :]]
+        _compiled[key] = compiled, constants
+
+
+def grid_of(config: KernelConfig, q: Tensor, k: Tensor) -> tuple[int]:
+    """A program for each tile of each head: of queries, or under a dkdv configuration of keys and their heads."""
+    x, tile = (k, config.key_tile) if config.kernel == "dkdv" else (q, config.query_tile)
+    batch, heads, rows, _ = x.shape
+    return (num_tiles(rows, tile) * batch * heads,)
+
+
+def num_tiles(rows: int, tile: int) -> int:
+    """`rows` over `tile`, rounded up. Triton's cdiv, which kernels can call too, takes the host ten times as long."""
+    return -(-rows // tile)
+
+
+def contiguous_like(x: Tensor) -> Tensor:
+    """An uninitialised tensor of x's shape and dtype."""
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 def launch_fitting(

@@ -20,10 +20,12 @@ import triton.language as tl
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from cs336_systems.attention.tiles import KernelConfig, head_tile
+from cs336_systems.attention.tiles import KernelConfig
 from cs336_systems.attention.triton.backward import differentiate_keys, differentiate_queries, launch_preprocess
 from cs336_systems.attention.triton.forward import attend_queries
+from cs336_systems.attention.triton.launching import contiguous_like, head_options, launch, tile_options
 from cs336_systems.attention.triton.steps import LOG2_E, heads_together, tile_of_program
+from cs336_systems.profiling.stages import stage
 
 
 @triton.jit
@@ -154,16 +156,16 @@ def launch_varlen_forward(
     config: KernelConfig,
 ) -> tuple[Float[Tensor, "total_queries heads head_dim"], Float[Tensor, "heads total_queries"]]:
     """Contiguous O in q's dtype and L in float32. Inputs are validated, non-empty and on one device."""
-    output = q.new_empty(q.shape)
+    output = contiguous_like(q)
     lse = q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
-    documents = len(cu_seqlens_q) - 1
-    grid = ((q.shape[0] // config.query_tile + documents + 1) * q.shape[1],)
-    varlen_forward_kernel[grid](
-        q, k, v, output, lse, cu_seqlens_q, cu_seqlens_k, *q.stride(), *k.stride(), *v.stride(),
-        documents, q.shape[1], heads_together(q.shape[1], k.transpose(0, 1)), q.shape[0], k.shape[0],
-        scale * LOG2_E.value, 0.0,
-        **_constants(q, k, is_causal, config),
-    )  # fmt: skip
+    with stage("forward"):
+        launch(
+            varlen_forward_kernel, _grid(q, cu_seqlens_q, config.query_tile),
+            (q, k, v, output, lse, cu_seqlens_q, cu_seqlens_k),
+            (*q.stride(), *k.stride(), *v.stride(), len(cu_seqlens_q) - 1, q.shape[1],
+             heads_together(q.shape[1], k.transpose(0, 1)), q.shape[0], k.shape[0], scale * LOG2_E.value, 0.0),
+            _options(q, k, is_causal, config),
+        )  # fmt: skip
     return output, lse
 
 
@@ -184,36 +186,37 @@ def launch_varlen_backward(
     dq_config: KernelConfig,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Contiguous gradients of q, k, v in their dtypes; what `launch_backward` says of its arguments holds here."""
-    grad_q, grad_k, grad_v = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+    grad_q, grad_k, grad_v = contiguous_like(q), contiguous_like(k), contiguous_like(v)
     # A row's D needs no document: one sequence of all rows.
     rows = launch_preprocess(
         output.transpose(0, 1)[None], lse[None], grad_output.transpose(0, 1)[None],
         None if grad_lse is None else grad_lse[None], padded=False,
     )  # fmt: skip
-    inputs = (q, k, v, grad_output, *rows)
+    inputs, cu_seqlens = (q, k, v, grad_output, *rows), (cu_seqlens_q, cu_seqlens_k)
     strides = (*q.stride(), *k.stride(), *v.stride(), *grad_output.stride())
-    documents = len(cu_seqlens_q) - 1
-    scalars = (q.shape[0], k.shape[0], scale, scale * LOG2_E.value, 0.0)
+    totals_and_scales = (q.shape[0], k.shape[0], scale, scale * LOG2_E.value, 0.0)
+    documents, heads, kv_heads = len(cu_seqlens_q) - 1, q.shape[1], k.shape[1]
 
-    grid = ((k.shape[0] // dkdv_config.key_tile + documents + 1) * k.shape[1],)
-    varlen_dkdv_kernel[grid](
-        *inputs, grad_k, grad_v, cu_seqlens_q, cu_seqlens_k, *strides, documents, k.shape[1],
-        heads_together(k.shape[1], q.transpose(0, 1), q.shape[1] // k.shape[1]), *scalars,
-        **_constants(q, k, is_causal, dkdv_config),
-    )  # fmt: skip
-    grid = ((q.shape[0] // dq_config.query_tile + documents + 1) * q.shape[1],)
-    varlen_dq_kernel[grid](
-        *inputs, grad_q, cu_seqlens_q, cu_seqlens_k, *strides, documents, q.shape[1],
-        heads_together(q.shape[1], k.transpose(0, 1)), *scalars,
-        **_constants(q, k, is_causal, dq_config),
-    )  # fmt: skip
+    with stage("dkv"):
+        launch(
+            varlen_dkdv_kernel, _grid(k, cu_seqlens_k, dkdv_config.key_tile), (*inputs, grad_k, grad_v, *cu_seqlens),
+            (*strides, documents, kv_heads, heads_together(kv_heads, q.transpose(0, 1), heads // kv_heads),
+             *totals_and_scales),
+            _options(q, k, is_causal, dkdv_config),
+        )  # fmt: skip
+    with stage("dq"):
+        launch(
+            varlen_dq_kernel, _grid(q, cu_seqlens_q, dq_config.query_tile), (*inputs, grad_q, *cu_seqlens),
+            (*strides, documents, heads, heads_together(heads, k.transpose(0, 1)), *totals_and_scales),
+            _options(q, k, is_causal, dq_config),
+        )  # fmt: skip
     return grad_q, grad_k, grad_v
 
 
-def _constants(q: Tensor, k: Tensor, is_causal: bool, config: KernelConfig) -> dict[str, int | str]:
-    return {
-        "GROUP": q.shape[1] // k.shape[1], "D": q.shape[2], "D_TILE": head_tile(q.shape[2]),
-        "Q_TILE_SIZE": config.query_tile, "K_TILE_SIZE": config.key_tile,
-        "IS_CAUSAL": is_causal, "PRECISION": config.precision,
-        "num_warps": config.num_warps, "num_stages": config.num_stages,
-    }  # fmt: skip
+def _grid(packed: Tensor, cu_seqlens: Tensor, tile: int) -> tuple[int]:
+    """A program for each slot of each head: see the module's docstring."""
+    return ((packed.shape[0] // tile + len(cu_seqlens)) * packed.shape[1],)
+
+
+def _options(q: Tensor, k: Tensor, is_causal: bool, config: KernelConfig) -> dict[str, int | str]:
+    return {**head_options(q.shape[1], k.shape[1], q.shape[2]), **tile_options(config), "IS_CAUSAL": is_causal}

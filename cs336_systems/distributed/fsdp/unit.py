@@ -21,10 +21,19 @@ ALIGNMENT_BYTES = 256  # of each weight in the unit's memory: what matmuls and N
 
 
 class Unit:
-    """The weights in `weights`, gathered when one of the modules in `entries` runs."""
+    """The weights in `weights`, gathered when one of the modules in `entries` runs.
+
+    `gathered` holds, in the order of gathering, those of a model's units whose wholes have memory; they all share it.
+    """
 
     def __init__(
-        self, name: str, entries: list[nn.Module], group: dist.ProcessGroup, device: torch.device, gather_lane: Lane
+        self,
+        name: str,
+        entries: list[nn.Module],
+        group: dist.ProcessGroup,
+        device: torch.device,
+        gather_lane: Lane,
+        gathered: dict[Unit, None],
     ) -> None:
         self.name = name
         self.entries = entries
@@ -32,15 +41,16 @@ class Unit:
         self.rank, self.num_ranks = dist.get_rank(group), dist.get_world_size(group)
         self.device = device
         self.gather_lane = gather_lane
+        self.gathered = gathered
         self.weights: list[ShardedWeight] = []
         self.position = 0  # in the forward that runs
         self.backward_position = 0
+        self.running = 0  # forwards of entries under way, one in another
         self.in_backward = False  # between the first gradient of its output and the last of its inputs
         self.frees_on_inputs = False  # whether a gradient of its inputs will say that the backward is done
         self.arrived: list[ShardedWeight] = []  # whose gradients are complete and not yet reduced
         self._memory: Any = None  # storage under all wholes
         self._bytes = 0
-        self._gathered = False
         self._event: torch.cuda.Event | None = None  # end of the gather on its stream
         self._works: list[Work] = []  # the same on CPU
 
@@ -87,17 +97,22 @@ class Unit:
     @property
     def is_gathered(self) -> bool:
         """Whether the wholes have memory: the gather is done or under way."""
-        return self._gathered
+        return self in self.gathered
+
+    @property
+    def is_in_use(self) -> bool:
+        """Whether a forward of it runs, or its backward."""
+        return self.running > 0 or self.in_backward
 
     # The life of the wholes
 
     @torch.no_grad()
     def gather(self) -> None:
         """Start gathering, behind what is queued now; nothing if it was started before."""
-        if self._gathered:
+        if self.is_gathered:
             return
         self._memory.resize_(self._bytes)
-        self._gathered = True
+        self.gathered[self] = None
         inputs, copied = [], []
         for weight in self.weights:
             source = weight.shard.detach()
@@ -133,12 +148,12 @@ class Unit:
 
     def free(self) -> None:
         """Give the memory of the wholes back, once what is queued on the compute stream has used them."""
-        if not self._gathered:
+        if not self.is_gathered:
             return
         self.wait()  # a gather that nobody used may still be writing
         self.show_shards()
         self._memory.resize_(0)
-        self._gathered = False
+        del self.gathered[self]
 
     def gather_full(self) -> dict[str, Tensor]:
         """New tensors with the master weights, whole; collective."""

@@ -36,13 +36,14 @@ from torch.autograd.graph import register_multi_grad_hook
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from cs336_systems.distributed.collectives import all_reduce_mean, check_same_shapes, num_ranks, rank_in
+from cs336_systems.distributed.ddp import dense_gradient
 from cs336_systems.distributed.fsdp.communication import Lane
 from cs336_systems.distributed.fsdp.order import ExecutionOrder
 from cs336_systems.distributed.fsdp.plan import Granularity, Home, UnitPlan, materialize, plan_units
 from cs336_systems.distributed.fsdp.unit import GradientReducer, Unit
 from cs336_systems.distributed.fsdp.weights import ShardedWeight, own_rows
 
-MAX_PREFETCH = 3  # current and two gathered units
+MAX_GATHERED = 3  # units: the current and two ahead, also where modules run in another order than expected
 
 
 class FSDP(nn.Module):
@@ -55,12 +56,13 @@ class FSDP(nn.Module):
         reduce_dtype: in which gradients are averaged. None: the dtype that they are computed in.
         granularity: "block" or "layer"; see `plan.py`.
         prefetch: a unit's gather starts when the unit so many before it has completed: 2 is the handout's, 1 overlaps
-            nothing, 3 holds two units beside the current one. At most MAX_PREFETCH.
+            nothing, 3 holds two units beside the current one.
         device: where the shards go. None: where the parameters are; for a meta module the GPU if there is one.
         process_group: None: all ranks.
 
-    Raises ValueError naming the argument or a parameter that ranks hold in different shapes, and RuntimeError where
-    there is no process group.
+    A forward that raises gives the gathered weights back. Raises TypeError if `module` is no module, ValueError naming
+    the argument or a parameter that ranks hold in different shapes, RuntimeError where there is no process group, and
+    in the backward TypeError for a sparse gradient.
     """
 
     def __init__(
@@ -75,11 +77,13 @@ class FSDP(nn.Module):
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__()
+        if not isinstance(module, nn.Module):
+            raise TypeError(f"module must be a torch.nn.Module, got {type(module).__name__}")
         for name, dtype in (("compute_dtype", compute_dtype), ("reduce_dtype", reduce_dtype)):
             if dtype is not None and not dtype.is_floating_point:
                 raise ValueError(f"{name} must be a floating-point dtype, got {dtype}")
-        if not 1 <= prefetch <= MAX_PREFETCH:
-            raise ValueError(f"prefetch must be from 1 to {MAX_PREFETCH}, got {prefetch!r}")
+        if not 1 <= prefetch <= MAX_GATHERED:
+            raise ValueError(f"prefetch must be from 1 to {MAX_GATHERED}, got {prefetch!r}")
         plans = plan_units(module, granularity)
         if not plans:
             raise ValueError("module must own a weight of two or more dimensions, found none to shard")
@@ -92,6 +96,7 @@ class FSDP(nn.Module):
         self.prefetch = prefetch
         check_same_shapes(module.named_parameters(), group)
         self.module = module
+        self._gathered: dict[Unit, None] = {}
         self.units = self._build_units(plans)
         shards = {weight.shard for unit in self.units for weight in unit.weights}
         self._replicated = [parameter for parameter in module.parameters() if parameter not in shards]
@@ -109,7 +114,7 @@ class FSDP(nn.Module):
     def _build_units(self, plans: list[UnitPlan]) -> list[Unit]:
         """Shard one weight after the other; each is made real, sent by rank 0, cut and freed before the next."""
         lane = Lane(self.device)
-        units = [Unit(plan.name, plan.entries, self.group, self.device, lane) for plan in plans]
+        units = [Unit(plan.name, plan.entries, self.group, self.device, lane, self._gathered) for plan in plans]
         planned = {home for plan in plans for _, _, homes in plan.parameters for home in homes}
         for plan, unit in zip(plans, units):  # while nothing else has memory yet
             unit.lay_out(plan.parameters, self.compute_dtype)
@@ -182,26 +187,50 @@ class FSDP(nn.Module):
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The wrapped module's forward."""
-        if not self._in_backward:
-            self._begin_forward()
-        return self.module(*inputs, **kwargs)
+        if self._in_backward:
+            return self.module(*inputs, **kwargs)
+        self._begin_forward()
+        try:
+            return self.module(*inputs, **kwargs)
+        except BaseException:
+            self._give_back()
+            raise
 
     @property
     def _in_backward(self) -> bool:
         """Whether this code runs inside autograd's engine: in a hook, or in a checkpoint's recomputation."""
         return torch._C._current_graph_task_id() != -1
 
+    def _give_back(self) -> None:
+        """Free what a forward that raised has gathered: what catches the error (a bad batch, no memory) may go on."""
+        for unit in self.units:
+            unit.running = 0
+            unit.show_shards()
+            try:
+                unit.free()
+            except RuntimeError:  # a rank that the gather waits for is gone: the forward's own error is to be told
+                continue
+
     def _begin_forward(self) -> None:
-        self._backward_begun = False  # a backward that raised left it set
+        if self._backward_begun:
+            self._forget_backward()
         self._recomputed = None
         self._forward_order.begin()
         ahead = self._forward_order.first(min(2, self.prefetch))
         for unit in self.units:
-            unit.in_backward = False
+            unit.in_backward, unit.running = False, 0
             if unit not in ahead:
                 unit.free()
         for unit in ahead:
             unit.gather()
+
+    def _forget_backward(self) -> None:
+        """After a backward that raised: drop the gradients that wait for the rest of their unit's."""
+        self._backward_begun = False
+        for unit in self.units:
+            unit.arrived.clear()
+            for weight in unit.weights:
+                weight.whole.grad = None
 
     def _before_forward(self, unit: Unit, entry: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Gather, and let the modules see the wholes."""
@@ -209,6 +238,8 @@ class FSDP(nn.Module):
             self._keep_for_recomputation(unit)
         else:
             unit.position = self._forward_order.visit(unit)
+        unit.running += 1
+        self._make_room(unit)
         unit.wait()
         unit.show_wholes()
         if torch.is_grad_enabled():
@@ -219,6 +250,7 @@ class FSDP(nn.Module):
 
     def _after_forward(self, unit: Unit, entry: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """Ask to be told when the backward comes here; free, and gather ahead."""
+        unit.running = max(0, unit.running - 1)
         unit.show_shards()
         outputs = [leaf for leaf in tree_flatten(output)[0] if isinstance(leaf, Tensor) and leaf.requires_grad]
         if outputs and torch.is_grad_enabled():
@@ -231,8 +263,23 @@ class FSDP(nn.Module):
         if outputs and self.module.training and order.ends_within(unit.position, min(2, self.prefetch)):
             return  # the backward begins here, at once: gathering again would be waiting
         unit.free()
-        if (following := order.ahead(unit.position, self.prefetch)) is not None:
-            following.gather()
+        self._gather_ahead(order.ahead(unit.position, self.prefetch))
+
+    # The window
+
+    def _make_room(self, unit: Unit) -> None:
+        """Before `unit` is gathered for use: free idle units, gathered for an order that did not come; oldest first."""
+        if unit.is_gathered:
+            return
+        surplus = len(self._gathered) + 1 - MAX_GATHERED
+        if surplus > 0:
+            for other in [other for other in self._gathered if not other.is_in_use][:surplus]:
+                other.free()
+
+    def _gather_ahead(self, unit: Unit | None) -> None:
+        """Start gathering what is expected to run soon, if there is room."""
+        if unit is not None and len(self._gathered) < MAX_GATHERED:
+            unit.gather()
 
     # Backward
 
@@ -244,6 +291,7 @@ class FSDP(nn.Module):
             self._recomputed = None
         unit.in_backward = True
         unit.backward_position = self._backward_order.visit(unit)
+        self._make_room(unit)
         unit.wait()
         unit.show_wholes()
 
@@ -252,7 +300,7 @@ class FSDP(nn.Module):
         known = self._backward_order.seen or self._backward_order.expected
         self._backward_order.begin(known or list(reversed(self._forward_order.seen)))
         for unit in self._backward_order.first(min(2, self.prefetch)):
-            unit.gather()
+            self._gather_ahead(unit)
         # The engine's own queue: DDP and torch's FSDP use it as well, and there is no public one.
         torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
 
@@ -266,13 +314,13 @@ class FSDP(nn.Module):
         """The gradients of the unit's inputs are there, so its weights are not needed any more: free, gather ahead."""
         if not unit.in_backward:
             return
-        unit.in_backward = False
+        unit.in_backward, unit.running = False, 0  # a checkpoint may end its recomputation before the forward does
         unit.free()
-        if (following := self._backward_order.ahead(unit.backward_position, self.prefetch)) is not None:
-            following.gather()
+        self._gather_ahead(self._backward_order.ahead(unit.backward_position, self.prefetch))
 
-    def _gradient_arrived(self, unit: Unit, weight: ShardedWeight, _: nn.Parameter) -> None:
+    def _gradient_arrived(self, unit: Unit, weight: ShardedWeight, whole: nn.Parameter) -> None:
         """Reduce once the last gradient of the unit is there."""
+        dense_gradient(whole)
         if not self._synchronize:
             self._reducer.accumulate(weight)
             return
@@ -295,7 +343,7 @@ class FSDP(nn.Module):
         for unit in self.units:
             if self._synchronize:
                 self._reduce(unit)
-            unit.in_backward = False
+            unit.in_backward, unit.running = False, 0
             unit.free()
         self._recomputed = None
         self._backward_begun = False

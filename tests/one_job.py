@@ -1,0 +1,45 @@
+"""Many checks of ranks in one job: starting the processes takes longer than most of the checks.
+
+    JOB = OneJob(2, (train, "naive"), (train, "flat"), (count_sends,))      # run_ranks(train, 2, "naive"), ...
+
+    def test_naive():
+        first, second = JOB.results(train, "naive")                         # starts the job when it is the first
+
+If any of them fails, each runs in a job of its own when its results are asked for: so a test fails by its own check
+only, with its own error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cached_property
+from typing import Any
+
+from cs336_systems.distributed.launch import RankError, run_ranks
+
+Call = tuple[Any, ...]  # a function of (rank, num_ranks, *arguments), and the arguments
+
+
+class OneJob:
+    """Jobs of `num_ranks` ranks, run as one; see the module."""
+
+    def __init__(self, num_ranks: int, *calls: Call) -> None:
+        self.num_ranks, self.calls = num_ranks, calls
+
+    def results(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+        """What `run_ranks(function, num_ranks, *arguments)` returns or raises."""
+        place = self.calls.index((function, *arguments))
+        if self._together is None:
+            return run_ranks(function, self.num_ranks, *arguments)
+        return [results[place] for results in self._together]
+
+    @cached_property
+    def _together(self) -> list[list[Any]] | None:
+        try:
+            return run_ranks(make_all, self.num_ranks, self.calls)
+        except RankError:
+            return None
+
+
+def make_all(rank: int, num_ranks: int, calls: tuple[Call, ...]) -> list[Any]:
+    return [function(rank, num_ranks, *arguments) for function, *arguments in calls]
