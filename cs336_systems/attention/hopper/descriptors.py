@@ -64,6 +64,29 @@ def tile_descriptor(x: Tensor, rows: int, columns: int | None = None) -> TensorD
     return _descriptor(x.data_ptr(), x.dtype, x.shape, x.stride(), rows, columns)
 
 
+@lru_cache(maxsize=KEPT_DESCRIPTORS)
+def input_descriptors(
+    q_address: int, k_address: int, v_address: int,
+    q_shape: tuple[int, ...], k_shape: tuple[int, ...],
+    q_strides: tuple[int, ...], k_strides: tuple[int, ...], v_strides: tuple[int, ...],
+    dtype: torch.dtype, query_rows: int, key_rows: int,
+) -> tuple[TensorDescriptor, ...] | None:  # fmt: skip
+    """The descriptors of q, k and v, found in one step; None if TMA cannot read one of them as it is."""
+    columns = head_tile(q_shape[-1])
+    operands = (
+        (q_address, q_shape, q_strides, query_rows),
+        (k_address, k_shape, k_strides, key_rows),
+        (v_address, k_shape, v_strides, key_rows),
+    )
+    if any(address % TMA_ALIGNMENT_BYTES for address, *_ in operands):
+        return None
+    if not all(_strides_are_readable(shape, strides, dtype) for _, shape, strides, _ in operands):
+        return None
+    return tuple(
+        _descriptor(address, dtype, shape, strides, rows, columns) for address, shape, strides, rows in operands
+    )
+
+
 class _Address(NamedTuple):
     """What a descriptor wants of a tensor, without its memory."""
 

@@ -45,7 +45,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.core import _aggregate as aggregate
 
 from cs336_systems.attention.hopper.builtins import rescale_rows, warp_fence
-from cs336_systems.attention.hopper.descriptors import CachedKernel, readable, tile_descriptor
+from cs336_systems.attention.hopper.descriptors import CachedKernel, input_descriptors, readable, tile_descriptor
 from cs336_systems.attention.hopper.schedule import CONSUMER_ROWS, KernelPlan, plan_forward
 from cs336_systems.attention.triton.steps import LN_2, LOG2_E, LOWEST
 
@@ -479,9 +479,8 @@ class _Call(NamedTuple):
 
     grid: tuple[int, int, int]
     numbers: tuple[int | float, ...]
-    constants: tuple[KernelPlan]
+    plan: KernelPlan
     key_tile: int
-    head_dim: int
 
 
 @lru_cache(maxsize=4096)
@@ -496,15 +495,13 @@ def _prepare(
         head_dim=head_dim, is_causal=is_causal, num_queries=num_queries, num_keys=num_keys, batch_heads=batch * heads,
         group=heads // kv_heads, num_multiprocessors=gpu, config=config,
     )  # fmt: skip
-    schedule = launch.schedule
     return _Call(
         grid=(launch.num_programs, 1, 1),
         numbers=(
             num_queries, num_keys, heads, heads // kv_heads, batch * heads, launch.heads_together, scale * LOG2_E.value
         ),
-        constants=(launch.kernel_plan,),
-        key_tile=schedule.key_tile,
-        head_dim=head_dim,
+        plan=launch.kernel_plan,
+        key_tile=launch.schedule.key_tile,
     )  # fmt: skip
 
 
@@ -522,12 +519,16 @@ def hopper_forward(
     `config` may name an order of tiles (`schedule.plan_forward`); other kernels' configurations in it are left alone.
     """
     call = _prepare(q.shape, k.shape, q.device, is_causal, scale, config)
-    q, k, v = readable(q), readable(k), readable(v)
+    inputs = input_descriptors(
+        q.data_ptr(), k.data_ptr(), v.data_ptr(), q.shape, k.shape, q.stride(), k.stride(), v.stride(), q.dtype,
+        CONSUMER_ROWS, call.key_tile,
+    )  # fmt: skip
+    if inputs is None:
+        output, lse = hopper_forward(readable(q), readable(k), readable(v), is_causal, scale, config)
+        head_dim = q.shape[-1]
+        return (output if output.shape[-1] == head_dim else output[..., :head_dim].contiguous()), lse
     output = q.new_empty(q.shape)
     lse = q.new_empty(q.shape[:-1], dtype=torch.float32)
-    arguments = (
-        tile_descriptor(q, CONSUMER_ROWS), tile_descriptor(k, call.key_tile), tile_descriptor(v, call.key_tile),
-        tile_descriptor(output, CONSUMER_ROWS), lse, *call.numbers,
-    )  # fmt: skip
-    _kernel(call.grid, arguments, call.constants, q.dtype)
-    return (output if output.shape[-1] == call.head_dim else output[..., : call.head_dim].contiguous()), lse
+    arguments = (*inputs, tile_descriptor(output, CONSUMER_ROWS), lse, *call.numbers)
+    _kernel(call.grid, arguments, (call.plan,), q.dtype)
+    return output, lse
