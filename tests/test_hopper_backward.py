@@ -42,7 +42,23 @@ class Problem:
 
     @property
     def key_tiles(self) -> int:
-        return -(-self.keys // KEY_TILE)
+        return plain(backward.key_tiles.fn(self.queries, self.keys, self.is_causal))
+
+    @property
+    def whole(self) -> bool:
+        """No key tile is ragged: only the steps that the diagonal cuts are masked."""
+        call = backward._prepare(
+            torch.Size((self.batch, self.kv_heads * self.group, self.queries, self.head_dim)),
+            torch.Size((self.batch, self.kv_heads, self.keys, self.head_dim)),
+            self.head_dim, 2, self.is_causal, 1.0,
+        )  # fmt: skip
+        assert call.grid == (self.programs, 1, 1)
+        assert call.seen_keys == self.key_tiles * KEY_TILE
+        return call.constants[-1]
+
+    @property
+    def head_dim(self) -> int:
+        return next(width for width, tile in backward.QUERY_TILES.items() if tile == self.query_tile)
 
     @property
     def programs(self) -> int:
@@ -104,6 +120,13 @@ def test_long_causal_programs_start_first():
         assert work[start : start + together] == sorted(work[start : start + together], reverse=True)
 
 
+def test_key_tiles_are_those_that_a_query_sees():
+    for problem in problems():
+        last_seen = min(problem.keys, problem.queries) if problem.is_causal else problem.keys
+        assert (problem.key_tiles - 1) * KEY_TILE < last_seen <= problem.key_tiles * KEY_TILE, problem
+        assert problem.whole == (problem.key_tiles * KEY_TILE <= problem.keys), problem
+
+
 def test_every_walk_visits_what_its_keys_are_seen_by():
     """Each query tile at most once, within the padded rows, and each that sees a key of the tile."""
     for problem in problems():
@@ -143,14 +166,15 @@ def emulate(problem: Problem, q, k, v, do, output, lse, scale):
     def padded(x, rows, value=0.0):
         return torch.nn.functional.pad(x, (0, 0) * (x.ndim - 2) + (0, rows - x.shape[1]), value=value)
 
-    key_rows = problem.key_tiles * KEY_TILE
+    key_rows = max(problem.key_tiles * KEY_TILE, problem.keys)
     q, do = padded(q, rows), padded(do, rows)
     delta = torch.zeros(heads, rows, dtype=torch.float64)
     delta[:, : problem.queries] = (do[:, : problem.queries] * output).sum(-1)
     lse = torch.nn.functional.pad(lse, (0, rows - problem.queries), value=math.inf)
     k, v = padded(k, key_rows), padded(v, key_rows)
     dq, dk, dv = torch.zeros_like(q), torch.full_like(k, math.nan), torch.full_like(v, math.nan)
-    whole = problem.keys % KEY_TILE == 0
+    dk[:, problem.key_tiles * KEY_TILE :] = dv[:, problem.key_tiles * KEY_TILE :] = 0
+    whole = problem.whole
     for program in range(problem.programs):
         key_tile, kv_head = problem.place(program)
         keys = slice(key_tile * KEY_TILE, (key_tile + 1) * KEY_TILE)
@@ -206,6 +230,16 @@ def test_the_tiles_add_up_to_the_gradients(query_tile, is_causal, group, lengths
     assert not dq[:, queries:].any()
     torch.testing.assert_close(dk, expected[1])
     torch.testing.assert_close(dv, expected[2])
+
+
+def test_keys_that_no_query_sees_are_not_read():
+    """A NaN among them would be 0 · NaN in dQ: their programs once visited the last queries, and masked them."""
+    problem = Problem(queries=130, keys=640, is_causal=True, query_tile=64)
+    q, do, output = torch.randn(3, 1, 130, 8, dtype=torch.float64).unbind()
+    k, v = torch.randn(2, 1, 640, 8, dtype=torch.float64).unbind()
+    k[:, 256:] = v[:, 256:] = math.nan
+    dq, dk, dv = emulate(problem, q, k, v, do, output, torch.zeros(1, 130, dtype=torch.float64), 1.0)
+    assert dq.isfinite().all() and not dk[:, 256:].any() and not dv[:, 256:].any()
 
 
 # Barriers: what each partition waits for and signals, in order. Every interleaving is tried.
@@ -364,7 +398,7 @@ def test_the_launcher_hands_over_the_call(launched, head_dim, lengths):
 
     width = 64 if head_dim <= 64 else 128
     query_tile, num_rows = backward.QUERY_TILES[width], -(-queries // 128) * 128
-    key_tiles = -(-keys // 128)
+    key_tiles = -(-min(keys, queries) // 128)
     grid, (q_tiles, k_tiles, v_tiles, do_tiles, dq_tiles, dk_tiles, dv_tiles, rows, *numbers), constants = launched[
         "_differentiate"
     ]
@@ -381,7 +415,8 @@ def test_the_launcher_hands_over_the_call(launched, head_dim, lengths):
     kv_heads, together, num_queries, num_keys, scale_log2 = numbers
     assert (kv_heads, num_queries, num_keys) == (3, queries, keys) and 1 <= together <= 6
     assert scale_log2 == pytest.approx(0.5 * 1.4426950408889634)
-    assert constants == (2, True, keys % 128 == 0)
+    assert constants == (2, True, key_tiles * 128 <= keys)
+    assert not dk[:, :, key_tiles * 128 :].any() and not dv[:, :, key_tiles * 128 :].any()
 
     grid, arguments, constants = launched["_preprocess"]
     assert grid == (num_rows // 64 * 12, 1, 1) and constants == (False, head_dim, width, 64)

@@ -189,7 +189,10 @@ def compiler_errors() -> tuple[type[Exception], ...]:
     return TritonError, RuntimeError, ValueError, subprocess.CalledProcessError
 
 
-def first_line(error: Exception) -> str:
+def first_line(error: BaseException) -> str:
+    """The first line of an error, of the innermost where compilers wrap each other's."""
+    while error.__cause__ is not None:
+        error = error.__cause__
     lines = str(error).strip().splitlines() or [""]
     return f"{type(error).__name__}: {lines[0][:200]}"
 

@@ -19,17 +19,18 @@ tensor cores do meanwhile:
     issue dK += dSᵀ Q                                  dV, dK
     dSᵀ to shared memory; meet the other consumer      dV, dK        dQ sums over the keys of both
     issue dQ = dS K                                    dV, dK, dQ
-    wait for all; release the slot; dQ to shared memory; TMA adds it into memory
+    wait for all; release the slot; dQ to shared memory, whence TMA adds it into memory
 
 A step's dQ tile is formed once by the two consumers, half and half, from the keys of both: halves by columns of a tile
 of 64 queries at head dim 128, halves by rows of a tile of 128 queries at head dim 64. (At 64 the longer tile is 15 to
 20 % faster; at 128 it has no room.)
 
 Which tiles: without a mask the walk starts at the program's own position and wraps around the end, so that programs
-that run at one time add to different rows of dQ. A causal one starts at the diagonal. Tiles that the diagonal cuts are
-masked; where the last key tile is ragged every tile is, in a kernel of its own, because choosing at run time costs
-registers. (A key that does not exist scores 0, and its P = exp2(-L) may be inf.) Queries past the end have L = +inf,
-hence P = 0. TMA reads zeros past the end of a head and writes nothing there.
+that run at one time add to different rows of dQ. A causal one starts at the diagonal; keys behind the last query's
+have no program. Tiles that the diagonal cuts are masked; where the last key tile is ragged every tile is, in a kernel
+of its own, because choosing at run time costs registers. (A key that does not exist scores 0, and its P = exp2(-L) may
+be inf.) Queries past the end have L = +inf, hence P = 0. TMA reads zeros past the end of a head and writes nothing
+there.
 
 Sums: dK and dV over the queries, and over the query heads of a group, are one program's, in one order, and so
 bit-reproducible. dQ's over the key tiles come in any order: its last bits vary.
@@ -57,8 +58,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from cs336_systems.attention.hopper.builtins import meet_consumers, tma_add
-from cs336_systems.attention.hopper.descriptors import CachedKernel, padded_width, readable, tile_descriptor
+from cs336_systems.attention.hopper.builtins import meet_consumers, meet_warps, tma_add
+from cs336_systems.attention.hopper.descriptors import (
+    CachedKernel,
+    input_descriptors,
+    padded_width,
+    readable,
+    tile_descriptor,
+)
 from cs336_systems.attention.tiles import head_tile
 from cs336_systems.attention.triton.steps import L2_SHARE_BYTES, LOG2_E
 
@@ -137,6 +144,15 @@ def tile_of_program(program, num_programs, num_tiles, HEADS_TOGETHER):
 
 
 @gluon.jit
+def key_tiles(N_QUERIES, N_KEYS, IS_CAUSAL: gl.constexpr):
+    """Key tiles of a head that some query sees: the first so many."""
+    rows = N_KEYS
+    if IS_CAUSAL:
+        rows = min(N_KEYS, N_QUERIES)
+    return (rows + KEY_TILE - 1) // KEY_TILE
+
+
+@gluon.jit
 def query_tiles(N_QUERIES, Q_TILE_SIZE: gl.constexpr):
     """Query tiles of a head, those of its padding included."""
     return (N_QUERIES + ROW_PADDING - 1) // ROW_PADDING * (ROW_PADDING // Q_TILE_SIZE)
@@ -147,8 +163,6 @@ def walk_of_tile(key_tile, tiles, Q_TILE_SIZE: gl.constexpr, IS_CAUSAL: gl.const
     """(first query tile, steps) of a key tile's walk over the `tiles` query tiles of a head."""
     first_tile = key_tile * (KEY_TILE // Q_TILE_SIZE)
     if IS_CAUSAL:
-        # No query may see the last keys, where there are more keys than queries: they visit the last tiles, in vain.
-        first_tile = min(first_tile, tiles - KEY_TILE // Q_TILE_SIZE)
         return first_tile, tiles - first_tile
     else:
         return first_tile % tiles, tiles
@@ -179,7 +193,7 @@ def _produce(
     Q_TILE_SIZE: gl.constexpr = Q_slots.shape[1]
     ROWS_LAYOUT: gl.constexpr = gl.BlockedLayout([Q_TILE_SIZE // 32], [32], [1], [0])
     key_tile, batch_head = tile_of_program(
-        gl.program_id(0), gl.num_programs(0), gl.cdiv(N_KEYS, KEY_TILE), HEADS_TOGETHER
+        gl.program_id(0), gl.num_programs(0), key_tiles(N_QUERIES, N_KEYS, IS_CAUSAL), HEADS_TOGETHER
     )
     batch, kv_head = batch_head // N_KV_HEADS, batch_head % N_KV_HEADS
     tiles = query_tiles(N_QUERIES, Q_TILE_SIZE)
@@ -302,7 +316,7 @@ def _consume(
     D_TILE: gl.constexpr = Q_slots.shape[2]
     MASKED_STEPS: gl.constexpr = KEY_TILE // Q_TILE_SIZE if IS_CAUSAL else 0
     key_tile, batch_head = tile_of_program(
-        gl.program_id(0), gl.num_programs(0), gl.cdiv(N_KEYS, KEY_TILE), HEADS_TOGETHER
+        gl.program_id(0), gl.num_programs(0), key_tiles(N_QUERIES, N_KEYS, IS_CAUSAL), HEADS_TOGETHER
     )
     first_key = key_tile * KEY_TILE
     tiles = query_tiles(N_QUERIES, Q_TILE_SIZE)
@@ -311,7 +325,7 @@ def _consume(
     dV = gl.zeros([CONSUMER_KEYS, D_TILE], gl.float32, _mma_layout(D_TILE))
 
     mbarrier.wait(kv_full.index(0), 0)
-    gl.thread_barrier()  # without it the compiler puts one where each step begins
+    meet_warps()  # without it the compiler puts one where each step begins
     for member in range(GROUP):
         head_row = (batch_head * GROUP + member) * tiles * Q_TILE_SIZE
         for j in range(MASKED_STEPS if WHOLE_KEY_TILES else steps):
@@ -349,7 +363,8 @@ def hopper_backward_kernel(
 ):  # fmt: skip
     """dK and dV (1, batch · kv_heads, keys, D), and all but the scale of dQ (1, 1, batch · heads · rows, D_TILE).
 
-    WHOLE_KEY_TILES: KEY_TILE divides N_KEYS. `rows` (batch · heads, 2, rows) holds L in base 2, and delta.
+    Keys that no query sees are neither read nor written. WHOLE_KEY_TILES: none of the others' tiles is ragged. `rows`
+    (batch · heads, 2, rows) holds L in base 2, and delta.
     """
     dtype: gl.constexpr = Q_desc.dtype
     Q_TILE_SIZE: gl.constexpr = Q_desc.block_shape[2]
@@ -423,6 +438,7 @@ class _Call(NamedTuple):
     width: int  # of a head tile
     query_tile: int
     num_rows: int  # of a head, padded
+    seen_keys: int  # of a head: the first so many, by a query; in whole tiles
     numbers: tuple[int | float, ...]
     constants: tuple[int | bool, ...]
     grad_k_shape: tuple[int, ...]
@@ -436,17 +452,19 @@ def _prepare(
     _, kv_heads, num_keys, _ = k_shape
     width, group = head_tile(head_dim), heads // kv_heads
     num_rows = -(-num_queries // ROW_PADDING.value) * ROW_PADDING.value
+    num_key_tiles = -(-(min(num_keys, num_queries) if is_causal else num_keys) // KEY_TILE.value)
     streamed_bytes = group * num_rows * width * (2 * bytes_per_element + 4)  # Q, dO, and dQ in float32
     heads_together = max(1, min(batch * kv_heads, L2_SHARE_BYTES // streamed_bytes))
     return _Call(
         preprocess_grid=(num_rows // LIGHT_ROWS * batch * heads, 1, 1),
-        grid=(-(-num_keys // KEY_TILE.value) * batch * kv_heads, 1, 1),
+        grid=(num_key_tiles * batch * kv_heads, 1, 1),
         convert_grid=(-(-num_queries // LIGHT_ROWS) * batch * heads, 1, 1),
         width=width,
         query_tile=QUERY_TILES[width],
         num_rows=num_rows,
+        seen_keys=num_key_tiles * KEY_TILE.value,
         numbers=(kv_heads, heads_together, num_queries, num_keys, scale * LOG2_E.value),
-        constants=(group, is_causal, num_keys % KEY_TILE.value == 0),
+        constants=(group, is_causal, num_key_tiles * KEY_TILE.value <= num_keys),
         grad_k_shape=(1, batch * kv_heads, num_keys, padded_dim),
     )
 
@@ -476,7 +494,15 @@ def hopper_backward(
     """
     q_shape, k_shape, head_dim = q.shape, k.shape, q.shape[-1]
     call = _prepare(q_shape, k_shape, padded_width(q), q.element_size(), is_causal, scale)
-    q, k, v, output, grad_output = readable(q), readable(k), readable(v), readable(output), readable(grad_output)
+    query_tile, key_tile = call.query_tile, KEY_TILE.value
+    inputs = input_descriptors(
+        q.data_ptr(), k.data_ptr(), v.data_ptr(), q_shape, k_shape, q.stride(), k.stride(), v.stride(), q.dtype,
+        query_tile, key_tile,
+    )  # fmt: skip
+    if inputs is None:
+        q, k, v = readable(q), readable(k), readable(v)
+        inputs = tile_descriptor(q, query_tile), tile_descriptor(k, key_tile), tile_descriptor(v, key_tile)
+    output, grad_output = readable(output), readable(grad_output)
     batch, heads, num_queries = lse.shape
 
     rows = lse.new_empty((batch * heads, 2, call.num_rows))
@@ -492,12 +518,12 @@ def hopper_backward(
     )  # fmt: skip
 
     grad_k, grad_v = k.new_empty(call.grad_k_shape), v.new_empty(call.grad_k_shape)
-    query_tile, key_tile = call.query_tile, KEY_TILE.value
+    for x in (grad_k, grad_v) if call.seen_keys < k_shape[2] else ():
+        x[:, :, call.seen_keys :] = 0
     _differentiate(
         call.grid,
         (
-            tile_descriptor(q, query_tile), tile_descriptor(k, key_tile), tile_descriptor(v, key_tile),
-            tile_descriptor(grad_output, query_tile), tile_descriptor(sums, HALF.value, HALF.value),
+            *inputs, tile_descriptor(grad_output, query_tile), tile_descriptor(sums, HALF.value, HALF.value),
             tile_descriptor(grad_k, CONSUMER_KEYS.value), tile_descriptor(grad_v, CONSUMER_KEYS.value),
             rows, *call.numbers,
         ),

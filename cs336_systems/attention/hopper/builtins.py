@@ -4,6 +4,7 @@
   rescale_rows      multiplies an accumulator by its rows' factors, if any of the warp's differs from 1
   tma_add           adds a tile into memory
   meet_consumers    a barrier of two warp groups
+  meet_warps        a barrier of the warps of one partition
 """
 
 from __future__ import annotations
@@ -92,3 +93,12 @@ def meet_consumers(BARRIER: gl.constexpr):
     gl.inline_asm_elementwise(
         f"bar.sync {BARRIER}, 256; mov.u32 $0, $1;", "=r,r", [gl.to_tensor(0)], dtype=gl.int32, is_pure=False, pack=1
     )  # fmt: skip
+
+
+@builtin
+def meet_warps(_semantic=None):
+    """The warps of a partition wait for each other, at the barrier that the compiler places too where it needs one.
+
+    Gluon has renamed this from `thread_barrier` in 3.6 to `barrier` in 3.7.
+    """
+    return _semantic.debug_barrier()

@@ -25,6 +25,7 @@ from cs336_systems.attention.triton.function import triton_attention
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, deterministic: bool, is_causal: bool, scale: float, config: str
 ) -> tuple[Tensor, Tensor]:
+    k, v = (_visible(x, q, is_causal) for x in (k, v))
     with _launch_device(q):
         return hopper_forward(q, k, v, is_causal, scale, config)
 
@@ -35,8 +36,23 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     if deterministic:
         return triton_attention.backward(q, k, v, output, lse, grad_output, grad_lse, is_causal, scale, "")
+    seen_k, seen_v = (_visible(x, q, is_causal) for x in (k, v))
     with _launch_device(q):
-        return hopper_backward(q, k, v, output, lse.contiguous(), grad_output, grad_lse, is_causal, scale, config)
+        grad_q, grad_k, grad_v = hopper_backward(
+            q, seen_k, seen_v, output, lse.contiguous(), grad_output, grad_lse, is_causal, scale, config
+        )
+    num_hidden = k.shape[2] - seen_k.shape[2]
+    if num_hidden:
+        grad_k, grad_v = (torch.nn.functional.pad(grad, (0, 0, 0, num_hidden)) for grad in (grad_k, grad_v))
+    return grad_q, grad_k, grad_v
+
+
+def _visible(x: Tensor, q: Tensor, is_causal: bool) -> Tensor:
+    """Keys or values x without those that come after all of q's queries.
+
+    The kernels would multiply them by probabilities of zero, which a NaN survives.
+    """
+    return x[:, :, : q.shape[2]] if is_causal and x.shape[2] > q.shape[2] else x
 
 
 def _launch_device(q: Tensor) -> AbstractContextManager[Any]:
