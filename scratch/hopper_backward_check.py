@@ -218,31 +218,6 @@ def milliseconds(call, repeats):
     return start.elapsed_time(stop) / repeats
 
 
-def variants():
-    """The schedule as it was in the first check beside the one of now: cs336_systems/attention/hopper/backward.py."""
-    import importlib.util
-    from pathlib import Path
-
-    spec = importlib.util.spec_from_file_location("before", Path(__file__).with_name("hopper_backward_before.py"))
-    before = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(before)
-    for batch, heads, length, dim, causal in (ROWS[0], ROWS[3], ROWS[4], ROWS[6], ROWS[7]):
-        q, k, v, do = inputs(batch, heads, heads, length, length, dim, torch.bfloat16)
-        o, lse = forward(q, k, v, causal)
-        arguments = (q, k, v, o, lse, do, None, causal, dim**-0.5, "")
-        flops = 10 * length * length * dim * heads * batch * (0.5 if causal else 1)
-        repeats = max(2, min(20, int(3e13 / flops)))
-        times = {"before": [], "now": []}
-        for round_ in range(8):
-            for name, call in (("before", before.hopper_backward), ("now", hopper_backward)):
-                elapsed = milliseconds(lambda: call(*arguments), repeats)
-                if round_:
-                    times[name].append(elapsed)
-        rates = {name: round(flops / statistics.median(x) / 1e9) for name, x in times.items()}
-        print(f"{batch},{heads},{length},{dim} {'causal' if causal else 'full'}: TFLOP/s {rates}", flush=True)
-    return True
-
-
 def timing():
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -309,7 +284,7 @@ def timing():
 GROUPS = {
     "lengths-64": lambda: lengths(64), "lengths-128": lambda: lengths(128), "unequal-64": lambda: unequal(64),
     "unequal-128": lambda: unequal(128), "shapes": shapes, "strides": strides, "hard": hard, "heads": many_heads,
-    "repeats": repeats, "time": timing, "variants": variants,
+    "repeats": repeats, "time": timing,
 }  # fmt: skip
 TIMEOUT_S = 70
 
@@ -322,8 +297,8 @@ def main():
     if arguments.group:
         random.seed(0)
         torch.use_deterministic_algorithms(True, warn_only=True)
-        torch.utils.deterministic.fill_uninitialized_memory = arguments.group not in ("time", "variants")  # new tensors are NaN
-        if arguments.group in ("time", "variants"):
+        torch.utils.deterministic.fill_uninitialized_memory = arguments.group != "time"  # new tensors are NaN
+        if arguments.group == "time":
             torch.use_deterministic_algorithms(False)
         else:
             assert torch.ones(1, device=DEVICE).new_empty(100_000).isnan().all(), "outputs are not poisoned"

@@ -27,10 +27,10 @@ of 64 queries at head dim 128, halves by rows of a tile of 128 queries at head d
 
 Which tiles: without a mask the walk starts at the program's own position and wraps around the end, so that programs
 that run at one time add to different rows of dQ. A causal one starts at the diagonal; keys behind the last query's
-have none. Tiles that the diagonal cuts are
-masked; where the last key tile is ragged every tile is, in a kernel of its own, because choosing at run time costs
-registers. (A key that does not exist scores 0, and its P = exp2(-L) may be inf.) Queries past the end have L = +inf,
-hence P = 0. TMA reads zeros past the end of a head and writes nothing there.
+have no program. Tiles that the diagonal cuts are masked; where the last key tile is ragged every tile is, in a kernel
+of its own, because choosing at run time costs registers. (A key that does not exist scores 0, and its P = exp2(-L) may
+be inf.) Queries past the end have L = +inf, hence P = 0. TMA reads zeros past the end of a head and writes nothing
+there.
 
 Sums: dK and dV over the queries, and over the query heads of a group, are one program's, in one order, and so
 bit-reproducible. dQ's over the key tiles come in any order: its last bits vary.
@@ -59,7 +59,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from cs336_systems.attention.hopper.builtins import meet_consumers, meet_warps, tma_add
-from cs336_systems.attention.hopper.descriptors import CachedKernel, padded_width, readable, tile_descriptor
+from cs336_systems.attention.hopper.descriptors import (
+    CachedKernel,
+    input_descriptors,
+    padded_width,
+    readable,
+    tile_descriptor,
+)
 from cs336_systems.attention.tiles import head_tile
 from cs336_systems.attention.triton.steps import L2_SHARE_BYTES, LOG2_E
 
@@ -488,7 +494,15 @@ def hopper_backward(
     """
     q_shape, k_shape, head_dim = q.shape, k.shape, q.shape[-1]
     call = _prepare(q_shape, k_shape, padded_width(q), q.element_size(), is_causal, scale)
-    q, k, v, output, grad_output = readable(q), readable(k), readable(v), readable(output), readable(grad_output)
+    query_tile, key_tile = call.query_tile, KEY_TILE.value
+    inputs = input_descriptors(
+        q.data_ptr(), k.data_ptr(), v.data_ptr(), q_shape, k_shape, q.stride(), k.stride(), v.stride(), q.dtype,
+        query_tile, key_tile,
+    )  # fmt: skip
+    if inputs is None:
+        q, k, v = readable(q), readable(k), readable(v)
+        inputs = tile_descriptor(q, query_tile), tile_descriptor(k, key_tile), tile_descriptor(v, key_tile)
+    output, grad_output = readable(output), readable(grad_output)
     batch, heads, num_queries = lse.shape
 
     rows = lse.new_empty((batch * heads, 2, call.num_rows))
@@ -506,12 +520,10 @@ def hopper_backward(
     grad_k, grad_v = k.new_empty(call.grad_k_shape), v.new_empty(call.grad_k_shape)
     for x in (grad_k, grad_v) if call.seen_keys < k_shape[2] else ():
         x[:, :, call.seen_keys :] = 0
-    query_tile, key_tile = call.query_tile, KEY_TILE.value
     _differentiate(
         call.grid,
         (
-            tile_descriptor(q, query_tile), tile_descriptor(k, key_tile), tile_descriptor(v, key_tile),
-            tile_descriptor(grad_output, query_tile), tile_descriptor(sums, HALF.value, HALF.value),
+            *inputs, tile_descriptor(grad_output, query_tile), tile_descriptor(sums, HALF.value, HALF.value),
             tile_descriptor(grad_k, CONSUMER_KEYS.value), tile_descriptor(grad_v, CONSUMER_KEYS.value),
             rows, *call.numbers,
         ),
