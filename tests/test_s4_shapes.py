@@ -23,9 +23,11 @@ from cs336_systems.experiments.s4_shapes import (
 )
 from cs336_systems.report.answers import answer
 from cs336_systems.report.frames import load_frame
+from cs336_systems.report.headline import headline
 from cs336_systems.report.plots import plots
 from cs336_systems.report.tables import sections
 from tests.shape_records import shape_records
+from tests.test_report import leaderboard_records
 
 HANDOUT = RunConfig(scale="handout", device="cuda")
 SMOKE = RunConfig(scale="smoke", device="cpu")
@@ -142,3 +144,16 @@ def test_a_figure_a_mode_shows_rates_of_every_shape(mode):
     assert set(plot.data["x"]) == {"1×16×\n16K×64\ncausal", "1×64×\n8K×128\nfull", "1×8×\n1K×64\ncausal"}
     rates = plot.data[(plot.data["series"] == "triton") & plot.data["drawn"]]["y"]
     assert len(rates) == 3 and (rates > 1).all()
+
+
+def test_headlines_have_a_line_for_each_of_our_kernels():
+    rows = leaderboard_records()
+    ours = next(row for row in rows if row.implementation == "triton")
+    rows.append(replace(ours, implementation="hopper", samples=[3.9, 4.0, 4.1]))
+    frame = load_frame(rows)
+    text = headline({"leaderboard_2025": frame})
+    assert "| triton | 321 | 6.000 (5.70–6.30) |" in text and "| hopper | 481 | 4.000 (3.95–4.05) |" in text
+    assert "15.0× | 0.833×" in text and "22.5× | 1.25×" in text
+    said = answer("leaderboard_2025", frame)
+    assert "hopper forward + backward takes 4.000 ms (481 TFLOP/s), place 1 of the 4 that ran." in said
+    assert "sdpa_cudnn with 5.000 ms: triton has 0.833× its speed and hopper has 1.25× its speed." in said
