@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from cs336_systems import device
-from cs336_systems.device import DeviceInfo
+from cs336_systems.device import DeviceInfo, hopper_refusal
 
 ALL_OK = dict.fromkeys(device.BACKENDS, "ok")
 NO_TRITON = ALL_OK | {"triton": "triton is not installed"}
@@ -575,3 +575,17 @@ def test_auto_takes_hopper_where_the_table_says_so(
     assert chosen == name
     if name == "hopper":
         assert re.fullmatch(r"hopper is the fastest of ours at head_dim (64 from 1024|128 from 4096) tokens on", why)
+
+
+def test_the_hopper_refusal_can_be_traced() -> None:
+    """The capability reaches a compiled function as a constant; PyTorch 2.11 cannot compare such tuples by !=."""
+
+    @torch.compiler.assume_constant_result
+    def capability() -> tuple[int, int]:
+        return 9, 0
+
+    def double(x: torch.Tensor) -> torch.Tensor:
+        return x * 2 if hopper_refusal("cuda", capability(), "bfloat16", 64, "dense") is None else x
+
+    compiled = torch.compile(double, fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(torch.ones(2)), torch.full((2,), 2.0))
