@@ -402,7 +402,8 @@ def hopper_refusal(
         return HOPPER_LAYOUTS[layout]
     if device_kind != "cuda":
         return f"hopper kernels run on CUDA devices, and the inputs are on {device_kind}"
-    if not (compute_capability == HOPPER_CAPABILITY):  # torch.compile of PyTorch 2.11 cannot trace != of tuples
+    is_hopper = compute_capability == HOPPER_CAPABILITY  # torch.compile of PyTorch 2.11 cannot trace != of tuples
+    if not is_hopper:
         has = "unknown" if compute_capability is None else _dotted(compute_capability)
         return f"hopper needs compute capability 9.0, and the inputs' GPU has {has}"
     if dtype not in HOPPER_DTYPES:
