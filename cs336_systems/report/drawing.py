@@ -24,6 +24,7 @@ STATUS_WORDS = {"oom": "OOM", "ok": "interpreter"}  # ok and yet not drawn: an i
 ROW_HEIGHT = 0.062  # of a panel, for one row of crosses at its foot
 MOST_LABELLED_TICKS = 6
 LONGEST_BAR = 8  # times the shortest; longer ones are cut
+MANY_BARS = 40  # in a panel: beyond, the values above them stand upright
 
 
 def _draw_lines(axes: Axes, plot: Plot, data: pd.DataFrame) -> None:
@@ -78,7 +79,10 @@ def _draw_bars(axes: Axes, plot: Plot, data: pd.DataFrame) -> None:
             if row.low == row.low:  # not NaN
                 axes.errorbar(place, row.y, yerr=[[row.y - row.low], [row.high - row.y]], color="#444444", capsize=2)
             top = row.high if row.high == row.high else row.y
-            axes.annotate(number(row.y, 3), (place, top), (0, 3), textcoords="offset points", ha="center", fontsize=7.5)
+            axes.annotate(
+                number(row.y, 3), (place, top), (0, 3), textcoords="offset points", ha="center", fontsize=7.5,
+                rotation=90 if len(data) > MANY_BARS else 0,
+            )  # fmt: skip
         else:
             foot = (place, 0.02)
             axes.text(
