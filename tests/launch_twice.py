@@ -21,6 +21,7 @@ from cs336_systems.attention.compilation import _OfflineDriver
 from cs336_systems.attention.tiles import KernelConfig
 from cs336_systems.attention.triton.backward import launch_backward
 from cs336_systems.attention.triton.forward import launch_forward
+from cs336_systems.attention.triton.launcher import layout_of
 
 SCALE = 0.125
 classified: list[str] = []
@@ -46,6 +47,7 @@ def record_launches() -> None:
         def launch(*arguments: Any) -> None:
             name, (*grid, _), kernel_arguments = compiled.metadata.name, arguments[:4], arguments[9:]
             line = {"kernel": name, "grid": grid, "classified": bool(classified), "hash": compiled.hash}
+            line["bindable"] = layout_of(compiled) is not None
             classified.clear()
             print(json.dumps(line | {"arguments": [show(argument) for argument in kernel_arguments]}), flush=True)
 

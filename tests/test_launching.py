@@ -64,6 +64,15 @@ def test_another_scale_reaches_the_kernel(launches):
     assert first["arguments"][0] == second["arguments"][0]
 
 
+def test_every_kernel_can_be_launched_by_the_driver_alone(launches):
+    """Its parameters are those that its PTX declares: another version of Triton may pass others."""
+    assert {launch["kernel"] for launch in launches if launch["bindable"]} == {
+        "flash_forward_kernel", "flash_backward_preprocess_kernel", "flash_backward_dkdv_kernel",
+        "flash_backward_dq_kernel",
+    }  # fmt: skip
+    assert all(launch["bindable"] for launch in launches)
+
+
 @pytest.mark.gpu
 def test_aligned_and_shifted_inputs_by_turns():
     """Equal shapes and strides; the second launch of each is found by numbers."""

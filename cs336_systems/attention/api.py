@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from torch.autograd import forward_ad
+from torch.nn import Parameter
 
 from cs336_systems.attention.compiled import compiled_reference
 from cs336_systems.attention.masks import BlockMask
@@ -24,6 +26,7 @@ from cs336_systems.attention.reference import attention_reference
 from cs336_systems.attention.tiled import tiled_backward, tiled_forward
 from cs336_systems.attention.tiles import AttentionConfig
 from cs336_systems.attention.validation import (
+    autocast_kind,
     check_attention_inputs,
     check_block_mask,
     check_flags,
@@ -84,6 +87,14 @@ def flash_attention(
         NotImplementedError: an input carries a forward-mode tangent.
     Source: FlashAttention-2 (Dao 2023).
     """
+    flags = (is_causal, enable_gqa, return_lse, False if deterministic is None else deterministic)
+    if block_mask is None and config is None and _is_usual(q, k, v, flags, scale, backend):
+        chosen, factor = _check_once(
+            q.shape, k.shape, v.shape, q.dtype, q.device, enable_gqa, scale, backend, interpreter_is_on()
+        )
+        if chosen in ("triton", "hopper"):
+            output, lse = _attend(q, k, v, is_causal, factor, deterministic, chosen, "")
+            return (output, lse) if return_lse else output
     check_flags(is_causal=is_causal, enable_gqa=enable_gqa, return_lse=return_lse)
     q, k, v = to_autocast_dtype(q), to_autocast_dtype(k), to_autocast_dtype(v)
     check_attention_inputs(q, k, v, enable_gqa=enable_gqa)
@@ -91,8 +102,7 @@ def flash_attention(
     layout: AttentionLayout = "dense" if block_mask is None else "block_mask"
     backend, _ = explain_backend(q, k, backend=backend, layout=layout)
     check_config(config, backend)
-    if not (deterministic is None or isinstance(deterministic, bool)):
-        raise TypeError(f"deterministic must be a bool or None, got {type(deterministic).__name__}")
+    _check_deterministic(deterministic)
     if block_mask is not None:
         check_block_mask(block_mask, q, k, is_causal=is_causal, backend=backend)
     if backend in ("tiled", "triton", "hopper"):
@@ -117,23 +127,73 @@ def flash_attention(
             output, lse = tiled_attention(q, k, v, is_causal, scale, names)
         else:
             output, lse = tiled_masked_attention(q, k, v, block_mask.to_dense(), False, scale, names)
-    elif backend == "hopper":
+    elif block_mask is None or backend == "hopper":
+        output, lse = _attend(q, k, v, is_causal, scale, deterministic, backend, names)
+    else:
+        from cs336_systems.attention.triton.function import TileLists, block_sparse_attention
+
+        lists = [getattr(block_mask, name) for name in TileLists._fields]
+        output, lse = block_sparse_attention(q, k, v, *lists, False, scale, names)
+    if len(leading) != 1:
+        output, lse = output.reshape(*leading, *output.shape[1:]), lse.reshape(*leading, *lse.shape[1:])
+    return (output, lse) if return_lse else output
+
+
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, deterministic: bool | None, backend: str,
+    config: str,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """(output, lse) of the `triton` or `hopper` kernels for tensors of four dimensions."""
+    if backend == "hopper":
         from cs336_systems.attention.hopper.function import hopper_attention
 
         if deterministic is None:
             deterministic = torch.are_deterministic_algorithms_enabled()
-        output, lse = hopper_attention(q, k, v, deterministic, is_causal, scale, names)
-    else:
-        from cs336_systems.attention.triton.function import TileLists, block_sparse_attention, triton_attention
+        return hopper_attention(q, k, v, deterministic, is_causal, scale, config)
+    from cs336_systems.attention.triton.function import triton_attention
 
-        if block_mask is None:
-            output, lse = triton_attention(q, k, v, is_causal, scale, names)
-        else:
-            lists = [getattr(block_mask, name) for name in TileLists._fields]
-            output, lse = block_sparse_attention(q, k, v, *lists, False, scale, names)
-    if len(leading) != 1:
-        output, lse = output.reshape(*leading, *output.shape[1:]), lse.reshape(*leading, *lse.shape[1:])
-    return (output, lse) if return_lse else output
+    return triton_attention(q, k, v, is_causal, scale, config)
+
+
+def _is_usual(
+    q: Tensor, k: Tensor, v: Tensor, flags: tuple[bool, ...], scale: float | None, backend: str
+) -> bool:  # fmt: skip
+    """Whether `_check_once` checks all that there is to check, and nothing has to be cast or reshaped.
+
+    Short sequences wait for the host, so what facts decide is decided once. Compilers trace the whole of it.
+    """
+    if torch.compiler.is_compiling() or forward_ad._current_level >= 0:
+        return False
+    for x in (q, k, v):
+        if type(x) not in (Tensor, Parameter) or x.layout is not torch.strided or x.is_nested or x.ndim != 4:
+            return False
+    for flag in flags:
+        if type(flag) is not bool:
+            return False
+    if not (scale is None or type(scale) is float) or type(backend) is not str:
+        return False
+    if not (q.dtype == k.dtype == v.dtype and q.device == k.device == v.device):
+        return False
+    kind = autocast_kind(q)
+    return kind is not None and not torch.is_autocast_enabled(kind)
+
+
+@lru_cache(maxsize=4096)
+def _check_once(
+    q_shape: torch.Size, k_shape: torch.Size, v_shape: torch.Size, dtype: torch.dtype, device: torch.device,
+    enable_gqa: bool, scale: float | None, backend: str, interpreter: bool,
+) -> tuple[str, float]:  # fmt: skip
+    """(back end, scale) of a usual call; raises what `flash_attention` raises."""
+    q, k, v = (torch.empty(shape, dtype=dtype, device="meta") for shape in (q_shape, k_shape, v_shape))
+    check_attention_inputs(q, k, v, enable_gqa=enable_gqa)
+    scale = resolve_scale(scale, q_shape[-1])
+    name, _ = _select_once(device, dtype, q_shape[-1], q_shape[-2], k_shape[-2], backend, "dense", interpreter)
+    return name, scale
+
+
+def _check_deterministic(deterministic: bool | None) -> None:
+    if not (deterministic is None or isinstance(deterministic, bool)):
+        raise TypeError(f"deterministic must be a bool or None, got {type(deterministic).__name__}")
 
 
 def check_config(config: AttentionConfig | None, backend: str) -> None:

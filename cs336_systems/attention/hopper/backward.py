@@ -61,13 +61,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from cs336_systems.attention.hopper.builtins import meet_consumers, meet_warps, tma_add
 from cs336_systems.attention.hopper.descriptors import (
     CachedKernel,
-    input_descriptors,
-    padded_width,
     readable,
+    strides_are_readable,
     tile_descriptor,
 )
 from cs336_systems.attention.tiles import head_tile
+from cs336_systems.attention.tiles.config import TMA_ALIGNMENT_BYTES
+from cs336_systems.attention.triton.launcher import KEPT_SHAPES, KeptLaunches, Launched
 from cs336_systems.attention.triton.steps import L2_SHARE_BYTES, LOG2_E
+from cs336_systems.profiling.stages import stage
 
 KEY_TILE = gl.constexpr(128)  # the two consumers' 64 rows of a wgmma each
 CONSUMER_KEYS = gl.constexpr(64)
@@ -430,48 +432,67 @@ _convert = CachedKernel(hopper_backward_convert_kernel)
 
 
 class _Call(NamedTuple):
-    """What shapes decide of the three launches; found again in one step, as short calls wait for the host."""
+    """What shapes and strides decide of the three launches, found again in one step: short calls wait for the host."""
 
     preprocess_grid: tuple[int, int, int]
+    preprocess_numbers: tuple[int, ...]
     grid: tuple[int, int, int]
+    numbers: tuple[int | float, ...]
+    constants: tuple[int | bool, ...]
     convert_grid: tuple[int, int, int]
     width: int  # of a head tile
     query_tile: int
     num_rows: int  # of a head, padded
     seen_keys: int  # of a head: the first so many, by a query; in whole tiles
-    numbers: tuple[int | float, ...]
-    constants: tuple[int | bool, ...]
-    grad_k_shape: tuple[int, ...]
+    grad_q_strides: tuple[int, ...]
+    grad_k_strides: tuple[int, ...]
+    rows_shape: tuple[int, ...]
+    sums_shape: tuple[int, ...]
+    is_readable: bool  # by TMA, if the tensors start at multiples of 16 bytes
+    launches: KeptLaunches
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=KEPT_SHAPES)
 def _prepare(
-    q_shape: torch.Size, k_shape: torch.Size, padded_dim: int, bytes_per_element: int, is_causal: bool, scale: float
-) -> _Call:
+    q_shape: torch.Size, k_shape: torch.Size, q_strides: tuple[int, ...], k_strides: tuple[int, ...],
+    v_strides: tuple[int, ...], output_strides: tuple[int, ...], grad_strides: tuple[int, ...], dtype: torch.dtype,
+    device: torch.device, is_causal: bool, scale: float, has_grad_lse: bool,
+) -> _Call:  # fmt: skip
     batch, heads, num_queries, head_dim = q_shape
     _, kv_heads, num_keys, _ = k_shape
     width, group = head_tile(head_dim), heads // kv_heads
     num_rows = -(-num_queries // ROW_PADDING.value) * ROW_PADDING.value
     num_key_tiles = -(-(min(num_keys, num_queries) if is_causal else num_keys) // KEY_TILE.value)
-    streamed_bytes = group * num_rows * width * (2 * bytes_per_element + 4)  # Q, dO, and dQ in float32
+    streamed_bytes = group * num_rows * width * (2 * dtype.itemsize + 4)  # Q, dO, and dQ in float32
     heads_together = max(1, min(batch * kv_heads, L2_SHARE_BYTES // streamed_bytes))
+    operands = (
+        (q_shape, q_strides), (k_shape, k_strides), (k_shape, v_strides), (q_shape, output_strides),
+        (q_shape, grad_strides),
+    )  # fmt: skip
     return _Call(
         preprocess_grid=(num_rows // LIGHT_ROWS * batch * heads, 1, 1),
+        preprocess_numbers=(
+            *_in_chunks(q_shape, output_strides), *_in_chunks(q_shape, grad_strides), heads, num_queries, num_rows
+        ),
         grid=(num_key_tiles * batch * kv_heads, 1, 1),
+        numbers=(kv_heads, heads_together, num_queries, num_keys, scale * LOG2_E.value),
+        constants=(group, is_causal, num_key_tiles * KEY_TILE.value <= num_keys),
         convert_grid=(-(-num_queries // LIGHT_ROWS) * batch * heads, 1, 1),
         width=width,
         query_tile=QUERY_TILES[width],
         num_rows=num_rows,
         seen_keys=num_key_tiles * KEY_TILE.value,
-        numbers=(kv_heads, heads_together, num_queries, num_keys, scale * LOG2_E.value),
-        constants=(group, is_causal, num_key_tiles * KEY_TILE.value <= num_keys),
-        grad_k_shape=(1, batch * kv_heads, num_keys, padded_dim),
-    )
+        grad_q_strides=(heads * num_queries * head_dim, num_queries * head_dim, head_dim, 1),
+        grad_k_strides=(kv_heads * num_keys * head_dim, num_keys * head_dim, head_dim, 1),
+        rows_shape=(batch * heads, 2, num_rows),
+        sums_shape=(1, 1, batch * heads * num_rows, width),
+        is_readable=all(strides_are_readable(shape, strides, dtype) for shape, strides in operands),
+        launches=KeptLaunches(),
+    )  # fmt: skip
 
 
-@lru_cache(maxsize=4096)
-def _strides_in_chunks(shape: torch.Size, strides: tuple[int, ...]) -> tuple[int, ...]:
-    """Of batch, heads and rows; a dimension of one element is not strided over."""
+def _in_chunks(shape: torch.Size, strides: tuple[int, ...]) -> tuple[int, ...]:
+    """The strides of batch, heads and rows; a dimension of one element is not strided over."""
     return tuple(stride // CHUNK.value if size > 1 else 0 for stride, size in zip(strides[:3], shape))
 
 
@@ -492,47 +513,53 @@ def hopper_backward(
     `lse` is contiguous, the others have any strides, and what TMA cannot read is copied first. dK and dV are
     bit-reproducible, dQ is not. `config` is not looked at: there is one schedule for a head dim.
     """
-    q_shape, k_shape, head_dim = q.shape, k.shape, q.shape[-1]
-    call = _prepare(q_shape, k_shape, padded_width(q), q.element_size(), is_causal, scale)
-    query_tile, key_tile = call.query_tile, KEY_TILE.value
-    inputs = input_descriptors(
-        q.data_ptr(), k.data_ptr(), v.data_ptr(), q_shape, k_shape, q.stride(), k.stride(), v.stride(), q.dtype,
-        query_tile, key_tile,
+    shape, k_shape, dtype, device = q.shape, k.shape, q.dtype, q.device
+    call = _prepare(
+        shape, k_shape, q.stride(), k.stride(), v.stride(), output.stride(), grad_output.stride(), dtype, device,
+        is_causal, scale, grad_lse is not None,
     )  # fmt: skip
-    if inputs is None:
-        q, k, v = readable(q), readable(k), readable(v)
-        inputs = tile_descriptor(q, query_tile), tile_descriptor(k, key_tile), tile_descriptor(v, key_tile)
-    output, grad_output = readable(output), readable(grad_output)
-    batch, heads, num_queries = lse.shape
+    inputs = q.data_ptr(), k.data_ptr(), v.data_ptr(), output.data_ptr(), grad_output.data_ptr()
+    if not call.is_readable or (inputs[0] | inputs[1] | inputs[2] | inputs[3] | inputs[4]) % TMA_ALIGNMENT_BYTES:
+        grad_q, grad_k, grad_v = hopper_backward(
+            readable(q), readable(k), readable(v), readable(output), lse, readable(grad_output), grad_lse, is_causal,
+            scale, config,
+        )  # fmt: skip
+        if grad_q.shape != shape:  # head_dim was padded
+            grad_q, grad_k, grad_v = (x[..., : shape[-1]].contiguous() for x in (grad_q, grad_k, grad_v))
+        return grad_q, grad_k, grad_v
+    has_grad_lse = grad_lse is not None
+    grad_lse = lse if grad_lse is None else grad_lse.contiguous()
+    grad_q = q.new_empty_strided(shape, call.grad_q_strides)
+    grad_k = k.new_empty_strided(k_shape, call.grad_k_strides)
+    grad_v = k.new_empty_strided(k_shape, call.grad_k_strides)
+    rows, sums = lse.new_empty(call.rows_shape), lse.new_empty(call.sums_shape)
+    if call.seen_keys < k_shape[2]:
+        for x in (grad_k, grad_v):
+            x[:, :, call.seen_keys :] = 0
 
-    rows = lse.new_empty((batch * heads, 2, call.num_rows))
-    sums = lse.new_empty((1, 1, batch * heads * call.num_rows, call.width))
-    _preprocess(
-        call.preprocess_grid,
-        (
-            output, grad_output, lse, lse if grad_lse is None else grad_lse.contiguous(), rows, sums,
-            *_strides_in_chunks(output.shape, output.stride()),
-            *_strides_in_chunks(grad_output.shape, grad_output.stride()), heads, num_queries, call.num_rows,
-        ),
-        (grad_lse is not None, head_dim, call.width, LIGHT_ROWS), q.dtype,
-    )  # fmt: skip
+    def launch() -> list[Launched | None]:
+        head_dim, query_tile, key_tile = shape[-1], call.query_tile, KEY_TILE.value
+        heads_of_k = (1, k_shape[0] * k_shape[1], *k_shape[2:])  # of dK and dV: programs count batch and heads as one
+        tiles = [
+            tile_descriptor(q, query_tile), tile_descriptor(k, key_tile), tile_descriptor(v, key_tile),
+            tile_descriptor(grad_output, query_tile), tile_descriptor(sums, HALF.value, HALF.value),
+            *(tile_descriptor(x.view(heads_of_k), CONSUMER_KEYS.value) for x in (grad_k, grad_v)),
+        ]  # fmt: skip
+        with stage("preprocess"):
+            first = _preprocess(
+                call.preprocess_grid,
+                (output, grad_output, lse, grad_lse, rows, sums, *call.preprocess_numbers),
+                (has_grad_lse, head_dim, call.width, LIGHT_ROWS), dtype,
+            )  # fmt: skip
+        with stage("dkv"):  # and dQ's sums
+            second = _differentiate(call.grid, (*tiles, rows, *call.numbers), call.constants, dtype)
+        with stage("dq"):
+            third = _convert(
+                call.convert_grid, (sums, grad_q, shape[2], call.num_rows, scale),
+                (head_dim, call.width, LIGHT_ROWS), dtype,
+            )  # fmt: skip
+        return [first, second, third]
 
-    grad_k, grad_v = k.new_empty(call.grad_k_shape), v.new_empty(call.grad_k_shape)
-    for x in (grad_k, grad_v) if call.seen_keys < k_shape[2] else ():
-        x[:, :, call.seen_keys :] = 0
-    _differentiate(
-        call.grid,
-        (
-            *inputs, tile_descriptor(grad_output, query_tile), tile_descriptor(sums, HALF.value, HALF.value),
-            tile_descriptor(grad_k, CONSUMER_KEYS.value), tile_descriptor(grad_v, CONSUMER_KEYS.value),
-            rows, *call.numbers,
-        ),
-        call.constants, q.dtype,
-    )  # fmt: skip
-
-    grad_q = q.new_empty(q_shape)
-    numbers = (num_queries, call.num_rows, scale)
-    _convert(call.convert_grid, (sums, grad_q, *numbers), (head_dim, call.width, LIGHT_ROWS), q.dtype)
-    if call.grad_k_shape[-1] != head_dim:
-        grad_k, grad_v = grad_k[..., :head_dim].contiguous(), grad_v[..., :head_dim].contiguous()
-    return grad_q, grad_k.view(k_shape), grad_v.view(k_shape)
+    results = grad_q.data_ptr(), grad_k.data_ptr(), grad_v.data_ptr(), rows.data_ptr(), sums.data_ptr()
+    call.launches(device, (*inputs, lse.data_ptr(), grad_lse.data_ptr(), *results), launch)
+    return grad_q, grad_k, grad_v

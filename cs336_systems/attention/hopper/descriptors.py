@@ -1,12 +1,12 @@
-"""What the copy engine (TMA) is told about a tensor, and launches that do not pay for telling it twice.
+"""What the copy engine (TMA) is told about a tensor, and calls that do not pay for telling it twice.
 
 Kernels here read and write (batch, heads, rows, head_dim) tensors through descriptors of rank 4. The engine then counts
 rows within a head: rows past the end arrive as zeros and are not written, and nothing runs over into the next head.
 Columns past head_dim are treated alike, so a head of 40 or 96 takes the kernels for 64 or 128.
 
-A descriptor says nothing but address, shape, strides and tile. It is kept under these, without the tensor, whose
-memory it must not hold; memory that the allocator hands out again finds it again. `CachedKernel` keeps compiled
-kernels likewise. To build four descriptors and bind the arguments takes Triton longer than a short call may take.
+A descriptor says nothing but address, shape, strides and tile: it holds no tensor's memory. To encode four of them
+and to bind the arguments takes Triton longer than a short call may take: the callers keep what they launched
+(`triton.launcher.KeptLaunches`), and `CachedKernel` keeps what was compiled.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.driver import driver
 
-from cs336_systems.attention.tiles.config import TMA_ALIGNMENT_BYTES, head_tile
-from cs336_systems.attention.triton.descriptors import describable
+from cs336_systems.attention.tiles.config import TMA_ALIGNMENT_BYTES, head_tile, tma_reads_rows
+from cs336_systems.attention.triton.descriptors import strides_are_describable
+from cs336_systems.attention.triton.launcher import KEPT_SHAPES, Launched
 
 ELEMENT_TYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
-# A call of forward and backward has about 15; a model's layers have addresses of their own.
-KEPT_DESCRIPTORS = 8192
+NUM_WARPS = 4  # of a kernel, before it specialises further ones
 
 
 def readable(x: Tensor) -> Tensor:
@@ -34,7 +34,7 @@ def readable(x: Tensor) -> Tensor:
 
     Expanded dimensions (stride 0, such as the gradient of a sum) and transposed ones are what is copied.
     """
-    if x.data_ptr() % TMA_ALIGNMENT_BYTES == 0 and _strides_are_readable(x.shape, x.stride(), x.dtype):
+    if x.data_ptr() % TMA_ALIGNMENT_BYTES == 0 and strides_are_readable(x.shape, x.stride(), x.dtype):
         return x
     width = padded_width(x)
     if width == x.shape[-1]:
@@ -44,9 +44,11 @@ def readable(x: Tensor) -> Tensor:
     return padded
 
 
-@lru_cache(maxsize=KEPT_DESCRIPTORS)
-def _strides_are_readable(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> bool:
-    return describable(torch.empty_strided(shape, strides, dtype=dtype, device="meta"))
+@lru_cache(maxsize=KEPT_SHAPES)
+def strides_are_readable(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> bool:
+    """Whether TMA can read such a tensor where it starts at a multiple of 16 bytes, and write a contiguous one."""
+    width = dtype.itemsize
+    return tma_reads_rows(shape[-1], width) and strides_are_describable(shape, strides, width)
 
 
 def padded_width(x: Tensor) -> int:
@@ -64,29 +66,6 @@ def tile_descriptor(x: Tensor, rows: int, columns: int | None = None) -> TensorD
     return _descriptor(x.data_ptr(), x.dtype, x.shape, x.stride(), rows, columns)
 
 
-@lru_cache(maxsize=KEPT_DESCRIPTORS)
-def input_descriptors(
-    q_address: int, k_address: int, v_address: int,
-    q_shape: tuple[int, ...], k_shape: tuple[int, ...],
-    q_strides: tuple[int, ...], k_strides: tuple[int, ...], v_strides: tuple[int, ...],
-    dtype: torch.dtype, query_rows: int, key_rows: int,
-) -> tuple[TensorDescriptor, ...] | None:  # fmt: skip
-    """The descriptors of q, k and v, found in one step; None if TMA cannot read one of them as it is."""
-    columns = head_tile(q_shape[-1])
-    operands = (
-        (q_address, q_shape, q_strides, query_rows),
-        (k_address, k_shape, k_strides, key_rows),
-        (v_address, k_shape, v_strides, key_rows),
-    )
-    if any(address % TMA_ALIGNMENT_BYTES for address, *_ in operands):
-        return None
-    if not all(_strides_are_readable(shape, strides, dtype) for _, shape, strides, _ in operands):
-        return None
-    return tuple(
-        _descriptor(address, dtype, shape, strides, rows, columns) for address, shape, strides, rows in operands
-    )
-
-
 class _Address(NamedTuple):
     """What a descriptor wants of a tensor, without its memory."""
 
@@ -97,7 +76,6 @@ class _Address(NamedTuple):
         return self.address
 
 
-@lru_cache(maxsize=KEPT_DESCRIPTORS)
 def _descriptor(
     address: int, dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...], rows: int, columns: int
 ) -> TensorDescriptor:
@@ -127,16 +105,20 @@ class CachedKernel:
 
     def __call__(
         self, grid: tuple[int, int, int], arguments: tuple[Any, ...], constants: tuple[Hashable, ...],
-        dtype: torch.dtype, num_warps: int = 4,
-    ) -> None:  # fmt: skip
-        """`kernel[grid](*arguments, *constants)` on the current device and stream; descriptors are of `dtype`."""
+        dtype: torch.dtype,
+    ) -> Launched | None:  # fmt: skip
+        """`kernel[grid](*arguments, *constants)` on the current device and stream; descriptors are of `dtype`.
+
+        None if somebody watches the compilation and stops there.
+        """
         # The tiles of the descriptors are types of the kernel, as constants are: another tile is another kernel.
         tiles = tuple([tuple(x.block_shape) for x in arguments if type(x) is TensorDescriptor])
-        key = (driver.active.get_current_device(), dtype, num_warps, constants, tiles)
+        key = (driver.active.get_current_device(), dtype, constants, tiles)
         compiled = self._compiled.get(key)
         if compiled is None:
-            compiled = self._kernel.warmup(*arguments, *constants, grid=grid, num_warps=num_warps)
-            if compiled is None:  # somebody watches the compilation and stops there
-                return
+            compiled = self._kernel.warmup(*arguments, *constants, grid=grid, num_warps=NUM_WARPS)
+            if compiled is None:
+                return None
             self._compiled[key] = compiled
         compiled[grid](*arguments, *constants)
+        return Launched(compiled, grid, arguments)

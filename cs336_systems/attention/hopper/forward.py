@@ -45,9 +45,17 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.core import _aggregate as aggregate
 
 from cs336_systems.attention.hopper.builtins import rescale_rows, warp_fence
-from cs336_systems.attention.hopper.descriptors import CachedKernel, input_descriptors, readable, tile_descriptor
+from cs336_systems.attention.hopper.descriptors import (
+    CachedKernel,
+    readable,
+    strides_are_readable,
+    tile_descriptor,
+)
 from cs336_systems.attention.hopper.schedule import CONSUMER_ROWS, KernelPlan, plan_forward
+from cs336_systems.attention.tiles.config import TMA_ALIGNMENT_BYTES
+from cs336_systems.attention.triton.launcher import KEPT_SHAPES, KeptLaunches, Launched
 from cs336_systems.attention.triton.steps import LN_2, LOG2_E, LOWEST
+from cs336_systems.profiling.stages import stage
 
 ROWS = gl.constexpr(CONSUMER_ROWS)  # of a consumer: what one wgmma of a warp group computes
 # How far, in base 2, a score may exceed the running maximum before that is raised. P is then up to 2^8, which float16
@@ -475,18 +483,23 @@ _kernel = CachedKernel(hopper_forward_kernel)
 
 
 class _Call(NamedTuple):
-    """What shapes decide of a launch; found again in one step, as short calls wait for the host."""
+    """What shapes and strides decide of a launch; found again in one step, as short calls wait for the host."""
 
     grid: tuple[int, int, int]
     numbers: tuple[int | float, ...]
     plan: KernelPlan
     key_tile: int
+    output_strides: tuple[int, ...]
+    lse_strides: tuple[int, ...]
+    is_readable: bool  # by TMA, if the tensors start at multiples of 16 bytes
+    launches: KeptLaunches
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=KEPT_SHAPES)
 def _prepare(
-    q_shape: torch.Size, k_shape: torch.Size, device: torch.device, is_causal: bool, scale: float, config: str
-) -> _Call:
+    q_shape: torch.Size, k_shape: torch.Size, q_strides: tuple[int, ...], k_strides: tuple[int, ...],
+    v_strides: tuple[int, ...], dtype: torch.dtype, device: torch.device, is_causal: bool, scale: float, config: str,
+) -> _Call:  # fmt: skip
     batch, heads, num_queries, head_dim = q_shape
     _, kv_heads, num_keys, _ = k_shape
     # Without a GPU kernels are only compiled, and this number is no constant of theirs.
@@ -495,6 +508,7 @@ def _prepare(
         head_dim=head_dim, is_causal=is_causal, num_queries=num_queries, num_keys=num_keys, batch_heads=batch * heads,
         group=heads // kv_heads, num_multiprocessors=gpu, config=config,
     )  # fmt: skip
+    operands = ((q_shape, q_strides), (k_shape, k_strides), (k_shape, v_strides))
     return _Call(
         grid=(launch.num_programs, 1, 1),
         numbers=(
@@ -502,6 +516,10 @@ def _prepare(
         ),
         plan=launch.kernel_plan,
         key_tile=launch.schedule.key_tile,
+        output_strides=(heads * num_queries * head_dim, num_queries * head_dim, head_dim, 1),
+        lse_strides=(heads * num_queries, num_queries, 1),
+        is_readable=all(strides_are_readable(shape, strides, dtype) for shape, strides in operands),
+        launches=KeptLaunches(),
     )  # fmt: skip
 
 
@@ -518,17 +536,20 @@ def hopper_forward(
     Inputs are validated, non-empty, of 16 bits, with a head_dim up to 128, and on the current device, of sm_90.
     `config` may name an order of tiles (`schedule.plan_forward`); other kernels' configurations in it are left alone.
     """
-    call = _prepare(q.shape, k.shape, q.device, is_causal, scale, config)
-    inputs = input_descriptors(
-        q.data_ptr(), k.data_ptr(), v.data_ptr(), q.shape, k.shape, q.stride(), k.stride(), v.stride(), q.dtype,
-        CONSUMER_ROWS, call.key_tile,
-    )  # fmt: skip
-    if inputs is None:
+    shape, dtype, device = q.shape, q.dtype, q.device
+    call = _prepare(shape, k.shape, q.stride(), k.stride(), v.stride(), dtype, device, is_causal, scale, config)
+    inputs = q.data_ptr(), k.data_ptr(), v.data_ptr()
+    if not call.is_readable or (inputs[0] | inputs[1] | inputs[2]) % TMA_ALIGNMENT_BYTES:
         output, lse = hopper_forward(readable(q), readable(k), readable(v), is_causal, scale, config)
-        head_dim = q.shape[-1]
-        return (output if output.shape[-1] == head_dim else output[..., :head_dim].contiguous()), lse
-    output = q.new_empty(q.shape)
-    lse = q.new_empty(q.shape[:-1], dtype=torch.float32)
-    arguments = (*inputs, tile_descriptor(output, CONSUMER_ROWS), lse, *call.numbers)
-    _kernel(call.grid, arguments, (call.plan,), q.dtype)
+        return (output if output.shape == shape else output[..., : shape[-1]].contiguous()), lse
+    output = q.new_empty_strided(shape, call.output_strides)
+    lse = q.new_empty_strided(shape[:-1], call.lse_strides, dtype=torch.float32)
+
+    def launch() -> list[Launched | None]:
+        operands = ((q, CONSUMER_ROWS), (k, call.key_tile), (v, call.key_tile), (output, CONSUMER_ROWS))
+        tiles = [tile_descriptor(x, rows) for x, rows in operands]
+        with stage("forward"):
+            return [_kernel(call.grid, (*tiles, lse, *call.numbers), (call.plan,), dtype)]
+
+    call.launches(device, (*inputs, output.data_ptr(), lse.data_ptr()), launch)
     return output, lse

@@ -25,7 +25,7 @@ from cs336_systems.attention.triton.function import triton_attention
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, deterministic: bool, is_causal: bool, scale: float, config: str
 ) -> tuple[Tensor, Tensor]:
-    k, v = (_visible(x, q, is_causal) for x in (k, v))
+    k, v = _visible(k, q, is_causal), _visible(v, q, is_causal)
     with _launch_device(q):
         return hopper_forward(q, k, v, is_causal, scale, config)
 
@@ -36,14 +36,14 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     if deterministic:
         return triton_attention.backward(q, k, v, output, lse, grad_output, grad_lse, is_causal, scale, "")
-    seen_k, seen_v = (_visible(x, q, is_causal) for x in (k, v))
+    seen_k, seen_v = _visible(k, q, is_causal), _visible(v, q, is_causal)
     with _launch_device(q):
         grad_q, grad_k, grad_v = hopper_backward(
             q, seen_k, seen_v, output, lse.contiguous(), grad_output, grad_lse, is_causal, scale, config
         )
-    num_hidden = k.shape[2] - seen_k.shape[2]
-    if num_hidden:
-        grad_k, grad_v = (torch.nn.functional.pad(grad, (0, 0, 0, num_hidden)) for grad in (grad_k, grad_v))
+    if seen_k is not k:
+        hidden = (0, 0, 0, k.shape[2] - seen_k.shape[2])
+        grad_k, grad_v = (torch.nn.functional.pad(grad, hidden) for grad in (grad_k, grad_v))
     return grad_q, grad_k, grad_v
 
 

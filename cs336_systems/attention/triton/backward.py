@@ -20,10 +20,13 @@ from torch import Tensor
 
 from cs336_systems.attention.tiles import KernelConfig, head_tile
 from cs336_systems.attention.triton.descriptors import described
+from cs336_systems.attention.triton.launcher import Launched
 from cs336_systems.attention.triton.launching import (
+    addresses_of,
     contiguous_like,
     grid_of,
     head_options,
+    kept_launches,
     launch,
     num_tiles,
     tile_options,
@@ -299,19 +302,35 @@ def launch_preprocess(
 
     `lse` and the rows of `output` are contiguous.
     """
-    batch, heads, num_queries, head_dim = output.shape
+    rows = empty_rows(lse, padded=padded)
+    preprocess_into(rows, output, lse, grad_output, grad_lse, padded=padded)
+    return rows
+
+
+def empty_rows(lse: Float[Tensor, "batch heads queries"], *, padded: bool = True) -> tuple[Tensor, Tensor]:
+    """Where `preprocess_into` writes."""
+    *batch_and_heads, num_queries = lse.shape
     num_rows = num_tiles(num_queries, ROW_PADDING.value) * ROW_PADDING.value if padded else num_queries
-    lse_log2, delta = (lse.new_empty((batch, heads, num_rows)) for _ in range(2))
+    shape = (*batch_and_heads, num_rows)
+    return lse.new_empty(shape), lse.new_empty(shape)
+
+
+def preprocess_into(
+    rows: tuple[Tensor, Tensor], output: Tensor, lse: Tensor, grad_output: Tensor, grad_lse: Tensor | None,
+    *, padded: bool = True,
+) -> Launched | None:  # fmt: skip
+    """Launch the preprocess; see `launch_preprocess`."""
+    lse_log2, delta = rows
+    batch, heads, num_queries, head_dim = output.shape
     grad_lse_or_any = lse if grad_lse is None else grad_lse
-    grid = (num_tiles(num_rows, PREPROCESS_ROWS) * batch * heads,)
+    grid = (num_tiles(lse_log2.shape[-1], PREPROCESS_ROWS) * batch * heads,)
     with stage("preprocess"):
-        launch(
+        return launch(
             flash_backward_preprocess_kernel, grid, (output, grad_output, lse, grad_lse_or_any, lse_log2, delta),
             (*output.stride()[:3], *grad_output.stride(), *grad_lse_or_any.stride(), heads, num_queries),
             {"HAS_DL": grad_lse is not None, "D": head_dim, "D_TILE": head_tile(head_dim),
              "Q_TILE_SIZE": PREPROCESS_ROWS, "PADDED": padded},
         )  # fmt: skip
-    return lse_log2, delta
 
 
 def launch_backward(
@@ -336,23 +355,34 @@ def launch_backward(
     batch, heads, num_queries, head_dim = q.shape
     kv_heads, num_keys = k.shape[1:3]
     grad_q, grad_k, grad_v = contiguous_like(q), contiguous_like(k), contiguous_like(v)
-    rows = launch_preprocess(output, lse, grad_output, grad_lse)
-    strides = (*q.stride(), *k.stride(), *v.stride(), *grad_output.stride())
-    sizes_and_scales = (num_queries, num_keys, scale, scale * LOG2_E.value, 0.0)
-    common = head_options(heads, kv_heads, head_dim) | {"IS_CAUSAL": is_causal}
+    rows = empty_rows(lse)
 
-    with stage("dkv"):
-        launch(
-            flash_backward_dkdv_kernel, grid_of(dkdv_config, q, k),
-            (*described(dkdv_config, q=q, k=k, v=v, grad_output=grad_output), *rows, grad_k, grad_v),
-            (*strides, kv_heads, heads_together(batch * kv_heads, q, heads // kv_heads), *sizes_and_scales),
-            common | tile_options(dkdv_config) | {"TMA": dkdv_config.tma},
-        )  # fmt: skip
-    with stage("dq"):
-        launch(
-            flash_backward_dq_kernel, grid_of(dq_config, q, k),
-            (*described(dq_config, q=q, k=k, v=v, grad_output=grad_output), *rows, grad_q),
-            (*strides, heads, heads_together(batch * heads, k), *sizes_and_scales),
-            common | tile_options(dq_config) | {"TMA": dq_config.tma},
-        )  # fmt: skip
+    def launch_all() -> list[Launched | None]:
+        launched = [preprocess_into(rows, output, lse, grad_output, grad_lse)]
+        strides = (*q.stride(), *k.stride(), *v.stride(), *grad_output.stride())
+        sizes_and_scales = (num_queries, num_keys, scale, scale * LOG2_E.value, 0.0)
+        common = head_options(heads, kv_heads, head_dim) | {"IS_CAUSAL": is_causal}
+        with stage("dkv"):
+            launched += [launch(
+                flash_backward_dkdv_kernel, grid_of(dkdv_config, q, k),
+                (*described(dkdv_config, q=q, k=k, v=v, grad_output=grad_output), *rows, grad_k, grad_v),
+                (*strides, kv_heads, heads_together(batch * kv_heads, q, heads // kv_heads), *sizes_and_scales),
+                common | tile_options(dkdv_config) | {"TMA": dkdv_config.tma},
+            )]  # fmt: skip
+        with stage("dq"):
+            launched += [launch(
+                flash_backward_dq_kernel, grid_of(dq_config, q, k),
+                (*described(dq_config, q=q, k=k, v=v, grad_output=grad_output), *rows, grad_q),
+                (*strides, heads, heads_together(batch * heads, k), *sizes_and_scales),
+                common | tile_options(dq_config) | {"TMA": dq_config.tma},
+            )]  # fmt: skip
+        return launched
+
+    grad_lse_strides = None if grad_lse is None else grad_lse.stride()
+    kept = kept_launches(
+        flash_backward_dq_kernel.fn, dkdv_config, dq_config, q.shape, k.shape, q.stride(), k.stride(), v.stride(),
+        grad_output.stride(), grad_lse_strides, q.dtype, q.device, is_causal, scale,
+    )  # fmt: skip
+    upstream = addresses_of(grad_output) if grad_lse is None else addresses_of(grad_output, grad_lse)
+    kept(q.device, upstream + addresses_of(q, k, v, output, lse, *rows, grad_q, grad_k, grad_v), launch_all)
     return grad_q, grad_k, grad_v

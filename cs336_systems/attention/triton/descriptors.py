@@ -6,11 +6,15 @@ The engine wants rows that are contiguous and start at multiples of 16 bytes; ot
 
 from __future__ import annotations
 
+from functools import lru_cache
+
+import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from cs336_systems.attention.tiles import KernelConfig, head_tile
 from cs336_systems.attention.tiles.config import TMA_ALIGNMENT_BYTES, tma_reads_rows
+from cs336_systems.attention.triton.launcher import KEPT_SHAPES
 
 QUERY_OPERANDS = ("q", "grad_output")
 
@@ -44,18 +48,18 @@ def described(config: KernelConfig, **operands: Tensor) -> list[Tensor | TensorD
 
 
 def _is_describable(x: Tensor) -> bool:
-    if x.data_ptr() % TMA_ALIGNMENT_BYTES:
-        return False
-    if x.is_contiguous():
-        return rows_are_aligned(x)
-    *strides, last = x.stride()
-    if last != 1:
-        return False
-    width = x.element_size()
-    for size, stride in zip(x.shape, strides):
-        if size > 1 and (stride <= 0 or stride * width % TMA_ALIGNMENT_BYTES):
-            return False
-    return True
+    return x.data_ptr() % TMA_ALIGNMENT_BYTES == 0 and strides_are_describable(x.shape, x.stride(), x.element_size())
+
+
+@lru_cache(maxsize=KEPT_SHAPES)
+def strides_are_describable(shape: tuple[int, ...], strides: tuple[int, ...], bytes_per_element: int) -> bool:
+    """Whether TMA can read such a tensor where it starts at a multiple of 16 bytes."""
+    if torch.empty_strided(shape, strides, device="meta").is_contiguous():
+        return tma_reads_rows(shape[-1], bytes_per_element)
+    return strides[-1] == 1 and all(
+        size == 1 or (stride > 0 and stride * bytes_per_element % TMA_ALIGNMENT_BYTES == 0)
+        for size, stride in zip(shape[:-1], strides)
+    )
 
 
 def _describe(x: Tensor, rows: int) -> TensorDescriptor:

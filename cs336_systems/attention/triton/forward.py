@@ -20,7 +20,16 @@ from torch import Tensor
 
 from cs336_systems.attention.tiles import KernelConfig
 from cs336_systems.attention.triton.descriptors import described
-from cs336_systems.attention.triton.launching import contiguous_like, grid_of, head_options, launch, tile_options
+from cs336_systems.attention.triton.launcher import Launched
+from cs336_systems.attention.triton.launching import (
+    addresses_of,
+    contiguous_like,
+    grid_of,
+    head_options,
+    kept_launches,
+    launch,
+    tile_options,
+)
 from cs336_systems.attention.triton.steps import (
     LOG2_E,
     LOWEST,
@@ -141,13 +150,22 @@ def launch_forward(
     batch, heads, num_queries, head_dim = q.shape
     output = contiguous_like(q)
     lse = q.new_empty((batch, heads, num_queries), dtype=torch.float32)
-    with stage("forward"):
-        launch(
-            flash_forward_kernel, grid_of(config, q, k),
-            (*described(config, q=q, k=k, v=v), output, lse),
-            (*q.stride(), *k.stride(), *v.stride(), heads, heads_together(batch * heads, k), num_queries, k.shape[2],
-             scale * LOG2_E.value, 0.0),
-            head_options(heads, k.shape[1], head_dim) | tile_options(config)
-            | {"IS_CAUSAL": is_causal, "TMA": config.tma},
-        )  # fmt: skip
+
+    def launch_it() -> list[Launched | None]:
+        with stage("forward"):
+            launched = launch(
+                flash_forward_kernel, grid_of(config, q, k),
+                (*described(config, q=q, k=k, v=v), output, lse),
+                (*q.stride(), *k.stride(), *v.stride(), heads, heads_together(batch * heads, k), num_queries,
+                 k.shape[2], scale * LOG2_E.value, 0.0),
+                head_options(heads, k.shape[1], head_dim) | tile_options(config)
+                | {"IS_CAUSAL": is_causal, "TMA": config.tma},
+            )  # fmt: skip
+        return [launched]
+
+    kept = kept_launches(
+        flash_forward_kernel.fn, config, q.shape, k.shape, q.stride(), k.stride(), v.stride(), q.dtype, q.device,
+        is_causal, scale,
+    )  # fmt: skip
+    kept(q.device, addresses_of(q, k, v, output, lse), launch_it)
     return output, lse

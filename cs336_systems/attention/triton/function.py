@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ from cs336_systems.attention.triton.block_sparse import (
 )
 from cs336_systems.attention.triton.descriptors import describable, rows_are_aligned
 from cs336_systems.attention.triton.forward import launch_forward
+from cs336_systems.attention.triton.launcher import KEPT_SHAPES
 from cs336_systems.attention.triton.launching import launch_fitting
 from cs336_systems.attention.triton.varlen import launch_varlen_backward, launch_varlen_forward
 from cs336_systems.attention.validation import check_attention_inputs, check_flags, resolve_scale
@@ -95,9 +96,22 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, con
     def launch(forward: KernelConfig) -> tuple[Tensor, Tensor]:
         return launch_forward(q, k, v, is_causal=is_causal, scale=scale, config=forward)
 
-    chosen = kernel_config("forward", q, k, config, is_causal=is_causal, tma=describable(q, k, v))
+    chosen = _choose_dense(("forward",), q.shape, k.shape, q.dtype, q.device, config, is_causal, describable(q, k, v))
     with _launch_device(q):
-        return launch_fitting(launch, (chosen,), q, seqlen_q=q.shape[2], seqlen_k=k.shape[2])
+        return launch_fitting(launch, chosen, q, seqlen_q=q.shape[2], seqlen_k=k.shape[2])
+
+
+@lru_cache(maxsize=KEPT_SHAPES)
+def _choose_dense(
+    kernels: tuple[str, ...], q_shape: torch.Size, k_shape: torch.Size, dtype: torch.dtype, device: torch.device,
+    config: str, is_causal: bool, tma: bool,
+) -> tuple[KernelConfig, ...]:  # fmt: skip
+    """`kernel_config` of each of `kernels`, found again in one step: short calls wait for the host."""
+    capability = _capability(device) if device.type == "cuda" else None
+    q, k = (torch.empty(shape, dtype=dtype, device="meta") for shape in (q_shape, k_shape))
+    return tuple(
+        kernel_config(kernel, q, k, config, is_causal=is_causal, capability=capability, tma=tma) for kernel in kernels
+    )
 
 
 def _backward(
@@ -105,7 +119,7 @@ def _backward(
     is_causal: bool, scale: float, config: str,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     tma = _can_be_described(q, k, v, grad_output)
-    chosen = tuple(kernel_config(kernel, q, k, config, is_causal=is_causal, tma=tma) for kernel in ("dkdv", "dq"))
+    chosen = _choose_dense(("dkdv", "dq"), q.shape, k.shape, q.dtype, q.device, config, is_causal, tma)
     upstream = _readable(grad_output, chosen)
 
     def launch(dkdv: KernelConfig, dq: KernelConfig) -> tuple[Tensor, Tensor, Tensor]:
