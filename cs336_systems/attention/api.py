@@ -144,15 +144,23 @@ def _attend(
     config: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(output, lse) of the `triton` or `hopper` kernels for tensors of four dimensions."""
+    if backend == "triton":
+        return _kernels(backend)(q, k, v, is_causal, scale, config)
+    if deterministic is None:
+        deterministic = torch.are_deterministic_algorithms_enabled()
+    return _kernels(backend)(q, k, v, deterministic, is_causal, scale, config)
+
+
+@cache
+def _kernels(backend: str) -> AttentionOperator:
+    """The operator of the `triton` or `hopper` kernels, which are imported where they are used first."""
     if backend == "hopper":
         from cs336_systems.attention.hopper.function import hopper_attention
 
-        if deterministic is None:
-            deterministic = torch.are_deterministic_algorithms_enabled()
-        return hopper_attention(q, k, v, deterministic, is_causal, scale, config)
+        return hopper_attention
     from cs336_systems.attention.triton.function import triton_attention
 
-    return triton_attention(q, k, v, is_causal, scale, config)
+    return triton_attention
 
 
 def _is_usual(

@@ -35,7 +35,7 @@ class AttentionOperator:
     q (batch, heads, queries, head_dim), k and v (batch, kv_heads, keys, head_dim), any strides. `output` is contiguous
     in q's dtype; `lse` (batch, heads, queries) is float32, or float64 for float64 inputs, and differentiable.
     `packed`: q (total_queries, heads, head_dim), k and v (total_keys, kv_heads, head_dim), lse (heads, total_queries).
-    `extras` are further arguments without a gradient, as {name: type in PyTorch's schema language}.
+    `extras` are further arguments without a gradient, as {name: type in PyTorch's schema language}, tensors first.
     `forward` and `backward` see non-empty inputs only: without keys or queries the results are zeros and -inf.
     Registered as `cs336_systems::<name>` and `cs336_systems::<name>_backward`.
     """
@@ -65,7 +65,7 @@ class AttentionOperator:
         self._registered_backward.register_fake(lambda q, k, v, *_: tuple(x.new_empty(x.shape) for x in (q, k, v)))
         self._registered_backward.register_autograd(_refuse_double_backward)
         self._registered.register_autograd(self._differentiate, setup_context=_save)
-        self._eager = _eager_function(name, self)
+        self._eager = _eager_function(name, self, num_arguments=len(extras or {}) + 3)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
         if not _runs_directly(q, k, v, *arguments):
@@ -121,16 +121,25 @@ def _refuse_double_backward(ctx: Any, *grads: Tensor | None) -> None:
     raise NotImplementedError(DOUBLE_BACKWARD)
 
 
-def _eager_function(name: str, operator: AttentionOperator) -> Any:
+def _eager_function(name: str, operator: AttentionOperator, num_arguments: int) -> Any:
     """`operator` as an autograd.Function, which saves what the registered operator saves."""
+    no_gradients = (None,) * num_arguments
 
-    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
-        output = operator._launch(*inputs)
-        _save(ctx, inputs, output)
-        return output
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+        output, lse = operator._launch(q, k, v, *arguments)
+        ctx.set_materialize_grads(False)
+        tensors = [x for x in arguments if isinstance(x, Tensor)]
+        ctx.save_for_backward(q, k, v, output, lse, *tensors)
+        ctx.num_tensors = len(tensors)  # they are the first of the arguments, and must not be held by the context
+        ctx.plain = arguments[len(tensors) :]
+        return output, lse
 
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        return operator._differentiate(ctx, *grads)
+    def backward(ctx: Any, grad_output: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
+        q, k, v, output, lse, *tensors = ctx.saved_tensors
+        if grad_output is None:
+            grad_output = torch.zeros_like(output)
+        grads = operator.backward(q, k, v, output, lse, grad_output, grad_lse, *tensors, *ctx.plain)
+        return grads + no_gradients
 
     halves = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
     return type(name, (torch.autograd.Function,), halves)  # profilers show the name
