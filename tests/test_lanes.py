@@ -220,6 +220,23 @@ def test_a_lane_that_cannot_start_ends_the_run_and_keeps_what_is_done(fakes, tmp
     wait_until(no_lane_is_left)
 
 
+def test_what_was_done_but_not_yet_written_is_written_after_an_interrupt(fakes, tmp_path):
+    make, fake = fakes
+    listed = PROBLEMS["pytorch_attention"].cells(SMOKE)
+    first = in_groups(listed)[0][0]
+    second_began = threading.Event()
+    fake.behave["0"] = lambda cell: second_began.set() if cell is not first else None
+
+    def interrupt(cell):
+        assert cell is first and second_began.wait(60) and not (tmp_path / "records").exists()
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        list(make(1).measure(listed, started=interrupt))
+    written = read_records(tmp_path / "records" / "pytorch_attention.jsonl")
+    assert first.case.seqlen_q in {record.case["seqlen_q"] for record in written}
+
+
 def wait_until(condition, seconds: float = 60) -> None:
     deadline = time.monotonic() + seconds
     while not condition():

@@ -73,7 +73,10 @@ def in_groups(cells: Sequence[Cell]) -> list[list[Cell]]:
 
 
 class Lanes:
-    """`sweep` on several GPUs: a measuring process for each of `environments`, variables that it is started with."""
+    """`sweep` on several GPUs, once: a measuring process for each of `environments`, the variables that it sets first.
+
+    Close it when an exception may have left `measure` half way, as Ctrl-C does.
+    """
 
     def __init__(self, sweep: Sweep, environments: Sequence[dict[str, str]]) -> None:
         logs = sweep.folder / "logs"
@@ -111,8 +114,8 @@ class Lanes:
             for worker in self.workers:
                 worker.interrupt()
             wait(self._lanes, timeout=KILL_INTERVAL_S)  # again: a process may have been about to start
-        while not self._reports.empty():
-            report = self._reports.get()
+        reports = [self._reports.get() for _ in range(self._reports.qsize())]
+        for report in reports:
             if isinstance(report, tuple):
                 self.sweep.record(*report)
 
