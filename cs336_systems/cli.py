@@ -11,8 +11,9 @@ import math
 import signal
 import tempfile
 import time
-from collections import Counter
-from collections.abc import Callable
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -39,7 +40,9 @@ from cs336_systems.commands.tune import tune
 if TYPE_CHECKING:
     from cs336_systems.config import RunConfig
     from cs336_systems.experiments.cells import Cell
+    from cs336_systems.experiments.lanes import Lanes
     from cs336_systems.experiments.sweep import Sweep
+    from cs336_systems.records import Record
 
 PUBLISHED_FOLDER = "nvidia-h200"  # whose records the writeup and the README show
 DOCUMENTS = ("README.md", "writeup.md")
@@ -86,6 +89,7 @@ def run(
     rerun: Annotated[str, typer.Option(help="Measure again what is finished: none, failed or all.")] = "none",
     time_budget: Annotated[float | None, typer.Option(help="Start no cell after this many seconds.")] = None,
     cell_timeout: Annotated[int, typer.Option(help="Seconds after which a cell becomes a failed row.")] = 600,
+    gpus: Annotated[int | None, typer.Option(help="Measure on this many GPUs at once; see CONTRIBUTING.md.")] = None,
     commit: Annotated[str | None, typer.Option(help="Revision that runs, where there is no git.")] = None,
     dirty: Annotated[bool | None, typer.Option("--dirty/--clean", help="Whether it has uncommitted changes.")] = None,
 ) -> None:
@@ -93,6 +97,7 @@ def run(
     with one_line_errors():
         from cs336_systems.config import RunConfig
         from cs336_systems.device import get_device_info, resolve_device
+        from cs336_systems.experiments.lanes import Lanes, gpu_environments
         from cs336_systems.experiments.sweep import Sweep, find_provenance, results_folder
 
         kind = resolve_device(device)
@@ -101,6 +106,7 @@ def run(
             raise ValueError(f"--rerun must be none, failed or all, got {rerun!r}")
         if time_budget is not None and not math.isfinite(time_budget):
             raise ValueError(f"--time-budget must be a finite number of seconds, got {time_budget}")
+        environments = [] if gpus is None else gpu_environments(gpus, kind)
         if scale == "auto":
             scale = "handout" if kind == "cuda" else "smoke"
         config = RunConfig(scale=scale, device=kind, seed=seed, model=model, cell_timeout_s=cell_timeout)  # type: ignore[arg-type]
@@ -118,6 +124,7 @@ def run(
             implementations=implementation,
             interpret=interpret,
         )
+        lanes = Lanes(sweep, environments) if len(environments) > 1 else None
         sweep.lock()
         pending = {name: sweep.pending(name) for name in chosen}
         for name, (cells, finished) in pending.items():
@@ -131,7 +138,9 @@ def run(
     started = time.monotonic()
     try:
         with termination_interrupts():
-            for name in chosen:
+            if lanes is not None:
+                totals += _run_lanes(lanes, pending, time_budget)
+            for name in chosen if lanes is None else ():
                 left = None if time_budget is None else time_budget - (time.monotonic() - started)
                 totals += _run_problem(sweep, name, *pending[name], left)
     except OSError as error:
@@ -141,6 +150,8 @@ def run(
         typer.echo(f"interrupted: finished cells are in {folder}; the same command continues", err=True)
         raise typer.Exit(EXIT_SIGNAL + getattr(interrupt, "signal_number", signal.SIGINT)) from None
     finally:
+        if lanes is not None:
+            lanes.close()
         sweep.worker.kill()  # also where the interrupt came between two cells
         sweep.unlock()
     typer.echo(f"records: {folder / 'records'}")
@@ -153,33 +164,61 @@ def _run_problem(
     sweep: Sweep, name: str, cells: list[Cell], finished: Counter[str], time_budget_s: float | None
 ) -> Counter[str]:
     """Measure the pending cells of one problem under a progress bar; cells counted by status."""
+    start = time.monotonic()
+    measured = _measure_shown(name, cells, partial(sweep.measure, cells, time_budget_s=time_budget_s))[name]
+    seconds = time.monotonic() - start
+    return _summarize(name, measured, finished, len(cells), f" in {seconds:.0f} s")
+
+
+def _run_lanes(
+    lanes: Lanes, pending: dict[str, tuple[list[Cell], Counter[str]]], time_budget_s: float | None
+) -> Counter[str]:
+    """Measure the pending cells of all problems on several GPUs under one progress bar; cells counted by status."""
+    start = time.monotonic()
+    todo = [cell for cells, _ in pending.values() for cell in cells]
+    measured = _measure_shown("all", todo, partial(lanes.measure, todo, time_budget_s=time_budget_s))
+    totals: Counter[str] = Counter()
+    for name, (cells, finished) in pending.items():
+        totals += _summarize(name, measured[name], finished, len(cells), "")
+    count = sum(counts.total() for counts in measured.values())
+    typer.echo(f"{_count(count, 'cell')} on {len(lanes.workers)} GPUs in {time.monotonic() - start:.0f} s")
+    return totals
+
+
+def _measure_shown(
+    title: str, cells: list[Cell], measure: Callable[..., Iterator[list[Record]]]
+) -> defaultdict[str, Counter[str]]:
+    """Iterate over `measure`, which says what it starts, under a progress bar; cells by problem and status."""
     from cs336_systems.experiments.sweep import cell_status
 
-    counts: Counter[str] = Counter({f"{status} before": count for status, count in finished.items()})
+    measured: defaultdict[str, Counter[str]] = defaultdict(Counter)
     console = Console(stderr=True)
     columns = (
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
         TextColumn("{task.fields[cell]}"),
     )  # fmt: skip
-    start = time.monotonic()
-    measured = 0
     with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
-        task = progress.add_task(name, total=len(cells), cell="")
+        task = progress.add_task(title, total=len(cells), cell="")
 
         def show(cell: Cell) -> None:
             progress.update(task, cell=f"{cell.implementation} {describe_case(cell.case)}")
 
-        for records in sweep.measure(cells, time_budget_s=time_budget_s, started=show):
-            measured += 1
-            counts[cell_status(record.status for record in records)] += 1
+        for records in measure(started=show):
+            measured[records[0].problem][cell_status(record.status for record in records)] += 1
             progress.advance(task)
         progress.update(task, cell="")
-    left = len(cells) - measured
+    return measured
+
+
+def _summarize(name: str, measured: Counter[str], finished: Counter[str], todo: int, duration: str) -> Counter[str]:
+    """Print what a problem's cells came to, those of former runs included; the counts."""
+    counts = Counter({f"{status} before": count for status, count in finished.items()}) + measured
+    left = todo - measured.total()
     hint = " (--rerun failed measures them again)"
     hints = {"failed before": hint, "partly failed before": hint}
     summary = ", ".join(f"{count} {status}{hints.get(status, '')}" for status, count in counts.items()) or "no cells"
     later = f"; {left} cells left for a later run" if left else ""
-    typer.echo(f"{name}: {summary} in {time.monotonic() - start:.0f} s{later}")
+    typer.echo(f"{name}: {summary}{duration}{later}")
     return counts
 
 

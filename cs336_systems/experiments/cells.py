@@ -42,6 +42,24 @@ class Cell:
     fresh_process: bool = False  # measure in a process that has done nothing before (warm-up effects)
     predicted_bytes: int = 0  # closed form of the peak, by which a CPU run skips what cannot fit
 
+    @property
+    def group(self) -> tuple[Any, ...]:
+        """Cells of one group are measured on one GPU, one after the other, also where a sweep has several.
+
+        Attention of one dtype and head dim, whose inputs, oracle and compiled kernels are shared; one model's cases;
+        else the implementations of one case.
+        """
+        if hasattr(self.case, "head_dim"):
+            return (self.problem, self.case.dtype, self.case.head_dim)
+        if hasattr(self.case, "model"):
+            return (self.problem, self.case.model.name)
+        return (self.problem, self.case)
+
+    @property
+    def alone(self) -> bool:
+        """Whether nothing else may run on the machine meanwhile: it has ranks of its own, or times the host."""
+        return hasattr(self.case, "num_ranks") or any(row.quantity == "host_time" for row in self.rows)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:

@@ -98,6 +98,7 @@ class Sweep:
         self.implementations = None if implementations is None else set(implementations)
         self.device = get_device_info(run.device)
         self.software = software_versions()
+        self.interpret = interpret
         self.worker = Worker(run, folder / "logs" / "worker.log", interpret)
         self._lock_file: TextIO | None = None
 
@@ -170,20 +171,22 @@ class Sweep:
                 if deadline is not None and time.monotonic() > deadline:
                     return
                 started(cell)
-                outcome = self._predict_overflow(cell) or self.worker.measure(cell)
-                records = self._records(cell, outcome)
-                append_records(self.record_file(cell.problem), records)
-                yield records
+                yield self.record(cell, self.predict_overflow(cell) or self.worker.measure(cell))
             self.worker.stop()
         finally:
             self.worker.kill()
 
     def skip(self, cell: Cell, reason: str) -> None:
         """Record that `cell` is not measured, and why."""
-        records = self._records(cell, Outcome(status="skipped", message=reason))
-        append_records(self.record_file(cell.problem), records)
+        self.record(cell, Outcome(status="skipped", message=reason))
 
-    def _predict_overflow(self, cell: Cell) -> Outcome | None:
+    def record(self, cell: Cell, outcome: Outcome) -> list[Record]:
+        """What `cell` came to, as records that are on disk when this returns."""
+        records = self._records(cell, outcome)
+        append_records(self.record_file(cell.problem), records)
+        return records
+
+    def predict_overflow(self, cell: Cell) -> Outcome | None:
         """On a CPU, which swaps or is killed where a GPU raises, what cannot fit is not tried."""
         if self.run.device != "cpu":
             return None

@@ -13,9 +13,11 @@ import os
 import signal
 import sys
 import traceback
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import MappingProxyType
 
 from cs336_systems.config import RunConfig
 from cs336_systems.distributed.processes import end_with_parent, exit_reason
@@ -36,10 +38,15 @@ class Outcome:
 
 
 class Worker:
-    """A child process for cells. `log` takes what libraries print there (compiler warnings, tracebacks)."""
+    """A child process for cells. `log` takes what libraries print there (compiler warnings, tracebacks).
 
-    def __init__(self, run: RunConfig, log: Path, interpret: bool) -> None:
-        self.run, self.log, self.interpret = run, log, interpret
+    `environment`: variables that the child sets for itself before it imports torch; this process's stay as they are.
+    """
+
+    def __init__(
+        self, run: RunConfig, log: Path, interpret: bool, environment: Mapping[str, str] = MappingProxyType({})
+    ) -> None:
+        self.run, self.log, self.interpret, self.environment = run, log, interpret, dict(environment)
         self.process: multiprocessing.process.BaseProcess | None = None
         self.pipe: Connection | None = None
 
@@ -89,10 +96,16 @@ class Worker:
             self.pipe.close()
         self.process = self.pipe = None
 
+    def interrupt(self) -> None:
+        """From another thread: end the child, so that a `measure` that waits for it returns."""
+        process = self.process
+        if process is not None and process.is_alive():
+            process.kill()
+
     def _start(self) -> None:
         context = multiprocessing.get_context("spawn")
         self.pipe, child_pipe = context.Pipe()
-        arguments = (child_pipe, os.getpid(), self.run, self.log, self.interpret)
+        arguments = (child_pipe, os.getpid(), self.run, self.log, self.interpret, self.environment)
         self.process = context.Process(target=_serve, args=arguments, daemon=False)
         self.process.start()
         child_pipe.close()  # so that the parent sees the end of the pipe when the child dies
@@ -114,8 +127,11 @@ def search_current_folder() -> None:
         sys.path.append(os.getcwd())
 
 
-def _serve(pipe: Connection, parent_pid: int, run: RunConfig, log: Path, interpret: bool) -> None:
+def _serve(
+    pipe: Connection, parent_pid: int, run: RunConfig, log: Path, interpret: bool, environment: dict[str, str]
+) -> None:
     """The child's main: prepare the process, then answer cells until None or the end of the pipe."""
+    os.environ.update(environment)  # which GPU it sees is settled before anything may ask
     end_with_parent(parent_pid)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     _redirect_output(log)
