@@ -18,6 +18,7 @@ from torch import Tensor
 
 from cs336_systems.attention.api import flash_attention
 from cs336_systems.attention.masks import BlockMask
+from cs336_systems.attention.masks.staircase import staircase_mask
 from cs336_systems.attention.validation import check_attention_inputs, check_flags
 
 
@@ -52,10 +53,8 @@ def shared_keys_attention(
     positions, chosen = choose_keys(bias, num_keys)  # (batch, kv_heads or 1, W) each
     block_mask = None
     if is_causal or not bool(chosen.all()):
-        seen = seen_keys(positions, chosen, q.shape[2], k.shape[2], is_causal)
-        if seen.shape[1] > 1:  # one row a key head; its query heads share it
-            seen = seen.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
-        block_mask = BlockMask.prefix(seen, positions.shape[2])
+        group = q.shape[1] // k.shape[1]
+        block_mask = mask_chosen(positions, chosen, q.shape[2], k.shape[2], is_causal=is_causal, group=group)
     index = positions[..., None].expand(*k.shape[:2], -1, k.shape[3])
     output = flash_attention(
         q, k.gather(2, index), v.gather(2, index), scale=scale, enable_gqa=enable_gqa, backend=backend,
@@ -74,6 +73,22 @@ def choose_keys(
     allowed = bias.gather(-1, best) != -torch.inf
     ascending = torch.where(allowed, best, best + keys).sort(dim=-1).values
     return ascending % max(1, keys), ascending < keys
+
+
+def mask_chosen(
+    positions: Int[Tensor, "batch heads chosen"],
+    chosen: Bool[Tensor, "batch heads chosen"],
+    seqlen_q: int,
+    seqlen_k: int,
+    *,
+    is_causal: bool,
+    group: int = 1,
+) -> BlockMask:
+    """Which of the keys of `choose_keys` each query attends; `group` query heads share those of a key head."""
+    seen = seen_keys(positions, chosen, seqlen_q, seqlen_k, is_causal)
+    if seen.shape[1] > 1:
+        seen = seen.repeat_interleave(group, dim=1)
+    return staircase_mask(seen, positions.shape[2])
 
 
 def seen_keys(
