@@ -12,14 +12,18 @@ The bias chooses and is not added to the scores. After flash dynamic-mask attent
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from cs336_systems.attention.api import flash_attention
 from cs336_systems.attention.masks import BlockMask
+from cs336_systems.attention.masks.block_mask import DEFAULT_BLOCK
 from cs336_systems.attention.masks.staircase import staircase_mask
 from cs336_systems.attention.validation import check_attention_inputs, check_flags
+from cs336_systems.device import available_backends, get_device_info
 
 
 def shared_keys_attention(
@@ -88,7 +92,18 @@ def mask_chosen(
     seen = seen_keys(positions, chosen, seqlen_q, seqlen_k, is_causal)
     if seen.shape[1] > 1:
         seen = seen.repeat_interleave(group, dim=1)
+    in_one_launch = not torch.compiler.is_compiling() and _has_kernels(seen.device.type)
+    if in_one_launch and seen.numel() and positions.shape[2]:
+        from cs336_systems.attention.triton.staircase import launch_staircase
+
+        return launch_staircase(seen.int().contiguous(), positions.shape[2], DEFAULT_BLOCK)
     return staircase_mask(seen, positions.shape[2])
+
+
+@cache
+def _has_kernels(device_kind: str) -> bool:
+    """Whether Triton runs on such devices; on a CPU it would only interpret."""
+    return device_kind == "cuda" and available_backends(get_device_info(device_kind))["triton"] == "ok"
 
 
 def seen_keys(
@@ -101,9 +116,12 @@ def seen_keys(
     """How many of the chosen keys each query attends; since they are in order, it is the first so many."""
     if not is_causal:
         return chosen.sum(-1, keepdim=True).expand(-1, -1, seqlen_q)
-    last_seen = torch.arange(seqlen_q, device=positions.device).clamp(max=seqlen_k - 1)
+    last_seen = torch.arange(seqlen_q, device=positions.device)
+    if seqlen_q > seqlen_k:
+        last_seen = last_seen.clamp(max=seqlen_k - 1)
     ordered = torch.where(chosen, positions, seqlen_k)
-    return torch.searchsorted(ordered, last_seen.expand(*positions.shape[:2], -1).contiguous(), right=True)
+    last_seen = last_seen.expand(*positions.shape[:2], -1).contiguous()
+    return torch.searchsorted(ordered, last_seen, right=True, out_int32=True)
 
 
 def check_bias(bias: Tensor, k: Tensor) -> None:
