@@ -73,9 +73,8 @@ def choose_keys(
 ) -> tuple[Int[Tensor, "batch heads chosen"], Bool[Tensor, "batch heads chosen"]]:
     """Positions of the `num_keys` highest biases in ascending order, and False behind them for those that are -inf."""
     keys = bias.shape[-1]
-    best = bias.argsort(dim=-1, descending=True, stable=True)[..., :num_keys]
-    allowed = bias.gather(-1, best) != -torch.inf
-    ascending = torch.where(allowed, best, best + keys).sort(dim=-1).values
+    biases, best = (ranked[..., :num_keys] for ranked in bias.sort(dim=-1, descending=True, stable=True))
+    ascending = torch.where(biases != -torch.inf, best, best + keys).sort(dim=-1).values
     return ascending % max(1, keys), ascending < keys
 
 
