@@ -1,4 +1,4 @@
-"""The lists of a staircase mask in one launch: what `masks.staircase` computes with 45 tensor operations.
+"""The lists of a staircase mask in one launch: what `masks.staircase` computes with more than forty tensor operations.
 
 The mask of shared keys is made anew in every call, and there the launches of its operations would take longer than the
 attention. A program makes the lists of one row of tiles, and the token bits at its steps, or those of one column.
