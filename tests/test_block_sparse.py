@@ -375,6 +375,46 @@ def test_double_backward_is_refused(backend):
         grad_q.sum().backward()
 
 
+# A9: the mask of shared keys
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    ("queries", "keys", "block"), [(64, 50, 16), (100, 37, 16), (150, 200, 64), (65, 30, 64), (1, 1, 16)]
+)
+def test_staircase_in_one_launch(queries, keys, block, device, monkeypatch):
+    """Field by field what tensor operations compute, into memory that was anything before."""
+    from cs336_systems.attention.masks.staircase import staircase_mask
+    from cs336_systems.attention.triton.staircase import launch_staircase
+
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *shape, **options: empty(*shape, **options).fill_(-9))
+    climbs = torch.rand(2, 2, queries, generator=torch.Generator().manual_seed(queries)) < 0.6
+    lengths = climbs.cumsum(-1).clamp(max=keys).int()
+    expected = staircase_mask(lengths, keys, block)
+    mask = launch_staircase(lengths.to(device), keys, block).to("cpu")
+    for name, values in vars(expected).items():
+        same = torch.equal(values, getattr(mask, name)) if isinstance(values, Tensor) else values == getattr(mask, name)
+        assert same, name
+
+
+@pytest.mark.gpu
+def test_shared_keys_on_a_gpu_equal_their_token_mask():
+    from cs336_systems.attention.dynamic import choose_keys, mask_chosen, shared_keys_attention
+
+    q, k, v, grad = inputs(1, 4, 2, 1000, 1000, 64, torch.bfloat16, "cuda")
+    bias = torch.rand(1, 2, 1000, generator=torch.Generator().manual_seed(5)).cuda()
+    positions, chosen = choose_keys(bias, 200)
+    mask = mask_chosen(positions, chosen, 1000, 1000, is_causal=True, group=2)
+    index = positions[..., None].expand(-1, -1, -1, 64)
+    assert worst_error(q, k.gather(2, index), v.gather(2, index), grad, mask, backend="triton", enable_gqa=True) <= 1
+    output = shared_keys_attention(q, k, v, bias, 200, is_causal=True, enable_gqa=True, backend="triton")
+    kept = torch.zeros(1, 2, 1000, dtype=torch.bool, device="cuda").scatter(2, positions, True)
+    dense = kept.repeat_interleave(2, dim=1)[:, :, None] & torch.ones(1000, 1000, device="cuda").tril().bool()
+    exact = attention_reference(q.double(), *(x.double().repeat_interleave(2, dim=1) for x in (k, v)), mask=dense)
+    assert (output - exact).norm() <= 0.01 * exact.norm()
+
+
 # A8, K8: large
 
 

@@ -12,6 +12,7 @@ from cs336_systems.attention import BlockMask, attention_reference, flash_attent
 from cs336_systems.attention.dilated import dilated_attention
 from cs336_systems.attention.dynamic import choose_keys, shared_keys_attention
 from cs336_systems.attention.masks import MAX_LIST_DENSITY, parse_mask, use_lists
+from cs336_systems.attention.masks.staircase import staircase_mask, steps_of
 from cs336_systems.attention.masks.tiles import count_tokens, pack_tokens, unpack_tokens
 from cs336_systems.cli import app
 
@@ -610,6 +611,37 @@ def test_shared_keys_equal_their_token_mask(num_keys, is_causal, backend):
     expected = gradients(oracle, [x.double() for x in (q, k, v)], grad_output.double())
     for result, wanted in zip(gradients(shared, (q, k, v), grad_output), expected):
         assert (result - wanted).abs().max() <= tolerance
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 1.0], ids=["flat", "gentle", "steep"])
+@pytest.mark.parametrize("block", [16, 32, 64])
+@pytest.mark.parametrize(
+    ("queries", "keys"), [(128, 128), (100, 128), (128, 90), (100, 37), (65, 200), (17, 16), (1, 1)]
+)
+def test_staircase(queries, keys, block, share):
+    """A column's rows end with those that see all of it, but a row that the end cuts sees none so."""
+    climbs = torch.rand(2, 3, queries, generator=torch.Generator().manual_seed(queries + block)) < share
+    lengths = climbs.cumsum(-1).clamp(max=keys)
+    mask = staircase_mask(lengths, keys, block)
+    check(mask, positions(queries, keys)[1] < lengths[..., None])
+    expected = BlockMask.prefix(lengths, keys, block_size=block)
+    for name in ("kv_num_blocks", "full_kv_num_blocks", "q_num_blocks", "full_q_num_blocks"):
+        assert torch.equal(getattr(mask, name), getattr(expected, name))
+    whole = queries // block
+    assert (mask.kv_num_blocks[:, :, :whole] <= steps_of(block, -(-keys // block))).all()
+
+
+def test_staircase_of_nothing():
+    assert staircase_mask(torch.zeros(1, 1, 0, dtype=torch.int64), 5).shape == (1, 1, 0, 5)
+    assert staircase_mask(torch.zeros(1, 1, 5, dtype=torch.int64), 0).num_attended == 0
+
+
+def test_staircase_reads_no_value_back():
+    """Whatever read a length on the host, and so waited for the GPU, would fail on tensors without values."""
+    lengths = torch.empty(2, 3, 300, dtype=torch.int32, device="meta")
+    with pytest.raises((RuntimeError, NotImplementedError)):
+        BlockMask.prefix(lengths, 200)
+    assert staircase_mask(lengths, 200).shape == (2, 3, 300, 200)
 
 
 def test_shared_bias_broadcasts_over_heads():

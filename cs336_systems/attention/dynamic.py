@@ -12,13 +12,18 @@ The bias chooses and is not added to the scores. After flash dynamic-mask attent
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from cs336_systems.attention.api import flash_attention
 from cs336_systems.attention.masks import BlockMask
+from cs336_systems.attention.masks.block_mask import DEFAULT_BLOCK
+from cs336_systems.attention.masks.staircase import staircase_mask
 from cs336_systems.attention.validation import check_attention_inputs, check_flags
+from cs336_systems.device import available_backends, get_device_info
 
 
 def shared_keys_attention(
@@ -52,10 +57,8 @@ def shared_keys_attention(
     positions, chosen = choose_keys(bias, num_keys)  # (batch, kv_heads or 1, W) each
     block_mask = None
     if is_causal or not bool(chosen.all()):
-        seen = seen_keys(positions, chosen, q.shape[2], k.shape[2], is_causal)
-        if seen.shape[1] > 1:  # one row a key head; its query heads share it
-            seen = seen.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
-        block_mask = BlockMask.prefix(seen, positions.shape[2])
+        group = q.shape[1] // k.shape[1]
+        block_mask = mask_chosen(positions, chosen, q.shape[2], k.shape[2], is_causal=is_causal, group=group)
     index = positions[..., None].expand(*k.shape[:2], -1, k.shape[3])
     output = flash_attention(
         q, k.gather(2, index), v.gather(2, index), scale=scale, enable_gqa=enable_gqa, backend=backend,
@@ -70,10 +73,36 @@ def choose_keys(
 ) -> tuple[Int[Tensor, "batch heads chosen"], Bool[Tensor, "batch heads chosen"]]:
     """Positions of the `num_keys` highest biases in ascending order, and False behind them for those that are -inf."""
     keys = bias.shape[-1]
-    best = bias.argsort(dim=-1, descending=True, stable=True)[..., :num_keys]
-    allowed = bias.gather(-1, best) != -torch.inf
-    ascending = torch.where(allowed, best, best + keys).sort(dim=-1).values
+    biases, best = (ranked[..., :num_keys] for ranked in bias.sort(dim=-1, descending=True, stable=True))
+    ascending = torch.where(biases != -torch.inf, best, best + keys).sort(dim=-1).values
     return ascending % max(1, keys), ascending < keys
+
+
+def mask_chosen(
+    positions: Int[Tensor, "batch heads chosen"],
+    chosen: Bool[Tensor, "batch heads chosen"],
+    seqlen_q: int,
+    seqlen_k: int,
+    *,
+    is_causal: bool,
+    group: int = 1,
+) -> BlockMask:
+    """Which of the keys of `choose_keys` each query attends; `group` query heads share those of a key head."""
+    seen = seen_keys(positions, chosen, seqlen_q, seqlen_k, is_causal)
+    if seen.shape[1] > 1:
+        seen = seen.repeat_interleave(group, dim=1)
+    in_one_launch = not torch.compiler.is_compiling() and _has_kernels(seen.device.type)
+    if in_one_launch and seen.numel() and positions.shape[2]:
+        from cs336_systems.attention.triton.staircase import launch_staircase
+
+        return launch_staircase(seen.int().contiguous(), positions.shape[2], DEFAULT_BLOCK)
+    return staircase_mask(seen, positions.shape[2])
+
+
+@cache
+def _has_kernels(device_kind: str) -> bool:
+    """Whether Triton runs on such devices; on a CPU it would only interpret."""
+    return device_kind == "cuda" and available_backends(get_device_info(device_kind))["triton"] == "ok"
 
 
 def seen_keys(
@@ -86,9 +115,12 @@ def seen_keys(
     """How many of the chosen keys each query attends; since they are in order, it is the first so many."""
     if not is_causal:
         return chosen.sum(-1, keepdim=True).expand(-1, -1, seqlen_q)
-    last_seen = torch.arange(seqlen_q, device=positions.device).clamp(max=seqlen_k - 1)
+    last_seen = torch.arange(seqlen_q, device=positions.device)
+    if seqlen_q > seqlen_k:
+        last_seen = last_seen.clamp(max=seqlen_k - 1)
     ordered = torch.where(chosen, positions, seqlen_k)
-    return torch.searchsorted(ordered, last_seen.expand(*positions.shape[:2], -1).contiguous(), right=True)
+    last_seen = last_seen.expand(*positions.shape[:2], -1).contiguous()
+    return torch.searchsorted(ordered, last_seen, right=True, out_int32=True)
 
 
 def check_bias(bias: Tensor, k: Tensor) -> None:

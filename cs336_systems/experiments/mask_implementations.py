@@ -15,7 +15,7 @@ from torch import Tensor
 
 from cs336_systems.attention import BlockMask, attention_reference, flash_attention
 from cs336_systems.attention.dilated import dilated_attention
-from cs336_systems.attention.dynamic import choose_keys, seen_keys, shared_keys_attention
+from cs336_systems.attention.dynamic import choose_keys, mask_chosen, shared_keys_attention
 from cs336_systems.attention.masks import parse_mask
 from cs336_systems.attention.masks.parse import random_bias
 from cs336_systems.config import AttentionShape, MaskCase, RunConfig
@@ -97,8 +97,7 @@ def _triton(case: MaskCase, mask: BlockMask, run: RunConfig) -> MaskedAttention:
 
         def choose() -> BlockMask:
             positions, chosen = choose_keys(bias, num_keys)
-            seen = seen_keys(positions, chosen, case.seqlen_q, case.seqlen_q, causal)
-            return BlockMask.prefix(seen, positions.shape[2])
+            return mask_chosen(positions, chosen, case.seqlen_q, case.seqlen_q, is_causal=causal)
 
         return MaskedAttention(attend=shared, build_mask=choose, kernel=kernel)
     return _lists(case, mask, run)

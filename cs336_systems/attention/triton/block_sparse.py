@@ -15,6 +15,7 @@ O = 0, L = -inf and no gradient. Layout of the lists: `cs336_systems.attention.m
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -43,9 +44,19 @@ from cs336_systems.attention.triton.steps import (
     store_rows,
     tile_of_program,
 )
+from cs336_systems.device import interpreter_is_on
 from cs336_systems.profiling.stages import stage
 
 KEYS_PER_WORD = tl.constexpr(32)
+# $0 = $1 & $2 ? $3 : $4, two instructions. From `tl.where`, LLVM makes one comparison of 64 lanes, packs its result
+# into integers bit by bit and takes it apart again: four more instructions a score.
+SELECT_BY_BIT = tl.constexpr("""{
+.reg .pred attended;
+.reg .b32 tested;
+and.b32 tested, $1, $2;
+setp.ne.b32 attended, tested, 0;
+selp.f32 $0, $3, $4, attended;
+}""")
 
 
 class TileLists(NamedTuple):
@@ -87,25 +98,57 @@ def _list_of_tile(batch, head, block, num_blocks, MASK_BATCHES, MASK_HEADS):
 
 
 @triton.jit
-def _is_attended(
+def _load_words(
     token_bits, pattern, rows, first_column,
     Q_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr, K_TILE_SIZE: tl.constexpr, TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
-    """Bits of the mask's tile number `pattern` at `rows` and K_TILE_SIZE columns: (rows, columns), or TRANSPOSED.
+    """Words of the mask's tile number `pattern` at `rows` and K_TILE_SIZE columns, 32 keys each, as one load.
 
-    A word holds 32 columns. Each is loaded once a row and spread by selection: a tile of pointers, one to each bit's
-    word, would cost more registers than the scores.
+    (rows, words, 1), or TRANSPOSED (words, 1, rows). In a tile of keys that begins inside a word, shifted to it.
     """
     WORDS: tl.constexpr = K_BLOCK // KEYS_PER_WORD
-    NUM_LOADED: tl.constexpr = (K_TILE_SIZE + KEYS_PER_WORD - 1) // KEYS_PER_WORD
-    columns = tl.arange(0, K_TILE_SIZE)
-    pointers = token_bits + pattern.to(tl.int64) * (Q_BLOCK * WORDS) + rows * WORDS + first_column // KEYS_PER_WORD
-    axis: tl.constexpr = 0 if TRANSPOSED else 1
-    words = tl.expand_dims(tl.load(pointers), axis)
-    for word in tl.static_range(1, NUM_LOADED):
-        is_here = tl.expand_dims(columns // KEYS_PER_WORD == word, 1 - axis)
-        words = tl.where(is_here, tl.expand_dims(tl.load(pointers + word), axis), words)
-    return ((words >> tl.expand_dims((first_column + columns) % KEYS_PER_WORD, 1 - axis)) & 1) != 0
+    LOADED: tl.constexpr = (K_TILE_SIZE + KEYS_PER_WORD - 1) // KEYS_PER_WORD
+    first_word = token_bits + pattern.to(tl.int64) * (Q_BLOCK * WORDS) + first_column // KEYS_PER_WORD
+    word = tl.arange(0, LOADED)
+    if TRANSPOSED:
+        words = tl.load(first_word + rows[None, :] * WORDS + word[:, None])[:, None, :]
+    else:
+        words = tl.load(first_word + rows[:, None] * WORDS + word[None, :])[:, :, None]
+    if K_TILE_SIZE < KEYS_PER_WORD:
+        words = words >> first_column % KEYS_PER_WORD
+    return words
+
+
+@triton.jit
+def _keep_attended(values, otherwise, words, TRANSPOSED: tl.constexpr, SELECT: tl.constexpr):
+    """`values` (rows, columns), or TRANSPOSED, where their bit in `words` of `_load_words` is 1; else `otherwise`.
+
+    A word is spread over its keys by shape alone, so that a thread holds the words of its own scores, and which word a
+    score belongs to is known when the kernel is compiled.
+    """
+    LOADED: tl.constexpr = words.shape[0 if TRANSPOSED else 1]
+    KEYS: tl.constexpr = values.shape[0 if TRANSPOSED else 1] // LOADED
+    ROWS: tl.constexpr = words.shape[2 if TRANSPOSED else 0]
+    key = tl.arange(0, KEYS)
+    if TRANSPOSED:
+        keys = tl.broadcast_to(key[None, :, None], (LOADED, KEYS, ROWS))
+    else:
+        keys = tl.broadcast_to(key[None, None, :], (ROWS, LOADED, KEYS))
+    words = tl.broadcast_to(words, keys.shape)
+    if SELECT == "where":
+        attended = ((words >> keys) & 1) != 0
+        return tl.where(attended.reshape(values.shape), values, otherwise)
+    else:
+        bits = 1 << keys
+        if SELECT != "and" and not TRANSPOSED:
+            # A thread's keys differ from lane to lane in bits 1 and 2 alone: shifted by those, a word's bits are the
+            # same numbers in every lane, and several go to predicates in one instruction (R2P).
+            words = words >> (keys & 6)
+            bits = 1 << (keys & 25)
+        return tl.inline_asm_elementwise(
+            SELECT_BY_BIT, "=f,r,r,f,f", [words.reshape(values.shape), bits.reshape(values.shape), values, otherwise],
+            dtype=tl.float32, is_pure=True, pack=1,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -114,6 +157,7 @@ def _visit_listed_keys(
     N_KEYS, scale_log2, ZERO, stride_ks, stride_kd, stride_vs, stride_vd,
     D: tl.constexpr, D_TILE: tl.constexpr, K_TILE_SIZE: tl.constexpr, Q_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr,
     PARTIAL: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
+    SELECT: tl.constexpr,
 ):  # fmt: skip
     """Fold the listed key tiles into the running (accumulator, m, l); `block_rows` are Q's rows in the mask's tile."""
     STEPS: tl.constexpr = K_BLOCK // K_TILE_SIZE
@@ -123,11 +167,15 @@ def _visit_listed_keys(
         K = load_rows(
             K_head, batch, kv_head, first_key, N_KEYS, stride_ks, stride_kd, D, D_TILE, K_TILE_SIZE, PARTIAL, TMA
         )  # fmt: skip
+        if PARTIAL and SELECT == "early":
+            pattern = tl.load(patterns + step // STEPS)
+            words = _load_words(token_bits, pattern, block_rows, first_column, Q_BLOCK, K_BLOCK, K_TILE_SIZE, False)
         S = tl.dot(Q, tl.trans(K), input_precision=PRECISION)  # (Q_TILE_SIZE, K_TILE_SIZE), not yet scaled
         if PARTIAL:
-            pattern = tl.load(patterns + step // STEPS)
-            attended = _is_attended(token_bits, pattern, block_rows, first_column, Q_BLOCK, K_BLOCK, K_TILE_SIZE, False)
-            S = tl.where(attended, S, float("-inf"))
+            if SELECT != "early":
+                pattern = tl.load(patterns + step // STEPS)
+                words = _load_words(token_bits, pattern, block_rows, first_column, Q_BLOCK, K_BLOCK, K_TILE_SIZE, False)
+            S = _keep_attended(S, float("-inf"), words, False, SELECT)
         P, rescale, m, l = online_softmax(S, m, l, scale_log2)
         V = load_rows(
             V_head, batch, kv_head, first_key, N_KEYS, stride_vs, stride_vd, D, D_TILE, K_TILE_SIZE, PARTIAL, TMA
@@ -146,6 +194,7 @@ def block_sparse_forward_kernel(
     N_HEADS, HEADS_TOGETHER, N_QUERIES, N_KEYS, MASK_BATCHES, MASK_HEADS, WIDTH, FULL_WIDTH, scale_log2, ZERO,
     GROUP: tl.constexpr, D: tl.constexpr, D_TILE: tl.constexpr, Q_TILE_SIZE: tl.constexpr, K_TILE_SIZE: tl.constexpr,
     Q_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
+    SELECT: tl.constexpr,
 ):  # fmt: skip
     """O (batch, heads, queries, D) and L (batch, heads, queries) are contiguous; q, k, v have any strides."""
     # Last tile first: the lists of a causal mask grow towards the end.
@@ -174,6 +223,7 @@ def block_sparse_forward_kernel(
         tl.load(full_kv_num_blocks_ptr + list_number),
         full_kv_indices_ptr + list_number * FULL_WIDTH, kv_tokens_ptr, token_bits_ptr, N_KEYS, scale_log2, ZERO,
         stride_ks, stride_kd, stride_vs, stride_vd, D, D_TILE, K_TILE_SIZE, Q_BLOCK, K_BLOCK, False, PRECISION, TMA,
+        SELECT,
     )  # fmt: skip
     # 3. partial tiles
     accumulator, m, l = _visit_listed_keys(
@@ -182,6 +232,7 @@ def block_sparse_forward_kernel(
         kv_indices_ptr + list_number * WIDTH, kv_tokens_ptr + list_number * WIDTH, token_bits_ptr, N_KEYS, scale_log2,
         ZERO, stride_ks, stride_kd, stride_vs, stride_vd,
         D, D_TILE, K_TILE_SIZE, Q_BLOCK, K_BLOCK, True, PRECISION, TMA,
+        SELECT,
     )  # fmt: skip
 
     # 4. normalise and store
@@ -195,6 +246,7 @@ def _visit_listed_queries(
     N_QUERIES, scale_log2, ZERO, stride_qs, stride_qd, stride_dos, stride_dod,
     D: tl.constexpr, D_TILE: tl.constexpr, Q_TILE_SIZE: tl.constexpr, K_TILE_SIZE: tl.constexpr, Q_BLOCK: tl.constexpr,
     K_BLOCK: tl.constexpr, PARTIAL: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
+    SELECT: tl.constexpr,
 ):  # fmt: skip
     """Fold the listed query tiles into dK (without its scale) and dV; `first_column` is K's place in the mask's tile.
 
@@ -214,13 +266,17 @@ def _visit_listed_queries(
         )  # fmt: skip
         L_log2 = tl.load(L_base + query_rows)
         delta = tl.load(D_base + query_rows)
+        if PARTIAL and SELECT == "early":
+            pattern = tl.load(patterns + step // STEPS)
+            words = _load_words(token_bits, pattern, block_rows, first_column, Q_BLOCK, K_BLOCK, K_TILE_SIZE, True)
         S_T = tl.dot(K, tl.trans(Q), input_precision=PRECISION)  # (K_TILE_SIZE, Q_TILE_SIZE)
         dP_T = tl.dot(V, tl.trans(dO), input_precision=PRECISION)
         P_T = tl.math.exp2(S_T * scale_log2 - L_log2[None, :])
         if PARTIAL:
-            pattern = tl.load(patterns + step // STEPS)
-            attended = _is_attended(token_bits, pattern, block_rows, first_column, Q_BLOCK, K_BLOCK, K_TILE_SIZE, True)
-            P_T = tl.where(attended, P_T, 0.0)
+            if SELECT != "early":
+                pattern = tl.load(patterns + step // STEPS)
+                words = _load_words(token_bits, pattern, block_rows, first_column, Q_BLOCK, K_BLOCK, K_TILE_SIZE, True)
+            P_T = _keep_attended(P_T, 0.0, words, True, SELECT)
         dK, dV = fold_queries(dK, dV, P_T, dP_T, Q, dO, delta, ZERO, PRECISION)
     return dK, dV
 
@@ -236,6 +292,7 @@ def block_sparse_dkdv_kernel(
     N_KV_HEADS, HEADS_TOGETHER, N_QUERIES, N_KEYS, MASK_BATCHES, MASK_HEADS, WIDTH, FULL_WIDTH, scale, scale_log2, ZERO,
     GROUP: tl.constexpr, D: tl.constexpr, D_TILE: tl.constexpr, Q_TILE_SIZE: tl.constexpr, K_TILE_SIZE: tl.constexpr,
     Q_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
+    SELECT: tl.constexpr,
 ):  # fmt: skip
     """dK, dV (batch, kv_heads, keys, D), L and delta (batch, heads, padded queries) are contiguous.
 
@@ -268,12 +325,14 @@ def block_sparse_dkdv_kernel(
             tl.load(full_q_num_blocks_ptr + list_number), full_q_indices_ptr + list_number * FULL_WIDTH, q_tokens_ptr,
             token_bits_ptr, N_QUERIES, scale_log2, ZERO, stride_qs, stride_qd, stride_dos, stride_dod,
             D, D_TILE, Q_TILE_SIZE, K_TILE_SIZE, Q_BLOCK, K_BLOCK, False, PRECISION, TMA,
+            SELECT,
         )  # fmt: skip
         dK, dV = _visit_listed_queries(
             dK, dV, K, V, first_key % K_BLOCK, Q_head, dO_head, L_ptr + row_base, D_ptr + row_base, batch, head,
             tl.load(q_num_blocks_ptr + list_number), q_indices_ptr + list_number * WIDTH,
             q_tokens_ptr + list_number * WIDTH, token_bits_ptr, N_QUERIES, scale_log2, ZERO, stride_qs, stride_qd,
             stride_dos, stride_dod, D, D_TILE, Q_TILE_SIZE, K_TILE_SIZE, Q_BLOCK, K_BLOCK, True, PRECISION, TMA,
+            SELECT,
         )  # fmt: skip
 
     output_base = (batch * N_KV_HEADS + kv_head) * N_KEYS * D
@@ -287,6 +346,7 @@ def _visit_listed_keys_for_dq(
     N_KEYS, scale_log2, ZERO, stride_ks, stride_kd, stride_vs, stride_vd,
     D: tl.constexpr, D_TILE: tl.constexpr, K_TILE_SIZE: tl.constexpr, Q_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr,
     PARTIAL: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
+    SELECT: tl.constexpr,
 ):  # fmt: skip
     """Fold the listed key tiles into dQ (without its scale)."""
     STEPS: tl.constexpr = K_BLOCK // K_TILE_SIZE
@@ -299,13 +359,17 @@ def _visit_listed_keys_for_dq(
         V = load_rows(
             V_head, batch, kv_head, first_key, N_KEYS, stride_vs, stride_vd, D, D_TILE, K_TILE_SIZE, PARTIAL, TMA
         )  # fmt: skip
+        if PARTIAL and SELECT == "early":
+            pattern = tl.load(patterns + step // STEPS)
+            words = _load_words(token_bits, pattern, block_rows, first_column, Q_BLOCK, K_BLOCK, K_TILE_SIZE, False)
         S = tl.dot(Q, tl.trans(K), input_precision=PRECISION)  # (Q_TILE_SIZE, K_TILE_SIZE)
         dP = tl.dot(dO, tl.trans(V), input_precision=PRECISION)
         P = tl.math.exp2(S * scale_log2 - L_log2[:, None])
         if PARTIAL:
-            pattern = tl.load(patterns + step // STEPS)
-            attended = _is_attended(token_bits, pattern, block_rows, first_column, Q_BLOCK, K_BLOCK, K_TILE_SIZE, False)
-            P = tl.where(attended, P, 0.0)
+            if SELECT != "early":
+                pattern = tl.load(patterns + step // STEPS)
+                words = _load_words(token_bits, pattern, block_rows, first_column, Q_BLOCK, K_BLOCK, K_TILE_SIZE, False)
+            P = _keep_attended(P, 0.0, words, False, SELECT)
         dQ = fold_keys(dQ, P, dP, K, delta, ZERO, PRECISION)
     return dQ
 
@@ -321,6 +385,7 @@ def block_sparse_dq_kernel(
     N_HEADS, HEADS_TOGETHER, N_QUERIES, N_KEYS, MASK_BATCHES, MASK_HEADS, WIDTH, FULL_WIDTH, scale, scale_log2, ZERO,
     GROUP: tl.constexpr, D: tl.constexpr, D_TILE: tl.constexpr, Q_TILE_SIZE: tl.constexpr, K_TILE_SIZE: tl.constexpr,
     Q_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
+    SELECT: tl.constexpr,
 ):  # fmt: skip
     """dQ (batch, heads, queries, D), L and delta (batch, heads, padded queries) are contiguous."""
     query_tile, batch, head = tile_of_program(tl.cdiv(N_QUERIES, Q_TILE_SIZE), N_HEADS, HEADS_TOGETHER, True)
@@ -352,6 +417,7 @@ def block_sparse_dq_kernel(
         tl.load(full_kv_num_blocks_ptr + list_number),
         full_kv_indices_ptr + list_number * FULL_WIDTH, kv_tokens_ptr, token_bits_ptr, N_KEYS, scale_log2, ZERO,
         stride_ks, stride_kd, stride_vs, stride_vd, D, D_TILE, K_TILE_SIZE, Q_BLOCK, K_BLOCK, False, PRECISION, TMA,
+        SELECT,
     )  # fmt: skip
     dQ = _visit_listed_keys_for_dq(
         dQ, Q, dO, L_log2, delta, K_head, V_head, batch, kv_head, query_rows % Q_BLOCK,
@@ -359,6 +425,7 @@ def block_sparse_dq_kernel(
         kv_indices_ptr + list_number * WIDTH, kv_tokens_ptr + list_number * WIDTH, token_bits_ptr, N_KEYS, scale_log2,
         ZERO, stride_ks, stride_kd, stride_vs, stride_vd,
         D, D_TILE, K_TILE_SIZE, Q_BLOCK, K_BLOCK, True, PRECISION, TMA,
+        SELECT,
     )  # fmt: skip
     store_rows(dQ_ptr + output_base, dQ * scale, query_rows, N_QUERIES, D, 1, D, D_TILE)
 
@@ -456,4 +523,5 @@ def _options(q: Tensor, k: Tensor, lists: TileLists, config: KernelConfig) -> di
     return {
         **head_options(q.shape[1], k.shape[1], q.shape[3]), **tile_options(config), "num_stages": num_stages,
         "Q_BLOCK": query_block, "K_BLOCK": key_block, "TMA": config.tma,
+        "SELECT": "where" if interpreter_is_on() else os.environ.get("CS336_MASK_SELECT", "r2p"),
     }  # fmt: skip
