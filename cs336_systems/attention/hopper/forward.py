@@ -44,7 +44,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.core import _aggregate as aggregate
 
-from cs336_systems.attention.hopper.builtins import rescale_rows, warp_fence
+from cs336_systems.attention.hopper.builtins import rescale_rows, shift_rows, warp_fence
 from cs336_systems.attention.hopper.descriptors import (
     CachedKernel,
     readable,
@@ -61,6 +61,9 @@ ROWS = gl.constexpr(CONSUMER_ROWS)  # of a consumer: what one wgmma of a warp gr
 # How far, in base 2, a score may exceed the running maximum before that is raised. P is then up to 2^8, which float16
 # holds, with the relative rounding that it has anywhere, and sums of it are float32.
 LAG = gl.constexpr(8.0)
+# From where on, in base 2, a row's maximum is subtracted from its scores before they are scaled: the rounding of a scaled
+# maximum below it, 2^-12 of P, is nothing to bfloat16 or float16.
+LARGE = gl.constexpr(2.0**12)
 COPIER_REGISTERS = gl.constexpr(24)  # the least that a warp can have
 
 
@@ -277,16 +280,28 @@ def _hide_keys(S, last_key, first_key, K_TILE_SIZE: gl.constexpr, S_LAYOUT: gl.c
 
 
 @gluon.jit
-def _softmax(S, m, l, scale_log2, LAZY: gl.constexpr):
-    """Take raw scores into the running maximum m, in base 2, and sum l; also the factor for what came before.
+def _softmax(S, m, l, scale_log2):
+    """Take raw scores into the running maximum m, raw too, and sum l; also the factor for what came before.
 
-    LAZY leaves m where it is until a score exceeds it by more than LAG: the factor is then 1 in almost every step.
+    P of the largest score is 1, which bfloat16 holds, and so O of a row that sees one key is that key's value. Scaled
+    scores minus their scaled maximum are one multiply-add, whose rounding is the maximum's: where that would show,
+    the maximum is subtracted first, which is exact.
     """
+    m_new = gl.maximum(m, gl.max(S, axis=1))
+    offset = m_new * scale_log2
+    is_large = gl.abs(offset) > LARGE
+    S = shift_rows(S, gl.where(is_large, m_new, 0.0))
+    P = gl.exp2(S * scale_log2 - gl.where(is_large, 0.0, offset)[:, None])
+    factor = gl.exp2((m - m_new) * scale_log2)
+    return P, factor, m_new, l * factor + gl.sum(P, axis=1)
+
+
+@gluon.jit
+def _lazy_softmax(S, m, l, scale_log2):
+    """As `_softmax`, but m is in base 2 and stays where it is until a score exceeds it by more than LAG: the factor is
+    then 1 in almost every step."""
     m_new = gl.max(S, axis=1) * scale_log2
-    if LAZY:
-        m_new = gl.where(m_new > m + LAG, m_new, m)
-    else:
-        m_new = gl.maximum(m, m_new)
+    m_new = gl.where(m_new > m + LAG, m_new, m)
     P = gl.exp2(S * scale_log2 - m_new[:, None])
     factor = gl.exp2(m - m_new)
     return P, factor, m_new, l * factor + gl.sum(P, axis=1)
@@ -307,7 +322,7 @@ def _step(
     mbarrier.arrive(shared.empty.index(slot), count=1)
     if MASKED:
         S = _hide_keys(S, last_key, first_key, K_TILE_SIZE, S_LAYOUT, IS_CAUSAL)
-    scores, factor, m, l = _softmax(S, m, l, scale_log2, False)
+    scores, factor, m, l = _softmax(S, m, l, scale_log2)
     O = O * gl.convert_layout(factor, gl.SliceLayout(1, O_LAYOUT))[:, None]
     return gl.convert_layout(scores.to(P.dtype), P.type.layout), O, m, l
 
@@ -322,7 +337,7 @@ def _overlapped_step(
     S_pending = warpgroup_mma(Q, shared.K_ring.index(slot).permute((1, 0)), zero, use_acc=False, is_async=True)
     O_pending = warpgroup_mma(P, shared.V_ring.index(slot), O, is_async=True)
     S = warpgroup_mma_wait(1, [S_pending])
-    scores, factor, m, l = _softmax(S, m, l, scale_log2, True)
+    scores, factor, m, l = _lazy_softmax(S, m, l, scale_log2)
     l = warp_fence(l)
     O = warpgroup_mma_wait(0, [O_pending])
     mbarrier.arrive(shared.empty.index(slot), count=1)
@@ -378,7 +393,10 @@ def _attend(
             mbarrier.arrive(shared.empty.index(slot), count=1)
             step += 1
             S = _hide_keys(S, last_key, (num_key_tiles - 1) * K_TILE_SIZE, K_TILE_SIZE, S_LAYOUT, IS_CAUSAL)
-            scores, factor, m, l = _softmax(S, m, l, problem.scale_log2, PLAN.overlapped)
+            if PLAN.overlapped:
+                scores, factor, m, l = _lazy_softmax(S, m, l, problem.scale_log2)
+            else:
+                scores, factor, m, l = _softmax(S, m, l, problem.scale_log2)
             P = gl.convert_layout(scores.to(O_desc.dtype), P_LAYOUT)
 
             # slots 1 to n - 1, first those with hidden keys
@@ -407,6 +425,8 @@ def _attend(
             slot, phase = ring_slot(step, SLOTS)
             mbarrier.wait(shared.full.index(slot), phase)
             O_pending = warpgroup_mma(P, shared.V_ring.index(slot), O, is_async=True)
+            if not PLAN.overlapped:
+                m = m * problem.scale_log2
             L = (m + gl.log2(l)) * LN_2
             inverse = 1.0 / l
             O = warpgroup_mma_wait(0, [O_pending])
