@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from cs336_systems.attention.reference import attention_reference
+from cs336_systems.profiling.stages import STAGES, TOTAL, time_stages
 
 backward = pytest.importorskip("cs336_systems.attention.hopper.backward", reason="this triton has no Gluon for Hopper")
 
@@ -440,6 +441,18 @@ def test_the_launcher_copies_what_tma_cannot_read(launched):
     _, (_, copied, _, grad_lse, *_), constants = launched["_preprocess"]
     assert torch.equal(copied, do) and copied.is_contiguous()
     assert torch.equal(grad_lse, dl) and grad_lse.is_contiguous() and constants[0] is True
+
+
+def test_the_launches_are_stages(launched):
+    q, lse = low(1, 2, 100, 64), torch.randn(1, 2, 100)
+
+    def differentiate():
+        launched.clear()
+        backward.hopper_backward(q, q, q, q, lse, q, None, True, 0.5)
+
+    samples = time_stages(differentiate, device="cpu", num_samples=2, warmup=0)
+    assert list(samples) == ["preprocess", "dkv", "dq", TOTAL] and set(samples) - {TOTAL} < set(STAGES)
+    assert list(launched) == ["_preprocess", "_differentiate", "_convert"]
 
 
 def test_strides_of_any_size_fit_32_bits():

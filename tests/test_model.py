@@ -307,7 +307,7 @@ def test_own_attention_agrees_with_the_equations(name):
 
 
 def test_unknown_attention_is_refused_at_construction():
-    message = "attention must be one of reference, compiled, tiled, triton, sdpa, got 'flash'"
+    message = "attention must be one of reference, compiled, tiled, triton, hopper, sdpa, got 'flash'"
     with pytest.raises(ValueError, match=message):
         TransformerLM.from_config(CONFIG, attention="flash")
     with pytest.raises(ValueError, match=message):

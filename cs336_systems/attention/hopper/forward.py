@@ -61,8 +61,8 @@ ROWS = gl.constexpr(CONSUMER_ROWS)  # of a consumer: what one wgmma of a warp gr
 # How far, in base 2, a score may exceed the running maximum before that is raised. P is then up to 2^8, which float16
 # holds, with the relative rounding that it has anywhere, and sums of it are float32.
 LAG = gl.constexpr(8.0)
-# From where on, in base 2, a row's maximum is subtracted from its scores before they are scaled: the rounding of a scaled
-# maximum below it, 2^-12 of P, is nothing to bfloat16 or float16.
+# From where on, in base 2, a row's maximum is subtracted from its scores before they are scaled. Below it, a scaled
+# maximum is rounded by 2^-12 at most: half of that again, relatively, is P off, and bfloat16 rounds P by up to 2^-9.
 LARGE = gl.constexpr(2.0**12)
 COPIER_REGISTERS = gl.constexpr(24)  # the least that a warp can have
 
