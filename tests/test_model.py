@@ -942,6 +942,25 @@ def test_build_model_on_cuda_repeats_and_leaves_the_random_states():
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs an sm_90 GPU"
+)
+def test_the_model_attends_with_the_hopper_kernels():
+    tokens, grads = random_tokens(2, 12).cuda(), {}
+    for attention in ("hopper", "sdpa"):
+        model = build_model(CONFIG, attention=attention, device="cuda", seed=0)
+        with torch.autocast("cuda", torch.bfloat16):
+            logits = model(tokens)
+        logits.float().square().sum().backward()
+        grads[attention] = {name: parameter.grad for name, parameter in model.named_parameters()}
+    for name, expected in grads["sdpa"].items():
+        assert (grads["hopper"][name] - expected).norm() <= 0.05 * expected.norm(), name
+    model = build_model(CONFIG, attention="hopper", device="cuda", seed=0)
+    with pytest.raises(ValueError, match="hopper takes float16 and bfloat16, not float32"):
+        model(tokens)
+
+
+@pytest.mark.gpu
 def test_adamw_and_clipping_need_little_memory_beyond_their_state():
     parameters = [nn.Parameter(torch.ones(2**24, device="cuda")) for _ in range(16)]  # 64 MiB each, 1 GiB
     for parameter in parameters:
