@@ -182,6 +182,28 @@ def live_key_tiles(
 
 
 @gluon.jit
+def _work(problem, PLAN: gl.constexpr):
+    """(tiles of queries of a head, work items of all heads)."""
+    Q_TILE_SIZE: gl.constexpr = PLAN.consumers * ROWS
+    num_tiles = (problem.N_QUERIES + Q_TILE_SIZE - 1) // Q_TILE_SIZE
+    return num_tiles, num_work_items(num_tiles, problem.BATCH_HEADS, PLAN.paired)
+
+
+@gluon.jit
+def _tile_of_work(item, side, num_tiles, problem, PLAN: gl.constexpr):
+    """(index into batch and heads, first query, key tiles that are seen, key tiles that are walked) of a tile."""
+    Q_TILE_SIZE: gl.constexpr = PLAN.consumers * ROWS
+    tile, batch_head = tile_of_item(
+        item, side, num_tiles, problem.BATCH_HEADS, problem.HEADS_TOGETHER, PLAN.paired, PLAN.is_causal
+    )
+    first_query = first_query_of(tile, num_tiles, problem.N_QUERIES, Q_TILE_SIZE, PLAN.alignment)
+    live = live_key_tiles(
+        first_query, problem.N_QUERIES, problem.N_KEYS, Q_TILE_SIZE, PLAN.key_tile, PLAN.is_causal
+    )  # fmt: skip
+    return batch_head, first_query, live, max(live, PLAN.masked_tiles)
+
+
+@gluon.jit
 def rows_of_consumer(first_query, consumer: gl.constexpr, N_QUERIES):
     """The first of a consumer's rows in a tile; rows before the first query become rows behind the last, and TMA reads
     them as zeros and does not write them."""
@@ -201,27 +223,17 @@ def _copy_tiles(
 ):  # fmt: skip
     """The copier: fill the ring as the consumers empty it."""
     CONSUMERS: gl.constexpr = PLAN.consumers
-    Q_TILE_SIZE: gl.constexpr = PLAN.consumers * ROWS
     K_TILE_SIZE: gl.constexpr = PLAN.key_tile
-    MASKED_TILES: gl.constexpr = PLAN.masked_tiles
     SLOTS: gl.constexpr = PLAN.slots
-    IS_CAUSAL: gl.constexpr = PLAN.is_causal
-    PAIRED: gl.constexpr = PLAN.paired
-    num_tiles = (problem.N_QUERIES + Q_TILE_SIZE - 1) // Q_TILE_SIZE
-    num_items = num_work_items(num_tiles, problem.BATCH_HEADS, PAIRED)
+    num_tiles, num_items = _work(problem, PLAN)
     step = 0
     tiles_done = 0
     for item in range(gl.program_id(0), num_items, gl.num_programs(0)):
-        for side in range(tiles_of_item(item, num_tiles, PAIRED)):
-            tile, batch_head = tile_of_item(
-                item, side, num_tiles, problem.BATCH_HEADS, problem.HEADS_TOGETHER, PAIRED, IS_CAUSAL
-            )
+        for side in range(tiles_of_item(item, num_tiles, PLAN.paired)):
+            batch_head, first_query, live, num_key_tiles = _tile_of_work(item, side, num_tiles, problem, PLAN)
             batch = batch_head // problem.N_HEADS
             head = batch_head % problem.N_HEADS
             kv_head = head // problem.GROUP
-            first_query = first_query_of(tile, num_tiles, problem.N_QUERIES, Q_TILE_SIZE, PLAN.alignment)
-            live = live_key_tiles(first_query, problem.N_QUERIES, problem.N_KEYS, Q_TILE_SIZE, K_TILE_SIZE, IS_CAUSAL)
-            num_key_tiles = max(live, MASKED_TILES)
 
             # slot 0: K(0), and Q while it is on its way
             slot, phase = ring_slot(step, SLOTS)
@@ -351,30 +363,22 @@ def _attend(
 ):  # fmt: skip
     """A consumer: rows [consumer * ROWS, (consumer + 1) * ROWS) of each tile of queries."""
     D_TILE: gl.constexpr = PLAN.head_tile
-    Q_TILE_SIZE: gl.constexpr = PLAN.consumers * ROWS
     K_TILE_SIZE: gl.constexpr = PLAN.key_tile
     MASKED_TILES: gl.constexpr = PLAN.masked_tiles
     SLOTS: gl.constexpr = PLAN.slots
     IS_CAUSAL: gl.constexpr = PLAN.is_causal
-    PAIRED: gl.constexpr = PLAN.paired
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, K_TILE_SIZE, 16])
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D_TILE, 16])
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=O_LAYOUT, k_width=2)
-    num_tiles = (problem.N_QUERIES + Q_TILE_SIZE - 1) // Q_TILE_SIZE
-    num_items = num_work_items(num_tiles, problem.BATCH_HEADS, PAIRED)
+    num_tiles, num_items = _work(problem, PLAN)
     zero = gl.zeros([ROWS, K_TILE_SIZE], gl.float32, S_LAYOUT)
     Q = shared.Q_tiles.index(consumer)
     O_tile = shared.O_tiles.index(consumer)
     step = 0
     tiles_done = 0
     for item in range(gl.program_id(0), num_items, gl.num_programs(0)):
-        for side in range(tiles_of_item(item, num_tiles, PAIRED)):
-            tile, batch_head = tile_of_item(
-                item, side, num_tiles, problem.BATCH_HEADS, problem.HEADS_TOGETHER, PAIRED, IS_CAUSAL
-            )
-            first_query = first_query_of(tile, num_tiles, problem.N_QUERIES, Q_TILE_SIZE, PLAN.alignment)
-            live = live_key_tiles(first_query, problem.N_QUERIES, problem.N_KEYS, Q_TILE_SIZE, K_TILE_SIZE, IS_CAUSAL)
-            num_key_tiles = max(live, MASKED_TILES)
+        for side in range(tiles_of_item(item, num_tiles, PLAN.paired)):
+            batch_head, first_query, _, num_key_tiles = _tile_of_work(item, side, num_tiles, problem, PLAN)
             first_row = rows_of_consumer(first_query, consumer, problem.N_QUERIES)
             rows = first_row + gl.arange(0, ROWS, gl.SliceLayout(1, S_LAYOUT))
             last_key = problem.N_KEYS - 1
