@@ -81,6 +81,7 @@ def replaced(monkeypatch) -> Calls:
     monkeypatch.setattr(function, "hopper_refusal", lambda q: None)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: None)  # the index of a tensor on the CPU
     monkeypatch.setattr(api, "explain_backend", lambda q, k, **_: ("hopper", "the test says so"))
+    monkeypatch.setattr(api, "_is_usual", lambda *_: False)  # or the choice would be kept for other tests
     return calls
 
 
