@@ -15,9 +15,18 @@ Each slot has `full`, on which the copies' bytes arrive, and `empty`, on which e
 
 The two schedules, by columns of a head tile:
   64   three consumers, 192 x 128. A step waits for both products, then takes the softmax, while the other consumers'
-       products run. Exponentials take as long as products here, and a third consumer hides more of them.
+       products run. Exponentials take as long as products here, and a third consumer hides more of them. Nothing
+       makes them take turns but that the tensor cores serve one at a time:
+         consumer 0   products   softmax               products   softmax
+         consumer 1              products   softmax               products
+         consumer 2                         products   softmax
   128  two consumers, 128 x 128, 240 registers a thread. A step waits for S alone, and P(j-1) V(j-1) runs under the
        softmax. O is rescaled only when a row's maximum has grown by more than 2^8.
+         tensor cores   S(1)   P(0) V(0)         S(2)   P(1) V(1)
+         consumer              softmax of S(1)          softmax of S(2)
+
+A row's L and O are of one set of probabilities only if bfloat16's P are those that were summed. They are where P of the
+largest score is 1, so its maximum is subtracted exactly where scores are huge (`_softmax`).
 
 Tiles of queries end where the queries end; rows to spare are in the first tile, which is the shortest causal one. The
 order of tiles is `schedule.plan_forward`'s: one program a tile, or programs that stay and take tiles in pairs, whose
