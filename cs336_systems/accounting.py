@@ -25,7 +25,7 @@ SOFTMAX_FLOPS_PER_SCORE = 5
 LOSS_BACKWARD_COPIES = 3
 # Attention back ends of a model that store the probabilities for backward; the others store the log-sum-exp.
 SCORE_STORING_ATTENTION = ("reference", "compiled")
-LINEAR_MEMORY_ATTENTION = ("tiled", "triton", "sdpa")
+LINEAR_MEMORY_ATTENTION = ("tiled", "triton", "hopper", "sdpa")
 # The largest temporary of an AdamW step (model/optimizer.py), unless one parameter alone is larger.
 OPTIMIZER_TEMPORARY_BYTES = 256 * 2**20
 # Tensors of the parameter's shape and dtype that an optimizer keeps for each parameter.

@@ -160,7 +160,7 @@ class ModelCase:
 
     model: ModelConfig
     batch: int
-    attention: str  # name of the attention inside the model: reference, compiled, tiled, triton or sdpa
+    attention: str  # name of the attention inside the model: reference, compiled, tiled, triton, hopper or sdpa
     precision: Precision = Precision()
     warmup: int = 5  # steps run before the first timed one, in a fresh process where the problem is about warm-up
 

@@ -30,9 +30,12 @@ from cs336_systems.attention import (
 from cs336_systems.attention.contract import compute_oracle, contract_errors
 from cs336_systems.attention.hopper import function, support
 from cs336_systems.attention.tiled import tiled_backward, tiled_forward
+from cs336_systems.config import ModelConfig
 from cs336_systems.device import MAX_HOPPER_HEAD_DIM
+from cs336_systems.model.checkpointing import checkpoint_selectively
+from cs336_systems.model.transformer import TransformerLM
 from tests.covered import HOPPER_ATTENTION
-from tests.hopper_lengths import errors_over_bounds
+from tests.hopper_lengths import errors_over_bounds, heads_of, ideal_attention
 from tests.test_s4_attention import DTYPES, assert_contract, draw, inputs, run
 
 COVERS = (*HOPPER_ATTENTION, "tests/hopper_lengths.py")
@@ -78,6 +81,7 @@ def replaced(monkeypatch) -> Calls:
     monkeypatch.setattr(function, "hopper_refusal", lambda q: None)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: None)  # the index of a tensor on the CPU
     monkeypatch.setattr(api, "explain_backend", lambda q, k, **_: ("hopper", "the test says so"))
+    monkeypatch.setattr(api, "_is_usual", lambda *_: False)  # or the choice would be kept for other tests
     return calls
 
 
@@ -256,6 +260,41 @@ def test_records_name_the_tiles(monkeypatch):
     assert forward == "hopper_forward_192x128_tiles" and backward == "hopper_backward_128x128"
 
 
+# Inside the model
+
+
+MODEL = ModelConfig(name="tiny", d_model=32, d_ff=48, num_layers=2, num_heads=2, vocab_size=31, context_length=20)
+
+
+def tiny_model(attention: str) -> tuple[TransformerLM, Tensor]:
+    """The same weights and tokens whatever the attention."""
+    torch.manual_seed(0)
+    model = TransformerLM.from_config(MODEL, attention=attention)
+    return model, torch.randint(MODEL.vocab_size, (2, MODEL.context_length))
+
+
+def test_the_model_attends_with_it(replaced):
+    model, tokens = tiny_model("hopper")
+    expected, _ = tiny_model("sdpa")
+    torch.testing.assert_close(model(tokens), expected(tokens), atol=1e-5, rtol=1e-5)
+    model(tokens).sum().backward()
+    assert replaced == ["hopper forward"] * 4 + ["hopper backward"] * 2
+
+
+def test_selective_checkpointing_keeps_its_output(replaced):
+    model, tokens = tiny_model("hopper")
+    checkpoint_selectively(model, 1)
+    model(tokens).sum().backward()
+    assert replaced == ["hopper forward"] * 2 + ["hopper backward"] * 2
+
+
+@pytest.mark.skipif(HAS_HOPPER, reason="this machine has what is missing here")
+def test_a_model_without_hopper_says_so():
+    model, tokens = tiny_model("hopper")
+    with pytest.raises(ValueError, match="backend 'hopper' cannot be used: hopper kernels need a GPU of compute"):
+        model(tokens)
+
+
 def test_asking_loads_no_kernels():
     code = (
         "import sys, torch; from cs336_systems.attention.hopper.support import hopper_refusal;"
@@ -294,6 +333,22 @@ SHAPES = {
     "many-heads": (8, 16, 16, 200, 200, 64),
 }
 SHAPES = {name: shape for name, shape in SHAPES.items() if shape[-1] <= MAX_HOPPER_HEAD_DIM}
+
+
+@pytest.mark.parametrize("queries", [2, 3, 5, 8, 16])
+def test_an_ideal_kernel_is_within_the_bounds_of_short_queries(queries):
+    """The rows of `hopper_lengths` are enough for the yardstick: with 16 it condemned kernels that none can better."""
+
+    def errors(heads: int, keys: int, head_dim: int) -> dict[str, float]:
+        tensors = inputs(1, heads, heads, queries, keys, head_dim, torch.bfloat16, "cpu")
+        return contract_errors(compute_oracle(*tensors, is_causal=True), ideal_attention(*tensors, is_causal=True))
+
+    for keys in (64, 65, 257):
+        for head_dim in (64, 128):
+            found = errors(heads_of(queries), keys, head_dim)
+            assert max(found.values()) <= 1, (keys, head_dim, found)
+    if queries == 2:
+        assert errors(8, 257, 64)["grad_k"] > 1.2
 
 
 @on_hopper
@@ -407,7 +462,9 @@ def test_gradient_of_a_sum_has_stride_zero(head_dim):
 @on_hopper
 @MASKS
 @LOW
-@pytest.mark.parametrize("kind", ["huge-logits", "hugely-negative-logits", "constant-rows", "outliers"])
+@pytest.mark.parametrize(
+    "kind", ["huge-logits", "some-huge-logits", "hugely-negative-logits", "constant-rows", "outliers"]
+)
 @WIDTHS
 def test_hard_values(head_dim, kind, dtype, is_causal):
     q, k, v, grad_output = inputs(1, 2, 2, 430, 430, head_dim, torch.float32, "cuda")
@@ -415,6 +472,8 @@ def test_hard_values(head_dim, kind, dtype, is_causal):
         # As in test_s4_attention: a common offset of the scaled scores, over ordinary ones.
         offset = math.sqrt((4e3 if dtype == "float16" else 1e5) * 8)
         q[..., 0], k[..., 0] = offset, offset * (-1 if "negative" in kind else 1)
+        if kind == "some-huge-logits":  # of two rows in three the scaled scores are ordinary
+            q[:, :, 1::3, 0] = q[:, :, 2::3, 0] = 0.0
     elif kind == "constant-rows":
         q, k = torch.ones_like(q), torch.ones_like(k)
     else:
@@ -422,6 +481,18 @@ def test_hard_values(head_dim, kind, dtype, is_causal):
         q = q + rare * 10 * draw(*q.shape, dtype=torch.float32, device="cuda", seed=10)
     q, k, v, grad_output = (x.to(DTYPES[dtype]) for x in (q, k, v, grad_output))
     assert_contract(q, k, v, grad_output, backend="hopper", is_causal=is_causal)
+
+
+@on_hopper
+@pytest.mark.parametrize(("head_dim", "offset"), [(64, 0.0), (64, 64.0), (64, 180.0), (64, 900.0), (128, 0.0)])
+def test_a_query_that_sees_one_key_has_its_value(head_dim, offset):
+    """Its probability is 1. A maximum that was scaled, and rounded, before it was subtracted made it another number
+    where scores were huge, which bfloat16 rounded again: O was off by up to 2^-9, and so was delta of its gradient."""
+    q, k, v, _ = inputs(2, 16, 16, 200, 200, head_dim, torch.bfloat16, "cuda")
+    q[..., 0] += offset
+    k[..., 0] += offset
+    output = flash_attention(q, k, v, is_causal=True, backend="hopper")
+    assert torch.equal(output[:, :, 0], v[:, :, 0])
 
 
 @on_hopper

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from cs336_systems.attention.reference import attention_reference
+from cs336_systems.profiling.stages import STAGES, TOTAL, time_stages
 
 backward = pytest.importorskip("cs336_systems.attention.hopper.backward", reason="this triton has no Gluon for Hopper")
 
@@ -47,11 +48,12 @@ class Problem:
     @property
     def whole(self) -> bool:
         """No key tile is ragged: only the steps that the diagonal cuts are masked."""
-        call = backward._prepare(
-            torch.Size((self.batch, self.kv_heads * self.group, self.queries, self.head_dim)),
-            torch.Size((self.batch, self.kv_heads, self.keys, self.head_dim)),
-            self.head_dim, 2, self.is_causal, 1.0,
-        )  # fmt: skip
+        q, k = (
+            torch.empty(self.batch, heads, rows, self.head_dim, dtype=torch.bfloat16, device="meta")
+            for heads, rows in ((self.kv_heads * self.group, self.queries), (self.kv_heads, self.keys))
+        )
+        strides = (x.stride() for x in (q, k, k, q, q))
+        call = backward._prepare(q.shape, k.shape, *strides, q.dtype, q.device, self.is_causal, 1.0, False)
         assert call.grid == (self.programs, 1, 1)
         assert call.seen_keys == self.key_tiles * KEY_TILE
         return call.constants[-1]
@@ -419,13 +421,13 @@ def test_the_launcher_hands_over_the_call(launched, head_dim, lengths):
     assert not dk[:, :, key_tiles * 128 :].any() and not dv[:, :, key_tiles * 128 :].any()
 
     grid, arguments, constants = launched["_preprocess"]
-    assert grid == (num_rows // 64 * 12, 1, 1) and constants == (False, head_dim, width, 64)
+    assert grid == (num_rows // 64 * 12, 1, 1) and constants == (False, padded, width, 64)
     assert arguments[4] is rows
     row = padded // 8
     assert arguments[6:12] == (6 * queries * row, queries * row, row) * 2
     grid, (sums, result, *numbers), constants = launched["_convert"]
-    assert grid == (-(-queries // 64) * 12, 1, 1) and constants == (head_dim, width, 64)
-    assert result is dq and numbers == [queries, num_rows, 0.5]
+    assert grid == (-(-queries // 64) * 12, 1, 1) and constants == (padded, width, 64)
+    assert (result is dq) == (padded == head_dim) and result.shape[-1] == padded and numbers == [queries, num_rows, 0.5]
     assert sums.data_ptr() == dq_tiles.base.data_ptr() == arguments[5].data_ptr()
 
 
@@ -442,7 +444,19 @@ def test_the_launcher_copies_what_tma_cannot_read(launched):
     assert torch.equal(grad_lse, dl) and grad_lse.is_contiguous() and constants[0] is True
 
 
+def test_the_launches_are_stages(launched):
+    q, lse = low(1, 2, 100, 64), torch.randn(1, 2, 100)
+
+    def differentiate():
+        launched.clear()
+        backward.hopper_backward(q, q, q, q, lse, q, None, True, 0.5)
+
+    samples = time_stages(differentiate, device="cpu", num_samples=2, warmup=0)
+    assert list(samples) == ["preprocess", "dkv", "dq", TOTAL] and set(samples) - {TOTAL} < set(STAGES)
+    assert list(launched) == ["_preprocess", "_differentiate", "_convert"]
+
+
 def test_strides_of_any_size_fit_32_bits():
     """Counted in chunks of eight elements; a dimension of one element has whatever stride, and is not counted."""
     shape, far = torch.Size((2, 1, 512, 64)), 2**31 + 64
-    assert backward._strides_in_chunks(shape, (far, far * 64 * 8, 192, 1)) == (far // 8, 0, 24)
+    assert backward._in_chunks(shape, (far, far * 64 * 8, 192, 1)) == (far // 8, 0, 24)

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from cs336_systems.profiling.stages import TOTAL, time_stages
+
 descriptors = pytest.importorskip("cs336_systems.attention.hopper.descriptors")
 forward = pytest.importorskip("cs336_systems.attention.hopper.forward")
 
@@ -169,6 +171,12 @@ def test_the_launcher_hands_over_the_call(launched, head_dim, is_causal):
     ]  # fmt: skip
     assert (plan.head_tile, plan.is_causal) == (tile, is_causal)
     assert grid[1:] == (1, 1) and grid[0] >= 1
+
+
+def test_the_launch_is_a_stage(launched):
+    q = rows(1, 2, 100, 64)
+    samples = time_stages(lambda: forward.hopper_forward(q, q, q, True, 0.5), device="cpu", num_samples=1, warmup=0)
+    assert list(samples) == ["forward", TOTAL] and len(launched) == 1
 
 
 def test_the_launcher_copies_what_tma_cannot_read(launched):

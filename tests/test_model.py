@@ -307,7 +307,7 @@ def test_own_attention_agrees_with_the_equations(name):
 
 
 def test_unknown_attention_is_refused_at_construction():
-    message = "attention must be one of reference, compiled, tiled, triton, sdpa, got 'flash'"
+    message = "attention must be one of reference, compiled, tiled, triton, hopper, sdpa, got 'flash'"
     with pytest.raises(ValueError, match=message):
         TransformerLM.from_config(CONFIG, attention="flash")
     with pytest.raises(ValueError, match=message):
@@ -939,6 +939,25 @@ def test_build_model_on_cuda_repeats_and_leaves_the_random_states():
     tokens = random_tokens(2, 12)
     reference = copy.deepcopy(first).to("cpu", torch.float64)
     torch.testing.assert_close(first(tokens.cuda()).cpu().double(), reference(tokens), atol=1e-2, rtol=1e-2)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs an sm_90 GPU"
+)
+def test_the_model_attends_with_the_hopper_kernels():
+    tokens, grads = random_tokens(2, 12).cuda(), {}
+    for attention in ("hopper", "sdpa"):
+        model = build_model(CONFIG, attention=attention, device="cuda", seed=0)
+        with torch.autocast("cuda", torch.bfloat16):
+            logits = model(tokens)
+        logits.float().square().sum().backward()
+        grads[attention] = {name: parameter.grad for name, parameter in model.named_parameters()}
+    for name, expected in grads["sdpa"].items():
+        assert (grads["hopper"][name] - expected).norm() <= 0.05 * expected.norm(), name
+    model = build_model(CONFIG, attention="hopper", device="cuda", seed=0)
+    with pytest.raises(ValueError, match="hopper takes float16 and bfloat16, not float32"):
+        model(tokens)
 
 
 @pytest.mark.gpu

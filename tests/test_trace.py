@@ -82,6 +82,10 @@ KERNELS = {
     "flash_backward_preprocess_kernel": "attention",
     "flash_backward_dkdv_kernel": "attention",
     "flash_backward_dq_kernel": "attention",
+    "hopper_forward_kernel": "attention",
+    "hopper_backward_preprocess_kernel": "attention",
+    "hopper_backward_kernel": "attention",
+    "hopper_backward_convert_kernel": "attention",
     # softmax, the loss's too
     SOFTMAX: "softmax",
     "void at::native::(anonymous namespace)::cunn_SoftMaxForwardSmem<4, float, float, float, at::native::(anonymous namespace)::SoftMaxForwardEpilogue>(float*)": "softmax",

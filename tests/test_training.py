@@ -258,6 +258,7 @@ def test_the_command_trains_and_says_where_the_losses_are(tmp_path: Path):
         (["--size", "giant"], "error: --size must be one of nano, small, "),
         (["--autocast", "int8"], "error: Precision.autocast must be one of float16, bfloat16, got 'int8'"),
         (["--attention", "none", "--device", "cpu"], "error: attention must be one of reference, "),
+        (["--attention", "hopper", "--device", "cpu"], "error: backend 'hopper' cannot be used: hopper kernels "),
         (["--text", "missing.txt"], "error: [Errno 2] No such file or directory"),
         (["--context-length", "100000", "--device", "cpu"], "error: text must have more than 200000 bytes to train on"),
         (["--context-length", "20000", "--device", "cpu"], "error: text must hold out more than 20000 bytes"),

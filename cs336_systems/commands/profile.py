@@ -32,7 +32,7 @@ def profile(
     mode: Annotated[str, typer.Option(help="forward, backward, forward_backward or train_step.")] = "forward_backward",
     implementation: Annotated[str, typer.Option(help="eager or compiled; of a shape, any attention.")] = "eager",
     attention: Annotated[
-        str, typer.Option(help="Attention inside of a model: reference, triton, sdpa, ...")
+        str, typer.Option(help="Attention inside of a model: reference, triton, hopper, sdpa, ...")
     ] = "reference",
     precision: Annotated[
         str, typer.Option(help="float32, bfloat16, float16, bfloat16-autocast or float16-autocast.")

@@ -22,7 +22,7 @@ def train(
         typer.Option(help="none, naive, flat, overlap, bucketed, sharded-optimizer, zero1 or fsdp."),
     ] = "none",
     ranks: Annotated[int | None, typer.Option(help="Processes to spawn; under torchrun its WORLD_SIZE.")] = None,
-    attention: Annotated[str, typer.Option(help="Attention inside the model: sdpa, triton, tiled, ...")] = "sdpa",
+    attention: Annotated[str, typer.Option(help="Attention inside the model: sdpa, triton, hopper, ...")] = "sdpa",
     autocast: Annotated[str | None, typer.Option(help="bfloat16, or float16 with a loss scale; else float32.")] = None,
     batch: Annotated[int, typer.Option(help="Sequences a step, over all ranks.")] = 16,
     accumulation: Annotated[int, typer.Option(help="Micro-batches a step on each rank.")] = 1,

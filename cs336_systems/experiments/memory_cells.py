@@ -50,8 +50,8 @@ class SimulatedStep(TrainingStep):
     """A `TrainingStep` on fake tensors, which computes nothing and occupies nothing; under a FakeTensorMode."""
 
     def __init__(self, case: ModelCase, model_spec: str | None = None) -> None:
-        # A fake tensor cannot tell the Triton operator's device; the tiled one saves the same tensors.
-        attention = "tiled" if case.attention == "triton" else case.attention
+        # A fake tensor cannot tell the operator of a GPU its device; the tiled one saves the same tensors.
+        attention = "tiled" if case.attention in ("triton", "hopper") else case.attention
         attention = "reference" if attention == "compiled" else attention
         arguments: dict[str, Any] = {name: getattr(case.model, name) for name in CONSTRUCTOR_ARGUMENTS}
         model_class = TransformerLM if model_spec is None else load_model_class(model_spec)

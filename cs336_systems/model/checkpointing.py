@@ -34,9 +34,10 @@ FUSED_ATTENTION = (
     "aten::_scaled_dot_product_cudnn_attention",
     "aten::_scaled_dot_product_flash_attention_for_cpu",
     "cs336_systems::triton_attention",
+    "cs336_systems::hopper_attention",
     "cs336_systems::tiled_attention",
 )
-FUSED_ATTENTION_NAMES = ("sdpa", "tiled", "triton")  # attentions of the model that are one operator
+FUSED_ATTENTION_NAMES = ("sdpa", "tiled", "triton", "hopper")  # attentions of the model that are one operator
 
 
 def checkpoint_blocks(model: nn.Module, blocks_per_group: int) -> None:

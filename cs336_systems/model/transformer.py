@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from cs336_systems.config import ModelConfig
 from cs336_systems.model.layers import Embedding, Linear, RMSNorm, RotaryEmbedding, SwiGLU
 
-OWN_ATTENTION = ("reference", "compiled", "tiled", "triton")  # back ends of `cs336_systems.attention.flash_attention`
+# Back ends of `cs336_systems.attention.flash_attention`, which refuses one that the machine or the dtype is not for.
+OWN_ATTENTION = ("reference", "compiled", "tiled", "triton", "hopper")
 ATTENTION_NAMES = (*OWN_ATTENTION, "sdpa")  # sdpa: PyTorch's scaled_dot_product_attention
 BlockRunner = Callable[[Sequence[nn.Module], Tensor], Tensor]  # (blocks, residual stream) -> residual stream
 

@@ -72,14 +72,14 @@ from cs336_systems.attention.triton.steps import L2_SHARE_BYTES, LOG2_E
 from cs336_systems.profiling.stages import stage
 
 KEY_TILE = gl.constexpr(128)  # the two consumers' 64 rows of a wgmma each
-CONSUMER_KEYS = gl.constexpr(64)
+CONSUMER_KEYS = gl.constexpr(64)  # half of them
 HALF = gl.constexpr(64)  # rows and columns of a consumer's part of a dQ tile
 SLOTS = gl.constexpr(2)  # as many as fit: 194 KiB of the 227 that a program can have
-QUERY_TILES = {64: 128, 128: 64}  # by head tile
+QUERY_TILES = {64: 128, 128: 64}  # by head tile: S and dP of a step take 128 or 64 registers of a thread
 # Rows of L, delta and dQ's accumulator are padded to a multiple of this, the number of query rows that the diagonal
 # of one key tile cuts: a causal program then has at least those steps, and runs them without a bound.
 ROW_PADDING = KEY_TILE
-LIGHT_ROWS = 64  # of a program of the preprocess and of the conversion
+LIGHT_ROWS = 64  # of a program of the preprocess and of the conversion; ROW_PADDING is a multiple
 CHUNK = gl.constexpr(8)  # elements in 16 bytes, of which TMA wants strides to be multiples
 # Where two consumers meet, of the hardware's 16 named barriers; Triton takes the first ones.
 DS_IS_WRITTEN, TILES_ARE_READ = gl.constexpr(9), gl.constexpr(10)

@@ -15,9 +15,18 @@ Each slot has `full`, on which the copies' bytes arrive, and `empty`, on which e
 
 The two schedules, by columns of a head tile:
   64   three consumers, 192 x 128. A step waits for both products, then takes the softmax, while the other consumers'
-       products run. Exponentials take as long as products here, and a third consumer hides more of them.
+       products run. Exponentials take as long as products here, and a third consumer hides more of them. Nothing
+       makes them take turns but that the tensor cores serve one at a time:
+         consumer 0   products   softmax               products   softmax
+         consumer 1              products   softmax               products
+         consumer 2                         products   softmax
   128  two consumers, 128 x 128, 240 registers a thread. A step waits for S alone, and P(j-1) V(j-1) runs under the
        softmax. O is rescaled only when a row's maximum has grown by more than 2^8.
+         tensor cores   S(1)   P(0) V(0)         S(2)   P(1) V(1)
+         consumer              softmax of S(1)          softmax of S(2)
+
+A row's L and O are of one set of probabilities only if bfloat16's P are those that were summed. They are where P of the
+largest score is 1, so its maximum is subtracted exactly where scores are huge (`_softmax`).
 
 Tiles of queries end where the queries end; rows to spare are in the first tile, which is the shortest causal one. The
 order of tiles is `schedule.plan_forward`'s: one program a tile, or programs that stay and take tiles in pairs, whose
@@ -44,7 +53,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.core import _aggregate as aggregate
 
-from cs336_systems.attention.hopper.builtins import rescale_rows, warp_fence
+from cs336_systems.attention.hopper.builtins import rescale_rows, shift_rows, warp_fence
 from cs336_systems.attention.hopper.descriptors import (
     CachedKernel,
     readable,
@@ -61,6 +70,9 @@ ROWS = gl.constexpr(CONSUMER_ROWS)  # of a consumer: what one wgmma of a warp gr
 # How far, in base 2, a score may exceed the running maximum before that is raised. P is then up to 2^8, which float16
 # holds, with the relative rounding that it has anywhere, and sums of it are float32.
 LAG = gl.constexpr(8.0)
+# From where on, in base 2, a row's maximum is subtracted from its scores before they are scaled. Below it, a scaled
+# maximum is rounded by 2^-12 at most: half of that again, relatively, is P off, and bfloat16 rounds P by up to 2^-9.
+LARGE = gl.constexpr(2.0**12)
 COPIER_REGISTERS = gl.constexpr(24)  # the least that a warp can have
 
 
@@ -179,6 +191,28 @@ def live_key_tiles(
 
 
 @gluon.jit
+def _work(problem, PLAN: gl.constexpr):
+    """(tiles of queries of a head, work items of all heads)."""
+    Q_TILE_SIZE: gl.constexpr = PLAN.consumers * ROWS
+    num_tiles = (problem.N_QUERIES + Q_TILE_SIZE - 1) // Q_TILE_SIZE
+    return num_tiles, num_work_items(num_tiles, problem.BATCH_HEADS, PLAN.paired)
+
+
+@gluon.jit
+def _tile_of_work(item, side, num_tiles, problem, PLAN: gl.constexpr):
+    """(index into batch and heads, first query, key tiles that are seen, key tiles that are walked) of a tile."""
+    Q_TILE_SIZE: gl.constexpr = PLAN.consumers * ROWS
+    tile, batch_head = tile_of_item(
+        item, side, num_tiles, problem.BATCH_HEADS, problem.HEADS_TOGETHER, PLAN.paired, PLAN.is_causal
+    )
+    first_query = first_query_of(tile, num_tiles, problem.N_QUERIES, Q_TILE_SIZE, PLAN.alignment)
+    live = live_key_tiles(
+        first_query, problem.N_QUERIES, problem.N_KEYS, Q_TILE_SIZE, PLAN.key_tile, PLAN.is_causal
+    )  # fmt: skip
+    return batch_head, first_query, live, max(live, PLAN.masked_tiles)
+
+
+@gluon.jit
 def rows_of_consumer(first_query, consumer: gl.constexpr, N_QUERIES):
     """The first of a consumer's rows in a tile; rows before the first query become rows behind the last, and TMA reads
     them as zeros and does not write them."""
@@ -198,27 +232,17 @@ def _copy_tiles(
 ):  # fmt: skip
     """The copier: fill the ring as the consumers empty it."""
     CONSUMERS: gl.constexpr = PLAN.consumers
-    Q_TILE_SIZE: gl.constexpr = PLAN.consumers * ROWS
     K_TILE_SIZE: gl.constexpr = PLAN.key_tile
-    MASKED_TILES: gl.constexpr = PLAN.masked_tiles
     SLOTS: gl.constexpr = PLAN.slots
-    IS_CAUSAL: gl.constexpr = PLAN.is_causal
-    PAIRED: gl.constexpr = PLAN.paired
-    num_tiles = (problem.N_QUERIES + Q_TILE_SIZE - 1) // Q_TILE_SIZE
-    num_items = num_work_items(num_tiles, problem.BATCH_HEADS, PAIRED)
+    num_tiles, num_items = _work(problem, PLAN)
     step = 0
     tiles_done = 0
     for item in range(gl.program_id(0), num_items, gl.num_programs(0)):
-        for side in range(tiles_of_item(item, num_tiles, PAIRED)):
-            tile, batch_head = tile_of_item(
-                item, side, num_tiles, problem.BATCH_HEADS, problem.HEADS_TOGETHER, PAIRED, IS_CAUSAL
-            )
+        for side in range(tiles_of_item(item, num_tiles, PLAN.paired)):
+            batch_head, first_query, live, num_key_tiles = _tile_of_work(item, side, num_tiles, problem, PLAN)
             batch = batch_head // problem.N_HEADS
             head = batch_head % problem.N_HEADS
             kv_head = head // problem.GROUP
-            first_query = first_query_of(tile, num_tiles, problem.N_QUERIES, Q_TILE_SIZE, PLAN.alignment)
-            live = live_key_tiles(first_query, problem.N_QUERIES, problem.N_KEYS, Q_TILE_SIZE, K_TILE_SIZE, IS_CAUSAL)
-            num_key_tiles = max(live, MASKED_TILES)
 
             # slot 0: K(0), and Q while it is on its way
             slot, phase = ring_slot(step, SLOTS)
@@ -277,16 +301,28 @@ def _hide_keys(S, last_key, first_key, K_TILE_SIZE: gl.constexpr, S_LAYOUT: gl.c
 
 
 @gluon.jit
-def _softmax(S, m, l, scale_log2, LAZY: gl.constexpr):
-    """Take raw scores into the running maximum m, in base 2, and sum l; also the factor for what came before.
+def _softmax(S, m, l, scale_log2):
+    """Take raw scores into the running maximum m, raw too, and sum l; also the factor for what came before.
 
-    LAZY leaves m where it is until a score exceeds it by more than LAG: the factor is then 1 in almost every step.
+    P of the largest score is 1, which bfloat16 holds, and so O of a row that sees one key is that key's value. Scaled
+    scores minus their scaled maximum are one multiply-add, whose rounding is the maximum's: where that would show,
+    the maximum is subtracted first, which is exact.
     """
+    m_new = gl.maximum(m, gl.max(S, axis=1))
+    offset = m_new * scale_log2
+    is_large = gl.abs(offset) > LARGE
+    S = shift_rows(S, gl.where(is_large, m_new, 0.0))
+    P = gl.exp2(S * scale_log2 - gl.where(is_large, 0.0, offset)[:, None])
+    factor = gl.exp2((m - m_new) * scale_log2)
+    return P, factor, m_new, l * factor + gl.sum(P, axis=1)
+
+
+@gluon.jit
+def _lazy_softmax(S, m, l, scale_log2):
+    """As `_softmax`, but m is in base 2 and stays where it is until a score exceeds it by more than LAG: the factor is
+    then 1 in almost every step."""
     m_new = gl.max(S, axis=1) * scale_log2
-    if LAZY:
-        m_new = gl.where(m_new > m + LAG, m_new, m)
-    else:
-        m_new = gl.maximum(m, m_new)
+    m_new = gl.where(m_new > m + LAG, m_new, m)
     P = gl.exp2(S * scale_log2 - m_new[:, None])
     factor = gl.exp2(m - m_new)
     return P, factor, m_new, l * factor + gl.sum(P, axis=1)
@@ -307,7 +343,7 @@ def _step(
     mbarrier.arrive(shared.empty.index(slot), count=1)
     if MASKED:
         S = _hide_keys(S, last_key, first_key, K_TILE_SIZE, S_LAYOUT, IS_CAUSAL)
-    scores, factor, m, l = _softmax(S, m, l, scale_log2, False)
+    scores, factor, m, l = _softmax(S, m, l, scale_log2)
     O = O * gl.convert_layout(factor, gl.SliceLayout(1, O_LAYOUT))[:, None]
     return gl.convert_layout(scores.to(P.dtype), P.type.layout), O, m, l
 
@@ -322,7 +358,7 @@ def _overlapped_step(
     S_pending = warpgroup_mma(Q, shared.K_ring.index(slot).permute((1, 0)), zero, use_acc=False, is_async=True)
     O_pending = warpgroup_mma(P, shared.V_ring.index(slot), O, is_async=True)
     S = warpgroup_mma_wait(1, [S_pending])
-    scores, factor, m, l = _softmax(S, m, l, scale_log2, True)
+    scores, factor, m, l = _lazy_softmax(S, m, l, scale_log2)
     l = warp_fence(l)
     O = warpgroup_mma_wait(0, [O_pending])
     mbarrier.arrive(shared.empty.index(slot), count=1)
@@ -336,30 +372,22 @@ def _attend(
 ):  # fmt: skip
     """A consumer: rows [consumer * ROWS, (consumer + 1) * ROWS) of each tile of queries."""
     D_TILE: gl.constexpr = PLAN.head_tile
-    Q_TILE_SIZE: gl.constexpr = PLAN.consumers * ROWS
     K_TILE_SIZE: gl.constexpr = PLAN.key_tile
     MASKED_TILES: gl.constexpr = PLAN.masked_tiles
     SLOTS: gl.constexpr = PLAN.slots
     IS_CAUSAL: gl.constexpr = PLAN.is_causal
-    PAIRED: gl.constexpr = PLAN.paired
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, K_TILE_SIZE, 16])
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D_TILE, 16])
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=O_LAYOUT, k_width=2)
-    num_tiles = (problem.N_QUERIES + Q_TILE_SIZE - 1) // Q_TILE_SIZE
-    num_items = num_work_items(num_tiles, problem.BATCH_HEADS, PAIRED)
+    num_tiles, num_items = _work(problem, PLAN)
     zero = gl.zeros([ROWS, K_TILE_SIZE], gl.float32, S_LAYOUT)
     Q = shared.Q_tiles.index(consumer)
     O_tile = shared.O_tiles.index(consumer)
     step = 0
     tiles_done = 0
     for item in range(gl.program_id(0), num_items, gl.num_programs(0)):
-        for side in range(tiles_of_item(item, num_tiles, PAIRED)):
-            tile, batch_head = tile_of_item(
-                item, side, num_tiles, problem.BATCH_HEADS, problem.HEADS_TOGETHER, PAIRED, IS_CAUSAL
-            )
-            first_query = first_query_of(tile, num_tiles, problem.N_QUERIES, Q_TILE_SIZE, PLAN.alignment)
-            live = live_key_tiles(first_query, problem.N_QUERIES, problem.N_KEYS, Q_TILE_SIZE, K_TILE_SIZE, IS_CAUSAL)
-            num_key_tiles = max(live, MASKED_TILES)
+        for side in range(tiles_of_item(item, num_tiles, PLAN.paired)):
+            batch_head, first_query, _, num_key_tiles = _tile_of_work(item, side, num_tiles, problem, PLAN)
             first_row = rows_of_consumer(first_query, consumer, problem.N_QUERIES)
             rows = first_row + gl.arange(0, ROWS, gl.SliceLayout(1, S_LAYOUT))
             last_key = problem.N_KEYS - 1
@@ -378,7 +406,10 @@ def _attend(
             mbarrier.arrive(shared.empty.index(slot), count=1)
             step += 1
             S = _hide_keys(S, last_key, (num_key_tiles - 1) * K_TILE_SIZE, K_TILE_SIZE, S_LAYOUT, IS_CAUSAL)
-            scores, factor, m, l = _softmax(S, m, l, problem.scale_log2, PLAN.overlapped)
+            if PLAN.overlapped:
+                scores, factor, m, l = _lazy_softmax(S, m, l, problem.scale_log2)
+            else:
+                scores, factor, m, l = _softmax(S, m, l, problem.scale_log2)
             P = gl.convert_layout(scores.to(O_desc.dtype), P_LAYOUT)
 
             # slots 1 to n - 1, first those with hidden keys
@@ -407,6 +438,8 @@ def _attend(
             slot, phase = ring_slot(step, SLOTS)
             mbarrier.wait(shared.full.index(slot), phase)
             O_pending = warpgroup_mma(P, shared.V_ring.index(slot), O, is_async=True)
+            if not PLAN.overlapped:
+                m = m * problem.scale_log2
             L = (m + gl.log2(l)) * LN_2
             inverse = 1.0 / l
             O = warpgroup_mma_wait(0, [O_pending])
