@@ -102,7 +102,9 @@ def attention_forward(
     block_mask = None
     if attention_mask is not None:
         is_causal = False  # the mask says which of the past is attended
-        block_mask = _block_mask_of(check_mask(attention_mask, query, key))
+        # A replayed CUDA graph writes a new mask into the same tensor, and no version says so.
+        may_be_known = not torch.compiler.is_compiling()
+        block_mask = _block_mask_of(check_mask(attention_mask, query, key), may_be_known)
     else:
         wanted = getattr(module, "is_causal", True) if is_causal is None else is_causal
         is_causal = bool(wanted) and query.shape[2] > 1
@@ -160,9 +162,9 @@ def check_mask(mask: object, query: Tensor, key: Tensor) -> Tensor:
 
 
 @torch.compiler.disable(reason="the number of live tiles depends on the mask's values")
-def _block_mask_of(mask: Tensor) -> BlockMask:
+def _block_mask_of(mask: Tensor, may_be_known: bool) -> BlockMask:
     """The tiles of `mask`: those found before if it is the same tensor and nobody has written to it since."""
-    if mask.is_inference():  # made in inference mode, it does not count who writes to it
+    if not may_be_known or mask.is_inference():  # made in inference mode, it does not count who writes to it
         return BlockMask.from_dense(mask)
     version, block_mask = _block_masks.get(mask, (None, None))
     if version != mask._version:
