@@ -44,7 +44,7 @@ ifneq ($(STAMP),)
 $(STAMP): pyproject.toml $(CONSTRAINTS)
 	@$(CHECK_PYTHON)
 	test -x $(@D)/bin/pip || $(PYTHON) -m venv $(@D)
-	$(@D)/bin/python -m pip install --quiet $(addprefix -c ,$(CONSTRAINTS)) -e '.[dev,notebooks]'
+	$(@D)/bin/python -m pip install --quiet $(addprefix -c ,$(CONSTRAINTS)) -e '.[dev,hf,notebooks]'
 	@touch $@
 endif
 

@@ -30,6 +30,7 @@ from tests.mask_records import MASK_MAKERS
 from tests.memory_records import records_of
 from tests.profile_records import profile_records
 from tests.shape_records import ladder_records, shape_records
+from tests.tile_records import tile_records
 from tests.training_records import training_records
 
 GPU = {"name": "Test GPU", "kind": "cuda", "driver": "1.2"}
@@ -147,6 +148,7 @@ MAKERS: dict[str, Callable[[], list[Record]]] = {
     "training_run": training_records,
     "attention_shapes": shape_records,
     "hopper_ladder": ladder_records,
+    "tile_choice": tile_records,
     **MASK_MAKERS,
     **DISTRIBUTED_MAKERS,
     "mixed_precision_accumulation": lambda: records_of("mixed_precision_accumulation", record),

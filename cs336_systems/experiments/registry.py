@@ -37,6 +37,7 @@ from cs336_systems.experiments.s4_attention import (
 )
 from cs336_systems.experiments.s4_ladder import hopper_ladder_cells, measure_hopper_ladder
 from cs336_systems.experiments.s4_shapes import attention_shapes_cells, measure_attention_shapes
+from cs336_systems.experiments.s4_tiles import measure_tile_choice, tile_choice_cells
 from cs336_systems.experiments.s5_distributed import bucketed_cells, flat_cells, naive_cells, overlap_cells
 from cs336_systems.experiments.s6_sharding import optimizer_sharding_cells
 from cs336_systems.experiments.s7_fsdp import fsdp_cells
@@ -219,6 +220,15 @@ PROBLEMS: dict[str, Problem] = {
             points=0,
             cells=hopper_ladder_cells,
             measure=measure_hopper_ladder,
+        ),
+        Problem(
+            name="tile_choice",
+            title="The tile tables against the best of a grid, and against one fixed tile",
+            section="beyond",
+            editions=(),
+            points=0,
+            cells=tile_choice_cells,
+            measure=measure_tile_choice,
         ),
         Problem(
             name="dense_masks",

@@ -22,6 +22,7 @@ from cs336_systems.attention.tiles.config import tma_reads_rows
 from cs336_systems.config import BYTES_PER_ELEMENT, AttentionShape, RunConfig
 from cs336_systems.experiments.attention_cells import BACKWARD, FORWARD, GPU_BUDGET_MS, _agree, _inputs, _oracle
 from cs336_systems.experiments.cells import Cell, Measurement, Row, Unsupported
+from cs336_systems.inputs import AttentionInputs
 from cs336_systems.profiling.samples import quantile
 from cs336_systems.profiling.timing import time_calls
 from cs336_systems.records import Record, case_key, case_to_dict, latest
@@ -53,7 +54,7 @@ def measure_tune_flash(cell: Cell, run: RunConfig) -> Iterator[Measurement]:
     shape, config = cell.case, KernelConfig.from_name(cell.implementation)
     inputs = _inputs(shape, run.device, run.seed, False)
     try:
-        call, configs = _launch(inputs.q, inputs.k, inputs.v, inputs.grad_output, shape.is_causal, config)
+        call, configs = launches_of(inputs, shape.is_causal, [config])
         results = call()
     except OutOfResources as error:
         raise Unsupported(f"{config.name}: {error}") from None
@@ -64,23 +65,28 @@ def measure_tune_flash(cell: Cell, run: RunConfig) -> Iterator[Measurement]:
     yield Measurement(row=row_of(config), samples=samples, kernel=kernel, error=error_ratio)
 
 
-def _launch(
-    q: Tensor, k: Tensor, v: Tensor, grad_output: Tensor, is_causal: bool, config: KernelConfig
+def launches_of(
+    inputs: AttentionInputs, is_causal: bool, configs: Sequence[KernelConfig]
 ) -> tuple[Callable[[], dict[str, Tensor]], list[KernelConfig]]:
-    """The launches that show `config`, giving named results, and all configurations in them."""
+    """The launches that show `configs`, giving named results, and all configurations in them.
+
+    One of the forward, or one or both of the backward's; the other kernels' are the table's.
+    """
     from cs336_systems.attention.triton.backward import launch_backward
     from cs336_systems.attention.triton.forward import launch_forward
     from cs336_systems.attention.triton.function import kernel_config
 
+    q, k, v, grad_output = inputs
     scale = 1 / math.sqrt(q.shape[-1])
-    used = {kernel: kernel_config(kernel, q, k, is_causal=is_causal) for kernel in MODES} | {config.kernel: config}
+    shown = {config.kernel: config for config in configs}
+    used = {kernel: kernel_config(kernel, q, k, is_causal=is_causal) for kernel in MODES} | shown
 
     def forward() -> dict[str, Tensor]:
         output, lse = launch_forward(q, k, v, is_causal=is_causal, scale=scale, config=used["forward"])
         return {"output": output, "lse": lse}
 
-    if config.kernel == "forward":
-        return forward, [config]
+    if "forward" in shown:
+        return forward, [used["forward"]]
     saved = forward()
 
     def backward() -> dict[str, Tensor]:

@@ -33,6 +33,7 @@ from cs336_systems.report.profiles import answers as profile_answers
 from cs336_systems.report.sections import longest_warmup, present_modes, timed
 from cs336_systems.report.shapes import SHAPE_ANSWERS
 from cs336_systems.report.sharding import SHARDING_ANSWERS
+from cs336_systems.report.tiles import TILE_ANSWERS
 from cs336_systems.report.training import training_answer
 
 EXAMPLE_LENGTH = 16384  # the leaderboard's length: examples quote it where it was measured
@@ -177,6 +178,7 @@ ANSWERS: dict[str, Callable[[pd.DataFrame], list[str]]] = {
     "leaderboard_2025": leaderboard_2025,
     **SHAPE_ANSWERS,
     **LADDER_ANSWERS,
+    **TILE_ANSWERS,
     **MASK_ANSWERS,
     **DISTRIBUTED_ANSWERS,
     **SHARDING_ANSWERS,

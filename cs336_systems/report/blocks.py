@@ -34,6 +34,7 @@ from cs336_systems.report.sections import Section
 from cs336_systems.report.shapes import SHAPE_CASES
 from cs336_systems.report.sharding import SHARDING_CASES
 from cs336_systems.report.tables import TABLES, problem_table, sections
+from cs336_systems.report.tiles import TILE_CASES
 
 HEADLINE, DISTRIBUTED_HEADLINE = "headline", "headline.distributed"
 CASE_TYPES = {  # of the problems with tables and figures of their own
@@ -46,6 +47,7 @@ CASE_TYPES = {  # of the problems with tables and figures of their own
     "leaderboard_2025": ("AttentionShape",),
     **SHAPE_CASES,
     **LADDER_CASES,
+    **TILE_CASES,
     **MASK_CASES,
     **DISTRIBUTED_CASES,
     **SHARDING_CASES,

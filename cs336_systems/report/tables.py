@@ -50,6 +50,7 @@ from cs336_systems.report.sections import (
 )
 from cs336_systems.report.shapes import SHAPE_TABLES
 from cs336_systems.report.sharding import SHARDING_TABLES
+from cs336_systems.report.tiles import TILE_TABLES
 from cs336_systems.report.training import training_sections
 
 
@@ -178,6 +179,7 @@ TABLES: dict[str, Callable[[pd.DataFrame], list[Section]]] = {
     "leaderboard_2025": leaderboard_2025,
     **SHAPE_TABLES,
     **LADDER_TABLES,
+    **TILE_TABLES,
     **MASK_TABLES,
     **DISTRIBUTED_TABLES,
     **SHARDING_TABLES,

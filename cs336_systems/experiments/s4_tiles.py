@@ -1,0 +1,259 @@
+"""Beyond the handout: `tile_choice`, how good the rows of the tile tables are.
+
+Two questions about the configuration that `select_config` chooses. How far is it from the best of a grid: on twelve
+shapes every kernel is timed under the table's configuration and under all others that are plausible for it, each alone,
+so that a good one cannot hide a bad one in the same backward. And what does choosing bring: the whole backward on long
+sequences beside one fixed configuration, tiles of 64 × 64 and four warps, as a launcher without tables has.
+
+On a GPU a first cell compiles the grid in all cores, into Triton's cache on disk; compiling one configuration after the
+other would take longer than all else. Whatever is timed has agreed with the oracle on the same inputs.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from cs336_systems.attention.compilation import arch_of_capability, compile_all, compiled_launches
+from cs336_systems.attention.tiles import KernelConfig, select_config, target_of, tuning_grid
+from cs336_systems.attention.tiles.config import tma_reads_rows
+from cs336_systems.attention.tiles.grid import TMA_TARGETS
+from cs336_systems.config import BYTES_PER_ELEMENT, AttentionShape, RunConfig
+from cs336_systems.device import HOPPER_CAPABILITY
+from cs336_systems.experiments.attention_cells import BACKWARD, FORWARD, _agree, _inputs, _oracle
+from cs336_systems.experiments.cells import Cell, Measurement, Row, Unsupported
+from cs336_systems.experiments.tuning import launches_of
+from cs336_systems.inputs import AttentionInputs
+from cs336_systems.profiling.stages import time_stages
+from cs336_systems.profiling.timing import CACHE_FLUSH_BYTES, MIN_SAMPLES, plan_samples, time_calls, time_once
+
+PROBLEM = "tile_choice"
+# (batch, heads, kv_heads or None, length, head_dim, causal): short and long, full and causal, grouped heads, few
+# programs and many.
+GRID_SHAPES: dict[str, tuple[tuple[int, int, int | None, int, int, bool], ...]] = {
+    "tiny": ((1, 2, 1, 64, 64, True),),
+    "smoke": ((1, 2, 1, 128, 64, True), (1, 1, None, 128, 128, False)),
+    "handout": (
+        (4, 16, None, 1024, 64, True),
+        (8, 16, None, 2048, 64, True),
+        (2, 32, None, 4096, 64, False),
+        (1, 32, 8, 8192, 64, True),
+        (1, 16, None, 16384, 64, True),
+        (1, 16, None, 16384, 64, False),
+        (1, 8, None, 512, 128, True),
+        (8, 16, None, 2048, 128, True),
+        (1, 32, 8, 8192, 128, True),
+        (1, 16, None, 16384, 128, True),
+        (1, 16, None, 16384, 128, False),
+        (1, 16, None, 32768, 128, True),
+    ),
+}
+FIXED_SHAPES: dict[str, tuple[tuple[int, int, int | None, int, int, bool], ...]] = {
+    "tiny": ((1, 1, None, 64, 64, True),),
+    "smoke": ((1, 1, None, 128, 64, True), (1, 1, None, 128, 128, True)),
+    "handout": tuple(
+        (1, 16, None, seqlen, head_dim, True) for head_dim in (64, 128) for seqlen in (8192, 16384, 32768)
+    ),
+}
+TABLE = "table"  # what `select_config` chooses: `table` for a backward, `table_<kernel>` for one kernel
+FIXED = {"fixed": False, "fixed_tma": True}  # whether Hopper's copy engine reads the tiles
+FIXED_TILES = "64x64_w4_s2"
+INTERPRETED_TILES = ("64x64_w8_s1", "32x32_w8_s1")  # a grid of two: the interpreter's times say nothing
+COMPILE_AHEAD = "compile_ahead"
+
+COMPILE = Row(mode="forward_backward", quantity="compile_time", unit="s")
+ROWS = {  # of each kernel alone
+    "forward": FORWARD,
+    "dkdv": Row(mode="backward", quantity="dkdv_time", unit="ms"),
+    "dq": Row(mode="backward", quantity="dq_time", unit="ms"),
+}
+STAGES = {"dkdv": "dkv", "dq": "dq"}  # as `launch_backward` marks them
+
+# From `tune_flash`'s records of an H200: 256 held rows take at least 1.7 times the time of the best there, and a fourth
+# stage makes no kernel the fastest.
+MAX_HELD_ROWS = 128
+MAX_DEPTH = 3
+WARP_GROUP_ROWS = 64  # a group of four warps multiplies so many rows of the held tile at once
+SAMPLES_BUDGET_MS = 40.0
+MAX_SAMPLES = 15
+
+
+def tile_choice_cells(run: RunConfig) -> list[Cell]:
+    """Compiling, then each shape's kernels under the table's and the grid's tiles, then whole backwards."""
+    cells: list[Cell] = []
+    capability = _capability(run)
+    for shape in (_shape(run, sizes) for sizes in GRID_SHAPES[run.scale]):
+        if run.device == "cuda" and not cells:
+            cells.append(Cell(problem=PROBLEM, case=shape, implementation=COMPILE_AHEAD, rows=(COMPILE,)))
+        for kernel, row in ROWS.items():
+            chosen = table_config(kernel, shape, capability)
+            names = [config.name for config in plausible_grid(kernel, shape, chosen.target) if config != chosen]
+            cells += [
+                Cell(problem=PROBLEM, case=shape, implementation=name, rows=(row,))
+                for name in (f"{TABLE}_{kernel}", *names)
+            ]
+    for shape in (_shape(run, sizes) for sizes in FIXED_SHAPES[run.scale]):
+        cells += [Cell(problem=PROBLEM, case=shape, implementation=name, rows=(BACKWARD,)) for name in (TABLE, *FIXED)]
+    return cells
+
+
+def plausible_grid(kernel: str, shape: AttentionShape, target: str) -> list[KernelConfig]:
+    """The grid of `tune flash` without what is not the fastest: idle warps, tiles and pipelines that are too large."""
+    if target == "portable":
+        return [KernelConfig.from_name(f"portable_{kernel}_{tiles}") for tiles in INTERPRETED_TILES]
+    found = []
+    for config in tuning_grid(kernel, arch=target, head_dim=shape.head_dim, dtype=shape.dtype):
+        held = config.key_tile if kernel == "dkdv" else config.query_tile
+        has_rows = held >= WARP_GROUP_ROWS * config.num_warps // 4
+        if has_rows and held <= MAX_HELD_ROWS and config.num_stages <= MAX_DEPTH:
+            found.append(config)
+    return found
+
+
+def table_config(kernel: str, shape: AttentionShape, capability: tuple[int, int] | None) -> KernelConfig:
+    """What the table has for contiguous inputs of `shape`."""
+    return select_config(
+        kernel, capability=capability, head_dim=shape.head_dim, batch=shape.batch, heads=shape.heads,
+        seqlen_q=shape.seqlen_q, seqlen_k=shape.seqlen_k, dtype=shape.dtype, is_causal=shape.is_causal,
+        tma=tma_reads_rows(shape.head_dim, BYTES_PER_ELEMENT[shape.dtype]),
+    )  # fmt: skip
+
+
+def measure_tile_choice(cell: Cell, run: RunConfig) -> Iterator[Measurement]:
+    """The seconds of compiling the grid, or the times of the kernels that a cell's implementation stands for."""
+    from triton.errors import TritonError
+
+    if cell.implementation == COMPILE_AHEAD:
+        yield Measurement(row=COMPILE, samples=[compile_ahead(run)])
+        return
+    shape, device = cell.case, run.device
+    inputs = _inputs(shape, device, run.seed, False)
+    try:
+        call, configs = launches_of(inputs, shape.is_causal, cell_configs(cell.implementation, shape, run))
+        results = call()
+    except TritonError as error:  # does not compile, or not into this GPU's shared memory
+        raise Unsupported(f"{cell.implementation}: {str(error).strip().splitlines()[0]}") from None
+    error_ratio = _agree(_oracle(shape, device, run.seed, False), results)
+    del results
+    (row,) = cell.rows
+    kernel = " ".join(config.name for config in configs)
+    if device == "cpu":
+        kernel = f"interpreter {kernel}"
+    yield Measurement(row=row, samples=_samples(row, call, device), kernel=kernel, error=error_ratio)
+
+
+def cell_configs(name: str, shape: AttentionShape, run: RunConfig) -> list[KernelConfig]:
+    """The configurations that the implementation `name` stands for: one kernel's, or both of a backward.
+
+    ValueError for a name that stands for none, `Unsupported` where this GPU cannot run it.
+    """
+    capability = _capability(run)
+    if name == TABLE:
+        return [table_config(kernel, shape, capability) for kernel in STAGES]
+    if name.startswith(f"{TABLE}_"):
+        return [table_config(name.removeprefix(f"{TABLE}_"), shape, capability)]
+    if name not in FIXED:
+        return [KernelConfig.from_name(name)]
+    target = target_of(capability)
+    if FIXED[name] and target not in TMA_TARGETS:
+        raise Unsupported(f"GPUs of {' and '.join(TMA_TARGETS)} read tiles by TMA, and this is {target}")
+    tiles = FIXED_TILES + ("_tma" if FIXED[name] else "")
+    return [KernelConfig.from_name(f"{target}_{kernel}_{tiles}") for kernel in STAGES]
+
+
+def _samples(row: Row, call: Callable[[], object], device: str) -> list[float]:
+    """Milliseconds of the whole call, or of the one kernel in it that `row` is about."""
+    stage = next((STAGES[kernel] for kernel in STAGES if ROWS[kernel] == row), None)
+    if device == "cpu":
+        num_samples = MIN_SAMPLES
+    else:
+        call()
+        num_samples = plan_samples(time_once(call, device), SAMPLES_BUDGET_MS, MIN_SAMPLES, MAX_SAMPLES)
+    if stage is None:
+        return time_calls(call, device=device, warmup=0, num_samples=num_samples)
+    return time_stages(call, device=device, num_samples=num_samples, warmup=0, before=_occupier(device))[stage]
+
+
+def _occupier(device: str) -> Callable[[], object] | None:
+    """What empties the L2 cache ahead of a call, and keeps a GPU busy until the host has launched its kernels.
+
+    Otherwise the time between two events would be that of the host wherever a kernel is shorter than a launch.
+    """
+    if device == "cpu":
+        return None
+    cache = torch.empty(CACHE_FLUSH_BYTES, dtype=torch.int8, device=device)
+    return lambda: [cache.zero_() for _ in range(4)]
+
+
+# Compiling ahead
+
+
+@dataclass(frozen=True, kw_only=True)
+class AheadRequest:
+    """A configuration on a shape: lengths and heads matter, as Triton compiles anew for multiples of 16 and for 1."""
+
+    shape: AttentionShape
+    config: KernelConfig
+    arch: str
+
+
+def compile_ahead(run: RunConfig, jobs: int | None = None) -> float:
+    """Seconds to compile all that `run` will measure, in `jobs` processes (one a core), into Triton's cache on disk.
+
+    What does not compile is left to its own cell, which says so. `Unsupported` for a GPU that nobody compiles for.
+    """
+    arch = arch_of_capability(_capability(run))
+    if arch is None:
+        raise Unsupported("no kernels are compiled ahead for this GPU")
+    started = time.monotonic()
+    for _ in compile_all(ahead_requests(run, arch), compile_on_shape, jobs=jobs):
+        pass
+    return time.monotonic() - started
+
+
+def ahead_requests(run: RunConfig, arch: str) -> list[AheadRequest]:
+    """Every configuration of every cell, shape by shape: shapes that share a compilation do not meet in the pool."""
+    found = [
+        AheadRequest(shape=cell.case, config=config, arch=arch)
+        for cell in tile_choice_cells(run)
+        if cell.implementation != COMPILE_AHEAD
+        for config in cell_configs(cell.implementation, cell.case, run)
+    ]
+    return list(dict.fromkeys(found))
+
+
+def compile_on_shape(request: AheadRequest) -> str:
+    """Compile in this process, a child of the pool, without launching; what went wrong, empty if nothing."""
+    from triton.errors import TritonError
+
+    shape, config = request.shape, request.config
+    sizes = (shape.batch, shape.heads, shape.seqlen_q, shape.head_dim)
+    keys = (shape.batch, shape.kv_heads or shape.heads, shape.seqlen_k, shape.head_dim)
+    q, k = (torch.empty(size, dtype=getattr(torch, shape.dtype), device="meta") for size in (sizes, keys))
+    inputs = AttentionInputs(q=q, k=k, v=k, grad_output=q)
+    try:
+        compiled_launches(
+            request.arch, f"_{config.kernel}_", lambda: launches_of(inputs, shape.is_causal, [config])[0]()
+        )
+    except TritonError as error:
+        return str(error)
+    return ""
+
+
+def _shape(run: RunConfig, sizes: tuple[int, int, int | None, int, int, bool]) -> AttentionShape:
+    """Self-attention of these sizes, in bfloat16 on a GPU and in float32 for Triton's interpreter."""
+    batch, heads, kv_heads, seqlen, head_dim, is_causal = sizes
+    return AttentionShape(
+        batch=batch, heads=heads, kv_heads=kv_heads, seqlen_q=seqlen, seqlen_k=seqlen, head_dim=head_dim,
+        is_causal=is_causal, dtype="bfloat16" if run.device == "cuda" else "float32",
+    )  # fmt: skip
+
+
+def _capability(run: RunConfig) -> tuple[int, int] | None:
+    """Of the GPU that is measured; a plan for a GPU, made where there is none, is for Hopper."""
+    if run.device != "cuda":
+        return None
+    return torch.cuda.get_device_capability() if torch.cuda.is_available() else HOPPER_CAPABILITY

@@ -1,0 +1,292 @@
+"""`tile_choice`: what is measured to judge the tile tables, and what the report makes of it."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import torch
+
+from cs336_systems.attention.compilation import compile_all
+from cs336_systems.attention.tiles import KernelConfig
+from cs336_systems.attention.tiles.config import KERNELS
+from cs336_systems.config import RunConfig
+from cs336_systems.experiments import s4_tiles
+from cs336_systems.experiments.cells import Cell, Disagreement, Unsupported
+from cs336_systems.experiments.registry import PROBLEMS
+from cs336_systems.experiments.s4_tiles import (
+    ROWS,
+    AheadRequest,
+    ahead_requests,
+    cell_configs,
+    compile_ahead,
+    compile_on_shape,
+    measure_tile_choice,
+    plausible_grid,
+    table_config,
+    tile_choice_cells,
+)
+from cs336_systems.report import tiles
+from cs336_systems.report.answers import answer
+from cs336_systems.report.frames import load_frame
+from cs336_systems.report.sections import Section
+from cs336_systems.report.tables import sections
+from tests.tile_records import tile_case, tile_record, tile_records
+
+COVERS = (
+    "cs336_systems/attention/tiles",
+    "cs336_systems/attention/triton",
+    "cs336_systems/experiments/s4_tiles.py",
+    "cs336_systems/experiments/tuning.py",
+)
+HAS_CUDA = torch.cuda.is_available()
+NO_CUDA = pytest.mark.skipif(HAS_CUDA, reason="there is a CUDA device here")
+TINY = RunConfig(scale="tiny", device="cpu")
+HANDOUT = RunConfig(scale="handout", device="cuda")
+
+
+def handout_cells() -> list[Cell]:
+    return PROBLEMS["tile_choice"].cells(HANDOUT)
+
+
+def tiny_cells(run: RunConfig = TINY) -> dict[str, Cell]:
+    return {cell.implementation: cell for cell in tile_choice_cells(run)}
+
+
+# What is measured
+
+
+def test_every_kernel_of_twelve_shapes_is_judged():
+    cells = handout_cells()
+    grid = [cell for cell in cells if cell.implementation not in ("table", *s4_tiles.FIXED, "compile_ahead")]
+    chosen = [cell for cell in grid if cell.implementation.startswith("table_")]
+    assert len({cell.case for cell in grid}) == 12
+    assert Counter(cell.implementation for cell in chosen) == dict.fromkeys([f"table_{name}" for name in KERNELS], 12)
+    assert tuple(ROWS) == tuple(tiles.KERNELS) == KERNELS
+    for kernel, quantity in tiles.KERNELS.items():
+        assert ROWS[kernel].quantity == quantity
+    cases = {cell.case for cell in grid}
+    assert {case.head_dim for case in cases} == {64, 128} and {case.is_causal for case in cases} == {True, False}
+    assert any(case.kv_heads for case in cases) and any(case.batch > 1 for case in cases)
+    assert min(case.seqlen_q for case in cases) <= 512 and max(case.seqlen_q for case in cases) >= 32768
+
+
+def test_the_fixed_tile_has_long_sequences_of_both_head_dims():
+    fixed = {cell.case for cell in handout_cells() if cell.implementation == "fixed"}
+    assert {(case.head_dim, case.seqlen_q) for case in fixed} == {
+        (head_dim, seqlen) for head_dim in (64, 128) for seqlen in (8192, 16384, 32768)
+    }
+
+
+@NO_CUDA
+def test_the_plan_without_a_gpu_is_for_hopper_and_compiles_first():
+    first, *others = handout_cells()
+    assert first.implementation == "compile_ahead" and first.rows == (s4_tiles.COMPILE,)
+    assert {cell.implementation.split("_")[0] for cell in others} == {"table", "fixed", "sm90"}
+
+
+@NO_CUDA
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_the_grid_is_plausible_and_holds_the_table_s(kernel, head_dim):
+    shape = tile_case(8192, head_dim)
+    grid = plausible_grid(kernel, shape, "sm90")
+    assert len(grid) == len(set(grid)) >= 8
+    assert table_config(kernel, shape, (9, 0)) in grid
+    for config in grid:
+        held = config.key_tile if kernel == "dkdv" else config.query_tile
+        assert 16 * config.num_warps <= held <= 128 and config.num_stages <= 3
+
+
+def test_no_configuration_is_measured_twice():
+    cells = handout_cells()
+    assert len(cells) == len(set(cells))
+    for cell in cells:
+        if cell.implementation.startswith("sm90_"):
+            config = KernelConfig.from_name(cell.implementation)
+            assert config != table_config(config.kernel, cell.case, (9, 0))
+
+
+def test_a_name_stands_for_its_configurations():
+    shape = tile_case(8192)
+    by_name = {name: [config.name for config in cell_configs(name, shape, TINY)] for name in ("table_dq", "fixed")}
+    assert [name.split("_")[1] for name in by_name["table_dq"]] == ["dq"]
+    assert by_name["fixed"] == ["portable_dkdv_64x64_w4_s2", "portable_dq_64x64_w4_s2"]
+    assert [config.kernel for config in cell_configs("table", shape, TINY)] == ["dkdv", "dq"]
+    with pytest.raises(Unsupported, match="GPUs of sm90 and sm100 read tiles by TMA, and this is portable"):
+        cell_configs("fixed_tma", shape, TINY)
+    with pytest.raises(ValueError, match="config must be named like sm90_forward_128x64_w8_s3, got 'fastest'"):
+        cell_configs("fastest", shape, TINY)
+
+
+# Measuring
+
+
+@NO_CUDA
+@pytest.mark.parametrize("name", ["table_forward", "table_dkdv", "table_dq", "portable_dq_32x32_w8_s1", "table"])
+def test_a_kernel_is_checked_and_timed_alone(name):
+    cell = tiny_cells()[name]
+    (measurement,) = measure_tile_choice(cell, TINY)
+    assert measurement.row == cell.rows[0]
+    assert len(measurement.samples) == 5 and min(measurement.samples) > 0
+    assert 0 <= measurement.error <= 1
+    kernels = ["forward"] if "forward" in name else ["dkdv", "dq"]
+    first, *ran = measurement.kernel.split()
+    assert first == "interpreter" and [kernel.split("_")[1] for kernel in ran] == kernels
+    if not name.startswith("table"):
+        assert name in ran
+
+
+@NO_CUDA
+def test_a_part_takes_less_than_the_whole(monkeypatch):
+    """The row of one kernel must not hold the time of the others in the call."""
+    given = {"dkv": [1.0], "dq": [2.0], "total": [4.0]}
+    monkeypatch.setattr(s4_tiles, "time_stages", lambda *_, **__: given)
+    cells = tiny_cells()
+    samples = [next(measure_tile_choice(cells[name], TINY)).samples for name in ("table_dkdv", "table_dq")]
+    assert samples == [[1.0], [2.0]]
+
+
+@NO_CUDA
+def test_wrong_results_are_not_timed(monkeypatch):
+    from cs336_systems.attention.triton import backward
+
+    right = backward.launch_backward
+
+    def wrong(*arguments, **options):
+        grad_q, *rest = right(*arguments, **options)
+        return grad_q * 1.5, *rest
+
+    monkeypatch.setattr(backward, "launch_backward", wrong)
+    with pytest.raises(Disagreement, match="grad_q is off by .* times the numerical contract's bound"):
+        list(measure_tile_choice(tiny_cells()["table_dq"], TINY))
+
+
+@NO_CUDA
+def test_what_does_not_fit_is_skipped_with_its_reason(monkeypatch):
+    from triton.runtime.errors import OutOfResources
+
+    from cs336_systems.attention.triton import forward
+
+    def too_large(*_, **__):
+        raise OutOfResources(300_000, 232_448, "shared memory")
+
+    monkeypatch.setattr(forward, "launch_forward", too_large)
+    with pytest.raises(Unsupported, match="table_forward: out of resource: shared memory, Required: 300000"):
+        list(measure_tile_choice(tiny_cells()["table_forward"], TINY))
+
+
+@pytest.mark.gpu
+def test_every_kind_of_cell_is_measured_on_a_gpu():
+    run = RunConfig(scale="tiny", device="cuda")
+    cells = tiny_cells(run)
+    for name in ("table_forward", "table_dkdv", "table_dq", "table", "fixed"):
+        (measurement,) = measure_tile_choice(cells[name], run)
+        assert 5 <= len(measurement.samples) <= 15 and min(measurement.samples) > 0, name
+        assert 0 <= measurement.error <= 1, name
+    whole = min(next(measure_tile_choice(cells["table"], run)).samples)
+    parts = [min(next(measure_tile_choice(cells[f"table_{kernel}"], run)).samples) for kernel in ("dkdv", "dq")]
+    assert sum(parts) < 2 * whole  # each alone, not the backward twice
+
+
+# Compiling ahead
+
+
+@NO_CUDA
+def test_all_that_is_measured_is_compiled_ahead(monkeypatch):
+    seen = []
+    monkeypatch.setattr(s4_tiles, "compile_all", lambda requests, one, jobs: seen.extend(requests) or iter(()))
+    assert compile_ahead(HANDOUT) >= 0
+    assert seen == ahead_requests(HANDOUT, "sm90") and len(seen) == len(set(seen))
+    by_shape = {(request.shape, request.config.name) for request in seen}
+    for cell in handout_cells()[1:]:
+        for config in cell_configs(cell.implementation, cell.case, HANDOUT):
+            assert (cell.case, config.name) in by_shape
+    with pytest.raises(Unsupported, match="no kernels are compiled ahead for this GPU"):
+        compile_ahead(TINY)
+
+
+@NO_CUDA
+def test_the_seconds_of_compiling_are_a_row(monkeypatch):
+    monkeypatch.setattr(s4_tiles, "compile_ahead", lambda run: 12.5)
+    (measurement,) = measure_tile_choice(handout_cells()[0], HANDOUT)
+    assert measurement.row.quantity == "compile_time" and measurement.samples == [12.5]
+
+
+def test_grouped_heads_compile_without_a_gpu():
+    """Under its own shape: the compilations of `tune flash` have as many key heads as query heads."""
+    shape = tile_case(8192, kv_heads=4)
+    good, bad = (
+        AheadRequest(shape=shape, config=KernelConfig.from_name(f"sm90_dkdv_{rest}"), arch="sm90")
+        for rest in ("64x64_w4_s2_tma", "2048x2048_w4_s1")
+    )
+    found = dict(compile_all([good, bad], compile_on_shape, jobs=2))
+    assert found[good] == "" and found[bad]
+
+
+# Report
+
+
+def part(name: str, records=None) -> Section:
+    frame = load_frame(tile_records() if records is None else records)
+    return next(found for found in sections("tile_choice", frame) if found.name == name)
+
+
+def lines_of(body: str) -> list[list[str]]:
+    return [[cell.strip() for cell in line.strip("| ").split(" | ")] for line in body.splitlines() if line[:1] == "|"]
+
+
+def test_the_table_s_row_stands_beside_the_best():
+    by_kernel = {tuple(line[:2]): line[2:] for line in lines_of(part("grid").body)}
+    good = by_kernel["1 × 16 × 1024 × 64 causal", "dkdv"]
+    assert good[0] == good[2] == "64x64_w4_s3_tma" and good[4:] == ["1.00×", "3 of 4, skipped [1]"]
+    bad = by_kernel["1 × 16/4 × 8192 × 64 causal", "dkdv"]
+    assert (bad[0], bad[2], bad[4]) == ("64x64_w4_s3_tma", "64x64_w4_s2", "1.25×")
+    assert "verdict: 5 of 6 are within 1.15× of the best" in part("grid").body
+    assert "compiling the grid ahead, in all cores (s): 40.00" in part("grid").body
+    assert "- skipped [1]: `out of resource: shared memory" in part("grid").body
+
+
+def test_chosen_tiles_stand_beside_fixed_ones():
+    body = part("fixed").body
+    assert lines_of(body)[2][-2:] == ["1.50×", "1.10×"]
+    assert "verdict, fixed by pointers: all 2 are at 1.15× or more" in body
+    assert "verdict, fixed by TMA: 0 of 2 are at 1.15× or more" in body
+
+
+def test_the_answer_names_the_worst_case():
+    said = answer("tile_choice", load_frame(tile_records()))
+    assert "Over 6 kernels and shapes" in said and "at most 1.25× the time" in said
+    assert "(dkdv at 1 × 16/4 × 8192 × 64 causal); 5 of 6 are within 1.15×" in said
+    assert "1.50× to 1.50× the speed of one with tiles of 64 × 64 and four warps that reads by pointers" in said
+
+
+def test_rows_without_a_time_give_no_verdict():
+    broken = [replace(record, status="failed", samples=[], message="no GPU") for record in tile_records()]
+    assert {line[6] for line in lines_of(part("grid", broken).body)[2:]} == {"–"}
+    assert "failed [1]" in part("grid", broken).body and "verdict" not in part("grid", broken).body
+    assert answer("tile_choice", load_frame(broken)) == ""
+
+
+def test_a_table_row_that_was_not_measured_is_not_judged():
+    records = [record for record in tile_records() if record.implementation != "table_dq"]
+    by_kernel = {tuple(line[:2]): line[2:] for line in lines_of(part("grid", records).body)}
+    assert by_kernel["1 × 16 × 1024 × 64 causal", "dq"][:2] == ["–", "–"]
+    assert by_kernel["1 × 16 × 1024 × 64 causal", "dq"][4] == "–"
+    assert "verdict: 3 of 4 are within" in part("grid", records).body
+
+
+def test_half_of_the_records_give_half_of_the_tables():
+    only = [tile_record(tile_case(8192), "table", "backward", "time", [1.0])]
+    assert [found.name for found in sections("tile_choice", load_frame(only))] == ["fixed"]
+    assert math.isnan(tiles.fixed_gains(tiles._with_shapes(load_frame(only)), "fixed")[0][1])
+    grid = [record for record in tile_records() if record.implementation not in ("table", *tiles.FIXED)]
+    assert [found.name for found in sections("tile_choice", load_frame(grid))] == ["grid"]
+
+
+def test_the_report_and_the_experiment_use_the_same_names():
+    assert tuple(tiles.FIXED) == tuple(s4_tiles.FIXED) and tiles.TABLE == s4_tiles.TABLE
+    assert tiles.COMPILE_AHEAD == s4_tiles.COMPILE_AHEAD
+    assert tiles.PROBLEM == s4_tiles.PROBLEM
