@@ -2,7 +2,7 @@
 
   warp_fence        keeps what follows behind the arithmetic on its operand
   rescale_rows      multiplies an accumulator by its rows' factors, if any of the warp's differs from 1
-  shift_rows        subtracts its rows' references from an accumulator, if any of the warp's differs from 0
+  rounded_product   multiplies, and rounds before anything is added
   tma_add           adds a tile into memory
   meet_consumers    a barrier of two warp groups
   meet_warps        a barrier of the warps of one partition
@@ -41,31 +41,29 @@ def warp_fence(row_sums):
     )  # fmt: skip
 
 
-def _by_rows_asm(n: int, operation: str, neutral: str) -> gl.constexpr:
-    """A thread's `n` accumulators and the operands of its two rows, of which the first and the third are one each.
+def _rescale_asm(n: int) -> gl.constexpr:
+    """A thread's `n` accumulators times the factors of its two rows, of which the first and the third are one each.
 
-    `neutral`, a float32 in hexadecimal, is the operand that changes nothing. PTX operands are numbered outputs first,
-    then all inputs, those tied to an output too: the rows' operands start at 2n.
+    Operands are numbered outputs first, then all inputs, those tied to an output too: the factors start at 2n.
     """
-    each = "\n".join(f"{operation}.f32 ${i}, ${i}, ${2 * n + i};" for i in range(n))
+    multiply = "\n".join(f"mul.f32 ${i}, ${i}, ${2 * n + i};" for i in range(n))
     return gl.constexpr(f"""{{
 .reg .pred any;
-setp.neu.f32 any, ${2 * n}, {neutral};
-setp.neu.or.f32 any, ${2 * n + 2}, {neutral}, any;
+setp.neu.f32 any, ${2 * n}, 0f3F800000;
+setp.neu.or.f32 any, ${2 * n + 2}, 0f3F800000, any;
 vote.sync.any.pred any, any, 0xffffffff;
 @!any bra.uni UNCHANGED;
-{each}
+{multiply}
 UNCHANGED:
 }}""")
 
 
-def _by_rows_constraints(n: int) -> gl.constexpr:
+def _rescale_constraints(n: int) -> gl.constexpr:
     return gl.constexpr(",".join(["=f"] * n + [str(i) for i in range(n)] + ["f"] * n))
 
 
-_RESCALE_64 = _by_rows_asm(64, "mul", "0f3F800000")
-_SHIFT_64 = _by_rows_asm(64, "sub", "0f00000000")
-_BY_ROWS_64_CONSTRAINTS = _by_rows_constraints(64)
+_RESCALE_64 = _rescale_asm(64)
+_RESCALE_64_CONSTRAINTS = _rescale_constraints(64)
 
 
 @gluon.jit
@@ -76,20 +74,17 @@ def rescale_rows(accumulator, factor):
     """
     accumulator, factor = gl.broadcast(accumulator, factor[:, None])
     return gl.inline_asm_elementwise(
-        _RESCALE_64, _BY_ROWS_64_CONSTRAINTS, [accumulator, factor], dtype=gl.float32, is_pure=True, pack=64
+        _RESCALE_64, _RESCALE_64_CONSTRAINTS, [accumulator, factor], dtype=gl.float32, is_pure=True, pack=64
     )  # fmt: skip
 
 
 @gluon.jit
-def shift_rows(accumulator, reference):
-    """accumulator (64, 128) minus reference (64) along its rows, unless all 16 rows of the warp have a reference of 0.
-
-    As `rescale_rows`.
-    """
-    accumulator, reference = gl.broadcast(accumulator, reference[:, None])
+def rounded_product(scores, factor):
+    """scores times a number, rounded: a product that the compiler makes no multiply-add of with what comes after."""
+    factor = gl.full(scores.shape, factor, gl.float32, scores.type.layout)
     return gl.inline_asm_elementwise(
-        _SHIFT_64, _BY_ROWS_64_CONSTRAINTS, [accumulator, reference], dtype=gl.float32, is_pure=True, pack=64
-    )  # fmt: skip
+        "mul.rn.f32 $0, $1, $2;", "=f,f,f", [scores, factor], dtype=gl.float32, is_pure=True, pack=1
+    )
 
 
 @builtin

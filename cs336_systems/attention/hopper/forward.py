@@ -25,8 +25,8 @@ The two schedules, by columns of a head tile:
          tensor cores   S(1)   P(0) V(0)         S(2)   P(1) V(1)
          consumer              softmax of S(1)          softmax of S(2)
 
-A row's L and O are of one set of probabilities only if bfloat16's P are those that were summed. They are where P of the
-largest score is 1, so its maximum is subtracted exactly where scores are huge (`_softmax`).
+O of a row that sees one key is that key's value, as P is 1 then: where rows may see few keys, scores are rounded as
+their maximum is (`_softmax`).
 
 Tiles of queries end where the queries end; rows to spare are in the first tile, which is the shortest causal one. The
 order of tiles is `schedule.plan_forward`'s: one program a tile, or programs that stay and take tiles in pairs, whose
@@ -53,7 +53,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.core import _aggregate as aggregate
 
-from cs336_systems.attention.hopper.builtins import rescale_rows, shift_rows, warp_fence
+from cs336_systems.attention.hopper.builtins import rescale_rows, rounded_product, warp_fence
 from cs336_systems.attention.hopper.descriptors import (
     CachedKernel,
     readable,
@@ -70,9 +70,6 @@ ROWS = gl.constexpr(CONSUMER_ROWS)  # of a consumer: what one wgmma of a warp gr
 # How far, in base 2, a score may exceed the running maximum before that is raised. P is then up to 2^8, which float16
 # holds, with the relative rounding that it has anywhere, and sums of it are float32.
 LAG = gl.constexpr(8.0)
-# From where on, in base 2, a row's maximum is subtracted from its scores before they are scaled. Below it, a scaled
-# maximum is rounded by 2^-12 at most: half of that again, relatively, is P off, and bfloat16 rounds P by up to 2^-9.
-LARGE = gl.constexpr(2.0**12)
 COPIER_REGISTERS = gl.constexpr(24)  # the least that a warp can have
 
 
@@ -301,26 +298,30 @@ def _hide_keys(S, last_key, first_key, K_TILE_SIZE: gl.constexpr, S_LAYOUT: gl.c
 
 
 @gluon.jit
-def _softmax(S, m, l, scale_log2):
-    """Take raw scores into the running maximum m, raw too, and sum l; also the factor for what came before.
+def _softmax(S, m, l, scale_log2, EXACT: gl.constexpr):
+    """Take raw scores into the running maximum m, in base 2, and sum l; also the factor for what came before.
 
-    P of the largest score is 1, which bfloat16 holds, and so O of a row that sees one key is that key's value. Scaled
-    scores minus their scaled maximum are one multiply-add, whose rounding is the maximum's: where that would show,
-    the maximum is subtracted first, which is exact.
+    A scaled score minus the scaled maximum is one multiply-add, whose product is not rounded, though the maximum's was:
+    of the largest score P is then near 1 and not 1, by 2^-8 where scores are 1e5, and bfloat16 rounds it to something
+    that l has not summed. Many keys make that one rounding among many. A row of few keys, which has them in the tiles
+    that the diagonal or the end cuts, would see it in O and, through delta, in its gradients: EXACT rounds every
+    product, and O of a row that sees one key is that key's value.
     """
-    m_new = gl.maximum(m, gl.max(S, axis=1))
-    offset = m_new * scale_log2
-    is_large = gl.abs(offset) > LARGE
-    S = shift_rows(S, gl.where(is_large, m_new, 0.0))
-    P = gl.exp2(S * scale_log2 - gl.where(is_large, 0.0, offset)[:, None])
-    factor = gl.exp2((m - m_new) * scale_log2)
+    if EXACT:
+        S = rounded_product(S, scale_log2)
+        m_new = gl.maximum(m, gl.max(S, axis=1))
+        P = gl.exp2(S - m_new[:, None])
+    else:
+        m_new = gl.maximum(m, gl.max(S, axis=1) * scale_log2)
+        P = gl.exp2(S * scale_log2 - m_new[:, None])
+    factor = gl.exp2(m - m_new)
     return P, factor, m_new, l * factor + gl.sum(P, axis=1)
 
 
 @gluon.jit
 def _lazy_softmax(S, m, l, scale_log2):
-    """As `_softmax`, but m is in base 2 and stays where it is until a score exceeds it by more than LAG: the factor is
-    then 1 in almost every step."""
+    """As `_softmax`, but m stays where it is until a score exceeds it by more than LAG: the factor is then 1 in almost
+    every step."""
     m_new = gl.max(S, axis=1) * scale_log2
     m_new = gl.where(m_new > m + LAG, m_new, m)
     P = gl.exp2(S * scale_log2 - m_new[:, None])
@@ -343,7 +344,7 @@ def _step(
     mbarrier.arrive(shared.empty.index(slot), count=1)
     if MASKED:
         S = _hide_keys(S, last_key, first_key, K_TILE_SIZE, S_LAYOUT, IS_CAUSAL)
-    scores, factor, m, l = _softmax(S, m, l, scale_log2)
+    scores, factor, m, l = _softmax(S, m, l, scale_log2, MASKED)
     O = O * gl.convert_layout(factor, gl.SliceLayout(1, O_LAYOUT))[:, None]
     return gl.convert_layout(scores.to(P.dtype), P.type.layout), O, m, l
 
@@ -409,7 +410,7 @@ def _attend(
             if PLAN.overlapped:
                 scores, factor, m, l = _lazy_softmax(S, m, l, problem.scale_log2)
             else:
-                scores, factor, m, l = _softmax(S, m, l, problem.scale_log2)
+                scores, factor, m, l = _softmax(S, m, l, problem.scale_log2, True)
             P = gl.convert_layout(scores.to(O_desc.dtype), P_LAYOUT)
 
             # slots 1 to n - 1, first those with hidden keys
@@ -438,8 +439,6 @@ def _attend(
             slot, phase = ring_slot(step, SLOTS)
             mbarrier.wait(shared.full.index(slot), phase)
             O_pending = warpgroup_mma(P, shared.V_ring.index(slot), O, is_async=True)
-            if not PLAN.overlapped:
-                m = m * problem.scale_log2
             L = (m + gl.log2(l)) * LN_2
             inverse = 1.0 / l
             O = warpgroup_mma_wait(0, [O_pending])
