@@ -2,7 +2,6 @@
 
   warp_fence        keeps what follows behind the arithmetic on its operand
   rescale_rows      multiplies an accumulator by its rows' factors, if any of the warp's differs from 1
-  rounded_product   multiplies, and rounds before anything is added
   tma_add           adds a tile into memory
   meet_consumers    a barrier of two warp groups
   meet_warps        a barrier of the warps of one partition
@@ -76,15 +75,6 @@ def rescale_rows(accumulator, factor):
     return gl.inline_asm_elementwise(
         _RESCALE_64, _RESCALE_64_CONSTRAINTS, [accumulator, factor], dtype=gl.float32, is_pure=True, pack=64
     )  # fmt: skip
-
-
-@gluon.jit
-def rounded_product(scores, factor):
-    """scores times a number, rounded: a product that the compiler makes no multiply-add of with what comes after."""
-    factor = gl.full(scores.shape, factor, gl.float32, scores.type.layout)
-    return gl.inline_asm_elementwise(
-        "mul.rn.f32 $0, $1, $2;", "=f,f,f", [scores, factor], dtype=gl.float32, is_pure=True, pack=1
-    )
 
 
 @builtin

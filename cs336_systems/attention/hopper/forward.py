@@ -25,8 +25,8 @@ The two schedules, by columns of a head tile:
          tensor cores   S(1)   P(0) V(0)         S(2)   P(1) V(1)
          consumer              softmax of S(1)          softmax of S(2)
 
-O of a row that sees one key is that key's value, as P is 1 then: where rows may see few keys, scores are rounded as
-their maximum is (`_softmax`).
+O of a row that sees one key is that key's value, as P is 1 then; where rows may see few keys, that is taken care of
+(`_exact_softmax`).
 
 Tiles of queries end where the queries end; rows to spare are in the first tile, which is the shortest causal one. The
 order of tiles is `schedule.plan_forward`'s: one program a tile, or programs that stay and take tiles in pairs, whose
@@ -53,7 +53,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.core import _aggregate as aggregate
 
-from cs336_systems.attention.hopper.builtins import rescale_rows, rounded_product, warp_fence
+from cs336_systems.attention.hopper.builtins import rescale_rows, warp_fence
 from cs336_systems.attention.hopper.descriptors import (
     CachedKernel,
     readable,
@@ -298,23 +298,37 @@ def _hide_keys(S, last_key, first_key, K_TILE_SIZE: gl.constexpr, S_LAYOUT: gl.c
 
 
 @gluon.jit
-def _softmax(S, m, l, scale_log2, EXACT: gl.constexpr):
-    """Take raw scores into the running maximum m, in base 2, and sum l; also the factor for what came before.
+def _exact_softmax(S, m, l, scale_log2):
+    """Take raw scores into the running maximum m, raw too, and sum l; also the factor for what came before.
 
-    A scaled score minus the scaled maximum is one multiply-add, whose product is not rounded, though the maximum's was:
-    of the largest score P is then near 1 and not 1, by 2^-8 where scores are 1e5, and bfloat16 rounds it to something
-    that l has not summed. Many keys make that one rounding among many. A row of few keys, which has them in the tiles
-    that the diagonal or the end cuts, would see it in O and, through delta, in its gradients: EXACT rounds every
-    product, and O of a row that sees one key is that key's value.
+    P of a row's largest score is 1, and that of another as exact as the difference of the two scores.
     """
-    if EXACT:
-        S = rounded_product(S, scale_log2)
-        m_new = gl.maximum(m, gl.max(S, axis=1))
-        P = gl.exp2(S - m_new[:, None])
-    else:
-        m_new = gl.maximum(m, gl.max(S, axis=1) * scale_log2)
-        P = gl.exp2(S * scale_log2 - m_new[:, None])
-    factor = gl.exp2(m - m_new)
+    m_new = gl.maximum(m, gl.max(S, axis=1))
+    P = gl.exp2((S - m_new[:, None]) * scale_log2)
+    factor = gl.exp2((m - m_new) * scale_log2)
+    return P, factor, m_new, l * factor + gl.sum(P, axis=1)
+
+
+@gluon.jit
+def _in_base_2(m, scale_log2):
+    """A raw maximum as `_softmax` takes it: scaled, and what the rounding of that has left out."""
+    scaled = m * scale_log2
+    rest = gl.fma(m, gl.full(m.shape, scale_log2, gl.float32, m.type.layout), -scaled)
+    return scaled, gl.where(m == LOWEST, 0.0, rest)
+
+
+@gluon.jit
+def _softmax(S, m, rest, l, scale_log2):
+    """As `_exact_softmax` at one instruction less a score; m is in base 2, and what came before is relative to m + rest.
+
+    A scaled score minus the scaled maximum is one multiply-add, whose product is not rounded though the maximum's was:
+    P of the largest score is near 1 and not 1, by 2^-8 where scores are 1e5, and bfloat16 rounds it to something that l
+    has not summed. Among many keys that is one rounding of many; rows with few keys have them in the tiles that the
+    diagonal or the end cuts, and those take the exact form.
+    """
+    m_new = gl.maximum(m, gl.max(S, axis=1) * scale_log2)
+    P = gl.exp2(S * scale_log2 - m_new[:, None])
+    factor = gl.exp2(m - m_new + rest)
     return P, factor, m_new, l * factor + gl.sum(P, axis=1)
 
 
@@ -331,11 +345,11 @@ def _lazy_softmax(S, m, l, scale_log2):
 
 @gluon.jit
 def _step(
-    Q, P, O, m, l, last_key, first_key, scale_log2, zero, shared, step,
+    Q, P, O, m, rest, l, last_key, first_key, scale_log2, zero, shared, step,
     SLOTS: gl.constexpr, K_TILE_SIZE: gl.constexpr, IS_CAUSAL: gl.constexpr, MASKED: gl.constexpr,
     S_LAYOUT: gl.constexpr, O_LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """Three consumers: both products, then the softmax while the others' products run."""
+    """Three consumers: both products, then the softmax while the others' products run. MASKED: m is raw."""
     slot, phase = ring_slot(step, SLOTS)
     mbarrier.wait(shared.full.index(slot), phase)
     S_pending = warpgroup_mma(Q, shared.K_ring.index(slot).permute((1, 0)), zero, use_acc=False, is_async=True)
@@ -344,7 +358,9 @@ def _step(
     mbarrier.arrive(shared.empty.index(slot), count=1)
     if MASKED:
         S = _hide_keys(S, last_key, first_key, K_TILE_SIZE, S_LAYOUT, IS_CAUSAL)
-    scores, factor, m, l = _softmax(S, m, l, scale_log2, MASKED)
+        scores, factor, m, l = _exact_softmax(S, m, l, scale_log2)
+    else:
+        scores, factor, m, l = _softmax(S, m, rest, l, scale_log2)
     O = O * gl.convert_layout(factor, gl.SliceLayout(1, O_LAYOUT))[:, None]
     return gl.convert_layout(scores.to(P.dtype), P.type.layout), O, m, l
 
@@ -396,6 +412,7 @@ def _attend(
                 last_key = gl.minimum(rows, last_key)
             m = gl.full([ROWS], LOWEST, gl.float32, gl.SliceLayout(1, S_LAYOUT))
             l = gl.full([ROWS], 0.0, gl.float32, gl.SliceLayout(1, S_LAYOUT))
+            rest = gl.full([ROWS], 0.0, gl.float32, gl.SliceLayout(1, S_LAYOUT))
             O = gl.zeros([ROWS, D_TILE], gl.float32, O_LAYOUT)
 
             # slot 0: the first scores
@@ -410,17 +427,19 @@ def _attend(
             if PLAN.overlapped:
                 scores, factor, m, l = _lazy_softmax(S, m, l, problem.scale_log2)
             else:
-                scores, factor, m, l = _softmax(S, m, l, problem.scale_log2, True)
+                scores, factor, m, l = _exact_softmax(S, m, l, problem.scale_log2)
             P = gl.convert_layout(scores.to(O_desc.dtype), P_LAYOUT)
 
             # slots 1 to n - 1, first those with hidden keys
             for j in gl.static_range(1, MASKED_TILES):
                 first_key = (num_key_tiles - 1 - j) * K_TILE_SIZE
                 P, O, m, l = _step(
-                    Q, P, O, m, l, last_key, first_key, problem.scale_log2, zero, shared, step,
+                    Q, P, O, m, rest, l, last_key, first_key, problem.scale_log2, zero, shared, step,
                     SLOTS, K_TILE_SIZE, IS_CAUSAL, True, S_LAYOUT, O_LAYOUT,
                 )  # fmt: skip
                 step += 1
+            if not PLAN.overlapped:
+                m, rest = _in_base_2(m, problem.scale_log2)
             for _ in range(MASKED_TILES, num_key_tiles):
                 if PLAN.overlapped:
                     P, O, m, l = _overlapped_step(
@@ -428,9 +447,10 @@ def _attend(
                     )
                 else:
                     P, O, m, l = _step(
-                        Q, P, O, m, l, last_key, 0, problem.scale_log2, zero, shared, step,
+                        Q, P, O, m, rest, l, last_key, 0, problem.scale_log2, zero, shared, step,
                         SLOTS, K_TILE_SIZE, IS_CAUSAL, False, S_LAYOUT, O_LAYOUT,
                     )  # fmt: skip
+                    rest = gl.zeros_like(rest)
                 step += 1
             mbarrier.arrive(shared.q_empty.index(consumer), count=1)
             tiles_done += 1
@@ -439,7 +459,7 @@ def _attend(
             slot, phase = ring_slot(step, SLOTS)
             mbarrier.wait(shared.full.index(slot), phase)
             O_pending = warpgroup_mma(P, shared.V_ring.index(slot), O, is_async=True)
-            L = (m + gl.log2(l)) * LN_2
+            L = (m + (rest + gl.log2(l))) * LN_2
             inverse = 1.0 / l
             O = warpgroup_mma_wait(0, [O_pending])
             mbarrier.arrive(shared.empty.index(slot), count=1)
