@@ -319,7 +319,7 @@ def _in_base_2(m, scale_log2):
 
 @gluon.jit
 def _softmax(S, m, rest, l, scale_log2):
-    """As `_exact_softmax` at one instruction less a score; m is in base 2, and what came before is relative to m + rest.
+    """As `_exact_softmax` at one instruction less a score; m is in base 2, and what came before relative to m + rest.
 
     A scaled score minus the scaled maximum is one multiply-add, whose product is not rounded though the maximum's was:
     P of the largest score is near 1 and not 1, by 2^-8 where scores are 1e5, and bfloat16 rounds it to something that l
