@@ -333,8 +333,8 @@ HOPPER_LAYOUTS = {
     "packed": "hopper kernels take no packed documents; backend 'triton' does",
 }
 # Where hopper is measured to be the fastest of our back ends, forward and backward together: head_dim -> the shortest
-# length of queries and of keys from which on `auto` takes it. Empty: nowhere yet.
-HOPPER_WHERE_FASTEST: dict[int, int] = {}
+# length of queries and of keys from which on `auto` takes it (`attention_shapes`, `doctor --measure`).
+HOPPER_WHERE_FASTEST: dict[int, int] = {64: 512, 128: 512}
 
 
 def select_backend(

@@ -22,7 +22,7 @@ from cs336_systems import device
 from cs336_systems.device import DeviceInfo, hopper_refusal
 
 ALL_OK = dict.fromkeys(device.BACKENDS, "ok")
-NO_TRITON = ALL_OK | {"triton": "triton is not installed"}
+NO_TRITON = ALL_OK | {"triton": "triton is not installed", "hopper": "triton is not installed"}
 UUID = "7e1d4c2a-0000-1111-2222-333344445555"
 
 
@@ -453,9 +453,12 @@ LONG = {"seqlen_q": 16384, "seqlen_k": 16384}
 @pytest.mark.parametrize(
     ("inputs", "name", "reason"),
     [
+        # hopper on its GPU
+        ({}, "hopper", "hopper is the fastest of ours at head_dim 64 from 512 tokens on"),
+        ({"dtype": "float16", "head_dim": 128}, "hopper", "head_dim 128 from 512"),
         # triton on CUDA
-        ({}, "triton", "triton serves bfloat16 with head_dim 64 on this GPU"),
-        ({"dtype": "float16"}, "triton", "serves float16"),
+        ({"seqlen_q": 511}, "triton", "triton serves bfloat16 with head_dim 64 on this GPU"),
+        ({"seqlen_k": 511, "dtype": "float16"}, "triton", "serves float16"),
         ({"dtype": "float32"}, "triton", "serves float32"),
         ({"head_dim": 256}, "triton", "head_dim 256"),
         ({"head_dim": 59}, "triton", "head_dim 59"),

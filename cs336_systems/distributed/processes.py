@@ -17,7 +17,8 @@ def end_with_parent(parent_pid: int) -> None:
     if sys.platform == "linux":
         import ctypes
 
-        # The signal comes when the parent's thread that started this process ends; for `run` that is the main thread.
+        # The signal comes when the parent's thread that started this process ends; for `run` that is the main thread,
+        # or a lane's.
         asked = ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL)) == 0
         if os.getppid() != parent_pid:  # it ended before the request
             os._exit(1)

@@ -15,7 +15,6 @@ O = 0, L = -inf and no gradient. Layout of the lists: `cs336_systems.attention.m
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -120,7 +119,7 @@ def _load_words(
 
 
 @triton.jit
-def _keep_attended(values, otherwise, words, TRANSPOSED: tl.constexpr, SELECT: tl.constexpr):
+def _keep_attended(values, otherwise, words, TRANSPOSED: tl.constexpr, INTERPRETED: tl.constexpr):
     """`values` (rows, columns), or TRANSPOSED, where their bit in `words` of `_load_words` is 1; else `otherwise`.
 
     A word is spread over its keys by shape alone, so that a thread holds the words of its own scores, and which word a
@@ -135,12 +134,12 @@ def _keep_attended(values, otherwise, words, TRANSPOSED: tl.constexpr, SELECT: t
     else:
         keys = tl.broadcast_to(key[None, None, :], (ROWS, LOADED, KEYS))
     words = tl.broadcast_to(words, keys.shape)
-    if SELECT == "where":
+    if INTERPRETED:
         attended = ((words >> keys) & 1) != 0
         return tl.where(attended.reshape(values.shape), values, otherwise)
     else:
         bits = 1 << keys
-        if SELECT != "and" and not TRANSPOSED:
+        if not TRANSPOSED:
             # A thread's keys differ from lane to lane in bits 1 and 2 alone: shifted by those, a word's bits are the
             # same numbers in every lane, and several go to predicates in one instruction (R2P).
             words = words >> (keys & 6)
@@ -157,7 +156,7 @@ def _visit_listed_keys(
     N_KEYS, scale_log2, ZERO, stride_ks, stride_kd, stride_vs, stride_vd,
     D: tl.constexpr, D_TILE: tl.constexpr, K_TILE_SIZE: tl.constexpr, Q_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr,
     PARTIAL: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
-    SELECT: tl.constexpr,
+    INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """Fold the listed key tiles into the running (accumulator, m, l); `block_rows` are Q's rows in the mask's tile."""
     STEPS: tl.constexpr = K_BLOCK // K_TILE_SIZE
@@ -167,15 +166,11 @@ def _visit_listed_keys(
         K = load_rows(
             K_head, batch, kv_head, first_key, N_KEYS, stride_ks, stride_kd, D, D_TILE, K_TILE_SIZE, PARTIAL, TMA
         )  # fmt: skip
-        if PARTIAL and SELECT == "early":
-            pattern = tl.load(patterns + step // STEPS)
-            words = _load_words(token_bits, pattern, block_rows, first_column, Q_BLOCK, K_BLOCK, K_TILE_SIZE, False)
         S = tl.dot(Q, tl.trans(K), input_precision=PRECISION)  # (Q_TILE_SIZE, K_TILE_SIZE), not yet scaled
         if PARTIAL:
-            if SELECT != "early":
-                pattern = tl.load(patterns + step // STEPS)
-                words = _load_words(token_bits, pattern, block_rows, first_column, Q_BLOCK, K_BLOCK, K_TILE_SIZE, False)
-            S = _keep_attended(S, float("-inf"), words, False, SELECT)
+            pattern = tl.load(patterns + step // STEPS)
+            words = _load_words(token_bits, pattern, block_rows, first_column, Q_BLOCK, K_BLOCK, K_TILE_SIZE, False)
+            S = _keep_attended(S, float("-inf"), words, False, INTERPRETED)
         P, rescale, m, l = online_softmax(S, m, l, scale_log2)
         V = load_rows(
             V_head, batch, kv_head, first_key, N_KEYS, stride_vs, stride_vd, D, D_TILE, K_TILE_SIZE, PARTIAL, TMA
@@ -194,7 +189,7 @@ def block_sparse_forward_kernel(
     N_HEADS, HEADS_TOGETHER, N_QUERIES, N_KEYS, MASK_BATCHES, MASK_HEADS, WIDTH, FULL_WIDTH, scale_log2, ZERO,
     GROUP: tl.constexpr, D: tl.constexpr, D_TILE: tl.constexpr, Q_TILE_SIZE: tl.constexpr, K_TILE_SIZE: tl.constexpr,
     Q_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
-    SELECT: tl.constexpr,
+    INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """O (batch, heads, queries, D) and L (batch, heads, queries) are contiguous; q, k, v have any strides."""
     # Last tile first: the lists of a causal mask grow towards the end.
@@ -223,7 +218,7 @@ def block_sparse_forward_kernel(
         tl.load(full_kv_num_blocks_ptr + list_number),
         full_kv_indices_ptr + list_number * FULL_WIDTH, kv_tokens_ptr, token_bits_ptr, N_KEYS, scale_log2, ZERO,
         stride_ks, stride_kd, stride_vs, stride_vd, D, D_TILE, K_TILE_SIZE, Q_BLOCK, K_BLOCK, False, PRECISION, TMA,
-        SELECT,
+        INTERPRETED,
     )  # fmt: skip
     # 3. partial tiles
     accumulator, m, l = _visit_listed_keys(
@@ -232,7 +227,7 @@ def block_sparse_forward_kernel(
         kv_indices_ptr + list_number * WIDTH, kv_tokens_ptr + list_number * WIDTH, token_bits_ptr, N_KEYS, scale_log2,
         ZERO, stride_ks, stride_kd, stride_vs, stride_vd,
         D, D_TILE, K_TILE_SIZE, Q_BLOCK, K_BLOCK, True, PRECISION, TMA,
-        SELECT,
+        INTERPRETED,
     )  # fmt: skip
 
     # 4. normalise and store
@@ -246,7 +241,7 @@ def _visit_listed_queries(
     N_QUERIES, scale_log2, ZERO, stride_qs, stride_qd, stride_dos, stride_dod,
     D: tl.constexpr, D_TILE: tl.constexpr, Q_TILE_SIZE: tl.constexpr, K_TILE_SIZE: tl.constexpr, Q_BLOCK: tl.constexpr,
     K_BLOCK: tl.constexpr, PARTIAL: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
-    SELECT: tl.constexpr,
+    INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """Fold the listed query tiles into dK (without its scale) and dV; `first_column` is K's place in the mask's tile.
 
@@ -266,17 +261,13 @@ def _visit_listed_queries(
         )  # fmt: skip
         L_log2 = tl.load(L_base + query_rows)
         delta = tl.load(D_base + query_rows)
-        if PARTIAL and SELECT == "early":
-            pattern = tl.load(patterns + step // STEPS)
-            words = _load_words(token_bits, pattern, block_rows, first_column, Q_BLOCK, K_BLOCK, K_TILE_SIZE, True)
         S_T = tl.dot(K, tl.trans(Q), input_precision=PRECISION)  # (K_TILE_SIZE, Q_TILE_SIZE)
         dP_T = tl.dot(V, tl.trans(dO), input_precision=PRECISION)
         P_T = tl.math.exp2(S_T * scale_log2 - L_log2[None, :])
         if PARTIAL:
-            if SELECT != "early":
-                pattern = tl.load(patterns + step // STEPS)
-                words = _load_words(token_bits, pattern, block_rows, first_column, Q_BLOCK, K_BLOCK, K_TILE_SIZE, True)
-            P_T = _keep_attended(P_T, 0.0, words, True, SELECT)
+            pattern = tl.load(patterns + step // STEPS)
+            words = _load_words(token_bits, pattern, block_rows, first_column, Q_BLOCK, K_BLOCK, K_TILE_SIZE, True)
+            P_T = _keep_attended(P_T, 0.0, words, True, INTERPRETED)
         dK, dV = fold_queries(dK, dV, P_T, dP_T, Q, dO, delta, ZERO, PRECISION)
     return dK, dV
 
@@ -292,7 +283,7 @@ def block_sparse_dkdv_kernel(
     N_KV_HEADS, HEADS_TOGETHER, N_QUERIES, N_KEYS, MASK_BATCHES, MASK_HEADS, WIDTH, FULL_WIDTH, scale, scale_log2, ZERO,
     GROUP: tl.constexpr, D: tl.constexpr, D_TILE: tl.constexpr, Q_TILE_SIZE: tl.constexpr, K_TILE_SIZE: tl.constexpr,
     Q_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
-    SELECT: tl.constexpr,
+    INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """dK, dV (batch, kv_heads, keys, D), L and delta (batch, heads, padded queries) are contiguous.
 
@@ -325,14 +316,14 @@ def block_sparse_dkdv_kernel(
             tl.load(full_q_num_blocks_ptr + list_number), full_q_indices_ptr + list_number * FULL_WIDTH, q_tokens_ptr,
             token_bits_ptr, N_QUERIES, scale_log2, ZERO, stride_qs, stride_qd, stride_dos, stride_dod,
             D, D_TILE, Q_TILE_SIZE, K_TILE_SIZE, Q_BLOCK, K_BLOCK, False, PRECISION, TMA,
-            SELECT,
+            INTERPRETED,
         )  # fmt: skip
         dK, dV = _visit_listed_queries(
             dK, dV, K, V, first_key % K_BLOCK, Q_head, dO_head, L_ptr + row_base, D_ptr + row_base, batch, head,
             tl.load(q_num_blocks_ptr + list_number), q_indices_ptr + list_number * WIDTH,
             q_tokens_ptr + list_number * WIDTH, token_bits_ptr, N_QUERIES, scale_log2, ZERO, stride_qs, stride_qd,
             stride_dos, stride_dod, D, D_TILE, Q_TILE_SIZE, K_TILE_SIZE, Q_BLOCK, K_BLOCK, True, PRECISION, TMA,
-            SELECT,
+            INTERPRETED,
         )  # fmt: skip
 
     output_base = (batch * N_KV_HEADS + kv_head) * N_KEYS * D
@@ -346,7 +337,7 @@ def _visit_listed_keys_for_dq(
     N_KEYS, scale_log2, ZERO, stride_ks, stride_kd, stride_vs, stride_vd,
     D: tl.constexpr, D_TILE: tl.constexpr, K_TILE_SIZE: tl.constexpr, Q_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr,
     PARTIAL: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
-    SELECT: tl.constexpr,
+    INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """Fold the listed key tiles into dQ (without its scale)."""
     STEPS: tl.constexpr = K_BLOCK // K_TILE_SIZE
@@ -359,17 +350,13 @@ def _visit_listed_keys_for_dq(
         V = load_rows(
             V_head, batch, kv_head, first_key, N_KEYS, stride_vs, stride_vd, D, D_TILE, K_TILE_SIZE, PARTIAL, TMA
         )  # fmt: skip
-        if PARTIAL and SELECT == "early":
-            pattern = tl.load(patterns + step // STEPS)
-            words = _load_words(token_bits, pattern, block_rows, first_column, Q_BLOCK, K_BLOCK, K_TILE_SIZE, False)
         S = tl.dot(Q, tl.trans(K), input_precision=PRECISION)  # (Q_TILE_SIZE, K_TILE_SIZE)
         dP = tl.dot(dO, tl.trans(V), input_precision=PRECISION)
         P = tl.math.exp2(S * scale_log2 - L_log2[:, None])
         if PARTIAL:
-            if SELECT != "early":
-                pattern = tl.load(patterns + step // STEPS)
-                words = _load_words(token_bits, pattern, block_rows, first_column, Q_BLOCK, K_BLOCK, K_TILE_SIZE, False)
-            P = _keep_attended(P, 0.0, words, False, SELECT)
+            pattern = tl.load(patterns + step // STEPS)
+            words = _load_words(token_bits, pattern, block_rows, first_column, Q_BLOCK, K_BLOCK, K_TILE_SIZE, False)
+            P = _keep_attended(P, 0.0, words, False, INTERPRETED)
         dQ = fold_keys(dQ, P, dP, K, delta, ZERO, PRECISION)
     return dQ
 
@@ -385,7 +372,7 @@ def block_sparse_dq_kernel(
     N_HEADS, HEADS_TOGETHER, N_QUERIES, N_KEYS, MASK_BATCHES, MASK_HEADS, WIDTH, FULL_WIDTH, scale, scale_log2, ZERO,
     GROUP: tl.constexpr, D: tl.constexpr, D_TILE: tl.constexpr, Q_TILE_SIZE: tl.constexpr, K_TILE_SIZE: tl.constexpr,
     Q_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
-    SELECT: tl.constexpr,
+    INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """dQ (batch, heads, queries, D), L and delta (batch, heads, padded queries) are contiguous."""
     query_tile, batch, head = tile_of_program(tl.cdiv(N_QUERIES, Q_TILE_SIZE), N_HEADS, HEADS_TOGETHER, True)
@@ -417,7 +404,7 @@ def block_sparse_dq_kernel(
         tl.load(full_kv_num_blocks_ptr + list_number),
         full_kv_indices_ptr + list_number * FULL_WIDTH, kv_tokens_ptr, token_bits_ptr, N_KEYS, scale_log2, ZERO,
         stride_ks, stride_kd, stride_vs, stride_vd, D, D_TILE, K_TILE_SIZE, Q_BLOCK, K_BLOCK, False, PRECISION, TMA,
-        SELECT,
+        INTERPRETED,
     )  # fmt: skip
     dQ = _visit_listed_keys_for_dq(
         dQ, Q, dO, L_log2, delta, K_head, V_head, batch, kv_head, query_rows % Q_BLOCK,
@@ -425,7 +412,7 @@ def block_sparse_dq_kernel(
         kv_indices_ptr + list_number * WIDTH, kv_tokens_ptr + list_number * WIDTH, token_bits_ptr, N_KEYS, scale_log2,
         ZERO, stride_ks, stride_kd, stride_vs, stride_vd,
         D, D_TILE, K_TILE_SIZE, Q_BLOCK, K_BLOCK, True, PRECISION, TMA,
-        SELECT,
+        INTERPRETED,
     )  # fmt: skip
     store_rows(dQ_ptr + output_base, dQ * scale, query_rows, N_QUERIES, D, 1, D, D_TILE)
 
@@ -523,5 +510,5 @@ def _options(q: Tensor, k: Tensor, lists: TileLists, config: KernelConfig) -> di
     return {
         **head_options(q.shape[1], k.shape[1], q.shape[3]), **tile_options(config), "num_stages": num_stages,
         "Q_BLOCK": query_block, "K_BLOCK": key_block, "TMA": config.tma,
-        "SELECT": "where" if interpreter_is_on() else os.environ.get("CS336_MASK_SELECT", "r2p"),
+        "INTERPRETED": interpreter_is_on(),
     }  # fmt: skip
