@@ -498,7 +498,9 @@ def test_a_pass_that_runs_out_of_memory_leaves_its_trace_and_the_memory(monkeypa
     del broken
     release("cuda")
     assert torch.cuda.memory_allocated() == before
-    assert measured_phases(good, "train_step", run).peak_bytes == first.peak_bytes
+    # The allocator hands a block out whole that would leave less than 1 MiB, so counts depend on what was freed before.
+    again = measured_phases(good, "train_step", run).peak_bytes
+    assert again == pytest.approx(first.peak_bytes, rel=0.01)
 
 
 @pytest.mark.gpu

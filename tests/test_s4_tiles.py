@@ -186,9 +186,12 @@ def test_every_kind_of_cell_is_measured_on_a_gpu():
         (measurement,) = measure_tile_choice(cells[name], run)
         assert 5 <= len(measurement.samples) <= 15 and min(measurement.samples) > 0, name
         assert 0 <= measurement.error <= 1, name
-    whole = min(next(measure_tile_choice(cells["table"], run)).samples)
-    parts = [min(next(measure_tile_choice(cells[f"table_{kernel}"], run)).samples) for kernel in ("dkdv", "dq")]
-    assert sum(parts) < 2 * whole  # each alone, not the backward twice
+    # Long enough that the GPU, and not the host, is what takes the time.
+    times = {}
+    for name in ("table", "table_dkdv", "table_dq"):
+        case = replace(cells[name].case, heads=16, kv_heads=None, seqlen_q=4096, seqlen_k=4096)
+        times[name] = min(next(measure_tile_choice(replace(cells[name], case=case), run)).samples)
+    assert times["table_dkdv"] + times["table_dq"] < 1.5 * times["table"]  # each alone, not the backward twice
 
 
 # Compiling ahead
