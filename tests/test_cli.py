@@ -92,7 +92,7 @@ def command(*arguments: str) -> list[str]:
 
 
 def test_ctrl_c_keeps_what_is_finished_and_a_second_run_finishes(tmp_path):
-    arguments = ("run", "pytorch_attention", "benchmarking_script", "--scale", "tiny", "--device", "cpu")
+    arguments = ("run", "pytorch_attention", "mixed_precision_accumulation", "--scale", "tiny", "--device", "cpu")
     arguments += ("--results", str(tmp_path), *COMMIT)
     process = subprocess.Popen(
         command(*arguments), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
