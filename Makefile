@@ -11,7 +11,7 @@ VENV ?= .venv
 CONSTRAINTS ?= constraints.txt
 PYTEST_ARGS ?=
 # Processes that `make test` spreads the test files over; one where it is empty, as pytest-xdist may be missing there.
-TEST_PROCESSES ?= $(if $(strip $(VENV)),2)
+TEST_PROCESSES ?= $(if $(strip $(VENV)),3)
 GPU_RECORD ?= results/nvidia-h200/tests.jsonl
 SM90_TRITON ?= 3.6.0
 
@@ -33,7 +33,7 @@ CHECK_PYTHON = command -v $(PYTHON) >/dev/null || \
     $(PYTHON) tools/check_python.py
 
 .DEFAULT_GOAL := help
-.PHONY: help venv test test-gpu report lint notebooks notebooks-check course-tests sm90-venv clean
+.PHONY: help venv test test-hf test-gpu report lint notebooks notebooks-check course-tests sm90-venv clean
 
 help: ## list the targets
 	@awk -F ':[^#]*## ' '/^[a-z0-9-]+:[^#]*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -44,13 +44,17 @@ ifneq ($(STAMP),)
 $(STAMP): pyproject.toml $(CONSTRAINTS)
 	@$(CHECK_PYTHON)
 	test -x $(@D)/bin/pip || $(PYTHON) -m venv $(@D)
-	$(@D)/bin/python -m pip install --quiet $(addprefix -c ,$(CONSTRAINTS)) -e '.[dev,hf,notebooks]'
+	$(@D)/bin/python -m pip install --quiet $(addprefix -c ,$(CONSTRAINTS)) -e '.[dev,notebooks]'
 	@touch $@
 endif
 
 test: $(STAMP) ## run the tests, grade the problems, name the stale GPU tests
 	$(if $(TEST_PROCESSES),OMP_NUM_THREADS=1 )$(RUN) -m pytest \
 	    $(addprefix --dist loadfile -n ,$(TEST_PROCESSES)) $(PYTEST_ARGS)
+
+test-hf: $(STAMP) ## install Transformers, then test what integrates with it
+	$(if $(STAMP),$(VENV)/bin/python -m pip install --quiet $(addprefix -c ,$(CONSTRAINTS)) -e '.[hf]')
+	$(RUN) -m pytest tests/test_integrations.py $(PYTEST_ARGS)
 
 test-gpu: $(STAMP) ## on a GPU: run the GPU tests and record their outcomes
 	@test -n "$(COMMIT)" -a -n "$(filter yes no,$(DIRTY))" || \
