@@ -139,9 +139,7 @@ def is_running(pid: int) -> bool:
     return bool(state) and not state.startswith("Z")
 
 
-@pytest.mark.parametrize(
-    "name, code", [("SIGTERM", 128 + signal.SIGTERM), ("SIGKILL", -signal.SIGKILL)]
-)
+@pytest.mark.parametrize("name, code", [("SIGTERM", 128 + signal.SIGTERM), ("SIGKILL", -signal.SIGKILL)])
 def test_the_measuring_process_ends_with_its_parent(name, code, tmp_path):
     """A terminated or killed run left a process behind that went on with a cell that never ends, holding the GPU."""
     arguments = ("run", "benchmarking_script", "--scale", "tiny", "--device", "cpu", "--results", str(tmp_path))
