@@ -33,7 +33,7 @@ CHECK_PYTHON = command -v $(PYTHON) >/dev/null || \
     $(PYTHON) tools/check_python.py
 
 .DEFAULT_GOAL := help
-.PHONY: help venv test test-hf test-gpu report lint notebooks notebooks-check course-tests sm90-venv clean
+.PHONY: help venv test test-slow test-hf test-gpu report lint notebooks notebooks-check course-tests sm90-venv clean
 
 help: ## list the targets
 	@awk -F ':[^#]*## ' '/^[a-z0-9-]+:[^#]*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -49,8 +49,12 @@ $(STAMP): pyproject.toml $(CONSTRAINTS)
 endif
 
 test: $(STAMP) ## run the tests, grade the problems, name the stale GPU tests
-	$(if $(TEST_PROCESSES),OMP_NUM_THREADS=1 )$(RUN) -m pytest \
+	$(if $(TEST_PROCESSES),OMP_NUM_THREADS=1 )$(RUN) -m pytest -m 'not slow' \
 	    $(addprefix --dist loadfile -n ,$(TEST_PROCESSES)) $(PYTEST_ARGS)
+
+test-slow: $(STAMP) ## the tests that start whole runs, kill or compare them
+	$(if $(TEST_PROCESSES),OMP_NUM_THREADS=1 )$(RUN) -m pytest -m slow \
+	    $(addprefix --dist load -n ,$(TEST_PROCESSES)) $(PYTEST_ARGS)
 
 test-hf: $(STAMP) ## install Transformers, then test what integrates with it
 	$(if $(STAMP),$(VENV)/bin/python -m pip install --quiet $(addprefix -c ,$(CONSTRAINTS)) -e '.[hf]')

@@ -22,6 +22,8 @@ from tests.test_compare import broken, record, run_of
 ROOT = Path(__file__).resolve().parents[1]
 REFERENCE = "cs336_systems/attention/reference.py"
 
+pytestmark = pytest.mark.slow
+
 
 def git(repository: Path, *arguments: str) -> str:
     identity = ["-c", "user.name=Test", "-c", "user.email=test@example.org"]

@@ -121,6 +121,7 @@ def test_ctrl_c_keeps_what_is_finished_and_a_second_run_finishes(tmp_path):
     assert first == {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
 
 
+@pytest.mark.slow
 def test_cells_that_failed_before_are_said_to_have_failed(tmp_path, monkeypatch):
     """A second run over nothing but failed rows called them finished and exited 0."""
     monkeypatch.chdir(ROOT)
@@ -140,6 +141,7 @@ def is_running(pid: int) -> bool:
 
 
 @pytest.mark.parametrize("name, code", [("SIGTERM", 128 + signal.SIGTERM), ("SIGKILL", -signal.SIGKILL)])
+@pytest.mark.slow
 def test_the_measuring_process_ends_with_its_parent(name, code, tmp_path):
     """A terminated or killed run left a process behind that went on with a cell that never ends, holding the GPU."""
     arguments = ("run", "benchmarking_script", "--scale", "tiny", "--device", "cpu", "--results", str(tmp_path))
@@ -178,6 +180,7 @@ def test_an_implementation_that_a_problem_lacks_is_refused(tmp_path):
     assert_refused(invoke("run", *arguments, "--results", tmp_path, *COMMIT), "flash_benchmarking has no cells of flex")
 
 
+@pytest.mark.slow
 def test_a_second_run_into_the_same_folder_is_refused(tmp_path):
     """Two runs measured every cell twice, and each other's load."""
     arguments = ("run", "pytorch_attention", "--scale", "tiny", "--device", "cpu", "--results", str(tmp_path), *COMMIT)

@@ -266,6 +266,7 @@ def is_running(pid: int) -> bool:
     return bool(state) and not state.startswith("Z")
 
 
+@pytest.mark.slow
 def test_a_lane_survives_a_cell_that_dies_and_the_other_notices_nothing(tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     run = replace(TINY, model="tests.broken_models:Dies")
@@ -282,6 +283,7 @@ def test_a_lane_survives_a_cell_that_dies_and_the_other_notices_nothing(tmp_path
     assert pids(lanes) == []
 
 
+@pytest.mark.slow
 def test_an_interrupt_ends_all_lanes_and_leaves_no_row_of_what_it_cut(tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     run = replace(TINY, model="tests.broken_models:Hangs")
@@ -309,6 +311,7 @@ def test_an_interrupt_ends_all_lanes_and_leaves_no_row_of_what_it_cut(tmp_path, 
     lanes.close()  # again does nothing
 
 
+@pytest.mark.slow
 def test_the_variables_are_the_childs_alone(tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     monkeypatch.delenv(VISIBLE_DEVICES, raising=False)
@@ -344,6 +347,7 @@ ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT)}
 
 
 @pytest.mark.parametrize("name, code", [("SIGINT", 128 + signal.SIGINT), ("SIGKILL", -signal.SIGKILL)])
+@pytest.mark.slow
 def test_ctrl_c_or_a_kill_leaves_no_process_and_loses_nothing_finished(name, code, command, tmp_path):
     arguments = command("pytorch_attention", "benchmarking_script", "--model", "tests.broken_models:Hangs")
     process = subprocess.Popen(
@@ -370,6 +374,7 @@ def test_ctrl_c_or_a_kill_leaves_no_process_and_loses_nothing_finished(name, cod
     assert kept.stem == "pytorch_attention" and {record.status for record in read_records(kept)} == {"ok"}
 
 
+@pytest.mark.slow
 def test_the_command_sums_up_each_problem(command, tmp_path):
     finished = subprocess.run(
         command("pytorch_attention", "mixed_precision_accumulation"),

@@ -225,8 +225,8 @@ def test_make_lists_its_targets():
     assert code == 0
     targets = [line.split()[1] for line in output.splitlines()]
     assert targets == [
-        "help", "venv", "test", "test-gpu", "report", "lint", "notebooks", "notebooks-check", "course-tests",
-        "sm90-venv", "clean",
+        "help", "venv", "test", "test-slow", "test-hf", "test-gpu", "report", "lint", "notebooks", "notebooks-check",
+        "course-tests", "sm90-venv", "clean",
     ]  # fmt: skip
 
 
@@ -254,9 +254,9 @@ def test_make_runs_gpu_tests_without_an_environment_of_its_own(dirty, option):
 
 def test_make_spreads_the_tests_only_in_an_environment_that_it_made():
     _, output = run_make("-n", "test")
-    assert "OMP_NUM_THREADS=1 .venv/bin/python -m pytest --dist loadfile -n 2" in words(output)
+    assert "OMP_NUM_THREADS=1 .venv/bin/python -m pytest -m 'not slow' --dist loadfile -n 3" in words(output)
     _, output = run_make("-n", "test", "VENV=", "PYTHON=python3")
-    assert words(output) == "PYTHONPATH=. python3 -m pytest"
+    assert words(output) == "PYTHONPATH=. python3 -m pytest -m 'not slow'"
 
 
 # Documents
