@@ -17,6 +17,7 @@ from cs336_systems.report import ladder
 from cs336_systems.report.answers import answer
 from cs336_systems.report.frames import load_frame
 from cs336_systems.report.plots import plots
+from cs336_systems.report.styles import colour
 from cs336_systems.report.tables import sections
 from tests.shape_records import ladder_records, shape_case
 
@@ -25,6 +26,10 @@ TINY = RunConfig(scale="tiny", device="cpu")
 
 def test_the_report_knows_every_rung():
     assert tuple(ladder.RUNGS) == RUNGS
+
+
+def test_rungs_stand_side_by_side_in_colours_of_their_own():
+    assert len({colour(rung) for rung in RUNGS}) == len(RUNGS)
 
 
 def test_every_rung_has_every_shape():
