@@ -93,8 +93,8 @@ def test_smoke_keeps_the_handouts_axes():
     "implementation, reason",
     [
         ("triton", "the interpreter is run up to 256 tokens here"),
-        ("flex", "it compiles anew for each length: up to 256 tokens at smoke scale"),
-        ("tiled_compiled", "it compiles anew for each length: up to 256 tokens at smoke scale"),
+        ("flex", "it compiles anew for each length: up to 128 tokens at smoke scale"),
+        ("tiled_compiled", "it compiles anew for each length: up to 128 tokens at smoke scale"),
     ],
 )
 def test_what_takes_long_is_skipped_on_long_sequences_with_the_reason(implementation, reason):

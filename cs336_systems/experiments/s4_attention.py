@@ -37,7 +37,7 @@ FLASH_LENGTHS = {
 HEAD_DIMS = {"tiny": (32,), "smoke": (32, 64), "handout": (16, 32, 64, 128)}
 LONGEST_FLOAT32 = 65536
 LONGEST_INTERPRETED = 256  # tests go further; a time in the interpreter says nothing, and quadruples with the length
-LONGEST_RECOMPILED = 256  # at smoke scale, for RECOMPILED: half of the problem's time on a laptop
+LONGEST_RECOMPILED = 128  # at smoke scale, for RECOMPILED: half of the problem's time on a laptop
 RECOMPILED = ("tiled_compiled", "flex")  # compile anew for nearly every length, on a CPU for many seconds
 TINY_IMPLEMENTATIONS = ("eager", "tiled", "triton", "sdpa_flash", "sdpa_cudnn")
 

@@ -35,7 +35,7 @@ PROBLEM = "tile_choice"
 # programs and many.
 GRID_SHAPES: dict[str, tuple[tuple[int, int, int | None, int, int, bool], ...]] = {
     "tiny": ((1, 2, 1, 64, 64, True),),
-    "smoke": ((1, 2, 1, 128, 64, True), (1, 1, None, 128, 128, False)),
+    "smoke": ((1, 2, 1, 64, 64, True),),
     "handout": (
         (4, 16, None, 1024, 64, True),
         (8, 16, None, 2048, 64, True),
@@ -53,7 +53,7 @@ GRID_SHAPES: dict[str, tuple[tuple[int, int, int | None, int, int, bool], ...]] 
 }
 FIXED_SHAPES: dict[str, tuple[tuple[int, int, int | None, int, int, bool], ...]] = {
     "tiny": ((1, 1, None, 64, 64, True),),
-    "smoke": ((1, 1, None, 128, 64, True), (1, 1, None, 128, 128, True)),
+    "smoke": ((1, 1, None, 64, 64, True),),
     "handout": tuple(
         (1, 16, None, seqlen, head_dim, True) for head_dim in (64, 128) for seqlen in (8192, 16384, 32768)
     ),
