@@ -188,6 +188,14 @@ def test_whoever_watches_launches_sees_them(driver):
     assert call.count == 3
 
 
+def test_nothing_is_laid_out_while_somebody_watches(driver):
+    """That takes the host longer than a launch, and counted as time that no stage has."""
+    call = Calls(compiled_kernel())
+    time_stages(lambda: call(1), device="cpu", num_samples=2, warmup=0)
+    assert call.count == 2 and not driver.maps
+    assert [call(1), call(1)] == [3, 3] and len(driver.maps) == 1
+
+
 def test_the_kept_launches_are_bounded(driver, monkeypatch):
     monkeypatch.setattr(launcher, "KEPT_CALLS", 3)
     call = Calls(compiled_kernel())

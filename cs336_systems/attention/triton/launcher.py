@@ -94,12 +94,12 @@ class KeptLaunches:
 
         `launch_all` launches through Triton and says what; None stands for what cannot be launched otherwise.
         """
-        if device.type != "cuda":  # interpreted, or compiled only
+        if device.type != "cuda" or somebody_watches():  # interpreted or compiled only, or each launch is to be seen
             launch_all()
             return
         key = (torch._C._cuda_getCurrentRawStream(device.index), *addresses)
         bound = self._bound.get(key)
-        if bound is None or somebody_watches():
+        if bound is None:
             self._launch_and_keep(key, launch_all)
             return
         for launch in bound:
