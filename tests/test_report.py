@@ -18,11 +18,11 @@ from cs336_systems.report.answers import answer
 from cs336_systems.report.blocks import CASE_TYPES, Blocks
 from cs336_systems.report.build import build_report, check_documents, update_documents
 from cs336_systems.report.figures import file_stem, problem_figures, save_figure
-from cs336_systems.report.frames import load_frame, select
+from cs336_systems.report.frames import IMPLEMENTATIONS, load_frame, select
 from cs336_systems.report.headline import NO_SPEED
 from cs336_systems.report.markdown import number
 from cs336_systems.report.plots import FIRST_STEP, PLOTS, plots
-from cs336_systems.report.styles import COLOURS, colour, marker
+from cs336_systems.report.styles import colour, marker
 from cs336_systems.report.tables import TABLES, sections
 from cs336_systems.report.writeup import fill
 from tests.distributed_records import DISTRIBUTED_MAKERS
@@ -456,8 +456,9 @@ def test_dollars_in_a_record_are_no_formula(problem: str, tmp_path: Path) -> Non
 
 
 def test_colours_are_distinct_and_stable() -> None:
-    implementations = list(COLOURS)[:10]
-    assert len({colour(name) for name in implementations}) == len({marker(name) for name in implementations}) == 10
+    for look in (colour, marker):
+        assert len({look(name) for name in IMPLEMENTATIONS}) == len(IMPLEMENTATIONS)
+        assert look("triton_lists") != look("triton")  # lines of the same figure
     assert colour("small-proxy") == colour("small")
     assert colour("somebody's kernel") == colour("somebody's kernel")
 
