@@ -12,6 +12,8 @@ CONSTRAINTS ?= constraints.txt
 PYTEST_ARGS ?=
 # Processes that `make test` spreads the test files over; one where it is empty, as pytest-xdist may be missing there.
 TEST_PROCESSES ?= $(if $(strip $(VENV)),3)
+# Processes a GPU that `make test-gpu` runs; empty: one after the other, in one process.
+GPU_PROCESSES ?=
 GPU_RECORD ?= results/nvidia-h200/tests.jsonl
 SM90_TRITON ?= 3.6.0
 
@@ -63,8 +65,13 @@ test-hf: $(STAMP) ## install Transformers, then test what integrates with it
 test-gpu: $(STAMP) ## on a GPU: run the GPU tests and record their outcomes
 	@test -n "$(COMMIT)" -a -n "$(filter yes no,$(DIRTY))" || \
 	    { echo "error: no git here: say which code runs with COMMIT=SHA DIRTY=yes or DIRTY=no" >&2; exit 1; }
+ifeq ($(strip $(GPU_PROCESSES)),)
 	$(RUN) -m pytest -m gpu --gpu-record=$(GPU_RECORD) --gpu-commit=$(COMMIT) \
 	    $(if $(filter yes,$(DIRTY)),--gpu-dirty,--gpu-clean) $(PYTEST_ARGS)
+else
+	$(RUN) tools/gpu_tests.py --processes $(GPU_PROCESSES) --record $(GPU_RECORD) --commit $(COMMIT) \
+	    $(if $(filter yes,$(DIRTY)),--dirty,--clean) -- $(PYTEST_ARGS)
+endif
 
 report: $(STAMP) ## measure every problem on this machine, then write its tables and figures
 	$(RUN) -m cs336_systems run --all

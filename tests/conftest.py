@@ -51,9 +51,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # A shell starts what it runs in the background with Ctrl-C ignored, and what the tests start would inherit that.
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+    # A shell starts what it runs in the background with Ctrl-C ignored, nohup with hang-ups ignored; what the tests
+    # start would inherit that.
+    for number, default in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, default)
     config.pluginmanager.register(GradePlugin(), "grade")
     config.pluginmanager.register(GpuPlugin(config), "gpu-record")
 

@@ -419,6 +419,7 @@ def test_shared_keys_on_a_gpu_equal_their_token_mask():
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_memory_stays_linear():
     """Built from blocks, no (queries, keys) tensor: forward and backward at S = 65536 peak at 12 times q at most."""
     seqlen = 65536
@@ -452,6 +453,7 @@ def test_longer_sequences(kind, block, head_dim, dtype):
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_more_batches_than_a_grid_dimension_of_65535():
     mask = BlockMask.causal(3, 5, block_size=BLOCK, device="cuda")
     assert worst_error(*inputs(70_000, 1, 1, 3, 5, 16, torch.bfloat16, "cuda"), mask, backend="triton") <= 1

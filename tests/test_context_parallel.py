@@ -141,6 +141,7 @@ def ring_on_gpu_rank(rank: int, num_ranks: int) -> list[Tensor]:
 
 
 @pytest.mark.gpu
+@pytest.mark.several_gpus
 def test_the_ring_on_nccl_is_one_gpus_attention():
     """bfloat16 through the Triton kernels: within twice the error of plain attention in the same dtype."""
     num_ranks = torch.cuda.device_count()

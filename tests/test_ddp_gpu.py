@@ -18,7 +18,7 @@ from cs336_systems.profiling.overlap import trace_lanes
 from tests.test_ddp import WRAPPERS, Model, batch, loss_of, mine
 
 COVERS = ("cs336_systems/distributed", "cs336_systems/profiling")
-pytestmark = [pytest.mark.gpu]
+pytestmark = [pytest.mark.gpu, pytest.mark.several_gpus]
 needs_two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 RUN = RunConfig(scale="handout", device="cuda")
 # Wide enough that a layer's backward and its all-reduce take comparable times.

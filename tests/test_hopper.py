@@ -582,6 +582,7 @@ def test_empty_inputs(empty):
 
 
 @on_hopper
+@pytest.mark.alone
 def test_offsets_beyond_32_bits():
     storage = torch.empty(130 * 2**25, dtype=torch.bfloat16, device="cuda")  # 8.1 GiB
     dense = inputs(1, 1, 1, 129, 129, 64, torch.bfloat16, "cuda")
@@ -592,6 +593,7 @@ def test_offsets_beyond_32_bits():
 
 
 @on_hopper
+@pytest.mark.alone
 def test_more_than_2_to_the_31_elements():
     """The last head lies behind 2^31 elements of q, k, v, O and, in float32, of the accumulator of dQ."""
     heads, seqlen = 1026, 32768
@@ -609,6 +611,7 @@ def test_more_than_2_to_the_31_elements():
 
 
 @on_hopper
+@pytest.mark.alone
 def test_more_batches_than_a_grid_dimension_of_65535():
     assert_contract(*inputs(70_000, 1, 1, 3, 5, 16, torch.bfloat16, "cuda"), backend="hopper", is_causal=True)
 
@@ -653,6 +656,7 @@ def test_on_a_stream_of_its_own(head_dim):
 
 
 @on_hopper
+@pytest.mark.several_gpus
 def test_every_gpu_of_the_process():
     """From the first GPU as the current one, which is not where the tensors are."""
     tensors = inputs(1, 2, 2, 300, 300, 64, torch.bfloat16, "cuda:0")

@@ -436,6 +436,7 @@ def test_the_command_refuses_them_in_one_line(count, message, tmp_path):
 
 
 @pytest.mark.gpu
+@pytest.mark.several_gpus
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_two_gpus_measure_side_by_side(tmp_path, monkeypatch):
     """Each lane sees one GPU, another than its neighbour's, and its records are those of the GPU's model."""

@@ -113,6 +113,7 @@ def test_a_cast_is_a_stage():
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_the_stages_of_a_long_sequence_are_the_whole_of_it():
     tensors = inputs(1, 16, 16, 8192, 8192, 64, torch.bfloat16, "cuda")
     leaves = [x.requires_grad_() for x in tensors[:3]]

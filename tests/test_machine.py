@@ -113,6 +113,7 @@ def test_auto_is_compared_with_the_fastest_real_back_end() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 @pytest.mark.parametrize("seqlen, head_dim", [(4096, 64), (8192, 64), (4096, 128), (16384, 64)])
 def test_auto_is_within_ten_percent_of_the_fastest(seqlen: int, head_dim: int) -> None:
     rows = benchmark_backends(shape(seqlen, head_dim, "bfloat16", heads=16), device="cuda")
@@ -162,6 +163,7 @@ def test_doctor_refuses_a_device_that_is_not_there() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_measured_rates_are_below_and_near_the_peak() -> None:
     from cs336_systems.device import device_peak
 

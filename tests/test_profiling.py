@@ -60,6 +60,7 @@ def test_saved_bytes_count_each_storage_once():
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_a_sleep_kernel_of_known_length_is_measured_within_two_percent():
     """The kernel's cycles are turned into milliseconds by one long run, so the clock need not be known."""
     torch.cuda._sleep(10**6)
@@ -74,6 +75,7 @@ def test_a_sleep_kernel_of_known_length_is_measured_within_two_percent():
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_a_clock_that_does_not_wait_for_the_kernel_is_caught(monkeypatch):
     """Without its synchronisation the wall clock sees the launch alone: the check above must not pass then."""
     cycles = 200 * 10**6
@@ -86,6 +88,7 @@ def test_a_clock_that_does_not_wait_for_the_kernel_is_caught(monkeypatch):
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_peak_memory_is_what_was_allocated():
     def call() -> torch.Tensor:
         first = torch.empty(64 * MIB, dtype=torch.int8, device="cuda")

@@ -339,6 +339,7 @@ def test_cutting_a_graph_leaves_the_blocks_as_they_were():
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 @pytest.mark.parametrize("checkpointing", ["none", "1", "2"])
 def test_compiled_cells_are_compiled_on_a_gpu(checkpointing):
     """What Inductor's code stores is what its partition of the graph says; under checkpoints, the groups' inputs."""
@@ -466,6 +467,7 @@ def test_bad_checkpointing_is_refused():
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 @pytest.mark.parametrize("checkpointing", ["1", "2", "recursive"])
 def test_compiled_blocks_under_checkpoints_on_a_gpu(checkpointing):
     """Compiled inside, checkpointed outside: the gradients of the eager model."""
@@ -483,6 +485,7 @@ def test_compiled_blocks_under_checkpoints_on_a_gpu(checkpointing):
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_a_pass_that_runs_out_of_memory_leaves_its_trace_and_the_memory(monkeypatch):
     """B1: what died is recorded up to there, the next cell finds as much memory as the first, and measures the same."""
     run = RunConfig(scale="handout", device="cuda")
@@ -504,6 +507,7 @@ def test_a_pass_that_runs_out_of_memory_leaves_its_trace_and_the_memory(monkeypa
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 @pytest.mark.parametrize("precision", [Precision(), AUTOCAST], ids=["float32", "autocast"])
 @pytest.mark.parametrize("mode", PHASES)
 def test_predictions_hold_on_a_gpu(mode, precision):

@@ -365,6 +365,7 @@ def test_repeats_are_bit_equal(backend, device):
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 @pytest.mark.parametrize("head_dim", [16, 64])
 def test_float32_sums_of_a_long_sequence(head_dim):
     """dK and dV of a key are sums over all later queries. With every product chained onto one accumulator the rounding
@@ -384,6 +385,7 @@ def test_every_shipped_configuration_is_bit_reproducible(head_dim, dtype, is_cau
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_offsets_beyond_32_bits():
     storage = torch.empty(130 * 2**25, dtype=torch.bfloat16, device="cuda")  # 8.1 GiB
     dense = inputs(1, 1, 1, 129, 129, 64, torch.bfloat16, "cuda")
@@ -396,6 +398,7 @@ def test_offsets_beyond_32_bits():
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_more_batches_than_a_grid_dimension_of_65535():
     assert_contract(*inputs(70_000, 1, 1, 3, 5, 16, torch.bfloat16, "cuda"), backend="triton", is_causal=True)
 

@@ -182,6 +182,7 @@ def test_what_does_not_fit_is_skipped_with_its_reason(monkeypatch):
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_every_kind_of_cell_is_measured_on_a_gpu():
     run = RunConfig(scale="tiny", device="cuda")
     cells = tiny_cells(run)

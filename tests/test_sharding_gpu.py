@@ -59,6 +59,7 @@ def train_variants(rank: int, num_ranks: int) -> dict[str, float]:
 
 
 @pytest.mark.gpu
+@pytest.mark.several_gpus
 def test_every_sharding_on_gpus_trains_like_one_process():
     for found in gpu_ranks(train_variants):
         assert not {name: difference for name, difference in found.items() if not difference <= BOUND}
@@ -84,6 +85,7 @@ def watch_memory(rank: int, num_ranks: int) -> dict[str, int]:
 
 
 @pytest.mark.gpu
+@pytest.mark.several_gpus
 def test_memory_does_not_grow_from_step_to_step():
     for found in gpu_ranks(watch_memory):
         assert found["late"] == found["early"]

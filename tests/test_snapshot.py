@@ -221,6 +221,7 @@ def test_a_hostile_checkpoint_is_refused(how, tmp_path):
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_a_real_snapshot_gives_the_allocators_own_peak(tmp_path):
     from cs336_systems.profiling.snapshot import CudaHistory
 

@@ -153,6 +153,7 @@ def test_counts_that_make_no_sense_are_refused(options: dict[str, int]) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_stages_of_kernels_add_up_on_a_gpu() -> None:
     """Sleeping kernels of known proportion: the shares are theirs, and no stage waits for its kernels."""
 

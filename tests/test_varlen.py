@@ -122,6 +122,7 @@ def test_heads_groups_and_dtypes(head_dim, dtype, device):
 
 
 @pytest.mark.usefixtures("poisoned")
+@pytest.mark.alone
 @pytest.mark.parametrize("device", DEVICES)
 def test_many_documents_of_random_lengths(device):
     """Every tile of every document has a program, whatever the lengths are."""
@@ -277,6 +278,7 @@ def test_forward_mode_is_refused():
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_offsets_beyond_32_bits():
     storage = torch.empty(130 * 2**25, dtype=torch.bfloat16, device="cuda")  # 8.1 GiB
     dense, documents = packed([60, 69], None, 0, 1, 1, 64, torch.bfloat16, "cuda")

@@ -1,0 +1,145 @@
+"""tools/gpu_tests.py: who runs what on which GPU, and what is said of it. The processes here only print their GPUs."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.test_tools import ROOT, load_tool
+
+gpu_tests = load_tool("gpu_tests")
+Collected = gpu_tests.GpuTest
+
+CONFTEST = """
+import os
+import pathlib
+
+def pytest_addoption(parser):
+    parser.addoption("--gpu-record")
+    parser.addoption("--gpu-commit")
+    parser.addoption("--gpu-clean", action="store_true")
+
+def pytest_configure(config):
+    for name in ("gpu", "alone", "several_gpus"):
+        config.addinivalue_line("markers", name)
+
+def pytest_runtest_logreport(report):
+    if report.when == "call":
+        with pathlib.Path("rows").open("a") as rows:
+            name = report.nodeid.split("::")[1]
+            print(name, os.environ["CUDA_VISIBLE_DEVICES"], report.outcome, os.getpid(), file=rows)
+"""
+TESTS = """
+import os, time
+import pytest
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("n", range(20))
+def test_small(n):
+    assert n != 13, "unlucky"
+
+@pytest.mark.gpu
+@pytest.mark.alone
+def test_timed():
+    assert len(open("rows").readlines()) >= 20, "the others have ended"
+    time.sleep(float(os.environ.get("TEST_SLEEP", "0")))
+
+@pytest.mark.gpu
+@pytest.mark.several_gpus
+def test_ranks():
+    pass
+
+def test_without_a_gpu():
+    assert False
+"""
+
+
+def some_tests(together=0, alone=0, spread=0):
+    names = [Collected(f"a{n}", alone=True) for n in range(alone)] + [Collected(f"t{n}") for n in range(together)]
+    return names + [Collected(f"s{n}", several_gpus=True) for n in range(spread)]
+
+
+@pytest.mark.parametrize("together, alone, spread", [(100, 5, 3), (1, 0, 0), (0, 1, 0), (0, 0, 2), (7, 30, 0)])
+@pytest.mark.parametrize("gpus", [["0"], ["2", "3"]])
+def test_every_test_runs_once_and_alone_where_it_must(together, alone, spread, gpus):
+    tests = some_tests(together, alone, spread)
+    phases = gpu_tests.plan(tests, gpus, processes=4)
+    ran = [name for shares in phases for share in shares for name in share.tests]
+    assert sorted(ran) == sorted(test.name for test in tests)
+    for shares in phases:
+        lonely = [share for share in shares if share.tests[0].startswith("a")]
+        if lonely:
+            assert lonely == shares, "nothing beside them"
+            assert len({share.gpus for share in shares}) == len(shares) and len(shares[0].gpus) == 1
+        else:
+            assert len(shares) <= 4 * len(gpus) + 1
+            for share in shares:
+                assert share.gpus == (tuple(gpus) if share.tests[0].startswith("s") else share.gpus[:1])
+            pinned = [share.gpus for share in shares if not share.tests[0].startswith("s")]
+            assert max((pinned.count(gpu) for gpu in pinned), default=0) <= 4
+
+
+def test_neighbours_stay_together_and_nobody_idles():
+    (shares,) = gpu_tests.plan(some_tests(together=48), ["0"], processes=4)
+    assert [len(share.tests) for share in shares] == [12] * 4
+    assert shares[0].tests[:6] == tuple(f"t{n}" for n in range(6))
+    (shares,) = gpu_tests.plan(some_tests(together=5), ["0"], processes=4)
+    assert [len(share.tests) for share in shares] == [2, 2, 1]
+
+
+@pytest.fixture
+def project(tmp_path):
+    (tmp_path / "conftest.py").write_text(CONFTEST)
+    (tmp_path / "test_it.py").write_text(TESTS)
+    return tmp_path
+
+
+def run_tool(project, *arguments, **environment):
+    command = [sys.executable, str(ROOT / "tools/gpu_tests.py"), "--commit", "abc", "--clean", *arguments]
+    return subprocess.run(
+        command, cwd=project, capture_output=True, text=True, timeout=120, env=os.environ | environment
+    )
+
+
+def test_a_failure_is_named_and_decides_the_exit_code(project):
+    done = run_tool(project, "--gpus", "5,6", "--processes", "2", "--", "-ra")
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "    FAILED test_it.py::test_small[13]" in done.stdout and "unlucky" in done.stdout
+    assert "GPU 5,6, 1 tests, exit 0: 1 passed" in done.stdout and "NOT ALL PASSED in" in done.stdout
+    rows = [line.split() for line in (project / "rows").read_text().splitlines()]
+    assert len(rows) == 22 and rows[-1][0] == "test_timed" and ["test_ranks", "5,6"] in [row[:2] for row in rows]
+    assert {gpu for name, gpu, *_ in rows if name.startswith("test_small")} == {"5", "6"}
+    assert len({process for *_, process in rows}) == 6  # four share two GPUs, one has both, one has one alone
+
+
+def test_the_arguments_after_two_dashes_choose(project):
+    done = run_tool(project, "--gpus", "0", "--processes", "3", "--", "-k", "test_small and not 13")
+    assert done.returncode == 0 and "passed in" in done.stdout.splitlines()[-1]
+    assert len((project / "rows").read_text().splitlines()) == 19
+
+
+@pytest.mark.slow
+def test_what_outlives_the_time_limit_is_killed_and_its_rows_stay(project):
+    done = run_tool(
+        project, "--gpus", "0", "--processes", "1", "--time-limit", "10", "--", "-k", "not 13", TEST_SLEEP="90"
+    )
+    assert done.returncode == 1 and "GPU 0, 1 tests, killed by the time limit" in done.stdout
+    assert len((project / "rows").read_text().splitlines()) == 20
+
+
+@pytest.mark.parametrize(
+    "arguments, environment, message",
+    [
+        (["--gpus", "0", "--", "-k", "nothing"], {}, "no GPU test fits these arguments"),
+        (["--gpus", "0", "--", "absent.py"], {}, "pytest could not collect the tests"),
+        (["--gpus", "0", "--processes", "0"], {}, "--processes and --time-limit must be positive, got 0 and None"),
+        (["--gpus", "0", "--time-limit", "-1"], {}, "--processes and --time-limit must be positive, got 16 and -1.0"),
+        (["--dirty"], {}, "not allowed with argument --clean"),
+        ([], {"CUDA_VISIBLE_DEVICES": ""}, "no CUDA GPU is visible here"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(project, arguments, environment, message):
+    done = run_tool(project, *arguments, **environment)
+    assert done.returncode != 0 and message in done.stderr and "Traceback" not in done.stderr
+    assert not (project / "rows").exists()
