@@ -92,6 +92,7 @@ def command(*arguments: str) -> list[str]:
     return [sys.executable, "-m", "cs336_systems", *arguments]
 
 
+@pytest.mark.slow
 def test_ctrl_c_keeps_what_is_finished_and_a_second_run_finishes(tmp_path):
     arguments = ("run", "pytorch_attention", "mixed_precision_accumulation", "--scale", "tiny", "--device", "cpu")
     arguments += ("--results", str(tmp_path), *COMMIT)

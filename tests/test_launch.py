@@ -270,6 +270,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_the_same_script_runs_spawned_and_on_two_nodes(tmp_path):
     script = tmp_path / "job.py"
     script.write_text(TORCHRUN_SCRIPT)

@@ -122,6 +122,7 @@ def test_bad_options_are_refused(fields: dict[str, Any], message: str):
 # Learning
 
 
+@pytest.mark.slow
 def test_nano_learns_more_than_letter_pairs_in_ninety_steps():
     """About the loss of knowing the last byte alone, the entropy of pairs, after a third of the default run."""
     corpus = Corpus.load().training.long()

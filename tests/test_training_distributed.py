@@ -134,6 +134,7 @@ def test_what_ranks_refuse_is_told_in_one_line(arguments: list[str], message: st
     assert "Traceback" not in capfd.readouterr().err
 
 
+@pytest.mark.slow
 def test_two_agents_of_torchrun_train_as_one_process(tmp_path: Path):
     """The command of the README on two nodes, both on this host."""
     arguments = ["train", "--wrapper", "fsdp", "--batch", "4", "--steps", "3", "--context-length", "16"]

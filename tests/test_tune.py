@@ -146,6 +146,7 @@ def die_on_dq(request: CompileRequest) -> CompileReport:
     return CompileReport(request=request, registers=len(os.environ.get("TRITON_INTERPRET", "")))
 
 
+@pytest.mark.slow
 def test_a_crash_costs_only_what_caused_it(monkeypatch):
     monkeypatch.setattr(compilation, "compile_here", die_on_dq)
     requests = [request(f"sm90_{kernel}_64x64_w4_s1") for kernel in ("dq", "forward")]
