@@ -1,4 +1,4 @@
-"""Synthetic records of `attention_shapes` for tests of the report: every status, and the host's time on one shape."""
+"""Synthetic records of `attention_shapes` for tests of the report: every status, and what a call takes on one shape."""
 
 from __future__ import annotations
 
@@ -37,6 +37,7 @@ def shape_records() -> list[Record]:
     for name, milliseconds in HOST_MS.items():
         for mode in ("forward", "forward_backward"):
             found.append(_record(short, name, mode, quantity="host_time", samples=[milliseconds] * 3))
+            found.append(_record(short, name, mode, quantity="graph_time", samples=[milliseconds / 10] * 3))
     return found
 
 

@@ -1,4 +1,4 @@
-"""`attention_shapes`: what it measures, how the host's time is taken, and what the report makes of it."""
+"""`attention_shapes`: what it measures, how a short call is timed, and what the report makes of it."""
 
 from __future__ import annotations
 
@@ -6,21 +6,24 @@ import time
 from dataclasses import replace
 
 import pytest
+import torch
 
 from cs336_systems.config import RunConfig
 from cs336_systems.experiments.attention_cells import KEPT_SAMPLES, evenly_spaced, measure_attention
 from cs336_systems.experiments.cells import Cell
 from cs336_systems.experiments.registry import PROBLEMS
 from cs336_systems.experiments.s4_shapes import (
-    HOST_BOTH,
     HOST_CALLS,
-    HOST_FORWARD,
     HOST_SAMPLES,
     HOST_SHAPES,
     SHAPE_IMPLEMENTATIONS,
     SHAPES,
+    SHORT_ROWS,
+    graph_times,
     host_times,
 )
+from cs336_systems.profiling.samples import summarize
+from cs336_systems.profiling.timing import time_calls
 from cs336_systems.report.answers import answer
 from cs336_systems.report.frames import load_frame
 from cs336_systems.report.headline import headline
@@ -28,6 +31,8 @@ from cs336_systems.report.plots import plots
 from cs336_systems.report.tables import sections
 from tests.shape_records import shape_records
 from tests.test_report import leaderboard_records
+
+COVERS = ("cs336_systems/experiments/s4_shapes.py", "cs336_systems/profiling/timing.py")
 
 HANDOUT = RunConfig(scale="handout", device="cuda")
 SMOKE = RunConfig(scale="smoke", device="cpu")
@@ -53,13 +58,13 @@ def test_every_implementation_has_every_shape_and_all_but_the_host_rows_everywhe
     assert {cell.case.dtype for cell in found} == {"bfloat16"}
     for cell in found:
         assert {row.mode for row in cell.rows if row.quantity == "time"} == {"forward", "backward", "forward_backward"}
-        assert ({HOST_FORWARD, HOST_BOTH} <= set(cell.rows)) == (sizes_of(cell) in HOST_SHAPES)
+        assert (set(SHORT_ROWS) <= set(cell.rows)) == (sizes_of(cell) in HOST_SHAPES)
 
 
 def test_a_cpu_has_no_launch_to_time():
     found = cells(SMOKE)
     assert {sizes_of(cell) for cell in found} == set(SHAPES["smoke"])
-    assert all(row.quantity != "host_time" for cell in found for row in cell.rows)
+    assert not {row.quantity for cell in found for row in cell.rows} & {row.quantity for row in SHORT_ROWS}
 
 
 # Measuring
@@ -75,6 +80,15 @@ def test_host_times_are_means_of_calls_after_a_warm_up():
     samples = host_times(call, device="cpu")
     assert len(samples) == HOST_SAMPLES and len(calls) == (HOST_SAMPLES + 1) * HOST_CALLS
     assert all(sample >= 0.02 for sample in samples)  # ms a call, not a batch of calls
+
+
+@pytest.mark.gpu
+@pytest.mark.alone
+def test_a_replayed_call_takes_its_kernels_time_and_no_launch():
+    cycles_per_ms = 2 * 10**8 / max(time_calls(lambda: torch.cuda._sleep(2 * 10**8), device="cuda", num_samples=3))
+    samples = graph_times(lambda: torch.cuda._sleep(int(0.1 * cycles_per_ms)))
+    assert len(samples) == HOST_SAMPLES
+    assert summarize(samples).median == pytest.approx(0.1, rel=0.1)
 
 
 def test_samples_are_thinned_evenly_and_in_order():
@@ -122,6 +136,12 @@ def test_the_hosts_time_is_set_against_the_cheaper_kernel_of_sdpa():
         for row in shape_records()
     ]
     assert table_of("host_time", without)["1 × 8 × 1024 × 64 causal"][-1] == "2.25×"
+
+
+def test_a_replayed_call_has_a_table_and_sentences_of_its_own():
+    assert table_of("graph_time")["1 × 8 × 1024 × 64 causal"][1:] == ["9.000", "3.000", "4.000", "12.00", "3.00×"]
+    said = answer("attention_shapes", load_frame(shape_records()))
+    assert "in a replayed CUDA graph takes at most 3.00× the time of SDPA's cheaper kernel: 9.00 µs at 1 × 8" in said
 
 
 def test_sentences_give_ranges_and_the_hosts_worst():
