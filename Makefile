@@ -35,7 +35,7 @@ CHECK_PYTHON = command -v $(PYTHON) >/dev/null || \
     $(PYTHON) tools/check_python.py
 
 .DEFAULT_GOAL := help
-.PHONY: help venv test test-slow test-hf test-gpu report lint notebooks notebooks-check course-tests sm90-venv clean
+.PHONY: help venv test test-slow test-hf test-gpu sanitize report lint notebooks notebooks-check course-tests sm90-venv clean
 
 help: ## list the targets
 	@awk -F ':[^#]*## ' '/^[a-z0-9-]+:[^#]*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -72,6 +72,11 @@ else
 	$(RUN) tools/gpu_tests.py --processes $(GPU_PROCESSES) --record $(GPU_RECORD) --commit $(COMMIT) \
 	    $(if $(filter yes,$(DIRTY)),--dirty,--clean) -- $(PYTEST_ARGS)
 endif
+
+sanitize: $(STAMP) ## on a GPU: run every shipped kernel configuration under compute-sanitizer
+	@test -n "$(COMMIT)" -a -n "$(filter yes no,$(DIRTY))" || \
+	    { echo "error: no git here: say which code runs with COMMIT=SHA DIRTY=yes or DIRTY=no" >&2; exit 1; }
+	$(RUN) tools/sanitize.py --commit $(COMMIT) $(if $(filter yes,$(DIRTY)),--dirty,--clean)
 
 report: $(STAMP) ## measure every problem on this machine, then write its tables and figures
 	$(RUN) -m cs336_systems run --all

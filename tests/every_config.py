@@ -1,0 +1,158 @@
+"""Runs every shipped configuration of every attention kernel once, forward and backward, on small ragged shapes.
+
+    python -m tests.every_config                                  # each result is compared with the oracle
+    python -m tests.every_config --shard 0/8 --no-oracle          # every eighth call, kernels alone: for a sanitizer
+    python -m tests.every_config --device cpu --dtypes float32    # interpreted: the portable table's configurations
+
+`tools/sanitize.py` runs it under compute-sanitizer. Every tensor is an allocation of its own (PyTorch's cache is off),
+so that a read behind one is seen. Exit code 1 if a result is outside the numerical contract.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"  # read when torch first allocates
+
+import torch
+from torch import Tensor
+
+HEADS, KV_HEADS = 2, 1
+QUERIES, KEYS = 197, 203  # cut by every tile, and no multiple of 16
+DOCUMENTS = (0, 1, 17, 130, 49)
+DTYPES = {"bfloat16": 2, "float16": 2, "float32": 4}
+FAMILIES = ("dense", "causal", "blocks64", "blocks128", "varlen", "varlen_causal", "hopper", "hopper_causal")
+
+
+@dataclass(frozen=True)
+class Case:
+    family: str  # one of FAMILIES
+    dtype: str
+    head_dim: int
+    configs: tuple[str, ...]  # names, of forward, dkdv and dq; of the hopper back end, which backward
+
+
+def cases(target: str, families: list[str], dtypes: list[str]) -> Iterator[Case]:
+    """The i-th configurations of a table's three rows together; each with full and with ragged columns."""
+    from cs336_systems.attention.tiles.tables import TABLES
+
+    for family in families:
+        for dtype in dtypes:
+            if family.startswith("hopper"):  # it takes 16 bits, and chooses tiles by the head dim
+                for head_dim in (64, 56, 128, 104) if DTYPES[dtype] == 2 else ():
+                    for backward in ("deterministic", "atomic"):
+                        yield Case(family, dtype, head_dim, (backward,))
+                continue
+            for head_tile in (64, 128, 256):
+                rows = [
+                    TABLES[target][kernel, DTYPES[dtype], head_tile].configs for kernel in ("forward", "dkdv", "dq")
+                ]
+                for tma in (False, True):
+                    chosen = [[config for config in row if config.tma == tma] for row in rows]
+                    if not any(chosen) or (tma and family.startswith("varlen")):
+                        continue
+                    for number in range(max(map(len, chosen))):
+                        names = tuple(row[min(number, len(row) - 1)].name for row in chosen if row)
+                        for missing in (0, 24 if tma else 5):  # TMA wants rows of whole 16 bytes
+                            yield Case(family, dtype, head_tile - missing, names)
+
+
+def attend(case: Case, device: str) -> tuple[list[Tensor], dict[str, Tensor], dict[str, object]]:
+    """(inputs, results by the oracle's names, what the oracle must know)."""
+    from cs336_systems.attention import (
+        AttentionConfig,
+        BlockMask,
+        KernelConfig,
+        flash_attention,
+        flash_attention_varlen,
+    )
+
+    hopper = case.family.startswith("hopper")
+    config = None if hopper else AttentionConfig(**{c.kernel: c for c in map(KernelConfig.from_name, case.configs)})
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(device, getattr(torch, case.dtype))
+
+    options = {"enable_gqa": True, "return_lse": True, "backend": "triton", "config": config}
+    if hopper:
+        options |= {"backend": "hopper", "deterministic": case.configs[0] == "deterministic"}
+    causal = case.family.endswith("causal")
+    if case.family.startswith("varlen"):
+        total = sum(DOCUMENTS)
+        q, k, v, grad = (draw(total, heads, case.head_dim) for heads in (HEADS, KV_HEADS, KV_HEADS, HEADS))
+        leaves = [x.requires_grad_() for x in (q, k, v)]
+        ends = torch.tensor((0, *DOCUMENTS)).cumsum(0).to(device, torch.int32)
+        longest = max(DOCUMENTS)
+        output, lse = flash_attention_varlen(*leaves, ends, ends, longest, longest, is_causal=causal, **options)
+        grads = torch.autograd.grad((output, lse), leaves, (grad, torch.zeros_like(lse)))
+        tensors = [x.detach().transpose(0, 1) for x in (q, k, v, grad)]
+        results = [x.transpose(0, 1) if x.ndim == 3 else x for x in (output, lse, *grads)]
+        mask = BlockMask.document(list(DOCUMENTS), is_causal=causal, device=device).to_dense()[0, 0]
+        known: dict[str, object] = {"mask": mask}
+    else:
+        shapes = ((HEADS, QUERIES), (KV_HEADS, KEYS), (KV_HEADS, KEYS), (HEADS, QUERIES))
+        q, k, v, grad = (draw(1, heads, rows, case.head_dim) for heads, rows in shapes)
+        leaves, tensors = [x.requires_grad_() for x in (q, k, v)], [x.detach() for x in (q, k, v, grad)]
+        known = {"is_causal": causal}
+        if case.family.startswith("blocks"):
+            size = int(case.family.removeprefix("blocks"))
+            mask = BlockMask.sliding_window(QUERIES, KEYS, window=150, block_size=size, device=device)
+            mask = mask & BlockMask.random_tokens(
+                QUERIES, KEYS, density=0.9, heads=HEADS, block_size=size, device=device
+            )
+            options["block_mask"] = mask
+            known = {"mask": mask.to_dense()}
+        output, lse = flash_attention(*leaves, is_causal=causal, **options)
+        grads = torch.autograd.grad((output, lse), leaves, (grad, torch.zeros_like(lse)))
+        results = [output, lse, *grads]
+    return tensors, dict(zip(("output", "lse", "grad_q", "grad_k", "grad_v"), results)), known
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Run every shipped configuration of every attention kernel once.")
+    parser.add_argument("--families", nargs="+", default=list(FAMILIES), choices=FAMILIES)
+    parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32"], choices=list(DTYPES))
+    parser.add_argument("--shard", default="0/1", help="i/n: every n-th case from the i-th on")
+    parser.add_argument("--no-oracle", action="store_true", help="run the kernels alone")
+    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"], help="cpu interprets the kernels")
+    arguments = parser.parse_args()
+    if arguments.device == "cpu":
+        os.environ["TRITON_INTERPRET"] = "1"
+    from cs336_systems.attention.contract import compute_oracle, contract_errors
+    from cs336_systems.attention.tiles import target_of
+
+    capability = torch.cuda.get_device_capability() if arguments.device == "cuda" else None
+    first, step = map(int, arguments.shard.split("/"))
+    if capability != (9, 0):
+        arguments.families = [family for family in arguments.families if not family.startswith("hopper")]
+    chosen = list(cases(target_of(capability), arguments.families, arguments.dtypes))[first::step]
+    started, covered, wrong = time.monotonic(), {}, []
+    for case in chosen:
+        tensors, results, known = attend(case, arguments.device)
+        remark = ""
+        if not arguments.no_oracle:
+            errors = contract_errors(compute_oracle(*tensors, **known), results)
+            worst = max(errors.values())
+            remark = f"  error / bound {worst:.2f}"
+            if worst > 1:
+                wrong.append((case, errors))
+        for name in case.configs:
+            covered.setdefault((case.family, case.dtype), set()).add(name)
+        print(f"{case.family:14s}{case.dtype:10s}d={case.head_dim:<4d}{' '.join(case.configs)}{remark}", flush=True)
+    if arguments.device == "cuda":
+        torch.cuda.synchronize()
+    print(f"{len(chosen)} calls, forward and backward, in {time.monotonic() - started:.0f} s; configurations covered:")
+    for (family, dtype), names in covered.items():
+        print(f"  {family} {dtype} ({len(names)}): {' '.join(sorted(names))}")
+    for case, errors in wrong:
+        print(f"WRONG {case}: {errors}")
+    raise SystemExit(bool(wrong))
+
+
+if __name__ == "__main__":
+    main()
