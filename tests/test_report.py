@@ -25,6 +25,7 @@ from cs336_systems.report.plots import FIRST_STEP, PLOTS, plots
 from cs336_systems.report.styles import colour, marker
 from cs336_systems.report.tables import TABLES, sections
 from cs336_systems.report.writeup import fill
+from tests.counter_records import counter_records
 from tests.distributed_records import DISTRIBUTED_MAKERS
 from tests.mask_records import MASK_MAKERS
 from tests.memory_records import records_of
@@ -148,6 +149,7 @@ MAKERS: dict[str, Callable[[], list[Record]]] = {
     "training_run": training_records,
     "attention_shapes": shape_records,
     "hopper_ladder": ladder_records,
+    "kernel_counters": counter_records,
     "tile_choice": tile_records,
     **MASK_MAKERS,
     **DISTRIBUTED_MAKERS,

@@ -35,6 +35,7 @@ from cs336_systems.experiments.s4_attention import (
     pytorch_attention_cells,
     torch_compile_cells,
 )
+from cs336_systems.experiments.s4_counters import kernel_counters_cells, measure_kernel_counters
 from cs336_systems.experiments.s4_ladder import hopper_ladder_cells, measure_hopper_ladder
 from cs336_systems.experiments.s4_shapes import attention_shapes_cells, measure_attention_shapes
 from cs336_systems.experiments.s4_tiles import measure_tile_choice, tile_choice_cells
@@ -220,6 +221,15 @@ PROBLEMS: dict[str, Problem] = {
             points=0,
             cells=hopper_ladder_cells,
             measure=measure_hopper_ladder,
+        ),
+        Problem(
+            name="kernel_counters",
+            title="What the GPU's counters say limits the attention kernels",
+            section="beyond",
+            editions=(),
+            points=0,
+            cells=kernel_counters_cells,
+            measure=measure_kernel_counters,
         ),
         Problem(
             name="tile_choice",

@@ -13,6 +13,7 @@ from typing import Any
 import pandas as pd
 
 from cs336_systems.report.comparisons import against_best_peer, compared, real
+from cs336_systems.report.counters import COUNTER_ANSWERS
 from cs336_systems.report.distributed import DISTRIBUTED_ANSWERS
 from cs336_systems.report.frames import (
     BASELINE,
@@ -178,6 +179,7 @@ ANSWERS: dict[str, Callable[[pd.DataFrame], list[str]]] = {
     "leaderboard_2025": leaderboard_2025,
     **SHAPE_ANSWERS,
     **LADDER_ANSWERS,
+    **COUNTER_ANSWERS,
     **TILE_ANSWERS,
     **MASK_ANSWERS,
     **DISTRIBUTED_ANSWERS,

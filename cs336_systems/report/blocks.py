@@ -21,6 +21,7 @@ import pandas as pd
 from cs336_systems.records import Record, latest, read_records
 from cs336_systems.report.answers import answer
 from cs336_systems.report.calculated import CALCULATIONS, FOLDER, calculated_text
+from cs336_systems.report.counters import COUNTER_CASES
 from cs336_systems.report.distributed import DISTRIBUTED_CASES
 from cs336_systems.report.figures import file_stem
 from cs336_systems.report.frames import load_frame, refuse_mixture
@@ -47,6 +48,7 @@ CASE_TYPES = {  # of the problems with tables and figures of their own
     "leaderboard_2025": ("AttentionShape",),
     **SHAPE_CASES,
     **LADDER_CASES,
+    **COUNTER_CASES,
     **TILE_CASES,
     **MASK_CASES,
     **DISTRIBUTED_CASES,

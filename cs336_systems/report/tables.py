@@ -15,6 +15,7 @@ from typing import Any
 
 import pandas as pd
 
+from cs336_systems.report.counters import COUNTER_TABLES
 from cs336_systems.report.distributed import DISTRIBUTED_TABLES
 from cs336_systems.report.frames import (
     ATTENTION_KEYS,
@@ -179,6 +180,7 @@ TABLES: dict[str, Callable[[pd.DataFrame], list[Section]]] = {
     "leaderboard_2025": leaderboard_2025,
     **SHAPE_TABLES,
     **LADDER_TABLES,
+    **COUNTER_TABLES,
     **TILE_TABLES,
     **MASK_TABLES,
     **DISTRIBUTED_TABLES,
