@@ -29,6 +29,7 @@ TIME_UNITS = ("ms", "s")
 UNITS = (*TIME_UNITS, "MiB", "GHz", "1", "bit", "nats", "calls")  # "1": a pure number
 RECORD_MODES = (*MODES, "collective")  # the last: one collective alone, outside of a model's passes
 PROBLEM = re.compile(r"[A-Za-z0-9_-]{1,100}")  # it becomes part of file names and of the names of blocks
+INTERVALS = "_intervals"  # how quantities end whose samples are starts and ends by turns
 CASE_SIZES = ("batch", "heads", "kv_heads", "seqlen_q", "seqlen_k", "head_dim", "warmup")
 DEEPEST_CASE = 4  # objects inside objects; a ModelCase has 2
 
@@ -162,10 +163,16 @@ def _check_values(record: Record, refuse: Refuse) -> None:
     if record.status == "ok":
         if not record.samples:
             refuse("samples", "must not be empty when status is ok")
+        if record.quantity.endswith(INTERVALS) and not _are_intervals(record.samples):
+            refuse("samples", f"of {record.quantity} must be starts and ends by turns, got {len(record.samples)}")
         if not all(math.isfinite(sample) for sample in record.samples):
             refuse("samples", "must be finite")
     elif record.samples:
         refuse("samples", f"must be empty when status is {record.status}")
+
+
+def _are_intervals(samples: Sequence[float]) -> bool:
+    return len(samples) % 2 == 0 and all(start <= end for start, end in zip(samples[::2], samples[1::2]))
 
 
 def _check_case(case: dict[str, Any], refuse: Refuse) -> None:
@@ -277,6 +284,14 @@ def read_records(path: Path) -> list[Record]:
         except (ValueError, TypeError, AttributeError, RecursionError, OverflowError) as error:
             warnings.warn(f"{path.name}:{number}: not a record, skipped ({error})", stacklevel=2)
     return records
+
+
+def is_series(quantity: str) -> bool:
+    """Whether the samples of `quantity` are a series and no repetitions: a curve, intervals, a timeline.
+
+    Of repetitions some say what all say; a series lacks what is left out.
+    """
+    return quantity == "loss" or quantity.endswith(INTERVALS) or quantity.startswith("timeline.")
 
 
 def latest(records: Iterable[Record]) -> list[Record]:

@@ -393,6 +393,24 @@ def test_the_tool_thins_samples_and_drops_what_was_replaced(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
+    ("quantity", "unit"), [("communication_intervals", "ms"), ("loss", "nats"), ("timeline.gradients", "MiB")]
+)
+def test_the_tool_leaves_a_series_whole(quantity, unit, tmp_path):
+    """Of repetitions some say what all say; without a part of its pairs or steps a series says something else."""
+    path = tmp_path / "records.jsonl"
+    series = record(quantity=quantity, unit=unit, samples=[float(n) for n in range(100)])
+    append_records(path, [series])
+    compact_records(["--samples", "25", str(path)])
+    assert read_records(path) == [series]
+
+
+@pytest.mark.parametrize("samples", [[0.0, 1.0, 2.0], [0.0, 2.0, 3.0, 2.5]])
+def test_intervals_are_starts_and_ends_by_turns(samples):
+    with pytest.raises(ValueError, match="record.samples of compute_intervals must be starts and ends by turns, got"):
+        validate(record(quantity="compute_intervals", samples=samples))
+
+
+@pytest.mark.parametrize(
     ("arguments", "message"),
     [(["--samples", "0", "x"], "--samples must be positive, got 0"), (["missing.jsonl"], "missing.jsonl is no file")],
 )

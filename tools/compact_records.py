@@ -3,7 +3,8 @@
     python tools/compact_records.py [--samples 25] results/nvidia-h200/records/flash_benchmarking.jsonl ...
 
 Of a record with more samples than `--samples` evenly spaced ones are kept, in their order, so that a table's medians
-are of measured values still; the newest record of each cell is kept. Fill the documents again afterwards
+are of measured values still; a series (a loss curve, intervals, a timeline) is kept whole, since its samples are no
+repetitions. The newest record of each cell is kept. Fill the documents again afterwards
 (`cs336-systems report`). A file that is as small already is left as it is.
 """
 
@@ -15,12 +16,15 @@ from dataclasses import replace
 from pathlib import Path
 
 from cs336_systems.experiments.attention_cells import KEPT_SAMPLES, evenly_spaced
-from cs336_systems.records import Record, latest, read_records, write_compact
+from cs336_systems.records import Record, is_series, latest, read_records, write_compact
 
 
 def compacted(records: Sequence[Record], most_samples: int) -> list[Record]:
-    """The newest record of each key, with at most `most_samples` of its samples."""
-    return [replace(record, samples=evenly_spaced(record.samples, most_samples)) for record in latest(records)]
+    """The newest record of each key, with at most `most_samples` of its samples unless they are a series."""
+    return [
+        record if is_series(record.quantity) else replace(record, samples=evenly_spaced(record.samples, most_samples))
+        for record in latest(records)
+    ]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
