@@ -35,7 +35,7 @@ def test_the_training_table_has_a_row_a_wrapper_in_the_order_of_the_stages():
 
 def test_the_training_answer_says_what_was_learned_and_how_far_wrappers_differ():
     said = answer("training_run", load_frame(training_records()))
-    assert "falls from 5.000 to 4.000 nats a byte in 3 steps, and 3.250 on text it never saw" in said
+    assert "falls from 5.000 to 4.000 nats a byte in 200 steps, and 3.250 on text it never saw" in said
     assert "The curves of fsdp are one process's within 0.12 of the bound, the most for fsdp." in said
 
 
@@ -50,7 +50,9 @@ def test_a_run_in_which_everything_failed_is_still_reported():
 
 def test_the_loss_figure_has_a_mark_a_step():
     (plot,) = plots("training_run", load_frame(training_records()))
-    assert plot.data[plot.data["series"] == "fsdp"]["y"].tolist() == [5.0, 4.0, 3.0]
+    fsdp = plot.data[plot.data["series"] == "fsdp"]
+    assert fsdp["y"].tolist() == [5.0, 4.0, 3.0]
+    assert fsdp["x"].tolist() == [1, 67, 134], "of 200 steps, though the record holds three losses"
     assert not plot.data[plot.data["series"] == "zero1"]["drawn"].any()
     axes = draw(plot).axes[0]
     assert axes.get_yscale() == "linear"

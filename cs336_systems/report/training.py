@@ -12,7 +12,7 @@ from cs336_systems.report.markdown import Cells, number, plain
 from cs336_systems.report.points import POINT, Plot
 from cs336_systems.report.sections import Section, section
 
-LAST_STEPS = 10  # over whose mean a run's last loss is quoted
+LAST_STEPS = 10  # recorded ones, over whose mean a run's last loss is quoted
 MOST_POINTS = 400  # of a curve; longer ones are thinned
 # Colours and markers of `styles` that stand for the wrappers.
 STYLES = {
@@ -43,17 +43,18 @@ def training_sections(frame: pd.DataFrame) -> list[Section]:
             first = last = cells.text(row)
             difference = ""
         rows.append([*names, first, last, cells.text(held_out.get(key)), difference, cells.time(times.get(key))])
-    header = ["wrapper", "ranks", "micro-batches", "first loss", f"mean of the last {LAST_STEPS}", "held-out loss",
-              "difference from one process / bound", "step (ms)"]  # fmt: skip
+    header = ["wrapper", "ranks", "micro-batches", "first loss", f"mean of the last {LAST_STEPS} recorded",
+              "held-out loss", "difference from one process / bound", "step (ms)"]  # fmt: skip
     return [section("losses", f"{_what(frame)}, loss in nats a byte", header, rows, 3, cells)]
 
 
 def training_plots(frame: pd.DataFrame) -> list[Plot]:
-    """The loss of every step, a line a wrapper; lines that lie on each other are the point."""
+    """The recorded losses over their steps, a line a wrapper; lines that lie on each other are the point."""
     marks: list[dict[str, Any]] = []
     for row in _in_order(select(frame, "loss")):
         stride = max(1, len(row.values) // MOST_POINTS)
-        points = list(enumerate(row.values, start=1))[::stride] or [(1, float("nan"))]
+        steps = [1 + place * _steps(row) // len(row.values) for place in range(len(row.values))]
+        points = list(zip(steps, row.values))[::stride] or [(1, float("nan"))]
         marks += [
             {
                 "panel": "", "series": row.implementation, "style": STYLES.get(row.implementation, row.implementation),
@@ -87,7 +88,7 @@ def training_answer(frame: pd.DataFrame) -> list[str]:
         unseen = f", and {number(row.median)} on text it never saw" if row is not None and row.status == "ok" else ""
         said.append(
             f"One process: the loss falls from {number(alone.values[0])} to {number(_last(alone.values))} nats a byte "
-            f"in {len(alone.values)} steps{unseen}."
+            f"in {_steps(alone)} steps{unseen}."
         )
     others = [row for row in good if row.implementation != "none" and row.error == row.error]
     if others:
@@ -111,6 +112,11 @@ def _in_order(rows: pd.DataFrame) -> list[Any]:
 
 def _by_cell(rows: pd.DataFrame) -> dict[tuple[str, str], Any]:
     return {(row.implementation, row.case): row for row in tuples(rows)}
+
+
+def _steps(row: Any) -> int:
+    """Steps of the run; its record may hold the losses of evenly spaced ones only."""
+    return int(json.loads(row.case)["steps"])
 
 
 def _last(values: tuple[float, ...]) -> float:
