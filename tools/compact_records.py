@@ -5,6 +5,9 @@
 Of a record with more samples than `--samples` evenly spaced ones are kept, in their order, so that a table's medians
 are of measured values still; the newest record of each cell is kept. Fill the documents again afterwards
 (`cs336-systems report`). A file that is as small already is left as it is.
+
+Not for samples that are a sequence: starts and ends of traced intervals (`*_intervals`) no longer meet, and of a curve
+of losses most steps are lost. Give files that hold some a `--samples` as large as the longest.
 """
 
 from __future__ import annotations
