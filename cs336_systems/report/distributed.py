@@ -224,7 +224,7 @@ def ddp_plots(frame: pd.DataFrame) -> list[Plot]:
         )
     ]
     for precision, group in rows.groupby("precision", sort=True):
-        drawn = {ranks: timeline_points(frame, same) for ranks, same in group.groupby("ranks")}
+        drawn = {ranks: timeline_points(frame, group[group["ranks"] == ranks]) for ranks in sorted(set(group["ranks"]))}
         ranks = max(drawn, key=lambda ranks: (drawn[ranks]["panel"].nunique(), ranks))
         if len(data := drawn[ranks]):
             name = str(precision).replace(" ", "_")
