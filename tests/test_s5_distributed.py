@@ -272,6 +272,20 @@ def test_a_timeline_has_a_mark_an_interval():
     assert list(zip(communication["low"], communication["high"])) == [(50.0, 80.0), (90.0, 100.0)]
 
 
+def test_a_step_with_half_of_its_lanes_is_not_drawn():
+    """Communication without the compute beside it would look like no overlap."""
+    problem = "ddp_overlap_individual_parameters_benchmarking"
+    rows = [
+        replace(row, status="skipped", message="planted", samples=[])
+        if (row.implementation, row.quantity) == ("overlap", "compute_intervals")
+        else row
+        for row in step_records(problem)
+    ]
+    timelines = [plot for plot in plots(problem, load_frame(rows)) if plot.kind == "timeline"]
+    drawn = {name for plot in timelines for name in plot.data["panel"]}
+    assert "naive" in drawn and "overlap" not in drawn
+
+
 @pytest.mark.parametrize("problem", [COMMUNICATION, *DDP_PROBLEMS])
 @pytest.mark.parametrize("status", ["oom", "failed", "skipped"])
 def test_a_report_of_nothing_but_failures_is_written(problem, status):

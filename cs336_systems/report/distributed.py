@@ -203,7 +203,7 @@ def against_peer(rows: pd.DataFrame, row: Any) -> float:
 
 
 def ddp_plots(frame: pd.DataFrame) -> list[Plot]:
-    """Step times as bars, and the lanes of each implementation's traced step, at the most ranks measured."""
+    """Step times as bars, and the lanes of the traced steps at the number of ranks of which most are recorded."""
     rows = steps(frame)
     first, panel, x = tuples(rows)[0], variants(rows, ("precision",)), [_ranks(row) for row in tuples(rows)]
     by_bucket = rows["bucket_mb"].nunique() > 1
@@ -224,10 +224,9 @@ def ddp_plots(frame: pd.DataFrame) -> list[Plot]:
         )
     ]
     for precision, group in rows.groupby("precision", sort=True):
-        ranks = group["ranks"].max()
-        most = group[group["ranks"] == ranks]
-        data = timeline_points(frame, most)
-        if len(data):
+        drawn = {ranks: timeline_points(frame, group[group["ranks"] == ranks]) for ranks in sorted(set(group["ranks"]))}
+        ranks = max(drawn, key=lambda ranks: (drawn[ranks]["panel"].nunique(), ranks))
+        if len(data := drawn[ranks]):
             name = str(precision).replace(" ", "_")
             found.append(
                 Plot(
@@ -245,13 +244,19 @@ def ddp_plots(frame: pd.DataFrame) -> list[Plot]:
 
 
 def timeline_points(frame: pd.DataFrame, rows: pd.DataFrame) -> pd.DataFrame:
-    """A mark an interval: low and high are its ends, y is its lane, the panel its implementation."""
+    """A mark an interval: low and high are its ends, y is its lane, the panel its implementation.
+
+    A step of several ranks of which one lane is not recorded has no marks: half of it would look like no overlap.
+    """
     marks = []
     for row in tuples(rows):
         bucket = f", {plain(row.bucket_mb)} MiB" if rows["bucket_mb"].nunique() > 1 and row.bucket_mb > 0 else ""
         cell = frame[(frame["implementation"] == row.implementation) & (frame["case"] == row.case)]
+        cell = cell[cell["quantity"].isin([f"{lane}_intervals" for lane in LANES]) & (cell["status"] == "ok")]
+        if row.ranks > 1 and len(cell) < len(LANES):
+            continue
         for place, lane in enumerate(LANES):
-            for found in tuples(cell[(cell["quantity"] == f"{lane}_intervals") & (cell["status"] == "ok")]):
+            for found in tuples(cell[cell["quantity"] == f"{lane}_intervals"]):
                 ends = list(found.values)
                 for start, end in zip(ends[::2], ends[1::2]):
                     mark = (row.shown + bucket, lane, lane, start, float(place), start, end, "ok", "", True)

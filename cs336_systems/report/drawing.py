@@ -25,6 +25,7 @@ ROW_HEIGHT = 0.062  # of a panel, for one row of crosses at its foot
 MOST_LABELLED_TICKS = 6
 LONGEST_BAR = 8  # times the shortest; longer ones are cut
 MANY_BARS = 40  # in a panel: beyond, the values above them stand upright
+MANY_WIDE_BARS = 6  # the same where values reach five digits
 
 
 def _draw_lines(axes: Axes, plot: Plot, data: pd.DataFrame) -> None:
@@ -72,6 +73,7 @@ def _draw_bars(axes: Axes, plot: Plot, data: pd.DataFrame) -> None:
     low, high = _limits(plot, rows=0)
     axes.set_ylim((low, high) if plot.log_y else (0, _highest(plot) * 1.15))
     width = 0.82 / len(names)
+    upright = len(data) > MANY_BARS or (len(groups) * len(names) > MANY_WIDE_BARS and _highest(plot) >= 1e4)
     for row in tuples(data):
         place = groups.index(row.x) + width * (names.index(row.series) - (len(names) - 1) / 2)
         if row.drawn:
@@ -81,7 +83,7 @@ def _draw_bars(axes: Axes, plot: Plot, data: pd.DataFrame) -> None:
             top = row.high if row.high == row.high else row.y
             axes.annotate(
                 number(row.y, 3), (place, top), (0, 3), textcoords="offset points", ha="center", fontsize=7.5,
-                rotation=90 if len(data) > MANY_BARS else 0,
+                rotation=90 if upright else 0,
             )  # fmt: skip
         else:
             foot = (place, 0.02)

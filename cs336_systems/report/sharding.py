@@ -17,7 +17,8 @@ from cs336_systems.report.points import POINT, Plot, points
 from cs336_systems.report.sections import Measure, Section, key_cells, key_heading, section
 
 PARTS = ("parameters", "gradients", "optimizer_state")
-MOMENTS = ("memory_after_init", "memory_before_step", "memory_after_step")
+MOMENTS = ("memory_after_init", "memory_before_step", "memory_after_step")  # of the first step
+PEAKS = (*MOMENTS, "peak_memory")  # the last also of later steps, which begin with the optimizer's state
 OPTIMIZER_PEER, FSDP_PEER = "torch_zero", "torch_fsdp"
 NAMES = {
     "unsharded": "DDP, nothing sharded",
@@ -65,7 +66,7 @@ def optimizer_tables(frame: pd.DataFrame) -> list[Section]:
     step += [("overlap_time", "train_step", "of it beside compute (ms)")]
     return [
         _measures("time", "Time of a training step", frame, step),
-        _measures("memory", "Peak memory of a rank (MiB), up to", frame, _memory_measures(frame, MOMENTS)),
+        _measures("memory", "Peak memory of a rank (MiB), up to", frame, _memory_measures(frame, PEAKS)),
         _measures("breakdown", "What a rank keeps between steps (MiB)", frame, _memory_measures(frame, PARTS)),
     ]
 
