@@ -160,7 +160,7 @@ WRONG_IN_INDEX = [
     (lambda entry: entry["chunks"][0].update(sizes=[1, 1]), "elements of 'model.lm_head.weight', whose shape is"),
     (lambda entry: entry["chunks"][0].update(offsets=[23, 0]), r"at \(23, 0\) of 'model.lm_head.weight', whose shape"),
     (lambda entry: entry["chunks"][0].update(offsets=[0]), r"at \(0,\) of 'model.lm_head.weight', whose shape"),
-    (lambda entry: entry["chunks"][0].update(length=8), r"index has 8 bytes for \(.*, 16\) of 'model.lm_head.weight' in"),
+    (lambda entry: entry["chunks"][0].update(length=8), r"has 8 bytes for \(.*, 16\) of 'model.lm_head.weight'"),
     (lambda entry: entry["chunks"][0].update(length=2**70), "where sizes must be"),
 ]
 # What ended in a traceback of another error, or in a step that no run can be at.
