@@ -15,9 +15,12 @@ import torch
 from typer.testing import CliRunner
 
 from cs336_systems.cli import app
+from cs336_systems.commands.profile import show_trace
 from cs336_systems.commands.shared import termination_interrupts
 from cs336_systems.experiments.registry import PROBLEMS
+from cs336_systems.profiling.trace import Kernel, Trace
 from cs336_systems.records import read_records
+from tests.snapshot_files import small_snapshot, write
 
 ROOT = Path(__file__).resolve().parents[1]
 COMMIT = ("--commit", "0123456789ab", "--clean")
@@ -209,3 +212,28 @@ def test_the_published_folder_away_from_the_repository_gets_a_report(tmp_path, m
     assert result.exit_code == 0, result.stderr
     assert (tmp_path / "nvidia-h200" / "report.md").is_file()
     assert_refused(invoke("report", "--results", ".", "--folder", "../x"), "--folder must be the name of a folder")
+
+
+# What comes from files is no markup
+
+
+def test_brackets_in_a_kernels_name_are_shown_as_they_are(capsys):
+    """[clone .kind] behind the name of a function vanished, and [/tag] ended the command with a traceback."""
+    kernels = tuple(
+        Kernel(
+            name=name, category="other", phase="forward", start_us=0.0, duration_us=1.0, stream="stream 7", ranges=(),
+            step=0,
+        )
+        for name in ("copy [clone .cold]", "add [/tag]")
+    )  # fmt: skip
+    show_trace(Trace(kernels=kernels, on_gpu=True, step_ms=(1.0,)), top=2)
+    shown = capsys.readouterr().out
+    assert "copy [clone .cold]" in shown and "add [/tag]" in shown
+
+
+def test_brackets_in_a_snapshot_are_shown_as_they_are(tmp_path):
+    snapshot = small_snapshot()
+    snapshot["device_traces"][0][-1]["frames"] = [{"filename": "/a/[tag]/[more].py", "line": 1, "name": "[/forward]"}]
+    result = CliRunner().invoke(app, ["memory", "--snapshot", str(write(tmp_path / "[x].pickle", snapshot))])
+    assert result.exit_code == 0, result.output
+    assert "[tag]/[more].py:1 [/forward]" in result.output and "[x].pickle" in result.output

@@ -297,6 +297,14 @@ def test_the_command_lists_what_is_not_on_both_sides(tmp_path: Path) -> None:
     assert "measured more than once, the newest counts: 1" in result.stdout
 
 
+def test_brackets_in_a_message_are_shown_as_they_are(tmp_path: Path) -> None:
+    """Taken for markup, a path in brackets ended the command with a traceback, and a word in brackets vanished."""
+    message = "no [/tag] in [bold]"
+    base = write(tmp_path / "base", [record(128, [1.0] * 5)])
+    result = invoke(base, write(tmp_path / "target", [broken(record(128, [1.0] * 5), "failed", message)]))
+    assert result.exit_code == 1 and message in result.stdout, result.output
+
+
 def test_models_and_other_cases_are_described(tmp_path: Path) -> None:
     case = ModelCase(model=MODEL_SIZES["xl"], batch=4, attention="reference")
     case_of_others = {"type": "Bucket", "bucket_mb": 10}

@@ -1,8 +1,10 @@
 """tools/gpu_tests.py: who runs what on which GPU, and what is said of it. The processes here only print their GPUs."""
 
 import os
+import signal
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -128,6 +130,51 @@ def test_what_outlives_the_time_limit_is_killed_and_its_rows_stay(project):
     assert len((project / "rows").read_text().splitlines()) == 20
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_signal_ends_the_tests_and_all_that_they_started(project, number):
+    """They went on, on GPUs that the next run shared with them; so did what a killed test had started."""
+    (project / "test_it.py").write_text(
+        "import subprocess, sys, pytest\n"
+        "@pytest.mark.gpu\n"
+        "def test_hangs():\n"
+        "    child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
+        "    import os, pathlib\n"
+        "    pathlib.Path('pids').write_text(f'{os.getpid()} {child.pid}\\n')\n"
+        "    child.wait()\n"
+    )
+    command = [sys.executable, str(ROOT / "tools/gpu_tests.py"), "--commit", "abc", "--clean", "--gpus", "0"]
+    pids = project / "pids"
+    with subprocess.Popen(command, cwd=project, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as tool:
+        deadline = time.monotonic() + 120
+        while not (pids.exists() and pids.read_text().endswith("\n")):
+            assert tool.poll() is None and time.monotonic() < deadline
+            time.sleep(0.1)
+        tool.send_signal(number)
+        _, errors = tool.communicate(timeout=60)
+    assert tool.returncode == 128 + number, errors
+    assert errors == "interrupted: the rows of what has ended are kept\n"
+    deadline = time.monotonic() + 60
+    while any(is_running(int(pid)) for pid in pids.read_text().split()):
+        assert time.monotonic() < deadline, "somebody is left"
+        time.sleep(0.1)
+
+
+def is_running(pid):
+    """Whether the process is there and more than an entry that nobody has collected yet."""
+    state = subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True).stdout.strip()
+    return bool(state) and not state.startswith("Z")
+
+
+def test_output_that_is_no_text_is_survived(project):
+    (project / "test_it.py").write_text(
+        "import pytest, os\n@pytest.mark.gpu\ndef test_noise(capfd):\n"
+        "    with capfd.disabled():\n        os.write(1, bytes([255, 254]))\n"
+    )
+    done = run_tool(project, "--gpus", "0")
+    assert done.returncode == 0 and "exit 0: 1 passed" in done.stdout, done.stderr
+
+
 @pytest.mark.parametrize(
     "arguments, environment, message",
     [
@@ -135,6 +182,9 @@ def test_what_outlives_the_time_limit_is_killed_and_its_rows_stay(project):
         (["--gpus", "0", "--", "absent.py"], {}, "pytest could not collect the tests"),
         (["--gpus", "0", "--processes", "0"], {}, "--processes and --time-limit must be positive, got 0 and None"),
         (["--gpus", "0", "--time-limit", "-1"], {}, "--processes and --time-limit must be positive, got 16 and -1.0"),
+        (["--gpus", "0", "--time-limit", "nan"], {}, "must be positive, got 16 and nan"),
+        (["--gpus", "0,,1"], {}, "--gpus must name each GPU once, got 0,,1"),
+        (["--gpus", "0,1, 0"], {}, "--gpus must name each GPU once, got 0,1, 0"),
         (["--dirty"], {}, "not allowed with argument --clean"),
         ([], {"CUDA_VISIBLE_DEVICES": ""}, "no CUDA GPU is visible here"),
     ],

@@ -392,6 +392,24 @@ def test_the_tool_thins_samples_and_drops_what_was_replaced(tmp_path, capsys):
     assert "4 records read" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("line", ['{"test": "tests/test_it.py::test_it"}', '{"schema": 2}', '{"pro'])
+def test_the_tool_leaves_a_file_alone_that_it_cannot_read_whole(line, tmp_path, capsys):
+    """The rows of the GPU tests, records of a newer schema and truncated lines were dropped."""
+    path = tmp_path / "records.jsonl"
+    append_records(path, some_records())
+    with path.open("a") as file:
+        file.write(line)
+    before = path.read_bytes()
+    with pytest.raises(SystemExit):
+        compact_records([str(path)])
+    assert "is left as it is: records.jsonl:4: not a record" in capsys.readouterr().err
+    assert path.read_bytes() == before
+    path.write_text("")
+    with pytest.raises(SystemExit):
+        compact_records([str(path)])
+    assert "records.jsonl holds no records" in capsys.readouterr().err and path.read_text() == ""
+
+
 @pytest.mark.parametrize(
     ("quantity", "unit"), [("communication_intervals", "ms"), ("loss", "nats"), ("timeline.gradients", "MiB")]
 )

@@ -148,6 +148,33 @@ class Payload:
         return (open, (self.path, "w"))
 
 
+def weight_in(index: dict[str, Any]) -> dict[str, Any]:
+    return index["tensors"]["model.lm_head.weight"]
+
+
+# What loaded in part, or not at all, without a word: the weights stayed as they were.
+WRONG_IN_INDEX = [
+    (lambda entry: entry.update(chunks=[]), r"has 0 elements of 'model.lm_head.weight', whose shape is \(23, 16\)"),
+    (lambda entry: entry["chunks"].pop(), "elements of 'model.lm_head.weight', whose shape is"),
+    (lambda entry: entry["chunks"][1].update(offsets=[0, 0]), "elements of 'model.lm_head.weight', whose shape is"),
+    (lambda entry: entry["chunks"][0].update(sizes=[1, 1]), "elements of 'model.lm_head.weight', whose shape is"),
+    (lambda entry: entry["chunks"][0].update(offsets=[23, 0]), r"at \(23, 0\) of 'model.lm_head.weight', whose shape"),
+    (lambda entry: entry["chunks"][0].update(offsets=[0]), r"at \(0,\) of 'model.lm_head.weight', whose shape"),
+    (lambda entry: entry["chunks"][0].update(length=8), r"has 8 bytes for \(.*, 16\) of 'model.lm_head.weight'"),
+    (lambda entry: entry["chunks"][0].update(length=2**70), "where sizes must be"),
+]
+# What ended in a traceback of another error, or in a step that no run can be at.
+WRONG_IN_PROGRESS = [
+    ({"step": -5}, "step"), ({"step": 1.5}, "step"), ({"step": float("inf")}, "step"), ({"step": True}, "step"),
+    ({"num_ranks": 0}, "num_ranks"), ({"num_ranks": float("inf")}, "num_ranks"), ({"position": [1]}, "position"),
+    ({"optimizer": 5}, "optimizer"), ({"optimizer": {}}, "optimizer"),
+    ({"optimizer": {"groups": [], "scalars": [1]}}, "optimizer"),
+    ({"optimizer": {"groups": [], "scalars": {"weight": 5}}}, "optimizer"),
+    ({"optimizer": {"groups": 5, "scalars": {}}}, "optimizer"),
+    ({"optimizer": {"groups": [{"lr": 1}], "scalars": {}}}, "optimizer"),
+]  # fmt: skip
+
+
 def read_damaged(rank: int, num_ranks: int, folder: str, trap: str) -> None:
     good = Path(folder) / "fsdp" / "step-00000003"
 
@@ -185,6 +212,11 @@ def read_damaged(rank: int, num_ranks: int, folder: str, trap: str) -> None:
     refused(edited("sizes", "index.json", _negative_size), "where sizes must be")
     refused(edited("keys", "index.json", lambda index: index.pop("tensors")), "is no index of a checkpoint")
     refused(edited("progress", "progress.json", lambda content: content.pop("step")), "progress.json is damaged")
+    for number, (edit, message) in enumerate(WRONG_IN_INDEX):
+        refused(edited(f"index-{number}", "index.json", lambda index, edit=edit: edit(weight_in(index))), message)
+    for number, (change, name) in enumerate(WRONG_IN_PROGRESS):
+        changed = edited(f"progress-{number}", "progress.json", lambda content, change=change: content.update(change))
+        refused(changed, f"progress.json is damaged: {name} is ")
     truncated = damaged("truncated")
     (truncated / "index.json").write_text('{"format": 1, "tens')
     refused(truncated, "index.json is damaged")
@@ -222,7 +254,8 @@ def _negative_size(index: dict[str, Any]) -> None:
 
 
 def _other_shape(index: dict[str, Any]) -> None:
-    index["tensors"]["model.lm_head.weight"]["size"] = [9, 16]
+    entry = weight_in(index)
+    entry |= {"size": [9, 16], "chunks": [entry["chunks"][0] | {"sizes": [9, 16]}]}
 
 
 def test_damaged_and_hostile_checkpoints_are_refused_and_nothing_of_them_runs(saved, tmp_path):

@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 from cs336_systems.cli import app
 from cs336_systems.config import ModelConfig, Precision
+from cs336_systems.distributed.launch import TORCHRUN_VARIABLES
 from cs336_systems.training import Corpus, TrainingConfig, learning_rate, train
 from cs336_systems.training.config import NANO, byte_model
 from cs336_systems.training.loop import RunOptions
@@ -164,7 +165,7 @@ def test_a_resumed_run_has_the_losses_it_would_have_had(tmp_path: Path):
     assert resumed.validation_loss == whole.validation_loss
 
 
-@pytest.mark.parametrize("damage", ["cut off", "lost"])
+@pytest.mark.parametrize("damage", ["cut off", "infinite", "lost"])
 def test_a_damaged_list_of_losses_does_not_stop_a_resume(tmp_path: Path, damage: str):
     """The checkpoints are intact, and once a last line without its end, or no file, kept the run from going on."""
     whole = train(SHORT)
@@ -172,6 +173,8 @@ def test_a_damaged_list_of_losses_does_not_stop_a_resume(tmp_path: Path, damage:
     losses = tmp_path / "run" / "losses.jsonl"
     if damage == "cut off":
         losses.write_text(losses.read_text()[:-8])
+    elif damage == "infinite":
+        losses.write_text(losses.read_text().replace('"step": 3', '"step": 1e999'))
     else:
         losses.unlink()
     resumed = train(SHORT, RunOptions(out=tmp_path / "run", resume=True))
@@ -232,6 +235,9 @@ def test_folders_of_other_runs_are_refused(tmp_path: Path):
     train(SHORT, RunOptions(out=out, stop_after=1))
     with pytest.raises(ValueError, match="out must hold no other run, got .*run: resume it or name another folder"):
         train(SHORT, RunOptions(out=out))
+    train(SHORT, RunOptions(out=out, resume=True, checkpoint_every=6))
+    with pytest.raises(ValueError, match="steps must be at least the 6 that are done to resume .*run, got 5"):
+        train(replace(SHORT, steps=5), RunOptions(out=out, resume=True))
     with pytest.raises(ValueError, match="learning_rate must be 0.002 to resume .*run, got 0.1"):
         train(replace(SHORT, learning_rate=0.1), RunOptions(out=out, resume=True))
 
@@ -271,3 +277,26 @@ def test_the_command_refuses_bad_arguments_in_one_line(arguments: list[str], mes
     assert result.exit_code == 2
     assert message in result.output
     assert result.output.count("\n") == 1
+
+
+@pytest.fixture
+def torchrun_variables(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """The five variables that make a rank of a job, here of one rank; torchrun itself sets more."""
+    for name, value in zip(TORCHRUN_VARIABLES, ("0", "1", "0", "127.0.0.1", "0")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    return monkeypatch
+
+
+def test_a_launcher_in_torchruns_manner_need_not_count_the_ranks_of_a_host(torchrun_variables: pytest.MonkeyPatch):
+    result = run_cli("--steps", "1", "--batch", "2", "--context-length", "16", "--device", "cpu", "--wrapper", "naive")
+    assert result.exit_code == 0, result.output
+    assert "nano, naive, 1 rank: loss" in result.output
+
+
+@pytest.mark.parametrize("name", ["WORLD_SIZE", "LOCAL_WORLD_SIZE"])
+def test_a_variable_of_torchrun_that_is_no_number_is_named(torchrun_variables: pytest.MonkeyPatch, name: str):
+    torchrun_variables.setenv(name, "two")
+    result = run_cli("--device", "cpu")
+    assert result.exit_code == 2
+    assert result.output == f"error: {name} must be a non-negative number, got 'two'\n"

@@ -11,6 +11,7 @@ repetitions. The newest record of each cell is kept. Fill the documents again af
 from __future__ import annotations
 
 import argparse
+import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -37,7 +38,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for path in options.files:
         if not path.is_file():
             parser.error(f"{path} is no file")
-        before, records = path.stat().st_size, read_records(path)
+        before = path.stat().st_size
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            try:
+                records = read_records(path)
+            except UserWarning as warning:  # what cannot be read would be lost, such as rows of a newer schema
+                parser.error(f"{path} is left as it is: {warning}")
+        if not records:
+            parser.error(f"{path} holds no records")
         write_compact(path, compacted(records, options.samples))
         print(f"{path}: {before / 2**20:.2f} MiB to {path.stat().st_size / 2**20:.2f} MiB, {len(records)} records read")
 

@@ -14,13 +14,16 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
+import math
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from types import FrameType
 from typing import NamedTuple
 
 import pytest
@@ -94,20 +97,33 @@ def _deal(names: Sequence[str], hands: int) -> list[tuple[str, ...]]:
 
 
 def run_phase(shares: Sequence[Share], pytest_options: Sequence[str], folder: Path, deadline: float | None) -> bool:
-    """Run a process for each share until `deadline` (time.monotonic), say how each ended; whether all tests passed."""
+    """Run a process for each share until `deadline` (time.monotonic), say how each ended; whether all tests passed.
+
+    None of them, nor of what they started, is left when this ends by an exception.
+    """
     folder.mkdir()
-    logs = [folder / f"{number}.log" for number in range(len(shares))]
-    processes = [_start(share, log, pytest_options) for share, log in zip(shares, logs)]
+    processes: list[subprocess.Popen[bytes]] = []
+    try:
+        for number, share in enumerate(shares):
+            processes.append(_start(share, folder / f"{number}.log", pytest_options))
+        return _await_all(shares, processes, folder, deadline)
+    finally:
+        for process in processes:
+            _kill(process)
+
+
+def _await_all(
+    shares: Sequence[Share], processes: Sequence[subprocess.Popen[bytes]], folder: Path, deadline: float | None
+) -> bool:
     passed = True
-    for share, log, process in zip(shares, logs, processes):
+    for number, (share, process) in enumerate(zip(shares, processes)):
         try:
             process.wait(None if deadline is None else max(0.1, deadline - time.monotonic()))
             ended = f"exit {process.returncode}"
         except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+            _kill(process)
             ended = "killed by the time limit"
-        lines = log.read_text().splitlines() or [""]
+        lines = (folder / f"{number}.log").read_text(errors="replace").splitlines() or [""]
         print(f"GPU {','.join(share.gpus)}, {len(share.tests)} tests, {ended}: {lines[-1].strip('= ')[:200]}")
         failures = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
         if process.returncode != 0:
@@ -122,7 +138,20 @@ def _start(share: Share, log: Path, pytest_options: Sequence[str]) -> subprocess
     command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", *pytest_options]
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": ",".join(share.gpus), "OMP_NUM_THREADS": "1"}
     with log.open("w") as output:
-        return subprocess.Popen([*command, f"@{listed}"], stdout=output, stderr=subprocess.STDOUT, env=environment)
+        return subprocess.Popen(
+            [*command, f"@{listed}"], stdout=output, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+        )
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    """End a process that is still running, with all that it has started."""
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def _interrupt(number: int, _: FrameType | None) -> None:
+    raise KeyboardInterrupt(number)
 
 
 def visible_gpus() -> list[str]:
@@ -146,10 +175,13 @@ def main() -> int:
     parser.add_argument("--time-limit", type=float, help="seconds (default: none)")
     parser.add_argument("pytest_arguments", nargs="*", metavar="ARGUMENT", help="for pytest, after --")
     options = parser.parse_args()
-    gpus = options.gpus.split(",") if options.gpus else visible_gpus()
+    gpus = [gpu.strip() for gpu in options.gpus.split(",")] if options.gpus else visible_gpus()
     if not gpus:
         parser.error("no CUDA GPU is visible here")
-    if options.processes < 1 or (options.time_limit is not None and options.time_limit <= 0):
+    if not all(gpus) or len(set(gpus)) < len(gpus):
+        parser.error(f"--gpus must name each GPU once, got {options.gpus}")
+    limit = math.inf if options.time_limit is None else options.time_limit
+    if options.processes < 1 or not limit > 0:
         parser.error(f"--processes and --time-limit must be positive, got {options.processes} and {options.time_limit}")
     begin = time.monotonic()
     deadline = None if options.time_limit is None else begin + options.time_limit
@@ -158,10 +190,17 @@ def main() -> int:
         f"--gpu-record={options.record}", f"--gpu-commit={options.commit}",
         "--gpu-dirty" if options.dirty else "--gpu-clean",
     ]  # fmt: skip
+    for signal_number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(signal_number) is not signal.SIG_IGN:  # under nohup a hang-up stays ignored
+            signal.signal(signal_number, _interrupt)
     passed = True
-    with tempfile.TemporaryDirectory() as folder:
-        for number, shares in enumerate(phases):
-            passed &= run_phase(shares, recording, Path(folder, str(number)), deadline)
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            for number, shares in enumerate(phases):
+                passed &= run_phase(shares, recording, Path(folder, str(number)), deadline)
+    except KeyboardInterrupt as interrupt:
+        print("interrupted: the rows of what has ended are kept", file=sys.stderr)
+        return 128 + int(interrupt.args[0])
     print(f"{'passed' if passed else 'NOT ALL PASSED'} in {time.monotonic() - begin:.0f} s", flush=True)
     return 0 if passed else 1
 

@@ -54,7 +54,7 @@ def check_options(threshold: float, fail_on: str) -> None:
 
 def show_comparison(comparison: Comparison, *, show_all: bool = False) -> None:
     """Print the changed rows (or all), what is missing, extra or doubled, and one line that sums it up."""
-    console = Console(width=160, soft_wrap=True) if not Console().is_terminal else Console()
+    console = Console(width=160, soft_wrap=True, markup=False) if not Console().is_terminal else Console(markup=False)
     rows = comparison.rows if show_all else [row for row in comparison.rows if row.verdict not in ("unchanged",)]
     if rows:
         table = Table("row", "base", "target", "change", "interval", "verdict", box=None)

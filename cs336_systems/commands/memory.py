@@ -60,7 +60,7 @@ def memory(
                 f"{model}, context {case.model.context_length}, batch {batch}, {mode}, {attention} attention, "
                 f"{precision}, checkpointing {checkpoint}"
             )
-    console = Console()
+    console = Console(markup=False)
     console.print(title, highlight=False)
     phases = Table("phase", "peak (GiB)", box=None)
     for name, num_bytes in trace.phase_peaks().items():

@@ -212,7 +212,7 @@ def show_trace(trace: Trace, top: int) -> None:
     from cs336_systems.profiling.kernels import CATEGORIES
     from cs336_systems.profiling.ranges import ATTENTION_PARTS, ROLES
 
-    console = Console(width=None if Console().is_terminal else 140)
+    console = Console(width=None if Console().is_terminal else 140, markup=False)
     steps = len(trace.step_ms)
     total = trace.kernel_ms()
     what = "kernels" if trace.on_gpu else "operators"

@@ -87,13 +87,21 @@ def train(
 
 def _num_ranks(ranks: int | None) -> int:
     """The ranks of this job: those asked for, or torchrun's."""
-    import os
-
     from cs336_systems.distributed.launch import is_torchrun
 
-    if ranks is None:
-        return int(os.environ["WORLD_SIZE"]) if is_torchrun() else 1
-    return ranks
+    if ranks is not None:
+        return ranks
+    return _torchrun_number("WORLD_SIZE") if is_torchrun() else 1
+
+
+def _torchrun_number(name: str, default: str = "") -> int:
+    """The variable `name` of a torchrun job; ValueError where it is no number."""
+    import os
+
+    value = os.environ.get(name, default)
+    if not value.isdecimal():
+        raise ValueError(f"{name} must be a non-negative number, got {value!r}")
+    return int(value)
 
 
 def _run(config: TrainingConfig, options: RunOptions) -> TrainingResult | None:
@@ -109,7 +117,8 @@ def _run(config: TrainingConfig, options: RunOptions) -> TrainingResult | None:
     if config.wrapper == "none" and not is_torchrun():
         return train(config, options, log=print_progress)
     check_text(config, options)  # rather than in every rank, once it has started
-    local_ranks = int(os.environ["LOCAL_WORLD_SIZE"]) if is_torchrun() else config.num_ranks
+    # A script in torchrun's manner may say no more than launch needs: then all ranks count as this host's.
+    local_ranks = _torchrun_number("LOCAL_WORLD_SIZE", str(config.num_ranks)) if is_torchrun() else config.num_ranks
     own_gpus = options.device == "cuda" and local_ranks <= torch.cuda.device_count()
     try:
         results = launch(

@@ -134,21 +134,14 @@ def load_checkpoint(
     if not checkpoints:
         raise CheckpointError(f"{folder} holds no complete checkpoint")
     path = checkpoints[-1]
-    saved = read_json(path / PROGRESS)
-    try:
-        progress = Progress(
-            step=int(saved["step"]), position=dict(saved["position"]), num_ranks=int(saved["num_ranks"])
-        )
-        settings = saved["optimizer"]
-    except (KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{path / PROGRESS} is damaged ({type(error).__name__}: {error})") from error
+    progress, settings = _read_progress(path / PROGRESS)
     index = {
         name: entry
         for name, entry in IndexedReader(path).read_metadata().state_dict_metadata.items()
         if isinstance(entry, TensorStorageMetadata)
     }
     described = _Described(model, optimizer)
-    source_rank = rank_in(process_group) % max(1, progress.num_ranks)
+    source_rank = rank_in(process_group) % progress.num_ranks
     generators = _generator_states(source_rank)
     generators = {name: tensor for name, tensor in generators.items() if name in index}
     tensors = described.tensors_to_load(index, path)
@@ -163,6 +156,28 @@ def load_checkpoint(
     described.take(tensors, settings)
     _restore_generators(generators)
     return progress
+
+
+def _read_progress(path: Path) -> tuple[Progress, dict[str, Any] | None]:
+    """Where training stood, and the optimizer's settings; CheckpointError naming what is not as it was written."""
+    saved = read_json(path)
+
+    def check(sound: bool, name: str) -> None:
+        if not sound:
+            raise CheckpointError(f"{path} is damaged: {name} is {saved.get(name)!r}"[:500])
+
+    for name, least in (("step", 0), ("num_ranks", 1)):
+        value = saved.get(name)
+        check(type(value) is int and value >= least, name)
+    check(isinstance(saved.get("position"), dict), "position")
+    settings = saved.get("optimizer", ())  # None is for a save without one
+    if settings is not None:
+        check(isinstance(settings, dict), "optimizer")
+        scalars, groups = settings.get("scalars"), settings.get("groups")
+        check(isinstance(scalars, dict) and all(isinstance(state, dict) for state in scalars.values()), "optimizer")
+        check(isinstance(groups, list) and all(isinstance(group, dict) for group in groups), "optimizer")
+        check(all(isinstance(group.get("names"), list) for group in groups), "optimizer")
+    return Progress(step=saved["step"], position=saved["position"], num_ranks=saved["num_ranks"]), settings
 
 
 class _Described:

@@ -7,6 +7,7 @@ is `index.json`, checked before it is used; only tensors are kept, and torch rea
 from __future__ import annotations
 
 import json
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -91,9 +92,34 @@ class IndexedReader(FileSystemReader):
             chunks.append(ChunkStorageMetadata(offsets=offsets, sizes=sizes))
             place = _StorageInfo(relative_path=file, offset=start, length=length)
             metadata.storage_data[MetadataIndex(name, offsets)] = place
+        size, dtype = _sizes(entry["size"]), DTYPES[entry["dtype"]]
+        for chunk in chunks:
+            self._check_chunk(name, size, chunk, metadata.storage_data[MetadataIndex(name, chunk.offsets)], dtype)
+        parts = {chunk.offsets: math.prod(chunk.sizes) for chunk in chunks if math.prod(chunk.sizes)}
+        if sum(parts.values()) != math.prod(size):
+            covered = sum(parts.values())
+            raise CheckpointError(f"the index has {covered} elements of {name!r}, whose shape is {tuple(size)}")
         metadata.state_dict_metadata[name] = TensorStorageMetadata(
-            properties=TensorProperties(dtype=DTYPES[entry["dtype"]]), size=_sizes(entry["size"]), chunks=chunks
+            properties=TensorProperties(dtype=dtype), size=size, chunks=chunks
         )
+
+    def _check_chunk(
+        self, name: str, size: torch.Size, chunk: ChunkStorageMetadata, place: _StorageInfo, dtype: torch.dtype
+    ) -> None:
+        """CheckpointError for a part outside of its tensor, or larger than what the file has for it.
+
+        So nothing is left as it was in silence, and no memory is taken for what is not there.
+        """
+        offsets, sizes = chunk.offsets, chunk.sizes
+        inside = len(offsets) == len(sizes) == len(size) and all(
+            offset + length <= whole for offset, length, whole in zip(offsets, sizes, size)
+        )
+        if not inside:
+            raise CheckpointError(
+                f"the index has {tuple(sizes)} at {tuple(offsets)} of {name!r}, whose shape is {tuple(size)}"
+            )
+        if math.prod(sizes) * dtype.itemsize > place.length:
+            raise CheckpointError(f"the index has {place.length} bytes for {tuple(sizes)} of {name!r} in {dtype}")
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
@@ -118,6 +144,6 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def _sizes(values: Any) -> torch.Size:
-    if not isinstance(values, list) or not all(type(value) is int and value >= 0 for value in values):
+    if not isinstance(values, list) or not all(type(value) is int and 0 <= value < 2**63 for value in values):
         raise CheckpointError(f"the index has {values!r} where sizes must be")
     return torch.Size(values)

@@ -67,6 +67,11 @@ class Checkpoints:
         if not complete_checkpoints(self.folder):
             return 0
         progress = load_checkpoint(self.folder, self.trainee.module, self.trainee.optimizer)
+        if progress.step > self.config.steps:  # also where a damaged file makes it a number that no list has room for
+            raise ValueError(
+                f"steps must be at least the {progress.step} that are done to resume {self.out}, "
+                f"got {self.config.steps}"
+            )
         if self.trainee.scaler is not None and LOSS_SCALE in progress.position:
             self.trainee.scaler.load_state_dict(progress.position[LOSS_SCALE])
         return progress.step

@@ -214,6 +214,6 @@ def _read_losses(out: Path | None, num_steps: int) -> list[float]:
         try:
             entry = json.loads(line)
             losses[int(entry["step"])] = float(entry["loss"])
-        except (ValueError, TypeError, KeyError):
+        except (ValueError, TypeError, KeyError, OverflowError):
             continue
     return [losses.get(step, math.nan) for step in range(num_steps)]
