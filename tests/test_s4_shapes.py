@@ -26,7 +26,7 @@ from cs336_systems.profiling.samples import summarize
 from cs336_systems.profiling.timing import time_calls
 from cs336_systems.report.answers import answer
 from cs336_systems.report.frames import load_frame
-from cs336_systems.report.headline import headline
+from cs336_systems.report.headline import NO_SPEED, headline
 from cs336_systems.report.plots import plots
 from cs336_systems.report.tables import sections
 from tests.shape_records import shape_records
@@ -164,6 +164,24 @@ def test_a_figure_a_mode_shows_rates_of_every_shape(mode):
     assert set(plot.data["x"]) == {"1×16×\n16K×64\ncausal", "1×64×\n8K×128\nfull", "1×8×\n1K×64\ncausal"}
     rates = plot.data[(plot.data["series"] == "triton") & plot.data["drawn"]]["y"]
     assert len(rates) == 3 and (rates > 1).all()
+
+
+def test_the_headline_sets_our_fastest_against_the_fastest_library():
+    records = shape_records()
+    triton = [row for row in records if row.implementation == "triton"]
+    hopper = [
+        replace(row, implementation="hopper", samples=[sample / 2 for sample in row.samples])
+        for row in triton
+        if row.case["head_dim"] == 64
+    ]
+    text = headline({"attention_shapes": load_frame([*records, *hopper])})
+    lines = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| 1 ×")]
+    ratios = {shape.strip(): rest[-1].strip() for shape, *rest in lines}
+    assert ratios["1 × 16 × 16384 × 64 causal"] == "1.50×"  # 3 ms, and cuDNN takes 4.5
+    assert ratios["1 × 64 × 8192 × 128 full"] == "1.50×"  # Triton's own
+    assert "Ours are triton and hopper" in text and "eager" not in text
+    broken = [replace(row, samples=[], status="failed", message="no") for row in triton]
+    assert headline({"attention_shapes": load_frame(broken)}) == NO_SPEED
 
 
 def test_headlines_have_a_line_for_each_of_our_kernels():

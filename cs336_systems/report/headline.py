@@ -1,4 +1,4 @@
-"""The README's tables: attention on a few shapes that matter, and training steps on several GPUs, beside the peers'."""
+"""The README's tables: attention beside the libraries' and beside plain attention, and steps on several GPUs."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any
 
 import pandas as pd
 
-from cs336_systems.report import distributed, sharding
-from cs336_systems.report.comparisons import best_peer
-from cs336_systems.report.frames import BASELINE, NOT_MEASURED, OUR_KERNELS, OURS, select, tuples
+from cs336_systems.report import distributed, shapes, sharding
+from cs336_systems.report.comparisons import best_peer, real
+from cs336_systems.report.frames import BASELINE, NOT_MEASURED, OUR_KERNELS, OURS, labels, select, tuples
 from cs336_systems.report.markdown import Cells, factor, number, plain, provenance, table
-from cs336_systems.report.sections import speed_up
+from cs336_systems.report.sections import constants, speed_up
 
 LEADERBOARD, BENCHMARK = "leaderboard_2025", "flash_benchmarking"
-SELECTED_LENGTHS = (1024, 4096, 16384, 65536)
+SELECTED_LENGTHS = (16384, 65536)
 SELECTED_HEAD_DIMS = (64, 128)
 NO_SPEED = f"*No compiled {OURS} kernel was timed on this device.*"
 
@@ -33,19 +33,45 @@ NO_STEPS = "*No training step on several GPUs was timed on this device beside Py
 
 
 def headline(frames: Mapping[str, pd.DataFrame]) -> str:
-    """Forward + backward on the leaderboard's shape and selected causal bfloat16 shapes, as Markdown.
+    """Forward + backward beside the libraries' on the shapes of models, then beside plain attention, as Markdown.
 
     `frames` hold a frame for each problem. Where no Triton kernel ran compiled, one sentence says so instead.
     """
+    found = [_beside_libraries(frames[shapes.PROBLEM])] if shapes.PROBLEM in frames else []
+    found.append(_beside_plain_attention(frames))
+    return "\n\n".join(text for text in found if text) or NO_SPEED
+
+
+def _beside_libraries(frame: pd.DataFrame) -> str:
+    """TFLOP/s of each shape of `attention_shapes`, and our fastest over the fastest library; "" if nothing compiled."""
+    rows = shapes.times(shapes.with_shapes(frame), "forward_backward")
+    if not len(real(rows[rows["implementation"].isin(OUR_KERNELS)])):
+        return ""
+    across = labels(rows)
+    cells = Cells()
+    lines = []
+    for shape, group in rows.groupby("shape", sort=False):
+        by_name = {row.label: row for row in tuples(group)}
+        ours = tuples(real(group[group["implementation"].isin(OUR_KERNELS)]).sort_values("median", kind="stable"))
+        ratio = speed_up(best_peer(group), ours[0] if ours else None)
+        lines.append([str(shape), *(cells.text(by_name.get(name), "tflops") for name in across), factor(ratio)])
+    header = ["batch × heads × S × d", *across, "ours over the fastest library"]
+    head = f"Attention forward + backward in TFLOP/s, {constants(rows)}; medians. Ours are {' and '.join(OUR_KERNELS)}."
+    legend = cells.legend()
+    return "\n\n".join([head, table(header, lines), *([legend] if legend else []), provenance(frame)])
+
+
+def _beside_plain_attention(frames: Mapping[str, pd.DataFrame]) -> str:
+    """Ours, eager and the best peer on the leaderboard's shape and on long causal sequences of one head."""
     used = [frames[problem] for problem in (LEADERBOARD, BENCHMARK) if problem in frames]
     cases = [rows for frame in used for rows in _cases(frame)]
     cells = Cells()
     lines = [_line(rows, name, cells) for rows in cases for name in OUR_KERNELS if _row(rows, name) is not None]
     if not lines:
-        return NO_SPEED
+        return ""
     header = ["batch × heads × S × d", "ours", "TFLOP/s", "time (ms)", f"{BASELINE} (ms)", "best peer (ms)"]
     header += ["best peer", f"speed against {BASELINE}", "against best peer"]
-    head = "Attention forward + backward, causal, bfloat16; medians, quartiles in brackets."
+    head = "Beside plain attention: forward + backward, causal, bfloat16; medians, quartiles in brackets."
     legend = cells.legend()
     parts = [head, table(header, lines, 2), *([legend] if legend else []), provenance(pd.concat(used))]
     return "\n\n".join(parts)
