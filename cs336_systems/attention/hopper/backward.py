@@ -129,6 +129,22 @@ def _mma_layout(columns):
     return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 16])
 
 
+class _Shared(NamedTuple):
+    """What producer and consumers share: tiles and rows in shared memory, and the barriers that guard them."""
+
+    Q_slots: gl.shared_memory_descriptor  # (SLOTS, Q_TILE_SIZE, D_TILE)
+    dO_slots: gl.shared_memory_descriptor  # the same
+    K_tile: gl.shared_memory_descriptor  # (KEY_TILE, D_TILE)
+    V_tile: gl.shared_memory_descriptor  # the same
+    dS_tiles: gl.shared_memory_descriptor  # (2, KEY_TILE, Q_TILE_SIZE), transposed, of two steps in turn
+    dQ_tiles: gl.shared_memory_descriptor  # (2, HALF, HALF), each consumer's on its way to memory
+    L_slots: gl.shared_memory_descriptor  # (SLOTS, Q_TILE_SIZE)
+    delta_slots: gl.shared_memory_descriptor  # the same
+    kv_full: gl.shared_memory_descriptor  # one barrier
+    full: gl.shared_memory_descriptor  # a barrier a slot
+    empty: gl.shared_memory_descriptor  # a barrier a slot
+
+
 # Which tiles a program visits. Arithmetic on integers: the tests run these functions as Python.
 
 
@@ -191,8 +207,7 @@ def _produce(
     GROUP: gl.constexpr, IS_CAUSAL: gl.constexpr,
 ):  # fmt: skip
     """The producer warp: K and V once, then each step's Q, dO, L and delta, as slots become free."""
-    Q_slots, dO_slots, K_tile, V_tile, dS_tiles, dQ_tiles, L_slots, D_slots, kv_full, full, empty = shared
-    Q_TILE_SIZE: gl.constexpr = Q_slots.shape[1]
+    Q_TILE_SIZE: gl.constexpr = shared.Q_slots.shape[1]
     ROWS_LAYOUT: gl.constexpr = gl.BlockedLayout([Q_TILE_SIZE // 32], [32], [1], [0])
     key_tile, batch_head = tile_of_program(
         gl.program_id(0), gl.num_programs(0), key_tiles(N_QUERIES, N_KEYS, IS_CAUSAL), HEADS_TOGETHER
@@ -201,10 +216,10 @@ def _produce(
     tiles = query_tiles(N_QUERIES, Q_TILE_SIZE)
     first_tile, steps = walk_of_tile(key_tile, tiles, Q_TILE_SIZE, IS_CAUSAL)
 
-    mbarrier.expect(kv_full.index(0), K_desc.block_type.nbytes + V_desc.block_type.nbytes)
+    mbarrier.expect(shared.kv_full.index(0), K_desc.block_type.nbytes + V_desc.block_type.nbytes)
     key_block = [batch, kv_head, key_tile * KEY_TILE, 0]
-    tma.async_copy_global_to_shared(K_desc, key_block, kv_full.index(0), _as_block(K_tile, K_desc))
-    tma.async_copy_global_to_shared(V_desc, key_block, kv_full.index(0), _as_block(V_tile, V_desc))
+    tma.async_copy_global_to_shared(K_desc, key_block, shared.kv_full.index(0), _as_block(shared.K_tile, K_desc))
+    tma.async_copy_global_to_shared(V_desc, key_block, shared.kv_full.index(0), _as_block(shared.V_tile, V_desc))
     for member in range(GROUP):
         head = kv_head * GROUP + member
         rows_of_head = rows_ptr + (batch_head * GROUP + member).to(gl.int64) * (2 * tiles * Q_TILE_SIZE)
@@ -215,18 +230,18 @@ def _produce(
             delta = gl.load(rows_of_head + tiles * Q_TILE_SIZE + rows)
             step = member * steps + j
             slot = step % SLOTS
-            mbarrier.wait(empty.index(slot), ((step // SLOTS) & 1) ^ 1)
-            mbarrier.expect(full.index(slot), Q_desc.block_type.nbytes + dO_desc.block_type.nbytes)
+            mbarrier.wait(shared.empty.index(slot), ((step // SLOTS) & 1) ^ 1)
+            mbarrier.expect(shared.full.index(slot), Q_desc.block_type.nbytes + dO_desc.block_type.nbytes)
             query_block = [batch, head, first_query, 0]
             tma.async_copy_global_to_shared(
-                Q_desc, query_block, full.index(slot), _as_block(Q_slots.index(slot), Q_desc)
+                Q_desc, query_block, shared.full.index(slot), _as_block(shared.Q_slots.index(slot), Q_desc)
             )  # fmt: skip
             tma.async_copy_global_to_shared(
-                dO_desc, query_block, full.index(slot), _as_block(dO_slots.index(slot), dO_desc)
+                dO_desc, query_block, shared.full.index(slot), _as_block(shared.dO_slots.index(slot), dO_desc)
             )  # fmt: skip
-            L_slots.index(slot).store(L)
-            D_slots.index(slot).store(delta)
-            mbarrier.arrive(full.index(slot), count=1)
+            shared.L_slots.index(slot).store(L)
+            shared.delta_slots.index(slot).store(delta)
+            mbarrier.arrive(shared.full.index(slot), count=1)
 
 
 @gluon.jit
@@ -247,57 +262,56 @@ def _step(
     CONSUMER: gl.constexpr, MASKED: gl.constexpr, IS_CAUSAL: gl.constexpr,
 ):  # fmt: skip
     """Fold one query tile into this consumer's dK and dV, and add its half of the tile's dQ."""
-    Q_slots, dO_slots, K_tile, V_tile, dS_tiles, dQ_tiles, L_slots, D_slots, kv_full, full, empty = shared
-    dtype: gl.constexpr = Q_slots.dtype
-    Q_TILE_SIZE: gl.constexpr = Q_slots.shape[1]
-    D_TILE: gl.constexpr = Q_slots.shape[2]
+    dtype: gl.constexpr = shared.Q_slots.dtype
+    Q_TILE_SIZE: gl.constexpr = shared.Q_slots.shape[1]
+    D_TILE: gl.constexpr = shared.Q_slots.shape[2]
     S_LAYOUT: gl.constexpr = _mma_layout(Q_TILE_SIZE)
     OPERAND: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=_mma_layout(D_TILE), k_width=2)
     FIRST_ROW: gl.constexpr = CONSUMER * CONSUMER_KEYS
-    K = K_tile.slice(FIRST_ROW, CONSUMER_KEYS, dim=0)
-    V = V_tile.slice(FIRST_ROW, CONSUMER_KEYS, dim=0)
+    K = shared.K_tile.slice(FIRST_ROW, CONSUMER_KEYS, dim=0)
+    V = shared.V_tile.slice(FIRST_ROW, CONSUMER_KEYS, dim=0)
     slot = step % SLOTS
-    Q, dO = Q_slots.index(slot), dO_slots.index(slot)
+    Q, dO = shared.Q_slots.index(slot), shared.dO_slots.index(slot)
     zeros = gl.zeros([CONSUMER_KEYS, Q_TILE_SIZE], gl.float32, S_LAYOUT)
 
-    mbarrier.wait(full.index(slot), (step // SLOTS) & 1)
+    mbarrier.wait(shared.full.index(slot), (step // SLOTS) & 1)
     S_T = warpgroup_mma(K, Q.permute((1, 0)), zeros, use_acc=False, is_async=True)
     dP_T = warpgroup_mma(V, dO.permute((1, 0)), zeros, use_acc=False, is_async=True)
     S_T = warpgroup_mma_wait(1, [S_T])
-    L = L_slots.index(slot).load(gl.SliceLayout(0, S_LAYOUT))
+    L = shared.L_slots.index(slot).load(gl.SliceLayout(0, S_LAYOUT))
     P_T = gl.exp2(S_T * scale_log2 - L[None, :])
     if MASKED:
         P_T = _hide(P_T, first_query, first_key + FIRST_ROW, N_KEYS, IS_CAUSAL, S_LAYOUT)
     dV = warpgroup_mma(gl.convert_layout(P_T.to(dtype), OPERAND), dO, dV, is_async=True)
     dP_T = warpgroup_mma_wait(1, [dP_T])
-    delta = D_slots.index(slot).load(gl.SliceLayout(0, S_LAYOUT))
+    delta = shared.delta_slots.index(slot).load(gl.SliceLayout(0, S_LAYOUT))
     dS_T = (P_T * (dP_T - delta[None, :])).to(dtype)
     dK = warpgroup_mma(gl.convert_layout(dS_T, OPERAND), Q, dK, is_async=True)
 
     # Two tiles take turns: the other consumer may still multiply the last step's.
-    both_dS_T = dS_tiles.index(step & 1)
+    both_dS_T = shared.dS_tiles.index(step & 1)
     both_dS_T.slice(FIRST_ROW, CONSUMER_KEYS, dim=0).store(dS_T)
     fence_async_shared()
-    dQ_tile = dQ_tiles.index(CONSUMER)
+    dQ_tile = shared.dQ_tiles.index(CONSUMER)
     zeros_dQ = gl.zeros([HALF, HALF], gl.float32, _mma_layout(HALF))
     if D_TILE == 128:
         # Waiting for the last add, meeting, releasing and adding take a barrier each; in this order there is no other.
         tma.store_wait(0)
         meet_consumers(DS_IS_WRITTEN)
-        K_half = K_tile.slice(CONSUMER * HALF, HALF, dim=1)
+        K_half = shared.K_tile.slice(CONSUMER * HALF, HALF, dim=1)
         dQ = warpgroup_mma(both_dS_T.permute((1, 0)), K_half, zeros_dQ, use_acc=False, is_async=True)
         dV, dK, dQ = warpgroup_mma_wait(0, [dV, dK, dQ])
         dQ_tile.store(dQ)
         fence_async_shared()
-        mbarrier.arrive(empty.index(slot), count=1)
+        mbarrier.arrive(shared.empty.index(slot), count=1)
         tma_add(dQ_desc, [0, 0, head_row + first_query, CONSUMER * HALF], _as_block(dQ_tile, dQ_desc))
     else:
         # The slot is free as soon as dK and dV are done: the producer refills it under dQ.
         meet_consumers(DS_IS_WRITTEN)
         dS_T_half = both_dS_T.slice(CONSUMER * HALF, HALF, dim=1)
-        dQ = warpgroup_mma(dS_T_half.permute((1, 0)), K_tile, zeros_dQ, use_acc=False, is_async=True)
+        dQ = warpgroup_mma(dS_T_half.permute((1, 0)), shared.K_tile, zeros_dQ, use_acc=False, is_async=True)
         dV, dK = warpgroup_mma_wait(1, [dV, dK])
-        mbarrier.arrive(empty.index(slot), count=1)
+        mbarrier.arrive(shared.empty.index(slot), count=1)
         tma.store_wait(0)
         dQ = warpgroup_mma_wait(0, [dQ])
         dQ_tile.store(dQ)
@@ -312,10 +326,9 @@ def _consume(
     GROUP: gl.constexpr, IS_CAUSAL: gl.constexpr, WHOLE_KEY_TILES: gl.constexpr, CONSUMER: gl.constexpr,
 ):  # fmt: skip
     """A consumer warp group: dK and dV of 64 keys, and its half of dQ."""
-    Q_slots, dO_slots, K_tile, V_tile, dS_tiles, dQ_tiles, L_slots, D_slots, kv_full, full, empty = shared
-    dtype: gl.constexpr = Q_slots.dtype
-    Q_TILE_SIZE: gl.constexpr = Q_slots.shape[1]
-    D_TILE: gl.constexpr = Q_slots.shape[2]
+    dtype: gl.constexpr = shared.Q_slots.dtype
+    Q_TILE_SIZE: gl.constexpr = shared.Q_slots.shape[1]
+    D_TILE: gl.constexpr = shared.Q_slots.shape[2]
     MASKED_STEPS: gl.constexpr = KEY_TILE // Q_TILE_SIZE if IS_CAUSAL else 0
     key_tile, batch_head = tile_of_program(
         gl.program_id(0), gl.num_programs(0), key_tiles(N_QUERIES, N_KEYS, IS_CAUSAL), HEADS_TOGETHER
@@ -326,7 +339,7 @@ def _consume(
     dK = gl.zeros([CONSUMER_KEYS, D_TILE], gl.float32, _mma_layout(D_TILE))
     dV = gl.zeros([CONSUMER_KEYS, D_TILE], gl.float32, _mma_layout(D_TILE))
 
-    mbarrier.wait(kv_full.index(0), 0)
+    mbarrier.wait(shared.kv_full.index(0), 0)
     meet_warps()  # without it the compiler puts one where each step begins
     for member in range(GROUP):
         head_row = (batch_head * GROUP + member) * tiles * Q_TILE_SIZE
@@ -346,8 +359,8 @@ def _consume(
 
     # Nobody reads K and V any more: their memory takes dK and dV on the way out.
     meet_consumers(TILES_ARE_READ)
-    dK_tile = K_tile._reinterpret(dtype, [2, CONSUMER_KEYS, D_TILE], K_tile.layout).index(CONSUMER)
-    dV_tile = V_tile._reinterpret(dtype, [2, CONSUMER_KEYS, D_TILE], V_tile.layout).index(CONSUMER)
+    dK_tile = shared.K_tile._reinterpret(dtype, [2, CONSUMER_KEYS, D_TILE], shared.K_tile.layout).index(CONSUMER)
+    dV_tile = shared.V_tile._reinterpret(dtype, [2, CONSUMER_KEYS, D_TILE], shared.V_tile.layout).index(CONSUMER)
     dK_tile.store((dK * (scale_log2 / LOG2_E)).to(dtype))
     dV_tile.store(dV.to(dtype))
     fence_async_shared()
@@ -375,10 +388,8 @@ def hopper_backward_kernel(
     DS_TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEY_TILE, Q_TILE_SIZE], dtype)
     DQ_TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HALF, HALF], gl.float32)
     ROWS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    kv_full = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
-    full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
-    shared = (
+    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
+    shared = _Shared(
         gl.allocate_shared_memory(dtype, [SLOTS, Q_TILE_SIZE, D_TILE], TILE),
         gl.allocate_shared_memory(dtype, [SLOTS, Q_TILE_SIZE, D_TILE], TILE),
         gl.allocate_shared_memory(dtype, [KEY_TILE, D_TILE], TILE),
@@ -387,12 +398,14 @@ def hopper_backward_kernel(
         gl.allocate_shared_memory(gl.float32, [2, HALF, HALF], DQ_TILE),
         gl.allocate_shared_memory(gl.float32, [SLOTS, Q_TILE_SIZE], ROWS),
         gl.allocate_shared_memory(gl.float32, [SLOTS, Q_TILE_SIZE], ROWS),
-        kv_full, full, empty,
-    )  # fmt: skip
-    mbarrier.init(kv_full.index(0), count=1)
+        gl.allocate_shared_memory(gl.int64, [1, 1], BARRIER),
+        gl.allocate_shared_memory(gl.int64, [SLOTS, 1], BARRIER),
+        gl.allocate_shared_memory(gl.int64, [SLOTS, 1], BARRIER),
+    )
+    mbarrier.init(shared.kv_full.index(0), count=1)
     for slot in gl.static_range(SLOTS):
-        mbarrier.init(full.index(slot), count=2)  # the bytes of Q and dO; the producer's stores of L and delta
-        mbarrier.init(empty.index(slot), count=2)  # the two consumers
+        mbarrier.init(shared.full.index(slot), count=2)  # the bytes of Q and dO; the producer's stores of L and delta
+        mbarrier.init(shared.empty.index(slot), count=2)  # the two consumers
     fence_async_shared()
     # Warps of the second consumer and of the producer, and their registers a thread; the first has what is left, 240.
     gl.warp_specialize([
