@@ -129,6 +129,16 @@ def _mma_layout(columns):
     return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 16])
 
 
+class _Problem(NamedTuple):
+    """The numbers of a call."""
+
+    N_KV_HEADS: gl.tensor
+    HEADS_TOGETHER: gl.tensor  # see `tile_of_program`
+    N_QUERIES: gl.tensor
+    N_KEYS: gl.tensor
+    scale_log2: gl.tensor
+
+
 class _Shared(NamedTuple):
     """What producer and consumers share: tiles and rows in shared memory, and the barriers that guard them."""
 
@@ -196,6 +206,15 @@ def query_of_step(step, first_tile, tiles, Q_TILE_SIZE: gl.constexpr, IS_CAUSAL:
 
 
 @gluon.jit
+def _own_tile(problem, IS_CAUSAL: gl.constexpr):
+    """`tile_of_program` of this program."""
+    return tile_of_program(
+        gl.program_id(0), gl.num_programs(0), key_tiles(problem.N_QUERIES, problem.N_KEYS, IS_CAUSAL),
+        problem.HEADS_TOGETHER,
+    )  # fmt: skip
+
+
+@gluon.jit
 def _as_block(tile, desc):
     """A (rows, columns) tile of shared memory as TMA sees it, a tile of (batch, heads, rows, columns)."""
     return tile._reinterpret(desc.dtype, desc.block_shape, desc.layout)
@@ -203,17 +222,14 @@ def _as_block(tile, desc):
 
 @gluon.jit
 def _produce(
-    shared, Q_desc, K_desc, V_desc, dO_desc, rows_ptr, N_KV_HEADS, HEADS_TOGETHER, N_QUERIES, N_KEYS,
-    GROUP: gl.constexpr, IS_CAUSAL: gl.constexpr,
+    shared, problem, Q_desc, K_desc, V_desc, dO_desc, rows_ptr, GROUP: gl.constexpr, IS_CAUSAL: gl.constexpr
 ):  # fmt: skip
     """The producer warp: K and V once, then each step's Q, dO, L and delta, as slots become free."""
     Q_TILE_SIZE: gl.constexpr = shared.Q_slots.shape[1]
     ROWS_LAYOUT: gl.constexpr = gl.BlockedLayout([Q_TILE_SIZE // 32], [32], [1], [0])
-    key_tile, batch_head = tile_of_program(
-        gl.program_id(0), gl.num_programs(0), key_tiles(N_QUERIES, N_KEYS, IS_CAUSAL), HEADS_TOGETHER
-    )
-    batch, kv_head = batch_head // N_KV_HEADS, batch_head % N_KV_HEADS
-    tiles = query_tiles(N_QUERIES, Q_TILE_SIZE)
+    key_tile, batch_head = _own_tile(problem, IS_CAUSAL)
+    batch, kv_head = batch_head // problem.N_KV_HEADS, batch_head % problem.N_KV_HEADS
+    tiles = query_tiles(problem.N_QUERIES, Q_TILE_SIZE)
     first_tile, steps = walk_of_tile(key_tile, tiles, Q_TILE_SIZE, IS_CAUSAL)
 
     mbarrier.expect(shared.kv_full.index(0), K_desc.block_type.nbytes + V_desc.block_type.nbytes)
@@ -245,11 +261,11 @@ def _produce(
 
 
 @gluon.jit
-def _hide(P_T, first_query, first_key, N_KEYS, IS_CAUSAL: gl.constexpr, S_LAYOUT: gl.constexpr):
+def _hide(P_T, first_query, first_key, N_KEYS, IS_CAUSAL: gl.constexpr):
     """Pᵀ with zeros where the key does not exist or, if causal, comes after the query."""
-    key_rows = first_key + gl.arange(0, P_T.shape[0], gl.SliceLayout(1, S_LAYOUT))
+    key_rows = first_key + gl.arange(0, P_T.shape[0], gl.SliceLayout(1, P_T.type.layout))
     if IS_CAUSAL:
-        query_rows = first_query + gl.arange(0, P_T.shape[1], gl.SliceLayout(0, S_LAYOUT))
+        query_rows = first_query + gl.arange(0, P_T.shape[1], gl.SliceLayout(0, P_T.type.layout))
         first_seen_by = gl.where(key_rows < N_KEYS, key_rows, 2**31 - 1)
         return gl.where(query_rows[None, :] >= first_seen_by[:, None], P_T, 0.0)
     else:
@@ -258,7 +274,7 @@ def _hide(P_T, first_query, first_key, N_KEYS, IS_CAUSAL: gl.constexpr, S_LAYOUT
 
 @gluon.jit
 def _step(
-    shared, dQ_desc, dK, dV, step, head_row, first_query, first_key, N_KEYS, scale_log2,
+    shared, problem, dQ_desc, dK, dV, step, head_row, first_query, first_key,
     CONSUMER: gl.constexpr, MASKED: gl.constexpr, IS_CAUSAL: gl.constexpr,
 ):  # fmt: skip
     """Fold one query tile into this consumer's dK and dV, and add its half of the tile's dQ."""
@@ -279,9 +295,9 @@ def _step(
     dP_T = warpgroup_mma(V, dO.permute((1, 0)), zeros, use_acc=False, is_async=True)
     S_T = warpgroup_mma_wait(1, [S_T])
     L = shared.L_slots.index(slot).load(gl.SliceLayout(0, S_LAYOUT))
-    P_T = gl.exp2(S_T * scale_log2 - L[None, :])
+    P_T = gl.exp2(S_T * problem.scale_log2 - L[None, :])
     if MASKED:
-        P_T = _hide(P_T, first_query, first_key + FIRST_ROW, N_KEYS, IS_CAUSAL, S_LAYOUT)
+        P_T = _hide(P_T, first_query, first_key + FIRST_ROW, problem.N_KEYS, IS_CAUSAL)
     dV = warpgroup_mma(gl.convert_layout(P_T.to(dtype), OPERAND), dO, dV, is_async=True)
     dP_T = warpgroup_mma_wait(1, [dP_T])
     delta = shared.delta_slots.index(slot).load(gl.SliceLayout(0, S_LAYOUT))
@@ -322,7 +338,7 @@ def _step(
 
 @gluon.jit
 def _consume(
-    shared, dQ_desc, dK_desc, dV_desc, HEADS_TOGETHER, N_QUERIES, N_KEYS, scale_log2,
+    shared, problem, dQ_desc, dK_desc, dV_desc,
     GROUP: gl.constexpr, IS_CAUSAL: gl.constexpr, WHOLE_KEY_TILES: gl.constexpr, CONSUMER: gl.constexpr,
 ):  # fmt: skip
     """A consumer warp group: dK and dV of 64 keys, and its half of dQ."""
@@ -330,11 +346,9 @@ def _consume(
     Q_TILE_SIZE: gl.constexpr = shared.Q_slots.shape[1]
     D_TILE: gl.constexpr = shared.Q_slots.shape[2]
     MASKED_STEPS: gl.constexpr = KEY_TILE // Q_TILE_SIZE if IS_CAUSAL else 0
-    key_tile, batch_head = tile_of_program(
-        gl.program_id(0), gl.num_programs(0), key_tiles(N_QUERIES, N_KEYS, IS_CAUSAL), HEADS_TOGETHER
-    )
+    key_tile, batch_head = _own_tile(problem, IS_CAUSAL)
     first_key = key_tile * KEY_TILE
-    tiles = query_tiles(N_QUERIES, Q_TILE_SIZE)
+    tiles = query_tiles(problem.N_QUERIES, Q_TILE_SIZE)
     first_tile, steps = walk_of_tile(key_tile, tiles, Q_TILE_SIZE, IS_CAUSAL)
     dK = gl.zeros([CONSUMER_KEYS, D_TILE], gl.float32, _mma_layout(D_TILE))
     dV = gl.zeros([CONSUMER_KEYS, D_TILE], gl.float32, _mma_layout(D_TILE))
@@ -346,14 +360,14 @@ def _consume(
         for j in range(MASKED_STEPS if WHOLE_KEY_TILES else steps):
             first_query = query_of_step(j, first_tile, tiles, Q_TILE_SIZE, IS_CAUSAL)
             dK, dV = _step(
-                shared, dQ_desc, dK, dV, member * steps + j, head_row, first_query, first_key, N_KEYS, scale_log2,
+                shared, problem, dQ_desc, dK, dV, member * steps + j, head_row, first_query, first_key,
                 CONSUMER, True, IS_CAUSAL,
             )  # fmt: skip
         if WHOLE_KEY_TILES:
             for j in range(MASKED_STEPS, steps):
                 first_query = query_of_step(j, first_tile, tiles, Q_TILE_SIZE, IS_CAUSAL)
                 dK, dV = _step(
-                    shared, dQ_desc, dK, dV, member * steps + j, head_row, first_query, first_key, N_KEYS, scale_log2,
+                    shared, problem, dQ_desc, dK, dV, member * steps + j, head_row, first_query, first_key,
                     CONSUMER, False, IS_CAUSAL,
                 )  # fmt: skip
 
@@ -361,7 +375,7 @@ def _consume(
     meet_consumers(TILES_ARE_READ)
     dK_tile = shared.K_tile._reinterpret(dtype, [2, CONSUMER_KEYS, D_TILE], shared.K_tile.layout).index(CONSUMER)
     dV_tile = shared.V_tile._reinterpret(dtype, [2, CONSUMER_KEYS, D_TILE], shared.V_tile.layout).index(CONSUMER)
-    dK_tile.store((dK * (scale_log2 / LOG2_E)).to(dtype))
+    dK_tile.store((dK * (problem.scale_log2 / LOG2_E)).to(dtype))
     dV_tile.store(dV.to(dtype))
     fence_async_shared()
     own_block = [0, batch_head, first_key + CONSUMER * CONSUMER_KEYS, 0]
@@ -389,6 +403,7 @@ def hopper_backward_kernel(
     DQ_TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HALF, HALF], gl.float32)
     ROWS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
+    problem = _Problem(N_KV_HEADS, HEADS_TOGETHER, N_QUERIES, N_KEYS, scale_log2)
     shared = _Shared(
         gl.allocate_shared_memory(dtype, [SLOTS, Q_TILE_SIZE, D_TILE], TILE),
         gl.allocate_shared_memory(dtype, [SLOTS, Q_TILE_SIZE, D_TILE], TILE),
@@ -409,18 +424,9 @@ def hopper_backward_kernel(
     fence_async_shared()
     # Warps of the second consumer and of the producer, and their registers a thread; the first has what is left, 240.
     gl.warp_specialize([
-        (_consume, (
-            shared, dQ_desc, dK_desc, dV_desc, HEADS_TOGETHER, N_QUERIES, N_KEYS, scale_log2,
-            GROUP, IS_CAUSAL, WHOLE_KEY_TILES, gl.constexpr(0),
-        )),
-        (_consume, (
-            shared, dQ_desc, dK_desc, dV_desc, HEADS_TOGETHER, N_QUERIES, N_KEYS, scale_log2,
-            GROUP, IS_CAUSAL, WHOLE_KEY_TILES, gl.constexpr(1),
-        )),
-        (_produce, (
-            shared, Q_desc, K_desc, V_desc, dO_desc, rows_ptr, N_KV_HEADS, HEADS_TOGETHER, N_QUERIES, N_KEYS,
-            GROUP, IS_CAUSAL,
-        )),
+        (_consume, (shared, problem, dQ_desc, dK_desc, dV_desc, GROUP, IS_CAUSAL, WHOLE_KEY_TILES, gl.constexpr(0))),
+        (_consume, (shared, problem, dQ_desc, dK_desc, dV_desc, GROUP, IS_CAUSAL, WHOLE_KEY_TILES, gl.constexpr(1))),
+        (_produce, (shared, problem, Q_desc, K_desc, V_desc, dO_desc, rows_ptr, GROUP, IS_CAUSAL)),
     ], [4, 1], [240, 24])  # fmt: skip
 
 
