@@ -59,15 +59,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from cs336_systems.attention.hopper.builtins import meet_consumers, meet_warps, tma_add
-from cs336_systems.attention.hopper.descriptors import (
-    CachedKernel,
-    readable,
-    strides_are_readable,
-    tile_descriptor,
-)
+from cs336_systems.attention.hopper.descriptors import readable, strides_are_readable, tile_descriptor
+from cs336_systems.attention.hopper.schedule import CONSUMER_WARPS
 from cs336_systems.attention.tiles import head_tile
 from cs336_systems.attention.tiles.config import TMA_ALIGNMENT_BYTES
 from cs336_systems.attention.triton.launcher import KEPT_SHAPES, KeptLaunches, Launched
+from cs336_systems.attention.triton.launching import launch
 from cs336_systems.attention.triton.steps import L2_SHARE_BYTES, LOG2_E
 from cs336_systems.profiling.stages import stage
 
@@ -445,23 +442,19 @@ def hopper_backward_convert_kernel(
     tl.store(dQ_ptr + dQ_rows * D + columns[None, :], (sums * scale).to(dQ_ptr.dtype.element_ty), mask=inside)
 
 
-_preprocess = CachedKernel(hopper_backward_preprocess_kernel)
-_differentiate = CachedKernel(hopper_backward_kernel)
-_convert = CachedKernel(hopper_backward_convert_kernel)
-
-
 class _Call(NamedTuple):
     """What shapes and strides decide of the three launches, found again in one step: short calls wait for the host."""
 
-    preprocess_grid: tuple[int, int, int]
+    preprocess_grid: tuple[int]
     preprocess_numbers: tuple[int, ...]
-    grid: tuple[int, int, int]
+    preprocess_options: dict[str, int]
+    grid: tuple[int]
     numbers: tuple[int | float, ...]
-    constants: tuple[int | bool, ...]
-    convert_grid: tuple[int, int, int]
-    width: int  # of a head tile
+    options: dict[str, int]
+    convert_grid: tuple[int]
+    convert_numbers: tuple[int | float, ...]
+    convert_options: dict[str, int]
     query_tile: int
-    num_rows: int  # of a head, padded
     seen_keys: int  # of a head: the first so many, by a query; in whole tiles
     grad_q_strides: tuple[int, ...]
     grad_k_strides: tuple[int, ...]
@@ -484,22 +477,27 @@ def _prepare(
     num_key_tiles = -(-(min(num_keys, num_queries) if is_causal else num_keys) // KEY_TILE.value)
     streamed_bytes = group * num_rows * width * (2 * dtype.itemsize + 4)  # Q, dO, and dQ in float32
     heads_together = max(1, min(batch * kv_heads, L2_SHARE_BYTES // streamed_bytes))
+    light_options = {"D": head_dim, "D_TILE": width, "ROWS": LIGHT_ROWS}
     operands = (
         (q_shape, q_strides), (k_shape, k_strides), (k_shape, v_strides), (q_shape, output_strides),
         (q_shape, grad_strides),
     )  # fmt: skip
     return _Call(
-        preprocess_grid=(num_rows // LIGHT_ROWS * batch * heads, 1, 1),
+        preprocess_grid=(num_rows // LIGHT_ROWS * batch * heads,),
         preprocess_numbers=(
             *_in_chunks(q_shape, output_strides), *_in_chunks(q_shape, grad_strides), heads, num_queries, num_rows
         ),
-        grid=(num_key_tiles * batch * kv_heads, 1, 1),
+        preprocess_options={"HAS_DL": has_grad_lse, **light_options},
+        grid=(num_key_tiles * batch * kv_heads,),
         numbers=(kv_heads, heads_together, num_queries, num_keys, scale * LOG2_E.value),
-        constants=(group, is_causal, num_key_tiles * KEY_TILE.value <= num_keys),
-        convert_grid=(-(-num_queries // LIGHT_ROWS) * batch * heads, 1, 1),
-        width=width,
+        options={
+            "GROUP": group, "IS_CAUSAL": is_causal, "WHOLE_KEY_TILES": num_key_tiles * KEY_TILE.value <= num_keys,
+            "num_warps": CONSUMER_WARPS,
+        },
+        convert_grid=(-(-num_queries // LIGHT_ROWS) * batch * heads,),
+        convert_numbers=(num_queries, num_rows, scale),
+        convert_options=light_options,
         query_tile=QUERY_TILES[width],
-        num_rows=num_rows,
         seen_keys=num_key_tiles * KEY_TILE.value,
         grad_q_strides=(heads * num_queries * head_dim, num_queries * head_dim, head_dim, 1),
         grad_k_strides=(kv_heads * num_keys * head_dim, num_keys * head_dim, head_dim, 1),
@@ -546,7 +544,6 @@ def hopper_backward(
         if grad_q.shape != shape:  # head_dim was padded
             grad_q, grad_k, grad_v = (x[..., : shape[-1]].contiguous() for x in (grad_q, grad_k, grad_v))
         return grad_q, grad_k, grad_v
-    has_grad_lse = grad_lse is not None
     grad_lse = lse if grad_lse is None else grad_lse.contiguous()
     grad_q = q.new_empty_strided(shape, call.grad_q_strides)
     grad_k = k.new_empty_strided(k_shape, call.grad_k_strides)
@@ -556,8 +553,8 @@ def hopper_backward(
         for x in (grad_k, grad_v):
             x[:, :, call.seen_keys :] = 0
 
-    def launch() -> list[Launched | None]:
-        head_dim, query_tile, key_tile = shape[-1], call.query_tile, KEY_TILE.value
+    def launch_all() -> list[Launched | None]:
+        query_tile, key_tile = call.query_tile, KEY_TILE.value
         heads_of_k = (1, k_shape[0] * k_shape[1], *k_shape[2:])  # of dK and dV: programs count batch and heads as one
         tiles = [
             tile_descriptor(q, query_tile), tile_descriptor(k, key_tile), tile_descriptor(v, key_tile),
@@ -565,20 +562,19 @@ def hopper_backward(
             *(tile_descriptor(x.view(heads_of_k), CONSUMER_KEYS.value) for x in (grad_k, grad_v)),
         ]  # fmt: skip
         with stage("preprocess"):
-            first = _preprocess(
-                call.preprocess_grid,
-                (output, grad_output, lse, grad_lse, rows, sums, *call.preprocess_numbers),
-                (has_grad_lse, head_dim, call.width, LIGHT_ROWS), dtype,
+            first = launch(
+                hopper_backward_preprocess_kernel, call.preprocess_grid,
+                (output, grad_output, lse, grad_lse, rows, sums), call.preprocess_numbers, call.preprocess_options,
             )  # fmt: skip
         with stage("dkv"):  # and dQ's sums
-            second = _differentiate(call.grid, (*tiles, rows, *call.numbers), call.constants, dtype)
+            second = launch(hopper_backward_kernel, call.grid, (*tiles, rows), call.numbers, call.options)
         with stage("dq"):
-            third = _convert(
-                call.convert_grid, (sums, grad_q, shape[2], call.num_rows, scale),
-                (head_dim, call.width, LIGHT_ROWS), dtype,
+            third = launch(
+                hopper_backward_convert_kernel, call.convert_grid, (sums, grad_q), call.convert_numbers,
+                call.convert_options,
             )  # fmt: skip
         return [first, second, third]
 
     results = grad_q.data_ptr(), grad_k.data_ptr(), grad_v.data_ptr(), rows.data_ptr(), sums.data_ptr()
-    call.launches(device, (*inputs, lse.data_ptr(), grad_lse.data_ptr(), *results), launch)
+    call.launches(device, (*inputs, lse.data_ptr(), grad_lse.data_ptr(), *results), launch_all)
     return grad_q, grad_k, grad_v

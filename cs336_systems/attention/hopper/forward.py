@@ -54,15 +54,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from cs336_systems.attention.hopper.builtins import rescale_rows, warp_fence
-from cs336_systems.attention.hopper.descriptors import (
-    CachedKernel,
-    readable,
-    strides_are_readable,
-    tile_descriptor,
-)
-from cs336_systems.attention.hopper.schedule import CONSUMER_ROWS, KernelPlan, plan_forward
+from cs336_systems.attention.hopper.descriptors import readable, strides_are_readable, tile_descriptor
+from cs336_systems.attention.hopper.schedule import CONSUMER_ROWS, CONSUMER_WARPS, KernelPlan, plan_forward
 from cs336_systems.attention.tiles.config import TMA_ALIGNMENT_BYTES
 from cs336_systems.attention.triton.launcher import KEPT_SHAPES, KeptLaunches, Launched
+from cs336_systems.attention.triton.launching import launch
 from cs336_systems.attention.triton.steps import LN_2, LOG2_E, LOWEST
 from cs336_systems.profiling.stages import stage
 
@@ -498,15 +494,12 @@ def hopper_forward_kernel(
         )
 
 
-_kernel = CachedKernel(hopper_forward_kernel)
-
-
 class _Call(NamedTuple):
     """What shapes and strides decide of a launch; found again in one step, as short calls wait for the host."""
 
-    grid: tuple[int, int, int]
+    grid: tuple[int]
     numbers: tuple[int | float, ...]
-    plan: KernelPlan
+    options: dict[str, KernelPlan | int]
     key_tile: int
     output_strides: tuple[int, ...]
     lse_strides: tuple[int, ...]
@@ -523,18 +516,18 @@ def _prepare(
     _, kv_heads, num_keys, _ = k_shape
     # Without a GPU kernels are only compiled, and this number is no constant of theirs.
     gpu = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
-    launch = plan_forward(
+    planned = plan_forward(
         head_dim=head_dim, is_causal=is_causal, num_queries=num_queries, num_keys=num_keys, batch_heads=batch * heads,
         group=heads // kv_heads, num_multiprocessors=gpu, config=config,
     )  # fmt: skip
     operands = ((q_shape, q_strides), (k_shape, k_strides), (k_shape, v_strides))
     return _Call(
-        grid=(launch.num_programs, 1, 1),
+        grid=(planned.num_programs,),
         numbers=(
-            num_queries, num_keys, heads, heads // kv_heads, batch * heads, launch.heads_together, scale * LOG2_E.value
+            num_queries, num_keys, heads, heads // kv_heads, batch * heads, planned.heads_together, scale * LOG2_E.value
         ),
-        plan=launch.kernel_plan,
-        key_tile=launch.schedule.key_tile,
+        options={"PLAN": planned.kernel_plan, "num_warps": CONSUMER_WARPS},
+        key_tile=planned.schedule.key_tile,
         output_strides=(heads * num_queries * head_dim, num_queries * head_dim, head_dim, 1),
         lse_strides=(heads * num_queries, num_queries, 1),
         is_readable=all(strides_are_readable(shape, strides, dtype) for shape, strides in operands),
@@ -564,11 +557,11 @@ def hopper_forward(
     output = q.new_empty_strided(shape, call.output_strides)
     lse = q.new_empty_strided(shape[:-1], call.lse_strides, dtype=torch.float32)
 
-    def launch() -> list[Launched | None]:
+    def launch_it() -> list[Launched | None]:
         operands = ((q, CONSUMER_ROWS), (k, call.key_tile), (v, call.key_tile), (output, CONSUMER_ROWS))
         tiles = [tile_descriptor(x, rows) for x, rows in operands]
         with stage("forward"):
-            return [_kernel(call.grid, (*tiles, lse, *call.numbers), (call.plan,), dtype)]
+            return [launch(hopper_forward_kernel, call.grid, (*tiles, lse), call.numbers, call.options)]
 
-    call.launches(device, (*inputs, output.data_ptr(), lse.data_ptr()), launch)
+    call.launches(device, (*inputs, output.data_ptr(), lse.data_ptr()), launch_it)
     return output, lse

@@ -18,6 +18,7 @@ from typing import NamedTuple
 from cs336_systems.attention.tiles.config import head_tile
 
 CONSUMER_ROWS = 64  # rows of queries of a warp group
+CONSUMER_WARPS = 4  # a warp group's; kernels are launched with the first consumer's and specialise the others
 ORDERS = ("tiles", "pairs")
 PREFIX = "hopper_forward_"
 BYTES_PER_ELEMENT = 2
