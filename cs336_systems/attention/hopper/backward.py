@@ -62,10 +62,10 @@ from cs336_systems.attention.hopper.builtins import meet_consumers, meet_warps, 
 from cs336_systems.attention.hopper.descriptors import readable, strides_are_readable, tile_descriptor
 from cs336_systems.attention.hopper.schedule import CONSUMER_WARPS
 from cs336_systems.attention.tiles import head_tile
-from cs336_systems.attention.tiles.config import TMA_ALIGNMENT_BYTES
+from cs336_systems.attention.tiles.config import L2_SHARE_BYTES, TMA_ALIGNMENT_BYTES
 from cs336_systems.attention.triton.launcher import KEPT_SHAPES, KeptLaunches, Launched
 from cs336_systems.attention.triton.launching import launch
-from cs336_systems.attention.triton.steps import L2_SHARE_BYTES, LOG2_E
+from cs336_systems.attention.triton.steps import LOG2_E
 from cs336_systems.profiling.stages import stage
 
 KEY_TILE = gl.constexpr(128)  # the two consumers' 64 rows of a wgmma each

@@ -18,7 +18,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from cs336_systems.attention.tiles.config import TMA_ALIGNMENT_BYTES, head_tile, tma_reads_rows
-from cs336_systems.attention.triton.descriptors import strides_are_describable
+from cs336_systems.attention.triton.descriptors import described_strides, strides_are_describable
 from cs336_systems.attention.triton.launcher import KEPT_SHAPES
 
 ELEMENT_TYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
@@ -74,12 +74,10 @@ class _Address(NamedTuple):
 def _descriptor(
     address: int, dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...], rows: int, columns: int
 ) -> TensorDescriptor:
-    # A dimension of one element may have any stride, and TMA wants an aligned one.
-    aligned = TMA_ALIGNMENT_BYTES // dtype.itemsize
-    strides = (*(stride if size > 1 else aligned for stride, size in zip(strides[:-1], shape)), 1)
     return TensorDescriptor(
-        _Address(address, dtype), list(shape), list(strides), [1, 1, rows, columns], tile_layout(dtype, rows, columns)
-    )
+        _Address(address, dtype), list(shape), described_strides(shape, strides, dtype.itemsize),
+        [1, 1, rows, columns], tile_layout(dtype, rows, columns),
+    )  # fmt: skip
 
 
 @cache

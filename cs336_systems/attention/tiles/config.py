@@ -11,6 +11,9 @@ MIN_TILE = 16  # rows: fewer no tensor core multiplies
 MIN_HEAD_TILE = 64
 MAX_HEAD_DIM = 256
 TMA_ALIGNMENT_BYTES = 16  # where rows that Hopper's copy engine reads may begin
+# Rows that programs running at one time should share: about half of the L2 cache of an H200 or a B200 (50 to 126 MB);
+# the rest streams.
+L2_SHARE_BYTES = 32 * 2**20
 PRECISIONS = ("ieee", "tf32x3")  # of float32 dots; 16-bit ones have no choice
 TMA_BARRIER_BYTES = 1024  # of barriers that copies signal, as far apart as the tiles' alignment puts them
 _NAME = re.compile(

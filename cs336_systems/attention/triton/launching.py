@@ -11,6 +11,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache, lru_cache
 from typing import Any, TypeVar
 
@@ -107,6 +108,12 @@ def num_tiles(rows: int, tile: int) -> int:
 def contiguous_like(x: Tensor) -> Tensor:
     """An uninitialised tensor of x's shape and dtype."""
     return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def on_device_of(x: Tensor) -> AbstractContextManager[Any]:
+    """Triton launches on the current CUDA device, which need not be x's."""
+    elsewhere = x.is_cuda and x.device.index != torch.cuda.current_device()
+    return torch.cuda.device(x.device) if elsewhere else nullcontext()
 
 
 def launch_fitting(

@@ -21,10 +21,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from cs336_systems.attention.tiles.config import L2_SHARE_BYTES
+
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
-# Rows that programs running at one time should share: about half of the L2 cache of an H200 or a B200 (50 to 126 MB).
-L2_SHARE_BYTES = 32 * 2**20
 # The backward's numbers of a query row, L in base 2 and D, are padded to a multiple of so many rows, at least a tile.
 # Rows past the end have L = +inf, hence P = 0, and the loads need no bounds, which Triton would not pipeline.
 ROW_PADDING = tl.constexpr(256)
