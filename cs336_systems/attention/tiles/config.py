@@ -108,9 +108,8 @@ class KernelConfig:
         scores = self.query_tile * self.key_tile * bytes_per_element  # P or dS on its way to be an operand
         if self.kernel == "dq":  # holds Q and dO, streams K and V
             return held * 2 * queries + self.num_stages * 2 * keys + scores + barriers
-        return (
-            held * 2 * keys + self.num_stages * 2 * queries + scores + barriers
-        )  # dkdv holds K and V, streams Q and dO
+        # dkdv holds K and V, streams Q and dO
+        return held * 2 * keys + self.num_stages * 2 * queries + scores + barriers
 
 
 def tma_reads_rows(head_dim: int, bytes_per_element: int) -> bool:
