@@ -13,11 +13,12 @@ import json
 from typing import Any
 
 import torch
-from torch import Tensor
 from triton.compiler.compiler import CompiledKernel
 from triton.runtime.jit import JITFunction
 
 from cs336_systems.attention.compilation import _OfflineDriver
+from cs336_systems.attention.hopper.backward import hopper_backward
+from cs336_systems.attention.hopper.forward import hopper_forward
 from cs336_systems.attention.tiles import KernelConfig
 from cs336_systems.attention.triton.backward import launch_backward
 from cs336_systems.attention.triton.forward import launch_forward
@@ -28,9 +29,9 @@ classified: list[str] = []
 
 
 def show(argument: Any) -> Any:
-    if isinstance(argument, Tensor):
-        return ["tensor", argument.data_ptr(), str(argument.dtype)]
-    return ["descriptor", show(argument.base), argument.block_shape] if hasattr(argument, "base") else argument
+    if hasattr(argument, "base"):
+        return ["descriptor", show(argument.base), argument.block_shape]
+    return ["tensor", argument.data_ptr(), str(argument.dtype)] if hasattr(argument, "data_ptr") else argument
 
 
 def record_launches() -> None:
@@ -74,6 +75,8 @@ def main() -> None:
             aligned, aligned, aligned, output, lse, aligned, None, is_causal=True, scale=scale,
             dkdv_config=configs[1], dq_config=configs[2],
         )  # fmt: skip
+        output, lse = hopper_forward(aligned, aligned, aligned, True, scale)
+        hopper_backward(aligned, aligned, aligned, output, lse, aligned, None, True, scale)
 
 
 if __name__ == "__main__":

@@ -54,9 +54,9 @@ class Problem:
         )
         strides = (x.stride() for x in (q, k, k, q, q))
         call = backward._prepare(q.shape, k.shape, *strides, q.dtype, q.device, self.is_causal, 1.0, False)
-        assert call.grid == (self.programs, 1, 1)
+        assert call.grid == (self.programs,)
         assert call.seen_keys == self.key_tiles * KEY_TILE
-        return call.constants[-1]
+        return call.options["WHOLE_KEY_TILES"]
 
     @property
     def head_dim(self) -> int:
@@ -369,18 +369,15 @@ def test_the_search_finds_a_slot_that_is_released_too_early():
 
 @pytest.fixture
 def launched(monkeypatch) -> dict[str, tuple]:
-    """The launches of `hopper_backward`: name -> (grid, arguments, constants)."""
+    """The launches of `hopper_backward`: name -> (grid, tensors, numbers, options)."""
     calls: dict[str, tuple] = {}
 
-    def recorder(name):
-        def launch(grid, arguments, constants, dtype):
-            assert name not in calls
-            calls[name] = (grid, arguments, constants)
+    def launch(kernel, *call):
+        name = kernel.fn.__name__.removeprefix("hopper_backward_")
+        assert name not in calls
+        calls[name] = call
 
-        return launch
-
-    for name in ("_preprocess", "_differentiate", "_convert"):
-        monkeypatch.setattr(backward, name, recorder(name))
+    monkeypatch.setattr(backward, "launch", launch)
     return calls
 
 
@@ -401,10 +398,9 @@ def test_the_launcher_hands_over_the_call(launched, head_dim, lengths):
     width = 64 if head_dim <= 64 else 128
     query_tile, num_rows = backward.QUERY_TILES[width], -(-queries // 128) * 128
     key_tiles = -(-min(keys, queries) // 128)
-    grid, (q_tiles, k_tiles, v_tiles, do_tiles, dq_tiles, dk_tiles, dv_tiles, rows, *numbers), constants = launched[
-        "_differentiate"
-    ]
-    assert grid == (key_tiles * 6, 1, 1)
+    grid, tensors, numbers, options = launched["kernel"]
+    q_tiles, k_tiles, v_tiles, do_tiles, dq_tiles, dk_tiles, dv_tiles, rows = tensors
+    assert grid == (key_tiles * 6,)
     inputs = (q_tiles, k_tiles, v_tiles, do_tiles)
     assert [x.block_shape for x in inputs] == [[1, 1, n, width] for n in (query_tile, 128, 128, query_tile)]
     assert [x.shape[:3] for x in inputs] == [list(x.shape[:3]) for x in (q, k, k, q)]
@@ -417,18 +413,19 @@ def test_the_launcher_hands_over_the_call(launched, head_dim, lengths):
     kv_heads, together, num_queries, num_keys, scale_log2 = numbers
     assert (kv_heads, num_queries, num_keys) == (3, queries, keys) and 1 <= together <= 6
     assert scale_log2 == pytest.approx(0.5 * 1.4426950408889634)
-    assert constants == (2, True, key_tiles * 128 <= keys)
+    assert options == {"GROUP": 2, "IS_CAUSAL": True, "WHOLE_KEY_TILES": key_tiles * 128 <= keys, "num_warps": 4}
     assert not dk[:, :, key_tiles * 128 :].any() and not dv[:, :, key_tiles * 128 :].any()
 
-    grid, arguments, constants = launched["_preprocess"]
-    assert grid == (num_rows // 64 * 12, 1, 1) and constants == (False, padded, width, 64)
-    assert arguments[4] is rows
+    grid, tensors, numbers, options = launched["preprocess_kernel"]
+    columns = {"D": padded, "D_TILE": width, "ROWS": 64}
+    assert grid == (num_rows // 64 * 12,) and options == {"HAS_DL": False} | columns
+    assert tensors[4] is rows
     row = padded // 8
-    assert arguments[6:12] == (6 * queries * row, queries * row, row) * 2
-    grid, (sums, result, *numbers), constants = launched["_convert"]
-    assert grid == (-(-queries // 64) * 12, 1, 1) and constants == (padded, width, 64)
-    assert (result is dq) == (padded == head_dim) and result.shape[-1] == padded and numbers == [queries, num_rows, 0.5]
-    assert sums.data_ptr() == dq_tiles.base.data_ptr() == arguments[5].data_ptr()
+    assert numbers == ((6 * queries * row, queries * row, row) * 2 + (6, queries, num_rows))
+    grid, (sums, result), numbers, options = launched["convert_kernel"]
+    assert grid == (-(-queries // 64) * 12,) and options == columns
+    assert (result is dq) == (padded == head_dim) and result.shape[-1] == padded and numbers == (queries, num_rows, 0.5)
+    assert sums.data_ptr() == dq_tiles.base.data_ptr() == tensors[5].data_ptr()
 
 
 def test_the_launcher_copies_what_tma_cannot_read(launched):
@@ -436,12 +433,12 @@ def test_the_launcher_copies_what_tma_cannot_read(launched):
     do = torch.ones((), dtype=torch.bfloat16).expand(q.shape)
     dl = torch.ones(()).expand(1, 2, 100)
     backward.hopper_backward(q, q, q, q, torch.randn(1, 2, 100), do, dl, False, 0.5)
-    _, (q_tiles, _, _, do_tiles, *_), _ = launched["_differentiate"]
+    _, (q_tiles, _, _, do_tiles, *_), *_ = launched["kernel"]
     assert q_tiles.base.data_ptr() == q.data_ptr()
     assert do_tiles.strides[1:] == [100 * 64, 64, 1]
-    _, (_, copied, _, grad_lse, *_), constants = launched["_preprocess"]
+    _, (_, copied, _, grad_lse, *_), _, options = launched["preprocess_kernel"]
     assert torch.equal(copied, do) and copied.is_contiguous()
-    assert torch.equal(grad_lse, dl) and grad_lse.is_contiguous() and constants[0] is True
+    assert torch.equal(grad_lse, dl) and grad_lse.is_contiguous() and options["HAS_DL"] is True
 
 
 def test_the_launches_are_stages(launched):
@@ -453,7 +450,7 @@ def test_the_launches_are_stages(launched):
 
     samples = time_stages(differentiate, device="cpu", num_samples=2, warmup=0)
     assert list(samples) == ["preprocess", "dkv", "dq", TOTAL] and set(samples) - {TOTAL} < set(STAGES)
-    assert list(launched) == ["_preprocess", "_differentiate", "_convert"]
+    assert list(launched) == ["preprocess_kernel", "kernel", "convert_kernel"]
 
 
 def test_strides_of_any_size_fit_32_bits():

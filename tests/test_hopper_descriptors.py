@@ -14,6 +14,7 @@ from cs336_systems.profiling.stages import TOTAL, time_stages
 
 descriptors = pytest.importorskip("cs336_systems.attention.hopper.descriptors")
 forward = pytest.importorskip("cs336_systems.attention.hopper.forward")
+launching = pytest.importorskip("cs336_systems.attention.triton.launching")
 
 SHAPE = (2, 3, 40, 64)
 
@@ -85,68 +86,71 @@ def test_a_descriptor_holds_no_memory():
 
 
 class _Kernel:
-    """Stands for a Gluon kernel: counts compilations, keeps launches."""
+    """Stands for a Gluon kernel and for what it compiles to: counts compilations, keeps launches."""
+
+    fn = staticmethod(lambda: None)
+    arg_names = ("tiles", "pointer", "number", "scale", "IS_CAUSAL")
 
     def __init__(self):
-        self.compiled = []
-        self.launched = []
-
-    def warmup(self, *arguments, grid, num_warps):
-        self.compiled.append(arguments)
-        return self
+        self.num_compiled, self.launched, self.result = 0, [], self
 
     def __getitem__(self, grid):
-        return lambda *arguments: self.launched.append((grid, arguments))
+        def run(*arguments, **options):
+            self.launched.append((grid, arguments))
+            if options:  # by name only on the way through Triton, which compiles
+                self.num_compiled += 1
+            return self.result
+
+        return run
 
 
 @pytest.fixture
-def on_a_device(monkeypatch):
-    class Driver:
-        device = 0
-
-        def get_current_device(self):
-            return self.device
-
-    driver = Driver()
-    monkeypatch.setattr(descriptors, "driver", type("Config", (), {"active": driver}))
-    return driver
+def kernel(monkeypatch):
+    monkeypatch.setattr(launching, "_compiled", {})
+    return _Kernel()
 
 
-def test_a_kernel_is_compiled_once_for_what_it_is_compiled_for(on_a_device):
-    kernel = _Kernel()
-    launch = descriptors.CachedKernel(kernel)
-    for number in range(3):
-        launch((4, 1, 1), (number,), (True, 64), torch.bfloat16)
-    assert len(kernel.compiled) == 1
-    assert kernel.launched == [((4, 1, 1), (number, True, 64)) for number in range(3)]
-    launch((4, 1, 1), (0,), (False, 64), torch.bfloat16)
-    launch((4, 1, 1), (0,), (True, 64), torch.float16)
-    on_a_device.device = 1
-    launch((4, 1, 1), (0,), (True, 64), torch.bfloat16)
-    assert len(kernel.compiled) == 4
+def call(kernel, x, number=1, tile=64, is_causal=True):
+    tensors = descriptors.tile_descriptor(x, tile), x
+    options = {"IS_CAUSAL": is_causal, "num_warps": 4}
+    return tensors, launching.launch(kernel, (7,), tensors, (number, 0.5), options)
 
 
-def test_another_tile_is_another_kernel(on_a_device):
+def test_a_kernel_is_compiled_once_for_what_it_is_compiled_for(kernel):
+    x = rows(*SHAPE)
+    for _ in range(3):
+        tensors, launched = call(kernel, x)
+        assert launched == (kernel, (7, 1, 1), (*tensors, 1, 0.5))
+    assert kernel.num_compiled == 1
+    assert [(grid, arguments[2:]) for grid, arguments in kernel.launched] == [
+        ((7,), (1, 0.5)), *[((7, 1, 1), (1, 0.5, True))] * 2
+    ]  # fmt: skip
+    for change in ({"number": 2}, {"is_causal": False}, {"x": x.half()}):
+        call(kernel, **({"x": x} | change))
+    assert kernel.num_compiled == 4
+
+
+def test_another_tile_is_another_kernel(kernel):
     """Head dims of one set of constants shared a compiled kernel: of the larger one half the columns were read."""
-    kernel = _Kernel()
-    launch = descriptors.CachedKernel(kernel)
     for head_dim in (64, 128, 64, 128):
-        launch((1, 1, 1), (descriptors.tile_descriptor(rows(2, 3, 40, head_dim), 64),), (), torch.bfloat16)
-    assert len(kernel.compiled) == 2
+        call(kernel, rows(2, 3, 40, head_dim))
+    assert kernel.num_compiled == 2
+    call(kernel, rows(2, 3, 40, 64), tile=128)
+    assert kernel.num_compiled == 3
 
 
-def test_a_compilation_that_is_stopped_is_not_launched(on_a_device):
-    kernel = _Kernel()
-    kernel.warmup = lambda *arguments, **options: None
-    descriptors.CachedKernel(kernel)((1, 1, 1), (), (), torch.bfloat16)
-    assert not kernel.launched
+def test_a_compilation_that_is_stopped_is_not_launched(kernel):
+    kernel.result = None
+    for _ in range(2):
+        assert call(kernel, rows(*SHAPE))[1] is None
+    assert kernel.num_compiled == 2
 
 
 @pytest.fixture
-def launched(on_a_device, monkeypatch):
-    kernel = _Kernel()
-    monkeypatch.setattr(forward, "_kernel", descriptors.CachedKernel(kernel))
-    return kernel.launched
+def launched(monkeypatch):
+    calls = []
+    monkeypatch.setattr(forward, "launch", lambda *call: calls.append(call))
+    return calls
 
 
 @pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "full"])
@@ -156,7 +160,7 @@ def test_the_launcher_hands_over_the_call(launched, head_dim, is_causal):
     output, lse = forward.hopper_forward(q, k, v, is_causal, 0.5)
     assert output.shape == q.shape and output.is_contiguous() and output.dtype == q.dtype
     assert lse.shape == (2, 6, 300) and lse.dtype == torch.float32
-    ((grid, (q_tiles, k_tiles, v_tiles, o_tiles, lse_out, *numbers, plan)),) = launched
+    ((kernel, grid, (q_tiles, k_tiles, v_tiles, o_tiles, lse_out), numbers, options),) = launched
     num_queries, num_keys, heads, group, batch_heads, together, scale_log2 = numbers
     assert (num_queries, num_keys, heads, group, batch_heads) == (300, 200, 6, 2, 12)
     assert 1 <= together <= 12
@@ -169,8 +173,9 @@ def test_the_launcher_hands_over_the_call(launched, head_dim, is_causal):
     assert [x.shape[:3] for x in (q_tiles, k_tiles, v_tiles, o_tiles)] == [
         [2, 6, 300], [2, 3, 200], [2, 3, 200], [2, 6, 300]
     ]  # fmt: skip
+    plan = options["PLAN"]
     assert (plan.head_tile, plan.is_causal) == (tile, is_causal)
-    assert grid[1:] == (1, 1) and grid[0] >= 1
+    assert kernel is forward.hopper_forward_kernel and grid[0] >= 1 and options["num_warps"] == 4
 
 
 def test_the_launch_is_a_stage(launched):
@@ -183,7 +188,7 @@ def test_the_launcher_copies_what_tma_cannot_read(launched):
     q = rows(1, 2, 100, 64)
     k = rows(1, 1, 100, 64).expand(1, 2, 100, 64)
     forward.hopper_forward(q, k, k, True, 0.5)
-    ((_, (q_tiles, k_tiles, *_)),) = launched
+    ((_, _, (q_tiles, k_tiles, *_), *_),) = launched
     assert q_tiles.base.data_ptr() == q.data_ptr()
     assert k_tiles.base.data_ptr() != k.data_ptr() and k_tiles.strides[1:] == [100 * 64, 64, 1]
 

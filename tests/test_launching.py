@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from cs336_systems.attention import BlockMask, flash_attention
+from cs336_systems.attention.triton.steps import LOG2_E
 from cs336_systems.attention.validation import to_autocast_dtype
 from cs336_systems.profiling.stages import STAGES, TOTAL, time_stages, unaccounted
 from tests.test_s4_attention import DEVICES, inputs, run
@@ -52,13 +53,18 @@ def test_a_shifted_pointer_is_another_kernel(launches):
 
 def test_another_scale_reaches_the_kernel(launches):
     """Floating-point numbers are no part of what finds a kernel, and are passed on."""
-    kernels = ("flash_backward_preprocess_kernel", "flash_backward_dkdv_kernel", "flash_backward_dq_kernel")
-    for kernel in kernels:
+    scales = {
+        "flash_backward_dkdv_kernel": (0.125, 0.25), "flash_backward_dq_kernel": (0.125, 0.25),
+        "hopper_forward_kernel": (0.125 * LOG2_E.value, 0.25 * LOG2_E.value),
+        "hopper_backward_kernel": (0.125 * LOG2_E.value, 0.25 * LOG2_E.value),
+        "hopper_backward_convert_kernel": (0.125, 0.25),
+    }  # fmt: skip
+    for kernel in (*scales, "flash_backward_preprocess_kernel", "hopper_backward_preprocess_kernel"):
         first, second = (launch for launch in launches if launch["kernel"] == kernel)
         assert first["classified"] and not second["classified"]
         assert first["hash"] == second["hash"]
-        if kernel != kernels[0]:
-            assert 0.125 in first["arguments"] and 0.25 in second["arguments"] and 0.125 not in second["arguments"]
+        for launch, scale in zip((first, second), scales.get(kernel, ())):
+            assert scale in launch["arguments"]
     *_, first, second = (launch for launch in launches if launch["kernel"] == "flash_forward_kernel")
     assert first["arguments"][0][0] == "descriptor" and not second["classified"]
     assert first["arguments"][0] == second["arguments"][0]
@@ -68,7 +74,8 @@ def test_every_kernel_can_be_launched_by_the_driver_alone(launches):
     """Its parameters are those that its PTX declares: another version of Triton may pass others."""
     assert {launch["kernel"] for launch in launches if launch["bindable"]} == {
         "flash_forward_kernel", "flash_backward_preprocess_kernel", "flash_backward_dkdv_kernel",
-        "flash_backward_dq_kernel",
+        "flash_backward_dq_kernel", "hopper_forward_kernel", "hopper_backward_preprocess_kernel",
+        "hopper_backward_kernel", "hopper_backward_convert_kernel",
     }  # fmt: skip
     assert all(launch["bindable"] for launch in launches)
 

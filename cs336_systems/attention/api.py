@@ -163,9 +163,7 @@ def _kernels(backend: str) -> AttentionOperator:
     return triton_attention
 
 
-def _is_usual(
-    q: Tensor, k: Tensor, v: Tensor, flags: tuple[bool, ...], scale: float | None, backend: str
-) -> bool:  # fmt: skip
+def _is_usual(q: Tensor, k: Tensor, v: Tensor, flags: tuple[bool, ...], scale: float | None, backend: str) -> bool:
     """Whether `_check_once` checks all that there is to check, and nothing has to be cast or reshaped.
 
     Short sequences wait for the host, so what facts decide is decided once. Compilers trace the whole of it.

@@ -59,16 +59,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from cs336_systems.attention.hopper.builtins import meet_consumers, meet_warps, tma_add
-from cs336_systems.attention.hopper.descriptors import (
-    CachedKernel,
-    readable,
-    strides_are_readable,
-    tile_descriptor,
-)
+from cs336_systems.attention.hopper.descriptors import readable, strides_are_readable, tile_descriptor
+from cs336_systems.attention.hopper.schedule import CONSUMER_WARPS
 from cs336_systems.attention.tiles import head_tile
-from cs336_systems.attention.tiles.config import TMA_ALIGNMENT_BYTES
+from cs336_systems.attention.tiles.config import L2_SHARE_BYTES, TMA_ALIGNMENT_BYTES
 from cs336_systems.attention.triton.launcher import KEPT_SHAPES, KeptLaunches, Launched
-from cs336_systems.attention.triton.steps import L2_SHARE_BYTES, LOG2_E
+from cs336_systems.attention.triton.launching import launch
+from cs336_systems.attention.triton.steps import LOG2_E
 from cs336_systems.profiling.stages import stage
 
 KEY_TILE = gl.constexpr(128)  # the two consumers' 64 rows of a wgmma each
@@ -129,6 +126,32 @@ def _mma_layout(columns):
     return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 16])
 
 
+class _Problem(NamedTuple):
+    """The numbers of a call."""
+
+    N_KV_HEADS: gl.tensor
+    HEADS_TOGETHER: gl.tensor  # see `tile_of_program`
+    N_QUERIES: gl.tensor
+    N_KEYS: gl.tensor
+    scale_log2: gl.tensor
+
+
+class _Shared(NamedTuple):
+    """What producer and consumers share: tiles and rows in shared memory, and the barriers that guard them."""
+
+    Q_slots: gl.shared_memory_descriptor  # (SLOTS, Q_TILE_SIZE, D_TILE)
+    dO_slots: gl.shared_memory_descriptor  # the same
+    K_tile: gl.shared_memory_descriptor  # (KEY_TILE, D_TILE)
+    V_tile: gl.shared_memory_descriptor  # the same
+    dS_tiles: gl.shared_memory_descriptor  # (2, KEY_TILE, Q_TILE_SIZE), transposed, of two steps in turn
+    dQ_tiles: gl.shared_memory_descriptor  # (2, HALF, HALF), each consumer's on its way to memory
+    L_slots: gl.shared_memory_descriptor  # (SLOTS, Q_TILE_SIZE)
+    delta_slots: gl.shared_memory_descriptor  # the same
+    kv_full: gl.shared_memory_descriptor  # one barrier
+    full: gl.shared_memory_descriptor  # a barrier a slot
+    empty: gl.shared_memory_descriptor  # a barrier a slot
+
+
 # Which tiles a program visits. Arithmetic on integers: the tests run these functions as Python.
 
 
@@ -180,6 +203,15 @@ def query_of_step(step, first_tile, tiles, Q_TILE_SIZE: gl.constexpr, IS_CAUSAL:
 
 
 @gluon.jit
+def _own_tile(problem, IS_CAUSAL: gl.constexpr):
+    """`tile_of_program` of this program."""
+    return tile_of_program(
+        gl.program_id(0), gl.num_programs(0), key_tiles(problem.N_QUERIES, problem.N_KEYS, IS_CAUSAL),
+        problem.HEADS_TOGETHER,
+    )  # fmt: skip
+
+
+@gluon.jit
 def _as_block(tile, desc):
     """A (rows, columns) tile of shared memory as TMA sees it, a tile of (batch, heads, rows, columns)."""
     return tile._reinterpret(desc.dtype, desc.block_shape, desc.layout)
@@ -187,24 +219,20 @@ def _as_block(tile, desc):
 
 @gluon.jit
 def _produce(
-    shared, Q_desc, K_desc, V_desc, dO_desc, rows_ptr, N_KV_HEADS, HEADS_TOGETHER, N_QUERIES, N_KEYS,
-    GROUP: gl.constexpr, IS_CAUSAL: gl.constexpr,
+    shared, problem, Q_desc, K_desc, V_desc, dO_desc, rows_ptr, GROUP: gl.constexpr, IS_CAUSAL: gl.constexpr
 ):  # fmt: skip
     """The producer warp: K and V once, then each step's Q, dO, L and delta, as slots become free."""
-    Q_slots, dO_slots, K_tile, V_tile, dS_tiles, dQ_tiles, L_slots, D_slots, kv_full, full, empty = shared
-    Q_TILE_SIZE: gl.constexpr = Q_slots.shape[1]
+    Q_TILE_SIZE: gl.constexpr = shared.Q_slots.shape[1]
     ROWS_LAYOUT: gl.constexpr = gl.BlockedLayout([Q_TILE_SIZE // 32], [32], [1], [0])
-    key_tile, batch_head = tile_of_program(
-        gl.program_id(0), gl.num_programs(0), key_tiles(N_QUERIES, N_KEYS, IS_CAUSAL), HEADS_TOGETHER
-    )
-    batch, kv_head = batch_head // N_KV_HEADS, batch_head % N_KV_HEADS
-    tiles = query_tiles(N_QUERIES, Q_TILE_SIZE)
+    key_tile, batch_head = _own_tile(problem, IS_CAUSAL)
+    batch, kv_head = batch_head // problem.N_KV_HEADS, batch_head % problem.N_KV_HEADS
+    tiles = query_tiles(problem.N_QUERIES, Q_TILE_SIZE)
     first_tile, steps = walk_of_tile(key_tile, tiles, Q_TILE_SIZE, IS_CAUSAL)
 
-    mbarrier.expect(kv_full.index(0), K_desc.block_type.nbytes + V_desc.block_type.nbytes)
+    mbarrier.expect(shared.kv_full.index(0), K_desc.block_type.nbytes + V_desc.block_type.nbytes)
     key_block = [batch, kv_head, key_tile * KEY_TILE, 0]
-    tma.async_copy_global_to_shared(K_desc, key_block, kv_full.index(0), _as_block(K_tile, K_desc))
-    tma.async_copy_global_to_shared(V_desc, key_block, kv_full.index(0), _as_block(V_tile, V_desc))
+    tma.async_copy_global_to_shared(K_desc, key_block, shared.kv_full.index(0), _as_block(shared.K_tile, K_desc))
+    tma.async_copy_global_to_shared(V_desc, key_block, shared.kv_full.index(0), _as_block(shared.V_tile, V_desc))
     for member in range(GROUP):
         head = kv_head * GROUP + member
         rows_of_head = rows_ptr + (batch_head * GROUP + member).to(gl.int64) * (2 * tiles * Q_TILE_SIZE)
@@ -215,26 +243,26 @@ def _produce(
             delta = gl.load(rows_of_head + tiles * Q_TILE_SIZE + rows)
             step = member * steps + j
             slot = step % SLOTS
-            mbarrier.wait(empty.index(slot), ((step // SLOTS) & 1) ^ 1)
-            mbarrier.expect(full.index(slot), Q_desc.block_type.nbytes + dO_desc.block_type.nbytes)
+            mbarrier.wait(shared.empty.index(slot), ((step // SLOTS) & 1) ^ 1)
+            mbarrier.expect(shared.full.index(slot), Q_desc.block_type.nbytes + dO_desc.block_type.nbytes)
             query_block = [batch, head, first_query, 0]
             tma.async_copy_global_to_shared(
-                Q_desc, query_block, full.index(slot), _as_block(Q_slots.index(slot), Q_desc)
+                Q_desc, query_block, shared.full.index(slot), _as_block(shared.Q_slots.index(slot), Q_desc)
             )  # fmt: skip
             tma.async_copy_global_to_shared(
-                dO_desc, query_block, full.index(slot), _as_block(dO_slots.index(slot), dO_desc)
+                dO_desc, query_block, shared.full.index(slot), _as_block(shared.dO_slots.index(slot), dO_desc)
             )  # fmt: skip
-            L_slots.index(slot).store(L)
-            D_slots.index(slot).store(delta)
-            mbarrier.arrive(full.index(slot), count=1)
+            shared.L_slots.index(slot).store(L)
+            shared.delta_slots.index(slot).store(delta)
+            mbarrier.arrive(shared.full.index(slot), count=1)
 
 
 @gluon.jit
-def _hide(P_T, first_query, first_key, N_KEYS, IS_CAUSAL: gl.constexpr, S_LAYOUT: gl.constexpr):
+def _hide(P_T, first_query, first_key, N_KEYS, IS_CAUSAL: gl.constexpr):
     """Pᵀ with zeros where the key does not exist or, if causal, comes after the query."""
-    key_rows = first_key + gl.arange(0, P_T.shape[0], gl.SliceLayout(1, S_LAYOUT))
+    key_rows = first_key + gl.arange(0, P_T.shape[0], gl.SliceLayout(1, P_T.type.layout))
     if IS_CAUSAL:
-        query_rows = first_query + gl.arange(0, P_T.shape[1], gl.SliceLayout(0, S_LAYOUT))
+        query_rows = first_query + gl.arange(0, P_T.shape[1], gl.SliceLayout(0, P_T.type.layout))
         first_seen_by = gl.where(key_rows < N_KEYS, key_rows, 2**31 - 1)
         return gl.where(query_rows[None, :] >= first_seen_by[:, None], P_T, 0.0)
     else:
@@ -243,61 +271,60 @@ def _hide(P_T, first_query, first_key, N_KEYS, IS_CAUSAL: gl.constexpr, S_LAYOUT
 
 @gluon.jit
 def _step(
-    shared, dQ_desc, dK, dV, step, head_row, first_query, first_key, N_KEYS, scale_log2,
+    shared, problem, dQ_desc, dK, dV, step, head_row, first_query, first_key,
     CONSUMER: gl.constexpr, MASKED: gl.constexpr, IS_CAUSAL: gl.constexpr,
 ):  # fmt: skip
     """Fold one query tile into this consumer's dK and dV, and add its half of the tile's dQ."""
-    Q_slots, dO_slots, K_tile, V_tile, dS_tiles, dQ_tiles, L_slots, D_slots, kv_full, full, empty = shared
-    dtype: gl.constexpr = Q_slots.dtype
-    Q_TILE_SIZE: gl.constexpr = Q_slots.shape[1]
-    D_TILE: gl.constexpr = Q_slots.shape[2]
+    dtype: gl.constexpr = shared.Q_slots.dtype
+    Q_TILE_SIZE: gl.constexpr = shared.Q_slots.shape[1]
+    D_TILE: gl.constexpr = shared.Q_slots.shape[2]
     S_LAYOUT: gl.constexpr = _mma_layout(Q_TILE_SIZE)
     OPERAND: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=_mma_layout(D_TILE), k_width=2)
     FIRST_ROW: gl.constexpr = CONSUMER * CONSUMER_KEYS
-    K = K_tile.slice(FIRST_ROW, CONSUMER_KEYS, dim=0)
-    V = V_tile.slice(FIRST_ROW, CONSUMER_KEYS, dim=0)
+    K = shared.K_tile.slice(FIRST_ROW, CONSUMER_KEYS, dim=0)
+    V = shared.V_tile.slice(FIRST_ROW, CONSUMER_KEYS, dim=0)
     slot = step % SLOTS
-    Q, dO = Q_slots.index(slot), dO_slots.index(slot)
+    Q, dO = shared.Q_slots.index(slot), shared.dO_slots.index(slot)
     zeros = gl.zeros([CONSUMER_KEYS, Q_TILE_SIZE], gl.float32, S_LAYOUT)
 
-    mbarrier.wait(full.index(slot), (step // SLOTS) & 1)
+    mbarrier.wait(shared.full.index(slot), (step // SLOTS) & 1)
     S_T = warpgroup_mma(K, Q.permute((1, 0)), zeros, use_acc=False, is_async=True)
     dP_T = warpgroup_mma(V, dO.permute((1, 0)), zeros, use_acc=False, is_async=True)
     S_T = warpgroup_mma_wait(1, [S_T])
-    L = L_slots.index(slot).load(gl.SliceLayout(0, S_LAYOUT))
-    P_T = gl.exp2(S_T * scale_log2 - L[None, :])
+    L = shared.L_slots.index(slot).load(gl.SliceLayout(0, S_LAYOUT))
+    P_T = gl.exp2(S_T * problem.scale_log2 - L[None, :])
     if MASKED:
-        P_T = _hide(P_T, first_query, first_key + FIRST_ROW, N_KEYS, IS_CAUSAL, S_LAYOUT)
+        P_T = _hide(P_T, first_query, first_key + FIRST_ROW, problem.N_KEYS, IS_CAUSAL)
     dV = warpgroup_mma(gl.convert_layout(P_T.to(dtype), OPERAND), dO, dV, is_async=True)
     dP_T = warpgroup_mma_wait(1, [dP_T])
-    delta = D_slots.index(slot).load(gl.SliceLayout(0, S_LAYOUT))
+    delta = shared.delta_slots.index(slot).load(gl.SliceLayout(0, S_LAYOUT))
     dS_T = (P_T * (dP_T - delta[None, :])).to(dtype)
     dK = warpgroup_mma(gl.convert_layout(dS_T, OPERAND), Q, dK, is_async=True)
 
     # Two tiles take turns: the other consumer may still multiply the last step's.
-    both_dS_T = dS_tiles.index(step & 1)
+    both_dS_T = shared.dS_tiles.index(step & 1)
     both_dS_T.slice(FIRST_ROW, CONSUMER_KEYS, dim=0).store(dS_T)
     fence_async_shared()
-    dQ_tile = dQ_tiles.index(CONSUMER)
+    dQ_tile = shared.dQ_tiles.index(CONSUMER)
     zeros_dQ = gl.zeros([HALF, HALF], gl.float32, _mma_layout(HALF))
     if D_TILE == 128:
         # Waiting for the last add, meeting, releasing and adding take a barrier each; in this order there is no other.
         tma.store_wait(0)
         meet_consumers(DS_IS_WRITTEN)
-        K_half = K_tile.slice(CONSUMER * HALF, HALF, dim=1)
+        K_half = shared.K_tile.slice(CONSUMER * HALF, HALF, dim=1)
         dQ = warpgroup_mma(both_dS_T.permute((1, 0)), K_half, zeros_dQ, use_acc=False, is_async=True)
         dV, dK, dQ = warpgroup_mma_wait(0, [dV, dK, dQ])
         dQ_tile.store(dQ)
         fence_async_shared()
-        mbarrier.arrive(empty.index(slot), count=1)
+        mbarrier.arrive(shared.empty.index(slot), count=1)
         tma_add(dQ_desc, [0, 0, head_row + first_query, CONSUMER * HALF], _as_block(dQ_tile, dQ_desc))
     else:
         # The slot is free as soon as dK and dV are done: the producer refills it under dQ.
         meet_consumers(DS_IS_WRITTEN)
         dS_T_half = both_dS_T.slice(CONSUMER * HALF, HALF, dim=1)
-        dQ = warpgroup_mma(dS_T_half.permute((1, 0)), K_tile, zeros_dQ, use_acc=False, is_async=True)
+        dQ = warpgroup_mma(dS_T_half.permute((1, 0)), shared.K_tile, zeros_dQ, use_acc=False, is_async=True)
         dV, dK = warpgroup_mma_wait(1, [dV, dK])
-        mbarrier.arrive(empty.index(slot), count=1)
+        mbarrier.arrive(shared.empty.index(slot), count=1)
         tma.store_wait(0)
         dQ = warpgroup_mma_wait(0, [dQ])
         dQ_tile.store(dQ)
@@ -308,47 +335,44 @@ def _step(
 
 @gluon.jit
 def _consume(
-    shared, dQ_desc, dK_desc, dV_desc, HEADS_TOGETHER, N_QUERIES, N_KEYS, scale_log2,
+    shared, problem, dQ_desc, dK_desc, dV_desc,
     GROUP: gl.constexpr, IS_CAUSAL: gl.constexpr, WHOLE_KEY_TILES: gl.constexpr, CONSUMER: gl.constexpr,
 ):  # fmt: skip
     """A consumer warp group: dK and dV of 64 keys, and its half of dQ."""
-    Q_slots, dO_slots, K_tile, V_tile, dS_tiles, dQ_tiles, L_slots, D_slots, kv_full, full, empty = shared
-    dtype: gl.constexpr = Q_slots.dtype
-    Q_TILE_SIZE: gl.constexpr = Q_slots.shape[1]
-    D_TILE: gl.constexpr = Q_slots.shape[2]
+    dtype: gl.constexpr = shared.Q_slots.dtype
+    Q_TILE_SIZE: gl.constexpr = shared.Q_slots.shape[1]
+    D_TILE: gl.constexpr = shared.Q_slots.shape[2]
     MASKED_STEPS: gl.constexpr = KEY_TILE // Q_TILE_SIZE if IS_CAUSAL else 0
-    key_tile, batch_head = tile_of_program(
-        gl.program_id(0), gl.num_programs(0), key_tiles(N_QUERIES, N_KEYS, IS_CAUSAL), HEADS_TOGETHER
-    )
+    key_tile, batch_head = _own_tile(problem, IS_CAUSAL)
     first_key = key_tile * KEY_TILE
-    tiles = query_tiles(N_QUERIES, Q_TILE_SIZE)
+    tiles = query_tiles(problem.N_QUERIES, Q_TILE_SIZE)
     first_tile, steps = walk_of_tile(key_tile, tiles, Q_TILE_SIZE, IS_CAUSAL)
     dK = gl.zeros([CONSUMER_KEYS, D_TILE], gl.float32, _mma_layout(D_TILE))
     dV = gl.zeros([CONSUMER_KEYS, D_TILE], gl.float32, _mma_layout(D_TILE))
 
-    mbarrier.wait(kv_full.index(0), 0)
+    mbarrier.wait(shared.kv_full.index(0), 0)
     meet_warps()  # without it the compiler puts one where each step begins
     for member in range(GROUP):
         head_row = (batch_head * GROUP + member) * tiles * Q_TILE_SIZE
         for j in range(MASKED_STEPS if WHOLE_KEY_TILES else steps):
             first_query = query_of_step(j, first_tile, tiles, Q_TILE_SIZE, IS_CAUSAL)
             dK, dV = _step(
-                shared, dQ_desc, dK, dV, member * steps + j, head_row, first_query, first_key, N_KEYS, scale_log2,
+                shared, problem, dQ_desc, dK, dV, member * steps + j, head_row, first_query, first_key,
                 CONSUMER, True, IS_CAUSAL,
             )  # fmt: skip
         if WHOLE_KEY_TILES:
             for j in range(MASKED_STEPS, steps):
                 first_query = query_of_step(j, first_tile, tiles, Q_TILE_SIZE, IS_CAUSAL)
                 dK, dV = _step(
-                    shared, dQ_desc, dK, dV, member * steps + j, head_row, first_query, first_key, N_KEYS, scale_log2,
+                    shared, problem, dQ_desc, dK, dV, member * steps + j, head_row, first_query, first_key,
                     CONSUMER, False, IS_CAUSAL,
                 )  # fmt: skip
 
     # Nobody reads K and V any more: their memory takes dK and dV on the way out.
     meet_consumers(TILES_ARE_READ)
-    dK_tile = K_tile._reinterpret(dtype, [2, CONSUMER_KEYS, D_TILE], K_tile.layout).index(CONSUMER)
-    dV_tile = V_tile._reinterpret(dtype, [2, CONSUMER_KEYS, D_TILE], V_tile.layout).index(CONSUMER)
-    dK_tile.store((dK * (scale_log2 / LOG2_E)).to(dtype))
+    dK_tile = shared.K_tile._reinterpret(dtype, [2, CONSUMER_KEYS, D_TILE], shared.K_tile.layout).index(CONSUMER)
+    dV_tile = shared.V_tile._reinterpret(dtype, [2, CONSUMER_KEYS, D_TILE], shared.V_tile.layout).index(CONSUMER)
+    dK_tile.store((dK * (problem.scale_log2 / LOG2_E)).to(dtype))
     dV_tile.store(dV.to(dtype))
     fence_async_shared()
     own_block = [0, batch_head, first_key + CONSUMER * CONSUMER_KEYS, 0]
@@ -375,10 +399,9 @@ def hopper_backward_kernel(
     DS_TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEY_TILE, Q_TILE_SIZE], dtype)
     DQ_TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HALF, HALF], gl.float32)
     ROWS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    kv_full = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
-    full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
-    shared = (
+    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
+    problem = _Problem(N_KV_HEADS, HEADS_TOGETHER, N_QUERIES, N_KEYS, scale_log2)
+    shared = _Shared(
         gl.allocate_shared_memory(dtype, [SLOTS, Q_TILE_SIZE, D_TILE], TILE),
         gl.allocate_shared_memory(dtype, [SLOTS, Q_TILE_SIZE, D_TILE], TILE),
         gl.allocate_shared_memory(dtype, [KEY_TILE, D_TILE], TILE),
@@ -387,27 +410,20 @@ def hopper_backward_kernel(
         gl.allocate_shared_memory(gl.float32, [2, HALF, HALF], DQ_TILE),
         gl.allocate_shared_memory(gl.float32, [SLOTS, Q_TILE_SIZE], ROWS),
         gl.allocate_shared_memory(gl.float32, [SLOTS, Q_TILE_SIZE], ROWS),
-        kv_full, full, empty,
-    )  # fmt: skip
-    mbarrier.init(kv_full.index(0), count=1)
+        gl.allocate_shared_memory(gl.int64, [1, 1], BARRIER),
+        gl.allocate_shared_memory(gl.int64, [SLOTS, 1], BARRIER),
+        gl.allocate_shared_memory(gl.int64, [SLOTS, 1], BARRIER),
+    )
+    mbarrier.init(shared.kv_full.index(0), count=1)
     for slot in gl.static_range(SLOTS):
-        mbarrier.init(full.index(slot), count=2)  # the bytes of Q and dO; the producer's stores of L and delta
-        mbarrier.init(empty.index(slot), count=2)  # the two consumers
+        mbarrier.init(shared.full.index(slot), count=2)  # the bytes of Q and dO; the producer's stores of L and delta
+        mbarrier.init(shared.empty.index(slot), count=2)  # the two consumers
     fence_async_shared()
     # Warps of the second consumer and of the producer, and their registers a thread; the first has what is left, 240.
     gl.warp_specialize([
-        (_consume, (
-            shared, dQ_desc, dK_desc, dV_desc, HEADS_TOGETHER, N_QUERIES, N_KEYS, scale_log2,
-            GROUP, IS_CAUSAL, WHOLE_KEY_TILES, gl.constexpr(0),
-        )),
-        (_consume, (
-            shared, dQ_desc, dK_desc, dV_desc, HEADS_TOGETHER, N_QUERIES, N_KEYS, scale_log2,
-            GROUP, IS_CAUSAL, WHOLE_KEY_TILES, gl.constexpr(1),
-        )),
-        (_produce, (
-            shared, Q_desc, K_desc, V_desc, dO_desc, rows_ptr, N_KV_HEADS, HEADS_TOGETHER, N_QUERIES, N_KEYS,
-            GROUP, IS_CAUSAL,
-        )),
+        (_consume, (shared, problem, dQ_desc, dK_desc, dV_desc, GROUP, IS_CAUSAL, WHOLE_KEY_TILES, gl.constexpr(0))),
+        (_consume, (shared, problem, dQ_desc, dK_desc, dV_desc, GROUP, IS_CAUSAL, WHOLE_KEY_TILES, gl.constexpr(1))),
+        (_produce, (shared, problem, Q_desc, K_desc, V_desc, dO_desc, rows_ptr, GROUP, IS_CAUSAL)),
     ], [4, 1], [240, 24])  # fmt: skip
 
 
@@ -426,23 +442,19 @@ def hopper_backward_convert_kernel(
     tl.store(dQ_ptr + dQ_rows * D + columns[None, :], (sums * scale).to(dQ_ptr.dtype.element_ty), mask=inside)
 
 
-_preprocess = CachedKernel(hopper_backward_preprocess_kernel)
-_differentiate = CachedKernel(hopper_backward_kernel)
-_convert = CachedKernel(hopper_backward_convert_kernel)
-
-
 class _Call(NamedTuple):
     """What shapes and strides decide of the three launches, found again in one step: short calls wait for the host."""
 
-    preprocess_grid: tuple[int, int, int]
+    preprocess_grid: tuple[int]
     preprocess_numbers: tuple[int, ...]
-    grid: tuple[int, int, int]
+    preprocess_options: dict[str, int]
+    grid: tuple[int]
     numbers: tuple[int | float, ...]
-    constants: tuple[int | bool, ...]
-    convert_grid: tuple[int, int, int]
-    width: int  # of a head tile
+    options: dict[str, int]
+    convert_grid: tuple[int]
+    convert_numbers: tuple[int | float, ...]
+    convert_options: dict[str, int]
     query_tile: int
-    num_rows: int  # of a head, padded
     seen_keys: int  # of a head: the first so many, by a query; in whole tiles
     grad_q_strides: tuple[int, ...]
     grad_k_strides: tuple[int, ...]
@@ -465,22 +477,27 @@ def _prepare(
     num_key_tiles = -(-(min(num_keys, num_queries) if is_causal else num_keys) // KEY_TILE.value)
     streamed_bytes = group * num_rows * width * (2 * dtype.itemsize + 4)  # Q, dO, and dQ in float32
     heads_together = max(1, min(batch * kv_heads, L2_SHARE_BYTES // streamed_bytes))
+    light_options = {"D": head_dim, "D_TILE": width, "ROWS": LIGHT_ROWS}
     operands = (
         (q_shape, q_strides), (k_shape, k_strides), (k_shape, v_strides), (q_shape, output_strides),
         (q_shape, grad_strides),
     )  # fmt: skip
     return _Call(
-        preprocess_grid=(num_rows // LIGHT_ROWS * batch * heads, 1, 1),
+        preprocess_grid=(num_rows // LIGHT_ROWS * batch * heads,),
         preprocess_numbers=(
             *_in_chunks(q_shape, output_strides), *_in_chunks(q_shape, grad_strides), heads, num_queries, num_rows
         ),
-        grid=(num_key_tiles * batch * kv_heads, 1, 1),
+        preprocess_options={"HAS_DL": has_grad_lse, **light_options},
+        grid=(num_key_tiles * batch * kv_heads,),
         numbers=(kv_heads, heads_together, num_queries, num_keys, scale * LOG2_E.value),
-        constants=(group, is_causal, num_key_tiles * KEY_TILE.value <= num_keys),
-        convert_grid=(-(-num_queries // LIGHT_ROWS) * batch * heads, 1, 1),
-        width=width,
+        options={
+            "GROUP": group, "IS_CAUSAL": is_causal, "WHOLE_KEY_TILES": num_key_tiles * KEY_TILE.value <= num_keys,
+            "num_warps": CONSUMER_WARPS,
+        },
+        convert_grid=(-(-num_queries // LIGHT_ROWS) * batch * heads,),
+        convert_numbers=(num_queries, num_rows, scale),
+        convert_options=light_options,
         query_tile=QUERY_TILES[width],
-        num_rows=num_rows,
         seen_keys=num_key_tiles * KEY_TILE.value,
         grad_q_strides=(heads * num_queries * head_dim, num_queries * head_dim, head_dim, 1),
         grad_k_strides=(kv_heads * num_keys * head_dim, num_keys * head_dim, head_dim, 1),
@@ -527,7 +544,6 @@ def hopper_backward(
         if grad_q.shape != shape:  # head_dim was padded
             grad_q, grad_k, grad_v = (x[..., : shape[-1]].contiguous() for x in (grad_q, grad_k, grad_v))
         return grad_q, grad_k, grad_v
-    has_grad_lse = grad_lse is not None
     grad_lse = lse if grad_lse is None else grad_lse.contiguous()
     grad_q = q.new_empty_strided(shape, call.grad_q_strides)
     grad_k = k.new_empty_strided(k_shape, call.grad_k_strides)
@@ -537,8 +553,8 @@ def hopper_backward(
         for x in (grad_k, grad_v):
             x[:, :, call.seen_keys :] = 0
 
-    def launch() -> list[Launched | None]:
-        head_dim, query_tile, key_tile = shape[-1], call.query_tile, KEY_TILE.value
+    def launch_all() -> list[Launched | None]:
+        query_tile, key_tile = call.query_tile, KEY_TILE.value
         heads_of_k = (1, k_shape[0] * k_shape[1], *k_shape[2:])  # of dK and dV: programs count batch and heads as one
         tiles = [
             tile_descriptor(q, query_tile), tile_descriptor(k, key_tile), tile_descriptor(v, key_tile),
@@ -546,20 +562,19 @@ def hopper_backward(
             *(tile_descriptor(x.view(heads_of_k), CONSUMER_KEYS.value) for x in (grad_k, grad_v)),
         ]  # fmt: skip
         with stage("preprocess"):
-            first = _preprocess(
-                call.preprocess_grid,
-                (output, grad_output, lse, grad_lse, rows, sums, *call.preprocess_numbers),
-                (has_grad_lse, head_dim, call.width, LIGHT_ROWS), dtype,
+            first = launch(
+                hopper_backward_preprocess_kernel, call.preprocess_grid,
+                (output, grad_output, lse, grad_lse, rows, sums), call.preprocess_numbers, call.preprocess_options,
             )  # fmt: skip
         with stage("dkv"):  # and dQ's sums
-            second = _differentiate(call.grid, (*tiles, rows, *call.numbers), call.constants, dtype)
+            second = launch(hopper_backward_kernel, call.grid, (*tiles, rows), call.numbers, call.options)
         with stage("dq"):
-            third = _convert(
-                call.convert_grid, (sums, grad_q, shape[2], call.num_rows, scale),
-                (head_dim, call.width, LIGHT_ROWS), dtype,
+            third = launch(
+                hopper_backward_convert_kernel, call.convert_grid, (sums, grad_q), call.convert_numbers,
+                call.convert_options,
             )  # fmt: skip
         return [first, second, third]
 
     results = grad_q.data_ptr(), grad_k.data_ptr(), grad_v.data_ptr(), rows.data_ptr(), sums.data_ptr()
-    call.launches(device, (*inputs, lse.data_ptr(), grad_lse.data_ptr(), *results), launch)
+    call.launches(device, (*inputs, lse.data_ptr(), grad_lse.data_ptr(), *results), launch_all)
     return grad_q, grad_k, grad_v

@@ -35,9 +35,7 @@ def warp_fence(row_sums):
     Waiting for wgmma is no memory access, so ptxas moves it up past exponentials that do not depend on it, and the
     overlap of the two is lost. It does not move it past a barrier, nor this barrier past what its mask depends on.
     """
-    return gl.inline_asm_elementwise(
-        _WARP_FENCE, "=r,=r,r,r", [row_sums], dtype=gl.float32, is_pure=False, pack=2
-    )  # fmt: skip
+    return gl.inline_asm_elementwise(_WARP_FENCE, "=r,=r,r,r", [row_sums], dtype=gl.float32, is_pure=False, pack=2)
 
 
 def _rescale_asm(n: int) -> gl.constexpr:

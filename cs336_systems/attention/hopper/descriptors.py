@@ -1,32 +1,27 @@
-"""What the copy engine (TMA) is told about a tensor, and calls that do not pay for telling it twice.
+"""What the copy engine (TMA) is told about a tensor.
 
 Kernels here read and write (batch, heads, rows, head_dim) tensors through descriptors of rank 4. The engine then counts
 rows within a head: rows past the end arrive as zeros and are not written, and nothing runs over into the next head.
 Columns past head_dim are treated alike, so a head of 40 or 96 takes the kernels for 64 or 128.
 
-A descriptor says nothing but address, shape, strides and tile: it holds no tensor's memory. To encode four of them
-and to bind the arguments takes Triton longer than a short call may take: the callers keep what they launched
-(`triton.launcher.KeptLaunches`), and `CachedKernel` keeps what was compiled.
+A descriptor says nothing but address, shape, strides and tile: it holds no tensor's memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from functools import cache, lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-from triton.runtime.driver import driver
 
 from cs336_systems.attention.tiles.config import TMA_ALIGNMENT_BYTES, head_tile, tma_reads_rows
-from cs336_systems.attention.triton.descriptors import strides_are_describable
-from cs336_systems.attention.triton.launcher import KEPT_SHAPES, Launched
+from cs336_systems.attention.triton.descriptors import described_strides, strides_are_describable
+from cs336_systems.attention.triton.launcher import KEPT_SHAPES
 
 ELEMENT_TYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
-NUM_WARPS = 4  # of a kernel, before it specialises further ones
 
 
 def readable(x: Tensor) -> Tensor:
@@ -79,46 +74,12 @@ class _Address(NamedTuple):
 def _descriptor(
     address: int, dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...], rows: int, columns: int
 ) -> TensorDescriptor:
-    # A dimension of one element may have any stride, and TMA wants an aligned one.
-    aligned = TMA_ALIGNMENT_BYTES // dtype.itemsize
-    strides = (*(stride if size > 1 else aligned for stride, size in zip(strides[:-1], shape)), 1)
     return TensorDescriptor(
-        _Address(address, dtype), list(shape), list(strides), [1, 1, rows, columns], tile_layout(dtype, rows, columns)
-    )
+        _Address(address, dtype), list(shape), described_strides(shape, strides, dtype.itemsize),
+        [1, 1, rows, columns], tile_layout(dtype, rows, columns),
+    )  # fmt: skip
 
 
 @cache
 def tile_layout(dtype: torch.dtype, rows: int, columns: int) -> gl.NVMMASharedLayout:
     return gl.NVMMASharedLayout.get_default_for([1, 1, rows, columns], ELEMENT_TYPES[dtype])
-
-
-class CachedKernel:
-    """A Gluon kernel that finds its compiled form by what the caller says of it, and not by inspecting all arguments.
-
-    The kernel must not specialise on its numbers (`do_not_specialize`), integers must fit 32 bits, and tensors passed
-    as pointers must start at multiples of 16 bytes, as those do that PyTorch allocates.
-    """
-
-    def __init__(self, kernel: Any) -> None:
-        self._kernel = kernel
-        self._compiled: dict[Hashable, Any] = {}
-
-    def __call__(
-        self, grid: tuple[int, int, int], arguments: tuple[Any, ...], constants: tuple[Hashable, ...],
-        dtype: torch.dtype,
-    ) -> Launched | None:  # fmt: skip
-        """`kernel[grid](*arguments, *constants)` on the current device and stream; descriptors are of `dtype`.
-
-        None if somebody watches the compilation and stops there.
-        """
-        # The tiles of the descriptors are types of the kernel, as constants are: another tile is another kernel.
-        tiles = tuple([tuple(x.block_shape) for x in arguments if type(x) is TensorDescriptor])
-        key = (driver.active.get_current_device(), dtype, constants, tiles)
-        compiled = self._compiled.get(key)
-        if compiled is None:
-            compiled = self._kernel.warmup(*arguments, *constants, grid=grid, num_warps=NUM_WARPS)
-            if compiled is None:
-                return None
-            self._compiled[key] = compiled
-        compiled[grid](*arguments, *constants)
-        return Launched(compiled, grid, arguments)

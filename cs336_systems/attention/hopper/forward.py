@@ -35,7 +35,8 @@ copier starts on the next tile as soon as a slot is free.
 Sources: FlashAttention-3 (Shah et al. 2024) for warp specialisation and overlap, FlashAttention-4 for rescaling lazily.
 """
 
-# No `from __future__ import annotations`: the fields of an aggregate are checked against the types written here.
+from __future__ import annotations
+
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -51,18 +52,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.language.core import _aggregate as aggregate
 
 from cs336_systems.attention.hopper.builtins import rescale_rows, warp_fence
-from cs336_systems.attention.hopper.descriptors import (
-    CachedKernel,
-    readable,
-    strides_are_readable,
-    tile_descriptor,
-)
-from cs336_systems.attention.hopper.schedule import CONSUMER_ROWS, KernelPlan, plan_forward
+from cs336_systems.attention.hopper.descriptors import readable, strides_are_readable, tile_descriptor
+from cs336_systems.attention.hopper.schedule import CONSUMER_ROWS, CONSUMER_WARPS, KernelPlan, plan_forward
 from cs336_systems.attention.tiles.config import TMA_ALIGNMENT_BYTES
 from cs336_systems.attention.triton.launcher import KEPT_SHAPES, KeptLaunches, Launched
+from cs336_systems.attention.triton.launching import launch
 from cs336_systems.attention.triton.steps import LN_2, LOG2_E, LOWEST
 from cs336_systems.profiling.stages import stage
 
@@ -73,8 +69,7 @@ LAG = gl.constexpr(8.0)
 COPIER_REGISTERS = gl.constexpr(24)  # the least that a warp can have
 
 
-@aggregate
-class _Problem:
+class _Problem(NamedTuple):
     """The numbers of a call."""
 
     N_QUERIES: gl.tensor
@@ -85,40 +80,18 @@ class _Problem:
     HEADS_TOGETHER: gl.tensor  # heads whose keys and values the L2 cache should hold at one time
     scale_log2: gl.tensor
 
-    @gluon.constexpr_function
-    def __init__(self, N_QUERIES, N_KEYS, N_HEADS, GROUP, BATCH_HEADS, HEADS_TOGETHER, scale_log2):
-        self.N_QUERIES = N_QUERIES
-        self.N_KEYS = N_KEYS
-        self.N_HEADS = N_HEADS
-        self.GROUP = GROUP
-        self.BATCH_HEADS = BATCH_HEADS
-        self.HEADS_TOGETHER = HEADS_TOGETHER
-        self.scale_log2 = scale_log2
 
-
-@aggregate
-class _Shared:
+class _Shared(NamedTuple):
     """What copier and consumers share: tiles in shared memory and the barriers that guard them."""
 
-    Q_tiles: gl.shared_memory_descriptor  # (CONSUMERS, ROWS, D_TILE)
+    Q_tiles: gl.shared_memory_descriptor  # (consumers, ROWS, D_TILE)
     O_tiles: gl.shared_memory_descriptor  # the same
-    K_ring: gl.shared_memory_descriptor  # (SLOTS, K_TILE_SIZE, D_TILE)
+    K_ring: gl.shared_memory_descriptor  # (slots, K_TILE_SIZE, D_TILE)
     V_ring: gl.shared_memory_descriptor  # the same
     q_full: gl.shared_memory_descriptor  # a barrier a consumer
     q_empty: gl.shared_memory_descriptor
     full: gl.shared_memory_descriptor  # a barrier a slot
     empty: gl.shared_memory_descriptor
-
-    @gluon.constexpr_function
-    def __init__(self, Q_tiles, O_tiles, K_ring, V_ring, q_full, q_empty, full, empty):
-        self.Q_tiles = Q_tiles
-        self.O_tiles = O_tiles
-        self.K_ring = K_ring
-        self.V_ring = V_ring
-        self.q_full = q_full
-        self.q_empty = q_empty
-        self.full = full
-        self.empty = empty
 
 
 # Which tiles a program computes, and which keys a tile sees. Arithmetic on integers, mirrored by `schedule.py`; the
@@ -203,9 +176,7 @@ def _tile_of_work(item, side, num_tiles, problem, PLAN: gl.constexpr):
         item, side, num_tiles, problem.BATCH_HEADS, problem.HEADS_TOGETHER, PLAN.paired, PLAN.is_causal
     )
     first_query = first_query_of(tile, num_tiles, problem.N_QUERIES, Q_TILE_SIZE, PLAN.alignment)
-    live = live_key_tiles(
-        first_query, problem.N_QUERIES, problem.N_KEYS, Q_TILE_SIZE, PLAN.key_tile, PLAN.is_causal
-    )  # fmt: skip
+    live = live_key_tiles(first_query, problem.N_QUERIES, problem.N_KEYS, Q_TILE_SIZE, PLAN.key_tile, PLAN.is_causal)
     return batch_head, first_query, live, max(live, PLAN.masked_tiles)
 
 
@@ -224,9 +195,7 @@ def ring_slot(step, SLOTS: gl.constexpr):
 
 
 @gluon.jit
-def _copy_tiles(
-    Q_desc, K_desc, V_desc, shared, problem, PLAN: gl.constexpr
-):  # fmt: skip
+def _copy_tiles(Q_desc, K_desc, V_desc, shared, problem, PLAN: gl.constexpr):
     """The copier: fill the ring as the consumers empty it."""
     CONSUMERS: gl.constexpr = PLAN.consumers
     K_TILE_SIZE: gl.constexpr = PLAN.key_tile
@@ -287,10 +256,10 @@ def _copy_tiles(
 
 
 @gluon.jit
-def _hide_keys(S, last_key, first_key, K_TILE_SIZE: gl.constexpr, S_LAYOUT: gl.constexpr, IS_CAUSAL: gl.constexpr):
+def _hide_keys(S, last_key, first_key, IS_CAUSAL: gl.constexpr):
     """Scores of the keys from `first_key` on, -inf past the last visible key: one for each row, or one for all."""
     # Where `first_key` is added decides what ptxas keeps in registers: either form spills in the place of the other.
-    columns = gl.arange(0, K_TILE_SIZE, gl.SliceLayout(0, S_LAYOUT))[None, :]
+    columns = gl.arange(0, S.shape[1], gl.SliceLayout(0, S.type.layout))[None, :]
     if IS_CAUSAL:
         return gl.where(first_key + columns <= last_key[:, None], S, float("-inf"))
     else:
@@ -344,55 +313,53 @@ def _lazy_softmax(S, m, l, scale_log2):
 
 
 @gluon.jit
+def _issue(Q, P, O, zero, shared, slot, phase):
+    """Start both products of a step as soon as its slot is full: the scores, and O with the last step's P."""
+    mbarrier.wait(shared.full.index(slot), phase)
+    S = warpgroup_mma(Q, shared.K_ring.index(slot).permute((1, 0)), zero, use_acc=False, is_async=True)
+    O = warpgroup_mma(P, shared.V_ring.index(slot), O, is_async=True)
+    return S, O
+
+
+@gluon.jit
 def _step(
-    Q, P, O, m, rest, l, last_key, first_key, scale_log2, zero, shared, step,
-    SLOTS: gl.constexpr, K_TILE_SIZE: gl.constexpr, IS_CAUSAL: gl.constexpr, MASKED: gl.constexpr,
-    S_LAYOUT: gl.constexpr, O_LAYOUT: gl.constexpr,
+    Q, P, O, m, rest, l, last_key, first_key, scale_log2, zero, shared, step, PLAN: gl.constexpr, MASKED: gl.constexpr
 ):  # fmt: skip
     """Three consumers: both products, then the softmax while the others' products run. MASKED: m is raw."""
-    slot, phase = ring_slot(step, SLOTS)
-    mbarrier.wait(shared.full.index(slot), phase)
-    S_pending = warpgroup_mma(Q, shared.K_ring.index(slot).permute((1, 0)), zero, use_acc=False, is_async=True)
-    O_pending = warpgroup_mma(P, shared.V_ring.index(slot), O, is_async=True)
-    S, O = warpgroup_mma_wait(0, [S_pending, O_pending])
+    slot, phase = ring_slot(step, PLAN.slots)
+    S, O = _issue(Q, P, O, zero, shared, slot, phase)
+    S, O = warpgroup_mma_wait(0, [S, O])
     mbarrier.arrive(shared.empty.index(slot), count=1)
     if MASKED:
-        S = _hide_keys(S, last_key, first_key, K_TILE_SIZE, S_LAYOUT, IS_CAUSAL)
+        S = _hide_keys(S, last_key, first_key, PLAN.is_causal)
         scores, factor, m, l = _exact_softmax(S, m, l, scale_log2)
     else:
         scores, factor, m, l = _softmax(S, m, rest, l, scale_log2)
-    O = O * gl.convert_layout(factor, gl.SliceLayout(1, O_LAYOUT))[:, None]
+    O = O * gl.convert_layout(factor, gl.SliceLayout(1, O.type.layout))[:, None]
     return gl.convert_layout(scores.to(P.dtype), P.type.layout), O, m, l
 
 
 @gluon.jit
-def _overlapped_step(
-    Q, P, O, m, l, scale_log2, zero, shared, step, SLOTS: gl.constexpr, O_LAYOUT: gl.constexpr
-):  # fmt: skip
+def _overlapped_step(Q, P, O, m, l, scale_log2, zero, shared, step, PLAN: gl.constexpr):
     """Two consumers: the softmax of this step's scores while the product with the last step's P runs."""
-    slot, phase = ring_slot(step, SLOTS)
-    mbarrier.wait(shared.full.index(slot), phase)
-    S_pending = warpgroup_mma(Q, shared.K_ring.index(slot).permute((1, 0)), zero, use_acc=False, is_async=True)
-    O_pending = warpgroup_mma(P, shared.V_ring.index(slot), O, is_async=True)
-    S = warpgroup_mma_wait(1, [S_pending])
+    slot, phase = ring_slot(step, PLAN.slots)
+    S, O = _issue(Q, P, O, zero, shared, slot, phase)
+    S = warpgroup_mma_wait(1, [S])
     scores, factor, m, l = _lazy_softmax(S, m, l, scale_log2)
     l = warp_fence(l)
-    O = warpgroup_mma_wait(0, [O_pending])
+    O = warpgroup_mma_wait(0, [O])
     mbarrier.arrive(shared.empty.index(slot), count=1)
-    O = rescale_rows(O, gl.convert_layout(factor, gl.SliceLayout(1, O_LAYOUT)))
+    O = rescale_rows(O, gl.convert_layout(factor, gl.SliceLayout(1, O.type.layout)))
     return gl.convert_layout(scores.to(P.dtype), P.type.layout), O, m, l
 
 
 @gluon.jit
-def _attend(
-    consumer: gl.constexpr, O_desc, L_ptr, shared, problem, PLAN: gl.constexpr
-):  # fmt: skip
+def _attend(consumer: gl.constexpr, O_desc, L_ptr, shared, problem, PLAN: gl.constexpr):
     """A consumer: rows [consumer * ROWS, (consumer + 1) * ROWS) of each tile of queries."""
     D_TILE: gl.constexpr = PLAN.head_tile
     K_TILE_SIZE: gl.constexpr = PLAN.key_tile
     MASKED_TILES: gl.constexpr = PLAN.masked_tiles
     SLOTS: gl.constexpr = PLAN.slots
-    IS_CAUSAL: gl.constexpr = PLAN.is_causal
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, K_TILE_SIZE, 16])
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D_TILE, 16])
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=O_LAYOUT, k_width=2)
@@ -408,7 +375,7 @@ def _attend(
             first_row = rows_of_consumer(first_query, consumer, problem.N_QUERIES)
             rows = first_row + gl.arange(0, ROWS, gl.SliceLayout(1, S_LAYOUT))
             last_key = problem.N_KEYS - 1
-            if IS_CAUSAL:
+            if PLAN.is_causal:
                 last_key = gl.minimum(rows, last_key)
             m = gl.full([ROWS], LOWEST, gl.float32, gl.SliceLayout(1, S_LAYOUT))
             l = gl.full([ROWS], 0.0, gl.float32, gl.SliceLayout(1, S_LAYOUT))
@@ -423,7 +390,7 @@ def _attend(
             S = warpgroup_mma_wait(0, [S_pending])
             mbarrier.arrive(shared.empty.index(slot), count=1)
             step += 1
-            S = _hide_keys(S, last_key, (num_key_tiles - 1) * K_TILE_SIZE, K_TILE_SIZE, S_LAYOUT, IS_CAUSAL)
+            S = _hide_keys(S, last_key, (num_key_tiles - 1) * K_TILE_SIZE, PLAN.is_causal)
             if PLAN.overlapped:
                 scores, factor, m, l = _lazy_softmax(S, m, l, problem.scale_log2)
             else:
@@ -434,22 +401,18 @@ def _attend(
             for j in gl.static_range(1, MASKED_TILES):
                 first_key = (num_key_tiles - 1 - j) * K_TILE_SIZE
                 P, O, m, l = _step(
-                    Q, P, O, m, rest, l, last_key, first_key, problem.scale_log2, zero, shared, step,
-                    SLOTS, K_TILE_SIZE, IS_CAUSAL, True, S_LAYOUT, O_LAYOUT,
-                )  # fmt: skip
+                    Q, P, O, m, rest, l, last_key, first_key, problem.scale_log2, zero, shared, step, PLAN, True
+                )
                 step += 1
             if not PLAN.overlapped:
                 m, rest = _in_base_2(m, problem.scale_log2)
             for _ in range(MASKED_TILES, num_key_tiles):
                 if PLAN.overlapped:
-                    P, O, m, l = _overlapped_step(
-                        Q, P, O, m, l, problem.scale_log2, zero, shared, step, SLOTS, O_LAYOUT
-                    )
+                    P, O, m, l = _overlapped_step(Q, P, O, m, l, problem.scale_log2, zero, shared, step, PLAN)
                 else:
                     P, O, m, l = _step(
-                        Q, P, O, m, rest, l, last_key, 0, problem.scale_log2, zero, shared, step,
-                        SLOTS, K_TILE_SIZE, IS_CAUSAL, False, S_LAYOUT, O_LAYOUT,
-                    )  # fmt: skip
+                        Q, P, O, m, rest, l, last_key, 0, problem.scale_log2, zero, shared, step, PLAN, False
+                    )
                     rest = gl.zeros_like(rest)
                 step += 1
             mbarrier.arrive(shared.q_empty.index(consumer), count=1)
@@ -531,15 +494,12 @@ def hopper_forward_kernel(
         )
 
 
-_kernel = CachedKernel(hopper_forward_kernel)
-
-
 class _Call(NamedTuple):
     """What shapes and strides decide of a launch; found again in one step, as short calls wait for the host."""
 
-    grid: tuple[int, int, int]
+    grid: tuple[int]
     numbers: tuple[int | float, ...]
-    plan: KernelPlan
+    options: dict[str, KernelPlan | int]
     key_tile: int
     output_strides: tuple[int, ...]
     lse_strides: tuple[int, ...]
@@ -556,18 +516,18 @@ def _prepare(
     _, kv_heads, num_keys, _ = k_shape
     # Without a GPU kernels are only compiled, and this number is no constant of theirs.
     gpu = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
-    launch = plan_forward(
+    planned = plan_forward(
         head_dim=head_dim, is_causal=is_causal, num_queries=num_queries, num_keys=num_keys, batch_heads=batch * heads,
         group=heads // kv_heads, num_multiprocessors=gpu, config=config,
     )  # fmt: skip
     operands = ((q_shape, q_strides), (k_shape, k_strides), (k_shape, v_strides))
     return _Call(
-        grid=(launch.num_programs, 1, 1),
+        grid=(planned.num_programs,),
         numbers=(
-            num_queries, num_keys, heads, heads // kv_heads, batch * heads, launch.heads_together, scale * LOG2_E.value
+            num_queries, num_keys, heads, heads // kv_heads, batch * heads, planned.heads_together, scale * LOG2_E.value
         ),
-        plan=launch.kernel_plan,
-        key_tile=launch.schedule.key_tile,
+        options={"PLAN": planned.kernel_plan, "num_warps": CONSUMER_WARPS},
+        key_tile=planned.schedule.key_tile,
         output_strides=(heads * num_queries * head_dim, num_queries * head_dim, head_dim, 1),
         lse_strides=(heads * num_queries, num_queries, 1),
         is_readable=all(strides_are_readable(shape, strides, dtype) for shape, strides in operands),
@@ -597,11 +557,11 @@ def hopper_forward(
     output = q.new_empty_strided(shape, call.output_strides)
     lse = q.new_empty_strided(shape[:-1], call.lse_strides, dtype=torch.float32)
 
-    def launch() -> list[Launched | None]:
+    def launch_it() -> list[Launched | None]:
         operands = ((q, CONSUMER_ROWS), (k, call.key_tile), (v, call.key_tile), (output, CONSUMER_ROWS))
         tiles = [tile_descriptor(x, rows) for x, rows in operands]
         with stage("forward"):
-            return [_kernel(call.grid, (*tiles, lse, *call.numbers), (call.plan,), dtype)]
+            return [launch(hopper_forward_kernel, call.grid, (*tiles, lse), call.numbers, call.options)]
 
-    call.launches(device, (*inputs, output.data_ptr(), lse.data_ptr()), launch)
+    call.launches(device, (*inputs, output.data_ptr(), lse.data_ptr()), launch_it)
     return output, lse

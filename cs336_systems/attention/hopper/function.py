@@ -7,7 +7,7 @@ Hopper backward adds dQ up in memory, in whatever order its programs arrive ther
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from cs336_systems.attention.hopper.support import hopper_refusal
 from cs336_systems.attention.operator import AttentionOperator
 from cs336_systems.attention.tiles.config import head_tile
 from cs336_systems.attention.triton.function import triton_attention
+from cs336_systems.attention.triton.launching import on_device_of
 
 
 def _forward(
@@ -56,10 +57,10 @@ def _visible(x: Tensor, q: Tensor, is_causal: bool) -> Tensor:
 
 
 def _launch_device(q: Tensor) -> AbstractContextManager[Any]:
-    """Triton launches on the current CUDA device, which need not be q's; ValueError where the kernels cannot run."""
+    """`on_device_of(q)`; ValueError where the kernels cannot run."""
     if (why := hopper_refusal(q)) is not None:
         raise ValueError(f"q cannot be attended by the Hopper kernels: {why}")
-    return nullcontext() if q.device.index == torch.cuda.current_device() else torch.cuda.device(q.device)
+    return on_device_of(q)
 
 
 def kernel_names(q: Tensor, k: Tensor, *, is_causal: bool) -> str:

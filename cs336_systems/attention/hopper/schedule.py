@@ -15,13 +15,13 @@ from dataclasses import dataclass, field, replace
 from math import gcd
 from typing import NamedTuple
 
-from cs336_systems.attention.tiles.config import head_tile
+from cs336_systems.attention.tiles.config import L2_SHARE_BYTES, head_tile
 
 CONSUMER_ROWS = 64  # rows of queries of a warp group
+CONSUMER_WARPS = 4  # a warp group's; kernels are launched with the first consumer's and specialise the others
 ORDERS = ("tiles", "pairs")
 PREFIX = "hopper_forward_"
 BYTES_PER_ELEMENT = 2
-L2_SHARE_BYTES = 32 * 2**20  # of an H200's 50 MB of L2 cache; the rest streams
 # What a tile takes beside its steps, in steps: a program starts and ends with nothing to overlap, a further tile of the
 # same program has its copies behind it. Fitted to both orders of 14 shapes on an H200, triton 3.6.0, 2026-11-21.
 TILE_COST_STEPS = {"tiles": 1.7, "pairs": 0.8}
@@ -163,11 +163,13 @@ def plan_forward(
         )
     key_head_bytes = 2 * num_keys * head_dim * BYTES_PER_ELEMENT
     together = max(1, L2_SHARE_BYTES // key_head_bytes) * group if is_causal else 1
-    launch = Launch(
-        schedule=schedule, is_causal=is_causal, order="pairs", num_queries=num_queries, num_keys=num_keys,
-        batch_heads=batch_heads, heads_together=min(together, batch_heads),
-    )  # fmt: skip
-    orders = {order: replace(launch, order=order, num_programs=0) for order in ORDERS}
+    orders = {
+        order: Launch(
+            schedule=schedule, is_causal=is_causal, order=order, num_queries=num_queries, num_keys=num_keys,
+            batch_heads=batch_heads, heads_together=min(together, batch_heads),
+        )
+        for order in ORDERS
+    }  # fmt: skip
     if named:
         launch = orders[possible[named[0]]]
     else:

@@ -26,8 +26,8 @@ of the queries or keys cuts is never full, and its bits past the end are 0: a lo
     mask = BlockMask.document([1000, 0, 3096], is_causal=True)
     flash_attention(q, k, v, block_mask=mask)
 
-On the back ends `triton` the kernels walk the lists; `reference` and `tiled` attend through `to_dense()`, a bool tensor
-of (b, h, queries, keys) for `attention_reference(mask=...)`: O(queries · keys) memory, the oracle's price.
+On the back end `triton` the kernels walk the lists; `reference`, `compiled` and `tiled` attend through `to_dense()`, a
+bool tensor of (b, h, queries, keys) for `attention_reference(mask=...)`: O(queries · keys) memory, the oracle's price.
 """
 
 from __future__ import annotations

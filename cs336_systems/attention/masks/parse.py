@@ -8,6 +8,7 @@ dilated:2048/4           segments of 2048 tokens at rate 4
 random:0.1               a tenth of the tiles, at random
 tokens:0.1               a tenth of the pairs, at random
 topk:256                 of each query's visible keys the 256 of highest (random) bias
+shared:256               of all keys the 256 of highest (random) bias, the same for every query
 a+b                      what both attend
 """
 

@@ -75,9 +75,7 @@ def band(seq_lengths: SeqLengths, block_size: BlockSize, low: int, high: int, sh
     return from_tokens(tiles, partial, attends, seq_lengths, block_size, same=same[partial[0, 0]])
 
 
-def prefix(
-    lengths: Int[Tensor, "batch heads queries"], seqlen_k: int, block_size: BlockSize
-) -> TileMap:  # fmt: skip
+def prefix(lengths: Int[Tensor, "batch heads queries"], seqlen_k: int, block_size: BlockSize) -> TileMap:
     """Query i attends the first lengths[i] keys."""
     batch, heads, seqlen_q = lengths.shape
     shortest, longest = _ranges(lengths.flatten(0, 1), block_size[0])  # (batch * heads, query_blocks)

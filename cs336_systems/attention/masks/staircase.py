@@ -46,9 +46,7 @@ def _build(lengths: Int[Tensor, "batch heads queries"], seqlen_k: int, block: in
     if is_cut:
         lengths = torch.nn.functional.pad(lengths, (0, rows * block - seqlen_q))  # no keys past the end
     by_row = lengths.reshape(batch, heads, rows, block)
-    row, column = (
-        torch.arange(count, dtype=torch.int32, device=lengths.device) for count in (rows, columns)
-    )  # fmt: skip
+    row, column = (torch.arange(count, dtype=torch.int32, device=lengths.device) for count in (rows, columns))
 
     first_step = by_row[..., 0] // block  # (batch, heads, rows): the first tile that not all queries of a row see
     end = (by_row.amax(-1) + (block - 1)) // block  # the first that none sees

@@ -11,6 +11,9 @@ MIN_TILE = 16  # rows: fewer no tensor core multiplies
 MIN_HEAD_TILE = 64
 MAX_HEAD_DIM = 256
 TMA_ALIGNMENT_BYTES = 16  # where rows that Hopper's copy engine reads may begin
+# Rows that programs running at one time should share: about half of the L2 cache of an H200 or a B200 (50 to 126 MB);
+# the rest streams.
+L2_SHARE_BYTES = 32 * 2**20
 PRECISIONS = ("ieee", "tf32x3")  # of float32 dots; 16-bit ones have no choice
 TMA_BARRIER_BYTES = 1024  # of barriers that copies signal, as far apart as the tiles' alignment puts them
 _NAME = re.compile(
@@ -105,9 +108,8 @@ class KernelConfig:
         scores = self.query_tile * self.key_tile * bytes_per_element  # P or dS on its way to be an operand
         if self.kernel == "dq":  # holds Q and dO, streams K and V
             return held * 2 * queries + self.num_stages * 2 * keys + scores + barriers
-        return (
-            held * 2 * keys + self.num_stages * 2 * queries + scores + barriers
-        )  # dkdv holds K and V, streams Q and dO
+        # dkdv holds K and V, streams Q and dO
+        return held * 2 * keys + self.num_stages * 2 * queries + scores + barriers
 
 
 def tma_reads_rows(head_dim: int, bytes_per_element: int) -> bool:

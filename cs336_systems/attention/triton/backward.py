@@ -38,10 +38,12 @@ from cs336_systems.attention.triton.steps import (
     fold_queries,
     head_of,
     heads_together,
+    key_bounds,
     load_rows,
     padded_rows,
     store_rows,
     tile_of_program,
+    visible_pairs,
 )
 from cs336_systems.profiling.stages import stage
 
@@ -65,9 +67,7 @@ def flash_backward_preprocess_kernel(
     O_base = O_ptr + batch * stride_ob + head * stride_oh
     O = load_rows(O_base, 0, 0, first_query, N_QUERIES, stride_os, 1, D, D_TILE, Q_TILE_SIZE, True, False)
     dO_base = dO_ptr + batch * stride_dob + head * stride_doh
-    dO = load_rows(
-        dO_base, 0, 0, first_query, N_QUERIES, stride_dos, stride_dod, D, D_TILE, Q_TILE_SIZE, True, False
-    )  # fmt: skip
+    dO = load_rows(dO_base, 0, 0, first_query, N_QUERIES, stride_dos, stride_dod, D, D_TILE, Q_TILE_SIZE, True, False)
     delta = tl.sum(O.to(tl.float32) * dO.to(tl.float32), axis=1)
     if HAS_DL:
         dL_base = dL_ptr + batch * stride_dlb + head * stride_dlh
@@ -90,9 +90,7 @@ def _visit_queries(
     """
     for start in tl.range(first_query, last_query, Q_TILE_SIZE):
         query_rows = start + tl.arange(0, Q_TILE_SIZE)
-        Q = load_rows(
-            Q_head, batch, head, start, N_QUERIES, stride_qs, stride_qd, D, D_TILE, Q_TILE_SIZE, True, TMA
-        )  # fmt: skip
+        Q = load_rows(Q_head, batch, head, start, N_QUERIES, stride_qs, stride_qd, D, D_TILE, Q_TILE_SIZE, True, TMA)
         dO = load_rows(
             dO_head, batch, head, start, N_QUERIES, stride_dos, stride_dod, D, D_TILE, Q_TILE_SIZE, True, TMA
         )  # fmt: skip
@@ -129,9 +127,7 @@ def differentiate_keys(
     K = load_rows(
         K_head, batch, kv_head, first_key, N_KEYS, stride_ks, stride_kd, D, D_TILE, K_TILE_SIZE, True, TMA
     )  # (K_TILE_SIZE, D_TILE)
-    V = load_rows(
-        V_head, batch, kv_head, first_key, N_KEYS, stride_vs, stride_vd, D, D_TILE, K_TILE_SIZE, True, TMA
-    )  # fmt: skip
+    V = load_rows(V_head, batch, kv_head, first_key, N_KEYS, stride_vs, stride_vd, D, D_TILE, K_TILE_SIZE, True, TMA)
     dK = tl.zeros([K_TILE_SIZE, D_TILE], tl.float32)
     dV = tl.zeros([K_TILE_SIZE, D_TILE], tl.float32)
 
@@ -207,20 +203,13 @@ def _visit_keys(
     and masked: their scores would be 0, not -inf."""
     for start in tl.range(first_key, last_key, K_TILE_SIZE):
         key_rows = start + tl.arange(0, K_TILE_SIZE)
-        K = load_rows(
-            K_head, batch, kv_head, start, N_KEYS, stride_ks, stride_kd, D, D_TILE, K_TILE_SIZE, MASKED, TMA
-        )  # fmt: skip
-        V = load_rows(
-            V_head, batch, kv_head, start, N_KEYS, stride_vs, stride_vd, D, D_TILE, K_TILE_SIZE, MASKED, TMA
-        )  # fmt: skip
+        K = load_rows(K_head, batch, kv_head, start, N_KEYS, stride_ks, stride_kd, D, D_TILE, K_TILE_SIZE, MASKED, TMA)
+        V = load_rows(V_head, batch, kv_head, start, N_KEYS, stride_vs, stride_vd, D, D_TILE, K_TILE_SIZE, MASKED, TMA)
         S = tl.dot(Q, tl.trans(K), input_precision=PRECISION)  # (Q_TILE_SIZE, K_TILE_SIZE)
         dP = tl.dot(dO, tl.trans(V), input_precision=PRECISION)
         P = tl.math.exp2(S * scale_log2 - L_log2[:, None])
         if MASKED:
-            visible = (key_rows < N_KEYS)[None, :]
-            if IS_CAUSAL:
-                visible = visible & (query_rows[:, None] >= key_rows[None, :])
-            P = tl.where(visible, P, 0.0)
+            P = tl.where(visible_pairs(query_rows, key_rows, N_KEYS, IS_CAUSAL), P, 0.0)
         dQ = fold_keys(dQ, P, dP, K, delta, ZERO, PRECISION)
     return dQ
 
@@ -246,11 +235,7 @@ def differentiate_queries(
     delta = tl.load(D_base + query_rows, mask=query_rows < N_QUERIES, other=0.0)
     dQ = tl.zeros([Q_TILE_SIZE, D_TILE], tl.float32)
 
-    full_keys = N_KEYS // K_TILE_SIZE * K_TILE_SIZE
-    end_keys = N_KEYS
-    if IS_CAUSAL:
-        full_keys = tl.minimum(full_keys, (first_query + 1) // K_TILE_SIZE * K_TILE_SIZE)
-        end_keys = tl.minimum(N_KEYS, first_query + Q_TILE_SIZE)
+    full_keys, end_keys = key_bounds(first_query, N_KEYS, Q_TILE_SIZE, K_TILE_SIZE, IS_CAUSAL)
     dQ = _visit_keys(
         dQ, Q, dO, L_log2, delta, query_rows, K_head, V_head, batch, kv_head, 0, full_keys, N_KEYS, scale_log2, ZERO,
         stride_ks, stride_kd, stride_vs, stride_vd, D, D_TILE, K_TILE_SIZE, IS_CAUSAL, False, PRECISION, TMA,

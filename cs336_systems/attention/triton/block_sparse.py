@@ -155,8 +155,7 @@ def _visit_listed_keys(
     accumulator, m, l, Q, K_head, V_head, batch, kv_head, block_rows, num_listed, indices, patterns, token_bits,
     N_KEYS, scale_log2, ZERO, stride_ks, stride_kd, stride_vs, stride_vd,
     D: tl.constexpr, D_TILE: tl.constexpr, K_TILE_SIZE: tl.constexpr, Q_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr,
-    PARTIAL: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
-    INTERPRETED: tl.constexpr,
+    PARTIAL: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """Fold the listed key tiles into the running (accumulator, m, l); `block_rows` are Q's rows in the mask's tile."""
     STEPS: tl.constexpr = K_BLOCK // K_TILE_SIZE
@@ -188,8 +187,7 @@ def block_sparse_forward_kernel(
     stride_vb, stride_vh, stride_vs, stride_vd,
     N_HEADS, HEADS_TOGETHER, N_QUERIES, N_KEYS, MASK_BATCHES, MASK_HEADS, WIDTH, FULL_WIDTH, scale_log2, ZERO,
     GROUP: tl.constexpr, D: tl.constexpr, D_TILE: tl.constexpr, Q_TILE_SIZE: tl.constexpr, K_TILE_SIZE: tl.constexpr,
-    Q_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
-    INTERPRETED: tl.constexpr,
+    Q_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """O (batch, heads, queries, D) and L (batch, heads, queries) are contiguous; q, k, v have any strides."""
     # Last tile first: the lists of a causal mask grow towards the end.
@@ -226,8 +224,7 @@ def block_sparse_forward_kernel(
         tl.load(kv_num_blocks_ptr + list_number),
         kv_indices_ptr + list_number * WIDTH, kv_tokens_ptr + list_number * WIDTH, token_bits_ptr, N_KEYS, scale_log2,
         ZERO, stride_ks, stride_kd, stride_vs, stride_vd,
-        D, D_TILE, K_TILE_SIZE, Q_BLOCK, K_BLOCK, True, PRECISION, TMA,
-        INTERPRETED,
+        D, D_TILE, K_TILE_SIZE, Q_BLOCK, K_BLOCK, True, PRECISION, TMA, INTERPRETED,
     )  # fmt: skip
 
     # 4. normalise and store
@@ -240,8 +237,7 @@ def _visit_listed_queries(
     dK, dV, K, V, first_column, Q_head, dO_head, L_base, D_base, batch, head, num_listed, indices, patterns, token_bits,
     N_QUERIES, scale_log2, ZERO, stride_qs, stride_qd, stride_dos, stride_dod,
     D: tl.constexpr, D_TILE: tl.constexpr, Q_TILE_SIZE: tl.constexpr, K_TILE_SIZE: tl.constexpr, Q_BLOCK: tl.constexpr,
-    K_BLOCK: tl.constexpr, PARTIAL: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
-    INTERPRETED: tl.constexpr,
+    K_BLOCK: tl.constexpr, PARTIAL: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """Fold the listed query tiles into dK (without its scale) and dV; `first_column` is K's place in the mask's tile.
 
@@ -282,8 +278,7 @@ def block_sparse_dkdv_kernel(
     stride_dob, stride_doh, stride_dos, stride_dod,
     N_KV_HEADS, HEADS_TOGETHER, N_QUERIES, N_KEYS, MASK_BATCHES, MASK_HEADS, WIDTH, FULL_WIDTH, scale, scale_log2, ZERO,
     GROUP: tl.constexpr, D: tl.constexpr, D_TILE: tl.constexpr, Q_TILE_SIZE: tl.constexpr, K_TILE_SIZE: tl.constexpr,
-    Q_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
-    INTERPRETED: tl.constexpr,
+    Q_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """dK, dV (batch, kv_heads, keys, D), L and delta (batch, heads, padded queries) are contiguous.
 
@@ -297,9 +292,7 @@ def block_sparse_dkdv_kernel(
     K = load_rows(
         K_head, batch, kv_head, first_key, N_KEYS, stride_ks, stride_kd, D, D_TILE, K_TILE_SIZE, True, TMA
     )  # (K_TILE_SIZE, D_TILE)
-    V = load_rows(
-        V_head, batch, kv_head, first_key, N_KEYS, stride_vs, stride_vd, D, D_TILE, K_TILE_SIZE, True, TMA
-    )  # fmt: skip
+    V = load_rows(V_head, batch, kv_head, first_key, N_KEYS, stride_vs, stride_vd, D, D_TILE, K_TILE_SIZE, True, TMA)
     dK = tl.zeros([K_TILE_SIZE, D_TILE], tl.float32)
     dV = tl.zeros([K_TILE_SIZE, D_TILE], tl.float32)
 
@@ -315,8 +308,7 @@ def block_sparse_dkdv_kernel(
             dK, dV, K, V, first_key % K_BLOCK, Q_head, dO_head, L_ptr + row_base, D_ptr + row_base, batch, head,
             tl.load(full_q_num_blocks_ptr + list_number), full_q_indices_ptr + list_number * FULL_WIDTH, q_tokens_ptr,
             token_bits_ptr, N_QUERIES, scale_log2, ZERO, stride_qs, stride_qd, stride_dos, stride_dod,
-            D, D_TILE, Q_TILE_SIZE, K_TILE_SIZE, Q_BLOCK, K_BLOCK, False, PRECISION, TMA,
-            INTERPRETED,
+            D, D_TILE, Q_TILE_SIZE, K_TILE_SIZE, Q_BLOCK, K_BLOCK, False, PRECISION, TMA, INTERPRETED,
         )  # fmt: skip
         dK, dV = _visit_listed_queries(
             dK, dV, K, V, first_key % K_BLOCK, Q_head, dO_head, L_ptr + row_base, D_ptr + row_base, batch, head,
@@ -336,8 +328,7 @@ def _visit_listed_keys_for_dq(
     dQ, Q, dO, L_log2, delta, K_head, V_head, batch, kv_head, block_rows, num_listed, indices, patterns, token_bits,
     N_KEYS, scale_log2, ZERO, stride_ks, stride_kd, stride_vs, stride_vd,
     D: tl.constexpr, D_TILE: tl.constexpr, K_TILE_SIZE: tl.constexpr, Q_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr,
-    PARTIAL: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
-    INTERPRETED: tl.constexpr,
+    PARTIAL: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """Fold the listed key tiles into dQ (without its scale)."""
     STEPS: tl.constexpr = K_BLOCK // K_TILE_SIZE
@@ -371,8 +362,7 @@ def block_sparse_dq_kernel(
     stride_dob, stride_doh, stride_dos, stride_dod,
     N_HEADS, HEADS_TOGETHER, N_QUERIES, N_KEYS, MASK_BATCHES, MASK_HEADS, WIDTH, FULL_WIDTH, scale, scale_log2, ZERO,
     GROUP: tl.constexpr, D: tl.constexpr, D_TILE: tl.constexpr, Q_TILE_SIZE: tl.constexpr, K_TILE_SIZE: tl.constexpr,
-    Q_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
-    INTERPRETED: tl.constexpr,
+    Q_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """dQ (batch, heads, queries, D), L and delta (batch, heads, padded queries) are contiguous."""
     query_tile, batch, head = tile_of_program(tl.cdiv(N_QUERIES, Q_TILE_SIZE), N_HEADS, HEADS_TOGETHER, True)
@@ -411,8 +401,7 @@ def block_sparse_dq_kernel(
         tl.load(kv_num_blocks_ptr + list_number),
         kv_indices_ptr + list_number * WIDTH, kv_tokens_ptr + list_number * WIDTH, token_bits_ptr, N_KEYS, scale_log2,
         ZERO, stride_ks, stride_kd, stride_vs, stride_vd,
-        D, D_TILE, K_TILE_SIZE, Q_BLOCK, K_BLOCK, True, PRECISION, TMA,
-        INTERPRETED,
+        D, D_TILE, K_TILE_SIZE, Q_BLOCK, K_BLOCK, True, PRECISION, TMA, INTERPRETED,
     )  # fmt: skip
     store_rows(dQ_ptr + output_base, dQ * scale, query_rows, N_QUERIES, D, 1, D, D_TILE)
 

@@ -68,12 +68,13 @@ def _describe(x: Tensor, rows: int) -> TensorDescriptor:
     Past the constructor, whose assertions repeat `_is_describable` and would be a third of the host's time in a call.
     """
     descriptor = object.__new__(TensorDescriptor)
-    descriptor.base, descriptor.shape, descriptor.strides = x, list(x.shape), _strides(x)
+    descriptor.base, descriptor.shape = x, list(x.shape)
+    descriptor.strides = described_strides(x.shape, x.stride(), x.element_size())
     descriptor.block_shape = [1, 1, rows, head_tile(x.shape[-1])]
     return descriptor
 
 
-def _strides(x: Tensor) -> list[int]:
-    """x's strides; that of a dimension of one element is any number, and the descriptor wants an aligned one."""
-    aligned = TMA_ALIGNMENT_BYTES // x.element_size()
-    return [stride if size > 1 else aligned for stride, size in zip(x.stride()[:-1], x.shape[:-1])] + [1]
+def described_strides(shape: tuple[int, ...], strides: tuple[int, ...], bytes_per_element: int) -> list[int]:
+    """A tensor's strides; that of a dimension of one element is any number, and descriptors want an aligned one."""
+    aligned = TMA_ALIGNMENT_BYTES // bytes_per_element
+    return [stride if size > 1 else aligned for stride, size in zip(strides[:-1], shape)] + [1]

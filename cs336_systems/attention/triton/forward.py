@@ -36,10 +36,12 @@ from cs336_systems.attention.triton.steps import (
     accumulate,
     head_of,
     heads_together,
+    key_bounds,
     load_rows,
     online_softmax,
     store_queries,
     tile_of_program,
+    visible_pairs,
 )
 from cs336_systems.profiling.stages import stage
 
@@ -54,19 +56,12 @@ def _visit_keys(
     """Fold the key tiles of [first_key, last_key) into the running (accumulator, m, l); m is in base 2."""
     for start in tl.range(first_key, last_key, K_TILE_SIZE):
         key_rows = start + tl.arange(0, K_TILE_SIZE)
-        K = load_rows(
-            K_head, batch, kv_head, start, N_KEYS, stride_ks, stride_kd, D, D_TILE, K_TILE_SIZE, MASKED, TMA
-        )  # fmt: skip
+        K = load_rows(K_head, batch, kv_head, start, N_KEYS, stride_ks, stride_kd, D, D_TILE, K_TILE_SIZE, MASKED, TMA)
         S = tl.dot(Q, tl.trans(K), input_precision=PRECISION)  # (Q_TILE_SIZE, K_TILE_SIZE), not yet scaled
         if MASKED:
-            visible = (key_rows < N_KEYS)[None, :]
-            if IS_CAUSAL:
-                visible = visible & (query_rows[:, None] >= key_rows[None, :])
-            S = tl.where(visible, S, float("-inf"))
+            S = tl.where(visible_pairs(query_rows, key_rows, N_KEYS, IS_CAUSAL), S, float("-inf"))
         P, rescale, m, l = online_softmax(S, m, l, scale_log2)
-        V = load_rows(
-            V_head, batch, kv_head, start, N_KEYS, stride_vs, stride_vd, D, D_TILE, K_TILE_SIZE, MASKED, TMA
-        )  # fmt: skip
+        V = load_rows(V_head, batch, kv_head, start, N_KEYS, stride_vs, stride_vd, D, D_TILE, K_TILE_SIZE, MASKED, TMA)
         accumulator = accumulate(accumulator * rescale[:, None], P.to(V.dtype), V, ZERO, PRECISION)
     return accumulator, m, l
 
@@ -90,12 +85,7 @@ def attend_queries(
     l = tl.zeros([Q_TILE_SIZE], tl.float32)
     accumulator = tl.zeros([Q_TILE_SIZE, D_TILE], tl.float32)
 
-    # Keys before full_keys are seen by the whole tile; those from end_keys on by none of it.
-    full_keys = N_KEYS // K_TILE_SIZE * K_TILE_SIZE
-    end_keys = N_KEYS
-    if IS_CAUSAL:
-        full_keys = tl.minimum(full_keys, (first_query + 1) // K_TILE_SIZE * K_TILE_SIZE)
-        end_keys = tl.minimum(N_KEYS, first_query + Q_TILE_SIZE)
+    full_keys, end_keys = key_bounds(first_query, N_KEYS, Q_TILE_SIZE, K_TILE_SIZE, IS_CAUSAL)
 
     # 2. unmasked loop
     accumulator, m, l = _visit_keys(

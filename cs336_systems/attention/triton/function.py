@@ -6,10 +6,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable
 from functools import cache, lru_cache
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import triton
@@ -28,9 +27,11 @@ from cs336_systems.attention.triton.block_sparse import (
 from cs336_systems.attention.triton.descriptors import describable, rows_are_aligned
 from cs336_systems.attention.triton.forward import launch_forward
 from cs336_systems.attention.triton.launcher import KEPT_SHAPES
-from cs336_systems.attention.triton.launching import launch_fitting
+from cs336_systems.attention.triton.launching import launch_fitting, on_device_of
 from cs336_systems.attention.triton.varlen import launch_varlen_backward, launch_varlen_forward
 from cs336_systems.attention.validation import check_attention_inputs, check_flags, resolve_scale
+
+Results = TypeVar("Results")
 
 
 def kernel_config(
@@ -93,12 +94,11 @@ def _refuse_miscompiled(config: KernelConfig, q: Tensor, target: str) -> None:
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, config: str) -> tuple[Tensor, Tensor]:
-    def launch(forward: KernelConfig) -> tuple[Tensor, Tensor]:
-        return launch_forward(q, k, v, is_causal=is_causal, scale=scale, config=forward)
-
     chosen = _choose_dense(("forward",), q.shape, k.shape, q.dtype, q.device, config, is_causal, describable(q, k, v))
-    with _launch_device(q):
-        return launch_fitting(launch, chosen, q, seqlen_q=q.shape[2], seqlen_k=k.shape[2])
+    return _launch(
+        lambda forward: launch_forward(q, k, v, is_causal=is_causal, scale=scale, config=forward),
+        chosen, q, q.shape[2], k.shape[2],
+    )  # fmt: skip
 
 
 @lru_cache(maxsize=KEPT_SHAPES)
@@ -120,16 +120,11 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     tma = _can_be_described(q, k, v, grad_output)
     chosen = _choose_dense(("dkdv", "dq"), q.shape, k.shape, q.dtype, q.device, config, is_causal, tma)
-    upstream = _readable(grad_output, chosen)
-
-    def launch(dkdv: KernelConfig, dq: KernelConfig) -> tuple[Tensor, Tensor, Tensor]:
-        return launch_backward(
-            q, k, v, output.contiguous(), lse.contiguous(), upstream, grad_lse,
-            is_causal=is_causal, scale=scale, dkdv_config=dkdv, dq_config=dq,
-        )  # fmt: skip
-
-    with _launch_device(q):
-        return launch_fitting(launch, chosen, q, seqlen_q=q.shape[2], seqlen_k=k.shape[2])
+    saved = (q, k, v, output.contiguous(), lse.contiguous(), _readable(grad_output, chosen), grad_lse)
+    return _launch(
+        lambda dkdv, dq: launch_backward(*saved, is_causal=is_causal, scale=scale, dkdv_config=dkdv, dq_config=dq),
+        chosen, q, q.shape[2], k.shape[2],
+    )  # fmt: skip
 
 
 def _can_be_described(q: Tensor, k: Tensor, v: Tensor, grad_output: Tensor) -> bool:
@@ -144,30 +139,30 @@ def _readable(grad_output: Tensor, configs: Iterable[KernelConfig]) -> Tensor:
     return grad_output
 
 
-def _launch_device(q: Tensor) -> AbstractContextManager[Any]:
-    """Triton launches on the current CUDA device, which need not be q's."""
+def _launch(
+    launcher: Callable[..., Results], configs: tuple[KernelConfig, ...], q: Tensor, seqlen_q: int, seqlen_k: int
+) -> Results:
+    """`launcher(*configs)`, or with smaller ones, on q's device; ValueError where Triton cannot run."""
     if q.dtype == torch.bfloat16 and triton.knobs.runtime.interpret:
         raise ValueError("Triton's interpreter computes wrong bfloat16 products; use float32 or float16 with it")
-    if q.is_cuda:
-        return nullcontext() if q.device.index == torch.cuda.current_device() else torch.cuda.device(q.device)
-    if not triton.knobs.runtime.interpret:
+    if not q.is_cuda and not triton.knobs.runtime.interpret:
         raise ValueError(
             f"q is on {q.device}, and Triton kernels run on CUDA devices; "
             "set TRITON_INTERPRET=1 before the kernels are imported to run them on the CPU interpreter"
         )
-    return nullcontext()
+    with on_device_of(q):
+        return launch_fitting(launcher, configs, q, seqlen_q=seqlen_q, seqlen_k=seqlen_k)
 
 
 def _block_sparse_forward(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
     *tensors, _, scale, config = arguments
     lists = TileLists(*tensors)
 
-    def launch(forward: KernelConfig) -> tuple[Tensor, Tensor]:
-        return launch_block_sparse_forward(q, k, v, lists, scale=scale, config=forward)
-
     chosen = fit_to_blocks(kernel_config("forward", q, k, config, tma=describable(q, k, v)), lists.block_size)
-    with _launch_device(q):
-        return launch_fitting(launch, (chosen,), q, seqlen_q=q.shape[2], seqlen_k=k.shape[2])
+    return _launch(
+        lambda forward: launch_block_sparse_forward(q, k, v, lists, scale=scale, config=forward),
+        (chosen,), q, q.shape[2], k.shape[2],
+    )  # fmt: skip
 
 
 def _block_sparse_backward(
@@ -180,16 +175,11 @@ def _block_sparse_backward(
     chosen = tuple(
         fit_to_blocks(kernel_config(kernel, q, k, config, tma=tma), lists.block_size) for kernel in ("dkdv", "dq")
     )
-    upstream = _readable(grad_output, chosen)
-
-    def launch(dkdv: KernelConfig, dq: KernelConfig) -> tuple[Tensor, Tensor, Tensor]:
-        return launch_block_sparse_backward(
-            q, k, v, output.contiguous(), lse.contiguous(), upstream, grad_lse, lists,
-            scale=scale, dkdv_config=dkdv, dq_config=dq,
-        )  # fmt: skip
-
-    with _launch_device(q):
-        return launch_fitting(launch, chosen, q, seqlen_q=q.shape[2], seqlen_k=k.shape[2])
+    saved = (q, k, v, output.contiguous(), lse.contiguous(), _readable(grad_output, chosen), grad_lse)
+    return _launch(
+        lambda dkdv, dq: launch_block_sparse_backward(*saved, lists, scale=scale, dkdv_config=dkdv, dq_config=dq),
+        chosen, q, q.shape[2], k.shape[2],
+    )  # fmt: skip
 
 
 def _choose_for_documents(
@@ -206,15 +196,14 @@ def _varlen_forward(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int,
     is_causal: bool, scale: float, config: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    def launch(forward: KernelConfig) -> tuple[Tensor, Tensor]:
-        return launch_varlen_forward(
-            q, k, v, cu_seqlens_q, cu_seqlens_k, is_causal=is_causal, scale=scale, config=forward
-        )
-
     shape = (len(cu_seqlens_q) - 1, q.shape[1], max_seqlen_q, max_seqlen_k)
     chosen = _choose_for_documents("forward", q, config, *shape, is_causal)
-    with _launch_device(q):
-        return launch_fitting(launch, (chosen,), q, seqlen_q=max_seqlen_q, seqlen_k=max_seqlen_k)
+    return _launch(
+        lambda forward: launch_varlen_forward(
+            q, k, v, cu_seqlens_q, cu_seqlens_k, is_causal=is_causal, scale=scale, config=forward
+        ),
+        (chosen,), q, max_seqlen_q, max_seqlen_k,
+    )  # fmt: skip
 
 
 def _varlen_backward(
@@ -222,16 +211,15 @@ def _varlen_backward(
     cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int,
     is_causal: bool, scale: float, config: str,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    def launch(dkdv: KernelConfig, dq: KernelConfig) -> tuple[Tensor, Tensor, Tensor]:
-        return launch_varlen_backward(
-            q, k, v, output.contiguous(), lse.contiguous(), grad_output, grad_lse, cu_seqlens_q, cu_seqlens_k,
-            is_causal=is_causal, scale=scale, dkdv_config=dkdv, dq_config=dq,
-        )  # fmt: skip
-
     shape = (len(cu_seqlens_q) - 1, q.shape[1], max_seqlen_q, max_seqlen_k)
     chosen = tuple(_choose_for_documents(kernel, q, config, *shape, is_causal) for kernel in ("dkdv", "dq"))
-    with _launch_device(q):
-        return launch_fitting(launch, chosen, q, seqlen_q=max_seqlen_q, seqlen_k=max_seqlen_k)
+    saved = (q, k, v, output.contiguous(), lse.contiguous(), grad_output, grad_lse)
+    return _launch(
+        lambda dkdv, dq: launch_varlen_backward(
+            *saved, cu_seqlens_q, cu_seqlens_k, is_causal=is_causal, scale=scale, dkdv_config=dkdv, dq_config=dq
+        ),
+        chosen, q, max_seqlen_q, max_seqlen_k,
+    )  # fmt: skip
 
 
 triton_attention = AttentionOperator("triton_attention", _forward, _backward)

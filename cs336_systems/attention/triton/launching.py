@@ -10,28 +10,26 @@ from __future__ import annotations
 import os
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache, lru_cache
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from triton.runtime.errors import OutOfResources
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from cs336_systems.attention.tiles import KernelConfig, head_tile, smaller_config
 from cs336_systems.attention.triton.launcher import KEPT_SHAPES, KeptLaunches, Launched
 
 LOG_SWITCH = "CS336_ATTN_LOG"
-Result = TypeVar("Result")
-
-Fit = tuple[KernelConfig, int, int, int | None]  # configuration, head dim, bytes per element, device
 POINTER_ALIGNMENT_BYTES = 16  # Triton loads four words at a time from such a pointer
 MAX_COMPILED = 4096  # launches that differ in shapes or options and are remembered
-_compiled: dict[tuple[object, ...], tuple[Any, list[int | str]]] = {}  # the kernel and its compile-time constants
+_compiled: dict[tuple[Hashable, ...], tuple[Any, list[Hashable]]] = {}  # the kernel and its compile-time constants
 
-# What did not fit, and what runs in its place.
-_smaller: dict[Fit, KernelConfig] = {}
+Result = TypeVar("Result")
+Fit = tuple[KernelConfig, int, int, int | None]  # configuration, head dim, bytes per element, device
+_smaller: dict[Fit, KernelConfig] = {}  # what runs in the place of what did not fit
 
 
 @cache
@@ -50,23 +48,22 @@ def head_options(heads: int, kv_heads: int, head_dim: int) -> dict[str, int]:
 
 
 def launch(
-    kernel: Any,
-    grid: tuple[int],
-    tensors: Sequence[Tensor | TensorDescriptor],
-    numbers: tuple[float, ...],
-    options: dict[str, int | str],
+    kernel: Any, grid: tuple[int], tensors: Sequence[Any], numbers: tuple[float, ...], options: Mapping[str, Hashable]
 ) -> Launched | None:
     """`kernel[grid](*tensors, *numbers, **options)`, at a third of the host's time from the second time on.
 
-    Returns what was launched, None in the interpreter.
+    `tensors`, of which the last is one, may be descriptors of such, Triton's or Gluon's. Returns what was launched;
+    None in the interpreter, and where somebody watches the compilation and stops there.
 
-    Triton compiles a kernel anew for other dtypes, for pointers that 16 bytes do not divide, for numbers that are 1 or
-    that 16 does not divide, and classifies every argument of every launch to find out. Here what was compiled is found
-    by the dtypes, the pointers' remainders and the integers themselves, which say more than their classes.
+    Triton compiles a kernel anew for other dtypes and tiles of descriptors, for pointers that 16 bytes do not divide,
+    for numbers that are 1 or that 16 does not divide, and classifies every argument of every launch to find out. Here
+    what was compiled is found by the dtypes, the tiles, the pointers' remainders and the integers themselves, which say
+    more than their classes.
     """
-    arrays = [x.base if isinstance(x, TensorDescriptor) else x for x in tensors]
+    arrays = [x if isinstance(x, Tensor) else x.base for x in tensors]
     key = (
         kernel.fn, arrays[-1].get_device(), tuple([x.dtype for x in arrays]),
+        tuple([tuple(x.block_shape) for x in tensors if not isinstance(x, Tensor)]),
         tuple([x.data_ptr() % POINTER_ALIGNMENT_BYTES for x in arrays]),
         tuple([x for x in numbers if type(x) is int]), tuple(options.values()),
     )  # fmt: skip
@@ -76,7 +73,7 @@ def launch(
         compiled[*grid, 1, 1](*tensors, *numbers, *constants)
         return Launched(compiled, (*grid, 1, 1), (*tensors, *numbers))
     compiled = kernel[grid](*tensors, *numbers, **options)
-    if compiled is None:  # the interpreter compiles nothing
+    if compiled is None:
         return None
     if len(_compiled) == MAX_COMPILED:
         _compiled.clear()
@@ -111,6 +108,12 @@ def num_tiles(rows: int, tile: int) -> int:
 def contiguous_like(x: Tensor) -> Tensor:
     """An uninitialised tensor of x's shape and dtype."""
     return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def on_device_of(x: Tensor) -> AbstractContextManager[Any]:
+    """Triton launches on the current CUDA device, which need not be x's."""
+    elsewhere = x.is_cuda and x.device.index != torch.cuda.current_device()
+    return torch.cuda.device(x.device) if elsewhere else nullcontext()
 
 
 def launch_fitting(

@@ -6,8 +6,6 @@ attention. A program makes the lists of one row of tiles, and the token bits at 
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-
 import torch
 import triton
 import triton.language as tl
@@ -17,7 +15,7 @@ from torch import Tensor
 from cs336_systems.attention.masks import BlockMask
 from cs336_systems.attention.masks.staircase import steps_of
 from cs336_systems.attention.masks.tiles import num_blocks, words_per_row
-from cs336_systems.attention.triton.launching import launch
+from cs336_systems.attention.triton.launching import launch, on_device_of
 from cs336_systems.profiling.stages import stage
 
 
@@ -148,8 +146,7 @@ def launch_staircase(lengths: Int[Tensor, "batch heads queries"], seqlen_k: int,
         "q_tokens": empty(batch, heads, columns, rows),
         "token_bits": empty(num_patterns + is_cut, block, words),
     }
-    elsewhere = lengths.is_cuda and lengths.device.index != torch.cuda.current_device()
-    with stage("mask_build"), torch.cuda.device(lengths.device) if elsewhere else nullcontext():
+    with stage("mask_build"), on_device_of(lengths):
         launch(
             staircase_kernel, (batch * heads * (rows + columns),), (lengths, *fields.values()),
             (seqlen_q, rows, columns, width, num_patterns),

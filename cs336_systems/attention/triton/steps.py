@@ -2,6 +2,7 @@
 
   tile_of_program   which tile, batch element and head a program works on
   head_of, load_rows, store_rows      memory: by pointers, or by Hopper's copy engine (TMA) through a descriptor
+  key_bounds, visible_pairs           which keys a query tile sees whole, in part and not at all; the mask of a cut tile
   accumulate        matmul, with float32 sums taken care of
   online_softmax    the running maximum and sum of a query tile          (FlashAttention-2, algorithm 1, lines 8 to 10)
   store_queries     O = accumulator / l and L = m + log l                (lines 12 to 14)
@@ -20,10 +21,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from cs336_systems.attention.tiles.config import L2_SHARE_BYTES
+
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
-# Rows that programs running at one time should share: about half of the L2 cache of an H200 or a B200 (50 to 126 MB).
-L2_SHARE_BYTES = 32 * 2**20
 # The backward's numbers of a query row, L in base 2 and D, are padded to a multiple of so many rows, at least a tile.
 # Rows past the end have L = +inf, hence P = 0, and the loads need no bounds, which Triton would not pipeline.
 ROW_PADDING = tl.constexpr(256)
@@ -52,6 +53,7 @@ def tile_of_program(num_tiles, N_HEADS, HEADS_TOGETHER, LAST_TILE_FIRST: tl.cons
 
 @triton.jit
 def padded_rows(N_QUERIES):
+    """Rows of L and D that a head of N_QUERIES queries has in memory."""
     return tl.cdiv(N_QUERIES, ROW_PADDING) * ROW_PADDING
 
 
@@ -91,9 +93,33 @@ def load_rows(
 
 @triton.jit
 def store_rows(base_ptr, tile, rows, num_rows, stride_s, stride_d, D: tl.constexpr, D_TILE: tl.constexpr):
+    """Store `tile` (ROWS, D_TILE) at `rows`, in the memory's dtype, without what lies past num_rows and D."""
     columns = tl.arange(0, D_TILE)
     pointers = base_ptr + rows.to(tl.int64)[:, None] * stride_s + columns[None, :] * stride_d
     tl.store(pointers, tile.to(base_ptr.dtype.element_ty), mask=(rows < num_rows)[:, None] & (columns < D)[None, :])
+
+
+@triton.jit
+def key_bounds(
+    first_query, N_KEYS, Q_TILE_SIZE: tl.constexpr, K_TILE_SIZE: tl.constexpr, IS_CAUSAL: tl.constexpr
+):  # fmt: skip
+    """(full_keys, end_keys) of a query tile: keys before the first are seen by all of it, those from the second on by
+    none. The first is a multiple of K_TILE_SIZE."""
+    full_keys = N_KEYS // K_TILE_SIZE * K_TILE_SIZE
+    end_keys = N_KEYS
+    if IS_CAUSAL:
+        full_keys = tl.minimum(full_keys, (first_query + 1) // K_TILE_SIZE * K_TILE_SIZE)
+        end_keys = tl.minimum(N_KEYS, first_query + Q_TILE_SIZE)
+    return full_keys, end_keys
+
+
+@triton.jit
+def visible_pairs(query_rows, key_rows, N_KEYS, IS_CAUSAL: tl.constexpr):
+    """Which query sees which key of a tile, (Q_TILE_SIZE, K_TILE_SIZE), or (1, K_TILE_SIZE) where all see the same."""
+    visible = (key_rows < N_KEYS)[None, :]
+    if IS_CAUSAL:
+        visible = visible & (query_rows[:, None] >= key_rows[None, :])
+    return visible
 
 
 @triton.jit
