@@ -289,6 +289,15 @@ def test_the_command_on_two_runs_of_the_same_code(tmp_path: Path) -> None:
     assert everything.count("unchanged") == 21
 
 
+def test_single_samples_are_shown_where_they_differ(tmp_path: Path) -> None:
+    once = {"quantity": "compile_time", "unit": "s"}
+    base = write(tmp_path / "base", [record(128, [10.0], **once), record(256, [10.0], **once)])
+    target = write(tmp_path / "target", [record(128, [10.0], **once), record(256, [15.0], **once)])
+    shown = invoke(base, target).stdout
+    assert "1x1x256x64" in shown and "1x1x128x64" not in shown and "2 not compared" in shown
+    assert "1x1x128x64" in invoke(base, target, "--all").stdout
+
+
 def test_the_command_lists_what_is_not_on_both_sides(tmp_path: Path) -> None:
     base, target = write(tmp_path / "base", run_of(1)), write(tmp_path / "target", [*run_of(2)[1:], run_of(2)[3]])
     result = invoke(base, target)

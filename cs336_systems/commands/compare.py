@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 ThresholdOption = Annotated[float, typer.Option(help="Percent of change below which a row is unchanged.")]
 FailOnOption = Annotated[str, typer.Option(help="What gives a failing exit code: regression, any (change) or none.")]
-AllOption = Annotated[bool, typer.Option("--all", help="Show unchanged rows, too.")]
+AllOption = Annotated[bool, typer.Option("--all", help="Show rows without a change, too.")]
 
 
 def compare(
@@ -55,7 +55,7 @@ def check_options(threshold: float, fail_on: str) -> None:
 def show_comparison(comparison: Comparison, *, show_all: bool = False) -> None:
     """Print the changed rows (or all), what is missing, extra or doubled, and one line that sums it up."""
     console = Console(width=160, soft_wrap=True, markup=False) if not Console().is_terminal else Console(markup=False)
-    rows = comparison.rows if show_all else [row for row in comparison.rows if row.verdict not in ("unchanged",)]
+    rows = [row for row in comparison.rows if show_all or not _is_quiet(row)]
     if rows:
         table = Table("row", "base", "target", "change", "interval", "verdict", box=None)
         for row in rows:
@@ -73,6 +73,12 @@ def show_comparison(comparison: Comparison, *, show_all: bool = False) -> None:
     for note in comparison.notes:
         console.print(f"note: {note}", markup=False)
     console.print(_summary(comparison))
+
+
+def _is_quiet(row: ComparedRow) -> bool:
+    """Whether there is nothing to see: unchanged, or not to be compared and the same all the same."""
+    same = row.base.status == row.target.status and row.base.samples == row.target.samples
+    return row.verdict == "unchanged" or (row.verdict == "not compared" and same)
 
 
 def _cells(row: ComparedRow) -> list[str]:
