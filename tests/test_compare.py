@@ -294,8 +294,8 @@ def test_single_samples_are_shown_where_they_differ(tmp_path: Path) -> None:
     base = write(tmp_path / "base", [record(128, [10.0], **once), record(256, [10.0], **once)])
     target = write(tmp_path / "target", [record(128, [10.0], **once), record(256, [15.0], **once)])
     shown = invoke(base, target).stdout
-    assert "1x1x256x64" in shown and "1x1x128x64" not in shown and "2 not compared" in shown
-    assert "1x1x128x64" in invoke(base, target, "--all").stdout
+    assert "1x16x256x64" in shown and "1x16x128x64" not in shown and "2 not compared" in shown
+    assert "1x16x128x64" in invoke(base, target, "--all").stdout
 
 
 def test_the_command_lists_what_is_not_on_both_sides(tmp_path: Path) -> None:
