@@ -369,6 +369,18 @@ def test_speed_plot_has_every_implementation_and_length(mode: str) -> None:
     assert ((drawn["low"] < drawn["y"]) & (drawn["y"] < drawn["high"])).all()
 
 
+def test_what_is_missing_at_the_same_places_shares_a_row_of_crosses() -> None:
+    rows = [
+        dataclasses.replace(row, status="skipped", message="too long", samples=[])
+        if row.implementation in ("triton", "sdpa_cudnn") and row.case["seqlen_q"] == LENGTHS[0]
+        else row
+        for row in flash_records()
+    ]
+    figure = dict(problem_figures("flash_benchmarking", load_frame(rows)))["flash_benchmarking_speed_bfloat16_forward"]
+    texts = [text.get_text() for text in figure.axes[HEAD_DIMS.index(64)].texts]
+    assert "triton, sdpa_cudnn skipped" in texts and "triton skipped" not in texts
+
+
 def test_speed_plot_annotates_cells_without_records() -> None:
     rows = [row for row in flash_records() if not (row.implementation == "triton" and row.case["seqlen_q"] == 4096)]
     data = plots("flash_benchmarking", load_frame(rows))[0].data

@@ -23,6 +23,7 @@ from cs336_systems.report.timeline_drawing import draw_timeline as draw_memory_t
 STATUS_WORDS = {"oom": "OOM", "ok": "interpreter"}  # ok and yet not drawn: an interpreted kernel
 ROW_HEIGHT = 0.062  # of a panel, for one row of crosses at its foot
 MOST_LABELLED_TICKS = 6
+SHARED_CROSSES = "#444444"  # of several series
 LONGEST_BAR = 8  # times the shortest; longer ones are cut
 MANY_BARS = 40  # in a panel: beyond, the values above them stand upright
 MANY_WIDE_BARS = 6  # the same where values reach five digits
@@ -175,19 +176,19 @@ DRAWERS: dict[str, Callable[[Axes, Plot, pd.DataFrame], None]] = {
 
 
 def _crosses(axes: Axes, plot: Plot, data: pd.DataFrame) -> None:
-    """At the foot of the panel a row of crosses for each series and status that has no mark, with its name."""
+    """At the foot of the panel rows of crosses for what has no mark, with the names of the series."""
     absent = set(never_drawn(plot))
     unmarked = plot.data[~plot.data["drawn"] & ~plot.data["series"].isin(absent)]
-    depths = [len(marks[["series", "status"]].drop_duplicates()) for _, marks in unmarked.groupby("panel")]
+    depths = [len(_rows_of_crosses(marks)) for _, marks in unmarked.groupby("panel")]
     axes.set_ylim(*_limits(plot, max(depths, default=0)))  # the same in all panels
-    here = data[~data["drawn"] & ~data["series"].isin(absent)].groupby(["series", "status"], sort=False)
-    rows = [(str(name[0]), str(name[1]), marks["x"]) for name, marks in here]
     foot = axes.get_xaxis_transform()  # x in data, y as a fraction of the panel
     left, right = axes.get_xlim()
-    for row, (series, status, x) in enumerate(rows):
-        shade = colour(data[data["series"] == series]["style"].iloc[0])
+    rows = _rows_of_crosses(data[~data["drawn"] & ~data["series"].isin(absent)])
+    for row, ((status, places), series) in enumerate(rows.items()):
+        x = pd.Series(places)
+        shade = colour(data[data["series"] == series[0]]["style"].iloc[0]) if len(series) == 1 else SHARED_CROSSES
         height = ROW_HEIGHT * (row + 0.6)
-        name = f"{series} {_word(status)}"
+        name = f"{', '.join(series)} {_word(status)}"
         axes.plot(x, [height] * len(x), "x:", color=shade, markersize=6, linewidth=0.8, transform=foot, clip_on=False)
         first, last = _fraction(axes, x.min(), left, right), _fraction(axes, x.max(), left, right)
         text: dict[str, Any] = {
@@ -207,6 +208,14 @@ def _crosses(axes: Axes, plot: Plot, data: pd.DataFrame) -> None:
             axes.annotate(
                 name, (middle, height), (0, 0), xycoords="axes fraction", ha="center", bbox=box, zorder=6, **text
             )
+
+
+def _rows_of_crosses(unmarked: pd.DataFrame) -> dict[tuple[str, tuple[float, ...]], list[str]]:
+    """The series that have the same status at the same places, which share a row."""
+    rows: dict[tuple[str, tuple[float, ...]], list[str]] = {}
+    for (series, status), marks in unmarked.groupby(["series", "status"], sort=False):
+        rows.setdefault((str(status), tuple(marks["x"])), []).append(str(series))
+    return rows
 
 
 def _fraction(axes: Axes, value: float, left: float, right: float) -> float:
