@@ -104,6 +104,7 @@ def run_tool(project, *arguments, **environment):
     )
 
 
+@pytest.mark.slow
 def test_a_failure_is_named_and_decides_the_exit_code(project):
     done = run_tool(project, "--gpus", "5,6", "--processes", "2", "--", "-ra")
     assert done.returncode == 1, done.stdout + done.stderr
@@ -115,6 +116,7 @@ def test_a_failure_is_named_and_decides_the_exit_code(project):
     assert len({process for *_, process in rows}) == 6  # four share two GPUs, one has both, one has one alone
 
 
+@pytest.mark.slow
 def test_the_arguments_after_two_dashes_choose(project):
     done = run_tool(project, "--gpus", "0", "--processes", "3", "--", "-k", "test_small and not 13")
     assert done.returncode == 0 and "passed in" in done.stdout.splitlines()[-1]

@@ -546,6 +546,7 @@ def test_handout_grids_are_the_handouts():
     assert {("recursive", "eager"), ("selective", "eager"), ("none", "eager")} <= groups
 
 
+@pytest.mark.slow
 def test_a_memory_cell_gives_all_its_rows():
     for cells, measure in (
         (memory_profiling_cells(TINY), measure_memory_profiling),

@@ -256,6 +256,7 @@ class CheckpointedPairs(nn.Module):
         return self.model.lm_head(self.model.ln_final(x))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_every_setting_trains_like_one_process(num_ranks):
     for found in TWO_RANKS.results(check_variants) if num_ranks == 2 else run_ranks(check_variants, num_ranks):
