@@ -225,8 +225,8 @@ def test_make_lists_its_targets():
     assert code == 0
     targets = [line.split()[1] for line in output.splitlines()]
     assert targets == [
-        "help", "venv", "test", "test-slow", "test-hf", "test-gpu", "sanitize", "report", "lint", "notebooks", "notebooks-check",
-        "course-tests", "sm90-venv", "clean",
+        "help", "venv", "test", "test-slow", "test-hf", "test-gpu", "sanitize", "report", "lint", "notebooks",
+        "notebooks-check", "course-tests", "sm90-venv", "clean",
     ]  # fmt: skip
 
 
