@@ -1,8 +1,8 @@
 """Section 9, `leaderboard_2026`: a full training step of an 8B model, 32,768 tokens on each of two GPUs.
 
-34 layers, 152 thousand words, float32 masters, bfloat16 compute, AdamW. What makes it fit: weights, gradients and moments
-are shared by both ranks (FSDP, this package's or PyTorch's), blocks keep attention's tensors and compute the rest again
-(`run_in_parts`), and the logits never exist (`LossTransformer`). Phases on every rank, each told to the record:
+34 layers, 152 thousand words, float32 masters, bfloat16 compute, AdamW. What makes it fit: weights, gradients and
+moments are shared by both ranks (FSDP, this package's or PyTorch's), blocks keep attention's tensors and compute the
+rest again (`run_in_parts`), and the logits never exist (`LossTransformer`). Phases on every rank:
 
 - cold start: from launching the ranks to the end of the first step, with empty compilation caches;
 - timed steps, together; the peak of memory since the start;
@@ -84,7 +84,11 @@ class LongStepCase:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"LongStepCase.{name} must be a positive int, got {value!r}")
-        for name, choices in (("attention", ATTENTION_NAMES), ("recompute", RECOMPUTES), ("backend", DISTRIBUTED_BACKENDS)):
+        for name, choices in (
+            ("attention", ATTENTION_NAMES),
+            ("recompute", RECOMPUTES),
+            ("backend", DISTRIBUTED_BACKENDS),
+        ):
             if getattr(self, name) not in choices:
                 raise ValueError(
                     f"LongStepCase.{name} must be one of {', '.join(choices)}, got {getattr(self, name)!r}"
@@ -92,7 +96,7 @@ class LongStepCase:
 
 
 def leaderboard_2026_cells(run: RunConfig) -> list[Cell]:
-    """Both FSDPs with the same settings; at handout scale ours with more and less kept, other attention, no compiler."""
+    """Both FSDPs with equal settings; at handout scale ours with more and less kept, other attention, no compiler."""
     cuda = run.device == "cuda"
     base = LongStepCase(
         model=step_model(run),
@@ -257,7 +261,8 @@ def _measure_step(step: LongStep, run: RunConfig, rank: int, launched: float) ->
 def _empty_caches() -> Iterator[None]:
     """Compile into caches of this process's own, which are empty: a cold start that an earlier cell has not warmed."""
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        with patch.dict(os.environ, {"TORCHINDUCTOR_CACHE_DIR": folder, "TRITON_CACHE_DIR": f"{folder}/triton"}):
+        places = {"TORCHINDUCTOR_CACHE_DIR": folder, "TRITON_CACHE_DIR": f"{folder}/triton"}
+        with patch.dict(os.environ, places):
             yield
 
 

@@ -2,9 +2,10 @@
 
     run_in_parts(model, recompute="around_attention", compiled=True)     # in place; before FSDP
 
-The parts: `project` (norm, q, k, v, rotation), attention, and `finish` (output projection, both residual sums, feed-
-forward). Attention stays outside of the compiler and of the checkpoints: it is one operator already, the dearest to
-compute again at long context and the cheapest to keep. What a block stores for backward, in tensors of its input's size:
+The parts: `project` (norm, q, k, v, rotation), attention, and `finish` (output projection, both residual sums,
+feed-forward). Attention stays outside of the compiler and of the checkpoints: it is one operator already, the dearest
+to compute again at long context and the cheapest to keep. What a block stores for backward, in tensors of its input's
+size:
 
 - "nothing" is computed again: everything, tens of them.
 - "after_attention" computes `finish` again: x, its normalization (more if not compiled), q, k, v and the output: 6.
@@ -44,7 +45,8 @@ def run_in_parts(model: nn.Module, *, recompute: Recompute = "nothing", compiled
         raise TypeError(f"model must be a TransformerLM, whose blocks have these parts, got {type(model).__name__}")
     if recompute not in RECOMPUTES:
         raise ValueError(f"recompute must be one of {', '.join(RECOMPUTES)}, got {recompute!r}")
-    first, last = project, finish
+    first: Callable[..., Any] = project
+    last: Callable[..., Any] = finish
     if compiled:
         first, last = torch.compile(project, dynamic=False), torch.compile(finish, dynamic=False)
     if recompute == "around_attention":
@@ -74,7 +76,8 @@ def finish(block: TransformerBlock, x: Tensor, attended: Tensor) -> Tensor:
 
 
 def _through_parts(first: Callable[..., Any], last: Callable[..., Any], block: TransformerBlock, x: Tensor) -> Tensor:
-    attended = causal_attention(*first(block, x), block.attn.attention)
+    q, k, v = first(block, x)
+    attended = causal_attention(q, k, v, block.attn.attention)
     finished: Tensor = last(block, x, attended)
     return finished
 

@@ -4,9 +4,9 @@
     loss = model(tokens, targets)                                               # a scalar; no logits anywhere
     loss = chunked_cross_entropy(hidden, weight, targets, chunk_tokens=2048)    # the function alone
 
-The logits of T tokens over a vocabulary of V, with the softmax and their gradient, take 10 bytes for each of T·V elements
-at bfloat16: 46 GiB for one sequence of 32,768 tokens and 152 thousand words. But the gradient of a mean loss is linear
-in the loss's own gradient, so what backward needs can be computed where the logits are:
+The logits of T tokens over a vocabulary of V, in bfloat16 and float32, with their gradient, take 10 bytes for each of
+T·V elements: 46 GiB for one sequence of 32,768 tokens and 152 thousand words. But the gradient of a mean loss is
+linear in the loss's own gradient, so what backward needs can be computed where the logits are:
 
 - logits: one chunk's, hidden @ weight.T, in the inputs' dtype, then in float32;
 - loss: log-sum-exp minus the target's logit, summed up;
@@ -25,7 +25,6 @@ from typing import Any
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from cs336_systems.config import ModelConfig
 from cs336_systems.model.layers import Linear
@@ -41,10 +40,10 @@ def chunked_cross_entropy(
     targets: Int[Tensor, "*batch"],
     chunk_tokens: int = CHUNK_TOKENS,
 ) -> Float[Tensor, ""]:
-    """`cross_entropy(hidden @ weight.T, targets)`, with the logits of `chunk_tokens` tokens at a time; float32 at least.
+    """`cross_entropy(hidden @ weight.T, targets)` in float32 at least, some tokens' logits at a time.
 
-    Differentiable once, in `hidden` and `weight`, whose gradients are computed already here where they will be asked
-    for. Logits are rounded to the inputs' dtype, as `Linear` does; the softmax is computed in float32 at least, and the
+    Differentiable once, in `hidden` and `weight`, whose gradients are computed already here if they will be asked for.
+    Logits are rounded to the inputs' dtype, as `Linear` does; the softmax is computed in float32 at least, and the
     gradient of `weight` is added up there. Targets are not checked against the vocabulary: see `cross_entropy`. Raises
     TypeError if hidden and weight are not of one real floating-point dtype, or in float16, whose range the gradients
     leave before a loss scaler's factor reaches them; ValueError naming what has a wrong shape, targets that are not
@@ -93,16 +92,14 @@ class _ChunkedLoss(torch.autograd.Function):
             del gradient
         if weight_gradient is not None:
             weight_gradient = weight_gradient.to(weight.dtype)
-        ctx.gradients = (hidden_gradient, weight_gradient)
+        ctx.save_for_backward(hidden_gradient, weight_gradient)
         return total / num_tokens
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, loss_gradient: Tensor) -> tuple[Tensor | None, ...]:
-        if ctx.gradients is None:
-            raise RuntimeError("chunked_cross_entropy cannot be differentiated twice: its gradients are given away")
-        gradients, ctx.gradients = ctx.gradients, None  # in place, and given away: no second copy
-        scaled = (None if one is None else one.mul_(loss_gradient) for one in gradients)
+        if torch.is_grad_enabled():  # once_differentiable would pass over it where the loss's gradient is a constant
+            raise RuntimeError("chunked_cross_entropy can be differentiated once only: create_graph must be False")
+        scaled = (None if one is None else (one * loss_gradient).to(one.dtype) for one in ctx.saved_tensors)
         return (*scaled, None, None, None)
 
 
