@@ -16,6 +16,7 @@ from cs336_systems.model.block_parts import RECOMPUTES, run_in_parts
 from cs336_systems.model.chunked_loss import LossTransformer, chunked_cross_entropy, loss_bytes
 from tests.sharding_models import TINY, LiveBytes, batch, seeded
 
+COVERS = ("cs336_systems/model", "tests/sharding_models.py")
 VOCABULARY, WIDTH = 29, 12
 
 
@@ -68,9 +69,11 @@ def test_large_logits_neither_overflow_nor_vanish():
     assert all(one.isfinite().all() for one in gradients(loss, hidden, weight))
 
 
-def test_bfloat16_loses_no_more_than_twice_what_the_plain_loss_does():
-    exact_inputs = problem(40, dtype=torch.bfloat16)
-    hidden, weight, targets = exact_inputs
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_bfloat16_loses_no_more_than_twice_what_the_plain_loss_does(device):
+    hidden, weight, targets = (one.detach().to(device) for one in problem(40, dtype=torch.bfloat16))
+    hidden.requires_grad_()
+    weight.requires_grad_()
     wide = [one.detach().double().requires_grad_() for one in (hidden, weight)]
     exact = gradients(cross_entropy(wide[0] @ wide[1].T, targets), *wide)
     plain = gradients(cross_entropy(hidden @ weight.T, targets), hidden, weight)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from cs336_systems.config import MODEL_SIZES, Precision, RunConfig
 from cs336_systems.distributed.fsdp import FSDP
+from cs336_systems.distributed.launch import run_ranks
 from cs336_systems.distributed.memory_plan import fsdp_bytes, long_step_bytes
 from cs336_systems.experiments import s9_training_step
 from cs336_systems.experiments.cells import Disagreement, Unsupported
@@ -38,7 +39,7 @@ from tests.leaderboard_records import CASE, leaderboard_2026_records
 from tests.one_job import OneJob
 from tests.sharding_models import TINY, LiveBytes
 
-COVERS = ("cs336_systems/distributed", "cs336_systems/model", "tests/sharding_models.py")
+COVERS = ("cs336_systems/attention", "cs336_systems/distributed", "cs336_systems/model", "tests/sharding_models.py")
 CPU = RunConfig(scale="tiny", device="cpu")
 SMALL = LongStepCase(
     model=replace(TINY, name="8b-small"), batch=2, num_ranks=2, backend="gloo", attention="sdpa", chunk_tokens=5
@@ -238,6 +239,24 @@ def test_a_measured_cell_keeps_its_promises():
     assert losses[-1] < losses[0] and abs(losses[0] - math.log(TINY.vocab_size)) < 0.5
     assert by_name["predicted_peak_memory"].samples == [cell.predicted_bytes / 2 / MIB]
     assert by_name["parameters"].samples[0] == pytest.approx(by_name["optimizer_state"].samples[0] / 2)
+
+
+# On GPUs
+
+
+def check_both_on_gpus(rank: int, num_ranks: int) -> list[float]:
+    """Compiled, in bfloat16, with the attention that the handout's cells would have: errors over their bounds."""
+    run = RunConfig(scale="smoke", device="cuda")
+    listed = PROBLEMS[PROBLEM].cells(run)
+    return [check_long_step(cell.implementation, cell.case, run, rank) for cell in listed]
+
+
+@pytest.mark.gpu
+@pytest.mark.several_gpus
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_compiled_blocks_in_bfloat16_train_like_float32_on_gpus():
+    for errors in run_ranks(check_both_on_gpus, 2, backend="nccl", device="cuda"):
+        assert len(errors) == 2 and max(errors) <= 1
 
 
 # Report
