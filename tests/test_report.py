@@ -27,6 +27,7 @@ from cs336_systems.report.tables import TABLES, sections
 from cs336_systems.report.writeup import fill
 from tests.counter_records import counter_records
 from tests.distributed_records import DISTRIBUTED_MAKERS
+from tests.leaderboard_records import leaderboard_2026_records
 from tests.mask_records import MASK_MAKERS
 from tests.memory_records import records_of
 from tests.profile_records import profile_records
@@ -153,6 +154,7 @@ MAKERS: dict[str, Callable[[], list[Record]]] = {
     "tile_choice": tile_records,
     **MASK_MAKERS,
     **DISTRIBUTED_MAKERS,
+    "leaderboard_2026": leaderboard_2026_records,
     "mixed_precision_accumulation": lambda: records_of("mixed_precision_accumulation", record),
     "benchmarking_mixed_precision": lambda: records_of("benchmarking_mixed_precision", record),
     "memory_profiling": lambda: records_of("memory_profiling", record),

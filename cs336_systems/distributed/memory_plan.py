@@ -9,10 +9,12 @@ Every term is a count of elements times their bytes, by the shapes of `ModelConf
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from cs336_systems.accounting import LOSS_BACKWARD_COPIES, activation_bytes, block_saved_bytes, num_parameters
 from cs336_systems.config import BYTES_PER_ELEMENT, ModelConfig, Precision
+from cs336_systems.model.block_parts import KEPT_WIDTHS, Recompute
+from cs336_systems.model.chunked_loss import loss_bytes
 
 MASTER_BYTES = 4  # float32 weights, gradients and both moments
 GATHERED_UNITS = 2  # the one in use and the one behind it
@@ -81,4 +83,39 @@ def fsdp_bytes(
         unreduced=GRADIENTS_IN_FLIGHT * unit * (compute + (reduced if reduced != compute else 0)),
         activations=activations,
         logits=LOSS_BACKWARD_COPIES * tokens * model.vocab_size * 4,
+    )
+
+
+def long_step_bytes(
+    model: ModelConfig,
+    batch: int,
+    *,
+    num_ranks: int,
+    attention: str,
+    recompute: Recompute,
+    chunk_tokens: int,
+    compute_dtype: str | None = None,
+    reduce_dtype: str | None = None,
+) -> ShardingBytes:
+    """As `fsdp_bytes`, with blocks in parts (`run_in_parts`, compiled) and the loss in chunks (`LossTransformer`).
+
+    Activations are what every block keeps, what the final norm keeps, and what one block computes again: all that it
+    would save without checkpoints, less what of it is kept anyway. Raises ValueError as `fsdp_bytes`.
+    """
+    options = {"attention": attention, "compute_dtype": compute_dtype, "reduce_dtype": reduce_dtype}
+    plan = fsdp_bytes(model, batch, num_ranks=num_ranks, **options)  # type: ignore[arg-type]
+    compute = BYTES_PER_ELEMENT[compute_dtype or "float32"]
+    tokens = batch * model.context_length
+    precision = Precision(parameters=compute_dtype or "float32")  # type: ignore[arg-type]
+    one = sum(block_saved_bytes(model, batch, attention=attention, precision=precision).values())
+    width = tokens * model.d_model * compute
+    kept = one
+    if recompute != "nothing":
+        log_sum_exp = 4 * tokens * model.num_heads if recompute != "block" else 0
+        kept = min(one, KEPT_WIDTHS[recompute] * width + log_sum_exp)
+    final_norm = (2 * model.d_model + 1) * tokens * max(4, compute) + width
+    return replace(
+        plan,
+        activations=model.num_layers * kept + (one - kept) + final_norm,
+        logits=loss_bytes(tokens, model.vocab_size, model.d_model, chunk_tokens, compute),
     )

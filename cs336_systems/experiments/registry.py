@@ -43,6 +43,7 @@ from cs336_systems.experiments.s5_distributed import bucketed_cells, flat_cells,
 from cs336_systems.experiments.s6_sharding import optimizer_sharding_cells
 from cs336_systems.experiments.s7_fsdp import fsdp_cells
 from cs336_systems.experiments.s9_leaderboard import leaderboard_2025_cells, measure_leaderboard_2025
+from cs336_systems.experiments.s9_training_step import leaderboard_2026_cells, measure_leaderboard_2026
 from cs336_systems.experiments.s_training import measure_training_run, training_run_cells
 from cs336_systems.experiments.sharding_cells import measure_sharding
 from cs336_systems.experiments.tuning import PROBLEM as TUNE_FLASH
@@ -203,6 +204,15 @@ PROBLEMS: dict[str, Problem] = {
             points=0,
             cells=leaderboard_2025_cells,
             measure=measure_leaderboard_2025,
+        ),
+        Problem(
+            name="leaderboard_2026",
+            title="The 2026 leaderboard: a full training step of an 8B model, context 32,768, on two GPUs",
+            section="9",
+            editions=(2026,),
+            points=10,
+            cells=leaderboard_2026_cells,
+            measure=measure_leaderboard_2026,
         ),
         Problem(
             name="attention_shapes",

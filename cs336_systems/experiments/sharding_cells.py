@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -140,11 +140,36 @@ def predicted_mib(case: ShardingCase) -> float:
     return plan.peak / MIB
 
 
+class RanksCase(Protocol):
+    """What a `ShardedStep` reads of its case."""
+
+    @property
+    def model(self) -> ModelConfig: ...
+    @property
+    def batch(self) -> int: ...
+    @property
+    def backend(self) -> str: ...
+    @property
+    def attention(self) -> str: ...
+    @property
+    def precision(self) -> Precision: ...
+    @property
+    def reduce_dtype(self) -> str | None: ...
+
+
 class ShardedStep:
     """A wrapped model, its optimizer and this rank's batch."""
 
+    loss: Tensor  # of the last step, before it
+
     def __init__(
-        self, implementation: str, case: ShardingCase, run: RunConfig, rank: int, optimizer: type = AdamW
+        self,
+        implementation: str,
+        case: RanksCase,
+        run: RunConfig,
+        rank: int,
+        optimizer: type = AdamW,
+        learning_rate: float = 1e-3,
     ) -> None:
         self.device = "cuda" if case.backend == "nccl" else "cpu"
         self.implementation = implementation
@@ -152,9 +177,8 @@ class ShardedStep:
         self.tokens, self.targets = token_batch(case.model, case.batch, device=self.device, seed=run.seed + rank)
         compute_dtype = None if self.autocast is None else getattr(torch, self.autocast)
         reduce_dtype = None if case.reduce_dtype is None else getattr(torch, case.reduce_dtype)
+        self.learning_rate = learning_rate
         module = self._build(case, run)
-        if case.checkpointing != "none":
-            wrap_blocks(module, checkpointing=case.checkpointing)
         if implementation in ("fsdp", "fsdp_layer"):
             granularity: Any = "layer" if implementation == "fsdp_layer" else "block"
             self.model: Any = FSDP(
@@ -172,7 +196,11 @@ class ShardedStep:
             self.model = BucketedDDP(module, BUCKET_MB)
         self.optimizer = self._optimizer(optimizer)
 
-    def _build(self, case: ShardingCase, run: RunConfig) -> nn.Module:
+    def _build(self, case: Any, run: RunConfig) -> nn.Module:
+        module = self._model(case, run)
+        return module if case.checkpointing == "none" else wrap_blocks(module, checkpointing=case.checkpointing)
+
+    def _model(self, case: ShardingCase, run: RunConfig) -> nn.Module:
         if self.implementation in ("fsdp", "fsdp_layer", "torch_fsdp") and run.model is None:
             with torch.device("meta"):  # no rank ever holds the whole model
                 module = TransformerLM.from_config(case.model, attention=case.attention)
@@ -187,14 +215,14 @@ class ShardedStep:
     def _optimizer(self, optimizer: type) -> Any:
         parameters = self.model.parameters()
         if self.implementation == "sharded":
-            return ShardedOptimizer(parameters, optimizer, lr=1e-3)
+            return ShardedOptimizer(parameters, optimizer, lr=self.learning_rate)
         if self.implementation == "zero1":
-            return Zero1Optimizer(parameters, optimizer, bucket_size_mb=BUCKET_MB, lr=1e-3)
+            return Zero1Optimizer(parameters, optimizer, bucket_size_mb=BUCKET_MB, lr=self.learning_rate)
         if self.implementation == "torch_zero":
             from torch.distributed.optim import ZeroRedundancyOptimizer
 
-            return ZeroRedundancyOptimizer(parameters, optimizer_class=optimizer, lr=1e-3)
-        return optimizer(parameters, lr=1e-3)
+            return ZeroRedundancyOptimizer(parameters, optimizer_class=optimizer, lr=self.learning_rate)
+        return optimizer(parameters, lr=self.learning_rate)
 
     def forward(self) -> Tensor:
         """The loss, with the graph that a backward would need."""
@@ -202,7 +230,9 @@ class ShardedStep:
             return cross_entropy(self.model(self.tokens), self.targets)
 
     def forward_backward(self) -> None:
-        self.forward().backward()
+        loss = self.forward()
+        loss.backward()
+        self.loss = loss.detach()
         if hasattr(self.model, "finish_gradient_synchronization"):
             self.model.finish_gradient_synchronization()
         if self.implementation == "zero1":
@@ -274,33 +304,33 @@ def _measure_rank(rank: int, num_ranks: int, implementation: str, case: Sharding
         torch.cuda.reset_peak_memory_stats()
     moments = {}
     step = ShardedStep(implementation, case, run, rank)
-    moments["memory_after_init"] = _peak_mib(device)
+    moments["memory_after_init"] = peak_mib(device)
     step.forward_backward()
-    moments["memory_before_step"] = _peak_mib(device)
+    moments["memory_before_step"] = peak_mib(device)
     step.optimizer.step()
-    moments["memory_after_step"] = _peak_mib(device)
+    moments["memory_after_step"] = peak_mib(device)
     for _ in range(WARMUP):
         step.train_step()
     kept = step.mib()
     count = agreed_samples(step.train_step, device, BUDGET_MS[run.scale], MIN_SAMPLES)
-    samples = [_time_together(step.train_step, device) for _ in range(count)]
+    samples = [time_together(step.train_step, device) for _ in range(count)]
     if device == "cuda":
-        kept |= moments | {"peak_memory": _peak_mib(device)}
+        kept |= moments | {"peak_memory": peak_mib(device)}
     lanes = {
-        "forward": _trace_on_first(step.forward, rank, device),
-        "train_step": _trace_on_first(step.train_step, rank, device),
+        "forward": trace_on_first(step.forward, rank, device),
+        "train_step": trace_on_first(step.train_step, rank, device),
     }
     found = {mode: lane for mode, lane in lanes.items() if lane is not None}
     return RankReport(step_ms=samples, error=error, mib=kept, lanes=found)
 
 
-def _peak_mib(device: str) -> float:
+def peak_mib(device: str) -> float:
     """The most that tensors have occupied since the statistics were reset."""
     synchronize(device)
     return torch.cuda.max_memory_allocated() / MIB if device == "cuda" else 0.0
 
 
-def _time_together(call: Callable[[], object], device: str) -> float:
+def time_together(call: Callable[[], object], device: str) -> float:
     """Milliseconds of one call that no rank begins before all are ready."""
     synchronize(device)
     dist.barrier()
@@ -311,7 +341,7 @@ def _time_together(call: Callable[[], object], device: str) -> float:
     return (time.perf_counter() - start) * 1e3
 
 
-def _trace_on_first(call: Callable[[], object], rank: int, device: str) -> Lanes | None:
+def trace_on_first(call: Callable[[], object], rank: int, device: str) -> Lanes | None:
     """Rank 0's lanes of one call; the others make the same two calls without a profiler."""
 
     def together() -> None:
@@ -337,9 +367,17 @@ def check_training(implementation: str, case: ShardingCase, run: RunConfig, rank
     shallow = replace(case, model=replace(case.model, num_layers=min(CHECK_LAYERS, case.model.num_layers)))
     optimizer = AdamW if implementation in OPTIMIZER_IMPLEMENTATIONS else torch.optim.SGD
     step = ShardedStep(implementation, shallow, run, rank, optimizer)
-    start = step.full_parameters()
     plain = replace(shallow, precision=Precision(), checkpointing="none")
     reference = ShardedStep("unsharded", plain, run, rank, optimizer)
+    return compare_training(step, reference, CHECK_BOUND[case.precision.autocast])
+
+
+def compare_training(step: ShardedStep, reference: ShardedStep, bound: float) -> float:
+    """2-norm of the difference between both models' weights over that of the change of `reference`'s, over `bound`.
+
+    `reference` takes the weights of `step`, both train CHECK_STEPS steps. Disagreement if the result is above 1.
+    """
+    start = step.full_parameters()
     for parameter, value in zip(reference.model.parameters(), start):
         parameter.data.copy_(value)
     for _ in range(CHECK_STEPS):
@@ -349,7 +387,7 @@ def check_training(implementation: str, case: ShardingCase, run: RunConfig, rank
     for ours, theirs, before in zip(step.full_parameters(), reference.full_parameters(), start):
         difference += (ours - theirs).double().square().sum().item()
         change += (theirs - before).double().square().sum().item()
-    error = math.sqrt(difference / change) / CHECK_BOUND[case.precision.autocast] if change else math.inf
+    error = math.sqrt(difference / change) / bound if change else math.inf
     if not error <= 1:
         raise Disagreement(
             f"weights after {CHECK_STEPS} steps are off by {error:.3g} times the bound of unsharded ones"

@@ -104,6 +104,8 @@ class TransformerLM(nn.Module):
     `ATTENTION_NAMES`. Parameters are float32 unless the default dtype says otherwise, on the ambient device.
     """
 
+    head_class: type[Linear] = Linear
+
     def __init__(
         self,
         vocab_size: int,
@@ -136,7 +138,7 @@ class TransformerLM(nn.Module):
             TransformerBlock(d_model, num_heads, d_ff, rope, attention=attention) for _ in range(num_layers)
         )
         self.ln_final = RMSNorm(d_model)
-        self.lm_head = Linear(d_model, vocab_size)
+        self.lm_head = self.head_class(d_model, vocab_size)
 
     @classmethod
     def from_config(cls, config: ModelConfig, attention: str = "reference") -> TransformerLM:
@@ -153,6 +155,10 @@ class TransformerLM(nn.Module):
 
     def forward(self, tokens: Int[Tensor, "batch seq"]) -> Float[Tensor, "batch seq vocab"]:
         """Logits of the next token at every position; ValueError if seq exceeds the context length."""
+        return self.lm_head(self.hidden(tokens))
+
+    def hidden(self, tokens: Int[Tensor, "batch seq"]) -> Float[Tensor, "batch seq d_model"]:
+        """What the head reads: the last block's output, normalized; ValueError as from `forward`."""
         if tokens.ndim != 2:
             raise ValueError(f"tokens must have shape (batch, seq), got {tuple(tokens.shape)}")
         if tokens.dtype not in (torch.int32, torch.int64):
@@ -163,4 +169,4 @@ class TransformerLM(nn.Module):
             )
         # Nested, so that no name here keeps the first residual stream alive while the blocks run.
         x = self.run_blocks(self.layers, self.token_embeddings(tokens))  # type: ignore[arg-type]
-        return self.lm_head(self.ln_final(x))
+        return self.ln_final(x)

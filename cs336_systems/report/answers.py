@@ -27,6 +27,7 @@ from cs336_systems.report.frames import (
     tuples,
 )
 from cs336_systems.report.ladder import LADDER_ANSWERS
+from cs336_systems.report.leaderboard import LEADERBOARD_ANSWERS
 from cs336_systems.report.markdown import code_span, factor, number, plain
 from cs336_systems.report.masks import MASK_ANSWERS
 from cs336_systems.report.memory_answers import MEMORY_ANSWERS
@@ -184,6 +185,7 @@ ANSWERS: dict[str, Callable[[pd.DataFrame], list[str]]] = {
     **MASK_ANSWERS,
     **DISTRIBUTED_ANSWERS,
     **SHARDING_ANSWERS,
+    **LEADERBOARD_ANSWERS,
     **MEMORY_ANSWERS,
 }
 

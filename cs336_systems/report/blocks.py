@@ -27,6 +27,7 @@ from cs336_systems.report.figures import file_stem
 from cs336_systems.report.frames import load_frame, refuse_mixture
 from cs336_systems.report.headline import distributed_headline, headline
 from cs336_systems.report.ladder import LADDER_CASES
+from cs336_systems.report.leaderboard import LEADERBOARD_CASES
 from cs336_systems.report.markdown import one_line
 from cs336_systems.report.masks import MASK_CASES
 from cs336_systems.report.memory_tables import MEMORY_CASE_TYPES
@@ -53,6 +54,7 @@ CASE_TYPES = {  # of the problems with tables and figures of their own
     **MASK_CASES,
     **DISTRIBUTED_CASES,
     **SHARDING_CASES,
+    **LEADERBOARD_CASES,
     **MEMORY_CASE_TYPES,
 }
 KINDS = ("table", "answer", "figures")

@@ -14,11 +14,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 
 from cs336_systems import grids
-from cs336_systems.config import MODEL_SIZES
+from cs336_systems.accounting import attention_flops, model_bytes, model_flops
+from cs336_systems.config import MODEL_SIZES, AttentionShape, Precision
+from cs336_systems.distributed.memory_plan import ShardingBytes, fsdp_bytes, long_step_bytes
+from cs336_systems.model.chunked_loss import CHUNK_TOKENS
+from cs336_systems.report.leaderboard import RECOMPUTED
 from cs336_systems.report.markdown import factor, number, table
 from cs336_systems.report.points import POINT, Plot
 from cs336_systems.scaling import HARDWARE, FeedForward, Hardware, Plan, ffn, predict, rank_bytes, rings, xxl
@@ -229,6 +234,46 @@ def memory_prediction() -> Calculation:
     return Calculation(tables=((title, table(header, rows, 2)),))
 
 
+def leaderboard_2026_memory() -> Calculation:
+    """GiB of each of two GPUs in the leaderboard's step, by what is computed again, and with whole logits."""
+    options: dict[str, Any] = {
+        "num_ranks": 2, "attention": "hopper", "compute_dtype": "bfloat16", "reduce_dtype": "float32",
+    }  # fmt: skip
+    plans = [("whole", "whole blocks", fsdp_bytes(MODEL_8B, 1, checkpointing=True, **options))]
+    for recompute, name in RECOMPUTED.items():
+        options |= {"recompute": recompute, "chunk_tokens": CHUNK_TOKENS}
+        plans.append(("in chunks", name, long_step_bytes(MODEL_8B, 1, **options)))
+    rows = []
+    for loss, name, plan in plans:
+        parts = (plan.parameters, plan.optimizer, plan.gradients, plan.gathered, plan.unreduced, plan.activations,
+                 plan.logits, plan.peak)  # fmt: skip
+        fits = "yes" if plan.fits(HARDWARE["H200"].memory_bytes) else "no"
+        rows.append([loss, name, *(number(part / GIB, 3) for part in parts), fits])
+    header = ["logits", "computed again", "parameters", "moments", "gradients", "gathered", "being reduced",
+              "activations", "loss", "peak", "fits an H200"]  # fmt: skip
+    title = f"Memory of each of two GPUs (GiB), 8b, {MODEL_8B.context_length:,} tokens each, bfloat16, float32 masters"
+    return Calculation(tables=((title, table(header, rows, 2)),), answer=_why_it_needs_all(plans[0][2]))
+
+
+def _why_it_needs_all(plain: ShardingBytes) -> tuple[str, ...]:
+    unshared = model_bytes(MODEL_8B, Precision()).total
+    forward = model_flops(MODEL_8B, 1, "forward")
+    shape = AttentionShape(
+        batch=1, heads=MODEL_8B.num_heads, seqlen_q=MODEL_8B.context_length, seqlen_k=MODEL_8B.context_length,
+        head_dim=MODEL_8B.head_dim, is_causal=True, dtype="bfloat16",
+    )  # fmt: skip
+    attention = MODEL_8B.num_layers * attention_flops(shape, "forward")
+    step = model_flops(MODEL_8B, 1, "train_step")
+    return (
+        f"Weights, gradients and moments, in float32 and unshared, take {number(unshared / GIB)} GiB.",
+        f"Whole logits in float32 take {number(4 * MODEL_8B.context_length * MODEL_8B.vocab_size / GIB)} GiB of the "
+        f"first row's activations, and the temporaries of the loss's backward {number(plain.logits / GIB)} GiB more.",
+        f"Attention is {number(100 * attention / forward, 3)} % of the forward's FLOPs at this length.",
+        f"A rank's step has {number(step / 1e15)} PFLOP: {number(1e3 * step / HARDWARE['H200'].flops_per_s)} ms at an "
+        f"H200's peak.",
+    )
+
+
 def hilbert_order() -> Calculation:
     """Block density of 2-D neighbourhood masks with tokens in rows and along Hilbert's curve."""
     rows = []
@@ -255,6 +300,7 @@ CALCULATIONS: dict[str, Callable[[], Calculation]] = {
     "fsdp_tp_calcs": fsdp_tp_calcs,
     "training_at_scale": training_at_scale,
     "memory_prediction": memory_prediction,
+    "leaderboard_2026_memory": leaderboard_2026_memory,
     "hilbert_order": hilbert_order,
 }
 

@@ -15,6 +15,7 @@ import pandas as pd
 from cs336_systems.report.distributed import DISTRIBUTED_PLOTS
 from cs336_systems.report.frames import DTYPE_ORDER, MODE_TITLES, MODEL_VARIANTS, complete, ordered, select, variants
 from cs336_systems.report.ladder import LADDER_PLOTS
+from cs336_systems.report.leaderboard import LEADERBOARD_PLOTS
 from cs336_systems.report.markdown import plain
 from cs336_systems.report.masks import MASK_PLOTS
 from cs336_systems.report.memory_plots import MEMORY_PLOTS
@@ -206,6 +207,7 @@ PLOTS: dict[str, Callable[[pd.DataFrame], list[Plot]]] = {
     **MASK_PLOTS,
     **DISTRIBUTED_PLOTS,
     **SHARDING_PLOTS,
+    **LEADERBOARD_PLOTS,
     **MEMORY_PLOTS,
 }
 

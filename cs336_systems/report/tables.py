@@ -30,6 +30,7 @@ from cs336_systems.report.frames import (
     variants,
 )
 from cs336_systems.report.ladder import LADDER_TABLES
+from cs336_systems.report.leaderboard import LEADERBOARD_TABLES
 from cs336_systems.report.markdown import Cells, number, plain, provenance
 from cs336_systems.report.masks import MASK_TABLES
 from cs336_systems.report.memory_tables import MEMORY_TABLES
@@ -185,6 +186,7 @@ TABLES: dict[str, Callable[[pd.DataFrame], list[Section]]] = {
     **MASK_TABLES,
     **DISTRIBUTED_TABLES,
     **SHARDING_TABLES,
+    **LEADERBOARD_TABLES,
     **MEMORY_TABLES,
 }
 

@@ -1,0 +1,179 @@
+"""The loss of a language model without its logits: the head and the cross-entropy together, some tokens at a time.
+
+    model = LossTransformer.for_loss(MODEL_SIZES["8b"], attention="triton")
+    loss = model(tokens, targets)                                               # a scalar; no logits anywhere
+    loss = chunked_cross_entropy(hidden, weight, targets, chunk_tokens=2048)    # the function alone
+
+The logits of T tokens over a vocabulary of V, in bfloat16 and float32, with their gradient, take 10 bytes for each of
+T·V elements: 46 GiB for one sequence of 32,768 tokens and 152 thousand words. But the gradient of a mean loss is
+linear in the loss's own gradient, so what backward needs can be computed where the logits are:
+
+- logits: one chunk's, hidden @ weight.T, in the inputs' dtype, then in float32;
+- loss: log-sum-exp minus the target's logit, summed up;
+- gradient: softmax minus one at the target, over T, in the place of the logits;
+- products: gradient @ weight is the chunk's gradient of `hidden`, gradient.T @ hidden is added to that of `weight`.
+
+Then the chunk is forgotten. Backward only multiplies both gradients by the loss's. So nothing is computed twice: three
+matmuls, as without chunks, and only the gradient of `weight` is held longer than it would be. The idea of computing
+gradients in the forward is that of Liger-Kernel's fused linear cross-entropy (Hsu et al. 2024, arXiv:2410.10989).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from cs336_systems.config import ModelConfig
+from cs336_systems.model.layers import Linear
+from cs336_systems.model.loss import INTEGER_DTYPES
+from cs336_systems.model.transformer import TransformerLM
+
+CHUNK_TOKENS = 2048  # of 152 thousand words: 1.7 GiB for logits in bfloat16 and float32
+
+
+def chunked_cross_entropy(
+    hidden: Float[Tensor, "*batch d_model"],
+    weight: Float[Tensor, "vocab d_model"],
+    targets: Int[Tensor, "*batch"],
+    chunk_tokens: int = CHUNK_TOKENS,
+) -> Float[Tensor, ""]:
+    """`cross_entropy(hidden @ weight.T, targets)` in float32 at least, some tokens' logits at a time.
+
+    Differentiable once, in `hidden` and `weight`, whose gradients are computed already here if they will be asked for.
+    Logits are rounded to the inputs' dtype, as `Linear` does; the softmax is computed in float32 at least, and the
+    gradient of `weight` is added up there. Targets are not checked against the vocabulary: see `cross_entropy`. Raises
+    TypeError if hidden and weight are not of one real floating-point dtype, or in float16, whose range the gradients
+    leave before a loss scaler's factor reaches them; ValueError naming what has a wrong shape, targets that are not
+    integers or that are none, and chunk_tokens that is not a positive int.
+    """
+    _check(hidden, weight, targets, chunk_tokens)
+    flat, flat_targets = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1).long()
+    loss: Tensor = _ChunkedLoss.apply(flat, weight, flat_targets, chunk_tokens, torch.is_grad_enabled())
+    return loss
+
+
+class _ChunkedLoss(torch.autograd.Function):
+    """Phases of each chunk as in the module's docstring."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, chunk_tokens: int, differentiates: bool
+    ) -> Tensor:
+        num_tokens = hidden.shape[0]
+        wide_dtype = torch.promote_types(hidden.dtype, torch.float32)
+        wants_hidden, wants_weight = (differentiates and wanted for wanted in ctx.needs_input_grad[:2])
+        hidden_gradient = torch.empty_like(hidden) if wants_hidden else None
+        weight_gradient = torch.zeros_like(weight, dtype=wide_dtype) if wants_weight else None
+        total = torch.zeros((), dtype=wide_dtype, device=hidden.device)
+        for start in range(0, num_tokens, chunk_tokens):
+            part, own = hidden[start : start + chunk_tokens], targets[start : start + chunk_tokens, None]
+            # Logits
+            wide = (part @ weight.T).to(wide_dtype)
+            # Loss; from here on `wide` holds the logits minus their maximum, then the exponentials
+            wide -= wide.amax(dim=-1, keepdim=True)
+            target_logits = wide.gather(-1, own)
+            sums = wide.exp_().sum(dim=-1, keepdim=True)
+            total += (sums.log() - target_logits).sum()
+            if hidden_gradient is None and weight_gradient is None:
+                continue
+            # Gradient: the softmax, over T, minus 1/T at the target
+            wide /= sums * num_tokens
+            wide.scatter_(-1, own, wide.gather(-1, own) - 1.0 / num_tokens)
+            gradient = wide.to(hidden.dtype)
+            del wide
+            # Products
+            if hidden_gradient is not None:
+                torch.mm(gradient, weight, out=hidden_gradient[start : start + chunk_tokens])
+            if weight_gradient is not None:
+                weight_gradient += gradient.T @ part
+            del gradient
+        if weight_gradient is not None:
+            weight_gradient = weight_gradient.to(weight.dtype)
+        ctx.save_for_backward(hidden_gradient, weight_gradient)
+        return total / num_tokens
+
+    @staticmethod
+    def backward(ctx: Any, loss_gradient: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():  # once_differentiable would pass over it where the loss's gradient is a constant
+            raise RuntimeError("chunked_cross_entropy can be differentiated once only: create_graph must be False")
+        scaled = (None if one is None else (one * loss_gradient).to(one.dtype) for one in ctx.saved_tensors)
+        return (*scaled, None, None, None)
+
+
+class LossHead(Linear):
+    """The output layer of a language model that answers with the loss: `head(hidden, targets)`.
+
+    One module with one forward, so that what wraps modules (FSDP) gathers its weight once for all chunks, forward and
+    backward.
+    """
+
+    def __init__(self, in_features: int, out_features: int, chunk_tokens: int = CHUNK_TOKENS) -> None:
+        super().__init__(in_features, out_features)
+        self.chunk_tokens = chunk_tokens
+
+    def forward(  # type: ignore[override]
+        self, hidden: Float[Tensor, "*batch d_in"], targets: Int[Tensor, "*batch"]
+    ) -> Float[Tensor, ""]:
+        return chunked_cross_entropy(hidden, self.weight, targets, self.chunk_tokens)
+
+
+class LossTransformer(TransformerLM):
+    """A TransformerLM, with its parameters under their names, that maps tokens and targets to the loss."""
+
+    head_class = LossHead
+
+    @classmethod
+    def for_loss(
+        cls, config: ModelConfig, *, attention: str = "reference", chunk_tokens: int = CHUNK_TOKENS
+    ) -> LossTransformer:
+        """As `from_config`, with the chunks of the loss."""
+        model = cls.from_config(config, attention=attention)
+        assert isinstance(model, LossTransformer) and isinstance(model.lm_head, LossHead)
+        model.lm_head.chunk_tokens = chunk_tokens
+        return model
+
+    def forward(  # type: ignore[override]
+        self, tokens: Int[Tensor, "batch seq"], targets: Int[Tensor, "batch seq"]
+    ) -> Float[Tensor, ""]:
+        """The mean cross-entropy of `targets` at every position; ValueError as from TransformerLM."""
+        return self.lm_head(self.hidden(tokens), targets)
+
+
+def loss_bytes(num_tokens: int, vocab_size: int, d_model: int, chunk_tokens: int, element_bytes: int) -> int:
+    """Peak bytes of `chunked_cross_entropy` and its gradients, inputs not counted.
+
+    A chunk's logits in the inputs' dtype and in float32; the gradient of `hidden`; that of `weight` in float32 and one
+    more in the inputs' dtype: a chunk's product, or the result.
+    """
+    chunk = min(chunk_tokens, num_tokens) * vocab_size
+    wide_bytes = max(4, element_bytes)
+    weight = vocab_size * d_model * (wide_bytes + element_bytes)
+    return chunk * (element_bytes + wide_bytes) + num_tokens * d_model * element_bytes + weight
+
+
+def _check(hidden: Tensor, weight: Tensor, targets: Tensor, chunk_tokens: int) -> None:
+    if not hidden.is_floating_point() or hidden.dtype != weight.dtype:
+        raise TypeError(
+            f"hidden and weight must be of one real floating-point dtype, got {hidden.dtype} and {weight.dtype}"
+        )
+    if hidden.dtype == torch.float16:
+        raise TypeError("hidden must not be float16, in which gradients taken before the loss is scaled underflow")
+    if weight.ndim != 2 or hidden.ndim == 0 or hidden.shape[-1] != weight.shape[1]:
+        raise ValueError(
+            f"weight must have shape (vocab, d_model) with hidden's last dimension as d_model, "
+            f"got weight {tuple(weight.shape)} and hidden {tuple(hidden.shape)}"
+        )
+    if targets.dtype not in INTEGER_DTYPES:
+        raise ValueError(f"targets must be integers, got {targets.dtype}")
+    if targets.shape != hidden.shape[:-1]:
+        raise ValueError(
+            f"targets must have the shape of hidden without its last dimension, "
+            f"got targets {tuple(targets.shape)} and hidden {tuple(hidden.shape)}"
+        )
+    if targets.numel() == 0:
+        raise ValueError(f"targets must not be empty, got shape {tuple(targets.shape)}")
+    if not isinstance(chunk_tokens, int) or isinstance(chunk_tokens, bool) or chunk_tokens < 1:
+        raise ValueError(f"chunk_tokens must be a positive int, got {chunk_tokens!r}")

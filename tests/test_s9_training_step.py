@@ -1,0 +1,301 @@
+"""`leaderboard_2026`: the step of two gloo ranks against one process, what its cells promise, and the report."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+
+from cs336_systems.config import MODEL_SIZES, Precision, RunConfig
+from cs336_systems.distributed.fsdp import FSDP
+from cs336_systems.distributed.launch import run_ranks
+from cs336_systems.distributed.memory_plan import fsdp_bytes, long_step_bytes
+from cs336_systems.experiments import s9_training_step
+from cs336_systems.experiments.cells import Disagreement, Unsupported
+from cs336_systems.experiments.registry import PROBLEMS
+from cs336_systems.experiments.s9_training_step import (
+    PROBLEM,
+    LongStep,
+    LongStepCase,
+    check_long_step,
+    long_step_cell,
+    measure_leaderboard_2026,
+)
+from cs336_systems.inputs import token_batch
+from cs336_systems.model import TransformerLM, cross_entropy
+from cs336_systems.model.chunked_loss import LossHead
+from cs336_systems.profiling.memory import MIB
+from cs336_systems.report.answers import answer
+from cs336_systems.report.frames import load_frame
+from cs336_systems.report.plots import plots
+from cs336_systems.report.tables import sections
+from tests.distributed_records import H200
+from tests.leaderboard_records import CASE, leaderboard_2026_records
+from tests.one_job import OneJob
+from tests.sharding_models import TINY, LiveBytes
+
+COVERS = ("cs336_systems/attention", "cs336_systems/distributed", "cs336_systems/model", "tests/sharding_models.py")
+CPU = RunConfig(scale="tiny", device="cpu")
+SMALL = LongStepCase(
+    model=replace(TINY, name="8b-small"), batch=2, num_ranks=2, backend="gloo", attention="sdpa", chunk_tokens=5
+)
+HANDOUT = RunConfig(scale="handout", device="cuda")
+
+
+def loss_and_gradients(rank: int, num_ranks: int, implementation: str, recompute: Any) -> tuple[float, float]:
+    """Differences of the ranks' mean loss, and of the largest averaged gradient, from one process on both batches."""
+    step = LongStep(implementation, replace(SMALL, recompute=recompute), CPU, rank)
+    single = TransformerLM.from_config(SMALL.model, attention="sdpa")
+    for parameter, value in zip(single.parameters(), step.full_parameters()):
+        parameter.data.copy_(value)
+    step.forward_backward()
+    batches = [token_batch(SMALL.model, SMALL.batch, device="cpu", seed=CPU.seed + one) for one in range(num_ranks)]
+    tokens, targets = (torch.cat(parts) for parts in zip(*batches))
+    loss = cross_entropy(single(tokens), targets)
+    loss.backward()
+    total = step.loss.clone()
+    torch.distributed.all_reduce(total)
+    worst = 0.0
+    for one, other in zip(whole_gradients(step), single.parameters()):
+        assert other.grad is not None
+        worst = max(worst, (one - other.grad).abs().max().item())
+    return abs(total.item() / num_ranks - loss.item()), worst
+
+
+def whole_gradients(step: LongStep) -> list[Tensor]:
+    if not isinstance(step.model, FSDP):
+        return [parameter.grad.full_tensor() for parameter in step.model.parameters()]
+    for parameter in step.model.parameters():  # gathered as weights are, in their place
+        parameter.data.copy_(parameter.grad)
+    return step.full_parameters()
+
+
+class OneChunkLess(LossHead):
+    """Known wrong: the tokens of the last chunk do not count."""
+
+    def forward(self, hidden: Tensor, targets: Tensor) -> Tensor:  # type: ignore[override]
+        end = hidden.shape[1] - self.chunk_tokens
+        return super().forward(hidden[:, :end], targets[:, :end])
+
+
+def check_the_check(rank: int, num_ranks: int) -> float:
+    good = check_long_step("fsdp", SMALL, CPU, rank)
+    with (
+        patch.object(s9_training_step.LossTransformer, "head_class", OneChunkLess),
+        pytest.raises(Disagreement, match="weights after 3 steps are off by .* times the bound"),
+    ):
+        check_long_step("fsdp", SMALL, CPU, rank)
+    return good
+
+
+def head_gathers(rank: int, num_ranks: int) -> list[str]:
+    """Names of the units in the order in which they are gathered, in the second step."""
+    step = LongStep("fsdp", SMALL, CPU, rank)
+    step.train_step()
+    gathered: list[str] = []
+    for unit in step.model.units:
+
+        def noting(unit: Any = unit, gather: Any = unit.gather) -> None:
+            if not unit.is_gathered:
+                gathered.append(unit.name)
+            gather()
+
+        unit.gather = noting
+    step.train_step()
+    return gathered
+
+
+def step_bytes(rank: int, num_ranks: int) -> tuple[int, int]:
+    """Peak of one step of a model large enough for its tensors to matter, and the closed form's."""
+    model = replace(TINY, d_model=64, d_ff=172, num_layers=6, context_length=256, vocab_size=2000)
+    case = replace(SMALL, model=model, batch=1, chunk_tokens=32, recompute="around_attention")
+    step = LongStep("fsdp", case, CPU, rank)
+    step.train_step()
+    with LiveBytes() as live:
+        step.train_step()
+    return live.peak, s9_training_step.predicted_bytes(case)
+
+
+VARIANTS = [("fsdp", "around_attention"), ("fsdp", "after_attention"), ("fsdp", "block"),
+            ("torch_fsdp", "around_attention")]  # fmt: skip
+TWO_RANKS = OneJob(
+    2, *((loss_and_gradients, *variant) for variant in VARIANTS), (check_the_check,), (head_gathers,),
+    (step_bytes,),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("implementation, recompute", VARIANTS)
+def test_losses_and_gradients_are_those_of_one_process(implementation, recompute):
+    for loss, gradient in TWO_RANKS.results(loss_and_gradients, implementation, recompute):
+        assert loss <= 1e-6 and gradient <= 1e-6
+
+
+def test_a_loss_that_leaves_tokens_out_is_not_timed():
+    assert max(TWO_RANKS.results(check_the_check)) <= 1
+
+
+def test_the_head_is_gathered_once_for_all_chunks_forward_and_backward():
+    for gathered in TWO_RANKS.results(head_gathers):
+        assert gathered.count("lm_head") == 1
+        assert all(gathered.count(f"layers.{index}") <= 2 for index in range(TINY.num_layers))
+
+
+def test_the_predicted_peak_is_near_what_a_step_allocates():
+    for measured, predicted in TWO_RANKS.results(step_bytes):
+        assert 0.6 * predicted <= measured <= 1.2 * predicted
+
+
+def test_the_8b_step_fits_two_h200_only_without_its_logits():
+    model, h200 = MODEL_SIZES["8b"], 139 * 2**30
+    options: dict[str, Any] = {"attention": "hopper", "compute_dtype": "bfloat16", "reduce_dtype": "float32"}
+    plans = {
+        recompute: long_step_bytes(model, 1, num_ranks=2, recompute=recompute, chunk_tokens=2048, **options)
+        for recompute in ("nothing", "after_attention", "around_attention", "block")
+    }
+    assert not plans["nothing"].fits(h200)
+    assert all(plans[name].fits(h200, usable=0.85) for name in ("after_attention", "around_attention", "block"))
+    whole = fsdp_bytes(model, 1, num_ranks=2, checkpointing=True, **options)
+    assert not whole.fits(h200) and whole.logits > 40 * 2**30 > 8 * plans["block"].logits * 0.9
+    width = model.context_length * model.d_model * 2
+    kept = plans["around_attention"].activations - plans["block"].activations
+    assert kept / (33 * 4 * width) == pytest.approx(1, abs=0.01)  # q, k, v and the output of all blocks but one
+
+
+# Cells
+
+
+def test_a_case_refuses_what_cannot_run():
+    for change, message in (
+        ({"batch": 0}, "LongStepCase.batch must be a positive int, got 0"),
+        ({"chunk_tokens": True}, "LongStepCase.chunk_tokens must be a positive int, got True"),
+        ({"recompute": "all"}, "LongStepCase.recompute must be one of nothing, .*, got 'all'"),
+        ({"attention": "fast"}, "LongStepCase.attention must be one of reference, .*, got 'fast'"),
+        ({"backend": "mpi"}, "LongStepCase.backend must be one of gloo, nccl, got 'mpi'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            replace(SMALL, **change)
+
+
+@pytest.mark.parametrize(
+    "cell, run, message",
+    [
+        (long_step_cell(SMALL, "ddp"), CPU, "there is no FSDP called 'ddp'"),
+        (long_step_cell(SMALL, "fsdp"), replace(CPU, model="a.b:C"), "the user's model has no head that computes"),
+        (
+            long_step_cell(replace(SMALL, precision=Precision(autocast="bfloat16")), "torch_fsdp"), CPU,
+            "fully_shard in low precision is measured on GPUs only",
+        ),
+    ],
+    ids=["unknown", "user's model", "low precision"],
+)  # fmt: skip
+def test_what_there_is_not_is_skipped_with_the_reason(cell, run, message):
+    with pytest.raises(Unsupported, match=message):
+        list(measure_leaderboard_2026(cell, run))
+
+
+def test_the_handouts_cells_are_the_leaderboards():
+    cells = PROBLEMS[PROBLEM].cells(HANDOUT)
+    assert {cell.case.model for cell in cells} == {MODEL_SIZES["8b"]}
+    assert {(cell.case.batch, cell.case.num_ranks, cell.case.precision.autocast) for cell in cells} == {
+        (1, 2, "bfloat16")
+    }
+    first, second = cells[:2]
+    assert (first.implementation, second.implementation) == ("fsdp", "torch_fsdp") and first.case == second.case
+    assert {cell.case.recompute for cell in cells} == {"around_attention", "after_attention", "block"}
+    assert {cell.case.compiled for cell in cells} == {True, False}
+    assert 100 * 2**30 < first.predicted_bytes < 139 * 2**30
+    assert {"peak_memory", "start_time", "loss", "communication_time"} <= {row.quantity for row in first.rows}
+
+
+@pytest.mark.parametrize(
+    "available, chosen", [({"hopper", "triton"}, "hopper"), ({"triton"}, "triton"), (set(), "sdpa")]
+)
+def test_attention_is_the_fastest_that_runs(available, chosen):
+    answers = {name: "ok" if name in available else "not here" for name in ("hopper", "triton")}
+    with (
+        patch.object(torch.cuda, "is_available", return_value=True),
+        patch.object(s9_training_step, "available_backends", return_value=answers),
+    ):
+        cells = PROBLEMS[PROBLEM].cells(HANDOUT)
+    assert cells[0].case.attention == chosen
+    assert any(cell.case.attention == "sdpa" for cell in cells)
+
+
+def test_a_measured_cell_keeps_its_promises():
+    cell = long_step_cell(SMALL, "fsdp")
+    found = list(measure_leaderboard_2026(cell, CPU))
+    assert [measurement.row for measurement in found] != [] and {one.row for one in found} == set(cell.rows)
+    by_name = {measurement.row.quantity: measurement for measurement in found}
+    assert len(by_name["time"].samples) == s9_training_step.STEPS["tiny"]
+    error = by_name["time"].error
+    assert error is not None and 0 <= error <= 1
+    losses = by_name["loss"].samples
+    assert len(losses) == 1 + s9_training_step.WARMUP + s9_training_step.STEPS["tiny"]
+    assert losses[-1] < losses[0] and abs(losses[0] - math.log(TINY.vocab_size)) < 0.5
+    assert by_name["predicted_peak_memory"].samples == [cell.predicted_bytes / 2 / MIB]
+    assert by_name["parameters"].samples[0] == pytest.approx(by_name["optimizer_state"].samples[0] / 2)
+
+
+# On GPUs
+
+
+def check_both_on_gpus(rank: int, num_ranks: int) -> list[float]:
+    """Compiled, in bfloat16, with the attention that the handout's cells would have: errors over their bounds."""
+    run = RunConfig(scale="smoke", device="cuda")
+    listed = PROBLEMS[PROBLEM].cells(run)
+    return [check_long_step(cell.implementation, cell.case, run, rank) for cell in listed]
+
+
+@pytest.mark.gpu
+@pytest.mark.several_gpus
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_compiled_blocks_in_bfloat16_train_like_float32_on_gpus():
+    for errors in run_ranks(check_both_on_gpus, 2, backend="nccl", device="cuda"):
+        assert len(errors) == 2 and max(errors) <= 1
+
+
+# Report
+
+
+def test_tables_figures_and_answers_of_measured_and_broken_cells():
+    frame = load_frame(leaderboard_2026_records(device=H200))
+    tables = {section.name: section.body for section in sections(PROBLEM, frame)}
+    assert set(tables) == {"step", "parts", "kept"} and all("OOM" in body for body in tables.values())
+    lines = tables["step"].splitlines()
+    assert "after attention" in lines[2] and "OOM" in lines[6], "the fastest first, the broken last"
+    # 2.372 PFLOP of each rank in 6 s are 395.4 TFLOP/s of 989.5; 65,536 tokens
+    assert "| 10,923 | 395.4 | 40.0 % | 100,000 | 110,000 |" in lines[2]
+    assert "peak of a GPU: 989.5 TFLOP/s" in tables["step"]
+    said = answer(PROBLEM, frame)
+    assert "The fastest step of FSDP takes 6,000 ms (after attention computed again, hopper attention, compiled" in said
+    assert "The class's record, 3,837 ms on two B200, is 27.5 % of theirs, which is 2.27× as high." in said
+    assert "a step takes 6,300 ms with FSDP and 7,875 ms with torch fully_shard, 0.800× of its time." in said
+    assert "first step ends after 60.0 s; the handout's 600 s have room for 90 more." in said
+    assert "Of 400.0 ms of communication in a traced step 75.0 % run beside compute." in said
+    (figure,) = plots(PROBLEM, frame)
+    assert set(figure.data["series"]) == {"FSDP", "torch fully_shard"} and not figure.log_y
+
+
+def test_a_gpu_without_a_known_peak_gets_no_share_of_it():
+    frame = load_frame(leaderboard_2026_records())
+    step = next(section.body for section in sections(PROBLEM, frame) if section.name == "step")
+    assert "| 395.4 | – |" in step and "peak of a GPU" not in step
+    assert "TFLOP/s a GPU." in answer(PROBLEM, frame)
+    broken = load_frame([record for record in leaderboard_2026_records() if record.status != "ok"])
+    assert answer(PROBLEM, broken) == "" and sections(PROBLEM, broken)
+
+
+def test_a_proxys_step_is_not_set_against_the_record():
+    records = leaderboard_2026_records(device=H200)
+    case = dict(records[0].case, model=dict(records[0].case["model"], name="8b-proxy"))
+    frame = load_frame([replace(record, case=case) for record in records if record.case == records[0].case])
+    assert "record" not in answer(PROBLEM, frame)
+
+
+def test_the_bare_case_is_the_leaderboards():
+    assert replace(PROBLEMS[PROBLEM].cells(HANDOUT)[0].case, attention="hopper") == CASE
