@@ -143,6 +143,7 @@ def run(
             for name in chosen if lanes is None else ():
                 left = None if time_budget is None else time_budget - (time.monotonic() - started)
                 totals += _run_problem(sweep, name, *pending[name], left)
+            sweep.worker.stop()
     except OSError as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(EXIT_NOTHING_MEASURED) from None
@@ -163,9 +164,13 @@ def run(
 def _run_problem(
     sweep: Sweep, name: str, cells: list[Cell], finished: Counter[str], time_budget_s: float | None
 ) -> Counter[str]:
-    """Measure the pending cells of one problem under a progress bar; cells counted by status."""
+    """Measure the pending cells of one problem under a progress bar; cells counted by status.
+
+    The measuring process stays for the next problem, as starting it takes as long as many a cell.
+    """
     start = time.monotonic()
-    measured = _measure_shown(name, cells, partial(sweep.measure, cells, time_budget_s=time_budget_s))[name]
+    measure = partial(sweep.measure, cells, time_budget_s=time_budget_s, keep_worker=True)
+    measured = _measure_shown(name, cells, measure)[name]
     seconds = time.monotonic() - start
     return _summarize(name, measured, finished, len(cells), f" in {seconds:.0f} s")
 

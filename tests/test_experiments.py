@@ -131,6 +131,23 @@ def test_a_broken_cell_costs_itself_only(model, status, message, tmp_path, at_ro
     assert sweep.worker.process is None, "no process may be left over"
 
 
+def test_a_measuring_process_may_serve_several_problems(tmp_path):
+    sweep = Sweep(TINY, tmp_path, PROVENANCE)
+    problems = ("pytorch_attention", "mixed_precision_accumulation")
+    try:
+        processes = []
+        for problem in problems:
+            assert list(sweep.measure(cells(problem, TINY)[:1], keep_worker=True))
+            processes.append(sweep.worker.process)
+        assert processes[0] is processes[1] and processes[0].is_alive()
+        kept = sweep.measure(cells(problems[0], TINY)[:2], keep_worker=True)
+        next(kept)
+        kept.close()  # as an interrupt does
+        assert sweep.worker.process is None and not processes[0].is_alive()
+    finally:
+        sweep.worker.kill()
+
+
 def test_a_process_that_cannot_start_says_where_to_look(tmp_path):
     log = tmp_path / "file" / "worker.log"
     log.parent.write_text("in the way of the log's folder")

@@ -158,13 +158,19 @@ class Sweep:
         return self.folder / "records" / f"{problem}.jsonl"
 
     def measure(
-        self, cells: list[Cell], *, time_budget_s: float | None = None, started: Callable[[Cell], None] = lambda _: None
+        self,
+        cells: list[Cell],
+        *,
+        time_budget_s: float | None = None,
+        started: Callable[[Cell], None] = lambda _: None,
+        keep_worker: bool = False,
     ) -> Iterator[list[Record]]:
         """Measure `cells` one by one, yielding each one's records once they are on disk.
 
         No cell is started after `time_budget_s` seconds. The measuring process is gone when the iteration ends, also
-        by Ctrl-C.
+        by Ctrl-C; with `keep_worker` it stays for further cells where all were measured, and the caller ends it.
         """
+        is_kept = False
         deadline = None if time_budget_s is None else time.monotonic() + time_budget_s
         try:
             for cell in cells:
@@ -172,9 +178,12 @@ class Sweep:
                     return
                 started(cell)
                 yield self.record(cell, self.predict_overflow(cell) or self.worker.measure(cell))
-            self.worker.stop()
+            is_kept = keep_worker
+            if not is_kept:
+                self.worker.stop()
         finally:
-            self.worker.kill()
+            if not is_kept:
+                self.worker.kill()
 
     def skip(self, cell: Cell, reason: str) -> None:
         """Record that `cell` is not measured, and why."""

@@ -153,6 +153,7 @@ def _serve(
     from cs336_systems.profiling.memory import release
 
     pipe.send(READY)
+    problem = ""
     while True:
         try:
             cell = pipe.recv()
@@ -160,6 +161,9 @@ def _serve(
             return
         if cell is None:
             return
+        if cell.problem != problem:  # first calls compile, whatever another problem has compiled before
+            problem = cell.problem
+            torch._dynamo.reset()
         outcome = Outcome()
         try:
             for measurement in measure_function(cell.problem)(cell, run):
