@@ -21,14 +21,16 @@ MAX_SEED = 2**63 - 1  # what a torch.Generator takes
 BYTES_PER_ELEMENT = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 
 
-def _require_positive(config: Any, *fields: str) -> None:
+def require_positive(config: Any, *fields: str) -> None:
+    """ValueError naming the first of `fields` that is no positive int."""
     for field in fields:
         value = getattr(config, field)
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ValueError(f"{type(config).__name__}.{field} must be a positive int, got {value!r}")
 
 
-def _require_choice(config: Any, field: str, choices: tuple[str, ...]) -> None:
+def require_choice(config: Any, field: str, choices: tuple[str, ...]) -> None:
+    """ValueError if `field` is none of `choices`."""
     value = getattr(config, field)
     if value not in choices:
         raise ValueError(f"{type(config).__name__}.{field} must be one of {', '.join(choices)}, got {value!r}")
@@ -48,7 +50,7 @@ class ModelConfig:
     rope_theta: float = 10_000.0  # base of the rotary frequencies
 
     def __post_init__(self) -> None:
-        _require_positive(self, "d_model", "d_ff", "num_layers", "num_heads", "vocab_size", "context_length")
+        require_positive(self, "d_model", "d_ff", "num_layers", "num_heads", "vocab_size", "context_length")
         if self.d_model % self.num_heads or self.head_dim % 2:
             raise ValueError(
                 f"ModelConfig.num_heads must divide d_model into even head dims, "
@@ -115,10 +117,10 @@ class AttentionShape:
     kv_heads: int | None = None  # key and value heads under grouped-query attention; None: as many as query heads
 
     def __post_init__(self) -> None:
-        _require_positive(self, "batch", "heads", "seqlen_q", "seqlen_k", "head_dim")
-        _require_choice(self, "dtype", DTYPES)
+        require_positive(self, "batch", "heads", "seqlen_q", "seqlen_k", "head_dim")
+        require_choice(self, "dtype", DTYPES)
         if self.kv_heads is not None:
-            _require_positive(self, "kv_heads")
+            require_positive(self, "kv_heads")
             if self.heads % self.kv_heads:
                 raise ValueError(f"AttentionShape.kv_heads must divide heads={self.heads}, got {self.kv_heads}")
 
@@ -137,8 +139,8 @@ class MaskCase:
     key_block: int = 128  # columns of the mask's tiles
 
     def __post_init__(self) -> None:
-        _require_positive(self, "batch", "heads", "seqlen_q", "head_dim", "query_block", "key_block")
-        _require_choice(self, "dtype", DTYPES)
+        require_positive(self, "batch", "heads", "seqlen_q", "head_dim", "query_block", "key_block")
+        require_choice(self, "dtype", DTYPES)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,9 +151,9 @@ class Precision:
     autocast: DTypeName | None = None  # None: no autocast
 
     def __post_init__(self) -> None:
-        _require_choice(self, "parameters", DTYPES)
+        require_choice(self, "parameters", DTYPES)
         if self.autocast is not None:
-            _require_choice(self, "autocast", ("float16", "bfloat16"))
+            require_choice(self, "autocast", ("float16", "bfloat16"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,7 +167,7 @@ class ModelCase:
     warmup: int = 5  # steps run before the first timed one, in a fresh process where the problem is about warm-up
 
     def __post_init__(self) -> None:
-        _require_positive(self, "batch")
+        require_positive(self, "batch")
         if self.warmup < 0:
             raise ValueError(f"ModelCase.warmup must not be negative, got {self.warmup}")
 
@@ -184,9 +186,9 @@ class CollectiveCase:
     backend: str  # gloo moves host memory, nccl GPU memory
 
     def __post_init__(self) -> None:
-        _require_choice(self, "operation", COLLECTIVES)
-        _require_choice(self, "backend", DISTRIBUTED_BACKENDS)
-        _require_positive(self, "num_bytes", "num_ranks")
+        require_choice(self, "operation", COLLECTIVES)
+        require_choice(self, "backend", DISTRIBUTED_BACKENDS)
+        require_positive(self, "num_bytes", "num_ranks")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,8 +204,8 @@ class DataParallelCase:
     bucket_size_mb: float | None = None  # MiB of gradients in a bucket; None: the implementation has none
 
     def __post_init__(self) -> None:
-        _require_positive(self, "batch", "num_ranks")
-        _require_choice(self, "backend", DISTRIBUTED_BACKENDS)
+        require_positive(self, "batch", "num_ranks")
+        require_choice(self, "backend", DISTRIBUTED_BACKENDS)
         if self.bucket_size_mb is not None and not self.bucket_size_mb > 0:
             raise ValueError(f"DataParallelCase.bucket_size_mb must be positive, got {self.bucket_size_mb}")
 
@@ -219,9 +221,9 @@ class RunConfig:
     cell_timeout_s: int = 600  # a cell that takes longer becomes a failed row
 
     def __post_init__(self) -> None:
-        _require_choice(self, "scale", SCALES)
-        _require_choice(self, "device", ("cpu", "cuda"))
-        _require_positive(self, "cell_timeout_s")
+        require_choice(self, "scale", SCALES)
+        require_choice(self, "device", ("cpu", "cuda"))
+        require_positive(self, "cell_timeout_s")
         if self.cell_timeout_s > MAX_CELL_TIMEOUT_S:
             raise ValueError(
                 f"RunConfig.cell_timeout_s must be at most {MAX_CELL_TIMEOUT_S} (a day), got {self.cell_timeout_s}"

@@ -194,7 +194,12 @@ PEAKS = {
 
 def device_peak(info: DeviceInfo) -> Peak | None:
     """The peak of the GPU by its exact name; None for a CPU and for any GPU that is not in the table."""
-    return PEAKS.get(info.name.removeprefix("NVIDIA ")) if info.kind == "cuda" else None
+    return peak_by_name(info.name) if info.kind == "cuda" else None
+
+
+def peak_by_name(name: str) -> Peak | None:
+    """The peak of the GPU that is called `name`, as a record's device is; None for what is not in the table."""
+    return PEAKS.get(name.removeprefix("NVIDIA "))
 
 
 def model_flops_utilization(flops: float, seconds: float, peak: Peak | None, dtype: str) -> float | None:

@@ -20,6 +20,7 @@ from cs336_systems.commands.shared import termination_interrupts
 from cs336_systems.experiments.registry import PROBLEMS
 from cs336_systems.profiling.trace import Kernel, Trace
 from cs336_systems.records import read_records
+from tests.processes import is_running
 from tests.snapshot_files import small_snapshot, write
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -136,12 +137,6 @@ def test_cells_that_failed_before_are_said_to_have_failed(tmp_path, monkeypatch)
     again = invoke(*arguments)
     assert again.exit_code == 1 and "nothing could be measured" in again.stderr
     assert "3 failed before (--rerun failed measures them again)" in again.stdout
-
-
-def is_running(pid: int) -> bool:
-    """Whether the process is there and more than an entry that nobody has collected yet."""
-    state = subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True).stdout.strip()
-    return bool(state) and not state.startswith("Z")
 
 
 @pytest.mark.parametrize("name, code", [("SIGTERM", 128 + signal.SIGTERM), ("SIGKILL", -signal.SIGKILL)])

@@ -8,6 +8,7 @@ import time
 
 import pytest
 
+from tests.processes import is_running
 from tests.test_tools import ROOT, load_tool
 
 gpu_tests = load_tool("gpu_tests")
@@ -160,12 +161,6 @@ def test_a_signal_ends_the_tests_and_all_that_they_started(project, number):
     while any(is_running(int(pid)) for pid in pids.read_text().split()):
         assert time.monotonic() < deadline, "somebody is left"
         time.sleep(0.1)
-
-
-def is_running(pid):
-    """Whether the process is there and more than an entry that nobody has collected yet."""
-    state = subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True).stdout.strip()
-    return bool(state) and not state.startswith("Z")
 
 
 def test_output_that_is_no_text_is_survived(project):

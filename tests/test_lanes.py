@@ -30,6 +30,7 @@ from cs336_systems.experiments.registry import PROBLEMS
 from cs336_systems.experiments.sweep import Provenance, Sweep
 from cs336_systems.experiments.worker import Outcome
 from cs336_systems.records import read_records
+from tests.processes import is_running
 
 COVERS = (
     "cs336_systems/experiments/lanes.py",
@@ -259,12 +260,6 @@ def with_model_named(cell: Cell, name: str) -> Cell:
 
 def pids(lanes: Lanes) -> list[int]:
     return [worker.process.pid for worker in lanes.workers if worker.process is not None]
-
-
-def is_running(pid: int) -> bool:
-    """Whether the process is there and more than an entry that nobody has collected yet."""
-    state = subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True).stdout.strip()
-    return bool(state) and not state.startswith("Z")
 
 
 @pytest.mark.slow

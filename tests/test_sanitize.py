@@ -10,6 +10,7 @@ import pytest
 
 from cs336_systems.attention.tiles.tables import TABLES
 from tests.every_config import DTYPES, FAMILIES, cases
+from tests.processes import is_running
 from tests.test_tools import ROOT
 
 # Stands in for compute-sanitizer: runs the program, then says what it was told to say.
@@ -18,6 +19,10 @@ import os, subprocess, sys
 if "--version" in sys.argv:
     sys.exit(print("NVIDIA (R) Compute Sanitizer\\nVersion 2026.1.0.0 (build 1)"))
 tool = sys.argv[sys.argv.index("--tool") + 1]
+if "HANGS" in os.environ:
+    hanging = subprocess.Popen(["sleep", "300"])
+    open(os.environ["HANGS"], "w").write(str(hanging.pid))
+    hanging.wait()
 code = subprocess.call(sys.argv[sys.argv.index("--error-exitcode") + 2:])
 errors = int(os.environ.get("FINDS_" + tool.upper(), "0"))
 print("========= Invalid __global__ read of size 4 bytes" if errors else "")
@@ -95,6 +100,17 @@ def test_a_run_that_calls_nothing_is_not_clean(sanitizer):
 def test_a_run_that_is_cut_off_is_recorded_as_such(sanitizer):
     done, rows = run_tool(sanitizer, "--time-limit", "0.5")
     assert done.returncode == 1 and not any(row["finished"] for row in rows)
+
+
+@pytest.mark.slow
+def test_what_a_sanitizer_runs_ends_with_it(sanitizer, tmp_path):
+    """compute-sanitizer starts the program as a child, which would keep the GPU."""
+    done, rows = run_tool(
+        sanitizer, "--time-limit", "15", "--tools", "memcheck", calls=("--families", "hopper"),
+        HANGS=str(tmp_path / "pid"),
+    )  # fmt: skip
+    assert done.returncode == 1 and [row["finished"] for row in rows] == [True, False]
+    assert not is_running(int((tmp_path / "pid").read_text()))
 
 
 def test_without_the_program_nothing_runs(sanitizer):

@@ -28,6 +28,8 @@ from typing import NamedTuple
 
 import pytest
 
+from cs336_systems.distributed.processes import kill_group
+
 GROUP = 6  # tests that stay together: neighbours use the same kernels, compiled once a process
 RECORD = "results/nvidia-h200/tests.jsonl"
 NO_TESTS_RAN = 5  # pytest's exit code
@@ -109,7 +111,7 @@ def run_phase(shares: Sequence[Share], pytest_options: Sequence[str], folder: Pa
         return _await_all(shares, processes, folder, deadline)
     finally:
         for process in processes:
-            _kill(process)
+            kill_group(process)
 
 
 def _await_all(
@@ -121,7 +123,7 @@ def _await_all(
             process.wait(None if deadline is None else max(0.1, deadline - time.monotonic()))
             ended = f"exit {process.returncode}"
         except subprocess.TimeoutExpired:
-            _kill(process)
+            kill_group(process)
             ended = "killed by the time limit"
         lines = (folder / f"{number}.log").read_text(errors="replace").splitlines() or [""]
         print(f"GPU {','.join(share.gpus)}, {len(share.tests)} tests, {ended}: {lines[-1].strip('= ')[:200]}")
@@ -141,13 +143,6 @@ def _start(share: Share, log: Path, pytest_options: Sequence[str]) -> subprocess
         return subprocess.Popen(
             [*command, f"@{listed}"], stdout=output, stderr=subprocess.STDOUT, env=environment, start_new_session=True
         )
-
-
-def _kill(process: subprocess.Popen[bytes]) -> None:
-    """End a process that is still running, with all that it has started."""
-    if process.poll() is None:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
 
 
 def _interrupt(number: int, _: FrameType | None) -> None:

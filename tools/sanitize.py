@@ -13,6 +13,7 @@ everything ran and nothing was found.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import re
@@ -25,6 +26,8 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+
+from cs336_systems.distributed.processes import kill_group
 
 RECORD = "results/nvidia-h200/sanitizer.jsonl"
 TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
@@ -48,18 +51,24 @@ def run_tool(
     """What `processes` processes found under `tool`: calls, errors, seconds, and whether all came to the end."""
     begin = time.monotonic()
     logs = [folder / f"{tool}{number}.log" for number in range(processes)]
-    running = []
-    for number, log in enumerate(logs):
-        command = command_of(tool, sanitizer, f"{number}/{processes}", arguments)
-        environment = os.environ | {"PYTHONPATH": ".", "OMP_NUM_THREADS": "1"}
-        with log.open("w") as output:
-            running.append(subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment))
-    for process in running:
-        try:
-            process.wait(None if deadline is None else max(0.1, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+    running: list[subprocess.Popen[bytes]] = []
+    environment = os.environ | {"PYTHONPATH": ".", "OMP_NUM_THREADS": "1"}
+    try:
+        for number, log in enumerate(logs):
+            command = command_of(tool, sanitizer, f"{number}/{processes}", arguments)
+            with log.open("w") as output:
+                running.append(
+                    subprocess.Popen(
+                        command, stdout=output, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+                    )
+                )
+        for process in running:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(None if deadline is None else max(0.1, deadline - time.monotonic()))
+            kill_group(process)
+    finally:
+        for process in running:
+            kill_group(process)
     texts = [log.read_text(errors="replace") for log in logs]
     return {
         "tool": tool,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -32,6 +33,13 @@ def watch_parent(parent_pid: int) -> None:
     while os.getppid() == parent_pid:
         time.sleep(WATCH_INTERVAL_S)
     os._exit(1)
+
+
+def kill_group(process: subprocess.Popen[bytes]) -> None:
+    """End `process`, started in a session of its own, if it still runs, with all that it has started."""
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 def exit_reason(code: int | None) -> str:

@@ -28,7 +28,16 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 
-from cs336_systems.config import DISTRIBUTED_BACKENDS, MODEL_SIZES, ModelConfig, Precision, RunConfig, proxy_model
+from cs336_systems.config import (
+    DISTRIBUTED_BACKENDS,
+    MODEL_SIZES,
+    ModelConfig,
+    Precision,
+    RunConfig,
+    proxy_model,
+    require_choice,
+    require_positive,
+)
 from cs336_systems.device import available_backends
 from cs336_systems.distributed.memory_plan import long_step_bytes
 from cs336_systems.experiments.cells import Cell, Disagreement, Measurement, Row, Unsupported
@@ -39,6 +48,7 @@ from cs336_systems.experiments.sharding_cells import (
     MEMORY,
     MOST_INTERVALS,
     TRACED,
+    RanksCase,
     ShardedStep,
     ShardingCase,
     compare_training,
@@ -65,34 +75,19 @@ CHECK_LEARNING_RATE = 0.1  # of SGD: large enough for its steps to stand out of 
 
 
 @dataclass(frozen=True, kw_only=True)
-class LongStepCase:
-    """One training step of a long sequence a rank, under FSDP."""
+class LongStepCase(RanksCase):
+    """The step of a long sequence a rank, under FSDP."""
 
-    model: ModelConfig
-    batch: int  # sequences of each rank
-    num_ranks: int
-    backend: str  # nccl on GPUs, gloo on CPUs
-    attention: str  # as in ModelCase
-    precision: Precision = Precision()  # autocast is the compute dtype of FSDP's weights
-    reduce_dtype: str | None = None  # of averaged gradients; None: that of the computation
     recompute: Recompute = "around_attention"  # what of a block is computed again: see model/block_parts.py
     compiled: bool = False  # the blocks' parts, by torch.compile
     chunk_tokens: int = CHUNK_TOKENS  # of the loss
 
     def __post_init__(self) -> None:
-        for name in ("batch", "num_ranks", "chunk_tokens"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"LongStepCase.{name} must be a positive int, got {value!r}")
-        for name, choices in (
-            ("attention", ATTENTION_NAMES),
-            ("recompute", RECOMPUTES),
-            ("backend", DISTRIBUTED_BACKENDS),
-        ):
-            if getattr(self, name) not in choices:
-                raise ValueError(
-                    f"LongStepCase.{name} must be one of {', '.join(choices)}, got {getattr(self, name)!r}"
-                )
+        super().__post_init__()
+        require_positive(self, "chunk_tokens")
+        require_choice(self, "attention", ATTENTION_NAMES)
+        require_choice(self, "recompute", RECOMPUTES)
+        require_choice(self, "backend", DISTRIBUTED_BACKENDS)
 
 
 def leaderboard_2026_cells(run: RunConfig) -> list[Cell]:

@@ -12,14 +12,14 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from cs336_systems.accounting import model_peak_bytes
-from cs336_systems.config import ModelCase, ModelConfig, Precision, RunConfig
+from cs336_systems.config import ModelCase, ModelConfig, Precision, RunConfig, require_positive
 from cs336_systems.distributed.ddp_bucketed import BucketedDDP
 from cs336_systems.distributed.fsdp import FSDP, wrap_blocks
 from cs336_systems.distributed.fsdp.blocks import Checkpointing
@@ -49,8 +49,8 @@ CHECK_BOUND = {None: 1e-3, "bfloat16": 5e-2}
 
 
 @dataclass(frozen=True, kw_only=True)
-class ShardingCase:
-    """One training step of ranks that share a model's memory, each with `batch` sequences of its own."""
+class RanksCase:
+    """One training step of ranks, each with `batch` sequences of its own: what a `ShardedStep` reads of its case."""
 
     model: ModelConfig
     batch: int  # sequences of each rank
@@ -59,12 +59,16 @@ class ShardingCase:
     attention: str  # as in ModelCase
     precision: Precision = Precision()  # autocast is the compute dtype of FSDP's weights
     reduce_dtype: str | None = None  # of averaged gradients; None: that of the computation
-    checkpointing: Checkpointing = "none"  # of every block
 
     def __post_init__(self) -> None:
-        for name in ("batch", "num_ranks"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"ShardingCase.{name} must be a positive int, got {getattr(self, name)!r}")
+        require_positive(self, "batch", "num_ranks")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardingCase(RanksCase):
+    """The step of ranks that share a model's memory."""
+
+    checkpointing: Checkpointing = "none"  # of every block
 
 
 MEMORY = ("parameters", "gradients", "optimizer_state")  # bytes of a rank's tensors, after a step
@@ -138,23 +142,6 @@ def predicted_mib(case: ShardingCase) -> float:
         checkpointing=case.checkpointing != "none",
     )
     return plan.peak / MIB
-
-
-class RanksCase(Protocol):
-    """What a `ShardedStep` reads of its case."""
-
-    @property
-    def model(self) -> ModelConfig: ...
-    @property
-    def batch(self) -> int: ...
-    @property
-    def backend(self) -> str: ...
-    @property
-    def attention(self) -> str: ...
-    @property
-    def precision(self) -> Precision: ...
-    @property
-    def reduce_dtype(self) -> str | None: ...
 
 
 class ShardedStep:

@@ -92,18 +92,16 @@ def parse_counters(text: str) -> list[KernelCounters]:
     header = next((number for number, line in enumerate(lines) if line.startswith('"ID"')), None)
     if header is None:
         return []
-    rows = list(csv.reader(io.StringIO("\n".join(lines[header:]))))
-    names, units = rows[0], rows[1]
-    name_at = names.index("Kernel Name")
+    units, *rows = csv.DictReader(io.StringIO("\n".join(lines[header:])))
     kernels = []
-    for row in rows[2:]:
+    for row in rows:
         values = {}
         for quantity, (metric, unit, _, factor) in COUNTERS.items():
-            if metric not in names or row[names.index(metric)].lower() in NO_COUNTERS:
+            value = row.get(metric, "").lower()
+            if value in NO_COUNTERS:
                 continue
-            at = names.index(metric)
-            if unit and units[at].lower() != unit:
-                raise ValueError(f"ncu's {metric} must be in {unit}, got {units[at]!r}")
-            values[quantity] = float(row[at].replace(",", "")) * factor
-        kernels.append(KernelCounters(name=row[name_at], values=values))
+            if unit and units[metric].lower() != unit:
+                raise ValueError(f"ncu's {metric} must be in {unit}, got {units[metric]!r}")
+            values[quantity] = float(value.replace(",", "")) * factor
+        kernels.append(KernelCounters(name=row["Kernel Name"], values=values))
     return kernels

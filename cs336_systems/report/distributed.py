@@ -13,10 +13,11 @@ import pandas as pd
 import torch
 
 from cs336_systems.config import BYTES_PER_ELEMENT, ModelConfig
-from cs336_systems.device import PEAKS
+from cs336_systems.device import Peak, peak_by_name
 from cs336_systems.distributed.bandwidth import algorithm_gb_per_s, best_bucket_bytes, bus_factor, bus_gb_per_s
 from cs336_systems.distributed.ddp_bucketed import BYTES_PER_MB, plan_buckets
 from cs336_systems.model import TransformerLM
+from cs336_systems.records import INTERVALS
 from cs336_systems.report.frames import select, tuples, variants
 from cs336_systems.report.markdown import ABSENT, Cells, factor, number, plain
 from cs336_systems.report.points import POINT, Plot, points
@@ -28,6 +29,7 @@ TORCH_DDP = ("torch_ddp", "torch_ddp_view")
 NAMES = {"torch_ddp": "torch DDP", "torch_ddp_view": "torch DDP, gradients as views"}
 BACKENDS = {"nccl": "NCCL", "gloo": "Gloo"}
 LANES = ("communication", "compute")  # of a timeline, from below
+INTERVAL_LANES = {lane + INTERVALS: lane for lane in LANES}  # by quantity
 KEY_HEADINGS = {"ranks": "ranks", "precision": "precision", "bucket_mb": "bucket (MiB)", "shown": "implementation"}
 
 
@@ -87,12 +89,18 @@ def bandwidths(row: Any) -> tuple[float, float]:
 
 def link_peak(frame: pd.DataFrame) -> float | None:
     """GB/s each way between the GPUs of the frame's device; None where it is not known."""
-    peak = PEAKS.get(str(frame["device"].iloc[0]).removeprefix("NVIDIA "))
+    peak = peak_of(frame)
     return None if peak is None else peak.link_gb_per_s
 
 
 def link_source(frame: pd.DataFrame) -> str:
-    return PEAKS[str(frame["device"].iloc[0]).removeprefix("NVIDIA ")].source
+    peak = peak_of(frame)
+    return "" if peak is None else peak.source
+
+
+def peak_of(frame: pd.DataFrame) -> Peak | None:
+    """The peak of the frame's device; None where none is known."""
+    return peak_by_name(str(frame["device"].iloc[0]))
 
 
 def communication_plots(frame: pd.DataFrame) -> list[Plot]:
@@ -252,16 +260,22 @@ def timeline_points(frame: pd.DataFrame, rows: pd.DataFrame) -> pd.DataFrame:
     for row in tuples(rows):
         bucket = f", {plain(row.bucket_mb)} MiB" if rows["bucket_mb"].nunique() > 1 and row.bucket_mb > 0 else ""
         cell = frame[(frame["implementation"] == row.implementation) & (frame["case"] == row.case)]
-        cell = cell[cell["quantity"].isin([f"{lane}_intervals" for lane in LANES]) & (cell["status"] == "ok")]
+        cell = cell[cell["quantity"].isin(INTERVAL_LANES) & (cell["status"] == "ok")]
         if row.ranks > 1 and len(cell) < len(LANES):
             continue
-        for place, lane in enumerate(LANES):
-            for found in tuples(cell[cell["quantity"] == f"{lane}_intervals"]):
-                ends = list(found.values)
-                for start, end in zip(ends[::2], ends[1::2]):
-                    mark = (row.shown + bucket, lane, lane, start, float(place), start, end, "ok", "", True)
-                    marks.append(dict(zip(POINT, mark)))
+        for quantity in INTERVAL_LANES:
+            for found in tuples(cell[cell["quantity"] == quantity]):
+                marks += interval_marks(row.shown + bucket, found)
     return pd.DataFrame(marks, columns=list(POINT))
+
+
+def interval_marks(panel: str, row: Any) -> list[dict[str, Any]]:
+    """A mark for each interval of `row`, whose quantity names its lane."""
+    lane = INTERVAL_LANES[row.quantity]
+    return [
+        dict(zip(POINT, (panel, lane, lane, start, float(LANES.index(lane)), start, end, "ok", "", True)))
+        for start, end in zip(row.values[::2], row.values[1::2])
+    ]
 
 
 def ddp_answer(frame: pd.DataFrame) -> list[str]:

@@ -15,16 +15,17 @@ import pandas as pd
 
 from cs336_systems.accounting import model_flops, tflops_per_s
 from cs336_systems.config import ModelConfig
-from cs336_systems.device import PEAKS
+from cs336_systems.device import PEAKS, model_flops_utilization, peak_by_name
+from cs336_systems.report.distributed import peak_of
 from cs336_systems.report.frames import select, sort_cells, tuples
 from cs336_systems.report.markdown import ABSENT, Cells, factor, number, plain
 from cs336_systems.report.points import Plot, points
 from cs336_systems.report.sections import Section, key_cells, section
+from cs336_systems.report.sharding import NAMES, PARTS
 
 PROBLEM = "leaderboard_2026"
 RECORD_MS, RECORD_GPU = 3837.0, "B200"  # the class's, on two of them
 COLD_LIMIT_S = 600.0  # the handout's, for the whole run
-NAMES = {"fsdp": "FSDP", "torch_fsdp": "torch fully_shard"}
 RECOMPUTED = {
     "nothing": "nothing",
     "after_attention": "after attention",
@@ -33,7 +34,6 @@ RECOMPUTED = {
 }
 KEYS = ["shown", "recomputed", "attention", "compiler"]
 HEADINGS = ["implementation", "computed again", "attention", "blocks"]
-KEPT = ("parameters", "gradients", "optimizer_state")
 
 
 def with_settings(frame: pd.DataFrame) -> pd.DataFrame:
@@ -73,7 +73,7 @@ def leaderboard_tables(frame: pd.DataFrame) -> list[Section]:
     }
     found.append(_quantities("parts", "From launch to the end of the first step, and one traced step of rank 0", frame,
                              parts))  # fmt: skip
-    kept = {name: f"{name.replace('_', ' ')} (MiB)" for name in KEPT}
+    kept = {name: f"{name.replace('_', ' ')} (MiB)" for name in PARTS}
     found.append(_quantities("kept", "What a rank keeps between steps", frame, kept))
     return found
 
@@ -94,9 +94,9 @@ def _step_table(frame: pd.DataFrame) -> Section:
         lines.append([*key_cells(row, KEYS), cells.time(row), *rates, *memory])
     header = [*HEADINGS, "step (ms)", "tokens/s", "TFLOP/s a GPU", "of its peak"]
     header += [title for title, table in (("peak (MiB)", peaks), ("predicted (MiB)", predicted)) if table]
-    peak = _peak_tflops(frame)
+    peak = peak_of(frame)
     if peak is not None:
-        cells.remark(f"peak of a GPU: {plain(peak)} TFLOP/s ({PEAKS[_gpu(frame)].source})")
+        cells.remark(f"peak of a GPU: {plain(peak.bf16_tflops)} TFLOP/s ({peak.source})")
     return section("step", f"Full training step, {_what(frame)}", header, lines, len(KEYS), cells)
 
 
@@ -119,10 +119,9 @@ def _by_cell(frame: pd.DataFrame, quantity: str) -> dict[tuple[str, str], Any]:
 
 def utilization(row: Any) -> float | None:
     """Share of the GPU's bfloat16 peak that the useful FLOPs of a timed row are; None where no peak applies."""
-    peak = PEAKS.get(str(row.device).removeprefix("NVIDIA "))
-    if peak is None or row.compute != "bfloat16":
+    if row.compute != "bfloat16":
         return None
-    return tflops_per_s(row.flops, row.median) / peak.bf16_tflops
+    return model_flops_utilization(row.flops, row.median / 1e3, peak_by_name(str(row.device)), row.compute)
 
 
 def leaderboard_plots(frame: pd.DataFrame) -> list[Plot]:
@@ -201,10 +200,12 @@ def _fastest(best: Any) -> str:
     text += f", {number(100 * share, 3)} % of its peak."
     if best.model != "8b":
         return text
-    record = tflops_per_s(best.flops, RECORD_MS) / PEAKS[RECORD_GPU].bf16_tflops
+    own, theirs = peak_by_name(str(best.device)), PEAKS[RECORD_GPU]
+    record = model_flops_utilization(best.flops, RECORD_MS / 1e3, theirs, best.compute)
+    assert own is not None and record is not None
     return (
         f"{text} The class's record, {number(RECORD_MS)} ms on two {RECORD_GPU}, is {number(100 * record, 3)} % of "
-        f"theirs, which is {factor(PEAKS[RECORD_GPU].bf16_tflops / PEAKS[_device(best)].bf16_tflops)} as high."
+        f"theirs, which is {factor(theirs.bf16_tflops / own.bf16_tflops)} as high."
     )
 
 
@@ -217,19 +218,6 @@ def _what(frame: pd.DataFrame) -> str:
     return (
         f"{row.model}, {plain(row.ranks)} ranks, batch {plain(row.batch)} each, context {row.context:,}, {row.compute}"
     )
-
-
-def _device(row: Any) -> str:
-    return str(row.device).removeprefix("NVIDIA ")
-
-
-def _gpu(frame: pd.DataFrame) -> str:
-    return _device(tuples(frame)[0])
-
-
-def _peak_tflops(frame: pd.DataFrame) -> float | None:
-    peak = PEAKS.get(_gpu(frame))
-    return None if peak is None else peak.bf16_tflops
 
 
 LEADERBOARD_TABLES: dict[str, Callable[[pd.DataFrame], list[Section]]] = {PROBLEM: leaderboard_tables}

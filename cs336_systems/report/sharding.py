@@ -11,6 +11,7 @@ from typing import Any
 
 import pandas as pd
 
+from cs336_systems.report.distributed import INTERVAL_LANES, interval_marks
 from cs336_systems.report.frames import select, sort_cells, tuples, variants
 from cs336_systems.report.markdown import Cells, factor, number, plain
 from cs336_systems.report.points import POINT, Plot, points
@@ -29,7 +30,6 @@ NAMES = {
     "fsdp_layer": "FSDP, a unit a layer",
     "torch_fsdp": "torch fully_shard",
 }
-LANES = ("communication", "compute")  # of a timeline, from below
 KEYS = ("model", "ranks", "compute", "reduce", "checkpointing")
 AS_COMPUTED = "as computed"  # no dtype of its own for the gradients' average
 PREDICTED = "predicted_peak_memory"
@@ -140,13 +140,10 @@ def _timelines(frame: pd.DataFrame) -> list[Plot]:
     plots_found = []
     for _, rows in frame.groupby("case", sort=False):
         first = tuples(rows)[0]
-        marks = []
-        for row in tuples(rows[rows["quantity"].isin([f"{lane}_intervals" for lane in LANES])]):
+        marks: list[dict[str, Any]] = []
+        for row in tuples(rows[rows["quantity"].isin(INTERVAL_LANES)]):
             if row.mode == "forward" and row.status == "ok" and row.implementation in ("fsdp", FSDP_PEER):
-                lane = row.quantity.removesuffix("_intervals")
-                for start, end in zip(row.values[::2], row.values[1::2]):
-                    mark = (row.shown, lane, lane, start, float(LANES.index(lane)), start, end, "ok", "", True)
-                    marks.append(dict(zip(POINT, mark)))
+                marks += interval_marks(row.shown, row)
         if marks:
             parts = (first.model, f"{plain(first.ranks)} ranks", first.compute, first.reduce, first.checkpointing)
             plots_found.append(
