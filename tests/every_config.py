@@ -16,8 +16,6 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"  # read when torch first allocates
-
 import torch
 from torch import Tensor
 
@@ -155,4 +153,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"  # read when torch first allocates
     main()

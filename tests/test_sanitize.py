@@ -52,6 +52,16 @@ def test_every_row_of_a_table_is_called(target, dtype):
         assert called[family] == ({"deterministic", "atomic"} if dtype == "bfloat16" else set())
 
 
+def test_importing_it_leaves_the_environment_alone():
+    """PyTorch's cache is off in the process that runs it, not in one that imports it, such as pytest's."""
+    probe = "import os; before = dict(os.environ); import tests.every_config; assert dict(os.environ) == before"
+    done = subprocess.run(
+        [sys.executable, "-c", probe], cwd=ROOT, capture_output=True, text=True, timeout=300,
+        env={"PATH": os.environ["PATH"]},  # this process has imported it too
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.fixture
 def sanitizer(tmp_path):
     program = tmp_path / "sanitizer"

@@ -52,7 +52,7 @@ def run_tool(
     begin = time.monotonic()
     logs = [folder / f"{tool}{number}.log" for number in range(processes)]
     running: list[subprocess.Popen[bytes]] = []
-    environment = os.environ | {"PYTHONPATH": ".", "OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"PYTHONPATH": ".", "OMP_NUM_THREADS": "1", "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     try:
         for number, log in enumerate(logs):
             command = command_of(tool, sanitizer, f"{number}/{processes}", arguments)
