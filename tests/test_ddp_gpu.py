@@ -115,7 +115,6 @@ def read_overlap(rank: int, ranks: int) -> dict[str, float]:
 
 
 @needs_two
-@pytest.mark.alone
 def test_overlap_is_near_nothing_for_naive_and_most_for_overlapped():
     shares = run_ranks(read_overlap, 2, backend="nccl", device="cuda")[0]
     assert shares["naive"] < 0.1 and shares["flat"] < 0.1, shares

@@ -58,32 +58,27 @@ def test_without_a_gpu():
 """
 
 
-def some_tests(together=0, alone=0, spread=0, spread_alone=0):
+def some_tests(together=0, alone=0, spread=0):
     names = [Collected(f"a{n}", alone=True) for n in range(alone)] + [Collected(f"t{n}") for n in range(together)]
-    names += [Collected(f"s{n}", several_gpus=True) for n in range(spread)]
-    return names + [Collected(f"b{n}", alone=True, several_gpus=True) for n in range(spread_alone)]
+    return names + [Collected(f"s{n}", several_gpus=True) for n in range(spread)]
 
 
-@pytest.mark.parametrize("counts", [(100, 5, 3, 2), (1, 0, 0, 0), (0, 1, 0, 0), (0, 0, 2, 0), (7, 30, 0, 1)])
+@pytest.mark.parametrize("together, alone, spread", [(100, 5, 3), (1, 0, 0), (0, 1, 0), (0, 0, 2), (7, 30, 0)])
 @pytest.mark.parametrize("gpus", [["0"], ["2", "3"]])
-def test_every_test_runs_once_and_alone_where_it_must(counts, gpus):
-    tests = some_tests(*counts)
+def test_every_test_runs_once_and_alone_where_it_must(together, alone, spread, gpus):
+    tests = some_tests(together, alone, spread)
     phases = gpu_tests.plan(tests, gpus, processes=4)
     ran = [name for shares in phases for share in shares for name in share.tests]
     assert sorted(ran) == sorted(test.name for test in tests)
     for shares in phases:
-        lonely = [share for share in shares if share.tests[0].startswith("a")]
-        if shares[0].tests[0].startswith("b"):
-            assert shares == [gpu_tests.Share(tuple(gpus), shares[0].tests)], "every GPU, and nothing beside them"
-        elif lonely:
-            assert lonely == shares, "nothing beside them"
-            assert len({share.gpus for share in shares}) == len(shares) and len(shares[0].gpus) == 1
+        kinds = {name[0] for share in shares for name in share.tests}
+        assert len(kinds) == 1, "what is marked has nothing else beside it"
+        if kinds == {"s"}:
+            assert [share.gpus for share in shares] == [tuple(gpus)]
         else:
-            assert len(shares) <= 4 * len(gpus) + 1
-            for share in shares:
-                assert share.gpus == (tuple(gpus) if share.tests[0].startswith("s") else share.gpus[:1])
-            pinned = [share.gpus for share in shares if not share.tests[0].startswith("s")]
-            assert max((pinned.count(gpu) for gpu in pinned), default=0) <= 4
+            pinned = [gpu for share in shares for gpu in share.gpus]
+            assert len(pinned) == len(shares) and set(pinned) <= set(gpus)
+            assert max(map(pinned.count, pinned)) <= (1 if kinds == {"a"} else 4)
 
 
 def test_neighbours_stay_together_and_nobody_idles():

@@ -4,10 +4,10 @@
     python tools/gpu_tests.py --commit SHA --clean --gpus 2,3 --time-limit 300 -- -k hopper
 
 Most tests wait for compilers and small launches, so that a GPU has room for many of them. First these run, each process
-on one GPU, and one process with all GPUs runs what is marked `several_gpus`. Then what is marked `alone` (it times, or
-fills the memory, or counts all of it) runs in one process a GPU, and at last what bears both marks, in one process with
-all. Every test's row is written when it ends: what a time limit cuts off keeps the rows it has. Arguments after `--`
-are pytest's. The exit code is 1 if any test fails.
+on one GPU. Then one process with all GPUs runs what is marked `several_gpus`, since ranks wait for one another and are
+timed. At last what is marked `alone` (it times, or fills the memory, or counts all of it) runs in one process a GPU.
+Every test's row is written when it ends: what a time limit cuts off keeps the rows it has. Arguments after `--` are
+pytest's. The exit code is 1 if any test fails.
 """
 
 from __future__ import annotations
@@ -80,16 +80,13 @@ def collect(arguments: Sequence[str]) -> list[GpuTest]:
 
 
 def plan(tests: Sequence[GpuTest], gpus: Sequence[str], processes: int) -> list[list[Share]]:
-    """Who runs what, phase after phase: `processes` on each of `gpus`, then those that want a GPU for themselves."""
+    """Who runs what, phase after phase: `processes` on each of `gpus`, one on all, then one on each."""
     together = [test.name for test in tests if not test.alone and not test.several_gpus]
-    spread = [test.name for test in tests if test.several_gpus and not test.alone]
-    spread_alone = [test.name for test in tests if test.several_gpus and test.alone]
+    spread = tuple(test.name for test in tests if test.several_gpus)
     alone = [test.name for test in tests if test.alone and not test.several_gpus]
     first = [Share((gpus[n % len(gpus)],), names) for n, names in enumerate(_deal(together, len(gpus) * processes))]
-    if spread:
-        first.insert(0, Share(tuple(gpus), tuple(spread)))
-    second = [Share((gpu,), names) for gpu, names in zip(gpus, _deal(alone, len(gpus)))]
-    third = [Share(tuple(gpus), tuple(spread_alone))] if spread_alone else []
+    second = [Share(tuple(gpus), spread)] if spread else []
+    third = [Share((gpu,), names) for gpu, names in zip(gpus, _deal(alone, len(gpus)))]
     return [phase for phase in (first, second, third) if phase]
 
 
