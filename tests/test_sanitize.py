@@ -1,34 +1,95 @@
-"""tools/sanitize.py and what it runs: every shipped configuration is called, and what a sanitizer says is recorded."""
+"""tools/sanitize.py and what it runs: every shipped configuration is called, and what a sanitizer says is judged."""
+
+from __future__ import annotations
 
 import json
 import os
+import re
 import stat
 import subprocess
 import sys
 
 import pytest
 
+from cs336_systems.attention.compilation import compile_all, compiled_launches
 from cs336_systems.attention.tiles.tables import TABLES
 from tests.every_config import DTYPES, FAMILIES, cases
 from tests.processes import is_running
-from tests.test_tools import ROOT
+from tests.ptx_order import disorder
+from tests.test_tools import ROOT, load_tool
 
-# Stands in for compute-sanitizer: runs the program, then says what it was told to say.
+sanitize = load_tool("sanitize")
+HOPPER = "cs336_systems/attention/hopper"
+
+# Stands in for compute-sanitizer: runs the program, then says what FINDS_<tool> holds. The controls and the calls of
+# the Hopper kernels need a GPU: under racecheck it does not run them, and says what FINDS_<control>, FINDS_HOPPER hold.
 SANITIZER = """#!{python}
 import os, subprocess, sys
 if "--version" in sys.argv:
     sys.exit(print("NVIDIA (R) Compute Sanitizer\\nVersion 2026.1.0.0 (build 1)"))
 tool = sys.argv[sys.argv.index("--tool") + 1]
 if "HANGS" in os.environ:
+    print("2 calls, forward and backward", flush=True)
     hanging = subprocess.Popen(["sleep", "300"])
     open(os.environ["HANGS"], "w").write(str(hanging.pid))
     hanging.wait()
-code = subprocess.call(sys.argv[sys.argv.index("--error-exitcode") + 2:])
-errors = int(os.environ.get("FINDS_" + tool.upper(), "0"))
-print("========= Invalid __global__ read of size 4 bytes" if errors else "")
+program = sys.argv[sys.argv.index("--error-exitcode") + 2:]
+name, code = tool, 0
+if "tests.sanitizer_controls" in program:
+    name = program[-1]
+elif tool == "racecheck" and "hopper" in program:
+    name = "hopper"
+else:
+    code = subprocess.call(program)
+print("1 calls" if name != tool else "")
+found = os.environ.get("FINDS_" + name.upper(), "")
+print(found or "")
+errors = found.count("Race reported") or found.count("Invalid")
 print(f"========= ERROR SUMMARY: {{errors}} errors")
 sys.exit(99 if errors else code)
 """
+
+
+def line_of(source: str, text: str) -> int:
+    """The number of the only line of a file that contains `text`."""
+    lines = (ROOT / source).read_text().splitlines()
+    (number,) = [number for number, line in enumerate(lines, start=1) if text in line]
+    return number
+
+
+def report(kernel: str, file: str, first: tuple[str, int], *others: tuple[str, int]) -> str:
+    """What racecheck prints of one access and those that it races with."""
+    lines = [f"========= Error: Race reported between {first[0]} access at {kernel}+0x180 in {file}:{first[1]}"]
+    lines += [f"=========     and {kind} access at {kernel}+0xc9{n}0 in {file}:{line} [{n + 3} hazards]"
+              for n, (kind, line) in enumerate(others)]  # fmt: skip
+    return "\n".join([*lines, "========= "])
+
+
+FORWARD_DEF = line_of(f"{HOPPER}/forward.py", "def hopper_forward_kernel(")
+FORWARD_DISPATCH = line_of(f"{HOPPER}/forward.py", "if CONSUMERS == 2:")
+L_STORE = line_of(f"{HOPPER}/backward.py", "shared.L_slots.index(slot).store(L)")
+L_LOAD = line_of(f"{HOPPER}/backward.py", "shared.L_slots.index(slot).load(")
+DELTA_LOAD = line_of(f"{HOPPER}/backward.py", "shared.delta_slots.index(slot).load(")
+DS_STORE = line_of(f"{HOPPER}/backward.py", ".store(dS_T)")
+CONTROLS = "tests/sanitizer_controls.py"
+IN_FORWARD = report(
+    "hopper_forward_kernel", "forward.py", ("Read", FORWARD_DEF), ("Write", FORWARD_DEF), ("Write", FORWARD_DISPATCH)
+)
+IN_BACKWARD = report("hopper_backward_kernel", "backward.py", ("Write", L_STORE), ("Read", L_LOAD), ("Read", L_LOAD))
+CONTROL_FINDINGS = {
+    "FINDS_DISPATCH": report(
+        "dispatch_kernel", "sanitizer_controls.py", ("Read", line_of(CONTROLS, "def dispatch_kernel(")),
+        ("Write", line_of(CONTROLS, "def dispatch_kernel(")),
+    ),
+    "FINDS_RING": report(
+        "ring_kernel", "sanitizer_controls.py", ("Write", line_of(CONTROLS, "row_slots.index(slot).store(")),
+        ("Read", line_of(CONTROLS, "row_slots.index(slot).load(")),
+    ),
+    "FINDS_RACE": report(
+        "exchange_kernel", "sanitizer_controls.py", ("Write", line_of(CONTROLS, "shared_rows.index(GROUP).store(")),
+        ("Read", line_of(CONTROLS, "shared_rows.index(1 - GROUP).load(")),
+    ),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("target", [target for target in TABLES if target != "portable"])
@@ -70,11 +131,12 @@ def sanitizer(tmp_path):
     return program
 
 
-def run_tool(sanitizer, *options, calls=("--families", "dense", "--shard", "0/40"), **environment):
+def run_tool(sanitizer, *options, families=("dense",), **environment):
     record = sanitizer.parent / "record.jsonl"
     command = [
         sys.executable, "tools/sanitize.py", "--commit", "abc", "--clean", "--sanitizer", str(sanitizer),
-        "--record", str(record), "--processes", "1", *options, "--", "--device", "cpu", "--dtypes", "float32", *calls,
+        "--record", str(record), "--processes", "1", "--families", *families, *options,
+        "--", "--device", "cpu", "--dtypes", "float32", "--shard", "0/40",
     ]  # fmt: skip
     done = subprocess.run(
         command, cwd=ROOT, capture_output=True, text=True, timeout=300,
@@ -87,7 +149,9 @@ def run_tool(sanitizer, *options, calls=("--families", "dense", "--shard", "0/40
 def test_a_clean_run_is_recorded(sanitizer):
     done, rows = run_tool(sanitizer)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert [row["tool"] for row in rows] == ["oracle", "memcheck", "racecheck"]
+    assert [(row["tool"], row["group"]) for row in rows] == [
+        ("oracle", "all"), ("memcheck", "all"), ("racecheck", "triton")
+    ]  # fmt: skip
     for row in rows:
         assert row["calls"] == 1 and row["finished"] and row["errors"] == row["wrong"] == 0 and row["commit"] == "abc"
         assert row["sanitizer"] == "2026.1.0.0" and row["dirty"] is False and row["device"] == "cpu"
@@ -95,32 +159,214 @@ def test_a_clean_run_is_recorded(sanitizer):
 
 @pytest.mark.slow
 def test_what_a_tool_finds_decides_the_exit_code_and_is_shown(sanitizer):
-    done, (oracle, memcheck) = run_tool(sanitizer, "--tools", "memcheck", FINDS_MEMCHECK="3")
+    done, (oracle, memcheck) = run_tool(
+        sanitizer, "--tools", "memcheck", FINDS_MEMCHECK="========= Invalid __global__ read\n" * 3
+    )
     assert done.returncode == 1 and oracle["errors"] == 0 and memcheck["errors"] == 3
-    assert "memcheck: NOT CLEAN: 1 calls, 3 errors" in done.stdout and "Invalid __global__ read" in done.stdout
+    assert "memcheck, all: NOT CLEAN: 1 calls, 3 errors" in done.stdout and "Invalid __global__ read" in done.stdout
 
 
 @pytest.mark.slow
 def test_a_run_that_calls_nothing_is_not_clean(sanitizer):
-    done, rows = run_tool(sanitizer, calls=("--families", "hopper"))
-    assert done.returncode == 1 and [row["calls"] for row in rows] == [0, 0, 0]
+    done, rows = run_tool(sanitizer, "--tools", "memcheck", families=["hopper"])
+    assert done.returncode == 1 and [row["calls"] for row in rows] == [0, 0]
 
 
 @pytest.mark.slow
 def test_a_run_that_is_cut_off_is_recorded_as_such(sanitizer):
     done, rows = run_tool(sanitizer, "--time-limit", "0.5")
     assert done.returncode == 1 and not any(row["finished"] for row in rows)
+    assert "killed by the time limit (0 after its last line)" in done.stdout
 
 
 @pytest.mark.slow
 def test_what_a_sanitizer_runs_ends_with_it(sanitizer, tmp_path):
     """compute-sanitizer starts the program as a child, which would keep the GPU."""
     done, rows = run_tool(
-        sanitizer, "--time-limit", "15", "--tools", "memcheck", calls=("--families", "hopper"),
-        HANGS=str(tmp_path / "pid"),
-    )  # fmt: skip
+        sanitizer, "--time-limit", "15", "--tools", "memcheck", families=["hopper"], HANGS=str(tmp_path / "pid")
+    )
     assert done.returncode == 1 and [row["finished"] for row in rows] == [True, False]
     assert not is_running(int((tmp_path / "pid").read_text()))
+    # It had printed its last line: what it found is all there, and it is no crash.
+    assert (rows[1]["killed_by_time_limit"], rows[1]["killed_after_last_line"], rows[1]["exit_codes"]) == (1, 1, [])
+    assert "exit codes [], 1 killed by the time limit (1 after its last line)" in done.stdout
+
+
+@pytest.mark.slow
+def test_what_the_controls_show_too_is_explained(sanitizer):
+    done, rows = run_tool(
+        sanitizer, "--tools", "racecheck", families=["dense", "hopper"], FINDS_HOPPER=IN_FORWARD + "\n" + IN_BACKWARD,
+        **CONTROL_FINDINGS,
+    )  # fmt: skip
+    by_group = {row["group"]: row for row in rows}
+    assert [*by_group] == ["all", *(f"control {name}" for name in sanitize.CONTROLS), "triton", "hopper"]
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert by_group["hopper"]["explained"] and by_group["hopper"]["errors"] == 2
+    assert by_group["hopper"]["hazards"] == [
+        {"kernel": "hopper_backward_kernel", "places": [f"Read backward.py:{L_LOAD}", f"Write backward.py:{L_STORE}"],
+         "mechanism": "ring", "hazards": 7},
+        *({"kernel": "hopper_forward_kernel", "places": [f"Read forward.py:{FORWARD_DEF}", f"Write forward.py:{line}"],
+           "mechanism": "dispatch", "hazards": count} for line, count in ((FORWARD_DEF, 3), (FORWARD_DISPATCH, 4))),
+    ]  # fmt: skip
+    assert "racecheck, control race: the race is seen" in done.stdout
+    assert "racecheck, hopper: explained: 1 calls, 2 errors" in done.stdout
+    assert "racecheck, triton: clean" in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "finds, line",
+    [
+        ({"FINDS_HOPPER": report("hopper_backward_kernel", "backward.py", ("Write", DS_STORE), ("Read", L_LOAD))},
+         f"Write backward.py:{DS_STORE}: 3 hazards, NOT EXPLAINED"),
+        ({"FINDS_HOPPER": IN_BACKWARD, "FINDS_RING": ""}, "racecheck, hopper: NOT CLEAN"),
+        ({"FINDS_HOPPER": IN_FORWARD, "FINDS_RACE": ""}, "racecheck, control race: NOT CLEAN"),
+        ({"FINDS_RACECHECK": IN_FORWARD}, "racecheck, triton: NOT CLEAN"),
+    ],
+)  # fmt: skip
+def test_what_they_do_not_show_is_an_error(sanitizer, finds, line):
+    done, _ = run_tool(
+        sanitizer, "--tools", "racecheck", families=["dense", "hopper"], **(CONTROL_FINDINGS | finds)
+    )  # fmt: skip
+    assert done.returncode == 1 and line in done.stdout, done.stdout + done.stderr
+
+
+def read_hazards(text: str) -> dict[tuple[str, str], tuple[str, int]]:
+    """By places, the mechanism and the number of the hazards that a log holds."""
+    return {
+        (str(one), str(other)): (sanitize.mechanism((one, other)), count)
+        for (one, other), count in sanitize.hazards_of(text).items()
+    }
+
+
+# Of compute-sanitizer 2025.3.1 on an H200.
+LOG = """
+========= COMPUTE-SANITIZER
+hopper        bfloat16  d=64  deterministic
+========= Error: Race reported between Read access at hopper_forward_kernel+0x180 in forward.py:443
+=========     and Write access at hopper_forward_kernel+0xc9c0 in forward.py:443 [9 hazards]
+=========     and Write access at hopper_forward_kernel+0xc9d0 in forward.py:443 [5 hazards]
+=========     and Write access at hopper_forward_kernel+0x12010 in forward.py:474 [3 hazards]
+========= 
+========= Error: Race reported between Write access at hopper_backward_kernel+0x5810 in backward.py:255
+=========     and Read access at hopper_backward_kernel+0x16e0 in backward.py:294 [64 hazards]
+=========     and Read access at hopper_backward_kernel+0x16f0 in backward.py:294 [1 hazard]
+========= 
+1 calls, forward and backward, in 8 s; configurations covered:
+========= RACECHECK SUMMARY: 2 hazards displayed (2 errors, 0 warnings)
+"""  # noqa: W291
+
+
+def test_hazards_are_counted_by_their_places():
+    hazards = sanitize.hazards_of(LOG + LOG.replace("backward.py", "/somewhere/backward.py"))
+    assert {(one.kernel, str(one), str(other)): count for (one, other), count in hazards.items()} == {
+        ("hopper_forward_kernel", "Read forward.py:443", "Write forward.py:443"): 28,
+        ("hopper_forward_kernel", "Read forward.py:443", "Write forward.py:474"): 6,
+        ("hopper_backward_kernel", "Read backward.py:294", "Write backward.py:255"): 130,
+    }
+    row = sanitize.row_of("racecheck", "hopper", [99, None], [LOG, LOG[: LOG.index("1 calls")]], 8.4)
+    assert (row["errors"], row["calls"], row["finished"], row["seconds"]) == (4, 1, False, 8)
+    assert not sanitize.hazards_of("1 calls\n========= RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)")
+
+
+def test_hazards_of_two_mechanisms_are_told_apart():
+    assert read_hazards(IN_FORWARD + IN_BACKWARD) == {
+        (f"Read forward.py:{FORWARD_DEF}", f"Write forward.py:{FORWARD_DEF}"): ("dispatch", 3),
+        (f"Read forward.py:{FORWARD_DEF}", f"Write forward.py:{FORWARD_DISPATCH}"): ("dispatch", 4),
+        (f"Read backward.py:{L_LOAD}", f"Write backward.py:{L_STORE}"): ("ring", 7),
+    }
+
+
+@pytest.mark.parametrize(
+    "kernel, file, read, write",
+    [
+        ("hopper_backward_kernel", "backward.py", DELTA_LOAD, L_STORE),  # two rings
+        ("hopper_backward_kernel", "backward.py", L_LOAD, DS_STORE),
+        ("hopper_forward_kernel", "forward.py", FORWARD_DISPATCH, FORWARD_DEF),  # nothing reads there
+        ("hopper_forward_kernel", "forward.py", FORWARD_DEF, FORWARD_DISPATCH - 1),
+        ("hopper_forward_kernel", "forward.py", 10**6, 10**6),
+        ("hopper_forward_kernel", "other.py", FORWARD_DEF, FORWARD_DEF),
+        ("hopper_backward_preprocess_kernel", "backward.py",  # which specialises no warps
+         line_of(f"{HOPPER}/backward.py", "def hopper_backward_preprocess_kernel("),
+         line_of(f"{HOPPER}/backward.py", "def hopper_backward_preprocess_kernel(")),
+    ],
+)  # fmt: skip
+def test_other_places_are_of_no_mechanism(kernel, file, read, write):
+    ((_, (found, _)),) = read_hazards(report(kernel, file, ("Read", read), ("Write", write))).items()
+    assert found == ""
+
+
+def test_two_writes_and_accesses_without_a_line_are_of_no_mechanism():
+    writes = report("hopper_forward_kernel", "forward.py", ("Write", FORWARD_DEF), ("Write", FORWARD_DEF))
+    nowhere = "Error: Race reported between Read access at kernel+0x10\n=====     and Write access at kernel+0x20"
+    cut_off = "Error: Race reported between Read access at hopper_forward_kernel+0x10 in forward.py:1"
+    for log in (writes, nowhere, cut_off, "Race reported between"):
+        assert [mechanism for mechanism, _ in read_hazards(log).values()] == [""], log
+
+
+def test_the_tool_knows_all_families_and_controls():
+    assert list(FAMILIES) == sanitize.FAMILIES
+    controls = pytest.importorskip("tests.sanitizer_controls", reason="this triton has no Gluon for Hopper")
+    assert tuple(sanitize.CONTROLS) == controls.CONTROLS
+
+
+def compile_ptx(name: str) -> str:
+    """Of a control, or of a kernel by its request's representation."""
+    from cs336_systems.attention.hopper.reports import ARCH, _launch, shipped_hopper_kernels
+    from tests.sanitizer_controls import CONTROLS, run_control
+
+    requests = {repr(request): request for request in shipped_hopper_kernels()}
+    (kernel,) = compiled_launches(
+        ARCH,
+        f"hopper_{requests[name].kernel}_kernel" if name in requests else "_kernel",
+        lambda: run_control(name, "meta") if name in CONTROLS else _launch(requests[name]),
+    )
+    return kernel.asm["ptx"]
+
+
+def compiled_disorder(ptx: str) -> list[str]:
+    """What is out of order in a compiled kernel where racecheck's reports are explained."""
+    (kernel,) = re.findall(r"\.entry (\w+)", ptx)
+    file = {"hopper_forward_kernel": "forward.py", "hopper_backward_kernel": "backward.py"}.get(
+        kernel, "sanitizer_controls.py"
+    )
+    _, dispatch_lines = sanitize.dispatch_of(kernel, file)
+    assert dispatch_lines
+    found = disorder(
+        ptx,
+        is_slot=lambda file, line: bool(
+            sanitize.SLOT_ACCESS.search(sanitize.line_of(sanitize.Access("", "", file, line)))
+        ),
+        is_dispatch=lambda name, line: name == file and line in dispatch_lines,
+    )
+    has_ring = kernel in ("ring_kernel", "hopper_backward_kernel")
+    return found if has_ring else [x for x in found if x not in ("no load of a row", "no store of a row")]
+
+
+def test_controls_compile_and_are_in_order():
+    """And that they are is seen: it is not without any one of their barriers."""
+    pytest.importorskip("tests.sanitizer_controls", reason="this triton has no Gluon for Hopper")
+    compiled = dict(compile_all(list(sanitize.CONTROLS), compile_ptx, jobs=2))
+    assert {name: ptx and compiled_disorder(ptx) for name, ptx in compiled.items()} == {
+        name: [] for name in sanitize.CONTROLS
+    }
+    ring = compiled["ring"]
+    assert re.search(r"bar\.sync\s+9, 256", compiled["exchange"])
+    assert not re.search(r"bar\.sync\s+9, 256", compiled["race"])
+    for barrier, complaint in {
+        "mbarrier.try_wait": "no wait before", "bar.warp.sync": "nothing between st.shared",
+        "bar.sync": "nothing between ld.shared", "barrier.sync": "no barrier of all around",
+    }.items():  # fmt: skip
+        assert any(x.startswith(complaint) for x in compiled_disorder(ring.replace(f"{barrier}", "nop"))), barrier
+
+
+@pytest.mark.slow
+def test_where_racecheck_is_blind_the_kernels_are_in_order():
+    """All that ship."""
+    reports = pytest.importorskip(f"{HOPPER.replace('/', '.')}.reports", reason="this triton has no Gluon for Hopper")
+    names = list(map(repr, reports.shipped_hopper_kernels()))
+    found = {name: ptx and compiled_disorder(ptx) for name, ptx in compile_all(names, compile_ptx, jobs=2)}
+    assert found == {name: [] for name in names}
 
 
 def test_without_the_program_nothing_runs(sanitizer):
