@@ -214,21 +214,55 @@ def test_what_the_controls_show_too_is_explained(sanitizer):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "finds, line",
-    [
-        ({"FINDS_HOPPER": report("hopper_backward_kernel", "backward.py", ("Write", DS_STORE), ("Read", L_LOAD))},
-         f"Write backward.py:{DS_STORE}: 3 hazards, NOT EXPLAINED"),
-        ({"FINDS_HOPPER": IN_BACKWARD, "FINDS_RING": ""}, "racecheck, hopper: NOT CLEAN"),
-        ({"FINDS_HOPPER": IN_FORWARD, "FINDS_RACE": ""}, "racecheck, control race: NOT CLEAN"),
-        ({"FINDS_RACECHECK": IN_FORWARD}, "racecheck, triton: NOT CLEAN"),
-    ],
-)  # fmt: skip
-def test_what_they_do_not_show_is_an_error(sanitizer, finds, line):
+def test_what_the_controls_do_not_show_is_an_error(sanitizer):
+    elsewhere = report("hopper_backward_kernel", "backward.py", ("Write", DS_STORE), ("Read", L_LOAD))
     done, _ = run_tool(
-        sanitizer, "--tools", "racecheck", families=["dense", "hopper"], **(CONTROL_FINDINGS | finds)
-    )  # fmt: skip
-    assert done.returncode == 1 and line in done.stdout, done.stdout + done.stderr
+        sanitizer, "--tools", "racecheck", families=["hopper"], FINDS_HOPPER=elsewhere, **CONTROL_FINDINGS
+    )
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "racecheck, hopper: NOT CLEAN: 1 calls, 1 errors" in done.stdout
+    assert f"Write backward.py:{DS_STORE}: 3 hazards, NOT EXPLAINED" in done.stdout
+
+
+def racecheck_rows(finds: dict[str, str]) -> dict[str, dict]:
+    """The rows of the controls and of the Hopper kernels, by group, if racecheck said this of them."""
+    rows: dict[str, dict] = {}
+    for name in (*sanitize.CONTROLS, "hopper"):
+        log = finds.get(f"FINDS_{name.upper()}", "")
+        row = sanitize.row_of("racecheck", name if name == "hopper" else f"control {name}", [99 if log else 0],
+                              [f"1 calls\n{log}"], 1.0)  # fmt: skip
+        sanitize.explain(row, dict(rows))
+        rows[name] = row
+    return rows
+
+
+@pytest.mark.parametrize(
+    "finds, not_right",
+    [
+        ({}, []),
+        ({"FINDS_HOPPER": IN_FORWARD + IN_BACKWARD}, []),
+        ({"FINDS_HOPPER": IN_FORWARD, "FINDS_RING": ""}, []),
+        ({"FINDS_HOPPER": IN_BACKWARD, "FINDS_RING": ""}, ["hopper"]),
+        ({"FINDS_HOPPER": IN_FORWARD, "FINDS_DISPATCH": ""}, ["hopper"]),
+        ({"FINDS_HOPPER": IN_FORWARD, "FINDS_RACE": ""}, ["race", "hopper"]),
+        ({"FINDS_HOPPER": IN_FORWARD, "FINDS_EXCHANGE": CONTROL_FINDINGS["FINDS_RACE"]}, ["exchange", "hopper"]),
+        ({"FINDS_DISPATCH": CONTROL_FINDINGS["FINDS_RING"]}, ["dispatch"]),
+        ({"FINDS_RACE": CONTROL_FINDINGS["FINDS_DISPATCH"]}, ["race"]),
+        ({"FINDS_HOPPER": "WRONG"}, ["hopper"]),
+    ],
+)
+def test_a_hazard_is_explained_by_its_control_and_by_no_other(finds, not_right):
+    rows = racecheck_rows(CONTROL_FINDINGS | finds)
+    assert [name for name, row in rows.items() if not sanitize.is_right(row)] == not_right
+
+
+def test_nothing_explains_a_hazard_of_a_triton_kernel():
+    controls = racecheck_rows(CONTROL_FINDINGS)
+    del controls["hopper"]
+    for log, expected in (("", True), (IN_FORWARD, False)):
+        row = sanitize.row_of("racecheck", "triton", [99 if log else 0], [f"1 calls\n{log}"], 1.0)
+        sanitize.explain(row, controls)
+        assert sanitize.is_right(row) is expected
 
 
 def read_hazards(text: str) -> dict[tuple[str, str], tuple[str, int]]:
@@ -247,14 +281,14 @@ hopper        bfloat16  d=64  deterministic
 =========     and Write access at hopper_forward_kernel+0xc9c0 in forward.py:443 [9 hazards]
 =========     and Write access at hopper_forward_kernel+0xc9d0 in forward.py:443 [5 hazards]
 =========     and Write access at hopper_forward_kernel+0x12010 in forward.py:474 [3 hazards]
-========= 
+=========
 ========= Error: Race reported between Write access at hopper_backward_kernel+0x5810 in backward.py:255
 =========     and Read access at hopper_backward_kernel+0x16e0 in backward.py:294 [64 hazards]
 =========     and Read access at hopper_backward_kernel+0x16f0 in backward.py:294 [1 hazard]
-========= 
+=========
 1 calls, forward and backward, in 8 s; configurations covered:
 ========= RACECHECK SUMMARY: 2 hazards displayed (2 errors, 0 warnings)
-"""  # noqa: W291
+"""
 
 
 def test_hazards_are_counted_by_their_places():
