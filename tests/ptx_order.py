@@ -1,6 +1,7 @@
 """Whether the accesses of the Hopper kernels on which racecheck is blind are in order, read off their PTX.
 
-  ring       a row is stored, and loaded, after a wait for its slot; then threads meet; then one of them arrives
+  ring       a row is stored, and loaded, after a wait for its slot, which comes after the last rows' accesses; then
+             threads meet; then one of them arrives
   dispatch   all warps meet, read the numbers of their partitions, and meet before anything else; what is written there
              is followed by a barrier of all, too
 
@@ -50,9 +51,10 @@ def disorder(ptx: str, is_slot: Callable[[str, int], bool], is_dispatch: Callabl
     found = [f"no {kind} of {name}" for name, places in (("a row", rings), ("a partition's number", numbers))
              for kind in ("load", "store") if kind not in {kinds[place] for place in places}]  # fmt: skip
     for place in rings:
-        before = next((kind for kind in reversed(kinds[:place]) if kind in ("wait", "arrive")), "")
+        last_arrival = max((at for at in range(place) if kinds[at] == "arrive"), default=0)
+        last_rows = max((at for at in rings if at < last_arrival), default=0)
         rest = kinds[place:]
-        if before != "wait":
+        if "wait" not in kinds[last_rows:place]:
             found.append(f"no wait before {events[place][1]}")
         if "arrive" not in rest or "meet" not in rest[: rest.index("arrive")]:
             found.append(f"nothing between {events[place][1]} and the arrival")

@@ -282,9 +282,10 @@ class Use:
 Operation = Wait | Arrive | Meet | Fill | Use
 
 
-def partitions(steps: int, producer_steps: int | None = None) -> list[list[Operation]]:
+def partitions(steps: int, producer_steps: int | None = None, *, head_tile: int = 128) -> list[list[Operation]]:
     """The producer and the two consumers of a program of so many steps in all, as `_produce` and `_consume` have them.
 
+    A step waits for the next one's slot and reads it: before it releases its own at head tile 128, after it at 64.
     The copy engine is a fourth: it may deliver a tile any time after it was asked.
     """
     producer: list[Operation] = []
@@ -295,9 +296,14 @@ def partitions(steps: int, producer_steps: int | None = None) -> list[list[Opera
         producer += [Wait(f"empty{slot}", (round_ & 1) ^ 1), Arrive(f"asked{step}"), Arrive(f"full{slot}")]
         engine += [Wait(f"asked{step}", 0), Fill(slot, step), Arrive(f"full{slot}")]
     for step in range(steps):
-        slot, round_ = step % SLOTS, step // SLOTS
-        consumer += [Wait(f"full{slot}", round_ & 1), Use(slot, step), Meet("dS"), Use(slot, step)]
-        consumer += [Arrive(f"empty{slot}")]
+        slot, following = step % SLOTS, min(step + 1, steps - 1)
+        scores = Use(following % SLOTS, following)
+        start_scores = [Wait(f"full{following % SLOTS}", (following // SLOTS) & 1), scores]
+        release = [Arrive(f"empty{slot}")]
+        if step == 0:
+            consumer += [Wait("full0", 0), Use(0, 0)]
+        consumer += [Use(slot, step), Meet("dS"), Use(slot, step)]
+        consumer += [*start_scores, *release, scores] if head_tile == 128 else [*release, *start_scores]
     consumer += [Meet("read")]
     return [producer, engine, consumer, consumer]
 
@@ -344,9 +350,10 @@ def explore(programs: list[list[Operation]]) -> None:
                 stack.append(state)
 
 
+@pytest.mark.parametrize("head_tile", [64, 128])
 @pytest.mark.parametrize("steps", range(8))
-def test_no_interleaving_hangs_or_reads_the_wrong_tile(steps):
-    explore(partitions(steps))
+def test_no_interleaving_hangs_or_reads_the_wrong_tile(steps, head_tile):
+    explore(partitions(steps, head_tile=head_tile))
 
 
 def test_the_search_finds_a_producer_that_stops_early():

@@ -94,15 +94,17 @@ class Loop:
     @property
     def overlap(self) -> float:
         """The share of its exponentials that are issued while matmuls are in flight."""
-        in_flight, under, total = 0, 0, 0
+        in_flight, under, total = 0, 0, 0  # groups, and the one that is not ended yet is another
+        is_open = False
         for instruction in self.instructions * 2:  # what one iteration leaves in flight, the next starts with
-            if instruction == "matmul.":
-                in_flight += 1
+            if instruction.startswith("matmul"):
+                is_open = instruction == "matmul"
+                in_flight += not is_open
             elif instruction.startswith("wait to "):
                 in_flight = min(in_flight, int(instruction.removeprefix("wait to ")))
             elif instruction == "exp2":
                 total += 1
-                under += in_flight > 0
+                under += is_open or in_flight > 0
         return under / total if total else 0.0
 
     @property
