@@ -12,7 +12,15 @@ import torch
 
 from cs336_systems.profiling import stages
 from cs336_systems.profiling.samples import summarize
-from cs336_systems.profiling.stages import TOTAL, stage, time_stages, unaccounted
+from cs336_systems.profiling.stages import (
+    FLUSH_MS,
+    MAX_FLUSHES,
+    TOTAL,
+    flushes_to_cover,
+    stage,
+    time_stages,
+    unaccounted,
+)
 
 COVERS = ("cs336_systems/profiling",)
 
@@ -166,3 +174,29 @@ def test_stages_of_kernels_add_up_on_a_gpu() -> None:
     samples = time_stages(call, device="cuda", num_samples=5)
     assert median(samples["forward"]) / median(samples["dq"]) == pytest.approx(2.0, rel=0.1)
     assert abs(unaccounted(samples)) < 0.1
+
+
+@pytest.mark.gpu
+@pytest.mark.alone
+def test_a_slow_host_is_no_part_of_a_stage() -> None:
+    """The host sleeps 5 ms in each stage, the GPU about 0.5 and 0.25: its clock is not known here, only their ratio."""
+
+    def call() -> None:
+        with stage("forward"):
+            time.sleep(5e-3)
+            torch.cuda._sleep(10**6)
+        with stage("dq"):
+            time.sleep(5e-3)
+            torch.cuda._sleep(5 * 10**5)
+
+    samples = time_stages(call, device="cuda", num_samples=5)
+    assert median(samples["forward"]) < 2.5
+    assert median(samples["forward"]) / median(samples["dq"]) == pytest.approx(2.0, rel=0.1)
+    assert abs(unaccounted(samples)) < 0.1
+
+
+def test_the_gpu_is_kept_busy_for_longer_than_the_host_takes() -> None:
+    assert flushes_to_cover(0.0) == 1
+    for host_ms in (0.1, 1.0, 5.0):
+        assert 1.5 * host_ms <= flushes_to_cover(host_ms) * FLUSH_MS < 1.5 * host_ms + 2 * FLUSH_MS
+    assert flushes_to_cover(1e6) == MAX_FLUSHES

@@ -28,7 +28,7 @@ from cs336_systems.experiments.cells import Cell, Measurement, Row, Unsupported
 from cs336_systems.experiments.tuning import launches_of
 from cs336_systems.inputs import AttentionInputs
 from cs336_systems.profiling.stages import time_stages
-from cs336_systems.profiling.timing import CACHE_FLUSH_BYTES, MIN_SAMPLES, plan_samples, time_calls, time_once
+from cs336_systems.profiling.timing import MIN_SAMPLES, plan_samples, time_calls, time_once
 
 PROBLEM = "tile_choice"
 # (batch, heads, kv_heads or None, length, head_dim, causal): short and long, full and causal, grouped heads, few
@@ -174,18 +174,7 @@ def _samples(row: Row, call: Callable[[], object], device: str) -> list[float]:
         num_samples = plan_samples(time_once(call, device), SAMPLES_BUDGET_MS, MIN_SAMPLES, MAX_SAMPLES)
     if stage is None:
         return time_calls(call, device=device, warmup=0, num_samples=num_samples)
-    return time_stages(call, device=device, num_samples=num_samples, warmup=0, before=_occupier(device))[stage]
-
-
-def _occupier(device: str) -> Callable[[], object] | None:
-    """What empties the L2 cache ahead of a call, and keeps a GPU busy until the host has launched its kernels.
-
-    Otherwise the time between two events would be that of the host wherever a kernel is shorter than a launch.
-    """
-    if device == "cpu":
-        return None
-    cache = torch.empty(CACHE_FLUSH_BYTES, dtype=torch.int8, device=device)
-    return lambda: [cache.zero_() for _ in range(4)]
+    return time_stages(call, device=device, num_samples=num_samples, warmup=0)[stage]
 
 
 # Compiling ahead

@@ -11,9 +11,10 @@ and whoever measures gets samples of each stage and of the whole, in millisecond
     samples["forward"], samples["dq"], samples[TOTAL], unaccounted(samples)
 
 On CUDA the times lie between events on the stream, so that nothing waits inside the call, and each stage is an NVTX
-range; on CPU they are wall clock. Stages add up: time in an inner stage is not the outer one's, a stage entered twice
-in a call is summed, and `unaccounted` says which share of the whole no stage has. Marks may stand in code that autograd
-runs on its own thread. One measurement at a time in a process.
+range. The GPU overwrites its L2 cache ahead of each call until the host has queued the call's kernels: otherwise a
+stage of a short call would take as long as its launches do. On CPU times are wall clock. Stages add up: time in an
+inner stage is not the outer one's, a stage entered twice in a call is summed, and `unaccounted` says which share of the
+whole no stage has. Marks may stand in code that autograd runs on its own thread. One measurement at a time in a process.
 """
 
 from __future__ import annotations
@@ -27,11 +28,13 @@ import torch
 
 from cs336_systems.profiling.ranges import named_range
 from cs336_systems.profiling.samples import summarize
-from cs336_systems.profiling.timing import synchronize
+from cs336_systems.profiling.timing import CACHE_FLUSH_BYTES, synchronize
 
 STAGES = ("mask_build", "preprocess", "forward", "dq", "dkv", "cast")  # the names that tables know, in order
 TOTAL = "total"
 DEFAULT_SAMPLES = 10
+FLUSH_MS = 0.03  # what overwriting CACHE_FLUSH_BYTES takes at least, on any present GPU (8 TB/s)
+MAX_FLUSHES = 1000  # the driver queues about as many kernels before it makes the host wait
 
 
 class _Timer:
@@ -131,23 +134,49 @@ def time_stages(
     if _active is not None:
         raise RuntimeError("stages are being timed already: one measurement at a time")
 
-    def run(count: int, timer: _Timer | None) -> None:
-        for _ in range(count):
-            if before is not None:
-                before()
-            if timer is None:
-                call()
-            else:
-                timer.call(call)
+    def prepare() -> None:
+        if before is not None:
+            before()
 
-    run(warmup, None)
+    for _ in range(warmup):
+        prepare()
+        call()
+    occupy = None
     synchronize(device)
     _active = timer = _Timer(device)
     try:
-        run(num_samples, timer)
+        if device == "cuda":
+            prepare()
+            occupy = _occupier(timer, call)
+        for _ in range(num_samples):
+            prepare()
+            if occupy is not None:
+                occupy()
+            timer.call(call)
     finally:
         _active = None
     return timer.samples_ms()
+
+
+def _occupier(timer: _Timer, call: Callable[[], object]) -> Callable[[], None]:
+    """What keeps the GPU busy for as long as the host took to queue a call of which `timer` keeps nothing."""
+    synchronize("cuda")
+    begin = time.perf_counter()
+    timer.call(call)
+    flushes = flushes_to_cover((time.perf_counter() - begin) * 1e3)
+    timer.calls.clear()
+    cache = torch.empty(CACHE_FLUSH_BYTES, dtype=torch.int8, device="cuda")
+
+    def occupy() -> None:
+        for _ in range(flushes):
+            cache.zero_()
+
+    return occupy
+
+
+def flushes_to_cover(host_ms: float) -> int:
+    """How often to overwrite the cache so that a host which takes `host_ms`, or half as long again, is ahead."""
+    return min(MAX_FLUSHES, 1 + int(1.5 * host_ms / FLUSH_MS))
 
 
 def unaccounted(samples: Mapping[str, Sequence[float]]) -> float:
