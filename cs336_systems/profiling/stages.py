@@ -14,7 +14,7 @@ On CUDA the times lie between events on the stream, so that nothing waits inside
 range. The GPU overwrites its L2 cache ahead of each call until the host has queued the call's kernels: otherwise a
 stage of a short call would take as long as its launches do. On CPU times are wall clock. Stages add up: time in an
 inner stage is not the outer one's, a stage entered twice in a call is summed, and `unaccounted` says which share of the
-whole no stage has. Marks may stand in code that autograd runs on its own thread. One measurement at a time in a process.
+whole no stage has. Marks may stand in code that autograd runs on its own thread. One measurement at a time.
 """
 
 from __future__ import annotations
