@@ -189,8 +189,8 @@ show(figure, "Model timelines of one to three consumers at head dims 64 and 128,
 # One consumer leaves the tensor cores idle while it takes its softmax; two still do at head dim 64, where the softmax
 # is the longer part of a step. A third consumer fills the gap. At head dim 128 a consumer can also issue the last
 # tile's second product and take the softmax of this tile meanwhile; a third consumer would not find registers there.
-# The model knows nothing of barriers, issue slots, registers or power. What the kernels do was decided by measuring, and
-# the GPU's own counters (`kernel_counters` in the writeup) find less overlap at head dim 64 than the model.
+# The model knows nothing of barriers, issue slots, registers or power. What the kernels do was decided by measuring,
+# and the GPU's own counters (`kernel_counters` in the writeup) find less overlap at head dim 64 than the model.
 #
 # One step of the kernel's ring in its own terms: slot after slot, what the copier brings and what each step multiplies.
 
