@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -82,6 +83,29 @@ def test_each_of_ours_stands_beside_pytorchs_of_the_same_case():
         ("FSDP", "bfloat16, gradients averaged in float32", "50.00", "torch fully_shard", "0.500×"),
     ]
     assert found[1][5] == "300.0" and found[0][5] == "–"
+
+
+SAME = {"commit": "c0ffee", "date": "2026-01-02T23:04:05+00:00"}
+EARLIER = {"commit": "bada55", "date": "2026-01-01T03:04:05+00:00"}
+
+
+@pytest.mark.parametrize("other", [EARLIER, {"commit": "bada55"}, {"date": "2026-01-01T03:04:05+00:00"}])
+def test_steps_of_two_runs_stand_side_by_side_but_are_not_divided(other):
+    """FSDP of a loaded machine stood at 0.853× of fully_shard on an idle one, a day's difference and not the code's."""
+    records = [
+        record(FSDP, sharding_case(), "fsdp", samples=[40.0], **other),
+        record(FSDP, sharding_case(), "torch_fsdp", samples=[20.0]),
+        record(OVERLAP, ddp_case(), "overlap", samples=[80.0], **other),
+        record(OVERLAP, ddp_case(bucket_size_mb=25.0), "torch_ddp", samples=[100.0]),
+        record(OVERLAP, ddp_case(bucket_size_mb=25.0), "torch_ddp_view", samples=[120.0], **other),
+    ]
+    assert [(line[4], line[7], line[9]) for line in lines(*records)] == [
+        ("80.00", "120.0", "1.50×"),  # beside the one of its run, though another was faster
+        ("40.00", "20.00", "other run"),
+    ]
+    text = distributed_headline({FSDP: load_frame(records[:2])})
+    assert "- other run: than its peer's (another commit or day), and times of two runs are not divided" in text
+    assert "other run" not in distributed_headline({FSDP: load_frame(records[1:2] + [replace(records[0], **SAME)])})
 
 
 def test_a_failure_is_a_row_and_a_case_with_one_side_is_none():

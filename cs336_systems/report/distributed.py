@@ -18,6 +18,17 @@ from cs336_systems.distributed.bandwidth import algorithm_gb_per_s, best_bucket_
 from cs336_systems.distributed.ddp_bucketed import BYTES_PER_MB, plan_buckets
 from cs336_systems.model import TransformerLM
 from cs336_systems.records import INTERVALS
+from cs336_systems.report.comparisons import (
+    OTHER_RUN,
+    OTHER_RUN_REMARK,
+    hatched,
+    ratio_cell,
+    run_cell,
+    run_key,
+    run_names,
+    runs,
+    same_run,
+)
 from cs336_systems.report.frames import select, tuples, variants
 from cs336_systems.report.markdown import ABSENT, Cells, factor, number, plain
 from cs336_systems.report.points import POINT, Plot, points
@@ -60,16 +71,17 @@ def communication_table(frame: pd.DataFrame) -> list[Section]:
     found = []
     for backend, rows in frame.groupby("backend", sort=True):
         peak = link_peak(rows) if backend == "nccl" else None
-        cells = Cells()
+        cells, named = Cells(), run_names(rows)
         lines = []
         for row in tuples(rows.sort_values(["_operation", "ranks", "bytes"], kind="stable")):
             line = [row.operation.replace("_", "-"), plain(row.ranks), plain(row.megabytes), cells.time(row)]
             line += [number(value, 3) for value in bandwidths(row)] if row.status == "ok" else [ABSENT, ABSENT]
             if peak is not None:
                 line.append(f"{number(100 * bandwidths(row)[1] / peak, 2)} %" if row.status == "ok" else ABSENT)
-            lines.append(line)
+            lines.append([*line, *([run_cell([row], named)] if len(named) > 1 else [])])
         header = ["collective", "ranks", "size (MB)", "time (ms)", "algorithm (GB/s)", "bus (GB/s)"]
         header += ["bus / link peak"] if peak is not None else []
+        header += ["commit"] if len(named) > 1 else []
         if peak is not None:
             cells.remark(f"link peak: {plain(peak)} GB/s each way ({link_source(rows)})")
         cells.remark("time: of the rank that took longest; MB = 10⁶ bytes, GB/s = 10⁹ bytes/s")
@@ -172,23 +184,27 @@ def ddp_table(frame: pd.DataFrame) -> list[Section]:
     keys = variants(rows, ("model", "precision", "ranks", "batch")) + ["shown"] + variants(rows, ("bucket_mb",))
     has_peer = rows["implementation"].isin(TORCH_DDP).any()
     has_memory = rows["peak_memory"].notna().any()
-    cells = Cells()
+    cells, named = Cells(), run_names(rows)
     lines = []
     for row in tuples(rows):
         line = [plain(getattr(row, key)) for key in keys] + [cells.time(row)]
         if has_peer:
-            line.append(factor(against_peer(rows, row)))
+            line.append(against_peer(rows, row))
         line += [number(row.communication_time, 3), number(percent(row.communication_time, row.traced_time), 3)]
         line += [number(percent(row.overlap_time, row.communication_time), 3)]
         line += [number(row.communication_time - row.overlap_time, 3)]
         line += [number(row.peak_memory)] if has_memory else []
+        line += [run_cell([row], named)] if len(named) > 1 else []
         lines.append(line)
     header = [KEY_HEADINGS.get(key, key) for key in keys] + ["step (ms)"]
     header += ["time / torch DDP's"] if has_peer else []
     header += ["communication (ms)", "of the traced step (%)", "hidden behind compute (%)", "not hidden (ms)"]
     header += ["peak memory (MiB)"] if has_memory else []
+    header += ["commit"] if len(named) > 1 else []
     if has_peer:
         cells.remark("time / torch DDP's: of the faster of PyTorch's in the same case")
+    if any(OTHER_RUN in line for line in lines):
+        cells.remark(OTHER_RUN_REMARK)
     first = tuples(rows)[0]
     fixed = [f"{first.model}" if "model" not in keys else "", f"context {plain(first.context)}"]
     fixed += [f"{plain(first.batch)} sequences a rank" if "batch" not in keys else ""]
@@ -197,8 +213,8 @@ def ddp_table(frame: pd.DataFrame) -> list[Section]:
     return [section("steps", title, header, lines, len(keys), cells)]
 
 
-def against_peer(rows: pd.DataFrame, row: Any) -> float:
-    """Time of `row` over that of the faster of PyTorch's wrappers on the same model, precision and ranks."""
+def against_peer(rows: pd.DataFrame, row: Any) -> str:
+    """Time of `row` over that of the faster of PyTorch's wrappers on the same model, precision and ranks, as a cell."""
     same = rows[(rows["status"] == "ok") & rows["implementation"].isin(TORCH_DDP)]
     for key in ("model", "precision", "ranks", "batch", "context"):
         same = same[same[key] == getattr(row, key)]
@@ -206,8 +222,9 @@ def against_peer(rows: pd.DataFrame, row: Any) -> float:
         sized = same[same["bucket_mb"] == row.bucket_mb]
         same = sized if len(sized) else same
     if row.status != "ok" or same.empty:
-        return float("nan")
-    return float(row.median / same["median"].min())
+        return ABSENT
+    peers = sorted(tuples(same), key=lambda peer: (not same_run(peer, row), peer.median))
+    return ratio_cell(row.median / peers[0].median, row, peers[0])
 
 
 def ddp_plots(frame: pd.DataFrame) -> list[Plot]:
@@ -218,7 +235,7 @@ def ddp_plots(frame: pd.DataFrame) -> list[Plot]:
     if by_bucket:
         panel, rows = variants(rows, ("precision", "ranks")), rows.sort_values("bucket_mb", kind="stable")
         x = [plain(row.bucket_mb) if row.bucket_mb == row.bucket_mb else "none" for row in tuples(rows)]
-    marks = points(rows.assign(_x=x), panel=panel, series="shown", style="shown", x="_x")
+    marks, named = hatched(points(rows.assign(_x=x), panel=panel, series="shown", style="shown", x="_x"), rows)
     found = [
         Plot(
             name="steps",
@@ -228,7 +245,8 @@ def ddp_plots(frame: pd.DataFrame) -> list[Plot]:
             x_label="largest bucket (MiB)" if by_bucket else "",
             y_label="time of a step (ms)",
             log_y=False,
-            notes=("Bars: median; whiskers: quartiles.",),
+            notes=bar_notes(named),
+            runs=named,
         )
     ]
     for precision, group in rows.groupby("precision", sort=True):
@@ -251,12 +269,19 @@ def ddp_plots(frame: pd.DataFrame) -> list[Plot]:
     return found
 
 
+def bar_notes(named: tuple[str, ...]) -> tuple[str, ...]:
+    """What the bars of steps are, and that hatched ones are of other runs if some are (`named`)."""
+    notes = ("Bars: median; whiskers: quartiles.",)
+    return (*notes, f"Plain: commit {named[0]}; times of different runs do not compare.") if named else notes
+
+
 def timeline_points(frame: pd.DataFrame, rows: pd.DataFrame) -> pd.DataFrame:
     """A mark an interval: low and high are its ends, y is its lane, the panel its implementation.
 
     A step of several ranks of which one lane is not recorded has no marks: half of it would look like no overlap.
     """
     marks = []
+    named = run_names(rows)
     for row in tuples(rows):
         bucket = f", {plain(row.bucket_mb)} MiB" if rows["bucket_mb"].nunique() > 1 and row.bucket_mb > 0 else ""
         cell = frame[(frame["implementation"] == row.implementation) & (frame["case"] == row.case)]
@@ -265,7 +290,8 @@ def timeline_points(frame: pd.DataFrame, rows: pd.DataFrame) -> pd.DataFrame:
             continue
         for quantity in INTERVAL_LANES:
             for found in tuples(cell[cell["quantity"] == quantity]):
-                marks += interval_marks(row.shown + bucket, found)
+                of_run = f", commit {named[run_key(row)]}" if len(named) > 1 and row.status == "ok" else ""
+                marks += interval_marks(row.shown + bucket + of_run, found)
     return pd.DataFrame(marks, columns=list(POINT))
 
 
@@ -298,7 +324,10 @@ def ddp_answer(frame: pd.DataFrame) -> list[str]:
             if fast in by_name and slow in by_name:
                 ratio = by_name[slow].median / by_name[fast].median
                 where = f"{by_name[fast].precision}, {_ranks(by_name[fast])}"
-                said.append(f"{fast} has {factor(ratio)} the speed of {slow} ({where}).")
+                if same_run(by_name[fast], by_name[slow]):
+                    said.append(f"{fast} has {factor(ratio)} the speed of {slow} ({where}).")
+                else:
+                    said.append(f"{fast} and {slow} are of two runs and not compared ({where}).")
     return said
 
 
@@ -306,9 +335,10 @@ def bucketed_answer(frame: pd.DataFrame) -> list[str]:
     """The answers of a step, then the model of the overhead with bandwidth and cost of a call from these records."""
     rows = steps(frame)
     ours = rows[(rows["status"] == "ok") & (rows["implementation"] == "bucketed") & (rows["communication_time"] > 0)]
-    said = ddp_answer(frame)
+    said = [*ddp_answer(frame), *_best_buckets(rows)]
     for group in groups(ours, ["precision", "ranks"]):
-        ordered = tuples(group.sort_values("bucket_mb"))
+        newest = runs(group)[0]  # a call's cost is a difference of times
+        ordered = [row for row in tuples(group.sort_values("bucket_mb")) if run_key(row) == newest]
         small, large = ordered[0], ordered[-1]
         calls = [num_buckets(row) for row in (small, large)]
         extra_ms = small.communication_time - large.communication_time
@@ -326,6 +356,22 @@ def bucketed_answer(frame: pd.DataFrame) -> list[str]:
                 f"{number(total / sending_s / 1e9, 3)} GB/s; the model's best bucket then has "
                 f"{number(best / BYTES_PER_MB, 3)} MiB."
             )
+    return said
+
+
+def _best_buckets(rows: pd.DataFrame) -> list[str]:
+    """Of each implementation the bucket sizes of its shortest and its longest step, if of one run."""
+    said = []
+    for group in groups(rows[rows["status"] == "ok"], ["precision", "ranks", "shown"]):
+        ordered = sorted(tuples(group), key=lambda row: row.median)
+        best, worst = ordered[0], ordered[-1]
+        if len(ordered) < 2 or best.bucket_mb == worst.bucket_mb or len(runs(group)) > 1:
+            continue
+        said.append(
+            f"{best.precision}, {_ranks(best)}: the step of {best.shown} is shortest with buckets of "
+            f"{plain(best.bucket_mb)} MiB ({number(best.median)} ms) and longest with {plain(worst.bucket_mb)} MiB "
+            f"({number(worst.median)} ms, {factor(worst.median / best.median)} of it)."
+        )
     return said
 
 

@@ -26,7 +26,8 @@ MOST_LABELLED_TICKS = 6
 SHARED_CROSSES = "#444444"  # of several series
 LONGEST_BAR = 8  # times the shortest; longer ones are cut
 MANY_BARS = 40  # in a panel: beyond, the values above them stand upright
-MANY_WIDE_BARS = 6  # the same where values reach five digits
+MANY_WIDE_BARS = {1e3: 12, 1e4: 6}  # the same where values reach so much, counting places left empty
+HATCHES = ("", "///", "...", "xxx", "\\\\\\")  # of bars by their run, the newest first
 
 
 def _draw_lines(axes: Axes, plot: Plot, data: pd.DataFrame) -> None:
@@ -72,13 +73,18 @@ def _draw_bars(axes: Axes, plot: Plot, data: pd.DataFrame) -> None:
     groups = list(dict.fromkeys(plot.data["x"]))
     names = list(dict.fromkeys(plot.data["series"]))
     low, high = _limits(plot, rows=0)
-    axes.set_ylim((low, high) if plot.log_y else (0, _highest(plot) * 1.15))
+    highest, sizes = _highest(plot), plot.data.groupby("panel").size()
+    most = sizes.max()
+    slots = len(groups) * len(names) / (1 if len(sizes) > 1 else 1.7)  # a panel alone is so much wider
+    reached = highest / 10 if plot.log_y else highest  # where neighbours differ in height they do not collide
+    wide = any(slots > room and reached >= least for least, room in MANY_WIDE_BARS.items())
+    upright = wide or most > MANY_BARS
+    axes.set_ylim((low, high) if plot.log_y else (0, highest * (1.25 if wide else 1.15)))
     width = 0.82 / len(names)
-    upright = len(data) > MANY_BARS or (len(groups) * len(names) > MANY_WIDE_BARS and _highest(plot) >= 1e4)
     for row in tuples(data):
         place = groups.index(row.x) + width * (names.index(row.series) - (len(names) - 1) / 2)
         if row.drawn:
-            axes.bar(place, row.y, width * 0.94, color=colour(row.style))
+            axes.bar(place, row.y, width * 0.94, color=colour(row.style), **hatching(plot, getattr(row, "run", "")))
             if row.low == row.low:  # not NaN
                 axes.errorbar(place, row.y, yerr=[[row.y - row.low], [row.high - row.y]], color="#444444", capsize=2)
             top = row.high if row.high == row.high else row.y
@@ -104,6 +110,12 @@ def _draw_bars(axes: Axes, plot: Plot, data: pd.DataFrame) -> None:
     axes.set_xticks(range(len(groups)), groups, **LITERAL)
     axes.set_xlim(-0.6, len(groups) - 0.4)
     axes.grid(False, axis="x")
+
+
+def hatching(plot: Plot, run: str) -> dict[str, Any]:
+    """How a bar looks that is of `run`."""
+    place = plot.runs.index(run) if run in plot.runs else 0
+    return {"hatch": HATCHES[place % len(HATCHES)], "edgecolor": "white", "linewidth": 0} if place else {}
 
 
 def _draw_ranking(axes: Axes, plot: Plot, data: pd.DataFrame) -> None:

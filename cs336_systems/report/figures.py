@@ -19,7 +19,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import StrMethodFormatter
 
-from cs336_systems.report.drawing import DRAWERS, never_drawn
+from cs336_systems.report.drawing import DRAWERS, hatching, never_drawn
 from cs336_systems.report.plots import plots
 from cs336_systems.report.points import Plot
 from cs336_systems.report.styles import DPI, LITERAL, TEXT_POINTS, colour
@@ -94,6 +94,8 @@ def _legend(figure: Figure, all_axes: list[Axes], plot: Plot, width: float) -> N
     if plot.kind in ("bars", "stacked"):
         styles = dict(zip(plot.data["series"], plot.data["style"]))
         handles = {series: Patch(color=colour(style), label=series) for series, style in styles.items()}
+        for run in plot.runs[1:]:
+            handles[f"commit {run}"] = Patch(facecolor="#8A8A8A", **hatching(plot, run))
     columns = -(-len(handles) // -(-len(handles) // 5)) if handles else 1  # at most five, the last row nearly full
     legend = figure.legend(
         list(handles.values()),

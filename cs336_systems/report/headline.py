@@ -10,7 +10,7 @@ from typing import Any
 import pandas as pd
 
 from cs336_systems.report import distributed, shapes, sharding
-from cs336_systems.report.comparisons import best_peer, real
+from cs336_systems.report.comparisons import OTHER_RUN, OTHER_RUN_REMARK, best_peer, ratio_cell, real, same_run
 from cs336_systems.report.frames import BASELINE, NOT_MEASURED, OUR_KERNELS, OURS, labels, select, tuples
 from cs336_systems.report.markdown import Cells, factor, number, plain, provenance, table
 from cs336_systems.report.sections import constants, speed_up
@@ -122,6 +122,8 @@ def distributed_headline(frames: Mapping[str, pd.DataFrame]) -> str:
     head = "A training step on several GPUs; medians, quartiles in brackets; peak memory of a rank."
     header = ["ours", "model", "ranks", "precision", "step (ms)", "peak (MiB)", "PyTorch's", "its step (ms)"]
     header += ["its peak (MiB)", "speed against PyTorch's"]
+    if any(line[-1] == OTHER_RUN for line in lines):
+        cells.remark(OTHER_RUN_REMARK)
     legend = cells.legend()
     parts = [head, table(header, lines, 4), *([legend] if legend else []), provenance(pd.concat(used))]
     return "\n\n".join(parts)
@@ -135,7 +137,8 @@ def _step_lines(problem: str, frame: pd.DataFrame, cells: Cells) -> list[list[st
     lines = []
     for _, rows in frame.groupby("setting", sort=False):
         for name, peers, peak in PAIRS[problem]:
-            ours, theirs = _fastest(rows, (name,)), _fastest(rows, peers)
+            ours = _fastest(rows, (name,))
+            theirs = _fastest(rows, peers, ours)
             if ours is None or theirs is None:
                 continue
             lines.append(
@@ -149,7 +152,7 @@ def _step_lines(problem: str, frame: pd.DataFrame, cells: Cells) -> list[list[st
                     THEIR_NAMES[theirs.implementation],
                     cells.time(theirs),
                     cells.text(_same_cell(rows, theirs, peak)),
-                    factor(speed_up(theirs, ours)),
+                    ratio_cell(speed_up(theirs, ours), ours, theirs),
                 ]
             )
     return lines
@@ -160,10 +163,15 @@ def _without_buckets(case: str) -> str:
     return json.dumps({name: value for name, value in json.loads(case).items() if name != "bucket_size_mb"})
 
 
-def _fastest(rows: pd.DataFrame, implementations: tuple[str, ...]) -> Any:
-    """The time of the fastest of `implementations`, or of one that failed where none ran; None without a record."""
+def _fastest(rows: pd.DataFrame, implementations: tuple[str, ...], beside: Any = None) -> Any:
+    """The time of the fastest of `implementations`, or of one that failed where none ran; None without a record.
+
+    Those of the run that `beside` is of go first.
+    """
     found = tuples(rows[(rows["quantity"] == "time") & rows["implementation"].isin(implementations)])
     found = [row for row in found if row.status != NOT_MEASURED]
+    if beside is not None:
+        found = [row for row in found if row.status == "ok" and same_run(row, beside)] or found
     return min(found, key=lambda row: row.median if row.status == "ok" else math.inf, default=None)
 
 

@@ -16,6 +16,7 @@ import pandas as pd
 from cs336_systems.accounting import model_flops, tflops_per_s
 from cs336_systems.config import ModelConfig
 from cs336_systems.device import PEAKS, model_flops_utilization, peak_by_name
+from cs336_systems.report.comparisons import same_run
 from cs336_systems.report.distributed import peak_of
 from cs336_systems.report.frames import select, sort_cells, tuples
 from cs336_systems.report.markdown import ABSENT, Cells, factor, number, plain
@@ -155,12 +156,12 @@ def leaderboard_answers(frame: pd.DataFrame) -> list[str]:
     said = [_fastest(best)]
     for theirs in tuples(good[good["implementation"] == "torch_fsdp"]):
         same = next((row for row in ours if row.case == theirs.case), None)
-        if same is not None:
+        if same is not None and same_run(same, theirs):
             said.append(
                 f"With equal settings ({_settings(same)}) a step takes {number(same.median)} ms with FSDP and "
                 f"{number(theirs.median)} ms with torch fully_shard, {factor(same.median / theirs.median)} of its time."
             )
-    for other in ours[1:]:
+    for other in (row for row in ours[1:] if same_run(row, best)):
         said.append(f"With {_settings(other)} a step takes {factor(other.median / best.median)} the fastest's time.")
 
     def value(quantity: str) -> float:

@@ -27,12 +27,13 @@ class Plot:
     name: str  # what follows "<problem>_" in its file name
     title: str  # with the device
     kind: Literal["lines", "warmups", "bars", "stacked", "ranking", "timeline", "memory_timeline", "curves"]
-    data: pd.DataFrame  # columns POINT
+    data: pd.DataFrame  # columns POINT; of bars of several runs also `run`
     x_label: str
     y_label: str  # with the unit
     log_y: bool = True
     line_at: float | None = None  # a line across bars, where a ratio changes sides
     notes: tuple[str, ...] = ()  # small print
+    runs: tuple[str, ...] = ()  # names of the runs that bars are of, the newest first; bars of others are hatched
 
 
 def points(rows: pd.DataFrame, *, panel: Sequence[str], series: str, style: str, x: str) -> pd.DataFrame:

@@ -11,7 +11,8 @@ from typing import Any
 
 import pandas as pd
 
-from cs336_systems.report.distributed import INTERVAL_LANES, interval_marks
+from cs336_systems.report.comparisons import RUN_REMARK, hatched, run_cell, run_key, run_names, same_run
+from cs336_systems.report.distributed import INTERVAL_LANES, bar_notes, interval_marks
 from cs336_systems.report.frames import select, sort_cells, tuples, variants
 from cs336_systems.report.markdown import Cells, factor, number, plain
 from cs336_systems.report.points import POINT, Plot, points
@@ -108,13 +109,17 @@ def _measures(name: str, title: str, frame: pd.DataFrame, measures: list[Measure
     for quantity, mode, heading in measures:
         rows = select(frame, quantity, mode)
         columns.append((heading, {(row.implementation, row.case): row for row in tuples(rows)}))
-    cells = Cells()
+    cells, named = Cells(), run_names(frame)
     lines = []
     for row in tuples(frame.drop_duplicates(["implementation", "case"])):
-        written = [cells.time(by_cell.get((row.implementation, row.case))) for _, by_cell in columns]
-        lines.append([*key_cells(row, keys), *written])
-    headings = ["implementation" if key == "shown" else key_heading(key) for key in keys]
-    return section(name, title, [*headings, *(heading for heading, _ in columns)], lines, len(keys), cells)
+        found = [by_cell.get((row.implementation, row.case)) for _, by_cell in columns]
+        of_runs = [run_cell(found, named)] if len(named) > 1 else []
+        lines.append([*key_cells(row, keys), *map(cells.time, found), *of_runs])
+    if len(named) > 1:
+        cells.remark(RUN_REMARK)
+    header = ["implementation" if key == "shown" else key_heading(key) for key in keys]
+    header += [*(heading for heading, _ in columns), *(["commit"] if len(named) > 1 else [])]
+    return section(name, title, header, lines, len(keys), cells)
 
 
 def optimizer_plots(frame: pd.DataFrame) -> list[Plot]:
@@ -126,6 +131,8 @@ def fsdp_plots(frame: pd.DataFrame) -> list[Plot]:
     frame = with_cases(frame)
     peaks = frame[frame["quantity"].isin(("peak_memory", PREDICTED))]
     if (peaks["quantity"] == "peak_memory").any():
+        # The closed form's is the same whatever is a unit: one bar a case.
+        peaks = peaks[(peaks["quantity"] != PREDICTED) | ~peaks.duplicated(["case", "quantity", "status", "median"])]
         predicted = peaks["quantity"] == PREDICTED
         peaks = peaks.assign(
             shown=peaks["shown"].mask(predicted, peaks["shown"] + ", predicted"),
@@ -141,9 +148,12 @@ def _timelines(frame: pd.DataFrame) -> list[Plot]:
     for _, rows in frame.groupby("case", sort=False):
         first = tuples(rows)[0]
         marks: list[dict[str, Any]] = []
+        traced = rows["quantity"].isin(INTERVAL_LANES) & (rows["mode"] == "forward")
+        named = run_names(rows[traced & rows["implementation"].isin(("fsdp", FSDP_PEER))])
         for row in tuples(rows[rows["quantity"].isin(INTERVAL_LANES)]):
             if row.mode == "forward" and row.status == "ok" and row.implementation in ("fsdp", FSDP_PEER):
-                marks += interval_marks(row.shown, row)
+                of_run = f", commit {named[run_key(row)]}" if len(named) > 1 else ""
+                marks += interval_marks(row.shown + of_run, row)
         if marks:
             parts = (first.model, f"{plain(first.ranks)} ranks", first.compute, first.reduce, first.checkpointing)
             plots_found.append(
@@ -211,15 +221,18 @@ def _bars(name: str, title: str, rows: pd.DataFrame, frame: pd.DataFrame, y_labe
     """A group of bars a case of `rows`, a bar an implementation, in its `style`; a panel for each number of ranks."""
     varying = [key for key in variants(frame, KEYS) if key != "ranks"] or ["model"]
     rows = rows.assign(_x=["\n".join(_words(row, varying)) for row in tuples(rows)])
+    data = points(rows, panel=variants(frame, ("ranks",)), series="shown", style="style", x="_x")
+    data, named = hatched(data, rows) if name == "time" else (data, ())
     return Plot(
         name=name,
         title=title + _common(frame),
         kind="bars",
-        data=points(rows, panel=variants(frame, ("ranks",)), series="shown", style="style", x="_x"),
+        data=data,
         x_label="",
         y_label=y_label,
         log_y=False,
-        notes=("Bars: median; whiskers: quartiles.",) if name == "time" else (),
+        notes=bar_notes(named) if name == "time" else (),
+        runs=named,
     )
 
 
@@ -244,6 +257,7 @@ def optimizer_answers(frame: pd.DataFrame) -> list[str]:
             said.append(f"{where}: peak MiB without and with sharding: {'; '.join(parts)}.")
         said += _times(where, cell, "sharded", "unsharded")
         said += _times(where, cell, "sharded", OPTIMIZER_PEER)
+        said += _times(where, cell, "zero1", "unsharded")
         said += _times(where, cell, "zero1", OPTIMIZER_PEER)
     return said
 
@@ -268,20 +282,35 @@ def fsdp_answers(frame: pd.DataFrame) -> list[str]:
                 f"({factor(predicted / peak)} of what was measured)."
             )
         said += _times(where, cell, "fsdp", FSDP_PEER)
+        for ours, other in (("fsdp", "unsharded"), ("fsdp_layer", "fsdp"), ("fsdp_layer", "unsharded")):
+            said += _times(where, cell, ours, other, or_say_why=False)
+        said += _times(where, cell, "fsdp_layer", FSDP_PEER, or_say_why=False)
         theirs = cell(FSDP_PEER, "peak_memory")
         if peak and theirs:
             said.append(
                 f"{where}: its peak is {factor(peak / theirs)} that of torch fully_shard ({number(theirs)} MiB)."
             )
-        said += _in_time(where, cell)
+        said += _in_time(where, cell, "fsdp") + _in_time(where, cell, "fsdp_layer")
     return said
 
 
-Lookup = Callable[..., float]
+class CaseRows:
+    """What was measured of one case: `cell(implementation, quantity, mode)` is a median, 0 if absent."""
+
+    def __init__(self, rows: pd.DataFrame) -> None:
+        measured = tuples(rows[rows["status"] == "ok"])
+        self._rows = {(row.implementation, row.quantity, row.mode): row for row in measured}
+
+    def row(self, implementation: str, quantity: str, mode: str = "train_step") -> Any:
+        return self._rows.get((implementation, quantity, mode))
+
+    def __call__(self, implementation: str, quantity: str, mode: str = "train_step") -> float:
+        row = self.row(implementation, quantity, mode)
+        return 0.0 if row is None else float(row.median)
 
 
-def _cases(frame: pd.DataFrame) -> list[tuple[str, Lookup]]:
-    """For each case how a sentence names it, and a look-up (implementation, quantity, mode) of medians, 0 if absent."""
+def _cases(frame: pd.DataFrame) -> list[tuple[str, CaseRows]]:
+    """For each case how a sentence names it, and what was measured of it."""
     frame = with_cases(frame)
     varying = variants(frame, KEYS)
     found = []
@@ -290,36 +319,39 @@ def _cases(frame: pd.DataFrame) -> list[tuple[str, Lookup]]:
         where = f"{first.model}, {plain(first.ranks)} ranks, {first.compute}"
         if "reduce" in varying and first.compute != "float32":
             where += f", gradients averaged {first.reduce if first.reduce == AS_COMPUTED else 'in ' + first.reduce}"
-        ok = rows[rows["status"] == "ok"]
-        values = {(row.implementation, row.quantity, row.mode): float(row.median) for row in tuples(ok)}
-
-        def look_up(implementation: str, quantity: str, mode: str = "train_step", values: Any = values) -> float:
-            return float(values.get((implementation, quantity, mode), 0.0))
-
-        found.append((where, look_up))
+        found.append((where, CaseRows(rows)))
     return found
 
 
-def _times(where: str, cell: Lookup, ours: str, other: str) -> list[str]:
-    first, second = cell(ours, "time"), cell(other, "time")
-    if not (first and second):
+def _times(where: str, cell: CaseRows, ours: str, other: str, *, or_say_why: bool = True) -> list[str]:
+    """Both times and their ratio; of two runs their commits in its place, or nothing."""
+    first, second = cell.row(ours, "time"), cell.row(other, "time")
+    if first is None or second is None or not (first.median > 0 and second.median > 0):
         return []
+    if not same_run(first, second):
+        of_day = first.commit == second.commit
+        parts = [
+            f"{number(row.median)} ms with {NAMES[name]} at commit `{row.commit[:10]}`"
+            + (f" on {str(row.date)[:10]}" if of_day else "")
+            for row, name in ((first, ours), (second, other))
+        ]
+        return [f"{where}: a step takes {' and '.join(parts)}: two runs, not compared."] if or_say_why else []
     return [
-        f"{where}: a step takes {number(first)} ms with {NAMES[ours]} and {number(second)} ms with {NAMES[other]}, "
-        f"{factor(first / second)} of its time."
+        f"{where}: a step takes {number(first.median)} ms with {NAMES[ours]} and {number(second.median)} ms with "
+        f"{NAMES[other]}, {factor(first.median / second.median)} of its time."
     ]
 
 
-def _in_time(where: str, cell: Lookup) -> list[str]:
+def _in_time(where: str, cell: CaseRows, ours: str) -> list[str]:
     """What of the forward's communication no computation hides."""
-    sent, hidden = cell("fsdp", "communication_time", "forward"), cell("fsdp", "overlap_time", "forward")
-    compute = cell("fsdp", "compute_time", "forward")
+    sent, hidden = cell(ours, "communication_time", "forward"), cell(ours, "overlap_time", "forward")
+    compute = cell(ours, "compute_time", "forward")
     if not (sent and compute):
         return []
     return [
-        f"{where}: in the forward pass the all-gathers take {number(sent)} ms beside {number(compute)} ms of compute, "
-        f"and {number(hidden)} ms of them ({number(100 * hidden / sent, 3)} %) run while a kernel computes; the rest, "
-        f"{number(sent - hidden)} ms, is waited for."
+        f"{where}: in the forward pass of {NAMES[ours]} the all-gathers take {number(sent)} ms beside "
+        f"{number(compute)} ms of compute, and {number(hidden)} ms of them ({number(100 * hidden / sent, 3)} %) run "
+        f"while a kernel computes; the rest, {number(sent - hidden)} ms, is waited for."
     ]
 
 

@@ -44,6 +44,15 @@ COLOURS = {
     "bucketed": "#D55E00",
     "torch DDP": "#0072B2",
     "torch DDP, gradients as views": "#AA4499",
+    # collectives
+    "nccl, 2 ranks": "#E69F00",
+    "nccl, 4 ranks": "#D55E00",
+    "nccl, 6 ranks": "#AA4499",
+    "nccl, 8 ranks": "#882255",
+    "gloo, 2 ranks": "#56B4E9",
+    "gloo, 4 ranks": "#0072B2",
+    "gloo, 6 ranks": "#44AA99",
+    "gloo, 8 ranks": "#117733",
     # lanes of a timeline
     "compute": "#66A9D8",
     "communication": "#D55E00",
@@ -90,6 +99,7 @@ COLOURS = {
     "10b": "#000000",
 }
 MARKERS = {
+    **{f"{backend}, {ranks} ranks": mark for backend in ("nccl", "gloo") for ranks, mark in zip((2, 4, 6, 8), "os^D")},
     BASELINE: "o",
     "compiled": "s",
     "tiled": "v",
