@@ -15,7 +15,7 @@ import torch
 from cs336_systems.config import BYTES_PER_ELEMENT, ModelConfig
 from cs336_systems.device import Peak, peak_by_name
 from cs336_systems.distributed.bandwidth import algorithm_gb_per_s, best_bucket_bytes, bus_factor, bus_gb_per_s
-from cs336_systems.distributed.ddp_bucketed import BYTES_PER_MB, plan_buckets
+from cs336_systems.distributed.ddp_bucketed import BYTES_PER_MB, Bucket, plan_buckets
 from cs336_systems.model import TransformerLM
 from cs336_systems.records import INTERVALS
 from cs336_systems.report.comparisons import (
@@ -335,7 +335,7 @@ def bucketed_answer(frame: pd.DataFrame) -> list[str]:
     """The answers of a step, then the model of the overhead with bandwidth and cost of a call from these records."""
     rows = steps(frame)
     ours = rows[(rows["status"] == "ok") & (rows["implementation"] == "bucketed") & (rows["communication_time"] > 0)]
-    said = [*ddp_answer(frame), *_best_buckets(rows)]
+    said = [*ddp_answer(frame), *_best_buckets(rows), *_bucket_plans(ours)]
     for group in groups(ours, ["precision", "ranks"]):
         newest = runs(group)[0]  # a call's cost is a difference of times
         ordered = [row for row in tuples(group.sort_values("bucket_mb")) if run_key(row) == newest]
@@ -375,10 +375,29 @@ def _best_buckets(rows: pd.DataFrame) -> list[str]:
     return said
 
 
+def _bucket_plans(ours: pd.DataFrame) -> list[str]:
+    """How many buckets each size of `ours` makes, and what the last one sent holds."""
+    said = []
+    for group in groups(ours.drop_duplicates(["model", "bucket_mb"]), ["model"]):
+        parts: list[str] = []
+        for row in tuples(group.sort_values("bucket_mb")):
+            plan = _plan(row)
+            last = plan[-1].num_elements * BYTES_PER_ELEMENT[json.loads(row.case)["precision"]["parameters"]]
+            size = f"{plain(row.bucket_mb)} MiB {'make ' if not parts else ''}{len(plan)}"
+            parts.append(
+                f"{size}{' buckets' if not parts else ''} (the last sent has {number(last / BYTES_PER_MB, 3)} MiB)"
+            )
+        said.append(f"{group['model'].iloc[0]}: at most {', '.join(parts)}.")
+    return said
+
+
 def num_buckets(row: Any) -> int:
     """Buckets that `BucketedDDP` makes of the row's model."""
-    parameters = list(_meta_model(row.case).parameters())
-    return len(plan_buckets(parameters, row.bucket_mb * BYTES_PER_MB))
+    return len(_plan(row))
+
+
+def _plan(row: Any) -> list[Bucket]:
+    return plan_buckets(list(_meta_model(row.case).parameters()), row.bucket_mb * BYTES_PER_MB)
 
 
 def gradient_bytes(row: Any) -> int:
