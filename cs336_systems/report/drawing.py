@@ -26,7 +26,7 @@ MOST_LABELLED_TICKS = 6
 SHARED_CROSSES = "#444444"  # of several series
 LONGEST_BAR = 8  # times the shortest; longer ones are cut
 MANY_BARS = 40  # in a panel: beyond, the values above them stand upright
-MANY_WIDE_BARS = {1e3: 12, 1e4: 6}  # the same where values reach so much, counting places left empty
+MANY_WIDE_BARS = {1e2: 24, 1e3: 12, 1e4: 6}  # the same where values reach so much, counting places left empty
 HATCHES = ("", "///", "...", "xxx", "\\\\\\")  # of bars by their run, the newest first
 
 
