@@ -377,6 +377,7 @@ def compiled_disorder(ptx: str) -> list[str]:
     return found if has_ring else [x for x in found if x not in ("no load of a row", "no store of a row")]
 
 
+@pytest.mark.slow
 def test_controls_compile_and_are_in_order():
     """And that they are is seen: it is not without any one of their barriers."""
     pytest.importorskip("tests.sanitizer_controls", reason="this triton has no Gluon for Hopper")
