@@ -69,6 +69,7 @@ def _planted(phase: str) -> Any:
     return hook
 
 
+@pytest.mark.slow
 def test_a_forward_that_raises_leaves_nothing_gathered_and_training_goes_on():
     """The units gathered ahead once kept their memory, and the modules of the raising one saw whole weights."""
     for found in run_ranks(train_after_an_error, 2, "forward"):
@@ -76,6 +77,7 @@ def test_a_forward_that_raises_leaves_nothing_gathered_and_training_goes_on():
         assert found["difference"] <= FP32_BOUND
 
 
+@pytest.mark.slow
 def test_gradients_of_a_backward_that_raised_are_not_added_to_the_next_ones():
     for found in run_ranks(train_after_an_error, 2, "backward"):
         assert found["difference"] <= FP32_BOUND
@@ -108,6 +110,7 @@ def leave_a_bucket_unused(rank: int, num_ranks: int) -> bool:
     return len(optimizer.buckets) == 4 and torch.allclose(unused.weight, 0.75 * before)
 
 
+@pytest.mark.slow
 def test_zero1_takes_unused_parameters_for_having_zeros():
     """As its docstring says (D1): nobody waits, and weight decay goes on, also of a bucket without any gradient."""
     assert run_ranks(leave_a_bucket_unused, 2) == [True, True]
@@ -160,6 +163,7 @@ def surprise_in_every_way(rank: int, num_ranks: int) -> dict[str, tuple[int, flo
     }
 
 
+@pytest.mark.slow
 def test_surprises_do_not_widen_the_window():
     """After an early exit six units were once gathered at a time: those of the wrong guesses stayed."""
     for found in run_ranks(surprise_in_every_way, 2):

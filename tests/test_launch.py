@@ -109,6 +109,7 @@ def test_the_environment_reaches_the_ranks(monkeypatch):
     assert run_ranks(inherited_variable, 1) == ["0"]
 
 
+@pytest.mark.slow
 def test_four_jobs_at_once_do_not_clash():
     with ThreadPoolExecutor(4) as pool:
         jobs = [pool.submit(run_ranks, sum_of_ranks, 2, 10 * number) for number in range(4)]

@@ -106,6 +106,7 @@ def test_float16_trains_under_a_loss_scale_and_resumes_with_it(results: list[dic
         assert resumed.losses == half.losses
 
 
+@pytest.mark.slow
 def test_a_run_saved_by_two_ranks_goes_on_in_one_process(tmp_path: Path):
     run_ranks(save_under_fsdp, NUM_RANKS, str(tmp_path / "run"))
     resumed = train(SHORT, RunOptions(out=tmp_path / "run", resume=True))
