@@ -134,14 +134,11 @@ def time_stages(
     if _active is not None:
         raise RuntimeError("stages are being timed already: one measurement at a time")
 
-    def prepare() -> None:
-        if before is not None:
-            before()
-
+    prepare = before or _nothing
     for _ in range(warmup):
         prepare()
         call()
-    occupy = None
+    occupy = _nothing
     synchronize(device)
     _active = timer = _Timer(device)
     try:
@@ -150,12 +147,15 @@ def time_stages(
             occupy = _occupier(timer, call)
         for _ in range(num_samples):
             prepare()
-            if occupy is not None:
-                occupy()
+            occupy()
             timer.call(call)
     finally:
         _active = None
     return timer.samples_ms()
+
+
+def _nothing() -> None:
+    """Ahead of a call that wants no preparing."""
 
 
 def _occupier(timer: _Timer, call: Callable[[], object]) -> Callable[[], None]:
