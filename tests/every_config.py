@@ -31,19 +31,23 @@ class Case:
     family: str  # one of FAMILIES
     dtype: str
     head_dim: int
-    configs: tuple[str, ...]  # names, of forward, dkdv and dq; of the hopper back end, which backward
+    configs: tuple[str, ...]  # names, of forward, dkdv and dq; of the hopper back end, the forward's and which backward
 
 
 def cases(target: str, families: list[str], dtypes: list[str]) -> Iterator[Case]:
     """The i-th configurations of a table's three rows together; each with full and with ragged columns."""
+    from cs336_systems.attention.hopper.schedule import ORDERS, SCHEDULES
+    from cs336_systems.attention.tiles import head_tile as tile_of
     from cs336_systems.attention.tiles.tables import TABLES
 
     for family in families:
         for dtype in dtypes:
             if family.startswith("hopper"):  # it takes 16 bits, and chooses tiles by the head dim
                 for head_dim in (64, 56, 128, 104) if DTYPES[dtype] == 2 else ():
-                    for backward in ("deterministic", "atomic"):
-                        yield Case(family, dtype, head_dim, (backward,))
+                    orders = [SCHEDULES[tile_of(head_dim)].name(order) for order in ORDERS]
+                    yield Case(family, dtype, head_dim, (orders[0], "deterministic"))
+                    for order in orders:
+                        yield Case(family, dtype, head_dim, (order, "atomic"))
                 continue
             for head_tile in (64, 128, 256):
                 rows = [
@@ -77,8 +81,6 @@ def attend(case: Case, device: str) -> tuple[list[Tensor], dict[str, Tensor], di
         return torch.randn(shape, generator=generator).to(device, getattr(torch, case.dtype))
 
     options = {"enable_gqa": True, "return_lse": True, "backend": "triton", "config": config}
-    if hopper:
-        options |= {"backend": "hopper", "deterministic": case.configs[0] == "deterministic"}
     causal = case.family.endswith("causal")
     if case.family.startswith("varlen"):
         total = sum(DOCUMENTS)
@@ -93,7 +95,10 @@ def attend(case: Case, device: str) -> tuple[list[Tensor], dict[str, Tensor], di
         mask = BlockMask.document(list(DOCUMENTS), is_causal=causal, device=device).to_dense()[0, 0]
         known: dict[str, object] = {"mask": mask}
     else:
-        shapes = ((HEADS, QUERIES), (KV_HEADS, KEYS), (KV_HEADS, KEYS), (HEADS, QUERIES))
+        queries, keys = QUERIES, KEYS
+        if hopper and case.head_dim % 64:  # so that causal queries see keys that do not exist: a kernel of its own
+            queries, keys = KEYS, QUERIES
+        shapes = ((HEADS, queries), (KV_HEADS, keys), (KV_HEADS, keys), (HEADS, queries))
         q, k, v, grad = (draw(1, heads, rows, case.head_dim) for heads, rows in shapes)
         leaves, tensors = [x.requires_grad_() for x in (q, k, v)], [x.detach() for x in (q, k, v, grad)]
         known = {"is_causal": causal}
@@ -105,7 +110,13 @@ def attend(case: Case, device: str) -> tuple[list[Tensor], dict[str, Tensor], di
             )
             options["block_mask"] = mask
             known = {"mask": mask.to_dense()}
-        output, lse = flash_attention(*leaves, is_causal=causal, **options)
+        if hopper:
+            from cs336_systems.attention.hopper.function import hopper_attention
+
+            order, backward = case.configs
+            output, lse = hopper_attention(*leaves, backward == "deterministic", causal, case.head_dim**-0.5, order)
+        else:
+            output, lse = flash_attention(*leaves, is_causal=causal, **options)
         grads = torch.autograd.grad((output, lse), leaves, (grad, torch.zeros_like(lse)))
         results = [output, lse, *grads]
     return tensors, dict(zip(("output", "lse", "grad_q", "grad_k", "grad_v"), results)), known

@@ -29,6 +29,7 @@ from cs336_systems.attention import (
 )
 from cs336_systems.attention.contract import compute_oracle, contract_errors
 from cs336_systems.attention.hopper import function, support
+from cs336_systems.attention.hopper.schedule import SCHEDULES
 from cs336_systems.attention.tiled import tiled_backward, tiled_forward
 from cs336_systems.config import ModelConfig
 from cs336_systems.device import MAX_HOPPER_HEAD_DIM
@@ -367,6 +368,22 @@ def test_contract_of_a_long_sequence(head_dim, is_causal):
     """Many tiles a program and several waves of programs; the order of tiles and both phases of each barrier."""
     assert_contract(*inputs(1, 4, 4, 8192 + 77, 8192 + 77, head_dim, torch.bfloat16, "cuda"), is_causal=is_causal,
                     backend="hopper")  # fmt: skip
+
+
+@on_hopper
+@MASKS
+@WIDTHS
+def test_the_order_of_tiles_changes_no_bit(head_dim, is_causal):
+    """Two and a half rounds of programs; every order by name, where a call would choose one."""
+    q, k, v, _ = inputs(2, 12, 4, 2500, 2600, head_dim, torch.bfloat16, "cuda")
+    assert 24 * -(-2500 // SCHEDULES[head_dim].query_tile) > 2.5 * 132
+    with torch.no_grad():
+        tiles, *others = (
+            function.hopper_attention(q, k, v, False, is_causal, head_dim**-0.5, SCHEDULES[head_dim].name(order))
+            for order in ("tiles", "pairs", "rounds")
+        )
+    for other in others:
+        assert all(torch.equal(of_tiles, its) for of_tiles, its in zip(tiles, other, strict=True))
 
 
 @on_hopper

@@ -47,7 +47,7 @@ class Problem:
 
     @property
     def whole(self) -> bool:
-        """No key tile is ragged: only the steps that the diagonal cuts are masked."""
+        """No query sees keys that do not exist: only the steps that the diagonal cuts are masked."""
         q, k = (
             torch.empty(self.batch, heads, rows, self.head_dim, dtype=torch.bfloat16, device="meta")
             for heads, rows in ((self.kv_heads * self.group, self.queries), (self.kv_heads, self.keys))
@@ -126,7 +126,8 @@ def test_key_tiles_are_those_that_a_query_sees():
     for problem in problems():
         last_seen = min(problem.keys, problem.queries) if problem.is_causal else problem.keys
         assert (problem.key_tiles - 1) * KEY_TILE < last_seen <= problem.key_tiles * KEY_TILE, problem
-        assert problem.whole == (problem.key_tiles * KEY_TILE <= problem.keys), problem
+        exist = problem.key_tiles * KEY_TILE <= problem.keys
+        assert problem.whole == (exist or (problem.is_causal and last_seen == problem.queries)), problem
 
 
 def test_every_walk_visits_what_its_keys_are_seen_by():
@@ -148,7 +149,10 @@ def test_every_walk_visits_what_its_keys_are_seen_by():
 
 
 def test_the_masked_steps_are_those_that_the_diagonal_cuts():
-    """A causal program has the steps that it runs without a bound, and no later step needs a mask."""
+    """A causal program has the steps that it runs without a bound, and the diagonal cuts none of the later ones.
+
+    Nor does one of those have a key that does not exist with a query that does, unless every step is masked.
+    """
     for problem in problems():
         for key_tile in range(problem.key_tiles):
             starts = problem.walk(key_tile)
@@ -156,6 +160,9 @@ def test_the_masked_steps_are_those_that_the_diagonal_cuts():
             last_key = key_tile * KEY_TILE + KEY_TILE - 1
             if problem.is_causal:
                 assert all(start >= last_key for start in starts[problem.masked_steps :]), problem
+            if problem.whole and last_key >= problem.keys:
+                assert problem.is_causal and problem.queries <= problem.keys, problem
+                assert all(start >= problem.queries for start in starts[problem.masked_steps :]), problem
 
 
 def emulate(problem: Problem, q, k, v, do, output, lse, scale):
@@ -188,11 +195,10 @@ def emulate(problem: Problem, q, k, v, do, output, lse, scale):
             for step, start in enumerate(starts):
                 queries = slice(start, start + problem.query_tile)
                 p = (k[kv_head, keys] @ q[head, queries].T * scale - lse[head, queries]).exp()
-                if step < problem.masked_steps or not whole:
-                    seen = (key_index < problem.keys)[:, None]
-                    if problem.is_causal:
-                        seen = seen & (torch.arange(queries.start, queries.stop) >= key_index[:, None])
-                    p = torch.where(seen, p, 0.0)
+                if step < problem.masked_steps:
+                    p = torch.where(torch.arange(queries.start, queries.stop) >= key_index[:, None], p, 0.0)
+                if not whole:
+                    p = torch.where((key_index < problem.keys)[:, None], p, 0.0)
                 ds = p * (v[kv_head, keys] @ do[head, queries].T - delta[head, queries])
                 sum_v += p @ do[head, queries]
                 sum_k += ds @ q[head, queries]
@@ -393,8 +399,11 @@ def low(*shape: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("head_dim", [59, 64, 96, 128])
-@pytest.mark.parametrize("lengths", [(300, 200), (128, 384)], ids=["ragged", "whole"])
-def test_the_launcher_hands_over_the_call(launched, head_dim, lengths):
+@pytest.mark.parametrize(
+    ("lengths", "is_whole"), [((300, 200), False), ((300, 300), True), ((128, 384), True)],
+    ids=["ragged", "ragged_and_never_seen", "whole"],
+)  # fmt: skip
+def test_the_launcher_hands_over_the_call(launched, head_dim, lengths, is_whole):
     queries, keys = lengths
     q, k = low(2, 6, queries, head_dim), low(2, 3, keys, head_dim)
     output, lse, do = low(*q.shape), torch.randn(2, 6, queries), low(*q.shape)
@@ -420,7 +429,7 @@ def test_the_launcher_hands_over_the_call(launched, head_dim, lengths):
     kv_heads, together, num_queries, num_keys, scale_log2 = numbers
     assert (kv_heads, num_queries, num_keys) == (3, queries, keys) and 1 <= together <= 6
     assert scale_log2 == pytest.approx(0.5 * 1.4426950408889634)
-    assert options == {"GROUP": 2, "IS_CAUSAL": True, "WHOLE_KEY_TILES": key_tiles * 128 <= keys, "num_warps": 4}
+    assert options == {"GROUP": 2, "IS_CAUSAL": True, "WHOLE_KEY_TILES": is_whole, "num_warps": 4}
     assert not dk[:, :, key_tiles * 128 :].any() and not dv[:, :, key_tiles * 128 :].any()
 
     grid, tensors, numbers, options = launched["preprocess_kernel"]

@@ -23,8 +23,8 @@ from cs336_systems.commands.hopper_kernels import print_hopper_reports, show_hop
 JUDGE = "3.6.0"  # the Triton of the machines that the kernels were measured on
 # Bytes that a thread of the backward spills, at most, by head tile: of its 240 registers dK and dV take 64 or 128, and
 # a step's tiles the rest. In the forward nothing may spill.
-MAX_SPILL_BYTES = {64: 128, 128: 12}
-MAX_LOOP_SPILLS = {64: 16, 128: 0}  # loads and stores of an iteration of some 1,000 instructions
+MAX_SPILL_BYTES = {64: 104, 128: 12}
+MAX_LOOP_SPILLS = {64: 11, 128: 0}  # loads and stores of an iteration of some 1,000 instructions
 A_FEW = [
     HopperRequest(kernel="forward", head_dim=128, is_causal=True),
     HopperRequest(kernel="backward", head_dim=64, is_causal=True),
@@ -50,10 +50,7 @@ def test_kernels_compile_and_fit(reports):
 
 
 def test_no_kernel_lets_the_tensor_cores_wait(reports):
-    """Exponentials run under matmuls, but in the forward of head tile 64, whose three consumers cover each other.
-
-    In the backward of head tile 64 the assembler starts some before them where keys are masked in every step.
-    """
+    """Exponentials run under matmuls, but in the forward of head tile 64, whose three consumers cover each other."""
     if triton_version() != JUDGE:
         pytest.skip(f"the assembler's order is judged with triton {JUDGE}, and this is {triton_version()}")
     for report in reports:
@@ -62,8 +59,7 @@ def test_no_kernel_lets_the_tensor_cores_wait(reports):
         if (request.kernel, request.head_dim) == ("forward", 64):
             assert not any(loop.overlap for loop in report.loops), report
         else:
-            least = 1.0 if request.head_dim == 128 or request.whole_key_tiles else 0.5
-            assert min(loop.overlap for loop in report.loops) >= least, report
+            assert min(loop.overlap for loop in report.loops) == 1.0, report
 
 
 def test_shipped_kernels_spill_no_more_than_is_known(reports):

@@ -55,7 +55,7 @@ CALLS = re.compile(r"^(\d+) calls\b", re.MULTILINE)
 ERRORS = re.compile(r"ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: (\d+) hazard", re.MULTILINE)
 REPORT = "Race reported between"
 ACCESS = re.compile(r"(Read|Write) access(?: at (\w+)\S* in (\S+):(\d+))?(?:.*\[(\d+) hazards?\])?")
-SLOT_ACCESS = re.compile(r"\b(\w+_slots)\.index\(slot\)\.(load|store)\(")
+SLOT_ACCESS = re.compile(r"\b(\w+_slots)\.index\(\w*slot\)\.(load|store)\(")
 
 GROUPS = {
     "triton": ("dense", "causal", "blocks64", "blocks128", "varlen", "varlen_causal"),

@@ -23,8 +23,8 @@ tensor cores do meanwhile:
     wait for dQ; dQ to shared memory                   S             whence TMA adds it into memory
     wait for S
 
-The scores of the next step keep the tensor cores busy while dQ leaves: 4 to 5 % of the kernel at head dim 128 and 6 %
-at 64. (In flight over the loop's end they would be as good, but the compiler then waits for every matmul.)
+The scores of the next step keep the tensor cores busy while dQ leaves: 4 to 6 % of the kernel at both head dims. (In
+flight over the loop's end they would be as good, but the compiler then waits for every matmul.)
 
 A step's dQ tile is formed once by the two consumers, half and half, from the keys of both: halves by columns of a tile
 of 64 queries at head dim 128, halves by rows of a tile of 128 queries at head dim 64. (At 64 the longer tile is 15 to
@@ -32,10 +32,11 @@ of 64 queries at head dim 128, halves by rows of a tile of 128 queries at head d
 
 Which tiles: without a mask the walk starts at the program's own position and wraps around the end, so that programs
 that run at one time add to different rows of dQ. A causal one starts at the diagonal; keys behind the last query's
-have no program. Tiles that the diagonal cuts are masked; where the last key tile is ragged every tile is, in a kernel
-of its own, because choosing at run time costs registers. (A key that does not exist scores 0, and its P = exp2(-L) may
-be inf.) Queries past the end have L = +inf, hence P = 0. TMA reads zeros past the end of a head and writes nothing
-there.
+have no program. Tiles that the diagonal cuts are masked, and where queries see keys that do not exist every tile is, in
+a kernel of its own, because choosing at run time costs registers. (A key that does not exist scores 0, and its
+P = exp2(-L) may be inf.) That is the case without a mask where the last key tile is ragged; a causal query comes
+before such keys, unless there are fewer keys than queries. Queries past the end have L = +inf, hence P = 0. TMA reads
+zeros past the end of a head and writes nothing there.
 
 Sums: dK and dV over the queries, and over the query heads of a group, are one program's, in one order, and so
 bit-reproducible. dQ's over the key tiles come in any order: its last bits vary.
@@ -63,7 +64,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from cs336_systems.attention.hopper.builtins import meet_consumers, meet_warps, tma_add
+from cs336_systems.attention.hopper.builtins import after_issued, meet_consumers, meet_warps, tma_add
 from cs336_systems.attention.hopper.descriptors import readable, strides_are_readable, tile_descriptor
 from cs336_systems.attention.hopper.schedule import CONSUMER_WARPS
 from cs336_systems.attention.tiles import head_tile
@@ -263,10 +264,10 @@ def _produce(
 
 
 @gluon.jit
-def _hide(P_T, first_query, first_key, N_KEYS, IS_CAUSAL: gl.constexpr):
-    """Pᵀ with zeros where the key does not exist or, if causal, comes after the query."""
+def _hide(P_T, first_query, first_key, N_KEYS, DIAGONAL: gl.constexpr):
+    """Pᵀ with zeros where the key does not exist or, if DIAGONAL, comes after the query."""
     key_rows = first_key + gl.arange(0, P_T.shape[0], gl.SliceLayout(1, P_T.type.layout))
-    if IS_CAUSAL:
+    if DIAGONAL:
         query_rows = first_query + gl.arange(0, P_T.shape[1], gl.SliceLayout(0, P_T.type.layout))
         first_seen_by = gl.where(key_rows < N_KEYS, key_rows, 2**31 - 1)
         return gl.where(query_rows[None, :] >= first_seen_by[:, None], P_T, 0.0)
@@ -288,7 +289,7 @@ def _start_scores(shared, step, zero, CONSUMER: gl.constexpr):
 @gluon.jit
 def _step(
     shared, problem, dQ_desc, dK, dV, S_T, step, last_step, head_row, first_query, first_key,
-    CONSUMER: gl.constexpr, MASKED: gl.constexpr, IS_CAUSAL: gl.constexpr,
+    CONSUMER: gl.constexpr, MASKED: gl.constexpr, DIAGONAL: gl.constexpr,
 ):  # fmt: skip
     """Fold one query tile into this consumer's dK and dV, and add its half of the tile's dQ.
 
@@ -307,10 +308,13 @@ def _step(
     zeros = gl.zeros([CONSUMER_KEYS, Q_TILE_SIZE], gl.float32, S_LAYOUT)
 
     dP_T = warpgroup_mma(V, dO.permute((1, 0)), zeros, use_acc=False, is_async=True)
-    L = shared.L_slots.index(slot).load(gl.SliceLayout(0, S_LAYOUT))
+    L_slot = slot
+    if MASKED and not DIAGONAL:
+        L_slot = after_issued(slot)  # without it some exponentials come before dPᵀ is issued
+    L = shared.L_slots.index(L_slot).load(gl.SliceLayout(0, S_LAYOUT))
     P_T = gl.exp2(S_T * problem.scale_log2 - L[None, :])
     if MASKED:
-        P_T = _hide(P_T, first_query, first_key + FIRST_ROW, problem.N_KEYS, IS_CAUSAL)
+        P_T = _hide(P_T, first_query, first_key + FIRST_ROW, problem.N_KEYS, DIAGONAL)
     dV = warpgroup_mma(gl.convert_layout(P_T.to(dtype), OPERAND), dO, dV, is_async=True)
     dP_T = warpgroup_mma_wait(1, [dP_T])
     delta = shared.delta_slots.index(slot).load(gl.SliceLayout(0, S_LAYOUT))
@@ -376,19 +380,18 @@ def _consume(
     S_T = warpgroup_mma_wait(0, [_start_scores(shared, 0, min(last_step, 0), CONSUMER)])
     for member in range(GROUP):
         head_row = (batch_head * GROUP + member) * tiles * Q_TILE_SIZE
-        for j in range(MASKED_STEPS if WHOLE_KEY_TILES else steps):
+        for j in range(MASKED_STEPS):
             first_query = query_of_step(j, first_tile, tiles, Q_TILE_SIZE, IS_CAUSAL)
             dK, dV, S_T = _step(
                 shared, problem, dQ_desc, dK, dV, S_T, member * steps + j, last_step, head_row, first_query, first_key,
-                CONSUMER, True, IS_CAUSAL,
+                CONSUMER, True, True,
             )  # fmt: skip
-        if WHOLE_KEY_TILES:
-            for j in range(MASKED_STEPS, steps):
-                first_query = query_of_step(j, first_tile, tiles, Q_TILE_SIZE, IS_CAUSAL)
-                dK, dV, S_T = _step(
-                    shared, problem, dQ_desc, dK, dV, S_T, member * steps + j, last_step, head_row, first_query,
-                    first_key, CONSUMER, False, IS_CAUSAL,
-                )  # fmt: skip
+        for j in range(MASKED_STEPS, steps):
+            first_query = query_of_step(j, first_tile, tiles, Q_TILE_SIZE, IS_CAUSAL)
+            dK, dV, S_T = _step(
+                shared, problem, dQ_desc, dK, dV, S_T, member * steps + j, last_step, head_row, first_query, first_key,
+                CONSUMER, not WHOLE_KEY_TILES, False,
+            )  # fmt: skip
 
     # Nobody reads K and V any more: their memory takes dK and dV on the way out.
     meet_consumers(TILES_ARE_READ)
@@ -411,7 +414,7 @@ def hopper_backward_kernel(
 ):  # fmt: skip
     """dK and dV (1, batch · kv_heads, keys, D), and all but the scale of dQ (1, 1, batch · heads · rows, D_TILE).
 
-    Keys that no query sees are neither read nor written. WHOLE_KEY_TILES: none of the others' tiles is ragged. `rows`
+    Keys that no query sees are neither read nor written. WHOLE_KEY_TILES: no query sees keys that do not exist. `rows`
     (batch · heads, 2, rows) holds L in base 2, and delta.
     """
     dtype: gl.constexpr = Q_desc.dtype
@@ -496,6 +499,7 @@ def _prepare(
     width, group = head_tile(head_dim), heads // kv_heads
     num_rows = -(-num_queries // ROW_PADDING.value) * ROW_PADDING.value
     num_key_tiles = -(-(min(num_keys, num_queries) if is_causal else num_keys) // KEY_TILE.value)
+    no_missing_keys = num_key_tiles * KEY_TILE.value <= num_keys or (is_causal and num_queries <= num_keys)
     streamed_bytes = group * num_rows * width * (2 * dtype.itemsize + 4)  # Q, dO, and dQ in float32
     heads_together = max(1, min(batch * kv_heads, L2_SHARE_BYTES // streamed_bytes))
     light_options = {"D": head_dim, "D_TILE": width, "ROWS": LIGHT_ROWS}
@@ -512,8 +516,7 @@ def _prepare(
         grid=(num_key_tiles * batch * kv_heads,),
         numbers=(kv_heads, heads_together, num_queries, num_keys, scale * LOG2_E.value),
         options={
-            "GROUP": group, "IS_CAUSAL": is_causal, "WHOLE_KEY_TILES": num_key_tiles * KEY_TILE.value <= num_keys,
-            "num_warps": CONSUMER_WARPS,
+            "GROUP": group, "IS_CAUSAL": is_causal, "WHOLE_KEY_TILES": no_missing_keys, "num_warps": CONSUMER_WARPS,
         },
         convert_grid=(-(-num_queries // LIGHT_ROWS) * batch * heads,),
         convert_numbers=(num_queries, num_rows, scale),

@@ -1,5 +1,6 @@
 """Instructions that Gluon has no function for, each as one.
 
+  after_issued      keeps what needs its operand behind the instructions that the source has before it
   warp_fence        keeps what follows behind the arithmetic on its operand
   rescale_rows      multiplies an accumulator by its rows' factors, if any of the warp's differs from 1
   tma_add           adds a tile into memory
@@ -36,6 +37,17 @@ def warp_fence(row_sums):
     overlap of the two is lost. It does not move it past a barrier, nor this barrier past what its mask depends on.
     """
     return gl.inline_asm_elementwise(_WARP_FENCE, "=r,=r,r,r", [row_sums], dtype=gl.float32, is_pure=False, pack=2)
+
+
+@gluon.jit
+def after_issued(x):
+    """The integer `x`. What depends on it, if only through an address, is not moved up past the matmuls issued so far.
+
+    A barrier of the warp, with the whole warp there: it orders, and takes no instruction.
+    """
+    return gl.inline_asm_elementwise(
+        "bar.warp.sync 0xffffffff; mov.u32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1
+    )  # fmt: skip
 
 
 def _rescale_asm(n: int) -> gl.constexpr:

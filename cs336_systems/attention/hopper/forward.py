@@ -29,8 +29,8 @@ O of a row that sees one key is that key's value, as P is 1 then; where rows may
 (`_exact_softmax`).
 
 Tiles of queries end where the queries end; rows to spare are in the first tile, which is the shortest causal one. The
-order of tiles is `schedule.plan_forward`'s: one program a tile, or programs that stay and take tiles in pairs, whose
-copier starts on the next tile as soon as a slot is free.
+order of tiles is `schedule.plan_forward`'s: one program a tile, or programs that stay and take tiles in pairs or in
+rounds, whose copier starts on the next tile as soon as a slot is free.
 
 Sources: FlashAttention-3 (Shah et al. 2024) for warp specialisation and overlap, FlashAttention-4 for rescaling lazily.
 """
@@ -105,6 +105,26 @@ def num_work_items(num_tiles, BATCH_HEADS, PAIRED: gl.constexpr):
         return (num_tiles + 1) // 2 * BATCH_HEADS
     else:
         return num_tiles * BATCH_HEADS
+
+
+@gluon.jit
+def end_of_turns(num_items, program, num_programs, IN_ROUNDS: gl.constexpr):
+    """Where a program's turns end: they are the numbers from its own on, num_programs apart."""
+    if IN_ROUNDS:
+        rounds = num_items // num_programs
+        position = program + rounds % 2 * (num_programs - 1 - 2 * program)
+        return (rounds + (position < num_items % num_programs)) * num_programs
+    else:
+        return num_items
+
+
+@gluon.jit
+def item_of_turn(turn, program, num_programs, IN_ROUNDS: gl.constexpr):
+    """The work item of a turn. IN_ROUNDS: every other round hands items out from the last program to the first."""
+    if IN_ROUNDS:
+        return turn + turn // num_programs % 2 * (num_programs - 1 - 2 * program)
+    else:
+        return turn
 
 
 @gluon.jit
@@ -203,7 +223,9 @@ def _copy_tiles(Q_desc, K_desc, V_desc, shared, problem, PLAN: gl.constexpr):
     num_tiles, num_items = _work(problem, PLAN)
     step = 0
     tiles_done = 0
-    for item in range(gl.program_id(0), num_items, gl.num_programs(0)):
+    program, num_programs = gl.program_id(0), gl.num_programs(0)
+    for turn in range(program, end_of_turns(num_items, program, num_programs, PLAN.in_rounds), num_programs):
+        item = item_of_turn(turn, program, num_programs, PLAN.in_rounds)
         for side in range(tiles_of_item(item, num_tiles, PLAN.paired)):
             batch_head, first_query, live, num_key_tiles = _tile_of_work(item, side, num_tiles, problem, PLAN)
             batch = batch_head // problem.N_HEADS
@@ -369,7 +391,9 @@ def _attend(consumer: gl.constexpr, O_desc, L_ptr, shared, problem, PLAN: gl.con
     O_tile = shared.O_tiles.index(consumer)
     step = 0
     tiles_done = 0
-    for item in range(gl.program_id(0), num_items, gl.num_programs(0)):
+    program, num_programs = gl.program_id(0), gl.num_programs(0)
+    for turn in range(program, end_of_turns(num_items, program, num_programs, PLAN.in_rounds), num_programs):
+        item = item_of_turn(turn, program, num_programs, PLAN.in_rounds)
         for side in range(tiles_of_item(item, num_tiles, PLAN.paired)):
             batch_head, first_query, _, num_key_tiles = _tile_of_work(item, side, num_tiles, problem, PLAN)
             first_row = rows_of_consumer(first_query, consumer, problem.N_QUERIES)

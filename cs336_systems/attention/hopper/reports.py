@@ -68,7 +68,7 @@ class HopperRequest:
     is_causal: bool
     dtype: DTypeName = "bfloat16"
     group: int = 1  # query heads that share a key head
-    whole_key_tiles: bool = True  # the number of keys is a multiple of a key tile
+    whole_key_tiles: bool = True  # the number of keys is a multiple of a key tile; else one less than the queries
     config: str = ""
 
     @property

@@ -19,12 +19,13 @@ from cs336_systems.attention.tiles.config import L2_SHARE_BYTES, head_tile
 
 CONSUMER_ROWS = 64  # rows of queries of a warp group
 CONSUMER_WARPS = 4  # a warp group's; kernels are launched with the first consumer's and specialise the others
-ORDERS = ("tiles", "pairs")
+ORDERS = ("tiles", "pairs", "rounds")
 PREFIX = "hopper_forward_"
 BYTES_PER_ELEMENT = 2
 # What a tile takes beside its steps, in steps: a program starts and ends with nothing to overlap, a further tile of the
 # same program has its copies behind it. Fitted to both orders of 14 shapes on an H200, triton 3.6.0, 2026-11-21.
-TILE_COST_STEPS = {"tiles": 1.7, "pairs": 0.8}
+TILE_COST_STEPS = {"tiles": 1.7, "pairs": 0.8, "rounds": 0.8}
+START_COST_STEPS = TILE_COST_STEPS["tiles"] - TILE_COST_STEPS["rounds"]  # of a program in rounds, which may be but one
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +77,7 @@ class KernelPlan(NamedTuple):
     masked_tiles: int
     is_causal: bool
     paired: bool
+    in_rounds: bool
     alignment: int
 
 
@@ -105,6 +107,10 @@ class Launch:
         return self.order == "pairs"
 
     @property
+    def in_rounds(self) -> bool:
+        return self.order == "rounds"
+
+    @property
     def num_items(self) -> int:
         """What programs are handed: tiles, or pairs of them, of all heads."""
         return (-(-self.num_tiles // 2) if self.paired else self.num_tiles) * self.batch_heads
@@ -132,7 +138,7 @@ class Launch:
             head_tile=schedule.head_tile, consumers=schedule.consumers, key_tile=schedule.key_tile,
             slots=schedule.slots, registers=schedule.registers, overlapped=schedule.overlapped,
             masked_tiles=schedule.masked_tiles(self.is_causal), is_causal=self.is_causal, paired=self.paired,
-            alignment=schedule.alignment,
+            in_rounds=self.in_rounds, alignment=schedule.alignment,
         )  # fmt: skip
 
 
@@ -153,6 +159,9 @@ def plan_forward(
       tiles   one program a tile, the longest causal ones first, and the GPU balances them by handing them out.
       pairs   as many programs as multiprocessors, each taking a long and a short causal tile in turn; the next tile's
               copies run under the last one's end. That wants enough pairs to go round.
+      rounds  as many programs, and the tiles of `tiles`, in its order, one a program and round: forth and back, so that
+              the program with the longest tile of a round has the shortest of the next. Causal only; that wants tiles
+              whose lengths fall evenly over two rounds.
     """
     schedule = SCHEDULES[head_tile(head_dim)]
     named = [name for name in config.split(",") if name.startswith(PREFIX)]
@@ -173,8 +182,10 @@ def plan_forward(
     if named:
         launch = orders[possible[named[0]]]
     else:
-        launch = min(orders.values(), key=lambda launch: estimated_steps(launch, num_multiprocessors))
-    return replace(launch, num_programs=min(launch.num_items, num_multiprocessors)) if launch.paired else launch
+        sensible = [launch for launch in orders.values() if is_causal or not launch.in_rounds]
+        launch = min(sensible, key=lambda launch: round(estimated_steps(launch, num_multiprocessors), 6))
+    stays = launch.paired or launch.in_rounds
+    return replace(launch, num_programs=min(launch.num_items, num_multiprocessors)) if stays else launch
 
 
 def estimated_steps(launch: Launch, num_multiprocessors: int) -> float:
@@ -184,6 +195,11 @@ def estimated_steps(launch: Launch, num_multiprocessors: int) -> float:
     if launch.paired:
         longest = max(steps[tile] + steps[last - tile] for tile in range(last // 2 + 1))
         return -(-launch.num_items // num_multiprocessors) * longest
+    if launch.in_rounds:
+        launch = replace(launch, num_programs=min(launch.num_items, num_multiprocessors))
+        return START_COST_STEPS + max(
+            sum(steps[tile] for _, tile in items_of_program(launch, program)) for program in range(launch.num_programs)
+        )
     if launch.is_causal:  # handed out longest first, they end within a short tile of one another
         return max(steps[-1], sum(steps) * launch.batch_heads / num_multiprocessors + steps[0])
     return -(-launch.num_items // num_multiprocessors) * steps[0]
@@ -192,7 +208,11 @@ def estimated_steps(launch: Launch, num_multiprocessors: int) -> float:
 def items_of_program(launch: Launch, program: int) -> Iterator[tuple[int, int]]:
     """(index into batch and heads, tile of queries) of each tile of `program`, in its order."""
     num_tiles = launch.num_tiles
-    for item in range(program, launch.num_items, launch.num_programs):
+    for turn, first in enumerate(range(0, launch.num_items, launch.num_programs)):
+        back = launch.in_rounds and turn % 2
+        item = first + (launch.num_programs - 1 - program if back else program)
+        if item >= launch.num_items:
+            return
         if launch.paired:
             pairs = -(-num_tiles // 2)
             head, position = divmod(item, pairs)
