@@ -2,15 +2,18 @@
 
     python -m tests.sanitizer_controls ring
 
-  dispatch   two partitions of `gl.warp_specialize` that share nothing
+  dispatch   three partitions of `gl.warp_specialize` that share nothing, two warp groups and a warp
   ring       a producer warp stores rows into a ring of two slots, guarded by mbarriers, and two consumers load them:
              as L and delta travel in the Hopper backward
   exchange   two warp groups exchange rows behind a named barrier: as its consumers exchange dS
-  race       the same without the barrier: wrong, and racecheck must say so
+  race       one warp group stores a row, the other loads it, with no barrier: wrong, and racecheck must say so
 
 The first three are right, and each is as small as its mechanism. What racecheck reports of them it reports because it
 does not see how Triton orders the accesses. `tools/sanitize.py` runs them in every run of racecheck and takes a hazard
-of a Hopper kernel for explained only if the control of its mechanism shows the same. Exit code 1 if a result is wrong.
+of a Hopper kernel for explained only if a control shows the same. Exit code 1 if a result is wrong.
+
+(Without its barrier `exchange` would be wrong too, but racecheck would not see it: Triton puts a barrier of the warp
+group between its store and its load, and racecheck takes that for more than it is.)
 """
 
 from __future__ import annotations
@@ -37,17 +40,20 @@ ROWS_ARE_WRITTEN = gl.constexpr(9)  # a named barrier of the hardware that Trito
 
 
 @gluon.jit
-def _copy(rows_ptr, output_ptr, GROUP: gl.constexpr):
-    """This warp group's row, through registers."""
-    place = (gl.program_id(0) * 2 + GROUP) * COLUMNS + gl.arange(0, COLUMNS, BY_GROUP)
+def _copy(rows_ptr, output_ptr, PARTITION: gl.constexpr, LAYOUT: gl.constexpr):
+    """This partition's row, through registers."""
+    place = (gl.program_id(0) * 3 + PARTITION) * COLUMNS + gl.arange(0, COLUMNS, LAYOUT)
     gl.store(output_ptr + place, gl.load(rows_ptr + place))
 
 
 @gluon.jit
 def dispatch_kernel(rows_ptr, output_ptr):
-    """`output` (programs, 2, columns) is `rows`."""
-    gl.warp_specialize([(_copy, (rows_ptr, output_ptr, gl.constexpr(0))),
-                        (_copy, (rows_ptr, output_ptr, gl.constexpr(1)))], [4], [64])  # fmt: skip
+    """`output` (programs, 3, columns) is `rows`."""
+    gl.warp_specialize([
+        (_copy, (rows_ptr, output_ptr, gl.constexpr(0), BY_GROUP)),
+        (_copy, (rows_ptr, output_ptr, gl.constexpr(1), BY_GROUP)),
+        (_copy, (rows_ptr, output_ptr, gl.constexpr(2), BY_WARP)),
+    ], [4, 1], [64, 32])  # fmt: skip
 
 
 @gluon.jit
@@ -91,23 +97,40 @@ def ring_kernel(rows_ptr, output_ptr, steps):
 
 
 @gluon.jit
-def _swap(rows_ptr, output_ptr, shared_rows, MEET: gl.constexpr, GROUP: gl.constexpr):
-    columns = gl.arange(0, COLUMNS, BY_GROUP)
-    place = gl.program_id(0) * 2 * COLUMNS + columns
+def _swap(rows_ptr, output_ptr, shared_rows, GROUP: gl.constexpr):
+    place = gl.program_id(0) * 2 * COLUMNS + gl.arange(0, COLUMNS, BY_GROUP)
     shared_rows.index(GROUP).store(gl.load(rows_ptr + place + GROUP * COLUMNS))
-    if MEET:
-        meet_consumers(ROWS_ARE_WRITTEN)
+    meet_consumers(ROWS_ARE_WRITTEN)
     other = shared_rows.index(1 - GROUP).load(BY_GROUP)
     gl.store(output_ptr + place + GROUP * COLUMNS, other)
 
 
 @gluon.jit
-def exchange_kernel(rows_ptr, output_ptr, MEET: gl.constexpr):
-    """`output` (programs, 2, columns) is `rows` with the two rows of each program exchanged, if they MEET."""
+def exchange_kernel(rows_ptr, output_ptr):
+    """`output` (programs, 2, columns) is `rows` with the two rows of each program exchanged."""
     shared_rows = gl.allocate_shared_memory(gl.float32, [2, COLUMNS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     gl.warp_specialize([
-        (_swap, (rows_ptr, output_ptr, shared_rows, MEET, gl.constexpr(0))),
-        (_swap, (rows_ptr, output_ptr, shared_rows, MEET, gl.constexpr(1))),
+        (_swap, (rows_ptr, output_ptr, shared_rows, gl.constexpr(0))),
+        (_swap, (rows_ptr, output_ptr, shared_rows, gl.constexpr(1))),
+    ], [4], [64])  # fmt: skip
+
+
+@gluon.jit
+def _hand_over(rows_ptr, output_ptr, shared_row, GROUP: gl.constexpr):
+    place = gl.program_id(0) * 2 * COLUMNS + gl.arange(0, COLUMNS, BY_GROUP)
+    if GROUP == 0:
+        shared_row.store(gl.load(rows_ptr + place))
+    else:
+        gl.store(output_ptr + place, shared_row.load(BY_GROUP))
+
+
+@gluon.jit
+def race_kernel(rows_ptr, output_ptr):
+    """The first row of `output` (programs, 2, columns) would be that of `rows`, if the two groups met."""
+    shared_row = gl.allocate_shared_memory(gl.float32, [COLUMNS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    gl.warp_specialize([
+        (_hand_over, (rows_ptr, output_ptr, shared_row, gl.constexpr(0))),
+        (_hand_over, (rows_ptr, output_ptr, shared_row, gl.constexpr(1))),
     ], [4], [64])  # fmt: skip
 
 
@@ -115,16 +138,14 @@ def run_control(name: str, device: str) -> tuple[Tensor, Tensor]:
     """(result, what it must be) of the kernel of a control."""
     rows = torch.arange(PROGRAMS * STEPS * COLUMNS.value, device=device, dtype=torch.float32)
     rows = rows.view(PROGRAMS, STEPS, COLUMNS.value)
-    pairs = rows[:, :2].contiguous()
-    output = torch.full_like(pairs, torch.nan)
+    rows_of_a_program = rows[:, : 3 if name == "dispatch" else 2].contiguous()
+    output = torch.full_like(rows_of_a_program, torch.nan)
     if name == "ring":
         ring_kernel[(PROGRAMS,)](rows, output, STEPS, num_warps=4)
         return output, rows.sum(1, keepdim=True).expand_as(output)
-    if name == "dispatch":
-        dispatch_kernel[(PROGRAMS,)](pairs, output, num_warps=4)
-        return output, pairs
-    exchange_kernel[(PROGRAMS,)](pairs, output, MEET=name == "exchange", num_warps=4)
-    return output, pairs.flip(1)
+    kernel = {"dispatch": dispatch_kernel, "exchange": exchange_kernel, "race": race_kernel}[name]
+    kernel[(PROGRAMS,)](rows_of_a_program, output, num_warps=4)
+    return output, rows_of_a_program.flip(1) if name == "exchange" else rows_of_a_program
 
 
 def main() -> None:

@@ -269,7 +269,7 @@ def play_all(rank: int, ranks: int) -> None:
         play(rank, ranks, wrapper, (train, leave_parameters_unused))
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("ranks", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_any_number_of_ranks(ranks):
     run_ranks(play_all, ranks, timeout_s=60)
 

@@ -112,10 +112,12 @@ def test_what_takes_long_is_skipped_on_long_sequences_with_the_reason(implementa
 @pytest.mark.parametrize(
     "model, status, message",
     [
-        ("OutOfMemory", "oom", r"^CUDA out of memory\. Tried to allocate 64\.00 GiB\.$"),
+        pytest.param(
+            "OutOfMemory", "oom", r"^CUDA out of memory\. Tried to allocate 64\.00 GiB\.$", marks=pytest.mark.slow
+        ),
         ("Raises", "failed", r"RuntimeError: CUDA error: an illegal memory access"),
-        ("Dies", "failed", r"measuring process died \(signal SIGABRT\)"),
-        ("Hangs", "failed", r"no result within 3 s"),
+        pytest.param("Dies", "failed", r"measuring process died \(signal SIGABRT\)", marks=pytest.mark.slow),
+        pytest.param("Hangs", "failed", r"no result within 3 s", marks=pytest.mark.slow),
     ],
 )
 def test_a_broken_cell_costs_itself_only(model, status, message, tmp_path, at_root):

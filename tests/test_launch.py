@@ -130,7 +130,10 @@ def test_ranks_that_leave_cycles_end_in_good_order(capfd):
         ("raises", 1, r"(?s)rank 1 of 2 failed:.*in fail_in_one.*KeyError: 'planted in rank 1'"),
         ("is killed", 1, r"rank 1 of 2 died \(signal SIGKILL\)"),
         ("exits", 1, r"rank 1 of 2 died \(exit code 3\)"),
-        ("sleeps", 0, r"(?s)rank 0 of 2 failed:.*Timed out waiting 3000ms.*nothing was heard of 1, which may hang"),
+        pytest.param(
+            "sleeps", 0, r"(?s)rank 0 of 2 failed:.*Timed out waiting 3000ms.*nothing was heard of 1, which may hang",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_a_failing_rank_ends_the_job_with_its_reason(how, rank, message, tmp_path):

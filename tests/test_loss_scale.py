@@ -70,6 +70,7 @@ def train_all(rank: int, num_ranks: int) -> dict[str, tuple[dict[str, Any], dict
     return {scheme: (train(rank, num_ranks, scheme, True), train(rank, num_ranks, scheme, False)) for scheme in SCHEMES}
 
 
+@pytest.mark.slow
 def test_a_step_that_overflows_on_one_rank_is_skipped_by_all_and_the_others_are_as_without_a_scale():
     """Sharded gradients that overflow on one rank once made that rank alone skip, under torch's own scaler."""
     for rank in run_ranks(train_all, 2):

@@ -134,6 +134,7 @@ def test_doctor_as_json_says_facts_and_nothing_measured() -> None:
     assert "measured" not in described
 
 
+@pytest.mark.slow
 def test_doctor_measures_when_asked(without_compiled: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cs336_systems.profiling.machine.COPY_BYTES", {"cpu": 2**20})
     monkeypatch.setattr("cs336_systems.profiling.machine.MATMUL_SIZE", {"cpu": 64})

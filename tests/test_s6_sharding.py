@@ -179,7 +179,7 @@ def _through_file(state_dict: dict[str, Any]) -> Any:
     return torch.load(file, weights_only=True)
 
 
-@pytest.mark.parametrize("num_ranks", [1, 3])
+@pytest.mark.parametrize("num_ranks", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_groups_schedules_state_and_errors_of_the_sharded_optimizer(num_ranks):
     run_ranks(check_options, num_ranks)
 

@@ -551,6 +551,7 @@ def train_compiled(rank: int, num_ranks: int) -> dict[str, float]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not has_cxx_compiler(), reason="no C++ compiler")
 def test_compiled_blocks_train_like_one_process():
     for found in run_ranks(train_compiled, 2):

@@ -71,6 +71,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return run_ranks(everything, NUM_RANKS, str(tmp_path_factory.mktemp("runs")))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrapper", WRAPPERS[1:])
 @pytest.mark.parametrize("way", ["plain", "accumulated", "handed over"])
 def test_every_wrapper_has_one_processs_losses(results: list[dict[str, Any]], way: str, wrapper: str):
@@ -84,6 +85,7 @@ def test_every_wrapper_has_one_processs_losses(results: list[dict[str, Any]], wa
         assert result.validation_loss == pytest.approx(alone.validation_loss, rel=2e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrapper", WRAPPERS[1:])
 def test_every_wrapper_resumes_to_the_same_losses(results: list[dict[str, Any]], wrapper: str):
     for found in results:
@@ -95,6 +97,7 @@ def save_under_fsdp(rank: int, num_ranks: int, out: str) -> None:
     train(wrapped("fsdp"), RunOptions(out=Path(out), checkpoint_every=3, stop_after=3))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrapper", HALF_WRAPPERS)
 def test_float16_trains_under_a_loss_scale_and_resumes_with_it(results: list[dict[str, Any]], wrapper: str):
     """The resumed run goes on with the scale of the first, which has halved it from 2¹⁶ if need be."""
