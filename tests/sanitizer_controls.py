@@ -6,14 +6,16 @@
   ring       a producer warp stores rows into a ring of two slots, guarded by mbarriers, and two consumers load them:
              as L and delta travel in the Hopper backward
   exchange   two warp groups exchange rows behind a named barrier: as its consumers exchange dS
-  race       one warp group stores a row, the other loads it, with no barrier: wrong, and racecheck must say so
+  race       one warp group stores rows over and over, the other loads one, with no barrier: wrong, and racecheck must
+             say so
 
 The first three are right, and each is as small as its mechanism. What racecheck reports of them it reports because it
 does not see how Triton orders the accesses. `tools/sanitize.py` runs them in every run of racecheck and takes a hazard
 of a Hopper kernel for explained only if a control shows the same. Exit code 1 if a result is wrong.
 
-(Without its barrier `exchange` would be wrong too, but racecheck would not see it: Triton puts a barrier of the warp
-group between its store and its load, and racecheck takes that for more than it is.)
+(Without its barrier `exchange` would be wrong too, but racecheck does not see it: Triton puts a barrier of the warp
+group between its store and its load. Nor does it see a race of one store and one load after which both groups go to the
+barrier of all.)
 """
 
 from __future__ import annotations
@@ -36,6 +38,7 @@ SLOTS = gl.constexpr(2)
 BY_GROUP = gl.constexpr(gl.BlockedLayout([4], [32], [4], [0]))
 BY_WARP = gl.constexpr(gl.BlockedLayout([4], [32], [1], [0]))
 STEPS, PROGRAMS = 8, 4
+RACE_STEPS = 64  # seen on an H200
 ROWS_ARE_WRITTEN = gl.constexpr(9)  # a named barrier of the hardware that Triton does not take
 
 
@@ -116,21 +119,25 @@ def exchange_kernel(rows_ptr, output_ptr):
 
 
 @gluon.jit
-def _hand_over(rows_ptr, output_ptr, shared_row, GROUP: gl.constexpr):
-    place = gl.program_id(0) * 2 * COLUMNS + gl.arange(0, COLUMNS, BY_GROUP)
+def _hand_over(rows_ptr, output_ptr, shared_row, steps, GROUP: gl.constexpr):
+    columns = gl.arange(0, COLUMNS, BY_GROUP)
     if GROUP == 0:
-        shared_row.store(gl.load(rows_ptr + place))
+        for step in range(steps):
+            shared_row.store(gl.load(rows_ptr + step * COLUMNS + columns))
     else:
-        gl.store(output_ptr + place, shared_row.load(BY_GROUP))
+        total = gl.zeros([COLUMNS], gl.float32, BY_GROUP)
+        for _ in range(steps):  # the compiler loads once; the sum keeps this group from the barrier of all
+            total += shared_row.load(BY_GROUP)
+        gl.store(output_ptr + gl.program_id(0) * 2 * COLUMNS + columns, total)
 
 
-@gluon.jit
-def race_kernel(rows_ptr, output_ptr):
-    """The first row of `output` (programs, 2, columns) would be that of `rows`, if the two groups met."""
+@gluon.jit(do_not_specialize=["steps"])
+def race_kernel(rows_ptr, output_ptr, steps):
+    """The first row of `output` (programs, 2, columns) would be a sum of `rows` (steps, columns), if the groups met."""
     shared_row = gl.allocate_shared_memory(gl.float32, [COLUMNS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     gl.warp_specialize([
-        (_hand_over, (rows_ptr, output_ptr, shared_row, gl.constexpr(0))),
-        (_hand_over, (rows_ptr, output_ptr, shared_row, gl.constexpr(1))),
+        (_hand_over, (rows_ptr, output_ptr, shared_row, steps, gl.constexpr(0))),
+        (_hand_over, (rows_ptr, output_ptr, shared_row, steps, gl.constexpr(1))),
     ], [4], [64])  # fmt: skip
 
 
@@ -143,7 +150,10 @@ def run_control(name: str, device: str) -> tuple[Tensor, Tensor]:
     if name == "ring":
         ring_kernel[(PROGRAMS,)](rows, output, STEPS, num_warps=4)
         return output, rows.sum(1, keepdim=True).expand_as(output)
-    kernel = {"dispatch": dispatch_kernel, "exchange": exchange_kernel, "race": race_kernel}[name]
+    if name == "race":
+        race_kernel[(PROGRAMS,)](rows.new_ones(RACE_STEPS, COLUMNS.value), output, RACE_STEPS, num_warps=4)
+        return output, output
+    kernel = dispatch_kernel if name == "dispatch" else exchange_kernel
     kernel[(PROGRAMS,)](rows_of_a_program, output, num_warps=4)
     return output, rows_of_a_program.flip(1) if name == "exchange" else rows_of_a_program
 
@@ -154,7 +164,7 @@ def main() -> None:
     name = parser.parse_args().name
     begin = time.monotonic()
     output, expected = run_control(name, "cuda")
-    wrong = name != "race" and not torch.equal(output, expected)  # sums of integers: exact
+    wrong = name != "race" and not torch.equal(output, expected)  # sums of integers: exact; a race has no right result
     print(f"1 calls of the control {name}, in {time.monotonic() - begin:.0f} s")
     if wrong:
         print(f"WRONG {name}: {(output != expected).sum().item()} of {output.numel()} elements")
