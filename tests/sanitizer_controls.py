@@ -125,15 +125,15 @@ def _hand_over(rows_ptr, output_ptr, shared_row, steps, GROUP: gl.constexpr):
         for step in range(steps):
             shared_row.store(gl.load(rows_ptr + step * COLUMNS + columns))
     else:
-        total = gl.zeros([COLUMNS], gl.float32, BY_GROUP)
-        for _ in range(steps):  # the compiler loads once; the sum keeps this group from the barrier of all
-            total += shared_row.load(BY_GROUP)
+        total = shared_row.load(BY_GROUP)
+        for step in range(steps):  # keeps this group from the barrier of all while the other stores
+            total = gl.sqrt(total + gl.load(rows_ptr + step * COLUMNS + columns))
         gl.store(output_ptr + gl.program_id(0) * 2 * COLUMNS + columns, total)
 
 
 @gluon.jit(do_not_specialize=["steps"])
 def race_kernel(rows_ptr, output_ptr, steps):
-    """The first row of `output` (programs, 2, columns) would be a sum of `rows` (steps, columns), if the groups met."""
+    """Takes `rows` (steps, columns); who is first decides what the first row of `output` (programs, 2, columns) is."""
     shared_row = gl.allocate_shared_memory(gl.float32, [COLUMNS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     gl.warp_specialize([
         (_hand_over, (rows_ptr, output_ptr, shared_row, steps, gl.constexpr(0))),

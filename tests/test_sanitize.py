@@ -174,6 +174,21 @@ def test_what_a_tool_finds_decides_the_exit_code_and_is_shown(sanitizer):
 
 
 @pytest.mark.slow
+def test_a_part_that_runs_again_keeps_the_rest_of_the_record(sanitizer):
+    run_tool(sanitizer, FINDS_MEMCHECK="========= Invalid __global__ read\n")
+    done, rows = run_tool(sanitizer, "--tools", "memcheck", "--keep")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert [(row["tool"], row["errors"]) for row in rows] == [("racecheck", 0), ("oracle", 0), ("memcheck", 0)]
+    _, rows = run_tool(sanitizer, "--tools", "memcheck")
+    assert [row["tool"] for row in rows] == ["oracle", "memcheck"]
+
+
+def test_there_must_be_a_record_to_keep(sanitizer):
+    done, rows = run_tool(sanitizer, "--keep")
+    assert done.returncode == 2 and "error: --keep needs a record, and " in done.stderr and rows == []
+
+
+@pytest.mark.slow
 def test_a_run_that_calls_nothing_is_not_clean(sanitizer):
     done, rows = run_tool(sanitizer, "--tools", "memcheck", families=["hopper"])
     assert done.returncode == 1 and [row["calls"] for row in rows] == [0, 0]

@@ -1,7 +1,7 @@
 """Run every shipped configuration of every attention kernel under NVIDIA's compute-sanitizer, and record what it says.
 
     python tools/sanitize.py --commit SHA --clean                       # memcheck and racecheck
-    python tools/sanitize.py --commit SHA --clean --tools memcheck --processes 4 --families hopper hopper_causal
+    python tools/sanitize.py --commit SHA --clean --tools memcheck --processes 4 --families hopper hopper_causal --keep
 
 First the calls of `tests/every_config.py` run without it, in several processes: kernels are compiled, and results
 compared with the oracle. Then they run under each tool. memcheck reports reads and writes out of bounds and misaligned
@@ -20,8 +20,8 @@ other hazard is an error. Explained is not checked: there racecheck cannot tell 
 reads the order of these accesses off the compiled kernels (`tests/test_sanitize.py`).
 
 The record holds a row a tool and group: calls, errors, hazards by their places, versions. What a time limit cuts off is
-recorded as not finished. Arguments after `--` go to every_config. The exit code is 1 unless all finished and every row
-is right.
+recorded as not finished. A run replaces the record, with `--keep` only the rows that it has itself. Arguments after
+`--` go to every_config. The exit code is 1 unless all finished and every row is right.
 """
 
 from __future__ import annotations
@@ -239,7 +239,8 @@ def findings(row: dict[str, Any], texts: Sequence[str]) -> Iterator[str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Run the attention kernels under compute-sanitizer.")
-    parser.add_argument("--record", default=RECORD, type=Path, help="file of JSON lines, one a row; replaced")
+    parser.add_argument("--record", default=RECORD, type=Path, help="file of JSON lines, one a row: %(default)s")
+    parser.add_argument("--keep", action="store_true", help="leave the record's rows that this run does not have")
     parser.add_argument("--commit", required=True, help="revision of the code under test")
     state = parser.add_mutually_exclusive_group(required=True)
     state.add_argument("--clean", dest="dirty", action="store_false", help="the code has no uncommitted changes")
@@ -253,14 +254,24 @@ def main() -> int:
     options = parser.parse_args()
     if options.processes < 1:
         parser.error(f"--processes must be positive, got {options.processes}")
+    if options.keep and not options.record.is_file():
+        parser.error(f"--keep needs a record, and {options.record} is no file")
     if shutil.which(options.sanitizer) is None:
         parser.error(f"no program {options.sanitizer!r}: it comes with the CUDA toolkit")
-    rows = []
+    old = [json.loads(line) for line in options.record.read_text().splitlines()] if options.keep else []
+    rows: list[dict[str, Any]] = []
     for row in run_tools(options):
         rows.append(row | described(options))
+        ran = set(map(what_ran, rows))
+        kept = [row for row in old if what_ran(row) not in ran]
         options.record.parent.mkdir(parents=True, exist_ok=True)
-        options.record.write_text("".join(json.dumps(row, sort_keys=True) + "\n" for row in rows))
+        options.record.write_text("".join(json.dumps(row, sort_keys=True) + "\n" for row in kept + rows))
     return 0 if all(map(is_right, rows)) else 1
+
+
+def what_ran(row: dict[str, Any]) -> tuple[str, str, tuple[str, ...]]:
+    """What tells a row from the record's others: groups of racecheck have families of their own."""
+    return row["tool"], row["group"], () if row["tool"] == "racecheck" else tuple(row["families"])
 
 
 def run_tools(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
