@@ -38,7 +38,7 @@ SLOTS = gl.constexpr(2)
 BY_GROUP = gl.constexpr(gl.BlockedLayout([4], [32], [4], [0]))
 BY_WARP = gl.constexpr(gl.BlockedLayout([4], [32], [1], [0]))
 STEPS, PROGRAMS = 8, 4
-RACE_STEPS = 64  # seen on an H200
+RACE_STEPS = 64
 ROWS_ARE_WRITTEN = gl.constexpr(9)  # a named barrier of the hardware that Triton does not take
 
 

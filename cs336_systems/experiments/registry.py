@@ -216,7 +216,7 @@ PROBLEMS: dict[str, Problem] = {
         ),
         Problem(
             name="attention_shapes",
-            title="Attention on ten shapes of real models, and what a call costs the host",
+            title="Attention on shapes of real models, and what a call costs the host",
             section="beyond",
             editions=(),
             points=0,

@@ -125,7 +125,7 @@ def gradient_checkpointing(frame: pd.DataFrame) -> list[Plot]:
                 x_label="blocks per group",
                 y_label=label,
                 log_y=False,
-                notes=("A number is a group size; the absent bar says why.",),
+                notes=("A number is a group size; the table says what has no bar.",),
             )
         )
     return found
