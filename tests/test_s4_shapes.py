@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from cs336_systems.config import RunConfig
-from cs336_systems.experiments.attention_cells import KEPT_SAMPLES, evenly_spaced, measure_attention
+from cs336_systems.experiments import attention_cells
+from cs336_systems.experiments.attention_cells import KEPT_SAMPLES, evenly_spaced, measure_attention, settle
 from cs336_systems.experiments.cells import Cell
 from cs336_systems.experiments.registry import PROBLEMS
 from cs336_systems.experiments.s4_shapes import (
@@ -104,6 +105,22 @@ def test_a_fast_row_keeps_few_samples_unless_a_number_was_asked_for():
     assert max(kept) <= KEPT_SAMPLES
     asked = {len(measurement.samples) for measurement in measure_attention(cell, run, num_samples=KEPT_SAMPLES + 1)}
     assert asked == {KEPT_SAMPLES + 1}
+
+
+def test_a_gpu_runs_each_pass_until_its_clock_has_settled(monkeypatch):
+    """Before the samples, not among them; on the CPU nothing settles."""
+    done: list[str] = []
+    clock = iter(range(100))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: done.append("synchronize"))
+    monkeypatch.setattr(attention_cells.time, "perf_counter", lambda: float(next(clock)))
+    settle(lambda: done.append("call"), 2500.0)
+    assert done == ["call", "synchronize"] * 2
+    monkeypatch.undo()
+
+    run = RunConfig(scale="tiny", device="cpu")
+    cell = next(cell for cell in cells(run) if cell.implementation == "sdpa_flash")
+    monkeypatch.setattr(attention_cells, "settle", lambda *_: done.append("settled"))
+    assert len(list(measure_attention(cell, run, settled=True))) == len(cell.rows) and "settled" not in done
 
 
 # Report

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 
@@ -28,6 +29,7 @@ BEFORE_BACKWARD = Row(mode="backward", quantity="memory_before_backward", unit="
 
 GPU_BUDGET_MS = 150.0
 CPU_BUDGET_MS = 50.0
+SETTLE_MS = 300.0  # of calls before the samples: an H200 at its power limit lowers its clock after some 80 ms of them
 KEPT_SAMPLES = 25  # of a row: quartiles ask for no more, and four thousand rows shall stay a small file
 
 
@@ -49,12 +51,21 @@ def attention_cell(
     )
 
 
+def settle(call: Callable[[], object], milliseconds: float) -> None:
+    """Run `call` on the GPU, one after the other, for so long."""
+    end = time.perf_counter() + milliseconds / 1e3
+    while time.perf_counter() < end:
+        call()
+        torch.cuda.synchronize()
+
+
 def measure_attention(
     cell: Cell,
     run: RunConfig,
     *,
     num_samples: int | None = None,
     sum_loss: bool = False,
+    settled: bool = False,
     built: tuple[AttentionFunction, str] | None = None,
 ) -> Iterator[Measurement]:
     """Measure the promised rows of `cell` in the order forward, backward, forward_backward.
@@ -62,8 +73,9 @@ def measure_attention(
     Each part is checked against the float64 oracle before it is timed. The forward is timed without a graph, the
     backward on a graph made outside, the two together from scratch. With `sum_loss` the loss is the sum of the output,
     so that its gradient arrives as a stride-0 tensor of ones; without, that gradient is random. Without `num_samples` a
-    row takes as many as its time allows and keeps KEPT_SAMPLES of them, evenly spaced in time. `built`: the function
-    and the kernel's name, where the implementation is none of `implementations`.
+    row takes as many as its time allows and keeps KEPT_SAMPLES of them, evenly spaced in time. `settled`: a GPU runs
+    each part for SETTLE_MS before it is timed, as kernels run in training, so that no median falls where the clock
+    does. `built`: the function and the kernel's name, where the implementation is none of `implementations`.
     """
     shape, device = cell.case, run.device
     function, kernel = built or (
@@ -77,6 +89,8 @@ def measure_attention(
 
     def timed(row: Row, call: Callable[[], object], error: float) -> Iterator[Measurement]:
         if row in cell.rows:
+            if settled and device == "cuda":
+                settle(call, SETTLE_MS)
             samples = time_calls(call, device=device, warmup=warmup, num_samples=num_samples, budget_ms=budget_ms)
             kept = samples if num_samples else evenly_spaced(samples, KEPT_SAMPLES)
             yield Measurement(row=row, samples=kept, kernel=kernel, error=error)
