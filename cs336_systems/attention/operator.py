@@ -14,7 +14,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._functorch import TransformType, get_interpreter_stack, is_legacy_batchedtensor
+from torch._C._functorch import (
+    get_unwrapped,
+    is_functorch_wrapped_tensor,
+    is_gradtrackingtensor,
+    is_legacy_batchedtensor,
+)
 from torch.nn import Parameter
 
 from cs336_systems.attention.validation import DOUBLE_BACKWARD, check_attention_inputs
@@ -167,12 +172,20 @@ def _refuse_differentiating_transforms(*tensors: Tensor) -> None:
     """Raise NotImplementedError where torch.func would differentiate: it has no rule for the operator, as vmap does."""
     if torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active():
         return
-    differentiating = any(x.key() == TransformType.Grad for x in get_interpreter_stack() or ())
-    if differentiating and torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+    if torch.is_grad_enabled() and any(_is_differentiated(x) for x in tensors):
         raise NotImplementedError(
             "torch.func's grad, vjp, jacrev and hessian are not supported here; backend='reference' has them, "
             "and tensor.backward() and torch.autograd.grad work"
         )
+
+
+def _is_differentiated(x: Tensor) -> bool:
+    """Whether a transform of torch.func differentiates by x, within however many others that map it."""
+    while is_functorch_wrapped_tensor(x):
+        if is_gradtrackingtensor(x) and x.requires_grad:
+            return True
+        x = get_unwrapped(x)
+    return False
 
 
 def _runs_directly(*arguments: Any) -> bool:

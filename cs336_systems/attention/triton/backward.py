@@ -74,7 +74,7 @@ def flash_backward_preprocess_kernel(
         dL_base = dL_ptr + batch * stride_dlb + head * stride_dlh
         delta -= tl.load(dL_base + query_rows.to(tl.int64) * stride_dls, mask=query_rows < N_QUERIES, other=0.0)
     L = tl.load(L_ptr + batch_head * N_QUERIES + query_rows, mask=query_rows < N_QUERIES, other=float("inf"))
-    delta = tl.where(L > float("-inf"), delta, 0.0)  # no key: P = 0, and 0 times a NaN gradient of L would be NaN
+    delta = tl.where(float("-inf") < L, delta, 0.0)  # no key: P = 0, and 0 times a NaN gradient of L would be NaN
     tl.store(L_log2_ptr + batch_head * num_rows + query_rows, L * LOG2_E, mask=query_rows < num_rows)
     tl.store(D_ptr + batch_head * num_rows + query_rows, delta, mask=query_rows < num_rows)
 
