@@ -163,8 +163,8 @@ def plan_forward(
       pairs   as many programs as multiprocessors, each taking pairs of tiles, under a causal mask a long and a short
               one; the next tile's copies run under the last one's end. That wants enough pairs to go round.
       rounds  as many programs, and the tiles of `tiles`, in its order, one a program and round: forth and back, so that
-              the program with the longest tile of a round has the shortest of the next. Chosen under a causal mask
-              alone, where pays what evens out lengths; that wants tiles whose lengths fall evenly over two rounds.
+              the program with the longest tile of a round has the shortest of the next. It is chosen for causal
+              masks only, whose tiles differ; that wants tiles whose lengths fall evenly over two rounds.
     """
     schedule = SCHEDULES[head_tile(head_dim)]
     named = [name for name in config.split(",") if name.startswith(PREFIX)]
