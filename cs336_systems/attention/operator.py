@@ -194,16 +194,16 @@ def _runs_directly(*arguments: Any) -> bool:
         return False
     if torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack():
         return False
-    for x in arguments:  # noqa: SIM110 - a generator would take the host as long as the checks
-        if isinstance(x, Tensor) and not _is_plain(x):
+    for x in arguments:
+        kind = type(x)
+        if kind is Tensor or kind is Parameter:
+            # Negated lazily (the imaginary part of a conjugate): in memory the sign is the other one. Batched the old
+            # way: `torch.autograd.grad(is_grads_batched=True)` maps a backward without a transform.
+            if x.is_meta or x.is_neg() or is_legacy_batchedtensor(x):
+                return False
+        elif isinstance(x, Tensor):
             return False
     return True
-
-
-def _is_plain(x: Tensor) -> bool:
-    # Batched the old way: `torch.autograd.grad(is_grads_batched=True)` maps a backward without a transform.
-    # Negated lazily (the imaginary part of a conjugate): in memory the sign is the other one, as the dispatcher knows.
-    return type(x) in (Tensor, Parameter) and not (x.is_meta or x.is_neg() or is_legacy_batchedtensor(x))
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, packed: bool) -> None:
