@@ -296,6 +296,38 @@ def test_rows_without_keys(kind, backend, device):
         torch.testing.assert_close(ours.double(), theirs, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_nan_gradient_of_the_lse_of_a_row_without_keys_goes_nowhere(backend, device):
+    """`logaddexp` of two rows of -inf has a gradient of NaN; times P = 0 it became all of dK."""
+    dense = torch.ones(200, 100, dtype=torch.bool, device=device)
+    dense[[0, 3, 64, 150, 199]] = False
+    q, k, v, grad_output = inputs(1, 2, 2, 200, 100, 32, torch.float32, device)
+    grads = []
+    for dead in (math.nan, 1.0):
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        mask = BlockMask.from_dense(dense, BLOCK)
+        output, lse = flash_attention(*leaves, block_mask=mask, return_lse=True, backend=backend)
+        grad_lse = torch.ones_like(lse).masked_fill(~dense.any(-1), dead)
+        grads.append(torch.autograd.grad((output, lse), leaves, (grad_output, grad_lse)))
+    for name, ours, expected in zip("qkv", *grads):
+        assert expected.isfinite().all() and torch.equal(ours, expected), f"gradient of {name}"
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_tiled_confines_a_nan_gradient_of_the_output_of_a_row_without_keys(device):
+    dense = torch.ones(70, 70, dtype=torch.bool, device=device)
+    dense[3] = False
+    q, k, v, grad_output = inputs(1, 2, 2, 70, 70, 32, torch.float32, device)
+    grads = []
+    for dead in (math.nan, 0.0):
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        output = flash_attention(*leaves, block_mask=BlockMask.from_dense(dense, BLOCK), backend="tiled")
+        grads.append(torch.autograd.grad(output, leaves, grad_output.masked_fill(~dense.any(-1)[:, None], dead)))
+    for name, ours, expected in zip("qkv", *grads):
+        assert torch.equal(ours, expected), f"gradient of {name}"
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("empty", ["batch", "queries", "keys"])
 def test_empty_inputs(empty, backend):

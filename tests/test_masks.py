@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -362,6 +363,8 @@ THREE_HEADS = BlockMask.random_blocks(8, density=0.5, heads=3)
         (lambda: BlockMask.from_blocks(BOOLS, seq_lengths=5), TypeError, "seq_lengths must be a tuple of .*got 5"),
         (lambda: BlockMask.from_blocks(BOOLS, seq_lengths=(5, None)), ValueError, "seq_lengths must be an int .*None"),
         (lambda: BlockMask.from_blocks(BOOLS, is_causal="no"), TypeError, "is_causal must be a bool, got 'no'"),
+        (lambda: BlockMask.causal(8, device="meta"), ValueError, "device must be one whose tensors have values, got m"),
+        (lambda: BlockMask.random_blocks(8, density=1, device="meta"), ValueError, "tensors have values, got meta"),
         (lambda: BlockMask.causal(8, bottom_right=1), TypeError, "bottom_right must be a bool, got 1"),
         (lambda: BlockMask.sliding_window(8, window=2, is_causal=None), TypeError, "is_causal must be a bool, got N"),
         (lambda: BlockMask.causal(8, device="nowhere"), ValueError, "device must be a torch.device or its name"),
@@ -413,10 +416,53 @@ def test_and_with_something_else_is_no_mask():
     ],
 )  # fmt: skip
 def test_inconsistent_fields_are_refused(change, error, message):
-    from dataclasses import replace
-
     with pytest.raises(error, match=message):
         replace(BlockMask.causal(64, block_size=16), **change)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "largest"),
+    [
+        ("kv_num_blocks", 9, 4),
+        ("kv_indices", 1000, 3),
+        ("kv_indices", -1, 3),
+        ("kv_tokens", 5, 4),
+        ("full_kv_num_blocks", 4, 2),
+        ("full_kv_indices", 3, 2),  # the last tile is cut, and would be read past its end
+        ("q_num_blocks", -1, 2),
+        ("q_indices", 4, 3),
+        ("q_tokens", 5, 4),
+        ("full_q_num_blocks", 3, 2),
+        ("full_q_indices", 3, 2),
+    ],
+)
+def test_values_that_lead_out_of_the_mask_are_refused(name, value, largest):
+    """Kernels follow the lists without a look: an index too large was a wrong result or a segmentation fault."""
+    mask = BlockMask.causal(60, block_size=16)
+    tensor = getattr(mask, name).clone()
+    tensor.view(-1)[0] = value
+    values = f"{min(value, int(tensor.min()))} to {max(value, int(tensor.max()))}"
+    with pytest.raises(ValueError, match=f"BlockMask.{name} must have values from 0 to {largest}, got {values}"):
+        replace(mask, **{name: tensor})
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+def test_a_seed_means_the_same_mask_under_any_default_dtype(dtype):
+    def draw():
+        return [
+            BlockMask.random_blocks(200, density=0.3, seed=1, block_size=16).to_dense(),
+            BlockMask.random_tokens(200, density=0.3, seed=1, block_size=16).to_dense(),
+            parse_mask("topk:8", seqlen=200, block_size=16).to_dense(),
+        ]
+
+    expected = draw()
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        drawn = draw()
+    finally:
+        torch.set_default_dtype(before)
+    assert all(torch.equal(*pair) for pair in zip(drawn, expected))
 
 
 # The adaptive rule

@@ -156,6 +156,31 @@ def test_scale(scale, backend, device):
     assert_contract(*inputs(1, 2, 2, 80, 80, 32, torch.float32, device), scale=scale, backend=backend, is_causal=True)
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("scale", [5e-324, 1e-300, 1e-42])
+def test_scales_below_float32(scale, backend, device):
+    """Zero or subnormal in float32, and zero times a hidden score of -inf was NaN."""
+    q, k, v, grad_output = inputs(1, 2, 2, 80, 80, 32, torch.float32, device)
+    assert_contract(q, k, v, grad_output, scale=scale, backend=backend, is_causal=True)
+    results = run(q * 1e30, k, v, grad_output, scale=scale, backend=backend, is_causal=True)
+    mean = v.cumsum(2) / torch.arange(1, 81, device=device)[:, None]
+    torch.testing.assert_close(results["output"], mean, rtol=1e-4, atol=1e-5)
+    assert all(x.isfinite().all() for x in results.values())
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("backend", ["tiled", "triton"])
+def test_a_scale_below_float32_of_scores_near_its_end(backend, device):
+    """Too small for float32 is not zero: scores of 1e38 times 1e-38 decide as any others."""
+    q, k, v, grad_output = inputs(1, 1, 1, 40, 40, 32, torch.float32, device)
+    ours = run(q * 1e19, k * 1e18, v, grad_output, scale=1e-38, backend=backend, is_causal=True)
+    ours["grad_q"] *= 1e19
+    ours["grad_k"] *= 1e18
+    for name, expected in run(q, k, v, grad_output, scale=0.1, backend=backend, is_causal=True).items():
+        torch.testing.assert_close(ours[name], expected, rtol=1e-4, atol=1e-5, msg=name)
+
+
 @pytest.mark.parametrize("bug", BUGS)
 def test_known_wrong_kernels_are_rejected(bug):
     q, k, v, grad_output = (x[:, 0] for x in inputs(2, 1, 1, 100, 100, 32, torch.float32, "cpu"))
@@ -267,6 +292,17 @@ def test_gradient_of_a_sum_has_stride_zero(backend, device):
     expected = compute_oracle(q, k, v, torch.ones_like(q))
     errors = contract_errors(expected, {f"grad_{name}": leaf.grad for name, leaf in zip("qkv", leaves)})
     assert max(errors.values()) <= 1, errors
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("kv_heads", [0, 3])
+def test_no_heads(kv_heads, backend, device):
+    """The shape was refused with the sentence that it must have it."""
+    q, k, v, grad_output = inputs(2, 0, kv_heads, 9, 5, 16, torch.float32, device)
+    results = run(q, k, v, grad_output, backend=backend, enable_gqa=True, is_causal=True)
+    for name, like in (("output", q), ("lse", q[..., 0]), ("grad_q", q), ("grad_k", k), ("grad_v", v)):
+        assert results[name].shape == like.shape and not results[name].any(), name
 
 
 @pytest.mark.parametrize("device", DEVICES)

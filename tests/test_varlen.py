@@ -9,6 +9,7 @@ from itertools import accumulate
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from cs336_systems.attention import AttentionConfig, attention_reference, flash_attention, flash_attention_varlen
 from cs336_systems.attention.contract import compute_oracle, contract_errors
@@ -326,6 +327,10 @@ REFUSALS = {
         {"cu_seqlens_k": torch.tensor([0, 7, 5], dtype=torch.int32)}, ValueError,
         r"cu_seqlens_k must rise from 0 to at most the 10 rows of k, got \[0, 7, 5\]",
     ),
+    "boundaries-wrap-around": (
+        {"cu_seqlens_q": torch.tensor([0, 2**31 - 1, -(2**31)], dtype=torch.int32), "max_seqlen_q": 2**31 - 1},
+        ValueError, r"cu_seqlens_q must rise from 0 to at most the 10 rows of q, got \[0, 2147483647, -2147483648\]",
+    ),
     "boundaries-number": ({"cu_seqlens_k": CU[:2]}, ValueError, r"as many documents as cu_seqlens_q, 2, got 1"),
     "longest": ({"max_seqlen_q": 5}, ValueError, r"max_seqlen_q must be at least the longest length, 6, got 5"),
     "longest-type": ({"max_seqlen_k": 6.0}, ValueError, r"max_seqlen_k must be an integer of at least 0, got 6\.0"),
@@ -350,6 +355,30 @@ def test_the_operator_checks_before_it_launches():
         varlen_attention(X, X, X[:4], CU, CU, 6, 6, False, 0.25, "")
     with pytest.raises(ValueError, match=r"q must have shape \(total_queries, heads, head_dim\)"):
         varlen_attention(X[None], X[None], X[None], CU, CU, 6, 6, False, 0.25, "")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_any_integer_that_is_long_enough_is_a_longest_length(backend):
+    """It was compared in 32 bits: 2³² was less than 10."""
+    expected = flash_attention_varlen(X, X, X, CU, CU, 6, 6, backend=backend)
+    assert torch.equal(flash_attention_varlen(X, X, X, CU, CU, 2**32, 2**40, backend=backend), expected)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_no_heads(backend):
+    q = X[:, :0].requires_grad_()
+    output, lse = flash_attention_varlen(q, X, X, CU, CU, 6, 6, enable_gqa=True, return_lse=True, backend=backend)
+    assert output.shape == (10, 0, 16) and lse.shape == (0, 10)
+    assert torch.autograd.grad(output.sum() + lse.sum(), q)[0].shape == (10, 0, 16)
+
+
+def test_fake_tensors_have_a_shape_and_no_documents():
+    """The packed kernels need no values from the host; the other stages loop over them."""
+    with FakeTensorMode():
+        x, ends = torch.empty(10, 2, 16), torch.empty(3, dtype=torch.int32)
+        assert flash_attention_varlen(x, x, x, ends, ends, 6, 6, backend="triton").shape == x.shape
+        with pytest.raises(TypeError, match="cu_seqlens_q must have values for backend 'tiled', .*got a fake tensor"):
+            flash_attention_varlen(x, x, x, ends, ends, 6, 6, backend="tiled")
 
 
 @pytest.mark.parametrize("flag", ["is_causal", "enable_gqa", "return_lse"])

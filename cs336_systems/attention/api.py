@@ -67,7 +67,8 @@ def flash_attention(
         block_mask: which keys each query attends, instead of is_causal; its batch and heads are 1 or q's, with leading
             dimensions flattened into the batch. `triton` walks its lists of tiles and never reads a dead one, at any
             density; tiles are of 64 or more. The other back ends attend through `block_mask.to_dense()`, a bool
-            (batch, heads, queries, keys) tensor. A query without a key has O = 0, L = -inf and no gradient.
+            (batch, heads, queries, keys) tensor. A query without a key has O = 0, L = -inf and no gradient, whatever
+            gradient reaches its L. A NaN in the gradient of its O is confined by `tiled` alone.
         scale: multiplies the scores; 1/sqrt(head_dim) by default. Positive.
         enable_gqa: allow kv_heads that divide heads; query head h uses key head h // (heads / kv_heads).
         return_lse: also return the natural log of the summed exponentials of the scaled scores, (..., heads, queries),
@@ -84,7 +85,8 @@ def flash_attention(
 
     Raises:
         TypeError, ValueError: an argument is wrong or the back end cannot serve it, before anything is launched.
-        NotImplementedError: an input carries a forward-mode tangent.
+        NotImplementedError: an input carries a forward-mode tangent, or torch.func differentiates `tiled`, `triton` or
+            `hopper`.
     Source: FlashAttention-2 (Dao 2023).
     """
     flags = (is_causal, enable_gqa, return_lse, False if deterministic is None else deterministic)

@@ -14,7 +14,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._functorch import is_legacy_batchedtensor
+from torch._C._functorch import (
+    get_unwrapped,
+    is_functorch_wrapped_tensor,
+    is_gradtrackingtensor,
+    is_legacy_batchedtensor,
+)
 from torch.nn import Parameter
 
 from cs336_systems.attention.validation import DOUBLE_BACKWARD, check_attention_inputs
@@ -23,6 +28,9 @@ from cs336_systems.attention.validation import DOUBLE_BACKWARD, check_attention_
 AttentionForward = Callable[..., tuple[Tensor, Tensor]]
 # backward(q, k, v, output, lse, grad_output, grad_lse or None, *extras, is_causal, scale, config) -> (dq, dk, dv)
 AttentionBackward = Callable[..., tuple[Tensor, Tensor, Tensor]]
+# The least normal float32: kernels take the scale in float32, where less loses its digits and in the end is 0, which
+# makes NaN of a hidden score of -inf.
+SMALLEST_SCALE = 2.0**-126
 # The `extras` of operators on packed documents.
 VARLEN_ARGUMENTS = {
     "cu_seqlens_q": "Tensor", "cu_seqlens_k": "Tensor", "max_seqlen_q": "SymInt", "max_seqlen_k": "SymInt",
@@ -36,7 +44,8 @@ class AttentionOperator:
     in q's dtype; `lse` (batch, heads, queries) is float32, or float64 for float64 inputs, and differentiable.
     `packed`: q (total_queries, heads, head_dim), k and v (total_keys, kv_heads, head_dim), lse (heads, total_queries).
     `extras` are further arguments without a gradient, as {name: type in PyTorch's schema language}, tensors first.
-    `forward` and `backward` see non-empty inputs only: without keys or queries the results are zeros and -inf.
+    `forward` and `backward` see non-empty inputs only: without keys or queries the results are zeros and -inf. They see
+    scales from SMALLEST_SCALE on: of a lesser one, what is missing has been multiplied into q.
     Registered as `cs336_systems::<name>` and `cs336_systems::<name>_backward`.
     """
 
@@ -69,6 +78,7 @@ class AttentionOperator:
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
         if not _runs_directly(q, k, v, *arguments):
+            _refuse_differentiating_transforms(q, k, v)
             return self._registered(q, k, v, *arguments)
         if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
             return self._eager.apply(q, k, v, *arguments)
@@ -90,11 +100,18 @@ class AttentionOperator:
         if q.numel() == 0 or k.numel() == 0:
             output, lse = _results(q, self._packed)
             return output.zero_(), lse.fill_(-torch.inf)
+        if arguments[-2] < SMALLEST_SCALE:
+            missing, *rest = _split_scale(arguments)
+            return self._forward(q * missing, k, v, *rest)
         return self._forward(q, k, v, *arguments)
 
     def _launch_backward(self, q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
         if q.numel() == 0 or k.numel() == 0:
             return q.new_zeros(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)
+        if arguments[-2] < SMALLEST_SCALE:
+            missing, *rest = _split_scale(arguments)
+            grad_q, grad_k, grad_v = self._backward(q * missing, k, v, *rest)
+            return grad_q * missing, grad_k, grad_v
         return self._backward(q, k, v, *arguments)
 
     def _differentiate(
@@ -145,28 +162,56 @@ def _eager_function(name: str, operator: AttentionOperator, num_arguments: int) 
     return type(name, (torch.autograd.Function,), halves)  # profilers show the name
 
 
+def _split_scale(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    """(factor, *arguments) with SMALLEST_SCALE in the place of the scale, which is the product of the two."""
+    *others, scale, config = arguments
+    return scale / SMALLEST_SCALE, *others, SMALLEST_SCALE, config
+
+
+def _refuse_differentiating_transforms(*tensors: Tensor) -> None:
+    """Raise NotImplementedError where torch.func would differentiate: it has no rule for the operator, as vmap does."""
+    if torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active():
+        return
+    if torch.is_grad_enabled() and any(_is_differentiated(x) for x in tensors):
+        raise NotImplementedError(
+            "torch.func's grad, vjp, jacrev and hessian are not supported here; backend='reference' has them, "
+            "and tensor.backward() and torch.autograd.grad work"
+        )
+
+
+def _is_differentiated(x: Tensor) -> bool:
+    """Whether a transform of torch.func differentiates by x, within however many others that map it."""
+    while is_functorch_wrapped_tensor(x):
+        if is_gradtrackingtensor(x) and x.requires_grad:
+            return True
+        x = get_unwrapped(x)
+    return False
+
+
 def _runs_directly(*arguments: Any) -> bool:
     """Whether these are plain tensors and nobody watches: no compiler, no mode, no transform of torch.func."""
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return False
     if torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack():
         return False
-    for x in arguments:  # noqa: SIM110 - a generator would take the host as long as the checks
-        if isinstance(x, Tensor) and not _is_plain(x):
+    for x in arguments:
+        kind = type(x)
+        if kind is Tensor or kind is Parameter:
+            # Negated lazily (the imaginary part of a conjugate): in memory the sign is the other one. Batched the old
+            # way: `torch.autograd.grad(is_grads_batched=True)` maps a backward without a transform.
+            if x.is_meta or x.is_neg() or is_legacy_batchedtensor(x):
+                return False
+        elif isinstance(x, Tensor):
             return False
     return True
-
-
-def _is_plain(x: Tensor) -> bool:
-    # Batched the old way: `torch.autograd.grad(is_grads_batched=True)` maps a backward without a transform.
-    return type(x) in (Tensor, Parameter) and not x.is_meta and not is_legacy_batchedtensor(x)
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, packed: bool) -> None:
     """Raise what `check_attention_inputs` says of inputs that do not fit: a kernel would read past their end."""
     if q.ndim == k.ndim == (3 if packed else 4) and k.shape == v.shape and q.dtype == k.dtype == v.dtype:
         same = slice(2, None) if packed else slice(0, None, 3)  # head_dim, and the batch where there is one
-        if q.shape[same] == k.shape[same] and k.shape[1] and q.shape[1] % k.shape[1] == 0:
+        heads, kv_heads = q.shape[1], k.shape[1]
+        if q.shape[same] == k.shape[same] and (heads == kv_heads or (kv_heads and heads % kv_heads == 0)):
             return
     check_attention_inputs(*(x.transpose(0, 1) if packed and x.ndim == 3 else x for x in (q, k, v)), enable_gqa=True)
     names = "(total_queries, heads, head_dim)" if packed else "(batch, heads, queries, head_dim)"

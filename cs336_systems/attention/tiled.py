@@ -110,6 +110,10 @@ def tiled_backward(
     delta = (grad_output.to(accumulate) * output.to(accumulate)).sum(dim=-1)
     if grad_lse is not None:
         delta = delta - grad_lse.to(accumulate)
+    if mask is not None:  # a row without keys has P = 0, and 0 times a NaN gradient would be NaN
+        dead_rows = lse == -math.inf
+        delta = delta.masked_fill(dead_rows, 0.0)
+        grad_output = grad_output.masked_fill(dead_rows[..., None], 0.0)
     grad_q = torch.zeros(q.shape, dtype=accumulate, device=q.device)
     grad_k, grad_v = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (k, v))
     for k_start in range(0, num_keys, key_tile):
@@ -179,7 +183,8 @@ class FlashAttentionPyTorch(torch.autograd.Function):
     """`apply(q, k, v, is_causal=False, scale=None, compiled=False)` on (..., seq, head_dim) tensors.
 
     Saves one tensor of shape (..., queries), the log-sum-exp, beside q, k, v and the output. torch.compile traces its
-    loop over tiles, once for every length; `flash_attention(backend="tiled")` is left whole and compiles once.
+    loop over tiles, once for every length; `flash_attention(backend="tiled")` is left whole and compiles once. That is
+    also there for `torch.vmap`: PyTorch lets no transform of torch.func through this Function.
     """
 
     @staticmethod

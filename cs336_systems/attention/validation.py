@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 
 from cs336_systems.attention.masks import BlockMask
@@ -127,15 +128,15 @@ def check_documents(
             )
         if isinstance(longest, bool) or not isinstance(longest, int | torch.SymInt) or longest < 0:
             raise ValueError(f"max_seqlen_{side} must be an integer of at least 0, got {longest!r}")
-        if not cu_seqlens.is_cpu or torch.compiler.is_compiling():
+        if not cu_seqlens.is_cpu or torch.compiler.is_compiling() or isinstance(cu_seqlens, FakeTensor):
             continue
-        lengths = cu_seqlens.diff()
+        lengths = cu_seqlens.long().diff()  # in 32 bits a fall from 2³¹ - 1 would wrap around to a rise
         if cu_seqlens[0] != 0 or (lengths < 0).any() or cu_seqlens[-1] > len(packed):
             raise ValueError(
                 f"{name} must rise from 0 to at most the {len(packed)} rows of {side}, got {cu_seqlens.tolist()}"
             )
-        if len(lengths) and longest < lengths.max():
-            raise ValueError(f"max_seqlen_{side} must be at least the longest length, {lengths.max()}, got {longest}")
+        if len(lengths) and longest < (needed := int(lengths.max())):
+            raise ValueError(f"max_seqlen_{side} must be at least the longest length, {needed}, got {longest}")
     if len(cu_seqlens_q) != len(cu_seqlens_k):
         raise ValueError(
             f"cu_seqlens_k must have as many documents as cu_seqlens_q, {len(cu_seqlens_q) - 1}, "

@@ -13,6 +13,7 @@ import math
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from cs336_systems.attention.api import check_config, explain_backend, flash_attention
 from cs336_systems.attention.tiles import AttentionConfig
@@ -59,7 +60,7 @@ def flash_attention_varlen(
 
     Raises:
         TypeError, ValueError: an argument is wrong or the back end cannot serve it, before anything is launched.
-        NotImplementedError: an input carries a forward-mode tangent.
+        NotImplementedError: an input carries a forward-mode tangent, or torch.func differentiates.
     """
     check_flags(is_causal=is_causal, enable_gqa=enable_gqa, return_lse=return_lse)
     q, k, v = to_autocast_dtype(q), to_autocast_dtype(k), to_autocast_dtype(v)
@@ -86,6 +87,9 @@ def _each_document(
     backend: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`flash_attention` of one document after the other: what the packed kernels are tested against."""
+    for name, boundaries in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
+        if isinstance(boundaries, FakeTensor):
+            raise TypeError(f"{name} must have values for backend {backend!r}, which reads them, got a fake tensor")
     boundaries_q, boundaries_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
     # Of no documents, too, the output depends on all inputs, with gradients of zero.
     outputs, lses = [q[:0] + k[:0].sum() + v[:0].sum()], []

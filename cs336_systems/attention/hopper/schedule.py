@@ -15,6 +15,8 @@ from dataclasses import dataclass, field, replace
 from math import gcd
 from typing import NamedTuple
 
+import numpy as np
+
 from cs336_systems.attention.tiles.config import L2_SHARE_BYTES, head_tile
 
 CONSUMER_ROWS = 64  # rows of queries of a warp group
@@ -23,7 +25,8 @@ ORDERS = ("tiles", "pairs", "rounds")
 PREFIX = "hopper_forward_"
 BYTES_PER_ELEMENT = 2
 # What a tile takes beside its steps, in steps: a program starts and ends with nothing to overlap, a further tile of the
-# same program has its copies behind it. Fitted to both orders of 14 shapes on an H200, triton 3.6.0, 2026-11-21.
+# same program has its copies behind it. Tiles and pairs fitted to 14 shapes on an H200, triton 3.6.0, 2026-11-21; in
+# rounds a tile is taken to cost what it costs in pairs.
 TILE_COST_STEPS = {"tiles": 1.7, "pairs": 0.8, "rounds": 0.8}
 START_COST_STEPS = TILE_COST_STEPS["tiles"] - TILE_COST_STEPS["rounds"]  # of a program in rounds, which may be but one
 
@@ -112,7 +115,7 @@ class Launch:
 
     @property
     def num_items(self) -> int:
-        """What programs are handed: tiles, or pairs of them, of all heads."""
+        """What programs are handed, of all heads: in the order `pairs` pairs of tiles, in the others tiles."""
         return (-(-self.num_tiles // 2) if self.paired else self.num_tiles) * self.batch_heads
 
     def first_query(self, tile: int) -> int:
@@ -157,11 +160,11 @@ def plan_forward(
 
     `group` query heads share a key head. Orders:
       tiles   one program a tile, the longest causal ones first, and the GPU balances them by handing them out.
-      pairs   as many programs as multiprocessors, each taking a long and a short causal tile in turn; the next tile's
-              copies run under the last one's end. That wants enough pairs to go round.
+      pairs   as many programs as multiprocessors, each taking pairs of tiles, under a causal mask a long and a short
+              one; the next tile's copies run under the last one's end. That wants enough pairs to go round.
       rounds  as many programs, and the tiles of `tiles`, in its order, one a program and round: forth and back, so that
-              the program with the longest tile of a round has the shortest of the next. Causal only; that wants tiles
-              whose lengths fall evenly over two rounds.
+              the program with the longest tile of a round has the shortest of the next. It is chosen for causal
+              masks only, whose tiles differ; that wants tiles whose lengths fall evenly over two rounds.
     """
     schedule = SCHEDULES[head_tile(head_dim)]
     named = [name for name in config.split(",") if name.startswith(PREFIX)]
@@ -190,19 +193,39 @@ def plan_forward(
 
 def estimated_steps(launch: Launch, num_multiprocessors: int) -> float:
     """How long a launch takes, in steps of a consumer's loop, with one program at a time on a multiprocessor."""
-    last = launch.num_tiles - 1
-    steps = [sum(launch.num_key_tiles(tile)) + TILE_COST_STEPS[launch.order] for tile in range(launch.num_tiles)]
+    steps = _steps_of_tiles(launch) + TILE_COST_STEPS[launch.order]
+    turns = -(-launch.num_items // num_multiprocessors)
     if launch.paired:
-        longest = max(steps[tile] + steps[last - tile] for tile in range(last // 2 + 1))
-        return -(-launch.num_items // num_multiprocessors) * longest
+        return turns * float((steps + steps[::-1]).max())
     if launch.in_rounds:
-        launch = replace(launch, num_programs=min(launch.num_items, num_multiprocessors))
-        return START_COST_STEPS + max(
-            sum(steps[tile] for _, tile in items_of_program(launch, program)) for program in range(launch.num_programs)
-        )
+        return START_COST_STEPS + _longest_program_in_rounds(launch, steps, num_multiprocessors)
     if launch.is_causal:  # handed out longest first, they end within a short tile of one another
-        return max(steps[-1], sum(steps) * launch.batch_heads / num_multiprocessors + steps[0])
-    return -(-launch.num_items // num_multiprocessors) * steps[0]
+        return max(float(steps[-1]), float(steps.sum()) * launch.batch_heads / num_multiprocessors + float(steps[0]))
+    return turns * float(steps[0])
+
+
+def _steps_of_tiles(launch: Launch) -> np.ndarray:
+    """`sum(launch.num_key_tiles(tile))` of each tile of a head, at once: a call's first plan keeps the host waiting."""
+    schedule, ends = launch.schedule, np.full(launch.num_tiles, launch.num_keys)
+    if launch.is_causal:
+        rows = launch.first_query(0) + schedule.query_tile * np.arange(1, launch.num_tiles + 1)
+        ends = np.minimum(rows, min(launch.num_keys, launch.num_queries))
+    return np.maximum(-(-ends // schedule.key_tile), schedule.masked_tiles(launch.is_causal))
+
+
+def _longest_program_in_rounds(launch: Launch, steps: np.ndarray, num_multiprocessors: int) -> float:
+    """The most steps that a program of the order `rounds` takes, where `steps` are those of a head's tiles.
+
+    Items as `items_of_program` has them, all heads of a group at one tile, and a round a row of them.
+    """
+    groups, remaining = divmod(launch.batch_heads, launch.heads_together)
+    longest_first = steps[::-1]
+    items = [np.repeat(longest_first, launch.heads_together)] * groups + [np.repeat(longest_first, remaining)]
+    num_programs = min(launch.num_items, num_multiprocessors)
+    missing = np.zeros(-launch.num_items % num_programs)
+    rounds = np.concatenate([*items, missing]).reshape(-1, num_programs)
+    forth, back = rounds[::2].sum(0), rounds[1::2].sum(0)
+    return float((forth + back[::-1]).max())
 
 
 def items_of_program(launch: Launch, program: int) -> Iterator[tuple[int, int]]:

@@ -55,6 +55,7 @@ from cs336_systems.attention.masks.checks import (
     check_seed,
     check_seqlens,
     check_tensor,
+    has_values,
     kind_of,
 )
 from cs336_systems.attention.masks.tiles import (
@@ -87,7 +88,11 @@ def _built(constructor: Callable[Arguments, Mask]) -> Callable[Arguments, Mask]:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class BlockMask:
-    """See the module's docstring for the fields' shapes. `block_mask & other` attends what both attend."""
+    """See the module's docstring for the fields' shapes. `block_mask & other` attends what both attend.
+
+    Fields put together by hand must agree: kernels follow the lists wherever they lead. Shapes are checked; values
+    on the CPU alone, and only that tiles and patterns exist. On a GPU a look would stall the host: they are trusted.
+    """
 
     kv_num_blocks: Int[Tensor, "b h query_blocks"]
     kv_indices: Int[Tensor, "b h query_blocks width"]
@@ -114,6 +119,27 @@ class BlockMask:
         self._check("kv_tokens", tuple(self.kv_indices.shape))
         self._check("q_tokens", tuple(self.q_indices.shape))
         self._check("token_bits", (None, self.block_size[0], words_per_row(self.block_size[1])))
+        if has_values(self.kv_num_blocks):
+            self._check_values()
+
+    def _check_values(self) -> None:
+        """Raise unless counts fit their lists, and tiles and patterns exist: kernels follow them without a look."""
+        whole = [seqlen // block for seqlen, block in zip(self.seq_lengths, self.block_size)]
+        num_tiles = [self.kv_num_blocks.shape[2], self.q_num_blocks.shape[2]]
+        for side, other in (("kv", 1), ("q", 0)):  # lists of key tiles, lists of query tiles
+            for prefix, existing in (("", num_tiles[other]), ("full_", whole[other])):
+                indices = f"{prefix}{side}_indices"
+                self._check_range(f"{prefix}{side}_num_blocks", min(existing, getattr(self, indices).shape[3]))
+                self._check_range(indices, max(0, existing - 1))
+            self._check_range(f"{side}_tokens", len(self.token_bits) - 1)
+
+    def _check_range(self, name: str, largest: int) -> None:
+        """Raise unless the values of the tensor `name` are 0 to `largest`."""
+        tensor = getattr(self, name)
+        if tensor.numel():
+            least, most = (int(x) for x in tensor.aminmax())
+            if least < 0 or most > largest:
+                raise ValueError(f"BlockMask.{name} must have values from 0 to {largest}, got {least} to {most}")
 
     def _check(self, name: str, shape: tuple[int | None, ...]) -> None:
         """Raise unless the tensor `name` has `shape`, where None is any length from 1 on, and fits the others."""
@@ -319,7 +345,7 @@ class BlockMask:
         size = check_block_size(block_size)
         device = _check_draw(density, seed, batch, heads, device)
         shape = (batch, heads, *map(num_blocks, lengths, size))
-        scores = torch.rand(shape, generator=torch.Generator().manual_seed(seed))
+        scores = torch.rand(shape, dtype=torch.float32, generator=torch.Generator().manual_seed(seed))
         live = patterns.best_blocks(scores, max(1, round(density * shape[3])))
         return cls.from_blocks(live.to(device), size, seq_lengths=lengths)
 
@@ -344,7 +370,8 @@ class BlockMask:
         generator = torch.Generator().manual_seed(seed)
 
         def rows(queries: slice) -> Tensor:
-            drawn = torch.rand((batch, heads, queries.stop - queries.start, lengths[1]), generator=generator)
+            shape = (batch, heads, queries.stop - queries.start, lengths[1])
+            drawn = torch.rand(shape, dtype=torch.float32, generator=generator)
             return (drawn < density).to(device)
 
         return cls._of(patterns.by_rows(rows, (batch, heads), lengths, size, device), size, lengths)
@@ -496,7 +523,7 @@ class BlockMask:
 
     def to(self, device: Device) -> BlockMask:
         """The same mask on `device`."""
-        device = check_device(device)
+        device = check_device(device, with_values=False)
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         moved: dict[str, Any] = {name: x.to(device) for name, x in values.items() if isinstance(x, Tensor)}
         return replace(self, **moved)

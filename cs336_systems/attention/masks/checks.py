@@ -90,15 +90,24 @@ def check_seed(seed: int) -> None:
         raise ValueError(f"seed must be an int of 64 bits, got {seed!r}")
 
 
-def check_device(device: Device) -> torch.device:
-    """`device` as a torch.device, on which tensors can be made here."""
+def check_device(device: Device, *, with_values: bool = True) -> torch.device:
+    """`device` as a torch.device, on which tensors can be made here; ones `with_values`, as building a mask needs."""
     try:
         found = torch.device(device)
     except (RuntimeError, TypeError):
         raise ValueError(f"device must be a torch.device or its name, got {device!r}") from None
     if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
         raise ValueError(f"device must be one of this machine, which has {torch.cuda.device_count()} GPUs, got {found}")
+    if with_values and found.type == "meta":
+        raise ValueError("device must be one whose tensors have values, got meta; a finished mask may move .to('meta')")
     return found
+
+
+def has_values(tensor: Tensor) -> bool:
+    """Whether the host can look at `tensor` for nothing: it is on the CPU, real, and nobody traces."""
+    if not tensor.is_cpu or torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        return False
+    return type(tensor) is Tensor and not torch._C._len_torch_dispatch_stack()
 
 
 def kind_of(value: object) -> str:

@@ -1,6 +1,7 @@
 """The FlashAttention-2 backward in Triton: a preprocess and two passes, none of which needs atomics.
 
-  preprocess   D = rowsum(dO ∘ O), minus the gradient of L if one arrives; L in base 2; one program a tile of queries
+  preprocess   D = rowsum(dO ∘ O), minus the gradient of L if one arrives, and 0 in a row without keys; L in base 2;
+               one program a tile of queries
   dK, dV       one program a tile of keys, over the query tiles that see it
   dQ           one program a tile of queries, over the key tiles that it sees
 
@@ -73,6 +74,7 @@ def flash_backward_preprocess_kernel(
         dL_base = dL_ptr + batch * stride_dlb + head * stride_dlh
         delta -= tl.load(dL_base + query_rows.to(tl.int64) * stride_dls, mask=query_rows < N_QUERIES, other=0.0)
     L = tl.load(L_ptr + batch_head * N_QUERIES + query_rows, mask=query_rows < N_QUERIES, other=float("inf"))
+    delta = tl.where(float("-inf") < L, delta, 0.0)  # no key: P = 0, and 0 times a NaN gradient of L would be NaN
     tl.store(L_log2_ptr + batch_head * num_rows + query_rows, L * LOG2_E, mask=query_rows < num_rows)
     tl.store(D_ptr + batch_head * num_rows + query_rows, delta, mask=query_rows < num_rows)
 
@@ -285,6 +287,7 @@ def launch_preprocess(
 ) -> tuple[Float[Tensor, "batch heads rows"], Float[Tensor, "batch heads rows"]]:
     """(L in base 2, delta = rowsum(dO ∘ O) - dL), in float32 and contiguous, their rows padded to whole tiles if asked.
 
+    In a row without keys, L = -inf, delta is 0 whatever dO and dL hold there.
     `lse` and the rows of `output` are contiguous.
     """
     rows = empty_rows(lse, padded=padded)

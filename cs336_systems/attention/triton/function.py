@@ -237,7 +237,8 @@ varlen_attention = AttentionOperator(
 class FlashAttentionTriton(torch.autograd.Function):
     """`apply(q, k, v, is_causal=False, scale=None)` on (batch, seq, head_dim) or (batch, heads, seq, head_dim) tensors.
 
-    Saves one tensor of shape (batch, queries), the log-sum-exp, beside q, k, v and the output.
+    Saves one tensor of shape (batch, queries), the log-sum-exp, beside q, k, v and the output. `torch.vmap` goes over
+    `flash_attention`; PyTorch lets no transform of torch.func through this Function.
     """
 
     @staticmethod
