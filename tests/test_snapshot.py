@@ -139,7 +139,7 @@ def test_what_is_compacted_once_counts_once(tmp_path, monkeypatch):
     path.write_bytes(b"\x80\4](" + b"}\x94" + b"h\0" * 900 + b"(K\1K\2u0" * 900 + b"]\x94" * 200_000 + b"e.")
     with pytest.raises(PlainPickleError, match="items for a container that was used before"):
         read_plain_pickle(path, compact=lambda container: 7)
-    path.write_bytes(b"\x80\4](" + b"}\x94(K\1K\2u0" * 5000 + b"N" + b"e.")
+    path.write_bytes(b"\x80\4](" + b"}(K\1K\2u0" * 5000 + b"N" + b"e.")
     assert read_plain_pickle(path, compact=lambda container: 7 if isinstance(container, dict) else container) == [None]
 
 

@@ -30,7 +30,7 @@ def run_cell(function: Callable[..., Any], num_ranks: int, *args: Any, backend: 
         return run_ranks(function, num_ranks, *args, backend=backend, device=device, timeout_s=COLLECTIVE_TIMEOUT_S)
     except RankError as error:
         first_line = str(error).splitlines()[0]
-        out_of_memory = error.error_type in ("OutOfMemoryError", "MemoryError") or CPU_ALLOCATOR in first_line
+        out_of_memory = error.error_type in ("OutOfMemoryError", "MemoryError") or CPU_ALLOCATOR in error.reason
         if out_of_memory or error.error_type == "Disagreement":
             print(error, file=sys.stderr)  # with the rank's traceback, for the log: the record takes one line
         if out_of_memory:
