@@ -223,8 +223,8 @@ def _checked(event: dict[str, Any], number: int) -> dict[str, Any]:
     for name, least in (("ts", -MAX_MICROSECONDS), ("dur", 0)):
         value = event.get(name)
         if not isinstance(value, int | float) or not least <= value <= MAX_MICROSECONDS:  # nor is NaN
-            kind = "a number" if least else "a number, not negative"
-            raise ValueError(f"event {number}: {name} must be {kind} of microseconds, got {reprlib.repr(value)}")
+            kind = "microseconds" if least else "microseconds from 0 on"
+            raise ValueError(f"event {number}: {name} must be a number of {kind}, got {reprlib.repr(value)}")
     keys = {name: arguments.get(name) for name in ("correlation", "External id")}
     for name, value in (*keys.items(), *((name, event.get(name)) for name in ("pid", "tid"))):
         if isinstance(value, list | dict):
