@@ -36,6 +36,7 @@ from cs336_systems.commands.shared import (
 )
 from cs336_systems.commands.train import train
 from cs336_systems.commands.tune import tune
+from cs336_systems.profiling.text import printable
 
 if TYPE_CHECKING:
     from cs336_systems.config import RunConfig
@@ -305,7 +306,7 @@ def report(
                     raise ValueError(f"no records in {path}; measure something first: cs336-systems run --all")
     if check:
         for difference in differences:
-            typer.echo(difference, err=True)
+            typer.echo(printable(difference), err=True)
         typer.echo(f"report --check: {len(differences)} differences")
         raise typer.Exit(1 if differences else 0)
     with one_line_errors():

@@ -25,6 +25,16 @@ class OutOfMemory(Bigram):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 64.00 GiB.\nMore lines of advice.")
 
 
+class FullHost(Bigram):
+    def forward(self, tokens: Tensor) -> Tensor:
+        return torch.empty(2**58, dtype=torch.uint8)  # more than any address space: the allocator's own error
+
+
+class NoMemory(Bigram):
+    def forward(self, tokens: Tensor) -> Tensor:
+        raise MemoryError
+
+
 class Raises(Bigram):
     def forward(self, tokens: Tensor) -> Tensor:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")

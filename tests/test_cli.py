@@ -12,11 +12,12 @@ from pathlib import Path
 
 import pytest
 import torch
+import typer
 from typer.testing import CliRunner
 
 from cs336_systems.cli import app
 from cs336_systems.commands.profile import show_trace
-from cs336_systems.commands.shared import termination_interrupts
+from cs336_systems.commands.shared import one_line_errors, termination_interrupts
 from cs336_systems.experiments.registry import PROBLEMS
 from cs336_systems.profiling.trace import Kernel, Trace
 from cs336_systems.records import read_records
@@ -224,6 +225,21 @@ def test_brackets_in_a_kernels_name_are_shown_as_they_are(capsys):
     show_trace(Trace(kernels=kernels, on_gpu=True, step_ms=(1.0,)), top=2)
     shown = capsys.readouterr().out
     assert "copy [clone .cold]" in shown and "add [/tag]" in shown
+
+
+def test_names_of_kernels_give_no_orders_to_a_terminal(capsys):
+    kernel = Kernel(
+        name="a\x1b[2Jb", category="other", phase="forward", start_us=0.0, duration_us=1.0, stream="", ranges=(), step=0
+    )
+    show_trace(Trace(kernels=(kernel,), on_gpu=True, step_ms=(1.0,)), top=2)
+    shown = capsys.readouterr().out
+    assert r"a\x1b[2Jb" in shown and "\x1b[2J" not in shown
+
+
+def test_an_error_gives_no_orders_to_a_terminal(capsys):
+    with pytest.raises(typer.Exit), one_line_errors():
+        raise ValueError("a\x1b[2Jb\ud800")
+    assert capsys.readouterr().err == "error: a\\x1b[2Jb\\ud800\n"
 
 
 def test_brackets_in_a_snapshot_are_shown_as_they_are(tmp_path):

@@ -323,6 +323,16 @@ def test_models_and_other_cases_are_described(tmp_path: Path) -> None:
     assert "triton bucket_mb=10 forward time" in result.stdout
 
 
+def test_names_in_records_give_no_orders_to_a_terminal(tmp_path: Path) -> None:
+    name, other = "a\x1b[2Jb", "c\x1b]0;t\x07"
+    base = [record(128, [1.0] * 5, implementation=name), record(256, [1.0] * 5, implementation=other)]
+    target = [broken(record(128, [1.0] * 5, implementation=name), message="no\x1b[31m")]
+    result = invoke(write(tmp_path / "base", base), write(tmp_path / "target", target), "--all")
+    assert "\x1b" not in result.output and "\x07" not in result.output
+    for shown in (r"a\x1b[2Jb", r"no\x1b[31m", r"c\x1b]0;t\x07"):
+        assert shown in result.stdout
+
+
 def test_lines_that_are_no_records_are_counted_in_one_line(tmp_path: Path) -> None:
     """Every such line was a warning of its own, with the path of the module that read it."""
     base = write(tmp_path / "base", run_of(1))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -15,8 +16,10 @@ from cs336_systems.cli import app
 from cs336_systems.config import AttentionShape
 from cs336_systems.device import BACKENDS, get_device_info
 from cs336_systems.experiments import backends
-from cs336_systems.experiments.backends import BackendTiming, auto_ratio, benchmark_backends
+from cs336_systems.experiments.backends import AUTO, BackendTiming, auto_ratio, benchmark_backends, contest
+from cs336_systems.profiling import timing
 from cs336_systems.profiling.machine import copy_rate, matmul_rate
+from cs336_systems.profiling.timing import best_medians
 
 COVERS = ("cs336_systems/profiling", "cs336_systems/experiments/backends.py")
 
@@ -112,11 +115,69 @@ def test_auto_is_compared_with_the_fastest_real_back_end() -> None:
     assert auto_ratio(rows[:3]) is None and auto_ratio([row("auto", 1.0), row("tiled", None)]) is None
 
 
+class Clock:
+    """In place of `time_calls`: a call's own time, times the machine's slowness in each window in which it is taken."""
+
+    def __init__(self, slowness: Iterable[float]) -> None:
+        self.slowness = iter(slowness)
+        self.order: list[float] = []
+
+    def __call__(self, call: Any, **_: Any) -> list[float]:
+        own = call()
+        self.order.append(own)
+        return [own * next(self.slowness)] * 5
+
+
+@pytest.mark.parametrize(
+    "slowness",
+    [
+        [1.0] * 10,
+        [1.0 + 0.02 * window for window in range(10)],  # it gets warm
+        [1.3, 1.0, 1.0, 1.3, 1.0, 1.3, 1.3, 1.0, 1.3, 1.3],  # other processes, on some windows
+        [2.0] * 4 + [1.0] * 6,
+    ],
+    ids=["quiet", "drift", "busy", "busy at first"],
+)
+@pytest.mark.parametrize("auto_ms, passes", [(1.0, True), (1.15, False)])
+def test_times_in_turns_tell_the_machine_from_the_back_end(
+    slowness: list[float], auto_ms: float, passes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock(slowness)
+    monkeypatch.setattr(timing, "time_calls", clock)
+    medians = best_medians({"fastest": lambda: 1.0, "auto": lambda: auto_ms}, device="cuda")
+    ratio = medians["auto"] / medians["fastest"]
+    assert (ratio <= 1.1) == passes, medians
+    assert clock.order == [1.0, auto_ms, auto_ms, 1.0] * 2 + [1.0, auto_ms]
+
+
+def test_the_contest_is_of_auto_and_of_what_is_near_the_fastest(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = {"reference": 2.0, "tiled": 2.9, "compiled": 3.1, "triton": 0.1, "hopper": None, AUTO: 4.0}
+    rows = [
+        BackendTiming(backend=name, forward_backward_ms=ms, interpreted=name == "triton") for name, ms in times.items()
+    ]
+    timed: list[str] = []
+
+    def attend(q: Any, k: Any, v: Any, *, backend: str, **_: Any) -> Any:
+        timed.append(backend)
+        return attention_reference(q, k, v, is_causal=True)
+
+    monkeypatch.setattr(backends, "flash_attention", attend)
+    found = {row.backend: row.forward_backward_ms for row in contest(rows, shape(64, 16), device="cpu", num_samples=1)}
+    assert set(timed) == {"reference", "tiled", AUTO} and list(found) == list(times)
+    assert {name for name in times if found[name] == times[name]} == {"compiled", "triton", "hopper"}
+    slow = {"fastest": 0.01, AUTO: 0.0115}
+    rows = [BackendTiming(backend=name, forward_backward_ms=1.0) for name in slow]
+    monkeypatch.setattr(backends, "best_medians", lambda calls, **_: {name: slow[name] for name in calls})
+    ratio = auto_ratio(contest(rows, shape(64, 16), device="cpu"))
+    assert ratio == pytest.approx(1.15), "what was timed first counts no more"
+
+
 @pytest.mark.gpu
 @pytest.mark.alone
 @pytest.mark.parametrize("seqlen, head_dim", [(4096, 64), (8192, 64), (4096, 128), (16384, 64)])
 def test_auto_is_within_ten_percent_of_the_fastest(seqlen: int, head_dim: int) -> None:
-    rows = benchmark_backends(shape(seqlen, head_dim, "bfloat16", heads=16), device="cuda")
+    case = shape(seqlen, head_dim, "bfloat16", heads=16)
+    rows = contest(benchmark_backends(case, device="cuda"), case, device="cuda")
     ratio = auto_ratio(rows)
     assert ratio is not None and ratio <= 1.1, rows
 

@@ -20,7 +20,7 @@ from cs336_systems.report.build import build_report, check_documents, update_doc
 from cs336_systems.report.figures import file_stem, problem_figures, save_figure
 from cs336_systems.report.frames import IMPLEMENTATIONS, load_frame, select
 from cs336_systems.report.headline import NO_SPEED
-from cs336_systems.report.markdown import number
+from cs336_systems.report.markdown import code_span, number, table
 from cs336_systems.report.plots import FIRST_STEP, PLOTS, plots
 from cs336_systems.report.styles import colour, marker
 from cs336_systems.report.tables import TABLES, sections
@@ -316,6 +316,12 @@ def test_a_reason_is_quoted_as_code(message: str, span: str) -> None:
     rows = [dataclasses.replace(row, message=message) if row.status == "oom" else row for row in flash_records()]
     assert f"- OOM: {span}" in table_of(rows, "bfloat16.forward").splitlines()
     assert f"S=16384, d=32, bfloat16: {span}." in answer("flash_benchmarking", load_frame(rows))
+
+
+def test_no_text_of_a_record_gives_orders_to_a_terminal() -> None:
+    """A report is read with `cat`, too."""
+    name = "a\x1b[2Jb"
+    assert code_span(name) == r"`a\x1b[2Jb`" and r"| a\\x1b[2Jb |" in table([name], [])
 
 
 def test_no_text_of_a_record_ends_its_cell_or_row() -> None:

@@ -63,6 +63,20 @@ def test_dtypes_under_autocast_on_a_gpu(dtype):
     }  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("call", "argument"),
+    [
+        (lambda: accumulate("nope", "float16"), "accumulator"),
+        (lambda: accumulate("float16", "nope"), "addend"),
+        (lambda: norm_in("nope", 1.0), "dtype"),
+        (lambda: autocast_dtypes("cpu", "nope"), "dtype"),
+    ],
+)
+def test_an_unknown_dtype_is_refused(call, argument):
+    with pytest.raises(ValueError, match=f"^{argument} must be one of float64, .*, got 'nope'"):
+        call()
+
+
 def test_squares_overflow_in_float16_alone():
     small, large = norm_in("float16", 1.0), norm_in("float16", 1000.0)
     assert small.overflowing_squares == 0 and small.error < 0.01

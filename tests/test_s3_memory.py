@@ -449,6 +449,15 @@ def test_checkpointing_keeps_names_and_can_be_undone():
     assert model.run_blocks.__name__ == "run_in_order"
 
 
+@pytest.mark.parametrize("checkpointing", ["none", "recursive", "1"])
+def test_a_model_without_blocks_runs(checkpointing):
+    """Recursion halved nothing for ever."""
+    model = build_model(SMALL, device="cpu")
+    model.layers = nn.ModuleList()
+    apply_checkpointing(model, checkpointing)
+    assert model(torch.zeros(1, 4, dtype=torch.int64)).shape == (1, 4, SMALL.vocab_size)
+
+
 def test_bad_checkpointing_is_refused():
     model = build_model(SMALL, device="cpu")
     with pytest.raises(TypeError, match="model must be a TransformerLM, .*, got Linear"):
@@ -459,7 +468,7 @@ def test_bad_checkpointing_is_refused():
     message = r"one operator \(sdpa, tiled, triton, hopper\) to keep its output, got reference"
     with pytest.raises(ValueError, match=message):
         checkpoint_selectively(model, 1)
-    for name in ("0", "two", "-1", ""):
+    for name in ("0", "two", "-1", "", 5, None):
         with pytest.raises(
             ValueError, match="checkpointing must be none, recursive, selective or blocks per group, got"
         ):

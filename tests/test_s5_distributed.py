@@ -186,15 +186,22 @@ def test_a_step_is_over_when_the_last_rank_is():
 
 def fail(rank: int, ranks: int, error: str) -> None:
     if rank == 1:
-        raise {"memory": torch.OutOfMemoryError, "wrong": Disagreement, "bug": ArithmeticError}[error]("planted")
+        if error == "host":
+            torch.empty(2**58, dtype=torch.uint8)
+        kinds = {"memory": torch.OutOfMemoryError, "python": MemoryError, "wrong": Disagreement, "bug": ArithmeticError}
+        raise kinds[error]("planted")
     dist.barrier()
 
 
 @pytest.mark.parametrize(
-    ("error", "raised"), [("memory", torch.OutOfMemoryError), ("wrong", Disagreement), ("bug", RankError)]
-)
+    ("error", "raised"),
+    [
+        ("memory", torch.OutOfMemoryError), ("host", torch.OutOfMemoryError), ("python", torch.OutOfMemoryError),
+        ("wrong", Disagreement), ("bug", RankError),
+    ],
+)  # fmt: skip
 def test_a_ranks_error_becomes_the_cells(error, raised):
-    with pytest.raises(raised, match="rank 1 of 2 failed: .*planted"):
+    with pytest.raises(raised, match="rank 1 of 2 failed: .*(planted|DefaultCPUAllocator)"):
         run_cell(fail, 2, error, backend="gloo", run=TINY)
 
 

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
+import re
+import struct
 import subprocess
 import sys
+import tracemalloc
 from pathlib import Path
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
-from cs336_systems.profiling import plain_pickle
+from cs336_systems.cli import app
+from cs336_systems.profiling import plain_pickle, snapshot
 from cs336_systems.profiling.plain_pickle import PlainPickleError, read_plain_pickle
 from cs336_systems.profiling.snapshot import read_snapshot, snapshot_trace
 from tests import snapshot_files
@@ -65,6 +71,10 @@ def test_a_hostile_snapshot_is_refused_and_nothing_runs(protocol, tmp_path):
         (b"\x80\x04\x94.", "nothing to remember"),
         (b"\x80\x04h\x05.", "value 5 is used before it is there"),
         (b"\x80\x04Nq\x05.", "value 5 is remembered before value 0"),
+        (b"\x80\x04Nq\x00q\x00.", "value 0 is remembered twice"),
+        (b"\x80\x04]\x94\x94.", "a container is remembered twice"),
+        (b"\x80\x04]\x94h\x00a.", "items for a container that was used before"),
+        (b"\x80\x04}\x94j\x00\x00\x00\x00(K\x01K\x02u.", "items for a container that was used before"),
         (b"\x80\x04X\xff\xff\xff\x7f", "a string of 2,147,483,647 bytes, more than 65,536"),
         (b"\x80\x04X\x01\x00\x00\x00\xff.", "not UTF-8"),
         (b"\x80\x04" + b"(" * 100, "nested more than 64 deep"),
@@ -100,7 +110,7 @@ def in_batches(item: bytes, count: int) -> bytes:
         (in_batches(b"J\1\2\3\4", 100), "more than 1,000 values to keep"),
         (in_batches(b"G\1\2\3\4\5\6\7\10", 100), "more than 1,000 values to keep"),
         (b"]" + b"(" + (b"(" + b"J\1\2\3\4" * 900 + b"t") * 100 + b"e", "more than 1,000 values to keep"),
-        (b"]" + b"\x94" * 400_000, "more references than one for 16 bytes"),
+        (b"N" + b"\x94" * 400_000, "more references than one for 16 bytes"),
         (b"}\x940" + in_batches(b"h\0", 200), "more references than one for 16 bytes"),
         (in_batches(b"X\4\0\0\0\xf0\x9f\x98\x80", 100), "more references than one for 16 bytes"),
         (
@@ -119,6 +129,165 @@ def test_a_file_that_is_larger_in_memory_is_refused(program, message, tmp_path, 
     path.write_bytes(b"\x80\4" + program + b".")
     with pytest.raises(PlainPickleError, match=message):
         read_plain_pickle(path)
+
+
+def test_what_is_compacted_once_counts_once(tmp_path, monkeypatch):
+    """A container that was filled again and again lowered the count each time, so that others had no limit."""
+    monkeypatch.setattr(plain_pickle, "MAX_RETAINED", 1000)
+    monkeypatch.setattr(plain_pickle, "WINDOW_BYTES", 2**17)
+    path = tmp_path / "x.pickle"
+    path.write_bytes(b"\x80\4](" + b"}\x94" + b"h\0" * 900 + b"(K\1K\2u0" * 900 + b"]\x94" * 200_000 + b"e.")
+    with pytest.raises(PlainPickleError, match="items for a container that was used before"):
+        read_plain_pickle(path, compact=lambda container: 7)
+    path.write_bytes(b"\x80\4](" + b"}(K\1K\2u0" * 5000 + b"N" + b"e.")
+    assert read_plain_pickle(path, compact=lambda container: 7 if isinstance(container, dict) else container) == [None]
+
+
+# What is kept of a snapshot
+
+
+def short(text: str) -> bytes:
+    return b"\x8c" + bytes([len(text)]) + text.encode()
+
+
+def around(program: bytes, traces: bytes = b"]") -> bytes:
+    """An empty snapshot, after `program` has read something and left the stack as it was."""
+    keys = b"".join(short(key) + b"\x940" for key in ("filename", "line", "name", "f"))  # memo 0 to 3
+    return b"\x80\4" + keys + program + b"}(" + short("segments") + b"]" + short("device_traces") + traces + b"u."
+
+
+def different_frames(count: int, after: bytes = b"0") -> bytes:
+    return b"".join(b"}(h\0h\3h\1J" + struct.pack("<i", i) + b"h\2h\3u" + after for i in range(count))
+
+
+def different_stacks(count: int) -> bytes:
+    stacks = itertools.islice(itertools.product(range(4, 34), repeat=3), count)
+    return different_frames(30, b"\x940") + b"".join(b"](h%ch%ch%ce0" % stack for stack in stacks)
+
+
+EVENT = b"}(" + short("action") + short("alloc") + short("size") + b"K\1u"
+
+
+@pytest.mark.parametrize(
+    ("program", "message"),
+    [
+        (different_frames(2000), r"byte [\d,]+: different frames and stacks of more than [\d,]+ bytes in memory"),
+        (different_stacks(2000), "different frames and stacks of more than"),
+        ((EVENT + b"0") * 2000, "more than 1,2.. events"),
+    ],
+    ids=["frames", "stacks", "events"],
+)
+def test_what_is_kept_is_limited_by_the_file(program, message, tmp_path, monkeypatch):
+    """27 MB of different frames took 431 MB, 34 MB of different stacks 658: what became rows was not counted."""
+    monkeypatch.setattr(snapshot, "MAX_TABLE_BYTES", 2**18)
+    monkeypatch.setattr(snapshot, "MAX_EVENTS", 1000)
+    path = tmp_path / "x.pickle"
+    path.write_bytes(around(program))
+    with pytest.raises(PlainPickleError, match=rf"x\.pickle: .*{message}"):
+        read_snapshot(path)
+
+
+@pytest.mark.parametrize("rows", [different_frames, different_stacks])
+def test_the_count_is_what_frames_and_stacks_take(rows, tmp_path, monkeypatch):
+    """The limit is in bytes of memory; here the bytes counted are compared with those that Python allocates."""
+    monkeypatch.setattr(snapshot, "TABLE_BYTES_PER_FILE_BYTE", 0.0)
+    path = tmp_path / "x.pickle"
+    path.write_bytes(around(rows(20_000)))
+    limit = 20_000 * 300
+    monkeypatch.setattr(snapshot, "MAX_TABLE_BYTES", limit)
+    tracemalloc.start()
+    try:
+        result = read_snapshot(path)
+        kept, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert len(result.frames) + len(result.stack_table) > 20_000 and kept <= limit
+    monkeypatch.setattr(snapshot, "MAX_TABLE_BYTES", kept)  # after reading, without what growing took: counted or more
+    path.write_bytes(around(rows(26_000)))
+    with pytest.raises(PlainPickleError, match="different frames and stacks"):
+        read_snapshot(path)
+
+
+def test_a_long_path_is_kept_once(tmp_path):
+    """Each allocation had a text of its own, as long as the path of the file, which may have 65,536 characters."""
+    written = small_snapshot()
+    frame = {"filename": "/a/" + "b" * 60_000, "line": 1, "name": "c" * 60_000}
+    written["device_traces"] = [[event("alloc", 512 * i, 512, [frame]) for i in range(1, 300)]]
+    trace = snapshot_trace(read_snapshot(write(tmp_path / "x.pickle", written)))
+    wheres = {id(one.where): one.where for one in trace.allocations if one.where != "before"}
+    assert len(wheres) == 1 and len(*wheres.values()) < 600
+
+
+def deep(count: int) -> bytes:
+    return b")" + b"\x85" * count
+
+
+def frame_of(filename: bytes, line: bytes = b"K\1") -> bytes:
+    return b"}(h\0" + filename + b"h\1" + line + b"h\2h\3u"
+
+
+@pytest.mark.parametrize(
+    ("program", "message"),
+    [
+        (frame_of(deep(20_000)) + b"0", r"a frame must have a file, a line and a name, got \{'filename': \(\(\("),
+        (frame_of(b"]" * 20_000 + b"a" * 19_999) + b"0", "a frame must have a file, a line and a name, got"),
+        (b"}(" + short("action") + deep(20_000) + short("size") + b"K\1u0", "an event must have an action"),
+        (frame_of(b"h\3", b"\x8a\xff" + b"\x7f" * 255) + b"0", "a frame must have a file, a line and a name"),
+    ],
+    ids=["tuples", "lists", "event", "line"],
+)
+def test_a_snapshot_of_strange_values_is_refused_in_one_line(program, message, tmp_path):
+    path = tmp_path / "x.pickle"
+    path.write_bytes(around(program))
+    refused_on_the_command_line(path, message)
+
+
+@pytest.mark.parametrize("address", [[], "zz", None, -1, 2**64])
+def test_a_block_at_no_address_is_refused(address, tmp_path):
+    written = small_snapshot()
+    written["segments"][0]["blocks"][1]["address"] = address
+    refused_on_the_command_line(
+        write(tmp_path / "x.pickle", written), f"a block's address is {re.escape(repr(address))}"
+    )
+
+
+@pytest.mark.parametrize("size", [2**64 - 1, 2**62])
+def test_blocks_that_no_sum_can_hold_are_refused(size, tmp_path):
+    written = small_snapshot()
+    written["device_traces"][0].append(event("alloc", 2**30, size, []))
+    refused_on_the_command_line(
+        write(tmp_path / "x.pickle", written), "blocks of more than 4,611,686,018,427,387,904 bytes in all"
+    )
+
+
+def test_a_trace_of_other_things_than_events_is_refused(tmp_path):
+    written = small_snapshot() | {"device_traces": [[None]]}
+    refused_on_the_command_line(write(tmp_path / "x.pickle", written), "'device_traces' must be lists of events")
+
+
+def test_a_pipe_is_refused(tmp_path):
+    """It was waited for for ever."""
+    os.mkfifo(tmp_path / "x.pickle")
+    refused_on_the_command_line(tmp_path / "x.pickle", "not a regular file")
+
+
+def refused_on_the_command_line(path: Path, message: str) -> None:
+    with pytest.raises(PlainPickleError, match=rf"x\.pickle: .*{message}"):
+        read_snapshot(path)
+    result = CliRunner().invoke(app, ["memory", "--snapshot", str(path)])
+    lines = result.output.strip().splitlines()
+    assert result.exit_code == 2 and len(lines) == 1 and lines[0].startswith("error: x.pickle: "), result.output
+
+
+@pytest.mark.parametrize(
+    ("name", "shown"), [("\x1b[2Ja\x1b]0;t\x07", r"\x1b[2Ja\x1b]0;t\x07"), ("\ud800", r"\ud800"), ("\u202e", r"\u202e")]
+)
+def test_names_in_a_snapshot_give_no_orders_to_a_terminal(name, shown, tmp_path):
+    written = small_snapshot()
+    written["device_traces"][0][-1]["frames"] = [{"filename": f"/p/{name}.py", "line": 1, "name": name}]
+    result = CliRunner().invoke(app, ["memory", "--snapshot", str(write(tmp_path / "x.pickle", written))])
+    assert result.exit_code == 0, result.output
+    assert f"{shown}.py:1 {shown}" in result.output and name not in result.output
 
 
 def test_a_long_integer_is_refused(tmp_path):

@@ -5,6 +5,9 @@ from __future__ import annotations
 
 import gzip
 import json
+import math
+import os
+import tracemalloc
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,9 +22,19 @@ from cs336_systems.experiments.model_cells import TrainingStep
 from cs336_systems.profiling.capture import capture
 from cs336_systems.profiling.kernels import CATEGORIES, categorize, short_name
 from cs336_systems.profiling.ranges import ATTENTION_PARTS, annotate, module_ranges, named_range, role_of
-from cs336_systems.profiling.trace import Kernel, Trace, length_us, merge, overlap_us, read_trace, trace_of
+from cs336_systems.profiling.trace import (
+    DEVICE_CATEGORIES,
+    Kernel,
+    Trace,
+    length_us,
+    merge,
+    overlap_us,
+    read_trace,
+    trace_of,
+)
 
 COVERS = ("cs336_systems/profiling",)
+ABSENT = object()  # in place of a value: the key is left out
 
 # Kernel names
 
@@ -417,6 +430,73 @@ def test_what_is_no_trace_is_refused(tmp_path: Path, content: bytes) -> None:
     path.write_bytes(content)
     with pytest.raises(ValueError, match=r"x\.trace\.json: not a chrome trace"):
         read_trace(path)
+
+
+def test_a_damaged_archive_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "x.trace.json"
+    packed = gzip.compress(json.dumps(gpu_events()).encode())
+    for damaged in (packed[:-20], packed[:40] + b"\xff" * 100, packed + b"more"):
+        path.write_bytes(damaged)
+        with pytest.raises(ValueError, match=r"x\.trace\.json: not a chrome trace"):
+            read_trace(path)
+
+
+@pytest.mark.parametrize("key, values", [
+    ("name", [ABSENT, None, {"a": 1}]),
+    ("ts", [ABSENT, "1", None, [1], math.nan, math.inf, 10**400]),
+    ("dur", [ABSENT, "1", None, [1], math.nan, math.inf, -5]),
+    ("args", [[1], "text", 3]),
+    ("pid", [[1], {}]),
+    ("tid", [[1], {}]),
+    ("correlation", [[1], {}]),
+    ("External id", [[1], {}]),
+])  # fmt: skip
+@pytest.mark.parametrize("on_gpu", [False, True], ids=["cpu", "gpu"])
+def test_an_event_of_strange_values_is_refused(key: str, values: list[Any], on_gpu: bool, tmp_path: Path) -> None:
+    events = [event for event in gpu_events() if on_gpu or event.get("cat") not in DEVICE_CATEGORIES]
+    number = next(n for n, e in enumerate(events) if e.get("cat") == ("kernel" if on_gpu else "cpu_op"))
+    path = tmp_path / "x.trace.json"
+    for value in values:
+        changed = dict(events[number])
+        if value is ABSENT:
+            del changed[key]
+        elif key in ("correlation", "External id"):
+            changed["args"] = {**changed.get("args", {}), key: value}
+        else:
+            changed[key] = value
+        path.write_text(json.dumps([*events[:number], changed, *events[number + 1 :]]))
+        with pytest.raises(
+            ValueError, match=rf"x\.trace\.json: not a chrome trace \(event {number}: {key} must be an? "
+        ):
+            read_trace(path)
+
+
+def test_what_is_not_read_may_be_strange() -> None:
+    strange: list[dict[str, Any]] = [{"ph": "X"}, {"ph": "X", "cat": ["kernel"]}, {"ph": "M", "cat": "kernel"}]
+    assert trace_of([*strange, *gpu_events()]) == trace_of(gpu_events())
+
+
+def test_a_pipe_is_refused(tmp_path: Path) -> None:
+    """It was waited for for ever."""
+    os.mkfifo(tmp_path / "x.trace.json")
+    with pytest.raises(ValueError, match=r"x\.trace\.json: a trace must be a regular file"):
+        read_trace(tmp_path / "x.trace.json")
+
+
+def test_no_more_is_unpacked_than_would_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A megabyte that unpacks to a gigabyte passed the limit of the file's size."""
+    path = tmp_path / "x.trace.json"
+    path.write_bytes(gzip.compress(b"[" + b" " * 2**26 + b"]"))
+    monkeypatch.setattr("cs336_systems.profiling.trace.MAX_TRACE_BYTES", 2**20)
+    assert path.stat().st_size < 2**20
+    tracemalloc.start()
+    try:
+        with pytest.raises(ValueError, match=r"x\.trace\.json: .*more than 1,048,576 bytes when unpacked"):
+            read_trace(path)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 2**24
 
 
 def test_an_oversized_file_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

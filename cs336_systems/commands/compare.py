@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from cs336_systems.commands.shared import counted_warnings, one_line_errors
+from cs336_systems.profiling.text import printable
 
 if TYPE_CHECKING:
     from cs336_systems.compare import ComparedRow, Comparison
@@ -59,7 +60,7 @@ def show_comparison(comparison: Comparison, *, show_all: bool = False) -> None:
     if rows:
         table = Table("row", "base", "target", "change", "interval", "verdict", box=None)
         for row in rows:
-            table.add_row(*_cells(row))
+            table.add_row(*map(printable, _cells(row)))
         console.print(table)
     for title, keys in (
         ("missing in the target", comparison.missing),
@@ -69,9 +70,9 @@ def show_comparison(comparison: Comparison, *, show_all: bool = False) -> None:
         if keys:
             console.print(f"{title}: {len(keys)}")
             for key in keys:
-                console.print(f"  {describe_key(key)}", markup=False)
+                console.print(f"  {printable(describe_key(key))}", markup=False)
     for note in comparison.notes:
-        console.print(f"note: {note}", markup=False)
+        console.print(f"note: {printable(note)}", markup=False)
     console.print(_summary(comparison))
 
 

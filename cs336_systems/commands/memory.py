@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from cs336_systems.commands.shared import one_line_errors
+from cs336_systems.profiling.text import printable
 
 if TYPE_CHECKING:
     from cs336_systems.experiments.memory_cells import MemoryCase
@@ -61,7 +62,7 @@ def memory(
                 f"{precision}, checkpointing {checkpoint}"
             )
     console = Console(markup=False)
-    console.print(title, highlight=False)
+    console.print(printable(title), highlight=False)
     phases = Table("phase", "peak (GiB)", box=None)
     for name, num_bytes in trace.phase_peaks().items():
         phases.add_row(name, f"{num_bytes / GIB:.2f}")
@@ -74,7 +75,7 @@ def memory(
     console.print("\nlargest allocations:", highlight=False)
     largest = Table("MiB", "count", "category", "where", box=None)
     for one in trace.largest(NUM_LARGEST):
-        largest.add_row(f"{one.num_bytes / 2**20:.1f}", str(one.count), one.category, one.where)
+        largest.add_row(f"{one.num_bytes / 2**20:.1f}", str(one.count), one.category, printable(one.where))
     console.print(largest)
     if limit is not None:
         peak = trace.peak_bytes()

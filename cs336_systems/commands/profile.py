@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from cs336_systems.commands.shared import EXIT_NOTHING_MEASURED, DeviceOption, ResultsOption, one_line_errors
+from cs336_systems.profiling.text import printable
 
 if TYPE_CHECKING:
     from cs336_systems.config import AttentionShape, ModelCase, RunConfig
@@ -118,9 +119,11 @@ def _prepare(case: ModelCase | AttentionShape, implementation: str, mode: str, r
 
     from cs336_systems.experiments.cells import Disagreement, Unsupported
     from cs336_systems.experiments.profiled import prepare
+    from cs336_systems.profiling.memory import one_out_of_memory_error
 
     try:
-        return prepare(case, implementation, mode, run)
+        with one_out_of_memory_error():
+            return prepare(case, implementation, mode, run)
     except (Unsupported, Disagreement, torch.OutOfMemoryError) as error:
         typer.echo(f"error: {' '.join(str(error).split())}", err=True)
         raise typer.Exit(EXIT_NOTHING_MEASURED) from None
@@ -143,11 +146,12 @@ def _capture(prepared: Prepared, device: str, steps: int, warmup: int, ranges: b
     import torch
 
     from cs336_systems.profiling.capture import capture
+    from cs336_systems.profiling.memory import one_out_of_memory_error
     from cs336_systems.profiling.ranges import annotate
 
     annotated = annotate(prepared.model) if ranges and prepared.model is not None else nullcontext()
     try:
-        with one_line_errors(), annotated:
+        with one_line_errors(), one_out_of_memory_error(), annotated:
             return capture(
                 prepared.call, device=device, num_steps=steps, warmup=warmup, before=prepared.before, path=path
             )
@@ -239,5 +243,6 @@ def show_trace(trace: Trace, top: int) -> None:
     table = Table(what[:-1], "category", "calls a step", "ms a step", "share", box=None)
     for kernel in trace.top_kernels(top):
         share = f"{100 * kernel.ms / total:.1f} %"
-        table.add_row(kernel.name, kernel.category, f"{kernel.calls / steps:g}", f"{kernel.ms / steps:.3f}", share)
+        name, calls = printable(kernel.name), f"{kernel.calls / steps:g}"
+        table.add_row(name, kernel.category, calls, f"{kernel.ms / steps:.3f}", share)
     console.print(table)

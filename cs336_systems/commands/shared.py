@@ -12,6 +12,8 @@ from typing import Annotated
 
 import typer
 
+from cs336_systems.profiling.text import printable
+
 EXIT_NOTHING_MEASURED = 1
 EXIT_WRONG_ARGUMENT = 2
 EXIT_SIGNAL = 128  # plus the signal's number
@@ -26,7 +28,7 @@ def one_line_errors() -> Iterator[None]:
     try:
         yield
     except (ValueError, TypeError, OSError) as error:
-        typer.echo(f"error: {' '.join(str(error).split())}", err=True)
+        typer.echo(f"error: {printable(' '.join(str(error).split()))}", err=True)
         raise typer.Exit(EXIT_WRONG_ARGUMENT) from None
 
 
@@ -40,7 +42,7 @@ def counted_warnings() -> Iterator[None]:
         finally:
             if caught:
                 more = f", and {len(caught) - 1} more like it" if len(caught) > 1 else ""
-                typer.echo(f"warning: {' '.join(str(caught[0].message).split())}{more}", err=True)
+                typer.echo(f"warning: {printable(' '.join(str(caught[0].message).split()))}{more}", err=True)
 
 
 class Terminated(KeyboardInterrupt):

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from cs336_systems.config import RunConfig
 from cs336_systems.distributed.launch import RankError, run_ranks
 from cs336_systems.experiments.cells import Disagreement, Unsupported
+from cs336_systems.profiling.memory import CPU_ALLOCATOR
 from cs336_systems.profiling.timing import plan_samples, time_once
 
 COLLECTIVE_TIMEOUT_S = 240.0  # ranks differ in the time that they take to compile, allocate and load
@@ -29,9 +30,10 @@ def run_cell(function: Callable[..., Any], num_ranks: int, *args: Any, backend: 
         return run_ranks(function, num_ranks, *args, backend=backend, device=device, timeout_s=COLLECTIVE_TIMEOUT_S)
     except RankError as error:
         first_line = str(error).splitlines()[0]
-        if error.error_type in ("OutOfMemoryError", "Disagreement"):
+        out_of_memory = error.error_type in ("OutOfMemoryError", "MemoryError") or CPU_ALLOCATOR in error.reason
+        if out_of_memory or error.error_type == "Disagreement":
             print(error, file=sys.stderr)  # with the rank's traceback, for the log: the record takes one line
-        if error.error_type == "OutOfMemoryError":
+        if out_of_memory:
             raise torch.OutOfMemoryError(first_line) from error
         if error.error_type == "Disagreement":
             raise Disagreement(first_line) from error

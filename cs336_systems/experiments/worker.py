@@ -150,7 +150,7 @@ def _serve(
     torch._dynamo.config.recompile_limit = 64
 
     from cs336_systems.experiments.registry import measure_function
-    from cs336_systems.profiling.memory import release
+    from cs336_systems.profiling.memory import one_out_of_memory_error, release
 
     pipe.send(READY)
     problem = ""
@@ -166,8 +166,9 @@ def _serve(
             torch._dynamo.reset()
         outcome = Outcome()
         try:
-            for measurement in measure_function(cell.problem)(cell, run):
-                pipe.send(measurement)
+            with one_out_of_memory_error():
+                for measurement in measure_function(cell.problem)(cell, run):
+                    pipe.send(measurement)
         except Unsupported as reason:
             outcome = Outcome(status="skipped", message=str(reason))
         except torch.OutOfMemoryError as error:

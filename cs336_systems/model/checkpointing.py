@@ -141,7 +141,7 @@ def _run_groups(blocks_per_group: int, run_group: BlockRunner, blocks: Sequence[
 
 def _run_halves(blocks: Sequence[nn.Module], x: Tensor) -> Tensor:
     blocks = list(blocks)
-    if len(blocks) == 1 or not torch.is_grad_enabled():
+    if len(blocks) <= 1 or not torch.is_grad_enabled():
         return run_in_order(blocks, x)
     middle = -(-len(blocks) // 2)
     x = _checkpoint(_run_halves, blocks[:middle], x)
@@ -182,14 +182,17 @@ def _positive(value: int) -> int:
 
 
 def apply_checkpointing(model: nn.Module, name: str) -> None:
-    """The strategy called `name`: "none", "recursive", a group size as "4", or "selective" (groups of one block)."""
+    """The strategy called `name`: "none", "recursive", a group size as "4", or "selective" (groups of one block).
+
+    Raises ValueError for any other.
+    """
     if name == "none":
         store_all(model)
     elif name == "recursive":
         checkpoint_recursively(model)
     elif name == "selective":
         checkpoint_selectively(model, 1)
-    elif name.isdecimal() and int(name) > 0:
+    elif isinstance(name, str) and name.isdecimal() and int(name) > 0:
         checkpoint_blocks(model, int(name))
     else:
         raise ValueError(f"checkpointing must be none, recursive, selective or blocks per group, got {name!r}")

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 MIB = 2**20
+CPU_ALLOCATOR = "DefaultCPUAllocator"  # in the message of the RuntimeError that it raises when the host is full
 PHASE_MARK = "cs336_systems.phase"  # the profiler's name of the moment at which a phase begins
 
 
@@ -19,6 +21,19 @@ def release(device: str) -> None:
     if device == "cuda":
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
+
+
+@contextmanager
+def one_out_of_memory_error() -> Iterator[None]:
+    """Raise what a CPU says when its memory is full as the error that CUDA raises: torch.OutOfMemoryError."""
+    try:
+        yield
+    except MemoryError as error:
+        raise torch.OutOfMemoryError(str(error) or "the host is out of memory") from error
+    except RuntimeError as error:
+        if CPU_ALLOCATOR in str(error) and not isinstance(error, torch.OutOfMemoryError):
+            raise torch.OutOfMemoryError(str(error)) from error
+        raise
 
 
 def peak_cuda_bytes(call: Callable[[], object]) -> int:

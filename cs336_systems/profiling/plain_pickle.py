@@ -11,11 +11,13 @@ It also reads files larger than the memory that their contents would take: the f
 dict or list, once filled, goes through `compact`, which may return something smaller in its place (a row number, say).
 What is small enough to keep is up to `compact`. A byte of file may stand for many bytes of memory (an empty dict, a
 reference to an earlier value, a number on the stack), so everything that is kept is counted while the file passes, and
-a file that holds more than a snapshot could is refused before it fills the memory.
+a file that holds more than a snapshot could is refused before it fills the memory. What `compact` keeps it must count
+itself; a PlainPickleError that it raises gets the file's name and position.
 """
 
 from __future__ import annotations
 
+import stat
 import struct
 import sys
 from collections.abc import Callable, Collection
@@ -28,8 +30,10 @@ MAX_FILE_BYTES = 4 * 2**30
 MAX_RETAINED = 4_000_000  # values kept at one time besides compacted ones, and values on the stack: some 100 MiB each
 BYTES_PER_REFERENCE = 16  # of file for each further entry of the memo or of a container; events have 20 and more
 MAX_TEXT_BYTES = 2**28  # of different strings in memory, where a character may take four bytes for one in the file
-MAX_DEPTH = 64  # of containers in containers
+MAX_DEPTH = 64  # of containers in containers, where one has several items
 PROTOCOLS = (2, 3, 4, 5)
+RECALL = ord("j")  # the instruction of most bytes of a snapshot
+USED = -1  # in place of an index: no longer being filled
 
 _SHORT = struct.Struct("<H")
 _INT = struct.Struct("<i")
@@ -57,11 +61,14 @@ def read_plain_pickle(
 
     Raises PlainPickleError, a ValueError, with the byte's position, on any instruction that is not about plain data, a
     truncated or malformed file, one larger than `max_bytes`, and one that keeps too many values, nests too deep, or
-    holds too long a string. A list that grows further after it was compacted is refused, too.
+    holds too long a string. A list that grows further after it was compacted or used is refused, too, and so is a
+    `path` that is not a regular file: reading a pipe would wait for ever.
     """
-    size = path.stat().st_size
-    if size > max_bytes:
-        raise PlainPickleError(f"{path.name}: {size:,} bytes, more than the {max_bytes:,} that are read")
+    found = path.stat()
+    if not stat.S_ISREG(found.st_mode):
+        raise PlainPickleError(f"{path.name}: not a regular file")
+    if found.st_size > max_bytes:
+        raise PlainPickleError(f"{path.name}: {found.st_size:,} bytes, more than the {max_bytes:,} that are read")
     with open(path, "rb") as file:
         return _Interpreter(file, path.name, compact).run()
 
@@ -73,7 +80,7 @@ class _Interpreter:
         self.stack: list[Any] = []
         self.marks: list[int] = []  # lengths of the stack where marks were set
         self.memo: list[Any] = []  # picklers number what they remember from 0 up
-        self.memo_of: dict[int, int] = {}  # id of a container that is being filled -> its index in the memo
+        self.memo_of: dict[int, int] = {}  # id of a container in the memo -> its index there, or USED
         self.strings: dict[str, str] = {}  # each text once
         self.retained = 0  # containers, strings and numbers that are kept
         self.references = 0  # entries of containers that are kept
@@ -87,11 +94,14 @@ class _Interpreter:
             if len(self.window) - self.position < LONGEST_STRING + 16:
                 self._refill()
             window, position = self.window, self.position
-            if window[position : position + 1] == b"j" and position + 5 <= len(window):  # most of a snapshot is this
-                index = int.from_bytes(window[position + 1 : position + 5], "little")
+            if position + 5 <= len(window) and window[position] == RECALL:
+                (index,) = _UNSIGNED.unpack_from(window, position + 1)
                 if index < len(memo):
-                    stack.append(memo[index])
+                    value = memo[index]
+                    stack.append(value)
                     self.position = position + 5
+                    if type(value) is dict or type(value) is list:
+                        self.memo_of[id(value)] = USED
                     continue
             opcode = self._take(1)
             if opcode == b".":
@@ -165,29 +175,39 @@ class _Interpreter:
         self.retained += sum(type(item) is int or type(item) is float for item in items)
 
     def filled(self, container: Any, items: Collection[Any]) -> None:
-        """The container on top has got `items`: compact it, there and in the memo."""
-        small = self.compact(container)
+        """The container on top has got `items`: compact it, there and in the memo.
+
+        It is nowhere else: it is in the memo once at most, and was not taken from there. So it is gone when compacted.
+        """
+        index = self.memo_of.get(id(container))
+        if index == USED:
+            raise self._error("items for a container that was used before")
+        try:
+            small = self.compact(container)
+        except PlainPickleError as error:
+            raise self._error(str(error)) from None
         if small is container:
             self.hold(items)
-        else:
-            self.stack[-1] = small
-            self.retained -= 1
-            index = self.memo_of.pop(id(container), None)
-            if index is not None:
-                self.memo[index] = small
+            return
+        self.stack[-1] = small
+        self.retained -= 1
+        if index is not None:
+            del self.memo_of[id(container)]
+            self.memo[index] = small
 
     def remember(self, index: int) -> None:
         if not self.stack:
             raise self._error("nothing to remember")
         value = self.stack[-1]
-        if index == len(self.memo):
-            self.memo.append(value)
-        elif index < len(self.memo):
-            self.memo[index] = value
-        else:
+        if index < len(self.memo):
+            raise self._error(f"value {index} is remembered twice")
+        if index > len(self.memo):
             raise self._error(f"value {index} is remembered before value {len(self.memo)}")
         if isinstance(value, dict | list):
+            if id(value) in self.memo_of:
+                raise self._error("a container is remembered twice")
             self.memo_of[id(value)] = index
+        self.memo.append(value)
 
     # The instructions with arguments
 
@@ -223,7 +243,10 @@ class _Interpreter:
     def recall(self, index: int) -> None:
         if index >= len(self.memo):
             raise self._error(f"value {index} is used before it is there")
-        self.stack.append(self.memo[index])
+        value = self.memo[index]
+        if isinstance(value, dict | list):
+            self.memo_of[id(value)] = USED
+        self.stack.append(value)
 
     def append(self) -> None:
         item = self._pop()

@@ -9,11 +9,14 @@
 
 The file (torch.cuda.memory._dump_snapshot, https://docs.pytorch.org/docs/stable/torch_cuda_memory.html) is a pickle.
 `plain_pickle` reads it; events become rows of numbers as they pass, so that a gigabyte of file takes a few hundred
-megabytes of memory.
+megabytes of memory. What is kept of events, frames and stacks is limited, too, by the file's size: a gigabyte of the
+most hostile file takes less than two.
 """
 
 from __future__ import annotations
 
+import reprlib
+import sys
 from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -36,11 +39,19 @@ OTHER_ACTION = len(ACTIONS)
 ALLOC, FREE = ACTIONS.index("alloc"), ACTIONS.index("free_requested")
 FRAME_KEYS = {"filename", "line", "name"}
 MAX_EVENTS = 1_000_000  # of a recording: many times a training step's
+BYTES_PER_EVENT = 200  # of file for each further event; one with thirty frames has more
+# Of different frames and stacks, in memory: a hundred thousand of a stack of thirty frames, and a quarter of the file.
+MAX_TABLE_BYTES = 2**26
+TABLE_BYTES_PER_FILE_BYTE = 0.25
+ENTRY_BYTES = 192  # of a dict's and a list's entry and a row number, for each frame or stack
+MAX_TOTAL_BYTES = 2**62  # of all blocks: sums of them are 64-bit integers
+MAX_LINE = 2**64
+LONGEST_ORIGIN = 256  # characters of a path or name that are shown
 ACTIVE_STATES = ("active_allocated", "active_pending_free", "active_awaiting_free")
 TORCH_PARTS = ("/torch/", "torch/utils/", "??")  # in file names of frames that are PyTorch's
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Frame:
     """A line of Python (or, where recorded, C++) that led to an event."""
 
@@ -60,33 +71,51 @@ class Snapshot:
     stack_table: list[tuple[int, ...]] = field(default_factory=list)  # rows of `frames`, the innermost first
     frames: list[Frame] = field(default_factory=list)
     active: dict[int, int] = field(default_factory=dict)  # address -> bytes, of blocks in use at the end
+    _origins: dict[int, str] = field(default_factory=dict, repr=False)  # by row of `frames`, each text once
 
     def origin(self, stack: int) -> str:
         """`model/layers.py:39 forward` of the innermost frame outside of PyTorch; empty if the stack has none."""
         for number in self.stack_table[stack]:
-            frame = self.frames[number]
-            if not frame.file.startswith(SKIPPED_FRAMES) and not any(part in frame.file for part in TORCH_PARTS):
-                return f"{short_path(frame.file)}:{frame.line} {frame.name}"
+            if number not in self._origins:
+                self._origins[number] = _shown_frame(self.frames[number])
+            if self._origins[number]:
+                return self._origins[number]
         return ""
+
+
+def _shown_frame(frame: Frame) -> str:
+    """Where the frame is, the last part of a very long path; empty if it is PyTorch's."""
+    if frame.file.startswith(SKIPPED_FRAMES) or any(part in frame.file for part in TORCH_PARTS):
+        return ""
+    return f"{short_path(frame.file)[-LONGEST_ORIGIN:]}:{frame.line} {frame.name[:LONGEST_ORIGIN]}"
 
 
 class _Event(int):
     """The row of an event that has become columns."""
 
+    __slots__ = ()
+
 
 class _Stack(int):
     """The row of a list of frames."""
+
+    __slots__ = ()
 
 
 class _FrameRow(int):
     """The row of a frame."""
 
+    __slots__ = ()
+
 
 class _Compactor:
-    """Turns events, lists of frames and frames into rows while the file is read."""
+    """Turns events, lists of frames and frames into rows while a file of `file_bytes` is read."""
 
-    def __init__(self) -> None:
+    def __init__(self, file_bytes: int) -> None:
         self.snapshot = Snapshot()
+        self.max_events = MAX_EVENTS + file_bytes // BYTES_PER_EVENT
+        self.max_table_bytes = MAX_TABLE_BYTES + int(TABLE_BYTES_PER_FILE_BYTE * file_bytes)
+        self.table_bytes = 0  # of the different frames and stacks
         self.frame_rows: dict[Frame, _FrameRow] = {}
         self.stack_rows: dict[tuple[int, ...], _Stack] = {}
         self.no_frames = self._stack(())
@@ -104,26 +133,35 @@ class _Compactor:
 
     def _frame(self, values: dict[Any, Any]) -> _FrameRow:
         file, line, name = values["filename"], values["line"], values["name"]
-        if not isinstance(file, str) or not isinstance(line, int) or not isinstance(name, str):
-            raise PlainPickleError(f"a frame must have a file, a line and a name, got {values!r:.200}")
+        if not (isinstance(file, str) and isinstance(line, int) and abs(line) < MAX_LINE and isinstance(name, str)):
+            raise PlainPickleError(f"a frame must have a file, a line and a name, got {reprlib.repr(values)}")
         frame = Frame(file=file, line=line, name=name)
         if frame not in self.frame_rows:
+            self._count(sys.getsizeof(frame) + sys.getsizeof(line))
             self.frame_rows[frame] = _FrameRow(len(self.snapshot.frames))
             self.snapshot.frames.append(frame)
         return self.frame_rows[frame]
 
     def _stack(self, rows: tuple[int, ...]) -> _Stack:
         if rows not in self.stack_rows:
+            self._count(sys.getsizeof(rows))
             self.stack_rows[rows] = _Stack(len(self.snapshot.stack_table))
             self.snapshot.stack_table.append(rows)
         return self.stack_rows[rows]
 
+    def _count(self, num_bytes: int) -> None:
+        self.table_bytes += ENTRY_BYTES + num_bytes
+        if self.table_bytes > self.max_table_bytes:
+            raise PlainPickleError(f"different frames and stacks of more than {self.max_table_bytes:,} bytes in memory")
+
     def _event(self, values: dict[Any, Any]) -> _Event:
         action, size, address = values["action"], values["size"], values.get("addr", 0)
         if not isinstance(action, str) or not _is_count(size) or not _is_count(address):
-            raise PlainPickleError(f"an event must have an action, an address and a size, got {values!r:.200}")
+            raise PlainPickleError(f"an event must have an action, an address and a size, got {reprlib.repr(values)}")
         stack = values.get("frames")
         snapshot = self.snapshot
+        if len(snapshot.actions) >= self.max_events:
+            raise PlainPickleError(f"more than {self.max_events:,} events")
         snapshot.actions.append(ACTIONS.index(action) if action in ACTIONS else OTHER_ACTION)
         snapshot.addresses.append(address)
         snapshot.sizes.append(size)
@@ -137,7 +175,7 @@ def _is_count(value: Any) -> bool:
 
 def read_snapshot(path: Path, *, device: int = 0, max_bytes: int = MAX_FILE_BYTES) -> Snapshot:
     """The snapshot in `path`, events of GPU `device`. PlainPickleError, a ValueError, if it is not one."""
-    compactor = _Compactor()
+    compactor = _Compactor(path.stat().st_size)
     loaded = read_plain_pickle(path, compact=compactor, max_bytes=max_bytes)
     traces = loaded.get("device_traces") if isinstance(loaded, dict) else None
     segments = loaded.get("segments") if isinstance(loaded, dict) else None
@@ -146,7 +184,9 @@ def read_snapshot(path: Path, *, device: int = 0, max_bytes: int = MAX_FILE_BYTE
     if not 0 <= device < max(1, len(traces)):
         raise ValueError(f"device must be one of the {len(traces)} in {path.name}, got {device}")
     snapshot = compactor.snapshot
-    lengths = [len(trace) if isinstance(trace, list) else 0 for trace in traces]
+    if not all(isinstance(trace, list) and all(type(item) is _Event for item in trace) for trace in traces):
+        raise PlainPickleError(f"{path.name}: no memory snapshot: 'device_traces' must be lists of events")
+    lengths = [len(trace) for trace in traces]
     if sum(lengths) != len(snapshot.actions):
         raise PlainPickleError(f"{path.name}: no memory snapshot: it has events outside of 'device_traces'")
     start = sum(lengths[:device])
@@ -156,6 +196,9 @@ def read_snapshot(path: Path, *, device: int = 0, max_bytes: int = MAX_FILE_BYTE
     for segment in segments:
         if isinstance(segment, dict) and segment.get("device", 0) == device:
             snapshot.active |= _active_blocks(segment, path.name)
+    sizes = (size for action, size in zip(snapshot.actions, snapshot.sizes) if action in (ALLOC, FREE))
+    if sum(sizes) + sum(snapshot.active.values()) > MAX_TOTAL_BYTES:
+        raise PlainPickleError(f"{path.name}: no memory snapshot: blocks of more than {MAX_TOTAL_BYTES:,} bytes in all")
     return snapshot
 
 
@@ -163,9 +206,11 @@ def _active_blocks(segment: dict[str, Any], name: str) -> dict[int, int]:
     blocks, address = segment.get("blocks", []), segment.get("address", 0)
     active = {}
     for block in blocks if isinstance(blocks, list) else [None]:
-        if not isinstance(block, dict) or not _is_count(block.get("size")) or not _is_count(address):
+        if not isinstance(block, dict) or not _is_count(block.get("size")):
             raise PlainPickleError(f"{name}: no memory snapshot: a segment's blocks have no sizes")
         address = block.get("address", address)
+        if not _is_count(address):
+            raise PlainPickleError(f"{name}: no memory snapshot: a block's address is {reprlib.repr(address)}")
         if block.get("state") in ACTIVE_STATES:
             active[address] = block["size"]
         address += block["size"]

@@ -19,7 +19,7 @@ import numpy as np
 CATEGORIES = ("parameters", "optimizer", "gradients", "activations", "temporaries")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Allocation:
     """One block of memory and its life."""
 

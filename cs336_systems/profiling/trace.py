@@ -16,7 +16,11 @@ Times in a trace are microseconds; results here are milliseconds.
 from __future__ import annotations
 
 import gzip
+import io
 import json
+import reprlib
+import stat
+import zlib
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -31,7 +35,10 @@ DEVICE_CATEGORIES = ("kernel", "gpu_memcpy", "gpu_memset")
 LAUNCH_CATEGORIES = ("cuda_runtime", "cuda_driver")
 BACKWARD_OPERATOR = "autograd::engine::evaluate_function"
 OPTIMIZER_RANGE = "Optimizer.step#"
-MAX_TRACE_BYTES = 2**31  # of a file on disk; a trace of one step is a few MiB
+READ_CATEGORIES = (*DEVICE_CATEGORIES, *LAUNCH_CATEGORIES, "cpu_op", "user_annotation")
+MAX_TRACE_BYTES = 2**30  # of a file on disk and of its text; a trace of one step is a few MiB
+CHUNK_BYTES = 2**20  # unpacked at once
+MAX_MICROSECONDS = 1e18  # thirty thousand years
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -152,24 +159,39 @@ def overlap_us(first: Iterable[Kernel], second: Iterable[Kernel]) -> float:
 def read_trace(path: Path) -> Trace:
     """The trace in the chrome-trace file at `path`, which may be gzipped.
 
-    Raises ValueError for a file that is no chrome trace or is larger than 2 GiB. The file is parsed as JSON only.
+    Raises ValueError for what is no regular file or no chrome trace, or has more than 1 GiB, packed or unpacked. The
+    file is parsed as JSON only.
     """
-    if path.stat().st_size > MAX_TRACE_BYTES:
+    found = path.stat()
+    if not stat.S_ISREG(found.st_mode):  # reading a pipe would wait for ever
+        raise ValueError(f"{path.name}: a trace must be a regular file")
+    if found.st_size > MAX_TRACE_BYTES:
         raise ValueError(f"{path.name}: a trace must have at most {MAX_TRACE_BYTES:,} bytes")
     try:
         data = path.read_bytes()
-        loaded = json.loads(gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data)
-    except (ValueError, gzip.BadGzipFile, EOFError, RecursionError) as error:
+        loaded = json.loads(_unpacked(data) if data[:2] == b"\x1f\x8b" else data)
+        events = loaded.get("traceEvents") if isinstance(loaded, dict) else loaded
+        if not isinstance(events, list) or not all(isinstance(event, dict) for event in events):
+            raise ValueError("no list of traceEvents")
+        return trace_of(events)
+    except (ValueError, gzip.BadGzipFile, zlib.error, EOFError, RecursionError) as error:
         raise ValueError(f"{path.name}: not a chrome trace ({error})") from error
-    events = loaded.get("traceEvents") if isinstance(loaded, dict) else loaded
-    if not isinstance(events, list) or not all(isinstance(event, dict) for event in events):
-        raise ValueError(f"{path.name}: not a chrome trace (no list of traceEvents)")
-    return trace_of(events)
+
+
+def _unpacked(data: bytes) -> bytearray:
+    """The text in the gzip file `data`; ValueError for more than MAX_TRACE_BYTES, of which no more is unpacked."""
+    text = bytearray()
+    with gzip.open(io.BytesIO(data)) as file:
+        while part := file.read(CHUNK_BYTES):
+            text += part
+            if len(text) > MAX_TRACE_BYTES:
+                raise ValueError(f"more than {MAX_TRACE_BYTES:,} bytes when unpacked")
+    return text
 
 
 def trace_of(events: Sequence[dict[str, Any]]) -> Trace:
-    """The trace that `events`, the entries of "traceEvents", describe."""
-    complete = [event for event in events if event.get("ph") == "X" and "ts" in event]
+    """The trace that `events`, the entries of "traceEvents", describe; ValueError for one that says nonsense."""
+    complete = [_checked(event, number) for number, event in enumerate(events) if _is_read(event)]
     sites = _launch_sites(complete)
     steps = sorted(
         (float(event["ts"]), float(event["ts"]) + float(event["dur"]))
@@ -185,6 +207,29 @@ def trace_of(events: Sequence[dict[str, Any]]) -> Trace:
         step_ms=tuple((end - start) / 1e3 for start, end in steps),
         ranges=tuple(names),
     )
+
+
+def _is_read(event: dict[str, Any]) -> bool:
+    return event.get("ph") == "X" and event.get("cat") in READ_CATEGORIES
+
+
+def _checked(event: dict[str, Any], number: int) -> dict[str, Any]:
+    """`event`, the entry `number`; ValueError where a value that is used is missing or of another kind."""
+    arguments = event.get("args") or {}
+    if not isinstance(arguments, dict):
+        raise ValueError(f"event {number}: args must be an object, got {reprlib.repr(arguments)}")
+    if not isinstance(event.get("name"), str):
+        raise ValueError(f"event {number}: name must be a text, got {reprlib.repr(event.get('name'))}")
+    for name, least in (("ts", -MAX_MICROSECONDS), ("dur", 0)):
+        value = event.get(name)
+        if not isinstance(value, int | float) or not least <= value <= MAX_MICROSECONDS:  # nor is NaN
+            kind = "microseconds" if least else "microseconds from 0 on"
+            raise ValueError(f"event {number}: {name} must be a number of {kind}, got {reprlib.repr(value)}")
+    keys = {name: arguments.get(name) for name in ("correlation", "External id")}
+    for name, value in (*keys.items(), *((name, event.get(name)) for name in ("pid", "tid"))):
+        if isinstance(value, list | dict):
+            raise ValueError(f"event {number}: {name} must be a number or a text, got {reprlib.repr(value)}")
+    return event
 
 
 @dataclass(kw_only=True, slots=True)
