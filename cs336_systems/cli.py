@@ -295,7 +295,7 @@ def report(
 
     documents = [Path(name) for name in DOCUMENTS]
     with one_line_errors():
-        if folder is not None and Path(folder).name != folder:
+        if folder is not None and (Path(folder).name != folder or folder in ("", "..") or "\\" in folder):
             raise ValueError(f"--folder must be the name of a folder in {results}, got {folder!r}")
         if check:
             differences = check_documents(documents, results / PUBLISHED_FOLDER)

@@ -11,6 +11,13 @@ so that plain percentile intervals would find a regression in every large compar
 
 A regression is a change for the worse that is over the threshold and whose whole interval is for the worse; over the
 threshold alone it is noise. The draws are seeded by the row's key: the same records always give the same answer.
+
+Small changes that all rows of an implementation share drown in intervals so wide. So there is a verdict on each group,
+a quantity of an implementation of a problem: on the geometric mean of the ratios of its times or rates. Its interval
+comes from resampling the cases, each with all of its rows, whose ratios scatter by what differs from run to run and by
+the noise of the samples (t with one degree less than there are cases); it is never narrower than resampling the samples
+of every row says. A group has regressed where the whole interval lies beyond the threshold. The confidence is shared
+among the groups; rows and groups each take half of the errors that the family confidence allows.
 """
 
 from __future__ import annotations
@@ -18,7 +25,7 @@ from __future__ import annotations
 import hashlib
 import math
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -35,9 +42,11 @@ FailOn = Literal["regression", "any", "none"]
 FAIL_ON = ("regression", "any", "none")
 
 DEFAULT_THRESHOLD_PERCENT = 1.5
-FAMILY_CONFIDENCE = 0.95  # that no unchanged row of a whole comparison is called changed
+FAMILY_CONFIDENCE = 0.95  # that no unchanged row or group of a whole comparison is called changed
 NUM_RESAMPLES = 2000
+NUM_GROUP_RESAMPLES = 500  # of all rows once more
 MIN_NOISY_SAMPLES = 4  # fewer timed samples say nothing of their noise
+MIN_GROUP_CASES = 5  # fewer cases say nothing of what they have in common
 TIME_UNITS = ("ms", "s")
 RATE_UNITS = ("GB/s", "TFLOP/s")  # where more is better; of everything else less is
 COUNT_UNIT = "calls"
@@ -63,10 +72,27 @@ class ComparedRow:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ComparedGroup:
+    """One quantity of an implementation over all cases and modes of a problem: the geometric mean of its changes."""
+
+    problem: str
+    scale: str
+    implementation: str
+    quantity: str
+    num_rows: int
+    num_cases: int
+    verdict: Verdict
+    change_percent: float  # positive where the target is worse
+    low_percent: float  # interval of the change
+    high_percent: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class Comparison:
     """All rows of two sets of records, and the keys that only one side has or that one side has twice."""
 
     rows: tuple[ComparedRow, ...]
+    groups: tuple[ComparedGroup, ...] = ()  # of at least MIN_GROUP_CASES cases
     missing: tuple[tuple[str, ...], ...] = ()  # in the base only
     extra: tuple[tuple[str, ...], ...] = ()  # in the target only
     duplicates: tuple[tuple[str, ...], ...] = ()  # more than once on a side
@@ -83,6 +109,15 @@ class Comparison:
     @property
     def improvements(self) -> list[ComparedRow]:
         return self.with_verdict("improvement")
+
+    def groups_with(self, verdict: Verdict) -> list[ComparedGroup]:
+        return [group for group in self.groups if group.verdict == verdict]
+
+    @property
+    def reasons_not_compared(self) -> Counter[str]:
+        """How many rows are not compared, by the kind of reason, the most frequent first."""
+        reasons = Counter(row.reason.partition(":")[0] for row in self.with_verdict("not compared"))
+        return Counter(dict(reasons.most_common()))
 
     @property
     def complete(self) -> bool:
@@ -150,9 +185,11 @@ def compare_records(
         raise ValueError(f"records of different devices cannot be compared: {', '.join(devices)}")
     before, after = ({record.key: record for record in latest(records)} for records in (base, target))
     shared = [key for key in before if key in after]
-    confidence = 1 - (1 - FAMILY_CONFIDENCE) / max(1, len(shared))
+    confidence = _shared_confidence(len(shared))
+    rows = tuple(_compare(before[key], after[key], threshold_percent, confidence) for key in shared)
     return Comparison(
-        rows=tuple(_compare(before[key], after[key], threshold_percent, confidence) for key in shared),
+        rows=rows,
+        groups=_compare_groups(rows, threshold_percent),
         missing=tuple(key for key in before if key not in after),
         extra=tuple(key for key in after if key not in before),
         duplicates=tuple(dict.fromkeys([*_repeated(base), *_repeated(target)])),
@@ -164,7 +201,8 @@ def compare_records(
 def exit_code(comparison: Comparison, fail_on: FailOn = "regression") -> int:
     """0 if all is well; 2 if rows are missing, extra or doubled; 1 on a regression, or with `any` on any change.
 
-    With `none` always 0. An incomplete comparison is 2 also where a row regressed: what is missing may hide more.
+    Rows and groups count alike. With `none` always 0. An incomplete comparison is 2 also where a row regressed: what is
+    missing may hide more.
     """
     if fail_on not in FAIL_ON:
         raise ValueError(f"fail_on must be one of {', '.join(FAIL_ON)}, got {fail_on!r}")
@@ -172,7 +210,8 @@ def exit_code(comparison: Comparison, fail_on: FailOn = "regression") -> int:
         return 0
     if not comparison.complete:
         return EXIT_INCOMPLETE
-    changed = [*comparison.regressions, *(comparison.improvements if fail_on == "any" else ())]
+    verdicts: tuple[Verdict, ...] = ("regression", "improvement") if fail_on == "any" else ("regression",)
+    changed = any(comparison.with_verdict(verdict) or comparison.groups_with(verdict) for verdict in verdicts)
     return EXIT_REGRESSION if changed else 0
 
 
@@ -185,7 +224,7 @@ def bootstrap_change(
     many in a block as the cube root of their number.
     """
     generator = np.random.default_rng(seed)
-    before, after = (_resampled_medians(np.asarray(samples, dtype=float), generator) for samples in (base, target))
+    before, after = (_resampled_medians(samples, generator, NUM_RESAMPLES) for samples in (base, target))
     usable = before != 0
     error = float(np.std(after[usable] / before[usable], ddof=1)) if usable.sum() > 1 else math.inf
     margin = student_quantile((1 + confidence) / 2, max(1, len(base) + len(target) - 2)) * error
@@ -196,21 +235,27 @@ def bootstrap_change(
 def student_quantile(probability: float, degrees: int) -> float:
     """Quantile of Student's t: the normal one corrected for the degrees of freedom (Abramowitz and Stegun 26.7.5).
 
-    Within 1 % from 8 degrees on, down to tails of 1e-3; below that it is too small.
+    Within 1 % from 4 degrees on, down to tails of 1e-3; below that it is too small.
     """
     z = NormalDist().inv_cdf(probability)
     first = (z**3 + z) / 4
     second = (5 * z**5 + 16 * z**3 + 3 * z) / 96
     third = (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384
-    return z + first / degrees + second / degrees**2 + third / degrees**3
+    fourth = (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / 92160
+    return z + first / degrees + second / degrees**2 + third / degrees**3 + fourth / degrees**4
 
 
-def _resampled_medians(samples: np.ndarray, generator: np.random.Generator) -> np.ndarray:
-    count = len(samples)
+def _shared_confidence(number: int) -> float:
+    """Of each of `number` intervals, rows or groups, which share half of the family's errors."""
+    return 1 - (1 - FAMILY_CONFIDENCE) / 2 / max(1, number)
+
+
+def _resampled_medians(values: Sequence[float], generator: np.random.Generator, num_resamples: int) -> np.ndarray:
+    samples, count = np.asarray(values, dtype=float), len(values)
     block = max(1, round(count ** (1 / 3)))
     num_blocks = -(-count // block)
-    starts = generator.integers(count, size=(NUM_RESAMPLES, num_blocks, 1))
-    indices = ((starts + np.arange(block)) % count).reshape(NUM_RESAMPLES, -1)[:, :count]  # circular
+    starts = generator.integers(count, size=(num_resamples, num_blocks, 1))
+    indices = ((starts + np.arange(block)) % count).reshape(num_resamples, -1)[:, :count]  # circular
     return np.median(samples[indices], axis=1)
 
 
@@ -219,7 +264,7 @@ def _compare(base: Record, target: Record, threshold_percent: float, confidence:
     if base.status != "ok" or target.status != "ok":
         return _compare_statuses(base, target)
     if base.unit != target.unit:
-        return _row(base, target, "not compared", reason=f"{base.unit} and {target.unit}")
+        return _row(base, target, "not compared", reason=f"different units: {base.unit} and {target.unit}")
     if "interpreter" in base.kernel or "interpreter" in target.kernel:
         return _row(base, target, "not compared", reason="interpreted kernels run at no meaningful speed")
     if RANKED.fullmatch(base.quantity) and base.kernel != target.kernel:
@@ -234,16 +279,87 @@ def _compare(base: Record, target: Record, threshold_percent: float, confidence:
     change = 100 * sign * (after / before - 1)
     noisy = base.unit in (*TIME_UNITS, *RATE_UNITS)
     if noisy and min(len(base.samples), len(target.samples)) < MIN_NOISY_SAMPLES:
-        counts = f"{len(base.samples)} and {len(target.samples)} samples say nothing of their noise"
+        counts = f"too few samples: {len(base.samples)} and {len(target.samples)} samples say nothing of their noise"
         return _row(base, target, "not compared", change, reason=counts)
-    seed = int.from_bytes(hashlib.sha256("\n".join(base.key).encode()).digest()[:8], "big")
-    ends = bootstrap_change(base.samples, target.samples, confidence=confidence, seed=seed)
+    ends = bootstrap_change(base.samples, target.samples, confidence=confidence, seed=_seed_of(base.key))
     low, high = sorted(100 * sign * end for end in ends)
     if abs(change) <= threshold_percent:
         return _row(base, target, "unchanged", change, low, high)
     if low > 0 or high < 0:
         return _row(base, target, "regression" if change > 0 else "improvement", change, low, high)
     return _row(base, target, "noise", change, low, high)
+
+
+def _seed_of(key: Iterable[str]) -> int:
+    return int.from_bytes(hashlib.sha256("\n".join(key).encode()).digest()[:8], "big")
+
+
+def _compare_groups(rows: Iterable[ComparedRow], threshold_percent: float) -> tuple[ComparedGroup, ...]:
+    """The verdict on each group that has enough cases, in the order of their first rows."""
+    by_group: dict[tuple[str, ...], dict[str, list[ComparedRow]]] = defaultdict(lambda: defaultdict(list))
+    for row in rows:
+        if _has_ratio(row):
+            problem, scale, implementation, case, _, quantity = row.key
+            by_group[problem, scale, implementation, quantity][case].append(row)
+    enough = {group: cases for group, cases in by_group.items() if len(cases) >= MIN_GROUP_CASES}
+    confidence = _shared_confidence(len(enough))
+    return tuple(_compare_group(group, cases, threshold_percent, confidence) for group, cases in enough.items())
+
+
+def _has_ratio(row: ComparedRow) -> bool:
+    """Whether the row is a time or a rate with an interval, whose logarithm can be averaged."""
+    timed = row.base.unit in (*TIME_UNITS, *RATE_UNITS) and not math.isnan(row.low_percent)
+    return timed and min(*row.base.samples, *row.target.samples) > 0
+
+
+def _compare_group(
+    group: tuple[str, ...], cases: dict[str, list[ComparedRow]], threshold_percent: float, confidence: float
+) -> ComparedGroup:
+    generator = np.random.default_rng(_seed_of(group))
+    in_order = [sorted(cases[case], key=lambda row: row.key) for case in sorted(cases)]
+    rows = [row for of_case in in_order for row in of_case]
+    counts = np.array([len(of_case) for of_case in in_order])
+    sums = np.array([sum(map(_log_ratio, of_case)) for of_case in in_order])
+    mean = sums.sum() / len(rows)
+    # cases
+    picks = generator.integers(len(cases), size=(NUM_RESAMPLES, len(cases)))
+    of_cases = float(np.std(sums[picks].sum(axis=1) / counts[picks].sum(axis=1), ddof=1))
+    of_cases *= math.sqrt(len(cases) / (len(cases) - 1))  # n values resampled have (n - 1) / n of their variance
+    # samples
+    drawn = sum(_resampled_log_ratio(row, generator) for row in rows) / len(rows)
+    of_samples = float(np.std(drawn, ddof=1))
+    degrees_of_samples = sum(len(row.base.samples) + len(row.target.samples) - 2 for row in rows)
+    errors = {len(cases) - 1: of_cases, degrees_of_samples: of_samples}
+    margin = max(student_quantile((1 + confidence) / 2, degrees) * error for degrees, error in errors.items())
+    change, low, high = (100 * math.expm1(min(value, 700.0)) for value in (mean, mean - margin, mean + margin))
+    if abs(change) <= threshold_percent:
+        verdict: Verdict = "unchanged"
+    elif low > threshold_percent:
+        verdict = "regression"
+    elif high < -threshold_percent:
+        verdict = "improvement"
+    else:
+        verdict = "noise"
+    problem, scale, implementation, quantity = group
+    return ComparedGroup(
+        problem=problem, scale=scale, implementation=implementation, quantity=quantity,
+        num_rows=len(rows), num_cases=len(cases), verdict=verdict,
+        change_percent=change, low_percent=low, high_percent=high,
+    )  # fmt: skip
+
+
+def _log_ratio(row: ComparedRow) -> float:
+    """Logarithm of how many times worse the target is."""
+    sign = -1 if row.base.unit in RATE_UNITS else 1
+    return sign * math.log(summarize(row.target.samples).median / summarize(row.base.samples).median)
+
+
+def _resampled_log_ratio(row: ComparedRow, generator: np.random.Generator) -> np.ndarray:
+    sign = -1 if row.base.unit in RATE_UNITS else 1
+    before, after = (
+        _resampled_medians(record.samples, generator, NUM_GROUP_RESAMPLES) for record in (row.base, row.target)
+    )
+    return sign * np.log(after / before)
 
 
 def _compare_statuses(base: Record, target: Record) -> ComparedRow:

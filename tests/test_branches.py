@@ -117,10 +117,12 @@ def test_a_problem_that_no_revision_has_leaves_nothing_behind(repository: Path, 
     process = command(
         repository, temporary, "before", "after", "no_such_problem", "--results", str(tmp_path / "results")
     )
-    _, errors = process.communicate(timeout=120)
+    output, errors = process.communicate(timeout=120)
     assert process.returncode == 2, "1 would be a regression"
     (line,) = errors.strip().splitlines()
-    assert line.startswith("error: unknown problem 'no_such_problem'")
+    commit = git(repository, "rev-parse", "before")[:12]
+    assert line.startswith(f"error: unknown problem 'no_such_problem' at revision before ({commit}); known: ")
+    assert output == "" and "pytorch_attention, " in line
     assert_untouched(repository, temporary, state)
 
 

@@ -207,7 +207,8 @@ def test_the_published_folder_away_from_the_repository_gets_a_report(tmp_path, m
     result = invoke("report", "--results", ".", "--folder", "nvidia-h200")
     assert result.exit_code == 0, result.stderr
     assert (tmp_path / "nvidia-h200" / "report.md").is_file()
-    assert_refused(invoke("report", "--results", ".", "--folder", "../x"), "--folder must be the name of a folder")
+    for folder in ("../x", "..", ".", "", "/tmp", "a/b", "a/", "a\\b"):
+        assert_refused(invoke("report", "--results", ".", "--folder", folder), "--folder must be the name of a folder")
 
 
 # What comes from files is no markup

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +80,62 @@ def test_a_change_inside_the_noise_says_so() -> None:
     assert row.verdict == "noise" and row.change_percent == pytest.approx(10) and row.low_percent < 0 < row.high_percent
 
 
+def test_a_slowdown_that_all_rows_share_is_seen_though_each_is_inside_the_noise() -> None:
+    """Of 36 rows 5 % slower most were inside of intervals corrected for thousands of rows, and nothing spoke of all."""
+    base, target = (run_of(seed, slower=slower, noise=0.05, rows=36) for seed, slower in ((1, 1.0), (2, 1.05)))
+    comparison = compare_records(base, target)
+    assert len(comparison.regressions) < 4 and len(comparison.with_verdict("noise")) > 18
+    (group,) = comparison.groups
+    assert (group.problem, group.implementation, group.quantity) == ("flash_benchmarking", "triton", "time")
+    assert (group.num_rows, group.num_cases, group.verdict) == (36, 36, "regression")
+    assert 1.5 < group.low_percent < 5 < group.high_percent < 9
+    assert group.change_percent == pytest.approx(5, abs=1.5)
+    alone = replace(comparison, rows=())
+    assert exit_code(alone) == exit_code(alone, "any") == 1 and exit_code(alone, "none") == 0
+    (group,) = compare_records(target, base).groups
+    assert group.verdict == "improvement" and group.high_percent < -1.5
+    alone = replace(compare_records(target, base), rows=())
+    assert exit_code(alone) == 0 and exit_code(alone, "any") == 1
+
+
+def test_a_slowdown_of_all_rows_below_the_threshold_is_none() -> None:
+    base, target = (run_of(seed, slower=slower, noise=0.001) for seed, slower in ((1, 1.0), (2, 1.012)))
+    assert [group.verdict for group in compare_records(base, target).groups] == ["unchanged"]
+    assert [group.verdict for group in compare_records(base, target, threshold_percent=1.0).groups] == ["regression"]
+
+
+def test_groups_without_a_change_alarm_no_more_often_than_stated() -> None:
+    """Every row of a run is off by 2 % of its own, which its samples do not show; the threshold of 0 hides nothing."""
+    alarms, runs, groups = 0, 40, 4
+    for run in range(runs):
+        sides = []
+        for side in (0, 1):
+            generator = random.Random(2 * run + side)
+            rows = []
+            for group in range(groups):
+                for seqlen in range(1, 9):
+                    center = math.exp(generator.gauss(0, 0.02))
+                    samples = [center * math.exp(generator.gauss(0, 0.01)) for _ in range(6)]
+                    rows.append(record(seqlen, samples, implementation=f"number {group}"))
+            sides.append(rows)
+        comparison = compare_records(*sides, threshold_percent=0)
+        assert len(comparison.groups) == groups
+        alarms += bool(comparison.groups_with("regression") or comparison.groups_with("improvement"))
+    assert alarms <= 3, "1 is expected of 40 runs at 2.5 %; 4 or more would be one chance in 50"
+
+
+def test_a_group_needs_five_cases_and_only_times_and_rates_count() -> None:
+    five, four = ([record(seqlen, [1.0] * 5) for seqlen in range(1, count + 1)] for count in (5, 4))
+    assert len(compare_records(five, five).groups) == 1 and compare_records(four, four).groups == ()
+    modes = [record(seqlen, [1.0] * 5, mode=mode) for seqlen in range(1, 5) for mode in ("forward", "backward")]
+    assert compare_records(modes, modes).groups == (), "modes of one case were measured together"
+    memory = [record(seqlen, [1.0], quantity="peak_memory", unit="MiB") for seqlen in range(1, 9)]
+    assert compare_records(memory, memory).groups == ()
+    rates = [[record(n, [rate] * 5, quantity="rate", unit="GB/s") for n in range(1, 9)] for rate in (100.0, 80.0)]
+    (group,) = compare_records(*rates).groups
+    assert group.verdict == "regression" and group.change_percent == pytest.approx(25)
+
+
 def test_the_threshold_is_a_percentage_of_the_base() -> None:
     base, target = run_of(1, noise=1e-5), run_of(2, slower=1.012, noise=1e-5)
     assert not compare_records(base, target).regressions, "1.2 % is below the default of 1.5 %"
@@ -127,7 +184,7 @@ def test_interpreted_kernels_are_not_compared() -> None:
 
 def test_units_that_differ_are_not_compared() -> None:
     (row,) = compare_records([record(128, [1.0] * 5)], [record(128, [1.0] * 5, unit="s")]).rows
-    assert (row.verdict, row.reason) == ("not compared", "ms and s")
+    assert (row.verdict, row.reason) == ("not compared", "different units: ms and s")
 
 
 def test_ranks_of_other_kernels_and_counts_are_not_compared() -> None:
@@ -180,9 +237,9 @@ def test_other_versions_are_noted() -> None:
 
 def test_the_same_records_give_the_same_answer_in_any_order() -> None:
     base, target = run_of(1, noise=0.05), run_of(2, noise=0.05)
-    first = {row.key: row for row in compare_records(base, target).rows}
-    second = {row.key: row for row in compare_records(base[::-1], target[::-1]).rows}
-    assert first == second
+    one, other = compare_records(base, target), compare_records(base[::-1], target[::-1])
+    assert {row.key: row for row in one.rows} == {row.key: row for row in other.rows}
+    assert one.groups == other.groups != ()
 
 
 # Refusals
@@ -216,6 +273,7 @@ def test_students_quantiles() -> None:
         (0.975, 8, 2.306),
         (0.975, 18, 2.101),
         (0.9995, 18, 3.922),
+        (0.999, 4, 7.173),
         (0.975, 10**6, 1.96),
     ):
         assert student_quantile(probability, degrees) == pytest.approx(expected, rel=0.01)
@@ -286,7 +344,28 @@ def test_the_command_on_two_runs_of_the_same_code(tmp_path: Path) -> None:
     result = invoke(base, target)
     assert result.exit_code == 0 and "no regression" in result.stdout and "20 unchanged" in result.stdout
     everything = invoke(base, target, "--all").stdout
-    assert everything.count("unchanged") == 21
+    assert everything.count("unchanged") == 22  # rows, their group, the summary
+
+
+def test_the_command_says_what_regressed_over_all_cases(tmp_path: Path) -> None:
+    base = write(tmp_path / "base", run_of(1, noise=0.05, rows=36))
+    target = write(tmp_path / "target", run_of(2, slower=1.05, noise=0.05, rows=36))
+    result = invoke(base, target)
+    assert result.exit_code == 1, result.output
+    first, second, *_ = result.stdout.splitlines()
+    assert first.split() == ["all", "cases", "together", "rows", "cases", "change", "interval", "verdict"]
+    assert second.split()[:5] == ["flash_benchmarking", "triton", "time", "36", "36"]
+    assert second.split()[-1] == "regression"
+    assert result.stdout.rstrip().endswith("unchanged; of 1 groups of all cases together: 1 regressed")
+    assert invoke(base, target, "--fail-on", "none").exit_code == 0
+
+
+def test_reasons_not_to_compare_are_counted(tmp_path: Path) -> None:
+    ranked = {"quantity": "kernel_1_time"}
+    rows = [record(n, [1.0], quantity="compile_time", unit="s") for n in (1, 2, 3)]
+    base = write(tmp_path / "base", [*rows, record(4, [1.0] * 5, kernel="a", **ranked)])
+    target = write(tmp_path / "target", [*rows, record(4, [1.0] * 5, kernel="b", **ranked)])
+    assert "not compared: too few samples (3), another kernel (1)\n4 rows at" in invoke(base, target).stdout
 
 
 def test_single_samples_are_shown_where_they_differ(tmp_path: Path) -> None:

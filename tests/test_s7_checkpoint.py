@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from cs336_systems.distributed import checkpoint
-from cs336_systems.distributed.checkpoint import complete_checkpoints, load_checkpoint, save_checkpoint
+from cs336_systems.distributed.checkpoint import complete_checkpoints, load_checkpoint, passed_over, save_checkpoint
 from cs336_systems.distributed.checkpoint_storage import CheckpointError
 from cs336_systems.distributed.fsdp import FSDP
 from cs336_systems.distributed.launch import RankError, run_ranks
@@ -162,6 +162,9 @@ WRONG_IN_INDEX = [
     (lambda entry: entry["chunks"][0].update(offsets=[0]), r"at \(0,\) of 'model.lm_head.weight', whose shape"),
     (lambda entry: entry["chunks"][0].update(length=8), r"has 8 bytes for \(.*, 16\) of 'model.lm_head.weight'"),
     (lambda entry: entry["chunks"][0].update(length=2**70), "where sizes must be"),
+    (lambda entry: entry["chunks"][0].update(length=2**62), "json: the index has 46.* bytes from .* the file has"),
+    (lambda entry: entry["chunks"][0].update(start=2**40), "bytes from 1099511627776 on in .*distcp of 'model.lm_head"),
+    (lambda entry: entry["chunks"][0].update(file="a\0b"), "is no file of the checkpoint's own folder"),
 ]
 # What ended in a traceback of another error, or in a step that no run can be at.
 WRONG_IN_PROGRESS = [
@@ -206,7 +209,16 @@ def read_damaged(rank: int, num_ranks: int, folder: str, trap: str) -> None:
     cut = damaged("cut")
     for file in cut.glob("*.distcp"):
         os.truncate(file, 1000)
-    refused(cut, "cannot be read: rank 0")
+    refused(cut, "index.json: the index has .* bytes from .* on in .*distcp of .*, the file has 1000")
+    for number, file in enumerate(("index.json", Path(next(good.glob("*.distcp"))).name)):
+        piped = damaged(f"pipe-{number}")
+        (piped / file).unlink()
+        os.mkfifo(piped / file)
+        refused(piped, f"{file} is no regular file")
+    gone = damaged("gone")
+    for path in gone.glob("*.distcp"):
+        path.unlink()
+    refused(gone, "distcp is missing: the checkpoint is not complete")
     refused(edited("outside", "index.json", _point_outside), "is no file of the checkpoint's own folder")
     refused(edited("format", "index.json", lambda index: index.update(format=9)), "has format 9, this code reads 1")
     refused(edited("sizes", "index.json", _negative_size), "where sizes must be")
@@ -256,6 +268,27 @@ def _negative_size(index: dict[str, Any]) -> None:
 def _other_shape(index: dict[str, Any]) -> None:
     entry = weight_in(index)
     entry |= {"size": [9, 16], "chunks": [entry["chunks"][0] | {"sizes": [9, 16]}]}
+
+
+def test_an_incomplete_checkpoint_is_renamed_when_its_step_is_saved_again(tmp_path):
+    run_ranks(save_over_incomplete, 1, str(tmp_path))
+
+
+def save_over_incomplete(rank: int, num_ranks: int, folder: str) -> None:
+    model, newest = nn.Linear(2, 2), Path(folder) / "step-00000002"
+    save_checkpoint(folder, 1, model)
+    for name in ("step-00000002.incomplete", "step-00000002.incomplete-2"):
+        save_checkpoint(folder, 2, model)
+        (newest / "progress.json").unlink()
+        if name.endswith("-2"):
+            os.mkfifo(newest / "progress.json")
+        assert [path.name for path in complete_checkpoints(folder)] == ["step-00000001"]
+        assert passed_over(folder) == [newest]
+        save_checkpoint(folder, 2, model)
+        assert (newest / "progress.json").is_file() and passed_over(folder) == []
+        assert (Path(folder) / name / "index.json").is_file()
+        assert not (Path(folder) / name / "progress.json").is_file()
+        shutil.rmtree(newest)
 
 
 def test_damaged_and_hostile_checkpoints_are_refused_and_nothing_of_them_runs(saved, tmp_path):

@@ -32,6 +32,7 @@ from cs336_systems.commands.shared import (
 )
 
 GIT_TIMEOUT_S = 120
+LIST_TIMEOUT_S = 300  # importing torch on a cold disk
 EXIT_INCOMPLETE = 2  # as `compare` says that there is no whole comparison; 1 would be a regression
 STOP_TIMEOUT_S = 60  # for a measuring run to end in good order
 FOLDER = "branches"  # in results; git ignores it
@@ -64,9 +65,11 @@ def branches(
         folder = results.resolve() / FOLDER / "-".join(revision[:12] for revision in revisions.values())
     try:
         with one_line_errors(), termination_interrupts(), _worktrees(repository, revisions) as worktrees:
+            for side, name in zip(SIDES, (base, target)):
+                _check_problem(worktrees[side], problem, f"{name} ({revisions[side][:12]})")
             for round_number in range(1, rounds + 1):
                 for side in SIDES if round_number % 2 else SIDES[::-1]:
-                    typer.echo(f"round {round_number}, {side}: {revisions[side][:12]}")
+                    typer.echo(f"round {round_number}, {side}: {problem} at {revisions[side][:12]}")
                     into = folder / f"round-{round_number}" / side
                     _measure(worktrees[side], revisions[side], problem, options, into)
     except KeyboardInterrupt as interrupt:
@@ -131,13 +134,28 @@ def _worktrees(repository: Path, revisions: dict[str, str]) -> Iterator[dict[str
             signal.signal(signal.SIGINT, previous)
 
 
+def _check_problem(worktree: Path, problem: str, revision: str) -> None:
+    """ValueError if the code in `worktree` knows no such problem, before the other side is measured for nothing."""
+    command = [sys.executable, "-m", "cs336_systems", "list"]
+    result = subprocess.run(
+        command, cwd=worktree, env=_environment(worktree), capture_output=True, text=True, timeout=LIST_TIMEOUT_S
+    )
+    known = [line for line in result.stdout.splitlines() if line and not line[0].isspace()]
+    if result.returncode == 0 and problem not in known:  # a `list` that fails is left to `run` to explain
+        raise ValueError(f"unknown problem {problem!r} at revision {revision}; known: {', '.join(known)}")
+
+
+def _environment(worktree: Path) -> dict[str, str]:
+    """Variables under which Python finds the package in `worktree`."""
+    inherited = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if os.path.isabs(entry)]
+    return os.environ | {"PYTHONPATH": os.pathsep.join([str(worktree), *inherited])}
+
+
 def _measure(worktree: Path, revision: str, problem: str, options: list[str], results: Path) -> None:
     """`run` in `worktree` with its own code; typer.Exit(2) where nothing could be measured."""
     command = [sys.executable, "-m", "cs336_systems", "run", problem, *options]
     command += ["--results", str(results), "--commit", revision[:12], "--clean"]
-    inherited = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if os.path.isabs(entry)]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(worktree), *inherited])}
-    process = subprocess.Popen(command, cwd=worktree, env=environment)
+    process = subprocess.Popen(command, cwd=worktree, env=_environment(worktree))
     try:
         code = process.wait()
     except BaseException:

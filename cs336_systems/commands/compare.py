@@ -15,7 +15,7 @@ from cs336_systems.commands.shared import counted_warnings, one_line_errors
 from cs336_systems.profiling.text import printable
 
 if TYPE_CHECKING:
-    from cs336_systems.compare import ComparedRow, Comparison
+    from cs336_systems.compare import ComparedGroup, ComparedRow, Comparison
 
 ThresholdOption = Annotated[float, typer.Option(help="Percent of change below which a row is unchanged.")]
 FailOnOption = Annotated[str, typer.Option(help="What gives a failing exit code: regression, any (change) or none.")]
@@ -29,7 +29,10 @@ def compare(
     fail_on: FailOnOption = "regression",
     show_all: AllOption = False,
 ) -> None:
-    """Compare two sets of records: exit 1 on a regression outside the noise, 2 on missing, extra or doubled rows."""
+    """Compare two sets of records: exit 1 on a regression outside the noise, 2 on missing, extra or doubled rows.
+
+    A regression is that of a row, or of a quantity of an implementation over all cases of a problem.
+    """
     from cs336_systems.compare import compare_records, exit_code, read_all
 
     with one_line_errors():
@@ -54,8 +57,14 @@ def check_options(threshold: float, fail_on: str) -> None:
 
 
 def show_comparison(comparison: Comparison, *, show_all: bool = False) -> None:
-    """Print the changed rows (or all), what is missing, extra or doubled, and one line that sums it up."""
+    """Print changed groups and rows (or all), what is missing, extra or doubled, and what it all comes to."""
     console = Console(width=160, soft_wrap=True, markup=False) if not Console().is_terminal else Console(markup=False)
+    groups = [group for group in comparison.groups if show_all or group.verdict != "unchanged"]
+    if groups:
+        table = Table("all cases together", "rows", "cases", "change", "interval", "verdict", box=None)
+        for group in groups:
+            table.add_row(*map(printable, _group_cells(group)))
+        console.print(table)
     rows = [row for row in comparison.rows if show_all or not _is_quiet(row)]
     if rows:
         table = Table("row", "base", "target", "change", "interval", "verdict", box=None)
@@ -73,6 +82,9 @@ def show_comparison(comparison: Comparison, *, show_all: bool = False) -> None:
                 console.print(f"  {printable(describe_key(key))}", markup=False)
     for note in comparison.notes:
         console.print(f"note: {printable(note)}", markup=False)
+    if reasons := comparison.reasons_not_compared:
+        counts = ", ".join(f"{printable(reason)} ({count})" for reason, count in reasons.items())
+        console.print(f"not compared: {counts}", markup=False)
     console.print(_summary(comparison))
 
 
@@ -80,6 +92,17 @@ def _is_quiet(row: ComparedRow) -> bool:
     """Whether there is nothing to see: unchanged, or not to be compared and the same all the same."""
     same = row.base.status == row.target.status and row.base.samples == row.target.samples
     return row.verdict == "unchanged" or (row.verdict == "not compared" and same)
+
+
+def _group_cells(group: ComparedGroup) -> list[str]:
+    return [
+        f"{group.problem} {group.implementation} {group.quantity}",
+        str(group.num_rows),
+        str(group.num_cases),
+        f"{group.change_percent:+.2f} %",
+        f"{group.low_percent:+.2f} to {group.high_percent:+.2f} %",
+        "inside the noise" if group.verdict == "noise" else group.verdict,
+    ]
 
 
 def _cells(row: ComparedRow) -> list[str]:
@@ -122,4 +145,9 @@ def _summary(comparison: Comparison) -> str:
     }
     parts = ", ".join(f"{count} {name}" for name, count in counts.items() if count) or "none in common"
     head = f"{len(verdicts)} rows at a threshold of {comparison.threshold_percent:g} %: {parts}"
-    return head if counts["regressed"] else f"{head}; no regression"
+    changed = {"regressed": "regression", "improved": "improvement"}
+    number = {word: len(comparison.groups_with(verdict)) for word, verdict in changed.items()}  # type: ignore[arg-type]
+    whole = ", ".join(f"{count} {word}" for word, count in number.items() if count)
+    if whole:
+        head += f"; of {len(comparison.groups)} groups of all cases together: {whole}"
+    return head if counts["regressed"] or number["regressed"] else f"{head}; no regression"

@@ -6,7 +6,8 @@
 Each rank writes the rows that it keeps, torch.distributed.checkpoint puts them in an index, and a rank that loads reads
 the rows that it needs, from whichever files hold them. Phases of saving: aside (all ranks write into a hidden folder),
 complete (rank 0 adds `progress.json`, last of all), rename (the folder gets its name, in one step). A process that is
-killed at any point leaves the checkpoints before untouched, and a hidden folder that the next save removes.
+killed at any point leaves the checkpoints before untouched, and a hidden folder that the next save removes. A folder
+that lost its `progress.json` is incomplete: loading passes over it, and saving its step again renames it.
 
 `model` is an FSDP, a plain module, or a wrapper with the plain one in `.module`; `optimizer` is any torch optimizer
 over its parameters, a ShardedOptimizer or a Zero1Optimizer. Saved are parameters, buffers of the state dict, the
@@ -21,8 +22,9 @@ import re
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import chain, count
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -32,7 +34,9 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
+from cs336_systems.distributed.checkpoint_checks import StateOfAStep, check_groups, check_number
 from cs336_systems.distributed.checkpoint_storage import (
+    INDEX,
     CheckpointError,
     IndexedReader,
     IndexedWriter,
@@ -47,6 +51,8 @@ from cs336_systems.distributed.zero1 import Zero1Optimizer
 
 PROGRESS = "progress.json"  # its presence says that the checkpoint is complete
 STEP_FOLDER = re.compile(r"step-(\d{8,})")
+
+Entry = TypeVar("Entry")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +76,8 @@ def save_checkpoint(
 ) -> Path:
     """Write `folder`/step-<step> and remove all but the newest `keep` checkpoints; collective.
 
-    Raises ValueError for a negative step, keep below 1 or a position that is no JSON; FileExistsError if it exists.
+    What is there of that step and is incomplete is renamed to step-<step>.incomplete. Raises ValueError for a negative
+    step, keep below 1 or a position that is no JSON; FileExistsError if a complete one exists.
     """
     if step < 0:
         raise ValueError(f"step must not be negative, got {step}")
@@ -83,7 +90,7 @@ def save_checkpoint(
     folder = Path(folder)
     rank, size = rank_in(process_group), num_ranks(process_group)
     final, aside = folder / f"step-{step:08d}", folder / f".step-{step:08d}.partial"
-    if final.exists():
+    if _is_complete(final):
         raise FileExistsError(f"{final} exists")
     if rank == 0:
         for left_over in folder.glob(".step-*.partial"):  # of a process that was killed
@@ -103,6 +110,8 @@ def save_checkpoint(
         )
         _sync_folder(aside)
         # rename
+        if os.path.lexists(final):
+            os.rename(final, _name_of_incomplete(final))
         os.rename(aside, final)
         _sync_folder(folder)
         for old in complete_checkpoints(folder)[:-keep]:
@@ -113,8 +122,32 @@ def save_checkpoint(
 
 def complete_checkpoints(folder: Path | str) -> list[Path]:
     """The complete checkpoints in `folder`, oldest first."""
-    found = [path for path in Path(folder).glob("step-*") if STEP_FOLDER.fullmatch(path.name)]
-    return sorted((path for path in found if (path / PROGRESS).is_file()), key=lambda path: int(path.name[5:]))
+    return [path for path in _checkpoints(folder) if _is_complete(path)]
+
+
+def passed_over(folder: Path | str) -> list[Path]:
+    """The incomplete checkpoints in `folder` that are newer than every complete one, oldest first."""
+    newest = [*complete_checkpoints(folder)[-1:]]
+    return [path for path in _checkpoints(folder) if not newest or _step_of(path) > _step_of(newest[0])]
+
+
+def _checkpoints(folder: Path | str) -> list[Path]:
+    """Complete or not, oldest first."""
+    return sorted((path for path in Path(folder).glob("step-*") if STEP_FOLDER.fullmatch(path.name)), key=_step_of)
+
+
+def _step_of(path: Path) -> int:
+    return int(path.name.removeprefix("step-"))
+
+
+def _is_complete(path: Path) -> bool:
+    return (path / PROGRESS).is_file()
+
+
+def _name_of_incomplete(path: Path) -> Path:
+    """Where `path` goes to make room: nobody can load it, but somebody may want to look at it."""
+    names = (path.with_name(f"{path.name}.incomplete{number}") for number in chain([""], (f"-{n}" for n in count(2))))
+    return next(name for name in names if not os.path.lexists(name))
 
 
 def load_checkpoint(
@@ -130,7 +163,7 @@ def load_checkpoint(
     CheckpointError where there is none, or where it is damaged, not ours or of another model or optimizer.
     """
     folder = Path(folder)
-    checkpoints = [folder] if (folder / PROGRESS).is_file() else complete_checkpoints(folder)
+    checkpoints = [folder] if _is_complete(folder) else complete_checkpoints(folder)
     if not checkpoints:
         raise CheckpointError(f"{folder} holds no complete checkpoint")
     path = checkpoints[-1]
@@ -141,9 +174,12 @@ def load_checkpoint(
         if isinstance(entry, TensorStorageMetadata)
     }
     described = _Described(model, optimizer)
+    described.check_settings(settings, path / PROGRESS)
+    described.check_states(settings, index, path)
     source_rank = rank_in(process_group) % progress.num_ranks
     generators = _generator_states(source_rank)
     generators = {name: tensor for name, tensor in generators.items() if name in index}
+    _check_generators(generators, index, path)
     tensors = described.tensors_to_load(index, path)
     try:
         # No planner data of torch's own is trusted or needed: the names are flat.
@@ -154,7 +190,10 @@ def load_checkpoint(
         )
         raise CheckpointError(f"{path} cannot be read: {reasons}") from error
     described.take(tensors, settings)
-    _restore_generators(generators)
+    try:
+        _restore_generators(generators)
+    except RuntimeError as error:  # the right number of bytes, but no state
+        raise CheckpointError(f"{path} has {', '.join(generators)} that cannot be taken up: {error}") from error
     return progress
 
 
@@ -217,6 +256,52 @@ class _Described:
         ]
         return {"groups": _jsonable(groups), "scalars": scalars}
 
+    def check_settings(self, settings: dict[str, Any] | None, path: Path) -> None:
+        """CheckpointError naming what `settings`, read from `path`, lack that the optimizer needs."""
+        if self.optimizer is None:
+            return
+        if settings is None:
+            raise CheckpointError(f"{path}: the checkpoint was saved without an optimizer")
+        if [group["names"] for group in settings["groups"]] != self._group_names():
+            raise CheckpointError(f"{path}: the checkpoint's optimizer has other parameter groups")
+        check_groups(path, settings["groups"], self.optimizer)
+
+    def check_states(
+        self, settings: dict[str, Any] | None, index: dict[str, TensorStorageMetadata], path: Path
+    ) -> None:
+        """CheckpointError naming a state that is missing, of another shape, or not the optimizer's.
+
+        A parameter without any has had no gradient yet.
+        """
+        if self.optimizer is None:
+            return
+        assert settings is not None
+        of_a_step = StateOfAStep(path / PROGRESS, settings["groups"], self.optimizer)
+        groups = {name: number for number, names in enumerate(self._group_names()) for name in names}
+        for name in self._stateful_names():
+            parameter, shape = self.parameters[name], self._whole_shape(name)
+            expected = of_a_step.kept(groups[name], parameter, len(shape))
+            scalars, found = settings["scalars"].get(name, {}), self._saved_state(name, index)
+            if expected is None or (name not in settings["scalars"] and not found):
+                continue
+            for key, kind in expected.items():
+                full_name = f"optimizer.{name}.{key}"
+                if key in found:
+                    size, wanted = found[key].size, shape if kind == "like" else torch.Size()
+                    if kind != "other" and size != wanted:
+                        raise CheckpointError(
+                            f"{path / INDEX} has {full_name!r} of shape {tuple(size)}, "
+                            f"the optimizer needs {tuple(wanted)}"
+                        )
+                elif key in scalars and kind == "number":
+                    check_number(path / PROGRESS, full_name, scalars[key])
+                elif key not in scalars or kind != "other":
+                    file = path / (PROGRESS if kind in ("number", "other") else INDEX)
+                    raise CheckpointError(f"{file} is damaged: it has no {full_name!r}")
+            for key in found:
+                if key not in expected:
+                    raise CheckpointError(f"{path / INDEX} has 'optimizer.{name}.{key}', which the optimizer has not")
+
     def tensors_to_load(self, index: dict[str, TensorStorageMetadata], path: Path) -> dict[str, Tensor]:
         """Where the checkpoint's tensors go; CheckpointError naming one that is missing or of another shape."""
         tensors = self._model_tensors()
@@ -230,31 +315,23 @@ class _Described:
         if self.optimizer is None:
             return tensors
         for name in self._stateful_names():
-            prefix = f"optimizer.{name}."
-            for full_name, entry in index.items():
-                if full_name.startswith(prefix) and "." not in full_name[len(prefix) :]:
-                    tensors[full_name] = self._empty(name, entry)
+            for key, entry in self._saved_state(name, index).items():
+                tensors[f"optimizer.{name}.{key}"] = self._empty(name, entry)
         return tensors
 
     def take(self, tensors: dict[str, Tensor], settings: dict[str, Any] | None) -> None:
         """Give the optimizer what was read; the parameters have it already."""
         if self.optimizer is None:
             return
-        if settings is None:
-            raise CheckpointError("the checkpoint was saved without an optimizer")
+        assert settings is not None
         states: dict[str, dict[str, Any]] = {}
         for name in self._stateful_names():
-            prefix = f"optimizer.{name}."
             state = dict(settings["scalars"].get(name, {}))
-            for full_name, tensor in tensors.items():
-                if full_name.startswith(prefix) and "." not in full_name[len(prefix) :]:
-                    state[full_name[len(prefix) :]] = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            for key, tensor in self._saved_state(name, tensors).items():
+                state[key] = tensor.to_local() if isinstance(tensor, DTensor) else tensor
             if state:
                 states[name] = state
-        groups = settings["groups"]
-        names = [[self.names[parameter] for parameter in group["params"]] for group in self.optimizer.param_groups]
-        if [group["names"] for group in groups] != names:
-            raise CheckpointError("the checkpoint's optimizer has other parameter groups")
+        groups, names = settings["groups"], self._group_names()
         places = {name: place for place, name in enumerate(name for group in names for name in group)}
         first = 0
         loaded = []
@@ -265,6 +342,22 @@ class _Described:
         self.optimizer.load_state_dict(
             {"state": {places[name]: state for name, state in states.items()}, "param_groups": loaded}
         )
+
+    @staticmethod
+    def _saved_state(name: str, entries: dict[str, Entry]) -> dict[str, Entry]:
+        """Those of `entries` that are states of the parameter `name`, by the state's own name."""
+        prefix = f"optimizer.{name}."
+        own = {full_name[len(prefix) :]: entry for full_name, entry in entries.items() if full_name.startswith(prefix)}
+        return {key: entry for key, entry in own.items() if "." not in key}
+
+    def _group_names(self) -> list[list[str]]:
+        assert self.optimizer is not None
+        return [[self.names[parameter] for parameter in group["params"]] for group in self.optimizer.param_groups]
+
+    def _whole_shape(self, name: str) -> torch.Size:
+        """Of the parameter `name`, of which this rank may keep some rows only."""
+        weight = self.weights.get(name)
+        return self.parameters[name].shape if weight is None else torch.Size(weight.shape)
 
     def _model_tensors(self) -> dict[str, Tensor]:
         buffers = {name: value for name, value in self.module.state_dict().items() if name not in self.parameters}
@@ -338,6 +431,16 @@ def _generator_states(rank: int) -> dict[str, Tensor]:
     if torch.cuda.is_available():
         states[f"generator.cuda.{rank}"] = torch.cuda.get_rng_state()
     return states
+
+
+def _check_generators(states: dict[str, Tensor], index: dict[str, TensorStorageMetadata], path: Path) -> None:
+    for name, state in states.items():
+        found = index[name]
+        if (found.size, found.properties.dtype) != (state.shape, state.dtype):
+            raise CheckpointError(
+                f"{path / INDEX} has {name!r} of shape {tuple(found.size)} in {found.properties.dtype}, "
+                f"a generator's state is {tuple(state.shape)} in {state.dtype}"
+            )
 
 
 def _restore_generators(states: dict[str, Tensor]) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -69,26 +70,35 @@ class IndexedReader(FileSystemReader):
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         path = Path(self.path) / INDEX
         index = read_json(path)
+        bytes_of: dict[str, int] = {}  # files already looked at
+        metadata = Metadata(state_dict_metadata={}, storage_data={}, planner_data={})
         try:
             if index["format"] != FORMAT:
-                raise CheckpointError(f"{path} has format {index['format']!r}, this code reads {FORMAT}")
-            metadata = Metadata(state_dict_metadata={}, storage_data={}, planner_data={})
+                raise CheckpointError(f"it has format {index['format']!r}, this code reads {FORMAT}")
             for name, entry in index["tensors"].items():
-                self._add(metadata, str(name), entry)
+                self._add(metadata, str(name), entry, bytes_of)
+        except CheckpointError as error:
+            raise CheckpointError(f"{path}: {error}") from None
         except (KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(f"{path} is no index of a checkpoint ({type(error).__name__}: {error})") from error
         metadata.planner_data = {name: (name,) for name in metadata.state_dict_metadata}
         metadata.storage_meta = StorageMeta(load_id=self.load_id)
         return metadata
 
-    def _add(self, metadata: Metadata, name: str, entry: dict[str, Any]) -> None:
+    def _add(self, metadata: Metadata, name: str, entry: dict[str, Any], bytes_of: dict[str, int]) -> None:
         chunks = []
         for chunk in entry["chunks"]:
             file = chunk["file"]
-            if not isinstance(file, str) or Path(file).name != file or file.startswith("."):
+            if not isinstance(file, str) or Path(file).name != file or file[:1] == "." or "\0" in file:
                 raise CheckpointError(f"the index names {file!r}, which is no file of the checkpoint's own folder")
             offsets, sizes = _sizes(chunk["offsets"]), _sizes(chunk["sizes"])
             start, length = _sizes([chunk["start"], chunk["length"]])
+            if file not in bytes_of:
+                bytes_of[file] = regular_file_bytes(Path(self.path) / file)
+            if start + length > bytes_of[file]:
+                raise CheckpointError(
+                    f"the index has {length} bytes from {start} on in {file} of {name!r}, the file has {bytes_of[file]}"
+                )
             chunks.append(ChunkStorageMetadata(offsets=offsets, sizes=sizes))
             place = _StorageInfo(relative_path=file, offset=start, length=length)
             metadata.storage_data[MetadataIndex(name, offsets)] = place
@@ -106,7 +116,7 @@ class IndexedReader(FileSystemReader):
     def _check_chunk(
         self, name: str, size: torch.Size, chunk: ChunkStorageMetadata, place: _StorageInfo, dtype: torch.dtype
     ) -> None:
-        """CheckpointError for a part outside of its tensor, or larger than what the file has for it.
+        """CheckpointError for a part outside of its tensor, or larger than its bytes in the file.
 
         So nothing is left as it was in silence, and no memory is taken for what is not there.
         """
@@ -132,15 +142,25 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 
 def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in `path`; CheckpointError if there is none."""
+    regular_file_bytes(path)
     try:
         content = json.loads(path.read_text())
-    except FileNotFoundError:
-        raise CheckpointError(f"{path} is missing: the checkpoint is not complete") from None
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is damaged: {error}") from error
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} must hold a JSON object, got {type(content).__name__}")
     return content
+
+
+def regular_file_bytes(path: Path) -> int:
+    """The size of `path`; CheckpointError if it is missing, or no regular file: a pipe would be waited on for ever."""
+    try:
+        found = path.stat()
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} is missing: the checkpoint is not complete") from None
+    if not stat.S_ISREG(found.st_mode):
+        raise CheckpointError(f"{path} is no regular file")
+    return found.st_size
 
 
 def _sizes(values: Any) -> torch.Size:

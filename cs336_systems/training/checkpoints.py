@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -54,8 +55,9 @@ class Checkpoints:
         Raises ValueError if `out` holds no run, or one that differs in more than FREE, and CheckpointError, a
         ValueError as well, for a damaged checkpoint.
         """
-        from cs336_systems.distributed.checkpoint import complete_checkpoints, load_checkpoint
+        from cs336_systems.distributed.checkpoint import PROGRESS, complete_checkpoints, load_checkpoint
         from cs336_systems.distributed.checkpoint_storage import read_json
+        from cs336_systems.distributed.loss_scale import LossScaler
 
         path = self.out / CONFIG_FILE
         if not path.is_file():
@@ -64,7 +66,9 @@ class Checkpoints:
         for name in ours:
             if ours[name] != theirs.get(name):
                 raise ValueError(f"{name} must be {theirs.get(name)!r} to resume {self.out}, got {ours[name]!r}")
-        if not complete_checkpoints(self.folder):
+        complete = complete_checkpoints(self.folder)
+        self._tell_passed_over(complete)
+        if not complete:
             return 0
         progress = load_checkpoint(self.folder, self.trainee.module, self.trainee.optimizer)
         if progress.step > self.config.steps:  # also where a damaged file makes it a number that no list has room for
@@ -73,8 +77,26 @@ class Checkpoints:
                 f"got {self.config.steps}"
             )
         if self.trainee.scaler is not None and LOSS_SCALE in progress.position:
-            self.trainee.scaler.load_state_dict(progress.position[LOSS_SCALE])
+            saved = progress.position[LOSS_SCALE]
+            try:
+                LossScaler(float(saved["value"]))  # it refuses what is no scale
+                self.trainee.scaler.load_state_dict(saved)
+            except (KeyError, TypeError, ValueError, OverflowError):
+                raise ValueError(f"{complete[-1] / PROGRESS} is damaged: {LOSS_SCALE} is {saved!r}"[:500]) from None
         return progress.step
+
+    def _tell_passed_over(self, complete: list[Path]) -> None:
+        """Say on stderr which checkpoints newer than the one that is loaded are incomplete."""
+        from cs336_systems.distributed.checkpoint import PROGRESS, passed_over
+
+        goes_on = f"goes on from {complete[-1].name}" if complete else "begins at step 0"
+        for path in passed_over(self.folder) if self.rank == 0 else ():
+            print(
+                f"note: {path} is incomplete (no file {PROGRESS}) and passed over: the run {goes_on}; "
+                f"when the step is saved again, the folder is renamed to {path.name}.incomplete",
+                file=sys.stderr,
+                flush=True,
+            )
 
     def _write_config(self) -> None:
         """In one step: a process killed while it writes leaves no half of a file, which nobody could resume."""
