@@ -498,6 +498,7 @@ def test_more_batches_than_a_grid_dimension_of_65535():
 KNOWN_SPILLS = {("block_sparse", "dkdv"), ("block_sparse_tma", "dkdv"), ("block_sparse_tma", "forward")}
 
 
+@pytest.mark.slow
 def test_kernels_compile_for_sm_90():
     """The block-sparse kernels, with TMA and without, and the varlen ones; with its Triton also for registers."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}

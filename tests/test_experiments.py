@@ -115,7 +115,7 @@ def test_what_takes_long_is_skipped_on_long_sequences_with_the_reason(implementa
         pytest.param(
             "OutOfMemory", "oom", r"^CUDA out of memory\. Tried to allocate 64\.00 GiB\.$", marks=pytest.mark.slow
         ),
-        ("FullHost", "oom", r"DefaultCPUAllocator: (can't|not enough) .*memory"),
+        pytest.param("FullHost", "oom", r"DefaultCPUAllocator: (can't|not enough) .*memory", marks=pytest.mark.slow),
         pytest.param("NoMemory", "oom", r"^the host is out of memory$", marks=pytest.mark.slow),
         ("Raises", "failed", r"RuntimeError: CUDA error: an illegal memory access"),
         pytest.param("Dies", "failed", r"measuring process died \(signal SIGABRT\)", marks=pytest.mark.slow),

@@ -147,6 +147,7 @@ def test_a_failing_rank_ends_the_job_with_its_reason(how, rank, message, tmp_pat
     assert len(pids) == 2 and await_gone(pids, 0) == []
 
 
+@pytest.mark.slow
 def test_ranks_die_with_their_parent(tmp_path):
     """A killed parent cannot clean up; its ranks must go all the same."""
     code = f"from tests.test_launch import *; run_ranks(sleep_long, 2, {str(tmp_path)!r})"

@@ -196,8 +196,10 @@ def fail(rank: int, ranks: int, error: str) -> None:
 @pytest.mark.parametrize(
     ("error", "raised"),
     [
-        ("memory", torch.OutOfMemoryError), ("host", torch.OutOfMemoryError), ("python", torch.OutOfMemoryError),
-        ("wrong", Disagreement), ("bug", RankError),
+        ("memory", torch.OutOfMemoryError), ("bug", RankError),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (
+            ("host", torch.OutOfMemoryError), ("python", torch.OutOfMemoryError), ("wrong", Disagreement),
+        )),
     ],
 )  # fmt: skip
 def test_a_ranks_error_becomes_the_cells(error, raised):

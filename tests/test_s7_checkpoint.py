@@ -95,7 +95,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, lis
     return folder, run_ranks(save_half_way, 2, str(folder))[0]
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_ranks", [1, *(pytest.param(ranks, marks=pytest.mark.slow) for ranks in (2, 4))])
 def test_a_checkpoint_of_two_ranks_resumes_the_same_trajectory(saved, num_ranks):
     folder, expected = saved
     for rank, found in enumerate(run_ranks(resume, num_ranks, str(folder))):
