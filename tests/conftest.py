@@ -84,8 +84,16 @@ def handed_over(node: Any, name: str) -> list[Any]:
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
-def pytest_collection_modifyitems(config: pytest.Config) -> Generator[None, None, None]:
-    """A worker that may not run its tests says why; xdist alone would only report that it had left them undone."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Generator[None, None, None]:
+    """A worker that may not run its tests says why; xdist alone would only report that it had left them undone.
+
+    Before tests are chosen, those of the parameters that `slow_if` names become slow.
+    """
+    for item in items:
+        parameters = getattr(item, "callspec", None)
+        for marker in item.iter_markers("slow_if"):
+            if parameters and marker.kwargs.items() <= parameters.params.items():
+                item.add_marker(pytest.mark.slow)
     try:
         return (yield)
     except pytest.UsageError as error:

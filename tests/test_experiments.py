@@ -181,6 +181,7 @@ def test_wrong_gradients_stop_after_the_forward(monkeypatch):
     assert measured == ["forward"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", [None, "own_model:Own"], ids=["ours", "own"])
 def test_files_beside_the_command_do_not_replace_packages(model, tmp_path, monkeypatch):
     """The current folder came first on the search path, so a user's `sympy.py` there broke every cell."""

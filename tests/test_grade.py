@@ -10,6 +10,7 @@ import itertools
 import json
 import multiprocessing
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -258,7 +259,7 @@ class cuda:
 SETTINGS = """
 [tool.pytest.ini_options]
 addopts = "--strict-markers"
-markers = ["problem(name, points): x", "gpu: x"]
+markers = ["problem(name, points): x", "gpu: x", "slow: x", "slow_if(**parameters): x"]
 """
 
 
@@ -312,6 +313,19 @@ def test_without_a_gpu_problems_are_graded_and_gpu_tests_skipped_and_named(repos
         "tests/test_graded.py::test_on_gpu: never run",
     ):
         assert line in words(output)
+
+
+def test_slow_if_makes_slow_what_has_all_of_its_parameters(repository):
+    (repository / "tests/test_pairs.py").write_text(
+        "import pytest\n"
+        "@pytest.mark.slow_if(a=1, b='x')\n"
+        "@pytest.mark.slow_if(a=3)\n"
+        "@pytest.mark.parametrize('a', [1, 2, 3])\n"
+        "@pytest.mark.parametrize('b', ['x', 'y'])\n"
+        "def test_pair(a, b): pass\n"
+    )
+    code, output = run_pytest(repository, "-v", "-m", "slow", "tests/test_pairs.py")
+    assert code == 0 and sorted(re.findall(r"test_pair\[(\S+)\] PASSED", output)) == ["x-1", "x-3", "y-3"]
 
 
 def test_deselected_tests_earn_nothing(repository):

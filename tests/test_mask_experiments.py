@@ -113,6 +113,9 @@ def test_implementations_of_documents_agree(name, mask):
         torch.testing.assert_close(chosen.unpack(result).double(), wanted, atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.slow_if(mask="causal")
+@pytest.mark.slow_if(mask="shared:16+causal")
+@pytest.mark.slow_if(mask="dilated:100/3")
 @pytest.mark.parametrize("mask", ["causal", "random:0.5", "shared:16+causal", "topk:16", "dilated:100/3", "window:40"])
 def test_a_cell_reports_all_that_it_promises(mask):
     cell = mask_cells.mask_cell("block_sparse", small_case(mask), "triton", TINY)

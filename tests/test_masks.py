@@ -627,6 +627,8 @@ def test_dilated_attention_refuses_shapes():
 # Dynamic masks
 
 
+@pytest.mark.slow_if(num_keys=30, backend="triton")
+@pytest.mark.slow_if(num_keys=500, backend="triton")
 @pytest.mark.parametrize("backend", ["reference", "tiled", "triton"])
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("num_keys", [0, 1, 30, 80, 500])

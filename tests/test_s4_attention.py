@@ -127,6 +127,7 @@ def test_contract(shape, backend, dtype, is_causal, device):
     )
 
 
+@pytest.mark.slow_if(device="cpu", dtype="float32", backend="triton")
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("backend", ["tiled", "triton"])

@@ -128,6 +128,7 @@ def save_again(rank: int, num_ranks: int, folder: str) -> int:
     return step
 
 
+@pytest.mark.slow
 def test_a_rank_killed_while_saving_leaves_the_checkpoint_before(tmp_path):
     with pytest.raises(RankError, match="rank 1 of 2 died .signal SIGKILL."):
         run_ranks(die_while_saving, 2, str(tmp_path), timeout_s=60)

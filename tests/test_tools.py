@@ -157,6 +157,15 @@ def test_a_notebook_that_raises_fails_the_check(check_notebooks, tmp_path, capsy
     assert output.out.startswith("bad.py: FAILED in ") and "wrong value" in output.err
 
 
+def test_one_notebook_that_raises_keeps_no_other_from_running(check_notebooks, tmp_path, capsys):
+    for name, code in (("a", "1 / 0"), ("b", "1 + 1"), ("c", "2 + 2")):
+        (tmp_path / f"{name}.py").write_text(f"# %%\n{code}\n")
+    assert check_notebooks.main([str(tmp_path / f"{name}.py") for name in "abc"]) == 1
+    said = capsys.readouterr()
+    assert sorted(line.split(" in ")[0] for line in said.out.splitlines()) == ["a.py: FAILED", "b.py: ok", "c.py: ok"]
+    assert "ZeroDivisionError" in said.err
+
+
 def test_notebook_sources_leave_generated_notebooks_out(check_notebooks, tmp_path):
     for name in ("a.py", "a.ipynb", "b.ipynb", "c.py", "notes.md"):
         (tmp_path / name).write_text("")

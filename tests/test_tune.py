@@ -514,6 +514,7 @@ def test_doctor_refuses_an_architecture_without_kernels():
     assert_refused(invoke("doctor", "--kernels", "--arch", "sm70"), "arch must be one of sm80, sm86, sm89, sm90, sm100")
 
 
+@pytest.mark.slow
 def test_compile_only_compiles_the_named_configurations():
     names = ["sm90_forward_64x64_w4_s1", "sm90_dq_64x64_w4_s1"]
     result = invoke(
@@ -562,6 +563,7 @@ def test_nothing_worth_measuring_exits_1(monkeypatch):
     assert invoke(*arguments, "--max-spill-bytes", "300").exit_code == 0
 
 
+@pytest.mark.slow
 def test_tuning_measures_what_compiles_and_only_once(monkeypatch, tmp_path):
     """The whole command, with the interpreter in the GPU's place and a compiler that refuses dq."""
     monkeypatch.setattr(compilation, "compile_configs", fake_compiler)

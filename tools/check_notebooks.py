@@ -3,8 +3,9 @@
     python tools/check_notebooks.py [--write] [NOTEBOOK ...]
 
 Sources are the .py files (jupytext's percent format) of notebooks/, and .ipynb files with no .py beside them. Each
-runs in a temporary folder, so what it saves is not left in the repository. With --write the executed notebooks replace
-the committed .ipynb files, with fixed cell ids and no timestamps, so that the same outputs give the same bytes.
+runs in a temporary folder, so what it saves is not left in the repository; two run side by side. With --write they run
+one by one, since some show times, and replace the committed .ipynb files, with fixed cell ids and no timestamps, so
+that the same outputs give the same bytes.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import os
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import jupytext
@@ -21,6 +23,7 @@ from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernel
 
 ROOT = Path(__file__).resolve().parent.parent
 CELL_TIMEOUT_S = 300
+SIDE_BY_SIDE = 2
 
 
 def notebook_sources(folder: Path) -> list[Path]:
@@ -61,18 +64,22 @@ def main(arguments: list[str]) -> int:
         return 2
     # Kernels are processes of their own and find the package, installed or not, through the path they inherit.
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    failed = 0
     for source in sources:
         if not source.is_file():
             print(f"error: no notebook {source}", file=sys.stderr)
             return 2
-        start = time.monotonic()
-        error = execute(source, write)
-        failed += error is not None
-        print(f"{source.name}: {'ok' if error is None else 'FAILED'} in {time.monotonic() - start:.0f} s", flush=True)
-        if error is not None:
-            print(error, file=sys.stderr)
-    return int(failed > 0)
+    with ThreadPoolExecutor(1 if write else SIDE_BY_SIDE) as pool:  # a kernel is a process, which a thread waits for
+        return int(not all(list(pool.map(lambda source: check(source, write), sources))))
+
+
+def check(source: Path, write: bool) -> bool:
+    """Whether `source` ran to its end; says so, and the error if not."""
+    start = time.monotonic()
+    error = execute(source, write)
+    print(f"{source.name}: {'ok' if error is None else 'FAILED'} in {time.monotonic() - start:.0f} s", flush=True)
+    if error is not None:
+        print(error, file=sys.stderr, flush=True)
+    return error is None
 
 
 if __name__ == "__main__":
