@@ -16,7 +16,7 @@ from cs336_systems.experiments.cells import Cell, Disagreement, Measurement, Row
 from cs336_systems.experiments.implementations import COMPILED, AttentionFunction, build, kernel_name
 from cs336_systems.inputs import AttentionInputs, attention_inputs
 from cs336_systems.profiling.memory import MIB, peak_cuda_bytes, release, saved_for_backward
-from cs336_systems.profiling.timing import MIN_SAMPLES, time_calls, time_once
+from cs336_systems.profiling.timing import time_calls, time_once
 
 FORWARD = Row(mode="forward", quantity="time", unit="ms")
 BACKWARD = Row(mode="backward", quantity="time", unit="ms")
@@ -84,8 +84,8 @@ def measure_attention(
     inputs = _inputs(shape, device, run.seed, sum_loss)
     budget_ms = GPU_BUDGET_MS if device == "cuda" else CPU_BUDGET_MS
     warmup = 1
-    if kernel.startswith("interpreter"):  # its times say nothing of speed: the fewest samples, no warm-up
-        warmup, num_samples = 0, MIN_SAMPLES
+    if kernel.startswith("interpreter"):  # its times say nothing of speed: one sample, no warm-up
+        warmup, num_samples = 0, 1
 
     def timed(row: Row, call: Callable[[], object], error: float) -> Iterator[Measurement]:
         if row in cell.rows:

@@ -16,13 +16,13 @@ from cs336_systems.experiments.mask_cells import mask_cell
 # padding.
 DOCUMENTS = (8, 6, 5, 4, 3, 3, 2, 1)
 SMALL_HEADS, SMALL_HEAD_DIM = 1, 32  # below handout scale, where kernels are interpreted
-DENSE_LENGTHS = {"tiny": (128,), "smoke": (128, 256), "handout": (1024, 4096, 8192, 16384)}
+DENSE_LENGTHS = {"tiny": (128,), "smoke": (128, 192), "handout": (1024, 4096, 8192, 16384)}
 DENSE_PEERS = ("sdpa_flash", "sdpa_cudnn")
 ROW_DENSITIES = {"tiny": (0.5,), "smoke": (0.25, 0.5), "handout": (0.1, 0.3, 0.5, 0.7, 0.9)}
 SUITE_DENSITIES = (0.05, 0.1, 0.2, 0.5, 1.0)
 TOKEN_DENSITIES = {"tiny": (), "smoke": (0.1,), "handout": (0.1, 0.5)}
 DYNAMIC = {"tiny": (128, 16), "smoke": (256, 32), "handout": (32768, 1024)}  # tokens, keys kept
-DILATED = {"tiny": (128, (2,)), "smoke": (256, (2, 4)), "handout": (32768, (2, 4, 8))}  # tokens, rates
+DILATED = {"tiny": (128, (2,)), "smoke": (128, (2, 4)), "handout": (32768, (2, 4, 8))}  # tokens, rates
 
 
 def dense_masks_cells(run: RunConfig) -> list[Cell]:
