@@ -446,23 +446,33 @@ def test_values_that_lead_out_of_the_mask_are_refused(name, value, largest):
         replace(mask, **{name: tensor})
 
 
+def drawn_masks():
+    return [
+        BlockMask.random_blocks(200, density=0.3, seed=1, block_size=16),
+        BlockMask.random_tokens(200, density=0.3, seed=1, block_size=16),
+        parse_mask("topk:8", seqlen=200, block_size=16),
+    ]
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
 def test_a_seed_means_the_same_mask_under_any_default_dtype(dtype):
-    def draw():
-        return [
-            BlockMask.random_blocks(200, density=0.3, seed=1, block_size=16).to_dense(),
-            BlockMask.random_tokens(200, density=0.3, seed=1, block_size=16).to_dense(),
-            parse_mask("topk:8", seqlen=200, block_size=16).to_dense(),
-        ]
-
-    expected = draw()
+    expected = drawn_masks()
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
-        drawn = draw()
+        drawn = drawn_masks()
     finally:
         torch.set_default_dtype(before)
-    assert all(torch.equal(*pair) for pair in zip(drawn, expected))
+    assert all(torch.equal(ours.to_dense(), theirs.to_dense()) for ours, theirs in zip(drawn, expected))
+
+
+def test_a_seed_means_the_same_mask_under_any_default_device():
+    """The numbers were drawn on the default device, by a generator of the CPU: an error."""
+    expected = drawn_masks()
+    with torch.device("meta"):
+        drawn = drawn_masks()
+    for ours, theirs in zip(drawn, expected):
+        assert ours.device.type == "cpu" and torch.equal(ours.to_dense(), theirs.to_dense())
 
 
 # The adaptive rule

@@ -345,7 +345,8 @@ class BlockMask:
         size = check_block_size(block_size)
         device = _check_draw(density, seed, batch, heads, device)
         shape = (batch, heads, *map(num_blocks, lengths, size))
-        scores = torch.rand(shape, dtype=torch.float32, generator=torch.Generator().manual_seed(seed))
+        generator = torch.Generator().manual_seed(seed)
+        scores = torch.rand(shape, dtype=torch.float32, device="cpu", generator=generator)
         live = patterns.best_blocks(scores, max(1, round(density * shape[3])))
         return cls.from_blocks(live.to(device), size, seq_lengths=lengths)
 
@@ -371,7 +372,7 @@ class BlockMask:
 
         def rows(queries: slice) -> Tensor:
             shape = (batch, heads, queries.stop - queries.start, lengths[1])
-            drawn = torch.rand(shape, dtype=torch.float32, generator=generator)
+            drawn = torch.rand(shape, dtype=torch.float32, device="cpu", generator=generator)
             return (drawn < density).to(device)
 
         return cls._of(patterns.by_rows(rows, (batch, heads), lengths, size, device), size, lengths)

@@ -58,7 +58,8 @@ def parse_mask(
 
 def random_bias(seqlen: int, heads: int, seed: int) -> Float[Tensor, "1 heads keys"]:
     """The bias by which topk and shared choose keys."""
-    return torch.rand(1, heads, seqlen, dtype=torch.float32, generator=torch.Generator().manual_seed(seed))
+    generator = torch.Generator().manual_seed(seed)
+    return torch.rand(1, heads, seqlen, dtype=torch.float32, device="cpu", generator=generator)
 
 
 def _parse_part(
