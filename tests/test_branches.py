@@ -15,6 +15,7 @@ import pytest
 from typer.testing import CliRunner
 
 from cs336_systems.cli import app
+from cs336_systems.commands import branches
 from cs336_systems.compare import pool
 from cs336_systems.records import read_records
 from tests.test_compare import broken, record, run_of
@@ -124,6 +125,29 @@ def test_a_problem_that_no_revision_has_leaves_nothing_behind(repository: Path, 
     assert line.startswith(f"error: unknown problem 'no_such_problem' at revision before ({commit}); known: ")
     assert output == "" and "pytorch_attention, " in line
     assert_untouched(repository, temporary, state)
+
+
+def test_a_revision_is_asked_for_its_problems_and_not_for_how_it_shows_them(tmp_path: Path) -> None:
+    """Early revisions list problems in a table, whose every line begins with a space: none of theirs was known."""
+    package = tmp_path / "cs336_systems"
+    (package / "experiments").mkdir(parents=True)
+    (package / "__main__.py").write_text("print(' problem   section\\n known     1.1')\n")
+    registry = package / "experiments" / "registry.py"
+    registry.write_text("PROBLEMS = {'known': 1, 'other': 2}\n")
+    branches._check_problem(tmp_path, "known", "old (c0ffee)")
+    with pytest.raises(ValueError, match=r"^unknown problem 'new' at revision old \(c0ffee\); known: known, other$"):
+        branches._check_problem(tmp_path, "new", "old (c0ffee)")
+    registry.write_text("import nothing_of_this_name\n")
+    branches._check_problem(tmp_path, "new", "old (c0ffee)")  # `run` says what is wrong with the revision
+
+
+def test_a_git_that_does_not_end_is_one_line(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(repository)
+    monkeypatch.setattr(branches, "GIT_TIMEOUT_S", 0)
+    result = CliRunner().invoke(app, ["branches", "before", "after", "pytorch_attention"])
+    assert result.exit_code == 2, result.output
+    (line,) = result.stderr.strip().splitlines()
+    assert line.startswith("error: Command '['git', ") and line.endswith("timed out after 0 seconds")
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,8 @@ from cs336_systems.commands.shared import (
 )
 
 GIT_TIMEOUT_S = 120
+# A line each, on any revision: `list` has not always had whole names.
+NAMES_OF_PROBLEMS = "from cs336_systems.experiments.registry import PROBLEMS; print(*PROBLEMS, sep='\\n')"
 LIST_TIMEOUT_S = 300  # importing torch on a cold disk
 EXIT_INCOMPLETE = 2  # as `compare` says that there is no whole comparison; 1 would be a regression
 STOP_TIMEOUT_S = 60  # for a measuring run to end in good order
@@ -136,12 +138,12 @@ def _worktrees(repository: Path, revisions: dict[str, str]) -> Iterator[dict[str
 
 def _check_problem(worktree: Path, problem: str, revision: str) -> None:
     """ValueError if the code in `worktree` knows no such problem, before the other side is measured for nothing."""
-    command = [sys.executable, "-m", "cs336_systems", "list"]
     result = subprocess.run(
-        command, cwd=worktree, env=_environment(worktree), capture_output=True, text=True, timeout=LIST_TIMEOUT_S
-    )
-    known = [line for line in result.stdout.splitlines() if line and not line[0].isspace()]
-    if result.returncode == 0 and problem not in known:  # a `list` that fails is left to `run` to explain
+        [sys.executable, "-c", NAMES_OF_PROBLEMS],
+        cwd=worktree, env=_environment(worktree), capture_output=True, text=True, timeout=LIST_TIMEOUT_S,
+    )  # fmt: skip
+    known = result.stdout.splitlines()
+    if result.returncode == 0 and problem not in known:  # code that cannot be imported is left to `run` to explain
         raise ValueError(f"unknown problem {problem!r} at revision {revision}; known: {', '.join(known)}")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import subprocess
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,10 +25,10 @@ DeviceOption = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
 
 @contextmanager
 def one_line_errors() -> Iterator[None]:
-    """Turn a caller's mistake into one line and exit code 2."""
+    """Turn a caller's mistake, or a command that does not end, into one line and exit code 2."""
     try:
         yield
-    except (ValueError, TypeError, OSError) as error:
+    except (ValueError, TypeError, OSError, subprocess.TimeoutExpired) as error:
         typer.echo(f"error: {printable(' '.join(str(error).split()))}", err=True)
         raise typer.Exit(EXIT_WRONG_ARGUMENT) from None
 
