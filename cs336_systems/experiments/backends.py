@@ -56,11 +56,7 @@ def benchmark_backends(
 
 def auto_ratio(rows: list[BackendTiming]) -> float | None:
     """Time of `auto`, forward and backward, over that of the fastest named back end; None if either has no time."""
-    times = {
-        row.backend: row.forward_backward_ms
-        for row in rows
-        if row.forward_backward_ms is not None and not row.interpreted
-    }
+    times = _times(rows)
     auto = times.pop(AUTO, None)
     return auto / min(times.values()) if auto is not None and times else None
 
@@ -73,17 +69,22 @@ def contest(
     `benchmark_backends` times one after the other: two times of the same kernel can differ by a tenth where other
     processes hold the processor up. The others' rows come back as they are.
     """
-    times = {
-        row.backend: row.forward_backward_ms
-        for row in rows
-        if row.forward_backward_ms is not None and not row.interpreted
-    }
+    times = _times(rows)
     names = [name for name, ms in times.items() if name == AUTO or ms <= CONTENDER_RATIO * min(times.values())]
     *inputs, grad_output = attention_inputs(shape, device=device, seed=seed)
     leaves = [x.detach().requires_grad_() for x in inputs]
     calls = {name: _forward_backward(name, shape, leaves, grad_output) for name in names}
     medians = best_medians(calls, device=device, num_samples=num_samples, budget_ms=BUDGET_MS[device])
     return [replace(row, forward_backward_ms=medians.get(row.backend, row.forward_backward_ms)) for row in rows]
+
+
+def _times(rows: list[BackendTiming]) -> dict[str, float]:
+    """Milliseconds of forward and backward of each back end that has a time which says something of its speed."""
+    return {
+        row.backend: row.forward_backward_ms
+        for row in rows
+        if row.forward_backward_ms is not None and not row.interpreted
+    }
 
 
 def _forward_backward(

@@ -20,7 +20,7 @@ MIN_SAMPLES = 5
 MAX_SAMPLES = 100
 DEFAULT_WARMUP = 2
 DEFAULT_BUDGET_MS = 400.0
-TURNS = 5
+TURNS = 5  # of `best_medians`
 
 
 def synchronize(device: str) -> None:
@@ -85,20 +85,19 @@ def best_medians(
     calls: Mapping[str, Callable[[], object]],
     *,
     device: str,
-    turns: int = TURNS,
     num_samples: int | None = None,
     budget_ms: float = DEFAULT_BUDGET_MS,
 ) -> dict[str, float]:
-    """The least of `turns` medians of each call in milliseconds, taken in turns, every other time in reverse order.
+    """The least of TURNS medians of each call in milliseconds, taken in turns, every other time in reverse order.
 
     For ratios between calls: what slows the machine for a while slows all of them, and what slows one of them once is
-    not its least. A call that is slower always has a slower least.
+    not its least. `num_samples` are a turn's, `budget_ms` those of all turns together.
     """
     medians: dict[str, list[float]] = {name: [] for name in calls}
-    for turn in range(turns):
+    for turn in range(TURNS):
         for name in list(calls)[:: -1 if turn % 2 else 1]:
             samples = time_calls(
-                calls[name], device=device, warmup=1, num_samples=num_samples, budget_ms=budget_ms / turns
+                calls[name], device=device, warmup=1, num_samples=num_samples, budget_ms=budget_ms / TURNS
             )
             medians[name].append(summarize(samples).median)
     return {name: min(found) for name, found in medians.items()}
