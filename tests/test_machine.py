@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from cs336_systems.attention import attention_reference
 from cs336_systems.cli import app
+from cs336_systems.commands.machine import measure_machine
 from cs336_systems.config import AttentionShape
 from cs336_systems.device import BACKENDS, get_device_info
 from cs336_systems.experiments import backends
@@ -211,6 +212,18 @@ def test_doctor_measures_when_asked(without_compiled: None, monkeypatch: pytest.
     shown = doctor("--measure").stdout
     assert "measured copy" in shown and "our back ends, causal, float32, 1 x 1 x 32 x 16" in shown
     assert "the time of the fastest" in shown
+
+
+def test_doctor_compares_auto_with_the_fastest_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It divided two times that were taken one after the other, which say 1.1 of one kernel on a busy machine."""
+    monkeypatch.setattr("cs336_systems.profiling.machine.COPY_BYTES", {"cpu": 2**20})
+    monkeypatch.setattr("cs336_systems.profiling.machine.MATMUL_SIZE", {"cpu": 64})
+    rows = [BackendTiming(backend=name, forward_ms=0.5, forward_backward_ms=ms) for name, ms in (("a", 2), (AUTO, 3))]
+    monkeypatch.setattr(backends, "benchmark_backends", lambda shape, device: rows)
+    monkeypatch.setattr(backends, "best_medians", lambda calls, **_: dict(zip(calls, (1.0, 1.25), strict=True)))
+    measured = measure_machine("cpu")
+    assert measured["auto_over_fastest"] == 1.25
+    assert [row["forward_backward_ms"] for row in measured["backends"]] == [1.0, 1.25]
 
 
 def test_doctor_without_options_measures_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
