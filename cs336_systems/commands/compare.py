@@ -145,9 +145,9 @@ def _summary(comparison: Comparison) -> str:
     }
     parts = ", ".join(f"{count} {name}" for name, count in counts.items() if count) or "none in common"
     head = f"{len(verdicts)} rows at a threshold of {comparison.threshold_percent:g} %: {parts}"
-    changed = {"regressed": "regression", "improved": "improvement"}
-    number = {word: len(comparison.groups_with(verdict)) for word, verdict in changed.items()}  # type: ignore[arg-type]
-    whole = ", ".join(f"{count} {word}" for word, count in number.items() if count)
-    if whole:
+    groups = {
+        "regressed": len(comparison.groups_with("regression")), "improved": len(comparison.groups_with("improvement"))
+    }  # fmt: skip
+    if whole := ", ".join(f"{count} {name}" for name, count in groups.items() if count):
         head += f"; of {len(comparison.groups)} groups of all cases together: {whole}"
-    return head if counts["regressed"] or number["regressed"] else f"{head}; no regression"
+    return head if counts["regressed"] or groups["regressed"] else f"{head}; no regression"
