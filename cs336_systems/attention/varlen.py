@@ -60,7 +60,8 @@ def flash_attention_varlen(
 
     Raises:
         TypeError, ValueError: an argument is wrong or the back end cannot serve it, before anything is launched.
-        NotImplementedError: an input carries a forward-mode tangent, or torch.func differentiates.
+        NotImplementedError: torch.func differentiates `tiled` or `triton`, or an input of theirs carries a forward-mode
+            tangent.
     """
     check_flags(is_causal=is_causal, enable_gqa=enable_gqa, return_lse=return_lse)
     q, k, v = to_autocast_dtype(q), to_autocast_dtype(k), to_autocast_dtype(v)

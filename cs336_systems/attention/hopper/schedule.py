@@ -28,7 +28,8 @@ BYTES_PER_ELEMENT = 2
 # same program has its copies behind it. Tiles and pairs fitted to 14 shapes on an H200, triton 3.6.0, 2026-11-21; in
 # rounds a tile is taken to cost what it costs in pairs.
 TILE_COST_STEPS = {"tiles": 1.7, "pairs": 0.8, "rounds": 0.8}
-START_COST_STEPS = TILE_COST_STEPS["tiles"] - TILE_COST_STEPS["rounds"]  # of a program in rounds, which may be but one
+# And once for a program in rounds: with a single tile it is a program of the order `tiles`.
+START_COST_STEPS = TILE_COST_STEPS["tiles"] - TILE_COST_STEPS["rounds"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,6 +187,7 @@ def plan_forward(
         launch = orders[possible[named[0]]]
     else:
         sensible = [launch for launch in orders.values() if is_causal or not launch.in_rounds]
+        # Rounded, so that of equal ones the first is taken and not what the last bit says.
         launch = min(sensible, key=lambda launch: round(estimated_steps(launch, num_multiprocessors), 6))
     stays = launch.paired or launch.in_rounds
     return replace(launch, num_programs=min(launch.num_items, num_multiprocessors)) if stays else launch
