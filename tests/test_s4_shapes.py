@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 
+from cs336_systems.attention import flash_attention
+from cs336_systems.attention.contract import compute_oracle
 from cs336_systems.config import RunConfig
 from cs336_systems.experiments import attention_cells
 from cs336_systems.experiments.attention_cells import KEPT_SAMPLES, evenly_spaced, measure_attention, settle
@@ -23,6 +26,7 @@ from cs336_systems.experiments.s4_shapes import (
     graph_times,
     host_times,
 )
+from cs336_systems.inputs import attention_inputs
 from cs336_systems.profiling.samples import summarize
 from cs336_systems.profiling.timing import time_calls
 from cs336_systems.report.answers import answer
@@ -121,6 +125,28 @@ def test_a_gpu_runs_each_pass_until_its_clock_has_settled(monkeypatch):
     cell = next(cell for cell in cells(run) if cell.implementation == "sdpa_flash")
     monkeypatch.setattr(attention_cells, "settle", lambda *_: done.append("settled"))
     assert len(list(measure_attention(cell, run, settled=True))) == len(cell.rows) and "settled" not in done
+
+
+@pytest.mark.parametrize("settled", [True, False])
+def test_what_settles_a_clock_is_the_pass_that_is_timed_next(settled, monkeypatch):
+    """On a GPU; here a CPU stands in for it, with nothing but its name."""
+    run = RunConfig(scale="tiny", device="cpu")
+    cell = next(cell for cell in cells(run) if cell.implementation == "sdpa_flash")
+    cell = replace(cell, rows=(attention_cells.FORWARD, attention_cells.BACKWARD, attention_cells.BOTH))
+    inputs = attention_inputs(cell.case, device="cpu")
+    oracle = compute_oracle(*inputs, is_causal=cell.case.is_causal)
+    ran: list[tuple[str, object]] = []
+    monkeypatch.setattr(attention_cells, "_inputs", lambda *_: inputs)
+    monkeypatch.setattr(attention_cells, "_oracle", lambda *_: oracle)
+    monkeypatch.setattr(attention_cells, "release", lambda device: None)
+    monkeypatch.setattr(attention_cells, "time_once", lambda call, device: call() and 1.0)
+    monkeypatch.setattr(attention_cells, "settle", lambda call, milliseconds: ran.append(("settle", call)))
+    monkeypatch.setattr(attention_cells, "time_calls", lambda call, **_: ran.append(("time", call)) or [1.0])
+    built = (partial(flash_attention, is_causal=cell.case.is_causal, enable_gqa=True, backend="reference"), "reference")
+    assert len(list(measure_attention(cell, replace(run, device="cuda"), settled=settled, built=built))) == 3
+    assert [kind for kind, _ in ran] == (["settle", "time"] * 3 if settled else ["time"] * 3)
+    timed = [call for kind, call in ran if kind == "time"]
+    assert [call for kind, call in ran if kind == "settle"] == (timed if settled else [])
 
 
 # Report
