@@ -29,7 +29,10 @@ BEFORE_BACKWARD = Row(mode="backward", quantity="memory_before_backward", unit="
 
 GPU_BUDGET_MS = 150.0
 CPU_BUDGET_MS = 50.0
-SETTLE_MS = 300.0  # of calls before the samples: an H200 at its power limit lowers its clock after some 80 ms of them
+# An H200 at its power limit lowers its clock after some 80 ms of large kernels by 2 to 6 %, and after a second of them
+# by up to a fifth, in swings. A burst after a rest is over before.
+REST_MS = 300.0
+BURST_MS = 75.0
 KEPT_SAMPLES = 25  # of a row: quartiles ask for no more, and four thousand rows shall stay a small file
 
 
@@ -51,12 +54,10 @@ def attention_cell(
     )
 
 
-def settle(call: Callable[[], object], milliseconds: float) -> None:
-    """Run `call` on the GPU, one after the other, for so long."""
-    end = time.perf_counter() + milliseconds / 1e3
-    while time.perf_counter() < end:
-        call()
-        torch.cuda.synchronize()
+def rest() -> None:
+    """Leave the GPU idle for REST_MS."""
+    torch.cuda.synchronize()
+    time.sleep(REST_MS / 1e3)
 
 
 def measure_attention(
@@ -65,7 +66,7 @@ def measure_attention(
     *,
     num_samples: int | None = None,
     sum_loss: bool = False,
-    settled: bool = False,
+    rested: bool = False,
     built: tuple[AttentionFunction, str] | None = None,
 ) -> Iterator[Measurement]:
     """Measure the promised rows of `cell` in the order forward, backward, forward_backward.
@@ -73,24 +74,24 @@ def measure_attention(
     Each part is checked against the float64 oracle before it is timed. The forward is timed without a graph, the
     backward on a graph made outside, the two together from scratch. With `sum_loss` the loss is the sum of the output,
     so that its gradient arrives as a stride-0 tensor of ones; without, that gradient is random. Without `num_samples` a
-    row takes as many as its time allows and keeps KEPT_SAMPLES of them, evenly spaced in time. `settled`: a GPU runs
-    each part for SETTLE_MS before it is timed, as kernels run in training, so that no median falls where the clock
-    does. `built`: the function and the kernel's name, where the implementation is none of `implementations`.
+    row takes as many as its time allows and keeps KEPT_SAMPLES of them, evenly spaced in time. `rested`: a GPU rests
+    before each part and times it in a burst, so that no median falls where the clock does. `built`: the function and
+    the kernel's name, where the implementation is none of `implementations`.
     """
     shape, device = cell.case, run.device
     function, kernel = built or (
         build(cell.implementation, shape, device), kernel_name(cell.implementation, shape, device)
     )  # fmt: skip
     inputs = _inputs(shape, device, run.seed, sum_loss)
-    budget_ms = GPU_BUDGET_MS if device == "cuda" else CPU_BUDGET_MS
+    budget_ms = CPU_BUDGET_MS if device == "cpu" else BURST_MS if rested else GPU_BUDGET_MS
     warmup = 1
     if kernel.startswith("interpreter"):  # its times say nothing of speed: one sample, no warm-up
         warmup, num_samples = 0, 1
 
     def timed(row: Row, call: Callable[[], object], error: float) -> Iterator[Measurement]:
         if row in cell.rows:
-            if settled and device == "cuda":
-                settle(call, SETTLE_MS)
+            if rested and device == "cuda":
+                rest()
             samples = time_calls(call, device=device, warmup=warmup, num_samples=num_samples, budget_ms=budget_ms)
             kept = samples if num_samples else evenly_spaced(samples, KEPT_SAMPLES)
             yield Measurement(row=row, samples=kept, kernel=kernel, error=error)
