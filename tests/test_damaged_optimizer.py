@@ -203,3 +203,57 @@ class Own(torch.optim.SGD):
 
 def test_any_torch_optimizer_is_judged_by_what_it_keeps(tmp_path: Path) -> None:
     run_ranks(other_optimizers, 1, str(tmp_path))
+
+
+class Picky(torch.optim.SGD):
+    """Takes parameters of whole rows of three only, which have a mark."""
+
+    def step(self, closure: Any = None) -> Any:
+        for parameter in self.param_groups[0]["params"]:
+            if parameter.numel() % 3:
+                raise RuntimeError(f"rows of three, got {tuple(parameter.shape)}")
+            assert parameter.mark
+        return super().step(closure)
+
+
+class WithBytes(nn.Module):
+    """A linear layer beside a frozen parameter that is no floating-point number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.bytes = nn.Linear(3, 3), nn.Parameter(torch.zeros(3, dtype=torch.uint8), requires_grad=False)
+        for parameter in self.parameters():
+            parameter.mark = True  # type: ignore[attr-defined]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x)
+
+
+def sound_checkpoints(rank: int, num_ranks: int, folder: str) -> None:
+    ones, rows = torch.ones(1, 3), torch.tensor([1, 2])
+    optim = torch.optim
+    cases: dict[str, tuple[Callable[[], nn.Module], torch.Tensor, list[Callable[[Any], optim.Optimizer]]]] = {
+        "sparse": (lambda: nn.Embedding(4, 3, sparse=True), rows, [optim.SparseAdam] * 2),
+        "bytes": (WithBytes, ones, [optim.AdamW] * 2),
+        "picky": (WithBytes, ones, [lambda p: Picky(p, lr=0.1, momentum=0.9)] * 2),
+        "foreach": (WithBytes, ones, [optim.AdamW, lambda p: optim.AdamW(p, foreach=True)]),
+        "fused": (WithBytes, ones, [optim.AdamW, lambda p: optim.AdamW(p, fused=True)]),
+    }
+    for name, (make_model, inputs, makers) in cases.items():
+        models = [make_model() for _ in makers]
+        optimizers = [make(model.parameters()) for make, model in zip(makers, models)]
+        models[0](inputs).sum().backward()
+        optimizers[0].step()
+        path = save_checkpoint(Path(folder) / name, 1, models[0], optimizers[0])
+        load_checkpoint(path, models[1], optimizers[1])
+        for model, optimizer in zip(models, optimizers):
+            optimizer.zero_grad()
+            model(inputs).sum().backward()
+            optimizer.step()
+        for one, other in zip(*(model.parameters() for model in models)):
+            torch.testing.assert_close(one, other, msg=name)
+
+
+def test_no_sound_checkpoint_is_called_damaged(tmp_path: Path) -> None:
+    """SparseAdam was, which takes no dense gradient, and AdamW whose run now sets foreach or fused."""
+    run_ranks(sound_checkpoints, 1, str(tmp_path))

@@ -6,7 +6,8 @@
 
 A checkpoint that lacks a moment or has one of another shape would fail in the middle of the first step, in words of
 whichever kernel meets it. What an optimizer keeps is found by letting one of the same kind and settings take a step on
-a parameter of a few elements, so that no optimizer need be known here.
+a parameter of a few elements, so that no optimizer need be known here. One that takes no such step under its own
+settings either (it wants a sparse gradient, say) is not asked.
 """
 
 from __future__ import annotations
@@ -20,21 +21,27 @@ import torch
 from torch import Tensor, nn
 
 from cs336_systems.distributed.checkpoint_storage import CheckpointError
-from cs336_systems.distributed.sharded_optimizer import ShardedOptimizer
+from cs336_systems.distributed.sharded_optimizer import ShardedOptimizer, hyperparameters
 from cs336_systems.distributed.zero1 import Zero1Optimizer
 
 Kind = Literal["like", "scalar", "number", "other"]  # a tensor of the parameter's shape, a 0-d one, a counter, ...
+# To settings out of its range; also where it needs other arguments, a closure, a sparse gradient or a larger parameter.
+REFUSALS = (ValueError, TypeError, AssertionError, ArithmeticError, RuntimeError, AttributeError, LookupError)
 STEP = "step"  # torch's name of the counter, a number to some optimizers and a tensor to others
 
 
 def check_groups(path: Path, groups: list[dict[str, Any]], optimizer: torch.optim.Optimizer) -> None:
     """CheckpointError naming a setting in `groups`, read from `path`, that is missing or unlike the optimizer's own."""
-    needed = wrapped_optimizer(optimizer).defaults.keys()
+    wrapped = wrapped_optimizer(optimizer)
+    needed = wrapped.defaults.keys()
+    arguments = inspect.signature(type(wrapped)).parameters
+    optional = {name for name, argument in arguments.items() if argument.default is None}  # as foreach and fused
     for number, (saved, own) in enumerate(zip(groups, optimizer.param_groups, strict=True)):
         for name in sorted(needed & own.keys()):
             if name not in saved:
                 raise CheckpointError(f"{path} is damaged: parameter group {number} has no {name!r}")
-            if not _is_like(saved[name], own[name]):
+            is_unset = saved[name] is None and name in optional
+            if not is_unset and not _is_like(saved[name], own[name]):
                 raise CheckpointError(
                     f"{path} is damaged: {name!r} of parameter group {number} is {saved[name]!r}"[:500]
                 )
@@ -60,33 +67,46 @@ class StateOfAStep:
 
     def __init__(self, path: Path, groups: list[dict[str, Any]], optimizer: torch.optim.Optimizer) -> None:
         self.path, self.groups, self.optimizer = path, groups, wrapped_optimizer(optimizer)
+        self.own_groups = optimizer.param_groups
         self._known: dict[tuple[Any, ...], dict[str, Kind] | None] = {}
 
     def kept(self, group: int, parameter: Tensor, num_dimensions: int) -> dict[str, Kind] | None:
         """Names and kinds of the state of a `parameter` of so many dimensions, of which this rank may keep a part.
 
-        None where an optimizer cannot be built, or stepped, by its settings alone. CheckpointError where the settings
-        are out of its range.
+        None where the parameter can have no gradient, or the optimizer takes no step under its own settings either.
+        CheckpointError where only those of the checkpoint are out of its range.
         """
+        if not parameter.is_floating_point() and not parameter.is_complex():
+            return None
         key = group, num_dimensions, parameter.dtype, parameter.device
         if key not in self._known:
-            self._known[key] = self._after_a_step(self.groups[group], parameter, num_dimensions)
+            small = torch.zeros((2,) * num_dimensions, dtype=parameter.dtype, device=parameter.device)
+            try:
+                self._known[key] = self._after_a_step(self.groups[group], small)
+            except REFUSALS as error:
+                kind = type(self.optimizer).__name__
+                if self._takes_steps(self.own_groups[group], small):
+                    raise CheckpointError(f"{self.path} is damaged: {kind} cannot go on: {error}") from error
+                self._known[key] = None
         return self._known[key]
 
-    def _after_a_step(self, settings: dict[str, Any], parameter: Tensor, num_dimensions: int) -> dict[str, Kind] | None:
-        small = nn.Parameter(torch.zeros((2,) * num_dimensions, dtype=parameter.dtype, device=parameter.device))
-        small.grad = torch.zeros_like(small)
-        kind = type(self.optimizer)
-        group = {name: tuple(v) if isinstance(v, list) else v for name, v in settings.items() if name != "names"}
+    def _takes_steps(self, settings: dict[str, Any], values: Tensor) -> bool:
         try:
-            accepted = inspect.signature(kind).parameters
-            defaults = {name: value for name, value in self.optimizer.defaults.items() if name in accepted}
-            optimizer = kind([group | {"params": [small]}], **defaults)
-            optimizer.step()
-        except TypeError:  # it needs other arguments than its settings, or a closure
-            return None
-        except (ValueError, AssertionError, ArithmeticError, RuntimeError) as error:
-            raise CheckpointError(f"{self.path} is damaged: {kind.__name__} cannot go on: {error}") from error
+            self._after_a_step(settings, values)
+        except REFUSALS:
+            return False
+        return True
+
+    def _after_a_step(self, settings: dict[str, Any], values: Tensor) -> dict[str, Kind]:
+        """What an optimizer with these settings of a group keeps of a parameter of these values."""
+        small = nn.Parameter(values.clone())
+        small.grad = torch.zeros_like(small)
+        group = {name: tuple(v) if isinstance(v, list) else v for name, v in settings.items() if name != "names"}
+        kind = type(self.optimizer)
+        accepted = inspect.signature(kind).parameters
+        defaults = {name: value for name, value in self.optimizer.defaults.items() if name in accepted}
+        optimizer = kind([hyperparameters(group) | {"params": [small]}], **defaults)
+        optimizer.step()
         state = optimizer.state.get(small, {})
         return {name: _kind(name, value, small.shape) for name, value in state.items() if value is not None}
 
