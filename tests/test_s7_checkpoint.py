@@ -292,6 +292,29 @@ def save_over_incomplete(rank: int, num_ranks: int, folder: str) -> None:
         shutil.rmtree(newest)
 
 
+def test_a_process_killed_while_it_removes_an_old_checkpoint_leaves_no_half_of_it(tmp_path):
+    """It left a folder of its step: complete without its tensors, or incomplete and there for good."""
+    run_ranks(stop_while_removing, 1, str(tmp_path))
+
+
+def stop_while_removing(rank: int, num_ranks: int, folder: str) -> None:
+    class Killed(BaseException):
+        pass
+
+    def remove_a_part(path: Path) -> None:
+        next(Path(path).glob("*.distcp")).unlink()
+        raise Killed
+
+    model = nn.Linear(2, 2)
+    save_checkpoint(folder, 1, model, keep=1)
+    with pytest.MonkeyPatch.context() as patched, pytest.raises(Killed):
+        patched.setattr(checkpoint.shutil, "rmtree", remove_a_part)
+        save_checkpoint(folder, 2, model, keep=1)
+    assert [path.name for path in complete_checkpoints(folder)] == ["step-00000002"]
+    save_checkpoint(folder, 3, model, keep=2)
+    assert sorted(path.name for path in Path(folder).iterdir()) == ["step-00000002", "step-00000003"]
+
+
 def test_damaged_and_hostile_checkpoints_are_refused_and_nothing_of_them_runs(saved, tmp_path):
     folder = tmp_path / "copy"
     shutil.copytree(saved[0], folder)

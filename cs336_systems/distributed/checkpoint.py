@@ -5,9 +5,10 @@
 
 Each rank writes the rows that it keeps, torch.distributed.checkpoint puts them in an index, and a rank that loads reads
 the rows that it needs, from whichever files hold them. Phases of saving: aside (all ranks write into a hidden folder),
-complete (rank 0 adds `progress.json`, last of all), rename (the folder gets its name, in one step). A process that is
-killed at any point leaves the checkpoints before untouched, and a hidden folder that the next save removes. A folder
-that lost its `progress.json` is incomplete: loading passes over it, and saving its step again renames it.
+complete (rank 0 adds `progress.json`, last of all), rename (the folder gets its name, in one step), remove (old ones
+are hidden first). A process that is killed at any point leaves the checkpoints before untouched, and a hidden folder
+that the next save removes. A folder that lost its `progress.json` is incomplete: loading passes over it, and saving its
+step again renames it.
 
 `model` is an FSDP, a plain module, or a wrapper with the plain one in `.module`; `optimizer` is any torch optimizer
 over its parameters, a ShardedOptimizer or a Zero1Optimizer. Saved are parameters, buffers of the state dict, the
@@ -114,8 +115,9 @@ def save_checkpoint(
             os.rename(final, _name_of_incomplete(final))
         os.rename(aside, final)
         _sync_folder(folder)
+        # remove
         for old in complete_checkpoints(folder)[:-keep]:
-            shutil.rmtree(old)
+            shutil.rmtree(old.rename(folder / f".{old.name}.partial"))
     dist.barrier(process_group)
     return final
 
