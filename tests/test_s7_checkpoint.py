@@ -166,6 +166,7 @@ WRONG_IN_INDEX = [
     (lambda entry: entry["chunks"][0].update(length=2**62), "json: the index has 46.* bytes from .* the file has"),
     (lambda entry: entry["chunks"][0].update(start=2**40), "bytes from 1099511627776 on in .*distcp of 'model.lm_head"),
     (lambda entry: entry["chunks"][0].update(file="a\0b"), "is no file of the checkpoint's own folder"),
+    (lambda entry: entry["chunks"][0].update(file="\ud800"), "is no file of the checkpoint's own folder"),
 ]
 # What ended in a traceback of another error, or in a step that no run can be at.
 WRONG_IN_PROGRESS = [

@@ -89,7 +89,7 @@ class IndexedReader(FileSystemReader):
         chunks = []
         for chunk in entry["chunks"]:
             file = chunk["file"]
-            if not isinstance(file, str) or Path(file).name != file or file[:1] == "." or "\0" in file:
+            if not isinstance(file, str) or Path(file).name != file or file[:1] == "." or not file.isprintable():
                 raise CheckpointError(f"the index names {file!r}, which is no file of the checkpoint's own folder")
             offsets, sizes = _sizes(chunk["offsets"]), _sizes(chunk["sizes"])
             start, length = _sizes([chunk["start"], chunk["length"]])
