@@ -265,6 +265,45 @@ def test_a_trace_of_other_things_than_events_is_refused(tmp_path):
     refused_on_the_command_line(write(tmp_path / "x.pickle", written), "'device_traces' must be lists of events")
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda s: s["device_traces"].append(s["device_traces"][0]),
+            "'device_traces' must be lists of events, each once",
+        ),
+        (lambda s: s["segments"].append(s["segments"][0]), "segments share their blocks"),
+        (lambda s: s["segments"].append({"blocks": s["segments"][0]["blocks"]}), "segments share their blocks"),
+        (lambda s: s.update(x=[{"filename": "", "line": 1, "name": ""}, 1]), "list of frames must hold nothing else"),
+    ],
+    ids=["events", "segment", "blocks", "frames"],
+)
+def test_nothing_is_looked_at_again_and_again(change, message, tmp_path):
+    """A hundred thousand bytes kept a processor busy for a minute, a million for hours."""
+    written = small_snapshot()
+    change(written)
+    refused_on_the_command_line(write(tmp_path / "x.pickle", written), message)
+
+
+def test_the_origin_of_a_long_stack_is_looked_for_once(tmp_path):
+    written = small_snapshot()
+    stack = [{"filename": "/torch/x.py", "line": line, "name": ""} for line in range(900)]
+    written["device_traces"] = [[event("alloc", 512 * i, 512, stack) for i in range(1, 900)]]
+    read = read_snapshot(write(tmp_path / "x.pickle", written))
+
+    class Counted(list):
+        num_items = 0
+
+        def __getitem__(self, row):
+            self.num_items += 1
+            return super().__getitem__(row)
+
+    read.stack_table, read.frames = Counted(read.stack_table), Counted(read.frames)
+    trace = snapshot_trace(read)
+    assert len(trace.allocations) > 890 and {one.where for one in trace.allocations} <= {"", "before"}
+    assert read.stack_table.num_items <= 2 and read.frames.num_items == 900
+
+
 def test_a_pipe_is_refused(tmp_path):
     """It was waited for for ever."""
     os.mkfifo(tmp_path / "x.pickle")

@@ -10,7 +10,7 @@
 The file (torch.cuda.memory._dump_snapshot, https://docs.pytorch.org/docs/stable/torch_cuda_memory.html) is a pickle.
 `plain_pickle` reads it; events become rows of numbers as they pass, so that a gigabyte of file takes a few hundred
 megabytes of memory. What is kept of events, frames and stacks is limited, too, by the file's size: a gigabyte of the
-most hostile file takes less than two.
+most hostile file takes less than two. Each stack, list of frames and block is looked at once, however often it occurs.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ BYTES_PER_EVENT = 200  # of file for each further event; one with thirty frames 
 # Of different frames and stacks, in memory: a hundred thousand of a stack of thirty frames, and a quarter of the file.
 MAX_TABLE_BYTES = 2**26
 TABLE_BYTES_PER_FILE_BYTE = 0.25
-ENTRY_BYTES = 192  # of a dict's and a list's entry and a row number, for each frame or stack
+ENTRY_BYTES = 192  # of two dicts' and a list's entry and a row number, for each frame or stack
 MAX_TOTAL_BYTES = 2**62  # of all blocks: sums of them are 64-bit integers
 MAX_LINE = 2**64
 LONGEST_ORIGIN = 256  # characters of a path or name that are shown
@@ -71,16 +71,19 @@ class Snapshot:
     stack_table: list[tuple[int, ...]] = field(default_factory=list)  # rows of `frames`, the innermost first
     frames: list[Frame] = field(default_factory=list)
     active: dict[int, int] = field(default_factory=dict)  # address -> bytes, of blocks in use at the end
-    _origins: dict[int, str] = field(default_factory=dict, repr=False)  # by row of `frames`, each text once
+    _shown: dict[int, str] = field(default_factory=dict, repr=False)  # by row of `frames`, each text once
+    _origins: dict[int, str] = field(default_factory=dict, repr=False)  # by row of `stack_table`
 
     def origin(self, stack: int) -> str:
         """`model/layers.py:39 forward` of the innermost frame outside of PyTorch; empty if the stack has none."""
-        for number in self.stack_table[stack]:
-            if number not in self._origins:
-                self._origins[number] = _shown_frame(self.frames[number])
-            if self._origins[number]:
-                return self._origins[number]
-        return ""
+        if stack not in self._origins:
+            self._origins[stack] = next(filter(None, map(self._show, self.stack_table[stack])), "")
+        return self._origins[stack]
+
+    def _show(self, number: int) -> str:
+        if number not in self._shown:
+            self._shown[number] = _shown_frame(self.frames[number])
+        return self._shown[number]
 
 
 def _shown_frame(frame: Frame) -> str:
@@ -127,7 +130,9 @@ class _Compactor:
             if "action" in keys and "size" in keys:
                 return self._event(container)
             return self._frame(container) if keys >= FRAME_KEYS and "addr" not in keys else container
-        if container and all(type(item) is _FrameRow for item in container):
+        if container and type(container[0]) is _FrameRow:
+            if not all(type(item) is _FrameRow for item in container):
+                raise PlainPickleError("a list of frames must hold nothing else")
             return self._stack(tuple(container))
         return container
 
@@ -184,18 +189,23 @@ def read_snapshot(path: Path, *, device: int = 0, max_bytes: int = MAX_FILE_BYTE
     if not 0 <= device < max(1, len(traces)):
         raise ValueError(f"device must be one of the {len(traces)} in {path.name}, got {device}")
     snapshot = compactor.snapshot
-    if not all(isinstance(trace, list) and all(type(item) is _Event for item in trace) for trace in traces):
-        raise PlainPickleError(f"{path.name}: no memory snapshot: 'device_traces' must be lists of events")
-    lengths = [len(trace) for trace in traces]
-    if sum(lengths) != len(snapshot.actions):
+    lengths = [len(trace) if isinstance(trace, list) else 0 for trace in traces]
+    if sum(lengths) > len(snapshot.actions) or not all(
+        isinstance(trace, list) and all(type(item) is _Event for item in trace) for trace in traces
+    ):
+        raise PlainPickleError(f"{path.name}: no memory snapshot: 'device_traces' must be lists of events, each once")
+    if sum(lengths) < len(snapshot.actions):
         raise PlainPickleError(f"{path.name}: no memory snapshot: it has events outside of 'device_traces'")
     start = sum(lengths[:device])
     stop = start + (lengths[device] if lengths else 0)
     for column in (snapshot.actions, snapshot.addresses, snapshot.sizes, snapshot.stacks):
         del column[stop:], column[:start]
-    for segment in segments:
-        if isinstance(segment, dict) and segment.get("device", 0) == device:
-            snapshot.active |= _active_blocks(segment, path.name)
+    here = [segment for segment in segments if isinstance(segment, dict) and segment.get("device", 0) == device]
+    lists_of_blocks = [id(segment["blocks"]) for segment in here if "blocks" in segment]
+    if len({*lists_of_blocks}) < len(lists_of_blocks):
+        raise PlainPickleError(f"{path.name}: no memory snapshot: segments share their blocks")
+    for segment in here:
+        snapshot.active |= _active_blocks(segment, path.name)
     sizes = (size for action, size in zip(snapshot.actions, snapshot.sizes) if action in (ALLOC, FREE))
     if sum(sizes) + sum(snapshot.active.values()) > MAX_TOTAL_BYTES:
         raise PlainPickleError(f"{path.name}: no memory snapshot: blocks of more than {MAX_TOTAL_BYTES:,} bytes in all")
