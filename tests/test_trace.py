@@ -471,6 +471,33 @@ def test_an_event_of_strange_values_is_refused(key: str, values: list[Any], on_g
             read_trace(path)
 
 
+def test_events_in_events_without_end_are_refused(tmp_path: Path) -> None:
+    """Each had the names of all around it: the memory for a file grew with the square of its size."""
+    path = tmp_path / "x.trace.json"
+    events = [
+        {"ph": "X", "cat": "user_annotation", "name": "a", "ts": i, "dur": 10_000 - 2 * i, "pid": 1, "tid": 1}
+        for i in range(1001)
+    ]
+    path.write_text(json.dumps(events))
+    with pytest.raises(
+        ValueError, match=r"x\.trace\.json: .*more than 1000 operators, launches and ranges open at one"
+    ):
+        read_trace(path)
+    path.write_text(json.dumps(events[1:]))
+    assert len(read_trace(path).ranges) == 1
+
+
+def test_ranges_are_kept_once_for_all_that_is_launched_in_them() -> None:
+    rows = [(f"range {i}", i, 10_000 - 2 * i) for i in range(100)] + [("add", 200 + i, 1) for i in range(100)]
+    events = [
+        {"ph": "X", "cat": "user_annotation" if name != "add" else "cpu_op", "name": name, "ts": start, "dur": us}
+        for name, start, us in rows
+    ]
+    kernels = trace_of(events).kernels
+    assert len(kernels) == 100 and len({id(kernel.ranges) for kernel in kernels}) == 1
+    assert kernels[0].ranges == tuple(f"range {i}" for i in range(100))
+
+
 def test_what_is_not_read_may_be_strange() -> None:
     strange: list[dict[str, Any]] = [{"ph": "X"}, {"ph": "X", "cat": ["kernel"]}, {"ph": "M", "cat": "kernel"}]
     assert trace_of([*strange, *gpu_events()]) == trace_of(gpu_events())

@@ -21,11 +21,12 @@ import json
 import reprlib
 import stat
 import zlib
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from cs336_systems.profiling.kernels import categorize, short_name
 from cs336_systems.profiling.ranges import STEP
@@ -39,6 +40,7 @@ READ_CATEGORIES = (*DEVICE_CATEGORIES, *LAUNCH_CATEGORIES, "cpu_op", "user_annot
 MAX_TRACE_BYTES = 2**30  # of a file on disk and of its text; a trace of one step is a few MiB
 CHUNK_BYTES = 2**20  # unpacked at once
 MAX_MICROSECONDS = 1e18  # thirty thousand years
+MAX_OPEN = 1000  # operators, launches and ranges open at one time on a thread; of a model some dozens
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -243,6 +245,15 @@ class _Site:
     phase: Phase
 
 
+class _Open(NamedTuple):
+    """An event of a host thread that has not ended, and what those inside of it inherit."""
+
+    end_us: float
+    ranges: tuple[str, ...]
+    caller: _Site | None  # the innermost operator or launch
+    differentiates: int | None  # the forward's sequence number, inside of a backward operator
+
+
 def _launch_sites(events: Sequence[dict[str, Any]]) -> list[_Site]:
     """Every operator and launch with its ranges and phase; backward ones with the ranges of their forward."""
     threads: dict[tuple[Any, Any], list[dict[str, Any]]] = defaultdict(list)
@@ -253,18 +264,20 @@ def _launch_sites(events: Sequence[dict[str, Any]]) -> list[_Site]:
     backward: list[tuple[_Site, int]] = []  # with the sequence number of the forward
     forward_ranges: dict[int, tuple[float, tuple[str, ...]]] = {}  # by sequence number, of the last operator with it
     for thread in threads.values():
-        stack: list[tuple[float, dict[str, Any], _Site | None, int | None]] = []  # end, event, site, backward number
+        stack: list[_Open] = []
         for event in sorted(thread, key=lambda event: (float(event["ts"]), -float(event.get("dur", 0)))):
             start, duration = float(event["ts"]), float(event.get("dur", 0))
-            while stack and stack[-1][0] <= start:
+            while stack and stack[-1].end_us <= start:
                 stack.pop()
+            if len(stack) >= MAX_OPEN:
+                raise ValueError(f"more than {MAX_OPEN} operators, launches and ranges open at one time on a thread")
+            outer = stack[-1] if stack else _Open(0.0, (), None, None)
+            ranges, caller, inherited = outer.ranges, outer.caller, outer.differentiates
             number = _sequence_number(event)
-            is_backward = str(event["name"]).startswith(BACKWARD_OPERATOR)
-            inherited = next((entry[3] for entry in reversed(stack) if entry[3] is not None), None)
-            ranges = tuple(str(e["name"]) for _, e, _, _ in stack if e.get("cat") == "user_annotation")
-            site = None
-            if event.get("cat") != "user_annotation":
-                differentiates = number if is_backward else inherited
+            differentiates = number if str(event["name"]).startswith(BACKWARD_OPERATOR) else inherited
+            if event.get("cat") == "user_annotation":
+                ranges = (*ranges, str(event["name"]))
+            else:
                 phase: Phase = "forward" if differentiates is None else "backward"
                 if any(name.startswith(OPTIMIZER_RANGE) for name in ranges):
                     phase = "optimizer"
@@ -274,11 +287,11 @@ def _launch_sites(events: Sequence[dict[str, Any]]) -> list[_Site]:
                     backward.append((site, differentiates))
                 elif number is not None and start >= forward_ranges.get(number, (start, ()))[0]:
                     forward_ranges[number] = (start, ranges)
-                caller = next((entry[2] for entry in reversed(stack) if entry[2] is not None), None)
                 if caller is not None and event.get("cat") == "cpu_op":
                     caller.own_us -= duration
-            is_annotation_of_backward = number if is_backward else None
-            stack.append((start + duration, event, site, is_annotation_of_backward))
+                caller = site
+            inherited = inherited if differentiates is None else differentiates
+            stack.append(_Open(start + duration, ranges, caller, inherited))
     for site, number in backward:
         _, ranges = forward_ranges.get(number, (0.0, ()))
         site.ranges = tuple(dict.fromkeys((*site.ranges, *ranges)))
@@ -346,5 +359,10 @@ def _kernel(
         duration_us=duration_us,
         stream=stream,
         ranges=() if site is None else site.ranges,
-        step=next((index for index, (begin, end) in enumerate(steps) if begin <= launched < end), -1),
+        step=_step_at(launched, steps),
     )
+
+
+def _step_at(moment_us: float, steps: Sequence[tuple[float, float]]) -> int:
+    last = bisect_right(steps, moment_us, key=lambda step: step[0]) - 1
+    return last if last >= 0 and moment_us < steps[last][1] else -1
