@@ -74,7 +74,35 @@ def save_half_way(rank: int, num_ranks: int, folder: str) -> dict[str, list[floa
         torch.manual_seed(100 + rank)
         save_checkpoint(Path(folder) / wrapper, 3, model, optimizer, position={"batch": 3})
         found[wrapper] = train(rank, num_ranks, wrapper, model, optimizer, range(3, 6))
+    refuse_together(rank, Path(folder))
     return found
+
+
+def refuse_together(rank: int, folder: Path) -> None:
+    """What is wrong for one rank alone was refused by that one, and the others waited for it."""
+    model, optimizer = build("sharded", 1)
+    state = next(name for name, parameter in model.named_parameters() if optimizer.owners[parameter] == 1)
+
+    def lose_state(index: dict[str, Any]) -> None:
+        del index["tensors"][f"optimizer.{state}.exp_avg"]
+
+    def shorten_generator(index: dict[str, Any]) -> None:
+        entry = index["tensors"]["generator.cpu.1"]
+        entry["size"] = entry["chunks"][0]["sizes"] = [8]
+
+    for change, message in (
+        (lose_state, f"it has no 'optimizer.{state}.exp_avg'"),
+        (shorten_generator, "cpu.1' of shape"),
+    ):
+        damaged = folder / change.__name__
+        if rank == 0:
+            shutil.copytree(folder / "sharded" / "step-00000003", damaged)
+            index = json.loads((damaged / "index.json").read_text())
+            change(index)
+            (damaged / "index.json").write_text(json.dumps(index))
+        torch.distributed.barrier()
+        with pytest.raises(CheckpointError, match=message):
+            load_checkpoint(damaged, model, optimizer)
 
 
 def resume(rank: int, num_ranks: int, folder: str) -> dict[str, Any]:

@@ -181,7 +181,7 @@ def load_checkpoint(
     source_rank = rank_in(process_group) % progress.num_ranks
     generators = _generator_states(source_rank)
     generators = {name: tensor for name, tensor in generators.items() if name in index}
-    _check_generators(generators, index, path)
+    _check_generators(index, path)
     tensors = described.tensors_to_load(index, path)
     try:
         # No planner data of torch's own is trusted or needed: the names are flat.
@@ -273,14 +273,15 @@ class _Described:
     ) -> None:
         """CheckpointError naming a state that is missing, of another shape, or not the optimizer's.
 
-        A parameter without any has had no gradient yet.
+        A parameter without any has had no gradient yet. Each rank looks at the states of all, so that none of them goes
+        on to load, and waits, where another has refused.
         """
         if self.optimizer is None:
             return
         assert settings is not None
         of_a_step = StateOfAStep(path / PROGRESS, settings["groups"], self.optimizer)
         groups = {name: number for number, names in enumerate(self._group_names()) for name in names}
-        for name in self._stateful_names():
+        for name in groups:
             parameter, shape = self.parameters[name], self._whole_shape(name)
             expected = of_a_step.kept(groups[name], parameter, len(shape))
             scalars, found = settings["scalars"].get(name, {}), self._saved_state(name, index)
@@ -435,10 +436,12 @@ def _generator_states(rank: int) -> dict[str, Tensor]:
     return states
 
 
-def _check_generators(states: dict[str, Tensor], index: dict[str, TensorStorageMetadata], path: Path) -> None:
-    for name, state in states.items():
-        found = index[name]
-        if (found.size, found.properties.dtype) != (state.shape, state.dtype):
+def _check_generators(index: dict[str, TensorStorageMetadata], path: Path) -> None:
+    """CheckpointError for a state of any rank's generator that none of the kind could have."""
+    own = {name.rpartition(".")[0]: state for name, state in _generator_states(0).items()}
+    for name, found in index.items():
+        state = own.get(name.rpartition(".")[0])
+        if state is not None and (found.size, found.properties.dtype) != (state.shape, state.dtype):
             raise CheckpointError(
                 f"{path / INDEX} has {name!r} of shape {tuple(found.size)} in {found.properties.dtype}, "
                 f"a generator's state is {tuple(state.shape)} in {state.dtype}"
