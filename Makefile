@@ -54,7 +54,7 @@ test: $(STAMP) ## run the tests, grade the problems, name the stale GPU tests
 	$(if $(TEST_PROCESSES),OMP_NUM_THREADS=1 )$(RUN) -m pytest -m 'not slow' \
 	    $(addprefix --dist loadfile -n ,$(TEST_PROCESSES)) $(PYTEST_ARGS)
 
-test-slow: $(STAMP) ## the tests that take long: whole runs, compilations, interpreted kernels
+test-slow: $(STAMP) ## the tests that take long: whole runs, jobs of ranks, compilations
 	$(if $(TEST_PROCESSES),OMP_NUM_THREADS=1 )$(RUN) -m pytest -m slow \
 	    $(addprefix --dist load -n ,$(TEST_PROCESSES)) $(PYTEST_ARGS)
 
