@@ -143,6 +143,19 @@ def test_a_whole_checkpoint_and_one_whose_parameters_had_no_gradients_resume(run
         assert result.exit_code == 0 and result.stderr == "", result.output
 
 
+def test_a_damaged_loss_scale_is_refused_in_one_line(tmp_path: Path) -> None:
+    out, half = tmp_path / "run", ["--autocast", "float16", "--steps", "2"]
+    result = CliRunner().invoke(app, ["train", *OPTIONS, *half, "--out", str(out)])
+    assert result.exit_code == 0, result.output
+    file = out / "checkpoints" / "step-00000002" / "progress.json"
+    written = json.loads(file.read_text())
+    for damage in ({"value": "x", "good_steps": 0}, {"value": 8.0}, {"value": 8.0, "good_steps": -1}, [8.0], None):
+        file.write_text(json.dumps(written | {"position": written["position"] | {"loss_scale": damage}}))
+        result = resume(out, *half)
+        (line,) = result.stderr.strip().splitlines()
+        assert result.exit_code == 2 and line == f"error: {file} is damaged: loss_scale is {damage!r}"
+
+
 @pytest.mark.parametrize("pipe", [False, True])
 def test_an_incomplete_newest_checkpoint_is_told_and_renamed(run: Path, tmp_path: Path, pipe: bool) -> None:
     """It was passed over in silence, and the run died where it came to the same step."""

@@ -95,10 +95,22 @@ def test_one_process_needs_no_group_and_a_state_loads_again():
     assert (again.value, again.good_steps) == (8.0, 2)
 
 
-@pytest.mark.parametrize("value", [0.0, -1.0, float("inf"), float("nan")])
+@pytest.mark.parametrize("value", [0.0, -1.0, float("inf"), float("nan"), pytest.param(10**400, id="huge"), "8", None])
 def test_a_scale_must_be_positive_and_finite(value):
+    scaler = LossScaler(4.0)
     with pytest.raises(ValueError, match="value must be positive and finite, got"):
         LossScaler(value)
+    with pytest.raises(ValueError, match="value must be positive and finite, got"):
+        scaler.load_state_dict({"value": value, "good_steps": 1})
+    assert scaler.state_dict() == {"value": 4.0, "good_steps": 0}
+
+
+@pytest.mark.parametrize("good_steps", [-1, 1.5, "1", None])
+def test_good_steps_must_be_a_count(good_steps):
+    scaler = LossScaler(4.0)
+    with pytest.raises(ValueError, match=f"good_steps must be an int of at least 0, got {good_steps!r}"):
+        scaler.load_state_dict({"value": 8.0, "good_steps": good_steps})
+    assert scaler.state_dict() == {"value": 4.0, "good_steps": 0}
 
 
 def test_an_interval_must_be_positive():

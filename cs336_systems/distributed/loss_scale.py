@@ -15,7 +15,7 @@ data parallelism they are equal; of shards each rank would decide for itself, an
 
 from __future__ import annotations
 
-import math
+import sys
 from typing import Any
 
 import torch
@@ -35,8 +35,7 @@ class LossScaler:
     def __init__(
         self, value: float = 2.0**16, *, growth_interval: int = 2000, process_group: dist.ProcessGroup | None = None
     ) -> None:
-        if not (value > 0 and math.isfinite(value)):
-            raise ValueError(f"value must be positive and finite, got {value!r}")
+        _check_scale(value)
         if growth_interval < 1:
             raise ValueError(f"growth_interval must be at least 1, got {growth_interval!r}")
         self.value = value
@@ -73,7 +72,12 @@ class LossScaler:
         return {"value": self.value, "good_steps": self.good_steps}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.value, self.good_steps = float(state_dict["value"]), int(state_dict["good_steps"])
+        """Go on as `state_dict` says. Raises ValueError, and changes nothing, where no scaler could have said so."""
+        value, good_steps = state_dict["value"], state_dict["good_steps"]
+        _check_scale(value)
+        if not isinstance(good_steps, int) or good_steps < 0:
+            raise ValueError(f"good_steps must be an int of at least 0, got {good_steps!r}")
+        self.value, self.good_steps = float(value), good_steps
 
     def _all_finite(self, gradients: list[Tensor]) -> bool:
         """On every rank of the group, also where this one has no gradient."""
@@ -83,6 +87,11 @@ class LossScaler:
         if dist.is_initialized() and dist.get_world_size(self.process_group) > 1:
             dist.all_reduce(smallest, op=dist.ReduceOp.MIN, group=self.process_group)
         return bool(smallest.item())
+
+
+def _check_scale(value: Any) -> None:
+    if not (isinstance(value, int | float) and 0 < value <= sys.float_info.max):
+        raise ValueError(f"value must be positive and finite, got {value!r}")
 
 
 def gradients_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
