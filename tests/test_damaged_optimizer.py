@@ -251,12 +251,15 @@ def sound_checkpoints(rank: int, num_ranks: int, folder: str) -> None:
         "picky": (WithBytes, ones, [lambda p: Picky(p, lr=0.1, momentum=0.9)] * 2),
         "foreach": (WithBytes, ones, [optim.AdamW, lambda p: optim.AdamW(p, foreach=True)]),
         "fused": (WithBytes, ones, [optim.AdamW, lambda p: optim.AdamW(p, fused=True)]),
+        "momentum": (WithBytes, ones, [lambda p: optim.SGD(p, lr=0.1, momentum=0.9)] * 2),
     }
     for name, (make_model, inputs, makers) in cases.items():
         models = [make_model() for _ in makers]
         optimizers = [make(model.parameters()) for make, model in zip(makers, models)]
         models[0](inputs).sum().backward()
         optimizers[0].step()
+        if name == "momentum":
+            optimizers[0].param_groups[0]["momentum"] = 0.0
         path = save_checkpoint(Path(folder) / name, 1, models[0], optimizers[0])
         load_checkpoint(path, models[1], optimizers[1])
         for model, optimizer in zip(models, optimizers):
@@ -268,5 +271,5 @@ def sound_checkpoints(rank: int, num_ranks: int, folder: str) -> None:
 
 
 def test_no_sound_checkpoint_is_called_damaged(tmp_path: Path) -> None:
-    """SparseAdam was, which takes no dense gradient, and AdamW whose run now sets foreach or fused."""
+    """SparseAdam was, which takes no dense gradient, AdamW whose run now sets foreach or fused, a momentum ended."""
     run_ranks(sound_checkpoints, 1, str(tmp_path))

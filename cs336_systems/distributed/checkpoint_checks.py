@@ -80,26 +80,24 @@ class StateOfAStep:
             return None
         key = group, num_dimensions, parameter.dtype, parameter.device
         if key not in self._known:
-            small = torch.zeros((2,) * num_dimensions, dtype=parameter.dtype, device=parameter.device)
             try:
-                self._known[key] = self._after_a_step(self.groups[group], small)
+                self._known[key] = self._after_a_step(self.groups[group], parameter, num_dimensions)
             except REFUSALS as error:
                 kind = type(self.optimizer).__name__
-                if self._takes_steps(self.own_groups[group], small):
+                if self.kept_by_own_settings(group, parameter, num_dimensions) is not None:
                     raise CheckpointError(f"{self.path} is damaged: {kind} cannot go on: {error}") from error
                 self._known[key] = None
         return self._known[key]
 
-    def _takes_steps(self, settings: dict[str, Any], values: Tensor) -> bool:
+    def kept_by_own_settings(self, group: int, parameter: Tensor, num_dimensions: int) -> dict[str, Kind] | None:
+        """The same under the settings that the optimizer has now; None where it takes no step."""
         try:
-            self._after_a_step(settings, values)
+            return self._after_a_step(self.own_groups[group], parameter, num_dimensions)
         except REFUSALS:
-            return False
-        return True
+            return None
 
-    def _after_a_step(self, settings: dict[str, Any], values: Tensor) -> dict[str, Kind]:
-        """What an optimizer with these settings of a group keeps of a parameter of these values."""
-        small = nn.Parameter(values.clone())
+    def _after_a_step(self, settings: dict[str, Any], parameter: Tensor, num_dimensions: int) -> dict[str, Kind]:
+        small = nn.Parameter(torch.zeros((2,) * num_dimensions, dtype=parameter.dtype, device=parameter.device))
         small.grad = torch.zeros_like(small)
         group = {name: tuple(v) if isinstance(v, list) else v for name, v in settings.items() if name != "names"}
         kind = type(self.optimizer)
