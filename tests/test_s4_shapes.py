@@ -13,7 +13,7 @@ from cs336_systems.attention import flash_attention
 from cs336_systems.attention.contract import compute_oracle
 from cs336_systems.config import RunConfig
 from cs336_systems.experiments import attention_cells
-from cs336_systems.experiments.attention_cells import KEPT_SAMPLES, evenly_spaced, measure_attention, rest
+from cs336_systems.experiments.attention_cells import KEPT_SAMPLES, evenly_spaced, measure_attention, settle
 from cs336_systems.experiments.cells import Cell
 from cs336_systems.experiments.registry import PROBLEMS
 from cs336_systems.experiments.s4_shapes import (
@@ -111,39 +111,37 @@ def test_a_fast_row_keeps_few_samples_unless_a_number_was_asked_for():
     assert asked == {KEPT_SAMPLES + 1}
 
 
-def test_a_gpu_rests_when_it_has_done_what_it_was_given(monkeypatch):
+def test_a_gpu_rests_then_runs_until_its_clock_has_settled(monkeypatch):
     done: list[object] = []
+    clock = iter(range(100))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: done.append("synchronize"))
     monkeypatch.setattr(attention_cells.time, "sleep", done.append)
-    rest()
-    assert done == ["synchronize", 0.3]
+    monkeypatch.setattr(attention_cells.time, "perf_counter", lambda: 0.125 * next(clock))
+    settle(lambda: done.append("call"))
+    assert done == ["synchronize", 0.5, *["call", "synchronize"] * 2]
 
 
-@pytest.mark.parametrize(
-    "device, rested, expected",
-    [
-        ("cuda", True, ["rest", attention_cells.BURST_MS] * 3),
-        ("cuda", False, [attention_cells.GPU_BUDGET_MS] * 3),
-        ("cpu", True, [attention_cells.CPU_BUDGET_MS] * 3),
-    ],
-)
-def test_a_gpu_rests_before_each_pass_and_times_it_in_a_burst(device, rested, expected, monkeypatch):
-    """A CPU stands in for the GPU, with nothing but its name; it needs no rest itself."""
+@pytest.mark.parametrize(("device", "settled"), [("cuda", True), ("cuda", False), ("cpu", True)])
+def test_what_settles_a_clock_is_the_pass_that_is_timed_next(device, settled, monkeypatch):
+    """A CPU stands in for the GPU, with nothing but its name; a CPU itself settles nothing."""
     run = RunConfig(scale="tiny", device="cpu")
     cell = next(cell for cell in cells(run) if cell.implementation == "sdpa_flash")
     cell = replace(cell, rows=(attention_cells.FORWARD, attention_cells.BACKWARD, attention_cells.BOTH))
     inputs = attention_inputs(cell.case, device="cpu")
     oracle = compute_oracle(*inputs, is_causal=cell.case.is_causal)
-    ran: list[object] = []
+    ran: list[tuple[str, object]] = []
     monkeypatch.setattr(attention_cells, "_inputs", lambda *_: inputs)
     monkeypatch.setattr(attention_cells, "_oracle", lambda *_: oracle)
     monkeypatch.setattr(attention_cells, "release", lambda device: None)
     monkeypatch.setattr(attention_cells, "time_once", lambda call, device: call() and 1.0)
-    monkeypatch.setattr(attention_cells, "rest", lambda: ran.append("rest"))
-    monkeypatch.setattr(attention_cells, "time_calls", lambda call, budget_ms, **_: ran.append(budget_ms) or [1.0])
+    monkeypatch.setattr(attention_cells, "settle", lambda call: ran.append(("settle", call)))
+    monkeypatch.setattr(attention_cells, "time_calls", lambda call, **_: ran.append(("time", call)) or [1.0])
     built = (partial(flash_attention, is_causal=cell.case.is_causal, enable_gqa=True, backend="reference"), "reference")
-    assert len(list(measure_attention(cell, replace(run, device=device), rested=rested, built=built))) == 3
-    assert ran == expected
+    assert len(list(measure_attention(cell, replace(run, device=device), settled=settled, built=built))) == 3
+    settles = settled and device == "cuda"
+    assert [kind for kind, _ in ran] == (["settle", "time"] * 3 if settles else ["time"] * 3)
+    timed = [call for kind, call in ran if kind == "time"]
+    assert [call for kind, call in ran if kind == "settle"] == (timed if settles else [])
 
 
 # Report

@@ -29,10 +29,10 @@ BEFORE_BACKWARD = Row(mode="backward", quantity="memory_before_backward", unit="
 
 GPU_BUDGET_MS = 150.0
 CPU_BUDGET_MS = 50.0
-# An H200 at its power limit lowers its clock after some 80 ms of large kernels by 2 to 6 %, and after a second of them
-# by up to a fifth, in swings. A burst after a rest is over before.
-REST_MS = 300.0
-BURST_MS = 75.0
+# An H200 at its power limit lowers its clock by up to a tenth within 100 ms of large kernels, holds it there, and after
+# a second of them swings by up to a fifth. Between the two times repeat to 1 %.
+REST_MS = 500.0
+SETTLE_MS = 300.0
 KEPT_SAMPLES = 25  # of a row: quartiles ask for no more, and four thousand rows shall stay a small file
 
 
@@ -54,10 +54,14 @@ def attention_cell(
     )
 
 
-def rest() -> None:
-    """Leave the GPU idle for REST_MS."""
+def settle(call: Callable[[], object]) -> None:
+    """Leave the GPU idle for REST_MS, then run `call`, one after the other, for SETTLE_MS."""
     torch.cuda.synchronize()
     time.sleep(REST_MS / 1e3)
+    end = time.perf_counter() + SETTLE_MS / 1e3
+    while time.perf_counter() < end:
+        call()
+        torch.cuda.synchronize()
 
 
 def measure_attention(
@@ -66,7 +70,7 @@ def measure_attention(
     *,
     num_samples: int | None = None,
     sum_loss: bool = False,
-    rested: bool = False,
+    settled: bool = False,
     built: tuple[AttentionFunction, str] | None = None,
 ) -> Iterator[Measurement]:
     """Measure the promised rows of `cell` in the order forward, backward, forward_backward.
@@ -74,24 +78,24 @@ def measure_attention(
     Each part is checked against the float64 oracle before it is timed. The forward is timed without a graph, the
     backward on a graph made outside, the two together from scratch. With `sum_loss` the loss is the sum of the output,
     so that its gradient arrives as a stride-0 tensor of ones; without, that gradient is random. Without `num_samples` a
-    row takes as many as its time allows and keeps KEPT_SAMPLES of them, evenly spaced in time. `rested`: a GPU rests
-    before each part and times it in a burst, so that no median falls where the clock does. `built`: the function and
-    the kernel's name, where the implementation is none of `implementations`.
+    row takes as many as its time allows and keeps KEPT_SAMPLES of them, evenly spaced in time. `settled`: a GPU rests,
+    then runs each part for a while before it is timed, so that no median falls where the clock does. `built`: the
+    function and the kernel's name, where the implementation is none of `implementations`.
     """
     shape, device = cell.case, run.device
     function, kernel = built or (
         build(cell.implementation, shape, device), kernel_name(cell.implementation, shape, device)
     )  # fmt: skip
     inputs = _inputs(shape, device, run.seed, sum_loss)
-    budget_ms = CPU_BUDGET_MS if device == "cpu" else BURST_MS if rested else GPU_BUDGET_MS
+    budget_ms = GPU_BUDGET_MS if device == "cuda" else CPU_BUDGET_MS
     warmup = 1
     if kernel.startswith("interpreter"):  # its times say nothing of speed: one sample, no warm-up
         warmup, num_samples = 0, 1
 
     def timed(row: Row, call: Callable[[], object], error: float) -> Iterator[Measurement]:
         if row in cell.rows:
-            if rested and device == "cuda":
-                rest()
+            if settled and device == "cuda":
+                settle(call)
             samples = time_calls(call, device=device, warmup=warmup, num_samples=num_samples, budget_ms=budget_ms)
             kept = samples if num_samples else evenly_spaced(samples, KEPT_SAMPLES)
             yield Measurement(row=row, samples=kept, kernel=kernel, error=error)

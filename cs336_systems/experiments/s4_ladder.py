@@ -48,7 +48,7 @@ def hopper_ladder_cells(run: RunConfig) -> list[Cell]:
 
 def measure_hopper_ladder(cell: Cell, run: RunConfig) -> Iterator[Measurement]:
     """Measure a rung, each pass checked against the oracle first."""
-    return measure_attention(cell, run, rested=True, built=build_rung(cell.implementation, cell.case, run.device))
+    return measure_attention(cell, run, settled=True, built=build_rung(cell.implementation, cell.case, run.device))
 
 
 def build_rung(name: str, shape: AttentionShape, device: str) -> tuple[AttentionFunction, str]:

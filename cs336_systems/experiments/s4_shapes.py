@@ -72,7 +72,7 @@ def attention_shapes_cells(run: RunConfig) -> list[Cell]:
 
 def measure_attention_shapes(cell: Cell, run: RunConfig) -> Iterator[Measurement]:
     """The kernels' times, each pass checked first; then, where the cell promises them, the host's and the graph's."""
-    yield from measure_attention(cell, run, rested=True)
+    yield from measure_attention(cell, run, settled=True)
     if HOST_FORWARD in cell.rows:
         yield from _measure_short(cell, run)
 

@@ -32,4 +32,4 @@ def leaderboard_2025_cells(run: RunConfig) -> list[Cell]:
 
 def measure_leaderboard_2025(cell: Cell, run: RunConfig) -> Iterator[Measurement]:
     """The class harness differentiates `o.sum()`, so the gradient of the output is a stride-0 tensor of ones."""
-    return measure_attention(cell, run, sum_loss=True, rested=True)
+    return measure_attention(cell, run, sum_loss=True, settled=True)
