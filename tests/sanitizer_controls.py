@@ -6,14 +6,15 @@
   ring       a producer warp stores rows into a ring of two slots, guarded by mbarriers, and two consumers load them:
              as L and delta travel in the Hopper backward
   exchange   two warp groups exchange rows behind a named barrier: as its consumers exchange dS
-  race       the ring without its mbarriers: wrong, and racecheck must say so
 
-The first three are right, and each is as small as its mechanism. What racecheck reports of them it reports because it
-does not see how Triton orders the accesses. `tools/sanitize.py` runs them in every run of racecheck and takes a hazard
-of a Hopper kernel for explained only if a control shows the same. Exit code 1 if a result is wrong.
+All are right, and each is as small as its mechanism. What racecheck reports of them it reports because it does not see
+how Triton orders the accesses. `tools/sanitize.py` runs them in every run of racecheck and takes a hazard of a Hopper
+kernel for explained only if a control shows the same. Exit code 1 if a result is wrong.
 
-(Without its barrier `exchange` would be wrong too, but racecheck does not see it: Triton puts a barrier of the warp
-group between its store and its load.)
+What is wrong between specialised warps racecheck (2025.3.1) seldom sees: it reported nothing of `exchange` without its
+barrier, nothing of `ring` without its mbarriers, and of rows that one group stores over and over while another loads
+them hazards in one trial and none in the next. So no control that is wrong stands here, and a clean verdict on such
+kernels would say little.
 """
 
 from __future__ import annotations
@@ -29,14 +30,13 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from cs336_systems.attention.hopper.builtins import meet_consumers
 
-CONTROLS = ("dispatch", "ring", "exchange", "race")
+CONTROLS = ("dispatch", "ring", "exchange")
 COLUMNS = gl.constexpr(512)
 SLOTS = gl.constexpr(2)
 # Four columns a thread, which takes them in one load or store; one at a time Triton would move them as matrices.
 BY_GROUP = gl.constexpr(gl.BlockedLayout([4], [32], [4], [0]))
 BY_WARP = gl.constexpr(gl.BlockedLayout([4], [32], [1], [0]))
 STEPS, PROGRAMS = 8, 4
-RACE_STEPS = 64
 ROWS_ARE_WRITTEN = gl.constexpr(9)  # a named barrier of the hardware that Triton does not take
 
 
@@ -116,34 +116,6 @@ def exchange_kernel(rows_ptr, output_ptr):
     ], [4], [64])  # fmt: skip
 
 
-@gluon.jit
-def _write_rows(rows_ptr, shared_rows, steps):
-    columns = gl.arange(0, COLUMNS, BY_WARP)
-    for step in range(steps):
-        shared_rows.index(step % SLOTS).store(gl.load(rows_ptr + step * COLUMNS + columns))
-
-
-@gluon.jit
-def _read_rows(rows_ptr, output_ptr, shared_rows, steps, GROUP: gl.constexpr):
-    columns = gl.arange(0, COLUMNS, BY_GROUP)
-    total = gl.zeros([COLUMNS], gl.float32, BY_GROUP)
-    for step in range(steps):  # with a load that takes as long as the writer's, so that reads come after writes too
-        total = gl.sqrt(total + gl.load(rows_ptr + step * COLUMNS + columns))
-        total += shared_rows.index(step % SLOTS).load(BY_GROUP)
-    gl.store(output_ptr + (gl.program_id(0) * 2 + GROUP) * COLUMNS + columns, total)
-
-
-@gluon.jit(do_not_specialize=["steps"])
-def race_kernel(rows_ptr, output_ptr, steps):
-    """Takes `rows` (steps, columns); who is first decides what `output` (programs, 2, columns) is."""
-    shared_rows = gl.allocate_shared_memory(gl.float32, [SLOTS, COLUMNS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    gl.warp_specialize([
-        (_read_rows, (rows_ptr, output_ptr, shared_rows, steps, gl.constexpr(0))),
-        (_read_rows, (rows_ptr, output_ptr, shared_rows, steps, gl.constexpr(1))),
-        (_write_rows, (rows_ptr, shared_rows, steps)),
-    ], [4, 1], [64, 32])  # fmt: skip
-
-
 def run_control(name: str, device: str) -> tuple[Tensor, Tensor]:
     """(result, what it must be) of the kernel of a control."""
     rows = torch.arange(PROGRAMS * STEPS * COLUMNS.value, device=device, dtype=torch.float32)
@@ -153,11 +125,6 @@ def run_control(name: str, device: str) -> tuple[Tensor, Tensor]:
     if name == "ring":
         ring_kernel[(PROGRAMS,)](rows, output, STEPS, num_warps=4)
         return output, rows.sum(1, keepdim=True).expand_as(output)
-    if name == "race":
-        # A row unlike the last: where a store changes nothing, racecheck sees no hazard.
-        different = torch.arange(RACE_STEPS * COLUMNS.value, device=device, dtype=torch.float32)
-        race_kernel[(PROGRAMS,)](different.view(RACE_STEPS, -1), output, RACE_STEPS, num_warps=4)
-        return output, output
     kernel = dispatch_kernel if name == "dispatch" else exchange_kernel
     kernel[(PROGRAMS,)](rows_of_a_program, output, num_warps=4)
     return output, rows_of_a_program.flip(1) if name == "exchange" else rows_of_a_program
@@ -169,7 +136,7 @@ def main() -> None:
     name = parser.parse_args().name
     begin = time.monotonic()
     output, expected = run_control(name, "cuda")
-    wrong = name != "race" and not torch.equal(output, expected)  # sums of integers: exact; a race has no right result
+    wrong = not torch.equal(output, expected)  # sums of integers: exact
     print(f"1 calls of the control {name}, in {time.monotonic() - begin:.0f} s")
     if wrong:
         print(f"WRONG {name}: {(output != expected).sum().item()} of {output.numel()} elements")

@@ -86,16 +86,10 @@ CONTROL_FINDINGS = {
         "ring_kernel", "sanitizer_controls.py", ("Write", line_of(CONTROLS, "row_slots.index(slot).store(")),
         ("Read", line_of(CONTROLS, "row_slots.index(slot).load(")),
     ),
-    "FINDS_RACE": report(
-        "race_kernel", "sanitizer_controls.py", ("Write", line_of(CONTROLS, "shared_rows.index(step % SLOTS).store(")),
-        ("Read", line_of(CONTROLS, "shared_rows.index(step % SLOTS).load(")),
-    ),
 }  # fmt: skip
-RING_LINE, RACE_LINE = (line_of(CONTROLS, f"def {name}_kernel(") for name in ("ring", "race"))
+RING_LINE = line_of(CONTROLS, "def ring_kernel(")
 RING_DISPATCH = report("ring_kernel", "sanitizer_controls.py", ("Read", RING_LINE), ("Write", RING_LINE))
-BOTH_RACES = CONTROL_FINDINGS["FINDS_RACE"] + report(
-    "race_kernel", "sanitizer_controls.py", ("Read", RACE_LINE), ("Write", RACE_LINE)
-)
+ELSEWHERE = report("exchange_kernel", "sanitizer_controls.py", ("Read", RING_LINE), ("Write", RING_LINE))
 
 
 @pytest.mark.parametrize("target", [target for target in TABLES if target != "portable"])
@@ -230,7 +224,6 @@ def test_what_the_controls_show_too_is_explained(sanitizer):
         *({"kernel": "hopper_forward_kernel", "places": [f"Read forward.py:{FORWARD_DEF}", f"Write forward.py:{line}"],
            "mechanism": "dispatch", "hazards": count} for line, count in ((FORWARD_DEF, 3), (FORWARD_DISPATCH, 4))),
     ]  # fmt: skip
-    assert "racecheck, control race: the race is seen" in done.stdout
     assert "racecheck, hopper: explained: 1 calls, 2 errors" in done.stdout
     assert "racecheck, triton: clean" in done.stdout
 
@@ -267,11 +260,8 @@ def racecheck_rows(finds: dict[str, str]) -> dict[str, dict]:
         ({"FINDS_HOPPER": IN_BACKWARD, "FINDS_RING": ""}, ["hopper"]),
         ({"FINDS_HOPPER": IN_FORWARD, "FINDS_DISPATCH": ""}, ["hopper"]),
         ({"FINDS_HOPPER": IN_FORWARD, "FINDS_DISPATCH": "", "FINDS_RING": RING_DISPATCH}, []),
-        ({"FINDS_HOPPER": IN_FORWARD, "FINDS_DISPATCH": "", "FINDS_RACE": BOTH_RACES}, ["hopper"]),
-        ({"FINDS_HOPPER": IN_FORWARD, "FINDS_RACE": ""}, ["race", "hopper"]),
-        ({"FINDS_HOPPER": IN_FORWARD, "FINDS_EXCHANGE": CONTROL_FINDINGS["FINDS_RACE"]}, ["exchange", "hopper"]),
+        ({"FINDS_HOPPER": IN_FORWARD, "FINDS_EXCHANGE": ELSEWHERE}, ["exchange", "hopper"]),
         ({"FINDS_DISPATCH": CONTROL_FINDINGS["FINDS_RING"]}, ["dispatch"]),
-        ({"FINDS_RACE": CONTROL_FINDINGS["FINDS_DISPATCH"]}, ["race"]),
         ({"FINDS_HOPPER": "WRONG"}, ["hopper"]),
     ],
 )
@@ -411,7 +401,6 @@ def test_controls_compile_and_are_in_order():
     }
     ring = compiled["ring"]
     assert re.search(r"bar\.sync\s+9, 256", compiled["exchange"])
-    assert len(re.findall(r"\bbar\.sync", compiled["race"])) <= 1, "its loops must have no barrier"
     for barrier, complaint in {
         "mbarrier.try_wait": "no wait before", "bar.warp.sync": "nothing between st.shared",
         "bar.sync": "nothing between ld.shared", "barrier.sync": "no barrier of all around",

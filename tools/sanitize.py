@@ -15,9 +15,9 @@ two mechanisms, by which specialised warps order what they share:
   ring       rows in `..._slots`, guarded by mbarriers at which one thread arrives for those that it met before
 
 A hazard is explained if its source lines are of one mechanism, and a control kernel, which is right and tiny
-(`tests/sanitizer_controls.py`), shows that mechanism in the same run, where a control with a race was seen too. Any
-other hazard is an error. Explained is not checked: there racecheck cannot tell right from wrong, and it is a test that
-reads the order of these accesses off the compiled kernels (`tests/test_sanitize.py`).
+(`tests/sanitizer_controls.py`), shows that mechanism in the same run. Any other hazard is an error. Explained is not
+checked: between specialised warps racecheck cannot tell right from wrong, and it is a test that reads the order of
+these accesses off the compiled kernels (`tests/test_sanitize.py`).
 
 The record holds a row a tool and group: calls, errors, hazards by their places, versions. What a time limit cuts off is
 recorded as not finished. A run replaces the record, with `--keep` only the rows that it has itself. Arguments after
@@ -62,8 +62,8 @@ GROUPS = {
     "hopper": ("hopper", "hopper_causal"),
 }
 FAMILIES = [family for families in GROUPS.values() for family in families]
-# Which mechanisms racecheck may report of a control that is right; `race` is wrong, and must be reported.
-CONTROLS = {"dispatch": {"dispatch"}, "ring": {"dispatch", "ring"}, "exchange": {"dispatch"}, "race": {"dispatch"}}
+# Which mechanisms racecheck may report of a control.
+CONTROLS = {"dispatch": {"dispatch"}, "ring": {"dispatch", "ring"}, "exchange": {"dispatch"}}
 ROOT = Path(__file__).resolve().parent.parent
 SOURCES = [*(ROOT / "cs336_systems/attention/hopper").glob("*.py"), ROOT / "tests/sanitizer_controls.py"]
 
@@ -196,28 +196,23 @@ def explain(row: dict[str, Any], controls: dict[str, dict[str, Any]]) -> None:
     """Whether what racecheck reported of a control, or of the Hopper kernels, is what it must be."""
     name = row["group"].removeprefix("control ")
     found = mechanisms_in(row)
-    if name == "race":
-        row["explained"] = found - CONTROLS["race"] == {""}
-    elif name in CONTROLS:
+    if name in CONTROLS:
         row["explained"] = found <= CONTROLS[name]
     elif row["group"] == "hopper" and {*CONTROLS} == {*controls} and all(map(is_right, controls.values())):
-        right = (control for name, control in controls.items() if name != "race")
-        row["explained"] = found <= set().union(*map(mechanisms_in, right))
+        row["explained"] = found <= set().union(*map(mechanisms_in, controls.values()))
 
 
 def is_right(row: dict[str, Any]) -> bool:
     """Everything ran, and a sanitizer found nothing, or what is explained."""
     ran = row["finished"] and row["calls"] > 0 and not row["wrong"]
-    if row["errors"] or row["group"] == "control race":
+    if row["errors"]:
         return ran and row.get("explained", False) and {*row["exit_codes"]} <= {0, FOUND}
     return ran and row["exit_codes"] == [0]
 
 
 def verdict(row: dict[str, Any]) -> str:
     """One line: whether a row is right, and its numbers."""
-    words = "NOT CLEAN"
-    if is_right(row):
-        words = "the race is seen" if row["group"] == "control race" else "explained" if row["errors"] else "clean"
+    words = "NOT CLEAN" if not is_right(row) else "explained" if row["errors"] else "clean"
     killed = ""
     if row["killed_by_time_limit"]:
         killed = (f", {row['killed_by_time_limit']} killed by the time limit"

@@ -24,11 +24,16 @@ def real(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def compared(rows: pd.DataFrame, *, slow: str, fast: str) -> pd.DataFrame:
-    """Rows of `fast` whose case `slow` ran too, with the other's median as median_slow and the quotient as ratio."""
+    """Rows of `fast` whose case `slow` ran too, with the other's median as median_slow and the quotient as ratio.
+
+    Of times only those of one run.
+    """
     usable = real(rows)
     keys = ["case", "mode"]
-    other = usable[usable["implementation"] == slow][[*keys, "median"]]
+    other = usable[usable["implementation"] == slow][[*keys, "median", "date", "commit"]]
     pairs = usable[usable["implementation"] == fast].merge(other, on=keys, suffixes=("", "_slow"))
+    one_run = (pairs["commit"] == pairs["commit_slow"]) & (pairs["date"].str[:10] == pairs["date_slow"].str[:10])
+    pairs = pairs[one_run | (pairs["quantity"] != "time")]
     return pairs.assign(ratio=pairs["median_slow"] / pairs["median"])
 
 
@@ -76,18 +81,27 @@ def hatched(marks: pd.DataFrame, rows: pd.DataFrame) -> tuple[pd.DataFrame, tupl
     return marks.assign(run=[names.get(run_key(row), "") for row in tuples(rows)]), tuple(names.values())
 
 
-def best_peer(rows: pd.DataFrame) -> Any:
-    """The fastest row of one case that is somebody else's implementation; None if none ran."""
+def best_peer(rows: pd.DataFrame, beside: Any) -> Any:
+    """The fastest row of one case that is somebody else's implementation in the run of `beside`; None if none ran."""
     peers = real(rows)
     peers = peers[peers["implementation"].isin(PEERS)].sort_values("median", kind="stable")
-    return tuples(peers)[0] if len(peers) else None
+    return next((row for row in tuples(peers) if same_run(row, beside)), None)
 
 
 def against_best_peer(rows: pd.DataFrame) -> list[str]:
-    """One sentence that sets our times against the best peer's in the rows of one case; none if either is missing."""
-    peer = best_peer(rows)
-    ours = tuples(real(rows[rows["implementation"].isin(OUR_KERNELS)]))
-    if peer is None or not ours:
-        return []
-    parts = [f"{row.implementation} has {factor(peer.median / row.median)} its speed" for row in ours]
-    return [f"The fastest peer there is {peer.label} with {number(peer.median)} ms: {' and '.join(parts)}."]
+    """A sentence for each run that sets our times against its best peer's, in the rows of one case, if it has both."""
+    said = []
+    for ours in _by_run(real(rows[rows["implementation"].isin(OUR_KERNELS)])):
+        peer = best_peer(rows, ours[0])
+        if peer is not None:
+            parts = [f"{row.implementation} has {factor(peer.median / row.median)} its speed" for row in ours]
+            said.append(f"The fastest peer there is {peer.label} with {number(peer.median)} ms: {' and '.join(parts)}.")
+    return said
+
+
+def _by_run(rows: pd.DataFrame) -> list[list[Any]]:
+    """Rows of each run."""
+    found: dict[tuple[str, str], list[Any]] = {}
+    for row in tuples(rows):
+        found.setdefault(run_key(row), []).append(row)
+    return list(found.values())

@@ -12,7 +12,7 @@ import pandas as pd
 from cs336_systems.report import distributed, shapes, sharding
 from cs336_systems.report.comparisons import OTHER_RUN, OTHER_RUN_REMARK, best_peer, ratio_cell, real, same_run
 from cs336_systems.report.frames import BASELINE, NOT_MEASURED, OUR_KERNELS, OURS, labels, select, tuples
-from cs336_systems.report.markdown import Cells, factor, number, plain, provenance, table
+from cs336_systems.report.markdown import ABSENT, Cells, factor, number, plain, provenance, table
 from cs336_systems.report.sections import constants, speed_up
 
 LEADERBOARD, BENCHMARK = "leaderboard_2025", "flash_benchmarking"
@@ -53,8 +53,8 @@ def _beside_libraries(frame: pd.DataFrame) -> str:
     for shape, group in rows.groupby("shape", sort=False):
         by_name = {row.label: row for row in tuples(group)}
         ours = tuples(real(group[group["implementation"].isin(OUR_KERNELS)]).sort_values("median", kind="stable"))
-        ratio = speed_up(best_peer(group), ours[0] if ours else None)
-        lines.append([str(shape), *(cells.text(by_name.get(name), "tflops") for name in across), factor(ratio)])
+        ratio = factor(speed_up(best_peer(group, ours[0]), ours[0])) if ours else ABSENT
+        lines.append([str(shape), *(cells.text(by_name.get(name), "tflops") for name in across), ratio])
     header = ["batch × heads × S × d", *across, "ours over the fastest library"]
     head = f"Attention forward + backward in TFLOP/s, {constants(rows)}; medians. Ours are {' and '.join(OUR_KERNELS)}."
     legend = cells.legend()
@@ -69,6 +69,8 @@ def _beside_plain_attention(frames: Mapping[str, pd.DataFrame]) -> str:
     lines = [_line(rows, name, cells) for rows in cases for name in OUR_KERNELS if _row(rows, name) is not None]
     if not lines:
         return ""
+    if any(OTHER_RUN in line for line in lines):
+        cells.remark(OTHER_RUN_REMARK)
     header = ["batch × heads × S × d", "ours", "TFLOP/s", "time (ms)", f"{BASELINE} (ms)", "best peer (ms)"]
     header += ["best peer", f"speed against {BASELINE}", "against best peer"]
     head = "Beside plain attention: forward + backward, causal, bfloat16; medians, quartiles in brackets."
@@ -87,7 +89,8 @@ def _cases(frame: pd.DataFrame) -> list[pd.DataFrame]:
 
 
 def _line(rows: pd.DataFrame, name: str, cells: Cells) -> list[str]:
-    ours, eager, peer = _row(rows, name), _row(rows, BASELINE), best_peer(rows)
+    ours, eager = _row(rows, name), _row(rows, BASELINE)
+    peer = best_peer(rows, ours)
     shape = " × ".join(plain(value) for value in (ours.batch, ours.heads, ours.seqlen, ours.head_dim))
     rate = number(ours.tflops, 3) if ours.status == "ok" else cells.text(ours)
     return [
@@ -98,7 +101,7 @@ def _line(rows: pd.DataFrame, name: str, cells: Cells) -> list[str]:
         cells.time(eager),
         cells.time(peer),
         peer.label if peer is not None else "none ran",
-        factor(speed_up(eager, ours)),
+        ratio_cell(speed_up(eager, ours), eager, ours),
         factor(speed_up(peer, ours)),
     ]
 

@@ -15,7 +15,7 @@ from typing import Any
 import pandas as pd
 
 from cs336_systems.accounting import ATTENTION_FLOPS_PER_PAIR, tflops_per_s
-from cs336_systems.report.comparisons import real
+from cs336_systems.report.comparisons import compared, real, same_run
 from cs336_systems.report.frames import MODE_TITLES, OURS, select, tuples, variants
 from cs336_systems.report.markdown import Cells, factor, number, plain
 from cs336_systems.report.points import POINT, Plot, points
@@ -59,7 +59,8 @@ def with_masks(frame: pd.DataFrame) -> pd.DataFrame:
 def against_dense(frame: pd.DataFrame, mode: str) -> pd.DataFrame:
     """Times in `mode`, with dense_ms and dense_label of the dense case of the same shape, ratio, ideal and pairs_ideal.
 
-    Causal families are set against causal attention, the others against full. NaN where either was not timed.
+    Causal families are set against causal attention, the others against full; of the same run, or else of the run that
+    dense_run names. NaN where either was not timed.
     """
     order = ["seqlen", "mask_rank", "number", "blocks"]
     rows = select(frame, "time", mode).sort_values(order, kind="stable", ignore_index=True)
@@ -69,7 +70,7 @@ def against_dense(frame: pd.DataFrame, mode: str) -> pd.DataFrame:
         same = rows[(rows["heads"] == row.heads) & (rows["head_dim"] == row.head_dim) & (rows["dtype"] == row.dtype)]
         dense = same[(same["family"] == row.base) & (same["seqlen"] == row.seqlen)]
         timed = real(dense[dense["implementation"].isin(DENSE)]).sort_values("median", kind="stable")
-        fastest: Any = tuples(timed)[0] if len(timed) else None
+        fastest: Any = next(iter(sorted(tuples(timed), key=lambda dense: not same_run(dense, row))), None)
         usable = fastest is not None and row.status == "ok" and not row.interpreted and row.median > 0
         pairs, live = (dense[name].iloc[0] if len(dense) else float("nan") for name in ("pairs", "live"))
         found.append(
@@ -77,6 +78,7 @@ def against_dense(frame: pd.DataFrame, mode: str) -> pd.DataFrame:
                 "dense_ms": fastest.median if fastest is not None else float("nan"),
                 "dense_label": fastest.label if fastest is not None else "",
                 "ratio": fastest.median / row.median if usable else float("nan"),
+                "dense_run": fastest.commit[:10] if usable and not same_run(fastest, row) else "",
                 "ideal": live / row.live if row.live else float("nan"),
                 "pairs_ideal": pairs / row.pairs if row.pairs else float("nan"),
             }
@@ -135,13 +137,15 @@ def _against_section(name: str, frame: pd.DataFrame, mode: str) -> Section:
     cells = Cells()
     lines = []
     for row in tuples(rows):
-        speed_up = factor(row.ratio) if row.ratio == row.ratio else "–"
+        speed_up = factor(row.ratio) + " †" * bool(row.dense_run) if row.ratio == row.ratio else "–"
         densities = [f"{100 * share:.4g} %" if share == share else "–" for share in (row.pairs, row.live)]
         ideals = [factor(row.pairs_ideal), factor(row.ideal)]
         lines.append([
             *(plain(getattr(row, key)) for key in keys), *densities, *ideals,
             cells.time(row), cells.text(row, "tflops") if row.status == "ok" else "–", speed_up,
         ])  # fmt: skip
+    if runs := sorted({*rows["dense_run"]} - {""}):
+        cells.remark(f"†: dense attention was timed in another run ({', '.join(f'`{run}`' for run in runs)})")
     for base in groups(rows.dropna(subset=["dense_ms"]), ["base"]):
         first = tuples(base)[0]
         cells.remark(f"dense for {first.base}: {first.dense_label}, {number(first.dense_ms)} ms")
@@ -277,15 +281,17 @@ def dense_masks_answer(frame: pd.DataFrame) -> list[str]:
         for cases in groups(longest, ["family"]):
             ours = tuples(cases[cases["implementation"] == OURS])
             peers = cases[~cases["label"].str.startswith(OURS) & ~cases["label"].isin(("eager", "tiled"))]
-            if ours and len(peers):
-                peer = tuples(peers.sort_values("median", kind="stable"))[0]
+            by_time = tuples(peers.sort_values("median", kind="stable"))
+            beside = [row for row in by_time if ours and same_run(row, ours[0])]
+            if beside:
+                peer = beside[0]
                 said.append(
                     f"{ours[0].family.capitalize()}, S={plain(ours[0].seqlen)}, {MODE_TITLES[mode]}: {OURS} reaches "
                     f"{number(ours[0].tflops, 3)} TFLOP/s, {factor(peer.median / ours[0].median)} the speed of the "
                     f"fastest peer, {peer.label}."
                 )
-            padded = tuples(cases[cases["implementation"] == "sdpa_padded"])
-            if ours and padded:
+            padded = [row for row in beside if row.implementation == "sdpa_padded"]
+            if padded:
                 said.append(
                     f"Packed documents are {factor(padded[0].median / ours[0].median)} as fast as the padded batch "
                     f"({ours[0].family}, S={plain(ours[0].seqlen)}, {MODE_TITLES[mode]})."
@@ -322,7 +328,7 @@ def block_sparse_answer(frame: pd.DataFrame) -> list[str]:
         rates = rates[rates["implementation"] == OURS]
         for blocks in groups(rates, ["blocks"]):
             by_density = {row.number: row for row in tuples(blocks)}
-            if {0.1, 1.0} <= set(by_density):
+            if {0.1, 1.0} <= set(by_density) and same_run(by_density[0.1], by_density[1.0]):
                 share = by_density[0.1].tflops / by_density[1.0].tflops
                 said.append(
                     f"Tiles of {by_density[0.1].blocks} at S={plain(by_density[0.1].seqlen)}, {MODE_TITLES[mode]}: "
@@ -369,15 +375,12 @@ def dilated_attention_answer(frame: pd.DataFrame) -> list[str]:
 
 def _against_peer(frame: pd.DataFrame, mode: str, name: str) -> list[str]:
     """How ours compares with `name` on the same masks."""
-    rows = real(select(frame, "time", mode))
-    ours, peer = (rows[rows["implementation"] == label][["case", "median", "pattern"]] for label in (OURS, name))
-    pairs = ours.merge(peer[["case", "median"]], on="case", suffixes=("", "_peer"))
-    if pairs.empty:
+    pairs = tuples(compared(select(frame, "time", mode), slow=name, fast=OURS).sort_values("ratio", kind="stable"))
+    if not pairs:
         return []
-    compared = tuples(pairs.assign(ratio=pairs["median_peer"] / pairs["median"]).sort_values("ratio", kind="stable"))
-    worst, best = compared[0], compared[-1]
+    worst, best = pairs[0], pairs[-1]
     return [
-        f"Against {name} on the same masks ({len(compared)}), {MODE_TITLES[mode]}: {factor(worst.ratio)} "
+        f"Against {name} on the same masks ({len(pairs)}), {MODE_TITLES[mode]}: {factor(worst.ratio)} "
         f"({worst.pattern}) to {factor(best.ratio)} ({best.pattern}) its speed."
     ]
 
