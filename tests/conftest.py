@@ -15,8 +15,10 @@ end hands over. Without xdist there is one process and nothing to hand over.
 
 from __future__ import annotations
 
+import argparse
 import os
 import signal
+import zlib
 from collections.abc import Generator
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -48,6 +50,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         ("--gpu-clean", "store_false", "the code has no uncommitted changes, for --gpu-record"),
     ):
         group.addoption(option, dest="gpu_dirty", action=action, default=None, help=meaning)
+    parser.addoption("--part", metavar="K/N", type=_part, help="run the K-th of N parts of the tests, K from 0")
+
+
+def _part(text: str) -> tuple[int, int]:
+    """(K, N) of `K/N`."""
+    part, _, parts = text.partition("/")
+    if not (part.isdecimal() and parts.isdecimal() and int(part) < int(parts)):
+        raise argparse.ArgumentTypeError(f"must be K/N with K from 0 to N - 1, got {text!r}")
+    return int(part), int(parts)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -87,13 +98,18 @@ def handed_over(node: Any, name: str) -> list[Any]:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Generator[None, None, None]:
     """A worker that may not run its tests says why; xdist alone would only report that it had left them undone.
 
-    Before tests are chosen, those of the parameters that `slow_if` names become slow.
+    Before tests are chosen, those of the parameters that `slow_if` names become slow, and what is of another `--part`
+    goes. All parameters of a test are of one part, as they may share a fixture.
     """
     for item in items:
         parameters = getattr(item, "callspec", None)
         for marker in item.iter_markers("slow_if"):
             if parameters and marker.kwargs.items() <= parameters.params.items():
                 item.add_marker(pytest.mark.slow)
+    if part := config.getoption("--part"):
+        others = {item for item in items if zlib.crc32(item.nodeid.split("[")[0].encode()) % part[1] != part[0]}
+        config.hook.pytest_deselected(items=list(others))
+        items[:] = [item for item in items if item not in others]
     try:
         return (yield)
     except pytest.UsageError as error:

@@ -200,6 +200,7 @@ def test_a_second_run_into_the_same_folder_is_refused(tmp_path):
     assert invoke(*arguments).exit_code == 0
 
 
+@pytest.mark.slow
 def test_the_published_folder_away_from_the_repository_gets_a_report(tmp_path, monkeypatch):
     assert invoke("run", "pytorch_attention", "--scale", "tiny", "--results", tmp_path, *COMMIT).exit_code == 0
     next(tmp_path.glob("cpu-*")).rename(tmp_path / "nvidia-h200")

@@ -135,6 +135,7 @@ def test_a_broken_cell_costs_itself_only(model, status, message, tmp_path, at_ro
     assert sweep.worker.process is None, "no process may be left over"
 
 
+@pytest.mark.slow
 def test_a_measuring_process_may_serve_several_problems(tmp_path):
     sweep = Sweep(TINY, tmp_path, PROVENANCE)
     problems = ("pytorch_attention", "mixed_precision_accumulation")

@@ -328,6 +328,23 @@ def test_slow_if_makes_slow_what_has_all_of_its_parameters(repository):
     assert code == 0 and sorted(re.findall(r"test_pair\[(\S+)\] PASSED", output)) == ["x-1", "x-3", "y-3"]
 
 
+def test_parts_are_all_tests_and_share_none(repository):
+    names = [f"test_{number}" for number in range(12)]
+    body = "".join(f"@pytest.mark.parametrize('a', [1, 2])\ndef {name}(a): pass\n" for name in names)
+    (repository / "tests/test_many.py").write_text(f"import pytest\n{body}")
+    parts = []
+    for part in range(2):
+        code, output = run_pytest(repository, "-v", f"--part={part}/2", "tests/test_many.py")
+        ran = re.findall(r"(test_\d+)\[(\d)\] PASSED", output)
+        assert code == 0 and ran, output
+        assert {name: [a for one, a in ran if one == name] for name, _ in ran} == {name: ["1", "2"] for name, _ in ran}
+        parts.append({name for name, _ in ran})
+    assert sorted(parts[0] | parts[1]) == sorted(names) and not parts[0] & parts[1]
+    for wrong in ("2/2", "x/2", "1"):
+        code, output = run_pytest(repository, f"--part={wrong}")
+        assert code == 4 and f"must be K/N with K from 0 to N - 1, got '{wrong}'" in output
+
+
 def test_deselected_tests_earn_nothing(repository):
     _, output = run_pytest(repository, "-k", "not False")
     assert "unsolved 4 1 2 1 not run" in words(output)

@@ -664,6 +664,7 @@ def test_a_document_that_cannot_be_filled_leaves_the_folder_as_it_was(
     assert [path.name for path in folder.iterdir()] == ["records"]
 
 
+@pytest.mark.slow
 def test_documents_are_filled_with_the_report(project: tuple[Path, Path]) -> None:
     readme, folder = project
     expected = readme.read_text()

@@ -73,5 +73,6 @@ def clip_frozen(rank: int, num_ranks: int) -> float:
     return norm
 
 
+@pytest.mark.slow
 def test_a_frozen_model_has_no_gradients_to_clip():
     assert run_ranks(clip_frozen, 2) == [0.0, 0.0]

@@ -196,9 +196,10 @@ def fail(rank: int, ranks: int, error: str) -> None:
 @pytest.mark.parametrize(
     ("error", "raised"),
     [
-        ("memory", torch.OutOfMemoryError), ("bug", RankError),
+        ("memory", torch.OutOfMemoryError),
         *(pytest.param(*case, marks=pytest.mark.slow) for case in (
-            ("host", torch.OutOfMemoryError), ("python", torch.OutOfMemoryError), ("wrong", Disagreement),
+            ("bug", RankError), ("host", torch.OutOfMemoryError), ("python", torch.OutOfMemoryError),
+            ("wrong", Disagreement),
         )),
     ],
 )  # fmt: skip

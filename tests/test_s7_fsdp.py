@@ -317,6 +317,7 @@ def check_awkward(rank: int, num_ranks: int) -> dict[str, float]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [3])
 def test_awkward_parameters_and_schedules_train_like_one_process(num_ranks):
     for found in run_ranks(check_awkward, num_ranks):
@@ -343,6 +344,7 @@ def watch_window(rank: int, num_ranks: int, prefetch: int) -> dict[str, Any]:
     return {"seen": seen, "middle": middle, "after": fsdp.gathered_units(), "sizes": sizes}
 
 
+@pytest.mark.slow
 def test_no_more_than_the_current_and_two_gathered_units_have_memory():
     for rank in TWO_RANKS.results(watch_windows):
         for prefetch, found in rank.items():
