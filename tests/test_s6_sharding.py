@@ -19,7 +19,7 @@ from cs336_systems.experiments import sharding_cells
 from cs336_systems.experiments.cells import Disagreement
 from cs336_systems.experiments.registry import PROBLEMS
 from cs336_systems.experiments.s7_fsdp import sharding_case
-from cs336_systems.experiments.sharding_cells import ShardingCase, check_training
+from cs336_systems.experiments.sharding_cells import ShardingCase, check_training, measure_sharding, sharding_cell
 from cs336_systems.model import AdamW, clip_gradients
 from cs336_systems.report.answers import answer
 from cs336_systems.report.frames import load_frame
@@ -391,6 +391,21 @@ def test_the_handouts_cells_cover_both_precisions_and_both_peers():
         "unsharded",
     }
     assert {cell.case.precision for cell in cells} == {Precision(), Precision(autocast="bfloat16")}
+    alone = {(cell.problem, cell.implementation) for cell in cells if cell.case.num_ranks == 1}
+    assert alone == {
+        ("optimizer_state_sharding_accounting", "unsharded"),
+        ("fsdp_accounting", "unsharded"),
+        ("fsdp_accounting", "fsdp"),
+        ("fsdp_accounting", "torch_fsdp"),
+    }
+
+
+@pytest.mark.parametrize("implementation", ["fsdp", "torch_fsdp"])
+def test_a_single_rank_shards_nothing_and_sends_nothing(implementation):
+    run = RunConfig(scale="tiny", device="cpu")
+    cell = sharding_cell("fsdp_accounting", sharding_case(run, 1, None), implementation)
+    found = {(one.row.mode, one.row.quantity): one for one in measure_sharding(cell, run)}
+    assert found["train_step", "time"].error <= 1 and found["train_step", "communication_time"].samples == [0]
 
 
 def test_bars_begin_at_zero_and_cases_are_named_in_words():

@@ -81,14 +81,17 @@ def flat_cells(run: RunConfig) -> list[Cell]:
 
 
 def overlap_cells(run: RunConfig) -> list[Cell]:
-    """All four and PyTorch's own, in one run, in both precisions."""
+    """All four and PyTorch's own, in one run, in both precisions, and a rank that sends nothing beside them."""
     implementations: tuple[str, ...] = ("naive", "flat", "overlap", "bucketed", *PEERS)
     if run.scale == "smoke":  # one of PyTorch's is enough to compare with in a laptop's minutes
         implementations = tuple(name for name in implementations if name != "torch_ddp")
     elif run.scale == "tiny":
         implementations = ("overlap",)
-    problem = "ddp_overlap_individual_parameters_benchmarking"
-    return _cells(problem, run, implementations, all_ranks(run), precisions(run))
+    problem, cells = "ddp_overlap_individual_parameters_benchmarking", []
+    for precision in precisions(run):
+        cells += _cells(problem, run, ("naive",), list(FEWER_RANKS[run.scale]), [precision])
+        cells += _cells(problem, run, implementations, all_ranks(run), [precision])
+    return cells
 
 
 def bucketed_cells(run: RunConfig) -> list[Cell]:

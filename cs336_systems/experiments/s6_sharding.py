@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from cs336_systems.config import RunConfig
 from cs336_systems.experiments.cells import Cell
-from cs336_systems.experiments.s7_fsdp import rank_counts, sharding_case
+from cs336_systems.experiments.s7_fsdp import comparisons, sharding_case
 from cs336_systems.experiments.sharding_cells import OPTIMIZER_IMPLEMENTATIONS, sharding_cell
 
 
@@ -15,6 +15,5 @@ def optimizer_sharding_cells(run: RunConfig) -> list[Cell]:
     return [
         sharding_cell("optimizer_state_sharding_accounting", sharding_case(run, ranks, compute), implementation)
         for compute in computes
-        for ranks in rank_counts(run)
-        for implementation in implementations
+        for ranks, implementation in comparisons(run, implementations)
     ]

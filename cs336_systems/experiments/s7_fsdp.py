@@ -10,6 +10,7 @@ from cs336_systems.config import MODEL_SIZES, ModelConfig, Precision, RunConfig,
 from cs336_systems.experiments.cells import Cell
 from cs336_systems.experiments.sharding_cells import FSDP_IMPLEMENTATIONS, ShardingCase, sharding_cell
 
+ALONE = ("unsharded", "fsdp", "torch_fsdp")  # on one rank too: both FSDPs compute in other dtypes than autocast
 BATCH = {"tiny": 1, "smoke": 2, "handout": 4}  # sequences of each rank
 
 
@@ -22,11 +23,17 @@ def sharding_model(run: RunConfig) -> ModelConfig:
     return replace(proxy_model("xl", 128), context_length=64, vocab_size=1000)
 
 
-def rank_counts(run: RunConfig) -> list[int]:
-    """2 and 4 ranks as far as there are GPUs; 2 on a CPU, or where there is one GPU and the cell will say so."""
-    if run.device != "cuda":
-        return [2]
-    return [ranks for ranks in (2, 4) if ranks <= max(2, torch.cuda.device_count())]
+def comparisons(
+    run: RunConfig, implementations: tuple[str, ...], alone: tuple[str, ...] = ("unsharded",)
+) -> list[tuple[int, str]]:
+    """(ranks, implementation): all on 2, 4 and 8 ranks as far as there are GPUs, on a CPU on 2.
+
+    At handout scale first `alone` on a single rank, which sends nothing: what efficiency at more is measured by.
+    """
+    gpus = torch.cuda.device_count() if run.device == "cuda" else 2
+    counts = [ranks for ranks in (2, 4, 8) if ranks <= max(2, gpus)]  # with one GPU the cells of two say what lacks
+    single = [(1, name) for name in alone] if run.scale == "handout" else []
+    return [*single, *((ranks, name) for ranks in counts for name in implementations)]
 
 
 def sharding_case(
@@ -57,7 +64,6 @@ def fsdp_cells(run: RunConfig) -> list[Cell]:
         large = replace(large, model=MODEL_SIZES["10b"], checkpointing="non_reentrant", attention="sdpa")
         cells += [sharding_cell(problem, large, name) for name in ("fsdp", "torch_fsdp")]
     for compute, reduce in computes:
-        for ranks in rank_counts(run):
-            case = sharding_case(run, ranks, compute, reduce)
-            cells += [sharding_cell(problem, case, name) for name in implementations]
+        for ranks, name in comparisons(run, implementations, ALONE):
+            cells.append(sharding_cell(problem, sharding_case(run, ranks, compute, reduce), name))
     return cells

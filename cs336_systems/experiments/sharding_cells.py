@@ -364,7 +364,7 @@ def compare_training(step: ShardedStep, reference: ShardedStep, bound: float) ->
 
     `reference` takes the weights of `step`, both train CHECK_STEPS steps. Disagreement if the result is above 1.
     """
-    start = step.full_parameters()
+    start = [value.clone() for value in step.full_parameters()]  # one rank's whole weights may be those it trains
     for parameter, value in zip(reference.model.parameters(), start):
         parameter.data.copy_(value)
     for _ in range(CHECK_STEPS):
