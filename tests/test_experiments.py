@@ -106,6 +106,16 @@ def test_what_takes_long_is_skipped_on_long_sequences_with_the_reason(implementa
             next(problem.measure(cell, SMOKE))
 
 
+def test_what_compiles_anew_is_compiled_for_one_dtype_on_a_laptop():
+    problem, dtypes = PROBLEMS["flash_benchmarking"], set()
+    for cell in problem.cells(SMOKE):
+        if cell.implementation == "flex" and cell.case.seqlen_q == 128 and cell.case.dtype != "float32":
+            dtypes.add(cell.case.dtype)
+            with pytest.raises(Unsupported, match="^it compiles anew for each dtype: float32 alone at smoke scale$"):
+                next(problem.measure(cell, SMOKE))
+    assert dtypes == {"float16"}
+
+
 # The measuring process
 
 

@@ -14,11 +14,14 @@ SEQLEN = {"tiny": 64, "smoke": 128, "handout": 16384}
 
 
 def leaderboard_2025_cells(run: RunConfig) -> list[Cell]:
-    """All implementations on the leaderboard's shape; shorter sequences in float32 below handout scale."""
+    """All implementations on the leaderboard's shape; below handout scale one short head in float32.
+
+    That is one of `flash_benchmarking`'s shapes, so what is compiled is compiled already.
+    """
     seqlen = SEQLEN[run.scale]
     shape = AttentionShape(
         batch=1,
-        heads=16 if run.scale == "handout" else 2,
+        heads=16 if run.scale == "handout" else 1,
         seqlen_q=seqlen,
         seqlen_k=seqlen,
         head_dim=64,
