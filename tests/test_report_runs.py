@@ -15,7 +15,7 @@ from cs336_systems.report.plots import plots
 from cs336_systems.report.sharding import FSDP_PROBLEM as FSDP
 from cs336_systems.report.styles import colour, marker
 from cs336_systems.report.tables import sections
-from tests.distributed_records import communication_records, sharding_records, step_records
+from tests.distributed_records import communication_records, parallel_case, record, sharding_records, step_records
 from tests.leaderboard_records import leaderboard_2026_records
 from tests.mask_records import block_sparse_records, dense_masks_records
 from tests.test_report import flash_records, leaderboard_records
@@ -194,3 +194,38 @@ def test_dense_attention_of_another_run_is_marked():
     assert "- †: dense attention was timed in another run (`bada55bada`)" in body
     body = body_of("block_sparse", "forward", earlier(records, "sdpa_flash", mask="full"))
     assert line(body, "full", "triton")[-1] == "1.00×" and "†" not in line(body, "random:0.1", "triton")[-1]
+
+
+def scaled_records() -> list[Record]:
+    """Steps on 1, 2 and 4 ranks: naive of one run, overlap of two; four ranks of flat ran out of memory."""
+    found = [record(OVERLAP, parallel_case(1), "naive", samples=[80.0])]
+    found += [record(OVERLAP, parallel_case(2), name, samples=[100.0]) for name in ("naive", "overlap", "flat")]
+    found += [record(OVERLAP, parallel_case(4), "naive", samples=[160.0])]
+    found += [record(OVERLAP, parallel_case(4), "overlap", samples=[120.0], **EARLIER)]
+    return [*found, record(OVERLAP, parallel_case(4), "flat", status="oom", message="CUDA out of memory")]
+
+
+def test_scaling_efficiency_is_one_ranks_step_over_that_of_many_in_one_run():
+    body = body_of(OVERLAP, "efficiency", scaled_records())
+    assert line(body, "naive") == ["naive", "naive", "80.00", "80.0", "50.0"]
+    assert line(body, "overlap") == ["overlap", "naive", "80.00", "80.0", "other run"]
+    assert line(body, "flat") == ["flat", "naive", "80.00", "80.0", "–"]
+    assert "other run: than one rank's" in body
+    said = answer(OVERLAP, load_frame(scaled_records()))
+    assert "2 ranks: scaling efficiency naive 80.0 %, flat 80.0 %, overlap 80.0 %." in said
+    assert "4 ranks: scaling efficiency naive 50.0 %." in said
+
+
+def test_an_implementation_of_its_own_on_one_rank_is_what_it_scales_from():
+    rows = [replace(row, samples=[30.0]) if row.case["num_ranks"] == 1 and row.quantity == "time"
+            and row.implementation == "fsdp" and row.samples else row for row in sharding_records(FSDP)]  # fmt: skip
+    body = body_of(FSDP, "efficiency", rows)
+    assert line(body, "xl", "float32", "as computed", "none", "FSDP")[5:7] == ["FSDP", "30.00"]
+    unsharded = line(body, "xl", "float32", "as computed", "none", "FSDP, a unit a layer")
+    assert unsharded[5:7] == ["DDP, nothing sharded", "100.0"] and unsharded[7] == "200"
+
+
+def test_without_one_rank_there_is_no_efficiency():
+    rows = [row for row in scaled_records() if row.case["num_ranks"] > 1]
+    assert [part.name for part in sections(OVERLAP, load_frame(rows))] == ["steps"]
+    assert "efficiency" not in answer(OVERLAP, load_frame(rows))

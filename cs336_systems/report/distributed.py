@@ -29,6 +29,7 @@ from cs336_systems.report.comparisons import (
     runs,
     same_run,
 )
+from cs336_systems.report.efficiency import efficiency_answer, efficiency_section
 from cs336_systems.report.frames import select, tuples, variants
 from cs336_systems.report.markdown import ABSENT, Cells, factor, number, plain
 from cs336_systems.report.points import POINT, Plot, points
@@ -210,7 +211,13 @@ def ddp_table(frame: pd.DataFrame) -> list[Section]:
     fixed += [f"{plain(first.batch)} sequences a rank" if "batch" not in keys else ""]
     fixed += [first.precision if "precision" not in keys else "", "" if "ranks" in keys else f"{first.ranks} ranks"]
     title = "A training step, " + ", ".join(part for part in fixed if part)
-    return [section("steps", title, header, lines, len(keys), cells)]
+    efficiencies = efficiency_section(rows, _scaled(rows), "naive")
+    return [section("steps", title, header, lines, len(keys), cells), *efficiencies]
+
+
+def _scaled(rows: pd.DataFrame) -> list[str]:
+    """What steps differ in beside their ranks and their implementation, whose buckets are its own affair."""
+    return variants(rows, ("model", "precision", "batch"))
 
 
 def against_peer(rows: pd.DataFrame, row: Any) -> str:
@@ -328,7 +335,7 @@ def ddp_answer(frame: pd.DataFrame) -> list[str]:
                     said.append(f"{fast} has {factor(ratio)} the speed of {slow} ({where}).")
                 else:
                     said.append(f"{fast} and {slow} are of two runs and not compared ({where}).")
-    return said
+    return [*said, *efficiency_answer(rows, _scaled(rows), "naive")]
 
 
 def bucketed_answer(frame: pd.DataFrame) -> list[str]:

@@ -13,6 +13,7 @@ import pandas as pd
 
 from cs336_systems.report.comparisons import RUN_REMARK, hatched, run_cell, run_key, run_names, same_run
 from cs336_systems.report.distributed import INTERVAL_LANES, bar_notes, interval_marks
+from cs336_systems.report.efficiency import efficiency_answer, efficiency_section
 from cs336_systems.report.frames import select, sort_cells, tuples, variants
 from cs336_systems.report.markdown import Cells, factor, number, plain
 from cs336_systems.report.points import POINT, Plot, points
@@ -67,6 +68,7 @@ def optimizer_tables(frame: pd.DataFrame) -> list[Section]:
     step += [("overlap_time", "train_step", "of it beside compute (ms)")]
     return [
         _measures("time", "Time of a training step", frame, step),
+        *efficiency_section(*_scaled(frame), "unsharded"),
         _measures("memory", "Peak memory of a rank (MiB), up to", frame, _memory_measures(frame, PEAKS)),
         _measures("breakdown", "What a rank keeps between steps (MiB)", frame, _memory_measures(frame, PARTS)),
     ]
@@ -79,6 +81,7 @@ def fsdp_tables(frame: pd.DataFrame) -> list[Section]:
     step += _memory_measures(frame, ("peak_memory", "predicted_peak_memory"))
     found = [
         _measures("step", "Time and peak memory of a training step", frame, step),
+        *efficiency_section(*_scaled(frame), "unsharded"),
         _measures("breakdown", "What a rank keeps between steps (MiB)", frame, _memory_measures(frame, PARTS)),
     ]
     for mode, title in (("forward", "forward pass"), ("train_step", "training step")):
@@ -90,6 +93,11 @@ def fsdp_tables(frame: pd.DataFrame) -> list[Section]:
         ]
         found.append(_measures(f"overlap.{mode}", f"One traced {title} of rank 0", frame, lanes))
     return found
+
+
+def _scaled(frame: pd.DataFrame) -> tuple[pd.DataFrame, list[str]]:
+    """Step times, and what they differ in beside their ranks and their implementation."""
+    return select(frame, "time", "train_step"), ["model", "compute", *variants(frame, KEYS[3:])]
 
 
 def _memory_measures(frame: pd.DataFrame, quantities: tuple[str, ...]) -> list[Measure]:
@@ -259,7 +267,7 @@ def optimizer_answers(frame: pd.DataFrame) -> list[str]:
         said += _times(where, cell, "sharded", OPTIMIZER_PEER)
         said += _times(where, cell, "zero1", "unsharded")
         said += _times(where, cell, "zero1", OPTIMIZER_PEER)
-    return said
+    return [*said, *efficiency_answer(*_scaled(with_cases(frame)), "unsharded")]
 
 
 def fsdp_answers(frame: pd.DataFrame) -> list[str]:
@@ -291,7 +299,7 @@ def fsdp_answers(frame: pd.DataFrame) -> list[str]:
                 f"{where}: its peak is {factor(peak / theirs)} that of torch fully_shard ({number(theirs)} MiB)."
             )
         said += _in_time(where, cell, "fsdp") + _in_time(where, cell, "fsdp_layer")
-    return said
+    return [*said, *efficiency_answer(*_scaled(with_cases(frame)), "unsharded")]
 
 
 class CaseRows:
