@@ -105,7 +105,8 @@ def test_times_of_two_runs_are_not_divided_but_bytes_are():
         "xl, 2 ranks, float32: a step takes 50.00 ms with FSDP at commit `bada55bada` and 100.0 ms with torch "
         "fully_shard at commit `c0ffee`: two runs, not compared." in said
     )
-    assert said.count("two runs") == 4, "once a case with PyTorch's: 10b, and xl in three ways"
+    assert said.count("two runs") == 7, "once a case with PyTorch's: 10b, and xl in three ways on one rank and on two"
+    assert "xl, 1 rank, float32: a step takes" in said and "1 ranks" not in said
     assert "50.00 ms with FSDP, a unit a layer and 100.0 ms with torch fully_shard, 0.500× of its time" in said
     assert "ms with FSDP and" not in said
     assert "its peak is 0.500× that of torch fully_shard" in said, "bytes do not depend on the run"

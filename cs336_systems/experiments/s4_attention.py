@@ -38,7 +38,7 @@ FLASH_LENGTHS = {
 HEAD_DIMS = {"tiny": (32,), "smoke": (32, 64), "handout": (16, 32, 64, 128)}
 LONGEST_FLOAT32 = 65536
 LONGEST_INTERPRETED = 256  # tests go further; a time in the interpreter says nothing, and quadruples with the length
-LONGEST_RECOMPILED = 128  # at smoke scale, for RECOMPILED, in float32: half of the problem's time on a laptop
+LONGEST_RECOMPILED = 128  # at smoke scale, for RECOMPILED: half of the problem's time on a laptop
 RECOMPILED = ("tiled_compiled", "flex")  # compile anew for nearly every length, on a CPU for many seconds
 TINY_IMPLEMENTATIONS = ("eager", "tiled", "triton", "sdpa_flash", "sdpa_cudnn")
 
@@ -80,7 +80,7 @@ def torch_compile_cells(run: RunConfig) -> list[Cell]:
         if run.scale == "smoke":  # compiling takes a laptop longer the more blocks there are, and shows no more
             if not model.name.endswith("-proxy"):
                 continue
-            model = replace(proxy_model("medium", 128), context_length=model.context_length)
+            model = replace(proxy_model("medium", 128), num_layers=2, context_length=model.context_length)
         case = ModelCase(model=model, batch=batch, attention="reference", warmup=1 if run.scale == "smoke" else 2)
         cells.append(model_cell("torch_compile", case, "eager", times))
         cells.append(model_cell("torch_compile", case, "compiled", compile_rows + times))
@@ -108,11 +108,10 @@ def measure_section4(cell: Cell, run: RunConfig) -> Iterator[Measurement]:
         raise Unsupported(f"float32 is measured up to {LONGEST_FLOAT32}; only eager goes on, to its out-of-memory")
     if cell.implementation == "triton" and run.device == "cpu" and shape.seqlen_q > LONGEST_INTERPRETED:
         raise Unsupported(f"the interpreter is run up to {LONGEST_INTERPRETED} tokens here")
-    if run.scale == "smoke" and cell.implementation in RECOMPILED:
-        if shape.seqlen_q > LONGEST_RECOMPILED:
-            raise Unsupported(f"it compiles anew for each length: up to {LONGEST_RECOMPILED} tokens at smoke scale")
-        if shape.dtype != "float32":
-            raise Unsupported("it compiles anew for each dtype: float32 alone at smoke scale")
+    if run.scale == "smoke" and cell.implementation in RECOMPILED and shape.seqlen_q > LONGEST_RECOMPILED:
+        raise Unsupported(f"it compiles anew for each length: up to {LONGEST_RECOMPILED} tokens at smoke scale")
+    if run.scale == "smoke" and cell.implementation in (*RECOMPILED, "compiled") and shape.dtype != "float32":
+        raise Unsupported("it compiles anew for each dtype: float32 alone at smoke scale")
     passes = None
     if run.scale == "handout" and cell.problem != "flash_benchmarking":
         passes = HANDOUT_PASSES if shape.seqlen_q <= LONGEST_OF_HANDOUT else PASSES_BEYOND

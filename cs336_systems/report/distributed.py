@@ -237,7 +237,7 @@ def against_peer(rows: pd.DataFrame, row: Any) -> str:
 def ddp_plots(frame: pd.DataFrame) -> list[Plot]:
     """Step times as bars, and the lanes of the traced steps at the number of ranks of which most are recorded."""
     rows = steps(frame)
-    first, panel, x = tuples(rows)[0], variants(rows, ("precision",)), [_ranks(row) for row in tuples(rows)]
+    first, panel, x = tuples(rows)[0], variants(rows, ("precision",)), [ranks_of(row) for row in tuples(rows)]
     by_bucket = rows["bucket_mb"].nunique() > 1
     if by_bucket:
         panel, rows = variants(rows, ("precision", "ranks")), rows.sort_values("bucket_mb", kind="stable")
@@ -316,7 +316,7 @@ def ddp_answer(frame: pd.DataFrame) -> list[str]:
     rows = steps(frame)
     said = []
     for row in tuples(rows[rows["status"] == "ok"]):
-        text = f"{row.shown}{_bucket(row)}, {row.precision}, {_ranks(row)}: a step takes {number(row.median)} ms"
+        text = f"{row.shown}{_bucket(row)}, {row.precision}, {ranks_of(row)}: a step takes {number(row.median)} ms"
         if row.ranks > 1 and row.communication_time == row.communication_time:
             share = percent(row.communication_time, row.traced_time)
             text += (
@@ -330,7 +330,7 @@ def ddp_answer(frame: pd.DataFrame) -> list[str]:
         for fast, slow in (("flat", "naive"), ("overlap", "naive"), ("overlap", "flat")):
             if fast in by_name and slow in by_name:
                 ratio = by_name[slow].median / by_name[fast].median
-                where = f"{by_name[fast].precision}, {_ranks(by_name[fast])}"
+                where = f"{by_name[fast].precision}, {ranks_of(by_name[fast])}"
                 if same_run(by_name[fast], by_name[slow]):
                     said.append(f"{fast} has {factor(ratio)} the speed of {slow} ({where}).")
                 else:
@@ -357,7 +357,7 @@ def bucketed_answer(frame: pd.DataFrame) -> list[str]:
         if sending_s > 0:
             best = best_bucket_bytes(total, total / sending_s, per_call_s)
             said.append(
-                f"{small.precision}, {_ranks(small)}: {calls[0]} buckets of at most {plain(small.bucket_mb)} MiB "
+                f"{small.precision}, {ranks_of(small)}: {calls[0]} buckets of at most {plain(small.bucket_mb)} MiB "
                 f"communicate {number(extra_ms, 3)} ms longer than {calls[1]} of at most {plain(large.bucket_mb)} MiB, "
                 f"so a call costs {number(per_call_s * 1e6, 3)} µs and the rest is sent at "
                 f"{number(total / sending_s / 1e9, 3)} GB/s; the model's best bucket then has "
@@ -375,7 +375,7 @@ def _best_buckets(rows: pd.DataFrame) -> list[str]:
         if len(ordered) < 2 or best.bucket_mb == worst.bucket_mb or len(runs(group)) > 1:
             continue
         said.append(
-            f"{best.precision}, {_ranks(best)}: the step of {best.shown} is shortest with buckets of "
+            f"{best.precision}, {ranks_of(best)}: the step of {best.shown} is shortest with buckets of "
             f"{plain(best.bucket_mb)} MiB ({number(best.median)} ms) and longest with {plain(worst.bucket_mb)} MiB "
             f"({number(worst.median)} ms, {factor(worst.median / best.median)} of it)."
         )
@@ -430,7 +430,7 @@ def _bucket(row: Any) -> str:
     return f", {plain(row.bucket_mb)} MiB" if row.bucket_mb == row.bucket_mb else ""
 
 
-def _ranks(row: Any) -> str:
+def ranks_of(row: Any) -> str:
     return f"{row.ranks} rank{'s' if row.ranks > 1 else ''}"
 
 

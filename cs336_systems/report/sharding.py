@@ -12,10 +12,10 @@ from typing import Any
 import pandas as pd
 
 from cs336_systems.report.comparisons import RUN_REMARK, hatched, run_cell, run_key, run_names, same_run
-from cs336_systems.report.distributed import INTERVAL_LANES, bar_notes, interval_marks
+from cs336_systems.report.distributed import INTERVAL_LANES, bar_notes, interval_marks, ranks_of
 from cs336_systems.report.efficiency import efficiency_answer, efficiency_section
 from cs336_systems.report.frames import select, sort_cells, tuples, variants
-from cs336_systems.report.markdown import Cells, factor, number, plain
+from cs336_systems.report.markdown import Cells, factor, number
 from cs336_systems.report.points import POINT, Plot, points
 from cs336_systems.report.sections import Measure, Section, key_cells, key_heading, section
 
@@ -163,7 +163,7 @@ def _timelines(frame: pd.DataFrame) -> list[Plot]:
                 of_run = f", commit {named[run_key(row)]}" if len(named) > 1 else ""
                 marks += interval_marks(row.shown + of_run, row)
         if marks:
-            parts = (first.model, f"{plain(first.ranks)} ranks", first.compute, first.reduce, first.checkpointing)
+            parts = (first.model, ranks_of(first), first.compute, first.reduce, first.checkpointing)
             plots_found.append(
                 Plot(
                     name="timeline_" + "_".join(parts).replace(" ", "_"),
@@ -211,7 +211,7 @@ def _words(row: Any, keys: list[str] | tuple[str, ...]) -> list[str]:
     """Those of `keys` that say something about the case of `row`, as one reads them."""
     words = {
         "model": row.model,
-        "ranks": f"{plain(row.ranks)} ranks",
+        "ranks": ranks_of(row),
         "compute": row.compute,
         "reduce": f"gradients in {row.reduce}" if row.reduce != AS_COMPUTED else "",
         "checkpointing": "checkpointed" if row.checkpointing != "none" else "",
@@ -324,7 +324,7 @@ def _cases(frame: pd.DataFrame) -> list[tuple[str, CaseRows]]:
     found = []
     for _, rows in frame.groupby("case", sort=False):
         first = tuples(rows)[0]
-        where = f"{first.model}, {plain(first.ranks)} ranks, {first.compute}"
+        where = f"{first.model}, {ranks_of(first)}, {first.compute}"
         if "reduce" in varying and first.compute != "float32":
             where += f", gradients averaged {first.reduce if first.reduce == AS_COMPUTED else 'in ' + first.reduce}"
         found.append((where, CaseRows(rows)))
