@@ -56,8 +56,10 @@ KNOWN_SPILLS = {
     ("sm90_forward_128x64_w4_s2_tma", 128, True),
     ("sm90_forward_128x64_w4_s2_tma", 128, False),
     ("sm90_dkdv_64x64_w4_s2_tma", 128, False),
-    ("sm90_dkdv_64x128_w8_s2", 128, True),
-    ("sm90_dkdv_64x128_w8_s2", 128, False),
+    ("sm90_dkdv_64x64_w4_s3", 128, True),
+    ("sm90_dkdv_64x64_w4_s3", 128, False),
+    ("sm90_dkdv_64x128_w8_s3", 128, True),
+    ("sm90_dkdv_64x128_w8_s3", 128, False),
 }
 
 

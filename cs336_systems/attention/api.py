@@ -17,11 +17,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.nn import Parameter
 
 from cs336_systems.attention.compiled import compiled_reference
 from cs336_systems.attention.masks import BlockMask
-from cs336_systems.attention.operator import AttentionOperator
+from cs336_systems.attention.operator import AttentionOperator, runs_directly
 from cs336_systems.attention.reference import attention_reference
 from cs336_systems.attention.tiled import tiled_backward, tiled_forward
 from cs336_systems.attention.tiles import AttentionConfig
@@ -95,7 +94,8 @@ def flash_attention(
             q.shape, k.shape, v.shape, q.dtype, q.device, enable_gqa, scale, backend, interpreter_is_on()
         )
         if chosen in ("triton", "hopper"):
-            output, lse = _attend(q, k, v, is_causal, factor, deterministic, chosen, "")
+            operator, options = _kernels(chosen, deterministic)
+            output, lse = operator.run_directly(q, k, v, *options, is_causal, factor, "")
             return (output, lse) if return_lse else output
     check_flags(is_causal=is_causal, enable_gqa=enable_gqa, return_lse=return_lse)
     q, k, v = to_autocast_dtype(q), to_autocast_dtype(k), to_autocast_dtype(v)
@@ -130,7 +130,8 @@ def flash_attention(
         else:
             output, lse = tiled_masked_attention(q, k, v, block_mask.to_dense(), False, scale, names)
     elif block_mask is None or backend == "hopper":
-        output, lse = _attend(q, k, v, is_causal, scale, deterministic, backend, names)
+        operator, options = _kernels(backend, deterministic)
+        output, lse = operator(q, k, v, *options, is_causal, scale, names)
     else:
         from cs336_systems.attention.triton.function import TileLists, block_sparse_attention
 
@@ -141,21 +142,18 @@ def flash_attention(
     return (output, lse) if return_lse else output
 
 
-def _attend(
-    q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, deterministic: bool | None, backend: str,
-    config: str,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """(output, lse) of the `triton` or `hopper` kernels for tensors of four dimensions."""
+def _kernels(backend: str, deterministic: bool | None) -> tuple[AttentionOperator, tuple[bool, ...]]:
+    """The operator of the `triton` or `hopper` kernels, and what it takes beside the usual: `deterministic`."""
     if backend == "triton":
-        return _kernels(backend)(q, k, v, is_causal, scale, config)
-    if deterministic is None:
-        deterministic = torch.are_deterministic_algorithms_enabled()
-    return _kernels(backend)(q, k, v, deterministic, is_causal, scale, config)
+        return _operator(backend), ()
+    return _operator(backend), (
+        torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic,
+    )
 
 
 @cache
-def _kernels(backend: str) -> AttentionOperator:
-    """The operator of the `triton` or `hopper` kernels, which are imported where they are used first."""
+def _operator(backend: str) -> AttentionOperator:
+    """Imported where it is used first."""
     if backend == "hopper":
         from cs336_systems.attention.hopper.function import hopper_attention
 
@@ -170,10 +168,10 @@ def _is_usual(q: Tensor, k: Tensor, v: Tensor, flags: tuple[bool, ...], scale: f
 
     Short sequences wait for the host, so what facts decide is decided once. Compilers trace the whole of it.
     """
-    if torch.compiler.is_compiling() or forward_ad._current_level >= 0:
+    if not runs_directly(q, k, v) or forward_ad._current_level >= 0:
         return False
     for x in (q, k, v):
-        if type(x) not in (Tensor, Parameter) or x.layout is not torch.strided or x.is_nested or x.ndim != 4:
+        if not isinstance(x, Tensor) or x.layout is not torch.strided or x.is_nested or x.ndim != 4:
             return False
     for flag in flags:
         if type(flag) is not bool:

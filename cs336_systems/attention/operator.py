@@ -31,6 +31,8 @@ AttentionBackward = Callable[..., tuple[Tensor, Tensor, Tensor]]
 # The least normal float32: kernels take the scale in float32, where less loses its digits and in the end is 0, which
 # makes NaN of a hidden score of -inf.
 SMALLEST_SCALE = 2.0**-126
+# Of arguments that are no tensors, which `isinstance` takes longer to tell.
+PLAIN_TYPES = frozenset({bool, int, float, str, type(None)})
 # The `extras` of operators on packed documents.
 VARLEN_ARGUMENTS = {
     "cu_seqlens_q": "Tensor", "cu_seqlens_k": "Tensor", "max_seqlen_q": "SymInt", "max_seqlen_k": "SymInt",
@@ -74,15 +76,21 @@ class AttentionOperator:
         self._registered_backward.register_fake(lambda q, k, v, *_: tuple(x.new_empty(x.shape) for x in (q, k, v)))
         self._registered_backward.register_autograd(_refuse_double_backward)
         self._registered.register_autograd(self._differentiate, setup_context=_save)
-        self._eager = _eager_function(name, self, num_arguments=len(extras or {}) + 3)
+        # Function.apply itself adds what torch.func needs, which is not active where this is called.
+        self._apply = super(torch.autograd.Function, _eager_function(name, self)).apply
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
-        if not _runs_directly(q, k, v, *arguments):
+        if not runs_directly(q, k, v, *arguments):
             _refuse_differentiating_transforms(q, k, v)
             return self._registered(q, k, v, *arguments)
+        _check(q, k, v, self._packed)
+        return self.run_directly(q, k, v, *arguments)
+
+    def run_directly(self, q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+        """A call whose arguments have been checked: `runs_directly` holds, and q, k and v fit together."""
         if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-            return self._eager.apply(q, k, v, *arguments)
-        return self._launch(q, k, v, *arguments)
+            return self._apply(q, k, v, arguments)
+        return self._run(q, k, v, *arguments)
 
     def backward(
         self, q: Tensor, k: Tensor, v: Tensor, output: Tensor, lse: Tensor, grad_output: Tensor,
@@ -91,12 +99,15 @@ class AttentionOperator:
         """Gradients of q, k and v."""
         inputs = (q, k, v, output, lse, grad_output, grad_lse, *arguments)
         # With gradients enabled (`create_graph`) the operator leaves a node that refuses the second differentiation.
-        if torch.is_grad_enabled() or not _runs_directly(*inputs):
+        if torch.is_grad_enabled() or not runs_directly(*inputs):
             return self._registered_backward(*inputs)
         return self._launch_backward(*inputs)
 
     def _launch(self, q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
         _check(q, k, v, self._packed)
+        return self._run(q, k, v, *arguments)
+
+    def _run(self, q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
         if q.numel() == 0 or k.numel() == 0:
             output, lse = _results(q, self._packed)
             return output.zero_(), lse.fill_(-torch.inf)
@@ -138,17 +149,15 @@ def _refuse_double_backward(ctx: Any, *grads: Tensor | None) -> None:
     raise NotImplementedError(DOUBLE_BACKWARD)
 
 
-def _eager_function(name: str, operator: AttentionOperator, num_arguments: int) -> Any:
-    """`operator` as an autograd.Function, which saves what the registered operator saves."""
-    no_gradients = (None,) * num_arguments
+def _eager_function(name: str, operator: AttentionOperator) -> Any:
+    """`operator` as an autograd.Function of q, k, v and the tuple of the other arguments; it saves what that saves."""
 
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
-        output, lse = operator._launch(q, k, v, *arguments)
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, arguments: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
+        output, lse = operator._run(q, k, v, *arguments)
         ctx.set_materialize_grads(False)
         tensors = [x for x in arguments if isinstance(x, Tensor)]
         ctx.save_for_backward(q, k, v, output, lse, *tensors)
-        ctx.num_tensors = len(tensors)  # they are the first of the arguments, and must not be held by the context
-        ctx.plain = arguments[len(tensors) :]
+        ctx.plain = arguments[len(tensors) :]  # tensors are the first of them, and must not be held by the context
         return output, lse
 
     def backward(ctx: Any, grad_output: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -156,7 +165,7 @@ def _eager_function(name: str, operator: AttentionOperator, num_arguments: int) 
         if grad_output is None:
             grad_output = torch.zeros_like(output)
         grads = operator.backward(q, k, v, output, lse, grad_output, grad_lse, *tensors, *ctx.plain)
-        return grads + no_gradients
+        return *grads, None
 
     halves = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
     return type(name, (torch.autograd.Function,), halves)  # profilers show the name
@@ -188,7 +197,7 @@ def _is_differentiated(x: Tensor) -> bool:
     return False
 
 
-def _runs_directly(*arguments: Any) -> bool:
+def runs_directly(*arguments: Any) -> bool:
     """Whether these are plain tensors and nobody watches: no compiler, no mode, no transform of torch.func."""
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return False
@@ -198,10 +207,11 @@ def _runs_directly(*arguments: Any) -> bool:
         kind = type(x)
         if kind is Tensor or kind is Parameter:
             # Negated lazily (the imaginary part of a conjugate): in memory the sign is the other one. Batched the old
-            # way: `torch.autograd.grad(is_grads_batched=True)` maps a backward without a transform.
-            if x.is_meta or x.is_neg() or is_legacy_batchedtensor(x):
+            # way: `torch.autograd.grad(is_grads_batched=True)` maps a backward without a transform. Wrapped: what has
+            # left a transform of torch.func, which has ended.
+            if x.is_meta or x.is_neg() or is_legacy_batchedtensor(x) or is_functorch_wrapped_tensor(x):
                 return False
-        elif isinstance(x, Tensor):
+        elif kind not in PLAIN_TYPES and isinstance(x, Tensor):
             return False
     return True
 

@@ -26,7 +26,8 @@ from cs336_systems.attention.triton.launching import on_device_of
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, deterministic: bool, is_causal: bool, scale: float, config: str
 ) -> tuple[Tensor, Tensor]:
-    k, v = _visible(k, q, is_causal), _visible(v, q, is_causal)
+    if is_causal:
+        k, v = _visible(k, q), _visible(v, q)
     with _launch_device(q):
         return hopper_forward(q, k, v, is_causal, scale, config)
 
@@ -37,7 +38,7 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     if deterministic:
         return triton_attention.backward(q, k, v, output, lse, grad_output, grad_lse, is_causal, scale, "")
-    seen_k, seen_v = _visible(k, q, is_causal), _visible(v, q, is_causal)
+    seen_k, seen_v = (_visible(k, q), _visible(v, q)) if is_causal else (k, v)
     with _launch_device(q):
         grad_q, grad_k, grad_v = hopper_backward(
             q, seen_k, seen_v, output, lse.contiguous(), grad_output, grad_lse, is_causal, scale, config
@@ -48,12 +49,13 @@ def _backward(
     return grad_q, grad_k, grad_v
 
 
-def _visible(x: Tensor, q: Tensor, is_causal: bool) -> Tensor:
-    """Keys or values x without those that come after all of q's queries.
+def _visible(x: Tensor, q: Tensor) -> Tensor:
+    """Keys or values x without those that come after all of q's queries, which a causal mask hides.
 
     The kernels would multiply them by probabilities of zero, which a NaN survives.
     """
-    return x[:, :, : q.shape[2]] if is_causal and x.shape[2] > q.shape[2] else x
+    length = q.shape[2]
+    return x[:, :, :length] if x.shape[2] > length else x
 
 
 def _launch_device(q: Tensor) -> AbstractContextManager[Any]:

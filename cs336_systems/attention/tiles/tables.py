@@ -108,7 +108,9 @@ _SM90: dict[Key, Spelled] = {
     ),
     ("forward", 2, 256): "128x64_w8_s2",
     ("dkdv", 2, 64): (Only("64x64_w4_s3_tma", tma=True), "64x128_w8_s3"),
-    ("dkdv", 2, 128): (Only("64x64_w4_s2_tma", tma=True), "64x128_w8_s2"),
+    ("dkdv", 2, 128): (
+        Only("64x64_w4_s2_tma", tma=True), Only("64x64_w4_s3", max_programs=131), "64x128_w8_s3",
+    ),
     ("dkdv", 2, 256): "64x64_w8_s2",
     ("dq", 2, 64): (Only("128x64_w8_s3_tma", tma=True), "64x64_w4_s2"),
     ("dq", 2, 128): (
