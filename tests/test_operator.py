@@ -123,6 +123,32 @@ def test_dispatch_modes_see_the_operator():
     assert ours == ["cs336_systems::tiled_attention", "cs336_systems::tiled_attention_backward"]
 
 
+@pytest.mark.parametrize("backend", ["tiled", "triton"])
+def test_dispatch_modes_see_the_operator_behind_the_function(backend):
+    tensors, grad_output = leaves()
+    with Names() as names:
+        output = flash_attention(*tensors, is_causal=True, backend=backend)
+        torch.autograd.grad(output, tensors, grad_output)
+    ours = [name for name in names.seen if name.startswith("cs336_systems::")]
+    assert ours == [f"cs336_systems::{backend}_attention", f"cs336_systems::{backend}_attention_backward"]
+
+
+@pytest.mark.parametrize("backend", ["tiled", "triton"])
+def test_a_tensor_that_has_left_a_transform_is_what_it_held(backend):
+    (q, k, v), grad_output = leaves()
+    left = []
+
+    def keep(x: Tensor) -> Tensor:
+        left.append(x * 1)
+        return x.sum()
+
+    torch.func.grad(keep)(q.detach())
+    results = [flash_attention(x, k, v, is_causal=True, backend=backend) for x in (left[0], q.detach())]
+    grads = [torch.autograd.grad(output, (k, v), grad_output) for output in results]
+    assert torch.equal(*results)
+    assert torch.equal(grads[0][0], grads[1][0]) and torch.equal(grads[0][1], grads[1][1])
+
+
 def test_function_modes_see_the_operator_as_one_call():
     tensors, _ = leaves()
     with Functions() as functions:

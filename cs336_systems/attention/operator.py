@@ -76,8 +76,7 @@ class AttentionOperator:
         self._registered_backward.register_fake(lambda q, k, v, *_: tuple(x.new_empty(x.shape) for x in (q, k, v)))
         self._registered_backward.register_autograd(_refuse_double_backward)
         self._registered.register_autograd(self._differentiate, setup_context=_save)
-        # Function.apply itself adds what torch.func needs, which is not active where this is called.
-        self._apply = super(torch.autograd.Function, _eager_function(name, self)).apply
+        self._apply = _eager_function(name, self)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
         if not runs_directly(q, k, v, *arguments):
@@ -149,8 +148,11 @@ def _refuse_double_backward(ctx: Any, *grads: Tensor | None) -> None:
     raise NotImplementedError(DOUBLE_BACKWARD)
 
 
-def _eager_function(name: str, operator: AttentionOperator) -> Any:
-    """`operator` as an autograd.Function of q, k, v and the tuple of the other arguments; it saves what that saves."""
+def _eager_function(name: str, operator: AttentionOperator) -> Callable[..., tuple[Tensor, Tensor]]:
+    """`operator` as `apply` of an autograd.Function on q, k, v and the tuple of the other arguments.
+
+    It saves what the registered operator saves.
+    """
 
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, arguments: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
         output, lse = operator._run(q, k, v, *arguments)
@@ -168,7 +170,9 @@ def _eager_function(name: str, operator: AttentionOperator) -> Any:
         return *grads, None
 
     halves = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
-    return type(name, (torch.autograd.Function,), halves)  # profilers show the name
+    function: Any = type(name, (torch.autograd.Function,), halves)  # profilers show the name
+    # Function's own `apply` adds what torch.func needs, which is not active where this is called.
+    return super(torch.autograd.Function, function).apply
 
 
 def _split_scale(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
