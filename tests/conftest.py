@@ -29,11 +29,14 @@ from typing import Any
 import pytest
 import torch
 
+from cs336_systems.distributed import launch
 from tests import gpu_record
 from tests.gpu_record import GpuRow, GpuTest
 from tests.grade import Grade
 
 HAS_CUDA = torch.cuda.is_available()
+if not HAS_CUDA:  # to import PyTorch takes a rank longer than most of what the tests have ranks do
+    launch.START_METHOD = "forkserver"
 
 # Without a GPU, Triton's kernels run in its interpreter. `@triton.jit` chooses when it decorates, so this must be set
 # before any test module loads a kernel.

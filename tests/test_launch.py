@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,12 @@ from cs336_systems.distributed.launch import (
 )
 
 ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(autouse=True)
+def _spawned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As users' ranks are; conftest.py has those of other tests copied."""
+    monkeypatch.setattr("cs336_systems.distributed.launch.START_METHOD", "spawn")
 
 
 def process_exists(pid: int) -> bool:
@@ -83,6 +90,11 @@ def inherited_variable(rank: int, num_ranks: int) -> str | None:
     return os.environ.get("NCCL_NVLS_ENABLE")
 
 
+def own_start(rank: int, num_ranks: int) -> tuple[int, bool, int]:
+    """Which process started this one, whether an optimizer finds its imports here, and a random number."""
+    return os.getppid(), "torch._dynamo" in sys.modules, torch.randint(2**40, ()).item()
+
+
 def leave_cycles(rank: int, num_ranks: int) -> int:
     """A group that lives in a reference cycle when the process ends: the exit that gloo used to abort."""
     module = torch.nn.Linear(2, 2)
@@ -93,6 +105,9 @@ def leave_cycles(rank: int, num_ranks: int) -> int:
 
 
 # One job
+
+
+BOTH = pytest.mark.parametrize("start_method", ["spawn", "forkserver"])
 
 
 @pytest.mark.parametrize("num_ranks", [1, 3])
@@ -109,10 +124,20 @@ def test_the_environment_reaches_the_ranks(monkeypatch):
     assert run_ranks(inherited_variable, 1) == ["0"]
 
 
+def test_copied_ranks_are_new_processes_with_pytorch_imported():
+    first, second = (run_ranks(own_start, 2, start_method="forkserver") for _ in range(2))
+    assert {parent for parent, *_ in first + second} == {first[0][0]} != {os.getpid()}
+    assert all(imported for _, imported, _ in first + second)
+    spawned = run_ranks(own_start, 1)
+    assert spawned[0][:2] == (os.getpid(), False)
+
+
 @pytest.mark.slow
-def test_four_jobs_at_once_do_not_clash():
+@BOTH
+def test_four_jobs_at_once_do_not_clash(start_method):
+    run = partial(run_ranks, start_method=start_method)
     with ThreadPoolExecutor(4) as pool:
-        jobs = [pool.submit(run_ranks, sum_of_ranks, 2, 10 * number) for number in range(4)]
+        jobs = [pool.submit(run, sum_of_ranks, 2, 10 * number) for number in range(4)]
         assert [job.result()[0].item() for job in jobs] == [20.0 * number + 1 for number in range(4)]
 
 
@@ -136,10 +161,11 @@ def test_ranks_that_leave_cycles_end_in_good_order(capfd):
         ),
     ],
 )
-def test_a_failing_rank_ends_the_job_with_its_reason(how, rank, message, tmp_path):
+@BOTH
+def test_a_failing_rank_ends_the_job_with_its_reason(how, rank, message, start_method, tmp_path):
     start = time.monotonic()
     with pytest.raises(RankError, match=message) as caught:
-        run_ranks(fail_in_one, 2, str(tmp_path), how, timeout_s=3)
+        run_ranks(fail_in_one, 2, str(tmp_path), how, timeout_s=3, start_method=start_method)
     assert time.monotonic() - start < 60, "the sleeping rank sleeps for 600 s"
     assert caught.value.rank == rank
     assert caught.value.error_type == {"raises": "KeyError", "sleeps": "RuntimeError"}.get(how, "")
@@ -148,9 +174,11 @@ def test_a_failing_rank_ends_the_job_with_its_reason(how, rank, message, tmp_pat
 
 
 @pytest.mark.slow
-def test_ranks_die_with_their_parent(tmp_path):
+@BOTH
+def test_ranks_die_with_their_parent(start_method, tmp_path):
     """A killed parent cannot clean up; its ranks must go all the same."""
-    code = f"from tests.test_launch import *; run_ranks(sleep_long, 2, {str(tmp_path)!r})"
+    call = f"run_ranks(sleep_long, 2, {str(tmp_path)!r}, start_method={start_method!r})"
+    code = f"from tests.test_launch import *; {call}"
     parent = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)})
     deadline = time.monotonic() + 60
     while len(list(tmp_path.glob("[01]"))) < 2 and time.monotonic() < deadline:
@@ -176,6 +204,8 @@ def test_a_result_that_cannot_be_sent_is_told():
         ((own_place, 2), {"device": "tpu"}, "device must be one of cpu, cuda, got 'tpu'"),
         ((own_place, 2), {"timeout_s": 0}, "timeout_s must be positive, got 0"),
         ((own_place, 2), {"backend": "nccl"}, "'nccl' moves CUDA tensors only: it needs device 'cuda', got 'cpu'"),
+        ((own_place, 2), {"start_method": "fork"}, "start_method must be one of spawn, forkserver, got 'fork'"),
+        ((own_place, 2), {"start_method": "forkserver", "device": "cuda"}, "is for device 'cpu', got 'cuda'"),
         ((lambda rank, num_ranks: None, 2), {}, "function must be at the top level of a module"),
     ],
 )

@@ -33,7 +33,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from cs336_systems.distributed.processes import end_with_parent, exit_reason
+from cs336_systems.distributed.processes import end_with_parent, end_with_starter, exit_reason
 
 BACKENDS = ("gloo", "nccl")
 DEVICES = ("cpu", "cuda")
@@ -43,6 +43,9 @@ START_TIMEOUT_S = 300.0  # that a rank waits for the others to be up: importing 
 GRACE_S = 2.0  # after the first failure, in which the others may say more about it
 POLL_S = 0.5
 STOP_TIMEOUT_S = 10.0
+START_METHODS = ("spawn", "forkserver")
+PRELOADED = ("torch._dynamo", "cs336_systems.distributed.launch")  # the first is what an optimizer imports
+START_METHOD = "spawn"  # where the caller names none
 TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -92,7 +95,9 @@ class _Failure:
 # Joining a group
 
 
-def check_launch(num_ranks: int, backend: str, device: str, timeout_s: float) -> None:
+def check_launch(
+    num_ranks: int, backend: str, device: str, timeout_s: float, start_method: str = START_METHOD
+) -> None:
     """Raise ValueError naming the argument that no job can be started with."""
     if not isinstance(num_ranks, int) or isinstance(num_ranks, bool) or num_ranks < 1:
         raise ValueError(f"num_ranks must be a positive int, got {num_ranks!r}")
@@ -102,6 +107,10 @@ def check_launch(num_ranks: int, backend: str, device: str, timeout_s: float) ->
         raise ValueError(f"device must be one of {', '.join(DEVICES)}, got {device!r}")
     if not timeout_s > 0:
         raise ValueError(f"timeout_s must be positive, got {timeout_s!r}")
+    if start_method not in START_METHODS:
+        raise ValueError(f"start_method must be one of {', '.join(START_METHODS)}, got {start_method!r}")
+    if start_method == "forkserver" and device != "cpu":
+        raise ValueError(f"start_method 'forkserver' is for device 'cpu', got {device!r}: CUDA may not survive a fork")
     if backend == "nccl" and device != "cuda":
         raise ValueError("backend 'nccl' moves CUDA tensors only: it needs device 'cuda', got 'cpu'")
     if device == "cuda" and not torch.cuda.is_available():
@@ -195,6 +204,7 @@ def launch(
     backend: str = "gloo",
     device: str = "cpu",
     timeout_s: float = DEFAULT_TIMEOUT_S,
+    start_method: str | None = None,
 ) -> list[Any]:
     """`run_ranks`, or inside a torchrun job this rank's call of `function`, whose list then holds one result.
 
@@ -203,7 +213,9 @@ def launch(
     if not is_torchrun():
         if num_ranks is None:
             raise ValueError("num_ranks must be given where torchrun does not say it")
-        return run_ranks(function, num_ranks, *args, backend=backend, device=device, timeout_s=timeout_s)
+        return run_ranks(
+            function, num_ranks, *args, backend=backend, device=device, timeout_s=timeout_s, start_method=start_method
+        )
     if num_ranks is not None and str(num_ranks) != os.environ["WORLD_SIZE"]:
         raise ValueError(f"num_ranks must be torchrun's WORLD_SIZE={os.environ['WORLD_SIZE']}, got {num_ranks}")
     info = init_from_environment(backend, device, timeout_s)
@@ -222,29 +234,37 @@ def run_ranks(
     backend: str = "gloo",
     device: str = "cpu",
     timeout_s: float = DEFAULT_TIMEOUT_S,
+    start_method: str | None = None,
 ) -> list[Any]:
     """The results of `function(rank, num_ranks, *args)` in `num_ranks` new processes, in the order of ranks.
 
     Args:
-        function: at the top level of an importable module, since the processes are spawned and import it.
+        function: at the top level of an importable module, since the processes import it.
         args, results: what multiprocessing can send. CPU tensors travel in shared memory, so ranks see each other's
             writes to an argument; a CUDA tensor dies with its process and is no result.
         backend: "gloo", or "nccl", which needs device "cuda" and a GPU a rank.
         device: "cuda" makes GPU rank % (number of GPUs) current in each rank.
         timeout_s: that a collective waits for the other ranks before it fails. There is no limit on the whole.
+        start_method: "spawn", the default, starts processes that import all they need. "forkserver", for device "cpu",
+            copies one process that has imported PyTorch, which saves seconds a job. That process, started by the first
+            such job, keeps the environment that it then sees.
 
     Raises:
         ValueError: for arguments no job can be started with.
         RankError: with the first failing rank's traceback, or how it died. No process is left then, or at Ctrl-C.
     """
-    check_launch(num_ranks, backend, device, timeout_s)
+    start_method = START_METHOD if start_method is None else start_method
+    check_launch(num_ranks, backend, device, timeout_s, start_method)
     if device == "cuda":
         _check_gpus(num_ranks, backend)
     name = getattr(function, "__qualname__", "")
     if "<locals>" in name or "<lambda>" in name:
         raise ValueError(f"function must be at the top level of a module, for the ranks to import it, got {name}")
     store = _loopback_store()
-    context = multiprocessing.get_context("spawn")
+    context: Any = multiprocessing.get_context(start_method)
+    if start_method == "forkserver":  # without effect once the server runs
+        context.set_forkserver_preload([*PRELOADED, *{function.__module__} - {"__main__"}])
+    parent_pid = os.getpid() if start_method == "spawn" else None  # the server starts them, and outlives us with them
     processes: list[Any] = []
     pipes: list[Connection] = []
     try:
@@ -253,7 +273,7 @@ def run_ranks(
             pipes.append(pipe)
             job = (rank, num_ranks, backend, device, timeout_s)
             process = context.Process(
-                target=_rank_main, args=(child_pipe, os.getpid(), store.port, job, function, args), name=f"rank-{rank}"
+                target=_rank_main, args=(child_pipe, parent_pid, store.port, job, function, args), name=f"rank-{rank}"
             )
             process.start()
             processes.append(process)
@@ -340,14 +360,17 @@ def _last_words(processes: list[Any]) -> str:
 
 def _rank_main(
     pipe: Connection,
-    parent_pid: int,
+    parent_pid: int | None,
     port: int,
     job: tuple[int, int, str, str, float],
     function: Callable[..., Any],
     args: tuple[Any, ...],
 ) -> None:
     """A rank's main: join, call, report, wait for the others, leave without the interpreter's tear-down."""
-    end_with_parent(parent_pid)
+    if parent_pid is None:
+        end_with_starter()
+    else:
+        end_with_parent(parent_pid)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     rank, num_ranks, backend, device, timeout_s = job
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -26,6 +27,18 @@ def end_with_parent(parent_pid: int) -> None:
         if asked:
             return
     threading.Thread(target=watch_parent, args=(parent_pid,), daemon=True).start()
+
+
+def end_with_starter() -> None:
+    """Let this process of multiprocessing's end when the process that asked for it is gone, parent or not."""
+    starter = multiprocessing.parent_process()
+    assert starter is not None, "a process that multiprocessing has started"
+
+    def watch() -> None:
+        starter.join()
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def watch_parent(parent_pid: int) -> None:

@@ -1,7 +1,6 @@
 """Cells whose work is done by several ranks: children of the measuring process, which die with it.
 
-`run_cell` is `run_ranks` with the errors of the ranks told as a cell's: out of memory, wrong result, or failed. On a
-CPU the ranks of one cell stay for the next (`rank_pool`).
+`run_cell` is `run_ranks` with the errors of the ranks told as a cell's: out of memory, wrong result, or failed.
 """
 
 from __future__ import annotations
@@ -16,22 +15,27 @@ import torch.distributed as dist
 from cs336_systems.config import RunConfig
 from cs336_systems.distributed.launch import RankError, run_ranks
 from cs336_systems.experiments.cells import Disagreement, Unsupported
-from cs336_systems.experiments.rank_pool import pooled
 from cs336_systems.profiling.memory import CPU_ALLOCATOR
 from cs336_systems.profiling.timing import plan_samples, time_once
 
 COLLECTIVE_TIMEOUT_S = 240.0  # ranks differ in the time that they take to compile, allocate and load
 
 
-def run_cell(function: Callable[..., Any], num_ranks: int, *args: Any, backend: str, run: RunConfig) -> list[Any]:
-    """The ranks' results, or the exception that gives the cell's rows their status."""
+def run_cell(
+    function: Callable[..., Any], num_ranks: int, *args: Any, backend: str, run: RunConfig, from_scratch: bool = False
+) -> list[Any]:
+    """The ranks' results, or the exception that gives the cell's rows their status.
+
+    `from_scratch`: also on a CPU every rank imports all it needs, where that is part of what is measured.
+    """
     if run.device == "cuda" and backend == "nccl" and num_ranks > torch.cuda.device_count():
         raise Unsupported(f"needs {num_ranks} GPUs, this host has {torch.cuda.device_count()}")
     device = run.device if backend == "nccl" else "cpu"
     try:
-        if run.device == "cpu":
-            return pooled(function, num_ranks, *args, timeout_s=COLLECTIVE_TIMEOUT_S)
-        return run_ranks(function, num_ranks, *args, backend=backend, device=device, timeout_s=COLLECTIVE_TIMEOUT_S)
+        return run_ranks(
+            function, num_ranks, *args, backend=backend, device=device, timeout_s=COLLECTIVE_TIMEOUT_S,
+            start_method="forkserver" if run.device == "cpu" and not from_scratch else "spawn",
+        )  # fmt: skip
     except RankError as error:
         first_line = str(error).splitlines()[0]
         out_of_memory = error.error_type in ("OutOfMemoryError", "MemoryError") or CPU_ALLOCATOR in error.reason

@@ -14,9 +14,8 @@ from functools import lru_cache
 import torch
 
 from cs336_systems.config import MODEL_SIZES, ModelConfig, RunConfig
-from cs336_systems.distributed.launch import DEFAULT_TIMEOUT_S, launch
+from cs336_systems.distributed.launch import launch
 from cs336_systems.experiments.cells import Cell, Disagreement, Measurement, Row
-from cs336_systems.experiments.rank_pool import pooled
 from cs336_systems.training import TrainingConfig, TrainingResult, train
 from cs336_systems.training.config import NANO, WRAPPERS, byte_model
 from cs336_systems.training.loop import RunOptions, train_rank
@@ -110,11 +109,11 @@ def measure_training_run(cell: Cell, run: RunConfig) -> Iterator[Measurement]:
     else:
         options = RunOptions(device=run.device, log_every=_log_every(cell.case))
         job = train_rank, cell.case.num_ranks, cell.case.config(cell.implementation, run.seed), options
-        if run.device == "cpu":
-            result = pooled(*job, timeout_s=DEFAULT_TIMEOUT_S)[0]
-        else:
-            own_gpus = torch.cuda.device_count() >= cell.case.num_ranks
-            result = launch(*job, backend="nccl" if own_gpus else "gloo", device=run.device)[0]
+        own_gpus = run.device == "cuda" and torch.cuda.device_count() >= cell.case.num_ranks
+        start_method = "forkserver" if run.device == "cpu" else "spawn"
+        result = launch(
+            *job, backend="nccl" if own_gpus else "gloo", device=run.device, start_method=start_method
+        )[0]  # fmt: skip
         error = curve_error(result.losses, expected.losses)
         if not error <= 1:
             raise Disagreement(f"losses are off one process's by {error:.3g} times the bound")
