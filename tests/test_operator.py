@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -112,6 +113,18 @@ def test_gradients_of_gradients_go_through_the_operator(registered_calls):
     assert registered_calls == ["_registered_backward"] and grad.requires_grad
     with pytest.raises(NotImplementedError, match="double backward is not supported here"):
         grad.sum().backward()
+
+
+@pytest.mark.parametrize("backend", ["tiled", "triton"])
+def test_a_tangent_of_the_gradient_is_refused(backend):
+    """The tangent of dQ would be lost: kernels see values only."""
+    tensors, grad_output = leaves()
+    output = flash_attention(*tensors, is_causal=True, backend=backend)
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(grad_output, grad_output)
+        with pytest.raises(NotImplementedError, match="forward-mode AD is not supported here"):
+            torch.autograd.grad(output, tensors, dual)
+    torch.autograd.grad(flash_attention(*tensors, backend=backend), tensors, grad_output)
 
 
 def test_dispatch_modes_see_the_operator():

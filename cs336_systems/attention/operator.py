@@ -20,9 +20,10 @@ from torch._C._functorch import (
     is_gradtrackingtensor,
     is_legacy_batchedtensor,
 )
+from torch.autograd import forward_ad
 from torch.nn import Parameter
 
-from cs336_systems.attention.validation import DOUBLE_BACKWARD, check_attention_inputs
+from cs336_systems.attention.validation import DOUBLE_BACKWARD, check_attention_inputs, refuse_forward_mode
 
 # forward(q, k, v, *extras, is_causal, scale, config) -> (output, lse)
 AttentionForward = Callable[..., tuple[Tensor, Tensor]]
@@ -95,7 +96,9 @@ class AttentionOperator:
         self, q: Tensor, k: Tensor, v: Tensor, output: Tensor, lse: Tensor, grad_output: Tensor,
         grad_lse: Tensor | None, *arguments: Any,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        """Gradients of q, k and v."""
+        """Gradients of q, k and v; NotImplementedError where an upstream gradient carries a tangent."""
+        if forward_ad._current_level >= 0:  # tangents live within a level
+            refuse_forward_mode(*(grad for grad in (grad_output, grad_lse) if grad is not None))
         inputs = (q, k, v, output, lse, grad_output, grad_lse, *arguments)
         # With gradients enabled (`create_graph`) the operator leaves a node that refuses the second differentiation.
         if torch.is_grad_enabled() or not runs_directly(*inputs):

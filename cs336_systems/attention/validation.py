@@ -145,13 +145,18 @@ def check_documents(
 
 
 def resolve_scale(scale: float | None, head_dim: int) -> float:
-    """`scale`, or 1/sqrt(head_dim) when it is None. Must be positive and finite: kernels take row maxima before it."""
+    """`scale`, or 1/sqrt(head_dim) when it is None.
+
+    Must be positive and finite, in the kernels' float32 too: they take row maxima before it.
+    """
     if scale is None:
         return 1 / math.sqrt(head_dim)
     if isinstance(scale, bool) or not isinstance(scale, Real):
         raise TypeError(f"scale must be a float or None, got {type(scale).__name__}")
     if not 0 < scale < math.inf or scale > sys.float_info.max:
         raise ValueError(f"scale must be positive and finite, got {scale}")
+    if scale > torch.finfo(torch.float32).max:
+        raise ValueError(f"scale must be positive and finite in float32, got {scale}")
     return float(scale)
 
 

@@ -29,7 +29,7 @@ def efficiency_section(rows: pd.DataFrame, keys: list[str], baseline: str) -> li
             alone = one_rank(case, tuples(of_one)[0].implementation, baseline)
             if alone is None:
                 continue
-            by_count = {row.ranks: row for row in tuples(of_one)}
+            by_count = {row.ranks: row for row in tuples(of_one.drop_duplicates("ranks"))}
             line = [*key_cells(alone, keys), tuples(of_one)[0].shown, alone.shown, cells.time(alone)]
             lines.append([*line, *(_cell(alone, by_count.get(count)) for count in counts)])
     if not lines:
