@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import os
 import signal
+import sys
 import zlib
 from collections.abc import Generator
 from dataclasses import asdict
@@ -29,19 +30,24 @@ from typing import Any
 import pytest
 import torch
 
-from cs336_systems.distributed import launch
 from tests import gpu_record
 from tests.gpu_record import GpuRow, GpuTest
 from tests.grade import Grade
 
 HAS_CUDA = torch.cuda.is_available()
-if not HAS_CUDA:  # to import PyTorch takes a rank longer than most of what the tests have ranks do
-    launch.START_METHOD = "forkserver"
 
 # Without a GPU, Triton's kernels run in its interpreter. `@triton.jit` chooses when it decorates, so this must be set
 # before any test module loads a kernel.
 if not HAS_CUDA:
     os.environ["TRITON_INTERPRET"] = "1"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _ranks_are_copies() -> None:
+    """To import PyTorch takes a rank longer than most of what the tests have ranks do; `test_launch.py` spawns them."""
+    launch: Any = sys.modules.get("cs336_systems.distributed.launch")
+    if launch is not None and not HAS_CUDA:
+        launch.START_METHOD = "forkserver"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
