@@ -118,6 +118,25 @@ def test_times_of_two_runs_are_not_divided_but_bytes_are():
     assert set(lanes.data["panel"]) == {"FSDP, commit bada55bada", "torch fully_shard, commit c0ffee"}
 
 
+def test_panels_go_from_few_ranks_to_many_and_the_names_below_are_apart():
+    """The largest model is measured on two ranks only, and its panel came first."""
+    frame = load_frame(sharding_records(FSDP))
+    time = next(plot for plot in plots(FSDP, frame) if plot.name == "time")
+    assert list(dict.fromkeys(time.data["panel"])) == ["ranks = 1", "ranks = 2"]
+    figure = dict(problem_figures(FSDP, frame))["fsdp_accounting_time"]
+    figure.canvas.draw()
+    for axes in figure.axes:
+        extents = [label.get_window_extent() for label in axes.get_xticklabels()]
+        assert len(extents) > 2
+        assert all(left.x1 < right.x0 for left, right in zip(extents, extents[1:]))
+
+
+def test_a_step_of_one_rank_has_no_timeline():
+    """Nothing is gathered there."""
+    named = [plot.name for plot in plots(FSDP, load_frame(sharding_records(FSDP))) if plot.kind == "timeline"]
+    assert any("2_ranks" in name for name in named) and not any("1_rank" in name for name in named)
+
+
 def test_one_prediction_a_case_and_wide_numbers_upright():
     """The closed form stood twice in each group, in one colour, and four-digit values ran into each other."""
     frame = load_frame(sharding_records(FSDP))

@@ -410,7 +410,7 @@ def test_a_single_rank_shards_nothing_and_sends_nothing(implementation):
 
 def test_bars_begin_at_zero_and_cases_are_named_in_words():
     found = {plot.name: plot for plot in plots("fsdp_accounting", load_frame(sharding_records("fsdp_accounting")))}
-    assert "10b\nbfloat16\ngradients in float32\ncheckpointed" in set(found["time"].data["x"])
+    assert "10b\nbfloat16\ngradients\nin float32\ncheckpointed" in set(found["time"].data["x"])
     assert "FSDP, predicted" in set(found["memory"].data["series"])
     assert list(dict.fromkeys(found["kept"].data["series"])) == ["parameters", "gradients", "optimizer state"]
     assert not any(plot.log_y for plot in found.values())

@@ -162,7 +162,7 @@ def _timelines(frame: pd.DataFrame) -> list[Plot]:
             if row.mode == "forward" and row.status == "ok" and row.implementation in ("fsdp", FSDP_PEER):
                 of_run = f", commit {named[run_key(row)]}" if len(named) > 1 else ""
                 marks += interval_marks(row.shown + of_run, row)
-        if marks:
+        if marks and first.ranks > 1:  # one rank gathers nothing
             parts = (first.model, ranks_of(first), first.compute, first.reduce, first.checkpointing)
             plots_found.append(
                 Plot(
@@ -228,7 +228,9 @@ def _common(frame: pd.DataFrame) -> str:
 def _bars(name: str, title: str, rows: pd.DataFrame, frame: pd.DataFrame, y_label: str) -> Plot:
     """A group of bars a case of `rows`, a bar an implementation, in its `style`; a panel for each number of ranks."""
     varying = [key for key in variants(frame, KEYS) if key != "ranks"] or ["model"]
-    rows = rows.assign(_x=["\n".join(_words(row, varying)) for row in tuples(rows)])
+    rows = rows.sort_values("ranks", kind="stable")
+    lines = ["\n".join(_words(row, varying)) for row in tuples(rows)]
+    rows = rows.assign(_x=[line.replace("gradients in", "gradients\nin") for line in lines])
     data = points(rows, panel=variants(frame, ("ranks",)), series="shown", style="style", x="_x")
     data, named = hatched(data, rows) if name == "time" else (data, ())
     return Plot(
