@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from matplotlib.figure import Figure
 
 from cs336_systems.config import MODEL_SIZES, AttentionShape, ModelCase
 from cs336_systems.records import Record, append_records, case_to_dict
 from cs336_systems.report.answers import answer
 from cs336_systems.report.blocks import CASE_TYPES, Blocks
 from cs336_systems.report.build import build_report, check_documents, update_documents
-from cs336_systems.report.figures import file_stem, problem_figures, save_figure
+from cs336_systems.report.figures import file_stem, problem_figures
 from cs336_systems.report.frames import IMPLEMENTATIONS, load_frame, select
 from cs336_systems.report.headline import NO_SPEED
 from cs336_systems.report.markdown import code_span, number, table
@@ -461,7 +462,7 @@ def test_a_plot_with_nothing_to_draw_still_says_why() -> None:
 
 
 @pytest.mark.parametrize("problem", MAKERS)
-def test_dollars_in_a_record_are_no_formula(problem: str, tmp_path: Path) -> None:
+def test_dollars_in_a_record_are_no_formula(problem: str) -> None:
     """Two dollar signs in a message or name went to matplotlib's formula parser, which ended the report."""
     names = {"compiled": r"$\frac$", "triton": "$a_{$"}
     rows = [
@@ -473,8 +474,16 @@ def test_dollars_in_a_record_are_no_formula(problem: str, tmp_path: Path) -> Non
         )
         for row in MAKERS[problem]()
     ]
-    for stem, figure in problem_figures(problem, load_frame(rows)):
-        save_figure(figure, tmp_path / f"{stem}.png", "digest")
+    for _, figure in problem_figures(problem, load_frame(rows)):
+        figure.draw_without_rendering()
+
+
+def test_a_formula_is_found_without_rendering() -> None:
+    """What the test above lives by."""
+    figure = Figure()
+    figure.suptitle(r"$\frac$")
+    with pytest.raises(ValueError, match="frac"):
+        figure.draw_without_rendering()
 
 
 def test_colours_are_distinct_and_stable() -> None:
