@@ -46,7 +46,7 @@ ifneq ($(STAMP),)
 $(STAMP): pyproject.toml $(CONSTRAINTS)
 	@$(CHECK_PYTHON)
 	test -x $(@D)/bin/pip || $(PYTHON) -m venv $(@D)
-	$(@D)/bin/python -m pip install --quiet $(addprefix -c ,$(CONSTRAINTS)) -e '.[dev,notebooks]'
+	$(@D)/bin/python -m pip install --quiet --no-compile $(addprefix -c ,$(CONSTRAINTS)) -e '.[dev,notebooks]'
 	@touch $@
 endif
 
@@ -59,7 +59,7 @@ test-slow: $(STAMP) ## the tests that take long: whole runs, jobs of ranks, comp
 	    $(addprefix --dist load -n ,$(TEST_PROCESSES)) $(PYTEST_ARGS)
 
 test-hf: $(STAMP) ## install Transformers, then test what integrates with it
-	$(if $(STAMP),$(VENV)/bin/python -m pip install --quiet $(addprefix -c ,$(CONSTRAINTS)) -e '.[hf]')
+	$(if $(STAMP),$(VENV)/bin/python -m pip install --quiet --no-compile $(addprefix -c ,$(CONSTRAINTS)) -e '.[hf]')
 	$(RUN) -m pytest tests/test_integrations.py $(PYTEST_ARGS)
 
 test-gpu: $(STAMP) ## on a GPU: run the GPU tests and record their outcomes
@@ -100,7 +100,7 @@ sm90-venv: .venv-sm90/.stamp-$(SM90_TRITON) ## an environment with the GPU machi
 .venv-sm90/.stamp-$(SM90_TRITON):
 	@$(CHECK_PYTHON)
 	test -x $(@D)/bin/pip || $(PYTHON) -m venv $(@D)
-	$(@D)/bin/python -m pip install --quiet $(addprefix -c ,$(CONSTRAINTS)) -e .
+	$(@D)/bin/python -m pip install --quiet --no-compile $(addprefix -c ,$(CONSTRAINTS)) -e .
 	$(@D)/bin/python -m pip install --quiet --no-deps triton==$(SM90_TRITON)
 	@touch $@
 

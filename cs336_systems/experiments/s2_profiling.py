@@ -10,7 +10,7 @@ from cs336_systems.experiments.cells import Cell, Measurement
 from cs336_systems.experiments.model_cells import MODEL_MODES, measure_warmup, model_cell, time_row
 
 WARMUPS = (0, 1, 2, 5)
-NUM_STEPS = {"tiny": 5, "smoke": 2, "handout": 10}
+NUM_STEPS = {"tiny": 5, "smoke": 5, "handout": 10}
 
 
 def models(run: RunConfig) -> list[tuple[ModelConfig, int]]:

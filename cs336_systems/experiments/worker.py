@@ -8,6 +8,7 @@ unusable, and travels to the parent as its last message.
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import signal
@@ -152,6 +153,9 @@ def _serve(
     from cs336_systems.experiments.registry import measure_function
     from cs336_systems.profiling.memory import one_out_of_memory_error, release
 
+    # What is imported stays: left to the collector it would be gone through several times a cell, for 0.2 s each.
+    gc.collect()
+    gc.freeze()
     pipe.send(READY)
     problem = ""
     while True:
