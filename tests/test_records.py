@@ -24,6 +24,7 @@ from cs336_systems.records import (
     write_compact,
 )
 from tools.compact_records import main as compact_records
+from tools.pool_rounds import main as pool_rounds
 
 ROOT = Path(__file__).resolve().parent.parent
 SHAPE = AttentionShape(batch=1, heads=1, seqlen_q=8, seqlen_k=8, head_dim=16, is_causal=True, dtype="float32")
@@ -436,3 +437,71 @@ def test_the_tool_refuses_what_it_cannot_do(arguments, message, capsys):
     with pytest.raises(SystemExit):
         compact_records(arguments)
     assert message in capsys.readouterr().err
+
+
+def write_rounds(folder: Path, *rounds: list[Record]) -> list[str]:
+    """Results folders with one file of records each, as arguments."""
+    for number, records in enumerate(rounds):
+        append_records(folder / f"round{number}" / "a-device" / "records" / "flash_benchmarking.jsonl", records)
+    return [str(folder / f"round{number}") for number in range(len(rounds))]
+
+
+def test_rounds_become_one_set_of_records(tmp_path, capsys):
+    """Times are those of all rounds, what is measured once a round that of the round in the middle; others stay."""
+    once = [record(quantity="peak_memory", unit="MiB", samples=[peak]) for peak in (10.0, 20.0, 30.0)]
+    gaps = [record(quantity="compute_intervals", samples=[0.0, end]) for end in (1.0, 2.0, 3.0)]
+    times = [record(samples=samples) for samples in ([9.0, 9.5], [1.0, 20.0], [5.0, 7.0])]  # medians 9.25, 10.5, 6
+    other, replaced = record(implementation="triton"), record(samples=[0.5])
+    target = tmp_path / "results" / "records" / "flash_benchmarking.jsonl"
+    append_records(target, [other, replaced])
+    arguments = write_rounds(tmp_path, *([time, peak, gap] for time, peak, gap in zip(times, once, gaps)))
+    pool_rounds([*arguments, "--into", str(tmp_path / "results")])
+    assert read_records(target) == [other, record(samples=[9.0, 9.5, 1.0, 20.0, 5.0, 7.0]), once[0], gaps[0]]
+    assert "4 records, those of 3 rounds among them" in capsys.readouterr().out
+
+
+def test_a_cell_that_failed_in_a_round_has_failed(tmp_path):
+    failed = record(samples=[], status="failed", message="a reason")
+    arguments = write_rounds(tmp_path, [record()], [failed], [record()])
+    pool_rounds([*arguments, "--into", str(tmp_path / "results")])
+    assert read_records(tmp_path / "results" / "records" / "flash_benchmarking.jsonl") == [failed]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"commit": "fedcba987654"}, "these have several commits: 0123456789ab, fedcba987654"),
+        ({"device": {"name": "another", "kind": "cpu"}}, "these have several devices"),
+        ({"software": {"python": "3.12.3"}}, "these have several versions"),
+        ({"implementation": "triton"}, "round 2 has not the same cells and quantities as round 1"),
+    ],
+)
+def test_only_repetitions_are_pooled(changes, message, tmp_path, capsys):
+    """Of two revisions or two devices no sample stands for the other's."""
+    arguments = write_rounds(tmp_path, [record()], [record(**changes)])
+    with pytest.raises(SystemExit):
+        pool_rounds([*arguments, "--into", str(tmp_path / "results")])
+    error = capsys.readouterr().err
+    assert "nothing is written: " in error and message in error
+    assert not (tmp_path / "results").exists()
+
+
+def test_rounds_that_cannot_be_read_whole_are_refused(tmp_path, capsys):
+    arguments = write_rounds(tmp_path, [record()], [record()])
+    into = ["--into", str(tmp_path / "results")]
+    with pytest.raises(SystemExit):
+        pool_rounds([arguments[0], *into])
+    assert "there must be two rounds at least" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        pool_rounds([*arguments, str(tmp_path / "nothing"), *into])
+    assert "must hold the records of one device, got 0 folders" in capsys.readouterr().err
+    file = next((tmp_path / "round1").glob("*/records/*.jsonl"))
+    with file.open("a") as damaged:
+        damaged.write('{"pro')
+    with pytest.raises(SystemExit):
+        pool_rounds([*arguments, *into])
+    assert "nothing is written: flash_benchmarking.jsonl:2: not a record" in capsys.readouterr().err
+    file.rename(file.with_name("another.jsonl"))
+    with pytest.raises(SystemExit):
+        pool_rounds([*arguments, *into])
+    assert "another.jsonl is missing in" in capsys.readouterr().err and not (tmp_path / "results").exists()
