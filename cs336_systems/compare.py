@@ -35,7 +35,7 @@ from typing import Literal
 import numpy as np
 
 from cs336_systems.profiling.samples import summarize
-from cs336_systems.records import Record, latest, read_records
+from cs336_systems.records import Record, is_series, latest, read_records
 
 Verdict = Literal["regression", "improvement", "noise", "unchanged", "not compared"]
 FailOn = Literal["regression", "any", "none"]
@@ -155,15 +155,19 @@ def read_all(path: Path) -> list[Record]:
 def pool(rounds: Sequence[Sequence[Record]]) -> list[Record]:
     """One set of records from several rounds of the same measurement: the samples of a key, in the order of rounds.
 
-    A key that failed in any round is as it was there: its times are not those of something that works.
+    A key that failed in any round is as it was there: its times are not those of something that works. A series (a loss
+    curve, intervals) is that of the first round: two behind one another are no series. ValueError if units differ.
     """
     pooled: dict[tuple[str, ...], Record] = {}
     for record in (record for records in rounds for record in latest(records)):
         before = pooled.get(record.key)
         if before is None or (before.status == "ok" and record.status != "ok"):
             pooled[record.key] = record
-        elif before.status == record.status == "ok":
-            pooled[record.key] = replace(before, samples=[*before.samples, *record.samples])
+        elif before.unit != record.unit:
+            raise ValueError(f"{record.quantity} of {record.implementation} is in {before.unit} and in {record.unit}")
+        elif before.status == record.status == "ok" and not is_series(record.quantity):
+            counts = [*(before.rounds or [len(before.samples)]), *(record.rounds or [len(record.samples)])]
+            pooled[record.key] = replace(before, samples=[*before.samples, *record.samples], rounds=counts)
     return list(pooled.values())
 
 

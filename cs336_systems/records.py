@@ -46,6 +46,7 @@ class Record:
     quantity: str  # e.g. "time", "compile_time", "peak_memory"
     unit: str  # e.g. "ms", "s", "MiB"
     samples: list[float] = field(default_factory=list)  # raw, in measured order; empty unless status is ok
+    rounds: list[int] = field(default_factory=list)  # samples of each round, where those of several are pooled
     status: str = "ok"
     message: str = ""  # why, when status is not ok
     kernel: str = ""  # what really ran or was found, where a name says it: a kernel, tiles, a dtype, a line of source
@@ -126,6 +127,7 @@ def _check_types(record: Record, refuse: Refuse) -> None:
         *((f.name, (str,), "a string") for f in fields(Record) if f.type == "str"),
         *((f.name, (dict,), "an object") for f in fields(Record) if str(f.type).startswith("dict")),
         ("samples", (list,), "a list"),
+        ("rounds", (list,), "a list"),
         ("error", (int, float, type(None)), "a number or null"),
         ("dirty", (bool, type(None)), "true, false or null"),
         ("seed", (int,), "an int"),
@@ -143,6 +145,8 @@ def _check_types(record: Record, refuse: Refuse) -> None:
         refuse("software", "must hold strings")
     if not all(isinstance(sample, int | float) and not isinstance(sample, bool) for sample in record.samples):
         refuse("samples", "must hold numbers")
+    if not all(type(count) is int and count > 0 for count in record.rounds):
+        refuse("rounds", "must hold positive ints")
 
 
 def _check_values(record: Record, refuse: Refuse) -> None:
@@ -169,6 +173,8 @@ def _check_values(record: Record, refuse: Refuse) -> None:
             refuse("samples", "must be finite")
     elif record.samples:
         refuse("samples", f"must be empty when status is {record.status}")
+    if record.rounds and sum(record.rounds) != len(record.samples):
+        refuse("rounds", f"must add up to the {len(record.samples)} samples, got {record.rounds}")
 
 
 def _are_intervals(samples: Sequence[float]) -> bool:

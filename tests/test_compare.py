@@ -16,6 +16,7 @@ from cs336_systems.compare import (
     bootstrap_change,
     compare_records,
     exit_code,
+    pool,
     read_all,
     student_quantile,
 )
@@ -443,3 +444,14 @@ def test_the_command_refuses_in_one_line(
     result = invoke(*arguments)
     lines = result.stderr.strip().splitlines()
     assert result.exit_code == 2 and len(lines) == 1 and message in lines[0], result.output
+
+
+def test_pooled_series_stay_one_and_units_are_not_mixed() -> None:
+    """Two curves behind one another are no curve, and 2 s are not 2 ms."""
+    curve = replace(record(128, [3.0, 2.0]), quantity="loss", unit="nats")
+    assert pool([[curve], [replace(curve, samples=[4.0, 1.0])]]) == [curve]
+    times = record(128, [1.0, 2.0])
+    (pooled,) = pool([[times], [replace(times, samples=[3.0])]])
+    assert (pooled.samples, pooled.rounds) == ([1.0, 2.0, 3.0], [2, 1])
+    with pytest.raises(ValueError, match="time of .* is in ms and in s"):
+        pool([[times], [replace(times, unit="s")]])

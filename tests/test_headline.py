@@ -85,6 +85,14 @@ def test_each_of_ours_stands_beside_pytorchs_of_the_same_case():
     assert found[1][5] == "300.0" and found[0][5] == "–"
 
 
+def test_the_footer_names_the_commits_of_the_rows_that_are_shown():
+    """It named those of every record of the problem, so that a reader looked for rows that are elsewhere."""
+    shown = [record(FSDP, sharding_case(), name, samples=[40.0]) for name in ("fsdp", "torch_fsdp")]
+    elsewhere = record(FSDP, sharding_case(num_ranks=4), "fsdp_layer", samples=[1.0], commit="bada55")
+    text = distributed_headline({FSDP: load_frame([*shown, elsewhere])})
+    assert "`c0ffee`" in text and "`bada55`" not in text
+
+
 SAME = {"commit": "c0ffee", "date": "2026-01-02T23:04:05+00:00"}
 EARLIER = {"commit": "bada55", "date": "2026-01-01T03:04:05+00:00"}
 

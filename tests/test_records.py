@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from dataclasses import asdict, replace
@@ -440,68 +441,134 @@ def test_the_tool_refuses_what_it_cannot_do(arguments, message, capsys):
 
 
 def write_rounds(folder: Path, *rounds: list[Record]) -> list[str]:
-    """Results folders with one file of records each, as arguments."""
+    """Results folders with one file of records each, dated by their number, and one to pool into: as arguments."""
     for number, records in enumerate(rounds):
-        append_records(folder / f"round{number}" / "a-device" / "records" / "flash_benchmarking.jsonl", records)
-    return [str(folder / f"round{number}") for number in range(len(rounds))]
+        dated = [replace(each, date=f"2026-01-0{number + 2}T03:04:05Z") for each in records]
+        append_records(folder / f"round{number}" / "a-device" / "records" / "flash_benchmarking.jsonl", dated)
+    (folder / "results").mkdir()
+    return [*(str(folder / f"round{number}") for number in range(len(rounds))), "--into", str(folder / "results")]
+
+
+def pooled_records(folder: Path) -> list[Record]:
+    return read_records(folder / "results" / "records" / "flash_benchmarking.jsonl")
 
 
 def test_rounds_become_one_set_of_records(tmp_path, capsys):
-    """Times are those of all rounds, what is measured once a round that of the round in the middle; others stay."""
+    """Repetitions are those of all rounds, what is measured once is the round's in the middle; other rows stay."""
     once = [record(quantity="peak_memory", unit="MiB", samples=[peak]) for peak in (10.0, 20.0, 30.0)]
     gaps = [record(quantity="compute_intervals", samples=[0.0, end]) for end in (1.0, 2.0, 3.0)]
+    hosts = [record(quantity="host_time", samples=[end, end]) for end in (1.0, 2.0, 3.0)]
+    errors = (0.1, 0.9, 0.3)
     times = [record(samples=samples) for samples in ([9.0, 9.5], [1.0, 20.0], [5.0, 7.0])]  # medians 9.25, 10.5, 6
+    times = [replace(time, error=error) for time, error in zip(times, errors)]
     other, replaced = record(implementation="triton"), record(samples=[0.5])
-    target = tmp_path / "results" / "records" / "flash_benchmarking.jsonl"
-    append_records(target, [other, replaced])
-    arguments = write_rounds(tmp_path, *([time, peak, gap] for time, peak, gap in zip(times, once, gaps)))
-    pool_rounds([*arguments, "--into", str(tmp_path / "results")])
-    assert read_records(target) == [other, record(samples=[9.0, 9.5, 1.0, 20.0, 5.0, 7.0]), once[0], gaps[0]]
-    assert "4 records, those of 3 rounds among them" in capsys.readouterr().out
+    arguments = write_rounds(tmp_path, *map(list, zip(times, once, gaps, hosts)))
+    append_records(tmp_path / "results" / "records" / "flash_benchmarking.jsonl", [other, replaced])
+    pool_rounds(arguments)
+    last = "2026-01-04T03:04:05Z"
+    assert pooled_records(tmp_path) == [
+        other,
+        record(samples=[9.0, 9.5, 1.0, 20.0, 5.0, 7.0], rounds=[2, 2, 2], error=0.9, date=last),
+        replace(once[0], date=last),
+        replace(gaps[0], date=last),
+        record(quantity="host_time", samples=[1.0, 1.0, 2.0, 2.0, 3.0, 3.0], rounds=[2, 2, 2], date=last),
+    ]
+    assert "5 records, those of 3 rounds among them" in capsys.readouterr().out
 
 
-def test_a_cell_that_failed_in_a_round_has_failed(tmp_path):
+def test_what_failed_in_every_round_has_failed(tmp_path):
     failed = record(samples=[], status="failed", message="a reason")
-    arguments = write_rounds(tmp_path, [record()], [failed], [record()])
-    pool_rounds([*arguments, "--into", str(tmp_path / "results")])
-    assert read_records(tmp_path / "results" / "records" / "flash_benchmarking.jsonl") == [failed]
+    pool_rounds(write_rounds(tmp_path, [failed], [failed]))
+    assert [(each.status, each.message) for each in pooled_records(tmp_path)] == [("failed", "a reason")]
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"commit": "fedcba987654"}, "these have several commits: 0123456789ab, fedcba987654"),
+        ({"dirty": True}, "these have several commits: 0123456789ab, 0123456789ab with changes"),
         ({"device": {"name": "another", "kind": "cpu"}}, "these have several devices"),
         ({"software": {"python": "3.12.3"}}, "these have several versions"),
+        ({"seed": 7}, "these have several seeds: 0, 7"),
         ({"implementation": "triton"}, "round 2 has not the same cells and quantities as round 1"),
+        ({"unit": "s"}, "unit of time of tiled (flash_benchmarking) is 's' in round 2 and 'ms' in round 1"),
+        ({"kernel": "other_tiles"}, "kernel of time of tiled (flash_benchmarking) is 'other_tiles' in round 2"),
+        ({"samples": [], "status": "skipped", "message": "a budget"}, "status of time of tiled (flash_bench"),
     ],
 )
 def test_only_repetitions_are_pooled(changes, message, tmp_path, capsys):
-    """Of two revisions or two devices no sample stands for the other's."""
+    """Of two revisions, devices or kernels no sample stands for the other's; a lost cell must not cost the others."""
     arguments = write_rounds(tmp_path, [record()], [record(**changes)])
     with pytest.raises(SystemExit):
-        pool_rounds([*arguments, "--into", str(tmp_path / "results")])
+        pool_rounds(arguments)
     error = capsys.readouterr().err
     assert "nothing is written: " in error and message in error
-    assert not (tmp_path / "results").exists()
+    assert not (tmp_path / "results" / "records").exists()
+
+
+def test_rounds_are_pooled_into_their_own_device_and_scale_only(tmp_path, capsys):
+    """Tables of a file with two devices cannot be built any more."""
+    arguments = write_rounds(tmp_path, [record()], [record(samples=[2.0])])
+    elsewhere = record(device={"name": "a GPU", "kind": "cuda"})
+    target = tmp_path / "results" / "records" / "flash_benchmarking.jsonl"
+    append_records(target, [elsewhere])
+    with pytest.raises(SystemExit):
+        pool_rounds(arguments)
+    assert "would hold several devices or scales: a GPU at tiny, a processor at tiny" in capsys.readouterr().err
+    assert read_records(target) == [elsewhere]
+
+
+def test_a_round_counts_once(tmp_path, capsys):
+    first, second, into, results = write_rounds(tmp_path, [record()], [record(samples=[2.0])])
+    (tmp_path / "copy").mkdir()
+    shutil.copytree(first, tmp_path / "copy", dirs_exist_ok=True)
+    for arguments, message in (
+        ([first, first, into, results], "a round is named twice, or --into lies in one"),
+        ([first, second, into, f"{first}/a-device"], "a round is named twice, or --into lies in one"),
+        ([first, str(tmp_path / "copy"), into, results], "round 2 is round 1 once more"),
+        ([first, second, into, f"{results}/typo"], "typo is no folder"),
+    ):
+        with pytest.raises(SystemExit):
+            pool_rounds(arguments)
+        assert f"{message}" in capsys.readouterr().err, message
+    assert not (tmp_path / "results" / "records").exists()
 
 
 def test_rounds_that_cannot_be_read_whole_are_refused(tmp_path, capsys):
-    arguments = write_rounds(tmp_path, [record()], [record()])
-    into = ["--into", str(tmp_path / "results")]
-    with pytest.raises(SystemExit):
-        pool_rounds([arguments[0], *into])
-    assert "there must be two rounds at least" in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        pool_rounds([*arguments, str(tmp_path / "nothing"), *into])
-    assert "must hold the records of one device, got 0 folders" in capsys.readouterr().err
+    first, second, *into = write_rounds(tmp_path, [record()], [record(samples=[2.0])])
+
+    def refused(*rounds: str) -> str:
+        with pytest.raises(SystemExit):
+            pool_rounds([*rounds, *into])
+        assert not (tmp_path / "results" / "records").exists()
+        return capsys.readouterr().err
+
+    assert "there must be two rounds at least" in refused(first)
+    assert "must hold the records of one device, got 0 folders" in refused(first, second, str(tmp_path / "nothing"))
     file = next((tmp_path / "round1").glob("*/records/*.jsonl"))
-    with file.open("a") as damaged:
-        damaged.write('{"pro')
-    with pytest.raises(SystemExit):
-        pool_rounds([*arguments, *into])
-    assert "nothing is written: flash_benchmarking.jsonl:2: not a record" in capsys.readouterr().err
+    whole = file.read_text()
+    file.write_text(whole + '{"pro')
+    assert "nothing is written: flash_benchmarking.jsonl:2: not a record" in refused(first, second)
+    file.write_text("")
+    assert "round 2 has not the same cells" in refused(first, second) and "round 1 holds no" in refused(second, first)
+    file.write_text(whole)
     file.rename(file.with_name("another.jsonl"))
-    with pytest.raises(SystemExit):
-        pool_rounds([*arguments, *into])
-    assert "another.jsonl is missing in" in capsys.readouterr().err and not (tmp_path / "results").exists()
+    assert "another.jsonl is missing in" in refused(first, second)
+
+
+@pytest.mark.parametrize(
+    ("rounds", "message"),
+    [([1, 2], r"must add up to the 2 samples, got \[1, 2\]"), ([0, 2], "positive ints"), ([True, 1], "positive ints"),
+     ("2", "a list")],
+)  # fmt: skip
+def test_rounds_add_up_to_the_samples(rounds, message):
+    with pytest.raises(ValueError, match=f"record.rounds must .*{message}|record.rounds {message}"):
+        record_from_json({**asdict(record()), "rounds": rounds})
+    assert record_from_json({**asdict(record()), "rounds": [1, 1]}).rounds == [1, 1]
+
+
+def test_thinned_samples_are_of_no_round(tmp_path):
+    path = tmp_path / "records.jsonl"
+    append_records(path, [record(samples=[1.0, 2.0, 3.0, 4.0], rounds=[2, 2]), record(mode="backward", rounds=[1, 1])])
+    compact_records(["--samples", "2", str(path)])
+    assert [each.rounds for each in read_records(path)] == [[], [1, 1]]

@@ -23,7 +23,9 @@ from cs336_systems.records import Record, is_series, latest, read_records, write
 def compacted(records: Sequence[Record], most_samples: int) -> list[Record]:
     """The newest record of each key, with at most `most_samples` of its samples unless they are a series."""
     return [
-        record if is_series(record.quantity) else replace(record, samples=evenly_spaced(record.samples, most_samples))
+        record
+        if is_series(record.quantity) or len(record.samples) <= most_samples
+        else replace(record, samples=evenly_spaced(record.samples, most_samples), rounds=[])
         for record in latest(records)
     ]
 

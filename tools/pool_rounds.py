@@ -4,10 +4,12 @@
     python tools/pool_rounds.py round1 round2 round3 --into results/nvidia-h200
 
 A busy host slows a cell for seconds or minutes; with one cell after the other it slows one peer and not the next. In
-rounds it strikes all of them. The times of a cell are those of all rounds, in their order. What is measured once a
-round, such as a traced step with its intervals or a peak, is that of the round whose median time is the middle one. A
-cell that failed in any round has failed. ROUND is a results folder or one that holds a single device's; rows of other
-cells under `--into` are kept. Fill the documents again afterwards (`cs336-systems report`).
+rounds it strikes all of them. What has several samples a round, times above all, has those of all rounds, in their
+order, and the record says how many each gave. What is measured once a round, such as a traced step with its intervals
+or a peak, is that of the round whose median time is the middle one. Every round must have what the others have, of the
+same code, and nothing may have failed in one and not in another: measure that round again, or leave it out. ROUND is a
+results folder or one that holds a single device's; rows of other cells under `--into`, a device's folder that is
+there, are kept. Fill the documents again afterwards (`cs336-systems report`).
 """
 
 from __future__ import annotations
@@ -17,10 +19,11 @@ import statistics
 import warnings
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from cs336_systems.compare import pool
-from cs336_systems.records import Record, case_key, latest, read_records, write_compact
+from cs336_systems.records import Record, case_key, is_series, latest, read_records, write_compact
 
 Pass = tuple[str, ...]  # of a cell: what has one row of times
 
@@ -28,45 +31,61 @@ Pass = tuple[str, ...]  # of a cell: what has one row of times
 def pool_rounds(rounds: Sequence[Sequence[Record]]) -> list[Record]:
     """One record a key from the records of each round, as the module says; ValueError if they are not repetitions.
 
-    Repetitions have one commit, one kind of device, one set of versions, and the same keys.
+    Repetitions have the same keys, and of each the same status, kernel and unit; one commit, device, seed and set of
+    versions. The record's error is the largest and its date the last.
     """
-    newest = [latest(records) for records in rounds]
+    newest = [{record.key: record for record in latest(records)} for records in rounds]
     _require_repetitions(newest)
     typical = _typical_rounds(newest)
-    by_round = [{record.key: record for record in records} for records in newest]
-    return [
-        by_round[typical[_pass(record)]][record.key] if record.status == "ok" and record.quantity != "time" else record
-        for record in pool(newest)
-    ]
+    pooled = []
+    for record in pool([list(records.values()) for records in newest]):
+        each = [records[record.key] for records in newest]
+        if record.status != "ok" or is_series(record.quantity) or all(len(one.samples) == 1 for one in each):
+            record = each[typical[_pass(record)]]
+        errors = [one.error for one in each if one.error is not None]
+        pooled.append(replace(record, error=max(errors, default=None), date=max(one.date for one in each)))
+    return pooled
 
 
 def _pass(record: Record) -> Pass:
     return (record.problem, record.scale, record.implementation, case_key(record.case), record.mode)
 
 
-def _typical_rounds(rounds: Sequence[Sequence[Record]]) -> dict[Pass, int]:
+def _typical_rounds(rounds: Sequence[dict[tuple[str, ...], Record]]) -> dict[Pass, int]:
     """Of each pass the round with the middle one of the median times (the lower of two); the first if it has none."""
     medians: dict[Pass, list[tuple[float, int]]] = defaultdict(list)
-    passes = [_pass(record) for records in rounds for record in records]
     for number, records in enumerate(rounds):
-        for record in records:
+        for record in records.values():
             if record.quantity == "time" and record.status == "ok":
                 medians[_pass(record)].append((statistics.median(record.samples), number))
-    return {name: sorted(found)[(len(found) - 1) // 2][1] if (found := medians[name]) else 0 for name in set(passes)}
+    passes = {_pass(record) for record in rounds[0].values()}
+    return {name: sorted(found)[(len(found) - 1) // 2][1] if (found := medians[name]) else 0 for name in passes}
 
 
-def _require_repetitions(rounds: Sequence[Sequence[Record]]) -> None:
+def _require_repetitions(rounds: Sequence[dict[tuple[str, ...], Record]]) -> None:
     first = rounds[0]
-    for number, records in enumerate(rounds[1:], start=2):
-        if {record.key for record in records} != {record.key for record in first}:
-            raise ValueError(f"round {number} has not the same cells and quantities as round 1")
+    if not first:
+        raise ValueError("round 1 holds no records")
+    everything = [record for records in rounds for record in records.values()]
     for name, values in (
-        ("commits", {record.commit for records in rounds for record in records}),
-        ("devices", {str(record.device.get("name")) for records in rounds for record in records}),
-        ("versions", {str(sorted(record.software.items())) for records in rounds for record in records}),
+        ("commits", {f"{record.commit}{' with changes' if record.dirty else ''}" for record in everything}),
+        ("devices", {str(sorted(record.device.items())) for record in everything}),
+        ("versions", {str(sorted(record.software.items())) for record in everything}),
+        ("seeds", {str(record.seed) for record in everything}),
     ):
         if len(values) > 1:
             raise ValueError(f"rounds must be of one kind, these have several {name}: {', '.join(sorted(values))}")
+    for number, records in enumerate(rounds[1:], start=2):
+        if records.keys() != first.keys():
+            raise ValueError(f"round {number} has not the same cells and quantities as round 1")
+        for key, record in records.items():
+            for name in ("status", "unit", "kernel"):
+                ours, theirs = getattr(record, name), getattr(first[key], name)
+                if ours != theirs:
+                    what = f"{name} of {record.quantity} of {record.implementation} ({record.problem})"
+                    raise ValueError(f"{what} is {ours!r} in round {number} and {theirs!r} in round 1")
+            if (record.date, record.samples) == (first[key].date, first[key].samples) and record.samples:
+                raise ValueError(f"round {number} is round 1 once more")
 
 
 def _record_files(folder: Path) -> dict[str, Path]:
@@ -80,6 +99,29 @@ def _record_files(folder: Path) -> dict[str, Path]:
     return files
 
 
+def _merge(rounds: Sequence[Path], into: Path) -> dict[Path, list[Record]]:
+    """What each file under `into` is to hold; ValueError, and nothing is written, where that would lose or mix."""
+    if not into.is_dir():
+        raise ValueError(f"{into} is no folder")
+    folders = [path.resolve() for path in rounds]
+    if len(set(folders)) < len(folders) or any(into.resolve().is_relative_to(folder) for folder in folders):
+        raise ValueError("a round is named twice, or --into lies in one")
+    files = [_record_files(folder) for folder in rounds]
+    merged: dict[Path, list[Record]] = {}
+    for name in sorted({name for found in files for name in found}):
+        missing = [str(folder) for folder, found in zip(rounds, files) if name not in found]
+        if missing:
+            raise ValueError(f"{name} is missing in {', '.join(missing)}")
+        path = into / "records" / name
+        new, old = pool_rounds([read_records(found[name]) for found in files]), read_records(path)
+        kinds = {(str(record.device.get("name")), record.scale) for record in (*old, *new)}
+        if len(kinds) > 1:
+            found = ", ".join(f"{device} at {scale}" for device, scale in sorted(kinds))
+            raise ValueError(f"{path} would hold several devices or scales: {found}")
+        merged[path] = latest([*old, *new])
+    return merged
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Pool the records of several rounds of the same cells.")
     parser.add_argument("rounds", nargs="+", type=Path, metavar="ROUND")
@@ -87,23 +129,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     if len(options.rounds) < 2:
         parser.error("there must be two rounds at least")
-    results: dict[Path, list[Record]] = {}
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         try:
-            files = [_record_files(folder) for folder in options.rounds]
-            names = sorted({name for found in files for name in found})
-            for name in names:
-                missing = [str(folder) for folder, found in zip(options.rounds, files) if name not in found]
-                if missing:
-                    raise ValueError(f"{name} is missing in {', '.join(missing)}")
-                path = options.into / "records" / name
-                new = pool_rounds([read_records(found[name]) for found in files])
-                results[path] = latest([*read_records(path), *new])
-        except (ValueError, UserWarning) as error:  # a line that cannot be read would be lost
+            merged = _merge(options.rounds, options.into)
+        except (ValueError, OSError, UserWarning) as error:  # a line that cannot be read would be lost
             parser.error(f"nothing is written: {error}")
-    for path, records in results.items():
-        path.parent.mkdir(parents=True, exist_ok=True)
+    for path, records in merged.items():
+        path.parent.mkdir(exist_ok=True)
         write_compact(path, records)
         print(f"{path}: {len(records)} records, those of {len(options.rounds)} rounds among them")
 

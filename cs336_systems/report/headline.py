@@ -75,7 +75,7 @@ def _beside_plain_attention(frames: Mapping[str, pd.DataFrame]) -> str:
     header += ["best peer", f"speed against {BASELINE}", "against best peer"]
     head = "Beside plain attention: forward + backward, causal, bfloat16; medians, quartiles in brackets."
     legend = cells.legend()
-    parts = [head, table(header, lines, 2), *([legend] if legend else []), provenance(pd.concat(used))]
+    parts = [head, table(header, lines, 2), *([legend] if legend else []), provenance(pd.concat(cases))]
     return "\n\n".join(parts)
 
 
@@ -118,8 +118,10 @@ def distributed_headline(frames: Mapping[str, pd.DataFrame]) -> str:
     `frames` hold a frame for each problem. A case of which either has no record is left out; one that failed says so.
     """
     cells = Cells()
-    used = [frames[problem] for problem in PAIRS if problem in frames]
-    lines = [line for problem in PAIRS if problem in frames for line in _step_lines(problem, frames[problem], cells)]
+    shown: list[pd.DataFrame] = []
+    lines = [
+        line for problem in PAIRS if problem in frames for line in _step_lines(problem, frames[problem], cells, shown)
+    ]
     if not lines:
         return NO_STEPS
     head = "A training step on several GPUs; medians, quartiles in brackets; peak memory of a rank."
@@ -128,12 +130,14 @@ def distributed_headline(frames: Mapping[str, pd.DataFrame]) -> str:
     if any(line[-1] == OTHER_RUN for line in lines):
         cells.remark(OTHER_RUN_REMARK)
     legend = cells.legend()
-    parts = [head, table(header, lines, 4), *([legend] if legend else []), provenance(pd.concat(used))]
+    parts = [head, table(header, lines, 4), *([legend] if legend else []), provenance(pd.concat(shown))]
     return "\n\n".join(parts)
 
 
-def _step_lines(problem: str, frame: pd.DataFrame, cells: Cells) -> list[list[str]]:
-    """A line for each case and pair of which both sides have a record."""
+def _step_lines(
+    problem: str, frame: pd.DataFrame, cells: Cells, shown: list[pd.DataFrame]
+) -> list[list[str]]:  # fmt: skip
+    """A line for each case and pair of which both sides have a record; their times are added to `shown`."""
     frame = sharding.with_cases(frame[frame["mode"] == "train_step"])
     frame = frame[[json.loads(case).get("backend") == "nccl" for case in frame["case"]]]
     frame = frame.assign(setting=[_without_buckets(case) for case in frame["case"]])
@@ -144,6 +148,9 @@ def _step_lines(problem: str, frame: pd.DataFrame, cells: Cells) -> list[list[st
             theirs = _fastest(rows, peers, ours)
             if ours is None or theirs is None:
                 continue
+            for row in (ours, theirs):
+                same = (rows["implementation"] == row.implementation) & (rows["case"] == row.case)
+                shown.append(rows[same & (rows["quantity"] == "time")])
             lines.append(
                 [
                     OUR_NAMES[name],
