@@ -526,6 +526,7 @@ def test_a_round_counts_once(tmp_path, capsys):
         ([first, first, into, results], "a round is named twice, or --into lies in one"),
         ([first, second, into, f"{first}/a-device"], "a round is named twice, or --into lies in one"),
         ([first, str(tmp_path / "copy"), into, results], "round 2 is round 1 once more"),
+        ([second, first, str(tmp_path / "copy"), into, results], "round 3 is round 2 once more"),
         ([first, second, into, f"{results}/typo"], "typo is no folder"),
     ):
         with pytest.raises(SystemExit):

@@ -84,8 +84,9 @@ def _require_repetitions(rounds: Sequence[dict[tuple[str, ...], Record]]) -> Non
                 if ours != theirs:
                     what = f"{name} of {record.quantity} of {record.implementation} ({record.problem})"
                     raise ValueError(f"{what} is {ours!r} in round {number} and {theirs!r} in round 1")
-            if (record.date, record.samples) == (first[key].date, first[key].samples) and record.samples:
-                raise ValueError(f"round {number} is round 1 once more")
+            for before, earlier in enumerate(rounds[: number - 1], start=1):
+                if record.samples and (record.date, record.samples) == (earlier[key].date, earlier[key].samples):
+                    raise ValueError(f"round {number} is round {before} once more")
 
 
 def _record_files(folder: Path) -> dict[str, Path]:

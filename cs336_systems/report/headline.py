@@ -148,9 +148,7 @@ def _step_lines(
             theirs = _fastest(rows, peers, ours)
             if ours is None or theirs is None:
                 continue
-            for row in (ours, theirs):
-                same = (rows["implementation"] == row.implementation) & (rows["case"] == row.case)
-                shown.append(rows[same & (rows["quantity"] == "time")])
+            shown += [_rows_of_cell(rows, ours, "time"), _rows_of_cell(rows, theirs, "time")]
             lines.append(
                 [
                     OUR_NAMES[name],
@@ -187,6 +185,10 @@ def _fastest(rows: pd.DataFrame, implementations: tuple[str, ...], beside: Any =
 
 def _same_cell(rows: pd.DataFrame, timed: Any, quantity: str) -> Any:
     """The row of `quantity` of the cell that `timed` is of, if there is one."""
-    same = (rows["implementation"] == timed.implementation) & (rows["case"] == timed.case)
-    found = tuples(rows[same & (rows["quantity"] == quantity)])
+    found = tuples(_rows_of_cell(rows, timed, quantity))
     return found[0] if found else None
+
+
+def _rows_of_cell(rows: pd.DataFrame, timed: Any, quantity: str) -> pd.DataFrame:
+    same = (rows["implementation"] == timed.implementation) & (rows["case"] == timed.case)
+    return rows[same & (rows["quantity"] == quantity)]
