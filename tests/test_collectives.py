@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import warnings
+from copy import deepcopy
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from cs336_systems.distributed.collectives import (
+    MeansUnderWay,
     all_gather_flat,
     all_reduce_mean,
     broadcast_parameters,
@@ -62,6 +64,7 @@ def means(rank: int, ranks: int) -> dict[str, Tensor]:
         parameter = nn.Parameter(inputs(rank, 5))
         all_reduce_mean(parameter)
         found["parameter"] = parameter.detach()
+        many_at_once(rank, found)
 
         whole = inputs(rank, 12)
         part = torch.full((12 // ranks,), float("nan"))
@@ -77,6 +80,28 @@ def means(rank: int, ranks: int) -> dict[str, Tensor]:
         all_gather_flat(torch.empty(0), torch.empty(0))
         reduce_scatter_mean_flat(torch.empty(0), torch.empty(0))
     return found
+
+
+def many_at_once(rank: int, found: dict[str, Tensor]) -> None:
+    """`MeansUnderWay` gives, bit for bit, what `all_reduce_mean` gave of the same tensors; twice, the lookups anew."""
+    under_way = MeansUnderWay()
+    for _ in range(2):
+        tensors = {
+            f"all_reduce {dtype}": inputs(rank, 12, dtype) for dtype in (torch.float32, torch.bfloat16, torch.float64)
+        }
+        tensors |= {
+            "strided": inputs(rank, 12).view(3, 4).t(), "0-d": torch.tensor(float(rank)),
+            "complex": torch.tensor([complex(rank, 1)]), "parameter": inputs(rank, 5),
+        }  # fmt: skip
+        for tensor in (*tensors.values(), torch.empty(0)):
+            under_way.start(tensor)
+        under_way.wait()
+        for name, tensor in tensors.items():
+            assert torch.equal(tensor, found[name]), name
+        deepcopy(under_way)
+    under_way.wait()  # of nothing
+    with pytest.raises(TypeError, match="tensor must be floating point or complex to have a mean, got torch.int64"):
+        under_way.start(torch.ones(3, dtype=torch.int64))
 
 
 class Odd(nn.Module):

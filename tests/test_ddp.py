@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from copy import deepcopy
 from typing import Any
 
@@ -18,7 +19,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from cs336_systems.distributed import collectives
 from cs336_systems.distributed.ddp import DataParallel, LaunchOrder
 from cs336_systems.distributed.ddp_bucketed import BucketedDDP, plan_buckets
 from cs336_systems.distributed.ddp_flat import FlatDDP
@@ -277,16 +277,21 @@ def test_any_number_of_ranks(ranks):
 # What is sent, and when
 
 
-class Recorder:
-    """Counts the elements of each all-reduce while it stands in for torch's."""
+@contextmanager
+def recorded_sizes() -> Iterator[list[int]]:
+    """The elements of each all-reduce that any process group is asked for."""
+    sizes: list[int] = []
+    original = dist.ProcessGroup.allreduce
 
-    def __init__(self) -> None:
-        self.sizes: list[int] = []
-        self.original = dist.all_reduce
+    def allreduce(group: dist.ProcessGroup, tensors: list[Tensor], *options: Any) -> Any:
+        sizes.append(sum(tensor.numel() for tensor in tensors))
+        return original(group, tensors, *options)
 
-    def __call__(self, tensor: Tensor, **options: Any) -> Any:
-        self.sizes.append(tensor.numel())
-        return self.original(tensor, **options)
+    dist.ProcessGroup.allreduce = allreduce  # type: ignore[assignment]
+    try:
+        yield sizes
+    finally:
+        dist.ProcessGroup.allreduce = original  # type: ignore[method-assign]
 
 
 def record_sends(rank: int, ranks: int) -> dict[str, tuple[list[int], list[int]]]:
@@ -296,13 +301,11 @@ def record_sends(rank: int, ranks: int) -> dict[str, tuple[list[int], list[int]]
         wrapped = wrap(nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 32), nn.Linear(32, 4)))
         for _ in range(2):  # the second is not a rehearsal
             wrapped.zero_grad()
-            recorder = Recorder()
-            collectives.dist.all_reduce = recorder  # type: ignore[assignment]
-            wrapped(torch.ones(2, 8)).sum().backward()
-            during = len(recorder.sizes)
-            wrapped.finish_gradient_synchronization()
-            collectives.dist.all_reduce = recorder.original
-        sent[name] = (recorder.sizes[:during], recorder.sizes[during:])
+            with recorded_sizes() as sizes:
+                wrapped(torch.ones(2, 8)).sum().backward()
+                during = len(sizes)
+                wrapped.finish_gradient_synchronization()
+        sent[name] = (sizes[:during], sizes[during:])
     return sent
 
 
@@ -341,9 +344,9 @@ def test_buckets_go_backwards_fill_up_and_do_not_mix_dtypes():
 
 def test_an_order_is_rehearsed_and_then_kept(alone_in_a_group):
     order = LaunchOrder([0, 0, 1, 2], None, torch.device("cpu"))
-    assert [order.arrive(parameter) for parameter in (3, 2, 1, 2, 0)] == [[]] * 5
+    assert [order.arrive(parameter) for parameter in (3, 2, 1, 2, 0)] == [()] * 5
     assert order.finish() == [2, 1, 0], "2 was complete first; 1 when its parameter came for the second time"
-    assert order.arrive(2) == [] and order.arrive(2) == [], "all its arrivals, but another item goes first"
+    assert order.arrive(2) == () and order.arrive(2) == [], "all its arrivals, but another item goes first"
     assert order.arrive(3) == [2, 1]
     with pytest.raises(RuntimeError, match="a gradient arrived after its all-reduce had begun: call finish_grad"):
         order.arrive(2)
@@ -382,6 +385,20 @@ def test_a_wrapper_is_freed_and_its_model_may_be_wrapped_again(wrapper, alone_in
     again(torch.ones(2, 3)).sum().backward()
     again.finish_gradient_synchronization()
     assert model.bias.grad.tolist() == [2.0, 2.0]
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_a_wrapper_can_be_copied_between_steps(wrapper, alone_in_a_group):
+    """Neither the group's transport nor its options can be copied, so that none may be held then."""
+    wrapped = WRAPPERS[wrapper](nn.Linear(3, 2))
+    for _ in range(2):
+        wrapped(torch.ones(2, 3)).sum().backward()
+        wrapped.finish_gradient_synchronization()
+        wrapped.zero_grad()
+    again = deepcopy(wrapped)
+    again(torch.ones(2, 3)).sum().backward()
+    again.finish_gradient_synchronization()
+    assert again.module.bias.grad.tolist() == [2.0, 2.0] and wrapped.module.bias.grad is None
 
 
 # Errors

@@ -11,7 +11,12 @@ import torch
 import torch.distributed as dist
 
 from cs336_systems.config import DataParallelCase, ModelConfig, RunConfig
-from cs336_systems.distributed.collectives import all_gather_flat, all_reduce_mean, reduce_scatter_mean_flat
+from cs336_systems.distributed.collectives import (
+    MeansUnderWay,
+    all_gather_flat,
+    all_reduce_mean,
+    reduce_scatter_mean_flat,
+)
 from cs336_systems.distributed.launch import RankError, run_ranks
 from cs336_systems.experiments.ddp_cells import OURS, ParallelStep, check_gradients
 from cs336_systems.profiling.overlap import trace_lanes
@@ -32,6 +37,11 @@ def collectives_on_gpu(rank: int, ranks: int) -> None:
         tensor = torch.full((12,), float(rank + 1), device=device, dtype=dtype)
         all_reduce_mean(tensor, async_op=True).wait()
         assert tensor.tolist() == [mean] * 12, (dtype, tensor)
+        under_way, tensors = MeansUnderWay(), [torch.full_like(tensor, rank + 1 + i) for i in range(20)]
+        for each in tensors:
+            under_way.start(each)
+        under_way.wait()
+        assert [each.tolist() for each in tensors] == [[mean + i] * 12 for i in range(20)], dtype
         part = torch.full((12 // ranks,), float("nan"), device=device)
         whole = torch.full((12,), float(rank + 1), device=device, dtype=dtype)
         reduce_scatter_mean_flat(part, whole, reduce_dtype=torch.float32)

@@ -4,6 +4,10 @@
     ...                                     # compute that does not touch the gradient
     handle.wait()                           # now it is the mean over the ranks of `group`
 
+    means = MeansUnderWay(group)            # many such calls, from the hooks of a backward
+    means.start(gradient)
+    means.wait()
+
 An average is a sum, then a division: NCCL divides inside its reduction (ReduceOp.AVG), elsewhere `wait` divides.
 `wait` on NCCL makes the current stream wait, never the host. A group of one rank communicates nothing, and neither do
 tensors without elements. `group` is a process group, or None for the default one.
@@ -88,6 +92,54 @@ def all_reduce_mean(
             target.copy_(sent)
 
     return _started(work, finish, async_op)
+
+
+class MeansUnderWay:
+    """Asynchronous `all_reduce_mean`s of one group, to be waited for together.
+
+    A hook starts each between two launches of a backward, on a host that has to stay ahead of the GPU. So what is the
+    same for all of them, from the group's transport to the options, is looked up once a `wait`, and a plain tensor goes
+    to the transport directly. Between `wait` and `start` nothing of the group is held: a copy can be made.
+    """
+
+    def __init__(self, group: Group = None) -> None:
+        self.group = group
+        self._start: Callable[[Tensor], None] | None = None  # None: not looked up since the last wait
+        self._works: list[Work | dist.Work] = []
+        self._sums: list[Tensor] = []  # to be divided
+
+    def start(self, tensor: Shaped[Tensor, "*shape"]) -> None:
+        """Begin to replace `tensor`, without a graph, by its mean; it must not be used before `wait` returns."""
+        if tensor.is_contiguous() and tensor.is_floating_point() and tensor.numel():
+            (self._start or self._look_up())(tensor)
+        else:
+            self._works.append(all_reduce_mean(tensor, self.group, async_op=True))
+
+    def wait(self) -> None:
+        """Return when the current stream may use every tensor of `start`'s; on NCCL the host does not wait."""
+        works, sums = self._works, self._sums
+        self._start, self._works, self._sums = None, [], []
+        for work in works:
+            work.wait()
+        if sums:
+            torch._foreach_div_(sums, num_ranks(self.group))
+
+    def _look_up(self) -> Callable[[Tensor], None]:
+        alone, averages = num_ranks(self.group) == 1, _averages(self.group)
+        transport = self.group if self.group is not None else dist.group.WORLD
+        assert transport is not None  # there is a process group
+        options = dist.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp(dist.ReduceOp.AVG if averages else dist.ReduceOp.SUM)
+        options.asyncOp = True
+        works, sums = self._works, self._sums
+
+        def start(tensor: Tensor) -> None:
+            works.append(transport.allreduce([tensor], options))
+            if not averages:
+                sums.append(tensor)
+
+        self._start = start if not alone else lambda tensor: None
+        return self._start
 
 
 def all_reduce_max(tensor: Shaped[Tensor, "*shape"], group: Group = None) -> None:

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -101,19 +101,18 @@ class DataParallel(nn.Module, ABC):
                 if not used[index]:
                     self.trainable[index].grad = None
 
-    def _on_each_gradient(self, react: Callable[[int], None]) -> None:
-        """Call `react`, a method, with a parameter's place in `trainable` when its gradient was accumulated.
+    def _on_each_gradient(self, react: Callable[[Any, int, Tensor], None]) -> None:
+        """Call `react`, a method of this class, with a parameter's place in `trainable` and its accumulated gradient.
 
-        The parameters hold the method weakly: they outlive the wrapper, and a cycle through autograd's hooks would keep
-        wrapper and model alive for good.
+        The parameters hold the wrapper weakly: they outlive it, and a cycle through autograd's hooks would keep wrapper
+        and model alive for good.
         """
-        method = weakref.WeakMethod(react)
+        itself = weakref.ref(self)
 
         def make_hook(index: int) -> Callable[[Tensor], None]:
             def hook(parameter: Tensor) -> None:
-                if (alive := method()) is not None:
-                    dense_gradient(parameter)
-                    alive(index)
+                if (alive := itself()) is not None:
+                    react(alive, index, dense_gradient(parameter))
 
             return hook
 
@@ -122,12 +121,12 @@ class DataParallel(nn.Module, ABC):
 
 
 def dense_gradient(parameter: Tensor) -> Tensor:
-    """The gradient of `parameter`, which has one; TypeError if it is sparse."""
+    """The gradient of `parameter`, which has one, without a graph; TypeError if it is sparse."""
     gradient = parameter.grad
     assert gradient is not None
     if gradient.layout != torch.strided:
         raise TypeError(f"gradients must be dense, got {gradient.layout} of shape {tuple(parameter.shape)}")
-    return gradient.detach()
+    return gradient.detach() if gradient.requires_grad else gradient
 
 
 class LaunchOrder:
@@ -154,28 +153,28 @@ class LaunchOrder:
         self.arrived = [0] * len(self.item_of_parameter)
         self.missing = list(self.sizes)  # parameters of each item that have not arrived
         self.has_started = [False] * self.num_items
-        self.last_arrival: dict[int, int] = {}  # item -> a clock that counts arrivals
-        self.clock = 0
+        self.rehearsed: dict[int, None] = {}  # items in the order of their last arrivals, until there is an order
         self.num_started = 0
 
-    def arrive(self, parameter: int) -> list[int]:
+    def arrive(self, parameter: int) -> Sequence[int]:
         """The items that may start now that `parameter`'s gradient was accumulated once more.
 
         Raises RuntimeError if its item has started: the new gradient would be added to a sum already under way.
         """
         item = self.item_of_parameter[parameter]
         self.arrived[parameter] += 1
-        self.clock += 1
-        self.last_arrival[item] = self.clock
         if self.order is None:
-            return []
+            self.rehearsed.pop(item, None)
+            self.rehearsed[item] = None
+            return ()
         if self.has_started[item]:
             raise RuntimeError(
                 "a gradient arrived after its all-reduce had begun: call finish_gradient_synchronization() after each "
                 "backward, or run all but the last of them under no_sync()"
             )
-        if self.arrived[parameter] == self.expected[parameter]:
-            self.missing[item] -= 1
+        if self.arrived[parameter] != self.expected[parameter]:
+            return ()
+        self.missing[item] -= 1
         first = self.num_started
         while self.num_started < self.num_items and not self.missing[self.order[self.num_started]]:
             self.has_started[self.order[self.num_started]] = True
@@ -194,10 +193,8 @@ class LaunchOrder:
     def _learn(self) -> None:
         self.expected = [max(1, count) for count in self.arrived]
         incomplete = {item for item, count in zip(self.item_of_parameter, self.arrived) if not count}
-        never = self.clock + 1
-        own = sorted(
-            range(self.num_items), key=lambda item: never if item in incomplete else self.last_arrival.get(item, never)
-        )
+        own = [item for item in self.rehearsed if item not in incomplete]
+        own += sorted(set(range(self.num_items)) - set(own))
         agreed = torch.tensor(own, dtype=torch.int64, device=self.device)
         broadcast_from_first(agreed, self.group)
         self.order = agreed.tolist()

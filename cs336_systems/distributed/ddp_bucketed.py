@@ -14,7 +14,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor, nn
 
-from cs336_systems.distributed.collectives import Group, Work, all_reduce_mean
+from cs336_systems.distributed.collectives import Group, MeansUnderWay
 from cs336_systems.distributed.ddp import DataParallel, LaunchOrder, dense_gradient
 
 BYTES_PER_MB = 2**20  # as torch's DistributedDataParallel counts its bucket_cap_mb
@@ -49,32 +49,29 @@ class BucketedDDP(DataParallel):
                 self._views[index] = flat[offset : offset + parameter.numel()].view(parameter.shape)
                 bucket_of[index] = number
         self._order = LaunchOrder(bucket_of, group, self._all_used.device)
-        self._handles: list[Work] = []
-        self._on_each_gradient(self._react)
+        self._means = MeansUnderWay(group)
+        self._on_each_gradient(BucketedDDP._react)
 
-    def _react(self, index: int) -> None:
-        self._move_in(index)
+    def _react(self, index: int, gradient: Tensor) -> None:
+        self._move_in(index, gradient)
         if self.sends:
-            self._start(self._order.arrive(index))
+            for bucket in self._order.arrive(index):
+                self._means.start(self._flat[bucket])
 
-    def _move_in(self, index: int) -> None:
+    def _move_in(self, index: int, gradient: Tensor) -> None:
         """Let the gradient of parameter `index` be the view of its bucket."""
-        parameter, view = self.trainable[index], self._views[index]
-        if parameter.grad is not view:
-            view.copy_(dense_gradient(parameter))
-            parameter.grad = view
-
-    def _start(self, buckets: list[int]) -> None:
-        for bucket in buckets:
-            self._handles.append(all_reduce_mean(self._flat[bucket], self.group, async_op=True))
+        view = self._views[index]
+        if gradient is not view:
+            view.copy_(gradient)
+            self.trainable[index].grad = view
 
     def _synchronize(self) -> None:
-        for index in range(len(self.trainable)):
-            self._move_in(index)  # those that no backward of this step has touched
-        self._start(self._order.finish())
-        for handle in self._handles:
-            handle.wait()
-        self._handles.clear()
+        for index, parameter in enumerate(self.trainable):
+            if parameter.grad is not self._views[index]:  # no backward of this step has touched it
+                self._move_in(index, dense_gradient(parameter))
+        for bucket in self._order.finish():
+            self._means.start(self._flat[bucket])
+        self._means.wait()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,9 +6,9 @@ are on their way. What cannot be hidden is the communication of the gradients th
 
 from __future__ import annotations
 
-from torch import nn
+from torch import Tensor, nn
 
-from cs336_systems.distributed.collectives import Group, Work, all_reduce_mean
+from cs336_systems.distributed.collectives import Group, MeansUnderWay
 from cs336_systems.distributed.ddp import DataParallel, LaunchOrder, dense_gradient
 
 
@@ -21,20 +21,15 @@ class OverlapDDP(DataParallel):
     def __init__(self, module: nn.Module, group: Group = None) -> None:
         super().__init__(module, group)
         self._order = LaunchOrder(list(range(len(self.trainable))), group, self._all_used.device)
-        self._handles: list[Work] = []
-        self._on_each_gradient(self._react)
+        self._means = MeansUnderWay(group)
+        self._on_each_gradient(OverlapDDP._react)
 
-    def _react(self, index: int) -> None:
+    def _react(self, index: int, gradient: Tensor) -> None:
         if self.sends:
-            self._start(self._order.arrive(index))
-
-    def _start(self, indices: list[int]) -> None:
-        for index in indices:
-            gradient = dense_gradient(self.trainable[index])
-            self._handles.append(all_reduce_mean(gradient, self.group, async_op=True))
+            for ready in self._order.arrive(index):
+                self._means.start(gradient if ready == index else dense_gradient(self.trainable[ready]))
 
     def _synchronize(self) -> None:
-        self._start(self._order.finish())
-        for handle in self._handles:
-            handle.wait()
-        self._handles.clear()
+        for index in self._order.finish():
+            self._means.start(dense_gradient(self.trainable[index]))
+        self._means.wait()

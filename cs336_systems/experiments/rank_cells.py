@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -49,7 +50,12 @@ def run_cell(
 
 
 def agreed_samples(call: Callable[[], object], device: str, budget_ms: float, minimum: int) -> int:
-    """How often to time `call`: rank 0's plan, on every rank, since one call more on one rank would wait for ever."""
+    """How often to time `call`: rank 0's plan, on every rank, since one call more on one rank would wait for ever.
+
+    What is there by now stays: left to the garbage collector it would be gone through in a timed call, for up to 0.2 s.
+    """
+    gc.collect()
+    gc.freeze()
     dist.barrier()
     planned = plan_samples(time_once(call, device), budget_ms, minimum)
     count = torch.tensor([planned], device="cuda" if device == "cuda" else "cpu")
