@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from jaxtyping import Shaped
 from torch import Tensor, nn
+from torch.distributed.distributed_c10d import AllreduceOptions
 
 Group = dist.ProcessGroup | None
 
@@ -128,7 +129,7 @@ class MeansUnderWay:
         alone, averages = num_ranks(self.group) == 1, _averages(self.group)
         transport = self.group if self.group is not None else dist.group.WORLD
         assert transport is not None  # there is a process group
-        options = dist.AllreduceOptions()
+        options = AllreduceOptions()
         options.reduceOp = dist.ReduceOp(dist.ReduceOp.AVG if averages else dist.ReduceOp.SUM)
         options.asyncOp = True
         works, sums = self._works, self._sums

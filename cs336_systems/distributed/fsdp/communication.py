@@ -1,7 +1,8 @@
 """FSDP's two collectives, on lists of tensors, and the side streams that they run on.
 
 On NCCL the tensors of a list travel as one grouped call, each straight into its place: no flat buffer, no copies. On
-other back ends they travel one by one.
+other back ends they travel one by one. The group is asked directly: torch's functions for it look up, check and log
+each tensor of a list, on a host that has to stay ahead of the GPU.
 
 Memory and streams: every buffer is allocated while the compute stream is current. A side stream starts by waiting for
 the compute stream, and the compute stream waits for the side stream before it uses, or gives up, what that touched. So
@@ -12,18 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import _coalescing_manager
+from torch.distributed.distributed_c10d import AllgatherOptions, ReduceScatterOptions
 
-from cs336_systems.distributed.collectives import Work, all_gather_flat, num_ranks, reduce_scatter_mean_flat
-
-# torch 2.13 renamed both, and warns under the old names.
-_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+from cs336_systems.distributed.collectives import Work, all_gather_flat, reduce_scatter_mean_flat
 
 
 class Lane:
@@ -61,9 +57,9 @@ def gather_rows(outputs: list[Tensor], inputs: list[Tensor], group: dist.Process
     if not _is_grouped(group):
         pairs = zip(outputs, inputs)
         return [all_gather_flat(output.view(-1), input_.view(-1), group, True) for output, input_ in pairs]
-    with _coalescing_manager(group=group, async_ops=False):
-        for output, input_ in zip(outputs, inputs):
-            _all_gather(output, input_, group=group)
+    options = AllgatherOptions()
+    options.asyncOp = False  # on the current stream, which is a side stream already
+    _order_on_stream(group.allgather_into_tensor_coalesced(outputs, inputs, options))
     return []
 
 
@@ -76,10 +72,17 @@ def reduce_rows_mean(outputs: list[Tensor], inputs: list[Tensor], group: dist.Pr
         for output, input_ in zip(outputs, inputs):
             reduce_scatter_mean_flat(output.view(-1), input_.view(-1), group)
         return
-    with _coalescing_manager(group=group, async_ops=False):
-        for output, input_ in zip(outputs, inputs):
-            _reduce_scatter(output, input_, op=dist.ReduceOp.AVG, group=group)
+    options = ReduceScatterOptions()
+    options.reduceOp = dist.ReduceOp(dist.ReduceOp.AVG)
+    options.asyncOp = False
+    _order_on_stream(group.reduce_scatter_tensor_coalesced(outputs, inputs, options))
+
+
+def _order_on_stream(work: dist.Work | None) -> None:
+    """Let the current stream wait for `work`, if the transport did not use that stream."""
+    if work is not None:
+        work.wait()
 
 
 def _is_grouped(group: dist.ProcessGroup) -> bool:
-    return num_ranks(group) > 1 and dist.get_backend(group) == "nccl"
+    return group.size() > 1 and dist.get_backend(group) == "nccl"

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from cs336_systems.distributed.collectives import Work
 from cs336_systems.distributed.fsdp.communication import Lane, gather_rows, reduce_rows_mean, wait_for
-from cs336_systems.distributed.fsdp.weights import ShardedWeight, chunk_rows
+from cs336_systems.distributed.fsdp.weights import ShardedWeight, chunk_rows, own_rows
 
 ALIGNMENT_BYTES = 256  # of each weight in the unit's memory: what matmuls and NCCL like
 
@@ -43,6 +43,7 @@ class Unit:
         self.gather_lane = gather_lane
         self.gathered = gathered
         self.weights: list[ShardedWeight] = []
+        self.trainable: list[ShardedWeight] = []  # of these
         self.position = 0  # in the forward that runs
         self.backward_position = 0
         self.running = 0  # forwards of entries under way, one in another
@@ -77,22 +78,24 @@ class Unit:
             shape = (self.num_ranks * chunk, *parameter.shape[1:])
             dtype = compute_dtype or parameter.dtype
             place = memory[offset : offset + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
+            # `.data` gives each alias a version counter of its own: gathering again, into the same memory, must not
+            # look to autograd like a change of what it saved.
+            gathered = place.data
+            own = own_rows(parameter.shape[0], self.rank, self.num_ranks)
             weight = ShardedWeight(
                 name=name,
                 shape=parameter.shape,
                 homes=homes,
                 chunk_rows=chunk,
-                # `.data` gives each alias a version counter of its own: gathering again, into the same memory, must
-                # not look to autograd like a change of what it saved.
                 whole=nn.Parameter(place[: parameter.shape[0]].data, requires_grad=parameter.requires_grad),
-                gathered=place.data,
+                gathered=gathered,
+                chunk=gathered[self.rank * chunk : (self.rank + 1) * chunk],
+                own_place=gathered[own],
             )
             self.weights.append(weight)
+            if parameter.requires_grad:
+                self.trainable.append(weight)
         self._memory.resize_(0)
-
-    @property
-    def trainable(self) -> list[ShardedWeight]:
-        return [weight for weight in self.weights if weight.shard.requires_grad]
 
     @property
     def is_gathered(self) -> bool:
@@ -113,20 +116,21 @@ class Unit:
             return
         self._memory.resize_(self._bytes)
         self.gathered[self] = None
-        inputs, copied = [], []
+        inputs: list[Tensor] = []
+        copied: list[Tensor] = []
+        places: list[Tensor] = []
         for weight in self.weights:
-            source = weight.shard.detach()
-            if weight.gathered.dtype != source.dtype or weight.chunk_rows != source.shape[0]:
+            if weight.gathered.dtype != weight.shard.dtype or weight.chunk_rows != weight.shard.shape[0]:
                 # One chunk in the compute dtype, made where the gather would put it: no memory of its own. What lies
                 # behind the own rows is padding that nobody reads.
-                chunk = weight.gathered[self.rank * weight.chunk_rows : (self.rank + 1) * weight.chunk_rows]
-                copied.append((chunk[: source.shape[0]], source))
-                inputs.append(chunk)
+                copied.append(weight.shard)
+                places.append(weight.own_place)
+                inputs.append(weight.chunk)
             else:
-                inputs.append(source)
+                inputs.append(weight.shard.detach())
         with self.gather_lane.after_compute():
             if copied:
-                torch._foreach_copy_([to for to, _ in copied], [source for _, source in copied])
+                torch._foreach_copy_(places, copied)
             self._works = gather_rows([weight.gathered for weight in self.weights], inputs, self.group)
             self._event = self.gather_lane.mark()
 
@@ -205,14 +209,19 @@ class GradientReducer:
             gradient = self._take_gradient(weight)
             dtype = self.reduce_dtype or gradient.dtype
             if weight.padded or gradient.dtype != dtype or not gradient.is_contiguous():
-                padded = gradient.new_empty(weight.gathered.shape, dtype=dtype)
-                padded[weight.shape[0] :].zero_()
-                copies.append((padded[: weight.shape[0]], gradient))
+                padded = place = gradient.new_empty(weight.gathered.shape, dtype=dtype)
+                if weight.padded:
+                    padded[weight.shape[0] :].zero_()
+                    place = padded[: weight.shape[0]]
+                copies.append((place, gradient))
                 self._in_use.append(gradient)
                 gradient = padded
             inputs.append(gradient)
             outputs.append(gradient.new_empty((weight.chunk_rows, *weight.shape[1:])))
-        owns = [output[: weight.shard.shape[0]] for weight, output in zip(weights, outputs)]
+        owns = [
+            output if weight.shard.shape[0] == weight.chunk_rows else output[: weight.shard.shape[0]]
+            for weight, output in zip(weights, outputs)
+        ]
         # The shard's gradient lies in the output itself where there is none yet and the dtype is right.
         targets = [_gradient_place(weight.shard, own) for weight, own in zip(weights, owns)]
         with self.lane.after_compute():

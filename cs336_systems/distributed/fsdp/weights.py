@@ -23,6 +23,8 @@ class ShardedWeight:
     chunk_rows: int  # rows that each rank sends
     whole: nn.Parameter  # (R, ...) in the compute dtype; without memory while it is not gathered
     gathered: Tensor  # (N * chunk_rows, ...): the memory of `whole` and the padding behind it
+    chunk: Tensor  # (chunk_rows, ...): this rank's part of `gathered`
+    own_place: Tensor  # (own rows, ...): the shard's place in it
     shard: nn.Parameter = field(init=False)  # (own rows, ...) in the dtype of the master weights; the optimizer's
     accumulated: Tensor | None = field(default=None)  # gradient of earlier backwards under no_sync, in reduce dtype
 

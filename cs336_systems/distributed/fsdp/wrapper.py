@@ -33,7 +33,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from cs336_systems.distributed.collectives import all_reduce_mean, check_same_shapes, num_ranks, rank_in
 from cs336_systems.distributed.ddp import dense_gradient
@@ -173,13 +173,12 @@ class FSDP(nn.Module):
 
         The weight holds its whole, and the garbage collector sees no cycle through a tensor's hooks.
         """
-        arrived = weakref.WeakMethod(self._gradient_arrived)
-        held = weakref.ref(unit), weakref.ref(weight)
+        find_self, find_unit, find_weight = weakref.ref(self), weakref.ref(unit), weakref.ref(weight)
 
         def hook(whole: nn.Parameter) -> None:
-            alive, unit, weight = arrived(), held[0](), held[1]()
+            alive, unit, weight = find_self(), find_unit(), find_weight()
             if alive is not None and unit is not None and weight is not None:
-                alive(unit, weight, whole)
+                alive._gradient_arrived(unit, weight, whole)
 
         return hook
 
@@ -242,19 +241,25 @@ class FSDP(nn.Module):
         self._make_room(unit)
         unit.wait()
         unit.show_wholes()
+        is_plain = not kwargs and all(type(value) is Tensor for value in args)  # then there is no tree to walk through
+        leaves, structure = (list(args), None) if is_plain else tree_flatten((args, kwargs))
         if torch.is_grad_enabled():
-            args, kwargs, unit.frees_on_inputs = _call_after_backward(partial(self._after_backward, unit), args, kwargs)
+            unit.frees_on_inputs = _call_after_backward(partial(self._after_backward, unit), leaves)
         if self.compute_dtype is not None:
-            args, kwargs = tree_map(partial(_cast, dtype=self.compute_dtype), (args, kwargs))
-        return args, kwargs
+            leaves = [_cast(leaf, self.compute_dtype) for leaf in leaves]
+        return (tuple(leaves), kwargs) if structure is None else tree_unflatten(leaves, structure)
 
     def _after_forward(self, unit: Unit, entry: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """Ask to be told when the backward comes here; free, and gather ahead."""
         unit.running = max(0, unit.running - 1)
         unit.show_shards()
-        outputs = [leaf for leaf in tree_flatten(output)[0] if isinstance(leaf, Tensor) and leaf.requires_grad]
+        leaves = [output] if isinstance(output, Tensor) else tree_flatten(output)[0]
+        outputs = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
         if outputs and torch.is_grad_enabled():
-            register_multi_grad_hook(outputs, lambda _: self._before_backward(unit), mode="any")
+            if len(outputs) == 1:  # the same for less
+                outputs[0].register_hook(lambda _: self._before_backward(unit))
+            else:
+                register_multi_grad_hook(outputs, lambda _: self._before_backward(unit), mode="any")
         if self._in_backward:
             if unit.in_backward:
                 unit.show_wholes()
@@ -475,19 +480,15 @@ class _AfterBackward(torch.autograd.Function):
         return (None, *gradients)
 
 
-def _call_after_backward(
-    callback: Callable[[], None], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any], bool]:
-    """Inputs that make `callback` run once all their gradients are computed; False if none needs a gradient."""
-    leaves, structure = tree_flatten((args, kwargs))
+def _call_after_backward(callback: Callable[[], None], leaves: list[Any]) -> bool:
+    """Change `leaves` so that `callback` runs once the gradients of its tensors are there; False if none has one."""
     places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
     if not places:
-        return args, kwargs, False
+        return False
     watched = _AfterBackward.apply(callback, *(leaves[place] for place in places))
     for place, tensor in zip(places, watched):
         leaves[place] = tensor
-    args, kwargs = tree_unflatten(leaves, structure)
-    return args, kwargs, True
+    return True
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
