@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import warnings
 from copy import deepcopy
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
+from cs336_systems.distributed import collectives
 from cs336_systems.distributed.collectives import (
     MeansUnderWay,
     all_gather_flat,
@@ -199,6 +202,41 @@ def test_means_gathers_and_scatters(ranks):
         torch.testing.assert_close(found["part"], expected.chunk(ranks)[rank])
         torch.testing.assert_close(found["half part"], mean_over_ranks(ranks, 12).chunk(ranks)[rank], atol=2e-3, rtol=0)
         torch.testing.assert_close(found["gathered"], expected)
+
+
+class Done:
+    def wait(self) -> None:
+        pass
+
+
+class Transport:
+    """Stands in for NCCL's process group of two ranks; gone, it refuses."""
+
+    def __init__(self) -> None:
+        self.asked: list[bool] = []
+        self.gone = False
+
+    def allreduce(self, tensors: list[Tensor], options: Any) -> Done:
+        if self.gone:
+            raise RuntimeError("communicator was destroyed")
+        assert options.reduceOp == dist.ReduceOp.AVG
+        self.asked.append(options.asyncOp)
+        return Done()
+
+
+def test_hooks_start_on_the_group_there_is_and_never_block(monkeypatch):
+    """A backward that raised left the group of its time behind, which was asked again after it was destroyed."""
+    first, second = Transport(), Transport()
+    monkeypatch.setattr(collectives, "num_ranks", lambda group: 2)
+    monkeypatch.setattr(collectives, "_averages", lambda group: True)
+    monkeypatch.setattr(dist.distributed_c10d._world, "default_pg", first)
+    under_way = MeansUnderWay()
+    under_way.start(torch.ones(2))
+    first.gone = True
+    monkeypatch.setattr(dist.distributed_c10d._world, "default_pg", second)
+    under_way.start(torch.ones(2))
+    under_way.wait()
+    assert first.asked == second.asked == [True], "asynchronous, on a stream of NCCL's own"
 
 
 def test_every_kind_of_tensor_is_broadcast_bit_for_bit():

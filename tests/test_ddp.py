@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from cs336_systems.distributed.ddp import DataParallel, LaunchOrder
+from cs336_systems.distributed.ddp import DataParallel, LaunchOrder, dense_gradient
 from cs336_systems.distributed.ddp_bucketed import BucketedDDP, plan_buckets
 from cs336_systems.distributed.ddp_flat import FlatDDP
 from cs336_systems.distributed.ddp_naive import NaiveDDP
@@ -281,11 +281,11 @@ def test_any_number_of_ranks(ranks):
 def recorded_sizes() -> Iterator[list[int]]:
     """The elements of each all-reduce that any process group is asked for."""
     sizes: list[int] = []
-    original = dist.ProcessGroup.allreduce
+    original = dist.ProcessGroup.__dict__["allreduce"]  # the method; as an attribute of the class it is a function
 
     def allreduce(group: dist.ProcessGroup, tensors: list[Tensor], *options: Any) -> Any:
         sizes.append(sum(tensor.numel() for tensor in tensors))
-        return original(group, tensors, *options)
+        return original.__get__(group)(tensors, *options)
 
     dist.ProcessGroup.allreduce = allreduce  # type: ignore[assignment]
     try:
@@ -344,14 +344,28 @@ def test_buckets_go_backwards_fill_up_and_do_not_mix_dtypes():
 
 def test_an_order_is_rehearsed_and_then_kept(alone_in_a_group):
     order = LaunchOrder([0, 0, 1, 2], None, torch.device("cpu"))
-    assert [order.arrive(parameter) for parameter in (3, 2, 1, 2, 0)] == [()] * 5
+    assert [order.arrive(parameter) for parameter in (2, 3, 1, 2, 0)] == [[]] * 5
     assert order.finish() == [2, 1, 0], "2 was complete first; 1 when its parameter came for the second time"
-    assert order.arrive(2) == () and order.arrive(2) == [], "all its arrivals, but another item goes first"
+    assert order.arrive(2) == [] and order.arrive(2) == [], "all its arrivals, but another item goes first"
     assert order.arrive(3) == [2, 1]
     with pytest.raises(RuntimeError, match="a gradient arrived after its all-reduce had begun: call finish_grad"):
         order.arrive(2)
     assert order.finish() == [0]
     assert order.arrive(3) == [2], "a new backward"
+
+
+def test_what_a_rehearsal_did_not_complete_goes_last(alone_in_a_group):
+    order = LaunchOrder([0, 0, 1, 2, 3], None, torch.device("cpu"))
+    assert [order.arrive(parameter) for parameter in (0, 4, 2)] == [[]] * 3
+    assert order.finish() == [3, 1, 0, 2], "half of 0 came first, and nothing of 2"
+
+
+def test_a_gradient_with_a_graph_is_sent_without_it():
+    parameter = nn.Parameter(torch.ones(2))
+    parameter.pow(3).sum().backward(create_graph=True)
+    gradient = dense_gradient(parameter)
+    assert parameter.grad.requires_grad and not gradient.requires_grad
+    assert gradient.data_ptr() == parameter.grad.data_ptr()
 
 
 @pytest.fixture

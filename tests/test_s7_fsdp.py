@@ -12,11 +12,13 @@ from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from cs336_systems.device import has_cxx_compiler
 from cs336_systems.distributed.fsdp import FSDP, wrap_blocks
+from cs336_systems.distributed.fsdp.communication import gather_rows, reduce_rows_mean
 from cs336_systems.distributed.fsdp.order import ExecutionOrder
 from cs336_systems.distributed.fsdp.plan import plan_units
 from cs336_systems.distributed.fsdp.weights import chunk_rows, own_rows
@@ -597,6 +599,112 @@ def leave_out_modules(rank: int, num_ranks: int) -> None:
 
 def test_unused_modules_keep_no_gradient_and_hang_nobody():
     TWO_RANKS.results(leave_out_modules)
+
+
+@pytest.fixture
+def alone_in_a_group():
+    """This process as the only rank of a default group."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+class Odd(nn.Module):
+    """A block that takes tensors in every form, fills a list, and gives several."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(
+        self, x: Tensor, pair: list[Tensor], *, factor: Tensor, seen: list[torch.dtype]
+    ) -> dict[str, Tensor]:  # fmt: skip
+        self.dtypes = {x.dtype, pair[0].dtype, factor.dtype}
+        seen += self.dtypes
+        return {"first": self.first(x * factor), "second": self.second(pair[0] + pair[1])}
+
+
+class OddModel(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.start, self.blocks = nn.Linear(3, 3), nn.ModuleList([Odd(), Odd()])
+
+    def forward(self, x: Tensor, seen: list[torch.dtype], outputs: tuple[str, ...]) -> Tensor:
+        x = self.start(x)
+        for block in self.blocks:
+            made = block(x, [x, x.tanh()], factor=x.sigmoid(), seen=seen)
+            x = sum((made[name] for name in outputs), torch.zeros(()))
+        return x.square().sum()
+
+
+@pytest.mark.parametrize("compute_dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize("outputs", [("first", "second"), ("second",)])
+def test_blocks_may_take_and_give_tensors_in_any_form(compute_dtype, outputs, alone_in_a_group):
+    """The backward begins at whichever output has a gradient; gathered weights are there, and freed behind it."""
+    model, single = seeded(OddModel), seeded(OddModel)
+    wrapped = FSDP(model, compute_dtype)
+    x, seen, expected = torch.randn(4, 3), [], []
+    for _ in range(3):
+        for each in (wrapped, single):
+            each.zero_grad()
+        wrapped(x, seen, outputs).backward()
+        wrapped.finish_gradient_synchronization()
+        assert wrapped.gathered_units() == []
+        with torch.autocast("cpu", torch.bfloat16, enabled=compute_dtype is not None):
+            single(x, expected, outputs).backward()
+        own = dict(wrapped.module.named_parameters())
+        for name, parameter in single.named_parameters():
+            if parameter.grad is None:
+                assert own[name].grad is None
+            else:
+                bound = (1e-6 if compute_dtype is None else 0.05) * parameter.grad.abs().max().item()
+                torch.testing.assert_close(own[name].grad, parameter.grad, atol=bound, rtol=0)
+    assert wrapped.module.blocks[1].dtypes == {compute_dtype or torch.float32}
+
+
+def test_a_block_fills_the_very_container_that_it_is_given(alone_in_a_group):
+    """A cache of keys was filled in a copy, and the caller's stayed empty."""
+    wrapped = FSDP(seeded(OddModel))
+    with torch.no_grad():
+        wrapped(torch.randn(4, 3), seen := [], ("first",))
+    assert seen == [torch.float32] * 2
+
+
+def test_norms_leave_out_what_was_frozen_after_wrapping(alone_in_a_group):
+    wrapped = FSDP(seeded(OddModel))
+    wrapped(torch.randn(4, 3), [], ("first", "second")).backward()
+    wrapped.finish_gradient_synchronization()
+    whole = wrapped.clip_grad_norm_(1e9)
+    frozen = wrapped.module.start.weight.requires_grad_(False)
+    rest = wrapped.clip_grad_norm_(1e9)
+    assert rest.square().item() == pytest.approx((whole.square() - frozen.grad.square().sum()).item(), rel=1e-5)
+    assert rest < whole
+
+
+class Transport:
+    """Stands in for NCCL's process group of two ranks, and notes what it is asked for."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, int, bool]] = []
+
+    def size(self) -> int:
+        return 2
+
+    def allgather_into_tensor_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], options: Any) -> None:
+        self.asked.append(("gather", len(inputs), options.asyncOp))
+
+    def reduce_scatter_tensor_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], options: Any) -> None:
+        assert options.reduceOp == dist.ReduceOp.AVG
+        self.asked.append(("reduce", len(inputs), options.asyncOp))
+
+
+def test_on_nccl_a_list_is_one_call_on_the_current_stream(monkeypatch):
+    """On a stream of NCCL's own the side stream's event would not stand for its end."""
+    monkeypatch.setattr(dist, "get_backend", lambda group: "nccl")
+    group, tensors = Transport(), [torch.zeros(2), torch.zeros(4)]
+    assert gather_rows(tensors, tensors, group) == []
+    reduce_rows_mean(tensors, tensors, group)
+    assert group.asked == [("gather", 2, False), ("reduce", 2, False)]
 
 
 def build_different(rank: int, num_ranks: int) -> None:

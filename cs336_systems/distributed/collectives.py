@@ -99,48 +99,50 @@ class MeansUnderWay:
     """Asynchronous `all_reduce_mean`s of one group, to be waited for together.
 
     A hook starts each between two launches of a backward, on a host that has to stay ahead of the GPU. So what is the
-    same for all of them, from the group's transport to the options, is looked up once a `wait`, and a plain tensor goes
-    to the transport directly. Between `wait` and `start` nothing of the group is held: a copy can be made.
+    same for all of them is looked up once until `wait`, and a plain tensor goes to the process group directly. After
+    `wait` nothing is held but `group`: with the default one, a copy can be made.
     """
 
     def __init__(self, group: Group = None) -> None:
         self.group = group
-        self._start: Callable[[Tensor], None] | None = None  # None: not looked up since the last wait
         self._works: list[Work | dist.Work] = []
         self._sums: list[Tensor] = []  # to be divided
+        self._known: dist.ProcessGroup | None = None  # the group that these are of:
+        self._options: AllreduceOptions | None = None  # None: it has one rank
+        self._averages = False
 
     def start(self, tensor: Shaped[Tensor, "*shape"]) -> None:
         """Begin to replace `tensor`, without a graph, by its mean; it must not be used before `wait` returns."""
-        if tensor.is_contiguous() and tensor.is_floating_point() and tensor.numel():
-            (self._start or self._look_up())(tensor)
-        else:
+        is_plain = tensor.is_contiguous() and tensor.is_floating_point() and tensor.numel()
+        if not is_plain or torch.compiler.is_compiling():  # compilers know torch's functions, not a group's methods
             self._works.append(all_reduce_mean(tensor, self.group, async_op=True))
+            return
+        group = dist.group.WORLD if self.group is None else self.group
+        if group is None or group is not self._known:
+            self._look_up(group)
+        if self._options is not None:
+            assert group is not None
+            self._works.append(group.allreduce([tensor], self._options))
+            if not self._averages:
+                self._sums.append(tensor)
 
     def wait(self) -> None:
         """Return when the current stream may use every tensor of `start`'s; on NCCL the host does not wait."""
         works, sums = self._works, self._sums
-        self._start, self._works, self._sums = None, [], []
+        self._works, self._sums, self._known, self._options = [], [], None, None
         for work in works:
             work.wait()
-        if sums:
-            torch._foreach_div_(sums, num_ranks(self.group))
+        for tensor in sums:
+            tensor.div_(num_ranks(self.group))
 
-    def _look_up(self) -> Callable[[Tensor], None]:
-        alone, averages = num_ranks(self.group) == 1, _averages(self.group)
-        transport = self.group if self.group is not None else dist.group.WORLD
-        assert transport is not None  # there is a process group
-        options = AllreduceOptions()
-        options.reduceOp = dist.ReduceOp(dist.ReduceOp.AVG if averages else dist.ReduceOp.SUM)
-        options.asyncOp = True
-        works, sums = self._works, self._sums
-
-        def start(tensor: Tensor) -> None:
-            works.append(transport.allreduce([tensor], options))
-            if not averages:
-                sums.append(tensor)
-
-        self._start = start if not alone else lambda tensor: None
-        return self._start
+    def _look_up(self, group: dist.ProcessGroup | None) -> None:
+        self._options = None
+        if num_ranks(group) > 1:
+            self._averages = _averages(group)
+            self._options = AllreduceOptions()
+            self._options.reduceOp = dist.ReduceOp(dist.ReduceOp.AVG if self._averages else dist.ReduceOp.SUM)
+            self._options.asyncOp = True
+        self._known = group
 
 
 def all_reduce_max(tensor: Shaped[Tensor, "*shape"], group: Group = None) -> None:

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -101,8 +101,8 @@ class DataParallel(nn.Module, ABC):
                 if not used[index]:
                     self.trainable[index].grad = None
 
-    def _on_each_gradient(self, react: Callable[[Any, int, Tensor], None]) -> None:
-        """Call `react`, a method of this class, with a parameter's place in `trainable` and its accumulated gradient.
+    def _react_to_gradients(self) -> None:
+        """Have `_react` called with a parameter's place in `trainable` and its gradient whenever that was accumulated.
 
         The parameters hold the wrapper weakly: they outlive it, and a cycle through autograd's hooks would keep wrapper
         and model alive for good.
@@ -112,12 +112,16 @@ class DataParallel(nn.Module, ABC):
         def make_hook(index: int) -> Callable[[Tensor], None]:
             def hook(parameter: Tensor) -> None:
                 if (alive := itself()) is not None:
-                    react(alive, index, dense_gradient(parameter))
+                    alive._react(index, dense_gradient(parameter))
 
             return hook
 
         for index, parameter in enumerate(self.trainable):
             parameter.register_post_accumulate_grad_hook(make_hook(index))
+
+    def _react(self, index: int, gradient: Tensor) -> None:
+        """What a wrapper that has called `_react_to_gradients` does in the backward."""
+        raise NotImplementedError
 
 
 def dense_gradient(parameter: Tensor) -> Tensor:
@@ -156,7 +160,7 @@ class LaunchOrder:
         self.rehearsed: dict[int, None] = {}  # items in the order of their last arrivals, until there is an order
         self.num_started = 0
 
-    def arrive(self, parameter: int) -> Sequence[int]:
+    def arrive(self, parameter: int) -> list[int]:
         """The items that may start now that `parameter`'s gradient was accumulated once more.
 
         Raises RuntimeError if its item has started: the new gradient would be added to a sum already under way.
@@ -166,14 +170,14 @@ class LaunchOrder:
         if self.order is None:
             self.rehearsed.pop(item, None)
             self.rehearsed[item] = None
-            return ()
+            return []
         if self.has_started[item]:
             raise RuntimeError(
                 "a gradient arrived after its all-reduce had begun: call finish_gradient_synchronization() after each "
                 "backward, or run all but the last of them under no_sync()"
             )
         if self.arrived[parameter] != self.expected[parameter]:
-            return ()
+            return []
         self.missing[item] -= 1
         first = self.num_started
         while self.num_started < self.num_items and not self.missing[self.order[self.num_started]]:

@@ -50,7 +50,7 @@ class BucketedDDP(DataParallel):
                 bucket_of[index] = number
         self._order = LaunchOrder(bucket_of, group, self._all_used.device)
         self._means = MeansUnderWay(group)
-        self._on_each_gradient(BucketedDDP._react)
+        self._react_to_gradients()
 
     def _react(self, index: int, gradient: Tensor) -> None:
         self._move_in(index, gradient)

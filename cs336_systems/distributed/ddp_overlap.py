@@ -22,7 +22,7 @@ class OverlapDDP(DataParallel):
         super().__init__(module, group)
         self._order = LaunchOrder(list(range(len(self.trainable))), group, self._all_used.device)
         self._means = MeansUnderWay(group)
-        self._on_each_gradient(OverlapDDP._react)
+        self._react_to_gradients()
 
     def _react(self, index: int, gradient: Tensor) -> None:
         if self.sends:

@@ -58,7 +58,7 @@ def gather_rows(outputs: list[Tensor], inputs: list[Tensor], group: dist.Process
         pairs = zip(outputs, inputs)
         return [all_gather_flat(output.view(-1), input_.view(-1), group, True) for output, input_ in pairs]
     options = AllgatherOptions()
-    options.asyncOp = False  # on the current stream, which is a side stream already
+    options.asyncOp = False  # on the current stream, mostly a side stream already
     _order_on_stream(group.allgather_into_tensor_coalesced(outputs, inputs, options))
     return []
 

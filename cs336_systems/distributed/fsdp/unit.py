@@ -43,7 +43,7 @@ class Unit:
         self.gather_lane = gather_lane
         self.gathered = gathered
         self.weights: list[ShardedWeight] = []
-        self.trainable: list[ShardedWeight] = []  # of these
+        self.trainable: list[ShardedWeight] = []  # of these, when they were wrapped: hooks wait for their gradients
         self.position = 0  # in the forward that runs
         self.backward_position = 0
         self.running = 0  # forwards of entries under way, one in another
@@ -209,11 +209,9 @@ class GradientReducer:
             gradient = self._take_gradient(weight)
             dtype = self.reduce_dtype or gradient.dtype
             if weight.padded or gradient.dtype != dtype or not gradient.is_contiguous():
-                padded = place = gradient.new_empty(weight.gathered.shape, dtype=dtype)
-                if weight.padded:
-                    padded[weight.shape[0] :].zero_()
-                    place = padded[: weight.shape[0]]
-                copies.append((place, gradient))
+                padded = gradient.new_empty(weight.gathered.shape, dtype=dtype)
+                # What is behind the gradient's rows is reduced into padding that nobody reads.
+                copies.append((padded[: weight.shape[0]] if weight.padded else padded, gradient))
                 self._in_use.append(gradient)
                 gradient = padded
             inputs.append(gradient)

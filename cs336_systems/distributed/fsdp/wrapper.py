@@ -247,6 +247,8 @@ class FSDP(nn.Module):
             unit.frees_on_inputs = _call_after_backward(partial(self._after_backward, unit), leaves)
         if self.compute_dtype is not None:
             leaves = [_cast(leaf, self.compute_dtype) for leaf in leaves]
+        elif not (torch.is_grad_enabled() and unit.frees_on_inputs):
+            return args, kwargs  # the very objects: the module may fill a container
         return (tuple(leaves), kwargs) if structure is None else tree_unflatten(leaves, structure)
 
     def _after_forward(self, unit: Unit, entry: nn.Module, args: tuple[Any, ...], output: Any) -> None:
@@ -256,7 +258,7 @@ class FSDP(nn.Module):
         leaves = [output] if isinstance(output, Tensor) else tree_flatten(output)[0]
         outputs = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
         if outputs and torch.is_grad_enabled():
-            if len(outputs) == 1:  # the same for less
+            if len(outputs) == 1:  # its own hook runs once a backward, and costs the host less
                 outputs[0].register_hook(lambda _: self._before_backward(unit))
             else:
                 register_multi_grad_hook(outputs, lambda _: self._before_backward(unit), mode="any")
@@ -402,7 +404,7 @@ class FSDP(nn.Module):
         """
         if not max_norm > 0:
             raise ValueError(f"max_norm must be positive, got {max_norm}")
-        sharded = [weight.shard.grad for unit in self.units for weight in unit.trainable]
+        sharded = [weight.shard.grad for unit in self.units for weight in unit.weights if weight.shard.requires_grad]
         replicated = [parameter.grad for parameter in self._replicated]
         total = self._sum_of_squares([gradient for gradient in sharded if gradient is not None])
         if self.num_ranks > 1:
@@ -481,7 +483,7 @@ class _AfterBackward(torch.autograd.Function):
 
 
 def _call_after_backward(callback: Callable[[], None], leaves: list[Any]) -> bool:
-    """Change `leaves` so that `callback` runs once the gradients of its tensors are there; False if none has one."""
+    """Change `leaves` so that `callback` runs once its tensors' gradients are there; False if none needs one."""
     places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
     if not places:
         return False
