@@ -71,6 +71,25 @@ def test_each_row_meets_each_key_that_it_sees_once(head_dim, is_causal, order):
                 assert seen == Counter(range(last_key + 1)), (num_queries, num_keys, row)
 
 
+def test_a_consumer_skips_the_first_key_tile_if_none_of_its_rows_sees_a_key_of_it():
+    skipped = Counter()
+    for head_dim, is_causal, (num_queries, num_keys) in product(HEAD_DIMS, (True, False), all_shapes()):
+        launch = make_launch(head_dim, is_causal, num_queries, num_keys)
+        for tile, consumer in product(range(launch.num_tiles), range(launch.schedule.consumers)):
+            first_row = launch.first_query(tile) + consumer * CONSUMER_ROWS
+            if first_row >= 0:
+                first_key = (len(key_tiles(launch, tile)) - 1) * launch.schedule.key_tile
+                is_hidden = is_causal and first_key > first_row + CONSUMER_ROWS - 1
+                skips = launch.skips_first_key_tile(tile, consumer)
+                assert skips == is_hidden, (num_queries, num_keys, tile, consumer)
+                skipped[head_dim, consumer] += skips
+    assert all(skipped[64, consumer] for consumer in range(3)), "the last one where a tile behind the end is walked"
+    assert not skipped[128, 0] and not skipped[128, 1], "two consumers' rows are as many as a key tile's"
+    long = make_launch(64, True, 4096, 4096)
+    skips = [[long.skips_first_key_tile(tile, consumer) for consumer in range(3)] for tile in range(1, long.num_tiles)]
+    assert skips == [[True, tile % 2 == 0, False] for tile in range(1, long.num_tiles)]
+
+
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_tiles_of_queries_cover_each_row_once(head_dim):
     for num_queries in range(1, 1300):
@@ -303,6 +322,12 @@ def test_the_kernel_computes_what_the_model_says(head_dim, is_causal, order):
                 first, num_queries, num_keys, schedule.query_tile, schedule.key_tile, is_causal
             )
             assert live == len([key for key in key_tiles(launch, tile) if key != num_keys])
+            first_key = (len(key_tiles(launch, tile)) - 1) * schedule.key_tile
+            for consumer in range(schedule.consumers):
+                first_row = first + consumer * CONSUMER_ROWS
+                sees = forward.sees_tile.fn(first_row if first_row >= 0 else num_queries, first_key)
+                skips = schedule.masked_tiles(is_causal) > 1 and not sees
+                assert launch.skips_first_key_tile(tile, consumer) == skips
     assert [forward.ring_slot.fn(step, 2) for step in range(6)] == [(0, 0), (1, 0), (0, 1), (1, 1), (0, 0), (1, 0)]
 
 

@@ -3,6 +3,7 @@
   after_issued      keeps what needs its operand behind the instructions that the source has before it
   warp_fence        keeps what follows behind the arithmetic on its operand
   rescale_rows      multiplies an accumulator by its rows' factors, if any of the warp's differs from 1
+  hide_columns      -inf in the columns past a row's last one
   tma_add           adds a tile into memory
   meet_consumers    a barrier of two warp groups
   meet_warps        a barrier of the warps of one partition
@@ -84,6 +85,37 @@ def rescale_rows(accumulator, factor):
     accumulator, factor = gl.broadcast(accumulator, factor[:, None])
     return gl.inline_asm_elementwise(
         _RESCALE_64, _RESCALE_64_CONSTRAINTS, [accumulator, factor], dtype=gl.float32, is_pure=True, pack=64
+    )  # fmt: skip
+
+
+def _hide_asm(n: int) -> gl.constexpr:
+    """A thread's `n` scores, or -inf where a column comes after its row's last one.
+
+    The columns are 0, 1, 8, 9, 16, ... past the thread's first, each pair in both rows. What is right of the thread's
+    first column comes with each score, and is taken from the first one of each row.
+    """
+    lines = []
+    for i in range(n):
+        column, right = i // 4 * 8 + i % 2, 2 * n + i % 4 // 2 * 2
+        lines.append(f"setp.ge.s32 seen, ${right}, {column}; selp.f32 ${i}, ${i}, 0fFF800000, seen;")
+    return gl.constexpr("{\n.reg .pred seen;\n" + "\n".join(lines) + "\n}")
+
+
+_HIDE_64 = _hide_asm(64)
+_HIDE_64_CONSTRAINTS = gl.constexpr(",".join(["=f"] * 64 + [str(i) for i in range(64)] + ["r"] * 64))
+
+
+@gluon.jit
+def hide_columns(S, last_column):
+    """Scores (64, 128) with -inf where a column comes after its row's `last_column`.
+
+    A comparison with a constant and a selection for each score, one behind the other. As `gl.where` all comparisons
+    come first, and for want of so many predicates ptxas packs them into bits and takes those apart again.
+    """
+    columns = gl.arange(0, S.shape[1], gl.SliceLayout(0, S.type.layout))[None, :]
+    right = last_column[:, None] - columns  # so many columns to the right of this one are seen
+    return gl.inline_asm_elementwise(
+        _HIDE_64, _HIDE_64_CONSTRAINTS, [S, right], dtype=gl.float32, is_pure=True, pack=64
     )  # fmt: skip
 
 

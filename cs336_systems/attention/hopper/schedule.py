@@ -135,6 +135,15 @@ class Launch:
         live = -(-end // schedule.key_tile)
         return live, max(0, schedule.masked_tiles(self.is_causal) - live)
 
+    def skips_first_key_tile(self, tile: int, consumer: int) -> bool:
+        """Whether a consumer's rows of a tile come before all keys of the key tile that is walked first."""
+        if self.schedule.masked_tiles(self.is_causal) == 1:
+            return False  # the rows of all consumers are cut by the diagonal, or there is none
+        first_row = self.first_query(tile) + consumer * CONSUMER_ROWS
+        if first_row < 0:  # rows to spare, which are read from behind the end
+            first_row = self.num_queries
+        return (sum(self.num_key_tiles(tile)) - 1) * self.schedule.key_tile >= first_row + CONSUMER_ROWS
+
     @property
     def kernel_plan(self) -> KernelPlan:
         schedule = self.schedule
@@ -362,7 +371,7 @@ def _consumer(machine: _Machine, program: int, consumer: int, done: list[tuple[i
             if j == 0:
                 yield machine.q_full[consumer], tiles_done & 1
             operands: list[tuple[tuple[str, int], object]] = []
-            if j < len(keys):
+            if j < len(keys) and not (j == 0 and launch.skips_first_key_tile(tile, consumer)):
                 operands += [(("Q", consumer), (head, tile)), (("K", slot), (head, keys[j]))]
             if j > 0:
                 operands += [(("V", slot), (head, keys[j - 1]))]
