@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import signal
+import subprocess
+import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +19,7 @@ from typer.testing import CliRunner
 
 from cs336_systems.cli import app
 from cs336_systems.config import ModelConfig, Precision
+from cs336_systems.distributed.checkpoint import complete_checkpoints
 from cs336_systems.distributed.launch import TORCHRUN_VARIABLES
 from cs336_systems.training import Corpus, TrainingConfig, learning_rate, train
 from cs336_systems.training.config import NANO, byte_model
@@ -166,7 +172,9 @@ def test_a_resumed_run_has_the_losses_it_would_have_had(tmp_path: Path):
 
 
 @pytest.mark.parametrize("damage", ["cut off", "infinite", "lost"])
-def test_a_damaged_list_of_losses_does_not_stop_a_resume(tmp_path: Path, damage: str):
+def test_a_damaged_list_of_losses_does_not_stop_a_resume(
+    tmp_path: Path, damage: str, capsys: pytest.CaptureFixture[str]
+):
     """The checkpoints are intact, and once a last line without its end, or no file, kept the run from going on."""
     whole = train(SHORT)
     train(SHORT, RunOptions(out=tmp_path / "run", checkpoint_every=2, stop_after=4))
@@ -181,6 +189,8 @@ def test_a_damaged_list_of_losses_does_not_stop_a_resume(tmp_path: Path, damage:
     assert resumed.first_step == 4
     assert resumed.losses[4:] == whole.losses[4:]
     assert math.isnan(resumed.losses[3])
+    lost = 4 if damage == "lost" else 1
+    assert f"losses.jsonl has no loss of {lost} of the 4 steps that are done, which count as" in capsys.readouterr().err
     written = losses.read_text().splitlines()
     assert json.loads(written[-1])["loss"] == whole.losses[-1]  # on a line of its own
 
@@ -194,6 +204,20 @@ def test_a_run_killed_while_saving_resumes_from_the_checkpoint_before(tmp_path: 
     assert resumed.first_step == 2
     assert resumed.losses == train(SHORT).losses
     assert sorted(path.name for path in (out / "checkpoints").iterdir()) == ["step-00000004", "step-00000006"]
+
+
+def test_of_a_damaged_checkpoint_the_one_before_is_named(tmp_path: Path):
+    """Its steps are not given up without a word, and what gives them up is said."""
+    whole = train(SHORT)
+    train(SHORT, RunOptions(out=tmp_path, checkpoint_every=2, stop_after=4))
+    newest = tmp_path / "checkpoints" / "step-00000004"
+    progress = next(path for path in newest.iterdir() if path.suffix == ".json")
+    progress.write_text(progress.read_text()[:20])
+    with pytest.raises(ValueError, match="damaged.*; to go on from step-00000002, remove .*step-00000004 or rename it"):
+        train(SHORT, RunOptions(out=tmp_path, resume=True))
+    newest.rename(tmp_path / "aside")
+    resumed = train(SHORT, RunOptions(out=tmp_path, resume=True))
+    assert resumed.first_step == 2 and resumed.losses == whole.losses
 
 
 def test_a_run_without_a_completed_checkpoint_begins_again(tmp_path: Path):
@@ -300,3 +324,38 @@ def test_a_variable_of_torchrun_that_is_no_number_is_named(torchrun_variables: p
     result = run_cli("--device", "cpu")
     assert result.exit_code == 2
     assert result.output == f"error: {name} must be a non-negative number, got 'two'\n"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [[], ["--wrapper", "fsdp", "--ranks", "2"]], ids=["one process", "two ranks"])
+def test_ctrl_c_says_from_where_the_run_can_go_on(tmp_path: Path, ranks: list[str]):
+    """Once it ended without a word, and whether anything had been kept was to be found out."""
+    out = tmp_path / "run"
+    size = ["--context-length", "16", "--batch", "4", "--steps", "100000", "--device", "cpu"]
+    arguments = ["train", *size, "--out", str(out), "--checkpoint-every", "3", *ranks]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "cs336_systems", *arguments], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
+        text=True, start_new_session=True,
+    )  # fmt: skip
+    deadline = time.monotonic() + 120
+    while not complete_checkpoints(out / "checkpoints"):
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.05)
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to all
+    _, errors = process.communicate(timeout=60)
+    newest = complete_checkpoints(out / "checkpoints")[-1]
+    assert process.returncode == 130
+    assert errors.splitlines()[-1] == f"interrupted: the same command with --resume goes on from {newest}"
+    assert "Traceback" not in errors
+
+
+@pytest.mark.parametrize("out", [False, True])
+def test_an_interrupted_run_without_a_checkpoint_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, out: bool):
+    def interrupted(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("cs336_systems.training.train", interrupted)
+    result = run_cli("--device", "cpu", *(["--out", str(tmp_path)] if out else []))
+    assert result.exit_code == 130
+    said = f"{tmp_path} has no checkpoint yet (--checkpoint-every 0): --resume begins again"
+    assert result.output == f"interrupted: {said if out else 'nothing is kept without --out'}\n"

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cs336_systems.commands.shared import EXIT_NOTHING_MEASURED, DeviceOption, one_line_errors
+from cs336_systems.commands.shared import EXIT_NOTHING_MEASURED, EXIT_SIGNAL, DeviceOption, one_line_errors
 
 if TYPE_CHECKING:
     from cs336_systems.training import TrainingConfig
@@ -80,9 +82,26 @@ def train(
             log_every=log_every,
             device=resolve_device(device),
         )
-        result = _run(config, options)
+        try:
+            result = _run(config, options)
+        except KeyboardInterrupt:
+            if os.environ.get("RANK", "0") == "0":
+                typer.echo(f"interrupted: {_left_behind(options)}", err=True)
+            raise typer.Exit(EXIT_SIGNAL + signal.SIGINT) from None
     if result is not None:
         _summarise(config, options, result)
+
+
+def _left_behind(options: RunOptions) -> str:
+    """From where an interrupted run can go on."""
+    from cs336_systems.distributed.checkpoint import complete_checkpoints
+
+    if options.out is None:
+        return "nothing is kept without --out"
+    complete = complete_checkpoints(options.out / "checkpoints")
+    if complete:
+        return f"the same command with --resume goes on from {complete[-1]}"
+    return f"{options.out} has no checkpoint yet (--checkpoint-every {options.checkpoint_every}): --resume begins again"
 
 
 def _num_ranks(ranks: int | None) -> int:
@@ -96,8 +115,6 @@ def _num_ranks(ranks: int | None) -> int:
 
 def _torchrun_number(name: str, default: str = "") -> int:
     """The variable `name` of a torchrun job; ValueError where it is no number."""
-    import os
-
     value = os.environ.get(name, default)
     if not value.isdecimal():
         raise ValueError(f"{name} must be a non-negative number, got {value!r}")
@@ -106,8 +123,6 @@ def _torchrun_number(name: str, default: str = "") -> int:
 
 def _run(config: TrainingConfig, options: RunOptions) -> TrainingResult | None:
     """Train here, in spawned ranks, or as one rank of torchrun's; None on a rank that has nothing to say."""
-    import os
-
     import torch
 
     from cs336_systems.distributed.launch import RankError, is_torchrun, launch

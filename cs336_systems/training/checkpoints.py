@@ -53,9 +53,15 @@ class Checkpoints:
         """Load the newest checkpoint; the step that comes next. From the start where none was completed.
 
         Raises ValueError if `out` holds no run, or one that differs in more than FREE, and CheckpointError, a
-        ValueError as well, for a damaged checkpoint.
+        ValueError as well, for a damaged checkpoint. It does not go back to the one before by itself: the steps between
+        would be lost without a word.
         """
-        from cs336_systems.distributed.checkpoint import PROGRESS, complete_checkpoints, load_checkpoint
+        from cs336_systems.distributed.checkpoint import (
+            PROGRESS,
+            CheckpointError,
+            complete_checkpoints,
+            load_checkpoint,
+        )
         from cs336_systems.distributed.checkpoint_storage import read_json
 
         path = self.out / CONFIG_FILE
@@ -69,7 +75,13 @@ class Checkpoints:
         self._tell_passed_over(complete)
         if not complete:
             return 0
-        progress = load_checkpoint(self.folder, self.trainee.module, self.trainee.optimizer)
+        try:
+            progress = load_checkpoint(self.folder, self.trainee.module, self.trainee.optimizer)
+        except CheckpointError as error:
+            if len(complete) == 1:
+                raise
+            before = complete[-2].name
+            raise CheckpointError(f"{error}; to go on from {before}, remove {complete[-1]} or rename it") from error
         if progress.step > self.config.steps:  # also where a damaged file makes it a number that no list has room for
             raise ValueError(
                 f"steps must be at least the {progress.step} that are done to resume {self.out}, "

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -105,7 +106,7 @@ def _train(
     checkpoints = Checkpoints(options.out, trainee, config) if options.out is not None else None
     if checkpoints is not None:
         result.first_step = checkpoints.resume() if options.resume else checkpoints.begin()
-        result.losses = _read_losses(options.out, result.first_step)
+        result.losses = _read_losses(checkpoints.out, result.first_step, tell=rank == 0)
     pending: list[Tensor] = []
     last = config.steps if options.stop_after is None else min(config.steps, options.stop_after)
     mark = time.perf_counter()
@@ -201,12 +202,12 @@ def _append_losses(out: Path | None, rank: int, first_step: int, losses: list[fl
         file.write(("\n" if cut_off else "") + text)
 
 
-def _read_losses(out: Path | None, num_steps: int) -> list[float]:
+def _read_losses(out: Path, num_steps: int, *, tell: bool) -> list[float]:
     """The first `num_steps` losses; the last written of each step counts, since a resumed run repeats some.
 
-    The checkpoint is what a run goes on from: a loss whose line was cut off or lost is NaN.
+    The checkpoint is what a run goes on from: a loss whose line was cut off or lost is NaN, and `tell` says so.
     """
-    if out is None or num_steps == 0:
+    if num_steps == 0:
         return []
     losses: dict[int, float] = {}
     path = out / LOSSES_FILE
@@ -216,4 +217,8 @@ def _read_losses(out: Path | None, num_steps: int) -> list[float]:
             losses[int(entry["step"])] = float(entry["loss"])
         except (ValueError, TypeError, KeyError, OverflowError):
             continue
+    missing = num_steps - len(losses.keys() & set(range(num_steps)))
+    if missing and tell:
+        note = f"note: {path} has no loss of {missing} of the {num_steps} steps that are done, which count as nan"
+        print(f"{note}: lines are damaged or lost", file=sys.stderr, flush=True)
     return [losses.get(step, math.nan) for step in range(num_steps)]
