@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import os
 import signal
 import tempfile
 import time
@@ -116,7 +117,7 @@ def run(
         _check_implementations(implementation, chosen, config)
         interpret = kind == "cpu" and importlib.util.find_spec("triton") is not None
         folder = results_folder(results, get_device_info(kind), config)
-        _check_writable(folder)
+        _check_writable(folder, chosen)
         sweep = Sweep(
             config,
             folder,
@@ -274,14 +275,22 @@ def _check_implementations(names: list[str] | None, chosen: list[str], config: R
             raise ValueError(f"unknown implementation {name!r}; known: {', '.join(known)}")
 
 
-def _check_writable(folder: Path) -> None:
-    """Raise OSError before anything is measured if the records could not be written."""
+def _check_writable(folder: Path, problems: list[str]) -> None:
+    """Raise OSError before anything is measured if the records of `problems` could not be written."""
+    records = folder / "records"
+    what = f"results folder {folder}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
+        for place in (folder, *filter(os.path.lexists, [records])):
+            what = f"results folder {place}"
+            with tempfile.TemporaryFile(dir=place):
+                pass
+        for path in filter(os.path.lexists, (records / f"{name}.jsonl" for name in problems)):
+            what = f"file of records {path}"
+            with open(path, "ab"):
+                pass
     except OSError as error:
-        raise OSError(f"results folder {folder} cannot be written: {error.strerror or error}") from error
+        raise OSError(f"{what} cannot be written: {error.strerror or error}") from error
 
 
 @app.command()

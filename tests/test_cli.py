@@ -79,6 +79,25 @@ def test_unwritable_results(tmp_path):
     assert_refused(invoke("run", "leaderboard_2025", "--results", blocked, *COMMIT), "cannot be written")
 
 
+@pytest.mark.parametrize("blocked", ["records", "records/leaderboard_2025.jsonl"])
+def test_records_that_cannot_be_written_are_refused_before_anything_is_measured(tmp_path, blocked):
+    """A folder in the place of a file of records once failed behind the first cell."""
+    from cs336_systems.config import RunConfig
+    from cs336_systems.device import get_device_info
+    from cs336_systems.experiments.sweep import Sweep, results_folder
+
+    path = results_folder(tmp_path, get_device_info("cpu"), RunConfig(scale="tiny", device="cpu")) / blocked
+    if path.suffix:
+        path.mkdir(parents=True)
+    else:
+        path.parent.mkdir(parents=True)
+        path.write_text("a file where the folder should be")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Sweep, "measure", lambda *_, **__: pytest.fail("measured"))
+        arguments = ("run", "leaderboard_2025", "--results", tmp_path, "--device", "cpu", "--scale", "tiny", *COMMIT)
+        assert_refused(invoke(*arguments), f"{path} cannot be written: ")
+
+
 def test_report_without_records(tmp_path):
     assert_refused(invoke("report", "--results", tmp_path), "no records of this machine")
     assert_refused(invoke("report", "--results", tmp_path, "--folder", "nothing"), "no records in")
