@@ -163,6 +163,21 @@ def test_long_steps_of_two_runs_are_not_divided():
     assert answer(LEADERBOARD, load_frame(slowest)).count("the fastest's time") == 1
 
 
+def test_long_steps_of_two_runs_are_told_apart():
+    rows = leaderboard_2026_records()
+    mixed = [replace(row, **EARLIER) if row.implementation == "torch_fsdp" else row for row in rows]
+    table = next(section.body for section in sections(LEADERBOARD, load_frame(mixed)) if section.name == "step")
+    named = {cells[1]: cells[-2] for cells in (row.split("|") for row in table.splitlines() if row.startswith("| "))}
+    assert named[" implementation "] == " commit " and named[" torch fully_shard "] == " `bada55bada` "
+    assert named[" FSDP "] in (" `c0ffee` ", " – ")
+    (bars,) = plots(LEADERBOARD, load_frame(mixed))
+    assert bars.runs == ("c0ffee", "bada55bada") and "Plain: commit c0ffee" in bars.notes[1]
+    assert set(bars.data.loc[bars.data["series"] == "torch fully_shard", "run"]) == {"bada55bada"}
+    (bars,) = plots(LEADERBOARD, load_frame(rows))
+    assert bars.runs == ()
+    assert "commit" not in next(x.body for x in sections(LEADERBOARD, load_frame(rows)) if x.name == "step")
+
+
 def earlier(records: list[Record], *implementations: str, mask: str = "") -> list[Record]:
     """`records`, those of `implementations` on masks with `mask` in their names measured the day before."""
     old = [row.implementation in implementations and mask in row.case.get("mask", "") for row in records]

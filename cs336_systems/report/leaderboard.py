@@ -16,8 +16,8 @@ import pandas as pd
 from cs336_systems.accounting import model_flops, tflops_per_s
 from cs336_systems.config import ModelConfig
 from cs336_systems.device import PEAKS, model_flops_utilization, peak_by_name
-from cs336_systems.report.comparisons import same_run
-from cs336_systems.report.distributed import peak_of
+from cs336_systems.report.comparisons import RUN_REMARK, hatched, run_cell, run_names, same_run
+from cs336_systems.report.distributed import bar_notes, peak_of
 from cs336_systems.report.frames import select, sort_cells, tuples
 from cs336_systems.report.markdown import ABSENT, Cells, factor, number, plain
 from cs336_systems.report.points import Plot, points
@@ -84,6 +84,7 @@ def _step_table(frame: pd.DataFrame) -> Section:
     peaks, predicted = (_by_cell(frame, name) for name in ("peak_memory", "predicted_peak_memory"))
     cells = Cells()
     lines = []
+    names = run_names(times)
     for row in tuples(times.sort_values("median", kind="stable", na_position="last")):
         rates = [ABSENT] * 3
         if row.status == "ok" and row.median > 0:
@@ -92,9 +93,13 @@ def _step_table(frame: pd.DataFrame) -> Section:
             rates.append(ABSENT if share is None else f"{number(100 * share, 3)} %")
         key = (row.implementation, row.case)
         memory = [cells.text(table.get(key)) for table in (peaks, predicted) if table]
-        lines.append([*key_cells(row, KEYS), cells.time(row), *rates, *memory])
+        run = [run_cell([row], names)] if len(names) > 1 else []
+        lines.append([*key_cells(row, KEYS), cells.time(row), *rates, *memory, *run])
     header = [*HEADINGS, "step (ms)", "tokens/s", "TFLOP/s a GPU", "of its peak"]
     header += [title for title, table in (("peak (MiB)", peaks), ("predicted (MiB)", predicted)) if table]
+    if len(names) > 1:
+        header.append("commit")
+        cells.remark(RUN_REMARK)
     peak = peak_of(frame)
     if peak is not None:
         cells.remark(f"peak of a GPU: {plain(peak.bf16_tflops)} TFLOP/s ({peak.source})")
@@ -130,16 +135,18 @@ def leaderboard_plots(frame: pd.DataFrame) -> list[Plot]:
     rows = select(with_settings(frame), "time", "train_step")
     settings = [f"{row.recomputed}\n{row.attention}, {row.compiler}" for row in tuples(rows)]
     rows = rows.assign(settings=settings, style=rows["label"])
+    data, named = hatched(points(rows, panel=[], series="shown", style="style", x="settings"), rows)
     return [
         Plot(
             name="time",
             title=f"Full training step on {frame['device'].iloc[0]}\n{_what(with_settings(frame))}",
             kind="bars",
-            data=points(rows, panel=[], series="shown", style="style", x="settings"),
+            data=data,
             x_label="computed again in backward; attention",
             y_label="time of a step (ms)",
             log_y=False,
-            notes=("Bars: median; whiskers: quartiles.",),
+            notes=bar_notes(named),
+            runs=named,
         )
     ]
 
