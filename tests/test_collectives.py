@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from copy import deepcopy
+from functools import partial
 from typing import Any
 
 import pytest
@@ -36,6 +37,25 @@ def mean_over_ranks(ranks: int, size: int, dtype: torch.dtype = torch.float32) -
 
 
 # What the ranks do
+
+
+def use_a_group_of_others(rank: int, ranks: int) -> None:
+    from cs336_systems.distributed.ddp_bucketed import BucketedDDP
+    from cs336_systems.distributed.ddp_flat import FlatDDP
+    from cs336_systems.distributed.ddp_naive import NaiveDDP
+    from cs336_systems.distributed.ddp_overlap import OverlapDDP
+    from cs336_systems.distributed.fsdp import FSDP
+
+    first = dist.new_group([0])
+    if rank == 0:
+        assert (num_ranks(first), rank_in(first)) == (1, 0)
+        return
+    uses = [lambda: num_ranks(first), lambda: rank_in(first), lambda: all_reduce_mean(torch.ones(2), first)]
+    uses += [partial(wrapper, nn.Linear(2, 2), group=first) for wrapper in (NaiveDDP, FlatDDP, OverlapDDP, BucketedDDP)]
+    uses.append(lambda: FSDP(nn.Sequential(nn.Linear(2, 2)), process_group=first))
+    for use in uses:
+        with pytest.raises(ValueError, match="this process must be a member of the process group, and rank 1 is none"):
+            use()
 
 
 def means(rank: int, ranks: int) -> dict[str, Tensor]:
@@ -176,7 +196,9 @@ def refuse_wrong_arguments(rank: int, ranks: int) -> None:
         broadcast_parameters(nn.Linear(2, 2, device="meta"))
 
 
-TWO_RANKS = OneJob(2, (means,), (broadcast_odd,), (build_differently,), (refuse_wrong_arguments,))
+TWO_RANKS = OneJob(
+    2, (means,), (broadcast_odd,), (build_differently,), (use_a_group_of_others,), (refuse_wrong_arguments,)
+)
 
 
 # Checks
@@ -255,6 +277,11 @@ def test_without_a_process_group_the_way_to_one_is_told():
     for call in (num_ranks, rank_in, lambda: all_reduce_mean(torch.ones(2))):
         with pytest.raises(RuntimeError, match="there is no process group: start the ranks with run_ranks, or under"):
             call()
+
+
+def test_a_rank_outside_of_a_group_is_refused_by_all_that_takes_one():
+    """PyTorch counts -1 ranks there, which wrappers once took for a group of one: the rank trained alone in silence."""
+    TWO_RANKS.results(use_a_group_of_others)
 
 
 def test_wrong_arguments_are_refused():

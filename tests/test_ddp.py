@@ -432,6 +432,40 @@ def test_a_bucket_needs_a_positive_finite_size(size, alone_in_a_group):
         BucketedDDP(nn.Linear(2, 2), size)
 
 
+class Interrupting(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        raise ArithmeticError("planted")
+
+
+def test_after_a_backward_that_raised_the_way_out_is_told(alone_in_a_group):
+    """Once an AssertionError without a word, where the next backward came in another order."""
+    first, last = nn.Linear(2, 2), nn.Linear(2, 2)
+    wrapped = OverlapDDP(nn.ModuleList([first, last]))
+
+    def backward(interrupted: bool = False, order: tuple[nn.Linear, nn.Linear] = (first, last)) -> None:
+        x = order[0](torch.ones(1, 2))
+        order[1](Interrupting.apply(x) if interrupted else x).sum().backward()
+
+    backward()  # rehearsed
+    wrapped.finish_gradient_synchronization()
+    wrapped.zero_grad()
+    with pytest.raises(ArithmeticError, match="planted"):
+        backward(interrupted=True, order=(last, first))  # the ones that are to be sent last have arrived
+    wrapped.zero_grad()
+    with pytest.raises(RuntimeError, match="has gone before its all-reduce: call finish_gradient_sync"):
+        backward()
+    wrapped.finish_gradient_synchronization()
+    wrapped.zero_grad()
+    backward()
+    wrapped.finish_gradient_synchronization()
+    assert torch.equal(last.bias.grad, torch.ones(2))
+
+
 def test_finishing_belongs_outside_of_no_sync(alone_in_a_group):
     wrapped = NaiveDDP(nn.Linear(2, 2))
     with wrapped.no_sync(), pytest.raises(RuntimeError, match=r"must be called outside of no_sync\(\)"):

@@ -42,15 +42,21 @@ class Work:
 
 
 def num_ranks(group: Group = None) -> int:
-    """Ranks of `group`; RuntimeError where no process group was made."""
+    """Ranks of `group`; RuntimeError where no process group was made, ValueError on a rank that `group` is without."""
     _require_group()
-    return dist.get_world_size(group)
+    return _of_member(dist.get_world_size(group))
 
 
 def rank_in(group: Group = None) -> int:
-    """This process's place in `group`; RuntimeError where no process group was made."""
+    """This process's place in `group`; raises as `num_ranks` does."""
     _require_group()
-    return dist.get_rank(group)
+    return _of_member(dist.get_rank(group))
+
+
+def _of_member(number: int) -> int:
+    if number < 0:  # what PyTorch answers on other ranks
+        raise ValueError(f"this process must be a member of the process group, and rank {dist.get_rank()} is none")
+    return number
 
 
 def _require_group() -> None:

@@ -41,7 +41,8 @@ class DataParallel(nn.Module, ABC):
 
     A subclass says in `_synchronize` how gradients become means. Parameters that are trainable at construction are
     synchronised, each once however many modules share it; freezing or replacing them later is not supported. Raises
-    TypeError if `module` is no module, ValueError on all ranks if theirs differ, RuntimeError without a process group.
+    TypeError if `module` is no module, ValueError on all ranks if theirs differ and on a rank that is not of `group`,
+    RuntimeError without a process group.
     """
 
     def __init__(self, module: nn.Module, group: Group = None) -> None:
@@ -125,9 +126,13 @@ class DataParallel(nn.Module, ABC):
 
 
 def dense_gradient(parameter: Tensor) -> Tensor:
-    """The gradient of `parameter`, which has one, without a graph; TypeError if it is sparse."""
+    """The gradient of `parameter`, without a graph; TypeError if it is sparse, RuntimeError if there is none."""
     gradient = parameter.grad
-    assert gradient is not None
+    if gradient is None:  # dropped by zero_grad when it had arrived
+        raise RuntimeError(
+            f"a gradient of shape {tuple(parameter.shape)} has gone before its all-reduce: call "
+            "finish_gradient_synchronization() after each backward, after one that raised as well"
+        )
     if gradient.layout != torch.strided:
         raise TypeError(f"gradients must be dense, got {gradient.layout} of shape {tuple(parameter.shape)}")
     return gradient.detach() if gradient.requires_grad else gradient

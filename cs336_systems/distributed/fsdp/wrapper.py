@@ -17,7 +17,8 @@ The life of a weight, whose words the code repeats:
 
 Replicated parameters (norms) keep whole gradients, which `finish_gradient_synchronization` averages in one message.
 Every rank must run the same modules in the same order: a module that only some run would leave the others waiting for
-it. A weight that no rank uses in a step keeps no gradient, as in one process.
+it, and of two of one shape, each run by some, the gradients would be mixed. A weight that no rank uses in a step keeps
+no gradient, as in one process. Which weights are trained is what they say when they are wrapped.
 """
 
 from __future__ import annotations
@@ -388,7 +389,10 @@ class FSDP(nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backwards inside put their gradients aside, whole, for the next backward outside to reduce with its own."""
+        """Backwards inside put their gradients aside, whole, for the next backward outside to reduce with its own.
+
+        Until then no `.grad` has them, and `zero_grad` does not drop them.
+        """
         before, self._synchronize = self._synchronize, False
         try:
             yield
