@@ -357,7 +357,14 @@ class FSDP(nn.Module):
         self._backward_begun = False
 
     def finish_gradient_synchronization(self) -> None:
-        """Wait (on a GPU: let the stream wait) for the gradients; call it after backward, before the optimizer."""
+        """Wait (on a GPU: let the stream wait) for the gradients; call it after backward, before the optimizer.
+
+        Outside of `no_sync` it reduces what was put aside in there, if no backward has come since.
+        """
+        for unit in self.units if self._synchronize else ():
+            aside = [weight for weight in unit.weights if weight.accumulated is not None]
+            if aside:
+                self._reducer.reduce(aside)
         self._reducer.wait()
         if not self._synchronize or self.num_ranks == 1:
             return
