@@ -102,8 +102,12 @@ class DataParallel(nn.Module, ABC):
                 if not used[index]:
                     self.trainable[index].grad = None
 
+
+class ReactingDataParallel(DataParallel):
+    """Base of the wrappers that act on each gradient as soon as the backward has made it."""
+
     def _react_to_gradients(self) -> None:
-        """Have `_react` called with a parameter's place in `trainable` and its gradient whenever that was accumulated.
+        """Have `_react` called from now on.
 
         The parameters hold the wrapper weakly: they outlive it, and a cycle through autograd's hooks would keep wrapper
         and model alive for good.
@@ -120,9 +124,9 @@ class DataParallel(nn.Module, ABC):
         for index, parameter in enumerate(self.trainable):
             parameter.register_post_accumulate_grad_hook(make_hook(index))
 
+    @abstractmethod
     def _react(self, index: int, gradient: Tensor) -> None:
-        """What a wrapper that has called `_react_to_gradients` does in the backward."""
-        raise NotImplementedError
+        """What to do in the backward when the gradient of parameter `index` of `trainable` was accumulated."""
 
 
 def dense_gradient(parameter: Tensor) -> Tensor:

@@ -15,13 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from cs336_systems.distributed.collectives import Group, MeansUnderWay
-from cs336_systems.distributed.ddp import DataParallel, LaunchOrder, dense_gradient
+from cs336_systems.distributed.ddp import LaunchOrder, ReactingDataParallel, dense_gradient
 
 BYTES_PER_MB = 2**20  # as torch's DistributedDataParallel counts its bucket_cap_mb
 ALIGNMENT_BYTES = 16  # of each view: the width of a GPU's vector loads
 
 
-class BucketedDDP(DataParallel):
+class BucketedDDP(ReactingDataParallel):
     """Asynchronous all-reduces of buckets of at most `bucket_size_mb` MiB; None puts everything into one.
 
     A parameter larger than that has a bucket of its own, and dtypes do not mix. The buckets stay allocated when

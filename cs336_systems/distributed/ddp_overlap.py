@@ -9,10 +9,10 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from cs336_systems.distributed.collectives import Group, MeansUnderWay
-from cs336_systems.distributed.ddp import DataParallel, LaunchOrder, dense_gradient
+from cs336_systems.distributed.ddp import LaunchOrder, ReactingDataParallel, dense_gradient
 
 
-class OverlapDDP(DataParallel):
+class OverlapDDP(ReactingDataParallel):
     """One asynchronous all-reduce a parameter, in place, started by a hook on its gradient.
 
     The first backward is not overlapped: see `LaunchOrder`.
