@@ -93,7 +93,7 @@ def arithmetic_cycles(key_tile: int) -> int:
     return ROWS * key_tile * INSTRUCTIONS_PER_SCORE // LANES
 
 
-for head_dim, plan in SCHEDULES.items():
+for head_dim, (plan, _) in SCHEDULES.items():  # the schedule of large grids; the other is for small ones
     products, exponentials = product_cycles(head_dim, plan.key_tile), exponential_cycles(plan.key_tile)
     alone = products / (products + exponentials)
     print(
@@ -109,7 +109,9 @@ for head_dim, plan in SCHEDULES.items():
 #
 # A program of the kernel has one warp that only copies, through the copy engine, into a ring of shared memory, and two
 # or three *consumers*, groups of four warps that own 64 queries each. While one consumer takes exponentials, another's
-# products run. Below, a model of it with three units that serve one consumer at a time, in the order of arrival.
+# products run. (With few queries in all, programs have one consumer, so that there are more of them; at head dim 64 two
+# such programs share a multiprocessor and cover each other.) Below, a model of it with three units that serve one
+# consumer at a time, in the order of arrival.
 
 # %%
 Span = tuple[str, int, int, str]  # lane, start, end, colour
@@ -197,14 +199,22 @@ show(figure, "Model timelines of one to three consumers at head dims 64 and 128,
 # %%
 
 
-def call(head_dim: int, length: int, *, heads: int = 1, multiprocessors: int = 132, is_causal: bool = True) -> Launch:
+def call(
+    head_dim: int, length: int, *, heads: int = 1, multiprocessors: int = 132, is_causal: bool = True, config: str = ""
+) -> Launch:
+    """What a call launches, or what `config` names."""
     return plan_forward(
         head_dim=head_dim, is_causal=is_causal, num_queries=length, num_keys=length, batch_heads=heads, group=1,
-        num_multiprocessors=multiprocessors,
+        num_multiprocessors=multiprocessors, config=config,
     )  # fmt: skip
 
 
-launch = call(128, 1024)
+def large(head_dim: int) -> str:
+    """The schedule of large grids, a program a tile."""
+    return SCHEDULES[head_dim][0].name("tiles")
+
+
+launch = call(128, 1024, config=large(128))
 tile = launch.num_tiles - 1
 keys = key_tiles(launch, tile)
 lines = ["| step | slot | copied | multiplied |", "| --: | --: | :-- | :-- |"]
@@ -238,7 +248,7 @@ def finish(costs: list[int]) -> list[list[tuple[int, int]]]:
     return lanes
 
 
-launch = call(128, 3072, heads=4, multiprocessors=10**6)
+launch = call(128, 3072, heads=4, config=large(128))
 costs = [
     sum(len(key_tiles(launch, tile)) for _, tile in items_of_program(launch, program))
     for program in range(launch.num_programs)
@@ -272,10 +282,11 @@ programs = 0
 for head_dim in SCHEDULES:
     for length in (*range(1, 40), 64, 127, 128, 129, 192, 193, 255, 256, 257, 300):
         for is_causal in (False, True):
-            launch = call(head_dim, length, multiprocessors=2, is_causal=is_causal)
-            for program in range(launch.num_programs):
-                simulate(launch, program, rng)
-                programs += 1
+            for config in (large(head_dim), ""):
+                launch = call(head_dim, length, multiprocessors=2, is_causal=is_causal, config=config)
+                for program in range(launch.num_programs):
+                    simulate(launch, program, rng)
+                    programs += 1
 print(f"{programs} programs ended, every tile read was the one wanted")
 
 # %% [markdown]
@@ -292,7 +303,7 @@ def unbounded(launch: Launch, tile: int) -> list[int]:
     return [*found, *[0] * (launch.schedule.masked_tiles(launch.is_causal) + 1 - len(found))]
 
 
-launch = call(64, 128)
+launch = call(64, 128, config=large(64))
 with patch.object(schedule, "key_tiles", unbounded):
     try:
         simulate(launch, 0, random.Random(0))

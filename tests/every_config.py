@@ -44,10 +44,10 @@ def cases(target: str, families: list[str], dtypes: list[str]) -> Iterator[Case]
         for dtype in dtypes:
             if family.startswith("hopper"):  # it takes 16 bits, and chooses tiles by the head dim
                 for head_dim in (64, 56, 128, 104) if DTYPES[dtype] == 2 else ():
-                    orders = [SCHEDULES[tile_of(head_dim)].name(order) for order in ORDERS]
-                    yield Case(family, dtype, head_dim, (orders[0], "deterministic"))
-                    for order in orders:
-                        yield Case(family, dtype, head_dim, (order, "atomic"))
+                    forwards = [schedule.name(order) for schedule in SCHEDULES[tile_of(head_dim)] for order in ORDERS]
+                    yield Case(family, dtype, head_dim, (forwards[0], "deterministic"))
+                    for forward in forwards:
+                        yield Case(family, dtype, head_dim, (forward, "atomic"))
                 continue
             for head_tile in (64, 128, 256):
                 rows = [

@@ -3,6 +3,7 @@
     python -m tests.hopper_lengths equal 64          # 1 to 300 queries and as many keys, full and causal, head_dim 64
     python -m tests.hopper_lengths unequal 128       # every pair of lengths around the tiles' edges
 
+Each as a call chooses, which is a schedule of the forward for small grids here, and with every schedule by name.
 Prints one line a shape outside of the contract, or `ok` and the number of shapes; flushed, so that the last line before
 a hang is that of the last shape that ended.
 """
@@ -17,7 +18,10 @@ import torch
 from torch import Tensor
 
 from cs336_systems.attention.contract import compute_oracle, contract_errors
+from cs336_systems.attention.hopper.function import hopper_attention
+from cs336_systems.attention.hopper.schedule import SCHEDULES, ForwardSchedule
 from cs336_systems.attention.reference import causal_mask
+from cs336_systems.attention.tiles import head_tile
 from tests.test_s4_attention import inputs, run
 
 LONGEST = 300
@@ -71,8 +75,19 @@ def ideal_attention(
     return {name: result.to(q.dtype) for name, result in results.items()}
 
 
+def run_schedule(
+    schedule: ForwardSchedule, q: Tensor, k: Tensor, v: Tensor, grad_output: Tensor, is_causal: bool
+) -> dict[str, Tensor]:
+    """What `run` returns, with this schedule of the forward, one program a tile."""
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    output, lse = hopper_attention(*leaves, False, is_causal, q.shape[-1] ** -0.5, schedule.name("tiles"))
+    grads = torch.autograd.grad(output, leaves, grad_output)
+    return dict(zip(("output", "lse", "grad_q", "grad_k", "grad_v"), (output, lse, *grads), strict=True))
+
+
 def errors_over_bounds(q: Tensor, k: Tensor, v: Tensor, grad_output: Tensor, *, is_causal: bool) -> dict[str, float]:
-    """Errors of the Hopper kernels over the contract's bounds, as `contract_errors`.
+    """Errors of the Hopper kernels over the contract's bounds, as `contract_errors`: of what `flash_attention` returns,
+    and with every schedule of the forward, whose names are part of the keys.
 
     A query that sees one key has P = 1, and dS = dP - delta is zero. Where all queries do, plain attention computes
     that zero exactly, which leaves the bare 1e-5 as the bound. Kernels have dP and delta as float32 sums of the same
@@ -86,7 +101,11 @@ def errors_over_bounds(q: Tensor, k: Tensor, v: Tensor, grad_output: Tensor, *, 
         oracle.bounds["grad_q"] += float((rounding * wide[1][:, :, 0].amax(-1, keepdim=True)).max())
         oracle.bounds["grad_k"] += group * float((rounding[..., None] * wide[0]).sum(2).max())
     results = run(q, k, v, grad_output, backend="hopper", is_causal=is_causal, enable_gqa=q.shape[1] != k.shape[1])
-    return contract_errors(oracle, results)
+    errors = contract_errors(oracle, results)
+    for schedule in SCHEDULES[head_tile(q.shape[-1])]:
+        results = run_schedule(schedule, q, k, v, grad_output, is_causal)
+        errors |= {f"{name} {schedule.name('tiles')}": x for name, x in contract_errors(oracle, results).items()}
+    return errors
 
 
 def main(kind: str, head_dim: int) -> int:

@@ -29,7 +29,7 @@ from cs336_systems.attention import (
 )
 from cs336_systems.attention.contract import compute_oracle, contract_errors
 from cs336_systems.attention.hopper import function, support
-from cs336_systems.attention.hopper.schedule import SCHEDULES
+from cs336_systems.attention.hopper.schedule import ORDERS, SCHEDULES
 from cs336_systems.attention.tiled import tiled_backward, tiled_forward
 from cs336_systems.config import ModelConfig
 from cs336_systems.device import MAX_HOPPER_HEAD_DIM
@@ -372,15 +372,17 @@ def test_contract_of_a_long_sequence(head_dim, is_causal):
 
 @on_hopper
 @MASKS
+@pytest.mark.parametrize("number", [0, 1], ids=["large-grids", "small-grids"])
 @WIDTHS
-def test_the_order_of_tiles_changes_no_bit(head_dim, is_causal):
+def test_the_order_of_tiles_changes_no_bit(head_dim, number, is_causal):
     """Two and a half rounds of programs; every order by name, where a call would choose one."""
     q, k, v, _ = inputs(2, 12, 4, 2500, 2600, head_dim, torch.bfloat16, "cuda")
-    assert 24 * -(-2500 // SCHEDULES[head_dim].query_tile) > 2.5 * 132
+    schedule = SCHEDULES[head_dim][number]
+    assert 24 * -(-2500 // schedule.query_tile) > 2.5 * 132 * schedule.resident
     with torch.no_grad():
         tiles, *others = (
-            function.hopper_attention(q, k, v, False, is_causal, head_dim**-0.5, SCHEDULES[head_dim].name(order))
-            for order in ("tiles", "pairs", "rounds")
+            function.hopper_attention(q, k, v, False, is_causal, head_dim**-0.5, schedule.name(order))
+            for order in ORDERS
         )
     for other in others:
         assert all(torch.equal(of_tiles, its) for of_tiles, its in zip(tiles, other, strict=True))

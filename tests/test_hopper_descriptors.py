@@ -193,6 +193,16 @@ def test_the_launcher_copies_what_tma_cannot_read(launched):
     assert k_tiles.base.data_ptr() != k.data_ptr() and k_tiles.strides[1:] == [100 * 64, 64, 1]
 
 
+@pytest.mark.parametrize(
+    ("name", "limits"), [("hopper_forward_64x128_tiles", [128]), ("hopper_forward_192x128_tiles", []), ("", [128])]
+)
+def test_programs_that_share_a_multiprocessor_start_with_a_share_of_its_registers(launched, name, limits):
+    q = rows(1, 2, 100, 64)
+    forward.hopper_forward(q, q, q, True, 0.5, name)
+    ((*_, options),) = launched
+    assert [value for option, value in options.items() if option == "maxnreg"] == limits
+
+
 def test_the_launcher_refuses_a_configuration_of_another_head_dim(launched):
     q = rows(1, 2, 100, 128)
     with pytest.raises(ValueError, match="config of the Hopper forward must be hopper_forward_128x128_tiles or"):

@@ -17,6 +17,7 @@ from cs336_systems.attention.hopper.reports import (
     main_loops,
     shipped_hopper_kernels,
 )
+from cs336_systems.attention.hopper.schedule import ORDERS, SCHEDULES
 from cs336_systems.attention.tiles.tables import SHARED_MEMORY_LIMIT_BYTES
 from cs336_systems.commands.hopper_kernels import print_hopper_reports, show_hopper_kernels
 
@@ -25,8 +26,15 @@ JUDGE = "3.6.0"  # the Triton of the machines that the kernels were measured on
 # a step's tiles the rest. In the forward nothing may spill.
 MAX_SPILL_BYTES = {64: 104, 128: 12}
 MAX_LOOP_SPILLS = {64: 11, 128: 0}  # loads and stores of an iteration of some 1,000 instructions
+NAMED = {
+    (head_tile, schedule.name(order)): schedule
+    for head_tile, schedules in SCHEDULES.items()
+    for schedule in schedules
+    for order in ORDERS
+}
 A_FEW = [
     HopperRequest(kernel="forward", head_dim=128, is_causal=True),
+    HopperRequest(kernel="forward", head_dim=64, is_causal=True, config="hopper_forward_64x128_pairs"),
     HopperRequest(kernel="backward", head_dim=64, is_causal=True),
     HopperRequest(kernel="backward", head_dim=40, is_causal=False, dtype="float16", group=4, whole_key_tiles=False),
 ]
@@ -43,14 +51,19 @@ def reports() -> list[HopperReport]:
 def test_kernels_compile_and_fit(reports):
     for report in reports:
         assert not report.failure, report
-        assert 64 * 1024 < report.shared_bytes <= SHARED_MEMORY_LIMIT_BYTES["sm90"], report
+        schedule = NAMED.get((report.request.head_dim, report.request.config))
+        consumers, resident = (schedule.consumers, schedule.resident) if schedule else (2, 1)
+        # Every program on a multiprocessor has a KiB more, which is the system's.
+        fits = (SHARED_MEMORY_LIMIT_BYTES["sm90"] + 1024) // resident - 1024
+        assert 64 * 1024 < report.shared_bytes <= fits, report
         assert 128 < report.registers <= 240, report
-        assert len(report.loops) >= 2, report  # one a consumer at least
+        assert len(report.loops) >= consumers, report
         assert all("matmul." in loop.instructions and "exp2" in loop.instructions for loop in report.loops), report
 
 
 def test_no_kernel_lets_the_tensor_cores_wait(reports):
-    """Exponentials run under matmuls, but in the forward of head tile 64, whose three consumers cover each other."""
+    """Exponentials run under matmuls, but in the forward of head tile 64, whose consumers cover each other, or those of
+    two programs do."""
     if triton_version() != JUDGE:
         pytest.skip(f"the assembler's order is judged with triton {JUDGE}, and this is {triton_version()}")
     for report in reports:

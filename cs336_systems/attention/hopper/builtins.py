@@ -68,12 +68,13 @@ UNCHANGED:
 }}""")
 
 
-def _rescale_constraints(n: int) -> gl.constexpr:
-    return gl.constexpr(",".join(["=f"] * n + [str(i) for i in range(n)] + ["f"] * n))
+def _constraints_in_place(n: int, kind: str) -> gl.constexpr:
+    """`n` float32 that are replaced by results, and as many inputs more of a kind: `f` float32, `r` int32."""
+    return gl.constexpr(",".join(["=f"] * n + [str(i) for i in range(n)] + [kind] * n))
 
 
 _RESCALE_64 = _rescale_asm(64)
-_RESCALE_64_CONSTRAINTS = _rescale_constraints(64)
+_RESCALE_64_CONSTRAINTS = _constraints_in_place(64, "f")
 
 
 @gluon.jit
@@ -102,7 +103,7 @@ def _hide_asm(n: int) -> gl.constexpr:
 
 
 _HIDE_64 = _hide_asm(64)
-_HIDE_64_CONSTRAINTS = gl.constexpr(",".join(["=f"] * 64 + [str(i) for i in range(64)] + ["r"] * 64))
+_HIDE_64_CONSTRAINTS = _constraints_in_place(64, "r")
 
 
 @gluon.jit

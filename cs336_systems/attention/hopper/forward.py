@@ -1,4 +1,4 @@
-"""The forward for Hopper: one warp copies, two or three warp groups compute.
+"""The forward for Hopper: one warp copies, one to three warp groups compute.
 
 A program computes a tile of queries of one head, 64 rows for each of its computing warp groups (consumers), and may go
 on to further tiles. Key tiles are walked from the last visible one to the first, so only the first ones need a mask.
@@ -13,7 +13,7 @@ One slot of the ring holds what one step multiplies, K(j) and V(j-1): one barrie
 Each slot has `full`, on which the copies' bytes arrive, and `empty`, on which every consumer arrives; each consumer's
 64 rows of Q have such a pair too. `schedule.py` has the protocol as a model that is run for every small shape.
 
-The two schedules, by columns of a head tile:
+The two schedules of large grids, by columns of a head tile:
   64   three consumers, 192 x 128. A step waits for both products, then takes the softmax, while the other consumers'
        products run. Exponentials take as long as products here, and a third consumer hides more of them. Nothing
        makes them take turns but that the tensor cores serve one at a time:
@@ -24,6 +24,9 @@ The two schedules, by columns of a head tile:
        softmax. O is rescaled only when a row's maximum has grown by more than 2^8.
          tensor cores   S(1)   P(0) V(0)         S(2)   P(1) V(1)
          consumer              softmax of S(1)          softmax of S(2)
+Their tiles are long ones, and few calls of short sequences have as many as the GPU has multiprocessors. So there are
+schedules of one consumer, 64 x 128, with the same steps; at 64 columns two programs share a multiprocessor, and each
+covers the other as consumers do. `schedule.plan_forward` estimates which ends first.
 
 Under a causal mask a tile of 192 rows ends with keys that its first 64 rows, of every other tile its first 128, do not
 see: those consumers skip the first scores, 3 to 4 % of the time at 4096 tokens.
@@ -58,7 +61,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from cs336_systems.attention.hopper.builtins import hide_columns, rescale_rows, warp_fence
 from cs336_systems.attention.hopper.descriptors import readable, strides_are_readable, tile_descriptor
-from cs336_systems.attention.hopper.schedule import CONSUMER_ROWS, CONSUMER_WARPS, KernelPlan, plan_forward
+from cs336_systems.attention.hopper.schedule import CONSUMER_ROWS, KernelPlan, plan_forward
 from cs336_systems.attention.tiles.config import TMA_ALIGNMENT_BYTES
 from cs336_systems.attention.triton.launcher import KEPT_SHAPES, KeptLaunches, Launched
 from cs336_systems.attention.triton.launching import launch
@@ -523,7 +526,16 @@ def hopper_forward_kernel(
         mbarrier.init(shared.full.index(slot), count=1)
         mbarrier.init(shared.empty.index(slot), count=CONSUMERS)
     fence_async_shared()
-    if CONSUMERS == 2:
+    if CONSUMERS == 1:
+        gl.warp_specialize(
+            [
+                (_attend, (0, O_desc, L_ptr, shared, problem, PLAN)),
+                (_copy_tiles, (Q_desc, K_desc, V_desc, shared, problem, PLAN)),
+            ],
+            [1],
+            [COPIER_REGISTERS],
+        )
+    elif CONSUMERS == 2:
         gl.warp_specialize(
             [
                 (_attend, (0, O_desc, L_ptr, shared, problem, PLAN)),
@@ -572,14 +584,15 @@ def _prepare(
         head_dim=head_dim, is_causal=is_causal, num_queries=num_queries, num_keys=num_keys, batch_heads=batch * heads,
         group=heads // kv_heads, num_multiprocessors=gpu, config=config,
     )  # fmt: skip
+    schedule = planned.schedule
     operands = ((q_shape, q_strides), (k_shape, k_strides), (k_shape, v_strides))
     return _Call(
         grid=(planned.num_programs,),
         numbers=(
             num_queries, num_keys, heads, heads // kv_heads, batch * heads, planned.heads_together, scale * LOG2_E.value
         ),
-        options={"PLAN": planned.kernel_plan, "num_warps": CONSUMER_WARPS},
-        key_tile=planned.schedule.key_tile,
+        options={"PLAN": planned.kernel_plan, **schedule.launch_options},
+        key_tile=schedule.key_tile,
         output_strides=(heads * num_queries * head_dim, num_queries * head_dim, head_dim, 1),
         lse_strides=(heads * num_queries, num_queries, 1),
         is_readable=all(strides_are_readable(shape, strides, dtype) for shape, strides in operands),

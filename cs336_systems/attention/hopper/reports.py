@@ -130,7 +130,8 @@ def shipped_hopper_kernels() -> list[HopperRequest]:
     """Every kernel that calls without grouped heads run, in bfloat16: float16 compiles alike."""
     return [
         HopperRequest(kernel="forward", head_dim=tile, is_causal=is_causal, config=schedule.name(order))
-        for tile, schedule in SCHEDULES.items()
+        for tile, schedules in SCHEDULES.items()
+        for schedule in schedules
         for order in ORDERS
         for is_causal in (True, False)
     ] + [

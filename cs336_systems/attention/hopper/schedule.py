@@ -21,6 +21,8 @@ from cs336_systems.attention.tiles.config import L2_SHARE_BYTES, head_tile
 
 CONSUMER_ROWS = 64  # rows of queries of a warp group
 CONSUMER_WARPS = 4  # a warp group's; kernels are launched with the first consumer's and specialise the others
+THREADS_OF_GROUP = 32 * CONSUMER_WARPS
+REGISTERS_OF_MULTIPROCESSOR = 65536
 ORDERS = ("tiles", "pairs", "rounds")
 PREFIX = "hopper_forward_"
 BYTES_PER_ELEMENT = 2
@@ -40,12 +42,22 @@ class ForwardSchedule:
     consumers: int  # warp groups that compute, 64 rows of queries each
     key_tile: int
     slots: int  # of the ring, each with a tile of keys and one of values
-    registers: int  # of a consumer's thread; `consumers` * 128 threads of these, and the copier's, fill the file
+    registers: int  # of a consumer's thread; those of all consumers and copiers of a multiprocessor fill the file
     overlapped: bool  # the softmax of a step runs over the step's second product
+    resident: int = 1  # programs that share a multiprocessor
+    step_cost: float = 1.0  # time of a step where all of them run, in steps of the head tile's first schedule
 
     @property
     def query_tile(self) -> int:
         return self.consumers * CONSUMER_ROWS
+
+    @property
+    def launch_options(self) -> dict[str, int]:
+        """What the compiler is told beside the plan. A program starts with registers of equal number for each thread,
+        the copier's group among them, all of the multiprocessor's unless it is told of a limit."""
+        threads = self.resident * (self.consumers + 1) * THREADS_OF_GROUP
+        limit = {"maxnreg": REGISTERS_OF_MULTIPROCESSOR // threads} if self.resident > 1 else {}
+        return {"num_warps": CONSUMER_WARPS, **limit}
 
     @property
     def alignment(self) -> int:
@@ -60,13 +72,28 @@ class ForwardSchedule:
         return f"{PREFIX}{self.query_tile}x{self.key_tile}_{order}"
 
 
-# Measured on an H200, triton 3.6.0, 2026-11-21. At 64 columns the other schedule, with two consumers, is 18 % slower;
-# at 128, two consumers that wait for both products are 7 % (full) to 21 % (causal) slower than these. With
-# two slots the copier is a step ahead, and at 128 columns, 64 KiB a slot, a third does not fit.
+# By head tile, the schedule of large grids first; then one of 64 queries a program, for grids that would leave
+# multiprocessors idle: its steps are shorter, and programs that are short or many share them out better. Measured on an
+# H200, triton 3.6.0, 2026-11-22. At 64 columns a program of two consumers is 18 % slower than of three on large grids,
+# and on small ones slower than two programs of one; at 128, two consumers that wait for both products are 7 % (full) to
+# 21 % (causal) slower than these. With two slots the copier is a step ahead, and at 128 columns, 64 KiB a slot, neither
+# a third fits nor a second program. On 70 shapes of 128 to 16,384 tokens what `plan_forward` chooses was mostly the
+# best of all schedules and orders, and at most 8 % slower.
 SCHEDULES = {
-    64: ForwardSchedule(head_tile=64, consumers=3, key_tile=128, slots=2, registers=160, overlapped=False),
-    128: ForwardSchedule(head_tile=128, consumers=2, key_tile=128, slots=2, registers=240, overlapped=True),
-}
+    64: (
+        ForwardSchedule(head_tile=64, consumers=3, key_tile=128, slots=2, registers=160, overlapped=False),
+        ForwardSchedule(
+            head_tile=64, consumers=1, key_tile=128, slots=2, registers=232, overlapped=False, resident=2,
+            step_cost=0.72,
+        ),
+    ),
+    128: (
+        ForwardSchedule(head_tile=128, consumers=2, key_tile=128, slots=2, registers=240, overlapped=True),
+        ForwardSchedule(
+            head_tile=128, consumers=1, key_tile=128, slots=2, registers=240, overlapped=True, step_cost=0.8
+        ),
+    ),
+}  # fmt: skip
 
 
 class KernelPlan(NamedTuple):
@@ -168,51 +195,51 @@ def plan_forward(
 ) -> Launch:
     """The launch for a call: as `config` names it (`hopper_forward_128x128_pairs`), or as it is estimated best.
 
-    `group` query heads share a key head. Orders:
+    `group` query heads share a key head. Orders, with as many places for programs as multiprocessors hold at a time:
       tiles   one program a tile, the longest causal ones first, and the GPU balances them by handing them out.
-      pairs   as many programs as multiprocessors, each taking pairs of tiles, under a causal mask a long and a short
+      pairs   as many programs as places, each taking pairs of tiles, under a causal mask a long and a short
               one; the next tile's copies run under the last one's end. That wants enough pairs to go round.
       rounds  as many programs, and the tiles of `tiles`, in its order, one a program and round: forth and back, so that
-              the program with the longest tile of a round has the shortest of the next. It is chosen for causal
-              masks only, whose tiles differ; that wants tiles whose lengths fall evenly over two rounds.
+              the program with the longest tile of a round has the shortest of the next. Under a causal mask that
+              wants tiles whose lengths fall evenly over two rounds.
     """
-    schedule = SCHEDULES[head_tile(head_dim)]
+    schedules = SCHEDULES[head_tile(head_dim)]
     named = [name for name in config.split(",") if name.startswith(PREFIX)]
-    possible = {schedule.name(order): order for order in ORDERS}
+    possible = {schedule.name(order): (schedule, order) for schedule in schedules for order in ORDERS}
     if named and named[0] not in possible:
         raise ValueError(
             f"config of the Hopper forward must be {' or '.join(possible)} for head_dim {head_dim}, got {named[0]!r}"
         )
     key_head_bytes = 2 * num_keys * head_dim * BYTES_PER_ELEMENT
     together = max(1, L2_SHARE_BYTES // key_head_bytes) * group if is_causal else 1
-    orders = {
-        order: Launch(
+    launches = [
+        Launch(
             schedule=schedule, is_causal=is_causal, order=order, num_queries=num_queries, num_keys=num_keys,
             batch_heads=batch_heads, heads_together=min(together, batch_heads),
         )
-        for order in ORDERS
-    }  # fmt: skip
-    if named:
-        launch = orders[possible[named[0]]]
-    else:
-        sensible = [launch for launch in orders.values() if is_causal or not launch.in_rounds]
-        # Rounded, so that of equal ones the first is taken and not what the last bit says.
-        launch = min(sensible, key=lambda launch: round(estimated_steps(launch, num_multiprocessors), 6))
+        for schedule, order in ([possible[named[0]]] if named else possible.values())
+    ]  # fmt: skip
+    # Rounded, so that of equal ones the first is taken and not what the last bit says.
+    launch = min(launches, key=lambda launch: round(estimated_steps(launch, num_multiprocessors), 6))
     stays = launch.paired or launch.in_rounds
-    return replace(launch, num_programs=min(launch.num_items, num_multiprocessors)) if stays else launch
+    places = num_multiprocessors * launch.schedule.resident
+    return replace(launch, num_programs=min(launch.num_items, places)) if stays else launch
 
 
 def estimated_steps(launch: Launch, num_multiprocessors: int) -> float:
-    """How long a launch takes, in steps of a consumer's loop, with one program at a time on a multiprocessor."""
-    steps = _steps_of_tiles(launch) + TILE_COST_STEPS[launch.order]
-    turns = -(-launch.num_items // num_multiprocessors)
+    """How long a launch takes, in steps of a consumer's loop in the schedule of large grids."""
+    schedule, steps = launch.schedule, _steps_of_tiles(launch) + TILE_COST_STEPS[launch.order]
+    places = num_multiprocessors * schedule.resident  # for programs that run at a time
+    turns = -(-launch.num_items // places)
     if launch.paired:
-        return turns * float((steps + steps[::-1]).max())
-    if launch.in_rounds:
-        return START_COST_STEPS + _longest_program_in_rounds(launch, steps, num_multiprocessors)
-    if launch.is_causal:  # handed out longest first, they end within a short tile of one another
-        return max(float(steps[-1]), float(steps.sum()) * launch.batch_heads / num_multiprocessors + float(steps[0]))
-    return turns * float(steps[0])
+        own_steps = turns * float((steps + steps[::-1]).max())
+    elif launch.in_rounds:
+        own_steps = START_COST_STEPS + _longest_program_in_rounds(launch, steps, places)
+    elif launch.is_causal and turns > 1:  # handed out longest first, they end within a short tile of one another
+        own_steps = max(float(steps[-1]), float(steps.sum()) * launch.batch_heads / places + float(steps[0]))
+    else:
+        own_steps = turns * float(steps[-1])
+    return schedule.step_cost * own_steps
 
 
 def _steps_of_tiles(launch: Launch) -> np.ndarray:
@@ -224,7 +251,7 @@ def _steps_of_tiles(launch: Launch) -> np.ndarray:
     return np.maximum(-(-ends // schedule.key_tile), schedule.masked_tiles(launch.is_causal))
 
 
-def _longest_program_in_rounds(launch: Launch, steps: np.ndarray, num_multiprocessors: int) -> float:
+def _longest_program_in_rounds(launch: Launch, steps: np.ndarray, places: int) -> float:
     """The most steps that a program of the order `rounds` takes, where `steps` are those of a head's tiles.
 
     Items as `items_of_program` has them, all heads of a group at one tile, and a round a row of them.
@@ -232,7 +259,7 @@ def _longest_program_in_rounds(launch: Launch, steps: np.ndarray, num_multiproce
     groups, remaining = divmod(launch.batch_heads, launch.heads_together)
     longest_first = steps[::-1]
     items = [np.repeat(longest_first, launch.heads_together)] * groups + [np.repeat(longest_first, remaining)]
-    num_programs = min(launch.num_items, num_multiprocessors)
+    num_programs = min(launch.num_items, places)
     missing = np.zeros(-launch.num_items % num_programs)
     rounds = np.concatenate([*items, missing]).reshape(-1, num_programs)
     forth, back = rounds[::2].sum(0), rounds[1::2].sum(0)
