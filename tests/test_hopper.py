@@ -9,6 +9,8 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -31,6 +33,7 @@ from cs336_systems.attention.contract import compute_oracle, contract_errors
 from cs336_systems.attention.hopper import function, support
 from cs336_systems.attention.hopper.schedule import ORDERS, SCHEDULES
 from cs336_systems.attention.tiled import tiled_backward, tiled_forward
+from cs336_systems.attention.tiles import head_tile
 from cs336_systems.config import ModelConfig
 from cs336_systems.device import MAX_HOPPER_HEAD_DIM
 from cs336_systems.model.checkpointing import checkpoint_selectively
@@ -336,6 +339,30 @@ SHAPES = {
 SHAPES = {name: shape for name, shape in SHAPES.items() if shape[-1] <= MAX_HOPPER_HEAD_DIM}
 
 
+@pytest.fixture
+def each_schedule(monkeypatch) -> Callable[[int], Iterator[str]]:
+    """`for name in each_schedule(head_dim)`: the calls of the loop run as they choose, then with each schedule by name.
+
+    Calls as small as those here would choose one for small grids.
+    """
+    forward = function.hopper_forward
+
+    def each(head_dim: int) -> Iterator[str]:
+        for name in ("", *(schedule.name("tiles") for schedule in SCHEDULES[head_tile(head_dim)])):
+            named = partial(run_named, name)
+            monkeypatch.setattr(function, "hopper_forward", named if name else forward)
+            yield name
+        monkeypatch.setattr(function, "hopper_forward", forward)
+
+    def run_named(
+        name: str, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, config: str
+    ) -> tuple[Tensor, Tensor]:
+        assert not config
+        return forward(q, k, v, is_causal, scale, name)
+
+    return each
+
+
 @pytest.mark.parametrize("queries", [2, 3, 5, 8, 16])
 def test_an_ideal_kernel_is_within_the_bounds_of_short_queries(queries):
     """The rows of `hopper_lengths` are enough for the yardstick: with 16 it condemned kernels that none can better."""
@@ -364,10 +391,11 @@ def test_contract(shape, dtype, is_causal):
 @on_hopper
 @MASKS
 @WIDTHS
-def test_contract_of_a_long_sequence(head_dim, is_causal):
+def test_contract_of_a_long_sequence(head_dim, is_causal, each_schedule):
     """Many tiles a program and several waves of programs; the order of tiles and both phases of each barrier."""
-    assert_contract(*inputs(1, 4, 4, 8192 + 77, 8192 + 77, head_dim, torch.bfloat16, "cuda"), is_causal=is_causal,
-                    backend="hopper")  # fmt: skip
+    tensors = inputs(1, 4, 4, 8192 + 77, 8192 + 77, head_dim, torch.bfloat16, "cuda")
+    for _ in each_schedule(head_dim):
+        assert_contract(*tensors, is_causal=is_causal, backend="hopper")
 
 
 @on_hopper
@@ -406,9 +434,10 @@ def test_no_length_hangs(head_dim, kind):
 @on_hopper
 @pytest.mark.parametrize("scale", [0.01, 1.0, 3.0])
 @WIDTHS
-def test_scale(head_dim, scale):
-    assert_contract(*inputs(1, 2, 2, 280, 280, head_dim, torch.bfloat16, "cuda"), scale=scale, is_causal=True,
-                    backend="hopper")  # fmt: skip
+def test_scale(head_dim, scale, each_schedule):
+    tensors = inputs(1, 2, 2, 280, 280, head_dim, torch.bfloat16, "cuda")
+    for _ in each_schedule(head_dim):
+        assert_contract(*tensors, scale=scale, is_causal=True, backend="hopper")
 
 
 @on_hopper
@@ -485,7 +514,7 @@ def test_gradient_of_a_sum_has_stride_zero(head_dim):
     "kind", ["huge-logits", "some-huge-logits", "hugely-negative-logits", "constant-rows", "outliers"]
 )
 @WIDTHS
-def test_hard_values(head_dim, kind, dtype, is_causal):
+def test_hard_values(head_dim, kind, dtype, is_causal, each_schedule):
     q, k, v, grad_output = inputs(1, 2, 2, 430, 430, head_dim, torch.float32, "cuda")
     if "logits" in kind:
         # As in test_s4_attention: a common offset of the scaled scores, over ordinary ones.
@@ -499,73 +528,80 @@ def test_hard_values(head_dim, kind, dtype, is_causal):
         rare = draw(*q.shape, dtype=torch.float32, device="cuda", seed=9) > 3.09
         q = q + rare * 10 * draw(*q.shape, dtype=torch.float32, device="cuda", seed=10)
     q, k, v, grad_output = (x.to(DTYPES[dtype]) for x in (q, k, v, grad_output))
-    assert_contract(q, k, v, grad_output, backend="hopper", is_causal=is_causal)
+    for _ in each_schedule(head_dim):
+        assert_contract(q, k, v, grad_output, backend="hopper", is_causal=is_causal)
 
 
 @on_hopper
 @pytest.mark.parametrize(("head_dim", "offset"), [(64, 0.0), (64, 64.0), (64, 180.0), (64, 900.0), (128, 0.0)])
-def test_a_query_that_sees_one_key_has_its_value(head_dim, offset):
+def test_a_query_that_sees_one_key_has_its_value(head_dim, offset, each_schedule):
     """Its probability is 1. A maximum that was scaled, and rounded, before it was subtracted made it another number
     where scores were huge, which bfloat16 rounded again: O was off by up to 2^-9, and so was delta of its gradient."""
     q, k, v, _ = inputs(2, 16, 16, 200, 200, head_dim, torch.bfloat16, "cuda")
     q[..., 0] += offset
     k[..., 0] += offset
-    output = flash_attention(q, k, v, is_causal=True, backend="hopper")
-    assert torch.equal(output[:, :, 0], v[:, :, 0])
+    for schedule in each_schedule(head_dim):
+        output = flash_attention(q, k, v, is_causal=True, backend="hopper")
+        assert torch.equal(output[:, :, 0], v[:, :, 0]), schedule
 
 
 @on_hopper
 @WIDTHS
-def test_a_first_key_tile_of_scores_of_minus_infinity(head_dim):
+def test_a_first_key_tile_of_scores_of_minus_infinity(head_dim, each_schedule):
     q, k, v, _ = inputs(1, 2, 2, 130, 400, head_dim, torch.bfloat16, "cuda")
     q[..., 0] = q[..., 0].abs() + 0.1
     k[:, :, :256, 0] = -math.inf
-    output, lse = flash_attention(q, k, v, backend="hopper", return_lse=True)
-    errors = contract_errors(compute_oracle(q, k[:, :, 256:], v[:, :, 256:]), {"output": output, "lse": lse})
-    assert max(errors.values()) <= 1, errors
+    for schedule in each_schedule(head_dim):
+        output, lse = flash_attention(q, k, v, backend="hopper", return_lse=True)
+        errors = contract_errors(compute_oracle(q, k[:, :, 256:], v[:, :, 256:]), {"output": output, "lse": lse})
+        assert max(errors.values()) <= 1, (schedule, errors)
 
 
 @on_hopper
 @WIDTHS
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_a_bad_query_spoils_its_row_alone(value, head_dim):
-    q, k, v, grad_output = inputs(2, 2, 2, 330, 330, head_dim, torch.bfloat16, "cuda")
-    clean = run(q, k, v, grad_output, backend="hopper", is_causal=True)
-    q[0, 1, 200] = value
-    dirty = run(q, k, v, grad_output, backend="hopper", is_causal=True)
-    others = torch.ones(q.shape[:3], dtype=torch.bool, device="cuda")
-    others[0, 1, 200] = False
-    assert dirty["output"][~others].isnan().all()
-    for name in ("output", "lse"):
-        assert torch.equal(dirty[name][others], clean[name][others]), name
+def test_a_bad_query_spoils_its_row_alone(value, head_dim, each_schedule):
+    for schedule in each_schedule(head_dim):
+        q, k, v, grad_output = inputs(2, 2, 2, 330, 330, head_dim, torch.bfloat16, "cuda")
+        clean = run(q, k, v, grad_output, backend="hopper", is_causal=True)
+        q[0, 1, 200] = value
+        dirty = run(q, k, v, grad_output, backend="hopper", is_causal=True)
+        others = torch.ones(q.shape[:3], dtype=torch.bool, device="cuda")
+        others[0, 1, 200] = False
+        assert dirty["output"][~others].isnan().all()
+        for name in ("output", "lse"):
+            assert torch.equal(dirty[name][others], clean[name][others]), (schedule, name)
 
 
 @on_hopper
 @WIDTHS
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_a_bad_key_spoils_its_head_alone(value, head_dim):
-    q, k, v, grad_output = inputs(2, 2, 2, 330, 330, head_dim, torch.bfloat16, "cuda")
-    clean = run(q, k, v, grad_output, backend="hopper", is_causal=True)
-    k[0, 1, 5] = value
-    dirty = run(q, k, v, grad_output, backend="hopper", is_causal=True)
-    for name in ("output", "lse", "grad_k", "grad_v"):
-        assert torch.equal(dirty[name][1], clean[name][1]) and torch.equal(dirty[name][0, 0], clean[name][0, 0]), name
-    assert dirty["grad_q"][1].isfinite().all() and dirty["grad_q"][0, 0].isfinite().all()
+def test_a_bad_key_spoils_its_head_alone(value, head_dim, each_schedule):
+    for schedule in each_schedule(head_dim):
+        q, k, v, grad_output = inputs(2, 2, 2, 330, 330, head_dim, torch.bfloat16, "cuda")
+        clean = run(q, k, v, grad_output, backend="hopper", is_causal=True)
+        k[0, 1, 5] = value
+        dirty = run(q, k, v, grad_output, backend="hopper", is_causal=True)
+        for name in ("output", "lse", "grad_k", "grad_v"):
+            others = [(of[name][1], of[name][0, 0]) for of in (dirty, clean)]
+            assert all(map(torch.equal, *others)), (schedule, name)
+        assert dirty["grad_q"][1].isfinite().all() and dirty["grad_q"][0, 0].isfinite().all()
 
 
 @on_hopper
 @WIDTHS
-def test_dead_tiles_are_never_read(head_dim):
-    q, k, v, grad_output = inputs(1, 2, 2, 64, 700, head_dim, torch.bfloat16, "cuda")
-    clean = run(q, k, v, grad_output, backend="hopper", is_causal=True)
-    for x in (k, v):
-        x[:, :, 64:] = math.nan
-    dirty = run(q, k, v, grad_output, backend="hopper", is_causal=True)
-    for name in ("output", "lse", "grad_k", "grad_v"):
-        assert torch.equal(clean[name], dirty[name]), name
-    for name in ("grad_k", "grad_v"):
-        assert not clean[name][:, :, 64:].any(), "keys past the last query get no gradient"
-    assert dirty["grad_q"].isfinite().all()
+def test_dead_tiles_are_never_read(head_dim, each_schedule):
+    for schedule in each_schedule(head_dim):
+        q, k, v, grad_output = inputs(1, 2, 2, 64, 700, head_dim, torch.bfloat16, "cuda")
+        clean = run(q, k, v, grad_output, backend="hopper", is_causal=True)
+        for x in (k, v):
+            x[:, :, 64:] = math.nan
+        dirty = run(q, k, v, grad_output, backend="hopper", is_causal=True)
+        for name in ("output", "lse", "grad_k", "grad_v"):
+            assert torch.equal(clean[name], dirty[name]), (schedule, name)
+        for name in ("grad_k", "grad_v"):
+            assert not clean[name][:, :, 64:].any(), "keys past the last query get no gradient"
+        assert dirty["grad_q"].isfinite().all()
 
 
 @on_hopper
@@ -602,25 +638,28 @@ def test_empty_inputs(empty):
 
 @on_hopper
 @pytest.mark.alone
-def test_offsets_beyond_32_bits():
+def test_offsets_beyond_32_bits(each_schedule):
     storage = torch.empty(130 * 2**25, dtype=torch.bfloat16, device="cuda")  # 8.1 GiB
     dense = inputs(1, 1, 1, 129, 129, 64, torch.bfloat16, "cuda")
     spread = [storage.as_strided((1, 1, 129, 64), (1, 1, 2**25, 1), 64 * index) for index in range(4)]
     for x, y in zip(spread, dense):
         x.copy_(y)
-    assert_contract(*spread, backend="hopper", is_causal=True)
+    for _ in each_schedule(64):
+        assert_contract(*spread, backend="hopper", is_causal=True)
 
 
 @on_hopper
 @pytest.mark.alone
-def test_more_than_2_to_the_31_elements():
-    """The last head lies behind 2^31 elements of q, k, v, O and, in float32, of the accumulator of dQ."""
+def test_more_than_2_to_the_31_elements(each_schedule):
+    """The last head lies behind 2^31 elements of q, k, v, O and, in float32, of the accumulator of dQ. Alone it would
+    choose another schedule than among the others, and with it other last bits."""
     heads, seqlen = 1026, 32768
     tensors = [torch.randn(1, heads, seqlen, 64, dtype=torch.bfloat16, device="cuda") for _ in range(4)]
-    results = run(*tensors, backend="hopper", is_causal=True)
-    last = run(*(x[:, -1:] for x in tensors), backend="hopper", is_causal=True)
-    for name in ("output", "lse", "grad_k", "grad_v"):
-        assert torch.equal(results[name][:, -1:], last[name]), name
+    for schedule in each_schedule(64):
+        results = run(*tensors, backend="hopper", is_causal=True)
+        last = run(*(x[:, -1:] for x in tensors), backend="hopper", is_causal=True)
+        for name in ("output", "lse", "grad_k", "grad_v") if schedule else ():
+            assert torch.equal(results[name][:, -1:], last[name]), (schedule, name)
     # A sample of the last head's queries against the oracle: dQ has another order of sums each time.
     rows = slice(seqlen - 512, seqlen)
     q, k, v, grad_output = (x[:, -1:] for x in tensors)
@@ -643,17 +682,18 @@ def test_more_batches_than_a_grid_dimension_of_65535():
 @LOW
 @WIDTHS
 @pytest.mark.parametrize("seqlen", [450, 1024])
-def test_repeats_are_bit_equal(seqlen, head_dim, dtype, is_causal):
+def test_repeats_are_bit_equal(seqlen, head_dim, dtype, is_causal, each_schedule):
     """All but dQ, whose sums have no order: it stays within the contract."""
     tensors = inputs(2, 4, 2, seqlen, seqlen, head_dim, DTYPES[dtype], "cuda")
     oracle = compute_oracle(*tensors, is_causal=is_causal)
     options: dict[str, Any] = {"backend": "hopper", "is_causal": is_causal, "enable_gqa": True}
-    first = run(*tensors, **options)
-    for _ in range(200):
-        again = run(*tensors, **options)
-        for name in ("output", "lse", "grad_k", "grad_v"):
-            assert torch.equal(first[name], again[name]), name
-        assert contract_errors(oracle, {"grad_q": again["grad_q"]})["grad_q"] <= 1
+    for schedule in each_schedule(head_dim):
+        first = run(*tensors, **options)
+        for _ in range(200):
+            again = run(*tensors, **options)
+            for name in ("output", "lse", "grad_k", "grad_v"):
+                assert torch.equal(first[name], again[name]), (schedule, name)
+            assert contract_errors(oracle, {"grad_q": again["grad_q"]})["grad_q"] <= 1
 
 
 @on_hopper
