@@ -113,8 +113,8 @@ def attend(case: Case, device: str) -> tuple[list[Tensor], dict[str, Tensor], di
         if hopper:
             from cs336_systems.attention.hopper.function import hopper_attention
 
-            order, backward = case.configs
-            output, lse = hopper_attention(*leaves, backward == "deterministic", causal, case.head_dim**-0.5, order)
+            forward, backward = case.configs
+            output, lse = hopper_attention(*leaves, backward == "deterministic", causal, case.head_dim**-0.5, forward)
         else:
             output, lse = flash_attention(*leaves, is_causal=causal, **options)
         grads = torch.autograd.grad((output, lse), leaves, (grad, torch.zeros_like(lse)))

@@ -40,11 +40,13 @@ def mean_over_ranks(ranks: int, size: int, dtype: torch.dtype = torch.float32) -
 
 
 def use_a_group_of_others(rank: int, ranks: int) -> None:
+    from cs336_systems.distributed.context_parallel import ring_attention
     from cs336_systems.distributed.ddp_bucketed import BucketedDDP
     from cs336_systems.distributed.ddp_flat import FlatDDP
     from cs336_systems.distributed.ddp_naive import NaiveDDP
     from cs336_systems.distributed.ddp_overlap import OverlapDDP
     from cs336_systems.distributed.fsdp import FSDP
+    from cs336_systems.distributed.loss_scale import LossScaler
 
     first = dist.new_group([0])
     if rank == 0:
@@ -53,6 +55,8 @@ def use_a_group_of_others(rank: int, ranks: int) -> None:
     uses = [lambda: num_ranks(first), lambda: rank_in(first), lambda: all_reduce_mean(torch.ones(2), first)]
     uses += [partial(wrapper, nn.Linear(2, 2), group=first) for wrapper in (NaiveDDP, FlatDDP, OverlapDDP, BucketedDDP)]
     uses.append(lambda: FSDP(nn.Sequential(nn.Linear(2, 2)), process_group=first))
+    uses.append(lambda: ring_attention(*[torch.ones(1, 1, 2, 4)] * 3, group=first))
+    uses.append(lambda: LossScaler(process_group=first))
     for use in uses:
         with pytest.raises(ValueError, match="this process must be a member of the process group, and rank 1 is none"):
             use()
@@ -280,7 +284,8 @@ def test_without_a_process_group_the_way_to_one_is_told():
 
 
 def test_a_rank_outside_of_a_group_is_refused_by_all_that_takes_one():
-    """PyTorch counts -1 ranks there, which wrappers once took for a group of one: the rank trained alone in silence."""
+    """PyTorch counts -1 ranks there, which wrappers once took for a group of one: the rank trained alone in silence,
+    and ring attention was zeros."""
     TWO_RANKS.results(use_a_group_of_others)
 
 

@@ -354,6 +354,15 @@ def test_an_order_is_rehearsed_and_then_kept(alone_in_a_group):
     assert order.arrive(3) == [2], "a new backward"
 
 
+def test_a_step_without_a_gradient_is_no_rehearsal(alone_in_a_group):
+    """It taught that each gradient arrives once, and the first that came twice was then refused."""
+    order = LaunchOrder([0, 1], None, torch.device("cpu"))
+    assert order.finish() == [0, 1]
+    assert [order.arrive(parameter) for parameter in (1, 1, 0)] == [[]] * 3
+    assert order.finish() == [1, 0]
+    assert [order.arrive(parameter) for parameter in (1, 1)] == [[], [1]]
+
+
 def test_what_a_rehearsal_did_not_complete_goes_last(alone_in_a_group):
     order = LaunchOrder([0, 0, 1, 2, 3], None, torch.device("cpu"))
     assert [order.arrive(parameter) for parameter in (0, 4, 2)] == [[]] * 3

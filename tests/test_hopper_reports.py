@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import re
 import sys
 
 import pytest
 
 pytest.importorskip("cs336_systems.attention.hopper.backward", reason="this triton has no Gluon for Hopper")
 
-from cs336_systems.attention.compilation import triton_version
+from cs336_systems.attention.compilation import compile_all, compiled_launches, triton_version
 from cs336_systems.attention.hopper.reports import (
+    ARCH,
     HopperReport,
     HopperRequest,
     Loop,
+    _launch,
     compile_hopper_kernels,
     main_loops,
     shipped_hopper_kernels,
@@ -85,6 +88,30 @@ def test_shipped_kernels_spill_no_more_than_is_known(reports):
         else:
             assert report.spill_bytes <= MAX_SPILL_BYTES[report.request.head_dim], report
             assert spills <= MAX_LOOP_SPILLS[report.request.head_dim], report
+
+
+def read_registers(request: HopperRequest) -> tuple[int, int, set[int]]:
+    """(registers of each thread at the start, threads of a program, registers that warp groups ask for later)."""
+    (kernel,) = compiled_launches(ARCH, "hopper_forward_kernel", lambda: _launch(request))
+    ptx = kernel.asm["ptx"]
+    limit, threads = (int(re.search(rf"\.{name} (\d+)", ptx)[1]) for name in ("maxnreg", "reqntid"))
+    return limit, threads, set(map(int, re.findall(r"setmaxnreg\.\w+\.sync\.aligned\.u32\s+(\d+)", ptx)))
+
+
+def test_programs_of_a_multiprocessor_share_its_registers():
+    """setmaxnreg waits for ever if the warp groups of a program ask for more registers than it started with."""
+    named = {
+        HopperRequest(kernel="forward", head_dim=head_dim, is_causal=True, config=config): schedule
+        for (head_dim, config), schedule in NAMED.items()
+        if config.endswith("tiles")
+    }
+    for request, report in compile_all(list(named), read_registers, jobs=2):
+        schedule, (limit, threads, asked) = named[request], report
+        assert threads == 128 * (schedule.consumers + 1)
+        assert limit * threads * schedule.resident <= 65536
+        others = (schedule.consumers - 1) * schedule.registers + 24
+        first = min(256, limit * threads // 128 - others)
+        assert {first, schedule.registers, 24} <= asked and schedule.registers <= first, (request, limit, asked)
 
 
 def test_what_does_not_compile_is_a_report():

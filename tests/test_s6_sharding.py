@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from cs336_systems.config import MODEL_SIZES, Precision, RunConfig
@@ -247,7 +248,17 @@ def check_zero1(rank: int, num_ranks: int) -> dict[str, Any]:
         low(torch.ones(1, 4, dtype=torch.bfloat16)).sum().backward()
         masters.step()
     found["bfloat16"] = low.weight[0, 0].item(), low.weight.dtype
+    # float64 stays what it is
+    wide = nn.Linear(4, 4, bias=False).to(torch.float64)
+    before = wide.weight.detach().clone()
+    unmoved = Zero1Optimizer(wide.parameters(), torch.optim.SGD, lr=0.0)
+    wide(torch.ones(1, 4, dtype=torch.float64)).sum().backward()
+    unmoved.step()
+    dist.broadcast(before, 0)
+    assert torch.equal(wide.weight, before)
     # Errors
+    with zero1.no_sync(), pytest.raises(RuntimeError, match=r"must be called outside of no_sync\(\)"):
+        zero1.finish_gradient_synchronization()
     model(x).sum().backward()
     with pytest.raises(
         RuntimeError, match=r"a second backward before step\(\): run all but the last one under no_sync"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from contextlib import ExitStack, nullcontext
+from copy import deepcopy
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -303,6 +304,12 @@ def check_awkward(rank: int, num_ranks: int) -> dict[str, float]:
             for half in x:
                 model(half).square().mean().backward()
 
+    def dropped(model: nn.Module, x: Tensor, no_sync: Any) -> None:
+        with no_sync():  # once the gradients put aside stayed, and those of replicated parameters went
+            model(x[0]).square().mean().backward()
+        model.zero_grad()
+        model(x[1]).square().mean().backward()
+
     def added_up(model: nn.Module, x: Tensor, no_sync: Any) -> None:
         for half in x:
             model(half).square().mean().backward()
@@ -319,7 +326,7 @@ def check_awkward(rank: int, num_ranks: int) -> dict[str, float]:
         model.train()
         model(x[0]).square().mean().backward()
 
-    for backward in (one, two_forwards, accumulated, only_accumulated, added_up, evaluated):
+    for backward in (one, two_forwards, accumulated, only_accumulated, dropped, added_up, evaluated):
         trained(backward.__name__, backward)
     return found
 
@@ -328,7 +335,7 @@ def check_awkward(rank: int, num_ranks: int) -> dict[str, float]:
 @pytest.mark.parametrize("num_ranks", [3])
 def test_awkward_parameters_and_schedules_train_like_one_process(num_ranks):
     for found in run_ranks(check_awkward, num_ranks):
-        assert len(found) == 6
+        assert len(found) == 7
         assert not {name: difference for name, difference in found.items() if not difference <= FP32_BOUND}
 
 
@@ -684,6 +691,43 @@ def test_norms_leave_out_what_was_frozen_after_wrapping(alone_in_a_group):
     rest = wrapped.clip_grad_norm_(1e9)
     assert rest.square().item() == pytest.approx((whole.square() - frozen.grad.square().sum()).item(), rel=1e-5)
     assert rest < whole
+
+
+def test_what_no_sync_put_aside_is_finished_outside_and_first(alone_in_a_group):
+    wrapped = FSDP(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)))
+    with wrapped.no_sync():
+        wrapped(torch.randn(3, 4)).square().sum().backward()
+        with pytest.raises(RuntimeError, match=r"must be called outside of no_sync\(\)"):
+            wrapped.finish_gradient_synchronization()
+    with pytest.raises(RuntimeError, match=r"gradients wait that no_sync put aside: call finish_gradient_sync"):
+        wrapped.clip_grad_norm_(1.0)
+    wrapped.finish_gradient_synchronization()
+    assert wrapped.clip_grad_norm_(1.0) > 0
+
+
+class Interrupted(torch.autograd.Function):
+    """Identity whose backward raises."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        raise ArithmeticError("planted")
+
+
+def test_zero_grad_drops_what_a_backward_that_raised_left(alone_in_a_group):
+    model = seeded(lambda: nn.Sequential(nn.Linear(4, 4), nn.Identity(), nn.Linear(4, 4)))
+    wrapped = FSDP(deepcopy(model))
+    with wrapped.no_sync(), pytest.raises(ArithmeticError, match="planted"):
+        wrapped.module[2](Interrupted.apply(wrapped.module[0](torch.ones(1, 4)))).sum().backward()
+    wrapped.zero_grad()
+    for each in (model, wrapped):
+        each(torch.ones(2, 4)).square().sum().backward()
+    wrapped.finish_gradient_synchronization()
+    for ours, expected in zip(wrapped.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, expected.grad)
 
 
 class Transport:

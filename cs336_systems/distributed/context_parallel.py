@@ -23,6 +23,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from cs336_systems.attention import flash_attention
+from cs336_systems.distributed.collectives import rank_in
 
 Pair = tuple[Tensor, Tensor]
 
@@ -86,10 +87,12 @@ def ring_attention(
         is_causal: the top-left mask of the whole sequence.
         scale, backend: as of `flash_attention`.
 
-    Raises ValueError without a process group, and with `is_causal` if the parts cannot be a zig-zag split.
+    Raises ValueError without a process group, on a rank that is not of `group`, and with `is_causal` if the parts
+    cannot be a zig-zag split.
     """
     if not dist.is_initialized():
         raise ValueError("ring_attention needs a process group: call torch.distributed.init_process_group first")
+    rank_in(group)
     if is_causal and (q.shape[-2] != k.shape[-2] or q.shape[-2] % 2):
         raise ValueError(
             f"q and k must have the same even number of positions under a causal mask, "

@@ -145,10 +145,11 @@ def dense_gradient(parameter: Tensor) -> Tensor:
 class LaunchOrder:
     """Says which items' collectives may start when gradients arrive, in an order that is the same on every rank.
 
-    An item is what one collective carries: a parameter, or a bucket of them. The first backward is a rehearsal in which
-    nothing starts early: it counts how many times each parameter's hook runs (twice where two reentrantly checkpointed
-    regions share a weight), and the order in which items were complete on rank 0 becomes everybody's. From then on an
-    item starts as soon as all its parameters have arrived and all items before it have started.
+    An item is what one collective carries: a parameter, or a bucket of them. The first backward in which some rank has
+    a gradient is a rehearsal in which nothing starts early: it counts how many times each parameter's hook runs (twice
+    where two reentrantly checkpointed regions share a weight), and the order in which items were complete on rank 0
+    becomes everybody's. From then on an item starts as soon as all its parameters have arrived and all items before it
+    have started. A later backward may reach a weight fewer times, and its item starts at the end; not more often.
     """
 
     def __init__(self, item_of_parameter: list[int], group: Group, device: torch.device) -> None:
@@ -183,7 +184,8 @@ class LaunchOrder:
         if self.has_started[item]:
             raise RuntimeError(
                 "a gradient arrived after its all-reduce had begun: call finish_gradient_synchronization() after each "
-                "backward, or run all but the last of them under no_sync()"
+                "backward, or run all but the last of them under no_sync(); where reentrant checkpoints reach a weight "
+                "more often than in the first backward, use NaiveDDP or FlatDDP"
             )
         if self.arrived[parameter] != self.expected[parameter]:
             return []
@@ -196,12 +198,20 @@ class LaunchOrder:
 
     def finish(self) -> list[int]:
         """The items not started in this backward, in order; the next `arrive` belongs to another backward."""
+        if self.order is None and not self._has_rehearsed():
+            return list(range(self.num_items))
         if self.order is None:
             self._learn()
         assert self.order is not None
         rest = self.order[self.num_started :]
         self._begin()
         return rest
+
+    def _has_rehearsed(self) -> bool:
+        """Whether a gradient has arrived, on any rank: not where there was no backward but under no_sync."""
+        has_arrived = torch.tensor([any(self.arrived)], dtype=torch.uint8, device=self.device)
+        all_reduce_max(has_arrived, self.group)
+        return bool(has_arrived.item())
 
     def _learn(self) -> None:
         self.expected = [max(1, count) for count in self.arrived]

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from cs336_systems.distributed.collectives import rank_in
 from cs336_systems.distributed.zero1 import Zero1Optimizer
 
 
@@ -29,7 +30,8 @@ class LossScaler:
     """The scale in `value`, a power of two, and how many steps it has been good for.
 
     `process_group` are the ranks that decide together: None for all, or for this process where there is no group.
-    Raises ValueError for a scale that is not positive and finite or an interval below 1.
+    Raises ValueError for a scale that is not positive and finite, an interval below 1, and on a rank that is not of the
+    group.
     """
 
     def __init__(
@@ -38,6 +40,8 @@ class LossScaler:
         _check_scale(value)
         if growth_interval < 1:
             raise ValueError(f"growth_interval must be at least 1, got {growth_interval!r}")
+        if dist.is_initialized():
+            rank_in(process_group)
         self.value = value
         self.growth_interval = growth_interval
         self.process_group = process_group

@@ -7,9 +7,9 @@
 
 Parameters live in flat buckets, and each rank owns the same part of every bucket, so that the split is exact to the
 element. Phases: reduce (the last bucket first, while backward goes on), update (the wrapped optimizer sees this rank's
-slices, in float32), gather (the slices of all ranks go back into the flat parameters, in place). The bytes sent are
-those of one all-reduce, where `ShardedOptimizer` behind a DDP wrapper sends half as much again (Rajbhandari et al.,
-arXiv:1910.02054, section 7.2.1).
+slices, in float32 or, where the parameters are, in float64), gather (the slices of all ranks go back into the flat
+parameters, in place). The bytes sent are those of one all-reduce, where `ShardedOptimizer` behind a DDP wrapper sends
+half as much again (Rajbhandari et al., arXiv:1910.02054, section 7.2.1).
 
 A slice knows no shapes, so the wrapped optimizer must work element by element, as SGD, Adam and AdamW do. Parameters
 below float32 get a master slice of their own. A parameter that a step does not use counts as having a gradient of
@@ -53,7 +53,8 @@ class Zero1Optimizer(torch.optim.Optimizer):
 
     The parameters' memory is replaced by views of the buckets: build it after the model is on its device. Raises
     ValueError for a bad bucket size, parameters that differ between ranks or a closure, RuntimeError where there is no
-    process group, on a second backward before `step` that is not under `no_sync`, and where groups are added later.
+    process group, on a second backward before `step` that is not under `no_sync`, where gradients are to be finished
+    under `no_sync`, and where groups are added later.
     """
 
     def __init__(
@@ -126,7 +127,9 @@ class Zero1Optimizer(torch.optim.Optimizer):
             self._next += 1
 
     def finish_gradient_synchronization(self) -> None:
-        """Reduce the buckets that unused parameters kept waiting, and wait for all."""
+        """Reduce the buckets that unused parameters kept waiting, and wait for all; RuntimeError within `no_sync`."""
+        if not self._synchronize:
+            raise RuntimeError("finish_gradient_synchronization() must be called outside of no_sync()")
         for bucket in self._reduce_order[self._next :]:
             bucket.reduce(self.group)
         self._next = len(self._reduce_order)
@@ -287,7 +290,7 @@ class Zero1Optimizer(torch.optim.Optimizer):
 
 
 class Bucket:
-    """Flat parameters and gradients of some parameters, and this rank's float32 slice of both."""
+    """Flat parameters and gradients of some parameters, and this rank's slice of both, in float32 at least."""
 
     def __init__(self, parameters: list[Tensor], rank: int, size: int, group: dist.ProcessGroup | None) -> None:
         self.parameters = parameters
@@ -310,7 +313,7 @@ class Bucket:
                 parameter.data = view
             self.gradient_views = self.views_of(self.flat_gradient)
             slice_ = self.flat[self.own]
-            self.master = nn.Parameter(slice_ if slice_.dtype == torch.float32 else slice_.float())
+            self.master = nn.Parameter(slice_.to(torch.promote_types(slice_.dtype, torch.float32)))
             self.gradient = torch.zeros_like(self.master)  # of the slice, averaged over ranks
         self.arrived: set[int] = set()
         self.launched = False
@@ -368,7 +371,7 @@ class Bucket:
         kept = [(value, parameter) for value, parameter in zip(values, self.parameters) if value is not None]
         if not any(value.ndim for value, _ in kept) and (name == "step" or any(owner.ndim for _, owner in kept)):
             return first
-        whole = torch.zeros(self.flat.shape, dtype=torch.float32, device=self.flat.device)
+        whole = torch.zeros(self.flat.shape, dtype=self.master.dtype, device=self.flat.device)
         for view, value in zip(self.views_of(whole), values):
             if value is not None:
                 view.copy_(value)

@@ -374,7 +374,7 @@ def _first_step(
 def _step(
     Q, P, O, m, rest, l, last_key, first_key, scale_log2, zero, shared, step, PLAN: gl.constexpr, MASKED: gl.constexpr
 ):  # fmt: skip
-    """Three consumers: both products, then the softmax while the others' products run. MASKED: m is raw."""
+    """Not overlapped: both products, then the softmax while another consumer's or program's run. MASKED: m is raw."""
     slot, phase = ring_slot(step, PLAN.slots)
     S, O = _issue(Q, P, O, zero, shared, slot, phase)
     S, O = warpgroup_mma_wait(0, [S, O])
@@ -390,7 +390,7 @@ def _step(
 
 @gluon.jit
 def _overlapped_step(Q, P, O, m, l, scale_log2, zero, shared, step, PLAN: gl.constexpr):
-    """Two consumers: the softmax of this step's scores while the product with the last step's P runs."""
+    """Overlapped: the softmax of this step's scores while the product with the last step's P runs."""
     slot, phase = ring_slot(step, PLAN.slots)
     S, O = _issue(Q, P, O, zero, shared, slot, phase)
     S = warpgroup_mma_wait(1, [S])
@@ -611,7 +611,8 @@ def hopper_forward(
     """Contiguous O in q's dtype and the log-sum-exp in float32, natural log.
 
     Inputs are validated, non-empty, of 16 bits, with a head_dim up to 128, and on the current device, of sm_90.
-    `config` may name an order of tiles (`schedule.plan_forward`); other kernels' configurations in it are left alone.
+    `config` may name a schedule and an order of tiles (`schedule.plan_forward`); other kernels' configurations in it
+    are left alone. A causal row's last bits may depend on the schedule, and so on how many heads a call has.
     """
     shape, dtype, device = q.shape, q.dtype, q.device
     call = _prepare(shape, k.shape, q.stride(), k.stride(), v.stride(), dtype, device, is_causal, scale, config)

@@ -42,10 +42,10 @@ class ForwardSchedule:
     consumers: int  # warp groups that compute, 64 rows of queries each
     key_tile: int
     slots: int  # of the ring, each with a tile of keys and one of values
-    registers: int  # of a consumer's thread; those of all consumers and copiers of a multiprocessor fill the file
+    registers: int  # of a consumer's thread; the first consumer has what the others leave, at least these
     overlapped: bool  # the softmax of a step runs over the step's second product
     resident: int = 1  # programs that share a multiprocessor
-    step_cost: float = 1.0  # time of a step where all of them run, in steps of the head tile's first schedule
+    step_cost: float = 1.0  # a step's time where all of them run, in steps of the head tile's first schedule; fitted
 
     @property
     def query_tile(self) -> int:
@@ -53,8 +53,11 @@ class ForwardSchedule:
 
     @property
     def launch_options(self) -> dict[str, int]:
-        """What the compiler is told beside the plan. A program starts with registers of equal number for each thread,
-        the copier's group among them, all of the multiprocessor's unless it is told of a limit."""
+        """What the compiler is told beside the plan.
+
+        A program starts with equally many registers for each thread, the copier's group among them: as many as there
+        are on a multiprocessor, unless there is a limit.
+        """
         threads = self.resident * (self.consumers + 1) * THREADS_OF_GROUP
         limit = {"maxnreg": REGISTERS_OF_MULTIPROCESSOR // threads} if self.resident > 1 else {}
         return {"num_warps": CONSUMER_WARPS, **limit}
@@ -76,9 +79,10 @@ class ForwardSchedule:
 # multiprocessors idle: its steps are shorter, and programs that are short or many share them out better. Measured on an
 # H200, triton 3.6.0, 2026-11-22. At 64 columns a program of two consumers is 18 % slower than of three on large grids,
 # and on small ones slower than two programs of one; at 128, two consumers that wait for both products are 7 % (full) to
-# 21 % (causal) slower than these. With two slots the copier is a step ahead, and at 128 columns, 64 KiB a slot, neither
-# a third fits nor a second program. On 70 shapes of 128 to 16,384 tokens what `plan_forward` chooses was mostly the
-# best of all schedules and orders, and at most 8 % slower.
+# 21 % (causal) slower than these. With two slots the copier is a step ahead; at 128 columns, 64 KiB a slot, a third
+# does not fit beside two consumers, nor a second program beside one. The costs of small steps are fitted to 38 shapes
+# and masks of 512 to 4,096 tokens; on 70 of 128 to 16,384 what `plan_forward` chooses was mostly the best of all
+# schedules and orders, and up to 8.3 % slower.
 SCHEDULES = {
     64: (
         ForwardSchedule(head_tile=64, consumers=3, key_tile=128, slots=2, registers=160, overlapped=False),
@@ -90,7 +94,7 @@ SCHEDULES = {
     128: (
         ForwardSchedule(head_tile=128, consumers=2, key_tile=128, slots=2, registers=240, overlapped=True),
         ForwardSchedule(
-            head_tile=128, consumers=1, key_tile=128, slots=2, registers=240, overlapped=True, step_cost=0.8
+            head_tile=128, consumers=1, key_tile=128, slots=2, registers=256, overlapped=True, step_cost=0.8
         ),
     ),
 }  # fmt: skip
@@ -256,10 +260,12 @@ def _longest_program_in_rounds(launch: Launch, steps: np.ndarray, places: int) -
 
     Items as `items_of_program` has them, all heads of a group at one tile, and a round a row of them.
     """
+    num_programs = min(launch.num_items, places)
+    if not launch.is_causal:  # all are equally long
+        return -(-launch.num_items // num_programs) * float(steps[-1])
     groups, remaining = divmod(launch.batch_heads, launch.heads_together)
     longest_first = steps[::-1]
-    items = [np.repeat(longest_first, launch.heads_together)] * groups + [np.repeat(longest_first, remaining)]
-    num_programs = min(launch.num_items, places)
+    items = np.tile(np.repeat(longest_first, launch.heads_together), groups), np.repeat(longest_first, remaining)
     missing = np.zeros(-launch.num_items % num_programs)
     rounds = np.concatenate([*items, missing]).reshape(-1, num_programs)
     forth, back = rounds[::2].sum(0), rounds[1::2].sum(0)

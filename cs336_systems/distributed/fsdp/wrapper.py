@@ -359,14 +359,16 @@ class FSDP(nn.Module):
     def finish_gradient_synchronization(self) -> None:
         """Wait (on a GPU: let the stream wait) for the gradients; call it after backward, before the optimizer.
 
-        Outside of `no_sync` it reduces what was put aside in there, if no backward has come since.
+        It reduces what was put aside under `no_sync`, if no backward has come since. RuntimeError within `no_sync`.
         """
-        for unit in self.units if self._synchronize else ():
+        if not self._synchronize:
+            raise RuntimeError("finish_gradient_synchronization() must be called outside of no_sync()")
+        for unit in self.units:
             aside = [weight for weight in unit.weights if weight.accumulated is not None]
             if aside:
                 self._reducer.reduce(aside)
         self._reducer.wait()
-        if not self._synchronize or self.num_ranks == 1:
+        if self.num_ranks == 1:
             return
         by_dtype: dict[torch.dtype, list[nn.Parameter]] = defaultdict(list)
         for parameter in self._replicated:
@@ -396,9 +398,10 @@ class FSDP(nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backwards inside put their gradients aside, whole, for the next backward outside to reduce with its own.
+        """Backwards inside put the gradients of sharded weights aside, whole, for the next one outside to reduce.
 
-        Until then no `.grad` has them, and `zero_grad` does not drop them.
+        Until then no `.grad` has them. `zero_grad` of this module drops them with all others; an optimizer's does not
+        know of them, and drops the replicated parameters' alone.
         """
         before, self._synchronize = self._synchronize, False
         try:
@@ -406,15 +409,26 @@ class FSDP(nn.Module):
         finally:
             self._synchronize = before
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop all gradients: those of the parameters, what `no_sync` put aside, and what a failed backward left."""
+        self._forget_backward()
+        for unit in self.units:
+            for weight in unit.weights:
+                weight.accumulated = None
+        super().zero_grad(set_to_none)
+
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, eps: float = 1e-6) -> Tensor:
         """Scale all gradients by min(1, max_norm / (norm + eps)); returns `norm`, the whole model's, on each rank.
 
-        Call it after `finish_gradient_synchronization`. A norm that is not finite makes every gradient on every rank
-        NaN, as `cs336_systems.model.clip_gradients` does. ValueError if max_norm is not positive.
+        Call it after `finish_gradient_synchronization`; RuntimeError where gradients still wait for that. A norm that
+        is not finite makes every gradient on every rank NaN, as `cs336_systems.model.clip_gradients` does. ValueError
+        if max_norm is not positive.
         """
         if not max_norm > 0:
             raise ValueError(f"max_norm must be positive, got {max_norm}")
+        if any(weight.accumulated is not None for unit in self.units for weight in unit.weights):
+            raise RuntimeError("gradients wait that no_sync put aside: call finish_gradient_synchronization() first")
         sharded = [weight.shard.grad for unit in self.units for weight in unit.weights if weight.shard.requires_grad]
         replicated = [parameter.grad for parameter in self._replicated]
         total = self._sum_of_squares([gradient for gradient in sharded if gradient is not None])
