@@ -304,6 +304,11 @@ def test_too_many_arrivals_are_seen():
     (64, True, 256, 512, 64, "pairs"),  # large ones would be half empty
     (128, True, 1024, 16, 64, "pairs"),
     (128, True, 1024, 32, 128, "pairs"),
+    (128, True, 512, 32, 64, "pairs"),
+    # where a step of a small tile that costs a twentieth more or less would decide otherwise
+    (64, False, 4096, 16, 64, "pairs"),
+    (64, True, 2048, 256, 192, "rounds"),
+    (64, False, 4096, 64, 192, "rounds"),
 ])  # fmt: skip
 def test_schedule_and_order_are_chosen_by_shape(head_dim, is_causal, seqlen, batch_heads, rows, order):
     """Small tiles where they were measured as the best of all on an H200, and large ones where they were, or where the
