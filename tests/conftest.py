@@ -50,6 +50,14 @@ def _ranks_are_copies() -> None:
         launch.START_METHOD = "forkserver"
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _calls_are_native() -> None:
+    """On a GPU attention runs with the C++ half of its operators; `test_native.py` compares that with Python's."""
+    native: Any = sys.modules.get("cs336_systems.attention.native")  # in the processes whose tests attend
+    if native is not None and HAS_CUDA:
+        native.build()
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("gpu record", "record of the GPU tests")
     group.addoption("--gpu-record", metavar="FILE", help="write the outcome of each GPU test to FILE, as JSON lines")

@@ -50,14 +50,14 @@ class GpuRow:
 def source_hash(root: Path, test_file: str, covers: Sequence[str]) -> str:
     """sha256 over the names and contents of `test_file` and of the files in `covers`, all relative to `root`.
 
-    A folder stands for all Python files below it. ValueError when `covers` is not a sequence of existing paths.
+    A folder stands for all Python and C++ files below it. ValueError when `covers` is not a sequence of existing paths.
     """
     if isinstance(covers, str) or not covers or not all(isinstance(path, str) for path in covers):
         raise ValueError(f"COVERS of {test_file} must be a non-empty tuple of paths, got {covers!r}")
     files = {root / test_file}
     for path in covers:
         covered = root / path
-        found = {covered} if covered.is_file() else set(covered.rglob("*.py"))
+        found = {covered} if covered.is_file() else {*covered.rglob("*.py"), *covered.rglob("*.cpp")}
         if not found:
             raise ValueError(f"COVERS of {test_file} names {path!r}, which is neither a file nor a folder of sources")
         files |= found

@@ -1,6 +1,7 @@
 """Launches through the driver alone: `attention/triton/launcher.py`, with a driver that reads what it is given."""
 
 import ctypes
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -136,7 +137,8 @@ class Calls:
         self.kept, self.compiled, self.given, self.count = launcher.KeptLaunches(), compiled, arguments(), 0
 
     def __call__(self, *addresses, device=CUDA):
-        self.kept(device, addresses, self.launch_all)
+        given, *made = (SimpleNamespace(data_ptr=lambda address=address: address) for address in addresses)
+        self.kept(device, (given,), tuple(made), self.launch_all)
         return self.count
 
     def launch_all(self):
@@ -194,6 +196,29 @@ def test_nothing_is_laid_out_while_somebody_watches(driver):
     time_stages(lambda: call(1), device="cpu", num_samples=2, warmup=0)
     assert call.count == 2 and not driver.maps
     assert [call(1), call(1)] == [3, 3] and len(driver.maps) == 1
+
+
+def test_who_asks_is_told_of_launches(driver):
+    call = Calls(compiled_kernel())
+    call(1, 2)
+    with launcher.launches_seen() as outer:
+        with launcher.launches_seen() as seen:
+            assert call(1, 2) == 2  # though they were kept
+        assert not driver.launches and not outer
+        ((given, made, (launched,)),) = seen
+        assert ([x.data_ptr() for x in given], [x.data_ptr() for x in made]) == ([1], [2])
+        assert launched.arguments is call.given
+    assert call(1, 2) == 2 and len(driver.launches) == 1
+
+
+def test_what_others_launch_is_not_told(driver):
+    """Autograd's thread runs beside the caller's."""
+    call = Calls(compiled_kernel())
+    with launcher.launches_seen() as seen:
+        thread = threading.Thread(target=call, args=(1,))
+        thread.start()
+        thread.join()
+    assert call.count == 1 and not seen
 
 
 def test_the_kept_launches_are_bounded(driver, monkeypatch):

@@ -3,7 +3,8 @@
 `torch.library.custom_op` hides the launches (and the choice of tiles) from the compiler, `register_fake` tells it the
 shapes, `register_autograd` ties the two halves together. That machinery costs the host several times the launches
 themselves, so that short sequences would wait for Python: on plain tensors, with nobody watching, an
-autograd.Function around the same launches takes its place. Under `create_graph` the backward half leaves a node, which
+autograd.Function around the same launches takes its place, and on GPUs, where it has been built, the C++ of
+`attention/native`. Under `create_graph` the backward half leaves a node, which
 raises when it is differentiated: there is no double backward.
 """
 
@@ -23,6 +24,7 @@ from torch._C._functorch import (
 from torch.autograd import forward_ad
 from torch.nn import Parameter
 
+from cs336_systems.attention.native import load
 from cs336_systems.attention.validation import DOUBLE_BACKWARD, check_attention_inputs, refuse_forward_mode
 
 # forward(q, k, v, *extras, is_causal, scale, config) -> (output, lse)
@@ -46,6 +48,8 @@ class AttentionOperator:
     q (batch, heads, queries, head_dim), k and v (batch, kv_heads, keys, head_dim), any strides. `output` is contiguous
     in q's dtype; `lse` (batch, heads, queries) is float32, or float64 for float64 inputs, and differentiable.
     `packed`: q (total_queries, heads, head_dim), k and v (total_keys, kv_heads, head_dim), lse (heads, total_queries).
+    `launches`: on a GPU both halves are launches of Triton kernels and, with few exceptions, nothing else, of tensors
+    q, k and v alone: `attention/triton/calls.py` finds out which calls are, for C++ to make them.
     `extras` are further arguments without a gradient, as {name: type in PyTorch's schema language}, tensors first.
     `forward` and `backward` see non-empty inputs only: without keys or queries the results are zeros and -inf. They see
     scales from SMALLEST_SCALE on: of a lesser one, what is missing has been multiplied into q.
@@ -60,6 +64,7 @@ class AttentionOperator:
         *,
         extras: Mapping[str, str] | None = None,
         packed: bool = False,
+        launches: bool = False,
     ) -> None:
         self._forward, self._backward, self._packed = forward, backward, packed
         extra = "".join(f", {kind} {argument}" for argument, kind in (extras or {}).items())
@@ -78,6 +83,9 @@ class AttentionOperator:
         self._registered_backward.register_autograd(_refuse_double_backward)
         self._registered.register_autograd(self._differentiate, setup_context=_save)
         self._apply = _eager_function(name, self)
+        self._name = name
+        self._launches = launches
+        self._kept: Any = None  # calls that C++ may make; loads Triton, so only where one is made
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
         if not runs_directly(q, k, v, *arguments):
@@ -88,6 +96,17 @@ class AttentionOperator:
 
     def run_directly(self, q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
         """A call whose arguments have been checked: `runs_directly` holds, and q, k and v fit together."""
+        if self._launches and q.is_cuda and load() is not None:
+            if self._kept is None:
+                from cs336_systems.attention.triton.calls import KeptCalls
+
+                self._kept = KeptCalls(self._name, self._run_by_python, self.backward)
+            return self._kept(q, k, v, arguments)
+        return self._run_by_python(q, k, v, arguments)
+
+    def _run_by_python(
+        self, q: Tensor, k: Tensor, v: Tensor, arguments: tuple[Any, ...]
+    ) -> tuple[Tensor, Tensor]:
         if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
             return self._apply(q, k, v, arguments)
         return self._run(q, k, v, *arguments)

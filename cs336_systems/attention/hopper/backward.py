@@ -559,8 +559,8 @@ def hopper_backward(
         shape, k_shape, q.stride(), k.stride(), v.stride(), output.stride(), grad_output.stride(), dtype, device,
         is_causal, scale, grad_lse is not None,
     )  # fmt: skip
-    inputs = q.data_ptr(), k.data_ptr(), v.data_ptr(), output.data_ptr(), grad_output.data_ptr()
-    if not call.is_readable or (inputs[0] | inputs[1] | inputs[2] | inputs[3] | inputs[4]) % TMA_ALIGNMENT_BYTES:
+    addresses = q.data_ptr() | k.data_ptr() | v.data_ptr() | output.data_ptr() | grad_output.data_ptr()
+    if not call.is_readable or addresses % TMA_ALIGNMENT_BYTES:
         grad_q, grad_k, grad_v = hopper_backward(
             readable(q), readable(k), readable(v), readable(output), lse, readable(grad_output), grad_lse, is_causal,
             scale, config,
@@ -573,9 +573,12 @@ def hopper_backward(
     grad_k = k.new_empty_strided(k_shape, call.grad_k_strides)
     grad_v = k.new_empty_strided(k_shape, call.grad_k_strides)
     rows, sums = lse.new_empty(call.rows_shape), lse.new_empty(call.sums_shape)
+    given: tuple[Tensor, ...] = (q, k, v, output, lse, grad_output, grad_lse)
+    made: tuple[Tensor, ...] = (grad_q, grad_k, grad_v, rows, sums)
     if call.seen_keys < k_shape[2]:
         for x in (grad_k, grad_v):
             x[:, :, call.seen_keys :] = 0
+        given, made = (*given, grad_k, grad_v), (grad_q, rows, sums)
 
     def launch_all() -> list[Launched | None]:
         query_tile, key_tile = call.query_tile, KEY_TILE.value
@@ -599,6 +602,5 @@ def hopper_backward(
             )  # fmt: skip
         return [first, second, third]
 
-    results = grad_q.data_ptr(), grad_k.data_ptr(), grad_v.data_ptr(), rows.data_ptr(), sums.data_ptr()
-    call.launches(device, (*inputs, lse.data_ptr(), grad_lse.data_ptr(), *results), launch_all)
+    call.launches(device, given, made, launch_all)
     return grad_q, grad_k, grad_v

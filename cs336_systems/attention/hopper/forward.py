@@ -616,8 +616,7 @@ def hopper_forward(
     """
     shape, dtype, device = q.shape, q.dtype, q.device
     call = _prepare(shape, k.shape, q.stride(), k.stride(), v.stride(), dtype, device, is_causal, scale, config)
-    inputs = q.data_ptr(), k.data_ptr(), v.data_ptr()
-    if not call.is_readable or (inputs[0] | inputs[1] | inputs[2]) % TMA_ALIGNMENT_BYTES:
+    if not call.is_readable or (q.data_ptr() | k.data_ptr() | v.data_ptr()) % TMA_ALIGNMENT_BYTES:
         output, lse = hopper_forward(readable(q), readable(k), readable(v), is_causal, scale, config)
         return (output if output.shape == shape else output[..., : shape[-1]].contiguous()), lse
     output = q.new_empty_strided(shape, call.output_strides)
@@ -629,5 +628,5 @@ def hopper_forward(
         with stage("forward"):
             return [launch(hopper_forward_kernel, call.grid, (*tiles, lse), call.numbers, call.options)]
 
-    call.launches(device, (*inputs, output.data_ptr(), lse.data_ptr()), launch_it)
+    call.launches(device, (q, k, v), (output, lse), launch_it)
     return output, lse

@@ -77,4 +77,6 @@ def kernel_names(q: Tensor, k: Tensor, *, is_causal: bool) -> str:
     return f"{launch.schedule.name(launch.order)} {backward}"
 
 
-hopper_attention = AttentionOperator("hopper_attention", _forward, _backward, extras={"deterministic": "bool"})
+hopper_attention = AttentionOperator(
+    "hopper_attention", _forward, _backward, extras={"deterministic": "bool"}, launches=True
+)

@@ -23,7 +23,6 @@ from cs336_systems.attention.tiles import KernelConfig, head_tile
 from cs336_systems.attention.triton.descriptors import described
 from cs336_systems.attention.triton.launcher import Launched
 from cs336_systems.attention.triton.launching import (
-    addresses_of,
     contiguous_like,
     grid_of,
     head_options,
@@ -371,6 +370,6 @@ def launch_backward(
         flash_backward_dq_kernel.fn, dkdv_config, dq_config, q.shape, k.shape, q.stride(), k.stride(), v.stride(),
         grad_output.stride(), grad_lse_strides, q.dtype, q.device, is_causal, scale,
     )  # fmt: skip
-    upstream = addresses_of(grad_output) if grad_lse is None else addresses_of(grad_output, grad_lse)
-    kept(q.device, upstream + addresses_of(q, k, v, output, lse, *rows, grad_q, grad_k, grad_v), launch_all)
+    upstream = (grad_output,) if grad_lse is None else (grad_output, grad_lse)
+    kept(q.device, (q, k, v, output, lse, *upstream), (*rows, grad_q, grad_k, grad_v), launch_all)
     return grad_q, grad_k, grad_v

@@ -22,7 +22,6 @@ from cs336_systems.attention.tiles import KernelConfig
 from cs336_systems.attention.triton.descriptors import described
 from cs336_systems.attention.triton.launcher import Launched
 from cs336_systems.attention.triton.launching import (
-    addresses_of,
     contiguous_like,
     grid_of,
     head_options,
@@ -157,5 +156,5 @@ def launch_forward(
         flash_forward_kernel.fn, config, q.shape, k.shape, q.stride(), k.stride(), v.stride(), q.dtype, q.device,
         is_causal, scale,
     )  # fmt: skip
-    kept(q.device, addresses_of(q, k, v, output, lse), launch_it)
+    kept(q.device, (q, k, v), (output, lse), launch_it)
     return output, lse

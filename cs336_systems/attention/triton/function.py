@@ -222,7 +222,7 @@ def _varlen_backward(
     )  # fmt: skip
 
 
-triton_attention = AttentionOperator("triton_attention", _forward, _backward)
+triton_attention = AttentionOperator("triton_attention", _forward, _backward, launches=True)
 block_sparse_attention = AttentionOperator(
     "block_sparse_attention",
     _block_sparse_forward,

@@ -1,7 +1,7 @@
 """Launches that cost the host one call of the CUDA driver.
 
     kept = KeptLaunches()                          # for calls that differ only in addresses and the stream
-    kept(device, addresses, launch_all)            # the first time launch_all(), later the driver alone
+    kept(device, given, made, launch_all)          # the first time launch_all(), later the driver alone
 
 Triton's launch looks at every argument in Python and has the driver encode each TMA descriptor anew. That takes tens
 of microseconds, and a short call of attention waits for it longer than for the GPU. Here the block of parameters is
@@ -11,7 +11,8 @@ allocator hands out again, as it does in every step of a training loop, finds it
 The block has the layout that the kernel's PTX declares, which is compared with what Triton passes: for a descriptor 128
 bytes of tensor map, the shape in 32 bits and the strides in 64; an address; a number in 32 or 64 bits; two addresses of
 scratch memory at the end. A kernel that declares anything else, or needs more than a plain launch, is left to Triton,
-and so is every launch while a profiler has hooks on them or stages are timed.
+and so is every launch while a profiler has hooks on them or stages are timed. Within `launches_seen` all go through
+Triton too, and whoever asked is told of them: `attention/native` makes them without Python from then on.
 Sources: CUDA Driver API, cuLaunchKernelEx and cuTensorMapEncodeTiled; triton/backends/nvidia/driver.py.
 """
 
@@ -19,12 +20,15 @@ from __future__ import annotations
 
 import ctypes
 import re
+import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache, lru_cache, partial
 from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from triton import knobs
 
 from cs336_systems.profiling.stages import stages_are_timed
@@ -57,7 +61,42 @@ class Launched(NamedTuple):
     arguments: tuple[Any, ...]
 
 
-class _LaunchConfig(ctypes.Structure):
+class Seen(NamedTuple):
+    """What one `KeptLaunches` has launched: on which tensors, of which those in `made` were uninitialised before."""
+
+    given: tuple[Tensor, ...]
+    made: tuple[Tensor, ...]
+    launched: Sequence[Launched | None]
+
+
+class Block(NamedTuple):
+    """A kernel's parameters in memory."""
+
+    memory: Any  # holds the rest
+    start: int
+    places: list[int]  # of each parameter; the first at `start`
+    addresses: list[tuple[int, int, bool]]  # place, the address in it, whether within a tensor map
+
+    @property
+    def size(self) -> int:
+        """Bytes from `start` on, in whole multiples of ALIGNMENT."""
+        return len(self.memory) - ALIGNMENT
+
+
+_seen = threading.local()  # `by`: who is told of the launches of this thread
+
+
+@contextmanager
+def launches_seen() -> Iterator[list[Seen]]:
+    """All that `KeptLaunches` launch within, on this thread."""
+    outer, _seen.by = getattr(_seen, "by", None), []
+    try:
+        yield _seen.by
+    finally:
+        _seen.by = outer
+
+
+class LaunchConfig(ctypes.Structure):
     """cuda.h's CUlaunchConfig."""
 
     _fields_ = [
@@ -88,15 +127,20 @@ class KeptLaunches:
         self._bound: dict[tuple[int, ...], list[Bound]] = {}
 
     def __call__(
-        self, device: torch.device, addresses: tuple[int, ...], launch_all: Callable[[], Sequence[Launched | None]]
-    ) -> None:
-        """Launch on `device`, which is the current one, for tensors at these addresses.
+        self, device: torch.device, given: tuple[Tensor, ...], made: tuple[Tensor, ...],
+        launch_all: Callable[[], Sequence[Launched | None]],
+    ) -> None:  # fmt: skip
+        """Launch on `device`, which is the current one, what reads `given` and writes `made`, uninitialised so far.
 
         `launch_all` launches through Triton and says what; None stands for what cannot be launched otherwise.
         """
         if device.type != "cuda" or somebody_watches():  # interpreted or compiled only, or each launch is to be seen
             launch_all()
             return
+        if (seen := getattr(_seen, "by", None)) is not None:
+            seen.append(Seen(given, made, launch_all()))
+            return
+        addresses = [x.data_ptr() for x in (*given, *made)]
         key = (torch._C._cuda_getCurrentRawStream(device.index), *addresses)
         bound = self._bound.get(key)
         if bound is None:
@@ -123,39 +167,50 @@ def bind(compiled: Any, grid: tuple[int, int, int], arguments: Sequence[Any], st
     `arguments` are the kernel's up to its last run-time one: tensors, descriptors of such, numbers. Their memory is not
     held: the launch is for whatever lies at these addresses.
     """
-    layout = layout_of(compiled)
-    if layout is None:
+    block = lay_out(compiled, arguments)
+    if block is None:
         return None
-    # Each parameter at a multiple of a tensor map's alignment: blocks are small.
-    ends = list(accumulate(-(-BYTES[kind] // ALIGNMENT) * ALIGNMENT for kind in layout.parameters))
-    block = (ctypes.c_byte * (ends[-1] + ALIGNMENT))()
-    start = -(-ctypes.addressof(block) // ALIGNMENT) * ALIGNMENT
-    places = [start + end for end in (0, *ends[:-1])]
-    maps = iter(getattr(compiled.metadata, "tensordesc_meta", None) or ())
-    place = iter(places)
-    for index, kind in layout.arguments:
-        argument = arguments[index]
-        if kind == "tensordesc":
-            if not _encode(next(place), argument, next(maps)):
-                return None
-            for number in argument.shape:
-                ctypes.c_int32.from_address(next(place)).value = number
-            for number in argument.strides:
-                ctypes.c_int64.from_address(next(place)).value = number
-        elif kind == "pointer":
-            ctypes.c_uint64.from_address(next(place)).value = argument.data_ptr()
-        else:
-            NUMBERS[kind][1].from_address(next(place)).value = argument
-    pointers = (ctypes.c_void_p * len(places))(*places)
+    pointers = (ctypes.c_void_p * len(block.places))(*block.places)
     compiled._init_handles()
     metadata = compiled.metadata
-    config = _LaunchConfig(*grid, 32 * metadata.num_warps, 1, 1, metadata.shared, stream, None, 0)
+    config = LaunchConfig(*grid, 32 * metadata.num_warps, 1, 1, metadata.shared, stream, None, 0)
     launch = partial(
         cuda_driver().cuLaunchKernelEx,
         ctypes.byref(config), ctypes.c_void_p(compiled.function), ctypes.byref(pointers), None,
     )  # fmt: skip
     launch.kept = compiled, block  # type: ignore[attr-defined]  # alive as long as the launch
     return launch
+
+
+def lay_out(compiled: Any, arguments: Sequence[Any]) -> Block | None:
+    """The parameters with which `compiled` takes `arguments`; None where only Triton's own launch will do."""
+    layout = layout_of(compiled)
+    if layout is None:
+        return None
+    # Each parameter at a multiple of a tensor map's alignment: blocks are small.
+    ends = list(accumulate(-(-BYTES[kind] // ALIGNMENT) * ALIGNMENT for kind in layout.parameters))
+    memory = (ctypes.c_byte * (ends[-1] + ALIGNMENT))()
+    start = -(-ctypes.addressof(memory) // ALIGNMENT) * ALIGNMENT
+    places = [start + end for end in (0, *ends[:-1])]
+    addresses: list[tuple[int, int, bool]] = []
+    maps = iter(getattr(compiled.metadata, "tensordesc_meta", None) or ())
+    rest = iter(places)
+    for index, kind in layout.arguments:
+        argument, place = arguments[index], next(rest)
+        if kind == "tensordesc":
+            if not _encode(place, argument, next(maps)):
+                return None
+            addresses.append((place, argument.base.data_ptr(), True))
+            for number in argument.shape:
+                ctypes.c_int32.from_address(next(rest)).value = number
+            for number in argument.strides:
+                ctypes.c_int64.from_address(next(rest)).value = number
+        elif kind == "pointer":
+            ctypes.c_uint64.from_address(place).value = argument.data_ptr()
+            addresses.append((place, argument.data_ptr(), False))
+        else:
+            NUMBERS[kind][1].from_address(place).value = argument
+    return Block(memory, start, places, addresses)
 
 
 def somebody_watches() -> bool:

@@ -88,11 +88,6 @@ def kept_launches(*facts: Any) -> KeptLaunches:
     return KeptLaunches()
 
 
-def addresses_of(*tensors: Tensor) -> tuple[int, ...]:
-    """Where each of `tensors` begins."""
-    return tuple([x.data_ptr() for x in tensors])
-
-
 def grid_of(config: KernelConfig, q: Tensor, k: Tensor) -> tuple[int]:
     """A program for each tile of each head: of queries, or under a dkdv configuration of keys and their heads."""
     x, tile = (k, config.key_tile) if config.kernel == "dkdv" else (q, config.query_tile)
