@@ -351,7 +351,9 @@ def each_schedule(monkeypatch) -> Callable[[int], Iterator[str]]:
         for name in ("", *(schedule.name("tiles") for schedule in SCHEDULES[head_tile(head_dim)])):
             named = partial(run_named, name)
             monkeypatch.setattr(function, "hopper_forward", named if name else forward)
+            function.hopper_attention._kept = None  # C++ would go on with the one before
             yield name
+        function.hopper_attention._kept = None
         monkeypatch.setattr(function, "hopper_forward", forward)
 
     def run_named(

@@ -17,6 +17,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -724,15 +725,15 @@ def test_streams_threads_and_graphs(backend, by_python):
         results.append(flash_attention(*late, backend=backend, is_causal=True))
     stream.synchronize()
 
-    def work():  # a thread that CUDA has not seen
+    def work():
+        torch.zeros(1, device="cuda")  # Triton's descriptors need the context that a thread's first kernel makes
         output = flash_attention(*tensors, backend=backend, is_causal=True)
         torch.autograd.grad(output, tensors, grad)
-        results.append(output)
+        return output
 
     for _ in range(2):
-        thread = threading.Thread(target=work)
-        thread.start()
-        thread.join()
+        with ThreadPoolExecutor(1) as pool:
+            results.append(pool.submit(work).result())
     static = [x.detach().clone() for x in tensors]
     flash_attention(*static, backend=backend, is_causal=True)
     graph = torch.cuda.CUDAGraph()
