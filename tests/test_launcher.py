@@ -221,6 +221,46 @@ def test_what_others_launch_is_not_told(driver):
     assert call.count == 1 and not seen
 
 
+class Contexts:
+    """The driver's contexts; a thread begins without."""
+
+    def __init__(self, current=None):
+        self.current, self.calls = current, []
+
+    def cuCtxGetCurrent(self, context):  # noqa: N802 - the driver's name
+        self.calls.append("get")
+        context._obj.value = self.current
+        return 0
+
+    def cuDeviceGet(self, number, ordinal):  # noqa: N802
+        number._obj.value = ordinal + 10
+        return 0
+
+    def cuDevicePrimaryCtxRetain(self, context, number):  # noqa: N802
+        context._obj.value = number.value + 100
+        return 0
+
+    def cuCtxSetCurrent(self, context):  # noqa: N802
+        self.calls.append(context.value)
+        return 0
+
+
+@pytest.mark.parametrize("current, calls", [(None, ["get", 113]), (7, ["get"])])
+def test_a_thread_without_a_context_gets_the_devices(monkeypatch, current, calls):
+    driver = Contexts(current)
+    monkeypatch.setattr(launcher, "cuda_driver", lambda: driver)
+
+    def twice():
+        launcher.have_context(3)
+        launcher.have_context(3)
+
+    for _ in range(2):  # each thread asks once
+        thread = threading.Thread(target=twice)
+        thread.start()
+        thread.join()
+    assert driver.calls == calls * 2
+
+
 def test_the_kept_launches_are_bounded(driver, monkeypatch):
     monkeypatch.setattr(launcher, "KEPT_CALLS", 3)
     call = Calls(compiled_kernel())

@@ -147,7 +147,7 @@ def machine(module, monkeypatch):
     module.set_driver(*(ctypes.cast(x, ctypes.c_void_p).value for x in (machine.launch, machine.replace)))
 
     def tell(given, made, launched):
-        if (seen := getattr(launcher._seen, "by", None)) is not None:
+        if (seen := getattr(launcher._thread, "by", None)) is not None:
             seen.append(launcher.Seen(given, made, launched))
 
     def forward(q, k, v, is_causal, scale, config):
@@ -726,7 +726,7 @@ def test_streams_threads_and_graphs(backend, by_python):
     stream.synchronize()
 
     def work():
-        torch.zeros(1, device="cuda")  # Triton's descriptors need the context that a thread's first kernel makes
+        # Of a thread that has no CUDA context: its first kernel would be this one.
         output = flash_attention(*tensors, backend=backend, is_causal=True)
         torch.autograd.grad(output, tensors, grad)
         return output

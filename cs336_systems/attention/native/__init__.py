@@ -4,9 +4,9 @@
     load()         # the module, or None where it has not been built or is switched off
 
 A call of attention on short sequences waits for the host, and of the host's time the larger part is Python's: an
-autograd.Function that launches nothing takes as long as both passes of cuDNN. `operator.cpp` is the same half without
-Python; `attention/triton/calls.py` tells it what a call launches. Without it everything works as well, and short calls
-take longer.
+autograd.Function that launches nothing takes more than half as long as both passes of cuDNN. `operator.cpp` is the same
+half without Python; `attention/triton/calls.py` tells it what a call launches. Without it everything works as well, and
+short calls take longer.
 
 `CS336_ATTN_NATIVE=0` switches it off.
 """

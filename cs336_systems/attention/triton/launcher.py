@@ -83,17 +83,17 @@ class Block(NamedTuple):
         return len(self.memory) - ALIGNMENT
 
 
-_seen = threading.local()  # `by`: who is told of the launches of this thread
+_thread = threading.local()  # `by`: who is told of its launches; `has_context`: whether it is known to have one
 
 
 @contextmanager
 def launches_seen() -> Iterator[list[Seen]]:
     """All that `KeptLaunches` launch within, on this thread."""
-    outer, _seen.by = getattr(_seen, "by", None), []
+    outer, _thread.by = getattr(_thread, "by", None), []
     try:
-        yield _seen.by
+        yield _thread.by
     finally:
-        _seen.by = outer
+        _thread.by = outer
 
 
 class LaunchConfig(ctypes.Structure):
@@ -120,6 +120,26 @@ def cuda_driver() -> Any:
     return ctypes.CDLL("libcuda.so.1")
 
 
+def have_context(device: int) -> None:
+    """Make the CUDA context of `device` current where this thread has none: its first kernel of PyTorch's would.
+
+    A thread that has only allocated has none, and without one the driver neither launches nor encodes a descriptor.
+    """
+    if getattr(_thread, "has_context", False):
+        return
+    driver, context, number = cuda_driver(), ctypes.c_void_p(), ctypes.c_int()
+    driver.cuCtxGetCurrent(ctypes.byref(context))
+    if not context:
+        for status in (
+            driver.cuDeviceGet(ctypes.byref(number), device),
+            driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), number),
+            driver.cuCtxSetCurrent(context),
+        ):
+            if status:  # Triton's launch says why
+                return
+    _thread.has_context = True
+
+
 class KeptLaunches:
     """The launches of calls that differ in nothing but the addresses of their tensors and the stream."""
 
@@ -137,7 +157,7 @@ class KeptLaunches:
         if device.type != "cuda" or somebody_watches():  # interpreted or compiled only, or each launch is to be seen
             launch_all()
             return
-        if (seen := getattr(_seen, "by", None)) is not None:
+        if (seen := getattr(_thread, "by", None)) is not None:
             seen.append(Seen(given, made, launch_all()))
             return
         addresses = [x.data_ptr() for x in (*given, *made)]

@@ -20,7 +20,7 @@ from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
 from cs336_systems.attention.tiles import KernelConfig, head_tile, smaller_config
-from cs336_systems.attention.triton.launcher import KEPT_SHAPES, KeptLaunches, Launched
+from cs336_systems.attention.triton.launcher import KEPT_SHAPES, KeptLaunches, Launched, have_context
 
 LOG_SWITCH = "CS336_ATTN_LOG"
 POINTER_ALIGNMENT_BYTES = 16  # Triton loads four words at a time from such a pointer
@@ -106,9 +106,13 @@ def contiguous_like(x: Tensor) -> Tensor:
 
 
 def on_device_of(x: Tensor) -> AbstractContextManager[Any]:
-    """Triton launches on the current CUDA device, which need not be x's."""
-    elsewhere = x.is_cuda and x.device.index != torch.cuda.current_device()
-    return torch.cuda.device(x.device) if elsewhere else nullcontext()
+    """Triton launches on the current CUDA device, which need not be x's, in a context that this thread has."""
+    if not x.is_cuda:
+        return nullcontext()
+    if x.device.index != torch.cuda.current_device():
+        return torch.cuda.device(x.device)
+    have_context(x.device.index)
+    return nullcontext()
 
 
 def launch_fitting(
