@@ -8,7 +8,7 @@ autograd.Function that launches nothing takes more than half as long as both pas
 half without Python; `attention/triton/calls.py` tells it what a call launches. Without it everything works as well, and
 short calls take longer.
 
-`CS336_ATTN_NATIVE=0` switches it off.
+`CS336_ATTN_NATIVE=0` switches it off, if it is set before the first call.
 """
 
 from __future__ import annotations
@@ -65,10 +65,10 @@ def is_switched_off() -> bool:
 
 def state() -> str:
     """What becomes of calls on a GPU, in one line for people."""
-    if is_switched_off():
-        return f"Python: {SWITCH}=0"
     if load() is not None:
         return "C++"
+    if is_switched_off():
+        return f"Python: {SWITCH}=0"
     try:
         exists = os.path.exists(library_path())
     except OSError as error:

@@ -1,7 +1,7 @@
-"""What a call of an operator launches, found out by making it once, and then made by `native/operator.cpp`.
+"""What a call of an operator launches, found out by making it, and then made by `native/operator.cpp`.
 
     calls = KeptCalls(name, python, backward)
-    output, lse = calls(q, k, v, arguments)     # the first time of some shapes by Python, later by C++
+    output, lse = calls(q, k, v, arguments)     # twice by Python, for each kind of q, k, v, then by C++
 
 A call is made by C++ only if it has been seen to be nothing but launches: all that the kernels read are q, k, v (and in
 the backward what was saved, and the gradient), all that they write was allocated for them, and Triton's launches have a
@@ -38,7 +38,7 @@ _held: set[Any] = set()  # compiled kernels whose functions C++ launches
 
 
 class KeptCalls:
-    """The calls of one operator: Python makes those of each kind once, and C++ from then on those that it can.
+    """The calls of one operator: Python makes those of each kind twice, and C++ from then on those that it can.
 
     `python` is what makes them, differentiable, and `backward` their gradients.
     """
@@ -50,6 +50,7 @@ class KeptCalls:
         backward: Callable[..., tuple[Tensor, ...]],
     ) -> None:
         self._name, self._python, self._backward = name, python, backward
+        self._once: set[tuple[Any, ...]] = set()  # a shape that comes once, as in generation, takes no place
         self._calls: dict[tuple[Any, ...], Any] = {}  # C++'s, or None where the call stays Python's
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, arguments: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
@@ -69,7 +70,12 @@ class KeptCalls:
     def _see(
         self, key: tuple[Any, ...], q: Tensor, k: Tensor, v: Tensor, arguments: tuple[Any, ...]
     ) -> tuple[Tensor, Tensor]:
-        """The call by Python, after which C++ may know it."""
+        """The call by Python, after which C++ may know it, if it is no longer the first."""
+        if key not in self._once:
+            if len(self._once) >= MAX_CALLS:
+                self._once.clear()
+            self._once.add(key)
+            return self._python(q, k, v, arguments)
         if len(self._calls) >= MAX_CALLS or not _are_apart(q, k, v):
             return self._python(q, k, v, arguments)
         with launches_seen() as seen:
