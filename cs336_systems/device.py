@@ -338,8 +338,9 @@ HOPPER_LAYOUTS = {
     "packed": "hopper kernels take no packed documents; backend 'triton' does",
 }
 # Where hopper is measured to be the fastest of our back ends, forward and backward together: head_dim -> the shortest
-# length of queries and of keys from which on `auto` takes it (`attention_shapes`, `doctor --measure`).
-HOPPER_WHERE_FASTEST: dict[int, int] = {64: 512, 128: 512}
+# length of queries and of keys from which on `auto` takes it, and how many queries there must be in all heads of the
+# batch (`attention_shapes`, `doctor --measure`). Fewer leave multiprocessors idle, for which triton splits the keys.
+HOPPER_WHERE_FASTEST: dict[int, tuple[int, int]] = {64: (512, 512), 128: (512, 8192)}
 
 
 def select_backend(
@@ -348,6 +349,7 @@ def select_backend(
     compute_capability: tuple[int, int] | None,
     dtype: str,
     head_dim: int,
+    batch_heads: int,
     seqlen_q: int,
     seqlen_k: int,
     requested: str = "auto",
@@ -365,6 +367,7 @@ def select_backend(
         device_kind: torch's device type of the inputs; on others than cuda triton is taken by name only.
         compute_capability: of the inputs' GPU; None elsewhere.
         dtype, head_dim, seqlen_q, seqlen_k: of the inputs; a length may be 0.
+        batch_heads: heads that queries have in the whole batch.
         layout: what the call attends over; hopper is refused for any but `dense`.
         available: from `available_backends`.
     """
@@ -385,9 +388,11 @@ def select_backend(
             raise ValueError(f"backend {requested!r} cannot be used: {why}")
         return requested, f"{requested} was asked for"
 
-    shortest = HOPPER_WHERE_FASTEST.get(head_dim)
-    if shortest is not None and min(seqlen_q, seqlen_k) >= shortest and refusal("hopper") is None:
-        return "hopper", f"hopper is the fastest of ours at head_dim {head_dim} from {shortest} tokens on"
+    if head_dim in HOPPER_WHERE_FASTEST and refusal("hopper") is None:
+        tokens, queries = HOPPER_WHERE_FASTEST[head_dim]
+        if min(seqlen_q, seqlen_k) >= tokens and batch_heads * seqlen_q >= queries:
+            most = "" if queries <= tokens else f" and {queries} queries in all heads"
+            return "hopper", f"hopper is the fastest of ours at head_dim {head_dim} from {tokens} tokens{most} on"
     why_not_triton = refusal("triton") if device_kind == "cuda" else f"the inputs are on {device_kind}"
     if why_not_triton is None:
         return "triton", f"triton serves {dtype} with head_dim {head_dim} on this GPU"

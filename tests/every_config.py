@@ -23,7 +23,11 @@ HEADS, KV_HEADS = 2, 1
 QUERIES, KEYS = 197, 203  # cut by every tile, and no multiple of 16
 DOCUMENTS = (0, 1, 17, 130, 49)
 DTYPES = {"bfloat16": 2, "float16": 2, "float32": 4}
-FAMILIES = ("dense", "causal", "blocks64", "blocks128", "varlen", "varlen_causal", "hopper", "hopper_causal")
+FEW_QUERIES = 29  # of both heads in one tile, where nothing is masked
+FAMILIES = (
+    "dense", "causal", "blocks64", "blocks128", "varlen", "varlen_causal", "split", "split_causal", "hopper",
+    "hopper_causal",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -31,7 +35,9 @@ class Case:
     family: str  # one of FAMILIES
     dtype: str
     head_dim: int
-    configs: tuple[str, ...]  # names, of forward, dkdv and dq; of the hopper back end, the forward's and which backward
+    # Names, of forward, dkdv and dq; of a forward that splits keys, its own; of the hopper back end, the forward's and
+    # which backward.
+    configs: tuple[str, ...]
 
 
 def cases(target: str, families: list[str], dtypes: list[str]) -> Iterator[Case]:
@@ -50,9 +56,8 @@ def cases(target: str, families: list[str], dtypes: list[str]) -> Iterator[Case]
                         yield Case(family, dtype, head_dim, (forward, "atomic"))
                 continue
             for head_tile in (64, 128, 256):
-                rows = [
-                    TABLES[target][kernel, DTYPES[dtype], head_tile].configs for kernel in ("forward", "dkdv", "dq")
-                ]
+                kernels = ("forward",) if family.startswith("split") else ("forward", "dkdv", "dq")
+                rows = [TABLES[target][kernel, DTYPES[dtype], head_tile].configs for kernel in kernels]
                 for tma in (False, True):
                     chosen = [[config for config in row if config.tma == tma] for row in rows]
                     if not any(chosen) or (tma and family.startswith("varlen")):
@@ -64,7 +69,7 @@ def cases(target: str, families: list[str], dtypes: list[str]) -> Iterator[Case]
 
 
 def attend(case: Case, device: str) -> tuple[list[Tensor], dict[str, Tensor], dict[str, object]]:
-    """(inputs, results by the oracle's names, what the oracle must know)."""
+    """(inputs, results by the oracle's names, what the oracle must know); of split keys the forward alone."""
     from cs336_systems.attention import (
         AttentionConfig,
         BlockMask,
@@ -96,6 +101,8 @@ def attend(case: Case, device: str) -> tuple[list[Tensor], dict[str, Tensor], di
         known: dict[str, object] = {"mask": mask}
     else:
         queries, keys = QUERIES, KEYS
+        if case.family == "split":
+            queries = FEW_QUERIES
         if hopper and case.head_dim % 64:  # so that causal queries see keys that do not exist: a kernel of its own
             queries, keys = KEYS, QUERIES
         shapes = ((HEADS, queries), (KV_HEADS, keys), (KV_HEADS, keys), (HEADS, queries))
@@ -115,6 +122,14 @@ def attend(case: Case, device: str) -> tuple[list[Tensor], dict[str, Tensor], di
 
             forward, backward = case.configs
             output, lse = hopper_attention(*leaves, backward == "deterministic", causal, case.head_dim**-0.5, forward)
+        elif case.family.startswith("split"):
+            from cs336_systems.attention.triton.split import launch_split_forward
+
+            chosen = KernelConfig.from_name(*case.configs)
+            output, lse = launch_split_forward(
+                *tensors[:3], is_causal=causal, scale=case.head_dim**-0.5, config=chosen, part_size=chosen.key_tile
+            )
+            return tensors, {"output": output, "lse": lse}, known
         else:
             output, lse = flash_attention(*leaves, is_causal=causal, **options)
         grads = torch.autograd.grad((output, lse), leaves, (grad, torch.zeros_like(lse)))

@@ -440,8 +440,8 @@ def test_importing_and_asking_imports_no_triton() -> None:
 
 def select(**overrides: Any) -> tuple[str, str]:
     fields: dict[str, Any] = {
-        "device_kind": "cuda", "compute_capability": (9, 0), "dtype": "bfloat16", "head_dim": 64, "seqlen_q": 1024,
-        "seqlen_k": 1024, "available": ALL_OK,
+        "device_kind": "cuda", "compute_capability": (9, 0), "dtype": "bfloat16", "head_dim": 64, "batch_heads": 8,
+        "seqlen_q": 1024, "seqlen_k": 1024, "available": ALL_OK,
     }  # fmt: skip
     return device.select_backend(**(fields | overrides))
 
@@ -455,10 +455,12 @@ LONG = {"seqlen_q": 16384, "seqlen_k": 16384}
     [
         # hopper on its GPU
         ({}, "hopper", "hopper is the fastest of ours at head_dim 64 from 512 tokens on"),
-        ({"dtype": "float16", "head_dim": 128}, "hopper", "head_dim 128 from 512"),
+        ({"batch_heads": 1, "seqlen_q": 512}, "hopper", "from 512 tokens on"),
+        ({"dtype": "float16", "head_dim": 128}, "hopper", "128 from 512 tokens and 8192 queries in all heads on"),
         # triton on CUDA
         ({"seqlen_q": 511}, "triton", "triton serves bfloat16 with head_dim 64 on this GPU"),
         ({"seqlen_k": 511, "dtype": "float16"}, "triton", "serves float16"),
+        ({"head_dim": 128, "batch_heads": 7}, "triton", "triton serves"),
         ({"dtype": "float32"}, "triton", "serves float32"),
         ({"head_dim": 256}, "triton", "head_dim 256"),
         ({"head_dim": 59}, "triton", "head_dim 59"),
@@ -560,6 +562,7 @@ def test_select_backend_refuses_with_the_reason(inputs: dict[str, Any], message:
         ({"head_dim": 64, "seqlen_k": 1023}, "triton"),
         ({"head_dim": 128}, "triton"),  # from 4096 tokens on
         ({"head_dim": 128, **LONG}, "hopper"),
+        ({"head_dim": 128, "batch_heads": 3, **LONG}, "triton"),
         ({"head_dim": 80, **LONG}, "triton"),  # not in the table
         ({"head_dim": 64, "dtype": "float32"}, "triton"),
         ({"head_dim": 64, "compute_capability": (8, 0)}, "triton"),
@@ -573,11 +576,12 @@ def test_select_backend_refuses_with_the_reason(inputs: dict[str, Any], message:
 def test_auto_takes_hopper_where_the_table_says_so(
     monkeypatch: pytest.MonkeyPatch, inputs: dict[str, Any], name: str
 ) -> None:
-    monkeypatch.setattr(device, "HOPPER_WHERE_FASTEST", {64: 1024, 128: 4096})
+    monkeypatch.setattr(device, "HOPPER_WHERE_FASTEST", {64: (1024, 0), 128: (4096, 65536)})
     chosen, why = select(**inputs)
     assert chosen == name
     if name == "hopper":
-        assert re.fullmatch(r"hopper is the fastest of ours at head_dim (64 from 1024|128 from 4096) tokens on", why)
+        limits = "64 from 1024 tokens|128 from 4096 tokens and 65536 queries in all heads"
+        assert re.fullmatch(rf"hopper is the fastest of ours at head_dim ({limits}) on", why)
 
 
 def test_the_hopper_refusal_can_be_traced() -> None:

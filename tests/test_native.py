@@ -659,6 +659,7 @@ GPU_SHAPES = {
     "short": (1, 16, 16, 512, 512, 64), "grouped, ragged": (2, 4, 2, 300, 300, 128),
     "fewer queries": (1, 2, 2, 77, 130, 64),
     "fewer keys": (1, 2, 2, 130, 77, 64), "head of 40": (1, 2, 2, 100, 100, 40), "one row": (1, 1, 1, 1, 1, 64),
+    "split keys": (1, 1, 1, 2048, 2048, 64), "one row of a group": (2, 8, 2, 1, 4096, 128),
 }  # fmt: skip
 
 

@@ -59,6 +59,7 @@ SLOT_ACCESS = re.compile(r"\b(\w+_slots)\.index\(\w*slot\)\.(load|store)\(")
 
 GROUPS = {
     "triton": ("dense", "causal", "blocks64", "blocks128", "varlen", "varlen_causal"),
+    "split": ("split", "split_causal"),
     "hopper": ("hopper", "hopper_causal"),
 }
 FAMILIES = [family for families in GROUPS.values() for family in families]

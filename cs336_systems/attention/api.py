@@ -193,7 +193,8 @@ def _check_once(
     q, k, v = (torch.empty(shape, dtype=dtype, device="meta") for shape in (q_shape, k_shape, v_shape))
     check_attention_inputs(q, k, v, enable_gqa=enable_gqa)
     scale = resolve_scale(scale, q_shape[-1])
-    name, _ = _select_once(device, dtype, q_shape[-1], q_shape[-2], k_shape[-2], backend, "dense", interpreter)
+    batch_heads, seqlen_q, head_dim = q_shape[:-2].numel(), *q_shape[-2:]
+    name, _ = _select_once(device, dtype, head_dim, batch_heads, seqlen_q, k_shape[-2], backend, "dense", interpreter)
     return name, scale
 
 
@@ -219,7 +220,7 @@ def explain_backend(
     """
     if q.device.type not in ("cpu", "cuda"):
         raise ValueError(f"q must be on a cpu or cuda device, got {q.device}")
-    facts = (q.device, q.dtype, q.shape[-1], q.shape[-2], k.shape[-2], backend, layout)
+    facts = (q.device, q.dtype, q.shape[-1], q.shape[:-2].numel(), q.shape[-2], k.shape[-2], backend, layout)
     # Short sequences wait for the host, so a choice is made once. Compilers trace it, with lengths that are symbols.
     if torch.compiler.is_compiling() or type(k.shape[-2]) is not int or not isinstance(backend, str):
         return _select(*facts)
@@ -232,14 +233,15 @@ def _select_once(*facts: Any) -> tuple[str, str]:
 
 
 def _select(
-    device: torch.device, dtype: torch.dtype, head_dim: int, seqlen_q: int, seqlen_k: int, backend: str,
-    layout: AttentionLayout,
+    device: torch.device, dtype: torch.dtype, head_dim: int, batch_heads: int, seqlen_q: int, seqlen_k: int,
+    backend: str, layout: AttentionLayout,
 ) -> tuple[str, str]:  # fmt: skip
     return select_backend(
         device_kind=device.type,
         compute_capability=_compute_capability(device.index or 0) if device.type == "cuda" else None,
         dtype=str(dtype).removeprefix("torch."),
         head_dim=head_dim,
+        batch_heads=batch_heads,
         seqlen_q=seqlen_q,
         seqlen_k=seqlen_k,
         requested=backend,

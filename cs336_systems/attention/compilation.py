@@ -37,6 +37,7 @@ from cs336_systems.config import DTypeName
 ARCHITECTURES = {"sm80": 80, "sm86": 86, "sm89": 89, "sm90": 90, "sm100": 100}  # the number in Triton's target
 # Triton specialises on whether 16 divides a number: so it does here, as in most calls that matter.
 BATCH, HEADS, SEQLEN = 2, 16, 1024
+SPLIT_PARTS = 4  # of keys; a number of parts is no constant of the kernel
 SERIALIZED = re.compile(r"C75\d\d")  # ptxas's warnings that wgmma is made synchronous
 CRASH = "the compiler crashed"
 INTERPRETER_SWITCH = "TRITON_INTERPRET"
@@ -53,9 +54,16 @@ class CompileRequest:
     head_dim: int
     dtype: DTypeName
     is_causal: bool
+    is_split: bool = False  # a forward that splits the keys
 
     def __post_init__(self) -> None:
         check_arch(self.arch)
+        if self.is_split and self.config.kernel != "forward":
+            raise ValueError(f"is_split is for a forward, got {self.config.name}")
+
+    @property
+    def name(self) -> str:
+        return f"{self.config.name}/{SPLIT_PARTS}" if self.is_split else self.config.name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -247,11 +255,16 @@ def _launch(request: CompileRequest) -> None:
     """Call the launcher as `flash_attention` does, on tensors without storage."""
     from cs336_systems.attention.triton.backward import launch_backward
     from cs336_systems.attention.triton.forward import launch_forward
+    from cs336_systems.attention.triton.split import launch_split_forward
 
     shape = (BATCH, HEADS, SEQLEN, request.head_dim)
     x = torch.empty(shape, dtype=getattr(torch, request.dtype), device="meta")
     config, is_causal, scale = request.config, request.is_causal, 1 / math.sqrt(request.head_dim)
-    if config.kernel == "forward":
+    if request.is_split:
+        launch_split_forward(
+            x, x, x, is_causal=is_causal, scale=scale, config=config, part_size=SEQLEN // SPLIT_PARTS
+        )
+    elif config.kernel == "forward":
         launch_forward(x, x, x, is_causal=is_causal, scale=scale, config=config)
     else:
         lse = torch.empty(shape[:-1], dtype=torch.float32, device="meta")

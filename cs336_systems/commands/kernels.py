@@ -45,17 +45,20 @@ def machine_arch(command: str) -> str:
 
 
 def shipped_requests(arch: str) -> list[CompileRequest]:
-    """Every configuration of the table of `arch`, causal and not; the 16-bit dtypes compile alike, so bfloat16 stands
-    for both. ValueError for an unknown architecture."""
+    """Every configuration of the table of `arch`, causal and not, a forward also with split keys; the 16-bit dtypes
+    compile alike, so bfloat16 stands for both. ValueError for an unknown architecture."""
     from cs336_systems.attention.compilation import CompileRequest, check_arch
     from cs336_systems.attention.tiles.tables import TABLES
 
     check_arch(arch)
     dtypes: dict[int, DTypeName] = {2: "bfloat16", 4: "float32"}
     return [
-        CompileRequest(config=config, arch=arch, head_dim=tile, dtype=dtypes[width], is_causal=is_causal)
-        for (_, width, tile), row in TABLES[arch].items()
+        CompileRequest(
+            config=config, arch=arch, head_dim=tile, dtype=dtypes[width], is_causal=is_causal, is_split=is_split
+        )
+        for (kernel, width, tile), row in TABLES[arch].items()
         for config in dict.fromkeys(row.configs)
+        for is_split in ((False, True) if kernel == "forward" else (False,))
         for is_causal in (True, False)
     ]
 
@@ -90,7 +93,7 @@ def print_reports(reports: Sequence[CompileReport], max_spill_bytes: int = 0) ->
         request = report.request
         measured = [report.registers, report.spill_bytes, f"{report.shared_bytes / KIB:.1f}", report.serialized]
         table.add_row(
-            request.config.name,
+            request.name,
             str(request.head_dim),
             request.dtype,
             "causal" if request.is_causal else "full",

@@ -74,14 +74,11 @@ def kernel_name(name: str, shape: AttentionShape, device: str) -> str:
         return kernel_names(*_query_and_key(shape, device="cuda"), is_causal=shape.is_causal)
     if name != "triton":
         return ""
-    from cs336_systems.attention.triton.function import kernel_config
+    from cs336_systems.attention.triton.function import forward_name, kernel_config
 
-    q, k = _query_and_key(shape, device="meta")
-    capability = torch.cuda.get_device_capability() if device == "cuda" else None
-    names = " ".join(
-        kernel_config(kernel, q, k, is_causal=shape.is_causal, capability=capability).name
-        for kernel in ("forward", "dkdv", "dq")
-    )
+    q, k = _query_and_key(shape, device)
+    forward, *others = (kernel_config(kernel, q, k, is_causal=shape.is_causal) for kernel in ("forward", "dkdv", "dq"))
+    names = " ".join([forward_name(forward, q, k, shape.is_causal), *(config.name for config in others)])
     return names if device == "cuda" else f"interpreter {names}"
 
 

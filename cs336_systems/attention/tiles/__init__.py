@@ -1,4 +1,4 @@
-"""Which tiles each kernel uses on which GPU: `select_config`, pure and testable without one."""
+"""Which tiles each kernel uses on which GPU, and when a forward splits the keys: pure, and testable without one."""
 
 from cs336_systems.attention.tiles.config import (
     MAX_HEAD_DIM,
@@ -8,6 +8,7 @@ from cs336_systems.attention.tiles.config import (
     parse_configs,
 )
 from cs336_systems.attention.tiles.grid import smaller_config, smallest_tile, tuning_grid
+from cs336_systems.attention.tiles.parts import part_size
 from cs336_systems.attention.tiles.select import select_config, target_of
 
 __all__ = [
@@ -16,6 +17,7 @@ __all__ = [
     "KernelConfig",
     "head_tile",
     "parse_configs",
+    "part_size",
     "select_config",
     "smaller_config",
     "smallest_tile",

@@ -98,12 +98,14 @@ def _config(prefix: str, tiles: str) -> KernelConfig:
 
 # sm_90. In 16 bit programs of one warp group, 4 warps, win everywhere but in dq: several of them share a streaming
 # multiprocessor, and one's softmax overlaps another's matmuls. Inputs that TMA cannot read take the best rows without
-# it. At head dim 128 a grid that leaves multiprocessors idle takes smaller tiles, of which there are twice as many;
-# dK/dV by pointers only where all of these fit at once, one on each of 132: on larger grids they are the slowest of
-# four. In float32 three TF32 products on the tensor cores meet the contract, faster than the FMA units.
+# it. At head dim 128 a grid that leaves multiprocessors idle takes smaller tiles, of which there are twice as many, and
+# a causal forward also where all run at once, two on each of 132: the longest ends the launch. dK/dV by pointers takes
+# them only where all fit at once, one on each of 132: on larger grids they are the slowest of four. In float32 three
+# TF32 products on the tensor cores meet the contract, faster than the FMA units.
 _SM90: dict[Key, Spelled] = {
     ("forward", 2, 64): (Only("64x128_w4_s2_tma", tma=True), "64x64_w4_s3"),
     ("forward", 2, 128): (
+        Only("64x64_w4_s3_tma", tma=True, is_causal=True, max_programs=264),
         Only("64x64_w4_s3_tma", tma=True, max_programs=131), Only("64x64_w4_s3", max_programs=131),
         Only("128x64_w4_s2_tma", tma=True), "128x64_w8_s3",
     ),

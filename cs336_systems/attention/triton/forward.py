@@ -12,7 +12,6 @@ Programs are numbered with the longest causal query tiles first, so that the sho
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from jaxtyping import Float
@@ -22,11 +21,12 @@ from cs336_systems.attention.tiles import KernelConfig
 from cs336_systems.attention.triton.descriptors import described
 from cs336_systems.attention.triton.launcher import Launched
 from cs336_systems.attention.triton.launching import (
-    contiguous_like,
+    empty_results,
     grid_of,
     head_options,
     kept_launches,
     launch,
+    rows_of_groups,
     tile_options,
 )
 from cs336_systems.attention.triton.steps import (
@@ -46,7 +46,7 @@ from cs336_systems.profiling.stages import stage
 
 
 @triton.jit
-def _visit_keys(
+def visit_keys(
     accumulator, m, l, Q, K_head, V_head, batch, kv_head, query_rows, first_key, last_key, N_KEYS,
     scale_log2, ZERO, stride_ks, stride_kd, stride_vs, stride_vd,
     D: tl.constexpr, D_TILE: tl.constexpr, K_TILE_SIZE: tl.constexpr, IS_CAUSAL: tl.constexpr, MASKED: tl.constexpr,
@@ -87,12 +87,12 @@ def attend_queries(
     full_keys, end_keys = key_bounds(first_query, N_KEYS, Q_TILE_SIZE, K_TILE_SIZE, IS_CAUSAL)
 
     # 2. unmasked loop
-    accumulator, m, l = _visit_keys(
+    accumulator, m, l = visit_keys(
         accumulator, m, l, Q, K_head, V_head, batch, kv_head, query_rows, 0, full_keys, N_KEYS, scale_log2, ZERO,
         stride_ks, stride_kd, stride_vs, stride_vd, D, D_TILE, K_TILE_SIZE, IS_CAUSAL, False, PRECISION, TMA,
     )  # fmt: skip
     # 3. masked loop
-    accumulator, m, l = _visit_keys(
+    accumulator, m, l = visit_keys(
         accumulator, m, l, Q, K_head, V_head, batch, kv_head, query_rows, full_keys, end_keys, N_KEYS, scale_log2, ZERO,
         stride_ks, stride_kd, stride_vs, stride_vd, D, D_TILE, K_TILE_SIZE, IS_CAUSAL, True, PRECISION, TMA,
     )  # fmt: skip
@@ -136,16 +136,16 @@ def launch_forward(
     config: KernelConfig,
 ) -> tuple[Float[Tensor, "batch heads queries head_dim"], Float[Tensor, "batch heads queries"]]:
     """Contiguous O in q's dtype and L in float32. Inputs are validated, non-empty and on one device."""
-    batch, heads, num_queries, head_dim = q.shape
-    output = contiguous_like(q)
-    lse = q.new_empty((batch, heads, num_queries), dtype=torch.float32)
+    output, lse = empty_results(q)
+    rows = rows_of_groups(q, k, is_causal)
 
     def launch_it() -> list[Launched | None]:
+        batch, heads, num_queries, head_dim = rows.shape
         with stage("forward"):
             launched = launch(
-                flash_forward_kernel, grid_of(config, q, k),
-                (*described(config, q=q, k=k, v=v), output, lse),
-                (*q.stride(), *k.stride(), *v.stride(), heads, heads_together(batch * heads, k), num_queries,
+                flash_forward_kernel, grid_of(config, rows, k),
+                (*described(config, q=rows, k=k, v=v), output, lse),
+                (*rows.stride(), *k.stride(), *v.stride(), heads, heads_together(batch * heads, k), num_queries,
                  k.shape[2], scale * LOG2_E.value, 0.0),
                 head_options(heads, k.shape[1], head_dim) | tile_options(config)
                 | {"IS_CAUSAL": is_causal, "TMA": config.tma},

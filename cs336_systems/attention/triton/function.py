@@ -16,7 +16,14 @@ from jaxtyping import Float
 from torch import Tensor
 
 from cs336_systems.attention.operator import VARLEN_ARGUMENTS, AttentionOperator
-from cs336_systems.attention.tiles import KernelConfig, parse_configs, select_config, smallest_tile, target_of
+from cs336_systems.attention.tiles import (
+    KernelConfig,
+    parse_configs,
+    part_size,
+    select_config,
+    smallest_tile,
+    target_of,
+)
 from cs336_systems.attention.triton.backward import launch_backward
 from cs336_systems.attention.triton.block_sparse import (
     TileLists,
@@ -27,7 +34,14 @@ from cs336_systems.attention.triton.block_sparse import (
 from cs336_systems.attention.triton.descriptors import describable, rows_are_aligned
 from cs336_systems.attention.triton.forward import launch_forward
 from cs336_systems.attention.triton.launcher import KEPT_SHAPES
-from cs336_systems.attention.triton.launching import launch_fitting, on_device_of
+from cs336_systems.attention.triton.launching import (
+    launch_fitting,
+    num_multiprocessors,
+    num_tiles,
+    on_device_of,
+    rows_of_groups,
+)
+from cs336_systems.attention.triton.split import launch_split_forward
 from cs336_systems.attention.triton.varlen import launch_varlen_backward, launch_varlen_forward
 from cs336_systems.attention.validation import check_attention_inputs, check_flags, resolve_scale
 
@@ -94,11 +108,40 @@ def _refuse_miscompiled(config: KernelConfig, q: Tensor, target: str) -> None:
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, config: str) -> tuple[Tensor, Tensor]:
-    chosen = _choose_dense(("forward",), q.shape, k.shape, q.dtype, q.device, config, is_causal, describable(q, k, v))
+    rows = rows_of_groups(q, k, is_causal)
+    tma = describable(rows, k, v)
+    chosen = _choose_dense(("forward",), rows.shape, k.shape, q.dtype, q.device, config, is_causal, tma)
+
+    def launch_it(forward: KernelConfig) -> tuple[Tensor, Tensor]:
+        size = keys_of_a_part(forward, rows, k, is_causal)
+        if size < k.shape[2]:
+            return launch_split_forward(q, k, v, is_causal=is_causal, scale=scale, config=forward, part_size=size)
+        return launch_forward(q, k, v, is_causal=is_causal, scale=scale, config=forward)
+
     return _launch(
-        lambda forward: launch_forward(q, k, v, is_causal=is_causal, scale=scale, config=forward),
-        chosen, q, q.shape[2], k.shape[2],
-    )  # fmt: skip
+        launch_it, chosen, q, q.shape[2], k.shape[2], name=lambda forward: forward_name(forward, rows, k, is_causal)
+    )
+
+
+def forward_name(config: KernelConfig, q: Tensor, k: Tensor, is_causal: bool) -> str:
+    """The configuration's name and, where keys are split, in how many parts: `sm90_forward_64x64_w4_s3_tma/4`."""
+    parts = num_tiles(k.shape[2], keys_of_a_part(config, q, k, is_causal))
+    return config.name if parts == 1 else f"{config.name}/{parts}"
+
+
+def keys_of_a_part(config: KernelConfig, q: Tensor, k: Tensor, is_causal: bool) -> int:
+    """How many keys a program of the forward walks on q's device: fewer than k has where it pays to split them."""
+    batch, heads, seqlen_q, head_dim = q.shape
+    return part_size(
+        config,
+        head_dim=head_dim,
+        bytes_per_element=q.element_size(),
+        batch_heads=batch * heads,
+        seqlen_q=seqlen_q,
+        seqlen_k=k.shape[2],
+        is_causal=is_causal,
+        num_multiprocessors=num_multiprocessors(q.device),
+    )
 
 
 @lru_cache(maxsize=KEPT_SHAPES)
@@ -140,8 +183,9 @@ def _readable(grad_output: Tensor, configs: Iterable[KernelConfig]) -> Tensor:
 
 
 def _launch(
-    launcher: Callable[..., Results], configs: tuple[KernelConfig, ...], q: Tensor, seqlen_q: int, seqlen_k: int
-) -> Results:
+    launcher: Callable[..., Results], configs: tuple[KernelConfig, ...], q: Tensor, seqlen_q: int, seqlen_k: int,
+    **naming: Callable[[KernelConfig], str],
+) -> Results:  # fmt: skip
     """`launcher(*configs)`, or with smaller ones, on q's device; ValueError where Triton cannot run."""
     if q.dtype == torch.bfloat16 and triton.knobs.runtime.interpret:
         raise ValueError("Triton's interpreter computes wrong bfloat16 products; use float32 or float16 with it")
@@ -151,7 +195,7 @@ def _launch(
             "set TRITON_INTERPRET=1 before the kernels are imported to run them on the CPU interpreter"
         )
     with on_device_of(q):
-        return launch_fitting(launcher, configs, q, seqlen_q=seqlen_q, seqlen_k=seqlen_k)
+        return launch_fitting(launcher, configs, q, seqlen_q=seqlen_q, seqlen_k=seqlen_k, **naming)
 
 
 def _block_sparse_forward(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:

@@ -24,6 +24,7 @@ from cs336_systems.attention.triton.launcher import KEPT_SHAPES, KeptLaunches, L
 
 LOG_SWITCH = "CS336_ATTN_LOG"
 POINTER_ALIGNMENT_BYTES = 16  # Triton loads four words at a time from such a pointer
+MAX_GROUPED_ROWS = 64  # of the smallest tile on sm_90
 MAX_COMPILED = 4096  # launches that differ in shapes or options and are remembered
 _compiled: dict[tuple[Hashable, ...], tuple[Any, list[Hashable]]] = {}  # the kernel and its compile-time constants
 
@@ -105,6 +106,37 @@ def contiguous_like(x: Tensor) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
+def empty_results(q: Tensor) -> tuple[Tensor, Tensor]:
+    """Where a forward of q (batch, heads, queries, head_dim) writes: contiguous O in q's dtype, and L in float32."""
+    return contiguous_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+
+
+def rows_of_groups(q: Tensor, k: Tensor, is_causal: bool) -> Tensor:
+    """q (batch, heads, queries, head_dim) as a forward without a mask reads it: with its few queries in one tile.
+
+    Query heads that share a key head are then rows of one, (batch, kv_heads, group * queries, head_dim), a view: their
+    programs would read the same keys each and leave the rest of their tile empty, as where one token is generated. Else
+    q itself. O and L are contiguous, so their memory is the same either way.
+    """
+    batch, heads, queries, head_dim = q.shape
+    kv_heads = k.shape[1]
+    if heads == kv_heads or is_causal or heads // kv_heads * queries > MAX_GROUPED_ROWS:
+        return q
+    stride_b, stride_h, stride_s, stride_d = q.stride()
+    if queries > 1 and stride_h != queries * stride_s:
+        return q
+    group = heads // kv_heads
+    row_stride = stride_h if queries == 1 else stride_s
+    size = (batch, kv_heads, group * queries, head_dim)
+    return q.as_strided(size, (stride_b, stride_h * group, row_stride, stride_d))
+
+
+@cache
+def num_multiprocessors(device: torch.device) -> int:
+    """Streaming multiprocessors of a GPU; 0 of what is none."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 0
+
+
 def on_device_of(x: Tensor) -> AbstractContextManager[Any]:
     """Triton launches on the current CUDA device, which need not be x's, in a context that this thread has."""
     if not x.is_cuda:
@@ -116,13 +148,19 @@ def on_device_of(x: Tensor) -> AbstractContextManager[Any]:
 
 
 def launch_fitting(
-    launch: Callable[..., Result], configs: tuple[KernelConfig, ...], q: Tensor, *, seqlen_q: int, seqlen_k: int
+    launch: Callable[..., Result],
+    configs: tuple[KernelConfig, ...],
+    q: Tensor,
+    *,
+    seqlen_q: int,
+    seqlen_k: int,
+    name: Callable[[KernelConfig], str] = lambda config: config.name,
 ) -> Result:
     """`launch(*configs)`, with smaller configurations where Triton finds that these do not fit the GPU.
 
-    `q` has its head dim last. A launch of several kernels does not say which one failed: the one with the largest tiles
-    is made smaller. Each step is one warning, the first time; later calls start from what fitted. Raises Triton's
-    OutOfResources when nothing smaller is left.
+    `q` has its head dim last; `name` is what the log calls a configuration. A launch of several kernels does not say
+    which one failed: the one with the largest tiles is made smaller. Each step is one warning, the first time; later
+    calls start from what fitted. Raises Triton's OutOfResources when nothing smaller is left.
     """
     head_dim, bytes_per_element = q.shape[-1], q.element_size()
 
@@ -138,7 +176,7 @@ def launch_fitting(
         configs = tuple(resolve(config) for config in configs)
         if _log_is_on():
             for config in configs:
-                _log_launch(config, q, seqlen_q, seqlen_k)
+                _log_launch(config.kernel, name(config), q, seqlen_q, seqlen_k)
         try:
             return launch(*configs)
         except OutOfResources as error:
@@ -152,11 +190,11 @@ def launch_fitting(
             warnings.warn(message, stacklevel=2)
 
 
-def _log_launch(config: KernelConfig, q: Tensor, seqlen_q: int, seqlen_k: int) -> None:
+def _log_launch(kernel: str, config: str, q: Tensor, seqlen_q: int, seqlen_k: int) -> None:
     arch = "sm_{}{}".format(*torch.cuda.get_device_capability(q.device)) if q.is_cuda else "interpreter"
     _print_once(
-        f"attention: kernel={config.kernel} head_dim={q.shape[-1]} dtype={str(q.dtype).removeprefix('torch.')} "
-        f"seqlen_q={seqlen_q} seqlen_k={seqlen_k} arch={arch} config={config.name}"
+        f"attention: kernel={kernel} head_dim={q.shape[-1]} dtype={str(q.dtype).removeprefix('torch.')} "
+        f"seqlen_q={seqlen_q} seqlen_k={seqlen_k} arch={arch} config={config}"
     )
 
 

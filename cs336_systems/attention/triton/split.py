@@ -1,0 +1,190 @@
+"""The forward of few queries in Triton: the keys of a query tile are split into parts, one program each.
+
+A grid of query tiles is too small for the GPU where there are few queries or heads: one head of 2,048 tokens makes 32
+programs for 132 multiprocessors, and the last causal tile walks all keys alone; one generated token makes a single
+program a head. So programs write the online softmax's state as it stands at the end of their part, the unnormalised
+output O, the maximum m (base 2) and the sum l, and a second kernel ends what they began:
+
+    m = max m_part     l = Σ 2^(m_part - m) · l_part     O = Σ 2^(m_part - m) · O_part / l     L = (m + log₂ l) / log₂ e
+
+That is what the plain forward does from one key tile to the next, in float32 as there. How many parts there are depends
+on shapes alone (`tiles/parts.py`), so results repeat bit for bit. Source: Flash-Decoding (Dao, Haziza, Massa, Sizov
+2023), whose parts are normalised: log-sum-exps of scores in the thousands then round by more than the output may.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from jaxtyping import Float
+from torch import Tensor
+
+from cs336_systems.attention.tiles import KernelConfig, head_tile
+from cs336_systems.attention.triton.descriptors import described
+from cs336_systems.attention.triton.forward import visit_keys
+from cs336_systems.attention.triton.launcher import Launched
+from cs336_systems.attention.triton.launching import (
+    empty_results,
+    grid_of,
+    head_options,
+    kept_launches,
+    launch,
+    num_tiles,
+    rows_of_groups,
+    tile_options,
+)
+from cs336_systems.attention.triton.steps import (
+    LN_2,
+    LOG2_E,
+    LOWEST,
+    head_of,
+    heads_together,
+    key_bounds,
+    load_rows,
+    store_rows,
+    tile_of_program,
+)
+from cs336_systems.profiling.stages import stage
+
+MERGED_ROWS = 16  # queries of one head that a program merges, at most
+MERGED_AT_A_TIME = 64  # rows of parts whose loads are under way together; more are more registers
+
+
+@triton.jit
+def flash_split_forward_kernel(
+    Q_ptr, K_ptr, V_ptr, O_ptr, M_ptr, l_ptr,
+    stride_qb, stride_qh, stride_qs, stride_qd,
+    stride_kb, stride_kh, stride_ks, stride_kd,
+    stride_vb, stride_vh, stride_vs, stride_vd,
+    N_HEADS, HEADS_TOGETHER, N_QUERIES, N_KEYS, PART_SIZE, scale_log2, ZERO,
+    GROUP: tl.constexpr, D: tl.constexpr, D_TILE: tl.constexpr, Q_TILE_SIZE: tl.constexpr, K_TILE_SIZE: tl.constexpr,
+    IS_CAUSAL: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """O (parts, batch, heads, queries, D), m and l (parts, batch, heads, queries) are contiguous and float32; nothing
+    is written of a part that no query of a tile sees. A part has PART_SIZE keys, a multiple of K_TILE_SIZE."""
+    num_query_tiles, num_parts = tl.cdiv(N_QUERIES, Q_TILE_SIZE), tl.cdiv(N_KEYS, PART_SIZE)
+    tile, batch, head = tile_of_program(num_query_tiles * num_parts, N_HEADS, HEADS_TOGETHER, IS_CAUSAL)
+    part = tile % num_parts
+    first_query = tile // num_parts * Q_TILE_SIZE
+    full_keys, end_keys = key_bounds(first_query, N_KEYS, Q_TILE_SIZE, K_TILE_SIZE, IS_CAUSAL)
+    first_key = part * PART_SIZE
+    if first_key < end_keys:
+        end_keys = tl.minimum(end_keys, first_key + PART_SIZE)
+        full_keys = tl.minimum(tl.maximum(full_keys, first_key), end_keys)
+        kv_head = head // GROUP
+        K_head = head_of(K_ptr, batch, kv_head, stride_kb, stride_kh, TMA)
+        V_head = head_of(V_ptr, batch, kv_head, stride_vb, stride_vh, TMA)
+        query_rows = first_query + tl.arange(0, Q_TILE_SIZE)
+        Q = load_rows(
+            head_of(Q_ptr, batch, head, stride_qb, stride_qh, TMA), batch, head, first_query, N_QUERIES,
+            stride_qs, stride_qd, D, D_TILE, Q_TILE_SIZE, True, TMA,
+        )  # fmt: skip
+        m = tl.full([Q_TILE_SIZE], LOWEST, tl.float32)
+        l = tl.zeros([Q_TILE_SIZE], tl.float32)
+        accumulator = tl.zeros([Q_TILE_SIZE, D_TILE], tl.float32)
+        accumulator, m, l = visit_keys(
+            accumulator, m, l, Q, K_head, V_head, batch, kv_head, query_rows, first_key, full_keys, N_KEYS, scale_log2,
+            ZERO, stride_ks, stride_kd, stride_vs, stride_vd, D, D_TILE, K_TILE_SIZE, IS_CAUSAL, False, PRECISION, TMA,
+        )  # fmt: skip
+        accumulator, m, l = visit_keys(
+            accumulator, m, l, Q, K_head, V_head, batch, kv_head, query_rows, full_keys, end_keys, N_KEYS, scale_log2,
+            ZERO, stride_ks, stride_kd, stride_vs, stride_vd, D, D_TILE, K_TILE_SIZE, IS_CAUSAL, True, PRECISION, TMA,
+        )  # fmt: skip
+        num_heads = tl.num_programs(0) // (num_query_tiles * num_parts)  # of the batch
+        row_base = (part.to(tl.int64) * num_heads + batch * N_HEADS + head) * N_QUERIES
+        store_rows(O_ptr + row_base * D, accumulator, query_rows, N_QUERIES, D, 1, D, D_TILE)
+        tl.store(M_ptr + row_base + query_rows, m, mask=query_rows < N_QUERIES)
+        tl.store(l_ptr + row_base + query_rows, l, mask=query_rows < N_QUERIES)
+
+
+@triton.jit
+def flash_merge_kernel(
+    O_parts_ptr, M_parts_ptr, l_parts_ptr, O_ptr, L_ptr, N_QUERIES, N_KEYS, PART_SIZE,
+    D: tl.constexpr, D_TILE: tl.constexpr, ROWS: tl.constexpr, MAX_PARTS: tl.constexpr, AT_A_TIME: tl.constexpr,
+    IS_CAUSAL: tl.constexpr,
+):  # fmt: skip
+    """O and L of ROWS queries of one head, out of at most MAX_PARTS parts; all are contiguous."""
+    num_blocks = tl.cdiv(N_QUERIES, ROWS)
+    head, block = (tl.program_id(0) // num_blocks).to(tl.int64), tl.program_id(0) % num_blocks
+    num_heads = tl.num_programs(0) // num_blocks
+    rows = block * ROWS + tl.arange(0, ROWS)
+    end_keys = N_KEYS
+    if IS_CAUSAL:
+        end_keys = tl.minimum(N_KEYS, (block + 1) * ROWS)
+    num_parts = tl.cdiv(end_keys, PART_SIZE)  # that the last of the rows sees: the forward has written these
+
+    read = tl.minimum(rows, N_QUERIES - 1)  # rows past the end repeat the last one
+    parts = tl.arange(0, MAX_PARTS)
+    places = (parts * num_heads + head)[:, None] * N_QUERIES + read[None, :]  # (MAX_PARTS, ROWS)
+    there = (parts < num_parts)[:, None]
+    m_parts = tl.load(M_parts_ptr + places, mask=there, other=LOWEST)
+    m = tl.max(m_parts, axis=0)
+    l = tl.sum(tl.math.exp2(m_parts - m[None, :]) * tl.load(l_parts_ptr + places, mask=there, other=0.0), axis=0)
+    tl.store(L_ptr + head * N_QUERIES + rows, (m + tl.math.log2(l)) * LN_2, mask=rows < N_QUERIES)
+
+    columns = tl.arange(0, D_TILE)
+    O = tl.zeros([ROWS, D_TILE], tl.float32)
+    for first in tl.range(0, num_parts, AT_A_TIME):
+        for offset in tl.static_range(AT_A_TIME):  # unrolled, so that loads need not wait for each other
+            inside = first + offset < num_parts
+            row_base = ((first + offset) * num_heads + head) * N_QUERIES
+            O_part = tl.load(
+                O_parts_ptr + (row_base + read)[:, None] * D + columns[None, :],
+                mask=inside & (columns < D)[None, :], other=0.0,
+            )  # fmt: skip
+            m_part = tl.load(M_parts_ptr + row_base + read, mask=inside, other=LOWEST)
+            O += tl.math.exp2(m_part - m)[:, None] * O_part
+    O /= l[:, None]
+    store_rows(O_ptr + head * N_QUERIES * D, O, rows, N_QUERIES, D, 1, D, D_TILE)
+
+
+def launch_split_forward(
+    q: Float[Tensor, "batch heads queries head_dim"],
+    k: Float[Tensor, "batch kv_heads keys head_dim"],
+    v: Float[Tensor, "batch kv_heads keys head_dim"],
+    *,
+    is_causal: bool,
+    scale: float,
+    config: KernelConfig,
+    part_size: int,
+) -> tuple[Float[Tensor, "batch heads queries head_dim"], Float[Tensor, "batch heads queries"]]:
+    """What `launch_forward` returns, by programs of `part_size` keys, a multiple of the key tile.
+
+    Meanwhile the parts take memory: for each of them O and two numbers a row in float32.
+    """
+    output, lse = empty_results(q)
+    rows = rows_of_groups(q, k, is_causal)
+    num_keys = k.shape[2]
+    num_parts = num_tiles(num_keys, part_size)
+    output_parts = q.new_empty((num_parts, *q.shape), dtype=torch.float32)
+    maxima, sums = (lse.new_empty((num_parts, *lse.shape)) for _ in range(2))
+
+    def launch_all() -> list[Launched | None]:
+        batch, heads, num_queries, head_dim = rows.shape
+        merged_rows = min(MERGED_ROWS, triton.next_power_of_2(num_queries))
+        max_parts = triton.next_power_of_2(num_parts)
+        (num_programs,) = grid_of(config, rows, k)
+        with stage("forward"):
+            attended = launch(
+                flash_split_forward_kernel, (num_programs * num_parts,),
+                (*described(config, q=rows, k=k, v=v), output_parts, maxima, sums),
+                (*rows.stride(), *k.stride(), *v.stride(), heads, heads_together(batch * heads, k), num_queries,
+                 num_keys, part_size, scale * LOG2_E.value, 0.0),
+                head_options(heads, k.shape[1], head_dim) | tile_options(config)
+                | {"IS_CAUSAL": is_causal, "TMA": config.tma},
+            )  # fmt: skip
+            merged = launch(
+                flash_merge_kernel, (num_tiles(num_queries, merged_rows) * batch * heads,),
+                (output_parts, maxima, sums, output, lse), (num_queries, num_keys, part_size),
+                {"D": head_dim, "D_TILE": head_tile(head_dim), "ROWS": merged_rows, "MAX_PARTS": max_parts,
+                 "AT_A_TIME": min(max_parts, MERGED_AT_A_TIME // merged_rows), "IS_CAUSAL": is_causal},
+            )  # fmt: skip
+        return [attended, merged]
+
+    kept = kept_launches(
+        flash_split_forward_kernel.fn, config, q.shape, k.shape, q.stride(), k.stride(), v.stride(), q.dtype, q.device,
+        is_causal, scale, part_size,
+    )  # fmt: skip
+    kept(q.device, (q, k, v), (output, lse, output_parts, maxima, sums), launch_all)
+    return output, lse

@@ -1,0 +1,247 @@
+"""The forward that splits the keys of few queries, and query heads that share a tile."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch import Tensor
+
+from cs336_systems.attention import AttentionConfig, KernelConfig, attention_reference, flash_attention
+from cs336_systems.attention.contract import compute_oracle, contract_errors
+from cs336_systems.attention.tiles import part_size, select_config
+from cs336_systems.attention.tiles.parts import MAX_PARTS, MIN_KEY_TILES
+from cs336_systems.attention.triton import function
+from cs336_systems.attention.triton.forward import launch_forward
+from cs336_systems.attention.triton.function import forward_name, kernel_config
+from cs336_systems.attention.triton.launching import rows_of_groups
+from cs336_systems.attention.triton.split import launch_split_forward
+from tests.covered import ATTENTION
+from tests.test_s4_attention import DEVICES, DTYPES, assert_contract, draw, inputs, run, skip_what_cannot_run
+
+COVERS = ATTENTION
+
+H200 = {"num_multiprocessors": 132}
+
+
+def tiles(device: str, spelling: str) -> KernelConfig:
+    return KernelConfig.from_name(f"{'sm90' if device == 'cuda' else 'portable'}_forward_{spelling}")
+
+
+def errors_of(forward, tensors: tuple[Tensor, ...], is_causal: bool, **options) -> float:
+    q, k, v, _ = tensors
+    output, lse = forward(q, k, v, is_causal=is_causal, scale=q.shape[-1] ** -0.5, **options)
+    assert output.shape == q.shape and output.is_contiguous() and output.dtype == q.dtype
+    assert lse.shape == q.shape[:-1] and lse.dtype == torch.float32
+    oracle = compute_oracle(*tensors, is_causal=is_causal)
+    return max(contract_errors(oracle, {"output": output, "lse": lse}).values())
+
+
+@pytest.fixture
+def large_gpu(monkeypatch):
+    """Triton's operators split keys as on a GPU with 132 multiprocessors, wherever they run."""
+    monkeypatch.setattr(function, "num_multiprocessors", lambda device: 132)
+
+
+# Kernels
+
+SHAPES = {
+    "S330-d64": (1, 2, 2, 330, 330, 64),
+    "d40-more-queries": (2, 2, 1, 200, 130, 40),
+    "d96-more-keys": (1, 1, 1, 70, 290, 96),
+    "gqa": (1, 6, 2, 65, 257, 32),
+    "one-query": (2, 2, 2, 1, 300, 64),
+    "grouped": (2, 6, 2, 5, 300, 64),
+    "one-key": (1, 2, 2, 70, 1, 16),
+    "d256": (1, 1, 1, 40, 150, 256),
+}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
+def test_contract(shape, dtype, is_causal, device):
+    """Whole parts, a ragged last one, more parts than keys fill, and all in one."""
+    skip_what_cannot_run("triton", dtype, device)
+    tensors = inputs(*shape, DTYPES[dtype], device)
+    config = tiles(device, "32x32_w4_s1" if dtype == "float32" else "64x64_w4_s2" if shape[-1] < 256 else "64x64_w8_s1")
+    for size in (64, 192, 320) if device == "cuda" else (64, 192):
+        assert errors_of(launch_split_forward, tensors, is_causal, config=config, part_size=size) <= 1
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+def test_one_part_is_the_plain_forward(is_causal, device):
+    """In the interpreter to the last bit but of the merge, which multiplies by exp(0)."""
+    tensors = inputs(1, 2, 2, 130, 130, 64, torch.float32, device)
+    options = {"is_causal": is_causal, "scale": 0.125, "config": tiles(device, "32x32_w4_s1")}
+    plain = launch_forward(*tensors[:3], **options)
+    split = launch_split_forward(*tensors[:3], **options, part_size=160)
+    torch.testing.assert_close(split[0], plain[0], rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(split[1], plain[1], rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_any_strides(device):
+    contiguous = inputs(2, 4, 2, 100, 200, 64, torch.float16, device)
+    tensors = tuple(x.transpose(1, 2).contiguous().transpose(1, 2) for x in contiguous)
+    assert not tensors[0].is_contiguous()
+    options = {"config": tiles(device, "64x64_w4_s1"), "part_size": 64}
+    assert errors_of(launch_split_forward, tensors, True, **options) <= 1
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_many_parts_and_scores_of_1e4(device):
+    """A part's maximum may be anywhere, and its log-sum-exp is too coarse for weights."""
+    q, k, v, grad = inputs(1, 1, 1, 16, 33 * 32, 16, torch.float32, device)
+    tensors = (50 * q, 50 * k, v, grad)
+    for is_causal in (False, True):
+        options = {"config": tiles(device, "32x32_w4_s1"), "part_size": 32}
+        assert errors_of(launch_split_forward, tensors, is_causal, **options) <= 1
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+def test_the_operator_with_its_gradients(is_causal, device, large_gpu):
+    tensors = inputs(1, 4, 2, 70, 600, 64, torch.float32, device)
+    if is_causal:
+        tensors = inputs(1, 2, 2, 600, 600, 64, torch.float32, device)
+    q, k = tensors[:2]
+    chosen = kernel_config("forward", q, k, is_causal=is_causal)
+    assert forward_name(chosen, q, k, is_causal) != chosen.name
+    assert_contract(*tensors, is_causal=is_causal, backend="triton", enable_gqa=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_shipped_tiles_on_a_gpu(head_dim, is_causal):
+    """Every configuration of the table, plain and split, forward alone."""
+    for dtype in (torch.bfloat16, torch.float32):
+        tensors = inputs(1, 2, 1, 1100, 1300, head_dim, dtype, "cuda")
+        spelled = {
+            select_config(
+                "forward", capability=torch.cuda.get_device_capability(), head_dim=head_dim, batch=1, heads=heads,
+                seqlen_q=1024, seqlen_k=1024, dtype=str(dtype)[6:], is_causal=causal, tma=tma,
+            )
+            for heads, causal, tma in itertools.product((1, 64, 1024), (True, False), (True, False))
+        }  # fmt: skip
+        for config in spelled:
+            assert errors_of(launch_forward, tensors, is_causal, config=config) <= 1, config
+            for size in (128, 384, 1024):
+                options = {"config": config, "part_size": size}
+                assert errors_of(launch_split_forward, tensors, is_causal, **options) <= 1, (config, size)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(1, 1, 1, 4096, 4096, 128), (2, 32, 8, 1, 8192, 128)], ids=["one-head", "decode"])
+def test_200_repeats_are_bit_equal(shape):
+    is_causal = shape[3] == shape[4]
+    tensors = inputs(*shape, torch.bfloat16, "cuda")
+    rows, k = rows_of_groups(tensors[0], tensors[1], is_causal), tensors[1]
+    chosen = kernel_config("forward", rows, k, is_causal=is_causal)
+    assert "/" in forward_name(chosen, rows, k, is_causal)
+    options = {"is_causal": is_causal, "backend": "triton", "enable_gqa": True}
+    assert_contract(*tensors, **options)
+    first = run(*tensors, **options)
+    for _ in range(200):
+        results = flash_attention(*tensors[:3], **options, return_lse=True)
+        assert torch.equal(results[0], first["output"]) and torch.equal(results[1], first["lse"])
+
+
+# Query heads in one tile
+
+
+def test_heads_of_a_group_are_rows_of_one():
+    q, k, *_ = inputs(2, 6, 2, 5, 40, 16, torch.float32, "cpu")
+    rows = rows_of_groups(q, k, False)
+    assert rows.shape == (2, 2, 15, 16) and rows.data_ptr() == q.data_ptr()
+    assert torch.equal(rows, q.reshape(2, 2, 15, 16))
+    one = q[:, :, 3:4]  # a generated token: heads are apart
+    assert torch.equal(rows_of_groups(one, k, False), one.reshape(2, 2, 3, 16))
+    assert rows_of_groups(one, k, False).data_ptr() == one.data_ptr()
+    packed = draw(2, 1, 6, 16, dtype=torch.float32, device="cpu", seed=0).transpose(1, 2)  # (batch, seq, heads, d)
+    assert torch.equal(rows_of_groups(packed, k, False), packed.reshape(2, 2, 3, 16))
+
+
+def test_other_queries_stay_as_they_are():
+    q, k, *_ = inputs(2, 6, 2, 5, 40, 16, torch.float32, "cpu")
+    assert rows_of_groups(q, k, True) is q, "a causal mask is by query"
+    assert rows_of_groups(q, q, False) is q, "no groups"
+    many = draw(2, 6, 22, 16, dtype=torch.float32, device="cpu", seed=0)
+    assert rows_of_groups(many, k, False) is many, "more than a tile"
+    apart = q[:, :, :4]
+    assert rows_of_groups(apart, k, False) is apart, "no view has such rows"
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("layout", ["heads first", "tokens first", "one token of many"])
+def test_grouped_heads_attend_like_heads(layout, device):
+    q, k, v, grad = inputs(2, 6, 2, 8, 90, 64, torch.float32, device)
+    if layout == "tokens first":
+        q = q[:, :, :1].transpose(1, 2).contiguous().transpose(1, 2)
+    elif layout == "one token of many":
+        q = q[:, :, 5:6]
+    grad = grad[:, :, : q.shape[2]].contiguous()
+    assert rows_of_groups(q, k, False) is not q
+    assert_contract(q, k, v, grad, backend="triton", enable_gqa=True)
+
+
+# How many parts
+
+
+def parts(seqlen_q: int, seqlen_k: int, heads: int, head_dim: int, is_causal: bool, dtype: str = "bfloat16") -> int:
+    config = select_config(
+        "forward", capability=(9, 0), head_dim=head_dim, batch=1, heads=heads, seqlen_q=seqlen_q, seqlen_k=seqlen_k,
+        dtype=dtype, is_causal=is_causal, tma=dtype != "float32",
+    )  # fmt: skip
+    size = part_size(
+        config, head_dim=head_dim, bytes_per_element=4 if dtype == "float32" else 2, batch_heads=heads,
+        seqlen_q=seqlen_q, seqlen_k=seqlen_k, is_causal=is_causal, **H200,
+    )  # fmt: skip
+    assert size > 0 and size % config.key_tile == 0
+    count = -(-seqlen_k // size)
+    assert count == 1 or size >= MIN_KEY_TILES * config.key_tile
+    return count
+
+
+def test_parts_fill_the_gpu_and_no_more():
+    for head_dim, dtype, is_causal in itertools.product((64, 128), ("bfloat16", "float32"), (False, True)):
+        assert parts(2048, 2048, 1, head_dim, is_causal, dtype) >= 4
+        assert parts(8192, 8192, 64, head_dim, is_causal, dtype) == 1
+        assert parts(128, 128, 1, head_dim, is_causal, dtype) == 1
+    assert parts(1, 131072, 1, 128, False) >= 32
+    assert parts(1, 8192, 1024, 128, False) == 1
+    assert parts(16384, 16384, 1, 64, True) == 2, "the last causal tile walks alone what all others share"
+
+
+def test_parts_of_every_shape():
+    for head_dim, heads, is_causal in itertools.product((16, 128, 256), (1, 6, 300), (False, True)):
+        for seqlen_q, seqlen_k in itertools.product((1, 63, 1000, 20000), (1, 127, 4097, 1 << 17)):
+            count = parts(seqlen_q, seqlen_k, heads, head_dim, is_causal)
+            assert 1 <= count <= MAX_PARTS
+
+
+def test_a_machine_without_multiprocessors_splits_nothing():
+    q, k, *_ = inputs(1, 1, 1, 1, 4096, 64, torch.float32, "cpu")
+    chosen = kernel_config("forward", q, k)
+    assert forward_name(chosen, q, k, False) == chosen.name
+
+
+def test_a_caller_s_tiles_are_split_too(large_gpu, monkeypatch):
+    """Parts are whole tiles of the configuration that runs."""
+    asked = []
+
+    def launch(*tensors, part_size: int, config: KernelConfig, **options):
+        asked.append((config, part_size))
+        return launch_split_forward(*tensors, part_size=part_size, config=config, **options)
+
+    monkeypatch.setattr(function, "launch_split_forward", launch)
+    q, k, v, _ = inputs(1, 1, 1, 20, 1000, 64, torch.float32, "cpu")
+    config = tiles("cpu", "32x32_w4_s1")
+    output = flash_attention(q, k, v, backend="triton", config=AttentionConfig(forward=config))
+    ((used, size),) = asked
+    assert used == config and size < 1000 and size % 32 == 0
+    torch.testing.assert_close(output, attention_reference(q, k, v))
