@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from collections import Counter
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,8 +16,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from cs336_systems.attention import attention_reference, contract
-from cs336_systems.config import HANDOUT_SIZES, RunConfig
-from cs336_systems.experiments import attention_cells
+from cs336_systems.config import HANDOUT_SIZES, AttentionShape, RunConfig
+from cs336_systems.experiments import attention_cells, implementations
 from cs336_systems.experiments import sweep as sweep_module
 from cs336_systems.experiments.cells import Cell, Disagreement, Unsupported
 from cs336_systems.experiments.implementations import IMPLEMENTATIONS
@@ -327,3 +328,27 @@ def test_yardstick_fits_its_share_of_memory(masking: str) -> None:
             recorder.phase("forward")
             contract._blockwise(q, k, v, grad_output, torch.bfloat16, masking == "causal", mask, None)
     assert 3 * scores_bytes < recorder.trace().peak_bytes() < 6 * scores_bytes
+
+
+def test_sdpa_is_told_its_kernel_once_where_calls_are_timed(monkeypatch):
+    """The context manager that names it takes longer than a short call's launches."""
+    entered = []
+
+    @contextmanager
+    def naming(backend):
+        entered.append(backend)
+        yield
+
+    monkeypatch.setattr(implementations, "sdpa_kernel", naming)
+    shape = AttentionShape(batch=1, heads=1, seqlen_q=8, seqlen_k=8, head_dim=16, is_causal=True, dtype="float32")
+    q = torch.randn(1, 1, 8, 16)
+    function = implementations.build("sdpa_flash", shape, "cpu")
+    outputs = [function(q, q, q) for _ in range(2)]
+    assert len(entered) == 2, "alone it is named in each call"
+    with implementations.without_overhead(function) as bare:
+        outputs += [bare(q, q, q) for _ in range(3)]
+    assert len(entered) == 3
+    assert all(torch.equal(output, outputs[0]) for output in outputs)
+    ours = implementations.build("tiled", shape, "cpu")
+    with implementations.without_overhead(ours) as same:
+        assert same is ours

@@ -47,10 +47,10 @@ def large_gpu(monkeypatch):
 # Kernels
 
 SHAPES = {
-    "S330-d64": (1, 2, 2, 330, 330, 64),
-    "d40-more-queries": (2, 2, 1, 200, 130, 40),
+    "S200-d64": (1, 1, 1, 200, 200, 64),
+    "d40-more-queries": (2, 2, 1, 70, 130, 40),
     "d96-more-keys": (1, 1, 1, 70, 290, 96),
-    "gqa": (1, 6, 2, 65, 257, 32),
+    "gqa": (1, 2, 1, 65, 257, 32),
     "one-query": (2, 2, 2, 1, 300, 64),
     "grouped": (2, 6, 2, 5, 300, 64),
     "one-key": (1, 2, 2, 70, 1, 16),
@@ -58,16 +58,17 @@ SHAPES = {
 }
 
 
+@pytest.mark.slow_if(device="cpu", dtype="float32")  # interpreted
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
 def test_contract(shape, dtype, is_causal, device):
-    """Whole parts, a ragged last one, more parts than keys fill, and all in one."""
+    """Whole parts, a ragged last one, and on a GPU all keys in one."""
     skip_what_cannot_run("triton", dtype, device)
     tensors = inputs(*shape, DTYPES[dtype], device)
     config = tiles(device, "32x32_w4_s1" if dtype == "float32" else "64x64_w4_s2" if shape[-1] < 256 else "64x64_w8_s1")
-    for size in (64, 192, 320) if device == "cuda" else (64, 192):
+    for size in (64, 192, 320) if device == "cuda" else (64,):
         assert errors_of(launch_split_forward, tensors, is_causal, config=config, part_size=size) <= 1
 
 
@@ -85,7 +86,7 @@ def test_one_part_is_the_plain_forward(is_causal, device):
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_any_strides(device):
-    contiguous = inputs(2, 4, 2, 100, 200, 64, torch.float16, device)
+    contiguous = inputs(2, 2, 1, 70, 130, 64, torch.float16, device)
     tensors = tuple(x.transpose(1, 2).contiguous().transpose(1, 2) for x in contiguous)
     assert not tensors[0].is_contiguous()
     options = {"config": tiles(device, "64x64_w4_s1"), "part_size": 64}
@@ -105,9 +106,7 @@ def test_many_parts_and_scores_of_1e4(device):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
 def test_the_operator_with_its_gradients(is_causal, device, large_gpu):
-    tensors = inputs(1, 4, 2, 70, 600, 64, torch.float32, device)
-    if is_causal:
-        tensors = inputs(1, 2, 2, 600, 600, 64, torch.float32, device)
+    tensors = inputs(*((1, 1, 1, 400, 400) if is_causal else (1, 4, 2, 40, 600)), 64, torch.float32, device)
     q, k = tensors[:2]
     chosen = kernel_config("forward", q, k, is_causal=is_causal)
     assert forward_name(chosen, q, k, is_causal) != chosen.name

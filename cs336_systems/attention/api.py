@@ -78,6 +78,9 @@ def flash_attention(
         backend: `auto`, `reference`, `compiled`, `tiled`, `triton` or `hopper`.
         config: tiles of the `triton` kernels, instead of the table's.
 
+    Where queries are too few to fill a GPU, as in one head or one generated token, the forward of `triton` splits the
+    keys among programs, and meanwhile holds a float32 output for each part, at most 64.
+
     Under autocast inputs of 16 or 32 bits are cast to autocast's dtype, as SDPA does. Without keys the output is 0 and
     the log-sum-exp -inf. Not there: dropout, additive bias, a value head dim other than the key's; in `tiled`, `triton`
     and `hopper` also double backward, forward-mode AD and torch.func's transforms but vmap.

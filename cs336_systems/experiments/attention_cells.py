@@ -13,7 +13,13 @@ from cs336_systems.accounting import eager_attention_bytes
 from cs336_systems.attention.contract import Oracle, compute_oracle, contract_errors
 from cs336_systems.config import AttentionShape, RunConfig
 from cs336_systems.experiments.cells import Cell, Disagreement, Measurement, Row, Unsupported
-from cs336_systems.experiments.implementations import COMPILED, AttentionFunction, build, kernel_name
+from cs336_systems.experiments.implementations import (
+    COMPILED,
+    AttentionFunction,
+    build,
+    kernel_name,
+    without_overhead,
+)
 from cs336_systems.inputs import AttentionInputs, attention_inputs
 from cs336_systems.profiling.memory import MIB, peak_cuda_bytes, release, saved_for_backward
 from cs336_systems.profiling.timing import time_calls, time_once
@@ -83,9 +89,18 @@ def measure_attention(
     function and the kernel's name, where the implementation is none of `implementations`.
     """
     shape, device = cell.case, run.device
-    function, kernel = built or (
+    built = built or (
         build(cell.implementation, shape, device), kernel_name(cell.implementation, shape, device)
     )  # fmt: skip
+    with without_overhead(built[0]) as function:
+        yield from _measure(cell, run, function, built[1], num_samples, sum_loss, settled)
+
+
+def _measure(
+    cell: Cell, run: RunConfig, function: AttentionFunction, kernel: str, num_samples: int | None, sum_loss: bool,
+    settled: bool,
+) -> Iterator[Measurement]:  # fmt: skip
+    shape, device = cell.case, run.device
     inputs = _inputs(shape, device, run.seed, sum_loss)
     budget_ms = GPU_BUDGET_MS if device == "cuda" else CPU_BUDGET_MS
     warmup = 1

@@ -10,19 +10,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
-from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention import sdpa_kernel
-from torch.nn.functional import scaled_dot_product_attention
 
 from cs336_systems.config import AttentionShape, RunConfig
 from cs336_systems.experiments.attention_cells import BACKWARD, BOTH, FORWARD, attention_cell, measure_attention
 from cs336_systems.experiments.cells import Cell, Measurement, Row
-from cs336_systems.experiments.implementations import SDPA_BACKENDS, AttentionFunction, build, kernel_name
+from cs336_systems.experiments.implementations import AttentionFunction, build, kernel_name, without_overhead
 from cs336_systems.inputs import attention_inputs
 from cs336_systems.profiling.timing import time_calls
 
@@ -108,28 +103,24 @@ def graph_times(call: Callable[[], object]) -> list[float]:
 
 
 def _measure_short(cell: Cell, run: RunConfig) -> Iterator[Measurement]:
-    """The same inputs in every call; SDPA without the context manager that the other benchmarks enter in each call."""
+    """The same inputs in every call."""
     shape, device, name = cell.case, run.device, cell.implementation
     kernel = kernel_name(name, shape, device)
     inputs = attention_inputs(shape, device=device, seed=run.seed)
     leaves = [x.detach().clone().requires_grad_() for x in inputs[:3]]
-    if name in SDPA_BACKENDS:
-        chosen: AbstractContextManager[Any] = sdpa_kernel(SDPA_BACKENDS[name])
-        function: AttentionFunction = partial(scaled_dot_product_attention, is_causal=shape.is_causal)
-    else:
-        chosen, function = nullcontext(), build(name, shape, device)
+    def calls(function: AttentionFunction) -> dict[str, Callable[[], object]]:
+        def forward() -> Tensor:
+            with torch.no_grad():
+                return function(*inputs[:3])
 
-    def forward() -> Tensor:
-        with torch.no_grad():
-            return function(*inputs[:3])
+        def both() -> tuple[Tensor, ...]:
+            return torch.autograd.grad(function(*leaves), leaves, inputs.grad_output)
 
-    def both() -> tuple[Tensor, ...]:
-        return torch.autograd.grad(function(*leaves), leaves, inputs.grad_output)
+        return {"forward": forward, "forward_backward": both}
 
-    calls = {"forward": forward, "forward_backward": both}
-    with chosen:
+    with without_overhead(build(name, shape, device)) as function:
         for row in SHORT_ROWS:
-            call = calls[row.mode]
+            call = calls(function)[row.mode]
             times_ms = graph_times(call) if row.quantity == "graph_time" else host_times(call, device=device)
             yield Measurement(row=row, samples=times_ms, kernel=kernel)
 

@@ -1,8 +1,8 @@
 """Into how many parts a forward splits the keys, each part a program's, where query tiles leave multiprocessors idle.
 
 More parts end sooner, until multiprocessors are full; merging them costs a second kernel and what it reads. So the time
-of each number of parts is estimated, and the least is taken. What that needs was fitted to 121 shapes on an NVIDIA H200
-(triton 3.6.0), of which it misses the best by 4 % in the mean and by at most 19 %; elsewhere it is a guess.
+of each number of parts is estimated, and the least is taken. What that needs was fitted to 122 shapes on an NVIDIA H200
+(triton 3.6.0), of which it misses the best by 2 % in the mean and by at most 20 %; elsewhere it is a guess.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from cs336_systems.attention.tiles.config import KernelConfig, head_tile
 
 # TFLOP/s of a multiprocessor that has one program, and of one that has all it can hold, by bytes per element and head
 # tile. A head of 256 takes the numbers of 128.
-RATES = {(2, 64): (1.6, 2.7), (2, 128): (2.5, 4.6), (4, 64): (0.28, 0.34), (4, 128): (0.42, 0.41)}
+RATES = {(2, 64): (1.6, 2.7), (2, 128): (2.5, 4.6), (4, 64): (0.28, 0.34), (4, 128): (0.40, 0.45)}
 START_US = 3.0  # of a kernel
-MERGE_US = 2.5  # of the second kernel
-MERGE_BYTES_PER_US = 2e6  # of float32 partial outputs, written and read again
-PROGRAM_US = 0.2  # of starting and ending one more program on a multiprocessor
+MERGE_US = 2.0  # of the second kernel
+MERGE_BYTES_PER_US = 3e6  # of float32 partial outputs, written and read again
+PROGRAM_US = 1.8  # of starting and ending one more program on a multiprocessor
 MAX_PARTS = 64
 MIN_KEY_TILES = 2  # of a part: less is mostly prologue
 MAX_TILES_PER_MULTIPROCESSOR = 2  # of queries: beyond, the GPU is full, and partial outputs would be large

@@ -47,8 +47,10 @@ from cs336_systems.attention.triton.steps import (
 )
 from cs336_systems.profiling.stages import stage
 
-MERGED_ROWS = 16  # queries of one head that a program merges, at most
-MERGED_AT_A_TIME = 64  # rows of parts whose loads are under way together; more are more registers
+# A merging program is one warp, whose threads pass each other numbers by shuffles: with more warps, or more rows and
+# parts, Triton goes through shared memory and a barrier for every part.
+MERGED_ROWS = 2  # queries of one head
+MERGED_AT_A_TIME = 8  # parts whose loads are under way together
 
 
 @triton.jit
@@ -178,7 +180,7 @@ def launch_split_forward(
                 flash_merge_kernel, (num_tiles(num_queries, merged_rows) * batch * heads,),
                 (output_parts, maxima, sums, output, lse), (num_queries, num_keys, part_size),
                 {"D": head_dim, "D_TILE": head_tile(head_dim), "ROWS": merged_rows, "MAX_PARTS": max_parts,
-                 "AT_A_TIME": min(max_parts, MERGED_AT_A_TIME // merged_rows), "IS_CAUSAL": is_causal},
+                 "AT_A_TIME": min(max_parts, MERGED_AT_A_TIME), "IS_CAUSAL": is_causal, "num_warps": 1},
             )  # fmt: skip
         return [attended, merged]
 
