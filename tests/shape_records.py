@@ -54,6 +54,27 @@ def ladder_records() -> list[Record]:
     ]
 
 
+FEW_US = {"triton_whole": 40.0, "triton": 10.0, "sdpa_flash": 18.0, "sdpa_cudnn": 8.0}
+
+
+def few_queries_records() -> list[Record]:
+    """One head, where ours splits the keys in four, and a token of grouped heads, where it does not."""
+    head = shape_case(1, 1, 4096, 64, True)
+    token = AttentionShape(
+        batch=64, heads=32, kv_heads=8, seqlen_q=1, seqlen_k=4096, head_dim=128, is_causal=False, dtype="bfloat16"
+    )
+    found = []
+    for case, kernel in ((head, "sm90_forward_64x128_w4_s2_tma/4"), (token, "sm90_forward_128x64_w4_s2_tma")):
+        for name, microseconds in FEW_US.items():
+            if case is token and name == "sdpa_flash":
+                continue
+            taken = FEW_US["triton"] if case is token and name == "triton_whole" else microseconds
+            values = {"quantity": "graph_time", "samples": [taken / 1e3] * 3, "problem": "few_queries"}
+            names = {"triton": kernel, "triton_whole": kernel.split("/")[0]}
+            found.append(_record(case, name, "forward", kernel=names.get(name, ""), **values))
+    return found
+
+
 def host_case() -> AttentionShape:
     return shape_case(1, 8, 1024, 64, True)
 

@@ -43,7 +43,7 @@ def build(name: str, shape: AttentionShape, device: str) -> AttentionFunction:
         raise ValueError(f"implementation must be one of {', '.join(IMPLEMENTATIONS)}, got {name!r}")
     if device == "cpu" and name in ("compiled", "tiled_compiled", "flex") and not has_cxx_compiler():
         raise Unsupported("no C++ compiler")
-    causal = shape.is_causal
+    causal, grouped = shape.is_causal, shape.kv_heads not in (None, shape.heads)
     if name == "eager":
         return lambda q, k, v: attention_reference(q, k, v, is_causal=causal)
     if name == "compiled":
@@ -56,12 +56,12 @@ def build(name: str, shape: AttentionShape, device: str) -> AttentionFunction:
     if name == "triton":
         if shape.dtype == "bfloat16" and device == "cpu":
             raise Unsupported("the Triton interpreter computes wrong bfloat16 dots")
-        return lambda q, k, v: flash_attention(q, k, v, is_causal=causal, backend="triton")
+        return lambda q, k, v: flash_attention(q, k, v, is_causal=causal, enable_gqa=grouped, backend="triton")
     if name == "hopper":
         query, _ = _query_and_key(shape, device)
         if (why := hopper_refusal(query)) is not None:
             raise Unsupported(why)
-        return lambda q, k, v: flash_attention(q, k, v, is_causal=causal, backend="hopper")
+        return lambda q, k, v: flash_attention(q, k, v, is_causal=causal, enable_gqa=grouped, backend="hopper")
     if name == "flex":
         return _flex(shape, device)
     return _sdpa(name, shape, device)
@@ -76,10 +76,13 @@ def kernel_name(name: str, shape: AttentionShape, device: str) -> str:
     if name != "triton":
         return ""
     from cs336_systems.attention.triton.function import forward_name, kernel_config
+    from cs336_systems.attention.triton.launching import rows_of_groups
 
     q, k = _query_and_key(shape, device)
-    forward, *others = (kernel_config(kernel, q, k, is_causal=shape.is_causal) for kernel in ("forward", "dkdv", "dq"))
-    names = " ".join([forward_name(forward, q, k, shape.is_causal), *(config.name for config in others)])
+    rows = rows_of_groups(q, k, shape.is_causal)
+    forward = forward_name(kernel_config("forward", rows, k, is_causal=shape.is_causal), rows, k, shape.is_causal)
+    others = (kernel_config(kernel, q, k, is_causal=shape.is_causal).name for kernel in ("dkdv", "dq"))
+    names = " ".join([forward, *others])
     return names if device == "cuda" else f"interpreter {names}"
 
 
@@ -99,15 +102,16 @@ def _sdpa(name: str, shape: AttentionShape, device: str) -> AttentionFunction:
     elif name != "sdpa_efficient" and shape.dtype == "float32":
         raise Unsupported(f"{name} takes float16 and bfloat16 only")
 
-    return _ForcedSDPA(backend, shape.is_causal)
+    return _ForcedSDPA(backend, is_causal=shape.is_causal, enable_gqa=shape.kv_heads not in (None, shape.heads))
 
 
 class _ForcedSDPA:
     """SDPA by one of its kernels."""
 
-    def __init__(self, backend: SDPBackend, is_causal: bool) -> None:
+    def __init__(self, backend: SDPBackend, *, is_causal: bool, enable_gqa: bool) -> None:
         self.backend = backend
-        self.bare = partial(torch.nn.functional.scaled_dot_product_attention, is_causal=is_causal)
+        sdpa: Any = torch.nn.functional.scaled_dot_product_attention
+        self.bare: AttentionFunction = partial(sdpa, is_causal=is_causal, enable_gqa=enable_gqa)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         with sdpa_kernel(self.backend):

@@ -36,6 +36,7 @@ from cs336_systems.experiments.s4_attention import (
     torch_compile_cells,
 )
 from cs336_systems.experiments.s4_counters import kernel_counters_cells, measure_kernel_counters
+from cs336_systems.experiments.s4_few_queries import few_queries_cells, measure_few_queries
 from cs336_systems.experiments.s4_ladder import hopper_ladder_cells, measure_hopper_ladder
 from cs336_systems.experiments.s4_shapes import attention_shapes_cells, measure_attention_shapes
 from cs336_systems.experiments.s4_tiles import measure_tile_choice, tile_choice_cells
@@ -222,6 +223,15 @@ PROBLEMS: dict[str, Problem] = {
             points=0,
             cells=attention_shapes_cells,
             measure=measure_attention_shapes,
+        ),
+        Problem(
+            name="few_queries",
+            title="Attention of one head, and of generated tokens: the keys split, whole, and the libraries",
+            section="beyond",
+            editions=(),
+            points=0,
+            cells=few_queries_cells,
+            measure=measure_few_queries,
         ),
         Problem(
             name="hopper_ladder",

@@ -15,6 +15,7 @@ import pandas as pd
 from cs336_systems.report.comparisons import against_best_peer, compared, real
 from cs336_systems.report.counters import COUNTER_ANSWERS
 from cs336_systems.report.distributed import DISTRIBUTED_ANSWERS
+from cs336_systems.report.few_queries import FEW_QUERIES_ANSWERS
 from cs336_systems.report.frames import (
     BASELINE,
     DTYPE_ORDER,
@@ -179,6 +180,7 @@ ANSWERS: dict[str, Callable[[pd.DataFrame], list[str]]] = {
     "training_run": training_answer,
     "leaderboard_2025": leaderboard_2025,
     **SHAPE_ANSWERS,
+    **FEW_QUERIES_ANSWERS,
     **LADDER_ANSWERS,
     **COUNTER_ANSWERS,
     **TILE_ANSWERS,

@@ -23,6 +23,7 @@ from cs336_systems.report.answers import answer
 from cs336_systems.report.calculated import CALCULATIONS, FOLDER, calculated_text
 from cs336_systems.report.counters import COUNTER_CASES
 from cs336_systems.report.distributed import DISTRIBUTED_CASES
+from cs336_systems.report.few_queries import FEW_QUERIES_CASES
 from cs336_systems.report.figures import file_stem
 from cs336_systems.report.frames import load_frame, refuse_mixture
 from cs336_systems.report.headline import distributed_headline, headline
@@ -48,6 +49,7 @@ CASE_TYPES = {  # of the problems with tables and figures of their own
     "training_run": ("TrainingCase",),
     "leaderboard_2025": ("AttentionShape",),
     **SHAPE_CASES,
+    **FEW_QUERIES_CASES,
     **LADDER_CASES,
     **COUNTER_CASES,
     **TILE_CASES,

@@ -17,6 +17,7 @@ import pandas as pd
 
 from cs336_systems.report.counters import COUNTER_TABLES
 from cs336_systems.report.distributed import DISTRIBUTED_TABLES
+from cs336_systems.report.few_queries import FEW_QUERIES_TABLES
 from cs336_systems.report.frames import (
     ATTENTION_KEYS,
     ATTENTION_VARIANTS,
@@ -180,6 +181,7 @@ TABLES: dict[str, Callable[[pd.DataFrame], list[Section]]] = {
     "training_run": training_sections,
     "leaderboard_2025": leaderboard_2025,
     **SHAPE_TABLES,
+    **FEW_QUERIES_TABLES,
     **LADDER_TABLES,
     **COUNTER_TABLES,
     **TILE_TABLES,

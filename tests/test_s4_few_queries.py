@@ -1,0 +1,75 @@
+"""`few_queries`: what is measured, that it is checked first, and what the report makes of it."""
+
+from __future__ import annotations
+
+import pytest
+
+from cs336_systems.config import RunConfig
+from cs336_systems.experiments import s4_few_queries
+from cs336_systems.experiments.cells import Disagreement, Unsupported
+from cs336_systems.experiments.registry import PROBLEMS
+from cs336_systems.experiments.s4_few_queries import WHOLE, build_forward
+from cs336_systems.report.answers import answer
+from cs336_systems.report.frames import load_frame
+from cs336_systems.report.tables import sections
+from tests.shape_records import few_queries_records
+
+TINY = RunConfig(scale="tiny", device="cpu")
+PROBLEM = PROBLEMS["few_queries"]
+
+
+def tiny_cells():
+    return {cell.implementation: cell for cell in PROBLEM.cells(TINY)}
+
+
+def test_shapes_on_a_gpu():
+    cells = PROBLEM.cells(RunConfig(scale="handout", device="cuda"))
+    assert len({(cell.case, cell.implementation) for cell in cells}) == len(cells)
+    assert {row.quantity for cell in cells for row in cell.rows} == {"graph_time"}
+    for cell in cells:
+        assert (cell.implementation == "sdpa_efficient") <= (cell.case.dtype == "float32")
+        assert (cell.implementation == "hopper") <= cell.case.is_causal
+    tokens = [cell.case for cell in cells if cell.case.seqlen_q == 1]
+    assert any(case.kv_heads not in (None, case.heads) for case in tokens)
+
+
+@pytest.mark.parametrize("name", [WHOLE, "triton", "sdpa_flash"])
+def test_a_cell_is_measured(name):
+    (measurement,) = PROBLEM.measure(tiny_cells()[name], TINY)
+    assert 0 <= measurement.error <= 1 and measurement.samples
+    kernel = "" if name == "sdpa_flash" else "interpreter portable_forward_64x64_w8_s1"
+    assert measurement.kernel == kernel
+
+
+def test_what_cannot_run_says_why():
+    with pytest.raises(Unsupported, match="sdpa_efficient needs CUDA"):
+        list(PROBLEM.measure(tiny_cells()["sdpa_efficient"], TINY))
+
+
+def test_wrong_results_are_not_timed(monkeypatch):
+    def wrong(name, shape, device):
+        attend, kernel = build_forward(name, shape, device)
+        return lambda *tensors: attend(*tensors) + 1, kernel
+
+    monkeypatch.setattr(s4_few_queries, "build_forward", wrong)
+    with pytest.raises(Disagreement, match="the output is off by"):
+        list(PROBLEM.measure(tiny_cells()["sdpa_flash"], TINY))
+
+
+# Report
+
+
+def test_the_table_has_parts_and_ratios():
+    (section,) = sections("few_queries", load_frame(few_queries_records()))
+    lines = [[cell.strip() for cell in line.strip("| ").split(" | ")] for line in section.body.splitlines()]
+    rows = {line[0]: line[1:] for line in lines if "×" in line[0] and len(line) > 5}
+    head, token = rows["1 × 1 × 4096 × 4096 × 64 causal"], rows["64 × 32/8 × 1 × 4096 × 128 full"]
+    assert head[0] == "4" and head[-2:] == ["4.00×", "0.800×"]
+    assert token[0] == "1" and token[-2:] == ["1.00×", "0.800×"]
+    assert "–" in token, "a kernel that has no record there"
+
+
+def test_the_answer_names_the_range():
+    said = answer("few_queries", load_frame(few_queries_records()))
+    assert "splits the keys of 1 of 2 shapes" in said and "4.00× (1 × 1 × 4096 × 4096 × 64 causal)" in said
+    assert "ahead on 0 of 2 shapes" in said
