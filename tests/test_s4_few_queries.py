@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from cs336_systems.config import RunConfig
@@ -10,7 +12,9 @@ from cs336_systems.experiments.cells import Disagreement, Unsupported
 from cs336_systems.experiments.registry import PROBLEMS
 from cs336_systems.experiments.s4_few_queries import WHOLE, build_forward
 from cs336_systems.report.answers import answer
+from cs336_systems.report.comparisons import OTHER_RUN
 from cs336_systems.report.frames import load_frame
+from cs336_systems.report.markdown import provenance
 from cs336_systems.report.tables import sections
 from tests.shape_records import few_queries_records
 
@@ -67,6 +71,15 @@ def test_the_table_has_parts_and_ratios():
     assert head[0] == "4" and head[-2:] == ["4.00×", "0.800×"]
     assert token[0] == "1" and token[-2:] == ["1.00×", "0.800×"]
     assert "–" in token, "a kernel that has no record there"
+
+
+def test_times_of_two_runs_are_not_divided():
+    """And the line below says how many samples there are."""
+    records = few_queries_records()
+    later = [replace(one, commit="0ther") if one.implementation == "triton_whole" else one for one in records]
+    (section,) = sections("few_queries", load_frame(later))
+    assert section.body.count(OTHER_RUN) == 2
+    assert "3 timed samples a cell" in provenance(load_frame(records))
 
 
 def test_the_answer_names_the_range():

@@ -6,6 +6,7 @@ from typing import Any
 
 import pandas as pd
 
+from cs336_systems.report.comparisons import ratio_cell
 from cs336_systems.report.frames import labels, tuples
 from cs336_systems.report.markdown import ABSENT, Cells, factor, plain
 from cs336_systems.report.sections import Section, constants, section, speed_up
@@ -26,7 +27,7 @@ def tables(frame: pd.DataFrame) -> list[Section]:
         for shape, timed in _by_shape(rows).items():
             split, best = _named(timed, SPLIT), _fastest_sdpa(timed)
             written = [cells.text(timed.get(label), "microseconds") for label in across]
-            ratios = [factor(speed_up(_named(timed, WHOLE), split)), factor(speed_up(best, split))]
+            ratios = [ratio_cell(speed_up(slow, split), slow, split) for slow in (_named(timed, WHOLE), best)]
             lines.append([shape, _parts(split), *written, *ratios])
         header = ["batch × heads × queries × keys × d", "parts", *across, "split over whole", "triton over SDPA"]
         cells.remark("parts: into which triton splits the keys")

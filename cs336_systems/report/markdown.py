@@ -141,7 +141,7 @@ class Cells:
 
 def provenance(frame: pd.DataFrame) -> str:
     """One line: device, driver, versions, commits, the days measured and the number of samples a cell."""
-    measured = frame[(frame["status"] == "ok") & (frame["quantity"] == "time")]
+    measured = frame[(frame["status"] == "ok") & frame["quantity"].isin(("time", "graph_time"))]
     commits = []
     for commit, rows in sorted(frame.groupby("commit"), key=lambda pair: str(pair[0])):
         unclean = rows["dirty"].map(bool).any()
