@@ -203,7 +203,7 @@ def test_a_run_that_is_cut_off_is_recorded_as_such(sanitizer):
 def test_what_a_sanitizer_runs_ends_with_it(sanitizer, tmp_path):
     """compute-sanitizer starts the program as a child, which would keep the GPU."""
     done, rows = run_tool(
-        sanitizer, "--time-limit", "15", "--tools", "memcheck", families=["hopper"], HANGS=str(tmp_path / "pid")
+        sanitizer, "--time-limit", "40", "--tools", "memcheck", families=["hopper"], HANGS=str(tmp_path / "pid")
     )
     assert done.returncode == 1 and [row["finished"] for row in rows] == [True, False]
     assert not is_running(int((tmp_path / "pid").read_text()))
