@@ -339,7 +339,8 @@ HOPPER_LAYOUTS = {
 }
 # Where hopper is measured to be the fastest of our back ends, forward and backward together: head_dim -> the shortest
 # length of queries and of keys from which on `auto` takes it, and how many queries there must be in all heads of the
-# batch (`attention_shapes`, `doctor --measure`). Fewer leave multiprocessors idle, for which triton splits the keys.
+# batch (`attention_shapes`, `doctor --measure`). Fewer leave multiprocessors idle, for which triton splits the keys: at
+# head dim 64 its forward is ahead on one or two heads, and hopper's backward makes up for that where there is one.
 HOPPER_WHERE_FASTEST: dict[int, tuple[int, int]] = {64: (512, 512), 128: (512, 8192)}
 
 

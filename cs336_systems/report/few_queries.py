@@ -27,8 +27,9 @@ def tables(frame: pd.DataFrame) -> list[Section]:
         for shape, timed in _by_shape(rows).items():
             split, best = _named(timed, SPLIT), _fastest_sdpa(timed)
             written = [cells.text(timed.get(label), "microseconds") for label in across]
-            ratios = [ratio_cell(speed_up(slow, split), slow, split) for slow in (_named(timed, WHOLE), best)]
-            lines.append([shape, _parts(split), *written, *ratios])
+            parts, whole = _parts(split), _named(timed, WHOLE)
+            gain = ABSENT if parts == "1" else ratio_cell(speed_up(whole, split), whole, split)  # of 1: the same launch
+            lines.append([shape, parts, *written, gain, ratio_cell(speed_up(best, split), best, split)])
         header = ["batch × heads × queries × keys × d", "parts", *across, "split over whole", "triton over SDPA"]
         cells.remark("parts: into which triton splits the keys")
         cells.remark("triton over SDPA: over the fastest of SDPA's kernels there")
