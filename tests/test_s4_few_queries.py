@@ -81,6 +81,13 @@ def test_the_table_has_parts_and_ratios():
     assert "–" in token[1:-2], "a kernel that has no record there"
 
 
+def test_only_replayed_calls_are_said_to_be():
+    records = few_queries_records()
+    plain = [replace(one, quantity="time") for one in records]
+    (replayed,), (called,) = (sections("few_queries", load_frame(found)) for found in (records, plain))
+    assert "in a replayed CUDA graph" in replayed.title and "graph" not in called.title
+
+
 def test_times_of_two_runs_are_not_divided():
     """And the line below says how many samples there are."""
     records = few_queries_records()

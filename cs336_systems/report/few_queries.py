@@ -33,7 +33,8 @@ def tables(frame: pd.DataFrame) -> list[Section]:
         header = ["batch × heads × queries × keys × d", "parts", *across, "split over whole", "triton over SDPA"]
         cells.remark("parts: into which triton splits the keys")
         cells.remark("triton over SDPA: over the fastest of SDPA's kernels there")
-        title = f"Forward (µs) in a replayed CUDA graph, {constants(rows)}"
+        where = " in a replayed CUDA graph" if (rows["quantity"] == "graph_time").any() else ""
+        title = f"Forward (µs){where}, {constants(rows)}"
         found.append(section(str(dtype), title, header, lines, 2, cells))
     return found
 
