@@ -108,7 +108,6 @@ def _measure_short(cell: Cell, run: RunConfig) -> Iterator[Measurement]:
     kernel = kernel_name(name, shape, device)
     inputs = attention_inputs(shape, device=device, seed=run.seed)
     leaves = [x.detach().clone().requires_grad_() for x in inputs[:3]]
-
     def calls(function: AttentionFunction) -> dict[str, Callable[[], object]]:
         def forward() -> Tensor:
             with torch.no_grad():

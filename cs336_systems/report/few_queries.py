@@ -10,6 +10,7 @@ from cs336_systems.report.comparisons import ratio_cell
 from cs336_systems.report.frames import labels, tuples
 from cs336_systems.report.markdown import ABSENT, Cells, factor, plain
 from cs336_systems.report.sections import Section, constants, section, speed_up
+from cs336_systems.report.shapes import fastest_sdpa, heads_in_words
 
 PROBLEM = "few_queries"
 WHOLE, SPLIT = "triton_whole", "triton"
@@ -25,7 +26,7 @@ def tables(frame: pd.DataFrame) -> list[Section]:
         cells = Cells()
         lines = []
         for shape, timed in _by_shape(rows).items():
-            split, best = _named(timed, SPLIT), _fastest_sdpa(timed)
+            split, best = _named(timed, SPLIT), fastest_sdpa(timed.values())
             written = [cells.text(timed.get(label), "microseconds") for label in across]
             parts, whole = _parts(split), _named(timed, WHOLE)
             gain = ABSENT if parts == "1" else ratio_cell(speed_up(whole, split), whole, split)  # of 1: the same launch
@@ -52,7 +53,8 @@ def answers(frame: pd.DataFrame) -> list[str]:
                 f"In {dtype}, triton splits the keys of {len(split)} of {len(shapes)} shapes, where it has {found} the "
                 "speed of the same tiles with whole keys."
             )
-        rivals = {shape: speed_up(_fastest_sdpa(timed), _named(timed, SPLIT)) for shape, timed in shapes.items()}
+        fastest = {shape: fastest_sdpa(timed.values()) for shape, timed in shapes.items()}
+        rivals = {shape: speed_up(fastest[shape], _named(timed, SPLIT)) for shape, timed in shapes.items()}
         if found := _range(rivals):
             ahead = sum(ratio >= 1 for ratio in rivals.values())
             said.append(
@@ -82,20 +84,14 @@ def _by_shape(rows: pd.DataFrame) -> dict[str, dict[str, Any]]:
 
 
 def _words(row: Any) -> str:
-    grouped = row.kv_heads == row.kv_heads and row.kv_heads != row.heads  # NaN: as many
-    heads = f"{plain(row.heads)}/{plain(row.kv_heads)}" if grouped else plain(row.heads)
-    sizes = " × ".join((plain(row.batch), heads, *(plain(value) for value in (row.seqlen, row.seqlen_k, row.head_dim))))
+    lengths = (plain(value) for value in (row.seqlen, row.seqlen_k, row.head_dim))
+    sizes = " × ".join((plain(row.batch), heads_in_words(row), *lengths))
     return f"{sizes} {'causal' if row.causal else 'full'}"
 
 
 def _named(timed: dict[str, Any], name: str) -> Any:
     """The row of an implementation, interpreted or not."""
     return next((row for row in timed.values() if row.implementation == name), None)
-
-
-def _fastest_sdpa(timed: dict[str, Any]) -> Any:
-    ran = [row for row in timed.values() if row.implementation.startswith("sdpa") and row.status == "ok"]
-    return min(ran, key=lambda row: row.median, default=None)
 
 
 def _parts(row: Any) -> str:

@@ -99,6 +99,11 @@ def _words(row: Any) -> str:
     return f"{sizes} {'causal' if row.causal else 'full'}"
 
 
+def heads_in_words(row: Any) -> str:
+    """`16`, or `32/8`: query heads over key heads where those are fewer."""
+    return plain(row.heads) if row.kv_heads != row.kv_heads else f"{plain(row.heads)}/{plain(row.kv_heads)}"
+
+
 def short_shape(row: Any) -> str:
     """The shape on three short lines, for the foot of a bar."""
     length = f"{int(row.seqlen) // 1024}K" if row.seqlen >= 1024 else plain(row.seqlen)
@@ -132,7 +137,7 @@ def _of_a_call(quantity: str, rows: pd.DataFrame) -> Section:
     for (shape, mode), group in rows.groupby(["shape", "mode"], sort=False):
         by_name = _by_implementation(group)
         written = [cells.text(by_name.get(label), "microseconds") for label in across]
-        ratios = [factor(1 / speed_up(_cheaper_sdpa(by_name), by_name.get(name))) for name in ours]
+        ratios = [factor(1 / speed_up(fastest_sdpa(by_name.values()), by_name.get(name))) for name in ours]
         lines.append([str(shape), MODE_TITLES[str(mode)], *written, *ratios])
     header = ["batch × heads × S × d", "mode", *across, *(f"{name} over SDPA" for name in ours)]
     title, what = CALL_TITLES[quantity]
@@ -147,7 +152,7 @@ def _worst_calls(quantity: str, calls: pd.DataFrame, ours: str) -> list[str]:
         ratios: list[tuple[float, Any]] = []
         for _, rows in calls[calls["mode"] == mode].groupby("shape", sort=False):
             found = _by_implementation(rows)
-            ratios.append((1 / speed_up(_cheaper_sdpa(found), found.get(ours)), found.get(ours)))
+            ratios.append((1 / speed_up(fastest_sdpa(found.values()), found.get(ours)), found.get(ours)))
         ratios = [(ratio, row) for ratio, row in ratios if ratio == ratio]
         if ratios:
             worst, row = max(ratios, key=lambda pair: pair[0])
@@ -163,9 +168,9 @@ def _by_implementation(rows: pd.DataFrame) -> dict[str, Any]:
     return {row.implementation: row for row in tuples(rows)}
 
 
-def _cheaper_sdpa(rows: dict[str, Any]) -> Any:
-    """The row of SDPA's kernel with the smaller median; None if neither ran."""
-    ran: Iterable[Any] = (rows[name] for name in (CUDNN, FLASH) if name in rows and rows[name].status == "ok")
+def fastest_sdpa(rows: Iterable[Any]) -> Any:
+    """Of `rows` that of SDPA's kernel with the smallest median; None if none ran."""
+    ran = (row for row in rows if row.implementation.startswith("sdpa") and row.status == "ok")
     return min(ran, key=lambda row: row.median, default=None)
 
 

@@ -14,6 +14,7 @@ from cs336_systems.report.comparisons import real
 from cs336_systems.report.frames import select, tuples
 from cs336_systems.report.markdown import ABSENT, Cells, factor, plain
 from cs336_systems.report.sections import Section, constants, section, speed_up
+from cs336_systems.report.shapes import heads_in_words
 
 PROBLEM = "tile_choice"
 TABLE = "table"  # the implementation of a whole backward under the table's tiles; of one kernel, table_<kernel>
@@ -173,9 +174,8 @@ def _with_shapes(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def _words(row: Any) -> str:
-    """`1 × 32/8 × 8192 × 128 causal`: query heads over key heads where those are fewer."""
-    heads = plain(row.heads) if row.kv_heads != row.kv_heads else f"{plain(row.heads)}/{plain(row.kv_heads)}"
-    sizes = " × ".join([plain(row.batch), heads, plain(row.seqlen), plain(row.head_dim)])
+    """`1 × 32/8 × 8192 × 128 causal`."""
+    sizes = " × ".join([plain(row.batch), heads_in_words(row), plain(row.seqlen), plain(row.head_dim)])
     return f"{sizes} {'causal' if row.causal else 'full'}"
 
 
