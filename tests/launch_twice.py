@@ -23,6 +23,7 @@ from cs336_systems.attention.tiles import KernelConfig
 from cs336_systems.attention.triton.backward import launch_backward
 from cs336_systems.attention.triton.forward import launch_forward
 from cs336_systems.attention.triton.launcher import layout_of
+from cs336_systems.attention.triton.split import launch_split_forward
 
 SCALE = 0.125
 classified: list[str] = []
@@ -75,6 +76,7 @@ def main() -> None:
             aligned, aligned, aligned, output, lse, aligned, None, is_causal=True, scale=scale,
             dkdv_config=configs[1], dq_config=configs[2],
         )  # fmt: skip
+        launch_split_forward(aligned, aligned, aligned, is_causal=True, scale=scale, config=tiles, part_size=64)
         output, lse = hopper_forward(aligned, aligned, aligned, True, scale)
         hopper_backward(aligned, aligned, aligned, output, lse, aligned, None, True, scale)
 

@@ -59,7 +59,9 @@ def test_another_scale_reaches_the_kernel(launches):
         "hopper_backward_kernel": (0.125 * LOG2_E.value, 0.25 * LOG2_E.value),
         "hopper_backward_convert_kernel": (0.125, 0.25),
     }  # fmt: skip
-    for kernel in (*scales, "flash_backward_preprocess_kernel", "hopper_backward_preprocess_kernel"):
+    others = ("flash_backward_preprocess_kernel", "hopper_backward_preprocess_kernel", "flash_split_forward_kernel",
+              "flash_merge_kernel")  # fmt: skip
+    for kernel in (*scales, *others):
         first, second = (launch for launch in launches if launch["kernel"] == kernel)
         assert first["classified"] and not second["classified"]
         assert first["hash"] == second["hash"]
@@ -75,7 +77,7 @@ def test_every_kernel_can_be_launched_by_the_driver_alone(launches):
     assert {launch["kernel"] for launch in launches if launch["bindable"]} == {
         "flash_forward_kernel", "flash_backward_preprocess_kernel", "flash_backward_dkdv_kernel",
         "flash_backward_dq_kernel", "hopper_forward_kernel", "hopper_backward_preprocess_kernel",
-        "hopper_backward_kernel", "hopper_backward_convert_kernel",
+        "hopper_backward_kernel", "hopper_backward_convert_kernel", "flash_split_forward_kernel", "flash_merge_kernel",
     }  # fmt: skip
     assert all(launch["bindable"] for launch in launches)
 

@@ -12,7 +12,7 @@ from cs336_systems.attention import AttentionConfig, KernelConfig, attention_ref
 from cs336_systems.attention.contract import compute_oracle, contract_errors
 from cs336_systems.attention.tiles import part_size, select_config
 from cs336_systems.attention.tiles.parts import MAX_PARTS, MIN_KEY_TILES
-from cs336_systems.attention.triton import function
+from cs336_systems.attention.triton import function, split
 from cs336_systems.attention.triton.forward import launch_forward
 from cs336_systems.attention.triton.function import forward_name, kernel_config
 from cs336_systems.attention.triton.launching import rows_of_groups
@@ -200,10 +200,10 @@ def parts(seqlen_q: int, seqlen_k: int, heads: int, head_dim: int, is_causal: bo
         config, head_dim=head_dim, bytes_per_element=4 if dtype == "float32" else 2, batch_heads=heads,
         seqlen_q=seqlen_q, seqlen_k=seqlen_k, is_causal=is_causal, **H200,
     )  # fmt: skip
-    assert size > 0 and size % config.key_tile == 0
-    count = -(-seqlen_k // size)
-    assert count == 1 or size >= MIN_KEY_TILES * config.key_tile
-    return count
+    if size == 0:
+        return 1
+    assert size % config.key_tile == 0 and size >= MIN_KEY_TILES * config.key_tile
+    return -(-min(seqlen_k, seqlen_q if is_causal else seqlen_k) // size)
 
 
 def test_parts_fill_the_gpu_and_no_more():
@@ -221,6 +221,24 @@ def test_parts_of_every_shape():
         for seqlen_q, seqlen_k in itertools.product((1, 63, 1000, 20000), (1, 127, 4097, 1 << 17)):
             count = parts(seqlen_q, seqlen_k, heads, head_dim, is_causal)
             assert 1 <= count <= MAX_PARTS
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_keys_behind_all_causal_queries_are_no_parts(head_dim):
+    """They would be memory that nobody writes, and leave the others in parts too large."""
+    assert parts(1024, 131072, 1, head_dim, True) == parts(1024, 1024, 1, head_dim, True) > 1
+    assert parts(64, 131072, 1, head_dim, True) == 1
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_more_causal_keys_than_queries(device, monkeypatch):
+    tensors = inputs(1, 1, 1, 100, 300, 64, torch.float32, device)
+    options = {"config": tiles(device, "32x32_w4_s1"), "part_size": 32}
+    made = []
+    noted = lambda device, given, out, launch: made.append(out) or launch()  # noqa: E731
+    monkeypatch.setattr(split, "kept_launches", lambda *facts: noted)
+    assert errors_of(launch_split_forward, tensors, True, **options) <= 1
+    assert [x.shape[0] for x in made[0][2:]] == [4, 4, 4], "of the keys that are seen"
 
 
 def test_a_machine_without_multiprocessors_splits_nothing():

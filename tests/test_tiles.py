@@ -70,6 +70,7 @@ def test_the_first_exception_that_holds_is_taken():
         {
             ("forward", 2, 64): (
                 Only("64x64_w4_s1", is_causal=True, max_seqlen=512),
+                Only("64x64_w8_s1", is_causal=False, max_queries=64),
                 Only("64x64_w4_s2", max_programs=131),
                 "128x64_w8_s3",
             ),
@@ -86,6 +87,8 @@ def test_the_first_exception_that_holds_is_taken():
     assert chosen("forward", seqlen_q=512, seqlen_k=513, is_causal=True, heads=1000) == "128x64_w8_s3"
     assert chosen("forward", seqlen_q=513, seqlen_k=512, is_causal=True) == "64x64_w4_s2"
     assert chosen("forward", seqlen_q=512, seqlen_k=512, heads=1000) == "128x64_w8_s3"
+    assert chosen("forward", seqlen_q=64, seqlen_k=512, heads=1000) == "64x64_w8_s1"
+    assert chosen("forward", seqlen_q=65, seqlen_k=512, heads=1000) == "128x64_w8_s3"
     # 131 and 132 programs of 128 queries, over batch and heads
     assert chosen("forward", seqlen_q=131 * 128) == "64x64_w4_s2"
     assert chosen("forward", seqlen_q=131 * 128 + 1) == "128x64_w8_s3"
@@ -107,7 +110,7 @@ def test_a_row_without_an_entry_for_all_shapes_is_refused():
         make_table("sm90", {("dq", 2, 64): (Only("64x64_w4_s2", max_seqlen=1),)})
     with pytest.raises(ValueError, match="sm90_dq must be exceptions followed by one entry for all else"):
         make_table("sm90", {("dq", 2, 64): ("64x64_w4_s2", "128x64_w4_s2")})
-    with pytest.raises(ValueError, match="Only.'64x64_w4_s2'. needs a condition: is_causal, tma, max_seqlen or"):
+    with pytest.raises(ValueError, match="Only.'64x64_w4_s2'. needs a condition: is_causal, tma, max_seqlen, max_quer"):
         Only("64x64_w4_s2")
 
 

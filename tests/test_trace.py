@@ -92,6 +92,8 @@ KERNELS = {
     "triton_tem_fused_flex_attention_0": "attention",
     "triton_tem_fused_flex_attention_backward_1": "attention",
     "flash_forward_kernel": "attention",
+    "flash_split_forward_kernel": "attention",
+    "flash_merge_kernel": "attention",
     "flash_backward_preprocess_kernel": "attention",
     "flash_backward_dkdv_kernel": "attention",
     "flash_backward_dq_kernel": "attention",

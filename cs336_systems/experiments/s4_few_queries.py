@@ -16,7 +16,7 @@ from torch import Tensor
 
 from cs336_systems.attention.contract import Oracle, compute_oracle, contract_errors
 from cs336_systems.config import AttentionShape, DTypeName, RunConfig
-from cs336_systems.experiments.attention_cells import FORWARD
+from cs336_systems.experiments.attention_cells import FORWARD, settle
 from cs336_systems.experiments.cells import Cell, Disagreement, Measurement
 from cs336_systems.experiments.implementations import AttentionFunction, build, kernel_name, without_overhead
 from cs336_systems.experiments.s4_shapes import GRAPH_FORWARD, graph_times
@@ -81,6 +81,8 @@ def measure_few_queries(cell: Cell, run: RunConfig) -> Iterator[Measurement]:
         error = contract_errors(_oracle(shape, device, run.seed), {"output": forward()})["output"]
         if not error <= 1:
             raise Disagreement(f"the output is off by {error:.3g} times the numerical contract's bound")
+        if device == "cuda":
+            settle(forward)
         times_ms = graph_times(forward) if device == "cuda" else time_calls(forward, device=device, num_samples=3)
         (row,) = cell.rows
         yield Measurement(row=row, samples=times_ms, kernel=kernel, error=error)

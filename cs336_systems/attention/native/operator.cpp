@@ -195,7 +195,9 @@ class Call {
 
   variable_list launch_forward(const Tensor& q, const Tensor& k, const Tensor& v) const {
     RECORD_FUNCTION(name_, c10::ArrayRef<const c10::IValue>{});
-    return forward_.run({q, k, v}, device_);
+    auto results = forward_.run({q, k, v}, device_);
+    results.resize(2); // the rest is scratch memory
+    return results;
   }
 
   std::optional<std::tuple<Tensor, Tensor>> operator()(const Tensor& q, const Tensor& k, const Tensor& v) const {

@@ -8,7 +8,7 @@ from cs336_systems.attention.tiles.config import (
     parse_configs,
 )
 from cs336_systems.attention.tiles.grid import smaller_config, smallest_tile, tuning_grid
-from cs336_systems.attention.tiles.parts import part_size
+from cs336_systems.attention.tiles.parts import part_size, seen_keys
 from cs336_systems.attention.tiles.select import select_config, target_of
 
 __all__ = [
@@ -18,6 +18,7 @@ __all__ = [
     "head_tile",
     "parse_configs",
     "part_size",
+    "seen_keys",
     "select_config",
     "smaller_config",
     "smallest_tile",

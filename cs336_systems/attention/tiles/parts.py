@@ -19,6 +19,7 @@ MERGE_US = 2.0  # of the second kernel
 MERGE_BYTES_PER_US = 3e6  # of float32 partial outputs, written and read again
 PROGRAM_US = 1.8  # of starting and ending one more program on a multiprocessor
 MAX_PARTS = 64
+WORTHWHILE = 0.95  # of the time with whole keys: parts take memory, and the estimate errs
 MIN_KEY_TILES = 2  # of a part: less is mostly prologue
 MAX_TILES_PER_MULTIPROCESSOR = 2  # of queries: beyond, the GPU is full, and partial outputs would be large
 
@@ -35,39 +36,39 @@ def part_size(
     is_causal: bool,
     num_multiprocessors: int,
 ) -> int:
-    """Keys of each part, a multiple of the key tile; at least seqlen_k where the keys are better left whole.
+    """Keys of each part, a multiple of the key tile; 0 where the keys are better left whole.
 
     A pure function of its arguments: `batch_heads` is the number of heads in the batch that queries have.
     """
+    seqlen_k = seen_keys(seqlen_q, seqlen_k, is_causal)
     tiles = -(-seqlen_k // config.key_tile)
     most = min(MAX_PARTS, tiles // MIN_KEY_TILES)
-    query_tiles = -(-seqlen_q // config.query_tile) * batch_heads
-    if most < 2 or query_tiles > MAX_TILES_PER_MULTIPROCESSOR * num_multiprocessors:
-        return tiles * config.key_tile
-    sizes = [-(-tiles // 2**power) for power in range(most.bit_length())]
+    query_tiles = -(-seqlen_q // config.query_tile)
+    if most < 2 or query_tiles * batch_heads > MAX_TILES_PER_MULTIPROCESSOR * num_multiprocessors:
+        return 0
+    lengths = [tiles] * query_tiles  # in key tiles, of each query tile
+    if is_causal:
+        ends = range(config.query_tile, (query_tiles + 1) * config.query_tile, config.query_tile)
+        lengths = [-(-min(seqlen_k, end) // config.key_tile) for end in ends]
     rates = RATES[bytes_per_element, min(128, head_tile(head_dim))]
     flops = 4 * config.query_tile * config.key_tile * head_tile(head_dim)
     alone_us, together_us = (flops / (rate * 1e6) for rate in rates)  # of a tile of keys
 
     def estimate_us(size: int) -> float:
-        steps, programs, longest = _work(config, seqlen_q, seqlen_k, is_causal, size)
         share = batch_heads / num_multiprocessors
-        time_us = START_US + max(longest * alone_us, steps * share * together_us)
+        time_us = START_US + max(min(size, tiles) * alone_us, sum(lengths) * share * together_us)
         if size < tiles:
+            programs = sum(-(-length // size) for length in lengths)
             rows = programs * batch_heads * min(config.query_tile, seqlen_q)
             merged_bytes = rows * head_dim * 4 * 2
             time_us += MERGE_US + merged_bytes / MERGE_BYTES_PER_US + programs * share * PROGRAM_US
         return time_us
 
-    return min(sizes, key=estimate_us) * config.key_tile
+    sizes = [-(-tiles // 2**power) for power in range(1, most.bit_length())]
+    best = min(sizes, key=estimate_us)
+    return best * config.key_tile if estimate_us(best) < WORTHWHILE * estimate_us(tiles) else 0
 
 
-def _work(config: KernelConfig, seqlen_q: int, seqlen_k: int, is_causal: bool, size: int) -> tuple[int, int, int]:
-    """(key tiles of all programs, programs that have any, key tiles of the longest), for one head and parts of `size`
-    key tiles."""
-    steps = programs = longest = 0
-    for first_query in range(0, seqlen_q, config.query_tile):
-        end = min(seqlen_k, first_query + config.query_tile) if is_causal else seqlen_k
-        tiles = -(-end // config.key_tile)
-        steps, programs, longest = steps + tiles, programs + -(-tiles // size), max(longest, min(tiles, size))
-    return steps, programs, longest
+def seen_keys(seqlen_q: int, seqlen_k: int, is_causal: bool) -> int:
+    """How many keys any query attends: no causal one those behind the last query."""
+    return min(seqlen_q, seqlen_k) if is_causal else seqlen_k

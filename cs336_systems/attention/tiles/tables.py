@@ -30,11 +30,14 @@ class Only:
     is_causal: bool | None = None
     tma: bool | None = None  # whether Hopper's copy engine can read the inputs
     max_seqlen: int | None = None  # the longer of seqlen_q and seqlen_k is at most this
+    max_queries: int | None = None  # seqlen_q is at most this
     max_programs: int | None = None  # the row's last entry would launch at most so many: less than the GPU has room for
 
     def __post_init__(self) -> None:
-        if self.is_causal is self.tma is self.max_seqlen is self.max_programs is None:
-            raise ValueError(f"Only({self.tiles!r}) needs a condition: is_causal, tma, max_seqlen or max_programs")
+        if self.is_causal is self.tma is self.max_seqlen is self.max_queries is self.max_programs is None:
+            raise ValueError(
+                f"Only({self.tiles!r}) needs a condition: is_causal, tma, max_seqlen, max_queries or max_programs"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +61,7 @@ class Row:
                 only.is_causal in (None, is_causal)
                 and only.tma in (None, tma)
                 and (only.max_seqlen is None or max(seqlen_q, seqlen_k) <= only.max_seqlen)
+                and (only.max_queries is None or seqlen_q <= only.max_queries)
                 and (only.max_programs is None or num_programs <= only.max_programs)
             ):
                 return config
@@ -106,6 +110,7 @@ _SM90: dict[Key, Spelled] = {
     ("forward", 2, 64): (Only("64x128_w4_s2_tma", tma=True), "64x64_w4_s3"),
     ("forward", 2, 128): (
         Only("64x64_w4_s3_tma", tma=True, is_causal=True, max_programs=264),
+        Only("64x64_w4_s3_tma", tma=True, max_queries=64), Only("64x64_w4_s3", max_queries=64),
         Only("64x64_w4_s3_tma", tma=True, max_programs=131), Only("64x64_w4_s3", max_programs=131),
         Only("128x64_w4_s2_tma", tma=True), "128x64_w8_s3",
     ),

@@ -137,9 +137,9 @@ def launch_forward(
 ) -> tuple[Float[Tensor, "batch heads queries head_dim"], Float[Tensor, "batch heads queries"]]:
     """Contiguous O in q's dtype and L in float32. Inputs are validated, non-empty and on one device."""
     output, lse = empty_results(q)
-    rows = rows_of_groups(q, k, is_causal)
 
     def launch_it() -> list[Launched | None]:
+        rows = rows_of_groups(q, k, is_causal)
         batch, heads, num_queries, head_dim = rows.shape
         with stage("forward"):
             launched = launch(

@@ -20,6 +20,7 @@ from cs336_systems.attention.tiles import (
     KernelConfig,
     parse_configs,
     part_size,
+    seen_keys,
     select_config,
     smallest_tile,
     target_of,
@@ -114,7 +115,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, con
 
     def launch_it(forward: KernelConfig) -> tuple[Tensor, Tensor]:
         size = keys_of_a_part(forward, rows, k, is_causal)
-        if size < k.shape[2]:
+        if size:
             return launch_split_forward(q, k, v, is_causal=is_causal, scale=scale, config=forward, part_size=size)
         return launch_forward(q, k, v, is_causal=is_causal, scale=scale, config=forward)
 
@@ -125,12 +126,12 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, con
 
 def forward_name(config: KernelConfig, q: Tensor, k: Tensor, is_causal: bool) -> str:
     """The configuration's name and, where keys are split, in how many parts: `sm90_forward_64x64_w4_s3_tma/4`."""
-    parts = num_tiles(k.shape[2], keys_of_a_part(config, q, k, is_causal))
-    return config.name if parts == 1 else f"{config.name}/{parts}"
+    size = keys_of_a_part(config, q, k, is_causal)
+    return f"{config.name}/{num_tiles(seen_keys(q.shape[2], k.shape[2], is_causal), size)}" if size else config.name
 
 
 def keys_of_a_part(config: KernelConfig, q: Tensor, k: Tensor, is_causal: bool) -> int:
-    """How many keys a program of the forward walks on q's device: fewer than k has where it pays to split them."""
+    """How many keys a program of the forward walks on q's device, where it pays to split them; else 0."""
     batch, heads, seqlen_q, head_dim = q.shape
     return part_size(
         config,

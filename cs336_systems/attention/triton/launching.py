@@ -24,7 +24,7 @@ from cs336_systems.attention.triton.launcher import KEPT_SHAPES, KeptLaunches, L
 
 LOG_SWITCH = "CS336_ATTN_LOG"
 POINTER_ALIGNMENT_BYTES = 16  # Triton loads four words at a time from such a pointer
-MAX_GROUPED_ROWS = 64  # of the smallest tile on sm_90
+MAX_GROUPED_ROWS = 64  # of a tile of 16-bit elements on sm_90; smaller ones take two or four
 MAX_COMPILED = 4096  # launches that differ in shapes or options and are remembered
 _compiled: dict[tuple[Hashable, ...], tuple[Any, list[Hashable]]] = {}  # the kernel and its compile-time constants
 
@@ -112,7 +112,7 @@ def empty_results(q: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def rows_of_groups(q: Tensor, k: Tensor, is_causal: bool) -> Tensor:
-    """q (batch, heads, queries, head_dim) as a forward without a mask reads it: with its few queries in one tile.
+    """q (batch, heads, queries, head_dim) as a forward without a mask reads it: few queries together in tiles.
 
     Query heads that share a key head are then rows of one, (batch, kv_heads, group * queries, head_dim), a view: their
     programs would read the same keys each and leave the rest of their tile empty, as where one token is generated. Else

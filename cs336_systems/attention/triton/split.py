@@ -7,9 +7,11 @@ output O, the maximum m (base 2) and the sum l, and a second kernel ends what th
 
     m = max m_part     l = Σ 2^(m_part - m) · l_part     O = Σ 2^(m_part - m) · O_part / l     L = (m + log₂ l) / log₂ e
 
-That is what the plain forward does from one key tile to the next, in float32 as there. How many parts there are depends
-on shapes alone (`tiles/parts.py`), so results repeat bit for bit. Source: Flash-Decoding (Dao, Haziza, Massa, Sizov
-2023), whose parts are normalised: log-sum-exps of scores in the thousands then round by more than the output may.
+That is what the plain forward does from one key tile to the next, in float32 as there; but a part knows no maximum but
+its own, so values within its number of keys of float32's end may overflow where the whole would hide them. How many
+parts there are depends on shapes alone (`tiles/parts.py`), so results repeat bit for bit. Source: Flash-Decoding (Dao,
+Haziza, Massa, Sizov 2023), whose parts are normalised: log-sum-exps of scores in the thousands then round by more than
+the output may.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ import triton.language as tl
 from jaxtyping import Float
 from torch import Tensor
 
-from cs336_systems.attention.tiles import KernelConfig, head_tile
+from cs336_systems.attention.tiles import KernelConfig, head_tile, seen_keys
+from cs336_systems.attention.tiles.parts import MAX_PARTS
 from cs336_systems.attention.triton.descriptors import described
 from cs336_systems.attention.triton.forward import visit_keys
 from cs336_systems.attention.triton.launcher import Launched
@@ -100,7 +103,7 @@ def flash_split_forward_kernel(
         tl.store(l_ptr + row_base + query_rows, l, mask=query_rows < N_QUERIES)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N_QUERIES", "N_KEYS", "PART_SIZE"])  # lengths change with every generated token
 def flash_merge_kernel(
     O_parts_ptr, M_parts_ptr, l_parts_ptr, O_ptr, L_ptr, N_QUERIES, N_KEYS, PART_SIZE,
     D: tl.constexpr, D_TILE: tl.constexpr, ROWS: tl.constexpr, MAX_PARTS: tl.constexpr, AT_A_TIME: tl.constexpr,
@@ -156,16 +159,14 @@ def launch_split_forward(
     Meanwhile the parts take memory: for each of them O and two numbers a row in float32.
     """
     output, lse = empty_results(q)
-    rows = rows_of_groups(q, k, is_causal)
-    num_keys = k.shape[2]
+    num_keys = seen_keys(q.shape[2], k.shape[2], is_causal)
     num_parts = num_tiles(num_keys, part_size)
     output_parts = q.new_empty((num_parts, *q.shape), dtype=torch.float32)
     maxima, sums = (lse.new_empty((num_parts, *lse.shape)) for _ in range(2))
 
     def launch_all() -> list[Launched | None]:
+        rows = rows_of_groups(q, k, is_causal)
         batch, heads, num_queries, head_dim = rows.shape
-        merged_rows = min(MERGED_ROWS, triton.next_power_of_2(num_queries))
-        max_parts = triton.next_power_of_2(num_parts)
         (num_programs,) = grid_of(config, rows, k)
         with stage("forward"):
             attended = launch(
@@ -177,10 +178,10 @@ def launch_split_forward(
                 | {"IS_CAUSAL": is_causal, "TMA": config.tma},
             )  # fmt: skip
             merged = launch(
-                flash_merge_kernel, (num_tiles(num_queries, merged_rows) * batch * heads,),
+                flash_merge_kernel, (num_tiles(num_queries, MERGED_ROWS) * batch * heads,),
                 (output_parts, maxima, sums, output, lse), (num_queries, num_keys, part_size),
-                {"D": head_dim, "D_TILE": head_tile(head_dim), "ROWS": merged_rows, "MAX_PARTS": max_parts,
-                 "AT_A_TIME": min(max_parts, MERGED_AT_A_TIME), "IS_CAUSAL": is_causal, "num_warps": 1},
+                {"D": head_dim, "D_TILE": head_tile(head_dim), "ROWS": MERGED_ROWS, "MAX_PARTS": MAX_PARTS,
+                 "AT_A_TIME": MERGED_AT_A_TIME, "IS_CAUSAL": is_causal, "num_warps": 1},
             )  # fmt: skip
         return [attended, merged]
 
