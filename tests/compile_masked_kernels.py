@@ -19,7 +19,7 @@ from cs336_systems.attention.compilation import CompileRequest, compile_here
 from cs336_systems.attention.tiles import KernelConfig, select_config
 
 BLOCK = 128
-HEADS, SEQLEN = 16, 1024
+HEADS, SEQLEN = 16, 2048
 
 
 def shipped(kernel: str, head_dim: int, tma: bool) -> KernelConfig:
@@ -71,6 +71,7 @@ def main(head_dims: list[int]) -> None:
         "block_sparse": (launch_block_sparse, False),
         "block_sparse_tma": (launch_block_sparse, True),
         "varlen": (launch_varlen, False),
+        "varlen_tma": (launch_varlen, True),
     }
     for kind, (launch, tma) in launchers.items():
         compilation._launch = launch  # compile_here compiles what this launches

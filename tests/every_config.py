@@ -60,7 +60,7 @@ def cases(target: str, families: list[str], dtypes: list[str]) -> Iterator[Case]
                 rows = [TABLES[target][kernel, DTYPES[dtype], head_tile].configs for kernel in kernels]
                 for tma in (False, True):
                     chosen = [[config for config in row if config.tma == tma] for row in rows]
-                    if not any(chosen) or (tma and family.startswith("varlen")):
+                    if not any(chosen):
                         continue
                     for number in range(max(map(len, chosen))):
                         names = tuple(row[min(number, len(row) - 1)].name for row in chosen if row)

@@ -24,6 +24,7 @@ from cs336_systems.attention.triton.backward import launch_backward
 from cs336_systems.attention.triton.forward import launch_forward
 from cs336_systems.attention.triton.launcher import layout_of
 from cs336_systems.attention.triton.split import launch_split_forward
+from cs336_systems.attention.triton.varlen import launch_varlen_backward, launch_varlen_forward
 
 SCALE = 0.125
 classified: list[str] = []
@@ -79,6 +80,16 @@ def main() -> None:
         launch_split_forward(aligned, aligned, aligned, is_causal=True, scale=scale, config=tiles, part_size=64)
         output, lse = hopper_forward(aligned, aligned, aligned, True, scale)
         hopper_backward(aligned, aligned, aligned, output, lse, aligned, None, True, scale)
+    packed, ends = aligned[0].transpose(0, 1), torch.tensor([0, 30, 80], dtype=torch.int32)
+    dkdv, dq = (KernelConfig.from_name(f"sm90_{name}_64x64_w4_s2_tma") for name in ("dkdv", "dq"))
+    for scale in (SCALE, 2 * SCALE):
+        output, lse = launch_varlen_forward(
+            packed, packed, packed, ends, ends, is_causal=True, scale=scale, config=tiles
+        )  # fmt: skip
+        launch_varlen_backward(
+            packed, packed, packed, output, lse, packed, None, ends, ends, is_causal=True, scale=scale,
+            dkdv_config=dkdv, dq_config=dq,
+        )  # fmt: skip
 
 
 if __name__ == "__main__":

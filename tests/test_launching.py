@@ -58,11 +58,13 @@ def test_another_scale_reaches_the_kernel(launches):
         "hopper_forward_kernel": (0.125 * LOG2_E.value, 0.25 * LOG2_E.value),
         "hopper_backward_kernel": (0.125 * LOG2_E.value, 0.25 * LOG2_E.value),
         "hopper_backward_convert_kernel": (0.125, 0.25),
+        "varlen_forward_kernel": (0.125 * LOG2_E.value, 0.25 * LOG2_E.value),
+        "varlen_dkdv_kernel": (0.125, 0.25), "varlen_dq_kernel": (0.125, 0.25),
     }  # fmt: skip
     others = ("flash_backward_preprocess_kernel", "hopper_backward_preprocess_kernel", "flash_split_forward_kernel",
               "flash_merge_kernel")  # fmt: skip
     for kernel in (*scales, *others):
-        first, second = (launch for launch in launches if launch["kernel"] == kernel)
+        first, second, *_ = (launch for launch in launches if launch["kernel"] == kernel)
         assert first["classified"] and not second["classified"]
         assert first["hash"] == second["hash"]
         for launch, scale in zip((first, second), scales.get(kernel, ())):
@@ -78,6 +80,7 @@ def test_every_kernel_can_be_launched_by_the_driver_alone(launches):
         "flash_forward_kernel", "flash_backward_preprocess_kernel", "flash_backward_dkdv_kernel",
         "flash_backward_dq_kernel", "hopper_forward_kernel", "hopper_backward_preprocess_kernel",
         "hopper_backward_kernel", "hopper_backward_convert_kernel", "flash_split_forward_kernel", "flash_merge_kernel",
+        "varlen_forward_kernel", "varlen_dkdv_kernel", "varlen_dq_kernel",
     }  # fmt: skip
     assert all(launch["bindable"] for launch in launches)
 

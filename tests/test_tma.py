@@ -174,13 +174,18 @@ def test_tma_is_refused_at_head_dims_of_odd_bytes():
         flash_attention(q, k, v, backend="triton", config=tiles("64x64_w4_s2_tma", "cpu"))
 
 
-def test_tma_is_refused_on_packed_documents():
-    q, k, v = (torch.zeros(20, 1, 64, dtype=torch.float16) for _ in range(3))
-    documents = torch.tensor([0, 20], dtype=torch.int32)
-    with pytest.raises(ValueError, match="config must read packed documents by pointers, got portable_forward_.*_tma"):
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("operand", ["k", "v"])
+def test_tma_is_refused_on_packed_documents_that_it_cannot_read(operand, device):
+    """q of a forward is read by pointers alone."""
+    tensors = {name: torch.zeros(20, 1, 66, dtype=torch.float16, device=device)[..., :64] for name in ("q", operand)}
+    tensors = {name: torch.zeros(20, 1, 64, dtype=torch.float16, device=device) for name in "qkv"} | tensors
+    documents = torch.tensor([0, 20], dtype=torch.int32, device=device)
+    with pytest.raises(ValueError, match=rf"_tma reads tiles by TMA, which needs {operand} with contiguous rows"):
         flash_attention_varlen(
-            q, k, v, documents, documents, 20, 20, backend="triton", config=tiles("64x64_w4_s2_tma", "cpu")
-        )
+            **tensors, cu_seqlens_q=documents, cu_seqlens_k=documents, max_seqlen_q=20, max_seqlen_k=20,
+            backend="triton", config=tiles("64x64_w4_s2_tma", device),
+        )  # fmt: skip
 
 
 @pytest.mark.parametrize("device", DEVICES)

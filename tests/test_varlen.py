@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from cs336_systems.attention import AttentionConfig, attention_reference, flash_attention, flash_attention_varlen
 from cs336_systems.attention.contract import compute_oracle, contract_errors
+from cs336_systems.attention.triton import launching
 from tests.covered import ATTENTION
 from tests.test_block_sparse import poisoned  # noqa: F401
 from tests.test_s4_attention import (
@@ -25,6 +26,7 @@ from tests.test_s4_attention import (
     shipped_configs,
     skip_what_cannot_run,
 )
+from tests.test_tma import tiles
 
 COVERS = ATTENTION
 
@@ -38,6 +40,12 @@ DOCUMENTS = {
     "rows-behind": ([63, 2], None, 70),
     "more-keys": ([5, 0, 70, 3], [80, 9, 71, 0], 0),
     "more-queries": ([80, 0, 70, 66], [5, 4, 0, 65], 2),
+}
+
+DOCUMENTS_OF_TILES = {
+    "ragged": ([70, 128, 0, 17, 193], None, 5),
+    "more-keys": ([64, 5, 130], [140, 200, 64], 0),
+    "more-queries": ([200, 64, 3, 129], [64, 9, 0, 70], 0),
 }
 
 
@@ -192,6 +200,78 @@ def test_any_strides_equal_contiguous(device):
     contiguous = run_packed([x.contiguous() for x in tensors], documents, backend="triton", is_causal=True)
     for name, expected in contiguous.items():
         torch.testing.assert_close(ours[name], expected, rtol=1e-5, atol=1e-5)
+
+
+# Tiles read by Hopper's copy engine (TMA): whole ones, whose rows are all the document's
+
+
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.slow_if(device="cpu")  # interpreted: by TMA and by pointers
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("head_dim", [40, 128])
+@pytest.mark.parametrize("case", DOCUMENTS_OF_TILES.values(), ids=DOCUMENTS_OF_TILES.keys())
+def test_tma_equals_pointers(case, head_dim, is_causal, device):
+    """In the interpreter, which does the same arithmetic on the same tiles, in bits."""
+    tensors, documents = packed(*case, 4, 2, head_dim, torch.float16, device)
+    by_tma, by_pointers = (
+        run_packed(
+            tensors, documents, is_causal=is_causal, backend="triton", enable_gqa=True, config=tiles(spelling, device)
+        )
+        for spelling in ("64x64_w4_s2_tma", "64x64_w4_s2")
+    )
+    for results in (by_tma, by_pointers):
+        assert worst_error(tensors, documents, results, is_causal) <= 1
+    if device == "cpu":
+        for name, result in by_tma.items():
+            assert torch.equal(result, by_pointers[name]), name
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+def test_tma_reads_no_number_of_a_neighbour(is_causal, device):
+    """Documents end within tiles, and what is not a number beside them stays there."""
+    tensors, documents = packed([70, 150, 30, 129], None, 9, 2, 2, 64, torch.float16, device)
+    options = {"is_causal": is_causal, "backend": "triton", "config": tiles("64x64_w4_s2_tma", device)}
+    before = run_packed(tensors, documents, **options)
+    for x in tensors:
+        x[70:220] = math.nan
+        x[-9:] = math.nan
+    after = run_packed(tensors, documents, **options)
+    for rows in (slice(0, 70), slice(220, 379)):
+        others = document_of(after, rows, rows)
+        for name, expected in document_of(before, rows, rows).items():
+            assert torch.equal(others[name], expected), name
+
+
+@pytest.mark.gpu
+def test_launches_that_are_made_again_read_what_lies_there_now():
+    """Other numbers and other boundaries at the same addresses."""
+    tensors, (ends, _, *longest) = packed([200, 57, 100], None, 0, 2, 2, 64, torch.bfloat16, "cuda")
+    for turn in range(4):
+        ends.copy_(boundaries([200 - 40 * turn, 57 + 40 * turn, 100], "cuda"))
+        for seed, x in enumerate(tensors):
+            x.copy_(draw(*x.shape, dtype=x.dtype, device="cuda", seed=4 * turn + seed))
+        results = run_packed(tensors, (ends, ends, *longest), backend="triton", is_causal=True)
+        assert worst_error(tensors, (ends, ends), results, True) <= 1
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() < (9, 0), reason="TMA is sm_90's"
+)
+def test_documents_take_tma_where_it_can_read(capfd, monkeypatch):
+    """A fused projection is read in place; one whose rows start between 16 bytes takes the pointers."""
+    monkeypatch.setattr(launching, "_log_is_on", lambda: True)
+    launching._print_once.cache_clear()
+    for width, tma in ((64, True), (66, False)):
+        fused = draw(300, 3 * 2, width, dtype=torch.bfloat16, device="cuda", seed=0)[..., :64]
+        documents = boundaries([171, 129], "cuda")
+        tensors = [*fused.split(2, dim=1), draw(300, 2, 64, dtype=torch.bfloat16, device="cuda", seed=1)]
+        results = run_packed(tensors, (documents, documents, 171, 171), backend="triton", is_causal=True)
+        assert worst_error(tensors, (documents, documents, 171, 171), results, True) <= 1
+        lines = capfd.readouterr().err.splitlines()
+        assert len(lines) == 3 and all(line.endswith("_tma") == tma for line in lines), lines
 
 
 # Autograd, repeats, torch.compile
@@ -361,7 +441,7 @@ def test_the_operator_checks_before_it_launches():
 def test_any_integer_that_is_long_enough_is_a_longest_length(backend):
     """It was compared in 32 bits: 2³² was less than 10."""
     expected = flash_attention_varlen(X, X, X, CU, CU, 6, 6, backend=backend)
-    assert torch.equal(flash_attention_varlen(X, X, X, CU, CU, 2**32, 2**40, backend=backend), expected)
+    assert torch.equal(flash_attention_varlen(X, X, X, CU, CU, 2**32, 2**62, backend=backend), expected)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -81,7 +81,7 @@ def _triton(case: MaskCase, mask: BlockMask, run: RunConfig) -> MaskedAttention:
             kernel=kernel_name("triton", shape_of(case), run.device),
         )
     if name == "document":
-        return _varlen(case, causal, kernel)
+        return _varlen(case, causal, kernel, run)
     if name == "dilated":
         segment_length, rate = (int(number) for number in argument.split("/"))
 
@@ -129,13 +129,13 @@ def _kernel(what: str, case: MaskCase, run: RunConfig) -> str:
     return what if run.device == "cuda" else f"interpreter {what}"
 
 
-def _varlen(case: MaskCase, causal: bool, kernel: str) -> MaskedAttention:
+def _varlen(case: MaskCase, causal: bool, kernel: str, run: RunConfig) -> MaskedAttention:
     from cs336_systems.attention import flash_attention_varlen
 
     cu_seqlens, longest = _cu_seqlens(case)
+    ends = cu_seqlens.to(run.device)  # once, as peers have them: a copy in each call would stall the host
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Any:
-        ends = cu_seqlens.to(q.device)
         return flash_attention_varlen(q, k, v, ends, ends, longest, longest, is_causal=causal, backend="triton")
 
     return MaskedAttention(attend=attend, pack=_pack, unpack=_unpack, kernel=kernel)

@@ -82,25 +82,26 @@ def flash_backward_preprocess_kernel(
 def _visit_queries(
     dK, dV, K, V, key_rows, Q_head, dO_head, L_base, D_base, batch, head, first_query, last_query,
     N_QUERIES, scale_log2, ZERO, stride_qs, stride_qd, stride_dos, stride_dod,
-    D: tl.constexpr, D_TILE: tl.constexpr, Q_TILE_SIZE: tl.constexpr, DIAGONAL: tl.constexpr, PADDED: tl.constexpr,
+    D: tl.constexpr, D_TILE: tl.constexpr, Q_TILE_SIZE: tl.constexpr, DIAGONAL: tl.constexpr, BOUNDED: tl.constexpr,
     PRECISION: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """Fold the query tiles of [first_query, last_query) into dK (without its scale) and dV.
 
-    Queries past the end have L = +inf, hence P = 0: only the diagonal needs mask arithmetic.
+    Queries past the end have L = +inf, hence P = 0: only the diagonal needs mask arithmetic. BOUNDED: L and D do not
+    have the last tile's rows in memory.
     """
-    for start in tl.range(first_query, last_query, Q_TILE_SIZE):
+    for start in tl.range(first_query, last_query, Q_TILE_SIZE, num_stages=1 if BOUNDED else None):
         query_rows = start + tl.arange(0, Q_TILE_SIZE)
         Q = load_rows(Q_head, batch, head, start, N_QUERIES, stride_qs, stride_qd, D, D_TILE, Q_TILE_SIZE, True, TMA)
         dO = load_rows(
             dO_head, batch, head, start, N_QUERIES, stride_dos, stride_dod, D, D_TILE, Q_TILE_SIZE, True, TMA
         )  # fmt: skip
-        if PADDED:
-            L_log2 = tl.load(L_base + query_rows)
-            delta = tl.load(D_base + query_rows)
-        else:
+        if BOUNDED:
             L_log2 = tl.load(L_base + query_rows, mask=query_rows < N_QUERIES, other=float("inf"))
             delta = tl.load(D_base + query_rows, mask=query_rows < N_QUERIES, other=0.0)
+        else:
+            L_log2 = tl.load(L_base + query_rows)
+            delta = tl.load(D_base + query_rows)
         S_T = tl.dot(K, tl.trans(Q), input_precision=PRECISION)  # (K_TILE_SIZE, Q_TILE_SIZE)
         dP_T = tl.dot(V, tl.trans(dO), input_precision=PRECISION)
         P_T = tl.math.exp2(S_T * scale_log2 - L_log2[None, :])
@@ -112,34 +113,38 @@ def _visit_queries(
 
 @triton.jit
 def differentiate_keys(
-    Q_batch, K_head, V_head, dO_batch, L_base, D_base, dK_base, dV_base, batch, kv_head, key_tile, first_head,
-    N_QUERIES, N_KEYS, scale, scale_log2, ZERO, stride_qh, stride_qs, stride_qd, stride_ks, stride_kd, stride_vs,
-    stride_vd, stride_doh, stride_dos, stride_dod, stride_lh, stride_dks,
+    Q_batch, K_head, V_head, dO_batch, Q_cut, dO_cut, L_base, D_base, dK_base, dV_base, batch, kv_head, key_tile,
+    first_head, N_QUERIES, N_KEYS, scale, scale_log2, ZERO, stride_qh, stride_qs, stride_qd, stride_ks, stride_kd,
+    stride_vs, stride_vd, stride_doh, stride_dos, stride_dod, stride_lh, stride_dks,
     GROUP: tl.constexpr, D: tl.constexpr, D_TILE: tl.constexpr, Q_TILE_SIZE: tl.constexpr, K_TILE_SIZE: tl.constexpr,
-    IS_CAUSAL: tl.constexpr, PADDED: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
+    IS_CAUSAL: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, CUT_TMA: tl.constexpr,
 ):  # fmt: skip
     """dK and dV of one key tile of one sequence, over all query heads of its group.
 
     K_head and V_head come from `head_of`, and so do Q_batch and dO_batch for head 0, from where `first_head` starts the
-    group. The other bases point at the sequence's row 0, those of L and delta in head 0.
+    group. The other bases point at the sequence's row 0, those of L and delta in head 0. PACKED: neighbours' rows
+    follow the sequence's, so that tiles which its end cuts are read from Q_cut and dO_cut, and K and V as these are.
     """
     first_key = key_tile * K_TILE_SIZE
     key_rows = first_key + tl.arange(0, K_TILE_SIZE)
     K = load_rows(
-        K_head, batch, kv_head, first_key, N_KEYS, stride_ks, stride_kd, D, D_TILE, K_TILE_SIZE, True, TMA
+        K_head, batch, kv_head, first_key, N_KEYS, stride_ks, stride_kd, D, D_TILE, K_TILE_SIZE, True, CUT_TMA
     )  # (K_TILE_SIZE, D_TILE)
-    V = load_rows(V_head, batch, kv_head, first_key, N_KEYS, stride_vs, stride_vd, D, D_TILE, K_TILE_SIZE, True, TMA)
+    V = load_rows(
+        V_head, batch, kv_head, first_key, N_KEYS, stride_vs, stride_vd, D, D_TILE, K_TILE_SIZE, True, CUT_TMA
+    )  # fmt: skip
     dK = tl.zeros([K_TILE_SIZE, D_TILE], tl.float32)
     dV = tl.zeros([K_TILE_SIZE, D_TILE], tl.float32)
 
     # Query tiles before start_queries see none of these keys; [start_queries, full_queries) are cut by the diagonal.
-    # Both loops' registers are live at a time: where a wide head leaves none to spare, one loop masks every tile.
+    # All loops' registers are live at a time: where a wide head leaves none to spare, one loop masks every tile.
     ONE_LOOP: tl.constexpr = D_TILE >= 128 and K.dtype != tl.float32
     start_queries = 0
     full_queries = 0
     if IS_CAUSAL:
         start_queries = first_key // Q_TILE_SIZE * Q_TILE_SIZE
         full_queries = tl.cdiv(first_key + K_TILE_SIZE - 1, Q_TILE_SIZE) * Q_TILE_SIZE
+    end_queries = N_QUERIES // Q_TILE_SIZE * Q_TILE_SIZE if PACKED else N_QUERIES
 
     for member in range(GROUP):
         head = first_head + member
@@ -149,15 +154,23 @@ def differentiate_keys(
         if IS_CAUSAL:
             dK, dV = _visit_queries(
                 dK, dV, K, V, key_rows, Q_head, dO_head, L_base + row_base, D_base + row_base, batch, head,
-                start_queries, N_QUERIES if ONE_LOOP else tl.minimum(full_queries, N_QUERIES), N_QUERIES,
+                start_queries, end_queries if ONE_LOOP else tl.minimum(full_queries, end_queries), N_QUERIES,
                 scale_log2, ZERO, stride_qs, stride_qd, stride_dos, stride_dod,
-                D, D_TILE, Q_TILE_SIZE, True, PADDED, PRECISION, TMA,
+                D, D_TILE, Q_TILE_SIZE, True, False, PRECISION, TMA,
             )  # fmt: skip
         if not IS_CAUSAL or not ONE_LOOP:
             dK, dV = _visit_queries(
                 dK, dV, K, V, key_rows, Q_head, dO_head, L_base + row_base, D_base + row_base, batch, head,
-                full_queries, N_QUERIES, N_QUERIES, scale_log2, ZERO, stride_qs, stride_qd, stride_dos, stride_dod,
-                D, D_TILE, Q_TILE_SIZE, False, PADDED, PRECISION, TMA,
+                full_queries, end_queries, N_QUERIES, scale_log2, ZERO, stride_qs, stride_qd, stride_dos, stride_dod,
+                D, D_TILE, Q_TILE_SIZE, False, False, PRECISION, TMA,
+            )  # fmt: skip
+        if PACKED:
+            dK, dV = _visit_queries(
+                dK, dV, K, V, key_rows, head_of(Q_cut, 0, head, 0, stride_qh, CUT_TMA),
+                head_of(dO_cut, 0, head, 0, stride_doh, CUT_TMA), L_base + row_base, D_base + row_base, batch, head,
+                tl.maximum(start_queries, end_queries), N_QUERIES, N_QUERIES,
+                scale_log2, ZERO, stride_qs, stride_qd, stride_dos, stride_dod,
+                D, D_TILE, Q_TILE_SIZE, IS_CAUSAL, True, PRECISION, CUT_TMA,
             )  # fmt: skip
 
     store_rows(dK_base, dK * scale, key_rows, N_KEYS, stride_dks, 1, D, D_TILE)
@@ -181,15 +194,17 @@ def flash_backward_dkdv_kernel(
     num_rows = padded_rows(N_QUERIES)
     row_base = batch * N_KV_HEADS * GROUP * num_rows
     output_base = (batch * N_KV_HEADS + kv_head) * N_KEYS * D
+    Q_batch = head_of(Q_ptr, batch, 0, stride_qb, stride_qh, TMA)
+    dO_batch = head_of(dO_ptr, batch, 0, stride_dob, stride_doh, TMA)
     differentiate_keys(
-        head_of(Q_ptr, batch, 0, stride_qb, stride_qh, TMA),
+        Q_batch,
         head_of(K_ptr, batch, kv_head, stride_kb, stride_kh, TMA),
         head_of(V_ptr, batch, kv_head, stride_vb, stride_vh, TMA),
-        head_of(dO_ptr, batch, 0, stride_dob, stride_doh, TMA),
+        dO_batch, Q_batch, dO_batch,
         L_ptr + row_base, D_ptr + row_base, dK_ptr + output_base, dV_ptr + output_base, batch, kv_head, key_tile,
         kv_head * GROUP, N_QUERIES, N_KEYS, scale, scale_log2, ZERO, stride_qh, stride_qs, stride_qd, stride_ks,
         stride_kd, stride_vs, stride_vd, stride_doh, stride_dos, stride_dod, num_rows, D,
-        GROUP, D, D_TILE, Q_TILE_SIZE, K_TILE_SIZE, IS_CAUSAL, True, PRECISION, TMA,
+        GROUP, D, D_TILE, Q_TILE_SIZE, K_TILE_SIZE, IS_CAUSAL, False, PRECISION, TMA, TMA,
     )  # fmt: skip
 
 
@@ -217,20 +232,24 @@ def _visit_keys(
 
 @triton.jit
 def differentiate_queries(
-    Q_head, K_head, V_head, dO_head, L_base, D_base, dQ_base, batch, head, kv_head, query_tile, N_QUERIES, N_KEYS,
-    scale, scale_log2, ZERO, stride_qs, stride_qd, stride_ks, stride_kd, stride_vs, stride_vd, stride_dos, stride_dod,
-    stride_dqs,
+    Q_head, K_head, V_head, dO_head, K_cut, V_cut, L_base, D_base, dQ_base, batch, head, kv_head, query_tile,
+    N_QUERIES, N_KEYS, scale, scale_log2, ZERO, stride_qs, stride_qd, stride_ks, stride_kd, stride_vs, stride_vd,
+    stride_dos, stride_dod, stride_dqs,
     D: tl.constexpr, D_TILE: tl.constexpr, Q_TILE_SIZE: tl.constexpr, K_TILE_SIZE: tl.constexpr,
-    IS_CAUSAL: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
+    IS_CAUSAL: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, CUT_TMA: tl.constexpr,
 ):  # fmt: skip
-    """dQ of one query tile of one sequence: the inputs come from `head_of`, the other bases point at its row 0."""
+    """dQ of one query tile of one sequence: the inputs come from `head_of`, the other bases point at its row 0.
+
+    Tiles of keys that every query sees are read from K_head and V_head, those that are cut from K_cut and V_cut, and Q
+    and dO as these are.
+    """
     first_query = query_tile * Q_TILE_SIZE
     query_rows = first_query + tl.arange(0, Q_TILE_SIZE)
     Q = load_rows(
-        Q_head, batch, head, first_query, N_QUERIES, stride_qs, stride_qd, D, D_TILE, Q_TILE_SIZE, True, TMA
+        Q_head, batch, head, first_query, N_QUERIES, stride_qs, stride_qd, D, D_TILE, Q_TILE_SIZE, True, CUT_TMA
     )  # (Q_TILE_SIZE, D_TILE)
     dO = load_rows(
-        dO_head, batch, head, first_query, N_QUERIES, stride_dos, stride_dod, D, D_TILE, Q_TILE_SIZE, True, TMA
+        dO_head, batch, head, first_query, N_QUERIES, stride_dos, stride_dod, D, D_TILE, Q_TILE_SIZE, True, CUT_TMA
     )  # fmt: skip
     L_log2 = tl.load(L_base + query_rows, mask=query_rows < N_QUERIES, other=float("inf"))
     delta = tl.load(D_base + query_rows, mask=query_rows < N_QUERIES, other=0.0)
@@ -242,8 +261,8 @@ def differentiate_queries(
         stride_ks, stride_kd, stride_vs, stride_vd, D, D_TILE, K_TILE_SIZE, IS_CAUSAL, False, PRECISION, TMA,
     )  # fmt: skip
     dQ = _visit_keys(
-        dQ, Q, dO, L_log2, delta, query_rows, K_head, V_head, batch, kv_head, full_keys, end_keys, N_KEYS, scale_log2,
-        ZERO, stride_ks, stride_kd, stride_vs, stride_vd, D, D_TILE, K_TILE_SIZE, IS_CAUSAL, True, PRECISION, TMA,
+        dQ, Q, dO, L_log2, delta, query_rows, K_cut, V_cut, batch, kv_head, full_keys, end_keys, N_KEYS, scale_log2,
+        ZERO, stride_ks, stride_kd, stride_vs, stride_vd, D, D_TILE, K_TILE_SIZE, IS_CAUSAL, True, PRECISION, CUT_TMA,
     )  # fmt: skip
     store_rows(dQ_base, dQ * scale, query_rows, N_QUERIES, stride_dqs, 1, D, D_TILE)
 
@@ -264,15 +283,15 @@ def flash_backward_dq_kernel(
     kv_head = head // GROUP
     row_base = (batch * N_HEADS + head) * padded_rows(N_QUERIES)
     output_base = (batch * N_HEADS + head) * N_QUERIES * D
+    K_head = head_of(K_ptr, batch, kv_head, stride_kb, stride_kh, TMA)
+    V_head = head_of(V_ptr, batch, kv_head, stride_vb, stride_vh, TMA)
     differentiate_queries(
-        head_of(Q_ptr, batch, head, stride_qb, stride_qh, TMA),
-        head_of(K_ptr, batch, kv_head, stride_kb, stride_kh, TMA),
-        head_of(V_ptr, batch, kv_head, stride_vb, stride_vh, TMA),
-        head_of(dO_ptr, batch, head, stride_dob, stride_doh, TMA),
+        head_of(Q_ptr, batch, head, stride_qb, stride_qh, TMA), K_head, V_head,
+        head_of(dO_ptr, batch, head, stride_dob, stride_doh, TMA), K_head, V_head,
         L_ptr + row_base, D_ptr + row_base, dQ_ptr + output_base, batch, head, kv_head, query_tile, N_QUERIES, N_KEYS,
         scale, scale_log2, ZERO,
         stride_qs, stride_qd, stride_ks, stride_kd, stride_vs, stride_vd, stride_dos, stride_dod, D,
-        D, D_TILE, Q_TILE_SIZE, K_TILE_SIZE, IS_CAUSAL, PRECISION, TMA,
+        D, D_TILE, Q_TILE_SIZE, K_TILE_SIZE, IS_CAUSAL, PRECISION, TMA, TMA,
     )  # fmt: skip
 
 

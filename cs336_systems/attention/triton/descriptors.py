@@ -2,6 +2,11 @@
 
 A thread then computes no addresses and holds none in registers, and rows or columns past the end arrive as zeros.
 The engine wants rows that are contiguous and start at multiples of 16 bytes; other inputs take the pointer kernels.
+
+Packed documents, (rows, heads, head_dim), are described as if a sequence began at each row: batch element r is the
+tensor from row r on. So a kernel reads a document as it reads any sequence, with its first row for the batch element.
+What the engine fills with zeros lies past the tensor, not past the document: tiles that a document's end cuts are for
+pointers.
 """
 
 from __future__ import annotations
@@ -20,7 +25,7 @@ QUERY_OPERANDS = ("q", "grad_output")
 
 
 def describable(*tensors: Tensor) -> bool:
-    """Whether TMA can read all of these (batch, heads, rows, head_dim) tensors as they are."""
+    """Whether TMA can read all of these (batch, heads, rows, head_dim) or packed tensors as they are."""
     return all(_is_describable(x) for x in tensors)
 
 
@@ -36,15 +41,34 @@ def described(config: KernelConfig, **operands: Tensor) -> list[Tensor | TensorD
     """
     if not config.tma:
         return list(operands.values())
+    _check_describable(config, operands)
+    return [_describe(x, x.shape, x.stride(), _rows_of_tile(config, name)) for name, x in operands.items()]
+
+
+def described_documents(config: KernelConfig, **operands: Tensor) -> list[Tensor | TensorDescriptor]:
+    """`described` for packed (rows, heads, head_dim) tensors: a descriptor's batch element r begins at row r."""
+    if not config.tma:
+        return list(operands.values())
+    _check_describable(config, operands)
+    found: list[Tensor | TensorDescriptor] = []
+    for name, x in operands.items():
+        (rows, heads, head_dim), (stride_s, stride_h, stride_d) = x.shape, x.stride()
+        strides = (stride_s, stride_h, stride_s, stride_d)
+        found.append(_describe(x, (rows, heads, rows, head_dim), strides, _rows_of_tile(config, name)))
+    return found
+
+
+def _check_describable(config: KernelConfig, operands: dict[str, Tensor]) -> None:
     for name, x in operands.items():
         if not _is_describable(x):
             raise ValueError(
                 f"{config.name} reads tiles by TMA, which needs {name} with contiguous rows at multiples of "
                 f"{TMA_ALIGNMENT_BYTES} bytes, got strides {tuple(x.stride())} of {x.element_size()} bytes"
             )
-    return [
-        _describe(x, config.query_tile if name in QUERY_OPERANDS else config.key_tile) for name, x in operands.items()
-    ]
+
+
+def _rows_of_tile(config: KernelConfig, operand: str) -> int:
+    return config.query_tile if operand in QUERY_OPERANDS else config.key_tile
 
 
 def _is_describable(x: Tensor) -> bool:
@@ -62,15 +86,15 @@ def strides_are_describable(shape: tuple[int, ...], strides: tuple[int, ...], by
     )
 
 
-def _describe(x: Tensor, rows: int) -> TensorDescriptor:
-    """Tiles of `rows` rows of x.
+def _describe(x: Tensor, shape: tuple[int, ...], strides: tuple[int, ...], rows: int) -> TensorDescriptor:
+    """Tiles of `rows` rows of x, seen with four dimensions.
 
     Past the constructor, whose assertions repeat `_is_describable` and would be a third of the host's time in a call.
     """
     descriptor = object.__new__(TensorDescriptor)
-    descriptor.base, descriptor.shape = x, list(x.shape)
-    descriptor.strides = described_strides(x.shape, x.stride(), x.element_size())
-    descriptor.block_shape = [1, 1, rows, head_tile(x.shape[-1])]
+    descriptor.base, descriptor.shape = x, list(shape)
+    descriptor.strides = described_strides(shape, strides, x.element_size())
+    descriptor.block_shape = [1, 1, rows, head_tile(shape[-1])]
     return descriptor
 
 

@@ -50,10 +50,13 @@ def visit_keys(
     accumulator, m, l, Q, K_head, V_head, batch, kv_head, query_rows, first_key, last_key, N_KEYS,
     scale_log2, ZERO, stride_ks, stride_kd, stride_vs, stride_vd,
     D: tl.constexpr, D_TILE: tl.constexpr, K_TILE_SIZE: tl.constexpr, IS_CAUSAL: tl.constexpr, MASKED: tl.constexpr,
-    PRECISION: tl.constexpr, TMA: tl.constexpr,
+    PRECISION: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr = None,
 ):  # fmt: skip
-    """Fold the key tiles of [first_key, last_key) into the running (accumulator, m, l); m is in base 2."""
-    for start in tl.range(first_key, last_key, K_TILE_SIZE):
+    """Fold the key tiles of [first_key, last_key) into the running (accumulator, m, l); m is in base 2.
+
+    STAGES of tiles are loaded ahead, where it is None as many as the configuration says.
+    """
+    for start in tl.range(first_key, last_key, K_TILE_SIZE, num_stages=STAGES):
         key_rows = start + tl.arange(0, K_TILE_SIZE)
         K = load_rows(K_head, batch, kv_head, start, N_KEYS, stride_ks, stride_kd, D, D_TILE, K_TILE_SIZE, MASKED, TMA)
         S = tl.dot(Q, tl.trans(K), input_precision=PRECISION)  # (Q_TILE_SIZE, K_TILE_SIZE), not yet scaled
@@ -67,18 +70,20 @@ def visit_keys(
 
 @triton.jit
 def attend_queries(
-    Q_head, K_head, V_head, O_base, L_base, batch, head, kv_head, query_tile, N_QUERIES, N_KEYS, scale_log2, ZERO,
-    stride_qs, stride_qd, stride_ks, stride_kd, stride_vs, stride_vd, stride_os,
+    Q_head, K_head, V_head, K_cut, V_cut, O_base, L_base, batch, head, kv_head, query_tile, N_QUERIES, N_KEYS,
+    scale_log2, ZERO, stride_qs, stride_qd, stride_ks, stride_kd, stride_vs, stride_vd, stride_os,
     D: tl.constexpr, D_TILE: tl.constexpr, Q_TILE_SIZE: tl.constexpr, K_TILE_SIZE: tl.constexpr,
     IS_CAUSAL: tl.constexpr, ROWS_WITHOUT_KEYS: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
+    CUT_TMA: tl.constexpr,
 ):  # fmt: skip
-    """One query tile of one sequence: `Q_head`, `K_head` and `V_head` come from `head_of`, O_base and L_base point at
-    the sequence's row 0 in the program's head."""
+    """One query tile of one sequence: Q, K and V come from `head_of`, O_base and L_base point at the sequence's row 0
+    in the program's head. Tiles of keys that every query sees are read from K_head and V_head, those that are cut from
+    K_cut and V_cut, and Q as these are: packed documents have their neighbours' rows where a sequence's end is."""
     # 1. load the query tile
     first_query = query_tile * Q_TILE_SIZE
     query_rows = first_query + tl.arange(0, Q_TILE_SIZE)
     Q = load_rows(
-        Q_head, batch, head, first_query, N_QUERIES, stride_qs, stride_qd, D, D_TILE, Q_TILE_SIZE, True, TMA
+        Q_head, batch, head, first_query, N_QUERIES, stride_qs, stride_qd, D, D_TILE, Q_TILE_SIZE, True, CUT_TMA
     )  # (Q_TILE_SIZE, D_TILE)
     m = tl.full([Q_TILE_SIZE], LOWEST, tl.float32)
     l = tl.zeros([Q_TILE_SIZE], tl.float32)
@@ -91,10 +96,12 @@ def attend_queries(
         accumulator, m, l, Q, K_head, V_head, batch, kv_head, query_rows, 0, full_keys, N_KEYS, scale_log2, ZERO,
         stride_ks, stride_kd, stride_vs, stride_vd, D, D_TILE, K_TILE_SIZE, IS_CAUSAL, False, PRECISION, TMA,
     )  # fmt: skip
-    # 3. masked loop
+    # 3. masked loop; a third stage of pointers beside TMA's leaves a streaming multiprocessor no room for two programs
+    CUT_STAGES: tl.constexpr = 2 if TMA and not CUT_TMA else None
     accumulator, m, l = visit_keys(
-        accumulator, m, l, Q, K_head, V_head, batch, kv_head, query_rows, full_keys, end_keys, N_KEYS, scale_log2, ZERO,
-        stride_ks, stride_kd, stride_vs, stride_vd, D, D_TILE, K_TILE_SIZE, IS_CAUSAL, True, PRECISION, TMA,
+        accumulator, m, l, Q, K_cut, V_cut, batch, kv_head, query_rows, full_keys, end_keys, N_KEYS, scale_log2, ZERO,
+        stride_ks, stride_kd, stride_vs, stride_vd, D, D_TILE, K_TILE_SIZE, IS_CAUSAL, True, PRECISION, CUT_TMA,
+        CUT_STAGES,
     )  # fmt: skip
 
     # 4. normalise and store
@@ -116,13 +123,13 @@ def flash_forward_kernel(
     query_tile, batch, head = tile_of_program(tl.cdiv(N_QUERIES, Q_TILE_SIZE), N_HEADS, HEADS_TOGETHER, IS_CAUSAL)
     kv_head = head // GROUP
     row_base = (batch * N_HEADS + head) * N_QUERIES
+    K_head = head_of(K_ptr, batch, kv_head, stride_kb, stride_kh, TMA)
+    V_head = head_of(V_ptr, batch, kv_head, stride_vb, stride_vh, TMA)
     attend_queries(
-        head_of(Q_ptr, batch, head, stride_qb, stride_qh, TMA),
-        head_of(K_ptr, batch, kv_head, stride_kb, stride_kh, TMA),
-        head_of(V_ptr, batch, kv_head, stride_vb, stride_vh, TMA),
+        head_of(Q_ptr, batch, head, stride_qb, stride_qh, TMA), K_head, V_head, K_head, V_head,
         O_ptr + row_base * D, L_ptr + row_base, batch, head, kv_head, query_tile, N_QUERIES, N_KEYS, scale_log2, ZERO,
         stride_qs, stride_qd, stride_ks, stride_kd, stride_vs, stride_vd, D,
-        D, D_TILE, Q_TILE_SIZE, K_TILE_SIZE, IS_CAUSAL, False, PRECISION, TMA,
+        D, D_TILE, Q_TILE_SIZE, K_TILE_SIZE, IS_CAUSAL, False, PRECISION, TMA, TMA,
     )  # fmt: skip
 
 

@@ -111,7 +111,7 @@ def _refuse_miscompiled(config: KernelConfig, q: Tensor, target: str) -> None:
 def _forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, config: str) -> tuple[Tensor, Tensor]:
     rows = rows_of_groups(q, k, is_causal)
     tma = describable(rows, k, v)
-    chosen = _choose_dense(("forward",), rows.shape, k.shape, q.dtype, q.device, config, is_causal, tma)
+    chosen = _choose_by_shapes(("forward",), rows.shape, k.shape, q.dtype, q.device, config, is_causal, tma)
 
     def launch_it(forward: KernelConfig) -> tuple[Tensor, Tensor]:
         size = keys_of_a_part(forward, rows, k, is_causal)
@@ -146,7 +146,7 @@ def keys_of_a_part(config: KernelConfig, q: Tensor, k: Tensor, is_causal: bool) 
 
 
 @lru_cache(maxsize=KEPT_SHAPES)
-def _choose_dense(
+def _choose_by_shapes(
     kernels: tuple[str, ...], q_shape: torch.Size, k_shape: torch.Size, dtype: torch.dtype, device: torch.device,
     config: str, is_causal: bool, tma: bool,
 ) -> tuple[KernelConfig, ...]:  # fmt: skip
@@ -163,7 +163,7 @@ def _backward(
     is_causal: bool, scale: float, config: str,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     tma = _can_be_described(q, k, v, grad_output)
-    chosen = _choose_dense(("dkdv", "dq"), q.shape, k.shape, q.dtype, q.device, config, is_causal, tma)
+    chosen = _choose_by_shapes(("dkdv", "dq"), q.shape, k.shape, q.dtype, q.device, config, is_causal, tma)
     saved = (q, k, v, output.contiguous(), lse.contiguous(), _readable(grad_output, chosen), grad_lse)
     return _launch(
         lambda dkdv, dq: launch_backward(*saved, is_causal=is_causal, scale=scale, dkdv_config=dkdv, dq_config=dq),
@@ -227,27 +227,27 @@ def _block_sparse_backward(
     )  # fmt: skip
 
 
-def _choose_for_documents(
-    kernel: str, q: Tensor, config: str, documents: int, heads: int, seqlen_q: int, seqlen_k: int, is_causal: bool
-) -> KernelConfig:
-    """The configuration of a varlen kernel; ValueError for one with TMA, which does not stop where a document ends."""
-    chosen = _choose(kernel, q, config, None, documents, heads, seqlen_q, seqlen_k, is_causal)
-    if chosen.tma:
-        raise ValueError(f"config must read packed documents by pointers, got {chosen.name}")
-    return chosen
+def _padded_shapes(
+    q: Tensor, k: Tensor, cu_seqlens: Tensor, max_seqlen_q: int, max_seqlen_k: int
+) -> tuple[torch.Size, torch.Size]:
+    """Shapes of q and k as a batch of documents, all as long as the longest: by them tiles are chosen."""
+    documents = len(cu_seqlens) - 1
+    (total_q, heads, head_dim), (total_k, kv_heads, _) = q.shape, k.shape
+    longest_q, longest_k = min(max_seqlen_q, total_q), min(max_seqlen_k, total_k)  # any number may be given
+    return torch.Size((documents, heads, longest_q, head_dim)), torch.Size((documents, kv_heads, longest_k, head_dim))
 
 
 def _varlen_forward(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int,
     is_causal: bool, scale: float, config: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    shape = (len(cu_seqlens_q) - 1, q.shape[1], max_seqlen_q, max_seqlen_k)
-    chosen = _choose_for_documents("forward", q, config, *shape, is_causal)
+    shapes = _padded_shapes(q, k, cu_seqlens_q, max_seqlen_q, max_seqlen_k)
+    chosen = _choose_by_shapes(("forward",), *shapes, q.dtype, q.device, config, is_causal, describable(k, v))
     return _launch(
         lambda forward: launch_varlen_forward(
             q, k, v, cu_seqlens_q, cu_seqlens_k, is_causal=is_causal, scale=scale, config=forward
         ),
-        (chosen,), q, max_seqlen_q, max_seqlen_k,
+        chosen, q, max_seqlen_q, max_seqlen_k,
     )  # fmt: skip
 
 
@@ -256,9 +256,10 @@ def _varlen_backward(
     cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int,
     is_causal: bool, scale: float, config: str,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    shape = (len(cu_seqlens_q) - 1, q.shape[1], max_seqlen_q, max_seqlen_k)
-    chosen = tuple(_choose_for_documents(kernel, q, config, *shape, is_causal) for kernel in ("dkdv", "dq"))
-    saved = (q, k, v, output.contiguous(), lse.contiguous(), grad_output, grad_lse)
+    shapes = _padded_shapes(q, k, cu_seqlens_q, max_seqlen_q, max_seqlen_k)
+    tma = _can_be_described(q, k, v, grad_output)
+    chosen = _choose_by_shapes(("dkdv", "dq"), *shapes, q.dtype, q.device, config, is_causal, tma)
+    saved = (q, k, v, output.contiguous(), lse.contiguous(), _readable(grad_output, chosen), grad_lse)
     return _launch(
         lambda dkdv, dq: launch_varlen_backward(
             *saved, cu_seqlens_q, cu_seqlens_k, is_causal=is_causal, scale=scale, dkdv_config=dkdv, dq_config=dq

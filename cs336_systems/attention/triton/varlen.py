@@ -9,6 +9,9 @@ cu[d] // TILE + d on, which leaves it at least the ⌈n / TILE⌉ that its n tok
 ⌊(a + n) / TILE⌋ + 1 - ⌊a / TILE⌋ is no less. A program finds its document by bisection, and a spare slot ends at once.
 So total // TILE + documents + 1 slots serve any lengths, however unequal, zero included.
 
+The copy engine (TMA) reads whole tiles of a document. Those that its end cuts, whose other rows are the neighbour's,
+are read by pointers, which stop there.
+
 Rows behind the last document belong to a document of no keys (no queries): O = 0, L = -inf, zero gradients.
 """
 
@@ -21,10 +24,23 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from cs336_systems.attention.tiles import KernelConfig
-from cs336_systems.attention.triton.backward import differentiate_keys, differentiate_queries, launch_preprocess
+from cs336_systems.attention.triton.backward import (
+    differentiate_keys,
+    differentiate_queries,
+    empty_rows,
+    preprocess_into,
+)
+from cs336_systems.attention.triton.descriptors import described_documents
 from cs336_systems.attention.triton.forward import attend_queries
-from cs336_systems.attention.triton.launching import contiguous_like, head_options, launch, tile_options
-from cs336_systems.attention.triton.steps import LOG2_E, heads_together, tile_of_program
+from cs336_systems.attention.triton.launcher import Launched
+from cs336_systems.attention.triton.launching import (
+    contiguous_like,
+    head_options,
+    kept_launches,
+    launch,
+    tile_options,
+)
+from cs336_systems.attention.triton.steps import LOG2_E, head_of, heads_together, tile_of_program
 from cs336_systems.profiling.stages import stage
 
 
@@ -58,15 +74,18 @@ def _rows_of_document(cu_seqlens_ptr, document, N_DOCUMENTS, behind, TOTAL):
 
 @triton.jit
 def varlen_forward_kernel(
-    Q_ptr, K_ptr, V_ptr, O_ptr, L_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr,
+    Q_ptr, K_ptr, V_ptr, K_documents, V_documents, O_ptr, L_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr,
     stride_qs, stride_qh, stride_qd,
     stride_ks, stride_kh, stride_kd,
     stride_vs, stride_vh, stride_vd,
     N_DOCUMENTS, N_HEADS, HEADS_TOGETHER, TOTAL_QUERIES, TOTAL_KEYS, scale_log2, ZERO,
     GROUP: tl.constexpr, D: tl.constexpr, D_TILE: tl.constexpr, Q_TILE_SIZE: tl.constexpr, K_TILE_SIZE: tl.constexpr,
-    IS_CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
+    IS_CAUSAL: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """O (total_queries, heads, D) and L (heads, total_queries) are contiguous; q, k, v have any strides."""
+    """O (total_queries, heads, D) and L (heads, total_queries) are contiguous; q, k, v have any strides.
+
+    K_documents and V_documents are K and V, or their descriptors under TMA.
+    """
     num_slots = TOTAL_QUERIES // Q_TILE_SIZE + N_DOCUMENTS + 1
     slot, _, head = tile_of_program(num_slots, N_HEADS, HEADS_TOGETHER, IS_CAUSAL)
     document, query_tile = _tile_of_slot(cu_seqlens_q_ptr, slot, N_DOCUMENTS, Q_TILE_SIZE)
@@ -75,24 +94,29 @@ def varlen_forward_kernel(
     if (query_tile >= 0) & (query_tile * Q_TILE_SIZE < num_queries):
         kv_head = head // GROUP
         attend_queries(
-            Q_ptr + first_query * stride_qs + head * stride_qh, K_ptr + first_key * stride_ks + kv_head * stride_kh,
-            V_ptr + first_key * stride_vs + kv_head * stride_vh, O_ptr + (first_query * N_HEADS + head) * D,
-            L_ptr + head * TOTAL_QUERIES + first_query, 0, 0, 0, query_tile, num_queries, num_keys, scale_log2, ZERO,
+            head_of(Q_ptr, first_query, head, stride_qs, stride_qh, False),
+            head_of(K_documents, first_key, kv_head, stride_ks, stride_kh, TMA),
+            head_of(V_documents, first_key, kv_head, stride_vs, stride_vh, TMA),
+            head_of(K_ptr, first_key, kv_head, stride_ks, stride_kh, False),
+            head_of(V_ptr, first_key, kv_head, stride_vs, stride_vh, False),
+            O_ptr + (first_query * N_HEADS + head) * D, L_ptr + head * TOTAL_QUERIES + first_query,
+            first_key, head, kv_head, query_tile, num_queries, num_keys, scale_log2, ZERO,
             stride_qs, stride_qd, stride_ks, stride_kd, stride_vs, stride_vd, N_HEADS * D,
-            D, D_TILE, Q_TILE_SIZE, K_TILE_SIZE, IS_CAUSAL, True, PRECISION, False,
+            D, D_TILE, Q_TILE_SIZE, K_TILE_SIZE, IS_CAUSAL, True, PRECISION, TMA, False,
         )  # fmt: skip
 
 
 @triton.jit
 def varlen_dkdv_kernel(
-    Q_ptr, K_ptr, V_ptr, dO_ptr, L_ptr, D_ptr, dK_ptr, dV_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr,
+    Q_ptr, K_ptr, V_ptr, dO_ptr, Q_documents, dO_documents, L_ptr, D_ptr, dK_ptr, dV_ptr, cu_seqlens_q_ptr,
+    cu_seqlens_k_ptr,
     stride_qs, stride_qh, stride_qd,
     stride_ks, stride_kh, stride_kd,
     stride_vs, stride_vh, stride_vd,
     stride_dos, stride_doh, stride_dod,
     N_DOCUMENTS, N_KV_HEADS, HEADS_TOGETHER, TOTAL_QUERIES, TOTAL_KEYS, scale, scale_log2, ZERO,
     GROUP: tl.constexpr, D: tl.constexpr, D_TILE: tl.constexpr, Q_TILE_SIZE: tl.constexpr, K_TILE_SIZE: tl.constexpr,
-    IS_CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
+    IS_CAUSAL: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """dK, dV (total_keys, kv_heads, D), L and delta (heads, total_queries) are contiguous."""
     num_slots = TOTAL_KEYS // K_TILE_SIZE + N_DOCUMENTS + 1
@@ -103,26 +127,30 @@ def varlen_dkdv_kernel(
     if (key_tile >= 0) & (key_tile * K_TILE_SIZE < num_keys):
         output_base = (first_key * N_KV_HEADS + kv_head) * D
         differentiate_keys(
-            Q_ptr + first_query * stride_qs, K_ptr + first_key * stride_ks + kv_head * stride_kh,
-            V_ptr + first_key * stride_vs + kv_head * stride_vh, dO_ptr + first_query * stride_dos,
-            L_ptr + first_query, D_ptr + first_query, dK_ptr + output_base, dV_ptr + output_base, 0, 0, key_tile,
-            kv_head * GROUP, num_queries, num_keys, scale, scale_log2, ZERO,
+            head_of(Q_documents, first_query, 0, stride_qs, stride_qh, TMA),
+            head_of(K_ptr, first_key, kv_head, stride_ks, stride_kh, False),
+            head_of(V_ptr, first_key, kv_head, stride_vs, stride_vh, False),
+            head_of(dO_documents, first_query, 0, stride_dos, stride_doh, TMA),
+            head_of(Q_ptr, first_query, 0, stride_qs, stride_qh, False),
+            head_of(dO_ptr, first_query, 0, stride_dos, stride_doh, False),
+            L_ptr + first_query, D_ptr + first_query, dK_ptr + output_base, dV_ptr + output_base,
+            first_query, kv_head, key_tile, kv_head * GROUP, num_queries, num_keys, scale, scale_log2, ZERO,
             stride_qh, stride_qs, stride_qd, stride_ks, stride_kd, stride_vs, stride_vd,
             stride_doh, stride_dos, stride_dod, TOTAL_QUERIES, N_KV_HEADS * D,
-            GROUP, D, D_TILE, Q_TILE_SIZE, K_TILE_SIZE, IS_CAUSAL, False, PRECISION, False,
+            GROUP, D, D_TILE, Q_TILE_SIZE, K_TILE_SIZE, IS_CAUSAL, True, PRECISION, TMA, False,
         )  # fmt: skip
 
 
 @triton.jit
 def varlen_dq_kernel(
-    Q_ptr, K_ptr, V_ptr, dO_ptr, L_ptr, D_ptr, dQ_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr,
+    Q_ptr, K_ptr, V_ptr, dO_ptr, K_documents, V_documents, L_ptr, D_ptr, dQ_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr,
     stride_qs, stride_qh, stride_qd,
     stride_ks, stride_kh, stride_kd,
     stride_vs, stride_vh, stride_vd,
     stride_dos, stride_doh, stride_dod,
     N_DOCUMENTS, N_HEADS, HEADS_TOGETHER, TOTAL_QUERIES, TOTAL_KEYS, scale, scale_log2, ZERO,
     GROUP: tl.constexpr, D: tl.constexpr, D_TILE: tl.constexpr, Q_TILE_SIZE: tl.constexpr, K_TILE_SIZE: tl.constexpr,
-    IS_CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
+    IS_CAUSAL: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """dQ (total_queries, heads, D), L and delta (heads, total_queries) are contiguous."""
     num_slots = TOTAL_QUERIES // Q_TILE_SIZE + N_DOCUMENTS + 1
@@ -134,13 +162,16 @@ def varlen_dq_kernel(
         kv_head = head // GROUP
         row_base = head * TOTAL_QUERIES + first_query
         differentiate_queries(
-            Q_ptr + first_query * stride_qs + head * stride_qh, K_ptr + first_key * stride_ks + kv_head * stride_kh,
-            V_ptr + first_key * stride_vs + kv_head * stride_vh,
-            dO_ptr + first_query * stride_dos + head * stride_doh, L_ptr + row_base, D_ptr + row_base,
-            dQ_ptr + (first_query * N_HEADS + head) * D, 0, 0, 0, query_tile, num_queries, num_keys,
-            scale, scale_log2, ZERO,
+            head_of(Q_ptr, first_query, head, stride_qs, stride_qh, False),
+            head_of(K_documents, first_key, kv_head, stride_ks, stride_kh, TMA),
+            head_of(V_documents, first_key, kv_head, stride_vs, stride_vh, TMA),
+            head_of(dO_ptr, first_query, head, stride_dos, stride_doh, False),
+            head_of(K_ptr, first_key, kv_head, stride_ks, stride_kh, False),
+            head_of(V_ptr, first_key, kv_head, stride_vs, stride_vh, False),
+            L_ptr + row_base, D_ptr + row_base, dQ_ptr + (first_query * N_HEADS + head) * D,
+            first_key, head, kv_head, query_tile, num_queries, num_keys, scale, scale_log2, ZERO,
             stride_qs, stride_qd, stride_ks, stride_kd, stride_vs, stride_vd, stride_dos, stride_dod, N_HEADS * D,
-            D, D_TILE, Q_TILE_SIZE, K_TILE_SIZE, IS_CAUSAL, PRECISION, False,
+            D, D_TILE, Q_TILE_SIZE, K_TILE_SIZE, IS_CAUSAL, PRECISION, TMA, False,
         )  # fmt: skip
 
 
@@ -158,14 +189,22 @@ def launch_varlen_forward(
     """Contiguous O in q's dtype and L in float32. Inputs are validated, non-empty and on one device."""
     output = contiguous_like(q)
     lse = q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
-    with stage("forward"):
-        launch(
-            varlen_forward_kernel, _grid(q, cu_seqlens_q, config.query_tile),
-            (q, k, v, output, lse, cu_seqlens_q, cu_seqlens_k),
-            (*q.stride(), *k.stride(), *v.stride(), len(cu_seqlens_q) - 1, q.shape[1],
-             heads_together(q.shape[1], k.transpose(0, 1)), q.shape[0], k.shape[0], scale * LOG2_E.value, 0.0),
-            _options(q, k, is_causal, config),
-        )  # fmt: skip
+
+    def launch_it() -> list[Launched | None]:
+        with stage("forward"):
+            return [launch(
+                varlen_forward_kernel, _grid(q, cu_seqlens_q, config.query_tile),
+                (q, k, v, *described_documents(config, k=k, v=v), output, lse, cu_seqlens_q, cu_seqlens_k),
+                (*q.stride(), *k.stride(), *v.stride(), len(cu_seqlens_q) - 1, q.shape[1],
+                 heads_together(q.shape[1], k.transpose(0, 1)), q.shape[0], k.shape[0], scale * LOG2_E.value, 0.0),
+                _options(q, k, is_causal, config),
+            )]  # fmt: skip
+
+    kept = kept_launches(
+        varlen_forward_kernel.fn, config, len(cu_seqlens_q), q.shape, k.shape, q.stride(), k.stride(), v.stride(),
+        q.dtype, q.device, is_causal, scale,
+    )  # fmt: skip
+    kept(q.device, (q, k, v, cu_seqlens_q, cu_seqlens_k), (output, lse), launch_it)
     return output, lse
 
 
@@ -187,29 +226,42 @@ def launch_varlen_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Contiguous gradients of q, k, v in their dtypes; what `launch_backward` says of its arguments holds here."""
     grad_q, grad_k, grad_v = contiguous_like(q), contiguous_like(k), contiguous_like(v)
-    # A row's D needs no document: one sequence of all rows.
-    rows = launch_preprocess(
-        output.transpose(0, 1)[None], lse[None], grad_output.transpose(0, 1)[None],
-        None if grad_lse is None else grad_lse[None], padded=False,
-    )  # fmt: skip
-    inputs, cu_seqlens = (q, k, v, grad_output, *rows), (cu_seqlens_q, cu_seqlens_k)
+    rows = empty_rows(lse[None], padded=False)
+    inputs, cu_seqlens = (q, k, v, grad_output), (cu_seqlens_q, cu_seqlens_k)
     strides = (*q.stride(), *k.stride(), *v.stride(), *grad_output.stride())
     totals_and_scales = (q.shape[0], k.shape[0], scale, scale * LOG2_E.value, 0.0)
     documents, heads, kv_heads = len(cu_seqlens_q) - 1, q.shape[1], k.shape[1]
 
-    with stage("dkv"):
-        launch(
-            varlen_dkdv_kernel, _grid(k, cu_seqlens_k, dkdv_config.key_tile), (*inputs, grad_k, grad_v, *cu_seqlens),
-            (*strides, documents, kv_heads, heads_together(kv_heads, q.transpose(0, 1), heads // kv_heads),
-             *totals_and_scales),
-            _options(q, k, is_causal, dkdv_config),
-        )  # fmt: skip
-    with stage("dq"):
-        launch(
-            varlen_dq_kernel, _grid(q, cu_seqlens_q, dq_config.query_tile), (*inputs, grad_q, *cu_seqlens),
-            (*strides, documents, heads, heads_together(heads, k.transpose(0, 1)), *totals_and_scales),
-            _options(q, k, is_causal, dq_config),
-        )  # fmt: skip
+    def launch_all() -> list[Launched | None]:
+        # A row's D needs no document: one sequence of all rows.
+        launched = [preprocess_into(
+            rows, output.transpose(0, 1)[None], lse[None], grad_output.transpose(0, 1)[None],
+            None if grad_lse is None else grad_lse[None], padded=False,
+        )]  # fmt: skip
+        with stage("dkv"):
+            launched += [launch(
+                varlen_dkdv_kernel, _grid(k, cu_seqlens_k, dkdv_config.key_tile),
+                (*inputs, *described_documents(dkdv_config, q=q, grad_output=grad_output), *rows, grad_k, grad_v,
+                 *cu_seqlens),
+                (*strides, documents, kv_heads, heads_together(kv_heads, q.transpose(0, 1), heads // kv_heads),
+                 *totals_and_scales),
+                _options(q, k, is_causal, dkdv_config),
+            )]  # fmt: skip
+        with stage("dq"):
+            launched += [launch(
+                varlen_dq_kernel, _grid(q, cu_seqlens_q, dq_config.query_tile),
+                (*inputs, *described_documents(dq_config, k=k, v=v), *rows, grad_q, *cu_seqlens),
+                (*strides, documents, heads, heads_together(heads, k.transpose(0, 1)), *totals_and_scales),
+                _options(q, k, is_causal, dq_config),
+            )]  # fmt: skip
+        return launched
+
+    kept = kept_launches(
+        varlen_dq_kernel.fn, dkdv_config, dq_config, len(cu_seqlens_q), q.shape, k.shape, strides,
+        None if grad_lse is None else grad_lse.stride(), q.dtype, q.device, is_causal, scale,
+    )  # fmt: skip
+    upstream = (grad_output,) if grad_lse is None else (grad_output, grad_lse)
+    kept(q.device, (q, k, v, output, lse, *upstream, *cu_seqlens), (*rows, grad_q, grad_k, grad_v), launch_all)
     return grad_q, grad_k, grad_v
 
 
@@ -219,4 +271,5 @@ def _grid(packed: Tensor, cu_seqlens: Tensor, tile: int) -> tuple[int]:
 
 
 def _options(q: Tensor, k: Tensor, is_causal: bool, config: KernelConfig) -> dict[str, int | str]:
-    return {**head_options(q.shape[1], k.shape[1], q.shape[2]), **tile_options(config), "IS_CAUSAL": is_causal}
+    facts = {"IS_CAUSAL": is_causal, "TMA": config.tma}
+    return {**head_options(q.shape[1], k.shape[1], q.shape[2]), **tile_options(config), **facts}
