@@ -399,7 +399,9 @@ def select_backend(
         return "triton", f"triton serves {dtype} with head_dim {head_dim} on this GPU"
     score_bytes = seqlen_q * seqlen_k * BYTES_PER_ELEMENT[dtype]
     limit = f"{MAX_REFERENCE_SCORE_BYTES / 2**20:g} MiB"
-    size = f"one head's score matrix takes {score_bytes / 2**20:.1f} MiB"
+    size = "one head's score matrix"
+    if not torch.compiler.is_compiling():  # a number in words would be a constant, and each length compiled anew
+        size += f" takes {score_bytes / 2**20:.1f} MiB"
     if score_bytes > MAX_REFERENCE_SCORE_BYTES:
         return "tiled", f"tiled, not triton ({why_not_triton}); {size}, more than {limit}, too large to store"
     return "reference", f"reference, not triton ({why_not_triton}); {size}, at most {limit}, cheap to store"

@@ -9,6 +9,7 @@ from functools import partial
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.testing import CompileCounter
 from torch.autograd import forward_ad
 
 from cs336_systems.attention import AttentionConfig, FlashAttentionPyTorch, explain_backend, flash_attention
@@ -508,6 +509,16 @@ def test_compile_fullgraph_around_the_operator(backend, device):
         results.append([output, *torch.autograd.grad(output, leaves, grad_output)])
     for eager, whole in zip(*results):
         torch.testing.assert_close(whole, eager, rtol=1e-5, atol=1e-5)
+
+
+def test_a_call_of_any_length_is_compiled_once():
+    """The back end's reason holds a size; in words it would be a constant of what is compiled."""
+    counter = CompileCounter()
+    compiled = torch.compile(partial(flash_attention, is_causal=True), dynamic=True, fullgraph=True, backend=counter)
+    for length in (16, 40, 77):
+        q, k, v, _ = inputs(1, 2, 2, length, length, 32, torch.float32, "cpu")
+        torch.testing.assert_close(compiled(q, k, v), flash_attention(q, k, v, is_causal=True))
+    assert counter.frame_count == 1
 
 
 @pytest.mark.parametrize("device", DEVICES)
