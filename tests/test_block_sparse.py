@@ -503,11 +503,11 @@ KNOWN_SPILLS |= {(kind, kernel) for kind in ("block_sparse_tma", "varlen_tma") f
 def test_kernels_compile_for_sm_90():
     """The block-sparse and the varlen kernels, with TMA and without; with its Triton also for registers."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "tests.compile_masked_kernels", "128"]
+    command = [sys.executable, "-m", "tests.compile_masked_kernels", "64", "128"]
     process = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert process.returncode == 0, process.stderr
     reports = [json.loads(line) for line in process.stdout.splitlines()]
-    assert len(reports) == 12
+    assert len(reports) == 24
     for report in reports:
         assert not report["failure"], report
         assert report["shared_bytes"] <= SHARED_MEMORY_LIMIT_BYTES["sm90"], report

@@ -135,6 +135,8 @@ class Calls:
 
     def __init__(self, *compiled):
         self.kept, self.compiled, self.given, self.count = launcher.KeptLaunches(), compiled, arguments(), 0
+        self(0)  # what comes once is not kept
+        self.count = 0
 
     def __call__(self, *addresses, device=CUDA):
         given, *made = (SimpleNamespace(data_ptr=lambda address=address: address) for address in addresses)
@@ -144,6 +146,12 @@ class Calls:
     def launch_all(self):
         self.count += 1
         return [launcher.Launched(compiled, (1, 1, 1), self.given) if compiled else None for compiled in self.compiled]
+
+
+def test_what_comes_once_is_not_laid_out(driver):
+    call = Calls(compiled_kernel())
+    assert call(1) == 1 and len(driver.maps) == 1  # of the second call
+    assert call(1) == 1 and call(0) == 2
 
 
 def test_only_new_addresses_and_streams_go_through_triton(driver):

@@ -65,12 +65,10 @@ def assert_contract(q: Tensor, k: Tensor, v: Tensor, grad_output: Tensor, **opti
     assert max(errors.values()) <= 1, f"error over bound: {errors}"
 
 
-def shipped_configs(head_dim: int, dtype: torch.dtype, device: str, *, tma: bool = True) -> list[AttentionConfig]:
-    """All configurations of this GPU's (the interpreter's) table for a head dim and dtype, three kernels at a time;
-    without `tma` those alone that read by pointers."""
+def shipped_configs(head_dim: int, dtype: torch.dtype, device: str) -> list[AttentionConfig]:
+    """All configurations of this GPU's (the interpreter's) table for a head dim and dtype, three kernels at a time."""
     target = target_of(torch.cuda.get_device_capability() if device == "cuda" else None)
     rows = {kernel: TABLES[target][kernel, dtype.itemsize, head_tile(head_dim)].configs for kernel in KERNELS}
-    rows = {kernel: [config for config in row if tma or not config.tma] for kernel, row in rows.items()}
     return [
         AttentionConfig(**{kernel: row[min(number, len(row) - 1)] for kernel, row in rows.items()})
         for number in range(max(map(len, rows.values())))

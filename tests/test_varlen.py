@@ -183,9 +183,12 @@ def test_results_do_not_depend_on_the_longest_length(device):
 def test_wrong_boundaries_on_a_gpu_read_nothing_outside():
     """Not checked there, so they must stay harmless: whatever they say, programs keep to existing rows."""
     tensors, _ = packed([70, 20], None, 0, 1, 1, 32, torch.float32, "cuda")
-    for values in ([0, 500, 90], [-20, 40, 90], [0, 60, 30, 90], [90, 60, 0]):
+    right, least = torch.tensor([0, 5, 90], dtype=torch.int32, device="cuda"), -(2**31)
+    for values in ([0, 500, 90], [-20, 40, 90], [0, 60, 30, 90], [90, 60, 0], [0, 5, least], [0, least + 100, 90]):
         cu_seqlens = torch.tensor(values, dtype=torch.int32, device="cuda")
         run_packed(tensors, (cu_seqlens, cu_seqlens, 90, 90), backend="triton", is_causal=True)
+        if len(values) == len(right):
+            run_packed(tensors, (right, cu_seqlens, 90, 90), backend="triton", is_causal=True)
     torch.cuda.synchronize()
 
 
@@ -296,12 +299,12 @@ def test_gradients_flow_through_the_lse(backend, device):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("head_dim, device", REPEATED)
 def test_repeats_are_bit_equal(head_dim, dtype, device):
-    """Every shipped configuration that reads by pointers, 200 times on a GPU."""
+    """Every shipped configuration, 200 times on a GPU."""
     skip_what_cannot_run("triton", dtype, device)
     lengths = [450, 17, 0, 130] if device == "cuda" else [50, 17]
     tensors, documents = packed(lengths, None, 0, 2, 1, head_dim, DTYPES[dtype], device)
     options = {"backend": "triton", "is_causal": True, "enable_gqa": True}
-    for config in shipped_configs(head_dim, DTYPES[dtype], device, tma=False):
+    for config in shipped_configs(head_dim, DTYPES[dtype], device):
         call = partial(run_packed, tensors, documents, config=config, **options)
         assert_repeats(call, 200 if device == "cuda" else 1)
 

@@ -83,14 +83,14 @@ def _visit_queries(
     dK, dV, K, V, key_rows, Q_head, dO_head, L_base, D_base, batch, head, first_query, last_query,
     N_QUERIES, scale_log2, ZERO, stride_qs, stride_qd, stride_dos, stride_dod,
     D: tl.constexpr, D_TILE: tl.constexpr, Q_TILE_SIZE: tl.constexpr, DIAGONAL: tl.constexpr, BOUNDED: tl.constexpr,
-    PRECISION: tl.constexpr, TMA: tl.constexpr,
+    PRECISION: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr = None,
 ):  # fmt: skip
     """Fold the query tiles of [first_query, last_query) into dK (without its scale) and dV.
 
     Queries past the end have L = +inf, hence P = 0: only the diagonal needs mask arithmetic. BOUNDED: L and D do not
-    have the last tile's rows in memory.
+    have the last tile's rows in memory. STAGES of tiles are loaded ahead, where it is None as many as configured.
     """
-    for start in tl.range(first_query, last_query, Q_TILE_SIZE, num_stages=1 if BOUNDED else None):
+    for start in tl.range(first_query, last_query, Q_TILE_SIZE, num_stages=STAGES):
         query_rows = start + tl.arange(0, Q_TILE_SIZE)
         Q = load_rows(Q_head, batch, head, start, N_QUERIES, stride_qs, stride_qd, D, D_TILE, Q_TILE_SIZE, True, TMA)
         dO = load_rows(
@@ -117,13 +117,14 @@ def differentiate_keys(
     first_head, N_QUERIES, N_KEYS, scale, scale_log2, ZERO, stride_qh, stride_qs, stride_qd, stride_ks, stride_kd,
     stride_vs, stride_vd, stride_doh, stride_dos, stride_dod, stride_lh, stride_dks,
     GROUP: tl.constexpr, D: tl.constexpr, D_TILE: tl.constexpr, Q_TILE_SIZE: tl.constexpr, K_TILE_SIZE: tl.constexpr,
-    IS_CAUSAL: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, CUT_TMA: tl.constexpr,
+    IS_CAUSAL: tl.constexpr, PADDED: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, CUT_TMA: tl.constexpr,
 ):  # fmt: skip
     """dK and dV of one key tile of one sequence, over all query heads of its group.
 
     K_head and V_head come from `head_of`, and so do Q_batch and dO_batch for head 0, from where `first_head` starts the
-    group. The other bases point at the sequence's row 0, those of L and delta in head 0. PACKED: neighbours' rows
-    follow the sequence's, so that tiles which its end cuts are read from Q_cut and dO_cut, and K and V as these are.
+    group. The other bases point at the sequence's row 0, those of L and delta in head 0. Without PADDED their rows end
+    with the sequence's. Where TMA reads whole tiles alone, those that the sequence's end cuts are read from Q_cut and
+    dO_cut, and K and V as these are.
     """
     first_key = key_tile * K_TILE_SIZE
     key_rows = first_key + tl.arange(0, K_TILE_SIZE)
@@ -139,12 +140,14 @@ def differentiate_keys(
     # Query tiles before start_queries see none of these keys; [start_queries, full_queries) are cut by the diagonal.
     # All loops' registers are live at a time: where a wide head leaves none to spare, one loop masks every tile.
     ONE_LOOP: tl.constexpr = D_TILE >= 128 and K.dtype != tl.float32
+    CUT_APART: tl.constexpr = TMA and not CUT_TMA
+    BOUNDED: tl.constexpr = not PADDED and not CUT_APART
     start_queries = 0
     full_queries = 0
     if IS_CAUSAL:
         start_queries = first_key // Q_TILE_SIZE * Q_TILE_SIZE
         full_queries = tl.cdiv(first_key + K_TILE_SIZE - 1, Q_TILE_SIZE) * Q_TILE_SIZE
-    end_queries = N_QUERIES // Q_TILE_SIZE * Q_TILE_SIZE if PACKED else N_QUERIES
+    end_queries = N_QUERIES // Q_TILE_SIZE * Q_TILE_SIZE if CUT_APART else N_QUERIES
 
     for member in range(GROUP):
         head = first_head + member
@@ -156,21 +159,21 @@ def differentiate_keys(
                 dK, dV, K, V, key_rows, Q_head, dO_head, L_base + row_base, D_base + row_base, batch, head,
                 start_queries, end_queries if ONE_LOOP else tl.minimum(full_queries, end_queries), N_QUERIES,
                 scale_log2, ZERO, stride_qs, stride_qd, stride_dos, stride_dod,
-                D, D_TILE, Q_TILE_SIZE, True, False, PRECISION, TMA,
+                D, D_TILE, Q_TILE_SIZE, True, BOUNDED, PRECISION, TMA,
             )  # fmt: skip
         if not IS_CAUSAL or not ONE_LOOP:
             dK, dV = _visit_queries(
                 dK, dV, K, V, key_rows, Q_head, dO_head, L_base + row_base, D_base + row_base, batch, head,
                 full_queries, end_queries, N_QUERIES, scale_log2, ZERO, stride_qs, stride_qd, stride_dos, stride_dod,
-                D, D_TILE, Q_TILE_SIZE, False, False, PRECISION, TMA,
+                D, D_TILE, Q_TILE_SIZE, False, BOUNDED, PRECISION, TMA,
             )  # fmt: skip
-        if PACKED:
+        if CUT_APART:
             dK, dV = _visit_queries(
                 dK, dV, K, V, key_rows, head_of(Q_cut, 0, head, 0, stride_qh, CUT_TMA),
                 head_of(dO_cut, 0, head, 0, stride_doh, CUT_TMA), L_base + row_base, D_base + row_base, batch, head,
                 tl.maximum(start_queries, end_queries), N_QUERIES, N_QUERIES,
                 scale_log2, ZERO, stride_qs, stride_qd, stride_dos, stride_dod,
-                D, D_TILE, Q_TILE_SIZE, IS_CAUSAL, True, PRECISION, CUT_TMA,
+                D, D_TILE, Q_TILE_SIZE, IS_CAUSAL, True, PRECISION, CUT_TMA, 1,
             )  # fmt: skip
 
     store_rows(dK_base, dK * scale, key_rows, N_KEYS, stride_dks, 1, D, D_TILE)
@@ -204,7 +207,7 @@ def flash_backward_dkdv_kernel(
         L_ptr + row_base, D_ptr + row_base, dK_ptr + output_base, dV_ptr + output_base, batch, kv_head, key_tile,
         kv_head * GROUP, N_QUERIES, N_KEYS, scale, scale_log2, ZERO, stride_qh, stride_qs, stride_qd, stride_ks,
         stride_kd, stride_vs, stride_vd, stride_doh, stride_dos, stride_dod, num_rows, D,
-        GROUP, D, D_TILE, Q_TILE_SIZE, K_TILE_SIZE, IS_CAUSAL, False, PRECISION, TMA, TMA,
+        GROUP, D, D_TILE, Q_TILE_SIZE, K_TILE_SIZE, IS_CAUSAL, True, PRECISION, TMA, TMA,
     )  # fmt: skip
 
 

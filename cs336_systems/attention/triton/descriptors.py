@@ -5,8 +5,8 @@ The engine wants rows that are contiguous and start at multiples of 16 bytes; ot
 
 Packed documents, (rows, heads, head_dim), are described as if a sequence began at each row: batch element r is the
 tensor from row r on. So a kernel reads a document as it reads any sequence, with its first row for the batch element.
-What the engine fills with zeros lies past the tensor, not past the document: tiles that a document's end cuts are for
-pointers.
+The engine knows the ends of neither the document nor, but for r = 0, the tensor: it may be asked for whole tiles of a
+document alone, and those that its end cuts are read by pointers.
 """
 
 from __future__ import annotations

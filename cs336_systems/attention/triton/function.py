@@ -152,9 +152,11 @@ def _choose_by_shapes(
 ) -> tuple[KernelConfig, ...]:  # fmt: skip
     """`kernel_config` of each of `kernels`, found again in one step: short calls wait for the host."""
     capability = _capability(device) if device.type == "cuda" else None
-    q, k = (torch.empty(shape, dtype=dtype, device="meta") for shape in (q_shape, k_shape))
+    batch, heads, seqlen_q, head_dim = q_shape
+    row = torch.empty(head_dim, dtype=dtype, device="meta")
     return tuple(
-        kernel_config(kernel, q, k, config, is_causal=is_causal, capability=capability, tma=tma) for kernel in kernels
+        _choose(kernel, row, config, capability, batch, heads, seqlen_q, k_shape[2], is_causal, tma)
+        for kernel in kernels
     )
 
 

@@ -1,12 +1,13 @@
 """Launches that cost the host one call of the CUDA driver.
 
     kept = KeptLaunches()                          # for calls that differ only in addresses and the stream
-    kept(device, given, made, launch_all)          # the first time launch_all(), later the driver alone
+    kept(device, given, made, launch_all)          # the first times launch_all(), later the driver alone
 
 Triton's launch looks at every argument in Python and has the driver encode each TMA descriptor anew. That takes tens
 of microseconds, and a short call of attention waits for it longer than for the GPU. Here the block of parameters is
 laid out once for the addresses and numbers in it, and a launch hands it to `cuLaunchKernelEx`. Memory that PyTorch's
-allocator hands out again, as it does in every step of a training loop, finds its block again.
+allocator hands out again, as it does in every step of a training loop, finds its block again. What comes once only, as
+a batch of documents does that are as many as in no other, is not laid out.
 
 The block has the layout that the kernel's PTX declares, which is compared with what Triton passes: for a descriptor 128
 bytes of tensor map, the shape in 32 bits and the strides in 64; an address; a number in 32 or 64 bits; two addresses of
@@ -145,6 +146,7 @@ class KeptLaunches:
 
     def __init__(self) -> None:
         self._bound: dict[tuple[int, ...], list[Bound]] = {}
+        self._came_before = False
 
     def __call__(
         self, device: torch.device, given: tuple[Tensor, ...], made: tuple[Tensor, ...],
@@ -173,6 +175,9 @@ class KeptLaunches:
 
     def _launch_and_keep(self, key: tuple[int, ...], launch_all: Callable[[], Sequence[Launched | None]]) -> None:
         launched = launch_all()
+        if not self._came_before:
+            self._came_before = True
+            return
         bound = [None if launch is None else bind(*launch, key[0]) for launch in launched]
         if len(self._bound) >= KEPT_CALLS:
             self._bound.clear()

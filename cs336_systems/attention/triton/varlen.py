@@ -45,7 +45,13 @@ from cs336_systems.profiling.stages import stage
 
 
 @triton.jit
-def _tile_of_slot(cu_seqlens_ptr, slot, N_DOCUMENTS, TILE: tl.constexpr):
+def _boundary(cu_seqlens_ptr, document, TOTAL):
+    """cu_seqlens[document], or the nearest row: its values are not checked where that would stall the host."""
+    return tl.minimum(tl.maximum(tl.load(cu_seqlens_ptr + document), 0), TOTAL)
+
+
+@triton.jit
+def _tile_of_slot(cu_seqlens_ptr, slot, N_DOCUMENTS, TOTAL, TILE: tl.constexpr):
     """(document, tile in it): the last document whose slots start at or before `slot`, N_DOCUMENTS for the rows behind.
 
     The tile may lie past the document's end.
@@ -53,23 +59,24 @@ def _tile_of_slot(cu_seqlens_ptr, slot, N_DOCUMENTS, TILE: tl.constexpr):
     document, high = 0, N_DOCUMENTS
     while document < high:
         middle = (document + high + 1) // 2
-        if tl.load(cu_seqlens_ptr + middle) // TILE + middle <= slot:
+        if _boundary(cu_seqlens_ptr, middle, TOTAL) // TILE + middle <= slot:
             document = middle
         else:
             high = middle - 1
-    return document, slot - (tl.load(cu_seqlens_ptr + document) // TILE + document)
+    return document, slot - (_boundary(cu_seqlens_ptr, document, TOTAL) // TILE + document)
 
 
 @triton.jit
 def _rows_of_document(cu_seqlens_ptr, document, N_DOCUMENTS, behind, TOTAL):
     """(first row, number of rows) of a document; the rows behind the last one end at `behind`.
 
-    Rows exist whatever cu_seqlens holds: its values are not checked where that would stall the host.
+    They exist, whatever cu_seqlens holds.
     """
-    start = tl.load(cu_seqlens_ptr + document)
-    end = tl.load(cu_seqlens_ptr + document + 1, mask=document < N_DOCUMENTS, other=behind)
-    start = tl.minimum(tl.maximum(start, 0), TOTAL)
-    return start.to(tl.int64), tl.maximum(tl.minimum(end, TOTAL) - start, 0)
+    start = _boundary(cu_seqlens_ptr, document, TOTAL)
+    end = behind
+    if document < N_DOCUMENTS:
+        end = _boundary(cu_seqlens_ptr, document + 1, TOTAL)
+    return start.to(tl.int64), tl.maximum(end - start, 0)
 
 
 @triton.jit
@@ -88,7 +95,7 @@ def varlen_forward_kernel(
     """
     num_slots = TOTAL_QUERIES // Q_TILE_SIZE + N_DOCUMENTS + 1
     slot, _, head = tile_of_program(num_slots, N_HEADS, HEADS_TOGETHER, IS_CAUSAL)
-    document, query_tile = _tile_of_slot(cu_seqlens_q_ptr, slot, N_DOCUMENTS, Q_TILE_SIZE)
+    document, query_tile = _tile_of_slot(cu_seqlens_q_ptr, slot, N_DOCUMENTS, TOTAL_QUERIES, Q_TILE_SIZE)
     first_query, num_queries = _rows_of_document(cu_seqlens_q_ptr, document, N_DOCUMENTS, TOTAL_QUERIES, TOTAL_QUERIES)
     first_key, num_keys = _rows_of_document(cu_seqlens_k_ptr, document, N_DOCUMENTS, 0, TOTAL_KEYS)
     if (query_tile >= 0) & (query_tile * Q_TILE_SIZE < num_queries):
@@ -121,7 +128,7 @@ def varlen_dkdv_kernel(
     """dK, dV (total_keys, kv_heads, D), L and delta (heads, total_queries) are contiguous."""
     num_slots = TOTAL_KEYS // K_TILE_SIZE + N_DOCUMENTS + 1
     slot, _, kv_head = tile_of_program(num_slots, N_KV_HEADS, HEADS_TOGETHER, False)
-    document, key_tile = _tile_of_slot(cu_seqlens_k_ptr, slot, N_DOCUMENTS, K_TILE_SIZE)
+    document, key_tile = _tile_of_slot(cu_seqlens_k_ptr, slot, N_DOCUMENTS, TOTAL_KEYS, K_TILE_SIZE)
     first_query, num_queries = _rows_of_document(cu_seqlens_q_ptr, document, N_DOCUMENTS, 0, TOTAL_QUERIES)
     first_key, num_keys = _rows_of_document(cu_seqlens_k_ptr, document, N_DOCUMENTS, TOTAL_KEYS, TOTAL_KEYS)
     if (key_tile >= 0) & (key_tile * K_TILE_SIZE < num_keys):
@@ -137,7 +144,7 @@ def varlen_dkdv_kernel(
             first_query, kv_head, key_tile, kv_head * GROUP, num_queries, num_keys, scale, scale_log2, ZERO,
             stride_qh, stride_qs, stride_qd, stride_ks, stride_kd, stride_vs, stride_vd,
             stride_doh, stride_dos, stride_dod, TOTAL_QUERIES, N_KV_HEADS * D,
-            GROUP, D, D_TILE, Q_TILE_SIZE, K_TILE_SIZE, IS_CAUSAL, True, PRECISION, TMA, False,
+            GROUP, D, D_TILE, Q_TILE_SIZE, K_TILE_SIZE, IS_CAUSAL, False, PRECISION, TMA, False,
         )  # fmt: skip
 
 
@@ -155,7 +162,7 @@ def varlen_dq_kernel(
     """dQ (total_queries, heads, D), L and delta (heads, total_queries) are contiguous."""
     num_slots = TOTAL_QUERIES // Q_TILE_SIZE + N_DOCUMENTS + 1
     slot, _, head = tile_of_program(num_slots, N_HEADS, HEADS_TOGETHER, IS_CAUSAL)
-    document, query_tile = _tile_of_slot(cu_seqlens_q_ptr, slot, N_DOCUMENTS, Q_TILE_SIZE)
+    document, query_tile = _tile_of_slot(cu_seqlens_q_ptr, slot, N_DOCUMENTS, TOTAL_QUERIES, Q_TILE_SIZE)
     first_query, num_queries = _rows_of_document(cu_seqlens_q_ptr, document, N_DOCUMENTS, TOTAL_QUERIES, TOTAL_QUERIES)
     first_key, num_keys = _rows_of_document(cu_seqlens_k_ptr, document, N_DOCUMENTS, 0, TOTAL_KEYS)
     if (query_tile >= 0) & (query_tile * Q_TILE_SIZE < num_queries):
