@@ -297,7 +297,8 @@ def _check_implementations(names: list[str] | None, chosen: list[str], config: R
     from cs336_systems.experiments.mask_implementations import BUILDERS
     from cs336_systems.experiments.registry import PROBLEMS
 
-    theirs = [cell.implementation for name in chosen for cell in PROBLEMS[name].cells(config)] if names else []
+    cells = [cell for name in chosen for cell in PROBLEMS[name].cells(config)] if names else []
+    theirs = [name for cell in cells for name in cell.implementations]
     known = dict.fromkeys((*IMPLEMENTATIONS, *BUILDERS, *theirs))
     for name in names or []:
         if name not in known:

@@ -53,7 +53,9 @@ def test_cells_are_distinct_and_belong_to_their_problem(problem, run):
     listed = cells(problem, run)
     assert listed and all(cell.problem == problem for cell in listed)
     rows = Counter(
-        (cell.implementation, row.case or cell.case, row.mode, row.quantity) for cell in listed for row in cell.rows
+        (row.implementation or cell.implementation, row.case or cell.case, row.mode, row.quantity)
+        for cell in listed
+        for row in cell.rows
     )
     assert set(rows.values()) == {1}
 

@@ -32,7 +32,7 @@ from tests.leaderboard_records import leaderboard_2026_records
 from tests.mask_records import MASK_MAKERS
 from tests.memory_records import records_of
 from tests.profile_records import profile_records
-from tests.shape_records import few_queries_records, ladder_records, shape_records
+from tests.shape_records import few_queries_records, ladder_records, shape_records, short_call_records
 from tests.tile_records import tile_records
 from tests.training_records import training_records
 
@@ -150,6 +150,7 @@ MAKERS: dict[str, Callable[[], list[Record]]] = {
     "leaderboard_2025": leaderboard_records,
     "training_run": training_records,
     "attention_shapes": shape_records,
+    "short_calls": short_call_records,
     "few_queries": few_queries_records,
     "hopper_ladder": ladder_records,
     "kernel_counters": counter_records,
@@ -415,6 +416,7 @@ def test_figures_name_the_device_and_the_units(problem: str) -> None:
             "(nats a byte)",
             "time eager / time compiled",
             "time dense / time",
+            "time / time of sdpa_cudnn",
         )
         assert any(unit in texts for unit in units)
 

@@ -1,8 +1,7 @@
-"""`attention_shapes`: what it measures, how a short call is timed, and what the report makes of it."""
+"""`attention_shapes`: what it measures, how it is timed, and what the report makes of it."""
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 from functools import partial
 
@@ -17,18 +16,10 @@ from cs336_systems.experiments.attention_cells import KEPT_SAMPLES, evenly_space
 from cs336_systems.experiments.cells import Cell
 from cs336_systems.experiments.registry import PROBLEMS
 from cs336_systems.experiments.s4_shapes import (
-    HOST_CALLS,
-    HOST_SAMPLES,
-    HOST_SHAPES,
     SHAPE_IMPLEMENTATIONS,
     SHAPES,
-    SHORT_ROWS,
-    graph_times,
-    host_times,
 )
 from cs336_systems.inputs import attention_inputs
-from cs336_systems.profiling.samples import summarize
-from cs336_systems.profiling.timing import time_calls
 from cs336_systems.report.answers import answer
 from cs336_systems.report.frames import load_frame
 from cs336_systems.report.headline import NO_SPEED, headline
@@ -37,10 +28,7 @@ from cs336_systems.report.tables import sections
 from tests.shape_records import shape_records
 from tests.test_report import leaderboard_records
 
-COVERS = ("cs336_systems/experiments/s4_shapes.py", "cs336_systems/profiling/timing.py")
-
 HANDOUT = RunConfig(scale="handout", device="cuda")
-SMOKE = RunConfig(scale="smoke", device="cpu")
 
 
 def cells(run: RunConfig) -> list[Cell]:
@@ -56,44 +44,16 @@ def sizes_of(cell: Cell) -> tuple[int, int, int, int, bool]:
 # Cells
 
 
-def test_every_implementation_has_every_shape_and_all_but_the_host_rows_everywhere():
+def test_every_implementation_has_every_shape():
     found = cells(HANDOUT)
-    assert {sizes_of(cell) for cell in found} == {*SHAPES["handout"], *HOST_SHAPES}
-    assert len(found) == 12 * len(SHAPE_IMPLEMENTATIONS)  # of the three shapes of the host one is among the ten
+    assert {sizes_of(cell) for cell in found} == set(SHAPES["handout"])
+    assert len(found) == len(SHAPES["handout"]) * len(SHAPE_IMPLEMENTATIONS)
     assert {cell.case.dtype for cell in found} == {"bfloat16"}
     for cell in found:
         assert {row.mode for row in cell.rows if row.quantity == "time"} == {"forward", "backward", "forward_backward"}
-        assert (set(SHORT_ROWS) <= set(cell.rows)) == (sizes_of(cell) in HOST_SHAPES)
-
-
-def test_a_cpu_has_no_launch_to_time():
-    found = cells(SMOKE)
-    assert {sizes_of(cell) for cell in found} == set(SHAPES["smoke"])
-    assert not {row.quantity for cell in found for row in cell.rows} & {row.quantity for row in SHORT_ROWS}
 
 
 # Measuring
-
-
-def test_host_times_are_means_of_calls_after_a_warm_up():
-    calls = []
-
-    def call() -> None:
-        calls.append(None)
-        time.sleep(2e-5)
-
-    samples = host_times(call, device="cpu")
-    assert len(samples) == HOST_SAMPLES and len(calls) == (HOST_SAMPLES + 1) * HOST_CALLS
-    assert all(sample >= 0.02 for sample in samples)  # ms a call, not a batch of calls
-
-
-@pytest.mark.gpu
-@pytest.mark.alone
-def test_a_replayed_call_takes_its_kernels_time_and_no_launch():
-    cycles_per_ms = 2 * 10**8 / max(time_calls(lambda: torch.cuda._sleep(2 * 10**8), device="cuda", num_samples=3))
-    samples = graph_times(lambda: torch.cuda._sleep(int(0.1 * cycles_per_ms)))
-    assert len(samples) == HOST_SAMPLES
-    assert summarize(samples).median == pytest.approx(0.1, rel=0.1)
 
 
 def test_samples_are_thinned_evenly_and_in_order():
@@ -166,26 +126,9 @@ def test_a_table_holds_rates_and_ratios_to_cudnn_and_flexattention():
     assert table["1 × 64 × 8192 × 128 full"][3:] == ["OOM", "1.50×", "–"]
 
 
-def test_the_hosts_time_is_set_against_the_cheaper_kernel_of_sdpa():
-    table = table_of("host_time")
-    assert table["1 × 8 × 1024 × 64 causal"][1:] == ["90.00", "30.00", "40.00", "120.0", "3.00×"]
-    without = [
-        replace(row, samples=[], status="failed", message="no") if row.implementation == "sdpa_flash" else row
-        for row in shape_records()
-    ]
-    assert table_of("host_time", without)["1 × 8 × 1024 × 64 causal"][-1] == "2.25×"
-
-
-def test_a_replayed_call_has_a_table_and_sentences_of_its_own():
-    assert table_of("graph_time")["1 × 8 × 1024 × 64 causal"][1:] == ["9.000", "3.000", "4.000", "12.00", "3.00×"]
-    said = answer("attention_shapes", load_frame(shape_records()))
-    assert "in a replayed CUDA graph takes at most 3.00× the time of SDPA's cheaper kernel: 9.00 µs at 1 × 8" in said
-
-
-def test_sentences_give_ranges_and_the_hosts_worst():
+def test_sentences_give_ranges():
     said = answer("attention_shapes", load_frame(shape_records()))
     assert "triton forward has 0.750× to 1.50× the speed of sdpa_cudnn and 1.20× the speed of flex." in said
-    assert "keeps the host for at most 3.00× the time of SDPA's cheaper kernel: 90.0 µs at 1 × 8 × 1024 × 64" in said
 
 
 def test_nothing_is_said_of_shapes_that_failed():

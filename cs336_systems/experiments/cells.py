@@ -29,15 +29,16 @@ class Row:
     quantity: str  # time, compile_time, peak_memory, memory_before_backward
     unit: str
     case: Any = None  # the config dataclass of this row, where it is not the cell's own
+    implementation: str = ""  # whose it is, where the cell measures several by turns
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """One implementation on one case."""
+    """One implementation on one case, or several of them by turns, each with rows of its own."""
 
     problem: str
     case: Any  # a config dataclass; stored in the records
-    implementation: str
+    implementation: str  # of several the word for that; no record has it
     rows: tuple[Row, ...]
     fresh_process: bool = False  # measure in a process that has done nothing before (warm-up effects)
     predicted_bytes: int = 0  # closed form of the peak, by which a CPU run skips what cannot fit
@@ -54,6 +55,11 @@ class Cell:
         if hasattr(self.case, "model"):
             return (self.problem, self.case.model.name)
         return (self.problem, self.case)
+
+    @property
+    def implementations(self) -> tuple[str, ...]:
+        """Whose rows the cell promises."""
+        return tuple(dict.fromkeys(row.implementation or self.implementation for row in self.rows))
 
     @property
     def alone(self) -> bool:

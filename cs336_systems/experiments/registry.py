@@ -39,6 +39,7 @@ from cs336_systems.experiments.s4_counters import kernel_counters_cells, measure
 from cs336_systems.experiments.s4_few_queries import few_queries_cells, measure_few_queries
 from cs336_systems.experiments.s4_ladder import hopper_ladder_cells, measure_hopper_ladder
 from cs336_systems.experiments.s4_shapes import attention_shapes_cells, measure_attention_shapes
+from cs336_systems.experiments.s4_short_calls import measure_short_calls, short_calls_cells
 from cs336_systems.experiments.s4_tiles import measure_tile_choice, tile_choice_cells
 from cs336_systems.experiments.s5_distributed import bucketed_cells, flat_cells, naive_cells, overlap_cells
 from cs336_systems.experiments.s6_sharding import optimizer_sharding_cells
@@ -217,12 +218,21 @@ PROBLEMS: dict[str, Problem] = {
         ),
         Problem(
             name="attention_shapes",
-            title="Attention on shapes of real models, and what a call costs the host",
+            title="Attention on shapes of real models",
             section="beyond",
             editions=(),
             points=0,
             cells=attention_shapes_cells,
             measure=measure_attention_shapes,
+        ),
+        Problem(
+            name="short_calls",
+            title="What short attention calls take: the host, both, and the GPU alone, by turns",
+            section="beyond",
+            editions=(),
+            points=0,
+            cells=short_calls_cells,
+            measure=measure_short_calls,
         ),
         Problem(
             name="few_queries",

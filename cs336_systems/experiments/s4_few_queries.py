@@ -3,7 +3,7 @@
 One head of a long sequence, as the handout's benchmark has it, and what generation calls: one token for each sequence
 of a batch, or a few drafted ones, over all keys so far. The Triton forward then splits the keys among programs; beside
 it runs the same forward with the keys left whole. Times are of the GPU alone, in replayed graphs: eager calls this
-short wait for the host (`attention_shapes`). Keys and values that fit the L2 cache are there from the call before.
+short wait for the host (`short_calls`). Keys and values that fit the L2 cache are there from the call before.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from cs336_systems.config import AttentionShape, DTypeName, RunConfig
 from cs336_systems.experiments.attention_cells import FORWARD, settle
 from cs336_systems.experiments.cells import Cell, Disagreement, Measurement
 from cs336_systems.experiments.implementations import AttentionFunction, build, kernel_name, without_overhead
-from cs336_systems.experiments.s4_shapes import GRAPH_FORWARD, graph_times
+from cs336_systems.experiments.s4_short_calls import GRAPH_FORWARD, graph_times
 from cs336_systems.inputs import AttentionInputs, attention_inputs
 from cs336_systems.profiling.timing import time_calls
 

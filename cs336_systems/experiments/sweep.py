@@ -138,7 +138,7 @@ class Sweep:
         What another seed measured is not finished: the seed is not part of a record's key.
         """
         if self.implementations is not None:
-            cells = [cell for cell in cells if cell.implementation in self.implementations]
+            cells = [cell for cell in cells if self.implementations.intersection(cell.implementations)]
         if self.rerun == "all":
             return cells, Counter()
         done = {
@@ -228,7 +228,7 @@ class Sweep:
                     problem=cell.problem,
                     scale=self.run.scale,
                     case=case_to_dict(row.case or cell.case),
-                    implementation=self._implementation(cell),
+                    implementation=row.implementation or self._implementation(cell),
                     mode=row.mode,
                     quantity=row.quantity,
                     unit=row.unit,
@@ -267,7 +267,7 @@ def cell_status(statuses: Iterable[str]) -> str:
 
 
 def id_of(row: Any) -> tuple[Any, ...]:
-    return (row.mode, row.quantity, row.case)
+    return (row.mode, row.quantity, row.case, row.implementation)
 
 
 def _without_paths(message: str) -> str:

@@ -36,6 +36,7 @@ from cs336_systems.report.profiles import answers as profile_answers
 from cs336_systems.report.sections import longest_warmup, present_modes, timed
 from cs336_systems.report.shapes import SHAPE_ANSWERS
 from cs336_systems.report.sharding import SHARDING_ANSWERS
+from cs336_systems.report.short_calls import SHORT_CALL_ANSWERS
 from cs336_systems.report.tiles import TILE_ANSWERS
 from cs336_systems.report.training import training_answer
 
@@ -180,6 +181,7 @@ ANSWERS: dict[str, Callable[[pd.DataFrame], list[str]]] = {
     "training_run": training_answer,
     "leaderboard_2025": leaderboard_2025,
     **SHAPE_ANSWERS,
+    **SHORT_CALL_ANSWERS,
     **FEW_QUERIES_ANSWERS,
     **LADDER_ANSWERS,
     **COUNTER_ANSWERS,

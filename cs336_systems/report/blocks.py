@@ -36,6 +36,7 @@ from cs336_systems.report.plots import Plot, plots
 from cs336_systems.report.sections import Section
 from cs336_systems.report.shapes import SHAPE_CASES
 from cs336_systems.report.sharding import SHARDING_CASES
+from cs336_systems.report.short_calls import SHORT_CALL_CASES
 from cs336_systems.report.tables import TABLES, problem_table, sections
 from cs336_systems.report.tiles import TILE_CASES
 
@@ -49,6 +50,7 @@ CASE_TYPES = {  # of the problems with tables and figures of their own
     "training_run": ("TrainingCase",),
     "leaderboard_2025": ("AttentionShape",),
     **SHAPE_CASES,
+    **SHORT_CALL_CASES,
     **FEW_QUERIES_CASES,
     **LADDER_CASES,
     **COUNTER_CASES,

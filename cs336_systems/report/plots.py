@@ -24,6 +24,7 @@ from cs336_systems.report.profiles import plots as profile_plots
 from cs336_systems.report.sections import attention_keys, constants, longest_warmup, present_modes, timed
 from cs336_systems.report.shapes import SHAPE_PLOTS
 from cs336_systems.report.sharding import SHARDING_PLOTS
+from cs336_systems.report.short_calls import SHORT_CALL_PLOTS
 from cs336_systems.report.training import training_plots
 
 LENGTH = "sequence length (tokens)"
@@ -203,6 +204,7 @@ PLOTS: dict[str, Callable[[pd.DataFrame], list[Plot]]] = {
     "training_run": training_plots,
     "leaderboard_2025": leaderboard_2025,
     **SHAPE_PLOTS,
+    **SHORT_CALL_PLOTS,
     **LADDER_PLOTS,
     **MASK_PLOTS,
     **DISTRIBUTED_PLOTS,

@@ -1,6 +1,6 @@
-"""Table, figures and sentences of `attention_shapes`: rates by shape, our ratios to the libraries, what a call costs.
+"""Table, figures and sentences of `attention_shapes`: rates by shape and our ratios to the libraries.
 
-    tables(frame)      # forward, backward, forward_backward (TFLOP/s and ratios), host_time, graph_time (µs), ms.<mode>
+    tables(frame)      # forward, backward, forward_backward (TFLOP/s and ratios), ms.<mode>
 
 A ratio is a quotient of medians of one run: clocks and power differ between runs more than kernels do.
 """
@@ -13,30 +13,20 @@ from typing import Any
 import pandas as pd
 
 from cs336_systems.report.comparisons import compared, real
-from cs336_systems.report.frames import MODE_TITLES, MODES, OUR_KERNELS, labels, ordered, select, tuples
-from cs336_systems.report.markdown import Cells, factor, number, plain
+from cs336_systems.report.frames import MODE_TITLES, OUR_KERNELS, labels, select, tuples
+from cs336_systems.report.markdown import Cells, factor, plain
 from cs336_systems.report.points import Plot, points
 from cs336_systems.report.sections import Section, constants, pivot, present_modes, section, speed_up
 
 PROBLEM = "attention_shapes"
-CUDNN, FLEX, FLASH = "sdpa_cudnn", "flex", "sdpa_flash"
-MS_PER_US = 1e-3
-# What a short call takes, by quantity: the table's title, and of what the ratio is.
-CALL_TITLES = {
-    "host_time": ("Host's time of a call", "the host's time"),
-    "graph_time": ("Time of a call in a replayed CUDA graph", "the time"),
-}
+CUDNN, FLEX = "sdpa_cudnn", "flex"
 
 
 def tables(frame: pd.DataFrame) -> list[Section]:
-    """TFLOP/s with our ratios, a section for each mode; what a short call takes; the times in ms."""
+    """TFLOP/s with our ratios, a section for each mode; then the times in ms."""
     frame = with_shapes(frame)
     modes = present_modes(frame)
     found = [_rates(mode, times(frame, mode)) for mode in modes]
-    for quantity in CALL_TITLES:
-        rows = frame[frame["quantity"] == quantity]
-        if len(rows):
-            found.append(_of_a_call(quantity, rows))
     for mode in modes:
         rows = select(frame, "time", mode)
         found.append(pivot(f"ms.{mode}", f"{MODE_TITLES[mode]} (ms), {constants(rows)}", rows, ["shape"]))
@@ -64,7 +54,7 @@ def plots(frame: pd.DataFrame) -> list[Plot]:
 
 
 def answers(frame: pd.DataFrame) -> list[str]:
-    """Our range of ratios to cuDNN and FlexAttention in each mode; what a short call takes beside SDPA's."""
+    """Our range of ratios to cuDNN and FlexAttention in each mode."""
     frame = with_shapes(frame)
     said = []
     for ours in OUR_KERNELS:
@@ -73,9 +63,6 @@ def answers(frame: pd.DataFrame) -> list[str]:
             parts = [_range(peer, compared(rows, slow=peer, fast=ours)) for peer in (CUDNN, FLEX)]
             if any(parts):
                 said.append(f"{ours} {MODE_TITLES[mode]} has " + " and ".join(part for part in parts if part) + ".")
-    for quantity in CALL_TITLES:
-        for ours in OUR_KERNELS:
-            said += _worst_calls(quantity, frame[frame["quantity"] == quantity], ours)
     return said
 
 
@@ -125,47 +112,6 @@ def _rates(mode: str, rows: pd.DataFrame) -> Section:
     header = ["batch × heads × S × d", *across, *(f"{ours} over {peer}" for ours, peer in pairs)]
     title = f"{MODE_TITLES[mode]} (TFLOP/s), {constants(rows)}"
     return section(mode, title, header, lines, 1, cells)
-
-
-def _of_a_call(quantity: str, rows: pd.DataFrame) -> Section:
-    """What a call takes in µs, and ours over the shorter of SDPA's kernels."""
-    rows = rows.assign(microseconds=rows["median"] / MS_PER_US)
-    across = labels(rows)
-    ours = [name for name in OUR_KERNELS if name in across]
-    cells = Cells()
-    lines = []
-    for (shape, mode), group in rows.groupby(["shape", "mode"], sort=False):
-        by_name = _by_implementation(group)
-        written = [cells.text(by_name.get(label), "microseconds") for label in across]
-        ratios = [factor(1 / speed_up(fastest_sdpa(by_name.values()), by_name.get(name))) for name in ours]
-        lines.append([str(shape), MODE_TITLES[str(mode)], *written, *ratios])
-    header = ["batch × heads × S × d", "mode", *across, *(f"{name} over SDPA" for name in ours)]
-    title, what = CALL_TITLES[quantity]
-    cells.remark(f"over SDPA: {what} over that of the cheaper of SDPA's kernels there; lower is better")
-    return section(quantity, f"{title} (µs), {constants(rows)}", header, lines, 2, cells)
-
-
-def _worst_calls(quantity: str, calls: pd.DataFrame, ours: str) -> list[str]:
-    """A sentence a mode: where a call of `ours` compares worst with the cheaper of SDPA's kernels."""
-    said = []
-    for mode in ordered(calls["mode"], MODES):
-        ratios: list[tuple[float, Any]] = []
-        for _, rows in calls[calls["mode"] == mode].groupby("shape", sort=False):
-            found = _by_implementation(rows)
-            ratios.append((1 / speed_up(fastest_sdpa(found.values()), found.get(ours)), found.get(ours)))
-        ratios = [(ratio, row) for ratio, row in ratios if ratio == ratio]
-        if ratios:
-            worst, row = max(ratios, key=lambda pair: pair[0])
-            verb = "keeps the host for" if quantity == "host_time" else "in a replayed CUDA graph takes"
-            said.append(
-                f"A call of {ours}, {MODE_TITLES[mode]}, {verb} at most {factor(worst)} the time of "
-                f"SDPA's cheaper kernel: {number(row.median / MS_PER_US, 3)} µs at {row.shape}."
-            )
-    return said
-
-
-def _by_implementation(rows: pd.DataFrame) -> dict[str, Any]:
-    return {row.implementation: row for row in tuples(rows)}
 
 
 def fastest_sdpa(rows: Iterable[Any]) -> Any:

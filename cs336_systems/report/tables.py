@@ -53,6 +53,7 @@ from cs336_systems.report.sections import (
 )
 from cs336_systems.report.shapes import SHAPE_TABLES
 from cs336_systems.report.sharding import SHARDING_TABLES
+from cs336_systems.report.short_calls import SHORT_CALL_TABLES
 from cs336_systems.report.tiles import TILE_TABLES
 from cs336_systems.report.training import training_sections
 
@@ -181,6 +182,7 @@ TABLES: dict[str, Callable[[pd.DataFrame], list[Section]]] = {
     "training_run": training_sections,
     "leaderboard_2025": leaderboard_2025,
     **SHAPE_TABLES,
+    **SHORT_CALL_TABLES,
     **FEW_QUERIES_TABLES,
     **LADDER_TABLES,
     **COUNTER_TABLES,
