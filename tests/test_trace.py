@@ -101,6 +101,12 @@ KERNELS = {
     "hopper_backward_preprocess_kernel": "attention",
     "hopper_backward_kernel": "attention",
     "hopper_backward_convert_kernel": "attention",
+    "varlen_forward_kernel": "attention",
+    "varlen_dkdv_kernel": "attention",
+    "varlen_dq_kernel": "attention",
+    "block_sparse_forward_kernel": "attention",
+    "block_sparse_dkdv_kernel": "attention",
+    "block_sparse_dq_kernel": "attention",
     # softmax, the loss's too
     SOFTMAX: "softmax",
     "void at::native::(anonymous namespace)::cunn_SoftMaxForwardSmem<4, float, float, float, at::native::(anonymous namespace)::SoftMaxForwardEpilogue>(float*)": "softmax",
