@@ -9,7 +9,7 @@
 // does not describe goes to `fallback`, which is the Python half: another upstream gradient, gradients of gradients,
 // modes and transforms, a launch that the driver refuses. Nothing here needs CUDA's headers or its library: Python says
 // where the driver's two functions are.
-// Sources: CUDA Driver API, cuLaunchKernelEx and cuTensorMapReplaceAddress; PyTorch, torch/csrc/autograd/custom_function.h.
+// Sources: CUDA Driver API, cuLaunchKernelEx, CUlaunchAttribute and cuTensorMapReplaceAddress; PyTorch, torch/csrc/autograd/custom_function.h.
 
 #include <ATen/ATen.h>
 #include <ATen/record_function.h>
@@ -36,11 +36,20 @@ constexpr size_t kAlignment = 64; // of a tensor map; parameters lie at multiple
 constexpr size_t kMaxBackwards = 4; // of a call: upstream gradients come with other strides
 constexpr uintptr_t kPointerAlignment = 16; // what the kernels were compiled for, and what the copy engine reads
 
+// cuda.h's CUlaunchAttribute; its value, here one integer, is a union of 64 bytes
+struct alignas(8) LaunchAttribute {
+  int id, padding, value, rest[15];
+};
+
+// CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION: may start before the kernel ahead in the stream has ended
+constexpr LaunchAttribute kOverlaps{6, 0, 1, {}};
+static_assert(sizeof(LaunchAttribute) == 72);
+
 // cuda.h's CUlaunchConfig
 struct LaunchConfig {
   unsigned grid_x, grid_y, grid_z, block_x, block_y, block_z, shared_bytes;
   void* stream;
-  void* attributes;
+  const LaunchAttribute* attributes;
   unsigned num_attributes;
 };
 
@@ -291,7 +300,7 @@ variable_list AttentionOperator::backward(torch::autograd::AutogradContext* ctx,
 // From Python a pass is (given, allocations, kernels), in lists and tuples.
 using TensorFacts = std::tuple<std::vector<int64_t>, std::vector<int64_t>, at::ScalarType>;
 using KernelFacts = std::tuple<
-    uint64_t, std::tuple<unsigned, unsigned, unsigned>, unsigned, unsigned, py::bytes, std::vector<size_t>,
+    uint64_t, std::tuple<unsigned, unsigned, unsigned>, unsigned, unsigned, bool, py::bytes, std::vector<size_t>,
     std::vector<std::tuple<size_t, size_t, bool>>>;
 using PassFacts = std::tuple<std::vector<TensorFacts>, std::vector<TensorFacts>, std::vector<KernelFacts>>;
 
@@ -303,9 +312,10 @@ Pass pass_of(const PassFacts& facts) {
   for (const auto& [sizes, strides, dtype] : std::get<1>(facts)) {
     pass.allocations.push_back({sizes, strides, dtype});
   }
-  for (const auto& [function, grid, threads, shared, block, offsets, slots] : std::get<2>(facts)) {
+  for (const auto& [function, grid, threads, shared, overlaps, block, offsets, slots] : std::get<2>(facts)) {
     const auto [x, y, z] = grid;
-    Kernel kernel{function, {x, y, z, threads, 1, 1, shared, nullptr, nullptr, 0}, block, offsets, {}};
+    const LaunchConfig config{x, y, z, threads, 1, 1, shared, nullptr, overlaps ? &kOverlaps : nullptr, overlaps};
+    Kernel kernel{function, config, block, offsets, {}};
     for (const auto& [offset, tensor_index, is_map] : slots) {
       kernel.slots.push_back({offset, tensor_index, is_map});
     }

@@ -8,6 +8,12 @@
 Both passes recompute P = exp(S - L) from Q, K and L. That is seven matmuls instead of five, and in return every output
 tile has one writer: gradients are bit-reproducible. Source: FlashAttention-2 (Dao 2023), algorithm 2, split in two.
 
+From sm_90 on a kernel starts while the one before it ends: its first programs take the place that the last ones leave.
+dK/dV awaits the preprocess, by TMA behind the load of its keys, and dQ starts only when all of dK/dV have: it finds L
+and D complete. It shares no more with dK/dV, and awaits it at its end, so that who comes behind dQ comes behind all. The preprocess starts
+when all work before the call has ended. Source: CUDA Programming Guide, Programmatic Dependent Launch and
+Synchronization.
+
 With grouped-query attention a dK/dV program runs through all query heads of its group, so the sum over the group stays
 in its float32 accumulators.
 """
@@ -29,11 +35,13 @@ from cs336_systems.attention.triton.launching import (
     kept_launches,
     launch,
     num_tiles,
+    overlap_options,
     tile_options,
 )
 from cs336_systems.attention.triton.steps import (
     LOG2_E,
     ROW_PADDING,
+    await_previous,
     fold_keys,
     fold_queries,
     head_of,
@@ -41,6 +49,7 @@ from cs336_systems.attention.triton.steps import (
     key_bounds,
     load_rows,
     padded_rows,
+    start_next,
     store_rows,
     tile_of_program,
     visible_pairs,
@@ -56,8 +65,10 @@ def flash_backward_preprocess_kernel(
     stride_ob, stride_oh, stride_os, stride_dob, stride_doh, stride_dos, stride_dod, stride_dlb, stride_dlh, stride_dls,
     N_HEADS, N_QUERIES,
     HAS_DL: tl.constexpr, D: tl.constexpr, D_TILE: tl.constexpr, Q_TILE_SIZE: tl.constexpr, PADDED: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """L (batch, heads, queries) is contiguous, and so are the rows of O and the results, which PADDED lengthens."""
+    start_next(OVERLAP)
     num_rows = padded_rows(N_QUERIES) if PADDED else N_QUERIES
     num_query_tiles = tl.cdiv(num_rows, Q_TILE_SIZE)
     batch_head = (tl.program_id(0) // num_query_tiles).to(tl.int64)
@@ -118,14 +129,18 @@ def differentiate_keys(
     stride_vs, stride_vd, stride_doh, stride_dos, stride_dod, stride_lh, stride_dks,
     GROUP: tl.constexpr, D: tl.constexpr, D_TILE: tl.constexpr, Q_TILE_SIZE: tl.constexpr, K_TILE_SIZE: tl.constexpr,
     IS_CAUSAL: tl.constexpr, PADDED: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, CUT_TMA: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """dK and dV of one key tile of one sequence, over all query heads of its group.
 
     K_head and V_head come from `head_of`, and so do Q_batch and dO_batch for head 0, from where `first_head` starts the
     group. The other bases point at the sequence's row 0, those of L and delta in head 0. Without PADDED their rows end
     with the sequence's. Where TMA reads whole tiles alone, those that the sequence's end cuts are read from Q_cut and
-    dO_cut, and K and V as these are.
+    dO_cut, and K and V as these are. Only K and V may be read before the preprocess has ended.
     """
+    if not CUT_TMA:  # behind the loads by pointers it would take four registers more
+        await_previous(OVERLAP)
+        start_next(OVERLAP)
     first_key = key_tile * K_TILE_SIZE
     key_rows = first_key + tl.arange(0, K_TILE_SIZE)
     K = load_rows(
@@ -134,6 +149,9 @@ def differentiate_keys(
     V = load_rows(
         V_head, batch, kv_head, first_key, N_KEYS, stride_vs, stride_vd, D, D_TILE, K_TILE_SIZE, True, CUT_TMA
     )  # fmt: skip
+    if CUT_TMA:
+        await_previous(OVERLAP)
+        start_next(OVERLAP)  # dQ, which reads L and delta without waiting for them
     dK = tl.zeros([K_TILE_SIZE, D_TILE], tl.float32)
     dV = tl.zeros([K_TILE_SIZE, D_TILE], tl.float32)
 
@@ -189,7 +207,7 @@ def flash_backward_dkdv_kernel(
     stride_dob, stride_doh, stride_dos, stride_dod,
     N_KV_HEADS, HEADS_TOGETHER, N_QUERIES, N_KEYS, scale, scale_log2, ZERO,
     GROUP: tl.constexpr, D: tl.constexpr, D_TILE: tl.constexpr, Q_TILE_SIZE: tl.constexpr, K_TILE_SIZE: tl.constexpr,
-    IS_CAUSAL: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
+    IS_CAUSAL: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """dK, dV (batch, kv_heads, keys, D), L and delta (batch, heads, padded queries) are contiguous."""
     # Causal: the first keys are seen by most queries, and they come first as they are.
@@ -207,7 +225,7 @@ def flash_backward_dkdv_kernel(
         L_ptr + row_base, D_ptr + row_base, dK_ptr + output_base, dV_ptr + output_base, batch, kv_head, key_tile,
         kv_head * GROUP, N_QUERIES, N_KEYS, scale, scale_log2, ZERO, stride_qh, stride_qs, stride_qd, stride_ks,
         stride_kd, stride_vs, stride_vd, stride_doh, stride_dos, stride_dod, num_rows, D,
-        GROUP, D, D_TILE, Q_TILE_SIZE, K_TILE_SIZE, IS_CAUSAL, True, PRECISION, TMA, TMA,
+        GROUP, D, D_TILE, Q_TILE_SIZE, K_TILE_SIZE, IS_CAUSAL, True, PRECISION, TMA, TMA, OVERLAP,
     )  # fmt: skip
 
 
@@ -279,7 +297,7 @@ def flash_backward_dq_kernel(
     stride_dob, stride_doh, stride_dos, stride_dod,
     N_HEADS, HEADS_TOGETHER, N_QUERIES, N_KEYS, scale, scale_log2, ZERO,
     GROUP: tl.constexpr, D: tl.constexpr, D_TILE: tl.constexpr, Q_TILE_SIZE: tl.constexpr, K_TILE_SIZE: tl.constexpr,
-    IS_CAUSAL: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
+    IS_CAUSAL: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """dQ (batch, heads, queries, D), L and delta (batch, heads, padded queries) are contiguous."""
     query_tile, batch, head = tile_of_program(tl.cdiv(N_QUERIES, Q_TILE_SIZE), N_HEADS, HEADS_TOGETHER, IS_CAUSAL)
@@ -296,6 +314,7 @@ def flash_backward_dq_kernel(
         stride_qs, stride_qd, stride_ks, stride_kd, stride_vs, stride_vd, stride_dos, stride_dod, D,
         D, D_TILE, Q_TILE_SIZE, K_TILE_SIZE, IS_CAUSAL, PRECISION, TMA, TMA,
     )  # fmt: skip
+    await_previous(OVERLAP)
 
 
 def launch_preprocess(
@@ -338,7 +357,7 @@ def preprocess_into(
             flash_backward_preprocess_kernel, grid, (output, grad_output, lse, grad_lse_or_any, lse_log2, delta),
             (*output.stride()[:3], *grad_output.stride(), *grad_lse_or_any.stride(), heads, num_queries),
             {"HAS_DL": grad_lse is not None, "D": head_dim, "D_TILE": head_tile(head_dim),
-             "Q_TILE_SIZE": PREPROCESS_ROWS, "PADDED": padded},
+             "Q_TILE_SIZE": PREPROCESS_ROWS, "PADDED": padded, **overlap_options(output.device)},
         )  # fmt: skip
 
 
@@ -371,19 +390,20 @@ def launch_backward(
         strides = (*q.stride(), *k.stride(), *v.stride(), *grad_output.stride())
         sizes_and_scales = (num_queries, num_keys, scale, scale * LOG2_E.value, 0.0)
         common = head_options(heads, kv_heads, head_dim) | {"IS_CAUSAL": is_causal}
+        overlap = overlap_options(q.device, follows=True)
         with stage("dkv"):
             launched += [launch(
                 flash_backward_dkdv_kernel, grid_of(dkdv_config, q, k),
                 (*described(dkdv_config, q=q, k=k, v=v, grad_output=grad_output), *rows, grad_k, grad_v),
                 (*strides, kv_heads, heads_together(batch * kv_heads, q, heads // kv_heads), *sizes_and_scales),
-                common | tile_options(dkdv_config) | {"TMA": dkdv_config.tma},
+                common | tile_options(dkdv_config) | {"TMA": dkdv_config.tma} | overlap,
             )]  # fmt: skip
         with stage("dq"):
             launched += [launch(
                 flash_backward_dq_kernel, grid_of(dq_config, q, k),
                 (*described(dq_config, q=q, k=k, v=v, grad_output=grad_output), *rows, grad_q),
                 (*strides, heads, heads_together(batch * heads, k), *sizes_and_scales),
-                common | tile_options(dq_config) | {"TMA": dq_config.tma},
+                common | tile_options(dq_config) | {"TMA": dq_config.tma} | overlap,
             )]  # fmt: skip
         return launched
 

@@ -10,7 +10,8 @@ advances pointers inside the branch that a skipped tile does not take, and then 
 
 A tile of the mask may be several of the kernel's: a 128 x 128 mask walked by 64-key tiles takes two steps a list entry.
 Tiles that the end of the sequence cuts are partial, so only the partial loops need bounds. Rows without a key give
-O = 0, L = -inf and no gradient. Layout of the lists: `cs336_systems.attention.masks.block_mask`.
+O = 0, L = -inf and no gradient. The backward's kernels overlap as the dense ones do (`backward`). Layout of the lists:
+`cs336_systems.attention.masks.block_mask`.
 """
 
 from __future__ import annotations
@@ -27,11 +28,19 @@ from torch import Tensor
 from cs336_systems.attention.tiles import KernelConfig
 from cs336_systems.attention.triton.backward import launch_preprocess
 from cs336_systems.attention.triton.descriptors import described
-from cs336_systems.attention.triton.launching import contiguous_like, grid_of, head_options, launch, tile_options
+from cs336_systems.attention.triton.launching import (
+    contiguous_like,
+    grid_of,
+    head_options,
+    launch,
+    overlap_options,
+    tile_options,
+)
 from cs336_systems.attention.triton.steps import (
     LOG2_E,
     LOWEST,
     accumulate,
+    await_previous,
     fold_keys,
     fold_queries,
     head_of,
@@ -39,6 +48,7 @@ from cs336_systems.attention.triton.steps import (
     load_rows,
     online_softmax,
     padded_rows,
+    start_next,
     store_queries,
     store_rows,
     tile_of_program,
@@ -279,6 +289,7 @@ def block_sparse_dkdv_kernel(
     N_KV_HEADS, HEADS_TOGETHER, N_QUERIES, N_KEYS, MASK_BATCHES, MASK_HEADS, WIDTH, FULL_WIDTH, scale, scale_log2, ZERO,
     GROUP: tl.constexpr, D: tl.constexpr, D_TILE: tl.constexpr, Q_TILE_SIZE: tl.constexpr, K_TILE_SIZE: tl.constexpr,
     Q_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, INTERPRETED: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """dK, dV (batch, kv_heads, keys, D), L and delta (batch, heads, padded queries) are contiguous.
 
@@ -293,6 +304,8 @@ def block_sparse_dkdv_kernel(
         K_head, batch, kv_head, first_key, N_KEYS, stride_ks, stride_kd, D, D_TILE, K_TILE_SIZE, True, TMA
     )  # (K_TILE_SIZE, D_TILE)
     V = load_rows(V_head, batch, kv_head, first_key, N_KEYS, stride_vs, stride_vd, D, D_TILE, K_TILE_SIZE, True, TMA)
+    await_previous(OVERLAP)
+    start_next(OVERLAP)  # dQ, as in the dense backward
     dK = tl.zeros([K_TILE_SIZE, D_TILE], tl.float32)
     dV = tl.zeros([K_TILE_SIZE, D_TILE], tl.float32)
 
@@ -363,6 +376,7 @@ def block_sparse_dq_kernel(
     N_HEADS, HEADS_TOGETHER, N_QUERIES, N_KEYS, MASK_BATCHES, MASK_HEADS, WIDTH, FULL_WIDTH, scale, scale_log2, ZERO,
     GROUP: tl.constexpr, D: tl.constexpr, D_TILE: tl.constexpr, Q_TILE_SIZE: tl.constexpr, K_TILE_SIZE: tl.constexpr,
     Q_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, INTERPRETED: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """dQ (batch, heads, queries, D), L and delta (batch, heads, padded queries) are contiguous."""
     query_tile, batch, head = tile_of_program(tl.cdiv(N_QUERIES, Q_TILE_SIZE), N_HEADS, HEADS_TOGETHER, True)
@@ -404,6 +418,7 @@ def block_sparse_dq_kernel(
         D, D_TILE, K_TILE_SIZE, Q_BLOCK, K_BLOCK, True, PRECISION, TMA, INTERPRETED,
     )  # fmt: skip
     store_rows(dQ_ptr + output_base, dQ * scale, query_rows, N_QUERIES, D, 1, D, D_TILE)
+    await_previous(OVERLAP)
 
 
 def launch_block_sparse_forward(
@@ -452,6 +467,7 @@ def launch_block_sparse_backward(
     rows = launch_preprocess(output, lse, grad_output, grad_lse)
     strides = (*q.stride(), *k.stride(), *v.stride(), *grad_output.stride())
     scales = (scale, scale * LOG2_E.value, 0.0)
+    overlap = overlap_options(q.device, follows=True)
 
     tensors, mask_sizes = _column_lists(lists)
     with stage("dkv"):
@@ -460,7 +476,7 @@ def launch_block_sparse_backward(
             (*described(dkdv_config, q=q, k=k, v=v, grad_output=grad_output), *rows, grad_k, grad_v, *tensors),
             (*strides, kv_heads, heads_together(batch * kv_heads, q, heads // kv_heads), num_queries, num_keys,
              *mask_sizes, *scales),
-            _options(q, k, lists, dkdv_config),
+            _options(q, k, lists, dkdv_config) | overlap,
         )  # fmt: skip
     tensors, mask_sizes = _row_lists(lists)
     with stage("dq"):
@@ -468,7 +484,7 @@ def launch_block_sparse_backward(
             block_sparse_dq_kernel, grid_of(dq_config, q, k),
             (*described(dq_config, q=q, k=k, v=v, grad_output=grad_output), *rows, grad_q, *tensors),
             (*strides, heads, heads_together(batch * heads, k), num_queries, num_keys, *mask_sizes, *scales),
-            _options(q, k, lists, dq_config),
+            _options(q, k, lists, dq_config) | overlap,
         )  # fmt: skip
     return grad_q, grad_k, grad_v
 

@@ -27,10 +27,10 @@ from cs336_systems.attention.triton.launching import POINTER_ALIGNMENT_BYTES
 MAX_CALLS = 4096  # which C++ keeps for good
 MAX_REFUSED = 64  # strides of gradients that are remembered, for each of them
 
-# (sizes, strides, dtype) of a tensor; (function, grid, threads, shared bytes, parameters, their offsets in these,
-# addresses in these as (offset, tensor, is within a tensor map)) of a kernel.
+# (sizes, strides, dtype) of a tensor; (function, grid, threads, shared bytes, overlaps with the kernel before,
+# parameters, their offsets in these, addresses in these as (offset, tensor, is within a tensor map)) of a kernel.
 TensorFacts = tuple[list[int], list[int], torch.dtype]
-KernelFacts = tuple[int, tuple[int, int, int], int, int, bytes, list[int], list[tuple[int, int, bool]]]
+KernelFacts = tuple[int, tuple[int, int, int], int, int, bool, bytes, list[int], list[tuple[int, int, bool]]]
 PassFacts = tuple[list[TensorFacts], list[TensorFacts], list[KernelFacts]]
 
 _UNSEEN = object()
@@ -147,7 +147,7 @@ def pass_facts(seen: Sequence[Seen], given: Sequence[Tensor], results: Sequence[
         metadata = launched.compiled.metadata
         slots = [(place - block.start, addresses[address], is_map) for place, address, is_map in block.addresses]
         kernels.append((
-            launched.compiled.function, launched.grid, 32 * metadata.num_warps, metadata.shared,
+            launched.compiled.function, launched.grid, 32 * metadata.num_warps, metadata.shared, metadata.launch_pdl,
             ctypes.string_at(block.start, block.size), [place - block.start for place in block.places], slots,
         ))  # fmt: skip
     return [tensor_facts(x) for x in given], [tensor_facts(x) for x in allocated], kernels

@@ -11,10 +11,11 @@ a batch of documents does that are as many as in no other, is not laid out.
 
 The block has the layout that the kernel's PTX declares, which is compared with what Triton passes: for a descriptor 128
 bytes of tensor map, the shape in 32 bits and the strides in 64; an address; a number in 32 or 64 bits; two addresses of
-scratch memory at the end. A kernel that declares anything else, or needs more than a plain launch, is left to Triton,
-and so is every launch while a profiler has hooks on them or stages are timed. Within `launches_seen` all go through
-Triton too, and whoever asked is told of them: `attention/native` makes them without Python from then on.
-Sources: CUDA Driver API, cuLaunchKernelEx and cuTensorMapEncodeTiled; triton/backends/nvidia/driver.py.
+scratch memory at the end. A kernel that declares anything else, or needs more than a plain launch or one that overlaps
+with the kernel before, is left to Triton, and so is every launch while a profiler has hooks on them or stages are
+timed. Within `launches_seen` all go through Triton too, and whoever asked is told of them: `attention/native` makes
+them without Python from then on.
+Sources: CUDA Driver API, cuLaunchKernelEx, CUlaunchAttribute, cuTensorMapEncodeTiled; triton/backends/nvidia/driver.py.
 """
 
 from __future__ import annotations
@@ -108,6 +109,16 @@ class LaunchConfig(ctypes.Structure):
     ]  # fmt: skip
 
 
+class LaunchAttribute(ctypes.Structure):
+    """cuda.h's CUlaunchAttribute: its value, here one integer, is a union of 64 bytes."""
+
+    _fields_ = [("id", ctypes.c_int), ("padding", ctypes.c_int), ("value", ctypes.c_int), ("rest", ctypes.c_int * 15)]
+
+
+# CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION: may start before the kernel ahead in the stream has ended.
+OVERLAPS = LaunchAttribute(id=6, value=1)
+
+
 class _Layout(NamedTuple):
     """How a compiled kernel takes its parameters."""
 
@@ -198,7 +209,8 @@ def bind(compiled: Any, grid: tuple[int, int, int], arguments: Sequence[Any], st
     pointers = (ctypes.c_void_p * len(block.places))(*block.places)
     compiled._init_handles()
     metadata = compiled.metadata
-    config = LaunchConfig(*grid, 32 * metadata.num_warps, 1, 1, metadata.shared, stream, None, 0)
+    attributes = (ctypes.addressof(OVERLAPS), 1) if metadata.launch_pdl else (None, 0)
+    config = LaunchConfig(*grid, 32 * metadata.num_warps, 1, 1, metadata.shared, stream, *attributes)
     launch = partial(
         cuda_driver().cuLaunchKernelEx,
         ctypes.byref(config), ctypes.c_void_p(compiled.function), ctypes.byref(pointers), None,
@@ -252,7 +264,7 @@ def _is_set(hook: Any) -> bool:
 def layout_of(compiled: Any) -> _Layout | None:
     """How `compiled` takes its parameters; None if it wants what a bound launch does not give."""
     metadata = compiled.metadata
-    plain = metadata.num_ctas == 1 and not metadata.launch_cooperative_grid and not metadata.launch_pdl
+    plain = metadata.num_ctas == 1 and not metadata.launch_cooperative_grid
     if not plain or metadata.global_scratch_size or metadata.profile_scratch_size:
         return None
     arguments: list[tuple[int, str]] = []

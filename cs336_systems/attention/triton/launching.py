@@ -17,14 +17,18 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from triton.runtime.driver import driver
 from triton.runtime.errors import OutOfResources
 
 from cs336_systems.attention.tiles import KernelConfig, head_tile, smaller_config
 from cs336_systems.attention.triton.launcher import KEPT_SHAPES, KeptLaunches, Launched, have_context
+from cs336_systems.device import interpreter_is_on
+from cs336_systems.profiling.stages import stages_are_timed
 
 LOG_SWITCH = "CS336_ATTN_LOG"
 POINTER_ALIGNMENT_BYTES = 16  # Triton loads four words at a time from such a pointer
 MAX_GROUPED_ROWS = 64  # of a tile of 16-bit elements on sm_90; smaller ones take two or four
+OVERLAPPING = 90  # from this architecture on, sm_90, a kernel may start while the one before it ends
 MAX_COMPILED = 4096  # launches that differ in shapes or options and are remembered
 _compiled: dict[tuple[Hashable, ...], tuple[Any, list[Hashable]]] = {}  # the kernel and its compile-time constants
 
@@ -46,6 +50,29 @@ def tile_options(config: KernelConfig) -> dict[str, int | str]:
 def head_options(heads: int, kv_heads: int, head_dim: int) -> dict[str, int]:
     """What a kernel is told of its heads."""
     return {"GROUP": heads // kv_heads, "D": head_dim, "D_TILE": head_tile(head_dim)}
+
+
+def overlap_options(device: torch.device, *, follows: bool = False) -> dict[str, int | str]:
+    """What is said of overlapping to a kernel on `device`, the first of a call or one that `follows` another.
+
+    Those that follow are launched while the one before still runs, and wait for it by `await_previous`: between the two
+    comes nothing else. Nothing overlaps while stages are timed, since events lie between them.
+    """
+    overlaps = not interpreter_is_on() and not stages_are_timed() and _can_overlap(device)
+    return {"OVERLAP": overlaps, "launch_pdl": True} if overlaps and follows else {"OVERLAP": overlaps}
+
+
+def _can_overlap(device: torch.device) -> bool:
+    if device.type == "cuda":
+        return _gpu_can_overlap(device)
+    target = driver.active.get_current_target()  # of tensors without storage, for which kernels are compiled only
+    return target.backend == "cuda" and target.arch >= OVERLAPPING
+
+
+@cache
+def _gpu_can_overlap(device: torch.device) -> bool:
+    major, minor = torch.cuda.get_device_capability(device)
+    return torch.version.hip is None and 10 * major + minor >= OVERLAPPING
 
 
 def launch(

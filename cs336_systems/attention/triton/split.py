@@ -12,6 +12,9 @@ its own, so values within its number of keys of float32's end may overflow where
 parts there are depends on shapes alone (`tiles/parts.py`), so results repeat bit for bit. Source: Flash-Decoding (Dao,
 Haziza, Massa, Sizov 2023), whose parts are normalised: log-sum-exps of scores in the thousands then round by more than
 the output may.
+
+From sm_90 on the second kernel starts while the first ends, and awaits it before it reads anything. Source: CUDA
+Programming Guide, Programmatic Dependent Launch and Synchronization.
 """
 
 from __future__ import annotations
@@ -34,6 +37,7 @@ from cs336_systems.attention.triton.launching import (
     kept_launches,
     launch,
     num_tiles,
+    overlap_options,
     rows_of_groups,
     tile_options,
 )
@@ -41,10 +45,12 @@ from cs336_systems.attention.triton.steps import (
     LN_2,
     LOG2_E,
     LOWEST,
+    await_previous,
     head_of,
     heads_together,
     key_bounds,
     load_rows,
+    start_next,
     store_rows,
     tile_of_program,
 )
@@ -64,10 +70,11 @@ def flash_split_forward_kernel(
     stride_vb, stride_vh, stride_vs, stride_vd,
     N_HEADS, HEADS_TOGETHER, N_QUERIES, N_KEYS, PART_SIZE, scale_log2, ZERO,
     GROUP: tl.constexpr, D: tl.constexpr, D_TILE: tl.constexpr, Q_TILE_SIZE: tl.constexpr, K_TILE_SIZE: tl.constexpr,
-    IS_CAUSAL: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
+    IS_CAUSAL: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """O (parts, batch, heads, queries, D), m and l (parts, batch, heads, queries) are contiguous and float32; nothing
     is written of a part that no query of a tile sees. A part has PART_SIZE keys, a multiple of K_TILE_SIZE."""
+    start_next(OVERLAP)
     num_query_tiles, num_parts = tl.cdiv(N_QUERIES, Q_TILE_SIZE), tl.cdiv(N_KEYS, PART_SIZE)
     tile, batch, head = tile_of_program(num_query_tiles * num_parts, N_HEADS, HEADS_TOGETHER, IS_CAUSAL)
     part = tile % num_parts
@@ -107,9 +114,10 @@ def flash_split_forward_kernel(
 def flash_merge_kernel(
     O_parts_ptr, M_parts_ptr, l_parts_ptr, O_ptr, L_ptr, N_QUERIES, N_KEYS, PART_SIZE,
     D: tl.constexpr, D_TILE: tl.constexpr, ROWS: tl.constexpr, MAX_PARTS: tl.constexpr, AT_A_TIME: tl.constexpr,
-    IS_CAUSAL: tl.constexpr,
+    IS_CAUSAL: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """O and L of ROWS queries of one head, out of at most MAX_PARTS parts; all are contiguous."""
+    await_previous(OVERLAP)
     num_blocks = tl.cdiv(N_QUERIES, ROWS)
     head, block = (tl.program_id(0) // num_blocks).to(tl.int64), tl.program_id(0) % num_blocks
     num_heads = tl.num_programs(0) // num_blocks
@@ -175,13 +183,14 @@ def launch_split_forward(
                 (*rows.stride(), *k.stride(), *v.stride(), heads, heads_together(batch * heads, k), num_queries,
                  num_keys, part_size, scale * LOG2_E.value, 0.0),
                 head_options(heads, k.shape[1], head_dim) | tile_options(config)
-                | {"IS_CAUSAL": is_causal, "TMA": config.tma},
+                | {"IS_CAUSAL": is_causal, "TMA": config.tma} | overlap_options(q.device),
             )  # fmt: skip
             merged = launch(
                 flash_merge_kernel, (num_tiles(num_queries, MERGED_ROWS) * batch * heads,),
                 (output_parts, maxima, sums, output, lse), (num_queries, num_keys, part_size),
                 {"D": head_dim, "D_TILE": head_tile(head_dim), "ROWS": MERGED_ROWS, "MAX_PARTS": MAX_PARTS,
-                 "AT_A_TIME": MERGED_AT_A_TIME, "IS_CAUSAL": is_causal, "num_warps": 1},
+                 "AT_A_TIME": MERGED_AT_A_TIME, "IS_CAUSAL": is_causal, "num_warps": 1,
+                 **overlap_options(q.device, follows=True)},
             )  # fmt: skip
         return [attended, merged]
 

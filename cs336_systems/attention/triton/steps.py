@@ -8,6 +8,7 @@
   store_queries     O = accumulator / l and L = m + log l                (lines 12 to 14)
   fold_keys         one key tile into dQ                                 (algorithm 2, lines 13 to 15)
   fold_queries      one query tile into dK and dV                        (algorithm 2, lines 12 to 16)
+  start_next, await_previous          kernels of one call that overlap
 
 Kernels differ only in which tiles they visit: a range (`forward`, `backward`), the lists of a block mask
 (`block_sparse`), a document's range (`varlen`). Exponentials are base 2 with scale · log₂e folded into one
@@ -20,6 +21,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from cs336_systems.attention.tiles.config import L2_SHARE_BYTES
 
@@ -31,6 +33,20 @@ ROW_PADDING = tl.constexpr(256)
 # Where running maxima start. Finite, so that a tile whose scores are all -inf gives exp2(-inf - m) = 0 and not
 # exp2(-inf + inf) = NaN; any finite score replaces it.
 LOWEST = tl.constexpr(-3.4028234663852886e38)
+
+
+@triton.jit
+def start_next(OVERLAP: tl.constexpr):
+    """Let the next kernel start once all programs of this one are here or have ended, if it is launched to overlap."""
+    if OVERLAP:
+        gdc_launch_dependents()
+
+
+@triton.jit
+def await_previous(OVERLAP: tl.constexpr):
+    """Wait until the kernel before this one has ended and its results are visible. No load is moved up past it."""
+    if OVERLAP:
+        gdc_wait()
 
 
 @triton.jit

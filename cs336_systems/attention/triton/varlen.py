@@ -12,6 +12,8 @@ So total // TILE + documents + 1 slots serve any lengths, however unequal, zero 
 The copy engine (TMA) reads whole tiles of a document. Those that its end cuts, whose other rows are the neighbour's,
 are read by pointers, which stop there.
 
+The backward's kernels overlap as the dense ones do (`backward`), in spare slots too.
+
 Rows behind the last document belong to a document of no keys (no queries): O = 0, L = -inf, zero gradients.
 """
 
@@ -38,9 +40,17 @@ from cs336_systems.attention.triton.launching import (
     head_options,
     kept_launches,
     launch,
+    overlap_options,
     tile_options,
 )
-from cs336_systems.attention.triton.steps import LOG2_E, head_of, heads_together, tile_of_program
+from cs336_systems.attention.triton.steps import (
+    LOG2_E,
+    await_previous,
+    head_of,
+    heads_together,
+    start_next,
+    tile_of_program,
+)
 from cs336_systems.profiling.stages import stage
 
 
@@ -123,7 +133,7 @@ def varlen_dkdv_kernel(
     stride_dos, stride_doh, stride_dod,
     N_DOCUMENTS, N_KV_HEADS, HEADS_TOGETHER, TOTAL_QUERIES, TOTAL_KEYS, scale, scale_log2, ZERO,
     GROUP: tl.constexpr, D: tl.constexpr, D_TILE: tl.constexpr, Q_TILE_SIZE: tl.constexpr, K_TILE_SIZE: tl.constexpr,
-    IS_CAUSAL: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
+    IS_CAUSAL: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """dK, dV (total_keys, kv_heads, D), L and delta (heads, total_queries) are contiguous."""
     num_slots = TOTAL_KEYS // K_TILE_SIZE + N_DOCUMENTS + 1
@@ -144,8 +154,11 @@ def varlen_dkdv_kernel(
             first_query, kv_head, key_tile, kv_head * GROUP, num_queries, num_keys, scale, scale_log2, ZERO,
             stride_qh, stride_qs, stride_qd, stride_ks, stride_kd, stride_vs, stride_vd,
             stride_doh, stride_dos, stride_dod, TOTAL_QUERIES, N_KV_HEADS * D,
-            GROUP, D, D_TILE, Q_TILE_SIZE, K_TILE_SIZE, IS_CAUSAL, False, PRECISION, TMA, False,
+            GROUP, D, D_TILE, Q_TILE_SIZE, K_TILE_SIZE, IS_CAUSAL, False, PRECISION, TMA, False, OVERLAP,
         )  # fmt: skip
+    else:  # a spare slot: dQ may not start before the preprocess has ended
+        await_previous(OVERLAP)
+        start_next(OVERLAP)
 
 
 @triton.jit
@@ -157,7 +170,7 @@ def varlen_dq_kernel(
     stride_dos, stride_doh, stride_dod,
     N_DOCUMENTS, N_HEADS, HEADS_TOGETHER, TOTAL_QUERIES, TOTAL_KEYS, scale, scale_log2, ZERO,
     GROUP: tl.constexpr, D: tl.constexpr, D_TILE: tl.constexpr, Q_TILE_SIZE: tl.constexpr, K_TILE_SIZE: tl.constexpr,
-    IS_CAUSAL: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
+    IS_CAUSAL: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """dQ (total_queries, heads, D), L and delta (heads, total_queries) are contiguous."""
     num_slots = TOTAL_QUERIES // Q_TILE_SIZE + N_DOCUMENTS + 1
@@ -180,6 +193,9 @@ def varlen_dq_kernel(
             stride_qs, stride_qd, stride_ks, stride_kd, stride_vs, stride_vd, stride_dos, stride_dod, N_HEADS * D,
             D, D_TILE, Q_TILE_SIZE, K_TILE_SIZE, IS_CAUSAL, PRECISION, TMA, False,
         )  # fmt: skip
+        await_previous(OVERLAP)
+    else:  # behind both branches it would take registers from the loops
+        await_previous(OVERLAP)
 
 
 def launch_varlen_forward(
@@ -245,6 +261,7 @@ def launch_varlen_backward(
             rows, output.transpose(0, 1)[None], lse[None], grad_output.transpose(0, 1)[None],
             None if grad_lse is None else grad_lse[None], padded=False,
         )]  # fmt: skip
+        overlap = overlap_options(q.device, follows=True)
         with stage("dkv"):
             launched += [launch(
                 varlen_dkdv_kernel, _grid(k, cu_seqlens_k, dkdv_config.key_tile),
@@ -252,14 +269,14 @@ def launch_varlen_backward(
                  *cu_seqlens),
                 (*strides, documents, kv_heads, heads_together(kv_heads, q.transpose(0, 1), heads // kv_heads),
                  *totals_and_scales),
-                _options(q, k, is_causal, dkdv_config),
+                _options(q, k, is_causal, dkdv_config) | overlap,
             )]  # fmt: skip
         with stage("dq"):
             launched += [launch(
                 varlen_dq_kernel, _grid(q, cu_seqlens_q, dq_config.query_tile),
                 (*inputs, *described_documents(dq_config, k=k, v=v), *rows, grad_q, *cu_seqlens),
                 (*strides, documents, heads, heads_together(heads, k.transpose(0, 1)), *totals_and_scales),
-                _options(q, k, is_causal, dq_config),
+                _options(q, k, is_causal, dq_config) | overlap,
             )]  # fmt: skip
         return launched
 
