@@ -55,11 +55,17 @@ def compiled_kernel(**changes):
     return Compiled(**vars(kernel(**changes)))
 
 
+def attributes_of(config):
+    """(id, value) of a launch's attributes, of which cuda.h makes 72 bytes each, the value from the eighth on."""
+    places = [config.attributes + 72 * number for number in range(config.num_attributes)]
+    return [(ctypes.c_int.from_address(place).value, ctypes.c_int.from_address(place + 8).value) for place in places]
+
+
 class Driver:
     """Reads parameter blocks as a GPU would; `status` is what it answers."""
 
     def __init__(self):
-        self.launches, self.maps, self.status, self.map_status = [], [], 0, 0
+        self.launches, self.maps, self.attributes, self.status, self.map_status = [], [], [], 0, 0
 
     def cuLaunchKernelEx(self, config, function, parameters, extra):  # noqa: N802 - the driver's name
         if self.status == 0:
@@ -69,7 +75,8 @@ class Driver:
                 ctypes.string_at(place, 4) if kind == "map" else C_TYPES[kind].from_address(place).value
                 for kind, place in zip(kinds, pointers, strict=True)
             ]
-            assert pointers[0] % 64 == 0 and extra is None and config.num_attributes == 0
+            assert pointers[0] % 64 == 0 and extra is None
+            self.attributes.append(attributes_of(config))
             grid = config.grid_x, config.grid_y, config.grid_z
             self.launches.append((grid, config.block_x, config.shared_bytes, config.stream, function.value, values))
         return self.status
@@ -108,11 +115,19 @@ def test_the_block_holds_what_the_kernel_declares(driver):
     assert (sizes, strides[0], box, steps) == ([64, 3], 256, [64, 1], [1, 1])
 
 
+def test_a_kernel_that_overlaps_is_launched_so(driver):
+    """cuda.h: 6 is CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION."""
+    for overlaps in (True, False):
+        assert launcher.bind(compiled_kernel(launch_pdl=overlaps), (4, 2, 1), arguments(), 9)() == 0
+    assert driver.attributes == [[(6, 1)], []]
+    assert ctypes.sizeof(launcher.LaunchAttribute) == 72 and ctypes.addressof(launcher.OVERLAPS) % 8 == 0
+
+
 @pytest.mark.parametrize(
     "changes",
     [
-        {"num_ctas": 2}, {"launch_pdl": True}, {"launch_cooperative_grid": True}, {"global_scratch_size": 8},
-        {"profile_scratch_size": 8}, {"tensordesc_meta": None}, {"ptx": PTX.replace(".param .f32", ".param .f64")},
+        {"num_ctas": 2}, {"launch_cooperative_grid": True}, {"global_scratch_size": 8}, {"profile_scratch_size": 8},
+        {"tensordesc_meta": None}, {"ptx": PTX.replace(".param .f32", ".param .f64")},
         {"ptx": PTX.replace("[128]", "[64]")}, {"ptx": "nothing"}, {"signature": SIGNATURE | {"n": "i8"}},
         {"signature": SIGNATURE | {"one": "i32"}},
     ],

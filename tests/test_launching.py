@@ -1,31 +1,43 @@
 """What surrounds the launches of attention kernels: finding compiled ones again, and the stages that are timed."""
 
 import json
+import math
 import os
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from cs336_systems.attention import BlockMask, flash_attention
+from cs336_systems.attention.triton import launching
 from cs336_systems.attention.triton.steps import LOG2_E
 from cs336_systems.attention.validation import to_autocast_dtype
 from cs336_systems.profiling.stages import STAGES, TOTAL, time_stages, unaccounted
 from tests.test_s4_attention import DEVICES, inputs, run
+from tests.test_varlen import packed, run_packed
 
 COVERS = ("cs336_systems/attention",)
 ROOT = Path(__file__).resolve().parent.parent
 
 
-@pytest.fixture(scope="module")
-def launches() -> list[dict]:
+def lines_of(module: str) -> list[dict]:
+    """What a module prints that compiles kernels."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "tests.launch_twice"]
+    command = [sys.executable, "-m", module]
     process = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert process.returncode == 0, process.stderr
     return [json.loads(line) for line in process.stdout.splitlines()]
+
+
+@pytest.fixture(scope="module")
+def launches() -> list[dict]:
+    return lines_of("tests.launch_twice")
 
 
 def forwards(launches: list[dict]) -> list[dict]:
@@ -94,6 +106,142 @@ def test_aligned_and_shifted_inputs_by_turns():
     for q, k, v, grad_output in (shifted, tensors, shifted):
         for name, result in run(q, k, v, grad_output, backend="triton", is_causal=True).items():
             torch.testing.assert_close(result, expected[name], rtol=2e-2, atol=2e-2)
+
+
+# Kernels that overlap
+
+# Launched early or not, and the order in their PTX. dQ reads what the preprocess has written without awaiting it: dK/dV
+# starts dQ only when it has done so in all its programs, spare ones of packed documents included.
+DKDV = True, ["await", "start", "read", "end"]
+DQ = True, ["read", "await", "end"]
+OVERLAPPING = {
+    "flash_backward_preprocess_kernel": (False, ["start", "end"]),
+    "flash_backward_dkdv_kernel": DKDV,
+    "flash_backward_dq_kernel": DQ,
+    "varlen_dkdv_kernel": (True, ["await", "start", "read", "await", "start", "end"]),
+    "varlen_dq_kernel": DQ,
+    "block_sparse_dkdv_kernel": DKDV,
+    "block_sparse_dq_kernel": DQ,
+    "flash_split_forward_kernel": (False, ["start", "end"]),
+    "flash_merge_kernel": (True, ["await", "read", "end"]),
+}
+CHAINS = {
+    "dense": ["flash_backward_preprocess_kernel", "flash_backward_dkdv_kernel", "flash_backward_dq_kernel"],
+    "varlen": ["flash_backward_preprocess_kernel", "varlen_dkdv_kernel", "varlen_dq_kernel"],
+    "block_sparse": ["flash_backward_preprocess_kernel", "block_sparse_dkdv_kernel", "block_sparse_dq_kernel"],
+    "split": ["flash_split_forward_kernel", "flash_merge_kernel"],
+}
+
+
+def test_overlapping_kernels_wait_before_they_read():
+    lines = lines_of("tests.overlapping_kernels")
+    chains = [*["dense"] * 2, "split", *["varlen"] * 2, *["block_sparse"] * 2]
+    sm90, sm80 = ([line for line in lines if line["arch"] == arch] for arch in ("sm90", "sm80"))
+    assert [line["kernel"] for line in sm90] == [name for chain in chains for name in CHAINS[chain]]
+    for line in sm90:
+        assert (line["early"], line["events"]) == OVERLAPPING[line["kernel"]], line
+    assert [line["kernel"] for line in sm80] == CHAINS["dense"] + CHAINS["split"]
+    for line in sm80:  # which cannot overlap
+        assert not line["early"] and not {"await", "start"} & set(line["events"]), line
+
+
+@pytest.mark.parametrize(
+    "capability, overlaps", [((7, 5), False), ((8, 9), False), ((9, 0), True), ((10, 0), True), ((12, 0), True)]
+)
+def test_kernels_overlap_from_sm_90_on(capability, overlaps, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(launching, "interpreter_is_on", lambda: False)
+    launching._gpu_can_overlap.cache_clear()
+    device = torch.device("cuda", 0)
+    try:
+        assert launching.overlap_options(device) == {"OVERLAP": overlaps}
+        early = {"OVERLAP": True, "launch_pdl": True} if overlaps else {"OVERLAP": False}
+        assert launching.overlap_options(device, follows=True) == early
+        timed = []
+        time_stages(
+            lambda: timed.append(launching.overlap_options(device, follows=True)), device="cpu", num_samples=1, warmup=0
+        )
+        assert timed == [{"OVERLAP": False}]
+        monkeypatch.setattr(launching, "interpreter_is_on", lambda: True)
+        assert launching.overlap_options(device, follows=True) == {"OVERLAP": False}
+    finally:
+        launching._gpu_can_overlap.cache_clear()
+
+
+NAN_BYTES = [2**power for power in range(9, 25)]  # of blocks that PyTorch's allocator hands out
+
+
+def overwrite_free_memory() -> None:
+    """NaN where the last call's L, D and parts were, if the allocator is so kind, as the kernel behind the call."""
+    blocks = [torch.full((size // 4,), math.nan, device="cuda") for size in NAN_BYTES for _ in range(4)]
+    del blocks
+
+
+def overlapping_call(family: str) -> Callable[[], dict[str, Tensor]]:
+    """A call whose kernels overlap and repeat bit for bit: its output, log-sum-exp and gradients."""
+    if family == "varlen":
+        tensors, documents = packed([700, 0, 64, 129, 1, 1000], None, 5, 8, 4, 64, torch.bfloat16, "cuda")
+        return partial(run_packed, tensors, documents, is_causal=True, backend="triton", enable_gqa=True)
+    shape = (1, 1, 1, 2048, 2048, 64) if family == "split" else (2, 8, 4, 1000, 1000, 64)
+    options: dict[str, Any] = {"is_causal": family != "dense", "backend": "triton", "enable_gqa": True}
+    if family == "block-sparse":
+        mask = BlockMask.causal(1000, block_size=128, device="cuda")
+        options |= {"is_causal": False, "block_mask": mask}
+    dtype = torch.float32 if family == "float32" else torch.bfloat16
+    return partial(run, *inputs(*shape, dtype, "cuda"), **options)
+
+
+FAMILIES = ["dense", "causal", "float32", "split", "varlen", "block-sparse"]
+
+
+def without_overlap(call: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
+    results: list[dict[str, Tensor]] = []
+    time_stages(lambda: results.append(call()), device="cuda", num_samples=1, warmup=0)
+    return results[-1]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", FAMILIES)
+def test_overlapping_kernels_give_the_same_bits(family):
+    """Two hundred times, by Triton's launches, by the driver alone and by C++, with NaN where memory comes free."""
+    if torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("kernels overlap from sm_90 on")
+    call = overlapping_call(family)
+    expected = without_overlap(call)
+    assert all(result.isfinite().all() for name, result in expected.items() if name != "lse")
+    assert launching.overlap_options(torch.device("cuda", 0)) == {"OVERLAP": True}
+    wrong = {name: torch.zeros((), device="cuda") for name in expected}
+    for _ in range(200):
+        overwrite_free_memory()
+        for name, result in call().items():
+            wrong[name] += (result != expected[name]).any()
+    assert {name: int(count) for name, count in wrong.items()} == dict.fromkeys(expected, 0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", FAMILIES)
+def test_overlapping_kernels_in_a_graph(family):
+    if torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("kernels overlap from sm_90 on")
+    call = overlapping_call(family)
+    expected = without_overlap(call)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            call()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = [call() for _ in range(4)]  # one call's kernels behind another's, too
+    for _ in range(50):
+        for results in captured:
+            for result in results.values():
+                result.fill_(math.nan)
+        graph.replay()
+        for results in captured:
+            for name, result in results.items():
+                assert torch.equal(result, expected[name]), name
 
 
 # Stages

@@ -34,6 +34,7 @@ from cs336_systems.attention.tiled import tiled_backward, tiled_forward
 from cs336_systems.cli import app
 from cs336_systems.profiling.stages import time_stages
 from tests.covered import ATTENTION, HOPPER
+from tests.test_launcher import attributes_of
 
 pytest.importorskip("triton")
 launcher = pytest.importorskip("cs336_systems.attention.triton.launcher")
@@ -73,13 +74,13 @@ class Kernel(SimpleNamespace):
 
     __hash__ = object.__hash__
 
-    def __init__(self, function: int, operands: int) -> None:
+    def __init__(self, function: int, operands: int, overlaps: bool) -> None:
         signature = {"x": "tensordesc<fp32[1, 64]>", **{f"p{i}": "*fp32" for i in range(1, operands)}, "n": "i32"}
         kinds = [".b8 a[128]", ".u32 a", ".u32 a", ".u64 a", ".u64 a", *[".u64 a"] * (operands - 1), ".u32 a"]
         ptx = ".visible .entry f(" + ", ".join(f".param {kind}" for kind in (*kinds, ".u64 a", ".u64 a")) + ")"
         super().__init__(
             metadata=SimpleNamespace(
-                num_ctas=1, num_warps=4, shared=1024, launch_cooperative_grid=False, launch_pdl=False,
+                num_ctas=1, num_warps=4, shared=1024, launch_cooperative_grid=False, launch_pdl=overlaps,
                 global_scratch_size=0, profile_scratch_size=0, tensordesc_meta=[MAP_META],
             ),
             src=SimpleNamespace(signature=signature), asm={"ptx": ptx}, function=function,
@@ -96,15 +97,16 @@ class Machine:
     def __init__(self) -> None:
         self.kernels: dict[int, tuple[Callable[..., None], list[tuple[int, ...]]]] = {}
         self.by_triton = self.by_driver = self.status = self.map_status = 0
+        self.attributes: list[list[tuple[int, int]]] = []  # of the driver's launches
         self.launch, self.replace = LAUNCH(self._launch), REPLACE(self._replace)
 
-    def triton(self, function: Callable[..., None], *operands: Tensor) -> object:
+    def triton(self, function: Callable[..., None], *operands: Tensor, overlaps: bool = False) -> object:
         self.by_triton += 1
         function(*operands)
         number = len(self.kernels) + 1
         self.kernels[number] = function, [tuple(x.shape) for x in operands]
         descriptor = SimpleNamespace(base=operands[0], shape=[3, 64], strides=[64, 1], padding="zero")
-        return launcher.Launched(Kernel(number, len(operands)), (4, 2, 1), (descriptor, *operands[1:], 7))
+        return launcher.Launched(Kernel(number, len(operands), overlaps), (4, 2, 1), (descriptor, *operands[1:], 7))
 
     def _replace(self, place: int, address: int) -> int:
         assert place % 64 == 0 and ctypes.string_at(place, 8) == b"a tmap: "
@@ -114,10 +116,11 @@ class Machine:
     def _launch(self, config: int, number: int, parameters: object, extra: int | None) -> int:
         given = launcher.LaunchConfig.from_address(config)
         assert (given.grid_x, given.grid_y, given.grid_z, given.block_x, given.shared_bytes) == (4, 2, 1, 128, 1024)
-        assert given.num_attributes == 0 and extra is None
+        assert extra is None
         if self.status:
             return self.status
         self.by_driver += 1
+        self.attributes.append(attributes_of(given))
         function, shapes = self.kernels[number]
         places = [parameters[0] + 8, *parameters[5 : 4 + len(shapes)]]
         assert ctypes.c_int32.from_address(parameters[4 + len(shapes)]).value == 7
@@ -177,7 +180,7 @@ def machine(module, monkeypatch):
                 grad.copy_(result)
 
         first = machine.triton(preprocess, grad_output, scaled)
-        second = machine.triton(differentiate, q, k, v, output, lse, scaled, *grads)
+        second = machine.triton(differentiate, q, k, v, output, lse, scaled, *grads, overlaps=True)
         tell((q, k, v, output, lse, grad_output), (*grads, scaled), [first, second])
         return tuple(grads)
 
@@ -229,6 +232,8 @@ def test_later_calls_launch_without_python(machine):
         counts.append((machine.by_triton, machine.by_driver))
     # Twice a forward and the two launches of a backward by Triton; those of C++'s first backward; none.
     assert counts == [(3, 0), (6, 0), (8, 1), (8, 4), (8, 7)]
+    # A forward; then forwards, preprocesses and the kernels that overlap with these (cuda.h says 6).
+    assert machine.attributes == [[], *[[], [], [(6, 1)]] * 2]
 
 
 def test_only_what_needs_gradients_has_them(machine):

@@ -9,10 +9,10 @@ Both passes recompute P = exp(S - L) from Q, K and L. That is seven matmuls inst
 tile has one writer: gradients are bit-reproducible. Source: FlashAttention-2 (Dao 2023), algorithm 2, split in two.
 
 From sm_90 on a kernel starts while the one before it ends: its first programs take the place that the last ones leave.
-dK/dV awaits the preprocess, by TMA behind the load of its keys, and dQ starts only when all of dK/dV have: it finds L
-and D complete. It shares no more with dK/dV, and awaits it at its end, so that who comes behind dQ comes behind all. The preprocess starts
-when all work before the call has ended. Source: CUDA Programming Guide, Programmatic Dependent Launch and
-Synchronization.
+dK/dV awaits the preprocess, by TMA behind the load of its keys, and dQ starts only when all programs of dK/dV have: it
+finds L and D complete. It shares no more with dK/dV, and awaits it at its end, so that what comes behind dQ comes
+behind all. The preprocess starts when all work before the call has ended. Source: CUDA Programming Guide, Programmatic
+Dependent Launch and Synchronization.
 
 With grouped-query attention a dK/dV program runs through all query heads of its group, so the sum over the group stays
 in its float32 accumulators.
