@@ -143,8 +143,10 @@ def time_stages(
     _active = timer = _Timer(device)
     try:
         if device == "cuda":
-            prepare()
-            occupy = _occupier(timer, call)
+            for _ in range(2):  # the first may compile what is launched only while stages are timed
+                prepare()
+                host_ms = _queue(timer, call)
+            occupy = _occupier(host_ms)
         for _ in range(num_samples):
             prepare()
             occupy()
@@ -158,13 +160,19 @@ def _nothing() -> None:
     """Ahead of a call that wants no preparing."""
 
 
-def _occupier(timer: _Timer, call: Callable[[], object]) -> Callable[[], None]:
-    """What keeps the GPU busy for as long as the host took to queue a call of which `timer` keeps nothing."""
+def _queue(timer: _Timer, call: Callable[[], object]) -> float:
+    """Milliseconds that the host takes to queue a call, of which `timer` keeps nothing."""
     synchronize("cuda")
     begin = time.perf_counter()
     timer.call(call)
-    flushes = flushes_to_cover((time.perf_counter() - begin) * 1e3)
+    host_ms = (time.perf_counter() - begin) * 1e3
     timer.calls.clear()
+    return host_ms
+
+
+def _occupier(host_ms: float) -> Callable[[], None]:
+    """What keeps the GPU busy for as long as the host takes to queue a call."""
+    flushes = flushes_to_cover(host_ms)
     cache = torch.empty(CACHE_FLUSH_BYTES, dtype=torch.int8, device="cuda")
 
     def occupy() -> None:

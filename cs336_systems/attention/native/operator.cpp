@@ -9,7 +9,8 @@
 // does not describe goes to `fallback`, which is the Python half: another upstream gradient, gradients of gradients,
 // modes and transforms, a launch that the driver refuses. Nothing here needs CUDA's headers or its library: Python says
 // where the driver's two functions are.
-// Sources: CUDA Driver API, cuLaunchKernelEx, CUlaunchAttribute and cuTensorMapReplaceAddress; PyTorch, torch/csrc/autograd/custom_function.h.
+// Sources: CUDA Driver API, cuLaunchKernelEx, CUlaunchAttribute and cuTensorMapReplaceAddress; PyTorch,
+// torch/csrc/autograd/custom_function.h.
 
 #include <ATen/ATen.h>
 #include <ATen/record_function.h>

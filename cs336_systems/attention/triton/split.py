@@ -13,8 +13,8 @@ parts there are depends on shapes alone (`tiles/parts.py`), so results repeat bi
 Haziza, Massa, Sizov 2023), whose parts are normalised: log-sum-exps of scores in the thousands then round by more than
 the output may.
 
-From sm_90 on the second kernel starts while the first ends, and awaits it before it reads anything. Source: CUDA
-Programming Guide, Programmatic Dependent Launch and Synchronization.
+From sm_90 on the second kernel starts when all programs of the first have come to their end, and awaits their results
+before it reads anything. Source: CUDA Programming Guide, Programmatic Dependent Launch and Synchronization.
 """
 
 from __future__ import annotations
@@ -74,7 +74,6 @@ def flash_split_forward_kernel(
 ):  # fmt: skip
     """O (parts, batch, heads, queries, D), m and l (parts, batch, heads, queries) are contiguous and float32; nothing
     is written of a part that no query of a tile sees. A part has PART_SIZE keys, a multiple of K_TILE_SIZE."""
-    start_next(OVERLAP)
     num_query_tiles, num_parts = tl.cdiv(N_QUERIES, Q_TILE_SIZE), tl.cdiv(N_KEYS, PART_SIZE)
     tile, batch, head = tile_of_program(num_query_tiles * num_parts, N_HEADS, HEADS_TOGETHER, IS_CAUSAL)
     part = tile % num_parts
@@ -103,6 +102,7 @@ def flash_split_forward_kernel(
             accumulator, m, l, Q, K_head, V_head, batch, kv_head, query_rows, full_keys, end_keys, N_KEYS, scale_log2,
             ZERO, stride_ks, stride_kd, stride_vs, stride_vd, D, D_TILE, K_TILE_SIZE, IS_CAUSAL, True, PRECISION, TMA,
         )  # fmt: skip
+        start_next(OVERLAP)  # no sooner: programs that merge would wait in the place of those that have work
         num_heads = tl.num_programs(0) // (num_query_tiles * num_parts)  # of the batch
         row_base = (part.to(tl.int64) * num_heads + batch * N_HEADS + head) * N_QUERIES
         store_rows(O_ptr + row_base * D, accumulator, query_rows, N_QUERIES, D, 1, D, D_TILE)
