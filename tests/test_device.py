@@ -454,13 +454,14 @@ LONG = {"seqlen_q": 16384, "seqlen_k": 16384}
     ("inputs", "name", "reason"),
     [
         # hopper on its GPU
-        ({}, "hopper", "hopper is the fastest of ours at head_dim 64 from 512 tokens on"),
-        ({"batch_heads": 1, "seqlen_q": 512}, "hopper", "from 512 tokens on"),
-        ({"dtype": "float16", "head_dim": 128}, "hopper", "128 from 512 tokens and 8192 queries in all heads on"),
+        ({"batch_heads": 24}, "hopper", "ours at head_dim 64 from 512 tokens and 24576 queries in all heads on"),
+        ({"batch_heads": 48, "seqlen_q": 512, "seqlen_k": 512}, "hopper", "from 512 tokens and 24576 queries"),
+        ({"dtype": "float16", "head_dim": 128, "batch_heads": 24}, "hopper", "128 from 512 tokens and 24576 queries"),
         # triton on CUDA
-        ({"seqlen_q": 511}, "triton", "triton serves bfloat16 with head_dim 64 on this GPU"),
-        ({"seqlen_k": 511, "dtype": "float16"}, "triton", "serves float16"),
-        ({"head_dim": 128, "batch_heads": 7}, "triton", "triton serves"),
+        ({"seqlen_q": 511, "batch_heads": 64}, "triton", "triton serves bfloat16 with head_dim 64 on this GPU"),
+        ({"seqlen_k": 511, "batch_heads": 64, "dtype": "float16"}, "triton", "serves float16"),
+        ({"batch_heads": 23}, "triton", "triton serves"),
+        ({"head_dim": 128, "batch_heads": 23}, "triton", "triton serves"),
         ({"dtype": "float32"}, "triton", "serves float32"),
         ({"head_dim": 256}, "triton", "head_dim 256"),
         ({"head_dim": 59}, "triton", "head_dim 59"),
