@@ -27,6 +27,7 @@ SHARED_CROSSES = "#444444"  # of several series
 LONGEST_BAR = 8  # times the shortest; longer ones are cut
 MANY_BARS = 40  # in a panel: beyond, the values above them stand upright
 MANY_WIDE_BARS = {1e2: 24, 1e3: 12, 1e4: 6}  # the same where values reach so much, counting places left empty
+MANY_RATIOS = 20  # the same of ratios: bars of nearly one height
 HATCHES = ("", "///", "...", "xxx", "\\\\\\")  # of bars by their run, the newest first
 
 
@@ -78,6 +79,7 @@ def _draw_bars(axes: Axes, plot: Plot, data: pd.DataFrame) -> None:
     slots = len(groups) * len(names) / (1 if len(sizes) > 1 else 1.7)  # a panel alone is so much wider
     reached = highest / 10 if plot.log_y else highest  # where neighbours differ in height they do not collide
     wide = any(slots > room and reached >= least for least, room in MANY_WIDE_BARS.items())
+    wide = wide or (plot.line_at is not None and slots > MANY_RATIOS)
     upright = wide or most > MANY_BARS
     axes.set_ylim((low, high) if plot.log_y else (0, highest * (1.25 if wide else 1.15)))
     width = 0.82 / len(names)
