@@ -101,7 +101,7 @@ def run(
     device: DeviceOption = "auto",
     results: ResultsOption = Path("results"),
     model: Annotated[str | None, typer.Option(help="Your own model, as package.module:Class.")] = None,
-    implementation: Annotated[list[str] | None, typer.Option(help="Measure only these; may be repeated.")] = None,
+    implementation: Annotated[list[str] | None, typer.Option(help="Only cells with these; may be repeated.")] = None,
     seed: Annotated[int, typer.Option(help="Seed of inputs and weights.")] = 0,
     rerun: Annotated[str, typer.Option(help="Measure again what is finished: none, failed or all.")] = "none",
     time_budget: Annotated[float | None, typer.Option(help="Start no cell after this many seconds.")] = None,

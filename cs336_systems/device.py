@@ -337,11 +337,13 @@ HOPPER_LAYOUTS = {
     "block_mask": "hopper kernels walk no lists of tiles; backend 'triton' runs a block mask",
     "packed": "hopper kernels take no packed documents; backend 'triton' does",
 }
-# Where hopper is measured to be the fastest of our back ends, forward and backward together: head_dim -> the shortest
-# length of queries and of keys from which on `auto` takes it, and how many queries there must be in all heads of the
-# batch (`attention_shapes`, `doctor --measure`). Fewer leave multiprocessors idle, where triton splits the keys and
-# runs dQ beside dK/dV: on 36 shapes of at most 16,384 queries it took 0.56 to 0.97 times as long as hopper, on six of
-# 32,768 1.08 to 1.37 times. In a forward alone hopper is ahead before that, from four heads on.
+# Where hopper takes the GPU less than any other of our back ends, forward and backward together: head_dim -> the
+# shortest length of queries and of keys from which on `auto` takes it, and how many queries there must be in all heads
+# of the batch. Fewer leave multiprocessors idle, where triton splits the keys and runs dQ beside dK/dV: in replayed
+# graphs it took 0.56 to 0.97 times as long as hopper on 36 shapes of at most 16,384 queries, on six of 32,768 1.08 to
+# 1.37 times (the writeup's few_queries; `attention_shapes` has the larger). Two things it is not made for: calls of one
+# head that wait for the host, of which hopper's take up to a quarter less (`short_calls`), and a forward without
+# gradients, in which hopper takes the GPU less from about four heads on.
 HOPPER_WHERE_FASTEST: dict[int, tuple[int, int]] = {64: (512, 24576), 128: (512, 24576)}
 
 

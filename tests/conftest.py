@@ -263,7 +263,8 @@ class GpuPlugin:
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU; torch.cuda.is_available() is False"))
         if self.record is not None and not any("::" in argument for argument in config.args):
             with gpu_record.changing(Path(self.record)) as rows:
-                kept = gpu_record.drop_removed(rows, self.tests, self.root)
+                files = {item.nodeid.split("::")[0] for item in items}
+                kept = gpu_record.drop_removed(rows, self.tests, files, self.root)
                 for test in rows.keys() - kept.keys():
                     del rows[test]
 

@@ -12,7 +12,7 @@ import hashlib
 import json
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -108,17 +108,18 @@ def changing(path: Path) -> Iterator[dict[str, GpuRow]]:
         write_rows(path, rows)
 
 
-def drop_removed(rows: Mapping[str, GpuRow], collected: Mapping[str, GpuTest], root: Path) -> dict[str, GpuRow]:
+def drop_removed(
+    rows: Mapping[str, GpuRow], collected: Mapping[str, GpuTest], files: Container[str], root: Path
+) -> dict[str, GpuRow]:
     """`rows` without those of tests that no longer exist.
 
-    `collected` must hold every GPU test of each file that it holds any of: rows of files outside it are kept as long
-    as the file exists.
+    `files` are the test files that were collected, with and without GPU tests, and `collected` every GPU test in them:
+    rows of other files are kept as long as the file exists.
     """
-    collected_files = {_file(test) for test in collected}
     return {
         test: row
         for test, row in rows.items()
-        if test in collected or (_file(test) not in collected_files and (root / _file(test)).exists())
+        if test in collected or (_file(test) not in files and (root / _file(test)).exists())
     }
 
 

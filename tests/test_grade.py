@@ -221,7 +221,9 @@ def test_summary_groups_the_cases_of_a_stale_test():
 def test_rows_of_removed_tests_are_dropped_and_of_other_files_kept(sources):
     names = ("test_x.py::here", "test_x.py::removed", "other.py::not_collected", "gone.py::removed")
     collected = {names[0]: replace(TEST, test=names[0])}
-    assert set(drop_removed(dict.fromkeys(names, ROW), collected, sources)) == {names[0], names[2]}
+    assert set(drop_removed(dict.fromkeys(names, ROW), collected, {"test_x.py"}, sources)) == {names[0], names[2]}
+    # The last GPU test of a file that has others still.
+    assert set(drop_removed(dict.fromkeys(names, ROW), {}, {"test_x.py"}, sources)) == {names[2]}
 
 
 GRADED_TESTS = """
