@@ -13,6 +13,10 @@ from types import ModuleType
 
 import pytest
 
+from cs336_systems.records import read_records
+from cs336_systems.report.answers import answer
+from cs336_systems.report.frames import load_frame
+
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -305,3 +309,22 @@ def test_a_link_that_leads_nowhere_is_found(tmp_path):
     document = tmp_path / "a.md"
     document.write_text("# One heading\n[a](a.md) [b](b.md) [c](a.md#one-heading) [d](#two) [e](https://x.org/y.md)\n")
     assert broken_links(document) == ["b.md", "#two"]
+
+
+@pytest.mark.parametrize("source", sorted((ROOT / "notebooks").glob("*.py")), ids=lambda path: path.stem)
+def test_the_executed_notebook_has_the_cells_of_its_source(check_notebooks, source):
+    written, executed = (check_notebooks.jupytext.read(path).cells for path in (source, source.with_suffix(".ipynb")))
+    assert [(cell.cell_type, cell.source) for cell in written] == [(cell.cell_type, cell.source) for cell in executed]
+
+
+def test_the_hopper_notebook_answers_from_the_records_of_now(check_notebooks):
+    """It is not executed when records are published; what it says of them would stay what they were."""
+    shown = [
+        output["data"]["text/markdown"]
+        for cell in check_notebooks.jupytext.read(ROOT / "notebooks" / "s4_hopper.ipynb").cells
+        for output in cell.get("outputs", ())
+        if "text/markdown" in output.get("data", {})
+    ]
+    for problem in ("hopper_ladder", "attention_shapes"):
+        frame = load_frame(read_records(ROOT / "results" / "nvidia-h200" / "records" / f"{problem}.jsonl"))
+        assert answer(problem, frame) in shown
