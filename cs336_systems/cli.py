@@ -13,7 +13,7 @@ import signal
 import tempfile
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, MutableMapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -48,6 +48,11 @@ if TYPE_CHECKING:
 
 PUBLISHED_FOLDER = "nvidia-h200"  # whose records the writeup and the README show
 DOCUMENTS = ("README.md", "writeup.md")
+# How often a thread of PyTorch's on a CPU looks whether the others are done before it sleeps. Left alone libgomp looks
+# for milliseconds. When the system puts two threads on one core, which one busy program beside them is enough for, the
+# one that waits keeps the other from working until the scheduler's next tick: calls of 0.2 ms then take 8 or 40, in
+# every sample. With 1,000 looks they take 0.5, and as long as before where each thread has a core.
+SPIN_SWITCHES = {"GOMP_SPINCOUNT": "1000"}
 
 app = typer.Typer(
     add_completion=False,
@@ -101,7 +106,9 @@ def run(
     device: DeviceOption = "auto",
     results: ResultsOption = Path("results"),
     model: Annotated[str | None, typer.Option(help="Your own model, as package.module:Class.")] = None,
-    implementation: Annotated[list[str] | None, typer.Option(help="Only cells with these; may be repeated.")] = None,
+    implementation: Annotated[
+        list[str] | None, typer.Option(help="Only cells with these, and all of a cell by turns; may be repeated.")
+    ] = None,
     seed: Annotated[int, typer.Option(help="Seed of inputs and weights.")] = 0,
     rerun: Annotated[str, typer.Option(help="Measure again what is finished: none, failed or all.")] = "none",
     time_budget: Annotated[float | None, typer.Option(help="Start no cell after this many seconds.")] = None,
@@ -121,8 +128,8 @@ def run(
         chosen = _choose_problems(problems or [], run_all)
         if rerun not in ("none", "failed", "all"):
             raise ValueError(f"--rerun must be none, failed or all, got {rerun!r}")
-        if time_budget is not None and not math.isfinite(time_budget):
-            raise ValueError(f"--time-budget must be a finite number of seconds, got {time_budget}")
+        if time_budget is not None and not (math.isfinite(time_budget) and time_budget > 0):
+            raise ValueError(f"--time-budget must be a positive number of seconds, got {time_budget}")
         environments = [] if gpus is None else gpu_environments(gpus, kind)
         if scale == "auto":
             scale = "handout" if kind == "cuda" else "smoke"
@@ -135,6 +142,8 @@ def run(
         _check_writable(folder, chosen)
         if kind == "cuda":
             _build_for_measuring()
+        else:
+            wait_briefly(os.environ)
         sweep = Sweep(
             config,
             folder,
@@ -178,6 +187,15 @@ def run(
     if totals and not any(status.startswith(("ok", "partly")) for status in totals):
         typer.echo("error: nothing could be measured", err=True)
         raise typer.Exit(EXIT_NOTHING_MEASURED)
+
+
+def wait_briefly(environment: MutableMapping[str, str]) -> None:
+    """Bound how long threads of processes that start with `environment` wait awake; see SPIN_SWITCHES.
+
+    What the user has set, for libgomp or for OpenMP, stays.
+    """
+    if not environment.keys() & {*SPIN_SWITCHES, "OMP_WAIT_POLICY"}:
+        environment.update(SPIN_SWITCHES)
 
 
 def _build_for_measuring() -> None:
@@ -228,6 +246,7 @@ def _measure_shown(
     from cs336_systems.experiments.sweep import cell_status
 
     measured: defaultdict[str, Counter[str]] = defaultdict(Counter)
+    failures: dict[str, None] = {}  # in their order, each once
     console = Console(stderr=True)
     columns = (
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
@@ -241,8 +260,15 @@ def _measure_shown(
 
         for records in measure(started=show):
             measured[records[0].problem][cell_status(record.status for record in records)] += 1
+            failed = [record for record in records if record.status == "failed"]
+            failures |= {f"{record.implementation} failed: {record.message}": None for record in failed}
             progress.advance(task)
         progress.update(task, cell="")
+    if failures:
+        from cs336_systems.report.markdown import one_line
+
+        for failure in failures:
+            typer.echo(f"  {one_line(failure)}", err=True)
     return measured
 
 
@@ -253,7 +279,7 @@ def _summarize(name: str, measured: Counter[str], finished: Counter[str], todo: 
     hint = " (--rerun failed measures them again)"
     hints = {"failed before": hint, "partly failed before": hint}
     summary = ", ".join(f"{count} {status}{hints.get(status, '')}" for status, count in counts.items()) or "no cells"
-    later = f"; {left} cells left for a later run" if left else ""
+    later = f"; {_count(left, 'cell')} left for a later run" if left else ""
     typer.echo(f"{name}: {summary}{duration}{later}")
     return counts
 
