@@ -261,7 +261,7 @@ def _measure_shown(
         for records in measure(started=show):
             measured[records[0].problem][cell_status(record.status for record in records)] += 1
             failed = [record for record in records if record.status == "failed"]
-            failures |= {f"{record.implementation} failed: {record.message}": None for record in failed}
+            failures |= {f"{r.problem}: {r.implementation} failed: {r.message}": None for r in failed}
             progress.advance(task)
         progress.update(task, cell="")
     if failures:
