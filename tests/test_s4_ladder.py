@@ -93,6 +93,12 @@ def test_a_rung_that_failed_says_so_and_is_compared_with_nothing():
     assert not plot.data[plot.data["series"] == ladder.RUNGS["triton_tma"]]["drawn"].any()
 
 
+def test_where_no_rung_has_a_rate_there_is_no_figure():
+    """On a CPU the figure was three panels of the word `interpreter` over TFLOP/s from 0 to 1."""
+    skipped = [replace(row, samples=[], status="skipped", message="no GPU") for row in ladder_records()]
+    assert plots("hopper_ladder", load_frame(skipped)) == []
+
+
 def test_sentences_climb_the_ladder():
     said = answer("hopper_ladder", load_frame(ladder_records()))
     assert said.count("\n") == 2 and "1 × 16 × 16384 × 64 causal, forward, in TFLOP/s: Triton, tiles read" in said

@@ -47,7 +47,7 @@ def tables(frame: pd.DataFrame) -> list[Section]:
 
 
 def plots(frame: pd.DataFrame) -> list[Plot]:
-    """TFLOP/s of each rung by shape, a panel for each pass."""
+    """TFLOP/s of each rung by shape, a panel for each pass; nothing where no rung has a rate, as on a CPU."""
     frame = _rungs(frame)
     parts = []
     for mode in present_modes(frame):
@@ -56,10 +56,10 @@ def plots(frame: pd.DataFrame) -> list[Plot]:
         marks = points(rows, panel=(), series="what", style="implementation", x="short")
         marks["y"] = list(rows["tflops"])
         parts.append(marks.assign(panel=MODE_TITLES[mode], low=float("nan"), high=float("nan")))
-    if not parts:
+    data = pd.concat(parts, ignore_index=True) if parts else pd.DataFrame({"drawn": []})
+    if not data["drawn"].any():
         return []
     title = f"What each rung adds on {frame['device'].iloc[0]}\n{constants(frame)}"
-    data = pd.concat(parts, ignore_index=True)
     return [
         Plot(
             name="rungs", title=title, kind="bars", data=data, x_label="batch × heads × length × head dim, mask",
