@@ -61,7 +61,7 @@ REFUSALS = {
     "seed-large": (["--all", "--seed", str(2**63)], "seed must be at most 9223372036854775807"),
     "timeout-large": (["--all", "--cell-timeout", "99999999999999"], "cell_timeout_s must be at most 86400 (a day)"),
     "budget": (["--all", "--time-budget", "nan"], "--time-budget must be a positive number of seconds, got nan"),
-    "no budget": (["--all", "--time-budget", "-5"], "--time-budget must be a positive number of seconds, got -5.0"),
+    "budget-sign": (["--all", "--time-budget", "-5"], "--time-budget must be a positive number of seconds, got -5.0"),
     "commit": (["--all", "--commit", ""], "--commit must not be empty, got ''"),
     "timeout": (["--all", "--cell-timeout", "0"], "cell_timeout_s must be a positive int"),
 }

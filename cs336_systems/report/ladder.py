@@ -56,10 +56,10 @@ def plots(frame: pd.DataFrame) -> list[Plot]:
         marks = points(rows, panel=(), series="what", style="implementation", x="short")
         marks["y"] = list(rows["tflops"])
         parts.append(marks.assign(panel=MODE_TITLES[mode], low=float("nan"), high=float("nan")))
-    data = pd.concat(parts, ignore_index=True) if parts else pd.DataFrame({"drawn": []})
-    if not data["drawn"].any():
+    if not any(part["drawn"].any() for part in parts):
         return []
     title = f"What each rung adds on {frame['device'].iloc[0]}\n{constants(frame)}"
+    data = pd.concat(parts, ignore_index=True)
     return [
         Plot(
             name="rungs", title=title, kind="bars", data=data, x_label="batch × heads × length × head dim, mask",
