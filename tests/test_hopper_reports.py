@@ -59,7 +59,7 @@ def test_kernels_compile_and_fit(reports):
         # Every program on a multiprocessor has a KiB more, which is the system's.
         fits = (SHARED_MEMORY_LIMIT_BYTES["sm90"] + 1024) // resident - 1024
         assert 64 * 1024 < report.shared_bytes <= fits, report
-        assert 128 < report.registers <= 240, report
+        assert 128 < report.registers <= (240 if consumers > 1 else 255), report
         assert len(report.loops) >= consumers, report
         assert all("matmul." in loop.instructions and "exp2" in loop.instructions for loop in report.loops), report
 

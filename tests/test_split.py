@@ -15,7 +15,7 @@ from cs336_systems.attention.tiles.parts import MAX_PARTS, MIN_KEY_TILES
 from cs336_systems.attention.triton import function, split
 from cs336_systems.attention.triton.forward import launch_forward
 from cs336_systems.attention.triton.function import forward_name, kernel_config
-from cs336_systems.attention.triton.launching import rows_of_groups
+from cs336_systems.attention.triton.launching import launch, rows_of_groups
 from cs336_systems.attention.triton.split import launch_split_forward
 from tests.covered import ATTENTION
 from tests.test_s4_attention import DEVICES, DTYPES, assert_contract, draw, inputs, run, skip_what_cannot_run
@@ -101,6 +101,39 @@ def test_many_parts_and_scores_of_1e4(device):
     for is_causal in (False, True):
         options = {"config": tiles(device, "32x32_w4_s1"), "part_size": 32}
         assert errors_of(launch_split_forward, tensors, is_causal, **options) <= 1
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+def test_rows_are_merged_alone_and_together(is_causal, device, monkeypatch):
+    """Which of the two is taken depends on how many rows there are."""
+    tensors = inputs(1, 3, 1, 35, 300, 24, torch.float32, device)
+    launched = []
+    noting = lambda kernel, grid, *rest: launched.append((grid, rest[-1])) or launch(kernel, grid, *rest)  # noqa: E731
+    monkeypatch.setattr(split, "launch", noting)
+    monkeypatch.setattr(split, "kept_launches", lambda *facts: lambda device, given, made, launch_all: launch_all())
+    for single_rows, grid in ((3 * 35, 3 * 35), (3 * 35 - 1, 3 * 18)):
+        monkeypatch.setattr(split, "SINGLE_ROWS", single_rows)
+        options = {"config": tiles(device, "32x32_w4_s1"), "part_size": 32}
+        assert errors_of(launch_split_forward, tensors, is_causal, **options) <= 1
+        assert launched[-1][0] == (grid,)
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "num_parts", "head_dim", "expected"),
+    [
+        (1, 2, 64, (1, 16, 1)),
+        (512, 33, 64, (1, 64, 1)),
+        (8, 64, 128, (1, 64, 2)),
+        (1, 128, 96, (1, 128, 4)),
+        (1, 100, 256, (1, 128, 8)),
+        (513, 128, 128, (2, 128, 1)),
+    ],
+)
+def test_how_rows_are_merged(num_rows, num_parts, head_dim, expected):
+    """(rows, parts, warps): a warp holds 4,096 numbers."""
+    options = split.merge_options(num_rows, num_parts, head_dim)
+    assert (options["ROWS"], options["MAX_PARTS"], options["num_warps"]) == expected
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -238,7 +271,7 @@ def test_more_causal_keys_than_queries(device, monkeypatch):
     noted = lambda device, given, out, launch: made.append(out) or launch()  # noqa: E731
     monkeypatch.setattr(split, "kept_launches", lambda *facts: noted)
     assert errors_of(launch_split_forward, tensors, True, **options) <= 1
-    assert [x.shape[0] for x in made[0][2:]] == [4, 4, 4], "of the keys that are seen"
+    assert [x.numel() for x in made[0][2:]] == [4 * 100 * (64 + 2)], "four parts of the keys that are seen"
 
 
 def test_a_machine_without_multiprocessors_splits_nothing():

@@ -1,7 +1,9 @@
-"""Instructions that Gluon has no function for, each as one.
+"""Instructions that Gluon has no function for, each as one, and the axes along which threads share an accumulator.
 
   after_issued      keeps what needs its operand behind the instructions that the source has before it
   warp_fence        keeps what follows behind the arithmetic on its operand
+  by_threads        an accumulator with axes for the threads that share a row, and for what each of them holds
+  raise_maxima      the rows' maxima, joined between threads only where one of the warp has to rise
   rescale_rows      multiplies an accumulator by its rows' factors, if any of the warp's differs from 1
   hide_columns      -inf in the columns past a row's last one
   tma_add           adds a tile into memory
@@ -10,6 +12,8 @@
 """
 
 from __future__ import annotations
+
+import struct
 
 from triton._C.libtriton import ir
 from triton.experimental import gluon
@@ -51,6 +55,70 @@ def after_issued(x):
     )  # fmt: skip
 
 
+@gluon.jit
+def by_threads(x):
+    """An accumulator (64, n) of wgmma, or anything in its layout, as (64, n / 8, 4, 2).
+
+    Four threads share a row, by the third axis; along the second and the fourth all is one thread's.
+    """
+    return gl.reshape(x, [x.shape[0], x.shape[1] // 8, 4, 2])
+
+
+@gluon.jit
+def along_rows(x, accumulator):
+    """x (64, 4), one number for each thread and row, in the shape and layout of `by_threads(accumulator)`."""
+    LAYOUT: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, accumulator.type.layout))
+    return gl.broadcast(accumulator, gl.expand_dims(gl.expand_dims(gl.convert_layout(x, LAYOUT), 1), 3))[1]
+
+
+def _raise_asm(lag: float) -> str:
+    """$0, $1: the maxima $4, $5 of a thread's two rows, or those of the rows' scores, of which it has $2, $3 itself."""
+    limit = "0f" + struct.pack(">f", lag).hex()
+    join = "\n".join(
+        f"shfl.sync.bfly.b32 other, {row}, {distance}, 0x1f, 0xffffffff; max.f32 {row}, {row}, other;"
+        for distance in (1, 2)
+        for row in ("first", "second")
+    )
+    return f"""{{
+.reg .pred rises;
+.reg .f32 first, second, first_limit, second_limit, other;
+mov.f32 first, $2;
+mov.f32 second, $3;
+add.f32 first_limit, $4, {limit};
+add.f32 second_limit, $5, {limit};
+mov.f32 $0, $4;
+mov.f32 $1, $5;
+setp.gt.f32 rises, first, first_limit;
+setp.gt.or.f32 rises, second, second_limit, rises;
+vote.sync.any.pred rises, rises, 0xffffffff;
+@!rises bra.uni UNCHANGED;
+{join}
+setp.gt.f32 rises, first, first_limit;
+selp.f32 $0, first, $4, rises;
+setp.gt.f32 rises, second, second_limit;
+selp.f32 $1, second, $5, rises;
+UNCHANGED:
+}}"""
+
+
+# How far, in base 2, a score may exceed the running maximum before that is raised. P is then up to 2^8, which float16
+# holds, with the relative rounding that it has anywhere, and sums of it are float32.
+LAG = 8.0
+_RAISE = gl.constexpr(_raise_asm(LAG))
+
+
+@gluon.jit
+def raise_maxima(own, m):
+    """The running maxima m (64, 4) of all rows, raised to the row's largest score where that exceeds them by over LAG.
+
+    `own` (64, 4) is the largest score that each thread has of a row; m, and what is returned, is the same for the four
+    threads of a row. A vote of the warp and a branch that all of it takes, mostly over the shuffles that join the four.
+    """
+    return gl.inline_asm_elementwise(
+        _RAISE, "=&f,=&f,f,f,f,f", [own, gl.convert_layout(m, own.type.layout)], dtype=gl.float32, is_pure=False, pack=2
+    )  # fmt: skip
+
+
 def _rescale_asm(n: int) -> gl.constexpr:
     """A thread's `n` accumulators times the factors of its two rows, of which the first and the third are one each.
 
@@ -79,11 +147,12 @@ _RESCALE_64_CONSTRAINTS = _constraints_in_place(64, "f")
 
 @gluon.jit
 def rescale_rows(accumulator, factor):
-    """accumulator (64, 128) times factor (64) along its rows, unless all 16 rows of the warp have a factor of 1.
+    """accumulator (64, 128) times factor (64, 4), its rows' for each thread, unless all rows of the warp have 1.
 
     A vote and a branch that the whole warp takes: 3 instructions in place of 64 multiplications.
     """
-    accumulator, factor = gl.broadcast(accumulator, factor[:, None])
+    factor = gl.reshape(along_rows(factor, by_threads(accumulator)), accumulator.shape)
+    factor = gl.convert_layout(factor, accumulator.type.layout)
     return gl.inline_asm_elementwise(
         _RESCALE_64, _RESCALE_64_CONSTRAINTS, [accumulator, factor], dtype=gl.float32, is_pure=True, pack=64
     )  # fmt: skip

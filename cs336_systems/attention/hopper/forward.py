@@ -59,7 +59,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from cs336_systems.attention.hopper.builtins import hide_columns, rescale_rows, warp_fence
+from cs336_systems.attention.hopper.builtins import (
+    along_rows,
+    by_threads,
+    hide_columns,
+    raise_maxima,
+    rescale_rows,
+    warp_fence,
+)
 from cs336_systems.attention.hopper.descriptors import readable, strides_are_readable, tile_descriptor
 from cs336_systems.attention.hopper.schedule import CONSUMER_ROWS, KernelPlan, plan_forward
 from cs336_systems.attention.tiles.config import TMA_ALIGNMENT_BYTES
@@ -69,9 +76,6 @@ from cs336_systems.attention.triton.steps import LN_2, LOG2_E, LOWEST
 from cs336_systems.profiling.stages import stage
 
 ROWS = gl.constexpr(CONSUMER_ROWS)  # of a consumer: what one wgmma of a warp group computes
-# How far, in base 2, a score may exceed the running maximum before that is raised. P is then up to 2^8, which float16
-# holds, with the relative rounding that it has anywhere, and sums of it are float32.
-LAG = gl.constexpr(8.0)
 COPIER_REGISTERS = gl.constexpr(24)  # the least that a warp can have
 
 
@@ -337,12 +341,14 @@ def _softmax(S, m, rest, l, scale_log2):
 @gluon.jit
 def _lazy_softmax(S, m, l, scale_log2):
     """As `_softmax`, but m stays where it is until a score exceeds it by more than LAG: the factor is then 1 in almost
-    every step."""
-    m_new = gl.max(S, axis=1) * scale_log2
-    m_new = gl.where(m_new > m + LAG, m_new, m)
-    P = gl.exp2(S * scale_log2 - m_new[:, None])
+    every step. m, l and the factor are (ROWS, 4), a number for each of the four threads that share a row: l is what a
+    thread has summed itself, so that nothing is passed between threads while no maximum rises."""
+    scores = by_threads(S)
+    m_new = raise_maxima(gl.max(gl.max(scores, axis=3), axis=1) * scale_log2, m)
+    P = gl.exp2(scores * scale_log2 - along_rows(m_new, scores))
     factor = gl.exp2(m - m_new)
-    return P, factor, m_new, l * factor + gl.sum(P, axis=1)
+    l = l * factor + gl.sum(gl.sum(P, axis=3), axis=1)
+    return gl.convert_layout(gl.reshape(P, S.shape), S.type.layout), factor, m_new, l
 
 
 @gluon.jit
@@ -398,7 +404,7 @@ def _overlapped_step(Q, P, O, m, l, scale_log2, zero, shared, step, PLAN: gl.con
     l = warp_fence(l)
     O = warpgroup_mma_wait(0, [O])
     mbarrier.arrive(shared.empty.index(slot), count=1)
-    O = rescale_rows(O, gl.convert_layout(factor, gl.SliceLayout(1, O.type.layout)))
+    O = rescale_rows(O, factor)
     return gl.convert_layout(scores.to(P.dtype), P.type.layout), O, m, l
 
 
@@ -411,10 +417,13 @@ def _attend(consumer: gl.constexpr, O_desc, L_ptr, shared, problem, PLAN: gl.con
     SLOTS: gl.constexpr = PLAN.slots
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, K_TILE_SIZE, 16])
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D_TILE, 16])
+    Q_LAYOUT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=S_LAYOUT, k_width=2)
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=O_LAYOUT, k_width=2)
     num_tiles, num_items = _work(problem, PLAN)
     zero = gl.zeros([ROWS, K_TILE_SIZE], gl.float32, S_LAYOUT)
-    Q = shared.Q_tiles.index(consumer)
+    ROW_LAYOUT: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
+    THREAD_LAYOUT: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, by_threads(zero).type.layout))
+    Q_tile = shared.Q_tiles.index(consumer)
     O_tile = shared.O_tiles.index(consumer)
     step = 0
     tiles_done = 0
@@ -424,19 +433,27 @@ def _attend(consumer: gl.constexpr, O_desc, L_ptr, shared, problem, PLAN: gl.con
         for side in range(tiles_of_item(item, num_tiles, PLAN.paired)):
             batch_head, first_query, _, num_key_tiles = _tile_of_work(item, side, num_tiles, problem, PLAN)
             first_row = rows_of_consumer(first_query, consumer, problem.N_QUERIES)
-            rows = first_row + gl.arange(0, ROWS, gl.SliceLayout(1, S_LAYOUT))
+            rows = first_row + gl.arange(0, ROWS, ROW_LAYOUT)
             last_key = problem.N_KEYS - 1
             if PLAN.is_causal:
                 last_key = gl.minimum(rows, last_key)
-            m = gl.full([ROWS], LOWEST, gl.float32, gl.SliceLayout(1, S_LAYOUT))
-            l = gl.full([ROWS], 0.0, gl.float32, gl.SliceLayout(1, S_LAYOUT))
-            rest = gl.full([ROWS], 0.0, gl.float32, gl.SliceLayout(1, S_LAYOUT))
+            if PLAN.overlapped:
+                m = gl.full([ROWS, 4], LOWEST, gl.float32, THREAD_LAYOUT)
+                l = gl.full([ROWS, 4], 0.0, gl.float32, THREAD_LAYOUT)
+            else:
+                m = gl.full([ROWS], LOWEST, gl.float32, ROW_LAYOUT)
+                l = gl.full([ROWS], 0.0, gl.float32, ROW_LAYOUT)
+            rest = gl.full([ROWS], 0.0, gl.float32, ROW_LAYOUT)
             O = gl.zeros([ROWS, D_TILE], gl.float32, O_LAYOUT)
 
             # slot 0: the first scores
             slot, phase = ring_slot(step, SLOTS)
             mbarrier.wait(shared.full.index(slot), phase)
             mbarrier.wait(shared.q_full.index(consumer), tiles_done & 1)
+            if PLAN.overlapped:
+                Q = Q_tile.load(Q_LAYOUT)
+            else:
+                Q = Q_tile
             first_key = (num_key_tiles - 1) * K_TILE_SIZE
             if MASKED_TILES == 1:
                 P, m, l = _first_step(
@@ -477,6 +494,9 @@ def _attend(consumer: gl.constexpr, O_desc, L_ptr, shared, problem, PLAN: gl.con
             slot, phase = ring_slot(step, SLOTS)
             mbarrier.wait(shared.full.index(slot), phase)
             O_pending = warpgroup_mma(P, shared.V_ring.index(slot), O, is_async=True)
+            if PLAN.overlapped:
+                m = gl.convert_layout(gl.max(m, axis=1), ROW_LAYOUT)
+                l = gl.convert_layout(gl.sum(l, axis=1), ROW_LAYOUT)
             L = (m + (rest + gl.log2(l))) * LN_2
             inverse = 1.0 / l
             O = warpgroup_mma_wait(0, [O_pending])

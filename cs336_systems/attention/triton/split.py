@@ -26,7 +26,6 @@ from jaxtyping import Float
 from torch import Tensor
 
 from cs336_systems.attention.tiles import KernelConfig, head_tile, seen_keys
-from cs336_systems.attention.tiles.parts import MAX_PARTS
 from cs336_systems.attention.triton.descriptors import described
 from cs336_systems.attention.triton.forward import visit_keys
 from cs336_systems.attention.triton.launcher import Launched
@@ -56,15 +55,29 @@ from cs336_systems.attention.triton.steps import (
 )
 from cs336_systems.profiling.stages import stage
 
-# A merging program is one warp, whose threads pass each other numbers by shuffles: with more warps, or more rows and
-# parts, Triton goes through shared memory and a barrier for every part.
+# A program that merges has one row, whose parts are all loaded together; or, where rows are more than a GPU is full of,
+# a few rows of one head, part by part in one warp, whose threads pass each other numbers by shuffles: with more warps, or
+# more rows and parts, Triton goes through shared memory and a barrier for every part. Measured on an NVIDIA H200, triton
+# 3.6.0: one row is faster up to 256 rows, by up to 25 %, and slower from 1,024 on; more warps are slower where fewer can
+# hold the parts.
+SINGLE_ROWS = 512
 MERGED_ROWS = 2  # queries of one head
 MERGED_AT_A_TIME = 8  # parts whose loads are under way together
+MIN_MERGED_PARTS = 16  # for which a merging kernel is compiled: lengths change with every generated token
+NUMBERS_OF_A_WARP = 4096  # of a row's parts: 128 registers a thread
+
+
+@triton.jit
+def parts_of(Parts_ptr, num_parts, num_heads, N_QUERIES, D: tl.constexpr):
+    """Where O (parts, heads, queries, D), m and l (parts, heads, queries) of all parts begin, one behind the other:
+    one tensor, as every allocation keeps a short call's host."""
+    num_rows = num_parts.to(tl.int64) * num_heads * N_QUERIES
+    return Parts_ptr, Parts_ptr + num_rows * D, Parts_ptr + num_rows * (D + 1)
 
 
 @triton.jit
 def flash_split_forward_kernel(
-    Q_ptr, K_ptr, V_ptr, O_ptr, M_ptr, l_ptr,
+    Q_ptr, K_ptr, V_ptr, Parts_ptr,
     stride_qb, stride_qh, stride_qs, stride_qd,
     stride_kb, stride_kh, stride_ks, stride_kd,
     stride_vb, stride_vh, stride_vs, stride_vd,
@@ -72,8 +85,8 @@ def flash_split_forward_kernel(
     GROUP: tl.constexpr, D: tl.constexpr, D_TILE: tl.constexpr, Q_TILE_SIZE: tl.constexpr, K_TILE_SIZE: tl.constexpr,
     IS_CAUSAL: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """O (parts, batch, heads, queries, D), m and l (parts, batch, heads, queries) are contiguous and float32; nothing
-    is written of a part that no query of a tile sees. A part has PART_SIZE keys, a multiple of K_TILE_SIZE."""
+    """Writes float32 to Parts_ptr, where `parts_of` finds it; nothing of a part that no query of a tile sees. A part has
+    PART_SIZE keys, a multiple of K_TILE_SIZE."""
     num_query_tiles, num_parts = tl.cdiv(N_QUERIES, Q_TILE_SIZE), tl.cdiv(N_KEYS, PART_SIZE)
     tile, batch, head = tile_of_program(num_query_tiles * num_parts, N_HEADS, HEADS_TOGETHER, IS_CAUSAL)
     part = tile % num_parts
@@ -104,15 +117,16 @@ def flash_split_forward_kernel(
         )  # fmt: skip
         start_next(OVERLAP)  # no sooner: programs that merge would wait in the place of those that have work
         num_heads = tl.num_programs(0) // (num_query_tiles * num_parts)  # of the batch
+        O_parts, m_parts, l_parts = parts_of(Parts_ptr, num_parts, num_heads, N_QUERIES, D)
         row_base = (part.to(tl.int64) * num_heads + batch * N_HEADS + head) * N_QUERIES
-        store_rows(O_ptr + row_base * D, accumulator, query_rows, N_QUERIES, D, 1, D, D_TILE)
-        tl.store(M_ptr + row_base + query_rows, m, mask=query_rows < N_QUERIES)
-        tl.store(l_ptr + row_base + query_rows, l, mask=query_rows < N_QUERIES)
+        store_rows(O_parts + row_base * D, accumulator, query_rows, N_QUERIES, D, 1, D, D_TILE)
+        tl.store(m_parts + row_base + query_rows, m, mask=query_rows < N_QUERIES)
+        tl.store(l_parts + row_base + query_rows, l, mask=query_rows < N_QUERIES)
 
 
 @triton.jit(do_not_specialize=["N_QUERIES", "N_KEYS", "PART_SIZE"])  # lengths change with every generated token
 def flash_merge_kernel(
-    O_parts_ptr, M_parts_ptr, l_parts_ptr, O_ptr, L_ptr, N_QUERIES, N_KEYS, PART_SIZE,
+    Parts_ptr, O_ptr, L_ptr, N_QUERIES, N_KEYS, PART_SIZE,
     D: tl.constexpr, D_TILE: tl.constexpr, ROWS: tl.constexpr, MAX_PARTS: tl.constexpr, AT_A_TIME: tl.constexpr,
     IS_CAUSAL: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
@@ -126,30 +140,46 @@ def flash_merge_kernel(
     if IS_CAUSAL:
         end_keys = tl.minimum(N_KEYS, (block + 1) * ROWS)
     num_parts = tl.cdiv(end_keys, PART_SIZE)  # that the last of the rows sees: the forward has written these
+    O_parts, all_m, all_l = parts_of(Parts_ptr, tl.cdiv(N_KEYS, PART_SIZE), num_heads, N_QUERIES, D)
 
     read = tl.minimum(rows, N_QUERIES - 1)  # rows past the end repeat the last one
     parts = tl.arange(0, MAX_PARTS)
     places = (parts * num_heads + head)[:, None] * N_QUERIES + read[None, :]  # (MAX_PARTS, ROWS)
     there = (parts < num_parts)[:, None]
-    m_parts = tl.load(M_parts_ptr + places, mask=there, other=LOWEST)
+    m_parts = tl.load(all_m + places, mask=there, other=LOWEST)
     m = tl.max(m_parts, axis=0)
-    l = tl.sum(tl.math.exp2(m_parts - m[None, :]) * tl.load(l_parts_ptr + places, mask=there, other=0.0), axis=0)
+    weights = tl.math.exp2(m_parts - m[None, :])
+    l = tl.sum(weights * tl.load(all_l + places, mask=there, other=0.0), axis=0)
     tl.store(L_ptr + head * N_QUERIES + rows, (m + tl.math.log2(l)) * LN_2, mask=rows < N_QUERIES)
 
     columns = tl.arange(0, D_TILE)
-    O = tl.zeros([ROWS, D_TILE], tl.float32)
-    for first in tl.range(0, num_parts, AT_A_TIME):
-        for offset in tl.static_range(AT_A_TIME):  # unrolled, so that loads need not wait for each other
-            inside = first + offset < num_parts
-            row_base = ((first + offset) * num_heads + head) * N_QUERIES
-            O_part = tl.load(
-                O_parts_ptr + (row_base + read)[:, None] * D + columns[None, :],
-                mask=inside & (columns < D)[None, :], other=0.0,
-            )  # fmt: skip
-            m_part = tl.load(M_parts_ptr + row_base + read, mask=inside, other=LOWEST)
-            O += tl.math.exp2(m_part - m)[:, None] * O_part
+    if ROWS == 1:
+        O_all = tl.load(O_parts + places * D + columns[None, :], mask=there & (columns < D)[None, :], other=0.0)
+        O = tl.sum(weights * O_all, axis=0)[None, :]
+    else:
+        O = tl.zeros([ROWS, D_TILE], tl.float32)
+        for first in tl.range(0, num_parts, AT_A_TIME):
+            for offset in tl.static_range(AT_A_TIME):  # unrolled, so that loads need not wait for each other
+                inside = first + offset < num_parts
+                row_base = ((first + offset) * num_heads + head) * N_QUERIES
+                O_part = tl.load(
+                    O_parts + (row_base + read)[:, None] * D + columns[None, :],
+                    mask=inside & (columns < D)[None, :], other=0.0,
+                )  # fmt: skip
+                m_part = tl.load(all_m + row_base + read, mask=inside, other=LOWEST)
+                O += tl.math.exp2(m_part - m)[:, None] * O_part
     O /= l[:, None]
     store_rows(O_ptr + head * N_QUERIES * D, O, rows, N_QUERIES, D, 1, D, D_TILE)
+
+
+def merge_options(num_rows: int, num_parts: int, head_dim: int) -> dict[str, int]:
+    """What a kernel that merges `num_parts` parts is told, where there are so many rows in all."""
+    most_parts = max(MIN_MERGED_PARTS, triton.next_power_of_2(num_parts))
+    single = num_rows <= SINGLE_ROWS
+    return {
+        "ROWS": 1 if single else MERGED_ROWS, "MAX_PARTS": most_parts, "AT_A_TIME": MERGED_AT_A_TIME,
+        "num_warps": max(1, most_parts * head_tile(head_dim) // NUMBERS_OF_A_WARP) if single else 1,
+    }  # fmt: skip
 
 
 def launch_split_forward(
@@ -169,8 +199,7 @@ def launch_split_forward(
     output, lse = empty_results(q)
     num_keys = seen_keys(q.shape[2], k.shape[2], is_causal)
     num_parts = num_tiles(num_keys, part_size)
-    output_parts = q.new_empty((num_parts, *q.shape), dtype=torch.float32)
-    maxima, sums = (lse.new_empty((num_parts, *lse.shape)) for _ in range(2))
+    parts = lse.new_empty(num_parts * lse.numel() * (q.shape[-1] + 2))
 
     def launch_all() -> list[Launched | None]:
         rows = rows_of_groups(q, k, is_causal)
@@ -179,17 +208,17 @@ def launch_split_forward(
         with stage("forward"):
             attended = launch(
                 flash_split_forward_kernel, (num_programs * num_parts,),
-                (*described(config, q=rows, k=k, v=v), output_parts, maxima, sums),
+                (*described(config, q=rows, k=k, v=v), parts),
                 (*rows.stride(), *k.stride(), *v.stride(), heads, heads_together(batch * heads, k), num_queries,
                  num_keys, part_size, scale * LOG2_E.value, 0.0),
                 head_options(heads, k.shape[1], head_dim) | tile_options(config)
                 | {"IS_CAUSAL": is_causal, "TMA": config.tma} | overlap_options(q.device),
             )  # fmt: skip
+            merging = merge_options(lse.numel(), num_parts, head_dim)
             merged = launch(
-                flash_merge_kernel, (num_tiles(num_queries, MERGED_ROWS) * batch * heads,),
-                (output_parts, maxima, sums, output, lse), (num_queries, num_keys, part_size),
-                {"D": head_dim, "D_TILE": head_tile(head_dim), "ROWS": MERGED_ROWS, "MAX_PARTS": MAX_PARTS,
-                 "AT_A_TIME": MERGED_AT_A_TIME, "IS_CAUSAL": is_causal, "num_warps": 1,
+                flash_merge_kernel, (num_tiles(num_queries, merging["ROWS"]) * batch * heads,),
+                (parts, output, lse), (num_queries, num_keys, part_size),
+                {"D": head_dim, "D_TILE": head_tile(head_dim), **merging, "IS_CAUSAL": is_causal,
                  **overlap_options(q.device, follows=True)},
             )  # fmt: skip
         return [attended, merged]
@@ -198,5 +227,5 @@ def launch_split_forward(
         flash_split_forward_kernel.fn, config, q.shape, k.shape, q.stride(), k.stride(), v.stride(), q.dtype, q.device,
         is_causal, scale, part_size,
     )  # fmt: skip
-    kept(q.device, (q, k, v), (output, lse, output_parts, maxima, sums), launch_all)
+    kept(q.device, (q, k, v), (output, lse, parts), launch_all)
     return output, lse
