@@ -50,6 +50,24 @@ def short_call_records() -> list[Record]:
     ]
 
 
+# Rounds of turns, in ms: the machine is half as fast in every other one, and hopper 1.25 times as fast as cuDNN in all.
+LONG_MS = {"triton": 4.4, "hopper": 3.2, "sdpa_cudnn": 4.0}
+ROUNDS = 8
+
+
+def long_call_records() -> list[Record]:
+    """Eight rounds of turns on two shapes; on the second triton's ratio to the others falls from round to round."""
+    found = []
+    for case in (shape_case(1, 16, 16384, 64, True), shape_case(1, 16, 16384, 128, False)):
+        for name, forward_ms in LONG_MS.items():
+            for mode, part in MODES.items():
+                rounds = [forward_ms * part * (1 + number % 2) for number in range(ROUNDS)]
+                if name == "triton" and not case.is_causal:
+                    rounds = [ms / (1 + number / 100) for number, ms in enumerate(rounds)]
+                found.append(_record(case, name, mode, problem="long_calls", samples=rounds))
+    return found
+
+
 LADDER_MS = {"triton_pointers": 4.0, "triton_tma": 3.0, "hopper_deterministic": 2.0, "hopper": 2.0, "sdpa_cudnn": 1.5}
 
 

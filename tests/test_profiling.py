@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 
 import numpy
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 from cs336_systems.profiling.memory import MIB, peak_cuda_bytes, saved_for_backward
-from cs336_systems.profiling.samples import quantile, summarize
+from cs336_systems.profiling.samples import median_interval, quantile, summarize
 from cs336_systems.profiling.timing import plan_samples, time_calls, time_once
 
 COVERS = ("cs336_systems/profiling",)
@@ -28,6 +29,21 @@ def test_summary_is_numpys():
         summarize([])
     with pytest.raises(ValueError, match="fraction must be between 0 and 1"):
         quantile(samples, 1.5)
+
+
+@pytest.mark.parametrize(
+    ("count", "expected"),
+    [(5, None), (6, (1, 6)), (8, (1, 8)), (9, (2, 8)), (18, (5, 14)), (25, (8, 18)), (100, (40, 61))],
+)
+def test_the_medians_interval_is_that_of_the_sign_tests_tables(count, expected):
+    samples = [float(place) for place in range(count, 0, -1)]
+    assert median_interval(samples) == expected
+
+
+def test_the_medians_interval_holds_it_as_often_as_it_says():
+    draws = numpy.random.default_rng(0).exponential(size=(4000, 18))  # of which ln 2 is the median
+    held = [low <= math.log(2) <= high for low, high in map(median_interval, draws.tolist())]
+    assert numpy.mean(held) == pytest.approx(0.969, abs=0.01)
 
 
 def test_counts_and_what_is_outside_the_timed_part():

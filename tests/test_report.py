@@ -32,7 +32,13 @@ from tests.leaderboard_records import leaderboard_2026_records
 from tests.mask_records import MASK_MAKERS
 from tests.memory_records import records_of
 from tests.profile_records import profile_records
-from tests.shape_records import few_queries_records, ladder_records, shape_records, short_call_records
+from tests.shape_records import (
+    few_queries_records,
+    ladder_records,
+    long_call_records,
+    shape_records,
+    short_call_records,
+)
 from tests.tile_records import tile_records
 from tests.training_records import training_records
 
@@ -150,6 +156,7 @@ MAKERS: dict[str, Callable[[], list[Record]]] = {
     "leaderboard_2025": leaderboard_records,
     "training_run": training_records,
     "attention_shapes": shape_records,
+    "long_calls": long_call_records,
     "short_calls": short_call_records,
     "few_queries": few_queries_records,
     "hopper_ladder": ladder_records,

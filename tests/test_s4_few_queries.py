@@ -64,7 +64,7 @@ def test_wrong_results_are_not_timed(monkeypatch):
         return lambda *tensors: attend(*tensors) + 1, kernel
 
     monkeypatch.setattr(s4_few_queries, "build_forward", wrong)
-    with pytest.raises(Disagreement, match="the output is off by"):
+    with pytest.raises(Disagreement, match="output is off by"):
         list(PROBLEM.measure(tiny_cells()["sdpa_flash"], TINY))
 
 

@@ -8,11 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from cs336_systems.attention import flash_attention
 from cs336_systems.config import RunConfig
 from cs336_systems.experiments import s4_short_calls
-from cs336_systems.experiments.cells import Disagreement, Unsupported
-from cs336_systems.experiments.implementations import build
 from cs336_systems.experiments.registry import PROBLEMS
 from cs336_systems.experiments.s4_short_calls import (
     CALL_IMPLEMENTATIONS,
@@ -20,20 +17,25 @@ from cs336_systems.experiments.s4_short_calls import (
     GRAPH_SAMPLES,
     ROUNDS,
     ROWS,
-    Player,
     graph_times,
-    play,
+    turns,
 )
 from cs336_systems.experiments.sweep import Provenance, Sweep
+from cs336_systems.experiments.turns import Player, play
 from cs336_systems.profiling.samples import summarize
 from cs336_systems.profiling.timing import time_calls
 from cs336_systems.report.answers import answer
+from cs336_systems.report.figures import draw
 from cs336_systems.report.frames import load_frame
 from cs336_systems.report.plots import plots
 from cs336_systems.report.tables import sections
 from tests.shape_records import short_call_records
 
-COVERS = ("cs336_systems/experiments/s4_short_calls.py", "cs336_systems/profiling/timing.py")
+COVERS = (
+    "cs336_systems/experiments/s4_short_calls.py",
+    "cs336_systems/experiments/turns.py",
+    "cs336_systems/profiling/timing.py",
+)
 TINY = RunConfig(scale="tiny", device="cpu")
 PROBLEM = PROBLEMS["short_calls"]
 
@@ -89,57 +91,21 @@ def test_records_are_the_implementations_own(tmp_path):
     assert sweep.pending("short_calls") == ([], {"partly skipped": 1})
 
 
-def player(name: str, call) -> Player:
-    return Player(name=name, function=call, kernel="", error=0.0, calls={"forward": lambda attend: attend()})
-
-
-def test_everybody_has_a_turn_in_every_round_and_begins_as_often(monkeypatch):
-    monkeypatch.setitem(ROUNDS, "cpu", 6)
-    monkeypatch.setitem(CALLS, "cpu", 2)
-    turns: list[str] = []
-    samples = play([player(name, lambda name=name: turns.append(name)) for name in "abc"], "cpu")
-    each = 1 + CALLS["cpu"]  # the first is not timed
-    assert len(turns) == (6 + 1) * 3 * each
-    rounds = ["".join(turns[start : start + 3 * each : each]) for start in range(0, len(turns), 3 * each)]
-    assert rounds == ["cab", "abc", "bca", "cab", "abc", "bca", "cab"]
-    assert all(turns[start] == turns[start + each - 1] for start in range(0, len(turns), each))
-    assert set(samples) == {(name, "forward", quantity) for name in "abc" for quantity in ("time", "host_time")}
-    assert {len(taken) for taken in samples.values()} == {6}
-
-
 def test_the_host_is_free_before_the_device_is_done(monkeypatch):
-    """Milliseconds a call, of which waiting for the device is no part of the host's."""
-    monkeypatch.setitem(ROUNDS, "cpu", 2)
+    """Milliseconds a call, of which waiting for the device is no part of the host's; the first call is not timed."""
     monkeypatch.setitem(CALLS, "cpu", 4)
     monkeypatch.setattr(s4_short_calls, "synchronize", lambda device: time.sleep(0.02))
-    samples = play([player("a", lambda: time.sleep(0.001))], "cpu")
-    for host, whole in zip(samples["a", "forward", "host_time"], samples["a", "forward", "time"]):
+    called: list[str] = []
+
+    def call(attend) -> None:
+        called.append(attend)
+        time.sleep(0.001)
+
+    made = turns("attend", {"forward": call}, "cpu")
+    samples = play([Player(name="a", kernel="", error=0.0, turns=made)], 2)
+    assert called == ["attend"] * (2 + 1) * (1 + 4)
+    for host, whole in zip(samples["a", "forward", "host_time"], samples["a", "forward", "time"], strict=True):
         assert 1 <= host < whole - 4.9
-
-
-def test_a_wrong_result_costs_its_own_rows(monkeypatch):
-    def wrong(name, shape, device):
-        if name != "triton":
-            return build(name, shape, device)
-        return lambda q, k, v: flash_attention(q, k, v, is_causal=True, backend="reference") + 1
-
-    monkeypatch.setattr(s4_short_calls, "build", wrong)
-    measurements = []
-    with pytest.raises(Disagreement, match=r"^triton: output is off by .* times the numerical contract's bound$"):
-        for measurement in PROBLEM.measure(tiny_cell(), TINY):
-            measurements.append(measurement)
-    timed = {measurement.row.implementation for measurement in measurements if measurement.samples}
-    assert timed == {"sdpa_flash"}
-
-
-def test_nobody_to_measure_is_no_error(monkeypatch):
-    def none(name, shape, device):
-        raise Unsupported(f"no {name}")
-
-    monkeypatch.setattr(s4_short_calls, "build", none)
-    measurements = list(PROBLEM.measure(tiny_cell(), TINY))
-    assert len(measurements) == len(tiny_cell().rows)
-    assert {measurement.skipped for measurement in measurements} == {f"no {name}" for name in CALL_IMPLEMENTATIONS}
 
 
 @pytest.mark.gpu
@@ -238,3 +204,16 @@ def test_what_did_not_run_says_so():
     line = lines_of("time", records)[SHAPE, "forward"]
     assert line[0] == "failed [1]" and line[-1] == "–"
     assert answer("short_calls", load_frame(records)) == ""
+
+
+def test_upright_numbers_stand_clear_of_their_whiskers():
+    """They began at the cap of the whisker, on which the first digit stood."""
+    records = short_call_records()
+    records = [replace(record, case={**record.case, "heads": heads}) for record in records for heads in range(1, 13)]
+    figure = draw(plots("short_calls", load_frame(records))[0])
+    figure.canvas.draw()
+    for axes in figure.axes:
+        tops = [bars.lines[1][1].get_window_extent().y1 for bars in axes.containers if hasattr(bars, "has_yerr")]
+        numbers = [text for text in axes.texts if text.get_rotation() == 90]
+        assert len(numbers) == len(tops) == 12 * 2
+        assert all(number.get_window_extent().y0 > top for number, top in zip(numbers, tops))

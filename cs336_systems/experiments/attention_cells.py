@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 
 import torch
@@ -128,7 +128,7 @@ def _measure(
 
     yield from first_call(COMPILE_FORWARD, time_once(forward, device))
     oracle = _oracle(shape, device, run.seed, sum_loss)  # after the first call: what does not fit needs no oracle
-    error = _agree(oracle, results)
+    error = checked_error(oracle, results)
     results.clear()
     yield from timed(FORWARD, lambda: _without_graph(function, inputs), error)
 
@@ -145,7 +145,7 @@ def _measure(
 
     gradients: list[Tensor] = []
     yield from first_call(COMPILE_BOTH, time_once(lambda: gradients.extend(both()), device))
-    error = max(error, _agree(oracle, dict(zip(("grad_q", "grad_k", "grad_v"), gradients))))
+    error = max(error, checked_error(oracle, dict(zip(("grad_q", "grad_k", "grad_v"), gradients))))
     gradients.clear()
     if SAVED in cell.rows:
         yield Measurement(row=SAVED, samples=[saved_for_backward(lambda: function(*leaves)) / MIB], kernel=kernel)
@@ -178,7 +178,8 @@ def _without_graph(function: Callable[..., Tensor], inputs: AttentionInputs) -> 
         return function(inputs.q, inputs.k, inputs.v)
 
 
-def _agree(oracle: Oracle, results: dict[str, Tensor]) -> float:
+def checked_error(oracle: Oracle, results: Mapping[str, Tensor]) -> float:
+    """The largest error of `results` over its bound; Disagreement with its name where it breaks the contract."""
     errors = contract_errors(oracle, results)
     name, worst = max(errors.items(), key=lambda item: item[1])
     if not worst <= 1:

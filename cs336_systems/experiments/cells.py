@@ -69,13 +69,15 @@ class Cell:
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """Samples of one promised row, or the reason why the implementation has none."""
+    """Samples of one promised row, or the reason why there are none."""
 
     row: Row
     samples: Sequence[float] = ()
     kernel: str = ""  # the kernel or configuration that really ran
     error: float | None = None  # largest error over its bound, where the row's results were checked
     skipped: str = ""  # the reason, when there are no samples
+    failed: str = ""  # what went wrong with this row while others of the cell could be measured
+    oom: bool = False  # of what went wrong, whether it was that memory was short
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,7 +23,7 @@ from cs336_systems.experiments.attention_cells import (
     FORWARD,
     GPU_BUDGET_MS,
     PEAK,
-    _agree,
+    checked_error,
 )
 from cs336_systems.experiments.cells import Cell, Measurement, Row
 from cs336_systems.experiments.mask_implementations import build_masked, is_plain, mask_of, shape_of
@@ -87,12 +87,13 @@ def measure_masked(cell: Cell, run: RunConfig) -> Iterator[Measurement]:
     # forward
     first_ms = time_once(forward, device)
     oracle = _oracle(case, device, run.seed)  # after the first call: what does not fit needs no oracle
-    error = _agree(oracle, {"output": unpack(results[0])})
+    error = checked_error(oracle, {"output": unpack(results[0])})
     yield from timed(FORWARD, forward, first_ms, error)
 
     # forward and backward
     first_ms = time_once(both, device)
-    error = max(error, _agree(oracle, {name: unpack(x) for name, x in zip(("grad_q", "grad_k", "grad_v"), results)}))
+    gradients = {name: unpack(x) for name, x in zip(("grad_q", "grad_k", "grad_v"), results)}
+    error = max(error, checked_error(oracle, gradients))
     yield from timed(BOTH, both, first_ms, error)
 
     # backward

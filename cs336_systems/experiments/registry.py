@@ -38,6 +38,7 @@ from cs336_systems.experiments.s4_attention import (
 from cs336_systems.experiments.s4_counters import kernel_counters_cells, measure_kernel_counters
 from cs336_systems.experiments.s4_few_queries import few_queries_cells, measure_few_queries
 from cs336_systems.experiments.s4_ladder import hopper_ladder_cells, measure_hopper_ladder
+from cs336_systems.experiments.s4_long_calls import long_calls_cells, measure_long_calls
 from cs336_systems.experiments.s4_shapes import attention_shapes_cells, measure_attention_shapes
 from cs336_systems.experiments.s4_short_calls import measure_short_calls, short_calls_cells
 from cs336_systems.experiments.s4_tiles import measure_tile_choice, tile_choice_cells
@@ -224,6 +225,15 @@ PROBLEMS: dict[str, Problem] = {
             points=0,
             cells=attention_shapes_cells,
             measure=measure_attention_shapes,
+        ),
+        Problem(
+            name="long_calls",
+            title="Our kernels and cuDNN's on the longest of those shapes, by turns",
+            section="beyond",
+            editions=(),
+            points=0,
+            cells=long_calls_cells,
+            measure=measure_long_calls,
         ),
         Problem(
             name="short_calls",

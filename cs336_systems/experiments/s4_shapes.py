@@ -1,7 +1,7 @@
 """Beyond the handout: `attention_shapes`, our kernels beside the fastest of the libraries on shapes that models use.
 
 How fast are the kernels where a GPU is full: batches, heads and lengths of real training steps, head dims 64 and 128,
-bfloat16. What calls take that are too short for that, `short_calls` measures.
+bfloat16. What calls take that are too short for that, `short_calls` measures; and the longest by turns, `long_calls`.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from cs336_systems.attention.tiles.config import tma_reads_rows
 from cs336_systems.attention.tiles.grid import TMA_TARGETS
 from cs336_systems.config import BYTES_PER_ELEMENT, AttentionShape, RunConfig
 from cs336_systems.device import HOPPER_CAPABILITY
-from cs336_systems.experiments.attention_cells import BACKWARD, FORWARD, _agree, _inputs, _oracle
+from cs336_systems.experiments.attention_cells import BACKWARD, FORWARD, _inputs, _oracle, checked_error
 from cs336_systems.experiments.cells import Cell, Measurement, Row, Unsupported
 from cs336_systems.experiments.tuning import launches_of
 from cs336_systems.inputs import AttentionInputs
@@ -136,7 +136,7 @@ def measure_tile_choice(cell: Cell, run: RunConfig) -> Iterator[Measurement]:
         results = call()
     except TritonError as error:  # does not compile, or not into this GPU's shared memory
         raise Unsupported(f"{cell.implementation}: {str(error).strip().splitlines()[0]}") from None
-    error_ratio = _agree(_oracle(shape, device, run.seed, False), results)
+    error_ratio = checked_error(_oracle(shape, device, run.seed, False), results)
     del results
     (row,) = cell.rows
     kernel = " ".join(config.name for config in configs)

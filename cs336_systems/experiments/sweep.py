@@ -219,6 +219,8 @@ class Sweep:
                 status, message = "ok", ""
             elif measurement.skipped:
                 status, message = "skipped", measurement.skipped
+            elif measurement.failed:
+                status, message = "oom" if measurement.oom else "failed", measurement.failed
             elif outcome.status == "ok":
                 status, message = "failed", "the measurement ended without reporting this row"
             else:

@@ -20,7 +20,7 @@ from cs336_systems.attention.compilation import CompileRequest
 from cs336_systems.attention.tiles import KernelConfig, head_tile, select_config
 from cs336_systems.attention.tiles.config import tma_reads_rows
 from cs336_systems.config import BYTES_PER_ELEMENT, AttentionShape, RunConfig
-from cs336_systems.experiments.attention_cells import BACKWARD, FORWARD, GPU_BUDGET_MS, _agree, _inputs, _oracle
+from cs336_systems.experiments.attention_cells import BACKWARD, FORWARD, GPU_BUDGET_MS, _inputs, _oracle, checked_error
 from cs336_systems.experiments.cells import Cell, Measurement, Row, Unsupported
 from cs336_systems.inputs import AttentionInputs
 from cs336_systems.profiling.samples import quantile
@@ -58,7 +58,7 @@ def measure_tune_flash(cell: Cell, run: RunConfig) -> Iterator[Measurement]:
         results = call()
     except OutOfResources as error:
         raise Unsupported(f"{config.name}: {error}") from None
-    error_ratio = _agree(_oracle(shape, run.device, run.seed, False), results)
+    error_ratio = checked_error(_oracle(shape, run.device, run.seed, False), results)
     del results
     samples = time_calls(call, device=run.device, warmup=1, budget_ms=GPU_BUDGET_MS)
     kernel = " ".join(used.name for used in configs)

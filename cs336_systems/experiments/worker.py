@@ -119,6 +119,19 @@ class Worker:
             raise OSError(f"the measuring process could not start; {self.log} says why")
 
 
+def outcome_of(error: BaseException) -> Outcome:
+    """What an error makes of the rows that it kept from being measured."""
+    import torch
+
+    if isinstance(error, Unsupported):
+        return Outcome(status="skipped", message=str(error))
+    if isinstance(error, torch.OutOfMemoryError):
+        return Outcome(status="oom", message=_first_line(error))
+    if isinstance(error, Disagreement):
+        return Outcome(status="failed", message=str(error))
+    return Outcome(status="failed", message=f"{type(error).__name__}: {_first_line(error)}")
+
+
 def search_current_folder() -> None:
     """Let a user's own model be found where the command was typed.
 
@@ -173,16 +186,11 @@ def _serve(
             with one_out_of_memory_error():
                 for measurement in measure_function(cell.problem)(cell, run):
                     pipe.send(measurement)
-        except Unsupported as reason:
-            outcome = Outcome(status="skipped", message=str(reason))
-        except torch.OutOfMemoryError as error:
-            outcome = Outcome(status="oom", message=_first_line(error))
-        except Disagreement as error:
-            # The result was wrong but the process is sound; it is ended all the same, like after any failure.
-            outcome = Outcome(status="failed", message=str(error))
+        except (Unsupported, torch.OutOfMemoryError, Disagreement) as error:
+            outcome = outcome_of(error)  # the process is sound; where it failed it is ended all the same
         except BaseException as error:
             traceback.print_exc()
-            pipe.send(Outcome(status="failed", message=f"{type(error).__name__}: {_first_line(error)}"))
+            pipe.send(outcome_of(error))
             raise
         release(run.device)
         pipe.send(outcome)

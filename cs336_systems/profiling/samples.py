@@ -35,6 +35,24 @@ def quantile(samples: Sequence[float], fraction: float) -> float:
     return ordered[below] + (ordered[above] - ordered[below]) * (position - below)
 
 
+def median_interval(samples: Sequence[float], confidence: float = 0.95) -> tuple[float, float] | None:
+    """Two of `samples` between which the median of what they are drawn from lies with at least `confidence`.
+
+    Whatever the distribution: as many samples as heads of a fair coin lie below its median. The pair is the innermost
+    of those equally far from both ends; None where even the least and the largest are too close, as of five samples.
+    """
+    count = len(samples)
+    allowed = (1 - confidence) / 2  # that the median lies below the pair, and as much above
+    outside, tail = 0, 2.0**-count  # P(at most `outside` heads)
+    if tail > allowed:
+        return None
+    while tail + math.comb(count, outside + 1) * 2.0**-count <= allowed:
+        outside += 1
+        tail += math.comb(count, outside) * 2.0**-count
+    ordered = sorted(samples)
+    return ordered[outside], ordered[count - 1 - outside]
+
+
 def summarize(samples: Sequence[float]) -> Summary:
     """Summary of `samples`; ValueError when there are none."""
     return Summary(

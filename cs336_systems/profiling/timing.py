@@ -38,6 +38,22 @@ def time_once(call: Callable[[], object], device: str) -> float:
     return (time.perf_counter() - start) * 1e3
 
 
+def time_in_a_row(call: Callable[[], object], count: int, device: str) -> float:
+    """Milliseconds of one of `count` calls in a row, which nothing comes between: neither a wait nor another kernel.
+
+    On CUDA the GPU's time, from the end of what was queued before; on CPU the wall clock.
+    """
+    if device != "cuda":
+        return time_once(lambda: [call() for _ in range(count)], device) / count
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(count):
+        call()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / count
+
+
 def plan_samples(estimate_ms: float, budget_ms: float, minimum: int = MIN_SAMPLES, maximum: int = MAX_SAMPLES) -> int:
     """How many samples of `estimate_ms` each fit the budget, between `minimum` and `maximum`."""
     if estimate_ms <= 0:

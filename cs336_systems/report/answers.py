@@ -29,6 +29,7 @@ from cs336_systems.report.frames import (
 )
 from cs336_systems.report.ladder import LADDER_ANSWERS
 from cs336_systems.report.leaderboard import LEADERBOARD_ANSWERS
+from cs336_systems.report.long_calls import LONG_CALL_ANSWERS
 from cs336_systems.report.markdown import code_span, factor, number, plain
 from cs336_systems.report.masks import MASK_ANSWERS
 from cs336_systems.report.memory_answers import MEMORY_ANSWERS
@@ -181,6 +182,7 @@ ANSWERS: dict[str, Callable[[pd.DataFrame], list[str]]] = {
     "training_run": training_answer,
     "leaderboard_2025": leaderboard_2025,
     **SHAPE_ANSWERS,
+    **LONG_CALL_ANSWERS,
     **SHORT_CALL_ANSWERS,
     **FEW_QUERIES_ANSWERS,
     **LADDER_ANSWERS,

@@ -29,6 +29,7 @@ from cs336_systems.report.frames import load_frame, refuse_mixture
 from cs336_systems.report.headline import distributed_headline, headline
 from cs336_systems.report.ladder import LADDER_CASES
 from cs336_systems.report.leaderboard import LEADERBOARD_CASES
+from cs336_systems.report.long_calls import LONG_CALL_CASES
 from cs336_systems.report.markdown import one_line
 from cs336_systems.report.masks import MASK_CASES
 from cs336_systems.report.memory_tables import MEMORY_CASE_TYPES
@@ -50,6 +51,7 @@ CASE_TYPES = {  # of the problems with tables and figures of their own
     "training_run": ("TrainingCase",),
     "leaderboard_2025": ("AttentionShape",),
     **SHAPE_CASES,
+    **LONG_CALL_CASES,
     **SHORT_CALL_CASES,
     **FEW_QUERIES_CASES,
     **LADDER_CASES,

@@ -90,10 +90,13 @@ def _draw_bars(axes: Axes, plot: Plot, data: pd.DataFrame) -> None:
             if row.low == row.low:  # not NaN
                 axes.errorbar(place, row.y, yerr=[[row.y - row.low], [row.high - row.y]], color="#444444", capsize=2)
             top = row.high if row.high == row.high else row.y
+            # Upright, a baseline is beside the number, whose first digit would then stand on the whisker.
+            look: dict[str, Any] = {"rotation": 90, "va": "bottom"} if upright else {}
+            if upright and plot.line_at is not None:  # which would else cross the numbers of bars below it
+                look |= {"zorder": 3, "bbox": {"facecolor": "white", "edgecolor": "none", "pad": 0.5}}
             axes.annotate(
-                number(row.y, 3), (place, top), (0, 3), textcoords="offset points", ha="center", fontsize=7.5,
-                rotation=90 if upright else 0,
-            )  # fmt: skip
+                number(row.y, 3), (place, top), (0, 3), textcoords="offset points", ha="center", fontsize=7.5, **look
+            )
         else:
             foot = (place, 0.02)
             axes.text(

@@ -72,15 +72,21 @@ def answers(frame: pd.DataFrame) -> list[str]:
 
 
 def ratio(ours: Any, theirs: Any) -> Summary | None:
-    """The times of `ours` over those of `theirs`, round by round; None unless both are of the same rounds.
+    """What `ratios` come to; None where there are none."""
+    by_round = ratios(ours, theirs)
+    return summarize(by_round) if by_round else None
+
+
+def ratios(ours: Any, theirs: Any) -> list[float]:
+    """The times of `ours` over those of `theirs`, round by round; none unless both are of the same rounds.
 
     Those have one date, since all rows of a cell are written together.
     """
     if ours is None or theirs is None or ours.status != "ok" or theirs.status != "ok" or ours.date != theirs.date:
-        return None
-    if ours.interpreted or theirs.interpreted:
-        return None
-    return summarize([mine / other for mine, other in zip(ours.values, theirs.values)])
+        return []
+    if ours.interpreted or theirs.interpreted or 0.0 in theirs.values:  # a clock that saw nothing
+        return []
+    return [mine / other for mine, other in zip(ours.values, theirs.values)]
 
 
 def _by_quantity(frame: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame]]:

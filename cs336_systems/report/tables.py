@@ -32,6 +32,7 @@ from cs336_systems.report.frames import (
 )
 from cs336_systems.report.ladder import LADDER_TABLES
 from cs336_systems.report.leaderboard import LEADERBOARD_TABLES
+from cs336_systems.report.long_calls import LONG_CALL_TABLES
 from cs336_systems.report.markdown import Cells, number, plain, provenance
 from cs336_systems.report.masks import MASK_TABLES
 from cs336_systems.report.memory_tables import MEMORY_TABLES
@@ -182,6 +183,7 @@ TABLES: dict[str, Callable[[pd.DataFrame], list[Section]]] = {
     "training_run": training_sections,
     "leaderboard_2025": leaderboard_2025,
     **SHAPE_TABLES,
+    **LONG_CALL_TABLES,
     **SHORT_CALL_TABLES,
     **FEW_QUERIES_TABLES,
     **LADDER_TABLES,

@@ -1,0 +1,155 @@
+"""Measuring by turns: who comes after whom, and whose rows are lost when one of them cannot be measured."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from cs336_systems.attention import flash_attention
+from cs336_systems.config import RunConfig
+from cs336_systems.experiments import turns
+from cs336_systems.experiments.cells import Unsupported
+from cs336_systems.experiments.implementations import build
+from cs336_systems.experiments.registry import PROBLEMS
+from cs336_systems.experiments.sweep import Provenance, Sweep
+from cs336_systems.experiments.turns import Player, in_order, play
+from cs336_systems.experiments.worker import Outcome
+
+TINY = RunConfig(scale="tiny", device="cpu")
+PROBLEM = PROBLEMS["short_calls"]
+TORCH_OOM = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 64.00 GiB")
+HOST_OOM = RuntimeError("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory")
+
+
+# Order
+
+
+def player(name: str, log: list[str]) -> Player:
+    def turn(mode: str) -> dict[str, float]:
+        log.append(f"{name} {mode}")
+        return {"time": float(len(log)), "host_time": 0.0}
+
+    made = {mode: lambda mode=mode: turn(mode) for mode in ("forward", "backward")}
+    return Player(name=name, kernel="", error=0.0, turns=made)
+
+
+@pytest.mark.parametrize("names", ["a", "ab", "abc", "abcd"])
+def test_everybody_comes_as_often_in_each_place(names):
+    log: list[str] = []
+    players = [player(name, log) for name in names]
+    rounds = ["".join(one.name for one in in_order(players, number)) for number in range(2 * len(names))]
+    for place in range(len(names)):
+        assert sorted(found[place] for found in rounds) == sorted(names * 2)
+    assert all(one == other[::-1] for one, other in zip(rounds[::2], rounds[1::2]))
+
+
+def test_three_come_in_every_order():
+    players = [player(name, []) for name in "abc"]
+    rounds = ["".join(one.name for one in in_order(players, number)) for number in range(6)]
+    assert rounds == ["abc", "cba", "bca", "acb", "cab", "bac"]
+
+
+def test_a_round_goes_through_the_modes_and_the_first_is_not_kept():
+    log: list[str] = []
+    samples = play([player(name, log) for name in "abc"], 6)
+    assert len(log) == (6 + 1) * 2 * 3
+    assert log[6:12] == [f"{name} {mode}" for mode in ("forward", "backward") for name in "abc"]
+    assert log[12:15] == ["c forward", "b forward", "a forward"]
+    assert set(samples) == {
+        (name, mode, quantity)
+        for name in "abc"
+        for mode in ("forward", "backward")
+        for quantity in ("time", "host_time")
+    }
+    assert samples["a", "forward", "time"][:2] == [7.0, 15.0] and samples["c", "forward", "time"][:2] == [9.0, 13.0]
+    assert {len(taken) for taken in samples.values()} == {6}
+
+
+# Those that cannot be measured
+
+
+def tiny_cell():
+    (cell,) = PROBLEM.cells(TINY)
+    return cell
+
+
+def broken_build(monkeypatch, breaks) -> None:
+    """`build`, but for triton, whose function raises or is wrong; `breaks` is what to raise, or the function."""
+
+    def raising(q, k, v):
+        raise breaks
+
+    def replaced(name, shape, device):
+        if name != "triton":
+            return build(name, shape, device)
+        return raising if isinstance(breaks, BaseException) else breaks
+
+    monkeypatch.setattr(turns, "build", replaced)
+
+
+@pytest.mark.parametrize(
+    ("breaks", "status", "message"),
+    [
+        (lambda q, k, v: flash_attention(q, k, v, is_causal=True, backend="reference") + 1, "failed", "output is off"),
+        (RuntimeError("ptxas died\nat line 7"), "failed", "RuntimeError: ptxas died"),
+        (ValueError("no tile fits"), "failed", "ValueError: no tile fits"),
+        (TORCH_OOM, "oom", "CUDA out of memory"),
+        (HOST_OOM, "oom", "[enforce fail"),
+        (Unsupported("not here"), "skipped", "not here"),
+    ],
+    ids=["wrong", "compiler", "refusal", "device memory", "host memory", "unsupported"],
+)
+def test_who_cannot_be_measured_costs_its_own_rows(breaks, status, message, monkeypatch, tmp_path):
+    """An out-of-memory error or one of a compiler had cost everybody's rows of the shape."""
+    broken_build(monkeypatch, breaks)
+    measurements = list(PROBLEM.measure(tiny_cell(), TINY))
+    assert len(measurements) == len(tiny_cell().rows)
+    sweep = Sweep(TINY, tmp_path, Provenance(commit="c0ffee", dirty=False))
+    records = sweep.record(tiny_cell(), Outcome(measurements=measurements))
+    found = {record.implementation: record for record in records}
+    assert {name: record.status for name, record in found.items()} == {
+        "triton": status, "hopper": "skipped", "sdpa_flash": "ok", "sdpa_cudnn": "skipped",
+    }  # fmt: skip
+    assert found["triton"].message.startswith(message) and not found["triton"].samples
+
+
+def test_an_error_of_triton_is_its_own(monkeypatch):
+    errors = pytest.importorskip("triton.runtime.errors")
+    broken_build(monkeypatch, errors.OutOfResources(300_000, 232_448, "shared memory"))
+    failed = {one.row.implementation: one.failed for one in PROBLEM.measure(tiny_cell(), TINY) if one.failed}
+    assert list(failed) == ["triton"] and failed["triton"].startswith("OutOfResources: out of resource")
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(1)], ids=["Ctrl-C", "exit"])
+def test_who_is_told_to_stop_stops(error, monkeypatch):
+    broken_build(monkeypatch, error)
+    with pytest.raises(type(error)):
+        list(PROBLEM.measure(tiny_cell(), TINY))
+
+
+def test_what_leaves_no_device_is_no_others_failure(monkeypatch):
+    """After a fault every call of a CUDA context raises: no implementation is said to have failed by itself for it."""
+    fault = RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    def unusable(device):
+        raise fault
+
+    broken_build(monkeypatch, fault)
+    monkeypatch.setattr(turns, "release", unusable)
+    measurements = []
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        for measurement in PROBLEM.measure(tiny_cell(), TINY):
+            measurements.append(measurement)
+    assert {measurement.row.implementation for measurement in measurements} == {"triton"}
+
+
+def test_nobody_to_measure_is_no_error(monkeypatch):
+    def none(name, shape, device):
+        raise Unsupported(f"no {name}")
+
+    monkeypatch.setattr(turns, "build", none)
+    measurements = list(PROBLEM.measure(tiny_cell(), TINY))
+    assert len(measurements) == len(tiny_cell().rows)
+    assert {measurement.skipped for measurement in measurements} == {
+        f"no {name}" for name in tiny_cell().implementations
+    }
