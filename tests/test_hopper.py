@@ -42,7 +42,7 @@ from tests.covered import HOPPER_ATTENTION
 from tests.hopper_lengths import errors_over_bounds, heads_of, ideal_attention
 from tests.test_s4_attention import DTYPES, assert_contract, draw, inputs, run
 
-COVERS = (*HOPPER_ATTENTION, "tests/hopper_lengths.py")
+COVERS = (*HOPPER_ATTENTION, "tests/hopper_instructions.py", "tests/hopper_lengths.py")
 
 ROOT = Path(__file__).resolve().parent.parent
 HAS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
@@ -680,6 +680,26 @@ def test_more_batches_than_a_grid_dimension_of_65535():
 
 
 # The same bits, wherever it runs
+
+
+@on_hopper
+def test_maxima_rise_by_more_than_the_lag_or_not_at_all():
+    """Row by row, though a warp of sixteen rows decides together whether to look, and any thread's score counts."""
+    from cs336_systems.attention.hopper.builtins import LAG
+    from tests.hopper_instructions import COLUMNS, ROWS, raised_maxima
+
+    torch.manual_seed(0)
+    maxima = torch.randn(ROWS, device="cuda")
+    scores = maxima[:, None] - torch.rand(ROWS, COLUMNS, device="cuda")
+    excesses = {(3, 0): 9.0, (5, 127): 100.0, (6, 64): 7.5, (20, 2): 7.5, (40, 33): 8.5, (47, 70): 1e30}
+    for (row, column), excess in excesses.items():
+        scores[row, column] = maxima[row] + excess
+    scores[10], scores[41, 4], scores[63] = -torch.inf, torch.inf, torch.nan
+    raised, own = raised_maxima(scores, maxima)
+    largest = scores.amax(1)
+    expected = torch.where(largest > maxima + LAG, largest, maxima)
+    assert (expected != maxima).sum() == 5 and torch.equal(raised, expected[:, None].expand(-1, 4))
+    assert torch.equal(own[:63], scores.view(ROWS, COLUMNS // 8, 4, 2).amax((1, 3))[:63])
 
 
 @on_hopper

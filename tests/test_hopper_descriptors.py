@@ -233,7 +233,7 @@ print(triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_war
 RESCALE = """
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from cs336_systems.attention.hopper.builtins import rescale_rows
+from cs336_systems.attention.hopper.builtins import by_threads, rescale_rows
 
 @gluon.jit
 def kernel(pointer):
@@ -241,7 +241,11 @@ def kernel(pointer):
     rows = gl.arange(0, 64, gl.SliceLayout(1, layout))
     columns = gl.arange(0, 128, gl.SliceLayout(0, layout))
     pointers = pointer + rows[:, None] * 128 + columns[None, :]
-    gl.store(pointers, rescale_rows(gl.load(pointers), gl.load(pointer + 8192 + rows)))
+    accumulator = gl.load(pointers)
+    shared: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, by_threads(accumulator).type.layout))
+    rows, threads = gl.arange(0, 64, gl.SliceLayout(1, shared)), gl.arange(0, 4, gl.SliceLayout(0, shared))
+    factor = gl.load(pointer + 8192 + rows[:, None] + threads[None, :] * 0)
+    gl.store(pointers, rescale_rows(accumulator, factor))
 """
 
 

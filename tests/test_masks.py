@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from cs336_systems.attention import BlockMask, attention_reference, flash_attention
 from cs336_systems.attention.dilated import dilated_attention
 from cs336_systems.attention.dynamic import choose_keys, shared_keys_attention
-from cs336_systems.attention.masks import MAX_LIST_DENSITY, parse_mask, use_lists
+from cs336_systems.attention.masks import MAX_LIST_DENSITY, parse_mask, patterns, use_lists
 from cs336_systems.attention.masks.staircase import staircase_mask, steps_of
 from cs336_systems.attention.masks.tiles import count_tokens, pack_tokens, unpack_tokens
 from cs336_systems.cli import app
@@ -326,8 +326,23 @@ THREE_HEADS = BlockMask.random_blocks(8, density=0.5, heads=3)
         (lambda: BlockMask.from_dense(BOOLS.float()), TypeError, "mask must be a bool tensor, got torch.float32"),
         (lambda: BlockMask.from_dense([[True]]), TypeError, "mask must be a bool tensor, got list"),
         (lambda: BlockMask.from_dense(BOOLS[None]), ValueError, r"mask must have shape \(queries, keys\) or"),
-        (lambda: BlockMask.from_dense(BOOLS, 48), ValueError, "block_size must be a power of two from 16 on.*got 48"),
-        (lambda: BlockMask.from_dense(BOOLS, 8), ValueError, "block_size must be a power of two from 16 on"),
+        (lambda: BlockMask.from_dense(BOOLS, 48), ValueError, "block_size must be a power of two from 16 to .*48"),
+        (lambda: BlockMask.causal(64, block_size=8192), ValueError, "block_size must be a .* from 16 to 4096, or two"),
+        (lambda: BlockMask.from_dense(BOOLS.to("meta")), ValueError, "mask must have values, got a tensor on meta"),
+        (lambda: BlockMask.from_dense(BOOLS.to_sparse()), TypeError, "mask must be a dense strided tensor, got t"),
+        (lambda: BlockMask.topk_blocks(SCORES.to("meta"), 2), ValueError, "scores must have values"),
+        (lambda: BlockMask.dynamic_topk(SCORES.to_sparse(), 2), TypeError, "bias must be a dense strided tensor"),
+        (lambda: BlockMask.prefix(torch.ones(4).int().to("meta"), 4), ValueError, "lengths must have values"),
+        (lambda: BlockMask.document(torch.ones(4).int().to("meta")), ValueError, "lengths must have values"),
+        (lambda: BlockMask.document(ids=torch.ones(4).int().to_sparse()), TypeError, "ids must be a dense strided"),
+        (lambda: BlockMask.causal(2**70), ValueError, "seqlen_q must be at most 2147483647, got 118059"),
+        (lambda: BlockMask.causal(10**5000), ValueError, "seqlen_q must be at most .*, got an integer of 16"),
+        (lambda: BlockMask.document([2**63]), ValueError, "lengths must be at most 2147483647"),
+        (lambda: BlockMask.document([2**31 - 1, 1]), ValueError, "the sum of lengths must be at most 2147483647"),
+        (lambda: BlockMask.prefix(torch.ones(4).int(), 2**63), ValueError, "seqlen_k must be at most 2147483647"),
+        (lambda: BlockMask.random_blocks(8, density=1, heads=2**63), ValueError, "heads must be at most 2147483647"),
+        (lambda: BlockMask.random_blocks(8, density=1, seed=10**999), ValueError, "64 bits, got an integer of 3"),
+        (lambda: BlockMask.from_dense(BOOLS, 8), ValueError, "block_size must be a power of two from 16 to 4096"),
         (lambda: BlockMask.from_dense(BOOLS, (32, True)), ValueError, "block_size must be a power of two"),
         (lambda: BlockMask.from_dense(BOOLS, (32,)), ValueError, "block_size must be a power of two"),
         (lambda: BlockMask.from_blocks(BOOLS.int()), TypeError, "blocks must be a bool tensor, got torch.int32"),
@@ -386,6 +401,26 @@ THREE_HEADS = BlockMask.random_blocks(8, density=0.5, heads=3)
 def test_wrong_arguments(call, error, message):
     with pytest.raises(error, match=message):
         call()
+
+
+@pytest.mark.parametrize("huge", [2**31, 2**63 - 1, 2**63, 2**63 + 2, 2**64 + 1, 2**200])
+@pytest.mark.parametrize(
+    ("build", "enough"),
+    [
+        (lambda n: BlockMask.sliding_window(40, 70, window=n, block_size=16), 40),
+        (lambda n: BlockMask.sliding_window(40, 70, window=n, block_size=16, is_causal=False), 70),
+        (lambda n: BlockMask.sliding_window(40, 70, window=n, block_size=16, bottom_right=True), 70),
+        (lambda n: BlockMask.sliding_window(70, 40, window=n, block_size=16, bottom_right=True, is_causal=False), 70),
+        (lambda n: BlockMask.dilated(70, segment_length=n, dilation_rate=3, block_size=16), 70),
+        (lambda n: BlockMask.dilated(70, segment_length=20, dilation_rate=n, block_size=16), 20),
+        (lambda n: BlockMask.dilated(70, segment_length=4, dilation_rate=n, heads=6, block_size=16), 6),
+        (lambda n: BlockMask.topk_blocks(SCORES, n, 16), 4),
+        (lambda n: BlockMask.dynamic_topk(SCORES, n, 16), 4),
+    ],
+)  # fmt: skip
+def test_more_than_there_is_is_all_of_it(build, enough, huge):
+    """Integers beyond 64 bits among them: they wrapped around in tensors, or overflowed."""
+    assert torch.equal(build(huge).to_dense(), build(enough).to_dense())
 
 
 def test_a_mask_without_values_has_a_name():
@@ -698,7 +733,7 @@ def test_staircase_reads_no_value_back():
     """Whatever read a length on the host, and so waited for the GPU, would fail on tensors without values."""
     lengths = torch.empty(2, 3, 300, dtype=torch.int32, device="meta")
     with pytest.raises((RuntimeError, NotImplementedError)):
-        BlockMask.prefix(lengths, 200)
+        patterns.prefix(lengths, 200, (128, 128))
     assert staircase_mask(lengths, 200).shape == (2, 3, 300, 200)
 
 

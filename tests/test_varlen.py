@@ -455,6 +455,25 @@ def test_no_heads(backend):
     assert torch.autograd.grad(output.sum() + lse.sum(), q)[0].shape == (10, 0, 16)
 
 
+@pytest.mark.parametrize("backend", ["reference", "tiled"])
+def test_of_no_documents_both_results_have_a_graph(backend):
+    """The log-sum-exp had none, so that a loss which used it alone could not go backward."""
+    q, k, v = (torch.randn(3, 2, 8, requires_grad=True) for _ in range(3))
+    none = torch.zeros(1, dtype=torch.int32)
+    output, lse = flash_attention_varlen(q, k, v, none, none, 0, 0, return_lse=True, backend=backend)
+    assert torch.equal(output, torch.zeros(3, 2, 8)) and torch.equal(lse, torch.full((2, 3), -math.inf))
+    for result in (output, lse):
+        grads = torch.autograd.grad(result, (q, k, v), torch.ones_like(result))
+        assert all(torch.equal(grad, torch.zeros(3, 2, 8)) for grad in grads)
+
+
+def test_a_longest_length_beyond_64_bits():
+    q = torch.randn(3, 2, 8)
+    bounds = torch.tensor([0, 3], dtype=torch.int32)
+    with pytest.raises(ValueError, match="max_seqlen_k must be an integer of 64 bits, got 18446744073709551616"):
+        flash_attention_varlen(q, q, q, bounds, bounds, 3, 2**64)
+
+
 def test_fake_tensors_have_a_shape_and_no_documents():
     """The packed kernels need no values from the host; the other stages loop over them."""
     with FakeTensorMode():

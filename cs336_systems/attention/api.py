@@ -79,7 +79,10 @@ def flash_attention(
         config: tiles of the `triton` kernels, instead of the table's.
 
     Where queries are too few to fill a GPU, as in one head or one generated token, the forward of `triton` splits the
-    keys among programs, and meanwhile holds a float32 output for each part, at most 64.
+    keys among programs, and meanwhile holds a float32 output for each part, at most 128.
+
+    Scores must be finite: a NaN among a query's scores, or none but -inf of those that its mask leaves, makes its O and
+    L NaN in some back ends and 0 and -inf in others.
 
     Under autocast inputs of 16 or 32 bits are cast to autocast's dtype, as SDPA does. Without keys the output is 0 and
     the log-sum-exp -inf. Not there: dropout, additive bias, a value head dim other than the key's; in `tiled`, `triton`

@@ -69,6 +69,7 @@ def dilated_attention(
 
     if q.numel() == 0:
         return dense(q, k, v)
+    dilation_rate = min(dilation_rate, max(q.shape[1:3]))  # more is a phase for each token, and for each head
     attend = _every_phase if phases == "all" else _phase_by_head
     tokens = q.shape[2]
     whole = tokens // segment_length * segment_length  # tokens of whole segments; the rest is a shorter one

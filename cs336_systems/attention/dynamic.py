@@ -21,6 +21,7 @@ from torch import Tensor
 from cs336_systems.attention.api import flash_attention
 from cs336_systems.attention.masks import BlockMask
 from cs336_systems.attention.masks.block_mask import DEFAULT_BLOCK
+from cs336_systems.attention.masks.checks import check_storage
 from cs336_systems.attention.masks.staircase import staircase_mask
 from cs336_systems.attention.validation import check_attention_inputs, check_flags
 from cs336_systems.device import available_backends, get_device_info
@@ -73,6 +74,7 @@ def choose_keys(
 ) -> tuple[Int[Tensor, "batch heads chosen"], Bool[Tensor, "batch heads chosen"]]:
     """Positions of the `num_keys` highest biases in ascending order, and False behind them for those that are -inf."""
     keys = bias.shape[-1]
+    num_keys = min(num_keys, keys)
     biases, best = (ranked[..., :num_keys] for ranked in bias.sort(dim=-1, descending=True, stable=True))
     ascending = torch.where(biases != -torch.inf, best, best + keys).sort(dim=-1).values
     return ascending % max(1, keys), ascending < keys
@@ -137,3 +139,4 @@ def check_bias(bias: Tensor, k: Tensor) -> None:
         )
     if bias.device != k.device:
         raise ValueError(f"bias must be on k's device {k.device}, got {bias.device}")
+    check_storage("bias", bias)

@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 
 from cs336_systems.attention.masks import BlockMask
+from cs336_systems.attention.masks.checks import brief
 from cs336_systems.profiling.stages import stage
 
 FLOATING_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -128,6 +129,8 @@ def check_documents(
             )
         if isinstance(longest, bool) or not isinstance(longest, int | torch.SymInt) or longest < 0:
             raise ValueError(f"max_seqlen_{side} must be an integer of at least 0, got {longest!r}")
+        if isinstance(longest, int) and longest >= 2**63:
+            raise ValueError(f"max_seqlen_{side} must be an integer of 64 bits, got {brief(longest)}")
         if not cu_seqlens.is_cpu or torch.compiler.is_compiling() or isinstance(cu_seqlens, FakeTensor):
             continue
         lengths = cu_seqlens.long().diff()  # in 32 bits a fall from 2³¹ - 1 would wrap around to a rise
@@ -154,7 +157,7 @@ def resolve_scale(scale: float | None, head_dim: int) -> float:
     if isinstance(scale, bool) or not isinstance(scale, Real):
         raise TypeError(f"scale must be a float or None, got {type(scale).__name__}")
     if not 0 < scale < math.inf or scale > sys.float_info.max:
-        raise ValueError(f"scale must be positive and finite, got {scale}")
+        raise ValueError(f"scale must be positive and finite, got {brief(scale)}")
     if scale > torch.finfo(torch.float32).max:
         raise ValueError(f"scale must be positive and finite in float32, got {scale}")
     return float(scale)

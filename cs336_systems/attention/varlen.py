@@ -92,8 +92,10 @@ def _each_document(
         if isinstance(boundaries, FakeTensor):
             raise TypeError(f"{name} must have values for backend {backend!r}, which reads them, got a fake tensor")
     boundaries_q, boundaries_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
-    # Of no documents, too, the output depends on all inputs, with gradients of zero.
-    outputs, lses = [q[:0] + k[:0].sum() + v[:0].sum()], []
+    # Of no documents, too, output and log-sum-exp depend on all inputs, with gradients of zero.
+    lse_dtype = torch.promote_types(q.dtype, torch.float32)
+    nothing = q[:0] + k[:0].sum() + v[:0].sum()
+    outputs, lses = [nothing], [nothing.sum(-1).transpose(0, 1).to(lse_dtype)]
     for document in range(len(boundaries_q) - 1):
         queries = slice(*boundaries_q[document : document + 2])
         keys = slice(*boundaries_k[document : document + 2])
@@ -105,6 +107,5 @@ def _each_document(
         lses.append(lse)
     behind = q[boundaries_q[-1] :]
     outputs.append(torch.zeros_like(behind))
-    lse_dtype = torch.promote_types(q.dtype, torch.float32)
     lses.append(behind.new_full((q.shape[1], len(behind)), -math.inf, dtype=lse_dtype))
     return torch.cat(outputs), torch.cat(lses, dim=1)

@@ -20,8 +20,9 @@ The two schedules of large grids, by columns of a head tile:
          consumer 0   products   softmax               products   softmax
          consumer 1              products   softmax               products
          consumer 2                         products   softmax
-  128  two consumers, 128 x 128, 240 registers a thread. A step waits for S alone, and P(j-1) V(j-1) runs under the
-       softmax. O is rescaled only when a row's maximum has grown by more than 2^8.
+  128  two consumers, 128 x 128, 240 registers a thread, Q among them. A step waits for S alone, and P(j-1) V(j-1) runs
+       under the softmax. O is rescaled only when a row's maximum has grown by more than 2^8, and only then do the four
+       threads that share a row speak to each other: each sums its own share until the tile ends.
          tensor cores   S(1)   P(0) V(0)         S(2)   P(1) V(1)
          consumer              softmax of S(1)          softmax of S(2)
 Their tiles are long ones, and few calls of short sequences have as many as the GPU has multiprocessors. So there are

@@ -54,6 +54,7 @@ from cs336_systems.attention.masks.checks import (
     check_lengths,
     check_seed,
     check_seqlens,
+    check_storage,
     check_tensor,
     has_values,
     kind_of,
@@ -233,7 +234,8 @@ class BlockMask:
         """
         lengths = check_seqlens(seqlen_q, seqlen_k)
         size = check_block_size(block_size)
-        check_count("window", window, 1)
+        check_count("window", window, 1, most=None)
+        window = min(window, 1 + sum(lengths))  # no two tokens are further apart
         check_flag("is_causal", is_causal)
         check_flag("bottom_right", bottom_right)
         shift = lengths[1] - lengths[0] if bottom_right else 0
@@ -258,6 +260,7 @@ class BlockMask:
                 "lengths must be an int32 or int64 tensor of shape (queries,) or (batch or 1, heads or 1, queries), "
                 f"got {kind_of(lengths)}"
             )
+        check_storage("lengths", lengths)
         lengths = lengths if lengths.ndim == 3 else lengths[None, None]
         return cls._of(patterns.prefix(lengths, seqlen_k, size), size, (lengths.shape[2], seqlen_k))
 
@@ -291,6 +294,7 @@ class BlockMask:
             raise TypeError(
                 f"ids must be an int32 or int64 tensor of shape (tokens,) or (batch, tokens), got {kind_of(ids)}"
             )
+        check_storage("ids", ids)
         ids = (ids if ids.ndim == 2 else ids[None]).to(device or ids.device)
         return cls._of(patterns.documents(ids, is_causal, size), size, (ids.shape[1], ids.shape[1]))
 
@@ -314,12 +318,14 @@ class BlockMask:
         """
         size = check_block_size(block_size)
         check_count("seqlen", seqlen, 0)
-        check_count("segment_length", segment_length, 1)
-        check_count("dilation_rate", dilation_rate, 1)
+        check_count("segment_length", segment_length, 1, most=None)
+        check_count("dilation_rate", dilation_rate, 1, most=None)
         if heads is not None:
             check_count("heads", heads, 1)
         check_flag("is_causal", is_causal)
         device = check_device(device)
+        segment_length = min(segment_length, max(1, seqlen))  # more is one segment
+        dilation_rate = min(dilation_rate, max(segment_length, heads or 1))  # more is a phase for each token, and head
         tile_map = patterns.dilated(seqlen, segment_length, dilation_rate, heads, is_causal, size, device)
         return cls._of(tile_map, size, (seqlen, seqlen))
 
@@ -395,13 +401,13 @@ class BlockMask:
         """
         scores = check_tensor("scores", scores, ("query_blocks", "key_blocks"), None)
         size = check_block_size(block_size)
-        check_count("num_kept", num_kept, 0)
+        check_count("num_kept", num_kept, 0, most=None)
         check_flag("is_causal", is_causal)
         lengths = check_lengths(scores, size, seq_lengths)
         if is_causal:
             visible = cls.causal(*lengths, block_size=size, device=scores.device)._tile_map().tiles != DEAD
             scores = scores.masked_fill(~visible, -torch.inf)
-        live = patterns.best_blocks(scores, num_kept)
+        live = patterns.best_blocks(scores, min(num_kept, scores.shape[3]))
         return cls.from_blocks(live, size, seq_lengths=lengths, is_causal=is_causal)
 
     @classmethod
@@ -423,7 +429,7 @@ class BlockMask:
         """
         bias = check_tensor("bias", bias, ("queries or 1", "keys"), None)
         size = check_block_size(block_size)
-        check_count("num_keys", num_keys, 0)
+        check_count("num_keys", num_keys, 0, most=None)
         check_flag("is_causal", is_causal)
         rows, seqlen_k = bias.shape[2:]
         seqlen_q = (seqlen_k if rows == 1 else rows) if seqlen_q is None else seqlen_q

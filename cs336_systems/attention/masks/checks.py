@@ -7,17 +7,20 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from cs336_systems.attention.masks.tiles import MIN_BLOCK, BlockSize, num_blocks
+from cs336_systems.attention.masks.tiles import MAX_BLOCK, MIN_BLOCK, BlockSize, num_blocks
 
 Device = torch.device | str
+MOST = 2**31 - 1  # tokens, batch entries or heads: kernels number them in 32 bits
 
 
 def check_block_size(block_size: int | BlockSize) -> BlockSize:
-    """(query_block, key_block), powers of two from MIN_BLOCK on; one int is both."""
+    """(query_block, key_block), powers of two from MIN_BLOCK to MAX_BLOCK; one int is both."""
     sizes = block_size if isinstance(block_size, tuple) else (block_size, block_size)
     whole = all(isinstance(size, int) and not isinstance(size, bool) for size in sizes)
-    if len(sizes) != 2 or not whole or any(size < MIN_BLOCK or size & (size - 1) for size in sizes):
-        raise ValueError(f"block_size must be a power of two from {MIN_BLOCK} on, or two of them, got {block_size!r}")
+    if len(sizes) != 2 or not whole or any(not MIN_BLOCK <= n <= MAX_BLOCK or n & (n - 1) for n in sizes):
+        raise ValueError(
+            f"block_size must be a power of two from {MIN_BLOCK} to {MAX_BLOCK}, or two of them, got {block_size!r}"
+        )
     return sizes[0], sizes[1]
 
 
@@ -26,12 +29,22 @@ def check_tensor(name: str, tensor: Tensor, sides: tuple[str, str], dtype: torch
     wanted = "bool" if dtype is torch.bool else "floating"
     if not isinstance(tensor, Tensor) or not (tensor.is_floating_point() if dtype is None else tensor.dtype == dtype):
         raise TypeError(f"{name} must be a {wanted} tensor, got {kind_of(tensor)}")
+    check_storage(name, tensor)
     if tensor.ndim not in (2, 4):
         raise ValueError(
             f"{name} must have shape ({', '.join(sides)}) or (batch or 1, heads or 1, {', '.join(sides)}), "
             f"got {tuple(tensor.shape)}"
         )
     return tensor if tensor.ndim == 4 else tensor[None, None]
+
+
+def check_storage(name: str, tensor: Tensor) -> None:
+    """Raise unless `tensor` is dense and has values."""
+    if tensor.layout != torch.strided or tensor.is_nested:
+        kind = "a nested one" if tensor.is_nested else tensor.layout
+        raise TypeError(f"{name} must be a dense strided tensor, got {kind}")
+    if tensor.is_meta:
+        raise ValueError(f"{name} must have values, got a tensor on meta; a finished mask may move .to('meta')")
 
 
 def check_lengths(tiles: Tensor, block_size: BlockSize, seq_lengths: tuple[int, int] | None) -> tuple[int, int]:
@@ -59,9 +72,12 @@ def check_seqlens(seqlen_q: int, seqlen_k: int | None) -> tuple[int, int]:
     return seqlen_q, seqlen_k
 
 
-def check_count(name: str, value: int, least: int) -> None:
+def check_count(name: str, value: int, least: int, most: int | None = MOST) -> None:
+    """Raise unless `value` is an int from `least` to `most`; of what may be more than there are, `most` is None."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ValueError(f"{name} must be an int from {least} on, got {value!r}")
+        raise ValueError(f"{name} must be an int from {least} on, got {brief(value)}")
+    if most is not None and value > most:
+        raise ValueError(f"{name} must be at most {most}, got {brief(value)}")
 
 
 def check_document_lengths(lengths: Sequence[int] | Tensor) -> list[int]:
@@ -69,9 +85,12 @@ def check_document_lengths(lengths: Sequence[int] | Tensor) -> list[int]:
     vector = lengths.ndim == 1 if isinstance(lengths, Tensor) else isinstance(lengths, Sequence)
     if not vector or isinstance(lengths, str):
         raise TypeError(f"lengths must be a sequence of ints, got {kind_of(lengths)}")
+    if isinstance(lengths, Tensor):
+        check_storage("lengths", lengths)
     found = lengths.tolist() if isinstance(lengths, Tensor) else list(lengths)
     for length in found:
         check_count("lengths", length, 0)
+    check_count("the sum of lengths", sum(found), 0)
     return found
 
 
@@ -87,7 +106,7 @@ def check_flag(name: str, value: bool) -> None:
 
 def check_seed(seed: int) -> None:
     if isinstance(seed, bool) or not isinstance(seed, int) or not -(2**63) <= seed < 2**63:
-        raise ValueError(f"seed must be an int of 64 bits, got {seed!r}")
+        raise ValueError(f"seed must be an int of 64 bits, got {brief(seed)}")
 
 
 def check_device(device: Device, *, with_values: bool = True) -> torch.device:
@@ -108,6 +127,13 @@ def has_values(tensor: Tensor) -> bool:
     if not tensor.is_cpu or torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return False
     return type(tensor) is Tensor and not torch._C._len_torch_dispatch_stack()
+
+
+def brief(value: object) -> str:
+    """`value` for a message; of a very large integer how large it is."""
+    if isinstance(value, int) and value.bit_length() > 128:
+        return f"an integer of {value.bit_length()} bits"
+    return repr(value)
 
 
 def kind_of(value: object) -> str:

@@ -19,6 +19,7 @@ from torch import Tensor
 DEAD, FULL = -1, -2
 BITS = 32  # keys in a word of token bits
 MIN_BLOCK = 16  # the smallest side of a tile that tensor cores multiply
+MAX_BLOCK = 4096  # its token pairs are MAX_TOKENS; kernels take tiles of 128 at most out of it
 MAX_TOKENS = 2**24  # token pairs that a constructor looks at together, so that its memory stays small
 
 BlockSize = tuple[int, int]  # query rows and key columns of a tile

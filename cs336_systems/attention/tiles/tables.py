@@ -205,7 +205,8 @@ _SM100: dict[Key, Spelled] = {
 }
 
 # The interpreter's table, and that of GPUs without one. Its float32 matmuls are NumPy's, whose rounding depends on the
-# shape: equal tiles give forward and backward the same scores, as one order of additions does on a GPU.
+# shape: with equal tiles forward and backward have the same scores, as on a GPU, where NumPy's BLAS uses AVX-512;
+# elsewhere its K Q^T may be other than the transpose of Q K^T, by a rounding.
 _PORTABLE: dict[Key, Spelled] = _SMALL | {
     ("forward", 4, 64): "64x64_w8_s1",
     ("dkdv", 4, 64): "64x64_w8_s1",

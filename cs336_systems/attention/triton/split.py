@@ -19,7 +19,6 @@ before it reads anything. Source: CUDA Programming Guide, Programmatic Dependent
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from jaxtyping import Float
@@ -55,11 +54,11 @@ from cs336_systems.attention.triton.steps import (
 )
 from cs336_systems.profiling.stages import stage
 
-# A program that merges has one row, whose parts are all loaded together; or, where rows are more than a GPU is full of,
-# a few rows of one head, part by part in one warp, whose threads pass each other numbers by shuffles: with more warps, or
-# more rows and parts, Triton goes through shared memory and a barrier for every part. Measured on an NVIDIA H200, triton
-# 3.6.0: one row is faster up to 256 rows, by up to 25 %, and slower from 1,024 on; more warps are slower where fewer can
-# hold the parts.
+# A program that merges has one row, whose parts are all loaded together; or, where rows are more than a GPU is full
+# of, a few rows of one head, part by part in one warp, whose threads pass each other numbers by shuffles: with more
+# warps, or more rows and parts, Triton goes through shared memory and a barrier for every part. Measured on an NVIDIA
+# H200, triton 3.6.0: one row is faster up to 256 rows, by up to 25 %, and slower from 1,024 on; more warps are slower
+# where fewer can hold the parts.
 SINGLE_ROWS = 512
 MERGED_ROWS = 2  # queries of one head
 MERGED_AT_A_TIME = 8  # parts whose loads are under way together
@@ -85,7 +84,7 @@ def flash_split_forward_kernel(
     GROUP: tl.constexpr, D: tl.constexpr, D_TILE: tl.constexpr, Q_TILE_SIZE: tl.constexpr, K_TILE_SIZE: tl.constexpr,
     IS_CAUSAL: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Writes float32 to Parts_ptr, where `parts_of` finds it; nothing of a part that no query of a tile sees. A part has
+    """Writes float32 to Parts_ptr, where `parts_of` says; nothing of a part that no query of a tile sees. A part has
     PART_SIZE keys, a multiple of K_TILE_SIZE."""
     num_query_tiles, num_parts = tl.cdiv(N_QUERIES, Q_TILE_SIZE), tl.cdiv(N_KEYS, PART_SIZE)
     tile, batch, head = tile_of_program(num_query_tiles * num_parts, N_HEADS, HEADS_TOGETHER, IS_CAUSAL)
