@@ -18,6 +18,7 @@ from functools import partial
 from cs336_systems.attention import compilation
 from cs336_systems.attention.compilation import CompileRequest, compiled_launches
 from cs336_systems.attention.tiles import KernelConfig
+from cs336_systems.attention.triton import split
 from tests.compile_masked_kernels import launch_block_sparse, launch_varlen
 
 FILE = re.compile(r'^\.file\s+(\d+)\s+"([^"]+)"')
@@ -29,7 +30,7 @@ EVENTS = (
 )
 READ = re.compile(r"\bld\.global|\bcp\.async\.c[ag]\b")
 # Where the sources load L and D, which the preprocess writes, and the parts of a forward that splits keys.
-WRITTEN_BEFORE = re.compile(r"tl\.load\((?:[LD]_base|[LD]_ptr \+ row_base|[Ml]_parts_ptr)|O_parts_ptr \+")
+WRITTEN_BEFORE = re.compile(r"tl\.load\((?:[LD]_base|[LD]_ptr \+ row_base|all_[ml] \+)|\bO_parts \+")
 
 
 def events_of(ptx: str) -> list[str]:
@@ -67,10 +68,12 @@ def main() -> None:
             config=KernelConfig.from_name(f"{arch}_{kernel}_{tiles}"), arch=arch, head_dim=64, dtype="bfloat16",
             is_causal=True, is_split=kernel == "forward",
         )  # fmt: skip
-        for compiled in compiled_launches(arch, "", partial(launchers[kind], request)):
-            line = {"arch": arch, "kind": kind, "tma": request.config.tma, "kernel": compiled.metadata.name,
-                    "early": compiled.metadata.launch_pdl, "events": events_of(compiled.asm["ptx"])}  # fmt: skip
-            print(json.dumps(line), flush=True)
+        for single_rows in (0, 2**31) if request.is_split else (0,):  # both ways to merge
+            split.SINGLE_ROWS = single_rows
+            for compiled in compiled_launches(arch, "", partial(launchers[kind], request)):
+                line = {"arch": arch, "kind": kind, "tma": request.config.tma, "kernel": compiled.metadata.name,
+                        "early": compiled.metadata.launch_pdl, "events": events_of(compiled.asm["ptx"])}  # fmt: skip
+                print(json.dumps(line), flush=True)
 
 
 if __name__ == "__main__":
