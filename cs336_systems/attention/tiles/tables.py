@@ -9,6 +9,7 @@ holds being taken, and ends with what holds elsewhere:
 
 What bounds a row:
   - 16-bit tiles on sm_90 stay at 64 rows or more: triton 3.6 can miscompile kernels with two dots at 16 or 32.
+  - The kernels of a call round their scores alike: float32 rows of one head tile have one precision.
   - IEEE float32 dots run on the FMA units, with operands unrolled into registers: larger tiles spill by the kilobyte.
   - a streaming multiprocessor has 227 KiB of shared memory on sm_90 and sm_100, 163 KiB on sm_80, 99 on sm_86 and 89.
 """
