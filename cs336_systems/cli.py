@@ -6,17 +6,19 @@ A wrong argument is one line on stderr and exit code 2; a run in which nothing c
 
 from __future__ import annotations
 
+import difflib
 import importlib.util
 import math
 import os
 import signal
 import tempfile
 import time
+import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, MutableMapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -246,7 +248,7 @@ def _measure_shown(
     from cs336_systems.experiments.sweep import cell_status
 
     measured: defaultdict[str, Counter[str]] = defaultdict(Counter)
-    failures: dict[str, None] = {}  # in their order, each once
+    failures: dict[tuple[str, str, str], dict[str, None]] = {}  # the cases of each, all in their order
     console = Console(stderr=True)
     columns = (
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
@@ -261,14 +263,16 @@ def _measure_shown(
         for records in measure(started=show):
             measured[records[0].problem][cell_status(record.status for record in records)] += 1
             failed = [record for record in records if record.status == "failed"]
-            failures |= {f"{r.problem}: {r.implementation} failed: {r.message}": None for r in failed}
+            for r in failed:
+                failures.setdefault((r.problem, r.implementation, r.message), {})[describe_case(r.case)] = None
             progress.advance(task)
         progress.update(task, cell="")
     if failures:
         from cs336_systems.report.markdown import one_line
 
-        for failure in failures:
-            typer.echo(f"  {one_line(failure)}", err=True)
+        for (problem, name, message), cases in failures.items():
+            first, more = next(iter(cases)), f" and {len(cases) - 1} more" if len(cases) > 1 else ""
+            typer.echo(f"  {one_line(f'{problem}: {name} failed ({first}{more}): {message}')}", err=True)
     return measured
 
 
@@ -289,11 +293,14 @@ def _count(number: int, noun: str) -> str:
 
 
 def describe_case(case: object) -> str:
-    """A few words for the progress bar."""
-    model = getattr(case, "model", None)
-    if model is not None:
-        return str(model.name)
-    parts = (getattr(case, "dtype", ""), f"d={getattr(case, 'head_dim', '?')}", f"S={getattr(case, 'seqlen_q', '?')}")
+    """A few words for the progress bar, of a cell's case or a record's."""
+
+    def field(of: object, name: str, otherwise: str) -> Any:
+        return of.get(name, otherwise) if isinstance(of, dict) else getattr(of, name, otherwise)
+
+    if model := field(case, "model", ""):
+        return str(field(model, "name", "?"))
+    parts = (field(case, "dtype", ""), f"d={field(case, 'head_dim', '?')}", f"S={field(case, 'seqlen_q', '?')}")
     return " ".join(part for part in parts if part)
 
 
@@ -304,7 +311,9 @@ def _choose_problems(names: list[str], run_all: bool) -> list[str]:
         raise ValueError("give problem names or --all, not both")
     for name in names:
         if name not in PROBLEMS:
-            raise ValueError(f"unknown problem {name!r}; known: {', '.join(PROBLEMS)}")
+            near = difflib.get_close_matches(name, PROBLEMS, n=1)
+            raise ValueError(f"unknown problem {name!r}; {f'did you mean {near[0]!r}? ' if near else ''}"
+                             f"known: {', '.join(PROBLEMS)}; `list` shows them, and what only tests grade")  # fmt: skip
     if not names and not run_all:
         raise ValueError(f"give problem names or --all; known: {', '.join(PROBLEMS)}")
     return list(PROBLEMS) if run_all else list(dict.fromkeys(names))
@@ -368,7 +377,9 @@ def report(
             folders = [results / folder] if folder is not None else _own_folders(results)
             for path in folders:
                 if not (path / "records").is_dir():
-                    raise ValueError(f"no records in {path}; measure something first: cs336-systems run --all")
+                    there = ", ".join(sorted(other.parent.name for other in results.glob("*/records")))
+                    raise ValueError(f"no records in {path}; {f'there are some of {there}, or' if there else ''} "
+                                     "measure something first: cs336-systems run --all")  # fmt: skip
     if check:
         for difference in differences:
             typer.echo(printable(difference), err=True)
@@ -405,4 +416,12 @@ def _device_kinds() -> list[str]:
 
 def main(run_app: Callable[[], None] = app) -> None:
     """Entry point of the console script."""
+    format_warning = warnings.formatwarning
+
+    def in_one_line(message: Warning | str, category: type[Warning], *place: Any, **options: Any) -> str:
+        if not issubclass(category, UserWarning):
+            return format_warning(message, category, *place, **options)
+        return f"warning: {printable(' '.join(str(message).split()))}\n"
+
+    warnings.formatwarning = in_one_line
     run_app()

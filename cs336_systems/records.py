@@ -16,7 +16,7 @@ import re
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -102,11 +102,10 @@ def record_from_json(loaded: Any) -> Record:
     """
     if not isinstance(loaded, dict):
         raise ValueError(f"must be a JSON object, got {type(loaded).__name__}")
-    known = {f.name for f in fields(Record)}
-    try:
-        record = Record(**{key: value for key, value in loaded.items() if key in known})
-    except TypeError as error:  # names the missing keys
-        raise ValueError(str(error).removeprefix("Record.__init__() ")) from error
+    known = {f.name: f.default is MISSING and f.default_factory is MISSING for f in fields(Record)}
+    if lacking := [name for name, is_needed in known.items() if is_needed and name not in loaded]:
+        raise ValueError(f"lacks {', '.join(lacking)}")
+    record = Record(**{key: value for key, value in loaded.items() if key in known})
 
     def refuse(name: str, why: str) -> None:
         raise ValueError(f"record.{name} {why}")
@@ -267,8 +266,8 @@ def read_records(path: Path) -> list[Record]:
     """All readable records of the file at `path`, in the order written; an absent file has none.
 
     Records behind a line of `write_compact`'s have its values for the keys that they leave out.
-    Unknown keys are dropped; a line that is not a record (see `record_from_json`) is skipped with a warning that names
-    it, and so is a `path` that is not a regular file: reading a pipe would wait for ever.
+    Unknown keys are dropped; lines that are no records (see `record_from_json`) are skipped with a warning that names
+    the first, and so is a `path` that is not a regular file: reading a pipe would wait for ever.
     """
     if not path.exists():
         return []
@@ -276,6 +275,7 @@ def read_records(path: Path) -> list[Record]:
         warnings.warn(f"{path.name}: not a regular file, skipped", stacklevel=2)
         return []
     records = []
+    skipped: list[str] = []
     common: dict[str, Any] = {}
     # Not splitlines: a separator such as U+2028 may stand in a JSON string as it is.
     for number, line in enumerate(path.read_bytes().split(b"\n"), start=1):
@@ -288,7 +288,10 @@ def read_records(path: Path) -> list[Record]:
                 continue
             records.append(record_from_json({**common, **loaded} if isinstance(loaded, dict) else loaded))
         except (ValueError, TypeError, AttributeError, RecursionError, OverflowError) as error:
-            warnings.warn(f"{path.name}:{number}: not a record, skipped ({error})", stacklevel=2)
+            skipped.append(f"{path.name}:{number}: not a record, skipped ({error})")
+    if skipped:
+        more = f", and {len(skipped) - 1} more lines of it" if len(skipped) > 1 else ""
+        warnings.warn(skipped[0] + more, stacklevel=2)
     return records
 
 

@@ -9,13 +9,14 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 import typer
 from typer.testing import CliRunner
 
-from cs336_systems.cli import app, wait_briefly
+from cs336_systems.cli import app, describe_case, wait_briefly
 from cs336_systems.commands.profile import show_trace
 from cs336_systems.commands.shared import one_line_errors, termination_interrupts
 from cs336_systems.experiments.registry import PROBLEMS
@@ -47,6 +48,7 @@ def assert_refused(result, message: str) -> None:
 
 REFUSALS = {
     "unknown-problem": (["flash"], "unknown problem 'flash'; known: benchmarking_script"),
+    "misspelt-problem": (["flash_benchmarkin"], "'flash_benchmarkin'; did you mean 'flash_benchmarking'? known: "),
     "no-problem": ([], "give problem names or --all"),
     "both": (["flash_benchmarking", "--all"], "not both"),
     "scale": (["--all", "--scale", "huge"], "scale must be one of tiny, smoke, handout, got 'huge'"),
@@ -102,6 +104,9 @@ def test_records_that_cannot_be_written_are_refused_before_anything_is_measured(
 def test_report_without_records(tmp_path):
     assert_refused(invoke("report", "--results", tmp_path), "no records of this machine")
     assert_refused(invoke("report", "--results", tmp_path, "--folder", "nothing"), "no records in")
+    (tmp_path / "something" / "records").mkdir(parents=True)
+    refused = invoke("report", "--results", tmp_path, "--folder", "nothing")
+    assert_refused(refused, "nothing; there are some of something, or measure something first: cs336-systems run --all")
 
 
 def test_list_and_doctor():
@@ -155,10 +160,37 @@ def test_cells_that_failed_before_are_said_to_have_failed(tmp_path, monkeypatch)
     arguments += ("--model", "tests.broken_models:Raises")
     first = invoke(*arguments)
     assert first.exit_code == 1 and "nothing could be measured" in first.stderr
-    assert "failed: RuntimeError: CUDA error: an illegal memory access" in first.stderr
+    said = r"failed \(small-proxy\): RuntimeError: CUDA error: an illegal memory access"
+    assert re.search(said, first.stderr), first.stderr
     again = invoke(*arguments)
     assert again.exit_code == 1 and "nothing could be measured" in again.stderr
     assert "3 failed before (--rerun failed measures them again)" in again.stdout
+
+
+@pytest.mark.parametrize(
+    "case, described",
+    [
+        (SimpleNamespace(dtype="float16", head_dim=32, seqlen_q=512), "float16 d=32 S=512"),
+        ({"dtype": "float16", "head_dim": 32, "seqlen_q": 512}, "float16 d=32 S=512"),
+        (SimpleNamespace(model=SimpleNamespace(name="small")), "small"),
+        ({"model": {"name": "small"}, "batch": 4}, "small"),
+    ],
+)
+def test_a_case_is_described_alike_before_and_after_it_is_recorded(case, described):
+    assert describe_case(case) == described
+
+
+def test_warnings_are_one_line_of_the_command(tmp_path):
+    """They were two lines, of a path in the package and of its source."""
+    records = tmp_path / "machine" / "records"
+    records.mkdir(parents=True)
+    (records / "flash_benchmarking.jsonl").write_text('{"broken\n' * 3 + '{"problem": "flash_benchmarking"}\n')
+    arguments = ("report", "--results", str(tmp_path), "--folder", "machine")
+    result = subprocess.run(command(*arguments), cwd=ROOT, capture_output=True, text=True, timeout=120)
+    told = [line for line in result.stderr.splitlines() if "not a record" in line]
+    expected = r"warning: flash_benchmarking\.jsonl:1: not a record, .*, and 3 more lines of it"
+    assert told and all(re.fullmatch(expected, line) for line in told), result.stderr
+    assert "UserWarning" not in result.stderr
 
 
 @pytest.mark.parametrize("name, code", [("SIGTERM", 128 + signal.SIGTERM), ("SIGKILL", -signal.SIGKILL)])

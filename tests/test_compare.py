@@ -340,6 +340,12 @@ def test_the_command_says_what_regressed(tmp_path: Path) -> None:
     assert invoke(base, target, "--threshold", "30").exit_code == 0
 
 
+def test_runs_with_nothing_in_common_are_not_said_to_be_as_fast(tmp_path: Path) -> None:
+    other = [replace(row, problem="torch_compile") for row in run_of(2)]
+    result = invoke(write(tmp_path / "base", run_of(1)), write(tmp_path / "target", other))
+    assert "none in common" in result.stdout and "no regression" not in result.stdout
+
+
 def test_the_command_on_two_runs_of_the_same_code(tmp_path: Path) -> None:
     base, target = write(tmp_path / "base", run_of(1)), write(tmp_path / "target", run_of(2))
     result = invoke(base, target)
@@ -423,7 +429,7 @@ def test_lines_that_are_no_records_are_counted_in_one_line(tmp_path: Path) -> No
     assert result.exit_code == 0, result.output
     lines = result.stderr.strip().splitlines()
     assert len(lines) == 2 and all(line.startswith(f"warning: {damaged.name}:") for line in lines), "one a side"
-    assert all(line.endswith("and 99 more like it") for line in lines)
+    assert all(line.endswith("and 99 more lines of it") for line in lines)
 
 
 @pytest.mark.parametrize(

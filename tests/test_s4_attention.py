@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import pytest
@@ -14,8 +16,9 @@ from torch.autograd import forward_ad
 
 from cs336_systems.attention import AttentionConfig, FlashAttentionPyTorch, explain_backend, flash_attention
 from cs336_systems.attention.contract import compute_oracle, contract_errors
+from cs336_systems.attention.masks import BlockMask
 from cs336_systems.attention.reference import attention_reference
-from cs336_systems.attention.tiles import head_tile, target_of
+from cs336_systems.attention.tiles import KernelConfig, head_tile, target_of
 from cs336_systems.attention.tiles.config import KERNELS
 from cs336_systems.attention.tiles.tables import TABLES
 from cs336_systems.device import has_cxx_compiler
@@ -671,7 +674,8 @@ REFUSALS = {
     "scale-nan": ({}, {"scale": math.nan}, ValueError, r"scale must be positive and finite, got nan"),
     "backend": ({}, {"backend": "cudnn"}, ValueError, r"backend must be one of auto, .*got 'cudnn'"),
     "scale-huge": ({}, {"scale": 10**400}, ValueError, r"scale must be positive and .*, got an integer of 1329 bits$"),
-    "scale-float64": ({}, {"scale": 1e39}, ValueError, r"scale must be positive and finite in float32, got 1e\+39"),
+    "scale-float64": ({}, {"scale": 1e39}, ValueError, r"scale must be positive and finite in float32, .*got 1e\+39"),
+    "scale-log2e": ({}, {"scale": 2.5e38}, ValueError, r"finite in float32, times log2\(e\) too, got 2\.5e\+38"),
     "causal-text": ({}, {"is_causal": "no"}, TypeError, r"is_causal must be a bool, got 'no'"),
     "causal-none": ({}, {"is_causal": None}, TypeError, r"is_causal must be a bool, got None"),
     "gqa-number": ({}, {"enable_gqa": 1}, TypeError, r"enable_gqa must be a bool, got 1"),
@@ -755,6 +759,77 @@ def test_forward_mode_is_refused(backend):
     function = _implementations()["triton" if backend == "triton" else "pytorch"]()
     with forward_ad.dual_level(), pytest.raises(RuntimeError, match="must implement the jvp function"):
         function.apply(forward_ad.make_dual(q[0], q[0]), k[0], v[0])
+
+
+@pytest.mark.parametrize("backend", ["tiled", "triton"])
+def test_forward_mode_within_vmap_is_refused(backend):
+    """A batched tensor hid the tangent of what it wraps, and the result's was zero."""
+    q, k, v = good().values()
+    several = torch.stack([q, 2 * q])
+
+    def mapped(several: torch.Tensor) -> torch.Tensor:
+        return torch.func.vmap(lambda q: flash_attention(q, k, v, backend=backend))(several)
+
+    with pytest.raises(NotImplementedError, match="forward-mode AD is not supported here"):
+        torch.func.jvp(mapped, (several,), (several,))
+    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="forward-mode AD is not supported here"):
+        mapped(forward_ad.make_dual(several, several))
+    expected = torch.stack([attention_reference(x, k, v) for x in several])
+    with forward_ad.dual_level():  # without a tangent it runs
+        torch.testing.assert_close(mapped(several), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("backend", ["tiled", "triton"])
+@pytest.mark.parametrize("masked", [False, True])
+def test_gradients_of_enormous_scores_stay_finite(masked, backend, device):
+    """Of scores of 1e9 a log-sum-exp is rounded by more than 100: recomputed probabilities were up to exp(100)."""
+    q, k, v, grad_output = inputs(1, 2, 2, 130, 130, 32, torch.float32, device)
+    mask = BlockMask.causal(130, 130, device=device) if masked else None
+    leaves = [(x * scale).requires_grad_() for x, scale in ((q, 2e4), (k, 2e4), (v, 1.0))]
+    output = flash_attention(*leaves, backend=backend, block_mask=mask)
+    grads = torch.autograd.grad(output, leaves, grad_output)
+    assert all(grad.isfinite().all() for grad in grads)
+    assert grads[2].abs().max() <= grad_output.abs().sum(dim=-2).max()  # probabilities are at most 1
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_columns_farther_apart_than_32_bits_reach(device):
+    """Their distance was taken in 32 bits, and another tensor's numbers were read."""
+    head_dim = 64
+    apart = -(-(2**31) // (head_dim - 1))
+    memory = torch.empty(apart * (head_dim - 1) + 8, dtype=torch.float16, device=device)  # of which few pages are used
+    far = memory.as_strided((1, 1, 8, head_dim), (0, 0, 1, apart))
+    q, k, v, grad_output = inputs(1, 1, 1, 8, 8, head_dim, torch.float16, device)
+    near = q.clone().requires_grad_()
+    far = far.copy_(q).detach().requires_grad_()
+    outputs = [flash_attention(x, k, v, backend="triton") for x in (near, far)]
+    grads = [torch.autograd.grad(out, x, grad_output)[0] for out, x in zip(outputs, (near, far))]
+    assert torch.equal(*outputs) and torch.equal(*grads)
+
+
+def test_interpreted_calls_of_several_threads_wait_for_one_another():
+    """The interpreter's place in a grid is global: threads computed each other's tiles."""
+    calls = [inputs(1, 2, 2, length, length, 16, torch.float32, "cpu")[:3] for length in (70, 83, 96)]
+    expected = [flash_attention(*call, backend="triton") for call in calls]
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        with ThreadPoolExecutor(3) as pool:
+            found = list(pool.map(lambda call: flash_attention(*call, backend="triton"), calls * 3))
+    finally:
+        sys.setswitchinterval(before)
+    assert all(map(torch.equal, found, expected * 3))
+
+
+@pytest.mark.parametrize("kernel", ["dkdv", "dq"])
+def test_query_tiles_longer_than_the_padding_of_rows_are_refused_in_the_backward(kernel):
+    """They read L and delta past their end."""
+    q, k, v = (x.requires_grad_() for x in good().values())
+    config = AttentionConfig(**{kernel: KernelConfig.from_name(f"portable_{kernel}_512x16_w4_s1")})
+    output = flash_attention(q, k, v, backend="triton", config=config)
+    with pytest.raises(ValueError, match="query tiles of at most 256 rows in the backward, got portable_.*512x16"):
+        output.sum().backward()
 
 
 def test_an_overflowing_yardstick_is_refused():

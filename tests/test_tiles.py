@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import warnings
+from dataclasses import replace
 
 import pytest
 
@@ -249,6 +250,8 @@ def test_names_spell_the_configuration():
     assert forward == KernelConfig(
         target="sm90", kernel="forward", query_tile=128, key_tile=64, num_warps=8, num_stages=3, precision="ieee"
     )
+    with pytest.raises(ValueError, match="num_warps must be a power of two from 1 on, got True"):
+        replace(KernelConfig.from_name("sm90_forward_64x32_w8_s1"), num_warps=True)
     precise = KernelConfig.from_name("sm90_forward_64x32_w8_s1_tf32x3")
     assert precise.precision == "tf32x3" and precise.name == "sm90_forward_64x32_w8_s1_tf32x3"
     assert precise.spelling == "64x32_w8_s1_tf32x3"

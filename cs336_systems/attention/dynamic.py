@@ -21,7 +21,7 @@ from torch import Tensor
 from cs336_systems.attention.api import flash_attention
 from cs336_systems.attention.masks import BlockMask
 from cs336_systems.attention.masks.block_mask import DEFAULT_BLOCK
-from cs336_systems.attention.masks.checks import check_storage
+from cs336_systems.attention.masks.checks import FLOATING_DTYPES, check_storage
 from cs336_systems.attention.masks.staircase import staircase_mask
 from cs336_systems.attention.validation import check_attention_inputs, check_flags
 from cs336_systems.device import available_backends, get_device_info
@@ -42,7 +42,7 @@ def shared_keys_attention(
     """Attention of every query over the `num_keys` keys of highest bias, gathered: queries · num_keys scores.
 
     Args:
-        bias: chooses the keys of each batch entry and key head; keys of -inf are never chosen.
+        bias: chooses the keys of each batch entry and key head; keys of -inf are never chosen, those of NaN first.
         num_keys: W; more than there are keys attends all. Of equal biases the earlier key is chosen.
         is_causal: query i attends the chosen keys j <= i, by their original positions; it may see none (output 0). The
             choice itself reads the whole bias: where the bias comes from the tokens, choose per query to stay causal.
@@ -127,9 +127,9 @@ def seen_keys(
 
 def check_bias(bias: Tensor, k: Tensor) -> None:
     """Raise unless `bias` is floating, on k's device and (batch, kv_heads or 1, keys)."""
-    if not isinstance(bias, Tensor) or not bias.is_floating_point():
+    if not isinstance(bias, Tensor) or bias.dtype not in FLOATING_DTYPES:
         kind = bias.dtype if isinstance(bias, Tensor) else type(bias).__name__
-        raise TypeError(f"bias must be a floating tensor, got {kind}")
+        raise TypeError(f"bias must be a floating tensor of 16 bits or more, got {kind}")
     if k.ndim != 4:
         raise ValueError(f"k must have shape (batch, kv_heads, keys, head_dim), got {tuple(k.shape)}")
     if tuple(bias.shape) not in [(k.shape[0], heads, k.shape[2]) for heads in (1, k.shape[1])]:

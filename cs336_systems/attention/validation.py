@@ -10,14 +10,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._functorch import get_unwrapped, is_batchedtensor, is_functorch_wrapped_tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 
 from cs336_systems.attention.masks import BlockMask
-from cs336_systems.attention.masks.checks import brief
+from cs336_systems.attention.masks.checks import FLOATING_DTYPES, brief
 from cs336_systems.profiling.stages import stage
 
-FLOATING_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+LOG2_E = 1.4426950408889634
 MIN_TRITON_BLOCK = 64  # on sm_90 triton 3.6 can miscompile a kernel with two dots of 16 or 32 rows
 
 
@@ -150,7 +151,7 @@ def check_documents(
 def resolve_scale(scale: float | None, head_dim: int) -> float:
     """`scale`, or 1/sqrt(head_dim) when it is None.
 
-    Must be positive and finite, in the kernels' float32 too: they take row maxima before it.
+    Must be positive and finite, in the kernels' float32 too: they take row maxima before it, and multiply it by log₂e.
     """
     if scale is None:
         return 1 / math.sqrt(head_dim)
@@ -158,8 +159,8 @@ def resolve_scale(scale: float | None, head_dim: int) -> float:
         raise TypeError(f"scale must be a float or None, got {type(scale).__name__}")
     if not 0 < scale < math.inf or scale > sys.float_info.max:
         raise ValueError(f"scale must be positive and finite, got {brief(scale)}")
-    if scale > torch.finfo(torch.float32).max:
-        raise ValueError(f"scale must be positive and finite in float32, got {scale}")
+    if scale * LOG2_E > torch.finfo(torch.float32).max:
+        raise ValueError(f"scale must be positive and finite in float32, times log2(e) too, got {scale}")
     return float(scale)
 
 
@@ -167,9 +168,18 @@ def refuse_forward_mode(*tensors: Tensor) -> None:
     """Raise NotImplementedError if a tensor carries a forward-mode tangent, which a custom backward would drop."""
     if torch.compiler.is_compiling() or forward_ad._current_level < 0:  # tangents live within a level
         return
-    plain = [x for x in tensors if not torch._C._functorch.is_batchedtensor(x)]  # vmap cannot unpack, and has none
-    if any(forward_ad.unpack_dual(x, level=0).tangent is not None for x in plain):
+    if any(_carries_tangent(x) for x in tensors):
         raise NotImplementedError("forward-mode AD is not supported here; backend='reference' has it")
+
+
+def _carries_tangent(x: Tensor) -> bool:
+    """Whether x, or what vmap has wrapped in it, carries a tangent; a batched tensor itself cannot be unpacked."""
+    while True:
+        if not is_batchedtensor(x) and forward_ad.unpack_dual(x, level=0).tangent is not None:
+            return True
+        if not is_functorch_wrapped_tensor(x):
+            return False
+        x = get_unwrapped(x)
 
 
 DOUBLE_BACKWARD = "double backward is not supported here; backend='reference' has it"

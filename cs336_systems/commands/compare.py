@@ -150,4 +150,4 @@ def _summary(comparison: Comparison) -> str:
     }  # fmt: skip
     if whole := ", ".join(f"{count} {name}" for name, count in groups.items() if count):
         head += f"; of {len(comparison.groups)} groups of all cases together: {whole}"
-    return head if counts["regressed"] or groups["regressed"] else f"{head}; no regression"
+    return head if not verdicts or counts["regressed"] or groups["regressed"] else f"{head}; no regression"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -70,6 +71,8 @@ def compile_with_progress(requests: Sequence[CompileRequest], jobs: int | None =
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     found = {}
+    if not console.is_terminal and (jobs is None or jobs > 0):
+        print(f"compiling {len(requests)} kernels, some seconds each", file=sys.stderr, flush=True)
     with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
         task = progress.add_task("compiling", total=len(requests))
         for report in compile_configs(requests, jobs=jobs):

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 DEFAULT_SEQLEN = 4096  # tokens, where --seqlen is not given
 DEFAULT_BLOCK = 128  # rows and columns of a tile, where --block-size is not given
 MOST_TILES = 2**22  # 262,144 tokens in tiles of 128: a few seconds
+MOST_PAIRS = 2**30  # that a random mask of tokens draws one by one
 LARGEST_PICTURE = 64  # tiles along a side that are drawn
 
 
@@ -31,12 +32,15 @@ def show_mask(pattern: str, *, seqlen: int | None, block_size: int | None, heads
     seqlen = DEFAULT_SEQLEN if seqlen is None else seqlen
     size = check_block_size(DEFAULT_BLOCK if block_size is None else block_size)
     heads = 1 if heads is None else heads
-    num_tiles = (seqlen // size[0]) * (seqlen // size[1]) * heads
+    num_tiles = -(-seqlen // size[0]) * -(-seqlen // size[1]) * heads
     if num_tiles > MOST_TILES:
         raise ValueError(
             f"--seqlen {seqlen}, --block-size {size[0]} and --heads {heads} are {num_tiles:,} tiles, "
             f"and at most {MOST_TILES:,} are diagnosed"
         )
+    if "tokens" in pattern and seqlen * seqlen * heads > MOST_PAIRS:
+        raise ValueError(f"--seqlen {seqlen} and --heads {heads} are {seqlen * seqlen * heads:,} pairs of tokens, "
+                         f"and at most {MOST_PAIRS:,} are drawn")  # fmt: skip
     mask = parse_mask(pattern, seqlen=seqlen, block_size=size, heads=heads, seed=0 if seed is None else seed)
     table = Table(show_header=False, box=None)
     for name, value in diagnose(mask).items():

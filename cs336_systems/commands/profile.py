@@ -91,6 +91,8 @@ def profile(
         return
     trace = _capture(prepared, kind, steps, warmup, ranges, folder / f"{stem}.trace.json.gz")
     show_trace(trace.in_steps(), top)
+    if os.environ.get("TRITON_INTERPRET") == "1" and kind == "cpu":
+        typer.echo("Triton's kernels ran on its interpreter: their times are NumPy's and say nothing of a GPU")
     typer.echo(f"trace: {folder / f'{stem}.trace.json.gz'} (open it in https://ui.perfetto.dev)")
 
 

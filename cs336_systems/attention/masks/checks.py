@@ -10,6 +10,7 @@ from torch import Tensor
 from cs336_systems.attention.masks.tiles import MAX_BLOCK, MIN_BLOCK, BlockSize, num_blocks
 
 Device = torch.device | str
+FLOATING_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)  # torch computes with no others
 MOST = 2**31 - 1  # tokens, batch entries or heads: kernels number them in 32 bits
 
 
@@ -25,10 +26,10 @@ def check_block_size(block_size: int | BlockSize) -> BlockSize:
 
 
 def check_tensor(name: str, tensor: Tensor, sides: tuple[str, str], dtype: torch.dtype | None) -> Tensor:
-    """`tensor` with four dimensions, of `dtype` (None: any floating one)."""
-    wanted = "bool" if dtype is torch.bool else "floating"
-    if not isinstance(tensor, Tensor) or not (tensor.is_floating_point() if dtype is None else tensor.dtype == dtype):
-        raise TypeError(f"{name} must be a {wanted} tensor, got {kind_of(tensor)}")
+    """`tensor` with four dimensions, of `dtype` (None: any floating one that torch sorts)."""
+    wanted = "a bool tensor" if dtype is torch.bool else "a floating tensor of 16 bits or more"
+    if not isinstance(tensor, Tensor) or tensor.dtype not in (FLOATING_DTYPES if dtype is None else (dtype,)):
+        raise TypeError(f"{name} must be {wanted}, got {kind_of(tensor)}")
     check_storage(name, tensor)
     if tensor.ndim not in (2, 4):
         raise ValueError(

@@ -148,7 +148,8 @@ def top_keys(
 ) -> TileMap:  # fmt: skip
     """Each query attends the `num_keys` keys of highest bias among those it may see; of equal ones the earlier.
 
-    Keys with a bias of -inf are never attended. Fewer visible keys than `num_keys` are all attended.
+    Keys with a bias of -inf are never attended; NaN ranks highest, as torch sorts it. Fewer visible keys than
+    `num_keys` are all attended.
     """
     batch, heads, bias_rows, seqlen_k = bias.shape
     kept = min(num_keys, seqlen_k)

@@ -51,9 +51,9 @@ class KernelConfig:
             raise ValueError(f"KernelConfig.kernel must be one of {', '.join(KERNELS)}, got {self.kernel!r}")
         for field, least in (("query_tile", MIN_TILE), ("key_tile", MIN_TILE), ("num_warps", 1)):
             value = getattr(self, field)
-            if not isinstance(value, int) or value < least or value & (value - 1):
+            if isinstance(value, bool) or not isinstance(value, int) or value < least or value & (value - 1):
                 raise ValueError(f"KernelConfig.{field} must be a power of two from {least} on, got {value!r}")
-        if not isinstance(self.num_stages, int) or self.num_stages < 1:
+        if isinstance(self.num_stages, bool) or not isinstance(self.num_stages, int) or self.num_stages < 1:
             raise ValueError(f"KernelConfig.num_stages must be a positive int, got {self.num_stages!r}")
         if self.precision not in PRECISIONS:
             raise ValueError(f"KernelConfig.precision must be one of {', '.join(PRECISIONS)}, got {self.precision!r}")

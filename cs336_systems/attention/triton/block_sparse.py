@@ -48,6 +48,7 @@ from cs336_systems.attention.triton.steps import (
     load_rows,
     online_softmax,
     padded_rows,
+    recompute,
     start_next,
     store_queries,
     store_rows,
@@ -269,7 +270,7 @@ def _visit_listed_queries(
         delta = tl.load(D_base + query_rows)
         S_T = tl.dot(K, tl.trans(Q), input_precision=PRECISION)  # (K_TILE_SIZE, Q_TILE_SIZE)
         dP_T = tl.dot(V, tl.trans(dO), input_precision=PRECISION)
-        P_T = tl.math.exp2(S_T * scale_log2 - L_log2[None, :])
+        P_T = recompute(S_T, L_log2[None, :], scale_log2, Q.dtype == tl.float32)
         if PARTIAL:
             pattern = tl.load(patterns + step // STEPS)
             words = _load_words(token_bits, pattern, block_rows, first_column, Q_BLOCK, K_BLOCK, K_TILE_SIZE, True)
@@ -356,7 +357,7 @@ def _visit_listed_keys_for_dq(
         )  # fmt: skip
         S = tl.dot(Q, tl.trans(K), input_precision=PRECISION)  # (Q_TILE_SIZE, K_TILE_SIZE)
         dP = tl.dot(dO, tl.trans(V), input_precision=PRECISION)
-        P = tl.math.exp2(S * scale_log2 - L_log2[:, None])
+        P = recompute(S, L_log2[:, None], scale_log2, K.dtype == tl.float32)
         if PARTIAL:
             pattern = tl.load(patterns + step // STEPS)
             words = _load_words(token_bits, pattern, block_rows, first_column, Q_BLOCK, K_BLOCK, K_TILE_SIZE, False)

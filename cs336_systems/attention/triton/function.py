@@ -6,8 +6,10 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable
-from functools import cache, lru_cache
+from contextlib import nullcontext
+from functools import cache, lru_cache, wraps
 from typing import Any, TypeVar
 
 import torch
@@ -41,12 +43,15 @@ from cs336_systems.attention.triton.launching import (
     num_tiles,
     on_device_of,
     rows_of_groups,
+    within_reach,
 )
 from cs336_systems.attention.triton.split import launch_split_forward
+from cs336_systems.attention.triton.steps import ROW_PADDING
 from cs336_systems.attention.triton.varlen import launch_varlen_backward, launch_varlen_forward
 from cs336_systems.attention.validation import check_attention_inputs, check_flags, resolve_scale
 
 Results = TypeVar("Results")
+_interpreting = threading.RLock()  # Triton's interpreter keeps the program that it is at in globals
 
 
 def kernel_config(
@@ -77,7 +82,7 @@ def _choose(
         capability = _capability(q.device)
     named = parse_configs(config)
     if kernel in named:
-        _refuse_miscompiled(named[kernel], q, target_of(capability))
+        _refuse_wrong(named[kernel], q, target_of(capability))
         return named[kernel]
     return select_config(
         kernel,
@@ -98,8 +103,12 @@ def _capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
 
 
-def _refuse_miscompiled(config: KernelConfig, q: Tensor, target: str) -> None:
-    """ValueError for tiles that a caller names and Triton is known to miscompile on this GPU."""
+def _refuse_wrong(config: KernelConfig, q: Tensor, target: str) -> None:
+    """ValueError for tiles that a caller names and Triton is known to miscompile on this GPU, or that read too far."""
+    if config.kernel != "forward" and config.query_tile > ROW_PADDING.value:
+        raise ValueError(
+            f"config must have query tiles of at most {ROW_PADDING.value} rows in the backward, got {config.name}"
+        )
     smallest = smallest_tile(target, q.element_size())
     if min(config.query_tile, config.key_tile) < smallest:
         raise ValueError(
@@ -108,6 +117,17 @@ def _refuse_miscompiled(config: KernelConfig, q: Tensor, target: str) -> None:
         )
 
 
+def _reachable(run: Callable[..., Results]) -> Callable[..., Results]:
+    """`run` on tensors as kernels can address them; see `within_reach`."""
+
+    @wraps(run)
+    def reach(*arguments: Any) -> Results:
+        return run(*(within_reach(x) for x in arguments))
+
+    return reach
+
+
+@_reachable
 def _forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, config: str) -> tuple[Tensor, Tensor]:
     rows = rows_of_groups(q, k, is_causal)
     tma = describable(rows, k, v)
@@ -160,6 +180,7 @@ def _choose_by_shapes(
     )
 
 
+@_reachable
 def _backward(
     q: Tensor, k: Tensor, v: Tensor, output: Tensor, lse: Tensor, grad_output: Tensor, grad_lse: Tensor | None,
     is_causal: bool, scale: float, config: str,
@@ -197,10 +218,11 @@ def _launch(
             f"q is on {q.device}, and Triton kernels run on CUDA devices; "
             "set TRITON_INTERPRET=1 before the kernels are imported to run them on the CPU interpreter"
         )
-    with on_device_of(q):
+    with on_device_of(q), _interpreting if triton.knobs.runtime.interpret else nullcontext():
         return launch_fitting(launcher, configs, q, seqlen_q=seqlen_q, seqlen_k=seqlen_k, **naming)
 
 
+@_reachable
 def _block_sparse_forward(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
     *tensors, _, scale, config = arguments
     lists = TileLists(*tensors)
@@ -212,6 +234,7 @@ def _block_sparse_forward(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> t
     )  # fmt: skip
 
 
+@_reachable
 def _block_sparse_backward(
     q: Tensor, k: Tensor, v: Tensor, output: Tensor, lse: Tensor, grad_output: Tensor, grad_lse: Tensor | None,
     *arguments: Any,
@@ -239,6 +262,7 @@ def _padded_shapes(
     return torch.Size((documents, heads, longest_q, head_dim)), torch.Size((documents, kv_heads, longest_k, head_dim))
 
 
+@_reachable
 def _varlen_forward(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int,
     is_causal: bool, scale: float, config: str,
@@ -253,6 +277,7 @@ def _varlen_forward(
     )  # fmt: skip
 
 
+@_reachable
 def _varlen_backward(
     q: Tensor, k: Tensor, v: Tensor, output: Tensor, lse: Tensor, grad_output: Tensor, grad_lse: Tensor | None,
     cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int,

@@ -29,6 +29,7 @@ LOG_SWITCH = "CS336_ATTN_LOG"
 POINTER_ALIGNMENT_BYTES = 16  # Triton loads four words at a time from such a pointer
 MAX_GROUPED_ROWS = 64  # of a tile of 16-bit elements on sm_90; smaller ones take two or four
 OVERLAPPING = 90  # from this architecture on, sm_90, a kernel may start while the one before it ends
+MAX_COLUMN_OFFSET = 2**31
 MAX_COMPILED = 4096  # launches that differ in shapes or options and are remembered
 _compiled: dict[tuple[Hashable, ...], tuple[Any, list[Hashable]]] = {}  # the kernel and its compile-time constants
 
@@ -103,7 +104,7 @@ def launch(
     compiled = kernel[grid](*tensors, *numbers, **options)
     if compiled is None:
         return None
-    if len(_compiled) == MAX_COMPILED:
+    if len(_compiled) >= MAX_COMPILED:
         _compiled.clear()
     constants = [options[name] for name in kernel.arg_names[len(tensors) + len(numbers) :]]
     _compiled[key] = compiled, constants
@@ -121,6 +122,13 @@ def grid_of(config: KernelConfig, q: Tensor, k: Tensor) -> tuple[int]:
     x, tile = (k, config.key_tile) if config.kernel == "dkdv" else (q, config.query_tile)
     batch, heads, rows, _ = x.shape
     return (num_tiles(rows, tile) * batch * heads,)
+
+
+def within_reach(x: Any) -> Any:
+    """`x`, or a contiguous copy of a tensor whose columns are too far apart: kernels count those in 32 bits."""
+    if isinstance(x, Tensor) and x.ndim and (x.shape[-1] - 1) * x.stride(-1) >= MAX_COLUMN_OFFSET:
+        return x.clone(memory_format=torch.contiguous_format)
+    return x
 
 
 def num_tiles(rows: int, tile: int) -> int:
