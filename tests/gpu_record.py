@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 PUBLISHED_RECORD = Path("results/nvidia-h200/tests.jsonl")  # relative to the repository's root
+CHANGED = "sources changed since"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,27 +131,33 @@ def stale_reason(test: GpuTest, row: GpuRow | None) -> str | None:
     if row.outcome != "passed":
         return f"{row.outcome} on {row.device}" + (f": {row.message}" if row.message else "")
     if row.source_hash != test.source_hash:
-        return f"sources changed since {row.date}"
+        return f"{CHANGED} {row.date}"
     return None
 
 
 def summary_lines(tests: Sequence[GpuTest], rows: Mapping[str, GpuRow], record: Path) -> tuple[list[str], bool]:
     """What the terminal says about the GPU tests, and whether all of them are up to date.
 
-    Parametrised cases with the same reason share a line, so that a whole stale file stays readable.
+    Parametrised cases with the same reason share a line, and so do all tests of a file whose sources have changed.
     """
-    reasons = Counter(
-        (test.test.split("[")[0], reason)
-        for test in tests
-        if (reason := stale_reason(test, rows.get(test.test))) is not None
-    )
-    if not reasons:
+    reasons: Counter[tuple[str, str]] = Counter()
+    changed: Counter[str] = Counter()
+    for test in tests:
+        reason = stale_reason(test, rows.get(test.test))
+        if reason is not None and reason.startswith(CHANGED):
+            changed[_file(test.test)] += 1
+        elif reason is not None:
+            reasons[test.test.split("[")[0], reason] += 1
+    if not reasons and not changed:
         devices = ", ".join(sorted({rows[test.test].device for test in tests}))
         return [f"all {len(tests)} GPU tests are up to date ({devices})"], True
-    lines = [f"{reasons.total()} of {len(tests)} GPU tests are STALE in {record}:"]
+    lines = [f"{reasons.total() + changed.total()} of {len(tests)} GPU tests are STALE in {record}:"]
     for (name, reason), count in reasons.items():
         lines.append(f"  {name}: {reason}" + (f" ({count} cases)" if count > 1 else ""))
-    lines.append("run `make test-gpu` on a machine with a GPU and commit the record")
+    for file, count in changed.items():
+        since = max(rows[test.test].date for test in tests if _file(test.test) == file and test.test in rows)
+        lines.append(f"  {file}: {CHANGED} {since[:10]}, when they passed ({count} test{'s' if count > 1 else ''})")
+    lines.append("`make test-gpu` on a machine with a GPU runs them again; commit the record")
     return lines, False
 
 
