@@ -39,7 +39,7 @@ from cs336_systems.commands.shared import (
 )
 from cs336_systems.commands.train import train
 from cs336_systems.commands.tune import tune
-from cs336_systems.profiling.text import printable
+from cs336_systems.profiling.text import in_one_line, printable
 
 if TYPE_CHECKING:
     from cs336_systems.config import RunConfig
@@ -418,10 +418,10 @@ def main(run_app: Callable[[], None] = app) -> None:
     """Entry point of the console script."""
     format_warning = warnings.formatwarning
 
-    def in_one_line(message: Warning | str, category: type[Warning], *place: Any, **options: Any) -> str:
+    def briefly(message: Warning | str, category: type[Warning], *place: Any, **options: Any) -> str:
         if not issubclass(category, UserWarning):
             return format_warning(message, category, *place, **options)
-        return f"warning: {printable(' '.join(str(message).split()))}\n"
+        return f"warning: {in_one_line(message)}\n"
 
-    warnings.formatwarning = in_one_line
+    warnings.formatwarning = briefly
     run_app()

@@ -102,8 +102,9 @@ def record_from_json(loaded: Any) -> Record:
     """
     if not isinstance(loaded, dict):
         raise ValueError(f"must be a JSON object, got {type(loaded).__name__}")
-    known = {f.name: f.default is MISSING and f.default_factory is MISSING for f in fields(Record)}
-    if lacking := [name for name, is_needed in known.items() if is_needed and name not in loaded]:
+    known = {f.name for f in fields(Record)}
+    needed = [f.name for f in fields(Record) if f.default is MISSING and f.default_factory is MISSING]
+    if lacking := [name for name in needed if name not in loaded]:
         raise ValueError(f"lacks {', '.join(lacking)}")
     record = Record(**{key: value for key, value in loaded.items() if key in known})
 

@@ -141,22 +141,23 @@ def summary_lines(tests: Sequence[GpuTest], rows: Mapping[str, GpuRow], record: 
     Parametrised cases with the same reason share a line, and so do all tests of a file whose sources have changed.
     """
     reasons: Counter[tuple[str, str]] = Counter()
-    changed: Counter[str] = Counter()
+    changed: dict[str, list[str]] = {}  # when each test of a file passed
     for test in tests:
         reason = stale_reason(test, rows.get(test.test))
         if reason is not None and reason.startswith(CHANGED):
-            changed[_file(test.test)] += 1
+            changed.setdefault(_file(test.test), []).append(rows[test.test].date)
         elif reason is not None:
             reasons[test.test.split("[")[0], reason] += 1
     if not reasons and not changed:
         devices = ", ".join(sorted({rows[test.test].device for test in tests}))
         return [f"all {len(tests)} GPU tests are up to date ({devices})"], True
-    lines = [f"{reasons.total() + changed.total()} of {len(tests)} GPU tests are STALE in {record}:"]
+    stale = reasons.total() + sum(map(len, changed.values()))
+    lines = [f"{stale} of {len(tests)} GPU tests are STALE in {record}:"]
     for (name, reason), count in reasons.items():
         lines.append(f"  {name}: {reason}" + (f" ({count} cases)" if count > 1 else ""))
-    for file, count in changed.items():
-        since = max(rows[test.test].date for test in tests if _file(test.test) == file and test.test in rows)
-        lines.append(f"  {file}: {CHANGED} {since[:10]}, when they passed ({count} test{'s' if count > 1 else ''})")
+    for file, dates in changed.items():
+        count = f"{len(dates)} test{'s' if len(dates) > 1 else ''}"
+        lines.append(f"  {file}: {CHANGED} {max(dates)[:10]}, when they passed ({count})")
     lines.append("`make test-gpu` on a machine with a GPU runs them again; commit the record")
     return lines, False
 

@@ -361,7 +361,11 @@ THREE_HEADS = BlockMask.random_blocks(8, density=0.5, heads=3)
         (lambda: BlockMask.dilated(64, segment_length=1, dilation_rate=1, heads=0), ValueError, "heads must be"),
         (lambda: BlockMask.random_blocks(64, density=1.5), ValueError, "density must be between 0 and 1, got 1.5"),
         (lambda: BlockMask.random_tokens(64, density=-0.5), ValueError, "density must be between 0 and 1, got -0.5"),
-        (lambda: BlockMask.topk_blocks(BOOLS, 2), TypeError, "scores must be a floating tensor of 16 bits or more"),
+        (
+            lambda: BlockMask.topk_blocks(BOOLS, 2),
+            TypeError,
+            "scores must be a floating tensor of 16 bits or more, got torch.bool",
+        ),
         (lambda: BlockMask.topk_blocks(SCORES, -2), ValueError, "num_kept must be an int from 0 on, got -2"),
         (lambda: BlockMask.dynamic_topk(SCORES, True), ValueError, "num_keys must be an int from 0 on, got True"),
         (lambda: BlockMask.dynamic_topk(SCORES, 2, seqlen_q=9), ValueError, "bias must have 1 row or seqlen_q=9"),
@@ -756,7 +760,12 @@ def test_chosen_keys_ascend_and_ties_go_to_the_earlier():
 @pytest.mark.parametrize(
     ("bias", "num_keys", "error", "message"),
     [
-        (torch.zeros(1, 1, 16, dtype=torch.int64), 4, TypeError, "bias must be a floating tensor of 16 bits or more"),
+        (
+            torch.zeros(1, 1, 16, dtype=torch.int64),
+            4,
+            TypeError,
+            "bias must be a floating tensor of 16 bits or more, got torch.int64",
+        ),
         (torch.zeros(1, 1, 16).to(torch.float8_e4m3fn), 4, TypeError, "16 bits or more, got torch.float8_e4m3fn"),
         (None, 4, TypeError, "bias must be a floating tensor of 16 bits or more, got NoneType"),
         (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -233,3 +234,13 @@ def test_a_model_is_profiled_on_a_gpu(tmp_path: Path) -> None:
 def test_what_nsys_and_ncu_run_ends_well(tmp_path: Path) -> None:
     result = invoke("small", "--context", "128", "--batch", "1", "--tool", "api", "--results", tmp_path)
     assert result.exit_code == 0, result.output
+
+
+@pytest.mark.parametrize("implementation, interpreted", [("triton", True), ("eager", False)])
+def test_times_of_interpreted_kernels_are_said_to_be_no_gpus(implementation, interpreted, tmp_path) -> None:
+    # A process of its own, since the interpreter is chosen before the kernels load.
+    command = [sys.executable, "-m", "cs336_systems", "profile", "1x1x32x16", "--device", "cpu", "--steps", "1"]
+    command += ["--warmup", "0", "--implementation", implementation, "--results", str(tmp_path)]
+    result = subprocess.run(command, cwd=Path(__file__).parents[1], capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr
+    assert ("their times are NumPy's and say nothing of a GPU" in result.stdout) == interpreted

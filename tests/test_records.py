@@ -254,7 +254,7 @@ def test_only_an_object_can_be_a_record(loaded):
 
 
 def test_an_object_with_too_few_keys_is_no_record():
-    with pytest.raises(ValueError, match="^lacks scale, "):
+    with pytest.raises(ValueError, match="^lacks scale, case, implementation, mode, quantity, unit$"):
         record_from_json({"problem": "flash_benchmarking"})
 
 

@@ -674,7 +674,10 @@ REFUSALS = {
     "scale-nan": ({}, {"scale": math.nan}, ValueError, r"scale must be positive and finite, got nan"),
     "backend": ({}, {"backend": "cudnn"}, ValueError, r"backend must be one of auto, .*got 'cudnn'"),
     "scale-huge": ({}, {"scale": 10**400}, ValueError, r"scale must be positive and .*, got an integer of 1329 bits$"),
-    "scale-float64": ({}, {"scale": 1e39}, ValueError, r"scale must be positive and finite in float32, .*got 1e\+39"),
+    "scale-float64": (
+        {}, {"scale": 1e39}, ValueError,
+        r"scale must be positive and finite in float32, times log2\(e\) too, got 1e\+39",
+    ),  # fmt: skip
     "scale-log2e": ({}, {"scale": 2.5e38}, ValueError, r"finite in float32, times log2\(e\) too, got 2\.5e\+38"),
     "causal-text": ({}, {"is_causal": "no"}, TypeError, r"is_causal must be a bool, got 'no'"),
     "causal-none": ({}, {"is_causal": None}, TypeError, r"is_causal must be a bool, got None"),

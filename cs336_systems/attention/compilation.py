@@ -109,6 +109,12 @@ def triton_version() -> str:
         raise ValueError("triton is not installed, and it is the compiler") from None
 
 
+def check_jobs(jobs: int | None) -> None:
+    """ValueError unless `jobs` is a number of processes, or None."""
+    if jobs is not None and jobs < 1:
+        raise ValueError(f"jobs must be at least 1, got {jobs}")
+
+
 def compile_configs(requests: Sequence[CompileRequest], *, jobs: int | None = None) -> Iterator[CompileReport]:
     """A report for each of `requests` as it is ready, from `jobs` processes (default: one for each usable core).
 
@@ -122,8 +128,7 @@ def compile_all(
     requests: Sequence[Request], compile_one: Callable[[Request], Report], *, jobs: int | None = None
 ) -> Iterator[tuple[Request, Report | None]]:
     """Each of `requests` with its report, as it is ready; None for one on which the compiler crashed."""
-    if jobs is not None and jobs < 1:
-        raise ValueError(f"jobs must be at least 1, got {jobs}")
+    check_jobs(jobs)
     triton_version()
     jobs = min(jobs or len(os.sched_getaffinity(0)), max(1, len(requests)))
     left = dict.fromkeys(requests)

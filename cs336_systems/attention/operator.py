@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._C._functorch import (
-    get_unwrapped,
     is_functorch_wrapped_tensor,
     is_gradtrackingtensor,
     is_legacy_batchedtensor,
@@ -25,7 +24,7 @@ from torch.autograd import forward_ad
 from torch.nn import Parameter
 
 from cs336_systems.attention.native import load
-from cs336_systems.attention.validation import DOUBLE_BACKWARD, check_attention_inputs, refuse_forward_mode
+from cs336_systems.attention.validation import DOUBLE_BACKWARD, check_attention_inputs, layers, refuse_forward_mode
 
 # forward(q, k, v, *extras, is_causal, scale, config) -> (output, lse)
 AttentionForward = Callable[..., tuple[Tensor, Tensor]]
@@ -216,11 +215,7 @@ def _refuse_differentiating_transforms(*tensors: Tensor) -> None:
 
 def _is_differentiated(x: Tensor) -> bool:
     """Whether a transform of torch.func differentiates by x, within however many others that map it."""
-    while is_functorch_wrapped_tensor(x):
-        if is_gradtrackingtensor(x) and x.requires_grad:
-            return True
-        x = get_unwrapped(x)
-    return False
+    return any(is_gradtrackingtensor(layer) and layer.requires_grad for layer in layers(x))
 
 
 def runs_directly(*arguments: Any) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from numbers import Real
 from typing import Any
@@ -18,7 +19,6 @@ from cs336_systems.attention.masks import BlockMask
 from cs336_systems.attention.masks.checks import FLOATING_DTYPES, brief
 from cs336_systems.profiling.stages import stage
 
-LOG2_E = 1.4426950408889634
 MIN_TRITON_BLOCK = 64  # on sm_90 triton 3.6 can miscompile a kernel with two dots of 16 or 32 rows
 
 
@@ -159,7 +159,7 @@ def resolve_scale(scale: float | None, head_dim: int) -> float:
         raise TypeError(f"scale must be a float or None, got {type(scale).__name__}")
     if not 0 < scale < math.inf or scale > sys.float_info.max:
         raise ValueError(f"scale must be positive and finite, got {brief(scale)}")
-    if scale * LOG2_E > torch.finfo(torch.float32).max:
+    if scale * math.log2(math.e) > torch.finfo(torch.float32).max:
         raise ValueError(f"scale must be positive and finite in float32, times log2(e) too, got {scale}")
     return float(scale)
 
@@ -174,12 +174,16 @@ def refuse_forward_mode(*tensors: Tensor) -> None:
 
 def _carries_tangent(x: Tensor) -> bool:
     """Whether x, or what vmap has wrapped in it, carries a tangent; a batched tensor itself cannot be unpacked."""
-    while True:
-        if not is_batchedtensor(x) and forward_ad.unpack_dual(x, level=0).tangent is not None:
-            return True
-        if not is_functorch_wrapped_tensor(x):
-            return False
+    plain = (layer for layer in layers(x) if not is_batchedtensor(layer))
+    return any(forward_ad.unpack_dual(layer, level=0).tangent is not None for layer in plain)
+
+
+def layers(x: Tensor) -> Iterator[Tensor]:
+    """x, and what transforms of torch.func have wrapped in it, from the outermost in."""
+    while is_functorch_wrapped_tensor(x):
+        yield x
         x = get_unwrapped(x)
+    yield x
 
 
 DOUBLE_BACKWARD = "double backward is not supported here; backend='reference' has it"

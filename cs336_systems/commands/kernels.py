@@ -66,12 +66,13 @@ def shipped_requests(arch: str) -> list[CompileRequest]:
 
 def compile_with_progress(requests: Sequence[CompileRequest], jobs: int | None = None) -> list[CompileReport]:
     """Reports of `requests` in their order, under a progress bar."""
-    from cs336_systems.attention.compilation import compile_configs
+    from cs336_systems.attention.compilation import check_jobs, compile_configs
 
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     found = {}
-    if not console.is_terminal and (jobs is None or jobs > 0):
+    check_jobs(jobs)
+    if not console.is_terminal:
         print(f"compiling {len(requests)} kernels, some seconds each", file=sys.stderr, flush=True)
     with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
         task = progress.add_task("compiling", total=len(requests))

@@ -38,7 +38,8 @@ def show_mask(pattern: str, *, seqlen: int | None, block_size: int | None, heads
             f"--seqlen {seqlen}, --block-size {size[0]} and --heads {heads} are {num_tiles:,} tiles, "
             f"and at most {MOST_TILES:,} are diagnosed"
         )
-    if "tokens" in pattern and seqlen * seqlen * heads > MOST_PAIRS:
+    draws_tokens = any(part.strip().startswith("tokens") for part in pattern.split("+"))
+    if draws_tokens and seqlen * seqlen * heads > MOST_PAIRS:
         raise ValueError(f"--seqlen {seqlen} and --heads {heads} are {seqlen * seqlen * heads:,} pairs of tokens, "
                          f"and at most {MOST_PAIRS:,} are drawn")  # fmt: skip
     mask = parse_mask(pattern, seqlen=seqlen, block_size=size, heads=heads, seed=0 if seed is None else seed)

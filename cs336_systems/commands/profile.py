@@ -66,7 +66,8 @@ def profile(
             raise ValueError(f"--print shows the command of {' or '.join(TOOLS)}, got --tool {tool}")
         if tool != "torch" and kind != "cuda" and not print_only:
             raise ValueError(f"--tool {tool} needs a CUDA device; --tool torch profiles a CPU, too")
-        if kind == "cpu" and "triton" in (implementation, attention) and importlib.util.find_spec("triton") is not None:
+        interprets = kind == "cpu" and "triton" in (implementation, attention)
+        if interprets and importlib.util.find_spec("triton") is not None:
             os.environ["TRITON_INTERPRET"] = "1"  # before the kernels are loaded
         os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # or the profiler's library prints its start and stop
         from cs336_systems.experiments.profiled import check_case, parse_case
@@ -91,7 +92,7 @@ def profile(
         return
     trace = _capture(prepared, kind, steps, warmup, ranges, folder / f"{stem}.trace.json.gz")
     show_trace(trace.in_steps(), top)
-    if os.environ.get("TRITON_INTERPRET") == "1" and kind == "cpu":
+    if interprets:
         typer.echo("Triton's kernels ran on its interpreter: their times are NumPy's and say nothing of a GPU")
     typer.echo(f"trace: {folder / f'{stem}.trace.json.gz'} (open it in https://ui.perfetto.dev)")
 

@@ -13,7 +13,7 @@ from typing import Annotated
 
 import typer
 
-from cs336_systems.profiling.text import printable
+from cs336_systems.profiling.text import in_one_line
 
 EXIT_NOTHING_MEASURED = 1
 EXIT_WRONG_ARGUMENT = 2
@@ -29,7 +29,7 @@ def one_line_errors() -> Iterator[None]:
     try:
         yield
     except (ValueError, TypeError, OSError, subprocess.TimeoutExpired) as error:
-        typer.echo(f"error: {printable(' '.join(str(error).split()))}", err=True)
+        typer.echo(f"error: {in_one_line(error)}", err=True)
         raise typer.Exit(EXIT_WRONG_ARGUMENT) from None
 
 
@@ -43,7 +43,7 @@ def counted_warnings() -> Iterator[None]:
         finally:
             if caught:
                 more = f", and {len(caught) - 1} more like it" if len(caught) > 1 else ""
-                typer.echo(f"warning: {printable(' '.join(str(caught[0].message).split()))}{more}", err=True)
+                typer.echo(f"warning: {in_one_line(caught[0].message)}{more}", err=True)
 
 
 class Terminated(KeyboardInterrupt):

@@ -12,3 +12,8 @@ def printable(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
+
+
+def in_one_line(message: object) -> str:
+    """`message` without line breaks and control characters."""
+    return printable(" ".join(str(message).split()))

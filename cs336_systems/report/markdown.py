@@ -9,7 +9,7 @@ from typing import Any
 
 import pandas as pd
 
-from cs336_systems.profiling.text import printable
+from cs336_systems.profiling.text import in_one_line
 from cs336_systems.report.frames import MODE_TITLES, NOT_MEASURED
 
 LONGEST_MESSAGE = 240  # characters of a reason below a table; an out-of-memory message can fill a page
@@ -39,7 +39,7 @@ def factor(value: float) -> str:
 
 def one_line(message: str) -> str:
     """`message` without line breaks and control characters, and cut at LONGEST_MESSAGE characters."""
-    text = printable(" ".join(str(message).split()))
+    text = in_one_line(message)
     return text if len(text) <= LONGEST_MESSAGE else text[: LONGEST_MESSAGE - 1].rstrip() + "…"
 
 
@@ -74,7 +74,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], num_keys: int = 
 
 def _cell(text: str) -> str:
     """`text` so that it ends neither its cell nor its row."""
-    return printable(" ".join(text.split())).replace("\\", "\\\\").replace("|", "\\|")
+    return in_one_line(text).replace("\\", "\\\\").replace("|", "\\|")
 
 
 class Cells:

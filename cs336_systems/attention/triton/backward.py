@@ -49,7 +49,7 @@ from cs336_systems.attention.triton.steps import (
     key_bounds,
     load_rows,
     padded_rows,
-    recompute,
+    recompute_probabilities,
     start_next,
     store_rows,
     tile_of_program,
@@ -116,7 +116,7 @@ def _visit_queries(
             delta = tl.load(D_base + query_rows)
         S_T = tl.dot(K, tl.trans(Q), input_precision=PRECISION)  # (K_TILE_SIZE, Q_TILE_SIZE)
         dP_T = tl.dot(V, tl.trans(dO), input_precision=PRECISION)
-        P_T = recompute(S_T, L_log2[None, :], scale_log2, Q.dtype == tl.float32)
+        P_T = recompute_probabilities(S_T, L_log2[None, :], scale_log2, Q.dtype == tl.float32)
         if DIAGONAL:
             P_T = tl.where(query_rows[None, :] >= key_rows[:, None], P_T, 0.0)
         dK, dV = fold_queries(dK, dV, P_T, dP_T, Q, dO, delta, ZERO, PRECISION)
@@ -245,7 +245,7 @@ def _visit_keys(
         V = load_rows(V_head, batch, kv_head, start, N_KEYS, stride_vs, stride_vd, D, D_TILE, K_TILE_SIZE, MASKED, TMA)
         S = tl.dot(Q, tl.trans(K), input_precision=PRECISION)  # (Q_TILE_SIZE, K_TILE_SIZE)
         dP = tl.dot(dO, tl.trans(V), input_precision=PRECISION)
-        P = recompute(S, L_log2[:, None], scale_log2, K.dtype == tl.float32)
+        P = recompute_probabilities(S, L_log2[:, None], scale_log2, K.dtype == tl.float32)
         if MASKED:
             P = tl.where(visible_pairs(query_rows, key_rows, N_KEYS, IS_CAUSAL), P, 0.0)
         dQ = fold_keys(dQ, P, dP, K, delta, ZERO, PRECISION)

@@ -48,7 +48,7 @@ from cs336_systems.attention.triton.steps import (
     load_rows,
     online_softmax,
     padded_rows,
-    recompute,
+    recompute_probabilities,
     start_next,
     store_queries,
     store_rows,
@@ -252,7 +252,7 @@ def _visit_listed_queries(
 ):  # fmt: skip
     """Fold the listed query tiles into dK (without its scale) and dV; `first_column` is K's place in the mask's tile.
 
-    A row without keys has L = -inf, hence exp2(inf): it is in partial tiles only, where its bits are 0.
+    A row without keys has L = -inf, hence P = inf or, in float32, 1: it is in partial tiles only, where its bits are 0.
     """
     STEPS: tl.constexpr = Q_BLOCK // Q_TILE_SIZE
     for step in tl.range(0, num_listed * STEPS):
@@ -270,7 +270,7 @@ def _visit_listed_queries(
         delta = tl.load(D_base + query_rows)
         S_T = tl.dot(K, tl.trans(Q), input_precision=PRECISION)  # (K_TILE_SIZE, Q_TILE_SIZE)
         dP_T = tl.dot(V, tl.trans(dO), input_precision=PRECISION)
-        P_T = recompute(S_T, L_log2[None, :], scale_log2, Q.dtype == tl.float32)
+        P_T = recompute_probabilities(S_T, L_log2[None, :], scale_log2, Q.dtype == tl.float32)
         if PARTIAL:
             pattern = tl.load(patterns + step // STEPS)
             words = _load_words(token_bits, pattern, block_rows, first_column, Q_BLOCK, K_BLOCK, K_TILE_SIZE, True)
@@ -357,7 +357,7 @@ def _visit_listed_keys_for_dq(
         )  # fmt: skip
         S = tl.dot(Q, tl.trans(K), input_precision=PRECISION)  # (Q_TILE_SIZE, K_TILE_SIZE)
         dP = tl.dot(dO, tl.trans(V), input_precision=PRECISION)
-        P = recompute(S, L_log2[:, None], scale_log2, K.dtype == tl.float32)
+        P = recompute_probabilities(S, L_log2[:, None], scale_log2, K.dtype == tl.float32)
         if PARTIAL:
             pattern = tl.load(patterns + step // STEPS)
             words = _load_words(token_bits, pattern, block_rows, first_column, Q_BLOCK, K_BLOCK, K_TILE_SIZE, False)

@@ -82,7 +82,7 @@ def _choose(
         capability = _capability(q.device)
     named = parse_configs(config)
     if kernel in named:
-        _refuse_wrong(named[kernel], q, target_of(capability))
+        _check_tiles(named[kernel], q, target_of(capability))
         return named[kernel]
     return select_config(
         kernel,
@@ -103,7 +103,7 @@ def _capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
 
 
-def _refuse_wrong(config: KernelConfig, q: Tensor, target: str) -> None:
+def _check_tiles(config: KernelConfig, q: Tensor, target: str) -> None:
     """ValueError for tiles that a caller names and Triton is known to miscompile on this GPU, or that read too far."""
     if config.kernel != "forward" and config.query_tile > ROW_PADDING.value:
         raise ValueError(

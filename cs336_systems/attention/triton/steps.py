@@ -6,7 +6,7 @@
   accumulate        matmul, with float32 sums taken care of
   online_softmax    the running maximum and sum of a query tile          (FlashAttention-2, algorithm 1, lines 8 to 10)
   store_queries     O = accumulator / l and L = m + log l                (lines 12 to 14)
-  recompute         P = exp(S - L) in the backward                       (algorithm 2, line 11)
+  recompute_probabilities             P = exp(S - L) in the backward     (algorithm 2, line 11)
   fold_keys         one key tile into dQ                                 (algorithm 2, lines 13 to 15)
   fold_queries      one query tile into dK and dV                        (algorithm 2, lines 12 to 16)
   start_next, await_previous          kernels of one call that overlap
@@ -167,7 +167,7 @@ def online_softmax(S, m, l, scale_log2):
 
 
 @triton.jit
-def recompute(S, L_log2, scale_log2, SINGLE: tl.constexpr):
+def recompute_probabilities(S, L_log2, scale_log2, SINGLE: tl.constexpr):
     """The probabilities of raw scores S whose rows' log-sum-exps, in base 2, are L_log2; both broadcast.
 
     SINGLE, for float32 inputs, keeps them at 1: of scores as large as those may be, L is rounded by more than 1.
