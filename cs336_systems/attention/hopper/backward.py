@@ -17,10 +17,11 @@ tensor cores do meanwhile:
     issue dK += dSᵀ Q                                  dV, dK
     dSᵀ to shared memory; meet the other consumer      dV, dK        dQ sums over the keys of both
     issue dQ = dS K                                    dV, dK, dQ
-    wait for dV and dK; release the slot               dQ
+    wait for dV and dK; release the slot               dQ            at head dim 128 released behind the next Sᵀ
     wait for the next slot: Q, dO, L, delta            dQ
     issue the next step's Sᵀ = K Qᵀ                    dQ, S
-    wait for dQ; dQ to shared memory                   S             whence TMA adds it into memory
+    wait for dQ; dQ to shared memory                   S             whence TMA adds it into memory; the last step's
+                                                                     has left it by then, which is waited for above
     wait for S
 
 The scores of the next step keep the tensor cores busy while dQ leaves: 4 to 6 % of the kernel at both head dims. (In

@@ -3,13 +3,14 @@
 A program computes a tile of queries of one head, 64 rows for each of its computing warp groups (consumers), and may go
 on to further tiles. Key tiles are walked from the last visible one to the first, so only the first ones need a mask.
 
-                  slot 0        slot 1          slot 2         ...   slot n
-  copier          Q, K(0)       K(1), V(0)      K(2), V(1)     ...   V(n-1)            n key tiles of n + 1 slots
+                  step 0        step 1          step 2         ...   step n
+  copier          Q, K(0)       K(1), V(0)      K(2), V(1)     ...   V(n-1)            n key tiles in n + 1 steps
   consumer        S = Q K(0)'   S = Q K(1)'     S = Q K(2)'    ...                      or skips K(0), see below
                                 O += P(0) V(0)  O += P(1) V(1) ...   O += P(n-1) V(n-1)
                   P(0)          P(1)            P(2)           ...   O / l, L
 
-One slot of the ring holds what one step multiplies, K(j) and V(j-1): one barrier to wait for and one to release.
+One slot of the ring holds what one step multiplies, K(j) and V(j-1): one barrier to wait for and one to release. Steps
+are counted over all tiles of a program, and step i uses slot i mod the number of slots.
 Each slot has `full`, on which the copies' bytes arrive, and `empty`, on which every consumer arrives; each consumer's
 64 rows of Q have such a pair too. `schedule.py` has the protocol as a model that is run for every small shape.
 
@@ -32,8 +33,9 @@ covers the other as consumers do. `schedule.plan_forward` estimates which ends f
 Under a causal mask a tile of 192 rows ends with keys that its first 64 rows, of every other tile its first 128, do not
 see: those consumers skip the first scores, 3 to 4 % of the time at 4096 tokens.
 
-O of a row that sees one key is that key's value, as P is 1 then; where rows may see few keys, that is taken care of
-(`_exact_softmax`).
+At 64 columns O of a row that sees one key is that key's value, as P is 1 then: the tiles that the diagonal or the end
+cuts, in which rows may see few keys, take `_exact_softmax`. At 128 columns P of the largest score is 1 but for the
+rounding of the scaled maximum, which is 2^-8 where scores are 1e5.
 
 Tiles of queries end where the queries end; rows to spare are in the first tile, which is the shortest causal one. The
 order of tiles is `schedule.plan_forward`'s: one program a tile, or programs that stay and take tiles in pairs or in
@@ -249,7 +251,7 @@ def _copy_tiles(Q_desc, K_desc, V_desc, shared, problem, PLAN: gl.constexpr):
             head = batch_head % problem.N_HEADS
             kv_head = head // problem.GROUP
 
-            # slot 0: K(0), and Q while it is on its way
+            # step 0: K(0), and Q while it is on its way
             slot, phase = ring_slot(step, SLOTS)
             mbarrier.wait(shared.empty.index(slot), phase ^ 1)
             mbarrier.expect(shared.full.index(slot), K_desc.block_type.nbytes)
@@ -268,7 +270,7 @@ def _copy_tiles(Q_desc, K_desc, V_desc, shared, problem, PLAN: gl.constexpr):
                 )  # fmt: skip
             step += 1
 
-            # slots 1 to n - 1: K(j) and V(j - 1)
+            # steps 1 to n - 1: K(j) and V(j - 1)
             for j in range(1, num_key_tiles):
                 slot, phase = ring_slot(step, SLOTS)
                 mbarrier.wait(shared.empty.index(slot), phase ^ 1)
@@ -283,7 +285,7 @@ def _copy_tiles(Q_desc, K_desc, V_desc, shared, problem, PLAN: gl.constexpr):
                 )
                 step += 1
 
-            # slot n: V(n - 1), the sequence's first
+            # step n: V(n - 1), the sequence's first
             slot, phase = ring_slot(step, SLOTS)
             mbarrier.wait(shared.empty.index(slot), phase ^ 1)
             mbarrier.expect(shared.full.index(slot), V_desc.block_type.nbytes)
@@ -341,9 +343,12 @@ def _softmax(S, m, rest, l, scale_log2):
 
 @gluon.jit
 def _lazy_softmax(S, m, l, scale_log2):
-    """As `_softmax`, but m stays where it is until a score exceeds it by more than LAG: the factor is then 1 in almost
-    every step. m, l and the factor are (ROWS, 4), a number for each of the four threads that share a row: l is what a
-    thread has summed itself, so that nothing is passed between threads while no maximum rises."""
+    """As `_softmax` without its `rest`, and m stays where it is until a score exceeds it by more than LAG.
+
+    The factor is then 1 in almost every step. m, l and the factor are (ROWS, 4), a number for each of the four threads
+    that share a row: l is what a thread has summed itself, so that nothing is passed between threads while no maximum
+    rises.
+    """
     scores = by_threads(S)
     m_new = raise_maxima(gl.max(gl.max(scores, axis=3), axis=1) * scale_log2, m)
     P = gl.exp2(scores * scale_log2 - along_rows(m_new, scores))
@@ -447,7 +452,7 @@ def _attend(consumer: gl.constexpr, O_desc, L_ptr, shared, problem, PLAN: gl.con
             rest = gl.full([ROWS], 0.0, gl.float32, ROW_LAYOUT)
             O = gl.zeros([ROWS, D_TILE], gl.float32, O_LAYOUT)
 
-            # slot 0: the first scores
+            # step 0: the first scores
             slot, phase = ring_slot(step, SLOTS)
             mbarrier.wait(shared.full.index(slot), phase)
             mbarrier.wait(shared.q_full.index(consumer), tiles_done & 1)
@@ -470,7 +475,7 @@ def _attend(consumer: gl.constexpr, O_desc, L_ptr, shared, problem, PLAN: gl.con
                     mbarrier.arrive(shared.empty.index(slot), count=1)
             step += 1
 
-            # slots 1 to n - 1, first those with hidden keys
+            # steps 1 to n - 1, first those with hidden keys
             for j in gl.static_range(1, MASKED_TILES):
                 first_key = (num_key_tiles - 1 - j) * K_TILE_SIZE
                 P, O, m, l = _step(
@@ -491,7 +496,7 @@ def _attend(consumer: gl.constexpr, O_desc, L_ptr, shared, problem, PLAN: gl.con
             mbarrier.arrive(shared.q_empty.index(consumer), count=1)
             tiles_done += 1
 
-            # slot n: the last product, under which the row sums are inverted
+            # step n: the last product, under which the row sums are inverted
             slot, phase = ring_slot(step, SLOTS)
             mbarrier.wait(shared.full.index(slot), phase)
             O_pending = warpgroup_mma(P, shared.V_ring.index(slot), O, is_async=True)

@@ -1,6 +1,6 @@
 """The FlashAttention-2 backward in Triton: a preprocess and two passes, none of which needs atomics.
 
-  preprocess   D = rowsum(dO ∘ O), minus the gradient of L if one arrives, and 0 in a row without keys; L in base 2;
+  preprocess   delta = rowsum(dO ∘ O), minus the gradient of L if one arrives, and 0 in a row without keys; L in base 2;
                one program a tile of queries
   dK, dV       one program a tile of keys, over the query tiles that see it
   dQ           one program a tile of queries, over the key tiles that it sees
@@ -8,11 +8,13 @@
 Both passes recompute P = exp(S - L) from Q, K and L. That is seven matmuls instead of five, and in return every output
 tile has one writer: gradients are bit-reproducible. Source: FlashAttention-2 (Dao 2023), algorithm 2, split in two.
 
+In the kernels D is the head dim, and the paper's D is called delta.
+
 From sm_90 on a kernel starts while the one before it ends: its first programs take the place that the last ones leave.
-dK/dV awaits the preprocess, by TMA behind the load of its keys, and dQ starts only when all programs of dK/dV have: it
-finds L and D complete. It shares no more with dK/dV, and awaits it at its end, so that what comes behind dQ comes
-behind all. The preprocess starts when all work before the call has ended. Source: CUDA Programming Guide, Programmatic
-Dependent Launch and Synchronization.
+dK/dV waits for the preprocess before it reads L and delta (by TMA it loads K and V first). dQ may start once every
+program of dK/dV is past that wait: L and delta are complete then, and it reads nothing that dK/dV writes. It waits for
+dK/dV at its own end, so that whoever waits for dQ has waited for both. The preprocess starts when all work before the
+call has ended. Source: CUDA Programming Guide, Programmatic Dependent Launch and Synchronization.
 
 With grouped-query attention a dK/dV program runs through all query heads of its group, so the sum over the group stays
 in its float32 accumulators.
@@ -62,7 +64,7 @@ PREPROCESS_ROWS = 64
 
 @triton.jit
 def flash_backward_preprocess_kernel(
-    O_ptr, dO_ptr, L_ptr, dL_ptr, L_log2_ptr, D_ptr,
+    O_ptr, dO_ptr, L_ptr, dL_ptr, L_log2_ptr, delta_ptr,
     stride_ob, stride_oh, stride_os, stride_dob, stride_doh, stride_dos, stride_dod, stride_dlb, stride_dlh, stride_dls,
     N_HEADS, N_QUERIES,
     HAS_DL: tl.constexpr, D: tl.constexpr, D_TILE: tl.constexpr, Q_TILE_SIZE: tl.constexpr, PADDED: tl.constexpr,
@@ -87,20 +89,20 @@ def flash_backward_preprocess_kernel(
     L = tl.load(L_ptr + batch_head * N_QUERIES + query_rows, mask=query_rows < N_QUERIES, other=float("inf"))
     delta = tl.where(float("-inf") < L, delta, 0.0)  # no key: P = 0, and 0 times a NaN gradient of L would be NaN
     tl.store(L_log2_ptr + batch_head * num_rows + query_rows, L * LOG2_E, mask=query_rows < num_rows)
-    tl.store(D_ptr + batch_head * num_rows + query_rows, delta, mask=query_rows < num_rows)
+    tl.store(delta_ptr + batch_head * num_rows + query_rows, delta, mask=query_rows < num_rows)
 
 
 @triton.jit
 def _visit_queries(
-    dK, dV, K, V, key_rows, Q_head, dO_head, L_base, D_base, batch, head, first_query, last_query,
+    dK, dV, K, V, key_rows, Q_head, dO_head, L_base, delta_base, batch, head, first_query, last_query,
     N_QUERIES, scale_log2, ZERO, stride_qs, stride_qd, stride_dos, stride_dod,
     D: tl.constexpr, D_TILE: tl.constexpr, Q_TILE_SIZE: tl.constexpr, DIAGONAL: tl.constexpr, BOUNDED: tl.constexpr,
     PRECISION: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr = None,
 ):  # fmt: skip
     """Fold the query tiles of [first_query, last_query) into dK (without its scale) and dV.
 
-    Queries past the end have L = +inf, hence P = 0: only the diagonal needs mask arithmetic. BOUNDED: L and D do not
-    have the last tile's rows in memory. STAGES of tiles are loaded ahead, where it is None as many as configured.
+    Queries past the end have L = +inf, hence P = 0: only the diagonal needs mask arithmetic. BOUNDED: L and delta do
+    not have the last tile's rows in memory. STAGES of tiles are loaded ahead, where it is None as many as configured.
     """
     for start in tl.range(first_query, last_query, Q_TILE_SIZE, num_stages=STAGES):
         query_rows = start + tl.arange(0, Q_TILE_SIZE)
@@ -110,10 +112,10 @@ def _visit_queries(
         )  # fmt: skip
         if BOUNDED:
             L_log2 = tl.load(L_base + query_rows, mask=query_rows < N_QUERIES, other=float("inf"))
-            delta = tl.load(D_base + query_rows, mask=query_rows < N_QUERIES, other=0.0)
+            delta = tl.load(delta_base + query_rows, mask=query_rows < N_QUERIES, other=0.0)
         else:
             L_log2 = tl.load(L_base + query_rows)
-            delta = tl.load(D_base + query_rows)
+            delta = tl.load(delta_base + query_rows)
         S_T = tl.dot(K, tl.trans(Q), input_precision=PRECISION)  # (K_TILE_SIZE, Q_TILE_SIZE)
         dP_T = tl.dot(V, tl.trans(dO), input_precision=PRECISION)
         P_T = recompute_probabilities(S_T, L_log2[None, :], scale_log2, Q.dtype == tl.float32)
@@ -125,7 +127,7 @@ def _visit_queries(
 
 @triton.jit
 def differentiate_keys(
-    Q_batch, K_head, V_head, dO_batch, Q_cut, dO_cut, L_base, D_base, dK_base, dV_base, batch, kv_head, key_tile,
+    Q_batch, K_head, V_head, dO_batch, Q_cut, dO_cut, L_base, delta_base, dK_base, dV_base, batch, kv_head, key_tile,
     first_head, N_QUERIES, N_KEYS, scale, scale_log2, ZERO, stride_qh, stride_qs, stride_qd, stride_ks, stride_kd,
     stride_vs, stride_vd, stride_doh, stride_dos, stride_dod, stride_lh, stride_dks,
     GROUP: tl.constexpr, D: tl.constexpr, D_TILE: tl.constexpr, Q_TILE_SIZE: tl.constexpr, K_TILE_SIZE: tl.constexpr,
@@ -175,21 +177,21 @@ def differentiate_keys(
         row_base = head * stride_lh
         if IS_CAUSAL:
             dK, dV = _visit_queries(
-                dK, dV, K, V, key_rows, Q_head, dO_head, L_base + row_base, D_base + row_base, batch, head,
+                dK, dV, K, V, key_rows, Q_head, dO_head, L_base + row_base, delta_base + row_base, batch, head,
                 start_queries, end_queries if ONE_LOOP else tl.minimum(full_queries, end_queries), N_QUERIES,
                 scale_log2, ZERO, stride_qs, stride_qd, stride_dos, stride_dod,
                 D, D_TILE, Q_TILE_SIZE, True, BOUNDED, PRECISION, TMA,
             )  # fmt: skip
         if not IS_CAUSAL or not ONE_LOOP:
             dK, dV = _visit_queries(
-                dK, dV, K, V, key_rows, Q_head, dO_head, L_base + row_base, D_base + row_base, batch, head,
+                dK, dV, K, V, key_rows, Q_head, dO_head, L_base + row_base, delta_base + row_base, batch, head,
                 full_queries, end_queries, N_QUERIES, scale_log2, ZERO, stride_qs, stride_qd, stride_dos, stride_dod,
                 D, D_TILE, Q_TILE_SIZE, False, BOUNDED, PRECISION, TMA,
             )  # fmt: skip
         if CUT_APART:
             dK, dV = _visit_queries(
                 dK, dV, K, V, key_rows, head_of(Q_cut, 0, head, 0, stride_qh, CUT_TMA),
-                head_of(dO_cut, 0, head, 0, stride_doh, CUT_TMA), L_base + row_base, D_base + row_base, batch, head,
+                head_of(dO_cut, 0, head, 0, stride_doh, CUT_TMA), L_base + row_base, delta_base + row_base, batch, head,
                 tl.maximum(start_queries, end_queries), N_QUERIES, N_QUERIES,
                 scale_log2, ZERO, stride_qs, stride_qd, stride_dos, stride_dod,
                 D, D_TILE, Q_TILE_SIZE, IS_CAUSAL, True, PRECISION, CUT_TMA, 1,
@@ -201,7 +203,7 @@ def differentiate_keys(
 
 @triton.jit
 def flash_backward_dkdv_kernel(
-    Q_ptr, K_ptr, V_ptr, dO_ptr, L_ptr, D_ptr, dK_ptr, dV_ptr,
+    Q_ptr, K_ptr, V_ptr, dO_ptr, L_ptr, delta_ptr, dK_ptr, dV_ptr,
     stride_qb, stride_qh, stride_qs, stride_qd,
     stride_kb, stride_kh, stride_ks, stride_kd,
     stride_vb, stride_vh, stride_vs, stride_vd,
@@ -223,7 +225,7 @@ def flash_backward_dkdv_kernel(
         head_of(K_ptr, batch, kv_head, stride_kb, stride_kh, TMA),
         head_of(V_ptr, batch, kv_head, stride_vb, stride_vh, TMA),
         dO_batch, Q_batch, dO_batch,
-        L_ptr + row_base, D_ptr + row_base, dK_ptr + output_base, dV_ptr + output_base, batch, kv_head, key_tile,
+        L_ptr + row_base, delta_ptr + row_base, dK_ptr + output_base, dV_ptr + output_base, batch, kv_head, key_tile,
         kv_head * GROUP, N_QUERIES, N_KEYS, scale, scale_log2, ZERO, stride_qh, stride_qs, stride_qd, stride_ks,
         stride_kd, stride_vs, stride_vd, stride_doh, stride_dos, stride_dod, num_rows, D,
         GROUP, D, D_TILE, Q_TILE_SIZE, K_TILE_SIZE, IS_CAUSAL, True, PRECISION, TMA, TMA, OVERLAP,
@@ -254,7 +256,7 @@ def _visit_keys(
 
 @triton.jit
 def differentiate_queries(
-    Q_head, K_head, V_head, dO_head, K_cut, V_cut, L_base, D_base, dQ_base, batch, head, kv_head, query_tile,
+    Q_head, K_head, V_head, dO_head, K_cut, V_cut, L_base, delta_base, dQ_base, batch, head, kv_head, query_tile,
     N_QUERIES, N_KEYS, scale, scale_log2, ZERO, stride_qs, stride_qd, stride_ks, stride_kd, stride_vs, stride_vd,
     stride_dos, stride_dod, stride_dqs,
     D: tl.constexpr, D_TILE: tl.constexpr, Q_TILE_SIZE: tl.constexpr, K_TILE_SIZE: tl.constexpr,
@@ -274,7 +276,7 @@ def differentiate_queries(
         dO_head, batch, head, first_query, N_QUERIES, stride_dos, stride_dod, D, D_TILE, Q_TILE_SIZE, True, CUT_TMA
     )  # fmt: skip
     L_log2 = tl.load(L_base + query_rows, mask=query_rows < N_QUERIES, other=float("inf"))
-    delta = tl.load(D_base + query_rows, mask=query_rows < N_QUERIES, other=0.0)
+    delta = tl.load(delta_base + query_rows, mask=query_rows < N_QUERIES, other=0.0)
     dQ = tl.zeros([Q_TILE_SIZE, D_TILE], tl.float32)
 
     full_keys, end_keys = key_bounds(first_query, N_KEYS, Q_TILE_SIZE, K_TILE_SIZE, IS_CAUSAL)
@@ -291,7 +293,7 @@ def differentiate_queries(
 
 @triton.jit
 def flash_backward_dq_kernel(
-    Q_ptr, K_ptr, V_ptr, dO_ptr, L_ptr, D_ptr, dQ_ptr,
+    Q_ptr, K_ptr, V_ptr, dO_ptr, L_ptr, delta_ptr, dQ_ptr,
     stride_qb, stride_qh, stride_qs, stride_qd,
     stride_kb, stride_kh, stride_ks, stride_kd,
     stride_vb, stride_vh, stride_vs, stride_vd,
@@ -310,8 +312,8 @@ def flash_backward_dq_kernel(
     differentiate_queries(
         head_of(Q_ptr, batch, head, stride_qb, stride_qh, TMA), K_head, V_head,
         head_of(dO_ptr, batch, head, stride_dob, stride_doh, TMA), K_head, V_head,
-        L_ptr + row_base, D_ptr + row_base, dQ_ptr + output_base, batch, head, kv_head, query_tile, N_QUERIES, N_KEYS,
-        scale, scale_log2, ZERO,
+        L_ptr + row_base, delta_ptr + row_base, dQ_ptr + output_base, batch, head, kv_head, query_tile, N_QUERIES,
+        N_KEYS, scale, scale_log2, ZERO,
         stride_qs, stride_qd, stride_ks, stride_kd, stride_vs, stride_vd, stride_dos, stride_dod, D,
         D, D_TILE, Q_TILE_SIZE, K_TILE_SIZE, IS_CAUSAL, PRECISION, TMA, TMA,
     )  # fmt: skip

@@ -245,8 +245,8 @@ def block_sparse_forward_kernel(
 
 @triton.jit
 def _visit_listed_queries(
-    dK, dV, K, V, first_column, Q_head, dO_head, L_base, D_base, batch, head, num_listed, indices, patterns, token_bits,
-    N_QUERIES, scale_log2, ZERO, stride_qs, stride_qd, stride_dos, stride_dod,
+    dK, dV, K, V, first_column, Q_head, dO_head, L_base, delta_base, batch, head, num_listed, indices, patterns,
+    token_bits, N_QUERIES, scale_log2, ZERO, stride_qs, stride_qd, stride_dos, stride_dod,
     D: tl.constexpr, D_TILE: tl.constexpr, Q_TILE_SIZE: tl.constexpr, K_TILE_SIZE: tl.constexpr, Q_BLOCK: tl.constexpr,
     K_BLOCK: tl.constexpr, PARTIAL: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
@@ -267,7 +267,7 @@ def _visit_listed_queries(
             dO_head, batch, head, first_query, N_QUERIES, stride_dos, stride_dod, D, D_TILE, Q_TILE_SIZE, PARTIAL, TMA
         )  # fmt: skip
         L_log2 = tl.load(L_base + query_rows)
-        delta = tl.load(D_base + query_rows)
+        delta = tl.load(delta_base + query_rows)
         S_T = tl.dot(K, tl.trans(Q), input_precision=PRECISION)  # (K_TILE_SIZE, Q_TILE_SIZE)
         dP_T = tl.dot(V, tl.trans(dO), input_precision=PRECISION)
         P_T = recompute_probabilities(S_T, L_log2[None, :], scale_log2, Q.dtype == tl.float32)
@@ -281,7 +281,7 @@ def _visit_listed_queries(
 
 @triton.jit
 def block_sparse_dkdv_kernel(
-    Q_ptr, K_ptr, V_ptr, dO_ptr, L_ptr, D_ptr, dK_ptr, dV_ptr,
+    Q_ptr, K_ptr, V_ptr, dO_ptr, L_ptr, delta_ptr, dK_ptr, dV_ptr,
     q_num_blocks_ptr, q_indices_ptr, q_tokens_ptr, full_q_num_blocks_ptr, full_q_indices_ptr, token_bits_ptr,
     stride_qb, stride_qh, stride_qs, stride_qd,
     stride_kb, stride_kh, stride_ks, stride_kd,
@@ -319,13 +319,13 @@ def block_sparse_dkdv_kernel(
         dO_head = head_of(dO_ptr, batch, head, stride_dob, stride_doh, TMA)
         row_base = (batch * N_KV_HEADS * GROUP + head) * padded_rows(N_QUERIES)
         dK, dV = _visit_listed_queries(
-            dK, dV, K, V, first_key % K_BLOCK, Q_head, dO_head, L_ptr + row_base, D_ptr + row_base, batch, head,
+            dK, dV, K, V, first_key % K_BLOCK, Q_head, dO_head, L_ptr + row_base, delta_ptr + row_base, batch, head,
             tl.load(full_q_num_blocks_ptr + list_number), full_q_indices_ptr + list_number * FULL_WIDTH, q_tokens_ptr,
             token_bits_ptr, N_QUERIES, scale_log2, ZERO, stride_qs, stride_qd, stride_dos, stride_dod,
             D, D_TILE, Q_TILE_SIZE, K_TILE_SIZE, Q_BLOCK, K_BLOCK, False, PRECISION, TMA, INTERPRETED,
         )  # fmt: skip
         dK, dV = _visit_listed_queries(
-            dK, dV, K, V, first_key % K_BLOCK, Q_head, dO_head, L_ptr + row_base, D_ptr + row_base, batch, head,
+            dK, dV, K, V, first_key % K_BLOCK, Q_head, dO_head, L_ptr + row_base, delta_ptr + row_base, batch, head,
             tl.load(q_num_blocks_ptr + list_number), q_indices_ptr + list_number * WIDTH,
             q_tokens_ptr + list_number * WIDTH, token_bits_ptr, N_QUERIES, scale_log2, ZERO, stride_qs, stride_qd,
             stride_dos, stride_dod, D, D_TILE, Q_TILE_SIZE, K_TILE_SIZE, Q_BLOCK, K_BLOCK, True, PRECISION, TMA,
@@ -368,7 +368,7 @@ def _visit_listed_keys_for_dq(
 
 @triton.jit
 def block_sparse_dq_kernel(
-    Q_ptr, K_ptr, V_ptr, dO_ptr, L_ptr, D_ptr, dQ_ptr,
+    Q_ptr, K_ptr, V_ptr, dO_ptr, L_ptr, delta_ptr, dQ_ptr,
     kv_num_blocks_ptr, kv_indices_ptr, kv_tokens_ptr, full_kv_num_blocks_ptr, full_kv_indices_ptr, token_bits_ptr,
     stride_qb, stride_qh, stride_qs, stride_qd,
     stride_kb, stride_kh, stride_ks, stride_kd,
@@ -401,7 +401,7 @@ def block_sparse_dq_kernel(
         dO_head, batch, head, first_query, N_QUERIES, stride_dos, stride_dod, D, D_TILE, Q_TILE_SIZE, True, TMA
     )  # fmt: skip
     L_log2 = tl.load(L_ptr + row_base + query_rows, mask=query_rows < N_QUERIES, other=float("inf"))
-    delta = tl.load(D_ptr + row_base + query_rows, mask=query_rows < N_QUERIES, other=0.0)
+    delta = tl.load(delta_ptr + row_base + query_rows, mask=query_rows < N_QUERIES, other=0.0)
     dQ = tl.zeros([Q_TILE_SIZE, D_TILE], tl.float32)
 
     dQ = _visit_listed_keys_for_dq(

@@ -4,11 +4,11 @@
   head_of, load_rows, store_rows      memory: by pointers, or by Hopper's copy engine (TMA) through a descriptor
   key_bounds, visible_pairs           which keys a query tile sees whole, in part and not at all; the mask of a cut tile
   accumulate        matmul, with float32 sums taken care of
-  online_softmax    the running maximum and sum of a query tile          (FlashAttention-2, algorithm 1, lines 8 to 10)
-  store_queries     O = accumulator / l and L = m + log l                (lines 12 to 14)
+  online_softmax    the running maximum and sum of a query tile          (FlashAttention-2, algorithm 1, line 9)
+  store_queries     O = accumulator / l and L = m + log l                (lines 12 to 15)
   recompute_probabilities             P = exp(S - L) in the backward     (algorithm 2, line 11)
-  fold_keys         one key tile into dQ                                 (algorithm 2, lines 13 to 15)
-  fold_queries      one query tile into dK and dV                        (algorithm 2, lines 12 to 16)
+  fold_keys         one key tile into dQ                                 (algorithm 2, lines 14 and 15)
+  fold_queries      one query tile into dK and dV                        (algorithm 2, lines 12, 14 and 16)
   start_next, await_previous          kernels of one call that overlap
 
 Kernels differ only in which tiles they visit: a range (`forward`, `backward`), the lists of a block mask
@@ -28,8 +28,8 @@ from cs336_systems.attention.tiles.config import L2_SHARE_BYTES
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
-# The backward's numbers of a query row, L in base 2 and D, are padded to a multiple of so many rows, at least a tile.
-# Rows past the end have L = +inf, hence P = 0, and the loads need no bounds, which Triton would not pipeline.
+# The backward's numbers of a query row, L in base 2 and delta, are padded to a multiple of so many rows, at least a
+# tile. Rows past the end have L = +inf, hence P = 0, and the loads need no bounds, which Triton would not pipeline.
 ROW_PADDING = tl.constexpr(256)
 # Where running maxima start. Finite, so that a tile whose scores are all -inf gives exp2(-inf - m) = 0 and not
 # exp2(-inf + inf) = NaN; any finite score replaces it.
@@ -70,7 +70,7 @@ def tile_of_program(num_tiles, N_HEADS, HEADS_TOGETHER, LAST_TILE_FIRST: tl.cons
 
 @triton.jit
 def padded_rows(N_QUERIES):
-    """Rows of L and D that a head of N_QUERIES queries has in memory."""
+    """Rows of L and delta that a head of N_QUERIES queries has in memory."""
     return tl.cdiv(N_QUERIES, ROW_PADDING) * ROW_PADDING
 
 

@@ -125,7 +125,7 @@ def varlen_forward_kernel(
 
 @triton.jit
 def varlen_dkdv_kernel(
-    Q_ptr, K_ptr, V_ptr, dO_ptr, Q_documents, dO_documents, L_ptr, D_ptr, dK_ptr, dV_ptr, cu_seqlens_q_ptr,
+    Q_ptr, K_ptr, V_ptr, dO_ptr, Q_documents, dO_documents, L_ptr, delta_ptr, dK_ptr, dV_ptr, cu_seqlens_q_ptr,
     cu_seqlens_k_ptr,
     stride_qs, stride_qh, stride_qd,
     stride_ks, stride_kh, stride_kd,
@@ -150,7 +150,7 @@ def varlen_dkdv_kernel(
             head_of(dO_documents, first_query, 0, stride_dos, stride_doh, TMA),
             head_of(Q_ptr, first_query, 0, stride_qs, stride_qh, False),
             head_of(dO_ptr, first_query, 0, stride_dos, stride_doh, False),
-            L_ptr + first_query, D_ptr + first_query, dK_ptr + output_base, dV_ptr + output_base,
+            L_ptr + first_query, delta_ptr + first_query, dK_ptr + output_base, dV_ptr + output_base,
             first_query, kv_head, key_tile, kv_head * GROUP, num_queries, num_keys, scale, scale_log2, ZERO,
             stride_qh, stride_qs, stride_qd, stride_ks, stride_kd, stride_vs, stride_vd,
             stride_doh, stride_dos, stride_dod, TOTAL_QUERIES, N_KV_HEADS * D,
@@ -163,7 +163,7 @@ def varlen_dkdv_kernel(
 
 @triton.jit
 def varlen_dq_kernel(
-    Q_ptr, K_ptr, V_ptr, dO_ptr, K_documents, V_documents, L_ptr, D_ptr, dQ_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr,
+    Q_ptr, K_ptr, V_ptr, dO_ptr, K_documents, V_documents, L_ptr, delta_ptr, dQ_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr,
     stride_qs, stride_qh, stride_qd,
     stride_ks, stride_kh, stride_kd,
     stride_vs, stride_vh, stride_vd,
@@ -188,7 +188,7 @@ def varlen_dq_kernel(
             head_of(dO_ptr, first_query, head, stride_dos, stride_doh, False),
             head_of(K_ptr, first_key, kv_head, stride_ks, stride_kh, False),
             head_of(V_ptr, first_key, kv_head, stride_vs, stride_vh, False),
-            L_ptr + row_base, D_ptr + row_base, dQ_ptr + (first_query * N_HEADS + head) * D,
+            L_ptr + row_base, delta_ptr + row_base, dQ_ptr + (first_query * N_HEADS + head) * D,
             first_key, head, kv_head, query_tile, num_queries, num_keys, scale, scale_log2, ZERO,
             stride_qs, stride_qd, stride_ks, stride_kd, stride_vs, stride_vd, stride_dos, stride_dod, N_HEADS * D,
             D, D_TILE, Q_TILE_SIZE, K_TILE_SIZE, IS_CAUSAL, PRECISION, TMA, False,
