@@ -359,6 +359,24 @@ def test_repeats_are_bit_equal(head_dim, dtype, device):
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("backend", ["reference", "tiled", "triton"])
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_a_mask_of_inference_mode_trains(backend, device, compiled):
+    """As one that an evaluation has made and a cache has kept: autograd saves no tensor of inference mode."""
+    q, k, v, grad_output = inputs(1, 2, 2, 70, 70, 32, torch.float32, device)
+    with torch.inference_mode():
+        inferred = BlockMask.causal(70, block_size=BLOCK, device=device)
+    results = []
+    for mask in (BlockMask.causal(70, block_size=BLOCK, device=device), inferred):
+        leaves = [x.detach().clone().requires_grad_() for x in (q, k, v)]
+        function = partial(flash_attention, block_mask=mask, backend=backend)
+        output = (torch.compile(function, backend="aot_eager") if compiled else function)(*leaves)
+        results.append([output, *torch.autograd.grad(output, leaves, grad_output)])
+    for ordinary, other in zip(*results):
+        assert torch.equal(ordinary, other)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("backend", ["reference", "tiled", "triton"])
 def test_compile_fullgraph(backend, device):
     q, k, v, grad_output = inputs(1, 2, 2, 70, 70, 32, torch.float32, device)
     mask = BlockMask.causal(70, block_size=BLOCK, device=device)

@@ -612,6 +612,19 @@ def test_dilated_attention_equals_its_mask(seqlen, segment_length, rate, is_caus
         assert (result - wanted).abs().max() <= 1e-12
 
 
+@pytest.mark.parametrize("phases", ["all", "by_head"])
+def test_dilated_attention_compiles_whole_for_lengths_that_vary(phases):
+    """torch.compile refused `divmod` of a length that it had not been told."""
+
+    def dilated(x):
+        return dilated_attention(x, x, x, 32, 3, phases=phases, is_causal=True, backend="tiled")
+
+    compiled = torch.compile(dilated, fullgraph=True, dynamic=True, backend="aot_eager")
+    for seqlen in (70, 75, 96):
+        x = torch.randn(1, 4, seqlen, 8, generator=torch.Generator().manual_seed(seqlen))
+        assert torch.equal(compiled(x), dilated(x))
+
+
 def test_by_head_is_longnets_formula():
     """LongNet's equations as they stand: segment i of head j is X[i w + s_j :: r] up to (i + 1) w, s_j = j mod r."""
     seqlen, width, rate, heads = 96, 32, 4, 6
@@ -851,7 +864,9 @@ def test_doctor_says_what_skipping_gains(pattern, verdict, monkeypatch):
         (["--seed", "1"], "--seqlen, --block-size, --heads and --seed go with --mask"),
         (["--mask", "causal", "--seqlen", str(2**40)], "tiles, and at most 4,194,304 are diagnosed"),
         (["--mask", "random:0.5", "--seqlen", "100", "--heads", str(2**31 - 1)], "tiles, and at most 4,194,304"),
-        (["--mask", "tokens:0.5", "--seqlen", "262144", "--block-size", "4096"], "pairs of tokens, and at most"),
+        (["--mask", "tokens:0.5", "--seqlen", "262144", "--block-size", "4096"], "of tokens:0.5 at most 1,073,741,824"),
+        (["--mask", "topk:5", "--seqlen", "4000000", "--block-size", "4096"], "pairs of tokens, and of topk:5 at most"),
+        (["--mask", "causal+dilated:8192/2", "--seqlen", "262144"], "pairs of tokens, and of causal+dilated:8192/2"),
         (["--mask", "random:0.5", "--seed", str(2**70)], "seed must be an int of 64 bits"),
         (["--mask", "causal", "--block-size", "100"], "block_size must be a power of two"),
     ],

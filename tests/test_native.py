@@ -582,6 +582,41 @@ def test_a_broken_library_is_a_warning_and_built_anew(new_process, monkeypatch):
     assert str(native.SOURCE) in compiled[0]
 
 
+@pytest.mark.parametrize("damage", ["shorter", "zeros", "no checksum"])
+def test_a_damaged_library_is_not_loaded(module, new_process, monkeypatch, damage):
+    """dlopen maps what is there: a library cut short killed the process, and `build` with it."""
+    damaged = native.library_path()
+    with monkeypatch.context() as context:
+        context.delenv("TORCH_EXTENSIONS_DIR")
+        whole = native.library_path()
+    content = bytearray(whole.read_bytes())
+    if damage == "zeros":
+        content[8192:12288] = bytes(4096)
+    damaged.parent.mkdir(parents=True)
+    damaged.write_bytes(content[: len(content) // 2] if damage == "shorter" else content)
+    if damage != "no checksum":
+        shutil.copy(native.checksum_path(whole), native.checksum_path(damaged))
+    with pytest.warns(UserWarning, match="is not as it was built"):
+        assert native.load() is None
+    compiled = []
+    monkeypatch.setattr(subprocess, "run", lambda command, **_: compiled.append(command) or stop())
+    with pytest.warns(UserWarning), pytest.raises(InterruptedError):
+        native.build()
+    assert str(native.SOURCE) in compiled[0]
+
+
+def test_a_compiler_may_speak_any_encoding(new_process, monkeypatch):
+    complaint = "import sys; sys.stderr.buffer.write('error: d\u00e9j\u00e0 vu'.encode('latin-1')); sys.exit(1)"
+    monkeypatch.setattr(native, "_compiler", lambda: [sys.executable, "-c", complaint])
+    with pytest.raises(RuntimeError, match="failed with exit code 1: error: d.j. vu"):
+        native.build()
+
+
+def test_a_blank_cxx_names_no_compiler(monkeypatch):
+    monkeypatch.setenv("CXX", " ")
+    assert native._compiler() == ["c++"]
+
+
 def test_the_command_says_in_one_line_why_nothing_is_built(new_process, monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
     result = CliRunner().invoke(app, ["build"])

@@ -233,11 +233,17 @@ def test_an_unknown_gpu_gets_the_portable_table_and_one_warning():
         ({"head_dim": 257}, "head_dim must be between 1 and 256, got 257"),
         ({"head_dim": 0}, "head_dim must be between 1 and 256, got 0"),
         ({"dtype": "float64"}, "dtype must be float32, float16 or bfloat16, got 'float64'"),
+        ({"seqlen_q": -1}, "seqlen_q must not be negative, got -1"),
+        ({"seqlen_k": "1024"}, "seqlen_k must be an int, got '1024'"),
+        ({"head_dim": True}, "head_dim must be an int, got True"),
+        ({"capability": (9,)}, r"capability must be a tuple of two ints like \(9, 0\), or None, got \(9,\)"),
+        ({"capability": [9, 0]}, r"capability must be a tuple of two ints .* got \[9, 0\]"),
+        ({"capability": "sm90"}, r"capability must be a tuple of two ints .* got 'sm90'"),
     ],
 )
 def test_what_no_table_covers_is_refused(change, message):
     arguments = {"kernel": "forward", "capability": (9, 0), "head_dim": 64, "dtype": "float16", **SHAPE, **change}
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((TypeError, ValueError), match=message):
         select_config(arguments.pop("kernel"), **arguments)
 
 
@@ -269,6 +275,10 @@ def test_names_spell_the_configuration():
         AttentionConfig(forward=dq)
     with pytest.raises(ValueError, match="num_stages must be a positive int, got 0"):
         KernelConfig(target="sm90", kernel="dq", query_tile=64, key_tile=64, num_warps=4, num_stages=0)
+    with pytest.raises(ValueError, match="num_warps must be at most 32, got 1024"):
+        KernelConfig.from_name("sm90_dq_64x64_w1024_s1")
+    with pytest.raises(ValueError, match="num_stages must be at most 32, got 9999999999999999999999"):
+        KernelConfig.from_name("sm90_dq_64x64_w4_s9999999999999999999999")
     with pytest.raises(ValueError, match="query_tile must be a power of two from 16 on, got 8"):
         KernelConfig.from_name("sm90_dq_8x64_w4_s1")
     with pytest.raises(ValueError, match=r"key_tile must be a power of two from 16 on, got 64\.0"):

@@ -474,6 +474,20 @@ def test_a_proposal_that_reads_by_tma_says_what_other_inputs_take():
     assert '(Only("64x128_w4_s2_tma", tma=True), ...),' in alone.line
 
 
+def test_records_that_no_measurement_leaves_are_passed_over():
+    """They ended `tune flash` in a traceback, when all was measured."""
+    good = "sm90_forward_128x64_w8_s3"
+    odd = [
+        record(SHORT, "sm90_fwd_128x64_w8_s3", [1.0]),
+        record(SHORT, "sm90_forward_64x64_w4_s2", [0.0]),
+        record(SHORT, "sm90_forward_64x64_w4_s3", [-1.0]),
+        record(SHORT, "sm90_forward_64x64_w8_s2", [0.001], unit="s"),
+    ]
+    times = medians([record(SHORT, good, [2.0]), *odd], [SHORT], seed=0)
+    assert times == {SHORT: {named(good): 2.0}}
+    assert [row.config.name for row in proposals(times)] == [good]
+
+
 def test_no_proposal_without_a_configuration_that_ran_everywhere():
     records = [record(SHORT, "sm90_dq_64x64_w4_s2", [1.0]), record(LONG, "sm90_dq_64x64_w8_s2", [1.0])]
     assert proposals(medians(records, [SHORT, LONG], seed=0)) == []
@@ -499,6 +513,10 @@ REFUSALS = {
     "config-kernel": (
         ["--compile-only", "--arch", "sm90", "--kernel", "dq", "--config", "sm90_forward_64x64_w4_s1"],
         "--config must name configurations of dq, got sm90_forward_64x64_w4_s1",
+    ),
+    "config-table": (
+        ["--compile-only", "--arch", "sm90", "--config", "sm99_forward_64x64_w4_s1"],
+        "--config must name a table of sm80, sm86, sm89, sm90, sm100, portable, got sm99_forward_64x64_w4_s1",
     ),
     "jobs": (["--compile-only", "--arch", "sm90", "--jobs", "0"], "jobs must be at least 1, got 0"),
 }

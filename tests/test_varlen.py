@@ -310,6 +310,22 @@ def test_repeats_are_bit_equal(head_dim, dtype, device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("backend", ["tiled", "triton"])
+def test_boundaries_of_inference_mode_train(backend, device):
+    """Autograd saves no tensor of inference mode."""
+    tensors, (boundaries, *_) = packed([30, 0, 40], None, 0, 2, 2, 16, torch.float32, device)
+    with torch.inference_mode():
+        inferred = boundaries.clone()
+    results = []
+    for documents in (boundaries, inferred):
+        leaves = [x.detach().clone().requires_grad_() for x in tensors[:3]]
+        output = flash_attention_varlen(*leaves, documents, documents, 40, 40, backend=backend)
+        results.append([output, *torch.autograd.grad(output, leaves, tensors[3])])
+    for ordinary, other in zip(*results):
+        assert torch.equal(ordinary, other)
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_compile_fullgraph(device):
     tensors, documents = packed([30, 0, 40], None, 0, 2, 2, 16, torch.float32, device)
 

@@ -96,7 +96,7 @@ def _split_phases(
 
 def _phase_groups(length: int, phases: int) -> list[tuple[range, int]]:
     """Phases of one length and that length: the first `length % phases` have a token more than the others."""
-    rows, longer = divmod(length, phases)
+    rows, longer = length // phases, length % phases  # torch.compile has no divmod of a length that varies
     groups = [(range(longer), rows + 1), (range(longer, phases), rows)]
     return [(members, tokens) for members, tokens in groups if members]
 

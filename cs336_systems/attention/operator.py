@@ -161,8 +161,13 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
     q, k, v, *arguments = inputs
     ctx.is_tensor = [isinstance(argument, Tensor) for argument in arguments]
     ctx.plain = [argument for argument in arguments if not isinstance(argument, Tensor)]
-    ctx.save_for_backward(q, k, v, *output, *(x for x in arguments if isinstance(x, Tensor)))
+    ctx.save_for_backward(q, k, v, *output, *(_savable(x) for x in arguments if isinstance(x, Tensor)))
     ctx.set_materialize_grads(False)
+
+
+def _savable(x: Tensor) -> Tensor:
+    """`x`, or a copy where it is of inference mode: autograd would not save it."""
+    return x.clone() if x.is_inference() else x
 
 
 def _refuse_double_backward(ctx: Any, *grads: Tensor | None) -> None:
@@ -179,7 +184,7 @@ def _eager_function(name: str, operator: AttentionOperator) -> Callable[..., tup
         output, lse = operator._run(q, k, v, *arguments)
         ctx.set_materialize_grads(False)
         tensors = [x for x in arguments if isinstance(x, Tensor)]
-        ctx.save_for_backward(q, k, v, output, lse, *tensors)
+        ctx.save_for_backward(q, k, v, output, lse, *map(_savable, tensors))
         ctx.plain = arguments[len(tensors) :]  # tensors are the first of them, and must not be held by the context
         return output, lse
 

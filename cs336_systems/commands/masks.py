@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 DEFAULT_SEQLEN = 4096  # tokens, where --seqlen is not given
 DEFAULT_BLOCK = 128  # rows and columns of a tile, where --block-size is not given
 MOST_TILES = 2**22  # 262,144 tokens in tiles of 128: a few seconds
-MOST_PAIRS = 2**30  # that a random mask of tokens draws one by one
+MOST_PAIRS = 2**30  # that are looked at one by one
+BY_PAIRS = ("tokens", "topk", "shared", "dilated")  # patterns that look at pairs of tokens: their tiles are not whole
 LARGEST_PICTURE = 64  # tiles along a side that are drawn
 
 
@@ -38,10 +39,10 @@ def show_mask(pattern: str, *, seqlen: int | None, block_size: int | None, heads
             f"--seqlen {seqlen}, --block-size {size[0]} and --heads {heads} are {num_tiles:,} tiles, "
             f"and at most {MOST_TILES:,} are diagnosed"
         )
-    draws_tokens = any(part.strip().startswith("tokens") for part in pattern.split("+"))
-    if draws_tokens and seqlen * seqlen * heads > MOST_PAIRS:
+    by_pairs = any(part.strip().startswith(BY_PAIRS) for part in pattern.split("+"))
+    if by_pairs and seqlen * seqlen * heads > MOST_PAIRS:
         raise ValueError(f"--seqlen {seqlen} and --heads {heads} are {seqlen * seqlen * heads:,} pairs of tokens, "
-                         f"and at most {MOST_PAIRS:,} are drawn")  # fmt: skip
+                         f"and of {pattern} at most {MOST_PAIRS:,} are looked at")  # fmt: skip
     mask = parse_mask(pattern, seqlen=seqlen, block_size=size, heads=heads, seed=0 if seed is None else seed)
     table = Table(show_header=False, box=None)
     for name, value in diagnose(mask).items():

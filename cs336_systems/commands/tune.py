@@ -154,8 +154,12 @@ def _pairs(
 ) -> list[tuple[AttentionShape, KernelConfig]]:
     """Every shape with every configuration to try on it: the named ones, or the grid of the `target` table."""
     from cs336_systems.attention.tiles import KernelConfig, tuning_grid
+    from cs336_systems.attention.tiles.tables import TABLES
 
     named = [KernelConfig.from_name(name) for name in dict.fromkeys(names)]
+    for config in named:
+        if config.target not in TABLES:
+            raise ValueError(f"--config must name a table of {', '.join(TABLES)}, got {config.name}")
     if named and not any(config.kernel in kernels for config in named):
         raise ValueError(f"--config must name configurations of {', '.join(kernels)}, got {', '.join(names)}")
     return [

@@ -137,14 +137,27 @@ class Proposal:
 def medians(
     records: Iterable[Record], shapes: Sequence[AttentionShape], seed: int
 ) -> dict[AttentionShape, dict[KernelConfig, float]]:
-    """Median milliseconds by shape and configuration, from the newest good records of `tune_flash`."""
+    """Median milliseconds by shape and configuration, from the newest good records of `tune_flash`.
+
+    Records that no measurement leaves are passed over: of other names, other units, or no time at all.
+    """
     by_key = {case_key(case_to_dict(shape)): shape for shape in shapes}
     found: dict[AttentionShape, dict[KernelConfig, float]] = {shape: {} for shape in shapes}
     for record in latest(record for record in records if record.problem == PROBLEM and record.seed == seed):
         shape = by_key.get(case_key(record.case))
-        if shape is not None and record.status == "ok" and record.quantity == "time":
-            found[shape][KernelConfig.from_name(record.implementation)] = quantile(record.samples, 0.5)
+        if shape is None or (record.status, record.quantity, record.unit) != ("ok", "time", FORWARD.unit):
+            continue
+        config, median_ms = _config_named(record.implementation), quantile(record.samples, 0.5)
+        if config is not None and median_ms > 0:
+            found[shape][config] = median_ms
     return found
+
+
+def _config_named(name: str) -> KernelConfig | None:
+    try:
+        return KernelConfig.from_name(name)
+    except ValueError:
+        return None
 
 
 def winners(times: dict[AttentionShape, dict[KernelConfig, float]], capability: tuple[int, int] | None) -> list[Winner]:

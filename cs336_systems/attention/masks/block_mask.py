@@ -122,6 +122,11 @@ class BlockMask:
         self._check("token_bits", (None, self.block_size[0], words_per_row(self.block_size[1])))
         if has_values(self.kv_num_blocks):
             self._check_values()
+        # Autograd saves no tensor of inference mode, and what an evaluation has made may be kept and trained with.
+        for name, tensor in vars(self).items():
+            if isinstance(tensor, Tensor) and tensor.is_inference():
+                with torch.inference_mode(False):
+                    object.__setattr__(self, name, tensor.clone())
 
     def _check_values(self) -> None:
         """Raise unless counts fit their lists, and tiles and patterns exist: kernels follow them without a look."""

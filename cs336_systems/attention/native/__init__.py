@@ -54,9 +54,15 @@ def library_path() -> Path:
     root = os.environ.get("TORCH_EXTENSIONS_DIR") or caches
     if not root:
         raise OSError("there is no home folder to keep the library in (TORCH_EXTENSIONS_DIR names another)")
-    facts = (torch.__version__, sys.version, sysconfig.get_config_var("SOABI"), platform.machine(), platform.libc_ver())
+    facts = (torch.__version__, sys.version, sysconfig.get_config_var("SOABI"), platform.machine(), platform.libc_ver(),
+             "with a checksum beside it")  # fmt: skip
     digest = hashlib.sha256(SOURCE.read_bytes() + "\n".join(map(str, facts)).encode()).hexdigest()
     return Path(root) / MODULE / f"{digest[:16]}.so"
+
+
+def checksum_path(library: Path) -> Path:
+    """Where `build` writes what the library must hold: dlopen trusts a damaged file, and the process dies of it."""
+    return library.with_suffix(".sha256")
 
 
 def is_switched_off() -> bool:
@@ -95,7 +101,9 @@ def build() -> Path:
         unfinished = Path(folder) / path.name
         command = [*_compiler(), *_options(), str(SOURCE), "-o", str(unfinished), *_libraries()]
         try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_TIMEOUT_S)
+            done = subprocess.run(
+                command, capture_output=True, text=True, errors="replace", timeout=COMPILE_TIMEOUT_S
+            )
         except FileNotFoundError:
             raise RuntimeError(f"there is no C++ compiler {command[0]!r} (CXX names another)") from None
         except subprocess.TimeoutExpired:
@@ -103,6 +111,7 @@ def build() -> Path:
         if done.returncode:
             errors = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines()[-1:]
             raise RuntimeError(f"{command[0]} failed with exit code {done.returncode}: {' | '.join(errors[:3])}")
+        checksum_path(path).write_text(hashlib.sha256(unfinished.read_bytes()).hexdigest())
         unfinished.replace(path)
     _looked = False
     return path
@@ -136,12 +145,21 @@ def _load() -> ModuleType | None:
     spec = importlib.util.spec_from_loader(MODULE, loader)
     assert spec is not None
     try:
+        _check_whole(Path(path))
         module = importlib.util.module_from_spec(spec)
         loader.exec_module(module)
-    except ImportError as error:
+    except (ImportError, OSError) as error:
         warnings.warn(f"attention goes on without its C++ half, which does not load: {error}", stacklevel=4)
         return None
     return module
+
+
+def _check_whole(path: Path) -> None:
+    """ImportError unless the library is what `build` wrote."""
+    checksum = checksum_path(path)
+    expected = checksum.read_text() if checksum.exists() else ""
+    if hashlib.sha256(path.read_bytes()).hexdigest() != expected:
+        raise ImportError(f"{path} is not as it was built, or {checksum.name} beside it is missing")
 
 
 @contextmanager
@@ -154,7 +172,7 @@ def _alone_in(folder: Path) -> Iterator[None]:
 
 
 def _compiler() -> list[str]:
-    return (os.environ.get("CXX") or "c++").split()
+    return os.environ.get("CXX", "").split() or ["c++"]
 
 
 def _options() -> list[str]:

@@ -9,6 +9,8 @@ from functools import cache
 KERNELS = ("forward", "dkdv", "dq")
 MIN_TILE = 16  # rows: fewer no tensor core multiplies
 MIN_HEAD_TILE = 64
+MAX_WARPS = 32  # of a program: 1,024 threads
+MAX_STAGES = 32  # far more than shared memory has room for
 MAX_HEAD_DIM = 256
 TMA_ALIGNMENT_BYTES = 16  # where rows that Hopper's copy engine reads may begin
 # Rows that programs running at one time should share: about half of the L2 cache of an H200 or a B200 (50 to 126 MB);
@@ -55,6 +57,9 @@ class KernelConfig:
                 raise ValueError(f"KernelConfig.{field} must be a power of two from {least} on, got {value!r}")
         if isinstance(self.num_stages, bool) or not isinstance(self.num_stages, int) or self.num_stages < 1:
             raise ValueError(f"KernelConfig.num_stages must be a positive int, got {self.num_stages!r}")
+        for field, most in (("num_warps", MAX_WARPS), ("num_stages", MAX_STAGES)):
+            if getattr(self, field) > most:
+                raise ValueError(f"KernelConfig.{field} must be at most {most}, got {getattr(self, field)}")
         if self.precision not in PRECISIONS:
             raise ValueError(f"KernelConfig.precision must be one of {', '.join(PRECISIONS)}, got {self.precision!r}")
 

@@ -30,16 +30,31 @@ def select_config(
     `capability` is the GPU's compute capability, None for the interpreter. A GPU without a table gets the portable
     one, with one warning. `tma` says that Hopper's copy engine can read the inputs. It, batch, heads, lengths and mask
     decide where a row has exceptions for them (`tables.Only`).
-    ValueError for an unknown kernel, a head_dim over 256 or a dtype that Triton's dots do not take.
+    ValueError for an unknown kernel, a head_dim over 256, a negative size or a dtype that Triton's dots do not take,
+    TypeError for what is no number.
     """
     if kernel not in KERNELS:
         raise ValueError(f"kernel must be one of {', '.join(KERNELS)}, got {kernel!r}")
+    _check_capability(capability)
+    sizes = (("head_dim", head_dim), ("batch", batch), ("heads", heads), ("seqlen_q", seqlen_q), ("seqlen_k", seqlen_k))
+    for name, size in sizes:
+        if isinstance(size, bool) or not isinstance(size, int):
+            raise TypeError(f"{name} must be an int, got {size!r}")
+        if size < 0:
+            raise ValueError(f"{name} must not be negative, got {size}")
     if not 1 <= head_dim <= MAX_HEAD_DIM:
         raise ValueError(f"head_dim must be between 1 and {MAX_HEAD_DIM}, got {head_dim}")
     if dtype not in ("float32", "float16", "bfloat16"):
         raise ValueError(f"dtype must be float32, float16 or bfloat16, got {dtype!r}")
     key = kernel, BYTES_PER_ELEMENT[dtype], head_tile(head_dim)
     return _choose(target_of(capability), key, batch, heads, seqlen_q, seqlen_k, is_causal, tma)
+
+
+def _check_capability(capability: object) -> None:
+    """TypeError unless it is None or two ints."""
+    pair = isinstance(capability, tuple) and len(capability) == 2 and all(isinstance(x, int) for x in capability)
+    if capability is not None and not pair:
+        raise TypeError(f"capability must be a tuple of two ints like (9, 0), or None, got {capability!r}")
 
 
 @lru_cache(maxsize=4096)
