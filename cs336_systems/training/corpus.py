@@ -35,7 +35,7 @@ class Corpus:
         """The text at `path`; ValueError if it is empty, OSError if it cannot be read."""
         text = path.read_bytes()
         if not text:
-            raise ValueError(f"text must not be empty, got {path.name}")
+            raise ValueError(f"text must not be empty, got {path}")
         data = torch.frombuffer(bytearray(text), dtype=torch.uint8)
         cut = round(len(data) * (1 - VALIDATION_SHARE))
         return cls(training=data[:cut], validation=data[cut:])
