@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
@@ -264,6 +265,40 @@ def test_folders_of_other_runs_are_refused(tmp_path: Path):
         train(replace(SHORT, steps=5), RunOptions(out=out, resume=True))
     with pytest.raises(ValueError, match="learning_rate must be 0.002 to resume .*run, got 0.1"):
         train(replace(SHORT, learning_rate=0.1), RunOptions(out=out, resume=True))
+
+
+def test_a_run_goes_on_with_its_own_text_only(tmp_path: Path):
+    """Once another text was trained on from there without a word."""
+    own, copy, other = (tmp_path / name for name in ("own.txt", "copy.txt", "other.txt"))
+    for path, letters in ((own, b"abcdefg"), (copy, b"abcdefg"), (other, b"gfedcba")):
+        path.write_bytes(letters * 100)
+    out = tmp_path / "run"
+    train(SHORT, RunOptions(out=out, text=own, checkpoint_every=2, stop_after=2))
+    config = json.loads((out / "config.json").read_text())
+    assert config["text_sha256"] == hashlib.sha256(own.read_bytes()).hexdigest()
+    with pytest.raises(ValueError, match="text must be the one of .*run to resume it, got .*other.txt"):
+        train(SHORT, RunOptions(out=out, text=other, resume=True))
+    assert train(SHORT, RunOptions(out=out, text=copy, resume=True, stop_after=3)).first_step == 2
+    del config["text_sha256"]  # as folders of before have none
+    (out / "config.json").write_text(json.dumps(config))
+    assert train(SHORT, RunOptions(out=out, text=own, resume=True)).first_step == 2
+    with pytest.raises(ValueError, match="text must be the one of"):
+        train(SHORT, RunOptions(out=out, text=other, resume=True))
+
+
+def test_a_run_that_goes_on_for_more_steps_says_what_they_change(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    options = RunOptions(out=tmp_path, checkpoint_every=2, stop_after=4)
+    train(SHORT, options)
+    train(SHORT, replace(options, resume=True))
+    assert "steps" not in capsys.readouterr().err
+    with pytest.raises(ValueError, match="steps must be at least the 4"):
+        train(replace(SHORT, steps=3), replace(options, resume=True))
+    assert "steps" not in capsys.readouterr().err
+    for _ in range(2):  # told where it changes
+        train(replace(SHORT, steps=9), replace(options, resume=True))
+    (note,) = capsys.readouterr().err.splitlines()
+    assert note == "note: steps was 6 and is 9: the learning rate follows the new schedule"
+    assert json.loads((tmp_path / "config.json").read_text())["steps"] == 9
 
 
 # Command line

@@ -9,6 +9,7 @@ edition 2.9 as the Canterbury corpus (alice29.txt) has it, with Unix line ends.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -39,6 +40,12 @@ class Corpus:
         data = torch.frombuffer(bytearray(text), dtype=torch.uint8)
         cut = round(len(data) * (1 - VALIDATION_SHARE))
         return cls(training=data[:cut], validation=data[cut:])
+
+    def sha256(self) -> str:
+        """Of the whole text, as the `sha256sum` of its file says it."""
+        digest = hashlib.sha256(self.training.numpy().data)
+        digest.update(self.validation.numpy().data)
+        return digest.hexdigest()
 
     def sequences(
         self, positions: Sequence[int], *, context_length: int, seed: int
