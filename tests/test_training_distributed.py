@@ -20,6 +20,7 @@ from typer.testing import CliRunner
 from cs336_systems.cli import app
 from cs336_systems.config import ModelConfig, Precision, RunConfig
 from cs336_systems.distributed.launch import RankError, run_ranks
+from cs336_systems.experiments.cells import Unsupported
 from cs336_systems.experiments.registry import PROBLEMS
 from cs336_systems.experiments.s_training import FIRST_BOUND, LAST_BOUND, curve_error
 from cs336_systems.scaling import Plan
@@ -232,6 +233,14 @@ def test_the_experiments_cells_yield_the_promised_rows():
         losses, held_out, times = (measurement.samples for measurement in found)
         assert len(losses) == cell.case.steps and len(held_out) == 1 and len(times) >= 5
         assert found[0].error is not None and found[0].error <= 1
+
+
+def test_another_model_is_not_recorded_as_trained():
+    """The records of this package's model were once under the name of the user's."""
+    run = RunConfig(scale="tiny", device="cpu", model="tests.broken_models:Raises")
+    cell = PROBLEMS["training_run"].cells(run)[0]
+    with pytest.raises(Unsupported, match="the run trains this package's model, not the user's"):
+        list(PROBLEMS["training_run"].measure(cell, run))
 
 
 def test_another_curve_is_not_recorded():
