@@ -163,6 +163,8 @@ def test_an_out_of_memory_leaves_its_trace(tmp_path: Path, monkeypatch: pytest.M
         (["small-proxy", "--model", "tests.broken_models:Bigram", "--device", "cpu"], 2, "must have modules to"),
         (["8b", "--device", "cpu"], 1, "predicted to need "),
         (["9999x999x99999x64", "--device", "cpu"], 1, "predicted to need "),
+        (["1x1x64x32", "--implementation", "triton", "--precision", "bfloat16", "--device", "cpu"], 1,
+         "error: Triton's CPU interpreter computes wrong bfloat16 products; use float32 or float16 there"),
         (["1x1x64x32", "--implementation", "sdpa_cudnn", "--device", "cpu"], 1, "sdpa_cudnn needs CUDA"),
     ],
 )  # fmt: skip
