@@ -136,8 +136,7 @@ def run(
         if scale == "auto":
             scale = "handout" if kind == "cuda" else "smoke"
         config = RunConfig(scale=scale, device=kind, seed=seed, model=model, cell_timeout_s=cell_timeout)  # type: ignore[arg-type]
-        if model is not None:
-            _check_model(model)
+        _check_model(config, chosen)
         _check_implementations(implementation, chosen, config)
         interpret = kind == "cpu" and importlib.util.find_spec("triton") is not None
         folder = results_folder(results, get_device_info(kind), config)
@@ -319,12 +318,18 @@ def _choose_problems(names: list[str], run_all: bool) -> list[str]:
     return list(PROBLEMS) if run_all else list(dict.fromkeys(names))
 
 
-def _check_model(spec: str) -> None:
+def _check_model(config: RunConfig, chosen: list[str]) -> None:
+    """Raise an error where the user's model cannot be found, or none of the problems has cells of a model."""
+    from cs336_systems.experiments.registry import PROBLEMS
     from cs336_systems.experiments.worker import search_current_folder
     from cs336_systems.model import load_model_class
 
+    if config.model is None:
+        return
     search_current_folder()  # a console script does not search the folder it was typed in
-    load_model_class(spec)
+    load_model_class(config.model)
+    if not any(hasattr(cell.case, "model") for name in chosen for cell in PROBLEMS[name].cells(config)):
+        raise ValueError(f"--model has no effect on {', '.join(chosen)}")
 
 
 def _check_implementations(names: list[str] | None, chosen: list[str], config: RunConfig) -> None:

@@ -227,6 +227,7 @@ def recommended_dtype(compute_capability: tuple[int, int] | None) -> DTypeName:
 
 BACKENDS = ("reference", "compiled", "tiled", "triton", "hopper")
 INTERPRETER_HINT = "set TRITON_INTERPRET=1 before the first import of triton kernels to run them on the CPU interpreter"
+INTERPRETER_BFLOAT16 = "Triton's CPU interpreter computes wrong bfloat16 products; use float32 or float16 there"
 MIN_TRITON_CAPABILITY = (8, 0)  # the first with bfloat16 and asynchronous copies, which the kernels are written for
 HOPPER_CAPABILITY = (9, 0)  # sm_90a has instructions (wgmma, setmaxnreg) that neither older nor newer GPUs run
 MIN_HOPPER_TRITON = (3, 6)  # older Gluons launch the partitions of a kernel in another way
@@ -438,7 +439,7 @@ def _triton_refusal(
     if head_dim > MAX_TRITON_HEAD_DIM:
         return f"triton takes a head_dim of at most {MAX_TRITON_HEAD_DIM}, not {head_dim}"
     if device_kind != "cuda" and dtype == "bfloat16":
-        return "Triton's CPU interpreter computes wrong bfloat16 products; use float32 or float16 there"
+        return INTERPRETER_BFLOAT16
     if device_kind == "cuda" and (compute_capability is None or compute_capability < MIN_TRITON_CAPABILITY):
         has = "unknown" if compute_capability is None else _dotted(compute_capability)
         return f"triton needs compute capability 8.0 or higher, and the inputs' GPU has {has}"

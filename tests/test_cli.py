@@ -16,9 +16,10 @@ import torch
 import typer
 from typer.testing import CliRunner
 
-from cs336_systems.cli import app, describe_case, wait_briefly
+from cs336_systems.cli import _check_model, app, describe_case, wait_briefly
 from cs336_systems.commands.profile import show_trace
 from cs336_systems.commands.shared import one_line_errors, termination_interrupts
+from cs336_systems.config import RunConfig
 from cs336_systems.experiments.registry import PROBLEMS
 from cs336_systems.profiling.trace import Kernel, Trace
 from cs336_systems.records import read_records
@@ -59,6 +60,10 @@ REFUSALS = {
     "model-module": (["--all", "--model", "no_such_module_here:Model"], "no_such_module_here"),
     "model-class": (["--all", "--model", "tests.broken_models:Nobody"], "Nobody"),
     "model-constructor": (["--all", "--model", "torch.nn:Linear"], "vocab_size"),
+    "model-unused": (
+        ["flash_benchmarking", "long_calls", "--model", "cs336_systems.model:TransformerLM"],
+        "error: --model has no effect on flash_benchmarking, long_calls",
+    ),
     "seed": (["--all", "--seed", "-1"], "seed must not be negative"),
     "seed-large": (["--all", "--seed", str(2**63)], "seed must be at most 9223372036854775807"),
     "timeout-large": (["--all", "--cell-timeout", "99999999999999"], "cell_timeout_s must be at most 86400 (a day)"),
@@ -76,6 +81,14 @@ def test_wrong_arguments_are_one_line(arguments, message, tmp_path, monkeypatch)
     assert not any(tmp_path.rglob("*.jsonl"))
 
 
+def test_a_model_beside_problems_that_have_none_is_for_the_others():
+    config = RunConfig(scale="tiny", device="cpu", model="cs336_systems.model:TransformerLM")
+    _check_model(config, ["flash_benchmarking", "benchmarking_script"])
+    _check_model(config, list(PROBLEMS))
+    with pytest.raises(ValueError, match="--model has no effect on flash_benchmarking"):
+        _check_model(config, ["flash_benchmarking"])
+
+
 def test_unwritable_results(tmp_path):
     blocked = tmp_path / "results"
     blocked.write_text("a file where the folder should be")
@@ -85,7 +98,6 @@ def test_unwritable_results(tmp_path):
 @pytest.mark.parametrize("blocked", ["records", "records/leaderboard_2025.jsonl"])
 def test_records_that_cannot_be_written_are_refused_before_anything_is_measured(tmp_path, blocked):
     """A folder in the place of a file of records once failed behind the first cell."""
-    from cs336_systems.config import RunConfig
     from cs336_systems.device import get_device_info
     from cs336_systems.experiments.sweep import Sweep, results_folder
 

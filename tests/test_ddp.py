@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from typing import Any
 
@@ -225,6 +225,55 @@ def evaluate_without_gradients(wrapped: DataParallel, alone: nn.Module) -> None:
     train(wrapped, alone)
 
 
+def evaluate_before_finishing(wrapped: DataParallel, alone: nn.Module) -> None:
+    """A forward between backward and finish, with a graph or without one, is none of the next backward's."""
+    for step in range(STEPS):
+        x, y = batch(step)
+        for model in (wrapped, alone):
+            model.zero_grad()
+        loss_of(alone, x, y).backward()
+        loss_of(wrapped, mine(x), mine(y)).backward()
+        loss_of(wrapped, x, y)
+        with torch.no_grad():
+            loss_of(wrapped, x, y)
+        wrapped.finish_gradient_synchronization()
+        assert_same_gradients(wrapped, alone)
+
+
+def checkpoint_the_wrapper(wrapped: DataParallel, alone: nn.Module) -> None:
+    """Its forward runs again in the backward, the second time when gradients of the first have arrived."""
+
+    def loss(model: nn.Module, x: Tensor, y: Tensor, use_reentrant: bool) -> Tensor:
+        parts = [checkpoint(model, part, use_reentrant=use_reentrant) for part in x.detach().requires_grad_().chunk(2)]
+        return nn.functional.mse_loss(torch.cat(parts), y)
+
+    for step, use_reentrant in enumerate((True, False) * 2):
+        x, y = batch(step)
+        for model in (wrapped, alone):
+            model.zero_grad()
+        loss(alone, x, y, use_reentrant).backward()
+        loss(wrapped, mine(x), mine(y), use_reentrant).backward()
+        wrapped.finish_gradient_synchronization()
+        assert_same_gradients(wrapped, alone)
+
+
+def one_backward_for_each_of_two_losses(wrapped: DataParallel, alone: nn.Module) -> None:
+    """As a pair of adversaries has them: both forwards first, and each backward with its own synchronisation."""
+    for step in range(STEPS):
+        (x, y), (other_x, other_y) = batch(step), batch(step + 50)
+        losses = [
+            (loss_of(model, cut(x), cut(y)), loss_of(model, cut(other_x), cut(other_y)))
+            for model, cut in ((wrapped, mine), (alone, lambda whole: whole))
+        ]
+        for loss, expected in zip(*losses):
+            wrapped.zero_grad()
+            alone.zero_grad()
+            loss.backward()
+            expected.backward()
+            wrapped.finish_gradient_synchronization()
+            assert_same_gradients(wrapped, alone)
+
+
 def step_without_a_backward(wrapped: DataParallel, alone: nn.Module) -> None:
     """No rank has a gradient: they stay None, and the rehearsal of the next step is not spoiled for long."""
     wrapped.finish_gradient_synchronization()
@@ -235,7 +284,7 @@ def step_without_a_backward(wrapped: DataParallel, alone: nn.Module) -> None:
 SCENARIOS: tuple[Scenario, ...] = (
     keep_names_and_state, train, keep_gradients, checkpoint_reentrantly, checkpoint_without_reentry, accumulate,
     two_forwards_one_backward, leave_parameters_unused, overflow_on_one_rank, evaluate_without_gradients,
-    step_without_a_backward,
+    evaluate_before_finishing, checkpoint_the_wrapper, one_backward_for_each_of_two_losses, step_without_a_backward,
 )  # fmt: skip
 
 
@@ -498,6 +547,50 @@ def test_a_second_backward_without_no_sync_is_refused(wrapper, alone_in_a_group)
     wrapped(torch.ones(1, 2)).sum().backward()
     with pytest.raises(RuntimeError, match=r"or run all but the last of them under no_sync\(\)"):
         wrapped(torch.ones(1, 2)).sum().backward()
+
+
+@pytest.mark.parametrize("is_rehearsed", [False, True])
+@pytest.mark.parametrize("then_accumulates", [False, True])
+@pytest.mark.parametrize("wrapper", ["overlap", "bucketed, one"])
+def test_a_backward_that_was_never_synchronised_is_told_in_the_next(
+    wrapper, then_accumulates, is_rehearsed, alone_in_a_group
+):
+    """Without a single finish_gradient_synchronization there was no order to break, and ranks parted without a word."""
+    wrapped = WRAPPERS[wrapper](nn.Linear(2, 2))
+
+    def backward() -> None:
+        wrapped(torch.ones(1, 2)).sum().backward()
+
+    if is_rehearsed:
+        backward()
+        wrapped.finish_gradient_synchronization()
+        wrapped.zero_grad()
+    backward()
+    told = r"finish_gradient_synchronization\(\) was not called after the last backward: call it after each backward"
+    with wrapped.no_sync() if then_accumulates else nullcontext(), pytest.raises(RuntimeError, match=told):
+        backward()
+    wrapped.finish_gradient_synchronization()  # the way out
+    wrapped.zero_grad()
+    backward()
+    wrapped.finish_gradient_synchronization()
+    assert wrapped.module.bias.grad.tolist() == [1.0, 1.0]
+
+
+def part_without_a_word(rank: int, ranks: int, wrapper: str) -> None:
+    """A newcomer's loop: all steps, and no synchronisation."""
+    wrapped = WRAPPERS[wrapper](Model(seed=rank))
+    optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        x, y = batch(step)
+        loss_of(wrapped, mine(x), mine(y), checkpointing=True).backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("wrapper", ["overlap", "bucketed, several"])
+def test_ranks_that_never_synchronise_are_stopped(wrapper):
+    with pytest.raises(RankError, match=r"finish_gradient_synchronization\(\) was not called after the last backward"):
+        run_ranks(part_without_a_word, 2, wrapper)
 
 
 def wrap_different_models(rank: int, ranks: int) -> None:

@@ -176,7 +176,7 @@ def test_what_does_not_exist_says_why(name, mask, message):
 
 def test_interpreted_bfloat16_is_refused():
     case = dataclasses.replace(small_case("causal"), dtype="bfloat16")
-    with pytest.raises(Unsupported, match="interpreter computes wrong bfloat16"):
+    with pytest.raises(Unsupported, match="computes wrong bfloat16 products; use float32 or float16 there"):
         build_masked("triton_lists", case, BlockMask.causal(128), TINY)
 
 

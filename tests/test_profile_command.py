@@ -116,6 +116,17 @@ def test_a_model_is_profiled(tmp_path: Path) -> None:
     assert len(trace.step_ms) == 1 and trace.kernel_ms(phase="backward", within="attention.scores") > 0
 
 
+def test_what_is_profiled_is_said_before_it_is_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU a step of a large model takes minutes, in which nothing was said."""
+
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("cs336_systems.commands.profile._prepare", interrupted)
+    result = invoke(*SMALL, "--warmup", "2", "--steps", "3", "--results", tmp_path)
+    assert result.stdout == "profiling small-proxy on cpu: 2 warm-up and 3 profiled steps\n"
+
+
 def test_ranges_can_be_left_out(tmp_path: Path) -> None:
     assert invoke(*SMALL, "--mode", "forward", "--no-ranges", "--results", tmp_path).exit_code == 0
     assert not any(name.startswith("block:") for name in read_trace(trace_in(tmp_path)).ranges)
@@ -152,6 +163,8 @@ def test_an_out_of_memory_leaves_its_trace(tmp_path: Path, monkeypatch: pytest.M
         (["small-proxy", "--model", "tests.broken_models:Bigram", "--device", "cpu"], 2, "must have modules to"),
         (["8b", "--device", "cpu"], 1, "predicted to need "),
         (["9999x999x99999x64", "--device", "cpu"], 1, "predicted to need "),
+        (["1x1x64x32", "--implementation", "triton", "--precision", "bfloat16", "--device", "cpu"], 1,
+         "error: Triton's CPU interpreter computes wrong bfloat16 products; use float32 or float16 there"),
         (["1x1x64x32", "--implementation", "sdpa_cudnn", "--device", "cpu"], 1, "sdpa_cudnn needs CUDA"),
     ],
 )  # fmt: skip

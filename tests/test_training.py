@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
@@ -70,7 +71,7 @@ def test_an_epoch_sees_every_window_once_and_the_next_sees_others():
 def test_a_text_too_short_is_refused(tmp_path: Path):
     path = tmp_path / "short.txt"
     path.write_bytes(b"")
-    with pytest.raises(ValueError, match="text must not be empty, got short.txt"):
+    with pytest.raises(ValueError, match=f"^text must not be empty, got {path}$"):
         Corpus.load(path)
     path.write_bytes(b"x" * 60)
     with pytest.raises(ValueError, match="text must have more than 64 bytes to train on for context_length=32, got 54"):
@@ -266,6 +267,40 @@ def test_folders_of_other_runs_are_refused(tmp_path: Path):
         train(replace(SHORT, learning_rate=0.1), RunOptions(out=out, resume=True))
 
 
+def test_a_run_goes_on_with_its_own_text_only(tmp_path: Path):
+    """Once another text was trained on from there without a word."""
+    own, copy, other = (tmp_path / name for name in ("own.txt", "copy.txt", "other.txt"))
+    for path, letters in ((own, b"abcdefg"), (copy, b"abcdefg"), (other, b"gfedcba")):
+        path.write_bytes(letters * 100)
+    out = tmp_path / "run"
+    train(SHORT, RunOptions(out=out, text=own, checkpoint_every=2, stop_after=2))
+    config = json.loads((out / "config.json").read_text())
+    assert config["text_sha256"] == hashlib.sha256(own.read_bytes()).hexdigest()
+    with pytest.raises(ValueError, match="text must be the one of .*run to resume it, got .*other.txt"):
+        train(SHORT, RunOptions(out=out, text=other, resume=True))
+    assert train(SHORT, RunOptions(out=out, text=copy, resume=True, stop_after=3)).first_step == 2
+    del config["text_sha256"]  # as folders of before have none
+    (out / "config.json").write_text(json.dumps(config))
+    assert train(SHORT, RunOptions(out=out, text=own, resume=True)).first_step == 2
+    with pytest.raises(ValueError, match="text must be the one of"):
+        train(SHORT, RunOptions(out=out, text=other, resume=True))
+
+
+def test_a_run_that_goes_on_for_more_steps_says_what_they_change(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    options = RunOptions(out=tmp_path, checkpoint_every=2, stop_after=4)
+    train(SHORT, options)
+    train(SHORT, replace(options, resume=True))
+    assert "steps" not in capsys.readouterr().err
+    with pytest.raises(ValueError, match="steps must be at least the 4"):
+        train(replace(SHORT, steps=3), replace(options, resume=True))
+    assert "steps" not in capsys.readouterr().err
+    for _ in range(2):  # told where it changes
+        train(replace(SHORT, steps=9), replace(options, resume=True))
+    (note,) = capsys.readouterr().err.splitlines()
+    assert note == "note: steps was 6 and is 9: the learning rate follows the new schedule"
+    assert json.loads((tmp_path / "config.json").read_text())["steps"] == 9
+
+
 # Command line
 
 
@@ -290,10 +325,15 @@ def test_the_command_trains_and_says_where_the_losses_are(tmp_path: Path):
         (["--autocast", "int8"], "error: Precision.autocast must be one of float16, bfloat16, got 'int8'"),
         (["--attention", "none", "--device", "cpu"], "error: attention must be one of reference, "),
         (["--attention", "hopper", "--device", "cpu"], "error: backend 'hopper' cannot be used: hopper kernels "),
-        (["--text", "missing.txt"], "error: [Errno 2] No such file or directory"),
+        (["--text", "missing.txt"], "error: --text missing.txt: no such file\n"),
+        (["--text", f"{__file__}/text"], f"error: --text {__file__}/text: no such file\n"),
+        (["--text", str(Path(__file__).parent)], f"error: --text {Path(__file__).parent} is a folder\n"),
+        (["--text", "/dev/null", "--device", "cpu"], "error: text must not be empty, got /dev/null\n"),
+        (["--out", __file__], f"error: --out {__file__} is a file, not a folder\n"),
+        (["--out", f"{__file__}/run"], f"error: --out {__file__}/run: {__file__} is a file, not a folder\n"),
         (["--context-length", "100000", "--device", "cpu"], "error: text must have more than 200000 bytes to train on"),
         (["--context-length", "20000", "--device", "cpu"], "error: text must hold out more than 20000 bytes"),
-        (["--wrapper", "fsdp", "--ranks", "2", "--text", "."], "error: [Errno 21] Is a directory: '.'"),
+        (["--wrapper", "fsdp", "--ranks", "2", "--text", "."], "error: --text . is a folder\n"),
     ],
 )
 def test_the_command_refuses_bad_arguments_in_one_line(arguments: list[str], message: str):

@@ -20,6 +20,7 @@ from typer.testing import CliRunner
 from cs336_systems.cli import app
 from cs336_systems.config import ModelConfig, Precision, RunConfig
 from cs336_systems.distributed.launch import RankError, run_ranks
+from cs336_systems.experiments.cells import Unsupported
 from cs336_systems.experiments.registry import PROBLEMS
 from cs336_systems.experiments.s_training import FIRST_BOUND, LAST_BOUND, curve_error
 from cs336_systems.scaling import Plan
@@ -126,7 +127,7 @@ def test_a_wrong_number_of_ranks_is_refused():
     ("arguments", "message"),
     [
         (["--attention", "nothing"], "error: attention must be one of reference, compiled, "),
-        (["--out", __file__], "error: [Errno 17] File exists: "),
+        (["--out", __file__], f"error: --out {__file__} is a file, not a folder\n"),
     ],
 )
 def test_what_ranks_refuse_is_told_in_one_line(arguments: list[str], message: str, capfd: pytest.CaptureFixture[str]):
@@ -232,6 +233,14 @@ def test_the_experiments_cells_yield_the_promised_rows():
         losses, held_out, times = (measurement.samples for measurement in found)
         assert len(losses) == cell.case.steps and len(held_out) == 1 and len(times) >= 5
         assert found[0].error is not None and found[0].error <= 1
+
+
+def test_another_model_is_not_recorded_as_trained():
+    """The records of this package's model were once under the name of the user's."""
+    run = RunConfig(scale="tiny", device="cpu", model="tests.broken_models:Raises")
+    cell = PROBLEMS["training_run"].cells(run)[0]
+    with pytest.raises(Unsupported, match="the run trains this package's model, not the user's"):
+        list(PROBLEMS["training_run"].measure(cell, run))
 
 
 def test_another_curve_is_not_recorded():

@@ -86,6 +86,8 @@ def profile(
             search_current_folder()
         run = RunConfig(scale="handout" if kind == "cuda" else "smoke", device=kind, model=model)
         _refuse_overflow(parsed, implementation, mode, kind)
+        # On a CPU minutes may pass from here to the tables.
+        typer.echo(f"profiling {case} on {kind}: {warmup} warm-up and {steps} profiled step{'s' * (steps != 1)}")
         prepared = _prepare(parsed, implementation, mode, run)
     if tool == "api":
         _run_between_profiler_calls(prepared, steps, warmup, ranges)

@@ -55,6 +55,7 @@ def train(
         from cs336_systems.training.corpus import ALICE
         from cs336_systems.training.loop import RunOptions
 
+        _check_paths(text, out)
         sizes = {NANO.name: NANO, **MODEL_SIZES}
         if size not in sizes:
             raise ValueError(f"--size must be one of {', '.join(sizes)}, got {size!r}")
@@ -90,6 +91,18 @@ def train(
             raise typer.Exit(EXIT_SIGNAL + signal.SIGINT) from None
     if result is not None:
         _summarise(config, options, result)
+
+
+def _check_paths(text: Path | None, out: Path | None) -> None:
+    """ValueError where the system's own error would be a number and not say which option is meant."""
+    if text is not None and text.is_dir():
+        raise ValueError(f"--text {text} is a folder")
+    if text is not None and not text.exists():
+        raise ValueError(f"--text {text}: no such file")
+    for folder in (out, *out.parents) if out is not None else ():
+        if folder.exists() and not folder.is_dir():
+            which = f"{out}: {folder}" if folder != out else out
+            raise ValueError(f"--out {which} is a file, not a folder")
 
 
 def _left_behind(options: RunOptions) -> str:

@@ -20,7 +20,7 @@ from cs336_systems.attention import FlashAttentionPyTorch, attention_reference, 
 from cs336_systems.attention.compiled import compiled_reference
 from cs336_systems.attention.hopper.support import hopper_refusal
 from cs336_systems.config import AttentionShape
-from cs336_systems.device import has_cxx_compiler
+from cs336_systems.device import INTERPRETER_BFLOAT16, has_cxx_compiler
 from cs336_systems.experiments.cells import Unsupported
 
 AttentionFunction = Callable[[Tensor, Tensor, Tensor], Any]  # -> Tensor; some return types are unions
@@ -55,7 +55,7 @@ def build(name: str, shape: AttentionShape, device: str) -> AttentionFunction:
         return lambda q, k, v: FlashAttentionPyTorch.apply(q, k, v, causal, None, True)
     if name == "triton":
         if shape.dtype == "bfloat16" and device == "cpu":
-            raise Unsupported("the Triton interpreter computes wrong bfloat16 dots")
+            raise Unsupported(INTERPRETER_BFLOAT16)
         return lambda q, k, v: flash_attention(q, k, v, is_causal=causal, enable_gqa=grouped, backend="triton")
     if name == "hopper":
         query, _ = _query_and_key(shape, device)

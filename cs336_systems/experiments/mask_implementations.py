@@ -19,6 +19,7 @@ from cs336_systems.attention.dynamic import choose_keys, mask_chosen, shared_key
 from cs336_systems.attention.masks import parse_mask
 from cs336_systems.attention.masks.parse import random_bias
 from cs336_systems.config import AttentionShape, MaskCase, RunConfig
+from cs336_systems.device import INTERPRETER_BFLOAT16
 from cs336_systems.experiments.cells import Unsupported
 from cs336_systems.experiments.implementations import FLEX_BLOCK, build, compiled_flex, kernel_name
 
@@ -45,7 +46,7 @@ def build_masked(name: str, case: MaskCase, mask: BlockMask, run: RunConfig) -> 
     if name not in BUILDERS:
         raise ValueError(f"implementation must be one of {', '.join(BUILDERS)}, got {name!r}")
     if name.startswith("triton") and run.device == "cpu" and case.dtype == "bfloat16":
-        raise Unsupported("the Triton interpreter computes wrong bfloat16 dots")
+        raise Unsupported(INTERPRETER_BFLOAT16)
     return BUILDERS[name](case, mask, run)
 
 

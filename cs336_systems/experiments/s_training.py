@@ -15,7 +15,7 @@ import torch
 
 from cs336_systems.config import MODEL_SIZES, ModelConfig, RunConfig
 from cs336_systems.distributed.launch import launch
-from cs336_systems.experiments.cells import Cell, Disagreement, Measurement, Row
+from cs336_systems.experiments.cells import Cell, Disagreement, Measurement, Row, Unsupported
 from cs336_systems.training import TrainingConfig, TrainingResult, train
 from cs336_systems.training.config import NANO, WRAPPERS, byte_model
 from cs336_systems.training.loop import RunOptions, train_rank
@@ -100,6 +100,8 @@ def training_run_cells(run: RunConfig) -> list[Cell]:
 
 def measure_training_run(cell: Cell, run: RunConfig) -> Iterator[Measurement]:
     """Train, compare with one process, then yield the loss of every step, the held-out loss and the step times."""
+    if run.model is not None:
+        raise Unsupported("the run trains this package's model, not the user's")
     alone = replace(cell.case, num_ranks=1, accumulation=1)
     expected = _alone(alone, run.device, run.seed)
     if cell.implementation == "none":

@@ -178,7 +178,9 @@ def _interfaces() -> tuple[Any, Any]:
     try:  # by name: its annotations are not ours to check, and it takes seconds to load
         transformers = importlib.import_module("transformers")
     except ImportError:
-        raise ImportError("transformers is not installed: pip install 'cs336-systems[hf]'") from None
+        raise ImportError(
+            "transformers is not installed: pip install -e '.[hf]' in the repository, as the README says"
+        ) from None
     if not hasattr(transformers, "AttentionMaskInterface"):
         raise ImportError(f"transformers must be of version 4.53 or later, got {transformers.__version__}")
     return transformers.AttentionInterface, transformers.AttentionMaskInterface

@@ -1,6 +1,6 @@
 """Checkpoints of a run: a folder that says what the run is, and `distributed.checkpoint`'s saves in it.
 
-    out/config.json                      # the run
+    out/config.json                      # the run, and the SHA-256 of its text
     out/losses.jsonl                     # a line a step
     out/checkpoints/step-00000100/...    # weights and optimizer state, for any wrapper and number of ranks
 
@@ -25,16 +25,19 @@ from cs336_systems.training.config import TrainingConfig
 from cs336_systems.training.wrappers import Trainee
 
 CONFIG_FILE = "config.json"
+TEXT_SHA256 = "text_sha256"  # beside the fields of the config; older folders have none
 LOSS_SCALE = "loss_scale"  # beside the position in the data
 KEPT = 2  # the newest, and the one before it
 FREE = ("steps", "wrapper", "num_ranks", "accumulation")  # may change between a run and its continuation
 
 
 class Checkpoints:
-    """The folder `out` of a run of `trainee`."""
+    """The folder `out` of a run of `trainee` on the file `text`."""
 
-    def __init__(self, out: Path, trainee: Trainee, config: TrainingConfig) -> None:
+    def __init__(self, out: Path, trainee: Trainee, config: TrainingConfig, *, text: Path, text_sha256: str) -> None:
         self.folder, self.out, self.trainee, self.config = out / "checkpoints", out, trainee, config
+        self.text = text
+        self.described = {**asdict(config), TEXT_SHA256: text_sha256}
         self.rank = dist.get_rank()
 
     def begin(self) -> int:
@@ -52,9 +55,9 @@ class Checkpoints:
     def resume(self) -> int:
         """Load the newest checkpoint; the step that comes next. From the start where none was completed.
 
-        Raises ValueError if `out` holds no run, or one that differs in more than FREE, and CheckpointError, a
-        ValueError as well, for a damaged checkpoint. It does not go back to the one before by itself: the steps between
-        would be lost without a word.
+        Raises ValueError if `out` holds no run, or one that differs in its text or in more than FREE, and
+        CheckpointError, a ValueError as well, for a damaged checkpoint. It does not go back to the one before by
+        itself: the steps between would be lost without a word.
         """
         from cs336_systems.distributed.checkpoint import (
             PROGRESS,
@@ -67,13 +70,16 @@ class Checkpoints:
         path = self.out / CONFIG_FILE
         if not path.is_file():
             raise ValueError(f"out must hold a run to resume, got {self.out}")
-        ours, theirs = (_fixed(one) for one in (asdict(self.config), read_json(path)))
-        for name in ours:
-            if ours[name] != theirs.get(name):
-                raise ValueError(f"{name} must be {theirs.get(name)!r} to resume {self.out}, got {ours[name]!r}")
+        theirs = read_json(path)
+        for name, ours in asdict(self.config).items():
+            if name not in FREE and ours != theirs.get(name):
+                raise ValueError(f"{name} must be {theirs.get(name)!r} to resume {self.out}, got {ours!r}")
+        if theirs.get(TEXT_SHA256, self.described[TEXT_SHA256]) != self.described[TEXT_SHA256]:
+            raise ValueError(f"text must be the one of {self.out} to resume it, got {self.text}")
         complete = complete_checkpoints(self.folder)
         self._tell_passed_over(complete)
         if not complete:
+            self._continue(theirs)
             return 0
         try:
             progress = load_checkpoint(self.folder, self.trainee.module, self.trainee.optimizer)
@@ -93,7 +99,21 @@ class Checkpoints:
                 self.trainee.scaler.load_state_dict(saved)
             except (KeyError, TypeError, ValueError):
                 raise ValueError(f"{complete[-1] / PROGRESS} is damaged: {LOSS_SCALE} is {saved!r}"[:500]) from None
+        self._continue(theirs)
         return progress.step
+
+    def _continue(self, before: dict[str, Any]) -> None:
+        """Let the folder describe the run as it goes on, and say on stderr what that changes."""
+        if self.rank or before == self.described:
+            return
+        steps = before.get("steps", self.config.steps)
+        if steps != self.config.steps:
+            print(
+                f"note: steps was {steps} and is {self.config.steps}: the learning rate follows the new schedule",
+                file=sys.stderr,
+                flush=True,
+            )
+        self._write_config()
 
     def _tell_passed_over(self, complete: list[Path]) -> None:
         """Say on stderr which checkpoints newer than the one that is loaded are incomplete."""
@@ -112,7 +132,7 @@ class Checkpoints:
         """In one step: a process killed while it writes leaves no half of a file, which nobody could resume."""
         aside = self.out / f".{CONFIG_FILE}.partial"
         with open(aside, "w") as file:
-            file.write(json.dumps(asdict(self.config), indent=1) + "\n")
+            file.write(json.dumps(self.described, indent=1) + "\n")
             file.flush()
             os.fsync(file.fileno())
         os.replace(aside, self.out / CONFIG_FILE)
@@ -138,7 +158,3 @@ def group_of_one() -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
-
-
-def _fixed(config: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in config.items() if name not in FREE}

@@ -9,6 +9,7 @@ edition 2.9 as the Canterbury corpus (alice29.txt) has it, with Unix line ends.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -35,10 +36,16 @@ class Corpus:
         """The text at `path`; ValueError if it is empty, OSError if it cannot be read."""
         text = path.read_bytes()
         if not text:
-            raise ValueError(f"text must not be empty, got {path.name}")
+            raise ValueError(f"text must not be empty, got {path}")
         data = torch.frombuffer(bytearray(text), dtype=torch.uint8)
         cut = round(len(data) * (1 - VALIDATION_SHARE))
         return cls(training=data[:cut], validation=data[cut:])
+
+    def sha256(self) -> str:
+        """Of the whole text, as the `sha256sum` of its file says it."""
+        digest = hashlib.sha256(self.training.numpy().data)
+        digest.update(self.validation.numpy().data)
+        return digest.hexdigest()
 
     def sequences(
         self, positions: Sequence[int], *, context_length: int, seed: int

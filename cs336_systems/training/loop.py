@@ -103,7 +103,9 @@ def _train(
     corpus = check_text(config, options)  # before a model is built for sequences that it does not have
     trainee = build_trainee(config, device)
     result = TrainingResult()
-    checkpoints = Checkpoints(options.out, trainee, config) if options.out is not None else None
+    checkpoints = None
+    if options.out is not None:
+        checkpoints = Checkpoints(options.out, trainee, config, text=options.text, text_sha256=corpus.sha256())
     if checkpoints is not None:
         result.first_step = checkpoints.resume() if options.resume else checkpoints.begin()
         result.losses = _read_losses(checkpoints.out, result.first_step, tell=rank == 0)
