@@ -163,7 +163,11 @@ def check_mask(mask: object, query: Tensor, key: Tensor) -> Tensor:
 
 @torch.compiler.disable(reason="the number of live tiles depends on the mask's values")
 def _block_mask_of(mask: Tensor, may_be_known: bool) -> BlockMask:
-    """The tiles of `mask`: those found before if it is the same tensor and nobody has written to it since."""
+    """The tiles of `mask`: those found before if it is the same tensor and nobody has written to it since.
+
+    PyTorch counts who writes to a tensor, but not through `.data` or the NumPy array whose memory it shares: a mask
+    that is refilled so has to be another tensor each time.
+    """
     if not may_be_known or mask.is_inference():  # made in inference mode, it does not count who writes to it
         return BlockMask.from_dense(mask)
     version, block_mask = _block_masks.get(mask, (None, None))
