@@ -69,7 +69,11 @@ def test_a_calls_cost_and_the_best_bucket_are_of_one_run():
     problem = "ddp_bucketed_benchmarking"
     said = answer(problem, load_frame(step_records(problem)))
     assert "the step of bucketed is shortest with buckets of 1000 MiB (101.0 ms) and longest with 1 MiB" in said
-    assert "xl: at most 1 MiB make 258 buckets (the last sent has 97.7 MiB), 1000 MiB 14 (the last sent has" in said
+    assert (
+        "xl: at most 1 MiB make 258 buckets (the last sent has 97.7 MiB, one parameter larger than the limit), 1000 "
+        "MiB 14 (the last sent has" in said
+    )
+    assert said.count("larger than the limit") == 1
     mixed = [replace(row, **EARLIER) if row.case["bucket_size_mb"] == 1.0 else row for row in step_records(problem)]
     said = answer(problem, load_frame(mixed))
     assert "longer than" not in said and "shortest" not in said
