@@ -55,6 +55,7 @@ from cs336_systems.profiling.memory import MIB, release
 from cs336_systems.profiling.predict import CudaAutocastRules, fake_module, parse_bytes
 from cs336_systems.profiling.saved import by_operation, compiled_saved_tensors, saved_tensors
 from cs336_systems.profiling.timeline import CATEGORIES, Allocation, MemoryTrace, Phase
+from cs336_systems.report.answers import answer
 from cs336_systems.report.figures import draw
 from cs336_systems.report.frames import load_frame
 from cs336_systems.report.plots import plots
@@ -569,6 +570,16 @@ def test_a_memory_cell_gives_all_its_rows():
         for cell in kinds.values():
             rows = [measurement.row for measurement in measure(cell, TINY) if measurement.samples]
             assert set(rows) == set(cell.rows), cell
+
+
+@pytest.mark.parametrize("number, says", [(1, "1 block, "), (4, "4 blocks, ")])
+def test_one_block_is_one_block(number, says):
+    problem = "gradient_checkpointing"
+    cell = next(cell for cell in gradient_checkpointing_cells(HANDOUT) if isinstance(cell.case, BlocksCase))
+    saved = {"mode": "forward", "quantity": "saved_for_backward", "unit": "MiB", "samples": [4132.0]}
+    said = answer(problem, load_frame([record(problem, replace(cell.case, blocks=number), "simulated", **saved)]))
+    store = "stores" if number == 1 else "store"
+    assert f"- {says}without checkpointing, {store} between forward and backward: simulated 4,132 MiB." in said
 
 
 def test_a_proxys_bars_have_a_scale_of_their_own():

@@ -166,8 +166,8 @@ def leaderboard_answers(frame: pd.DataFrame) -> list[str]:
         same = next((row for row in ours if row.case == theirs.case), None)
         if same is not None and same_run(same, theirs):
             said.append(
-                f"With equal settings ({_settings(same)}) a step takes {number(same.median)} ms with FSDP and "
-                f"{number(theirs.median)} ms with torch fully_shard, {factor(same.median / theirs.median)} of its time."
+                f"With equal settings ({_settings(same)}) a step takes {number(same.median)} ms with FSDP, "
+                f"{factor(same.median / theirs.median)} the {number(theirs.median)} ms of torch fully_shard."
             )
     for other in (row for row in ours[1:] if same_run(row, best)):
         said.append(f"With {_settings(other)} a step takes {factor(other.median / best.median)} the fastest's time.")
