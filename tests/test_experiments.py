@@ -20,7 +20,7 @@ from cs336_systems.config import HANDOUT_SIZES, AttentionShape, RunConfig
 from cs336_systems.experiments import attention_cells, implementations
 from cs336_systems.experiments import sweep as sweep_module
 from cs336_systems.experiments.cells import Cell, Disagreement, Unsupported
-from cs336_systems.experiments.implementations import IMPLEMENTATIONS
+from cs336_systems.experiments.implementations import IMPLEMENTATIONS, off_contract
 from cs336_systems.experiments.registry import PROBLEMS
 from cs336_systems.experiments.sweep import Provenance, Sweep, find_provenance, results_folder
 from cs336_systems.experiments.worker import Worker, search_current_folder
@@ -173,12 +173,30 @@ def test_a_process_that_cannot_start_says_where_to_look(tmp_path):
         Worker(TINY, log, interpret=False).measure(cells("pytorch_attention", TINY)[0])
 
 
-def test_a_wrong_result_is_not_timed(monkeypatch):
-    """An implementation that leaves the mask out is fast and wrong; its row must say wrong."""
-    cell = next(cell for cell in cells("flash_benchmarking", TINY) if cell.implementation == "eager")
+@pytest.mark.parametrize(
+    "name, message",
+    [
+        ("tiled", r"output is off by [\d.e+]+ times the numerical contract's bound"),
+        ("sdpa_flash", r"PyTorch's kernel: output is off by .* times the numerical contract's bound; its time is left"),
+    ],
+)
+def test_a_wrong_result_is_not_timed(name, message, monkeypatch):
+    """An implementation that leaves the mask out is fast and wrong; its row must say wrong, and whose it is."""
+    cell = next(cell for cell in cells("flash_benchmarking", TINY) if cell.implementation == name)
     monkeypatch.setattr(attention_cells, "build", lambda *_: lambda q, k, v: attention_reference(q, k, v))
-    with pytest.raises(Disagreement, match=r"output is off by .* times the numerical contract's bound"):
+    with pytest.raises(Disagreement, match=f"^{message}"):
         list(attention_cells.measure_attention(cell, TINY))
+
+
+@pytest.mark.parametrize("name", ["eager", "reference", "compiled", "flex", "sdpa_mask", "torch_varlen"])
+def test_a_wrong_result_of_pytorchs_kernel_is_said_to_be_its(name):
+    said = off_contract(name, "grad_v", 1.6)
+    assert said == "PyTorch's kernel: grad_v is off by 1.6 times the numerical contract's bound; its time is left out"
+
+
+@pytest.mark.parametrize("name", ["triton", "triton_whole", "hopper", "tiled", "tiled_compiled", "h16x64"])
+def test_a_wrong_result_of_ours_is_ours(name):
+    assert off_contract(name, "grad_v", 1.6) == "grad_v is off by 1.6 times the numerical contract's bound"
 
 
 def test_wrong_gradients_stop_after_the_forward(monkeypatch):
@@ -189,7 +207,7 @@ def test_wrong_gradients_stop_after_the_forward(monkeypatch):
 
     monkeypatch.setattr(attention_cells, "build", lambda *_: detached_keys)
     measured = []
-    with pytest.raises(Disagreement, match="grad_k is off"):
+    with pytest.raises(Disagreement, match="PyTorch's kernel: grad_k is off"):
         for measurement in attention_cells.measure_attention(cell, TINY):
             measured.append(measurement.row.mode)
     assert measured == ["forward"]

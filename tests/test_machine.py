@@ -86,13 +86,18 @@ def test_grouped_query_attention_is_timed(without_compiled: None) -> None:
 
 def test_a_wrong_back_end_has_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
     def without_mask(q: Any, k: Any, v: Any, *, backend: str, **_: Any) -> Any:
-        return attention_reference(q, k, v, is_causal=backend != "tiled")
+        return attention_reference(q, k, v, is_causal=backend not in wrong)
+
+    wrong = ["tiled"]
 
     monkeypatch.setattr(backends, "flash_attention", without_mask)
     rows = {row.backend: row for row in benchmark_backends(shape(64, 16), device="cpu", num_samples=1)}
     assert rows["tiled"].status == "failed" and rows["tiled"].forward_ms is None
-    assert "times the numerical contract's bound" in rows["tiled"].reason
+    assert rows["tiled"].reason.endswith("times the numerical contract's bound")
     assert rows["reference"].status == "ok"
+    wrong.append("reference")
+    rows = {row.backend: row for row in benchmark_backends(shape(64, 16), device="cpu", num_samples=1)}
+    assert rows["reference"].reason.startswith("PyTorch's kernel: ") and "PyTorch" not in rows["tiled"].reason
 
 
 def test_an_out_of_memory_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:

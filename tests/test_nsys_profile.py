@@ -20,7 +20,7 @@ from cs336_systems.experiments.s2_nsys_profile import (
 from cs336_systems.profiling.kernels import CATEGORIES
 from cs336_systems.profiling.trace import trace_of
 from cs336_systems.report.frames import load_frame
-from cs336_systems.report.profiles import answers, profiles
+from cs336_systems.report.profiles import ABOVE_WALL_CLOCK, answers, profiles, tables
 from tests.profile_records import GEMM, OOM, profile_records
 from tests.test_trace import gpu_events
 
@@ -145,6 +145,25 @@ def _wrong_shape() -> type:
 )  # fmt: skip
 def test_each_question_is_answered_from_the_records(sentence: str) -> None:
     assert any(said.startswith(sentence) for said in answers(load_frame(profile_records())))
+
+
+@nsys_profile
+def test_shares_above_the_wall_clock_say_what_they_divide() -> None:
+    """Profiling slows a CPU's operators: their sum was said to be 141 % of a step's wall clock, without a reason."""
+    usual, busier = (
+        load_frame([
+            replace(row, samples=[ms / slowing for ms in row.samples])
+            if (row.quantity, row.case["model"]["name"]) == ("time", "xl") else row
+            for row in profile_records()
+        ])
+        for slowing in (1.0, 1.5)
+    )  # fmt: skip
+    why, remark = "(profiled operators against an unprofiled step)", f"- {ABOVE_WALL_CLOCK}"
+    (low, *_), (high, *_) = answers(usual), answers(busier)
+    assert why not in low and low.count("96.2 % of its wall clock") == 1
+    assert "96.2 % of its wall clock" in high and f"and to 144 % {why} for xl" in high
+    (table, *_), (noted, *_) = tables(usual), tables(busier)
+    assert remark not in table.body and remark in noted.body and "| 138 % |" in noted.body
 
 
 @nsys_profile

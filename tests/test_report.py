@@ -516,6 +516,17 @@ def test_flash_answer_compares_quotes_the_oom_and_the_peer() -> None:
     assert "10.0× as much" in said
 
 
+def test_what_compiling_costs_is_said_of_first_calls() -> None:
+    """Most cases' first calls find what another compiled: their median was said to be what compiling takes."""
+    said = answer("torch_compile", load_frame(compile_records()))
+    for what in ("attention", "whole models"):
+        assert (
+            f"First calls of {what}, which compile what no earlier case has compiled, take in the median over cases: "
+            "compiled 7.00 s (longest 7.00 s)." in said
+        )
+    assert "Compiling" not in said
+
+
 def test_step_answer_has_warm_up_and_variation() -> None:
     said = answer("benchmarking_script", load_frame(step_records()))
     assert "Without warm-up the first timed step takes 10.5× to 10.5× the median" in said

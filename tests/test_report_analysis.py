@@ -29,6 +29,8 @@ def test_the_training_table_has_a_row_a_wrapper_in_the_order_of_the_stages():
     (shown,) = sections("training_run", load_frame(training_records()))
     rows = [line.split("|")[1].strip() for line in shown.body.splitlines()[2:5]]
     assert rows == ["none", "zero1", "fsdp"]
+    differences = [line.split("|")[7].strip() for line in shown.body.splitlines()[2:5]]
+    assert differences == ["–", "–", "0.1250"], "one process has nothing to differ from"
     assert "5.0000" in shown.body and "4.000" in shown.body and "0.125" in shown.body
     assert "failed [1]" in shown.body and "3 times the bound" in shown.body
 
@@ -36,7 +38,12 @@ def test_the_training_table_has_a_row_a_wrapper_in_the_order_of_the_stages():
 def test_the_training_answer_says_what_was_learned_and_how_far_wrappers_differ():
     said = answer("training_run", load_frame(training_records()))
     assert "falls from 5.000 to 4.000 nats a byte in 3 steps, and 3.250 on text it never saw" in said
-    assert "The curves of fsdp are one process's within 0.12 of the bound, the most for fsdp." in said
+    differ = "differ from one process's by at most 0.12 times what rounding may make (the bound)"
+    assert f"The curves of fsdp {differ}." in said
+    for error, worst in ((0.01, ", the most for fsdp"), (0.125, "")):
+        more = training_record("flat", "loss", [5.0, 4.0, 3.0], error=error)
+        said = answer("training_run", load_frame([*training_records(), more]))
+        assert f"The curves of flat, fsdp {differ}{worst}." in said
 
 
 def test_a_run_in_which_everything_failed_is_still_reported():

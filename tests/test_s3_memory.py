@@ -55,6 +55,11 @@ from cs336_systems.profiling.memory import MIB, release
 from cs336_systems.profiling.predict import CudaAutocastRules, fake_module, parse_bytes
 from cs336_systems.profiling.saved import by_operation, compiled_saved_tensors, saved_tensors
 from cs336_systems.profiling.timeline import CATEGORIES, Allocation, MemoryTrace, Phase
+from cs336_systems.report.answers import answer
+from cs336_systems.report.figures import draw
+from cs336_systems.report.frames import load_frame
+from cs336_systems.report.plots import plots
+from tests.distributed_records import record
 
 COVERS = ("cs336_systems/profiling", "cs336_systems/model")
 TINY = RunConfig(scale="tiny", device="cpu")
@@ -565,6 +570,36 @@ def test_a_memory_cell_gives_all_its_rows():
         for cell in kinds.values():
             rows = [measurement.row for measurement in measure(cell, TINY) if measurement.samples]
             assert set(rows) == set(cell.rows), cell
+
+
+@pytest.mark.parametrize("number, says", [(1, "1 block, "), (4, "4 blocks, ")])
+def test_one_block_is_one_block(number, says):
+    problem = "gradient_checkpointing"
+    cell = next(cell for cell in gradient_checkpointing_cells(HANDOUT) if isinstance(cell.case, BlocksCase))
+    saved = {"mode": "forward", "quantity": "saved_for_backward", "unit": "MiB", "samples": [4132.0]}
+    said = answer(problem, load_frame([record(problem, replace(cell.case, blocks=number), "simulated", **saved)]))
+    store = "stores" if number == 1 else "store"
+    assert f"- {says}without checkpointing, {store} between forward and backward: simulated 4,132 MiB." in said
+
+
+def test_a_proxys_bars_have_a_scale_of_their_own():
+    """Beside the simulated xl at 200,000 MiB the panels of a proxy of 80 MiB looked empty."""
+    problem = "gradient_checkpointing"
+
+    def tops(mib: float) -> dict[str, float]:
+        cell = next(cell for cell in gradient_checkpointing_cells(HANDOUT) if isinstance(cell.case, MemoryCase))
+        proxy, peak = replace(cell.case.model, name="xl-proxy"), {"quantity": "peak_memory", "unit": "MiB"}
+        records = [
+            record(problem, replace(cell.case, model=model, attention=attention), "simulated", samples=[top], **peak)
+            for model, top in ((cell.case.model, 200_000.0), (proxy, mib))
+            for attention in ("reference", "sdpa")
+        ]
+        axes = draw(plots(problem, load_frame(records))[0]).axes
+        return {one.get_title().split(",")[0]: one.get_ylim()[1] for one in axes}
+
+    apart, together = tops(80.0), tops(50_000.0)
+    assert apart["model = xl"] > 200_000 and 80 < apart["model = xl-proxy"] < 160
+    assert together["model = xl"] == together["model = xl-proxy"] > 200_000
 
 
 def test_wrong_gradients_are_never_timed(monkeypatch):

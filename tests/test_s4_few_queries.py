@@ -95,6 +95,9 @@ def test_times_of_two_runs_are_not_divided():
     (section,) = sections("few_queries", load_frame(later))
     assert section.body.count(OTHER_RUN) == 1
     assert "3 timed samples a cell" in provenance(load_frame(records))
+    once = [replace(one, samples=one.samples[:1]) for one in records]
+    assert "1 timed sample a cell" in provenance(load_frame(once))
+    assert "1 to 3 timed samples a cell" in provenance(load_frame([*once[1:], records[0]]))
 
 
 def test_the_answer_names_the_range():

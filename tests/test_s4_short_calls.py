@@ -176,6 +176,16 @@ def test_a_figure_shows_ratios_to_cudnn_and_not_cudnn():
     assert (row["y"], row["low"], row["high"]) == (2.0, 1.25, 2.0) and row["drawn"]
 
 
+def test_without_cudnn_there_is_no_figure():
+    """All its bars are ratios to cuDNN's time: where that was skipped an empty figure was drawn."""
+    why = "sdpa_cudnn needs CUDA"
+    records = [
+        replace(record, samples=[], status="skipped", message=why) if record.implementation == "sdpa_cudnn" else record
+        for record in short_call_records()
+    ]
+    assert plots("short_calls", load_frame(records)) == []
+
+
 def test_turns_of_two_runs_are_not_divided():
     records = [
         replace(record, date="2026-01-03T03:04:05+00:00") if record.implementation == "triton" else record

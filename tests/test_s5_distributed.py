@@ -262,6 +262,27 @@ def test_the_overhead_model_is_fitted_to_the_bucket_sizes():
     assert "communicate 10.0 ms longer" in said and "the model's best bucket then has" in said
 
 
+@pytest.mark.parametrize(
+    "size, milliseconds, contradicts",
+    [(100.0, 45.0, False), (100.0, 50.0, False), (100.0, 60.0, True), (10.0, 60.0, False)],
+    ids=["between", "equal", "hill", "the smallest size's buckets"],
+)
+def test_the_overhead_model_is_not_fitted_where_a_size_between_contradicts_it(size, milliseconds, contradicts):
+    """Two ends gave a cost of a call and a best bucket, though a size between them took longer than both."""
+    records = step_records("ddp_bucketed_benchmarking")
+    middle = [
+        replace(
+            row,
+            case={**row.case, "bucket_size_mb": size},
+            samples=[milliseconds] if row.quantity == "communication_time" else row.samples,
+        )
+        for row in records
+        if row.case["bucket_size_mb"] == 1.0
+    ]
+    said = answer("ddp_bucketed_benchmarking", load_frame([*records, *middle]))
+    assert f"{size:g} MiB" in said and ("best bucket" not in said) == ("a call costs" not in said) == contradicts
+
+
 @pytest.mark.parametrize("problem", [COMMUNICATION, *DDP_PROBLEMS])
 def test_every_problem_has_a_table_figures_and_its_case(problem):
     rows = records_of(problem)

@@ -274,7 +274,7 @@ def test_tables_figures_and_answers_of_measured_and_broken_cells():
     said = answer(PROBLEM, frame)
     assert "The fastest step of FSDP takes 6,000 ms (after attention computed again, hopper attention, compiled" in said
     assert "The class's record, 3,837 ms on two B200, is 27.5 % of theirs, which is 2.27× as high." in said
-    assert "a step takes 6,300 ms with FSDP and 7,875 ms with torch fully_shard, 0.800× of its time." in said
+    assert "a step takes 6,300 ms with FSDP, 0.800× the 7,875 ms of torch fully_shard." in said
     assert "first step ends after 60.0 s; the handout's 600 s have room for 90 more." in said
     assert "Of 400.0 ms of communication in a traced step 75.0 % run beside compute." in said
     (figure,) = plots(PROBLEM, frame)
@@ -294,7 +294,16 @@ def test_a_proxys_step_is_not_set_against_the_record():
     records = leaderboard_2026_records(device=H200)
     case = dict(records[0].case, model=dict(records[0].case["model"], name="8b-proxy"))
     frame = load_frame([replace(record, case=case) for record in records if record.case == records[0].case])
-    assert "record" not in answer(PROBLEM, frame)
+    said = answer(PROBLEM, frame)
+    assert "record" not in said and "first step ends after 60.0 s." in said, "the limit is for the 8B model"
+
+
+def test_ranks_that_share_a_cpu_have_no_gpu_each():
+    frame = load_frame(leaderboard_2026_records(device={"name": "Test CPU", "kind": "cpu", "driver": ""}))
+    step = next(section.body for section in sections(PROBLEM, frame) if section.name == "step")
+    said = answer(PROBLEM, frame)
+    assert "| TFLOP/s a rank |" in step and "TFLOP/s a rank." in said and "GPU" not in step + said
+    assert "first step ends after 60.0 s." in said
 
 
 def test_the_bare_case_is_the_leaderboards():

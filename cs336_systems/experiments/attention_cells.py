@@ -18,6 +18,7 @@ from cs336_systems.experiments.implementations import (
     AttentionFunction,
     build,
     kernel_name,
+    off_contract,
     without_overhead,
 )
 from cs336_systems.inputs import AttentionInputs, attention_inputs
@@ -128,7 +129,7 @@ def _measure(
 
     yield from first_call(COMPILE_FORWARD, time_once(forward, device))
     oracle = _oracle(shape, device, run.seed, sum_loss)  # after the first call: what does not fit needs no oracle
-    error = checked_error(oracle, results)
+    error = checked_error(oracle, results, cell.implementation)
     results.clear()
     yield from timed(FORWARD, lambda: _without_graph(function, inputs), error)
 
@@ -145,8 +146,10 @@ def _measure(
 
     gradients: list[Tensor] = []
     yield from first_call(COMPILE_BOTH, time_once(lambda: gradients.extend(both()), device))
-    error = max(error, checked_error(oracle, dict(zip(("grad_q", "grad_k", "grad_v"), gradients))))
+    named = dict(zip(("grad_q", "grad_k", "grad_v"), gradients))
+    error = max(error, checked_error(oracle, named, cell.implementation))
     gradients.clear()
+    named.clear()
     if SAVED in cell.rows:
         yield Measurement(row=SAVED, samples=[saved_for_backward(lambda: function(*leaves)) / MIB], kernel=kernel)
     release(device)
@@ -178,12 +181,12 @@ def _without_graph(function: Callable[..., Tensor], inputs: AttentionInputs) -> 
         return function(inputs.q, inputs.k, inputs.v)
 
 
-def checked_error(oracle: Oracle, results: Mapping[str, Tensor]) -> float:
+def checked_error(oracle: Oracle, results: Mapping[str, Tensor], implementation: str) -> float:
     """The largest error of `results` over its bound; Disagreement with its name where it breaks the contract."""
     errors = contract_errors(oracle, results)
     name, worst = max(errors.items(), key=lambda item: item[1])
     if not worst <= 1:
-        raise Disagreement(f"{name} is off by {worst:.3g} times the numerical contract's bound")
+        raise Disagreement(off_contract(implementation, name, worst))
     return worst
 
 

@@ -21,6 +21,7 @@ from cs336_systems.attention.api import explain_backend
 from cs336_systems.attention.contract import Oracle, compute_oracle, contract_errors
 from cs336_systems.config import AttentionShape
 from cs336_systems.device import BACKENDS, interpreter_is_on
+from cs336_systems.experiments.implementations import off_contract
 from cs336_systems.inputs import attention_inputs
 from cs336_systems.profiling.memory import one_out_of_memory_error, release
 from cs336_systems.profiling.samples import summarize
@@ -129,7 +130,7 @@ def _timing(
             errors = contract_errors(oracle, results)
             worst = max(errors, key=lambda name: errors[name])
             if not errors[worst] <= 1:
-                why = f"{worst} is off by {errors[worst]:.3g} times the numerical contract's bound"
+                why = off_contract(chosen, worst, errors[worst])
                 return BackendTiming(backend=backend, chosen=chosen, status="failed", reason=why)
             del gradients, results
             return BackendTiming(

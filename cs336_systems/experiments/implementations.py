@@ -118,6 +118,22 @@ class _ForcedSDPA:
             return self.bare(q, k, v)
 
 
+def off_contract(implementation: str, result: str, ratio: float) -> str:
+    """Says that `result` is off by `ratio` times its bound, and that the kernel is PyTorch's where it is none of ours.
+
+    >>> off_contract("sdpa_flash", "grad_v", 1.6)
+    "PyTorch's kernel: grad_v is off by 1.6 times the numerical contract's bound; its time is left out"
+    """
+    text = f"{result} is off by {ratio:.3g} times the numerical contract's bound"
+    return f"PyTorch's kernel: {text}; its time is left out" if _is_of_pytorch(implementation) else text
+
+
+def _is_of_pytorch(implementation: str) -> bool:
+    """Whether PyTorch's kernels run under that name of an implementation or a back end."""
+    plain = ("eager", "reference", "compiled", "flex")
+    return implementation in plain or implementation.startswith(("sdpa_", "torch_"))
+
+
 @contextmanager
 def without_overhead(function: AttentionFunction) -> Iterator[AttentionFunction]:
     """What to call, within, in the place of what `build` returned: the same without what only its comparison costs.

@@ -87,13 +87,13 @@ def measure_masked(cell: Cell, run: RunConfig) -> Iterator[Measurement]:
     # forward
     first_ms = time_once(forward, device)
     oracle = _oracle(case, device, run.seed)  # after the first call: what does not fit needs no oracle
-    error = checked_error(oracle, {"output": unpack(results[0])})
+    error = checked_error(oracle, {"output": unpack(results[0])}, cell.implementation)
     yield from timed(FORWARD, forward, first_ms, error)
 
     # forward and backward
     first_ms = time_once(both, device)
     gradients = {name: unpack(x) for name, x in zip(("grad_q", "grad_k", "grad_v"), results)}
-    error = max(error, checked_error(oracle, gradients))
+    error = max(error, checked_error(oracle, gradients, cell.implementation))
     yield from timed(BOTH, both, first_ms, error)
 
     # backward

@@ -78,7 +78,7 @@ def measure_few_queries(cell: Cell, run: RunConfig) -> Iterator[Measurement]:
             with torch.no_grad():
                 return attend(*inputs[:3])
 
-        error = checked_error(_oracle(shape, device, run.seed), {"output": forward()})
+        error = checked_error(_oracle(shape, device, run.seed), {"output": forward()}, cell.implementation)
         if device == "cuda":
             settle(forward)
         times_ms = graph_times(forward) if device == "cuda" else time_calls(forward, device=device, num_samples=3)

@@ -136,7 +136,7 @@ def measure_tile_choice(cell: Cell, run: RunConfig) -> Iterator[Measurement]:
         results = call()
     except TritonError as error:  # does not compile, or not into this GPU's shared memory
         raise Unsupported(f"{cell.implementation}: {str(error).strip().splitlines()[0]}") from None
-    error_ratio = checked_error(_oracle(shape, device, run.seed, False), results)
+    error_ratio = checked_error(_oracle(shape, device, run.seed, False), results, cell.implementation)
     del results
     (row,) = cell.rows
     kernel = " ".join(config.name for config in configs)

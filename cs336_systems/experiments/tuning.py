@@ -58,7 +58,7 @@ def measure_tune_flash(cell: Cell, run: RunConfig) -> Iterator[Measurement]:
         results = call()
     except OutOfResources as error:
         raise Unsupported(f"{config.name}: {error}") from None
-    error_ratio = checked_error(_oracle(shape, run.device, run.seed, False), results)
+    error_ratio = checked_error(_oracle(shape, run.device, run.seed, False), results, cell.implementation)
     del results
     samples = time_calls(call, device=run.device, warmup=1, budget_ms=GPU_BUDGET_MS)
     kernel = " ".join(used.name for used in configs)

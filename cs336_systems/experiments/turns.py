@@ -124,7 +124,7 @@ def _player(
         return torch.autograd.grad(attend(*leaves), leaves, inputs.grad_output)
 
     names = ("output", "grad_q", "grad_k", "grad_v")
-    error = checked_error(oracle, dict(zip(names, (forward(function), *both(function)))))
+    error = checked_error(oracle, dict(zip(names, (forward(function), *both(function)))), name)
     calls: dict[str, Call] = {"forward": forward, "forward_backward": both}
     if "backward" in modes:
         output = function(*leaves)  # the graph is made once, outside of the turns

@@ -211,7 +211,10 @@ def out_of_memory(frame: pd.DataFrame, keys: Sequence[str]) -> list[str]:
 
 
 def compile_times(cases: pd.DataFrame, what: str) -> list[str]:
-    """One sentence with the median and longest compile time of each implementation that was compiled."""
+    """One sentence with the median and longest first call of each implementation that was compiled.
+
+    Cases share what is compiled, so a median may be of calls that had nothing to compile.
+    """
     rows = real(cases[cases["quantity"] == "compile_time"])
     parts = []
     for label in labels(rows):
@@ -219,7 +222,10 @@ def compile_times(cases: pd.DataFrame, what: str) -> list[str]:
         unit = one["unit"].iloc[0]
         middle, longest = number(one["median"].median(), 3), number(one["median"].max(), 3)
         parts.append(f"{label} {middle} {unit} (longest {longest} {unit})")
-    return [f"Compiling {what} takes, in the median over cases: {'; '.join(parts)}."] if parts else []
+    if not parts:
+        return []
+    first = f"First calls of {what}, which compile what no earlier case has compiled, take in the median over cases"
+    return [f"{first}: {'; '.join(parts)}."]
 
 
 def _first_steps(steps: pd.DataFrame, warm: pd.DataFrame) -> list[tuple[float, str, str]]:

@@ -339,7 +339,11 @@ def ddp_answer(frame: pd.DataFrame) -> list[str]:
 
 
 def bucketed_answer(frame: pd.DataFrame) -> list[str]:
-    """The answers of a step, then the model of the overhead with bandwidth and cost of a call from these records."""
+    """The answers of a step, then the model of the overhead with bandwidth and cost of a call from these records.
+
+    The model is left out where a number of buckets between those of the ends communicates longer than both; sizes that
+    make the very buckets of an end differ from it by noise.
+    """
     rows = steps(frame)
     ours = rows[(rows["status"] == "ok") & (rows["implementation"] == "bucketed") & (rows["communication_time"] > 0)]
     said = [*ddp_answer(frame), *_best_buckets(rows), *_bucket_plans(ours)]
@@ -351,6 +355,9 @@ def bucketed_answer(frame: pd.DataFrame) -> list[str]:
         extra_ms = small.communication_time - large.communication_time
         if calls[0] <= calls[1] or extra_ms <= 0:
             continue  # the cost of a call is within the noise
+        between = [row for row in ordered[1:-1] if calls[0] > num_buckets(row) > calls[1]]
+        if any(row.communication_time > small.communication_time for row in between):
+            continue  # the model has no such hill
         per_call_s = extra_ms * 1e-3 / (calls[0] - calls[1])
         total = gradient_bytes(small)
         sending_s = large.communication_time * 1e-3 - calls[1] * per_call_s
@@ -391,9 +398,9 @@ def _bucket_plans(ours: pd.DataFrame) -> list[str]:
             plan = _plan(row)
             last = plan[-1].num_elements * BYTES_PER_ELEMENT[json.loads(row.case)["precision"]["parameters"]]
             size = f"{plain(row.bucket_mb)} MiB {'make ' if not parts else ''}{len(plan)}"
-            parts.append(
-                f"{size}{' buckets' if not parts else ''} (the last sent has {number(last / BYTES_PER_MB, 3)} MiB)"
-            )
+            above = ", one parameter larger than the limit" if last > row.bucket_mb * BYTES_PER_MB else ""
+            held = f"the last sent has {number(last / BYTES_PER_MB, 3)} MiB{above}"
+            parts.append(f"{size}{' buckets' if not parts else ''} ({held})")
         said.append(f"{group['model'].iloc[0]}: at most {', '.join(parts)}.")
     return said
 

@@ -6,6 +6,7 @@ Each drawer gets the axes, the whole plot (for scales common to its panels) and 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pandas as pd
@@ -73,8 +74,9 @@ def _draw_bars(axes: Axes, plot: Plot, data: pd.DataFrame) -> None:
         axes.set_yscale("log")
     groups = list(dict.fromkeys(plot.data["x"]))
     names = list(dict.fromkeys(plot.data["series"]))
-    low, high = _limits(plot, rows=0)
-    highest, sizes = _highest(plot), plot.data.groupby("panel").size()
+    alike = _on_one_scale(plot, data)
+    low, high = _limits(alike, rows=0)
+    highest, sizes = _highest(alike), plot.data.groupby("panel").size()
     most = sizes.max()
     slots = len(groups) * len(names) / (1 if len(sizes) > 1 else 1.7)  # a panel alone is so much wider
     reached = highest / 10 if plot.log_y else highest  # where neighbours differ in height they do not collide
@@ -250,6 +252,13 @@ def _limits(plot: Plot, rows: int) -> tuple[float, float]:
     low, high = max(low, high * 1e-9) / 1.4, high * 1.6
     share = min(0.6, ROW_HEIGHT * (rows + 0.6)) if rows else 0.0
     return float(low / (high / low) ** (share / (1 - share))), float(high)
+
+
+def _on_one_scale(plot: Plot, data: pd.DataFrame) -> Plot:
+    """`plot` with those of its panels that share the y axis of the panel of `data`."""
+    if "scale" not in plot.data:
+        return plot
+    return replace(plot, data=plot.data[plot.data["scale"].isin(data["scale"])])
 
 
 def _highest(plot: Plot) -> float:

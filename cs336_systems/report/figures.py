@@ -50,7 +50,7 @@ def save_figure(figure: Figure, path: Path, source: str) -> None:
 
 
 def draw(plot: Plot) -> Figure:
-    """The figure of `plot`: one axes a panel, on common scales, title above, legend and notes below."""
+    """The figure of `plot`: one axes a panel, on common scales but for `scale`, title above, legend and notes below."""
     panels = list(dict.fromkeys(plot.data["panel"]))
     columns = 2 if len(panels) == 4 else min(3, len(panels))
     if plot.kind == "timeline":  # one below the other: what is compared stands at the same time
@@ -62,7 +62,8 @@ def draw(plot: Plot) -> Figure:
         width, height = 9.5, 0.95 * rows + 1.5
     figure = Figure(figsize=(width, height), layout="constrained")
     figure.suptitle(plot.title, fontsize=12.5, fontweight="bold", **LITERAL)
-    grid = figure.subplots(rows, columns, squeeze=False, sharex=plot.kind != "ranking", sharey=plot.kind != "ranking")
+    one_y = plot.kind != "ranking" and "scale" not in plot.data
+    grid = figure.subplots(rows, columns, squeeze=False, sharex=plot.kind != "ranking", sharey=one_y)
     flat = list(grid.flat)
     for index, (axes, panel) in enumerate(zip(flat, panels)):
         title = textwrap.fill(panel, TITLE_WIDTH) if columns > 1 else panel

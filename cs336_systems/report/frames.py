@@ -8,8 +8,8 @@ Every table, figure and sentence of the report is made from this frame:
 Columns: problem, scale, implementation, label, interpreted, mode, quantity, unit, status, message, kernel; of the case:
 case, case_type, seqlen, seqlen_k, head_dim, batch, heads, kv_heads, causal, dtype, model, context, attention,
 precision, warmup, mask; of the samples (in the row's unit, see SHOWN_UNITS): samples (how many), values, first, median,
-quartile_low, quartile_high, mean, std; error; tflops (timed attention only); of the run: device, driver, torch, triton,
-commit, dirty, date.
+quartile_low, quartile_high, mean, std; error; tflops (timed attention only); of the run: device, device_kind, driver,
+torch, triton, commit, dirty, date.
 """
 
 from __future__ import annotations
@@ -202,6 +202,7 @@ def _row(record: Record) -> dict[str, Any]:
         **_sample_columns(record.samples if record.status == "ok" else []),
         "tflops": _tflops(record),
         "device": str(record.device.get("name")),
+        "device_kind": str(record.device.get("kind") or ""),
         "driver": str(record.device.get("driver") or ""),
         "torch": record.software.get("torch", ""),
         "triton": record.software.get("triton", ""),

@@ -37,6 +37,15 @@ def factor(value: float) -> str:
     return f"{number(value, 3)}×" if math.isfinite(value) else ABSENT
 
 
+def counted(count: Any, what: str) -> str:
+    """A whole number of `what`, which is given in the singular.
+
+    >>> counted(1, "block"), counted(4, "block")
+    ('1 block', '4 blocks')
+    """
+    return f"{plain(count)} {what}{'' if count == 1 else 's'}"
+
+
 def one_line(message: str) -> str:
     """`message` without line breaks and control characters, and cut at LONGEST_MESSAGE characters."""
     text = in_one_line(message)
@@ -155,7 +164,7 @@ def provenance(frame: pd.DataFrame) -> str:
         f"{frame['scale'].iloc[0]} scale",
         "commit " + ", ".join(commits),
         days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}",
-        "nothing timed" if measured.empty else f"{_range(measured['samples'])} timed samples a cell",
+        "nothing timed" if measured.empty else f"{_range(measured['samples'], 'timed sample')} a cell",
     ]
     if frame["interpreted"].any():
         parts.append("Triton ran in its interpreter: those times say nothing about the kernels")
@@ -167,6 +176,7 @@ def _distinct(prefix: str, values: pd.Series) -> str:
     return prefix + one_line(", ".join(present)) if present else ""
 
 
-def _range(values: pd.Series) -> str:
+def _range(values: pd.Series, what: str) -> str:
+    """The least and the largest of some counts of `what`."""
     low, high = int(values.min()), int(values.max())
-    return str(low) if low == high else f"{low} to {high}"
+    return counted(low, what) if low == high else f"{low} to {counted(high, what)}"

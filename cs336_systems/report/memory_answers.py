@@ -9,7 +9,7 @@ from typing import Any
 import pandas as pd
 
 from cs336_systems.report.frames import BASELINE, MODE_TITLES, tuples
-from cs336_systems.report.markdown import code_span, factor, number, plain
+from cs336_systems.report.markdown import code_span, counted, factor, number, plain
 from cs336_systems.report.memory_tables import AUTOCAST_ORDER, Lookup, median, precision_of
 
 
@@ -153,15 +153,15 @@ def gradient_checkpointing(frame: pd.DataFrame) -> list[str]:
         ]
         said.append(f"{name}, {attention} attention, {implementation}: {'; '.join(parts)}.")
     for key, case in lookup.of_type("BlocksCase"):
-        parts = []
+        blocks, parts = case.get("blocks"), []
         for implementation in lookup.implementations:
             saved = median(lookup.row(key, implementation, "forward", "saved_for_backward"))
             if saved == saved:
                 parts.append(f"{implementation} {number(saved)} MiB")
         if parts:
             said.append(
-                f"{plain(case.get('blocks'))} blocks, {_strategy(str(case.get('checkpointing')))}, store between "
-                f"forward and backward: {', '.join(parts)}."
+                f"{counted(blocks, 'block')}, {_strategy(str(case.get('checkpointing')))}, "
+                f"{'stores' if blocks == 1 else 'store'} between forward and backward: {', '.join(parts)}."
             )
     return said + _failures(frame)
 

@@ -14,6 +14,7 @@ from cs336_systems.report.points import POINT, Plot, points
 from cs336_systems.report.sections import present_modes
 
 PHASE = "phase: "  # begins the series of a mark where a phase begins
+MOST_ON_ONE_SCALE = 10  # times the shorter model's bars: beyond, they would look empty beside the other's
 SLUG = str.maketrans({" ": "_", "(": "", ")": ""})
 
 
@@ -116,12 +117,16 @@ def gradient_checkpointing(frame: pd.DataFrame) -> list[Plot]:
         rows = cases[cases["quantity"] == quantity]
         if mode is not None and mode not in present_modes(cases):
             continue
+        data = points(rows, panel=["model", "attention"], series="label", style="implementation", x="strategy")
+        heights = data["y"].groupby(list(rows["model"])).max()
+        if heights.max() > MOST_ON_ONE_SCALE * heights.min():  # a proxy beside the model that it stands for
+            data["scale"] = list(rows["model"])
         found.append(
             Plot(
                 name=quantity,
                 title=f"{title} by checkpointing strategy on {_device(frame)}",
                 kind="bars",
-                data=points(rows, panel=["model", "attention"], series="label", style="implementation", x="strategy"),
+                data=data,
                 x_label="blocks per group",
                 y_label=label,
                 log_y=False,

@@ -27,6 +27,10 @@ CATEGORY_TITLES = {"gemm": "matmul", "attention": "fused attention"}
 ANY_RANK = "kernel"
 NO_MATMUL = "other_kernel"
 SHOWN_RANKS = 3
+ABOVE_WALL_CLOCK = (
+    "busy share: union of the kernels' intervals in the profiled steps over the unprofiled step's time; profiling "
+    "slows a CPU, so it may exceed 100 %"
+)
 ATTENTION_COLUMNS = (
     ("attention_scores_time", "QKᵀ (ms)"),
     ("attention_softmax_time", "scale, mask, softmax (ms)"),
@@ -118,12 +122,15 @@ def _headings(keys: list[str]) -> list[str]:
 
 
 def _time_table(found: list[Profile], keys: list[str]) -> Section:
-    cells = Cells()
+    cells, above = Cells(), False
     lines = []
     for profile in found:
         line = [cells.time(profile.row("time")), cells.text(profile.row("kernel_time"))]
         busy = 100 * profile.value("busy_time") / profile.value("time") if profile.value("time") > 0 else float("nan")
+        above = above or busy > 100
         lines.append([*_keys(profile, keys), *line, _percent(busy), _whole(cells, profile.row("kernel_calls"))])
+    if above:
+        cells.remark(ABOVE_WALL_CLOCK)
     header = [*_headings(keys), "wall clock (ms)", "kernels, summed (ms)", "busy share of wall clock", "kernels"]
     return section("time", "Wall clock of a step, unprofiled, against its kernels", header, lines, len(keys) + 1, cells)
 
@@ -287,11 +294,16 @@ def _wall_clock(found: list[Profile]) -> list[str]:
     if not shares:
         return []
     low, high = (choose(shares, key=lambda profile: shares[profile]) for choose in (min, max))
-    text = f"(a) The kernels of a forward pass add up to {number(shares[low], 3)} % of its wall clock for {low.name}, "
+
+    def said(share: float) -> str:
+        of_another = " (profiled operators against an unprofiled step)" if share > 100 else ""
+        return f"{number(share, 3)} %{of_another}"
+
+    text = f"(a) The kernels of a forward pass add up to {said(shares[low])} of its wall clock for {low.name}, "
     text += f"{number(low.value('kernel_time'))} of {number(low.value('time'))} ms"
     if low is high:
         return [text + "."]
-    text += f", and to {number(shares[high], 3)} % for {high.name}, {number(high.value('kernel_time'))} of "
+    text += f", and to {said(shares[high])} for {high.name}, {number(high.value('kernel_time'))} of "
     return [text + f"{number(high.value('time'))} ms; the others lie between."]
 
 

@@ -341,15 +341,21 @@ def _times(where: str, cell: CaseRows, ours: str, other: str, *, or_say_why: boo
     if not same_run(first, second):
         of_day = first.commit == second.commit
         parts = [
-            f"{number(row.median)} ms with {NAMES[name]} at commit `{row.commit[:10]}`"
+            f"{number(row.median)} ms with {_in_sentence(name)} at commit `{row.commit[:10]}`"
             + (f" on {str(row.date)[:10]}" if of_day else "")
             for row, name in ((first, ours), (second, other))
         ]
         return [f"{where}: a step takes {' and '.join(parts)}: two runs, not compared."] if or_say_why else []
     return [
-        f"{where}: a step takes {number(first.median)} ms with {NAMES[ours]} and {number(second.median)} ms with "
-        f"{NAMES[other]}, {factor(first.median / second.median)} of its time."
+        f"{where}: a step takes {number(first.median)} ms with {_in_sentence(ours)}, "
+        f"{factor(first.median / second.median)} the {number(second.median)} ms of {_in_sentence(other)}."
     ]
+
+
+def _in_sentence(implementation: str) -> str:
+    """The name with what follows its comma in brackets, so that it stands between commas: `FSDP (a unit a layer)`."""
+    name, comma, how = NAMES[implementation].partition(", ")
+    return f"{name} ({how})" if comma else name
 
 
 def _in_time(where: str, cell: CaseRows, ours: str) -> list[str]:
@@ -359,7 +365,7 @@ def _in_time(where: str, cell: CaseRows, ours: str) -> list[str]:
     if not (sent and compute):
         return []
     return [
-        f"{where}: in the forward pass of {NAMES[ours]} the all-gathers take {number(sent)} ms beside "
+        f"{where}: in the forward pass of {_in_sentence(ours)} the all-gathers take {number(sent)} ms beside "
         f"{number(compute)} ms of compute, and {number(hidden)} ms of them ({number(100 * hidden / sent, 3)} %) run "
         f"while a kernel computes; the rest, {number(sent - hidden)} ms, is waited for."
     ]

@@ -39,7 +39,7 @@ def tables(frame: pd.DataFrame) -> list[Section]:
 
 
 def plots(frame: pd.DataFrame) -> list[Plot]:
-    """The time of each implementation over cuDNN's in the same round, a figure for each quantity."""
+    """The time of each implementation over cuDNN's in the same round, a figure for each quantity with a ratio."""
     frame = with_shapes(frame)
     found = []
     for quantity, rows in _by_quantity(frame):
@@ -54,7 +54,7 @@ def plots(frame: pd.DataFrame) -> list[Plot]:
                 notes=("Bars: median of the rounds' ratios; whiskers: their quartiles.",),
             )
         )  # fmt: skip
-    return [plot for plot in found if plot.data["drawn"].any()]
+    return [plot for plot in found if (plot.data["drawn"] & plot.data["y"].notna()).any()]  # cuDNN's may not have run
 
 
 def answers(frame: pd.DataFrame) -> list[str]:

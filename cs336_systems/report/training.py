@@ -8,7 +8,7 @@ from typing import Any
 import pandas as pd
 
 from cs336_systems.report.frames import select, tuples
-from cs336_systems.report.markdown import Cells, number, plain
+from cs336_systems.report.markdown import ABSENT, Cells, number, plain
 from cs336_systems.report.points import POINT, Plot
 from cs336_systems.report.sections import Section, section
 
@@ -38,10 +38,10 @@ def training_sections(frame: pd.DataFrame) -> list[Section]:
         names = [row.implementation, plain(case.get("num_ranks", 1)), plain(case.get("accumulation", 1))]
         if row.status == "ok":
             first, last = number(row.values[0], 5), number(_last(row.values), 5)
-            difference = cells.text(row, "error") if row.implementation != "none" else ""
+            difference = cells.text(row, "error") if row.implementation != "none" else ABSENT
         else:
             first = last = cells.text(row)
-            difference = ""
+            difference = ABSENT
         rows.append([*names, first, last, cells.text(held_out.get(key)), difference, cells.time(times.get(key))])
     header = ["wrapper", "ranks", "micro-batches", "first loss", f"mean of the last {LAST_STEPS}", "held-out loss",
               "difference from one process / bound", "step (ms)"]  # fmt: skip
@@ -91,12 +91,14 @@ def training_answer(frame: pd.DataFrame) -> list[str]:
         )
     others = [row for row in good if row.implementation != "none" and row.error == row.error]
     if others:
-        worst = max(others, key=lambda row: row.error)
         names = ", ".join(row.implementation for row in others)
-        said.append(
-            f"The curves of {names} are one process's within {number(worst.error, 2)} of the bound, "
-            f"the most for {worst.implementation}."
-        )
+        errors = [number(row.error, 2) for row in others]
+        most = number(max(row.error for row in others), 2)
+        text = f"The curves of {names} differ from one process's by at most {most} times what rounding may make "
+        text += "(the bound)"
+        if len(others) > 1 and errors.count(most) == 1:
+            text += f", the most for {others[errors.index(most)].implementation}"
+        said.append(f"{text}.")
     return said
 
 
