@@ -26,6 +26,7 @@ COVERS = ("cs336_systems/distributed", "cs336_systems/training")
 
 OPTIONS = ["--context-length", "16", "--batch", "2", "--checkpoint-every", "2", "--device", "cpu"]
 NEWEST = Path("checkpoints") / "step-00000004"
+NEW_SCHEDULE = "note: steps was 4 and is 6: the learning rate follows the new schedule\n"
 WEIGHT = "lm_head.weight"
 Edit = Callable[[dict[str, Any], dict[str, Any]], Any]  # of the index and of progress.json
 
@@ -140,7 +141,7 @@ def test_a_whole_checkpoint_and_one_whose_parameters_had_no_gradients_resume(run
 
     for name, edit in (("whole", None), ("never stepped", never_stepped)):
         result = resume(copy(run, tmp_path / name, edit))
-        assert result.exit_code == 0 and result.stderr == "", result.output
+        assert result.exit_code == 0 and result.stderr == NEW_SCHEDULE, result.output
 
 
 def test_a_damaged_loss_scale_is_refused_in_one_line(tmp_path: Path) -> None:
@@ -165,7 +166,8 @@ def test_an_incomplete_newest_checkpoint_is_told_and_renamed(run: Path, tmp_path
         os.mkfifo(out / NEWEST / "progress.json")
     result = resume(out)
     assert result.exit_code == 0, result.output
-    (line,) = result.stderr.strip().splitlines()
+    line, note = result.stderr.splitlines(keepends=True)
+    assert note == NEW_SCHEDULE
     assert line.startswith(f"note: {out / NEWEST} is incomplete (no file progress.json) and passed over")
     assert "the run goes on from step-00000002" in line and "renamed to step-00000004.incomplete" in line
     names = sorted(path.name for path in (out / "checkpoints").iterdir())
