@@ -274,6 +274,18 @@ def one_backward_for_each_of_two_losses(wrapped: DataParallel, alone: nn.Module)
             assert_same_gradients(wrapped, alone)
 
 
+def two_backwards_one_finish(wrapped: DataParallel, alone: nn.Module) -> None:
+    """Outside of no_sync: the first step has counted two arrivals a gradient, and nothing is sent before both."""
+    for step in range(STEPS):
+        (x, y), (other_x, other_y) = batch(step), batch(step + 50)
+        for model, cut in ((wrapped, mine), (alone, lambda whole: whole)):
+            model.zero_grad()
+            loss_of(model, cut(x), cut(y)).backward()
+            loss_of(model, cut(other_x), cut(other_y)).backward()
+        wrapped.finish_gradient_synchronization()
+        assert_same_gradients(wrapped, alone)
+
+
 def step_without_a_backward(wrapped: DataParallel, alone: nn.Module) -> None:
     """No rank has a gradient: they stay None, and the rehearsal of the next step is not spoiled for long."""
     wrapped.finish_gradient_synchronization()
@@ -284,7 +296,8 @@ def step_without_a_backward(wrapped: DataParallel, alone: nn.Module) -> None:
 SCENARIOS: tuple[Scenario, ...] = (
     keep_names_and_state, train, keep_gradients, checkpoint_reentrantly, checkpoint_without_reentry, accumulate,
     two_forwards_one_backward, leave_parameters_unused, overflow_on_one_rank, evaluate_without_gradients,
-    evaluate_before_finishing, checkpoint_the_wrapper, one_backward_for_each_of_two_losses, step_without_a_backward,
+    evaluate_before_finishing, checkpoint_the_wrapper, one_backward_for_each_of_two_losses, two_backwards_one_finish,
+    step_without_a_backward,
 )  # fmt: skip
 
 
@@ -552,11 +565,12 @@ def test_a_second_backward_without_no_sync_is_refused(wrapper, alone_in_a_group)
 @pytest.mark.parametrize("is_rehearsed", [False, True])
 @pytest.mark.parametrize("then_accumulates", [False, True])
 @pytest.mark.parametrize("wrapper", ["overlap", "bucketed, one"])
-def test_a_backward_that_was_never_synchronised_is_told_in_the_next(
+def test_a_step_by_gradients_that_were_never_synchronised_is_told_in_the_next_backward(
     wrapper, then_accumulates, is_rehearsed, alone_in_a_group
 ):
     """Without a single finish_gradient_synchronization there was no order to break, and ranks parted without a word."""
     wrapped = WRAPPERS[wrapper](nn.Linear(2, 2))
+    optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
 
     def backward() -> None:
         wrapped(torch.ones(1, 2)).sum().backward()
@@ -566,7 +580,8 @@ def test_a_backward_that_was_never_synchronised_is_told_in_the_next(
         wrapped.finish_gradient_synchronization()
         wrapped.zero_grad()
     backward()
-    told = r"finish_gradient_synchronization\(\) was not called after the last backward: call it after each backward"
+    optimizer.step()
+    told = r"finish_gradient_synchronization\(\) was not called between the last backward and the optimizer's step"
     with wrapped.no_sync() if then_accumulates else nullcontext(), pytest.raises(RuntimeError, match=told):
         backward()
     wrapped.finish_gradient_synchronization()  # the way out
@@ -589,7 +604,7 @@ def part_without_a_word(rank: int, ranks: int, wrapper: str) -> None:
 
 @pytest.mark.parametrize("wrapper", ["overlap", "bucketed, several"])
 def test_ranks_that_never_synchronise_are_stopped(wrapper):
-    with pytest.raises(RankError, match=r"finish_gradient_synchronization\(\) was not called after the last backward"):
+    with pytest.raises(RankError, match=r"finish_gradient_synchronization\(\) was not called between the last"):
         run_ranks(part_without_a_word, 2, wrapper)
 
 

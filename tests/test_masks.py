@@ -864,9 +864,9 @@ def test_doctor_says_what_skipping_gains(pattern, verdict, monkeypatch):
         (["--seed", "1"], "--seqlen, --block-size, --heads and --seed go with --mask"),
         (["--mask", "causal", "--seqlen", str(2**40)], "tiles, and at most 4,194,304 are diagnosed"),
         (["--mask", "random:0.5", "--seqlen", "100", "--heads", str(2**31 - 1)], "tiles, and at most 4,194,304"),
-        (["--mask", "tokens:0.5", "--seqlen", "262144", "--block-size", "4096"], "of tokens:0.5 at most 1,073,741,824"),
-        (["--mask", "topk:5", "--seqlen", "4000000", "--block-size", "4096"], "pairs of tokens, and of topk:5 at most"),
-        (["--mask", "causal+dilated:8192/2", "--seqlen", "262144"], "pairs of tokens, and of causal+dilated:8192/2"),
+        (["--mask", "tokens:0.5", "--seqlen", "262144", "--block-size", "4096"], "pairs of tokens of tokens:0.5"),
+        (["--mask", "topk:5", "--seqlen", "4000000", "--block-size", "4096"], "of topk:5, and at most 1,073,741,824"),
+        (["--mask", "causal+dilated:8192/2", "--seqlen", "262144"], "2,147,483,648 pairs of tokens of dilated:8192/2"),
         (["--mask", "random:0.5", "--seed", str(2**70)], "seed must be an int of 64 bits"),
         (["--mask", "causal", "--block-size", "100"], "block_size must be a power of two"),
     ],
@@ -875,3 +875,9 @@ def test_doctor_refuses_wrong_masks_in_one_line(arguments, message):
     result = CliRunner().invoke(app, ["doctor", *arguments])
     assert result.exit_code == 2
     assert result.stderr.startswith("error: ") and message in result.stderr and len(result.stderr.splitlines()) == 1
+
+
+def test_doctor_builds_long_dilated_masks_of_short_segments():
+    """Their pairs are those within segments, and one mask serves all heads."""
+    result = CliRunner().invoke(app, ["doctor", "--mask", "dilated:256/4", "--seqlen", "32768", "--heads", "8"])
+    assert result.exit_code == 0 and "(1, 1, 32768, 32768)" in result.output, result.output

@@ -267,7 +267,7 @@ def test_folders_of_other_runs_are_refused(tmp_path: Path):
         train(replace(SHORT, learning_rate=0.1), RunOptions(out=out, resume=True))
 
 
-def test_a_run_goes_on_with_its_own_text_only(tmp_path: Path):
+def test_a_run_goes_on_with_its_own_text_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     """Once another text was trained on from there without a word."""
     own, copy, other = (tmp_path / name for name in ("own.txt", "copy.txt", "other.txt"))
     for path, letters in ((own, b"abcdefg"), (copy, b"abcdefg"), (other, b"gfedcba")):
@@ -281,7 +281,10 @@ def test_a_run_goes_on_with_its_own_text_only(tmp_path: Path):
     assert train(SHORT, RunOptions(out=out, text=copy, resume=True, stop_after=3)).first_step == 2
     del config["text_sha256"]  # as folders of before have none
     (out / "config.json").write_text(json.dumps(config))
+    assert "does not say which text" not in capsys.readouterr().err
     assert train(SHORT, RunOptions(out=out, text=own, resume=True)).first_step == 2
+    told = f"note: {out} does not say which text it was trained on: from now on it is {own}"
+    assert told in capsys.readouterr().err.splitlines()
     with pytest.raises(ValueError, match="text must be the one of"):
         train(SHORT, RunOptions(out=out, text=other, resume=True))
 

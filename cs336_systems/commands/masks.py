@@ -18,14 +18,14 @@ DEFAULT_SEQLEN = 4096  # tokens, where --seqlen is not given
 DEFAULT_BLOCK = 128  # rows and columns of a tile, where --block-size is not given
 MOST_TILES = 2**22  # 262,144 tokens in tiles of 128: a few seconds
 MOST_PAIRS = 2**30  # that are looked at one by one
-BY_PAIRS = ("tokens", "topk", "shared", "dilated")  # patterns that look at pairs of tokens: their tiles are not whole
+BY_PAIRS = ("tokens", "topk", "shared")  # patterns that look at every pair of tokens
 LARGEST_PICTURE = 64  # tiles along a side that are drawn
 
 
 def show_mask(pattern: str, *, seqlen: int | None, block_size: int | None, heads: int | None, seed: int | None) -> None:
     """Print the diagnosis of `pattern` (see `attention.masks.parse`) and, where it is small, its tiles.
 
-    ValueError for a pattern that is none, and for more tiles than are looked at one by one.
+    ValueError for a pattern that is none, and for more tiles or pairs of tokens than are looked at one by one.
     """
     from cs336_systems.attention.masks import parse_mask
     from cs336_systems.attention.masks.checks import check_block_size
@@ -39,10 +39,11 @@ def show_mask(pattern: str, *, seqlen: int | None, block_size: int | None, heads
             f"--seqlen {seqlen}, --block-size {size[0]} and --heads {heads} are {num_tiles:,} tiles, "
             f"and at most {MOST_TILES:,} are diagnosed"
         )
-    by_pairs = any(part.strip().startswith(BY_PAIRS) for part in pattern.split("+"))
-    if by_pairs and seqlen * seqlen * heads > MOST_PAIRS:
-        raise ValueError(f"--seqlen {seqlen} and --heads {heads} are {seqlen * seqlen * heads:,} pairs of tokens, "
-                         f"and of {pattern} at most {MOST_PAIRS:,} are looked at")  # fmt: skip
+    for part in pattern.split("+"):
+        num_pairs = _pairs_looked_at(part.strip(), seqlen, heads)
+        if num_pairs > MOST_PAIRS:
+            raise ValueError(f"--seqlen {seqlen} and --heads {heads} are {num_pairs:,} pairs of tokens of "
+                             f"{part.strip()}, and at most {MOST_PAIRS:,} are looked at")  # fmt: skip
     mask = parse_mask(pattern, seqlen=seqlen, block_size=size, heads=heads, seed=0 if seed is None else seed)
     table = Table(show_header=False, box=None)
     for name, value in diagnose(mask).items():
@@ -51,6 +52,15 @@ def show_mask(pattern: str, *, seqlen: int | None, block_size: int | None, heads
     console.print(table)
     for line in picture(mask):
         console.print(line, highlight=False)
+
+
+def _pairs_looked_at(part: str, seqlen: int, heads: int) -> int:
+    """Pairs of tokens that building one part of a pattern looks at one by one; 0 where it builds whole tiles."""
+    name, _, values = part.partition(":")
+    if name == "dilated":  # one mask for all heads, of pairs within a segment
+        segment = values.split("/")[0]
+        return seqlen * min(seqlen, int(segment)) if segment.isdecimal() else 0
+    return seqlen * seqlen * heads if name in BY_PAIRS else 0
 
 
 def diagnose(mask: BlockMask) -> dict[str, str]:

@@ -106,18 +106,18 @@ class DataParallel(nn.Module, ABC):
 class ReactingDataParallel(DataParallel):
     """Base of the wrappers that act on each gradient as soon as the backward has made it.
 
-    A backward raises RuntimeError where the gradients of the one before, with a forward between them, were left
-    unsynchronised: the ranks' weights would part.
+    A backward raises RuntimeError where a parameter was written between the last one and its synchronisation, as by an
+    optimizer's step: each rank has then stepped by its own gradients. What writes through `.data` goes unseen.
     """
 
-    _order: LaunchOrder
+    def __init__(self, module: nn.Module, group: Group = None) -> None:
+        super().__init__(module, group)
+        self._versions: dict[int, int] = {}  # of parameters when their gradients arrived, until these are synchronised
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        # Within a backward it is a checkpoint's recomputation. Nothing raises here yet: between a backward and its
-        # synchronisation a model may be evaluated.
-        if self._order.has_arrivals and torch._C._current_graph_task_id() == -1:
-            self._order.backward_is_over = True
-        return super().forward(*args, **kwargs)
+    def finish_gradient_synchronization(self) -> None:
+        """As `DataParallel.finish_gradient_synchronization`; parameters may be written again."""
+        super().finish_gradient_synchronization()
+        self._versions.clear()
 
     def _react_to_gradients(self) -> None:
         """Have `_react` called from now on.
@@ -130,13 +130,24 @@ class ReactingDataParallel(DataParallel):
         def make_hook(index: int) -> Callable[[Tensor], None]:
             def hook(parameter: Tensor) -> None:
                 if (alive := itself()) is not None:
-                    alive._order.check_synchronized()  # under no_sync as well: a sum may be under way
+                    alive._check_unwritten(index, parameter)
                     alive._react(index, dense_gradient(parameter))
 
             return hook
 
         for index, parameter in enumerate(self.trainable):
             parameter.register_post_accumulate_grad_hook(make_hook(index))
+
+    def _check_unwritten(self, index: int, parameter: Tensor) -> None:
+        """RuntimeError if `parameter` was written when its last gradient had arrived and was not synchronised."""
+        version = parameter._version
+        if self._versions.get(index, version) != version:
+            raise RuntimeError(
+                "finish_gradient_synchronization() was not called between the last backward and the optimizer's step: "
+                "call it after each backward, or run all but the last of them under no_sync()"
+            )
+        if self.sends:
+            self._versions[index] = version
 
     @abstractmethod
     def _react(self, index: int, gradient: Tensor) -> None:
@@ -183,16 +194,6 @@ class LaunchOrder:
         self.has_started = [False] * self.num_items
         self.rehearsed: dict[int, None] = {}  # items in the order of their last arrivals, until there is an order
         self.num_started = 0
-        self.has_arrivals = False
-        self.backward_is_over = False  # and `finish` has not been called
-
-    def check_synchronized(self) -> None:
-        """RuntimeError where a gradient comes of another backward than those that no `finish` has followed yet."""
-        if self.backward_is_over:
-            raise RuntimeError(
-                "finish_gradient_synchronization() was not called after the last backward: call it after each "
-                "backward, after one that raised as well, or run all but the last of them under no_sync()"
-            )
 
     def arrive(self, parameter: int) -> list[int]:
         """The items that may start now that `parameter`'s gradient was accumulated once more.
@@ -201,7 +202,6 @@ class LaunchOrder:
         """
         item = self.item_of_parameter[parameter]
         self.arrived[parameter] += 1
-        self.has_arrivals = True
         if self.order is None:
             self.rehearsed.pop(item, None)
             self.rehearsed[item] = None
@@ -234,7 +234,7 @@ class LaunchOrder:
 
     def _has_rehearsed(self) -> bool:
         """Whether a gradient has arrived, on any rank: not where there was no backward but under no_sync."""
-        has_arrived = torch.tensor([self.has_arrivals], dtype=torch.uint8, device=self.device)
+        has_arrived = torch.tensor([any(self.arrived)], dtype=torch.uint8, device=self.device)
         all_reduce_max(has_arrived, self.group)
         return bool(has_arrived.item())
 

@@ -113,6 +113,12 @@ class Checkpoints:
                 file=sys.stderr,
                 flush=True,
             )
+        if TEXT_SHA256 not in before:
+            print(
+                f"note: {self.out} does not say which text it was trained on: from now on it is {self.text}",
+                file=sys.stderr,
+                flush=True,
+            )
         self._write_config()
 
     def _tell_passed_over(self, complete: list[Path]) -> None:
