@@ -112,7 +112,11 @@ def measurements(trace: Trace, rows: dict[str, Row]) -> Iterator[Measurement]:
             yield Measurement(row=rows[quantity], samples=[of(step=step) for step in steps])
     matmuls = {short_name(kernel.name) for kernel in trace.select(category="gemm")}
     for prefix, excluded in (("kernel", set()), ("other_kernel", matmuls)):
-        names = [total.name for total in trace.top_kernels() if total.name not in excluded]
+        times: dict[str, float] = {}  # by name alone, as the rows are: an operator may be of two categories
+        for total in trace.top_kernels():
+            if total.name not in excluded:
+                times[total.name] = times.get(total.name, 0.0) + total.ms
+        names = sorted(times, key=lambda name: (-times[name], name))
         for rank in range(1, NUM_RANKS[prefix] + 1):
             time, calls = rows[f"{prefix}_{rank}_time"], rows[f"{prefix}_{rank}_calls"]
             if rank > len(names):
