@@ -39,7 +39,7 @@ from cs336_systems.commands.shared import (
 )
 from cs336_systems.commands.train import train
 from cs336_systems.commands.tune import tune
-from cs336_systems.profiling.text import in_one_line, printable
+from cs336_systems.measure.text import in_one_line, printable
 
 if TYPE_CHECKING:
     from cs336_systems.config import RunConfig

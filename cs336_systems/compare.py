@@ -34,7 +34,7 @@ from typing import Literal
 
 import numpy as np
 
-from cs336_systems.profiling.samples import summarize
+from cs336_systems.measure.samples import summarize
 from cs336_systems.records import Record, is_series, latest, read_records
 
 Verdict = Literal["regression", "improvement", "noise", "unchanged", "not compared"]

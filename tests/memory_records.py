@@ -7,7 +7,7 @@ from typing import Any
 
 from cs336_systems.config import RunConfig
 from cs336_systems.experiments.registry import PROBLEMS
-from cs336_systems.profiling.timeline import CATEGORIES
+from cs336_systems.measure.timeline import CATEGORIES
 from cs336_systems.records import Record
 
 HANDOUT = RunConfig(scale="handout", device="cuda")

@@ -21,7 +21,7 @@ from cs336_systems.commands.profile import show_trace
 from cs336_systems.commands.shared import one_line_errors, termination_interrupts
 from cs336_systems.config import RunConfig
 from cs336_systems.experiments.registry import PROBLEMS
-from cs336_systems.profiling.trace import Kernel, Trace
+from cs336_systems.measure.trace import Kernel, Trace
 from cs336_systems.records import read_records
 from tests.processes import is_running
 from tests.snapshot_files import small_snapshot, write

@@ -19,10 +19,10 @@ from cs336_systems.distributed.collectives import (
 )
 from cs336_systems.distributed.launch import RankError, run_ranks
 from cs336_systems.experiments.ddp_cells import OURS, ParallelStep, check_gradients
-from cs336_systems.profiling.overlap import trace_lanes
+from cs336_systems.measure.overlap import trace_lanes
 from tests.test_ddp import WRAPPERS, Model, batch, loss_of, mine
 
-COVERS = ("cs336_systems/distributed", "cs336_systems/profiling")
+COVERS = ("cs336_systems/distributed", "cs336_systems/measure")
 pytestmark = [pytest.mark.gpu, pytest.mark.several_gpus]
 needs_two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 RUN = RunConfig(scale="handout", device="cuda")

@@ -24,7 +24,7 @@ from cs336_systems.experiments.implementations import IMPLEMENTATIONS, off_contr
 from cs336_systems.experiments.registry import PROBLEMS
 from cs336_systems.experiments.sweep import Provenance, Sweep, find_provenance, results_folder
 from cs336_systems.experiments.worker import Worker, search_current_folder
-from cs336_systems.profiling.allocations import AllocationRecorder
+from cs336_systems.measure.allocations import AllocationRecorder
 from cs336_systems.records import append_records, read_records
 
 ROOT = Path(__file__).resolve().parents[1]

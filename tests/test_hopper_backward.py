@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from cs336_systems.attention.reference import attention_reference
-from cs336_systems.profiling.stages import STAGES, TOTAL, time_stages
+from cs336_systems.measure.stages import STAGES, TOTAL, time_stages
 
 backward = pytest.importorskip("cs336_systems.attention.hopper.backward", reason="this triton has no Gluon for Hopper")
 

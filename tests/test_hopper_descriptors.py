@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from cs336_systems.profiling.stages import TOTAL, time_stages
+from cs336_systems.measure.stages import TOTAL, time_stages
 
 descriptors = pytest.importorskip("cs336_systems.attention.hopper.descriptors")
 forward = pytest.importorskip("cs336_systems.attention.hopper.forward")

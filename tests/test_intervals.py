@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from cs336_systems.profiling.intervals import intersection, length, simplify, union
-from cs336_systems.profiling.overlap import Lanes, read_lanes, trace_lanes
+from cs336_systems.measure.intervals import intersection, length, simplify, union
+from cs336_systems.measure.overlap import Lanes, read_lanes, trace_lanes
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from cs336_systems.profiling.stages import time_stages
+from cs336_systems.measure.stages import time_stages
 
 launcher = pytest.importorskip("cs336_systems.attention.triton.launcher")
 CUDA = torch.device("cuda", 0)

@@ -18,7 +18,7 @@ from cs336_systems.attention import BlockMask, flash_attention
 from cs336_systems.attention.triton import launching
 from cs336_systems.attention.triton.steps import LOG2_E
 from cs336_systems.attention.validation import to_autocast_dtype
-from cs336_systems.profiling.stages import STAGES, TOTAL, time_stages, unaccounted
+from cs336_systems.measure.stages import STAGES, TOTAL, time_stages, unaccounted
 from tests.test_s4_attention import DEVICES, inputs, run
 from tests.test_varlen import packed, run_packed
 

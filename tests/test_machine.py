@@ -18,11 +18,11 @@ from cs336_systems.config import AttentionShape
 from cs336_systems.device import BACKENDS, get_device_info
 from cs336_systems.experiments import backends
 from cs336_systems.experiments.backends import AUTO, BackendTiming, auto_ratio, benchmark_backends, contest
-from cs336_systems.profiling import timing
-from cs336_systems.profiling.machine import copy_rate, matmul_rate
-from cs336_systems.profiling.timing import best_medians
+from cs336_systems.measure import timing
+from cs336_systems.measure.machine import copy_rate, matmul_rate
+from cs336_systems.measure.timing import best_medians
 
-COVERS = ("cs336_systems/profiling", "cs336_systems/experiments/backends.py")
+COVERS = ("cs336_systems/measure", "cs336_systems/experiments/backends.py")
 
 
 def shape(
@@ -42,7 +42,7 @@ def doctor(*arguments: str):
 
 
 def test_rates_are_work_over_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cs336_systems.profiling.machine.time_calls", lambda call, device: [2.0, 4.0, 8.0])
+    monkeypatch.setattr("cs336_systems.measure.machine.time_calls", lambda call, device: [2.0, 4.0, 8.0])
     rate = copy_rate("cpu", num_bytes=10**9)
     assert (rate.median, rate.unit) == (500.0, "GB/s"), "a GB read and a GB written in 4 ms"
     assert rate.quartile_low < rate.median < rate.quartile_high
@@ -203,8 +203,8 @@ def test_doctor_as_json_says_facts_and_nothing_measured() -> None:
 
 @pytest.mark.slow
 def test_doctor_measures_when_asked(without_compiled: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cs336_systems.profiling.machine.COPY_BYTES", {"cpu": 2**20})
-    monkeypatch.setattr("cs336_systems.profiling.machine.MATMUL_SIZE", {"cpu": 64})
+    monkeypatch.setattr("cs336_systems.measure.machine.COPY_BYTES", {"cpu": 2**20})
+    monkeypatch.setattr("cs336_systems.measure.machine.MATMUL_SIZE", {"cpu": 64})
     small = {"batch": 1, "heads": 1, "seqlen_q": 32, "seqlen_k": 32, "head_dim": 16, "dtype": "float32"}
     monkeypatch.setattr("cs336_systems.commands.machine.SHAPES", {"cpu": small})
     result = doctor("--measure", "--json")
@@ -221,8 +221,8 @@ def test_doctor_measures_when_asked(without_compiled: None, monkeypatch: pytest.
 
 def test_doctor_compares_auto_with_the_fastest_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     """It divided two times that were taken one after the other, which say 1.1 of one kernel on a busy machine."""
-    monkeypatch.setattr("cs336_systems.profiling.machine.COPY_BYTES", {"cpu": 2**20})
-    monkeypatch.setattr("cs336_systems.profiling.machine.MATMUL_SIZE", {"cpu": 64})
+    monkeypatch.setattr("cs336_systems.measure.machine.COPY_BYTES", {"cpu": 2**20})
+    monkeypatch.setattr("cs336_systems.measure.machine.MATMUL_SIZE", {"cpu": 64})
     rows = [BackendTiming(backend=name, forward_ms=0.5, forward_backward_ms=ms) for name, ms in (("a", 2), (AUTO, 3))]
     monkeypatch.setattr(backends, "benchmark_backends", lambda shape, device: rows)
     monkeypatch.setattr(backends, "best_medians", lambda calls, **_: dict(zip(calls, (1.0, 1.25), strict=True)))

@@ -32,7 +32,7 @@ from cs336_systems.attention import flash_attention, native, operator
 from cs336_systems.attention.operator import AttentionOperator
 from cs336_systems.attention.tiled import tiled_backward, tiled_forward
 from cs336_systems.cli import app
-from cs336_systems.profiling.stages import time_stages
+from cs336_systems.measure.stages import time_stages
 from tests.covered import ATTENTION, HOPPER
 from tests.test_launcher import attributes_of
 

@@ -17,14 +17,14 @@ from cs336_systems.experiments.s2_nsys_profile import (
     nsys_profile_cells,
     profile_rows,
 )
-from cs336_systems.profiling.kernels import CATEGORIES
-from cs336_systems.profiling.trace import trace_of
+from cs336_systems.measure.kernels import CATEGORIES
+from cs336_systems.measure.trace import trace_of
 from cs336_systems.report.frames import load_frame
 from cs336_systems.report.profiles import ABOVE_WALL_CLOCK, answers, profiles, tables
 from tests.profile_records import GEMM, OOM, profile_records
 from tests.test_trace import gpu_events
 
-COVERS = ("cs336_systems/profiling", "cs336_systems/experiments/s2_nsys_profile.py")
+COVERS = ("cs336_systems/measure", "cs336_systems/experiments/s2_nsys_profile.py")
 ROOT = Path(__file__).resolve().parents[1]
 TINY = RunConfig(scale="tiny", device="cpu")
 nsys_profile = pytest.mark.problem("nsys_profile", 5)

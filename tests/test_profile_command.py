@@ -17,10 +17,10 @@ from cs336_systems.commands.profile import _without_option
 from cs336_systems.config import MODEL_SIZES, AttentionShape, ModelCase, Precision, RunConfig
 from cs336_systems.experiments.cells import Unsupported
 from cs336_systems.experiments.profiled import parse_case, prepare
-from cs336_systems.profiling.trace import read_trace
-from cs336_systems.profiling.vendor import vendor_command
+from cs336_systems.measure.trace import read_trace
+from cs336_systems.measure.vendor import vendor_command
 
-COVERS = ("cs336_systems/profiling",)
+COVERS = ("cs336_systems/measure",)
 CPU = RunConfig(scale="smoke", device="cpu")
 SMALL = ("small-proxy", "--context", "32", "--batch", "1", "--steps", "1", "--warmup", "0", "--device", "cpu")
 
@@ -220,7 +220,7 @@ def test_the_printed_command_runs_this_case_between_profiler_calls(
 
 def test_a_tool_that_is_not_installed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cs336_systems.device.resolve_device", lambda _: "cuda")
-    monkeypatch.setattr("cs336_systems.profiling.vendor.find_tool", lambda _: None)
+    monkeypatch.setattr("cs336_systems.measure.vendor.find_tool", lambda _: None)
     monkeypatch.setattr("cs336_systems.device.get_device_info", lambda _: SimpleNamespace(slug="test-gpu"))
     result = invoke("xl", "--tool", "ncu", "--results", tmp_path)
     assert result.exit_code == 2

@@ -9,11 +9,11 @@ import numpy
 import pytest
 import torch
 
-from cs336_systems.profiling.memory import MIB, peak_cuda_bytes, saved_for_backward
-from cs336_systems.profiling.samples import median_interval, quantile, summarize
-from cs336_systems.profiling.timing import plan_samples, time_calls, time_once
+from cs336_systems.measure.memory import MIB, peak_cuda_bytes, saved_for_backward
+from cs336_systems.measure.samples import median_interval, quantile, summarize
+from cs336_systems.measure.timing import plan_samples, time_calls, time_once
 
-COVERS = ("cs336_systems/profiling",)
+COVERS = ("cs336_systems/measure",)
 
 
 def test_summary_is_numpys():
@@ -94,7 +94,7 @@ def test_a_clock_that_does_not_wait_for_the_kernel_is_caught(monkeypatch):
     cycles = 200 * 10**6
     waited = time_once(lambda: torch.cuda._sleep(cycles), "cuda")
     torch.cuda.synchronize()
-    monkeypatch.setattr("cs336_systems.profiling.timing.synchronize", lambda device: None)
+    monkeypatch.setattr("cs336_systems.measure.timing.synchronize", lambda device: None)
     hurried = time_once(lambda: torch.cuda._sleep(cycles), "cuda")
     torch.cuda.synchronize()
     assert waited > 50 and hurried < 0.1 * waited

@@ -15,9 +15,9 @@ from cs336_systems.experiments.s2_precision import (
     measure_mixed_precision,
     mixed_precision_accumulation_cells,
 )
-from cs336_systems.profiling.precision import accumulate, autocast_dtypes, norm_in
+from cs336_systems.measure.precision import accumulate, autocast_dtypes, norm_in
 
-COVERS = ("cs336_systems/profiling",)
+COVERS = ("cs336_systems/measure",)
 TINY = RunConfig(scale="tiny", device="cpu")
 HANDOUT = RunConfig(scale="handout", device="cuda")
 

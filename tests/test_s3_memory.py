@@ -50,18 +50,18 @@ from cs336_systems.model.checkpointing import (
     recursive_recomputed_blocks,
 )
 from cs336_systems.model.optimizer import TEMPORARY_BYTES
-from cs336_systems.profiling.allocations import AllocationRecorder
-from cs336_systems.profiling.memory import MIB, release
-from cs336_systems.profiling.predict import CudaAutocastRules, fake_module, parse_bytes
-from cs336_systems.profiling.saved import by_operation, compiled_saved_tensors, saved_tensors
-from cs336_systems.profiling.timeline import CATEGORIES, Allocation, MemoryTrace, Phase
+from cs336_systems.measure.allocations import AllocationRecorder
+from cs336_systems.measure.memory import MIB, release
+from cs336_systems.measure.predict import CudaAutocastRules, fake_module, parse_bytes
+from cs336_systems.measure.saved import by_operation, compiled_saved_tensors, saved_tensors
+from cs336_systems.measure.timeline import CATEGORIES, Allocation, MemoryTrace, Phase
 from cs336_systems.report.answers import answer
 from cs336_systems.report.figures import draw
 from cs336_systems.report.frames import load_frame
 from cs336_systems.report.plots import plots
 from tests.distributed_records import record
 
-COVERS = ("cs336_systems/profiling", "cs336_systems/model")
+COVERS = ("cs336_systems/measure", "cs336_systems/model")
 TINY = RunConfig(scale="tiny", device="cpu")
 HANDOUT = RunConfig(scale="handout", device="cuda")
 XL = replace(MODEL_SIZES["xl"], context_length=2048)

@@ -13,8 +13,8 @@ from cs336_systems.config import RunConfig
 from cs336_systems.experiments import s4_counters
 from cs336_systems.experiments.cells import Unsupported
 from cs336_systems.experiments.registry import PROBLEMS
-from cs336_systems.profiling import counters
-from cs336_systems.profiling.counters import (
+from cs336_systems.measure import counters
+from cs336_systems.measure.counters import (
     COUNTERS,
     CountersUnavailableError,
     KernelCounters,

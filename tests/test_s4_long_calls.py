@@ -23,8 +23,8 @@ from cs336_systems.experiments.s4_long_calls import (
 )
 from cs336_systems.experiments.s4_long_calls import turns as long_turns
 from cs336_systems.experiments.sweep import Provenance, Sweep
-from cs336_systems.profiling.samples import summarize
-from cs336_systems.profiling.timing import time_in_a_row
+from cs336_systems.measure.samples import summarize
+from cs336_systems.measure.timing import time_in_a_row
 from cs336_systems.report.answers import answer
 from cs336_systems.report.frames import load_frame
 from cs336_systems.report.tables import sections
@@ -34,7 +34,7 @@ from tests.shape_records import long_call_records
 COVERS = (
     "cs336_systems/experiments/s4_long_calls.py",
     "cs336_systems/experiments/turns.py",
-    "cs336_systems/profiling/timing.py",
+    "cs336_systems/measure/timing.py",
 )
 TINY = RunConfig(scale="tiny", device="cpu")
 PROBLEM = PROBLEMS["long_calls"]

@@ -22,8 +22,8 @@ from cs336_systems.experiments.s4_short_calls import (
 )
 from cs336_systems.experiments.sweep import Provenance, Sweep
 from cs336_systems.experiments.turns import Player, play
-from cs336_systems.profiling.samples import summarize
-from cs336_systems.profiling.timing import time_calls
+from cs336_systems.measure.samples import summarize
+from cs336_systems.measure.timing import time_calls
 from cs336_systems.report.answers import answer
 from cs336_systems.report.figures import draw
 from cs336_systems.report.frames import load_frame
@@ -34,7 +34,7 @@ from tests.shape_records import short_call_records
 COVERS = (
     "cs336_systems/experiments/s4_short_calls.py",
     "cs336_systems/experiments/turns.py",
-    "cs336_systems/profiling/timing.py",
+    "cs336_systems/measure/timing.py",
 )
 TINY = RunConfig(scale="tiny", device="cpu")
 PROBLEM = PROBLEMS["short_calls"]

@@ -16,13 +16,13 @@ import torch
 from typer.testing import CliRunner
 
 from cs336_systems.cli import app
-from cs336_systems.profiling import plain_pickle, snapshot
-from cs336_systems.profiling.plain_pickle import PlainPickleError, read_plain_pickle
-from cs336_systems.profiling.snapshot import read_snapshot, snapshot_trace
+from cs336_systems.measure import plain_pickle, snapshot
+from cs336_systems.measure.plain_pickle import PlainPickleError, read_plain_pickle
+from cs336_systems.measure.snapshot import read_snapshot, snapshot_trace
 from tests import snapshot_files
 from tests.snapshot_files import Call, event, small_snapshot, write, write_large
 
-COVERS = ("cs336_systems/profiling",)
+COVERS = ("cs336_systems/measure",)
 ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -381,7 +381,7 @@ def test_a_trace_without_its_beginning_still_adds_up(tmp_path):
 MEASURE = """
 import resource, sys
 from pathlib import Path
-from cs336_systems.profiling.snapshot import read_snapshot, snapshot_trace
+from cs336_systems.measure.snapshot import read_snapshot, snapshot_trace
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 snapshot = read_snapshot(Path(sys.argv[1]))
 print(len(snapshot.actions), len(snapshot.stack_table), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
@@ -429,7 +429,7 @@ def test_a_hostile_checkpoint_is_refused(how, tmp_path):
 
 
 def check_a_real_snapshot(path: Path) -> None:
-    from cs336_systems.profiling.snapshot import CudaHistory
+    from cs336_systems.measure.snapshot import CudaHistory
 
     before = torch.cuda.memory_allocated()
     kept = torch.empty(3 * 2**20, dtype=torch.uint8, device="cuda")

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from cs336_systems.profiling import stages
-from cs336_systems.profiling.samples import summarize
-from cs336_systems.profiling.stages import (
+from cs336_systems.measure import stages
+from cs336_systems.measure.samples import summarize
+from cs336_systems.measure.stages import (
     FLUSH_MS,
     MAX_FLUSHES,
     TOTAL,
@@ -22,7 +22,7 @@ from cs336_systems.profiling.stages import (
     unaccounted,
 )
 
-COVERS = ("cs336_systems/profiling",)
+COVERS = ("cs336_systems/measure",)
 
 
 def median(samples: list[float]) -> float:

@@ -19,10 +19,10 @@ from torch import nn
 from cs336_systems.attention import flash_attention
 from cs336_systems.config import ModelCase, RunConfig, proxy_model
 from cs336_systems.experiments.model_cells import TrainingStep
-from cs336_systems.profiling.capture import capture
-from cs336_systems.profiling.kernels import CATEGORIES, categorize, short_name
-from cs336_systems.profiling.ranges import ATTENTION_PARTS, annotate, module_ranges, named_range, role_of
-from cs336_systems.profiling.trace import (
+from cs336_systems.measure.capture import capture
+from cs336_systems.measure.kernels import CATEGORIES, categorize, short_name
+from cs336_systems.measure.ranges import ATTENTION_PARTS, annotate, module_ranges, named_range, role_of
+from cs336_systems.measure.trace import (
     DEVICE_CATEGORIES,
     Kernel,
     Trace,
@@ -33,7 +33,7 @@ from cs336_systems.profiling.trace import (
     trace_of,
 )
 
-COVERS = ("cs336_systems/profiling",)
+COVERS = ("cs336_systems/measure",)
 ABSENT = object()  # in place of a value: the key is left out
 
 # Kernel names
@@ -522,7 +522,7 @@ def test_no_more_is_unpacked_than_would_be_read(tmp_path: Path, monkeypatch: pyt
     """A megabyte that unpacks to a gigabyte passed the limit of the file's size."""
     path = tmp_path / "x.trace.json"
     path.write_bytes(gzip.compress(b"[" + b" " * 2**26 + b"]"))
-    monkeypatch.setattr("cs336_systems.profiling.trace.MAX_TRACE_BYTES", 2**20)
+    monkeypatch.setattr("cs336_systems.measure.trace.MAX_TRACE_BYTES", 2**20)
     assert path.stat().st_size < 2**20
     tracemalloc.start()
     try:
@@ -535,7 +535,7 @@ def test_no_more_is_unpacked_than_would_be_read(tmp_path: Path, monkeypatch: pyt
 
 
 def test_an_oversized_file_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cs336_systems.profiling.trace.MAX_TRACE_BYTES", 10)
+    monkeypatch.setattr("cs336_systems.measure.trace.MAX_TRACE_BYTES", 10)
     path = tmp_path / "x.trace.json"
     path.write_text(json.dumps(gpu_events()))
     with pytest.raises(ValueError, match=r"x\.trace\.json: a trace must have at most 10 bytes"):

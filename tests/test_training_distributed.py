@@ -23,8 +23,8 @@ from cs336_systems.distributed.launch import RankError, run_ranks
 from cs336_systems.experiments.cells import Unsupported
 from cs336_systems.experiments.registry import PROBLEMS
 from cs336_systems.experiments.s_training import FIRST_BOUND, LAST_BOUND, curve_error
-from cs336_systems.scaling import Plan
-from cs336_systems.scaling.traffic import bytes_sent
+from cs336_systems.analysis import Plan
+from cs336_systems.analysis.traffic import bytes_sent
 from cs336_systems.training import Corpus, TrainingConfig, TrainingResult, train
 from cs336_systems.training.config import WRAPPERS
 from cs336_systems.training.loop import RunOptions, _step, train_rank

@@ -17,7 +17,7 @@ from torch.autograd import forward_ad
 
 from cs336_systems.attention.masks import BlockMask
 from cs336_systems.attention.masks.checks import FLOATING_DTYPES, brief
-from cs336_systems.profiling.stages import stage
+from cs336_systems.measure.stages import stage
 
 MIN_TRITON_BLOCK = 64  # on sm_90 triton 3.6 can miscompile a kernel with two dots of 16 or 32 rows
 

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from cs336_systems.commands.shared import counted_warnings, one_line_errors
-from cs336_systems.profiling.text import printable
+from cs336_systems.measure.text import printable
 
 if TYPE_CHECKING:
     from cs336_systems.compare import ComparedGroup, ComparedRow, Comparison
@@ -106,7 +106,7 @@ def _group_cells(group: ComparedGroup) -> list[str]:
 
 
 def _cells(row: ComparedRow) -> list[str]:
-    from cs336_systems.profiling.samples import summarize
+    from cs336_systems.measure.samples import summarize
 
     sides = [
         f"{summarize(record.samples).median:.5g} {record.unit}" if record.status == "ok" else record.status

@@ -43,7 +43,7 @@ def measure_machine(kind: str) -> dict[str, Any]:
     """Copy and matmul rates, and our back ends' times on one shape."""
     from cs336_systems.config import AttentionShape
     from cs336_systems.experiments.backends import auto_ratio, benchmark_backends, contest
-    from cs336_systems.profiling.machine import copy_rate, matmul_rate
+    from cs336_systems.measure.machine import copy_rate, matmul_rate
 
     shape = AttentionShape(is_causal=True, **SHAPES[kind])  # type: ignore[arg-type]
     rows = contest(benchmark_backends(shape, device=kind), shape, device=kind)

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from cs336_systems.commands.shared import one_line_errors
-from cs336_systems.profiling.text import printable
+from cs336_systems.measure.text import printable
 
 if TYPE_CHECKING:
     from cs336_systems.experiments.memory_cells import MemoryCase
@@ -43,11 +43,11 @@ def memory(
     The step's own code runs on tensors without storage. With --fits the answer is the exit code, too: 0 or 1.
     """
     with one_line_errors():
-        from cs336_systems.profiling.predict import parse_bytes
+        from cs336_systems.measure.predict import parse_bytes
 
         limit = None if fits is None else parse_bytes(fits)
         if snapshot is not None:
-            from cs336_systems.profiling.snapshot import read_snapshot, snapshot_trace
+            from cs336_systems.measure.snapshot import read_snapshot, snapshot_trace
 
             trace = snapshot_trace(read_snapshot(snapshot))
             title = snapshot.name

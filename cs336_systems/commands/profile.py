@@ -17,12 +17,12 @@ from rich.console import Console
 from rich.table import Table
 
 from cs336_systems.commands.shared import EXIT_NOTHING_MEASURED, DeviceOption, ResultsOption, one_line_errors
-from cs336_systems.profiling.text import printable
+from cs336_systems.measure.text import printable
 
 if TYPE_CHECKING:
     from cs336_systems.config import AttentionShape, ModelCase, RunConfig
     from cs336_systems.experiments.profiled import Prepared
-    from cs336_systems.profiling.trace import Trace
+    from cs336_systems.measure.trace import Trace
 
 OWN_TOOLS = ("torch", "api")  # api: what runs inside of nsys and ncu
 PROFILES = "profiles"  # below the logs of a results folder, which git ignores
@@ -57,7 +57,7 @@ def profile(
     with one_line_errors():
         from cs336_systems.config import RunConfig
         from cs336_systems.device import get_device_info, resolve_device
-        from cs336_systems.profiling.vendor import TOOLS
+        from cs336_systems.measure.vendor import TOOLS
 
         kind = resolve_device(device)
         if tool not in (*OWN_TOOLS, *TOOLS):
@@ -124,7 +124,7 @@ def _prepare(case: ModelCase | AttentionShape, implementation: str, mode: str, r
 
     from cs336_systems.experiments.cells import Disagreement, Unsupported
     from cs336_systems.experiments.profiled import prepare
-    from cs336_systems.profiling.memory import one_out_of_memory_error
+    from cs336_systems.measure.memory import one_out_of_memory_error
 
     try:
         with one_out_of_memory_error():
@@ -150,9 +150,9 @@ def _stem(
 def _capture(prepared: Prepared, device: str, steps: int, warmup: int, ranges: bool, path: Path) -> Trace:
     import torch
 
-    from cs336_systems.profiling.capture import capture
-    from cs336_systems.profiling.memory import one_out_of_memory_error
-    from cs336_systems.profiling.ranges import annotate
+    from cs336_systems.measure.capture import capture
+    from cs336_systems.measure.memory import one_out_of_memory_error
+    from cs336_systems.measure.ranges import annotate
 
     annotated = annotate(prepared.model) if ranges and prepared.model is not None else nullcontext()
     try:
@@ -168,8 +168,8 @@ def _capture(prepared: Prepared, device: str, steps: int, warmup: int, ranges: b
 
 def _run_between_profiler_calls(prepared: Prepared, steps: int, warmup: int, ranges: bool) -> None:
     """What nsys and ncu record: the steps alone, with NVTX ranges."""
-    from cs336_systems.profiling.ranges import STEP, annotate, named_range
-    from cs336_systems.profiling.vendor import cuda_profiler_range
+    from cs336_systems.measure.ranges import STEP, annotate, named_range
+    from cs336_systems.measure.vendor import cuda_profiler_range
 
     def repeat(count: int) -> None:
         for _ in range(count):
@@ -185,7 +185,7 @@ def _run_between_profiler_calls(prepared: Prepared, steps: int, warmup: int, ran
 
 def _run_vendor_tool(tool: str, output: Path, print_only: bool) -> None:
     """This command again under `tool`, or its command line."""
-    from cs336_systems.profiling.vendor import find_tool, vendor_command
+    from cs336_systems.measure.vendor import find_tool, vendor_command
 
     arguments = _without_option(_without_option(sys.argv[1:], "--tool"), "--print", takes_value=False)
     own = [sys.executable, "-m", "cs336_systems", *arguments, "--tool", "api"]
@@ -218,8 +218,8 @@ def _without_option(arguments: list[str], option: str, takes_value: bool = True)
 
 def show_trace(trace: Trace, top: int) -> None:
     """Print where the time of a profiled step goes: by category and phase, by the model's parts, by kernel."""
-    from cs336_systems.profiling.kernels import CATEGORIES
-    from cs336_systems.profiling.ranges import ATTENTION_PARTS, ROLES
+    from cs336_systems.measure.kernels import CATEGORIES
+    from cs336_systems.measure.ranges import ATTENTION_PARTS, ROLES
 
     console = Console(width=None if Console().is_terminal else 140, markup=False)
     steps = len(trace.step_ms)

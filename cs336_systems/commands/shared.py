@@ -13,7 +13,7 @@ from typing import Annotated
 
 import typer
 
-from cs336_systems.profiling.text import in_one_line
+from cs336_systems.measure.text import in_one_line
 
 EXIT_NOTHING_MEASURED = 1
 EXIT_WRONG_ARGUMENT = 2

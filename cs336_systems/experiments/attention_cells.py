@@ -22,8 +22,8 @@ from cs336_systems.experiments.implementations import (
     without_overhead,
 )
 from cs336_systems.inputs import AttentionInputs, attention_inputs
-from cs336_systems.profiling.memory import MIB, peak_cuda_bytes, release, saved_for_backward
-from cs336_systems.profiling.timing import time_calls, time_once
+from cs336_systems.measure.memory import MIB, peak_cuda_bytes, release, saved_for_backward
+from cs336_systems.measure.timing import time_calls, time_once
 
 FORWARD = Row(mode="forward", quantity="time", unit="ms")
 BACKWARD = Row(mode="backward", quantity="time", unit="ms")

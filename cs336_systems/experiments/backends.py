@@ -23,9 +23,9 @@ from cs336_systems.config import AttentionShape
 from cs336_systems.device import BACKENDS, interpreter_is_on
 from cs336_systems.experiments.implementations import off_contract
 from cs336_systems.inputs import attention_inputs
-from cs336_systems.profiling.memory import one_out_of_memory_error, release
-from cs336_systems.profiling.samples import summarize
-from cs336_systems.profiling.timing import MIN_SAMPLES, best_medians, time_calls
+from cs336_systems.measure.memory import one_out_of_memory_error, release
+from cs336_systems.measure.samples import summarize
+from cs336_systems.measure.timing import MIN_SAMPLES, best_medians, time_calls
 
 AUTO = "auto"
 CONTENDER_RATIO = 1.5  # a back end that took so many times the fastest's time is not timed again

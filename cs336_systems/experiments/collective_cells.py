@@ -11,7 +11,7 @@ from cs336_systems.config import COLLECTIVES, CollectiveCase, RunConfig
 from cs336_systems.distributed.collectives import all_gather_flat, reduce_scatter_mean_flat
 from cs336_systems.experiments.cells import Cell, Disagreement, Measurement, Row
 from cs336_systems.experiments.rank_cells import agreed_samples, run_cell, slowest
-from cs336_systems.profiling.timing import synchronize, time_calls, time_once
+from cs336_systems.measure.timing import synchronize, time_calls, time_once
 
 PROBLEM = "distributed_communication_single_node"
 BYTES_PER_FLOAT = 4

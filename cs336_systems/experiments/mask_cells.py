@@ -28,8 +28,8 @@ from cs336_systems.experiments.attention_cells import (
 from cs336_systems.experiments.cells import Cell, Measurement, Row
 from cs336_systems.experiments.mask_implementations import build_masked, is_plain, mask_of, shape_of
 from cs336_systems.inputs import AttentionInputs, attention_inputs
-from cs336_systems.profiling.memory import MIB, peak_cuda_bytes, release
-from cs336_systems.profiling.timing import MIN_SAMPLES, time_calls, time_once
+from cs336_systems.measure.memory import MIB, peak_cuda_bytes, release
+from cs336_systems.measure.timing import MIN_SAMPLES, time_calls, time_once
 
 DENSITY = Row(mode="forward", quantity="density", unit="1")
 BLOCK_DENSITY = Row(mode="forward", quantity="block_density", unit="1")

@@ -27,11 +27,11 @@ from cs336_systems.experiments.model_cells import TrainingStep
 from cs336_systems.model import AdamW, TransformerLM, cross_entropy, load_model_class
 from cs336_systems.model.checkpointing import apply_checkpointing
 from cs336_systems.model.loading import CONSTRUCTOR_ARGUMENTS
-from cs336_systems.profiling.allocations import BACKWARD, AllocationRecorder
-from cs336_systems.profiling.memory import CudaPhasePeaks, cpu_phase_peaks
-from cs336_systems.profiling.predict import CudaAutocastRules, fake_module
-from cs336_systems.profiling.snapshot import CudaHistory, read_snapshot
-from cs336_systems.profiling.timeline import MemoryTrace
+from cs336_systems.measure.allocations import BACKWARD, AllocationRecorder
+from cs336_systems.measure.memory import CudaPhasePeaks, cpu_phase_peaks
+from cs336_systems.measure.predict import CudaAutocastRules, fake_module
+from cs336_systems.measure.snapshot import CudaHistory, read_snapshot
+from cs336_systems.measure.timeline import MemoryTrace
 
 START, FORWARD, STEP = "start", "forward", "optimizer step"
 MAX_SIMULATED_BYTES = 2**60  # far below what overflows a tensor's size, far above what any machine has

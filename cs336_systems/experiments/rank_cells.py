@@ -16,8 +16,8 @@ import torch.distributed as dist
 from cs336_systems.config import RunConfig
 from cs336_systems.distributed.launch import RankError, run_ranks
 from cs336_systems.experiments.cells import Disagreement, Unsupported
-from cs336_systems.profiling.memory import CPU_ALLOCATOR
-from cs336_systems.profiling.timing import plan_samples, time_once
+from cs336_systems.measure.memory import CPU_ALLOCATOR
+from cs336_systems.measure.timing import plan_samples, time_once
 
 COLLECTIVE_TIMEOUT_S = 240.0  # ranks differ in the time that they take to compile, allocate and load
 

@@ -17,12 +17,12 @@ from torch import Tensor, nn
 from cs336_systems.config import MODEL_SIZES, ModelCase, ModelConfig, Precision, RunConfig, proxy_model
 from cs336_systems.experiments.cells import Cell, Measurement, Row
 from cs336_systems.experiments.model_cells import MODEL_MODES, TrainingStep, model_cell, require_finite, time_row
-from cs336_systems.profiling.capture import capture
-from cs336_systems.profiling.kernels import CATEGORIES, short_name
-from cs336_systems.profiling.memory import release
-from cs336_systems.profiling.ranges import SCORES, SOFTMAX, VALUES, annotate
-from cs336_systems.profiling.timing import plan_samples, time_once
-from cs336_systems.profiling.trace import Kernel, Trace
+from cs336_systems.measure.capture import capture
+from cs336_systems.measure.kernels import CATEGORIES, short_name
+from cs336_systems.measure.memory import release
+from cs336_systems.measure.ranges import SCORES, SOFTMAX, VALUES, annotate
+from cs336_systems.measure.timing import plan_samples, time_once
+from cs336_systems.measure.trace import Kernel, Trace
 
 PROBLEM = "nsys_profile"
 MIN_WALL_CLOCK_STEPS, MAX_WALL_CLOCK_STEPS = 4, 5  # `compare` needs four

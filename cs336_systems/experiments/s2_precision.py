@@ -9,7 +9,7 @@ from cs336_systems.config import DTypeName, ModelCase, Precision, RunConfig
 from cs336_systems.experiments.cells import Cell, Measurement, Row
 from cs336_systems.experiments.model_cells import MODEL_MODES, measure_model, model_cell, time_row
 from cs336_systems.experiments.s2_profiling import models
-from cs336_systems.profiling.precision import AUTOCAST_TENSORS, accumulate, autocast_dtypes, norm_in
+from cs336_systems.measure.precision import AUTOCAST_TENSORS, accumulate, autocast_dtypes, norm_in
 
 PRECISIONS = {
     "float32": Precision(),

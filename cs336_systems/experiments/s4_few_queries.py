@@ -21,7 +21,7 @@ from cs336_systems.experiments.cells import Cell, Measurement
 from cs336_systems.experiments.implementations import AttentionFunction, build, kernel_name, without_overhead
 from cs336_systems.experiments.s4_short_calls import GRAPH_FORWARD, graph_times
 from cs336_systems.inputs import AttentionInputs, attention_inputs
-from cs336_systems.profiling.timing import time_calls
+from cs336_systems.measure.timing import time_calls
 
 PROBLEM = "few_queries"
 WHOLE = "triton_whole"  # the Triton forward without splitting

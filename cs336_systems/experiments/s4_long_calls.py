@@ -22,7 +22,7 @@ from cs336_systems.experiments.cells import Cell, Measurement
 from cs336_systems.experiments.implementations import AttentionFunction, without_overhead
 from cs336_systems.experiments.s4_shapes import sized_shape
 from cs336_systems.experiments.turns import BY_TURNS, Call, Turn, measure_by_turns
-from cs336_systems.profiling.timing import time_in_a_row
+from cs336_systems.measure.timing import time_in_a_row
 
 PROBLEM = "long_calls"
 LONG_IMPLEMENTATIONS = ("triton", "hopper", "sdpa_cudnn")

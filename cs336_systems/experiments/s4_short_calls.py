@@ -26,7 +26,7 @@ from cs336_systems.experiments.cells import Cell, Measurement, Row
 from cs336_systems.experiments.implementations import AttentionFunction, without_overhead
 from cs336_systems.experiments.s4_shapes import sized_shape
 from cs336_systems.experiments.turns import BY_TURNS, Call, Turn, measure_by_turns
-from cs336_systems.profiling.timing import synchronize, time_calls
+from cs336_systems.measure.timing import synchronize, time_calls
 
 PROBLEM = "short_calls"
 CALL_IMPLEMENTATIONS = ("triton", "hopper", "sdpa_flash", "sdpa_cudnn")

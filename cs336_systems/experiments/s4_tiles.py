@@ -27,8 +27,8 @@ from cs336_systems.experiments.attention_cells import BACKWARD, FORWARD, _inputs
 from cs336_systems.experiments.cells import Cell, Measurement, Row, Unsupported
 from cs336_systems.experiments.tuning import launches_of
 from cs336_systems.inputs import AttentionInputs
-from cs336_systems.profiling.stages import time_stages
-from cs336_systems.profiling.timing import MIN_SAMPLES, plan_samples, time_calls, time_once
+from cs336_systems.measure.stages import time_stages
+from cs336_systems.measure.timing import MIN_SAMPLES, plan_samples, time_calls, time_once
 
 PROBLEM = "tile_choice"
 # (batch, heads, kv_heads or None, length, head_dim, causal): short and long, full and causal, grouped heads, few

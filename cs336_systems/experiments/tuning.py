@@ -23,8 +23,8 @@ from cs336_systems.config import BYTES_PER_ELEMENT, AttentionShape, RunConfig
 from cs336_systems.experiments.attention_cells import BACKWARD, FORWARD, GPU_BUDGET_MS, _inputs, _oracle, checked_error
 from cs336_systems.experiments.cells import Cell, Measurement, Row, Unsupported
 from cs336_systems.inputs import AttentionInputs
-from cs336_systems.profiling.samples import quantile
-from cs336_systems.profiling.timing import time_calls
+from cs336_systems.measure.samples import quantile
+from cs336_systems.measure.timing import time_calls
 from cs336_systems.records import Record, case_key, case_to_dict, latest
 
 PROBLEM = "tune_flash"

@@ -26,7 +26,7 @@ from cs336_systems.experiments.cells import Cell, Disagreement, Measurement, Uns
 from cs336_systems.experiments.implementations import AttentionFunction, build, kernel_name
 from cs336_systems.experiments.worker import outcome_of
 from cs336_systems.inputs import AttentionInputs, attention_inputs
-from cs336_systems.profiling.memory import one_out_of_memory_error, release
+from cs336_systems.measure.memory import one_out_of_memory_error, release
 
 BY_TURNS = "by turns"  # in the place of a cell's implementation
 

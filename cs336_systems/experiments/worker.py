@@ -164,7 +164,7 @@ def _serve(
     torch._dynamo.config.recompile_limit = 64
 
     from cs336_systems.experiments.registry import measure_function
-    from cs336_systems.profiling.memory import one_out_of_memory_error, release
+    from cs336_systems.measure.memory import one_out_of_memory_error, release
 
     # What is imported stays: left to the collector it would be gone through several times a cell, for 0.2 s each.
     gc.collect()

@@ -26,8 +26,8 @@ from cs336_systems.model.chunked_loss import CHUNK_TOKENS
 from cs336_systems.report.leaderboard import RECOMPUTED
 from cs336_systems.report.markdown import factor, number, table
 from cs336_systems.report.points import POINT, Plot
-from cs336_systems.scaling import HARDWARE, FeedForward, Hardware, Plan, ffn, predict, rank_bytes, rings, xxl
-from cs336_systems.scaling.predictor import DEFAULT_EFFICIENCY
+from cs336_systems.analysis import HARDWARE, FeedForward, Hardware, Plan, ffn, predict, rank_bytes, rings, xxl
+from cs336_systems.analysis.predictor import DEFAULT_EFFICIENCY
 
 FOLDER = "calculated"  # beside the folders of devices
 NOTE = "*Calculated, not measured.*"

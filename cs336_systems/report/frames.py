@@ -22,7 +22,7 @@ import pandas as pd
 
 from cs336_systems.accounting import attention_flops, tflops_per_s
 from cs336_systems.config import AttentionShape
-from cs336_systems.profiling.samples import summarize
+from cs336_systems.measure.samples import summarize
 from cs336_systems.records import Record, case_key, latest
 
 OURS = "triton"  # the implementation that speed-ups are about

@@ -13,7 +13,7 @@ from typing import Any
 
 import pandas as pd
 
-from cs336_systems.profiling.samples import median_interval, summarize
+from cs336_systems.measure.samples import median_interval, summarize
 from cs336_systems.report.frames import MODE_TITLES, OUR_KERNELS, labels, select, tuples
 from cs336_systems.report.markdown import ABSENT, Cells, number
 from cs336_systems.report.sections import Section, constants, present_modes, section

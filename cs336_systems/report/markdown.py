@@ -9,7 +9,7 @@ from typing import Any
 
 import pandas as pd
 
-from cs336_systems.profiling.text import in_one_line
+from cs336_systems.measure.text import in_one_line
 from cs336_systems.report.frames import MODE_TITLES, NOT_MEASURED
 
 LONGEST_MESSAGE = 240  # characters of a reason below a table; an out-of-memory message can fill a page

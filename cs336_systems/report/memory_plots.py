@@ -7,7 +7,7 @@ from typing import Any
 
 import pandas as pd
 
-from cs336_systems.profiling.timeline import CATEGORIES
+from cs336_systems.measure.timeline import CATEGORIES
 from cs336_systems.report.frames import MODE_TITLES, MODEL_VARIANTS, tuples, variants
 from cs336_systems.report.memory_tables import PHASES, RANKS, Lookup, precision_of
 from cs336_systems.report.points import POINT, Plot, points

@@ -19,7 +19,7 @@ from cs336_systems.report.markdown import Cells, code_span, factor, number, plai
 from cs336_systems.report.points import POINT, Plot
 from cs336_systems.report.sections import Section, key_heading, section
 
-# In the order of tables and stacks; see cs336_systems/profiling/kernels.py.
+# In the order of tables and stacks; see cs336_systems/measure/kernels.py.
 CATEGORIES = (
     "gemm", "attention", "softmax", "elementwise", "reduction", "copy", "communication", "optimizer", "other",
 )  # fmt: skip

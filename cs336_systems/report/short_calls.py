@@ -13,7 +13,7 @@ from typing import Any
 
 import pandas as pd
 
-from cs336_systems.profiling.samples import Summary, summarize
+from cs336_systems.measure.samples import Summary, summarize
 from cs336_systems.report.frames import MODE_TITLES, MODES, OUR_KERNELS, labels, ordered, tuples
 from cs336_systems.report.markdown import ABSENT, Cells, factor, number
 from cs336_systems.report.points import Plot, points

@@ -7,7 +7,7 @@ from typing import Any
 import pandas as pd
 from matplotlib.axes import Axes
 
-from cs336_systems.profiling.intervals import union
+from cs336_systems.measure.intervals import union
 from cs336_systems.report.points import Plot
 from cs336_systems.report.styles import colour
 

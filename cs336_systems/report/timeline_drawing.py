@@ -6,7 +6,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 
-from cs336_systems.profiling.timeline import CATEGORIES
+from cs336_systems.measure.timeline import CATEGORIES
 from cs336_systems.report.memory_plots import sorted_phases
 from cs336_systems.report.points import Plot
 from cs336_systems.report.styles import LITERAL, TEXT_POINTS, colour

@@ -73,7 +73,7 @@ from cs336_systems.attention.tiles.config import L2_SHARE_BYTES, TMA_ALIGNMENT_B
 from cs336_systems.attention.triton.launcher import KEPT_SHAPES, KeptLaunches, Launched
 from cs336_systems.attention.triton.launching import launch
 from cs336_systems.attention.triton.steps import LOG2_E
-from cs336_systems.profiling.stages import stage
+from cs336_systems.measure.stages import stage
 
 KEY_TILE = gl.constexpr(128)  # the two consumers' 64 rows of a wgmma each
 CONSUMER_KEYS = gl.constexpr(64)  # half of them

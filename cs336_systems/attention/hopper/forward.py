@@ -76,7 +76,7 @@ from cs336_systems.attention.tiles.config import TMA_ALIGNMENT_BYTES
 from cs336_systems.attention.triton.launcher import KEPT_SHAPES, KeptLaunches, Launched
 from cs336_systems.attention.triton.launching import launch
 from cs336_systems.attention.triton.steps import LN_2, LOG2_E, LOWEST
-from cs336_systems.profiling.stages import stage
+from cs336_systems.measure.stages import stage
 
 ROWS = gl.constexpr(CONSUMER_ROWS)  # of a consumer: what one wgmma of a warp group computes
 COPIER_REGISTERS = gl.constexpr(24)  # the least that a warp can have

@@ -69,7 +69,7 @@ from cs336_systems.attention.masks.tiles import (
     unpack_tokens,
     words_per_row,
 )
-from cs336_systems.profiling.stages import stage
+from cs336_systems.measure.stages import stage
 
 DEFAULT_BLOCK = 128
 Arguments = ParamSpec("Arguments")

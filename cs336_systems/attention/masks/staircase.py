@@ -18,7 +18,7 @@ from torch import Tensor
 
 from cs336_systems.attention.masks.block_mask import DEFAULT_BLOCK, BlockMask
 from cs336_systems.attention.masks.tiles import BITS, num_blocks, words_per_row
-from cs336_systems.profiling.stages import stage
+from cs336_systems.measure.stages import stage
 
 
 def staircase_mask(lengths: Int[Tensor, "batch heads queries"], seqlen_k: int, block: int = DEFAULT_BLOCK) -> BlockMask:

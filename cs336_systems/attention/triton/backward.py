@@ -57,7 +57,7 @@ from cs336_systems.attention.triton.steps import (
     tile_of_program,
     visible_pairs,
 )
-from cs336_systems.profiling.stages import stage
+from cs336_systems.measure.stages import stage
 
 PREPROCESS_ROWS = 64
 

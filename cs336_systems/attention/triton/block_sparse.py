@@ -55,7 +55,7 @@ from cs336_systems.attention.triton.steps import (
     tile_of_program,
 )
 from cs336_systems.device import interpreter_is_on
-from cs336_systems.profiling.stages import stage
+from cs336_systems.measure.stages import stage
 
 KEYS_PER_WORD = tl.constexpr(32)
 # $0 = $1 & $2 ? $3 : $4, two instructions. From `tl.where`, LLVM makes one comparison of 64 lanes, packs its result

@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 from triton import knobs
 
-from cs336_systems.profiling.stages import stages_are_timed
+from cs336_systems.measure.stages import stages_are_timed
 
 TENSOR_MAP_BYTES = 128
 # Triton's numbers of element types are the driver's (cuda.h, CUtensorMapDataType) but for float64, float32, bfloat16.

@@ -23,7 +23,7 @@ from triton.runtime.errors import OutOfResources
 from cs336_systems.attention.tiles import KernelConfig, head_tile, smaller_config
 from cs336_systems.attention.triton.launcher import KEPT_SHAPES, KeptLaunches, Launched, have_context
 from cs336_systems.device import interpreter_is_on
-from cs336_systems.profiling.stages import stages_are_timed
+from cs336_systems.measure.stages import stages_are_timed
 
 LOG_SWITCH = "CS336_ATTN_LOG"
 POINTER_ALIGNMENT_BYTES = 16  # Triton loads four words at a time from such a pointer

@@ -52,7 +52,7 @@ from cs336_systems.attention.triton.steps import (
     store_rows,
     tile_of_program,
 )
-from cs336_systems.profiling.stages import stage
+from cs336_systems.measure.stages import stage
 
 # A program that merges has one row, whose parts are all loaded together; or, where rows are more than a GPU is full
 # of, a few rows of one head, part by part in one warp, whose threads pass each other numbers by shuffles: with more

@@ -16,7 +16,7 @@ from cs336_systems.attention.masks import BlockMask
 from cs336_systems.attention.masks.staircase import steps_of
 from cs336_systems.attention.masks.tiles import num_blocks, words_per_row
 from cs336_systems.attention.triton.launching import launch, on_device_of
-from cs336_systems.profiling.stages import stage
+from cs336_systems.measure.stages import stage
 
 
 @triton.jit

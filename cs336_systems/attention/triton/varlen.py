@@ -51,7 +51,7 @@ from cs336_systems.attention.triton.steps import (
     start_next,
     tile_of_program,
 )
-from cs336_systems.profiling.stages import stage
+from cs336_systems.measure.stages import stage
 
 
 @triton.jit

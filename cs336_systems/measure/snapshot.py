@@ -26,10 +26,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cs336_systems.profiling.allocations import BACKWARD, SKIPPED_FRAMES, short_path
-from cs336_systems.profiling.memory import release
-from cs336_systems.profiling.plain_pickle import MAX_FILE_BYTES, PlainPickleError, read_plain_pickle
-from cs336_systems.profiling.timeline import CATEGORIES, Allocation, MemoryTrace, Phase
+from cs336_systems.measure.allocations import BACKWARD, SKIPPED_FRAMES, short_path
+from cs336_systems.measure.memory import release
+from cs336_systems.measure.plain_pickle import MAX_FILE_BYTES, PlainPickleError, read_plain_pickle
+from cs336_systems.measure.timeline import CATEGORIES, Allocation, MemoryTrace, Phase
 
 ACTIONS = (
     "alloc", "free_requested", "free_completed", "segment_alloc", "segment_free", "segment_map", "segment_unmap",

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from cs336_systems.profiling.saved import function_name
+from cs336_systems.measure.saved import function_name
 
 # https://docs.pytorch.org/docs/stable/amp.html, "CUDA Ops that can autocast to float32", as far as models use them.
 CUDA_FLOAT32_FUNCTIONS = (

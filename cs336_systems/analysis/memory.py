@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from cs336_systems.accounting import LOSS_BACKWARD_COPIES, activation_bytes, block_saved_bytes
 from cs336_systems.config import ModelConfig, Precision
-from cs336_systems.scaling.traffic import MASTER_BYTES, Plan, fsdp_units, parameters
+from cs336_systems.analysis.traffic import MASTER_BYTES, Plan, fsdp_units, parameters
 
 OPTIMIZER_MOMENTS = 2
 COMPUTE_DTYPES = {2: "bfloat16", 4: "float32"}

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import torch
 
 from cs336_systems.config import BYTES_PER_ELEMENT, DTypeName
-from cs336_systems.profiling.samples import summarize
-from cs336_systems.profiling.timing import time_calls
+from cs336_systems.measure.samples import summarize
+from cs336_systems.measure.timing import time_calls
 
 COPY_BYTES = {"cuda": 2**30, "cpu": 2**28}  # of one side of the copy: far more than any cache
 MATMUL_SIZE = {"cuda": 8192, "cpu": 1024}  # rows, columns and inner dimension

@@ -3,12 +3,12 @@
 Nothing here is measured, and nothing needs a GPU or a process group. What is measured is compared with it by tests.
 """
 
-from cs336_systems.scaling.ffn import FeedForward
-from cs336_systems.scaling.hardware import HARDWARE, Hardware
-from cs336_systems.scaling.memory import RankBytes, rank_bytes
-from cs336_systems.scaling.predictor import Prediction, predict
-from cs336_systems.scaling.rings import Traffic, alternate_ring_all_reduce, ring_all_reduce
-from cs336_systems.scaling.traffic import SCHEMES, Plan
+from cs336_systems.analysis.ffn import FeedForward
+from cs336_systems.analysis.hardware import HARDWARE, Hardware
+from cs336_systems.analysis.memory import RankBytes, rank_bytes
+from cs336_systems.analysis.predictor import Prediction, predict
+from cs336_systems.analysis.rings import Traffic, alternate_ring_all_reduce, ring_all_reduce
+from cs336_systems.analysis.traffic import SCHEMES, Plan
 
 __all__ = [
     "FeedForward",

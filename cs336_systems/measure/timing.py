@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from cs336_systems.profiling.samples import summarize
+from cs336_systems.measure.samples import summarize
 
 CACHE_FLUSH_BYTES = 256 * 2**20  # several times the L2 cache of any present GPU
 MIN_SAMPLES = 5

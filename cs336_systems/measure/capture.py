@@ -17,9 +17,9 @@ from pathlib import Path
 
 from torch.profiler import ProfilerActivity, profile
 
-from cs336_systems.profiling.ranges import STEP, named_range
-from cs336_systems.profiling.timing import synchronize
-from cs336_systems.profiling.trace import Trace, read_trace
+from cs336_systems.measure.ranges import STEP, named_range
+from cs336_systems.measure.timing import synchronize
+from cs336_systems.measure.trace import Trace, read_trace
 
 TRACE_SUFFIXES = (".trace.json", ".trace.json.gz")
 

@@ -25,13 +25,13 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from cs336_systems.profiling.timeline import CATEGORIES, Allocation, MemoryTrace, Phase
+from cs336_systems.measure.timeline import CATEGORIES, Allocation, MemoryTrace, Phase
 
 CUDA_BLOCK_BYTES = 512  # the caching allocator rounds every request up to a multiple
 CPU_BLOCK_BYTES = 1
 PACKAGE_FOLDER = Path(__file__).parents[1]
 # Frames of PyTorch, of this folder and of generated code are not where an allocation comes from.
-SKIPPED_FRAMES = (str(Path(torch.__file__).parent), str(PACKAGE_FOLDER / "profiling"), "<")
+SKIPPED_FRAMES = (str(Path(torch.__file__).parent), str(PACKAGE_FOLDER / "measure"), "<")
 # Copies of the result's size that a kernel allocates and releases inside itself: softmax's backward on CUDA writes
 # P ∘ dP first; log-sum-exp, on any device, the exponentials of its input (counted in copies of that).
 HIDDEN_TEMPORARIES: dict[str, dict[str, int]] = {

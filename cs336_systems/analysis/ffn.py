@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from cs336_systems.scaling.rings import all_gather_seconds, all_reduce_seconds
+from cs336_systems.analysis.rings import all_gather_seconds, all_reduce_seconds
 
 ELEMENT_BYTES = 2
 NUM_MATRICES = 3

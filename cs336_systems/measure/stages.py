@@ -26,9 +26,9 @@ from typing import Any
 
 import torch
 
-from cs336_systems.profiling.ranges import named_range
-from cs336_systems.profiling.samples import summarize
-from cs336_systems.profiling.timing import CACHE_FLUSH_BYTES, synchronize
+from cs336_systems.measure.ranges import named_range
+from cs336_systems.measure.samples import summarize
+from cs336_systems.measure.timing import CACHE_FLUSH_BYTES, synchronize
 
 STAGES = ("mask_build", "preprocess", "forward", "dq", "dkv", "cast")  # the names that tables know, in order
 TOTAL = "total"

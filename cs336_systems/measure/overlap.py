@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 
-from cs336_systems.profiling.intervals import Interval, intersection, length, union
-from cs336_systems.profiling.timing import synchronize
+from cs336_systems.measure.intervals import Interval, intersection, length, union
+from cs336_systems.measure.timing import synchronize
 
 GPU_CATEGORIES = ("kernel", "gpu_memcpy", "gpu_memset")
 US_PER_MS = 1e3

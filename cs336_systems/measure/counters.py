@@ -18,7 +18,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cs336_systems.profiling.vendor import find_tool
+from cs336_systems.measure.vendor import find_tool
 
 # What a warp waits for between two of its instructions, in cycles for each instruction that is issued.
 STALLS = (

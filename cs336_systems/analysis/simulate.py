@@ -21,8 +21,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from cs336_systems.scaling.ffn import ELEMENT_BYTES
-from cs336_systems.scaling.rings import ring_all_gather, ring_all_reduce, ring_reduce_scatter
+from cs336_systems.analysis.ffn import ELEMENT_BYTES
+from cs336_systems.analysis.rings import ring_all_gather, ring_all_reduce, ring_reduce_scatter
 
 
 class Weights(NamedTuple):

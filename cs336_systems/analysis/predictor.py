@@ -16,9 +16,9 @@ from dataclasses import dataclass
 
 from cs336_systems.accounting import model_flops
 from cs336_systems.config import ModelConfig
-from cs336_systems.scaling.hardware import Hardware
-from cs336_systems.scaling.rings import all_gather_seconds, all_reduce_seconds, broadcast_seconds
-from cs336_systems.scaling.traffic import (
+from cs336_systems.analysis.hardware import Hardware
+from cs336_systems.analysis.rings import all_gather_seconds, all_reduce_seconds, broadcast_seconds
+from cs336_systems.analysis.traffic import (
     MASTER_BYTES,
     Collective,
     Parameter,

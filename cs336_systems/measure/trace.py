@@ -28,8 +28,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from cs336_systems.profiling.kernels import categorize, short_name
-from cs336_systems.profiling.ranges import STEP
+from cs336_systems.measure.kernels import categorize, short_name
+from cs336_systems.measure.ranges import STEP
 
 Phase = Literal["forward", "backward", "optimizer"]
 DEVICE_CATEGORIES = ("kernel", "gpu_memcpy", "gpu_memset")
