@@ -42,12 +42,12 @@ import cs336_systems
 from cs336_systems.accounting import eager_attention_part_flops
 from cs336_systems.config import ModelCase, RunConfig, proxy_model
 from cs336_systems.experiments.model_cells import TrainingStep
-from cs336_systems.model import build_model
 from cs336_systems.measure.capture import capture
 from cs336_systems.measure.kernels import CATEGORIES
 from cs336_systems.measure.ranges import SCORES, SOFTMAX, VALUES, annotate
 from cs336_systems.measure.samples import summarize
 from cs336_systems.measure.timing import time_calls
+from cs336_systems.model import build_model
 from cs336_systems.records import read_records
 from cs336_systems.report.figures import problem_figures
 from cs336_systems.report.frames import load_frame

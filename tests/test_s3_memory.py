@@ -36,6 +36,11 @@ from cs336_systems.experiments.s3_memory import (
     measure_memory_profiling,
     memory_profiling_cells,
 )
+from cs336_systems.measure.allocations import AllocationRecorder
+from cs336_systems.measure.memory import MIB, release
+from cs336_systems.measure.predict import CudaAutocastRules, fake_module, parse_bytes
+from cs336_systems.measure.saved import by_operation, compiled_saved_tensors, saved_tensors
+from cs336_systems.measure.timeline import CATEGORIES, Allocation, MemoryTrace, Phase
 from cs336_systems.model import AdamW, build_model, cross_entropy
 from cs336_systems.model.checkpointing import (
     apply_checkpointing,
@@ -50,11 +55,6 @@ from cs336_systems.model.checkpointing import (
     recursive_recomputed_blocks,
 )
 from cs336_systems.model.optimizer import TEMPORARY_BYTES
-from cs336_systems.measure.allocations import AllocationRecorder
-from cs336_systems.measure.memory import MIB, release
-from cs336_systems.measure.predict import CudaAutocastRules, fake_module, parse_bytes
-from cs336_systems.measure.saved import by_operation, compiled_saved_tensors, saved_tensors
-from cs336_systems.measure.timeline import CATEGORIES, Allocation, MemoryTrace, Phase
 from cs336_systems.report.answers import answer
 from cs336_systems.report.figures import draw
 from cs336_systems.report.frames import load_frame

@@ -27,9 +27,9 @@ from cs336_systems.experiments.s9_training_step import (
     measure_leaderboard_2026,
 )
 from cs336_systems.inputs import token_batch
+from cs336_systems.measure.memory import MIB
 from cs336_systems.model import TransformerLM, cross_entropy
 from cs336_systems.model.chunked_loss import LossHead
-from cs336_systems.measure.memory import MIB
 from cs336_systems.report.answers import answer
 from cs336_systems.report.frames import load_frame
 from cs336_systems.report.plots import plots

@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from cs336_systems.accounting import num_parameters
-from cs336_systems.config import MODEL_SIZES, ModelConfig
 from cs336_systems.analysis import HARDWARE, FeedForward, Plan, predict, rank_bytes, rings, xxl
 from cs336_systems.analysis import ffn as calcs
 from cs336_systems.analysis.hardware import hardware
 from cs336_systems.analysis.predictor import pipeline_s
 from cs336_systems.analysis.simulate import Weights, simulate
 from cs336_systems.analysis.traffic import MIB, SCHEMES, bytes_sent, collectives, parameters
+from cs336_systems.config import MODEL_SIZES, ModelConfig
 
 SMALL = ModelConfig(name="tiny", d_model=32, d_ff=96, num_layers=3, num_heads=4, vocab_size=120, context_length=64)
 HEAD = SMALL.vocab_size * SMALL.d_model

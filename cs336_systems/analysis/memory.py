@@ -12,8 +12,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from cs336_systems.accounting import LOSS_BACKWARD_COPIES, activation_bytes, block_saved_bytes
-from cs336_systems.config import ModelConfig, Precision
 from cs336_systems.analysis.traffic import MASTER_BYTES, Plan, fsdp_units, parameters
+from cs336_systems.config import ModelConfig, Precision
 
 OPTIMIZER_MOMENTS = 2
 COMPUTE_DTYPES = {2: "bfloat16", 4: "float32"}

@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cs336_systems.accounting import model_flops
-from cs336_systems.config import ModelConfig
 from cs336_systems.analysis.hardware import Hardware
 from cs336_systems.analysis.rings import all_gather_seconds, all_reduce_seconds, broadcast_seconds
 from cs336_systems.analysis.traffic import (
@@ -31,6 +30,7 @@ from cs336_systems.analysis.traffic import (
     parameters,
     tensor_parallel_bytes,
 )
+from cs336_systems.config import ModelConfig
 
 ADAMW_ACCESSES = 7  # reads of parameter, gradient and two moments; writes of parameter and moments
 FLATTEN_ACCESSES = 4  # gradients read and written into one buffer, and back

@@ -27,11 +27,11 @@ from cs336_systems.distributed.ddp_overlap import OverlapDDP
 from cs336_systems.experiments.cells import Cell, Disagreement, Measurement, Row, Unsupported
 from cs336_systems.experiments.rank_cells import agreed_samples, run_cell, slowest
 from cs336_systems.inputs import token_batch
-from cs336_systems.model import AdamW, build_model, cross_entropy
 from cs336_systems.measure.intervals import simplify
 from cs336_systems.measure.memory import MIB
 from cs336_systems.measure.overlap import Lanes, trace_lanes
 from cs336_systems.measure.timing import synchronize
+from cs336_systems.model import AdamW, build_model, cross_entropy
 
 OURS = ("naive", "flat", "overlap", "bucketed")
 PEERS = ("torch_ddp", "torch_ddp_view")  # the second with gradient_as_bucket_view

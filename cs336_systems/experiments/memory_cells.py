@@ -24,14 +24,14 @@ from cs336_systems.accounting import model_peak_bytes
 from cs336_systems.config import ModelCase, RunConfig
 from cs336_systems.experiments.cells import Unsupported
 from cs336_systems.experiments.model_cells import TrainingStep
-from cs336_systems.model import AdamW, TransformerLM, cross_entropy, load_model_class
-from cs336_systems.model.checkpointing import apply_checkpointing
-from cs336_systems.model.loading import CONSTRUCTOR_ARGUMENTS
 from cs336_systems.measure.allocations import BACKWARD, AllocationRecorder
 from cs336_systems.measure.memory import CudaPhasePeaks, cpu_phase_peaks
 from cs336_systems.measure.predict import CudaAutocastRules, fake_module
 from cs336_systems.measure.snapshot import CudaHistory, read_snapshot
 from cs336_systems.measure.timeline import MemoryTrace
+from cs336_systems.model import AdamW, TransformerLM, cross_entropy, load_model_class
+from cs336_systems.model.checkpointing import apply_checkpointing
+from cs336_systems.model.loading import CONSTRUCTOR_ARGUMENTS
 
 START, FORWARD, STEP = "start", "forward", "optimizer step"
 MAX_SIMULATED_BYTES = 2**60  # far below what overflows a tensor's size, far above what any machine has

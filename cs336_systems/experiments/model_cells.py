@@ -14,9 +14,9 @@ from cs336_systems.config import ModelCase, RunConfig
 from cs336_systems.device import has_cxx_compiler
 from cs336_systems.experiments.cells import Cell, Disagreement, Measurement, Row, Unsupported
 from cs336_systems.inputs import token_batch
-from cs336_systems.model import AdamW, build_model, cross_entropy
 from cs336_systems.measure.memory import release
 from cs336_systems.measure.timing import MIN_SAMPLES, time_calls, time_once
+from cs336_systems.model import AdamW, build_model, cross_entropy
 
 MODEL_MODES = ("forward", "forward_backward", "train_step")
 BUDGET_MS = {"cuda": 3000.0, "cpu": 1000.0}  # of timed steps a mode, at least five and at most a hundred of them

@@ -30,13 +30,13 @@ from cs336_systems.experiments.memory_cells import (
     simulated_trace,
 )
 from cs336_systems.experiments.model_cells import TrainingStep
-from cs336_systems.model import TransformerLM
-from cs336_systems.model.checkpointing import apply_checkpointing, compile_blocks
 from cs336_systems.measure.allocations import BACKWARD
 from cs336_systems.measure.memory import MIB, CudaPhasePeaks, release
 from cs336_systems.measure.saved import Saved, by_operation, compiled_saved_tensors, saved_tensors
 from cs336_systems.measure.timeline import CATEGORIES, MemoryTrace
 from cs336_systems.measure.timing import plan_samples, time_calls, time_once
+from cs336_systems.model import TransformerLM
+from cs336_systems.model.checkpointing import apply_checkpointing, compile_blocks
 
 BATCH = 4
 EXAMPLE_CONTEXTS = (128, 2048)  # whose timelines are drawn

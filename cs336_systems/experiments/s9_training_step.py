@@ -56,12 +56,12 @@ from cs336_systems.experiments.sharding_cells import (
     time_together,
     trace_on_first,
 )
-from cs336_systems.model.block_parts import RECOMPUTES, Recompute, run_in_parts
-from cs336_systems.model.chunked_loss import CHUNK_TOKENS, LossTransformer
-from cs336_systems.model.transformer import ATTENTION_NAMES
 from cs336_systems.measure.intervals import simplify
 from cs336_systems.measure.memory import MIB, release
 from cs336_systems.measure.overlap import Lanes
+from cs336_systems.model.block_parts import RECOMPUTES, Recompute, run_in_parts
+from cs336_systems.model.chunked_loss import CHUNK_TOKENS, LossTransformer
+from cs336_systems.model.transformer import ATTENTION_NAMES
 
 PROBLEM = "leaderboard_2026"
 IMPLEMENTATIONS = ("fsdp", "torch_fsdp")

@@ -30,11 +30,11 @@ from cs336_systems.distributed.zero1 import Zero1Optimizer
 from cs336_systems.experiments.cells import Cell, Disagreement, Measurement, Row, Unsupported
 from cs336_systems.experiments.rank_cells import agreed_samples, run_cell, slowest
 from cs336_systems.inputs import token_batch
-from cs336_systems.model import AdamW, TransformerLM, build_model, cross_entropy
 from cs336_systems.measure.intervals import simplify
 from cs336_systems.measure.memory import MIB, release
 from cs336_systems.measure.overlap import Lanes, trace_lanes
 from cs336_systems.measure.timing import synchronize
+from cs336_systems.model import AdamW, TransformerLM, build_model, cross_entropy
 
 OPTIMIZER_IMPLEMENTATIONS = ("unsharded", "sharded", "zero1", "torch_zero")
 FSDP_IMPLEMENTATIONS = ("unsharded", "fsdp", "fsdp_layer", "torch_fsdp")

@@ -20,14 +20,14 @@ import pandas as pd
 
 from cs336_systems import grids
 from cs336_systems.accounting import attention_flops, model_bytes, model_flops
+from cs336_systems.analysis import HARDWARE, FeedForward, Hardware, Plan, ffn, predict, rank_bytes, rings, xxl
+from cs336_systems.analysis.predictor import DEFAULT_EFFICIENCY
 from cs336_systems.config import MODEL_SIZES, AttentionShape, Precision
 from cs336_systems.distributed.memory_plan import ShardingBytes, fsdp_bytes, long_step_bytes
 from cs336_systems.model.chunked_loss import CHUNK_TOKENS
 from cs336_systems.report.leaderboard import RECOMPUTED
 from cs336_systems.report.markdown import factor, number, table
 from cs336_systems.report.points import POINT, Plot
-from cs336_systems.analysis import HARDWARE, FeedForward, Hardware, Plan, ffn, predict, rank_bytes, rings, xxl
-from cs336_systems.analysis.predictor import DEFAULT_EFFICIENCY
 
 FOLDER = "calculated"  # beside the folders of devices
 NOTE = "*Calculated, not measured.*"
