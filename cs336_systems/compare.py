@@ -27,15 +27,16 @@ import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import NormalDist
 from typing import Literal
 
 import numpy as np
+from msgspec.structs import replace
+from scipy.stats import t as student
 
+from cs336_systems.experiments.records import RUNS, Record, is_series, latest, read_records
 from cs336_systems.measure.samples import summarize
-from cs336_systems.records import Record, is_series, latest, read_records
 
 Verdict = Literal["regression", "improvement", "noise", "unchanged", "not compared"]
 FailOn = Literal["regression", "any", "none"]
@@ -48,8 +49,9 @@ NUM_GROUP_RESAMPLES = 500  # of all rows once more
 MIN_NOISY_SAMPLES = 4  # fewer timed samples say nothing of their noise
 MIN_GROUP_CASES = 5  # fewer cases say nothing of what they have in common
 TIME_UNITS = ("ms", "s")
-RATE_UNITS = ("GB/s", "TFLOP/s")  # where more is better; of everything else less is
-COUNT_UNIT = "calls"
+RATE_UNITS = ("GB/s", "TFLOP/s")  # where more is better; of times and memory less is
+NO_COST = "neither a time nor memory"
+JUDGED_UNITS = (*TIME_UNITS, *RATE_UNITS, "MiB")  # of everything else no change is a cost
 RANKED = re.compile(r"(other_)?kernel_\d+_(time|calls)")  # quantities of whichever kernel has this rank in a profile
 EXIT_REGRESSION, EXIT_INCOMPLETE = 1, 2
 
@@ -124,7 +126,7 @@ class Comparison:
         return not (self.missing or self.extra or self.duplicates)
 
 
-def record_files(path: Path) -> list[Path]:
+def record_files(path: Path, problem: str | None = None) -> list[Path]:
     """The record files that `path` means: itself, those of a results folder, or of its only subfolder with records.
 
     Raises ValueError where there is none, or where several results folders lie in `path`.
@@ -135,20 +137,20 @@ def record_files(path: Path) -> list[Path]:
         raise ValueError(f"{path}: no such file or folder")
     for folder in (path / "records", path):
         if files := sorted(folder.glob("*.jsonl")):
-            return [file for file in files if file.name != "tests.jsonl"]
+            return [file for file in files if file.stem not in ("tests", RUNS) and problem in (None, file.stem)]
     inside = sorted(child for child in path.iterdir() if (child / "records").is_dir())
     if len(inside) > 1:
         raise ValueError(f"{path}: several results folders, name one of {', '.join(child.name for child in inside)}")
     if not inside:
         raise ValueError(f"{path}: no records")
-    return record_files(inside[0])
+    return record_files(inside[0], problem)
 
 
-def read_all(path: Path) -> list[Record]:
-    """Every record that `path` means, in the order written; ValueError where there is none."""
-    records = [record for file in record_files(path) for record in read_records(file)]
+def read_all(path: Path, problem: str | None = None) -> list[Record]:
+    """Every record that `path` means (of `problem`), in the order written; ValueError where there is none."""
+    records = [record for file in record_files(path, problem) for record in read_records(file)]
     if not records:
-        raise ValueError(f"{path}: no records")
+        raise ValueError(f"{path}: no records{f' of {problem}' if problem else ''}")
     return records
 
 
@@ -231,22 +233,9 @@ def bootstrap_change(
     before, after = (_resampled_medians(samples, generator, NUM_RESAMPLES) for samples in (base, target))
     usable = before != 0
     error = float(np.std(after[usable] / before[usable], ddof=1)) if usable.sum() > 1 else math.inf
-    margin = student_quantile((1 + confidence) / 2, max(1, len(base) + len(target) - 2)) * error
+    margin = student.ppf((1 + confidence) / 2, max(1, len(base) + len(target) - 2)) * error
     change = summarize(target).median / summarize(base).median - 1
     return change - margin, change + margin
-
-
-def student_quantile(probability: float, degrees: int) -> float:
-    """Quantile of Student's t: the normal one corrected for the degrees of freedom (Abramowitz and Stegun 26.7.5).
-
-    Within 1 % from 4 degrees on, down to tails of 1e-3; below that it is too small.
-    """
-    z = NormalDist().inv_cdf(probability)
-    first = (z**3 + z) / 4
-    second = (5 * z**5 + 16 * z**3 + 3 * z) / 96
-    third = (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384
-    fourth = (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / 92160
-    return z + first / degrees + second / degrees**2 + third / degrees**3 + fourth / degrees**4
 
 
 def _shared_confidence(number: int) -> float:
@@ -273,8 +262,9 @@ def _compare(base: Record, target: Record, threshold_percent: float, confidence:
         return _row(base, target, "not compared", reason="interpreted kernels run at no meaningful speed")
     if RANKED.fullmatch(base.quantity) and base.kernel != target.kernel:
         return _row(base, target, "not compared", reason=f"another kernel: {target.kernel}, was {base.kernel}")
-    if base.unit == COUNT_UNIT and base.samples[0] != target.samples[0]:
-        return _row(base, target, "not compared", reason="a count is no cost")
+    if base.unit not in JUDGED_UNITS or is_series(base.quantity):
+        same = base.samples == target.samples
+        return _row(base, target, "unchanged" if same else "not compared", reason="" if same else NO_COST)
     sign = -1 if base.unit in RATE_UNITS else 1
     before, after = summarize(base.samples).median, summarize(target.samples).median
     if before == 0:
@@ -334,7 +324,7 @@ def _compare_group(
     of_samples = float(np.std(drawn, ddof=1))
     degrees_of_samples = sum(len(row.base.samples) + len(row.target.samples) - 2 for row in rows)
     errors = {len(cases) - 1: of_cases, degrees_of_samples: of_samples}
-    margin = max(student_quantile((1 + confidence) / 2, degrees) * error for degrees, error in errors.items())
+    margin = max(student.ppf((1 + confidence) / 2, degrees) * error for degrees, error in errors.items())
     change, low, high = (100 * math.expm1(min(value, 700.0)) for value in (mean, mean - margin, mean + margin))
     if abs(change) <= threshold_percent:
         verdict: Verdict = "unchanged"

@@ -270,7 +270,7 @@ def read_records(path: Path) -> list[Record]:
     Unknown keys are dropped; lines that are no records (see `record_from_json`) are skipped with a warning that names
     the first, and so is a `path` that is not a regular file: reading a pipe would wait for ever.
     """
-    if not path.exists():
+    if not path.exists() or path.name == "runs.jsonl":
         return []
     if not path.is_file():
         warnings.warn(f"{path.name}: not a regular file, skipped", stacklevel=2)
@@ -278,6 +278,7 @@ def read_records(path: Path) -> list[Record]:
     records = []
     skipped: list[str] = []
     common: dict[str, Any] = {}
+    runs = _runs(path.with_name("runs.jsonl"))
     # Not splitlines: a separator such as U+2028 may stand in a JSON string as it is.
     for number, line in enumerate(path.read_bytes().split(b"\n"), start=1):
         if not line.strip():
@@ -287,6 +288,8 @@ def read_records(path: Path) -> list[Record]:
             if isinstance(loaded, dict) and loaded.keys() == {"common"}:
                 common = dict(loaded["common"])
                 continue
+            if isinstance(loaded, dict) and loaded.get("run") in runs:  # as experiments/records.py writes
+                loaded = {**runs[loaded["run"]], **loaded}
             records.append(record_from_json({**common, **loaded} if isinstance(loaded, dict) else loaded))
         except (ValueError, TypeError, AttributeError, RecursionError, OverflowError) as error:
             skipped.append(f"{path.name}:{number}: not a record, skipped ({error})")
@@ -294,6 +297,12 @@ def read_records(path: Path) -> list[Record]:
         more = f", and {len(skipped) - 1} more lines of it" if len(skipped) > 1 else ""
         warnings.warn(skipped[0] + more, stacklevel=2)
     return records
+
+
+def _runs(path: Path) -> dict[str, dict[str, Any]]:
+    """What the rows of each run share, of a folder in which every run stands once."""
+    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+    return {row["id"]: row for row in rows}
 
 
 def is_series(quantity: str) -> bool:

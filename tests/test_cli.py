@@ -16,10 +16,12 @@ import torch
 import typer
 from typer.testing import CliRunner
 
-from cs336_systems.cli import _check_model, app, describe_case, wait_briefly
+from cs336_systems.cli import app
 from cs336_systems.commands.profile import show_trace
+from cs336_systems.commands.run import _check_model, describe_case, wait_briefly
 from cs336_systems.commands.shared import one_line_errors, termination_interrupts
 from cs336_systems.config import RunConfig
+from cs336_systems.experiments.handout import HANDOUT
 from cs336_systems.experiments.registry import PROBLEMS
 from cs336_systems.measure.trace import Kernel, Trace
 from cs336_systems.records import read_records
@@ -48,8 +50,11 @@ def assert_refused(result, message: str) -> None:
 
 
 REFUSALS = {
-    "unknown-problem": (["flash"], "unknown problem 'flash'; known: benchmarking_script"),
-    "misspelt-problem": (["flash_benchmarkin"], "'flash_benchmarkin'; did you mean 'flash_benchmarking'? known: "),
+    "unknown-problem": (["flash"], "unknown problem 'flash'; did you mean 'flash_benchmarking'? `cs336-"),
+    "misspelt-problem": (["flash_benchmarkin"], "'flash_benchmarkin'; did you mean 'flash_benchmarking'? `cs336-"),
+    "tests-only": (["flash_forward"], "flash_forward is graded by tests and measures nothing"),
+    "shard": (["--all", "--shard", "3/2"], "--shard must be I/N with 1 <= I <= N, got '3/2'"),
+    "own-without-use": (["benchmarking_script", "--implementation", "a.b:C"], "takes no implementation of your own"),
     "no-problem": ([], "give problem names or --all"),
     "both": (["flash_benchmarking", "--all"], "not both"),
     "scale": (["--all", "--scale", "huge"], "scale must be one of tiny, smoke, handout, got 'huge'"),
@@ -99,7 +104,7 @@ def test_unwritable_results(tmp_path):
 def test_records_that_cannot_be_written_are_refused_before_anything_is_measured(tmp_path, blocked):
     """A folder in the place of a file of records once failed behind the first cell."""
     from cs336_systems.device import get_device_info
-    from cs336_systems.experiments.sweep import Sweep, results_folder
+    from cs336_systems.experiments.harness import Sweep, results_folder
 
     path = results_folder(tmp_path, get_device_info("cpu"), RunConfig(scale="tiny", device="cpu")) / blocked
     if path.suffix:
@@ -123,7 +128,8 @@ def test_report_without_records(tmp_path):
 
 def test_list_and_doctor():
     listed = invoke("list", env={"COLUMNS": "40"})
-    assert listed.exit_code == 0 and listed.stdout.splitlines()[::2] == list(PROBLEMS), "whole names, on any terminal"
+    names = list(dict.fromkeys((*HANDOUT, *PROBLEMS)))
+    assert listed.exit_code == 0 and listed.stdout.splitlines()[::2] == names, "whole names, on any terminal"
     assert "(section 2.1.5, 1 point, 2025, 2026)" in listed.stdout and "(beyond the handout)" in listed.stdout
     doctor = invoke("doctor", "--device", "cpu")
     assert doctor.exit_code == 0 and "backend triton" in doctor.stdout

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import structs
 from typer.testing import CliRunner
 
 from cs336_systems.cli import app
@@ -18,10 +19,9 @@ from cs336_systems.compare import (
     exit_code,
     pool,
     read_all,
-    student_quantile,
 )
 from cs336_systems.config import MODEL_SIZES, AttentionShape, ModelCase
-from cs336_systems.records import Record, append_records, case_to_dict
+from cs336_systems.experiments.records import Record, Run, append_records, case_to_dict
 
 GPU = {"name": "Test GPU", "kind": "cuda", "driver": "1.2"}
 
@@ -33,11 +33,14 @@ def shape(seqlen: int) -> AttentionShape:
 
 
 def record(seqlen: int, samples: list[float], **changes: Any) -> Record:
-    values: dict[str, Any] = {
-        "problem": "flash_benchmarking", "scale": "handout", "implementation": "triton", "mode": "forward",
-        "quantity": "time", "unit": "ms", "device": GPU, "commit": "c0ffee", "dirty": False,
+    facts: dict[str, Any] = {
+        "id": "a-run", "scale": "handout", "device": GPU, "commit": "c0ffee", "dirty": False,
         "date": "2026-01-02T03:04:05Z", "software": {"torch": "2.11.0", "triton": "3.6.0"},
-        "case": case_to_dict(shape(seqlen)),
+    }  # fmt: skip
+    facts |= {name: changes.pop(name) for name in list(changes) if name in facts}
+    values: dict[str, Any] = {
+        "problem": "flash_benchmarking", "implementation": "triton", "mode": "forward", "status": "ok",
+        "quantity": "time", "unit": "ms", "case": case_to_dict(shape(seqlen)), "run": Run(**facts),
     }  # fmt: skip
     return Record(samples=samples, **values | changes)
 
@@ -52,7 +55,7 @@ def run_of(seed: int, *, slower: float = 1.0, noise: float = 0.005, rows: int = 
 
 
 def broken(of: Record, status: str = "oom", message: str = "CUDA out of memory") -> Record:
-    return Record(**{**of.__dict__, "samples": [], "status": status, "message": message})
+    return structs.replace(of, samples=[], status=status, message=message)
 
 
 # Verdicts
@@ -268,18 +271,6 @@ def test_nothing_to_compare_is_refused() -> None:
 # Statistics
 
 
-def test_students_quantiles() -> None:
-    """Against tables (two-sided 95 %, 99.9 %)."""
-    for probability, degrees, expected in (
-        (0.975, 8, 2.306),
-        (0.975, 18, 2.101),
-        (0.9995, 18, 3.922),
-        (0.999, 4, 7.173),
-        (0.975, 10**6, 1.96),
-    ):
-        assert student_quantile(probability, degrees) == pytest.approx(expected, rel=0.01)
-
-
 def test_the_interval_covers_the_true_change_as_often_as_it_says() -> None:
     generator = random.Random(0)
     covered = 0
@@ -454,10 +445,10 @@ def test_the_command_refuses_in_one_line(
 
 def test_pooled_series_stay_one_and_units_are_not_mixed() -> None:
     """Two curves behind one another are no curve, and 2 s are not 2 ms."""
-    curve = replace(record(128, [3.0, 2.0]), quantity="loss", unit="nats")
-    assert pool([[curve], [replace(curve, samples=[4.0, 1.0])]]) == [curve]
+    curve = structs.replace(record(128, [3.0, 2.0]), quantity="loss", unit="nats")
+    assert pool([[curve], [structs.replace(curve, samples=[4.0, 1.0])]]) == [curve]
     times = record(128, [1.0, 2.0])
-    (pooled,) = pool([[times], [replace(times, samples=[3.0])]])
+    (pooled,) = pool([[times], [structs.replace(times, samples=[3.0])]])
     assert (pooled.samples, pooled.rounds) == ([1.0, 2.0, 3.0], [2, 1])
     with pytest.raises(ValueError, match="time of .* is in ms and in s"):
         pool([[times], [replace(times, unit="s")]])

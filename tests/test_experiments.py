@@ -18,11 +18,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from cs336_systems.attention import attention_reference, contract
 from cs336_systems.config import HANDOUT_SIZES, AttentionShape, RunConfig
 from cs336_systems.experiments import attention_cells, implementations
-from cs336_systems.experiments import sweep as sweep_module
+from cs336_systems.experiments import harness as sweep_module
 from cs336_systems.experiments.cells import Cell, Disagreement, Unsupported
+from cs336_systems.experiments.harness import Provenance, Sweep, find_provenance, results_folder
 from cs336_systems.experiments.implementations import IMPLEMENTATIONS, off_contract
 from cs336_systems.experiments.registry import PROBLEMS
-from cs336_systems.experiments.sweep import Provenance, Sweep, find_provenance, results_folder
 from cs336_systems.experiments.worker import Worker, search_current_folder
 from cs336_systems.measure.allocations import AllocationRecorder
 from cs336_systems.records import append_records, read_records

@@ -150,11 +150,11 @@ import matplotlib.pyplot, torch._dynamo
 triton_importers = []
 original_import = builtins.__import__
 
-def watched_import(name, globals=None, *rest):
+def watched_import(name, globals=None, *rest, **named):
     importer = (globals or {}).get("__name__", "")
     if name.split(".")[0] == "triton" and importer.split(".")[0] not in ("torch", "triton"):
         triton_importers.append(importer)
-    return original_import(name, globals, *rest)
+    return original_import(name, globals, *rest, **named)
 
 def state():
     files = sorted(os.path.join(folder, name) for folder, _, names in os.walk(".") for name in names)

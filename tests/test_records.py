@@ -1,587 +1,246 @@
-"""Records: what may be written, what survives a killed run, and which rows a later attempt replaces."""
+"""Records: what may be written, what survives a killed run, which rows a later one replaces, and what was published."""
 
 from __future__ import annotations
 
 import json
+import math
 import os
-import shutil
 import subprocess
 import sys
-from dataclasses import asdict, replace
+import warnings
+from dataclasses import asdict
 from pathlib import Path
 
+import msgspec
+import pandas as pd
 import pytest
+from msgspec.structs import replace
 
-from cs336_systems.config import MODEL_SIZES, AttentionShape, ModelCase
-from cs336_systems.records import (
+from cs336_systems.config import AttentionShape
+from cs336_systems.experiments.records import (
     Record,
+    Run,
     append_records,
     case_key,
     case_to_dict,
+    check,
     latest,
     read_records,
-    record_from_json,
-    validate,
-    write_compact,
+    read_runs,
+    write_records,
 )
-from tools.compact_records import main as compact_records
-from tools.pool_rounds import main as pool_rounds
 
 ROOT = Path(__file__).resolve().parent.parent
 SHAPE = AttentionShape(batch=1, heads=1, seqlen_q=8, seqlen_k=8, head_dim=16, is_causal=True, dtype="float32")
+RUN = Run(
+    id="20260102T030405-01234567", scale="tiny", device={"name": "a processor", "kind": "cpu"},
+    software={"python": "3.11.7"}, commit="0123456789ab", dirty=False, date="2026-01-02T03:04:05Z",
+)  # fmt: skip
 
 
 def record(**changes) -> Record:
     """A record that may be written, with `changes`."""
     valid = Record(
+        run=RUN,
         problem="flash_benchmarking",
-        scale="tiny",
         case=case_to_dict(SHAPE),
         implementation="tiled",
         mode="forward",
         quantity="time",
         unit="ms",
+        status="ok",
         samples=[1.5, 1.25],
-        device={"name": "a processor", "kind": "cpu"},
-        software={"python": "3.11.7"},
-        commit="0123456789ab",
-        dirty=False,
-        date="2026-01-02T03:04:05Z",
     )
     return replace(valid, **changes)
 
 
 def test_case_holds_its_class_name():
     assert case_to_dict(SHAPE) == {"type": "AttentionShape", **asdict(SHAPE)}
-
-
-@pytest.mark.parametrize("case", [{"batch": 1}, AttentionShape], ids=["dict", "class"])
-def test_case_must_be_a_dataclass_instance(case):
-    with pytest.raises(TypeError, match="case must be a dataclass instance, got (dict|type)"):
-        case_to_dict(case)
-
-
-def test_case_key_does_not_depend_on_the_order_of_fields():
-    case = case_to_dict(SHAPE)
-    assert case_key(dict(reversed(case.items()))) == case_key(case)
-    assert case_key({**case, "batch": 2}) != case_key(case)
+    with pytest.raises(TypeError, match="case must be a dataclass instance, got dict"):
+        case_to_dict({"batch": 1})
+    assert case_key({"a": 1, "b": 2}) == case_key({"b": 2, "a": 1})
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        *[({name: ""}, rf"record\.{name} must not be empty") for name in (
-            "problem", "implementation", "quantity", "unit", "commit", "date",
-        )],
-        ({"dirty": None}, r"record\.dirty must say whether the checkout had uncommitted changes"),
-        ({"schema": 2}, r"record\.schema must be 1, got 2"),
-        ({"status": "fine"}, r"record\.status must be one of ok, oom, failed, skipped, got 'fine'"),
-        ({"mode": "both"}, r"record\.mode must be one of forward, backward, .*, got 'both'"),
-        ({"problem": "../../x"}, r"record\.problem must be 1 to 100 letters, digits, '_' and '-', got '../../x'"),
-        ({"unit": "us"}, r"record\.unit must be one of ms, s, MiB, .*got 'us'"),
-        ({"unit": "MiB"}, r"record\.unit of time must be one of ms, s, got 'MiB'"),
-        ({"scale": "huge"}, r"record\.scale must be one of tiny, smoke, handout, got 'huge'"),
-        ({"case": {"batch": 1}}, r"record\.case must hold the class name under 'type'"),
-        ({"device": {"kind": "cpu"}}, r"record\.device must have 'name'"),
-        ({"device": {"name": "x", "kind": ""}}, r"record\.device must have 'kind'"),
-        ({"samples": []}, r"record\.samples must not be empty when status is ok"),
-        ({"samples": [1.0, float("nan")]}, r"record\.samples must be finite"),
-        ({"samples": [float("inf")]}, r"record\.samples must be finite"),
-        ({"status": "oom", "message": "no"}, r"record\.samples must be empty when status is oom"),
-        ({"status": "skipped", "samples": []}, r"record\.message must say why status is skipped"),
+        ({"implementation": ""}, "implementation must not be empty"),
+        ({"quantity": ""}, "quantity must not be empty"),
+        ({"problem": "../x"}, "problem must be 1 to 100 letters"),
+        ({"problem": "runs"}, "problem must be"),
+        ({"case": {"batch": 1}}, "case must hold its class name"),
+        ({"status": "oom"}, "samples must be there if status is ok and only then"),
+        ({"samples": []}, "samples must be there if status is ok and only then, got 0"),
+        ({"samples": [math.nan]}, "samples must be finite"),
+        ({"samples": [1e308] * 3}, "samples must be finite and at most 1e"),
+        ({"samples": [], "status": "failed"}, "message must say why status is failed"),
+        ({"samples": [], "status": "broken", "message": "why"}, "Invalid enum value 'broken'"),
+        ({"samples": ["fast"]}, "Expected `float`, got `str`"),
+        ({"quantity": "compute_intervals", "samples": [0.0, 1.0, 2.0]}, "starts and ends by turns, got 3"),
+        ({"rounds": [1, 2]}, r"rounds must add up to the 2 samples, got \[1, 2\]"),
+        ({"rounds": [0, 2]}, "rounds must add up"),
+        ({"run": replace(RUN, commit="")}, "run must have a commit"),
+        ({"run": replace(RUN, scale="huge")}, "Invalid enum value 'huge'"),
     ],
-)  # fmt: skip
-def test_a_record_that_says_too_little_is_refused_by_field(changes, message, tmp_path):
-    bad = record(**changes)
+)
+def test_a_record_that_says_too_little_is_refused(changes, message, tmp_path):
     with pytest.raises(ValueError, match=message):
-        validate(bad)
-    path = tmp_path / "records.jsonl"
-    with pytest.raises(ValueError, match=message):
-        append_records(path, [record(), bad])
-    assert not path.exists()  # all of an append or nothing
+        append_records(tmp_path / "x.jsonl", [record(), record(**changes)])
+    assert not list(tmp_path.iterdir()), "nothing of the others either"
 
 
-def test_the_refusal_names_problem_and_implementation():
-    with pytest.raises(ValueError, match=r"\(problem 'flash_benchmarking', implementation 'tiled'\)"):
-        validate(record(commit=""))
-
-
-@pytest.mark.parametrize("status", ["oom", "failed", "skipped"])
-def test_what_could_not_be_measured_is_a_record_with_its_reason(status, tmp_path):
-    path = tmp_path / "records.jsonl"
-    append_records(path, [record(status=status, samples=[], message="why")])
-    assert [(row.status, row.message) for row in read_records(path)] == [(status, "why")]
-
-
-def test_records_come_back_as_written(tmp_path):
-    path = tmp_path / "made" / "on demand" / "records.jsonl"
-    written = [
-        record(error=0.25, kernel="sm90_forward_128x64_w8_s3", seed=3),
-        record(status="failed", samples=[], message="two\nlines, a \u2028 separator and é"),
-    ]
-    append_records(path, written[:1])
-    append_records(path, written[1:])
-    assert read_records(path) == written
-    assert path.read_bytes().count(b"\n") == 2  # whatever a message holds, one record is one line
-
-
-def test_nothing_to_append_writes_nothing(tmp_path):
-    path = tmp_path / "records.jsonl"
+def test_records_come_back_as_written_and_pandas_reads_them_alone(tmp_path):
+    path = tmp_path / "flash_benchmarking.jsonl"
+    failed = record(implementation="flex", samples=[], status="oom", message="CUDA out of memory", kernel="k", seed=3)
     append_records(path, [record()])
-    before = path.read_bytes()
-    append_records(path, [])
-    assert path.read_bytes() == before
+    append_records(path, [failed])
+    assert read_records(path) == [record(), failed]
+    assert read_runs(tmp_path) == {RUN.id: RUN} and len((tmp_path / "runs.jsonl").read_text().splitlines()) == 1
+    rows, runs = (pd.read_json(file, lines=True) for file in (path, tmp_path / "runs.jsonl"))
+    frame = rows.merge(runs, left_on="run", right_on="id")
+    assert list(frame["samples"].map(len, na_action="ignore").fillna(0)) == [2, 0]
+    assert set(frame["commit"]) == {"0123456789ab"} and list(frame["status"]) == ["ok", "oom"]
 
 
-def test_an_absent_file_has_no_records(tmp_path):
-    assert read_records(tmp_path / "records.jsonl") == []
+def test_absent_files_have_no_records(tmp_path):
+    assert read_records(tmp_path / "none.jsonl") == [] and read_runs(tmp_path) == {}
+    append_records(tmp_path / "none.jsonl", [])
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_truncated_last_line_spoils_only_itself(tmp_path):
-    """A run killed inside a write left half a line, and the next run's first record was glued to it and lost."""
-    path = tmp_path / "records.jsonl"
-    append_records(path, [record(seed=1), record(seed=2)])
-    path.write_bytes(path.read_bytes()[:-20])
-    append_records(path, [record(seed=3)])
-    with pytest.warns(UserWarning, match=r"records\.jsonl:2: not a record, skipped"):
-        assert [row.seed for row in read_records(path)] == [1, 3]
+    path = tmp_path / "x.jsonl"
+    append_records(path, [record()])
+    with path.open("a") as file:
+        file.write('{"run": "2026')
+    append_records(path, [record(implementation="triton")])
+    with pytest.warns(UserWarning, match=r"x.jsonl:2: not a record, left out"):
+        assert [each.implementation for each in read_records(path)] == ["tiled", "triton"]
 
 
-def test_a_last_line_without_its_newline_is_kept(tmp_path):
-    path = tmp_path / "records.jsonl"
-    append_records(path, [record(seed=1)])
-    path.write_bytes(path.read_bytes().rstrip(b"\n"))
-    append_records(path, [record(seed=2)])
-    assert [row.seed for row in read_records(path)] == [1, 2]
-
-
-def test_unknown_keys_are_dropped_and_absent_ones_take_their_defaults(tmp_path):
-    path = tmp_path / "records.jsonl"
-    written = asdict(record())
-    del written["kernel"]
-    path.write_text(json.dumps({**written, "from_a_later_version": 1}) + "\n")
-    assert read_records(path) == [record(kernel="")]
-
-
-@pytest.mark.parametrize("line", ["not json", "[1, 2]", "17", '{"problem": "too few keys"}', "\x00\ufffd"])
-def test_a_line_that_is_no_record_is_skipped_with_a_warning(line, tmp_path):
-    path = tmp_path / "records.jsonl"
-    append_records(path, [record(seed=1)])
-    with open(path, "a") as file:
-        file.write(line + "\n\n")
-    append_records(path, [record(seed=2)])
-    with pytest.warns(UserWarning, match=r"records\.jsonl:2: not a record, skipped \(.+\)"):
-        assert [row.seed for row in read_records(path)] == [1, 2]
-
-
-def test_many_lines_that_are_no_records_are_one_warning(tmp_path):
-    path = tmp_path / "records.jsonl"
-    append_records(path, [record(seed=1)])
-    with open(path, "a") as file:
-        file.write('{"broken\n' * 200)
-    with pytest.warns(UserWarning) as warned:
-        assert [row.seed for row in read_records(path)] == [1]
-    (told,) = warned
-    assert str(told.message).startswith("records.jsonl:2: not a record, skipped (")
-    assert str(told.message).endswith(", and 199 more lines of it")
-
-
-SHAPE_CASE = case_to_dict(SHAPE)
-MODEL_CASE = case_to_dict(ModelCase(model=MODEL_SIZES["small"], batch=1, attention="sdpa"))
-HUGE = 10**400
-NOT_RECORDS = [
-    *[({name: 17}, rf"record\.{name} must be a string, got int") for name in (
-        "problem", "scale", "implementation", "mode", "quantity", "unit", "status", "message", "kernel", "commit",
-        "date",
-    )],
-    *[({name: [1]}, rf"record\.{name} must be an object, got list") for name in ("case", "device", "software")],
-    *[({"problem": name}, r"record\.problem must be 1 to 100 letters") for name in (
-        "/tmp/x/PWN", "a/b", "../../x", "foo.bar", "", "a\n", "a" * 101,
-    )],
-    ({"samples": "12"}, r"record\.samples must be a list, got str"),
-    ({"samples": [1.0, "2"]}, r"record\.samples must hold numbers"),
-    ({"samples": [True]}, r"record\.samples must hold numbers"),
-    ({"samples": [float("nan")]}, r"record\.samples must be finite"),
-    ({"samples": [HUGE]}, "int too large to convert to float"),
-    ({"samples": []}, r"record\.samples must not be empty when status is ok"),
-    ({"status": "oom", "message": "no"}, r"record\.samples must be empty when status is oom"),
-    ({"status": "fine"}, r"record\.status must be one of ok, oom"),
-    ({"error": "small"}, r"record\.error must be a number or null, got str"),
-    ({"dirty": "no"}, r"record\.dirty must be true, false or null, got str"),
-    ({"seed": 1.5}, r"record\.seed must be an int, got float"),
-    ({"schema": "1"}, r"record\.schema must be an int, got str"),
-    ({"schema": True}, r"record\.schema must be an int, got bool"),
-    ({"schema": 2}, r"record\.schema must be at most 1, got 2"),
-    ({"device": {"name": ["x"], "kind": "cpu"}}, r"record\.device must have a string under 'name'"),
-    ({"device": {"name": "x"}}, r"record\.device must have 'kind'"),
-    ({"software": {"torch": 2}}, r"record\.software must hold strings"),
-    ({"message": "\ud800"}, "surrogates not allowed"),
-    ({"case": {"type": 3}}, r"record\.case must hold the class name under 'type'"),
-    ({"case": {"type": "Other", "sizes": [1, 2]}}, r"record\.case must hold strings, .* got a list under 'sizes'"),
-    ({"case": {"type": "Other", "a": {"b": {"c": {"d": {}}}}}}, r"record\.case must hold .* got a dict under 'd'"),
-    ({"case": {"type": "Other", "note": float("inf")}}, "JSON compliant"),
-    ({"case": {"type": "Other", "batch": "1"}}, r"record\.case must have a whole number under 'batch'"),
-    ({"case": {"type": "Other", "batch": HUGE}}, r"record\.case must have a whole number under 'batch'"),
-    ({"case": {"type": "Other", "dtype": "../x"}}, r"record\.case must have one of float64, .* under 'dtype'"),
-    ({"case": {"type": "Other", "is_causal": 1}}, r"record\.case must have true or false under 'is_causal'"),
-    ({"case": {**SHAPE_CASE, "is_causal": None}}, r"record\.case must have true or false under 'is_causal'"),
-    ({"case": {**SHAPE_CASE, "seqlen_q": 0}}, r"is no AttentionShape: .*seqlen_q must be a positive int, got 0"),
-    ({"case": {"type": "AttentionShape"}}, r"record\.case is no AttentionShape: .*missing"),
-    ({"case": {**MODEL_CASE, "model": "small"}}, r"record\.case must have an object under 'model'"),
-    ({"case": {**MODEL_CASE, "model": {}}}, r"record\.case of type ModelCase must have 'model' with a 'name'"),
-    ({"case": {**MODEL_CASE, "model": {"name": 3}}}, r"record\.case must have a string under 'name'"),
-    ({"case": {**MODEL_CASE, "precision": None}}, r"record\.case must have an object under 'precision'"),
-    ({"case": {**MODEL_CASE, "warmup": None}}, r"record\.case of type ModelCase must have 'batch' and 'warmup'"),
-    ({"mode": "train_step"}, r"record\.mode must not be train_step where the case is an AttentionShape"),
-    ({"case": {**MODEL_CASE, "attention": 1}}, r"record\.case must have a string under 'attention'"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("changes", "message"), NOT_RECORDS)
-def test_a_line_with_a_value_of_the_wrong_type_costs_only_itself(changes, message, tmp_path):
-    """Only the names of the keys were checked, so that one such line ended the whole report, often in a traceback."""
-    path = tmp_path / "records.jsonl"
-    good, bad = asdict(record()), {**asdict(record()), **changes}
-    path.write_text(f"{json.dumps(good)}\n{json.dumps(bad)}\n{json.dumps(good)}\n")
-    with pytest.warns(UserWarning, match=rf"records\.jsonl:2: not a record, skipped \(.*{message}"):
-        assert read_records(path) == [record(), record()]
-
-
-@pytest.mark.parametrize("loaded", [[1], 3, "x", None])
-def test_only_an_object_can_be_a_record(loaded):
-    with pytest.raises(ValueError, match="must be a JSON object, got (list|int|str|NoneType)"):
-        record_from_json(loaded)
-
-
-def test_an_object_with_too_few_keys_is_no_record():
-    with pytest.raises(ValueError, match="^lacks scale, case, implementation, mode, quantity, unit$"):
-        record_from_json({"problem": "flash_benchmarking"})
+def damaged(**changes) -> str:
+    return json.dumps(msgspec.to_builtins(record()) | {"run": RUN.id} | changes)
 
 
 @pytest.mark.parametrize(
-    "case", [SHAPE_CASE, MODEL_CASE, {"type": "Another", "size": 3}], ids=lambda case: case["type"]
-)
-def test_a_record_without_its_origin_can_be_read(case):
-    """What only a writer must say is not asked of records of others."""
-    written = record(case=case, commit="", date="", dirty=None)
-    assert record_from_json(asdict(written)) == written
+    "line",
+    [
+        "not json", "[1, 2]", "17", "null", '{"problem": "too few keys"}', "\x00\ufffd", "[" * 5000,
+        damaged(samples=[1e308] * 3), damaged().replace("1.5", "1e999"), damaged(samples=["1.5"]),
+        damaged(samples=None),
+        damaged(run="another"), damaged(run=None), damaged(run={"id": 1}), damaged(case=[]), damaged(case={"type": 1}),
+        damaged(unit=7), damaged(status="fine"), damaged(problem="a/b"), damaged(message=["x"]), damaged(seed="0"),
+    ],
+)  # fmt: skip
+def test_a_line_that_is_no_record_is_told_and_left_out(line, tmp_path):
+    """Samples whose sum overflows once ended `report` for every problem."""
+    path = tmp_path / "x.jsonl"
+    append_records(path, [record()])
+    with path.open("a", encoding="utf-8", errors="surrogateescape") as file:
+        file.write(f"{line}\n{line}\n{damaged(implementation='last', unknown_key=1)}\n")
+    with pytest.warns(UserWarning, match=r"x.jsonl:2: not a record, left out .*, and 1 more lines of it") as told:
+        assert [each.implementation for each in read_records(path)] == ["tiled", "last"]
+    assert len(told) == 1
 
 
-def test_a_line_nested_too_deeply_costs_only_itself(tmp_path):
-    """The parser's RecursionError was not caught."""
-    path = tmp_path / "records.jsonl"
-    path.write_text("[" * 200_000 + "\n" + json.dumps(asdict(record())) + "\n")
-    with pytest.warns(UserWarning, match=r"records\.jsonl:1: not a record, skipped"):
-        assert read_records(path) == [record()]
-
-
-@pytest.mark.parametrize("separator", ["\u2028", "\u2029", "\x85"])
+@pytest.mark.parametrize("separator", ["\u2028", "\x85"])
 def test_only_a_newline_ends_a_line(separator, tmp_path):
-    """A line separator that stood unescaped in a message split its record into two broken lines."""
-    path = tmp_path / "records.jsonl"
-    written = record(kernel=f"a{separator}b")
-    path.write_text(json.dumps(asdict(written), ensure_ascii=False) + "\n", encoding="utf-8")
-    assert read_records(path) == [written]
+    path = tmp_path / "x.jsonl"
+    odd = record(samples=[], status="failed", message=f"a{separator}b")
+    append_records(path, [odd])
+    assert read_records(path) == [odd]
 
 
 @pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
 def test_what_is_not_a_regular_file_is_skipped(make, tmp_path):
-    """A named pipe among the records made the report wait for ever."""
-    path = tmp_path / "records.jsonl"
-    make(path)
-    with pytest.warns(UserWarning, match=r"records\.jsonl: not a regular file, skipped"):
-        assert read_records(path) == []
+    make(tmp_path / "x.jsonl")
+    with pytest.warns(UserWarning, match="x.jsonl: not a regular file"):
+        assert read_records(tmp_path / "x.jsonl") == []
 
 
 def test_of_the_same_key_the_latest_is_kept():
-    rows = [record(samples=[1.0]), record(mode="backward"), record(samples=[2.0])]
-    assert {(row.mode, *row.samples) for row in latest(rows)} == {("forward", 2.0), ("backward", 1.5, 1.25)}
+    again = record(samples=[9.0])
+    assert latest([record(), record(implementation="triton"), again]) == [again, record(implementation="triton")]
+    for change in ("problem", "implementation", "mode", "quantity"):
+        assert len(latest([record(), record(**{change: "other"})])) == 2
+    assert len(latest([record(), record(case={"type": "Other"})])) == 2
+    assert len(latest([record(), record(run=replace(RUN, scale="smoke"))])) == 2
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"problem": "pytorch_attention"},
-        {"scale": "handout"},
-        {"case": case_to_dict(replace(SHAPE, seqlen_q=16))},
-        {"implementation": "reference"},
-        {"mode": "backward"},
-        {"quantity": "peak_memory"},
-    ],
-    ids=lambda change: next(iter(change)),
-)
-def test_records_that_measure_different_things_are_all_kept(change):
-    assert len(latest([record(), record(**change)])) == 2
+def test_written_records_replace_a_file(tmp_path):
+    path = tmp_path / "x.jsonl"
+    append_records(path, [record(), record(implementation="triton")])
+    write_records(path, [record(samples=[2.0])])
+    assert read_records(path) == [record(samples=[2.0])] and not list(tmp_path.glob("*.partial"))
+    check(read_records(path)[0])
 
 
-def test_a_quantity_measured_again_replaces_an_earlier_failure():
-    """A cell writes all its rows at every attempt, so the newest row of each quantity is that of the newest attempt."""
-    rows = [
-        record(mode="backward", status="oom", samples=[], message="out of memory"),
-        record(implementation="reference"),
-        record(mode="backward", samples=[3.0]),
-    ]
-    assert [(row.implementation, row.status) for row in latest(rows)] == [("tiled", "ok"), ("reference", "ok")]
-
-
-APPENDER = """
-import json, sys
+APPEND = """
+import sys
+sys.path.insert(0, sys.argv[1])
 from pathlib import Path
-from cs336_systems.records import Record, append_records
-
-template = Record(**json.loads(sys.argv[2]))
-for index in range(25):
-    # About 40 kB a record: more than Python's write buffer and a disk page.
-    samples = [float(index)] * 8000
-    rows = [Record(**{**vars(template), "seed": index, "mode": mode, "samples": samples})
-            for mode in ("forward", "backward")]
-    append_records(Path(sys.argv[1]), rows)
+from tests.test_records import record, append_records
+for number in range(100):
+    append_records(Path(sys.argv[2]), [record(implementation=f"{sys.argv[3]}{number}")])
 """
 
 
 def test_two_processes_appending_at_once_keep_every_line_whole(tmp_path):
-    path = tmp_path / "records.jsonl"
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", APPENDER, str(path), json.dumps(asdict(record(implementation=name)))], cwd=ROOT
-        )
-        for name in ("tiled", "reference")
-    ]
-    assert [process.wait(timeout=60) for process in processes] == [0, 0]
-    rows = read_records(path)
-    assert len(rows) == 2 * 25 * 2
-    for name in ("tiled", "reference"):
-        own = [(row.seed, row.mode) for row in rows if row.implementation == name]
-        assert own == [(index, mode) for index in range(25) for mode in ("forward", "backward")]
-    assert all(row.samples == [float(row.seed)] * 8000 for row in rows)
+    path = tmp_path / "x.jsonl"
+    processes = [subprocess.Popen([sys.executable, "-c", APPEND, str(ROOT), str(path), name]) for name in "ab"]
+    assert [process.wait(timeout=120) for process in processes] == [0, 0]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert len({each.implementation for each in read_records(path)}) == 200
 
 
-# Compact files
+# (records, samples, their sum) of each published file, counted before the files took their present form. Measuring
+# again replaces rows: whoever publishes new ones writes down here what there is now.
+PUBLISHED = {
+    "attention_shapes": (210, 2900, 16590.590013419995),
+    "benchmarking_mixed_precision": (81, 615, 67788.92510724801),
+    "benchmarking_script": (60, 560, 337921.80319999997),
+    "block_sparse": (390, 2433, 44398.12650859999),
+    "ddp_bucketed_benchmarking": (64, 7441, 1441329.2643491449),
+    "ddp_overlap_individual_parameters_benchmarking": (152, 19384, 7251010.65967922),
+    "dense_masks": (464, 10831, 72796.41679749999),
+    "dilated_attention": (108, 741, 27469.4643266),
+    "distributed_communication_single_node": (96, 3408, 77077.672506),
+    "dynamic_mask": (50, 262, 18251.479604599997),
+    "few_queries": (78, 780, 88.0019266),
+    "flash_benchmarking": (3872, 39486, 1477388.143843833),
+    "fsdp_accounting": (512, 41764, 11519400.821566565),
+    "gradient_checkpointing": (68, 82, 2421806.7600000007),
+    "hopper_ladder": (85, 1642, 6699.481538890001),
+    "kernel_counters": (378, 378, 221.00029399999985),
+    "leaderboard_2025": (50, 494, 57175.97657),
+    "leaderboard_2026": (84, 4978, 14484169.872357367),
+    "long_calls": (36, 648, 3846.28779),
+    "memory_profiling": (420, 19514, 154702926.38663206),
+    "minimal_ddp_flat_benchmarking": (16, 1770, 325715.8044293118),
+    "mixed_precision_accumulation": (4, 4, 39.95742),
+    "naive_ddp_benchmarking": (24, 3006, 628784.4971231702),
+    "nsys_profile": (856, 2086, 369994.09775499965),
+    "optimizer_state_sharding_accounting": (260, 22674, 8048066.280259982),
+    "pytorch_attention": (140, 4142, 370247.76479000004),
+    "short_calls": (168, 4200, 753.9306898),
+    "tile_choice": (619, 7537, 12065.858731999997),
+    "torch_compile": (208, 9276, 258749.62739449897),
+    "training_run": (24, 1760, 13377.685599999995),
+    "tune_flash": (127, 7700, 525.45088),
+}
 
 
-def some_records() -> list[Record]:
-    failed = record(mode="backward", status="failed", samples=[], message="no memory", error=None)
-    return [record(), record(mode="forward_backward", error=0.5, samples=[float(n) for n in range(100)]), failed]
+@pytest.mark.parametrize("problem", PUBLISHED)
+def test_not_one_published_sample_is_lost(problem):
+    folder = ROOT / "results" / "nvidia-h200" / "records"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        records = read_records(folder / f"{problem}.jsonl")
+    count, total = sum(len(each.samples) for each in records), sum(sum(each.samples) for each in records)
+    assert (len(records), count) == PUBLISHED[problem][:2] and total == pytest.approx(PUBLISHED[problem][2], rel=1e-12)
 
 
-def test_a_compact_file_holds_the_same_records(tmp_path):
-    whole, compact = tmp_path / "whole.jsonl", tmp_path / "compact.jsonl"
-    append_records(whole, some_records())
-    write_compact(compact, some_records())
-    assert read_records(compact) == read_records(whole) == some_records()
-    first, *rest = compact.read_text().splitlines()
-    assert set(json.loads(first)) == {"common"} and len(rest) == 3
-    assert all("device" not in line and "software" not in line for line in rest)
-    assert compact.stat().st_size < whole.stat().st_size
-
-
-def test_records_are_appended_whole_to_a_compact_file(tmp_path):
-    path = tmp_path / "records.jsonl"
-    write_compact(path, some_records())
-    later = record(seed=3, device={"name": "another", "kind": "cpu"}, kernel="fast")
-    append_records(path, [later])
-    assert read_records(path) == [*some_records(), later]
-
-
-def test_a_damaged_common_line_is_named_and_leaves_whole_records_alone(tmp_path):
-    path = tmp_path / "records.jsonl"
-    append_records(path, [record()])
-    path.write_text('{"common": 3}\n' + path.read_text())
-    with pytest.warns(UserWarning, match=r"records\.jsonl:1: not a record, skipped"):
-        assert read_records(path) == [record()]
-
-
-def test_no_records_make_a_file_of_none(tmp_path):
-    write_compact(tmp_path / "records.jsonl", [])
-    assert read_records(tmp_path / "records.jsonl") == []
-
-
-def test_the_tool_thins_samples_and_drops_what_was_replaced(tmp_path, capsys):
-    path = tmp_path / "records.jsonl"
-    append_records(path, [replace(record(), samples=[9.0]), *some_records()])
-    compact_records(["--samples", "25", str(path)])
-    first, second, failed = read_records(path)
-    assert first == record() and failed == some_records()[2]
-    assert second.samples == [float(n) for n in range(0, 100, 4)]
-    assert "4 records read" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("line", ['{"test": "tests/test_it.py::test_it"}', '{"schema": 2}', '{"pro'])
-def test_the_tool_leaves_a_file_alone_that_it_cannot_read_whole(line, tmp_path, capsys):
-    """The rows of the GPU tests, records of a newer schema and truncated lines were dropped."""
-    path = tmp_path / "records.jsonl"
-    append_records(path, some_records())
-    with path.open("a") as file:
-        file.write(line)
-    before = path.read_bytes()
-    with pytest.raises(SystemExit):
-        compact_records([str(path)])
-    assert "is left as it is: records.jsonl:4: not a record" in capsys.readouterr().err
-    assert path.read_bytes() == before
-    path.write_text("")
-    with pytest.raises(SystemExit):
-        compact_records([str(path)])
-    assert "records.jsonl holds no records" in capsys.readouterr().err and path.read_text() == ""
-
-
-@pytest.mark.parametrize(
-    ("quantity", "unit"), [("communication_intervals", "ms"), ("loss", "nats"), ("timeline.gradients", "MiB")]
-)
-def test_the_tool_leaves_a_series_whole(quantity, unit, tmp_path):
-    """Of repetitions some say what all say; without a part of its pairs or steps a series says something else."""
-    path = tmp_path / "records.jsonl"
-    series = record(quantity=quantity, unit=unit, samples=[float(n) for n in range(100)])
-    append_records(path, [series])
-    compact_records(["--samples", "25", str(path)])
-    assert read_records(path) == [series]
-
-
-@pytest.mark.parametrize("samples", [[0.0, 1.0, 2.0], [0.0, 2.0, 3.0, 2.5]])
-def test_intervals_are_starts_and_ends_by_turns(samples):
-    with pytest.raises(ValueError, match="record.samples of compute_intervals must be starts and ends by turns, got"):
-        validate(record(quantity="compute_intervals", samples=samples))
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [(["--samples", "0", "x"], "--samples must be positive, got 0"), (["missing.jsonl"], "missing.jsonl is no file")],
-)
-def test_the_tool_refuses_what_it_cannot_do(arguments, message, capsys):
-    with pytest.raises(SystemExit):
-        compact_records(arguments)
-    assert message in capsys.readouterr().err
-
-
-def write_rounds(folder: Path, *rounds: list[Record]) -> list[str]:
-    """Results folders with one file of records each, dated by their number, and one to pool into: as arguments."""
-    for number, records in enumerate(rounds):
-        dated = [replace(each, date=f"2026-01-0{number + 2}T03:04:05Z") for each in records]
-        append_records(folder / f"round{number}" / "a-device" / "records" / "flash_benchmarking.jsonl", dated)
-    (folder / "results").mkdir()
-    return [*(str(folder / f"round{number}") for number in range(len(rounds))), "--into", str(folder / "results")]
-
-
-def pooled_records(folder: Path) -> list[Record]:
-    return read_records(folder / "results" / "records" / "flash_benchmarking.jsonl")
-
-
-def test_rounds_become_one_set_of_records(tmp_path, capsys):
-    """Repetitions are those of all rounds, what is measured once is the round's in the middle; other rows stay."""
-    once = [record(quantity="peak_memory", unit="MiB", samples=[peak]) for peak in (10.0, 20.0, 30.0)]
-    gaps = [record(quantity="compute_intervals", samples=[0.0, end]) for end in (1.0, 2.0, 3.0)]
-    hosts = [record(quantity="host_time", samples=[end, end]) for end in (1.0, 2.0, 3.0)]
-    errors = (0.1, 0.9, 0.3)
-    times = [record(samples=samples) for samples in ([9.0, 9.5], [1.0, 20.0], [5.0, 7.0])]  # medians 9.25, 10.5, 6
-    times = [replace(time, error=error) for time, error in zip(times, errors)]
-    other, replaced = record(implementation="triton"), record(samples=[0.5])
-    arguments = write_rounds(tmp_path, *map(list, zip(times, once, gaps, hosts)))
-    append_records(tmp_path / "results" / "records" / "flash_benchmarking.jsonl", [other, replaced])
-    pool_rounds(arguments)
-    last = "2026-01-04T03:04:05Z"
-    assert pooled_records(tmp_path) == [
-        other,
-        record(samples=[9.0, 9.5, 1.0, 20.0, 5.0, 7.0], rounds=[2, 2, 2], error=0.9, date=last),
-        replace(once[0], date=last),
-        replace(gaps[0], date=last),
-        record(quantity="host_time", samples=[1.0, 1.0, 2.0, 2.0, 3.0, 3.0], rounds=[2, 2, 2], date=last),
-    ]
-    assert "5 records, those of 3 rounds among them" in capsys.readouterr().out
-
-
-def test_what_failed_in_every_round_has_failed(tmp_path):
-    failed = record(samples=[], status="failed", message="a reason")
-    pool_rounds(write_rounds(tmp_path, [failed], [failed]))
-    assert [(each.status, each.message) for each in pooled_records(tmp_path)] == [("failed", "a reason")]
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"commit": "fedcba987654"}, "these have several commits: 0123456789ab, fedcba987654"),
-        ({"dirty": True}, "these have several commits: 0123456789ab, 0123456789ab with changes"),
-        ({"device": {"name": "another", "kind": "cpu"}}, "these have several devices"),
-        ({"software": {"python": "3.12.3"}}, "these have several versions"),
-        ({"seed": 7}, "these have several seeds: 0, 7"),
-        ({"implementation": "triton"}, "round 2 has not the same cells and quantities as round 1"),
-        ({"unit": "s"}, "unit of time of tiled (flash_benchmarking) is 's' in round 2 and 'ms' in round 1"),
-        ({"kernel": "other_tiles"}, "kernel of time of tiled (flash_benchmarking) is 'other_tiles' in round 2"),
-        ({"samples": [], "status": "skipped", "message": "a budget"}, "status of time of tiled (flash_bench"),
-    ],
-)
-def test_only_repetitions_are_pooled(changes, message, tmp_path, capsys):
-    """Of two revisions, devices or kernels no sample stands for the other's; a lost cell must not cost the others."""
-    arguments = write_rounds(tmp_path, [record()], [record(**changes)])
-    with pytest.raises(SystemExit):
-        pool_rounds(arguments)
-    error = capsys.readouterr().err
-    assert "nothing is written: " in error and message in error
-    assert not (tmp_path / "results" / "records").exists()
-
-
-def test_rounds_are_pooled_into_their_own_device_and_scale_only(tmp_path, capsys):
-    """Tables of a file with two devices cannot be built any more."""
-    arguments = write_rounds(tmp_path, [record()], [record(samples=[2.0])])
-    elsewhere = record(device={"name": "a GPU", "kind": "cuda"})
-    target = tmp_path / "results" / "records" / "flash_benchmarking.jsonl"
-    append_records(target, [elsewhere])
-    with pytest.raises(SystemExit):
-        pool_rounds(arguments)
-    assert "would hold several devices or scales: a GPU at tiny, a processor at tiny" in capsys.readouterr().err
-    assert read_records(target) == [elsewhere]
-
-
-def test_a_round_counts_once(tmp_path, capsys):
-    first, second, into, results = write_rounds(tmp_path, [record()], [record(samples=[2.0])])
-    (tmp_path / "copy").mkdir()
-    shutil.copytree(first, tmp_path / "copy", dirs_exist_ok=True)
-    for arguments, message in (
-        ([first, first, into, results], "a round is named twice, or --into lies in one"),
-        ([first, second, into, f"{first}/a-device"], "a round is named twice, or --into lies in one"),
-        ([first, str(tmp_path / "copy"), into, results], "round 2 is round 1 once more"),
-        ([second, first, str(tmp_path / "copy"), into, results], "round 3 is round 2 once more"),
-        ([first, second, into, f"{results}/typo"], "typo is no folder"),
-    ):
-        with pytest.raises(SystemExit):
-            pool_rounds(arguments)
-        assert f"{message}" in capsys.readouterr().err, message
-    assert not (tmp_path / "results" / "records").exists()
-
-
-def test_rounds_that_cannot_be_read_whole_are_refused(tmp_path, capsys):
-    first, second, *into = write_rounds(tmp_path, [record()], [record(samples=[2.0])])
-
-    def refused(*rounds: str) -> str:
-        with pytest.raises(SystemExit):
-            pool_rounds([*rounds, *into])
-        assert not (tmp_path / "results" / "records").exists()
-        return capsys.readouterr().err
-
-    assert "there must be two rounds at least" in refused(first)
-    assert "must hold the records of one device, got 0 folders" in refused(first, second, str(tmp_path / "nothing"))
-    file = next((tmp_path / "round1").glob("*/records/*.jsonl"))
-    whole = file.read_text()
-    file.write_text(whole + '{"pro')
-    assert "nothing is written: flash_benchmarking.jsonl:2: not a record" in refused(first, second)
-    file.write_text("")
-    assert "round 2 has not the same cells" in refused(first, second) and "round 1 holds no" in refused(second, first)
-    file.write_text(whole)
-    file.rename(file.with_name("another.jsonl"))
-    assert "another.jsonl is missing in" in refused(first, second)
-
-
-@pytest.mark.parametrize(
-    ("rounds", "message"),
-    [([1, 2], r"must add up to the 2 samples, got \[1, 2\]"), ([0, 2], "positive ints"), ([True, 1], "positive ints"),
-     ("2", "a list")],
-)  # fmt: skip
-def test_rounds_add_up_to_the_samples(rounds, message):
-    with pytest.raises(ValueError, match=f"record.rounds must .*{message}|record.rounds {message}"):
-        record_from_json({**asdict(record()), "rounds": rounds})
-    assert record_from_json({**asdict(record()), "rounds": [1, 1]}).rounds == [1, 1]
-
-
-def test_thinned_samples_are_of_no_round(tmp_path):
-    path = tmp_path / "records.jsonl"
-    append_records(path, [record(samples=[1.0, 2.0, 3.0, 4.0], rounds=[2, 2]), record(mode="backward", rounds=[1, 1])])
-    compact_records(["--samples", "2", str(path)])
-    assert [each.rounds for each in read_records(path)] == [[], [1, 1]]
+def test_every_published_file_is_counted():
+    found = {path.stem for path in (ROOT / "results" / "nvidia-h200" / "records").glob("*.jsonl")}
+    assert found == {*PUBLISHED, "runs"}

@@ -7,14 +7,12 @@ import torch
 
 from cs336_systems.config import HANDOUT_SIZES, ModelCase, RunConfig
 from cs336_systems.experiments.s2_precision import (
-    ACCUMULATIONS,
     AutocastCase,
     NormCase,
     benchmarking_mixed_precision_cells,
-    measure_accumulation,
     measure_mixed_precision,
-    mixed_precision_accumulation_cells,
 )
+from cs336_systems.experiments.spec import load
 from cs336_systems.measure.precision import accumulate, autocast_dtypes, norm_in
 
 COVERS = ("cs336_systems/measure",)
@@ -34,9 +32,9 @@ HANDOUT = RunConfig(scale="handout", device="cuda")
 )
 def test_the_handouts_four_sums(accumulator, addend, converted, expected):
     assert accumulate(accumulator, addend, converted=converted) == pytest.approx(expected, abs=1e-5)
-    cells = mixed_precision_accumulation_cells(TINY)
-    assert [cell.case for cell in cells] == list(ACCUMULATIONS)
-    sums = {cell.case: measurement for cell in cells for measurement in measure_accumulation(cell, TINY)}
+    experiment = load("mixed_precision_accumulation")
+    sums = {cell.case: sample for cell in experiment.cells(TINY) for sample in experiment.measure(cell, TINY)}
+    assert len(sums) == 4
     (found,) = (
         sums[case]
         for case in sums

@@ -11,6 +11,7 @@ import torch
 from cs336_systems.config import RunConfig
 from cs336_systems.experiments import turns
 from cs336_systems.experiments.cells import Unsupported
+from cs336_systems.experiments.harness import Provenance, Sweep
 from cs336_systems.experiments.implementations import build
 from cs336_systems.experiments.registry import PROBLEMS
 from cs336_systems.experiments.s4_long_calls import (
@@ -22,7 +23,6 @@ from cs336_systems.experiments.s4_long_calls import (
     counts_of,
 )
 from cs336_systems.experiments.s4_long_calls import turns as long_turns
-from cs336_systems.experiments.sweep import Provenance, Sweep
 from cs336_systems.measure.samples import summarize
 from cs336_systems.measure.timing import time_in_a_row
 from cs336_systems.report.answers import answer

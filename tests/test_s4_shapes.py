@@ -13,18 +13,13 @@ from cs336_systems.attention.contract import compute_oracle
 from cs336_systems.config import RunConfig
 from cs336_systems.experiments import attention_cells
 from cs336_systems.experiments.attention_cells import KEPT_SAMPLES, evenly_spaced, measure_attention, settle
+from cs336_systems.experiments.attention_shapes import SHAPES, AttentionShapes
 from cs336_systems.experiments.cells import Cell
 from cs336_systems.experiments.registry import PROBLEMS
-from cs336_systems.experiments.s4_shapes import (
-    SHAPE_IMPLEMENTATIONS,
-    SHAPES,
-)
 from cs336_systems.inputs import attention_inputs
 from cs336_systems.report.answers import answer
 from cs336_systems.report.frames import load_frame
 from cs336_systems.report.headline import NO_SPEED, headline
-from cs336_systems.report.plots import plots
-from cs336_systems.report.tables import sections
 from tests.shape_records import shape_records
 from tests.test_report import leaderboard_records
 
@@ -47,7 +42,7 @@ def sizes_of(cell: Cell) -> tuple[int, int, int, int, bool]:
 def test_every_implementation_has_every_shape():
     found = cells(HANDOUT)
     assert {sizes_of(cell) for cell in found} == set(SHAPES["handout"])
-    assert len(found) == len(SHAPES["handout"]) * len(SHAPE_IMPLEMENTATIONS)
+    assert len(found) == len(SHAPES["handout"]) * len(AttentionShapes.implementations)
     assert {cell.case.dtype for cell in found} == {"bfloat16"}
     for cell in found:
         assert {row.mode for row in cell.rows if row.quantity == "time"} == {"forward", "backward", "forward_backward"}
@@ -104,47 +99,7 @@ def test_what_settles_a_clock_is_the_pass_that_is_timed_next(device, settled, mo
     assert [call for kind, call in ran if kind == "settle"] == (timed if settles else [])
 
 
-# Report
-
-
-def table_of(name: str, records=None) -> dict[str, list[str]]:
-    frame = load_frame(shape_records() if records is None else records)
-    body = next(section.body for section in sections("attention_shapes", frame) if section.name == name)
-    lines = [[cell.strip() for cell in line.strip("| ").split(" | ")] for line in body.splitlines() if "|" in line]
-    return {line[0]: line[1:] for line in lines}
-
-
-def test_a_table_holds_rates_and_ratios_to_cudnn_and_flexattention():
-    table = table_of("forward")
-    assert table["batch × heads × S × d"] == [
-        "triton", "sdpa_flash", "sdpa_cudnn", "flex", "triton over sdpa_cudnn", "triton over flex",
-    ]  # fmt: skip
-    pairs = 16384 * 16385 // 2
-    triton = 4 * pairs * 64 * 16 / 2e-3 / 1e12
-    assert table["1 × 16 × 16384 × 64 causal"][0] == f"{triton:.1f}"
-    assert table["1 × 16 × 16384 × 64 causal"][4:] == ["0.750×", "1.20×"]
-    assert table["1 × 64 × 8192 × 128 full"][3:] == ["OOM", "1.50×", "–"]
-
-
-def test_sentences_give_ranges():
-    said = answer("attention_shapes", load_frame(shape_records()))
-    assert "triton forward has 0.750× to 1.50× the speed of sdpa_cudnn and 1.20× the speed of flex." in said
-
-
-def test_nothing_is_said_of_shapes_that_failed():
-    broken = [replace(row, samples=[], status="failed", message="no GPU") for row in shape_records()]
-    assert answer("attention_shapes", load_frame(broken)) == ""
-    for plot in plots("attention_shapes", load_frame(broken)):
-        assert not plot.data["drawn"].any()
-    assert table_of("forward", broken)["1 × 16 × 16384 × 64 causal"][0] == "failed [1]"
-
-
-@pytest.mark.parametrize("mode", ["forward", "backward", "forward_backward"])
-def test_a_figure_a_mode_shows_rates_of_every_shape(mode):
-    (plot,) = [plot for plot in plots("attention_shapes", load_frame(shape_records())) if plot.name == mode]
-    assert set(plot.data["x"]) == {"1×16×\n16K×64\ncausal", "1×64×\n8K×128\nfull", "1×8×\n1K×64\ncausal"}
-    rates = plot.data[(plot.data["series"] == "triton") & plot.data["drawn"]]["y"]
-    assert len(rates) == 3 and (rates > 1).all()
+# Headline
 
 
 def test_the_headline_sets_our_fastest_against_the_fastest_library():

@@ -10,6 +10,7 @@ import torch
 
 from cs336_systems.config import RunConfig
 from cs336_systems.experiments import s4_short_calls
+from cs336_systems.experiments.harness import Provenance, Sweep
 from cs336_systems.experiments.registry import PROBLEMS
 from cs336_systems.experiments.s4_short_calls import (
     CALL_IMPLEMENTATIONS,
@@ -20,7 +21,6 @@ from cs336_systems.experiments.s4_short_calls import (
     graph_times,
     turns,
 )
-from cs336_systems.experiments.sweep import Provenance, Sweep
 from cs336_systems.experiments.turns import Player, play
 from cs336_systems.measure.samples import summarize
 from cs336_systems.measure.timing import time_calls

@@ -32,7 +32,7 @@ from cs336_systems.commands import tune as tune_command
 from cs336_systems.config import AttentionShape, RunConfig
 from cs336_systems.device import get_device_info
 from cs336_systems.experiments.cells import Disagreement, Unsupported
-from cs336_systems.experiments.sweep import Provenance, Sweep
+from cs336_systems.experiments.harness import Provenance, Sweep
 from cs336_systems.experiments.tuning import (
     PROBLEM,
     measure_tune_flash,

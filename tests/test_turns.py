@@ -9,9 +9,9 @@ from cs336_systems.attention import flash_attention
 from cs336_systems.config import RunConfig
 from cs336_systems.experiments import turns
 from cs336_systems.experiments.cells import Unsupported
+from cs336_systems.experiments.harness import Provenance, Sweep
 from cs336_systems.experiments.implementations import build
 from cs336_systems.experiments.registry import PROBLEMS
-from cs336_systems.experiments.sweep import Provenance, Sweep
 from cs336_systems.experiments.turns import Player, in_order, play
 from cs336_systems.experiments.worker import Outcome
 

@@ -1,4 +1,4 @@
-"""Make files of records smaller without losing a cell: superseded records dropped, samples thinned, shared values once.
+"""Make files of records smaller without losing a cell: superseded records dropped, samples thinned.
 
     python tools/compact_records.py [--samples 25] results/nvidia-h200/records/flash_benchmarking.jsonl ...
 
@@ -13,11 +13,12 @@ from __future__ import annotations
 import argparse
 import warnings
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
+from msgspec.structs import replace
+
 from cs336_systems.experiments.attention_cells import KEPT_SAMPLES, evenly_spaced
-from cs336_systems.records import Record, is_series, latest, read_records, write_compact
+from cs336_systems.experiments.records import Record, is_series, latest, read_records, write_records
 
 
 def compacted(records: Sequence[Record], most_samples: int) -> list[Record]:
@@ -49,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 parser.error(f"{path} is left as it is: {warning}")
         if not records:
             parser.error(f"{path} holds no records")
-        write_compact(path, compacted(records, options.samples))
+        write_records(path, compacted(records, options.samples))
         print(f"{path}: {before / 2**20:.2f} MiB to {path.stat().st_size / 2**20:.2f} MiB, {len(records)} records read")
 
 

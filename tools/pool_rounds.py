@@ -19,11 +19,12 @@ import statistics
 import warnings
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
+from msgspec.structs import replace
+
 from cs336_systems.compare import pool
-from cs336_systems.records import Record, case_key, is_series, latest, read_records, write_compact
+from cs336_systems.experiments.records import RUNS, Record, case_key, is_series, latest, read_records, write_records
 
 Pass = tuple[str, ...]  # of a cell: what has one row of times
 
@@ -32,7 +33,7 @@ def pool_rounds(rounds: Sequence[Sequence[Record]]) -> list[Record]:
     """One record a key from the records of each round, as the module says; ValueError if they are not repetitions.
 
     Repetitions have the same keys, and of each the same status, kernel and unit; one commit, device, seed and set of
-    versions. The record's error is the largest and its date the last.
+    versions. The record's error is the largest and its run the last.
     """
     newest = [{record.key: record for record in latest(records)} for records in rounds]
     _require_repetitions(newest)
@@ -43,7 +44,7 @@ def pool_rounds(rounds: Sequence[Sequence[Record]]) -> list[Record]:
         if record.status != "ok" or is_series(record.quantity) or all(len(one.samples) == 1 for one in each):
             record = each[typical[_pass(record)]]
         errors = [one.error for one in each if one.error is not None]
-        pooled.append(replace(record, error=max(errors, default=None), date=max(one.date for one in each)))
+        pooled.append(replace(record, error=max(errors, default=None), run=each[-1].run))
     return pooled
 
 
@@ -85,7 +86,7 @@ def _require_repetitions(rounds: Sequence[dict[tuple[str, ...], Record]]) -> Non
                     what = f"{name} of {record.quantity} of {record.implementation} ({record.problem})"
                     raise ValueError(f"{what} is {ours!r} in round {number} and {theirs!r} in round 1")
             for before, earlier in enumerate(rounds[: number - 1], start=1):
-                if record.samples and (record.date, record.samples) == (earlier[key].date, earlier[key].samples):
+                if record.samples and (record.run.id, record.samples) == (earlier[key].run.id, earlier[key].samples):
                     raise ValueError(f"round {number} is round {before} once more")
 
 
@@ -94,7 +95,7 @@ def _record_files(folder: Path) -> dict[str, Path]:
     folders = [path for path in (folder / "records", *sorted(folder.glob("*/records"))) if path.is_dir()]
     if len(folders) != 1:
         raise ValueError(f"{folder} must hold the records of one device, got {len(folders)} folders called records")
-    files = {path.name: path for path in sorted(folders[0].glob("*.jsonl"))}
+    files = {path.name: path for path in sorted(folders[0].glob("*.jsonl")) if path.stem != RUNS}
     if not files:
         raise ValueError(f"{folders[0]} holds no records")
     return files
@@ -138,7 +139,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             parser.error(f"nothing is written: {error}")
     for path, records in merged.items():
         path.parent.mkdir(exist_ok=True)
-        write_compact(path, records)
+        write_records(path, records)
         print(f"{path}: {len(records)} records, those of {len(options.rounds)} rounds among them")
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
 
 ThresholdOption = Annotated[float, typer.Option(help="Percent of change below which a row is unchanged.")]
 FailOnOption = Annotated[str, typer.Option(help="What gives a failing exit code: regression, any (change) or none.")]
+ProblemOption = Annotated[str | None, typer.Option(help="One problem's records alone.")]
 AllOption = Annotated[bool, typer.Option("--all", help="Show rows without a change, too.")]
 
 
@@ -27,11 +30,13 @@ def compare(
     target: Annotated[Path, typer.Argument(help="What is compared with it.")],
     threshold: ThresholdOption = 1.5,
     fail_on: FailOnOption = "regression",
+    problem: ProblemOption = None,
     show_all: AllOption = False,
 ) -> None:
     """Compare two sets of records: exit 1 on a regression outside the noise, 2 on missing, extra or doubled rows.
 
-    A regression is that of a row, or of a quantity of an implementation over all cases of a problem.
+    Times and memory are judged. A regression is that of a row, or of a quantity of an implementation over all cases of
+    a problem.
     """
     from cs336_systems.compare import compare_records, exit_code, read_all
 
@@ -40,7 +45,7 @@ def compare(
         sides = []
         for path in (base, target):
             with counted_warnings():  # of lines that are no records
-                sides.append(read_all(path))
+                sides.append(read_all(path, problem))
         comparison = compare_records(*sides, threshold_percent=threshold)
         code = exit_code(comparison, fail_on)  # type: ignore[arg-type]
     show_comparison(comparison, show_all=show_all)
@@ -78,14 +83,22 @@ def show_comparison(comparison: Comparison, *, show_all: bool = False) -> None:
     ):
         if keys:
             console.print(f"{title}: {len(keys)}")
-            for key in keys:
-                console.print(f"  {printable(describe_key(key))}", markup=False)
+        for text in _described(keys, comparison):
+            console.print(f"  {printable(text)}", markup=False)
     for note in comparison.notes:
         console.print(f"note: {printable(note)}", markup=False)
     if reasons := comparison.reasons_not_compared:
         counts = ", ".join(f"{printable(reason)} ({count})" for reason, count in reasons.items())
         console.print(f"not compared: {counts}", markup=False)
     console.print(_summary(comparison))
+
+
+def _described(keys: Sequence[tuple[str, ...]], comparison: Comparison) -> list[str]:
+    """A line a key, but one for all of a problem that has no row on both sides."""
+    shared = {row.key[0] for row in comparison.rows}
+    counts = Counter(key[0] for key in keys)
+    whole = [f"{problem}: all {count} rows" for problem, count in counts.items() if problem not in shared and count > 1]
+    return whole + [describe_key(key) for key in keys if key[0] in shared or counts[key[0]] == 1]
 
 
 def _is_quiet(row: ComparedRow) -> bool:
@@ -125,7 +138,8 @@ def describe_key(key: tuple[str, ...]) -> str:
     model = case.get("model")
     if isinstance(model, dict):
         context = model.get("context_length")
-        described = f"{model.get('name')} batch={case.get('batch')} context={context} warmup={case.get('warmup')}"
+        facts = {"batch": case.get("batch"), "context": context, "warmup": case.get("warmup")}
+        described = " ".join([str(model.get("name")), *(f"{k}={v}" for k, v in facts.items() if v is not None)])
     elif case.get("type") == "AttentionShape":
         sizes = "x".join(str(case.get(name)) for name in ("batch", "heads", "seqlen_q", "head_dim"))
         described = f"{case.get('dtype')} {sizes}{' causal' if case.get('is_causal') else ''}"

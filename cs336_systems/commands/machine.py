@@ -21,7 +21,7 @@ def describe_machine(device: str, measure: bool) -> dict[str, Any]:
     """Everything that `doctor` prints, as JSON values; ValueError for a device that is not here."""
     from cs336_systems.attention import native
     from cs336_systems.device import available_backends, device_peak, get_device_info, recommended_dtype
-    from cs336_systems.experiments.sweep import software_versions
+    from cs336_systems.experiments.harness import software_versions
 
     info = get_device_info(device)
     peak = device_peak(info)

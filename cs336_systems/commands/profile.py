@@ -104,7 +104,7 @@ def _refuse_overflow(case: ModelCase | AttentionShape, implementation: str, mode
     from cs336_systems.accounting import eager_attention_bytes, flash_attention_bytes, model_peak_bytes
     from cs336_systems.config import ModelCase
     from cs336_systems.device import get_device_info
-    from cs336_systems.experiments.sweep import USABLE_MEMORY
+    from cs336_systems.experiments.harness import USABLE_MEMORY
 
     if device != "cpu":
         return

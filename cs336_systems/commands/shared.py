@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import signal
 import subprocess
 import warnings
@@ -21,6 +22,18 @@ EXIT_SIGNAL = 128  # plus the signal's number
 
 ResultsOption = Annotated[Path, typer.Option(help="Folder of the results folders.")]
 DeviceOption = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
+
+
+def unknown_problem(name: str) -> str:
+    """What to say of a problem that is not measured: the nearest name, or that tests alone grade it."""
+    from cs336_systems.experiments.handout import HANDOUT
+    from cs336_systems.experiments.registry import PROBLEMS
+
+    if name in HANDOUT:
+        return f"{name} is graded by tests and measures nothing; run `make test`"
+    near = difflib.get_close_matches(name, PROBLEMS, n=1, cutoff=0.4)
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    return f"unknown problem {name!r}; {hint}`cs336-systems list` shows the names"
 
 
 @contextmanager

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from cs336_systems.attention.tiles import KernelConfig
     from cs336_systems.config import AttentionShape
     from cs336_systems.experiments.cells import Cell
-    from cs336_systems.experiments.sweep import Sweep
+    from cs336_systems.experiments.harness import Sweep
     from cs336_systems.experiments.tuning import Proposal, Winner
 
 KERNELS = ("forward", "dkdv", "dq")
@@ -210,7 +210,7 @@ def _open_sweep(
 
     from cs336_systems.config import RunConfig
     from cs336_systems.device import get_device_info
-    from cs336_systems.experiments.sweep import Sweep, find_provenance, results_folder
+    from cs336_systems.experiments.harness import Sweep, find_provenance, results_folder
 
     if not torch.cuda.is_available():
         raise ValueError("tune flash measures on a GPU, and there is none here (the interpreter's times say nothing of "
@@ -236,7 +236,7 @@ def _measure(
 ) -> Counter[str]:
     """Record every pair that has no record yet; cells counted by status."""
     from cs336_systems.attention.compilation import arch_of_capability
-    from cs336_systems.experiments.sweep import cell_status
+    from cs336_systems.experiments.harness import cell_status
     from cs336_systems.experiments.tuning import PROBLEM, tune_cell
 
     started = time.monotonic()

@@ -1,4 +1,7 @@
-"""The only list of problems. Their names are the handout's, on the command line, in the records and in the writeup."""
+"""All problems by name: the experiments that find themselves (spec.py), and those that are not moved yet.
+
+A problem leaves UNMOVED when `<problem>.py` with its class under `@problem` stands in this folder.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from cs336_systems.config import RunConfig
 from cs336_systems.experiments.cells import Cell, Measurement, Problem
 from cs336_systems.experiments.collective_cells import communication_cells, measure_communication
 from cs336_systems.experiments.ddp_cells import measure_ddp
+from cs336_systems.experiments.handout import HANDOUT
 from cs336_systems.experiments.mask_cells import measure_masked
 from cs336_systems.experiments.masks import (
     block_sparse_cells,
@@ -18,9 +22,7 @@ from cs336_systems.experiments.masks import (
 from cs336_systems.experiments.s2_nsys_profile import measure_nsys_profile, nsys_profile_cells
 from cs336_systems.experiments.s2_precision import (
     benchmarking_mixed_precision_cells,
-    measure_accumulation,
     measure_mixed_precision,
-    mixed_precision_accumulation_cells,
 )
 from cs336_systems.experiments.s2_profiling import benchmarking_script_cells, measure_benchmarking_script
 from cs336_systems.experiments.s3_memory import (
@@ -39,7 +41,6 @@ from cs336_systems.experiments.s4_counters import kernel_counters_cells, measure
 from cs336_systems.experiments.s4_few_queries import few_queries_cells, measure_few_queries
 from cs336_systems.experiments.s4_ladder import hopper_ladder_cells, measure_hopper_ladder
 from cs336_systems.experiments.s4_long_calls import long_calls_cells, measure_long_calls
-from cs336_systems.experiments.s4_shapes import attention_shapes_cells, measure_attention_shapes
 from cs336_systems.experiments.s4_short_calls import measure_short_calls, short_calls_cells
 from cs336_systems.experiments.s4_tiles import measure_tile_choice, tile_choice_cells
 from cs336_systems.experiments.s5_distributed import bucketed_cells, flat_cells, naive_cells, overlap_cells
@@ -49,10 +50,11 @@ from cs336_systems.experiments.s9_leaderboard import leaderboard_2025_cells, mea
 from cs336_systems.experiments.s9_training_step import leaderboard_2026_cells, measure_leaderboard_2026
 from cs336_systems.experiments.s_training import measure_training_run, training_run_cells
 from cs336_systems.experiments.sharding_cells import measure_sharding
+from cs336_systems.experiments.spec import Experiment, experiments, load
 from cs336_systems.experiments.tuning import PROBLEM as TUNE_FLASH
 from cs336_systems.experiments.tuning import measure_tune_flash
 
-PROBLEMS: dict[str, Problem] = {
+UNMOVED: dict[str, Problem] = {
     problem.name: problem
     for problem in (
         Problem(
@@ -72,15 +74,6 @@ PROBLEMS: dict[str, Problem] = {
             points=5,
             cells=nsys_profile_cells,
             measure=measure_nsys_profile,
-        ),
-        Problem(
-            name="mixed_precision_accumulation",
-            title="A sum of a thousand terms in float32 and float16",
-            section="2.1.5",
-            editions=(2025, 2026),
-            points=1,
-            cells=mixed_precision_accumulation_cells,
-            measure=measure_accumulation,
         ),
         Problem(
             name="benchmarking_mixed_precision",
@@ -218,15 +211,6 @@ PROBLEMS: dict[str, Problem] = {
             measure=measure_leaderboard_2026,
         ),
         Problem(
-            name="attention_shapes",
-            title="Attention on shapes of real models",
-            section="beyond",
-            editions=(),
-            points=0,
-            cells=attention_shapes_cells,
-            measure=measure_attention_shapes,
-        ),
-        Problem(
             name="long_calls",
             title="Our kernels and cuDNN's on the longest of those shapes, by turns",
             section="beyond",
@@ -328,10 +312,20 @@ PROBLEMS: dict[str, Problem] = {
     )
 }
 
+
+def _in_order() -> dict[str, Problem | Experiment]:
+    known: dict[str, Problem | Experiment] = {**UNMOVED, **experiments()}
+    return {name: known[name] for name in (*HANDOUT, *known) if name in known}
+
+
+PROBLEMS = _in_order()
+
 # What commands of their own measure with the same machinery: no problems, so `list` and `run` leave them out.
 COMMANDS = {TUNE_FLASH: measure_tune_flash}
 
 
 def measure_function(name: str) -> Callable[[Cell, RunConfig], Iterator[Measurement]]:
     """What measures a cell of the problem or command `name`."""
-    return COMMANDS[name] if name in COMMANDS else PROBLEMS[name].measure
+    if name in COMMANDS:
+        return COMMANDS[name]
+    return UNMOVED[name].measure if name in UNMOVED else load(name).measure

@@ -1,4 +1,4 @@
-"""Section 2.1.5, mixed precision: `mixed_precision_accumulation` and `benchmarking_mixed_precision`."""
+"""Section 2.1.5, mixed precision: `benchmarking_mixed_precision`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from cs336_systems.config import DTypeName, ModelCase, Precision, RunConfig
 from cs336_systems.experiments.cells import Cell, Measurement, Row
 from cs336_systems.experiments.model_cells import MODEL_MODES, measure_model, model_cell, time_row
 from cs336_systems.experiments.s2_profiling import models
-from cs336_systems.measure.precision import AUTOCAST_TENSORS, accumulate, autocast_dtypes, norm_in
+from cs336_systems.measure.precision import AUTOCAST_TENSORS, autocast_dtypes, norm_in
 
 PRECISIONS = {
     "float32": Precision(),
@@ -23,15 +23,6 @@ BITS = {"float64": 64, "float32": 32, "float16": 16, "bfloat16": 16}
 # four samples.
 BUDGET_MS = {"cuda": 1000.0, "cpu": 250.0}
 MIN_STEPS = {"cuda": 4, "cpu": 5}
-
-
-@dataclass(frozen=True, kw_only=True)
-class AccumulationCase:
-    """One of the handout's four sums of a thousand times 0.01."""
-
-    accumulator: DTypeName
-    addend: DTypeName
-    converted: bool  # each addend is converted to float32 before it is added
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,28 +40,9 @@ class NormCase:
     scale: float
 
 
-ACCUMULATIONS = (
-    AccumulationCase(accumulator="float32", addend="float32", converted=False),
-    AccumulationCase(accumulator="float16", addend="float16", converted=False),
-    AccumulationCase(accumulator="float32", addend="float16", converted=False),
-    AccumulationCase(accumulator="float32", addend="float16", converted=True),
-)
-SUM = Row(mode="forward", quantity="sum", unit="1")
 OVERFLOW = Row(mode="forward", quantity="overflowing_squares", unit="1")
 NORM_ERROR = Row(mode="forward", quantity="norm_error", unit="1")
 DTYPES_SEEN = tuple(Row(mode="forward_backward", quantity=f"dtype of {name}", unit="bit") for name in AUTOCAST_TENSORS)
-
-
-def mixed_precision_accumulation_cells(run: RunConfig) -> list[Cell]:
-    """The four sums; they are computed on the CPU, and the same everywhere."""
-    problem = "mixed_precision_accumulation"
-    return [Cell(problem=problem, case=case, implementation="eager", rows=(SUM,)) for case in ACCUMULATIONS]
-
-
-def measure_accumulation(cell: Cell, run: RunConfig) -> Iterator[Measurement]:
-    case: AccumulationCase = cell.case
-    total = accumulate(case.accumulator, case.addend, converted=case.converted)
-    yield Measurement(row=SUM, samples=[total], kernel=f"{total:.9g}")  # samples keep six digits
 
 
 def benchmarking_mixed_precision_cells(run: RunConfig) -> list[Cell]:

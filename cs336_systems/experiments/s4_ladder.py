@@ -17,9 +17,9 @@ from cs336_systems.attention.tiles.config import KERNELS
 from cs336_systems.config import AttentionShape, RunConfig
 from cs336_systems.device import HOPPER_CAPABILITY
 from cs336_systems.experiments.attention_cells import BACKWARD, BOTH, FORWARD, attention_cell, measure_attention
+from cs336_systems.experiments.attention_columns import sized_shape
 from cs336_systems.experiments.cells import Cell, Measurement, Unsupported
 from cs336_systems.experiments.implementations import AttentionFunction, build, kernel_name
-from cs336_systems.experiments.s4_shapes import sized_shape
 
 PROBLEM = "hopper_ladder"
 RUNGS = ("triton_pointers", "triton_tma", "hopper_deterministic", "hopper", "sdpa_cudnn")

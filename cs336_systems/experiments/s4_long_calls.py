@@ -18,9 +18,9 @@ from functools import partial
 
 from cs336_systems.config import RunConfig
 from cs336_systems.experiments.attention_cells import BACKWARD, BOTH, FORWARD
+from cs336_systems.experiments.attention_columns import sized_shape
 from cs336_systems.experiments.cells import Cell, Measurement
 from cs336_systems.experiments.implementations import AttentionFunction, without_overhead
-from cs336_systems.experiments.s4_shapes import sized_shape
 from cs336_systems.experiments.turns import BY_TURNS, Call, Turn, measure_by_turns
 from cs336_systems.measure.timing import time_in_a_row
 

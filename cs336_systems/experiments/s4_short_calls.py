@@ -22,9 +22,9 @@ import torch
 
 from cs336_systems.config import RunConfig
 from cs336_systems.experiments.attention_cells import BOTH, FORWARD
+from cs336_systems.experiments.attention_columns import sized_shape
 from cs336_systems.experiments.cells import Cell, Measurement, Row
 from cs336_systems.experiments.implementations import AttentionFunction, without_overhead
-from cs336_systems.experiments.s4_shapes import sized_shape
 from cs336_systems.experiments.turns import BY_TURNS, Call, Turn, measure_by_turns
 from cs336_systems.measure.timing import synchronize, time_calls
 

@@ -22,7 +22,8 @@ from types import MappingProxyType
 
 from cs336_systems.config import RunConfig
 from cs336_systems.distributed.processes import end_with_parent, exit_reason
-from cs336_systems.experiments.cells import Cell, Disagreement, Measurement, Unsupported
+from cs336_systems.experiments.records import Status
+from cs336_systems.experiments.spec import Cell, Disagreement, Sample, Unsupported
 
 START_TIMEOUT_S = 300  # importing torch on a cold disk
 STOP_TIMEOUT_S = 10
@@ -33,8 +34,8 @@ READY = "ready"
 class Outcome:
     """What a cell came to: the measurements it got to, and why the rest is missing."""
 
-    measurements: list[Measurement] = field(default_factory=list)
-    status: str = "ok"  # of the rows without a measurement: ok (there are none), oom, failed or skipped
+    measurements: list[Sample] = field(default_factory=list)
+    status: Status = "ok"  # of the rows without a measurement: ok (there are none), oom, failed or skipped
     message: str = ""
 
 
@@ -60,12 +61,12 @@ class Worker:
         if self.process is None:
             self._start()
         assert self.pipe is not None and self.process is not None
-        measurements: list[Measurement] = []
+        measurements: list[Sample] = []
         try:
             self.pipe.send(cell)
             while self.pipe.poll(self.run.cell_timeout_s):
                 answer = self.pipe.recv()
-                if isinstance(answer, Measurement):
+                if isinstance(answer, Sample):
                     measurements.append(answer)
                     continue
                 if answer.status == "failed" or cell.fresh_process:
@@ -149,8 +150,7 @@ def _serve(
     end_with_parent(parent_pid)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     _redirect_output(log)
-    if run.model is not None:
-        search_current_folder()
+    search_current_folder()  # a reader's own model or implementation
     if interpret:
         # Before triton is imported: its own library of jitted functions must be interpreted with the kernels.
         os.environ["TRITON_INTERPRET"] = "1"

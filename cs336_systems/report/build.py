@@ -15,12 +15,14 @@ from pathlib import Path
 
 from PIL import Image, UnidentifiedImageError
 
+from cs336_systems.experiments.spec import experiment_names
 from cs336_systems.report.blocks import Blocks
 from cs336_systems.report.calculated import calculated_figures
 from cs336_systems.report.figures import draw, save_figure
 from cs336_systems.report.points import Plot
 from cs336_systems.report.writeup import fill
 
+MOVED = tuple(experiment_names())  # problems whose tables and figures their own experiments make
 PAGE = "report.md"  # of a folder that no document is filled from
 IMAGE_LINK = re.compile(r"!\[[^\]]*\]\(([^)\s]+)\)")
 
@@ -38,6 +40,7 @@ def build_report(folder: Path, *, published: bool = False, documents: Sequence[P
     figures = {
         blocks.figure_path(problem, plot): (problem, plot)
         for problem in blocks.frames
+        if problem not in MOVED
         for plot in blocks.plots(problem)
     }
     for path in (*texts, *figures):
@@ -73,7 +76,8 @@ def check_documents(documents: Sequence[Path], folder: Path) -> list[str]:
     expected = _texts(blocks, page=page) | {document: _filled(document, blocks) for document in documents}
     found = [line for path, text in expected.items() for line in _difference(path, text)]
     tables = sorted((folder / "tables").glob("*.md"))
-    found += [f"{path}: no records give this table" for path in tables if path not in expected]
+    moved = {folder / "tables" / f"{name}.md" for name in MOVED}
+    found += [f"{path}: no records give this table" for path in tables if path not in expected.keys() | moved]
     found += _figure_differences(blocks)
     for path, _, source in _shown_calculations(documents, blocks):
         if not path.exists():
@@ -91,6 +95,8 @@ def _texts(blocks: Blocks, page: bool) -> dict[Path, str]:
     """Content of every Markdown file of the folder, by path."""
     texts = {}
     for problem in blocks.frames:
+        if problem in MOVED:
+            continue
         path = blocks.folder / "tables" / f"{problem}.md"
         texts[path] = f"# {problem}\n\n{blocks.text(f'{problem}.table', path)}\n"
     if page:
@@ -142,6 +148,8 @@ def _figure_differences(blocks: Blocks) -> list[str]:
     expected: set[Path] = set()
     present: set[Path] = set()
     for problem in blocks.frames:
+        if problem in MOVED:
+            continue
         for plot in blocks.plots(problem):
             path = blocks.figure_path(problem, plot)
             expected.add(path)

@@ -1,6 +1,7 @@
 """Running problems: list the cells, leave out the finished ones, measure the rest, append each cell's records at once.
 
-An interrupted sweep loses the cell it was in and nothing else; running it again continues there.
+An interrupted sweep loses the cell it was in and nothing else; running it again continues there. Several GPUs are
+several sweeps, a process a GPU: `--shard 1/4` to `--shard 4/4` into one folder share the cells out among themselves.
 """
 
 from __future__ import annotations
@@ -9,8 +10,8 @@ import os
 import subprocess
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -20,10 +21,10 @@ from typing import Any, Literal, TextIO
 from cs336_systems.attention import native
 from cs336_systems.config import RunConfig
 from cs336_systems.device import DeviceInfo, get_device_info
-from cs336_systems.experiments.cells import Cell, Measurement
+from cs336_systems.experiments.records import Record, Run, Status, append_records, case_to_dict, latest, read_records
 from cs336_systems.experiments.registry import PROBLEMS
+from cs336_systems.experiments.spec import Cell, Sample
 from cs336_systems.experiments.worker import Outcome, Worker
-from cs336_systems.records import Record, append_records, case_to_dict, latest, read_records
 
 try:
     import fcntl
@@ -82,6 +83,31 @@ def software_versions() -> dict[str, str]:
     return versions
 
 
+@dataclass(frozen=True, kw_only=True)
+class Shard:
+    """The `index`-th of `count` parts of a run: cells by turns in groups, and what needs the machine in the first."""
+
+    index: int = 1
+    count: int = 1
+
+    @classmethod
+    def parse(cls, text: str) -> Shard:
+        """`2/4`; ValueError for anything else."""
+        first, slash, second = text.partition("/")
+        if not (slash and first.isdecimal() and second.isdecimal() and 1 <= int(first) <= int(second)):
+            raise ValueError(f"--shard must be I/N with 1 <= I <= N, got {text!r}")
+        return cls(index=int(first), count=int(second))
+
+    def of(self, cells: Sequence[Cell]) -> list[Cell]:
+        """This shard's part of `cells`, in their order. A group, whose cells tables compare, is never split."""
+        if self.count == 1:
+            return list(cells)
+        groups = dict.fromkeys(cell.group for cell in cells if not cell.alone)
+        largest = {group: max(cell.predicted_bytes for cell in cells if cell.group == group) for group in groups}
+        turn = {group: place % self.count + 1 for place, group in enumerate(sorted(groups, key=lambda g: -largest[g]))}
+        return [cell for cell in cells if (1 if cell.alone else turn[cell.group]) == self.index]
+
+
 class Sweep:
     """One run of some problems into one results folder."""
 
@@ -94,16 +120,32 @@ class Sweep:
         rerun: Rerun = "none",
         implementations: Iterable[str] | None = None,
         interpret: bool = False,
+        shard: Shard = Shard(),  # noqa: B008 - frozen
     ) -> None:
         self.run, self.folder, self.provenance, self.rerun = run, folder, provenance, rerun
+        self.shard = shard
         self.implementations = None if implementations is None else set(implementations)
         self.device = get_device_info(run.device)
         self.software = software_versions()
         if run.device == "cuda":
             self.software["attention_calls"] = "python" if native.load() is None else "c++"
         self.interpret = interpret
-        self.worker = Worker(run, folder / "logs" / "worker.log", interpret)
+        self.worker = Worker(run, folder / "logs" / f"worker{self._suffix}.log", interpret)
+        date = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+        self.facts = Run(
+            id=f"{date[:-1].replace('-', '').replace(':', '')}-{provenance.commit[:8]}{self._suffix}",
+            scale=run.scale,
+            device=self.device.to_dict(),
+            software=self.software,
+            commit=provenance.commit,
+            dirty=provenance.dirty,
+            date=date,
+        )
         self._lock_file: TextIO | None = None
+
+    @property
+    def _suffix(self) -> str:
+        return f"-{self.shard.index}of{self.shard.count}" if self.shard.count > 1 else ""
 
     def lock(self) -> None:
         """Keep other runs out of the folder until `unlock` or this process ends; ValueError if one is in it.
@@ -112,7 +154,7 @@ class Sweep:
         """
         if fcntl is None:
             return
-        path = self.folder / "logs" / "run.lock"
+        path = self.folder / "logs" / f"run{self._suffix}.lock"
         path.parent.mkdir(parents=True, exist_ok=True)
         lock_file = open(path, "w")  # noqa: SIM115 - open for as long as the folder is locked
         try:
@@ -129,8 +171,8 @@ class Sweep:
             self._lock_file = None
 
     def pending(self, problem: str) -> tuple[list[Cell], Counter[str]]:
-        """The cells of `problem` still to measure, and the finished ones counted by status."""
-        return self.unfinished(problem, PROBLEMS[problem].cells(self.run))
+        """The cells of `problem` still to measure in this shard, and the finished ones counted by status."""
+        return self.unfinished(problem, self.shard.of(planned_cells(problem, self.run, self.implementations or ())))
 
     def unfinished(self, problem: str, cells: list[Cell]) -> tuple[list[Cell], Counter[str]]:
         """Those of `cells`, all of `problem`, still to measure, and the finished ones counted by status.
@@ -210,43 +252,27 @@ class Sweep:
 
     def _records(self, cell: Cell, outcome: Outcome) -> list[Record]:
         """A record for every promised row: measured, or with the outcome's status and message."""
-        measured = {id_of(measurement.row): measurement for measurement in outcome.measurements}
-        date = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+        measured = {sample.row: sample for sample in outcome.measurements}
         records = []
         for row in cell.rows:
-            measurement = measured.get(id_of(row), Measurement(row=row))
-            if measurement.samples:
-                status, message = "ok", ""
-            elif measurement.skipped:
-                status, message = "skipped", measurement.skipped
-            elif measurement.failed:
-                status, message = "oom" if measurement.oom else "failed", measurement.failed
-            elif outcome.status == "ok":
-                status, message = "failed", "the measurement ended without reporting this row"
-            else:
-                status, message = outcome.status, outcome.message
-            records.append(
-                Record(
-                    problem=cell.problem,
-                    scale=self.run.scale,
-                    case=case_to_dict(row.case or cell.case),
-                    implementation=row.implementation or self._implementation(cell),
-                    mode=row.mode,
-                    quantity=row.quantity,
-                    unit=row.unit,
-                    samples=[float(f"{sample:.6g}") for sample in measurement.samples],
-                    status=status,
-                    message=_without_paths(message),
-                    kernel=measurement.kernel,
-                    error=None if measurement.error is None else float(f"{measurement.error:.4g}"),
-                    device=self.device.to_dict(),
-                    software=self.software,
-                    commit=self.provenance.commit,
-                    dirty=self.provenance.dirty,
-                    date=date,
-                    seed=self.run.seed,
-                )
+            sample = measured.get(row, Sample(row=row))
+            status, message = _status(sample, outcome)
+            record = Record(
+                run=self.facts,
+                problem=cell.problem,
+                case=case_to_dict(row.case or cell.case),
+                implementation=row.implementation or self._implementation(cell),
+                mode=row.mode,
+                quantity=row.quantity,
+                unit=row.unit,
+                status=status,
+                message=_without_paths(message),
+                error=None if sample.error is None else float(f"{sample.error:.4g}"),
+                kernel=sample.kernel,
+                seed=self.run.seed,
+                samples=[float(f"{value:.6g}") for value in sample.samples],
             )
+            records.append(record)
         return records
 
     def _keys(self, cell: Cell) -> list[tuple[str, ...]]:
@@ -259,6 +285,39 @@ class Sweep:
         return f"{cell.implementation} {self.run.model}"
 
 
+def planned_cells(problem: str, run: RunConfig, implementations: Iterable[str] = ()) -> list[Cell]:
+    """All cells of `problem`; of `implementations` those named `package.module:Name`, a reader's own, get cells too."""
+    found = PROBLEMS[problem]
+    cells = [replace(cell, problem=problem) for cell in found.cells(run)]
+    own = [name for name in implementations if ":" in name]
+    if own and not getattr(found, "takes", ""):
+        raise ValueError(f"{problem} takes no implementation of your own, got {own[0]!r}")
+    plainest: dict[Any, Cell] = {}  # of each case: those of compiled implementations promise compile times, too
+    for cell in cells:
+        if cell.case not in plainest or len(cell.rows) < len(plainest[cell.case].rows):
+            plainest[cell.case] = cell
+    return [*cells, *(with_implementation(cell, name) for name in own for cell in plainest.values())]
+
+
+def with_implementation(cell: Cell, name: str) -> Cell:
+    """`cell` for the implementation `name` alone; of a cell by turns, `name` plays with the others."""
+    first = next(iter(cell.implementations))
+    own = tuple(replace(row, implementation=name) for row in cell.rows if row.implementation == first)
+    return replace(cell, rows=(*cell.rows, *own)) if own else replace(cell, implementation=name)
+
+
+def _status(sample: Sample, outcome: Outcome) -> tuple[Status, str]:
+    if sample.samples:
+        return "ok", ""
+    if sample.skipped:
+        return "skipped", sample.skipped
+    if sample.failed:
+        return "oom" if sample.oom else "failed", sample.failed
+    if outcome.status == "ok":
+        return "failed", "the measurement ended without reporting this row"
+    return outcome.status, outcome.message
+
+
 def cell_status(statuses: Iterable[str]) -> str:
     """What a cell came to by its rows' statuses: ok, why nothing was measured, or `partly` and why not all."""
     statuses = list(statuses)
@@ -266,10 +325,6 @@ def cell_status(statuses: Iterable[str]) -> str:
     if not others:
         return "ok"
     return others[0] if len(others) == len(statuses) else f"partly {others[0]}"
-
-
-def id_of(row: Any) -> tuple[Any, ...]:
-    return (row.mode, row.quantity, row.case, row.implementation)
 
 
 def _without_paths(message: str) -> str:

@@ -1,0 +1,121 @@
+"""`cs336-systems list` and `report`: the problems, and what records become."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from cs336_systems.commands.shared import ResultsOption, one_line_errors, unknown_problem
+from cs336_systems.measure.text import printable
+
+PUBLISHED_FOLDER = "nvidia-h200"  # whose records the pages and the README show
+DOCUMENTS = ("README.md", "writeup.md")
+
+
+def list_problems() -> None:
+    """List the handouts' problems and the chapters beyond: what `run` measures, and what only tests grade."""
+    from cs336_systems.experiments.handout import HANDOUT
+    from cs336_systems.experiments.registry import PROBLEMS
+
+    for name in dict.fromkeys((*HANDOUT, *PROBLEMS)):  # two lines each: a table would cut the names
+        problem = HANDOUT.get(name) or PROBLEMS[name]
+        place = "beyond the handout" if problem.section == "beyond" else f"section {problem.section}"
+        points = [f"{problem.points} point{'s' if problem.points > 1 else ''}"] if problem.points else []
+        measured = [] if name in PROBLEMS else ["tests only"]
+        facts = ", ".join([place, *points, *map(str, problem.editions), *measured])
+        typer.echo(f"{name}\n    {problem.title} ({facts})")
+
+
+def report(
+    results: ResultsOption = Path("results"),
+    folder: Annotated[str | None, typer.Option(help="One results folder; default: all of this machine's.")] = None,
+    problem: Annotated[list[str] | None, typer.Option(help="Only this problem; may be repeated.")] = None,
+    check: Annotated[bool, typer.Option("--check", help="Check the published pages; write nothing.")] = False,
+) -> None:
+    """Turn records into report.html; the published folder's also into the pages, their figures and full tables."""
+    from cs336_systems.experiments.html_report import summary, write_report
+    from cs336_systems.experiments.pages import Book
+    from cs336_systems.experiments.registry import PROBLEMS
+    from cs336_systems.experiments.spec import experiments
+
+    only = problem or []
+    for name in only:
+        with one_line_errors():
+            if name not in PROBLEMS:
+                raise ValueError(unknown_problem(name))
+    published = results / PUBLISHED_FOLDER
+    is_here = all(Path(name).is_file() for name in DOCUMENTS)
+    with one_line_errors():
+        if check:
+            raise typer.Exit(_check(published))
+        for path in _chosen_folders(results, folder):
+            beside = published if published.is_dir() and path != published else None
+            if any((path / "records" / f"{name}.jsonl").exists() for name in only or experiments()):
+                page = write_report(path, beside, only)
+                for line in summary(path, only):
+                    typer.echo(line)
+                typer.echo(f"read {page}")
+            if only:
+                continue
+            is_published = path.name == PUBLISHED_FOLDER and is_here
+            _former_report(path, is_published)
+            if is_published:
+                for file in Book(Path(), path).write():
+                    typer.echo(f"written: {file}")
+
+
+def _check(published: Path) -> int:
+    """Print what is stale in the repository's documents; the exit code."""
+    from cs336_systems.experiments.pages import Book
+    from cs336_systems.report import check_documents
+
+    found = check_documents([Path(name) for name in DOCUMENTS], published) + Book(Path(), published).check()
+    for difference in found:
+        typer.echo(printable(difference), err=True)
+    typer.echo(f"report --check: {len(found)} differences")
+    return 1 if found else 0
+
+
+def _former_report(path: Path, is_published: bool) -> None:
+    """Tables, figures and blocks of the problems that are not moved to experiments of their own yet."""
+    from cs336_systems.report import build_report
+
+    documents = [Path(name) for name in DOCUMENTS] if is_published else ()
+    written = build_report(path, published=is_published, documents=documents)
+    typer.echo(f"{path}: {len(written)} files written")
+    for file in written:
+        if file.name == "report.md":
+            typer.echo(f"read {file}")
+
+
+def _chosen_folders(results: Path, folder: str | None) -> list[Path]:
+    """The folders to report on; ValueError where there are no records."""
+    if folder is not None and (Path(folder).name != folder or folder in ("", "..") or "\\" in folder):
+        raise ValueError(f"--folder must be the name of a folder in {results}, got {folder!r}")
+    folders = [results / folder] if folder is not None else _own_folders(results)
+    for path in folders:
+        if not (path / "records").is_dir():
+            there = ", ".join(sorted(other.parent.name for other in results.glob("*/records")))
+            raise ValueError(f"no records in {path}; {f'there are some of {there}, or' if there else ''} "
+                             "measure something first: cs336-systems run --all")  # fmt: skip
+    return folders
+
+
+def _own_folders(results: Path) -> list[Path]:
+    """The folders that this machine's runs write to."""
+    from cs336_systems.device import get_device_info
+
+    slugs = {get_device_info(kind).slug for kind in _device_kinds()}
+    names = [slug + suffix for slug in sorted(slugs) for suffix in ("", "-smoke", "-tiny")]
+    own = [results / name for name in names if (results / name / "records").is_dir()]
+    if not own:
+        raise ValueError(f"no records of this machine in {results}; measure something first: cs336-systems run --all")
+    return own
+
+
+def _device_kinds() -> list[str]:
+    import torch
+
+    return ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]

@@ -1,0 +1,235 @@
+"""The kinds of figures, declared beside an experiment: one Altair spec is the PNG of the page and the interactive
+figure of the report.
+
+    Lines(x="seqlen_q", y="tflops", color="implementation", facet="head_dim", where={"mode": "forward"})
+    Bars(x="shape", y="median", color="implementation", unit="GiB", where={"quantity": "peak_memory"})
+    Heat, Dots, Spans (intervals of a trace), Areas (parts of a sum over time)
+
+Bars are never on a log axis; lines are where the range is ten or more. An implementation has one colour everywhere.
+What fits none of these is a class of its own with `chart(frame)` in the experiment's file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+import altair as alt
+import pandas as pd
+
+from cs336_systems.experiments.frames import Where, exploded, intervals, pick, with_unit
+
+RANGE_OF_LOG = 10  # largest over smallest, from which on an axis is logarithmic
+WIDTH, HEIGHT = 640, 320  # of a figure of one panel
+PNG_SCALE = 2.0
+INK = "#808080"  # read on white and on black
+COLORS = {  # ours in colour, the plain baselines in grey, the libraries' in cooler tones
+    "eager": "#999999", "compiled": "#555555", "tiled": "#e6ab02", "tiled_compiled": "#a6761d", "triton": "#d95f02",
+    "hopper": "#e7298a", "sdpa_flash": "#1b9e77", "sdpa_cudnn": "#66a61e", "sdpa_efficient": "#b3de69",
+    "flex": "#7570b3", "flex_flash": "#80b1d3", "fa4": "#377eb8",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Figure:
+    """What all kinds share; `chart` is None where no row has a number."""
+
+    x: str  # columns of the frame
+    y: str = "median"
+    color: str | None = "implementation"
+    facet: str | None = None  # a panel for each of its values
+    where: Where = field(default_factory=dict)
+    unit: str | None = None  # to which the median is converted
+    title: str = ""
+    x_title: str = ""
+    y_title: str = ""  # y's unit if empty
+    columns: int = 2  # panels side by side
+    series: ClassVar[bool] = False  # whether samples are a series, and no repetitions
+
+    def rows(self, frame: pd.DataFrame) -> pd.DataFrame:
+        """What is drawn: measured, and not by the interpreter."""
+        rows = pick(frame, self.where)
+        return with_unit(rows[(rows["status"] == "ok") & ~rows["interpreted"]], self.unit)
+
+    def chart(self, frame: pd.DataFrame) -> alt.TopLevelMixin | None:
+        """The Altair chart, or None."""
+        rows = self.rows(frame)
+        if rows.empty:
+            return None
+        return self._finished(self._marks(rows), rows)
+
+    def _marks(self, rows: pd.DataFrame) -> Any:
+        raise NotImplementedError
+
+    def _data(self, rows: pd.DataFrame, *more: str) -> alt.Data:
+        """Only what is drawn, so that a figure's file holds no raw samples."""
+        names = dict.fromkeys(name for name in (self.x, self.y, self.color, self.facet, *more) if name)
+        kept = rows[list(names)].rename(columns=str)
+        values = json.loads(kept.rename(columns=_field).to_json(orient="records", double_precision=6))
+        return alt.Data(values=values)
+
+    def _color(self, rows: pd.DataFrame) -> Any:
+        if self.color is None:
+            return alt.value(COLORS["triton"])
+        names = [str(name) for name in dict.fromkeys(rows[self.color])]
+        named = all(name in COLORS for name in names)
+        scale = alt.Scale(domain=names, range=[COLORS[name] for name in names]) if named else alt.Scale(domain=names)
+        return alt.Color(f"{_field(self.color)}:N", scale=scale, sort=names, title=None)
+
+    def _tooltip(self, rows: pd.DataFrame) -> list[alt.Tooltip]:
+        """What the pointer shows in the interactive figure."""
+        found = []
+        for name in (name for name in (self.color, self.x, self.y) if name):
+            if pd.api.types.is_numeric_dtype(rows[name]):
+                found.append(alt.Tooltip(f"{_field(name)}:Q", format=",.4~g"))
+            else:
+                found.append(alt.Tooltip(f"{_field(name)}:N"))
+        return found
+
+    def _unit_title(self, rows: pd.DataFrame) -> str:
+        return self.y_title or f"{rows['quantity'].iloc[0].replace('_', ' ')} ({rows['unit'].iloc[0]})"
+
+    def _finished(self, marks: Any, rows: pd.DataFrame) -> alt.TopLevelMixin:
+        panels = 1 if self.facet is None else rows[self.facet].nunique()
+        across = min(panels, self.columns)
+        marks = marks.properties(width=WIDTH // across, height=HEIGHT if panels == 1 else HEIGHT * 2 // 3)
+        if self.facet is not None:
+            marks = marks.facet(
+                facet=alt.Facet(f"{_field(self.facet)}:N", sort=None, title=self.facet.replace("_", " ")),
+                columns=self.columns,
+            )
+        return marks.properties(title=self.title)
+
+
+def _field(name: str) -> str:
+    """A column's name as Vega reads it, where a dot means a part of something."""
+    return name.replace(".", "_")
+
+
+def scale_of(values: pd.Series, base: float = 10) -> alt.Scale:
+    """Linear where the values are within a factor of RANGE_OF_LOG or reach zero, else logarithmic."""
+    low, high = float(values.min()), float(values.max())
+    if low > 0 and high / low >= RANGE_OF_LOG:
+        return alt.Scale(type="log", base=base)
+    return alt.Scale(zero=False)
+
+
+class Lines(Figure):
+    """A line of medians for each colour, with a band between the quartiles."""
+
+    def _marks(self, rows: pd.DataFrame) -> Any:
+        numeric = pd.api.types.is_numeric_dtype(rows[self.x])
+        x: Any = alt.X(f"{_field(self.x)}:O", sort=None, title=self.x_title or self.x.replace("_", " "))
+        if numeric:
+            axis = alt.Axis(values=sorted(rows[self.x].unique()), labelOverlap=True, format=",")
+            title = self.x_title or self.x.replace("_", " ")
+            x = alt.X(f"{_field(self.x)}:Q", scale=scale_of(rows[self.x], base=2), axis=axis, title=title)
+        y = alt.Y(f"{_field(self.y)}:Q", scale=scale_of(rows[self.y]), title=self._unit_title(rows))
+        banded = self.y == "median"
+        base = alt.Chart(self._data(rows, *(("low", "high") if banded else ())))
+        line = base.mark_line(point=True).encode(x=x, y=y, color=self._color(rows), tooltip=self._tooltip(rows))
+        if not banded:
+            return alt.layer(line)
+        band = base.mark_area(opacity=0.15).encode(x=x, y=alt.Y("low:Q"), y2="high:Q", color=self._color(rows))
+        return alt.layer(band, line)
+
+
+class Bars(Figure):
+    """A group of bars for each x, on an axis that begins at zero."""
+
+    def _marks(self, rows: pd.DataFrame) -> alt.Chart:
+        x = alt.X(f"{_field(self.x)}:N", sort=None, title=self.x_title or None, axis=alt.Axis(labelAngle=-30))
+        y = alt.Y(f"{_field(self.y)}:Q", title=self._unit_title(rows))
+        base = alt.Chart(self._data(rows)).mark_bar()
+        chart = base.encode(x=x, y=y, color=self._color(rows), tooltip=self._tooltip(rows))
+        return chart if self.color is None else chart.encode(xOffset=alt.XOffset(f"{_field(self.color)}:N", sort=None))
+
+
+class Dots(Figure):
+    """A point for each row, both axes by their ranges."""
+
+    def _marks(self, rows: pd.DataFrame) -> alt.Chart:
+        x = alt.X(f"{_field(self.x)}:Q", scale=scale_of(rows[self.x]), title=self.x_title or self.x.replace("_", " "))
+        y = alt.Y(f"{_field(self.y)}:Q", scale=scale_of(rows[self.y]), title=self._unit_title(rows))
+        return alt.Chart(self._data(rows)).mark_point(filled=True, size=70).encode(
+            x=x, y=y, color=self._color(rows), tooltip=self._tooltip(rows)
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Heat(Figure):
+    """A coloured field for each (x, y), with its number in it."""
+
+    value: str = "median"
+
+    def _marks(self, rows: pd.DataFrame) -> Any:
+        base = alt.Chart(self._data(rows, self.value)).encode(
+            x=alt.X(f"{_field(self.x)}:O", sort=None, title=self.x_title or self.x.replace("_", " ")),
+            y=alt.Y(f"{_field(self.y)}:O", sort=None, title=self.y_title or self.y.replace("_", " ")),
+        )
+        fields = base.mark_rect().encode(color=alt.Color(f"{_field(self.value)}:Q", title=None))
+        return alt.layer(fields, base.mark_text().encode(text=alt.Text(f"{_field(self.value)}:Q", format=".3~g")))
+
+
+class Spans(Figure):
+    """Intervals of a trace as bars over time: rows whose samples are starts and ends by turns. `y` names the lanes."""
+
+    series = True
+
+    def _marks(self, rows: pd.DataFrame) -> alt.Chart:
+        spans = intervals(rows)
+        return alt.Chart(self._data(spans, "start", "end")).mark_bar(height=14).encode(
+            x=alt.X("start:Q", title=self.x_title or f"time ({rows['unit'].iloc[0]})"),
+            x2="end:Q",
+            y=alt.Y(f"{_field(self.y)}:N", sort=None, title=None),
+            color=self._color(spans),
+        )  # fmt: skip
+
+
+class Areas(Figure):
+    """Parts that add up, over time: rows whose samples are series of one length; `color` names the parts.
+
+    Where a row of the same case has the places of the samples (a quantity named by `x`), these are the x axis.
+    """
+
+    series = True
+
+    def _marks(self, rows: pd.DataFrame) -> alt.Chart:
+        parts = rows[rows["quantity"] != self.x]
+        long = exploded(parts, (self.x, "value"))
+        places = {row["case"]: row["samples"] for row in rows[rows["quantity"] == self.x].to_dict("records")}
+        long[self.x] = [places[case][at] if case in places else at for case, at in zip(long["case"], long[self.x])]
+        title = self.y_title or f"{rows['unit'].iloc[0]}"
+        names = [self.x, "value", *(name for name in (self.color, self.facet) if name)]
+        values = json.loads(long[names].rename(columns=_field).to_json(orient="records", double_precision=4))
+        return alt.Chart(alt.Data(values=values)).mark_area(interpolate="step-after").encode(
+            x=alt.X(f"{_field(self.x)}:Q", title=self.x_title or self.x.replace("_", " ")),
+            y=alt.Y("value:Q", stack=True, title=title),
+            color=self._color(long),
+        )  # fmt: skip
+
+
+def spec_of(chart: alt.TopLevelMixin, background: str = "white") -> dict[str, Any]:
+    """The Vega-Lite specification: the same chart gives the same text, whenever it is made."""
+    text = {"labelColor": INK, "titleColor": INK, "labelLimit": 300}
+    axis = text | {"gridColor": INK, "gridOpacity": 0.25, "domainColor": INK, "tickColor": INK}
+    config = {
+        "background": background, "axis": axis, "legend": text, "header": text, "title": {"color": INK},
+        "view": {"stroke": None},
+    }  # fmt: skip
+    return chart.to_dict() | {"config": config}
+
+
+def digest(spec: dict[str, Any]) -> str:
+    """What the file of digests says of a figure, so that a check needs no drawing."""
+    return hashlib.sha256(json.dumps(spec, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def write_png(spec: dict[str, Any], path: Path) -> None:
+    import vl_convert
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(vl_convert.vegalite_to_png(spec, scale=PNG_SCALE))

@@ -1,0 +1,206 @@
+"""Records of one problem as a pandas frame, from which its tables, figures and page are made.
+
+    frame = load_frame(load("attention_shapes"), read_records(path))
+    pick(frame, {"quantity": "time", "mode": "forward", "implementation": ("hopper", "triton")})
+
+Columns: those of a record (implementation, mode, quantity, unit, status, message, kernel, error, run); `samples`, the
+raw ones, and `count`, `median`, `low`, `high` (quartiles), `mean`, `std` of them in the row's unit; every field of the
+case by its name (`seqlen_q`), of nested ones `model` (its name), `model.d_model`, `precision` ("bfloat16 autocast");
+`interpreted`, whether Triton ran without a GPU; `place`, the implementation's among the experiment's; and what the
+experiment's `columns` adds. Rows stand in the order in which the experiment lists its cells.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import pandas as pd
+
+from cs336_systems.config import RunConfig
+from cs336_systems.experiments.records import Record, case_key, case_to_dict, is_series, latest
+from cs336_systems.experiments.spec import Experiment
+from cs336_systems.measure.samples import quantile
+
+Where = Mapping[str, Any]  # column -> a value, several in a tuple or list, or a function that says which
+UNITS = {("MiB", "GiB"): 1 / 1024, ("s", "ms"): 1e3, ("ms", "s"): 1e-3, ("ms", "µs"): 1e3, ("s", "µs"): 1e6}
+INTERPRETED = "triton"  # begins the names that on a CPU run in Triton's interpreter
+STATISTICS = ("median", "low", "high", "mean", "std")
+
+
+def load_frame(experiment: Experiment, records: Iterable[Record]) -> pd.DataFrame:
+    """The newest record of each key as a frame.
+
+    A record that the experiment cannot read is left out with a warning. Raises ValueError where records come from
+    several devices or scales: numbers of two machines in one table invite a comparison that says nothing.
+    """
+    kept = latest(records)
+    for what, values in (
+        ("devices", {str(record.run.device.get("name")) for record in kept}),
+        ("scales", {record.run.scale for record in kept}),
+    ):
+        if len(values) > 1:
+            raise ValueError(f"records of different {what} cannot share a table: {', '.join(sorted(values))}")
+    rows, refused = [], []
+    for record in kept:
+        row = _row(record)
+        row["place"] = _place(experiment, record.implementation)
+        try:
+            rows.append(row | experiment.columns(row))
+        except (KeyError, ValueError, TypeError, OverflowError, ZeroDivisionError) as error:
+            refused.append(f"{record.problem}: {record.implementation} left out, {type(error).__name__}: {error}")
+    if refused:
+        more = f", and {len(refused) - 1} more records" if len(refused) > 1 else ""
+        warnings.warn(refused[0] + more, stacklevel=2)
+    if not rows:
+        return pd.DataFrame()
+    places = _declared_places(experiment, kept[0])
+    last = len(places)
+    rows.sort(key=lambda row: (places.get(row["case"], last), row["place"]))
+    return pd.DataFrame(rows)
+
+
+def _row(record: Record) -> dict[str, Any]:
+    on_cpu = record.run.device.get("kind") == "cpu" and record.implementation.startswith(INTERPRETED)
+    row = {
+        "problem": record.problem,
+        "implementation": record.implementation,
+        "mode": record.mode,
+        "quantity": record.quantity,
+        "unit": record.unit,
+        "status": record.status,
+        "message": record.message,
+        "kernel": record.kernel,
+        "error": math.nan if record.error is None else record.error,
+        "interpreted": on_cpu or record.kernel.startswith("interpreter"),
+        "run": record.run.id,
+        "samples": tuple(record.samples),
+        "count": len(record.samples),
+        **dict.fromkeys(STATISTICS, math.nan),
+    }
+    if record.samples:
+        fractions = {"median": 0.5, "low": 0.25, "high": 0.75}
+        row |= {name: quantile(record.samples, fraction) for name, fraction in fractions.items()}
+        row["mean"] = statistics.fmean(record.samples)
+        row["std"] = 0.0 if len(record.samples) < 2 or is_series(record.quantity) else statistics.stdev(record.samples)
+    return row | flat_case(record.case) | {"case": case_key(record.case)}
+
+
+def flat_case(case: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a case, those of nested configs as `model.d_model`; a name stands for the whole."""
+    flat: dict[str, Any] = {}
+    for name, value in case.items():
+        if name == "type":
+            flat["case_type"] = value
+        elif name == "precision" and isinstance(value, dict):
+            flat[name] = f"{value['autocast']} autocast" if value.get("autocast") else value.get("parameters", "")
+        elif isinstance(value, dict):
+            flat[name] = value.get("name", "")
+            flat |= {f"{name}.{key}": inner for key, inner in flat_case(value).items() if key != "name"}
+        else:
+            flat[name] = value
+    return flat
+
+
+def _declared_places(experiment: Experiment, record: Record) -> dict[str, int]:
+    """Where the experiment lists each case, so that tables have its order."""
+    kind = "cuda" if record.run.device.get("kind") == "cuda" else "cpu"
+    places: dict[str, int] = {}
+    for cell in experiment.cells(RunConfig(scale=record.run.scale, device=kind)):  # type: ignore[arg-type]
+        for case in (cell.case, *(row.case for row in cell.rows if row.case is not None)):
+            places.setdefault(case_key(case_to_dict(case)), len(places))
+    return places
+
+
+def _place(experiment: Experiment, implementation: str) -> int:
+    names = experiment.implementations
+    return names.index(implementation) if implementation in names else len(names)
+
+
+def pick(frame: pd.DataFrame, where: Where) -> pd.DataFrame:
+    """The rows of `frame` that `where` asks for. KeyError names a column that is not there."""
+    kept = pd.Series(True, index=frame.index)
+    for column, wanted in where.items():
+        if column not in frame:
+            raise KeyError(f"no column {column!r}; there are {', '.join(map(str, frame.columns))}")
+        if callable(wanted):
+            kept &= frame[column].map(wanted).astype(bool)
+        elif isinstance(wanted, tuple | list | set):
+            kept &= frame[column].isin(list(wanted))
+        elif wanted is None:
+            kept &= frame[column].isna()
+        else:
+            kept &= frame[column] == wanted
+    return frame[kept]
+
+
+def tuples(frame: pd.DataFrame) -> list[Any]:
+    """The rows as dictionaries that are read like objects: row["model.d_model"], row["median"]."""
+    return frame.to_dict("records")
+
+
+def in_unit(value: float, unit: str, wanted: str | None) -> float:
+    """`value` converted from `unit` to `wanted`; ValueError where there is no factor."""
+    if wanted is None or wanted == unit:
+        return value
+    if (unit, wanted) not in UNITS:
+        raise ValueError(f"no factor from {unit} to {wanted}")
+    return value * UNITS[unit, wanted]
+
+
+def with_unit(frame: pd.DataFrame, unit: str | None) -> pd.DataFrame:
+    """`frame` with its statistics in `unit`."""
+    if unit is None or frame.empty or (frame["unit"] == unit).all():
+        return frame
+    changed = frame.copy()
+    for name in STATISTICS:
+        changed[name] = [in_unit(value, of, unit) for value, of in zip(frame[name], frame["unit"])]
+    return changed.assign(unit=unit)
+
+
+def speed(ours: Mapping[str, Any] | None, theirs: Mapping[str, Any] | None, by_turns: bool = False) -> float:
+    """How many times as fast `ours` is as `theirs`, two rows of times: NaN if one is missing or of another run.
+
+    By turns it is the median of the rounds' own ratios: what strikes a round strikes both.
+    """
+    if ours is None or theirs is None or ours["run"] != theirs["run"]:
+        return math.nan
+    if ours["status"] != "ok" or theirs["status"] != "ok" or ours["interpreted"] or theirs["interpreted"]:
+        return math.nan
+    if by_turns and ours["count"] == theirs["count"]:
+        return statistics.median(b / a for a, b in zip(ours["samples"], theirs["samples"]))
+    return theirs["median"] / ours["median"] if ours["median"] > 0 else math.nan
+
+
+def exploded(frame: pd.DataFrame, names: Sequence[str] = ("index", "value")) -> pd.DataFrame:
+    """A row for each sample of each row: its place and its value. Of a loss curve the steps."""
+    index, value = names
+    long = frame.explode("samples", ignore_index=True).rename(columns={"samples": value})
+    return long.assign(**{index: frame["samples"].map(lambda samples: range(len(samples))).explode().tolist()})
+
+
+def intervals(frame: pd.DataFrame) -> pd.DataFrame:
+    """A row for each interval of rows whose samples are starts and ends by turns: `start` and `end`."""
+    pairs = frame["samples"].map(lambda samples: list(zip(samples[::2], samples[1::2])))
+    long = frame.assign(pair=pairs).explode("pair", ignore_index=True)
+    long = long[long["pair"].notna()]
+    return long.assign(start=[pair[0] for pair in long["pair"]], end=[pair[1] for pair in long["pair"]])
+
+
+def digits(value: float, significant: int = 3) -> str:
+    """`value` as text with that many significant digits and without an exponent between 1e-4 and 1e9.
+
+    >>> digits(0.0123456), digits(12.34), digits(123456.7)
+    ('0.0123', '12.3', '123,457')
+    """
+    if not math.isfinite(value):
+        return "–"
+    if value == 0:
+        return "0"
+    exponent = math.floor(math.log10(abs(float(f"{value:.{significant - 1}e}"))))  # of the rounded value: 9.996 is 10.0
+    if exponent < -4 or exponent >= 9:
+        return f"{value:.{significant - 1}e}"
+    return f"{value:,.{max(0, significant - 1 - exponent)}f}"

@@ -1,0 +1,58 @@
+"""The problems of both handouts, in handout order: name, section, points and editions, each once.
+
+`HANDOUT["flash_forward"].points == 15`. What only tests grade stands here too, and needs no experiment.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class HandoutProblem:
+    """A problem as the handouts give it."""
+
+    name: str  # also the CLI argument, the experiment's file, the record file and the page
+    section: str  # of the 2026 handout, of the 2025 handout where only that has it
+    points: int
+    editions: tuple[int, ...]
+    title: str  # what is asked for, in our words
+
+
+BOTH, OLD, NEW = (2025, 2026), (2025,), (2026,)
+HANDOUT: dict[str, HandoutProblem] = {
+    name: HandoutProblem(name=name, section=section, points=points, editions=editions, title=title)
+    for name, section, points, editions, title in (
+        ("benchmarking_script", "2.1.3", 4, BOTH, "Step time of every model size, and what warm-up changes"),
+        ("nsys_profile", "2.1.4", 5, BOTH, "Where the time of a step goes: kernels, matmul share, attention's parts"),
+        ("mixed_precision_accumulation", "2.1.5", 1, BOTH, "A sum of a thousand terms in float32 and float16"),
+        ("benchmarking_mixed_precision", "2.1.5", 2, BOTH, "Autocast's dtypes, layer norm, step times in bfloat16"),
+        ("memory_profiling", "2.1.6", 4, BOTH, "Memory of a forward and a training step over time, and its origin"),
+        ("gradient_checkpointing", "3", 4, NEW, "Activation checkpointing: peak memory and step time by strategy"),
+        ("pytorch_attention", "4.1.1", 2, BOTH, "Plain PyTorch attention over length: time, memory, out of memory"),
+        ("torch_compile", "4.2", 2, BOTH, "torch.compile on attention and on the whole model"),
+        ("flash_forward", "4.2.2", 15, BOTH, "FlashAttention-2's forward in PyTorch and in Triton"),
+        ("flash_backward", "4.2.2", 5, BOTH, "FlashAttention-2's backward by recomputation"),
+        ("flash_benchmarking", "4.2.2", 5, BOTH, "FlashAttention-2 against plain attention and library kernels"),
+        ("distributed_communication_single_node", "5.1", 5, BOTH, "Collectives on one host over message size"),
+        ("naive_ddp", "5.2", 5, BOTH, "Data parallelism with an all-reduce for each parameter"),
+        ("naive_ddp_benchmarking", "5.2", 3, BOTH, "Naive data parallelism: step time and communication share"),
+        ("minimal_ddp_flat_benchmarking", "5.3.1", 2, BOTH, "One flattened all-reduce against one a parameter"),
+        ("ddp_overlap_individual_parameters", "5.3.2", 5, BOTH, "An all-reduce as soon as a gradient is ready"),
+        ("ddp_overlap_individual_parameters_benchmarking", "5.3.2", 1, BOTH, "What overlapping the backward saves"),
+        ("ddp_overlap_bucketed", "5.3.3", 8, OLD, "Gradients reduced in buckets, in reverse order"),
+        ("ddp_bucketed_benchmarking", "5.3.3", 3, OLD, "Bucketed data parallelism over bucket sizes"),
+        ("communication_accounting", "5.4", 10, OLD, "Memory and bandwidth of a large model with FSDP and TP"),
+        ("optimizer_state_sharding", "6", 15, BOTH, "An optimizer whose state is sharded among ranks"),
+        ("optimizer_state_sharding_accounting", "6", 5, BOTH, "Sharded optimizer state: memory, time, and ZeRO"),
+        ("fsdp", "7", 15, NEW, "Fully sharded data parallelism with prefetch"),
+        ("fsdp_accounting", "7", 5, NEW, "FSDP: memory saved, and whether the all-gather is there in time"),
+        ("alternate_ring_all_reduce", "8", 1, NEW, "What another ring all-reduce costs"),
+        ("data_parallel_calcs", "8", 3, NEW, "When data parallelism is bound by communication"),
+        ("fsdp_calcs", "8", 3, NEW, "When FSDP is bound by communication"),
+        ("tp_calcs", "8", 4, NEW, "When tensor parallelism is bound by communication"),
+        ("fsdp_tp_calcs", "8", 6, NEW, "FSDP and tensor parallelism together"),
+        ("leaderboard_2025", "9", 0, OLD, "Attention of 1 x 16 x 16384 x 64, causal, forward and backward"),
+        ("leaderboard_2026", "9", 10, NEW, "A full training step of an 8B model, context 32,768, on two GPUs"),
+    )
+}

@@ -1,0 +1,107 @@
+"""`report.html` of a results folder: one file that needs no network, a section a problem in handout order.
+
+Each section has the figures of this run, interactive, beside the published ones, and its tables, which a click on a
+heading sorts. What this machine cannot run is a line. The template, report.html beside this file, escapes all text.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import pandas as pd
+from markupsafe import Markup
+
+from cs336_systems.experiments.figures import spec_of
+from cs336_systems.experiments.frames import load_frame
+from cs336_systems.experiments.records import Record, latest, read_records
+from cs336_systems.experiments.spec import Experiment, experiments
+from cs336_systems.experiments.tables import Table
+
+PAGE = "report.html"
+
+
+def records_of(folder: Path, name: str) -> list[Record]:
+    """The newest records of the problem `name` in a results folder."""
+    return latest(read_records(folder / "records" / f"{name}.jsonl"))
+
+
+def write_report(folder: Path, published: Path | None = None, only: Collection[str] = ()) -> Path:
+    """Write `folder`/report.html from `folder`/records.
+
+    `published` is the folder whose figures stand beside this one's; `only` chooses problems. Raises ValueError if no
+    experiment has records there.
+    """
+    measured = {
+        name: records
+        for name in experiments()
+        if (not only or name in only) and (records := records_of(folder, name))
+    }  # fmt: skip
+    if not measured:
+        raise ValueError(f"no records in {folder}; measure something first: cs336-systems run --all")
+    sections = [_section(experiments()[name], records, published) for name, records in measured.items()]
+    run = next(iter(measured.values()))[-1].run
+    software = [f"{name} {version}" for name, version in run.software.items()]
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+    )  # fmt: skip
+    text = environment.get_template(PAGE).render(
+        title=f"{run.device.get('name')}, {run.scale} scale",
+        facts=", ".join([*software, f"commit {run.commit[:10]}", run.date]),
+        sections=sections,
+        library=_library() if any(section["figures"] for section in sections) else "",
+    )
+    path = folder / PAGE
+    path.write_text(text, encoding="utf-8", newline="\n")
+    return path
+
+
+def summary(folder: Path, only: Collection[str] = ()) -> list[str]:
+    """A line a problem for the terminal: how many quantities were measured, and what became of the others."""
+    lines = []
+    for name in experiments():
+        records = records_of(folder, name) if not only or name in only else []
+        if records:
+            counts = Counter(record.status for record in records)
+            lines.append(f"{name}: {', '.join(f'{count} {status}' for status, count in counts.most_common())}")
+    return lines
+
+
+def _section(experiment: Experiment, records: list[Record], published: Path | None) -> dict[str, Any]:
+    """What the template shows of one problem."""
+    frames = {"this run": load_frame(experiment, records)}
+    if published is not None:
+        frames[f"published, {published.name}"] = load_frame(experiment, records_of(published, experiment.name))
+    figures: list[dict[str, Any]] = []
+    for name, figure in experiment.figures.items():
+        for whose, frame in frames.items():
+            chart = figure.chart(frame) if not frame.empty else None
+            if chart is not None:
+                place = f"{experiment.name}-{len(figures)}"
+                caption = f"{name.replace('_', ' ')}, {whose}"
+                figures.append({"place": place, "caption": caption, "spec": spec_of(chart, "transparent")})
+    tables, needs = _tables(experiment, frames["this run"])
+    return {"name": experiment.name, "title": experiment.title, "figures": figures, "tables": tables, "needs": needs}
+
+
+def _tables(experiment: Experiment, frame: pd.DataFrame) -> tuple[list[Table], dict[str, str]]:
+    """The tables without what is skipped on this machine, and what that needs."""
+    tables: list[Table] = []
+    needs: dict[str, str] = {}
+    for spec in experiment.tables.values() if not frame.empty else ():
+        table, skipped = spec.build(frame).without_skipped()
+        tables.append(table)
+        needs |= skipped
+    return tables, needs
+
+
+def _library() -> Markup:
+    """Vega, Vega-Lite and Vega-Embed, once a page."""
+    import vl_convert
+
+    script = vl_convert.javascript_bundle()  # type: ignore[call-arg]  # without one: all three
+    return Markup(script.replace("</script", "<\\/script"))

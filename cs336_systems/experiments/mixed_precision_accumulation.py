@@ -1,0 +1,74 @@
+"""0.01 added a thousand times, in the handout's four combinations of dtypes; the same on every machine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pandas as pd
+import torch
+
+from cs336_systems.config import DTypeName, RunConfig
+from cs336_systems.experiments.frames import digits, pick
+from cs336_systems.experiments.spec import Cell, Experiment, Row, Sample, problem
+from cs336_systems.experiments.tables import Listing
+from cs336_systems.measure.precision import ADDEND, ADDENDS, accumulate
+
+
+@dataclass(frozen=True, kw_only=True)
+class AccumulationCase:
+    """One of the handout's four sums of a thousand times 0.01."""
+
+    accumulator: DTypeName
+    addend: DTypeName
+    converted: bool  # each addend is converted to float32 before it is added
+
+
+SUM = Row("forward", "sum", "1")
+
+
+def float16_ranges() -> str:
+    """Lines of a table: what the float16 sum's steps and error are below 4, from 4 to 8, and above."""
+    total, term = torch.tensor(0.0, dtype=torch.float16), torch.tensor(ADDEND, dtype=torch.float16)
+    steps: dict[str, list[float]] = {"below 4": [], "from 4 to 8": [], "above 8": []}
+    for _ in range(ADDENDS):
+        before = float(total)
+        total += term
+        where = "below 4" if before < 4 else "from 4 to 8" if before < 8 else "above 8"
+        steps[where].append(float(total) - before)
+    lines = []
+    for where, moved in steps.items():
+        usual, error = max(set(moved), key=moved.count), sum(moved) - ADDEND * len(moved)
+        lines.append(f"| {where} | {digits(usual)} | {len(moved)} | {error:+.2f} |")
+    return "\n".join(lines)
+
+
+@problem()
+class MixedPrecisionAccumulation(Experiment):
+    rows = (SUM,)
+
+    def cases(self, run: RunConfig) -> list[AccumulationCase]:
+        return [
+            AccumulationCase(accumulator="float32", addend="float32", converted=False),
+            AccumulationCase(accumulator="float16", addend="float16", converted=False),
+            AccumulationCase(accumulator="float32", addend="float16", converted=False),
+            AccumulationCase(accumulator="float32", addend="float16", converted=True),
+        ]
+
+    def measure(self, cell: Cell, run: RunConfig) -> Iterator[Sample]:
+        case: AccumulationCase = cell.case
+        total = accumulate(case.accumulator, case.addend, converted=case.converted)
+        yield Sample(row=SUM, samples=[total], kernel=f"{total:.9g}")  # samples keep six digits
+
+    def columns(self, row: dict[str, Any]) -> dict[str, Any]:
+        return {"sum": row["kernel"], "term": row["addend"] + (", converted to float32" if row["converted"] else "")}
+
+    def numbers(self, frame: pd.DataFrame) -> dict[str, Any]:
+        def total(accumulator: str, addend: str, converted: bool = False) -> str:
+            where = {"accumulator": accumulator, "addend": addend, "converted": converted}
+            return str(pick(frame, where)["sum"].item())
+
+        return {"total": total, "ranges": float16_ranges}
+
+    tables = {"sums": Listing(columns={"accumulator": "accumulator", "term": "term", "sum": "sum"})}

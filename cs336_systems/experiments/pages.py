@@ -1,0 +1,315 @@
+"""Pages: `writeup/<problem>.md` are templates whose numbers come from records; `writeup.md` is made of them.
+
+    The forward takes {{ time("hopper", mode="forward", shape="1 × 16 × 16,384 × 64 causal") }}, {{ speed("hopper",
+    "sdpa_cudnn", mode="forward", shape=...) }} of cuDNN's speed.  {{ table("forward") }}  {{ figure("forward") }}
+
+What a template may call is the public methods of `Page`, and what the experiment's `numbers` returns. An unknown name,
+a lookup that finds no record or several, and a table of too many lines are errors with the page's name. A measured
+number typed by hand fails `report --check`; `{{ given("3.35 TB/s", "data sheet") }}` is how a page quotes a derivation,
+a handout or another's measurement, with its source.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import pandas as pd
+
+from cs336_systems.experiments.figures import digest, spec_of, write_png
+from cs336_systems.experiments.frames import digits, in_unit, load_frame, pick, tuples
+from cs336_systems.experiments.frames import speed as speed_of
+from cs336_systems.experiments.handout import HANDOUT
+from cs336_systems.experiments.records import read_records
+from cs336_systems.experiments.spec import Experiment, experiments
+from cs336_systems.experiments.tables import ABSENT, Table
+
+PAGES = "writeup"  # the folder of templates
+DOCUMENT = "pages.md"  # becomes writeup.md with the last problem that is moved
+DIGESTS = "digests.json"  # of the figures beside it
+MOST_LINES = 14  # of a table on a page
+MOST_WORDS = 25_000  # of the document
+ANSWER_WITHIN = 10  # lines of a page
+ANSWER = "> **Answer.**"
+# A number with a unit in which something is measured. Digits in code, formulas, links and placeholders do not count.
+TYPED = re.compile(r"(?<![\w.])[−-]?\d[\d,.]*\s?(?:ms|µs|us|s|MiB|GiB|MB/s|GB/s|TB/s|TFLOP/s|%|×|times)(?![\w/])")
+NOT_PROSE = re.compile(r"{{.*?}}|{%.*?%}|{#.*?#}|```.*?```|`[^`\n]*`|\$[^$\n]*\$|\]\([^)]*\)", re.DOTALL)
+
+
+class Book:
+    """The pages of `root` with the published records of `folder`, `results/<device>`."""
+
+    def __init__(self, root: Path, folder: Path) -> None:
+        self.root, self.folder = root, folder
+        self._frames: dict[str, pd.DataFrame] = {}
+        self.environment = jinja2.Environment(
+            undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True, autoescape=False
+        )  # fmt: skip
+        self.environment.filters["digits"] = digits
+
+    @property
+    def names(self) -> list[str]:
+        """Of all pages: the handouts' problems in their order, then the chapters beyond."""
+        there = {path.stem for path in (self.root / PAGES).glob("*.md")}
+        return [name for name in dict.fromkeys((*HANDOUT, *experiments(), *sorted(there))) if name in there]
+
+    def frame(self, name: str) -> pd.DataFrame:
+        """The records of the experiment `name`, read once."""
+        if name not in self._frames:
+            records = read_records(self.folder / "records" / f"{name}.jsonl")
+            self._frames[name] = load_frame(experiments()[name], records)
+        return self._frames[name]
+
+    def template(self, name: str) -> str:
+        return (self.root / PAGES / f"{name}.md").read_text(encoding="utf-8")
+
+    def page(self, name: str) -> str:
+        """The page `name` as it stands in the document; ValueError with the page's name if it cannot be made."""
+        page = Page(self, name)
+        try:
+            text = self.environment.from_string(self.template(name)).render(page.names())
+        except (jinja2.TemplateError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"{PAGES}/{name}.md: {error}") from error
+        heading, _, rest = text.partition("\n")
+        if heading != f"# {name}":
+            raise ValueError(f"{PAGES}/{name}.md: must begin with '# {name}', has {heading[:80]!r}")
+        return f"## {name}\n{rest.rstrip()}\n".replace("](../", "](")
+
+    def document(self) -> str:
+        """`writeup.md`: a list of all pages with section, editions and points, then the pages."""
+        made = f"`cs336-systems report` makes this from `{PAGES}/` and the records of `{self.folder.name}`."
+        lines = ["# Writeup", "", made, "", "| problem | section | editions | points |", "|:--|:--|:--|--:|"]
+        for name in self.names:
+            known = HANDOUT.get(name) or experiments().get(name)
+            if known is None:
+                raise ValueError(f"{PAGES}/{name}.md: no problem of that name")
+            editions = " and ".join(map(str, known.editions)) or ABSENT
+            lines.append(f"| [{name}](#{name}) | {known.section} | {editions} | {known.points or ABSENT} |")
+        return "\n".join([*lines, ""]) + "\n" + "\n".join(self.page(name) for name in self.names)
+
+    def figures(self) -> dict[Path, dict[str, Any]]:
+        """The specification of every figure that a page shows, by its file."""
+        specs = {}
+        for name in (name for name in self.names if name in experiments()):
+            text = self.template(name)
+            for figure, spec in figure_specs(experiments()[name], self.frame(name)).items():
+                if f'figure("{figure}"' in text:
+                    specs[self.figure_path(name, figure)] = spec
+        return specs
+
+    def figure_path(self, problem: str, figure: str) -> Path:
+        return self.folder / "figures" / f"{problem}_{figure}.png"
+
+    def write(self) -> list[Path]:
+        """Write the document, the full tables, and the figures that changed; returns what was written."""
+        texts = self._texts()
+        digests = self._digests()
+        written = []
+        for path, spec in self.figures().items():
+            if digests.get(path.name) != digest(spec) or not path.exists():
+                write_png(spec, path)
+                digests[path.name] = digest(spec)
+                written.append(path)
+        texts[self.folder / "figures" / DIGESTS] = json.dumps(dict(sorted(digests.items())), indent=1) + "\n"
+        return written + [path for path, text in texts.items() if write_if_changed(path, text)]
+
+    def check(self) -> list[str]:
+        """What is stale, typed by hand, too long, or without an answer at its beginning; a line each."""
+        found = []
+        for path, text in self._texts().items():
+            if not path.exists() or path.read_text(encoding="utf-8") != text:
+                found.append(f"{path}: differs from the records and pages; run `cs336-systems report`")
+        digests = self._digests()
+        for path, spec in self.figures().items():
+            if not path.exists() or digests.get(path.name) != digest(spec):
+                found.append(f"{path}: shows other records; run `cs336-systems report`")
+        for name in self.names:
+            found += [f"{PAGES}/{name}.md:{line}: {what}" for line, what in check_template(self.template(name))]
+        if (words := len(self.document().split())) > MOST_WORDS:
+            found.append(f"{DOCUMENT}: {words:,} words, at most {MOST_WORDS:,}")
+        return found
+
+    def _texts(self) -> dict[Path, str]:
+        texts = {self.root / DOCUMENT: self.document()}
+        for name, experiment in experiments().items():
+            if not self.frame(name).empty and experiment.tables:
+                texts[self.folder / "tables" / f"{name}.md"] = tables_text(experiment, self.frame(name))
+        return texts
+
+    def _digests(self) -> dict[str, str]:
+        path = self.folder / "figures" / DIGESTS
+        return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+
+
+def figure_specs(experiment: Experiment, frame: pd.DataFrame) -> dict[str, dict[str, Any]]:
+    """The specifications of an experiment's figures that have something to show, by name."""
+    if frame.empty:
+        return {}
+    charts = {name: figure.chart(frame) for name, figure in experiment.figures.items()}
+    return {name: spec_of(chart) for name, chart in charts.items() if chart is not None}
+
+
+def tables_text(experiment: Experiment, frame: pd.DataFrame) -> str:
+    """All tables of an experiment as one Markdown file."""
+    parts = [f"# {experiment.name}", experiment.title + "."]
+    for table in (spec.build(frame) for spec in experiment.tables.values()):
+        parts += [f"**{table.title}**", table.markdown()] if table.title else [table.markdown()]
+    return "\n\n".join(parts) + "\n"
+
+
+def write_if_changed(path: Path, text: str) -> bool:
+    if path.exists() and path.read_text(encoding="utf-8") == text:
+        return False
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8", newline="\n")
+    return True
+
+
+def check_template(text: str) -> list[tuple[int, str]]:
+    """(line, what is wrong) of a page's template."""
+    found = []
+    if not any(line.startswith(ANSWER) for line in text.splitlines()[:ANSWER_WITHIN]):
+        found.append((1, f"the answer, {ANSWER!r}, must stand in the first {ANSWER_WITHIN} lines"))
+    prose = NOT_PROSE.sub(lambda match: re.sub(r"[^\n]", " ", match.group()), text)  # lines keep their numbers
+    for number, line in enumerate(prose.splitlines(), start=1):
+        found += [(number, f"{typed.strip()!r} is typed by hand: take it from a record, or quote it with given()")
+                  for typed in TYPED.findall(line)]  # fmt: skip
+    return found
+
+
+class Page:
+    """What the template of one problem may call. Lookups take columns of the frame: `shape="..."`, `seqlen_q=512`.
+
+    `implementation` comes first and may be left out where there is one; `mode` may be where a quantity has one.
+    """
+
+    def __init__(self, book: Book, problem: str) -> None:
+        self._book, self._problem = book, problem
+
+    @cached_property
+    def _experiment(self) -> Experiment:
+        if self._problem not in experiments():
+            raise ValueError(f"{self._problem} has no experiment")
+        return experiments()[self._problem]
+
+    @property
+    def _frame(self) -> pd.DataFrame:
+        frame = self._book.frame(self._experiment.name)
+        if frame.empty:
+            raise ValueError(f"no records of {self._problem} in {self._book.folder.name}")
+        return frame
+
+    def names(self) -> dict[str, Any]:
+        """The template's names."""
+        own: dict[str, Any] = {
+            name: getattr(self, name)
+            for name in dir(type(self))
+            if not name.startswith("_") and name != "names" and callable(getattr(type(self), name))
+        }
+        if self._problem in experiments() and not self._book.frame(self._problem).empty:
+            own |= self._experiment.numbers(self._frame)
+        return own
+
+    def _one(self, quantity: str, implementation: str | None, where: dict[str, Any]) -> dict[str, Any]:
+        asked = {"quantity": quantity, **({"implementation": implementation} if implementation else {}), **where}
+        rows = tuples(pick(self._frame, asked))
+        if len(rows) != 1:
+            raise ValueError(f"{len(rows)} records of {self._problem} have {asked}, one is needed")
+        if rows[0]["status"] != "ok":
+            raise ValueError(f"{asked} is {rows[0]['status']}: {rows[0]['message']}")
+        return rows[0]
+
+    def number(
+        self, quantity: str, implementation: str | None = None, *, unit: str | None = None, column: str = "median",
+        **where: Any,
+    ) -> Any:  # fmt: skip
+        """The median (or another `column`) of one record as a number, to calculate with: `{{ (a / b) | digits }}`."""
+        row = self._one(quantity, implementation, where)
+        return in_unit(row[column], row["unit"], unit) if column == "median" else row[column]
+
+    def value(
+        self, quantity: str, implementation: str | None = None, *, unit: str | None = None, column: str = "median",
+        significant: int = 3, **where: Any,
+    ) -> str:  # fmt: skip
+        """The same as text with its unit; a column of text, such as `kernel`, as it is."""
+        found = self.number(quantity, implementation, unit=unit, column=column, **where)
+        if not isinstance(found, int | float):
+            return str(found)
+        unit = (unit or self._one(quantity, implementation, where)["unit"]) if column == "median" else ""
+        return f"{digits(float(found), significant)} {unit if unit != '1' else ''}".rstrip()
+
+    def time(self, implementation: str | None = None, *, unit: str | None = None, **where: Any) -> str:
+        """The median time: `time("hopper", mode="forward", seqlen_q=16384)` is "1.07 ms"."""
+        return self.value("time", implementation, unit=unit, **where)
+
+    def memory(self, implementation: str | None = None, *, quantity: str = "peak_memory", **where: Any) -> str:
+        """Memory in GiB."""
+        return self.value(quantity, implementation, unit="GiB", **where)
+
+    def speed(self, ours: str, theirs: str, **where: Any) -> str:
+        """How many times as fast `ours` is, over all cases of `where`: "1.12×", or "1.05 to 1.15×"."""
+        found = self._speeds(ours, theirs, where)
+        low, high = digits(min(found)), digits(max(found))
+        return f"{low}×" if low == high else f"{low} to {high}×"
+
+    def _speeds(self, ours: str, theirs: str, where: dict[str, Any]) -> list[float]:
+        rows = pick(self._frame, {"quantity": "time"} | where)
+        pairs: dict[tuple[Any, ...], dict[str, Any]] = {}
+        for row in tuples(rows):
+            pairs.setdefault((row["case"], row["mode"]), {})[row["implementation"]] = row
+        by_turns = self._experiment.by_turns
+        found = [speed_of(pair.get(ours), pair.get(theirs), by_turns) for pair in pairs.values()]
+        if not (found := [one for one in found if one == one]):
+            raise ValueError(f"no times of {ours} and {theirs} in one run of {self._problem} with {where}")
+        return found
+
+    def values(self, column: str, implementation: str | None = None, *, significant: int = 3, **where: Any) -> str:
+        """The range of a column: `values("tflops", "hopper", mode="forward")` is "511 to 640"."""
+        rows = pick(self._frame, where | ({"implementation": implementation} if implementation else {}))
+        numbers = rows[column].dropna()
+        if numbers.empty:
+            raise ValueError(f"no {column} of {implementation} with {where}")
+        low, high = digits(float(numbers.min()), significant), digits(float(numbers.max()), significant)
+        return low if low == high else f"{low} to {high}"
+
+    def table(self, name: str, *, lines: Sequence[str] | None = None, columns: Sequence[str] | None = None) -> str:
+        """The table `name`, or those `lines` (texts of the first column) and `columns` (headings) of it."""
+        if name not in self._experiment.tables:
+            raise ValueError(f"no table {name!r}; there are {', '.join(self._experiment.tables)}")
+        table: Table = self._experiment.tables[name].build(self._frame).only(lines, columns)
+        if len(table.lines) > MOST_LINES:
+            raise ValueError(f"table {name!r} has over {MOST_LINES} lines, {len(table.lines)}: choose with lines=[...]")
+        return f"**{table.title}**\n\n{table.markdown()}" if table.title else table.markdown()
+
+    def figure(self, name: str) -> str:
+        """The figure `name` as an image, its title as the text for those who cannot see it."""
+        if name not in self._experiment.figures:
+            raise ValueError(f"no figure {name!r}; there are {', '.join(self._experiment.figures)}")
+        path = self._book.figure_path(self._problem, name).relative_to(self._book.root).as_posix()
+        title = getattr(self._experiment.figures[name], "title", "") or f"{self._problem}: {name}"
+        return f"![{title}](../{path})"
+
+    def given(self, text: str, source: str) -> str:
+        """A number that no record has: derived, the handout's, or measured by others; `source` says where from."""
+        if not source.strip():
+            raise ValueError(f"given({text!r}) must say its source")
+        return text
+
+    def device(self) -> str:
+        """The name of the device that the records are of."""
+        records = read_records(self._book.folder / "records" / f"{self._problem}.jsonl")
+        return str(records[0].run.device["name"])
+
+    def of(self, problem: str) -> Page:
+        """The same lookups in another problem's records: `{{ of("leaderboard_2025").time("hopper") }}`."""
+        return Page(self._book, problem)
+
+
+def published_folder(results: Path) -> Path:
+    """The folder whose records the pages show."""
+    return results / "nvidia-h200"

@@ -1,0 +1,232 @@
+"""Records: one JSON object a line, appended when measured, the only way a number reaches a page.
+
+    results/<device>/records/<problem>.jsonl    a row a quantity: problem, case, implementation, samples, status, ...
+    results/<device>/records/runs.jsonl         what all rows of a run share: device, software, commit, date, ...
+
+A row names its run by `run`. pandas reads both files without this module:
+
+    pandas.read_json("records/attention_shapes.jsonl", lines=True)
+
+Writing is strict. Reading is tolerant: a damaged line costs itself and a warning.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import warnings
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, is_dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from cs336_systems.config import Scale
+
+Status = Literal["ok", "oom", "failed", "skipped"]
+PROBLEM_NAME = re.compile(r"[A-Za-z0-9_-]{1,100}")  # it becomes part of file names
+RUNS = "runs"  # the file of runs, which no problem may be called
+LARGEST_SAMPLE = 1e30  # sums and squares of samples stay finite
+
+
+class Run(msgspec.Struct, frozen=True, kw_only=True):
+    """What the records of one `cs336-systems run` share."""
+
+    id: str  # date, time and commit
+    scale: Scale
+    device: dict[str, Any]  # DeviceInfo: name, kind, compute capability, driver, ...
+    software: dict[str, str]  # versions of python, torch, triton; how attention is called
+    commit: str  # revision of the code that ran
+    dirty: bool  # whether the checkout had uncommitted changes
+    date: str  # when it began: ISO 8601, UTC, seconds
+
+
+class Record(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One measured quantity of one implementation on one case, or the reason why there is none."""
+
+    run: Run  # in the file its id
+    problem: str  # the handout's problem name, e.g. "flash_benchmarking"
+    case: dict[str, Any]  # the config object that ran, its class name under "type"
+    implementation: str  # e.g. "triton", "sdpa_cudnn"
+    mode: str  # forward, backward, forward_backward, train_step or collective
+    quantity: str  # e.g. "time", "compile_time", "peak_memory"
+    unit: str  # e.g. "ms", "s", "MiB", "1"
+    status: Status
+    message: str = ""  # why, when status is not ok
+    error: float | None = None  # largest ratio of |result - oracle| to its bound, over all checked outputs; <= 1
+    kernel: str = ""  # what really ran or was found, where a name says it: a kernel, tiles, a dtype, a line of source
+    seed: int = 0
+    rounds: list[int] = []  # samples of each round, where those of several are pooled
+    samples: list[float] = []  # raw, in measured order; empty unless status is ok
+
+    @property
+    def scale(self) -> str:
+        return self.run.scale
+
+    @property
+    def device(self) -> dict[str, Any]:
+        return self.run.device
+
+    @property
+    def software(self) -> dict[str, str]:
+        return self.run.software
+
+    @property
+    def commit(self) -> str:
+        return self.run.commit
+
+    @property
+    def dirty(self) -> bool:
+        return self.run.dirty
+
+    @property
+    def date(self) -> str:
+        return self.run.date
+
+    @property
+    def key(self) -> tuple[str, ...]:
+        """What identifies the quantity; a later record with the same key replaces an earlier one."""
+        return (self.problem, self.run.scale, self.implementation, case_key(self.case), self.mode, self.quantity)
+
+
+def case_to_dict(case: Any) -> dict[str, Any]:
+    """The dataclass `case` as a JSON object with its class name under "type"."""
+    if not is_dataclass(case) or isinstance(case, type):
+        raise TypeError(f"case must be a dataclass instance, got {type(case).__name__}")
+    return {"type": type(case).__name__, **asdict(case)}
+
+
+def case_key(case: dict[str, Any]) -> str:
+    return json.dumps(case, sort_keys=True)
+
+
+def check(record: Record) -> None:
+    """Raise ValueError naming the field if `record` says too little, too much, or a number that is none."""
+    for name in ("implementation", "quantity", "unit"):
+        if not getattr(record, name):
+            raise ValueError(f"{name} must not be empty")
+    if not PROBLEM_NAME.fullmatch(record.problem) or record.problem == RUNS:
+        raise ValueError(f"problem must be 1 to 100 letters, digits, '_' and '-', got {record.problem[:100]!r}")
+    if not isinstance(record.case.get("type"), str):
+        raise ValueError("case must hold its class name under 'type'")
+    if bool(record.samples) != (record.status == "ok"):
+        raise ValueError(f"samples must be there if status is ok and only then, got {len(record.samples)}")
+    if not all(math.isfinite(sample) and abs(sample) <= LARGEST_SAMPLE for sample in record.samples):
+        raise ValueError(f"samples must be finite and at most {LARGEST_SAMPLE:g}")
+    if record.status != "ok" and not record.message:
+        raise ValueError(f"message must say why status is {record.status}")
+    if record.rounds and (sum(record.rounds) != len(record.samples) or min(record.rounds) < 1):
+        raise ValueError(f"rounds must add up to the {len(record.samples)} samples, got {record.rounds}")
+    if record.quantity.endswith("_intervals") and len(record.samples) % 2:
+        raise ValueError(f"samples of {record.quantity} must be starts and ends by turns, got {len(record.samples)}")
+
+
+def append_records(path: Path, records: Sequence[Record]) -> None:
+    """Append `records` to the file at `path`, and their runs to `runs.jsonl` beside it where it lacks them.
+
+    Raises ValueError before anything is written if a record says too little. The lines are one write, flushed to disk.
+    """
+    for record in records:
+        check(msgspec.convert(msgspec.to_builtins(record), Record))  # the types, then the rules
+        if not record.run.commit or not record.run.device.get("name"):
+            raise ValueError("run must have a commit and a device with its name")
+    known = read_runs(path.parent)
+    new = {record.run.id: record.run for record in records if record.run.id not in known}
+    _append(path.with_name(f"{RUNS}.jsonl"), [msgspec.to_builtins(run) for run in new.values()])
+    _append(path, [msgspec.to_builtins(record) | {"run": record.run.id} for record in records])
+
+
+def write_records(path: Path, records: Sequence[Record]) -> None:
+    """Replace the rows of the file at `path`; a killed process leaves the old file or the new one."""
+    partial = path.with_name(path.name + ".partial")
+    partial.unlink(missing_ok=True)
+    append_records(partial, records)
+    if records:
+        os.replace(partial, path)
+    else:
+        path.write_text("")
+
+
+def _append(path: Path, rows: Sequence[dict[str, Any]]) -> None:
+    if not rows:
+        return
+    text = "".join(json.dumps(row, allow_nan=False, separators=(",", ":")) + "\n" for row in rows)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "ab+") as file:
+        if file.tell() > 0:
+            file.seek(-1, os.SEEK_END)
+            if file.read(1) != b"\n":  # a killed run's last line: closed, so that it spoils nothing but itself
+                text = "\n" + text
+        file.write(text.encode())
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read_runs(folder: Path) -> dict[str, Run]:
+    """The runs of `folder`/runs.jsonl by their ids."""
+    runs, damaged = _read(folder / f"{RUNS}.jsonl", lambda row: msgspec.convert(row, Run))
+    _warn(damaged)
+    return {run.id: run for run in runs}
+
+
+def read_records(path: Path) -> list[Record]:
+    """All readable records of the file at `path`, in the order written; an absent file has none.
+
+    Unknown keys are dropped. Lines that are no records, or whose run is unknown, are left out with one warning, which
+    names the first; so is a `path` that is not a regular file, since reading a pipe would wait for ever.
+    """
+    if path.name == f"{RUNS}.jsonl":
+        return []
+    runs = read_runs(path.parent)
+
+    def record_of(row: Any) -> Record:
+        if not isinstance(row, dict):
+            raise ValueError(f"must be a JSON object, got {type(row).__name__}")
+        if not isinstance(name := row.get("run"), str) or name not in runs:
+            raise ValueError(f"run {str(name)[:100]!r} is not in {RUNS}.jsonl")
+        record = msgspec.convert(row | {"run": runs[name]}, Record)
+        check(record)
+        return record
+
+    records, damaged = _read(path, record_of)
+    _warn(damaged)
+    return records
+
+
+def _read(path: Path, parse: Any) -> tuple[list[Any], list[str]]:
+    """What `parse` makes of each line's JSON, and a sentence for each line that it refuses."""
+    if not path.exists():
+        return [], []
+    if not path.is_file():
+        return [], [f"{path.name}: not a regular file, skipped"]
+    parsed, damaged = [], []
+    for number, line in enumerate(path.read_bytes().split(b"\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            parsed.append(parse(msgspec.json.decode(line)))
+        except (ValueError, RecursionError) as error:  # msgspec's errors are ValueErrors
+            damaged.append(f"{path.name}:{number}: not a record, left out ({error})")
+    return parsed, damaged
+
+
+def _warn(damaged: list[str]) -> None:
+    if damaged:
+        more = f", and {len(damaged) - 1} more lines of it" if len(damaged) > 1 else ""
+        warnings.warn(damaged[0] + more, stacklevel=3)
+
+
+def latest(records: Iterable[Record]) -> list[Record]:
+    """The newest record of each key, in the order in which the keys first appeared."""
+    return list({record.key: record for record in records}.values())
+
+
+def is_series(quantity: str) -> bool:
+    """Whether the samples of `quantity` are a series and no repetitions: a curve, intervals, a timeline.
+
+    Of repetitions some say what all say; a series lacks what is left out.
+    """
+    return quantity == "loss" or quantity.endswith("_intervals") or quantity.startswith("timeline.")

@@ -1,0 +1,211 @@
+"""What an experiment is: one class in one file of this folder, found by its `@problem` and named like the file.
+
+    @problem(title="Few queries: one head, or generated tokens", section="beyond", order=4)
+    class FewQueries(Experiment):
+        implementations = ("triton", "sdpa_cudnn")
+        rows = (Row("forward", "time", "ms"),)
+
+        def cases(self, run):                       # frozen dataclasses, by scale
+            return [...]
+
+        def measure(self, cell, run):               # in a process of its own, checked before it is timed
+            yield Sample(row=self.rows[0], samples=[...], error=0.4)
+
+        tables = {"times": Pivot(down=("shape",), across="implementation", where={"quantity": "time"})}
+        figures = {"times": Bars(x="shape", y="median", color="implementation", where={"quantity": "time"})}
+
+That and `writeup/few_queries.md` is all of it. `list`, `run`, `report`, `compare` and the tests find both by
+themselves. A cell is what is attempted, isolated and resumed: a case and an implementation, or all of these `by_turns`.
+Its `rows` are promised before it runs, so that a cell that runs out of memory still leaves a record for each.
+docs/experiments.md is the recipe; mixed_precision_accumulation.py is the shortest example, attention_shapes.py a
+typical one.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+
+from cs336_systems.config import RunConfig
+from cs336_systems.experiments.handout import HANDOUT
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from cs336_systems.experiments.figures import Figure
+    from cs336_systems.experiments.tables import TableSpec
+
+BEYOND = "beyond"  # the section of what no handout asks for
+MARK = "\n@problem("  # how a file says that it holds an experiment
+BY_TURNS = "by turns"  # a cell's implementation where it measures several
+
+
+class Unsupported(Exception):  # noqa: N818 - a reason for a row, not an error
+    """An implementation does not exist for a case; the message says why and becomes the `skipped` row's."""
+
+
+class Disagreement(Exception):  # noqa: N818
+    """An implementation's result is outside the numerical contract, so its time is not recorded."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One quantity that a cell promises to report."""
+
+    mode: str  # forward, backward, forward_backward, train_step or collective: what is timed
+    quantity: str  # time, compile_time, peak_memory, ...; a series ends in _intervals or begins with timeline.
+    unit: str  # ms, s, MiB, "1" for a pure number, ...
+    case: Any = None  # the config dataclass of this row, where it is not the cell's own
+    implementation: str = ""  # whose it is, where the cell measures several by turns
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """Samples of one promised row, or the reason why there are none."""
+
+    row: Row
+    samples: Sequence[float] = ()
+    kernel: str = ""  # the kernel or configuration that really ran
+    error: float | None = None  # largest error over its bound, where the row's results were checked
+    skipped: str = ""  # the reason, when there are no samples
+    failed: str = ""  # what went wrong with this row while others of the cell could be measured
+    oom: bool = False  # of what went wrong, whether it was that memory was short
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """One implementation on one case, or several of them by turns, each with rows of its own."""
+
+    case: Any  # a frozen config dataclass; stored in the records
+    implementation: str  # of several BY_TURNS; no record has it
+    rows: tuple[Row, ...]
+    problem: str = ""  # filled in by `Experiment.planned`
+    fresh_process: bool = False  # measure in a process that has done nothing before (warm-up effects)
+    predicted_bytes: int = 0  # closed form of the peak, by which a CPU run skips what cannot fit
+
+    @property
+    def group(self) -> tuple[Any, ...]:
+        """Cells of one group are measured on one GPU, in one shard: those that tables compare or that share inputs."""
+        if hasattr(self.case, "head_dim"):
+            return (self.problem, self.case.dtype, self.case.head_dim)
+        if hasattr(self.case, "model"):
+            return (self.problem, self.case.model.name)
+        return (self.problem, self.case)
+
+    @property
+    def implementations(self) -> tuple[str, ...]:
+        """Whose rows the cell promises."""
+        return tuple(dict.fromkeys(row.implementation or self.implementation for row in self.rows))
+
+    @property
+    def alone(self) -> bool:
+        """Whether nothing else may run on the machine meanwhile: it has ranks of its own, or times the host."""
+        return hasattr(self.case, "num_ranks") or any(row.quantity == "host_time" for row in self.rows)
+
+
+class Experiment:
+    """Base of every experiment. `cases` and `measure` are needed, or `cells` instead of `cases`; the rest has defaults.
+
+    `tables` and `figures` are declared by name: the page shows them with `{{ table("times") }}`, files carry it.
+    """
+
+    name: ClassVar[str]
+    title: ClassVar[str]
+    section: ClassVar[str]
+    editions: ClassVar[tuple[int, ...]]
+    points: ClassVar[int]
+    order: ClassVar[float]  # among the chapters beyond the handout
+
+    implementations: tuple[str, ...] = ("eager",)
+    rows: tuple[Row, ...] = ()  # of each cell, unless `cells` gives others
+    takes: str = ""  # what `run --implementation package.module:Name` may be here: attention, ddp, fsdp; "": nothing
+    by_turns: bool = False  # one cell measures all implementations of a case, round by round: ratios are within rounds
+    tables: Mapping[str, TableSpec] = {}
+    figures: Mapping[str, Figure] = {}
+
+    def cases(self, run: RunConfig) -> Sequence[Any]:
+        """The config dataclasses that are measured at `run.scale`."""
+        return ()
+
+    def cells(self, run: RunConfig) -> list[Cell]:
+        """Every implementation on every case, each with all of `rows`; override where they differ."""
+        if self.by_turns:
+            rows = tuple(replace(row, implementation=name) for name in self.implementations for row in self.rows)
+            return [Cell(case=case, implementation=BY_TURNS, rows=rows) for case in self.cases(run)]
+        return [
+            Cell(case=case, implementation=name, rows=self.rows)
+            for case in self.cases(run)
+            for name in self.implementations
+        ]
+
+    def measure(self, cell: Cell, run: RunConfig) -> Iterator[Sample]:
+        """Measure `cell`, checking before timing; raises Unsupported or Disagreement, passes OutOfMemoryError."""
+        raise NotImplementedError(f"{type(self).__name__} measures nothing")
+
+    def columns(self, row: dict[str, Any]) -> dict[str, Any]:
+        """Columns of its own for the frame, from a row that has the case's fields: `{"shape": "1 x 16 x 64"}`.
+
+        A record for which it raises KeyError, ValueError or TypeError is left out with a warning.
+        """
+        return {}
+
+    def numbers(self, frame: pd.DataFrame) -> dict[str, Any]:
+        """What its page needs and no lookup gives: names for the template, numbers or functions."""
+        return {}
+
+    def planned(self, run: RunConfig) -> list[Cell]:
+        """`cells` with this problem's name."""
+        return [replace(cell, problem=self.name) for cell in self.cells(run)]
+
+
+E = TypeVar("E", bound=type[Experiment])
+
+
+def problem(
+    *, title: str = "", section: str = BEYOND, editions: tuple[int, ...] = (), points: int = 0, order: float = 0
+) -> Callable[[E], E]:
+    """Make a class the experiment of its file. Of a handout's problem the handout says title, section and points."""
+
+    def mark(cls: E) -> E:
+        cls.name = cls.__module__.rpartition(".")[2]
+        known = HANDOUT.get(cls.name)
+        cls.title = title or (known.title if known else "")
+        cls.section, cls.editions, cls.points, cls.order = section, editions, points, order
+        if known:
+            cls.section, cls.editions, cls.points = known.section, known.editions, known.points
+        elif not title:
+            raise ValueError(f"{cls.name} is no handout's problem: @problem needs its title")
+        return cls
+
+    return mark
+
+
+def experiment_names(folder: Path = Path(__file__).parent) -> list[str]:
+    """The experiments' names: the files of `folder` with a class under `@problem`."""
+    return sorted(path.stem for path in folder.glob("*.py") if MARK in path.read_text(encoding="utf-8"))
+
+
+@cache
+def experiments() -> dict[str, Experiment]:
+    """Every experiment by name, the handouts' in their order, then those beyond."""
+    found = [load(name) for name in experiment_names()]
+    places = list(HANDOUT)
+
+    def place(one: Experiment) -> tuple[float, float, str]:
+        return (0, places.index(one.name), "") if one.name in HANDOUT else (1, one.order, one.name)
+
+    return {one.name: one for one in sorted(found, key=place)}
+
+
+@cache
+def load(name: str) -> Experiment:
+    """The experiment of the file `<name>.py`; ValueError if that has none."""
+    module = importlib.import_module(f"cs336_systems.experiments.{name}")
+    for value in vars(module).values():
+        if isinstance(value, type) and issubclass(value, Experiment) and value.__dict__.get("name") == name:
+            return value()
+    raise ValueError(f"{name}.py has no class under @problem")

@@ -1,0 +1,165 @@
+"""A new experiment is one Python file and one Markdown file, and nothing else: listed, run, compared, on its page."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from cs336_systems.experiments.records import read_records
+
+ROOT = Path(__file__).resolve().parent.parent
+COMMIT = ("--commit", "0123456789ab", "--clean")
+
+EXPERIMENT = '''"""How long a sort takes, by length."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from cs336_systems.config import RunConfig
+from cs336_systems.experiments.figures import Lines
+from cs336_systems.experiments.spec import Cell, Disagreement, Experiment, Row, Sample, Unsupported, problem
+from cs336_systems.experiments.tables import Pivot
+from cs336_systems.measure.timing import time_calls
+
+TIME = Row("forward", "time", "ms")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SortCase:
+    length: int
+
+
+@problem(title="How long a sort takes", order=99)
+class SortSpeed(Experiment):
+    implementations = ("sort", "topk", "bitonic", "out_of_memory")
+    rows = (TIME,)
+
+    def cases(self, run: RunConfig) -> list[SortCase]:
+        return [SortCase(length=length) for length in (256, 1024, 16384)]
+
+    def measure(self, cell: Cell, run: RunConfig) -> Iterator[Sample]:
+        if cell.implementation == "bitonic":
+            raise Unsupported("no <b>bitonic</b> sort | here")
+        if cell.implementation == "out_of_memory":
+            raise torch.OutOfMemoryError("no memory is left")
+        x = torch.randn(cell.case.length, generator=torch.Generator().manual_seed(run.seed))
+        sort = torch.sort if cell.implementation == "sort" else lambda x: x.topk(len(x), largest=False)
+        if not torch.equal(sort(x)[0], x.sort()[0]):
+            raise Disagreement("not sorted")
+        yield Sample(row=TIME, samples=time_calls(lambda: sort(x), device=run.device, num_samples=5), error=0.0)
+
+    tables = {"times": Pivot(title="sorting", down=("length",), where={"quantity": "time"}, ratios=(("sort", "topk"),))}
+    figures = {"times": Lines(title="Sorting", x="length", where={"quantity": "time"})}
+'''
+PAGE = """# sort_speed
+
+*How long does a sort take?*
+
+> **Answer.** {{ time("sort", length=1024, unit="µs") }} for 1,024 numbers, {{ speed("sort", "topk") }} topk's speed.
+
+{{ figure("times") }}
+
+{{ table("times") }}
+"""
+
+
+@pytest.fixture(scope="module")
+def copy(tmp_path_factory) -> Path:
+    """The repository with two files more, run at scale tiny, its records in the place of the published ones."""
+    root = tmp_path_factory.mktemp("copy")
+    for folder in ("cs336_systems", "writeup"):
+        shutil.copytree(ROOT / folder, root / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    (root / "cs336_systems" / "experiments" / "sort_speed.py").write_text(EXPERIMENT)
+    for page in (root / "writeup").glob("*.md"):
+        page.unlink()  # their records are not here
+    (root / "writeup" / "sort_speed.md").write_text(PAGE)
+    result = command(root, "run", "sort_speed", "--scale", "tiny", "--device", "cpu", *COMMIT)
+    assert result.returncode == 0, result.stderr
+    return root
+
+
+def command(root: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [sys.executable, "-m", "cs336_systems", *arguments],
+        cwd=root, env=environment, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+
+
+def python(root: Path, code: str) -> str:
+    environment = {**os.environ, "PYTHONPATH": str(root)}
+    result = subprocess.run(
+        [sys.executable, "-c", code], cwd=root, env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def test_it_is_short_and_listed(copy):
+    assert len(EXPERIMENT.splitlines()) <= 150
+    listed = command(copy, "list").stdout
+    assert "sort_speed\n    How long a sort takes (beyond the handout)" in listed
+
+
+def test_every_cell_leaves_a_row_and_a_second_run_finds_them(copy):
+    (path,) = copy.rglob("sort_speed.jsonl")
+    statuses = {(record.implementation, record.status) for record in read_records(path)}
+    assert statuses == {("sort", "ok"), ("topk", "ok"), ("bitonic", "skipped"), ("out_of_memory", "oom")}
+    before = path.read_bytes()
+    again = command(copy, "run", "sort_speed", "--scale", "tiny", "--device", "cpu", *COMMIT)
+    assert "6 ok before, 3 skipped before, 3 oom before" in again.stdout and path.read_bytes() == before
+
+
+def test_the_report_is_one_file_with_a_figure_and_a_table(copy):
+    result = command(copy, "report", "--problem", "sort_speed")
+    assert result.returncode == 0, result.stderr
+    assert "sort_speed: 6 ok, 3 skipped, 3 oom" in result.stdout
+    (report,) = copy.glob("results/*/report.html")
+    text = report.read_text()
+    assert 'id="sort_speed"' in text and text.count('class="spec"') == 1 and "vegaEmbed" in text
+    shown = re.sub(r"<script>.*?</script>", "", text, flags=re.DOTALL)
+    assert not re.search(r'(src|href)="(https?:)?//', shown), "no network"
+    assert "Not on this machine: bitonic (no &lt;b&gt;bitonic&lt;/b&gt; sort | here)" in shown and "<b>" not in shown
+    lengths = re.findall(r'<tr><td data-number="[\d.]+">([\d,]+)</td>', shown)
+    assert lengths == ["256", "1,024", "16,384"], "in the order of the cases"
+    assert shown.count(">OOM</td>") == 3
+
+
+def test_its_page_has_the_records_numbers(copy):
+    (records,) = copy.rglob("records")
+    published = copy / "results" / "nvidia-h200"
+    shutil.copytree(records.parent, published, dirs_exist_ok=True)
+    code = """
+from pathlib import Path
+from cs336_systems.experiments.pages import Book
+book = Book(Path(), Path("results/nvidia-h200"))
+book.write()
+print(book.check())
+"""
+    assert python(copy, code) == "[]\n"
+    document = next(copy.glob("pages.md")).read_text()
+    assert re.search(r"> \*\*Answer.\*\* [\d.,]+ µs for 1,024 numbers, [\d.]+( to [\d.]+)?× topk's speed", document)
+    assert "| 1,024 |" in document and "![Sorting](results/nvidia-h200/figures/sort_speed_times.png)" in document
+    assert (published / "figures" / "sort_speed_times.png").read_bytes().startswith(b"\x89PNG")
+    assert "**sorting (ms)**" in (published / "tables" / "sort_speed.md").read_text()
+    path = published / "records" / "sort_speed.jsonl"
+    lines = [line for line in path.read_text().splitlines() if '"sort"' in line]
+    path.write_text(path.read_text().replace(lines[0], re.sub(r'"samples":\[.*', '"samples":[123.0]}', lines[0])))
+    stale = python(copy, code.replace("book.write()\n", ""))
+    assert "pages.md: differs" in stale and "sort_speed_times.png: shows other records" in stale
+
+
+def test_it_is_compared(copy):
+    (path,) = copy.glob("results/cpu*/records/sort_speed.jsonl")
+    result = command(copy, "compare", str(path), str(path), "--problem", "sort_speed")
+    assert result.returncode == 0 and "12 rows at a threshold of 1.5 %" in result.stdout, result.stderr

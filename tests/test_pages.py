@@ -1,0 +1,262 @@
+"""Tables, figures and pages: what a reader sees of records, and what a page may not say."""
+
+from __future__ import annotations
+
+import json
+import math
+import warnings
+from pathlib import Path
+
+import pandas as pd
+import pytest
+from msgspec.structs import replace
+
+from cs336_systems.experiments import attention_shapes
+from cs336_systems.experiments.figures import Areas, Bars, Dots, Heat, Lines, Spans, scale_of, spec_of
+from cs336_systems.experiments.frames import digits, exploded, flat_case, intervals, load_frame, pick, speed
+from cs336_systems.experiments.handout import HANDOUT
+from cs336_systems.experiments.pages import ANSWER, Book, Page, check_template
+from cs336_systems.experiments.records import Record, case_to_dict
+from cs336_systems.experiments.spec import Experiment, experiments, load
+from cs336_systems.experiments.tables import ABSENT, Listing, Pick, Pivot, Ratio, Wide, escape
+from tests.test_records import RUN
+
+ROOT = Path(__file__).resolve().parent.parent
+GPU_RUN = replace(RUN, device={"name": "a GPU", "kind": "cuda"}, scale="smoke")
+SHAPES = load("attention_shapes")
+CASES = [cell.case for cell in SHAPES.cells(attention_shapes.RunConfig(scale="smoke", device="cuda"))][::5]
+
+
+def row(implementation: str, samples: list[float], case: object = CASES[0], **changes) -> Record:
+    values = {"mode": "forward", "quantity": "time", "unit": "ms", "status": "ok", "problem": "attention_shapes"}
+    values |= changes
+    of_case = case if isinstance(case, dict) else case_to_dict(case)
+    return Record(**{"run": GPU_RUN, "implementation": implementation, "case": of_case, "samples": samples} | values)
+
+
+def frame_of(*records: Record) -> pd.DataFrame:
+    return load_frame(SHAPES, records)
+
+
+def broken(implementation: str, status: str, case: object = CASES[0], message: str = "why") -> Record:
+    return row(implementation, [], case, status=status, message=message)
+
+
+DOWN = {"S": "seqlen_q", "d": "head_dim"}
+TIMES = Pivot(title="t", down=DOWN, where={"quantity": "time"}, ratios=(("hopper", "flex"),))
+
+
+def texts(table) -> list[list[str]]:
+    return [[cell.text for cell in line] for line in table.lines]
+
+
+def test_rows_stand_in_the_order_of_the_cells_whatever_that_of_the_file():
+    records = [row(name, [1.0], case) for case in CASES for name in ("triton", "hopper", "flex")]
+    table = TIMES.build(frame_of(*reversed(records)))
+    assert table.header == ["S", "d", "triton", "hopper", "flex", "speed of hopper over flex"]
+    assert [line[1].text for line in table.lines] == ["64", "128"] and table.title == "t (ms)"
+
+
+def test_a_cell_without_a_number_says_why():
+    records = [broken("triton", "oom"), broken("hopper", "skipped", message="needs\na GPU"), broken("flex", "failed")]
+    table = TIMES.build(frame_of(*records, row("sdpa_flash", [2.0]), row("sdpa_cudnn", [3.0], CASES[1])))
+    assert texts(table)[0][2:] == ["OOM", "skipped", ABSENT, "2.00", "failed", ABSENT]
+    less, needs = table.without_skipped()
+    assert "hopper" not in less.header and needs == {"hopper": "needs a GPU"}
+
+
+def test_interpreted_times_are_no_times():
+    on_cpu = [replace(each, run=RUN) for each in (row("triton", [5.0]), row("eager", [1.0]))]
+    frame = frame_of(*on_cpu)
+    assert TIMES.build(frame).lines[0][2].text == "ran, agrees" and TIMES.build(frame).lines[0][2].number is None
+    assert SHAPES.figures["forward"].rows(frame)["implementation"].tolist() == ["eager"]
+
+
+def test_a_ratio_is_of_one_run_and_by_turns_of_rounds():
+    ours, theirs = row("hopper", [1.0, 2.0, 4.0]), row("flex", [2.0, 2.0, 12.0])
+    assert texts(TIMES.build(frame_of(ours, theirs)))[0][-1] == "1.00"
+    by_turns = Pivot(down=("seqlen_q",), where={}, ratios=(("hopper", "flex"),), by_turns=True)
+    assert texts(by_turns.build(frame_of(ours, theirs)))[0][-1] == "2.00", "the median of 2, 1 and 3"
+    other = replace(theirs, run=replace(GPU_RUN, id="another"))
+    assert texts(TIMES.build(frame_of(ours, other)))[0][-1] == ABSENT
+    assert math.isnan(speed(None, None))
+
+
+def test_two_records_in_one_cell_are_an_error():
+    frame = frame_of(row("hopper", [1.0]), row("hopper", [1.0], mode="backward"))
+    with pytest.raises(ValueError, match="several records for hopper"):
+        TIMES.build(frame)
+    with pytest.raises(KeyError, match="no column 'size'; there are problem"):
+        pick(frame, {"size": 1})
+
+
+def test_wide_tables_put_quantities_side_by_side_in_their_units():
+    frame = frame_of(row("hopper", [0.5]), row("hopper", [2048.0], quantity="peak_memory", unit="MiB"))
+    wide = Wide(down=("implementation",), columns={
+        "time (µs)": Pick({"quantity": "time"}, unit="µs"), "peak (GiB)": Pick({"quantity": "peak_memory"}, unit="GiB"),
+        "share": Ratio("peak (GiB)", "time (µs)", percent=True), "none": Pick({"quantity": "loss"}),
+    })  # fmt: skip
+    assert texts(wide.build(frame)) == [["hopper", "500", "2.00", "0.40 %", ABSENT]]
+    listing = Listing(columns={"who": "implementation", "twice": lambda row: 2 * row["median"]}, where={"unit": "ms"})
+    assert texts(listing.build(frame)) == [["hopper", "1.00"]]
+    with pytest.raises(ValueError, match="no factor from MiB to µs"):
+        Listing(columns={"m": "median"}, unit="µs").build(frame)
+
+
+def test_text_of_records_is_no_markup():
+    """HTML and links of a record's text reached the page."""
+    text = escape("<script>alert(1)</script> [a](javascript:x) | `b` *c* _d_ sdpa_flash <!-- begin -->\n# e")
+    assert text == (
+        "&lt;script&gt;alert(1)&lt;/script&gt; \\[a](javascript:x) \\| \\`b\\` \\*c\\* \\_d\\_ sdpa_flash "
+        "&lt;!-- begin --&gt; # e"
+    )
+
+
+def test_a_record_that_an_experiment_cannot_read_is_told_and_left_out():
+    with pytest.warns(UserWarning, match="attention_shapes: hopper left out, KeyError: 'batch'"):
+        frame = frame_of(row("hopper", [1.0], {"type": "Odd"}), row("flex", [1.0]))
+    assert list(frame["implementation"]) == ["flex"]
+    with pytest.raises(ValueError, match="records of different devices cannot share a table: a GPU, a processor"):
+        frame_of(row("hopper", [1.0]), row("flex", [1.0], run=RUN))
+
+
+def test_a_cases_fields_are_columns():
+    case = {"type": "ModelCase", "model": {"name": "xl", "d_model": 2560}, "precision": {"parameters": "float32"}}
+    assert flat_case(case) == {"case_type": "ModelCase", "model": "xl", "model.d_model": 2560, "precision": "float32"}
+    case = {"precision": {"parameters": "float32", "autocast": "bfloat16"}}
+    assert flat_case(case) == {"precision": "bfloat16 autocast"}
+
+
+@pytest.mark.parametrize(
+    "value, text",
+    [(0.0, "0"), (9.996, "10.0"), (0.0123456, "0.0123"), (123456.7, "123,457"), (1e-9, "1.00e-09"), (math.nan, "–")],
+)
+def test_numbers_have_three_digits(value, text):
+    assert digits(value) == text
+
+
+# Figures
+
+SERIES = frame_of(
+    row("hopper", [0.0, 1.0, 2.0, 5.0], quantity="compute_intervals"),
+    row("hopper", [0.0, 10.0, 20.0], quantity="timeline.event", unit="1"),
+    row("hopper", [1.0, 2.0, 3.0], quantity="timeline.gradients", unit="MiB"),
+    row("hopper", [4.0, 5.0, 6.0], quantity="timeline.parameters", unit="MiB"),
+)
+MANY = frame_of(*(row(name, [time, 2 * time]) for name, time in (("hopper", 1.0), ("flex", 20.0))))
+KINDS = {
+    "lines": (Lines(x="seqlen_q", facet="head_dim"), MANY),
+    "bars": (Bars(x="shape", y="tflops", y_title="TFLOP/s"), MANY),
+    "dots": (Dots(x="tflops", y="median"), MANY),
+    "heat": (Heat(x="implementation", y="head_dim", color=None), MANY),
+    "spans": (Spans(x="", y="quantity", color=None, where={"quantity": "compute_intervals"}), SERIES),
+    "areas": (
+        Areas(x="timeline.event", y="median", color="quantity", where={"quantity": lambda name: name.startswith("t")}),
+        SERIES,
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_kind_is_drawn_the_same_each_time(kind):
+    import vl_convert
+
+    figure, frame = KINDS[kind]
+    spec = spec_of(figure.chart(frame))
+    assert json.dumps(spec) == json.dumps(spec_of(figure.chart(frame)))
+    assert vl_convert.vegalite_to_png(spec).startswith(b"\x89PNG")
+    assert figure.chart(frame[frame["status"] == "oom"]) is None
+
+
+def test_axes_are_logarithmic_from_a_range_of_ten_on_and_bars_never():
+    assert scale_of(pd.Series([1.0, 9.0])).to_dict() == {"zero": False}
+    assert scale_of(pd.Series([1.0, 10.0])).to_dict() == {"base": 10, "type": "log"}
+    assert scale_of(pd.Series([0.0, 10.0])).to_dict() == {"zero": False}
+    assert '"log"' not in json.dumps(spec_of(Bars(x="shape").chart(MANY)))
+    assert '"log"' in json.dumps(spec_of(Lines(x="seqlen_q").chart(MANY)))
+
+
+def test_series_are_taken_apart():
+    assert intervals(SERIES.iloc[:1])[["start", "end"]].to_numpy().tolist() == [[0.0, 1.0], [2.0, 5.0]]
+    assert exploded(SERIES.iloc[1:2])[["index", "value"]].to_numpy().tolist() == [[0, 0.0], [1, 10.0], [2, 20.0]]
+
+
+# Pages
+
+
+@pytest.fixture(scope="module")
+def book() -> Book:
+    return Book(ROOT, ROOT / "results" / "nvidia-h200")
+
+
+def test_the_published_pages_agree_with_their_records(book):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        assert book.check() == []
+
+
+@pytest.mark.parametrize(
+    "line, typed",
+    [
+        ("It takes 1.07 ms.", "1.07 ms"), ("up to 12,345 MiB,", "12,345 MiB"), ("1.12× as fast", "1.12×"),
+        ("(-0.55 %)", "-0.55 %"), ("from 3 to 5 TFLOP/s", "5 TFLOP/s"), ("| 43 µs |", "43 µs"),
+        ("2.5 times", "2.5 times"),
+    ],
+)  # fmt: skip
+def test_a_measured_number_typed_by_hand_is_found(line, typed):
+    (found,) = check_template(f"{ANSWER} So.\n\n{line}\n")
+    assert found == (3, f"{typed!r} is typed by hand: take it from a record, or quote it with given()")
+
+
+@pytest.mark.parametrize(
+    "line",
+    ['{{ time("hopper") }} of `3 ms` and $4 ms$', "```\n5 ms\n```", "[a](b_7ms.png) 409 steps, 2 GPUs, float16",
+     '{{ given("3.35 TB/s", "data sheet") }}', "{# 4 ms #}"],
+)  # fmt: skip
+def test_what_is_quoted_or_no_measurement_is_not_found(line):
+    assert check_template(f"{ANSWER} So.\n\n{line}\n") == []
+
+
+def test_the_answer_stands_at_the_beginning():
+    assert check_template("# x\n" * 11 + f"{ANSWER} late")[0][1].startswith("the answer")
+
+
+def test_a_page_that_cannot_be_made_names_itself(book, tmp_path):
+    (tmp_path / "writeup").mkdir()
+    for text, message in (
+        ('{{ time("hopper") }}', "records of attention_shapes have {'quantity': 'time', 'implementation': 'hop"),
+        ('{{ tme("hopper") }}', "'tme' is undefined"),
+        ('{{ table("speed") }}', "no table 'speed'; there are forward, backward"),
+        ('{{ figure("speed") }}', "no figure 'speed'"),
+        ('{{ table("forward", columns=["no"]) }}', r"has no columns \['no'\]"),
+        ('{{ given("3 ms", "") }}', "must say its source"),
+        ("", "must begin with '# attention_shapes'"),
+    ):
+        heading = "# attention_shapes\n" if text else "# other\n"
+        (tmp_path / "writeup" / "attention_shapes.md").write_text(heading + text)
+        with pytest.raises(ValueError, match=r"writeup/attention_shapes.md: .*" + message.replace("{", r"\{")):
+            Book(tmp_path, book.folder).page("attention_shapes")
+
+
+def test_lookups(book):
+    page = Page(book, "attention_shapes")
+    where = {"mode": "forward", "shape": "1 × 16 × 16,384 × 64 causal"}
+    assert page.time("hopper", **where) == "1.07 ms" and page.time("hopper", unit="µs", **where) == "1,074 µs"
+    assert page.number("time", "hopper", **where) == 1.07434
+    assert page.speed("hopper", "sdpa_cudnn", **where) == "1.17×"
+    assert page.of("mixed_precision_accumulation").value("sum", column="kernel", accumulator="float16") == "9.953125"
+    assert page.device() == "NVIDIA H200"
+    with pytest.raises(ValueError, match="no times of hopper and eager in one run"):
+        page.speed("hopper", "eager")
+
+
+# The list
+
+
+def test_experiments_are_named_like_their_files_and_stand_in_handout_order():
+    assert len(HANDOUT) == 31
+    names = [name for name in experiments() if name in HANDOUT]
+    assert names == sorted(names, key=list(HANDOUT).index)
+    for name, experiment in experiments().items():
+        assert experiment.name == name and experiment.title and isinstance(experiment, Experiment)
+    assert all(Path(ROOT / "cs336_systems" / "experiments" / f"{name}.py").is_file() for name in experiments())

@@ -1,0 +1,202 @@
+"""The developers' tools for files of records: thinning samples, and pooling the rounds of repeated runs."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+
+from cs336_systems.experiments.records import Record, append_records, read_records
+from tests.test_records import RUN
+from tests.test_records import record as valid_record
+from tools.compact_records import main as compact_records
+from tools.pool_rounds import main as pool_rounds
+
+
+def record(**changes) -> Record:
+    """A record that may be written, with `changes` of it or of its run."""
+    of_run = {name: changes.pop(name) for name in list(changes) if name in ("commit", "dirty", "device", "software")}
+    return valid_record(**{"run": replace(RUN, **of_run)} | changes)
+
+
+def some_records() -> list[Record]:
+    many = record(implementation="triton", samples=[float(n) for n in range(100)])
+    failed = record(implementation="flex", samples=[], status="failed", message="a reason")
+    return [record(), many, failed]
+
+
+def test_the_tool_thins_samples_and_drops_what_was_replaced(tmp_path, capsys):
+    path = tmp_path / "records.jsonl"
+    append_records(path, [replace(record(), samples=[9.0]), *some_records()])
+    compact_records(["--samples", "25", str(path)])
+    first, second, failed = read_records(path)
+    assert first == record() and failed == some_records()[2]
+    assert second.samples == [float(n) for n in range(0, 100, 4)]
+    assert "4 records read" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("line", ['{"test": "tests/test_it.py::test_it"}', '{"samples": 2}', '{"pro'])
+def test_the_tool_leaves_a_file_alone_that_it_cannot_read_whole(line, tmp_path, capsys):
+    """The rows of the GPU tests, records of a newer schema and truncated lines were dropped."""
+    path = tmp_path / "records.jsonl"
+    append_records(path, some_records())
+    with path.open("a") as file:
+        file.write(line)
+    before = path.read_bytes()
+    with pytest.raises(SystemExit):
+        compact_records([str(path)])
+    assert "is left as it is: records.jsonl:4: not a record" in capsys.readouterr().err
+    assert path.read_bytes() == before
+    path.write_text("")
+    with pytest.raises(SystemExit):
+        compact_records([str(path)])
+    assert "records.jsonl holds no records" in capsys.readouterr().err and path.read_text() == ""
+
+
+@pytest.mark.parametrize(
+    ("quantity", "unit"), [("communication_intervals", "ms"), ("loss", "nats"), ("timeline.gradients", "MiB")]
+)
+def test_the_tool_leaves_a_series_whole(quantity, unit, tmp_path):
+    """Of repetitions some say what all say; without a part of its pairs or steps a series says something else."""
+    path = tmp_path / "records.jsonl"
+    series = record(quantity=quantity, unit=unit, samples=[float(n) for n in range(100)])
+    append_records(path, [series])
+    compact_records(["--samples", "25", str(path)])
+    assert read_records(path) == [series]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [(["--samples", "0", "x"], "--samples must be positive, got 0"), (["missing.jsonl"], "missing.jsonl is no file")],
+)
+def test_the_tool_refuses_what_it_cannot_do(arguments, message, capsys):
+    with pytest.raises(SystemExit):
+        compact_records(arguments)
+    assert message in capsys.readouterr().err
+
+
+def write_rounds(folder: Path, *rounds: list[Record]) -> list[str]:
+    """Results folders with one file of records each, dated by their number, and one to pool into: as arguments."""
+    for number, records in enumerate(rounds):
+        dated = [replace(each, run=replace(each.run, id=f"run-{number}")) for each in records]
+        append_records(folder / f"round{number}" / "a-device" / "records" / "flash_benchmarking.jsonl", dated)
+    (folder / "results").mkdir()
+    return [*(str(folder / f"round{number}") for number in range(len(rounds))), "--into", str(folder / "results")]
+
+
+def pooled_records(folder: Path) -> list[Record]:
+    return read_records(folder / "results" / "records" / "flash_benchmarking.jsonl")
+
+
+def test_rounds_become_one_set_of_records(tmp_path, capsys):
+    """Repetitions are those of all rounds, what is measured once is the round's in the middle; other rows stay."""
+    once = [record(quantity="peak_memory", unit="MiB", samples=[peak]) for peak in (10.0, 20.0, 30.0)]
+    gaps = [record(quantity="compute_intervals", samples=[0.0, end]) for end in (1.0, 2.0, 3.0)]
+    hosts = [record(quantity="host_time", samples=[end, end]) for end in (1.0, 2.0, 3.0)]
+    errors = (0.1, 0.9, 0.3)
+    times = [record(samples=samples) for samples in ([9.0, 9.5], [1.0, 20.0], [5.0, 7.0])]  # medians 9.25, 10.5, 6
+    times = [replace(time, error=error) for time, error in zip(times, errors)]
+    other, replaced = record(implementation="triton"), record(samples=[0.5])
+    arguments = write_rounds(tmp_path, *map(list, zip(times, once, gaps, hosts)))
+    append_records(tmp_path / "results" / "records" / "flash_benchmarking.jsonl", [other, replaced])
+    pool_rounds(arguments)
+    last = replace(RUN, id="run-2")
+    assert pooled_records(tmp_path) == [
+        other,
+        record(samples=[9.0, 9.5, 1.0, 20.0, 5.0, 7.0], rounds=[2, 2, 2], error=0.9, run=last),
+        replace(once[0], run=last),
+        replace(gaps[0], run=last),
+        record(quantity="host_time", samples=[1.0, 1.0, 2.0, 2.0, 3.0, 3.0], rounds=[2, 2, 2], run=last),
+    ]
+    assert "5 records, those of 3 rounds among them" in capsys.readouterr().out
+
+
+def test_what_failed_in_every_round_has_failed(tmp_path):
+    failed = record(samples=[], status="failed", message="a reason")
+    pool_rounds(write_rounds(tmp_path, [failed], [failed]))
+    assert [(each.status, each.message) for each in pooled_records(tmp_path)] == [("failed", "a reason")]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"commit": "fedcba987654"}, "these have several commits: 0123456789ab, fedcba987654"),
+        ({"dirty": True}, "these have several commits: 0123456789ab, 0123456789ab with changes"),
+        ({"device": {"name": "another", "kind": "cpu"}}, "these have several devices"),
+        ({"software": {"python": "3.12.3"}}, "these have several versions"),
+        ({"seed": 7}, "these have several seeds: 0, 7"),
+        ({"implementation": "triton"}, "round 2 has not the same cells and quantities as round 1"),
+        ({"unit": "s"}, "unit of time of tiled (flash_benchmarking) is 's' in round 2 and 'ms' in round 1"),
+        ({"kernel": "other_tiles"}, "kernel of time of tiled (flash_benchmarking) is 'other_tiles' in round 2"),
+        ({"samples": [], "status": "skipped", "message": "a budget"}, "status of time of tiled (flash_bench"),
+    ],
+)
+def test_only_repetitions_are_pooled(changes, message, tmp_path, capsys):
+    """Of two revisions, devices or kernels no sample stands for the other's; a lost cell must not cost the others."""
+    arguments = write_rounds(tmp_path, [record()], [record(**changes)])
+    with pytest.raises(SystemExit):
+        pool_rounds(arguments)
+    error = capsys.readouterr().err
+    assert "nothing is written: " in error and message in error
+    assert not (tmp_path / "results" / "records").exists()
+
+
+def test_rounds_are_pooled_into_their_own_device_and_scale_only(tmp_path, capsys):
+    """Tables of a file with two devices cannot be built any more."""
+    arguments = write_rounds(tmp_path, [record()], [record(samples=[2.0])])
+    elsewhere = record(device={"name": "a GPU", "kind": "cuda"})
+    elsewhere = replace(elsewhere, run=replace(elsewhere.run, id="elsewhere"))
+    target = tmp_path / "results" / "records" / "flash_benchmarking.jsonl"
+    append_records(target, [elsewhere])
+    with pytest.raises(SystemExit):
+        pool_rounds(arguments)
+    assert "would hold several devices or scales: a GPU at tiny, a processor at tiny" in capsys.readouterr().err
+    assert read_records(target) == [elsewhere]
+
+
+def test_a_round_counts_once(tmp_path, capsys):
+    first, second, into, results = write_rounds(tmp_path, [record()], [record(samples=[2.0])])
+    (tmp_path / "copy").mkdir()
+    shutil.copytree(first, tmp_path / "copy", dirs_exist_ok=True)
+    for arguments, message in (
+        ([first, first, into, results], "a round is named twice, or --into lies in one"),
+        ([first, second, into, f"{first}/a-device"], "a round is named twice, or --into lies in one"),
+        ([first, str(tmp_path / "copy"), into, results], "round 2 is round 1 once more"),
+        ([second, first, str(tmp_path / "copy"), into, results], "round 3 is round 2 once more"),
+        ([first, second, into, f"{results}/typo"], "typo is no folder"),
+    ):
+        with pytest.raises(SystemExit):
+            pool_rounds(arguments)
+        assert f"{message}" in capsys.readouterr().err, message
+    assert not (tmp_path / "results" / "records").exists()
+
+
+def test_rounds_that_cannot_be_read_whole_are_refused(tmp_path, capsys):
+    first, second, *into = write_rounds(tmp_path, [record()], [record(samples=[2.0])])
+
+    def refused(*rounds: str) -> str:
+        with pytest.raises(SystemExit):
+            pool_rounds([*rounds, *into])
+        assert not (tmp_path / "results" / "records").exists()
+        return capsys.readouterr().err
+
+    assert "there must be two rounds at least" in refused(first)
+    assert "must hold the records of one device, got 0 folders" in refused(first, second, str(tmp_path / "nothing"))
+    file = next((tmp_path / "round1").glob("*/records/flash*.jsonl"))
+    whole = file.read_text()
+    file.write_text(whole + '{"pro')
+    assert "nothing is written: flash_benchmarking.jsonl:2: not a record" in refused(first, second)
+    file.write_text("")
+    assert "round 2 has not the same cells" in refused(first, second) and "round 1 holds no" in refused(second, first)
+    file.write_text(whole)
+    file.rename(file.with_name("another.jsonl"))
+    assert "another.jsonl is missing in" in refused(first, second)
+
+
+def test_thinned_samples_are_of_no_round(tmp_path):
+    path = tmp_path / "records.jsonl"
+    append_records(path, [record(samples=[1.0, 2.0, 3.0, 4.0], rounds=[2, 2]), record(mode="backward", rounds=[1, 1])])
+    compact_records(["--samples", "2", str(path)])
+    assert [each.rounds for each in read_records(path)] == [[], [1, 1]]

@@ -1,0 +1,78 @@
+"""A run in several processes: each takes a shard of the cells, into one folder."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from typer.testing import CliRunner
+
+from cs336_systems.cli import app
+from cs336_systems.config import RunConfig
+from cs336_systems.experiments.harness import Shard, planned_cells
+from cs336_systems.experiments.records import read_records, read_runs
+from cs336_systems.experiments.registry import PROBLEMS
+
+HANDOUT = RunConfig(scale="handout", device="cuda")
+
+
+@pytest.mark.parametrize("text", ["", "1", "0/2", "3/2", "a/b", "1/2/3", "-1/2"])
+def test_a_shard_is_one_of_several(text):
+    with pytest.raises(ValueError, match="--shard must be I/N"):
+        Shard.parse(text)
+
+
+@pytest.mark.parametrize("problem", ["flash_benchmarking", "benchmarking_script", "naive_ddp_benchmarking"])
+@pytest.mark.parametrize("count", [1, 2, 3, 8])
+def test_shards_share_the_cells_out_and_split_no_group(problem, count):
+    cells = planned_cells(problem, HANDOUT)
+    parts = [Shard(index=index, count=count).of(cells) for index in range(1, count + 1)]
+    assert sorted(map(id, sum(parts, []))) == sorted(map(id, cells))
+    for part in parts:
+        assert part == [cell for cell in cells if any(cell is other for other in part)], "in their order"
+    where = [{cell.group for cell in part if not cell.alone} for part in parts]
+    assert sum(map(len, where)) == len(set().union(*where)), "what tables compare is measured on one GPU"
+    assert not any(cell.alone for part in parts[1:] for cell in part)
+
+
+def test_the_largest_groups_are_of_different_shards():
+    cells = planned_cells("flash_benchmarking", HANDOUT)
+    largest = sorted(cells, key=lambda cell: -cell.predicted_bytes)
+    first, second = largest[0], next(cell for cell in largest if cell.group != largest[0].group)
+    assert first in Shard(index=1, count=2).of(cells) and second in Shard(index=2, count=2).of(cells)
+
+
+def test_two_shards_measure_everything_once(tmp_path):
+    for shard in ("1/2", "2/2"):
+        arguments = ["run", "mixed_precision_accumulation", "--scale", "tiny", "--device", "cpu", "--shard", shard]
+        arguments += ["--results", str(tmp_path), "--commit", "0123456789ab", "--clean"]
+        result = CliRunner().invoke(app, arguments)
+        assert result.exit_code == 0, result.output
+    (path,) = tmp_path.rglob("mixed_precision_accumulation.jsonl")
+    records = read_records(path)
+    assert len(records) == len({record.key for record in records}) == 4
+    assert {record.run.id.rpartition("-")[2] for record in records} == {"1of2", "2of2"}
+    assert len(read_runs(path.parent)) == 2
+
+
+def test_an_implementation_of_a_readers_own_gets_a_cell_a_case():
+    run = RunConfig(scale="smoke", device="cpu")
+    cells = planned_cells("attention_shapes", run, ["tests.own_attention:attend"])
+    own = [cell for cell in cells if cell.implementation == "tests.own_attention:attend"]
+    assert [cell.case for cell in own] == list(dict.fromkeys(cell.case for cell in cells))
+    listed = PROBLEMS["attention_shapes"].cells(run)
+    assert cells[: -len(own)] == [replace(cell, problem="attention_shapes") for cell in listed]
+
+
+def test_a_readers_own_attention_is_checked_and_measured(tmp_path):
+    for name, status in (("attend", "ok"), ("attend_to_everything", "failed")):
+        own = f"tests.own_attention:{name}"
+        arguments = ["run", "attention_shapes", "--scale", "tiny", "--device", "cpu", "--implementation", own]
+        arguments += ["--results", str(tmp_path), "--commit", "0123456789ab", "--clean"]
+        result = CliRunner().invoke(app, arguments)
+        (path,) = tmp_path.rglob("attention_shapes.jsonl")
+        records = [record for record in read_records(path) if record.implementation == own]
+        assert {(record.mode, record.status) for record in records} == {
+            (mode, status) for mode in ("forward", "backward", "forward_backward")
+        }, result.output
+        assert status == "ok" or "numerical contract" in records[0].message
