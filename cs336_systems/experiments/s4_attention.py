@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from cs336_systems.config import AttentionShape, DTypeName, ModelCase, RunConfig, proxy_model
-from cs336_systems.experiments.attention_cells import (
+from cs336_systems.experiments.attention import (
     BACKWARD,
     BEFORE_BACKWARD,
     BOTH,
@@ -61,13 +61,13 @@ def dtypes_and_dims(run: RunConfig) -> list[tuple[DTypeName, int]]:
 def pytorch_attention_cells(run: RunConfig) -> list[Cell]:
     """Plain attention, batch 8, one head, no mask, float32."""
     rows = (FORWARD, SAVED, BEFORE_BACKWARD, BACKWARD, PEAK)
-    return [attention_cell("pytorch_attention", shape, "eager", run, rows) for shape in _pytorch_shapes(run)]
+    return [attention_cell(shape, "eager", run, rows) for shape in _pytorch_shapes(run)]
 
 
 def torch_compile_cells(run: RunConfig) -> list[Cell]:
     """(a) the same attention, eager and compiled; (b) whole models, eager and compiled."""
     cells = [
-        attention_cell("torch_compile", shape, implementation, run, (FORWARD, BACKWARD))
+        attention_cell(shape, implementation, run, (FORWARD, BACKWARD))
         for shape in _pytorch_shapes(run)
         for implementation in ("eager", "compiled")
         if implementation == "eager" or run.scale != "tiny"
@@ -92,7 +92,7 @@ def flash_benchmarking_cells(run: RunConfig) -> list[Cell]:
     """Every implementation, batch 1, one head, causal; the implementations of a shape follow one another."""
     implementations = TINY_IMPLEMENTATIONS if run.scale == "tiny" else IMPLEMENTATIONS
     return [
-        attention_cell("flash_benchmarking", shape, implementation, run, (FORWARD, BACKWARD, BOTH, PEAK))
+        attention_cell(shape, implementation, run, (FORWARD, BACKWARD, BOTH, PEAK))
         for dtype, head_dim in dtypes_and_dims(run)
         for seqlen in FLASH_LENGTHS[run.scale]
         for shape in [_shape(1, seqlen, head_dim, True, dtype)]
