@@ -1,4 +1,4 @@
-"""The command line: `cs336-systems` doctor, list, run, build, report, compare, branches, profile, memory, tune, train.
+"""The command line: `cs336-systems` doctor, list, run, report, train, generate and others; each says --help.
 
 A wrong argument is one line on stderr and exit code 2; a run in which nothing could be measured exits 1; Ctrl-C exits
 130 and loses only the cell it interrupted, and so does a termination or a hang-up (143, 129).
@@ -15,7 +15,7 @@ import tempfile
 import time
 import warnings
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -27,6 +27,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from cs336_systems.commands.branches import branches
 from cs336_systems.commands.compare import compare
 from cs336_systems.commands.doctor import doctor
+from cs336_systems.commands.generate import generate
 from cs336_systems.commands.memory import memory
 from cs336_systems.commands.profile import profile
 from cs336_systems.commands.shared import (
@@ -36,6 +37,7 @@ from cs336_systems.commands.shared import (
     ResultsOption,
     one_line_errors,
     termination_interrupts,
+    wait_briefly,
 )
 from cs336_systems.commands.train import train
 from cs336_systems.commands.tune import tune
@@ -50,11 +52,6 @@ if TYPE_CHECKING:
 
 PUBLISHED_FOLDER = "nvidia-h200"  # whose records the writeup and the README show
 DOCUMENTS = ("README.md", "writeup.md")
-# How often a thread of PyTorch's on a CPU looks whether the others are done before it sleeps. Left alone libgomp looks
-# for milliseconds. When the system puts two threads on one core, which one busy program beside them is enough for, the
-# one that waits keeps the other from working until the scheduler's next tick: calls of 0.2 ms then take 8 or 40, in
-# every sample. With 1,000 looks they take 0.5, and as long as before where each thread has a core.
-SPIN_SWITCHES = {"GOMP_SPINCOUNT": "1000"}
 
 app = typer.Typer(
     add_completion=False,
@@ -65,6 +62,7 @@ app = typer.Typer(
 app.command()(doctor)
 app.add_typer(tune, name="tune")
 app.command()(train)
+app.command()(generate)
 app.command()(memory)
 app.command()(compare)
 app.command()(branches)
@@ -188,15 +186,6 @@ def run(
     if totals and not any(status.startswith(("ok", "partly")) for status in totals):
         typer.echo("error: nothing could be measured", err=True)
         raise typer.Exit(EXIT_NOTHING_MEASURED)
-
-
-def wait_briefly(environment: MutableMapping[str, str]) -> None:
-    """Bound how long threads of processes that start with `environment` wait awake; see SPIN_SWITCHES.
-
-    What the user has set, for libgomp or for OpenMP, stays.
-    """
-    if not environment.keys() & {*SPIN_SWITCHES, "OMP_WAIT_POLICY"}:
-        environment.update(SPIN_SWITCHES)
 
 
 def _build_for_measuring() -> None:
