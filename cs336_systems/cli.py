@@ -1,4 +1,4 @@
-"""The command line: `cs336-systems` list, run, report, profile, memory, train, doctor, tune, compare, branches.
+"""The command line: `cs336-systems` list, run, report, profile, memory, train, generate, doctor, tune, compare, branches.
 
 A wrong argument is one line on stderr and exit code 2; a run in which nothing could be measured exits 1; Ctrl-C exits
 130 and loses only the cell it interrupted, and so does a termination or a hang-up (143, 129).
@@ -16,6 +16,7 @@ from cs336_systems import __version__
 from cs336_systems.commands.branches import branches
 from cs336_systems.commands.compare import compare
 from cs336_systems.commands.doctor import doctor
+from cs336_systems.commands.generate import generate
 from cs336_systems.commands.memory import memory
 from cs336_systems.commands.profile import profile
 from cs336_systems.commands.report import list_problems, report
@@ -40,7 +41,7 @@ def options(version: Annotated[bool, typer.Option("--version", help="Say which v
 
 
 app.command("list")(list_problems)
-for command in (run, report, profile, memory, train, doctor):
+for command in (run, report, profile, memory, train, generate, doctor):
     app.command()(command)
 app.add_typer(tune, name="tune")
 app.command()(compare)

@@ -1,4 +1,4 @@
-"""What a training run is: everything that decides its losses, in one frozen dataclass.
+"""What a training run is: everything that decides its losses, in one frozen dataclass; and its learning rates.
 
 config = TrainingConfig(model=byte_model(MODEL_SIZES["small"], context_length=256), steps=2000)
 """
@@ -72,3 +72,17 @@ class TrainingConfig:
     def rank_batch(self) -> int:
         """Sequences of one rank in a step."""
         return self.batch // self.num_ranks
+
+    @property
+    def step_tokens(self) -> int:
+        """Tokens of a step, over all ranks."""
+        return self.batch * self.model.context_length
+
+
+def learning_rate(config: TrainingConfig, step: int) -> float:
+    """Rate of step `step`, counted from 0: (step + 1)/warmup_steps of the highest, then half a cosine to the last."""
+    if step < config.warmup_steps:
+        return config.learning_rate * (step + 1) / config.warmup_steps
+    progress = (step - config.warmup_steps) / max(1, config.steps - 1 - config.warmup_steps)
+    fall = config.learning_rate - config.final_learning_rate
+    return config.final_learning_rate + fall * (1 + math.cos(math.pi * min(1.0, progress))) / 2
