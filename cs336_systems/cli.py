@@ -1,4 +1,4 @@
-"""The command line: `cs336-systems` list, run, report, profile, memory, train, generate, doctor, tune, compare, branches.
+"""The command line: `cs336-systems` list, run, report, profile, memory, train, generate, doctor and others.
 
 A wrong argument is one line on stderr and exit code 2; a run in which nothing could be measured exits 1; Ctrl-C exits
 130 and loses only the cell it interrupted, and so does a termination or a hang-up (143, 129).

@@ -1,4 +1,4 @@
-"""Section 5's experiments and report: bandwidths, cells, agreed counts, tables, timelines and answers."""
+"""Section 5's experiments: bandwidths, cells, agreed counts, tables and traces."""
 
 from __future__ import annotations
 
@@ -23,26 +23,29 @@ from cs336_systems.distributed.bandwidth import (
     bus_factor,
     bus_gb_per_s,
 )
+from cs336_systems.distributed.ddp_naive import NaiveDDP
 from cs336_systems.distributed.launch import RankError, run_ranks
-from cs336_systems.experiments import ddp_cells
-from cs336_systems.experiments.cells import Disagreement, Unsupported
-from cs336_systems.experiments.collective_cells import communication_cells
-from cs336_systems.experiments.ddp_cells import ParallelStep, check_gradients, ddp_cell, measure_ddp, wrap
-from cs336_systems.experiments.rank_cells import agreed_samples, run_cell, slowest
-from cs336_systems.experiments.s5_distributed import bucketed_cells, flat_cells, naive_cells, overlap_cells
-from cs336_systems.records import Record
-from cs336_systems.report.answers import answer
-from cs336_systems.report.blocks import CASE_TYPES
-from cs336_systems.report.distributed import COMMUNICATION, DDP_PROBLEMS, num_buckets, steps
-from cs336_systems.report.figures import problem_figures
-from cs336_systems.report.frames import load_frame
-from cs336_systems.report.plots import plots
-from cs336_systems.report.tables import TABLES, sections
-from tests.distributed_records import communication_records, parallel_case, step_records
+from cs336_systems.experiments.data_parallel import ParallelStep, check_gradients, ddp_cell, measure_ddp, wrap
+from cs336_systems.experiments.frames import load_frame
+from cs336_systems.experiments.harness import planned_cells
+from cs336_systems.experiments.ranks import TIMES, agreed_samples, run_cell, slowest
+from cs336_systems.experiments.records import Record, Run, case_to_dict
+from cs336_systems.experiments.spec import Disagreement, Unsupported, load
 
 TINY = RunConfig(scale="tiny", device="cpu")
 SMOKE = RunConfig(scale="smoke", device="cpu")
 HANDOUT = RunConfig(scale="handout", device="cuda")
+
+
+def cells_of(problem: str, run: RunConfig):
+    return load(problem).cells(run)
+
+
+def parallel_case(**options) -> DataParallelCase:
+    return DataParallelCase(
+        model=MODEL_SIZES["xl"], batch=4, num_ranks=2, backend="nccl", attention="reference", **options
+    )
+
 
 # Bandwidth
 
@@ -104,36 +107,37 @@ def test_wrong_values_are_named(call, message):
 
 def test_the_handouts_grid_is_attempted(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    cells = communication_cells(HANDOUT)
+    cells = cells_of("distributed_communication_single_node", HANDOUT)
     assert {(cell.case.backend, cell.case.num_ranks) for cell in cells} == {
         ("nccl", 2), ("nccl", 4), ("gloo", 2), ("gloo", 4), ("gloo", 6), ("gloo", 8),
     }  # fmt: skip
     for cell in cells:
         asked = {(row.case.operation, row.case.num_bytes) for row in cell.rows}
         assert asked == {(name, size) for name in COLLECTIVES for size in (10**6, 10**7, 10**8, 10**9)}
-    compared = {(cell.implementation, cell.case.num_ranks) for cell in overlap_cells(HANDOUT)}
+    wrappers = cells_of("ddp_overlap_individual_parameters_benchmarking", HANDOUT)
+    compared = {(cell.implementation, cell.case.num_ranks) for cell in wrappers}
     names = ("naive", "flat", "overlap", "bucketed", "torch_ddp", "torch_ddp_view")
     assert compared == {("naive", 1), *((name, ranks) for name in names for ranks in (2, 4))}
-    assert {cell.case.num_ranks for cell in naive_cells(HANDOUT)} == {1, 2, 4}
-    assert {cell.case.num_ranks for cell in flat_cells(HANDOUT)} == {4}
-    ours = [cell.case for cell in bucketed_cells(HANDOUT) if cell.implementation == "bucketed"]
+    assert {cell.case.num_ranks for cell in cells_of("naive_ddp_benchmarking", HANDOUT)} == {1, 2, 4}
+    assert {cell.case.num_ranks for cell in cells_of("minimal_ddp_flat_benchmarking", HANDOUT)} == {4}
+    ours = [cell.case for cell in cells_of("ddp_bucketed_benchmarking", HANDOUT) if cell.implementation == "bucketed"]
     assert {case.bucket_size_mb for case in ours} == {1, 10, 100, 1000}
-    computes = [cell.case.precision.autocast for cell in overlap_cells(HANDOUT)]
+    computes = [cell.case.precision.autocast for cell in wrappers]
     assert computes == ["bfloat16"] * 13 + [None] * 13  # the faster first, if time runs out
     assert {case.precision.autocast for case in ours} == {"bfloat16"}
-    assert all(cell.case.model is MODEL_SIZES["xl"] and cell.case.batch == 4 for cell in overlap_cells(HANDOUT))
+    assert all(cell.case.model is MODEL_SIZES["xl"] and cell.case.batch == 4 for cell in wrappers)
 
 
 def tiny_case(ranks: int = 2, bucket: float | None = None) -> DataParallelCase:
-    return replace(naive_cells(TINY)[0].case, num_ranks=ranks, bucket_size_mb=bucket)
+    return replace(cells_of("naive_ddp_benchmarking", TINY)[0].case, num_ranks=ranks, bucket_size_mb=bucket)
 
 
 def check_a_wrapper_that_forgets(rank: int, ranks: int, case: DataParallelCase) -> None:
     step = ParallelStep("naive", case, TINY, rank)
-    assert check_gradients(step, ranks) <= 1
+    assert check_gradients(step) <= 1
     step.model.finish_gradient_synchronization = lambda: None
     with pytest.raises(Disagreement, match="averaged gradients are off by .* times the bound of the plain mean's"):
-        check_gradients(step, ranks)
+        check_gradients(step)
 
 
 def test_gradients_that_were_not_averaged_are_not_timed():
@@ -143,12 +147,12 @@ def test_gradients_that_were_not_averaged_are_not_timed():
 @pytest.mark.parametrize("implementation", ["bucketed", "torch_ddp_view"])
 def test_a_cell_measures_every_row(implementation):
     """Ours and the peer, at two ranks: gradients checked, samples positive, the trace's parts within the whole."""
-    cell = ddp_cell("ddp_overlap_individual_parameters_benchmarking", tiny_case(bucket=0.1), implementation)
+    cell = ddp_cell(tiny_case(bucket=0.1), implementation)
     cell = replace(cell, case=replace(cell.case, backend="gloo"))
     measured = {measurement.row.quantity: measurement for measurement in measure_ddp(cell, TINY)}
     assert len(measured["time"].samples) >= 5 and min(measured["time"].samples) > 0
     assert measured["time"].error is not None and measured["time"].error <= 1
-    traced = {name: measured[name].samples[0] for name in ddp_cells.TRACED[:4]}
+    traced = {name: measured[name].samples[0] for name in TIMES}
     assert 0 < traced["communication_time"] < traced["traced_time"]
     assert 0 <= traced["overlap_time"] <= min(traced["communication_time"], traced["compute_time"])
     ends = list(measured["communication_intervals"].samples)
@@ -156,7 +160,7 @@ def test_a_cell_measures_every_row(implementation):
 
 
 def test_an_unknown_implementation_is_skipped():
-    cell = replace(naive_cells(TINY)[0], implementation="sorcery")
+    cell = replace(cells_of("naive_ddp_benchmarking", TINY)[0], implementation="sorcery")
     with pytest.raises(Unsupported, match="there is no data parallelism called 'sorcery'"):
         list(measure_ddp(cell, TINY))
 
@@ -214,136 +218,71 @@ def test_more_ranks_than_gpus_are_skipped(monkeypatch):
         run_cell(fail, 4, "bug", backend="nccl", run=HANDOUT)
 
 
-# Report
+# Pages
 
 
-def records_of(problem: str) -> list[Record]:
-    return communication_records() if problem == COMMUNICATION else step_records(problem)
-
-
-def table(problem: str, name: str) -> str:
-    return next(part.body for part in sections(problem, load_frame(records_of(problem))) if part.name == name)
-
-
-def line(body: str, *keys: str) -> list[str]:
-    lines = [[cell.strip() for cell in one.strip("| ").split(" | ")] for one in body.splitlines()]
-    return next(found for found in lines if found[: len(keys)] == list(keys))
-
-
-def test_the_bandwidth_table_compares_with_the_link():
-    body = table(COMMUNICATION, "nccl")
-    assert line(body, "all-reduce", "4", "1000") == [
-        "all-reduce", "4", "1000", "5.000", "200", "300", "67 %",
-    ]  # fmt: skip
-    assert line(body, "all-gather", "4", "1000")[-3:] == ["200", "150", "33 %"]
-    assert "link peak: 450 GB/s each way (NVIDIA H200 Tensor Core GPU datasheet (SXM))" in body
-    gloo = table(COMMUNICATION, "gloo")
-    assert line(gloo, "broadcast", "4", "1")[3:] == ["failed [1]", "–", "–"] and "link peak" not in gloo
-    said = answer(COMMUNICATION, load_frame(communication_records()))
-    assert "nccl, 4 ranks: an all-reduce of 1 MB takes 0.00500 ms" in said and "67 % of the link's peak" in said
-
-
-def test_the_step_table_shows_what_is_hidden_and_the_peer():
-    body = table("ddp_overlap_individual_parameters_benchmarking", "steps")
-    # step, over torch's, communication, share, hidden, not hidden, memory
-    assert line(body, "naive")[-6:] == ["1.30×", "40.0", "30.8", "0", "40.0", "70,000"]
-    assert line(body, "overlap")[-6:] == ["1.04×", "40.0", "38.5", "75.0", "10.0", "70,000"]
-    assert line(body, "torch DDP")[2:] == ["OOM", "–", "–", "–", "–", "–", "–"]
-    said = answer("ddp_overlap_individual_parameters_benchmarking", load_frame(records_of(DDP_PROBLEMS[2])))
-    assert "overlap has 1.25× the speed of naive" in said and "75.0 % of it beside compute" in said
-
-
-def test_the_overhead_model_is_fitted_to_the_bucket_sizes():
-    frame = load_frame(step_records("ddp_bucketed_benchmarking"))
-    rows = steps(frame)
-    small, large = (next(rows[rows["bucket_mb"] == size].itertuples()) for size in (1.0, 1000.0))
-    assert num_buckets(small) > 200 > 20 > num_buckets(large) > 10, "13.6 GB of gradients, matrices of 25 to 100 MiB"
-    said = answer("ddp_bucketed_benchmarking", frame)
-    assert "communicate 10.0 ms longer" in said and "the model's best bucket then has" in said
-
-
-@pytest.mark.parametrize(
-    "size, milliseconds, contradicts",
-    [(100.0, 45.0, False), (100.0, 50.0, False), (100.0, 60.0, True), (10.0, 60.0, False)],
-    ids=["between", "equal", "hill", "the smallest size's buckets"],
-)
-def test_the_overhead_model_is_not_fitted_where_a_size_between_contradicts_it(size, milliseconds, contradicts):
-    """Two ends gave a cost of a call and a best bucket, though a size between them took longer than both."""
-    records = step_records("ddp_bucketed_benchmarking")
-    middle = [
-        replace(
-            row,
-            case={**row.case, "bucket_size_mb": size},
-            samples=[milliseconds] if row.quantity == "communication_time" else row.samples,
+def step_frame(**skipped: str):
+    """Records of `overlap` and `naive` on two ranks, in the order of the experiment."""
+    experiment = load("ddp_overlap_individual_parameters_benchmarking")
+    run = Run(
+        id="r", scale="handout", device={"name": "Test GPU", "kind": "cuda"}, software={}, commit="c", dirty=False,
+        date="2026-01-02T03:04:05Z",
+    )  # fmt: skip
+    values = {
+        "naive": {"time": [130.0], "communication_time": [40.0], "overlap_time": [0.0],
+                  "compute_intervals": [0.0, 90.0], "communication_intervals": [90.0, 130.0]},
+        "overlap": {"time": [104.0], "communication_time": [40.0], "overlap_time": [30.0],
+                    "compute_intervals": [0.0, 90.0], "communication_intervals": [50.0, 80.0, 90.0, 100.0]},
+    }  # fmt: skip
+    records = [
+        Record(
+            run=run, problem=experiment.name, case=case_to_dict(parallel_case()), implementation=name,
+            mode="train_step", quantity=quantity, unit="ms", samples=[] if skipped.get(name) == quantity else samples,
+            status="skipped" if skipped.get(name) == quantity else "ok",
+            message="planted" if skipped.get(name) == quantity else "",
         )
-        for row in records
-        if row.case["bucket_size_mb"] == 1.0
-    ]
-    said = answer("ddp_bucketed_benchmarking", load_frame([*records, *middle]))
-    assert f"{size:g} MiB" in said and ("best bucket" not in said) == ("a call costs" not in said) == contradicts
+        for name, quantities in values.items()
+        for quantity, samples in quantities.items()
+    ]  # fmt: skip
+    return experiment, load_frame(experiment, records)
 
 
-@pytest.mark.parametrize("problem", [COMMUNICATION, *DDP_PROBLEMS])
-def test_every_problem_has_a_table_figures_and_its_case(problem):
-    rows = records_of(problem)
-    frame = load_frame(rows)
-    assert problem in TABLES and CASE_TYPES[problem] == (rows[0].case["type"],)
-    kinds = {plot.kind for plot in plots(problem, frame)}
-    assert kinds == ({"lines"} if problem == COMMUNICATION else {"bars", "timeline"})
-    assert all(figure.axes for _, figure in problem_figures(problem, frame))
-
-
-def test_a_timeline_has_a_mark_an_interval():
-    frame = load_frame(step_records("ddp_overlap_individual_parameters_benchmarking"))
-    plot = next(
-        plot for plot in plots("ddp_overlap_individual_parameters_benchmarking", frame) if plot.kind == "timeline"
-    )
-    panel = plot.data[plot.data["panel"] == "overlap"]
-    communication = panel[panel["series"] == "communication"]
-    assert list(zip(communication["low"], communication["high"])) == [(50.0, 80.0), (90.0, 100.0)]
+def test_the_step_table_says_what_is_communication_and_what_is_hidden():
+    experiment, frame = step_frame()
+    table = experiment.tables["two_ranks"].build(frame).only(columns=["wrapper", "of the step", "hidden"])
+    assert [[cell.text for cell in line] for line in table.lines] == [
+        ["naive", "31 %", "0 %"], ["overlap", "38 %", "75 %"],
+    ]  # fmt: skip
+    assert experiment.numbers(frame)["faster"]("overlap", "naive", num_ranks=2) == pytest.approx(1.25)
 
 
 def test_a_step_with_half_of_its_lanes_is_not_drawn():
     """Communication without the compute beside it would look like no overlap."""
-    problem = "ddp_overlap_individual_parameters_benchmarking"
-    rows = [
-        replace(row, status="skipped", message="planted", samples=[])
-        if (row.implementation, row.quantity) == ("overlap", "compute_intervals")
-        else row
-        for row in step_records(problem)
-    ]
-    timelines = [plot for plot in plots(problem, load_frame(rows)) if plot.kind == "timeline"]
-    drawn = {name for plot in timelines for name in plot.data["panel"]}
-    assert "naive" in drawn and "overlap" not in drawn
+    for skipped, drawn in (({}, {"naive", "overlap"}), ({"overlap": "compute_intervals"}, {"naive"})):
+        experiment, frame = step_frame(**skipped)
+        assert set(experiment.figures["traces"].rows(frame)["implementation"]) == drawn
 
 
-@pytest.mark.parametrize("problem", [COMMUNICATION, *DDP_PROBLEMS])
-@pytest.mark.parametrize("status", ["oom", "failed", "skipped"])
-def test_a_report_of_nothing_but_failures_is_written(problem, status):
-    rows = [replace(row, status=status, message="planted", samples=[]) for row in records_of(problem)]
-    frame = load_frame(rows)
-    text = "\n".join(part.body for part in sections(problem, frame))
-    assert "planted" in text
-    answer(problem, frame)
-    assert all(figure.axes for _, figure in problem_figures(problem, frame))
+def test_the_bandwidth_of_a_collective_compares_with_its_link():
+    case = CollectiveCase(operation="all_reduce", num_bytes=10**9, num_ranks=4, backend="nccl")
+    row = case_to_dict(case) | {"median": 5.0}
+    columns = load("distributed_communication_single_node").columns(row)
+    assert (columns["algorithm_gb_s"], columns["bus_gb_s"]) == (200.0, 300.0)
 
 
-def test_timelines_share_their_axis_and_touching_intervals_are_one_bar():
-    """A seam between any two kernels made busy lanes look half empty; side by side, steps could not be compared."""
-    problem = "ddp_overlap_individual_parameters_benchmarking"
-    rows = [
-        replace(row, samples=[0.0, 40.0, 40.001, 90.0]) if row.quantity == "compute_intervals" else row
-        for row in step_records(problem)
-    ]
-    figure = dict(problem_figures(problem, load_frame(rows)))[f"{problem}_timeline_float32"]
-    assert len({axes.get_position().x0 for axes in figure.axes}) == 1, "one below the other"
-    assert len({axes.get_xlim() for axes in figure.axes}) == 1
-    bars = {collection.get_label(): len(collection.get_paths()) for collection in figure.axes[2].collections}
-    assert bars == {"compute": 1, "communication": 2}
+def test_xls_buckets_are_counted():
+    """Matrices of 25 to 100 MiB are not split: 1 and 10 MiB give the same buckets."""
+    numbers = load("ddp_bucketed_benchmarking").numbers(step_frame()[1])
+    assert numbers["buckets"](1) == numbers["buckets"](10) > 200 > 20 > numbers["buckets"](1000) > 10
 
 
-def test_bucket_sizes_stand_side_by_side_in_one_colour():
-    plot = plots("ddp_bucketed_benchmarking", load_frame(step_records("ddp_bucketed_benchmarking")))[0]
-    ours = plot.data[plot.data["series"] == "bucketed"]
-    assert list(ours["x"]) == ["1", "1000"] and plot.x_label == "largest bucket (MiB)"
-    assert not plot.log_y, "bars of steps within a tenth of each other must begin at zero"
+def naive_of_a_reader(module: torch.nn.Module) -> torch.nn.Module:
+    return NaiveDDP(module)
+
+
+def test_a_readers_own_wrapper_is_measured():
+    own = f"{__name__}:naive_of_a_reader"
+    cells = planned_cells("naive_ddp_benchmarking", TINY, [own])
+    (cell,) = [cell for cell in cells if cell.implementation == own]
+    measured = {sample.row.quantity: sample for sample in measure_ddp(cell, TINY)}
+    assert measured["time"].error <= 1 and len(measured["time"].samples) >= 5

@@ -1,4 +1,4 @@
-"""Section 6: optimizers with sharded state equal the unsharded one, on gloo; their records and report."""
+"""Section 6: optimizers with sharded state equal the unsharded one, on gloo; their experiments."""
 
 from __future__ import annotations
 
@@ -15,18 +15,12 @@ from cs336_systems.config import MODEL_SIZES, Precision, RunConfig
 from cs336_systems.distributed.memory_plan import fsdp_bytes
 from cs336_systems.distributed.sharded_optimizer import ShardedOptimizer
 from cs336_systems.distributed.zero1 import Zero1Optimizer
-from cs336_systems.experiments import sharding_cells
-from cs336_systems.experiments.cells import Disagreement
-from cs336_systems.experiments.registry import PROBLEMS
-from cs336_systems.experiments.s7_fsdp import sharding_case
-from cs336_systems.experiments.sharding_cells import ShardingCase, check_training, measure_sharding, sharding_cell
+from cs336_systems.experiments import sharded_step
+from cs336_systems.experiments.sharded_step import ShardingCase, check_training
+from cs336_systems.experiments.sharding import measure_sharding, sharding_case, sharding_cell
+from cs336_systems.experiments.spec import Disagreement, load
 from cs336_systems.model import AdamW, clip_gradients
-from cs336_systems.report.answers import answer
-from cs336_systems.report.frames import load_frame
-from cs336_systems.report.plots import plots
-from cs336_systems.report.tables import sections
 from tests import adapters
-from tests.distributed_records import sharding_records
 from tests.one_job import OneJob, run_alone
 from tests.sharding_models import Awkward, part, seeded
 
@@ -366,7 +360,7 @@ def check_the_check(rank: int, num_ranks: int) -> float:
     case = sharding_case(run, num_ranks, None)
     good = check_training("sharded", case, run, rank)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sharding_cells, "ShardedOptimizer", NeverSent)
+        patch.setattr(sharded_step, "ShardedOptimizer", NeverSent)
         with pytest.raises(Disagreement, match="weights after 3 steps are off by .* times the bound"):
             check_training("sharded", case, run, rank)
     return good
@@ -394,35 +388,12 @@ def test_an_optimizer_that_does_not_exchange_is_not_timed():
     assert max(TWO_RANKS.results(check_the_check)) <= 1
 
 
-@pytest.mark.parametrize("problem", ["optimizer_state_sharding_accounting", "fsdp_accounting"])
-def test_tables_figures_and_answers_of_measured_and_broken_cells(problem):
-    frame = load_frame(sharding_records(problem))
-    tables = {section.name: section.body for section in sections(problem, frame)}
-    assert all("OOM" in body for name, body in tables.items() if name != "efficiency")
-    assert {plot.name for plot in plots(problem, frame)} >= {"time", "kept"}
-    said = answer(problem, frame)
-    ours, peer = {
-        "fsdp_accounting": ("FSDP", "torch fully_shard"),
-        "optimizer_state_sharding_accounting": ("Zero1Optimizer", "torch ZeroRedundancyOptimizer"),
-    }[problem]
-    assert f"xl, 2 ranks, float32: a step takes 50.00 ms with {ours}, 0.500× the 100.0 ms of {peer}." in said
-    if problem == "fsdp_accounting":
-        timeline = next(plot.data for plot in plots(problem, frame) if plot.kind == "timeline" and "xl" in plot.name)
-        assert set(timeline["panel"]) == {"FSDP", "torch fully_shard"} and set(timeline["high"]) == {2.0, 4.5}
-        assert "the all-gathers take 20.00 ms beside 25.00 ms of compute, and 15.00 ms of them (75.0 %)" in said
-        assert {"10b", "xl"} <= set(frame["model"])
-    else:
-        assert "cuts a rank's optimizer state from 400.0 to 200.0 MiB (0.500×)" in said
-    broken = load_frame([r for r in sharding_records(problem) if r.status != "ok"])
-    assert answer(problem, broken) == "" and sections(problem, broken)
-
-
 def test_the_handouts_cells_cover_both_precisions_and_both_peers():
     run = RunConfig(scale="handout", device="cuda")
     cells = [
         cell
         for name in ("optimizer_state_sharding_accounting", "fsdp_accounting")
-        for cell in PROBLEMS[name].cells(run)
+        for cell in load(name).planned(run)
     ]
     assert {cell.implementation for cell in cells} >= {
         "torch_zero",
@@ -445,14 +416,6 @@ def test_the_handouts_cells_cover_both_precisions_and_both_peers():
 @pytest.mark.parametrize("implementation", ["fsdp", "torch_fsdp"])
 def test_a_single_rank_shards_nothing_and_sends_nothing(implementation):
     run = RunConfig(scale="tiny", device="cpu")
-    cell = sharding_cell("fsdp_accounting", sharding_case(run, 1, None), implementation)
+    cell = sharding_cell(sharding_case(run, 1, None), implementation)
     found = {(one.row.mode, one.row.quantity): one for one in measure_sharding(cell, run)}
     assert found["train_step", "time"].error <= 1 and found["train_step", "communication_time"].samples == [0]
-
-
-def test_bars_begin_at_zero_and_cases_are_named_in_words():
-    found = {plot.name: plot for plot in plots("fsdp_accounting", load_frame(sharding_records("fsdp_accounting")))}
-    assert "10b\nbfloat16\ngradients\nin float32\ncheckpointed" in set(found["time"].data["x"])
-    assert "FSDP, predicted" in set(found["memory"].data["series"])
-    assert list(dict.fromkeys(found["kept"].data["series"])) == ["parameters", "gradients", "optimizer state"]
-    assert not any(plot.log_y for plot in found.values())

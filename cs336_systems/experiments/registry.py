@@ -9,8 +9,6 @@ from collections.abc import Callable, Iterator
 
 from cs336_systems.config import RunConfig
 from cs336_systems.experiments.cells import Cell, Measurement, Problem
-from cs336_systems.experiments.collective_cells import communication_cells, measure_communication
-from cs336_systems.experiments.ddp_cells import measure_ddp
 from cs336_systems.experiments.handout import HANDOUT
 from cs336_systems.experiments.mask_cells import measure_masked
 from cs336_systems.experiments.masks import (
@@ -43,13 +41,9 @@ from cs336_systems.experiments.s4_ladder import hopper_ladder_cells, measure_hop
 from cs336_systems.experiments.s4_long_calls import long_calls_cells, measure_long_calls
 from cs336_systems.experiments.s4_short_calls import measure_short_calls, short_calls_cells
 from cs336_systems.experiments.s4_tiles import measure_tile_choice, tile_choice_cells
-from cs336_systems.experiments.s5_distributed import bucketed_cells, flat_cells, naive_cells, overlap_cells
-from cs336_systems.experiments.s6_sharding import optimizer_sharding_cells
-from cs336_systems.experiments.s7_fsdp import fsdp_cells
 from cs336_systems.experiments.s9_leaderboard import leaderboard_2025_cells, measure_leaderboard_2025
 from cs336_systems.experiments.s9_training_step import leaderboard_2026_cells, measure_leaderboard_2026
 from cs336_systems.experiments.s_training import measure_training_run, training_run_cells
-from cs336_systems.experiments.sharding_cells import measure_sharding
 from cs336_systems.experiments.spec import Experiment, experiments, load
 from cs336_systems.experiments.tuning import PROBLEM as TUNE_FLASH
 from cs336_systems.experiments.tuning import measure_tune_flash
@@ -128,69 +122,6 @@ UNMOVED: dict[str, Problem] = {
             points=5,
             cells=flash_benchmarking_cells,
             measure=measure_section4,
-        ),
-        Problem(
-            name="distributed_communication_single_node",
-            title="Collectives on one host: time and bandwidth over message size",
-            section="5.1",
-            editions=(2025, 2026),
-            points=5,
-            cells=communication_cells,
-            measure=measure_communication,
-        ),
-        Problem(
-            name="naive_ddp_benchmarking",
-            title="Naive data parallelism: step time and communication share",
-            section="5.2",
-            editions=(2025, 2026),
-            points=3,
-            cells=naive_cells,
-            measure=measure_ddp,
-        ),
-        Problem(
-            name="minimal_ddp_flat_benchmarking",
-            title="One flattened all-reduce against one a parameter",
-            section="5.3.1",
-            editions=(2025, 2026),
-            points=2,
-            cells=flat_cells,
-            measure=measure_ddp,
-        ),
-        Problem(
-            name="ddp_overlap_individual_parameters_benchmarking",
-            title="Overlapping the backward with communication, against PyTorch's DDP",
-            section="5.3.2",
-            editions=(2025, 2026),
-            points=1,
-            cells=overlap_cells,
-            measure=measure_ddp,
-        ),
-        Problem(
-            name="ddp_bucketed_benchmarking",
-            title="Bucketed data parallelism over bucket sizes",
-            section="5.3.3",
-            editions=(2025,),
-            points=3,
-            cells=bucketed_cells,
-            measure=measure_ddp,
-        ),
-        Problem(
-            name="optimizer_state_sharding_accounting",
-            title="Sharded optimizer state: memory before and after the step, step time, against ZeRO",
-            section="6",
-            editions=(2025, 2026),
-            points=5,
-            cells=optimizer_sharding_cells,
-            measure=measure_sharding,
-        ),
-        Problem(
-            name="fsdp_accounting",
-            title="FSDP: memory, step time, and whether the all-gather is there in time",
-            section="7",
-            editions=(2026,),
-            points=5,
-            cells=fsdp_cells,
-            measure=measure_sharding,
         ),
         Problem(
             name="leaderboard_2025",

@@ -38,11 +38,7 @@ SHAPES = {
 def hopper_ladder_cells(run: RunConfig) -> list[Cell]:
     """Every rung on every shape."""
     rows = (FORWARD, BACKWARD, BOTH)
-    return [
-        attention_cell(sized_shape(run, *sizes), rung, run, rows)
-        for sizes in SHAPES[run.scale]
-        for rung in RUNGS
-    ]
+    return [attention_cell(sized_shape(run, *sizes), rung, run, rows) for sizes in SHAPES[run.scale] for rung in RUNGS]
 
 
 def measure_hopper_ladder(cell: Cell, run: RunConfig) -> Iterator[Measurement]:

@@ -41,22 +41,23 @@ from cs336_systems.config import (
 from cs336_systems.device import available_backends
 from cs336_systems.distributed.memory_plan import long_step_bytes
 from cs336_systems.experiments.cells import Cell, Disagreement, Measurement, Row, Unsupported
-from cs336_systems.experiments.rank_cells import run_cell, slowest
-from cs336_systems.experiments.sharding_cells import (
-    CHECK_BOUND,
-    INTERVALS,
-    MEMORY,
-    MOST_INTERVALS,
+from cs336_systems.experiments.ranks import (
     TRACED,
+    peak_mib,
+    run_cell,
+    slowest,
+    time_together,
+    trace_on_first,
+    traced_samples,
+)
+from cs336_systems.experiments.sharded_step import (
+    CHECK_BOUND,
+    MEMORY,
     RanksCase,
     ShardedStep,
     ShardingCase,
     compare_training,
-    peak_mib,
-    time_together,
-    trace_on_first,
 )
-from cs336_systems.measure.intervals import simplify
 from cs336_systems.measure.memory import MIB, release
 from cs336_systems.measure.overlap import Lanes
 from cs336_systems.model.block_parts import RECOMPUTES, Recompute, run_in_parts
@@ -140,7 +141,7 @@ def long_step_cell(case: LongStepCase, implementation: str) -> Cell:
     rows += [row(name, "MiB") for name in MEMORY]
     if case.backend == "nccl":
         rows.append(row("peak_memory", "MiB"))
-    rows += [row(name, "ms") for name in (*TRACED, *INTERVALS)]
+    rows += [row(name, "ms") for name in TRACED]
     ranks_here = case.num_ranks if case.backend == "gloo" else 1  # they share the host's memory
     return Cell(
         problem=PROBLEM,
@@ -188,7 +189,14 @@ def measure_leaderboard_2026(cell: Cell, run: RunConfig) -> Iterator[Measurement
     rows = {row.quantity: row for row in cell.rows}
     yield Measurement(row=rows["predicted_peak_memory"], samples=[predicted_bytes(case) / MIB])
     reports: list[StepReport] = run_cell(
-        _measure_rank, case.num_ranks, cell.implementation, case, run, time.time(), backend=case.backend, run=run,
+        _measure_rank,
+        case.num_ranks,
+        cell.implementation,
+        case,
+        run,
+        time.time(),
+        backend=case.backend,
+        run=run,
         from_scratch=True,
     )
     error = max(report.error for report in reports)
@@ -200,11 +208,7 @@ def measure_leaderboard_2026(cell: Cell, run: RunConfig) -> Iterator[Measurement
         yield Measurement(row=rows[name], samples=[max(report.mib[name] for report in reports)])
     lanes = reports[0].lanes
     assert lanes is not None
-    for name, value in zip(TRACED, (lanes.compute_ms, lanes.communication_ms, lanes.overlap_ms, lanes.span_ms)):
-        yield Measurement(row=rows[name], samples=[value])
-    for name, intervals in zip(INTERVALS, (lanes.compute, lanes.communication)):
-        samples = [instant for pair in simplify(intervals, MOST_INTERVALS) for instant in pair]
-        yield Measurement(row=rows[name], samples=samples, skipped="" if samples else "there were none")
+    yield from traced_samples(lanes, rows)
 
 
 class LongStep(ShardedStep):

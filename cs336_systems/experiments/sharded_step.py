@@ -1,51 +1,43 @@
-"""Cells of sections 6 and 7: what sharding the optimizer, or everything, does to memory and step time.
+"""A training step with the optimizer's state, or everything, shared out among ranks, and how it is checked.
 
-Phases on every rank: train a shallow model of the full width, wrapped and, beside it, unsharded, and compare their
-weights; build the model itself; measure one step in parts (memory after construction, before and after the optimizer);
-time whole steps together; trace a forward and a step. Every implementation, PyTorch's too, goes the same way.
+`ShardedStep` wraps a model by name: ours, PyTorch's, or a reader's own FSDP. `check_training` trains a shallow model of
+the full width, wrapped and, beside it, unsharded, and compares their weights.
 """
 
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from cs336_systems.accounting import model_peak_bytes
-from cs336_systems.config import ModelCase, ModelConfig, Precision, RunConfig, require_positive
+from cs336_systems.config import ModelConfig, Precision, RunConfig, require_positive
 from cs336_systems.distributed.ddp_bucketed import BucketedDDP
 from cs336_systems.distributed.fsdp import FSDP, wrap_blocks
-from cs336_systems.distributed.fsdp.blocks import Checkpointing
 from cs336_systems.distributed.fsdp.plan import find_blocks
-from cs336_systems.distributed.memory_plan import fsdp_bytes
 from cs336_systems.distributed.sharded_optimizer import ShardedOptimizer
 from cs336_systems.distributed.zero1 import Zero1Optimizer
-from cs336_systems.experiments.cells import Cell, Disagreement, Measurement, Row, Unsupported
-from cs336_systems.experiments.rank_cells import agreed_samples, run_cell, slowest
+from cs336_systems.experiments.implementations import load_name
+from cs336_systems.experiments.spec import Disagreement, Unsupported
 from cs336_systems.inputs import token_batch
-from cs336_systems.measure.intervals import simplify
-from cs336_systems.measure.memory import MIB, release
-from cs336_systems.measure.overlap import Lanes, trace_lanes
-from cs336_systems.measure.timing import synchronize
+from cs336_systems.measure.memory import MIB
 from cs336_systems.model import AdamW, TransformerLM, build_model, cross_entropy
 
 OPTIMIZER_IMPLEMENTATIONS = ("unsharded", "sharded", "zero1", "torch_zero")
 FSDP_IMPLEMENTATIONS = ("unsharded", "fsdp", "fsdp_layer", "torch_fsdp")
-BUDGET_MS = {"tiny": 100.0, "smoke": 500.0, "handout": 2000.0}  # of timed steps a cell
-MIN_SAMPLES = 5
-WARMUP = 1  # after the step whose memory is read, and before the one that plans how many are timed
+FSDPS = ("fsdp", "fsdp_layer", "torch_fsdp")  # which compute in their weights' dtype, where others need autocast
 BUCKET_MB = 25.0
 CHECK_LAYERS, CHECK_STEPS = 4, 3
 # Largest 2-norm of the difference between both models' weights over that of the training's change. bfloat16 keeps 8
 # bits; in float32 only the order of sums differs, and Adam divides small gradients by their own size.
 CHECK_BOUND = {None: 1e-3, "bfloat16": 5e-2}
+
+
+MEMORY = ("parameters", "gradients", "optimizer_state")  # bytes of a rank's tensors, after a step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,80 +60,7 @@ class RanksCase:
 class ShardingCase(RanksCase):
     """The step of ranks that share a model's memory."""
 
-    checkpointing: Checkpointing = "none"  # of every block
-
-
-MEMORY = ("parameters", "gradients", "optimizer_state")  # bytes of a rank's tensors, after a step
-MOMENTS = ("memory_after_init", "memory_before_step", "memory_after_step")  # peaks so far, from CUDA's allocator
-TRACED = ("compute_time", "communication_time", "overlap_time", "traced_time")
-INTERVALS = ("compute_intervals", "communication_intervals")  # start, end, start, end, ...: what a figure can show
-MOST_INTERVALS = 300  # of a lane in a record: more cannot be told apart in a figure
-
-
-def sharding_cell(problem: str, case: ShardingCase, implementation: str) -> Cell:
-    """The cell with every row that its device can give."""
-    rows = [Row(mode="train_step", quantity="time", unit="ms")]
-    rows += [Row(mode="train_step", quantity=name, unit="MiB") for name in MEMORY]
-    if case.backend == "nccl":
-        rows += [Row(mode="train_step", quantity=name, unit="MiB") for name in (*MOMENTS, "peak_memory")]
-    if implementation in ("fsdp", "fsdp_layer"):
-        rows.append(Row(mode="train_step", quantity="predicted_peak_memory", unit="MiB"))
-    for mode in ("forward", "train_step"):
-        rows += [Row(mode=mode, quantity=name, unit="ms") for name in (*TRACED, *INTERVALS)]
-    alone = ModelCase(model=case.model, batch=case.batch, attention=case.attention, precision=case.precision)
-    predicted = case.num_ranks * model_peak_bytes(alone, "train_step") if case.backend == "gloo" else 0
-    return Cell(problem=problem, case=case, implementation=implementation, rows=tuple(rows), predicted_bytes=predicted)
-
-
-@dataclass(frozen=True, kw_only=True)
-class RankReport:
-    """What one rank measured; lanes on rank 0 only."""
-
-    step_ms: list[float]
-    error: float  # over its bound
-    mib: dict[str, float] = field(default_factory=dict)
-    lanes: dict[str, Lanes] = field(default_factory=dict)  # by mode
-
-
-def measure_sharding(cell: Cell, run: RunConfig) -> Iterator[Measurement]:
-    case: ShardingCase = cell.case
-    if cell.implementation not in (*OPTIMIZER_IMPLEMENTATIONS, *FSDP_IMPLEMENTATIONS):
-        raise Unsupported(f"there is no sharding called {cell.implementation!r}")
-    if cell.implementation == "torch_fsdp" and case.backend != "nccl" and case.precision.autocast is not None:
-        raise Unsupported("fully_shard in low precision is measured on GPUs only")
-    rows = {(row.mode, row.quantity): row for row in cell.rows}
-    predicted = rows.get(("train_step", "predicted_peak_memory"))
-    if predicted is not None:  # before anything runs
-        yield Measurement(row=predicted, samples=[predicted_mib(case)])
-    reports: list[RankReport] = run_cell(
-        _measure_rank, case.num_ranks, cell.implementation, case, run, backend=case.backend, run=run
-    )
-    error = max(report.error for report in reports)
-    times = slowest([report.step_ms for report in reports])
-    yield Measurement(row=rows["train_step", "time"], samples=times, error=error)
-    for name in reports[0].mib:
-        yield Measurement(row=rows["train_step", name], samples=[max(report.mib[name] for report in reports)])
-    for mode, lanes in reports[0].lanes.items():
-        values = (lanes.compute_ms, lanes.communication_ms, lanes.overlap_ms, lanes.span_ms)
-        for name, value in zip(TRACED, values):
-            yield Measurement(row=rows[mode, name], samples=[value])
-        for name, intervals in zip(INTERVALS, (lanes.compute, lanes.communication)):
-            samples = [time for pair in simplify(intervals, MOST_INTERVALS) for time in pair]
-            yield Measurement(row=rows[mode, name], samples=samples, skipped="" if samples else "there were none")
-
-
-def predicted_mib(case: ShardingCase) -> float:
-    """Peak of a rank under FSDP, in closed form."""
-    plan = fsdp_bytes(
-        case.model,
-        case.batch,
-        num_ranks=case.num_ranks,
-        attention=case.attention,
-        compute_dtype=case.precision.autocast,
-        reduce_dtype=case.reduce_dtype,
-        checkpointing=case.checkpointing != "none",
-    )
-    return plan.peak / MIB
+    checkpointing: str = "none"  # of every block: none, reentrant or non_reentrant
 
 
 class ShardedStep:
@@ -171,6 +90,10 @@ class ShardedStep:
             self.model: Any = FSDP(
                 module, compute_dtype, reduce_dtype=reduce_dtype, granularity=granularity, device=self.device
             )
+        elif ":" in implementation:
+            self.model = load_name(implementation)(module, compute_dtype)
+            if not hasattr(self.model, "gather_full_params"):
+                raise Unsupported(f"{implementation} has no gather_full_params(), by which its weights are checked")
         elif implementation == "torch_fsdp":
             self.model = _fully_shard(module, compute_dtype, reduce_dtype, self.device)
         elif implementation == "zero1":
@@ -188,7 +111,7 @@ class ShardedStep:
         return module if case.checkpointing == "none" else wrap_blocks(module, checkpointing=case.checkpointing)
 
     def _model(self, case: ShardingCase, run: RunConfig) -> nn.Module:
-        if self.implementation in ("fsdp", "fsdp_layer", "torch_fsdp") and run.model is None:
+        if self.implementation in FSDPS and run.model is None:
             with torch.device("meta"):  # no rank ever holds the whole model
                 module = TransformerLM.from_config(case.model, attention=case.attention)
             torch.manual_seed(run.seed)
@@ -232,7 +155,7 @@ class ShardedStep:
 
     def full_parameters(self) -> list[Tensor]:
         """Whole parameters in the order of the unwrapped model; collective."""
-        if isinstance(self.model, FSDP):
+        if hasattr(self.model, "gather_full_params"):
             return list(self.model.gather_full_params().values())
         if self.implementation == "torch_fsdp":
             return [parameter.full_tensor() for parameter in self.model.parameters()]
@@ -250,7 +173,7 @@ class ShardedStep:
 
     def _precision(self) -> AbstractContextManager[object]:
         """FSDP computes in its weights' dtype; the others need autocast."""
-        if self.autocast is None or self.implementation in ("fsdp", "fsdp_layer", "torch_fsdp"):
+        if self.autocast is None or self.implementation in FSDPS or ":" in self.implementation:
             return nullcontext()
         return torch.autocast(self.device, dtype=getattr(torch, self.autocast))
 
@@ -281,67 +204,6 @@ def _local(tensor: Any) -> Tensor:
 def _storage_mib(tensors: list[Tensor]) -> float:
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
     return sum(storages.values()) / MIB
-
-
-def _measure_rank(rank: int, num_ranks: int, implementation: str, case: ShardingCase, run: RunConfig) -> RankReport:
-    error = check_training(implementation, case, run, rank)
-    device = "cuda" if case.backend == "nccl" else "cpu"
-    release(device)
-    if device == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-    moments = {}
-    step = ShardedStep(implementation, case, run, rank)
-    moments["memory_after_init"] = peak_mib(device)
-    step.forward_backward()
-    moments["memory_before_step"] = peak_mib(device)
-    step.optimizer.step()
-    moments["memory_after_step"] = peak_mib(device)
-    for _ in range(WARMUP):
-        step.train_step()
-    kept = step.mib()
-    count = agreed_samples(step.train_step, device, BUDGET_MS[run.scale], MIN_SAMPLES)
-    samples = [time_together(step.train_step, device) for _ in range(count)]
-    if device == "cuda":
-        kept |= moments | {"peak_memory": peak_mib(device)}
-    lanes = {
-        "forward": trace_on_first(step.forward, rank, device),
-        "train_step": trace_on_first(step.train_step, rank, device),
-    }
-    found = {mode: lane for mode, lane in lanes.items() if lane is not None}
-    return RankReport(step_ms=samples, error=error, mib=kept, lanes=found)
-
-
-def peak_mib(device: str) -> float:
-    """The most that tensors have occupied since the statistics were reset."""
-    synchronize(device)
-    return torch.cuda.max_memory_allocated() / MIB if device == "cuda" else 0.0
-
-
-def time_together(call: Callable[[], object], device: str) -> float:
-    """Milliseconds of one call that no rank begins before all are ready."""
-    synchronize(device)
-    dist.barrier()
-    synchronize(device)
-    start = time.perf_counter()
-    call()
-    synchronize(device)
-    return (time.perf_counter() - start) * 1e3
-
-
-def trace_on_first(call: Callable[[], object], rank: int, device: str) -> Lanes | None:
-    """Rank 0's lanes of one call; the others make the same two calls without a profiler."""
-
-    def together() -> None:
-        dist.barrier()
-        synchronize(device)
-        call()
-
-    if rank == 0:
-        return trace_lanes(together, device)
-    for _ in range(2):
-        together()
-        synchronize(device)
-    return None
 
 
 def check_training(implementation: str, case: ShardingCase, run: RunConfig, rank: int) -> float:

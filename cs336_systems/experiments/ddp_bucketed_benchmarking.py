@@ -1,0 +1,63 @@
+"""Bucketed data parallelism over bucket sizes, ours and PyTorch's, and a model of what buckets cost."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pandas as pd
+import torch
+
+from cs336_systems.config import MODEL_SIZES, RunConfig
+from cs336_systems.distributed.bandwidth import best_bucket_bytes, bucket_overhead_s
+from cs336_systems.distributed.ddp_bucketed import BYTES_PER_MB, plan_buckets
+from cs336_systems.experiments.data_parallel import DataParallelExperiment, ddp_case, ddp_cell, precisions
+from cs336_systems.experiments.figures import Lines
+from cs336_systems.experiments.ranks import most_ranks
+from cs336_systems.experiments.spec import Cell, problem
+from cs336_systems.model import TransformerLM
+
+BUCKET_SIZES_MB = {"tiny": (0.1,), "smoke": (0.1, 1, 10), "handout": (1, 10, 100, 1000)}
+
+
+@problem()
+class DDPBucketedBenchmarking(DataParallelExperiment):
+    implementations = ("bucketed", "torch_ddp_view")
+
+    def cells(self, run: RunConfig) -> list[Cell]:
+        """Bucket sizes, ours and at handout scale PyTorch's."""
+        names = self.implementations if run.scale == "handout" else ("bucketed",)
+        compute = precisions(run)[0]
+        return [
+            ddp_cell(ddp_case(run, most_ranks(run), compute, size), name)
+            for size in BUCKET_SIZES_MB[run.scale]
+            for name in names
+        ]
+
+    def numbers(self, frame: pd.DataFrame) -> dict[str, Any]:
+        """`buckets(size)` of xl, and of the model of their overhead `best_mib` and `overhead_ms` at that size."""
+        with torch.device("meta"):
+            parameters = list(TransformerLM.from_config(MODEL_SIZES["xl"]).parameters())
+        total = sum(4 * parameter.numel() for parameter in parameters)  # float32
+
+        def best_mib(call_ms: float, gb_per_s: float) -> float:
+            return best_bucket_bytes(total, gb_per_s * 1e9, call_ms * 1e-3) / BYTES_PER_MB
+
+        def overhead_ms(call_ms: float, gb_per_s: float) -> float:
+            buckets = total / (best_mib(call_ms, gb_per_s) * BYTES_PER_MB)
+            return 1e3 * bucket_overhead_s(total, gb_per_s * 1e9, call_ms * 1e-3, buckets)
+
+        return super().numbers(frame) | {
+            "buckets": lambda mib: len(plan_buckets(parameters, mib * BYTES_PER_MB)),
+            "best_mib": best_mib,
+            "overhead_ms": overhead_ms,
+        }
+
+    figures = {
+        "steps": Lines(
+            title="A training step by the size of buckets",
+            x="bucket_size_mb",
+            x_title="largest bucket (MiB)",
+            y_title="step (ms)",
+            where={"quantity": "time"},
+        )
+    }

@@ -1,0 +1,147 @@
+"""Collectives on one host: time and bandwidth over message size, by backend and number of ranks.
+
+A cell is a backend and a number of ranks, its rows every collective and size. A sample is the time of the slowest rank;
+the first result of every case is checked. Bus bandwidth is what the busiest link carried (distributed/bandwidth.py).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from cs336_systems.config import COLLECTIVES, CollectiveCase, RunConfig
+from cs336_systems.distributed.bandwidth import algorithm_gb_per_s, bus_gb_per_s
+from cs336_systems.distributed.collectives import all_gather_flat, reduce_scatter_mean_flat
+from cs336_systems.experiments.figures import Lines
+from cs336_systems.experiments.ranks import agreed_samples, run_cell, slowest
+from cs336_systems.experiments.spec import Cell, Disagreement, Experiment, Row, Sample, problem
+from cs336_systems.experiments.tables import Pivot
+from cs336_systems.measure.timing import synchronize, time_calls, time_once
+
+BYTES_PER_FLOAT = 4
+MB = 10**6  # as the handout's sizes
+SIZES_MB = {"tiny": (1,), "smoke": (1, 10), "handout": (1, 10, 100, 1000)}
+NUM_RANKS = {"tiny": (2,), "smoke": (2, 4), "handout": (2, 4, 6, 8)}
+BUDGET_MS = {"tiny": 20.0, "smoke": 100.0, "handout": 300.0}  # of timed calls a case
+MIN_SAMPLES = 5
+WARMUP = {"nccl": 3, "gloo": 1}  # gloo has nothing to tune, and its gigabyte takes seconds
+
+
+@problem()
+class Communication(Experiment):
+    implementations = ("nccl", "gloo")
+
+    def cells(self, run: RunConfig) -> list[Cell]:
+        """gloo on host memory for every number of ranks; NCCL for as many ranks as there are GPUs."""
+        cells = []
+        for backend in ("nccl", "gloo") if run.device == "cuda" else ("gloo",):
+            for ranks in NUM_RANKS[run.scale]:
+                if backend == "nccl" and ranks > torch.cuda.device_count():
+                    continue
+                cases = [
+                    CollectiveCase(operation=operation, num_bytes=megabytes * MB, num_ranks=ranks, backend=backend)
+                    for operation in COLLECTIVES
+                    for megabytes in SIZES_MB[run.scale]
+                ]
+                rows = tuple(Row("collective", "time", "ms", case=case) for case in cases)
+                needed = 3 * max(case.num_bytes for case in cases) * ranks if backend == "gloo" else 0
+                cells.append(Cell(case=cases[0], implementation=backend, rows=rows, predicted_bytes=needed))
+        return cells
+
+    def measure(self, cell: Cell, run: RunConfig) -> Iterator[Sample]:
+        cases = [row.case for row in cell.rows]
+        budget, backend = BUDGET_MS[run.scale], cases[0].backend
+        results = run_cell(_time_collectives, cases[0].num_ranks, cases, budget, backend=backend, run=run)
+        for number, row in enumerate(cell.rows):
+            yield Sample(row=row, samples=slowest([samples[number] for samples in results]))
+
+    def columns(self, row: dict[str, Any]) -> dict[str, Any]:
+        ms, size, ranks = row["median"], row["num_bytes"], row["num_ranks"]
+        known = ms > 0  # a clock that saw nothing gives no rate
+        return {
+            "size": f"{size / MB:g} MB",
+            "megabytes": size / MB,
+            "line": f"{row['backend']}, {ranks} ranks",
+            "algorithm_gb_s": algorithm_gb_per_s(size, ms) if known else math.nan,
+            "bus_gb_s": bus_gb_per_s(row["operation"], ranks, size, ms) if known else math.nan,
+        }
+
+    tables = {
+        f"{operation}{suffix}": Pivot(
+            title=f"{operation.replace('_', '-')}, {words}",
+            down={"backend": "backend", "ranks": "num_ranks"},
+            across="size",
+            value=value,
+            where={"operation": operation},
+        )
+        for operation in COLLECTIVES
+        for suffix, value, words in (
+            ("", "median", "time"),
+            ("_algorithm", "algorithm_gb_s", "algorithm bandwidth (GB/s)"),
+            ("_bus", "bus_gb_s", "bus bandwidth (GB/s)"),
+        )
+    }
+    figures = {
+        operation: Lines(
+            title=f"Bus bandwidth of {operation.replace('_', '-')}",
+            x="megabytes",
+            x_title="size of the tensor (MB)",
+            y="bus_gb_s",
+            y_title="bus bandwidth (GB/s)",
+            color="line",
+            where={"operation": operation},
+        )
+        for operation in COLLECTIVES
+    }
+
+
+def _time_collectives(rank: int, num_ranks: int, cases: list[CollectiveCase], budget_ms: float) -> list[list[float]]:
+    """Milliseconds of each repetition of each case on this rank; the first result of each case is checked."""
+    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    found = []
+    for case in cases:
+        call, check = _prepare(case, rank, device)
+        call()
+        synchronize(device)
+        check()
+        for _ in range(WARMUP[case.backend] - 1):
+            call()
+        count = agreed_samples(call, device, budget_ms, MIN_SAMPLES)
+        if device == "cuda":
+            dist.barrier()
+            found.append(time_calls(call, device=device, warmup=1, num_samples=count))
+            continue
+        samples = []
+        for _ in range(count):
+            dist.barrier()  # a sample starts when the last rank is ready, not when the first one is
+            samples.append(time_once(call, device))
+        found.append(samples)
+    return found
+
+
+def _prepare(case: CollectiveCase, rank: int, device: str) -> tuple[Callable[[], object], Callable[[], None]]:
+    """The collective as a call without arguments, and the check of what its first run leaves."""
+    ranks = case.num_ranks
+    size = case.num_bytes // BYTES_PER_FLOAT // ranks * ranks  # whole parts: at 6 ranks a few bytes less
+    whole = torch.full((size,), float(rank + 1), device=device)
+    part = torch.full((size // ranks,), float(rank + 1), device=device)
+    total = ranks * (ranks + 1) / 2
+
+    def require(tensor: torch.Tensor, expected: float) -> None:
+        smallest, largest = (extreme.item() for extreme in tensor.aminmax())
+        if abs(smallest - expected) > 1e-5 * expected or abs(largest - expected) > 1e-5 * expected:
+            raise Disagreement(
+                f"{case.operation} must give {expected:g} everywhere, got values from {smallest:g} to {largest:g}"
+            )
+
+    if case.operation == "all_reduce":
+        return lambda: dist.all_reduce(whole), lambda: require(whole, total)
+    if case.operation == "broadcast":
+        return lambda: dist.broadcast(whole, src=0), lambda: require(whole, 1.0)
+    if case.operation == "all_gather":
+        return lambda: all_gather_flat(whole, part), lambda: require(whole.view(ranks, -1)[ranks - 1], float(ranks))
+    return lambda: reduce_scatter_mean_flat(part, whole), lambda: require(part, total / ranks)

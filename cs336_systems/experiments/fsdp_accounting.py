@@ -1,0 +1,61 @@
+"""FSDP: memory, step time and the all-gather's race with compute, beside PyTorch's `fully_shard`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from cs336_systems.config import MODEL_SIZES, RunConfig
+from cs336_systems.experiments.ranks import Traces
+from cs336_systems.experiments.sharded_step import FSDP_IMPLEMENTATIONS
+from cs336_systems.experiments.sharding import (
+    ShardingExperiment,
+    comparisons,
+    sharding_case,
+    sharding_cell,
+)
+from cs336_systems.experiments.spec import Cell, problem
+from cs336_systems.experiments.tables import Pivot
+
+ALONE = ("unsharded", "fsdp", "torch_fsdp")  # on one rank too: both FSDPs compute in other dtypes than autocast
+
+
+@problem()
+class FSDPAccounting(ShardingExperiment):
+    implementations = FSDP_IMPLEMENTATIONS
+    takes = "fsdp"
+
+    def cells(self, run: RunConfig) -> list[Cell]:
+        """10b, which only sharding fits; then every implementation at every number of ranks and precision."""
+        computes: list[tuple[str | None, str | None]] = [(None, None)]
+        if run.device == "cuda":  # what is trained with first
+            computes = [("bfloat16", "float32"), ("bfloat16", None), *computes]
+        names = ("fsdp", "torch_fsdp") if run.scale == "tiny" else self.implementations
+        cells = []
+        if run.scale == "handout":
+            large = sharding_case(run, 2, "bfloat16", "float32")
+            large = replace(large, model=MODEL_SIZES["10b"], checkpointing="non_reentrant", attention="sdpa")
+            cells += [sharding_cell(large, name) for name in ("fsdp", "torch_fsdp")]
+        for compute, reduce in computes:
+            for ranks, name in comparisons(run, names, ALONE):
+                cells.append(sharding_cell(sharding_case(run, ranks, compute, reduce), name))
+        return cells
+
+    tables = ShardingExperiment.tables | {
+        "peaks": Pivot(
+            title="Peak memory of a rank of two, xl",
+            down={"compute": "compute", "gradients averaged in": "reduce"},
+            unit="GiB",
+            where={"quantity": "peak_memory", "num_ranks": 2, "model": "xl"},
+        )
+    }
+    figures = {
+        "gathers": Traces(
+            title="One traced forward pass of rank 0, two ranks",
+            where={
+                "num_ranks": 2,
+                "mode": "forward",
+                "implementation": ("fsdp", "torch_fsdp"),
+                "reduce_dtype": None,  # of averaged gradients, which a forward pass has none of
+            },
+        )
+    }

@@ -1,0 +1,56 @@
+"""Sharded optimizer state: memory before and after the step, step time, and ZeRO's first stage beside it."""
+
+from __future__ import annotations
+
+from cs336_systems.config import RunConfig
+from cs336_systems.experiments.figures import Bars
+from cs336_systems.experiments.sharded_step import MEMORY, OPTIMIZER_IMPLEMENTATIONS
+from cs336_systems.experiments.sharding import (
+    MOMENTS,
+    ShardingExperiment,
+    comparisons,
+    sharding_case,
+    sharding_cell,
+)
+from cs336_systems.experiments.spec import Cell, problem
+from cs336_systems.experiments.tables import Pick, Wide
+
+
+@problem()
+class OptimizerStateSharding(ShardingExperiment):
+    implementations = OPTIMIZER_IMPLEMENTATIONS
+
+    def cells(self, run: RunConfig) -> list[Cell]:
+        """Every implementation at every number of ranks, float32 parameters; with bfloat16 autocast too on a GPU."""
+        computes = ("bfloat16", None) if run.device == "cuda" else (None,)
+        names = ("sharded", "zero1") if run.scale == "tiny" else self.implementations
+        return [
+            sharding_cell(sharding_case(run, ranks, compute), name)
+            for compute in computes
+            for ranks, name in comparisons(run, names)
+        ]
+
+    tables = ShardingExperiment.tables | {
+        "memory_two": Wide(
+            title="Memory of a rank of two, the most so far (GiB)",
+            down={"implementation": "implementation", "compute": "compute"},
+            where={"num_ranks": 2, "mode": "train_step", "quantity": (*MOMENTS, "peak_memory")},
+            columns={
+                "after init": Pick({"quantity": "memory_after_init"}, unit="GiB"),
+                "before the step": Pick({"quantity": "memory_before_step"}, unit="GiB"),
+                "after the step": Pick({"quantity": "memory_after_step"}, unit="GiB"),
+                "peak of later steps": Pick({"quantity": "peak_memory"}, unit="GiB"),
+            },
+        )
+    }
+    figures = {
+        "kept": Bars(
+            title="What a rank of two keeps between steps",
+            x="kept",
+            color="implementation",
+            facet="compute",
+            unit="GiB",
+            y_title="GiB",
+            where={"quantity": MEMORY, "num_ranks": 2, "model": ("xl", "xl-proxy")},
+        )
+    }

@@ -1,0 +1,201 @@
+"""What experiments of several ranks share: running them, timing them together, tracing one, and drawing its lanes.
+
+Ranks are children of the measuring process and die with it. `run_cell` is `run_ranks` with a rank's error told as the
+cell's: out of memory, wrong result, or failed. The model is xl, or a narrow proxy of it where there is no time.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pandas as pd
+import torch
+import torch.distributed as dist
+
+from cs336_systems.config import MODEL_SIZES, ModelConfig, RunConfig, proxy_model
+from cs336_systems.distributed.launch import RankError, run_ranks
+from cs336_systems.experiments.figures import Spans
+from cs336_systems.experiments.frames import pick, speed, tuples
+from cs336_systems.experiments.spec import Disagreement, Row, Sample, Unsupported
+from cs336_systems.measure.intervals import simplify
+from cs336_systems.measure.memory import CPU_ALLOCATOR, MIB
+from cs336_systems.measure.overlap import Lanes, trace_lanes
+from cs336_systems.measure.timing import plan_samples, synchronize, time_once
+
+COLLECTIVE_TIMEOUT_S = 240.0  # ranks differ in the time that they take to compile, allocate and load
+BATCH = {"tiny": 1, "smoke": 2, "handout": 4}  # sequences of each rank; the last as the handout's
+BUDGET_MS = {"tiny": 100.0, "smoke": 500.0, "handout": 2000.0}  # of timed steps a cell
+MIN_SAMPLES = 5
+TIMES = ("traced_time", "communication_time", "compute_time", "overlap_time")  # of one traced call of rank 0, in ms
+INTERVALS = ("compute_intervals", "communication_intervals")  # start, end, start, end, ...: what a figure can show
+TRACED = (*TIMES, *INTERVALS)
+MOST_INTERVALS = 300  # of a lane in a record: more cannot be told apart in a figure
+
+
+def sized_model(run: RunConfig) -> ModelConfig:
+    """xl at handout scale, below it a narrow proxy of few tokens."""
+    if run.scale == "handout":
+        return MODEL_SIZES["xl"]
+    if run.scale == "tiny":
+        return replace(proxy_model("xl", 64), context_length=16, vocab_size=256)
+    return replace(proxy_model("xl", 128), context_length=64, vocab_size=1000)
+
+
+def most_ranks(run: RunConfig) -> int:
+    """All GPUs of the host; two processes on a CPU, and where one GPU is, whose cells then say what lacks."""
+    return max(2, torch.cuda.device_count()) if run.device == "cuda" else 2
+
+
+def rank_counts(run: RunConfig) -> list[int]:
+    """2, 4 and 8 ranks, as far as there are GPUs; on a CPU 2."""
+    return [ranks for ranks in (2, 4, 8) if ranks <= most_ranks(run)]
+
+
+def run_cell(
+    function: Callable[..., Any], num_ranks: int, *args: Any, backend: str, run: RunConfig, from_scratch: bool = False
+) -> list[Any]:
+    """The ranks' results, or the exception that gives the cell's rows their status.
+
+    `from_scratch`: also on a CPU every rank imports all it needs, where that is part of what is measured.
+    """
+    if run.device == "cuda" and backend == "nccl" and num_ranks > torch.cuda.device_count():
+        raise Unsupported(f"needs {num_ranks} GPUs, this host has {torch.cuda.device_count()}")
+    device = run.device if backend == "nccl" else "cpu"
+    try:
+        return run_ranks(
+            function, num_ranks, *args, backend=backend, device=device, timeout_s=COLLECTIVE_TIMEOUT_S,
+            start_method="forkserver" if run.device == "cpu" and not from_scratch else "spawn",
+        )  # fmt: skip
+    except RankError as error:
+        first_line = str(error).splitlines()[0]
+        out_of_memory = error.error_type in ("OutOfMemoryError", "MemoryError") or CPU_ALLOCATOR in error.reason
+        if out_of_memory or error.error_type == "Disagreement":
+            print(error, file=sys.stderr)  # with the rank's traceback, for the log: the record takes one line
+        if out_of_memory:
+            raise torch.OutOfMemoryError(first_line) from error
+        if error.error_type == "Disagreement":
+            raise Disagreement(first_line) from error
+        raise
+
+
+def agreed_samples(call: Callable[[], object], device: str, budget_ms: float, minimum: int) -> int:
+    """How often to time `call`: rank 0's plan, on every rank, since one call more on one rank would wait for ever.
+
+    What is there by now stays: left to the garbage collector it would be gone through in a timed call, for up to 0.2 s.
+    """
+    gc.collect()
+    gc.freeze()
+    dist.barrier()
+    planned = plan_samples(time_once(call, device), budget_ms, minimum)
+    count = torch.tensor([planned], device="cuda" if device == "cuda" else "cpu")
+    dist.broadcast(count, src=0)
+    return int(count.item())
+
+
+def slowest(samples_by_rank: list[list[float]]) -> list[float]:
+    """Of each repetition the time of the rank that took longest: a step is over when all are done."""
+    return [max(samples) for samples in zip(*samples_by_rank)]
+
+
+def time_together(call: Callable[[], object], device: str) -> float:
+    """Milliseconds of one call that no rank begins before all are ready."""
+    synchronize(device)
+    dist.barrier()
+    synchronize(device)
+    start = time.perf_counter()
+    call()
+    synchronize(device)
+    return (time.perf_counter() - start) * 1e3
+
+
+def peak_mib(device: str) -> float:
+    """The most that tensors have occupied since the statistics were reset."""
+    synchronize(device)
+    return torch.cuda.max_memory_allocated() / MIB if device == "cuda" else 0.0
+
+
+def trace_on_first(call: Callable[[], object], rank: int, device: str) -> Lanes | None:
+    """Rank 0's lanes of one call; the others make the same two calls without a profiler."""
+
+    def together() -> None:
+        dist.barrier()
+        synchronize(device)
+        call()
+
+    if rank == 0:
+        return trace_lanes(together, device)
+    for _ in range(2):
+        synchronize(device)
+        together()
+        synchronize(device)
+    return None
+
+
+def traced_samples(lanes: Lanes, rows: Mapping[str, Row]) -> Iterator[Sample]:
+    """The samples of `rows`, by quantity, that one traced call gives."""
+    for name, value in zip(TIMES, (lanes.span_ms, lanes.communication_ms, lanes.compute_ms, lanes.overlap_ms)):
+        if name in rows:
+            yield Sample(row=rows[name], samples=[value])
+    for name, intervals in zip(INTERVALS, (lanes.compute, lanes.communication)):
+        ends = [end for pair in simplify(intervals, MOST_INTERVALS) for end in pair]
+        yield Sample(row=rows[name], samples=ends, skipped="" if ends else "the traced call has none")
+
+
+def lane_column(row: dict[str, Any]) -> dict[str, Any]:
+    """The column `lane` of intervals: compute or communication."""
+    return {"lane": str(row["quantity"]).removesuffix("_intervals")}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Traces(Spans):
+    """The lanes of traced calls, a panel an implementation: of the first precision that there is.
+
+    A call of which one lane is missing is not drawn: half of it would look like no overlap.
+    """
+
+    x: str = "start"
+    y: str = "lane"
+    color: str | None = "lane"
+    facet: str | None = "implementation"
+    columns: int = 1
+
+    def rows(self, frame: pd.DataFrame) -> pd.DataFrame:
+        rows = super().rows(pick(frame, {"quantity": INTERVALS}))
+        if rows.empty:
+            return rows
+        rows = rows[rows["precision"] == rows["precision"].iloc[0]]
+        return rows[rows.groupby(["implementation", "case"])["lane"].transform("nunique") == len(INTERVALS)]
+
+
+def step_numbers(frame: pd.DataFrame) -> dict[str, Any]:
+    """Functions for pages: `faster(ours, theirs, ...)` and `efficiency(name, num_ranks=4, ...)`, within a run.
+
+    `faster` finds the wrappers' steps though their cases differ in buckets; `efficiency` is one rank's step over that
+    of N ranks, each rank with as many sequences.
+    """
+    steps = pick(frame, {"quantity": "time"})
+
+    def step(name: str, where: dict[str, Any]) -> dict[str, Any]:
+        found = tuples(pick(steps, where | {"implementation": name}))
+        if len(found) != 1:
+            raise ValueError(f"{len(found)} steps of {name} with {where}, one is needed")
+        return found[0]
+
+    def ratio(ours: dict[str, Any], theirs: dict[str, Any]) -> float:
+        if math.isnan(found := speed(ours, theirs)):
+            raise ValueError(f"{ours['implementation']} and {theirs['implementation']} are not of one run")
+        return found
+
+    def faster(ours: str, theirs: str, **where: Any) -> float:
+        return ratio(step(ours, where), step(theirs, where))
+
+    def efficiency(name: str, alone: str = "", **where: Any) -> float:
+        return ratio(step(name, where), step(alone or name, where | {"num_ranks": 1}))
+
+    return {"faster": faster, "efficiency": efficiency}
