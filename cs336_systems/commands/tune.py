@@ -281,8 +281,8 @@ def _obstacles(
 
 def _show_measured(sweep: Sweep, shapes: Sequence[AttentionShape], seed: int) -> bool:
     """Print winners and proposals from the folder's records; False if there are none for these shapes."""
+    from cs336_systems.experiments.records import read_records
     from cs336_systems.experiments.tuning import PROBLEM, medians, proposals, winners
-    from cs336_systems.records import read_records
 
     times = medians(read_records(sweep.record_file(PROBLEM)), shapes, seed)
     best = winners(times, sweep.device.compute_capability)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -29,7 +30,8 @@ INK = "#808080"  # read on white and on black
 COLORS = {  # ours in colour, the plain baselines in grey, the libraries' in cooler tones
     "eager": "#999999", "compiled": "#555555", "tiled": "#e6ab02", "tiled_compiled": "#a6761d", "triton": "#d95f02",
     "hopper": "#e7298a", "sdpa_flash": "#1b9e77", "sdpa_cudnn": "#66a61e", "sdpa_efficient": "#b3de69",
-    "flex": "#7570b3", "flex_flash": "#80b1d3", "fa4": "#377eb8",
+    "flex": "#7570b3", "flex_flash": "#80b1d3", "fa4": "#377eb8", "triton_lists": "#fdae61", "triton_whole": "#fee08b",
+    "sdpa_mask": "#a1d99b", "sdpa_padded": "#74c476", "torch_varlen": "#80cdc1", "tiles allow": "#bbbbbb",
 }  # fmt: skip
 
 
@@ -113,8 +115,18 @@ def scale_of(values: pd.Series, base: float = 10) -> alt.Scale:
     """Linear where the values are within a factor of RANGE_OF_LOG or reach zero, else logarithmic."""
     low, high = float(values.min()), float(values.max())
     if low > 0 and high / low >= RANGE_OF_LOG:
-        return alt.Scale(type="log", base=base)
+        return alt.Scale(type="log", base=base, nice=False)
     return alt.Scale(zero=False)
+
+
+def axis_of(values: pd.Series) -> alt.Axis:
+    """Ticks at 1, 2 and 5 of each decade where `scale_of` is logarithmic, at the decades where they are many."""
+    low, high = float(values.min()), float(values.max())
+    if not (low > 0 and high / low >= RANGE_OF_LOG):
+        return alt.Axis()
+    digits = (1, 2, 5) if high / low < 1e4 else (1,)
+    decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    return alt.Axis(values=[digit * 10.0**decade for decade in decades for digit in digits], format=",.6~g")
 
 
 class Lines(Figure):
@@ -124,10 +136,12 @@ class Lines(Figure):
         numeric = pd.api.types.is_numeric_dtype(rows[self.x])
         x: Any = alt.X(f"{_field(self.x)}:O", sort=None, title=self.x_title or self.x.replace("_", " "))
         if numeric:
-            axis = alt.Axis(values=sorted(rows[self.x].unique()), labelOverlap=True, format=",")
+            axis = alt.Axis(values=sorted(rows[self.x].unique()), labelOverlap=True, format=",.6~g")
             title = self.x_title or self.x.replace("_", " ")
             x = alt.X(f"{_field(self.x)}:Q", scale=scale_of(rows[self.x], base=2), axis=axis, title=title)
-        y = alt.Y(f"{_field(self.y)}:Q", scale=scale_of(rows[self.y]), title=self._unit_title(rows))
+        heights = rows[self.y]
+        title = self._unit_title(rows)
+        y = alt.Y(f"{_field(self.y)}:Q", scale=scale_of(heights), axis=axis_of(heights), title=title)
         banded = self.y == "median"
         base = alt.Chart(self._data(rows, *(("low", "high") if banded else ())))
         line = base.mark_line(point=True).encode(x=x, y=y, color=self._color(rows), tooltip=self._tooltip(rows))

@@ -60,7 +60,7 @@ def load_frame(experiment: Experiment, records: Iterable[Record]) -> pd.DataFram
     places = _declared_places(experiment, kept[0])
     last = len(places)
     rows.sort(key=lambda row: (places.get(row["case"], last), row["place"]))
-    return pd.DataFrame(rows)
+    return experiment.compared(pd.DataFrame(rows))
 
 
 def _row(record: Record) -> dict[str, Any]:

@@ -31,6 +31,8 @@ from cs336_systems.experiments.tables import ABSENT, Table
 
 PAGES = "writeup"  # the folder of templates
 DOCUMENT = "pages.md"  # becomes writeup.md with the last problem that is moved
+README = "README.md"  # a text of its own, with blocks of records
+BLOCK = re.compile(r"(<!-- begin made: (.+?) -->\n).*?(<!-- end made -->)", re.DOTALL)
 DIGESTS = "digests.json"  # of the figures beside it
 MOST_LINES = 14  # of a table on a page
 MOST_WORDS = 25_000  # of the document
@@ -92,6 +94,15 @@ class Book:
             lines.append(f"| [{name}](#{name}) | {known.section} | {editions} | {known.points or ABSENT} |")
         return "\n".join([*lines, ""]) + "\n" + "\n".join(self.page(name) for name in self.names)
 
+    def readme(self) -> str:
+        """The README with its blocks made anew: `<!-- begin made: EXPRESSION -->`, the value, `<!-- end made -->`."""
+
+        def made(block: re.Match[str]) -> str:
+            value = self.environment.from_string(f"{{{{ {block[2]} }}}}").render(of=lambda name: Page(self, name))
+            return f"{block[1]}\n{value}\n\n{block[3]}"
+
+        return BLOCK.sub(made, (self.root / README).read_text(encoding="utf-8"))
+
     def figures(self) -> dict[Path, dict[str, Any]]:
         """The specification of every figure that a page shows, by its file."""
         specs = {}
@@ -136,6 +147,8 @@ class Book:
 
     def _texts(self) -> dict[Path, str]:
         texts = {self.root / DOCUMENT: self.document()}
+        if (self.root / README).exists():
+            texts[self.root / README] = self.readme()
         for name, experiment in experiments().items():
             if not self.frame(name).empty and experiment.tables:
                 texts[self.folder / "tables" / f"{name}.md"] = tables_text(experiment, self.frame(name))

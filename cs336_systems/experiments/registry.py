@@ -12,13 +12,6 @@ from cs336_systems.experiments.cells import Cell, Measurement, Problem
 from cs336_systems.experiments.collective_cells import communication_cells, measure_communication
 from cs336_systems.experiments.ddp_cells import measure_ddp
 from cs336_systems.experiments.handout import HANDOUT
-from cs336_systems.experiments.mask_cells import measure_masked
-from cs336_systems.experiments.masks import (
-    block_sparse_cells,
-    dense_masks_cells,
-    dilated_attention_cells,
-    dynamic_mask_cells,
-)
 from cs336_systems.experiments.s2_nsys_profile import measure_nsys_profile, nsys_profile_cells
 from cs336_systems.experiments.s2_precision import (
     benchmarking_mixed_precision_cells,
@@ -32,21 +25,13 @@ from cs336_systems.experiments.s3_memory import (
     memory_profiling_cells,
 )
 from cs336_systems.experiments.s4_attention import (
-    flash_benchmarking_cells,
     measure_section4,
     pytorch_attention_cells,
     torch_compile_cells,
 )
-from cs336_systems.experiments.s4_counters import kernel_counters_cells, measure_kernel_counters
-from cs336_systems.experiments.s4_few_queries import few_queries_cells, measure_few_queries
-from cs336_systems.experiments.s4_ladder import hopper_ladder_cells, measure_hopper_ladder
-from cs336_systems.experiments.s4_long_calls import long_calls_cells, measure_long_calls
-from cs336_systems.experiments.s4_short_calls import measure_short_calls, short_calls_cells
-from cs336_systems.experiments.s4_tiles import measure_tile_choice, tile_choice_cells
 from cs336_systems.experiments.s5_distributed import bucketed_cells, flat_cells, naive_cells, overlap_cells
 from cs336_systems.experiments.s6_sharding import optimizer_sharding_cells
 from cs336_systems.experiments.s7_fsdp import fsdp_cells
-from cs336_systems.experiments.s9_leaderboard import leaderboard_2025_cells, measure_leaderboard_2025
 from cs336_systems.experiments.s9_training_step import leaderboard_2026_cells, measure_leaderboard_2026
 from cs336_systems.experiments.s_training import measure_training_run, training_run_cells
 from cs336_systems.experiments.sharding_cells import measure_sharding
@@ -121,15 +106,6 @@ UNMOVED: dict[str, Problem] = {
             measure=measure_section4,
         ),
         Problem(
-            name="flash_benchmarking",
-            title="FlashAttention-2 against plain attention and the library kernels",
-            section="4.2.2",
-            editions=(2025, 2026),
-            points=5,
-            cells=flash_benchmarking_cells,
-            measure=measure_section4,
-        ),
-        Problem(
             name="distributed_communication_single_node",
             title="Collectives on one host: time and bandwidth over message size",
             section="5.1",
@@ -193,15 +169,6 @@ UNMOVED: dict[str, Problem] = {
             measure=measure_sharding,
         ),
         Problem(
-            name="leaderboard_2025",
-            title="The 2025 leaderboard: 1 x 16 x 16384 x 64, causal, bfloat16, forward and backward",
-            section="9",
-            editions=(2025,),
-            points=0,
-            cells=leaderboard_2025_cells,
-            measure=measure_leaderboard_2025,
-        ),
-        Problem(
             name="leaderboard_2026",
             title="The 2026 leaderboard: a full training step of an 8B model, context 32,768, on two GPUs",
             section="9",
@@ -209,96 +176,6 @@ UNMOVED: dict[str, Problem] = {
             points=10,
             cells=leaderboard_2026_cells,
             measure=measure_leaderboard_2026,
-        ),
-        Problem(
-            name="long_calls",
-            title="Our kernels and cuDNN's on the longest of those shapes, by turns",
-            section="beyond",
-            editions=(),
-            points=0,
-            cells=long_calls_cells,
-            measure=measure_long_calls,
-        ),
-        Problem(
-            name="short_calls",
-            title="What short attention calls take: the host, both, and the GPU alone, by turns",
-            section="beyond",
-            editions=(),
-            points=0,
-            cells=short_calls_cells,
-            measure=measure_short_calls,
-        ),
-        Problem(
-            name="few_queries",
-            title="Attention of one head, and of generated tokens: the keys split, whole, and the libraries",
-            section="beyond",
-            editions=(),
-            points=0,
-            cells=few_queries_cells,
-            measure=measure_few_queries,
-        ),
-        Problem(
-            name="hopper_ladder",
-            title="From Triton with pointers to Gluon on Hopper: what each rung adds",
-            section="beyond",
-            editions=(),
-            points=0,
-            cells=hopper_ladder_cells,
-            measure=measure_hopper_ladder,
-        ),
-        Problem(
-            name="kernel_counters",
-            title="What the GPU's counters say limits the attention kernels",
-            section="beyond",
-            editions=(),
-            points=0,
-            cells=kernel_counters_cells,
-            measure=measure_kernel_counters,
-        ),
-        Problem(
-            name="tile_choice",
-            title="The tile tables against the best of a grid, and against one fixed tile",
-            section="beyond",
-            editions=(),
-            points=0,
-            cells=tile_choice_cells,
-            measure=measure_tile_choice,
-        ),
-        Problem(
-            name="dense_masks",
-            title="Full and causal attention, alone and over packed documents, against library kernels",
-            section="beyond",
-            editions=(),
-            points=0,
-            cells=dense_masks_cells,
-            measure=measure_masked,
-        ),
-        Problem(
-            name="block_sparse",
-            title="Skipping tiles: speed by density, and what random token masks gain",
-            section="beyond",
-            editions=(),
-            points=0,
-            cells=block_sparse_cells,
-            measure=measure_masked,
-        ),
-        Problem(
-            name="dynamic_mask",
-            title="Keys chosen by a bias at run time: gathered, or by lists of tiles",
-            section="beyond",
-            editions=(),
-            points=0,
-            cells=dynamic_mask_cells,
-            measure=measure_masked,
-        ),
-        Problem(
-            name="dilated_attention",
-            title="Dilated attention by reshape against dense attention",
-            section="beyond",
-            editions=(),
-            points=0,
-            cells=dilated_attention_cells,
-            measure=measure_masked,
         ),
         Problem(
             name="training_run",

@@ -153,6 +153,10 @@ class Experiment:
         """
         return {}
 
+    def compared(self, frame: pd.DataFrame) -> pd.DataFrame:
+        """The frame with columns that need other rows than their own, such as a ratio to a baseline."""
+        return frame
+
     def numbers(self, frame: pd.DataFrame) -> dict[str, Any]:
         """What its page needs and no lookup gives: names for the template, numbers or functions."""
         return {}

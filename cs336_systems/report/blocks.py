@@ -4,7 +4,7 @@
     blocks.text("flash_benchmarking.table.bfloat16.forward", document=Path("writeup.md"))
 
 Names: `<problem>.table`, `.answer`, `.figures`; one table as `<problem>.table.<section>`, one figure as
-`<problem>.figures.<plot>`; `headline` and `headline.distributed`. Problems of `calculated` need no records.
+`<problem>.figures.<plot>`; `headline.distributed`. Problems of `calculated` need no records.
 """
 
 from __future__ import annotations
@@ -21,43 +21,25 @@ import pandas as pd
 from cs336_systems.records import Record, latest, read_records
 from cs336_systems.report.answers import answer
 from cs336_systems.report.calculated import CALCULATIONS, FOLDER, calculated_text
-from cs336_systems.report.counters import COUNTER_CASES
 from cs336_systems.report.distributed import DISTRIBUTED_CASES
-from cs336_systems.report.few_queries import FEW_QUERIES_CASES
 from cs336_systems.report.figures import file_stem
 from cs336_systems.report.frames import load_frame, refuse_mixture
-from cs336_systems.report.headline import distributed_headline, headline
-from cs336_systems.report.ladder import LADDER_CASES
+from cs336_systems.report.headline import distributed_headline
 from cs336_systems.report.leaderboard import LEADERBOARD_CASES
-from cs336_systems.report.long_calls import LONG_CALL_CASES
 from cs336_systems.report.markdown import one_line
-from cs336_systems.report.masks import MASK_CASES
 from cs336_systems.report.memory_tables import MEMORY_CASE_TYPES
 from cs336_systems.report.plots import Plot, plots
 from cs336_systems.report.sections import Section
-from cs336_systems.report.shapes import SHAPE_CASES
 from cs336_systems.report.sharding import SHARDING_CASES
-from cs336_systems.report.short_calls import SHORT_CALL_CASES
 from cs336_systems.report.tables import TABLES, problem_table, sections
-from cs336_systems.report.tiles import TILE_CASES
 
-HEADLINE, DISTRIBUTED_HEADLINE = "headline", "headline.distributed"
+DISTRIBUTED_HEADLINE = "headline.distributed"
 CASE_TYPES = {  # of the problems with tables and figures of their own
     "benchmarking_script": ("ModelCase",),
     "nsys_profile": ("ModelCase",),
     "pytorch_attention": ("AttentionShape",),
     "torch_compile": ("AttentionShape", "ModelCase"),
-    "flash_benchmarking": ("AttentionShape",),
     "training_run": ("TrainingCase",),
-    "leaderboard_2025": ("AttentionShape",),
-    **SHAPE_CASES,
-    **LONG_CALL_CASES,
-    **SHORT_CALL_CASES,
-    **FEW_QUERIES_CASES,
-    **LADDER_CASES,
-    **COUNTER_CASES,
-    **TILE_CASES,
-    **MASK_CASES,
     **DISTRIBUTED_CASES,
     **SHARDING_CASES,
     **LEADERBOARD_CASES,
@@ -117,8 +99,6 @@ class Blocks:
 
     def text(self, name: str, document: Path) -> str:
         """Content of block `name` in `document` (its image links are relative); KeyError says what is wrong."""
-        if name == HEADLINE:
-            return headline(self.frames)
         if name == DISTRIBUTED_HEADLINE:
             return distributed_headline(self.frames)
         problem, _, rest = name.partition(".")

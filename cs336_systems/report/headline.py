@@ -1,4 +1,4 @@
-"""The README's tables: attention beside the libraries' and beside plain attention, and steps on several GPUs."""
+"""The README's table of steps on several GPUs."""
 
 from __future__ import annotations
 
@@ -9,16 +9,11 @@ from typing import Any
 
 import pandas as pd
 
-from cs336_systems.report import distributed, shapes, sharding
-from cs336_systems.report.comparisons import OTHER_RUN, OTHER_RUN_REMARK, best_peer, ratio_cell, real, same_run
-from cs336_systems.report.frames import BASELINE, NOT_MEASURED, OUR_KERNELS, OURS, labels, select, tuples
-from cs336_systems.report.markdown import ABSENT, Cells, factor, number, plain, provenance, table
-from cs336_systems.report.sections import constants, speed_up
-
-LEADERBOARD, BENCHMARK = "leaderboard_2025", "flash_benchmarking"
-SELECTED_LENGTHS = (16384, 65536)
-SELECTED_HEAD_DIMS = (64, 128)
-NO_SPEED = f"*No compiled {OURS} kernel was timed on this device.*"
+from cs336_systems.report import distributed, sharding
+from cs336_systems.report.comparisons import OTHER_RUN, OTHER_RUN_REMARK, ratio_cell, same_run
+from cs336_systems.report.frames import NOT_MEASURED, tuples
+from cs336_systems.report.markdown import Cells, plain, provenance, table
+from cs336_systems.report.sections import speed_up
 
 OVERLAP = "ddp_overlap_individual_parameters_benchmarking"
 TORCH_ZERO, TORCH_FSDP = (sharding.OPTIMIZER_PEER,), (sharding.FSDP_PEER,)
@@ -30,86 +25,6 @@ PAIRS = {  # problem -> our wrapper, PyTorch's that do the same (the fastest cou
 OUR_NAMES = {"overlap": "overlapped DDP", "bucketed": "bucketed DDP"} | sharding.NAMES
 THEIR_NAMES = sharding.NAMES | distributed.NAMES
 NO_STEPS = "*No training step on several GPUs was timed on this device beside PyTorch's.*"
-
-
-def headline(frames: Mapping[str, pd.DataFrame]) -> str:
-    """Forward + backward beside the libraries' on the shapes of models, then beside plain attention, as Markdown.
-
-    `frames` hold a frame for each problem. Where no Triton kernel ran compiled, one sentence says so instead.
-    """
-    found = [_beside_libraries(frames[shapes.PROBLEM])] if shapes.PROBLEM in frames else []
-    found.append(_beside_plain_attention(frames))
-    return "\n\n".join(text for text in found if text) or NO_SPEED
-
-
-def _beside_libraries(frame: pd.DataFrame) -> str:
-    """TFLOP/s of each shape of `attention_shapes`, and our fastest over the fastest library; "" if nothing compiled."""
-    rows = shapes.times(shapes.with_shapes(frame), "forward_backward")
-    if not len(real(rows[rows["implementation"].isin(OUR_KERNELS)])):
-        return ""
-    across = labels(rows)
-    cells = Cells()
-    lines = []
-    for shape, group in rows.groupby("shape", sort=False):
-        by_name = {row.label: row for row in tuples(group)}
-        ours = tuples(real(group[group["implementation"].isin(OUR_KERNELS)]).sort_values("median", kind="stable"))
-        ratio = factor(speed_up(best_peer(group, ours[0]), ours[0])) if ours else ABSENT
-        lines.append([str(shape), *(cells.text(by_name.get(name), "tflops") for name in across), ratio])
-    header = ["batch × heads × S × d", *across, "ours over the fastest library"]
-    head = f"Attention forward + backward in TFLOP/s, {constants(rows)}; medians. Ours are {' and '.join(OUR_KERNELS)}."
-    legend = cells.legend()
-    return "\n\n".join([head, table(header, lines), *([legend] if legend else []), provenance(frame)])
-
-
-def _beside_plain_attention(frames: Mapping[str, pd.DataFrame]) -> str:
-    """Ours, eager and the best peer on the leaderboard's shape and on long causal sequences of one head."""
-    used = [frames[problem] for problem in (LEADERBOARD, BENCHMARK) if problem in frames]
-    cases = [rows for frame in used for rows in _cases(frame)]
-    cells = Cells()
-    lines = [_line(rows, name, cells) for rows in cases for name in OUR_KERNELS if _row(rows, name) is not None]
-    if not lines:
-        return ""
-    if any(OTHER_RUN in line for line in lines):
-        cells.remark(OTHER_RUN_REMARK)
-    header = ["batch × heads × S × d", "ours", "TFLOP/s", "time (ms)", f"{BASELINE} (ms)", "best peer (ms)"]
-    header += ["best peer", f"speed against {BASELINE}", "against best peer"]
-    head = "Beside plain attention: forward + backward, causal, bfloat16; medians, quartiles in brackets."
-    legend = cells.legend()
-    parts = [head, table(header, lines, 2), *([legend] if legend else []), provenance(pd.concat(cases))]
-    return "\n\n".join(parts)
-
-
-def _cases(frame: pd.DataFrame) -> list[pd.DataFrame]:
-    """Timed rows of each selected case: all of the leaderboard, some of the benchmark."""
-    rows = select(frame, "time", "forward_backward")
-    rows = rows[(rows["dtype"] == "bfloat16") & (rows["causal"] == True)]  # noqa: E712 (a column of objects)
-    if frame["problem"].iloc[0] == BENCHMARK:
-        rows = rows[rows["seqlen"].isin(SELECTED_LENGTHS) & rows["head_dim"].isin(SELECTED_HEAD_DIMS)]
-    return [group for _, group in rows.groupby("case", sort=False)]
-
-
-def _line(rows: pd.DataFrame, name: str, cells: Cells) -> list[str]:
-    ours, eager = _row(rows, name), _row(rows, BASELINE)
-    peer = best_peer(rows, ours)
-    shape = " × ".join(plain(value) for value in (ours.batch, ours.heads, ours.seqlen, ours.head_dim))
-    rate = number(ours.tflops, 3) if ours.status == "ok" else cells.text(ours)
-    return [
-        shape,
-        name,
-        rate,
-        cells.time(ours),
-        cells.time(eager),
-        cells.time(peer),
-        peer.label if peer is not None else "none ran",
-        ratio_cell(speed_up(eager, ours), eager, ours),
-        factor(speed_up(peer, ours)),
-    ]
-
-
-def _row(rows: pd.DataFrame, implementation: str) -> Any:
-    """The row of `implementation`, if it has one that was not interpreted."""
-    found = tuples(rows[(rows["implementation"] == implementation) & ~rows["interpreted"].astype(bool)])
-    return found[0] if found else None
 
 
 def distributed_headline(frames: Mapping[str, pd.DataFrame]) -> str:

@@ -13,18 +13,14 @@ from collections.abc import Callable
 import pandas as pd
 
 from cs336_systems.report.distributed import DISTRIBUTED_PLOTS
-from cs336_systems.report.frames import DTYPE_ORDER, MODE_TITLES, MODEL_VARIANTS, complete, ordered, select, variants
-from cs336_systems.report.ladder import LADDER_PLOTS
+from cs336_systems.report.frames import MODE_TITLES, MODEL_VARIANTS, select, variants
 from cs336_systems.report.leaderboard import LEADERBOARD_PLOTS
 from cs336_systems.report.markdown import plain
-from cs336_systems.report.masks import MASK_PLOTS
 from cs336_systems.report.memory_plots import MEMORY_PLOTS
 from cs336_systems.report.points import Plot, model_speed_ups, points, points_by_length
 from cs336_systems.report.profiles import plots as profile_plots
-from cs336_systems.report.sections import attention_keys, constants, longest_warmup, present_modes, timed
-from cs336_systems.report.shapes import SHAPE_PLOTS
+from cs336_systems.report.sections import constants, longest_warmup, present_modes, timed
 from cs336_systems.report.sharding import SHARDING_PLOTS
-from cs336_systems.report.short_calls import SHORT_CALL_PLOTS
 from cs336_systems.report.training import training_plots
 
 LENGTH = "sequence length (tokens)"
@@ -142,71 +138,12 @@ def torch_compile(frame: pd.DataFrame) -> list[Plot]:
     return found
 
 
-def flash_benchmarking(frame: pd.DataFrame) -> list[Plot]:
-    """TFLOP/s against length for each dtype and mode, and peak memory for each dtype; a panel for each head dim."""
-    found = []
-    for dtype in ordered(frame["dtype"], DTYPE_ORDER):
-        cases = frame[frame["dtype"] == dtype]
-        where = f"on {device_of(frame)}\n{constants(cases)}"
-        for mode in present_modes(cases):
-            found.append(
-                Plot(
-                    name=f"speed_{dtype}_{mode}",
-                    title=f"Attention {MODE_TITLES[mode]} {where}",
-                    kind="lines",
-                    data=points_by_length(select(cases, "time", mode), rate=True),
-                    x_label=LENGTH,
-                    y_label="speed (TFLOP/s)",
-                )
-            )
-        if (cases["quantity"] == "peak_memory").any():
-            found.append(
-                Plot(
-                    name=f"memory_{dtype}",
-                    title=f"Peak memory of attention forward + backward {where}",
-                    kind="lines",
-                    data=points_by_length(select(cases, "peak_memory")),
-                    x_label=LENGTH,
-                    y_label="peak memory (MiB)",
-                )
-            )
-    return found
-
-
-def leaderboard_2025(frame: pd.DataFrame) -> list[Plot]:
-    """Forward + backward by implementation, the fastest above; one panel for each shape."""
-    rows = select(frame, "time", "forward_backward")
-    shape = variants(frame, attention_keys(frame))
-    rows = complete(rows, shape) if shape else rows
-    data = points(rows, panel=shape, series="label", style="implementation", x="label")
-    order = data.sort_values(["drawn", "y"], ascending=[False, True], kind="stable")
-    longest = f"S={plain(frame['seqlen'].max())}, d={plain(frame['head_dim'].max())}, " if not shape else ""
-    return [
-        Plot(
-            name="ranking",
-            title=f"Attention forward + backward on {device_of(frame)}\n{longest}{constants(frame)}",
-            kind="ranking",
-            data=order.reset_index(drop=True),
-            x_label="time (ms)",
-            y_label="implementation",
-            log_y=False,
-            notes=(MEDIANS,),
-        )
-    ]
-
-
 PLOTS: dict[str, Callable[[pd.DataFrame], list[Plot]]] = {
     "benchmarking_script": benchmarking_script,
     "nsys_profile": profile_plots,
     "pytorch_attention": pytorch_attention,
     "torch_compile": torch_compile,
-    "flash_benchmarking": flash_benchmarking,
     "training_run": training_plots,
-    "leaderboard_2025": leaderboard_2025,
-    **SHAPE_PLOTS,
-    **SHORT_CALL_PLOTS,
-    **LADDER_PLOTS,
-    **MASK_PLOTS,
     **DISTRIBUTED_PLOTS,
     **SHARDING_PLOTS,
     **LEADERBOARD_PLOTS,

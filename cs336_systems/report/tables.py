@@ -15,26 +15,16 @@ from typing import Any
 
 import pandas as pd
 
-from cs336_systems.report.counters import COUNTER_TABLES
 from cs336_systems.report.distributed import DISTRIBUTED_TABLES
-from cs336_systems.report.few_queries import FEW_QUERIES_TABLES
 from cs336_systems.report.frames import (
-    ATTENTION_KEYS,
-    ATTENTION_VARIANTS,
-    DTYPE_ORDER,
     MODE_TITLES,
     MODEL_VARIANTS,
-    OURS,
-    ordered,
     select,
     tuples,
     variants,
 )
-from cs336_systems.report.ladder import LADDER_TABLES
 from cs336_systems.report.leaderboard import LEADERBOARD_TABLES
-from cs336_systems.report.long_calls import LONG_CALL_TABLES
 from cs336_systems.report.markdown import Cells, number, plain, provenance
-from cs336_systems.report.masks import MASK_TABLES
 from cs336_systems.report.memory_tables import MEMORY_TABLES
 from cs336_systems.report.profiles import tables as profile_tables
 from cs336_systems.report.sections import (
@@ -52,10 +42,7 @@ from cs336_systems.report.sections import (
     section,
     timed,
 )
-from cs336_systems.report.shapes import SHAPE_TABLES
 from cs336_systems.report.sharding import SHARDING_TABLES
-from cs336_systems.report.short_calls import SHORT_CALL_TABLES
-from cs336_systems.report.tiles import TILE_TABLES
 from cs336_systems.report.training import training_sections
 
 
@@ -120,43 +107,6 @@ def torch_compile(frame: pd.DataFrame) -> list[Section]:
     return found
 
 
-def flash_benchmarking(frame: pd.DataFrame) -> list[Section]:
-    """For each dtype: times and TFLOP/s by mode, peak memory; compile times last."""
-    found = []
-    for dtype in ordered(frame["dtype"], DTYPE_ORDER):
-        cases = frame[frame["dtype"] == dtype]
-        where = constants(cases)
-        keys = attention_keys(cases)
-        for mode in present_modes(cases):
-            rows = select(cases, "time", mode)
-            found.append(pivot(f"{dtype}.{mode}", f"{MODE_TITLES[mode]} (ms), {where}", rows, keys, fast=OURS))
-        for mode in present_modes(cases):
-            rows = select(cases, "time", mode)
-            title = f"{MODE_TITLES[mode]} (TFLOP/s), {where}"
-            found.append(pivot(f"tflops.{dtype}.{mode}", title, rows, keys, value="tflops"))
-        if (cases["quantity"] == "peak_memory").any():  # not of a CPU
-            peaks = select(cases, "peak_memory")
-            found.append(pivot(f"memory.{dtype}", f"Peak memory, forward + backward (MiB), {where}", peaks, keys))
-    compile_times = select(frame, "compile_time")
-    if len(compile_times):
-        keys = attention_keys(frame) + variants(compile_times, ("mode",))
-        found.append(pivot("compile_time", "Time to compile (s)", compile_times, keys))
-    return found
-
-
-def leaderboard_2025(frame: pd.DataFrame) -> list[Section]:
-    """All implementations on the leaderboard's shape, the fastest forward + backward first."""
-    times = select(frame, "time", "forward_backward")
-    drawn = times[~times["interpreted"]]
-    order = [*drawn.sort_values("median", kind="stable")["label"], *frame["label"]]  # without a time: behind
-    keys = ["label", *variants(frame, (*ATTENTION_KEYS, *ATTENTION_VARIANTS))]
-    measures: list[Measure] = [("time", mode, f"{MODE_TITLES[mode]} (ms)") for mode in present_modes(frame)]
-    measures += [("tflops", "forward_backward", "TFLOP/s"), ("peak_memory", None, "peak memory (MiB)")]
-    title = f"Attention at S={plain(frame['seqlen'].max())}, d={plain(frame['head_dim'].max())}, {constants(frame)}"
-    frame = frame.assign(_order=frame["label"].map(order.index)).sort_values("_order", kind="stable")
-    return [measures_section("implementations", title, frame, keys, measures)]
-
-
 def one_row_a_record(frame: pd.DataFrame) -> list[Section]:
     """Any problem: what the cases have in common above, what tells them apart in columns."""
     cases = pd.DataFrame([_leaves(json.loads(case)) for case in frame["case"]])
@@ -179,17 +129,7 @@ TABLES: dict[str, Callable[[pd.DataFrame], list[Section]]] = {
     "nsys_profile": profile_tables,
     "pytorch_attention": pytorch_attention,
     "torch_compile": torch_compile,
-    "flash_benchmarking": flash_benchmarking,
     "training_run": training_sections,
-    "leaderboard_2025": leaderboard_2025,
-    **SHAPE_TABLES,
-    **LONG_CALL_TABLES,
-    **SHORT_CALL_TABLES,
-    **FEW_QUERIES_TABLES,
-    **LADDER_TABLES,
-    **COUNTER_TABLES,
-    **TILE_TABLES,
-    **MASK_TABLES,
     **DISTRIBUTED_TABLES,
     **SHARDING_TABLES,
     **LEADERBOARD_TABLES,
