@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,29 +15,18 @@ from cs336_systems.config import MODEL_SIZES, AttentionShape, ModelCase
 from cs336_systems.records import Record, append_records, case_to_dict
 from cs336_systems.report.answers import answer
 from cs336_systems.report.blocks import CASE_TYPES, Blocks
-from cs336_systems.report.build import build_report, check_documents, update_documents
-from cs336_systems.report.figures import file_stem, problem_figures
-from cs336_systems.report.frames import IMPLEMENTATIONS, load_frame, select
-from cs336_systems.report.headline import NO_SPEED
+from cs336_systems.report.build import build_report
+from cs336_systems.report.figures import problem_figures
+from cs336_systems.report.frames import IMPLEMENTATIONS, load_frame
 from cs336_systems.report.markdown import code_span, number, table
 from cs336_systems.report.plots import FIRST_STEP, PLOTS, plots
 from cs336_systems.report.styles import colour, marker
 from cs336_systems.report.tables import TABLES, sections
 from cs336_systems.report.writeup import fill
-from tests.counter_records import counter_records
 from tests.distributed_records import DISTRIBUTED_MAKERS
 from tests.leaderboard_records import leaderboard_2026_records
-from tests.mask_records import MASK_MAKERS
 from tests.memory_records import records_of
 from tests.profile_records import profile_records
-from tests.shape_records import (
-    few_queries_records,
-    ladder_records,
-    long_call_records,
-    shape_records,
-    short_call_records,
-)
-from tests.tile_records import tile_records
 from tests.training_records import training_records
 
 GPU = {"name": "Test GPU", "kind": "cuda", "driver": "1.2"}
@@ -70,38 +57,6 @@ def model_case(name: str, warmup: int = 5) -> ModelCase:
 
 def spread(middle: float) -> list[float]:
     return [middle * 0.9, middle, middle * 1.1]
-
-
-def flash_records() -> list[Record]:
-    """Every status: eager runs out of memory at the longest, compiled fails there, cuDNN skips d = 32."""
-    found = []
-    for seqlen, head_dim, implementation in itertools.product(LENGTHS, HEAD_DIMS, FLASH_MS):
-        case = attention(seqlen, head_dim)
-        broken: dict[str, Any] = {}
-        if implementation == "eager" and seqlen == LENGTHS[-1]:
-            broken = {"status": "oom", "message": OOM}
-        elif implementation == "compiled" and seqlen == LENGTHS[-1]:
-            broken = {"status": "failed", "message": "cell took longer than 600 s"}
-        elif implementation == "sdpa_cudnn" and head_dim == 32:
-            broken = {"status": "skipped", "message": NO_KERNEL}
-        if broken:  # one row for the whole cell, as a run leaves it that dies in its first pass
-            found.append(record("flash_benchmarking", case, implementation, "forward", **broken))
-            continue
-        middle = FLASH_MS[implementation] * (seqlen / 1024) ** 2 * head_dim / 32
-        for mode, share in (("forward", 1.0), ("backward", 2.0), ("forward_backward", 3.0)):
-            found.append(record("flash_benchmarking", case, implementation, mode, samples=spread(middle * share)))
-        peak = {"quantity": "peak_memory", "unit": "MiB", "samples": [100.0 if implementation == "eager" else 10.0]}
-        found.append(record("flash_benchmarking", case, implementation, "forward_backward", **peak))
-    return found
-
-
-def leaderboard_records() -> list[Record]:
-    case = attention(16384, 64, heads=16)
-    rows = [
-        record("leaderboard_2025", case, implementation, "forward_backward", samples=spread(middle))
-        for implementation, middle in {"eager": 90.0, "triton": 6.0, "sdpa_cudnn": 5.0}.items()
-    ]
-    return [*rows, record("leaderboard_2025", case, "flex", "forward_backward", status="failed", message="no compiler")]
 
 
 def pytorch_records() -> list[Record]:
@@ -152,17 +107,7 @@ MAKERS: dict[str, Callable[[], list[Record]]] = {
     "nsys_profile": profile_records,
     "pytorch_attention": pytorch_records,
     "torch_compile": compile_records,
-    "flash_benchmarking": flash_records,
-    "leaderboard_2025": leaderboard_records,
     "training_run": training_records,
-    "attention_shapes": shape_records,
-    "long_calls": long_call_records,
-    "short_calls": short_call_records,
-    "few_queries": few_queries_records,
-    "hopper_ladder": ladder_records,
-    "kernel_counters": counter_records,
-    "tile_choice": tile_records,
-    **MASK_MAKERS,
     **DISTRIBUTED_MAKERS,
     "leaderboard_2026": leaderboard_2026_records,
     "mixed_precision_accumulation": lambda: records_of("mixed_precision_accumulation", record),
@@ -194,48 +139,6 @@ def row_of(table: str, *keys: str) -> list[str]:
 # Frames ---------------------------------------------------------------------------------------------------------------
 
 
-def test_frame_flattens_the_case_and_summarises_the_samples() -> None:
-    frame = load_frame(
-        [record("flash_benchmarking", attention(1024, 64), "triton", "forward", samples=[4.0, 1.0, 2.0])]
-    )
-    row = frame.iloc[0]
-    assert (row["seqlen"], row["head_dim"], row["dtype"], row["causal"]) == (1024, 64, "bfloat16", True)
-    assert (row["median"], row["quartile_low"], row["quartile_high"], row["first"]) == (2.0, 1.5, 3.0, 4.0)
-    pairs = 1024 * 1025 // 2  # of the causal mask
-    assert row["tflops"] == pytest.approx(4 * pairs * 64 / 2e-3 / 1e12)
-
-
-def test_frame_keeps_the_newest_record_of_a_cell() -> None:
-    old = record("flash_benchmarking", attention(1024, 64), "eager", "forward", samples=[1.0])
-    new = dataclasses.replace(old, samples=[2.0], date="2026-02-02T00:00:00+00:00")
-    assert list(load_frame([old, new])["median"]) == [2.0]
-
-
-@pytest.mark.parametrize(
-    ("change", "names"), [({"device": CPU}, "Test CPU, Test GPU"), ({"scale": "smoke"}, "handout, smoke")]
-)
-def test_mixed_devices_and_scales_are_refused(change: dict[str, Any], names: str) -> None:
-    rows = flash_records()
-    with pytest.raises(ValueError, match=names):
-        load_frame([*rows[1:], dataclasses.replace(rows[0], **change)])
-
-
-def test_interpreted_rows_carry_another_label_even_when_they_broke() -> None:
-    broken = record("flash_benchmarking", attention(1024, 64), "triton", "forward", status="failed", message="no")
-    frame = load_frame([dataclasses.replace(broken, device=CPU)])
-    assert list(frame["label"]) == ["triton (interpreter)"]
-
-
-def test_a_cell_that_broke_in_one_mode_is_selected_in_every_mode() -> None:
-    frame = load_frame(flash_records())
-    for quantity, mode in (("time", "backward"), ("time", "forward_backward"), ("peak_memory", None)):
-        rows = select(frame, quantity, mode)
-        statuses = rows[rows["implementation"] == "eager"].set_index(["seqlen", "head_dim"])["status"]
-        assert dict(statuses) == {
-            (seqlen, d): "oom" if seqlen == LENGTHS[-1] else "ok" for seqlen, d in itertools.product(LENGTHS, HEAD_DIMS)
-        }
-
-
 # Tables ---------------------------------------------------------------------------------------------------------------
 
 
@@ -247,52 +150,12 @@ def test_numbers_have_four_significant_digits(value: float, text: str) -> None:
     assert number(value) == text
 
 
-def test_flash_table_holds_medians_quartiles_speed_ups_and_reasons() -> None:
-    body = table_of(flash_records(), "bfloat16.forward")
-    assert row_of(body, "d") == ["d", "S", "eager", "compiled", "triton", "sdpa_cudnn", "triton over eager"]
-    assert row_of(body, "64", "1024") == [
-        "64", "1024", "16.00 (15.2–16.8)", "8.000 (7.60–8.40)", "2.000 (1.90–2.10)", "1.000 (0.950–1.05)", "8.00×",
-    ]  # fmt: skip
-    assert row_of(body, "32", "16384")[2:] == ["OOM", "failed [2]", "256.0 (243–269)", "skipped [1]", "–"]
-    assert f"- OOM: `{OOM}`" in body
-    assert f"- skipped [1]: `{NO_KERNEL}`" in body
-    assert body.count(NO_KERNEL) == 1
-
-
-def test_reasons_that_differ_in_their_numbers_share_a_line() -> None:
-    rows = flash_records()
-    sizes = itertools.count(1)
-    rows = [dataclasses.replace(row, message=f"{next(sizes)} GiB") if row.status == "oom" else row for row in rows]
-    assert "- OOM: `1 GiB` (and 1 alike)" in table_of(rows, "bfloat16.forward")
-
-
-def test_a_cell_without_any_record_is_a_dash_with_its_legend() -> None:
-    rows = [row for row in flash_records() if not (row.implementation == "triton" and row.case["seqlen_q"] == 4096)]
-    body = table_of(rows, "bfloat16.backward")
-    assert row_of(body, "64", "4096")[4] == "–"
-    assert "- –: not measured" in body
-
-
-def test_interpreted_kernels_have_no_speed_up_column() -> None:
-    body = table_of(on_cpu(flash_records()), "bfloat16.forward")
-    assert row_of(body, "d")[-2:] == ["triton (interpreter)", "sdpa_cudnn"]
-    assert "none is compared" in body
-
-
 def test_step_table_quotes_mean_and_deviation_at_the_longest_warm_up() -> None:
     body = table_of(step_records(), "steps")
     assert row_of(body, "small", "forward")[2:] == ["9.750 ± 0.96", "9.500 (9.00–10.2)", "9.8 %"]
     assert row_of(body, "medium", "full training step")[2:] == ["OOM", "OOM", "OOM"]
     first = table_of(step_records(), "warmup.first")
     assert row_of(first, "small", "forward")[2:] == ["100.0", "9.000", "9.000", "9.000"]
-
-
-def test_leaderboard_is_sorted_by_time_with_the_broken_last() -> None:
-    body = table_of(leaderboard_records(), "implementations")
-    assert [line.split(" | ")[0].strip("| ") for line in body.splitlines()[2:6]] == [
-        "sdpa_cudnn", "triton", "eager", "flex",
-    ]  # fmt: skip
-    assert "failed [1]" in row_of(body, "flex")
 
 
 @pytest.mark.parametrize("problem", MAKERS)
@@ -308,24 +171,6 @@ def test_a_problem_without_a_table_of_its_own_gets_a_row_a_record() -> None:
     section = sections("another", load_frame(rows))[0]
     assert len(section.body.split("\n\n")[0].splitlines()) == 2 + len(rows)
     assert "dtype float32" in section.title
-
-
-def test_a_report_without_memory_has_no_table_of_it() -> None:
-    """A CPU has no peak memory, and its report had an empty table of it."""
-    rows = [row for row in on_cpu(flash_records()) if row.quantity != "peak_memory"]
-    names = [section.name for section in sections("flash_benchmarking", load_frame(rows))]
-    assert "bfloat16.forward" in names and "memory.bfloat16" not in names
-
-
-@pytest.mark.parametrize(
-    ("message", "span"),
-    [("*a* <!-- b", "`*a* <!-- b`"), ("two\nlines", "`two lines`"), ("`a` or ``b``", "``` `a` or ``b`` ```")],
-)
-def test_a_reason_is_quoted_as_code(message: str, span: str) -> None:
-    """An error message was read as Markdown where it stood in a list."""
-    rows = [dataclasses.replace(row, message=message) if row.status == "oom" else row for row in flash_records()]
-    assert f"- OOM: {span}" in table_of(rows, "bfloat16.forward").splitlines()
-    assert f"S=16384, d=32, bfloat16: {span}." in answer("flash_benchmarking", load_frame(rows))
 
 
 def test_no_text_of_a_record_gives_orders_to_a_terminal() -> None:
@@ -348,62 +193,7 @@ def test_no_text_of_a_record_ends_its_cell_or_row() -> None:
     assert [line.split(" | ")[0] for line in shown.body.splitlines()[2:]] == ["| back\\\\\\|slash", "| one \\| two"]
 
 
-def test_times_in_seconds_and_milliseconds_share_a_table() -> None:
-    """A time recorded in seconds stood as it was under a heading of milliseconds, and in the figure's line."""
-    rows = [
-        dataclasses.replace(row, unit="s", samples=[sample / 1000 for sample in row.samples])
-        if row.implementation == "triton" and row.quantity == "time" else row for row in flash_records()
-    ]  # fmt: skip
-    for name in ("bfloat16.forward", "tflops.bfloat16.forward"):
-        assert table_of(rows, name) == table_of(flash_records(), name)
-    compile_ms = [
-        dataclasses.replace(row, unit="ms", samples=[7000.0]) if row.quantity == "compile_time" else row
-        for row in compile_records()
-    ]
-    name = "attention.compile_time"
-    assert table_of(compile_ms, name) == table_of(compile_records(), name)
-
-
-def test_two_records_for_one_cell_of_a_table_are_refused() -> None:
-    rows = leaderboard_records()
-    other = dict(rows[0].case, note="another case that the keys do not tell apart")
-    with pytest.raises(ValueError, match="several records for one cell"):
-        plots("leaderboard_2025", load_frame([
-            *rows, dataclasses.replace(rows[0], case=other), dataclasses.replace(rows[0], case=dict(other, seqlen_q=1)),
-        ]))  # fmt: skip
-
-
 # Figures --------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("mode", ["forward", "backward", "forward_backward"])
-def test_speed_plot_has_every_implementation_and_length(mode: str) -> None:
-    found = plots("flash_benchmarking", load_frame(flash_records()))
-    plot = next(plot for plot in found if plot.name == f"speed_bfloat16_{mode}")
-    cells = set(zip(plot.data["series"], plot.data["panel"], plot.data["x"]))
-    assert cells == set(itertools.product(FLASH_MS, ("d = 32", "d = 64"), LENGTHS))
-    assert set(plot.data[~plot.data["drawn"]]["status"]) == {"oom", "failed", "skipped"}
-    drawn = plot.data[plot.data["drawn"]]
-    assert ((drawn["low"] < drawn["y"]) & (drawn["y"] < drawn["high"])).all()
-
-
-def test_what_is_missing_at_the_same_places_shares_a_row_of_crosses() -> None:
-    rows = [
-        dataclasses.replace(row, status="skipped", message="too long", samples=[])
-        if row.implementation in ("triton", "sdpa_cudnn") and row.case["seqlen_q"] == LENGTHS[0]
-        else row
-        for row in flash_records()
-    ]
-    figure = dict(problem_figures("flash_benchmarking", load_frame(rows)))["flash_benchmarking_speed_bfloat16_forward"]
-    texts = [text.get_text() for text in figure.axes[HEAD_DIMS.index(64)].texts]
-    assert "triton, sdpa_cudnn skipped" in texts and "triton skipped" not in texts
-
-
-def test_speed_plot_annotates_cells_without_records() -> None:
-    rows = [row for row in flash_records() if not (row.implementation == "triton" and row.case["seqlen_q"] == 4096)]
-    data = plots("flash_benchmarking", load_frame(rows))[0].data
-    absent = data[(data["series"] == "triton") & (data["x"] == 4096)]
-    assert list(absent["status"]) == ["not measured"] * len(HEAD_DIMS)
 
 
 @pytest.mark.parametrize("problem", MAKERS)
@@ -428,24 +218,6 @@ def test_figures_name_the_device_and_the_units(problem: str) -> None:
         assert any(unit in texts for unit in units)
 
 
-def test_speed_axes_are_logarithmic_and_breaks_are_written_on_them() -> None:
-    figures = dict(problem_figures("flash_benchmarking", load_frame(flash_records())))
-    figure = figures["flash_benchmarking_speed_bfloat16_forward"]
-    assert [(axes.get_xscale(), axes.get_yscale()) for axes in figure.axes] == [("log", "log")] * len(HEAD_DIMS)
-    texts = [text.get_text() for axes in figure.axes for text in axes.texts]
-    assert texts.count("eager OOM") == len(HEAD_DIMS)
-    assert "sdpa_cudnn skipped" in texts
-    lowest = min(line.get_ydata().min() for axes in figure.axes for line in axes.lines if line.get_linestyle() == "-")
-    assert figure.axes[0].get_ylim()[0] < lowest  # the crosses stand below all data
-
-
-def test_interpreted_kernels_are_named_but_not_drawn() -> None:
-    figure = problem_figures("flash_benchmarking", load_frame(on_cpu(flash_records())))[0][1]
-    assert not any("triton" in str(line.get_label()) for axes in figure.axes for line in axes.lines)
-    assert any("eager" in str(line.get_label()) for axes in figure.axes for line in axes.lines)
-    assert "triton (interpreter) is not drawn" in figure.legends[0].get_title().get_text()
-
-
 def test_warm_up_plot_shows_first_steps_and_all_counts() -> None:
     plot = next(plot for plot in plots("benchmarking_script", load_frame(step_records())) if plot.name == "warmup")
     first = plot.data[(plot.data["series"] == "small" + FIRST_STEP) & (plot.data["panel"] == "mode = forward")]
@@ -460,15 +232,6 @@ def test_model_speed_ups_are_ratios_of_medians_or_say_why_not() -> None:
         for model, mode in (("small", "forward"), ("small", "full training step"), ("medium", "forward"))
     }
     assert list(data[~data["drawn"]]["status"]) == ["oom"]
-
-
-def test_a_plot_with_nothing_to_draw_still_says_why() -> None:
-    rows = [
-        dataclasses.replace(row, status="skipped", samples=[], message="not today")
-        for row in flash_records() if row.mode == "forward"
-    ]  # fmt: skip
-    figure = problem_figures("flash_benchmarking", load_frame(rows))[0][1]
-    assert figure.legends[0].get_title().get_text().count("not today") == len(FLASH_MS)
 
 
 @pytest.mark.parametrize("problem", MAKERS)
@@ -507,15 +270,6 @@ def test_colours_are_distinct_and_stable() -> None:
 # Answers --------------------------------------------------------------------------------------------------------------
 
 
-def test_flash_answer_compares_quotes_the_oom_and_the_peer() -> None:
-    said = answer("flash_benchmarking", load_frame(flash_records()))
-    assert "At S=4096, d=64, bfloat16, causal, triton forward + backward takes 96.00 ms against 768.0 ms" in said
-    assert "8.00× as fast" in said
-    assert "The fastest peer there is sdpa_cudnn with 48.00 ms: triton has 0.500× its speed." in said
-    assert f"eager first runs out of memory at S=16384, d=32, bfloat16: `{OOM}`." in said
-    assert "10.0× as much" in said
-
-
 def test_what_compiling_costs_is_said_of_first_calls() -> None:
     """Most cases' first calls find what another compiled: their median was said to be what compiling takes."""
     said = answer("torch_compile", load_frame(compile_records()))
@@ -531,12 +285,6 @@ def test_step_answer_has_warm_up_and_variation() -> None:
     said = answer("benchmarking_script", load_frame(step_records()))
     assert "Without warm-up the first timed step takes 10.5× to 10.5× the median" in said
     assert "standard deviation is 9.8 % to 9.8 %" in said
-
-
-def test_interpreted_kernels_are_compared_with_nothing() -> None:
-    said = answer("flash_benchmarking", load_frame(on_cpu(flash_records())))
-    assert "interpreter" in said
-    assert "triton forward" not in said
 
 
 @pytest.mark.filterwarnings("ignore:Data has no positive values")
@@ -595,61 +343,6 @@ def test_mistakes_in_markers_name_their_line(lines: list[str], message: str) -> 
         fill("\n".join(lines), lambda name: name, "x.md")
 
 
-@pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a report on two problems, and a document."""
-    root = tmp_path_factory.mktemp("built")
-    folder = root / "results" / "test-gpu"
-    for problem in ("flash_benchmarking", "leaderboard_2025"):
-        append_records(folder / "records" / f"{problem}.jsonl", MAKERS[problem]())
-    one_table = "flash_benchmarking.table.bfloat16.forward"
-    names = ("headline", "leaderboard_2025.figures", one_table, "torch_compile.answer")
-    (root / "README.md").write_text(document(*names))
-    build_report(folder)
-    update_documents([root / "README.md"], folder)
-    return root
-
-
-@pytest.fixture
-def project(built: Path, tmp_path: Path) -> tuple[Path, Path]:
-    """(document, folder) of a fresh copy."""
-    root = shutil.copytree(built, tmp_path / "copy")
-    return root / "README.md", root / "results" / "test-gpu"
-
-
-def test_report_writes_tables_figures_and_one_page(project: tuple[Path, Path]) -> None:
-    readme, folder = project
-    assert {path.name for path in (folder / "tables").iterdir()} == {"flash_benchmarking.md", "leaderboard_2025.md"}
-    page = (folder / "report.md").read_text()
-    assert "![" in page and "(figures/leaderboard_2025_ranking.png)" in page
-    text = readme.read_text()
-    assert "(results/test-gpu/figures/leaderboard_2025_ranking.png)" in text
-    assert "| 1 × 16 × 16384 × 64 |" in text and "0.833×" in text
-    assert "*Not measured on Test GPU: there are no records of `torch_compile`.*" in text
-    assert str(folder.parent.parent) not in text + page
-
-
-def test_the_published_folder_has_no_page_of_its_own(tmp_path: Path) -> None:
-    append_records(tmp_path / "records" / "leaderboard_2025.jsonl", leaderboard_records())
-    assert tmp_path / "report.md" not in build_report(tmp_path, published=True)
-    assert check_documents([], tmp_path) == []
-
-
-@pytest.mark.parametrize("problem", ["{outside}/PWN", "a/b", "../../x", "foo.bar"])
-def test_a_problem_that_is_no_name_is_not_reported(problem: str, tmp_path: Path) -> None:
-    """The problem of a record became a path: tables outside of the folder, or a KeyError."""
-    folder = tmp_path / "results" / "test-gpu"
-    path = folder / "records" / "leaderboard_2025.jsonl"
-    append_records(path, leaderboard_records())
-    bad = dataclasses.asdict(leaderboard_records()[0]) | {"problem": problem.format(outside=tmp_path)}
-    with path.open("a") as file:
-        file.write(json.dumps(bad) + "\n")
-    with pytest.warns(UserWarning, match=r"leaderboard_2025\.jsonl:5: not a record, skipped \(record\.problem"):
-        written = build_report(folder)
-    assert {found for found in tmp_path.rglob("*") if found.is_file()} == {path, *written}
-    assert {found.parent for found in written} == {folder, folder / "tables", folder / "figures"}
-
-
 @pytest.mark.parametrize("problem", MAKERS)
 def test_a_case_of_another_problem_is_left_out(problem: str, tmp_path: Path) -> None:
     """Its sizes were NaN on the axes of figures, and drawing them ended the report halfway."""
@@ -660,122 +353,9 @@ def test_a_case_of_another_problem_is_left_out(problem: str, tmp_path: Path) -> 
         assert len(Blocks.load(tmp_path).frames[problem]) == len(rows)
 
 
-@pytest.mark.parametrize("name", ["tables", "figures"])
-def test_a_link_out_of_the_folder_is_refused_before_anything_is_written(name: str, tmp_path: Path) -> None:
-    folder, outside = tmp_path / "results", tmp_path / "outside"
-    append_records(folder / "records" / "leaderboard_2025.jsonl", leaderboard_records())
-    outside.mkdir()
-    (folder / name).symlink_to(outside)
-    with pytest.raises(ValueError, match=rf"{name}.*: not inside of .*results, so nothing is written"):
-        build_report(folder)
-    assert not any(outside.iterdir()) and {path.name for path in folder.iterdir()} == {"records", name}
-
-
-def test_a_plot_that_names_another_folder_is_refused() -> None:
-    plot = plots("leaderboard_2025", load_frame(leaderboard_records()))[0]
-    with pytest.raises(ValueError, match=r"plot '\.\./ranking' of problem 'leaderboard_2025' gives no file name"):
-        file_stem("leaderboard_2025", dataclasses.replace(plot, name="../ranking"))
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [(None, r"x\.md: no such document; it is looked for from"), ("<!-- begin generated: a -->", r"x\.md:1: unknown")],
-)
-def test_a_document_that_cannot_be_filled_leaves_the_folder_as_it_was(
-    text: str | None, message: str, tmp_path: Path
-) -> None:
-    """Run outside of the repository, the report wrote tables and figures and only then missed its documents."""
-    folder, document = tmp_path / "results", tmp_path / "x.md"
-    append_records(folder / "records" / "leaderboard_2025.jsonl", leaderboard_records())
-    if text is not None:
-        document.write_text(text)
-    with pytest.raises(ValueError, match=message):
-        build_report(folder, published=True, documents=[document])
-    assert [path.name for path in folder.iterdir()] == ["records"]
-
-
-@pytest.mark.slow
-def test_documents_are_filled_with_the_report(project: tuple[Path, Path]) -> None:
-    readme, folder = project
-    expected = readme.read_text()
-    readme.write_text(document("headline", "leaderboard_2025.figures"))
-    assert build_report(folder, documents=[readme])[-1] == readme
-    assert readme not in build_report(folder, documents=[readme])
-    assert expected != readme.read_text() and check_documents([readme], folder) == []
-
-
-def test_same_records_in_any_order_give_the_same_bytes(project: tuple[Path, Path]) -> None:
-    readme, folder = project
-    paths = [path for path in folder.rglob("*") if path.suffix in (".md", ".png")]
-    before = {path: path.read_bytes() for path in [readme, *paths]}
-    for path in (folder / "records").iterdir():
-        path.write_text("".join(reversed(path.read_text().splitlines(keepends=True))))
-    assert sorted(build_report(folder)) == sorted(paths)
-    assert update_documents([readme], folder) == []
-    assert {path: path.read_bytes() for path in before} == before
-
-
-def test_check_is_silent_when_nothing_differs(project: tuple[Path, Path]) -> None:
-    readme, folder = project
-    assert check_documents([readme], folder) == []
-
-
-def test_check_finds_a_number_changed_by_hand(project: tuple[Path, Path]) -> None:
-    readme, folder = project
-    readme.write_text(readme.read_text().replace("| 15.0×", "| 25.0×"))
-    (found,) = check_documents([readme], folder)
-    assert found.startswith(f"{readme}:") and "25.0×" in found
-    assert "25.0×" in readme.read_text()  # a check writes nothing
-
-
-def test_check_finds_records_newer_than_tables_and_figures(project: tuple[Path, Path]) -> None:
-    readme, folder = project
-    later = [dataclasses.replace(row, date="2026-03-03T00:00:00+00:00") for row in leaderboard_records()]
-    append_records(folder / "records" / "leaderboard_2025.jsonl", later)
-    found = "\n".join(check_documents([readme], folder))
-    assert "tables/leaderboard_2025.md:" in found
-    assert "leaderboard_2025_ranking.png: shows other records" in found
-
-
-def test_check_finds_missing_and_stale_files(project: tuple[Path, Path]) -> None:
-    readme, folder = project
-    figures = folder / "figures"
-    (figures / "leaderboard_2025_ranking.png").rename(figures / "leaderboard_2025_old.png")
-    (folder / "tables" / "gone.md").write_text("| 1 |\n")
-    found = "\n".join(check_documents([readme], folder))
-    assert "leaderboard_2025_ranking.png: missing" in found
-    assert "leaderboard_2025_old.png: no records give this figure" in found
-    assert "gone.md: no records give this table" in found
-    assert f"{readme}: image results/test-gpu/figures/leaderboard_2025_ranking.png does not exist" in found
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("flash_benchmarkin.table", r"README\.md:3: unknown block .* no problem 'flash_benchmarkin'"),
-        ("flash_benchmarking.plot", "is none of table, answer, figures"),
-        ("flash_benchmarking.table.bfloat17", "no table 'bfloat17'; it has bfloat16.forward"),
-        ("flash_benchmarking.figures.nothing", "no figure 'nothing'; it has speed_bfloat16_forward"),
-    ],
-)
-def test_unknown_blocks_leave_every_document_as_it_was(project: tuple[Path, Path], name: str, message: str) -> None:
-    readme, folder = project
-    readme.write_text(document(name))
-    other = readme.with_name("other.md")
-    other.write_text(document("headline"))
-    with pytest.raises(ValueError, match=message):
-        update_documents([other, readme], folder)
-    assert other.read_text() == document("headline")
-
-
 def test_a_folder_without_records_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no records to report"):
         build_report(tmp_path)
-
-
-def test_headline_does_not_speak_of_interpreted_kernels(tmp_path: Path) -> None:
-    append_records(tmp_path / "records" / "flash_benchmarking.jsonl", on_cpu(flash_records()))
-    assert Blocks.load(tmp_path).text("headline", tmp_path / "x.md") == NO_SPEED
 
 
 def test_every_problem_with_a_table_is_tested_here() -> None:

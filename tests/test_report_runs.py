@@ -9,7 +9,6 @@ from cs336_systems.report.answers import answer
 from cs336_systems.report.distributed import COMMUNICATION
 from cs336_systems.report.figures import problem_figures
 from cs336_systems.report.frames import load_frame
-from cs336_systems.report.headline import headline
 from cs336_systems.report.leaderboard import PROBLEM as LEADERBOARD
 from cs336_systems.report.plots import plots
 from cs336_systems.report.sharding import FSDP_PROBLEM as FSDP
@@ -17,8 +16,6 @@ from cs336_systems.report.styles import colour, marker
 from cs336_systems.report.tables import sections
 from tests.distributed_records import communication_records, parallel_case, record, sharding_records, step_records
 from tests.leaderboard_records import leaderboard_2026_records
-from tests.mask_records import block_sparse_records, dense_masks_records
-from tests.test_report import flash_records, leaderboard_records
 
 OVERLAP = "ddp_overlap_individual_parameters_benchmarking"
 EARLIER = {"commit": "bada55bada55bada", "date": "2026-01-01T03:04:05+00:00"}
@@ -187,53 +184,6 @@ def earlier(records: list[Record], *implementations: str, mask: str = "") -> lis
     """`records`, those of `implementations` on masks with `mask` in their names measured the day before."""
     old = [row.implementation in implementations and mask in row.case.get("mask", "") for row in records]
     return [replace(row, **EARLIER) if is_old else row for row, is_old in zip(records, old)]
-
-
-def test_attention_is_set_against_peers_of_its_own_run():
-    said = answer("leaderboard_2025", load_frame(leaderboard_records()))
-    assert "The fastest peer there is sdpa_cudnn with 5.000 ms: triton has 0.833× its speed." in said
-    said = answer("leaderboard_2025", load_frame(earlier(leaderboard_records(), "sdpa_cudnn")))
-    assert "The fastest peer there is eager with 90.00 ms: triton has 15.0× its speed." in said
-    assert "The fastest peer" not in answer("leaderboard_2025", load_frame(earlier(leaderboard_records(), "triton")))
-    said = answer("flash_benchmarking", load_frame(flash_records()))
-    assert "as fast." in said and "the speed of eager" in said and "as much." in said
-    said = answer("flash_benchmarking", load_frame(earlier(flash_records(), "eager")))
-    assert "as fast." not in said and "the speed of eager" not in said
-    assert "as much." in said, "bytes divide"
-
-
-def test_the_headline_is_of_one_run():
-    def cells(*old: str) -> list[str]:
-        text = headline({"leaderboard_2025": load_frame(earlier(leaderboard_records(), *old))})
-        assert ("- other run: than its peer's" in text) is ("eager" in old)
-        return line(text, "1 × 16 × 16384 × 64", "triton")
-
-    assert cells()[4:] == ["90.00 (85.5–94.5)", "5.000 (4.75–5.25)", "sdpa_cudnn", "15.0×", "0.833×"]
-    assert cells("eager")[4:] == ["90.00 (85.5–94.5)", "5.000 (4.75–5.25)", "sdpa_cudnn", "other run", "0.833×"]
-    assert cells("sdpa_cudnn")[5:] == ["90.00 (85.5–94.5)", "eager", "15.0×", "15.0×"]
-    assert cells("sdpa_cudnn", "eager")[5:] == ["–", "none ran", "other run", "–"]
-
-
-def test_masks_are_set_against_peers_of_their_own_run():
-    said = answer("dense_masks", load_frame(dense_masks_records()))
-    assert "the speed of the fastest peer" in said and "as fast as the padded batch" in said
-    said = answer("dense_masks", load_frame(earlier(dense_masks_records(), "triton")))
-    assert "the speed of the fastest peer" not in said and "as fast as the padded batch" not in said
-    assert "Against flex on the same masks" in answer("block_sparse", load_frame(block_sparse_records()))
-    said = answer("block_sparse", load_frame(earlier(block_sparse_records(), "triton")))
-    assert "Against flex on the same masks" not in said
-
-
-def test_dense_attention_of_another_run_is_marked():
-    records = block_sparse_records()
-    body = body_of("block_sparse", "forward", records)
-    ratio = line(body, "random:0.1", "triton")[-1]
-    assert ratio.endswith("×") and "†" not in body
-    body = body_of("block_sparse", "forward", earlier(records, "triton", "sdpa_flash", mask="full"))
-    assert line(body, "random:0.1", "triton")[-1] == f"{ratio} †" and line(body, "full", "triton")[-1] == "0.800×"
-    assert "- †: dense attention was timed in another run (`bada55bada`)" in body
-    body = body_of("block_sparse", "forward", earlier(records, "sdpa_flash", mask="full"))
-    assert line(body, "full", "triton")[-1] == "1.00×" and "†" not in line(body, "random:0.1", "triton")[-1]
 
 
 def scaled_records() -> list[Record]:

@@ -1,8 +1,7 @@
-"""`tile_choice`: what is measured to judge the tile tables, and what the report makes of it."""
+"""`tile_choice`: what is measured to judge the tile tables."""
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from dataclasses import replace
 
@@ -12,47 +11,46 @@ import torch
 from cs336_systems.attention.compilation import compile_all
 from cs336_systems.attention.tiles import KernelConfig
 from cs336_systems.attention.tiles.config import KERNELS
-from cs336_systems.config import RunConfig
-from cs336_systems.experiments import s4_tiles
-from cs336_systems.experiments.cells import Cell, Disagreement, Unsupported
+from cs336_systems.config import AttentionShape, RunConfig
+from cs336_systems.experiments import tile_choice
+from cs336_systems.experiments.attention import sized_shape
+from cs336_systems.experiments.implementations import chosen_tiles
 from cs336_systems.experiments.registry import PROBLEMS
-from cs336_systems.experiments.s4_tiles import (
+from cs336_systems.experiments.spec import Cell, Disagreement, Unsupported
+from cs336_systems.experiments.tile_choice import (
     ROWS,
     AheadRequest,
     ahead_requests,
     cell_configs,
     compile_ahead,
     compile_on_shape,
-    measure_tile_choice,
     plausible_grid,
-    table_config,
-    tile_choice_cells,
 )
-from cs336_systems.report import tiles
-from cs336_systems.report.answers import answer
-from cs336_systems.report.frames import load_frame
-from cs336_systems.report.sections import Section
-from cs336_systems.report.tables import sections
-from tests.tile_records import tile_case, tile_record, tile_records
 
 COVERS = (
     "cs336_systems/attention/tiles",
     "cs336_systems/attention/triton",
-    "cs336_systems/experiments/s4_tiles.py",
+    "cs336_systems/experiments/tile_choice.py",
     "cs336_systems/experiments/tuning.py",
 )
 HAS_CUDA = torch.cuda.is_available()
 NO_CUDA = pytest.mark.skipif(HAS_CUDA, reason="there is a CUDA device here")
+CHOICE = PROBLEMS["tile_choice"]
 TINY = RunConfig(scale="tiny", device="cpu")
 HANDOUT = RunConfig(scale="handout", device="cuda")
 
 
 def handout_cells() -> list[Cell]:
-    return PROBLEMS["tile_choice"].cells(HANDOUT)
+    return CHOICE.cells(HANDOUT)
 
 
 def tiny_cells(run: RunConfig = TINY) -> dict[str, Cell]:
-    return {cell.implementation: cell for cell in tile_choice_cells(run)}
+    return {cell.implementation: cell for cell in CHOICE.cells(run)}
+
+
+def tile_case(seqlen: int, head_dim: int = 64, kv_heads: int | None = None) -> AttentionShape:
+    shape = sized_shape(HANDOUT, 1, 16, seqlen, head_dim, True)
+    return replace(shape, kv_heads=kv_heads)
 
 
 # What is measured
@@ -60,13 +58,11 @@ def tiny_cells(run: RunConfig = TINY) -> dict[str, Cell]:
 
 def test_every_kernel_of_twelve_shapes_is_judged():
     cells = handout_cells()
-    grid = [cell for cell in cells if cell.implementation not in ("table", *s4_tiles.FIXED, "compile_ahead")]
+    grid = [cell for cell in cells if cell.implementation not in ("table", *tile_choice.FIXED, "compile_ahead")]
     chosen = [cell for cell in grid if cell.implementation.startswith("table_")]
     assert len({cell.case for cell in grid}) == 12
     assert Counter(cell.implementation for cell in chosen) == dict.fromkeys([f"table_{name}" for name in KERNELS], 12)
-    assert tuple(ROWS) == tuple(tiles.KERNELS) == KERNELS
-    for kernel, quantity in tiles.KERNELS.items():
-        assert ROWS[kernel].quantity == quantity
+    assert tuple(ROWS) == KERNELS
     cases = {cell.case for cell in grid}
     assert {case.head_dim for case in cases} == {64, 128} and {case.is_causal for case in cases} == {True, False}
     assert any(case.kv_heads for case in cases) and any(case.batch > 1 for case in cases)
@@ -83,7 +79,7 @@ def test_the_fixed_tile_has_long_sequences_of_both_head_dims():
 @NO_CUDA
 def test_the_plan_without_a_gpu_is_for_hopper_and_compiles_first():
     first, *others = handout_cells()
-    assert first.implementation == "compile_ahead" and first.rows == (s4_tiles.COMPILE,)
+    assert first.implementation == "compile_ahead" and first.rows == (tile_choice.COMPILE,)
     assert {cell.implementation.split("_")[0] for cell in others} == {"table", "fixed", "sm90"}
 
 
@@ -94,7 +90,7 @@ def test_the_grid_is_plausible_and_holds_the_table_s(kernel, head_dim):
     shape = tile_case(8192, head_dim)
     grid = plausible_grid(kernel, shape, "sm90")
     assert len(grid) == len(set(grid)) >= 8
-    assert table_config(kernel, shape, (9, 0)) in grid
+    assert chosen_tiles(kernel, shape, (9, 0)) in grid
     for config in grid:
         held = config.key_tile if kernel == "dkdv" else config.query_tile
         assert 16 * config.num_warps <= held <= 128 and config.num_stages <= 3
@@ -106,7 +102,7 @@ def test_no_configuration_is_measured_twice():
     for cell in cells:
         if cell.implementation.startswith("sm90_"):
             config = KernelConfig.from_name(cell.implementation)
-            assert config != table_config(config.kernel, cell.case, (9, 0))
+            assert config != chosen_tiles(config.kernel, cell.case, (9, 0))
 
 
 def test_a_name_stands_for_its_configurations():
@@ -128,7 +124,7 @@ def test_a_name_stands_for_its_configurations():
 @pytest.mark.parametrize("name", ["table_forward", "table_dkdv", "table_dq", "portable_dq_32x32_w8_s1", "table"])
 def test_a_kernel_is_checked_and_timed_alone(name):
     cell = tiny_cells()[name]
-    (measurement,) = measure_tile_choice(cell, TINY)
+    (measurement,) = CHOICE.measure(cell, TINY)
     assert measurement.row == cell.rows[0]
     assert len(measurement.samples) == 5 and min(measurement.samples) > 0
     assert 0 <= measurement.error <= 1
@@ -143,9 +139,9 @@ def test_a_kernel_is_checked_and_timed_alone(name):
 def test_a_part_takes_less_than_the_whole(monkeypatch):
     """The row of one kernel must not hold the time of the others in the call."""
     given = {"dkv": [1.0], "dq": [2.0], "total": [4.0]}
-    monkeypatch.setattr(s4_tiles, "time_stages", lambda *_, **__: given)
+    monkeypatch.setattr(tile_choice, "time_stages", lambda *_, **__: given)
     cells = tiny_cells()
-    samples = [next(measure_tile_choice(cells[name], TINY)).samples for name in ("table_dkdv", "table_dq")]
+    samples = [next(CHOICE.measure(cells[name], TINY)).samples for name in ("table_dkdv", "table_dq")]
     assert samples == [[1.0], [2.0]]
 
 
@@ -161,7 +157,7 @@ def test_wrong_results_are_not_timed(monkeypatch):
 
     monkeypatch.setattr(backward, "launch_backward", wrong)
     with pytest.raises(Disagreement, match="grad_q is off by .* times the numerical contract's bound"):
-        list(measure_tile_choice(tiny_cells()["table_dq"], TINY))
+        list(CHOICE.measure(tiny_cells()["table_dq"], TINY))
 
 
 @NO_CUDA
@@ -178,7 +174,7 @@ def test_what_does_not_fit_is_skipped_with_its_reason(monkeypatch):
 
     monkeypatch.setattr(forward, "launch_forward", too_large)
     with pytest.raises(Unsupported, match="table_forward: out of resource: shared memory, Required: 300000"):
-        list(measure_tile_choice(tiny_cells()["table_forward"], TINY))
+        list(CHOICE.measure(tiny_cells()["table_forward"], TINY))
 
 
 @pytest.mark.gpu
@@ -187,14 +183,14 @@ def test_every_kind_of_cell_is_measured_on_a_gpu():
     run = RunConfig(scale="tiny", device="cuda")
     cells = tiny_cells(run)
     for name in ("table_forward", "table_dkdv", "table_dq", "table", "fixed"):
-        (measurement,) = measure_tile_choice(cells[name], run)
+        (measurement,) = CHOICE.measure(cells[name], run)
         assert 5 <= len(measurement.samples) <= 15 and min(measurement.samples) > 0, name
         assert 0 <= measurement.error <= 1, name
     # Long enough that the GPU, and not the host, is what takes the time.
     times = {}
     for name in ("table", "table_dkdv", "table_dq"):
         case = replace(cells[name].case, heads=16, kv_heads=None, seqlen_q=4096, seqlen_k=4096)
-        times[name] = min(next(measure_tile_choice(replace(cells[name], case=case), run)).samples)
+        times[name] = min(next(CHOICE.measure(replace(cells[name], case=case), run)).samples)
     assert times["table_dkdv"] + times["table_dq"] < 1.5 * times["table"]  # each alone, not the backward twice
 
 
@@ -204,7 +200,7 @@ def test_every_kind_of_cell_is_measured_on_a_gpu():
 @NO_CUDA
 def test_all_that_is_measured_is_compiled_ahead(monkeypatch):
     seen = []
-    monkeypatch.setattr(s4_tiles, "compile_all", lambda requests, one, jobs: seen.extend(requests) or iter(()))
+    monkeypatch.setattr(tile_choice, "compile_all", lambda requests, one, jobs: seen.extend(requests) or iter(()))
     assert compile_ahead(HANDOUT) >= 0
     assert seen == ahead_requests(HANDOUT, "sm90") and len(seen) == len(set(seen))
     by_shape = {(request.shape, request.config.name) for request in seen}
@@ -217,8 +213,8 @@ def test_all_that_is_measured_is_compiled_ahead(monkeypatch):
 
 @NO_CUDA
 def test_the_seconds_of_compiling_are_a_row(monkeypatch):
-    monkeypatch.setattr(s4_tiles, "compile_ahead", lambda run: 12.5)
-    (measurement,) = measure_tile_choice(handout_cells()[0], HANDOUT)
+    monkeypatch.setattr(tile_choice, "compile_ahead", lambda run: 12.5)
+    (measurement,) = CHOICE.measure(handout_cells()[0], HANDOUT)
     assert measurement.row.quantity == "compile_time" and measurement.samples == [12.5]
 
 
@@ -231,69 +227,3 @@ def test_grouped_heads_compile_without_a_gpu():
     )
     found = dict(compile_all([good, bad], compile_on_shape, jobs=2))
     assert found[good] == "" and found[bad]
-
-
-# Report
-
-
-def part(name: str, records=None) -> Section:
-    frame = load_frame(tile_records() if records is None else records)
-    return next(found for found in sections("tile_choice", frame) if found.name == name)
-
-
-def lines_of(body: str) -> list[list[str]]:
-    return [[cell.strip() for cell in line.strip("| ").split(" | ")] for line in body.splitlines() if line[:1] == "|"]
-
-
-def test_the_table_s_row_stands_beside_the_best():
-    by_kernel = {tuple(line[:2]): line[2:] for line in lines_of(part("grid").body)}
-    good = by_kernel["1 × 16 × 1024 × 64 causal", "dkdv"]
-    assert good[0] == good[2] == "64x64_w4_s3_tma" and good[4:] == ["1.00×", "3 of 4, skipped [1]"]
-    bad = by_kernel["1 × 16/4 × 8192 × 64 causal", "dkdv"]
-    assert (bad[0], bad[2], bad[4]) == ("64x64_w4_s3_tma", "64x64_w4_s2", "1.25×")
-    assert "verdict: 5 of 6 are within 1.15× of the best" in part("grid").body
-    assert "compiling the grid ahead, in all cores (s): 40.00" in part("grid").body
-    assert "- skipped [1]: `out of resource: shared memory" in part("grid").body
-
-
-def test_chosen_tiles_stand_beside_fixed_ones():
-    body = part("fixed").body
-    assert lines_of(body)[2][-2:] == ["1.50×", "1.10×"]
-    assert "verdict, fixed by pointers: all 2 are at 1.15× or more" in body
-    assert "verdict, fixed by TMA: 0 of 2 are at 1.15× or more" in body
-
-
-def test_the_answer_names_the_worst_case():
-    said = answer("tile_choice", load_frame(tile_records()))
-    assert "Over 6 kernels and shapes" in said and "at most 1.25× the time" in said
-    assert "(dkdv at 1 × 16/4 × 8192 × 64 causal); 5 of 6 are within 1.15×" in said
-    assert "1.50× to 1.50× the speed of one with tiles of 64 × 64 and four warps that reads by pointers" in said
-
-
-def test_rows_without_a_time_give_no_verdict():
-    broken = [replace(record, status="failed", samples=[], message="no GPU") for record in tile_records()]
-    assert {line[6] for line in lines_of(part("grid", broken).body)[2:]} == {"–"}
-    assert "failed [1]" in part("grid", broken).body and "verdict" not in part("grid", broken).body
-    assert answer("tile_choice", load_frame(broken)) == ""
-
-
-def test_a_table_row_that_was_not_measured_is_not_judged():
-    records = [record for record in tile_records() if record.implementation != "table_dq"]
-    by_kernel = {tuple(line[:2]): line[2:] for line in lines_of(part("grid", records).body)}
-    assert by_kernel["1 × 16 × 1024 × 64 causal", "dq"][:2] == ["–", "–"]
-    assert by_kernel["1 × 16 × 1024 × 64 causal", "dq"][4] == "–"
-    assert "verdict: 3 of 4 are within" in part("grid", records).body
-
-
-def test_half_of_the_records_give_half_of_the_tables():
-    only = [tile_record(tile_case(8192), "table", "backward", "time", [1.0])]
-    assert [found.name for found in sections("tile_choice", load_frame(only))] == ["fixed"]
-    assert math.isnan(tiles.fixed_gains(tiles._with_shapes(load_frame(only)), "fixed")[0][1])
-    grid = [record for record in tile_records() if record.implementation not in ("table", *tiles.FIXED)]
-    assert [found.name for found in sections("tile_choice", load_frame(grid))] == ["grid"]
-
-
-def test_the_report_and_the_experiment_use_the_same_names():
-    assert tuple(tiles.FIXED) == tuple(s4_tiles.FIXED) and tiles.TABLE == s4_tiles.TABLE
-    assert tiles.COMPILE_AHEAD == s4_tiles.COMPILE_AHEAD
-    assert tiles.PROBLEM == s4_tiles.PROBLEM

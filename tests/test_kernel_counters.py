@@ -1,18 +1,17 @@
-"""`kernel_counters`: what ncu is asked and says, which kernel of a pass is meant, and what the report makes of it."""
+"""`kernel_counters`: what ncu is asked and says, which kernel of a pass is meant."""
 
 from __future__ import annotations
 
 import csv
 import io
 import sys
-from dataclasses import replace
 
 import pytest
 
 from cs336_systems.config import RunConfig
-from cs336_systems.experiments import s4_counters
-from cs336_systems.experiments.cells import Unsupported
+from cs336_systems.experiments import kernel_counters
 from cs336_systems.experiments.registry import PROBLEMS
+from cs336_systems.experiments.spec import Unsupported
 from cs336_systems.measure import counters
 from cs336_systems.measure.counters import (
     COUNTERS,
@@ -22,11 +21,8 @@ from cs336_systems.measure.counters import (
     parse_counters,
     read_counters,
 )
-from cs336_systems.report.answers import answer
-from cs336_systems.report.frames import load_frame
-from cs336_systems.report.tables import sections
-from tests.counter_records import counter_records
 
+MEASURE = PROBLEMS["kernel_counters"].measure
 HANDOUT = RunConfig(scale="handout", device="cuda")
 METRICS = [metric for metric, *_ in COUNTERS.values()]
 UNITS = {"gpu__time_duration.sum": "ns", "sm__cycles_elapsed.avg.per_second": "hz"}
@@ -132,7 +128,7 @@ def cells(run: RunConfig = HANDOUT):
 
 def test_each_pass_of_each_kernel_promises_every_counter():
     found = cells()
-    assert len(found) == 3 * len(s4_counters.SHAPES["handout"])
+    assert len(found) == 3 * len(kernel_counters.SHAPES["handout"])
     for cell in found:
         assert {(row.mode, row.quantity) for row in cell.rows} == {
             (mode, quantity) for mode in ("forward", "backward") for quantity in COUNTERS
@@ -152,10 +148,10 @@ def test_the_longest_kernels_of_both_passes_are_recorded(monkeypatch):
         forward = [kernel("copy", 0.1), kernel("attend", 2.0)]
         return forward if "forward" in arguments else [*forward, kernel("delta", 0.2), kernel("dkv", 1.0)]
 
-    monkeypatch.setattr(s4_counters, "read_counters", read)
-    monkeypatch.setattr(s4_counters, "build", lambda *_: None)
+    monkeypatch.setattr(kernel_counters, "read_counters", read)
+    monkeypatch.setattr(kernel_counters, "build", lambda *_: None)
     cell = next(cell for cell in cells() if cell.implementation == "hopper" and not cell.case.is_causal)
-    measured = list(s4_counters.measure_kernel_counters(cell, HANDOUT))
+    measured = list(MEASURE(cell, HANDOUT))
     assert {one.row for one in measured} == set(cell.rows)
     assert {(one.row.mode, one.kernel) for one in measured} == {("forward", "attend"), ("backward", "dkv")}
     for one in measured:
@@ -172,7 +168,7 @@ def test_what_is_asked_is_a_command_that_there_is(monkeypatch):
 
     from cs336_systems.cli import app
 
-    arguments = s4_counters.profile_arguments("sdpa_flash", cells()[0].case, "forward_backward")
+    arguments = kernel_counters.profile_arguments("sdpa_flash", cells()[0].case, "forward_backward")
     monkeypatch.setattr(sys, "argv", ["cs336-systems", *arguments, "--tool", "ncu", "--print"])
     shown = CliRunner().invoke(app, [*sys.argv[1:], "--device", "cpu"])
     assert shown.exit_code == 0 and f"cs336_systems {' '.join(arguments)} --tool api" in shown.stdout, shown.output
@@ -181,50 +177,18 @@ def test_what_is_asked_is_a_command_that_there_is(monkeypatch):
 def test_a_pass_without_a_kernel_is_a_failure():
     one = KernelCounters(name="a", values={"kernel_time": 1.0})
     with pytest.raises(RuntimeError, match="ncu saw 1 kernels of the forward pass and 0 of the backward"):
-        s4_counters.longest_of_passes([one], [one, one])
+        kernel_counters.longest_of_passes([one], [one, one])
 
 
 def test_no_gpu_and_no_access_are_reasons(monkeypatch):
     run = RunConfig(scale="tiny", device="cpu")
     with pytest.raises(Unsupported, match="a CPU has no counters"):
-        list(s4_counters.measure_kernel_counters(cells(run)[0], run))
+        list(MEASURE(cells(run)[0], run))
 
     def refuse(arguments: list[str]) -> list[KernelCounters]:
         raise CountersUnavailableError("ncu is not on PATH")
 
-    monkeypatch.setattr(s4_counters, "read_counters", refuse)
-    monkeypatch.setattr(s4_counters, "build", lambda *_: None)
+    monkeypatch.setattr(kernel_counters, "read_counters", refuse)
+    monkeypatch.setattr(kernel_counters, "build", lambda *_: None)
     with pytest.raises(Unsupported, match="ncu is not on PATH"):
-        list(s4_counters.measure_kernel_counters(cells()[0], HANDOUT))
-
-
-# Report
-
-
-def lines_of(records) -> list[list[str]]:
-    (section,) = sections("kernel_counters", load_frame(records))
-    return [
-        [cell.strip() for cell in line.strip("| ").split(" | ")] for line in section.body.splitlines() if "|" in line
-    ]
-
-
-def test_a_line_a_kernel_with_its_longest_waits():
-    lines = lines_of(counter_records())
-    hopper = next(line for line in lines if line[1:3] == ["forward", "hopper"])
-    assert hopper[3:8] == ["1.250", "1.700", "75.00", "40.00", "30.00"]
-    assert hopper[8] == "`long_scoreboard` 4.00, `gmma` 2.50, `wait` 1.00"
-    assert len(lines) == 2 + 6
-
-
-def test_sentences_set_ours_beside_cudnns():
-    said = answer("kernel_counters", load_frame(counter_records()))
-    assert (
-        "forward: the tensor cores are busy in 50.0 % of triton's, 75.0 % of hopper's, 70.0 % of sdpa_cudnn's" in said
-    )
-    assert "a warp of hopper waits longest for `long_scoreboard` 4.00, `gmma` 2.50, `wait` 1.00." in said
-
-
-def test_counters_that_could_not_be_read_say_why():
-    broken = [replace(row, samples=[], status="skipped", message="ncu is not on PATH") for row in counter_records()]
-    assert answer("kernel_counters", load_frame(broken)) == ""
-    assert lines_of(broken)[-1][3:] == [*["skipped [1]"] * 5, "–"]
+        list(MEASURE(cells()[0], HANDOUT))

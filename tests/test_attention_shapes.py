@@ -1,4 +1,4 @@
-"""`attention_shapes`: what it measures, how it is timed, and what the report makes of it."""
+"""`attention_shapes`: what it measures and how it is timed."""
 
 from __future__ import annotations
 
@@ -14,14 +14,9 @@ from cs336_systems.config import RunConfig
 from cs336_systems.experiments import attention
 from cs336_systems.experiments.attention import KEPT_SAMPLES, evenly_spaced, measure_attention, settle
 from cs336_systems.experiments.attention_shapes import SHAPES, AttentionShapes
-from cs336_systems.experiments.cells import Cell
 from cs336_systems.experiments.registry import PROBLEMS
+from cs336_systems.experiments.spec import Cell
 from cs336_systems.inputs import attention_inputs
-from cs336_systems.report.answers import answer
-from cs336_systems.report.frames import load_frame
-from cs336_systems.report.headline import NO_SPEED, headline
-from tests.shape_records import shape_records
-from tests.test_report import leaderboard_records
 
 HANDOUT = RunConfig(scale="handout", device="cuda")
 
@@ -97,37 +92,3 @@ def test_what_settles_a_clock_is_the_pass_that_is_timed_next(device, settled, mo
     assert [kind for kind, _ in ran] == (["settle", "time"] * 3 if settles else ["time"] * 3)
     timed = [call for kind, call in ran if kind == "time"]
     assert [call for kind, call in ran if kind == "settle"] == (timed if settles else [])
-
-
-# Headline
-
-
-def test_the_headline_sets_our_fastest_against_the_fastest_library():
-    records = shape_records()
-    triton = [row for row in records if row.implementation == "triton"]
-    hopper = [
-        replace(row, implementation="hopper", samples=[sample / 2 for sample in row.samples])
-        for row in triton
-        if row.case["head_dim"] == 64
-    ]
-    text = headline({"attention_shapes": load_frame([*records, *hopper])})
-    lines = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| 1 ×")]
-    ratios = {shape.strip(): rest[-1].strip() for shape, *rest in lines}
-    assert ratios["1 × 16 × 16384 × 64 causal"] == "1.50×"  # 3 ms, and cuDNN takes 4.5
-    assert ratios["1 × 64 × 8192 × 128 full"] == "1.50×"  # Triton's own
-    assert "Ours are triton and hopper" in text and "eager" not in text
-    broken = [replace(row, samples=[], status="failed", message="no") for row in triton]
-    assert headline({"attention_shapes": load_frame(broken)}) == NO_SPEED
-
-
-def test_headlines_have_a_line_for_each_of_our_kernels():
-    rows = leaderboard_records()
-    ours = next(row for row in rows if row.implementation == "triton")
-    rows.append(replace(ours, implementation="hopper", samples=[3.9, 4.0, 4.1]))
-    frame = load_frame(rows)
-    text = headline({"leaderboard_2025": frame})
-    assert "| triton | 321 | 6.000 (5.70–6.30) |" in text and "| hopper | 481 | 4.000 (3.95–4.05) |" in text
-    assert "15.0× | 0.833×" in text and "22.5× | 1.25×" in text
-    said = answer("leaderboard_2025", frame)
-    assert "hopper forward + backward takes 4.000 ms (481 TFLOP/s), place 1 of the 4 that ran." in said
-    assert "sdpa_cudnn with 5.000 ms: triton has 0.833× its speed and hopper has 1.25× its speed." in said

@@ -1,38 +1,31 @@
-"""`long_calls`: what a turn is, that who is slow is told from the others, and what the report makes of it."""
+"""`long_calls`: what a turn is and that who is slow is told from the others."""
 
 from __future__ import annotations
 
 import time
-from dataclasses import replace
 
 import pytest
 import torch
 
 from cs336_systems.config import RunConfig
 from cs336_systems.experiments import turns
-from cs336_systems.experiments.cells import Unsupported
 from cs336_systems.experiments.harness import Provenance, Sweep
 from cs336_systems.experiments.implementations import build
-from cs336_systems.experiments.registry import PROBLEMS
-from cs336_systems.experiments.s4_long_calls import (
-    LONG_IMPLEMENTATIONS,
+from cs336_systems.experiments.long_calls import (
     ROUNDS,
     SETTLE_MS,
     SHAPES,
     TIMED_MS,
     counts_of,
 )
-from cs336_systems.experiments.s4_long_calls import turns as long_turns
+from cs336_systems.experiments.long_calls import turns as long_turns
+from cs336_systems.experiments.registry import PROBLEMS
+from cs336_systems.experiments.spec import Unsupported
 from cs336_systems.measure.samples import summarize
 from cs336_systems.measure.timing import time_in_a_row
-from cs336_systems.report.answers import answer
-from cs336_systems.report.frames import load_frame
-from cs336_systems.report.tables import sections
-from tests.shape_records import ROUNDS as RECORDED
-from tests.shape_records import long_call_records
 
 COVERS = (
-    "cs336_systems/experiments/s4_long_calls.py",
+    "cs336_systems/experiments/long_calls.py",
     "cs336_systems/experiments/turns.py",
     "cs336_systems/measure/timing.py",
 )
@@ -53,9 +46,9 @@ def test_a_cell_has_the_three_modes_of_all_and_other_gpus_may_work():
     cells = PROBLEM.cells(RunConfig(scale="handout", device="cuda"))
     assert len(cells) == len(SHAPES["handout"])
     for cell in cells:
-        assert not cell.alone and cell.implementations == LONG_IMPLEMENTATIONS
+        assert not cell.alone and cell.implementations == PROBLEM.implementations
         assert [(row.implementation, row.mode) for row in cell.rows] == [
-            (name, mode) for name in LONG_IMPLEMENTATIONS for mode in MODES
+            (name, mode) for name in PROBLEM.implementations for mode in MODES
         ]
         assert cell.case.seqlen_q == 16384 and cell.case.dtype == "bfloat16"
 
@@ -90,7 +83,7 @@ def test_records_are_the_implementations_own(tmp_path):
     pending, _ = sweep.pending("long_calls")
     (records,) = sweep.measure(pending)
     found = {(record.implementation, record.mode): record for record in records}
-    assert len(found) == len(records) == len(LONG_IMPLEMENTATIONS) * len(MODES)
+    assert len(found) == len(records) == len(PROBLEM.implementations) * len(MODES)
     for mode in MODES:
         record = found["triton", mode]
         assert record.status == "ok" and len(record.samples) == ROUNDS["cpu"] and record.error <= 1
@@ -162,70 +155,3 @@ def test_calls_in_a_row_take_the_gpus_time():
     cycles = 2 * 10**7
     one_ms = time_in_a_row(lambda: torch.cuda._sleep(cycles), 5, "cuda")
     assert time_in_a_row(lambda: torch.cuda._sleep(2 * cycles), 5, "cuda") == pytest.approx(2 * one_ms, rel=0.1)
-
-
-# Report
-
-
-def lines_of(records) -> dict[tuple[str, str], list[str]]:
-    (found,) = sections("long_calls", load_frame(records))
-    lines = [
-        [cell.strip() for cell in line.strip("| ").split(" | ")] for line in found.body.splitlines() if "|" in line
-    ]
-    return {(line[0], line[1]): line[2:] for line in lines}
-
-
-WIDE, FULL = "1 × 16 × 16384 × 64 causal", "1 × 16 × 16384 × 128 full"
-
-
-def test_ratios_are_of_speeds_in_one_round():
-    """Every other round is half as fast, for everybody: no ratio moves. What moves is in the interval."""
-    lines = lines_of(long_call_records())
-    header = lines["batch × heads × S × d", "mode"]
-    assert header == [
-        "triton", "hopper", "sdpa_cudnn", "triton over sdpa_cudnn", "95 %", "hopper over sdpa_cudnn", "95 %",
-        "hopper over triton", "95 %",
-    ]  # fmt: skip
-    assert lines[WIDE, "forward"] == [
-        "6.600", "4.800", "6.000", "0.9091× (0.9091–0.9091)", "0.9091–0.9091", "1.250× (1.250–1.250)", "1.250–1.250",
-        "1.375× (1.375–1.375)", "1.375–1.375",
-    ]  # fmt: skip
-    # (1 + n / 100) / 1.1 for n from 0 to 7: quartiles at 1.75 and 5.25, and of eight the least and the largest
-    assert lines[FULL, "backward"][3:5] == ["0.9409× (0.9250–0.9568)", "0.9091–0.9727"]
-
-
-def test_sentences_name_the_ends_and_how_sure_they_are():
-    said = answer("long_calls", load_frame(long_call_records()))
-    assert (
-        f"triton forward has 0.9091× ({WIDE}; 95 %: 0.9091–0.9091) to 0.9409× ({FULL}; 95 %: 0.9091–0.9727) "
-        "the speed of sdpa_cudnn in the same round."
-    ) in said
-    assert f"hopper backward has 1.250× ({WIDE}; 95 %: 1.250–1.250)" in said
-
-
-def test_few_rounds_have_no_interval():
-    records = [replace(record, samples=record.samples[:5]) for record in long_call_records()]
-    assert lines_of(records)[WIDE, "forward"][4] == "–"
-    assert "95 %" not in answer("long_calls", load_frame(records))
-    assert RECORDED > 5
-
-
-def test_turns_of_two_runs_are_not_divided():
-    records = [
-        replace(record, date="2026-01-03T03:04:05+00:00") if record.implementation == "triton" else record
-        for record in long_call_records()
-    ]
-    line = lines_of(records)[WIDE, "forward"]
-    assert line[3:5] == ["–", "–"] and line[5].startswith("1.250×")
-    said = answer("long_calls", load_frame(records))
-    assert "hopper forward" in said and "triton" not in said
-
-
-def test_what_did_not_run_says_so():
-    records = [
-        replace(record, samples=[], status="oom", message="no") if record.implementation == "hopper" else record
-        for record in long_call_records()
-    ]
-    line = lines_of(records)[WIDE, "forward"]
-    assert line[1] == "OOM" and line[5:] == ["–"] * 4
-    assert "hopper" not in answer("long_calls", load_frame(records))
