@@ -170,7 +170,8 @@ def test_each_kind_is_drawn_the_same_each_time(kind):
 
 def test_axes_are_logarithmic_from_a_range_of_ten_on_and_bars_never():
     assert scale_of(pd.Series([1.0, 9.0])).to_dict() == {"zero": False}
-    assert scale_of(pd.Series([1.0, 10.0])).to_dict() == {"base": 10, "type": "log"}
+    scale = scale_of(pd.Series([1.0, 10.0])).to_dict()
+    assert scale == {"base": 10, "type": "log", "nice": False}, "not widened to whole decades"
     assert scale_of(pd.Series([0.0, 10.0])).to_dict() == {"zero": False}
     assert '"log"' not in json.dumps(spec_of(Bars(x="shape").chart(MANY)))
     assert '"log"' in json.dumps(spec_of(Lines(x="seqlen_q").chart(MANY)))
