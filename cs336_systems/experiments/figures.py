@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 import altair as alt
 import pandas as pd
 
-from cs336_systems.experiments.frames import Where, exploded, intervals, pick, with_unit
+from cs336_systems.experiments.frames import Where, exploded, intervals, pick, speed, tuples, with_unit
 
 RANGE_OF_LOG = 10  # largest over smallest, from which on an axis is logarithmic
 WIDTH, HEIGHT = 640, 320  # of a figure of one panel
@@ -47,12 +47,23 @@ class Figure:
     x_title: str = ""
     y_title: str = ""  # y's unit if empty
     columns: int = 2  # panels side by side
+    over: str | None = None  # a value of `color`: the y of all others is how many times as fast they are, in one run
     series: ClassVar[bool] = False  # whether samples are a series, and no repetitions
 
     def rows(self, frame: pd.DataFrame) -> pd.DataFrame:
         """What is drawn: measured, and not by the interpreter."""
         rows = pick(frame, self.where)
-        return with_unit(rows[(rows["status"] == "ok") & ~rows["interpreted"]], self.unit)
+        rows = with_unit(rows[(rows["status"] == "ok") & ~rows["interpreted"]], self.unit)
+        return rows if self.over is None or rows.empty else self._speeds(rows)
+
+    def _speeds(self, rows: pd.DataFrame) -> pd.DataFrame:
+        found = []
+        for _, group in rows.groupby([name for name in (self.x, self.facet) if name], sort=False):
+            base = next((row for row in tuples(group) if row[self.color] == self.over), None)
+            for row in tuples(group):
+                if row[self.color] != self.over:
+                    found.append(row | dict.fromkeys(("median", "low", "high"), speed(row, base)))
+        return pd.DataFrame(found, columns=rows.columns).dropna(subset="median")
 
     def chart(self, frame: pd.DataFrame) -> alt.TopLevelMixin | None:
         """The Altair chart, or None."""
@@ -90,6 +101,8 @@ class Figure:
         return found
 
     def _unit_title(self, rows: pd.DataFrame) -> str:
+        if self.over and not self.y_title:
+            return f"speed over {self.over}"
         return self.y_title or f"{rows['quantity'].iloc[0].replace('_', ' ')} ({rows['unit'].iloc[0]})"
 
     def _finished(self, marks: Any, rows: pd.DataFrame) -> alt.TopLevelMixin:
@@ -98,7 +111,7 @@ class Figure:
         marks = marks.properties(width=WIDTH // across, height=HEIGHT if panels == 1 else HEIGHT * 2 // 3)
         if self.facet is not None:
             marks = marks.facet(
-                facet=alt.Facet(f"{_field(self.facet)}:N", sort=None, title=self.facet.replace("_", " ")),
+                facet=alt.Facet(f"{_field(self.facet)}:N", sort=[str(one) for one in dict.fromkeys(rows[self.facet])], title=self.facet.replace("_", " ")),
                 columns=self.columns,
             )
         return marks.properties(title=self.title)
@@ -137,15 +150,20 @@ class Lines(Figure):
         return alt.layer(band, line)
 
 
+@dataclass(frozen=True, kw_only=True)
 class Bars(Figure):
-    """A group of bars for each x, on an axis that begins at zero."""
+    """A group of bars for each x, or one `stacked`, on an axis that begins at zero."""
+
+    stacked: bool = False
 
     def _marks(self, rows: pd.DataFrame) -> alt.Chart:
         x = alt.X(f"{_field(self.x)}:N", sort=None, title=self.x_title or None, axis=alt.Axis(labelAngle=-30))
         y = alt.Y(f"{_field(self.y)}:Q", title=self._unit_title(rows))
         base = alt.Chart(self._data(rows)).mark_bar()
         chart = base.encode(x=x, y=y, color=self._color(rows), tooltip=self._tooltip(rows))
-        return chart if self.color is None else chart.encode(xOffset=alt.XOffset(f"{_field(self.color)}:N", sort=None))
+        if self.color is None or self.stacked:
+            return chart
+        return chart.encode(xOffset=alt.XOffset(f"{_field(self.color)}:N", sort=None))
 
 
 class Dots(Figure):

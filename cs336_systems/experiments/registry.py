@@ -50,7 +50,7 @@ from cs336_systems.experiments.s9_leaderboard import leaderboard_2025_cells, mea
 from cs336_systems.experiments.s9_training_step import leaderboard_2026_cells, measure_leaderboard_2026
 from cs336_systems.experiments.s_training import measure_training_run, training_run_cells
 from cs336_systems.experiments.sharding_cells import measure_sharding
-from cs336_systems.experiments.spec import Experiment, experiments, load
+from cs336_systems.experiments.spec import Calculation, Experiment, experiments, load
 from cs336_systems.experiments.tuning import PROBLEM as TUNE_FLASH
 from cs336_systems.experiments.tuning import measure_tune_flash
 
@@ -314,7 +314,8 @@ UNMOVED: dict[str, Problem] = {
 
 
 def _in_order() -> dict[str, Problem | Experiment]:
-    known: dict[str, Problem | Experiment] = {**UNMOVED, **experiments()}
+    measured = {name: one for name, one in experiments().items() if not isinstance(one, Calculation)}
+    known: dict[str, Problem | Experiment] = {**UNMOVED, **measured}
     return {name: known[name] for name in (*HANDOUT, *known) if name in known}
 
 
