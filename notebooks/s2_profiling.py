@@ -41,7 +41,7 @@ from PIL import Image as Picture
 import cs336_systems
 from cs336_systems.accounting import eager_attention_part_flops
 from cs336_systems.config import ModelCase, RunConfig, proxy_model
-from cs336_systems.experiments.model_cells import TrainingStep
+from cs336_systems.experiments.models import TrainingStep
 from cs336_systems.measure.capture import capture
 from cs336_systems.measure.kernels import CATEGORIES
 from cs336_systems.measure.ranges import SCORES, SOFTMAX, VALUES, annotate

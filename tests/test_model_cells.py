@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from cs336_systems.config import ModelCase, ModelConfig, RunConfig
-from cs336_systems.experiments import model_cells
+from cs336_systems.experiments import models as model_cells
 from cs336_systems.experiments.cells import Cell, Disagreement
-from cs336_systems.experiments.model_cells import MODEL_MODES, measure_model, measure_warmup, model_cell, time_row
+from cs336_systems.experiments.models import MODEL_MODES, measure_model, measure_warmup, model_cell, time_row
 from tests.broken_models import Bigram
 
 MODEL = ModelConfig(

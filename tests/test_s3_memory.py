@@ -17,7 +17,7 @@ from cs336_systems.cli import app
 from cs336_systems.config import MODEL_SIZES, ModelConfig, Precision, RunConfig, proxy_model
 from cs336_systems.experiments import s3_memory
 from cs336_systems.experiments.cells import Cell, Disagreement, Unsupported
-from cs336_systems.experiments.memory_cells import (
+from cs336_systems.experiments.model_memory import (
     FORWARD,
     PHASES,
     START,
@@ -28,7 +28,7 @@ from cs336_systems.experiments.memory_cells import (
     recorded_trace,
     simulated_trace,
 )
-from cs336_systems.experiments.model_cells import TrainingStep
+from cs336_systems.experiments.models import TrainingStep
 from cs336_systems.experiments.s3_memory import (
     BlocksCase,
     gradient_checkpointing_cells,

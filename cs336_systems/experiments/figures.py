@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 import altair as alt
 import pandas as pd
 
-from cs336_systems.experiments.frames import Where, exploded, intervals, pick, speed, tuples, with_unit
+from cs336_systems.experiments.frames import Where, exploded, in_unit, intervals, pick, speed, tuples, with_unit
 
 RANGE_OF_LOG = 10  # largest over smallest, from which on an axis is logarithmic
 WIDTH, HEIGHT = 640, 320  # of a figure of one panel
@@ -111,7 +111,11 @@ class Figure:
         marks = marks.properties(width=WIDTH // across, height=HEIGHT if panels == 1 else HEIGHT * 2 // 3)
         if self.facet is not None:
             marks = marks.facet(
-                facet=alt.Facet(f"{_field(self.facet)}:N", sort=[str(one) for one in dict.fromkeys(rows[self.facet])], title=self.facet.replace("_", " ")),
+                facet=alt.Facet(
+                    f"{_field(self.facet)}:N",
+                    sort=[str(one) for one in dict.fromkeys(rows[self.facet])],
+                    title=self.facet.replace("_", " "),
+                ),
                 columns=self.columns,
             )
         return marks.properties(title=self.title)
@@ -137,7 +141,7 @@ class Lines(Figure):
         numeric = pd.api.types.is_numeric_dtype(rows[self.x])
         x: Any = alt.X(f"{_field(self.x)}:O", sort=None, title=self.x_title or self.x.replace("_", " "))
         if numeric:
-            axis = alt.Axis(values=sorted(rows[self.x].unique()), labelOverlap=True, format=",")
+            axis = alt.Axis(values=sorted(rows[self.x].unique()), labelOverlap=True, format=",.12~g")
             title = self.x_title or self.x.replace("_", " ")
             x = alt.X(f"{_field(self.x)}:Q", scale=scale_of(rows[self.x], base=2), axis=axis, title=title)
         y = alt.Y(f"{_field(self.y)}:Q", scale=scale_of(rows[self.y]), title=self._unit_title(rows))
@@ -210,23 +214,34 @@ class Spans(Figure):
 class Areas(Figure):
     """Parts that add up, over time: rows whose samples are series of one length; `color` names the parts.
 
-    Where a row of the same case has the places of the samples (a quantity named by `x`), these are the x axis.
+    Where a row of the same pass has the places of the samples (a quantity named by `x`), these are the x axis.
     """
 
     series = True
 
-    def _marks(self, rows: pd.DataFrame) -> alt.Chart:
+    def rows(self, frame: pd.DataFrame) -> pd.DataFrame:
+        """What is drawn, in the records' units: places have another than parts."""
+        rows = pick(frame, self.where)
+        return rows[(rows["status"] == "ok") & ~rows["interpreted"]]
+
+    def _marks(self, rows: pd.DataFrame) -> Any:
         parts = rows[rows["quantity"] != self.x]
-        long = exploded(parts, (self.x, "value"))
-        places = {row["case"]: row["samples"] for row in rows[rows["quantity"] == self.x].to_dict("records")}
-        long[self.x] = [places[case][at] if case in places else at for case, at in zip(long["case"], long[self.x])]
-        title = self.y_title or f"{rows['unit'].iloc[0]}"
-        names = [self.x, "value", *(name for name in (self.color, self.facet) if name)]
+        long = exploded(parts, ("place_of_sample", "value"))
+        passes = ["case", "mode", "implementation"]
+        places = {tuple(row[name] for name in passes): row["samples"] for row in tuples(rows[rows["quantity"] == self.x])}
+        of_rows = [places.get(key) for key in zip(*(long[name] for name in passes))]
+        at = [known[at] if known else at for known, at in zip(of_rows, long["place_of_sample"])]
+        unit = parts["unit"].iloc[0]
+        ranks = {name: rank for rank, name in enumerate(dict.fromkeys(long[self.color]))} if self.color else {}
+        long = long.assign(at=at, value=[in_unit(value, unit, self.unit) for value in long["value"]])
+        long = long.assign(rank=long[self.color].map(ranks) if self.color else 0)
+        names = ["at", "value", "rank", *(name for name in (self.color, self.facet) if name)]
         values = json.loads(long[names].rename(columns=_field).to_json(orient="records", double_precision=4))
         return alt.Chart(alt.Data(values=values)).mark_area(interpolate="step-after").encode(
-            x=alt.X(f"{_field(self.x)}:Q", title=self.x_title or self.x.replace("_", " ")),
-            y=alt.Y("value:Q", stack=True, title=title),
+            x=alt.X("at:Q", title=self.x_title or self.x.replace("_", " ")),
+            y=alt.Y("value:Q", stack=True, title=self.y_title or self.unit or unit),
             color=self._color(long),
+            order="rank:Q",  # the first at the bottom
         )  # fmt: skip
 
 

@@ -56,7 +56,7 @@ class FullyShardedTensorParallelCalcs(Calculation):
     }
     figures = {
         "limits": Lines(
-            title=f"GPUs at which the forward of 8B's feed-forward layer (F = {MODEL.d_ff:,}) is bound by communication",
+            title=f"GPUs at which the forward of 8B with F = {MODEL.d_ff:,} is bound by communication",
             x="tokens",
             x_title="tokens of the whole batch",
             y="GPUs",

@@ -26,7 +26,9 @@ class HilbertOrder(Calculation):
                     )
                     for name, order in ORDERS.items()
                 }  # fmt: skip
-                rows += [shared | {"quantity": "density", "order": name, "density": one} for name, one in densities.items()]
+                rows += [
+                    shared | {"quantity": "density", "order": name, "density": one} for name, one in densities.items()
+                ]
                 ratio = densities["Hilbert's curve"] / densities["rows"]
                 rows.append(shared | {"quantity": "both", "ratio": ratio} | densities)
         return rows

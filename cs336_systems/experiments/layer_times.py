@@ -1,6 +1,6 @@
 """What the closed forms of section 8 are tried on: the feed-forward layer of the 8B model on H200 and B200 links.
 
-    rows = times(("FSDP backward",))      # communication over computation by the number of GPUs, for each link
+rows = times(("FSDP backward",))      # communication over computation by the number of GPUs, for each link
 """
 
 from __future__ import annotations

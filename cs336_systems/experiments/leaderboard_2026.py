@@ -1,4 +1,4 @@
-"""Section 9, `leaderboard_2026`: a full training step of an 8B model, 32,768 tokens on each of two GPUs.
+"""A full training step of an 8B model, 32,768 tokens on each of two GPUs.
 
 34 layers, 152 thousand words, float32 masters, bfloat16 compute, AdamW. What makes it fit: weights, gradients and
 moments are shared by both ranks (FSDP, this package's or PyTorch's), blocks keep attention's tensors and compute the
@@ -25,12 +25,16 @@ from statistics import fmean
 from typing import Any
 from unittest.mock import patch
 
+import pandas as pd
 import torch
 from torch import Tensor, nn
 
+from cs336_systems.accounting import attention_flops, model_bytes, model_flops, tflops_per_s
+from cs336_systems.analysis import HARDWARE
 from cs336_systems.config import (
     DISTRIBUTED_BACKENDS,
     MODEL_SIZES,
+    AttentionShape,
     ModelConfig,
     Precision,
     RunConfig,
@@ -39,8 +43,9 @@ from cs336_systems.config import (
     require_positive,
 )
 from cs336_systems.device import available_backends
-from cs336_systems.distributed.memory_plan import long_step_bytes
-from cs336_systems.experiments.cells import Cell, Disagreement, Measurement, Row, Unsupported
+from cs336_systems.distributed.memory_plan import fsdp_bytes, long_step_bytes
+from cs336_systems.experiments.figures import Bars
+from cs336_systems.experiments.frames import digits
 from cs336_systems.experiments.rank_cells import run_cell, slowest
 from cs336_systems.experiments.sharding_cells import (
     CHECK_BOUND,
@@ -56,6 +61,8 @@ from cs336_systems.experiments.sharding_cells import (
     time_together,
     trace_on_first,
 )
+from cs336_systems.experiments.spec import Cell, Disagreement, Experiment, Row, Sample, Unsupported, problem
+from cs336_systems.experiments.tables import Pick, Wide
 from cs336_systems.measure.intervals import simplify
 from cs336_systems.measure.memory import MIB, release
 from cs336_systems.measure.overlap import Lanes
@@ -63,7 +70,6 @@ from cs336_systems.model.block_parts import RECOMPUTES, Recompute, run_in_parts
 from cs336_systems.model.chunked_loss import CHUNK_TOKENS, LossTransformer
 from cs336_systems.model.transformer import ATTENTION_NAMES
 
-PROBLEM = "leaderboard_2026"
 IMPLEMENTATIONS = ("fsdp", "torch_fsdp")
 NUM_RANKS, BATCH = 2, 1  # a sequence of each rank: a global batch of two
 STEPS = {"tiny": 3, "smoke": 3, "handout": 5}  # timed
@@ -143,7 +149,6 @@ def long_step_cell(case: LongStepCase, implementation: str) -> Cell:
     rows += [row(name, "ms") for name in (*TRACED, *INTERVALS)]
     ranks_here = case.num_ranks if case.backend == "gloo" else 1  # they share the host's memory
     return Cell(
-        problem=PROBLEM,
         case=case,
         implementation=implementation,
         rows=tuple(rows),
@@ -177,7 +182,7 @@ class StepReport:
     lanes: Lanes | None = None
 
 
-def measure_leaderboard_2026(cell: Cell, run: RunConfig) -> Iterator[Measurement]:
+def measure_long_step(cell: Cell, run: RunConfig) -> Iterator[Sample]:
     case: LongStepCase = cell.case
     if cell.implementation not in IMPLEMENTATIONS:
         raise Unsupported(f"there is no FSDP called {cell.implementation!r}")
@@ -186,25 +191,25 @@ def measure_leaderboard_2026(cell: Cell, run: RunConfig) -> Iterator[Measurement
     if cell.implementation == "torch_fsdp" and case.backend != "nccl" and case.precision.autocast is not None:
         raise Unsupported("fully_shard in low precision is measured on GPUs only")
     rows = {row.quantity: row for row in cell.rows}
-    yield Measurement(row=rows["predicted_peak_memory"], samples=[predicted_bytes(case) / MIB])
+    yield Sample(row=rows["predicted_peak_memory"], samples=[predicted_bytes(case) / MIB])
     reports: list[StepReport] = run_cell(
         _measure_rank, case.num_ranks, cell.implementation, case, run, time.time(), backend=case.backend, run=run,
         from_scratch=True,
     )
     error = max(report.error for report in reports)
-    yield Measurement(row=rows["time"], samples=slowest([report.step_ms for report in reports]), error=error)
-    yield Measurement(row=rows["start_time"], samples=[max(report.start_s for report in reports)])
+    yield Sample(row=rows["time"], samples=slowest([report.step_ms for report in reports]), error=error)
+    yield Sample(row=rows["start_time"], samples=[max(report.start_s for report in reports)])
     losses = [fmean(of_ranks) for of_ranks in zip(*(report.losses for report in reports))]
-    yield Measurement(row=rows["loss"], samples=losses)
+    yield Sample(row=rows["loss"], samples=losses)
     for name in reports[0].mib:
-        yield Measurement(row=rows[name], samples=[max(report.mib[name] for report in reports)])
+        yield Sample(row=rows[name], samples=[max(report.mib[name] for report in reports)])
     lanes = reports[0].lanes
     assert lanes is not None
     for name, value in zip(TRACED, (lanes.compute_ms, lanes.communication_ms, lanes.overlap_ms, lanes.span_ms)):
-        yield Measurement(row=rows[name], samples=[value])
+        yield Sample(row=rows[name], samples=[value])
     for name, intervals in zip(INTERVALS, (lanes.compute, lanes.communication)):
         samples = [instant for pair in simplify(intervals, MOST_INTERVALS) for instant in pair]
-        yield Measurement(row=rows[name], samples=samples, skipped="" if samples else "there were none")
+        yield Sample(row=rows[name], samples=samples, skipped="" if samples else "there were none")
 
 
 class LongStep(ShardedStep):
@@ -282,3 +287,104 @@ def check_long_step(implementation: str, case: LongStepCase, run: RunConfig, ran
     )
     reference = ShardedStep("unsharded", plain, run, rank, optimizer, CHECK_LEARNING_RATE)
     return compare_training(step, reference, CHECK_BOUND[case.precision.autocast])
+
+
+RECOMPUTED = {
+    "nothing": "nothing",
+    "after_attention": "after attention",
+    "around_attention": "around attention",
+    "block": "whole blocks",
+}
+RECORD_MS, RECORD_GPU = 3837.0, "B200"  # the class's, on two of them
+
+
+def memory_lines() -> str:
+    """Lines of a table: GiB of a rank by what is computed again, and with whole logits; in closed form."""
+    model, gib = MODEL_SIZES["8b"], 2**30
+    options: dict[str, Any] = {
+        "num_ranks": NUM_RANKS, "attention": "hopper", "compute_dtype": "bfloat16", "reduce_dtype": "float32",
+    }  # fmt: skip
+    plans = {"whole logits, whole blocks": fsdp_bytes(model, BATCH, checkpointing=True, **options)}
+    for recompute, words in RECOMPUTED.items():
+        plans[words] = long_step_bytes(model, BATCH, recompute=recompute, chunk_tokens=CHUNK_TOKENS, **options)
+    lines = []
+    for words, plan in plans.items():
+        states = plan.parameters + plan.optimizer + plan.gradients
+        parts = (states, plan.gathered + plan.unreduced, plan.activations, plan.logits, plan.peak)
+        fits = "yes" if plan.fits(HARDWARE["H200"].memory_bytes) else "no"
+        lines.append("| " + " | ".join([words, *(digits(part / gib) for part in parts), fits]) + " |")
+    return "\n".join(lines)
+
+
+def attention_share() -> float:
+    """Attention's percentage of the forward's FLOPs."""
+    model = MODEL_SIZES["8b"]
+    shape = AttentionShape(
+        batch=1, heads=model.num_heads, seqlen_q=model.context_length, seqlen_k=model.context_length,
+        head_dim=model.head_dim, is_causal=True, dtype="bfloat16",
+    )  # fmt: skip
+    return 100 * model.num_layers * attention_flops(shape, "forward") / model_flops(model, 1, "forward")
+
+
+@problem()
+class Leaderboard2026(Experiment):
+    implementations = IMPLEMENTATIONS
+
+    def cells(self, run: RunConfig) -> list[Cell]:
+        return leaderboard_2026_cells(run)
+
+    def measure(self, cell: Cell, run: RunConfig) -> Iterator[Sample]:
+        return measure_long_step(cell, run)
+
+    def columns(self, row: dict[str, Any]) -> dict[str, Any]:
+        names = [row["implementation"], RECOMPUTED[row["recompute"]], row["attention"]]
+        names.append("compiled" if row["compiled"] else "eager")
+        fields = ModelConfig.__dataclass_fields__
+        model = ModelConfig(**{name: row["model" if name == "name" else f"model.{name}"] for name in fields})
+        rate = math.nan
+        if row["quantity"] == "time" and row["median"] > 0:
+            rate = tflops_per_s(model_flops(model, row["batch"], "train_step"), row["median"])
+        tokens = row["num_ranks"] * row["batch"] * model.context_length
+        return {
+            "settings": ", ".join(names),
+            "tflops": rate,
+            "of_peak": 1e14 * rate / HARDWARE["H200"].flops_per_s,
+            "tokens_per_s": 1e3 * tokens / row["median"] if row["quantity"] == "time" else math.nan,
+        }
+
+    def numbers(self, frame: pd.DataFrame) -> dict[str, Any]:
+        step = model_flops(MODEL_SIZES["8b"], 1, "train_step")
+        return {
+            "memory_lines": memory_lines,
+            "attention_share": f"{digits(attention_share())} %",
+            "states": f"{digits(model_bytes(MODEL_SIZES['8b'], Precision()).total / 2**30)} GiB",
+            "record_share": digits(1e5 * step / HARDWARE[RECORD_GPU].flops_per_s / RECORD_MS),
+        }
+
+    tables = {
+        "steps": Wide(
+            title="Full training step of 8B, two H200s, a sequence of 32,768 tokens each",
+            down={"FSDP, computed again, attention, blocks": "settings"},
+            columns={
+                "step (ms)": Pick({"quantity": "time"}, significant=4),
+                "TFLOP/s a GPU": Pick({"quantity": "time"}, value="tflops"),
+                "of the peak (%)": Pick({"quantity": "time"}, value="of_peak"),
+                "tokens/s": Pick({"quantity": "time"}, value="tokens_per_s", significant=4),
+                "peak (GiB)": Pick({"quantity": "peak_memory"}, "GiB"),
+                "predicted (GiB)": Pick({"quantity": "predicted_peak_memory"}, "GiB"),
+                "cold start (s)": Pick({"quantity": "start_time"}),
+                "communication (ms)": Pick({"quantity": "communication_time"}),
+                "hidden (ms)": Pick({"quantity": "overlap_time"}),
+                "run": Pick({"quantity": "time"}, value="run"),
+            },
+        )
+    }
+    figures = {
+        "times": Bars(
+            title="Full training step of 8B on two H200s",
+            x="settings",
+            color="implementation",
+            unit="s",
+            where={"quantity": "time"},
+        )
+    }

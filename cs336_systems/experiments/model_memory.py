@@ -12,7 +12,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,17 +20,19 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from cs336_systems.accounting import model_peak_bytes
-from cs336_systems.config import ModelCase, RunConfig
-from cs336_systems.experiments.cells import Unsupported
-from cs336_systems.experiments.model_cells import TrainingStep
+from cs336_systems.accounting import block_saved_bytes, model_peak_bytes, num_parameters
+from cs336_systems.config import BYTES_PER_ELEMENT, ModelCase, ModelConfig, Precision, RunConfig
+from cs336_systems.device import has_cxx_compiler
+from cs336_systems.experiments.models import TrainingStep
+from cs336_systems.experiments.spec import Cell, Disagreement, Row, Sample, Unsupported
 from cs336_systems.measure.allocations import BACKWARD, AllocationRecorder
-from cs336_systems.measure.memory import CudaPhasePeaks, cpu_phase_peaks
+from cs336_systems.measure.memory import MIB, CudaPhasePeaks, cpu_phase_peaks, release
 from cs336_systems.measure.predict import CudaAutocastRules, fake_module
+from cs336_systems.measure.saved import Saved, by_operation, compiled_saved_tensors, saved_tensors
 from cs336_systems.measure.snapshot import CudaHistory, read_snapshot
 from cs336_systems.measure.timeline import MemoryTrace
 from cs336_systems.model import AdamW, TransformerLM, cross_entropy, load_model_class
-from cs336_systems.model.checkpointing import apply_checkpointing
+from cs336_systems.model.checkpointing import apply_checkpointing, compile_blocks
 from cs336_systems.model.loading import CONSTRUCTOR_ARGUMENTS
 
 START, FORWARD, STEP = "start", "forward", "optimizer step"
@@ -195,3 +197,98 @@ def measured_phases(case: ModelCase, mode: str, run: RunConfig) -> Measured:
         history.dump()
         trace = history.trace(read_snapshot(history.path))
     return Measured(peak_bytes=counters.peaks, trace=trace, out_of_memory=message)
+
+
+# What consecutive blocks save for backward
+
+NUM_LARGEST = 5
+COMPILED_GRADIENT = "CompiledFunctionBackward"  # how autograd calls the backward of what torch.compile made
+SAVED = Row(mode="forward", quantity="saved_for_backward", unit="MiB")
+SAVED_EXPECTED = Row(mode="forward", quantity="closed_form_saved", unit="MiB")
+RESIDUAL = Row(mode="forward", quantity="residual_stream", unit="MiB")
+GRADIENTS = Row(mode="backward", quantity="gradients_of_block", unit="MiB")
+GRADIENTS_EXPECTED = Row(mode="backward", quantity="closed_form_gradients", unit="MiB")
+
+
+def ranked_rows(mode: str, quantity: str) -> tuple[Row, ...]:
+    return tuple(Row(mode=mode, quantity=f"{quantity}.{rank}", unit="MiB") for rank in range(1, NUM_LARGEST + 1))
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlocksCase:
+    """Some consecutive blocks of a model and what they save for backward."""
+
+    model: ModelConfig
+    batch: int
+    blocks: int
+    attention: str
+    precision: Precision = Precision()
+    checkpointing: str = "none"
+
+
+def measure_blocks(cell: Cell, run: RunConfig) -> Iterator[Sample]:
+    case: BlocksCase = cell.case
+    if cell.implementation.startswith("simulated"):
+        with FakeTensorMode():
+            model = SimulatedStep(_as_memory_case(case)).model
+            assert isinstance(model, TransformerLM)
+            yield from _saved_measurements(cell, model, torch.empty(_stream_shape(case), requires_grad=True))
+        return
+    release(run.device)
+    with torch.device(run.device):
+        model = TransformerLM.from_config(replace(case.model, num_layers=case.blocks), attention=case.attention)
+        stream = torch.randn(_stream_shape(case), requires_grad=True)
+    if cell.implementation == "compiled":
+        if run.device == "cpu" and not has_cxx_compiler():
+            raise Unsupported("no C++ compiler")
+        compile_blocks(model)
+    yield from _saved_measurements(cell, model, stream)
+
+
+def _saved_measurements(cell: Cell, model: TransformerLM, stream: Tensor) -> Iterator[Sample]:
+    case: BlocksCase = cell.case
+    blocks = nn.Sequential(*list(model.layers)[: case.blocks])
+    parameters = [*blocks.parameters(), *blocks.buffers()]
+    results: list[Tensor] = []
+    saved: list[Saved]
+    if cell.implementation == "simulated compiled":
+        if case.checkpointing != "none":
+            raise Unsupported("the partition of a graph is simulated without checkpoints in it")
+        saved = compiled_saved_tensors(blocks, stream)
+    else:
+        apply_checkpointing(model, case.checkpointing)
+        if cell.implementation == "compiled":
+            model.run_blocks(list(blocks), stream)  # compiles
+        saved = saved_tensors(
+            lambda: results.append(model.run_blocks(list(blocks), stream)),
+            parameters=parameters,
+            compiled=cell.implementation == "compiled",
+        )
+        if cell.implementation == "compiled" and COMPILED_GRADIENT not in str(results[0].grad_fn):
+            raise Disagreement(f"torch.compile left the block eager: its gradient is {results[0].grad_fn}")
+    yield Sample(row=SAVED, samples=[sum(one.num_bytes for one in saved) / MIB])
+    ranked = {row.quantity: row for row in cell.rows}
+    for rank, (operation, num_bytes) in enumerate(by_operation(saved)[:NUM_LARGEST], start=1):
+        if f"saved.{rank}" in ranked:
+            yield Sample(row=ranked[f"saved.{rank}"], samples=[num_bytes / MIB], kernel=operation)
+    if RESIDUAL in cell.rows:
+        yield Sample(row=RESIDUAL, samples=[stream.untyped_storage().nbytes() / MIB])
+    if GRADIENTS in cell.rows:
+        expected = block_saved_bytes(case.model, case.batch, attention=case.attention, precision=case.precision)
+        yield Sample(row=SAVED_EXPECTED, samples=[case.blocks * sum(expected.values()) / MIB])
+        results[0].backward(torch.empty_like(results[0]))
+        made = [tensor.grad for tensor in (*blocks.parameters(), stream)]
+        num_bytes = sum(gradient.untyped_storage().nbytes() for gradient in made if gradient is not None)
+        yield Sample(row=GRADIENTS, samples=[num_bytes / MIB])
+        deeper = replace(case.model, num_layers=case.model.num_layers + case.blocks)
+        gradients = BYTES_PER_ELEMENT[case.precision.parameters] * (num_parameters(deeper) - num_parameters(case.model))
+        yield Sample(row=GRADIENTS_EXPECTED, samples=[(gradients + stream.untyped_storage().nbytes()) / MIB])
+
+
+def _stream_shape(case: BlocksCase) -> tuple[int, int, int]:
+    return (case.batch, case.model.context_length, case.model.d_model)
+
+
+def _as_memory_case(case: BlocksCase) -> MemoryCase:
+    model = replace(case.model, num_layers=case.blocks)
+    return MemoryCase(model=model, batch=case.batch, attention=case.attention, precision=case.precision)

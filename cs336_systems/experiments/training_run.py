@@ -1,4 +1,4 @@
-"""`training_run`: a real training run with every wrapper, held to the losses of one process.
+"""A real training run with every wrapper, held to the losses of one process.
 
 Not a problem of the handout: what its sections 5 to 8 are for. A cell trains from the same seed on the same text; its
 loss curve is recorded only if it is the curve of one process without a wrapper, up to rounding.
@@ -10,17 +10,21 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any
 
+import pandas as pd
 import torch
 
 from cs336_systems.config import MODEL_SIZES, ModelConfig, RunConfig
 from cs336_systems.distributed.launch import launch
-from cs336_systems.experiments.cells import Cell, Disagreement, Measurement, Row, Unsupported
+from cs336_systems.experiments.figures import Lines
+from cs336_systems.experiments.frames import tuples
+from cs336_systems.experiments.spec import Cell, Disagreement, Experiment, Row, Sample, Unsupported, problem
+from cs336_systems.experiments.tables import Pick, Wide
 from cs336_systems.training import TrainingConfig, TrainingResult, train
 from cs336_systems.training.config import NANO, WRAPPERS, byte_model
 from cs336_systems.training.loop import RunOptions, train_rank
 
-PROBLEM = "training_run"
 LOSS = Row(mode="train_step", quantity="loss", unit="nats")
 VALIDATION = Row(mode="train_step", quantity="validation_loss", unit="nats")
 TIME = Row(mode="train_step", quantity="time", unit="ms")
@@ -30,6 +34,8 @@ NUM_RANKS = 2
 # and of the mean over the last ones, relative to one process.
 FIRST_STEPS, FIRST_BOUND = 10, 1e-4
 LAST_STEPS, LAST_BOUND = 10, 1e-2
+STEPS_A_POINT = 25  # of the figure
+SMALLEST = 0.1  # millionth that is drawn: float32's rounding
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,15 +96,15 @@ def training_run_cells(run: RunConfig) -> list[Cell]:
     """One process, then every wrapper on two ranks, one of them with gradient accumulation."""
     alone = training_case(run)
     wrappers = {"tiny": ("bucketed",), "smoke": ("bucketed", "sharded-optimizer", "fsdp")}.get(run.scale, WRAPPERS[1:])
-    cells = [Cell(problem=PROBLEM, case=alone, implementation="none", rows=(LOSS, VALIDATION, TIME))]
+    cells = [Cell(case=alone, implementation="none", rows=(LOSS, VALIDATION, TIME))]
     for wrapper in wrappers:
         accumulation = 2 if wrapper == "bucketed" else 1
         case = replace(alone, num_ranks=NUM_RANKS, accumulation=accumulation)
-        cells.append(Cell(problem=PROBLEM, case=case, implementation=wrapper, rows=(LOSS, VALIDATION, TIME)))
+        cells.append(Cell(case=case, implementation=wrapper, rows=(LOSS, VALIDATION, TIME)))
     return cells
 
 
-def measure_training_run(cell: Cell, run: RunConfig) -> Iterator[Measurement]:
+def measure_run(cell: Cell, run: RunConfig) -> Iterator[Sample]:
     """Train, compare with one process, then yield the loss of every step, the held-out loss and the step times."""
     if run.model is not None:
         raise Unsupported("the run trains this package's model, not the user's")
@@ -119,9 +125,9 @@ def measure_training_run(cell: Cell, run: RunConfig) -> Iterator[Measurement]:
         error = curve_error(result.losses, expected.losses)
         if not error <= 1:
             raise Disagreement(f"losses are off one process's by {error:.3g} times the bound")
-    yield Measurement(row=LOSS, samples=result.losses, error=error)
-    yield Measurement(row=VALIDATION, samples=[result.validation_loss])
-    yield Measurement(row=TIME, samples=result.step_ms)
+    yield Sample(row=LOSS, samples=result.losses, error=error)
+    yield Sample(row=VALIDATION, samples=[result.validation_loss])
+    yield Sample(row=TIME, samples=result.step_ms)
 
 
 def curve_error(losses: list[float], expected: list[float]) -> float:
@@ -142,3 +148,62 @@ def _alone(case: TrainingCase, device: str, seed: int) -> TrainingResult:
 def _log_every(case: TrainingCase) -> int:
     """At least five step times, of at most ten steps each."""
     return max(1, min(10, case.steps // 6))
+
+
+class Differences(Lines):
+    """Relative difference of each wrapper's loss from one process's, in millionths, by step; means over some steps."""
+
+    def rows(self, frame: pd.DataFrame) -> pd.DataFrame:
+        found = []
+        rows = tuples(super().rows(frame))
+        alone = next((row for row in rows if row["implementation"] == "none"), None)
+        for row in rows if alone is not None else ():
+            if row["implementation"] == "none":
+                continue
+            pairs = [1e6 * abs(a / b - 1) for a, b in zip(row["samples"], alone["samples"])]
+            for at in range(0, len(pairs), STEPS_A_POINT):
+                group = pairs[at : at + STEPS_A_POINT]
+                difference = max(sum(group) / len(group), SMALLEST)
+                found.append({"wrapper": row["implementation"], "step": at + len(group), "difference": difference})
+        return pd.DataFrame(found, columns=["wrapper", "step", "difference"])
+
+
+@problem(title="Training a language model with every wrapper: the same losses", order=19)
+class TrainingRun(Experiment):
+    implementations = WRAPPERS
+
+    def cells(self, run: RunConfig) -> list[Cell]:
+        return training_run_cells(run)
+
+    def measure(self, cell: Cell, run: RunConfig) -> Iterator[Sample]:
+        return measure_run(cell, run)
+
+    def columns(self, row: dict[str, Any]) -> dict[str, Any]:
+        last = row["samples"][-LAST_STEPS:]
+        return {
+            "first": row["samples"][0] if row["samples"] else math.nan,
+            "last": sum(last) / len(last) if last else math.nan,
+        }
+
+    tables = {
+        "losses": Wide(
+            title="Loss in nats a byte",
+            down={"wrapper": "implementation", "ranks": "num_ranks", "micro-batches": "accumulation"},
+            columns={
+                "first loss": Pick({"quantity": "loss"}, value="first", significant=5),
+                "mean of the last 10": Pick({"quantity": "loss"}, value="last", significant=5),
+                "held-out loss": Pick({"quantity": "validation_loss"}, significant=4),
+                "difference over its bound": Pick({"quantity": "loss"}, value="error", significant=2),
+            },
+        )
+    }
+    figures = {
+        "differences": Differences(
+            title="Difference of the loss from one process's, means over 25 steps",
+            x="step",
+            y="difference",
+            y_title="relative difference (millionths)",
+            color="wrapper",
+            where={"quantity": "loss"},
+        )
+    }

@@ -5,14 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
 from cs336_systems.accounting import model_peak_bytes
-from cs336_systems.config import ModelCase, RunConfig
+from cs336_systems.config import HANDOUT_SIZES, MODEL_SIZES, ModelCase, ModelConfig, RunConfig, proxy_model
 from cs336_systems.device import has_cxx_compiler
-from cs336_systems.experiments.cells import Cell, Disagreement, Measurement, Row, Unsupported
+from cs336_systems.experiments.spec import Cell, Disagreement, Row, Sample, Unsupported
 from cs336_systems.inputs import token_batch
 from cs336_systems.measure.memory import release
 from cs336_systems.measure.timing import MIN_SAMPLES, time_calls, time_once
@@ -22,6 +23,20 @@ MODEL_MODES = ("forward", "forward_backward", "train_step")
 BUDGET_MS = {"cuda": 3000.0, "cpu": 1000.0}  # of timed steps a mode, at least five and at most a hundred of them
 # A compiled model may reorder float32 sums: its logits and its loss agree with eager's within this times the largest.
 TOLERANCE = 1e-3
+
+
+def models(run: RunConfig) -> list[tuple[ModelConfig, int]]:
+    """(model, batch) of each size at the run's scale.
+
+    handout: the handout's five sizes, batch 4, context 512. smoke: the real small model at context 128, batch 1, and
+    a narrow proxy of medium (another would say nothing new in a laptop's minutes). tiny: one narrow proxy.
+    """
+    if run.scale == "handout":
+        return [(MODEL_SIZES[size], 4) for size in HANDOUT_SIZES]
+    if run.scale == "tiny":
+        return [(replace(proxy_model("small", 64), context_length=32, vocab_size=256), 1)]
+    small = replace(MODEL_SIZES["small"], context_length=128)
+    return [(small, 1), (replace(proxy_model("medium"), context_length=128), 1)]
 
 
 def time_row(mode: str, case: ModelCase | None = None) -> Row:
@@ -109,7 +124,7 @@ class TrainingStep:
 
 def measure_model(
     cell: Cell, run: RunConfig, *, budget_ms: float | None = None, min_samples: int = MIN_SAMPLES
-) -> Iterator[Measurement]:
+) -> Iterator[Sample]:
     """Time every promised mode, for `budget_ms` of timed steps each (default: the device's), at least `min_samples`.
 
     A model is timed only if its logits, and in the other modes its loss, are finite and of the right shape; a compiled
@@ -130,7 +145,7 @@ def measure_model(
         step.model = torch.compile(step.model)
         seconds = time_once(step.forward, run.device) / 1e3
         if row := rows.get(("forward", "compile_time")):
-            yield Measurement(row=row, samples=[seconds])
+            yield Sample(row=row, samples=[seconds])
         _agree("logits", step.forward(), expected)
     del expected
     for mode in MODEL_MODES:
@@ -140,7 +155,7 @@ def measure_model(
             seconds, loss = _first_forward_backward(step)
             _agree("loss", loss, expected_loss)
             if row := rows.get(("forward_backward", "compile_time")):
-                yield Measurement(row=row, samples=[seconds])
+                yield Sample(row=row, samples=[seconds])
         elif mode != "forward":
             step.reset()
             require_finite("loss", step.forward_backward())
@@ -150,7 +165,7 @@ def measure_model(
             budget_ms=budget, min_samples=min_samples,
         )  # fmt: skip
         step.reset()
-        yield Measurement(row=rows[mode, "time"], samples=samples)
+        yield Sample(row=rows[mode, "time"], samples=samples)
 
 
 def _first_forward_backward(step: TrainingStep) -> tuple[float, Tensor]:
@@ -173,25 +188,3 @@ def _agree(what: str, value: Tensor, expected: Tensor) -> None:
     bound = TOLERANCE * expected.abs().max().item()
     if not error <= bound:
         raise Disagreement(f"compiled {what} differ from eager's by {error:.3g}, more than {bound:.3g}")
-
-
-def measure_warmup(cell: Cell, run: RunConfig, *, num_steps: int) -> Iterator[Measurement]:
-    """Time single steps from a cold process, and report for each warm-up count the `num_steps` that follow it.
-
-    The rows' cases differ in `warmup` only, so the first w steps of one series are the warm-up of row w: the same
-    experiment as separate runs with w warm-up steps, without drawing a new process for each. Raises Disagreement if the
-    first step's logits or loss are not those of a working model.
-    """
-    step = TrainingStep(cell.case, run)
-    mode = cell.rows[0].mode
-    call: Callable[[], Tensor] = getattr(step, mode)
-    total = num_steps + max(row.case.warmup for row in cell.rows)
-    first: list[Tensor] = []
-    samples = [time_once(lambda: first.append(call()), run.device)]
-    for _ in range(total - 1):
-        step.reset()
-        samples.append(time_once(call, run.device))
-    # Only now: the check's own kernels would warm up the process between two steps.
-    require_finite("logits" if mode == "forward" else "loss", first[0])
-    for row in cell.rows:
-        yield Measurement(row=row, samples=samples[row.case.warmup : row.case.warmup + num_steps])
