@@ -227,9 +227,9 @@ class Areas(Figure):
     def _marks(self, rows: pd.DataFrame) -> Any:
         parts = rows[rows["quantity"] != self.x]
         long = exploded(parts, ("place_of_sample", "value"))
-        passes = ["case", "mode", "implementation"]
-        places = {tuple(row[name] for name in passes): row["samples"] for row in tuples(rows[rows["quantity"] == self.x])}
-        of_rows = [places.get(key) for key in zip(*(long[name] for name in passes))]
+        of = ["case", "mode", "implementation"]  # a pass
+        places = {tuple(row[name] for name in of): row["samples"] for row in tuples(rows[rows["quantity"] == self.x])}
+        of_rows = [places.get(key) for key in zip(*(long[name] for name in of))]
         at = [known[at] if known else at for known, at in zip(of_rows, long["place_of_sample"])]
         unit = parts["unit"].iloc[0]
         ranks = {name: rank for rank, name in enumerate(dict.fromkeys(long[self.color]))} if self.color else {}

@@ -200,8 +200,8 @@ class MemoryProfiling(Experiment):
     def numbers(self, frame: pd.DataFrame) -> dict[str, Any]:
         def saved(context: int, implementation: str = "eager") -> list[str]:
             """The largest contributors to what a block saves, in words and percent of it."""
-            rows = tuples(pick(frame, {"context": context, "implementation": implementation, "case_type": "BlocksCase"}))
-            by_name = {row["quantity"]: row for row in rows}
+            where = {"context": context, "implementation": implementation, "case_type": "BlocksCase"}
+            by_name = {row["quantity"]: row for row in tuples(pick(frame, where))}
             total = by_name[SAVED.quantity]["median"]
             largest = [by_name[f"saved.{rank}"] for rank in range(1, NUM_LARGEST + 1)]
             return [f"`{row['kernel'].split(' in ')[0]}` {digits(100 * row['median'] / total)} %" for row in largest]
