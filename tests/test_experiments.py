@@ -17,10 +17,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from cs336_systems.attention import attention_reference, contract
 from cs336_systems.config import HANDOUT_SIZES, AttentionShape, RunConfig
-from cs336_systems.experiments import attention_cells, implementations
+from cs336_systems.experiments import attention, implementations
 from cs336_systems.experiments import harness as sweep_module
 from cs336_systems.experiments.cells import Cell, Disagreement, Unsupported
-from cs336_systems.experiments.harness import Provenance, Sweep, find_provenance, results_folder
+from cs336_systems.experiments.harness import Provenance, Sweep, find_provenance, planned_cells, results_folder
 from cs336_systems.experiments.implementations import IMPLEMENTATIONS, off_contract
 from cs336_systems.experiments.registry import PROBLEMS
 from cs336_systems.experiments.worker import Worker, search_current_folder
@@ -35,7 +35,7 @@ HANDOUT = RunConfig(scale="handout", device="cuda")
 
 
 def cells(problem: str, run: RunConfig) -> list[Cell]:
-    return PROBLEMS[problem].cells(run)
+    return planned_cells(problem, run)
 
 
 @pytest.fixture
@@ -183,9 +183,9 @@ def test_a_process_that_cannot_start_says_where_to_look(tmp_path):
 def test_a_wrong_result_is_not_timed(name, message, monkeypatch):
     """An implementation that leaves the mask out is fast and wrong; its row must say wrong, and whose it is."""
     cell = next(cell for cell in cells("flash_benchmarking", TINY) if cell.implementation == name)
-    monkeypatch.setattr(attention_cells, "build", lambda *_: lambda q, k, v: attention_reference(q, k, v))
+    monkeypatch.setattr(attention, "build", lambda *_: lambda q, k, v: attention_reference(q, k, v))
     with pytest.raises(Disagreement, match=f"^{message}"):
-        list(attention_cells.measure_attention(cell, TINY))
+        list(attention.measure_attention(cell, TINY))
 
 
 @pytest.mark.parametrize("name", ["eager", "reference", "compiled", "flex", "sdpa_mask", "torch_varlen"])
@@ -205,10 +205,10 @@ def test_wrong_gradients_stop_after_the_forward(monkeypatch):
     def detached_keys(q, k, v):
         return attention_reference(q, k.detach() + 0 * k, v, is_causal=True)
 
-    monkeypatch.setattr(attention_cells, "build", lambda *_: detached_keys)
+    monkeypatch.setattr(attention, "build", lambda *_: detached_keys)
     measured = []
     with pytest.raises(Disagreement, match="PyTorch's kernel: grad_k is off"):
-        for measurement in attention_cells.measure_attention(cell, TINY):
+        for measurement in attention.measure_attention(cell, TINY):
             measured.append(measurement.row.mode)
     assert measured == ["forward"]
 

@@ -11,8 +11,8 @@ import torch
 from cs336_systems.attention import flash_attention
 from cs336_systems.attention.contract import compute_oracle
 from cs336_systems.config import RunConfig
-from cs336_systems.experiments import attention_cells
-from cs336_systems.experiments.attention_cells import KEPT_SAMPLES, evenly_spaced, measure_attention, settle
+from cs336_systems.experiments import attention
+from cs336_systems.experiments.attention import KEPT_SAMPLES, evenly_spaced, measure_attention, settle
 from cs336_systems.experiments.attention_shapes import SHAPES, AttentionShapes
 from cs336_systems.experiments.cells import Cell
 from cs336_systems.experiments.registry import PROBLEMS
@@ -70,8 +70,8 @@ def test_a_gpu_rests_then_runs_until_its_clock_has_settled(monkeypatch):
     done: list[object] = []
     clock = iter(range(100))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: done.append("synchronize"))
-    monkeypatch.setattr(attention_cells.time, "sleep", done.append)
-    monkeypatch.setattr(attention_cells.time, "perf_counter", lambda: 0.125 * next(clock))
+    monkeypatch.setattr(attention.time, "sleep", done.append)
+    monkeypatch.setattr(attention.time, "perf_counter", lambda: 0.125 * next(clock))
     settle(lambda: done.append("call"))
     assert done == ["synchronize", 0.5, *["call", "synchronize"] * 2]
 
@@ -81,16 +81,16 @@ def test_what_settles_a_clock_is_the_pass_that_is_timed_next(device, settled, mo
     """A CPU stands in for the GPU, with nothing but its name; a CPU itself settles nothing."""
     run = RunConfig(scale="tiny", device="cpu")
     cell = next(cell for cell in cells(run) if cell.implementation == "sdpa_flash")
-    cell = replace(cell, rows=(attention_cells.FORWARD, attention_cells.BACKWARD, attention_cells.BOTH))
+    cell = replace(cell, rows=(attention.FORWARD, attention.BACKWARD, attention.BOTH))
     inputs = attention_inputs(cell.case, device="cpu")
     oracle = compute_oracle(*inputs, is_causal=cell.case.is_causal)
     ran: list[tuple[str, object]] = []
-    monkeypatch.setattr(attention_cells, "_inputs", lambda *_: inputs)
-    monkeypatch.setattr(attention_cells, "_oracle", lambda *_: oracle)
-    monkeypatch.setattr(attention_cells, "release", lambda device: None)
-    monkeypatch.setattr(attention_cells, "time_once", lambda call, device: call() and 1.0)
-    monkeypatch.setattr(attention_cells, "settle", lambda call: ran.append(("settle", call)))
-    monkeypatch.setattr(attention_cells, "time_calls", lambda call, **_: ran.append(("time", call)) or [1.0])
+    monkeypatch.setattr(attention, "inputs_of", lambda *_: inputs)
+    monkeypatch.setattr(attention, "oracle_of", lambda *_: oracle)
+    monkeypatch.setattr(attention, "release", lambda device: None)
+    monkeypatch.setattr(attention, "time_once", lambda call, device: call() and 1.0)
+    monkeypatch.setattr(attention, "settle", lambda call: ran.append(("settle", call)))
+    monkeypatch.setattr(attention, "time_calls", lambda call, **_: ran.append(("time", call)) or [1.0])
     built = (partial(flash_attention, is_causal=cell.case.is_causal, enable_gqa=True, backend="reference"), "reference")
     assert len(list(measure_attention(cell, replace(run, device=device), settled=settled, built=built))) == 3
     settles = settled and device == "cuda"

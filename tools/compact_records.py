@@ -17,7 +17,7 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from cs336_systems.experiments.attention_cells import KEPT_SAMPLES, evenly_spaced
+from cs336_systems.experiments.attention import KEPT_SAMPLES, evenly_spaced
 from cs336_systems.experiments.records import Record, is_series, latest, read_records, write_records
 
 

@@ -10,8 +10,16 @@ from collections.abc import Iterator
 from typing import Any
 
 from cs336_systems.config import AttentionShape, RunConfig
-from cs336_systems.experiments.attention_cells import BACKWARD, BOTH, FORWARD, attention_cell, measure_attention
-from cs336_systems.experiments.attention_columns import MODE_WORDS, attention_columns, sized_shape
+from cs336_systems.experiments.attention import (
+    BACKWARD,
+    BOTH,
+    FORWARD,
+    MODE_WORDS,
+    attention_cell,
+    attention_columns,
+    measure_attention,
+    sized_shape,
+)
 from cs336_systems.experiments.figures import Bars
 from cs336_systems.experiments.spec import Cell, Experiment, Sample, problem
 from cs336_systems.experiments.tables import Pivot
@@ -45,7 +53,7 @@ class AttentionShapes(Experiment):
         names = [name for name in self.implementations if name != "flex" or run.scale != "tiny"]  # compiles for seconds
         shapes = [sized_shape(run, *sizes) for sizes in SHAPES[run.scale]]
         rows = (FORWARD, BACKWARD, BOTH)
-        return [attention_cell(self.name, shape, name, run, rows) for shape in shapes for name in names]
+        return [attention_cell(shape, name, run, rows) for shape in shapes for name in names]
 
     def measure(self, cell: Cell, run: RunConfig) -> Iterator[Sample]:
         """The kernels' times, each pass checked first, and timed when the GPU's clock has settled."""

@@ -62,7 +62,7 @@ class BenchmarkingMixedPrecision(Experiment):
             for precision in PRECISIONS.values():
                 warmup = 2 if run.scale == "handout" else 0
                 case = ModelCase(model=model, batch=batch, attention="reference", precision=precision, warmup=warmup)
-                cells.append(model_cell(self.name, case, "eager", tuple(time_row(mode) for mode in modes)))
+                cells.append(model_cell(case, "eager", tuple(time_row(mode) for mode in modes)))
         return cells
 
     def measure(self, cell: Cell, run: RunConfig) -> Iterator[Sample]:

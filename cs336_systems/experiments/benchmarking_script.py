@@ -54,7 +54,7 @@ class BenchmarkingScript(Experiment):
             for mode in MODEL_MODES:
                 cases = [ModelCase(model=model, batch=batch, attention="reference", warmup=one) for one in WARMUPS]
                 rows = tuple(time_row(mode, case) for case in cases)
-                cells.append(model_cell(self.name, cases[0], "eager", rows, fresh_process=True))
+                cells.append(model_cell(cases[0], "eager", rows, fresh_process=True))
         return cells
 
     def measure(self, cell: Cell, run: RunConfig) -> Iterator[Sample]:

@@ -16,7 +16,7 @@ from cs336_systems.accounting import eager_attention_bytes
 from cs336_systems.attention import BlockMask
 from cs336_systems.attention.contract import Oracle, compute_oracle
 from cs336_systems.config import MaskCase, RunConfig
-from cs336_systems.experiments.attention_cells import (
+from cs336_systems.experiments.attention import (
     BACKWARD,
     BOTH,
     CPU_BUDGET_MS,

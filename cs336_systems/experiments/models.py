@@ -43,11 +43,10 @@ def time_row(mode: str, case: ModelCase | None = None) -> Row:
     return Row(mode=mode, quantity="time", unit="ms", case=case)
 
 
-def model_cell(problem: str, case: ModelCase, implementation: str, rows: tuple[Row, ...], **options: bool) -> Cell:
+def model_cell(case: ModelCase, implementation: str, rows: tuple[Row, ...], **options: bool) -> Cell:
     """A cell on `case`; its predicted bytes are those of the largest mode that it promises."""
     modes = [mode for mode in MODEL_MODES if any(row.mode == mode for row in rows)]
     return Cell(
-        problem=problem,
         case=case,
         implementation=implementation,
         rows=rows,

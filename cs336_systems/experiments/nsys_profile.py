@@ -60,7 +60,7 @@ def nsys_profile_cells(run: RunConfig) -> list[Cell]:
         autocast = Precision(autocast="bfloat16")
         cases += [replace(case, precision=autocast) for case in cases if case.model.context_length == 512]
     rows = tuple(row for mode in MODEL_MODES for row in profile_rows(mode))
-    return [model_cell("nsys_profile", case, "eager", rows) for case in cases]
+    return [model_cell(case, "eager", rows) for case in cases]
 
 
 def profile_rows(mode: str) -> list[Row]:

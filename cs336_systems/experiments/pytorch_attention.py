@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from cs336_systems.config import AttentionShape, RunConfig
-from cs336_systems.experiments.attention_cells import (
+from cs336_systems.experiments.attention import (
     BACKWARD,
     BEFORE_BACKWARD,
     FORWARD,
@@ -58,7 +58,7 @@ def _memory(quantity: str) -> Pick:
 class PyTorchAttention(Experiment):
     def cells(self, run: RunConfig) -> list[Cell]:
         rows = (FORWARD, SAVED, BEFORE_BACKWARD, BACKWARD, PEAK)
-        return [attention_cell(self.name, shape, "eager", run, rows) for shape in shapes(run)]
+        return [attention_cell(shape, "eager", run, rows) for shape in shapes(run)]
 
     def measure(self, cell: Cell, run: RunConfig) -> Iterator[Sample]:
         return measure_attention(cell, run, num_samples=num_passes(cell, run))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from cs336_systems.config import AttentionShape, DTypeName, RunConfig
-from cs336_systems.experiments.attention_cells import (
+from cs336_systems.experiments.attention import (
     BACKWARD,
     BOTH,
     FORWARD,
@@ -48,7 +48,7 @@ def flash_benchmarking_cells(run: RunConfig) -> list[Cell]:
     """Every implementation, batch 1, one head, causal; the implementations of a shape follow one another."""
     implementations = TINY_IMPLEMENTATIONS if run.scale == "tiny" else IMPLEMENTATIONS
     return [
-        attention_cell("flash_benchmarking", shape, implementation, run, (FORWARD, BACKWARD, BOTH, PEAK))
+        attention_cell(shape, implementation, run, (FORWARD, BACKWARD, BOTH, PEAK))
         for dtype, head_dim in dtypes_and_dims(run)
         for seqlen in FLASH_LENGTHS[run.scale]
         for shape in [_shape(1, seqlen, head_dim, True, dtype)]

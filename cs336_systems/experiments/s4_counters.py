@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from cs336_systems.config import AttentionShape, RunConfig
-from cs336_systems.experiments.attention_columns import sized_shape
+from cs336_systems.experiments.attention import sized_shape
 from cs336_systems.experiments.cells import Cell, Measurement, Row, Unsupported
 from cs336_systems.experiments.implementations import build
 from cs336_systems.measure.counters import COUNTERS, CountersUnavailableError, KernelCounters, read_counters

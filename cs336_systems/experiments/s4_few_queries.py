@@ -16,7 +16,7 @@ from torch import Tensor
 
 from cs336_systems.attention.contract import Oracle, compute_oracle
 from cs336_systems.config import AttentionShape, DTypeName, RunConfig
-from cs336_systems.experiments.attention_cells import FORWARD, checked_error, settle
+from cs336_systems.experiments.attention import FORWARD, checked_error, settle
 from cs336_systems.experiments.cells import Cell, Measurement
 from cs336_systems.experiments.implementations import AttentionFunction, build, kernel_name, without_overhead
 from cs336_systems.experiments.s4_short_calls import GRAPH_FORWARD, graph_times

@@ -16,8 +16,7 @@ from cs336_systems.attention.hopper.support import hopper_refusal
 from cs336_systems.attention.tiles.config import KERNELS
 from cs336_systems.config import AttentionShape, RunConfig
 from cs336_systems.device import HOPPER_CAPABILITY
-from cs336_systems.experiments.attention_cells import BACKWARD, BOTH, FORWARD, attention_cell, measure_attention
-from cs336_systems.experiments.attention_columns import sized_shape
+from cs336_systems.experiments.attention import BACKWARD, BOTH, FORWARD, attention_cell, measure_attention, sized_shape
 from cs336_systems.experiments.cells import Cell, Measurement, Unsupported
 from cs336_systems.experiments.implementations import AttentionFunction, build, kernel_name
 
@@ -40,7 +39,7 @@ def hopper_ladder_cells(run: RunConfig) -> list[Cell]:
     """Every rung on every shape."""
     rows = (FORWARD, BACKWARD, BOTH)
     return [
-        attention_cell(PROBLEM, sized_shape(run, *sizes), rung, run, rows)
+        attention_cell(sized_shape(run, *sizes), rung, run, rows)
         for sizes in SHAPES[run.scale]
         for rung in RUNGS
     ]

@@ -17,8 +17,7 @@ from dataclasses import replace
 from functools import partial
 
 from cs336_systems.config import RunConfig
-from cs336_systems.experiments.attention_cells import BACKWARD, BOTH, FORWARD
-from cs336_systems.experiments.attention_columns import sized_shape
+from cs336_systems.experiments.attention import BACKWARD, BOTH, FORWARD, sized_shape
 from cs336_systems.experiments.cells import Cell, Measurement
 from cs336_systems.experiments.implementations import AttentionFunction, without_overhead
 from cs336_systems.experiments.turns import BY_TURNS, Call, Turn, measure_by_turns

@@ -21,8 +21,7 @@ from functools import partial
 import torch
 
 from cs336_systems.config import RunConfig
-from cs336_systems.experiments.attention_cells import BOTH, FORWARD
-from cs336_systems.experiments.attention_columns import sized_shape
+from cs336_systems.experiments.attention import BOTH, FORWARD, sized_shape
 from cs336_systems.experiments.cells import Cell, Measurement, Row
 from cs336_systems.experiments.implementations import AttentionFunction, without_overhead
 from cs336_systems.experiments.turns import BY_TURNS, Call, Turn, measure_by_turns
@@ -81,9 +80,7 @@ def graph_times(call: Callable[[], object]) -> list[float]:
     return [sample / CALLS["cuda"] for sample in time_calls(graph.replay, device="cuda", num_samples=GRAPH_SAMPLES)]
 
 
-def _turn(
-    function: AttentionFunction, call: Call, graph: torch.cuda.CUDAGraph | None, device: str
-) -> dict[str, float]:
+def _turn(function: AttentionFunction, call: Call, graph: torch.cuda.CUDAGraph | None, device: str) -> dict[str, float]:
     """Milliseconds a call by quantity: CALLS calls in a row after one that is not timed, then the graph's once."""
     count = CALLS[device]
     with without_overhead(function) as attend:

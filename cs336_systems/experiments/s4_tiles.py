@@ -23,7 +23,7 @@ from cs336_systems.attention.tiles.config import tma_reads_rows
 from cs336_systems.attention.tiles.grid import TMA_TARGETS
 from cs336_systems.config import BYTES_PER_ELEMENT, AttentionShape, RunConfig
 from cs336_systems.device import HOPPER_CAPABILITY
-from cs336_systems.experiments.attention_cells import BACKWARD, FORWARD, _inputs, _oracle, checked_error
+from cs336_systems.experiments.attention import BACKWARD, FORWARD, checked_error, inputs_of, oracle_of
 from cs336_systems.experiments.cells import Cell, Measurement, Row, Unsupported
 from cs336_systems.experiments.tuning import launches_of
 from cs336_systems.inputs import AttentionInputs
@@ -130,13 +130,13 @@ def measure_tile_choice(cell: Cell, run: RunConfig) -> Iterator[Measurement]:
         yield Measurement(row=COMPILE, samples=[compile_ahead(run)])
         return
     shape, device = cell.case, run.device
-    inputs = _inputs(shape, device, run.seed, False)
+    inputs = inputs_of(shape, device, run.seed, False)
     try:
         call, configs = launches_of(inputs, shape.is_causal, cell_configs(cell.implementation, shape, run))
         results = call()
     except TritonError as error:  # does not compile, or not into this GPU's shared memory
         raise Unsupported(f"{cell.implementation}: {str(error).strip().splitlines()[0]}") from None
-    error_ratio = checked_error(_oracle(shape, device, run.seed, False), results, cell.implementation)
+    error_ratio = checked_error(oracle_of(shape, device, run.seed, False), results, cell.implementation)
     del results
     (row,) = cell.rows
     kernel = " ".join(config.name for config in configs)

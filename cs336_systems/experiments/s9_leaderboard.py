@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from cs336_systems.config import AttentionShape, RunConfig
-from cs336_systems.experiments.attention_cells import BACKWARD, BOTH, FORWARD, PEAK, attention_cell, measure_attention
+from cs336_systems.experiments.attention import BACKWARD, BOTH, FORWARD, PEAK, attention_cell, measure_attention
 from cs336_systems.experiments.cells import Cell, Measurement
 from cs336_systems.experiments.implementations import IMPLEMENTATIONS
 from cs336_systems.experiments.s4_attention import TINY_IMPLEMENTATIONS
@@ -29,7 +29,7 @@ def leaderboard_2025_cells(run: RunConfig) -> list[Cell]:
     if run.scale == "smoke":  # of what is compiled one shows it; the tiles take the longest
         implementations = tuple(name for name in implementations if name != "tiled_compiled")
     rows = (FORWARD, BACKWARD, BOTH, PEAK)
-    return [attention_cell("leaderboard_2025", shape, name, run, rows) for name in implementations]
+    return [attention_cell(shape, name, run, rows) for name in implementations]
 
 
 def measure_leaderboard_2025(cell: Cell, run: RunConfig) -> Iterator[Measurement]:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from cs336_systems.config import ModelCase, RunConfig, proxy_model
-from cs336_systems.experiments.attention_cells import BACKWARD, FORWARD, attention_cell, measure_attention
+from cs336_systems.experiments.attention import BACKWARD, FORWARD, attention_cell, measure_attention
 from cs336_systems.experiments.figures import Bars, Lines
 from cs336_systems.experiments.models import MODEL_MODES, measure_model, model_cell, models, time_row
 from cs336_systems.experiments.pytorch_attention import num_passes, shapes
@@ -25,7 +25,7 @@ class TorchCompile(Experiment):
     def cells(self, run: RunConfig) -> list[Cell]:
         """(a) the same attention, eager and compiled; (b) whole models, eager and compiled."""
         cells = [
-            attention_cell(self.name, shape, name, run, (FORWARD, BACKWARD))
+            attention_cell(shape, name, run, (FORWARD, BACKWARD))
             for shape in shapes(run)
             for name in self.implementations
             if name == "eager" or run.scale != "tiny"
@@ -43,8 +43,8 @@ class TorchCompile(Experiment):
                     narrow, name="medium-2-layer-proxy", num_layers=2, context_length=model.context_length
                 )
             case = ModelCase(model=model, batch=batch, attention="reference", warmup=1 if run.scale == "smoke" else 2)
-            cells.append(model_cell(self.name, case, "eager", times))
-            cells.append(model_cell(self.name, case, "compiled", compile_rows + times))
+            cells.append(model_cell(case, "eager", times))
+            cells.append(model_cell(case, "compiled", compile_rows + times))
         return cells
 
     def measure(self, cell: Cell, run: RunConfig) -> Iterator[Sample]:

@@ -20,7 +20,7 @@ from cs336_systems.attention.compilation import CompileRequest
 from cs336_systems.attention.tiles import KernelConfig, head_tile, select_config
 from cs336_systems.attention.tiles.config import tma_reads_rows
 from cs336_systems.config import BYTES_PER_ELEMENT, AttentionShape, RunConfig
-from cs336_systems.experiments.attention_cells import BACKWARD, FORWARD, GPU_BUDGET_MS, _inputs, _oracle, checked_error
+from cs336_systems.experiments.attention import BACKWARD, FORWARD, GPU_BUDGET_MS, checked_error, inputs_of, oracle_of
 from cs336_systems.experiments.cells import Cell, Measurement, Row, Unsupported
 from cs336_systems.inputs import AttentionInputs
 from cs336_systems.measure.samples import quantile
@@ -52,13 +52,13 @@ def measure_tune_flash(cell: Cell, run: RunConfig) -> Iterator[Measurement]:
     from triton.runtime.errors import OutOfResources
 
     shape, config = cell.case, KernelConfig.from_name(cell.implementation)
-    inputs = _inputs(shape, run.device, run.seed, False)
+    inputs = inputs_of(shape, run.device, run.seed, False)
     try:
         call, configs = launches_of(inputs, shape.is_causal, [config])
         results = call()
     except OutOfResources as error:
         raise Unsupported(f"{config.name}: {error}") from None
-    error_ratio = checked_error(_oracle(shape, run.device, run.seed, False), results, cell.implementation)
+    error_ratio = checked_error(oracle_of(shape, run.device, run.seed, False), results, cell.implementation)
     del results
     samples = time_calls(call, device=run.device, warmup=1, budget_ms=GPU_BUDGET_MS)
     kernel = " ".join(used.name for used in configs)

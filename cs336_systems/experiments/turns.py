@@ -21,7 +21,7 @@ from torch import Tensor
 from cs336_systems.attention.compilation import compiler_errors
 from cs336_systems.attention.contract import Oracle, compute_oracle
 from cs336_systems.config import AttentionShape, RunConfig
-from cs336_systems.experiments.attention_cells import checked_error
+from cs336_systems.experiments.attention import checked_error
 from cs336_systems.experiments.cells import Cell, Disagreement, Measurement, Unsupported
 from cs336_systems.experiments.implementations import AttentionFunction, build, kernel_name
 from cs336_systems.experiments.worker import outcome_of

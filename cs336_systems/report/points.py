@@ -26,7 +26,7 @@ class Plot:
 
     name: str  # what follows "<problem>_" in its file name
     title: str  # with the device
-    kind: Literal["lines", "warmups", "bars", "stacked", "ranking", "timeline", "memory_timeline", "curves"]
+    kind: Literal["lines", "bars", "stacked", "ranking", "timeline"]
     data: pd.DataFrame  # columns POINT; of bars of several runs also `run`; where not all panels share y also `scale`
     x_label: str
     y_label: str  # with the unit

@@ -1,18 +1,23 @@
-"""Cells that time an attention implementation, and how they are measured: check against the oracle first, then time."""
+"""What all experiments with attention share: their rows, cells, shapes in words, and how an implementation is measured.
+
+Each pass is checked against the float64 oracle on the same inputs, and only then timed. `implementations` builds what
+is measured; `turns` lets several take turns.
+"""
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from cs336_systems.accounting import eager_attention_bytes
+from cs336_systems.accounting import attention_flops, eager_attention_bytes, tflops_per_s
 from cs336_systems.attention.contract import Oracle, compute_oracle, contract_errors
 from cs336_systems.config import AttentionShape, RunConfig
-from cs336_systems.experiments.cells import Cell, Disagreement, Measurement, Row, Unsupported
 from cs336_systems.experiments.implementations import (
     COMPILED,
     AttentionFunction,
@@ -21,6 +26,7 @@ from cs336_systems.experiments.implementations import (
     off_contract,
     without_overhead,
 )
+from cs336_systems.experiments.spec import Cell, Disagreement, Row, Sample, Unsupported
 from cs336_systems.inputs import AttentionInputs, attention_inputs
 from cs336_systems.measure.memory import MIB, peak_cuda_bytes, release, saved_for_backward
 from cs336_systems.measure.timing import time_calls, time_once
@@ -41,11 +47,35 @@ CPU_BUDGET_MS = 50.0
 REST_MS = 500.0
 SETTLE_MS = 300.0
 KEPT_SAMPLES = 25  # of a row: quartiles ask for no more, and four thousand rows shall stay a small file
+MODE_WORDS = {"forward": "forward", "backward": "backward", "forward_backward": "forward + backward"}
 
 
-def attention_cell(
-    problem: str, shape: AttentionShape, implementation: str, run: RunConfig, rows: tuple[Row, ...]
-) -> Cell:
+def sized_shape(run: RunConfig, batch: int, heads: int, seqlen: int, head_dim: int, is_causal: bool) -> AttentionShape:
+    """Self-attention of these sizes, in bfloat16 on a GPU and in float32 for Triton's interpreter."""
+    return AttentionShape(
+        batch=batch,
+        heads=heads,
+        seqlen_q=seqlen,
+        seqlen_k=seqlen,
+        head_dim=head_dim,
+        is_causal=is_causal,
+        dtype="bfloat16" if run.device == "cuda" else "float32",
+    )
+
+
+def attention_columns(row: dict[str, Any], shape: AttentionShape) -> dict[str, Any]:
+    """`shape` in words, and `tflops` of a measured time in ms; NaN where nothing was timed."""
+    heads = f"{shape.heads}/{shape.kv_heads}" if shape.kv_heads not in (None, shape.heads) else str(shape.heads)
+    sizes = f"{shape.batch} × {heads} × {shape.seqlen_q:,} × {shape.head_dim}"
+    if shape.seqlen_k != shape.seqlen_q:
+        sizes = f"{shape.batch} × {heads} × {shape.seqlen_q:,} on {shape.seqlen_k:,} × {shape.head_dim}"
+    columns = {"shape": f"{sizes} {'causal' if shape.is_causal else 'full'}", "tflops": math.nan}
+    if row["quantity"] == "time" and row["median"] > 0:
+        columns["tflops"] = tflops_per_s(attention_flops(shape, row["mode"]), row["median"])
+    return columns
+
+
+def attention_cell(shape: AttentionShape, implementation: str, run: RunConfig, rows: tuple[Row, ...]) -> Cell:
     """A cell that reports `rows`, plus the first call's seconds of a compiled implementation."""
     if implementation in COMPILED:
         rows = (COMPILE_FORWARD, COMPILE_BOTH, *rows)
@@ -53,7 +83,6 @@ def attention_cell(
         rows = tuple(row for row in rows if row not in (PEAK, BEFORE_BACKWARD))
     quadratic = implementation in ("eager", "compiled")
     return Cell(
-        problem=problem,
         case=shape,
         implementation=implementation,
         rows=rows,
@@ -79,7 +108,7 @@ def measure_attention(
     sum_loss: bool = False,
     settled: bool = False,
     built: tuple[AttentionFunction, str] | None = None,
-) -> Iterator[Measurement]:
+) -> Iterator[Sample]:
     """Measure the promised rows of `cell` in the order forward, backward, forward_backward.
 
     Each part is checked against the float64 oracle before it is timed. The forward is timed without a graph, the
@@ -100,25 +129,25 @@ def measure_attention(
 def _measure(
     cell: Cell, run: RunConfig, function: AttentionFunction, kernel: str, num_samples: int | None, sum_loss: bool,
     settled: bool,
-) -> Iterator[Measurement]:  # fmt: skip
+) -> Iterator[Sample]:  # fmt: skip
     shape, device = cell.case, run.device
-    inputs = _inputs(shape, device, run.seed, sum_loss)
+    inputs = inputs_of(shape, device, run.seed, sum_loss)
     budget_ms = GPU_BUDGET_MS if device == "cuda" else CPU_BUDGET_MS
     warmup = 1
     if kernel.startswith("interpreter"):  # its times say nothing of speed: one sample, no warm-up
         warmup, num_samples = 0, 1
 
-    def timed(row: Row, call: Callable[[], object], error: float) -> Iterator[Measurement]:
+    def timed(row: Row, call: Callable[[], object], error: float) -> Iterator[Sample]:
         if row in cell.rows:
             if settled and device == "cuda":
                 settle(call)
             samples = time_calls(call, device=device, warmup=warmup, num_samples=num_samples, budget_ms=budget_ms)
             kept = samples if num_samples else evenly_spaced(samples, KEPT_SAMPLES)
-            yield Measurement(row=row, samples=kept, kernel=kernel, error=error)
+            yield Sample(row=row, samples=kept, kernel=kernel, error=error)
 
-    def first_call(row: Row, milliseconds: float) -> Iterator[Measurement]:
+    def first_call(row: Row, milliseconds: float) -> Iterator[Sample]:
         if row in cell.rows:
-            yield Measurement(row=row, samples=[milliseconds / 1e3], kernel=kernel)
+            yield Sample(row=row, samples=[milliseconds / 1e3], kernel=kernel)
 
     # forward
     results: dict[str, Tensor] = {}
@@ -128,7 +157,7 @@ def _measure(
             results["output"] = function(inputs.q, inputs.k, inputs.v)
 
     yield from first_call(COMPILE_FORWARD, time_once(forward, device))
-    oracle = _oracle(shape, device, run.seed, sum_loss)  # after the first call: what does not fit needs no oracle
+    oracle = oracle_of(shape, device, run.seed, sum_loss)  # after the first call: what does not fit needs no oracle
     error = checked_error(oracle, results, cell.implementation)
     results.clear()
     yield from timed(FORWARD, lambda: _without_graph(function, inputs), error)
@@ -151,14 +180,14 @@ def _measure(
     gradients.clear()
     named.clear()
     if SAVED in cell.rows:
-        yield Measurement(row=SAVED, samples=[saved_for_backward(lambda: function(*leaves)) / MIB], kernel=kernel)
+        yield Sample(row=SAVED, samples=[saved_for_backward(lambda: function(*leaves)) / MIB], kernel=kernel)
     release(device)
     allocated = torch.cuda.memory_allocated() if device == "cuda" else 0
     output = function(*leaves)
     if BEFORE_BACKWARD in cell.rows:
         torch.cuda.synchronize()
         used = torch.cuda.memory_allocated() - allocated + sum(x.nbytes for x in inputs)
-        yield Measurement(row=BEFORE_BACKWARD, samples=[used / MIB], kernel=kernel)
+        yield Sample(row=BEFORE_BACKWARD, samples=[used / MIB], kernel=kernel)
     yield from timed(
         BACKWARD, lambda: torch.autograd.grad(output, leaves, inputs.grad_output, retain_graph=True), error
     )
@@ -167,7 +196,7 @@ def _measure(
     # forward and backward
     yield from timed(BOTH, both, error)
     if PEAK in cell.rows:
-        yield Measurement(row=PEAK, samples=[peak_cuda_bytes(both) / MIB], kernel=kernel)
+        yield Sample(row=PEAK, samples=[peak_cuda_bytes(both) / MIB], kernel=kernel)
 
 
 def evenly_spaced(samples: Sequence[float], at_most: int) -> list[float]:
@@ -192,8 +221,8 @@ def checked_error(oracle: Oracle, results: Mapping[str, Tensor], implementation:
 
 # Both are shared by the implementations of a shape, which a sweep visits one after the other.
 @lru_cache(maxsize=1)
-def _inputs(shape: AttentionShape, device: str, seed: int, sum_loss: bool) -> AttentionInputs:
-    _oracle.cache_clear()
+def inputs_of(shape: AttentionShape, device: str, seed: int, sum_loss: bool) -> AttentionInputs:
+    oracle_of.cache_clear()
     release(device)
     inputs = attention_inputs(shape, device=device, seed=seed)
     if sum_loss:
@@ -202,8 +231,8 @@ def _inputs(shape: AttentionShape, device: str, seed: int, sum_loss: bool) -> At
 
 
 @lru_cache(maxsize=1)
-def _oracle(shape: AttentionShape, device: str, seed: int, sum_loss: bool) -> Oracle:
+def oracle_of(shape: AttentionShape, device: str, seed: int, sum_loss: bool) -> Oracle:
     release(device)
-    oracle = compute_oracle(*_inputs(shape, device, seed, sum_loss), is_causal=shape.is_causal)
+    oracle = compute_oracle(*inputs_of(shape, device, seed, sum_loss), is_causal=shape.is_causal)
     release(device)
     return oracle
