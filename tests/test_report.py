@@ -22,16 +22,13 @@ from cs336_systems.report.figures import file_stem, problem_figures
 from cs336_systems.report.frames import IMPLEMENTATIONS, load_frame, select
 from cs336_systems.report.headline import NO_SPEED
 from cs336_systems.report.markdown import code_span, number, table
-from cs336_systems.report.plots import FIRST_STEP, PLOTS, plots
+from cs336_systems.report.plots import PLOTS, plots
 from cs336_systems.report.styles import colour, marker
 from cs336_systems.report.tables import TABLES, sections
 from cs336_systems.report.writeup import fill
 from tests.counter_records import counter_records
 from tests.distributed_records import DISTRIBUTED_MAKERS
-from tests.leaderboard_records import leaderboard_2026_records
 from tests.mask_records import MASK_MAKERS
-from tests.memory_records import records_of
-from tests.profile_records import profile_records
 from tests.shape_records import (
     few_queries_records,
     ladder_records,
@@ -40,7 +37,6 @@ from tests.shape_records import (
     short_call_records,
 )
 from tests.tile_records import tile_records
-from tests.training_records import training_records
 
 GPU = {"name": "Test GPU", "kind": "cuda", "driver": "1.2"}
 CPU = {"name": "Test CPU", "kind": "cpu"}
@@ -104,57 +100,9 @@ def leaderboard_records() -> list[Record]:
     return [*rows, record("leaderboard_2025", case, "flex", "forward_backward", status="failed", message="no compiler")]
 
 
-def pytorch_records() -> list[Record]:
-    found = []
-    for seqlen, head_dim in itertools.product(LENGTHS, HEAD_DIMS):
-        case = attention(seqlen, head_dim, "float32")
-        if seqlen == LENGTHS[-1]:
-            found.append(record("pytorch_attention", case, "eager", "forward", status="oom", message=OOM))
-            continue
-        for mode in ("forward", "backward"):
-            found.append(record("pytorch_attention", case, "eager", mode, samples=spread(seqlen / 1024)))
-        for quantity, mode in (("memory_before_backward", "backward"), ("peak_memory", "forward_backward")):
-            memory = {"quantity": quantity, "unit": "MiB", "samples": [float(seqlen)]}
-            found.append(record("pytorch_attention", case, "eager", mode, **memory))
-    return found
-
-
-def compile_records() -> list[Record]:
-    found = []
-    for case in (*(attention(seqlen, 64, "float32") for seqlen in LENGTHS), model_case("small"), model_case("medium")):
-        for implementation, middle in (("eager", 4.0), ("compiled", 2.0)):
-            modes = ("forward", "backward") if isinstance(case, AttentionShape) else ("forward", "train_step")
-            for mode in modes:
-                if mode == "train_step" and case == model_case("medium"):
-                    broken = {"status": "oom", "message": OOM}
-                    found.append(record("torch_compile", case, implementation, mode, **broken))
-                else:
-                    found.append(record("torch_compile", case, implementation, mode, samples=spread(middle)))
-        seconds = {"quantity": "compile_time", "unit": "s", "samples": [7.0]}
-        found.append(record("torch_compile", case, "compiled", "forward", **seconds))
-    return found
-
-
-def step_records() -> list[Record]:
-    found = []
-    for name, warmup, mode in itertools.product(("small", "medium"), (0, 1, 2, 5), ("forward", "train_step")):
-        case = model_case(name, warmup)
-        if name == "medium" and mode == "train_step":
-            found.append(record("benchmarking_script", case, "eager", mode, status="oom", message=OOM))
-        else:
-            first = 100.0 if warmup == 0 else 9.0
-            found.append(record("benchmarking_script", case, "eager", mode, samples=[first, 9.0, 10.0, 11.0]))
-    return found
-
-
 MAKERS: dict[str, Callable[[], list[Record]]] = {
-    "benchmarking_script": step_records,
-    "nsys_profile": profile_records,
-    "pytorch_attention": pytorch_records,
-    "torch_compile": compile_records,
     "flash_benchmarking": flash_records,
     "leaderboard_2025": leaderboard_records,
-    "training_run": training_records,
     "attention_shapes": shape_records,
     "long_calls": long_call_records,
     "short_calls": short_call_records,
@@ -164,11 +112,6 @@ MAKERS: dict[str, Callable[[], list[Record]]] = {
     "tile_choice": tile_records,
     **MASK_MAKERS,
     **DISTRIBUTED_MAKERS,
-    "leaderboard_2026": leaderboard_2026_records,
-    "mixed_precision_accumulation": lambda: records_of("mixed_precision_accumulation", record),
-    "benchmarking_mixed_precision": lambda: records_of("benchmarking_mixed_precision", record),
-    "memory_profiling": lambda: records_of("memory_profiling", record),
-    "gradient_checkpointing": lambda: records_of("gradient_checkpointing", record),
 }
 
 
@@ -279,14 +222,6 @@ def test_interpreted_kernels_have_no_speed_up_column() -> None:
     assert "none is compared" in body
 
 
-def test_step_table_quotes_mean_and_deviation_at_the_longest_warm_up() -> None:
-    body = table_of(step_records(), "steps")
-    assert row_of(body, "small", "forward")[2:] == ["9.750 ± 0.96", "9.500 (9.00–10.2)", "9.8 %"]
-    assert row_of(body, "medium", "full training step")[2:] == ["OOM", "OOM", "OOM"]
-    first = table_of(step_records(), "warmup.first")
-    assert row_of(first, "small", "forward")[2:] == ["100.0", "9.000", "9.000", "9.000"]
-
-
 def test_leaderboard_is_sorted_by_time_with_the_broken_last() -> None:
     body = table_of(leaderboard_records(), "implementations")
     assert [line.split(" | ")[0].strip("| ") for line in body.splitlines()[2:6]] == [
@@ -304,10 +239,10 @@ def test_every_status_of_the_records_reaches_the_tables(problem: str) -> None:
 
 
 def test_a_problem_without_a_table_of_its_own_gets_a_row_a_record() -> None:
-    rows = [dataclasses.replace(row, problem="another") for row in pytorch_records()]
+    rows = [dataclasses.replace(row, problem="another") for row in leaderboard_records()]
     section = sections("another", load_frame(rows))[0]
     assert len(section.body.split("\n\n")[0].splitlines()) == 2 + len(rows)
-    assert "dtype float32" in section.title
+    assert "dtype bfloat16" in section.title
 
 
 def test_a_report_without_memory_has_no_table_of_it() -> None:
@@ -356,12 +291,6 @@ def test_times_in_seconds_and_milliseconds_share_a_table() -> None:
     ]  # fmt: skip
     for name in ("bfloat16.forward", "tflops.bfloat16.forward"):
         assert table_of(rows, name) == table_of(flash_records(), name)
-    compile_ms = [
-        dataclasses.replace(row, unit="ms", samples=[7000.0]) if row.quantity == "compile_time" else row
-        for row in compile_records()
-    ]
-    name = "attention.compile_time"
-    assert table_of(compile_ms, name) == table_of(compile_records(), name)
 
 
 def test_two_records_for_one_cell_of_a_table_are_refused() -> None:
@@ -446,22 +375,6 @@ def test_interpreted_kernels_are_named_but_not_drawn() -> None:
     assert "triton (interpreter) is not drawn" in figure.legends[0].get_title().get_text()
 
 
-def test_warm_up_plot_shows_first_steps_and_all_counts() -> None:
-    plot = next(plot for plot in plots("benchmarking_script", load_frame(step_records())) if plot.name == "warmup")
-    first = plot.data[(plot.data["series"] == "small" + FIRST_STEP) & (plot.data["panel"] == "mode = forward")]
-    assert dict(zip(first["x"], first["y"])) == {0: 100.0, 1: 9.0, 2: 9.0, 5: 9.0}
-
-
-def test_model_speed_ups_are_ratios_of_medians_or_say_why_not() -> None:
-    data = next(plot for plot in plots("torch_compile", load_frame(compile_records())) if plot.name == "models").data
-    shown = {(row.x, row.series): (row.status, row.y) for row in data[data["drawn"]].itertuples()}
-    assert shown == {
-        (model, mode): ("ok", 2.0)
-        for model, mode in (("small", "forward"), ("small", "full training step"), ("medium", "forward"))
-    }
-    assert list(data[~data["drawn"]]["status"]) == ["oom"]
-
-
 def test_a_plot_with_nothing_to_draw_still_says_why() -> None:
     rows = [
         dataclasses.replace(row, status="skipped", samples=[], message="not today")
@@ -514,23 +427,6 @@ def test_flash_answer_compares_quotes_the_oom_and_the_peer() -> None:
     assert "The fastest peer there is sdpa_cudnn with 48.00 ms: triton has 0.500× its speed." in said
     assert f"eager first runs out of memory at S=16384, d=32, bfloat16: `{OOM}`." in said
     assert "10.0× as much" in said
-
-
-def test_what_compiling_costs_is_said_of_first_calls() -> None:
-    """Most cases' first calls find what another compiled: their median was said to be what compiling takes."""
-    said = answer("torch_compile", load_frame(compile_records()))
-    for what in ("attention", "whole models"):
-        assert (
-            f"First calls of {what}, which compile what no earlier case has compiled, take in the median over cases: "
-            "compiled 7.00 s (longest 7.00 s)." in said
-        )
-    assert "Compiling" not in said
-
-
-def test_step_answer_has_warm_up_and_variation() -> None:
-    said = answer("benchmarking_script", load_frame(step_records()))
-    assert "Without warm-up the first timed step takes 10.5× to 10.5× the median" in said
-    assert "standard deviation is 9.8 % to 9.8 %" in said
 
 
 def test_interpreted_kernels_are_compared_with_nothing() -> None:
@@ -603,7 +499,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for problem in ("flash_benchmarking", "leaderboard_2025"):
         append_records(folder / "records" / f"{problem}.jsonl", MAKERS[problem]())
     one_table = "flash_benchmarking.table.bfloat16.forward"
-    names = ("headline", "leaderboard_2025.figures", one_table, "torch_compile.answer")
+    names = ("headline", "leaderboard_2025.figures", one_table, "dense_masks.answer")
     (root / "README.md").write_text(document(*names))
     build_report(folder)
     update_documents([root / "README.md"], folder)
@@ -625,7 +521,7 @@ def test_report_writes_tables_figures_and_one_page(project: tuple[Path, Path]) -
     text = readme.read_text()
     assert "(results/test-gpu/figures/leaderboard_2025_ranking.png)" in text
     assert "| 1 × 16 × 16384 × 64 |" in text and "0.833×" in text
-    assert "*Not measured on Test GPU: there are no records of `torch_compile`.*" in text
+    assert "*Not measured on Test GPU: there are no records of `dense_masks`.*" in text
     assert str(folder.parent.parent) not in text + page
 
 
@@ -780,17 +676,3 @@ def test_headline_does_not_speak_of_interpreted_kernels(tmp_path: Path) -> None:
 
 def test_every_problem_with_a_table_is_tested_here() -> None:
     assert set(TABLES) == set(CASE_TYPES) == set(MAKERS)
-
-
-def test_a_memory_timeline_says_that_its_step_ran_out_of_memory() -> None:
-    """The fall from the peak looked like the end of a step that ran."""
-    rows = [row for row in records_of("memory_profiling", record) if row.mode == "train_step"]
-    broken = [
-        dataclasses.replace(row, status="oom", samples=[], message=OOM)
-        if row.quantity in ("peak_memory.forward", "peak_memory.backward") else
-        dataclasses.replace(row, status="ok", samples=row.samples or [1.0], message="") for row in rows
-    ]  # fmt: skip
-    whole = [plot for plot in plots("memory_profiling", load_frame(rows)) if plot.kind == "memory_timeline"]
-    assert whole and not any("Ran out of memory in the forward" in note for plot in whole for note in plot.notes)
-    found = [plot for plot in plots("memory_profiling", load_frame(broken)) if plot.kind == "memory_timeline"]
-    assert found and all(plot.notes[0].startswith("Ran out of memory in the forward phase: the fall") for plot in found)

@@ -50,9 +50,7 @@ def checkpointing_cells(run: RunConfig) -> list[Cell]:
     for case, implementation in _strategies(run):
         rows = (PEAK, ADDED) if implementation == "simulated" else (PEAK, ADDED, TIME)
         predicted = model_peak_bytes(case, "train_step") if implementation != "simulated" else 0
-        cells.append(
-            Cell(case=case, implementation=implementation, rows=rows, predicted_bytes=predicted)
-        )
+        cells.append(Cell(case=case, implementation=implementation, rows=rows, predicted_bytes=predicted))
     model = replace(MODEL_SIZES["xl"], context_length=2048) if run.scale != "tiny" else proxy_model("xl", 64)
     for blocks, checkpointing in ((1, "none"), (4, "none"), (4, "2"), (4, "1")):
         implementations = ["simulated"]

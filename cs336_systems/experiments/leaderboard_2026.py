@@ -289,7 +289,7 @@ def check_long_step(implementation: str, case: LongStepCase, run: RunConfig, ran
     return compare_training(step, reference, CHECK_BOUND[case.precision.autocast])
 
 
-RECOMPUTED = {
+RECOMPUTED: dict[Recompute, str] = {
     "nothing": "nothing",
     "after_attention": "after attention",
     "around_attention": "around attention",

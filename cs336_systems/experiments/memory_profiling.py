@@ -67,9 +67,7 @@ def profiling_cells(run: RunConfig) -> list[Cell]:
             if case.model.context_length in EXAMPLE_CONTEXTS:
                 rows += (*trace_rows(mode), *ranked_rows(mode, "allocation"))
             predicted = model_peak_bytes(case, mode) if implementation != "simulated" else 0
-            cells.append(
-                Cell(case=case, implementation=implementation, rows=rows, predicted_bytes=predicted)
-            )
+            cells.append(Cell(case=case, implementation=implementation, rows=rows, predicted_bytes=predicted))
     for blocks in _blocks(run):
         for implementation in ("simulated", "simulated compiled", *(("eager", "compiled") * (run.device == "cuda"))):
             rows = (SAVED, RESIDUAL, *ranked_rows("forward", "saved"))

@@ -43,7 +43,7 @@ def time_row(mode: str, case: ModelCase | None = None) -> Row:
     return Row(mode=mode, quantity="time", unit="ms", case=case)
 
 
-def model_cell(case: ModelCase, implementation: str, rows: tuple[Row, ...], **options: bool) -> Cell:
+def model_cell(case: ModelCase, implementation: str, rows: tuple[Row, ...], fresh_process: bool = False) -> Cell:
     """A cell on `case`; its predicted bytes are those of the largest mode that it promises."""
     modes = [mode for mode in MODEL_MODES if any(row.mode == mode for row in rows)]
     return Cell(
@@ -51,7 +51,7 @@ def model_cell(case: ModelCase, implementation: str, rows: tuple[Row, ...], **op
         implementation=implementation,
         rows=rows,
         predicted_bytes=model_peak_bytes(case, modes[-1]),
-        **options,
+        fresh_process=fresh_process,
     )
 
 

@@ -39,9 +39,7 @@ class TorchCompile(Experiment):
                 if not model.name.endswith("-proxy"):
                     continue
                 narrow = proxy_model("medium", 128)  # by a name of its own: other problems' proxy is wider and deeper
-                model = replace(
-                    narrow, name="medium-2-layer-proxy", num_layers=2, context_length=model.context_length
-                )
+                model = replace(narrow, name="medium-2-layer-proxy", num_layers=2, context_length=model.context_length)
             case = ModelCase(model=model, batch=batch, attention="reference", warmup=1 if run.scale == "smoke" else 2)
             cells.append(model_cell(case, "eager", times))
             cells.append(model_cell(case, "compiled", compile_rows + times))

@@ -157,8 +157,8 @@ class Differences(Lines):
         found = []
         rows = tuples(super().rows(frame))
         alone = next((row for row in rows if row["implementation"] == "none"), None)
-        for row in rows if alone is not None else ():
-            if row["implementation"] == "none":
+        for row in rows:
+            if alone is None or row is alone:
                 continue
             pairs = [1e6 * abs(a / b - 1) for a, b in zip(row["samples"], alone["samples"])]
             for at in range(0, len(pairs), STEPS_A_POINT):

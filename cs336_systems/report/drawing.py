@@ -1,4 +1,4 @@
-"""The kinds of panels: lines over lengths, lines over warm-up counts, bars in groups or stacks, a ranking, a timeline.
+"""The kinds of panels: lines over lengths, bars in groups or stacks, a ranking, a timeline.
 
 Each drawer gets the axes, the whole plot (for scales common to its panels) and the points of its panel.
 """

@@ -24,8 +24,6 @@ from cs336_systems.report.sharding import SHARDING_PLOTS
 from cs336_systems.report.short_calls import SHORT_CALL_PLOTS
 
 LENGTH = "sequence length (tokens)"
-FIRST_STEP = ", first step"  # ends the name of the series that shows first steps alone
-MEMORY_STYLES = {"memory_before_backward": "forward", "peak_memory": "train_step"}
 MEDIANS = "Bars: median; whiskers: quartiles."
 
 
