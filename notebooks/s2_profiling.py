@@ -34,6 +34,7 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 import pandas as pd
 import torch
+import vl_convert
 from IPython.display import Image, Markdown, display
 from matplotlib.figure import Figure
 from PIL import Image as Picture

@@ -67,8 +67,10 @@ def calculated_frame(calculation: Calculation) -> pd.DataFrame:
     """The rows of a calculation as a frame, with the columns that tables and figures ask of measured ones."""
     usual = {"implementation": "calculated", "mode": "", "quantity": "", "unit": "1", "status": "ok", "message": "",
              "kernel": "", "interpreted": False, "run": "", "place": 0}  # fmt: skip
-    frame = pd.DataFrame([usual | row for row in calculation.calculate()])
-    return frame.convert_dtypes(convert_string=False, convert_boolean=False)  # whole numbers beside rows without any
+    rows = [usual | row for row in calculation.calculate()]
+    frame = pd.DataFrame(rows)
+    whole = [name for name in frame if all(type(row.get(name, 0)) is int for row in rows)]
+    return frame.astype(dict.fromkeys(whole, "Int64"))  # else a row without a number makes all of its column floats
 
 
 def _row(record: Record) -> dict[str, Any]:

@@ -20,7 +20,7 @@ class TensorParallelCalcs(Calculation):
                 mode: ffn.tp_limit(layer(), mode, flops_per_s=flops_per_s, bytes_per_s=bytes_per_s)
                 for mode in ("forward", "backward")
             }
-            rows.append({"quantity": "limit", "link": link, "rate": bytes_per_s / 1e9} | limits)
+            rows.append({"quantity": "limit", "link": link, "rate": round(bytes_per_s / 1e9)} | limits)
         return rows
 
     tables = {
