@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,15 +18,11 @@ from cs336_systems.report.build import build_report
 from cs336_systems.report.figures import problem_figures
 from cs336_systems.report.frames import IMPLEMENTATIONS, load_frame
 from cs336_systems.report.markdown import code_span, number, table
-from cs336_systems.report.plots import FIRST_STEP, PLOTS, plots
+from cs336_systems.report.plots import PLOTS, plots
 from cs336_systems.report.styles import colour, marker
 from cs336_systems.report.tables import TABLES, sections
 from cs336_systems.report.writeup import fill
 from tests.distributed_records import DISTRIBUTED_MAKERS
-from tests.leaderboard_records import leaderboard_2026_records
-from tests.memory_records import records_of
-from tests.profile_records import profile_records
-from tests.training_records import training_records
 
 GPU = {"name": "Test GPU", "kind": "cuda", "driver": "1.2"}
 CPU = {"name": "Test CPU", "kind": "cpu"}
@@ -59,61 +54,8 @@ def spread(middle: float) -> list[float]:
     return [middle * 0.9, middle, middle * 1.1]
 
 
-def pytorch_records() -> list[Record]:
-    found = []
-    for seqlen, head_dim in itertools.product(LENGTHS, HEAD_DIMS):
-        case = attention(seqlen, head_dim, "float32")
-        if seqlen == LENGTHS[-1]:
-            found.append(record("pytorch_attention", case, "eager", "forward", status="oom", message=OOM))
-            continue
-        for mode in ("forward", "backward"):
-            found.append(record("pytorch_attention", case, "eager", mode, samples=spread(seqlen / 1024)))
-        for quantity, mode in (("memory_before_backward", "backward"), ("peak_memory", "forward_backward")):
-            memory = {"quantity": quantity, "unit": "MiB", "samples": [float(seqlen)]}
-            found.append(record("pytorch_attention", case, "eager", mode, **memory))
-    return found
-
-
-def compile_records() -> list[Record]:
-    found = []
-    for case in (*(attention(seqlen, 64, "float32") for seqlen in LENGTHS), model_case("small"), model_case("medium")):
-        for implementation, middle in (("eager", 4.0), ("compiled", 2.0)):
-            modes = ("forward", "backward") if isinstance(case, AttentionShape) else ("forward", "train_step")
-            for mode in modes:
-                if mode == "train_step" and case == model_case("medium"):
-                    broken = {"status": "oom", "message": OOM}
-                    found.append(record("torch_compile", case, implementation, mode, **broken))
-                else:
-                    found.append(record("torch_compile", case, implementation, mode, samples=spread(middle)))
-        seconds = {"quantity": "compile_time", "unit": "s", "samples": [7.0]}
-        found.append(record("torch_compile", case, "compiled", "forward", **seconds))
-    return found
-
-
-def step_records() -> list[Record]:
-    found = []
-    for name, warmup, mode in itertools.product(("small", "medium"), (0, 1, 2, 5), ("forward", "train_step")):
-        case = model_case(name, warmup)
-        if name == "medium" and mode == "train_step":
-            found.append(record("benchmarking_script", case, "eager", mode, status="oom", message=OOM))
-        else:
-            first = 100.0 if warmup == 0 else 9.0
-            found.append(record("benchmarking_script", case, "eager", mode, samples=[first, 9.0, 10.0, 11.0]))
-    return found
-
-
 MAKERS: dict[str, Callable[[], list[Record]]] = {
-    "benchmarking_script": step_records,
-    "nsys_profile": profile_records,
-    "pytorch_attention": pytorch_records,
-    "torch_compile": compile_records,
-    "training_run": training_records,
     **DISTRIBUTED_MAKERS,
-    "leaderboard_2026": leaderboard_2026_records,
-    "mixed_precision_accumulation": lambda: records_of("mixed_precision_accumulation", record),
-    "benchmarking_mixed_precision": lambda: records_of("benchmarking_mixed_precision", record),
-    "memory_profiling": lambda: records_of("memory_profiling", record),
-    "gradient_checkpointing": lambda: records_of("gradient_checkpointing", record),
 }
 
 
@@ -150,27 +92,12 @@ def test_numbers_have_four_significant_digits(value: float, text: str) -> None:
     assert number(value) == text
 
 
-def test_step_table_quotes_mean_and_deviation_at_the_longest_warm_up() -> None:
-    body = table_of(step_records(), "steps")
-    assert row_of(body, "small", "forward")[2:] == ["9.750 ± 0.96", "9.500 (9.00–10.2)", "9.8 %"]
-    assert row_of(body, "medium", "full training step")[2:] == ["OOM", "OOM", "OOM"]
-    first = table_of(step_records(), "warmup.first")
-    assert row_of(first, "small", "forward")[2:] == ["100.0", "9.000", "9.000", "9.000"]
-
-
 @pytest.mark.parametrize("problem", MAKERS)
 def test_every_status_of_the_records_reaches_the_tables(problem: str) -> None:
     frame = load_frame(MAKERS[problem]())
     text = "\n".join(section.body for section in sections(problem, frame))
     words = {"oom": "OOM", "failed": "failed [", "skipped": "skipped ["}
     assert all(words[status] in text for status in set(frame["status"]) - {"ok"})
-
-
-def test_a_problem_without_a_table_of_its_own_gets_a_row_a_record() -> None:
-    rows = [dataclasses.replace(row, problem="another") for row in pytorch_records()]
-    section = sections("another", load_frame(rows))[0]
-    assert len(section.body.split("\n\n")[0].splitlines()) == 2 + len(rows)
-    assert "dtype float32" in section.title
 
 
 def test_no_text_of_a_record_gives_orders_to_a_terminal() -> None:
@@ -218,22 +145,6 @@ def test_figures_name_the_device_and_the_units(problem: str) -> None:
         assert any(unit in texts for unit in units)
 
 
-def test_warm_up_plot_shows_first_steps_and_all_counts() -> None:
-    plot = next(plot for plot in plots("benchmarking_script", load_frame(step_records())) if plot.name == "warmup")
-    first = plot.data[(plot.data["series"] == "small" + FIRST_STEP) & (plot.data["panel"] == "mode = forward")]
-    assert dict(zip(first["x"], first["y"])) == {0: 100.0, 1: 9.0, 2: 9.0, 5: 9.0}
-
-
-def test_model_speed_ups_are_ratios_of_medians_or_say_why_not() -> None:
-    data = next(plot for plot in plots("torch_compile", load_frame(compile_records())) if plot.name == "models").data
-    shown = {(row.x, row.series): (row.status, row.y) for row in data[data["drawn"]].itertuples()}
-    assert shown == {
-        (model, mode): ("ok", 2.0)
-        for model, mode in (("small", "forward"), ("small", "full training step"), ("medium", "forward"))
-    }
-    assert list(data[~data["drawn"]]["status"]) == ["oom"]
-
-
 @pytest.mark.parametrize("problem", MAKERS)
 def test_dollars_in_a_record_are_no_formula(problem: str) -> None:
     """Two dollar signs in a message or name went to matplotlib's formula parser, which ended the report."""
@@ -268,23 +179,6 @@ def test_colours_are_distinct_and_stable() -> None:
 
 
 # Answers --------------------------------------------------------------------------------------------------------------
-
-
-def test_what_compiling_costs_is_said_of_first_calls() -> None:
-    """Most cases' first calls find what another compiled: their median was said to be what compiling takes."""
-    said = answer("torch_compile", load_frame(compile_records()))
-    for what in ("attention", "whole models"):
-        assert (
-            f"First calls of {what}, which compile what no earlier case has compiled, take in the median over cases: "
-            "compiled 7.00 s (longest 7.00 s)." in said
-        )
-    assert "Compiling" not in said
-
-
-def test_step_answer_has_warm_up_and_variation() -> None:
-    said = answer("benchmarking_script", load_frame(step_records()))
-    assert "Without warm-up the first timed step takes 10.5× to 10.5× the median" in said
-    assert "standard deviation is 9.8 % to 9.8 %" in said
 
 
 @pytest.mark.filterwarnings("ignore:Data has no positive values")
@@ -360,17 +254,3 @@ def test_a_folder_without_records_is_refused(tmp_path: Path) -> None:
 
 def test_every_problem_with_a_table_is_tested_here() -> None:
     assert set(TABLES) == set(CASE_TYPES) == set(MAKERS)
-
-
-def test_a_memory_timeline_says_that_its_step_ran_out_of_memory() -> None:
-    """The fall from the peak looked like the end of a step that ran."""
-    rows = [row for row in records_of("memory_profiling", record) if row.mode == "train_step"]
-    broken = [
-        dataclasses.replace(row, status="oom", samples=[], message=OOM)
-        if row.quantity in ("peak_memory.forward", "peak_memory.backward") else
-        dataclasses.replace(row, status="ok", samples=row.samples or [1.0], message="") for row in rows
-    ]  # fmt: skip
-    whole = [plot for plot in plots("memory_profiling", load_frame(rows)) if plot.kind == "memory_timeline"]
-    assert whole and not any("Ran out of memory in the forward" in note for plot in whole for note in plot.notes)
-    found = [plot for plot in plots("memory_profiling", load_frame(broken)) if plot.kind == "memory_timeline"]
-    assert found and all(plot.notes[0].startswith("Ran out of memory in the forward phase: the fall") for plot in found)

@@ -9,13 +9,11 @@ from cs336_systems.report.answers import answer
 from cs336_systems.report.distributed import COMMUNICATION
 from cs336_systems.report.figures import problem_figures
 from cs336_systems.report.frames import load_frame
-from cs336_systems.report.leaderboard import PROBLEM as LEADERBOARD
 from cs336_systems.report.plots import plots
 from cs336_systems.report.sharding import FSDP_PROBLEM as FSDP
 from cs336_systems.report.styles import colour, marker
 from cs336_systems.report.tables import sections
 from tests.distributed_records import communication_records, parallel_case, record, sharding_records, step_records
-from tests.leaderboard_records import leaderboard_2026_records
 
 OVERLAP = "ddp_overlap_individual_parameters_benchmarking"
 EARLIER = {"commit": "bada55bada55bada", "date": "2026-01-01T03:04:05+00:00"}
@@ -152,32 +150,6 @@ def test_one_prediction_a_case_and_wide_numbers_upright():
         assert angles == {angle}
         tops = [text.get_window_extent().y1 for axes in figure.axes for text in axes.texts]
         assert max(tops) <= max(axes.get_window_extent().y1 for axes in figure.axes)
-
-
-def test_long_steps_of_two_runs_are_not_divided():
-    rows = leaderboard_2026_records()
-    mixed = [replace(row, **EARLIER) if row.implementation == "torch_fsdp" else row for row in rows]
-    assert "With equal settings" in answer(LEADERBOARD, load_frame(rows))
-    assert "With equal settings" not in answer(LEADERBOARD, load_frame(mixed))
-    slowest = [replace(row, **EARLIER) if row.case["recompute"] == "block" else row for row in rows]
-    assert answer(LEADERBOARD, load_frame(rows)).count("the fastest's time") == 2
-    assert answer(LEADERBOARD, load_frame(slowest)).count("the fastest's time") == 1
-
-
-def test_long_steps_of_two_runs_are_told_apart():
-    rows = leaderboard_2026_records()
-    mixed = [replace(row, **EARLIER) if row.implementation == "torch_fsdp" else row for row in rows]
-    table = next(section.body for section in sections(LEADERBOARD, load_frame(mixed)) if section.name == "step")
-    rows_shown = [[cell.strip() for cell in row.split("|")] for row in table.splitlines() if row.startswith("| ")]
-    named = [(cells[1], cells[-2]) for cells in rows_shown if cells[1][:1] not in ":-"]
-    assert named[0] == ("implementation", "commit") and ("torch fully_shard", "`bada55bada`") in named
-    assert {commit for name, commit in named if name == "FSDP"} == {"`c0ffee`", "–"}, "one broke"
-    (bars,) = plots(LEADERBOARD, load_frame(mixed))
-    assert bars.runs == ("c0ffee", "bada55bada") and "Plain: commit c0ffee" in bars.notes[1]
-    assert set(bars.data.loc[bars.data["series"] == "torch fully_shard", "run"]) == {"bada55bada"}
-    (bars,) = plots(LEADERBOARD, load_frame(rows))
-    assert bars.runs == ()
-    assert "commit" not in next(x.body for x in sections(LEADERBOARD, load_frame(rows)) if x.name == "step")
 
 
 def earlier(records: list[Record], *implementations: str, mask: str = "") -> list[Record]:

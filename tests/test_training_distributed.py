@@ -24,7 +24,7 @@ from cs336_systems.config import ModelConfig, Precision, RunConfig
 from cs336_systems.distributed.launch import RankError, run_ranks
 from cs336_systems.experiments.cells import Unsupported
 from cs336_systems.experiments.registry import PROBLEMS
-from cs336_systems.experiments.s_training import FIRST_BOUND, LAST_BOUND, curve_error
+from cs336_systems.experiments.training_run import FIRST_BOUND, LAST_BOUND, curve_error
 from cs336_systems.training import Corpus, TrainingConfig, TrainingResult, train
 from cs336_systems.training.config import WRAPPERS
 from cs336_systems.training.loop import RunOptions, _step, train_rank

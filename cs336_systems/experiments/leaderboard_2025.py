@@ -63,7 +63,7 @@ class Leaderboard2025(Experiment):
             x="implementation",
             y="tflops",
             y_title="TFLOP/s",
-            color=None,
+            stacked=True,
             where={"quantity": "time", "mode": "forward_backward"},
         )
     }

@@ -22,11 +22,11 @@ import jinja2
 import pandas as pd
 
 from cs336_systems.experiments.figures import digest, spec_of, write_png
-from cs336_systems.experiments.frames import digits, in_unit, load_frame, pick, tuples
+from cs336_systems.experiments.frames import calculated_frame, digits, in_unit, load_frame, pick, tuples
 from cs336_systems.experiments.frames import speed as speed_of
 from cs336_systems.experiments.handout import HANDOUT
 from cs336_systems.experiments.records import read_records
-from cs336_systems.experiments.spec import Experiment, experiments
+from cs336_systems.experiments.spec import Calculation, Experiment, experiments
 from cs336_systems.experiments.tables import ABSENT, Table
 
 PAGES = "writeup"  # the folder of templates
@@ -62,9 +62,14 @@ class Book:
 
     def frame(self, name: str) -> pd.DataFrame:
         """The records of the experiment `name`, read once."""
-        if name not in self._frames:
+        if name in self._frames:
+            return self._frames[name]
+        experiment = experiments()[name]
+        if isinstance(experiment, Calculation):
+            self._frames[name] = calculated_frame(experiment)
+        else:
             records = read_records(self.folder / "records" / f"{name}.jsonl")
-            self._frames[name] = load_frame(experiments()[name], records)
+            self._frames[name] = load_frame(experiment, records)
         return self._frames[name]
 
     def template(self, name: str) -> str:
@@ -114,7 +119,11 @@ class Book:
         return specs
 
     def figure_path(self, problem: str, figure: str) -> Path:
-        return self.folder / "figures" / f"{problem}_{figure}.png"
+        return self.folder_of(problem) / "figures" / f"{problem}_{figure}.png"
+
+    def folder_of(self, problem: str) -> Path:
+        """The folder of what is made for `problem`: calculated numbers are of no device."""
+        return self.folder.parent / "calculated" if isinstance(experiments()[problem], Calculation) else self.folder
 
     def write(self) -> list[Path]:
         """Write the document, the full tables, and the figures that changed; returns what was written."""
@@ -151,7 +160,7 @@ class Book:
             texts[self.root / README] = self.readme()
         for name, experiment in experiments().items():
             if not self.frame(name).empty and experiment.tables:
-                texts[self.folder / "tables" / f"{name}.md"] = tables_text(experiment, self.frame(name))
+                texts[self.folder_of(name) / "tables" / f"{name}.md"] = tables_text(experiment, self.frame(name))
         return texts
 
     def _digests(self) -> dict[str, str]:

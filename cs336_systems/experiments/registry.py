@@ -12,99 +12,17 @@ from cs336_systems.experiments.cells import Cell, Measurement, Problem
 from cs336_systems.experiments.collective_cells import communication_cells, measure_communication
 from cs336_systems.experiments.ddp_cells import measure_ddp
 from cs336_systems.experiments.handout import HANDOUT
-from cs336_systems.experiments.s2_nsys_profile import measure_nsys_profile, nsys_profile_cells
-from cs336_systems.experiments.s2_precision import (
-    benchmarking_mixed_precision_cells,
-    measure_mixed_precision,
-)
-from cs336_systems.experiments.s2_profiling import benchmarking_script_cells, measure_benchmarking_script
-from cs336_systems.experiments.s3_memory import (
-    gradient_checkpointing_cells,
-    measure_gradient_checkpointing,
-    measure_memory_profiling,
-    memory_profiling_cells,
-)
-from cs336_systems.experiments.s4_attention import (
-    measure_section4,
-    pytorch_attention_cells,
-    torch_compile_cells,
-)
 from cs336_systems.experiments.s5_distributed import bucketed_cells, flat_cells, naive_cells, overlap_cells
 from cs336_systems.experiments.s6_sharding import optimizer_sharding_cells
 from cs336_systems.experiments.s7_fsdp import fsdp_cells
-from cs336_systems.experiments.s9_training_step import leaderboard_2026_cells, measure_leaderboard_2026
-from cs336_systems.experiments.s_training import measure_training_run, training_run_cells
 from cs336_systems.experiments.sharding_cells import measure_sharding
-from cs336_systems.experiments.spec import Experiment, experiments, load
+from cs336_systems.experiments.spec import Calculation, Experiment, experiments, load
 from cs336_systems.experiments.tuning import PROBLEM as TUNE_FLASH
 from cs336_systems.experiments.tuning import measure_tune_flash
 
 UNMOVED: dict[str, Problem] = {
     problem.name: problem
     for problem in (
-        Problem(
-            name="benchmarking_script",
-            title="Step time of every model size, and what warm-up changes",
-            section="2.1.3",
-            editions=(2025, 2026),
-            points=4,
-            cells=benchmarking_script_cells,
-            measure=measure_benchmarking_script,
-        ),
-        Problem(
-            name="nsys_profile",
-            title="Where the time of a step goes: kernels, matmul share, attention's parts",
-            section="2.1.4",
-            editions=(2025, 2026),
-            points=5,
-            cells=nsys_profile_cells,
-            measure=measure_nsys_profile,
-        ),
-        Problem(
-            name="benchmarking_mixed_precision",
-            title="Autocast's dtypes, layer norm's overflow, and step times in low precision",
-            section="2.1.5",
-            editions=(2025, 2026),
-            points=2,
-            cells=benchmarking_mixed_precision_cells,
-            measure=measure_mixed_precision,
-        ),
-        Problem(
-            name="memory_profiling",
-            title="Memory of a forward and a training step over time, by phase, category and origin",
-            section="2.1.6",
-            editions=(2025, 2026),
-            points=4,
-            cells=memory_profiling_cells,
-            measure=measure_memory_profiling,
-        ),
-        Problem(
-            name="gradient_checkpointing",
-            title="Activation checkpointing: peak memory and step time by strategy",
-            section="3",
-            editions=(2026,),
-            points=4,
-            cells=gradient_checkpointing_cells,
-            measure=measure_gradient_checkpointing,
-        ),
-        Problem(
-            name="pytorch_attention",
-            title="Plain PyTorch attention over sequence length: time, memory, out of memory",
-            section="4.1.1",
-            editions=(2025, 2026),
-            points=2,
-            cells=pytorch_attention_cells,
-            measure=measure_section4,
-        ),
-        Problem(
-            name="torch_compile",
-            title="torch.compile on attention and on the whole model",
-            section="4.2",
-            editions=(2025, 2026),
-            points=2,
-            cells=torch_compile_cells,
-            measure=measure_section4,
-        ),
         Problem(
             name="distributed_communication_single_node",
             title="Collectives on one host: time and bandwidth over message size",
@@ -168,30 +86,13 @@ UNMOVED: dict[str, Problem] = {
             cells=fsdp_cells,
             measure=measure_sharding,
         ),
-        Problem(
-            name="leaderboard_2026",
-            title="The 2026 leaderboard: a full training step of an 8B model, context 32,768, on two GPUs",
-            section="9",
-            editions=(2026,),
-            points=10,
-            cells=leaderboard_2026_cells,
-            measure=measure_leaderboard_2026,
-        ),
-        Problem(
-            name="training_run",
-            title="Training a language model with every wrapper: the same losses",
-            section="beyond",
-            editions=(),
-            points=0,
-            cells=training_run_cells,
-            measure=measure_training_run,
-        ),
     )
 }
 
 
 def _in_order() -> dict[str, Problem | Experiment]:
-    known: dict[str, Problem | Experiment] = {**UNMOVED, **experiments()}
+    measured = {name: one for name, one in experiments().items() if not isinstance(one, Calculation)}
+    known: dict[str, Problem | Experiment] = {**UNMOVED, **measured}
     return {name: known[name] for name in (*HANDOUT, *known) if name in known}
 
 

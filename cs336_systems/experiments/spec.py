@@ -166,6 +166,14 @@ class Experiment:
         return [replace(cell, problem=self.name) for cell in self.cells(run)]
 
 
+class Calculation(Experiment):
+    """A problem of closed forms: `calculate` gives its frame, and nothing is run or recorded."""
+
+    def calculate(self) -> list[dict[str, Any]]:
+        """The frame's rows: column -> value."""
+        raise NotImplementedError(f"{type(self).__name__} calculates nothing")
+
+
 E = TypeVar("E", bound=type[Experiment])
 
 

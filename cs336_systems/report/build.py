@@ -17,9 +17,7 @@ from PIL import Image, UnidentifiedImageError
 
 from cs336_systems.experiments.spec import experiment_names
 from cs336_systems.report.blocks import Blocks
-from cs336_systems.report.calculated import calculated_figures
 from cs336_systems.report.figures import draw, save_figure
-from cs336_systems.report.points import Plot
 from cs336_systems.report.writeup import fill
 
 MOVED = tuple(experiment_names())  # problems whose tables and figures their own experiments make
@@ -50,12 +48,9 @@ def build_report(folder: Path, *, published: bool = False, documents: Sequence[P
         _write(path, text)
     for path, (problem, plot) in figures.items():
         save_figure(draw(plot), path, blocks.digests[problem])
-    calculated = _shown_calculations(documents, blocks)
-    for path, plot, source in calculated:
-        save_figure(draw(plot), path, source)
     for path, text in changed.items():
         _write(path, text)
-    return [*texts, *figures, *(path for path, *_ in calculated), *changed]
+    return [*texts, *figures, *changed]
 
 
 def update_documents(documents: Sequence[Path], folder: Path) -> list[Path]:
@@ -79,11 +74,6 @@ def check_documents(documents: Sequence[Path], folder: Path) -> list[str]:
     moved = {folder / "tables" / f"{name}.md" for name in MOVED}
     found += [f"{path}: no records give this table" for path in tables if path not in expected.keys() | moved]
     found += _figure_differences(blocks)
-    for path, _, source in _shown_calculations(documents, blocks):
-        if not path.exists():
-            found.append(f"{path}: missing")
-        elif _source(path) != source:
-            found.append(f"{path}: shows other numbers than those calculated")
     for path in expected:
         for link in IMAGE_LINK.findall(_read(path) or ""):
             if "://" not in link and not (path.parent / link).exists():
@@ -121,13 +111,6 @@ def _filled(document: Path, blocks: Blocks) -> str:
     if text is None:
         raise ValueError(f"{document}: no such document; it is looked for from the current folder")
     return fill(text, lambda name: blocks.text(name, document), document.name)
-
-
-def _shown_calculations(documents: Sequence[Path], blocks: Blocks) -> list[tuple[Path, Plot, str]]:
-    """Those calculated figures (path, plot, digest) that `documents` link to."""
-    texts = [_filled(document, blocks) for document in documents]
-    figures = calculated_figures(blocks.calculated_folder) if documents else []
-    return [figure for figure in figures if any(f"/{figure[0].name})" in text for text in texts)]
 
 
 def _difference(path: Path, expected: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""The kinds of panels: lines over lengths, lines over warm-up counts, bars in groups or stacks, a ranking, a timeline.
+"""The kinds of panels: lines over lengths, bars in groups or stacks, a ranking, a timeline.
 
 Each drawer gets the axes, the whole plot (for scales common to its panels) and the points of its panel.
 """
@@ -15,11 +15,9 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from cs336_systems.report.frames import tuples
 from cs336_systems.report.markdown import number, one_line
-from cs336_systems.report.plots import FIRST_STEP
 from cs336_systems.report.points import Plot
 from cs336_systems.report.styles import LITERAL, TEXT_POINTS, colour, line_width, marker, short_length
 from cs336_systems.report.timeline import draw_timeline
-from cs336_systems.report.timeline_drawing import draw_timeline as draw_memory_timeline
 
 STATUS_WORDS = {"oom": "OOM", "ok": "interpreter"}  # ok and yet not drawn: an interpreted kernel
 ROW_HEIGHT = 0.062  # of a panel, for one row of crosses at its foot
@@ -48,24 +46,6 @@ def _draw_lines(axes: Axes, plot: Plot, data: pd.DataFrame) -> None:
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: short_length(value)))
     axes.set_xlim(lengths[0] / 1.3, lengths[-1] * 1.3)
     _crosses(axes, plot, data)
-
-
-def _draw_warmups(axes: Axes, plot: Plot, data: pd.DataFrame) -> None:
-    """Evenly spaced warm-up counts: median with quartiles solid, first step dotted and hollow."""
-    axes.set_yscale("log")
-    counts = sorted(plot.data["x"].unique())
-    for series, marks in _series(data[data["drawn"]]):
-        style = marks["style"].iloc[0]
-        positions = [counts.index(count) for count in marks["x"]]
-        look: dict[str, Any] = {"color": colour(style), "marker": marker(style), "markersize": 6.0, "linewidth": 1.4}
-        if series.endswith(FIRST_STEP):
-            axes.plot(positions, marks["y"], linestyle=":", markerfacecolor="white", **look)
-        else:
-            axes.errorbar(positions, marks["y"], yerr=_whiskers(marks), capsize=4, label=series, **look)
-    axes.set_xticks(range(len(counts)), [f"{count:g}" for count in counts])
-    axes.set_xlim(-0.4, len(counts) - 0.6)
-    steps = data[~data["series"].str.endswith(FIRST_STEP)]
-    _crosses(axes, plot, steps.assign(x=[counts.index(count) for count in steps["x"]]))
 
 
 def _draw_bars(axes: Axes, plot: Plot, data: pd.DataFrame) -> None:
@@ -151,13 +131,6 @@ def _draw_ranking(axes: Axes, plot: Plot, data: pd.DataFrame) -> None:
     axes.grid(False, axis="y")
 
 
-def _draw_curves(axes: Axes, plot: Plot, data: pd.DataFrame) -> None:
-    """A thin line a series over the steps of a run, both axes linear."""
-    for series, marks in _series(data[data["drawn"]]):
-        axes.plot(marks["x"], marks["y"], color=colour(marks["style"].iloc[0]), linewidth=1.2, label=series, alpha=0.8)
-    axes.set_xlim(0, max(1, plot.data["x"].max()))
-
-
 def _draw_stacked(axes: Axes, plot: Plot, data: pd.DataFrame) -> None:
     """A bar for each x, of its series from the foot up in the order of `plot.data`; large pieces carry a number."""
     groups = list(dict.fromkeys(plot.data["x"]))
@@ -184,12 +157,9 @@ def _draw_stacked(axes: Axes, plot: Plot, data: pd.DataFrame) -> None:
 
 DRAWERS: dict[str, Callable[[Axes, Plot, pd.DataFrame], None]] = {
     "lines": _draw_lines,
-    "warmups": _draw_warmups,
     "bars": _draw_bars,
     "ranking": _draw_ranking,
     "timeline": draw_timeline,
-    "memory_timeline": draw_memory_timeline,
-    "curves": _draw_curves,
     "stacked": _draw_stacked,
 }
 

@@ -26,7 +26,7 @@ from cs336_systems.report.styles import DPI, LITERAL, TEXT_POINTS, colour
 
 NOTE_WIDTH = 12  # characters of small print an inch
 TITLE_WIDTH = 58  # characters of a line above one of several columns of panels
-THOUSANDS = ("bars", "stacked", "memory_timeline")  # kinds whose linear y axis groups its digits
+THOUSANDS = ("bars", "stacked")  # kinds whose linear y axis groups its digits
 FILE_STEM = re.compile(r"[A-Za-z0-9_-]+")
 
 

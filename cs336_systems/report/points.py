@@ -11,9 +11,9 @@ from typing import Literal
 
 import pandas as pd
 
-from cs336_systems.report.frames import BASELINE, MODEL_VARIANTS, NOT_MEASURED, complete, tuples, variants
+from cs336_systems.report.frames import complete
 from cs336_systems.report.markdown import plain
-from cs336_systems.report.sections import attention_keys, groups, key_heading, speed_up, timed
+from cs336_systems.report.sections import attention_keys, key_heading
 
 # panel; series (a line, or one bar of each group); style (the name that gives its colour); x; y with quartiles low and
 # high; status and message of the record; drawn: whether there is a y to draw, which interpreted kernels do not have.
@@ -26,7 +26,7 @@ class Plot:
 
     name: str  # what follows "<problem>_" in its file name
     title: str  # with the device
-    kind: Literal["lines", "warmups", "bars", "stacked", "ranking", "timeline", "memory_timeline", "curves"]
+    kind: Literal["lines", "bars", "stacked", "ranking", "timeline"]
     data: pd.DataFrame  # columns POINT; of bars of several runs also `run`; where not all panels share y also `scale`
     x_label: str
     y_label: str  # with the unit
@@ -67,26 +67,6 @@ def points_by_length(rows: pd.DataFrame, rate: bool = False) -> pd.DataFrame:
         marks["low"] = list(rows["tflops"] * rows["median"] / rows["quartile_high"])
         marks["high"] = list(rows["tflops"] * rows["median"] / rows["quartile_low"])
     return marks
-
-
-def model_speed_ups(models: pd.DataFrame) -> pd.DataFrame:
-    """Time of eager over that of each other implementation: x is the model, a series for each mode."""
-    varying = variants(models, MODEL_VARIANTS)
-    panel = ["label", *varying] if models["label"].nunique() > 2 else varying  # more than one to compare with eager
-    keys = ["model", *varying, "mode"]
-    parts = []
-    for group in groups(complete(timed(models), keys), keys):
-        marks = points(group, panel=panel, series="mode", style="mode", x="model")
-        rows = tuples(group)
-        eager = next((row for row in rows if row.label == BASELINE), None)
-        marks["y"] = [speed_up(eager, row) for row in rows]
-        marks["drawn"] &= marks["y"].notna()
-        marks[["low", "high"]] = float("nan")
-        if eager is None or eager.status != "ok":  # nothing to compare with
-            status, message = (eager.status, eager.message) if eager is not None else (NOT_MEASURED, "no eager record")
-            marks = marks.assign(status=str(status), message=str(message), drawn=False)
-        parts.append(marks[[row.label != BASELINE for row in rows]])
-    return pd.concat(parts, ignore_index=True)
 
 
 def panel_names(rows: pd.DataFrame, names: Sequence[str]) -> list[str]:

@@ -15,13 +15,11 @@ from cs336_systems.report.frames import (
     ATTENTION_KEYS,
     ATTENTION_VARIANTS,
     BASELINE,
-    MODEL_VARIANTS,
     MODES,
     complete,
     labels,
     ordered,
     select,
-    sort_cells,
     tuples,
     variants,
 )
@@ -50,17 +48,6 @@ class Section:
 def present_modes(frame: pd.DataFrame) -> list[str]:
     """Modes that were timed, in the order forward, backward, both, full step."""
     return ordered(frame[frame["quantity"] == "time"]["mode"], MODES)
-
-
-def timed(frame: pd.DataFrame) -> pd.DataFrame:
-    """Times of all modes, a row a cell and mode, cells that broke included."""
-    return sort_cells(pd.concat([select(frame, "time", mode) for mode in present_modes(frame)]))
-
-
-def longest_warmup(steps: pd.DataFrame) -> pd.DataFrame:
-    """Of each timed model configuration the rows with the most warm-up steps."""
-    same = ["label", "model", *MODEL_VARIANTS, "mode"]
-    return steps[steps["warmup"] == steps.groupby(same, dropna=False)["warmup"].transform("max")]
 
 
 def speed_up(slow: Any, fast: Any) -> float:

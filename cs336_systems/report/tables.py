@@ -17,33 +17,14 @@ import pandas as pd
 
 from cs336_systems.report.distributed import DISTRIBUTED_TABLES
 from cs336_systems.report.frames import (
-    MODE_TITLES,
-    MODEL_VARIANTS,
-    select,
     tuples,
-    variants,
 )
-from cs336_systems.report.leaderboard import LEADERBOARD_TABLES
-from cs336_systems.report.markdown import Cells, number, plain, provenance
-from cs336_systems.report.memory_tables import MEMORY_TABLES
-from cs336_systems.report.profiles import tables as profile_tables
+from cs336_systems.report.markdown import Cells, plain, provenance
 from cs336_systems.report.sections import (
-    Measure,
     Section,
-    attention_keys,
-    constants,
-    groups,
-    key_cells,
-    key_heading,
-    longest_warmup,
-    measures_section,
-    pivot,
-    present_modes,
     section,
-    timed,
 )
 from cs336_systems.report.sharding import SHARDING_TABLES
-from cs336_systems.report.training import training_sections
 
 
 def sections(problem: str, frame: pd.DataFrame) -> list[Section]:
@@ -55,56 +36,6 @@ def problem_table(shown: Sequence[Section], frame: pd.DataFrame) -> str:
     """`shown`, sections of one problem, as one Markdown text with the provenance of `frame` below."""
     parts = [f"**{section.title}**\n\n{section.body}" for section in shown]
     return "\n\n".join([*parts, provenance(frame)])
-
-
-def benchmarking_script(frame: pd.DataFrame) -> list[Section]:
-    """Time of one step by model and mode after the longest warm-up, and what shorter warm-ups cost."""
-    keys = ["model", *variants(frame, ("label", *MODEL_VARIANTS)), "mode"]
-    steps = timed(frame)
-    warm = longest_warmup(steps)
-    cells = Cells()
-    rows = []
-    for row in tuples(warm):
-        varied = row.status == "ok" and row.mean > 0
-        spread = f"{number(100 * row.std / row.mean, 2)} %" if varied else cells.text(row, "std")
-        rows.append([*key_cells(row, keys), cells.mean(row), cells.time(row), spread])
-    header = [*map(key_heading, keys), "mean ± std (ms)", "median (quartiles) (ms)", "std / mean"]
-    title = f"Time of a step after {plain(warm['warmup'].max())} warm-up steps"
-    found = [section("steps", title, header, rows, len(keys), cells)]
-    for name, title in (("mean", "mean ± std of all timed steps"), ("first", "first timed step alone")):
-        found.append(_warmup_section(steps, keys, name, title))
-    return found
-
-
-def pytorch_attention(frame: pd.DataFrame) -> list[Section]:
-    """Plain attention: times of both passes and memory by head dim and length."""
-    keys = attention_keys(frame) + variants(frame, ("label",))
-    measures: list[Measure] = [("time", mode, f"{MODE_TITLES[mode]} (ms)") for mode in present_modes(frame)]
-    measures += [
-        ("memory_before_backward", None, "memory before backward (MiB)"),
-        ("peak_memory", None, "peak memory (MiB)"),
-    ]
-    return [measures_section("attention", f"Attention, {constants(frame)}", frame, keys, measures)]
-
-
-def torch_compile(frame: pd.DataFrame) -> list[Section]:
-    """Eager against compiled: attention by mode, then whole models; compile time apart."""
-    found = []
-    attention = frame[frame["case_type"] == "AttentionShape"]
-    for mode in present_modes(attention):
-        title = f"Attention {MODE_TITLES[mode]} (ms), {constants(attention)}"
-        keys = attention_keys(attention)
-        found.append(pivot(f"attention.{mode}", title, select(attention, "time", mode), keys, fast="compiled"))
-    models = frame[frame["case_type"] == "ModelCase"]
-    keys = ["model", *variants(models, MODEL_VARIANTS)]
-    if len(models):
-        found.append(pivot("models", "Models, a step (ms)", timed(models), [*keys, "mode"], fast="compiled"))
-    for name, cases, of in (("attention", attention, attention_keys(attention)), ("models", models, keys)):
-        compile_times = select(cases, "compile_time")
-        if len(compile_times):
-            of = of + variants(compile_times, ("mode",))
-            found.append(pivot(f"{name}.compile_time", f"Time to compile, {name} (s)", compile_times, of))
-    return found
 
 
 def one_row_a_record(frame: pd.DataFrame) -> list[Section]:
@@ -125,29 +56,9 @@ def one_row_a_record(frame: pd.DataFrame) -> list[Section]:
 
 
 TABLES: dict[str, Callable[[pd.DataFrame], list[Section]]] = {
-    "benchmarking_script": benchmarking_script,
-    "nsys_profile": profile_tables,
-    "pytorch_attention": pytorch_attention,
-    "torch_compile": torch_compile,
-    "training_run": training_sections,
     **DISTRIBUTED_TABLES,
     **SHARDING_TABLES,
-    **LEADERBOARD_TABLES,
-    **MEMORY_TABLES,
 }
-
-
-def _warmup_section(steps: pd.DataFrame, keys: list[str], name: str, title: str) -> Section:
-    warmups = sorted(steps["warmup"].unique())
-    cells = Cells()
-    lines = []
-    for group in groups(steps, keys):
-        by_warmup = {row.warmup: row for row in tuples(group)}
-        found = [by_warmup.get(warmup) for warmup in warmups]
-        written = [cells.mean(row) if name == "mean" else cells.text(row, "first") for row in found]
-        lines.append([*key_cells(tuples(group)[0], keys), *written])
-    header = [*map(key_heading, keys), *(f"{plain(warmup)} warm-up{'' if warmup == 1 else 's'}" for warmup in warmups)]
-    return section(f"warmup.{name}", f"Effect of warm-up: {title} (ms)", header, lines, len(keys), cells)
 
 
 def _leaves(case: dict[str, Any], prefix: str = "") -> dict[str, Any]:
