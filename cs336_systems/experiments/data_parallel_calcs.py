@@ -20,7 +20,8 @@ class DataParallelCalcs(Calculation):
         rows = times(("DP backward",))
         for link, flops_per_s, bytes_per_s in links():
             rates = {"flops_per_s": flops_per_s, "bytes_per_s": bytes_per_s}
-            row = {"quantity": "limit", "link": link, "rate": round(bytes_per_s / 1e9), "tokens": flops_per_s / bytes_per_s}
+            row = {"quantity": "limit", "link": link, "rate": round(bytes_per_s / 1e9)}
+            row |= {"tokens": flops_per_s / bytes_per_s}
             row |= {"few": ffn.data_parallel_limit(layer(FEW_TOKENS), **rates)}
             rows.append(row | {"many": ffn.data_parallel_limit(layer(), **rates)})
         return rows

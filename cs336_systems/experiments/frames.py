@@ -69,7 +69,7 @@ def calculated_frame(calculation: Calculation) -> pd.DataFrame:
              "kernel": "", "interpreted": False, "run": "", "place": 0}  # fmt: skip
     rows = [usual | row for row in calculation.calculate()]
     frame = pd.DataFrame(rows)
-    whole = [name for name in frame if all(type(row.get(name, 0)) is int for row in rows)]
+    whole = [name for name in map(str, frame) if all(type(row.get(name, 0)) is int for row in rows)]
     return frame.astype(dict.fromkeys(whole, "Int64"))  # else a row without a number makes all of its column floats
 
 
