@@ -34,6 +34,8 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 import pandas as pd
 import torch
+import vl_convert
+from cs336_systems.report.styles import colour
 from IPython.display import Image, Markdown, display
 from matplotlib.figure import Figure
 from PIL import Image as Picture
@@ -41,17 +43,17 @@ from PIL import Image as Picture
 import cs336_systems
 from cs336_systems.accounting import eager_attention_part_flops
 from cs336_systems.config import ModelCase, RunConfig, proxy_model
-from cs336_systems.experiments.model_cells import TrainingStep
+from cs336_systems.experiments.figures import spec_of
+from cs336_systems.experiments.frames import load_frame
+from cs336_systems.experiments.models import TrainingStep
+from cs336_systems.experiments.records import read_records
+from cs336_systems.experiments.spec import load
 from cs336_systems.measure.capture import capture
 from cs336_systems.measure.kernels import CATEGORIES
 from cs336_systems.measure.ranges import SCORES, SOFTMAX, VALUES, annotate
 from cs336_systems.measure.samples import summarize
 from cs336_systems.measure.timing import time_calls
 from cs336_systems.model import build_model
-from cs336_systems.records import read_records
-from cs336_systems.report.figures import problem_figures
-from cs336_systems.report.frames import load_frame
-from cs336_systems.report.styles import colour
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # or the profiler's library prints its start and stop
@@ -198,10 +200,11 @@ attention.round(2)
 # %%
 folders = (Path.cwd(), *Path.cwd().parents, Path(cs336_systems.__file__).resolve().parents[1])
 root = next((folder for folder in folders if (folder / "pyproject.toml").is_file()), Path.cwd())
-frame = load_frame(read_records(root / "results" / "nvidia-h200" / "records" / "nsys_profile.jsonl"))
+experiment = load("nsys_profile")
+frame = load_frame(experiment, read_records(root / "results" / "nvidia-h200" / "records" / "nsys_profile.jsonl"))
 if len(frame):
-    for stem, measured in problem_figures("nsys_profile", frame):
-        show(measured, stem.replace("_", " "))
+    for name, measured in experiment.figures.items():
+        display(Image(vl_convert.vegalite_to_png(spec_of(measured.chart(frame))), width=640, alt=name))
 else:
     display(Markdown("The records of the H200 are absent from this checkout, so there is nothing to draw here."))
 

@@ -25,19 +25,19 @@ from dataclasses import replace
 
 import pandas as pd
 import torch
+from cs336_systems.report.styles import colour
 from matplotlib.figure import Figure
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from cs336_systems.accounting import block_saved_bytes, model_peak_bytes
 from cs336_systems.config import MODEL_SIZES, Precision
-from cs336_systems.experiments.memory_cells import MemoryCase, simulated_trace
+from cs336_systems.experiments.model_memory import MemoryCase, simulated_trace
 from cs336_systems.measure.precision import accumulate, autocast_dtypes, norm_in
 from cs336_systems.measure.predict import fake_module
 from cs336_systems.measure.saved import by_operation, compiled_saved_tensors, saved_tensors
 from cs336_systems.measure.timeline import CATEGORIES
 from cs336_systems.model import TransformerLM
 from cs336_systems.model.checkpointing import best_blocks_per_group, grouped_bytes, recursive_bytes
-from cs336_systems.report.styles import colour
 
 GIB, MIB = 2**30, 2**20
 XL = replace(MODEL_SIZES["xl"], context_length=2048)

@@ -51,14 +51,12 @@ from cs336_systems.attention import FlashAttentionPyTorch, attention_reference, 
 from cs336_systems.attention.contract import compute_oracle, contract_errors
 from cs336_systems.attention.reference import causal_mask
 from cs336_systems.config import AttentionShape
+from cs336_systems.experiments.figures import COLORS
+from cs336_systems.experiments.pages import Book, Page
 from cs336_systems.inputs import attention_inputs
-from cs336_systems.records import read_records
-from cs336_systems.report.figures import problem_figures
-from cs336_systems.report.frames import load_frame
-from cs336_systems.report.styles import colour, short_length
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-EAGER, FLASH = colour("eager"), colour("triton")
+EAGER, FLASH = COLORS["eager"], COLORS["triton"]
 plt.rcParams.update({"figure.dpi": 80, "figure.constrained_layout.use": True, "axes.axisbelow": True})
 
 
@@ -99,7 +97,7 @@ axes.loglog(lengths, eager_gib, "o-", color=EAGER, label=r"eager: grows as $N^2$
 axes.loglog(lengths, flash_gib, "D-", color=FLASH, label=r"FlashAttention: grows as $N$")
 axes.axhline(80, color="#888888", linestyle=":")
 axes.annotate("all of an 80 GiB GPU", (lengths[0], 80), (0, 4), textcoords="offset points", color="#666666")
-axes.set_xticks(lengths, [short_length(n) for n in lengths])
+axes.set_xticks(lengths, [f"{n:,}" for n in lengths])
 axes.minorticks_off()
 axes.set_xlabel("sequence length N (tokens)")
 axes.set_ylabel("peak memory (GiB)")
@@ -572,25 +570,26 @@ show(figure, "Largest error of O by query for the correct kernel and for one tha
 #
 # The interpreter says nothing about speed. The repository keeps the records of a GPU run in `results/nvidia-h200`: one
 # JSON line for each quantity of each implementation and shape, written only after the implementation has agreed with
-# the oracle on the same inputs. The figures below are drawn from them by the package's own report, for bfloat16 and the
-# two larger head dims. TFLOP/s count the attended pairs only, $4 \cdot \text{area} \cdot d$ forward and 2.5 times that
-# backward, whatever a kernel executes. Peak memory is what a call takes beyond its inputs, which section 1 includes.
-# Crosses mark what could not be measured.
+# the oracle on the same inputs. The figure and the table below are those of the page
+# [flash_benchmarking](../writeup/flash_benchmarking.md).
+
 
 # %%
-DTYPE, HEAD_DIMS = "bfloat16", (64, 128)
+def show_published(path: Path, description: str) -> None:
+    """Display a figure of the report at half its size."""
+    reduced = BytesIO()
+    drawn = Picture.open(path).convert("RGB")
+    drawn.resize((drawn.width // 2, drawn.height // 2)).quantize(256).save(reduced, "png", optimize=True)
+    display(Image(reduced.getvalue(), alt=description))
+
+
 # This notebook runs in notebooks/, from the root, or elsewhere with the package installed in place.
 folders = (Path.cwd(), *Path.cwd().parents, Path(cs336_systems.__file__).resolve().parents[1])
 root = next((folder for folder in folders if (folder / "pyproject.toml").is_file()), Path.cwd())
-records = read_records(root / "results" / "nvidia-h200" / "records" / "flash_benchmarking.jsonl")
-frame = load_frame(records)
-if len(frame):
-    frame = frame[(frame["dtype"] == DTYPE) & frame["head_dim"].isin(HEAD_DIMS)]
-if len(frame):
-    run = frame.iloc[0]
-    display(Markdown(f"{len(frame)} records of {run['device']}, torch {run['torch']}, triton {run['triton']}."))
-    for stem, measured in problem_figures("flash_benchmarking", frame):
-        show(measured, stem.replace("_", " "))
+if (root / "results" / "nvidia-h200" / "records" / "flash_benchmarking.jsonl").is_file():
+    book = Book(root, root / "results" / "nvidia-h200")
+    show_published(book.figure_path("flash_benchmarking", "forward_backward"), "Speed over plain PyTorch by length")
+    display(Markdown(Page(book, "flash_benchmarking").table("plain_and_triton")))
 else:
     display(Markdown("The records of the H200 are absent from this checkout, so there is nothing to draw here."))
 

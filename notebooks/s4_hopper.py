@@ -48,10 +48,7 @@ from cs336_systems.attention.hopper.schedule import (
     plan_forward,
     simulate,
 )
-from cs336_systems.records import read_records
-from cs336_systems.report.answers import answer
-from cs336_systems.report.figures import problem_figures
-from cs336_systems.report.frames import load_frame
+from cs336_systems.experiments.pages import Book, Page
 
 PRODUCTS, ARITHMETIC, EXPONENTIALS, IDLE = "#0072B2", "#DDAA33", "#D55E00", "#EEEEEE"
 plt.rcParams.update({"figure.dpi": 80, "figure.constrained_layout.use": True, "axes.axisbelow": True})
@@ -317,17 +314,24 @@ with patch.object(schedule, "key_tiles", unbounded):
 # Committed records of one H200: the ladder from Triton with pointers to these kernels, and their place beside the
 # libraries on shapes of real models. Where there are none yet, the cell says so.
 
+
 # %%
-records = Path(cs336_systems.__file__).resolve().parent.parent / "results/nvidia-h200/records"
+def show_published(path: Path, description: str) -> None:
+    """Display a figure of the report at half its size."""
+    reduced = BytesIO()
+    drawn = Picture.open(path).convert("RGB")
+    drawn.resize((drawn.width // 2, drawn.height // 2)).quantize(256).save(reduced, "png", optimize=True)
+    display(Image(reduced.getvalue(), alt=description))
+
+
+root = Path(cs336_systems.__file__).resolve().parent.parent
+book = Book(root, root / "results" / "nvidia-h200")
 for problem in ("hopper_ladder", "attention_shapes"):
-    path = records / f"{problem}.jsonl"
-    if not path.exists():
+    if not (book.folder / "records" / f"{problem}.jsonl").is_file():
         display(Markdown(f"*`{problem}` is not measured yet.*"))
         continue
-    frame = load_frame(read_records(path))
-    for stem, figure in problem_figures(problem, frame):
-        show(figure, stem.replace("_", " "))
-    display(Markdown(answer(problem, frame)))
+    show_published(book.figure_path(problem, "forward_backward"), f"{problem}: TFLOP/s, forward and backward")
+    display(Markdown(Page(book, problem).table("forward_backward")))
 
 # %% [markdown]
 # Further: the kernels read from top to bottom, with their steps drawn in the docstring:

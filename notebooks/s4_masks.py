@@ -48,13 +48,11 @@ from cs336_systems.attention import BlockMask, attention_reference, flash_attent
 from cs336_systems.attention.dilated import dilated_attention
 from cs336_systems.attention.dynamic import shared_keys_attention
 from cs336_systems.attention.masks import parse_mask
-from cs336_systems.records import read_records
-from cs336_systems.report.figures import problem_figures
-from cs336_systems.report.frames import load_frame
-from cs336_systems.report.styles import colour
+from cs336_systems.experiments.figures import COLORS
+from cs336_systems.experiments.pages import Book
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-PARTIAL, FULL = colour("flex"), colour("triton")
+PARTIAL, FULL = COLORS["flex"], COLORS["triton"]
 plt.rcParams.update({"figure.dpi": 80, "figure.constrained_layout.use": True, "axes.axisbelow": True})
 
 
@@ -267,20 +265,29 @@ Markdown(f"Ideal by tiles: {ideals[0]} in order, {ideals[1]} by phase. Largest e
 # %% [markdown]
 # ## 7. Measured on an H200
 #
-# The interpreter says nothing about speed. These figures are drawn from the records of a GPU run, by the package's own
-# report: the speed-up of skipping tiles over dense attention, with the ideal that the tile count allows.
+# The interpreter says nothing about speed. These figures are those of the pages
+# [block_sparse](../writeup/block_sparse.md) and [dilated_attention](../writeup/dilated_attention.md): the speed over
+# dense attention, with what the number of live tiles allows.
+
 
 # %%
+def show_published(path: Path, description: str) -> None:
+    """Display a figure of the report at half its size."""
+    reduced = BytesIO()
+    drawn = Picture.open(path).convert("RGB")
+    drawn.resize((drawn.width // 2, drawn.height // 2)).quantize(256).save(reduced, "png", optimize=True)
+    display(Image(reduced.getvalue(), alt=description))
+
+
 folders = (Path.cwd(), *Path.cwd().parents, Path(cs336_systems.__file__).resolve().parents[1])
 root = next((folder for folder in folders if (folder / "pyproject.toml").is_file()), Path.cwd())
-for problem in ("block_sparse", "dilated_attention"):
-    frame = load_frame(read_records(root / "results" / "nvidia-h200" / "records" / f"{problem}.jsonl"))
-    if not len(frame):
-        display(Markdown(f"This checkout holds no records of `{problem}` on the H200: there is nothing to draw here."))
-        continue
-    for stem, measured in problem_figures(problem, frame):
-        if "speed_up" in stem and not stem.endswith("forward_backward"):
-            show(measured, stem.replace("_", " "))
+book = Book(root, root / "results" / "nvidia-h200")
+for problem, name in (("block_sparse", "forward"), ("dilated_attention", "forward_backward")):
+    path = book.figure_path(problem, name)
+    if path.is_file():
+        show_published(path, f"{problem}: speed over dense attention")
+    else:
+        display(Markdown(f"This checkout holds no figure of `{problem}` on the H200: there is nothing to show here."))
 
 # %% [markdown]
 # ## 8. Exercises

@@ -30,17 +30,17 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import matplotlib.pyplot as plt
+from cs336_systems.experiments.ddp_cells import measure_ddp
+from cs336_systems.experiments.s5_distributed import overlap_cells
+from cs336_systems.records import read_records
+from cs336_systems.report.blocks import Blocks
+from cs336_systems.report.styles import colour
 from IPython.display import Markdown, display
 
 import cs336_systems
 from cs336_systems.config import RunConfig
 from cs336_systems.distributed.bandwidth import best_bucket_bytes, bucket_overhead_s, bus_factor
-from cs336_systems.experiments.ddp_cells import measure_ddp
-from cs336_systems.experiments.s5_distributed import overlap_cells
 from cs336_systems.measure.overlap import Lanes
-from cs336_systems.records import read_records
-from cs336_systems.report.blocks import Blocks
-from cs336_systems.report.styles import colour
 
 
 def draw(schedules: dict[str, Lanes], title: str) -> None:

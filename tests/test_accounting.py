@@ -18,10 +18,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from cs336_systems import accounting
 from cs336_systems.attention.reference import attention_reference
 from cs336_systems.config import MODEL_SIZES, AttentionShape, ModelCase, ModelConfig, Precision
+from cs336_systems.experiments.records import latest, read_records
 from cs336_systems.model import AdamW
 from cs336_systems.model.loss import cross_entropy
 from cs336_systems.model.transformer import TransformerLM
-from cs336_systems.records import latest, read_records
 
 TINY = ModelConfig(name="tiny", d_model=32, d_ff=96, num_layers=3, num_heads=4, vocab_size=120, context_length=64)
 BATCH = 2

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from cs336_systems.cli import app
 from cs336_systems.commands import branches
 from cs336_systems.compare import pool
-from cs336_systems.records import read_records
+from cs336_systems.experiments.records import read_records
 from tests.test_compare import broken, record, run_of
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -22,9 +22,9 @@ from cs336_systems.commands.run import _check_model, describe_case, wait_briefly
 from cs336_systems.commands.shared import one_line_errors, termination_interrupts
 from cs336_systems.config import RunConfig
 from cs336_systems.experiments.handout import HANDOUT
+from cs336_systems.experiments.records import read_records
 from cs336_systems.experiments.registry import PROBLEMS
 from cs336_systems.measure.trace import Kernel, Trace
-from cs336_systems.records import read_records
 from tests.processes import is_running
 from tests.snapshot_files import small_snapshot, write
 

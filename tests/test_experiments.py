@@ -19,13 +19,13 @@ from cs336_systems.attention import attention_reference, contract
 from cs336_systems.config import HANDOUT_SIZES, AttentionShape, RunConfig
 from cs336_systems.experiments import attention, implementations
 from cs336_systems.experiments import harness as sweep_module
-from cs336_systems.experiments.cells import Cell, Disagreement, Unsupported
 from cs336_systems.experiments.harness import Provenance, Sweep, find_provenance, planned_cells, results_folder
 from cs336_systems.experiments.implementations import IMPLEMENTATIONS, off_contract
+from cs336_systems.experiments.records import append_records, read_records
 from cs336_systems.experiments.registry import PROBLEMS
+from cs336_systems.experiments.spec import Cell, Disagreement, Unsupported
 from cs336_systems.experiments.worker import Worker, search_current_folder
 from cs336_systems.measure.allocations import AllocationRecorder
-from cs336_systems.records import append_records, read_records
 
 ROOT = Path(__file__).resolve().parents[1]
 PROVENANCE = Provenance(commit="0123456789ab", dirty=False)

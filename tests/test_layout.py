@@ -21,8 +21,8 @@ PACKAGE = "cs336_systems"
 
 # A file imports from its own unit (a module or a folder directly under the package) and from those before it.
 ORDER = (
-    "config", "accounting", "device", "analysis", "inputs", "grids", "records", "measure", "kernels", "attention",
-    "model", "distributed", "training", "integrations", "experiments", "compare", "report", "commands", "cli",
+    "config", "accounting", "device", "analysis", "inputs", "grids", "measure", "kernels", "attention",
+    "model", "distributed", "training", "integrations", "experiments", "compare", "commands", "cli",
 )  # fmt: skip
 # The only modules that may load Triton when imported: they hold @triton.jit kernels and nothing imports them eagerly.
 TRITON_FOLDERS = (f"{PACKAGE}/attention/triton/", f"{PACKAGE}/attention/hopper/")
@@ -215,20 +215,20 @@ def test_import_probe_sees_a_module_with_effects(tmp_path):
 @pytest.mark.parametrize(
     ("file", "source"),
     [
-        ("cs336_systems/config.py", "import cs336_systems.records"),
-        ("cs336_systems/config.py", "from cs336_systems import records"),
-        ("cs336_systems/config.py", "from . import records"),
-        ("cs336_systems/config.py", "def late():\n    from cs336_systems.records import Record"),
-        ("cs336_systems/config.py", "if TYPE_CHECKING:\n    from cs336_systems.records import Record"),
-        ("cs336_systems/config.py", "importlib.import_module('cs336_systems.records')"),
+        ("cs336_systems/config.py", "import cs336_systems.compare"),
+        ("cs336_systems/config.py", "from cs336_systems import compare"),
+        ("cs336_systems/config.py", "from . import compare"),
+        ("cs336_systems/config.py", "def late():\n    from cs336_systems.compare import Verdict"),
+        ("cs336_systems/config.py", "if TYPE_CHECKING:\n    from cs336_systems.compare import Verdict"),
+        ("cs336_systems/config.py", "importlib.import_module('cs336_systems.compare')"),
         ("cs336_systems/model/layers.py", "from ..experiments.registry import PROBLEMS"),
         ("cs336_systems/model/__init__.py", "from ..experiments.registry import PROBLEMS"),
         ("cs336_systems/attention/triton/forward.py", "from ...model import layers"),
-        ("cs336_systems/records.py", "from cs336_systems import flash_attention"),
-        ("cs336_systems/records.py", "import cs336_systems"),
+        ("cs336_systems/grids.py", "from cs336_systems import flash_attention"),
+        ("cs336_systems/grids.py", "import cs336_systems"),
         ("cs336_systems/helpers.py", "import json"),
         ("cs336_systems/__init__.py", "from cs336_systems.attention import flash_attention"),
-        ("cs336_systems/__main__.py", "from cs336_systems.report import build_report"),
+        ("cs336_systems/__main__.py", "from cs336_systems.compare import Verdict"),
     ],
 )
 def test_an_import_against_the_order_is_found(file, source):
@@ -238,10 +238,10 @@ def test_an_import_against_the_order_is_found(file, source):
 @pytest.mark.parametrize(
     ("file", "source"),
     [
-        ("cs336_systems/records.py", "import json, torch\nfrom cs336_systems.config import MODES"),
+        ("cs336_systems/grids.py", "import json, torch\nfrom cs336_systems.config import MODES"),
         ("cs336_systems/attention/api.py", "from .triton.function import f\nfrom ..device import g"),
         ("cs336_systems/attention/__init__.py", "from .api import flash_attention"),
-        ("cs336_systems/cli.py", "from cs336_systems import __version__\nfrom cs336_systems.report import tables"),
+        ("cs336_systems/cli.py", "from cs336_systems import __version__\nfrom cs336_systems.compare import Verdict"),
         ("cs336_systems/__main__.py", "from cs336_systems.cli import main"),
     ],
 )

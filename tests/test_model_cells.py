@@ -7,9 +7,10 @@ import torch
 from torch import Tensor, nn
 
 from cs336_systems.config import ModelCase, ModelConfig, RunConfig
-from cs336_systems.experiments import model_cells
-from cs336_systems.experiments.cells import Cell, Disagreement
-from cs336_systems.experiments.model_cells import MODEL_MODES, measure_model, measure_warmup, model_cell, time_row
+from cs336_systems.experiments import benchmarking_script, models
+from cs336_systems.experiments.benchmarking_script import measure_warmup
+from cs336_systems.experiments.models import MODEL_MODES, measure_model, model_cell, time_row
+from cs336_systems.experiments.spec import Cell, Disagreement
 from tests.broken_models import Bigram
 
 MODEL = ModelConfig(
@@ -82,14 +83,14 @@ def run_with(model: type[nn.Module]) -> RunConfig:
 
 
 def cell_of(*modes: str) -> Cell:
-    return model_cell("benchmarking_script", CASE, "eager", tuple(time_row(mode, CASE) for mode in modes))
+    return model_cell(CASE, "eager", tuple(time_row(mode, CASE) for mode in modes))
 
 
 @pytest.mark.parametrize("mode", MODEL_MODES)
 @pytest.mark.parametrize("model, message", BROKEN, ids=[model.__name__ for model, _ in BROKEN])
 def test_a_broken_model_is_not_timed(model, message, mode, monkeypatch):
     """A user's model that returned NaN, one position, a pair or constants was recorded as ok, and as very fast."""
-    monkeypatch.setattr(model_cells, "time_calls", lambda *_, **__: pytest.fail("timed before it was checked"))
+    monkeypatch.setattr(models, "time_calls", lambda *_, **__: pytest.fail("timed before it was checked"))
     with pytest.raises(Disagreement, match=message.format(what="logits")):
         next(measure_model(cell_of(mode), run_with(model)))
 
@@ -113,8 +114,8 @@ def test_a_model_that_breaks_in_training_keeps_its_forward():
 def test_the_warmup_series_begins_with_the_models_first_step(monkeypatch):
     """The check of the output comes after the series: one before it would be a warm-up step that no row counts."""
     events = []
-    time_once, require_finite = model_cells.time_once, model_cells.require_finite
-    forward = model_cells.TrainingStep.forward
+    time_once, require_finite = benchmarking_script.time_once, benchmarking_script.require_finite
+    forward = models.TrainingStep.forward
 
     def record(name, call):
         def recorded(*arguments):
@@ -123,9 +124,9 @@ def test_the_warmup_series_begins_with_the_models_first_step(monkeypatch):
 
         return recorded
 
-    monkeypatch.setattr(model_cells, "time_once", record("time", time_once))
-    monkeypatch.setattr(model_cells, "require_finite", record("check", require_finite))
-    monkeypatch.setattr(model_cells.TrainingStep, "forward", record("step", forward))
+    monkeypatch.setattr(benchmarking_script, "time_once", record("time", time_once))
+    monkeypatch.setattr(benchmarking_script, "require_finite", record("check", require_finite))
+    monkeypatch.setattr(models.TrainingStep, "forward", record("step", forward))
     (measurement,) = measure_warmup(cell_of("forward"), run_with(Bigram), num_steps=3)
     assert events == ["time", "step"] * 3 + ["check"]
     assert len(measurement.samples) == 3

@@ -2,35 +2,25 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from cs336_systems.config import RunConfig
-from cs336_systems.experiments.cells import Disagreement, Measurement
-from cs336_systems.experiments.registry import PROBLEMS
-from cs336_systems.experiments.s2_nsys_profile import (
-    measure_nsys_profile,
-    measurements,
-    nsys_profile_cells,
-    profile_rows,
-)
+from cs336_systems.experiments.nsys_profile import measure_profile, measurements, nsys_profile_cells, profile_rows
+from cs336_systems.experiments.spec import Disagreement, Sample
 from cs336_systems.measure.kernels import CATEGORIES
 from cs336_systems.measure.trace import trace_of
-from cs336_systems.report.frames import load_frame
-from cs336_systems.report.profiles import ABOVE_WALL_CLOCK, answers, profiles, tables
-from tests.profile_records import GEMM, OOM, profile_records
 from tests.test_trace import gpu_events
 
-COVERS = ("cs336_systems/measure", "cs336_systems/experiments/s2_nsys_profile.py")
+COVERS = ("cs336_systems/measure", "cs336_systems/experiments/nsys_profile.py")
 ROOT = Path(__file__).resolve().parents[1]
 TINY = RunConfig(scale="tiny", device="cpu")
 nsys_profile = pytest.mark.problem("nsys_profile", 5)
 
 
-def by_name(found: list[Measurement]) -> dict[tuple[str, str], Measurement]:
+def by_name(found: list[Sample]) -> dict[tuple[str, str], Sample]:
     return {(measurement.row.mode, measurement.row.quantity): measurement for measurement in found}
 
 
@@ -42,19 +32,18 @@ def test_two_sizes_and_three_contexts_at_handout_scale() -> None:
     assert cases == float32 | {("small", 512, "bfloat16"), ("xl", 512, "bfloat16")}
     assert all({row.mode for row in cell.rows} == {"forward", "forward_backward", "train_step"} for cell in cells)
     smoke = {
-        (cell.case.model.name, cell.case.model.d_model)
-        for cell in PROBLEMS["nsys_profile"].cells(replace(TINY, scale="smoke"))
+        (cell.case.model.name, cell.case.model.d_model) for cell in nsys_profile_cells(replace(TINY, scale="smoke"))
     }
     assert smoke == {("small-proxy", 128), ("xl-proxy", 256)}
 
 
 @pytest.fixture(scope="module")
-def measured() -> dict[tuple[str, str], Measurement]:
-    return by_name(list(measure_nsys_profile(nsys_profile_cells(TINY)[0], TINY)))
+def measured() -> dict[tuple[str, str], Sample]:
+    return by_name(list(measure_profile(nsys_profile_cells(TINY)[0], TINY)))
 
 
 @nsys_profile
-def test_every_promised_row_is_measured_or_says_why_not(measured: dict[tuple[str, str], Measurement]) -> None:
+def test_every_promised_row_is_measured_or_says_why_not(measured: dict[tuple[str, str], Sample]) -> None:
     cell = nsys_profile_cells(TINY)[0]
     assert set(measured) == {(row.mode, row.quantity) for row in cell.rows}
     for measurement in measured.values():
@@ -63,7 +52,7 @@ def test_every_promised_row_is_measured_or_says_why_not(measured: dict[tuple[str
 
 @nsys_profile
 @pytest.mark.parametrize("mode", ["forward", "forward_backward", "train_step"])
-def test_rows_of_a_mode_agree_with_each_other(mode: str, measured: dict[tuple[str, str], Measurement]) -> None:
+def test_rows_of_a_mode_agree_with_each_other(mode: str, measured: dict[tuple[str, str], Sample]) -> None:
     def value(quantity: str) -> float:
         return measured[mode, quantity].samples[0]
 
@@ -82,7 +71,7 @@ def test_rows_of_a_mode_agree_with_each_other(mode: str, measured: dict[tuple[st
 
 
 @nsys_profile
-def test_calls_are_those_of_one_step(measured: dict[tuple[str, str], Measurement]) -> None:
+def test_calls_are_those_of_one_step(measured: dict[tuple[str, str], Sample]) -> None:
     """Two layers of seven matrices, and the head: 15 products forward; two more for each backward."""
     calls = {
         mode: next(
@@ -114,7 +103,7 @@ def test_a_broken_model_is_not_profiled(model: str, message: str, monkeypatch: p
     monkeypatch.setattr("tests.broken_models.WrongShape", _wrong_shape(), raising=False)
     run = replace(TINY, model=f"tests.broken_models:{model}")
     with pytest.raises((Disagreement, RuntimeError), match=message):
-        list(measure_nsys_profile(nsys_profile_cells(run)[0], run))
+        list(measure_profile(nsys_profile_cells(run)[0], run))
 
 
 def _wrong_shape() -> type:
@@ -127,61 +116,12 @@ def _wrong_shape() -> type:
     return WrongShape
 
 
-# What the report says
-
-
-@nsys_profile
-@pytest.mark.parametrize(
-    "sentence",
-    [
-        "(a) The kernels of a forward pass add up to 96.2 % of its wall clock",
-        f"(b) xl (float32, context 512): the kernel with the most time of a forward pass is `{GEMM}` (48.00 ms in "
-        f"96 calls, 48.0 % of all kernels); of forward and backward it is another one, `{GEMM.replace('NNT', 'NTT')}`",
-        "(c) xl (float32, context 512), forward: besides matmuls the time goes to `softmax_warp_forward` 8.00 %",
-        "(d) small (float32, context 512): matmuls are 80.0 % of the kernels' time in inference and 80.0 % of a full",
-        "(e) xl (float32, context 512), forward: attention's two products take 8.000 ms over all layers, scale, "
-        "mask and softmax between them 16.00 ms (the softmax alone 6.400 ms): 2.00× the time for 0.0156× the FLOPs",
-        f"xl (float32, context 512), full training step, ran out of memory: `{OOM}`",
-    ],
-    ids=["a", "b", "c", "d", "e", "oom"],
-)  # fmt: skip
-def test_each_question_is_answered_from_the_records(sentence: str) -> None:
-    assert any(said.startswith(sentence) for said in answers(load_frame(profile_records())))
-
-
-@nsys_profile
-def test_shares_above_the_wall_clock_say_what_they_divide() -> None:
-    """Profiling slows a CPU's operators: their sum was said to be 141 % of a step's wall clock, without a reason."""
-    usual, busier = (
-        load_frame([
-            replace(row, samples=[ms / slowing for ms in row.samples])
-            if (row.quantity, row.case["model"]["name"]) == ("time", "xl") else row
-            for row in profile_records()
-        ])
-        for slowing in (1.0, 1.5)
-    )  # fmt: skip
-    why, remark = "(profiled operators against an unprofiled step)", f"- {ABOVE_WALL_CLOCK}"
-    (low, *_), (high, *_) = answers(usual), answers(busier)
-    assert why not in low and low.count("96.2 % of its wall clock") == 1
-    assert "96.2 % of its wall clock" in high and f"and to 144 % {why} for xl" in high
-    (table, *_), (noted, *_) = tables(usual), tables(busier)
-    assert remark not in table.body and remark in noted.body and "| 138 % |" in noted.body
-
-
-@nsys_profile
-def test_what_a_profile_lacks_is_not_made_up() -> None:
-    frame = load_frame([row for row in profile_records() if row.quantity == "time"])
-    assert all(said.startswith("xl") and "ran out of memory" in said for said in answers(frame))
-    (profile, *_) = profiles(frame)
-    assert math.isnan(profile.share("gemm_time")) and math.isnan(profile.softmax_ratio) and profile.kernel == ""
-
-
 @pytest.mark.gpu
 @nsys_profile
 def test_a_gpus_step_is_taken_apart_as_the_cpus_is() -> None:
     run = RunConfig(scale="tiny", device="cuda")
     cell = nsys_profile_cells(run)[1]
-    found = by_name(list(measure_nsys_profile(cell, run)))
+    found = by_name(list(measure_profile(cell, run)))
     assert set(found) == {(row.mode, row.quantity) for row in cell.rows}
     for mode in ("forward", "forward_backward", "train_step"):
         total = sum(found[mode, f"{category}_time"].samples[0] for category in CATEGORIES)

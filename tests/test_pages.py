@@ -17,6 +17,7 @@ from cs336_systems.experiments.frames import digits, exploded, flat_case, interv
 from cs336_systems.experiments.handout import HANDOUT
 from cs336_systems.experiments.pages import ANSWER, Book, Page, check_template
 from cs336_systems.experiments.records import Record, case_to_dict
+from cs336_systems.experiments.registry import PROBLEMS
 from cs336_systems.experiments.spec import Experiment, experiments, load
 from cs336_systems.experiments.tables import ABSENT, Listing, Pick, Pivot, Ratio, Wide, escape
 from tests.test_records import RUN
@@ -170,7 +171,8 @@ def test_each_kind_is_drawn_the_same_each_time(kind):
 
 def test_axes_are_logarithmic_from_a_range_of_ten_on_and_bars_never():
     assert scale_of(pd.Series([1.0, 9.0])).to_dict() == {"zero": False}
-    assert scale_of(pd.Series([1.0, 10.0])).to_dict() == {"base": 10, "type": "log"}
+    scale = scale_of(pd.Series([1.0, 10.0])).to_dict()
+    assert scale == {"base": 10, "type": "log", "nice": False}, "not widened to whole decades"
     assert scale_of(pd.Series([0.0, 10.0])).to_dict() == {"zero": False}
     assert '"log"' not in json.dumps(spec_of(Bars(x="shape").chart(MANY)))
     assert '"log"' in json.dumps(spec_of(Lines(x="seqlen_q").chart(MANY)))
@@ -181,7 +183,30 @@ def test_series_are_taken_apart():
     assert exploded(SERIES.iloc[1:2])[["index", "value"]].to_numpy().tolist() == [[0, 0.0], [1, 10.0], [2, 20.0]]
 
 
+def test_a_figure_of_speeds_is_within_a_run():
+    slow = replace(GPU_RUN, id="another")
+    frame = frame_of(row("hopper", [2.0]), row("flex", [4.0]), row("triton", [3.0], run=slow))
+    found = Bars(x="shape", over="flex").rows(frame)
+    assert dict(zip(found["implementation"], found["median"])) == {"hopper": 2.0}
+
+
+def test_parts_over_time_stand_at_their_places_in_the_figures_unit():
+    where = {"quantity": lambda name: name.startswith("t")}
+    chart = Areas(x="timeline.event", color="quantity", unit="GiB", where=where).chart(SERIES)
+    values = chart.to_dict()["data"]["values"]
+    assert [value["at"] for value in values] == [0, 10, 20, 0, 10, 20] and values[2]["value"] == pytest.approx(
+        3 / 1024, abs=1e-4
+    )
+
+
 # Pages
+
+
+def test_a_calculation_is_a_frame_without_records(book):
+    frame = book.frame("communication_accounting")
+    numbers = load("communication_accounting").numbers(frame)
+    assert (numbers["fixed_terabytes"], numbers["fewest"], numbers["tokens"]) == ("3.518", "38", "319.4")
+    assert "communication_accounting" not in PROBLEMS and book.folder_of("tp_calcs").name == "calculated"
 
 
 @pytest.fixture(scope="module")

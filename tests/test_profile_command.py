@@ -15,8 +15,8 @@ from typer.testing import CliRunner
 from cs336_systems.cli import app
 from cs336_systems.commands.profile import _without_option
 from cs336_systems.config import MODEL_SIZES, AttentionShape, ModelCase, Precision, RunConfig
-from cs336_systems.experiments.cells import Unsupported
 from cs336_systems.experiments.profiled import parse_case, prepare
+from cs336_systems.experiments.spec import Unsupported
 from cs336_systems.measure.trace import read_trace
 from cs336_systems.measure.vendor import vendor_command
 

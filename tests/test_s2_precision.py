@@ -6,18 +6,14 @@ import pytest
 import torch
 
 from cs336_systems.config import HANDOUT_SIZES, ModelCase, RunConfig
-from cs336_systems.experiments.s2_precision import (
-    AutocastCase,
-    NormCase,
-    benchmarking_mixed_precision_cells,
-    measure_mixed_precision,
-)
+from cs336_systems.experiments.benchmarking_mixed_precision import AutocastCase, NormCase
 from cs336_systems.experiments.spec import load
 from cs336_systems.measure.precision import accumulate, autocast_dtypes, norm_in
 
 COVERS = ("cs336_systems/measure",)
 TINY = RunConfig(scale="tiny", device="cpu")
 HANDOUT = RunConfig(scale="handout", device="cuda")
+EXPERIMENT = load("benchmarking_mixed_precision")
 
 
 @pytest.mark.problem("mixed_precision_accumulation", 1)
@@ -86,7 +82,7 @@ def test_squares_overflow_in_float16_alone():
 
 @pytest.mark.problem("benchmarking_mixed_precision", 2)
 def test_every_size_is_timed_in_three_precisions():
-    cases = [cell.case for cell in benchmarking_mixed_precision_cells(HANDOUT)]
+    cases = [cell.case for cell in EXPERIMENT.cells(HANDOUT)]
     timed = [case for case in cases if isinstance(case, ModelCase)]
     assert {case.model.name for case in timed} == set(HANDOUT_SIZES) and len(timed) == 3 * len(HANDOUT_SIZES)
     assert {(case.precision.parameters, case.precision.autocast) for case in timed} == {
@@ -95,12 +91,12 @@ def test_every_size_is_timed_in_three_precisions():
 
 
 def test_each_kind_of_cell_gives_all_its_rows():
-    cells = benchmarking_mixed_precision_cells(TINY)
+    cells = EXPERIMENT.cells(TINY)
     chosen = [
         next(cell for cell in cells if isinstance(cell.case, kind)) for kind in (AutocastCase, NormCase, ModelCase)
     ]
     for cell in chosen:
-        measurements = list(measure_mixed_precision(cell, TINY))
+        measurements = list(EXPERIMENT.measure(cell, TINY))
         assert [measurement.row for measurement in measurements] == list(cell.rows)
         assert all(measurement.samples for measurement in measurements)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,33 +16,32 @@ from typer.testing import CliRunner
 from cs336_systems.accounting import OPTIMIZER_TEMPORARY_BYTES, block_saved_bytes, model_peak_bytes
 from cs336_systems.cli import app
 from cs336_systems.config import MODEL_SIZES, ModelConfig, Precision, RunConfig, proxy_model
-from cs336_systems.experiments import s3_memory
-from cs336_systems.experiments.cells import Cell, Disagreement, Unsupported
-from cs336_systems.experiments.memory_cells import (
+from cs336_systems.experiments import gradient_checkpointing
+from cs336_systems.experiments.frames import load_frame
+from cs336_systems.experiments.gradient_checkpointing import checkpointing_cells, measure_strategy
+from cs336_systems.experiments.memory_profiling import made_in_backward, measure_pass, profiling_cells
+from cs336_systems.experiments.model_memory import (
     FORWARD,
     PHASES,
+    SAVED,
     START,
     STEP,
+    BlocksCase,
     MemoryCase,
     measured_phases,
     prepare,
     recorded_trace,
     simulated_trace,
 )
-from cs336_systems.experiments.model_cells import TrainingStep
-from cs336_systems.experiments.s3_memory import (
-    BlocksCase,
-    gradient_checkpointing_cells,
-    measure_gradient_checkpointing,
-    measure_memory_profiling,
-    memory_profiling_cells,
-)
+from cs336_systems.experiments.models import TrainingStep
+from cs336_systems.experiments.records import read_records
+from cs336_systems.experiments.spec import Cell, Disagreement, Unsupported, load
 from cs336_systems.measure.allocations import AllocationRecorder
 from cs336_systems.measure.memory import MIB, release
 from cs336_systems.measure.predict import CudaAutocastRules, fake_module, parse_bytes
 from cs336_systems.measure.saved import by_operation, compiled_saved_tensors, saved_tensors
 from cs336_systems.measure.timeline import CATEGORIES, Allocation, MemoryTrace, Phase
-from cs336_systems.model import AdamW, build_model, cross_entropy
+from cs336_systems.model import AdamW, TransformerLM, build_model, cross_entropy
 from cs336_systems.model.checkpointing import (
     apply_checkpointing,
     best_blocks_per_group,
@@ -55,11 +55,6 @@ from cs336_systems.model.checkpointing import (
     recursive_recomputed_blocks,
 )
 from cs336_systems.model.optimizer import TEMPORARY_BYTES
-from cs336_systems.report.answers import answer
-from cs336_systems.report.figures import draw
-from cs336_systems.report.frames import load_frame
-from cs336_systems.report.plots import plots
-from tests.distributed_records import record
 
 COVERS = ("cs336_systems/measure", "cs336_systems/model")
 TINY = RunConfig(scale="tiny", device="cpu")
@@ -264,7 +259,7 @@ def test_a_size_without_a_unit_is_refused(text):
 
 
 def fake_xl_blocks(count: int) -> tuple[nn.Sequential, torch.Tensor]:
-    model = fake_module(lambda: s3_memory.TransformerLM.from_config(replace(XL, num_layers=count)))
+    model = fake_module(lambda: TransformerLM.from_config(replace(XL, num_layers=count)))
     return nn.Sequential(*model.layers), torch.empty(4, 2048, 2560, requires_grad=True)
 
 
@@ -294,12 +289,12 @@ def test_compiled_blocks_save_what_others_measured(blocks, others_mib):
 @pytest.mark.problem("gradient_checkpointing", 4)
 def test_pairs_of_blocks_store_their_inputs_alone():
     case = BlocksCase(model=XL, batch=4, blocks=4, attention="reference", checkpointing="2")
-    cell = Cell(problem="gradient_checkpointing", case=case, implementation="simulated", rows=(s3_memory.SAVED,))
-    (measurement,) = measure_gradient_checkpointing(cell, TINY)
+    cell = Cell(problem="gradient_checkpointing", case=case, implementation="simulated", rows=(SAVED,))
+    (measurement,) = measure_strategy(cell, TINY)
     assert measurement.samples == [160.0], "two residual streams of 80 MiB"
     compiled = replace(cell, implementation="simulated compiled")
     with pytest.raises(Unsupported, match="simulated without checkpoints in it"):
-        list(measure_gradient_checkpointing(compiled, TINY))
+        list(measure_strategy(compiled, TINY))
 
 
 def test_saved_tensors_count_each_storage_once_and_no_parameter():
@@ -312,7 +307,7 @@ def test_saved_tensors_count_each_storage_once_and_no_parameter():
 
 def real_blocks(count: int, device: str = "cpu") -> tuple[nn.Sequential, torch.Tensor]:
     with torch.device(device):
-        model = s3_memory.TransformerLM.from_config(replace(SMALL, num_layers=count))
+        model = TransformerLM.from_config(replace(SMALL, num_layers=count))
         return nn.Sequential(*model.layers), torch.randn(2, 64, 32, requires_grad=True)
 
 
@@ -350,8 +345,8 @@ def test_compiled_cells_are_compiled_on_a_gpu(checkpointing):
     """What Inductor's code stores is what its partition of the graph says; under checkpoints, the groups' inputs."""
     model = replace(SMALL, num_layers=4)
     case = BlocksCase(model=model, batch=2, blocks=4, attention="reference", checkpointing=checkpointing)
-    cell = Cell(problem="gradient_checkpointing", case=case, implementation="compiled", rows=(s3_memory.SAVED,))
-    (measurement,) = measure_gradient_checkpointing(cell, HANDOUT)
+    cell = Cell(problem="gradient_checkpointing", case=case, implementation="compiled", rows=(SAVED,))
+    (measurement,) = measure_strategy(cell, HANDOUT)
     blocks, x = real_blocks(4, "cuda")
     stored = 4 * x.nbytes // int(checkpointing) if checkpointing != "none" else 0
     expected = stored or sum(one.num_bytes for one in compiled_saved_tensors(blocks, x))
@@ -544,27 +539,34 @@ def test_predictions_hold_on_a_gpu(mode, precision):
 
 @pytest.mark.problem("memory_profiling", 4)
 def test_handout_grids_are_the_handouts():
-    cases = [
-        (cell.case, cell.rows[0].mode) for cell in memory_profiling_cells(HANDOUT) if isinstance(cell.case, MemoryCase)
-    ]
+    cases = [(cell.case, cell.rows[0].mode) for cell in profiling_cells(HANDOUT) if isinstance(cell.case, MemoryCase)]
     assert {(case.model.name, case.batch) for case, _ in cases} == {("xl", 4)}
     for context in (128, 256, 512, 2048):
         found = {(mode, case.precision.autocast) for case, mode in cases if case.model.context_length == context}
         assert found == {(mode, autocast) for mode in PHASES for autocast in (None, "bfloat16")}
     groups = {
         (cell.case.checkpointing, cell.implementation)
-        for cell in gradient_checkpointing_cells(HANDOUT)
+        for cell in checkpointing_cells(HANDOUT)
         if isinstance(cell.case, MemoryCase)
     }
     assert {(size, how) for size in ("1", "2", "4") for how in ("eager", "compiled")} <= groups
     assert {("recursive", "eager"), ("selective", "eager"), ("none", "eager")} <= groups
 
 
+@pytest.mark.problem("memory_profiling", 4)
+@pytest.mark.parametrize("context, implementation", [(128, "eager"), (2048, "simulated")])
+def test_a_blocks_gradients_are_read_off_the_published_timeline(context, implementation):
+    """Where they are four matrices of attention and three of the feed-forward network: 400 MiB."""
+    records = Path(__file__).resolve().parents[1] / "results" / "nvidia-h200" / "records" / "memory_profiling.jsonl"
+    frame = load_frame(load("memory_profiling"), read_records(records))
+    assert made_in_backward(frame, context, implementation) == pytest.approx(400, rel=0.01)
+
+
 @pytest.mark.slow
 def test_a_memory_cell_gives_all_its_rows():
     for cells, measure in (
-        (memory_profiling_cells(TINY), measure_memory_profiling),
-        (gradient_checkpointing_cells(TINY), measure_gradient_checkpointing),
+        (profiling_cells(TINY), measure_pass),
+        (checkpointing_cells(TINY), measure_strategy),
     ):
         kinds = {(type(cell.case), cell.implementation, cell.rows[0].mode): cell for cell in cells}
         for cell in kinds.values():
@@ -572,53 +574,21 @@ def test_a_memory_cell_gives_all_its_rows():
             assert set(rows) == set(cell.rows), cell
 
 
-@pytest.mark.parametrize("number, says", [(1, "1 block, "), (4, "4 blocks, ")])
-def test_one_block_is_one_block(number, says):
-    problem = "gradient_checkpointing"
-    cell = next(cell for cell in gradient_checkpointing_cells(HANDOUT) if isinstance(cell.case, BlocksCase))
-    saved = {"mode": "forward", "quantity": "saved_for_backward", "unit": "MiB", "samples": [4132.0]}
-    said = answer(problem, load_frame([record(problem, replace(cell.case, blocks=number), "simulated", **saved)]))
-    store = "stores" if number == 1 else "store"
-    assert f"- {says}without checkpointing, {store} between forward and backward: simulated 4,132 MiB." in said
-
-
-def test_a_proxys_bars_have_a_scale_of_their_own():
-    """Beside the simulated xl at 200,000 MiB the panels of a proxy of 80 MiB looked empty."""
-    problem = "gradient_checkpointing"
-
-    def tops(mib: float) -> dict[str, float]:
-        cell = next(cell for cell in gradient_checkpointing_cells(HANDOUT) if isinstance(cell.case, MemoryCase))
-        proxy, peak = replace(cell.case.model, name="xl-proxy"), {"quantity": "peak_memory", "unit": "MiB"}
-        records = [
-            record(problem, replace(cell.case, model=model, attention=attention), "simulated", samples=[top], **peak)
-            for model, top in ((cell.case.model, 200_000.0), (proxy, mib))
-            for attention in ("reference", "sdpa")
-        ]
-        axes = draw(plots(problem, load_frame(records))[0]).axes
-        return {one.get_title().split(",")[0]: one.get_ylim()[1] for one in axes}
-
-    apart, together = tops(80.0), tops(50_000.0)
-    assert apart["model = xl"] > 200_000 and 80 < apart["model = xl-proxy"] < 160
-    assert together["model = xl"] == together["model = xl-proxy"] > 200_000
-
-
 def test_wrong_gradients_are_never_timed(monkeypatch):
-    monkeypatch.setattr(s3_memory, "GRADIENT_TOLERANCE", -1.0)  # not even equal gradients pass
-    cell = next(cell for cell in gradient_checkpointing_cells(TINY) if cell.implementation == "eager")
+    monkeypatch.setattr(gradient_checkpointing, "GRADIENT_TOLERANCE", -1.0)  # not even equal gradients pass
+    cell = next(cell for cell in checkpointing_cells(TINY) if cell.implementation == "eager")
     with pytest.raises(Disagreement, match="gradients under checkpointing differ by 0, more than -"):
-        next(measure_gradient_checkpointing(cell, TINY))
+        next(measure_strategy(cell, TINY))
 
 
 def test_a_users_own_model_is_simulated_but_not_checkpointed():
     run = replace(TINY, model="tests.broken_models:Bigram")
-    cells = memory_profiling_cells(run)
+    cells = profiling_cells(run)
     cell = next(cell for cell in cells if cell.implementation == "simulated" and isinstance(cell.case, MemoryCase))
-    assert all(measurement.samples for measurement in measure_memory_profiling(cell, run))
-    checkpointed = next(
-        cell for cell in gradient_checkpointing_cells(run) if getattr(cell.case, "checkpointing", "") == "2"
-    )
+    assert all(measurement.samples for measurement in measure_pass(cell, run))
+    checkpointed = next(cell for cell in checkpointing_cells(run) if getattr(cell.case, "checkpointing", "") == "2")
     with pytest.raises(Unsupported, match="model must be a TransformerLM"):
-        list(measure_gradient_checkpointing(checkpointed, run))
+        list(measure_strategy(checkpointed, run))
 
 
 # Command line

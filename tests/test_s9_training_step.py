@@ -1,4 +1,4 @@
-"""`leaderboard_2026`: the step of two gloo ranks against one process, what its cells promise, and the report."""
+"""`leaderboard_2026`: the step of two gloo ranks against one process, and what its cells promise."""
 
 from __future__ import annotations
 
@@ -15,27 +15,20 @@ from cs336_systems.config import MODEL_SIZES, Precision, RunConfig
 from cs336_systems.distributed.fsdp import FSDP
 from cs336_systems.distributed.launch import run_ranks
 from cs336_systems.distributed.memory_plan import fsdp_bytes, long_step_bytes
-from cs336_systems.experiments import s9_training_step
-from cs336_systems.experiments.cells import Disagreement, Unsupported
-from cs336_systems.experiments.registry import PROBLEMS
-from cs336_systems.experiments.s9_training_step import (
-    PROBLEM,
+from cs336_systems.experiments import leaderboard_2026
+from cs336_systems.experiments.leaderboard_2026 import (
     LongStep,
     LongStepCase,
     check_long_step,
+    leaderboard_2026_cells,
     long_step_cell,
-    measure_leaderboard_2026,
+    measure_long_step,
 )
+from cs336_systems.experiments.spec import Disagreement, Unsupported
 from cs336_systems.inputs import token_batch
 from cs336_systems.measure.memory import MIB
 from cs336_systems.model import TransformerLM, cross_entropy
 from cs336_systems.model.chunked_loss import LossHead
-from cs336_systems.report.answers import answer
-from cs336_systems.report.frames import load_frame
-from cs336_systems.report.plots import plots
-from cs336_systems.report.tables import sections
-from tests.distributed_records import H200
-from tests.leaderboard_records import CASE, leaderboard_2026_records
 from tests.one_job import OneJob
 from tests.sharding_models import TINY, LiveBytes
 
@@ -86,7 +79,7 @@ class OneChunkLess(LossHead):
 def check_the_check(rank: int, num_ranks: int) -> float:
     good = check_long_step("fsdp", SMALL, CPU, rank)
     with (
-        patch.object(s9_training_step.LossTransformer, "head_class", OneChunkLess),
+        patch.object(leaderboard_2026.LossTransformer, "head_class", OneChunkLess),
         pytest.raises(Disagreement, match="weights after 3 steps are off by .* times the bound"),
     ):
         check_long_step("fsdp", SMALL, CPU, rank)
@@ -118,7 +111,7 @@ def step_bytes(rank: int, num_ranks: int) -> tuple[int, int]:
     step.train_step()
     with LiveBytes() as live:
         step.train_step()
-    return live.peak, s9_training_step.predicted_bytes(case)
+    return live.peak, leaderboard_2026.predicted_bytes(case)
 
 
 VARIANTS = [("fsdp", "around_attention"), ("fsdp", "after_attention"), ("fsdp", "block"),
@@ -195,11 +188,11 @@ def test_a_case_refuses_what_cannot_run():
 )  # fmt: skip
 def test_what_there_is_not_is_skipped_with_the_reason(cell, run, message):
     with pytest.raises(Unsupported, match=message):
-        list(measure_leaderboard_2026(cell, run))
+        list(measure_long_step(cell, run))
 
 
 def test_the_handouts_cells_are_the_leaderboards():
-    cells = PROBLEMS[PROBLEM].cells(HANDOUT)
+    cells = leaderboard_2026_cells(HANDOUT)
     assert {cell.case.model for cell in cells} == {MODEL_SIZES["8b"]}
     assert {(cell.case.batch, cell.case.num_ranks, cell.case.precision.autocast) for cell in cells} == {
         (1, 2, "bfloat16")
@@ -219,23 +212,23 @@ def test_attention_is_the_fastest_that_runs(available, chosen):
     answers = {name: "ok" if name in available else "not here" for name in ("hopper", "triton")}
     with (
         patch.object(torch.cuda, "is_available", return_value=True),
-        patch.object(s9_training_step, "available_backends", return_value=answers),
+        patch.object(leaderboard_2026, "available_backends", return_value=answers),
     ):
-        cells = PROBLEMS[PROBLEM].cells(HANDOUT)
+        cells = leaderboard_2026_cells(HANDOUT)
     assert cells[0].case.attention == chosen
     assert any(cell.case.attention == "sdpa" for cell in cells)
 
 
 def test_a_measured_cell_keeps_its_promises():
     cell = long_step_cell(SMALL, "fsdp")
-    found = list(measure_leaderboard_2026(cell, CPU))
+    found = list(measure_long_step(cell, CPU))
     assert [measurement.row for measurement in found] != [] and {one.row for one in found} == set(cell.rows)
     by_name = {measurement.row.quantity: measurement for measurement in found}
-    assert len(by_name["time"].samples) == s9_training_step.STEPS["tiny"]
+    assert len(by_name["time"].samples) == leaderboard_2026.STEPS["tiny"]
     error = by_name["time"].error
     assert error is not None and 0 <= error <= 1
     losses = by_name["loss"].samples
-    assert len(losses) == 1 + s9_training_step.WARMUP + s9_training_step.STEPS["tiny"]
+    assert len(losses) == 1 + leaderboard_2026.WARMUP + leaderboard_2026.STEPS["tiny"]
     assert losses[-1] < losses[0] and abs(losses[0] - math.log(TINY.vocab_size)) < 0.5
     assert by_name["predicted_peak_memory"].samples == [cell.predicted_bytes / 2 / MIB]
     assert by_name["parameters"].samples[0] == pytest.approx(by_name["optimizer_state"].samples[0] / 2)
@@ -247,7 +240,7 @@ def test_a_measured_cell_keeps_its_promises():
 def check_both_on_gpus(rank: int, num_ranks: int) -> list[float]:
     """Compiled, in bfloat16, with the attention that the handout's cells would have: errors over their bounds."""
     run = RunConfig(scale="smoke", device="cuda")
-    listed = PROBLEMS[PROBLEM].cells(run)
+    listed = leaderboard_2026_cells(run)
     return [check_long_step(cell.implementation, cell.case, run, rank) for cell in listed]
 
 
@@ -257,54 +250,3 @@ def check_both_on_gpus(rank: int, num_ranks: int) -> list[float]:
 def test_compiled_blocks_in_bfloat16_train_like_float32_on_gpus():
     for errors in run_ranks(check_both_on_gpus, 2, backend="nccl", device="cuda"):
         assert len(errors) == 2 and max(errors) <= 1
-
-
-# Report
-
-
-def test_tables_figures_and_answers_of_measured_and_broken_cells():
-    frame = load_frame(leaderboard_2026_records(device=H200))
-    tables = {section.name: section.body for section in sections(PROBLEM, frame)}
-    assert set(tables) == {"step", "parts", "kept"} and all("OOM" in body for body in tables.values())
-    lines = tables["step"].splitlines()
-    assert "after attention" in lines[2] and "OOM" in lines[6], "the fastest first, the broken last"
-    # 2.372 PFLOP of each rank in 6 s are 395.4 TFLOP/s of 989.5; 65,536 tokens
-    assert "| 10,923 | 395.4 | 40.0 % | 100,000 | 110,000 |" in lines[2]
-    assert "peak of a GPU: 989.5 TFLOP/s" in tables["step"]
-    said = answer(PROBLEM, frame)
-    assert "The fastest step of FSDP takes 6,000 ms (after attention computed again, hopper attention, compiled" in said
-    assert "The class's record, 3,837 ms on two B200, is 27.5 % of theirs, which is 2.27× as high." in said
-    assert "a step takes 6,300 ms with FSDP, 0.800× the 7,875 ms of torch fully_shard." in said
-    assert "first step ends after 60.0 s; the handout's 600 s have room for 90 more." in said
-    assert "Of 400.0 ms of communication in a traced step 75.0 % run beside compute." in said
-    (figure,) = plots(PROBLEM, frame)
-    assert set(figure.data["series"]) == {"FSDP", "torch fully_shard"} and not figure.log_y
-
-
-def test_a_gpu_without_a_known_peak_gets_no_share_of_it():
-    frame = load_frame(leaderboard_2026_records())
-    step = next(section.body for section in sections(PROBLEM, frame) if section.name == "step")
-    assert "| 395.4 | – |" in step and "peak of a GPU" not in step
-    assert "TFLOP/s a GPU." in answer(PROBLEM, frame)
-    broken = load_frame([record for record in leaderboard_2026_records() if record.status != "ok"])
-    assert answer(PROBLEM, broken) == "" and sections(PROBLEM, broken)
-
-
-def test_a_proxys_step_is_not_set_against_the_record():
-    records = leaderboard_2026_records(device=H200)
-    case = dict(records[0].case, model=dict(records[0].case["model"], name="8b-proxy"))
-    frame = load_frame([replace(record, case=case) for record in records if record.case == records[0].case])
-    said = answer(PROBLEM, frame)
-    assert "record" not in said and "first step ends after 60.0 s." in said, "the limit is for the 8B model"
-
-
-def test_ranks_that_share_a_cpu_have_no_gpu_each():
-    frame = load_frame(leaderboard_2026_records(device={"name": "Test CPU", "kind": "cpu", "driver": ""}))
-    step = next(section.body for section in sections(PROBLEM, frame) if section.name == "step")
-    said = answer(PROBLEM, frame)
-    assert "| TFLOP/s a rank |" in step and "TFLOP/s a rank." in said and "GPU" not in step + said
-    assert "first step ends after 60.0 s." in said
-
-
-def test_the_bare_case_is_the_leaderboards():
-    assert replace(PROBLEMS[PROBLEM].cells(HANDOUT)[0].case, attention="hopper") == CASE

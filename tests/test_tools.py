@@ -13,9 +13,7 @@ from types import ModuleType
 
 import pytest
 
-from cs336_systems.records import read_records
-from cs336_systems.report.answers import answer
-from cs336_systems.report.frames import load_frame
+from cs336_systems.experiments.pages import Book, Page
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -325,6 +323,6 @@ def test_the_hopper_notebook_answers_from_the_records_of_now(check_notebooks):
         for output in cell.get("outputs", ())
         if "text/markdown" in output.get("data", {})
     ]
+    book = Book(ROOT, ROOT / "results" / "nvidia-h200")
     for problem in ("hopper_ladder", "attention_shapes"):
-        frame = load_frame(read_records(ROOT / "results" / "nvidia-h200" / "records" / f"{problem}.jsonl"))
-        assert answer(problem, frame) in shown
+        assert Page(book, problem).table("forward_backward") in shown

@@ -22,9 +22,9 @@ from cs336_systems.analysis.traffic import bytes_sent
 from cs336_systems.cli import app
 from cs336_systems.config import ModelConfig, Precision, RunConfig
 from cs336_systems.distributed.launch import run_ranks
-from cs336_systems.experiments.cells import Unsupported
 from cs336_systems.experiments.registry import PROBLEMS
-from cs336_systems.experiments.s_training import FIRST_BOUND, LAST_BOUND, curve_error
+from cs336_systems.experiments.spec import Unsupported
+from cs336_systems.experiments.training_run import FIRST_BOUND, LAST_BOUND, curve_error
 from cs336_systems.training import Corpus, TrainingConfig, TrainingResult, train
 from cs336_systems.training.config import WRAPPERS
 from cs336_systems.training.loop import RunOptions, _step, train_rank

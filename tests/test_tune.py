@@ -31,8 +31,9 @@ from cs336_systems.commands import kernels as kernels_command
 from cs336_systems.commands import tune as tune_command
 from cs336_systems.config import AttentionShape, RunConfig
 from cs336_systems.device import get_device_info
-from cs336_systems.experiments.cells import Disagreement, Unsupported
 from cs336_systems.experiments.harness import Provenance, Sweep
+from cs336_systems.experiments.records import Record, case_to_dict, read_records
+from cs336_systems.experiments.spec import Disagreement, Unsupported
 from cs336_systems.experiments.tuning import (
     PROBLEM,
     measure_tune_flash,
@@ -41,7 +42,6 @@ from cs336_systems.experiments.tuning import (
     tune_cell,
     winners,
 )
-from cs336_systems.records import Record, case_to_dict, read_records
 
 COVERS = (
     "cs336_systems/attention/tiles",

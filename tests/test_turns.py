@@ -8,10 +8,10 @@ import torch
 from cs336_systems.attention import flash_attention
 from cs336_systems.config import RunConfig
 from cs336_systems.experiments import turns
-from cs336_systems.experiments.cells import Unsupported
 from cs336_systems.experiments.harness import Provenance, Sweep
 from cs336_systems.experiments.implementations import build
 from cs336_systems.experiments.registry import PROBLEMS
+from cs336_systems.experiments.spec import Unsupported
 from cs336_systems.experiments.turns import Player, in_order, play
 from cs336_systems.experiments.worker import Outcome
 
@@ -69,7 +69,7 @@ def test_a_round_goes_through_the_modes_and_the_first_is_not_kept():
 
 
 def tiny_cell():
-    (cell,) = PROBLEM.cells(TINY)
+    (cell,) = PROBLEM.planned(TINY)
     return cell
 
 

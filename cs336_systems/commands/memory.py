@@ -13,7 +13,7 @@ from cs336_systems.commands.shared import one_line_errors
 from cs336_systems.measure.text import printable
 
 if TYPE_CHECKING:
-    from cs336_systems.experiments.memory_cells import MemoryCase
+    from cs336_systems.experiments.model_memory import MemoryCase
 
 EXIT_DOES_NOT_FIT = 1
 GIB = 2**30
@@ -52,7 +52,7 @@ def memory(
             trace = snapshot_trace(read_snapshot(snapshot))
             title = snapshot.name
         else:
-            from cs336_systems.experiments.memory_cells import simulated_trace
+            from cs336_systems.experiments.model_memory import simulated_trace
 
             case = _case(model, context, batch, attention, parameters, autocast, checkpoint)
             trace = simulated_trace(case, mode)
@@ -91,7 +91,7 @@ def _case(
     from dataclasses import replace
 
     from cs336_systems.config import MODEL_SIZES, Precision
-    from cs336_systems.experiments.memory_cells import MemoryCase
+    from cs336_systems.experiments.model_memory import MemoryCase
 
     if model not in MODEL_SIZES:
         raise ValueError(f"--model must be one of {', '.join(MODEL_SIZES)}, got {model!r}")

@@ -122,8 +122,8 @@ def _prepare(case: ModelCase | AttentionShape, implementation: str, mode: str, r
     """`prepare`, with the ways in which a valid case may not run here as one line."""
     import torch
 
-    from cs336_systems.experiments.cells import Disagreement, Unsupported
     from cs336_systems.experiments.profiled import prepare
+    from cs336_systems.experiments.spec import Disagreement, Unsupported
     from cs336_systems.measure.memory import one_out_of_memory_error
 
     try:

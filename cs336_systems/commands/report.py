@@ -59,9 +59,7 @@ def report(
                 typer.echo(f"read {page}")
             if only:
                 continue
-            is_published = path.name == PUBLISHED_FOLDER and is_here
-            _former_report(path, is_published)
-            if is_published:
+            if path.name == PUBLISHED_FOLDER and is_here:
                 for file in Book(Path(), path).write():
                     typer.echo(f"written: {file}")
 
@@ -69,25 +67,12 @@ def report(
 def _check(published: Path) -> int:
     """Print what is stale in the repository's documents; the exit code."""
     from cs336_systems.experiments.pages import Book
-    from cs336_systems.report import check_documents
 
-    found = check_documents([Path(name) for name in DOCUMENTS], published) + Book(Path(), published).check()
+    found = Book(Path(), published).check()
     for difference in found:
         typer.echo(printable(difference), err=True)
     typer.echo(f"report --check: {len(found)} differences")
     return 1 if found else 0
-
-
-def _former_report(path: Path, is_published: bool) -> None:
-    """Tables, figures and blocks of the problems that are not moved to experiments of their own yet."""
-    from cs336_systems.report import build_report
-
-    documents = [Path(name) for name in DOCUMENTS] if is_published else ()
-    written = build_report(path, published=is_published, documents=documents)
-    typer.echo(f"{path}: {len(written)} files written")
-    for file in written:
-        if file.name == "report.md":
-            typer.echo(f"read {file}")
 
 
 def _chosen_folders(results: Path, folder: str | None) -> list[Path]:

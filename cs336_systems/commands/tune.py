@@ -38,8 +38,8 @@ if TYPE_CHECKING:
     from cs336_systems.attention.compilation import CompileReport
     from cs336_systems.attention.tiles import KernelConfig
     from cs336_systems.config import AttentionShape
-    from cs336_systems.experiments.cells import Cell
     from cs336_systems.experiments.harness import Sweep
+    from cs336_systems.experiments.spec import Cell
     from cs336_systems.experiments.tuning import Proposal, Winner
 
 KERNELS = ("forward", "dkdv", "dq")
@@ -281,8 +281,8 @@ def _obstacles(
 
 def _show_measured(sweep: Sweep, shapes: Sequence[AttentionShape], seed: int) -> bool:
     """Print winners and proposals from the folder's records; False if there are none for these shapes."""
+    from cs336_systems.experiments.records import read_records
     from cs336_systems.experiments.tuning import PROBLEM, medians, proposals, winners
-    from cs336_systems.records import read_records
 
     times = medians(read_records(sweep.record_file(PROBLEM)), shapes, seed)
     best = winners(times, sweep.device.compute_capability)

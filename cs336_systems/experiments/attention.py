@@ -12,12 +12,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
+import pandas as pd
 import torch
 from torch import Tensor
 
 from cs336_systems.accounting import attention_flops, eager_attention_bytes, tflops_per_s
 from cs336_systems.attention.contract import Oracle, compute_oracle, contract_errors
 from cs336_systems.config import AttentionShape, RunConfig
+from cs336_systems.experiments.frames import speed, tuples
 from cs336_systems.experiments.implementations import (
     COMPILED,
     AttentionFunction,
@@ -63,7 +65,20 @@ def sized_shape(run: RunConfig, batch: int, heads: int, seqlen: int, head_dim: i
     )
 
 
-def attention_columns(row: dict[str, Any], shape: AttentionShape) -> dict[str, Any]:
+def shape_of_row(row: Mapping[str, Any]) -> AttentionShape:
+    """The case of a frame's row."""
+    return AttentionShape(**{name: row[name] for name in AttentionShape.__dataclass_fields__})
+
+
+def with_speeds(frame: pd.DataFrame, base: str) -> pd.DataFrame:
+    """`frame` with `speed_over_<base>`: how many times as fast a row is as `base` on the same case in the same run."""
+    rows = tuples(frame)
+    bases = {(row["case"], row["mode"], row["quantity"]): row for row in rows if row["implementation"] == base}
+    found = [speed(row, bases.get((row["case"], row["mode"], row["quantity"]))) for row in rows]
+    return frame.assign(**{f"speed_over_{base}": found})
+
+
+def attention_columns(row: Mapping[str, Any], shape: AttentionShape) -> dict[str, Any]:
     """`shape` in words, and `tflops` of a measured time in ms; NaN where nothing was timed."""
     heads = f"{shape.heads}/{shape.kv_heads}" if shape.kv_heads not in (None, shape.heads) else str(shape.heads)
     sizes = f"{shape.batch} × {heads} × {shape.seqlen_q:,} × {shape.head_dim}"

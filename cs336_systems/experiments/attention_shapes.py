@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from cs336_systems.config import AttentionShape, RunConfig
+from cs336_systems.config import RunConfig
 from cs336_systems.experiments.attention import (
     BACKWARD,
     BOTH,
@@ -18,6 +18,7 @@ from cs336_systems.experiments.attention import (
     attention_cell,
     attention_columns,
     measure_attention,
+    shape_of_row,
     sized_shape,
 )
 from cs336_systems.experiments.figures import Bars
@@ -60,8 +61,7 @@ class AttentionShapes(Experiment):
         return measure_attention(cell, run, settled=True)
 
     def columns(self, row: dict[str, Any]) -> dict[str, Any]:
-        shape = AttentionShape(**{name: row[name] for name in AttentionShape.__dataclass_fields__})
-        return attention_columns(row, shape)
+        return attention_columns(row, shape_of_row(row))
 
     tables = {
         mode: Pivot(

@@ -9,7 +9,7 @@ when the last is done.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -61,10 +61,27 @@ WARMUP = 2  # after the two backwards of the check, and before the step that pla
 GRADIENT_TOLERANCE = {None: 1e-4, "bfloat16": 2e-2, "float16": 2e-3}
 
 
+def steps_table(title: str, where: Mapping[str, Any] | None = None, **more: str) -> Wide:
+    """A line a wrapper: its step, what of it is communication, and how much of that is hidden; `more` columns down."""
+    return Wide(
+        title=title,
+        down={"wrapper": "implementation", "bucket (MiB)": "bucket_size_mb", "precision": "precision", **more},
+        where={"quantity": ("time", "peak_memory", *TIMES), **(where or {})},
+        columns={
+            "step (ms)": Pick({"quantity": "time"}, significant=4),
+            "communication (ms)": Pick({"quantity": "communication_time"}),
+            "of the step": Ratio("communication (ms)", "step (ms)", percent=True),
+            "beside compute (ms)": Pick({"quantity": "overlap_time"}),
+            "hidden": Ratio("beside compute (ms)", "communication (ms)", percent=True),
+            "peak (GiB)": Pick({"quantity": "peak_memory"}, unit="GiB"),
+        },
+    )
+
+
 class DataParallelExperiment(Experiment):
     """Base of the four: cells of wrappers, ranks and precisions, their measurement, table and traces."""
 
-    implementations = (*OURS, *PEERS)
+    implementations: tuple[str, ...] = (*OURS, *PEERS)
     takes = "ddp"
 
     def measure(self, cell: Cell, run: RunConfig) -> Iterator[Sample]:
@@ -76,26 +93,7 @@ class DataParallelExperiment(Experiment):
     def numbers(self, frame: pd.DataFrame) -> dict[str, Any]:
         return step_numbers(frame)
 
-    tables = {
-        "steps": Wide(
-            title="A training step",
-            down={
-                "wrapper": "implementation",
-                "bucket (MiB)": "bucket_size_mb",
-                "precision": "precision",
-                "ranks": "num_ranks",
-            },
-            where={"quantity": ("time", "peak_memory", *TIMES)},
-            columns={
-                "step (ms)": Pick({"quantity": "time"}, significant=4),
-                "communication (ms)": Pick({"quantity": "communication_time"}),
-                "of the step": Ratio("communication (ms)", "step (ms)", percent=True),
-                "beside compute (ms)": Pick({"quantity": "overlap_time"}),
-                "hidden": Ratio("beside compute (ms)", "communication (ms)", percent=True),
-                "peak (GiB)": Pick({"quantity": "peak_memory"}, unit="GiB"),
-            },
-        )
-    }
+    tables = {"steps": steps_table("A training step", ranks="num_ranks")}
     figures = {
         "traces": Traces(
             title="One traced step of rank 0, two ranks",

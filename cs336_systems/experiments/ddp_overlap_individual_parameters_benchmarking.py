@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from cs336_systems.config import RunConfig
-from cs336_systems.experiments.data_parallel import FEWER_RANKS, DataParallelExperiment, ddp_cells, precisions
+from cs336_systems.experiments.data_parallel import (
+    FEWER_RANKS,
+    DataParallelExperiment,
+    ddp_cells,
+    precisions,
+    steps_table,
+)
 from cs336_systems.experiments.ranks import Traces, rank_counts
 from cs336_systems.experiments.spec import Cell, problem
 
@@ -26,12 +30,7 @@ class DDPOverlapBenchmarking(DataParallelExperiment):
         return cells
 
     tables = DataParallelExperiment.tables | {
-        "two_ranks": replace(
-            DataParallelExperiment.tables["steps"],
-            title="A training step on two ranks",
-            down={"wrapper": "implementation", "bucket (MiB)": "bucket_size_mb", "precision": "precision"},
-            where=DataParallelExperiment.tables["steps"].where | {"num_ranks": 2},
-        )
+        "two_ranks": steps_table("A training step on two ranks", {"num_ranks": 2})
     }
     figures = {
         "traces": Traces(

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -20,7 +21,7 @@ from typing import Any, ClassVar
 import altair as alt
 import pandas as pd
 
-from cs336_systems.experiments.frames import Where, exploded, intervals, pick, with_unit
+from cs336_systems.experiments.frames import Where, exploded, in_unit, intervals, pick, speed, tuples, with_unit
 
 RANGE_OF_LOG = 10  # largest over smallest, from which on an axis is logarithmic
 WIDTH, HEIGHT = 640, 320  # of a figure of one panel
@@ -29,7 +30,8 @@ INK = "#808080"  # read on white and on black
 COLORS = {  # ours in colour, the plain baselines in grey, the libraries' in cooler tones
     "eager": "#999999", "compiled": "#555555", "tiled": "#e6ab02", "tiled_compiled": "#a6761d", "triton": "#d95f02",
     "hopper": "#e7298a", "sdpa_flash": "#1b9e77", "sdpa_cudnn": "#66a61e", "sdpa_efficient": "#b3de69",
-    "flex": "#7570b3", "flex_flash": "#80b1d3", "fa4": "#377eb8",
+    "flex": "#7570b3", "flex_flash": "#80b1d3", "fa4": "#377eb8", "triton_lists": "#fdae61", "triton_whole": "#fee08b",
+    "sdpa_mask": "#a1d99b", "sdpa_padded": "#74c476", "torch_varlen": "#80cdc1", "tiles allow": "#bbbbbb",
 }  # fmt: skip
 
 
@@ -47,12 +49,23 @@ class Figure:
     x_title: str = ""
     y_title: str = ""  # y's unit if empty
     columns: int = 2  # panels side by side
+    over: str | None = None  # a value of `color`: the y of all others is how many times as fast they are, in one run
     series: ClassVar[bool] = False  # whether samples are a series, and no repetitions
 
     def rows(self, frame: pd.DataFrame) -> pd.DataFrame:
         """What is drawn: measured, and not by the interpreter."""
         rows = pick(frame, self.where)
-        return with_unit(rows[(rows["status"] == "ok") & ~rows["interpreted"]], self.unit)
+        rows = with_unit(rows[(rows["status"] == "ok") & ~rows["interpreted"]], self.unit)
+        return rows if self.over is None or rows.empty else self._speeds(rows)
+
+    def _speeds(self, rows: pd.DataFrame) -> pd.DataFrame:
+        found = []
+        for _, group in rows.groupby([name for name in (self.x, self.facet) if name], sort=False):
+            base = next((row for row in tuples(group) if row[self.color] == self.over), None)
+            for row in tuples(group):
+                if row[self.color] != self.over:
+                    found.append(row | dict.fromkeys(("median", "low", "high"), speed(row, base)))
+        return pd.DataFrame(found, columns=rows.columns).dropna(subset="median")
 
     def chart(self, frame: pd.DataFrame) -> alt.TopLevelMixin | None:
         """The Altair chart, or None."""
@@ -90,6 +103,8 @@ class Figure:
         return found
 
     def _unit_title(self, rows: pd.DataFrame) -> str:
+        if self.over and not self.y_title:
+            return f"speed over {self.over}"
         return self.y_title or f"{rows['quantity'].iloc[0].replace('_', ' ')} ({rows['unit'].iloc[0]})"
 
     def _finished(self, marks: Any, rows: pd.DataFrame) -> alt.TopLevelMixin:
@@ -98,7 +113,11 @@ class Figure:
         marks = marks.properties(width=WIDTH // across, height=HEIGHT if panels == 1 else HEIGHT * 2 // 3)
         if self.facet is not None:
             marks = marks.facet(
-                facet=alt.Facet(f"{_field(self.facet)}:N", sort=None, title=self.facet.replace("_", " ")),
+                facet=alt.Facet(
+                    f"{_field(self.facet)}:N",
+                    sort=[str(one) for one in dict.fromkeys(rows[self.facet])],
+                    title=self.facet.replace("_", " "),
+                ),
                 columns=self.columns,
             )
         return marks.properties(title=self.title)
@@ -113,8 +132,18 @@ def scale_of(values: pd.Series, base: float = 10) -> alt.Scale:
     """Linear where the values are within a factor of RANGE_OF_LOG or reach zero, else logarithmic."""
     low, high = float(values.min()), float(values.max())
     if low > 0 and high / low >= RANGE_OF_LOG:
-        return alt.Scale(type="log", base=base)
+        return alt.Scale(type="log", base=base, nice=False)
     return alt.Scale(zero=False)
+
+
+def axis_of(values: pd.Series) -> alt.Axis:
+    """Ticks at 1, 2 and 5 of each decade where `scale_of` is logarithmic, at the decades where they are many."""
+    low, high = float(values.min()), float(values.max())
+    if not (low > 0 and high / low >= RANGE_OF_LOG):
+        return alt.Axis()
+    digits = (1, 2, 5) if high / low < 1e4 else (1,)
+    decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    return alt.Axis(values=[digit * 10.0**decade for decade in decades for digit in digits], format=",.6~g")
 
 
 class Lines(Figure):
@@ -124,10 +153,12 @@ class Lines(Figure):
         numeric = pd.api.types.is_numeric_dtype(rows[self.x])
         x: Any = alt.X(f"{_field(self.x)}:O", sort=None, title=self.x_title or self.x.replace("_", " "))
         if numeric:
-            axis = alt.Axis(values=sorted(rows[self.x].unique()), labelOverlap=True, format=",")
+            axis = alt.Axis(values=sorted(rows[self.x].unique()), labelOverlap=True, format=",.12~g")
             title = self.x_title or self.x.replace("_", " ")
             x = alt.X(f"{_field(self.x)}:Q", scale=scale_of(rows[self.x], base=2), axis=axis, title=title)
-        y = alt.Y(f"{_field(self.y)}:Q", scale=scale_of(rows[self.y]), title=self._unit_title(rows))
+        heights = rows[self.y]
+        title = self._unit_title(rows)
+        y = alt.Y(f"{_field(self.y)}:Q", scale=scale_of(heights), axis=axis_of(heights), title=title)
         banded = self.y == "median"
         base = alt.Chart(self._data(rows, *(("low", "high") if banded else ())))
         line = base.mark_line(point=True).encode(x=x, y=y, color=self._color(rows), tooltip=self._tooltip(rows))
@@ -137,15 +168,20 @@ class Lines(Figure):
         return alt.layer(band, line)
 
 
+@dataclass(frozen=True, kw_only=True)
 class Bars(Figure):
-    """A group of bars for each x, on an axis that begins at zero."""
+    """A group of bars for each x, or one `stacked`, on an axis that begins at zero."""
+
+    stacked: bool = False
 
     def _marks(self, rows: pd.DataFrame) -> alt.Chart:
         x = alt.X(f"{_field(self.x)}:N", sort=None, title=self.x_title or None, axis=alt.Axis(labelAngle=-30))
         y = alt.Y(f"{_field(self.y)}:Q", title=self._unit_title(rows))
         base = alt.Chart(self._data(rows)).mark_bar()
         chart = base.encode(x=x, y=y, color=self._color(rows), tooltip=self._tooltip(rows))
-        return chart if self.color is None else chart.encode(xOffset=alt.XOffset(f"{_field(self.color)}:N", sort=None))
+        if self.color is None or self.stacked:
+            return chart
+        return chart.encode(xOffset=alt.XOffset(f"{_field(self.color)}:N", sort=None))
 
 
 class Dots(Figure):
@@ -192,23 +228,34 @@ class Spans(Figure):
 class Areas(Figure):
     """Parts that add up, over time: rows whose samples are series of one length; `color` names the parts.
 
-    Where a row of the same case has the places of the samples (a quantity named by `x`), these are the x axis.
+    Where a row of the same pass has the places of the samples (a quantity named by `x`), these are the x axis.
     """
 
     series = True
 
-    def _marks(self, rows: pd.DataFrame) -> alt.Chart:
+    def rows(self, frame: pd.DataFrame) -> pd.DataFrame:
+        """What is drawn, in the records' units: places have another than parts."""
+        rows = pick(frame, self.where)
+        return rows[(rows["status"] == "ok") & ~rows["interpreted"]]
+
+    def _marks(self, rows: pd.DataFrame) -> Any:
         parts = rows[rows["quantity"] != self.x]
-        long = exploded(parts, (self.x, "value"))
-        places = {row["case"]: row["samples"] for row in rows[rows["quantity"] == self.x].to_dict("records")}
-        long[self.x] = [places[case][at] if case in places else at for case, at in zip(long["case"], long[self.x])]
-        title = self.y_title or f"{rows['unit'].iloc[0]}"
-        names = [self.x, "value", *(name for name in (self.color, self.facet) if name)]
+        long = exploded(parts, ("place_of_sample", "value"))
+        of = ["case", "mode", "implementation"]  # a pass
+        places = {tuple(row[name] for name in of): row["samples"] for row in tuples(rows[rows["quantity"] == self.x])}
+        of_rows = [places.get(key) for key in zip(*(long[name] for name in of))]
+        at = [known[at] if known else at for known, at in zip(of_rows, long["place_of_sample"])]
+        unit = parts["unit"].iloc[0]
+        ranks = {name: rank for rank, name in enumerate(dict.fromkeys(long[self.color]))} if self.color else {}
+        long = long.assign(at=at, value=[in_unit(value, unit, self.unit) for value in long["value"]])
+        long = long.assign(rank=long[self.color].map(ranks) if self.color else 0)
+        names = ["at", "value", "rank", *(name for name in (self.color, self.facet) if name)]
         values = json.loads(long[names].rename(columns=_field).to_json(orient="records", double_precision=4))
         return alt.Chart(alt.Data(values=values)).mark_area(interpolate="step-after").encode(
-            x=alt.X(f"{_field(self.x)}:Q", title=self.x_title or self.x.replace("_", " ")),
-            y=alt.Y("value:Q", stack=True, title=title),
+            x=alt.X("at:Q", title=self.x_title or self.x.replace("_", " ")),
+            y=alt.Y("value:Q", stack=True, title=self.y_title or self.unit or unit),
             color=self._color(long),
+            order="rank:Q",  # the first at the bottom
         )  # fmt: skip
 
 

@@ -22,7 +22,7 @@ import pandas as pd
 
 from cs336_systems.config import RunConfig
 from cs336_systems.experiments.records import Record, case_key, case_to_dict, is_series, latest
-from cs336_systems.experiments.spec import Experiment
+from cs336_systems.experiments.spec import Calculation, Experiment
 from cs336_systems.measure.samples import quantile
 
 Where = Mapping[str, Any]  # column -> a value, several in a tuple or list, or a function that says which
@@ -60,7 +60,17 @@ def load_frame(experiment: Experiment, records: Iterable[Record]) -> pd.DataFram
     places = _declared_places(experiment, kept[0])
     last = len(places)
     rows.sort(key=lambda row: (places.get(row["case"], last), row["place"]))
-    return pd.DataFrame(rows)
+    return experiment.compared(pd.DataFrame(rows))
+
+
+def calculated_frame(calculation: Calculation) -> pd.DataFrame:
+    """The rows of a calculation as a frame, with the columns that tables and figures ask of measured ones."""
+    usual = {"implementation": "calculated", "mode": "", "quantity": "", "unit": "1", "status": "ok", "message": "",
+             "kernel": "", "interpreted": False, "run": "", "place": 0}  # fmt: skip
+    rows = [usual | row for row in calculation.calculate()]
+    frame = pd.DataFrame(rows)
+    whole = [name for name in map(str, frame) if all(type(row.get(name, 0)) is int for row in rows)]
+    return frame.astype(dict.fromkeys(whole, "Int64"))  # else a row without a number makes all of its column floats
 
 
 def _row(record: Record) -> dict[str, Any]:

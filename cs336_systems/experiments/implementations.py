@@ -20,15 +20,23 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from cs336_systems.attention import FlashAttentionPyTorch, attention_reference, flash_attention
 from cs336_systems.attention.compiled import compiled_reference
 from cs336_systems.attention.hopper.support import hopper_refusal
-from cs336_systems.config import AttentionShape
-from cs336_systems.device import INTERPRETER_BFLOAT16, has_cxx_compiler
-from cs336_systems.experiments.cells import Unsupported
+from cs336_systems.attention.tiles import KernelConfig, select_config
+from cs336_systems.attention.tiles.config import tma_reads_rows
+from cs336_systems.config import BYTES_PER_ELEMENT, AttentionShape
+from cs336_systems.device import HOPPER_CAPABILITY, INTERPRETER_BFLOAT16, has_cxx_compiler
+from cs336_systems.experiments.spec import Unsupported
 
+__all__ = [
+    "HOPPER_CAPABILITY", "IMPLEMENTATIONS", "INTERPRETER_BFLOAT16", "TINY_IMPLEMENTATIONS", "AttentionFunction",
+    "build", "chosen_tiles", "compiled_flex", "kernel_name", "load_name", "off_contract",
+    "whole_keys", "without_overhead",
+]  # fmt: skip
 AttentionFunction = Callable[[Tensor, Tensor, Tensor], Any]  # -> Tensor; some return types are unions
 
 OURS = ("eager", "compiled", "tiled", "tiled_compiled", "triton", "hopper")
 PEERS = ("sdpa_flash", "sdpa_cudnn", "sdpa_efficient", "flex")
 IMPLEMENTATIONS = OURS + PEERS
+TINY_IMPLEMENTATIONS = ("eager", "tiled", "triton", "sdpa_flash", "sdpa_cudnn")  # nothing that compiles for seconds
 COMPILED = ("compiled", "tiled_compiled", "triton", "hopper", "flex")  # whose first call compiles
 FLEX_BLOCK = 128
 SDPA_BACKENDS = {
@@ -104,14 +112,43 @@ def kernel_name(name: str, shape: AttentionShape, device: str) -> str:
     if name != "triton":
         return ""
     from cs336_systems.attention.triton.function import forward_name, kernel_config
-    from cs336_systems.attention.triton.launching import rows_of_groups
 
     q, k = _query_and_key(shape, device)
-    rows = rows_of_groups(q, k, shape.is_causal)
+    rows = _query_rows(q, k, shape)
     forward = forward_name(kernel_config("forward", rows, k, is_causal=shape.is_causal), rows, k, shape.is_causal)
     others = (kernel_config(kernel, q, k, is_causal=shape.is_causal).name for kernel in ("dkdv", "dq"))
     names = " ".join([forward, *others])
     return names if device == "cuda" else f"interpreter {names}"
+
+
+def whole_keys(shape: AttentionShape) -> AttentionFunction:
+    """The Triton forward, whose keys are not split among programs however few the queries are."""
+    from cs336_systems.attention.triton.forward import launch_forward
+    from cs336_systems.attention.triton.function import kernel_config
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        config = kernel_config("forward", _query_rows(q, k, shape), k, is_causal=shape.is_causal)
+        scale = shape.head_dim**-0.5
+        return launch_forward(q, k, v, is_causal=shape.is_causal, scale=scale, config=config)[0]
+
+    return attend
+
+
+def chosen_tiles(
+    kernel: str, shape: AttentionShape, capability: tuple[int, int] | None, tma: bool | None = None
+) -> KernelConfig:
+    """What the table has for contiguous inputs of `shape`, or for such as TMA can read or cannot."""
+    tma = tma_reads_rows(shape.head_dim, BYTES_PER_ELEMENT[shape.dtype]) if tma is None else tma
+    return select_config(
+        kernel, capability=capability, head_dim=shape.head_dim, batch=shape.batch, heads=shape.heads,
+        seqlen_q=shape.seqlen_q, seqlen_k=shape.seqlen_k, dtype=shape.dtype, is_causal=shape.is_causal, tma=tma,
+    )  # fmt: skip
+
+
+def _query_rows(q: Tensor, k: Tensor, shape: AttentionShape) -> Tensor:
+    from cs336_systems.attention.triton.launching import rows_of_groups
+
+    return rows_of_groups(q, k, shape.is_causal)
 
 
 def _query_and_key(shape: AttentionShape, device: str) -> tuple[Tensor, Tensor]:

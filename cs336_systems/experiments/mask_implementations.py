@@ -19,9 +19,14 @@ from cs336_systems.attention.dynamic import choose_keys, mask_chosen, shared_key
 from cs336_systems.attention.masks import parse_mask
 from cs336_systems.attention.masks.parse import random_bias
 from cs336_systems.config import AttentionShape, MaskCase, RunConfig
-from cs336_systems.device import INTERPRETER_BFLOAT16
-from cs336_systems.experiments.cells import Unsupported
-from cs336_systems.experiments.implementations import FLEX_BLOCK, build, compiled_flex, kernel_name
+from cs336_systems.experiments.implementations import (
+    FLEX_BLOCK,
+    INTERPRETER_BFLOAT16,
+    build,
+    compiled_flex,
+    kernel_name,
+)
+from cs336_systems.experiments.spec import Unsupported
 
 Call = Callable[..., Any]
 

@@ -1,106 +1,83 @@
-"""Beyond the handout: `dense_masks`, `block_sparse`, `dynamic_mask` and `dilated_attention`.
+"""What the experiments with masks share: cases and cells, how they are measured, and dense attention beside them.
 
-Each measures our path for a kind of mask beside what a library offers for it, in one run, on inputs that every
-implementation shares. The baselines of ratios ("dense": no mask, or causal) are cells of the same problem.
+Beside the times a cell records the density of the mask that ran and the share of its tiles that are live: the inverse
+of that share is what skipping tiles can gain at most. "Dense" is attention of the same shape without the mask (causal,
+if the mask is causal): the faster of our Triton kernels and SDPA's flash, so that a slow dense path of ours flatters
+nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Callable, Iterator, Mapping
+from functools import lru_cache
+from typing import Any
 
+import pandas as pd
+import torch
+from torch import Tensor
+
+from cs336_systems.accounting import ATTENTION_FLOPS_PER_PAIR, eager_attention_bytes, tflops_per_s
+from cs336_systems.attention import BlockMask
+from cs336_systems.attention.contract import Oracle, compute_oracle
 from cs336_systems.config import DTypeName, MaskCase, RunConfig
-from cs336_systems.experiments.cells import Cell
-from cs336_systems.experiments.mask_cells import mask_cell
+from cs336_systems.experiments.attention import (
+    BACKWARD,
+    BOTH,
+    CPU_BUDGET_MS,
+    FORWARD,
+    GPU_BUDGET_MS,
+    MODE_WORDS,
+    PEAK,
+    checked_error,
+)  # fmt: skip
+from cs336_systems.experiments.frames import speed, tuples
+from cs336_systems.experiments.mask_implementations import build_masked, is_plain, mask_of, shape_of
+from cs336_systems.experiments.spec import Cell, Row, Sample
+from cs336_systems.experiments.tables import Listing
+from cs336_systems.inputs import AttentionInputs, attention_inputs
+from cs336_systems.measure.memory import MIB, peak_cuda_bytes, release
+from cs336_systems.measure.timing import MIN_SAMPLES, time_calls, time_once
 
-# Documents of a packed sequence, in 32nds of it: 8 of them, the longest twice the mean, so that a padded batch is half
-# padding.
-DOCUMENTS = (8, 6, 5, 4, 3, 3, 2, 1)
+DENSITY = Row(mode="forward", quantity="density", unit="1")
+BLOCK_DENSITY = Row(mode="forward", quantity="block_density", unit="1")
+MASK_TIME = Row(mode="forward", quantity="mask_time", unit="ms")
 SMALL_HEADS, SMALL_HEAD_DIM = 1, 32  # below handout scale, where kernels are interpreted
-DENSE_LENGTHS = {"tiny": (128,), "smoke": (64, 128), "handout": (1024, 4096, 8192, 16384)}
 DENSE_PEERS = ("sdpa_flash", "sdpa_cudnn")
-ROW_DENSITIES = {"tiny": (0.5,), "smoke": (0.25, 0.5), "handout": (0.1, 0.3, 0.5, 0.7, 0.9)}
-SUITE_DENSITIES = (0.05, 0.1, 0.2, 0.5, 1.0)
-TOKEN_DENSITIES = {"tiny": (), "smoke": (0.1,), "handout": (0.1, 0.5)}
-DYNAMIC = {"tiny": (128, 16), "smoke": (128, 16), "handout": (32768, 1024)}  # tokens, keys kept
-DILATED = {"tiny": (128, (2,)), "smoke": (128, (2, 4)), "handout": (32768, (2, 4, 8))}  # tokens, rates
+DENSE = ("triton", "sdpa_flash")  # whose faster one is dense attention
+FAMILIES = {  # of a mask's pattern, without its numbers; whether dense attention beside it is causal
+    "full": ("full", False),
+    "causal": ("causal", True),
+    "document": ("documents", False),
+    "document+causal": ("causal documents", True),
+    "random": ("random tiles", False),
+    "tokens": ("random tokens", False),
+    "shared+causal": ("shared keys", True),
+    "topk": ("keys of each query", True),
+    "dilated": ("dilated", False),
+    "dilated+causal": ("causal dilated", True),
+}
+DENSE_MASK = ("eager", "tiled", "sdpa_mask")  # implementations that hold a (queries, keys) tensor
 
 
-def dense_masks_cells(run: RunConfig) -> list[Cell]:
-    """Full and causal, alone and by document (varlen), on packed sequences of one batch entry."""
-    cells: list[Cell] = []
-    for seqlen in DENSE_LENGTHS[run.scale]:
-        documents = "document:" + ",".join(str(seqlen * share // sum(DOCUMENTS)) for share in DOCUMENTS)
-        masks: tuple[str, ...] = ("full", "causal", documents, f"{documents}+causal")
-        if run.scale == "smoke" and seqlen < DENSE_LENGTHS["smoke"][-1]:
-            masks = masks[1::2]  # in a laptop's minutes the shorter length shows the causal ones
-        for mask in masks if run.scale != "tiny" else masks[-1:]:
-            case = _case(run, mask, seqlen, heads=64, head_dim=128)
-            packed = mask.startswith("document")
-            peers: tuple[str, ...] = ("sdpa_padded", "torch_varlen") if packed else DENSE_PEERS
-            if run.scale == "handout" or (seqlen == DENSE_LENGTHS[run.scale][0] and mask == masks[-1]):
-                peers = (*peers, "flex")  # compiles for each case, most of the problem's time on a laptop
-            ours = ("triton",) if mask == "full" else ("triton", "triton_lists")
-            for name in _names(run, ours, peers):
-                cells.append(mask_cell("dense_masks", case, name, run, mask_time=packed and name == "triton_lists"))
-    return cells
+def mask_cell(case: MaskCase, implementation: str, run: RunConfig, *, mask_time: bool = False) -> Cell:
+    """A cell that reports both densities, the times of both passes and together, and on a GPU the peak memory.
+
+    With `mask_time` also the time to build what a call with a new mask needs.
+    """
+    rows = [DENSITY, BLOCK_DENSITY, FORWARD, BACKWARD, BOTH]
+    rows += [MASK_TIME] if mask_time else []
+    rows += [PEAK] if run.device == "cuda" else []
+    quadratic = implementation in DENSE_MASK
+    return Cell(
+        case=case,
+        implementation=implementation,
+        rows=tuple(rows),
+        predicted_bytes=eager_attention_bytes(shape_of(case), "forward_backward") if quadratic else 0,
+    )
 
 
-def block_sparse_cells(run: RunConfig) -> list[Cell]:
-    """Random tiles by density, the dense case, random tokens; at handout scale also a long sequence by tile shape."""
-    seqlen = {"tiny": 128, "smoke": 256, "handout": 16384}[run.scale]
-    cells: list[Cell] = []
-
-    def add(case: MaskCase, names: Iterable[str]) -> None:
-        cells.extend(mask_cell("block_sparse", case, name, run) for name in names)
-
-    for mask in ("full", *(f"random:{density:g}" for density in ROW_DENSITIES[run.scale])):
-        peers = DENSE_PEERS if mask == "full" else ("sdpa_mask",)
-        add(_case(run, mask, seqlen, heads=16, head_dim=128), _names(run, ("triton",), (*peers, "flex")))
-    for density in TOKEN_DENSITIES[run.scale]:
-        case = _case(run, f"tokens:{density:g}", seqlen, heads=16, head_dim=128)
-        add(case, _names(run, ("triton",), ("sdpa_mask", "flex")))
-    if run.scale == "handout":
-        for blocks in ((128, 128), (64, 128), (128, 64), (64, 64)):
-            for density in SUITE_DENSITIES:
-                case = _case(run, f"random:{density:g}", 49152, heads=8, head_dim=128, blocks=blocks)
-                add(case, ("triton", "flex"))
-    return cells
-
-
-def dynamic_mask_cells(run: RunConfig) -> list[Cell]:
-    """Causal, the best keys shared by all queries (gathered), the best of each query (lists)."""
-    seqlen, num_keys = DYNAMIC[run.scale]
-    masks: dict[str, tuple[str, ...]] = {
-        "causal": DENSE_PEERS,
-        f"shared:{num_keys}+causal": ("sdpa_mask",),
-        f"topk:{num_keys}": ("sdpa_mask", "flex"),
-    }
-    return [
-        mask_cell(
-            "dynamic_mask", case, name, run, mask_time=name.startswith("triton") and mask != "causal"
-        )
-        for mask, peers in masks.items()
-        for case in [_case(run, mask, seqlen, heads=16, head_dim=128)]
-        for name in _names(run, ("triton",), peers)
-    ]  # fmt: skip
-
-
-def dilated_attention_cells(run: RunConfig) -> list[Cell]:
-    """One segment at growing rates against dense attention, full and causal."""
-    seqlen, rates = DILATED[run.scale]
-    cells = []
-    for suffix, dense in (("", "full"), ("+causal", "causal")):
-        if run.scale == "tiny" and suffix:
-            continue
-        masks = [dense, *(f"dilated:{seqlen}/{rate}{suffix}" for rate in rates)]
-        for mask in masks:
-            case = _case(run, mask, seqlen, heads=16, head_dim=64)
-            peers = DENSE_PEERS if mask == dense else ("sdpa_mask",)
-            cells += [mask_cell("dilated_attention", case, name, run) for name in _names(run, ("triton",), peers)]
-    return cells
-
-
-def _names(run: RunConfig, ours: tuple[str, ...], peers: tuple[str, ...]) -> tuple[str, ...]:
+def names_of(run: RunConfig, ours: tuple[str, ...], peers: tuple[str, ...]) -> tuple[str, ...]:
     """The implementations of a cell; below handout scale also the oracle itself and the tiled stage."""
     if run.scale == "handout":
         return (*ours, *peers)
@@ -109,7 +86,7 @@ def _names(run: RunConfig, ours: tuple[str, ...], peers: tuple[str, ...]) -> tup
     return ("eager", "tiled", *ours, *peers)
 
 
-def _case(
+def mask_case(
     run: RunConfig, mask: str, seqlen: int, *, heads: int, head_dim: int, blocks: tuple[int, int] = (128, 128)
 ) -> MaskCase:
     """A case of the handout's size, or of one that the interpreter can do; there in float32 and tiles of 64."""
@@ -126,3 +103,155 @@ def _case(
         query_block=query_block,
         key_block=key_block,
     )
+
+
+def measure_masked(cell: Cell, run: RunConfig) -> Iterator[Sample]:
+    """Measure the promised rows of `cell`; each pass is checked against the float64 oracle before it is timed."""
+    case, device = cell.case, run.device
+    mask = _mask(case, device, run.seed)
+    yield Sample(row=DENSITY, samples=[mask.density])
+    yield Sample(row=BLOCK_DENSITY, samples=[mask.block_density])
+    implementation = build_masked(cell.implementation, case, mask, run)
+    kernel, attend, unpack = implementation.kernel, implementation.attend, implementation.unpack
+    interpreted = kernel.startswith("interpreter")
+    inputs = _inputs(case, device, run.seed)
+    q, k, v, grad_output = (implementation.pack(x) for x in inputs)
+
+    results: list[Tensor] = []
+
+    def forward() -> None:
+        with torch.no_grad():
+            results[:] = [attend(q, k, v)]
+
+    leaves = [x.detach().clone().requires_grad_() for x in (q, k, v)]
+
+    def both() -> None:
+        results[:] = torch.autograd.grad(attend(*leaves), leaves, grad_output)
+
+    def timed(row: Row, call: Callable[[], object], first_ms: float, error: float) -> Iterator[Sample]:
+        budget_ms = GPU_BUDGET_MS if device == "cuda" else CPU_BUDGET_MS
+        # An interpreted call takes seconds and says nothing of speed: the one that was checked is its only sample.
+        samples = [first_ms] if interpreted else time_calls(call, device=device, warmup=1, budget_ms=budget_ms)
+        yield Sample(row=row, samples=samples, kernel=kernel, error=error)
+
+    # forward
+    first_ms = time_once(forward, device)
+    oracle = _oracle(case, device, run.seed)  # after the first call: what does not fit needs no oracle
+    error = checked_error(oracle, {"output": unpack(results[0])}, cell.implementation)
+    yield from timed(FORWARD, forward, first_ms, error)
+
+    # forward and backward
+    first_ms = time_once(both, device)
+    gradients = {name: unpack(x) for name, x in zip(("grad_q", "grad_k", "grad_v"), results)}
+    error = max(error, checked_error(oracle, gradients, cell.implementation))
+    yield from timed(BOTH, both, first_ms, error)
+
+    # backward
+    results.clear()
+    release(device)
+    graph = attend(*leaves)
+
+    def backward() -> None:
+        torch.autograd.grad(graph, leaves, grad_output, retain_graph=True)
+
+    yield from timed(BACKWARD, backward, time_once(backward, device), error)
+    del graph
+
+    # the mask, memory
+    if MASK_TIME in cell.rows and implementation.build_mask is not None:
+        samples = time_calls(implementation.build_mask, device=device, num_samples=MIN_SAMPLES)
+        yield Sample(row=MASK_TIME, samples=samples)
+    if PEAK in cell.rows:
+        results.clear()
+        yield Sample(row=PEAK, samples=[peak_cuda_bytes(both) / MIB], kernel=kernel)
+
+
+# All three are shared by the implementations of a case, which a sweep visits one after the other.
+@lru_cache(maxsize=1)
+def _mask(case: MaskCase, device: str, seed: int) -> BlockMask:
+    _inputs.cache_clear()
+    _oracle.cache_clear()
+    release(device)
+    return mask_of(case, device, seed)
+
+
+@lru_cache(maxsize=1)
+def _inputs(case: MaskCase, device: str, seed: int) -> AttentionInputs:
+    return attention_inputs(shape_of(case), device=device, seed=seed)
+
+
+@lru_cache(maxsize=1)
+def _oracle(case: MaskCase, device: str, seed: int) -> Oracle:
+    token_mask = None if is_plain(case.mask) else _mask(case, device, seed).to_dense()
+    oracle = compute_oracle(*_inputs(case, device, seed), is_causal=case.mask == "causal", mask=token_mask)
+    del token_mask
+    release(device)
+    return oracle
+
+
+def mask_columns(row: Mapping[str, Any]) -> dict[str, Any]:
+    """`family` and `pattern` of the mask, its `number` (a density, a rate), `blocks`, `pass` and `dense_causal`."""
+    name, _, numbers = row["mask"].partition("+")[0].partition(":")
+    family, causal = FAMILIES["+".join([name, *row["mask"].split("+")[1:]])]
+    last = numbers.rpartition("/")[2]
+    return {
+        "family": family,
+        "pattern": family if name == "document" else row["mask"],
+        "number": float(last) if last and name != "document" else 1.0,
+        "blocks": f"{row['query_block']} × {row['key_block']}",
+        "dense_causal": causal,
+        "pass": MODE_WORDS[row["mode"]],
+    }
+
+
+def against_dense(frame: pd.DataFrame) -> pd.DataFrame:
+    """Columns that need other rows: `pairs` and `live` shares of the mask, `tflops` by attended pairs, and beside dense
+    attention of one run `over_dense` (times as fast), `ideal` (tiles of dense over live ones) and `ideal_by_pairs`.
+    """
+    rows = tuples(frame)
+    shares: dict[str, dict[str, float]] = {}
+    dense: dict[tuple[Any, ...], list[Any]] = {}
+    for row in rows:
+        if row["quantity"] in ("density", "block_density") and row["status"] == "ok":
+            shares.setdefault(row["case"], {})[row["quantity"]] = row["median"]
+        if row["quantity"] == "time" and row["implementation"] in DENSE and is_plain(row["mask"]):
+            dense.setdefault(_dense_key(row, row["mask"] == "causal"), []).append(row)
+    more = []
+    for row in rows:
+        pairs, live = (shares.get(row["case"], {}).get(name, math.nan) for name in ("density", "block_density"))
+        found = {"pairs": pairs, "live": live, "tflops": math.nan, "over_dense": math.nan}
+        found |= {"ideal": math.nan, "ideal_by_pairs": math.nan}
+        if row["quantity"] == "time":
+            area = pairs * row["batch"] * row["heads"] * row["seqlen_q"] ** 2 * row["head_dim"]
+            if row["median"] > 0:
+                found["tflops"] = tflops_per_s(ATTENTION_FLOPS_PER_PAIR[row["mode"]] * area, row["median"])
+            beside = dense.get(_dense_key(row, row["dense_causal"]), [])
+            speeds = [one for one in (speed(row, base) for base in beside) if one == one]
+            if speeds:
+                found["over_dense"] = min(speeds)  # over the fastest
+                base_shares = shares.get(beside[0]["case"], {})
+                found["ideal"] = base_shares.get("block_density", math.nan) / live if live else math.nan
+                found["ideal_by_pairs"] = base_shares.get("density", math.nan) / pairs if pairs else math.nan
+        more.append(found)
+    return frame.assign(**{name: [one[name] for one in more] for name in more[0]}) if more else frame
+
+
+def _dense_key(row: Mapping[str, Any], causal: bool) -> tuple[Any, ...]:
+    return (row["mode"], causal, *(row[name] for name in ("batch", "heads", "seqlen_q", "head_dim", "dtype", "run")))
+
+
+def dense_tables(**where: Any) -> dict[str, Listing]:
+    """A table for each pass: every mask and implementation beside dense attention and the two ideals."""
+    return {
+        mode: Listing(
+            title=f"{words} beside dense attention",
+            columns={
+                "mask": "pattern", "implementation": "implementation",
+                "pairs (%)": lambda row: 100 * row["pairs"], "live tiles (%)": lambda row: 100 * row["live"],
+                "ms": "median", "TFLOP/s": "tflops", "speed over dense": "over_dense", "by tiles at most": "ideal",
+                "by pairs at most": "ideal_by_pairs",
+            },
+            where={"quantity": "time", "mode": mode, **where},
+        )
+        for mode, words in MODE_WORDS.items()
+    }  # fmt: skip

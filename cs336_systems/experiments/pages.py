@@ -22,15 +22,17 @@ import jinja2
 import pandas as pd
 
 from cs336_systems.experiments.figures import digest, spec_of, write_png
-from cs336_systems.experiments.frames import digits, in_unit, load_frame, pick, tuples
+from cs336_systems.experiments.frames import calculated_frame, digits, in_unit, load_frame, pick, tuples
 from cs336_systems.experiments.frames import speed as speed_of
 from cs336_systems.experiments.handout import HANDOUT
 from cs336_systems.experiments.records import read_records
-from cs336_systems.experiments.spec import Experiment, experiments
+from cs336_systems.experiments.spec import Calculation, Experiment, experiments
 from cs336_systems.experiments.tables import ABSENT, Table
 
 PAGES = "writeup"  # the folder of templates
-DOCUMENT = "pages.md"  # becomes writeup.md with the last problem that is moved
+DOCUMENT = "writeup.md"
+README = "README.md"  # a text of its own, with blocks of records
+BLOCK = re.compile(r"(<!-- begin made: (.+?) -->\n).*?(<!-- end made -->)", re.DOTALL)
 DIGESTS = "digests.json"  # of the figures beside it
 MOST_LINES = 14  # of a table on a page
 MOST_WORDS = 25_000  # of the document
@@ -60,9 +62,14 @@ class Book:
 
     def frame(self, name: str) -> pd.DataFrame:
         """The records of the experiment `name`, read once."""
-        if name not in self._frames:
+        if name in self._frames:
+            return self._frames[name]
+        experiment = experiments()[name]
+        if isinstance(experiment, Calculation):
+            self._frames[name] = calculated_frame(experiment)
+        else:
             records = read_records(self.folder / "records" / f"{name}.jsonl")
-            self._frames[name] = load_frame(experiments()[name], records)
+            self._frames[name] = load_frame(experiment, records)
         return self._frames[name]
 
     def template(self, name: str) -> str:
@@ -92,6 +99,15 @@ class Book:
             lines.append(f"| [{name}](#{name}) | {known.section} | {editions} | {known.points or ABSENT} |")
         return "\n".join([*lines, ""]) + "\n" + "\n".join(self.page(name) for name in self.names)
 
+    def readme(self) -> str:
+        """The README with its blocks made anew: `<!-- begin made: EXPRESSION -->`, the value, `<!-- end made -->`."""
+
+        def made(block: re.Match[str]) -> str:
+            value = self.environment.from_string(f"{{{{ {block[2]} }}}}").render(of=lambda name: Page(self, name))
+            return f"{block[1]}\n{value}\n\n{block[3]}"
+
+        return BLOCK.sub(made, (self.root / README).read_text(encoding="utf-8"))
+
     def figures(self) -> dict[Path, dict[str, Any]]:
         """The specification of every figure that a page shows, by its file."""
         specs = {}
@@ -103,7 +119,11 @@ class Book:
         return specs
 
     def figure_path(self, problem: str, figure: str) -> Path:
-        return self.folder / "figures" / f"{problem}_{figure}.png"
+        return self.folder_of(problem) / "figures" / f"{problem}_{figure}.png"
+
+    def folder_of(self, problem: str) -> Path:
+        """The folder of what is made for `problem`: calculated numbers are of no device."""
+        return self.folder.parent / "calculated" if isinstance(experiments()[problem], Calculation) else self.folder
 
     def write(self) -> list[Path]:
         """Write the document, the full tables, and the figures that changed; returns what was written."""
@@ -136,9 +156,11 @@ class Book:
 
     def _texts(self) -> dict[Path, str]:
         texts = {self.root / DOCUMENT: self.document()}
+        if (self.root / README).exists():
+            texts[self.root / README] = self.readme()
         for name, experiment in experiments().items():
             if not self.frame(name).empty and experiment.tables:
-                texts[self.folder / "tables" / f"{name}.md"] = tables_text(experiment, self.frame(name))
+                texts[self.folder_of(name) / "tables" / f"{name}.md"] = tables_text(experiment, self.frame(name))
         return texts
 
     def _digests(self) -> dict[str, str]:

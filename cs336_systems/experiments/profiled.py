@@ -16,7 +16,7 @@ from torch import nn
 
 from cs336_systems.config import MODEL_SIZES, AttentionShape, ModelCase, ModelConfig, Precision, RunConfig, proxy_model
 from cs336_systems.experiments.implementations import IMPLEMENTATIONS, build
-from cs336_systems.experiments.model_cells import MODEL_MODES, TrainingStep
+from cs336_systems.experiments.models import MODEL_MODES, TrainingStep
 from cs336_systems.inputs import attention_inputs
 from cs336_systems.model.transformer import ATTENTION_NAMES
 

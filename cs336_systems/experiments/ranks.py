@@ -165,6 +165,12 @@ class Traces(Spans):
     facet: str | None = "implementation"
     columns: int = 1
 
+    def chart(self, frame: pd.DataFrame) -> Any:
+        made: Any = super().chart(frame)
+        if made is not None:
+            made.spec.height = 80  # two lanes
+        return made
+
     def rows(self, frame: pd.DataFrame) -> pd.DataFrame:
         rows = super().rows(pick(frame, {"quantity": INTERVALS}))
         if rows.empty:

@@ -153,6 +153,10 @@ class Experiment:
         """
         return {}
 
+    def compared(self, frame: pd.DataFrame) -> pd.DataFrame:
+        """The frame with columns that need other rows than their own, such as a ratio to a baseline."""
+        return frame
+
     def numbers(self, frame: pd.DataFrame) -> dict[str, Any]:
         """What its page needs and no lookup gives: names for the template, numbers or functions."""
         return {}
@@ -160,6 +164,14 @@ class Experiment:
     def planned(self, run: RunConfig) -> list[Cell]:
         """`cells` with this problem's name."""
         return [replace(cell, problem=self.name) for cell in self.cells(run)]
+
+
+class Calculation(Experiment):
+    """A problem of closed forms: `calculate` gives its frame, and nothing is run or recorded."""
+
+    def calculate(self) -> list[dict[str, Any]]:
+        """The frame's rows: column -> value."""
+        raise NotImplementedError(f"{type(self).__name__} calculates nothing")
 
 
 E = TypeVar("E", bound=type[Experiment])

@@ -196,19 +196,27 @@ class Ratio:
     percent: bool = False
 
 
+@dataclass(frozen=True)
+class Difference:
+    """A column of a `Wide` table: the number under one heading less that under another."""
+
+    of: str
+    less: str
+
+
 @dataclass(frozen=True, kw_only=True)
 class Wide(TableSpec):
-    """Several quantities side by side: a line for each value of `down`, a column for each `Pick` or `Ratio`."""
+    """Several quantities side by side: a line for each value of `down`, a column for each `Pick`, `Ratio`, ..."""
 
     down: Down
-    columns: Mapping[str, Pick | Ratio]
+    columns: Mapping[str, Pick | Ratio | Difference]
 
     def build(self, frame: pd.DataFrame) -> Table:
         lines = []
         for keys, group in _grouped(pick(frame, self.where), self.down):
             found: dict[str, TableCell] = {}
             for heading, column in self.columns.items():
-                found[heading] = self._ratio(column, found) if isinstance(column, Ratio) else self._one(column, group)
+                found[heading] = self._one(column, group) if isinstance(column, Pick) else self._of(column, found)
             lines.append([*map(shown, keys), *found.values()])
         return Table(self.title, [*_headings(self.down), *self.columns], lines)
 
@@ -218,10 +226,14 @@ class Wide(TableSpec):
             raise ValueError(f"table {self.title!r}: {len(rows)} records in one cell of {dict(column.where)}")
         return cell_of(rows[0] if rows else None, column.value, column.significant or self.significant)
 
-    def _ratio(self, column: Ratio, found: Mapping[str, TableCell]) -> TableCell:
-        of, over = found[column.of].number, found[column.over].number
-        if of is None or not over:
+    def _of(self, column: Ratio | Difference, found: Mapping[str, TableCell]) -> TableCell:
+        of = found[column.of].number
+        other = found[column.less if isinstance(column, Difference) else column.over].number
+        if of is None or not other:
             return TableCell(ABSENT)
+        if isinstance(column, Difference):
+            return shown(of - other, self.significant)
+        over = other
         if column.percent:
             return replace(shown(100 * of / over, 2), text=f"{digits(100 * of / over, 2)} %")
         return shown(of / over)

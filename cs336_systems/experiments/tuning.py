@@ -17,15 +17,15 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from cs336_systems.attention.compilation import CompileRequest
-from cs336_systems.attention.tiles import KernelConfig, head_tile, select_config
-from cs336_systems.attention.tiles.config import tma_reads_rows
+from cs336_systems.attention.tiles import KernelConfig, head_tile
 from cs336_systems.config import BYTES_PER_ELEMENT, AttentionShape, RunConfig
 from cs336_systems.experiments.attention import BACKWARD, FORWARD, GPU_BUDGET_MS, checked_error, inputs_of, oracle_of
-from cs336_systems.experiments.cells import Cell, Measurement, Row, Unsupported
+from cs336_systems.experiments.implementations import chosen_tiles
+from cs336_systems.experiments.records import Record, case_key, case_to_dict, latest
+from cs336_systems.experiments.spec import Cell, Row, Sample, Unsupported
 from cs336_systems.inputs import AttentionInputs
 from cs336_systems.measure.samples import quantile
 from cs336_systems.measure.timing import time_calls
-from cs336_systems.records import Record, case_key, case_to_dict, latest
 
 PROBLEM = "tune_flash"
 MODES = {"forward": FORWARD, "dkdv": BACKWARD, "dq": BACKWARD}
@@ -47,7 +47,7 @@ def compile_request(shape: AttentionShape, config: KernelConfig, arch: str) -> C
     )
 
 
-def measure_tune_flash(cell: Cell, run: RunConfig) -> Iterator[Measurement]:
+def measure_tune_flash(cell: Cell, run: RunConfig) -> Iterator[Sample]:
     """Check the configuration that the cell's implementation names against the oracle, then time it."""
     from triton.runtime.errors import OutOfResources
 
@@ -62,7 +62,7 @@ def measure_tune_flash(cell: Cell, run: RunConfig) -> Iterator[Measurement]:
     del results
     samples = time_calls(call, device=run.device, warmup=1, budget_ms=GPU_BUDGET_MS)
     kernel = " ".join(used.name for used in configs)
-    yield Measurement(row=row_of(config), samples=samples, kernel=kernel, error=error_ratio)
+    yield Sample(row=row_of(config), samples=samples, kernel=kernel, error=error_ratio)
 
 
 def launches_of(
@@ -169,11 +169,7 @@ def winners(times: dict[AttentionShape, dict[KernelConfig, float]], capability: 
             if not measured:
                 continue
             best = min(measured, key=lambda config: measured[config])
-            shipped = select_config(
-                kernel, capability=capability, head_dim=shape.head_dim, batch=shape.batch, heads=shape.heads,
-                seqlen_q=shape.seqlen_q, seqlen_k=shape.seqlen_k, dtype=shape.dtype, is_causal=shape.is_causal,
-                tma=tma_reads_rows(shape.head_dim, BYTES_PER_ELEMENT[shape.dtype]),
-            )  # fmt: skip
+            shipped = chosen_tiles(kernel, shape, capability)
             found.append(
                 Winner(
                     shape=shape,

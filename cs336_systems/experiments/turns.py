@@ -22,13 +22,11 @@ from cs336_systems.attention.compilation import compiler_errors
 from cs336_systems.attention.contract import Oracle, compute_oracle
 from cs336_systems.config import AttentionShape, RunConfig
 from cs336_systems.experiments.attention import checked_error
-from cs336_systems.experiments.cells import Cell, Disagreement, Measurement, Unsupported
 from cs336_systems.experiments.implementations import AttentionFunction, build, kernel_name
+from cs336_systems.experiments.spec import Cell, Disagreement, Sample, Unsupported
 from cs336_systems.experiments.worker import outcome_of
 from cs336_systems.inputs import AttentionInputs, attention_inputs
 from cs336_systems.measure.memory import one_out_of_memory_error, release
-
-BY_TURNS = "by turns"  # in the place of a cell's implementation
 
 Call = Callable[[AttentionFunction], object]  # of what `without_overhead` yields
 Turn = Callable[[], dict[str, float]]  # takes one, at whose end the device is idle; milliseconds a call by quantity
@@ -45,7 +43,7 @@ class Player:
     turns: dict[str, Turn]  # by mode
 
 
-def measure_by_turns(cell: Cell, run: RunConfig, turns_of: TurnsOf, *, num_rounds: int) -> Iterator[Measurement]:
+def measure_by_turns(cell: Cell, run: RunConfig, turns_of: TurnsOf, *, num_rounds: int) -> Iterator[Sample]:
     """Each implementation of `cell` checked against the oracle, then all that are right by turns.
 
     `turns_of` makes the turns of one in each mode of the rows. Who does not exist, is wrong, or raises before the first
@@ -65,10 +63,10 @@ def measure_by_turns(cell: Cell, run: RunConfig, turns_of: TurnsOf, *, num_round
             broken = outcome_of(error)
             traceback.print_exc()
         if broken is not None and broken.status == "skipped":
-            yield from (Measurement(row=row, skipped=broken.message) for row in rows)
+            yield from (Sample(row=row, skipped=broken.message) for row in rows)
         elif broken is not None:
             is_oom = broken.status == "oom"
-            yield from (Measurement(row=row, failed=broken.message, oom=is_oom) for row in rows)
+            yield from (Sample(row=row, failed=broken.message, oom=is_oom) for row in rows)
             release(run.device)  # raises what a kernel's fault makes of every later call
     del oracle
     samples = play(players, num_rounds)
@@ -77,7 +75,7 @@ def measure_by_turns(cell: Cell, run: RunConfig, turns_of: TurnsOf, *, num_round
         if row.implementation in by_name:
             player = by_name[row.implementation]
             taken = samples[player.name, row.mode, row.quantity]
-            yield Measurement(row=row, samples=taken, kernel=player.kernel, error=player.error)
+            yield Sample(row=row, samples=taken, kernel=player.kernel, error=player.error)
 
 
 def play(players: Sequence[Player], num_rounds: int) -> dict[tuple[str, str, str], list[float]]:

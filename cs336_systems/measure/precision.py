@@ -2,7 +2,7 @@
 
 accumulate("float16", "float16")            # 9.953125 instead of 10
 autocast_dtypes("cuda", "float16")          # {"fc1 output": "float16", "layer norm output": "float32", ...}
-norm_in("float16", scale=300.0)             # every square is infinite: the output is zero
+norm_in("float16", scale=300.0)             # two fifths of the squares are infinite: the output is zero
 """
 
 from __future__ import annotations

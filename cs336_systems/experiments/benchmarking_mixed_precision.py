@@ -1,0 +1,119 @@
+"""Autocast's dtypes, a layer norm computed in one dtype, and step times in float32 and with bfloat16."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from cs336_systems.config import DTypeName, ModelCase, Precision, RunConfig
+from cs336_systems.experiments.figures import Bars
+from cs336_systems.experiments.models import MODEL_MODES, measure_model, model_cell, models, time_row
+from cs336_systems.experiments.spec import Cell, Experiment, Row, Sample, problem
+from cs336_systems.experiments.tables import Pick, Pivot, Wide
+from cs336_systems.measure.precision import AUTOCAST_TENSORS, autocast_dtypes, norm_in
+
+PRECISIONS = {
+    "float32": Precision(),
+    "bfloat16 autocast": Precision(autocast="bfloat16"),
+    "bfloat16": Precision(parameters="bfloat16"),
+}
+NORM_SCALES = (1.0, 100.0, 300.0, 1000.0)
+NORM_DTYPES: tuple[DTypeName, ...] = ("float32", "float16", "bfloat16")
+LOW: tuple[DTypeName, ...] = ("float16", "bfloat16")
+BITS = {"float64": 64, "float32": 32, "float16": 16, "bfloat16": 16}
+# Of timed steps a mode, and the fewest: three precisions of five sizes are to fit in the time of one. `compare` needs
+# four samples.
+BUDGET_MS = {"cuda": 1000.0, "cpu": 250.0}
+MIN_STEPS = {"cuda": 4, "cpu": 5}
+
+
+@dataclass(frozen=True, kw_only=True)
+class AutocastCase:
+    """The toy model's training step under autocast."""
+
+    dtype: DTypeName
+
+
+@dataclass(frozen=True, kw_only=True)
+class NormCase:
+    """A layer norm computed in one dtype throughout, on inputs of standard deviation `scale`."""
+
+    dtype: DTypeName
+    scale: float
+
+
+OVERFLOW = Row(mode="forward", quantity="overflowing_squares", unit="1")
+NORM_ERROR = Row(mode="forward", quantity="norm_error", unit="1")
+DTYPES_SEEN = tuple(Row(mode="forward_backward", quantity=f"dtype of {name}", unit="bit") for name in AUTOCAST_TENSORS)
+
+
+@problem()
+class BenchmarkingMixedPrecision(Experiment):
+    def cells(self, run: RunConfig) -> list[Cell]:
+        """Autocast's dtypes, the norm's overflow, then the sizes in float32, under bfloat16 autocast, in bfloat16."""
+        cells = [Cell(case=AutocastCase(dtype=dtype), implementation="eager", rows=DTYPES_SEEN) for dtype in LOW]
+        norms = [NormCase(dtype=dtype, scale=scale) for dtype in NORM_DTYPES for scale in NORM_SCALES]
+        cells += [Cell(case=norm, implementation="eager", rows=(OVERFLOW, NORM_ERROR)) for norm in norms]
+        modes = MODEL_MODES if run.scale == "handout" else MODEL_MODES[:2]
+        for model, batch in models(run):
+            if run.scale != "handout" and not model.name.endswith("-proxy"):
+                continue  # a CPU without bfloat16 units takes many seconds for a step of a real model in it
+            for precision in PRECISIONS.values():
+                warmup = 2 if run.scale == "handout" else 0
+                case = ModelCase(model=model, batch=batch, attention="reference", precision=precision, warmup=warmup)
+                cells.append(model_cell(case, "eager", tuple(time_row(mode) for mode in modes)))
+        return cells
+
+    def measure(self, cell: Cell, run: RunConfig) -> Iterator[Sample]:
+        if isinstance(cell.case, AutocastCase):
+            found = autocast_dtypes(run.device, cell.case.dtype)
+            for row, name in zip(DTYPES_SEEN, AUTOCAST_TENSORS, strict=True):
+                yield Sample(row=row, samples=[BITS[found[name]]], kernel=found[name])
+        elif isinstance(cell.case, NormCase):
+            result = norm_in(cell.case.dtype, cell.case.scale, device=run.device)
+            yield Sample(row=OVERFLOW, samples=[result.overflowing_squares])
+            yield Sample(row=NORM_ERROR, samples=[result.error])
+        else:
+            yield from measure_model(cell, run, budget_ms=BUDGET_MS[run.device], min_samples=MIN_STEPS[run.device])
+
+    def columns(self, row: dict[str, Any]) -> dict[str, Any]:
+        return {
+            "tensor": row["quantity"].removeprefix("dtype of "),
+            "under": f"{row.get('dtype')} autocast",
+            "percent": 100 * row["median"] if row["quantity"] == "overflowing_squares" else float("nan"),
+        }
+
+    tables = {
+        "times": Pivot(
+            title="Time of a step; speed within a run, the bfloat16 autocast's over float32's",
+            down=("model", "mode"),
+            across="precision",
+            where={"quantity": "time"},
+            ratios=(("bfloat16 autocast", "float32"),),
+        ),
+        "dtypes": Pivot(
+            title="Dtypes of the toy model under autocast",
+            down=("tensor",),
+            across="under",
+            value="kernel",
+            where={"quantity": lambda quantity: quantity.startswith("dtype of")},
+        ),
+        "norm": Wide(
+            title="Layer norm computed in one dtype throughout",
+            down={"dtype": "dtype", "std of the inputs": "scale"},
+            where={"case_type": "NormCase"},
+            columns={
+                "infinite squares (%)": Pick({"quantity": "overflowing_squares"}, value="percent"),
+                "largest error of the output": Pick({"quantity": "norm_error"}),
+            },
+        ),
+    }
+    figures = {
+        "steps": Bars(
+            title="Time of a step of xl by precision",
+            x="mode",
+            color="precision",
+            where={"quantity": "time", "model": ("xl", "medium-proxy", "small-proxy")},
+        )
+    }

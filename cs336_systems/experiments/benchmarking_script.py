@@ -1,0 +1,114 @@
+"""Step time of every model size: forward, forward and backward, full AdamW step; and what warm-up changes.
+
+Each size and mode is timed in a process of its own that has done nothing before, step by step from the first: the row
+with w warm-ups is the window of ten that follows the first w.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pandas as pd
+from torch import Tensor
+
+from cs336_systems.config import ModelCase, RunConfig
+from cs336_systems.experiments.figures import Bars
+from cs336_systems.experiments.models import MODEL_MODES, TrainingStep, model_cell, models, require_finite, time_row
+from cs336_systems.experiments.spec import Cell, Experiment, Sample, problem
+from cs336_systems.experiments.tables import Difference, Pick, Ratio, Wide
+from cs336_systems.measure.timing import time_once
+
+WARMUPS = (0, 1, 2, 5)
+NUM_STEPS = {"tiny": 5, "smoke": 5, "handout": 10}
+SETTLED = {"quantity": "time", "warmup": WARMUPS[-1]}
+
+
+def measure_warmup(cell: Cell, run: RunConfig, *, num_steps: int) -> Iterator[Sample]:
+    """Time single steps from a cold process, and report for each warm-up count the `num_steps` that follow it.
+
+    The rows' cases differ in `warmup` only, so the first w steps of one series are the warm-up of row w: the same
+    experiment as separate runs with w warm-up steps, without drawing a new process for each. Raises Disagreement if the
+    first step's logits or loss are not those of a working model.
+    """
+    step = TrainingStep(cell.case, run)
+    mode = cell.rows[0].mode
+    call: Callable[[], Tensor] = getattr(step, mode)
+    total = num_steps + max(row.case.warmup for row in cell.rows)
+    first: list[Tensor] = []
+    samples = [time_once(lambda: first.append(call()), run.device)]
+    for _ in range(total - 1):
+        step.reset()
+        samples.append(time_once(call, run.device))
+    # Only now: the check's own kernels would warm up the process between two steps.
+    require_finite("logits" if mode == "forward" else "loss", first[0])
+    for row in cell.rows:
+        yield Sample(row=row, samples=samples[row.case.warmup : row.case.warmup + num_steps])
+
+
+@problem()
+class BenchmarkingScript(Experiment):
+    def cells(self, run: RunConfig) -> list[Cell]:
+        cells = []
+        for model, batch in models(run):
+            for mode in MODEL_MODES:
+                cases = [ModelCase(model=model, batch=batch, attention="reference", warmup=one) for one in WARMUPS]
+                rows = tuple(time_row(mode, case) for case in cases)
+                cells.append(model_cell(cases[0], "eager", rows, fresh_process=True))
+        return cells
+
+    def measure(self, cell: Cell, run: RunConfig) -> Iterator[Sample]:
+        return measure_warmup(cell, run, num_steps=NUM_STEPS[run.scale])
+
+    def columns(self, row: dict[str, Any]) -> dict[str, Any]:
+        """Spread in percent, and the first timed step over the median of those after it."""
+        return {
+            "spread": 100 * row["std"] / row["mean"],
+            "first": row["samples"][0] / row["median"] if row["samples"] else float("nan"),
+            "warm-up": f"{row['warmup']} warm-up steps",
+        }
+
+    def numbers(self, frame: pd.DataFrame) -> dict[str, Any]:
+        def first_step(warmup: int) -> pd.Series:
+            return frame[(frame["warmup"] == warmup) & (frame["status"] == "ok")]["first"]
+
+        return {"first_step": lambda warmup: (first_step(warmup).min(), first_step(warmup).max())}
+
+    tables = {
+        "steps": Wide(
+            title="Median of ten steps after five warm-up steps (ms)",
+            down=("model",),
+            where=SETTLED,
+            columns={
+                "forward": Pick({"mode": "forward"}),
+                "forward + backward": Pick({"mode": "forward_backward"}),
+                "backward (difference)": Difference("forward + backward", "forward"),
+                "full step": Pick({"mode": "train_step"}),
+                "AdamW (difference)": Difference("full step", "forward + backward"),
+                "full step, std (%)": Pick({"mode": "train_step"}, value="spread", significant=2),
+                "backward over forward": Ratio("backward (difference)", "forward"),
+            },
+        ),
+    } | {
+        f"warmup_{mode}": Wide(
+            title=f"Effect of warm-up, {mode.replace('_', ' + ')}: mean and standard deviation (ms)",
+            down=("model",),
+            where={"quantity": "time", "mode": mode},
+            columns={
+                f"{warmup} warm-ups, {value}": Pick({"warmup": warmup}, value=value)
+                for warmup in WARMUPS
+                for value in ("mean", "std")
+            },
+        )
+        for mode in MODEL_MODES
+    }  # fmt: skip
+    figures = {
+        "warmup": Bars(
+            title="First timed forward over the median of those after it, by warm-up steps",
+            x="model",
+            y="first",
+            y_title="first over median",
+            color="warm-up",
+            where={"quantity": "time", "mode": "forward"},
+        )
+    }

@@ -1,0 +1,117 @@
+"""Skipping tiles: speed by density of random tiles against dense attention, and what random token masks gain."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from functools import partial
+from typing import Any
+
+import altair as alt
+import pandas as pd
+
+from cs336_systems.config import MaskCase, RunConfig
+from cs336_systems.experiments.attention import MODE_WORDS
+from cs336_systems.experiments.figures import Lines
+from cs336_systems.experiments.frames import digits, pick, tuples
+from cs336_systems.experiments.masks import (
+    DENSE_PEERS,
+    against_dense,
+    dense_tables,
+    mask_case,
+    mask_cell,
+    mask_columns,
+    measure_masked,
+    names_of,
+)  # fmt: skip
+from cs336_systems.experiments.spec import Cell, Experiment, Sample, problem
+from cs336_systems.experiments.tables import Pivot, TableSpec
+
+LENGTH = {"tiny": 128, "smoke": 256, "handout": 16384}
+ROW_DENSITIES = {"tiny": (0.5,), "smoke": (0.25, 0.5), "handout": (0.1, 0.3, 0.5, 0.7, 0.9)}
+TOKEN_DENSITIES = {"tiny": (), "smoke": (0.1,), "handout": (0.1, 0.5)}
+SUITE_LENGTH, SUITE_DENSITIES = 49152, (0.05, 0.1, 0.2, 0.5, 1.0)
+SUITE_BLOCKS = ((128, 128), (64, 128), (128, 64), (64, 64))
+
+
+class AgainstIdeal(Lines):
+    """Lines, and the speed that the number of live tiles allows."""
+
+    def chart(self, frame: pd.DataFrame) -> alt.TopLevelMixin | None:
+        rows = self.rows(frame)
+        if rows.empty:
+            return None
+        ideal = rows.drop_duplicates("number").assign(implementation="tiles allow", over_dense=lambda one: one["ideal"])
+        return self._finished(self._marks(pd.concat([rows, ideal])), rows)
+
+
+@problem(title="Skipping tiles: speed by density, and what random token masks gain", order=9)
+class BlockSparse(Experiment):
+    implementations = ("triton", *DENSE_PEERS, "sdpa_mask", "flex")
+
+    def cells(self, run: RunConfig) -> list[Cell]:
+        """Random tiles by density, the dense case, random tokens; at handout scale a long sequence by tile shape."""
+        seqlen = LENGTH[run.scale]
+        cells: list[Cell] = []
+
+        def add(case: MaskCase, names: Iterable[str]) -> None:
+            cells.extend(mask_cell(case, name, run) for name in names)
+
+        for mask in ("full", *(f"random:{density:g}" for density in ROW_DENSITIES[run.scale])):
+            peers = DENSE_PEERS if mask == "full" else ("sdpa_mask",)
+            add(mask_case(run, mask, seqlen, heads=16, head_dim=128), names_of(run, ("triton",), (*peers, "flex")))
+        for density in TOKEN_DENSITIES[run.scale]:
+            case = mask_case(run, f"tokens:{density:g}", seqlen, heads=16, head_dim=128)
+            add(case, names_of(run, ("triton",), ("sdpa_mask", "flex")))
+        for blocks in SUITE_BLOCKS if run.scale == "handout" else ():
+            for density in SUITE_DENSITIES:
+                case = mask_case(run, f"random:{density:g}", SUITE_LENGTH, heads=8, head_dim=128, blocks=blocks)
+                add(case, ("triton", "flex"))
+        return cells
+
+    def measure(self, cell: Cell, run: RunConfig) -> Iterator[Sample]:
+        return measure_masked(cell, run)
+
+    def columns(self, row: dict[str, Any]) -> dict[str, Any]:
+        return mask_columns(row)
+
+    def compared(self, frame: pd.DataFrame) -> pd.DataFrame:
+        return against_dense(frame)
+
+    def numbers(self, frame: pd.DataFrame) -> dict[str, Any]:
+        """`over(pattern, mode)` and `ideal(pattern, mode)`: triton over dense attention, and what live tiles allow."""
+
+        def found(column: str, pattern: str, mode: str) -> str:
+            where = {"pattern": pattern, "mode": mode, "quantity": "time", "implementation": "triton"}
+            (row,) = tuples(pick(frame, where | {"seqlen_q": lambda tokens: tokens < SUITE_LENGTH}))
+            return f"{digits(row[column])}×"
+
+        return {"over": partial(found, "over_dense"), "ideal": partial(found, "ideal")}
+
+    tables: dict[str, TableSpec] = dict(dense_tables(seqlen_q=lambda tokens: tokens < SUITE_LENGTH)) | {
+        f"suite_{mode}": Pivot(
+            title=f"{words}, {SUITE_LENGTH:,} tokens, by tile shape",
+            down={"tiles": "blocks", "density": "number"},
+            value="tflops",
+            unit="TFLOP/s",
+            where={"quantity": "time", "mode": mode, "seqlen_q": SUITE_LENGTH},
+            ratios=(("triton", "flex"),),
+        )
+        for mode, words in MODE_WORDS.items()
+    }
+    figures = {
+        mode: AgainstIdeal(
+            title=f"Random tiles, {words}: speed over dense attention",
+            x="number",
+            x_title="share of live tiles",
+            y="over_dense",
+            y_title="times as fast as dense",
+            where={
+                "quantity": "time",
+                "mode": mode,
+                "family": "random tiles",
+                "implementation": ("triton", "flex"),
+                "over_dense": lambda speed: speed == speed,
+            },
+        )
+        for mode, words in MODE_WORDS.items()
+    }

@@ -1,0 +1,93 @@
+"""Memory and smallest batch of the 2025 handout's XXL model with FSDP and tensor parallelism, on TPU v5p."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pandas as pd
+
+from cs336_systems.analysis import xxl
+from cs336_systems.experiments.figures import Lines
+from cs336_systems.experiments.frames import digits
+from cs336_systems.experiments.spec import Calculation, problem
+from cs336_systems.experiments.tables import Listing
+
+TOKENS = (0, 512, 1024, 2048, 4096, 8192)
+DEVICES = (32, 38, 48, 64, 96, 128, 192, 256)
+
+
+@problem()
+class CommunicationAccounting(Calculation):
+    def calculate(self) -> list[dict[str, Any]]:
+        rows: list[dict[str, Any]] = []
+        for tokens in TOKENS:
+            saved = xxl.saved_bytes(xxl.XXL, tokens)
+            fewest = xxl.fewest_devices(xxl.XXL, tokens)
+            rows.append(
+                {
+                    "quantity": "fewest",
+                    "tokens": tokens,
+                    "saved": saved / 1e9,
+                    "h100s": (xxl.fixed_bytes(xxl.XXL) + saved) / xxl.H100_BYTES,
+                    "fewest": fewest,
+                    "there": xxl.bytes_per_device(xxl.XXL, tokens, fewest) / 1e9,
+                }
+            )
+            rows += [
+                {
+                    "quantity": "memory",
+                    "tokens": tokens,
+                    "batch": f"{tokens:,} tokens",
+                    "devices": devices,
+                    "gigabytes": xxl.bytes_per_device(xxl.XXL, tokens, devices) / 1e9,
+                }
+                for devices in DEVICES
+            ]
+        return rows
+
+    def numbers(self, frame: pd.DataFrame) -> dict[str, Any]:
+        model, mesh = xxl.XXL, xxl.V5P
+        a_token = xxl.saved_bytes(model, 1)
+        alone, shared = (xxl.smallest_batch_per_device(model, mesh, overlap=overlap) for overlap in (True, False))
+        found = {
+            "billions": model.parameters / 1e9,
+            "fixed_terabytes": xxl.fixed_bytes(model) / 1e12,
+            "h100s": xxl.fixed_bytes(model) / xxl.H100_BYTES,
+            "megabytes_a_token": a_token / 1e6,
+            "half_a_token": a_token / 2e6,
+            "fewest": xxl.fewest_devices(model, 0),
+            "most_tokens": xxl.V5P_BYTES // (a_token / 2),
+            "alpha": mesh.flops_per_s / mesh.link_bytes_per_s,
+            "tokens": alone,
+            "batch": alone * mesh.devices,
+            "shared_tokens": shared,
+            "shared_batch": shared * mesh.devices,
+        }
+        return {name: str(value) if isinstance(value, int) else digits(value, 5 if value >= 10_000 else 4)
+                for name, value in found.items()}  # fmt: skip
+
+    tables = {
+        "memory": Listing(
+            title="XXL's memory by the tokens whose activations it saves",
+            where={"quantity": "fewest"},
+            significant=4,
+            columns={
+                "tokens": "tokens",
+                "saved for backward (GB)": "saved",
+                "H100s (80 GB)": "h100s",
+                "fewest N_FSDP (95 GB)": "fewest",
+                "GB a device there": "there",
+            },
+        )
+    }
+    figures = {
+        "memory": Lines(
+            title="XXL: memory of a TPU v5p (it has 95 GB) by N_FSDP and the tokens of a batch",
+            x="devices",
+            x_title="N_FSDP",
+            y="gigabytes",
+            y_title="GB a device",
+            color="batch",
+            where={"quantity": "memory"},
+        )
+    }

@@ -1,0 +1,115 @@
+"""Full and causal attention, alone and over packed documents, beside library kernels.
+
+Packed documents go through `flash_attention_varlen`; `triton_lists` is the same mask as lists of tiles, `sdpa_padded`
+SDPA on the padded batch, and `torch_varlen` PyTorch's own packed attention.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pandas as pd
+
+from cs336_systems.config import RunConfig
+from cs336_systems.experiments.attention import MODE_WORDS
+from cs336_systems.experiments.figures import Lines
+from cs336_systems.experiments.frames import digits, pick, tuples
+from cs336_systems.experiments.masks import (
+    DENSE_PEERS,
+    against_dense,
+    mask_case,
+    mask_cell,
+    mask_columns,
+    measure_masked,
+    names_of,
+)  # fmt: skip
+from cs336_systems.experiments.spec import Cell, Experiment, Sample, problem
+from cs336_systems.experiments.tables import Pivot
+
+# Documents of a packed sequence, in 32nds of it: 8 of them, the longest twice the mean, so that a padded batch is half
+# padding.
+DOCUMENTS = (8, 6, 5, 4, 3, 3, 2, 1)
+LENGTHS = {"tiny": (128,), "smoke": (64, 128), "handout": (1024, 4096, 8192, 16384)}
+
+
+@problem(title="Full and causal attention, alone and over packed documents, against library kernels", order=8)
+class DenseMasks(Experiment):
+    implementations = ("triton", "triton_lists", *DENSE_PEERS, "flex", "sdpa_padded", "torch_varlen")
+
+    def cells(self, run: RunConfig) -> list[Cell]:
+        cells: list[Cell] = []
+        for seqlen in LENGTHS[run.scale]:
+            documents = "document:" + ",".join(str(seqlen * share // sum(DOCUMENTS)) for share in DOCUMENTS)
+            masks: tuple[str, ...] = ("full", "causal", documents, f"{documents}+causal")
+            if run.scale == "smoke" and seqlen < LENGTHS["smoke"][-1]:
+                masks = masks[1::2]  # in a laptop's minutes the shorter length shows the causal ones
+            for mask in masks if run.scale != "tiny" else masks[-1:]:
+                case = mask_case(run, mask, seqlen, heads=64, head_dim=128)
+                packed = mask.startswith("document")
+                peers: tuple[str, ...] = ("sdpa_padded", "torch_varlen") if packed else DENSE_PEERS
+                if run.scale == "handout" or (seqlen == LENGTHS[run.scale][0] and mask == masks[-1]):
+                    peers = (*peers, "flex")  # compiles for each case, most of the problem's time on a laptop
+                ours = ("triton",) if mask == "full" else ("triton", "triton_lists")
+                for name in names_of(run, ours, peers):
+                    cells.append(mask_cell(case, name, run, mask_time=packed and name == "triton_lists"))
+        return cells
+
+    def measure(self, cell: Cell, run: RunConfig) -> Iterator[Sample]:
+        return measure_masked(cell, run)
+
+    def columns(self, row: dict[str, Any]) -> dict[str, Any]:
+        return mask_columns(row)
+
+    def compared(self, frame: pd.DataFrame) -> pd.DataFrame:
+        return against_dense(frame)
+
+    def numbers(self, frame: pd.DataFrame) -> dict[str, Any]:
+        """`rate(family, mode)`: TFLOP/s of triton on the longest sequence."""
+
+        def rate(family: str, mode: str) -> str:
+            where = {"family": family, "mode": mode, "quantity": "time", "implementation": "triton"}
+            return digits(tuples(pick(frame, where).sort_values("seqlen_q"))[-1]["tflops"])
+
+        return {"rate": rate}
+
+    tables = {
+        f"{mode}_{unit}": Pivot(
+            title=f"{words}, 64 heads, head dim 128",
+            down={"mask": "family", "tokens": "seqlen_q"},
+            value=value,
+            unit=None if value == "median" else "TFLOP/s",
+            where={"quantity": "time", "mode": mode},
+            ratios=(
+                ("triton", "torch_varlen"),
+                ("triton", "flex"),
+                ("triton", "sdpa_padded"),
+                ("triton", "sdpa_cudnn"),
+            ),
+        )
+        for mode, words in MODE_WORDS.items()
+        for value, unit in (("tflops", "rate"), ("median", "ms"))
+    } | {
+        "mask_time": Pivot(
+            title="building the mask's lists",
+            down={"mask": "family", "tokens": "seqlen_q"},
+            where={"quantity": "mask_time"},
+        )
+    }
+    figures = {
+        mode: Lines(
+            title=f"Eight packed documents, {words}",
+            x="seqlen_q",
+            x_title="tokens",
+            y="tflops",
+            y_title="TFLOP/s",
+            facet="family",
+            where={
+                "quantity": "time",
+                "mode": mode,
+                "family": ("documents", "causal documents"),
+                "seqlen_q": lambda tokens: tokens >= 4096,
+            },
+        )
+        for mode, words in MODE_WORDS.items()
+    }

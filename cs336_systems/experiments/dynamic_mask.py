@@ -1,0 +1,78 @@
+"""Keys chosen by a bias at run time: one set for all queries, gathered; or the best of each query, by tiles."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pandas as pd
+
+from cs336_systems.config import RunConfig
+from cs336_systems.experiments.figures import Bars
+from cs336_systems.experiments.masks import (
+    DENSE_PEERS,
+    against_dense,
+    dense_tables,
+    mask_case,
+    mask_cell,
+    mask_columns,
+    measure_masked,
+    names_of,
+)  # fmt: skip
+from cs336_systems.experiments.spec import Cell, Experiment, Sample, problem
+from cs336_systems.experiments.tables import Pivot, TableSpec
+
+SIZES = {"tiny": (128, 16), "smoke": (128, 16), "handout": (32768, 1024)}  # tokens, keys kept
+
+
+@problem(title="Keys chosen by a bias at run time: gathered, or by lists of tiles", order=10)
+class DynamicMask(Experiment):
+    implementations = ("triton", *DENSE_PEERS, "sdpa_mask", "flex")
+
+    def cells(self, run: RunConfig) -> list[Cell]:
+        seqlen, num_keys = SIZES[run.scale]
+        masks: dict[str, tuple[str, ...]] = {
+            "causal": DENSE_PEERS,
+            f"shared:{num_keys}+causal": ("sdpa_mask",),
+            f"topk:{num_keys}": ("sdpa_mask", "flex"),
+        }
+        return [
+            mask_cell(case, name, run, mask_time=name.startswith("triton") and mask != "causal")
+            for mask, peers in masks.items()
+            for case in [mask_case(run, mask, seqlen, heads=16, head_dim=128)]
+            for name in names_of(run, ("triton",), peers)
+        ]
+
+    def measure(self, cell: Cell, run: RunConfig) -> Iterator[Sample]:
+        return measure_masked(cell, run)
+
+    def columns(self, row: dict[str, Any]) -> dict[str, Any]:
+        return mask_columns(row)
+
+    def compared(self, frame: pd.DataFrame) -> pd.DataFrame:
+        return against_dense(frame)
+
+    tables: dict[str, TableSpec] = {
+        **dense_tables(),
+        "mask_time": Pivot(
+            title="choosing keys and building lists", down={"mask": "pattern"}, where={"quantity": "mask_time"}
+        ),
+        "memory": Pivot(
+            title="peak memory, forward + backward",
+            down={"mask": "pattern"},
+            unit="GiB",
+            where={"quantity": "peak_memory"},
+        ),
+    }
+    figures = {
+        "times": Bars(
+            title="Forward + backward of 32,768 tokens, dense and with 1,024 chosen keys",
+            x="family",
+            y_title="ms",
+            where={
+                "quantity": "time",
+                "mode": "forward_backward",
+                "implementation": lambda name: name != "flex",  # takes ten times as long
+            },
+        )
+    }

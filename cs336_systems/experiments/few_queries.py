@@ -1,0 +1,146 @@
+"""Attention whose queries are too few to fill a GPU: one head of a long sequence, or generated tokens.
+
+The Triton forward then splits the keys among programs; beside it runs the same forward with the keys left whole. Times
+are of the GPU alone, in replayed graphs, since eager calls this short wait for the host (`short_calls`). Keys and
+values that fit the L2 cache are there from the call before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cs336_systems.config import AttentionShape, DTypeName, RunConfig
+from cs336_systems.experiments.attention import (
+    FORWARD,
+    attention_columns,
+    checked_error,
+    inputs_of,
+    oracle_of,
+    settle,
+    shape_of_row,
+)  # fmt: skip
+from cs336_systems.experiments.figures import Bars
+from cs336_systems.experiments.implementations import (
+    AttentionFunction,
+    build,
+    kernel_name,
+    whole_keys,
+    without_overhead,
+)
+from cs336_systems.experiments.short_calls import GRAPH_FORWARD, graph_times
+from cs336_systems.experiments.spec import Cell, Experiment, Sample, problem
+from cs336_systems.experiments.tables import Pivot
+from cs336_systems.measure.timing import time_calls
+
+WHOLE = "triton_whole"  # the Triton forward without splitting
+SIXTEEN_BIT = (WHOLE, "triton", "sdpa_flash", "sdpa_cudnn")
+SINGLE = (WHOLE, "triton", "sdpa_efficient")  # SDPA's other kernels take no float32
+# (batch, heads, key heads, queries, keys, head_dim, causal)
+HEADS = tuple(
+    (1, heads, heads, seqlen, seqlen, head_dim, True)
+    for head_dim in (64, 128)
+    for heads, seqlen in ((1, 1024), (1, 4096), (1, 16384), (4, 2048))
+)
+GENERATION = (
+    (1, 8, 8, 1, 4096, 64, False),
+    (1, 32, 8, 1, 4096, 128, False),
+    (1, 32, 8, 1, 32768, 128, False),
+    (8, 32, 8, 1, 8192, 128, False),
+    (64, 32, 8, 1, 4096, 128, False),
+    (1, 1, 1, 1, 131072, 128, False),
+    (1, 32, 4, 8, 16384, 128, False),
+    (1, 16, 16, 128, 8192, 128, False),
+)
+SHAPES: dict[str, dict[DTypeName, tuple[tuple[int, int, int, int, int, int, bool], ...]]] = {
+    "tiny": {"float32": ((1, 2, 1, 1, 128, 32, False),)},
+    "smoke": {"float32": ((1, 1, 1, 128, 128, 64, True), (1, 4, 2, 1, 256, 64, False))},
+    "handout": {"bfloat16": (*HEADS, *GENERATION), "float32": tuple(shape for shape in HEADS if shape[3] == 4096)},
+}
+
+
+@problem(title="Attention of one head, and of generated tokens: the keys split, whole, and the libraries", order=4)
+class FewQueries(Experiment):
+    implementations = (WHOLE, "triton", "hopper", "sdpa_flash", "sdpa_cudnn", "sdpa_efficient")
+
+    def cells(self, run: RunConfig) -> list[Cell]:
+        """Every implementation that takes the dtype on every shape; the Hopper kernels on heads of a sequence."""
+        rows = (GRAPH_FORWARD,) if run.device == "cuda" else (FORWARD,)
+        cells = []
+        for dtype, shapes in SHAPES[run.scale].items():
+            names = SIXTEEN_BIT if dtype == "bfloat16" else SINGLE if run.device == "cuda" else (*SINGLE, "sdpa_flash")
+            for batch, heads, kv_heads, seqlen_q, seqlen_k, head_dim, is_causal in shapes:
+                case = AttentionShape(
+                    batch=batch, heads=heads, kv_heads=None if kv_heads == heads else kv_heads, seqlen_q=seqlen_q,
+                    seqlen_k=seqlen_k, head_dim=head_dim, is_causal=is_causal, dtype=dtype,
+                )  # fmt: skip
+                more = ("hopper",) if dtype == "bfloat16" and is_causal else ()
+                cells += [Cell(case=case, implementation=name, rows=rows) for name in (*names, *more)]
+        return cells
+
+    def measure(self, cell: Cell, run: RunConfig) -> Iterator[Sample]:
+        """The forward, checked against the oracle and then timed."""
+        shape, device = cell.case, run.device
+        function, kernel = build_forward(cell.implementation, shape, device)
+        inputs = inputs_of(shape, device, run.seed, False)
+        with without_overhead(function) as attend:
+
+            def forward() -> Tensor:
+                with torch.no_grad():
+                    return attend(*inputs[:3])
+
+            oracle = oracle_of(shape, device, run.seed, False)
+            error = checked_error(oracle, {"output": forward()}, cell.implementation)
+            if device == "cuda":
+                settle(forward)
+            times_ms = graph_times(forward) if device == "cuda" else time_calls(forward, device=device, num_samples=3)
+            yield Sample(row=cell.rows[0], samples=times_ms, kernel=kernel, error=error)
+
+    def columns(self, row: dict[str, Any]) -> dict[str, Any]:
+        """`parts`: into how many the kernel's name says that the keys were split."""
+        _, _, parts = row["kernel"].partition("/")
+        return attention_columns(row, shape_of_row(row)) | {"parts": int(parts) if parts else 1}
+
+    tables = {
+        dtype: Pivot(
+            title=f"forward in a replayed CUDA graph, {dtype}",
+            down={"batch × heads × queries on keys × head dim": "shape"},
+            unit="µs",
+            where={"mode": "forward", "dtype": dtype},
+            ratios=(
+                ("triton", WHOLE),
+                ("triton", "sdpa_flash"),
+                ("triton", "sdpa_cudnn"),
+                ("triton", "sdpa_efficient"),
+            ),
+        )
+        for dtype in ("bfloat16", "float32")
+    }
+    figures = {
+        "one_head": Bars(
+            title="One head and four: forward in a replayed CUDA graph",
+            x="shape",
+            unit="µs",
+            y_title="µs a call",
+            where={"mode": "forward", "dtype": "bfloat16", "is_causal": True, "seqlen_q": (1024, 2048, 4096)},
+        ),
+        "generation": Bars(
+            title="Generated tokens: forward in a replayed CUDA graph",
+            x="shape",
+            unit="µs",
+            y_title="µs a call",
+            where={"mode": "forward", "is_causal": False, "implementation": ("triton", "sdpa_flash", "sdpa_cudnn")},
+        ),
+    }
+
+
+def build_forward(name: str, shape: AttentionShape, device: str) -> tuple[AttentionFunction, str]:
+    """The forward `name`, and the name of its kernel, which ends with the number of parts if there are several."""
+    kernels = kernel_name("triton" if name == WHOLE else name, shape, device).split()
+    kernel = " ".join(kernels[: 2 if kernels[:1] == ["interpreter"] else 1])
+    if name == WHOLE:
+        return whole_keys(shape), kernel.partition("/")[0]
+    return build(name, shape, device), kernel

@@ -1,0 +1,146 @@
+"""FlashAttention-2 beside plain attention and the library kernels: the handout's grid, one head, batch 1, causal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pandas as pd
+
+from cs336_systems.config import AttentionShape, DTypeName, RunConfig
+from cs336_systems.experiments.attention import (
+    BACKWARD,
+    BOTH,
+    FORWARD,
+    MODE_WORDS,
+    PEAK,
+    attention_cell,
+    attention_columns,
+    measure_attention,
+    shape_of_row,
+    with_speeds,
+)  # fmt: skip
+from cs336_systems.experiments.figures import Lines
+from cs336_systems.experiments.implementations import IMPLEMENTATIONS, TINY_IMPLEMENTATIONS
+from cs336_systems.experiments.spec import Cell, Experiment, Sample, Unsupported, problem
+from cs336_systems.experiments.tables import Pick, Pivot, TableSpec, Wide
+
+LENGTHS = {  # the handout's, and one more, at which plain attention runs out of an H200's memory
+    "tiny": (64, 128),
+    "smoke": (128, 256, 512, 1024),
+    "handout": tuple(2**power for power in range(7, 18)),
+}
+HEAD_DIMS = {"tiny": (32,), "smoke": (32, 64), "handout": (16, 32, 64, 128)}
+LONGEST_FLOAT32 = 65536
+LONGEST_INTERPRETED = 256  # tests go further; a time in the interpreter says nothing, and quadruples with the length
+LONGEST_RECOMPILED = 128  # at smoke scale, of what compiles anew for nearly every length, on a CPU for many seconds
+RECOMPILED = ("tiled_compiled", "flex")
+SHOWN = ("triton", "sdpa_flash", "sdpa_cudnn")  # in figures: timed in one run with plain attention
+HOST_BOUND = 1024  # shorter calls take what the host takes to launch them
+DOWN = {"d": "head_dim", "S": "seqlen_q"}
+
+
+@problem()
+class FlashBenchmarking(Experiment):
+    implementations = IMPLEMENTATIONS
+    takes = "attention"
+
+    def cells(self, run: RunConfig) -> list[Cell]:
+        names = TINY_IMPLEMENTATIONS if run.scale == "tiny" else IMPLEMENTATIONS
+        rows = (FORWARD, BACKWARD, BOTH, PEAK)
+        return [attention_cell(shape, name, run, rows) for shape in _shapes(run) for name in names]
+
+    def measure(self, cell: Cell, run: RunConfig) -> Iterator[Sample]:
+        """Each pass checked against the oracle and then timed; what would only cost minutes is skipped."""
+        length, name = cell.case.seqlen_q, cell.implementation
+        if cell.case.dtype == "float32" and length > LONGEST_FLOAT32 and name != "eager":
+            raise Unsupported(f"float32 is measured up to {LONGEST_FLOAT32}; only eager goes on, to its out-of-memory")
+        if name == "triton" and run.device == "cpu" and length > LONGEST_INTERPRETED:
+            raise Unsupported(f"the interpreter is run up to {LONGEST_INTERPRETED} tokens here")
+        if run.scale == "smoke" and name in RECOMPILED and length > LONGEST_RECOMPILED:
+            raise Unsupported(f"it compiles anew for each length: up to {LONGEST_RECOMPILED} tokens at smoke scale")
+        if run.scale == "smoke" and name in (*RECOMPILED, "compiled") and cell.case.dtype != "float32":
+            raise Unsupported("it compiles anew for each dtype: float32 alone at smoke scale")
+        yield from measure_attention(cell, run)
+
+    def columns(self, row: dict[str, Any]) -> dict[str, Any]:
+        return attention_columns(row, shape_of_row(row))
+
+    def compared(self, frame: pd.DataFrame) -> pd.DataFrame:
+        return with_speeds(frame, "eager")
+
+    def numbers(self, frame: pd.DataFrame) -> dict[str, Any]:
+        """`slower(mode=..., dtype=...)`: on how many shapes of how many triton is slower than plain attention."""
+
+        def slower(mode: str, dtype: str) -> str:
+            asked = (frame["implementation"] == "triton") & (frame["mode"] == mode) & (frame["dtype"] == dtype)
+            found = frame.loc[asked, "speed_over_eager"].dropna()
+            return f"{int((found < 1).sum())} of {len(found)}"
+
+        return {"slower": slower}
+
+    tables: dict[str, TableSpec] = {
+        f"{dtype}_{mode}": Pivot(
+            title=f"{words}, {dtype}, batch 1, one head, causal",
+            down=DOWN,
+            where={"quantity": "time", "mode": mode, "dtype": dtype},
+            ratios=(("triton", "eager"),),
+        )
+        for dtype in ("bfloat16", "float16", "float32")
+        for mode, words in MODE_WORDS.items()
+    } | {
+        "memory": Pivot(
+            title="peak memory, forward + backward",
+            down={"dtype": "dtype", **DOWN},
+            where={"quantity": "peak_memory"},
+            unit="GiB",
+        ),
+        "compile_time": Pivot(
+            title="first call, which compiles what no earlier cell has compiled",
+            down={"dtype": "dtype", **DOWN, "pass": "mode"},
+            where={"quantity": "compile_time"},
+        ),
+        "plain_and_triton": Wide(
+            title="milliseconds, batch 1, one head, causal",
+            down={"dtype": "dtype", **DOWN},
+            columns={
+                f"{name}, {words}": Pick({"implementation": name, "mode": mode, "quantity": "time"})
+                for mode, words in MODE_WORDS.items()
+                for name in ("eager", "triton")
+            },
+            where={"head_dim": (64, 128), "seqlen_q": (1024, 16384, 65536)},
+        ),
+    }
+    figures = {
+        mode: Lines(
+            title=f"Attention {words}, bfloat16: speed over plain PyTorch",
+            x="seqlen_q",
+            x_title="sequence length",
+            y="speed_over_eager",
+            y_title="times as fast as eager",
+            facet="head_dim",
+            where={
+                "quantity": "time",
+                "mode": mode,
+                "dtype": "bfloat16",
+                "implementation": SHOWN,
+                "seqlen_q": lambda length: length >= HOST_BOUND,
+                "speed_over_eager": lambda speed: speed == speed,
+            },
+        )
+        for mode, words in MODE_WORDS.items()
+    }
+
+
+def _shapes(run: RunConfig) -> list[AttentionShape]:
+    """bfloat16 and float32 on a GPU; on a CPU float16 stands in, as the interpreter cannot multiply bfloat16."""
+    low: DTypeName = "bfloat16" if run.device == "cuda" else "float16"
+    dtypes: tuple[DTypeName, ...] = ("float32",) if run.scale == "tiny" else (low, "float32")
+    grid = [(dtype, head_dim) for dtype in dtypes for head_dim in HEAD_DIMS[run.scale]]
+    if run.scale == "smoke":  # each dtype with one head dim still shows both axes
+        grid = list(zip(dtypes, HEAD_DIMS["smoke"], strict=True))
+    return [
+        AttentionShape(batch=1, heads=1, seqlen_q=length, seqlen_k=length, head_dim=dim, is_causal=True, dtype=dtype)
+        for dtype, dim in grid
+        for length in LENGTHS[run.scale]
+    ]

@@ -1,0 +1,68 @@
+"""How many GPUs a feed-forward layer's forward can use with FSDP and tensor parallelism together."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cs336_systems.analysis import ffn
+from cs336_systems.experiments.figures import Lines
+from cs336_systems.experiments.layer_times import FEW_TOKENS, MODEL, TOKENS, layer, links
+from cs336_systems.experiments.spec import Calculation, problem
+from cs336_systems.experiments.tables import Listing
+
+OVERLAPS = {"overlapped": True, "one after the other": False}
+
+
+@problem()
+class FullyShardedTensorParallelCalcs(Calculation):
+    def calculate(self) -> list[dict[str, Any]]:
+        rows = []
+        for link, flops_per_s, bytes_per_s in links():
+            rates = {"flops_per_s": flops_per_s, "bytes_per_s": bytes_per_s}
+            for tokens in (2**power for power in range(14, 25)):
+                one = layer(tokens)
+                limits = {"FSDP": ffn.fsdp_limit(one, "forward", **rates), "TP": ffn.tp_limit(one, "forward", **rates)}
+                for name, overlap in OVERLAPS.items():
+                    limits[f"both, {name}"] = ffn.fsdp_tp_limit(one, overlap=overlap, **rates).devices
+                rows += [
+                    {"quantity": "limit", "link": link, "tokens": tokens, "scheme": name, "GPUs": limit}
+                    for name, limit in limits.items()
+                ]
+        for tokens in (FEW_TOKENS, TOKENS):
+            for link, flops_per_s, bytes_per_s in links():
+                row: dict[str, Any] = {"quantity": "grid", "link": link, "tokens": tokens}
+                for name, overlap in OVERLAPS.items():
+                    rates = {"flops_per_s": flops_per_s, "bytes_per_s": bytes_per_s}
+                    row[name] = ffn.fsdp_tp_limit(layer(tokens), overlap=overlap, **rates).devices
+                    fsdp, tp = ffn.best_integer_grid(layer(tokens), overlap=overlap, **rates)
+                    row[f"{name}, whole"] = f"{fsdp:,} × {tp} = {fsdp * tp:,}"
+                rows.append(row)
+        return rows
+
+    tables = {
+        "grids": Listing(
+            title="Largest N of FSDP and tensor parallelism, forward",
+            where={"quantity": "grid"},
+            significant=4,
+            columns={
+                "C, W of": "link",
+                "B": "tokens",
+                "N, overlapped": "overlapped",
+                "N_FSDP × N_TP in whole numbers": "overlapped, whole",
+                "N, one after the other": "one after the other",
+                "in whole numbers": "one after the other, whole",
+            },
+        )
+    }
+    figures = {
+        "limits": Lines(
+            title=f"GPUs at which the forward of 8B with F = {MODEL.d_ff:,} is bound by communication",
+            x="tokens",
+            x_title="tokens of the whole batch",
+            y="GPUs",
+            y_title="largest N",
+            color="scheme",
+            facet="link",
+            where={"quantity": "limit"},
+        )
+    }

@@ -1,0 +1,197 @@
+"""Activation checkpointing: peak memory and step time by strategy, and what is stored between forward and backward.
+
+`simulated` is the same code on fake tensors, counted as CUDA would; on a CPU the handout's xl is simulated alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from cs336_systems.accounting import model_peak_bytes
+from cs336_systems.config import MODEL_SIZES, ModelConfig, RunConfig, proxy_model
+from cs336_systems.experiments.figures import Bars
+from cs336_systems.experiments.model_memory import (
+    FORWARD,
+    SAVED,
+    START,
+    BlocksCase,
+    MemoryCase,
+    cpu_peaks,
+    measure_blocks,
+    prepare,
+    run_phases,
+    simulated_trace,
+)
+from cs336_systems.experiments.models import TrainingStep
+from cs336_systems.experiments.spec import Cell, Disagreement, Experiment, Row, Sample, problem
+from cs336_systems.experiments.tables import Pick, Pivot, Wide
+from cs336_systems.measure.allocations import BACKWARD
+from cs336_systems.measure.memory import MIB, CudaPhasePeaks, release
+from cs336_systems.measure.timing import plan_samples, time_calls, time_once
+from cs336_systems.model.checkpointing import compile_blocks
+
+BATCH = 4
+GROUPS = ("none", "1", "2", "4", "8", "recursive")
+PEAK = Row(mode="train_step", quantity="peak_memory", unit="MiB")
+ADDED = Row(mode="train_step", quantity="added_memory", unit="MiB")  # by forward and backward to what was there before
+TIME = Row(mode="train_step", quantity="time", unit="ms")
+TIMED_BUDGET_MS = {"cuda": 3000.0, "cpu": 300.0}
+MIN_TIMED_STEPS = {"cuda": 2, "cpu": 5}  # an xl step in float32 takes 5.5 s, and varies by less than 1 ms
+GRADIENT_TOLERANCE = 1e-5  # of the largest gradient; checkpointing on CUDA may pick other matmul algorithms
+
+
+def checkpointing_cells(run: RunConfig) -> list[Cell]:
+    """Peak and time of a step by strategy; and what is stored between forward and backward."""
+    cells = []
+    for case, implementation in _strategies(run):
+        rows = (PEAK, ADDED) if implementation == "simulated" else (PEAK, ADDED, TIME)
+        predicted = model_peak_bytes(case, "train_step") if implementation != "simulated" else 0
+        cells.append(Cell(case=case, implementation=implementation, rows=rows, predicted_bytes=predicted))
+    model = replace(MODEL_SIZES["xl"], context_length=2048) if run.scale != "tiny" else proxy_model("xl", 64)
+    for blocks, checkpointing in ((1, "none"), (4, "none"), (4, "2"), (4, "1")):
+        implementations = ["simulated"]
+        if checkpointing == "none":
+            implementations.append("simulated compiled")
+        if run.device == "cuda":
+            implementations += ["eager", "compiled"]
+        for implementation in implementations:
+            stored = BlocksCase(
+                model=model, batch=BATCH, blocks=blocks, attention="reference", checkpointing=checkpointing
+            )
+            cells.append(Cell(case=stored, implementation=implementation, rows=(SAVED,)))
+    return cells
+
+
+def _strategies(run: RunConfig) -> list[tuple[MemoryCase, str]]:
+    xl = replace(MODEL_SIZES["xl"], context_length=2048)
+    fused = ("none", "1", "selective")
+
+    def case(model: ModelConfig, attention: str, checkpointing: str, batch: int = BATCH) -> MemoryCase:
+        return MemoryCase(model=model, batch=batch, attention=attention, checkpointing=checkpointing)
+
+    simulated = [case(xl, "reference", name) for name in GROUPS] + [case(xl, "sdpa", name) for name in fused]
+    if run.scale == "handout":
+        measured = [(one, "eager") for one in simulated]
+        measured += [(case(xl, "reference", name), "compiled") for name in ("1", "2", "4")]
+        return measured + [(one, "simulated") for one in simulated]
+    proxy = replace(proxy_model("xl", 64 if run.scale == "tiny" else 128), num_layers=8, context_length=128)
+    proxy = replace(proxy, vocab_size=256)  # logits would hide what the blocks store
+    groups = ("none", "1", "4", "recursive") if run.scale == "smoke" else ("none", "2", "recursive")
+    small = [case(proxy, "reference", name) for name in groups]
+    small.append(case(proxy, "sdpa", "selective"))
+    found = [(one, implementation) for one in small for implementation in ("eager", "simulated")]
+    if run.scale == "smoke":  # xl without checkpointing, in its smallest and largest groups, and with what takes least
+        wanted = [("reference", name) for name in ("none", "1", "4")] + [("sdpa", "selective")]
+        found += [(one, "simulated") for one in simulated if (one.attention, one.checkpointing) in wanted]
+    return found
+
+
+def measure_strategy(cell: Cell, run: RunConfig) -> Iterator[Sample]:
+    """Peak of one full training step (the optimizer's state is there before), then its time.
+
+    Raises Disagreement unless the gradients of the same model, cut to four blocks and a short context, are those that
+    it has without checkpointing.
+    """
+    if isinstance(cell.case, BlocksCase):
+        yield from measure_blocks(cell, run)
+        return
+    case: MemoryCase = cell.case
+    release(run.device)
+    if cell.implementation == "simulated":
+        yield from _peaks(simulated_trace(case, "train_step", model_spec=run.model).phase_peaks())
+        return
+    if run.model is None:
+        _check_gradients(case, run, compiled=cell.implementation == "compiled")
+    if run.device == "cpu":
+        yield from _peaks(cpu_peaks(case, "train_step", run))
+    step = TrainingStep(case, run)
+    prepare(step, case, "train_step")
+    if cell.implementation == "compiled":
+        assert isinstance(step.model, nn.Module)
+        compile_blocks(step.model)
+        step.forward_backward()
+        step.reset()
+    if run.device == "cuda":
+        counters = CudaPhasePeaks()
+        counters.mark(START)
+        first_ms = time_once(lambda: run_phases(step, "train_step", counters.mark), run.device)
+        counters.finish()
+        step.reset()
+        yield from _peaks(counters.peaks)
+    else:
+        first_ms = time_once(step.train_step, run.device)
+    num_samples = plan_samples(first_ms, TIMED_BUDGET_MS[run.device], minimum=MIN_TIMED_STEPS[run.device])
+    samples = time_calls(step.train_step, device=run.device, warmup=0, num_samples=num_samples, before=step.reset)
+    yield Sample(row=TIME, samples=samples)
+
+
+def _peaks(phases: dict[str, int]) -> Iterator[Sample]:
+    yield Sample(row=PEAK, samples=[max(phases.values()) / MIB])
+    yield Sample(row=ADDED, samples=[(max(phases[FORWARD], phases[BACKWARD]) - phases[START]) / MIB])
+
+
+def _check_gradients(case: MemoryCase, run: RunConfig, *, compiled: bool) -> None:
+    model = replace(case.model, num_layers=4, context_length=min(64, case.model.context_length))
+    small = replace(case, model=model, batch=1)
+    expected = TrainingStep(replace(small, checkpointing="none"), run)
+    actual = TrainingStep(small, run)
+    prepare(actual, small, "forward")
+    if compiled:
+        assert isinstance(actual.model, nn.Module)
+        compile_blocks(actual.model)
+    expected.forward_backward()
+    actual.forward_backward()
+    tolerance = 1e-3 if compiled else GRADIENT_TOLERANCE
+    for one, other in zip(expected.parameters, actual.parameters, strict=True):
+        assert one.grad is not None and other.grad is not None
+        error, bound = float((one.grad - other.grad).abs().max()), tolerance * float(one.grad.abs().max())
+        if not error <= bound:
+            raise Disagreement(f"gradients under checkpointing differ by {error:.3g}, more than {bound:.3g}")
+
+
+@problem()
+class GradientCheckpointing(Experiment):
+    implementations = ("eager", "compiled", "simulated", "simulated compiled")
+
+    def cells(self, run: RunConfig) -> list[Cell]:
+        return checkpointing_cells(run)
+
+    def measure(self, cell: Cell, run: RunConfig) -> Iterator[Sample]:
+        return measure_strategy(cell, run)
+
+    def columns(self, row: dict[str, Any]) -> dict[str, Any]:
+        name = row["checkpointing"]
+        blocks = f"{name} block{'s' if name != '1' else ''} a checkpoint" if name.isdigit() else name
+        return {"strategy": f"{blocks}, {row['attention']}", "of": row.get("blocks")}
+
+    tables = {
+        "strategies": Wide(
+            title="A training step by strategy",
+            down=("strategy",),
+            where={"case_type": "MemoryCase"},
+            columns={
+                f"{name}, {what}": Pick({"implementation": name, "quantity": row.quantity}, unit)
+                for name in ("eager", "compiled", "simulated")
+                for what, row, unit in (("peak (GiB)", PEAK, "GiB"), ("added (GiB)", ADDED, "GiB"), ("s", TIME, "s"))
+                if (name, row) != ("simulated", TIME)
+            },
+        ),
+        "stored": Pivot(
+            title="Stored between forward and backward",
+            down={"blocks": "of", "blocks a checkpoint": "checkpointing"},
+            where={"case_type": "BlocksCase"},
+            significant=4,
+        ),
+    }
+    figures = {
+        "peaks": Bars(
+            title="Peak memory of a training step of xl, context 2,048",
+            x="strategy",
+            unit="GiB",
+            where={"case_type": "MemoryCase", "quantity": PEAK.quantity},
+        )
+    }

@@ -1,0 +1,59 @@
+"""Block density of two-dimensional neighbourhood masks, with tokens in rows and along Hilbert's curve: counted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cs336_systems import grids
+from cs336_systems.experiments.figures import Lines
+from cs336_systems.experiments.spec import Calculation, problem
+from cs336_systems.experiments.tables import Listing
+
+ORDERS = {"rows": grids.row_major_order, "Hilbert's curve": grids.hilbert_order}
+BLOCK_SIZE = 128
+
+
+@problem(title="Tokens along Hilbert's curve", order=21)
+class HilbertOrder(Calculation):
+    def calculate(self) -> list[dict[str, Any]]:
+        rows: list[dict[str, Any]] = []
+        for n in (64, 128):
+            for radius in (1, 3, 7, 15):
+                shared = {"grid": f"{n} × {n}", "radius": radius}
+                densities = {
+                    name: 100 * grids.neighbourhood_block_density(
+                        n, radius=radius, block_size=BLOCK_SIZE, order=order(n)
+                    )
+                    for name, order in ORDERS.items()
+                }  # fmt: skip
+                rows += [
+                    shared | {"quantity": "density", "order": name, "density": one} for name, one in densities.items()
+                ]
+                ratio = densities["Hilbert's curve"] / densities["rows"]
+                rows.append(shared | {"quantity": "both", "ratio": ratio} | densities)
+        return rows
+
+    tables = {
+        "density": Listing(
+            title=f"Live tiles of {BLOCK_SIZE} × {BLOCK_SIZE} by the order of the tokens (%)",
+            where={"quantity": "both"},
+            columns={
+                "grid": "grid",
+                "radius": "radius",
+                "rows": "rows",
+                "Hilbert's curve": "Hilbert's curve",
+                "curve over rows": "ratio",
+            },
+        )
+    }
+    figures = {
+        "density": Lines(
+            title=f"Live tiles of a neighbourhood mask, tiles of {BLOCK_SIZE}",
+            x="radius",
+            y="density",
+            y_title="live tiles (%)",
+            color="order",
+            facet="grid",
+            where={"quantity": "density"},
+        )
+    }

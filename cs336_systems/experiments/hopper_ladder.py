@@ -1,0 +1,132 @@
+"""What each technique of the attention kernels adds on a Hopper GPU, rung by rung on the same inputs in one run.
+
+Tiles read through pointers, tiles read by the copy engine (TMA), then the Gluon kernels with warps that copy and warp
+groups that multiply: their forward alone, with the backward in two passes that stays bit-reproducible, and with the
+backward of five matmuls. cuDNN is the mark to reach.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pandas as pd
+import torch
+
+from cs336_systems.attention import AttentionConfig, flash_attention
+from cs336_systems.attention.tiles.config import KERNELS
+from cs336_systems.config import AttentionShape, RunConfig
+from cs336_systems.experiments.attention import (
+    BACKWARD,
+    BOTH,
+    FORWARD,
+    MODE_WORDS,
+    attention_cell,
+    attention_columns,
+    measure_attention,
+    shape_of_row,
+    sized_shape,
+)  # fmt: skip
+from cs336_systems.experiments.figures import Bars
+from cs336_systems.experiments.implementations import (
+    HOPPER_CAPABILITY,
+    AttentionFunction,
+    build,
+    chosen_tiles,
+    kernel_name,
+)  # fmt: skip
+from cs336_systems.experiments.spec import Cell, Experiment, Sample, Unsupported, problem
+from cs336_systems.experiments.tables import Pivot
+
+RUNGS = {  # what is new
+    "triton_pointers": "Triton, tiles through pointers",
+    "triton_tma": "tiles by TMA",
+    "hopper_deterministic": "Gluon forward",
+    "hopper": "Gluon backward",
+    "sdpa_cudnn": "cuDNN",
+}
+SHAPES = {
+    "tiny": ((1, 1, 64, 64, True),),
+    "smoke": ((1, 1, 128, 64, True),),
+    "handout": (
+        (1, 16, 16384, 64, True),
+        (1, 16, 16384, 64, False),
+        (8, 16, 2048, 128, True),
+        (1, 16, 16384, 128, True),
+        (1, 16, 16384, 128, False),
+    ),
+}
+
+
+@problem(title="From Triton with pointers to Gluon on Hopper: what each rung adds", order=5)
+class HopperLadder(Experiment):
+    implementations = tuple(RUNGS)
+
+    def cells(self, run: RunConfig) -> list[Cell]:
+        shapes = [sized_shape(run, *sizes) for sizes in SHAPES[run.scale]]
+        rows = (FORWARD, BACKWARD, BOTH)
+        return [attention_cell(shape, rung, run, rows) for shape in shapes for rung in self.implementations]
+
+    def measure(self, cell: Cell, run: RunConfig) -> Iterator[Sample]:
+        """A rung, each pass checked against the oracle first."""
+        return measure_attention(cell, run, settled=True, built=build_rung(cell.implementation, cell.case, run.device))
+
+    def columns(self, row: dict[str, Any]) -> dict[str, Any]:
+        return attention_columns(row, shape_of_row(row)) | {"rung": RUNGS.get(row["implementation"], "")}
+
+    def numbers(self, frame: pd.DataFrame) -> dict[str, Any]:
+        """`fa4`: where the page's ratios to FlashAttention-4 come from, which no record has."""
+        return {"fa4": "a bench by turns on one H200, eight rounds, torch 2.11, FlashAttention-4 CuTe 4.0.0b36"}
+
+    tables = {
+        mode: Pivot(
+            title=words,
+            down={"batch × heads × length × head dim": "shape"},
+            value="tflops",
+            unit="TFLOP/s",
+            where={"quantity": "time", "mode": mode},
+            ratios=(*zip(tuple(RUNGS)[1:4], RUNGS), ("hopper", "sdpa_cudnn")),
+        )
+        for mode, words in MODE_WORDS.items()
+    }
+    figures = {
+        mode: Bars(
+            title=f"What each rung adds, {words}",
+            x="shape",
+            y="tflops",
+            y_title="TFLOP/s",
+            color="rung",
+            where={"quantity": "time", "mode": mode},
+        )
+        for mode, words in MODE_WORDS.items()
+    }
+
+
+def build_rung(name: str, shape: AttentionShape, device: str) -> tuple[AttentionFunction, str]:
+    """The rung `name` and the kernels it runs; `Unsupported` with the reason, ValueError for an unknown name."""
+    if name not in RUNGS:
+        raise ValueError(f"rung must be one of {', '.join(RUNGS)}, got {name!r}")
+    if name == "hopper_deterministic":
+        build("hopper", shape, device)  # refuses what cannot run here
+        forward = kernel_name("hopper", shape, device).split()[0]
+        backward = kernel_name("triton", shape, device).split()[1:]
+        return (
+            lambda q, k, v: flash_attention(q, k, v, is_causal=shape.is_causal, backend="hopper", deterministic=True),
+            " ".join((forward, *backward)),
+        )
+    if name.startswith("triton"):
+        config = _triton_config(shape, device, tma=name == "triton_tma")
+        kernel = config.names.replace(",", " ")
+        return (
+            lambda q, k, v: flash_attention(q, k, v, is_causal=shape.is_causal, backend="triton", config=config),
+            kernel if device == "cuda" else f"interpreter {kernel}",
+        )
+    return build(name, shape, device), kernel_name(name, shape, device)
+
+
+def _triton_config(shape: AttentionShape, device: str, *, tma: bool) -> AttentionConfig:
+    """The table's tiles for inputs that TMA can read, or as if it could not."""
+    capability = torch.cuda.get_device_capability() if device == "cuda" else None
+    if tma and capability != HOPPER_CAPABILITY:
+        raise Unsupported("the table reads tiles by TMA on GPUs of compute capability 9.0")
+    return AttentionConfig(**{kernel: chosen_tiles(kernel, shape, capability, tma) for kernel in KERNELS})

@@ -1,0 +1,142 @@
+"""What limits the attention kernels, as the GPU's own counters say.
+
+Tensor cores that are busy for all of a kernel's cycles leave nothing to gain but the clock. What keeps them from it is
+what warps wait for: exponentials, barriers, products in flight, memory. Of each pass the longest kernel is counted,
+ours beside cuDNN's, on four of the shapes where the two are compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pandas as pd
+
+from cs336_systems.config import AttentionShape, RunConfig
+from cs336_systems.experiments.attention import MODE_WORDS, attention_columns, shape_of_row, sized_shape
+from cs336_systems.experiments.figures import Bars
+from cs336_systems.experiments.frames import digits, pick, tuples
+from cs336_systems.experiments.implementations import build
+from cs336_systems.experiments.spec import Cell, Experiment, Row, Sample, Unsupported, problem
+from cs336_systems.experiments.tables import Pick, Wide
+from cs336_systems.measure.counters import COUNTERS, STALL, CountersUnavailableError, KernelCounters, read_counters
+
+SHAPES = {
+    "tiny": ((1, 1, 64, 64, True),),
+    "smoke": ((1, 1, 128, 64, True),),
+    "handout": (
+        (4, 32, 4096, 64, True),
+        (1, 16, 16384, 64, True),
+        (1, 16, 16384, 128, True),
+        (1, 64, 8192, 128, False),
+    ),
+}
+MODES = ("forward", "backward")
+READY = (f"{STALL}selected", f"{STALL}not_selected")  # no waits: issued, or ready while another warp was
+NUM_WAITS = 3
+
+
+@problem(title="What the GPU's counters say limits the attention kernels", order=6)
+class KernelCounts(Experiment):
+    implementations = ("triton", "hopper", "sdpa_cudnn")
+    rows = tuple(Row(mode, name, unit) for mode in MODES for name, (_, _, unit, _) in COUNTERS.items())
+
+    def cases(self, run: RunConfig) -> list[AttentionShape]:
+        return [sized_shape(run, *sizes) for sizes in SHAPES[run.scale]]
+
+    def measure(self, cell: Cell, run: RunConfig) -> Iterator[Sample]:
+        """The counters of each pass's longest kernel, one sample each; `Unsupported` where they cannot be read."""
+        shape, name = cell.case, cell.implementation
+        if run.device != "cuda":
+            raise Unsupported("a CPU has no counters that ncu reads")
+        build(name, shape, run.device)  # refuses what cannot run here
+        try:
+            forward = read_counters(profile_arguments(name, shape, "forward"))
+            both = read_counters(profile_arguments(name, shape, "forward_backward"))
+        except CountersUnavailableError as error:
+            raise Unsupported(str(error)) from error
+        kernels = dict(zip(MODES, longest_of_passes(forward, both)))
+        for row in self.rows:
+            kernel = kernels[row.mode]
+            value = kernel.values.get(row.quantity)
+            if value is None:
+                yield Sample(row=row, kernel=kernel.name, skipped="this GPU has no such counter")
+            else:
+                yield Sample(row=row, kernel=kernel.name, samples=[value])
+
+    def columns(self, row: dict[str, Any]) -> dict[str, Any]:
+        return attention_columns(row, shape_of_row(row)) | {
+            "pass": MODE_WORDS[row["mode"]],
+            "percent": 100 * row["median"],
+        }
+
+    def compared(self, frame: pd.DataFrame) -> pd.DataFrame:
+        """`waits`: what a warp waits for longest, with cycles for each instruction that it issues."""
+        keys = ["case", "mode", "implementation"]
+        stalls = pick(frame, {"quantity": lambda name: name.startswith(STALL) and name not in READY, "status": "ok"})
+        longest = {}
+        for key, group in stalls.groupby(keys):
+            waits = tuples(group.sort_values("median", ascending=False).head(NUM_WAITS))
+            longest[key] = ", ".join(f"{row['quantity'].removeprefix(STALL)} {digits(row['median'])}" for row in waits)
+        return frame.assign(waits=[longest.get(tuple(row[key] for key in keys), "") for row in tuples(frame)])
+
+    def numbers(self, frame: pd.DataFrame) -> dict[str, Any]:
+        """`busy(implementation, mode, head_dim)`: percent of cycles with busy tensor cores at 16,384 tokens."""
+
+        def busy(implementation: str, mode: str, head_dim: int) -> str:
+            where = {"implementation": implementation, "mode": mode, "head_dim": head_dim, "seqlen_q": 16384}
+            (row,) = tuples(pick(frame, where | {"quantity": "tensor_pipe"}))
+            return digits(row["percent"], 2)
+
+        return {"busy": busy}
+
+    tables = {
+        "counters": Wide(
+            title="counters of each pass's longest kernel",
+            down={"batch × heads × length × head dim": "shape", "pass": "pass", "kernel of": "implementation"},
+            columns={
+                "alone (ms)": Pick({"quantity": "kernel_time"}),
+                "clock (GHz)": Pick({"quantity": "sm_clock"}),
+                "tensor cores (%)": Pick({"quantity": "tensor_pipe"}, value="percent"),
+                "exponentials (%)": Pick({"quantity": "exponential_pipe"}, value="percent"),
+                "issue slots (%)": Pick({"quantity": "issue_slots"}, value="percent"),
+                "longest waits (cycles an instruction)": Pick({"quantity": "kernel_time"}, value="waits"),
+            },
+        )
+    }
+    figures = {
+        "tensor_cores": Bars(
+            title="Cycles in which the tensor cores are busy",
+            x="shape",
+            y="percent",
+            y_title="% of a multiprocessor's cycles",
+            facet="pass",
+            where={"quantity": "tensor_pipe"},
+        )
+    }
+
+
+def profile_arguments(implementation: str, shape: AttentionShape, mode: str) -> list[str]:
+    """What `cs336-systems` is told, to run `mode` once between the profiler's start and stop."""
+    sizes = "x".join(map(str, (shape.batch, shape.heads, shape.seqlen_q, shape.head_dim)))
+    mask = "--causal" if shape.is_causal else "--full"
+    options = ["--implementation", implementation, "--precision", shape.dtype, mask, "--device", "cuda", "--steps", "1"]
+    return ["profile", sizes, "--mode", mode, *options]
+
+
+def longest_of_passes(
+    forward: list[KernelCounters], both: list[KernelCounters]
+) -> tuple[KernelCounters, KernelCounters]:
+    """The longest kernel of the forward pass, and of `both` passes the longest that the forward does not run.
+
+    RuntimeError where a pass has none.
+    """
+    names = {kernel.name for kernel in forward}
+    backward = [kernel for kernel in both if kernel.name not in names]
+    if not forward or not backward:
+        raise RuntimeError(f"ncu saw {len(forward)} kernels of the forward pass and {len(backward)} of the backward")
+    return max(forward, key=_time), max(backward, key=_time)
+
+
+def _time(kernel: KernelCounters) -> float:
+    return kernel.values["kernel_time"]

@@ -1,0 +1,52 @@
+"""What the closed forms of section 8 are tried on: the feed-forward layer of the 8B model on H200 and B200 links.
+
+rows = times(("FSDP backward",))      # communication over computation by the number of GPUs, for each link
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from cs336_systems.analysis import HARDWARE, FeedForward, ffn
+from cs336_systems.config import MODEL_SIZES
+
+MODEL = MODEL_SIZES["8b"]
+TOKENS = 4_194_304  # a large pre-training batch
+FEW_TOKENS = 65_536  # of the leaderboard's step
+GPUS = tuple(2**power for power in range(1, 15))
+
+Seconds = Callable[[FeedForward, int, float], float]
+SCHEMES: dict[str, tuple[str, Seconds]] = {  # name -> its mode, and seconds of communication on N GPUs with W bytes/s
+    "DP backward": ("backward", lambda one, n, w: ffn.data_parallel_seconds(one, n, bytes_per_s=w)),
+    "FSDP forward": ("forward", lambda one, n, w: ffn.fsdp_seconds(one, "forward", n, bytes_per_s=w)),
+    "FSDP backward": ("backward", lambda one, n, w: ffn.fsdp_seconds(one, "backward", n, bytes_per_s=w)),
+    "TP forward": ("forward", lambda one, n, w: ffn.tp_seconds(one, "forward", n, bytes_per_s=w)),
+    "TP backward": ("backward", lambda one, n, w: ffn.tp_seconds(one, "backward", n, bytes_per_s=w)),
+}
+
+
+def links() -> list[tuple[str, float, float]]:
+    """(name, C, W): each GPU's FLOP/s and bytes a second, by NVLink and by its own network adapter."""
+    found = []
+    for machine in HARDWARE.values():
+        found.append((f"{machine.name}, NVLink", machine.flops_per_s, machine.node_bytes_per_s))
+        found.append((f"{machine.name}, network", machine.flops_per_s, machine.network_bytes_per_s))
+    return found
+
+
+def layer(tokens: int = TOKENS) -> FeedForward:
+    return FeedForward(tokens=tokens, d_model=MODEL.d_model, d_ff=MODEL.d_ff)
+
+
+def times(schemes: tuple[str, ...], tokens: int = TOKENS) -> list[dict[str, Any]]:
+    """Rows of communication over computation: at 1 the scheme becomes bound by communication."""
+    rows = []
+    for scheme in schemes:
+        mode, communication = SCHEMES[scheme]
+        for link, flops_per_s, bytes_per_s in links():
+            for gpus in GPUS:
+                seconds = ffn.ffn_flops(layer(tokens), mode, gpus) / flops_per_s
+                ratio = communication(layer(tokens), gpus, bytes_per_s) / seconds
+                rows.append({"quantity": "ratio", "scheme": scheme, "link": link, "GPUs": gpus, "ratio": ratio})
+    return rows

@@ -1,0 +1,394 @@
+"""A full training step of an 8B model, 32,768 tokens on each of two GPUs.
+
+34 layers, 152 thousand words, float32 masters, bfloat16 compute, AdamW. What makes it fit: weights, gradients and
+moments are shared by both ranks (FSDP, this package's or PyTorch's), blocks keep attention's tensors and compute the
+rest again (`run_in_parts`), and the logits never exist (`LossTransformer`). Phases on every rank:
+
+- cold start: from launching the ranks to the end of the first step, with empty compilation caches;
+- timed steps, together; the peak of memory since the start;
+- one traced step, on rank 0;
+- check: a shallow model of the same width and settings trains as one in float32 without any of this.
+
+The check comes last, so that the cold start is one.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from statistics import fmean
+from typing import Any
+from unittest.mock import patch
+
+import pandas as pd
+import torch
+from torch import Tensor, nn
+
+from cs336_systems.accounting import attention_flops, model_bytes, model_flops, tflops_per_s
+from cs336_systems.analysis import HARDWARE
+from cs336_systems.config import (
+    DISTRIBUTED_BACKENDS,
+    MODEL_SIZES,
+    AttentionShape,
+    ModelConfig,
+    Precision,
+    RunConfig,
+    proxy_model,
+    require_choice,
+    require_positive,
+)
+from cs336_systems.device import available_backends
+from cs336_systems.distributed.memory_plan import fsdp_bytes, long_step_bytes
+from cs336_systems.experiments.figures import Bars
+from cs336_systems.experiments.frames import digits
+from cs336_systems.experiments.ranks import (
+    TRACED,
+    peak_mib,
+    run_cell,
+    slowest,
+    time_together,
+    trace_on_first,
+    traced_samples,
+)
+from cs336_systems.experiments.sharded_step import (
+    CHECK_BOUND,
+    MEMORY,
+    RanksCase,
+    ShardedStep,
+    ShardingCase,
+    compare_training,
+)
+from cs336_systems.experiments.spec import Cell, Disagreement, Experiment, Row, Sample, Unsupported, problem
+from cs336_systems.experiments.tables import Pick, Wide
+from cs336_systems.measure.memory import MIB, release
+from cs336_systems.measure.overlap import Lanes
+from cs336_systems.model.block_parts import RECOMPUTES, Recompute, run_in_parts
+from cs336_systems.model.chunked_loss import CHUNK_TOKENS, LossTransformer
+from cs336_systems.model.transformer import ATTENTION_NAMES
+
+IMPLEMENTATIONS = ("fsdp", "torch_fsdp")
+NUM_RANKS, BATCH = 2, 1  # a sequence of each rank: a global batch of two
+STEPS = {"tiny": 3, "smoke": 3, "handout": 5}  # timed
+WARMUP = 1  # after the first step, which compiles
+ATTENTIONS = ("hopper", "triton")  # where they run, the first of them; else PyTorch's
+LEARNING_RATE = 1e-4
+CHECK_LAYERS, CHECK_CONTEXT, CHECK_VOCABULARY = 2, 512, 8192
+CHECK_LEARNING_RATE = 0.1  # of SGD: large enough for its steps to stand out of float32's rounding of the weights
+
+
+@dataclass(frozen=True, kw_only=True)
+class LongStepCase(RanksCase):
+    """The step of a long sequence a rank, under FSDP."""
+
+    recompute: Recompute = "around_attention"  # what of a block is computed again: see model/block_parts.py
+    compiled: bool = False  # the blocks' parts, by torch.compile
+    chunk_tokens: int = CHUNK_TOKENS  # of the loss
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_positive(self, "chunk_tokens")
+        require_choice(self, "attention", ATTENTION_NAMES)
+        require_choice(self, "recompute", RECOMPUTES)
+        require_choice(self, "backend", DISTRIBUTED_BACKENDS)
+
+
+def leaderboard_2026_cells(run: RunConfig) -> list[Cell]:
+    """Both FSDPs with equal settings; at handout scale ours with more and less kept, other attention, no compiler."""
+    cuda = run.device == "cuda"
+    base = LongStepCase(
+        model=step_model(run),
+        batch=BATCH,
+        num_ranks=NUM_RANKS,
+        backend="nccl" if cuda else "gloo",
+        attention=fastest_attention(run),
+        precision=Precision(autocast="bfloat16" if cuda else None),
+        reduce_dtype="float32" if cuda else None,
+        compiled=cuda,
+        chunk_tokens={"tiny": 24, "smoke": 100, "handout": CHUNK_TOKENS}[run.scale],
+    )
+    cases = [(base, name) for name in IMPLEMENTATIONS]
+    if run.scale == "handout":
+        cases += [(replace(base, recompute=recompute), "fsdp") for recompute in ("after_attention", "block")]
+        if base.attention != "sdpa":
+            cases.append((replace(base, attention="sdpa"), "fsdp"))
+        if base.compiled:
+            cases.append((replace(base, compiled=False), "fsdp"))
+    return [long_step_cell(case, name) for case, name in cases]
+
+
+def step_model(run: RunConfig) -> ModelConfig:
+    """The 8b model at handout scale, below it a narrow proxy."""
+    if run.scale == "handout":
+        return MODEL_SIZES["8b"]
+    width, context, vocabulary = {"tiny": (64, 64, 256), "smoke": (128, 256, 1000)}[run.scale]
+    return replace(proxy_model("8b", width), context_length=context, vocab_size=vocabulary)
+
+
+def fastest_attention(run: RunConfig) -> str:
+    """The first of ATTENTIONS that runs on this GPU, as `auto` would choose; "sdpa" if none, and on a CPU."""
+    if run.device != "cuda" or not torch.cuda.is_available():
+        return "sdpa"
+    available = available_backends()
+    return next((name for name in ATTENTIONS if available[name] == "ok"), "sdpa")
+
+
+def long_step_cell(case: LongStepCase, implementation: str) -> Cell:
+    """The cell with every row that its device can give."""
+
+    def row(quantity: str, unit: str) -> Row:
+        return Row(mode="train_step", quantity=quantity, unit=unit)
+
+    rows = [row("predicted_peak_memory", "MiB"), row("time", "ms"), row("start_time", "s"), row("loss", "nats")]
+    rows += [row(name, "MiB") for name in MEMORY]
+    if case.backend == "nccl":
+        rows.append(row("peak_memory", "MiB"))
+    rows += [row(name, "ms") for name in TRACED]
+    ranks_here = case.num_ranks if case.backend == "gloo" else 1  # they share the host's memory
+    return Cell(
+        case=case,
+        implementation=implementation,
+        rows=tuple(rows),
+        predicted_bytes=ranks_here * predicted_bytes(case),
+    )
+
+
+def predicted_bytes(case: LongStepCase) -> int:
+    """Peak of one rank, in closed form."""
+    return long_step_bytes(
+        case.model,
+        case.batch,
+        num_ranks=case.num_ranks,
+        attention=case.attention,
+        recompute=case.recompute,
+        chunk_tokens=case.chunk_tokens,
+        compute_dtype=case.precision.autocast,
+        reduce_dtype=case.reduce_dtype,
+    ).peak
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepReport:
+    """What one rank measured; lanes on rank 0 only."""
+
+    start_s: float
+    step_ms: list[float]
+    losses: list[float]  # of the first step and of those after it
+    error: float  # over its bound
+    mib: dict[str, float] = field(default_factory=dict)
+    lanes: Lanes | None = None
+
+
+def measure_long_step(cell: Cell, run: RunConfig) -> Iterator[Sample]:
+    case: LongStepCase = cell.case
+    if cell.implementation not in IMPLEMENTATIONS:
+        raise Unsupported(f"there is no FSDP called {cell.implementation!r}")
+    if run.model is not None:
+        raise Unsupported("the user's model has no head that computes the loss in chunks")
+    if cell.implementation == "torch_fsdp" and case.backend != "nccl" and case.precision.autocast is not None:
+        raise Unsupported("fully_shard in low precision is measured on GPUs only")
+    rows = {row.quantity: row for row in cell.rows}
+    yield Sample(row=rows["predicted_peak_memory"], samples=[predicted_bytes(case) / MIB])
+    reports: list[StepReport] = run_cell(
+        _measure_rank,
+        case.num_ranks,
+        cell.implementation,
+        case,
+        run,
+        time.time(),
+        backend=case.backend,
+        run=run,
+        from_scratch=True,
+    )
+    error = max(report.error for report in reports)
+    yield Sample(row=rows["time"], samples=slowest([report.step_ms for report in reports]), error=error)
+    yield Sample(row=rows["start_time"], samples=[max(report.start_s for report in reports)])
+    losses = [fmean(of_ranks) for of_ranks in zip(*(report.losses for report in reports))]
+    yield Sample(row=rows["loss"], samples=losses)
+    for name in reports[0].mib:
+        yield Sample(row=rows[name], samples=[max(report.mib[name] for report in reports)])
+    lanes = reports[0].lanes
+    assert lanes is not None
+    yield from traced_samples(lanes, rows)
+
+
+class LongStep(ShardedStep):
+    """The wrapped model of a case, its optimizer and this rank's sequence."""
+
+    def _build(self, case: LongStepCase, run: RunConfig) -> nn.Module:
+        with torch.device("meta"):  # no rank ever holds the whole model
+            module = LossTransformer.for_loss(case.model, attention=case.attention, chunk_tokens=case.chunk_tokens)
+        torch.manual_seed(run.seed)
+        return run_in_parts(module, recompute=case.recompute, compiled=case.compiled)
+
+    def forward(self) -> Tensor:
+        loss: Tensor = self.model(self.tokens, self.targets)
+        return loss
+
+
+def _measure_rank(
+    rank: int, num_ranks: int, implementation: str, case: LongStepCase, run: RunConfig, launched: float
+) -> StepReport:
+    device = "cuda" if case.backend == "nccl" else "cpu"
+    with _empty_caches() if case.compiled else nullcontext():
+        report = _measure_step(LongStep(implementation, case, run, rank, learning_rate=LEARNING_RATE), run, rank,
+                               launched)  # fmt: skip
+        release(device)
+        return replace(report, error=check_long_step(implementation, case, run, rank))
+
+
+def _measure_step(step: LongStep, run: RunConfig, rank: int, launched: float) -> StepReport:
+    """All but the check."""
+    step.train_step()
+    losses = [step.loss.item()]  # waits for the step
+    start_s = time.time() - launched
+    for _ in range(WARMUP):
+        step.train_step()
+        losses.append(step.loss.item())
+    step_ms = []
+    for _ in range(STEPS[run.scale]):
+        step_ms.append(time_together(step.train_step, step.device))
+        losses.append(step.loss.item())
+    if not all(map(math.isfinite, losses)):
+        raise Disagreement(f"losses must be finite, got {', '.join(f'{loss:.4g}' for loss in losses)}")
+    mib = step.mib()
+    if step.device == "cuda":
+        mib["peak_memory"] = peak_mib(step.device)
+    lanes = trace_on_first(step.train_step, rank, step.device)
+    return StepReport(start_s=start_s, step_ms=step_ms, losses=losses, error=math.nan, mib=mib, lanes=lanes)
+
+
+@contextmanager
+def _empty_caches() -> Iterator[None]:
+    """Compile into caches of this process's own, which are empty: a cold start that an earlier cell has not warmed."""
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        places = {"TORCHINDUCTOR_CACHE_DIR": folder, "TRITON_CACHE_DIR": f"{folder}/triton"}
+        with patch.dict(os.environ, places):
+            yield
+
+
+def check_long_step(implementation: str, case: LongStepCase, run: RunConfig, rank: int) -> float:
+    """Error over its bound of a shallow model's weights after training with SGD; Disagreement above 1.
+
+    Of the same width and settings, against DDP in float32 with whole logits and nothing computed again.
+    """
+    model = replace(
+        case.model,
+        num_layers=min(CHECK_LAYERS, case.model.num_layers),
+        context_length=min(CHECK_CONTEXT, case.model.context_length),
+        vocab_size=min(CHECK_VOCABULARY, case.model.vocab_size),
+    )
+    chunk_tokens = min(case.chunk_tokens, model.context_length // 3)  # more than one, and a shorter one at the end
+    shallow = replace(case, model=model, chunk_tokens=chunk_tokens)
+    optimizer: Any = torch.optim.SGD
+    step = LongStep(implementation, shallow, run, rank, optimizer, CHECK_LEARNING_RATE)
+    plain = ShardingCase(
+        model=model, batch=case.batch, num_ranks=case.num_ranks, backend=case.backend, attention="sdpa"
+    )
+    reference = ShardedStep("unsharded", plain, run, rank, optimizer, CHECK_LEARNING_RATE)
+    return compare_training(step, reference, CHECK_BOUND[case.precision.autocast])
+
+
+RECOMPUTED: dict[Recompute, str] = {
+    "nothing": "nothing",
+    "after_attention": "after attention",
+    "around_attention": "around attention",
+    "block": "whole blocks",
+}
+RECORD_MS, RECORD_GPU = 3837.0, "B200"  # the class's, on two of them
+
+
+def memory_lines() -> str:
+    """Lines of a table: GiB of a rank by what is computed again, and with whole logits; in closed form."""
+    model, gib = MODEL_SIZES["8b"], 2**30
+    options: dict[str, Any] = {
+        "num_ranks": NUM_RANKS, "attention": "hopper", "compute_dtype": "bfloat16", "reduce_dtype": "float32",
+    }  # fmt: skip
+    plans = {"whole logits, whole blocks": fsdp_bytes(model, BATCH, checkpointing=True, **options)}
+    for recompute, words in RECOMPUTED.items():
+        plans[words] = long_step_bytes(model, BATCH, recompute=recompute, chunk_tokens=CHUNK_TOKENS, **options)
+    lines = []
+    for words, plan in plans.items():
+        states = plan.parameters + plan.optimizer + plan.gradients
+        parts = (states, plan.gathered + plan.unreduced, plan.activations, plan.logits, plan.peak)
+        fits = "yes" if plan.fits(HARDWARE["H200"].memory_bytes) else "no"
+        lines.append("| " + " | ".join([words, *(digits(part / gib) for part in parts), fits]) + " |")
+    return "\n".join(lines)
+
+
+def attention_share() -> float:
+    """Attention's percentage of the forward's FLOPs."""
+    model = MODEL_SIZES["8b"]
+    shape = AttentionShape(
+        batch=1, heads=model.num_heads, seqlen_q=model.context_length, seqlen_k=model.context_length,
+        head_dim=model.head_dim, is_causal=True, dtype="bfloat16",
+    )  # fmt: skip
+    return 100 * model.num_layers * attention_flops(shape, "forward") / model_flops(model, 1, "forward")
+
+
+@problem()
+class Leaderboard2026(Experiment):
+    implementations = IMPLEMENTATIONS
+
+    def cells(self, run: RunConfig) -> list[Cell]:
+        return leaderboard_2026_cells(run)
+
+    def measure(self, cell: Cell, run: RunConfig) -> Iterator[Sample]:
+        return measure_long_step(cell, run)
+
+    def columns(self, row: dict[str, Any]) -> dict[str, Any]:
+        names = [row["implementation"], RECOMPUTED[row["recompute"]], row["attention"]]
+        names.append("compiled" if row["compiled"] else "eager")
+        fields = ModelConfig.__dataclass_fields__
+        model = ModelConfig(**{name: row["model" if name == "name" else f"model.{name}"] for name in fields})
+        rate = math.nan
+        if row["quantity"] == "time" and row["median"] > 0:
+            rate = tflops_per_s(model_flops(model, row["batch"], "train_step"), row["median"])
+        tokens = row["num_ranks"] * row["batch"] * model.context_length
+        return {
+            "settings": ", ".join(names),
+            "tflops": rate,
+            "of_peak": 1e14 * rate / HARDWARE["H200"].flops_per_s,
+            "tokens_per_s": 1e3 * tokens / row["median"] if row["quantity"] == "time" else math.nan,
+        }
+
+    def numbers(self, frame: pd.DataFrame) -> dict[str, Any]:
+        step = model_flops(MODEL_SIZES["8b"], 1, "train_step")
+        return {
+            "memory_lines": memory_lines,
+            "attention_share": f"{digits(attention_share())} %",
+            "states": f"{digits(model_bytes(MODEL_SIZES['8b'], Precision()).total / 2**30)} GiB",
+            "record_share": digits(1e5 * step / HARDWARE[RECORD_GPU].flops_per_s / RECORD_MS),
+        }
+
+    tables = {
+        "steps": Wide(
+            title="Full training step of 8B, two H200s, a sequence of 32,768 tokens each",
+            down={"FSDP, computed again, attention, blocks": "settings"},
+            columns={
+                "step (ms)": Pick({"quantity": "time"}, significant=4),
+                "TFLOP/s a GPU": Pick({"quantity": "time"}, value="tflops"),
+                "of the peak (%)": Pick({"quantity": "time"}, value="of_peak"),
+                "tokens/s": Pick({"quantity": "time"}, value="tokens_per_s", significant=4),
+                "peak (GiB)": Pick({"quantity": "peak_memory"}, "GiB"),
+                "predicted (GiB)": Pick({"quantity": "predicted_peak_memory"}, "GiB"),
+                "cold start (s)": Pick({"quantity": "start_time"}),
+                "communication (ms)": Pick({"quantity": "communication_time"}),
+                "hidden (ms)": Pick({"quantity": "overlap_time"}),
+                "run": Pick({"quantity": "time"}, value="run"),
+            },
+        )
+    }
+    figures = {
+        "times": Bars(
+            title="Full training step of 8B on two H200s",
+            x="settings",
+            color="implementation",
+            unit="s",
+            where={"quantity": "time"},
+        )
+    }

@@ -1,0 +1,281 @@
+"""Memory of xl over a forward and a training step, by phase, category and origin; and what one block saves.
+
+`eager` and `compiled` are measured by the allocator of the run's device; `simulated` is the same code on fake tensors,
+counted as CUDA would. On a CPU only small models are measured, and the handout's xl is simulated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import altair as alt
+import numpy as np
+import pandas as pd
+import torch
+
+from cs336_systems.accounting import model_peak_bytes
+from cs336_systems.config import MODEL_SIZES, ModelConfig, Precision, RunConfig, proxy_model
+from cs336_systems.experiments.figures import INK, Areas
+from cs336_systems.experiments.frames import digits, pick, tuples
+from cs336_systems.experiments.model_memory import (
+    GRADIENTS,
+    GRADIENTS_EXPECTED,
+    NUM_LARGEST,
+    PHASES,
+    RESIDUAL,
+    SAVED,
+    SAVED_EXPECTED,
+    BlocksCase,
+    MemoryCase,
+    measure_blocks,
+    measured_phases,
+    ranked_rows,
+    simulated_trace,
+)
+from cs336_systems.experiments.spec import Cell, Experiment, Row, Sample, problem
+from cs336_systems.experiments.tables import Pick, Wide
+from cs336_systems.measure.memory import MIB, release
+from cs336_systems.measure.timeline import CATEGORIES, MemoryTrace
+
+BATCH = 4
+EXAMPLE_CONTEXTS = (128, 2048)  # whose timelines are drawn
+TIMELINE_POINTS = 200
+PREDICTED = "closed_form_peak"
+PRECISIONS = (Precision(), Precision(autocast="bfloat16"))
+EVENT, STARTS = "timeline.event", "timeline.start."
+
+
+def phase_rows(mode: str) -> tuple[Row, ...]:
+    return tuple(Row(mode=mode, quantity=f"peak_memory.{phase}", unit="MiB") for phase in PHASES[mode])
+
+
+def trace_rows(mode: str) -> tuple[Row, ...]:
+    """The timeline: its length in events, where phases begin, and sampled bytes by category."""
+    starts = [Row(mode=mode, quantity=f"timeline.start.{phase}", unit="1") for phase in PHASES[mode]]
+    lines = [Row(mode=mode, quantity=f"timeline.{category}", unit="MiB") for category in CATEGORIES]
+    return (Row(mode=mode, quantity="timeline.event", unit="1"), *starts, *lines)
+
+
+def profiling_cells(run: RunConfig) -> list[Cell]:
+    """Forward and full step of xl at short and long contexts in two precisions; then what one block saves."""
+    cells = []
+    for case, implementation in _profiled(run):
+        for mode in PHASES:
+            rows = (*phase_rows(mode), Row(mode=mode, quantity=PREDICTED, unit="MiB"))
+            if case.model.context_length in EXAMPLE_CONTEXTS:
+                rows += (*trace_rows(mode), *ranked_rows(mode, "allocation"))
+            predicted = model_peak_bytes(case, mode) if implementation != "simulated" else 0
+            cells.append(Cell(case=case, implementation=implementation, rows=rows, predicted_bytes=predicted))
+    for blocks in _blocks(run):
+        for implementation in ("simulated", "simulated compiled", *(("eager", "compiled") * (run.device == "cuda"))):
+            rows = (SAVED, RESIDUAL, *ranked_rows("forward", "saved"))
+            if "compiled" not in implementation:
+                rows += (SAVED_EXPECTED, GRADIENTS, GRADIENTS_EXPECTED)
+            cells.append(Cell(case=blocks, implementation=implementation, rows=rows))
+    return cells
+
+
+def _profiled(run: RunConfig) -> list[tuple[MemoryCase, str]]:
+    """(case, implementation) at the run's scale: xl itself, on a CPU simulated, beside a measured proxy of it."""
+    xl = MODEL_SIZES["xl"]
+
+    def case(model: ModelConfig, context: int, precision: Precision, batch: int = BATCH) -> MemoryCase:
+        model = replace(model, context_length=context)
+        return MemoryCase(model=model, batch=batch, attention="reference", precision=precision)
+
+    if run.scale == "handout":
+        cases = [case(xl, context, one) for context in (128, 256, 512, 2048) for one in PRECISIONS]
+        return [(one, implementation) for one in cases for implementation in ("eager", "simulated")]
+    proxy = proxy_model("xl", 64) if run.scale == "tiny" else proxy_model("xl")
+    small = [case(proxy, 128, precision, batch=1) for precision in PRECISIONS]
+    found = [(one, implementation) for one in small for implementation in ("eager", "simulated")]
+    if run.scale == "smoke":
+        found += [(case(xl, context, Precision()), "simulated") for context in EXAMPLE_CONTEXTS]
+        found += [(case(xl, 2048, Precision(autocast="bfloat16")), "simulated")]
+    return found
+
+
+def _blocks(run: RunConfig) -> list[BlocksCase]:
+    model = MODEL_SIZES["xl"] if run.scale != "tiny" else proxy_model("xl", 64)
+    contexts = (512, 2048) if run.scale != "tiny" else (128,)
+    return [
+        BlocksCase(model=replace(model, context_length=context), batch=BATCH, blocks=1, attention="reference")
+        for context in contexts
+    ]
+
+
+def measure_pass(cell: Cell, run: RunConfig) -> Iterator[Sample]:
+    if isinstance(cell.case, BlocksCase):
+        yield from measure_blocks(cell, run)
+        return
+    case: MemoryCase = cell.case
+    mode = cell.rows[0].mode
+    release(run.device)
+    yield Sample(row=_row(cell, PREDICTED), samples=[model_peak_bytes(case, mode) / MIB])
+    out_of_memory = ""
+    if cell.implementation == "simulated":
+        trace = simulated_trace(case, mode, model_spec=run.model)
+        peaks = trace.phase_peaks()
+    else:
+        measured = measured_phases(case, mode, run)
+        trace, peaks, out_of_memory = measured.trace, measured.peak_bytes, measured.out_of_memory
+    for phase, num_bytes in peaks.items():
+        yield Sample(row=_row(cell, f"peak_memory.{phase}"), samples=[num_bytes / MIB])
+    if case.model.context_length in EXAMPLE_CONTEXTS:
+        yield from _trace_measurements(cell, trace)
+    if out_of_memory:  # what was seen until then is kept; the rows of the phases that are missing say why
+        raise torch.OutOfMemoryError(out_of_memory)
+
+
+def _trace_measurements(cell: Cell, trace: MemoryTrace) -> Iterator[Sample]:
+    events, lines = trace.sampled(TIMELINE_POINTS)
+    yield Sample(row=_row(cell, "timeline.event"), samples=events.tolist())
+    for phase in trace.phases:
+        yield Sample(row=_row(cell, f"timeline.start.{phase.name}"), samples=[phase.start])
+    for category, values in lines.items():
+        yield Sample(row=_row(cell, f"timeline.{category}"), samples=(values / MIB).tolist())
+    made = [phase.name for phase in trace.phases[1:]]
+    for rank, large in enumerate(trace.largest(NUM_LARGEST, made), start=1):
+        kernel = f"{large.count} × {large.category}: {large.where}"
+        yield Sample(row=_row(cell, f"allocation.{rank}"), samples=[large.num_bytes / MIB], kernel=kernel)
+
+
+def _row(cell: Cell, quantity: str) -> Row:
+    return next(row for row in cell.rows if row.quantity == quantity)
+
+
+class Timeline(Areas):
+    """Active memory by category, and where the phases of the pass begin."""
+
+    def _marks(self, rows: pd.DataFrame) -> Any:
+        starting = rows["quantity"].str.startswith(STARTS)
+        values = [
+            {"event": row["median"], "phase": row["quantity"].removeprefix(STARTS)}
+            for row in tuples(rows[starting])
+            if row["median"] > 0
+        ]
+        phases = alt.Chart(alt.Data(values=values)).encode(x="event:Q")
+        rules = phases.mark_rule(color=INK, strokeDash=[4, 4])
+        words = phases.mark_text(align="left", dx=3, color=INK).encode(text="phase:N", y=alt.value(8))
+        return alt.layer(super()._marks(rows[~starting]), rules, words)
+
+
+def made_in_backward(frame: pd.DataFrame, context: int, implementation: str) -> float:
+    """MiB of gradients that the backward of one block makes, from the timeline alone.
+
+    Over the backward, memory changes by what is made less what is released: a line through (activations, total) at the
+    timeline's points gives the change for each MiB released, and the activations before it what a block releases.
+    """
+    where = {"context": context, "implementation": implementation, "precision": "float32", "mode": "train_step"}
+    rows = {row["quantity"]: row for row in tuples(pick(frame, where | {"case_type": "MemoryCase"}))}
+    events = np.array(rows[EVENT]["samples"])
+    inside = (events >= rows[f"{STARTS}backward"]["median"]) & (events < rows[f"{STARTS}optimizer step"]["median"])
+    of = {name: np.array(rows[f"timeline.{name}"]["samples"])[inside] for name in CATEGORIES}
+    change = np.polyfit(of["activations"], sum(of.values()), 1)[0]
+    saved = of["activations"].max() / rows[EVENT]["model.num_layers"]
+    return float(saved * (1 - change))
+
+
+@problem()
+class MemoryProfiling(Experiment):
+    implementations = ("eager", "compiled", "simulated", "simulated compiled")
+
+    def cells(self, run: RunConfig) -> list[Cell]:
+        return profiling_cells(run)
+
+    def measure(self, cell: Cell, run: RunConfig) -> Iterator[Sample]:
+        return measure_pass(cell, run)
+
+    def columns(self, row: dict[str, Any]) -> dict[str, Any]:
+        category = row["quantity"].removeprefix("timeline.")
+        return {
+            "context": row["model.context_length"],
+            "category": category if category in CATEGORIES else "",
+        }
+
+    def numbers(self, frame: pd.DataFrame) -> dict[str, Any]:
+        def saved(context: int, implementation: str = "eager") -> list[str]:
+            """The largest contributors to what a block saves, in words and percent of it."""
+            where = {"context": context, "implementation": implementation, "case_type": "BlocksCase"}
+            by_name = {row["quantity"]: row for row in tuples(pick(frame, where))}
+            total = by_name[SAVED.quantity]["median"]
+            largest = [by_name[f"saved.{rank}"] for rank in range(1, NUM_LARGEST + 1)]
+            return [f"`{row['kernel'].split(' in ')[0]}` {digits(100 * row['median'] / total)} %" for row in largest]
+
+        def made(context: int, implementation: str) -> str:
+            return f"{digits(made_in_backward(frame, context, implementation))} MiB"
+
+        return {"saved": saved, "made": made}
+
+    tables = {
+        "peaks": Wide(
+            title="Peak memory of xl in each phase (GiB)",
+            down=("context", "precision"),
+            where={"case_type": "MemoryCase"},
+            columns={
+                "forward alone": Pick(
+                    {"mode": "forward", "implementation": "eager", "quantity": "peak_memory.forward"}, "GiB"
+                )
+            }
+            | {
+                f"step: {phase}": Pick(
+                    {"mode": "train_step", "implementation": "eager", "quantity": f"peak_memory.{phase}"}, "GiB"
+                )
+                for phase in PHASES["train_step"][1:]
+            }
+            | {
+                "step, simulated": Pick(
+                    {"mode": "train_step", "implementation": "simulated", "quantity": "peak_memory.backward"}, "GiB"
+                ),
+                "step, closed form": Pick(
+                    {"mode": "train_step", "implementation": "simulated", "quantity": PREDICTED}, "GiB"
+                ),
+            },
+        ),
+        "blocks": Wide(
+            title="One block: saved for backward, and gradients (MiB)",
+            down=("context", "implementation"),
+            where={"case_type": "BlocksCase"},
+            columns={
+                "residual stream": Pick({"quantity": RESIDUAL.quantity}),
+                "saved for backward": Pick({"quantity": SAVED.quantity}, significant=4),
+                "closed form": Pick({"quantity": SAVED_EXPECTED.quantity}, significant=4),
+            }
+            | {
+                f"{rank}, {what}": Pick({"quantity": f"saved.{rank}"}, value=value)
+                for rank in range(1, NUM_LARGEST + 1)
+                for what, value in (("operation", "kernel"), ("MiB", "median"))
+            },
+        ),
+        "allocations": Wide(
+            title="Largest allocations of a pass (MiB)",
+            down=("context", "precision", "mode", "implementation"),
+            where={"case_type": "MemoryCase", "context": EXAMPLE_CONTEXTS},
+            columns={
+                f"{rank}, {what}": Pick({"quantity": f"allocation.{rank}"}, value=value)
+                for rank in range(1, NUM_LARGEST + 1)
+                for what, value in (("MiB", "median"), ("what", "kernel"))
+            },
+        ),
+    }
+    figures = {
+        name: Timeline(
+            title=f"Active memory of xl, {words}, context {context:,}, float32, {implementation}",
+            x=EVENT,
+            x_title="allocations and releases, in order",
+            y_title="GiB",
+            unit="GiB",
+            color="category",
+            where={
+                "mode": mode, "context": context, "precision": "float32", "implementation": implementation,
+                "quantity": lambda quantity: quantity.startswith("timeline."),
+            },
+        )
+        for name, mode, words, context, implementation in (
+            ("forward", "forward", "forward alone", 2048, "eager"),
+            ("step", "train_step", "training step", 128, "eager"),
+            ("long_step", "train_step", "training step", 2048, "simulated"),
+        )
+    }  # fmt: skip

@@ -1,0 +1,294 @@
+"""A training step taken apart into phases, under the instrument that watches its memory.
+
+    trace = simulated_trace(case, "train_step")                   # fake tensors, a laptop, seconds
+    phase_bytes, trace = measured_phases(step, "train_step")      # the allocator itself, on CPU or CUDA
+
+The same code runs in both. "start" is the model (and, for a training step, AdamW's state: the step is not the first);
+"forward" ends with the loss; "backward" begins with its gradient; the optimizer step comes last.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from cs336_systems.accounting import block_saved_bytes, model_peak_bytes, num_parameters
+from cs336_systems.config import BYTES_PER_ELEMENT, ModelCase, ModelConfig, Precision, RunConfig
+from cs336_systems.device import has_cxx_compiler
+from cs336_systems.experiments.models import TrainingStep
+from cs336_systems.experiments.spec import Cell, Disagreement, Row, Sample, Unsupported
+from cs336_systems.measure.allocations import BACKWARD, AllocationRecorder
+from cs336_systems.measure.memory import MIB, CudaPhasePeaks, cpu_phase_peaks, release
+from cs336_systems.measure.predict import CudaAutocastRules, fake_module
+from cs336_systems.measure.saved import Saved, by_operation, compiled_saved_tensors, saved_tensors
+from cs336_systems.measure.snapshot import CudaHistory, read_snapshot
+from cs336_systems.measure.timeline import MemoryTrace
+from cs336_systems.model import AdamW, TransformerLM, cross_entropy, load_model_class
+from cs336_systems.model.checkpointing import apply_checkpointing, compile_blocks
+from cs336_systems.model.loading import CONSTRUCTOR_ARGUMENTS
+
+START, FORWARD, STEP = "start", "forward", "optimizer step"
+MAX_SIMULATED_BYTES = 2**60  # far below what overflows a tensor's size, far above what any machine has
+PHASES = {"forward": (START, FORWARD), "train_step": (START, FORWARD, BACKWARD, STEP)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryCase(ModelCase):
+    """A model whose memory is watched."""
+
+    checkpointing: str = "none"  # none, recursive, selective, or blocks per group
+    warmup: int = 0
+
+
+class SimulatedStep(TrainingStep):
+    """A `TrainingStep` on fake tensors, which computes nothing and occupies nothing; under a FakeTensorMode."""
+
+    def __init__(self, case: ModelCase, model_spec: str | None = None) -> None:
+        # A fake tensor cannot tell the operator of a GPU its device; the tiled one saves the same tensors.
+        attention = "tiled" if case.attention in ("triton", "hopper") else case.attention
+        attention = "reference" if attention == "compiled" else attention
+        arguments: dict[str, Any] = {name: getattr(case.model, name) for name in CONSTRUCTOR_ARGUMENTS}
+        model_class = TransformerLM if model_spec is None else load_model_class(model_spec)
+        if model_spec is None:
+            arguments["attention"] = attention
+        dtype = getattr(torch, case.precision.parameters)
+        self.model = fake_module(lambda: model_class(**arguments), dtype)
+        self.parameters = list(self.model.parameters())
+        self.vocab_size = case.model.vocab_size
+        self.tokens = torch.zeros(case.batch, case.model.context_length, dtype=torch.int64)
+        self.targets = torch.zeros_like(self.tokens)
+        self.autocast = case.precision.autocast
+        self.device = "cpu"
+        self.optimizer = None
+
+
+def prepare(step: TrainingStep, case: ModelCase, mode: str) -> None:
+    """Checkpointing as `case` says, and for a training step the optimizer's state, without a step being taken."""
+    checkpointing = getattr(case, "checkpointing", "none")
+    if checkpointing != "none":
+        assert isinstance(step.model, nn.Module)
+        try:
+            apply_checkpointing(step.model, checkpointing)
+        except TypeError as error:  # a user's own model
+            raise Unsupported(str(error)) from error
+    if mode == "train_step":
+        step.optimizer = AdamW(step.parameters, lr=0.0, weight_decay=0.0)
+        for parameter in step.parameters:
+            parameter.grad = parameter.detach()  # any gradient makes the state; with lr 0 the weights stay
+        step.optimizer.step()
+        for state in step.optimizer.state.values():
+            for value in state.values():
+                if isinstance(value, Tensor):
+                    value.zero_()
+        step.reset()
+
+
+def optimizer_state(step: TrainingStep) -> Iterator[Tensor]:
+    """The tensors that the optimizer keeps."""
+    if step.optimizer is not None:
+        for state in step.optimizer.state.values():
+            yield from (value for value in state.values() if isinstance(value, Tensor))
+
+
+def run_phases(step: TrainingStep, mode: str, mark: Callable[[str], None]) -> None:
+    """One pass of `mode`, telling `mark` each phase of `PHASES[mode]` but the start as it begins."""
+    step.reset()
+    mark(FORWARD)
+    if mode == "forward":
+        step.forward()
+        return
+    with step._precision():
+        loss = cross_entropy(step._logits(), step.targets)
+    mark(BACKWARD)
+    loss.backward()
+    mark(STEP)
+    assert step.optimizer is not None
+    step.optimizer.step()
+
+
+def recorded_trace(step: TrainingStep, mode: str, device: str) -> MemoryTrace:
+    """The pass under an `AllocationRecorder` that counts as `device` does."""
+    with AllocationRecorder(device) as recorder:
+        recorder.phase(START)
+        recorder.assign(step.parameters, "parameters")
+        recorder.assign(optimizer_state(step), "optimizer")
+
+        def mark(name: str) -> None:
+            if name == STEP:
+                recorder.assign((parameter.grad for parameter in step.parameters), "gradients")
+            recorder.phase(name)
+
+        run_phases(step, mode, mark)
+    return recorder.trace()
+
+
+def simulated_trace(case: ModelCase, mode: str, *, device: str = "cuda", model_spec: str | None = None) -> MemoryTrace:
+    """The memory of one pass of `case` as `device` would see it, from fake tensors: nothing is allocated here."""
+    if mode not in PHASES:
+        raise ValueError(f"mode must be one of {', '.join(PHASES)}, got {mode!r}")
+    if (predicted := model_peak_bytes(case, mode)) > MAX_SIMULATED_BYTES:
+        raise ValueError(f"batch and context_length must need at most {MAX_SIMULATED_BYTES:,} bytes, got {predicted:,}")
+    rules = CudaAutocastRules() if device == "cuda" else nullcontext()
+    with FakeTensorMode(), rules:
+        step = SimulatedStep(case, model_spec)
+        prepare(step, case, mode)
+        return recorded_trace(step, mode, device)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """What the allocator said of one pass."""
+
+    peak_bytes: dict[str, int]  # by phase, of those that came to their end
+    trace: MemoryTrace
+    out_of_memory: str = ""  # the message, where the pass ended so
+
+
+def cpu_peaks(case: ModelCase, mode: str, run: RunConfig) -> dict[str, int]:
+    """Peak bytes by phase of one pass of `case` on the CPU, by the profiler."""
+    step = TrainingStep(case, run)
+    prepare(step, case, mode)
+    base = sum(tensor.untyped_storage().nbytes() for tensor in (*step.parameters, *optimizer_state(step)))
+    return {START: base} | cpu_phase_peaks(lambda mark: run_phases(step, mode, mark), base)
+
+
+def measured_phases(case: ModelCase, mode: str, run: RunConfig) -> Measured:
+    """One pass of `case` on the run's device, with the allocator's own counts.
+
+    On CUDA the trace is the allocator's history of the same pass, through a snapshot file; a pass that runs out of
+    memory leaves the trace up to there. On a CPU the counts are the profiler's and the trace is recorded in a second
+    pass.
+    """
+    peaks = cpu_peaks(case, mode, run) if run.device == "cpu" else {}
+    step = TrainingStep(case, run)
+    prepare(step, case, mode)
+    if run.device == "cpu":
+        return Measured(peak_bytes=peaks, trace=recorded_trace(step, mode, "cpu"))
+    torch.ones(16, 16, device="cuda") @ torch.ones(16, 16, device="cuda")  # cuBLAS takes its workspace before
+    counters = CudaPhasePeaks()
+    message = ""
+    with tempfile.TemporaryDirectory() as folder, CudaHistory(Path(folder) / "snapshot.pickle") as history:
+        history.phase(START)
+        history.assign(step.parameters, "parameters")
+        history.assign(optimizer_state(step), "optimizer")
+        counters.mark(START)
+
+        def mark(name: str) -> None:
+            if name == STEP:
+                history.assign((parameter.grad for parameter in step.parameters), "gradients")
+            history.phase(name)
+            counters.mark(name)
+
+        try:
+            run_phases(step, mode, mark)
+            counters.finish()
+        except torch.OutOfMemoryError as error:
+            message = str(error).splitlines()[0]
+            if len(history.phases) > 2:  # backward had begun
+                history.assign((parameter.grad for parameter in step.parameters), "gradients")
+        history.dump()
+        trace = history.trace(read_snapshot(history.path))
+    return Measured(peak_bytes=counters.peaks, trace=trace, out_of_memory=message)
+
+
+# What consecutive blocks save for backward
+
+NUM_LARGEST = 5
+COMPILED_GRADIENT = "CompiledFunctionBackward"  # how autograd calls the backward of what torch.compile made
+SAVED = Row(mode="forward", quantity="saved_for_backward", unit="MiB")
+SAVED_EXPECTED = Row(mode="forward", quantity="closed_form_saved", unit="MiB")
+RESIDUAL = Row(mode="forward", quantity="residual_stream", unit="MiB")
+GRADIENTS = Row(mode="backward", quantity="gradients_of_block", unit="MiB")
+GRADIENTS_EXPECTED = Row(mode="backward", quantity="closed_form_gradients", unit="MiB")
+
+
+def ranked_rows(mode: str, quantity: str) -> tuple[Row, ...]:
+    return tuple(Row(mode=mode, quantity=f"{quantity}.{rank}", unit="MiB") for rank in range(1, NUM_LARGEST + 1))
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlocksCase:
+    """Some consecutive blocks of a model and what they save for backward."""
+
+    model: ModelConfig
+    batch: int
+    blocks: int
+    attention: str
+    precision: Precision = Precision()
+    checkpointing: str = "none"
+
+
+def measure_blocks(cell: Cell, run: RunConfig) -> Iterator[Sample]:
+    case: BlocksCase = cell.case
+    if cell.implementation.startswith("simulated"):
+        with FakeTensorMode():
+            model = SimulatedStep(_as_memory_case(case)).model
+            assert isinstance(model, TransformerLM)
+            yield from _saved_measurements(cell, model, torch.empty(_stream_shape(case), requires_grad=True))
+        return
+    release(run.device)
+    with torch.device(run.device):
+        model = TransformerLM.from_config(replace(case.model, num_layers=case.blocks), attention=case.attention)
+        stream = torch.randn(_stream_shape(case), requires_grad=True)
+    if cell.implementation == "compiled":
+        if run.device == "cpu" and not has_cxx_compiler():
+            raise Unsupported("no C++ compiler")
+        compile_blocks(model)
+    yield from _saved_measurements(cell, model, stream)
+
+
+def _saved_measurements(cell: Cell, model: TransformerLM, stream: Tensor) -> Iterator[Sample]:
+    case: BlocksCase = cell.case
+    blocks = nn.Sequential(*list(model.layers)[: case.blocks])
+    parameters = [*blocks.parameters(), *blocks.buffers()]
+    results: list[Tensor] = []
+    saved: list[Saved]
+    if cell.implementation == "simulated compiled":
+        if case.checkpointing != "none":
+            raise Unsupported("the partition of a graph is simulated without checkpoints in it")
+        saved = compiled_saved_tensors(blocks, stream)
+    else:
+        apply_checkpointing(model, case.checkpointing)
+        if cell.implementation == "compiled":
+            model.run_blocks(list(blocks), stream)  # compiles
+        saved = saved_tensors(
+            lambda: results.append(model.run_blocks(list(blocks), stream)),
+            parameters=parameters,
+            compiled=cell.implementation == "compiled",
+        )
+        if cell.implementation == "compiled" and COMPILED_GRADIENT not in str(results[0].grad_fn):
+            raise Disagreement(f"torch.compile left the block eager: its gradient is {results[0].grad_fn}")
+    yield Sample(row=SAVED, samples=[sum(one.num_bytes for one in saved) / MIB])
+    ranked = {row.quantity: row for row in cell.rows}
+    for rank, (operation, num_bytes) in enumerate(by_operation(saved)[:NUM_LARGEST], start=1):
+        if f"saved.{rank}" in ranked:
+            yield Sample(row=ranked[f"saved.{rank}"], samples=[num_bytes / MIB], kernel=operation)
+    if RESIDUAL in cell.rows:
+        yield Sample(row=RESIDUAL, samples=[stream.untyped_storage().nbytes() / MIB])
+    if GRADIENTS in cell.rows:
+        expected = block_saved_bytes(case.model, case.batch, attention=case.attention, precision=case.precision)
+        yield Sample(row=SAVED_EXPECTED, samples=[case.blocks * sum(expected.values()) / MIB])
+        results[0].backward(torch.empty_like(results[0]))
+        made = [tensor.grad for tensor in (*blocks.parameters(), stream)]
+        num_bytes = sum(gradient.untyped_storage().nbytes() for gradient in made if gradient is not None)
+        yield Sample(row=GRADIENTS, samples=[num_bytes / MIB])
+        deeper = replace(case.model, num_layers=case.model.num_layers + case.blocks)
+        gradients = BYTES_PER_ELEMENT[case.precision.parameters] * (num_parameters(deeper) - num_parameters(case.model))
+        yield Sample(row=GRADIENTS_EXPECTED, samples=[(gradients + stream.untyped_storage().nbytes()) / MIB])
+
+
+def _stream_shape(case: BlocksCase) -> tuple[int, int, int]:
+    return (case.batch, case.model.context_length, case.model.d_model)
+
+
+def _as_memory_case(case: BlocksCase) -> MemoryCase:
+    model = replace(case.model, num_layers=case.blocks)
+    return MemoryCase(model=model, batch=case.batch, attention=case.attention, precision=case.precision)

@@ -1,0 +1,189 @@
+"""Cells that time a language model, eager or compiled: forward, forward and backward, full training step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from cs336_systems.accounting import model_peak_bytes
+from cs336_systems.config import HANDOUT_SIZES, MODEL_SIZES, ModelCase, ModelConfig, RunConfig, proxy_model
+from cs336_systems.device import has_cxx_compiler
+from cs336_systems.experiments.spec import Cell, Disagreement, Row, Sample, Unsupported
+from cs336_systems.inputs import token_batch
+from cs336_systems.measure.memory import release
+from cs336_systems.measure.timing import MIN_SAMPLES, time_calls, time_once
+from cs336_systems.model import AdamW, build_model, cross_entropy
+
+MODEL_MODES = ("forward", "forward_backward", "train_step")
+BUDGET_MS = {"cuda": 3000.0, "cpu": 1000.0}  # of timed steps a mode, at least five and at most a hundred of them
+# A compiled model may reorder float32 sums: its logits and its loss agree with eager's within this times the largest.
+TOLERANCE = 1e-3
+
+
+def models(run: RunConfig) -> list[tuple[ModelConfig, int]]:
+    """(model, batch) of each size at the run's scale.
+
+    handout: the handout's five sizes, batch 4, context 512. smoke: the real small model at context 128, batch 1, and
+    a narrow proxy of medium (another would say nothing new in a laptop's minutes). tiny: one narrow proxy.
+    """
+    if run.scale == "handout":
+        return [(MODEL_SIZES[size], 4) for size in HANDOUT_SIZES]
+    if run.scale == "tiny":
+        return [(replace(proxy_model("small", 64), context_length=32, vocab_size=256), 1)]
+    small = replace(MODEL_SIZES["small"], context_length=128)
+    return [(small, 1), (replace(proxy_model("medium"), context_length=128), 1)]
+
+
+def time_row(mode: str, case: ModelCase | None = None) -> Row:
+    return Row(mode=mode, quantity="time", unit="ms", case=case)
+
+
+def model_cell(case: ModelCase, implementation: str, rows: tuple[Row, ...], fresh_process: bool = False) -> Cell:
+    """A cell on `case`; its predicted bytes are those of the largest mode that it promises."""
+    modes = [mode for mode in MODEL_MODES if any(row.mode == mode for row in rows)]
+    return Cell(
+        case=case,
+        implementation=implementation,
+        rows=rows,
+        predicted_bytes=model_peak_bytes(case, modes[-1]),
+        fresh_process=fresh_process,
+    )
+
+
+class TrainingStep:
+    """A model, its optimizer and a batch, with the three things that a benchmark times as methods."""
+
+    def __init__(self, case: ModelCase, run: RunConfig) -> None:
+        self.model: Callable[[Tensor], Tensor] = build_model(
+            case.model,
+            attention=case.attention,
+            model_spec=run.model,
+            device=run.device,
+            dtype=getattr(torch, case.precision.parameters),
+            seed=run.seed,
+        )
+        assert isinstance(self.model, nn.Module)
+        self.parameters = list(self.model.parameters())
+        if not self.parameters:
+            raise Disagreement("the model has no parameters")
+        self.vocab_size = case.model.vocab_size
+        self.tokens, self.targets = token_batch(case.model, case.batch, device=run.device, seed=run.seed)
+        self.autocast = case.precision.autocast
+        self.device = run.device
+        self.optimizer: AdamW | None = None  # made at the first step: its state is not the other modes' memory
+
+    def forward(self) -> Tensor:
+        """Logits, without a graph."""
+        with torch.no_grad(), self._precision():
+            return self._logits()
+
+    def forward_backward(self) -> Tensor:
+        """The loss, its gradients left in the parameters."""
+        with self._precision():
+            loss = cross_entropy(self._logits(), self.targets)
+        loss.backward()
+        return loss.detach()
+
+    def train_step(self) -> Tensor:
+        """The loss before an AdamW step."""
+        if self.optimizer is None:
+            self.optimizer = AdamW(self.parameters, lr=1e-4)
+        loss = self.forward_backward()
+        self.optimizer.step()
+        return loss
+
+    def reset(self) -> None:
+        """Drop the gradients, as a training loop does before each step."""
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    def _logits(self) -> Tensor:
+        """The model's output, checked at every step for what costs no kernel: type, dtype and shape."""
+        logits = self.model(self.tokens)
+        if not isinstance(logits, Tensor):
+            raise Disagreement(f"the model must return a tensor of logits, got {type(logits).__name__}")
+        shape = (*self.tokens.shape, self.vocab_size)
+        if not logits.is_floating_point() or logits.shape != shape:
+            raise Disagreement(
+                f"the model must return floating-point logits of shape (batch, context_length, vocab_size) = {shape}, "
+                f"got {logits.dtype} of shape {tuple(logits.shape)}"
+            )
+        return logits
+
+    def _precision(self) -> AbstractContextManager[object]:
+        if self.autocast is None:
+            return nullcontext()
+        return torch.autocast(self.device, dtype=getattr(torch, self.autocast))
+
+
+def measure_model(
+    cell: Cell, run: RunConfig, *, budget_ms: float | None = None, min_samples: int = MIN_SAMPLES
+) -> Iterator[Sample]:
+    """Time every promised mode, for `budget_ms` of timed steps each (default: the device's), at least `min_samples`.
+
+    A model is timed only if its logits, and in the other modes its loss, are finite and of the right shape; a compiled
+    one is also compared with the eager one on the same weights and batch. Raises Disagreement where it is not so.
+    """
+    case: ModelCase = cell.case
+    if cell.implementation == "compiled" and run.device == "cpu" and not has_cxx_compiler():
+        raise Unsupported("no C++ compiler")
+    release(run.device)
+    step = TrainingStep(case, run)
+    rows = {(row.mode, row.quantity): row for row in cell.rows}
+    expected = step.forward()
+    require_finite("logits", expected)
+    if cell.implementation == "compiled":
+        expected_loss = step.forward_backward()
+        require_finite("loss", expected_loss)
+        step.reset()
+        step.model = torch.compile(step.model)
+        seconds = time_once(step.forward, run.device) / 1e3
+        if row := rows.get(("forward", "compile_time")):
+            yield Sample(row=row, samples=[seconds])
+        _agree("logits", step.forward(), expected)
+    del expected
+    for mode in MODEL_MODES:
+        if (mode, "time") not in rows:
+            continue
+        if mode == "forward_backward" and cell.implementation == "compiled":
+            seconds, loss = _first_forward_backward(step)
+            _agree("loss", loss, expected_loss)
+            if row := rows.get(("forward_backward", "compile_time")):
+                yield Sample(row=row, samples=[seconds])
+        elif mode != "forward":
+            step.reset()
+            require_finite("loss", step.forward_backward())
+        budget = BUDGET_MS[run.device] if budget_ms is None else budget_ms
+        samples = time_calls(
+            getattr(step, mode), device=run.device, warmup=case.warmup, before=step.reset,
+            budget_ms=budget, min_samples=min_samples,
+        )  # fmt: skip
+        step.reset()
+        yield Sample(row=rows[mode, "time"], samples=samples)
+
+
+def _first_forward_backward(step: TrainingStep) -> tuple[float, Tensor]:
+    """Seconds of the call that compiles the training graph, and its loss."""
+    losses: list[Tensor] = []
+    milliseconds = time_once(lambda: losses.append(step.forward_backward()), step.device)
+    return milliseconds / 1e3, losses[0]
+
+
+def require_finite(what: str, value: Tensor) -> None:
+    """Disagreement unless all of a model's `value` (its logits, its loss) is finite."""
+    # Both extremes are NaN if any element is. isfinite would need temporaries as large as the logits.
+    smallest, largest = (extreme.item() for extreme in value.aminmax())
+    if not (math.isfinite(smallest) and math.isfinite(largest)):
+        raise Disagreement(f"the model's {what} must be finite, got values from {smallest:g} to {largest:g}")
+
+
+def _agree(what: str, value: Tensor, expected: Tensor) -> None:
+    error = (value - expected).abs().max().item()
+    bound = TOLERANCE * expected.abs().max().item()
+    if not error <= bound:
+        raise Disagreement(f"compiled {what} differ from eager's by {error:.3g}, more than {bound:.3g}")

@@ -1,0 +1,259 @@
+"""Where the time of a step goes, read from profiles by code and not from a timeline by eye.
+
+Of each model and context the forward, the forward with backward, and the full step with AdamW are first timed by the
+wall clock, undisturbed, and then profiled. Rows of a mode: the wall clock; the kernels' summed time, the time in which
+at least one ran, and their number; the time of each category; the kernels that take the most time, and those that are
+no matmul; and what plain attention spends on its two products and on what stands between them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pandas as pd
+from torch import Tensor, nn
+
+from cs336_systems.config import MODEL_SIZES, ModelCase, ModelConfig, Precision, RunConfig, proxy_model
+from cs336_systems.experiments.figures import Bars
+from cs336_systems.experiments.frames import digits, pick
+from cs336_systems.experiments.models import MODEL_MODES, TrainingStep, model_cell, require_finite, time_row
+from cs336_systems.experiments.spec import Cell, Experiment, Row, Sample, problem
+from cs336_systems.experiments.tables import Pick, Ratio, Wide
+from cs336_systems.measure.capture import capture
+from cs336_systems.measure.kernels import CATEGORIES, short_name
+from cs336_systems.measure.memory import release
+from cs336_systems.measure.ranges import SCORES, SOFTMAX, VALUES, annotate
+from cs336_systems.measure.timing import plan_samples, time_once
+from cs336_systems.measure.trace import Kernel, Trace
+
+MIN_WALL_CLOCK_STEPS, MAX_WALL_CLOCK_STEPS = 4, 5  # `compare` needs four
+WALL_CLOCK_BUDGET_MS = 2000.0
+NUM_PROFILED_STEPS = {"tiny": 1, "smoke": 2, "handout": 2}
+NUM_RANKS = {"kernel": 5, "other_kernel": 5}  # how many of the longest kernels, and of those that are no matmul
+CATEGORY_WORDS = {"gemm": "matmul"}
+ATTENTION_PARTS = {"scores": SCORES, "softmax": SOFTMAX, "values": VALUES}
+
+
+def models(run: RunConfig) -> list[tuple[ModelConfig, int]]:
+    """(model, batch): the smallest and the largest size that trains on one GPU, proxies of them below handout scale."""
+    if run.scale == "handout":
+        return [
+            (replace(MODEL_SIZES[size], context_length=context), 4)
+            for size in ("small", "xl")
+            for context in (256, 512, 1024)
+        ]
+    if run.scale == "tiny":
+        model = replace(proxy_model("small", 64), vocab_size=256)
+        return [(replace(model, context_length=context), 1) for context in (16, 32)]
+    # A small vocabulary: at these widths the handout's would leave the blocks no share worth a table.
+    proxies = [replace(proxy_model(size, width), vocab_size=1000) for size, width in (("small", 128), ("xl", 256))]
+    return [(replace(proxy, context_length=context), 1) for proxy in proxies for context in (64, 128, 256)]
+
+
+def nsys_profile_cells(run: RunConfig) -> list[Cell]:
+    """Every model and context in float32, and at handout scale the middle context under bfloat16 autocast."""
+    cases = [ModelCase(model=model, batch=batch, attention="reference", warmup=2) for model, batch in models(run)]
+    if run.scale == "handout":
+        autocast = Precision(autocast="bfloat16")
+        cases += [replace(case, precision=autocast) for case in cases if case.model.context_length == 512]
+    rows = tuple(row for mode in MODEL_MODES for row in profile_rows(mode))
+    return [model_cell(case, "eager", rows) for case in cases]
+
+
+def profile_rows(mode: str) -> list[Row]:
+    """What a profile of `mode` reports."""
+
+    def in_ms(quantity: str) -> Row:
+        return Row(mode=mode, quantity=quantity, unit="ms")
+
+    def calls(quantity: str) -> Row:
+        return Row(mode=mode, quantity=quantity, unit="calls")
+
+    rows = [time_row(mode), in_ms("kernel_time"), in_ms("busy_time"), calls("kernel_calls")]
+    rows += [in_ms(f"{category}_time") for category in CATEGORIES]
+    for name, count in NUM_RANKS.items():
+        for rank in range(1, count + 1):
+            rows += [in_ms(f"{name}_{rank}_time"), calls(f"{name}_{rank}_calls")]
+    if mode != "train_step":
+        rows += [in_ms(f"attention_{part}_time") for part in ATTENTION_PARTS]
+        rows.append(in_ms("attention_softmax_kernel_time"))  # of the softmax alone, without scale and mask
+    return rows
+
+
+def measure_profile(cell: Cell, run: RunConfig) -> Iterator[Sample]:
+    """Wall clock and profile of each mode; Disagreement if logits or loss are not finite."""
+    release(run.device)
+    step = TrainingStep(cell.case, run)
+    assert isinstance(step.model, nn.Module)
+    for mode in MODEL_MODES:
+        rows = {row.quantity: row for row in cell.rows if row.mode == mode}
+        call: Callable[[], Tensor] = getattr(step, mode)
+        for _ in range(cell.case.warmup):
+            step.reset()
+            require_finite("logits" if mode == "forward" else "loss", call())
+        step.reset()
+        samples = [time_once(call, run.device)]
+        count = plan_samples(samples[0], WALL_CLOCK_BUDGET_MS, MIN_WALL_CLOCK_STEPS, MAX_WALL_CLOCK_STEPS)
+        while len(samples) < count:
+            step.reset()
+            samples.append(time_once(call, run.device))
+        yield Sample(row=rows["time"], samples=samples)
+        with annotate(step.model):
+            num_steps = NUM_PROFILED_STEPS[run.scale]
+            trace = capture(call, device=run.device, num_steps=num_steps, warmup=0, before=step.reset)
+        step.reset()
+        yield from measurements(trace, rows)
+
+
+def measurements(trace: Trace, rows: dict[str, Row]) -> Iterator[Sample]:
+    """The promised `rows` but the wall clock, read from `trace`: a sample for each profiled step."""
+    steps = range(len(trace.step_ms))
+    trace = trace.in_steps()
+    for quantity, of in _quantities(trace).items():
+        if quantity in rows:
+            yield Sample(row=rows[quantity], samples=[of(step=step) for step in steps])
+    matmuls = {short_name(kernel.name) for kernel in trace.select(category="gemm")}
+    for prefix, excluded in (("kernel", set()), ("other_kernel", matmuls)):
+        times: dict[str, float] = {}  # by name alone, as the rows are: an operator may be of two categories
+        for total in trace.top_kernels():
+            if total.name not in excluded:
+                times[total.name] = times.get(total.name, 0.0) + total.ms
+        names = sorted(times, key=lambda name: (-times[name], name))
+        for rank in range(1, NUM_RANKS[prefix] + 1):
+            time, calls = rows[f"{prefix}_{rank}_time"], rows[f"{prefix}_{rank}_calls"]
+            if rank > len(names):
+                reason = f"the profile has {len(names)} such kernels"
+                yield from (Sample(row=row, skipped=reason) for row in (time, calls))
+                continue
+            name = names[rank - 1]
+            chosen = [[k for k in trace.select(step=step) if short_name(k.name) == name] for step in steps]
+            yield Sample(row=time, samples=[_milliseconds(kernels) for kernels in chosen], kernel=name)
+            yield Sample(row=calls, samples=[float(len(kernels)) for kernels in chosen], kernel=name)
+
+
+def _quantities(trace: Trace) -> dict[str, Callable[..., float]]:
+    """How each quantity of a step is read."""
+    found: dict[str, Callable[..., float]] = {
+        "kernel_time": trace.kernel_ms,
+        "busy_time": trace.busy_ms,
+        "kernel_calls": lambda step: float(len(trace.select(step=step))),
+    }
+    found |= {f"{category}_time": partial(trace.kernel_ms, category=category) for category in CATEGORIES}
+    found |= {f"attention_{part}_time": partial(trace.kernel_ms, within=name) for part, name in ATTENTION_PARTS.items()}
+    found["attention_softmax_kernel_time"] = partial(trace.kernel_ms, within=SOFTMAX, category="softmax")
+    return found
+
+
+def _milliseconds(kernels: list[Kernel]) -> float:
+    return sum(kernel.duration_us for kernel in kernels) / 1e3
+
+
+class Shares(Bars):
+    """Stacked bars of what each part takes of its bar's sum, in percent."""
+
+    def rows(self, frame: pd.DataFrame) -> pd.DataFrame:
+        rows = super().rows(frame)
+        rows = rows[rows["median"] > 0]
+        return rows.assign(share=100 * rows["median"] / rows.groupby(self.x)["median"].transform("sum"))
+
+
+@problem()
+class NsysProfile(Experiment):
+    def cells(self, run: RunConfig) -> list[Cell]:
+        return nsys_profile_cells(run)
+
+    def measure(self, cell: Cell, run: RunConfig) -> Iterator[Sample]:
+        return measure_profile(cell, run)
+
+    def columns(self, row: dict[str, Any]) -> dict[str, Any]:
+        category = row["quantity"].removesuffix("_time")
+        known = category in CATEGORIES and row["quantity"].endswith("_time")
+        precision = "" if row["precision"] == "float32" else f", {row['precision']}"
+        return {
+            "context": row["model.context_length"],
+            "category": CATEGORY_WORDS.get(category, category) if known else "",
+            "shown": f"{row['model']}, context {row['model.context_length']:,}{precision}",
+        }
+
+    def numbers(self, frame: pd.DataFrame) -> dict[str, Any]:
+        def number(model: str, context: int, precision: str, mode: str, quantity: str) -> float:
+            where = {"model": model, "model.context_length": context, "precision": precision, "mode": mode}
+            return float(pick(frame, where | {"quantity": quantity})["median"].item())
+
+        def percent(model: str, context: int, precision: str, mode: str, quantity: str, of: str = "kernel_time") -> str:
+            """A quantity of a pass as a share of another."""
+            numbers = [number(model, context, precision, mode, name) for name in (quantity, of)]
+            return f"{digits(100 * numbers[0] / numbers[1])} %"
+
+        def softmax(model: str, context: int, precision: str) -> str:
+            """The softmax's time over that of the two products, forward."""
+            times = [number(model, context, precision, "forward", f"attention_{part}_time")
+                     for part in ("softmax_kernel", "scores", "values")]  # fmt: skip
+            return digits(times[0] / (times[1] + times[2]), 2)
+
+        def between(model: str, context: int, precision: str) -> str:
+            """The time of scale, mask and softmax over that of the two products, forward."""
+            times = [number(model, context, precision, "forward", f"attention_{part}_time")
+                     for part in ("softmax", "scores", "values")]  # fmt: skip
+            return digits(times[0] / (times[1] + times[2]), 2)
+
+        return {"percent": percent, "softmax": softmax, "between": between}
+
+    tables = {
+        "time": Wide(
+            title="Wall clock and kernels of a pass",
+            down={"model": "shown"},
+            columns={
+                "forward, wall clock (ms)": Pick({"mode": "forward", "quantity": "time"}),
+                "its kernels (ms)": Pick({"mode": "forward", "quantity": "kernel_time"}),
+                "kernels": Pick({"mode": "forward", "quantity": "kernel_calls"}),
+                "matmul (ms)": Pick({"mode": "forward", "quantity": "gemm_time"}),
+                "matmuls' share": Ratio("matmul (ms)", "its kernels (ms)", percent=True),
+                "step, wall clock (ms)": Pick({"mode": "train_step", "quantity": "time"}),
+                "step's kernels (ms)": Pick({"mode": "train_step", "quantity": "kernel_time"}),
+                "step's matmul (ms)": Pick({"mode": "train_step", "quantity": "gemm_time"}),
+                "matmuls' share of the step": Ratio("step's matmul (ms)", "step's kernels (ms)", percent=True),
+                "AdamW (ms)": Pick({"mode": "train_step", "quantity": "optimizer_time"}),
+                "AdamW's share": Ratio("AdamW (ms)", "step's kernels (ms)", percent=True),
+            },
+        ),
+        "attention": Wide(
+            title="Attention of a forward, all layers (ms)",
+            down={"model": "shown"},
+            where={"mode": "forward"},
+            columns={
+                "QKᵀ": Pick({"quantity": "attention_scores_time"}),
+                "scale, mask, softmax": Pick({"quantity": "attention_softmax_time"}),
+                "of it softmax": Pick({"quantity": "attention_softmax_kernel_time"}),
+                "PV": Pick({"quantity": "attention_values_time"}),
+            },
+        ),
+    } | {
+        f"{name}s_{mode}": Wide(
+            title=f"{words}, {mode.replace('_', ' + ')}",
+            down={"model": "shown"},
+            where={"mode": mode},
+            columns={
+                f"{rank}, {what}": Pick({"quantity": f"{name}_{rank}_{quantity}"}, value=value)
+                for rank in range(1, 4)
+                for what, quantity, value in (("kernel", "time", "kernel"), ("ms", "time", "median"),
+                                              ("calls", "calls", "median"))
+            },
+        )
+        for name, words in (("kernel", "The kernels that take the most time"), ("other_kernel", "Of no matmul"))
+        for mode in MODEL_MODES
+    }  # fmt: skip
+    figures = {
+        "categories": Shares(
+            title="Where the kernels' time of a training step goes",
+            x="shown",
+            y="share",
+            y_title="share of the kernels' time (%)",
+            color="category",
+            stacked=True,
+            where={"mode": "train_step", "category": lambda category: category != ""},
+        )
+    }

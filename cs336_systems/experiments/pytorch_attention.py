@@ -1,0 +1,94 @@
+"""Plain PyTorch attention over sequence length and head dim: time, memory, and where it runs out of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from cs336_systems.config import AttentionShape, RunConfig
+from cs336_systems.experiments.attention import (
+    BACKWARD,
+    BEFORE_BACKWARD,
+    FORWARD,
+    PEAK,
+    SAVED,
+    attention_cell,
+    measure_attention,
+)
+from cs336_systems.experiments.figures import Lines
+from cs336_systems.experiments.spec import Cell, Experiment, Sample, problem
+from cs336_systems.experiments.tables import Pick, Wide
+
+BATCH = 8
+PASSES = 100  # timed, that the handout asks for
+PASSES_BEYOND = 20  # at the lengths that we add to its grid
+LONGEST_OF_HANDOUT = 16384
+# Where an 80 GB GPU runs out of memory an H200 does not, so the grid goes on until plain attention really fails.
+LENGTHS = {
+    "tiny": (64, 128),
+    "smoke": (128, 256, 512, 1024),
+    "handout": (256, 1024, 4096, 8192, 16384, 32768, 65536),
+}
+HEAD_DIMS = {"tiny": (32,), "smoke": (32, 64), "handout": (16, 32, 64, 128)}
+
+
+def shapes(run: RunConfig) -> list[AttentionShape]:
+    """Batch 8, one head, no mask, float32: every head dim with every length."""
+    return [
+        AttentionShape(
+            batch=BATCH, heads=1, seqlen_q=seqlen, seqlen_k=seqlen, head_dim=head_dim, is_causal=False, dtype="float32"
+        )
+        for head_dim in HEAD_DIMS[run.scale]
+        for seqlen in LENGTHS[run.scale]
+    ]
+
+
+def num_passes(cell: Cell, run: RunConfig) -> int | None:
+    """How many timed passes a cell has; None where the time decides."""
+    if run.scale != "handout":
+        return None
+    return PASSES if cell.case.seqlen_q <= LONGEST_OF_HANDOUT else PASSES_BEYOND
+
+
+def _memory(quantity: str) -> Pick:
+    return Pick({"quantity": quantity}, "GiB")
+
+
+@problem()
+class PyTorchAttention(Experiment):
+    def cells(self, run: RunConfig) -> list[Cell]:
+        rows = (FORWARD, SAVED, BEFORE_BACKWARD, BACKWARD, PEAK)
+        return [attention_cell(shape, "eager", run, rows) for shape in shapes(run)]
+
+    def measure(self, cell: Cell, run: RunConfig) -> Iterator[Sample]:
+        return measure_attention(cell, run, num_samples=num_passes(cell, run))
+
+    def columns(self, row: dict[str, Any]) -> dict[str, Any]:
+        return {"S": row["seqlen_q"], "d": row["head_dim"]}
+
+    tables = {
+        name: Wide(
+            title=f"Plain attention, batch 8, float32{words}",
+            down=down,
+            where=where,
+            columns={
+                "forward (ms)": Pick({"mode": "forward", "quantity": "time"}),
+                "backward (ms)": Pick({"mode": "backward", "quantity": "time"}),
+                "memory before backward (GiB)": _memory(BEFORE_BACKWARD.quantity),
+                "saved for backward (GiB)": _memory(SAVED.quantity),
+                "peak (GiB)": _memory(PEAK.quantity),
+            },
+        )
+        for name, words, down, where in (
+            ("one", ", d = 64", ("S",), {"d": 64}),
+            ("all", "", ("d", "S"), {}),
+        )
+    }  # fmt: skip
+    figures = {
+        "times": Lines(
+            title="Plain attention, batch 8, float32, d = 64",
+            x="S",
+            color="mode",
+            where={"quantity": "time", "d": 64},
+        )
+    }

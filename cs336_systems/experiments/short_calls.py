@@ -1,0 +1,145 @@
+"""Attention calls that end before the host has launched the next, the implementations taking turns.
+
+Such a call takes what the host takes, and host noise lasts for seconds, longer than a round, so a ratio within a round
+is fair. A turn is CALLS calls in a row, of which three times are taken:
+
+  host_time    until the last call has returned: what the calls keep the host from doing
+  time         until the GPU is done as well: what such a call takes in a step that is nothing but them
+  graph_time   the same calls replayed from a CUDA graph: what is left without a host
+
+Unlike elsewhere, the cache is not overwritten between calls: while the GPU does that, the host launches what is timed.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from cs336_systems.config import AttentionShape, RunConfig
+from cs336_systems.experiments.attention import BOTH, FORWARD, MODE_WORDS, attention_columns, shape_of_row, sized_shape
+from cs336_systems.experiments.figures import Bars
+from cs336_systems.experiments.implementations import AttentionFunction, without_overhead
+from cs336_systems.experiments.spec import BY_TURNS, Cell, Experiment, Row, Sample, problem
+from cs336_systems.experiments.tables import Pivot
+from cs336_systems.experiments.turns import Call, Turn, measure_by_turns
+from cs336_systems.measure.timing import synchronize, time_calls
+
+# (batch, heads, length, head_dim), causal: one head, as the handout's grid has it; some heads; and a call of 1 ms.
+SHAPES = {
+    "tiny": ((1, 1, 64, 64),),
+    "smoke": ((1, 1, 128, 64),),
+    "handout": (
+        (1, 1, 1024, 64),
+        (1, 1, 2048, 16),
+        (1, 1, 2048, 64),
+        (1, 1, 2048, 128),
+        (1, 8, 1024, 64),
+        (1, 16, 512, 64),
+        (8, 16, 2048, 128),
+    ),
+}
+GRAPH_FORWARD = Row(mode="forward", quantity="graph_time", unit="ms")
+QUANTITIES = {"time": "calls in a row", "host_time": "what a call keeps the host from", "graph_time": "in a CUDA graph"}
+ROWS = {
+    "cpu": (FORWARD, BOTH),
+    "cuda": tuple(replace(row, quantity=quantity) for quantity in QUANTITIES for row in (FORWARD, BOTH)),
+}
+ROUNDS = {"cpu": 3, "cuda": 25}
+CALLS = {"cpu": 1, "cuda": 20}  # a turn's: a GPU queues a thousand launches before the host waits, a call makes ten
+GRAPH_SAMPLES = 10
+
+
+@problem(title="What short attention calls take: the host, both, and the GPU alone, by turns", order=3)
+class ShortCalls(Experiment):
+    implementations = ("triton", "hopper", "sdpa_flash", "sdpa_cudnn")
+    by_turns = True
+
+    def cases(self, run: RunConfig) -> list[AttentionShape]:
+        return [sized_shape(run, *sizes, True) for sizes in SHAPES[run.scale]]
+
+    def cells(self, run: RunConfig) -> list[Cell]:
+        rows = tuple(replace(row, implementation=name) for name in self.implementations for row in ROWS[run.device])
+        return [Cell(case=shape, implementation=BY_TURNS, rows=rows) for shape in self.cases(run)]
+
+    def measure(self, cell: Cell, run: RunConfig) -> Iterator[Sample]:
+        """All implementations of a shape by turns, and the reasons of those that are left out."""
+        return measure_by_turns(cell, run, partial(turns, device=run.device), num_rounds=ROUNDS[run.device])
+
+    def columns(self, row: dict[str, Any]) -> dict[str, Any]:
+        return attention_columns(row, shape_of_row(row)) | {"pass": MODE_WORDS[row["mode"]]}
+
+    tables = {
+        quantity: Pivot(
+            title=words,
+            down={"batch × heads × length × head dim": "shape", "pass": "pass"},
+            unit="µs",
+            where={"quantity": quantity},
+            by_turns=True,
+            ratios=tuple((a, b) for a in ("hopper", "triton") for b in ("sdpa_cudnn", "sdpa_flash")),
+        )
+        for quantity, words in QUANTITIES.items()
+    }
+    figures = {
+        quantity: Bars(
+            title=f"Both passes of short calls, {words}",
+            x="shape",
+            unit="µs",
+            y_title="µs a call",
+            where={"quantity": quantity, "mode": "forward_backward", "batch": 1},
+        )
+        for quantity, words in QUANTITIES.items()
+    }
+
+
+def turns(function: AttentionFunction, calls: dict[str, Call], device: str) -> dict[str, Turn]:
+    """The turns in each mode of `calls`, on a GPU with the CUDA graphs captured."""
+    graphs: dict[str, torch.cuda.CUDAGraph] = {}
+    if device == "cuda":
+        with without_overhead(function) as attend:
+            graphs = {mode: _captured(partial(call, attend)) for mode, call in calls.items()}
+    return {mode: partial(_turn, function, call, graphs.get(mode), device) for mode, call in calls.items()}
+
+
+def graph_times(call: Callable[[], object]) -> list[float]:
+    """Milliseconds of `call`, CUDA kernels of fixed shapes, replayed from a graph of CALLS calls in a row."""
+    graph = _captured(call)
+    return [sample / CALLS["cuda"] for sample in time_calls(graph.replay, device="cuda", num_samples=GRAPH_SAMPLES)]
+
+
+def _turn(function: AttentionFunction, call: Call, graph: torch.cuda.CUDAGraph | None, device: str) -> dict[str, float]:
+    """Milliseconds a call by quantity: CALLS calls in a row after one that is not timed, then the graph's once."""
+    count = CALLS[device]
+    with without_overhead(function) as attend:
+        call(attend)
+        synchronize(device)
+        start = time.perf_counter()
+        for _ in range(count):
+            call(attend)
+        queued = time.perf_counter()
+        synchronize(device)
+        done = time.perf_counter()
+    taken = {"host_time": (queued - start) * 1e3 / count, "time": (done - start) * 1e3 / count}
+    if graph is not None:
+        (replayed,) = time_calls(graph.replay, device=device, warmup=1, num_samples=1)
+        taken["graph_time"] = replayed / count
+    return taken
+
+
+def _captured(call: Callable[[], object]) -> torch.cuda.CUDAGraph:
+    """CALLS calls in a row as a CUDA graph."""
+    aside = torch.cuda.Stream()
+    aside.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(aside):  # what runs for the first time loads code, which no graph can hold
+        for _ in range(3):
+            call()
+    torch.cuda.current_stream().wait_stream(aside)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(CALLS["cuda"]):
+            call()
+    return graph

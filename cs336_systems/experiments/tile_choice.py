@@ -1,0 +1,315 @@
+"""How good the rows of the tile tables are, and what choosing tiles brings.
+
+On twelve shapes every kernel is timed under the table's tiles and under all others that are plausible for it, each
+alone, so that a good one cannot hide a bad one in the same backward. Then the whole backward on long sequences runs
+beside one fixed configuration, tiles of 64 × 64 and four warps, as a launcher without tables has.
+
+On a GPU a first cell compiles the grid in all cores, into Triton's cache on disk; compiling one configuration after the
+other would take longer than all else.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pandas as pd
+import torch
+
+from cs336_systems.attention.compilation import arch_of_capability, compile_all, compiled_launches
+from cs336_systems.attention.tiles import KernelConfig, target_of, tuning_grid
+from cs336_systems.attention.tiles.grid import TMA_TARGETS
+from cs336_systems.config import AttentionShape, RunConfig
+from cs336_systems.experiments.attention import (
+    BACKWARD,
+    FORWARD,
+    attention_columns,
+    checked_error,
+    inputs_of,
+    oracle_of,
+    shape_of_row,
+)  # fmt: skip
+from cs336_systems.experiments.figures import Heat
+from cs336_systems.experiments.frames import tuples
+from cs336_systems.experiments.implementations import HOPPER_CAPABILITY, chosen_tiles
+from cs336_systems.experiments.spec import Cell, Experiment, Row, Sample, Unsupported, problem
+from cs336_systems.experiments.tables import Listing, Pivot
+from cs336_systems.experiments.tuning import launches_of
+from cs336_systems.inputs import AttentionInputs
+from cs336_systems.measure.stages import time_stages
+from cs336_systems.measure.timing import MIN_SAMPLES, plan_samples, time_calls, time_once
+
+# (batch, heads, kv_heads or None, length, head_dim, causal): short and long, full and causal, grouped heads, few
+# programs and many.
+GRID_SHAPES: dict[str, tuple[tuple[int, int, int | None, int, int, bool], ...]] = {
+    "tiny": ((1, 2, 1, 64, 64, True),),
+    "smoke": ((1, 2, 1, 64, 64, True),),
+    "handout": (
+        (4, 16, None, 1024, 64, True),
+        (8, 16, None, 2048, 64, True),
+        (2, 32, None, 4096, 64, False),
+        (1, 32, 8, 8192, 64, True),
+        (1, 16, None, 16384, 64, True),
+        (1, 16, None, 16384, 64, False),
+        (1, 8, None, 512, 128, True),
+        (8, 16, None, 2048, 128, True),
+        (1, 32, 8, 8192, 128, True),
+        (1, 16, None, 16384, 128, True),
+        (1, 16, None, 16384, 128, False),
+        (1, 16, None, 32768, 128, True),
+    ),
+}
+FIXED_SHAPES: dict[str, tuple[tuple[int, int, int | None, int, int, bool], ...]] = {
+    "tiny": ((1, 1, None, 64, 64, True),),
+    "smoke": ((1, 1, None, 64, 64, True),),
+    "handout": tuple(
+        (1, 16, None, seqlen, head_dim, True) for head_dim in (64, 128) for seqlen in (8192, 16384, 32768)
+    ),
+}
+TABLE = "table"  # what `select_config` chooses: `table` for a backward, `table_<kernel>` for one kernel
+FIXED = {"fixed": False, "fixed_tma": True}  # whether Hopper's copy engine reads the tiles
+FIXED_TILES = "64x64_w4_s2"
+INTERPRETED_TILES = ("64x64_w8_s1", "32x32_w8_s1")  # a grid of two: the interpreter's times say nothing
+COMPILE_AHEAD = "compile_ahead"
+
+COMPILE = Row(mode="forward_backward", quantity="compile_time", unit="s")
+ROWS = {  # of each kernel alone
+    "forward": FORWARD,
+    "dkdv": Row(mode="backward", quantity="dkdv_time", unit="ms"),
+    "dq": Row(mode="backward", quantity="dq_time", unit="ms"),
+}
+STAGES = {"dkdv": "dkv", "dq": "dq"}  # as `launch_backward` marks them
+
+# From `tune_flash`'s records of an H200: 256 held rows take at least 1.7 times the time of the best there, and a fourth
+# stage makes no kernel the fastest.
+MAX_HELD_ROWS = 128
+MAX_DEPTH = 3
+WARP_GROUP_ROWS = 64  # a group of four warps multiplies so many rows of the held tile at once
+SAMPLES_BUDGET_MS = 40.0
+MAX_SAMPLES = 15
+
+
+@problem(title="The tile tables against the best of a grid, and against one fixed tile", order=7)
+class TileChoice(Experiment):
+    implementations = (TABLE, *FIXED)
+
+    def cells(self, run: RunConfig) -> list[Cell]:
+        """Compiling, then each shape's kernels under the table's and the grid's tiles, then whole backwards."""
+        cells: list[Cell] = []
+        capability = _capability(run)
+        for shape in (_shape(run, sizes) for sizes in GRID_SHAPES[run.scale]):
+            if run.device == "cuda" and not cells:
+                cells.append(Cell(case=shape, implementation=COMPILE_AHEAD, rows=(COMPILE,)))
+            for kernel, row in ROWS.items():
+                chosen = chosen_tiles(kernel, shape, capability)
+                names = [config.name for config in plausible_grid(kernel, shape, chosen.target) if config != chosen]
+                cells += [Cell(case=shape, implementation=name, rows=(row,)) for name in (f"{TABLE}_{kernel}", *names)]
+        for shape in (_shape(run, sizes) for sizes in FIXED_SHAPES[run.scale]):
+            cells += [Cell(case=shape, implementation=name, rows=(BACKWARD,)) for name in (TABLE, *FIXED)]
+        return cells
+
+    def measure(self, cell: Cell, run: RunConfig) -> Iterator[Sample]:
+        """The seconds of compiling the grid, or the times of the kernels that a cell's implementation stands for."""
+        from triton.errors import TritonError
+
+        if cell.implementation == COMPILE_AHEAD:
+            yield Sample(row=COMPILE, samples=[compile_ahead(run)])
+            return
+        shape, device = cell.case, run.device
+        inputs = inputs_of(shape, device, run.seed, False)
+        try:
+            call, configs = launches_of(inputs, shape.is_causal, cell_configs(cell.implementation, shape, run))
+            results = call()
+        except TritonError as error:  # does not compile, or not into this GPU's shared memory
+            raise Unsupported(f"{cell.implementation}: {str(error).strip().splitlines()[0]}") from None
+        error_ratio = checked_error(oracle_of(shape, device, run.seed, False), results, cell.implementation)
+        del results
+        (row,) = cell.rows
+        kernel = " ".join(config.name for config in configs)
+        if device == "cpu":
+            kernel = f"interpreter {kernel}"
+        yield Sample(row=row, samples=_samples(row, call, device), kernel=kernel, error=error_ratio)
+
+    def columns(self, row: dict[str, Any]) -> dict[str, Any]:
+        """`alone`: the kernel that is timed alone, whose `tiles` these are."""
+        kernels = {(of.mode, of.quantity): kernel for kernel, of in ROWS.items()}
+        alone = kernels.get((row["mode"], row["quantity"]), "")
+        alone = "" if row["implementation"] in (TABLE, *FIXED, COMPILE_AHEAD) else alone
+        names = [name.partition(f"_{alone}_")[2] for name in row["kernel"].split() if f"_{alone}_" in name]
+        return attention_columns(row, shape_of_row(row)) | {"alone": alone, "tiles": names[0] if names else ""}
+
+    def compared(self, frame: pd.DataFrame) -> pd.DataFrame:
+        """Of the table's rows: the `best` of the grid, its `best_ms`, the time `over_best`, how many were `timed`."""
+        alone = frame[(frame["alone"] != "") & (frame["status"] == "ok") & ~frame["interpreted"]]
+        found = {}
+        for key, group in alone.groupby(["case", "alone"]):
+            best = tuples(group.sort_values("median", kind="stable").head(1))[0]
+            found[key] = {"best": best["tiles"], "best_ms": best["median"], "timed": len(group)}
+        nothing: dict[str, Any] = {"best": "", "best_ms": math.nan, "timed": 0}
+        more = []
+        for row in tuples(frame):
+            chosen = row["implementation"].startswith(f"{TABLE}_")
+            more.append(found.get((row["case"], row["alone"]), nothing) if chosen else nothing)
+        frame = frame.assign(**{name: pd.Series([one[name] for one in more], index=frame.index) for name in nothing})
+        return frame.assign(over_best=frame["median"] / frame["best_ms"])
+
+    def numbers(self, frame: pd.DataFrame) -> dict[str, Any]:
+        """`worst`: of all kernels and shapes the row whose tiles are farthest from the best of the grid."""
+        judged = frame.dropna(subset="over_best")
+        return {"worst": tuples(judged.sort_values("over_best"))[-1], "judged": len(judged)} if len(judged) else {}
+
+    tables = {
+        "grid": Listing(
+            title="the table's tiles beside the best of the grid",
+            columns={
+                "batch × heads × length × head dim": "shape",
+                "kernel": "alone",
+                "table": "tiles",
+                "ms": "median",
+                "best": "best",
+                "best (ms)": "best_ms",
+                "table / best": "over_best",
+                "timed": "timed",
+            },
+            where={"implementation": lambda name: name.startswith(f"{TABLE}_")},
+        ),
+        "fixed": Pivot(
+            title="backward under chosen and fixed tiles",
+            down={"batch × heads × length × head dim": "shape"},
+            where={"implementation": (TABLE, *FIXED), "quantity": "time"},
+            ratios=tuple((TABLE, name) for name in FIXED),
+        ),
+    }
+    figures = {
+        "over_best": Heat(
+            title="Time under the table's tiles over the best of the grid",
+            x="alone",
+            x_title="kernel",
+            y="shape",
+            value="over_best",
+            where={"over_best": lambda ratio: ratio == ratio},
+        )
+    }  # fmt: skip
+
+
+def plausible_grid(kernel: str, shape: AttentionShape, target: str) -> list[KernelConfig]:
+    """The grid of `tune flash` without what is not the fastest: idle warps, tiles and pipelines that are too large."""
+    if target == "portable":
+        return [KernelConfig.from_name(f"portable_{kernel}_{tiles}") for tiles in INTERPRETED_TILES]
+    found = []
+    for config in tuning_grid(kernel, arch=target, head_dim=shape.head_dim, dtype=shape.dtype):
+        held = config.key_tile if kernel == "dkdv" else config.query_tile
+        has_rows = held >= WARP_GROUP_ROWS * config.num_warps // 4
+        if has_rows and held <= MAX_HELD_ROWS and config.num_stages <= MAX_DEPTH:
+            found.append(config)
+    return found
+
+
+def cell_configs(name: str, shape: AttentionShape, run: RunConfig) -> list[KernelConfig]:
+    """The configurations that the implementation `name` stands for: one kernel's, or both of a backward.
+
+    ValueError for a name that stands for none, `Unsupported` where this GPU cannot run it.
+    """
+    capability = _capability(run)
+    if name == TABLE:
+        return [chosen_tiles(kernel, shape, capability) for kernel in STAGES]
+    if name.startswith(f"{TABLE}_"):
+        return [chosen_tiles(name.removeprefix(f"{TABLE}_"), shape, capability)]
+    if name not in FIXED:
+        return [KernelConfig.from_name(name)]
+    target = target_of(capability)
+    if FIXED[name] and target not in TMA_TARGETS:
+        raise Unsupported(f"GPUs of {' and '.join(TMA_TARGETS)} read tiles by TMA, and this is {target}")
+    tiles = FIXED_TILES + ("_tma" if FIXED[name] else "")
+    return [KernelConfig.from_name(f"{target}_{kernel}_{tiles}") for kernel in STAGES]
+
+
+def _samples(row: Row, call: Callable[[], object], device: str) -> list[float]:
+    """Milliseconds of the whole call, or of the one kernel in it that `row` is about."""
+    stage = next((STAGES[kernel] for kernel in STAGES if ROWS[kernel] == row), None)
+    if device == "cpu":
+        num_samples = MIN_SAMPLES
+    else:
+        call()
+        num_samples = plan_samples(time_once(call, device), SAMPLES_BUDGET_MS, MIN_SAMPLES, MAX_SAMPLES)
+    if stage is None:
+        return time_calls(call, device=device, warmup=0, num_samples=num_samples)
+    return time_stages(call, device=device, num_samples=num_samples, warmup=0)[stage]
+
+
+# Compiling ahead
+
+
+@dataclass(frozen=True, kw_only=True)
+class AheadRequest:
+    """A configuration on a shape: lengths and heads matter, as Triton compiles anew for multiples of 16 and for 1."""
+
+    shape: AttentionShape
+    config: KernelConfig
+    arch: str
+
+
+def compile_ahead(run: RunConfig, jobs: int | None = None) -> float:
+    """Seconds to compile all that `run` will measure, in `jobs` processes (one a core), into Triton's cache on disk.
+
+    What does not compile is left to its own cell, which says so. `Unsupported` for a GPU that nobody compiles for.
+    """
+    arch = arch_of_capability(_capability(run))
+    if arch is None:
+        raise Unsupported("no kernels are compiled ahead for this GPU")
+    started = time.monotonic()
+    for _ in compile_all(ahead_requests(run, arch), compile_on_shape, jobs=jobs):
+        pass
+    return time.monotonic() - started
+
+
+def ahead_requests(run: RunConfig, arch: str) -> list[AheadRequest]:
+    """Every configuration of every cell, shape by shape: shapes that share a compilation do not meet in the pool."""
+    found = [
+        AheadRequest(shape=cell.case, config=config, arch=arch)
+        for cell in TileChoice().cells(run)
+        if cell.implementation != COMPILE_AHEAD
+        for config in cell_configs(cell.implementation, cell.case, run)
+    ]
+    return list(dict.fromkeys(found))
+
+
+def compile_on_shape(request: AheadRequest) -> str:
+    """Compile in this process, a child of the pool, without launching; what went wrong, empty if nothing."""
+    from triton.errors import TritonError
+
+    shape, config = request.shape, request.config
+    sizes = (shape.batch, shape.heads, shape.seqlen_q, shape.head_dim)
+    keys = (shape.batch, shape.kv_heads or shape.heads, shape.seqlen_k, shape.head_dim)
+    q, k = (torch.empty(size, dtype=getattr(torch, shape.dtype), device="meta") for size in (sizes, keys))
+    inputs = AttentionInputs(q=q, k=k, v=k, grad_output=q)
+
+    def call() -> None:
+        launches_of(inputs, shape.is_causal, [config])[0]()
+
+    try:
+        # Where stages are timed, nothing overlaps: those are other kernels.
+        for launch in (call, lambda: time_stages(call, device="cpu", num_samples=1, warmup=0)):
+            compiled_launches(request.arch, f"_{config.kernel}_", launch)
+    except TritonError as error:
+        return str(error)
+    return ""
+
+
+def _shape(run: RunConfig, sizes: tuple[int, int, int | None, int, int, bool]) -> AttentionShape:
+    """Self-attention of these sizes, in bfloat16 on a GPU and in float32 for Triton's interpreter."""
+    batch, heads, kv_heads, seqlen, head_dim, is_causal = sizes
+    return AttentionShape(
+        batch=batch, heads=heads, kv_heads=kv_heads, seqlen_q=seqlen, seqlen_k=seqlen, head_dim=head_dim,
+        is_causal=is_causal, dtype="bfloat16" if run.device == "cuda" else "float32",
+    )  # fmt: skip
+
+
+def _capability(run: RunConfig) -> tuple[int, int] | None:
+    """Of the GPU that is measured; a plan for a GPU, made where there is none, is for Hopper."""
+    if run.device != "cuda":
+        return None
+    return torch.cuda.get_device_capability() if torch.cuda.is_available() else HOPPER_CAPABILITY

@@ -1,0 +1,86 @@
+"""torch.compile on plain attention, and on the whole model: eager beside compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from cs336_systems.config import ModelCase, RunConfig, proxy_model
+from cs336_systems.experiments.attention import BACKWARD, FORWARD, attention_cell, measure_attention
+from cs336_systems.experiments.figures import Bars, Lines
+from cs336_systems.experiments.models import MODEL_MODES, measure_model, model_cell, models, time_row
+from cs336_systems.experiments.pytorch_attention import num_passes, shapes
+from cs336_systems.experiments.spec import Cell, Experiment, Row, Sample, problem
+from cs336_systems.experiments.tables import Pivot
+
+IS_SHAPE, IS_MODEL = {"case_type": "AttentionShape"}, {"case_type": "ModelCase"}
+SPEED = (("compiled", "eager"),)
+
+
+@problem()
+class TorchCompile(Experiment):
+    implementations = ("eager", "compiled")
+
+    def cells(self, run: RunConfig) -> list[Cell]:
+        """(a) the same attention, eager and compiled; (b) whole models, eager and compiled."""
+        cells = [
+            attention_cell(shape, name, run, (FORWARD, BACKWARD))
+            for shape in shapes(run)
+            for name in self.implementations
+            if name == "eager" or run.scale != "tiny"
+        ]
+        if run.scale == "tiny":
+            return cells
+        compile_rows = tuple(Row(mode=mode, quantity="compile_time", unit="s") for mode in MODEL_MODES[:2])
+        times = tuple(time_row(mode) for mode in MODEL_MODES)
+        for model, batch in models(run):
+            if run.scale == "smoke":  # compiling takes a laptop longer the more blocks there are, and shows no more
+                if not model.name.endswith("-proxy"):
+                    continue
+                narrow = proxy_model("medium", 128)  # by a name of its own: other problems' proxy is wider and deeper
+                model = replace(narrow, name="medium-2-layer-proxy", num_layers=2, context_length=model.context_length)
+            case = ModelCase(model=model, batch=batch, attention="reference", warmup=1 if run.scale == "smoke" else 2)
+            cells.append(model_cell(case, "eager", times))
+            cells.append(model_cell(case, "compiled", compile_rows + times))
+        return cells
+
+    def measure(self, cell: Cell, run: RunConfig) -> Iterator[Sample]:
+        if isinstance(cell.case, ModelCase):
+            return measure_model(cell, run)
+        return measure_attention(cell, run, num_samples=num_passes(cell, run))
+
+    def columns(self, row: dict[str, Any]) -> dict[str, Any]:
+        return {"S": row.get("seqlen_q"), "d": f"d = {row.get('head_dim')}"}
+
+    tables = {
+        "models": Pivot(
+            title="A model's pass", down=("model", "mode"), where={"quantity": "time"} | IS_MODEL, ratios=SPEED
+        ),
+        "attention": Pivot(
+            title="Attention, batch 8, float32, compiled with dynamic=True",
+            down=("d", "S", "mode"),
+            where={"quantity": "time"} | IS_SHAPE,
+            ratios=SPEED,
+        ),
+        "compiling": Pivot(title="First call", down=("model", "mode"), where={"quantity": "compile_time"} | IS_MODEL),
+    }
+    figures = {
+        "models": Bars(
+            title="Whole models: speed of compiled over eager",
+            x="model",
+            color="implementation",
+            facet="mode",
+            over="eager",
+            columns=3,
+            where={"quantity": "time"} | IS_MODEL,
+        ),
+        "attention": Lines(
+            title="Attention, batch 8, float32: speed of compiled over eager",
+            x="S",
+            color="implementation",
+            facet="mode",
+            over="eager",
+            where={"quantity": "time", "head_dim": 64} | IS_SHAPE,
+        ),
+    }

@@ -1,0 +1,98 @@
+"""Utilization and memory of the 8B model on 8 to 16,384 GPUs, and of the handout's largest sizes on two: predicted."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from cs336_systems.analysis import HARDWARE, Plan, predict, rank_bytes
+from cs336_systems.config import MODEL_SIZES
+from cs336_systems.experiments.figures import Lines
+from cs336_systems.experiments.spec import Calculation, problem
+from cs336_systems.experiments.tables import Listing
+
+GIB = 2**30
+GLOBAL_BATCH = 2048  # sequences
+CONTEXT = 4096
+GPUS = tuple(2**power for power in range(3, 15))
+LISTED = (8, 512, 2048, 16_384)
+PLANS = (("bucketed", 1), ("zero1", 1), ("fsdp", 1), ("fsdp", 8))  # scheme, GPUs of tensor parallelism
+SCHEMES = ("bucketed", "flat", "sharded-optimizer", "zero1", "fsdp")
+
+
+@problem(title="Training at scale, on paper", order=20)
+class TrainingAtScale(Calculation):
+    def calculate(self) -> list[dict[str, Any]]:
+        model = replace(MODEL_SIZES["8b"], context_length=CONTEXT)
+        rows: list[dict[str, Any]] = []
+        for name, machine in HARDWARE.items():
+            for scheme, tensor in PLANS:
+                for gpus in (gpus for gpus in GPUS if gpus // tensor <= GLOBAL_BATCH):  # a sequence each, or more
+                    plan = Plan(scheme=scheme, data_parallel=gpus // tensor, tensor_parallel=tensor)
+                    batch = GLOBAL_BATCH // plan.data_parallel
+                    step = predict(model, plan, machine, batch=batch)
+                    used = rank_bytes(model, plan, batch=1, checkpointed=True)
+                    rows.append(
+                        {
+                            "quantity": "step",
+                            "GPU": name,
+                            "GPUs": gpus,
+                            "scheme": f"{scheme} + TP {tensor}" if tensor > 1 else scheme,
+                            "sequences": batch,
+                            "ms": 1e3 * step.step_s,
+                            "exposed": 1e3 * step.exposed_s,
+                            "utilization": 100 * step.utilization,
+                            "GiB": used.peak / GIB,
+                        }
+                    )
+        for size in ("xl", "10b"):
+            for scheme in SCHEMES:
+                used = rank_bytes(MODEL_SIZES[size], Plan(scheme=scheme, data_parallel=2), batch=2)
+                fits = used.peak < 0.95 * HARDWARE["H200"].memory_bytes
+                parts = {"parameters": used.parameters, "gradients": used.gradients, "moments": used.optimizer}
+                parts |= {"buffers": used.gathered + used.buffers, "activations": used.activations, "peak": used.peak}
+                row = {"quantity": "memory", "model": size, "scheme": scheme, "fits": "yes" if fits else "no"}
+                rows.append(row | {name: num_bytes / GIB for name, num_bytes in parts.items()})
+        return rows
+
+    tables = {
+        "steps": Listing(
+            title=f"8B on H200s, context {CONTEXT:,}, {GLOBAL_BATCH:,} sequences a step",
+            where={"quantity": "step", "GPU": "H200", "GPUs": LISTED},
+            columns={
+                "GPUs": "GPUs",
+                "scheme": "scheme",
+                "sequences a replica": "sequences",
+                "step (ms)": "ms",
+                "exposed communication (ms)": "exposed",
+                "MFU (%)": "utilization",
+                "GiB a GPU, batch 1, checkpointed": "GiB",
+            },
+        ),
+        "memory": Listing(
+            title="GiB of each of two GPUs, batch 2 each, context 512, bfloat16 compute, float32 masters",
+            where={"quantity": "memory"},
+            columns={
+                "model": "model",
+                "scheme": "scheme",
+                "parameters": "parameters",
+                "gradients": "gradients",
+                "moments": "moments",
+                "gathered, buffers": "buffers",
+                "activations": "activations",
+                "peak": "peak",
+                "fits an H200": "fits",
+            },
+        ),
+    }
+    figures = {
+        "utilization": Lines(
+            title=f"Predicted model FLOPs utilization of 8B, context {CONTEXT:,}, {GLOBAL_BATCH:,} sequences a step",
+            x="GPUs",
+            y="utilization",
+            y_title="MFU (%)",
+            color="scheme",
+            facet="GPU",
+            where={"quantity": "step"},
+        )
+    }

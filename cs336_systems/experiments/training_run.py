@@ -1,0 +1,209 @@
+"""A real training run with every wrapper, held to the losses of one process.
+
+Not a problem of the handout: what its sections 5 to 8 are for. A cell trains from the same seed on the same text; its
+loss curve is recorded only if it is the curve of one process without a wrapper, up to rounding.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+import pandas as pd
+import torch
+
+from cs336_systems.config import MODEL_SIZES, ModelConfig, RunConfig
+from cs336_systems.distributed.launch import launch
+from cs336_systems.experiments.figures import Lines
+from cs336_systems.experiments.frames import tuples
+from cs336_systems.experiments.spec import Cell, Disagreement, Experiment, Row, Sample, Unsupported, problem
+from cs336_systems.experiments.tables import Pick, Wide
+from cs336_systems.training import TrainingConfig, TrainingResult, train
+from cs336_systems.training.config import NANO, WRAPPERS, byte_model
+from cs336_systems.training.loop import RunOptions, train_rank
+
+LOSS = Row(mode="train_step", quantity="loss", unit="nats")
+VALIDATION = Row(mode="train_step", quantity="validation_loss", unit="nats")
+TIME = Row(mode="train_step", quantity="time", unit="ms")
+TINY = ModelConfig(name="tiny", d_model=32, d_ff=64, num_layers=2, num_heads=2, vocab_size=256, context_length=32)
+NUM_RANKS = 2
+# Rounding in another order moves a loss a little at first, and training amplifies it: of every one of the first steps
+# and of the mean over the last ones, relative to one process.
+FIRST_STEPS, FIRST_BOUND = 10, 1e-4
+LAST_STEPS, LAST_BOUND = 10, 1e-2
+STEPS_A_POINT = 25  # of the figure
+SMALLEST = 0.1  # millionth that is drawn: float32's rounding
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingCase:
+    """What a cell trains; its wrapper is the cell's implementation."""
+
+    model: ModelConfig
+    num_ranks: int
+    attention: str
+    batch: int
+    accumulation: int
+    steps: int
+    learning_rate: float
+    final_learning_rate: float
+    warmup_steps: int
+    clip_norm: float
+
+    def config(self, wrapper: str, seed: int) -> TrainingConfig:
+        return TrainingConfig(
+            wrapper=wrapper,
+            seed=seed,
+            model=self.model,
+            num_ranks=self.num_ranks,
+            attention=self.attention,
+            batch=self.batch,
+            accumulation=self.accumulation,
+            steps=self.steps,
+            learning_rate=self.learning_rate,
+            final_learning_rate=self.final_learning_rate,
+            warmup_steps=self.warmup_steps,
+            clip_norm=self.clip_norm,
+        )
+
+
+def training_case(run: RunConfig) -> TrainingCase:
+    """One process's run at the scale: handout the small model, smoke a narrow one, tiny some steps."""
+    case = TrainingCase(
+        model=NANO,
+        num_ranks=1,
+        attention="sdpa",
+        batch=16,
+        accumulation=1,
+        steps=300,
+        learning_rate=2e-3,
+        final_learning_rate=2e-4,
+        warmup_steps=20,
+        clip_norm=1.0,
+    )
+    if run.scale == "tiny":
+        return replace(case, model=TINY, batch=4, steps=6, warmup_steps=2)
+    if run.scale == "smoke":
+        return replace(case, model=byte_model(NANO, 64), batch=8, steps=40, warmup_steps=8)
+    small = byte_model(MODEL_SIZES["small"], 256)
+    return replace(case, model=small, steps=200, learning_rate=6e-4, final_learning_rate=6e-5, warmup_steps=50)
+
+
+def training_run_cells(run: RunConfig) -> list[Cell]:
+    """One process, then every wrapper on two ranks, one of them with gradient accumulation."""
+    alone = training_case(run)
+    wrappers = {"tiny": ("bucketed",), "smoke": ("bucketed", "sharded-optimizer", "fsdp")}.get(run.scale, WRAPPERS[1:])
+    cells = [Cell(case=alone, implementation="none", rows=(LOSS, VALIDATION, TIME))]
+    for wrapper in wrappers:
+        accumulation = 2 if wrapper == "bucketed" else 1
+        case = replace(alone, num_ranks=NUM_RANKS, accumulation=accumulation)
+        cells.append(Cell(case=case, implementation=wrapper, rows=(LOSS, VALIDATION, TIME)))
+    return cells
+
+
+def measure_run(cell: Cell, run: RunConfig) -> Iterator[Sample]:
+    """Train, compare with one process, then yield the loss of every step, the held-out loss and the step times."""
+    if run.model is not None:
+        raise Unsupported("the run trains this package's model, not the user's")
+    alone = replace(cell.case, num_ranks=1, accumulation=1)
+    expected = _alone(alone, run.device, run.seed)
+    if cell.implementation == "none":
+        result, error = expected, 0.0
+        if not math.isfinite(result.validation_loss):
+            raise Disagreement(f"the held-out loss must be finite, got {result.validation_loss}")
+    else:
+        options = RunOptions(device=run.device, log_every=_log_every(cell.case))
+        job = train_rank, cell.case.num_ranks, cell.case.config(cell.implementation, run.seed), options
+        own_gpus = run.device == "cuda" and torch.cuda.device_count() >= cell.case.num_ranks
+        start_method = "forkserver" if run.device == "cpu" else "spawn"
+        result = launch(
+            *job, backend="nccl" if own_gpus else "gloo", device=run.device, start_method=start_method
+        )[0]  # fmt: skip
+        error = curve_error(result.losses, expected.losses)
+        if not error <= 1:
+            raise Disagreement(f"losses are off one process's by {error:.3g} times the bound")
+    yield Sample(row=LOSS, samples=result.losses, error=error)
+    yield Sample(row=VALIDATION, samples=[result.validation_loss])
+    yield Sample(row=TIME, samples=result.step_ms)
+
+
+def curve_error(losses: list[float], expected: list[float]) -> float:
+    """Largest difference over its bound: of each of the first steps, and of the mean over the last."""
+    if len(losses) != len(expected) or not all(map(math.isfinite, losses)):
+        return math.inf
+    first = max(abs(ours / theirs - 1) for ours, theirs in list(zip(losses, expected))[:FIRST_STEPS])
+    last = abs(sum(losses[-LAST_STEPS:]) / sum(expected[-LAST_STEPS:]) - 1)
+    return max(first / FIRST_BOUND, last / LAST_BOUND)
+
+
+@lru_cache(maxsize=1)
+def _alone(case: TrainingCase, device: str, seed: int) -> TrainingResult:
+    """The run of one process, which every wrapper's is compared with."""
+    return train(case.config("none", seed), RunOptions(device=device, log_every=_log_every(case)))
+
+
+def _log_every(case: TrainingCase) -> int:
+    """At least five step times, of at most ten steps each."""
+    return max(1, min(10, case.steps // 6))
+
+
+class Differences(Lines):
+    """Relative difference of each wrapper's loss from one process's, in millionths, by step; means over some steps."""
+
+    def rows(self, frame: pd.DataFrame) -> pd.DataFrame:
+        found = []
+        rows = tuples(super().rows(frame))
+        alone = next((row for row in rows if row["implementation"] == "none"), None)
+        for row in rows:
+            if alone is None or row is alone:
+                continue
+            pairs = [1e6 * abs(a / b - 1) for a, b in zip(row["samples"], alone["samples"])]
+            for at in range(0, len(pairs), STEPS_A_POINT):
+                group = pairs[at : at + STEPS_A_POINT]
+                difference = max(sum(group) / len(group), SMALLEST)
+                found.append({"wrapper": row["implementation"], "step": at + len(group), "difference": difference})
+        return pd.DataFrame(found, columns=["wrapper", "step", "difference"])
+
+
+@problem(title="Training a language model with every wrapper: the same losses", order=19)
+class TrainingRun(Experiment):
+    implementations = WRAPPERS
+
+    def cells(self, run: RunConfig) -> list[Cell]:
+        return training_run_cells(run)
+
+    def measure(self, cell: Cell, run: RunConfig) -> Iterator[Sample]:
+        return measure_run(cell, run)
+
+    def columns(self, row: dict[str, Any]) -> dict[str, Any]:
+        last = row["samples"][-LAST_STEPS:]
+        return {
+            "first": row["samples"][0] if row["samples"] else math.nan,
+            "last": sum(last) / len(last) if last else math.nan,
+        }
+
+    tables = {
+        "losses": Wide(
+            title="Loss in nats a byte",
+            down={"wrapper": "implementation", "ranks": "num_ranks", "micro-batches": "accumulation"},
+            columns={
+                "first loss": Pick({"quantity": "loss"}, value="first", significant=5),
+                "mean of the last 10": Pick({"quantity": "loss"}, value="last", significant=5),
+                "held-out loss": Pick({"quantity": "validation_loss"}, significant=4),
+                "difference over its bound": Pick({"quantity": "loss"}, value="error", significant=2),
+            },
+        )
+    }
+    figures = {
+        "differences": Differences(
+            title="Difference of the loss from one process's, means over 25 steps",
+            x="step",
+            y="difference",
+            y_title="relative difference (millionths)",
+            color="wrapper",
+            where={"quantity": "loss"},
+        )
+    }

@@ -1,0 +1,94 @@
+"""`attention_shapes`: what it measures and how it is timed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+
+from cs336_systems.attention import flash_attention
+from cs336_systems.attention.contract import compute_oracle
+from cs336_systems.config import RunConfig
+from cs336_systems.experiments import attention
+from cs336_systems.experiments.attention import KEPT_SAMPLES, evenly_spaced, measure_attention, settle
+from cs336_systems.experiments.attention_shapes import SHAPES, AttentionShapes
+from cs336_systems.experiments.registry import PROBLEMS
+from cs336_systems.experiments.spec import Cell
+from cs336_systems.inputs import attention_inputs
+
+HANDOUT = RunConfig(scale="handout", device="cuda")
+
+
+def cells(run: RunConfig) -> list[Cell]:
+    return PROBLEMS["attention_shapes"].cells(run)
+
+
+def sizes_of(cell: Cell) -> tuple[int, int, int, int, bool]:
+    shape = cell.case
+    assert shape.seqlen_q == shape.seqlen_k and shape.kv_heads is None
+    return shape.batch, shape.heads, shape.seqlen_q, shape.head_dim, shape.is_causal
+
+
+# Cells
+
+
+def test_every_implementation_has_every_shape():
+    found = cells(HANDOUT)
+    assert {sizes_of(cell) for cell in found} == set(SHAPES["handout"])
+    assert len(found) == len(SHAPES["handout"]) * len(AttentionShapes.implementations)
+    assert {cell.case.dtype for cell in found} == {"bfloat16"}
+    for cell in found:
+        assert {row.mode for row in cell.rows if row.quantity == "time"} == {"forward", "backward", "forward_backward"}
+
+
+# Measuring
+
+
+def test_samples_are_thinned_evenly_and_in_order():
+    assert evenly_spaced([float(i) for i in range(100)], 25) == [float(i) for i in range(0, 100, 4)]
+    assert evenly_spaced([3.0, 1.0, 2.0], 25) == [3.0, 1.0, 2.0]
+    assert len(evenly_spaced([0.0] * 26, 25)) == 25
+
+
+def test_a_fast_row_keeps_few_samples_unless_a_number_was_asked_for():
+    run = RunConfig(scale="tiny", device="cpu")
+    cell = next(cell for cell in cells(run) if cell.implementation == "sdpa_flash")
+    kept = {len(measurement.samples) for measurement in measure_attention(cell, run)}
+    assert max(kept) <= KEPT_SAMPLES
+    asked = {len(measurement.samples) for measurement in measure_attention(cell, run, num_samples=KEPT_SAMPLES + 1)}
+    assert asked == {KEPT_SAMPLES + 1}
+
+
+def test_a_gpu_rests_then_runs_until_its_clock_has_settled(monkeypatch):
+    done: list[object] = []
+    clock = iter(range(100))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: done.append("synchronize"))
+    monkeypatch.setattr(attention.time, "sleep", done.append)
+    monkeypatch.setattr(attention.time, "perf_counter", lambda: 0.125 * next(clock))
+    settle(lambda: done.append("call"))
+    assert done == ["synchronize", 0.5, *["call", "synchronize"] * 2]
+
+
+@pytest.mark.parametrize(("device", "settled"), [("cuda", True), ("cuda", False), ("cpu", True)])
+def test_what_settles_a_clock_is_the_pass_that_is_timed_next(device, settled, monkeypatch):
+    """A CPU stands in for the GPU, with nothing but its name; a CPU itself settles nothing."""
+    run = RunConfig(scale="tiny", device="cpu")
+    cell = next(cell for cell in cells(run) if cell.implementation == "sdpa_flash")
+    cell = replace(cell, rows=(attention.FORWARD, attention.BACKWARD, attention.BOTH))
+    inputs = attention_inputs(cell.case, device="cpu")
+    oracle = compute_oracle(*inputs, is_causal=cell.case.is_causal)
+    ran: list[tuple[str, object]] = []
+    monkeypatch.setattr(attention, "inputs_of", lambda *_: inputs)
+    monkeypatch.setattr(attention, "oracle_of", lambda *_: oracle)
+    monkeypatch.setattr(attention, "release", lambda device: None)
+    monkeypatch.setattr(attention, "time_once", lambda call, device: call() and 1.0)
+    monkeypatch.setattr(attention, "settle", lambda call: ran.append(("settle", call)))
+    monkeypatch.setattr(attention, "time_calls", lambda call, **_: ran.append(("time", call)) or [1.0])
+    built = (partial(flash_attention, is_causal=cell.case.is_causal, enable_gqa=True, backend="reference"), "reference")
+    assert len(list(measure_attention(cell, replace(run, device=device), settled=settled, built=built))) == 3
+    settles = settled and device == "cuda"
+    assert [kind for kind, _ in ran] == (["settle", "time"] * 3 if settles else ["time"] * 3)
+    timed = [call for kind, call in ran if kind == "time"]
+    assert [call for kind, call in ran if kind == "settle"] == (timed if settles else [])

@@ -1,0 +1,194 @@
+"""`kernel_counters`: what ncu is asked and says, which kernel of a pass is meant."""
+
+from __future__ import annotations
+
+import csv
+import io
+import sys
+
+import pytest
+
+from cs336_systems.config import RunConfig
+from cs336_systems.experiments import kernel_counters
+from cs336_systems.experiments.registry import PROBLEMS
+from cs336_systems.experiments.spec import Unsupported
+from cs336_systems.measure import counters
+from cs336_systems.measure.counters import (
+    COUNTERS,
+    CountersUnavailableError,
+    KernelCounters,
+    counters_command,
+    parse_counters,
+    read_counters,
+)
+
+MEASURE = PROBLEMS["kernel_counters"].measure
+HANDOUT = RunConfig(scale="handout", device="cuda")
+METRICS = [metric for metric, *_ in COUNTERS.values()]
+UNITS = {"gpu__time_duration.sum": "ns", "sm__cycles_elapsed.avg.per_second": "hz"}
+
+
+def ncu_page(kernels: dict[str, dict[str, str]], units: dict[str, str] = UNITS) -> str:
+    """What `ncu --csv --page raw` prints: its own lines, the program's, then the table with a row of units."""
+    output = io.StringIO()
+    writer = csv.writer(output, quoting=csv.QUOTE_ALL)
+    writer.writerow(["ID", "Process ID", "Kernel Name", "Context", *METRICS])
+    writer.writerow(["", "", "", "", *(units.get(metric, "%" if ".pct" in metric else "inst") for metric in METRICS)])
+    for number, (name, values) in enumerate(kernels.items()):
+        writer.writerow([number, 77, name, 1, *(values.get(metric, "0.5") for metric in METRICS)])
+    return f"==PROF== Connected to process 77\nwhat the program prints\n{output.getvalue()}"
+
+
+def a_kernel(milliseconds: str, busy: str = "50") -> dict[str, str]:
+    pipe = "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_active"
+    return {"gpu__time_duration.sum": milliseconds, pipe: busy, "sm__cycles_elapsed.avg.per_second": "1,500,000,000"}
+
+
+@pytest.fixture
+def ncu(tmp_path, monkeypatch):
+    """A program in ncu's place that prints `output` and ends with `code`."""
+
+    def install(output: str, code: int = 0, errors: str = "") -> None:
+        (tmp_path / "out").write_text(output)
+        (tmp_path / "err").write_text(errors)
+        program = tmp_path / "ncu"
+        program.write_text(f"#!/bin/sh\ncat {tmp_path}/out\ncat {tmp_path}/err >&2\nexit {code}\n")
+        program.chmod(0o755)
+        monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+
+    return install
+
+
+# ncu
+
+
+def test_ncu_is_told_what_to_count_and_to_leave_the_clocks_alone():
+    command = counters_command(["profile", "1x1x64x64"])
+    own = ["-m", "cs336_systems", "profile", "1x1x64x64", "--tool", "api"]
+    assert command[command.index(sys.executable) + 1 :] == own
+    assert {"--clock-control=none", "--profile-from-start=off", "--csv", "--page=raw"} <= set(command)
+    (metrics,) = [word.removeprefix("--metrics=") for word in command if word.startswith("--metrics=")]
+    assert metrics.split(",") == METRICS and len(set(METRICS)) == len(METRICS)
+
+
+def test_numbers_come_in_our_units():
+    first, second = parse_counters(ncu_page({"a<1, 2>": a_kernel("1,250,000"), "b": a_kernel("2000", busy="75.5")}))
+    assert (first.name, second.name) == ("a<1, 2>", "b")
+    assert first.values["kernel_time"] == pytest.approx(1.25) and second.values["kernel_time"] == pytest.approx(0.002)
+    assert second.values["tensor_pipe"] == pytest.approx(0.755) and first.values["sm_clock"] == pytest.approx(1.5)
+    assert first.values["stall_gmma"] == 0.5 and set(first.values) == set(COUNTERS)
+
+
+@pytest.mark.parametrize("absent", ["", "n/a", "nan"])
+def test_a_counter_that_the_gpu_lacks_is_left_out(absent):
+    gmma = COUNTERS["stall_gmma"][0]
+    (kernel,) = parse_counters(ncu_page({"a": a_kernel("5") | {gmma: absent}}))
+    assert set(COUNTERS) - set(kernel.values) == {"stall_gmma"}
+
+
+def test_other_units_are_refused_and_no_table_is_no_kernel():
+    with pytest.raises(ValueError, match="ncu's gpu__time_duration.sum must be in ns, got 'us'"):
+        parse_counters(ncu_page({"a": a_kernel("5")}, UNITS | {"gpu__time_duration.sum": "us"}))
+    assert parse_counters("==PROF== Disconnected\nnothing was profiled\n") == []
+
+
+def test_ncus_output_is_read(ncu):
+    ncu(ncu_page({"a": a_kernel("1000")}))
+    (kernel,) = read_counters(["profile", "1x1x64x64"])
+    assert kernel.name == "a"
+
+
+@pytest.mark.parametrize(
+    "message", ["ERR_NVGPUCTRPERM - The user does not have permission", "Failed to initialize the profiler: NotLoaded"]
+)
+def test_counters_that_may_not_be_read_are_no_failure(ncu, message):
+    ncu("==PROF== Connected\n", code=1, errors=f"==ERROR== {message}\n")
+    with pytest.raises(CountersUnavailableError, match=f"ncu cannot read the counters: {message[:20]}"):
+        read_counters([])
+
+
+def test_a_command_that_fails_is_one(ncu):
+    ncu("", code=3, errors="error: mode of an attention shape must be ...\n")
+    with pytest.raises(RuntimeError, match=r"ncu ended with exit code 3: error: mode of an attention shape"):
+        read_counters([])
+
+
+def test_without_ncu_the_reason_says_so(monkeypatch):
+    monkeypatch.setattr(counters, "find_tool", lambda tool: None)
+    with pytest.raises(CountersUnavailableError, match="ncu is not on PATH"):
+        read_counters([])
+
+
+# Cells
+
+
+def cells(run: RunConfig = HANDOUT):
+    return PROBLEMS["kernel_counters"].cells(run)
+
+
+def test_each_pass_of_each_kernel_promises_every_counter():
+    found = cells()
+    assert len(found) == 3 * len(kernel_counters.SHAPES["handout"])
+    for cell in found:
+        assert {(row.mode, row.quantity) for row in cell.rows} == {
+            (mode, quantity) for mode in ("forward", "backward") for quantity in COUNTERS
+        }
+
+
+def test_the_longest_kernels_of_both_passes_are_recorded(monkeypatch):
+    def kernel(name: str, milliseconds: float) -> KernelCounters:
+        values = dict.fromkeys(COUNTERS, 0.25) | {"kernel_time": milliseconds}
+        values.pop("stall_drain")
+        return KernelCounters(name=name, values=values)
+
+    asked = []
+
+    def read(arguments: list[str]) -> list[KernelCounters]:
+        asked.append(arguments)
+        forward = [kernel("copy", 0.1), kernel("attend", 2.0)]
+        return forward if "forward" in arguments else [*forward, kernel("delta", 0.2), kernel("dkv", 1.0)]
+
+    monkeypatch.setattr(kernel_counters, "read_counters", read)
+    monkeypatch.setattr(kernel_counters, "build", lambda *_: None)
+    cell = next(cell for cell in cells() if cell.implementation == "hopper" and not cell.case.is_causal)
+    measured = list(MEASURE(cell, HANDOUT))
+    assert {one.row for one in measured} == set(cell.rows)
+    assert {(one.row.mode, one.kernel) for one in measured} == {("forward", "attend"), ("backward", "dkv")}
+    for one in measured:
+        if one.row.quantity == "stall_drain":
+            assert one.skipped == "this GPU has no such counter" and not one.samples
+    assert [words[1:4] for words in asked] == [
+        ["1x64x8192x128", "--mode", "forward"], ["1x64x8192x128", "--mode", "forward_backward"]
+    ]  # fmt: skip
+    assert all("--full" in words and "hopper" in words and "bfloat16" in words for words in asked)
+
+
+def test_what_is_asked_is_a_command_that_there_is(monkeypatch):
+    from typer.testing import CliRunner
+
+    from cs336_systems.cli import app
+
+    arguments = kernel_counters.profile_arguments("sdpa_flash", cells()[0].case, "forward_backward")
+    monkeypatch.setattr(sys, "argv", ["cs336-systems", *arguments, "--tool", "ncu", "--print"])
+    shown = CliRunner().invoke(app, [*sys.argv[1:], "--device", "cpu"])
+    assert shown.exit_code == 0 and f"cs336_systems {' '.join(arguments)} --tool api" in shown.stdout, shown.output
+
+
+def test_a_pass_without_a_kernel_is_a_failure():
+    one = KernelCounters(name="a", values={"kernel_time": 1.0})
+    with pytest.raises(RuntimeError, match="ncu saw 1 kernels of the forward pass and 0 of the backward"):
+        kernel_counters.longest_of_passes([one], [one, one])
+
+
+def test_no_gpu_and_no_access_are_reasons(monkeypatch):
+    run = RunConfig(scale="tiny", device="cpu")
+    with pytest.raises(Unsupported, match="a CPU has no counters"):
+        list(MEASURE(cells(run)[0], run))
+
+    def refuse(arguments: list[str]) -> list[KernelCounters]:
+        raise CountersUnavailableError("ncu is not on PATH")
+
+    monkeypatch.setattr(kernel_counters, "read_counters", refuse)
+    monkeypatch.setattr(kernel_counters, "build", lambda *_: None)
+    with pytest.raises(Unsupported, match="ncu is not on PATH"):
+        list(MEASURE(cells()[0], HANDOUT))

@@ -1,0 +1,157 @@
+"""`long_calls`: what a turn is and that who is slow is told from the others."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+from cs336_systems.config import RunConfig
+from cs336_systems.experiments import turns
+from cs336_systems.experiments.harness import Provenance, Sweep
+from cs336_systems.experiments.implementations import build
+from cs336_systems.experiments.long_calls import (
+    ROUNDS,
+    SETTLE_MS,
+    SHAPES,
+    TIMED_MS,
+    counts_of,
+)
+from cs336_systems.experiments.long_calls import turns as long_turns
+from cs336_systems.experiments.registry import PROBLEMS
+from cs336_systems.experiments.spec import Unsupported
+from cs336_systems.measure.samples import summarize
+from cs336_systems.measure.timing import time_in_a_row
+
+COVERS = (
+    "cs336_systems/experiments/long_calls.py",
+    "cs336_systems/experiments/turns.py",
+    "cs336_systems/measure/timing.py",
+)
+TINY = RunConfig(scale="tiny", device="cpu")
+PROBLEM = PROBLEMS["long_calls"]
+MODES = ("forward", "backward", "forward_backward")
+
+
+def tiny_cell():
+    (cell,) = PROBLEM.cells(TINY)
+    return cell
+
+
+# Cells
+
+
+def test_a_cell_has_the_three_modes_of_all_and_other_gpus_may_work():
+    cells = PROBLEM.cells(RunConfig(scale="handout", device="cuda"))
+    assert len(cells) == len(SHAPES["handout"])
+    for cell in cells:
+        assert not cell.alone and cell.implementations == PROBLEM.implementations
+        assert [(row.implementation, row.mode) for row in cell.rows] == [
+            (name, mode) for name in PROBLEM.implementations for mode in MODES
+        ]
+        assert cell.case.seqlen_q == 16384 and cell.case.dtype == "bfloat16"
+
+
+# Turns
+
+
+@pytest.mark.parametrize(
+    ("call_ms", "untimed", "timed"), [(3.4, 18, 15), (11.5, 6, 4), (70.0, 1, 1), (200.0, 1, 1)]
+)
+def test_a_turn_is_as_many_calls_as_fill_it(call_ms, untimed, timed):
+    assert counts_of(call_ms) == (untimed, timed)
+    assert untimed * call_ms >= SETTLE_MS and (timed == 1 or abs(timed * call_ms - TIMED_MS) <= call_ms / 2)
+
+
+def test_what_comes_first_in_a_turn_is_not_timed():
+    """A clock that still has to settle slows the first call, as does whatever was loaded late."""
+    sleeps_s = iter((0.05, 0.001))
+    made = long_turns("attend", {"forward": lambda attend: time.sleep(next(sleeps_s))}, "cpu")
+    assert 1 <= made["forward"]()["time"] < 40
+
+
+def test_milliseconds_are_of_one_call():
+    assert 2 <= time_in_a_row(lambda: time.sleep(0.002), 5, "cpu") < 8
+
+
+# Measuring
+
+
+def test_records_are_the_implementations_own(tmp_path):
+    sweep = Sweep(TINY, tmp_path, Provenance(commit="c0ffee", dirty=False), interpret=True)
+    pending, _ = sweep.pending("long_calls")
+    (records,) = sweep.measure(pending)
+    found = {(record.implementation, record.mode): record for record in records}
+    assert len(found) == len(records) == len(PROBLEM.implementations) * len(MODES)
+    for mode in MODES:
+        record = found["triton", mode]
+        assert record.status == "ok" and len(record.samples) == ROUNDS["cpu"] and record.error <= 1
+        assert (record.quantity, record.unit) == ("time", "ms") and record.kernel.startswith("interpreter ")
+        assert found["hopper", mode].status == found["sdpa_cudnn", mode].status == "skipped"
+    assert sweep.pending("long_calls") == ([], {"partly skipped": 1})
+
+
+class Slow(torch.autograd.Function):
+    """The identity, which keeps whoever goes through it waiting: 10 ms forward, 30 ms backward."""
+
+    @staticmethod
+    def forward(ctx, x):
+        time.sleep(0.01)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        time.sleep(0.03)
+        return grad
+
+
+def test_who_is_slow_is_so_in_every_mode(monkeypatch):
+    """The backward alone is that of a graph made before: the forward's wait is no part of it."""
+
+    def fake(name, shape, device):
+        if name == "hopper":
+            raise Unsupported("not here")
+        fast = build("sdpa_flash", shape, device)
+        return fast if name == "triton" else lambda q, k, v: Slow.apply(fast(q, k, v))
+
+    monkeypatch.setattr(turns, "build", fake)
+    monkeypatch.setattr(turns, "kernel_name", lambda name, shape, device: "")
+    found = {(one.row.implementation, one.row.mode): one for one in PROBLEM.measure(tiny_cell(), TINY)}
+    assert {found["hopper", mode].skipped for mode in MODES} == {"not here"}
+    waited = {}
+    for mode in MODES:
+        fast, slow = found["triton", mode].samples, found["sdpa_cudnn", mode].samples
+        assert len(fast) == len(slow) == ROUNDS["cpu"]
+        waited[mode] = summarize([late - soon for soon, late in zip(fast, slow)]).median
+    assert 8 < waited["forward"] < 25 < waited["backward"] < 38 < waited["forward_backward"]
+
+
+def test_a_backward_that_fails_costs_its_own_rows(monkeypatch):
+    def broken(name, shape, device):
+        function = build("sdpa_flash", shape, device)
+        if name != "hopper":
+            return function
+
+        def attend(q, k, v):
+            output = function(q, k, v)
+            if output.requires_grad:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return output
+
+        return attend
+
+    monkeypatch.setattr(turns, "build", broken)
+    monkeypatch.setattr(turns, "kernel_name", lambda name, shape, device: "")
+    found = list(PROBLEM.measure(tiny_cell(), TINY))
+    lost = [one for one in found if not one.samples]
+    assert [one.row.implementation for one in lost] == ["hopper"] * 3
+    assert all(one.oom and one.failed == "CUDA out of memory" for one in lost)
+
+
+@pytest.mark.gpu
+@pytest.mark.alone
+def test_calls_in_a_row_take_the_gpus_time():
+    cycles = 2 * 10**7
+    one_ms = time_in_a_row(lambda: torch.cuda._sleep(cycles), 5, "cuda")
+    assert time_in_a_row(lambda: torch.cuda._sleep(2 * cycles), 5, "cuda") == pytest.approx(2 * one_ms, rel=0.1)

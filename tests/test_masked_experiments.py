@@ -1,0 +1,189 @@
+"""The mask experiments: what each scale promises and that wrong results are not timed."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from cs336_systems.attention import attention_reference
+from cs336_systems.attention.masks import BlockMask
+from cs336_systems.config import MaskCase, RunConfig
+from cs336_systems.experiments import masks
+from cs336_systems.experiments.dense_masks import DOCUMENTS
+from cs336_systems.experiments.mask_implementations import (
+    BUILDERS,
+    MaskedAttention,
+    build_masked,
+    document_lengths,
+    mask_of,
+)
+from cs336_systems.experiments.registry import PROBLEMS
+from cs336_systems.experiments.spec import Cell, Disagreement, Unsupported
+from cs336_systems.inputs import attention_inputs
+
+TINY = RunConfig(scale="tiny", device="cpu")
+HANDOUT = RunConfig(scale="handout", device="cuda")
+DOCUMENT = "document:40,0,24,64"
+
+
+def small_case(mask: str) -> MaskCase:
+    return MaskCase(
+        mask=mask, batch=1, heads=2, seqlen_q=128, head_dim=16, dtype="float32", query_block=64, key_block=64
+    )
+
+
+def implementation(name: str, case: MaskCase) -> MaskedAttention:
+    return build_masked(name, case, mask_of(case, "cpu", 0), TINY)
+
+
+# What is measured
+
+
+def cells(problem: str, run: RunConfig = HANDOUT) -> list[Cell]:
+    return PROBLEMS[problem].cells(run)
+
+
+def test_the_dense_suite_is_64_heads_of_128():
+    cases = {cell.case for cell in cells("dense_masks")}
+    assert {(case.heads, case.head_dim) for case in cases} == {(64, 128)} and 8192 in {case.seqlen_q for case in cases}
+    at_8192 = {case.mask.partition(":")[0] + case.mask[-7:] * case.mask.endswith("+causal") for case in cases}
+    assert at_8192 == {"full", "causal", "document", "document+causal"}
+    for cell in cells("dense_masks"):
+        if cell.case.mask.startswith("document"):
+            lengths = document_lengths(cell.case.mask)
+            assert sum(lengths) == cell.case.seqlen_q
+            assert sum(lengths) / (len(lengths) * max(lengths)) == 0.5, "a padded batch is half padding"
+    assert sum(DOCUMENTS) == 32
+
+
+def test_the_block_sparse_grids():
+    cases = {cell.case for cell in cells("block_sparse")}
+    short = {case.mask for case in cases if case.seqlen_q == 16384}
+    assert short == {"full", *(f"random:{d}" for d in (0.1, 0.3, 0.5, 0.7, 0.9)), "tokens:0.1", "tokens:0.5"}
+    long = {(case.query_block, case.key_block, case.mask) for case in cases if case.seqlen_q == 49152}
+    blocks = [(q, k) for q in (64, 128) for k in (64, 128)]
+    assert long == {(*block, f"random:{d}") for block in blocks for d in (0.05, 0.1, 0.2, 0.5, 1)}
+    by_case = {case: {cell.implementation for cell in cells("block_sparse") if cell.case == case} for case in cases}
+    assert all({"triton", "flex"} <= names for names in by_case.values())
+
+
+def test_dynamic_and_dilated_grids():
+    dynamic = {cell.case for cell in cells("dynamic_mask")}
+    assert {case.mask for case in dynamic} == {"causal", "shared:1024+causal", "topk:1024"}
+    assert {case.seqlen_q for case in dynamic} == {32768}
+    dilated = {cell.case for cell in cells("dilated_attention")}
+    assert {(case.seqlen_q, case.heads, case.head_dim) for case in dilated} == {(32768, 16, 64)}
+    assert {"full", "dilated:32768/2", "dilated:32768/4", "dilated:32768/4+causal"} <= {case.mask for case in dilated}
+
+
+@pytest.mark.parametrize("problem", ["dense_masks", "block_sparse", "dynamic_mask", "dilated_attention"])
+def test_every_cell_has_an_implementation(problem):
+    for run in (TINY, RunConfig(scale="smoke", device="cpu"), HANDOUT):
+        assert {cell.implementation for cell in PROBLEMS[problem].cells(run)} <= set(BUILDERS)
+
+
+# How it is measured
+
+
+@pytest.mark.parametrize("name", ["eager", "tiled", "triton", "triton_lists", "sdpa_mask", "sdpa_padded"])
+@pytest.mark.parametrize("mask", [DOCUMENT, f"{DOCUMENT}+causal"])
+def test_implementations_of_documents_agree(name, mask):
+    """Packed, padded and by lists: the same output and gradients, back in the common layout."""
+    case = small_case(mask)
+    inputs = attention_inputs(masks.shape_of(case), device="cpu")
+    dense = mask_of(case, "cpu", 0).to_dense()
+    leaves = [x.double().requires_grad_() for x in inputs[:3]]
+    expected = attention_reference(*leaves, mask=dense)
+    expected_grads = torch.autograd.grad(expected, leaves, inputs.grad_output.double())
+
+    chosen = implementation(name, case)
+    packed = [chosen.pack(x).requires_grad_() for x in inputs[:3]]
+    output = chosen.attend(*packed)
+    grads = torch.autograd.grad(output, packed, chosen.pack(inputs.grad_output))
+    for result, wanted in zip((output, *grads), (expected, *expected_grads)):
+        torch.testing.assert_close(chosen.unpack(result).double(), wanted, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.slow_if(mask="causal")
+@pytest.mark.slow_if(mask="shared:16+causal")
+@pytest.mark.slow_if(mask="dilated:100/3")
+@pytest.mark.parametrize("mask", ["causal", "random:0.5", "shared:16+causal", "topk:16", "dilated:100/3", "window:40"])
+def test_a_cell_reports_all_that_it_promises(mask):
+    cell = masks.mask_cell(small_case(mask), "triton", TINY)
+    rows = {measurement.row: measurement for measurement in masks.measure_masked(cell, TINY)}
+    assert set(rows) == set(cell.rows)
+    truth = mask_of(cell.case, "cpu", 0)
+    assert rows[masks.DENSITY].samples == [truth.density]
+    assert rows[masks.BLOCK_DENSITY].samples == [truth.block_density]
+    times = [rows[row] for row in (masks.FORWARD, masks.BACKWARD, masks.BOTH)]
+    assert all(time.kernel.startswith("interpreter") and 0 <= time.error <= 1 for time in times)
+
+
+@pytest.mark.parametrize("mask", ["shared:16+causal", "topk:16"])
+def test_building_the_mask_is_timed(mask):
+    cell = masks.mask_cell(small_case(mask), "triton", TINY, mask_time=True)
+    rows = {measurement.row: measurement for measurement in masks.measure_masked(cell, TINY)}
+    assert len(rows[masks.MASK_TIME].samples) >= 5
+
+
+def test_an_implementation_that_ignores_the_mask_is_not_timed(monkeypatch):
+    unmasked = MaskedAttention(attend=lambda q, k, v: attention_reference(q, k, v))
+    monkeypatch.setattr(masks, "build_masked", lambda *_: unmasked)
+    cell = masks.mask_cell(small_case("random:0.5"), "eager", TINY)
+    rows = []
+    with pytest.raises(Disagreement, match="output is off by"):
+        rows.extend(measurement.row for measurement in masks.measure_masked(cell, TINY))
+    assert masks.FORWARD not in rows
+
+
+def test_wrong_gradients_leave_the_forward_alone(monkeypatch):
+    def detached_values(q, k, v):
+        mask = mask_of(small_case("random:0.5"), "cpu", 0).to_dense()
+        return attention_reference(q, k, v.detach() + 0 * v, mask=mask)
+
+    monkeypatch.setattr(masks, "build_masked", lambda *_: MaskedAttention(attend=detached_values))
+    cell = masks.mask_cell(small_case("random:0.5"), "eager", TINY)
+    rows = []
+    with pytest.raises(Disagreement, match="grad_v is off by"):
+        for measurement in masks.measure_masked(cell, TINY):
+            rows.append(measurement.row)
+    assert masks.FORWARD in rows and masks.BOTH not in rows
+
+
+@pytest.mark.parametrize(
+    ("name", "mask", "message"),
+    [
+        ("sdpa_flash", "random:0.5", "sdpa_flash takes no mask but the causal one"),
+        ("sdpa_cudnn", "causal", "sdpa_cudnn needs CUDA"),
+        ("sdpa_padded", "causal", "the mask is not one of documents"),
+        ("torch_varlen", DOCUMENT, "torch.nn.attention.varlen needs CUDA and 16 bits"),
+        ("flex", "causal", "compiled FlexAttention is measured on a GPU"),
+    ],
+)
+def test_what_does_not_exist_says_why(name, mask, message):
+    with pytest.raises(Unsupported, match=message):
+        implementation(name, small_case(mask))
+
+
+def test_interpreted_bfloat16_is_refused():
+    case = dataclasses.replace(small_case("causal"), dtype="bfloat16")
+    with pytest.raises(Unsupported, match="computes wrong bfloat16 products; use float32 or float16 there"):
+        build_masked("triton_lists", case, BlockMask.causal(128), TINY)
+
+
+def test_an_unknown_implementation_is_refused():
+    with pytest.raises(ValueError, match="implementation must be one of eager, .*, got 'fastest'"):
+        build_masked("fastest", small_case("causal"), BlockMask.causal(128), TINY)
+
+
+@pytest.mark.parametrize(("field", "value"), [("seqlen_q", 0), ("heads", -1), ("query_block", 1.5)])
+def test_a_case_refuses_sizes(field, value):
+    with pytest.raises(ValueError, match=rf"MaskCase.{field} must be a positive int, got {value}"):
+        dataclasses.replace(small_case("causal"), **{field: value})
+
+
+def test_a_case_refuses_dtypes():
+    with pytest.raises(ValueError, match="MaskCase.dtype must be one of"):
+        dataclasses.replace(small_case("causal"), dtype="int8")

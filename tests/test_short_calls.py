@@ -1,0 +1,130 @@
+"""`short_calls`: who takes turns and what a turn tells apart."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+
+from cs336_systems.config import RunConfig
+from cs336_systems.experiments import short_calls
+from cs336_systems.experiments.harness import Provenance, Sweep
+from cs336_systems.experiments.registry import PROBLEMS
+from cs336_systems.experiments.short_calls import (
+    CALLS,
+    GRAPH_SAMPLES,
+    ROUNDS,
+    ROWS,
+    graph_times,
+    turns,
+)
+from cs336_systems.experiments.turns import Player, play
+from cs336_systems.measure.samples import summarize
+from cs336_systems.measure.timing import time_calls
+
+COVERS = (
+    "cs336_systems/experiments/short_calls.py",
+    "cs336_systems/experiments/turns.py",
+    "cs336_systems/measure/timing.py",
+)
+TINY = RunConfig(scale="tiny", device="cpu")
+PROBLEM = PROBLEMS["short_calls"]
+
+
+def tiny_cell():
+    (cell,) = PROBLEM.cells(TINY)
+    return cell
+
+
+# Cells
+
+
+def test_a_cell_has_the_rows_of_all_and_the_machine_for_itself():
+    for cell in PROBLEM.cells(RunConfig(scale="handout", device="cuda")):
+        assert cell.alone and cell.implementations == PROBLEM.implementations
+        for name in PROBLEM.implementations:
+            rows = {(row.mode, row.quantity) for row in cell.rows if row.implementation == name}
+            assert rows == {
+                (mode, quantity)
+                for mode in ("forward", "forward_backward")
+                for quantity in ("time", "host_time", "graph_time")
+            }
+
+
+def test_a_cpu_has_no_host_to_tell_apart():
+    assert {row.quantity for row in tiny_cell().rows} == {"time"}
+
+
+@pytest.mark.parametrize("wanted", ["sdpa_flash", "eager"])
+def test_a_cell_is_measured_for_any_of_its_implementations(wanted, tmp_path):
+    sweep = Sweep(TINY, tmp_path, Provenance(commit="c0ffee", dirty=False), implementations=[wanted])
+    pending, _ = sweep.pending("short_calls")
+    assert len(pending) == (wanted in PROBLEM.implementations)
+
+
+# Measuring
+
+
+def test_records_are_the_implementations_own(tmp_path):
+    """Those that a machine lacks say why, and the cell is finished with them."""
+    sweep = Sweep(TINY, tmp_path, Provenance(commit="c0ffee", dirty=False), interpret=True)
+    pending, _ = sweep.pending("short_calls")
+    (records,) = sweep.measure(pending)
+    found = {(record.implementation, record.mode): record for record in records}
+    assert len(found) == len(records) == len(PROBLEM.implementations) * len(ROWS["cpu"])
+    for mode in ("forward", "forward_backward"):
+        for name in ("triton", "sdpa_flash"):
+            record = found[name, mode]
+            assert record.status == "ok" and len(record.samples) == ROUNDS["cpu"] and record.error <= 1
+        assert found["hopper", mode].status == found["sdpa_cudnn", mode].status == "skipped"
+        assert "CUDA" in found["sdpa_cudnn", mode].message
+    assert found["triton", "forward"].kernel.startswith("interpreter ") and not found["sdpa_flash", "forward"].kernel
+    assert sweep.pending("short_calls") == ([], {"partly skipped": 1})
+
+
+def test_the_host_is_free_before_the_device_is_done(monkeypatch):
+    """Milliseconds a call, of which waiting for the device is no part of the host's; the first call is not timed."""
+    monkeypatch.setitem(CALLS, "cpu", 4)
+    monkeypatch.setattr(short_calls, "synchronize", lambda device: time.sleep(0.02))
+    called: list[str] = []
+
+    def call(attend) -> None:
+        called.append(attend)
+        time.sleep(0.001)
+
+    made = turns("attend", {"forward": call}, "cpu")
+    samples = play([Player(name="a", kernel="", error=0.0, turns=made)], 2)
+    assert called == ["attend"] * (2 + 1) * (1 + 4)
+    for host, whole in zip(samples["a", "forward", "host_time"], samples["a", "forward", "time"], strict=True):
+        assert 1 <= host < whole - 4.9
+
+
+@pytest.mark.gpu
+@pytest.mark.alone
+def test_a_replayed_call_takes_its_kernels_time_and_no_launch():
+    cycles_per_ms = 2 * 10**8 / max(time_calls(lambda: torch.cuda._sleep(2 * 10**8), device="cuda", num_samples=3))
+    samples = graph_times(lambda: torch.cuda._sleep(int(0.1 * cycles_per_ms)))
+    assert len(samples) == GRAPH_SAMPLES
+    assert summarize(samples).median == pytest.approx(0.1, rel=0.1)
+
+
+@pytest.mark.gpu
+@pytest.mark.alone
+def test_a_turn_on_a_gpu_tells_host_whole_and_graph_apart():
+    """A kernel of a millisecond keeps the host for a few microseconds; a host that sleeps is no part of the graph."""
+    run = RunConfig(scale="tiny", device="cuda")
+    cell = replace(PROBLEM.cells(run)[0], case=replace(tiny_cell().case, dtype="bfloat16"))
+    found = {
+        (measurement.row.implementation, measurement.row.mode, measurement.row.quantity): measurement
+        for measurement in PROBLEM.measure(cell, run)
+    }
+    for name in ("triton", "sdpa_flash"):
+        for mode in ("forward", "forward_backward"):
+            taken = {
+                quantity: found[name, mode, quantity].samples for quantity in ("host_time", "time", "graph_time")
+            }
+            assert {len(samples) for samples in taken.values()} == {ROUNDS["cuda"]}
+            assert all(host <= whole for host, whole in zip(taken["host_time"], taken["time"]))
+            assert summarize(taken["graph_time"]).median < summarize(taken["time"]).median
