@@ -147,7 +147,7 @@ book.write()
 print(book.check())
 """
     assert python(copy, code) == "[]\n"
-    document = next(copy.glob("pages.md")).read_text()
+    document = next(copy.glob("writeup.md")).read_text()
     assert re.search(r"> \*\*Answer.\*\* [\d.,]+ µs for 1,024 numbers, [\d.]+( to [\d.]+)?× topk's speed", document)
     assert "| 1,024 |" in document and "![Sorting](results/nvidia-h200/figures/sort_speed_times.png)" in document
     assert (published / "figures" / "sort_speed_times.png").read_bytes().startswith(b"\x89PNG")
