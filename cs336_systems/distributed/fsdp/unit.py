@@ -78,11 +78,12 @@ class Window:
         Unnoticed this rank would get rows of another weight, or wait for ever. The ranks compare the messages of about
         two steps one by one, and later, at each power of two, all there were.
         """
+        if self.num_ranks == 1:
+            return
         code = 2 * unit.index + (action == "reduces")
         self._digest = hash((self._digest, code, weights))
         self._messages += 1
-        is_checked = self._messages <= 6 * len(self.units) or not self._messages & (self._messages - 1)
-        if self.num_ranks == 1 or not is_checked:
+        if self._messages > 6 * len(self.units) and self._messages & (self._messages - 1):
             return
         own = torch.tensor([code, self._digest], device=self.device)
         everyone = own.new_empty(2 * self.num_ranks)
@@ -238,7 +239,7 @@ class Unit:
 
     def _show(self, wholes: bool) -> None:
         for module, at_rest, in_use in self._views:
-            module.__dict__["_parameters"] = in_use if wholes else at_rest
+            vars(module)["_parameters"] = in_use if wholes else at_rest
 
     @property
     def is_gathered(self) -> bool:

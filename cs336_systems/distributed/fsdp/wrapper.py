@@ -234,7 +234,7 @@ class FSDP(nn.Module):
         self._clock += 1
         call = _Call(unit, unit.begin_forward(), began=self._clock)
         self._calls.append(call)
-        return call.take((args, kwargs), self.compute_dtype)
+        return call.take(args, kwargs, self.compute_dtype)
 
     def _after_forward(
         self, unit: Unit, entry: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
@@ -248,8 +248,8 @@ class FSDP(nn.Module):
         unit.end_forward(call.state_before)
         outputs: list[Tensor] = []
         if torch.is_grad_enabled():  # what the module has put into a container is output as well
-            made = [tensor for tensor in _tensors_in((output, args, kwargs)) if id(tensor) not in call.given]
-            outputs = [tensor for tensor in made if tensor.requires_grad]
+            made = _tensors_in(output if call.is_plain else (output, args, kwargs))
+            outputs = [tensor for tensor in made if tensor.requires_grad and id(tensor) not in call.given]
             _on_first_gradient(outputs, partial(self._before_backward, unit, call.began, self._clock))
         if self._window.in_backward and not self._window.in_forward:
             return  # recomputed: its backward comes soon
@@ -266,8 +266,10 @@ class FSDP(nn.Module):
 
     def _make_room(self, unit: Unit) -> None:
         """Before `unit` is gathered for use: free idle units, gathered for an order that did not come; oldest first."""
+        if unit.is_gathered:
+            return
         surplus = len(self._counted()) + 1 - MAX_GATHERED
-        if surplus > 0 and not unit.is_gathered:
+        if surplus > 0:
             for other in [other for other in self._counted() if other.state is State.GATHERED][:surplus]:
                 other.free()
 
@@ -540,14 +542,19 @@ class _Call:
     unit: Unit
     state_before: State
     began: int
-    given: set[int] = field(default_factory=set)  # the tensors among the arguments, by id
+    is_plain: bool = False  # whether the arguments are tensors: there are no containers to walk through
+    given: set[int] = field(default_factory=set)  # the tensors among other arguments, by id
     _casts: dict[int, tuple[Tensor, Tensor, int]] = field(default_factory=dict)  # by its id: original, cast, version
     _containers: list[Any] = field(default_factory=list)  # in which there are casts
 
-    def take(self, arguments: Any, dtype: torch.dtype | None) -> Any:
-        """The arguments with their floating-point tensors in `dtype`."""
-        self.given.update(map(id, _tensors_in(arguments)))
-        taken = arguments if dtype is None else self._cast(arguments, dtype)
+    def take(self, args: tuple[Any, ...], kwargs: dict[str, Any], dtype: torch.dtype | None) -> Any:
+        """The arguments with their floating-point tensors in `dtype`; None if they stay as they are."""
+        self.is_plain = not kwargs and all(isinstance(value, Tensor) for value in args)
+        if not self.is_plain:
+            self.given.update(map(id, _tensors_in((args, kwargs))))
+        if dtype is None:
+            return None
+        taken = self._cast((args, kwargs), dtype)
         self.given.update(self._casts)
         return taken
 
@@ -584,21 +591,29 @@ def _version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-def _tensors_in(value: Any, seen: set[int] | None = None) -> Iterator[Tensor]:
+def _tensors_in(value: Any) -> list[Tensor]:
     """The tensors in containers, dataclasses and plain objects, in any depth."""
-    seen = set() if seen is None else seen
     if isinstance(value, Tensor):
-        yield value
-    elif not isinstance(value, nn.Module | type) and id(value) not in seen:
-        seen.add(id(value))
-        items: Any = ()
-        if isinstance(value, dict):
-            items = value.values()
-        elif isinstance(value, list | tuple | set | frozenset):
-            items = value
-        fields = (getattr(value, name, None) for name in getattr(value, "__dataclass_fields__", ()))
-        for item in (*items, *fields, *getattr(value, "__dict__", {}).values()):
-            yield from _tensors_in(item, seen)
+        return [value]
+    found: list[Tensor] = []
+    seen: set[int] = set()
+    left = [value]
+    while left:
+        value = left.pop()
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif id(value) not in seen and not isinstance(value, _HOLD_NO_TENSORS):
+            seen.add(id(value))
+            if isinstance(value, dict):
+                left += value.values()
+            elif isinstance(value, list | tuple | set | frozenset):
+                left += value
+            left += (getattr(value, name, None) for name in getattr(value, "__dataclass_fields__", ()))
+            left += getattr(value, "__dict__", {}).values()
+    return found
+
+
+_HOLD_NO_TENSORS = (type(None), int, float, str, type, nn.Module)
 
 
 def _on_first_gradient(tensors: list[Tensor], callback: Callable[[], None]) -> None:
