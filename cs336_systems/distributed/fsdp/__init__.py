@@ -1,7 +1,6 @@
 """Fully sharded data parallelism, in the order of reading: plan, unit, wrapper."""
 
 from cs336_systems.distributed.fsdp.plan import wrap_blocks
-from cs336_systems.distributed.fsdp.unit import ShardedWeight
 from cs336_systems.distributed.fsdp.wrapper import FSDP
 
-__all__ = ["FSDP", "ShardedWeight", "wrap_blocks"]
+__all__ = ["FSDP", "wrap_blocks"]
