@@ -159,7 +159,7 @@ def broadcast_odd(rank: int, ranks: int) -> dict[str, Tensor]:
 DIFFERENT = {  # how rank 1's model differs, and what every rank must be told
     "shape": r"parameter '1.weight' must be the same on all ranks: shape \(2, 4\), float32 on rank 0, shape \(3, 4\)",
     "dtype": r"parameter '1.weight' must be the same on all ranks: .* shape \(2, 4\), float64 on rank 1",
-    "missing": r"parameter '1.bias' is missing on rank 1",
+    "missing": r"parameter '1.bias' must be the same on all ranks: .*, missing on rank 1",
     "frozen": r"parameter '1.weight' must be the same on all ranks: .* shape \(2, 4\), float32, frozen on rank 1",
     "order": r"parameters must have the same order on all ranks: rank 0 has '1.weight' where rank 1 has '2.weight'",
 }
@@ -279,7 +279,7 @@ def test_ranks_built_differently_are_told_the_parameter():
 
 def test_without_a_process_group_the_way_to_one_is_told():
     for call in (num_ranks, rank_in, lambda: all_reduce_mean(torch.ones(2))):
-        with pytest.raises(RuntimeError, match="there is no process group: start the ranks with run_ranks, or under"):
+        with pytest.raises(RuntimeError, match="there is no process group: start the ranks with run_ranks, or by"):
             call()
 
 

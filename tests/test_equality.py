@@ -473,7 +473,7 @@ def attempt(wrapper: str, name: str, use: str) -> Outcome:
     assert not isinstance(one_process, str)
     try:
         found, losses = train(name, USES[use], wrapper)
-    except Exception as error:
+    except (ValueError, TypeError, RuntimeError, LookupError, AttributeError, AssertionError) as error:
         frames = traceback.extract_tb(error.__traceback__)
         if frames[-1].filename.startswith(OURS) and isinstance(error, ValueError | TypeError | RuntimeError):
             return Outcome(wrapper, name, use, refusal=str(error))

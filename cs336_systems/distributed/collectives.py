@@ -64,7 +64,7 @@ def _of_member(number: int) -> int:
 def _require_group() -> None:
     if not dist.is_available() or not dist.is_initialized():
         raise RuntimeError(
-            "there is no process group: start the ranks with run_ranks, or under torchrun call init_from_environment()"
+            "there is no process group: start the ranks with run_ranks, or by launch under torchrun"
         )
 
 
