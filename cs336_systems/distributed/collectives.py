@@ -45,27 +45,21 @@ class Work:
 
 def num_ranks(group: Group = None) -> int:
     """Ranks of `group`; RuntimeError where no process group was made, ValueError on a rank that `group` is without."""
-    _require_group()
-    return _of_member(dist.get_world_size(group))
+    return _as_member(dist.get_world_size, group)
 
 
 def rank_in(group: Group = None) -> int:
     """This process's place in `group`; raises as `num_ranks` does."""
-    _require_group()
-    return _of_member(dist.get_rank(group))
+    return _as_member(dist.get_rank, group)
 
 
-def _of_member(number: int) -> int:
+def _as_member(ask: Callable[[Group], int], group: Group) -> int:
+    if not dist.is_available() or not dist.is_initialized():
+        raise RuntimeError("there is no process group: start the ranks with run_ranks, or by launch under torchrun")
+    number = ask(group)
     if number < 0:  # what PyTorch answers on other ranks
         raise ValueError(f"this process must be a member of the process group, and rank {dist.get_rank()} is none")
     return number
-
-
-def _require_group() -> None:
-    if not dist.is_available() or not dist.is_initialized():
-        raise RuntimeError(
-            "there is no process group: start the ranks with run_ranks, or by launch under torchrun"
-        )
 
 
 def all_reduce_mean(
@@ -152,7 +146,6 @@ def all_gather_flat(
 ) -> Work:
     """Fill `output` with the ranks' `input`s, one after the other; equal sizes everywhere, any dtype."""
     size = num_ranks(group)
-    _require_flat(output, input, whole="output", part="input", size=size)
     output, input = output.detach(), input.detach()
     if size == 1:
         output.copy_(input)
@@ -181,7 +174,6 @@ def reduce_scatter_mean_flat(
     have another dtype than the input; the result is rounded to it once.
     """
     size = num_ranks(group)
-    _require_flat(input, output, whole="input", part="output", size=size, same_dtype=False)
     _require_mean("input", input)
     output, input = output.detach(), input.detach()
     if size == 1:
@@ -238,23 +230,6 @@ def _scatter(output: Tensor, input: Tensor, op: dist.ReduceOp.RedOpType, group: 
 def _require_mean(name: str, tensor: Tensor) -> None:
     if not (tensor.is_floating_point() or tensor.is_complex()):
         raise TypeError(f"{name} must be floating point or complex to have a mean, got {tensor.dtype}")
-
-
-def _require_flat(
-    whole_tensor: Tensor, part_tensor: Tensor, *, whole: str, part: str, size: int, same_dtype: bool = True
-) -> None:
-    for name, tensor in ((whole, whole_tensor), (part, part_tensor)):
-        if tensor.ndim != 1 or not tensor.is_contiguous():
-            raise ValueError(
-                f"{name} must be flat and contiguous, got shape {tuple(tensor.shape)} and strides {tensor.stride()}"
-            )
-    if whole_tensor.numel() != size * part_tensor.numel():
-        raise ValueError(
-            f"{whole} must have {size} ranks times the {part_tensor.numel()} elements of {part}, "
-            f"got {whole_tensor.numel()}"
-        )
-    if same_dtype and whole_tensor.dtype != part_tensor.dtype:
-        raise TypeError(f"{whole} must have the dtype of {part}, {part_tensor.dtype}, got {whole_tensor.dtype}")
 
 
 # Construction: every rank starts from rank 0's model
