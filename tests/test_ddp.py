@@ -238,20 +238,32 @@ def recorded_sizes() -> Iterator[list[int]]:
         dist.ProcessGroup.allreduce = original  # type: ignore[method-assign]
 
 
-def record_sends(rank: int, ranks: int) -> dict[str, tuple[list[int], list[int]]]:
-    """For each wrapper the elements of every all-reduce of a step: those sent during the backward, those after it."""
-    sent = {}
+def record_sends(rank: int, ranks: int, order: tuple[int, ...]) -> dict[str, list[tuple[list[int], list[int]]]]:
+    """For each wrapper and each of two steps the elements of every all-reduce: during the backward, and after it.
+
+    The layers run in `order`.
+    """
+    sent: dict[str, list[tuple[list[int], list[int]]]] = {}
     for name, wrap in WRAPPERS.items():
-        wrapped = wrap(nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 32), nn.Linear(32, 4)))
-        with recorded_sizes() as sizes:
-            wrapped(torch.ones(2, 8)).sum().backward()
-            during = len(sizes)
-            wrapped.finish_gradient_synchronization()
-        sent[name] = (sizes[:during], sizes[during:])
+        layers = nn.ModuleList([nn.Linear(8, 16), nn.Linear(16, 32), nn.Linear(32, 4)])
+        wrapped = wrap(layers)
+        sent[name] = []
+        for _ in range(2):
+            wrapped.zero_grad()
+            x: Any = 0.0
+            for index in order:  # a chain that has no other order backwards
+                x = layers[index](torch.ones(2, layers[index].in_features) + x).sum()
+            with recorded_sizes() as sizes:
+                x.backward()
+                during = len(sizes)
+                wrapped.finish_gradient_synchronization()
+            sent[name].append((sizes[:during], sizes[during:]))
     return sent
 
 
-TWO_RANKS = OneJob(2, (record_sends,), *((play, wrapper, SCENARIOS) for wrapper in WRAPPERS))
+TWO_RANKS = OneJob(
+    2, (record_sends, (0, 1, 2)), (record_sends, (2, 1, 0)), *((play, wrapper, SCENARIOS) for wrapper in WRAPPERS)
+)
 
 
 @pytest.mark.parametrize(
@@ -275,15 +287,27 @@ def test_D3_D9_any_number_of_ranks(ranks):
 
 
 def test_one_collective_a_tensor_a_dtype_or_a_bucket_and_as_early_as_possible():
-    (first, second) = TWO_RANKS.results(record_sends)
+    (first, second) = TWO_RANKS.results(record_sends, (0, 1, 2))
     assert first == second, "another order on another rank hangs"
     sizes = [8 * 16, 16, 16 * 32, 32, 32 * 4, 4]
-    assert first["naive"] == ([], sizes)
-    assert first["flat"] == ([], [sum(sizes)])
-    assert first["overlap"] == first["bucketed, one a parameter"] == (sizes[::-1], []), "the last layer's come first"
-    assert first["bucketed, one"] == ([sum(sizes)], [])
+    assert first["naive"] == [([], sizes)] * 2
+    assert first["flat"] == [([], [sum(sizes)])] * 2
+    for name in ("overlap", "bucketed, one a parameter"):
+        assert first[name][0] == (sizes[::-1], []), "the last layer's come first"
+        assert {*first[name][1][0][:2]} == {4, 128} and not first[name][1][1]
+    assert first["bucketed, one"] == [([sum(sizes)], [])] * 2
     # At most 1048 bytes, 262 floats: the last layer with the bias before it, then what is too large to share.
-    assert first["bucketed, several"] == ([4 + 128 + 32, 16 * 32, 16 + 8 * 16], [])
+    assert first["bucketed, several"] == [([4 + 128 + 32, 16 * 32, 16 + 8 * 16], [])] * 2
+
+
+def test_the_second_step_sends_in_the_order_of_the_first_ones_gradients():
+    """Where layers do not run in the order of parameters, the first step can send little before its backward's end."""
+    (first, second) = TWO_RANKS.results(record_sends, (2, 1, 0))
+    assert first == second
+    for name in ("overlap", "bucketed, one a parameter"):
+        (early, late), (early_again, late_again) = first[name]
+        assert early[:2] == [4, 128] and not late
+        assert {*early_again[:2]} == {16, 8 * 16} and {*early_again[-2:]} == {4, 128} and not late_again
 
 
 def test_buckets_go_backwards_fill_up_and_do_not_mix_dtypes():

@@ -9,8 +9,8 @@
     optimizer.step()
 
 The loss is a mean over a rank's own batch, so that the mean of gradients is that of one process with the whole batch.
-Ranks must issue the same collectives in the same order, or they hang: so they go by the order of parameters, and each
-parameter takes part in each step. Buffers are made equal at construction only: running statistics then follow each
+Ranks must issue the same collectives in the same order, or they hang: so they agree on one, and each parameter takes
+part in each step. Buffers are made equal at construction only: running statistics then follow each
 rank's own data.
 """
 
@@ -23,9 +23,16 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from cs336_systems.distributed.collectives import Group, all_reduce_max, broadcast_parameters, check_same_shapes
+from cs336_systems.distributed.collectives import (
+    Group,
+    all_reduce_max,
+    broadcast_parameters,
+    check_same_shapes,
+    num_ranks,
+)
 
 
 class DataParallel(nn.Module, ABC):
@@ -139,6 +146,14 @@ def call_at_each_gradient(wrapper: DataParallel, react: Callable[[Any, int], Non
 
     for index, parameter in enumerate(wrapper.trainable):
         parameter.register_post_accumulate_grad_hook(make_hook(index))
+
+
+def agree_on_order(came: list[int], items: list[int], wrapper: DataParallel) -> list[int]:
+    """`items` in the order in which rank 0's `came` in its first step, on every rank; those that did not go last."""
+    order = torch.tensor([*came, *(item for item in items if item not in came)], device=wrapper.trainable[0].device)
+    if num_ranks(wrapper.group) > 1:
+        dist.broadcast(order, group_src=0, group=wrapper.group)
+    return order.tolist()
 
 
 def arrived_twice(name: str) -> RuntimeError:

@@ -13,7 +13,13 @@ from itertools import accumulate
 from torch import Tensor, nn
 
 from cs336_systems.distributed.collectives import Group, MeansUnderWay
-from cs336_systems.distributed.ddp import DataParallel, arrived_twice, call_at_each_gradient, dense_gradient
+from cs336_systems.distributed.ddp import (
+    DataParallel,
+    agree_on_order,
+    arrived_twice,
+    call_at_each_gradient,
+    dense_gradient,
+)
 
 BYTES_PER_MB = 2**20  # as torch's DistributedDataParallel counts its bucket_cap_mb
 ALIGNMENT_BYTES = 16  # of each view: the width of a GPU's vector loads
@@ -23,10 +29,10 @@ class BucketedDDP(DataParallel):
     """Asynchronous all-reduces of buckets of at most `bucket_size_mb` MiB; None puts everything into one.
 
     A parameter larger than that has a bucket of its own, and dtypes do not mix. Buckets are sent in the order in which
-    they were filled. They stay allocated when `zero_grad` sets gradients to None: a new gradient is copied into its
-    place when it arrives, which reads and writes it once, less than clearing the bucket and adding to it. A gradient
-    that is there already (`set_to_none=False`, or accumulation under `no_sync`) is in its place. Raises ValueError for
-    a size that is not positive and finite.
+    they were laid out, from the second step on in that in which rank 0's became full in the first. They stay allocated
+    when `zero_grad` sets gradients to None: a new gradient is copied into its place when it arrives, which reads and
+    writes it once, less than clearing the bucket and adding to it. A gradient that is there already, as under
+    `no_sync`, is in its place. Raises ValueError for a size that is not positive and finite.
     """
 
     def __init__(
@@ -54,6 +60,8 @@ class BucketedDDP(DataParallel):
                 self._bucket_of[index] = number
             self._flat.append(flat)
         self._under_way = MeansUnderWay(group)
+        self._order = list(range(len(self.buckets)))
+        self._became_full: list[int] | None = []  # in the first step, in their order
         self._end_step()
         call_at_each_gradient(self, BucketedDDP._arrive)
 
@@ -66,9 +74,11 @@ class BucketedDDP(DataParallel):
         if index not in missing:
             raise arrived_twice(self.names[index])
         missing.remove(index)
-        while self._next < len(self.buckets) and not self._missing[self._next]:
-            self._under_way.start(self._flat[self._next])
-            self._next += 1
+        if not missing and self._became_full is not None:
+            self._became_full.append(self._bucket_of[index])
+        while self._sent < len(self._order) and not self._missing[self._order[self._sent]]:
+            self._under_way.start(self._flat[self._order[self._sent]])
+            self._sent += 1
 
     def _move_in(self, index: int) -> None:
         """Let the gradient of parameter `index` be the view of its bucket."""
@@ -80,14 +90,18 @@ class BucketedDDP(DataParallel):
     def _synchronize(self) -> None:
         for index in range(len(self.trainable)):
             self._move_in(index)  # where no backward of this step has
-        for flat in self._flat[self._next :]:
-            self._under_way.start(flat)
+        for bucket in self._order[self._sent :]:
+            self._under_way.start(self._flat[bucket])
+        if self._became_full is not None and self.buckets:
+            self._order, self._became_full = agree_on_order(self._became_full, self._order, self), None
         self._end_step()
 
     def _end_step(self) -> None:
         self._under_way.wait()
+        if self._became_full is not None:
+            self._became_full = []
         self._missing = [set(bucket) for bucket in self.buckets]  # whose gradients have not arrived
-        self._next = 0  # the bucket that is sent next
+        self._sent = 0  # buckets, in their order
 
 
 def plan_buckets(parameters: list[nn.Parameter], limit_bytes: float) -> list[list[int]]:
