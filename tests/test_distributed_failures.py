@@ -111,7 +111,7 @@ def leave_a_bucket_unused(rank: int, num_ranks: int) -> bool:
 
 
 @pytest.mark.slow
-def test_D1_zero1_takes_unused_parameters_for_having_zeros():
+def test_zero1_takes_unused_parameters_for_having_zeros():
     """As its docstring says (D1): nobody waits, and weight decay goes on, also of a bucket without any gradient."""
     assert run_ranks(leave_a_bucket_unused, 2) == [True, True]
 
@@ -164,7 +164,7 @@ def surprise_in_every_way(rank: int, num_ranks: int) -> dict[str, tuple[int, flo
 
 
 @pytest.mark.slow
-def test_D12_surprises_do_not_widen_the_window():
+def test_surprises_do_not_widen_the_window():
     """After an early exit six units were once gathered at a time: those of the wrong guesses stayed."""
     for found in run_ranks(surprise_in_every_way, 2):
         for most, difference in found.values():
