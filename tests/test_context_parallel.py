@@ -148,7 +148,7 @@ def train_a_model(rank: int, num_ranks: int) -> float:
     torch.manual_seed(0)
     alone = TransformerLM.from_config(TINY).double()
     model = deepcopy(alone)
-    split_context(model, backend="tiled")
+    make_whole = split_context(model, backend="tiled")
     model = OverlapDDP(model)
     cross_entropy(alone(tokens), targets).backward()
     part, wanted = (zigzag_split(x, rank, num_ranks, dim=1) for x in (tokens, targets))
@@ -158,6 +158,8 @@ def train_a_model(rank: int, num_ranks: int) -> float:
     worst = max(((own.grad - one.grad).abs().max() / one.grad.abs().max()).item() for own, one in pairs)
     with pytest.raises(ValueError, match="sequence must be this rank's 8 positions, got 24"):
         model(tokens)
+    make_whole()
+    torch.testing.assert_close(model(tokens), alone(tokens))
     return worst
 
 

@@ -141,6 +141,13 @@ def all_reduce_max(tensor: Shaped[Tensor, "*shape"], group: Group = None) -> Non
         dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=group)
 
 
+def broadcast_from_first(tensor: Shaped[Tensor, "*shape"], group: Group = None) -> None:
+    """Replace the contiguous `tensor` on every rank by that of rank 0 of `group`, bit for bit."""
+    if num_ranks(group) > 1 and tensor.numel():
+        # As bytes: every transport takes them, and no dtype is left out.
+        dist.broadcast(tensor.reshape(-1).view(torch.uint8), group_src=0, group=group)
+
+
 def all_gather_flat(
     output: Shaped[Tensor, " ranks*n"], input: Shaped[Tensor, " n"], group: Group = None, async_op: bool = False
 ) -> Work:
@@ -274,8 +281,6 @@ def broadcast_parameters(module: nn.Module, group: Group = None) -> None:
     for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
         if tensor.is_meta:
             raise ValueError(f"parameter {name!r} is on the meta device: give it memory before it is broadcast")
-        if num_ranks(group) > 1 and tensor.numel():
-            sent = tensor.detach().contiguous()
-            # As bytes: every transport takes them, and no dtype is left out.
-            dist.broadcast(sent.reshape(-1).view(torch.uint8), group_src=0, group=group)
-            tensor.copy_(sent)
+        sent = tensor.detach().contiguous()
+        broadcast_from_first(sent, group)
+        tensor.copy_(sent)

@@ -3,7 +3,7 @@
     q, k, v = (zigzag_split(x, rank, num_ranks, dim=-2) for x in (q, k, v))      # this rank's part of the sequence
     output = ring_attention(q, k, v, is_causal=True)                              # and of the output
 
-    split_context(model, group)                                                   # or a whole TransformerLM, in place
+    make_whole = split_context(model, group)                                      # or a whole TransformerLM, in place
     logits = model(zigzag_split(tokens, rank, num_ranks, dim=1))
 
 Attention over all keys is put together from attention over each rank's keys by `merge_attention`. Phases: in step s a
@@ -229,8 +229,10 @@ class _PartRotary(nn.Module):
         return RotaryEmbedding.rotate(x, cos, sin)
 
 
-def split_context(model: nn.Module, group: dist.ProcessGroup | None = None, backend: str = "auto") -> None:
-    """Have `model`, a TransformerLM on its device, take this rank's `zigzag_split` of whole contexts, in place.
+def split_context(
+    model: nn.Module, group: dist.ProcessGroup | None = None, backend: str = "auto"
+) -> Callable[[], None]:
+    """Have `model`, a TransformerLM, take this rank's `zigzag_split` of whole contexts, until the result is called.
 
     A loss is then a mean over the rank's tokens, and the mean of all ranks' gradients that of the whole batch: wrap the
     model afterwards as any other. ValueError where the context has no 2 · ranks chunks or nothing attends.
@@ -239,7 +241,14 @@ def split_context(model: nn.Module, group: dist.ProcessGroup | None = None, back
     layers = [inner for inner in model.modules() if isinstance(inner, CausalMultiHeadSelfAttention)]
     if not layers:
         raise ValueError(f"model must have CausalMultiHeadSelfAttention layers, {type(model).__name__} has none")
-    rope = _PartRotary(layers[0].rope, rank, num_ranks)
+    before, rope = layers[0].attention, layers[0].rope
+    part = _PartRotary(rope, rank, num_ranks)
     for layer in layers:
-        layer.rope = rope  # type: ignore[assignment]
+        layer.rope = part  # type: ignore[assignment]
         layer.attention = partial(ring_attention, is_causal=True, group=group, backend=backend)
+
+    def make_whole() -> None:
+        for layer in layers:
+            layer.rope, layer.attention = rope, before
+
+    return make_whole

@@ -23,15 +23,14 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from cs336_systems.distributed.collectives import (
     Group,
     all_reduce_max,
+    broadcast_from_first,
     broadcast_parameters,
     check_same_shapes,
-    num_ranks,
 )
 
 
@@ -151,8 +150,7 @@ def call_at_each_gradient(wrapper: DataParallel, react: Callable[[Any, int], Non
 def agree_on_order(came: list[int], items: list[int], wrapper: DataParallel) -> list[int]:
     """`items` in the order in which rank 0's `came` in its first step, on every rank; those that did not go last."""
     order = torch.tensor([*came, *(item for item in items if item not in came)], device=wrapper.trainable[0].device)
-    if num_ranks(wrapper.group) > 1:
-        dist.broadcast(order, group_src=0, group=wrapper.group)
+    broadcast_from_first(order, wrapper.group)
     return order.tolist()
 
 
