@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 import sys
 from collections import Counter
 from contextlib import contextmanager
@@ -232,12 +231,6 @@ def test_the_current_folder_is_searched_last(tmp_path, monkeypatch):
     search_current_folder()
     search_current_folder()
     assert sys.path == ["installed", str(tmp_path)]
-
-
-def test_the_measuring_process_notices_that_its_parent_is_gone():
-    """Where the kernel sends no signal at the parent's end, a thread watches; the parent here is not the one named."""
-    code = "from cs336_systems.distributed.processes import watch_parent; watch_parent(1 << 30)"
-    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=60).returncode == 1
 
 
 # Resuming

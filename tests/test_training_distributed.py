@@ -45,10 +45,11 @@ def wrapped(wrapper: str, **fields: Any) -> TrainingConfig:
 
 def everything(rank: int, num_ranks: int, out: str) -> dict[str, Any]:
     """All wrappers in one pair of processes: starting them costs more than training."""
-    found: dict[str, Any] = {name: {} for name in ("plain", "accumulated", "resumed", "handed over", "sent")}
+    found: dict[str, Any] = {name: {} for name in ("plain", "split", "accumulated", "resumed", "handed over", "sent")}
     for wrapper in WRAPPERS[1:]:
         folder = Path(out) / wrapper
         found["plain"][wrapper] = train(wrapped(wrapper), RunOptions(log_every=2, sample_bytes=20))
+        found["split"][wrapper] = train(wrapped(wrapper, context_parallel=2), RunOptions(log_every=2, sample_bytes=20))
         found["accumulated"][wrapper] = train(wrapped(wrapper, accumulation=2), RunOptions(log_every=2))
         train(wrapped(wrapper), RunOptions(out=folder, checkpoint_every=2, stop_after=4))
         found["resumed"][wrapper] = train(wrapped(wrapper), RunOptions(out=folder, resume=True, log_every=2))
@@ -82,7 +83,7 @@ def results(runs: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("wrapper", WRAPPERS[1:])
-@pytest.mark.parametrize("way", ["plain", "accumulated", "handed over"])
+@pytest.mark.parametrize("way", ["plain", "split", "accumulated", "handed over"])
 def test_every_wrapper_has_one_processs_losses(results: list[dict[str, Any]], way: str, wrapper: str):
     """Two ranks of four sequences, clipped and scheduled, against one process with all eight."""
     alone = train(SHORT, RunOptions(sample_bytes=20))
@@ -92,7 +93,7 @@ def test_every_wrapper_has_one_processs_losses(results: list[dict[str, Any]], wa
         result: TrainingResult = found[way][wrapper]
         assert result.losses == pytest.approx(alone.losses, rel=2e-6)
         assert result.validation_loss == pytest.approx(alone.validation_loss, rel=2e-6)
-        assert way != "plain" or result.sample == alone.sample
+        assert way not in ("plain", "split") or result.sample == alone.sample
 
 
 @pytest.mark.slow
@@ -255,3 +256,13 @@ def test_another_curve_is_not_recorded():
     assert curve_error([*curve[:20], *(loss * (1 + 2 * LAST_BOUND) for loss in curve[20:])], curve) > 1
     assert curve_error([*curve[:15], float("nan"), *curve[16:]], curve) == float("inf")
     assert curve_error(curve[:-1], curve) == float("inf")
+
+
+@pytest.mark.parametrize(
+    "fields", [{"context_parallel": 3}, {"context_parallel": 2, "model": replace(SMALL, context_length=30)}]
+)
+def test_a_split_of_contexts_that_does_not_fit_is_refused(fields: dict[str, Any]):
+    with pytest.raises(
+        ValueError, match="context_parallel must divide num_ranks=2, and twice of it the context length"
+    ):
+        wrapped("fsdp", **fields)

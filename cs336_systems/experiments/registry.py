@@ -47,6 +47,7 @@ from cs336_systems.experiments.s6_sharding import optimizer_sharding_cells
 from cs336_systems.experiments.s7_fsdp import fsdp_cells
 from cs336_systems.experiments.s9_leaderboard import leaderboard_2025_cells, measure_leaderboard_2025
 from cs336_systems.experiments.s9_training_step import leaderboard_2026_cells, measure_leaderboard_2026
+from cs336_systems.experiments.s_context_parallel import context_parallel_cells, measure_context_parallel
 from cs336_systems.experiments.s_training import measure_training_run, training_run_cells
 from cs336_systems.experiments.sharding_cells import measure_sharding
 from cs336_systems.experiments.tuning import PROBLEM as TUNE_FLASH
@@ -324,6 +325,15 @@ PROBLEMS: dict[str, Problem] = {
             points=0,
             cells=training_run_cells,
             measure=measure_training_run,
+        ),
+        Problem(
+            name="context_parallel",
+            title="One sequence on several ranks: keys and values passed around a ring",
+            section="beyond",
+            editions=(),
+            points=0,
+            cells=context_parallel_cells,
+            measure=measure_context_parallel,
         ),
     )
 }

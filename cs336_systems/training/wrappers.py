@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from cs336_systems.model import AdamW, build_model, clip_gradients
@@ -33,6 +34,8 @@ class Trainee:
     clip: Callable[[float], Tensor]  # scales all gradients to at most this norm; the norm before
     autocast: torch.dtype | None  # what the loop must autocast to; None where the wrapper casts by itself
     scaler: torch.amp.GradScaler  # of the loss; does nothing but in float16
+    split: Callable[[Tensor], Tensor]  # sequences -> this rank's part of them
+    make_whole: Callable[[], None]  # from now on the module takes whole sequences again
 
 
 def build_trainee(config: TrainingConfig, device: torch.device) -> Trainee:
@@ -53,6 +56,15 @@ def build_trainee(config: TrainingConfig, device: torch.device) -> Trainee:
         dtype=getattr(torch, config.precision.parameters),
         seed=config.seed,
     )
+    split: Callable[[Tensor], Tensor] = lambda sequences: sequences  # noqa: E731
+    make_whole: Callable[[], None] = lambda: None  # noqa: E731
+    if config.context_parallel > 1:  # before any wrapper, all of which then average over parts as over sequences
+        from cs336_systems.distributed.context_parallel import split_context, zigzag_split
+
+        group, _ = dist.new_subgroups(config.context_parallel)
+        make_whole = split_context(model, group, "auto" if config.attention == "sdpa" else config.attention)
+        place = dist.get_rank(group), config.context_parallel
+        split = lambda sequences: zigzag_split(sequences, *place, dim=1)  # noqa: E731
     autocast = None if config.precision.autocast is None else getattr(torch, config.precision.autocast)
     scaler = LossScaler(device.type, enabled=autocast == torch.float16)
     options: dict[str, Any] = {"lr": config.learning_rate, "betas": BETAS, "weight_decay": config.weight_decay}
@@ -81,5 +93,6 @@ def build_trainee(config: TrainingConfig, device: torch.device) -> Trainee:
     if wrapped is not model:
         finish, no_sync = wrapped.finish_gradient_synchronization, wrapped.no_sync
     return Trainee(
-        module=wrapped, optimizer=optimizer, finish=finish, no_sync=no_sync, clip=clip, autocast=autocast, scaler=scaler
-    )
+        module=wrapped, optimizer=optimizer, finish=finish, no_sync=no_sync, clip=clip, autocast=autocast,
+        scaler=scaler, split=split, make_whole=make_whole,
+    )  # fmt: skip
