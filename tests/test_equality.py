@@ -55,6 +55,8 @@ REFUSED: list[tuple[str, str, str, str]] = [
     ("*", "sparse embedding", "frozen parameter", ""),
     ("*", "sparse embedding", "*", "gradients must be dense, got torch.sparse_coo"),
     (DDP, "max norm", "*", r"module '(inner\.)?0' has max_norm"),
+    ("fsdp, *", "max norm", "*", r"parameter '(inner\.)?0\.weight' must not be changed in a forward, as max_norm does"),
+    ("fsdp, *", "gradient hook", "*", r"parameter '(inner\.)?0\.weight' must have no gradient hooks"),
     # A weight that reentrant checkpoints reach more than once has its gradient more than once.
     ("overlap|bucketed|zero1", "reentrantly checkpointed shared block", "input gradients", ""),
     ("overlap|bucketed|zero1", "reentrantly checkpointed shared block", "*", TWICE),
@@ -68,16 +70,6 @@ REFUSED: list[tuple[str, str, str, str]] = [
 LEFT_OUT: list[tuple[str, str, str]] = [
     ("zero1", "max norm", "*"),  # it sees parameters, not the modules that rescale them by their batch
     ("zero1", "alternating branches", "*"),  # its momentum goes on in steps that do not use a parameter, as it says
-    # To be cured:
-    ("zero1", "complex", "clipping"),
-    ("fsdp, *", "*", "forward without backward"),
-    ("fsdp, *", "embedding|padding index|sparse embedding|lstm|positions|complex|in-place relu", "output in place"),
-    ("fsdp, *", "complex", "clipping"),
-    ("fsdp, *", "owns and calls|nested units|recursive", "checkpointed*"),
-    ("fsdp, *", "multihead attention|attention in a list|encoder|head by the embedding's weight", "*"),
-    ("fsdp, *", "tied autoencoder|parameter list|parameter dict|lists of lists|legacy weight norm|max norm", "*"),
-    ("fsdp, *", "gradient hook|list and dict arguments|dataclass output|view scaled in place", "*"),
-    ("fsdp, layers", "*checkpointed nested units", "*"),
 ]
 
 
