@@ -1,4 +1,4 @@
-"""The command line: `cs336-systems` doctor, list, run, report, train, generate and others; each says --help.
+"""The command line: `cs336-systems` doctor, list, run, report, train, generate, grade and others; each says --help.
 
 A wrong argument is one line on stderr and exit code 2; a run in which nothing could be measured exits 1; Ctrl-C exits
 130 and loses only the cell it interrupted, and so does a termination or a hang-up (143, 129).
@@ -28,6 +28,7 @@ from cs336_systems.commands.branches import branches
 from cs336_systems.commands.compare import compare
 from cs336_systems.commands.doctor import doctor
 from cs336_systems.commands.generate import generate
+from cs336_systems.commands.grade import grade
 from cs336_systems.commands.memory import memory
 from cs336_systems.commands.profile import profile
 from cs336_systems.commands.shared import (
@@ -63,6 +64,7 @@ app.command()(doctor)
 app.add_typer(tune, name="tune")
 app.command()(train)
 app.command()(generate)
+app.command()(grade)
 app.command()(memory)
 app.command()(compare)
 app.command()(branches)
