@@ -1,4 +1,4 @@
-"""The command line: `cs336-systems` doctor, list, run, report, train, generate and others; each says --help.
+"""The command line: `cs336-systems` doctor, list, run, report, train, generate, grade and others; each says --help.
 
 A wrong argument is one line on stderr and exit code 2; a run in which nothing could be measured exits 1; Ctrl-C exits
 130 and loses only the cell it interrupted, and so does a termination or a hang-up (143, 129).
@@ -28,6 +28,7 @@ from cs336_systems.commands.branches import branches
 from cs336_systems.commands.compare import compare
 from cs336_systems.commands.doctor import doctor
 from cs336_systems.commands.generate import generate
+from cs336_systems.commands.grade import grade
 from cs336_systems.commands.memory import memory
 from cs336_systems.commands.profile import profile
 from cs336_systems.commands.shared import (
@@ -63,6 +64,7 @@ app.command()(doctor)
 app.add_typer(tune, name="tune")
 app.command()(train)
 app.command()(generate)
+app.command()(grade)
 app.command()(memory)
 app.command()(compare)
 app.command()(branches)
@@ -71,14 +73,19 @@ app.command()(profile)
 
 @app.command("list")
 def list_problems() -> None:
-    """List the problems that `run` knows."""
+    """List every problem: what `run` measures, what `grade` grades, and what is answered in writing."""
     from cs336_systems.experiments.registry import PROBLEMS
+    from cs336_systems.grading.problems import PROBLEMS as HANDOUT
 
-    for problem in PROBLEMS.values():  # two lines each: a table would cut the names, which are there to be copied
+    # Two lines each: a table would cut the names, which are there to be copied.
+    others: list[Any] = [problem for name, problem in PROBLEMS.items() if name not in HANDOUT]
+    for problem in [*HANDOUT.values(), *others]:
         place = "beyond the handout" if problem.section == "beyond" else f"section {problem.section}"
-        graded = [_count(problem.points, "point")] if problem.points else []
-        facts = ", ".join([place, *graded, *(str(edition) for edition in problem.editions)])
-        typer.echo(f"{problem.name}\n    {problem.title} ({facts})")
+        points = [_count(problem.points, "point")] if problem.points else []
+        how = {"graded": ["`grade`"], "written": ["in writing"]}.get(getattr(problem, "answer", ""), ["`run`"])
+        facts = ", ".join([place, *points, *(str(edition) for edition in problem.editions), *how])
+        title = PROBLEMS[problem.name].title if problem.name in PROBLEMS else problem.title
+        typer.echo(f"{problem.name}\n    {title} ({facts})")
 
 
 @app.command()
@@ -137,6 +144,7 @@ def run(
         _check_model(config, chosen)
         _check_implementations(implementation, chosen, config)
         interpret = kind == "cpu" and importlib.util.find_spec("triton") is not None
+        provenance = find_provenance(commit, dirty)
         folder = results_folder(results, get_device_info(kind), config)
         _check_writable(folder, chosen)
         if kind == "cuda":
@@ -146,7 +154,7 @@ def run(
         sweep = Sweep(
             config,
             folder,
-            find_provenance(commit, dirty),
+            provenance,
             rerun=rerun,  # type: ignore[arg-type]
             implementations=implementation,
             interpret=interpret,
@@ -294,14 +302,18 @@ def describe_case(case: object) -> str:
 
 def _choose_problems(names: list[str], run_all: bool) -> list[str]:
     from cs336_systems.experiments.registry import PROBLEMS
+    from cs336_systems.grading.problems import PROBLEMS as HANDOUT
 
     if run_all and names:
         raise ValueError("give problem names or --all, not both")
     for name in names:
+        if name in HANDOUT and HANDOUT[name].answer != "measured":
+            how = "graded: cs336-systems grade" if HANDOUT[name].answer == "graded" else "answered in writing"
+            raise ValueError(f"{name} is not measured; it is {how}")
         if name not in PROBLEMS:
             near = difflib.get_close_matches(name, PROBLEMS, n=1)
             raise ValueError(f"unknown problem {name!r}; {f'did you mean {near[0]!r}? ' if near else ''}"
-                             f"known: {', '.join(PROBLEMS)}; `list` shows them, and what only tests grade")  # fmt: skip
+                             f"known: {', '.join(PROBLEMS)}; `list` shows them")  # fmt: skip
     if not names and not run_all:
         raise ValueError(f"give problem names or --all; known: {', '.join(PROBLEMS)}")
     return list(PROBLEMS) if run_all else list(dict.fromkeys(names))

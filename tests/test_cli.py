@@ -21,6 +21,7 @@ from cs336_systems.commands.profile import show_trace
 from cs336_systems.commands.shared import one_line_errors, termination_interrupts
 from cs336_systems.config import RunConfig
 from cs336_systems.experiments.registry import PROBLEMS
+from cs336_systems.grading.problems import PROBLEMS as HANDOUT
 from cs336_systems.measure.trace import Kernel, Trace
 from cs336_systems.records import read_records
 from tests.processes import is_running
@@ -50,6 +51,8 @@ def assert_refused(result, message: str) -> None:
 REFUSALS = {
     "unknown-problem": (["flash"], "unknown problem 'flash'; known: benchmarking_script"),
     "misspelt-problem": (["flash_benchmarkin"], "'flash_benchmarkin'; did you mean 'flash_benchmarking'? known: "),
+    "graded": (["fsdp"], "fsdp is not measured; it is graded: cs336-systems grade"),
+    "written": (["tp_calcs"], "tp_calcs is not measured; it is answered in writing"),
     "no-problem": ([], "give problem names or --all"),
     "both": (["flash_benchmarking", "--all"], "not both"),
     "scale": (["--all", "--scale", "huge"], "scale must be one of tiny, smoke, handout, got 'huge'"),
@@ -123,8 +126,14 @@ def test_report_without_records(tmp_path):
 
 def test_list_and_doctor():
     listed = invoke("list", env={"COLUMNS": "40"})
-    assert listed.exit_code == 0 and listed.stdout.splitlines()[::2] == list(PROBLEMS), "whole names, on any terminal"
-    assert "(section 2.1.5, 1 point, 2025, 2026)" in listed.stdout and "(beyond the handout)" in listed.stdout
+    names = listed.stdout.splitlines()[::2]  # whole, on any terminal
+    assert listed.exit_code == 0 and set(names) == PROBLEMS.keys() | HANDOUT.keys() and len(names) == len(set(names))
+    assert "(section 2.1.5, 1 point, 2025, 2026, `run`)" in listed.stdout
+    assert "(beyond the handout, `run`)" in listed.stdout and "(section 7, 15 points, 2026, `grade`)" in listed.stdout
+    for name, problem in PROBLEMS.items():
+        if name in HANDOUT:
+            known = HANDOUT[name]
+            assert (known.points, known.editions, known.answer) == (problem.points, problem.editions, "measured")
     doctor = invoke("doctor", "--device", "cpu")
     assert doctor.exit_code == 0 and "backend triton" in doctor.stdout
     assert re.search(r"memory +[\d.]+ GiB", doctor.stdout) and "None" not in doctor.stdout

@@ -22,7 +22,8 @@ PACKAGE = "cs336_systems"
 # A file imports from its own unit (a module or a folder directly under the package) and from those before it.
 ORDER = (
     "config", "accounting", "device", "analysis", "inputs", "grids", "records", "measure", "kernels", "attention",
-    "model", "distributed", "training", "integrations", "experiments", "compare", "report", "commands", "cli",
+    "model", "distributed", "training", "integrations", "experiments", "compare", "report", "grading", "commands",
+    "cli",
 )  # fmt: skip
 # The only modules that may load Triton when imported: they hold @triton.jit kernels and nothing imports them eagerly.
 TRITON_FOLDERS = (f"{PACKAGE}/attention/triton/", f"{PACKAGE}/attention/hopper/")

@@ -27,14 +27,12 @@ from tests.test_trace import gpu_events
 COVERS = ("cs336_systems/measure", "cs336_systems/experiments/s2_nsys_profile.py")
 ROOT = Path(__file__).resolve().parents[1]
 TINY = RunConfig(scale="tiny", device="cpu")
-nsys_profile = pytest.mark.problem("nsys_profile", 5)
 
 
 def by_name(found: list[Measurement]) -> dict[tuple[str, str], Measurement]:
     return {(measurement.row.mode, measurement.row.quantity): measurement for measurement in found}
 
 
-@nsys_profile
 def test_two_sizes_and_three_contexts_at_handout_scale() -> None:
     cells = nsys_profile_cells(RunConfig(scale="handout", device="cuda"))
     cases = {(cell.case.model.name, cell.case.model.context_length, cell.case.precision.autocast) for cell in cells}
@@ -53,7 +51,6 @@ def measured() -> dict[tuple[str, str], Measurement]:
     return by_name(list(measure_nsys_profile(nsys_profile_cells(TINY)[0], TINY)))
 
 
-@nsys_profile
 def test_every_promised_row_is_measured_or_says_why_not(measured: dict[tuple[str, str], Measurement]) -> None:
     cell = nsys_profile_cells(TINY)[0]
     assert set(measured) == {(row.mode, row.quantity) for row in cell.rows}
@@ -61,7 +58,6 @@ def test_every_promised_row_is_measured_or_says_why_not(measured: dict[tuple[str
         assert bool(measurement.samples) != bool(measurement.skipped)
 
 
-@nsys_profile
 @pytest.mark.parametrize("mode", ["forward", "forward_backward", "train_step"])
 def test_rows_of_a_mode_agree_with_each_other(mode: str, measured: dict[tuple[str, str], Measurement]) -> None:
     def value(quantity: str) -> float:
@@ -81,7 +77,6 @@ def test_rows_of_a_mode_agree_with_each_other(mode: str, measured: dict[tuple[st
         assert 0 < value("attention_scores_time") < value("kernel_time")
 
 
-@nsys_profile
 def test_calls_are_those_of_one_step(measured: dict[tuple[str, str], Measurement]) -> None:
     """Two layers of seven matrices, and the head: 15 products forward; two more for each backward."""
     calls = {
@@ -130,7 +125,6 @@ def _wrong_shape() -> type:
 # What the report says
 
 
-@nsys_profile
 @pytest.mark.parametrize(
     "sentence",
     [
@@ -149,7 +143,6 @@ def test_each_question_is_answered_from_the_records(sentence: str) -> None:
     assert any(said.startswith(sentence) for said in answers(load_frame(profile_records())))
 
 
-@nsys_profile
 def test_shares_above_the_wall_clock_say_what_they_divide() -> None:
     """Profiling slows a CPU's operators: their sum was said to be 141 % of a step's wall clock, without a reason."""
     usual, busier = (
@@ -168,7 +161,6 @@ def test_shares_above_the_wall_clock_say_what_they_divide() -> None:
     assert remark not in table.body and remark in noted.body and "| 138 % |" in noted.body
 
 
-@nsys_profile
 def test_what_a_profile_lacks_is_not_made_up() -> None:
     frame = load_frame([row for row in profile_records() if row.quantity == "time"])
     assert all(said.startswith("xl") and "ran out of memory" in said for said in answers(frame))
@@ -177,7 +169,6 @@ def test_what_a_profile_lacks_is_not_made_up() -> None:
 
 
 @pytest.mark.gpu
-@nsys_profile
 def test_a_gpus_step_is_taken_apart_as_the_cpus_is() -> None:
     run = RunConfig(scale="tiny", device="cuda")
     cell = nsys_profile_cells(run)[1]

@@ -77,7 +77,6 @@ def test_calculated_blocks_need_no_records_and_say_what_they_are(folder: Path, p
         blocks.text(f"{problem}.picture", document)
 
 
-@pytest.mark.problem("communication_accounting", 10)
 def test_the_accounting_answers_all_three_questions():
     said = calculation("communication_accounting").answer
     assert [sentence[:3] for sentence in said] == ["(a)", "(b)", "(c)"]

@@ -126,6 +126,8 @@ def outcome_of(error: BaseException) -> Outcome:
 
     if isinstance(error, Unsupported):
         return Outcome(status="skipped", message=str(error))
+    if isinstance(error, ModuleNotFoundError) and (error.name or "").split(".")[0] == "triton":
+        return Outcome(status="skipped", message="triton is not installed")
     if isinstance(error, torch.OutOfMemoryError):
         return Outcome(status="oom", message=_first_line(error))
     if isinstance(error, Disagreement):
@@ -187,7 +189,7 @@ def _serve(pipe: Connection, run: RunConfig, log: Path, interpret: bool, environ
             with one_out_of_memory_error():
                 for measurement in measure_function(cell.problem)(cell, run):
                     pipe.send(measurement)
-        except (Unsupported, torch.OutOfMemoryError, Disagreement) as error:
+        except (Unsupported, ModuleNotFoundError, torch.OutOfMemoryError, Disagreement) as error:
             outcome = outcome_of(error)  # the process is sound; where it failed it is ended all the same
         except BaseException as error:
             traceback.print_exc()
