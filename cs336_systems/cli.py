@@ -84,21 +84,6 @@ def list_problems() -> None:
 
 
 @app.command()
-def build() -> None:
-    """Compile the C++ half of the attention operators, once a machine: short calls on a GPU are faster."""
-    with one_line_errors():
-        from cs336_systems.attention import native
-
-        try:
-            path = native.build()
-        except (RuntimeError, OSError) as error:
-            raise ValueError(str(error)) from None
-        if native.load() is None:
-            raise ValueError(f"it is built, and calls are {native.state()}")
-    typer.echo(f"attention calls on a GPU go through C++ from now on: {path}")
-
-
-@app.command()
 def run(
     problems: Annotated[list[str] | None, typer.Argument(help="Problem names; see `list`.")] = None,
     run_all: Annotated[bool, typer.Option("--all", help="Run every problem.")] = False,
@@ -141,9 +126,7 @@ def run(
         interpret = kind == "cpu" and importlib.util.find_spec("triton") is not None
         folder = results_folder(results, get_device_info(kind), config)
         _check_writable(folder, chosen)
-        if kind == "cuda":
-            _build_for_measuring()
-        else:
+        if kind == "cpu":
             wait_briefly(os.environ)
         sweep = Sweep(
             config,
@@ -197,18 +180,6 @@ def wait_briefly(environment: MutableMapping[str, str]) -> None:
     """
     if not environment.keys() & {*SPIN_SWITCHES, "OMP_WAIT_POLICY"}:
         environment.update(SPIN_SWITCHES)
-
-
-def _build_for_measuring() -> None:
-    """The C++ half of attention's calls, without which they are measured as well."""
-    from cs336_systems.attention import native
-
-    if native.load() is None and not native.is_switched_off():
-        typer.echo("compiling the C++ half of the attention operators, once on this machine", err=True)
-    try:
-        native.build()
-    except (RuntimeError, OSError) as error:
-        typer.echo(f"warning: attention calls are measured without their C++ half: {error}", err=True)
 
 
 def _run_problem(

@@ -19,12 +19,13 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from cs336_systems.attention.api import flash_attention
+from cs336_systems.attention.backends import available_here
 from cs336_systems.attention.masks import BlockMask
 from cs336_systems.attention.masks.block_mask import DEFAULT_BLOCK
 from cs336_systems.attention.masks.checks import FLOATING_DTYPES, check_storage
 from cs336_systems.attention.masks.staircase import staircase_mask
 from cs336_systems.attention.validation import check_attention_inputs, check_flags
-from cs336_systems.device import available_backends, get_device_info
+from cs336_systems.device import interpreter_is_on
 
 
 def shared_keys_attention(
@@ -104,7 +105,7 @@ def mask_chosen(
 @cache
 def _has_kernels(device_kind: str) -> bool:
     """Whether Triton runs on such devices; on a CPU it would only interpret."""
-    return device_kind == "cuda" and available_backends(get_device_info(device_kind))["triton"] == "ok"
+    return device_kind == "cuda" and available_here(device_kind, interpreter_is_on())["triton"] == "ok"
 
 
 def seen_keys(

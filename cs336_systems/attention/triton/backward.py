@@ -22,24 +22,15 @@ in its float32 accumulators.
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from jaxtyping import Float
 from torch import Tensor
 
 from cs336_systems.attention.tiles import KernelConfig, head_tile
-from cs336_systems.attention.triton.descriptors import described
-from cs336_systems.attention.triton.launcher import Launched
-from cs336_systems.attention.triton.launching import (
-    contiguous_like,
-    grid_of,
-    head_options,
-    kept_launches,
-    launch,
-    num_tiles,
-    overlap_options,
-    tile_options,
-)
+from cs336_systems.attention.triton.launch import empty, empty_like, launch, overlap_options
+from cs336_systems.attention.triton.operands import described, grid_of, head_options, num_tiles, tile_options
 from cs336_systems.attention.triton.steps import (
     LOG2_E,
     ROW_PADDING,
@@ -333,35 +324,19 @@ def launch_preprocess(
     In a row without keys, L = -inf, delta is 0 whatever dO and dL hold there.
     `lse` and the rows of `output` are contiguous.
     """
-    rows = empty_rows(lse, padded=padded)
-    preprocess_into(rows, output, lse, grad_output, grad_lse, padded=padded)
-    return rows
-
-
-def empty_rows(lse: Float[Tensor, "batch heads queries"], *, padded: bool = True) -> tuple[Tensor, Tensor]:
-    """Where `preprocess_into` writes."""
-    *batch_and_heads, num_queries = lse.shape
-    num_rows = num_tiles(num_queries, ROW_PADDING.value) * ROW_PADDING.value if padded else num_queries
-    shape = (*batch_and_heads, num_rows)
-    return lse.new_empty(shape), lse.new_empty(shape)
-
-
-def preprocess_into(
-    rows: tuple[Tensor, Tensor], output: Tensor, lse: Tensor, grad_output: Tensor, grad_lse: Tensor | None,
-    *, padded: bool = True,
-) -> Launched | None:  # fmt: skip
-    """Launch the preprocess; see `launch_preprocess`."""
-    lse_log2, delta = rows
     batch, heads, num_queries, head_dim = output.shape
+    num_rows = num_tiles(num_queries, ROW_PADDING.value) * ROW_PADDING.value if padded else num_queries
+    lse_log2, delta = (empty((batch, heads, num_rows), torch.float32, output.device) for _ in range(2))
     grad_lse_or_any = lse if grad_lse is None else grad_lse
-    grid = (num_tiles(lse_log2.shape[-1], PREPROCESS_ROWS) * batch * heads,)
     with stage("preprocess"):
-        return launch(
-            flash_backward_preprocess_kernel, grid, (output, grad_output, lse, grad_lse_or_any, lse_log2, delta),
+        launch(
+            flash_backward_preprocess_kernel, (num_tiles(num_rows, PREPROCESS_ROWS) * batch * heads,),
+            (output, grad_output, lse, grad_lse_or_any, lse_log2, delta),
             (*output.stride()[:3], *grad_output.stride(), *grad_lse_or_any.stride(), heads, num_queries),
             {"HAS_DL": grad_lse is not None, "D": head_dim, "D_TILE": head_tile(head_dim),
              "Q_TILE_SIZE": PREPROCESS_ROWS, "PADDED": padded, **overlap_options(output.device)},
         )  # fmt: skip
+    return lse_log2, delta
 
 
 def launch_backward(
@@ -385,36 +360,24 @@ def launch_backward(
     """
     batch, heads, num_queries, head_dim = q.shape
     kv_heads, num_keys = k.shape[1:3]
-    grad_q, grad_k, grad_v = contiguous_like(q), contiguous_like(k), contiguous_like(v)
-    rows = empty_rows(lse)
-
-    def launch_all() -> list[Launched | None]:
-        launched = [preprocess_into(rows, output, lse, grad_output, grad_lse)]
-        strides = (*q.stride(), *k.stride(), *v.stride(), *grad_output.stride())
-        sizes_and_scales = (num_queries, num_keys, scale, scale * LOG2_E.value, 0.0)
-        common = head_options(heads, kv_heads, head_dim) | {"IS_CAUSAL": is_causal}
-        overlap = overlap_options(q.device, follows=True)
-        with stage("dkv"):
-            launched += [launch(
-                flash_backward_dkdv_kernel, grid_of(dkdv_config, q, k),
-                (*described(dkdv_config, q=q, k=k, v=v, grad_output=grad_output), *rows, grad_k, grad_v),
-                (*strides, kv_heads, heads_together(batch * kv_heads, q, heads // kv_heads), *sizes_and_scales),
-                common | tile_options(dkdv_config) | {"TMA": dkdv_config.tma} | overlap,
-            )]  # fmt: skip
-        with stage("dq"):
-            launched += [launch(
-                flash_backward_dq_kernel, grid_of(dq_config, q, k),
-                (*described(dq_config, q=q, k=k, v=v, grad_output=grad_output), *rows, grad_q),
-                (*strides, heads, heads_together(batch * heads, k), *sizes_and_scales),
-                common | tile_options(dq_config) | {"TMA": dq_config.tma} | overlap,
-            )]  # fmt: skip
-        return launched
-
-    grad_lse_strides = None if grad_lse is None else grad_lse.stride()
-    kept = kept_launches(
-        flash_backward_dq_kernel.fn, dkdv_config, dq_config, q.shape, k.shape, q.stride(), k.stride(), v.stride(),
-        grad_output.stride(), grad_lse_strides, q.dtype, q.device, is_causal, scale,
-    )  # fmt: skip
-    upstream = (grad_output,) if grad_lse is None else (grad_output, grad_lse)
-    kept(q.device, (q, k, v, output, lse, *upstream), (*rows, grad_q, grad_k, grad_v), launch_all)
+    grad_q, grad_k, grad_v = empty_like(q), empty_like(k), empty_like(v)
+    rows = launch_preprocess(output, lse, grad_output, grad_lse)
+    strides = (*q.stride(), *k.stride(), *v.stride(), *grad_output.stride())
+    sizes_and_scales = (num_queries, num_keys, scale, scale * LOG2_E.value, 0.0)
+    common = head_options(heads, kv_heads, head_dim) | {"IS_CAUSAL": is_causal}
+    overlap = overlap_options(q.device, follows=True)
+    with stage("dkv"):
+        launch(
+            flash_backward_dkdv_kernel, grid_of(dkdv_config, q, k),
+            (*described(dkdv_config, q=q, k=k, v=v, grad_output=grad_output), *rows, grad_k, grad_v),
+            (*strides, kv_heads, heads_together(batch * kv_heads, q, heads // kv_heads), *sizes_and_scales),
+            common | tile_options(dkdv_config) | {"TMA": dkdv_config.tma} | overlap,
+        )  # fmt: skip
+    with stage("dq"):
+        launch(
+            flash_backward_dq_kernel, grid_of(dq_config, q, k),
+            (*described(dq_config, q=q, k=k, v=v, grad_output=grad_output), *rows, grad_q),
+            (*strides, heads, heads_together(batch * heads, k), *sizes_and_scales),
+            common | tile_options(dq_config) | {"TMA": dq_config.tma} | overlap,
+        )  # fmt: skip
     return grad_q, grad_k, grad_v

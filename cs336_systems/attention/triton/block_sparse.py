@@ -19,7 +19,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from jaxtyping import Float, Int
@@ -27,15 +26,8 @@ from torch import Tensor
 
 from cs336_systems.attention.tiles import KernelConfig
 from cs336_systems.attention.triton.backward import launch_preprocess
-from cs336_systems.attention.triton.descriptors import described
-from cs336_systems.attention.triton.launching import (
-    contiguous_like,
-    grid_of,
-    head_options,
-    launch,
-    overlap_options,
-    tile_options,
-)
+from cs336_systems.attention.triton.launch import empty_like, launch, overlap_options
+from cs336_systems.attention.triton.operands import described, empty_results, grid_of, head_options, tile_options
 from cs336_systems.attention.triton.steps import (
     LOG2_E,
     LOWEST,
@@ -433,8 +425,7 @@ def launch_block_sparse_forward(
 ) -> tuple[Float[Tensor, "batch heads queries head_dim"], Float[Tensor, "batch heads queries"]]:
     """Contiguous O in q's dtype and L in float32. `config`'s tiles divide the mask's: see `fit_to_blocks`."""
     batch, heads, num_queries, _ = q.shape
-    output = contiguous_like(q)
-    lse = q.new_empty((batch, heads, num_queries), dtype=torch.float32)
+    output, lse = empty_results(q)
     tensors, mask_sizes = _row_lists(lists)
     with stage("forward"):
         launch(
@@ -464,7 +455,7 @@ def launch_block_sparse_backward(
     """Contiguous gradients of q, k, v in their dtypes; what `launch_backward` says of its arguments holds here."""
     batch, heads, num_queries, _ = q.shape
     kv_heads, num_keys = k.shape[1:3]
-    grad_q, grad_k, grad_v = contiguous_like(q), contiguous_like(k), contiguous_like(v)
+    grad_q, grad_k, grad_v = empty_like(q), empty_like(k), empty_like(v)
     rows = launch_preprocess(output, lse, grad_output, grad_lse)
     strides = (*q.stride(), *k.stride(), *v.stride(), *grad_output.stride())
     scales = (scale, scale * LOG2_E.value, 0.0)

@@ -18,14 +18,12 @@ from jaxtyping import Float
 from torch import Tensor
 
 from cs336_systems.attention.tiles import KernelConfig
-from cs336_systems.attention.triton.descriptors import described
-from cs336_systems.attention.triton.launcher import Launched
-from cs336_systems.attention.triton.launching import (
+from cs336_systems.attention.triton.launch import launch
+from cs336_systems.attention.triton.operands import (
+    described,
     empty_results,
     grid_of,
     head_options,
-    kept_launches,
-    launch,
     rows_of_groups,
     tile_options,
 )
@@ -144,24 +142,15 @@ def launch_forward(
 ) -> tuple[Float[Tensor, "batch heads queries head_dim"], Float[Tensor, "batch heads queries"]]:
     """Contiguous O in q's dtype and L in float32. Inputs are validated, non-empty and on one device."""
     output, lse = empty_results(q)
-
-    def launch_it() -> list[Launched | None]:
-        rows = rows_of_groups(q, k, is_causal)
-        batch, heads, num_queries, head_dim = rows.shape
-        with stage("forward"):
-            launched = launch(
-                flash_forward_kernel, grid_of(config, rows, k),
-                (*described(config, q=rows, k=k, v=v), output, lse),
-                (*rows.stride(), *k.stride(), *v.stride(), heads, heads_together(batch * heads, k), num_queries,
-                 k.shape[2], scale * LOG2_E.value, 0.0),
-                head_options(heads, k.shape[1], head_dim) | tile_options(config)
-                | {"IS_CAUSAL": is_causal, "TMA": config.tma},
-            )  # fmt: skip
-        return [launched]
-
-    kept = kept_launches(
-        flash_forward_kernel.fn, config, q.shape, k.shape, q.stride(), k.stride(), v.stride(), q.dtype, q.device,
-        is_causal, scale,
-    )  # fmt: skip
-    kept(q.device, (q, k, v), (output, lse), launch_it)
+    rows = rows_of_groups(q, k, is_causal)
+    batch, heads, num_queries, head_dim = rows.shape
+    with stage("forward"):
+        launch(
+            flash_forward_kernel, grid_of(config, rows, k),
+            (*described(config, q=rows, k=k, v=v), output, lse),
+            (*rows.stride(), *k.stride(), *v.stride(), heads, heads_together(batch * heads, k), num_queries,
+             k.shape[2], scale * LOG2_E.value, 0.0),
+            head_options(heads, k.shape[1], head_dim) | tile_options(config)
+            | {"IS_CAUSAL": is_causal, "TMA": config.tma},
+        )  # fmt: skip
     return output, lse

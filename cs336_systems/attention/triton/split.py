@@ -19,23 +19,21 @@ before it reads anything. Source: CUDA Programming Guide, Programmatic Dependent
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from jaxtyping import Float
 from torch import Tensor
 
 from cs336_systems.attention.tiles import KernelConfig, head_tile, seen_keys
-from cs336_systems.attention.triton.descriptors import described
 from cs336_systems.attention.triton.forward import visit_keys
-from cs336_systems.attention.triton.launcher import Launched
-from cs336_systems.attention.triton.launching import (
+from cs336_systems.attention.triton.launch import empty, launch, overlap_options
+from cs336_systems.attention.triton.operands import (
+    described,
     empty_results,
     grid_of,
     head_options,
-    kept_launches,
-    launch,
     num_tiles,
-    overlap_options,
     rows_of_groups,
     tile_options,
 )
@@ -198,33 +196,24 @@ def launch_split_forward(
     output, lse = empty_results(q)
     num_keys = seen_keys(q.shape[2], k.shape[2], is_causal)
     num_parts = num_tiles(num_keys, part_size)
-    parts = lse.new_empty(num_parts * lse.numel() * (q.shape[-1] + 2))
-
-    def launch_all() -> list[Launched | None]:
-        rows = rows_of_groups(q, k, is_causal)
-        batch, heads, num_queries, head_dim = rows.shape
-        (num_programs,) = grid_of(config, rows, k)
-        with stage("forward"):
-            attended = launch(
-                flash_split_forward_kernel, (num_programs * num_parts,),
-                (*described(config, q=rows, k=k, v=v), parts),
-                (*rows.stride(), *k.stride(), *v.stride(), heads, heads_together(batch * heads, k), num_queries,
-                 num_keys, part_size, scale * LOG2_E.value, 0.0),
-                head_options(heads, k.shape[1], head_dim) | tile_options(config)
-                | {"IS_CAUSAL": is_causal, "TMA": config.tma} | overlap_options(q.device),
-            )  # fmt: skip
-            merging = merge_options(lse.numel(), num_parts, head_dim)
-            merged = launch(
-                flash_merge_kernel, (num_tiles(num_queries, merging["ROWS"]) * batch * heads,),
-                (parts, output, lse), (num_queries, num_keys, part_size),
-                {"D": head_dim, "D_TILE": head_tile(head_dim), **merging, "IS_CAUSAL": is_causal,
-                 **overlap_options(q.device, follows=True)},
-            )  # fmt: skip
-        return [attended, merged]
-
-    kept = kept_launches(
-        flash_split_forward_kernel.fn, config, q.shape, k.shape, q.stride(), k.stride(), v.stride(), q.dtype, q.device,
-        is_causal, scale, part_size,
-    )  # fmt: skip
-    kept(q.device, (q, k, v), (output, lse, parts), launch_all)
+    parts = empty((num_parts * lse.numel() * (q.shape[-1] + 2),), torch.float32, q.device)
+    rows = rows_of_groups(q, k, is_causal)
+    batch, heads, num_queries, head_dim = rows.shape
+    (num_programs,) = grid_of(config, rows, k)
+    with stage("forward"):
+        launch(
+            flash_split_forward_kernel, (num_programs * num_parts,),
+            (*described(config, q=rows, k=k, v=v), parts),
+            (*rows.stride(), *k.stride(), *v.stride(), heads, heads_together(batch * heads, k), num_queries,
+             num_keys, part_size, scale * LOG2_E.value, 0.0),
+            head_options(heads, k.shape[1], head_dim) | tile_options(config)
+            | {"IS_CAUSAL": is_causal, "TMA": config.tma} | overlap_options(q.device),
+        )  # fmt: skip
+        merging = merge_options(lse.numel(), num_parts, head_dim)
+        launch(
+            flash_merge_kernel, (num_tiles(num_queries, merging["ROWS"]) * batch * heads,),
+            (parts, output, lse), (num_queries, num_keys, part_size),
+            {"D": head_dim, "D_TILE": head_tile(head_dim), **merging, "IS_CAUSAL": is_causal,
+             **overlap_options(q.device, follows=True)},
+        )  # fmt: skip
     return output, lse

@@ -15,7 +15,7 @@ from torch import Tensor
 from cs336_systems.attention.masks import BlockMask
 from cs336_systems.attention.masks.staircase import steps_of
 from cs336_systems.attention.masks.tiles import num_blocks, words_per_row
-from cs336_systems.attention.triton.launching import launch, on_device_of
+from cs336_systems.attention.triton.launch import launch, on_device_of
 from cs336_systems.measure.stages import stage
 
 

@@ -26,23 +26,10 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from cs336_systems.attention.tiles import KernelConfig
-from cs336_systems.attention.triton.backward import (
-    differentiate_keys,
-    differentiate_queries,
-    empty_rows,
-    preprocess_into,
-)
-from cs336_systems.attention.triton.descriptors import described_documents
+from cs336_systems.attention.triton.backward import differentiate_keys, differentiate_queries, launch_preprocess
 from cs336_systems.attention.triton.forward import attend_queries
-from cs336_systems.attention.triton.launcher import Launched
-from cs336_systems.attention.triton.launching import (
-    contiguous_like,
-    head_options,
-    kept_launches,
-    launch,
-    overlap_options,
-    tile_options,
-)
+from cs336_systems.attention.triton.launch import empty, empty_like, launch, overlap_options
+from cs336_systems.attention.triton.operands import described_documents, head_options, tile_options
 from cs336_systems.attention.triton.steps import (
     LOG2_E,
     await_previous,
@@ -210,24 +197,16 @@ def launch_varlen_forward(
     config: KernelConfig,
 ) -> tuple[Float[Tensor, "total_queries heads head_dim"], Float[Tensor, "heads total_queries"]]:
     """Contiguous O in q's dtype and L in float32. Inputs are validated, non-empty and on one device."""
-    output = contiguous_like(q)
-    lse = q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
-
-    def launch_it() -> list[Launched | None]:
-        with stage("forward"):
-            return [launch(
-                varlen_forward_kernel, _grid(q, cu_seqlens_q, config.query_tile),
-                (q, k, v, *described_documents(config, k=k, v=v), output, lse, cu_seqlens_q, cu_seqlens_k),
-                (*q.stride(), *k.stride(), *v.stride(), len(cu_seqlens_q) - 1, q.shape[1],
-                 heads_together(q.shape[1], k.transpose(0, 1)), q.shape[0], k.shape[0], scale * LOG2_E.value, 0.0),
-                _options(q, k, is_causal, config),
-            )]  # fmt: skip
-
-    kept = kept_launches(
-        varlen_forward_kernel.fn, config, len(cu_seqlens_q), q.shape, k.shape, q.stride(), k.stride(), v.stride(),
-        q.dtype, q.device, is_causal, scale,
-    )  # fmt: skip
-    kept(q.device, (q, k, v, cu_seqlens_q, cu_seqlens_k), (output, lse), launch_it)
+    output = empty_like(q)
+    lse = empty((q.shape[1], q.shape[0]), torch.float32, q.device)
+    with stage("forward"):
+        launch(
+            varlen_forward_kernel, _grid(q, cu_seqlens_q, config.query_tile),
+            (q, k, v, *described_documents(config, k=k, v=v), output, lse, cu_seqlens_q, cu_seqlens_k),
+            (*q.stride(), *k.stride(), *v.stride(), len(cu_seqlens_q) - 1, q.shape[1],
+             heads_together(q.shape[1], k.transpose(0, 1)), q.shape[0], k.shape[0], scale * LOG2_E.value, 0.0),
+            _options(q, k, is_causal, config),
+        )  # fmt: skip
     return output, lse
 
 
@@ -248,44 +227,32 @@ def launch_varlen_backward(
     dq_config: KernelConfig,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Contiguous gradients of q, k, v in their dtypes; what `launch_backward` says of its arguments holds here."""
-    grad_q, grad_k, grad_v = contiguous_like(q), contiguous_like(k), contiguous_like(v)
-    rows = empty_rows(lse[None], padded=False)
+    grad_q, grad_k, grad_v = empty_like(q), empty_like(k), empty_like(v)
+    rows = launch_preprocess(  # of which none needs its document: one sequence of all rows
+        output.transpose(0, 1)[None], lse[None], grad_output.transpose(0, 1)[None],
+        None if grad_lse is None else grad_lse[None], padded=False,
+    )  # fmt: skip
     inputs, cu_seqlens = (q, k, v, grad_output), (cu_seqlens_q, cu_seqlens_k)
     strides = (*q.stride(), *k.stride(), *v.stride(), *grad_output.stride())
     totals_and_scales = (q.shape[0], k.shape[0], scale, scale * LOG2_E.value, 0.0)
     documents, heads, kv_heads = len(cu_seqlens_q) - 1, q.shape[1], k.shape[1]
-
-    def launch_all() -> list[Launched | None]:
-        # A row's D needs no document: one sequence of all rows.
-        launched = [preprocess_into(
-            rows, output.transpose(0, 1)[None], lse[None], grad_output.transpose(0, 1)[None],
-            None if grad_lse is None else grad_lse[None], padded=False,
-        )]  # fmt: skip
-        overlap = overlap_options(q.device, follows=True)
-        with stage("dkv"):
-            launched += [launch(
-                varlen_dkdv_kernel, _grid(k, cu_seqlens_k, dkdv_config.key_tile),
-                (*inputs, *described_documents(dkdv_config, q=q, grad_output=grad_output), *rows, grad_k, grad_v,
-                 *cu_seqlens),
-                (*strides, documents, kv_heads, heads_together(kv_heads, q.transpose(0, 1), heads // kv_heads),
-                 *totals_and_scales),
-                _options(q, k, is_causal, dkdv_config) | overlap,
-            )]  # fmt: skip
-        with stage("dq"):
-            launched += [launch(
-                varlen_dq_kernel, _grid(q, cu_seqlens_q, dq_config.query_tile),
-                (*inputs, *described_documents(dq_config, k=k, v=v), *rows, grad_q, *cu_seqlens),
-                (*strides, documents, heads, heads_together(heads, k.transpose(0, 1)), *totals_and_scales),
-                _options(q, k, is_causal, dq_config) | overlap,
-            )]  # fmt: skip
-        return launched
-
-    kept = kept_launches(
-        varlen_dq_kernel.fn, dkdv_config, dq_config, len(cu_seqlens_q), q.shape, k.shape, strides,
-        None if grad_lse is None else grad_lse.stride(), q.dtype, q.device, is_causal, scale,
-    )  # fmt: skip
-    upstream = (grad_output,) if grad_lse is None else (grad_output, grad_lse)
-    kept(q.device, (q, k, v, output, lse, *upstream, *cu_seqlens), (*rows, grad_q, grad_k, grad_v), launch_all)
+    overlap = overlap_options(q.device, follows=True)
+    with stage("dkv"):
+        launch(
+            varlen_dkdv_kernel, _grid(k, cu_seqlens_k, dkdv_config.key_tile),
+            (*inputs, *described_documents(dkdv_config, q=q, grad_output=grad_output), *rows, grad_k, grad_v,
+             *cu_seqlens),
+            (*strides, documents, kv_heads, heads_together(kv_heads, q.transpose(0, 1), heads // kv_heads),
+             *totals_and_scales),
+            _options(q, k, is_causal, dkdv_config) | overlap,
+        )  # fmt: skip
+    with stage("dq"):
+        launch(
+            varlen_dq_kernel, _grid(q, cu_seqlens_q, dq_config.query_tile),
+            (*inputs, *described_documents(dq_config, k=k, v=v), *rows, grad_q, *cu_seqlens),
+            (*strides, documents, heads, heads_together(heads, k.transpose(0, 1)), *totals_and_scales),
+            _options(q, k, is_causal, dq_config) | overlap,
+        )  # fmt: skip
     return grad_q, grad_k, grad_v
 
 
