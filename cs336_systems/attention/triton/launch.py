@@ -14,7 +14,8 @@ descriptor anew, 12 to 29 µs a kernel on an H200's host, where the driver needs
   2. record   During the second, `empty` and `launch` note what was allocated and launched.
   3. bind     Each kernel's parameters are laid out in a block of memory, as its PTX declares them: for a descriptor 128
               bytes of tensor map, the shape in 32 bits and the strides in 64; an address; a number.
-  4. replay   Every later call allocates, writes the new addresses into the blocks and calls `cuLaunchKernelEx`.
+  4. replay   Every later call allocates, writes the new addresses into the blocks and calls `cuLaunchKernelEx`; in C++
+              where `attention/native` has been built.
 A call is replayed only if it is nothing but launches: every tensor that a kernel touches is an argument of the function
 or came from `empty`, and so did every result. A function that copies an input or fills a result always runs itself, and
 so does every call while a profiler has hooks on Triton's launches or the stages of calls are timed.
@@ -43,6 +44,7 @@ from triton import knobs
 from triton.runtime.driver import driver
 from triton.runtime.errors import OutOfResources
 
+from cs336_systems.attention import native
 from cs336_systems.attention.tiles import KernelConfig, smaller_config
 from cs336_systems.device import interpreter_is_on
 from cs336_systems.measure.stages import stages_are_timed
@@ -221,6 +223,7 @@ class Replay:
         self._num_results = 0
         self._kernels: list[_BoundKernel] = []
         self._launches: list[Callable[[], int]] = []
+        self._plug_in: Callable[[tuple[Any, ...]], tuple[Tensor, ...] | None] | None = None  # the rest, in C++
         self._addresses: list[int] = []  # that the launches are for
         self._words: Any = None  # the addresses where kernels find them
         self._stream = 0
@@ -234,6 +237,9 @@ class Replay:
         if torch._C._cuda_getDevice() != device or _somebody_watches():
             return self._run(*arguments)
         _have_context(device)
+        if self._plug_in is not None:
+            results = self._plug_in(arguments)
+            return self._run(*arguments) if results is None else results
         buffers = [first.new_empty_strided(*shape, **dtype) for shape, dtype in self._buffers]
         addresses = [x.data_ptr() for x in (*self._tensors_of(arguments), *buffers)]
         stream = torch._C._cuda_getCurrentRawStream(device)
@@ -269,12 +275,20 @@ class Replay:
             kernels = [bind(launched, [*tensors, *buffers], words) for launched in recording.launches]
             with self._lock:
                 if not self._launches and all(kernels):
-                    self._tensors_of = itemgetter(*(i for i, x in enumerate(arguments) if isinstance(x, Tensor)))
+                    places = [place for place, x in enumerate(arguments) if isinstance(x, Tensor)]
+                    self._tensors_of = itemgetter(*places)
                     self._num_results = len(results)
                     dtypes = [{} if x.dtype == arguments[0].dtype else {"dtype": x.dtype} for x in buffers]
                     self._buffers = [((tuple(x.shape), x.stride()), dtype) for x, dtype in zip(buffers, dtypes)]
                     self._kernels = [kernel for kernel in kernels if kernel is not None]
                     self._words = words
+                    if (library := native.load()) is not None:
+                        self._plug_in = library.Replay(
+                            arguments[0].get_device(), places, [(list(x.shape), x.stride(), x.dtype) for x in buffers],
+                            len(results), ctypes.addressof(words), [kernel.places for kernel in self._kernels],
+                            _address_of(cuda_driver().cuTensorMapReplaceAddress),
+                            _address_of(cuda_driver().cuLaunchKernelEx),
+                        )  # fmt: skip
                     self._launches = [kernel.launch for kernel in self._kernels]
         return results
 
@@ -346,6 +360,9 @@ class _BoundKernel:
         self._config = _LaunchConfig(*launched.grid, 32 * metadata.num_warps, 1, 1, metadata.shared, None, *attributes)
         self._replace_address = cuda_driver().cuTensorMapReplaceAddress
         parameters = (ctypes.c_void_p * len(places))(*places)
+        stream = ctypes.addressof(self._config) + _LaunchConfig.stream.offset
+        # For the plug-in: configuration, stream in it, function, parameters, tensor maps.
+        self.places = ctypes.addressof(self._config), stream, compiled.function, ctypes.addressof(parameters), maps
         # Returns the driver's status: 0 where the kernel has been launched.
         self.launch: Callable[[], int] = partial(
             cuda_driver().cuLaunchKernelEx,
@@ -445,6 +462,10 @@ def _encode(place: int, descriptor: Any, meta: Any) -> bool:
         PROMOTE_TO_128_BYTES, FILL_WITH_ZEROS,
     )  # fmt: skip
     return status == 0
+
+
+def _address_of(function: Any) -> int:
+    return ctypes.cast(function, ctypes.c_void_p).value or 0
 
 
 @cache
