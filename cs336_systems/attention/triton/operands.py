@@ -21,6 +21,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from cs336_systems.attention.tiles import KernelConfig, head_tile
 from cs336_systems.attention.tiles.config import TMA_ALIGNMENT_BYTES, tma_reads_rows
 from cs336_systems.attention.triton.launch import empty, empty_like
+from cs336_systems.attention.triton.steps import Tiles
 
 QUERY_OPERANDS = ("q", "grad_output")
 MAX_GROUPED_ROWS = 64  # of a tile of 16-bit elements on sm_90; smaller ones take two or four
@@ -117,17 +118,13 @@ def grid_of(config: KernelConfig, q: Tensor, k: Tensor) -> tuple[int]:
     return (num_tiles(rows, tile) * batch * heads,)
 
 
-def tile_options(config: KernelConfig) -> dict[str, int | str]:
+def tile_options(config: KernelConfig, head_dim: int) -> dict[str, Any]:
     """What a kernel is told of its configuration."""
-    return {
-        "Q_TILE_SIZE": config.query_tile, "K_TILE_SIZE": config.key_tile, "PRECISION": config.precision,
-        "num_warps": config.num_warps, "num_stages": config.num_stages,
-    }  # fmt: skip
-
-
-def head_options(heads: int, kv_heads: int, head_dim: int) -> dict[str, int]:
-    """What a kernel is told of its heads."""
-    return {"GROUP": heads // kv_heads, "D": head_dim, "D_TILE": head_tile(head_dim)}
+    tiles = Tiles(
+        D=head_dim, D_TILE=head_tile(head_dim), Q_TILE_SIZE=config.query_tile, K_TILE_SIZE=config.key_tile,
+        PRECISION=config.precision,
+    )  # fmt: skip
+    return {"TILES": tiles, "TMA": config.tma, "num_warps": config.num_warps, "num_stages": config.num_stages}
 
 
 # Memory
