@@ -22,7 +22,7 @@ from hypothesis import given  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
 SIZES = st.sampled_from([16, 32, 64])
-LENGTHS = st.integers(0, 80)
+LENGTHS = st.one_of(st.integers(0, 80), st.sampled_from([15, 16, 17, 31, 32, 33, 47, 63, 64, 65]))
 
 
 def positions(seqlen_q: int, seqlen_k: int) -> tuple[Tensor, Tensor]:
@@ -112,6 +112,8 @@ def masks(draw, lengths=None, size=None) -> tuple[BlockMask, Tensor]:
         return BlockMask.sliding_window(seqlen_q, seqlen_k, window=window, **options), near
     if kind == "prefix":
         seen = torch.randint(0, seqlen_k + 1, (batch, heads, seqlen_q), generator=generator)
+        if flag:  # one length for all rows: whole tiles
+            seen = torch.full_like(seen, min(draw(LENGTHS), seqlen_k))
         return BlockMask.prefix(seen, seqlen_k, block_size=size), key < seen[..., None]
     if kind == "dynamic_topk":
         rows, kept = draw(st.sampled_from([1, seqlen_q])), draw(st.integers(0, 100))

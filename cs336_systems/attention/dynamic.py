@@ -92,7 +92,9 @@ def mask_chosen(
     seen = seen_keys(positions, chosen, seqlen_q, seqlen_k, is_causal)
     if seen.shape[1] > 1:
         seen = seen.repeat_interleave(group, dim=1)
-    if _has_kernels(seen.device.type) and seen.numel() and positions.shape[2]:
+    # Inductor has Triton, too; what it compiles must not look for it.
+    has_kernels = seen.is_cuda and (torch.compiler.is_compiling() or _has_kernels())
+    if has_kernels and seen.numel() and positions.shape[2]:
         from cs336_systems.attention.triton.staircase import launch_staircase
 
         return launch_staircase(seen.int().contiguous(), positions.shape[2], DEFAULT_BLOCK)
@@ -100,9 +102,9 @@ def mask_chosen(
 
 
 @cache
-def _has_kernels(device_kind: str) -> bool:
-    """Whether Triton runs on such devices; on a CPU it would only interpret."""
-    return device_kind == "cuda" and available_backends(get_device_info(device_kind))["triton"] == "ok"
+def _has_kernels() -> bool:
+    """Whether Triton runs on this machine's GPUs."""
+    return available_backends(get_device_info("cuda"))["triton"] == "ok"
 
 
 def seen_keys(
