@@ -70,18 +70,25 @@ def check(mask: BlockMask, expected: Tensor) -> None:
     assert torch.equal(mask.rows_with_keys(), dense.any(-1))
 
 
+SQUARE = ("document", "ids", "dilated")
+KINDS = ("dense", "blocks", "causal", "window", "prefix", "topk_blocks", "dynamic_topk", "mask_mod", *SQUARE)
+
+
 @st.composite
-def masks(draw, lengths=None, size=None) -> tuple[BlockMask, Tensor]:
+def masks(draw, kind=None, lengths=None, size=None) -> tuple[BlockMask, Tensor]:
     """A mask of any constructor, and the tokens that it must attend."""
-    seqlen_q, seqlen_k = lengths or (draw(LENGTHS), draw(LENGTHS))
+    if kind is None:
+        kind = draw(st.sampled_from(KINDS if lengths is None or lengths[0] == lengths[1] else KINDS[: -len(SQUARE)]))
+    if lengths is None:
+        seqlen = draw(LENGTHS)
+        lengths = seqlen, seqlen if kind in SQUARE else draw(LENGTHS)
+    seqlen_q, seqlen_k = lengths
     size = size or (draw(SIZES), draw(SIZES))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 99)))
     batch, heads, flag = draw(st.integers(1, 2)), draw(st.integers(1, 2)), draw(st.booleans())
     shape = [-(-seqlen // block) for seqlen, block in zip((seqlen_q, seqlen_k), size)]
     query, key = positions(seqlen_q, seqlen_k)
     causal = (query >= key) | (not flag)
-    kinds = ["dense", "blocks", "causal", "window", "prefix", "topk_blocks", "dynamic_topk", "mask_mod"]
-    kind = draw(st.sampled_from([*kinds, *(["document", "ids", "dilated"] if seqlen_q == seqlen_k else [])]))
     if kind == "dense":
         density = draw(st.sampled_from([0.02, 0.5, 1.0]))
         tokens = torch.rand(batch, heads, seqlen_q, seqlen_k, generator=generator) < density
@@ -113,7 +120,8 @@ def masks(draw, lengths=None, size=None) -> tuple[BlockMask, Tensor]:
     if kind == "prefix":
         seen = torch.randint(0, seqlen_k + 1, (batch, heads, seqlen_q), generator=generator)
         if flag:  # one length for all rows: whole tiles
-            seen = torch.full_like(seen, min(draw(LENGTHS), seqlen_k))
+            edge = size[1] * draw(st.integers(0, 3)) - draw(st.integers(0, 1))
+            seen = torch.full_like(seen, min(max(0, edge), seqlen_k))
         return BlockMask.prefix(seen, seqlen_k, block_size=size), key < seen[..., None]
     if kind == "dynamic_topk":
         rows, kept = draw(st.sampled_from([1, seqlen_q])), draw(st.integers(0, 100))
@@ -151,14 +159,10 @@ def masks(draw, lengths=None, size=None) -> tuple[BlockMask, Tensor]:
     return mask, ((ids[:, :, None] == ids[:, None]) & causal)[:, None]
 
 
-@given(masks())
-def test_every_constructor_attends_its_definition(drawn):
-    check(*drawn)
-
-
-@given(st.data(), LENGTHS, SIZES)
-def test_every_constructor_of_square_planes(data, seqlen, size):
-    check(*data.draw(masks(lengths=(seqlen, seqlen), size=(size, size))))
+@pytest.mark.parametrize("kind", KINDS)
+@given(st.data())
+def test_every_constructor_attends_its_definition(kind, data):
+    check(*data.draw(masks(kind=kind)))
 
 
 @given(st.data(), LENGTHS, LENGTHS, SIZES)
