@@ -35,7 +35,7 @@ CHECK_PYTHON = command -v $(PYTHON) >/dev/null || \
     $(PYTHON) tools/check_python.py
 
 .DEFAULT_GOAL := help
-.PHONY: help venv test test-slow test-hf test-gpu sanitize report lint notebooks notebooks-check course-tests sm90-venv clean
+.PHONY: help venv test test-slow fuzz test-hf test-gpu sanitize report lint notebooks notebooks-check course-tests sm90-venv clean
 
 help: ## list the targets
 	@awk -F ':[^#]*## ' '/^[a-z0-9-]+:[^#]*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -57,6 +57,10 @@ test: $(STAMP) ## run the tests, grade the problems, name the stale GPU tests
 test-slow: $(STAMP) ## the tests that take long: whole runs, jobs of ranks, compilations
 	$(if $(TEST_PROCESSES),OMP_NUM_THREADS=1 )$(RUN) -m pytest -m slow \
 	    $(addprefix --dist load -n ,$(TEST_PROCESSES)) $(PYTEST_ARGS)
+
+fuzz: $(STAMP) ## ten times as many drawn cases as `make test` of the tests that draw theirs
+	OMP_NUM_THREADS=1 $(RUN) -m pytest -m 'not slow' --hypothesis-profile=fuzz \
+	    $$(grep -l 'hypothesis import given' tests/test_*.py) $(PYTEST_ARGS)
 
 test-hf: $(STAMP) ## install Transformers, then test what integrates with it
 	$(if $(STAMP),$(VENV)/bin/python -m pip install --quiet --no-compile $(addprefix -c ,$(CONSTRAINTS)) -e '.[hf]')

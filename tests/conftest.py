@@ -38,6 +38,13 @@ from tests.grade import Grade
 
 HAS_CUDA = torch.cuda.is_available()
 
+if find_spec("hypothesis") is not None:
+    from hypothesis import settings
+
+    settings.register_profile("ci", max_examples=200, deadline=None)
+    settings.register_profile("fuzz", max_examples=2000, deadline=None)  # `make fuzz`
+    settings.load_profile("ci")
+
 # Without a GPU, Triton's kernels run in its interpreter. `@triton.jit` chooses when it decorates, so this must be set
 # before any test module loads a kernel.
 if not HAS_CUDA:

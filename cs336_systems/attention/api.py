@@ -4,8 +4,8 @@
     out, lse = flash_attention(q, k, v, backend="tiled", return_lse=True)
     out = flash_attention(q, k, v, block_mask=BlockMask.sliding_window(4096, window=512, device="cuda"))
 
-Back ends are the stages of this package: `reference`, `compiled`, `tiled`, `triton`, `hopper`. A named one is used or
-refused with the reason; `auto` chooses, and `explain_backend` says what it chose and why.
+Back ends are the stages of this package: `reference`, `compiled`, `tiled`, `triton_first`, `triton`, `hopper`. A named
+one is used or refused with the reason; `auto` chooses, and `explain_backend` says what it chose and why.
 """
 
 from __future__ import annotations
@@ -69,16 +69,22 @@ def flash_attention(
         deterministic: True makes gradients bit-reproducible. All are but dQ of `hopper`, summed by atomic additions;
             there True takes Triton's backward in two passes, which is slower. None: as PyTorch has been told by
             `torch.use_deterministic_algorithms`.
-        backend: `auto`, `reference`, `compiled`, `tiled`, `triton` or `hopper`.
+        backend: `auto`, `reference`, `compiled`, `tiled`, `triton_first`, `triton` or `hopper`. The first kernel takes
+            lengths in whole tiles of 64, head dims of 16, 32, 64 and 128, and no block mask.
         config: tiles of the `triton` kernels, instead of the table's.
 
     Where queries are too few to fill a GPU, as in one head or one generated token, the forward of `triton` splits the
     keys among programs, and meanwhile holds a float32 output for each part, at most 128.
 
-    Scores must be finite: a NaN among a query's scores, or none but -inf of those that its mask leaves, makes its O and
-    L NaN in some back ends and 0 and -inf in others. Gradients of `tiled`, `triton` and `hopper` keep the rounding of L
-    to float32: random scores of thousands leave the contract in float32, and those from 1e8 on may overflow in 16 bits.
-    They are differences of dO Vᵀ and rowsum(dO ∘ O), two roundings of one number where a query sees one key: dQ and dK,
+    Inputs must be finite. What is not reaches every query that attends it; in V also the earlier queries of each tile
+    that visits its row, which give it the weight 0, and their gradients. In `reference`, `compiled`, and `tiled` under
+    a block_mask, that is every query of its head. Other heads, other batch entries and queries whose tiles do not visit
+    it keep their bits; a dead tile of a block_mask is never read by `triton`.
+
+    Scores must be finite too: a NaN among a query's scores, or none but -inf of those that its mask leaves, makes its O
+    and L NaN in some back ends and 0 and -inf in others. Gradients of `tiled`, `triton` and `hopper` keep the rounding
+    of L to float32: random scores of thousands leave the contract in float32, and those from 1e8 on may overflow in 16
+    bits. They are differences of dO Vᵀ and rowsum(dO ∘ O), two roundings of one number where a query sees one key: dQ and dK,
     which are 0 there, come out as roundings times the scale, some 1e-5 in float32 for a scale of 2 and 65 queries.
 
     Under autocast inputs of 16 or 32 bits are cast to autocast's dtype, as SDPA does. Without keys the output is 0 and
@@ -198,6 +204,10 @@ def _operator(backend: str) -> AttentionOperator:
         from cs336_systems.attention.hopper.function import hopper_attention
 
         return hopper_attention
+    if backend == "triton_first":
+        from cs336_systems.attention.triton.first import triton_first_attention
+
+        return triton_first_attention
     from cs336_systems.attention.triton.function import triton_attention
 
     return triton_attention

@@ -28,7 +28,7 @@ from cs336_systems.device import (
 
 # Which run here
 
-BACKENDS = ("reference", "compiled", "tiled", "triton", "hopper")
+BACKENDS = ("reference", "compiled", "tiled", "triton_first", "triton", "hopper")
 INTERPRETER_HINT = "set TRITON_INTERPRET=1 before the first import of triton kernels to run them on the CPU interpreter"
 INTERPRETER_BFLOAT16 = "Triton's CPU interpreter computes wrong bfloat16 products; use float32 or float16 there"
 MIN_TRITON_CAPABILITY = (8, 0)  # the first with bfloat16 and asynchronous copies, which the kernels are written for
@@ -50,6 +50,7 @@ def available_backends(info: DeviceInfo | None = None) -> dict[str, str]:
         "reference": None,
         "compiled": _compiled_reason(info),
         "tiled": None,
+        "triton_first": _triton_reason(info),
         "triton": _triton_reason(info),
         "hopper": _hopper_reason(info),
     }
@@ -169,7 +170,10 @@ def select_backend(
             return available.get(name, "it is not among the available back ends")
         if name == "hopper":
             return _hopper_refusal(device_kind, compute_capability, dtype, head_dim, layout)
-        return _triton_refusal(device_kind, compute_capability, dtype, head_dim) if name == "triton" else None
+        if name == "triton_first" and layout != "dense":  # lengths and head dims are for the kernel to refuse
+            return "the first kernel takes neither block masks nor packed documents; backend 'triton' does"
+        is_triton = name in ("triton", "triton_first")
+        return _triton_refusal(device_kind, compute_capability, dtype, head_dim) if is_triton else None
 
     if requested != "auto":
         if (why := refusal(requested)) is not None:
