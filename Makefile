@@ -103,8 +103,10 @@ grade: $(STAMP) ## grade an implementation: ADAPTERS=path/to/adapters.py GRADE_A
 course-tests: $(STAMP) ## run the course's own tests: DIR=path/to/assignment2-systems ADAPTERS=path/to/adapters.py
 	@$(RUN) tools/course_tests.py "$(DIR)" "$(ADAPTERS)"
 
-fuzz: $(STAMP) ## compare attention with the oracle on random inputs: SECONDS=60
+fuzz: $(STAMP) ## attention against the oracle for SECONDS=60, then 2,000 drawn cases of each test that draws its own
 	$(RUN) tools/fuzz.py --seconds $(SECONDS)
+	OMP_NUM_THREADS=1 $(RUN) -m pytest -m 'not slow' --hypothesis-profile=fuzz \
+	    $$(grep -l 'hypothesis import given' tests/test_*.py) $(PYTEST_ARGS)
 
 check-wheel: $(STAMP) ## build the wheel, install it elsewhere, use it with and without Triton
 	$(RUN) tools/check_wheel.py

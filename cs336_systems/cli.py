@@ -89,21 +89,6 @@ def list_problems() -> None:
 
 
 @app.command()
-def build() -> None:
-    """Compile the C++ half of the attention operators, once a machine: short calls on a GPU are faster."""
-    with one_line_errors():
-        from cs336_systems.attention import native
-
-        try:
-            path = native.build()
-        except (RuntimeError, OSError) as error:
-            raise ValueError(str(error)) from None
-        if native.load() is None:
-            raise ValueError(f"it is built, and calls are {native.state()}")
-    typer.echo(f"attention calls on a GPU go through C++ from now on: {path}")
-
-
-@app.command()
 def run(
     problems: Annotated[list[str] | None, typer.Argument(help="Problem names; see `list`.")] = None,
     run_all: Annotated[bool, typer.Option("--all", help="Run every problem.")] = False,
@@ -147,9 +132,7 @@ def run(
         provenance = find_provenance(commit, dirty)
         folder = results_folder(results, get_device_info(kind), config)
         _check_writable(folder, chosen)
-        if kind == "cuda":
-            _build_for_measuring()
-        else:
+        if kind == "cpu":
             wait_briefly(os.environ)
         sweep = Sweep(
             config,
@@ -194,18 +177,6 @@ def run(
     if totals and not any(status.startswith(("ok", "partly")) for status in totals):
         typer.echo("error: nothing could be measured", err=True)
         raise typer.Exit(EXIT_NOTHING_MEASURED)
-
-
-def _build_for_measuring() -> None:
-    """The C++ half of attention's calls, without which they are measured as well."""
-    from cs336_systems.attention import native
-
-    if native.load() is None and not native.is_switched_off():
-        typer.echo("compiling the C++ half of the attention operators, once on this machine", err=True)
-    try:
-        native.build()
-    except (RuntimeError, OSError) as error:
-        typer.echo(f"warning: attention calls are measured without their C++ half: {error}", err=True)
 
 
 def _run_problem(

@@ -36,6 +36,13 @@ from tests.gpu_record import GpuRow, GpuTest
 
 HAS_CUDA = torch.cuda.is_available()
 
+if find_spec("hypothesis") is not None:
+    from hypothesis import settings
+
+    settings.register_profile("ci", max_examples=200, deadline=None)
+    settings.register_profile("fuzz", max_examples=2000, deadline=None)  # `make fuzz`
+    settings.load_profile("ci")
+
 # Without a GPU, Triton's kernels run in its interpreter. `@triton.jit` chooses when it decorates, so this must be set
 # before any test module loads a kernel.
 if not HAS_CUDA:
@@ -74,21 +81,13 @@ def _ranks_are_copies() -> None:
         launch.START_METHOD = "forkserver"
 
 
-@pytest.fixture(scope="session", autouse=True)
-def _calls_are_native() -> None:
-    """On a GPU attention runs with the C++ half of its operators; `test_native.py` compares that with Python's."""
-    native: Any = sys.modules.get("cs336_systems.attention.native")  # in the processes whose tests attend
-    if native is not None and HAS_CUDA:
-        native.build()
-
-
 @pytest.fixture(autouse=True)
 def _calls_are_new() -> None:
-    """What C++ makes of a test's calls depends on no other test: a test may change what Python's half would launch."""
-    for backend in ("triton", "hopper"):
-        module: Any = sys.modules.get(f"cs336_systems.attention.{backend}.function")
-        if module is not None:
-            getattr(module, f"{backend}_attention")._kept = None
+    """No call is replayed from another test: a test may change what a call would launch."""
+    for module, name in (("api", "_choose"), ("operator", "_passes_of")):
+        loaded: Any = sys.modules.get(f"cs336_systems.attention.{module}")
+        if loaded is not None:
+            getattr(loaded, name).cache_clear()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

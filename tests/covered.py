@@ -22,7 +22,7 @@ ATTENTION = tuple(
 # deterministic one, and the way to them.
 HOPPER_ATTENTION = (
     HOPPER,
-    f"{FOLDER}/native",
+    f"{FOLDER}/backends.py",
     f"{FOLDER}/api.py",
     f"{FOLDER}/contract.py",
     f"{FOLDER}/operator.py",

@@ -20,6 +20,7 @@ from torch import Tensor
 from cs336_systems.attention import AttentionConfig, BlockMask, KernelConfig, flash_attention
 from cs336_systems.attention.compilation import triton_version
 from cs336_systems.attention.contract import compute_oracle, contract_errors
+from cs336_systems.attention.masks.block_mask import LISTS
 from cs336_systems.attention.reference import attention_reference
 from cs336_systems.attention.tiles.tables import SHARED_MEMORY_LIMIT_BYTES
 from tests.covered import ATTENTION
@@ -433,19 +434,29 @@ def test_double_backward_is_refused(backend):
     ("queries", "keys", "block"), [(64, 50, 16), (100, 37, 16), (150, 200, 64), (65, 30, 64), (1, 1, 16)]
 )
 def test_staircase_in_one_launch(queries, keys, block, device, monkeypatch):
-    """Field by field what tensor operations compute, into memory that was anything before."""
-    from cs336_systems.attention.masks.staircase import staircase_mask
-    from cs336_systems.attention.triton.staircase import launch_staircase
+    """What `BlockMask.prefix` lists, both ways, into memory that was anything; so does torch.compile's operator."""
+    from cs336_systems.attention.triton.staircase import launch_staircase, opaque_staircase
 
     empty = torch.empty
     monkeypatch.setattr(torch, "empty", lambda *shape, **options: empty(*shape, **options).fill_(-9))
     climbs = torch.rand(2, 2, queries, generator=torch.Generator().manual_seed(queries)) < 0.6
     lengths = climbs.cumsum(-1).clamp(max=keys).int()
-    expected = staircase_mask(lengths, keys, block)
-    mask = launch_staircase(lengths.to(device), keys, block).to("cpu")
-    for name, values in vars(expected).items():
-        same = torch.equal(values, getattr(mask, name)) if isinstance(values, Tensor) else values == getattr(mask, name)
-        assert same, name
+    expected = BlockMask.prefix(lengths, keys, block_size=block)
+    mask = launch_staircase(lengths.to(device), keys, block)
+    operators = opaque_staircase(lengths.to(device), keys, block)
+    assert all(map(torch.equal, operators, (getattr(mask, name) for name in LISTS)))
+    mask = mask.to("cpu")
+    assert torch.equal(mask.to_dense(), expected.to_dense())
+    for side in ("kv", "q"):
+        for prefix in ("", "full_"):
+            counts, indices = (f"{prefix}{side}_{name}" for name in ("num_blocks", "indices"))
+            assert torch.equal(getattr(mask, counts), getattr(expected, counts))
+            ours, theirs = (getattr(one, indices) for one in (mask, expected))
+            listed = torch.arange(theirs.shape[3]) < getattr(expected, counts)[..., None]
+            assert torch.equal(ours[..., : theirs.shape[3]], theirs) and not ours[..., theirs.shape[3] :].any()
+            if not prefix:
+                tokens = [getattr(one, f"{side}_tokens")[..., : theirs.shape[3]][listed] for one in (mask, expected)]
+                assert torch.equal(mask.token_bits[tokens[0]], expected.token_bits[tokens[1]])
 
 
 @pytest.mark.gpu

@@ -18,9 +18,10 @@ from torch import Tensor
 
 from cs336_systems.attention import flash_attention
 from cs336_systems.attention.api import explain_backend
+from cs336_systems.attention.backends import BACKENDS
 from cs336_systems.attention.contract import Oracle, compute_oracle, contract_errors
 from cs336_systems.config import AttentionShape
-from cs336_systems.device import BACKENDS, interpreter_is_on
+from cs336_systems.device import interpreter_is_on
 from cs336_systems.experiments.implementations import off_contract
 from cs336_systems.inputs import attention_inputs
 from cs336_systems.measure.memory import one_out_of_memory_error, release

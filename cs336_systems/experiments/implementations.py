@@ -17,10 +17,10 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from cs336_systems.attention import FlashAttentionPyTorch, attention_reference, flash_attention
+from cs336_systems.attention.backends import INTERPRETER_BFLOAT16, hopper_refusal
 from cs336_systems.attention.compiled import compiled_reference
-from cs336_systems.attention.hopper.support import hopper_refusal
 from cs336_systems.config import AttentionShape
-from cs336_systems.device import INTERPRETER_BFLOAT16, has_cxx_compiler
+from cs336_systems.device import has_cxx_compiler
 from cs336_systems.experiments.cells import Unsupported
 
 AttentionFunction = Callable[[Tensor, Tensor, Tensor], Any]  # -> Tensor; some return types are unions
@@ -76,7 +76,7 @@ def kernel_name(name: str, shape: AttentionShape, device: str) -> str:
     if name != "triton":
         return ""
     from cs336_systems.attention.triton.function import forward_name, kernel_config
-    from cs336_systems.attention.triton.launching import rows_of_groups
+    from cs336_systems.attention.triton.operands import rows_of_groups
 
     q, k = _query_and_key(shape, device)
     rows = rows_of_groups(q, k, shape.is_causal)

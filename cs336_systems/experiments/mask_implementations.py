@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from cs336_systems.attention import BlockMask, attention_reference, flash_attention
+from cs336_systems.attention.backends import INTERPRETER_BFLOAT16
 from cs336_systems.attention.dilated import dilated_attention
 from cs336_systems.attention.dynamic import choose_keys, mask_chosen, shared_keys_attention
 from cs336_systems.attention.masks import parse_mask
 from cs336_systems.attention.masks.parse import random_bias
 from cs336_systems.config import AttentionShape, MaskCase, RunConfig
-from cs336_systems.device import INTERPRETER_BFLOAT16
 from cs336_systems.experiments.cells import Unsupported
 from cs336_systems.experiments.implementations import FLEX_BLOCK, build, compiled_flex, kernel_name
 

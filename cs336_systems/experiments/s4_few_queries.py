@@ -93,7 +93,7 @@ def build_forward(name: str, shape: AttentionShape, device: str) -> tuple[Attent
         return build(name, shape, device), " ".join(kernels[: 2 if kernels[:1] == ["interpreter"] else 1])
     from cs336_systems.attention.triton.forward import launch_forward
     from cs336_systems.attention.triton.function import kernel_config
-    from cs336_systems.attention.triton.launching import rows_of_groups
+    from cs336_systems.attention.triton.operands import rows_of_groups
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         config = kernel_config("forward", rows_of_groups(q, k, shape.is_causal), k, is_causal=shape.is_causal)

@@ -12,10 +12,9 @@ from collections.abc import Iterator
 import torch
 
 from cs336_systems.attention import AttentionConfig, flash_attention, select_config
-from cs336_systems.attention.hopper.support import hopper_refusal
+from cs336_systems.attention.backends import HOPPER_CAPABILITY, hopper_refusal
 from cs336_systems.attention.tiles.config import KERNELS
 from cs336_systems.config import AttentionShape, RunConfig
-from cs336_systems.device import HOPPER_CAPABILITY
 from cs336_systems.experiments.attention_cells import BACKWARD, BOTH, FORWARD, attention_cell, measure_attention
 from cs336_systems.experiments.cells import Cell, Measurement, Unsupported
 from cs336_systems.experiments.implementations import AttentionFunction, build, kernel_name

@@ -17,12 +17,12 @@ from dataclasses import dataclass
 
 import torch
 
+from cs336_systems.attention.backends import HOPPER_CAPABILITY
 from cs336_systems.attention.compilation import arch_of_capability, compile_all, compiled_launches
 from cs336_systems.attention.tiles import KernelConfig, select_config, target_of, tuning_grid
 from cs336_systems.attention.tiles.config import tma_reads_rows
 from cs336_systems.attention.tiles.grid import TMA_TARGETS
 from cs336_systems.config import BYTES_PER_ELEMENT, AttentionShape, RunConfig
-from cs336_systems.device import HOPPER_CAPABILITY
 from cs336_systems.experiments.attention_cells import BACKWARD, FORWARD, _inputs, _oracle, checked_error
 from cs336_systems.experiments.cells import Cell, Measurement, Row, Unsupported
 from cs336_systems.experiments.tuning import launches_of

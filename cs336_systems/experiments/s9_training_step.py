@@ -28,6 +28,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 
+from cs336_systems.attention.backends import available_backends
 from cs336_systems.config import (
     DISTRIBUTED_BACKENDS,
     MODEL_SIZES,
@@ -38,7 +39,6 @@ from cs336_systems.config import (
     require_choice,
     require_positive,
 )
-from cs336_systems.device import available_backends
 from cs336_systems.distributed.memory_plan import long_step_bytes
 from cs336_systems.experiments.cells import Cell, Disagreement, Measurement, Row, Unsupported
 from cs336_systems.experiments.rank_cells import run_cell, slowest

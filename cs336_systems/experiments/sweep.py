@@ -18,7 +18,6 @@ from platform import python_version
 from typing import Any, Literal, TextIO
 
 from cs336_systems import __version__
-from cs336_systems.attention import native
 from cs336_systems.config import RunConfig
 from cs336_systems.device import DeviceInfo, get_device_info
 from cs336_systems.experiments.cells import Cell, Measurement
@@ -103,8 +102,6 @@ class Sweep:
         self.implementations = None if implementations is None else set(implementations)
         self.device = get_device_info(run.device)
         self.software = software_versions()
-        if run.device == "cuda":
-            self.software["attention_calls"] = "python" if native.load() is None else "c++"
         self.interpret = interpret
         self.worker = Worker(run, folder / "logs" / "worker.log", interpret)
         self._lock_file: TextIO | None = None
