@@ -17,8 +17,8 @@ from cs336_systems.attention import AttentionConfig, BlockMask, KernelConfig, fl
 from cs336_systems.attention.contract import compute_oracle, contract_errors
 from cs336_systems.attention.tiles.config import KERNELS, L2_SHARE_BYTES
 from cs336_systems.attention.triton.backward import launch_preprocess
-from cs336_systems.attention.triton.descriptors import describable, described
 from cs336_systems.attention.triton.function import kernel_config
+from cs336_systems.attention.triton.operands import describable, described
 from cs336_systems.attention.triton.steps import ROW_PADDING, heads_together, tile_of_program
 from tests.covered import ATTENTION
 from tests.test_s4_attention import DEVICES, DTYPES, draw, inputs, run, skip_what_cannot_run

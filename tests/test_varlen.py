@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from cs336_systems.attention import AttentionConfig, attention_reference, flash_attention, flash_attention_varlen
 from cs336_systems.attention.contract import compute_oracle, contract_errors
-from cs336_systems.attention.triton import launching
+from cs336_systems.attention.triton import launch
 from tests.covered import ATTENTION
 from tests.test_block_sparse import poisoned  # noqa: F401
 from tests.test_s4_attention import (
@@ -265,8 +265,8 @@ def test_launches_that_are_made_again_read_what_lies_there_now():
 )
 def test_documents_take_tma_where_it_can_read(capfd, monkeypatch):
     """A fused projection is read in place; one whose rows start between 16 bytes takes the pointers."""
-    monkeypatch.setattr(launching, "_log_is_on", lambda: True)
-    launching._print_once.cache_clear()
+    monkeypatch.setattr(launch, "_log_is_on", lambda: True)
+    launch._print_once.cache_clear()
     for width, tma in ((64, True), (66, False)):
         fused = draw(300, 3 * 2, width, dtype=torch.bfloat16, device="cuda", seed=0)[..., :64]
         documents = boundaries([171, 129], "cuda")
