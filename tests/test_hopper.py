@@ -19,23 +19,23 @@ import pytest
 import torch
 from torch import Tensor
 
-from cs336_systems import device as device_module
 from cs336_systems.attention import (
     AttentionConfig,
     BlockMask,
     api,
     attention_reference,
+    backends,
     explain_backend,
     flash_attention,
     flash_attention_varlen,
 )
+from cs336_systems.attention.backends import BACKENDS, MAX_HOPPER_HEAD_DIM, available_backends
 from cs336_systems.attention.contract import compute_oracle, contract_errors
-from cs336_systems.attention.hopper import function, support
+from cs336_systems.attention.hopper import function
 from cs336_systems.attention.hopper.schedule import ORDERS, SCHEDULES
 from cs336_systems.attention.tiled import tiled_backward, tiled_forward
 from cs336_systems.attention.tiles import head_tile
 from cs336_systems.config import ModelConfig
-from cs336_systems.device import MAX_HOPPER_HEAD_DIM
 from cs336_systems.model.checkpointing import checkpoint_selectively
 from cs336_systems.model.transformer import TransformerLM
 from tests.covered import HOPPER_ATTENTION
@@ -81,9 +81,8 @@ def replaced(monkeypatch) -> Calls:
 
     monkeypatch.setattr(function, "hopper_forward", forward)
     monkeypatch.setattr(function, "hopper_backward", backward("hopper"))
-    monkeypatch.setattr(function.triton_attention, "backward", backward("triton"))
-    monkeypatch.setattr(function, "hopper_refusal", lambda q: None)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)  # the index of a tensor on the CPU
+    monkeypatch.setattr(function, "dense_backward", backward("triton"))
+    monkeypatch.setattr(function, "refuse_hopper", lambda q: None)
     monkeypatch.setattr(api, "explain_backend", lambda q, k, **_: ("hopper", "the test says so"))
     monkeypatch.setattr(api, "_is_usual", lambda *_: False)  # or the choice would be kept for other tests
     return calls
@@ -182,59 +181,40 @@ def test_compile_takes_it_whole(replaced):
     assert replaced == ["hopper forward", "hopper backward"] * 2
 
 
-def test_double_backward_is_refused(replaced):
-    leaves = [x.requires_grad_() for x in cpu_inputs()[:3]]
-    (grad_q,) = torch.autograd.grad(flash_attention(*leaves).sum(), leaves[0], create_graph=True)
+def test_what_only_the_reference_has_is_refused(replaced):
+    q, k, v, _ = cpu_inputs()
+    with pytest.raises(NotImplementedError, match="forward-mode AD is not supported here"):
+        torch.func.jvp(lambda q: flash_attention(q, k, v), (q,), (q,))
+    with pytest.raises(ValueError, match="config chooses the tiles of backend 'triton', got backend 'hopper'"):
+        flash_attention(q, k, v, config=AttentionConfig())
+    (grad_q,) = torch.autograd.grad(flash_attention(q.requires_grad_(), k, v).sum(), q, create_graph=True)
     with pytest.raises(NotImplementedError, match="double backward is not supported here; backend='reference' has it"):
         grad_q.sum().backward()
 
 
-def test_forward_mode_is_refused(replaced):
-    q, k, v, _ = cpu_inputs()
-    with pytest.raises(NotImplementedError, match="forward-mode AD is not supported here"):
-        torch.func.jvp(lambda q: flash_attention(q, k, v), (q,), (q,))
-
-
-def test_tiles_of_triton_are_refused(replaced):
-    with pytest.raises(ValueError, match="config chooses the tiles of backend 'triton', got backend 'hopper'"):
-        flash_attention(*cpu_inputs()[:3], config=AttentionConfig())
-
-
-@pytest.fixture
-def hopper_everywhere(monkeypatch):
-    """A machine on which all back ends run, as far as `available_backends` says."""
-    everything = dict.fromkeys(device_module.BACKENDS, "ok")
-    monkeypatch.setattr(api, "_available_once", lambda device_kind, interpreter: everything)
-
-
-def test_inputs_elsewhere_are_refused(hopper_everywhere):
-    message = "backend 'hopper' cannot be used: hopper kernels run on CUDA devices, and the inputs are on cpu"
-    with pytest.raises(ValueError, match=message):
-        flash_attention(*cpu_inputs()[:3], backend="hopper")
-
-
-def test_masks_and_documents_are_refused(hopper_everywhere):
+def test_calls_that_hopper_does_not_serve_are_refused(monkeypatch):
+    """Though its kernels run on this machine, as far as `available_backends` says."""
+    monkeypatch.setattr(api, "_available", lambda device_kind: dict.fromkeys(BACKENDS, "ok"))
     q, k, v, _ = inputs(1, 2, 2, 64, 64, 16, torch.float32, "cpu")
-    mask = BlockMask.causal(64, 64, block_size=64)
+    mask, ends = BlockMask.causal(64, 64, block_size=64), torch.tensor([0, 64], dtype=torch.int32)
+    with pytest.raises(ValueError, match="'hopper' cannot be used: hopper kernels run on CUDA .* are on cpu"):
+        flash_attention(q, k, v, backend="hopper")
     with pytest.raises(ValueError, match="hopper kernels walk no lists of tiles; backend 'triton' runs a block mask"):
         flash_attention(q, k, v, block_mask=mask, backend="hopper")
-    packed = [x[0].transpose(0, 1) for x in (q, k, v)]
-    ends = torch.tensor([0, 64], dtype=torch.int32)
     with pytest.raises(ValueError, match="hopper kernels take no packed documents; backend 'triton' does"):
-        flash_attention_varlen(*packed, ends, ends, 64, 64, backend="hopper")
+        flash_attention_varlen(*(x[0].transpose(0, 1) for x in (q, k, v)), ends, ends, 64, 64, backend="hopper")
+    with pytest.raises(ValueError, match="q cannot be attended by the Hopper kernels: .* the inputs are on cpu"):
+        function.hopper_attention(q, k, v, False, True, 0.25, "")
 
 
 @pytest.mark.skipif(HAS_HOPPER, reason="this machine has what is missing here")
 def test_a_machine_without_hopper_says_so():
-    q, k, v, _ = cpu_inputs()
-    with pytest.raises(ValueError, match=r"hopper kernels need a GPU of compute capability 9\.0 \(H100, H200\)"):
-        flash_attention(q, k, v, backend="hopper")
-
-
-def test_the_operator_refuses_what_its_kernels_cannot_do():
-    q, k, v, _ = cpu_inputs()
-    with pytest.raises(ValueError, match="q cannot be attended by the Hopper kernels: .* the inputs are on cpu"):
-        function.hopper_attention(q, k, v, False, True, 0.25, "")
+    message = r"backend 'hopper' cannot be used: hopper kernels need a GPU of compute capability 9\.0 \(H100, H200\)"
+    with pytest.raises(ValueError, match=message):
+        flash_attention(*cpu_inputs()[:3], backend="hopper")
+    model, tokens = tiny_model("hopper")
+    with pytest.raises(ValueError, match=message):
+        model(tokens)
 
 
 @pytest.mark.parametrize(
@@ -250,15 +230,13 @@ def test_the_operator_refuses_what_its_kernels_cannot_do():
 )
 def test_what_the_operator_asks_first(monkeypatch, dtype, head_dim, capability, state, reason):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setattr(support, "get_device_info", lambda device: None)
-    monkeypatch.setattr(support, "available_backends", lambda info: {"hopper": state})
-    support._refusal.cache_clear()
-    assert support._refusal(torch.device("cuda", 0), dtype, head_dim, "dense") == reason
-    support._refusal.cache_clear()
+    monkeypatch.setattr(backends, "available_here", lambda *_: {"hopper": state})
+    q: Any = SimpleNamespace(device=torch.device("cuda", 0), is_cuda=True, dtype=dtype, shape=(2, 3, 20, head_dim))
+    assert backends.hopper_refusal(q) == reason
 
 
 def test_records_name_the_tiles(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132))
+    monkeypatch.setattr(function, "num_multiprocessors", lambda device: 132)
     q = torch.empty(1, 16, 16384, 64, dtype=torch.bfloat16, device="meta")
     forward, backward = function.kernel_names(q, q, is_causal=True).split()
     assert forward == "hopper_forward_192x128_tiles" and backward == "hopper_backward_128x128"
@@ -292,16 +270,9 @@ def test_selective_checkpointing_keeps_its_output(replaced):
     assert replaced == ["hopper forward"] * 2 + ["hopper backward"] * 2
 
 
-@pytest.mark.skipif(HAS_HOPPER, reason="this machine has what is missing here")
-def test_a_model_without_hopper_says_so():
-    model, tokens = tiny_model("hopper")
-    with pytest.raises(ValueError, match="backend 'hopper' cannot be used: hopper kernels need a GPU of compute"):
-        model(tokens)
-
-
 def test_asking_loads_no_kernels():
     code = (
-        "import sys, torch; from cs336_systems.attention.hopper.support import hopper_refusal;"
+        "import sys, torch; from cs336_systems.attention.backends import hopper_refusal;"
         "print(hopper_refusal(torch.zeros(4)), [name for name in sys.modules if name.endswith('hopper.forward')])"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
@@ -351,9 +322,9 @@ def each_schedule(monkeypatch) -> Callable[[int], Iterator[str]]:
         for name in ("", *(schedule.name("tiles") for schedule in SCHEDULES[head_tile(head_dim)])):
             named = partial(run_named, name)
             monkeypatch.setattr(function, "hopper_forward", named if name else forward)
-            function.hopper_attention._kept = None  # C++ would go on with the one before
+            api._choose.cache_clear()  # or the one before would be replayed
             yield name
-        function.hopper_attention._kept = None
+        api._choose.cache_clear()
         monkeypatch.setattr(function, "hopper_forward", forward)
 
     def run_named(
@@ -816,4 +787,4 @@ def test_autocast_and_explanation():
 
 @on_hopper
 def test_doctor_offers_it():
-    assert device_module.available_backends()["hopper"] == "ok"
+    assert available_backends()["hopper"] == "ok"

@@ -23,8 +23,6 @@ from tests.covered import ATTENTION, HOPPER
 from tests.fake_driver import SHAPE, Machine, on_gpu
 from tests.test_s4_attention import DEVICES
 
-
-
 COVERS = (*ATTENTION, HOPPER)
 
 
