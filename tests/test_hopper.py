@@ -270,15 +270,6 @@ def test_selective_checkpointing_keeps_its_output(replaced):
     assert replaced == ["hopper forward"] * 2 + ["hopper backward"] * 2
 
 
-def test_asking_loads_no_kernels():
-    code = (
-        "import sys, torch; from cs336_systems.attention.backends import hopper_refusal;"
-        "print(hopper_refusal(torch.zeros(4)), [name for name in sys.modules if name.endswith('hopper.forward')])"
-    )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
-    assert result.stdout.strip() == "hopper kernels run on CUDA devices, and the inputs are on cpu []"
-
-
 # The numerical contract: on the GPU
 
 SHAPES = {
