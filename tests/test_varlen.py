@@ -452,12 +452,13 @@ def test_wrong_arguments_are_named(change, error, message):
 
 
 def test_the_operator_checks_before_it_launches():
-    from cs336_systems.attention.triton.function import varlen_attention
+    import cs336_systems.attention.triton.function  # noqa: F401 (registers the operator)
 
+    operator = torch.ops.cs336_systems.varlen_attention
     with pytest.raises(ValueError, match="v must have k's shape"):
-        varlen_attention(X, X, X[:4], CU, CU, 6, 6, False, 0.25, "")
+        operator(X, X, X[:4], CU, CU, 6, 6, False, 0.25, "")
     with pytest.raises(ValueError, match=r"q must have shape \(total_queries, heads, head_dim\)"):
-        varlen_attention(X[None], X[None], X[None], CU, CU, 6, 6, False, 0.25, "")
+        operator(X[None], X[None], X[None], CU, CU, 6, 6, False, 0.25, "")
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
