@@ -12,10 +12,11 @@ import torch
 from typer.testing import CliRunner
 
 from cs336_systems.attention import attention_reference
+from cs336_systems.attention.backends import BACKENDS
 from cs336_systems.cli import app
 from cs336_systems.commands.machine import measure_machine
 from cs336_systems.config import AttentionShape
-from cs336_systems.device import BACKENDS, get_device_info
+from cs336_systems.device import get_device_info
 from cs336_systems.experiments import backends
 from cs336_systems.experiments.backends import AUTO, BackendTiming, auto_ratio, benchmark_backends, contest
 from cs336_systems.measure import timing

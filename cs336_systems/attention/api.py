@@ -99,11 +99,14 @@ def flash_attention(
     Source: FlashAttention-2 (Dao 2023).
     """
     if block_mask is None and config is None and _is_usual(q, k, v):
-        usual = _choose(
-            q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype,
-            q.device, k.device, v.device, is_causal, scale, enable_gqa, return_lse, deterministic, backend,
-            torch.are_deterministic_algorithms_enabled(), not q.is_cuda and interpreter_is_on(),
-        )  # fmt: skip
+        try:
+            usual = _choose(
+                q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype,
+                q.device, k.device, v.device, is_causal, scale, enable_gqa, return_lse, deterministic, backend,
+                torch.are_deterministic_algorithms_enabled(), not q.is_cuda and interpreter_is_on(),
+            )  # fmt: skip
+        except TypeError:  # of an argument that cannot be hashed, or that the checks below refuse
+            usual = None
         if usual is not None:
             output, lse = usual.apply(q, k, v, *usual.arguments)
             return (output, lse) if return_lse else output
@@ -165,7 +168,7 @@ class _Usual(NamedTuple):
     arguments: tuple[Any, ...]
 
 
-@lru_cache(maxsize=4096)  # short sequences wait for the host, so what facts decide is decided once
+@lru_cache(maxsize=4096, typed=True)  # short sequences wait for the host; typed, as 1 == True == 1.0
 def _choose(
     q_shape: torch.Size, k_shape: torch.Size, v_shape: torch.Size, q_stride: tuple[int, ...],
     k_stride: tuple[int, ...], v_stride: tuple[int, ...], q_dtype: torch.dtype, k_dtype: torch.dtype,

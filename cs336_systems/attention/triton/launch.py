@@ -143,6 +143,7 @@ def launch_fitting(
                 configs = _shrink_largest(configs, q, error)
                 if (recording := getattr(_thread, "recording", None)) is not None:
                     recording.launches.clear()
+                    recording.buffers.clear()
 
 
 def _shrink_largest(configs: tuple[KernelConfig, ...], q: Tensor, error: OutOfResources) -> tuple[KernelConfig, ...]:

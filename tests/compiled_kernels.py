@@ -1,10 +1,11 @@
-"""Compiles kernels that overlap with others of their call, with no GPU, and prints a JSON line for each.
+"""Compiles every attention kernel, with no GPU, and prints a JSON line for each.
 
-    python -m tests.overlapping_kernels        # without TRITON_INTERPRET
+    python -m tests.compiled_kernels        # without TRITON_INTERPRET
 
 A line says whether the kernel is launched early and the order of what matters in its PTX: "start" of the next kernel,
-"await" of the one before, "read" of what an earlier kernel of the call has written, "end". A process of its own, since
-Triton decides between compiler and interpreter when kernels are loaded.
+"await" of the one before, "read" of what an earlier kernel of the call has written, "end"; and its parameters, as a
+replay lays them out. A process of its own, since Triton decides between compiler and interpreter when kernels are
+loaded.
 """
 
 from __future__ import annotations
@@ -14,11 +15,15 @@ import linecache
 import re
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 from cs336_systems.attention import compilation
 from cs336_systems.attention.compilation import CompileRequest, compiled_launches
+from cs336_systems.attention.hopper import reports
+from cs336_systems.attention.hopper.schedule import SCHEDULES
 from cs336_systems.attention.tiles import KernelConfig
 from cs336_systems.attention.triton import split
+from cs336_systems.attention.triton.launch import _parameters_of
 from tests.compile_masked_kernels import launch_block_sparse, launch_varlen
 
 FILE = re.compile(r'^\.file\s+(\d+)\s+"([^"]+)"')
@@ -49,31 +54,39 @@ def events_of(ptx: str) -> list[str]:
     return events
 
 
+def show(arch: str, kind: str, launch: Callable[[], Any]) -> None:
+    for compiled in compiled_launches(arch, "", launch):
+        line = {"arch": arch, "kind": kind, "kernel": compiled.metadata.name, "early": compiled.metadata.launch_pdl,
+                "events": events_of(compiled.asm["ptx"]), "parameters": _parameters_of(compiled)}  # fmt: skip
+        print(json.dumps(line), flush=True)
+
+
 def main() -> None:
-    launchers: dict[str, Callable[[CompileRequest], None]] = {
-        "dense": compilation._launch, "varlen": launch_varlen, "block_sparse": launch_block_sparse,
-    }  # fmt: skip
     for arch, kind, kernel, tiles in (
+        ("sm90", "dense", "forward", "64x64_w4_s2"),
         ("sm90", "dense", "dkdv", "64x64_w4_s2"),
         ("sm90", "dense", "dkdv", "64x64_w4_s2_tma"),
-        ("sm90", "dense", "forward", "64x64_w4_s2"),
+        ("sm90", "split", "forward", "64x64_w4_s2"),
+        ("sm90", "varlen", "forward", "64x64_w4_s2_tma"),
         ("sm90", "varlen", "dkdv", "64x64_w4_s2"),
         ("sm90", "varlen", "dkdv", "64x64_w4_s2_tma"),
+        ("sm90", "block_sparse", "forward", "64x64_w4_s2_tma"),
         ("sm90", "block_sparse", "dkdv", "64x64_w4_s2"),
         ("sm90", "block_sparse", "dkdv", "64x64_w4_s2_tma"),
         ("sm80", "dense", "dkdv", "64x64_w4_s2"),
-        ("sm80", "dense", "forward", "64x64_w4_s2"),
+        ("sm80", "split", "forward", "64x64_w4_s2"),
     ):
+        launch = {"varlen": launch_varlen, "block_sparse": launch_block_sparse}.get(kind, compilation._launch)
         request = CompileRequest(
             config=KernelConfig.from_name(f"{arch}_{kernel}_{tiles}"), arch=arch, head_dim=64, dtype="bfloat16",
-            is_causal=True, is_split=kernel == "forward",
+            is_causal=True, is_split=kind == "split",
         )  # fmt: skip
         for single_rows in (0, 2**31) if request.is_split else (0,):  # both ways to merge
             split.SINGLE_ROWS = single_rows
-            for compiled in compiled_launches(arch, "", partial(launchers[kind], request)):
-                line = {"arch": arch, "kind": kind, "tma": request.config.tma, "kernel": compiled.metadata.name,
-                        "early": compiled.metadata.launch_pdl, "events": events_of(compiled.asm["ptx"])}  # fmt: skip
-                print(json.dumps(line), flush=True)
+            show(arch, kind, partial(launch, request))
+    for kernel, config in (("forward", SCHEDULES[64][0].name("tiles")), ("backward", "")):
+        request = reports.HopperRequest(kernel=kernel, head_dim=64, dtype="bfloat16", is_causal=True, config=config)
+        show("sm90", "hopper", partial(reports._launch, request))
 
 
 if __name__ == "__main__":
