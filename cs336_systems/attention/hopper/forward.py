@@ -12,7 +12,7 @@ on to further tiles. Key tiles are walked from the last visible one to the first
 One slot of the ring holds what one step multiplies, K(j) and V(j-1): one barrier to wait for and one to release. Steps
 are counted over all tiles of a program, and step i uses slot i mod the number of slots.
 Each slot has `full`, on which the copies' bytes arrive, and `empty`, on which every consumer arrives; each consumer's
-64 rows of Q have such a pair too. `schedule.py` has the protocol as a model that is run for every small shape.
+64 rows of Q have such a pair too. `tests/hopper_protocol.py` has the protocol as a model.
 
 The two schedules of large grids, by columns of a head tile:
   64   three consumers, 192 x 128. A step waits for both products, then takes the softmax, while the other consumers'
@@ -104,7 +104,7 @@ class _Shared(NamedTuple):
     empty: gl.shared_memory_descriptor
 
 
-# Which tiles a program computes, and which keys a tile sees. Arithmetic on integers, mirrored by `schedule.py`; the
+# Which tiles a program computes, and which keys a tile sees. Arithmetic on integers, mirrored by the model; the
 # tests run the functions below as Python and compare.
 
 
