@@ -32,7 +32,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import cache, lru_cache, partial
 from itertools import accumulate
 from operator import itemgetter
@@ -177,9 +177,13 @@ def _can_overlap(device: torch.device) -> bool:
     return target.backend == "cuda" and target.arch >= OVERLAPPING
 
 
-def on_device_of(x: Tensor) -> AbstractContextManager[Any]:
-    """Makes x's device the current CUDA device, on which Triton launches."""
-    return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
+@contextmanager
+def on_device_of(x: Tensor) -> Iterator[None]:
+    """Makes x's device the current CUDA device, on which Triton launches, in a context that this thread has."""
+    with torch.cuda.device(x.device) if x.is_cuda else nullcontext():
+        if x.is_cuda:
+            _have_context(x.device.index)
+        yield
 
 
 def log_launch(kernel: str, config: str, q: Tensor, seqlen_q: int, seqlen_k: int) -> None:
