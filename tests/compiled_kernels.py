@@ -35,7 +35,7 @@ EVENTS = (
 )
 READ = re.compile(r"\bld\.global|\bcp\.async\.c[ag]\b")
 # Where the sources load L and delta, which the preprocess writes, and the parts of a forward that splits keys.
-WRITTEN_BEFORE = re.compile(r"tl\.load\((?:(?:L|delta)_base|(?:L|delta)_ptr \+ row_base|all_[ml] \+)|\bO_parts \+")
+WRITTEN_BEFORE = re.compile(r"tl\.load\((?:(?:L|delta)_(?:base|head|ptr \+ row_base)|all_[ml] \+)|\bO_parts \+")
 
 
 def events_of(ptx: str) -> list[str]:

@@ -25,6 +25,7 @@ HOPPER_ATTENTION = (
     f"{FOLDER}/backends.py",
     f"{FOLDER}/api.py",
     f"{FOLDER}/contract.py",
+    f"{FOLDER}/native",
     f"{FOLDER}/operator.py",
     f"{FOLDER}/reference.py",
     f"{FOLDER}/tiles",

@@ -27,7 +27,7 @@ from cs336_systems.device import DeviceInfo
 from tests.test_device import cpu, gpu
 
 ALL_OK = dict.fromkeys(BACKENDS, "ok")
-NO_TRITON = ALL_OK | {"triton": "triton is not installed", "hopper": "triton is not installed"}
+NO_TRITON = ALL_OK | dict.fromkeys(("triton_first", "triton", "hopper"), "triton is not installed")
 
 # Which back ends run
 
@@ -66,7 +66,8 @@ def test_a_full_gpu_machine_runs_everything(machine: Callable[..., None]) -> Non
 def test_a_full_cpu_machine_runs_all_but_the_kernels(machine: Callable[..., None]) -> None:
     machine()
     states = available_backends(cpu())
-    assert states.pop("triton") == (
+    assert states["triton_first"] == states.pop("triton")
+    assert states.pop("triton_first") == (
         "triton kernels need a CUDA device of compute capability 8.0 or higher, AMD EPYC is no NVIDIA GPU; "
         "set TRITON_INTERPRET=1 before the first import of triton kernels to run them on the CPU interpreter"
     )
@@ -249,7 +250,7 @@ def test_select_backend(inputs: dict[str, Any], name: str, reason: str) -> None:
     ("inputs", "message"),
     [
         ({"requested": "flash"},
-         "^backend must be one of auto, reference, compiled, tiled, triton, hopper, got 'flash'$"),
+         "^backend must be one of auto, reference, compiled, tiled, triton_first, triton, hopper, got 'flash'$"),
         ({"dtype": "int8"}, "^dtype must be one of float64, float32, float16, bfloat16, got 'int8'$"),
         ({"requested": "triton", "available": NO_TRITON}, "^backend 'triton' cannot be used: triton is not installed$"),
         ({"requested": "compiled", "available": ALL_OK | {"compiled": "no C++ compiler"}},
@@ -277,6 +278,8 @@ def test_select_backend(inputs: dict[str, Any], name: str, reason: str) -> None:
         ({"requested": "hopper", "compute_capability": None}, "9.0, and the inputs' GPU has unknown$"),
         (CPU | {"requested": "hopper", "available": ALL_OK},
          "^backend 'hopper' cannot be used: hopper kernels run on CUDA devices, and the inputs are on cpu$"),
+        ({"requested": "triton_first", "layout": "packed"},
+         "^backend 'triton_first' cannot be used: the first kernel takes neither block masks nor packed documents"),
         ({"requested": "hopper", "layout": "block_mask"},
          "^backend 'hopper' cannot be used: hopper kernels walk no lists of tiles; backend 'triton' runs a block mask"),
         ({"requested": "hopper", "layout": "packed"},

@@ -6,6 +6,8 @@ Without a GPU by `fake_driver`; on a GPU replays are compared with the calls tha
 from __future__ import annotations
 
 import itertools
+import os
+import shutil
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -30,6 +32,7 @@ COVERS = (*ATTENTION, HOPPER)
 def machine(monkeypatch) -> Machine:
     machine = Machine()
     monkeypatch.setattr(launch, "cuda_driver", lambda: machine)
+    monkeypatch.setattr(launch.native, "load", lambda: None)  # its memory is a GPU's
     monkeypatch.setattr(launch, "_thread", threading.local())
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: machine.stream, raising=False)
@@ -233,11 +236,18 @@ def attend(*tensors: Tensor, grad: Tensor | None = None, **options: Any) -> list
     return [output, *(() if grad is None else torch.autograd.grad(output, tensors, grad))]
 
 
-@pytest.fixture
-def runs(backend, monkeypatch) -> list[str]:
-    """The passes that Python ran, in order."""
+@pytest.fixture(params=["replay by Python", "replay by C++"])
+def runs(request, backend, monkeypatch) -> list[str]:
+    """The passes that were run and not replayed, in order."""
     if backend == "hopper" and torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs a Hopper GPU")
+    if request.param == "replay by Python":
+        monkeypatch.setattr(launch.native, "load", lambda: None)
+    elif shutil.which((os.environ.get("CXX") or "c++").split()[0]) is None:
+        pytest.skip("needs a C++ compiler")
+    else:
+        launch.native.build()
+        assert launch.native.load() is not None
     operator, runs = api._operator(backend), []
     for name in ("_forward", "_backward"):
         run = getattr(operator, name)

@@ -108,7 +108,7 @@ def _timing(
         chosen, reason = explain_backend(q, k, backend=backend)
     except ValueError as error:
         return BackendTiming(backend=backend, status="skipped", reason=str(error))
-    interpreted = chosen == "triton" and device == "cpu" and interpreter_is_on()
+    interpreted = chosen.startswith("triton") and device == "cpu" and interpreter_is_on()
     leaves = [x.detach().clone().requires_grad_() for x in (q, k, v)]
 
     def forward() -> Tensor:
@@ -138,6 +138,8 @@ def _timing(
                 backend=backend, chosen=chosen, forward_ms=median_ms(forward), forward_backward_ms=median_ms(both),
                 reason=reason, interpreted=interpreted,
             )  # fmt: skip
+    except ValueError as error:  # the first kernel takes few shapes
+        return BackendTiming(backend=backend, chosen=chosen, status="skipped", reason=str(error))
     except torch.OutOfMemoryError as error:
         return BackendTiming(backend=backend, chosen=chosen, status="oom", reason=str(error).splitlines()[0])
     finally:
