@@ -52,7 +52,7 @@ class Record:
     kernel: str = ""  # what really ran or was found, where a name says it: a kernel, tiles, a dtype, a line of source
     error: float | None = None  # largest ratio of |result - oracle| to its bound, over all checked outputs; <= 1
     device: dict[str, Any] = field(default_factory=dict)  # DeviceInfo: name, kind, compute capability, driver, ...
-    software: dict[str, str] = field(default_factory=dict)  # versions of python, torch, triton; `attention_calls`
+    software: dict[str, str] = field(default_factory=dict)  # versions of python, torch, triton
     commit: str = ""  # revision of the code that ran
     dirty: bool | None = None  # whether the checkout had uncommitted changes
     date: str = ""  # ISO 8601, UTC, seconds

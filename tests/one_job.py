@@ -15,6 +15,8 @@ from collections.abc import Callable
 from functools import cached_property
 from typing import Any
 
+import torch.distributed as dist
+
 from cs336_systems.distributed.launch import RankError, run_ranks
 
 Call = tuple[Any, ...]  # a function of (rank, num_ranks, *arguments), and the arguments
@@ -43,3 +45,12 @@ class OneJob:
 
 def make_all(rank: int, num_ranks: int, calls: tuple[Call, ...]) -> list[Any]:
     return [function(rank, num_ranks, *arguments) for function, *arguments in calls]
+
+
+def run_alone(function: Callable[..., Any], *arguments: Any) -> Any:
+    """`function(0, 1, *arguments)` in this process, as the only rank of a default group: a second saved."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        return function(0, 1, *arguments)
+    finally:
+        dist.destroy_process_group()

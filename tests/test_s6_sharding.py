@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from cs336_systems.config import MODEL_SIZES, Precision, RunConfig
-from cs336_systems.distributed.launch import run_ranks
 from cs336_systems.distributed.memory_plan import fsdp_bytes
 from cs336_systems.distributed.sharded_optimizer import ShardedOptimizer
 from cs336_systems.distributed.zero1 import Zero1Optimizer
@@ -28,7 +27,7 @@ from cs336_systems.report.plots import plots
 from cs336_systems.report.tables import sections
 from tests import adapters
 from tests.distributed_records import sharding_records
-from tests.one_job import OneJob
+from tests.one_job import OneJob, run_alone
 from tests.sharding_models import Awkward, part, seeded
 
 COVERS = ("cs336_systems/distributed", "tests/adapters.py", "tests/sharding_models.py")
@@ -118,7 +117,7 @@ def check_options(rank: int, num_ranks: int) -> None:
             for optimizer, of in zip(optimizers, (single, model)):
                 optimizer.add_param_group({"params": [of.fc4.weight, of.fc5.weight], "lr": 0.002, "weight_decay": 0.3})
     equal_weights(single, model)
-    assert sum(optimizers[1].bytes_owned) == sum(p.nbytes for g in optimizers[1].param_groups for p in g["params"])
+    assert sum(optimizers[1].bytes_owned.values()) == sum(parameter.nbytes for parameter in optimizers[1].parameters)
 
     # The full state is the unsharded optimizer's; full and own state load again
     full, expected = optimizers[1].full_state_dict(), optimizers[0].state_dict()
@@ -182,7 +181,10 @@ def _through_file(state_dict: dict[str, Any]) -> Any:
 
 @pytest.mark.parametrize("num_ranks", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_groups_schedules_state_and_errors_of_the_sharded_optimizer(num_ranks):
-    run_ranks(check_options, num_ranks)
+    if num_ranks == 1:
+        run_alone(check_options)
+    else:
+        THREE_RANKS.results(check_options)
 
 
 def check_zero1(rank: int, num_ranks: int) -> dict[str, Any]:
@@ -248,6 +250,13 @@ def check_zero1(rank: int, num_ranks: int) -> dict[str, Any]:
         low(torch.ones(1, 4, dtype=torch.bfloat16)).sum().backward()
         masters.step()
     found["bfloat16"] = low.weight[0, 0].item(), low.weight.dtype
+    # A checkpoint loaded after construction is what the next step starts from: masters once took it back
+    for write in (lambda: low.load_state_dict({"weight": torch.full((4, 4), 3.0)}), lambda: low.weight.data.fill_(3)):
+        write()
+        masters.zero_grad()
+        low(torch.ones(1, 4, dtype=torch.bfloat16)).sum().backward()
+        masters.step()
+        assert (low.weight == 3).all()
     # float64 stays what it is
     wide = nn.Linear(4, 4, bias=False).to(torch.float64)
     before = wide.weight.detach().clone()
@@ -272,8 +281,19 @@ def check_zero1(rank: int, num_ranks: int) -> dict[str, Any]:
         masters.add_param_group({"params": []})
     with pytest.raises(ValueError, match="max_norm must be positive, got -1"):
         masters.clip_grad_norm_(-1)
-    with pytest.raises(ValueError, match=f"state_dict must be full or the slices of rank {rank} of {num_ranks}"):
+    with pytest.raises(ValueError, match=f"state_dict must be full or the share of rank {rank} of {num_ranks}"):
         masters.load_state_dict({**masters.state_dict(), "shard": {"rank": 7, "num_ranks": 9}})
+    moved = nn.Linear(2, 2)
+    lost = Zero1Optimizer(moved.parameters(), AdamW)
+    moved.to(torch.float64)
+    with pytest.raises(RuntimeError, match=r"a parameter of shape \(2.*\) has other memory than when"):
+        moved(torch.ones(1, 2, dtype=torch.float64)).sum().backward()
+    del lost
+    with pytest.raises(ValueError, match="Adafactor does not update a weight element by element"):
+        Zero1Optimizer(model.parameters(), torch.optim.Adafactor)
+    for share in (ShardedOptimizer, Zero1Optimizer):
+        with pytest.raises(TypeError, match="LBFGS cannot be sharded: it searches along all parameters at once"):
+            share(model.parameters(), torch.optim.LBFGS)
     with pytest.raises(ValueError, match="state_dict must have groups of .1. parameters, got .2."):
         masters.load_state_dict({"state": {}, "param_groups": [{"params": [0, 1]}]})
     return found
@@ -281,7 +301,7 @@ def check_zero1(rank: int, num_ranks: int) -> dict[str, Any]:
 
 def test_zero1_equals_the_unsharded_optimizer():
     for num_ranks in (2, 3):
-        found = TWO_RANKS.results(check_zero1) if num_ranks == 2 else run_ranks(check_zero1, num_ranks)
+        found = (TWO_RANKS if num_ranks == 2 else THREE_RANKS).results(check_zero1)
         model = Toy(True)
         whole = 2 * sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)
         for rank in found:
@@ -355,6 +375,19 @@ def check_the_check(rank: int, num_ranks: int) -> float:
 TWO_RANKS = OneJob(
     2, (course_optimizer, False), (course_optimizer, True), (check_zero1,), (refuse_other_shapes,), (check_the_check,)
 )  # fmt: skip
+THREE_RANKS = OneJob(3, (check_zero1,), (check_options,))
+
+
+def clip_frozen(rank: int, num_ranks: int) -> float:
+    model = nn.Linear(3, 3).requires_grad_(False)
+    optimizer = Zero1Optimizer(model.parameters(), AdamW, lr=0.1)
+    norm = optimizer.clip_grad_norm_(1.0).item()
+    optimizer.step()
+    return norm
+
+
+def test_a_frozen_model_has_no_gradients_to_clip():
+    assert run_alone(clip_frozen) == 0.0
 
 
 def test_an_optimizer_that_does_not_exchange_is_not_timed():

@@ -6,12 +6,14 @@ import hashlib
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,11 +22,11 @@ from typer.testing import CliRunner
 
 from cs336_systems.cli import app
 from cs336_systems.config import ModelConfig, Precision
-from cs336_systems.distributed.checkpoint import complete_checkpoints
+from cs336_systems.distributed.checkpoint import checkpoints, folder_lock
 from cs336_systems.distributed.launch import TORCHRUN_VARIABLES
-from cs336_systems.training import Corpus, TrainingConfig, learning_rate, train
+from cs336_systems.training import Corpus, TrainingConfig, TrainingResult, learning_rate, loop, train
 from cs336_systems.training.config import NANO, byte_model
-from cs336_systems.training.loop import RunOptions
+from cs336_systems.training.loop import RunOptions, share_cores, train_rank
 
 SMALL = ModelConfig(name="tiny", d_model=32, d_ff=64, num_layers=2, num_heads=2, vocab_size=256, context_length=32)
 SHORT = TrainingConfig(model=SMALL, batch=8, steps=6, warmup_steps=2)
@@ -204,7 +206,8 @@ def test_a_run_killed_while_saving_resumes_from_the_checkpoint_before(tmp_path: 
     resumed = train(SHORT, RunOptions(out=out, resume=True, checkpoint_every=2))
     assert resumed.first_step == 2
     assert resumed.losses == train(SHORT).losses
-    assert sorted(path.name for path in (out / "checkpoints").iterdir()) == ["step-00000004", "step-00000006"]
+    assert [path.name for path in checkpoints(out / "checkpoints")] == ["step-00000004", "step-00000006"]
+    assert not list((out / "checkpoints").glob(".step*"))
 
 
 def test_of_a_damaged_checkpoint_the_one_before_is_named(tmp_path: Path):
@@ -212,8 +215,8 @@ def test_of_a_damaged_checkpoint_the_one_before_is_named(tmp_path: Path):
     whole = train(SHORT)
     train(SHORT, RunOptions(out=tmp_path, checkpoint_every=2, stop_after=4))
     newest = tmp_path / "checkpoints" / "step-00000004"
-    progress = next(path for path in newest.iterdir() if path.suffix == ".json")
-    progress.write_text(progress.read_text()[:20])
+    index = newest / "index.json"
+    index.write_text(index.read_text()[:20])
     with pytest.raises(ValueError, match="damaged.*; to go on from step-00000002, remove .*step-00000004 or rename it"):
         train(SHORT, RunOptions(out=tmp_path, resume=True))
     newest.rename(tmp_path / "aside")
@@ -242,7 +245,15 @@ def test_a_run_killed_while_it_claims_its_folder_leaves_no_half_of_a_config(
             train(SHORT, RunOptions(out=tmp_path, stop_after=1))
     assert not (tmp_path / "config.json").exists()
     assert len(train(SHORT, RunOptions(out=tmp_path, stop_after=1)).losses) == 1
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "losses.jsonl"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "config.json", "losses.jsonl"]
+
+
+def test_a_folder_that_another_run_writes_into_is_refused(tmp_path: Path):
+    """D15: one of two resumed runs died in FileNotFoundError, and both wrote losses until then."""
+    train(SHORT, RunOptions(out=tmp_path, stop_after=1))
+    with folder_lock(tmp_path), pytest.raises(ValueError, match=f"^{tmp_path} is in use by another run$"):
+        train(SHORT, RunOptions(out=tmp_path, resume=True))
+    train(SHORT, RunOptions(out=tmp_path, resume=True, stop_after=2))
 
 
 def test_a_damaged_config_is_named(tmp_path: Path):
@@ -255,19 +266,19 @@ def test_a_damaged_config_is_named(tmp_path: Path):
 
 def test_folders_of_other_runs_are_refused(tmp_path: Path):
     out = tmp_path / "run"
-    with pytest.raises(ValueError, match="out must hold a run to resume, got .*run"):
+    with pytest.raises(ValueError, match="out must hold a run, got .*run"):
         train(SHORT, RunOptions(out=out, resume=True))
     train(SHORT, RunOptions(out=out, stop_after=1))
     with pytest.raises(ValueError, match="out must hold no other run, got .*run: resume it or name another folder"):
         train(SHORT, RunOptions(out=out))
     train(SHORT, RunOptions(out=out, resume=True, checkpoint_every=6))
-    with pytest.raises(ValueError, match="steps must be at least the 6 that are done to resume .*run, got 5"):
+    with pytest.raises(ValueError, match="steps must be at least those of .*step-00000006 to resume it, got 5"):
         train(replace(SHORT, steps=5), RunOptions(out=out, resume=True))
     with pytest.raises(ValueError, match="learning_rate must be 0.002 to resume .*run, got 0.1"):
         train(replace(SHORT, learning_rate=0.1), RunOptions(out=out, resume=True))
 
 
-def test_a_run_goes_on_with_its_own_text_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_run_goes_on_with_its_own_text_only(tmp_path: Path):
     """Once another text was trained on from there without a word."""
     own, copy, other = (tmp_path / name for name in ("own.txt", "copy.txt", "other.txt"))
     for path, letters in ((own, b"abcdefg"), (copy, b"abcdefg"), (other, b"gfedcba")):
@@ -279,14 +290,6 @@ def test_a_run_goes_on_with_its_own_text_only(tmp_path: Path, capsys: pytest.Cap
     with pytest.raises(ValueError, match="text must be the one of .*run to resume it, got .*other.txt"):
         train(SHORT, RunOptions(out=out, text=other, resume=True))
     assert train(SHORT, RunOptions(out=out, text=copy, resume=True, stop_after=3)).first_step == 2
-    del config["text_sha256"]  # as folders of before have none
-    (out / "config.json").write_text(json.dumps(config))
-    assert "does not say which text" not in capsys.readouterr().err
-    assert train(SHORT, RunOptions(out=out, text=own, resume=True)).first_step == 2
-    told = f"note: {out} does not say which text it was trained on: from now on it is {own}"
-    assert told in capsys.readouterr().err.splitlines()
-    with pytest.raises(ValueError, match="text must be the one of"):
-        train(SHORT, RunOptions(out=out, text=other, resume=True))
 
 
 def test_a_run_that_goes_on_for_more_steps_says_what_they_change(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -294,7 +297,7 @@ def test_a_run_that_goes_on_for_more_steps_says_what_they_change(tmp_path: Path,
     train(SHORT, options)
     train(SHORT, replace(options, resume=True))
     assert "steps" not in capsys.readouterr().err
-    with pytest.raises(ValueError, match="steps must be at least the 4"):
+    with pytest.raises(ValueError, match="steps must be at least those of .*step-00000004"):
         train(replace(SHORT, steps=3), replace(options, resume=True))
     assert "steps" not in capsys.readouterr().err
     for _ in range(2):  # told where it changes
@@ -311,14 +314,77 @@ def run_cli(*arguments: str) -> Any:
     return CliRunner().invoke(app, ["train", *arguments])
 
 
-def test_the_command_trains_and_says_where_the_losses_are(tmp_path: Path):
+def test_the_command_says_what_it_trains_and_lets_the_model_write(tmp_path: Path):
     out = tmp_path / "run"
     result = run_cli("--steps", "2", "--batch", "2", "--context-length", "16", "--device", "cpu", "--out", str(out))
     assert result.exit_code == 0, result.output
-    assert "step      2  loss" in result.output
-    assert "nano, none, 1 rank: loss" in result.output
+    first, step, summary, *_, last = result.output.splitlines()
+    assert re.fullmatch(
+        r"nano: 918,656 parameters, 2 steps of 32 tokens \(2 × 16\), none, 1 rank, cpu with \d+ threads a rank", first
+    )
+    assert re.fullmatch(r"step +2/2  loss \d.\d{4}  lr 2.00e-04  [\d,]+ tokens/s  0:00:00 left", step)
+    assert summary.startswith("nano, none, 1 rank: loss") and "\nit writes: " in result.output
+    assert last == f"losses: {out}/losses.jsonl; more text: cs336-systems generate --out {out}"
     losses = [json.loads(line) for line in (out / "losses.jsonl").read_text().splitlines()]
     assert [entry["step"] for entry in losses] == [0, 1]
+
+    # A finished run writes on
+    options = ["--out", str(out), "--prompt", "The Queen ", "--length", "20", "--device", "cpu"]
+    texts = [CliRunner().invoke(app, ["generate", *options, *seed]).output for seed in ([], [], ["--seed", "1"])]
+    assert texts[0].startswith("The Queen ") and len(texts[0]) > 20
+    assert texts[0] == texts[1] != texts[2]
+    refused = CliRunner().invoke(app, ["generate", "--out", str(tmp_path)])
+    assert refused.exit_code == 2 and refused.output == f"error: out must hold a run, got {tmp_path}\n"
+    index = out / "checkpoints" / "step-00000002" / "index.json"
+    index.write_text(index.read_text().replace('"position"', '"Position"'))
+    refused = CliRunner().invoke(app, ["generate", *options])
+    assert refused.exit_code == 2
+    assert refused.output == f"error: {index} is damaged: its checksum is not that of its content\n"
+
+
+def test_a_full_disk_ends_a_run_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """D15. The losses' file is a device that is always full."""
+    small = ["--steps", "2", "--batch", "2", "--context-length", "16", "--device", "cpu"]
+    (tmp_path / "losses.jsonl").symlink_to("/dev/full")
+    result = run_cli(*small, "--out", str(tmp_path))
+    assert result.exit_code == 2
+    said = f"error: [Errno 28] No space left on device: '{tmp_path}/losses.jsonl'"
+    assert result.output.splitlines()[-1] == said
+
+
+def test_ranks_share_the_cores(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("cs336_systems.training.loop.get_device_info", lambda _: SimpleNamespace(num_cores=6))
+    chosen: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", chosen.append)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    for num_ranks in (2, 4, 8):
+        share_cores(num_ranks)
+    monkeypatch.setenv("OMP_NUM_THREADS", "5")
+    share_cores(2)  # the user's choice stays
+    assert chosen == [3, 1, 1]
+
+
+def killed_at_step_three(rank: int, num_ranks: int, config: TrainingConfig, options: RunOptions) -> TrainingResult:
+    step = loop._step
+
+    def step_or_die(trainee: Any, corpus: Any, config: Any, number: int, *others: Any) -> Any:
+        if rank == 1 and number == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return step(trainee, corpus, config, number, *others)
+
+    loop._step = step_or_die
+    return train_rank(rank, num_ranks, config, options)
+
+
+@pytest.mark.slow
+def test_a_killed_rank_says_from_where_the_run_can_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("cs336_systems.training.loop.train_rank", killed_at_step_three)
+    small = ["--steps", "4", "--batch", "2", "--context-length", "16", "--device", "cpu", "--checkpoint-every", "2"]
+    result = run_cli(*small, "--wrapper", "naive", "--ranks", "2", "--out", str(tmp_path))
+    assert result.exit_code == 1
+    *_, died, hint = result.output.splitlines()
+    assert "died (signal SIGKILL)" in died
+    assert hint == f"the same command with --resume goes on from {tmp_path}/checkpoints/step-00000002"
 
 
 @pytest.mark.parametrize(
@@ -342,8 +408,8 @@ def test_the_command_trains_and_says_where_the_losses_are(tmp_path: Path):
 def test_the_command_refuses_bad_arguments_in_one_line(arguments: list[str], message: str):
     result = run_cli(*arguments)
     assert result.exit_code == 2
-    assert message in result.output
-    assert result.output.count("\n") == 1
+    assert message in result.stderr
+    assert result.stderr.count("\n") == 1
 
 
 @pytest.fixture
@@ -381,12 +447,12 @@ def test_ctrl_c_says_from_where_the_run_can_go_on(tmp_path: Path, ranks: list[st
         text=True, start_new_session=True,
     )  # fmt: skip
     deadline = time.monotonic() + 120
-    while not complete_checkpoints(out / "checkpoints"):
+    while not checkpoints(out / "checkpoints"):
         assert time.monotonic() < deadline and process.poll() is None
         time.sleep(0.05)
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to all
     _, errors = process.communicate(timeout=60)
-    newest = complete_checkpoints(out / "checkpoints")[-1]
+    newest = checkpoints(out / "checkpoints")[-1]
     assert process.returncode == 130
     assert errors.splitlines()[-1] == f"interrupted: the same command with --resume goes on from {newest}"
     assert "Traceback" not in errors
@@ -400,5 +466,5 @@ def test_an_interrupted_run_without_a_checkpoint_says_so(tmp_path: Path, monkeyp
     monkeypatch.setattr("cs336_systems.training.train", interrupted)
     result = run_cli("--device", "cpu", *(["--out", str(tmp_path)] if out else []))
     assert result.exit_code == 130
-    said = f"{tmp_path} has no checkpoint yet (--checkpoint-every 0): --resume begins again"
+    said = f"{tmp_path} has no checkpoint yet (--checkpoint-every 100): --resume begins again"
     assert result.output == f"interrupted: {said if out else 'nothing is kept without --out'}\n"

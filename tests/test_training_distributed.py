@@ -21,7 +21,7 @@ from cs336_systems.analysis import Plan
 from cs336_systems.analysis.traffic import bytes_sent
 from cs336_systems.cli import app
 from cs336_systems.config import ModelConfig, Precision, RunConfig
-from cs336_systems.distributed.launch import RankError, run_ranks
+from cs336_systems.distributed.launch import run_ranks
 from cs336_systems.experiments.cells import Unsupported
 from cs336_systems.experiments.registry import PROBLEMS
 from cs336_systems.experiments.training_run import FIRST_BOUND, LAST_BOUND, curve_error
@@ -29,12 +29,14 @@ from cs336_systems.training import Corpus, TrainingConfig, TrainingResult, train
 from cs336_systems.training.config import WRAPPERS
 from cs336_systems.training.loop import RunOptions, _step, train_rank
 from cs336_systems.training.wrappers import build_trainee
+from tests.one_job import run_alone
 
 ROOT = Path(__file__).resolve().parent.parent
 SMALL = ModelConfig(name="tiny", d_model=32, d_ff=64, num_layers=2, num_heads=2, vocab_size=256, context_length=32)
 SHORT = TrainingConfig(model=SMALL, batch=8, steps=6, warmup_steps=2)
 NUM_RANKS = 2
 HALF_WRAPPERS = ("overlap", "zero1", "fsdp")
+FOR_ONE = "saved by two"
 
 
 def wrapped(wrapper: str, **fields: Any) -> TrainingConfig:
@@ -43,10 +45,11 @@ def wrapped(wrapper: str, **fields: Any) -> TrainingConfig:
 
 def everything(rank: int, num_ranks: int, out: str) -> dict[str, Any]:
     """All wrappers in one pair of processes: starting them costs more than training."""
-    found: dict[str, Any] = {name: {} for name in ("plain", "accumulated", "resumed", "handed over", "sent")}
+    found: dict[str, Any] = {name: {} for name in ("plain", "split", "accumulated", "resumed", "handed over", "sent")}
     for wrapper in WRAPPERS[1:]:
         folder = Path(out) / wrapper
-        found["plain"][wrapper] = train(wrapped(wrapper), RunOptions(log_every=2))
+        found["plain"][wrapper] = train(wrapped(wrapper), RunOptions(log_every=2, sample_bytes=20))
+        found["split"][wrapper] = train(wrapped(wrapper, context_parallel=2), RunOptions(log_every=2, sample_bytes=20))
         found["accumulated"][wrapper] = train(wrapped(wrapper, accumulation=2), RunOptions(log_every=2))
         train(wrapped(wrapper), RunOptions(out=folder, checkpoint_every=2, stop_after=4))
         found["resumed"][wrapper] = train(wrapped(wrapper), RunOptions(out=folder, resume=True, log_every=2))
@@ -55,6 +58,7 @@ def everything(rank: int, num_ranks: int, out: str) -> dict[str, Any]:
         folder = Path(out) / f"{earlier}-{later}"
         train(wrapped(earlier), RunOptions(out=folder, checkpoint_every=3, stop_after=3))
         found["handed over"][later] = train(wrapped(later), RunOptions(out=folder, resume=True, log_every=2))
+    train(wrapped("fsdp"), RunOptions(out=Path(out) / FOR_ONE, checkpoint_every=3, stop_after=3))
     for wrapper in HALF_WRAPPERS:
         folder = Path(out) / f"half-{wrapper}"
         half = wrapped(wrapper, precision=Precision(autocast="float16"))
@@ -67,23 +71,29 @@ def everything(rank: int, num_ranks: int, out: str) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("runs")
+
+
+@pytest.fixture(scope="module")
+def results(runs: Path) -> list[dict[str, Any]]:
     """What each of two ranks found."""
-    return run_ranks(everything, NUM_RANKS, str(tmp_path_factory.mktemp("runs")))
+    return run_ranks(everything, NUM_RANKS, str(runs))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("wrapper", WRAPPERS[1:])
-@pytest.mark.parametrize("way", ["plain", "accumulated", "handed over"])
+@pytest.mark.parametrize("way", ["plain", "split", "accumulated", "handed over"])
 def test_every_wrapper_has_one_processs_losses(results: list[dict[str, Any]], way: str, wrapper: str):
     """Two ranks of four sequences, clipped and scheduled, against one process with all eight."""
-    alone = train(SHORT)
+    alone = train(SHORT, RunOptions(sample_bytes=20))
     for found in results:
         if way == "handed over" and wrapper == WRAPPERS[1]:
             continue  # nobody's successor
         result: TrainingResult = found[way][wrapper]
         assert result.losses == pytest.approx(alone.losses, rel=2e-6)
         assert result.validation_loss == pytest.approx(alone.validation_loss, rel=2e-6)
+        assert way not in ("plain", "split") or result.sample == alone.sample
 
 
 @pytest.mark.slow
@@ -92,10 +102,6 @@ def test_every_wrapper_resumes_to_the_same_losses(results: list[dict[str, Any]],
     for found in results:
         assert found["resumed"][wrapper].first_step == 4
         assert found["resumed"][wrapper].losses == found["plain"][wrapper].losses
-
-
-def save_under_fsdp(rank: int, num_ranks: int, out: str) -> None:
-    train(wrapped("fsdp"), RunOptions(out=Path(out), checkpoint_every=3, stop_after=3))
 
 
 @pytest.mark.slow
@@ -111,16 +117,16 @@ def test_float16_trains_under_a_loss_scale_and_resumes_with_it(results: list[dic
 
 
 @pytest.mark.slow
-def test_a_run_saved_by_two_ranks_goes_on_in_one_process(tmp_path: Path):
-    run_ranks(save_under_fsdp, NUM_RANKS, str(tmp_path / "run"))
-    resumed = train(SHORT, RunOptions(out=tmp_path / "run", resume=True))
+def test_a_run_saved_by_two_ranks_goes_on_in_one_process(results: list[dict[str, Any]], runs: Path):
+    resumed = train(SHORT, RunOptions(out=runs / FOR_ONE, resume=True, sample_bytes=20))
     assert resumed.first_step == 3
     assert resumed.losses == pytest.approx(train(SHORT).losses, rel=2e-6)
+    assert len(resumed.sample) > 10
 
 
 def test_a_wrong_number_of_ranks_is_refused():
-    with pytest.raises(RankError, match="config.num_ranks must be the number of ranks, 1, got 2"):
-        run_ranks(train_rank, 1, wrapped("naive"), RunOptions())
+    with pytest.raises(ValueError, match="config.num_ranks must be the number of ranks, 1, got 2"):
+        run_alone(train_rank, wrapped("naive"), RunOptions())
 
 
 @pytest.mark.parametrize(
@@ -135,7 +141,7 @@ def test_what_ranks_refuse_is_told_in_one_line(arguments: list[str], message: st
     fixed = ["train", "--wrapper", "naive", "--ranks", "2", "--batch", "2", "--device", "cpu"]
     result = CliRunner().invoke(app, [*fixed, *arguments])
     assert result.exit_code == 2
-    assert result.output.startswith(message) and result.output.count("\n") == 1
+    assert result.stderr.startswith(message) and result.stderr.count("\n") == 1
     assert "Traceback" not in capfd.readouterr().err
 
 
@@ -250,3 +256,13 @@ def test_another_curve_is_not_recorded():
     assert curve_error([*curve[:20], *(loss * (1 + 2 * LAST_BOUND) for loss in curve[20:])], curve) > 1
     assert curve_error([*curve[:15], float("nan"), *curve[16:]], curve) == float("inf")
     assert curve_error(curve[:-1], curve) == float("inf")
+
+
+@pytest.mark.parametrize(
+    "fields", [{"context_parallel": 3}, {"context_parallel": 2, "model": replace(SMALL, context_length=30)}]
+)
+def test_a_split_of_contexts_that_does_not_fit_is_refused(fields: dict[str, Any]):
+    with pytest.raises(
+        ValueError, match="context_parallel must divide num_ranks=2, and twice of it the context length"
+    ):
+        wrapped("fsdp", **fields)

@@ -9,11 +9,19 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cs336_systems.commands.shared import EXIT_NOTHING_MEASURED, EXIT_SIGNAL, DeviceOption, one_line_errors
+from cs336_systems.commands.shared import (
+    EXIT_NOTHING_MEASURED,
+    EXIT_SIGNAL,
+    DeviceOption,
+    one_line_errors,
+    wait_briefly,
+)
 
 if TYPE_CHECKING:
     from cs336_systems.training import TrainingConfig
     from cs336_systems.training.loop import RunOptions, TrainingResult
+
+SAMPLE_BYTES = 200
 
 
 def train(
@@ -24,6 +32,7 @@ def train(
         typer.Option(help="none, naive, flat, overlap, bucketed, sharded-optimizer, zero1 or fsdp."),
     ] = "none",
     ranks: Annotated[int | None, typer.Option(help="Processes to spawn; under torchrun its WORLD_SIZE.")] = None,
+    context_parallel: Annotated[int, typer.Option(help="Ranks that share each sequence, by ring attention.")] = 1,
     attention: Annotated[str, typer.Option(help="Attention inside the model: sdpa, triton, hopper, ...")] = "sdpa",
     autocast: Annotated[str | None, typer.Option(help="bfloat16, or float16 with a loss scale; else float32.")] = None,
     batch: Annotated[int, typer.Option(help="Sequences a step, over all ranks.")] = 16,
@@ -39,13 +48,16 @@ def train(
         Path | None, typer.Option(help="File to train on; default: Alice's Adventures in Wonderland.")
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Folder of the loss curve and the checkpoints.")] = None,
-    checkpoint_every: Annotated[int, typer.Option(help="Steps between checkpoints; 0: none.")] = 0,
+    checkpoint_every: Annotated[
+        int | None, typer.Option(help="Steps between checkpoints, 100 with --out; 0: at the end only.")
+    ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue from the newest checkpoint in --out.")] = False,
     log_every: Annotated[int, typer.Option(help="Steps between lines of progress.")] = 10,
     device: DeviceOption = "auto",
 ) -> None:
     """Train a language model on bytes; the same losses with every wrapper, and after --resume."""
     with one_line_errors():
+        wait_briefly(os.environ)
         from dataclasses import replace
 
         from cs336_systems.config import MODEL_SIZES, Precision
@@ -63,6 +75,7 @@ def train(
             model=byte_model(sizes[size], context_length),
             wrapper=wrapper,
             num_ranks=_num_ranks(ranks),
+            context_parallel=context_parallel,
             attention=attention,
             precision=replace(Precision(), autocast=autocast),  # type: ignore[arg-type]
             batch=batch,
@@ -78,9 +91,10 @@ def train(
         options = RunOptions(
             text=ALICE if text is None else text,
             out=out,
-            checkpoint_every=checkpoint_every,
+            checkpoint_every=(100 if out is not None else 0) if checkpoint_every is None else checkpoint_every,
             resume=resume,
             log_every=log_every,
+            sample_bytes=SAMPLE_BYTES,
             device=resolve_device(device),
         )
         try:
@@ -107,13 +121,13 @@ def _check_paths(text: Path | None, out: Path | None) -> None:
 
 def _left_behind(options: RunOptions) -> str:
     """From where an interrupted run can go on."""
-    from cs336_systems.distributed.checkpoint import complete_checkpoints
+    from cs336_systems.distributed.checkpoint import checkpoints
 
     if options.out is None:
         return "nothing is kept without --out"
-    complete = complete_checkpoints(options.out / "checkpoints")
-    if complete:
-        return f"the same command with --resume goes on from {complete[-1]}"
+    found = checkpoints(options.out / "checkpoints")
+    if found:
+        return f"the same command with --resume goes on from {found[-1]}"
     return f"{options.out} has no checkpoint yet (--checkpoint-every {options.checkpoint_every}): --resume begins again"
 
 
@@ -140,10 +154,10 @@ def _run(config: TrainingConfig, options: RunOptions) -> TrainingResult | None:
 
     from cs336_systems.distributed.launch import RankError, is_torchrun, launch
     from cs336_systems.training import train
-    from cs336_systems.training.loop import check_text, print_progress, train_rank
+    from cs336_systems.training.loop import check_text, print_now, train_rank
 
     if config.wrapper == "none" and not is_torchrun():
-        return train(config, options, log=print_progress)
+        return train(config, options, log=print_now)
     check_text(config, options)  # rather than in every rank, once it has started
     # A script in torchrun's manner may say no more than launch needs: then all ranks count as this host's.
     local_ranks = _torchrun_number("LOCAL_WORLD_SIZE", str(config.num_ranks)) if is_torchrun() else config.num_ranks
@@ -160,7 +174,7 @@ def _run(config: TrainingConfig, options: RunOptions) -> TrainingResult | None:
     except RankError as error:
         if error.is_argument_error:  # what one process says in one line
             raise ValueError(error.reason) from error
-        typer.echo(f"error: {error}", err=True)
+        typer.echo(f"error: {error}\n{_left_behind(options)}", err=True)
         raise typer.Exit(EXIT_NOTHING_MEASURED) from None
     return results[0] if os.environ.get("RANK", "0") == "0" else None
 
@@ -173,5 +187,7 @@ def _summarise(config: TrainingConfig, options: RunOptions, result: TrainingResu
         f"{sum(last) / len(last):.3f} over the last {len(last)}, {result.validation_loss:.3f} on held-out text "
         f"(nats a byte)"
     )
+    if result.sample:
+        typer.echo(f"it writes: {result.sample.strip()}")
     if options.out is not None:
-        typer.echo(f"losses: {options.out / 'losses.jsonl'}")
+        typer.echo(f"losses: {options.out / 'losses.jsonl'}; more text: cs336-systems generate --out {options.out}")

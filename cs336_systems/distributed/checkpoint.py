@@ -1,59 +1,72 @@
-"""Checkpoints of distributed training: atomic, and resumed on any number of ranks.
+"""Checkpoints of distributed training: atomic, checked, and resumed on any number of ranks.
 
     save_checkpoint(folder, step, model, optimizer, position={"batch": 130})
-    progress = load_checkpoint(folder, model, optimizer)     # the newest complete one; progress.step, .position
+    progress = load_checkpoint(folder, model, optimizer)     # the newest; progress.step, progress.position
 
-Each rank writes the rows that it keeps, torch.distributed.checkpoint puts them in an index, and a rank that loads reads
-the rows that it needs, from whichever files hold them. Phases of saving: aside (all ranks write into a hidden folder),
-complete (rank 0 adds `progress.json`, last of all), rename (the folder gets its name, in one step), remove (old ones
-are hidden first). A process that is killed at any point leaves the checkpoints before untouched, and a hidden folder
-that the next save removes. A folder that lost its `progress.json` is incomplete: loading passes over it, and saving its
-step again renames it.
+    folder/step-00000130/rank-0.bin      # chunks of tensors as plain bytes, a file for each rank that wrote some
+    folder/step-00000130/index.json      # file, place and CRC-32 of each chunk; settings; the position in the data
+
+torch.distributed.checkpoint plans: which rank writes which chunk, and which chunks a rank must read for the rows that
+it keeps. The files are written and read here, because torch's own index is a pickle, and runs what a hostile file asks
+for. Here nothing is unpickled, and a byte that changed on disk is found by its checksum.
+
+Phases of saving: aside (all ranks write into a hidden folder), complete (rank 0 adds the index), rename (the folder
+gets its name, in one step), remove (old checkpoints are hidden first). A process that is killed, or finds the disk
+full, at any point leaves the checkpoints before as they were.
 
 `model` is an FSDP, a plain module, or a wrapper with the plain one in `.module`; `optimizer` is any torch optimizer
 over its parameters, a ShardedOptimizer or a Zero1Optimizer. Saved are parameters, buffers of the state dict, the
-optimizer's state and settings, each rank's random generators, the step and the position in the data.
+optimizer's state and settings, each rank's random generators, the step and the position in the data. A process without
+a process group saves and loads alone.
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
+import math
 import os
 import re
 import shutil
-from collections.abc import Callable
-from dataclasses import dataclass
-from itertools import chain, count
+import warnings
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
+from torch.futures import Future
 
-from cs336_systems.distributed.checkpoint_checks import StateOfAStep, check_groups, check_number
-from cs336_systems.distributed.checkpoint_storage import (
-    INDEX,
-    CheckpointError,
-    IndexedReader,
-    IndexedWriter,
-    read_json,
-    write_json,
-)
 from cs336_systems.distributed.collectives import num_ranks, rank_in
-from cs336_systems.distributed.fsdp.weights import ShardedWeight
-from cs336_systems.distributed.fsdp.wrapper import FSDP
-from cs336_systems.distributed.sharded_optimizer import ShardedOptimizer, hyperparameters
+from cs336_systems.distributed.fsdp import FSDP
+from cs336_systems.distributed.optimizer_shares import check_elementwise, hyperparameters
+from cs336_systems.distributed.sharded_optimizer import ShardedOptimizer
 from cs336_systems.distributed.zero1 import Zero1Optimizer
 
-PROGRESS = "progress.json"  # its presence says that the checkpoint is complete
-STEP_FOLDER = re.compile(r"step-(\d{8,})")
+INDEX = "index.json"
+FORMAT = 2
+STEP_FOLDER = re.compile(r"step-\d{8,}")
+DATA_FILE = re.compile(r"rank-\d+\.bin")
+NUMBERS: dict[str, Any] = {"int": int, "float": float}  # states that are no tensors, saved as 0-d ones
 
-Entry = TypeVar("Entry")
+
+class CheckpointError(ValueError):
+    """A checkpoint is absent, damaged, in use or not ours; the message says which."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +76,38 @@ class Progress:
     step: int  # optimizer steps done
     position: dict[str, Any]  # in the data: the caller's, as JSON
     num_ranks: int  # that saved it
+
+
+def checkpoints(folder: Path | str) -> list[Path]:
+    """The checkpoints in `folder`, oldest first."""
+    return sorted(path for path in Path(folder).glob("step-*") if STEP_FOLDER.fullmatch(path.name))
+
+
+@contextmanager
+def folder_lock(folder: Path) -> Iterator[None]:
+    """Hold `folder` until the block or the process ends; CheckpointError if somebody else holds it."""
+    with open(folder / ".lock", "a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise CheckpointError(f"{folder} is in use by another run") from None
+        except OSError:  # a file system without locks
+            pass
+        yield
+
+
+@contextmanager
+def errors_name(path: Path) -> Iterator[None]:
+    """Let an OSError say where it happened: that of a full disk does not."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None and error.errno is not None:
+            raise OSError(error.errno, error.strerror, str(path)) from error
+        raise
+
+
+# Saving
 
 
 def save_checkpoint(
@@ -77,79 +122,97 @@ def save_checkpoint(
 ) -> Path:
     """Write `folder`/step-<step> and remove all but the newest `keep` checkpoints; collective.
 
-    What is there of that step and is incomplete is renamed to step-<step>.incomplete. Raises ValueError for a negative
-    step, keep below 1 or a position that is no JSON; FileExistsError if a complete one exists.
+    Raises on every rank ValueError for a negative step, keep below 1, a position that is no JSON and an optimizer whose
+    state cannot be sharded, FileExistsError where the step is there already, CheckpointError while another process
+    saves into `folder`, and OSError where it cannot be written.
     """
     if step < 0:
         raise ValueError(f"step must not be negative, got {step}")
     if keep < 1:
         raise ValueError(f"keep must be at least 1, got {keep}")
+    rank, size = _rank_and_size(process_group)
+    state = _TrainingState(model, optimizer)
+    content = {"step": step, "position": position or {}, "num_ranks": size, "optimizer": state.settings()}
     try:
-        json.dumps(position, allow_nan=False)
+        json.dumps(content, allow_nan=False)
     except (TypeError, ValueError) as error:
-        raise ValueError(f"position must be JSON, got {position!r} ({error})") from error
-    folder = Path(folder)
-    rank, size = rank_in(process_group), num_ranks(process_group)
-    final, aside = folder / f"step-{step:08d}", folder / f".step-{step:08d}.partial"
-    if _is_complete(final):
-        raise FileExistsError(f"{final} exists")
-    if rank == 0:
-        for left_over in folder.glob(".step-*.partial"):  # of a process that was killed
+        raise ValueError(f"position and settings must be JSON, got {position!r} ({error})") from error
+    writer = _Writer(Path(folder), step, content, keep)
+    with writer.lock, errors_name(writer.folder):
+        tensors = state.model_tensors() | state.optimizer_tensors() | _generators(rank)
+        _on_all_ranks(dcp.save, tensors, storage_writer=writer, process_group=process_group)
+    return writer.final
+
+
+class _Writer(dcp.FileSystemWriter):
+    """Writes what torch's planner asks for; `prepare_global_plan` and `finish` run on rank 0 alone."""
+
+    def __init__(self, folder: Path, step: int, content: dict[str, Any], keep: int) -> None:
+        super().__init__(folder)
+        self.folder, self.content, self.keep = folder, content, keep
+        self.final, self.aside = folder / f"step-{step:08d}", folder / f".step-{step:08d}.partial"
+        self.lock = ExitStack()  # on rank 0: holds the folder, and at its end removes what is still aside
+
+    def prepare_local_plan(self, plan: dcp.SavePlan) -> dcp.SavePlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[dcp.SavePlan]) -> list[dcp.SavePlan]:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.lock.enter_context(folder_lock(self.folder))
+        if self.final.exists():
+            raise FileExistsError(f"{self.final} exists")
+        for left_over in self.folder.glob(".step-*.partial"):  # of a process that was killed
             shutil.rmtree(left_over)
-        aside.mkdir(parents=True)
-    dist.barrier(process_group)
-    # aside
-    described = _Described(model, optimizer)
-    tensors = described.tensors() | _generator_states(rank)
-    settings = described.settings()
-    dcp.save(tensors, storage_writer=IndexedWriter(aside), process_group=process_group)
-    # complete
-    if rank == 0:
-        write_json(
-            aside / PROGRESS,
-            {"step": step, "position": position or {}, "num_ranks": size, "optimizer": settings},
-        )
-        _sync_folder(aside)
+        self.aside.mkdir()
+        self.lock.callback(shutil.rmtree, self.aside, ignore_errors=True)
+        return [replace(plan, storage_data=f"rank-{rank}.bin") for rank, plan in enumerate(plans)]
+
+    def write_data(self, plan: dcp.SavePlan, planner: dcp.SavePlanner) -> Future[list[WriteResult]]:
+        # aside
+        results = []
+        with open(self.aside / plan.storage_data, "xb") as file:
+            for item in plan.items:
+                tensor: Any = planner.resolve_data(item)
+                data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+                place = {"file": plan.storage_data, "start": file.tell(), "length": data.nbytes}
+                file.write(data)
+                place["crc32"] = zlib.crc32(data)
+                results.append(WriteResult(index=item.index, size_in_bytes=data.nbytes, storage_data=place))
+            file.flush()
+            os.fsync(file.fileno())
+        return _done(results)
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        # complete
+        places = {result.index: result.storage_data for written in results for result in written}
+        tensors = {}
+        for name, entry in metadata.state_dict_metadata.items():
+            assert isinstance(entry, TensorStorageMetadata), "tensors only"
+            chunks = [
+                {"offsets": [*chunk.offsets], "sizes": [*chunk.sizes], **places[MetadataIndex(name, chunk.offsets)]}
+                for chunk in entry.chunks
+            ]
+            dtype = str(entry.properties.dtype).removeprefix("torch.")
+            tensors[name] = {"dtype": dtype, "size": [*entry.size], "chunks": chunks}
+        write_index(self.aside / INDEX, self.content | {"tensors": tensors})
+        _sync_folder(self.aside)
         # rename
-        if os.path.lexists(final):
-            os.rename(final, _name_of_incomplete(final))
-        os.rename(aside, final)
-        _sync_folder(folder)
+        os.rename(self.aside, self.final)
+        _sync_folder(self.folder)
         # remove
-        for old in complete_checkpoints(folder)[:-keep]:
-            shutil.rmtree(old.rename(folder / f".{old.name}.partial"))
-    dist.barrier(process_group)
-    return final
+        for old in checkpoints(self.folder)[: -self.keep]:
+            shutil.rmtree(old.rename(self.folder / f".{old.name}.partial"))
 
 
-def complete_checkpoints(folder: Path | str) -> list[Path]:
-    """The complete checkpoints in `folder`, oldest first."""
-    return [path for path in _checkpoints(folder) if _is_complete(path)]
+def write_index(path: Path, content: dict[str, Any]) -> None:
+    """Write `content` with its own checksum to `path`, on disk when this returns."""
+    with open(path, "w") as file:
+        json.dump({"format": FORMAT, "crc32": _content_crc32(content), "content": content}, file, allow_nan=False)
+        file.flush()
+        os.fsync(file.fileno())
 
 
-def passed_over(folder: Path | str) -> list[Path]:
-    """The incomplete checkpoints in `folder` that are newer than every complete one, oldest first."""
-    newest = [*complete_checkpoints(folder)[-1:]]
-    return [path for path in _checkpoints(folder) if not newest or _step_of(path) > _step_of(newest[0])]
-
-
-def _checkpoints(folder: Path | str) -> list[Path]:
-    """Complete or not, oldest first."""
-    return sorted((path for path in Path(folder).glob("step-*") if STEP_FOLDER.fullmatch(path.name)), key=_step_of)
-
-
-def _step_of(path: Path) -> int:
-    return int(path.name.removeprefix("step-"))
-
-
-def _is_complete(path: Path) -> bool:
-    return (path / PROGRESS).is_file()
-
-
-def _name_of_incomplete(path: Path) -> Path:
-    """Where `path` goes to make room: nobody can load it, but somebody may want to look at it."""
-    names = (path.with_name(f"{path.name}.incomplete{number}") for number in chain([""], (f"-{n}" for n in count(2))))
-    return next(name for name in names if not os.path.lexists(name))
+# Loading
 
 
 def load_checkpoint(
@@ -159,276 +222,243 @@ def load_checkpoint(
     *,
     process_group: dist.ProcessGroup | None = None,
 ) -> Progress:
-    """Load the newest complete checkpoint of `folder` (or `folder` itself, if it is one) in place; collective.
+    """Load the newest checkpoint of `folder` (or `folder` itself, if it is one) in place; collective.
 
     A rank takes up the random generators of the rank of the same number, modulo the ranks that saved. Raises
-    CheckpointError where there is none, or where it is damaged, not ours or of another model or optimizer.
+    CheckpointError where there is none, or where it is damaged, not ours or of another model or optimizer. What is
+    wrong in the index is found before anything is loaded; a damaged chunk leaves the weights half loaded.
     """
-    folder = Path(folder)
-    checkpoints = [folder] if _is_complete(folder) else complete_checkpoints(folder)
-    if not checkpoints:
+    found = [Path(folder)] if (Path(folder) / INDEX).exists() else checkpoints(folder)
+    if not found:
         raise CheckpointError(f"{folder} holds no complete checkpoint")
-    path = checkpoints[-1]
-    progress, settings = _read_progress(path / PROGRESS)
-    index = {
-        name: entry
-        for name, entry in IndexedReader(path).read_metadata().state_dict_metadata.items()
-        if isinstance(entry, TensorStorageMetadata)
-    }
-    described = _Described(model, optimizer)
-    described.check_settings(settings, path / PROGRESS)
-    described.check_states(settings, index, path)
-    source_rank = rank_in(process_group) % progress.num_ranks
-    generators = _generator_states(source_rank)
-    generators = {name: tensor for name, tensor in generators.items() if name in index}
-    _check_generators(index, path)
-    tensors = described.tensors_to_load(index, path)
-    try:
-        # No planner data of torch's own is trusted or needed: the names are flat.
-        dcp.load(tensors | generators, storage_reader=IndexedReader(path), process_group=process_group)
-    except dcp.CheckpointException as error:
-        reasons = "; ".join(
-            f"rank {rank}: {type(failure[0]).__name__}: {failure[0]}" for rank, failure in error.failures.items()
-        )
-        raise CheckpointError(f"{path} cannot be read: {reasons}") from error
-    described.take(tensors, settings)
-    try:
-        _restore_generators(generators)
-    except RuntimeError as error:  # the right number of bytes, but no state
-        raise CheckpointError(f"{path} has {', '.join(generators)} that cannot be taken up: {error}") from error
+    path = found[-1]
+    content, metadata = read_index(path)
+    progress = Progress(step=content["step"], position=content["position"], num_ranks=content["num_ranks"])
+    state = _TrainingState(model, optimizer)
+    tensors = state.tensors_to_load(content["optimizer"], metadata, path)
+    generators = _generators(_rank_and_size(process_group)[0] % progress.num_ranks)
+    generators = {name: value for name, value in generators.items() if name in metadata.state_dict_metadata}
+    reader = _Reader(path, metadata)
+    _on_all_ranks(dcp.load, tensors | generators, storage_reader=reader, process_group=process_group)
+    state.take(tensors, content["optimizer"])
+    for name, value in generators.items():
+        (torch.cuda.set_rng_state if ".cuda." in name else torch.set_rng_state)(value)
     return progress
 
 
-def _read_progress(path: Path) -> tuple[Progress, dict[str, Any] | None]:
-    """Where training stood, and the optimizer's settings; CheckpointError naming what is not as it was written."""
-    saved = read_json(path)
+def read_index(path: Path) -> tuple[dict[str, Any], Metadata]:
+    """The index of the checkpoint in `path`, as it was written and as torch's planner wants it; or CheckpointError."""
+    file = path / INDEX
+    metadata = Metadata(state_dict_metadata={}, storage_data={}, planner_data={})
+    try:
+        _num_bytes(file)
+        sealed = json.loads(file.read_text())
+        if sealed["format"] != FORMAT:
+            raise CheckpointError(f"it has format {sealed['format']!r}, this code reads {FORMAT}")
+        content = sealed["content"]
+        if sealed["crc32"] != _content_crc32(content):
+            raise CheckpointError("its checksum is not that of its content")
+        file_bytes: dict[str, int] = {}
+        for name, entry in content["tensors"].items():
+            size, dtype = torch.Size(entry["size"]), getattr(torch, entry["dtype"])
+            chunks, elements = [], 0
+            for chunk in entry["chunks"]:
+                if not DATA_FILE.fullmatch(chunk["file"]):
+                    raise CheckpointError(f"it names {chunk['file']!r}, which is no file of a checkpoint")
+                if chunk["file"] not in file_bytes:
+                    file_bytes[chunk["file"]] = _num_bytes(path / chunk["file"])
+                offsets, sizes = torch.Size(chunk["offsets"]), torch.Size(chunk["sizes"])
+                elements += math.prod(sizes)
+                end = chunk["start"] + chunk["length"]
+                if end > file_bytes[chunk["file"]] or chunk["length"] != math.prod(sizes) * dtype.itemsize:
+                    raise CheckpointError(f"{chunk['file']} has not the bytes of {name!r}: it is cut off")
+                chunks.append(ChunkStorageMetadata(offsets=offsets, sizes=sizes))
+                metadata.storage_data[MetadataIndex(name, offsets)] = chunk
+            if elements != math.prod(size):
+                raise CheckpointError(f"it has {elements} elements of {name!r}, whose shape is {tuple(size)}")
+            properties = TensorProperties(dtype=dtype)
+            metadata.state_dict_metadata[name] = TensorStorageMetadata(properties, size, chunks)
+    except (CheckpointError, OSError) as error:
+        raise CheckpointError(f"{file} is damaged: {error}") from None
+    except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
+        raise CheckpointError(f"{file} is damaged: {type(error).__name__}: {error}") from error
+    return content, metadata
 
-    def check(sound: bool, name: str) -> None:
-        if not sound:
-            raise CheckpointError(f"{path} is damaged: {name} is {saved.get(name)!r}"[:500])
 
-    for name, least in (("step", 0), ("num_ranks", 1)):
-        value = saved.get(name)
-        check(type(value) is int and value >= least, name)
-    check(isinstance(saved.get("position"), dict), "position")
-    settings = saved.get("optimizer", ())  # None is for a save without one
-    if settings is not None:
-        check(isinstance(settings, dict), "optimizer")
-        scalars, groups = settings.get("scalars"), settings.get("groups")
-        check(isinstance(scalars, dict) and all(isinstance(state, dict) for state in scalars.values()), "optimizer")
-        check(isinstance(groups, list) and all(isinstance(group, dict) for group in groups), "optimizer")
-        check(all(isinstance(group.get("names"), list) for group in groups), "optimizer")
-    return Progress(step=saved["step"], position=saved["position"], num_ranks=saved["num_ranks"]), settings
+class _Reader(dcp.FileSystemReader):
+    """Reads the chunks that torch's planner asks for, each against its checksum."""
+
+    def __init__(self, folder: Path, metadata: Metadata) -> None:
+        super().__init__(folder)
+        self.folder, self.metadata = folder, metadata
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        return self.metadata
+
+    def read_data(self, plan: dcp.LoadPlan, planner: dcp.LoadPlanner) -> Future[None]:
+        for item in plan.items:
+            chunk = self._chunk(item.storage_index)
+            rows = tuple(slice(start, start + size) for start, size in zip(item.storage_offsets, item.lengths))
+            target = planner.resolve_tensor(item)
+            target.copy_(chunk[rows])
+            planner.commit_tensor(item, target)
+        return _done(None)
+
+    def _chunk(self, index: MetadataIndex) -> Tensor:
+        place = self.metadata.storage_data[index]
+        path = self.folder / place["file"]
+        with open(path, "rb") as file:
+            file.seek(place["start"])
+            data = bytearray(file.read(place["length"]))
+        if zlib.crc32(data) != place["crc32"]:
+            name = f"{index.fqn!r} at {tuple(place['offsets'])}"
+            raise CheckpointError(f"{path} is damaged: {name} has another checksum than when it was saved")
+        entry: Any = self.metadata.state_dict_metadata[index.fqn]
+        flat = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+        return flat.view(entry.properties.dtype).view(place["sizes"])
 
 
-class _Described:
+# Model and optimizer
+
+
+class _TrainingState:
     """Model and optimizer as flat names and tensors, of which the sharded ones know their place in the whole."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
-        self.fsdp = model if isinstance(model, FSDP) else None
         inner = getattr(model, "module", model)
         self.module: nn.Module = inner if isinstance(inner, nn.Module) else model
         self.optimizer = optimizer
-        self.parameters = dict(self.module.named_parameters())
-        self.names = {parameter: name for name, parameter in self.parameters.items()}
-        self._kept: dict[str, dict[str, Any]] | None = None  # what `_states` found
-        self.weights: dict[str, ShardedWeight] = {}
-        if self.fsdp is not None:
-            self.weights = {weight.name: weight for unit in self.fsdp.units for weight in unit.weights}
-            device = self.fsdp.device.type
-            self.mesh = DeviceMesh.from_group(self.fsdp.group, device)
-
-    def tensors(self) -> dict[str, Tensor]:
-        """What this rank saves."""
-        return self._model_tensors() | {
-            f"optimizer.{name}.{key}": self._placed(name, value)
-            for name, state in self._states().items()
-            for key, value in state.items()
-            if isinstance(value, Tensor)
-        }
+        self.names: dict[Tensor, str] = {parameter: name for name, parameter in self.module.named_parameters()}
+        self.shards: dict[Tensor, torch.Size] = {}  # and the shapes of their wholes
+        if isinstance(model, FSDP):
+            self.shards = {weight.shard: torch.Size(weight.shape) for unit in model.units for weight in unit.weights}
+            self.mesh = DeviceMesh.from_group(model.group, model.device.type)
+            if optimizer is not None:
+                check_elementwise(type(optimizer), optimizer.defaults, rows=True)
+        groups = [] if optimizer is None else [group["params"] for group in optimizer.param_groups]
+        self.group_names = [[self.names[parameter] for parameter in group] for group in groups]
+        self.updated: list[Tensor] = [parameter for group in groups for parameter in group]  # in state dicts' order
+        # The optimizer that makes the updates, behind one that only shares them out.
+        self.kind = type(getattr(optimizer, "local", optimizer)).__name__
 
     def settings(self) -> dict[str, Any] | None:
-        """The optimizer's hyper-parameters and the states that are no tensors, as JSON."""
+        """Kind and hyper-parameters of the optimizer, as JSON."""
         if self.optimizer is None:
             return None
-        scalars = self._all_scalars()
         groups = [
-            {**hyperparameters(group), "names": [self.names[parameter] for parameter in group["params"]]}
+            {key: value.item() if isinstance(value, Tensor) else value for key, value in hyperparameters(group).items()}
             for group in self.optimizer.param_groups
         ]
-        return {"groups": _jsonable(groups), "scalars": scalars}
+        return {"kind": self.kind, "groups": groups, "names": self.group_names}
 
-    def check_settings(self, settings: dict[str, Any] | None, path: Path) -> None:
-        """CheckpointError naming what `settings`, read from `path`, lack that the optimizer needs."""
-        if self.optimizer is None:
-            return
-        if settings is None:
-            raise CheckpointError(f"{path}: the checkpoint was saved without an optimizer")
-        if [group["names"] for group in settings["groups"]] != self._group_names():
-            raise CheckpointError(f"{path}: the checkpoint's optimizer has other parameter groups")
-        check_groups(path, settings["groups"], self.optimizer)
-
-    def check_states(
-        self, settings: dict[str, Any] | None, index: dict[str, TensorStorageMetadata], path: Path
-    ) -> None:
-        """CheckpointError naming a state that is missing, of another shape, or not the optimizer's.
-
-        A parameter without any has had no gradient yet. Each rank looks at the states of all, so that none of them goes
-        on to load, and waits, where another has refused.
-        """
-        if self.optimizer is None:
-            return
-        assert settings is not None
-        of_a_step = StateOfAStep(path / PROGRESS, settings["groups"], self.optimizer)
-        groups = {name: number for number, names in enumerate(self._group_names()) for name in names}
-        for name in groups:
-            parameter, shape = self.parameters[name], self._whole_shape(name)
-            expected = of_a_step.kept(groups[name], parameter, len(shape))
-            scalars, found = settings["scalars"].get(name, {}), self._saved_state(name, index)
-            if expected is None or (name not in settings["scalars"] and not found):
-                continue
-            for key, kind in expected.items():
-                full_name = f"optimizer.{name}.{key}"
-                if key in found:
-                    size, wanted = found[key].size, shape if kind == "like" else torch.Size()
-                    if kind != "other" and size != wanted:
-                        raise CheckpointError(
-                            f"{path / INDEX} has {full_name!r} of shape {tuple(size)}, "
-                            f"the optimizer needs {tuple(wanted)}"
-                        )
-                elif key in scalars and kind == "number":
-                    check_number(path / PROGRESS, full_name, scalars[key])
-                elif key not in scalars or kind != "other":
-                    file = path / (PROGRESS if kind in ("number", "other") else INDEX)
-                    raise CheckpointError(f"{file} is damaged: it has no {full_name!r}")
-            for key in sorted(found.keys() - expected.keys()):  # of a setting that has been changed since, or wrong
-                if key not in (of_a_step.kept_by_own_settings(groups[name], parameter, len(shape)) or {}):
-                    raise CheckpointError(f"{path / INDEX} has 'optimizer.{name}.{key}', which the optimizer has not")
-
-    def tensors_to_load(self, index: dict[str, TensorStorageMetadata], path: Path) -> dict[str, Tensor]:
-        """Where the checkpoint's tensors go; CheckpointError naming one that is missing or of another shape."""
-        tensors = self._model_tensors()
-        for name, tensor in tensors.items():
-            if name not in index:
-                raise CheckpointError(f"{path} has no {name!r}: it is of another model")
-            if index[name].size != tensor.shape:
-                raise CheckpointError(
-                    f"{path} has {name!r} of shape {tuple(index[name].size)}, the model needs {tuple(tensor.shape)}"
-                )
-        if self.optimizer is None:
-            return tensors
-        for name in self._stateful_names():
-            for key, entry in self._saved_state(name, index).items():
-                tensors[f"optimizer.{name}.{key}"] = self._empty(name, entry)
+    def model_tensors(self) -> dict[str, Tensor]:
+        """Parameters and buffers, a tied one once."""
+        tensors, seen = {}, set()
+        for name, value in self.module.state_dict(keep_vars=True).items():
+            if isinstance(value, Tensor) and id(value) not in seen:
+                seen.add(id(value))
+                tensors[f"model.{name}"] = self._placed(value, value.detach())
         return tensors
 
-    def take(self, tensors: dict[str, Tensor], settings: dict[str, Any] | None) -> None:
+    def optimizer_tensors(self) -> dict[str, Tensor]:
+        """The states that this rank keeps; of a Zero1Optimizer, whose slices know no shapes, all; collective."""
+        states: dict[Any, dict[str, Any]] = {} if self.optimizer is None else dict(self.optimizer.state)
+        if isinstance(self.optimizer, Zero1Optimizer):
+            full = self.optimizer.full_state_dict()["state"]
+            states = {self.updated[place]: state for place, state in full.items()}
+        tensors = {}
+        for parameter, state in states.items():
+            for key, value in state.items():
+                name = f"optimizer.{self.names[parameter]}.{key}"
+                if isinstance(value, int | float):
+                    kind, dtype = ("int", torch.int64) if isinstance(value, int) else ("float", torch.float64)
+                    tensors[f"{name}:{kind}"] = torch.tensor(value, dtype=dtype)
+                elif isinstance(value, Tensor):
+                    if parameter in self.shards and value.ndim and value.shape != parameter.shape:
+                        raise ValueError(f"{name!r}, of shape {tuple(value.shape)}, is not cut as FSDP cuts its weight")
+                    tensors[name] = self._placed(parameter, value.detach())
+                elif value is not None:
+                    raise ValueError(f"the state {name!r} must be a tensor or a number, got {type(value).__name__}")
+        return tensors
+
+    def tensors_to_load(self, settings: dict[str, Any] | None, metadata: Metadata, path: Path) -> dict[str, Tensor]:
+        """Where the checkpoint's tensors go; CheckpointError naming what is not as the model and optimizer need it."""
+        saved: dict[str, Any] = metadata.state_dict_metadata
+        tensors = self.model_tensors()
+        for name, tensor in tensors.items():
+            if name not in saved:
+                raise CheckpointError(f"{path} has no {name!r}: it is of another model")
+            if saved[name].size != tensor.shape:
+                size = tuple(saved[name].size)
+                raise CheckpointError(f"{path} has {name!r} of shape {size}, the model needs {tuple(tensor.shape)}")
+        if self.optimizer is None:
+            return tensors
+        if settings is None:
+            raise CheckpointError(f"{path} was saved without an optimizer")
+        if settings["kind"] != self.kind:
+            raise CheckpointError(f"{path} is of the optimizer {settings['kind']}, not of {self.kind}")
+        if settings["names"] != self.group_names:
+            raise CheckpointError(f"{path} is of an optimizer with other parameter groups")
+        owns = self.optimizer.owns if isinstance(self.optimizer, ShardedOptimizer) else lambda parameter: True
+        kept = {self.names[parameter]: parameter for parameter in self.updated if owns(parameter)}
+        for name, entry in saved.items():
+            kind, _, rest = name.partition(".")
+            parameter = kept.get(rest.rpartition(".")[0]) if kind == "optimizer" else None
+            if parameter is not None and entry.size == self.shards.get(parameter):
+                rows = torch.empty(parameter.shape, dtype=entry.properties.dtype, device=parameter.device)
+                tensors[name] = self._placed(parameter, rows)
+            elif parameter is not None:  # on the CPU, from where the optimizer moves it to the parameter's device
+                tensors[name] = torch.empty(entry.size, dtype=entry.properties.dtype)
+        return tensors
+
+    def take(self, tensors: dict[str, Tensor], settings: Any) -> None:
         """Give the optimizer what was read; the parameters have it already."""
         if self.optimizer is None:
             return
-        assert settings is not None
-        states: dict[str, dict[str, Any]] = {}
-        for name in self._stateful_names():
-            state = dict(settings["scalars"].get(name, {}))
-            for key, tensor in self._saved_state(name, tensors).items():
-                state[key] = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-            if state:
-                states[name] = state
-        groups, names = settings["groups"], self._group_names()
-        places = {name: place for place, name in enumerate(name for group in names for name in group)}
-        first = 0
-        loaded = []
-        for group in groups:
-            settings_of = {key: tuple(v) if isinstance(v, list) else v for key, v in group.items() if key != "names"}
-            loaded.append({**settings_of, "params": list(range(first, first + len(group["names"])))})
-            first += len(group["names"])
-        self.optimizer.load_state_dict(
-            {"state": {places[name]: state for name, state in states.items()}, "param_groups": loaded}
-        )
+        places = {self.names[parameter]: place for place, parameter in enumerate(self.updated)}
+        states: dict[int, dict[str, Any]] = {}
+        for full_name, tensor in tensors.items():
+            kind, _, rest = full_name.partition(".")
+            if kind == "optimizer":
+                name, _, key = rest.rpartition(".")
+                key, _, number = key.partition(":")
+                value: Any = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+                states.setdefault(places[name], {})[key] = NUMBERS[number](value.item()) if number else value
+        groups = [
+            {key: tuple(value) if isinstance(value, list) else value for key, value in group.items()}
+            | {"params": [places[name] for name in names]}
+            for group, names in zip(settings["groups"], settings["names"])
+        ]
+        self.optimizer.load_state_dict({"state": states, "param_groups": groups})
 
-    @staticmethod
-    def _saved_state(name: str, entries: dict[str, Entry]) -> dict[str, Entry]:
-        """Those of `entries` that are states of the parameter `name`, by the state's own name."""
-        prefix = f"optimizer.{name}."
-        own = {full_name[len(prefix) :]: entry for full_name, entry in entries.items() if full_name.startswith(prefix)}
-        return {key: entry for key, entry in own.items() if "." not in key}
-
-    def _group_names(self) -> list[list[str]]:
-        assert self.optimizer is not None
-        return [[self.names[parameter] for parameter in group["params"]] for group in self.optimizer.param_groups]
-
-    def _whole_shape(self, name: str) -> torch.Size:
-        """Of the parameter `name`, of which this rank may keep some rows only."""
-        weight = self.weights.get(name)
-        return self.parameters[name].shape if weight is None else torch.Size(weight.shape)
-
-    def _model_tensors(self) -> dict[str, Tensor]:
-        buffers = {name: value for name, value in self.module.state_dict().items() if name not in self.parameters}
-        tensors = {f"model.{name}": self._placed(name, value.detach()) for name, value in self.parameters.items()}
-        aliases = {id(parameter) for parameter in self.parameters.values()}
-        for name, value in buffers.items():
-            if isinstance(value, Tensor) and not self._is_tied(name, aliases):
-                tensors[f"model.{name}"] = value.detach()
-        return tensors
-
-    def _is_tied(self, name: str, known: set[int]) -> bool:
-        """Whether the state dict's `name` is another name of a parameter."""
-        owner, _, attribute = name.rpartition(".")
-        value = getattr(self.module.get_submodule(owner), attribute, None)
-        return id(value) in known
-
-    def _placed(self, name: str, value: Tensor) -> Tensor:
-        """`value`, of the parameter `name`, with its place in the whole if it is sharded like it."""
-        weight = self.weights.get(name)
-        if weight is None or value.shape != weight.shard.shape:
+    def _placed(self, parameter: Tensor, value: Tensor) -> Tensor:
+        """`value`, of `parameter`, with its place in the whole if that is sharded."""
+        shape = self.shards.get(parameter)
+        if shape is None or value.shape != parameter.shape:
             return value
-        stride = torch.empty(weight.shape, device="meta").stride()
-        return DTensor.from_local(value.detach(), self.mesh, [Shard(0)], shape=weight.shape, stride=stride)
-
-    def _empty(self, name: str, entry: TensorStorageMetadata) -> Tensor:
-        parameter = self.parameters[name]
-        weight = self.weights.get(name)
-        dtype = entry.properties.dtype
-        if weight is not None and entry.size == weight.shape:
-            return self._placed(name, torch.empty(weight.shard.shape, dtype=dtype, device=parameter.device))
-        device = parameter.device if entry.size == parameter.shape else torch.device("cpu")
-        return torch.empty(entry.size, dtype=dtype, device=device)
-
-    def _states(self) -> dict[str, dict[str, Any]]:
-        """State by parameter name, of the parameters whose state this rank keeps; the first call is collective."""
-        if self._kept is None:
-            state: dict[Any, dict[str, Any]] = {} if self.optimizer is None else dict(self.optimizer.state)
-            if isinstance(self.optimizer, Zero1Optimizer):  # slices know no shapes: the whole is put together
-                everything = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
-                full = self.optimizer.full_state_dict()["state"]
-                state = {everything[place]: values for place, values in full.items()}
-            self._kept = {self.names[parameter]: values for parameter, values in state.items()}
-        return self._kept
-
-    def _all_scalars(self) -> dict[str, dict[str, Any]]:
-        """The states that are no tensors, by parameter name; under a ShardedOptimizer each owner tells its own."""
-        scalars = {
-            name: {key: value for key, value in state.items() if not isinstance(value, Tensor)}
-            for name, state in self._states().items()
-        }
-        if not isinstance(self.optimizer, ShardedOptimizer) or self.optimizer.num_ranks == 1:
-            return scalars
-        by_rank: list[Any] = [None] * self.optimizer.num_ranks
-        dist.all_gather_object(by_rank, scalars, group=self.optimizer.process_group)
-        return {name: state for own in by_rank for name, state in own.items()}
-
-    def _stateful_names(self) -> list[str]:
-        """Parameters whose state this rank loads."""
-        assert self.optimizer is not None
-        mine: Callable[[Tensor], bool] = lambda parameter: True  # noqa: E731
-        if isinstance(self.optimizer, ShardedOptimizer):
-            owners, rank = self.optimizer.owners, self.optimizer.rank
-            mine = lambda parameter: owners[parameter] == rank  # noqa: E731
-        everything = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
-        return [self.names[parameter] for parameter in everything if mine(parameter)]
+        stride = torch.empty(shape, device="meta").stride()
+        return DTensor.from_local(value, self.mesh, [Shard(0)], shape=shape, stride=stride)
 
 
-def _generator_states(rank: int) -> dict[str, Tensor]:
+# Small helpers
+
+
+def _on_all_ranks(call: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+    """Let torch save or load; what one rank raises is raised on all, in place of torch's account of every rank."""
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # a process alone is no mistake
+            call(*args, **kwargs)
+    except dcp.CheckpointException as failed:
+        error = failed.failures[min(failed.failures)][0]
+        raise error from (None if isinstance(error, OSError | ValueError) else failed)
+
+
+def _rank_and_size(group: dist.ProcessGroup | None) -> tuple[int, int]:
+    return (rank_in(group), num_ranks(group)) if dist.is_initialized() else (0, 1)
+
+
+def _generators(rank: int) -> dict[str, Tensor]:
     """The random generators of this process, under the names of `rank`."""
     states = {f"generator.cpu.{rank}": torch.get_rng_state()}
     if torch.cuda.is_available():
@@ -436,34 +466,24 @@ def _generator_states(rank: int) -> dict[str, Tensor]:
     return states
 
 
-def _check_generators(index: dict[str, TensorStorageMetadata], path: Path) -> None:
-    """CheckpointError for a state of any rank's generator that none of the kind could have."""
-    own = {name.rpartition(".")[0]: state for name, state in _generator_states(0).items()}
-    for name, found in index.items():
-        state = own.get(name.rpartition(".")[0])
-        if state is not None and (found.size, found.properties.dtype) != (state.shape, state.dtype):
-            raise CheckpointError(
-                f"{path / INDEX} has {name!r} of shape {tuple(found.size)} in {found.properties.dtype}, "
-                f"a generator's state is {tuple(state.shape)} in {state.dtype}"
-            )
+def _content_crc32(content: Any) -> int:
+    return zlib.crc32(json.dumps(content, sort_keys=True).encode())
 
 
-def _restore_generators(states: dict[str, Tensor]) -> None:
-    for name, state in states.items():
-        if name.startswith("generator.cuda"):
-            torch.cuda.set_rng_state(state)
-        else:
-            torch.set_rng_state(state)
-
-
-def _jsonable(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Hyper-parameters as JSON knows them: tensors become numbers, tuples lists."""
-    return [
-        {key: value.item() if isinstance(value, Tensor) else value for key, value in group.items()} for group in groups
-    ]
+def _num_bytes(path: Path) -> int:
+    """The size of `path`; CheckpointError unless it is a regular file: a pipe would be waited on for ever."""
+    if not path.is_file():
+        raise CheckpointError(f"{path.name} is missing or no regular file")
+    return path.stat().st_size
 
 
 def _sync_folder(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     os.fsync(descriptor)
     os.close(descriptor)
+
+
+def _done(result: Any) -> Any:
+    future: Future[Any] = Future()
+    future.set_result(result)
+    return future

@@ -30,19 +30,19 @@ from torch import Tensor, nn
 from cs336_systems.distributed.collectives import (
     Work,
     all_gather_flat,
+    broadcast_from_first,
     check_same_shapes,
-    num_ranks,
-    rank_in,
     reduce_scatter_mean_flat,
 )
 from cs336_systems.distributed.ddp import dense_gradient
-from cs336_systems.distributed.sharded_optimizer import hyperparameters, unique_groups
+from cs336_systems.distributed.optimizer_shares import OptimizerOfShares, check_elementwise, hyperparameters
 
 BYTES_PER_MB = 10**6
 ALIGNMENT = 64  # elements, of a rank's slice
+MASTER = "master"  # name, among an optimizer's states, of the float32 values of a parameter below float32
 
 
-class Zero1Optimizer(torch.optim.Optimizer):
+class Zero1Optimizer(OptimizerOfShares):
     """`optimizer_cls`, an elementwise optimizer, over this rank's slices of `params`.
 
     Args:
@@ -52,9 +52,10 @@ class Zero1Optimizer(torch.optim.Optimizer):
         kwargs: for `optimizer_cls`.
 
     The parameters' memory is replaced by views of the buckets: build it after the model is on its device. Raises
-    ValueError for a bad bucket size, parameters that differ between ranks or a closure, RuntimeError where there is no
-    process group, on a second backward before `step` that is not under `no_sync`, where gradients are to be finished
-    under `no_sync`, and where groups are added later.
+    ValueError for a bad bucket size, an optimizer that is not elementwise, parameters that differ between ranks or a
+    closure, RuntimeError where there is no process group, on a second backward before `step` that is not under
+    `no_sync`, where a parameter got other memory, where gradients are to be finished under `no_sync`, and where groups
+    are added later. float16 needs the LossScaler of `loss_scale.py`; torch.amp.GradScaler is refused with a TypeError.
     """
 
     def __init__(
@@ -68,13 +69,12 @@ class Zero1Optimizer(torch.optim.Optimizer):
     ) -> None:
         if not bucket_size_mb > 0:
             raise ValueError(f"bucket_size_mb must be positive, got {bucket_size_mb!r}")
-        self.group = process_group
-        self.rank, self.num_ranks = rank_in(process_group), num_ranks(process_group)
-        self._built = False
-        super().__init__(unique_groups(params), kwargs)
-        everything = [parameter for group in self.param_groups for parameter in group["params"]]
-        check_same_shapes(((str(place), parameter) for place, parameter in enumerate(everything)), process_group)
-        self._send_frozen(everything)
+        super().__init__(params, optimizer_cls, process_group, kwargs)
+        check_elementwise(optimizer_cls, kwargs, rows=False)
+        check_same_shapes(((str(place), parameter) for place, parameter in enumerate(self.parameters)), process_group)
+        for parameter in self.parameters:
+            if not parameter.requires_grad:  # in no bucket, whose values rank 0 sends
+                _send_from_first(parameter, process_group)
         self.buckets: list[Bucket] = []
         local_groups = []
         for group in self.param_groups:
@@ -82,24 +82,19 @@ class Zero1Optimizer(torch.optim.Optimizer):
             self.buckets += buckets
             local_groups.append({**hyperparameters(group), "params": [bucket.master for bucket in buckets]})
         self.local = optimizer_cls(local_groups, **kwargs)
-        self.defaults = self.local.defaults
-        self.state = self.local.state
-        for group, own in zip(self.param_groups, self.local.param_groups):
-            group.update(hyperparameters(own))
+        self.take_settings()
         self._synchronize = True
         # Backward finishes the last parameters first; every rank reduces in this order, whatever arrives when.
         self._reduce_order = list(reversed(self.buckets))
-        self._next = 0
-        self._hooks = [
-            parameter.register_post_accumulate_grad_hook(bucket_hook(self, bucket, place))
-            for bucket in self.buckets
-            for place, parameter in enumerate(bucket.parameters)
-        ]
-        self._built = True
+        self._next = 0  # the bucket of this order whose turn it is
+        self._finished = False  # whether all are reduced, and no step has used them
+        for bucket in self.buckets:
+            for place, parameter in enumerate(bucket.parameters):
+                parameter.register_post_accumulate_grad_hook(bucket_hook(self, bucket, place))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Called by the constructor for each group; later ones are refused, the buckets being laid out."""
-        if getattr(self, "_built", False):
+        if hasattr(self, "local"):
             raise RuntimeError("Zero1Optimizer cannot add a group: its buckets are laid out; build it anew")
         super().add_param_group(param_group)
 
@@ -123,7 +118,7 @@ class Zero1Optimizer(torch.optim.Optimizer):
             return
         bucket.arrived.add(place)
         while self._next < len(self._reduce_order) and self._reduce_order[self._next].is_full:
-            self._reduce_order[self._next].reduce(self.group)
+            self._reduce_order[self._next].reduce(self.process_group)
             self._next += 1
 
     def finish_gradient_synchronization(self) -> None:
@@ -131,23 +126,28 @@ class Zero1Optimizer(torch.optim.Optimizer):
         if not self._synchronize:
             raise RuntimeError("finish_gradient_synchronization() must be called outside of no_sync()")
         for bucket in self._reduce_order[self._next :]:
-            bucket.reduce(self.group)
+            bucket.reduce(self.process_group)
         self._next = len(self._reduce_order)
         for bucket in self.buckets:
             bucket.work.wait()
+        self._finished = True
+
+    def averaged_gradients(self) -> list[Tensor]:
+        """This rank's slices of the gradients, averaged over ranks: what the update will use."""
+        self.finish_gradient_synchronization()
+        return [bucket.gradient for bucket in self.buckets]
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, eps: float = 1e-6) -> Tensor:
         """Scale the averaged gradients by min(1, max_norm / (norm + eps)); returns the whole model's `norm`."""
         if not max_norm > 0:
             raise ValueError(f"max_norm must be positive, got {max_norm}")
-        self.finish_gradient_synchronization()
-        slices = [bucket.gradient for bucket in self.buckets]
+        slices = self.averaged_gradients()
         if not slices:  # every parameter is frozen
             return torch.zeros(())
         total = torch.stack(torch._foreach_norm(slices, 2, torch.float64)).square().sum()
         if self.num_ranks > 1:
-            dist.all_reduce(total, group=self.group)
+            dist.all_reduce(total, group=self.process_group)
         norm = total.sqrt()
         scale = (max_norm / (norm + eps)).clamp(max=1.0).where(norm.isfinite(), torch.nan)
         torch._foreach_mul_(slices, scale.to(torch.float32))
@@ -161,132 +161,103 @@ class Zero1Optimizer(torch.optim.Optimizer):
         if closure is not None:
             raise ValueError("Zero1Optimizer.step takes no closure: run backward before it")
         self.finish_gradient_synchronization()
-        for group, own in zip(self.param_groups, self.local.param_groups):
-            own.update(hyperparameters(group))
+        self.give_settings()
         # update
+        for bucket in self.buckets:
+            bucket.follow_parameters()
         self.local.step()
         # gather
-        for work in [bucket.gather(self.group) for bucket in self.buckets]:
+        for work in [bucket.gather(self.process_group) for bucket in self.buckets]:
             work.wait()
         self._begin()
 
-    def skip_step(self) -> None:
-        """Instead of `step`, where the gradients are of no use; every rank must call it."""
-        self.finish_gradient_synchronization()
-        self._begin()
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients, also averaged ones that no step has used: that of a loss scale that overflowed.
+
+        The next ones are copied into the buckets, so that None costs less than zeros.
+        """
+        super().zero_grad(set_to_none)
+        if self._finished:
+            self._begin()
 
     def _begin(self) -> None:
         """Be ready for the next backward."""
         for bucket in self.buckets:
             bucket.launched = False
             bucket.arrived.clear()
-        self._next = 0
+        self._next, self._finished = 0, False
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients. The next ones are copied into the buckets, so that None costs less than zeros."""
-        super().zero_grad(set_to_none)
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Asked by torch.amp.GradScaler, which takes gradients from the parameters: there they are this rank's own."""
+        raise TypeError(
+            "Zero1Optimizer needs LossScaler of cs336_systems.distributed.loss_scale: torch.amp.GradScaler would "
+            "unscale gradients that are not averaged, and let each rank decide for itself"
+        )
 
-    # State
+    # State dicts
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's slices: the wrapped optimizer's state and the master slices."""
-        return {
-            "local": self.local.state_dict(),
-            "masters": [bucket.master.detach() for bucket in self.buckets],
-            "shard": {"rank": self.rank, "num_ranks": self.num_ranks},
-        }
+        """This rank's slices: the state of each bucket, and the master slices."""
+        masters = [bucket.master.detach() for bucket in self.buckets]
+        return self.as_state_dict(self.local.state_dict()["state"]) | {"masters": masters, "shard": self.shard}
 
     @torch.no_grad()
     def full_state_dict(self) -> dict[str, Any]:
-        """The state of all parameters, on every rank, on CPU, as `optimizer_cls` itself would give it; collective."""
-        everything = [parameter for group in self.param_groups for parameter in group["params"]]
-        places = {parameter: place for place, parameter in enumerate(everything)}
+        """The state of all parameters, on every rank, on CPU, as `optimizer_cls` itself would give it; collective.
+
+        A parameter below float32 has one state more, its float32 values.
+        """
+        places = {parameter: place for place, parameter in enumerate(self.parameters)}
         full: dict[int, dict[str, Any]] = {}
         for bucket in self.buckets:
-            for name, value in self.state.get(bucket.master, {}).items():
-                if not isinstance(value, Tensor) or value.shape != bucket.master.shape:
-                    pieces = [value] * len(bucket.parameters)
-                else:
+            state = dict(self.state.get(bucket.master, {}))
+            if bucket.is_low:
+                state[MASTER] = bucket.master
+            for name, value in state.items():
+                pieces = [value] * len(bucket.parameters)
+                if isinstance(value, Tensor) and value.shape == bucket.master.shape:
                     whole = value.new_empty(self.num_ranks * value.numel())
-                    all_gather_flat(whole, value, self.group)
+                    all_gather_flat(whole, value, self.process_group)
                     pieces = [piece.cpu() for piece in bucket.views_of(whole)]
                 for parameter, piece in zip(bucket.parameters, pieces):
                     kept = piece.clone() if isinstance(piece, Tensor) else piece
                     full.setdefault(places[parameter], {})[name] = kept
-        groups = [
-            {**hyperparameters(group), "params": [places[parameter] for parameter in group["params"]]}
-            for group in self.param_groups
-        ]
-        return {"state": dict(sorted(full.items())), "param_groups": groups}
+        return self.as_state_dict(full)
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a `state_dict` of the same rank of as many, or a full one of any number of ranks.
 
-        After a full one the master slices are those of the parameters, as they are now. ValueError where it is another
-        rank's, or its groups are of other sizes.
+        ValueError where it is another rank's, or its groups are of other sizes.
         """
-        shard = {"rank": self.rank, "num_ranks": self.num_ranks}
-        if "local" in state_dict:
-            if state_dict["shard"] != shard:
-                saved = state_dict["shard"]
-                raise ValueError(
-                    f"state_dict must be full or the slices of rank {self.rank} of {self.num_ranks}, "
-                    f"got those of rank {saved['rank']} of {saved['num_ranks']}"
-                )
-            self.local.load_state_dict(state_dict["local"])
+        self.check_loadable(state_dict)
+        state = dict(state_dict["state"])
+        if "shard" in state_dict:
             for bucket, master in zip(self.buckets, state_dict["masters"]):
                 bucket.master.copy_(master)
         else:
-            self._load_full(state_dict)
-        self.state = self.local.state
-        for group, own in zip(self.param_groups, self.local.param_groups):
-            group.update(hyperparameters(own))
-
-    def _load_full(self, state_dict: dict[str, Any]) -> None:
-        sizes = [len(group["params"]) for group in state_dict["param_groups"]]
-        expected = [len(group["params"]) for group in self.param_groups]
-        if sizes != expected:
-            raise ValueError(f"state_dict must have groups of {expected} parameters, got {sizes}")
-        everything = [parameter for group in self.param_groups for parameter in group["params"]]
-        places = {parameter: place for place, parameter in enumerate(everything)}
-        state = {}
-        for index, bucket in enumerate(self.buckets):
-            bucket.refresh_master()
-            saved = [state_dict["state"].get(places[parameter], {}) for parameter in bucket.parameters]
-            names = {name for entry in saved for name in entry}
-            state[index] = {name: bucket.slice_of(name, [entry.get(name) for entry in saved]) for name in sorted(names)}
-        groups, first = [], 0
-        for own, loaded in zip(self.local.param_groups, state_dict["param_groups"]):
-            count = len(own["params"])
-            groups.append({**hyperparameters(loaded), "params": list(range(first, first + count))})
-            first += count
-        self.local.load_state_dict({"state": {k: v for k, v in state.items() if v}, "param_groups": groups})
-
-    @torch.no_grad()
-    def _send_frozen(self, parameters: list[Tensor]) -> None:
-        """Give parameters that no bucket will hold rank 0's values."""
-        for parameter in parameters:
-            if not parameter.requires_grad and parameter.numel() and self.num_ranks > 1:
-                values = parameter.detach().contiguous()
-                dist.broadcast(values, group_src=0, group=self.group)
-                parameter.copy_(values)
+            places = {parameter: place for place, parameter in enumerate(self.parameters)}
+            wholes = state
+            state = {
+                index: bucket.slices_of([wholes.get(places[parameter], {}) for parameter in bucket.parameters])
+                for index, bucket in enumerate(self.buckets)
+            }
+        self.load_local({index: slices for index, slices in state.items() if slices}, state_dict["param_groups"])
 
     def _fill_buckets(self, parameters: list[Tensor], max_bytes: float) -> list[Bucket]:
         """Trainable `parameters` in order, cut where the size is reached or the dtype or device changes."""
-        buckets: list[Bucket] = []
-        current: list[Tensor] = []
+        runs: list[list[Tensor]] = []
         for parameter in parameters:
             if not parameter.requires_grad:
                 continue
-            alike = not current or (current[0].dtype, current[0].device) == (parameter.dtype, parameter.device)
-            if current and (not alike or sum(p.nbytes for p in current) + parameter.nbytes > max_bytes):
-                buckets.append(Bucket(current, self.rank, self.num_ranks, self.group))
-                current = []
-            current.append(parameter)
-        if current:
-            buckets.append(Bucket(current, self.rank, self.num_ranks, self.group))
-        return buckets
+            run = runs[-1] if runs else []
+            alike = bool(run) and (run[0].dtype, run[0].device) == (parameter.dtype, parameter.device)
+            if alike and sum(member.nbytes for member in run) + parameter.nbytes <= max_bytes:
+                run.append(parameter)
+            else:
+                runs.append([parameter])
+        return [Bucket(run, self.rank, self.num_ranks, self.process_group) for run in runs]
 
 
 class Bucket:
@@ -294,26 +265,22 @@ class Bucket:
 
     def __init__(self, parameters: list[Tensor], rank: int, size: int, group: dist.ProcessGroup | None) -> None:
         self.parameters = parameters
-        self.offsets = []
-        length = 0
-        for parameter in parameters:
-            self.offsets.append(length)
-            length += parameter.numel()
+        self.num_elements = sum(parameter.numel() for parameter in parameters)
         unit = size * ALIGNMENT
-        length = max(unit, -(-length // unit) * unit)
+        length = max(unit, -(-self.num_elements // unit) * unit)  # padded, for equal slices
         self.own = slice(rank * length // size, (rank + 1) * length // size)
         self.flat = torch.zeros(length, dtype=parameters[0].dtype, device=parameters[0].device)
         self.flat_gradient = torch.zeros_like(self.flat)
+        self.views, self.gradient_views = self.views_of(self.flat), self.views_of(self.flat_gradient)
         with torch.no_grad():
-            for parameter, view in zip(parameters, self.views_of(self.flat)):
+            for parameter, view in zip(parameters, self.views):
                 view.copy_(parameter)
-            if size > 1:
-                dist.broadcast(self.flat, group_src=0, group=group)
-            for parameter, view in zip(parameters, self.views_of(self.flat)):
+            broadcast_from_first(self.flat, group)
+            for parameter, view in zip(parameters, self.views):
                 parameter.data = view
-            self.gradient_views = self.views_of(self.flat_gradient)
-            slice_ = self.flat[self.own]
-            self.master = nn.Parameter(slice_.to(torch.promote_types(slice_.dtype, torch.float32)))
+            self.part = self.flat[self.own]
+            self.is_low = torch.promote_types(self.part.dtype, torch.float32) != self.part.dtype
+            self.master = nn.Parameter(self.part.float() if self.is_low else self.part)
             self.gradient = torch.zeros_like(self.master)  # of the slice, averaged over ranks
         self.arrived: set[int] = set()
         self.launched = False
@@ -321,10 +288,8 @@ class Bucket:
 
     def views_of(self, flat: Tensor) -> list[Tensor]:
         """The pieces of `flat` that belong to the parameters, in their shapes."""
-        return [
-            flat[offset : offset + parameter.numel()].view(parameter.shape)
-            for offset, parameter in zip(self.offsets, self.parameters)
-        ]
+        pieces = flat[: self.num_elements].split([parameter.numel() for parameter in self.parameters])
+        return [piece.view(parameter.shape) for piece, parameter in zip(pieces, self.parameters)]
 
     @property
     def is_full(self) -> bool:
@@ -333,6 +298,11 @@ class Bucket:
     def take_gradient(self, place: int) -> None:
         """Let the gradient of a parameter be the view of the bucket; one that was made elsewhere is copied into it."""
         parameter, view = self.parameters[place], self.gradient_views[place]
+        if parameter.numel() and parameter.data_ptr() != self.views[place].data_ptr():
+            raise RuntimeError(
+                f"a parameter of shape {tuple(parameter.shape)} has other memory than when Zero1Optimizer was built: "
+                f"move and cast the model before"
+            )
         gradient = dense_gradient(parameter)
         if gradient.data_ptr() != view.data_ptr():
             view.copy_(gradient)
@@ -348,34 +318,49 @@ class Bucket:
         self.work = reduce_scatter_mean_flat(self.gradient, self.flat_gradient, group, True)
         self.master.grad = self.gradient
 
-    @torch.no_grad()
+    def follow_parameters(self) -> None:
+        """Let the master take up what was written into parameters since the gather, as by `model.load_state_dict`."""
+        if self.is_low:
+            unchanged = self.part == self.master.to(self.part.dtype)
+            self.master.copy_(torch.where(unchanged, self.master, self.part.to(self.master.dtype)))
+
     def gather(self, group: dist.ProcessGroup | None) -> Work:
         """Start filling the parameters from all ranks' slices."""
-        part = self.flat[self.own]
-        if part.data_ptr() != self.master.data_ptr():
-            part.copy_(self.master)
-        return all_gather_flat(self.flat, part, group, True)
+        if self.is_low:
+            self.part.copy_(self.master)
+        return all_gather_flat(self.flat, self.part, group, True)
 
-    def refresh_master(self) -> None:
-        """The master slice anew from the parameters."""
-        self.master.copy_(self.flat[self.own])
+    def slices_of(self, states: list[dict[str, Any]]) -> dict[str, Any]:
+        """This rank's slices of the states of all parameters; a counter is one for all. Takes up the master values.
 
-    def slice_of(self, name: str, values: list[Any]) -> Any:
-        """This rank's slice of a state of all parameters: tensors in their shapes, or one scalar for all.
-
-        Of parameters that are 0-d themselves only "step", torch's name of the counter, is taken for a scalar.
+        Of parameters that are 0-d themselves only "step", torch's name of the counter, is taken for one.
         """
-        first = next(value for value in values if value is not None)
-        if not isinstance(first, Tensor):
-            return first
-        kept = [(value, parameter) for value, parameter in zip(values, self.parameters) if value is not None]
-        if not any(value.ndim for value, _ in kept) and (name == "step" or any(owner.ndim for _, owner in kept)):
-            return first
-        whole = torch.zeros(self.flat.shape, dtype=self.master.dtype, device=self.flat.device)
-        for view, value in zip(self.views_of(whole), values):
-            if value is not None:
-                view.copy_(value)
-        return whole[self.own].clone()
+        slices: dict[str, Any] = {}
+        for name in sorted({name for state in states for name in state}):
+            values = [(state[name], place) for place, state in enumerate(states) if state.get(name) is not None]
+            first = values[0][0]
+            has_shapes = any(isinstance(value, Tensor) and value.ndim for value, _ in values)
+            are_0d = all(self.parameters[place].ndim == 0 for _, place in values) and name != "step"
+            if not isinstance(first, Tensor) or not (has_shapes or are_0d):
+                slices[name] = first
+                continue
+            whole = torch.zeros(self.flat.shape, dtype=self.master.dtype, device=self.flat.device)
+            if name == MASTER:
+                whole.copy_(self.flat)
+            views = self.views_of(whole)
+            for value, place in values:
+                views[place].copy_(value)
+            slices[name] = whole[self.own].clone()
+        if MASTER in slices:
+            self.master.copy_(slices.pop(MASTER))
+        return slices
+
+
+def _send_from_first(parameter: Tensor, group: dist.ProcessGroup | None) -> None:
+    values = parameter.detach().contiguous()
+    broadcast_from_first(values, group)
+    if values.data_ptr() != parameter.data_ptr():
+        parameter.detach().copy_(values)
 
 
 def bucket_hook(optimizer: Zero1Optimizer, bucket: Bucket, place: int) -> Callable[[Tensor], None]:

@@ -15,6 +15,7 @@ from cs336_systems.experiments.handout import HANDOUT
 from cs336_systems.experiments.s5_distributed import bucketed_cells, flat_cells, naive_cells, overlap_cells
 from cs336_systems.experiments.s6_sharding import optimizer_sharding_cells
 from cs336_systems.experiments.s7_fsdp import fsdp_cells
+from cs336_systems.experiments.s_context_parallel import context_parallel_cells, measure_context_parallel
 from cs336_systems.experiments.sharding_cells import measure_sharding
 from cs336_systems.experiments.spec import Calculation, Experiment, experiments, load
 from cs336_systems.experiments.tuning import PROBLEM as TUNE_FLASH
@@ -85,6 +86,15 @@ UNMOVED: dict[str, Problem] = {
             points=5,
             cells=fsdp_cells,
             measure=measure_sharding,
+        ),
+        Problem(
+            name="context_parallel",
+            title="One sequence on several ranks: keys and values passed around a ring",
+            section="beyond",
+            editions=(),
+            points=0,
+            cells=context_parallel_cells,
+            measure=measure_context_parallel,
         ),
     )
 }

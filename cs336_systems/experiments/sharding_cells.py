@@ -22,8 +22,7 @@ from cs336_systems.accounting import model_peak_bytes
 from cs336_systems.config import ModelCase, ModelConfig, Precision, RunConfig, require_positive
 from cs336_systems.distributed.ddp_bucketed import BucketedDDP
 from cs336_systems.distributed.fsdp import FSDP, wrap_blocks
-from cs336_systems.distributed.fsdp.blocks import Checkpointing
-from cs336_systems.distributed.fsdp.plan import find_blocks
+from cs336_systems.distributed.fsdp.plan import Checkpointing, find_blocks
 from cs336_systems.distributed.memory_plan import fsdp_bytes
 from cs336_systems.distributed.sharded_optimizer import ShardedOptimizer
 from cs336_systems.distributed.zero1 import Zero1Optimizer

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from jaxtyping import Float, Int
-from torch import Tensor
-
-from cs336_systems.model.transformer import TransformerLM
+from torch import Tensor, nn
 
 
 @torch.no_grad()
 def generate(
-    model: TransformerLM,
+    model: nn.Module,
     prompt_tokens: Int[Tensor, " prompt"],
     max_new_tokens: int,
     temperature: float = 1.0,
@@ -21,20 +21,22 @@ def generate(
 ) -> Int[Tensor, " new"]:
     """At most `max_new_tokens` tokens that follow `prompt_tokens`, without the prompt.
 
-    The logits are divided by `temperature`; 0 takes the most likely token, as does a temperature too small for their
-    dtype to divide by. `top_p` then keeps the smallest set of most likely tokens whose probabilities reach it, at least
-    one (nucleus sampling, Holtzman et al., arXiv:1904.09751). Generation ends after `eos_token`, which is then the last
-    token returned. `generator` must be on the model's device. The model sees the last `context_length` tokens, and the
-    whole of them at every step: there is no key-value cache. Raises ValueError on arguments out of range, TypeError if
-    the prompt is not a tensor.
+    `model` is a TransformerLM, or a wrapper with one in `.module` whose ranks all call this. The logits are divided by
+    `temperature`; 0 takes the most likely token, as does a temperature too small for their dtype to divide by. `top_p`
+    then keeps the smallest set of most likely tokens whose probabilities reach it, at least one (nucleus sampling,
+    Holtzman et al., arXiv:1904.09751). Generation ends after `eos_token`, which is then the last token returned.
+    `generator` must be on the model's device. The model sees the last `context_length` tokens, and the whole of them at
+    every step: there is no key-value cache. Raises ValueError on arguments out of range, TypeError if the prompt is not
+    a tensor.
     """
+    sizes: Any = getattr(model, "module", model)
     if not isinstance(prompt_tokens, Tensor):
         raise TypeError(f"prompt_tokens must be a tensor, got {type(prompt_tokens).__name__}")
     if prompt_tokens.ndim != 1 or prompt_tokens.numel() == 0:
         raise ValueError(f"prompt_tokens must have shape (tokens,), at least one, got {tuple(prompt_tokens.shape)}")
-    if prompt_tokens.min() < 0 or prompt_tokens.max() >= model.vocab_size:
+    if prompt_tokens.min() < 0 or prompt_tokens.max() >= sizes.vocab_size:
         raise ValueError(
-            f"prompt_tokens must be in [0, {model.vocab_size}), "
+            f"prompt_tokens must be in [0, {sizes.vocab_size}), "
             f"got {int(prompt_tokens.min())} to {int(prompt_tokens.max())}"
         )
     if max_new_tokens < 0:
@@ -46,7 +48,7 @@ def generate(
 
     tokens = prompt_tokens
     for _ in range(max_new_tokens):
-        logits = model(tokens[-model.context_length :].unsqueeze(0))[0, -1]
+        logits = model(tokens[-sizes.context_length :].unsqueeze(0))[0, -1]
         next_token = _sample(logits, temperature, top_p, generator)
         tokens = torch.cat((tokens, next_token.to(tokens.dtype)))
         if eos_token is not None and next_token.item() == eos_token:

@@ -15,7 +15,7 @@ import torch
 from cs336_systems.config import BYTES_PER_ELEMENT, ModelConfig
 from cs336_systems.device import Peak, peak_by_name
 from cs336_systems.distributed.bandwidth import algorithm_gb_per_s, best_bucket_bytes, bus_factor, bus_gb_per_s
-from cs336_systems.distributed.ddp_bucketed import BYTES_PER_MB, Bucket, plan_buckets
+from cs336_systems.distributed.ddp_bucketed import BYTES_PER_MB, aligned_size, plan_buckets
 from cs336_systems.model import TransformerLM
 from cs336_systems.records import INTERVALS
 from cs336_systems.report.comparisons import (
@@ -395,8 +395,9 @@ def _bucket_plans(ours: pd.DataFrame) -> list[str]:
     for group in groups(ours.drop_duplicates(["model", "bucket_mb"]), ["model"]):
         parts: list[str] = []
         for row in tuples(group.sort_values("bucket_mb")):
-            plan = _plan(row)
-            last = plan[-1].num_elements * BYTES_PER_ELEMENT[json.loads(row.case)["precision"]["parameters"]]
+            parameters, plan = _plan(row)
+            elements = sum(aligned_size(parameters[index]) for index in plan[-1])
+            last = elements * BYTES_PER_ELEMENT[json.loads(row.case)["precision"]["parameters"]]
             size = f"{plain(row.bucket_mb)} MiB {'make ' if not parts else ''}{len(plan)}"
             above = ", one parameter larger than the limit" if last > row.bucket_mb * BYTES_PER_MB else ""
             held = f"the last sent has {number(last / BYTES_PER_MB, 3)} MiB{above}"
@@ -407,11 +408,13 @@ def _bucket_plans(ours: pd.DataFrame) -> list[str]:
 
 def num_buckets(row: Any) -> int:
     """Buckets that `BucketedDDP` makes of the row's model."""
-    return len(_plan(row))
+    return len(_plan(row)[1])
 
 
-def _plan(row: Any) -> list[Bucket]:
-    return plan_buckets(list(_meta_model(row.case).parameters()), row.bucket_mb * BYTES_PER_MB)
+def _plan(row: Any) -> tuple[list[torch.nn.Parameter], list[list[int]]]:
+    """The parameters of the row's model, and which of them share a bucket."""
+    parameters = list(_meta_model(row.case).parameters())
+    return parameters, plan_buckets(parameters, row.bucket_mb * BYTES_PER_MB)
 
 
 def gradient_bytes(row: Any) -> int:

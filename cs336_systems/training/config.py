@@ -1,4 +1,4 @@
-"""What a training run is: everything that decides its losses, in one frozen dataclass.
+"""What a training run is: everything that decides its losses, in one frozen dataclass; and its learning rates.
 
 config = TrainingConfig(model=byte_model(MODEL_SIZES["small"], context_length=256), steps=2000)
 """
@@ -29,6 +29,7 @@ class TrainingConfig:
     model: ModelConfig = NANO
     wrapper: str = "none"  # how gradients, optimizer state and weights are shared: one of WRAPPERS
     num_ranks: int = 1
+    context_parallel: int = 1  # neighbouring ranks that share each sequence
     attention: str = "sdpa"  # name of the attention inside the model
     precision: Precision = Precision()
     batch: int = 16  # sequences a step, over all ranks and micro-batches
@@ -42,7 +43,7 @@ class TrainingConfig:
     seed: int = 0  # of weights and order of data
 
     def __post_init__(self) -> None:
-        for name in ("num_ranks", "batch", "accumulation", "steps"):
+        for name in ("num_ranks", "context_parallel", "batch", "accumulation", "steps"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"TrainingConfig.{name} must be a positive int, got {value!r}")
@@ -50,10 +51,17 @@ class TrainingConfig:
             raise ValueError(f"TrainingConfig.wrapper must be one of {', '.join(WRAPPERS)}, got {self.wrapper!r}")
         if self.wrapper == "none" and self.num_ranks > 1:
             raise ValueError(f"TrainingConfig.wrapper must not be none with num_ranks={self.num_ranks}")
-        if self.batch % (self.num_ranks * self.accumulation):
+        chunks = 2 * self.context_parallel
+        if self.num_ranks % self.context_parallel or (chunks > 2 and self.model.context_length % chunks):
             raise ValueError(
-                f"TrainingConfig.batch must be a multiple of num_ranks * accumulation = "
-                f"{self.num_ranks * self.accumulation}, got {self.batch}"
+                f"TrainingConfig.context_parallel must divide num_ranks={self.num_ranks}, and twice of it the context "
+                f"length {self.model.context_length}, got {self.context_parallel}"
+            )
+        shares = self.num_ranks // self.context_parallel * self.accumulation
+        if self.batch % shares:
+            raise ValueError(
+                f"TrainingConfig.batch must be a multiple of num_ranks / context_parallel * accumulation = {shares}, "
+                f"got {self.batch}"
             )
         if self.model.vocab_size != NUM_BYTES:
             raise ValueError(f"TrainingConfig.model must have vocab_size {NUM_BYTES}, got {self.model.vocab_size}")
@@ -70,5 +78,19 @@ class TrainingConfig:
 
     @property
     def rank_batch(self) -> int:
-        """Sequences of one rank in a step."""
-        return self.batch // self.num_ranks
+        """Sequences of one rank in a step, of each of which it may have a part only."""
+        return self.batch // (self.num_ranks // self.context_parallel)
+
+    @property
+    def step_tokens(self) -> int:
+        """Tokens of a step, over all ranks."""
+        return self.batch * self.model.context_length
+
+
+def learning_rate(config: TrainingConfig, step: int) -> float:
+    """Rate of step `step`, counted from 0: (step + 1)/warmup_steps of the highest, then half a cosine to the last."""
+    if step < config.warmup_steps:
+        return config.learning_rate * (step + 1) / config.warmup_steps
+    progress = (step - config.warmup_steps) / max(1, config.steps - 1 - config.warmup_steps)
+    fall = config.learning_rate - config.final_learning_rate
+    return config.final_learning_rate + fall * (1 + math.cos(math.pi * min(1.0, progress))) / 2

@@ -71,28 +71,26 @@ class Corpus:
         return _windows(self.validation, [context_length * index for index in range(num_windows)], context_length)
 
     def check(self, context_length: int) -> None:
-        """ValueError where the text is too short to train on, or to validate with, sequences of `context_length`."""
+        """ValueError where the text is too short for sequences of `context_length`."""
         self._num_windows(context_length)
         self._num_validation_windows(context_length)
 
     def _num_windows(self, context_length: int) -> int:
         """Windows of the training part that there are at every offset."""
-        num_windows = (len(self.training) - 1) // context_length - 1
-        if num_windows < 1:
+        if len(self.training) <= 2 * context_length:
             raise ValueError(
                 f"text must have more than {2 * context_length} bytes to train on for context_length="
                 f"{context_length}, got {len(self.training)}"
             )
-        return num_windows
+        return (len(self.training) - 1) // context_length - 1
 
     def _num_validation_windows(self, context_length: int) -> int:
-        num_windows = (len(self.validation) - 1) // context_length
-        if num_windows < 1:
+        if len(self.validation) <= context_length:
             raise ValueError(
                 f"text must hold out more than {context_length} bytes for context_length={context_length}, "
                 f"got {len(self.validation)}"
             )
-        return num_windows
+        return (len(self.validation) - 1) // context_length
 
 
 @lru_cache(maxsize=4)

@@ -10,13 +10,14 @@ it would have had.
 
 from __future__ import annotations
 
-import json
 import math
-import sys
+import os
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,15 +25,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from cs336_systems.accounting import num_parameters
+from cs336_systems.device import get_device_info
 from cs336_systems.model import cross_entropy
-from cs336_systems.training.checkpoints import Checkpoints, group_of_one
-from cs336_systems.training.config import TrainingConfig
+from cs336_systems.model.generation import generate
+from cs336_systems.training.config import TrainingConfig, learning_rate
 from cs336_systems.training.corpus import ALICE, Corpus
-from cs336_systems.training.schedule import learning_rate
+from cs336_systems.training.folder import RunFolder
 from cs336_systems.training.wrappers import Trainee, build_trainee
 
 VALIDATION_SEQUENCES = 64
-LOSSES_FILE = "losses.jsonl"
+PROMPT = "\n"  # what the sample of a finished run follows
+
+Log = Callable[[str], None]
+print_now: Log = partial(print, flush=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,9 +47,10 @@ class RunOptions:
 
     text: Path = ALICE
     out: Path | None = None  # folder of losses and checkpoints; None: neither is written
-    checkpoint_every: int = 0  # steps; 0: none
+    checkpoint_every: int = 0  # steps; 0: when all are done only
     resume: bool = False  # from the newest checkpoint in `out`
     log_every: int = 10  # steps between looks at the losses, each of which waits for the device
+    sample_bytes: int = 0  # to generate when all steps are done
     stop_after: int | None = None  # end after this many steps of `steps`, as if interrupted
     device: str = "cpu"
 
@@ -63,29 +70,65 @@ class TrainingResult:
     losses: list[float] = field(default_factory=list)  # of each step, the mean over its batch in nats a byte
     step_ms: list[float] = field(default_factory=list)  # means over `log_every` steps, without the first ones
     validation_loss: float = math.nan  # of held-out text, when all steps are done
+    sample: str = ""  # what the model writes, when all steps are done
     first_step: int = 0  # after a resume, the first that this run did itself
 
 
 def train_rank(rank: int, num_ranks: int, config: TrainingConfig, options: RunOptions) -> TrainingResult:
-    """`train` as a function of a rank, for `launch`."""
+    """`train` as a function of a rank, for `launch`; says on stdout how far it is."""
     if num_ranks != config.num_ranks:
         raise ValueError(f"config.num_ranks must be the number of ranks, {num_ranks}, got {config.num_ranks}")
-    return train(config, options, log=print_progress if rank == 0 else None)
+    share_cores(int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks)))
+    return train(config, options, log=print_now if rank == 0 else None)
 
 
-def train(
-    config: TrainingConfig,
-    options: RunOptions | None = None,
-    *,
-    log: Callable[[TrainingConfig, int, float, float], None] | None = None,
-) -> TrainingResult:
+def train(config: TrainingConfig, options: RunOptions | None = None, *, log: Log | None = None) -> TrainingResult:
     """Run this rank's part; with a wrapper other than none the default process group must be up.
 
-    `log` is called with the config, the steps done, the mean loss and the tokens a second since the last call.
+    `log` gets a line before the first step and one every `log_every`.
     """
     options = RunOptions() if options is None else options
-    with group_of_one() if options.out is not None else nullcontext():
-        return _train(config, options, log)
+    corpus = check_text(config, options)  # before a model is built for sequences that it does not have
+    device = torch.device("cuda", torch.cuda.current_device()) if options.device == "cuda" else torch.device("cpu")
+    rank = dist.get_rank() if config.wrapper != "none" else 0
+    trainee = build_trainee(config, device)
+    folder = None if options.out is None else RunFolder(options.out, config, options.text, corpus.sha256())
+    result = TrainingResult()
+    with nullcontext() if folder is None else folder.lock:
+        if folder is not None:
+            result.first_step = folder.begin(trainee, resume=options.resume)
+            result.losses = folder.read_losses(result.first_step)
+        if log is not None:
+            log(_what_is_trained(config, device, result.first_step))
+        pending: list[Tensor] = []
+        last = config.steps if options.stop_after is None else min(config.steps, options.stop_after)
+        mark = time.perf_counter()
+        for step in range(result.first_step, last):
+            pending.append(_step(trainee, corpus, config, step, rank, device))
+            done = step + 1
+            due = bool(options.checkpoint_every) and (done % options.checkpoint_every == 0 or done == last)
+            save = folder is not None and (due or done == config.steps)
+            if done % options.log_every and done != last and not save:
+                continue
+            losses = _mean_over_ranks(pending, config)
+            seconds = (time.perf_counter() - mark) / len(losses)  # a step
+            if log is not None:
+                log(_progress(config, done, sum(losses) / len(losses), seconds))
+            if step >= result.first_step + options.log_every:
+                result.step_ms.append(1e3 * seconds)
+            result.losses += losses
+            pending.clear()
+            if folder is not None:
+                folder.append_losses(done - len(losses), losses)
+                if save:
+                    folder.save(trainee, done)
+            mark = time.perf_counter()
+    if last == config.steps:
+        result.validation_loss = _validate(trainee, corpus, config, device)
+        trainee.make_whole()
+        with _precision(trainee, device):
+            result.sample = write_text(trainee.module, PROMPT, options.sample_bytes, device=device)
+    return result
 
 
 def check_text(config: TrainingConfig, options: RunOptions) -> Corpus:
@@ -95,51 +138,28 @@ def check_text(config: TrainingConfig, options: RunOptions) -> Corpus:
     return corpus
 
 
-def _train(
-    config: TrainingConfig, options: RunOptions, log: Callable[[TrainingConfig, int, float, float], None] | None
-) -> TrainingResult:
-    rank = dist.get_rank() if config.wrapper != "none" else 0
-    device = torch.device("cuda", torch.cuda.current_device()) if options.device == "cuda" else torch.device("cpu")
-    corpus = check_text(config, options)  # before a model is built for sequences that it does not have
-    trainee = build_trainee(config, device)
-    result = TrainingResult()
-    checkpoints = None
-    if options.out is not None:
-        checkpoints = Checkpoints(options.out, trainee, config, text=options.text, text_sha256=corpus.sha256())
-    if checkpoints is not None:
-        result.first_step = checkpoints.resume() if options.resume else checkpoints.begin()
-        result.losses = _read_losses(checkpoints.out, result.first_step, tell=rank == 0)
-    pending: list[Tensor] = []
-    last = config.steps if options.stop_after is None else min(config.steps, options.stop_after)
-    mark = time.perf_counter()
-    for step in range(result.first_step, last):
-        pending.append(_step(trainee, corpus, config, step, rank, device))
-        done = step + 1
-        save = bool(options.checkpoint_every) and (done % options.checkpoint_every == 0 or done == last)
-        if done % options.log_every and done != last and not save:
-            continue
-        losses = _mean_over_ranks(pending, config)
-        now = time.perf_counter()
-        if log is not None:
-            rate = len(losses) * config.batch * config.model.context_length / (now - mark)
-            log(config, done, sum(losses) / len(losses), rate)
-        if step >= result.first_step + options.log_every:
-            result.step_ms.append(1e3 * (now - mark) / len(losses))
-        result.losses += losses
-        _append_losses(options.out, rank, done - len(losses), losses)
-        pending.clear()
-        if save and checkpoints is not None:
-            checkpoints.save(done)
-        mark = time.perf_counter()
-    if last == config.steps:
-        result.validation_loss = _validate(trainee, corpus, config, device)
-    return result
+def share_cores(num_ranks: int) -> None:
+    """Let each of `num_ranks` ranks of this host compute on its share of the cores, unless OMP_NUM_THREADS is set."""
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, (get_device_info("cpu").num_cores or 1) // num_ranks))
 
 
-def print_progress(config: TrainingConfig, done: int, loss: float, tokens_per_s: float) -> None:
-    """One line."""
-    rate = learning_rate(config, done - 1)
-    print(f"step {done:>6}  loss {loss:.4f}  lr {rate:.2e}  {tokens_per_s:,.0f} bytes/s", flush=True)
+def _what_is_trained(config: TrainingConfig, device: torch.device, first_step: int) -> str:
+    ranks = "1 rank" if config.num_ranks == 1 else f"{config.num_ranks} ranks"
+    threads = f" with {torch.get_num_threads()} threads a rank" if device.type == "cpu" else ""
+    steps = f"{config.steps} steps" if not first_step else f"steps {first_step + 1} to {config.steps}"
+    return (
+        f"{config.model.name}: {num_parameters(config.model):,} parameters, {steps} of {config.step_tokens:,} tokens "
+        f"({config.batch} × {config.model.context_length}), {config.wrapper}, {ranks}, {device.type}{threads}"
+    )
+
+
+def _progress(config: TrainingConfig, done: int, loss: float, seconds: float) -> str:
+    left = timedelta(seconds=round(seconds * (config.steps - done)))
+    return (
+        f"step {done:>6}/{config.steps}  loss {loss:.4f}  lr {learning_rate(config, done - 1):.2e}  "
+        f"{config.step_tokens / seconds:,.0f} tokens/s  {left} left"
+    )
 
 
 def _step(
@@ -149,7 +169,7 @@ def _step(
     for group in trainee.optimizer.param_groups:
         group["lr"] = learning_rate(config, step)
     trainee.optimizer.zero_grad(set_to_none=True)
-    first = step * config.batch + rank * config.rank_batch
+    first = step * config.batch + rank // config.context_parallel * config.rank_batch
     size = config.rank_batch // config.accumulation
     total = torch.zeros((), device=device)
     for micro in range(config.accumulation):
@@ -158,15 +178,16 @@ def _step(
         is_last = micro == config.accumulation - 1
         with nullcontext() if is_last else trainee.no_sync():
             with _precision(trainee, device):
-                loss = cross_entropy(trainee.module(tokens.to(device)), targets.to(device)) / config.accumulation
-            (loss if trainee.scaler is None else trainee.scaler.scale(loss)).backward()
+                tokens, targets = (trainee.split(one).to(device) for one in (tokens, targets))
+                loss = cross_entropy(trainee.module(tokens), targets) / config.accumulation
+            trainee.scaler.scale(loss).backward()
         total += loss.detach()
     trainee.finish()
-    if trainee.scaler is not None and not trainee.scaler.unscale(trainee.optimizer):
-        return total  # float16 overflowed on some rank: all leave this step out
+    trainee.scaler.unscale_(trainee.optimizer)
     if config.clip_norm is not None:
         trainee.clip(config.clip_norm)
-    trainee.optimizer.step()
+    trainee.scaler.step(trainee.optimizer)  # where float16 overflowed on some rank, all leave the step out
+    trainee.scaler.update()
     return total
 
 
@@ -176,8 +197,27 @@ def _validate(trainee: Trainee, corpus: Corpus, config: TrainingConfig, device: 
     total, size = 0.0, config.rank_batch // config.accumulation
     with torch.no_grad(), _precision(trainee, device):
         for some, wanted in zip(tokens.split(size), targets.split(size)):
-            total += len(some) * cross_entropy(trainee.module(some.to(device)), wanted.to(device)).item()
-    return total / len(tokens)
+            some, wanted = (trainee.split(one).to(device) for one in (some, wanted))
+            total += len(some) * cross_entropy(trainee.module(some), wanted).item()
+    return _mean_over_ranks([torch.tensor(total / len(tokens), device=device)], config)[0]
+
+
+def write_text(
+    model: Any,
+    prompt: str,
+    num_bytes: int,
+    *,
+    device: torch.device,
+    temperature: float = 0.8,
+    top_p: float | None = None,
+    seed: int = 0,
+) -> str:
+    """What `model`, over bytes, writes after `prompt`, on every rank the same; what is no text is shown as U+FFFD."""
+    tokens = torch.tensor(list(prompt.encode()), dtype=torch.int64, device=device)
+    generator = torch.Generator(device).manual_seed(seed)
+    new = generate(model, tokens, num_bytes, temperature, top_p, generator=generator)
+    text = bytes(new.tolist()).decode(errors="replace")
+    return "".join(c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
 def _precision(trainee: Trainee, device: torch.device) -> AbstractContextManager[Any]:
@@ -189,38 +229,3 @@ def _mean_over_ranks(pending: list[Tensor], config: TrainingConfig) -> list[floa
     if config.num_ranks > 1:
         dist.all_reduce(losses)
     return (losses / config.num_ranks).tolist()
-
-
-# The loss curve, one JSON object a line
-
-
-def _append_losses(out: Path | None, rank: int, first_step: int, losses: list[float]) -> None:
-    if out is None or rank:
-        return
-    path = out / LOSSES_FILE
-    text = "".join(json.dumps({"step": first_step + index, "loss": loss}) + "\n" for index, loss in enumerate(losses))
-    cut_off = path.exists() and path.stat().st_size > 0 and not path.read_bytes().endswith(b"\n")
-    with open(path, "a") as file:
-        file.write(("\n" if cut_off else "") + text)
-
-
-def _read_losses(out: Path, num_steps: int, *, tell: bool) -> list[float]:
-    """The first `num_steps` losses; the last written of each step counts, since a resumed run repeats some.
-
-    The checkpoint is what a run goes on from: a loss whose line was cut off or lost is NaN, and `tell` says so.
-    """
-    if num_steps == 0:
-        return []
-    losses: dict[int, float] = {}
-    path = out / LOSSES_FILE
-    for line in path.read_text(errors="replace").splitlines() if path.exists() else ():
-        try:
-            entry = json.loads(line)
-            losses[int(entry["step"])] = float(entry["loss"])
-        except (ValueError, TypeError, KeyError, OverflowError):
-            continue
-    missing = num_steps - len(losses.keys() & set(range(num_steps)))
-    if missing and tell:
-        note = f"note: {path} has no loss of {missing} of the {num_steps} steps that are done, which count as nan"
-        print(f"{note}: lines are damaged or lost", file=sys.stderr, flush=True)
-    return [losses.get(step, math.nan) for step in range(num_steps)]

@@ -1,0 +1,142 @@
+"""What ShardedOptimizer and Zero1Optimizer share: the interface of one optimizer over what this rank updates alone."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from cs336_systems.distributed.collectives import num_ranks, rank_in
+
+# What an optimizer raises that needs other arguments, a closure, a sparse gradient or a parameter of another shape.
+CANNOT_STEP = (ValueError, TypeError, AssertionError, ArithmeticError, RuntimeError, AttributeError, LookupError)
+
+
+class OptimizerOfShares(torch.optim.Optimizer):
+    """Shows all parameters in `param_groups`, and in `state` that of `local`, the optimizer over this rank's share."""
+
+    local: torch.optim.Optimizer
+
+    def __init__(
+        self,
+        params: Any,
+        optimizer_cls: type[torch.optim.Optimizer],
+        group: dist.ProcessGroup | None,
+        kwargs: dict[str, Any],
+    ) -> None:
+        if not (isinstance(optimizer_cls, type) and issubclass(optimizer_cls, torch.optim.Optimizer)):
+            raise TypeError(f"optimizer_cls must be a subclass of torch.optim.Optimizer, got {optimizer_cls!r}")
+        closure = inspect.signature(optimizer_cls.step).parameters.get("closure")
+        if closure is not None and closure.default is inspect.Parameter.empty:
+            raise TypeError(f"{optimizer_cls.__name__} cannot be sharded: it searches along all parameters at once")
+        self.process_group = group
+        self.rank, self.num_ranks = rank_in(group), num_ranks(group)
+        super().__init__(unique_groups(params), kwargs)
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        """All parameters, in the order in which state dicts number them."""
+        return [parameter for group in self.param_groups for parameter in group["params"]]
+
+    def take_settings(self) -> None:
+        """Show what `local` has filled in or loaded."""
+        self.defaults, self.state = self.local.defaults, self.local.state
+        for group, own in zip(self.param_groups, self.local.param_groups):
+            group.update(hyperparameters(own))
+
+    def give_settings(self) -> None:
+        """Tell `local` of a learning rate that the caller or a schedule has changed."""
+        for group, own in zip(self.param_groups, self.local.param_groups):
+            own.update(hyperparameters(group))
+
+    def as_state_dict(self, state: dict[int, dict[str, Any]]) -> dict[str, Any]:
+        """A state dict of all groups, with `state` by place among all parameters."""
+        groups, first = [], 0
+        for group in self.param_groups:
+            places = list(range(first, first + len(group["params"])))
+            groups.append({**hyperparameters(group), "params": places})
+            first += len(places)
+        return {"state": dict(sorted(state.items())), "param_groups": groups}
+
+    @property
+    def shard(self) -> dict[str, int]:
+        """Whose share a state dict holds that is not full."""
+        return {"rank": self.rank, "num_ranks": self.num_ranks}
+
+    def check_loadable(self, state_dict: dict[str, Any]) -> None:
+        """ValueError for the share of another rank, or groups of other sizes."""
+        saved = state_dict.get("shard", self.shard)
+        if saved != self.shard:
+            raise ValueError(
+                f"state_dict must be full or the share of rank {self.rank} of {self.num_ranks}, "
+                f"got that of rank {saved['rank']} of {saved['num_ranks']}"
+            )
+        sizes = [len(group["params"]) for group in state_dict["param_groups"]]
+        expected = [len(group["params"]) for group in self.param_groups]
+        if sizes != expected:
+            raise ValueError(f"state_dict must have groups of {expected} parameters, got {sizes}")
+
+    def load_local(self, state: dict[int, Any], groups: list[dict[str, Any]]) -> None:
+        """Load `state`, by place among the parameters of `local`, and the hyper-parameters of `groups`."""
+        loaded = self.local.state_dict()["param_groups"]
+        for own, saved in zip(loaded, groups):
+            own.update(hyperparameters(saved))
+        self.local.load_state_dict({"state": state, "param_groups": loaded})
+        self.take_settings()
+
+
+def hyperparameters(group: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in group.items() if name not in ("params", "param_names")}
+
+
+def unique_groups(params: Any) -> list[dict[str, Any]]:
+    """`params` as groups of tensors, one that stands twice in a group (a tied weight) kept once, names dropped."""
+    if isinstance(params, Tensor):
+        raise TypeError("params must be an iterable of tensors or groups, got a tensor")
+    entries = list(params)
+    if not entries or not isinstance(entries[0], dict):
+        entries = [{"params": entries}]
+    groups = []
+    for entry in entries:
+        members = [entry["params"]] if isinstance(entry["params"], Tensor) else entry["params"]
+        tensors = (member[1] if isinstance(member, tuple) else member for member in members)
+        groups.append({**entry, "params": list(dict.fromkeys(tensors))})
+    return groups
+
+
+def check_elementwise(optimizer_cls: type[torch.optim.Optimizer], settings: dict[str, Any], *, rows: bool) -> None:
+    """ValueError where `optimizer_cls` moves a matrix otherwise than its rows, or its flat pieces, one by one.
+
+    Adafactor does, whose step depends on norms and sums over the whole matrix. Asked by two steps on a small one; an
+    optimizer that needs more than a gradient, or arguments that are not among `settings`, cannot be asked and passes.
+    """
+    generator = torch.Generator().manual_seed(0)
+    weight, *gradients = (torch.randn(4, 4, generator=generator) for _ in range(3))
+    accepted = inspect.signature(optimizer_cls).parameters
+    options = {name: value for name, value in settings.items() if name in accepted}
+    options |= {"lr": 0.1} if "lr" in accepted else {}  # the first of a warm-up may be 0
+
+    def stepped(cut: Any) -> Tensor:
+        parts = [nn.Parameter(part.clone()) for part in cut(weight)]
+        optimizer = optimizer_cls(parts, **options)
+        for gradient in gradients:
+            pieces: Sequence[Tensor] = cut(gradient)
+            for part, piece in zip(parts, pieces):
+                part.grad = piece.clone()
+            optimizer.step()
+        return torch.cat([part.detach().flatten() for part in parts])
+
+    try:
+        whole = stepped(lambda matrix: [matrix])
+        apart = stepped(lambda matrix: (matrix if rows else matrix.flatten()).tensor_split([1 if rows else 7]))
+    except CANNOT_STEP:
+        return
+    if not torch.allclose(whole, apart, rtol=1e-3, atol=1e-5):
+        raise ValueError(
+            f"{optimizer_cls.__name__} does not update a weight element by element, so it and its state cannot be cut "
+            f"into {'rows' if rows else 'slices'}: use ShardedOptimizer, which keeps weights whole"
+        )

@@ -1,0 +1,162 @@
+"""The folder of a run: what it is, its losses and its checkpoints; one run at a time.
+
+    out/config.json                      # the run, and the SHA-256 of its text
+    out/losses.jsonl                     # a line a step
+    out/checkpoints/step-00000100/...    # weights and optimizer state, for any wrapper and number of ranks
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from cs336_systems.config import ModelConfig, Precision
+from cs336_systems.distributed.checkpoint import (
+    CheckpointError,
+    checkpoints,
+    errors_name,
+    folder_lock,
+    load_checkpoint,
+    save_checkpoint,
+)
+from cs336_systems.training.config import TrainingConfig
+from cs336_systems.training.wrappers import Trainee
+
+TEXT_SHA256 = "text_sha256"  # beside the fields of the config
+KEPT = 2  # checkpoints: the newest, and the one before it
+FREE = ("steps", "wrapper", "num_ranks", "accumulation")  # may change between a run and its continuation
+
+
+def read_config(out: Path) -> tuple[TrainingConfig, str]:
+    """What `out` is the run of, and the SHA-256 of its text; ValueError if it holds no run."""
+    path = out / "config.json"
+    if not path.is_file():
+        raise ValueError(f"out must hold a run, got {out}")
+    try:
+        fields = json.loads(path.read_text())
+        text_sha256 = fields.pop(TEXT_SHA256)
+        nested = {"model": ModelConfig(**fields["model"]), "precision": Precision(**fields["precision"])}
+        return TrainingConfig(**fields | nested), text_sha256
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} is damaged: {error}") from error
+
+
+class RunFolder:
+    """The folder `out` of the run `config` on a text; the ranks call its methods together."""
+
+    def __init__(self, out: Path, config: TrainingConfig, text: Path, text_sha256: str) -> None:
+        self.out, self.config, self.text, self.text_sha256 = out, config, text, text_sha256
+        self.is_first = not dist.is_initialized() or dist.get_rank() == 0
+        self.lock = ExitStack()  # keeps other runs out, from `begin` on until it is closed
+
+    def begin(self, trainee: Trainee, *, resume: bool) -> int:
+        """Claim the folder, or load its newest checkpoint; the step that comes next.
+
+        Raises ValueError on every rank if `out` is in use or holds another run; on a resume if it holds none, one that
+        differs in its text or in more than FREE, or a damaged checkpoint. It does not go back to the one before by
+        itself: the steps between would be lost without a word.
+        """
+        self._on_first(lambda: self._claim(resume))
+        step = self._load(trainee) if resume and checkpoints(self.out / "checkpoints") else 0
+        self._on_first(self._write_config)
+        return step
+
+    def save(self, trainee: Trainee, step: int) -> None:
+        """Write the state after `step` steps."""
+        position = {"sequence": step * self.config.batch, "loss_scale": trainee.scaler.state_dict()}
+        save_checkpoint(
+            self.out / "checkpoints", step, trainee.module, trainee.optimizer, position=position, keep=KEPT
+        )
+
+    def append_losses(self, first_step: int, losses: list[float]) -> None:
+        lines = [json.dumps({"step": first_step + index, "loss": loss}) + "\n" for index, loss in enumerate(losses)]
+        path = self.out / "losses.jsonl"
+        if self.is_first:
+            with errors_name(path), open(path, "a+b") as file:
+                file.seek(max(0, file.tell() - 1))
+                cut_off = file.read(1) not in (b"", b"\n")  # by a kill: the next line shall be whole
+                file.write(b"\n" * cut_off + "".join(lines).encode())
+
+    def read_losses(self, num_steps: int) -> list[float]:
+        """The first `num_steps` losses, the last written of each step; NaN for those whose line is damaged or lost."""
+        losses: dict[int, float] = {}
+        path = self.out / "losses.jsonl"
+        for line in path.read_text(errors="replace").splitlines() if num_steps and path.exists() else ():
+            try:
+                entry = json.loads(line)
+                losses[int(entry["step"])] = float(entry["loss"])
+            except (ValueError, TypeError, KeyError, OverflowError):
+                continue
+        missing = num_steps - len(losses.keys() & set(range(num_steps)))
+        if missing:
+            self._tell(f"{path} has no loss of {missing} of the {num_steps} steps that are done, which count as nan")
+        return [losses.get(step, math.nan) for step in range(num_steps)]
+
+    def _claim(self, resume: bool) -> None:
+        run = read_config(self.out) if resume else None  # before a misspelt folder is made
+        self.out.mkdir(parents=True, exist_ok=True)
+        self.lock.enter_context(folder_lock(self.out))
+        if run is None:
+            if (self.out / "config.json").exists():
+                raise ValueError(f"out must hold no other run, got {self.out}: resume it or name another folder")
+            return
+        before, text_sha256 = run
+        for name, ours in asdict(self.config).items():
+            theirs = asdict(before)[name]
+            if name not in FREE and ours != theirs:
+                raise ValueError(f"{name} must be {theirs!r} to resume {self.out}, got {ours!r}")
+        if text_sha256 != self.text_sha256:
+            raise ValueError(f"text must be the one of {self.out} to resume it, got {self.text}")
+        newest = checkpoints(self.out / "checkpoints")[-1:]
+        if newest and int(newest[0].name.removeprefix("step-")) > self.config.steps:
+            raise ValueError(f"steps must be at least those of {newest[0]} to resume it, got {self.config.steps}")
+        if before.steps != self.config.steps:
+            self._tell(
+                f"steps was {before.steps} and is {self.config.steps}: the learning rate follows the new schedule"
+            )
+
+    def _load(self, trainee: Trainee) -> int:
+        *before, newest = checkpoints(self.out / "checkpoints")
+        try:
+            progress = load_checkpoint(newest, trainee.module, trainee.optimizer)
+        except CheckpointError as error:
+            if not before:
+                raise
+            raise CheckpointError(f"{error}; to go on from {before[-1].name}, remove {newest} or rename it") from error
+        trainee.scaler.load_state_dict(progress.position["loss_scale"])
+        return progress.step
+
+    def _write_config(self) -> None:
+        """In one step: a process killed while it writes leaves no half of a file, which nobody could resume."""
+        aside = self.out / ".config.json.partial"
+        with errors_name(self.out), open(aside, "w") as file:
+            file.write(json.dumps({**asdict(self.config), TEXT_SHA256: self.text_sha256}, indent=1) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(aside, self.out / "config.json")
+
+    def _on_first(self, call: Callable[[], None]) -> None:
+        """Let rank 0 do it; its error is raised on all ranks."""
+        outcome: list[Any] = [None]
+        if self.is_first:
+            try:
+                call()
+            except (ValueError, OSError) as error:
+                outcome = [error]
+        if dist.is_initialized():
+            dist.broadcast_object_list(outcome)
+        if outcome[0] is not None:
+            raise outcome[0]
+
+    def _tell(self, note: str) -> None:
+        if self.is_first:
+            print(f"note: {note}", file=sys.stderr, flush=True)
