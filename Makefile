@@ -10,6 +10,11 @@ PYTHON ?= python3
 VENV ?= .venv
 CONSTRAINTS ?= constraints.txt
 PYTEST_ARGS ?=
+# Whose implementation `make grade` and `make course-tests` judge.
+ADAPTERS ?= tests/adapters.py
+GRADE_ARGS ?=
+# How long `make fuzz` looks.
+SECONDS ?= 60
 # Processes that `make test` spreads the test files over; one where it is empty, as pytest-xdist may be missing there.
 TEST_PROCESSES ?= $(if $(strip $(VENV)),3)
 # Processes a GPU that `make test-gpu` runs; empty: one after the other, in one process.
@@ -35,7 +40,7 @@ CHECK_PYTHON = command -v $(PYTHON) >/dev/null || \
     $(PYTHON) tools/check_python.py
 
 .DEFAULT_GOAL := help
-.PHONY: help venv test test-slow test-hf test-gpu sanitize report lint notebooks notebooks-check course-tests sm90-venv clean
+.PHONY: help venv test test-slow test-hf test-gpu sanitize report lint notebooks notebooks-check grade course-tests fuzz check-wheel sm90-venv clean
 
 help: ## list the targets
 	@awk -F ':[^#]*## ' '/^[a-z0-9-]+:[^#]*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -50,7 +55,7 @@ $(STAMP): pyproject.toml $(CONSTRAINTS)
 	@touch $@
 endif
 
-test: $(STAMP) ## run the tests, grade the problems, name the stale GPU tests
+test: $(STAMP) ## run the tests, name the stale GPU tests
 	$(if $(TEST_PROCESSES),OMP_NUM_THREADS=1 )$(RUN) -m pytest -m 'not slow' \
 	    $(addprefix --dist loadfile -n ,$(TEST_PROCESSES)) $(PYTEST_ARGS)
 
@@ -92,8 +97,19 @@ notebooks: $(STAMP) ## open the notebooks in Jupyter
 notebooks-check: $(STAMP) ## execute every notebook without a browser
 	$(RUN) tools/check_notebooks.py
 
-course-tests: $(STAMP) ## run the course's own tests against tests/adapters.py: DIR=path/to/assignment2-systems
-	@$(RUN) tools/course_tests.py "$(DIR)"
+grade: $(STAMP) ## grade an implementation: ADAPTERS=path/to/adapters.py GRADE_ARGS='--edition 2026'
+	@$(RUN) -m cs336_systems grade "$(ADAPTERS)" $(GRADE_ARGS)
+
+course-tests: $(STAMP) ## run the course's own tests: DIR=path/to/assignment2-systems ADAPTERS=path/to/adapters.py
+	@$(RUN) tools/course_tests.py "$(DIR)" "$(ADAPTERS)"
+
+fuzz: $(STAMP) ## attention against the oracle for SECONDS=60, then 2,000 drawn cases of each test that draws its own
+	$(RUN) tools/fuzz.py --seconds $(SECONDS)
+	OMP_NUM_THREADS=1 $(RUN) -m pytest -m 'not slow' --hypothesis-profile=fuzz \
+	    $$(grep -l 'hypothesis import given' tests/test_*.py) $(PYTEST_ARGS)
+
+check-wheel: $(STAMP) ## build the wheel, install it elsewhere, use it with and without Triton
+	$(RUN) tools/check_wheel.py
 
 sm90-venv: .venv-sm90/.stamp-$(SM90_TRITON) ## an environment with the GPU machines' Triton, to compile offline
 

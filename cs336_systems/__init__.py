@@ -4,4 +4,4 @@ Importing the package has no effects: no device is probed and Triton is not load
 `from cs336_systems.attention import flash_attention`, or with `cs336-systems list` on the command line.
 """
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

@@ -1,4 +1,4 @@
-"""The command line: `cs336-systems` list, run, report, profile, memory, train, generate, doctor and others.
+"""The command line: `cs336-systems` list, run, report, profile, memory, train, generate, grade, doctor, tune, compare.
 
 A wrong argument is one line on stderr and exit code 2; a run in which nothing could be measured exits 1; Ctrl-C exits
 130 and loses only the cell it interrupted, and so does a termination or a hang-up (143, 129).
@@ -17,11 +17,11 @@ from cs336_systems.commands.branches import branches
 from cs336_systems.commands.compare import compare
 from cs336_systems.commands.doctor import doctor
 from cs336_systems.commands.generate import generate
+from cs336_systems.commands.grade import grade
 from cs336_systems.commands.memory import memory
 from cs336_systems.commands.profile import profile
 from cs336_systems.commands.report import list_problems, report
 from cs336_systems.commands.run import run
-from cs336_systems.commands.shared import one_line_errors
 from cs336_systems.commands.train import train
 from cs336_systems.commands.tune import tune
 from cs336_systems.measure.text import in_one_line
@@ -33,6 +33,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Reference implementation and lab for the systems half of building language models.",
 )
+
+
 @app.callback()
 def options(version: Annotated[bool, typer.Option("--version", help="Say which version this is.")] = False) -> None:
     if version:
@@ -41,26 +43,11 @@ def options(version: Annotated[bool, typer.Option("--version", help="Say which v
 
 
 app.command("list")(list_problems)
-for command in (run, report, profile, memory, train, generate, doctor):
+for command in (run, report, profile, memory, train, generate, grade, doctor):
     app.command()(command)
 app.add_typer(tune, name="tune")
 app.command()(compare)
 app.command()(branches)
-
-
-@app.command()
-def build() -> None:
-    """Compile the C++ half of the attention operators, once a machine: short calls on a GPU are faster."""
-    with one_line_errors():
-        from cs336_systems.attention import native
-
-        try:
-            path = native.build()
-        except (RuntimeError, OSError) as error:
-            raise ValueError(str(error)) from None
-        if native.load() is None:
-            raise ValueError(f"it is built, and calls are {native.state()}")
-    typer.echo(f"attention calls on a GPU go through C++ from now on: {path}")
 
 
 def main(run_app: Callable[[], None] = app) -> None:

@@ -20,8 +20,8 @@
 # numbers tile by tile and never writes it. This notebook takes that apart: the memory, the online softmax, the tiles,
 # the backward, the numerical contract, and the speed that was measured on an H200.
 #
-# It needs no GPU and defines no kernels: what it runs is imported from `cs336_systems`. The names are those of the
-# FlashAttention-2 paper (Dao 2023): $Q, K, V, O, L, D, m, \ell$.
+# It needs no GPU. What it runs is imported from `cs336_systems`, but for the kernel that you complete at the end. The
+# names are those of the FlashAttention-2 paper (Dao 2023): $Q, K, V, O, L, D, m, \ell$.
 
 # %%
 import os
@@ -36,9 +36,12 @@ if not torch.cuda.is_available():
 import heapq
 from io import BytesIO
 from pathlib import Path
+from unittest.mock import patch
 
 import matplotlib.pyplot as plt
 import pandas as pd
+import triton
+import triton.language as tl
 from IPython.display import Image, Markdown, display
 from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
@@ -50,6 +53,7 @@ from cs336_systems.accounting import causal_area, eager_attention_bytes, eager_g
 from cs336_systems.attention import FlashAttentionPyTorch, attention_reference, flash_attention, select_config
 from cs336_systems.attention.contract import compute_oracle, contract_errors
 from cs336_systems.attention.reference import causal_mask
+from cs336_systems.attention.triton import first
 from cs336_systems.config import AttentionShape
 from cs336_systems.experiments.figures import COLORS
 from cs336_systems.experiments.pages import Book, Page
@@ -643,4 +647,110 @@ else:
 #
 # Check: `torch.autograd.gradcheck(lambda q: flash_attention(q, q, q, backend="tiled", return_lse=True),
 # torch.randn(1, 1, 4, 2, dtype=torch.float64, requires_grad=True))`
+# </details>
+
+# %% [markdown]
+# ## 8. Complete a kernel
+#
+# Now the loop of section 2 for a tile of queries at once, as a Triton kernel. The handout's interface is given: one
+# program computes `Q_TILE_SIZE` rows of $O$ for one batch element, finds them by `tl.program_id` and strides, and walks
+# over tiles of keys and values. What happens to a tile is yours: the four marked lines know no scale, no mask under
+# `IS_CAUSAL` and no running maximum `m`, so large scores overflow and $L$ is wrong.
+#
+# - `tl.dot(a, b, acc=c, input_precision="ieee")` is `a @ b + c` in float32; `tl.trans(x)` transposes.
+# - `tl.max(x, axis=1)` and `tl.sum(x, axis=1)` reduce rows; `m[:, None]` is a column.
+# - `tl.where(condition, x, float("-inf"))` masks. Query `queries[i]` sees key `first_key + keys[j]` if it is not later.
+# - Both operands of a `tl.dot` have one dtype: probabilities are float32, and $V$ may be float16.
+#
+# Change them, run the cell and the one after it: it answers at once, without a mask and with one.
+
+# %%
+@triton.jit
+def my_flash_fwd_kernel(
+    Q_ptr, K_ptr, V_ptr, O_ptr, L_ptr,
+    stride_qb, stride_qq, stride_qd,
+    stride_kb, stride_kk, stride_kd,
+    stride_vb, stride_vk, stride_vd,
+    stride_ob, stride_oq, stride_od,
+    stride_lb, stride_lq,
+    N_KEYS, scale,
+    D: tl.constexpr, Q_TILE_SIZE: tl.constexpr, K_TILE_SIZE: tl.constexpr, IS_CAUSAL: tl.constexpr,
+):  # fmt: skip
+    batch_index = tl.program_id(1)
+    queries = tl.program_id(0) * Q_TILE_SIZE + tl.arange(0, Q_TILE_SIZE)
+    keys, columns = tl.arange(0, K_TILE_SIZE), tl.arange(0, D)
+    Q_ptrs = Q_ptr + batch_index * stride_qb + queries[:, None] * stride_qq + columns[None, :] * stride_qd
+    K_ptrs = K_ptr + batch_index * stride_kb + keys[:, None] * stride_kk + columns[None, :] * stride_kd
+    V_ptrs = V_ptr + batch_index * stride_vb + keys[:, None] * stride_vk + columns[None, :] * stride_vd
+    Q = tl.load(Q_ptrs)  # (Q_TILE_SIZE, D)
+    m = tl.full([Q_TILE_SIZE], -1e30, tl.float32)
+    l = tl.zeros([Q_TILE_SIZE], tl.float32)
+    O = tl.zeros([Q_TILE_SIZE, D], tl.float32)
+    for first_key in range(0, N_KEYS, K_TILE_SIZE):  # noqa: B007
+        K = tl.load(K_ptrs)  # (K_TILE_SIZE, D)
+        V = tl.load(V_ptrs)  # (K_TILE_SIZE, D)
+        # Yours, from here:
+        S = tl.dot(Q, tl.trans(K), input_precision="ieee")
+        P = tl.exp(S)
+        l = l + tl.sum(P, axis=1)
+        O = tl.dot(P.to(V.dtype), V, acc=O, input_precision="ieee")
+        # to here.
+        K_ptrs += K_TILE_SIZE * stride_kk
+        V_ptrs += K_TILE_SIZE * stride_vk
+    O_ptrs = O_ptr + batch_index * stride_ob + queries[:, None] * stride_oq + columns[None, :] * stride_od
+    tl.store(O_ptrs, (O / l[:, None]).to(O_ptr.dtype.element_ty))
+    tl.store(L_ptr + batch_index * stride_lb + queries * stride_lq, m + tl.log(l))
+
+
+# %%
+def check_kernel(kernel) -> bool:
+    """Whether O and L of `kernel`, launched as the package launches its own, agree with the oracle; says what does."""
+    agrees = True
+    for dtype, is_causal in (("float32", False), ("float32", True), ("float16", True)):
+        shape = AttentionShape(
+            batch=2, heads=1, seqlen_q=192, seqlen_k=192, head_dim=32, is_causal=is_causal, dtype=dtype
+        )
+        q, k, v, _ = attention_inputs(shape, device=DEVICE, seed=4)
+        with patch.object(first, "flash_fwd_kernel", kernel):
+            output, lse = first.flash_forward_first(q, k, v, is_causal, scale=shape.head_dim**-0.5)
+        oracle = compute_oracle(q, k, v, is_causal=is_causal)
+        errors = contract_errors(oracle, {"output": output, "lse": lse})
+        verdicts = [
+            f"{NAMES[name]} {'agrees' if error <= 1 else f'is {error:.3g} times too far off'}"
+            for name, error in errors.items()
+        ]
+        print(f"{dtype}, {'causal' if is_causal else 'no mask'}:", ", ".join(verdicts))
+        agrees = agrees and max(errors.values()) <= 1
+    print("All agree: this is FlashAttention-2's forward." if agrees else "Not yet.")
+    return agrees
+
+
+check_kernel(my_flash_fwd_kernel)
+
+# %% [markdown]
+# The package's own kernel, `attention/triton/first.py`, through the same check. It has one thing more: under the causal
+# mask it stops at the last key tile that its queries see.
+
+# %%
+assert check_kernel(first.flash_fwd_kernel)
+
+# %% [markdown]
+# <details>
+# <summary>Answer</summary>
+#
+# ```python
+# S = tl.dot(Q, tl.trans(K), input_precision="ieee") * scale
+# if IS_CAUSAL:
+#     S = tl.where(queries[:, None] >= first_key + keys[None, :], S, float("-inf"))
+# m_new = tl.maximum(m, tl.max(S, axis=1))
+# P = tl.exp(S - m_new[:, None])
+# rescale = tl.exp(m - m_new)
+# l = rescale * l + tl.sum(P, axis=1)
+# O = tl.dot(P.to(V.dtype), V, acc=rescale[:, None] * O, input_precision="ieee")
+# m = m_new
+# ```
+#
+# A wrong $L$ beside a right $O$ means that $m$ stayed behind; both wrong under the mask alone, that the comparison
+# looks the wrong way or forgets `first_key`. The backward is next: its tile step is `_backward_step` of
+# `attention/tiled.py`.
 # </details>

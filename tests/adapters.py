@@ -1,4 +1,4 @@
-"""What the tests grade: replace this file to grade another implementation.
+"""What the tests grade: `make grade ADAPTERS=...` takes another file.
 
 The names and parameters are the course's, the union of its 2025 and 2026 editions.
 """

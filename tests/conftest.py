@@ -1,16 +1,15 @@
-"""Test set-up: the grade of the handout's problems, the GPU tests and the record of their last run on a GPU.
+"""Test set-up: the GPU tests and the record of their last run on a GPU.
 
-    @pytest.mark.problem("flash_forward", 15)   # graded; see tests/grade.py
     @pytest.mark.gpu                            # skipped without CUDA; the module names its sources in COVERS
 
-    pytest                                                                # grades, and names stale GPU tests
+    pytest                                                                # names stale GPU tests
     pytest -m gpu --gpu-record=FILE --gpu-commit=REVISION --gpu-clean     # on a GPU: writes their outcomes to FILE
 
 Write the options with "=": in `--gpu-record FILE`, pytest takes a FILE that exists for the tests to run.
 
 `make test` spreads the test files over processes with pytest-xdist. The workers collect and run; the controller, which
-collects nothing, prints the table and the stale tests from the reports that pass it and from what the first worker to
-end hands over. Without xdist there is one process and nothing to hand over.
+collects nothing, prints the stale tests from what the first worker to end hands over. Without xdist there is one
+process and nothing to hand over.
 """
 
 from __future__ import annotations
@@ -34,9 +33,15 @@ import torch
 
 from tests import gpu_record
 from tests.gpu_record import GpuRow, GpuTest
-from tests.grade import Grade
 
 HAS_CUDA = torch.cuda.is_available()
+
+if find_spec("hypothesis") is not None:
+    from hypothesis import settings
+
+    settings.register_profile("ci", max_examples=200, deadline=None)
+    settings.register_profile("fuzz", max_examples=2000, deadline=None)  # `make fuzz`
+    settings.load_profile("ci")
 
 # Without a GPU, Triton's kernels run in its interpreter. `@triton.jit` chooses when it decorates, so this must be set
 # before any test module loads a kernel.
@@ -76,21 +81,13 @@ def _ranks_are_copies() -> None:
         launch.START_METHOD = "forkserver"
 
 
-@pytest.fixture(scope="session", autouse=True)
-def _calls_are_native() -> None:
-    """On a GPU attention runs with the C++ half of its operators; `test_native.py` compares that with Python's."""
-    native: Any = sys.modules.get("cs336_systems.attention.native")  # in the processes whose tests attend
-    if native is not None and HAS_CUDA:
-        native.build()
-
-
 @pytest.fixture(autouse=True)
 def _calls_are_new() -> None:
-    """What C++ makes of a test's calls depends on no other test: a test may change what Python's half would launch."""
-    for backend in ("triton", "hopper"):
-        module: Any = sys.modules.get(f"cs336_systems.attention.{backend}.function")
-        if module is not None:
-            getattr(module, f"{backend}_attention")._kept = None
+    """No call is replayed from another test: a test may change what a call would launch."""
+    for module, name in (("api", "_choose"), ("operator", "_passes_of")):
+        loaded: Any = sys.modules.get(f"cs336_systems.attention.{module}")
+        if loaded is not None:
+            getattr(loaded, name).cache_clear()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -119,14 +116,13 @@ def pytest_configure(config: pytest.Config) -> None:
     for number, default in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
         if signal.getsignal(number) is signal.SIG_IGN:
             signal.signal(number, default)
-    config.pluginmanager.register(GradePlugin(), "grade")
     config.pluginmanager.register(GpuPlugin(config), "gpu-record")
 
 
 def outcome_of(report: pytest.TestReport) -> str | None:
     """passed, failed or skipped if `report` decides it, else None (a set-up or tear-down that went well).
 
-    An expected failure is a failure here: the problem is not solved and the kernel is not right.
+    An expected failure is a failure here: the kernel is not right.
     """
     if hasattr(report, "wasxfail") and report.outcome == "skipped":
         return "failed"
@@ -173,45 +169,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_testnodedown(node: Any) -> None:
     for message in handed_over(node, "refusal"):
         raise pytest.UsageError(message)
-
-
-class GradePlugin:
-    """Prints the table of problems and the score."""
-
-    def __init__(self) -> None:
-        self.grade = Grade()
-
-    @pytest.hookimpl(tryfirst=True)  # before -k and -m deselect: a deselected test must not count as passed
-    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        for item in items:
-            for marker in item.iter_markers("problem"):
-                if len(marker.args) != 2 or marker.kwargs:
-                    raise pytest.UsageError(f"{item.nodeid}: write @pytest.mark.problem(name, points)")
-                try:
-                    self.grade.register(item.nodeid, *marker.args)
-                except ValueError as error:
-                    raise pytest.UsageError(str(error)) from error
-
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        outcome = outcome_of(report)
-        if outcome is not None:
-            self.grade.record(report.nodeid, outcome)
-
-    def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        hand_over(session.config, "problems", self.grade.registrations)
-
-    @pytest.hookimpl(optionalhook=True)
-    def pytest_testnodedown(self, node: Any) -> None:
-        if not self.grade.registrations:
-            for test, problem, points in handed_over(node, "problems"):
-                self.grade.register(test, problem, points)
-
-    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-        lines = self.grade.lines()
-        if lines and not config.option.collectonly:
-            terminalreporter.section("problems")
-            for line in lines:
-                terminalreporter.write_line(line)
 
 
 class GpuPlugin:

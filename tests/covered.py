@@ -22,9 +22,10 @@ ATTENTION = tuple(
 # deterministic one, and the way to them.
 HOPPER_ATTENTION = (
     HOPPER,
-    f"{FOLDER}/native",
+    f"{FOLDER}/backends.py",
     f"{FOLDER}/api.py",
     f"{FOLDER}/contract.py",
+    f"{FOLDER}/native",
     f"{FOLDER}/operator.py",
     f"{FOLDER}/reference.py",
     f"{FOLDER}/tiles",

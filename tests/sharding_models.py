@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
 
 from cs336_systems.config import ModelConfig
 from cs336_systems.model import TransformerLM
@@ -86,3 +88,219 @@ class LiveBytes(TorchDispatchMode):
     def _sum(self) -> int:
         storages = [reference() for reference in self._storages.values()]
         return sum(storage.nbytes() for storage in storages if storage is not None)
+
+
+# Models as scripts have them, whose weights are used in other ways than a module's own forward on tensors
+
+
+class TiedHead(nn.Module):
+    """A language model whose head is its embedding: a Linear that shares the weight, or `F.linear` with it."""
+
+    def __init__(self, num_blocks: int, functional: bool) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(TINY.vocab_size, 8)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(num_blocks))
+        if not functional:
+            self.head = nn.Linear(8, TINY.vocab_size, bias=False)
+            self.head.weight = self.embedding.weight
+        self.functional = functional
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = x + layer(x)
+        return nn.functional.linear(x, self.embedding.weight) if self.functional else self.head(x)
+
+
+class Attending(nn.Module):
+    """nn.MultiheadAttention reads its out_proj's weights without calling it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.start, self.attention = nn.Linear(8, 8), nn.MultiheadAttention(8, 2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.start(x)
+        return self.attention(x, x, x, need_weights=False)[0]
+
+
+class Encoding(nn.Module):
+    """nn.TransformerEncoder looks at the weights of its first layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+        self.start, self.encoder = nn.Linear(8, 8), nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.encoder(self.start(x))
+
+
+class ListOfLists(nn.Module):
+    def __init__(self, inner: Callable[[list[nn.Module]], nn.Module] = nn.ModuleList) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(inner([nn.Linear(8, 8), nn.Linear(8, 8)]) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for pair in self.layers:
+            first, second = pair.children()
+            x = x + second(torch.tanh(first(x)))
+        return x
+
+
+class LooseWeights(nn.Module):
+    """Weights in a ParameterList or a ParameterDict, which are never called."""
+
+    def __init__(self, in_dict: bool) -> None:
+        super().__init__()
+        weights = [torch.randn(8, 8) / 3 for _ in range(3)]
+        self.start = nn.Linear(8, 8)
+        self.weights: Any = (
+            nn.ParameterDict({f"w{i}": w for i, w in enumerate(weights)}) if in_dict else nn.ParameterList(weights)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.start(x)
+        for weight in self.weights.values() if isinstance(self.weights, nn.ParameterDict) else self.weights:
+            x = torch.tanh(x @ weight)
+        return x
+
+
+class WeightNormed(nn.Module):
+    def __init__(self, weight_norm: Callable[[nn.Module], nn.Module]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(weight_norm(nn.Linear(8, 8)) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
+@dataclass
+class Carried:
+    x: Tensor
+    penalty: Tensor
+
+
+class CarryingBlock(nn.Module):
+    """Takes and gives a dataclass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, carried: Carried) -> Carried:
+        return Carried(torch.tanh(self.linear(carried.x)), carried.penalty + self.linear.weight.square().mean())
+
+
+class Carrying(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.start, self.layers = nn.Linear(8, 8), nn.ModuleList(CarryingBlock() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        carried = Carried(self.start(x), torch.zeros(()))
+        for layer in self.layers:
+            carried = layer(carried)
+        return carried.x + carried.penalty
+
+
+class InPlace(nn.Module):
+    """Changes the inputs and outputs of its modules in place; on 3-D input a Linear's output is a view."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.start = nn.Linear(8, 8)
+        self.layers = nn.ModuleList(nn.Sequential(nn.LeakyReLU(inplace=True), nn.Linear(8, 8)) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.start(x)
+        for layer in self.layers:
+            x = layer(x)
+            x /= 0.7
+        return x
+
+
+class PenalisedBlock(nn.Module):
+    """Appends to the caller's list and writes into the caller's dictionary."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.router = nn.Linear(8, 8), nn.Linear(8, 2)
+
+    def forward(self, x: Tensor, losses: list[Tensor], *, sums: dict[str, Tensor]) -> Tensor:
+        routed = self.router(x)
+        losses.append(routed.square().mean())
+        sums["routed"] = sums["routed"] + routed.mean()
+        return torch.tanh(self.linear(x))
+
+
+class Penalised(nn.Module):
+    """An auxiliary loss in a list, and a sum in a dictionary; the last block's output is not used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.start, self.layers = nn.Linear(8, 8), nn.ModuleList(PenalisedBlock() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.start(x)
+        losses: list[Tensor] = []
+        sums = {"routed": x.sum() * 0}
+        for layer in self.layers:
+            last = x
+            x = layer(x, losses, sums=sums)
+        return last.float().square() + sum(losses) + sums["routed"]  # of which the mean is one of parts of a batch
+
+
+class NestedBlock(nn.Module):
+    """Uses a matrix of its own after calling a child that has one too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.child = nn.Parameter(torch.randn(8, 8) / 3), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.child(x)) @ self.weight
+
+
+class Nested(nn.Module):
+    """Units in units, each outer one under a checkpoint."""
+
+    def __init__(self, checkpointing: str) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(NestedBlock() for _ in range(4)))
+        self.checkpointing = checkpointing
+        self.start = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.start(x)
+        for layer in self.layers:
+            if self.checkpointing == "none":
+                x = layer(x)
+            else:
+                x = checkpoint(layer, x, use_reentrant=self.checkpointing == "reentrant")
+        return x
+
+
+class SharedAcrossBlocks(nn.Module):
+    """Blocks that hold one and the same Linear."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        shared = nn.Linear(8, 8)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), shared) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class ComplexWeights(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.start, self.weight = nn.Linear(8, 8), nn.Parameter(torch.randn(8, 8, dtype=torch.complex64) / 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.start(x).to(torch.complex64) @ self.weight).abs()

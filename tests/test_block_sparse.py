@@ -10,8 +10,10 @@ import math
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,8 +22,10 @@ from torch import Tensor
 from cs336_systems.attention import AttentionConfig, BlockMask, KernelConfig, flash_attention
 from cs336_systems.attention.compilation import triton_version
 from cs336_systems.attention.contract import compute_oracle, contract_errors
+from cs336_systems.attention.masks.block_mask import LISTS
 from cs336_systems.attention.reference import attention_reference
 from cs336_systems.attention.tiles.tables import SHARED_MEMORY_LIMIT_BYTES
+from cs336_systems.attention.triton import launch
 from tests.covered import ATTENTION
 from tests.test_s4_attention import (
     BACKENDS,
@@ -57,13 +61,19 @@ A_SKIP_BEFORE_A_LIVE_TILE = [name for name in PATTERNS if name != "last-tile-dea
 @pytest.fixture
 def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
     """Results start as NaN, so that an element that no program writes cannot pass."""
-    new_empty, empty_like = torch.Tensor.new_empty, torch.empty_like
 
-    def poison(x: Tensor) -> Tensor:
-        return x.fill_(math.nan) if x.is_floating_point() else x
+    def poisoned(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def allocate(*arguments: Any, **options: Any) -> Tensor:
+            x = function(*arguments, **options)
+            return x.fill_(math.nan) if x.is_floating_point() else x
 
-    monkeypatch.setattr(torch.Tensor, "new_empty", lambda *args, **options: poison(new_empty(*args, **options)))
-    monkeypatch.setattr(torch, "empty_like", lambda *args, **options: poison(empty_like(*args, **options)))
+        return allocate
+
+    for owner, name in (
+        (torch, "empty"), (torch, "empty_like"), (Tensor, "new_empty"), (Tensor, "new_empty_strided"),
+    ):  # fmt: skip
+        monkeypatch.setattr(owner, name, poisoned(getattr(owner, name)))
+    assert launch.empty((2,), torch.float32, torch.device("cpu")).isnan().all(), "the kernels' results come from there"
 
 
 def pattern(name: str, device: str) -> BlockMask:
@@ -202,35 +212,26 @@ def test_any_strides_equal_contiguous(layout, device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_dead_keys_are_never_read(device):
-    """NaN in keys and values of dead tiles; what stands behind the lists' ends points there."""
-    mask = pattern("row-and-column-dead", device)
-    mask = with_padding(mask, {"kv_indices": 1, "full_kv_indices": 1})
+@pytest.mark.parametrize("side", ["keys", "queries"])
+def test_dead_tiles_are_never_read(side, device):
+    """NaN in keys and values, or queries and output gradients, of dead tiles, to which the lists' unused ends point."""
+    lists = ("kv_indices", "full_kv_indices") if side == "keys" else ("q_indices", "full_q_indices")
+    mask = with_padding(pattern("row-and-column-dead", device), dict.fromkeys(lists, 1))
     q, k, v, grad_output = inputs(1, 2, 2, 256, 256, 32, torch.float32, device)
     clean = run(q, k, v, grad_output, backend="triton", block_mask=mask)
-    for x in (k, v):
+    for x in (k, v) if side == "keys" else (q, grad_output):
         x[:, :, 64:128] = math.nan
     dirty = run(q, k, v, grad_output, backend="triton", block_mask=mask)
+    if side == "queries":
+        assert torch.equal(clean["grad_k"], dirty["grad_k"]) and torch.equal(clean["grad_v"], dirty["grad_v"])
+        assert not dirty["output"][:, :, 64:128].any()
+        return
     for name in ("output", "lse", "grad_q"):
         assert torch.equal(clean[name], dirty[name]), name
     for name in ("grad_k", "grad_v"):
         kept = [x[:, :, [*range(64), *range(128, 256)]] for x in (clean[name], dirty[name])]
         assert torch.equal(*kept), name
         assert not dirty[name][:, :, 64:128].any(), f"{name} of keys that nothing attends must be zero"
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_dead_queries_are_never_read(device):
-    """NaN in queries and output gradients of dead tiles leaves dK and dV as they are."""
-    mask = with_padding(pattern("row-and-column-dead", device), {"q_indices": 1, "full_q_indices": 1})
-    q, k, v, grad_output = inputs(1, 2, 2, 256, 256, 32, torch.float32, device)
-    clean = run(q, k, v, grad_output, backend="triton", block_mask=mask)
-    for x in (q, grad_output):
-        x[:, :, 64:128] = math.nan
-    dirty = run(q, k, v, grad_output, backend="triton", block_mask=mask)
-    for name in ("grad_k", "grad_v"):
-        assert torch.equal(clean[name], dirty[name]), name
-    assert not dirty["output"][:, :, 64:128].any()
 
 
 def with_padding(mask: BlockMask, tiles: dict[str, int]) -> BlockMask:
@@ -297,35 +298,22 @@ def test_rows_without_keys(kind, backend, device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a_nan_gradient_of_the_lse_of_a_row_without_keys_goes_nowhere(backend, device):
+@pytest.mark.parametrize(("backend", "result"), [*((backend, "lse") for backend in BACKENDS), ("tiled", "output")])
+def test_a_nan_gradient_of_a_row_without_keys_goes_nowhere(result, backend, device):
     """`logaddexp` of two rows of -inf has a gradient of NaN; times P = 0 it became all of dK."""
     dense = torch.ones(200, 100, dtype=torch.bool, device=device)
     dense[[0, 3, 64, 150, 199]] = False
+    empty, mask = ~dense.any(-1), BlockMask.from_dense(dense, BLOCK)
     q, k, v, grad_output = inputs(1, 2, 2, 200, 100, 32, torch.float32, device)
     grads = []
     for dead in (math.nan, 1.0):
         leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-        mask = BlockMask.from_dense(dense, BLOCK)
         output, lse = flash_attention(*leaves, block_mask=mask, return_lse=True, backend=backend)
-        grad_lse = torch.ones_like(lse).masked_fill(~dense.any(-1), dead)
-        grads.append(torch.autograd.grad((output, lse), leaves, (grad_output, grad_lse)))
+        upstream = {"output": grad_output.clone(), "lse": torch.ones_like(lse)}
+        upstream[result][:, :, empty] = dead
+        grads.append(torch.autograd.grad((output, lse), leaves, tuple(upstream.values())))
     for name, ours, expected in zip("qkv", *grads):
         assert expected.isfinite().all() and torch.equal(ours, expected), f"gradient of {name}"
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_tiled_confines_a_nan_gradient_of_the_output_of_a_row_without_keys(device):
-    dense = torch.ones(70, 70, dtype=torch.bool, device=device)
-    dense[3] = False
-    q, k, v, grad_output = inputs(1, 2, 2, 70, 70, 32, torch.float32, device)
-    grads = []
-    for dead in (math.nan, 0.0):
-        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-        output = flash_attention(*leaves, block_mask=BlockMask.from_dense(dense, BLOCK), backend="tiled")
-        grads.append(torch.autograd.grad(output, leaves, grad_output.masked_fill(~dense.any(-1)[:, None], dead)))
-    for name, ours, expected in zip("qkv", *grads):
-        assert torch.equal(ours, expected), f"gradient of {name}"
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -401,11 +389,8 @@ def test_operator_check(device):
     mask = BlockMask.causal(20, 30, block_size=BLOCK, device=device)
     q, k, v, _ = (x.requires_grad_() for x in inputs(1, 2, 2, 20, 30, 16, torch.float32, device))
     lists = [getattr(mask, name) for name in TileLists._fields]
-    checks = ("test_schema", "test_faketensor")
-    operators = torch.ops.cs336_systems
-    sparse, masked = operators.block_sparse_attention.default, operators.tiled_masked_attention.default
-    torch.library.opcheck(sparse, (q, k, v, *lists, False, 0.25, ""), test_utils=checks)
-    torch.library.opcheck(masked, (q, k, v, mask.to_dense(), False, 0.25, ""), test_utils=checks)
+    operator = torch.ops.cs336_systems.block_sparse_attention.default
+    torch.library.opcheck(operator, (q, k, v, *lists, False, 0.25, ""), test_utils=("test_schema", "test_faketensor"))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -433,19 +418,29 @@ def test_double_backward_is_refused(backend):
     ("queries", "keys", "block"), [(64, 50, 16), (100, 37, 16), (150, 200, 64), (65, 30, 64), (1, 1, 16)]
 )
 def test_staircase_in_one_launch(queries, keys, block, device, monkeypatch):
-    """Field by field what tensor operations compute, into memory that was anything before."""
-    from cs336_systems.attention.masks.staircase import staircase_mask
-    from cs336_systems.attention.triton.staircase import launch_staircase
+    """What `BlockMask.prefix` lists, both ways, into memory that was anything; so does torch.compile's operator."""
+    from cs336_systems.attention.triton.staircase import launch_staircase, opaque_staircase
 
     empty = torch.empty
     monkeypatch.setattr(torch, "empty", lambda *shape, **options: empty(*shape, **options).fill_(-9))
     climbs = torch.rand(2, 2, queries, generator=torch.Generator().manual_seed(queries)) < 0.6
     lengths = climbs.cumsum(-1).clamp(max=keys).int()
-    expected = staircase_mask(lengths, keys, block)
-    mask = launch_staircase(lengths.to(device), keys, block).to("cpu")
-    for name, values in vars(expected).items():
-        same = torch.equal(values, getattr(mask, name)) if isinstance(values, Tensor) else values == getattr(mask, name)
-        assert same, name
+    expected = BlockMask.prefix(lengths, keys, block_size=block)
+    mask = launch_staircase(lengths.to(device), keys, block)
+    operators = opaque_staircase(lengths.to(device), keys, block)
+    assert all(map(torch.equal, operators, (getattr(mask, name) for name in LISTS)))
+    mask = mask.to("cpu")
+    assert torch.equal(mask.to_dense(), expected.to_dense())
+    for side in ("kv", "q"):
+        for prefix in ("", "full_"):
+            counts, indices = (f"{prefix}{side}_{name}" for name in ("num_blocks", "indices"))
+            assert torch.equal(getattr(mask, counts), getattr(expected, counts))
+            ours, theirs = (getattr(one, indices) for one in (mask, expected))
+            listed = torch.arange(theirs.shape[3]) < getattr(expected, counts)[..., None]
+            assert torch.equal(ours[..., : theirs.shape[3]], theirs) and not ours[..., theirs.shape[3] :].any()
+            if not prefix:
+                tokens = [getattr(one, f"{side}_tokens")[..., : theirs.shape[3]][listed] for one in (mask, expected)]
+                assert torch.equal(mask.token_bits[tokens[0]], expected.token_bits[tokens[1]])
 
 
 @pytest.mark.gpu

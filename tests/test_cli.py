@@ -18,12 +18,12 @@ from typer.testing import CliRunner
 
 from cs336_systems.cli import app
 from cs336_systems.commands.profile import show_trace
-from cs336_systems.commands.run import _check_model, describe_case, wait_briefly
-from cs336_systems.commands.shared import one_line_errors, termination_interrupts
+from cs336_systems.commands.run import _check_model, describe_case
+from cs336_systems.commands.shared import one_line_errors, termination_interrupts, wait_briefly
 from cs336_systems.config import RunConfig
-from cs336_systems.experiments.handout import HANDOUT
 from cs336_systems.experiments.records import read_records
 from cs336_systems.experiments.registry import PROBLEMS
+from cs336_systems.grading.problems import PROBLEMS as HANDOUT
 from cs336_systems.measure.trace import Kernel, Trace
 from tests.processes import is_running
 from tests.snapshot_files import small_snapshot, write
@@ -130,7 +130,8 @@ def test_list_and_doctor():
     listed = invoke("list", env={"COLUMNS": "40"})
     names = list(dict.fromkeys((*HANDOUT, *PROBLEMS)))
     assert listed.exit_code == 0 and listed.stdout.splitlines()[::2] == names, "whole names, on any terminal"
-    assert "(section 2.1.5, 1 point, 2025, 2026)" in listed.stdout and "(beyond the handout)" in listed.stdout
+    assert "(section 2.1.5, 1 point, 2025, 2026, `run`)" in listed.stdout
+    assert "(beyond the handout, `run`)" in listed.stdout and "(section 7, 15 points, 2026, `grade`)" in listed.stdout
     doctor = invoke("doctor", "--device", "cpu")
     assert doctor.exit_code == 0 and "backend triton" in doctor.stdout
     assert re.search(r"memory +[\d.]+ GiB", doctor.stdout) and "None" not in doctor.stdout

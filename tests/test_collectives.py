@@ -159,7 +159,7 @@ def broadcast_odd(rank: int, ranks: int) -> dict[str, Tensor]:
 DIFFERENT = {  # how rank 1's model differs, and what every rank must be told
     "shape": r"parameter '1.weight' must be the same on all ranks: shape \(2, 4\), float32 on rank 0, shape \(3, 4\)",
     "dtype": r"parameter '1.weight' must be the same on all ranks: .* shape \(2, 4\), float64 on rank 1",
-    "missing": r"parameter '1.bias' is missing on rank 1",
+    "missing": r"parameter '1.bias' must be the same on all ranks: .*, missing on rank 1",
     "frozen": r"parameter '1.weight' must be the same on all ranks: .* shape \(2, 4\), float32, frozen on rank 1",
     "order": r"parameters must have the same order on all ranks: rank 0 has '1.weight' where rank 1 has '2.weight'",
 }
@@ -183,19 +183,10 @@ def build_differently(rank: int, ranks: int) -> None:
 
 
 def refuse_wrong_arguments(rank: int, ranks: int) -> None:
-    flat, other = torch.ones(4), torch.ones(5)
     with pytest.raises(TypeError, match="tensor must be floating point or complex to have a mean, got torch.int64"):
         all_reduce_mean(torch.ones(3, dtype=torch.int64))
     with pytest.raises(TypeError, match="input must be floating point or complex to have a mean, got torch.int64"):
         reduce_scatter_mean_flat(torch.ones(2), torch.ones(4, dtype=torch.int64))
-    with pytest.raises(ValueError, match="output must have 2 ranks times the 4 elements of input, got 5"):
-        all_gather_flat(other, flat)
-    with pytest.raises(ValueError, match="input must have 2 ranks times the 4 elements of output, got 5"):
-        reduce_scatter_mean_flat(flat, other)
-    with pytest.raises(ValueError, match=r"output must be flat and contiguous, got shape \(2, 4\)"):
-        all_gather_flat(torch.ones(2, 4), flat)
-    with pytest.raises(TypeError, match="output must have the dtype of input, torch.float32, got torch.float64"):
-        all_gather_flat(torch.ones(8, dtype=torch.float64), flat)
     with pytest.raises(ValueError, match="parameter 'weight' is on the meta device: give it memory before"):
         broadcast_parameters(nn.Linear(2, 2, device="meta"))
 
@@ -209,7 +200,7 @@ TWO_RANKS = OneJob(
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_means_gathers_and_scatters(ranks):
+def test_D3_D9_means_gathers_and_scatters(ranks):
     results = TWO_RANKS.results(means) if ranks == 2 else run_ranks(means, ranks)
     expected = mean_over_ranks(ranks, 12)
     for rank, found in enumerate(results):
@@ -273,13 +264,13 @@ def test_every_kind_of_tensor_is_broadcast_bit_for_bit():
         assert torch.equal(first[name], tensor) and torch.equal(second[name], tensor), name
 
 
-def test_ranks_built_differently_are_told_the_parameter():
+def test_D8_ranks_built_differently_are_told_the_parameter():
     TWO_RANKS.results(build_differently)
 
 
-def test_without_a_process_group_the_way_to_one_is_told():
+def test_D9_without_a_process_group_the_way_to_one_is_told():
     for call in (num_ranks, rank_in, lambda: all_reduce_mean(torch.ones(2))):
-        with pytest.raises(RuntimeError, match="there is no process group: start the ranks with run_ranks, or under"):
+        with pytest.raises(RuntimeError, match="there is no process group: start the ranks with run_ranks, or by"):
             call()
 
 

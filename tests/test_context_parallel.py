@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 import math
+from copy import deepcopy
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from cs336_systems.attention import attention_reference
-from cs336_systems.distributed.context_parallel import merge_attention, ring_attention, zigzag_join, zigzag_split
+from cs336_systems.config import ModelConfig
+from cs336_systems.distributed.context_parallel import (
+    merge_attention,
+    ring_attention,
+    split_context,
+    zigzag_join,
+    zigzag_split,
+)
+from cs336_systems.distributed.ddp_overlap import OverlapDDP
 from cs336_systems.distributed.launch import run_ranks
+from cs336_systems.model import TransformerLM, cross_entropy
 
 COVERS = ("cs336_systems/distributed/context_parallel.py",)
 
@@ -89,14 +100,21 @@ def test_every_rank_has_the_same_causal_area():
     assert len(set(areas)) == 1
 
 
+# is_causal, back end, dtype, heads of keys and values (of 4)
 CASES = [
-    # is_causal, back end, dtype, num_kv_heads
-    (True, "reference", torch.float64),
-    (False, "reference", torch.float64),
-    (True, "tiled", torch.float64),
-    (True, "tiled", torch.float32),
+    (True, "reference", torch.float64, 4),
+    (False, "reference", torch.float64, 2),
+    (True, "tiled", torch.float64, 1),
+    (True, "tiled", torch.float32, 4),
 ]
 TOLERANCES = {torch.float64: 1e-12, torch.float32: 2e-5}
+TINY = ModelConfig(name="test", d_model=16, d_ff=24, num_layers=2, num_heads=2, vocab_size=11, context_length=24)
+
+
+def whole_inputs(num_ranks: int, dtype: torch.dtype, kv_heads: int) -> list[Tensor]:
+    """q, k, v and the gradient of the output."""
+    heads = (4, kv_heads, kv_heads, 4)
+    return [draw(2, heads[seed], 8 * num_ranks, 16, seed=seed).to(dtype) for seed in range(4)]
 
 
 def ring_on_rank(rank: int, num_ranks: int) -> list[list[Tensor]]:
@@ -105,29 +123,81 @@ def ring_on_rank(rank: int, num_ranks: int) -> list[list[Tensor]]:
     odd = draw(1, 1, 5, 8)
     with pytest.raises(ValueError, match="the same even number of positions under a causal mask, got 5 and 5"):
         ring_attention(odd, odd, odd, is_causal=True)
-    for is_causal, backend, dtype in CASES:
-        whole = [draw(2, 3, 8 * num_ranks, 16, seed=seed).to(dtype) for seed in range(4)]
+    for is_causal, backend, dtype, kv_heads in CASES:
+        whole = whole_inputs(num_ranks, dtype, kv_heads)
         q, k, v, grad_output = (zigzag_split(x, rank, num_ranks, dim=-2) for x in whole)
         leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-        output = ring_attention(*leaves, is_causal=is_causal, backend=backend)
+        output = ring_attention(*leaves, is_causal=is_causal, backend=backend, enable_gqa=kv_heads < 4)
         output.backward(grad_output)
         found.append([output.detach(), *(leaf.grad for leaf in leaves)])
     return found
 
 
-@pytest.mark.parametrize("num_ranks", [1, 3])
-def test_the_ring_is_one_process_attention_forward_and_backward(num_ranks: int):
-    results = run_ranks(ring_on_rank, num_ranks)
-    for case, (is_causal, backend, dtype) in enumerate(CASES):
-        whole = [draw(2, 3, 8 * num_ranks, 16, seed=seed).to(dtype) for seed in range(4)]
+def differentiate_twice(rank: int, num_ranks: int) -> None:
+    """The gradients had no graph, so that a penalty on them trained nothing, without a word."""
+    q, k, v = (draw(1, 1, 4, 8, seed=seed).requires_grad_() for seed in range(3))
+    output = ring_attention(q, k, v, is_causal=True)
+    grads = torch.autograd.grad(output.sum(), (q, k, v), create_graph=True)
+    with pytest.raises(NotImplementedError, match="double backward is not supported here"):
+        torch.autograd.grad(grads[0].square().sum(), q)
+
+
+def train_a_model(rank: int, num_ranks: int) -> float:
+    """The largest difference of a gradient from one process with whole sequences, over its largest element."""
+    tokens, targets = torch.randint(11, (2, 3, TINY.context_length), generator=torch.Generator().manual_seed(1))
+    torch.manual_seed(0)
+    alone = TransformerLM.from_config(TINY).double()
+    model = deepcopy(alone)
+    make_whole = split_context(model, backend="tiled")
+    model = OverlapDDP(model)
+    cross_entropy(alone(tokens), targets).backward()
+    part, wanted = (zigzag_split(x, rank, num_ranks, dim=1) for x in (tokens, targets))
+    cross_entropy(model(part), wanted).backward()
+    model.finish_gradient_synchronization()
+    pairs = zip(model.parameters(), alone.parameters(), strict=True)
+    worst = max(((own.grad - one.grad).abs().max() / one.grad.abs().max()).item() for own, one in pairs)
+    with pytest.raises(ValueError, match="sequence must be this rank's 8 positions, got 24"):
+        model(tokens)
+    make_whole()
+    torch.testing.assert_close(model(tokens), alone(tokens))
+    return worst
+
+
+def on_three_ranks(rank: int, num_ranks: int) -> tuple[list[list[Tensor]], float]:
+    differentiate_twice(rank, num_ranks)
+    return ring_on_rank(rank, num_ranks), train_a_model(rank, num_ranks)
+
+
+def assert_one_process_attention(results: list[list[list[Tensor]]]) -> None:
+    num_ranks = len(results)
+    for case, (is_causal, backend, dtype, kv_heads) in enumerate(CASES):
+        whole = whole_inputs(num_ranks, dtype, kv_heads)
         leaves = [x.double().requires_grad_() for x in whole[:3]]
-        expected = attention_reference(*leaves, is_causal=is_causal)
+        every = [x.repeat_interleave(4 // x.shape[1], 1) for x in leaves]
+        expected = attention_reference(*every, is_causal=is_causal)
         expected.backward(whole[3].double())
         for place, wanted in enumerate([expected.detach(), *(leaf.grad for leaf in leaves)]):
             ours = zigzag_join([results[rank][case][place] for rank in range(num_ranks)], dim=-2)
             assert ours.dtype == dtype
             error = (ours - wanted).abs().max().item()
             assert error <= TOLERANCES[dtype] * max(1.0, wanted.abs().max().item()), (is_causal, backend, place)
+
+
+def test_three_ranks_are_one_process_forward_backward_and_in_a_model():
+    results = run_ranks(on_three_ranks, 3)
+    assert_one_process_attention([attended for attended, _ in results])
+    assert max(worst for _, worst in results) < 1e-9
+
+
+def test_D9_one_rank_is_one_process_attention():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        assert_one_process_attention([ring_on_rank(0, 1)])
+        differentiate_twice(0, 1)
+        with pytest.raises(ValueError, match="model must have CausalMultiHeadSelfAttention layers, Linear has none"):
+            split_context(torch.nn.Linear(2, 2))
+    finally:
+        dist.destroy_process_group()
 
 
 def ring_on_gpu_rank(rank: int, num_ranks: int) -> list[Tensor]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 import sys
 from collections import Counter
 from contextlib import contextmanager
@@ -15,6 +14,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from cs336_systems import __version__
 from cs336_systems.attention import attention_reference, contract
 from cs336_systems.config import HANDOUT_SIZES, AttentionShape, RunConfig
 from cs336_systems.experiments import attention, implementations
@@ -234,12 +234,6 @@ def test_the_current_folder_is_searched_last(tmp_path, monkeypatch):
     assert sys.path == ["installed", str(tmp_path)]
 
 
-def test_the_measuring_process_notices_that_its_parent_is_gone():
-    """Where the kernel sends no signal at the parent's end, a thread watches; the parent here is not the one named."""
-    code = "from cs336_systems.distributed.processes import watch_parent; watch_parent(1 << 30)"
-    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=60).returncode == 1
-
-
 # Resuming
 
 
@@ -310,8 +304,7 @@ def test_warm_up_rows_are_windows_of_one_cold_series(tmp_path, at_root):
 def test_provenance_comes_from_git_or_the_command_line(monkeypatch):
     assert find_provenance("abc", True) == Provenance(commit="abc", dirty=True)
     monkeypatch.setattr(sweep_module, "_git", lambda *_: None)
-    with pytest.raises(ValueError, match="no git checkout here: say which code runs with --commit"):
-        find_provenance(None, None)
+    assert find_provenance(None, None) == Provenance(commit=f"unknown ({__version__})", dirty=False)
     with pytest.raises(ValueError, match="--commit needs --dirty or --clean"):
         find_provenance("abc", None)
     with pytest.raises(ValueError, match="--commit must not be empty, got ' '"):

@@ -19,23 +19,24 @@ import pytest
 import torch
 from torch import Tensor
 
-from cs336_systems import device as device_module
 from cs336_systems.attention import (
     AttentionConfig,
     BlockMask,
     api,
     attention_reference,
+    backends,
     explain_backend,
     flash_attention,
     flash_attention_varlen,
 )
+from cs336_systems.attention.backends import BACKENDS, MAX_HOPPER_HEAD_DIM, available_backends
 from cs336_systems.attention.contract import compute_oracle, contract_errors
-from cs336_systems.attention.hopper import function, support
+from cs336_systems.attention.hopper import function
 from cs336_systems.attention.hopper.schedule import ORDERS, SCHEDULES
+from cs336_systems.attention.operator import _passes_of
 from cs336_systems.attention.tiled import tiled_backward, tiled_forward
 from cs336_systems.attention.tiles import head_tile
 from cs336_systems.config import ModelConfig
-from cs336_systems.device import MAX_HOPPER_HEAD_DIM
 from cs336_systems.model.checkpointing import checkpoint_selectively
 from cs336_systems.model.transformer import TransformerLM
 from tests.covered import HOPPER_ATTENTION
@@ -81,9 +82,8 @@ def replaced(monkeypatch) -> Calls:
 
     monkeypatch.setattr(function, "hopper_forward", forward)
     monkeypatch.setattr(function, "hopper_backward", backward("hopper"))
-    monkeypatch.setattr(function.triton_attention, "backward", backward("triton"))
-    monkeypatch.setattr(function, "hopper_refusal", lambda q: None)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)  # the index of a tensor on the CPU
+    monkeypatch.setattr(function, "dense_backward", backward("triton"))
+    monkeypatch.setattr(function, "refuse_hopper", lambda q: None)
     monkeypatch.setattr(api, "explain_backend", lambda q, k, **_: ("hopper", "the test says so"))
     monkeypatch.setattr(api, "_is_usual", lambda *_: False)  # or the choice would be kept for other tests
     return calls
@@ -182,59 +182,40 @@ def test_compile_takes_it_whole(replaced):
     assert replaced == ["hopper forward", "hopper backward"] * 2
 
 
-def test_double_backward_is_refused(replaced):
-    leaves = [x.requires_grad_() for x in cpu_inputs()[:3]]
-    (grad_q,) = torch.autograd.grad(flash_attention(*leaves).sum(), leaves[0], create_graph=True)
+def test_what_only_the_reference_has_is_refused(replaced):
+    q, k, v, _ = cpu_inputs()
+    with pytest.raises(NotImplementedError, match="forward-mode AD is not supported here"):
+        torch.func.jvp(lambda q: flash_attention(q, k, v), (q,), (q,))
+    with pytest.raises(ValueError, match="config chooses the tiles of backend 'triton', got backend 'hopper'"):
+        flash_attention(q, k, v, config=AttentionConfig())
+    (grad_q,) = torch.autograd.grad(flash_attention(q.requires_grad_(), k, v).sum(), q, create_graph=True)
     with pytest.raises(NotImplementedError, match="double backward is not supported here; backend='reference' has it"):
         grad_q.sum().backward()
 
 
-def test_forward_mode_is_refused(replaced):
-    q, k, v, _ = cpu_inputs()
-    with pytest.raises(NotImplementedError, match="forward-mode AD is not supported here"):
-        torch.func.jvp(lambda q: flash_attention(q, k, v), (q,), (q,))
-
-
-def test_tiles_of_triton_are_refused(replaced):
-    with pytest.raises(ValueError, match="config chooses the tiles of backend 'triton', got backend 'hopper'"):
-        flash_attention(*cpu_inputs()[:3], config=AttentionConfig())
-
-
-@pytest.fixture
-def hopper_everywhere(monkeypatch):
-    """A machine on which all back ends run, as far as `available_backends` says."""
-    everything = dict.fromkeys(device_module.BACKENDS, "ok")
-    monkeypatch.setattr(api, "_available_once", lambda device_kind, interpreter: everything)
-
-
-def test_inputs_elsewhere_are_refused(hopper_everywhere):
-    message = "backend 'hopper' cannot be used: hopper kernels run on CUDA devices, and the inputs are on cpu"
-    with pytest.raises(ValueError, match=message):
-        flash_attention(*cpu_inputs()[:3], backend="hopper")
-
-
-def test_masks_and_documents_are_refused(hopper_everywhere):
+def test_calls_that_hopper_does_not_serve_are_refused(monkeypatch):
+    """Though its kernels run on this machine, as far as `available_backends` says."""
+    monkeypatch.setattr(api, "_available", lambda device_kind: dict.fromkeys(BACKENDS, "ok"))
     q, k, v, _ = inputs(1, 2, 2, 64, 64, 16, torch.float32, "cpu")
-    mask = BlockMask.causal(64, 64, block_size=64)
+    mask, ends = BlockMask.causal(64, 64, block_size=64), torch.tensor([0, 64], dtype=torch.int32)
+    with pytest.raises(ValueError, match="'hopper' cannot be used: hopper kernels run on CUDA .* are on cpu"):
+        flash_attention(q, k, v, backend="hopper")
     with pytest.raises(ValueError, match="hopper kernels walk no lists of tiles; backend 'triton' runs a block mask"):
         flash_attention(q, k, v, block_mask=mask, backend="hopper")
-    packed = [x[0].transpose(0, 1) for x in (q, k, v)]
-    ends = torch.tensor([0, 64], dtype=torch.int32)
     with pytest.raises(ValueError, match="hopper kernels take no packed documents; backend 'triton' does"):
-        flash_attention_varlen(*packed, ends, ends, 64, 64, backend="hopper")
+        flash_attention_varlen(*(x[0].transpose(0, 1) for x in (q, k, v)), ends, ends, 64, 64, backend="hopper")
+    with pytest.raises(ValueError, match="q cannot be attended by the Hopper kernels: .* the inputs are on cpu"):
+        function.hopper_attention(q, k, v, False, True, 0.25, "")
 
 
 @pytest.mark.skipif(HAS_HOPPER, reason="this machine has what is missing here")
 def test_a_machine_without_hopper_says_so():
-    q, k, v, _ = cpu_inputs()
-    with pytest.raises(ValueError, match=r"hopper kernels need a GPU of compute capability 9\.0 \(H100, H200\)"):
-        flash_attention(q, k, v, backend="hopper")
-
-
-def test_the_operator_refuses_what_its_kernels_cannot_do():
-    q, k, v, _ = cpu_inputs()
-    with pytest.raises(ValueError, match="q cannot be attended by the Hopper kernels: .* the inputs are on cpu"):
-        function.hopper_attention(q, k, v, False, True, 0.25, "")
+    message = r"backend 'hopper' cannot be used: hopper kernels need a GPU of compute capability 9\.0 \(H100, H200\)"
+    with pytest.raises(ValueError, match=message):
+        flash_attention(*cpu_inputs()[:3], backend="hopper")
+    model, tokens = tiny_model("hopper")
+    with pytest.raises(ValueError, match=message):
+        model(tokens)
 
 
 @pytest.mark.parametrize(
@@ -250,15 +231,13 @@ def test_the_operator_refuses_what_its_kernels_cannot_do():
 )
 def test_what_the_operator_asks_first(monkeypatch, dtype, head_dim, capability, state, reason):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setattr(support, "get_device_info", lambda device: None)
-    monkeypatch.setattr(support, "available_backends", lambda info: {"hopper": state})
-    support._refusal.cache_clear()
-    assert support._refusal(torch.device("cuda", 0), dtype, head_dim, "dense") == reason
-    support._refusal.cache_clear()
+    monkeypatch.setattr(backends, "available_here", lambda *_: {"hopper": state})
+    q: Any = SimpleNamespace(device=torch.device("cuda", 0), is_cuda=True, dtype=dtype, shape=(2, 3, 20, head_dim))
+    assert backends.hopper_refusal(q) == reason
 
 
 def test_records_name_the_tiles(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132))
+    monkeypatch.setattr(function, "num_multiprocessors", lambda device: 132)
     q = torch.empty(1, 16, 16384, 64, dtype=torch.bfloat16, device="meta")
     forward, backward = function.kernel_names(q, q, is_causal=True).split()
     assert forward == "hopper_forward_192x128_tiles" and backward == "hopper_backward_128x128"
@@ -290,22 +269,6 @@ def test_selective_checkpointing_keeps_its_output(replaced):
     checkpoint_selectively(model, 1)
     model(tokens).sum().backward()
     assert replaced == ["hopper forward"] * 2 + ["hopper backward"] * 2
-
-
-@pytest.mark.skipif(HAS_HOPPER, reason="this machine has what is missing here")
-def test_a_model_without_hopper_says_so():
-    model, tokens = tiny_model("hopper")
-    with pytest.raises(ValueError, match="backend 'hopper' cannot be used: hopper kernels need a GPU of compute"):
-        model(tokens)
-
-
-def test_asking_loads_no_kernels():
-    code = (
-        "import sys, torch; from cs336_systems.attention.hopper.support import hopper_refusal;"
-        "print(hopper_refusal(torch.zeros(4)), [name for name in sys.modules if name.endswith('hopper.forward')])"
-    )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
-    assert result.stdout.strip() == "hopper kernels run on CUDA devices, and the inputs are on cpu []"
 
 
 # The numerical contract: on the GPU
@@ -351,10 +314,15 @@ def each_schedule(monkeypatch) -> Callable[[int], Iterator[str]]:
         for name in ("", *(schedule.name("tiles") for schedule in SCHEDULES[head_tile(head_dim)])):
             named = partial(run_named, name)
             monkeypatch.setattr(function, "hopper_forward", named if name else forward)
-            function.hopper_attention._kept = None  # C++ would go on with the one before
+            forget()
             yield name
-        function.hopper_attention._kept = None
+        forget()
         monkeypatch.setattr(function, "hopper_forward", forward)
+
+    def forget() -> None:
+        """Calls with the schedule before would be replayed."""
+        api._choose.cache_clear()
+        _passes_of.cache_clear()
 
     def run_named(
         name: str, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, config: str
@@ -564,32 +532,22 @@ def test_a_first_key_tile_of_scores_of_minus_infinity(head_dim, each_schedule):
 @on_hopper
 @WIDTHS
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_a_bad_query_spoils_its_row_alone(value, head_dim, each_schedule):
+@pytest.mark.parametrize("operand", ["query", "key"])
+def test_a_bad_row_spoils_no_more_than_it_must(operand, value, head_dim, each_schedule):
+    """A query its own row, a key its head."""
     for schedule in each_schedule(head_dim):
         q, k, v, grad_output = inputs(2, 2, 2, 330, 330, head_dim, torch.bfloat16, "cuda")
         clean = run(q, k, v, grad_output, backend="hopper", is_causal=True)
-        q[0, 1, 200] = value
+        (q if operand == "query" else k)[0, 1, 200 if operand == "query" else 5] = value
         dirty = run(q, k, v, grad_output, backend="hopper", is_causal=True)
         others = torch.ones(q.shape[:3], dtype=torch.bool, device="cuda")
-        others[0, 1, 200] = False
-        assert dirty["output"][~others].isnan().all()
-        for name in ("output", "lse"):
+        others[0, 1, 200 if operand == "query" else slice(None)] = False
+        for name in ("output", "lse") if operand == "query" else ("output", "lse", "grad_k", "grad_v"):
             assert torch.equal(dirty[name][others], clean[name][others]), (schedule, name)
-
-
-@on_hopper
-@WIDTHS
-@pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_a_bad_key_spoils_its_head_alone(value, head_dim, each_schedule):
-    for schedule in each_schedule(head_dim):
-        q, k, v, grad_output = inputs(2, 2, 2, 330, 330, head_dim, torch.bfloat16, "cuda")
-        clean = run(q, k, v, grad_output, backend="hopper", is_causal=True)
-        k[0, 1, 5] = value
-        dirty = run(q, k, v, grad_output, backend="hopper", is_causal=True)
-        for name in ("output", "lse", "grad_k", "grad_v"):
-            others = [(of[name][1], of[name][0, 0]) for of in (dirty, clean)]
-            assert all(map(torch.equal, *others)), (schedule, name)
-        assert dirty["grad_q"][1].isfinite().all() and dirty["grad_q"][0, 0].isfinite().all()
+        if operand == "query":
+            assert dirty["output"][~others].isnan().all()
+        else:
+            assert dirty["grad_q"][others].isfinite().all()
 
 
 @on_hopper
@@ -812,8 +770,4 @@ def test_autocast_and_explanation():
     with pytest.raises(ValueError, match="hopper takes float16 and bfloat16, not float32"):
         flash_attention(q, k, v, backend="hopper")
     assert explain_backend(q.bfloat16(), k.bfloat16(), backend="hopper") == ("hopper", "hopper was asked for")
-
-
-@on_hopper
-def test_doctor_offers_it():
-    assert device_module.available_backends()["hopper"] == "ok"
+    assert available_backends()["hopper"] == "ok"

@@ -6,6 +6,7 @@ and of the order in which its partitions wait. The kernel itself is checked on a
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -47,20 +48,9 @@ class Problem:
 
     @property
     def whole(self) -> bool:
-        """No query sees keys that do not exist: only the steps that the diagonal cuts are masked."""
-        q, k = (
-            torch.empty(self.batch, heads, rows, self.head_dim, dtype=torch.bfloat16, device="meta")
-            for heads, rows in ((self.kv_heads * self.group, self.queries), (self.kv_heads, self.keys))
-        )
-        strides = (x.stride() for x in (q, k, k, q, q))
-        call = backward._prepare(q.shape, k.shape, *strides, q.dtype, q.device, self.is_causal, 1.0, False)
-        assert call.grid == (self.programs,)
-        assert call.seen_keys == self.key_tiles * KEY_TILE
-        return call.options["WHOLE_KEY_TILES"]
-
-    @property
-    def head_dim(self) -> int:
-        return next(width for width, tile in backward.QUERY_TILES.items() if tile == self.query_tile)
+        """No query sees keys that do not exist: only the steps that the diagonal cuts are masked. As in the launcher,
+        which `test_the_launcher_knows_where_keys_are_missing` compares."""
+        return self.key_tiles * KEY_TILE <= self.keys or (self.is_causal and self.queries <= self.keys)
 
     @property
     def programs(self) -> int:
@@ -399,12 +389,8 @@ def low(*shape: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("head_dim", [59, 64, 96, 128])
-@pytest.mark.parametrize(
-    ("lengths", "is_whole"), [((300, 200), False), ((300, 300), True), ((128, 384), True)],
-    ids=["ragged", "ragged_and_never_seen", "whole"],
-)  # fmt: skip
-def test_the_launcher_hands_over_the_call(launched, head_dim, lengths, is_whole):
-    queries, keys = lengths
+@pytest.mark.parametrize(("queries", "keys", "is_whole"), [(300, 200, False), (300, 300, True), (128, 384, True)])
+def test_the_launcher_hands_over_the_call(launched, head_dim, queries, keys, is_whole):
     q, k = low(2, 6, queries, head_dim), low(2, 3, keys, head_dim)
     output, lse, do = low(*q.shape), torch.randn(2, 6, queries), low(*q.shape)
     dq, dk, dv = backward.hopper_backward(q, k, k, output, lse, do, None, True, 0.5)
@@ -444,6 +430,18 @@ def test_the_launcher_hands_over_the_call(launched, head_dim, lengths, is_whole)
     assert sums.data_ptr() == dq_tiles.base.data_ptr() == tensors[5].data_ptr()
 
 
+@pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "full"])
+def test_the_launcher_knows_where_keys_are_missing(launched, is_causal):
+    lengths = (1, 100, 127, 128, 129, 256, 300)
+    for queries, keys in itertools.product(lengths, lengths):
+        problem = Problem(queries=queries, keys=keys, is_causal=is_causal, query_tile=backward.QUERY_TILES[64])
+        q, k = (torch.empty(1, 1, rows, 64, dtype=torch.bfloat16) for rows in (queries, keys))
+        launched.clear()
+        backward.hopper_backward(q, k, k, q, torch.empty(1, 1, queries), q, None, is_causal, 0.5)
+        grid, _, _, options = launched["kernel"]
+        assert (grid, options["WHOLE_KEY_TILES"]) == ((problem.programs,), problem.whole), problem
+
+
 def test_the_launcher_copies_what_tma_cannot_read(launched):
     q = low(1, 2, 100, 64)
     do = torch.ones((), dtype=torch.bfloat16).expand(q.shape)
@@ -471,5 +469,6 @@ def test_the_launches_are_stages(launched):
 
 def test_strides_of_any_size_fit_32_bits():
     """Counted in chunks of eight elements; a dimension of one element has whatever stride, and is not counted."""
-    shape, far = torch.Size((2, 1, 512, 64)), 2**31 + 64
-    assert backward._in_chunks(shape, (far, far * 64 * 8, 192, 1)) == (far // 8, 0, 24)
+    far = 2**31 + 64
+    x = torch.empty_strided((2, 1, 512, 64), (far, far * 64 * 8, 192, 1), dtype=torch.bfloat16, device="meta")
+    assert backward._in_chunks(x) == (far // 8, 0, 24)

@@ -4,7 +4,6 @@ import os
 import re
 import subprocess
 import sys
-import weakref
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,6 @@ from cs336_systems.measure.stages import TOTAL, time_stages
 
 descriptors = pytest.importorskip("cs336_systems.attention.hopper.descriptors")
 forward = pytest.importorskip("cs336_systems.attention.hopper.forward")
-launching = pytest.importorskip("cs336_systems.attention.triton.launching")
 
 SHAPE = (2, 3, 40, 64)
 
@@ -72,78 +70,6 @@ def test_a_dimension_of_one_element_has_an_aligned_stride():
     odd = x.as_strided((1, 1, 7, 64), (3, 5, 64, 1))
     assert descriptors.readable(odd) is odd
     assert descriptors.tile_descriptor(odd, 64).strides == [8, 8, 64, 1]
-
-
-def test_a_descriptor_holds_no_memory():
-    x = rows(*SHAPE)
-    descriptor = descriptors.tile_descriptor(x, 64)
-    storage = weakref.ref(x.untyped_storage())
-    alive = weakref.ref(x)
-    address = x.data_ptr()
-    del x
-    assert alive() is None and storage() is None
-    assert descriptor.base.data_ptr() == address
-
-
-class _Kernel:
-    """Stands for a Gluon kernel and for what it compiles to: counts compilations, keeps launches."""
-
-    fn = staticmethod(lambda: None)
-    arg_names = ("tiles", "pointer", "number", "scale", "IS_CAUSAL")
-
-    def __init__(self):
-        self.num_compiled, self.launched, self.result = 0, [], self
-
-    def __getitem__(self, grid):
-        def run(*arguments, **options):
-            self.launched.append((grid, arguments))
-            if options:  # by name only on the way through Triton, which compiles
-                self.num_compiled += 1
-            return self.result
-
-        return run
-
-
-@pytest.fixture
-def kernel(monkeypatch):
-    monkeypatch.setattr(launching, "_compiled", {})
-    return _Kernel()
-
-
-def call(kernel, x, number=1, tile=64, is_causal=True):
-    tensors = descriptors.tile_descriptor(x, tile), x
-    options = {"IS_CAUSAL": is_causal, "num_warps": 4}
-    return tensors, launching.launch(kernel, (7,), tensors, (number, 0.5), options)
-
-
-def test_a_kernel_is_compiled_once_for_what_it_is_compiled_for(kernel):
-    x = rows(*SHAPE)
-    for _ in range(3):
-        tensors, launched = call(kernel, x)
-        assert launched == (kernel, (7, 1, 1), (*tensors, 1, 0.5))
-    assert kernel.num_compiled == 1
-    assert [(grid, arguments[2:]) for grid, arguments in kernel.launched] == [
-        ((7,), (1, 0.5)), *[((7, 1, 1), (1, 0.5, True))] * 2
-    ]  # fmt: skip
-    for change in ({"number": 2}, {"is_causal": False}, {"x": x.half()}):
-        call(kernel, **({"x": x} | change))
-    assert kernel.num_compiled == 4
-
-
-def test_another_tile_is_another_kernel(kernel):
-    """Head dims of one set of constants shared a compiled kernel: of the larger one half the columns were read."""
-    for head_dim in (64, 128, 64, 128):
-        call(kernel, rows(2, 3, 40, head_dim))
-    assert kernel.num_compiled == 2
-    call(kernel, rows(2, 3, 40, 64), tile=128)
-    assert kernel.num_compiled == 3
-
-
-def test_a_compilation_that_is_stopped_is_not_launched(kernel):
-    kernel.result = None
-    for _ in range(2):
-        assert call(kernel, rows(*SHAPE))[1] is None
-    assert kernel.num_compiled == 2
 
 
 @pytest.fixture

@@ -9,19 +9,18 @@ from itertools import product
 
 import pytest
 
-from cs336_systems.attention.hopper import schedule as model
 from cs336_systems.attention.hopper.schedule import (
     CONSUMER_ROWS,
     ORDERS,
     SCHEDULES,
+    START_COST_STEPS,
+    TILE_COST_STEPS,
     Launch,
-    ProtocolError,
     estimated_steps,
-    items_of_program,
-    key_tiles,
     plan_forward,
-    simulate,
 )
+from tests import hopper_protocol as model
+from tests.hopper_protocol import ProtocolError, items_of_program, key_tiles, simulate
 
 LARGE = {head_tile: schedules[0] for head_tile, schedules in SCHEDULES.items()}  # those of large grids
 ALL_SCHEDULES = [schedule for schedules in SCHEDULES.values() for schedule in schedules]
@@ -202,12 +201,12 @@ def test_estimates_are_of_the_tiles_that_programs_take(schedule, is_causal, orde
             schedule, is_causal, num_queries, num_keys, order=order, batch_heads=batch_heads, together=together,
             num_multiprocessors=multiprocessors,
         )  # fmt: skip
-        cost = model.TILE_COST_STEPS[order]
+        cost = TILE_COST_STEPS[order]
         steps = [len(key_tiles(launch, tile)) + cost for tile in range(launch.num_tiles)]
         places = multiprocessors * schedule.resident
         turns = -(-launch.num_items // places)
         if order == "rounds":
-            expected = model.START_COST_STEPS + max(
+            expected = START_COST_STEPS + max(
                 sum(steps[tile] for _, tile in items_of_program(launch, program))
                 for program in range(launch.num_programs)
             )
@@ -241,7 +240,6 @@ def test_a_plan_walks_no_tiles(monkeypatch):
     def fail(*arguments):
         raise AssertionError("walked")
 
-    monkeypatch.setattr(model, "items_of_program", fail)
     monkeypatch.setattr(Launch, "num_key_tiles", fail)
     launch = plan_forward(
         head_dim=64, is_causal=True, num_queries=131072, num_keys=131072, batch_heads=64, group=1,

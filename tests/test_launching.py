@@ -1,4 +1,4 @@
-"""What surrounds the launches of attention kernels: finding compiled ones again, and the stages that are timed."""
+"""What surrounds the launches of attention kernels: how they overlap, and the stages that are timed."""
 
 import json
 import math
@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from cs336_systems.attention import BlockMask, flash_attention
-from cs336_systems.attention.triton import launching
-from cs336_systems.attention.triton.steps import LOG2_E
+from cs336_systems.attention.triton import launch
 from cs336_systems.attention.validation import to_autocast_dtype
 from cs336_systems.measure.stages import STAGES, TOTAL, time_stages, unaccounted
 from tests.test_s4_attention import DEVICES, inputs, run
@@ -26,80 +25,9 @@ COVERS = ("cs336_systems/attention",)
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def lines_of(module: str) -> list[dict]:
-    """What a module prints that compiles kernels."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", module]
-    process = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert process.returncode == 0, process.stderr
-    return [json.loads(line) for line in process.stdout.splitlines()]
-
-
-@pytest.fixture(scope="module")
-def launches() -> list[dict]:
-    return lines_of("tests.launch_twice")
-
-
-def forwards(launches: list[dict]) -> list[dict]:
-    """The launches of the pointer kernel: aligned twice, shifted, aligned, shifted, and a row fewer."""
-    return [launch for launch in launches if launch["kernel"] == "flash_forward_kernel"][:6]
-
-
-def test_a_second_launch_is_not_classified_and_the_same(launches):
-    first, second, *_ = forwards(launches)
-    assert first["classified"] and not second["classified"]
-    outputs = [launch["arguments"].pop(position) for launch in (first, second) for position in (4, 3)]
-    assert all(kind == "tensor" for kind, *_ in outputs)  # new ones each time
-    assert first["arguments"] == second["arguments"] and first["grid"] == second["grid"] == [4, 1, 1]
-    assert first["hash"] == second["hash"]
-
-
-def test_a_shifted_pointer_is_another_kernel(launches):
-    """A kernel compiled for aligned pointers faults on others: the same shapes must not find it."""
-    aligned, _, shifted, again, shifted_again, shorter = forwards(launches)
-    assert shifted["classified"] and shifted["hash"] != aligned["hash"]
-    assert not again["classified"] and again["hash"] == aligned["hash"]
-    assert not shifted_again["classified"] and shifted_again["hash"] == shifted["hash"]
-    assert shorter["classified"] and shorter["hash"] != aligned["hash"]  # 79 rows are no multiple of 16
-
-
-def test_another_scale_reaches_the_kernel(launches):
-    """Floating-point numbers are no part of what finds a kernel, and are passed on."""
-    scales = {
-        "flash_backward_dkdv_kernel": (0.125, 0.25), "flash_backward_dq_kernel": (0.125, 0.25),
-        "hopper_forward_kernel": (0.125 * LOG2_E.value, 0.25 * LOG2_E.value),
-        "hopper_backward_kernel": (0.125 * LOG2_E.value, 0.25 * LOG2_E.value),
-        "hopper_backward_convert_kernel": (0.125, 0.25),
-        "varlen_forward_kernel": (0.125 * LOG2_E.value, 0.25 * LOG2_E.value),
-        "varlen_dkdv_kernel": (0.125, 0.25), "varlen_dq_kernel": (0.125, 0.25),
-    }  # fmt: skip
-    others = ("flash_backward_preprocess_kernel", "hopper_backward_preprocess_kernel", "flash_split_forward_kernel",
-              "flash_merge_kernel")  # fmt: skip
-    for kernel in (*scales, *others):
-        first, second, *_ = (launch for launch in launches if launch["kernel"] == kernel)
-        assert first["classified"] and not second["classified"]
-        assert first["hash"] == second["hash"]
-        for launch, scale in zip((first, second), scales.get(kernel, ())):
-            assert scale in launch["arguments"]
-    *_, first, second = (launch for launch in launches if launch["kernel"] == "flash_forward_kernel")
-    assert first["arguments"][0][0] == "descriptor" and not second["classified"]
-    assert first["arguments"][0] == second["arguments"][0]
-
-
-def test_every_kernel_can_be_launched_by_the_driver_alone(launches):
-    """Its parameters are those that its PTX declares: another version of Triton may pass others."""
-    assert {launch["kernel"] for launch in launches if launch["bindable"]} == {
-        "flash_forward_kernel", "flash_backward_preprocess_kernel", "flash_backward_dkdv_kernel",
-        "flash_backward_dq_kernel", "hopper_forward_kernel", "hopper_backward_preprocess_kernel",
-        "hopper_backward_kernel", "hopper_backward_convert_kernel", "flash_split_forward_kernel", "flash_merge_kernel",
-        "varlen_forward_kernel", "varlen_dkdv_kernel", "varlen_dq_kernel",
-    }  # fmt: skip
-    assert all(launch["bindable"] for launch in launches)
-
-
 @pytest.mark.gpu
 def test_aligned_and_shifted_inputs_by_turns():
-    """Equal shapes and strides; the second launch of each is found by numbers."""
+    """Equal shapes and strides: what is replayed for aligned pointers would fault on others."""
     tensors = inputs(1, 2, 2, 80, 80, 64, torch.bfloat16, "cuda")
     shifted = [torch.empty(x.numel() + 1, dtype=x.dtype, device="cuda")[1:].view(x.shape).copy_(x) for x in tensors]
     expected = run(*tensors, backend="triton", is_causal=True)
@@ -114,35 +42,41 @@ def test_aligned_and_shifted_inputs_by_turns():
 # starts dQ only when it has done so in all its programs, spare ones of packed documents included.
 DKDV = True, ["await", "start", "read", "end"]
 DQ = True, ["read", "await", "end"]
-OVERLAPPING = {
+ALONE = False, ["end"]
+KERNELS = {
+    "flash_forward_kernel": ALONE,
     "flash_backward_preprocess_kernel": (False, ["start", "end"]),
     "flash_backward_dkdv_kernel": DKDV,
     "flash_backward_dq_kernel": DQ,
-    "varlen_dkdv_kernel": (True, ["await", "start", "read", "await", "start", "end"]),
-    "varlen_dq_kernel": DQ,
-    "block_sparse_dkdv_kernel": DKDV,
-    "block_sparse_dq_kernel": DQ,
     "flash_split_forward_kernel": (False, ["start", "end"]),
     "flash_merge_kernel": (True, ["await", "read", "end"]),
-}
-CHAINS = {
-    "dense": ["flash_backward_preprocess_kernel", "flash_backward_dkdv_kernel", "flash_backward_dq_kernel"],
-    "varlen": ["flash_backward_preprocess_kernel", "varlen_dkdv_kernel", "varlen_dq_kernel"],
-    "block_sparse": ["flash_backward_preprocess_kernel", "block_sparse_dkdv_kernel", "block_sparse_dq_kernel"],
-    "split": ["flash_split_forward_kernel", "flash_merge_kernel"],
+    "varlen_forward_kernel": ALONE,
+    "varlen_dkdv_kernel": (True, ["await", "start", "read", "await", "start", "end"]),
+    "varlen_dq_kernel": DQ,
+    "block_sparse_forward_kernel": ALONE,
+    "block_sparse_dkdv_kernel": DKDV,
+    "block_sparse_dq_kernel": DQ,
+    "hopper_forward_kernel": ALONE,
+    "hopper_backward_preprocess_kernel": ALONE,
+    "hopper_backward_kernel": ALONE,
+    "hopper_backward_convert_kernel": ALONE,
 }
 
 
-def test_overlapping_kernels_wait_before_they_read():
-    lines = lines_of("tests.overlapping_kernels")
-    chains = [*["dense"] * 2, *["split"] * 2, *["varlen"] * 2, *["block_sparse"] * 2]
-    sm90, sm80 = ([line for line in lines if line["arch"] == arch] for arch in ("sm90", "sm80"))
-    assert [line["kernel"] for line in sm90] == [name for chain in chains for name in CHAINS[chain]]
-    for line in sm90:
-        assert (line["early"], line["events"]) == OVERLAPPING[line["kernel"]], line
-    assert [line["kernel"] for line in sm80] == CHAINS["dense"] + CHAINS["split"] * 2
-    for line in sm80:  # which cannot overlap
-        assert not line["early"] and not {"await", "start"} & set(line["events"]), line
+def test_compiled_kernels_wait_before_they_read_and_can_be_replayed():
+    """Their parameters are those that their PTX declares: another version of Triton may pass others."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "tests.compiled_kernels"]
+    process = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=600)
+    assert process.returncode == 0, process.stderr
+    lines = [json.loads(line) for line in process.stdout.splitlines()]
+    assert {line["kernel"] for line in lines if line["arch"] == "sm90"} == KERNELS.keys()
+    for line in lines:
+        assert line["parameters"], line
+        if line["arch"] == "sm90":
+            assert (line["early"], line["events"]) == KERNELS[line["kernel"]], line
+        else:  # which cannot overlap
+            assert not line["early"] and not {"await", "start"} & set(line["events"]), line
 
 
 @pytest.mark.parametrize(
@@ -150,22 +84,15 @@ def test_overlapping_kernels_wait_before_they_read():
 )
 def test_kernels_overlap_from_sm_90_on(capability, overlaps, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setattr(launching, "interpreter_is_on", lambda: False)
-    launching._gpu_can_overlap.cache_clear()
-    device = torch.device("cuda", 0)
-    try:
-        assert launching.overlap_options(device) == {"OVERLAP": overlaps}
-        early = {"OVERLAP": True, "launch_pdl": True} if overlaps else {"OVERLAP": False}
-        assert launching.overlap_options(device, follows=True) == early
-        timed = []
-        time_stages(
-            lambda: timed.append(launching.overlap_options(device, follows=True)), device="cpu", num_samples=1, warmup=0
-        )
-        assert timed == [{"OVERLAP": False}]
-        monkeypatch.setattr(launching, "interpreter_is_on", lambda: True)
-        assert launching.overlap_options(device, follows=True) == {"OVERLAP": False}
-    finally:
-        launching._gpu_can_overlap.cache_clear()
+    monkeypatch.setattr(launch, "interpreter_is_on", lambda: False)
+    options = partial(launch.overlap_options, torch.device("cuda", 0))
+    assert options() == {"OVERLAP": overlaps}
+    assert options(follows=True) == ({"OVERLAP": True, "launch_pdl": True} if overlaps else {"OVERLAP": False})
+    timed = []
+    time_stages(lambda: timed.append(options(follows=True)), device="cpu", num_samples=1, warmup=0)
+    assert timed == [{"OVERLAP": False}]
+    monkeypatch.setattr(launch, "interpreter_is_on", lambda: True)
+    assert options(follows=True) == {"OVERLAP": False}
 
 
 NAN_BYTES = [2**power for power in range(9, 25)]  # of blocks that PyTorch's allocator hands out
@@ -203,13 +130,13 @@ def without_overlap(call: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
 @pytest.mark.gpu
 @pytest.mark.parametrize("family", FAMILIES)
 def test_overlapping_kernels_give_the_same_bits(family):
-    """Two hundred times, by Triton's launches, by the driver alone and by C++, with NaN where memory comes free."""
+    """Two hundred times, by Triton's launches and by replays, with NaN where memory comes free."""
     if torch.cuda.get_device_capability() < (9, 0):
         pytest.skip("kernels overlap from sm_90 on")
     call = overlapping_call(family)
     expected = without_overlap(call)
     assert all(result.isfinite().all() for name, result in expected.items() if name != "lse")
-    assert launching.overlap_options(torch.device("cuda", 0)) == {"OVERLAP": True}
+    assert launch.overlap_options(torch.device("cuda", 0)) == {"OVERLAP": True}
     wrong = {name: torch.zeros((), device="cuda") for name in expected}
     for _ in range(200):
         overwrite_free_memory()

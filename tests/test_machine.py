@@ -12,10 +12,11 @@ import torch
 from typer.testing import CliRunner
 
 from cs336_systems.attention import attention_reference
+from cs336_systems.attention.backends import BACKENDS
 from cs336_systems.cli import app
 from cs336_systems.commands.machine import measure_machine
 from cs336_systems.config import AttentionShape
-from cs336_systems.device import BACKENDS, get_device_info
+from cs336_systems.device import get_device_info
 from cs336_systems.experiments import backends
 from cs336_systems.experiments.backends import AUTO, BackendTiming, auto_ratio, benchmark_backends, contest
 from cs336_systems.measure import timing
@@ -212,7 +213,9 @@ def test_doctor_measures_when_asked(without_compiled: None, monkeypatch: pytest.
     measured = json.loads(result.stdout)["measured"]
     assert measured["copy"]["unit"] == "GB/s" and measured["copy"]["median"] > 0
     assert measured["bfloat16_matmul"]["unit"] == "TFLOP/s" and measured["bfloat16_matmul"]["median"] > 0
-    assert [row["backend"] for row in measured["backends"]] == ["reference", "tiled", "triton", "hopper", "auto"]
+    assert [row["backend"] for row in measured["backends"]] == [
+        "reference", "tiled", "triton_first", "triton", "hopper", "auto"
+    ]  # fmt: skip
     assert measured["auto_over_fastest"] > 0
     shown = doctor("--measure").stdout
     assert "measured copy" in shown and "our back ends, causal, float32, 1 x 1 x 32 x 16" in shown

@@ -156,7 +156,7 @@ print(book.check())
     lines = [line for line in path.read_text().splitlines() if '"sort"' in line]
     path.write_text(path.read_text().replace(lines[0], re.sub(r'"samples":\[.*', '"samples":[123.0]}', lines[0])))
     stale = python(copy, code.replace("book.write()\n", ""))
-    assert "pages.md: differs" in stale and "sort_speed_times.png: shows other records" in stale
+    assert "writeup.md: differs" in stale and "sort_speed_times.png: shows other records" in stale
 
 
 def test_it_is_compared(copy):

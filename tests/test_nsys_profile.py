@@ -17,14 +17,12 @@ from tests.test_trace import gpu_events
 COVERS = ("cs336_systems/measure", "cs336_systems/experiments/nsys_profile.py")
 ROOT = Path(__file__).resolve().parents[1]
 TINY = RunConfig(scale="tiny", device="cpu")
-nsys_profile = pytest.mark.problem("nsys_profile", 5)
 
 
 def by_name(found: list[Sample]) -> dict[tuple[str, str], Sample]:
     return {(measurement.row.mode, measurement.row.quantity): measurement for measurement in found}
 
 
-@nsys_profile
 def test_two_sizes_and_three_contexts_at_handout_scale() -> None:
     cells = nsys_profile_cells(RunConfig(scale="handout", device="cuda"))
     cases = {(cell.case.model.name, cell.case.model.context_length, cell.case.precision.autocast) for cell in cells}
@@ -42,7 +40,6 @@ def measured() -> dict[tuple[str, str], Sample]:
     return by_name(list(measure_profile(nsys_profile_cells(TINY)[0], TINY)))
 
 
-@nsys_profile
 def test_every_promised_row_is_measured_or_says_why_not(measured: dict[tuple[str, str], Sample]) -> None:
     cell = nsys_profile_cells(TINY)[0]
     assert set(measured) == {(row.mode, row.quantity) for row in cell.rows}
@@ -50,7 +47,6 @@ def test_every_promised_row_is_measured_or_says_why_not(measured: dict[tuple[str
         assert bool(measurement.samples) != bool(measurement.skipped)
 
 
-@nsys_profile
 @pytest.mark.parametrize("mode", ["forward", "forward_backward", "train_step"])
 def test_rows_of_a_mode_agree_with_each_other(mode: str, measured: dict[tuple[str, str], Sample]) -> None:
     def value(quantity: str) -> float:
@@ -70,7 +66,6 @@ def test_rows_of_a_mode_agree_with_each_other(mode: str, measured: dict[tuple[st
         assert 0 < value("attention_scores_time") < value("kernel_time")
 
 
-@nsys_profile
 def test_calls_are_those_of_one_step(measured: dict[tuple[str, str], Sample]) -> None:
     """Two layers of seven matrices, and the head: 15 products forward; two more for each backward."""
     calls = {
@@ -117,7 +112,6 @@ def _wrong_shape() -> type:
 
 
 @pytest.mark.gpu
-@nsys_profile
 def test_a_gpus_step_is_taken_apart_as_the_cpus_is() -> None:
     run = RunConfig(scale="tiny", device="cuda")
     cell = nsys_profile_cells(run)[1]

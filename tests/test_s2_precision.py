@@ -16,7 +16,6 @@ HANDOUT = RunConfig(scale="handout", device="cuda")
 EXPERIMENT = load("benchmarking_mixed_precision")
 
 
-@pytest.mark.problem("mixed_precision_accumulation", 1)
 @pytest.mark.parametrize(
     ("accumulator", "addend", "converted", "expected"),
     [
@@ -39,7 +38,6 @@ def test_the_handouts_four_sums(accumulator, addend, converted, expected):
     assert float(found.kernel) == pytest.approx(expected, abs=1e-5)
 
 
-@pytest.mark.problem("benchmarking_mixed_precision", 2)
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_dtypes_under_autocast_on_a_cpu(dtype):
     found = autocast_dtypes("cpu", dtype)
@@ -80,7 +78,6 @@ def test_squares_overflow_in_float16_alone():
     assert norm_in("float32", 1000.0).error < 1e-5
 
 
-@pytest.mark.problem("benchmarking_mixed_precision", 2)
 def test_every_size_is_timed_in_three_precisions():
     cases = [cell.case for cell in EXPERIMENT.cells(HANDOUT)]
     timed = [case for case in cases if isinstance(case, ModelCase)]

@@ -151,7 +151,6 @@ def test_cuda_counts_are_rounded_and_know_hidden_temporaries():
         recorder.assign([], "weights")
 
 
-@pytest.mark.problem("memory_profiling", 4)
 @pytest.mark.parametrize("mode", PHASES)
 @pytest.mark.parametrize(
     ("attention", "precision", "checkpointing"),
@@ -177,7 +176,6 @@ def test_the_simulation_is_the_allocator(mode, attention, precision, checkpointi
         assert model_peak_bytes(case, mode) == pytest.approx(max(measured.peak_bytes.values()), rel=0.05)
 
 
-@pytest.mark.problem("memory_profiling", 4)
 @pytest.mark.parametrize("context", [128, 2048])
 @pytest.mark.parametrize("precision", [Precision(), AUTOCAST], ids=["float32", "autocast"])
 def test_closed_forms_of_the_handouts_cases(context, precision):
@@ -263,7 +261,6 @@ def fake_xl_blocks(count: int) -> tuple[nn.Sequential, torch.Tensor]:
     return nn.Sequential(*model.layers), torch.empty(4, 2048, 2560, requires_grad=True)
 
 
-@pytest.mark.problem("memory_profiling", 4)
 def test_a_block_of_xl_saves_what_the_closed_form_says():
     with FakeTensorMode():
         block, x = fake_xl_blocks(1)
@@ -274,7 +271,6 @@ def test_a_block_of_xl_saves_what_the_closed_form_says():
     assert num_bytes == 2048 * MIB and largest.startswith("softmax in attention/reference.py:")
 
 
-@pytest.mark.problem("gradient_checkpointing", 4)
 @pytest.mark.parametrize(("blocks", "others_mib"), [(1, 3651), (4, 14605)])
 def test_compiled_blocks_save_what_others_measured(blocks, others_mib):
     """3651 and 14605 MiB on a GPU by others; the same graph cut by the same rule, within two causal masks a block."""
@@ -286,7 +282,6 @@ def test_compiled_blocks_save_what_others_measured(blocks, others_mib):
     assert others_mib <= found <= others_mib + blocks * mask_mib
 
 
-@pytest.mark.problem("gradient_checkpointing", 4)
 def test_pairs_of_blocks_store_their_inputs_alone():
     case = BlocksCase(model=XL, batch=4, blocks=4, attention="reference", checkpointing="2")
     cell = Cell(problem="gradient_checkpointing", case=case, implementation="simulated", rows=(SAVED,))
@@ -318,7 +313,6 @@ def saved_bytes(blocks: nn.Sequential, x: torch.Tensor, compiled: bool) -> int:
     return sum(one.num_bytes for one in saved)
 
 
-@pytest.mark.problem("gradient_checkpointing", 4)
 def test_what_compiled_blocks_save_is_counted_while_they_are_compiled():
     """The mode that names eager operations turns torch.compile off: compiled blocks were counted as eager ones."""
     blocks, x = real_blocks(2)
@@ -370,7 +364,6 @@ def gradients(attention: str, checkpointing: str, num_layers: int = 8, compiled:
     return [parameter.grad for parameter in model.parameters()], calls[0] - num_layers
 
 
-@pytest.mark.problem("gradient_checkpointing", 4)
 @pytest.mark.parametrize("checkpointing", ["1", "3", "8", "100", "recursive", "selective"])
 @pytest.mark.parametrize("attention", ["reference", "sdpa", "tiled"])
 def test_checkpointed_gradients_are_bit_identical(attention, checkpointing):
@@ -382,7 +375,6 @@ def test_checkpointed_gradients_are_bit_identical(attention, checkpointing):
     assert none == 0 and added == (12 if checkpointing == "recursive" else 8)
 
 
-@pytest.mark.problem("gradient_checkpointing", 4)
 @pytest.mark.parametrize("num_layers", [1, 2, 3, 5, 7])
 def test_recursion_computes_as_many_blocks_again_as_its_closed_form(num_layers):
     assert gradients("sdpa", "recursive", num_layers)[1] == recursive_recomputed_blocks(num_layers)
@@ -399,7 +391,6 @@ def stored_bytes(checkpointing: str, num_layers: int) -> int:
     return int(trace.active_bytes("activations").max())
 
 
-@pytest.mark.problem("gradient_checkpointing", 4)
 def test_stored_bytes_grow_as_the_closed_forms_say():
     """Linear without checkpointing and by groups of one (with the slope of one input), by the logarithm recursively."""
     model = replace(SMALL, context_length=256)
@@ -416,7 +407,6 @@ def test_stored_bytes_grow_as_the_closed_forms_say():
         assert recursive_bytes(longer, stream, block) - recursive_bytes(num_layers, stream, block) == stream
 
 
-@pytest.mark.problem("gradient_checkpointing", 4)
 def test_asymptotics():
     for num_blocks in (4, 64, 1024):
         best = best_blocks_per_group(num_blocks, 1.0, 1.0)
@@ -537,7 +527,6 @@ def test_predictions_hold_on_a_gpu(mode, precision):
 # Cells
 
 
-@pytest.mark.problem("memory_profiling", 4)
 def test_handout_grids_are_the_handouts():
     cases = [(cell.case, cell.rows[0].mode) for cell in profiling_cells(HANDOUT) if isinstance(cell.case, MemoryCase)]
     assert {(case.model.name, case.batch) for case, _ in cases} == {("xl", 4)}

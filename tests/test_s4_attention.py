@@ -254,31 +254,23 @@ def test_function_backward(implementation, is_causal, device):
 @pytest.mark.parametrize("layout", ["transposed", "fused-qkv", "expanded", "offset", "head-dim-strided", "three-dims"])
 def test_any_strides_equal_contiguous(layout, backend, device):
     batch, heads, seqlen, head_dim = 2, 3, 97, 32
-    dtype = torch.float32
+
+    def make(*size: int) -> list[Tensor]:
+        return [draw(*size, dtype=torch.float32, device=device, seed=seed) for seed in range(3)]
+
     if layout == "transposed":
-        q, k, v = (
-            draw(batch, seqlen, heads, head_dim, dtype=dtype, device=device, seed=s).transpose(1, 2) for s in range(3)
-        )
+        q, k, v = (x.transpose(1, 2) for x in make(batch, seqlen, heads, head_dim))
     elif layout == "fused-qkv":
-        fused = draw(batch, seqlen, heads, 3 * head_dim, dtype=dtype, device=device, seed=0).transpose(1, 2)
-        q, k, v = fused.split(head_dim, dim=-1)
+        q, k, v = make(batch, seqlen, heads, 3 * head_dim)[0].transpose(1, 2).split(head_dim, dim=-1)
     elif layout == "expanded":
-        q, k, v = (
-            draw(1, heads, seqlen, head_dim, dtype=dtype, device=device, seed=s).expand(batch, -1, -1, -1)
-            for s in range(3)
-        )
+        q, k, v = (x.expand(batch, -1, -1, -1) for x in make(1, heads, seqlen, head_dim))
     elif layout == "offset":
-        q, k, v = (
-            draw(batch, heads, seqlen + 3, head_dim + 1, dtype=dtype, device=device, seed=s)[..., 3:, 1:]
-            for s in range(3)
-        )
+        q, k, v = (x[..., 3:, 1:] for x in make(batch, heads, seqlen + 3, head_dim + 1))
     elif layout == "head-dim-strided":
-        q, k, v = (
-            draw(batch, heads, head_dim, seqlen, dtype=dtype, device=device, seed=s).transpose(2, 3) for s in range(3)
-        )
+        q, k, v = (x.transpose(2, 3) for x in make(batch, heads, head_dim, seqlen))
     else:
-        q, k, v = (draw(heads, seqlen, head_dim, dtype=dtype, device=device, seed=s) for s in range(3))
-    grad_output = draw(*q.shape, dtype=dtype, device=device, seed=4)
+        q, k, v = make(heads, seqlen, head_dim)
+    grad_output = draw(*q.shape, dtype=torch.float32, device=device, seed=4)
     ours = run(q, k, v, grad_output, backend=backend, is_causal=True)
     contiguous = run(*(x.contiguous() for x in (q, k, v, grad_output)), backend=backend, is_causal=True)
     for name, result in ours.items():
@@ -396,12 +388,9 @@ def test_dead_tiles_are_never_read(backend, device):
 @pytest.mark.parametrize("backend", ["tiled", "triton"])
 def test_repeats_are_bit_equal(backend, device):
     sizes = (2, 4, 2, 200, 200) if device == "cuda" else (1, 2, 1, 130, 130)
-    q, k, v, grad_output = inputs(*sizes, 64, torch.float16, device)
-    first = run(q, k, v, grad_output, backend=backend, is_causal=True, enable_gqa=True)
-    for _ in range(200 if device == "cuda" else 2):
-        again = run(q, k, v, grad_output, backend=backend, is_causal=True, enable_gqa=True)
-        for name, result in first.items():
-            assert torch.equal(result, again[name]), name
+    tensors = inputs(*sizes, 64, torch.float16, device)
+    call = partial(run, *tensors, backend=backend, is_causal=True, enable_gqa=True)
+    assert_repeats(call, 200 if device == "cuda" else 2)
 
 
 @pytest.mark.gpu
@@ -559,7 +548,9 @@ def test_operator_check(backend, device):
 
     operator = getattr(torch.ops.cs336_systems, f"{backend}_attention").default
     q, k, v, _ = (x.requires_grad_() for x in inputs(1, 2, 2, 20, 30, 16, torch.float32, device))
-    torch.library.opcheck(operator, (q, k, v, True, 0.25, ""), test_utils=("test_schema", "test_faketensor"))
+    for mask in ([None], [torch.ones(20, 30, dtype=torch.bool, device=device)]) if backend == "tiled" else ([],):
+        arguments = (q, k, v, *mask, not mask or mask[0] is None, 0.25, "")
+        torch.library.opcheck(operator, arguments, test_utils=("test_schema", "test_faketensor"))
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -616,20 +607,13 @@ def test_no_grad_saves_nothing(backend, device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("backend", ["tiled", "triton"])
-def test_double_backward_is_refused(backend, device):
-    q, k, v, _ = (x.requires_grad_() for x in inputs(1, 1, 1, 8, 8, 16, torch.float32, device))
-    (grad_q,) = torch.autograd.grad(flash_attention(q, k, v, backend=backend).sum(), q, create_graph=True)
-    with pytest.raises(NotImplementedError, match="double backward is not supported here; backend='reference' has it"):
-        grad_q.sum().backward()
-
-
-@pytest.mark.parametrize("implementation", ["pytorch", "triton"])
-def test_double_backward_of_the_function_is_refused(implementation):
+@pytest.mark.parametrize("kind", ["tiled", "triton", "pytorch function", "triton function"])
+def test_double_backward_is_refused(kind, device):
     """Also where a loss holds the output itself: a constant gradient in it once trained nothing, without a word."""
-    function = _implementations()[implementation]()
-    q, k, v, _ = (x[:, 0].requires_grad_() for x in inputs(1, 1, 1, 8, 8, 16, torch.float32, "cpu"))
-    output = function.apply(q, k, v, False)
+    name, _, is_function = kind.partition(" ")
+    attend = _implementations()[name]().apply if is_function else partial(flash_attention, backend=name)
+    q, k, v, _ = (x.requires_grad_() for x in inputs(1, 1, 1, 8, 8, 16, torch.float32, device))
+    output = attend(q, k, v)
     (grad_q,) = torch.autograd.grad(output.sum(), q, create_graph=True)
     with pytest.raises(NotImplementedError, match="double backward is not supported here; backend='reference' has it"):
         (output.sum() + grad_q.square().sum()).backward()
@@ -742,15 +726,34 @@ def test_tiles_that_triton_miscompiles_are_refused(kernel):
     assert kernel_config(kernel, q.float(), q.float(), name, capability=(9, 0)).name == name
 
 
-@pytest.mark.parametrize("name", ["tiled_attention", "triton_attention"])
-def test_operators_check_before_they_launch(name):
+@pytest.mark.parametrize(("name", "mask"), [("tiled_attention", [None]), ("triton_attention", [])])
+def test_operators_check_before_they_launch(name, mask):
     flash_attention(*good().values(), backend="triton")  # registers both
     operator = getattr(torch.ops.cs336_systems, name)
     q, k, v = good().values()
     with pytest.raises(ValueError, match="v must have k's shape"):
-        operator(q, k, v[:, :, :4], False, 0.25, "")
+        operator(q, k, v[:, :, :4], *mask, False, 0.25, "")
     with pytest.raises(ValueError, match=r"q must have shape \(batch, heads, queries, head_dim\)"):
-        operator(q[0], k[0], v[0], False, 0.25, "")
+        operator(q[0], k[0], v[0], *mask, False, 0.25, "")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"is_causal": 1}, "is_causal must be a bool, got 1"),
+        ({"is_causal": []}, r"is_causal must be a bool, got \[\]"),
+        ({"enable_gqa": 1}, "enable_gqa must be a bool, got 1"),
+        ({"scale": True}, "scale must be a float or None, got bool"),
+        ({"scale": [1.0]}, "scale must be a float or None, got list"),
+        ({"deterministic": 0}, "deterministic must be a bool or None, got int"),
+    ],
+)
+def test_what_equals_an_argument_is_not_taken_for_it(options, message):
+    """The choice of a back end is kept by arguments, of which 1 equals True."""
+    right = {"backend": "triton", "is_causal": True, "enable_gqa": True, "scale": 1.0, "deterministic": False}
+    flash_attention(*good().values(), **right)
+    with pytest.raises(TypeError, match=message):
+        flash_attention(*good().values(), **right | options)
 
 
 @pytest.mark.parametrize("backend", ["tiled", "triton"])

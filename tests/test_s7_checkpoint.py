@@ -70,23 +70,23 @@ class Gated(nn.Module):
         return self.sometimes(x) if all_of_it else x
 
 
-def build(wrapper: str, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
-    model = seeded(transformer, seed)
-    if wrapper in ("fsdp", "torch adamw"):
+def shard(scheme: str, model: nn.Module, kind: type[torch.optim.Optimizer], **options: Any) -> tuple[nn.Module, Any]:
+    if scheme == "fsdp":
         model = FSDP(model)
-        return model, (AdamW if wrapper == "fsdp" else torch.optim.AdamW)(model.parameters(), lr=1e-3)
-    return model, (Zero1Optimizer if wrapper == "zero1" else ShardedOptimizer)(model.parameters(), AdamW, lr=1e-3)
+        return model, kind(model.parameters(), **options)
+    return model, (Zero1Optimizer if scheme == "zero1" else ShardedOptimizer)(model.parameters(), kind, **options)
+
+
+def build(wrapper: str, seed: int) -> tuple[nn.Module, Any]:
+    model = seeded(transformer, seed)
+    if wrapper == "torch adamw":
+        return shard("fsdp", model, torch.optim.AdamW, lr=1e-3)
+    return shard(wrapper, model, AdamW, lr=1e-3)
 
 
 def build_gated(scheme: str, name: str, seed: int) -> tuple[nn.Module, Any]:
     kind, options = OPTIMIZERS[name]
-    model: nn.Module = seeded(Gated, seed)
-    if scheme == "fsdp":
-        model = FSDP(model)
-        return model, kind(model.parameters(), lr=0.01, **options)
-    return model, (Zero1Optimizer if scheme == "zero1" else ShardedOptimizer)(
-        model.parameters(), kind, lr=0.01, **options
-    )
+    return shard(scheme, seeded(Gated, seed), kind, lr=0.01, **options)
 
 
 def train(
@@ -144,8 +144,7 @@ def save_half_way(rank: int, num_ranks: int, folder: str) -> dict[str, Any]:
                 found[path.name] = train_gated(model, optimizer, (True, True))
             except ValueError as refused:
                 found[path.name] = str(refused)
-    low = nn.Linear(4, 4).bfloat16()
-    optimizer = Zero1Optimizer(low.parameters(), SGD, lr=1e-3)
+    low, optimizer = shard("zero1", nn.Linear(4, 4).bfloat16(), SGD, lr=1e-3)
     save_checkpoint(Path(folder) / "low", 0, low, move_down(low, optimizer, 3))
     found["low"] = [parameter.tolist() for parameter in move_down(low, optimizer, 5).parameters]
     refuse_together(rank, Path(folder))
@@ -190,8 +189,7 @@ def resume(rank: int, num_ranks: int, folder: str) -> dict[str, Any]:
         model, optimizer = build_gated(*path.name.split("-"), 1)
         load_checkpoint(path, model, optimizer)
         found[path.name] = train_gated(model, optimizer, (True, True))
-    low = nn.Linear(4, 4).bfloat16()
-    optimizer = Zero1Optimizer(low.parameters(), SGD, lr=1e-3)
+    low, optimizer = shard("zero1", nn.Linear(4, 4).bfloat16(), SGD, lr=1e-3)
     load_checkpoint(Path(folder) / "low", low, optimizer)
     found["low"] = [parameter.tolist() for parameter in move_down(low, optimizer, 5).parameters]
     return found
@@ -403,18 +401,18 @@ def test_damaged_and_hostile_checkpoints_are_refused_and_nothing_of_them_runs(tm
     assert not trap.exists()
 
     # Sound ones of others
-    refused(good, "has no 'model.weight': it is of another model", nn.Linear(3, 3))
+    refused(good, "has 'model.weight' of shape None, the model needs", nn.Linear(3, 3))
     wider = seeded(Gated)
     wider.used = nn.Linear(5, 6)
     refused(good, r"has 'model.used.weight' of shape \(5, 5\), the model needs \(6, 5\)", wider)
     optimizer = AdamW(model.parameters())
-    refused(good, "was saved without an optimizer", model, optimizer)
+    refused(good, "is of the optimizer None, not of AdamW", model, optimizer)
     path = save_checkpoint(tmp_path / "adamw", 1, model, optimizer)
     refused(path, "is of the optimizer AdamW, not of SGD", model, SGD(model.parameters()))
     refused(path, "with other parameter groups", model, AdamW([{"params": [p]} for p in model.parameters()]))
     for options, message in (
-        ({"step": -1}, "step must not be negative, got -1"),
-        ({"step": 1, "keep": 0}, "keep must be at least 1, got 0"),
+        ({"step": -1}, "step must not be negative, and keep at least 1, got -1 and 2"),
+        ({"step": 1, "keep": 0}, "step must not be negative, and keep at least 1, got 1 and 0"),
         ({"step": 1, "position": {"at": {1}}}, "position and settings must be JSON"),
     ):
         with pytest.raises(ValueError, match=message):

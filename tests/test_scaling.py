@@ -37,7 +37,6 @@ def column_sums(buffers: list[list[int]]) -> list[int]:
     return [sum(column) for column in zip(*buffers)]
 
 
-@pytest.mark.problem("alternate_ring_all_reduce", 1)
 @pytest.mark.parametrize("num_ranks", RANKS)
 @pytest.mark.parametrize("length", [0, 1, 5, 112], ids=lambda length: f"{length}_elements")
 @pytest.mark.parametrize("all_reduce", [rings.ring_all_reduce, rings.alternate_ring_all_reduce])
@@ -57,7 +56,6 @@ def test_reduce_scatter_and_all_gather_keep_each_ranks_chunk(num_ranks: int):
     assert gathered == [column_sums(buffers)] * num_ranks
 
 
-@pytest.mark.problem("alternate_ring_all_reduce", 1)
 @pytest.mark.parametrize("num_ranks", RANKS)
 def test_simulated_rings_take_the_closed_forms_time(num_ranks: int):
     """Where N divides the buffer, exactly: 2(N - 1)/N · S/W, and (N - 1) · S/W of the alternate ring."""
@@ -120,10 +118,10 @@ def random_layer(batch: int, d_model: int, d_ff: int) -> tuple[Weights, torch.Te
 
 GRIDS = [
     pytest.param(1, 1, id="one_device"),
-    pytest.param(4, 1, id="fsdp", marks=pytest.mark.problem("fsdp_calcs", 3)),
-    pytest.param(1, 4, id="tp", marks=pytest.mark.problem("tp_calcs", 4)),
-    pytest.param(2, 3, id="fsdp_tp", marks=pytest.mark.problem("fsdp_tp_calcs", 6)),
-    pytest.param(4, 2, id="fsdp_tp_wide", marks=pytest.mark.problem("fsdp_tp_calcs", 6)),
+    pytest.param(4, 1, id="fsdp"),
+    pytest.param(1, 4, id="tp"),
+    pytest.param(2, 3, id="fsdp_tp"),
+    pytest.param(4, 2, id="fsdp_tp_wide"),
 ]
 
 
@@ -156,7 +154,6 @@ def test_split_layer_has_autograds_results_and_the_closed_forms_counts(num_fsdp:
         assert seconds == pytest.approx(expected)
 
 
-@pytest.mark.problem("data_parallel_calcs", 3)
 def test_data_parallel_all_reduces_the_three_gradients():
     """Twelve matmul terms a token: 12BDF/N FLOPs; 12DF(N - 1)/(NW) seconds, the time of a simulated ring."""
     layer = FeedForward(tokens=8, d_model=4, d_ff=12)
@@ -169,7 +166,6 @@ def hidden(communication_s: float, flops: float) -> bool:
     return communication_s <= flops / C * (1 + 1e-12)
 
 
-@pytest.mark.problem("data_parallel_calcs", 3)
 def test_data_parallel_limit_is_where_communication_stops_being_hidden():
     limit = calcs.data_parallel_limit(LAYER, flops_per_s=C, bytes_per_s=W)
     assert limit == pytest.approx(1 + LAYER.tokens * W / C)
@@ -182,8 +178,8 @@ def test_data_parallel_limit_is_where_communication_stops_being_hidden():
 @pytest.mark.parametrize(
     ("seconds", "limit"),
     [
-        pytest.param(calcs.fsdp_seconds, calcs.fsdp_limit, marks=pytest.mark.problem("fsdp_calcs", 3), id="fsdp"),
-        pytest.param(calcs.tp_seconds, calcs.tp_limit, marks=pytest.mark.problem("tp_calcs", 4), id="tp"),
+        pytest.param(calcs.fsdp_seconds, calcs.fsdp_limit, id="fsdp"),
+        pytest.param(calcs.tp_seconds, calcs.tp_limit, id="tp"),
     ],
 )
 def test_fsdp_and_tp_limits_are_where_communication_stops_being_hidden(seconds: Any, limit: Any, mode: str):
@@ -193,7 +189,6 @@ def test_fsdp_and_tp_limits_are_where_communication_stops_being_hidden(seconds: 
         assert hidden(communication, calcs.ffn_flops(LAYER, mode, devices)) is expected
 
 
-@pytest.mark.problem("tp_calcs", 4)
 def test_tp_limits_do_not_depend_on_the_batch_and_backward_allows_about_twice():
     few, many = (FeedForward(tokens=tokens, d_model=4096, d_ff=11_008) for tokens in (16, 10**6))
     forward, backward = (calcs.tp_limit(few, mode, flops_per_s=C, bytes_per_s=W) for mode in ("forward", "backward"))
@@ -202,7 +197,6 @@ def test_tp_limits_do_not_depend_on_the_batch_and_backward_allows_about_twice():
     assert backward - 1 == pytest.approx(2 * (forward - 1))
 
 
-@pytest.mark.problem("fsdp_tp_calcs", 6)
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("tokens", [16, 4096, 65_536])
 def test_no_grid_beats_the_limit_and_the_search_comes_close(tokens: int, overlap: bool):
@@ -232,7 +226,6 @@ def test_no_grid_beats_the_limit_and_the_search_comes_close(tokens: int, overlap
     assert math.prod(best) >= 0.6 * limit.devices
 
 
-@pytest.mark.problem("fsdp_tp_calcs", 6)
 def test_large_limits_without_overlap_are_a_quarter_of_those_with():
     layer = FeedForward(tokens=10**9, d_model=4096, d_ff=10**9)
     with_overlap, without = (
@@ -286,7 +279,6 @@ def test_bad_arguments_are_refused_by_name(call: Any, message: str):
 # The 2025 edition
 
 
-@pytest.mark.problem("communication_accounting", 10)
 def test_xxl_needs_this_much_memory():
     """P = 126 · 2 · 16384 · 53248; 16 bytes of each; 2 · (16384 + 53248) · 126 bytes saved for a token."""
     assert xxl.XXL.parameters == 219_848_638_464
@@ -295,7 +287,6 @@ def test_xxl_needs_this_much_memory():
     assert xxl.saved_bytes(xxl.XXL, 1) == 17_547_264
 
 
-@pytest.mark.problem("communication_accounting", 10)
 @pytest.mark.parametrize("tokens", [0, 1, 1024, 10_000])
 def test_xxl_fits_on_the_fewest_devices_and_not_on_one_less(tokens: int):
     fewest = xxl.fewest_devices(xxl.XXL, tokens)
@@ -304,7 +295,6 @@ def test_xxl_fits_on_the_fewest_devices_and_not_on_one_less(tokens: int):
     assert fewest == 38 or tokens > 1
 
 
-@pytest.mark.problem("communication_accounting", 10)
 @pytest.mark.parametrize("overlap", [True, False])
 def test_xxl_is_compute_bound_from_its_smallest_batch_on(overlap: bool):
     per_device = xxl.smallest_batch_per_device(xxl.XXL, xxl.V5P, overlap=overlap)
@@ -316,7 +306,6 @@ def test_xxl_is_compute_bound_from_its_smallest_batch_on(overlap: bool):
     assert per_device == pytest.approx(4.6e14 / 1.8e11 / 8 if overlap else 395.339, rel=1e-5)
 
 
-@pytest.mark.problem("communication_accounting", 10)
 def test_a_wide_tensor_parallel_axis_is_never_compute_bound():
     wide = xxl.Mesh(flops_per_s=4.6e14, link_bytes_per_s=1.8e11, fsdp=16, tp=32, fsdp_axes=2, tp_axes=1)
     with pytest.raises(ValueError, match="mesh.tp must be below 20.84 for tensor parallelism to be compute-bound, got"):

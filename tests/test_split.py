@@ -15,7 +15,8 @@ from cs336_systems.attention.tiles.parts import MAX_PARTS, MIN_KEY_TILES
 from cs336_systems.attention.triton import function, split
 from cs336_systems.attention.triton.forward import launch_forward
 from cs336_systems.attention.triton.function import forward_name, kernel_config
-from cs336_systems.attention.triton.launching import launch, rows_of_groups
+from cs336_systems.attention.triton.launch import empty, launch
+from cs336_systems.attention.triton.operands import rows_of_groups
 from cs336_systems.attention.triton.split import launch_split_forward
 from tests.covered import ATTENTION
 from tests.test_s4_attention import DEVICES, DTYPES, assert_contract, draw, inputs, run, skip_what_cannot_run
@@ -111,7 +112,6 @@ def test_rows_are_merged_alone_and_together(is_causal, device, monkeypatch):
     launched = []
     noting = lambda kernel, grid, *rest: launched.append((grid, rest[-1])) or launch(kernel, grid, *rest)  # noqa: E731
     monkeypatch.setattr(split, "launch", noting)
-    monkeypatch.setattr(split, "kept_launches", lambda *facts: lambda device, given, made, launch_all: launch_all())
     for single_rows, grid in ((3 * 35, 3 * 35), (3 * 35 - 1, 3 * 18)):
         monkeypatch.setattr(split, "SINGLE_ROWS", single_rows)
         options = {"config": tiles(device, "32x32_w4_s1"), "part_size": 32}
@@ -268,10 +268,9 @@ def test_more_causal_keys_than_queries(device, monkeypatch):
     tensors = inputs(1, 1, 1, 100, 300, 64, torch.float32, device)
     options = {"config": tiles(device, "32x32_w4_s1"), "part_size": 32}
     made = []
-    noted = lambda device, given, out, launch: made.append(out) or launch()  # noqa: E731
-    monkeypatch.setattr(split, "kept_launches", lambda *facts: noted)
+    monkeypatch.setattr(split, "empty", lambda shape, *rest: made.append(shape) or empty(shape, *rest))
     assert errors_of(launch_split_forward, tensors, True, **options) <= 1
-    assert [x.numel() for x in made[0][2:]] == [4 * 100 * (64 + 2)], "four parts of the keys that are seen"
+    assert made == [(4 * 100 * (64 + 2),)], "four parts of the keys that are seen"
 
 
 def test_a_machine_without_multiprocessors_splits_nothing():

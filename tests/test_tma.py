@@ -17,8 +17,8 @@ from cs336_systems.attention import AttentionConfig, BlockMask, KernelConfig, fl
 from cs336_systems.attention.contract import compute_oracle, contract_errors
 from cs336_systems.attention.tiles.config import KERNELS, L2_SHARE_BYTES
 from cs336_systems.attention.triton.backward import launch_preprocess
-from cs336_systems.attention.triton.descriptors import describable, described
 from cs336_systems.attention.triton.function import kernel_config
+from cs336_systems.attention.triton.operands import describable, described
 from cs336_systems.attention.triton.steps import ROW_PADDING, heads_together, tile_of_program
 from tests.covered import ATTENTION
 from tests.test_s4_attention import DEVICES, DTYPES, draw, inputs, run, skip_what_cannot_run
@@ -159,33 +159,24 @@ def test_fused_projections_are_read_in_place(device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("operand", ["q", "k", "v"])
-def test_tma_asked_for_by_name_is_refused_where_it_cannot_read(operand, device):
-    tensors = dict(zip("qkv", views("fused", torch.float16, device)))
-    tensors[operand] = torch.zeros(2, 3, 70, 66, dtype=torch.float16, device=device)[..., :64]
-    message = rf"_tma reads tiles by TMA, which needs {operand} with contiguous rows at multiples of 16 bytes, got"
-    with pytest.raises(ValueError, match=message):
-        flash_attention(**tensors, backend="triton", config=tiles("64x64_w4_s2_tma", device))
-
-
-def test_tma_is_refused_at_head_dims_of_odd_bytes():
-    q, k, v, _ = inputs(1, 1, 1, 20, 20, 59, torch.float16, "cpu")
+def test_tma_asked_for_by_name_is_refused_where_it_cannot_read(device):
+    """Of packed documents the forward's q is read by pointers alone."""
+    options = {"backend": "triton", "config": tiles("64x64_w4_s2_tma", device)}
+    message = r"_tma reads tiles by TMA, which needs {} with contiguous rows at multiples of 16 bytes, got"
+    for operand in "qkv":
+        tensors = dict(zip("qkv", views("fused", torch.float16, device)))
+        tensors[operand] = torch.zeros(2, 3, 70, 66, dtype=torch.float16, device=device)[..., :64]
+        with pytest.raises(ValueError, match=message.format(operand)):
+            flash_attention(**tensors, **options)
+    q, k, v, _ = inputs(1, 1, 1, 20, 20, 59, torch.float16, device)
     with pytest.raises(ValueError, match=r"needs q .* got strides \(1180, 1180, 59, 1\) of 2 bytes"):
-        flash_attention(q, k, v, backend="triton", config=tiles("64x64_w4_s2_tma", "cpu"))
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("operand", ["k", "v"])
-def test_tma_is_refused_on_packed_documents_that_it_cannot_read(operand, device):
-    """q of a forward is read by pointers alone."""
-    tensors = {name: torch.zeros(20, 1, 66, dtype=torch.float16, device=device)[..., :64] for name in ("q", operand)}
-    tensors = {name: torch.zeros(20, 1, 64, dtype=torch.float16, device=device) for name in "qkv"} | tensors
-    documents = torch.tensor([0, 20], dtype=torch.int32, device=device)
-    with pytest.raises(ValueError, match=rf"_tma reads tiles by TMA, which needs {operand} with contiguous rows"):
-        flash_attention_varlen(
-            **tensors, cu_seqlens_q=documents, cu_seqlens_k=documents, max_seqlen_q=20, max_seqlen_k=20,
-            backend="triton", config=tiles("64x64_w4_s2_tma", device),
-        )  # fmt: skip
+        flash_attention(q, k, v, **options)
+    ends = torch.tensor([0, 20], dtype=torch.int32, device=device)
+    for operand in "kv":
+        rows = {name: torch.zeros(20, 1, 64, dtype=torch.float16, device=device) for name in "qkv"}
+        rows |= {name: torch.zeros(20, 1, 66, dtype=torch.float16, device=device)[..., :64] for name in ("q", operand)}
+        with pytest.raises(ValueError, match=message.format(operand)):
+            flash_attention_varlen(*rows.values(), ends, ends, 20, 20, **options)
 
 
 @pytest.mark.parametrize("device", DEVICES)

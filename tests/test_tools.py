@@ -131,7 +131,7 @@ def test_course_tests_refuse_adapters_that_are_absent(checkout, tmp_path):
         course_tests.run(checkout, tmp_path / "absent.py")
 
 
-@pytest.mark.parametrize("arguments", [[], [""], ["a", "b"]])
+@pytest.mark.parametrize("arguments", [[], [""], ["a", "b", "c"]])
 def test_course_tests_say_how_they_are_used(arguments, capsys):
     assert course_tests.main(arguments) == 2
     assert "usage: make course-tests DIR=path/to/assignment2-systems" in capsys.readouterr().err

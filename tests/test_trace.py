@@ -5,9 +5,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import math
-import os
-import tracemalloc
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,19 +19,9 @@ from cs336_systems.experiments.models import TrainingStep
 from cs336_systems.measure.capture import capture
 from cs336_systems.measure.kernels import CATEGORIES, categorize, short_name
 from cs336_systems.measure.ranges import ATTENTION_PARTS, annotate, module_ranges, named_range, role_of
-from cs336_systems.measure.trace import (
-    DEVICE_CATEGORIES,
-    Kernel,
-    Trace,
-    length_us,
-    merge,
-    overlap_us,
-    read_trace,
-    trace_of,
-)
+from cs336_systems.measure.trace import Trace, read_trace, trace_of
 
 COVERS = ("cs336_systems/measure",)
-ABSENT = object()  # in place of a value: the key is left out
 
 # Kernel names
 
@@ -403,25 +390,6 @@ def test_sums_selections_and_tops() -> None:
     assert [(row.category, row.calls, row.ms) for row in top] == [("gemm", 1, 0.4), ("gemm", 1, 0.3)]
 
 
-def test_overlap_is_that_of_unions() -> None:
-    trace = trace_of(gpu_events())
-    shared = overlap_us(trace.select(category="communication"), trace.select(category="gemm"))
-    assert shared == pytest.approx(300), "from 1600 to 1900"
-    assert overlap_us([], trace.kernels) == 0
-    assert merge([(5, 7), (0, 2), (1, 3), (3, 4)]) == [(0, 4), (5, 7)] and length_us([(0, 4), (5, 7)]) == 6
-
-
-def test_no_overlap_of_what_runs_one_after_the_other() -> None:
-    def kernel(start: float, end: float) -> Kernel:
-        return Kernel(
-            name="x", category="gemm", phase="forward", start_us=start, duration_us=end - start, stream="", ranges=(),
-            step=0,
-        )  # fmt: skip
-
-    assert overlap_us([kernel(0, 10)], [kernel(10, 20)]) == 0
-    assert overlap_us([kernel(0, 10), kernel(5, 15)], [kernel(4, 6), kernel(12, 40)]) == pytest.approx(5)
-
-
 @pytest.mark.parametrize("compress", [False, True], ids=["json", "gz"])
 def test_a_trace_is_read_from_a_file(tmp_path: Path, compress: bool) -> None:
     text = json.dumps({"schemaVersion": 1, "traceEvents": gpu_events()}).encode()
@@ -431,68 +399,13 @@ def test_a_trace_is_read_from_a_file(tmp_path: Path, compress: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    "content", [b"", b"no json", b"3", b'{"traceEvents": 3}', b"[1, 2]", b"\x1f\x8b broken", b"[" * 10**5]
+    "content", [b"", b"no json", b"3", b'{"traceEvents": 3}', b"\x1f\x8b broken", gzip.compress(b"[]")[:-9]]
 )
 def test_what_is_no_trace_is_refused(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "x.trace.json"
     path.write_bytes(content)
     with pytest.raises(ValueError, match=r"x\.trace\.json: not a chrome trace"):
         read_trace(path)
-
-
-def test_a_damaged_archive_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "x.trace.json"
-    packed = gzip.compress(json.dumps(gpu_events()).encode())
-    for damaged in (packed[:-20], packed[:40] + b"\xff" * 100, packed + b"more"):
-        path.write_bytes(damaged)
-        with pytest.raises(ValueError, match=r"x\.trace\.json: not a chrome trace"):
-            read_trace(path)
-
-
-@pytest.mark.parametrize("key, values", [
-    ("name", [ABSENT, None, {"a": 1}]),
-    ("ts", [ABSENT, "1", None, [1], math.nan, math.inf, 10**400]),
-    ("dur", [ABSENT, "1", None, [1], math.nan, math.inf, -5]),
-    ("args", [[1], "text", 3]),
-    ("pid", [[1], {}]),
-    ("tid", [[1], {}]),
-    ("correlation", [[1], {}]),
-    ("External id", [[1], {}]),
-])  # fmt: skip
-@pytest.mark.parametrize("on_gpu", [False, True], ids=["cpu", "gpu"])
-def test_an_event_of_strange_values_is_refused(key: str, values: list[Any], on_gpu: bool, tmp_path: Path) -> None:
-    events = [event for event in gpu_events() if on_gpu or event.get("cat") not in DEVICE_CATEGORIES]
-    number = next(n for n, e in enumerate(events) if e.get("cat") == ("kernel" if on_gpu else "cpu_op"))
-    path = tmp_path / "x.trace.json"
-    for value in values:
-        changed = dict(events[number])
-        if value is ABSENT:
-            del changed[key]
-        elif key in ("correlation", "External id"):
-            changed["args"] = {**changed.get("args", {}), key: value}
-        else:
-            changed[key] = value
-        path.write_text(json.dumps([*events[:number], changed, *events[number + 1 :]]))
-        with pytest.raises(
-            ValueError, match=rf"x\.trace\.json: not a chrome trace \(event {number}: {key} must be an? "
-        ):
-            read_trace(path)
-
-
-def test_events_in_events_without_end_are_refused(tmp_path: Path) -> None:
-    """Each had the names of all around it: the memory for a file grew with the square of its size."""
-    path = tmp_path / "x.trace.json"
-    events = [
-        {"ph": "X", "cat": "user_annotation", "name": "a", "ts": i, "dur": 10_000 - 2 * i, "pid": 1, "tid": 1}
-        for i in range(1001)
-    ]
-    path.write_text(json.dumps(events))
-    with pytest.raises(
-        ValueError, match=r"x\.trace\.json: .*more than 1000 operators, launches and ranges open at one"
-    ):
-        read_trace(path)
-    path.write_text(json.dumps(events[1:]))
-    assert len(read_trace(path).ranges) == 1
 
 
 def test_ranges_are_kept_once_for_all_that_is_launched_in_them() -> None:
@@ -509,37 +422,6 @@ def test_ranges_are_kept_once_for_all_that_is_launched_in_them() -> None:
 def test_what_is_not_read_may_be_strange() -> None:
     strange: list[dict[str, Any]] = [{"ph": "X"}, {"ph": "X", "cat": ["kernel"]}, {"ph": "M", "cat": "kernel"}]
     assert trace_of([*strange, *gpu_events()]) == trace_of(gpu_events())
-
-
-def test_a_pipe_is_refused(tmp_path: Path) -> None:
-    """It was waited for for ever."""
-    os.mkfifo(tmp_path / "x.trace.json")
-    with pytest.raises(ValueError, match=r"x\.trace\.json: a trace must be a regular file"):
-        read_trace(tmp_path / "x.trace.json")
-
-
-def test_no_more_is_unpacked_than_would_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A megabyte that unpacks to a gigabyte passed the limit of the file's size."""
-    path = tmp_path / "x.trace.json"
-    path.write_bytes(gzip.compress(b"[" + b" " * 2**26 + b"]"))
-    monkeypatch.setattr("cs336_systems.measure.trace.MAX_TRACE_BYTES", 2**20)
-    assert path.stat().st_size < 2**20
-    tracemalloc.start()
-    try:
-        with pytest.raises(ValueError, match=r"x\.trace\.json: .*more than 1,048,576 bytes when unpacked"):
-            read_trace(path)
-        _, peak = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
-    assert peak < 2**24
-
-
-def test_an_oversized_file_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cs336_systems.measure.trace.MAX_TRACE_BYTES", 10)
-    path = tmp_path / "x.trace.json"
-    path.write_text(json.dumps(gpu_events()))
-    with pytest.raises(ValueError, match=r"x\.trace\.json: a trace must have at most 10 bytes"):
-        read_trace(path)
 
 
 # Profiles of this machine's device

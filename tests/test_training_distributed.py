@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,8 +26,8 @@ from cs336_systems.training.config import WRAPPERS
 from cs336_systems.training.loop import RunOptions, _step, train_rank
 from cs336_systems.training.wrappers import build_trainee
 from tests.one_job import run_alone
+from tests.test_launch import start_agents
 
-ROOT = Path(__file__).resolve().parent.parent
 SMALL = ModelConfig(name="tiny", d_model=32, d_ff=64, num_layers=2, num_heads=2, vocab_size=256, context_length=32)
 SHORT = TrainingConfig(model=SMALL, batch=8, steps=6, warmup_steps=2)
 NUM_RANKS = 2
@@ -45,10 +41,11 @@ def wrapped(wrapper: str, **fields: Any) -> TrainingConfig:
 
 def everything(rank: int, num_ranks: int, out: str) -> dict[str, Any]:
     """All wrappers in one pair of processes: starting them costs more than training."""
-    found: dict[str, Any] = {name: {} for name in ("plain", "accumulated", "resumed", "handed over", "sent")}
+    found: dict[str, Any] = {name: {} for name in ("plain", "split", "accumulated", "resumed", "handed over", "sent")}
     for wrapper in WRAPPERS[1:]:
         folder = Path(out) / wrapper
         found["plain"][wrapper] = train(wrapped(wrapper), RunOptions(log_every=2, sample_bytes=20))
+        found["split"][wrapper] = train(wrapped(wrapper, context_parallel=2), RunOptions(log_every=2, sample_bytes=20))
         found["accumulated"][wrapper] = train(wrapped(wrapper, accumulation=2), RunOptions(log_every=2))
         train(wrapped(wrapper), RunOptions(out=folder, checkpoint_every=2, stop_after=4))
         found["resumed"][wrapper] = train(wrapped(wrapper), RunOptions(out=folder, resume=True, log_every=2))
@@ -82,7 +79,7 @@ def results(runs: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("wrapper", WRAPPERS[1:])
-@pytest.mark.parametrize("way", ["plain", "accumulated", "handed over"])
+@pytest.mark.parametrize("way", ["plain", "split", "accumulated", "handed over"])
 def test_every_wrapper_has_one_processs_losses(results: list[dict[str, Any]], way: str, wrapper: str):
     """Two ranks of four sequences, clipped and scheduled, against one process with all eight."""
     alone = train(SHORT, RunOptions(sample_bytes=20))
@@ -92,7 +89,7 @@ def test_every_wrapper_has_one_processs_losses(results: list[dict[str, Any]], wa
         result: TrainingResult = found[way][wrapper]
         assert result.losses == pytest.approx(alone.losses, rel=2e-6)
         assert result.validation_loss == pytest.approx(alone.validation_loss, rel=2e-6)
-        assert way != "plain" or result.sample == alone.sample
+        assert way not in ("plain", "split") or result.sample == alone.sample
 
 
 @pytest.mark.slow
@@ -149,37 +146,18 @@ def test_two_agents_of_torchrun_train_as_one_process(tmp_path: Path):
     """The command of the README on two nodes, both on this host."""
     arguments = ["train", "--wrapper", "fsdp", "--batch", "4", "--steps", "3", "--context-length", "16"]
     arguments += ["--device", "cpu", "--log-every", "1", "--out", str(tmp_path / "run")]
-    port = _free_port()
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    agents = []
-    for node in range(2):
-        command = [
-            sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--node-rank", str(node),
-            "--nproc-per-node", "1", "--master-addr", "127.0.0.1", "--master-port", str(port),
-            "-m", "cs336_systems", *arguments,
-        ]  # fmt: skip
-        agents.append(
-            subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        )
+    agents = start_agents(Path("-m"), 2, 1, ["cs336_systems", *arguments])  # a module in place of a script
     try:
-        outputs = [agent.communicate(timeout=240) for agent in agents]
+        outputs = [agent.communicate(timeout=240)[0] for agent in agents]
     finally:
         for agent in agents:
             agent.kill()
     assert [agent.returncode for agent in agents] == [0, 0], outputs
-    assert sum("on held-out text" in out for out, _ in outputs) == 1  # rank 0 alone
+    assert sum("on held-out text" in output for output in outputs) == 1  # rank 0 alone
     losses = [json.loads(line)["loss"] for line in (tmp_path / "run" / "losses.jsonl").read_text().splitlines()]
     model = replace(TrainingConfig().model, context_length=16)
     alone = train(TrainingConfig(model=model, batch=4, steps=3))
     assert losses == pytest.approx(alone.losses, rel=1e-5)
-
-
-def _free_port() -> int:
-    import socket
-
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
 
 
 # What is really sent, against the prediction
@@ -194,14 +172,11 @@ class SentBytes(TorchDispatchMode):
         super().__init__()
         self.share = (num_ranks - 1) / num_ranks
         self.total = 0.0
-        self.calls: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "c10d":
-            name = func.overloadpacket.__name__
             largest = max(leaf.nbytes for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor))
-            self.total += self.SHARES[name] * self.share * largest
-            self.calls[name] += 1
+            self.total += self.SHARES[func.overloadpacket.__name__] * self.share * largest
         return func(*args, **(kwargs or {}))
 
 
@@ -255,3 +230,10 @@ def test_another_curve_is_not_recorded():
     assert curve_error([*curve[:20], *(loss * (1 + 2 * LAST_BOUND) for loss in curve[20:])], curve) > 1
     assert curve_error([*curve[:15], float("nan"), *curve[16:]], curve) == float("inf")
     assert curve_error(curve[:-1], curve) == float("inf")
+
+
+def test_a_split_of_contexts_that_does_not_fit_is_refused():
+    with pytest.raises(ValueError, match="TrainingConfig.context_parallel must be a divisor of 2 ranks, got 3"):
+        wrapped("fsdp", context_parallel=3)
+    with pytest.raises(ValueError, match="context_parallel must be half a divisor of the context length 30, got 2"):
+        wrapped("fsdp", context_parallel=2, model=replace(SMALL, context_length=30))

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from cs336_systems.attention import AttentionConfig, attention_reference, flash_attention, flash_attention_varlen
 from cs336_systems.attention.contract import compute_oracle, contract_errors
-from cs336_systems.attention.triton import launching
+from cs336_systems.attention.triton import launch
 from tests.covered import ATTENTION
 from tests.test_block_sparse import poisoned  # noqa: F401
 from tests.test_s4_attention import (
@@ -265,8 +265,8 @@ def test_launches_that_are_made_again_read_what_lies_there_now():
 )
 def test_documents_take_tma_where_it_can_read(capfd, monkeypatch):
     """A fused projection is read in place; one whose rows start between 16 bytes takes the pointers."""
-    monkeypatch.setattr(launching, "_log_is_on", lambda: True)
-    launching._print_once.cache_clear()
+    monkeypatch.setattr(launch, "_log_is_on", lambda: True)
+    launch._print_once.cache_clear()
     for width, tma in ((64, True), (66, False)):
         fused = draw(300, 3 * 2, width, dtype=torch.bfloat16, device="cuda", seed=0)[..., :64]
         documents = boundaries([171, 129], "cuda")
@@ -433,6 +433,10 @@ REFUSALS = {
     "boundaries-number": ({"cu_seqlens_k": CU[:2]}, ValueError, r"as many documents as cu_seqlens_q, 2, got 1"),
     "longest": ({"max_seqlen_q": 5}, ValueError, r"max_seqlen_q must be at least the longest length, 6, got 5"),
     "longest-type": ({"max_seqlen_k": 6.0}, ValueError, r"max_seqlen_k must be an integer of at least 0, got 6\.0"),
+    "longest-bits": ({"max_seqlen_k": 2**64}, ValueError, r"must be an integer of 64 bits, got 18446744073709551616"),
+    "causal": ({"is_causal": "no"}, TypeError, r"is_causal must be a bool, got 'no'"),
+    "gqa": ({"enable_gqa": "no"}, TypeError, r"enable_gqa must be a bool, got 'no'"),
+    "lse": ({"return_lse": "no"}, TypeError, r"return_lse must be a bool, got 'no'"),
     "scale": ({"scale": -1.0}, ValueError, r"scale must be positive and finite, got -1"),
     "backend": ({"backend": "cudnn"}, ValueError, r"backend must be one of auto, .*got 'cudnn'"),
     "config": ({"config": "x"}, TypeError, r"config must be an AttentionConfig or None, got str"),
@@ -448,12 +452,13 @@ def test_wrong_arguments_are_named(change, error, message):
 
 
 def test_the_operator_checks_before_it_launches():
-    from cs336_systems.attention.triton.function import varlen_attention
+    import cs336_systems.attention.triton.function  # noqa: F401 (registers the operator)
 
+    operator = torch.ops.cs336_systems.varlen_attention
     with pytest.raises(ValueError, match="v must have k's shape"):
-        varlen_attention(X, X, X[:4], CU, CU, 6, 6, False, 0.25, "")
+        operator(X, X, X[:4], CU, CU, 6, 6, False, 0.25, "")
     with pytest.raises(ValueError, match=r"q must have shape \(total_queries, heads, head_dim\)"):
-        varlen_attention(X[None], X[None], X[None], CU, CU, 6, 6, False, 0.25, "")
+        operator(X[None], X[None], X[None], CU, CU, 6, 6, False, 0.25, "")
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -483,13 +488,6 @@ def test_of_no_documents_both_results_have_a_graph(backend):
         assert all(torch.equal(grad, torch.zeros(3, 2, 8)) for grad in grads)
 
 
-def test_a_longest_length_beyond_64_bits():
-    q = torch.randn(3, 2, 8)
-    bounds = torch.tensor([0, 3], dtype=torch.int32)
-    with pytest.raises(ValueError, match="max_seqlen_k must be an integer of 64 bits, got 18446744073709551616"):
-        flash_attention_varlen(q, q, q, bounds, bounds, 3, 2**64)
-
-
 def test_fake_tensors_have_a_shape_and_no_documents():
     """The packed kernels need no values from the host; the other stages loop over them."""
     with FakeTensorMode():
@@ -497,10 +495,3 @@ def test_fake_tensors_have_a_shape_and_no_documents():
         assert flash_attention_varlen(x, x, x, ends, ends, 6, 6, backend="triton").shape == x.shape
         with pytest.raises(TypeError, match="cu_seqlens_q must have values for backend 'tiled', .*got a fake tensor"):
             flash_attention_varlen(x, x, x, ends, ends, 6, 6, backend="tiled")
-
-
-@pytest.mark.parametrize("flag", ["is_causal", "enable_gqa", "return_lse"])
-def test_flags_are_bools(flag):
-    q, ends = torch.ones(4, 2, 16), torch.tensor([0, 4], dtype=torch.int32)
-    with pytest.raises(TypeError, match=f"{flag} must be a bool, got 'no'"):
-        flash_attention_varlen(q, q, q, ends, ends, 4, 4, **{flag: "no"})

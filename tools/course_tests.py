@@ -1,9 +1,9 @@
-"""Run the course's own tests, unmodified, against this repository's `tests/adapters.py`.
+"""Run the course's own tests, unmodified, against a file of adapters, by default `tests/adapters.py`.
 
-    python tools/course_tests.py path/to/assignment2-systems
+    python tools/course_tests.py path/to/assignment2-systems [path/to/adapters.py]
 
 Either edition of the assignment will do. Phases: find the tests and the course's `cs336_basics` in the checkout; copy
-both to a temporary folder, since the checkout is never written to; put our adapters in place of theirs; say which
+both to a temporary folder, since the checkout is never written to; put the adapters in place of theirs; say which
 names and packages the tests want and cannot have; run pytest there, serially, because their processes share a port.
 The exit code is pytest's, and never 0 when a name is missing.
 """
@@ -106,7 +106,8 @@ def run(checkout: Path, adapters: Path = ADAPTERS, pytest_arguments: tuple[str, 
         notes += [f"package {package} is not installed, wanted by {files[0]}" for package, files in packages.items()]
         options = ["-p", "no:cacheprovider", "--continue-on-collection-errors"]  # grade the files that can be
         command = [sys.executable, "-m", "pytest", *options, "tests", *pytest_arguments]
-        path = os.pathsep.join([str(folder), str(ROOT)])
+        own = adapters.resolve().parent.parent  # the adapters' packages are found as from where they lie
+        path = os.pathsep.join([str(folder), str(own), str(ROOT)])
         environment = {**os.environ, "PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1"}
         code = subprocess.run(command, cwd=folder, env=environment, check=False).returncode
         for note in notes:
@@ -137,11 +138,11 @@ def _declared_version(pyproject: Path) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    if len(arguments) != 1 or not arguments[0]:
-        print("usage: make course-tests DIR=path/to/assignment2-systems", file=sys.stderr)
+    if len(arguments) not in (1, 2) or not all(arguments):
+        print("usage: make course-tests DIR=path/to/assignment2-systems [ADAPTERS=adapters.py]", file=sys.stderr)
         return 2
     try:
-        return run(Path(arguments[0]).expanduser())
+        return run(*(Path(argument).expanduser() for argument in arguments))
     except CourseError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

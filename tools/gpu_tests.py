@@ -29,8 +29,6 @@ from typing import NamedTuple
 
 import pytest
 
-from cs336_systems.distributed.processes import kill_group
-
 GROUP = 6  # tests that stay together: neighbours use the same kernels, compiled once a process
 RECORD = "results/nvidia-h200/tests.jsonl"
 NO_TESTS_RAN = 5  # pytest's exit code
@@ -96,6 +94,13 @@ def _deal(names: Sequence[str], hands: int) -> list[tuple[str, ...]]:
     groups = [names[start : start + size] for start in range(0, len(names), size)]
     dealt = [tuple(name for group in groups[hand::hands] for name in group) for hand in range(hands)]
     return [part for part in dealt if part]
+
+
+def kill_group(process: subprocess.Popen[bytes]) -> None:
+    """End `process`, started in a session of its own, if it still runs, with all that it has started."""
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 def run_phase(shares: Sequence[Share], pytest_options: Sequence[str], folder: Path, deadline: float | None) -> bool:

@@ -33,6 +33,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -44,8 +45,6 @@ from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
-
-from cs336_systems.distributed.processes import kill_group
 
 RECORD = "results/nvidia-h200/sanitizer.jsonl"
 TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
@@ -135,6 +134,13 @@ def command_of(tool: str, sanitizer: str, program: Sequence[str]) -> list[str]:
         return [sys.executable, "-m", *program]
     report = ["--racecheck-report", "analysis", "--print-limit", "100000"] if tool == "racecheck" else []
     return [sanitizer, "--tool", tool, *report, "--error-exitcode", str(FOUND), sys.executable, "-m", *program]
+
+
+def kill_group(process: subprocess.Popen[bytes]) -> None:
+    """End `process`, started in a session of its own, if it still runs, with all that it has started."""
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 def run_all(commands: Sequence[Sequence[str]], logs: Sequence[Path], deadline: float | None) -> list[int | None]:

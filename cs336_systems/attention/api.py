@@ -4,43 +4,37 @@
     out, lse = flash_attention(q, k, v, backend="tiled", return_lse=True)
     out = flash_attention(q, k, v, block_mask=BlockMask.sliding_window(4096, window=512, device="cuda"))
 
-Back ends are the stages of this package: `reference`, `compiled`, `tiled`, `triton`, `hopper`. A named one is used or
-refused with the reason; `auto` chooses, and `explain_backend` says what it chose and why.
+Back ends are the stages of this package: `reference`, `compiled`, `tiled`, `triton_first`, `triton`, `hopper`. A named
+one is used or refused with the reason; `auto` chooses, and `explain_backend` says what it chose and why.
 """
 
 from __future__ import annotations
 
-from functools import cache, lru_cache
-from typing import Any
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from cs336_systems.attention.backends import AttentionLayout, available_here, select_backend
 from cs336_systems.attention.compiled import compiled_reference
 from cs336_systems.attention.masks import BlockMask
-from cs336_systems.attention.operator import AttentionOperator, runs_directly
+from cs336_systems.attention.operator import AttentionOperator, are_plain, has_hooks
 from cs336_systems.attention.reference import attention_reference
-from cs336_systems.attention.tiled import tiled_backward, tiled_forward
+from cs336_systems.attention.tiled import tiled_attention
 from cs336_systems.attention.tiles import AttentionConfig
 from cs336_systems.attention.validation import (
-    autocast_kind,
     check_attention_inputs,
     check_block_mask,
     check_flags,
     refuse_forward_mode,
     resolve_scale,
     to_autocast_dtype,
-    without_autocast,
 )
-from cs336_systems.device import (
-    AttentionLayout,
-    available_backends,
-    get_device_info,
-    interpreter_is_on,
-    select_backend,
-)
+from cs336_systems.device import interpreter_is_on
 
 
 def flash_attention(
@@ -75,17 +69,24 @@ def flash_attention(
         deterministic: True makes gradients bit-reproducible. All are but dQ of `hopper`, summed by atomic additions;
             there True takes Triton's backward in two passes, which is slower. None: as PyTorch has been told by
             `torch.use_deterministic_algorithms`.
-        backend: `auto`, `reference`, `compiled`, `tiled`, `triton` or `hopper`.
+        backend: `auto`, `reference`, `compiled`, `tiled`, `triton_first`, `triton` or `hopper`. The first kernel takes
+            lengths in whole tiles of 64, head dims of 16, 32, 64 and 128, and no block mask.
         config: tiles of the `triton` kernels, instead of the table's.
 
     Where queries are too few to fill a GPU, as in one head or one generated token, the forward of `triton` splits the
     keys among programs, and meanwhile holds a float32 output for each part, at most 128.
 
-    Scores must be finite: a NaN among a query's scores, or none but -inf of those that its mask leaves, makes its O and
-    L NaN in some back ends and 0 and -inf in others. Gradients of `tiled`, `triton` and `hopper` keep the rounding of L
-    to float32: random scores of thousands leave the contract in float32, and those from 1e8 on may overflow in 16 bits.
-    They are differences of dO Vᵀ and rowsum(dO ∘ O), two roundings of one number where a query sees one key: dQ and dK,
-    which are 0 there, come out as roundings times the scale, some 1e-5 in float32 for a scale of 2 and 65 queries.
+    Inputs must be finite. What is not reaches every query that attends it; in V also the earlier queries of each tile
+    that visits its row, which give it the weight 0, and their gradients. In `reference`, `compiled`, and `tiled` under
+    a block_mask, that is every query of its head. Other heads, other batch entries and queries whose tiles do not visit
+    it keep their bits; a dead tile of a block_mask is never read by `triton`.
+
+    Scores must be finite too: a NaN among a query's scores, or none but -inf of those that its mask leaves, makes its O
+    and L NaN in some back ends and 0 and -inf in others. Gradients of `tiled`, `triton` and `hopper` keep the rounding
+    of L to float32: random scores of thousands leave the contract in float32, and those from 1e8 on may overflow in 16
+    bits. They are differences of dO Vᵀ and rowsum(dO ∘ O), two roundings of one number where a query sees one key: dQ
+    and dK, which are 0 there, come out as roundings times the scale, some 1e-5 in float32 for a scale of 2 and 65
+    queries.
 
     Under autocast inputs of 16 or 32 bits are cast to autocast's dtype, as SDPA does. Without keys the output is 0 and
     the log-sum-exp -inf. Not there: dropout, additive bias, a value head dim other than the key's; in `tiled`, `triton`
@@ -97,14 +98,17 @@ def flash_attention(
             `hopper`.
     Source: FlashAttention-2 (Dao 2023).
     """
-    flags = (is_causal, enable_gqa, return_lse, False if deterministic is None else deterministic)
-    if block_mask is None and config is None and _is_usual(q, k, v, flags, scale, backend):
-        chosen, factor = _check_once(
-            q.shape, k.shape, v.shape, q.dtype, q.device, enable_gqa, scale, backend, interpreter_is_on()
-        )
-        if chosen in ("triton", "hopper"):
-            operator, options = _kernels(chosen, deterministic)
-            output, lse = operator.run_directly(q, k, v, *options, is_causal, factor, "")
+    if block_mask is None and config is None and _is_usual(q, k, v):
+        try:
+            usual = _choose(
+                q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype,
+                q.device, k.device, v.device, is_causal, scale, enable_gqa, return_lse, deterministic, backend,
+                torch.are_deterministic_algorithms_enabled(), not q.is_cuda and interpreter_is_on(),
+            )  # fmt: skip
+        except TypeError:  # of an argument that cannot be hashed, or that the checks below refuse
+            usual = None
+        if usual is not None:
+            output, lse = usual.apply(q, k, v, *usual.arguments)
             return (output, lse) if return_lse else output
     check_flags(is_causal=is_causal, enable_gqa=enable_gqa, return_lse=return_lse)
     q, k, v = to_autocast_dtype(q), to_autocast_dtype(k), to_autocast_dtype(v)
@@ -116,7 +120,7 @@ def flash_attention(
     _check_deterministic(deterministic)
     if block_mask is not None:
         check_block_mask(block_mask, q, k, is_causal=is_causal, backend=backend)
-    if backend in ("tiled", "triton", "hopper"):
+    if backend in ("tiled", "triton_first", "triton", "hopper"):
         refuse_forward_mode(q, k, v)
     elif block_mask is None:
         function = attention_reference if backend == "reference" else compiled_reference()
@@ -128,19 +132,15 @@ def flash_attention(
         q, k, v = (x.unsqueeze(0) if x.ndim == 3 else x.flatten(0, -4) for x in (q, k, v))
     if backend not in ("triton", "hopper"):
         k, v = _repeat_kv_heads(q, k), _repeat_kv_heads(q, v)
+    mask = None if block_mask is None or backend == "triton" else block_mask.to_dense()
     names = config.names if config else ""
     if backend in ("reference", "compiled"):
-        assert block_mask is not None
         function = attention_reference if backend == "reference" else compiled_reference()
-        output, lse = function(q, k, v, mask=block_mask.to_dense(), scale=scale, return_lse=True)
+        output, lse = function(q, k, v, mask=mask, scale=scale, return_lse=True)
     elif backend == "tiled":
-        if block_mask is None:
-            output, lse = tiled_attention(q, k, v, is_causal, scale, names)
-        else:
-            output, lse = tiled_masked_attention(q, k, v, block_mask.to_dense(), False, scale, names)
-    elif block_mask is None or backend == "hopper":
-        operator, options = _kernels(backend, deterministic)
-        output, lse = operator(q, k, v, *options, is_causal, scale, names)
+        output, lse = tiled_attention(q, k, v, mask, is_causal, scale, names)
+    elif block_mask is None:
+        output, lse = _operator(backend)(q, k, v, *_determined(backend, deterministic), is_causal, scale, names)
     else:
         from cs336_systems.attention.triton.function import TileLists, block_sparse_attention
 
@@ -151,60 +151,70 @@ def flash_attention(
     return (output, lse) if return_lse else output
 
 
-def _kernels(backend: str, deterministic: bool | None) -> tuple[AttentionOperator, tuple[bool, ...]]:
-    """The operator of the `triton` or `hopper` kernels, and what it takes beside the usual: `deterministic`."""
-    if backend == "triton":
-        return _operator(backend), ()
-    return _operator(backend), (
-        torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic,
+def _is_usual(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether shapes, dtypes, devices and options say all of a call, and nothing has to be cast or reshaped."""
+    if not are_plain(q, k, v) or forward_ad._current_level >= 0:
+        return False
+    for x in (q, k, v):
+        if not isinstance(x, Tensor) or x.ndim != 4 or x.layout is not torch.strided or x.is_nested:
+            return False
+    return not torch._C._is_any_autocast_enabled() and not has_hooks()
+
+
+class _Usual(NamedTuple):
+    """A usual call of the Triton or the Hopper kernels."""
+
+    apply: Callable[..., tuple[Tensor, Tensor]]
+    arguments: tuple[Any, ...]
+
+
+@lru_cache(maxsize=4096, typed=True)  # short sequences wait for the host; typed, as 1 == True == 1.0
+def _choose(
+    q_shape: torch.Size, k_shape: torch.Size, v_shape: torch.Size, q_stride: tuple[int, ...],
+    k_stride: tuple[int, ...], v_stride: tuple[int, ...], q_dtype: torch.dtype, k_dtype: torch.dtype,
+    v_dtype: torch.dtype, q_device: torch.device, k_device: torch.device, v_device: torch.device, is_causal: bool,
+    scale: float | None, enable_gqa: bool, return_lse: bool, deterministic: bool | None, backend: str,
+    globally_deterministic: bool, interpreter: bool,
+) -> _Usual | None:  # fmt: skip
+    """What runs a usual call, None where another back end serves it; raises what `flash_attention` raises."""
+    if not q_device == k_device == v_device:
+        return None  # whose message names the devices
+    q, k, v = (
+        torch.empty(shape, dtype=dtype, device="meta")
+        for shape, dtype in ((q_shape, q_dtype), (k_shape, k_dtype), (v_shape, v_dtype))
     )
+    check_flags(is_causal=is_causal, enable_gqa=enable_gqa, return_lse=return_lse)
+    check_attention_inputs(q, k, v, enable_gqa=enable_gqa)
+    scale = resolve_scale(scale, q_shape[-1])
+    _check_deterministic(deterministic)
+    heads = q_shape[:-2].numel()
+    name, _ = _select(q_device, q_dtype, q_shape[-1], heads, q_shape[-2], k_shape[-2], backend, "dense")
+    if name not in ("triton", "hopper"):
+        return None
+    operator = _operator(name)
+    return _Usual(operator.apply, (*_determined(name, deterministic), is_causal, scale, "", operator.passes()))
 
 
-@cache
+def _determined(backend: str, deterministic: bool | None) -> tuple[bool, ...]:
+    """What the operator of `backend` takes beside the usual."""
+    if backend != "hopper":
+        return ()
+    return (torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic,)
+
+
 def _operator(backend: str) -> AttentionOperator:
     """Imported where it is used first."""
     if backend == "hopper":
         from cs336_systems.attention.hopper.function import hopper_attention
 
         return hopper_attention
+    if backend == "triton_first":
+        from cs336_systems.attention.triton.first import triton_first_attention
+
+        return triton_first_attention
     from cs336_systems.attention.triton.function import triton_attention
 
     return triton_attention
-
-
-def _is_usual(q: Tensor, k: Tensor, v: Tensor, flags: tuple[bool, ...], scale: float | None, backend: str) -> bool:
-    """Whether `_check_once` checks all that there is to check, and nothing has to be cast or reshaped.
-
-    Short sequences wait for the host, so what facts decide is decided once. Compilers trace the whole of it.
-    """
-    if not runs_directly(q, k, v) or forward_ad._current_level >= 0:
-        return False
-    for x in (q, k, v):
-        if not isinstance(x, Tensor) or x.layout is not torch.strided or x.is_nested or x.ndim != 4:
-            return False
-    for flag in flags:
-        if type(flag) is not bool:
-            return False
-    if not (scale is None or type(scale) is float) or type(backend) is not str:
-        return False
-    if not (q.dtype == k.dtype == v.dtype and q.device == k.device == v.device):
-        return False
-    kind = autocast_kind(q)
-    return kind is not None and not torch.is_autocast_enabled(kind)
-
-
-@lru_cache(maxsize=4096)
-def _check_once(
-    q_shape: torch.Size, k_shape: torch.Size, v_shape: torch.Size, dtype: torch.dtype, device: torch.device,
-    enable_gqa: bool, scale: float | None, backend: str, interpreter: bool,
-) -> tuple[str, float]:  # fmt: skip
-    """(back end, scale) of a usual call; raises what `flash_attention` raises."""
-    q, k, v = (torch.empty(shape, dtype=dtype, device="meta") for shape in (q_shape, k_shape, v_shape))
-    check_attention_inputs(q, k, v, enable_gqa=enable_gqa)
-    scale = resolve_scale(scale, q_shape[-1])
-    batch_heads, seqlen_q, head_dim = q_shape[:-2].numel(), *q_shape[-2:]
-    name, _ = _select_once(device, dtype, head_dim, batch_heads, seqlen_q, k_shape[-2], backend, "dense", interpreter)
-    return name, scale
 
 
 def _check_deterministic(deterministic: bool | None) -> None:
@@ -229,16 +239,9 @@ def explain_backend(
     """
     if q.device.type not in ("cpu", "cuda"):
         raise ValueError(f"q must be on a cpu or cuda device, got {q.device}")
-    facts = (q.device, q.dtype, q.shape[-1], q.shape[:-2].numel(), q.shape[-2], k.shape[-2], backend, layout)
-    # Short sequences wait for the host, so a choice is made once. Compilers trace it, with lengths that are symbols.
-    if torch.compiler.is_compiling() or type(k.shape[-2]) is not int or not isinstance(backend, str):
-        return _select(*facts)
-    return _select_once(*facts, interpreter_is_on())
-
-
-@lru_cache(maxsize=1024)
-def _select_once(*facts: Any) -> tuple[str, str]:
-    return _select(*facts[:-1])  # the last says whether kernels are interpreted, by which choices differ
+    return _select(
+        q.device, q.dtype, q.shape[-1], q.shape[:-2].numel(), q.shape[-2], k.shape[-2], backend, layout
+    )  # fmt: skip
 
 
 def _select(
@@ -261,57 +264,13 @@ def _select(
 
 @torch.compiler.assume_constant_result
 def _available(device_kind: str) -> dict[str, str]:
-    return _available_once(device_kind, interpreter_is_on())
-
-
-@cache
-def _available_once(device_kind: str, interpreter: bool) -> dict[str, str]:
-    return available_backends(get_device_info(device_kind))
+    return available_here(device_kind, interpreter_is_on())
 
 
 @torch.compiler.assume_constant_result
 def _compute_capability(device_index: int) -> tuple[int, int]:
-    return _compute_capability_once(device_index)
-
-
-@cache
-def _compute_capability_once(device_index: int) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device_index)
 
 
 def _repeat_kv_heads(q: Tensor, x: Tensor) -> Tensor:
     return x if q.shape[-3] == x.shape[-3] else x.repeat_interleave(q.shape[-3] // x.shape[-3], dim=-3)
-
-
-def _tiled_forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, config: str) -> Any:
-    with without_autocast(q):
-        return tiled_forward(q, k, v, is_causal, scale)
-
-
-def _tiled_backward(
-    q: Tensor, k: Tensor, v: Tensor, output: Tensor, lse: Tensor, grad_output: Tensor, grad_lse: Tensor | None,
-    is_causal: bool, scale: float, config: str,
-) -> Any:  # fmt: skip
-    with without_autocast(q):
-        return tiled_backward(q, k, v, output, lse, grad_output, grad_lse, is_causal, scale)
-
-
-def _tiled_masked_forward(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, is_causal: bool, scale: float, config: str
-) -> Any:
-    with without_autocast(q):
-        return tiled_forward(q, k, v, False, scale, mask=mask)
-
-
-def _tiled_masked_backward(
-    q: Tensor, k: Tensor, v: Tensor, output: Tensor, lse: Tensor, grad_output: Tensor, grad_lse: Tensor | None,
-    mask: Tensor, is_causal: bool, scale: float, config: str,
-) -> Any:  # fmt: skip
-    with without_autocast(q):
-        return tiled_backward(q, k, v, output, lse, grad_output, grad_lse, False, scale, mask=mask)
-
-
-tiled_attention = AttentionOperator("tiled_attention", _tiled_forward, _tiled_backward)
-tiled_masked_attention = AttentionOperator(
-    "tiled_masked_attention", _tiled_masked_forward, _tiled_masked_backward, extras={"mask": "Tensor"}
-)

@@ -19,12 +19,12 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from cs336_systems.attention.api import flash_attention
+from cs336_systems.attention.backends import available_here
 from cs336_systems.attention.masks import BlockMask
 from cs336_systems.attention.masks.block_mask import DEFAULT_BLOCK
-from cs336_systems.attention.masks.checks import FLOATING_DTYPES, check_storage
-from cs336_systems.attention.masks.staircase import staircase_mask
+from cs336_systems.attention.masks.checks import check_tensor
 from cs336_systems.attention.validation import check_attention_inputs, check_flags
-from cs336_systems.device import available_backends, get_device_info
+from cs336_systems.device import interpreter_is_on
 
 
 def shared_keys_attention(
@@ -93,18 +93,19 @@ def mask_chosen(
     seen = seen_keys(positions, chosen, seqlen_q, seqlen_k, is_causal)
     if seen.shape[1] > 1:
         seen = seen.repeat_interleave(group, dim=1)
-    in_one_launch = not torch.compiler.is_compiling() and _has_kernels(seen.device.type)
-    if in_one_launch and seen.numel() and positions.shape[2]:
+    # Inductor has Triton, too; what it compiles must not look for it.
+    has_kernels = seen.is_cuda and (torch.compiler.is_compiling() or _has_kernels())
+    if has_kernels and seen.numel() and positions.shape[2]:
         from cs336_systems.attention.triton.staircase import launch_staircase
 
         return launch_staircase(seen.int().contiguous(), positions.shape[2], DEFAULT_BLOCK)
-    return staircase_mask(seen, positions.shape[2])
+    return BlockMask.prefix(seen, positions.shape[2], block_size=DEFAULT_BLOCK)
 
 
 @cache
-def _has_kernels(device_kind: str) -> bool:
-    """Whether Triton runs on such devices; on a CPU it would only interpret."""
-    return device_kind == "cuda" and available_backends(get_device_info(device_kind))["triton"] == "ok"
+def _has_kernels() -> bool:
+    """Whether Triton runs on this machine's GPUs."""
+    return available_here("cuda", interpreter_is_on())["triton"] == "ok"
 
 
 def seen_keys(
@@ -127,9 +128,7 @@ def seen_keys(
 
 def check_bias(bias: Tensor, k: Tensor) -> None:
     """Raise unless `bias` is floating, on k's device and (batch, kv_heads or 1, keys)."""
-    if not isinstance(bias, Tensor) or bias.dtype not in FLOATING_DTYPES:
-        kind = bias.dtype if isinstance(bias, Tensor) else type(bias).__name__
-        raise TypeError(f"bias must be a floating tensor of 16 bits or more, got {kind}")
+    check_tensor("bias", bias, {3: "(batch, kv_heads or 1, keys)"})
     if k.ndim != 4:
         raise ValueError(f"k must have shape (batch, kv_heads, keys, head_dim), got {tuple(k.shape)}")
     if tuple(bias.shape) not in [(k.shape[0], heads, k.shape[2]) for heads in (1, k.shape[1])]:
@@ -139,4 +138,3 @@ def check_bias(bias: Tensor, k: Tensor) -> None:
         )
     if bias.device != k.device:
         raise ValueError(f"bias must be on k's device {k.device}, got {bias.device}")
-    check_storage("bias", bias)

@@ -25,6 +25,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from cs336_systems.attention.operator import AttentionOperator
 from cs336_systems.attention.validation import (
     check_attention_inputs,
     check_flags,
@@ -212,3 +213,22 @@ class FlashAttentionPyTorch(torch.autograd.Function):
         with torch.no_grad(), without_autocast(q):
             grads = tiled_backward(q, k, v, output, lse, grad_output, None, ctx.is_causal, ctx.scale, ctx.compiled)
         return *refuse_double_backward(grads, q, k, v, grad_output), None, None, None
+
+
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, scale: float, config: str
+) -> tuple[Tensor, Tensor]:
+    with without_autocast(q):
+        return tiled_forward(q, k, v, is_causal, scale, mask=mask)
+
+
+def _backward(
+    q: Tensor, k: Tensor, v: Tensor, output: Tensor, lse: Tensor, grad_output: Tensor, grad_lse: Tensor | None,
+    mask: Tensor | None, is_causal: bool, scale: float, config: str,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    with without_autocast(q):
+        return tiled_backward(q, k, v, output, lse, grad_output, grad_lse, is_causal, scale, mask=mask)
+
+
+# What `flash_attention(backend="tiled")` calls.
+tiled_attention = AttentionOperator("tiled_attention", _forward, _backward, extras=("Tensor? mask",))

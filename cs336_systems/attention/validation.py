@@ -11,7 +11,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._functorch import get_unwrapped, is_batchedtensor, is_functorch_wrapped_tensor
+from torch._C._functorch import (
+    get_unwrapped,
+    is_batchedtensor,
+    is_functorch_wrapped_tensor,
+    is_gradtrackingtensor,
+)
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 
@@ -170,6 +175,17 @@ def refuse_forward_mode(*tensors: Tensor) -> None:
         return
     if any(_carries_tangent(x) for x in tensors):
         raise NotImplementedError("forward-mode AD is not supported here; backend='reference' has it")
+
+
+def refuse_differentiating_transforms(*tensors: Tensor) -> None:
+    """Raise NotImplementedError where torch.func would differentiate: the operators have no rule for it."""
+    if torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active() or not torch.is_grad_enabled():
+        return
+    if any(is_gradtrackingtensor(layer) and layer.requires_grad for x in tensors for layer in layers(x)):
+        raise NotImplementedError(
+            "torch.func's grad, vjp, jacrev and hessian are not supported here; backend='reference' has them, "
+            "and tensor.backward() and torch.autograd.grad work"
+        )
 
 
 def _carries_tangent(x: Tensor) -> bool:

@@ -19,8 +19,8 @@ SHAPES = {
 
 def describe_machine(device: str, measure: bool) -> dict[str, Any]:
     """Everything that `doctor` prints, as JSON values; ValueError for a device that is not here."""
-    from cs336_systems.attention import native
-    from cs336_systems.device import available_backends, device_peak, get_device_info, recommended_dtype
+    from cs336_systems.attention.backends import available_backends
+    from cs336_systems.device import device_peak, get_device_info, recommended_dtype
     from cs336_systems.experiments.harness import software_versions
 
     info = get_device_info(device)
@@ -32,8 +32,6 @@ def describe_machine(device: str, measure: bool) -> dict[str, Any]:
         "peak": None if peak is None else asdict(peak),
         "backends": available_backends(info),
     }
-    if info.kind == "cuda":
-        described["attention_calls"] = native.state()
     if measure:
         described["measured"] = measure_machine(info.kind)
     return described
@@ -73,8 +71,6 @@ def show_machine(device: str, *, measure: bool, as_json: bool) -> None:
         table.add_row("peak", _peak(described["peak"]))
     for backend, state in described["backends"].items():
         table.add_row(f"backend {backend}", state)
-    if "attention_calls" in described:
-        table.add_row("attention calls", described["attention_calls"])
     if measure:
         measured = described["measured"]
         for name in ("copy", "bfloat16_matmul"):

@@ -65,7 +65,7 @@ def _pairs_looked_at(part: str, seqlen: int, heads: int) -> int:
 
 def diagnose(mask: BlockMask) -> dict[str, str]:
     """What there is to say about `mask`, by name."""
-    from cs336_systems.attention.masks import MAX_LIST_DENSITY, use_lists
+    from cs336_systems.attention.masks import MAX_LIST_DENSITY
 
     live = mask.num_full + mask.num_partial
     partial = 100 * mask.num_partial / max(1, live)
@@ -73,7 +73,7 @@ def diagnose(mask: BlockMask) -> dict[str, str]:
         verdict = "nothing is attended"
     elif not mask.num_dead:
         verdict = "0 % dead tiles, ideal 1.00×: skipping tiles gains nothing on this mask"
-    elif use_lists(mask.block_density):
+    elif mask.block_density < MAX_LIST_DENSITY:
         verdict = f"lists pay: block density below {MAX_LIST_DENSITY}"
     else:
         verdict = f"lists gain nothing: block density not below {MAX_LIST_DENSITY}"

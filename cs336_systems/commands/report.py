@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -15,16 +15,16 @@ DOCUMENTS = ("README.md", "writeup.md")
 
 
 def list_problems() -> None:
-    """List the handouts' problems and the chapters beyond: what `run` measures, and what only tests grade."""
-    from cs336_systems.experiments.handout import HANDOUT
+    """List every problem: what `run` measures, what `grade` grades, and what is answered in writing."""
     from cs336_systems.experiments.registry import PROBLEMS
+    from cs336_systems.grading.problems import PROBLEMS as HANDOUT
 
     for name in dict.fromkeys((*HANDOUT, *PROBLEMS)):  # two lines each: a table would cut the names
-        problem = HANDOUT.get(name) or PROBLEMS[name]
+        problem: Any = HANDOUT.get(name) or PROBLEMS[name]
         place = "beyond the handout" if problem.section == "beyond" else f"section {problem.section}"
         points = [f"{problem.points} point{'s' if problem.points > 1 else ''}"] if problem.points else []
-        measured = [] if name in PROBLEMS else ["tests only"]
-        facts = ", ".join([place, *points, *map(str, problem.editions), *measured])
+        how = {"graded": "`grade`", "written": "in writing"}.get(getattr(problem, "answer", ""), "`run`")
+        facts = ", ".join([place, *points, *map(str, problem.editions), how])
         typer.echo(f"{name}\n    {problem.title} ({facts})")
 
 

@@ -9,7 +9,7 @@ import signal
 import tempfile
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -26,6 +26,7 @@ from cs336_systems.commands.shared import (
     one_line_errors,
     termination_interrupts,
     unknown_problem,
+    wait_briefly,
 )
 from cs336_systems.measure.text import in_one_line
 
@@ -36,11 +37,6 @@ if TYPE_CHECKING:
     from cs336_systems.experiments.spec import Cell
 
 LONGEST_MESSAGE = 300  # characters of a failure on the terminal; the record has all of it
-# How often a thread of PyTorch's on a CPU looks whether the others are done before it sleeps. Left alone libgomp looks
-# for milliseconds. When the system puts two threads on one core, which one busy program beside them is enough for, the
-# one that waits keeps the other from working until the scheduler's next tick: calls of 0.2 ms then take 8 or 40, in
-# every sample. With 1,000 looks they take 0.5, and as long as before where each thread has a core.
-SPIN_SWITCHES = {"GOMP_SPINCOUNT": "1000"}
 
 
 def run(
@@ -84,9 +80,7 @@ def run(
         interpret = kind == "cpu" and importlib.util.find_spec("triton") is not None
         folder = results_folder(results, get_device_info(kind), config)
         _check_writable(folder, chosen)
-        if kind == "cuda":
-            _build_for_measuring()
-        else:
+        if kind == "cpu":
             wait_briefly(os.environ)
         sweep = Sweep(
             config,
@@ -127,27 +121,6 @@ def run(
     if totals and not any(status.startswith(("ok", "partly")) for status in totals):
         typer.echo("error: nothing could be measured", err=True)
         raise typer.Exit(EXIT_NOTHING_MEASURED)
-
-
-def wait_briefly(environment: MutableMapping[str, str]) -> None:
-    """Bound how long threads of processes that start with `environment` wait awake; see SPIN_SWITCHES.
-
-    What the user has set, for libgomp or for OpenMP, stays.
-    """
-    if not environment.keys() & {*SPIN_SWITCHES, "OMP_WAIT_POLICY"}:
-        environment.update(SPIN_SWITCHES)
-
-
-def _build_for_measuring() -> None:
-    """The C++ half of attention's calls, without which they are measured as well."""
-    from cs336_systems.attention import native
-
-    if native.load() is None and not native.is_switched_off():
-        typer.echo("compiling the C++ half of the attention operators, once on this machine", err=True)
-    try:
-        native.build()
-    except (RuntimeError, OSError) as error:
-        typer.echo(f"warning: attention calls are measured without their C++ half: {error}", err=True)
 
 
 def _run_problem(

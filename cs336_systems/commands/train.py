@@ -32,6 +32,7 @@ def train(
         typer.Option(help="none, naive, flat, overlap, bucketed, sharded-optimizer, zero1 or fsdp."),
     ] = "none",
     ranks: Annotated[int | None, typer.Option(help="Processes to spawn; under torchrun its WORLD_SIZE.")] = None,
+    context_parallel: Annotated[int, typer.Option(help="Ranks that share each sequence, by ring attention.")] = 1,
     attention: Annotated[str, typer.Option(help="Attention inside the model: sdpa, triton, hopper, ...")] = "sdpa",
     autocast: Annotated[str | None, typer.Option(help="bfloat16, or float16 with a loss scale; else float32.")] = None,
     batch: Annotated[int, typer.Option(help="Sequences a step, over all ranks.")] = 16,
@@ -74,6 +75,7 @@ def train(
             model=byte_model(sizes[size], context_length),
             wrapper=wrapper,
             num_ranks=_num_ranks(ranks),
+            context_parallel=context_parallel,
             attention=attention,
             precision=replace(Precision(), autocast=autocast),  # type: ignore[arg-type]
             batch=batch,

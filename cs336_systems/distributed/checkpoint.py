@@ -62,7 +62,6 @@ INDEX = "index.json"
 FORMAT = 2
 STEP_FOLDER = re.compile(r"step-\d{8,}")
 DATA_FILE = re.compile(r"rank-\d+\.bin")
-NUMBERS: dict[str, Any] = {"int": int, "float": float}  # states that are no tensors, saved as 0-d ones
 
 
 class CheckpointError(ValueError):
@@ -126,10 +125,8 @@ def save_checkpoint(
     state cannot be sharded, FileExistsError where the step is there already, CheckpointError while another process
     saves into `folder`, and OSError where it cannot be written.
     """
-    if step < 0:
-        raise ValueError(f"step must not be negative, got {step}")
-    if keep < 1:
-        raise ValueError(f"keep must be at least 1, got {keep}")
+    if step < 0 or keep < 1:
+        raise ValueError(f"step must not be negative, and keep at least 1, got {step} and {keep}")
     rank, size = _rank_and_size(process_group)
     state = _TrainingState(model, optimizer)
     content = {"step": step, "position": position or {}, "num_ranks": size, "optimizer": state.settings()}
@@ -258,26 +255,22 @@ def read_index(path: Path) -> tuple[dict[str, Any], Metadata]:
         content = sealed["content"]
         if sealed["crc32"] != _content_crc32(content):
             raise CheckpointError("its checksum is not that of its content")
-        file_bytes: dict[str, int] = {}
         for name, entry in content["tensors"].items():
             size, dtype = torch.Size(entry["size"]), getattr(torch, entry["dtype"])
             chunks, elements = [], 0
             for chunk in entry["chunks"]:
                 if not DATA_FILE.fullmatch(chunk["file"]):
                     raise CheckpointError(f"it names {chunk['file']!r}, which is no file of a checkpoint")
-                if chunk["file"] not in file_bytes:
-                    file_bytes[chunk["file"]] = _num_bytes(path / chunk["file"])
                 offsets, sizes = torch.Size(chunk["offsets"]), torch.Size(chunk["sizes"])
                 elements += math.prod(sizes)
-                end = chunk["start"] + chunk["length"]
-                if end > file_bytes[chunk["file"]] or chunk["length"] != math.prod(sizes) * dtype.itemsize:
+                is_cut = chunk["start"] + chunk["length"] > _num_bytes(path / chunk["file"])
+                if is_cut or chunk["length"] != math.prod(sizes) * dtype.itemsize:
                     raise CheckpointError(f"{chunk['file']} has not the bytes of {name!r}: it is cut off")
                 chunks.append(ChunkStorageMetadata(offsets=offsets, sizes=sizes))
                 metadata.storage_data[MetadataIndex(name, offsets)] = chunk
             if elements != math.prod(size):
                 raise CheckpointError(f"it has {elements} elements of {name!r}, whose shape is {tuple(size)}")
-            properties = TensorProperties(dtype=dtype)
-            metadata.state_dict_metadata[name] = TensorStorageMetadata(properties, size, chunks)
+            metadata.state_dict_metadata[name] = TensorStorageMetadata(TensorProperties(dtype=dtype), size, chunks)
     except (CheckpointError, OSError) as error:
         raise CheckpointError(f"{file} is damaged: {error}") from None
     except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
@@ -311,8 +304,7 @@ class _Reader(dcp.FileSystemReader):
             file.seek(place["start"])
             data = bytearray(file.read(place["length"]))
         if zlib.crc32(data) != place["crc32"]:
-            name = f"{index.fqn!r} at {tuple(place['offsets'])}"
-            raise CheckpointError(f"{path} is damaged: {name} has another checksum than when it was saved")
+            raise CheckpointError(f"{path} is damaged: {index.fqn!r} at {place['offsets']} has another checksum")
         entry: Any = self.metadata.state_dict_metadata[index.fqn]
         flat = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
         return flat.view(entry.properties.dtype).view(place["sizes"])
@@ -371,8 +363,8 @@ class _TrainingState:
             for key, value in state.items():
                 name = f"optimizer.{self.names[parameter]}.{key}"
                 if isinstance(value, int | float):
-                    kind, dtype = ("int", torch.int64) if isinstance(value, int) else ("float", torch.float64)
-                    tensors[f"{name}:{kind}"] = torch.tensor(value, dtype=dtype)
+                    dtype = torch.int64 if isinstance(value, int) else torch.float64
+                    tensors[f"{name}:number"] = torch.tensor(value, dtype=dtype)
                 elif isinstance(value, Tensor):
                     if parameter in self.shards and value.ndim and value.shape != parameter.shape:
                         raise ValueError(f"{name!r}, of shape {tuple(value.shape)}, is not cut as FSDP cuts its weight")
@@ -386,24 +378,21 @@ class _TrainingState:
         saved: dict[str, Any] = metadata.state_dict_metadata
         tensors = self.model_tensors()
         for name, tensor in tensors.items():
-            if name not in saved:
-                raise CheckpointError(f"{path} has no {name!r}: it is of another model")
-            if saved[name].size != tensor.shape:
-                size = tuple(saved[name].size)
-                raise CheckpointError(f"{path} has {name!r} of shape {size}, the model needs {tuple(tensor.shape)}")
+            shape = tuple(saved[name].size) if name in saved else None
+            if shape != tensor.shape:
+                raise CheckpointError(f"{path} has {name!r} of shape {shape}, the model needs {tuple(tensor.shape)}")
         if self.optimizer is None:
             return tensors
-        if settings is None:
-            raise CheckpointError(f"{path} was saved without an optimizer")
-        if settings["kind"] != self.kind:
-            raise CheckpointError(f"{path} is of the optimizer {settings['kind']}, not of {self.kind}")
+        kind = None if settings is None else settings["kind"]
+        if settings is None or kind != self.kind:
+            raise CheckpointError(f"{path} is of the optimizer {kind}, not of {self.kind}")
         if settings["names"] != self.group_names:
             raise CheckpointError(f"{path} is of an optimizer with other parameter groups")
         owns = self.optimizer.owns if isinstance(self.optimizer, ShardedOptimizer) else lambda parameter: True
         kept = {self.names[parameter]: parameter for parameter in self.updated if owns(parameter)}
         for name, entry in saved.items():
-            kind, _, rest = name.partition(".")
-            parameter = kept.get(rest.rpartition(".")[0]) if kind == "optimizer" else None
+            owner = name.rpartition(".")[0]
+            parameter = kept.get(owner.removeprefix("optimizer.")) if name.startswith("optimizer.") else None
             if parameter is not None and entry.size == self.shards.get(parameter):
                 rows = torch.empty(parameter.shape, dtype=entry.properties.dtype, device=parameter.device)
                 tensors[name] = self._placed(parameter, rows)
@@ -417,13 +406,13 @@ class _TrainingState:
             return
         places = {self.names[parameter]: place for place, parameter in enumerate(self.updated)}
         states: dict[int, dict[str, Any]] = {}
-        for full_name, tensor in tensors.items():
-            kind, _, rest = full_name.partition(".")
-            if kind == "optimizer":
-                name, _, key = rest.rpartition(".")
-                key, _, number = key.partition(":")
-                value: Any = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-                states.setdefault(places[name], {})[key] = NUMBERS[number](value.item()) if number else value
+        for name, tensor in tensors.items():
+            if name.startswith("optimizer."):
+                owner, _, key = name.rpartition(".")
+                key, _, number = key.partition(":")  # that of a state which is no tensor
+                state = states.setdefault(places[owner.removeprefix("optimizer.")], {})
+                value = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+                state[key] = value.item() if number else value
         groups = [
             {key: tuple(value) if isinstance(value, list) else value for key, value in group.items()}
             | {"params": [places[name] for name in names]}

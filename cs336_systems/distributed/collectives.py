@@ -16,6 +16,8 @@ tensors without elements. `group` is a process group, or None for the default on
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from itertools import zip_longest
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -43,27 +45,21 @@ class Work:
 
 def num_ranks(group: Group = None) -> int:
     """Ranks of `group`; RuntimeError where no process group was made, ValueError on a rank that `group` is without."""
-    _require_group()
-    return _of_member(dist.get_world_size(group))
+    return _as_member(dist.get_world_size, group)
 
 
 def rank_in(group: Group = None) -> int:
     """This process's place in `group`; raises as `num_ranks` does."""
-    _require_group()
-    return _of_member(dist.get_rank(group))
+    return _as_member(dist.get_rank, group)
 
 
-def _of_member(number: int) -> int:
+def _as_member(ask: Callable[[Group], int], group: Group) -> int:
+    if not dist.is_available() or not dist.is_initialized():
+        raise RuntimeError("there is no process group: start the ranks with run_ranks, or by launch under torchrun")
+    number = ask(group)
     if number < 0:  # what PyTorch answers on other ranks
         raise ValueError(f"this process must be a member of the process group, and rank {dist.get_rank()} is none")
     return number
-
-
-def _require_group() -> None:
-    if not dist.is_available() or not dist.is_initialized():
-        raise RuntimeError(
-            "there is no process group: start the ranks with run_ranks, or under torchrun call init_from_environment()"
-        )
 
 
 def all_reduce_mean(
@@ -104,51 +100,39 @@ def all_reduce_mean(
 class MeansUnderWay:
     """Asynchronous `all_reduce_mean`s of one group, to be waited for together.
 
-    A hook starts each between two launches of a backward, on a host that has to stay ahead of the GPU. So what is the
-    same for all of them is looked up once until `wait`, and a plain tensor goes to the process group directly. After
-    `wait` nothing is held but `group`: with the default one, a copy can be made.
+    A hook starts each between two launches of a backward, on a host that has to stay ahead of the GPU: so a plain
+    tensor goes to the process group directly, past the bookkeeping of `torch.distributed`'s functions.
     """
 
     def __init__(self, group: Group = None) -> None:
         self.group = group
         self._works: list[Work | dist.Work] = []
         self._sums: list[Tensor] = []  # to be divided
-        self._known: dist.ProcessGroup | None = None  # the group that these are of:
-        self._options: AllreduceOptions | None = None  # None: it has one rank
-        self._averages = False
 
     def start(self, tensor: Shaped[Tensor, "*shape"]) -> None:
         """Begin to replace `tensor`, without a graph, by its mean; it must not be used before `wait` returns."""
         is_plain = tensor.is_contiguous() and tensor.is_floating_point() and tensor.numel()
         if not is_plain or torch.compiler.is_compiling():  # compilers know torch's functions, not a group's methods
             self._works.append(all_reduce_mean(tensor, self.group, async_op=True))
-            return
-        group = dist.group.WORLD if self.group is None else self.group
-        if group is None or group is not self._known:
-            self._look_up(group)
-        if self._options is not None:
+        elif num_ranks(self.group) > 1:
+            group = dist.group.WORLD if self.group is None else self.group
             assert group is not None
-            self._works.append(group.allreduce([tensor], self._options))
-            if not self._averages:
+            averages = _averages(self.group)
+            options = AllreduceOptions()
+            options.reduceOp = dist.ReduceOp(dist.ReduceOp.AVG if averages else dist.ReduceOp.SUM)
+            options.asyncOp = True  # without it NCCL works on the current stream
+            self._works.append(group.allreduce([tensor], options))
+            if not averages:
                 self._sums.append(tensor)
 
     def wait(self) -> None:
         """Return when the current stream may use every tensor of `start`'s; on NCCL the host does not wait."""
         works, sums = self._works, self._sums
-        self._works, self._sums, self._known, self._options = [], [], None, None
+        self._works, self._sums = [], []
         for work in works:
             work.wait()
         for tensor in sums:
             tensor.div_(num_ranks(self.group))
-
-    def _look_up(self, group: dist.ProcessGroup | None) -> None:
-        self._options = None
-        if num_ranks(group) > 1:
-            self._averages = _averages(group)
-            self._options = AllreduceOptions()
-            self._options.reduceOp = dist.ReduceOp(dist.ReduceOp.AVG if self._averages else dist.ReduceOp.SUM)
-            self._options.asyncOp = True
-        self._known = group
 
 
 def all_reduce_max(tensor: Shaped[Tensor, "*shape"], group: Group = None) -> None:
@@ -169,7 +153,6 @@ def all_gather_flat(
 ) -> Work:
     """Fill `output` with the ranks' `input`s, one after the other; equal sizes everywhere, any dtype."""
     size = num_ranks(group)
-    _require_flat(output, input, whole="output", part="input", size=size)
     output, input = output.detach(), input.detach()
     if size == 1:
         output.copy_(input)
@@ -198,7 +181,6 @@ def reduce_scatter_mean_flat(
     have another dtype than the input; the result is rounded to it once.
     """
     size = num_ranks(group)
-    _require_flat(input, output, whole="input", part="output", size=size, same_dtype=False)
     _require_mean("input", input)
     output, input = output.detach(), input.detach()
     if size == 1:
@@ -257,23 +239,6 @@ def _require_mean(name: str, tensor: Tensor) -> None:
         raise TypeError(f"{name} must be floating point or complex to have a mean, got {tensor.dtype}")
 
 
-def _require_flat(
-    whole_tensor: Tensor, part_tensor: Tensor, *, whole: str, part: str, size: int, same_dtype: bool = True
-) -> None:
-    for name, tensor in ((whole, whole_tensor), (part, part_tensor)):
-        if tensor.ndim != 1 or not tensor.is_contiguous():
-            raise ValueError(
-                f"{name} must be flat and contiguous, got shape {tuple(tensor.shape)} and strides {tensor.stride()}"
-            )
-    if whole_tensor.numel() != size * part_tensor.numel():
-        raise ValueError(
-            f"{whole} must have {size} ranks times the {part_tensor.numel()} elements of {part}, "
-            f"got {whole_tensor.numel()}"
-        )
-    if same_dtype and whole_tensor.dtype != part_tensor.dtype:
-        raise TypeError(f"{whole} must have the dtype of {part}, {part_tensor.dtype}, got {whole_tensor.dtype}")
-
-
 # Construction: every rank starts from rank 0's model
 
 
@@ -284,32 +249,22 @@ def check_same_shapes(named_tensors: Iterable[tuple[str, Tensor]], group: Group 
     collectives, and hang or, worse, add up tensors that do not belong together.
     """
     own = [(name, _description(tensor)) for name, tensor in named_tensors]
-    size = num_ranks(group)
-    if size == 1:
-        return
-    everyone: list[list[tuple[str, str]]] = [[] for _ in range(size)]
-    dist.all_gather_object(everyone, own, group=group)
-    for rank in range(1, size):
-        _compare(everyone[0], everyone[rank], rank)
-
-
-def _compare(first: list[tuple[str, str]], other: list[tuple[str, str]], rank: int) -> None:
-    """Raise ValueError if `other`, of `rank`, is not `first`, of rank 0."""
-    for (name, description), (other_name, other_description) in zip(first, other):
-        if name != other_name:
-            raise ValueError(
-                f"parameters must have the same order on all ranks: "
-                f"rank 0 has {name!r} where rank {rank} has {other_name!r}"
-            )
-        if description != other_description:
-            raise ValueError(
-                f"parameter {name!r} must be the same on all ranks: "
-                f"{description} on rank 0, {other_description} on rank {rank}"
-            )
-    if len(first) != len(other):
-        common = min(len(first), len(other))
-        longer, lacking = (first, rank) if len(first) > common else (other, 0)
-        raise ValueError(f"parameter {longer[common][0]!r} is missing on rank {lacking}")
+    everyone: list[Any] = [own] * num_ranks(group)
+    if len(everyone) > 1:
+        dist.all_gather_object(everyone, own, group=group)
+    missing = ("", "missing")
+    for rank, others in enumerate(everyone):
+        for (name, description), (other_name, other) in zip_longest(everyone[0], others, fillvalue=missing):
+            if name and other_name and name != other_name:
+                raise ValueError(
+                    f"parameters must have the same order on all ranks: "
+                    f"rank 0 has {name!r} where rank {rank} has {other_name!r}"
+                )
+            if description != other:
+                raise ValueError(
+                    f"parameter {name or other_name!r} must be the same on all ranks: "
+                    f"{description} on rank 0, {other} on rank {rank}"
+                )
 
 
 def _description(tensor: Tensor) -> str:
@@ -323,14 +278,9 @@ def broadcast_parameters(module: nn.Module, group: Group = None) -> None:
 
     A tensor that several modules share is sent once. ValueError, naming it, for one on the meta device.
     """
-    tensors = [*module.named_parameters(), *module.named_buffers()]
-    for name, tensor in tensors:
+    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
         if tensor.is_meta:
             raise ValueError(f"parameter {name!r} is on the meta device: give it memory before it is broadcast")
-    if num_ranks(group) == 1:
-        return
-    for _, tensor in tensors:
         sent = tensor.detach().contiguous()
         broadcast_from_first(sent, group)
-        if sent.data_ptr() != tensor.data_ptr():
-            tensor.copy_(sent)
+        tensor.copy_(sent)

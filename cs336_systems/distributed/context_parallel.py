@@ -3,10 +3,14 @@
     q, k, v = (zigzag_split(x, rank, num_ranks, dim=-2) for x in (q, k, v))      # this rank's part of the sequence
     output = ring_attention(q, k, v, is_causal=True)                              # and of the output
 
+    make_whole = split_context(model, group)                                      # or a whole TransformerLM, in place
+    logits = model(zigzag_split(tokens, rank, num_ranks, dim=1))
+
 Attention over all keys is put together from attention over each rank's keys by `merge_attention`. Phases: in step s a
-rank attends to the keys of rank - s while those of the next step are on their way; the backward goes around once more,
-recomputes each part, and sends the gradients of keys and values after them, so that they arrive home with the last
-step. No rank ever holds more than two ranks' keys and values.
+rank attends to the keys of rank - s while those of the next step are on their way; the backward goes around once more
+and recomputes each part. The gradients of keys and values follow them a step behind: they are on their way while the
+next part is computed, which then adds its own, and arrive home after the last step. No rank ever holds more than two
+ranks' keys and values.
 
 Under a causal mask the split is a zig-zag (Llama 3, arXiv:2407.21783, section 3.3.2): of 2N chunks, rank r has r and
 2N - 1 - r. Each step is then one call of the same area on every rank: all queries to the first half of the keys that
@@ -15,15 +19,19 @@ come from a lower rank, the second half of the queries to all keys from a higher
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from jaxtyping import Float
-from torch import Tensor
+from torch import Tensor, nn
 
 from cs336_systems.attention import flash_attention
+from cs336_systems.attention.validation import refuse_double_backward
 from cs336_systems.distributed.collectives import rank_in
+from cs336_systems.model import CausalMultiHeadSelfAttention, RotaryEmbedding
 
 Pair = tuple[Tensor, Tensor]
 
@@ -72,11 +80,12 @@ def zigzag_join(parts: list[Tensor], dim: int) -> Tensor:
 
 def ring_attention(
     q: Float[Tensor, "batch heads queries head_dim"],
-    k: Float[Tensor, "batch heads keys head_dim"],
-    v: Float[Tensor, "batch heads keys head_dim"],
+    k: Float[Tensor, "batch kv_heads keys head_dim"],
+    v: Float[Tensor, "batch kv_heads keys head_dim"],
     *,
     is_causal: bool = False,
     scale: float | None = None,
+    enable_gqa: bool = False,
     group: dist.ProcessGroup | None = None,
     backend: str = "auto",
 ) -> Float[Tensor, "batch heads queries head_dim"]:
@@ -85,10 +94,10 @@ def ring_attention(
     Args:
         q, k, v: this rank's part of the sequence: with `is_causal` its `zigzag_split`, otherwise any.
         is_causal: the top-left mask of the whole sequence.
-        scale, backend: as of `flash_attention`.
+        scale, enable_gqa, backend: as of `flash_attention`. Fewer heads of keys and values are so many fewer bytes.
 
     Raises ValueError without a process group, on a rank that is not of `group`, and with `is_causal` if the parts
-    cannot be a zig-zag split.
+    cannot be a zig-zag split; differentiated twice, NotImplementedError.
     """
     if not dist.is_initialized():
         raise ValueError("ring_attention needs a process group: call torch.distributed.init_process_group first")
@@ -98,77 +107,77 @@ def ring_attention(
             f"q and k must have the same even number of positions under a causal mask, "
             f"got {q.shape[-2]} and {k.shape[-2]}"
         )
-    return cast(Tensor, _RingAttention.apply(q, k, v, is_causal, scale, group, backend))
+    attend = partial(flash_attention, scale=scale, enable_gqa=enable_gqa, return_lse=True, backend=backend)
+    return cast(Tensor, _RingAttention.apply(q, k, v, is_causal, group, attend))
 
 
 class _RingAttention(torch.autograd.Function):
     """Saves the inputs, the output and its log-sum-exp; what the ring brings is recomputed in backward."""
 
     @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float | None, group: Any, backend: str
-    ) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, group: Any, attend: Any) -> Tensor:
         ring = _Ring(group)
         output = torch.zeros(q.shape, dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)
         lse = torch.full(q.shape[:-1], -torch.inf, dtype=output.dtype, device=q.device)
         kv = torch.stack([k, v])
         for step in range(ring.size):
-            arriving = ring.start(kv) if step + 1 < ring.size else None
-            rows, keys, triangle = _visible(ring.source(step) - ring.rank, q.shape[-2], k.shape[-2], is_causal)
-            part = flash_attention(
-                q[..., rows, :], kv[0][..., keys, :], kv[1][..., keys, :],
-                is_causal=triangle, scale=scale, return_lse=True, backend=backend,
-            )  # fmt: skip
+            arriving = ring.pass_on(kv) if step + 1 < ring.size else None
+            rows, keys, triangle = _visible(step, ring, q.shape[-2], k.shape[-2], is_causal)
+            part = attend(q[..., rows, :], kv[0][..., keys, :], kv[1][..., keys, :], is_causal=triangle)
             merged = merge_attention(output[..., rows, :], lse[..., rows], part[0].to(output.dtype), part[1])
             output[..., rows, :], lse[..., rows] = merged
             if arriving is not None:
-                kv = arriving.wait()
+                kv = arriving()
         result = output.to(q.dtype)
         ctx.save_for_backward(q, k, v, result, lse)
-        ctx.is_causal, ctx.scale, ctx.group, ctx.backend = is_causal, scale, group, backend
+        ctx.is_causal, ctx.group, ctx.attend = is_causal, group, attend
         return result
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> Any:
-        q, k, v, output, lse = ctx.saved_tensors
-        grad_output = grad_outputs[0]
-        ring = _Ring(ctx.group)
-        wide = lse.dtype
-        delta = (grad_output.to(wide) * output.to(wide)).sum(-1)
-        grad_q = torch.zeros(q.shape, dtype=wide, device=q.device)
-        kv = torch.stack([k, v])
-        grad_kv = torch.zeros(kv.shape, dtype=wide, device=q.device)  # of the keys at hand, from the ranks before
-        for step in range(ring.size):
-            arriving = ring.start(kv) if step + 1 < ring.size else None
-            rows, keys, triangle = _visible(ring.source(step) - ring.rank, q.shape[-2], k.shape[-2], ctx.is_causal)
-            leaves = [x.detach().requires_grad_() for x in (q[..., rows, :], kv[0][..., keys, :], kv[1][..., keys, :])]
-            with torch.enable_grad():
-                part, part_lse = flash_attention(
-                    *leaves, is_causal=triangle, scale=ctx.scale, return_lse=True, backend=ctx.backend
-                )
-            # The part's share w = exp(lse_part - lse) of the output: dO_part = w dO, dlse_part = w (dO · O_part - D).
-            share = torch.exp(part_lse.detach() - lse[..., rows])
-            upstream = grad_output[..., rows, :].to(wide)
-            grad_part = (upstream * share[..., None]).to(part.dtype)
-            grad_part_lse = share * ((upstream * part.detach().to(wide)).sum(-1) - delta[..., rows])
-            own = torch.autograd.grad((part, part_lse), leaves, (grad_part, grad_part_lse.to(part_lse.dtype)))
-            grad_q[..., rows, :] += own[0]
-            grad_kv[0][..., keys, :] += own[1]
-            grad_kv[1][..., keys, :] += own[2]
-            if arriving is not None:
-                kv = arriving.wait()
-            grad_kv = ring.start(grad_kv).wait()  # after the keys; from the last step it arrives at their owner
-        return grad_q.to(q.dtype), grad_kv[0].to(k.dtype), grad_kv[1].to(v.dtype), None, None, None, None
+        grads = _ring_backward(ctx, grad_outputs[0])
+        return *refuse_double_backward(grads, *ctx.saved_tensors[:3], grad_outputs[0]), None, None, None
 
 
-def _visible(offset: int, num_queries: int, num_keys: int, is_causal: bool) -> tuple[slice, slice, bool]:
-    """(query rows, keys, whether their mask is the triangle) for keys of the rank `offset` away, unwrapped."""
+@torch.no_grad()
+def _ring_backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v, output, lse = ctx.saved_tensors
+    ring = _Ring(ctx.group)
+    wide = lse.dtype
+    delta = (grad_output.to(wide) * output.to(wide)).sum(-1)
+    grad_q = torch.zeros(q.shape, dtype=wide, device=q.device)
+    kv, returning = torch.stack([k, v]), None
+    for step in range(ring.size):
+        arriving = ring.pass_on(kv) if step + 1 < ring.size else None
+        rows, keys, triangle = _visible(step, ring, q.shape[-2], k.shape[-2], ctx.is_causal)
+        leaves = [x.detach().requires_grad_() for x in (q[..., rows, :], kv[0][..., keys, :], kv[1][..., keys, :])]
+        with torch.enable_grad():
+            part, part_lse = ctx.attend(*leaves, is_causal=triangle)
+        # The part's share w = exp(lse_part - lse) of the output: dO_part = w dO, dlse_part = w (dO · O_part - D).
+        share = torch.exp(part_lse.detach() - lse[..., rows])
+        upstream = grad_output[..., rows, :].to(wide)
+        grad_part = (upstream * share[..., None]).to(part.dtype)
+        grad_part_lse = share * ((upstream * part.detach().to(wide)).sum(-1) - delta[..., rows])
+        own = torch.autograd.grad((part, part_lse), leaves, (grad_part, grad_part_lse.to(part_lse.dtype)))
+        grad_q[..., rows, :] += own[0]
+        # Those of the ranks before, for the keys at hand, were under way meanwhile.
+        grad_kv = torch.zeros(kv.shape, dtype=wide, device=q.device) if returning is None else returning()
+        grad_kv[0][..., keys, :] += own[1]
+        grad_kv[1][..., keys, :] += own[2]
+        if arriving is not None:
+            kv = arriving()
+        returning = ring.pass_on(grad_kv)  # the last one brings them to their owner
+    assert returning is not None
+    grad_kv = returning()
+    return grad_q.to(q.dtype), grad_kv[0].to(k.dtype), grad_kv[1].to(v.dtype)
+
+
+def _visible(step: int, ring: _Ring, num_queries: int, num_keys: int, is_causal: bool) -> tuple[slice, slice, bool]:
+    """(query rows, keys, whether their mask is the triangle) for the keys that are here in `step`."""
     everything = slice(None)
-    if not is_causal:
-        return everything, everything, False
-    if offset == 0:
-        return everything, everything, True
-    if offset < 0:
+    if step == 0 or not is_causal:
+        return everything, everything, is_causal
+    if step <= ring.rank:  # the keys of a lower rank
         return everything, slice(0, num_keys // 2), False
     return slice(num_queries // 2, None), everything, False
 
@@ -182,30 +191,64 @@ class _Ring:
         members = dist.get_process_group_ranks(dist.group.WORLD if group is None else group)
         self.right, self.left = members[(self.rank + 1) % self.size], members[self.rank - 1]
 
-    def source(self, step: int) -> int:
-        """The rank whose keys are here in `step`."""
-        return (self.rank - step) % self.size
-
-    def start(self, tensor: Tensor) -> _Arriving:
-        """Start sending `tensor` to the right and receiving its like from the left."""
+    def pass_on(self, tensor: Tensor) -> Callable[[], Tensor]:
+        """Start sending `tensor` to the right; what is returned waits for its like from the left."""
         sent = tensor.contiguous()
         if self.size == 1:
-            return _Arriving(sent, sent, [])
+            return lambda: sent
         received = torch.empty_like(sent)
         operations = [
             dist.P2POp(dist.isend, sent, self.right, self.group),
             dist.P2POp(dist.irecv, received, self.left, self.group),
         ]
-        return _Arriving(sent, received, dist.batch_isend_irecv(operations))
+        works = dist.batch_isend_irecv(operations)
+
+        def wait() -> Tensor:
+            for work in works:
+                work.wait()
+            del works[:], operations[:]  # what was sent has lived until it was gone
+            return received
+
+        return wait
 
 
-class _Arriving:
-    """A tensor on its way from the left neighbour."""
+# A whole model
 
-    def __init__(self, sent: Tensor, received: Tensor, works: list[dist.Work]) -> None:
-        self._sent, self._received, self._works = sent, received, works  # what is sent must live until it is gone
 
-    def wait(self) -> Tensor:
-        for work in self._works:
-            work.wait()
-        return self._received
+class _PartRotary(nn.Module):
+    """The rotation of this rank's positions. The tables stay whole: wrappers make buffers equal on all ranks."""
+
+    def __init__(self, whole: RotaryEmbedding, rank: int, num_ranks: int) -> None:
+        super().__init__()
+        self.whole, self.rank, self.num_ranks = whole, rank, num_ranks
+
+    def forward(self, x: Tensor) -> Tensor:
+        cos, sin = (zigzag_split(table, self.rank, self.num_ranks, 0) for table in (self.whole.cos, self.whole.sin))
+        if x.shape[-2] != len(cos):
+            raise ValueError(f"sequence must be this rank's {len(cos)} positions, got {x.shape[-2]}")
+        return RotaryEmbedding.rotate(x, cos, sin)
+
+
+def split_context(
+    model: nn.Module, group: dist.ProcessGroup | None = None, backend: str = "auto"
+) -> Callable[[], None]:
+    """Have `model`, a TransformerLM, take this rank's `zigzag_split` of whole contexts, until the result is called.
+
+    A loss is then a mean over the rank's tokens, and the mean of all ranks' gradients that of the whole batch: wrap the
+    model afterwards as any other. ValueError where the context has no 2 · ranks chunks or nothing attends.
+    """
+    rank, num_ranks = rank_in(group), dist.get_world_size(group)
+    layers = [inner for inner in model.modules() if isinstance(inner, CausalMultiHeadSelfAttention)]
+    if not layers:
+        raise ValueError(f"model must have CausalMultiHeadSelfAttention layers, {type(model).__name__} has none")
+    before, rope = layers[0].attention, layers[0].rope
+    part = _PartRotary(rope, rank, num_ranks)
+    for layer in layers:
+        layer.rope = part  # type: ignore[assignment]
+        layer.attention = partial(ring_attention, is_causal=True, group=group, backend=backend)
+
+    def make_whole() -> None:
+        for layer in layers:
+            layer.rope, layer.attention = rope, before
+
+    return make_whole

@@ -1,4 +1,4 @@
-"""What the four data-parallel wrappers share: one start for all ranks, gradient accumulation, unused parameters.
+"""What the four data-parallel wrappers share: rank 0's model everywhere, accumulation, a gradient for each parameter.
 
     model = OverlapDDP(model)                       # every rank now has rank 0's parameters and buffers
     with model.no_sync():                           # gradients pile up on each rank, nothing is sent
@@ -9,11 +9,9 @@
     optimizer.step()
 
 The loss is a mean over a rank's own batch, so that the mean of gradients is that of one process with the whole batch.
-
-Ranks must issue the same collectives in the same order, or they hang. So a parameter without a gradient on one rank
-takes part with zeros, and a vote at the end of each step finds those without one on any rank: their .grad stays None,
-as in one process, and an optimizer with momentum or decay leaves them alone. Buffers are made equal at construction
-only: running statistics then follow each rank's own data.
+Ranks must issue the same collectives in the same order, or they hang: so they agree on one, and each parameter takes
+part in each step. Buffers are made equal at construction only: running statistics then follow each
+rank's own data.
 """
 
 from __future__ import annotations
@@ -39,25 +37,31 @@ from cs336_systems.distributed.collectives import (
 class DataParallel(nn.Module, ABC):
     """Base of the wrappers around `module`, the same on every rank of `group` but for its values.
 
-    A subclass says in `_synchronize` how gradients become means. Parameters that are trainable at construction are
-    synchronised, each once however many modules share it; freezing or replacing them later is not supported. Raises
-    TypeError if `module` is no module, ValueError on all ranks if theirs differ and on a rank that is not of `group`,
-    RuntimeError without a process group.
+    Parameters that are trainable at construction are synchronised, each once however many modules share it; freezing
+    or replacing them later is not supported. With `find_unused_parameters` a step may leave some without a gradient:
+    ranks then vote at its end, which costs a message and a wait of the host, and a parameter that no rank has used
+    keeps no gradient, as in one process. Without it such a step raises, naming the parameter.
+
+    Raises TypeError if `module` is no module, ValueError on all ranks if theirs differ, on a rank that is not of
+    `group`, and for a module with `max_norm`; RuntimeError without a process group.
     """
 
-    def __init__(self, module: nn.Module, group: Group = None) -> None:
+    def __init__(self, module: nn.Module, group: Group = None, *, find_unused_parameters: bool = False) -> None:
         super().__init__()
         if not isinstance(module, nn.Module):
             raise TypeError(f"module must be a torch.nn.Module, got {type(module).__name__}")
+        for name, inner in module.named_modules():
+            if getattr(inner, "max_norm", None) is not None:
+                raise ValueError(f"module {name!r} has max_norm: each rank would rescale the rows that its batch uses")
         check_same_shapes([*module.named_parameters(), *module.named_buffers()], group)
         broadcast_parameters(module, group)
         self.module = module
         self.group = group
-        self.trainable = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        self.find_unused_parameters = find_unused_parameters
         self.sends = True  # False within no_sync
-        # This rank's vote where every parameter has a gradient, made once: no copy from the host in a step.
-        device = self.trainable[0].device if self.trainable else torch.device("cpu")
-        self._all_used = torch.ones(len(self.trainable), dtype=torch.uint8, device=device)
+        named = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
+        self.names = [name for name, _ in named]
+        self.trainable = [parameter for _, parameter in named]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.module(*args, **kwargs)
@@ -74,84 +78,41 @@ class DataParallel(nn.Module, ABC):
     def finish_gradient_synchronization(self) -> None:
         """Call after backward, before gradients are read: afterwards each is the mean over the ranks.
 
-        Waits on the device, not on the host, unless this rank has a parameter without a gradient. Raises RuntimeError
-        within `no_sync`, TypeError for a sparse gradient.
+        Waits on the device, not on the host. Raises RuntimeError within `no_sync` and for a parameter without a
+        gradient, TypeError for a sparse one.
         """
         if not self.sends:
             raise RuntimeError("finish_gradient_synchronization() must be called outside of no_sync()")
         unused = [index for index, parameter in enumerate(self.trainable) if parameter.grad is None]
+        if unused and not self.find_unused_parameters:
+            raise RuntimeError(
+                f"parameter {self.names[unused[0]]!r} has no gradient on this rank, as {len(unused)} of "
+                f"{len(self.trainable)}: use it in every step, freeze it, or pass find_unused_parameters=True"
+            )
         for index in unused:
             self.trainable[index].grad = torch.zeros_like(self.trainable[index])
         self._synchronize()
-        self._forget_unused(unused)
-
-    @abstractmethod
-    def _synchronize(self) -> None:
-        """Make every gradient of `trainable` the mean over the ranks; all of them are there."""
-
-    def _forget_unused(self, unused: list[int]) -> None:
-        """Take the zeros back from those parameters of `unused` that no rank has a gradient for."""
-        votes = self._all_used
-        if unused:
-            votes = votes.clone()
+        if self.find_unused_parameters and self.trainable:
+            votes = torch.ones(len(self.trainable), dtype=torch.uint8)
             votes[unused] = 0
-        all_reduce_max(votes, self.group)
-        if unused:
+            votes = votes.to(self.trainable[0].device)
+            all_reduce_max(votes, self.group)
             used = votes.tolist()
             for index in unused:
                 if not used[index]:
                     self.trainable[index].grad = None
 
-
-class ReactingDataParallel(DataParallel):
-    """Base of the wrappers that act on each gradient as soon as the backward has made it.
-
-    A backward raises RuntimeError where a parameter was written between the last one and its synchronisation, as by an
-    optimizer's step: each rank has then stepped by its own gradients. What writes through `.data` goes unseen.
-    """
-
-    def __init__(self, module: nn.Module, group: Group = None) -> None:
-        super().__init__(module, group)
-        self._versions: dict[int, int] = {}  # of parameters when their gradients arrived, until these are synchronised
-
-    def finish_gradient_synchronization(self) -> None:
-        """As `DataParallel.finish_gradient_synchronization`; parameters may be written again."""
-        super().finish_gradient_synchronization()
-        self._versions.clear()
-
-    def _react_to_gradients(self) -> None:
-        """Have `_react` called from now on.
-
-        The parameters hold the wrapper weakly: they outlive it, and a cycle through autograd's hooks would keep wrapper
-        and model alive for good.
-        """
-        itself = weakref.ref(self)
-
-        def make_hook(index: int) -> Callable[[Tensor], None]:
-            def hook(parameter: Tensor) -> None:
-                if (alive := itself()) is not None:
-                    alive._check_unwritten(index, parameter)
-                    alive._react(index, dense_gradient(parameter))
-
-            return hook
-
-        for index, parameter in enumerate(self.trainable):
-            parameter.register_post_accumulate_grad_hook(make_hook(index))
-
-    def _check_unwritten(self, index: int, parameter: Tensor) -> None:
-        """RuntimeError if `parameter` was written when its last gradient had arrived and was not synchronised."""
-        version = parameter._version
-        if self._versions.get(index, version) != version:
-            raise RuntimeError(
-                "finish_gradient_synchronization() was not called between the last backward and the optimizer's step: "
-                "call it after each backward, or run all but the last of them under no_sync()"
-            )
-        if self.sends:
-            self._versions[index] = version
-
     @abstractmethod
-    def _react(self, index: int, gradient: Tensor) -> None:
-        """What to do in the backward when the gradient of parameter `index` of `trainable` was accumulated."""
+    def _synchronize(self) -> None:
+        """Make every gradient of `trainable` the mean over the ranks; all of them are there."""
+
+    def skip_step(self) -> None:
+        """Forget a step's gradients, on all ranks alike: after a backward that raised, say."""
+        self._end_step()
+        self.zero_grad(set_to_none=True)
+
+    def _end_step(self) -> None:  # noqa: B027 - only wrappers that send during the backward have something to forget
+        """Wait for what is under way; the next gradients belong to another step."""
 
 
 def dense_gradient(parameter: Tensor) -> Tensor:
@@ -160,89 +121,43 @@ def dense_gradient(parameter: Tensor) -> Tensor:
     if gradient is None:  # dropped by zero_grad when it had arrived
         raise RuntimeError(
             f"a gradient of shape {tuple(parameter.shape)} has gone before its all-reduce: call "
-            "finish_gradient_synchronization() after each backward, after one that raised as well"
+            "finish_gradient_synchronization() after each backward, or skip_step() after one that raised"
         )
     if gradient.layout != torch.strided:
         raise TypeError(f"gradients must be dense, got {gradient.layout} of shape {tuple(parameter.shape)}")
     return gradient.detach() if gradient.requires_grad else gradient
 
 
-class LaunchOrder:
-    """Says which items' collectives may start when gradients arrive, in an order that is the same on every rank.
+def call_at_each_gradient(wrapper: DataParallel, react: Callable[[Any, int], None]) -> None:
+    """Have `react(wrapper, index)` called in a backward when the gradient of `wrapper.trainable[index]` is there.
 
-    An item is what one collective carries: a parameter, or a bucket of them. The first backward in which some rank has
-    a gradient is a rehearsal in which nothing starts early: it counts how many times each parameter's hook runs (twice
-    where two reentrantly checkpointed regions share a weight), and the order in which items were complete on rank 0
-    becomes everybody's. From then on an item starts as soon as all its parameters have arrived and all items before it
-    have started. A later backward may reach a weight fewer times, and its item starts at the end; not more often.
+    The parameters hold the wrapper weakly: they outlive it, and a cycle through autograd's hooks would keep wrapper
+    and model alive for good.
     """
+    itself = weakref.ref(wrapper)
 
-    def __init__(self, item_of_parameter: list[int], group: Group, device: torch.device) -> None:
-        self.item_of_parameter = item_of_parameter
-        self.num_items = max(item_of_parameter, default=-1) + 1
-        self.group, self.device = group, device
-        self.order: list[int] | None = None  # None until rehearsed
-        self.expected = [0] * len(item_of_parameter)  # arrivals of each parameter in a backward
-        self.sizes = [0] * self.num_items  # parameters of each item
-        for item in item_of_parameter:
-            self.sizes[item] += 1
-        self._begin()
+    def make_hook(index: int) -> Callable[[Tensor], None]:
+        def hook(parameter: Tensor) -> None:
+            if (alive := itself()) is not None:
+                react(alive, index)
 
-    def _begin(self) -> None:
-        self.arrived = [0] * len(self.item_of_parameter)
-        self.missing = list(self.sizes)  # parameters of each item that have not arrived
-        self.has_started = [False] * self.num_items
-        self.rehearsed: dict[int, None] = {}  # items in the order of their last arrivals, until there is an order
-        self.num_started = 0
+        return hook
 
-    def arrive(self, parameter: int) -> list[int]:
-        """The items that may start now that `parameter`'s gradient was accumulated once more.
+    for index, parameter in enumerate(wrapper.trainable):
+        parameter.register_post_accumulate_grad_hook(make_hook(index))
 
-        Raises RuntimeError if its item has started: the new gradient would be added to a sum already under way.
-        """
-        item = self.item_of_parameter[parameter]
-        self.arrived[parameter] += 1
-        if self.order is None:
-            self.rehearsed.pop(item, None)
-            self.rehearsed[item] = None
-            return []
-        if self.has_started[item]:
-            raise RuntimeError(
-                "a gradient arrived after its all-reduce had begun: call finish_gradient_synchronization() after each "
-                "backward, or run all but the last of them under no_sync(); where reentrant checkpoints reach a weight "
-                "more often than in the first backward, use NaiveDDP or FlatDDP"
-            )
-        if self.arrived[parameter] != self.expected[parameter]:
-            return []
-        self.missing[item] -= 1
-        first = self.num_started
-        while self.num_started < self.num_items and not self.missing[self.order[self.num_started]]:
-            self.has_started[self.order[self.num_started]] = True
-            self.num_started += 1
-        return self.order[first : self.num_started]
 
-    def finish(self) -> list[int]:
-        """The items not started in this backward, in order; the next `arrive` belongs to another backward."""
-        if self.order is None and not self._has_rehearsed():
-            return list(range(self.num_items))
-        if self.order is None:
-            self._learn()
-        assert self.order is not None
-        rest = self.order[self.num_started :]
-        self._begin()
-        return rest
+def agree_on_order(came: list[int], items: list[int], wrapper: DataParallel) -> list[int]:
+    """`items` in the order in which rank 0's `came` in its first step, on every rank; those that did not go last."""
+    order = torch.tensor([*came, *(item for item in items if item not in came)], device=wrapper.trainable[0].device)
+    broadcast_from_first(order, wrapper.group)
+    return order.tolist()
 
-    def _has_rehearsed(self) -> bool:
-        """Whether a gradient has arrived, on any rank: not where there was no backward but under no_sync."""
-        has_arrived = torch.tensor([any(self.arrived)], dtype=torch.uint8, device=self.device)
-        all_reduce_max(has_arrived, self.group)
-        return bool(has_arrived.item())
 
-    def _learn(self) -> None:
-        self.expected = [max(1, count) for count in self.arrived]
-        incomplete = {item for item, count in zip(self.item_of_parameter, self.arrived) if not count}
-        own = [item for item in self.rehearsed if item not in incomplete]
-        own += sorted(set(range(self.num_items)) - set(own))
-        agreed = torch.tensor(own, dtype=torch.int64, device=self.device)
-        broadcast_from_first(agreed, self.group)
-        self.order = agreed.tolist()
+def arrived_twice(name: str) -> RuntimeError:
+    """The error for a gradient that would be added to a sum already under way."""
+    return RuntimeError(
+        f"the gradient of parameter {name!r} arrived twice in a step: call finish_gradient_synchronization() after "
+        "each backward, run all but the last of several under no_sync(), call skip_step() after one that raised; for "
+        "a weight in several reentrant checkpoints take use_reentrant=False, or NaiveDDP or FlatDDP"
+    )

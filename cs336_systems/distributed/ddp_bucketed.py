@@ -8,106 +8,121 @@ view of its bucket, so that nothing is gathered before the all-reduce or copied 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from itertools import accumulate
 
-import torch
 from torch import Tensor, nn
 
 from cs336_systems.distributed.collectives import Group, MeansUnderWay
-from cs336_systems.distributed.ddp import LaunchOrder, ReactingDataParallel, dense_gradient
+from cs336_systems.distributed.ddp import (
+    DataParallel,
+    agree_on_order,
+    arrived_twice,
+    call_at_each_gradient,
+    dense_gradient,
+)
 
 BYTES_PER_MB = 2**20  # as torch's DistributedDataParallel counts its bucket_cap_mb
 ALIGNMENT_BYTES = 16  # of each view: the width of a GPU's vector loads
 
 
-class BucketedDDP(ReactingDataParallel):
+class BucketedDDP(DataParallel):
     """Asynchronous all-reduces of buckets of at most `bucket_size_mb` MiB; None puts everything into one.
 
-    A parameter larger than that has a bucket of its own, and dtypes do not mix. The buckets stay allocated when
-    `zero_grad` sets gradients to None: a new gradient is copied into its place when it arrives, which reads and writes
-    it once, less than clearing the bucket and adding to it. A gradient that is there already (`set_to_none=False`, or
-    accumulation under `no_sync`) is in its place. Raises ValueError for a size that is not positive and finite.
+    A parameter larger than that has a bucket of its own, and dtypes do not mix. Buckets are sent in the order in which
+    they were laid out, from the second step on in that in which rank 0's became full in the first. They stay allocated
+    when `zero_grad` sets gradients to None: a new gradient is copied into its place when it arrives, which reads and
+    writes it once, less than clearing the bucket and adding to it. A gradient that is there already, as under
+    `no_sync`, is in its place. Raises ValueError for a size that is not positive and finite.
     """
 
-    def __init__(self, module: nn.Module, bucket_size_mb: float | None = 25.0, group: Group = None) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        bucket_size_mb: float | None = 25.0,
+        group: Group = None,
+        *,
+        find_unused_parameters: bool = False,
+    ) -> None:
         if bucket_size_mb is not None and not (bucket_size_mb > 0 and math.isfinite(bucket_size_mb)):
             raise ValueError(f"bucket_size_mb must be positive and finite, or None, got {bucket_size_mb}")
-        super().__init__(module, group)
+        super().__init__(module, group, find_unused_parameters=find_unused_parameters)
         limit = math.inf if bucket_size_mb is None else bucket_size_mb * BYTES_PER_MB
         self.buckets = plan_buckets(self.trainable, limit)
-        self._flat = [
-            torch.zeros(bucket.num_elements, dtype=first.dtype, device=first.device)
-            for bucket in self.buckets
-            for first in [self.trainable[bucket.parameters[0]]]
-        ]
-        self._views: dict[int, Tensor] = {}  # a parameter's place in `trainable` -> its gradient's place in a bucket
-        bucket_of = [0] * len(self.trainable)
-        for number, (bucket, flat) in enumerate(zip(self.buckets, self._flat)):
-            for index, offset in zip(bucket.parameters, bucket.offsets):
+        self._flat: list[Tensor] = []  # a bucket's memory
+        self._views: dict[int, Tensor] = {}  # a parameter's place in it
+        self._bucket_of: dict[int, int] = {}
+        for number, bucket in enumerate(self.buckets):
+            sizes = [aligned_size(self.trainable[index]) for index in bucket]
+            flat = self.trainable[bucket[0]].new_zeros(sum(sizes)).detach()
+            for index, offset in zip(bucket, accumulate(sizes, initial=0)):
                 parameter = self.trainable[index]
                 self._views[index] = flat[offset : offset + parameter.numel()].view(parameter.shape)
-                bucket_of[index] = number
-        self._order = LaunchOrder(bucket_of, group, self._all_used.device)
-        self._means = MeansUnderWay(group)
-        self._react_to_gradients()
+                self._bucket_of[index] = number
+            self._flat.append(flat)
+        self._under_way = MeansUnderWay(group)
+        self._order = list(range(len(self.buckets)))
+        self._became_full: list[int] | None = []  # in the first step, in their order
+        self._end_step()
+        call_at_each_gradient(self, BucketedDDP._arrive)
 
-    def _react(self, index: int, gradient: Tensor) -> None:
-        self._move_in(index, gradient)
-        if self.sends:
-            for bucket in self._order.arrive(index):
-                self._means.start(self._flat[bucket])
+    def _arrive(self, index: int) -> None:
+        """The backward has accumulated the gradient of parameter `index`: into its bucket, and send what is full."""
+        self._move_in(index)
+        if not self.sends:
+            return
+        missing = self._missing[self._bucket_of[index]]
+        if index not in missing:
+            raise arrived_twice(self.names[index])
+        missing.remove(index)
+        if not missing and self._became_full is not None:
+            self._became_full.append(self._bucket_of[index])
+        while self._sent < len(self._order) and not self._missing[self._order[self._sent]]:
+            self._under_way.start(self._flat[self._order[self._sent]])
+            self._sent += 1
 
-    def _move_in(self, index: int, gradient: Tensor) -> None:
+    def _move_in(self, index: int) -> None:
         """Let the gradient of parameter `index` be the view of its bucket."""
-        view = self._views[index]
-        if gradient is not view:
-            view.copy_(gradient)
-            self.trainable[index].grad = view
+        parameter, view = self.trainable[index], self._views[index]
+        if parameter.grad is not view:
+            view.copy_(dense_gradient(parameter))
+            parameter.grad = view
 
     def _synchronize(self) -> None:
-        for index, parameter in enumerate(self.trainable):
-            if parameter.grad is not self._views[index]:  # no backward of this step has touched it
-                self._move_in(index, dense_gradient(parameter))
-        for bucket in self._order.finish():
-            self._means.start(self._flat[bucket])
-        self._means.wait()
+        for index in range(len(self.trainable)):
+            self._move_in(index)  # where no backward of this step has
+        for bucket in self._order[self._sent :]:
+            self._under_way.start(self._flat[bucket])
+        if self._became_full is not None and self.buckets:
+            self._order, self._became_full = agree_on_order(self._became_full, self._order, self), None
+        self._end_step()
+
+    def _end_step(self) -> None:
+        self._under_way.wait()
+        if self._became_full is not None:
+            self._became_full = []
+        self._missing = [set(bucket) for bucket in self.buckets]  # whose gradients have not arrived
+        self._sent = 0  # buckets, in their order
 
 
-@dataclass(frozen=True, kw_only=True)
-class Bucket:
-    """Which parameters share a bucket (places in the list of parameters) and where in it each begins."""
-
-    parameters: list[int]
-    offsets: list[int]  # in elements
-    num_elements: int
-
-
-def plan_buckets(parameters: list[nn.Parameter], limit_bytes: float) -> list[Bucket]:
-    """Consecutive parameters in reverse order, in buckets of one dtype and device and at most `limit_bytes` each."""
-    plans: list[list[int]] = []
+def plan_buckets(parameters: list[nn.Parameter], limit_bytes: float) -> list[list[int]]:
+    """Places of consecutive parameters in reverse order, in buckets of one dtype and device within `limit_bytes`."""
+    buckets: list[list[int]] = []
     used_bytes = 0.0
     for index in reversed(range(len(parameters))):
         parameter = parameters[index]
-        size = _aligned(parameter) * parameter.element_size()
-        last = parameters[plans[-1][-1]] if plans else None
+        size = aligned_size(parameter) * parameter.element_size()
+        last = parameters[buckets[-1][-1]] if buckets else None
         fits = last is not None and (last.dtype, last.device) == (parameter.dtype, parameter.device)
         if fits and used_bytes + size <= limit_bytes:
-            plans[-1].append(index)
+            buckets[-1].append(index)
             used_bytes += size
         else:
-            plans.append([index])
+            buckets.append([index])
             used_bytes = size
-    return [_lay_out(plan, parameters) for plan in plans]
+    return buckets
 
 
-def _lay_out(plan: list[int], parameters: list[nn.Parameter]) -> Bucket:
-    sizes = [_aligned(parameters[index]) for index in plan]
-    offsets = [0, *accumulate(sizes)]
-    return Bucket(parameters=plan, offsets=offsets[:-1], num_elements=offsets[-1])
-
-
-def _aligned(parameter: Tensor) -> int:
+def aligned_size(parameter: Tensor) -> int:
     """Elements that `parameter` takes in a bucket, so that the next one is aligned."""
     step = max(1, ALIGNMENT_BYTES // parameter.element_size())
     return -(-parameter.numel() // step) * step

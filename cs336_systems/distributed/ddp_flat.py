@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import defaultdict
 
 import torch
-from torch import Tensor
 
 from cs336_systems.distributed.collectives import all_reduce_mean
 from cs336_systems.distributed.ddp import DataParallel, dense_gradient
@@ -25,10 +24,5 @@ class FlatDDP(DataParallel):
         for gradients in together.values():
             flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
             all_reduce_mean(flat, self.group)
-            torch._foreach_copy_(gradients, _split_like(flat, gradients))
-
-
-def _split_like(flat: Tensor, tensors: list[Tensor]) -> list[Tensor]:
-    """Views of `flat`, one after the other, in the shapes of `tensors`."""
-    parts = flat.split([tensor.numel() for tensor in tensors])
-    return [part.view(tensor.shape) for part, tensor in zip(parts, tensors)]
+            parts = flat.split([gradient.numel() for gradient in gradients])
+            torch._foreach_copy_(gradients, [part.view_as(to) for part, to in zip(parts, gradients)])

@@ -6,30 +6,56 @@ are on their way. What cannot be hidden is the communication of the gradients th
 
 from __future__ import annotations
 
-from torch import Tensor, nn
+from torch import nn
 
 from cs336_systems.distributed.collectives import Group, MeansUnderWay
-from cs336_systems.distributed.ddp import LaunchOrder, ReactingDataParallel, dense_gradient
+from cs336_systems.distributed.ddp import (
+    DataParallel,
+    agree_on_order,
+    arrived_twice,
+    call_at_each_gradient,
+    dense_gradient,
+)
 
 
-class OverlapDDP(ReactingDataParallel):
+class OverlapDDP(DataParallel):
     """One asynchronous all-reduce a parameter, in place, started by a hook on its gradient.
 
-    The first backward is not overlapped: see `LaunchOrder`.
+    Every rank starts them in one order, and a gradient that is early waits for those before it: in the first step the
+    reverse order of parameters, from then on that in which rank 0's gradients came in the first.
     """
 
-    def __init__(self, module: nn.Module, group: Group = None) -> None:
-        super().__init__(module, group)
-        self._order = LaunchOrder(list(range(len(self.trainable))), group, self._all_used.device)
-        self._means = MeansUnderWay(group)
-        self._react_to_gradients()
+    def __init__(self, module: nn.Module, group: Group = None, *, find_unused_parameters: bool = False) -> None:
+        super().__init__(module, group, find_unused_parameters=find_unused_parameters)
+        self._under_way = MeansUnderWay(group)
+        self._order = list(reversed(range(len(self.trainable))))
+        self._came: list[int] | None = []  # in the first step, in their order
+        self._end_step()
+        call_at_each_gradient(self, OverlapDDP._arrive)
 
-    def _react(self, index: int, gradient: Tensor) -> None:
-        if self.sends:
-            for ready in self._order.arrive(index):
-                self._means.start(gradient if ready == index else dense_gradient(self.trainable[ready]))
+    def _arrive(self, index: int) -> None:
+        """The backward has accumulated the gradient of parameter `index`: send what is next, as far as it is there."""
+        if not self.sends:
+            return
+        if self._has_arrived[index]:
+            raise arrived_twice(self.names[index])
+        self._has_arrived[index] = True
+        if self._came is not None:
+            self._came.append(index)
+        while self._sent < len(self._order) and self._has_arrived[self._order[self._sent]]:
+            self._under_way.start(dense_gradient(self.trainable[self._order[self._sent]]))
+            self._sent += 1
 
     def _synchronize(self) -> None:
-        for index in self._order.finish():
-            self._means.start(dense_gradient(self.trainable[index]))
-        self._means.wait()
+        for index in self._order[self._sent :]:  # those that this backward has not reached, and those behind them
+            self._under_way.start(dense_gradient(self.trainable[index]))
+        if self._came is not None and self.trainable:
+            self._order, self._came = agree_on_order(self._came, self._order, self), None
+        self._end_step()
+
+    def _end_step(self) -> None:
+        self._under_way.wait()
+        if self._came is not None:
+            self._came = []
+        self._has_arrived = [False] * len(self.trainable)
+        self._sent = 0  # parameters, in their order

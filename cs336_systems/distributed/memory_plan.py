@@ -56,12 +56,7 @@ def fsdp_bytes(
     reduce_dtype: str | None = None,
     checkpointing: bool = False,
 ) -> ShardingBytes:
-    """Bytes of a rank that trains `model` with AdamW on `batch` sequences of its own, sharded by blocks.
-
-    Raises ValueError for num_ranks below 1, and KeyError for an unknown dtype.
-    """
-    if num_ranks < 1:
-        raise ValueError(f"num_ranks must be at least 1, got {num_ranks}")
+    """Bytes of a rank that trains `model` with AdamW on `batch` sequences of its own, sharded by blocks."""
     compute = BYTES_PER_ELEMENT[compute_dtype or "float32"]
     reduced = BYTES_PER_ELEMENT[reduce_dtype or compute_dtype or "float32"]
     elements = num_parameters(model)
@@ -100,7 +95,7 @@ def long_step_bytes(
     """As `fsdp_bytes`, with blocks in parts (`run_in_parts`, compiled) and the loss in chunks (`LossTransformer`).
 
     Activations are what every block keeps, what the final norm keeps, and what one block computes again: all that it
-    would save without checkpoints, less what of it is kept anyway. Raises ValueError as `fsdp_bytes`.
+    would save without checkpoints, less what of it is kept anyway.
     """
     options = {"attention": attention, "compute_dtype": compute_dtype, "reduce_dtype": reduce_dtype}
     plan = fsdp_bytes(model, batch, num_ranks=num_ranks, **options)  # type: ignore[arg-type]

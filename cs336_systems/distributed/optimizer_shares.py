@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable
+from itertools import islice
 from typing import Any
 
 import torch
@@ -35,7 +36,15 @@ class OptimizerOfShares(torch.optim.Optimizer):
             raise TypeError(f"{optimizer_cls.__name__} cannot be sharded: it searches along all parameters at once")
         self.process_group = group
         self.rank, self.num_ranks = rank_in(group), num_ranks(group)
-        super().__init__(unique_groups(params), kwargs)
+        self.shard = {"rank": self.rank, "num_ranks": self.num_ranks}  # whose share a state dict holds that is not full
+        super().__init__(params, kwargs)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's; a tensor that stands twice in a group (a tied weight) counts once, and names are dropped."""
+        members = param_group["params"]
+        tensors = (one[1] if isinstance(one, tuple) else one for one in members)
+        unique = members if isinstance(members, Tensor) else list(dict.fromkeys(tensors))
+        super().add_param_group({**param_group, "params": unique})
 
     @property
     def parameters(self) -> list[Tensor]:
@@ -55,28 +64,20 @@ class OptimizerOfShares(torch.optim.Optimizer):
 
     def as_state_dict(self, state: dict[int, dict[str, Any]]) -> dict[str, Any]:
         """A state dict of all groups, with `state` by place among all parameters."""
-        groups, first = [], 0
+        groups: list[dict[str, Any]] = []
+        places = iter(range(len(self.parameters)))
         for group in self.param_groups:
-            places = list(range(first, first + len(group["params"])))
-            groups.append({**hyperparameters(group), "params": places})
-            first += len(places)
+            groups.append({**hyperparameters(group), "params": [*islice(places, len(group["params"]))]})
         return {"state": dict(sorted(state.items())), "param_groups": groups}
-
-    @property
-    def shard(self) -> dict[str, int]:
-        """Whose share a state dict holds that is not full."""
-        return {"rank": self.rank, "num_ranks": self.num_ranks}
 
     def check_loadable(self, state_dict: dict[str, Any]) -> None:
         """ValueError for the share of another rank, or groups of other sizes."""
-        saved = state_dict.get("shard", self.shard)
-        if saved != self.shard:
-            raise ValueError(
-                f"state_dict must be full or the share of rank {self.rank} of {self.num_ranks}, "
-                f"got that of rank {saved['rank']} of {saved['num_ranks']}"
-            )
-        sizes = [len(group["params"]) for group in state_dict["param_groups"]]
-        expected = [len(group["params"]) for group in self.param_groups]
+        shard = state_dict.get("shard", self.shard)
+        if shard != self.shard:
+            raise ValueError(f"state_dict must be full or the share of {self.shard}, got that of {shard}")
+        sizes, expected = (
+            [len(group["params"]) for group in groups] for groups in (state_dict["param_groups"], self.param_groups)
+        )
         if sizes != expected:
             raise ValueError(f"state_dict must have groups of {expected} parameters, got {sizes}")
 
@@ -93,21 +94,6 @@ def hyperparameters(group: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in group.items() if name not in ("params", "param_names")}
 
 
-def unique_groups(params: Any) -> list[dict[str, Any]]:
-    """`params` as groups of tensors, one that stands twice in a group (a tied weight) kept once, names dropped."""
-    if isinstance(params, Tensor):
-        raise TypeError("params must be an iterable of tensors or groups, got a tensor")
-    entries = list(params)
-    if not entries or not isinstance(entries[0], dict):
-        entries = [{"params": entries}]
-    groups = []
-    for entry in entries:
-        members = [entry["params"]] if isinstance(entry["params"], Tensor) else entry["params"]
-        tensors = (member[1] if isinstance(member, tuple) else member for member in members)
-        groups.append({**entry, "params": list(dict.fromkeys(tensors))})
-    return groups
-
-
 def check_elementwise(optimizer_cls: type[torch.optim.Optimizer], settings: dict[str, Any], *, rows: bool) -> None:
     """ValueError where `optimizer_cls` moves a matrix otherwise than its rows, or its flat pieces, one by one.
 
@@ -120,12 +106,11 @@ def check_elementwise(optimizer_cls: type[torch.optim.Optimizer], settings: dict
     options = {name: value for name, value in settings.items() if name in accepted}
     options |= {"lr": 0.1} if "lr" in accepted else {}  # the first of a warm-up may be 0
 
-    def stepped(cut: Any) -> Tensor:
+    def stepped(cut: Callable[[Tensor], Any]) -> Tensor:
         parts = [nn.Parameter(part.clone()) for part in cut(weight)]
         optimizer = optimizer_cls(parts, **options)
         for gradient in gradients:
-            pieces: Sequence[Tensor] = cut(gradient)
-            for part, piece in zip(parts, pieces):
+            for part, piece in zip(parts, cut(gradient)):
                 part.grad = piece.clone()
             optimizer.step()
         return torch.cat([part.detach().flatten() for part in parts])

@@ -13,9 +13,8 @@ gradients. `zero1.py` has the variant that pays nothing (ZeRO stage 1, Rajbhanda
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable
-from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -67,6 +66,9 @@ class ShardedOptimizer(OptimizerOfShares):
             self.local.add_param_group(self._own_part(group))
             self.take_settings()
 
+    def _own_part(self, group: dict[str, Any]) -> dict[str, Any]:
+        return {**hyperparameters(group), "params": [*filter(self.owns, group["params"])]}
+
     def owns(self, parameter: Tensor) -> bool:
         """Whether this rank updates `parameter` and keeps its state."""
         return self.owners[parameter] == self.rank
@@ -74,9 +76,7 @@ class ShardedOptimizer(OptimizerOfShares):
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         """Update the own share, then exchange the updated parameters; returns what `closure`, run by all, returns."""
         self.give_settings()
-        # update
         loss = self.local.step(**kwargs) if closure is None else self.local.step(closure, **kwargs)
-        # broadcast
         self._broadcast_updates()
         return loss
 
@@ -86,21 +86,23 @@ class ShardedOptimizer(OptimizerOfShares):
         if self.num_ranks == 1:
             return
         packed: dict[tuple[int, torch.dtype, torch.device], list[Tensor]] = defaultdict(list)
-        large: dict[int, list[Tensor]] = defaultdict(list)
+        messages: list[tuple[int, int, Tensor]] = []  # turn, owner, what it sends
+        turns: Counter[int] = Counter()
         for parameter, owner in self.owners.items():
             if not parameter.requires_grad or parameter.numel() == 0:
                 continue
             if parameter.nbytes < PACKED_BYTES or not parameter.is_contiguous():
                 packed[owner, parameter.dtype, parameter.device].append(parameter.detach())
             else:
-                large[owner].append(parameter.detach())
-        works = []
-        for turn in zip_longest(*(large[owner] for owner in sorted(large))):
-            for owner, tensor in zip(sorted(large), turn):
-                if tensor is not None:
-                    works.append(self._broadcast(tensor, owner))
+                messages.append((turns[owner], owner, parameter.detach()))
+                turns[owner] += 1
+        messages.sort(key=lambda message: message[:2])
         buffers = {key: torch.cat([tensor.reshape(-1) for tensor in tensors]) for key, tensors in packed.items()}
-        works += [self._broadcast(buffer, owner) for (owner, _, _), buffer in buffers.items()]
+        messages += [(0, key[0], buffer) for key, buffer in buffers.items()]
+        works = [
+            dist.broadcast(tensor, group_src=owner, group=self.process_group, async_op=True)
+            for _, owner, tensor in messages
+        ]
         for work in works:
             work.wait()
         for key, tensors in packed.items():
@@ -113,9 +115,8 @@ class ShardedOptimizer(OptimizerOfShares):
     def state_dict(self) -> dict[str, Any]:
         """This rank's share: the state of the parameters it owns, by their place among all parameters."""
         places = {parameter: place for place, parameter in enumerate(self.parameters)}
-        return self.as_state_dict({places[parameter]: dict(state) for parameter, state in self.state.items()}) | {
-            "shard": self.shard
-        }
+        states = {places[parameter]: dict(state) for parameter, state in self.state.items()}
+        return self.as_state_dict(states) | {"shard": self.shard}
 
     def full_state_dict(self) -> dict[str, Any]:
         """The state of all parameters, on every rank, on CPU, as `optimizer_cls` itself would give it; collective."""
@@ -131,19 +132,9 @@ class ShardedOptimizer(OptimizerOfShares):
         return self.as_state_dict(full)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load this rank's share, from a `state_dict` of the same rank or from a full one of any number of ranks.
-
-        Raises ValueError if it is the share of another rank or number of ranks, or if its groups are of other sizes.
-        """
+        """Load a `state_dict` of the same rank of as many, or a full one of any number of ranks; else ValueError."""
         self.check_loadable(state_dict)
         places = [place for place, parameter in enumerate(self.parameters) if self.owns(parameter)]
         saved = state_dict["state"]
         state = {index: saved[place] for index, place in enumerate(places) if place in saved}
         self.load_local(state, state_dict["param_groups"])
-
-    def _own_part(self, group: dict[str, Any]) -> dict[str, Any]:
-        own = [parameter for parameter in group["params"] if self.owns(parameter)]
-        return {**hyperparameters(group), "params": own}
-
-    def _broadcast(self, tensor: Tensor, owner: int) -> Any:
-        return dist.broadcast(tensor, group_src=owner, group=self.process_group, async_op=True)

@@ -21,6 +21,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -74,7 +75,9 @@ class Zero1Optimizer(OptimizerOfShares):
         check_same_shapes(((str(place), parameter) for place, parameter in enumerate(self.parameters)), process_group)
         for parameter in self.parameters:
             if not parameter.requires_grad:  # in no bucket, whose values rank 0 sends
-                _send_from_first(parameter, process_group)
+                sent = parameter.detach().contiguous()
+                broadcast_from_first(sent, process_group)
+                parameter.detach().copy_(sent)
         self.buckets: list[Bucket] = []
         local_groups = []
         for group in self.param_groups:
@@ -88,9 +91,20 @@ class Zero1Optimizer(OptimizerOfShares):
         self._reduce_order = list(reversed(self.buckets))
         self._next = 0  # the bucket of this order whose turn it is
         self._finished = False  # whether all are reduced, and no step has used them
-        for bucket in self.buckets:
+        for number, bucket in enumerate(self.buckets):
             for place, parameter in enumerate(bucket.parameters):
-                parameter.register_post_accumulate_grad_hook(bucket_hook(self, bucket, place))
+                parameter.register_post_accumulate_grad_hook(self._make_hook(number, place))
+
+    def _make_hook(self, number: int, place: int) -> Callable[[Tensor], None]:
+        """Holds the optimizer weakly: the garbage collector sees no cycle through a tensor's hooks."""
+        reference = weakref.ref(self)
+
+        def hook(parameter: Tensor) -> None:
+            optimizer = reference()
+            if optimizer is not None:
+                optimizer._gradient_arrived(optimizer.buckets[number], place)
+
+        return hook
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Called by the constructor for each group; later ones are refused, the buckets being laid out."""
@@ -109,7 +123,7 @@ class Zero1Optimizer(OptimizerOfShares):
         finally:
             self._synchronize = before
 
-    def gradient_arrived(self, bucket: Bucket, place: int) -> None:
+    def _gradient_arrived(self, bucket: Bucket, place: int) -> None:
         """Take the gradient into its bucket, and reduce the buckets that are full and whose turn it is."""
         if bucket.launched:
             raise RuntimeError("a second backward before step(): run all but the last one under no_sync()")
@@ -117,8 +131,8 @@ class Zero1Optimizer(OptimizerOfShares):
         if not self._synchronize:
             return
         bucket.arrived.add(place)
-        while self._next < len(self._reduce_order) and self._reduce_order[self._next].is_full:
-            self._reduce_order[self._next].reduce(self.process_group)
+        for full in takewhile(lambda one: len(one.arrived) == len(one.parameters), self._reduce_order[self._next :]):
+            full.reduce(self.process_group)
             self._next += 1
 
     def finish_gradient_synchronization(self) -> None:
@@ -162,11 +176,9 @@ class Zero1Optimizer(OptimizerOfShares):
             raise ValueError("Zero1Optimizer.step takes no closure: run backward before it")
         self.finish_gradient_synchronization()
         self.give_settings()
-        # update
         for bucket in self.buckets:
             bucket.follow_parameters()
         self.local.step()
-        # gather
         for work in [bucket.gather(self.process_group) for bucket in self.buckets]:
             work.wait()
         self._begin()
@@ -190,10 +202,7 @@ class Zero1Optimizer(OptimizerOfShares):
     @property
     def _step_supports_amp_scaling(self) -> bool:
         """Asked by torch.amp.GradScaler, which takes gradients from the parameters: there they are this rank's own."""
-        raise TypeError(
-            "Zero1Optimizer needs LossScaler of cs336_systems.distributed.loss_scale: torch.amp.GradScaler would "
-            "unscale gradients that are not averaged, and let each rank decide for itself"
-        )
+        raise TypeError("Zero1Optimizer needs LossScaler of cs336_systems.distributed.loss_scale, not torch's own")
 
     # State dicts
 
@@ -211,50 +220,40 @@ class Zero1Optimizer(OptimizerOfShares):
         places = {parameter: place for place, parameter in enumerate(self.parameters)}
         full: dict[int, dict[str, Any]] = {}
         for bucket in self.buckets:
-            state = dict(self.state.get(bucket.master, {}))
-            if bucket.is_low:
-                state[MASTER] = bucket.master
+            state = dict(self.state.get(bucket.master, {})) | ({MASTER: bucket.master} if bucket.is_low else {})
             for name, value in state.items():
                 pieces = [value] * len(bucket.parameters)
                 if isinstance(value, Tensor) and value.shape == bucket.master.shape:
                     whole = value.new_empty(self.num_ranks * value.numel())
                     all_gather_flat(whole, value, self.process_group)
-                    pieces = [piece.cpu() for piece in bucket.views_of(whole)]
+                    pieces = bucket.views_of(whole.cpu())
                 for parameter, piece in zip(bucket.parameters, pieces):
-                    kept = piece.clone() if isinstance(piece, Tensor) else piece
+                    kept = piece.clone() if isinstance(piece, Tensor) else piece  # without the rest of the bucket
                     full.setdefault(places[parameter], {})[name] = kept
         return self.as_state_dict(full)
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a `state_dict` of the same rank of as many, or a full one of any number of ranks.
-
-        ValueError where it is another rank's, or its groups are of other sizes.
-        """
+        """Load a `state_dict` of the same rank of as many, or a full one of any number of ranks; else ValueError."""
         self.check_loadable(state_dict)
-        state = dict(state_dict["state"])
+        state = state_dict["state"]
         if "shard" in state_dict:
             for bucket, master in zip(self.buckets, state_dict["masters"]):
                 bucket.master.copy_(master)
         else:
-            places = {parameter: place for place, parameter in enumerate(self.parameters)}
-            wholes = state
-            state = {
-                index: bucket.slices_of([wholes.get(places[parameter], {}) for parameter in bucket.parameters])
-                for index, bucket in enumerate(self.buckets)
-            }
-        self.load_local({index: slices for index, slices in state.items() if slices}, state_dict["param_groups"])
+            wholes = {parameter: state.get(place, {}) for place, parameter in enumerate(self.parameters)}
+            sliced = [bucket.slices_of([wholes[one] for one in bucket.parameters]) for bucket in self.buckets]
+            state = {index: slices for index, slices in enumerate(sliced) if slices}
+        self.load_local(state, state_dict["param_groups"])
 
     def _fill_buckets(self, parameters: list[Tensor], max_bytes: float) -> list[Bucket]:
         """Trainable `parameters` in order, cut where the size is reached or the dtype or device changes."""
         runs: list[list[Tensor]] = []
-        for parameter in parameters:
-            if not parameter.requires_grad:
-                continue
-            run = runs[-1] if runs else []
-            alike = bool(run) and (run[0].dtype, run[0].device) == (parameter.dtype, parameter.device)
-            if alike and sum(member.nbytes for member in run) + parameter.nbytes <= max_bytes:
-                run.append(parameter)
+        for parameter in filter(lambda one: one.requires_grad, parameters):
+            last = runs[-1][-1] if runs else None
+            alike = last is not None and (last.dtype, last.device) == (parameter.dtype, parameter.device)
+            if alike and sum(member.nbytes for member in runs[-1]) + parameter.nbytes <= max_bytes:
+                runs[-1].append(parameter)
             else:
                 runs.append([parameter])
         return [Bucket(run, self.rank, self.num_ranks, self.process_group) for run in runs]
@@ -291,18 +290,12 @@ class Bucket:
         pieces = flat[: self.num_elements].split([parameter.numel() for parameter in self.parameters])
         return [piece.view(parameter.shape) for piece, parameter in zip(pieces, self.parameters)]
 
-    @property
-    def is_full(self) -> bool:
-        return len(self.arrived) == len(self.parameters)
-
     def take_gradient(self, place: int) -> None:
         """Let the gradient of a parameter be the view of the bucket; one that was made elsewhere is copied into it."""
         parameter, view = self.parameters[place], self.gradient_views[place]
         if parameter.numel() and parameter.data_ptr() != self.views[place].data_ptr():
-            raise RuntimeError(
-                f"a parameter of shape {tuple(parameter.shape)} has other memory than when Zero1Optimizer was built: "
-                f"move and cast the model before"
-            )
+            shape = tuple(parameter.shape)
+            raise RuntimeError(f"a parameter of shape {shape} was moved or cast after Zero1Optimizer was built")
         gradient = dense_gradient(parameter)
         if gradient.data_ptr() != view.data_ptr():
             view.copy_(gradient)
@@ -354,26 +347,3 @@ class Bucket:
         if MASTER in slices:
             self.master.copy_(slices.pop(MASTER))
         return slices
-
-
-def _send_from_first(parameter: Tensor, group: dist.ProcessGroup | None) -> None:
-    values = parameter.detach().contiguous()
-    broadcast_from_first(values, group)
-    if values.data_ptr() != parameter.data_ptr():
-        parameter.detach().copy_(values)
-
-
-def bucket_hook(optimizer: Zero1Optimizer, bucket: Bucket, place: int) -> Callable[[Tensor], None]:
-    """A hook that tells `optimizer` that a gradient has arrived; autograd hands it the parameter.
-
-    It holds optimizer and bucket weakly: the bucket holds the parameter, and the garbage collector sees no cycle
-    through a tensor's hooks.
-    """
-    arrived, where = weakref.WeakMethod(optimizer.gradient_arrived), weakref.ref(bucket)
-
-    def hook(parameter: Tensor) -> None:
-        alive, held = arrived(), where()
-        if alive is not None and held is not None:
-            alive(held, place)
-
-    return hook

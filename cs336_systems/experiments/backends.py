@@ -18,9 +18,10 @@ from torch import Tensor
 
 from cs336_systems.attention import flash_attention
 from cs336_systems.attention.api import explain_backend
+from cs336_systems.attention.backends import BACKENDS
 from cs336_systems.attention.contract import Oracle, compute_oracle, contract_errors
 from cs336_systems.config import AttentionShape
-from cs336_systems.device import BACKENDS, interpreter_is_on
+from cs336_systems.device import interpreter_is_on
 from cs336_systems.experiments.implementations import off_contract
 from cs336_systems.inputs import attention_inputs
 from cs336_systems.measure.memory import one_out_of_memory_error, release
@@ -107,7 +108,7 @@ def _timing(
         chosen, reason = explain_backend(q, k, backend=backend)
     except ValueError as error:
         return BackendTiming(backend=backend, status="skipped", reason=str(error))
-    interpreted = chosen == "triton" and device == "cpu" and interpreter_is_on()
+    interpreted = chosen.startswith("triton") and device == "cpu" and interpreter_is_on()
     leaves = [x.detach().clone().requires_grad_() for x in (q, k, v)]
 
     def forward() -> Tensor:
@@ -137,6 +138,8 @@ def _timing(
                 backend=backend, chosen=chosen, forward_ms=median_ms(forward), forward_backward_ms=median_ms(both),
                 reason=reason, interpreted=interpreted,
             )  # fmt: skip
+    except ValueError as error:  # the first kernel takes few shapes
+        return BackendTiming(backend=backend, chosen=chosen, status="skipped", reason=str(error))
     except torch.OutOfMemoryError as error:
         return BackendTiming(backend=backend, chosen=chosen, status="oom", reason=str(error).splitlines()[0])
     finally:

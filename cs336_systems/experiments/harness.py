@@ -18,7 +18,7 @@ from pathlib import Path
 from platform import python_version
 from typing import Any, Literal, TextIO
 
-from cs336_systems.attention import native
+from cs336_systems import __version__
 from cs336_systems.config import RunConfig
 from cs336_systems.device import DeviceInfo, get_device_info
 from cs336_systems.experiments.records import Record, Run, Status, append_records, case_to_dict, latest, read_records
@@ -45,14 +45,17 @@ class Provenance:
 
 
 def find_provenance(commit: str | None, dirty: bool | None) -> Provenance:
-    """What was given, completed from git; ValueError when neither says."""
-    folder = Path(__file__).resolve().parent
+    """What was given, completed from git; outside of a checkout of this package, its version."""
+    file = Path(__file__).resolve()
+    folder = file.parent
     if commit is not None and not commit.strip():
         raise ValueError(f"--commit must not be empty, got {commit!r}")
     if commit is None:
-        commit = _git(folder, "rev-parse", "--short=12", "HEAD")
+        # An installed package may lie in the checkout of another project, which does not track it.
+        tracked = _git(folder, "ls-files", "--error-unmatch", file.name) is not None
+        commit = _git(folder, "rev-parse", "--short=12", "HEAD") if tracked else None
         if commit is None:
-            raise ValueError("no git checkout here: say which code runs with --commit SHA and --dirty or --clean")
+            return Provenance(commit=f"unknown ({__version__})", dirty=bool(dirty))
         if dirty is None:
             dirty = bool(_git(folder, "status", "--porcelain", "--untracked-files=no"))
     if dirty is None:
@@ -127,8 +130,6 @@ class Sweep:
         self.implementations = None if implementations is None else set(implementations)
         self.device = get_device_info(run.device)
         self.software = software_versions()
-        if run.device == "cuda":
-            self.software["attention_calls"] = "python" if native.load() is None else "c++"
         self.interpret = interpret
         self.worker = Worker(run, folder / "logs" / f"worker{self._suffix}.log", interpret)
         date = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

@@ -18,12 +18,12 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from cs336_systems.attention import FlashAttentionPyTorch, attention_reference, flash_attention
+from cs336_systems.attention.backends import HOPPER_CAPABILITY, INTERPRETER_BFLOAT16, hopper_refusal
 from cs336_systems.attention.compiled import compiled_reference
-from cs336_systems.attention.hopper.support import hopper_refusal
 from cs336_systems.attention.tiles import KernelConfig, select_config
 from cs336_systems.attention.tiles.config import tma_reads_rows
 from cs336_systems.config import BYTES_PER_ELEMENT, AttentionShape
-from cs336_systems.device import HOPPER_CAPABILITY, INTERPRETER_BFLOAT16, has_cxx_compiler
+from cs336_systems.device import has_cxx_compiler
 from cs336_systems.experiments.spec import Unsupported
 
 __all__ = [
@@ -146,7 +146,7 @@ def chosen_tiles(
 
 
 def _query_rows(q: Tensor, k: Tensor, shape: AttentionShape) -> Tensor:
-    from cs336_systems.attention.triton.launching import rows_of_groups
+    from cs336_systems.attention.triton.operands import rows_of_groups
 
     return rows_of_groups(q, k, shape.is_causal)
 

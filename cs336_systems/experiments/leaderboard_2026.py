@@ -31,6 +31,7 @@ from torch import Tensor, nn
 
 from cs336_systems.accounting import attention_flops, model_bytes, model_flops, tflops_per_s
 from cs336_systems.analysis import HARDWARE
+from cs336_systems.attention.backends import available_backends
 from cs336_systems.config import (
     DISTRIBUTED_BACKENDS,
     MODEL_SIZES,
@@ -42,7 +43,6 @@ from cs336_systems.config import (
     require_choice,
     require_positive,
 )
-from cs336_systems.device import available_backends
 from cs336_systems.distributed.memory_plan import fsdp_bytes, long_step_bytes
 from cs336_systems.experiments.figures import Bars
 from cs336_systems.experiments.frames import digits

@@ -9,11 +9,9 @@ The same code runs in both. "start" is the model (and, for a training step, Adam
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,7 +27,7 @@ from cs336_systems.measure.allocations import BACKWARD, AllocationRecorder
 from cs336_systems.measure.memory import MIB, CudaPhasePeaks, cpu_phase_peaks, release
 from cs336_systems.measure.predict import CudaAutocastRules, fake_module
 from cs336_systems.measure.saved import Saved, by_operation, compiled_saved_tensors, saved_tensors
-from cs336_systems.measure.snapshot import CudaHistory, read_snapshot
+from cs336_systems.measure.snapshot import CudaHistory
 from cs336_systems.measure.timeline import MemoryTrace
 from cs336_systems.model import AdamW, TransformerLM, cross_entropy, load_model_class
 from cs336_systems.model.checkpointing import apply_checkpointing, compile_blocks
@@ -163,9 +161,8 @@ def cpu_peaks(case: ModelCase, mode: str, run: RunConfig) -> dict[str, int]:
 def measured_phases(case: ModelCase, mode: str, run: RunConfig) -> Measured:
     """One pass of `case` on the run's device, with the allocator's own counts.
 
-    On CUDA the trace is the allocator's history of the same pass, through a snapshot file; a pass that runs out of
-    memory leaves the trace up to there. On a CPU the counts are the profiler's and the trace is recorded in a second
-    pass.
+    On CUDA the trace is the allocator's history of the same pass; a pass that runs out of memory leaves the trace up to
+    there. On a CPU the counts are the profiler's and the trace is recorded in a second pass.
     """
     peaks = cpu_peaks(case, mode, run) if run.device == "cpu" else {}
     step = TrainingStep(case, run)
@@ -175,7 +172,7 @@ def measured_phases(case: ModelCase, mode: str, run: RunConfig) -> Measured:
     torch.ones(16, 16, device="cuda") @ torch.ones(16, 16, device="cuda")  # cuBLAS takes its workspace before
     counters = CudaPhasePeaks()
     message = ""
-    with tempfile.TemporaryDirectory() as folder, CudaHistory(Path(folder) / "snapshot.pickle") as history:
+    with CudaHistory() as history:
         history.phase(START)
         history.assign(step.parameters, "parameters")
         history.assign(optimizer_state(step), "optimizer")
@@ -194,8 +191,7 @@ def measured_phases(case: ModelCase, mode: str, run: RunConfig) -> Measured:
             message = str(error).splitlines()[0]
             if len(history.phases) > 2:  # backward had begun
                 history.assign((parameter.grad for parameter in step.parameters), "gradients")
-        history.dump()
-        trace = history.trace(read_snapshot(history.path))
+        trace = history.trace()
     return Measured(peak_bytes=counters.peaks, trace=trace, out_of_memory=message)
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from cs336_systems.config import ModelConfig, Precision, RunConfig, require_positive
 from cs336_systems.distributed.ddp_bucketed import BucketedDDP
 from cs336_systems.distributed.fsdp import FSDP, wrap_blocks
-from cs336_systems.distributed.fsdp.plan import find_blocks
+from cs336_systems.distributed.fsdp.plan import Checkpointing, find_blocks
 from cs336_systems.distributed.sharded_optimizer import ShardedOptimizer
 from cs336_systems.distributed.zero1 import Zero1Optimizer
 from cs336_systems.experiments.implementations import load_name
@@ -60,7 +60,7 @@ class RanksCase:
 class ShardingCase(RanksCase):
     """The step of ranks that share a model's memory."""
 
-    checkpointing: str = "none"  # of every block: none, reentrant or non_reentrant
+    checkpointing: Checkpointing = "none"  # of every block
 
 
 class ShardedStep:

@@ -21,7 +21,6 @@ from pathlib import Path
 from types import MappingProxyType
 
 from cs336_systems.config import RunConfig
-from cs336_systems.distributed.processes import end_with_parent, exit_reason
 from cs336_systems.experiments.records import Status
 from cs336_systems.experiments.spec import Cell, Disagreement, Sample, Unsupported
 
@@ -74,6 +73,8 @@ class Worker:
                 return Outcome(measurements=measurements, status=answer.status, message=answer.message)
             message = f"no result within {self.run.cell_timeout_s} s"
         except (EOFError, ConnectionError):
+            from cs336_systems.distributed.launch import exit_reason
+
             self.process.join(STOP_TIMEOUT_S)
             message = f"the measuring process died ({exit_reason(self.process.exitcode)})"
         self.kill()
@@ -107,7 +108,7 @@ class Worker:
     def _start(self) -> None:
         context = multiprocessing.get_context("spawn")
         self.pipe, child_pipe = context.Pipe()
-        arguments = (child_pipe, os.getpid(), self.run, self.log, self.interpret, self.environment)
+        arguments = (child_pipe, self.run, self.log, self.interpret, self.environment)
         self.process = context.Process(target=_serve, args=arguments, daemon=False)
         self.process.start()
         child_pipe.close()  # so that the parent sees the end of the pipe when the child dies
@@ -126,6 +127,8 @@ def outcome_of(error: BaseException) -> Outcome:
 
     if isinstance(error, Unsupported):
         return Outcome(status="skipped", message=str(error))
+    if isinstance(error, ModuleNotFoundError) and (error.name or "").split(".")[0] == "triton":
+        return Outcome(status="skipped", message="triton is not installed")
     if isinstance(error, torch.OutOfMemoryError):
         return Outcome(status="oom", message=_first_line(error))
     if isinstance(error, Disagreement):
@@ -142,12 +145,9 @@ def search_current_folder() -> None:
         sys.path.append(os.getcwd())
 
 
-def _serve(
-    pipe: Connection, parent_pid: int, run: RunConfig, log: Path, interpret: bool, environment: dict[str, str]
-) -> None:
+def _serve(pipe: Connection, run: RunConfig, log: Path, interpret: bool, environment: dict[str, str]) -> None:
     """The child's main: prepare the process, then answer cells until None or the end of the pipe."""
     os.environ.update(environment)  # which GPU it sees is settled before anything may ask
-    end_with_parent(parent_pid)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     _redirect_output(log)
     search_current_folder()  # a reader's own model or implementation
@@ -158,6 +158,9 @@ def _serve(
     import torch._dynamo
     import torch._functorch.config
 
+    from cs336_systems.distributed.launch import end_with_parent
+
+    end_with_parent()
     # A backward is timed several times on one graph, which donated buffers would not survive; a sweep over lengths and
     # head dims compiles more variants of one function than the default limit allows.
     torch._functorch.config.donated_buffer = False
@@ -186,7 +189,7 @@ def _serve(
             with one_out_of_memory_error():
                 for measurement in measure_function(cell.problem)(cell, run):
                     pipe.send(measurement)
-        except (Unsupported, torch.OutOfMemoryError, Disagreement) as error:
+        except (Unsupported, ModuleNotFoundError, torch.OutOfMemoryError, Disagreement) as error:
             outcome = outcome_of(error)  # the process is sound; where it failed it is ended all the same
         except BaseException as error:
             traceback.print_exc()

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from cs336_systems.attention import BlockMask, flash_attention
-from cs336_systems.device import BACKENDS
+from cs336_systems.attention.backends import BACKENDS
 
 DEFAULT_NAME = "cs336"
 # Transformers reads these words in a name: it then makes other masks, or loads other kernels.

@@ -8,7 +8,8 @@ from contextlib import contextmanager
 from itertools import pairwise
 
 import torch
-from torch import Tensor
+
+from cs336_systems.measure.saved import saved_tensors
 
 MIB = 2**20
 CPU_ALLOCATOR = "DefaultCPUAllocator"  # in the message of the RuntimeError that it raises when the host is full
@@ -48,17 +49,7 @@ def peak_cuda_bytes(call: Callable[[], object]) -> int:
 
 def saved_for_backward(call: Callable[[], object]) -> int:
     """Bytes of distinct storages that autograd saves during `call`, on any device; parameters and inputs included."""
-    storages: dict[int, int] = {}
-
-    def pack(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        storages[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        result = call()  # kept alive, so that no address is handed out twice
-    del result
-    return sum(storages.values())
+    return sum(one.num_bytes for one in saved_tensors(call, compiled=True))  # as it runs, compiled or not
 
 
 class CudaPhasePeaks:

@@ -10,7 +10,6 @@ spins while it waits for other ranks, so that communication includes their delay
 
 from __future__ import annotations
 
-import json
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,8 +20,8 @@ import torch
 
 from cs336_systems.measure.intervals import Interval, intersection, length, union
 from cs336_systems.measure.timing import synchronize
+from cs336_systems.measure.trace import DEVICE_CATEGORIES, read_events
 
-GPU_CATEGORIES = ("kernel", "gpu_memcpy", "gpu_memset")
 US_PER_MS = 1e3
 
 
@@ -64,8 +63,7 @@ def trace_lanes(call: Callable[[], object], device: str) -> Lanes:
                 call()
                 synchronize(device)
         profile.export_chrome_trace(str(path))
-        events = json.loads(path.read_text(encoding="utf-8", errors="replace"))["traceEvents"]
-    return read_lanes(events, device)
+        return read_lanes(read_events(path), device)
 
 
 def read_lanes(events: list[dict[str, Any]], device: str) -> Lanes:
@@ -79,7 +77,7 @@ def read_lanes(events: list[dict[str, Any]], device: str) -> Lanes:
         interval = (start, start + float(event.get("dur", 0)) / US_PER_MS)
         name, category = str(event.get("name", "")), str(event.get("cat", ""))
         if device == "cuda":
-            if category in GPU_CATEGORIES:
+            if category in DEVICE_CATEGORIES:
                 (communication if "nccl" in name.lower() else compute).append(interval)
         elif name.startswith("gloo:") and name != "gloo:barrier":
             communication.append(interval)

@@ -130,7 +130,11 @@ class RotaryEmbedding(nn.Module):
         seq = x.shape[-2]
         if seq > self.context_length:
             raise ValueError(f"sequence of {seq} positions is longer than context_length={self.context_length}")
-        cos, sin = self.cos[:seq], self.sin[:seq]
+        return self.rotate(x, self.cos[:seq], self.sin[:seq])
+
+    @staticmethod
+    def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """`x` by the angles of the positions that the rows of the tables are of."""
         even, odd = x[..., 0::2], x[..., 1::2]
         return torch.cat((even * cos - odd * sin, even * sin + odd * cos), dim=-1).to(x.dtype)
 

@@ -28,9 +28,11 @@ def causal_attention(
     q: Float[Tensor, "batch heads seq head_dim"],
     k: Float[Tensor, "batch heads seq head_dim"],
     v: Float[Tensor, "batch heads seq head_dim"],
-    name: str,
+    name: str | Callable[[Tensor, Tensor, Tensor], Tensor],
 ) -> Float[Tensor, "batch heads seq head_dim"]:
-    """Causal attention by the implementation called `name`, one of `ATTENTION_NAMES`."""
+    """Causal attention by the implementation called `name`, one of `ATTENTION_NAMES`, or by `name` itself."""
+    if not isinstance(name, str):
+        return name(q, k, v)
     if name == "sdpa":
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
     from cs336_systems.attention import flash_attention
@@ -51,7 +53,7 @@ class CausalMultiHeadSelfAttention(nn.Module):
         if attention not in ATTENTION_NAMES:
             raise ValueError(f"attention must be one of {', '.join(ATTENTION_NAMES)}, got {attention!r}")
         self.num_heads = num_heads
-        self.attention = attention
+        self.attention: str | Callable[[Tensor, Tensor, Tensor], Tensor] = attention
         self.rope = rope
         self.q_proj = Linear(d_model, d_model)
         self.k_proj = Linear(d_model, d_model)

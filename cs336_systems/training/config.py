@@ -29,6 +29,7 @@ class TrainingConfig:
     model: ModelConfig = NANO
     wrapper: str = "none"  # how gradients, optimizer state and weights are shared: one of WRAPPERS
     num_ranks: int = 1
+    context_parallel: int = 1  # neighbouring ranks that share each sequence
     attention: str = "sdpa"  # name of the attention inside the model
     precision: Precision = Precision()
     batch: int = 16  # sequences a step, over all ranks and micro-batches
@@ -42,36 +43,35 @@ class TrainingConfig:
     seed: int = 0  # of weights and order of data
 
     def __post_init__(self) -> None:
-        for name in ("num_ranks", "batch", "accumulation", "steps"):
+        for name in ("num_ranks", "context_parallel", "batch", "accumulation", "steps"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"TrainingConfig.{name} must be a positive int, got {value!r}")
-        if self.wrapper not in WRAPPERS:
-            raise ValueError(f"TrainingConfig.wrapper must be one of {', '.join(WRAPPERS)}, got {self.wrapper!r}")
-        if self.wrapper == "none" and self.num_ranks > 1:
-            raise ValueError(f"TrainingConfig.wrapper must not be none with num_ranks={self.num_ranks}")
-        if self.batch % (self.num_ranks * self.accumulation):
-            raise ValueError(
-                f"TrainingConfig.batch must be a multiple of num_ranks * accumulation = "
-                f"{self.num_ranks * self.accumulation}, got {self.batch}"
-            )
-        if self.model.vocab_size != NUM_BYTES:
-            raise ValueError(f"TrainingConfig.model must have vocab_size {NUM_BYTES}, got {self.model.vocab_size}")
-        if self.warmup_steps < 0:
-            raise ValueError(f"TrainingConfig.warmup_steps must not be negative, got {self.warmup_steps}")
+        share = max(1, self.num_ranks // self.context_parallel) * self.accumulation
+        length = self.model.context_length
+        chunks = 2 * self.context_parallel if self.context_parallel > 1 else 1
+        most_seed = MAX_SEED // 2**16  # leaves room for the number of the epoch
+        conditions = [
+            ("wrapper", self.wrapper in WRAPPERS, f"one of {', '.join(WRAPPERS)}"),
+            ("wrapper", self.wrapper != "none" or self.num_ranks == 1, f"another for num_ranks={self.num_ranks}"),
+            ("context_parallel", self.num_ranks % self.context_parallel == 0, f"a divisor of {self.num_ranks} ranks"),
+            ("context_parallel", length % chunks == 0, f"half a divisor of the context length {length}"),
+            ("batch", self.batch % share == 0, f"a multiple of num_ranks / context_parallel * accumulation = {share}"),
+            ("model", self.model.vocab_size == NUM_BYTES, f"of vocab_size {NUM_BYTES}"),
+            ("warmup_steps", self.warmup_steps >= 0, "not negative"),
+            ("clip_norm", self.clip_norm is None or self.clip_norm > 0, "positive or None"),
+            ("seed", 0 <= self.seed <= most_seed, f"from 0 to {most_seed}"),
+        ]
         for name in ("learning_rate", "final_learning_rate", "weight_decay"):
-            value = getattr(self, name)
-            if not (math.isfinite(value) and value >= 0):
-                raise ValueError(f"TrainingConfig.{name} must be finite and not negative, got {value!r}")
-        if self.clip_norm is not None and not self.clip_norm > 0:
-            raise ValueError(f"TrainingConfig.clip_norm must be positive or None, got {self.clip_norm!r}")
-        if not 0 <= self.seed <= MAX_SEED // 2**16:  # leaves room for the number of the epoch
-            raise ValueError(f"TrainingConfig.seed must be from 0 to {MAX_SEED // 2**16}, got {self.seed}")
+            conditions.append((name, 0 <= getattr(self, name) < math.inf, "finite and not negative"))
+        for name, holds, wanted in conditions:
+            if not holds:
+                raise ValueError(f"TrainingConfig.{name} must be {wanted}, got {getattr(self, name)!r}")
 
     @property
     def rank_batch(self) -> int:
-        """Sequences of one rank in a step."""
-        return self.batch // self.num_ranks
+        """Sequences of one rank in a step, of each of which it may have a part only."""
+        return self.batch // (self.num_ranks // self.context_parallel)
 
     @property
     def step_tokens(self) -> int:

@@ -55,7 +55,7 @@ class Corpus:
         Each epoch cuts the text from another offset into windows and visits all of them in another order. Raises
         ValueError where the text holds not one window at every offset.
         """
-        num_windows = self._num_windows(context_length)
+        num_windows = self.check(context_length)
         starts = []
         for position in positions:
             epoch, place = divmod(position, num_windows)
@@ -67,30 +67,19 @@ class Corpus:
         self, context_length: int, most: int
     ) -> tuple[Int[Tensor, "batch sequence"], Int[Tensor, "batch sequence"]]:
         """The first `most` windows of the held-out part; ValueError if it holds none."""
-        num_windows = min(most, self._num_validation_windows(context_length))
+        self.check(context_length)
+        num_windows = min(most, (len(self.validation) - 1) // context_length)
         return _windows(self.validation, [context_length * index for index in range(num_windows)], context_length)
 
-    def check(self, context_length: int) -> None:
-        """ValueError where the text is too short for sequences of `context_length`."""
-        self._num_windows(context_length)
-        self._num_validation_windows(context_length)
-
-    def _num_windows(self, context_length: int) -> int:
-        """Windows of the training part that there are at every offset."""
-        if len(self.training) <= 2 * context_length:
-            raise ValueError(
-                f"text must have more than {2 * context_length} bytes to train on for context_length="
-                f"{context_length}, got {len(self.training)}"
-            )
+    def check(self, context_length: int) -> int:
+        """Windows of the training part that there are at every offset; ValueError where either part is too short."""
+        for name, part, windows in (("train on", self.training, 2), ("hold out", self.validation, 1)):
+            if len(part) <= windows * context_length:
+                raise ValueError(
+                    f"text must have more than {windows * context_length} bytes to {name} for "
+                    f"context_length={context_length}, got {len(part)}"
+                )
         return (len(self.training) - 1) // context_length - 1
-
-    def _num_validation_windows(self, context_length: int) -> int:
-        if len(self.validation) <= context_length:
-            raise ValueError(
-                f"text must hold out more than {context_length} bytes for context_length={context_length}, "
-                f"got {len(self.validation)}"
-            )
-        return (len(self.validation) - 1) // context_length
 
 
 @lru_cache(maxsize=4)

@@ -15,7 +15,6 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 
@@ -72,10 +71,8 @@ class RunFolder:
 
     def save(self, trainee: Trainee, step: int) -> None:
         """Write the state after `step` steps."""
-        position = {"sequence": step * self.config.batch, "loss_scale": trainee.scaler.state_dict()}
-        save_checkpoint(
-            self.out / "checkpoints", step, trainee.module, trainee.optimizer, position=position, keep=KEPT
-        )
+        at = {"sequence": step * self.config.batch, "loss_scale": trainee.scaler.state_dict()}
+        save_checkpoint(self.out / "checkpoints", step, trainee.module, trainee.optimizer, position=at, keep=KEPT)
 
     def append_losses(self, first_step: int, losses: list[float]) -> None:
         lines = [json.dumps({"step": first_step + index, "loss": loss}) + "\n" for index, loss in enumerate(losses)]
@@ -110,19 +107,17 @@ class RunFolder:
                 raise ValueError(f"out must hold no other run, got {self.out}: resume it or name another folder")
             return
         before, text_sha256 = run
-        for name, ours in asdict(self.config).items():
-            theirs = asdict(before)[name]
-            if name not in FREE and ours != theirs:
-                raise ValueError(f"{name} must be {theirs!r} to resume {self.out}, got {ours!r}")
+        ours, theirs = asdict(self.config), asdict(before)
+        for name in ours:
+            if name not in FREE and ours[name] != theirs[name]:
+                raise ValueError(f"{name} must be {theirs[name]!r} to resume {self.out}, got {ours[name]!r}")
         if text_sha256 != self.text_sha256:
             raise ValueError(f"text must be the one of {self.out} to resume it, got {self.text}")
         newest = checkpoints(self.out / "checkpoints")[-1:]
         if newest and int(newest[0].name.removeprefix("step-")) > self.config.steps:
             raise ValueError(f"steps must be at least those of {newest[0]} to resume it, got {self.config.steps}")
-        if before.steps != self.config.steps:
-            self._tell(
-                f"steps was {before.steps} and is {self.config.steps}: the learning rate follows the new schedule"
-            )
+        if before.steps != (steps := self.config.steps):
+            self._tell(f"steps was {before.steps} and is {steps}: the learning rate follows the new schedule")
 
     def _load(self, trainee: Trainee) -> int:
         *before, newest = checkpoints(self.out / "checkpoints")
@@ -146,12 +141,12 @@ class RunFolder:
 
     def _on_first(self, call: Callable[[], None]) -> None:
         """Let rank 0 do it; its error is raised on all ranks."""
-        outcome: list[Any] = [None]
-        if self.is_first:
-            try:
+        outcome: list[Exception | None] = [None]
+        try:
+            if self.is_first:
                 call()
-            except (ValueError, OSError) as error:
-                outcome = [error]
+        except (ValueError, OSError) as error:
+            outcome = [error]
         if dist.is_initialized():
             dist.broadcast_object_list(outcome)
         if outcome[0] is not None:

@@ -125,6 +125,7 @@ def train(config: TrainingConfig, options: RunOptions | None = None, *, log: Log
             mark = time.perf_counter()
     if last == config.steps:
         result.validation_loss = _validate(trainee, corpus, config, device)
+        trainee.make_whole()
         with _precision(trainee, device):
             result.sample = write_text(trainee.module, PROMPT, options.sample_bytes, device=device)
     return result
@@ -168,7 +169,7 @@ def _step(
     for group in trainee.optimizer.param_groups:
         group["lr"] = learning_rate(config, step)
     trainee.optimizer.zero_grad(set_to_none=True)
-    first = step * config.batch + rank * config.rank_batch
+    first = step * config.batch + rank // config.context_parallel * config.rank_batch
     size = config.rank_batch // config.accumulation
     total = torch.zeros((), device=device)
     for micro in range(config.accumulation):
@@ -177,7 +178,8 @@ def _step(
         is_last = micro == config.accumulation - 1
         with nullcontext() if is_last else trainee.no_sync():
             with _precision(trainee, device):
-                loss = cross_entropy(trainee.module(tokens.to(device)), targets.to(device)) / config.accumulation
+                tokens, targets = (trainee.split(one).to(device) for one in (tokens, targets))
+                loss = cross_entropy(trainee.module(tokens), targets) / config.accumulation
             trainee.scaler.scale(loss).backward()
         total += loss.detach()
     trainee.finish()
@@ -195,8 +197,9 @@ def _validate(trainee: Trainee, corpus: Corpus, config: TrainingConfig, device: 
     total, size = 0.0, config.rank_batch // config.accumulation
     with torch.no_grad(), _precision(trainee, device):
         for some, wanted in zip(tokens.split(size), targets.split(size)):
-            total += len(some) * cross_entropy(trainee.module(some.to(device)), wanted.to(device)).item()
-    return total / len(tokens)
+            some, wanted = (trainee.split(one).to(device) for one in (some, wanted))
+            total += len(some) * cross_entropy(trainee.module(some), wanted).item()
+    return _mean_over_ranks([torch.tensor(total / len(tokens), device=device)], config)[0]
 
 
 def write_text(

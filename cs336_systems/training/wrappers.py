@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from cs336_systems.model import AdamW, build_model, clip_gradients
@@ -28,11 +29,13 @@ class Trainee:
 
     module: nn.Module  # tokens -> logits, on this rank's share of the batch
     optimizer: torch.optim.Optimizer
-    finish: Callable[[], None]  # after backward: gradients are the means over all ranks
-    no_sync: Callable[[], AbstractContextManager[Any]]  # backward inside it only accumulates
     clip: Callable[[float], Tensor]  # scales all gradients to at most this norm; the norm before
     autocast: torch.dtype | None  # what the loop must autocast to; None where the wrapper casts by itself
     scaler: torch.amp.GradScaler  # of the loss; does nothing but in float16
+    finish: Callable[[], None] = lambda: None  # after backward: gradients are the means over all ranks
+    no_sync: Callable[[], AbstractContextManager[Any]] = nullcontext  # backward inside it only accumulates
+    split: Callable[[Tensor], Tensor] = lambda sequences: sequences  # -> this rank's part of them
+    make_whole: Callable[[], None] = lambda: None  # from now on the module takes whole sequences again
 
 
 def build_trainee(config: TrainingConfig, device: torch.device) -> Trainee:
@@ -53,21 +56,27 @@ def build_trainee(config: TrainingConfig, device: torch.device) -> Trainee:
         dtype=getattr(torch, config.precision.parameters),
         seed=config.seed,
     )
+    parts: dict[str, Any] = {"clip": lambda max_norm: clip_gradients(model.parameters(), max_norm)}
+    if config.context_parallel > 1:  # before any wrapper, all of which then average over parts as over sequences
+        from cs336_systems.distributed.context_parallel import split_context, zigzag_split
+
+        group, _ = dist.new_subgroups(config.context_parallel)
+        parts["make_whole"] = split_context(model, group, "auto" if config.attention == "sdpa" else config.attention)
+        place = dist.get_rank(group), config.context_parallel
+        parts["split"] = lambda sequences: zigzag_split(sequences, *place, dim=1)
     autocast = None if config.precision.autocast is None else getattr(torch, config.precision.autocast)
     scaler = LossScaler(device.type, enabled=autocast == torch.float16)
     options: dict[str, Any] = {"lr": config.learning_rate, "betas": BETAS, "weight_decay": config.weight_decay}
-    finish: Callable[[], None] = lambda: None  # noqa: E731
-    no_sync: Callable[[], Any] = nullcontext
-    clip: Callable[[float], Tensor] = lambda max_norm: clip_gradients(model.parameters(), max_norm)  # noqa: E731
     wrapped: Any = model
+    synchronizes: Any = None  # what averages the gradients
     optimizer: Any
     if config.wrapper == "fsdp":  # gathers weights in low precision, so nothing is autocast
         wrapped, autocast = FSDP(model, compute_dtype=autocast), None
         optimizer = AdamW(wrapped.parameters(), **options)
-        clip = wrapped.clip_grad_norm_
+        parts["clip"] = wrapped.clip_grad_norm_
     elif config.wrapper == "zero1":  # the optimizer itself reduces the gradients
-        optimizer = Zero1Optimizer(model.parameters(), AdamW, **options)
-        finish, no_sync, clip = optimizer.finish_gradient_synchronization, optimizer.no_sync, optimizer.clip_grad_norm_
+        synchronizes = optimizer = Zero1Optimizer(model.parameters(), AdamW, **options)
+        parts["clip"] = optimizer.clip_grad_norm_
     elif config.wrapper == "sharded-optimizer":  # behind the overlapped DDP
         wrapped = OverlapDDP(model)
         optimizer = ShardedOptimizer(model.parameters(), AdamW, **options)
@@ -78,8 +87,7 @@ def build_trainee(config: TrainingConfig, device: torch.device) -> Trainee:
         }  # fmt: skip
         wrapped = ddp[config.wrapper](model) if config.wrapper != "none" else model
         optimizer = AdamW(model.parameters(), **options)
-    if wrapped is not model:
-        finish, no_sync = wrapped.finish_gradient_synchronization, wrapped.no_sync
-    return Trainee(
-        module=wrapped, optimizer=optimizer, finish=finish, no_sync=no_sync, clip=clip, autocast=autocast, scaler=scaler
-    )
+    synchronizes = wrapped if wrapped is not model else synchronizes
+    if synchronizes is not None:
+        parts |= {"finish": synchronizes.finish_gradient_synchronization, "no_sync": synchronizes.no_sync}
+    return Trainee(module=wrapped, optimizer=optimizer, autocast=autocast, scaler=scaler, **parts)

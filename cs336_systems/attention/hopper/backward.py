@@ -47,7 +47,6 @@ Sources: FlashAttention-2 (Dao 2023), algorithm 2; FlashAttention-3 (Shah et al.
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -66,12 +65,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from cs336_systems.attention.hopper.builtins import after_issued, meet_consumers, meet_warps, tma_add
-from cs336_systems.attention.hopper.descriptors import readable, strides_are_readable, tile_descriptor
+from cs336_systems.attention.hopper.descriptors import readable, tile_descriptor
 from cs336_systems.attention.hopper.schedule import CONSUMER_WARPS
 from cs336_systems.attention.tiles import head_tile
-from cs336_systems.attention.tiles.config import L2_SHARE_BYTES, TMA_ALIGNMENT_BYTES
-from cs336_systems.attention.triton.launcher import KEPT_SHAPES, KeptLaunches, Launched
-from cs336_systems.attention.triton.launching import launch
+from cs336_systems.attention.tiles.config import L2_SHARE_BYTES
+from cs336_systems.attention.triton.launch import empty, empty_like, launch, log_launch
+from cs336_systems.attention.triton.operands import num_tiles
 from cs336_systems.attention.triton.steps import LOG2_E
 from cs336_systems.measure.stages import stage
 
@@ -467,77 +466,6 @@ def hopper_backward_convert_kernel(
     tl.store(dQ_ptr + dQ_rows * D + columns[None, :], (sums * scale).to(dQ_ptr.dtype.element_ty), mask=inside)
 
 
-class _Call(NamedTuple):
-    """What shapes and strides decide of the three launches, found again in one step: short calls wait for the host."""
-
-    preprocess_grid: tuple[int]
-    preprocess_numbers: tuple[int, ...]
-    preprocess_options: dict[str, int]
-    grid: tuple[int]
-    numbers: tuple[int | float, ...]
-    options: dict[str, int]
-    convert_grid: tuple[int]
-    convert_numbers: tuple[int | float, ...]
-    convert_options: dict[str, int]
-    query_tile: int
-    seen_keys: int  # of a head: the first so many, by a query; in whole tiles
-    grad_q_strides: tuple[int, ...]
-    grad_k_strides: tuple[int, ...]
-    rows_shape: tuple[int, ...]
-    sums_shape: tuple[int, ...]
-    is_readable: bool  # by TMA, if the tensors start at multiples of 16 bytes
-    launches: KeptLaunches
-
-
-@lru_cache(maxsize=KEPT_SHAPES)
-def _prepare(
-    q_shape: torch.Size, k_shape: torch.Size, q_strides: tuple[int, ...], k_strides: tuple[int, ...],
-    v_strides: tuple[int, ...], output_strides: tuple[int, ...], grad_strides: tuple[int, ...], dtype: torch.dtype,
-    device: torch.device, is_causal: bool, scale: float, has_grad_lse: bool,
-) -> _Call:  # fmt: skip
-    batch, heads, num_queries, head_dim = q_shape
-    _, kv_heads, num_keys, _ = k_shape
-    width, group = head_tile(head_dim), heads // kv_heads
-    num_rows = -(-num_queries // ROW_PADDING.value) * ROW_PADDING.value
-    num_key_tiles = -(-(min(num_keys, num_queries) if is_causal else num_keys) // KEY_TILE.value)
-    no_missing_keys = num_key_tiles * KEY_TILE.value <= num_keys or (is_causal and num_queries <= num_keys)
-    streamed_bytes = group * num_rows * width * (2 * dtype.itemsize + 4)  # Q, dO, and dQ in float32
-    heads_together = max(1, min(batch * kv_heads, L2_SHARE_BYTES // streamed_bytes))
-    light_options = {"D": head_dim, "D_TILE": width, "ROWS": LIGHT_ROWS}
-    operands = (
-        (q_shape, q_strides), (k_shape, k_strides), (k_shape, v_strides), (q_shape, output_strides),
-        (q_shape, grad_strides),
-    )  # fmt: skip
-    return _Call(
-        preprocess_grid=(num_rows // LIGHT_ROWS * batch * heads,),
-        preprocess_numbers=(
-            *_in_chunks(q_shape, output_strides), *_in_chunks(q_shape, grad_strides), heads, num_queries, num_rows
-        ),
-        preprocess_options={"HAS_DL": has_grad_lse, **light_options},
-        grid=(num_key_tiles * batch * kv_heads,),
-        numbers=(kv_heads, heads_together, num_queries, num_keys, scale * LOG2_E.value),
-        options={
-            "GROUP": group, "IS_CAUSAL": is_causal, "WHOLE_KEY_TILES": no_missing_keys, "num_warps": CONSUMER_WARPS,
-        },
-        convert_grid=(-(-num_queries // LIGHT_ROWS) * batch * heads,),
-        convert_numbers=(num_queries, num_rows, scale),
-        convert_options=light_options,
-        query_tile=QUERY_TILES[width],
-        seen_keys=num_key_tiles * KEY_TILE.value,
-        grad_q_strides=(heads * num_queries * head_dim, num_queries * head_dim, head_dim, 1),
-        grad_k_strides=(kv_heads * num_keys * head_dim, num_keys * head_dim, head_dim, 1),
-        rows_shape=(batch * heads, 2, num_rows),
-        sums_shape=(1, 1, batch * heads * num_rows, width),
-        is_readable=all(strides_are_readable(shape, strides, dtype) for shape, strides in operands),
-        launches=KeptLaunches(),
-    )  # fmt: skip
-
-
-def _in_chunks(shape: torch.Size, strides: tuple[int, ...]) -> tuple[int, ...]:
-    """The strides of batch, heads and rows; a dimension of one element is not strided over."""
-    return tuple(stride // CHUNK.value if size > 1 else 0 for stride, size in zip(strides[:3], shape))
-
-
 def hopper_backward(
     q: Float[Tensor, "batch heads queries head_dim"],
     k: Float[Tensor, "batch kv_heads keys head_dim"],
@@ -555,53 +483,57 @@ def hopper_backward(
     `lse` is contiguous, the others have any strides, and what TMA cannot read is copied first. dK and dV are
     bit-reproducible, dQ is not. `config` is not looked at: there is one schedule for a head dim.
     """
-    shape, k_shape, dtype, device = q.shape, k.shape, q.dtype, q.device
-    call = _prepare(
-        shape, k_shape, q.stride(), k.stride(), v.stride(), output.stride(), grad_output.stride(), dtype, device,
-        is_causal, scale, grad_lse is not None,
-    )  # fmt: skip
-    addresses = q.data_ptr() | k.data_ptr() | v.data_ptr() | output.data_ptr() | grad_output.data_ptr()
-    if not call.is_readable or addresses % TMA_ALIGNMENT_BYTES:
-        grad_q, grad_k, grad_v = hopper_backward(
-            readable(q), readable(k), readable(v), readable(output), lse, readable(grad_output), grad_lse, is_causal,
-            scale, config,
-        )  # fmt: skip
-        if grad_q.shape != shape:  # head_dim was padded
-            grad_q, grad_k, grad_v = (x[..., : shape[-1]].contiguous() for x in (grad_q, grad_k, grad_v))
-        return grad_q, grad_k, grad_v
-    grad_lse = lse if grad_lse is None else grad_lse.contiguous()
-    grad_q = q.new_empty_strided(shape, call.grad_q_strides)
-    grad_k = k.new_empty_strided(k_shape, call.grad_k_strides)
-    grad_v = k.new_empty_strided(k_shape, call.grad_k_strides)
-    rows, sums = lse.new_empty(call.rows_shape), lse.new_empty(call.sums_shape)
-    given: tuple[Tensor, ...] = (q, k, v, output, lse, grad_output, grad_lse)
-    made: tuple[Tensor, ...] = (grad_q, grad_k, grad_v, rows, sums)
-    if call.seen_keys < k_shape[2]:
-        for x in (grad_k, grad_v):
-            x[:, :, call.seen_keys :] = 0
-        given, made = (*given, grad_k, grad_v), (grad_q, rows, sums)
+    head_dim = q.shape[-1]
+    q, k, v, output, grad_output = (readable(x) for x in (q, k, v, output, grad_output))
+    batch, heads, num_queries, width = q.shape
+    kv_heads, num_keys = k.shape[1:3]
+    group, query_tile, key_tile = heads // kv_heads, QUERY_TILES[head_tile(width)], KEY_TILE.value
+    num_rows = num_tiles(num_queries, ROW_PADDING.value) * ROW_PADDING.value
+    num_key_tiles = num_tiles(min(num_keys, num_queries) if is_causal else num_keys, key_tile)
+    no_missing_keys = num_key_tiles * key_tile <= num_keys or (is_causal and num_queries <= num_keys)
+    streamed_bytes = group * num_rows * head_tile(width) * (2 * q.element_size() + 4)  # Q, dO, and dQ in float32
+    heads_together = max(1, min(batch * kv_heads, L2_SHARE_BYTES // streamed_bytes))
 
-    def launch_all() -> list[Launched | None]:
-        query_tile, key_tile = call.query_tile, KEY_TILE.value
-        heads_of_k = (1, k_shape[0] * k_shape[1], *k_shape[2:])  # of dK and dV: programs count batch and heads as one
+    grad_q = empty_like(q)
+    if num_key_tiles * key_tile >= num_keys:
+        grad_k, grad_v = empty_like(k), empty_like(k)
+    else:  # the kernel does not write keys that no query sees
+        grad_k, grad_v = k.new_empty(k.shape), k.new_empty(k.shape)
+        for x in (grad_k, grad_v):
+            x[:, :, num_key_tiles * key_tile :] = 0
+    rows = empty((batch * heads, 2, num_rows), torch.float32, q.device)
+    sums = empty((1, 1, batch * heads * num_rows, head_tile(width)), torch.float32, q.device)
+    light_options = {"D": width, "D_TILE": head_tile(width), "ROWS": LIGHT_ROWS}
+    log_launch("backward", f"hopper_backward_{query_tile}x{key_tile}", q, num_queries, num_keys)
+    with stage("preprocess"):
+        launch(
+            hopper_backward_preprocess_kernel, (num_rows // LIGHT_ROWS * batch * heads,),
+            (output, grad_output, lse, lse if grad_lse is None else grad_lse.contiguous(), rows, sums),
+            (*_in_chunks(output), *_in_chunks(grad_output), heads, num_queries, num_rows),
+            {"HAS_DL": grad_lse is not None, **light_options},
+        )  # fmt: skip
+    with stage("dkv"):  # and dQ's sums
+        one_batch = (1, batch * kv_heads, num_keys, width)  # programs count batch and heads of dK and dV as one
         tiles = [
             tile_descriptor(q, query_tile), tile_descriptor(k, key_tile), tile_descriptor(v, key_tile),
             tile_descriptor(grad_output, query_tile), tile_descriptor(sums, HALF.value, HALF.value),
-            *(tile_descriptor(x.view(heads_of_k), CONSUMER_KEYS.value) for x in (grad_k, grad_v)),
+            *(tile_descriptor(x.view(one_batch), CONSUMER_KEYS.value) for x in (grad_k, grad_v)),
         ]  # fmt: skip
-        with stage("preprocess"):
-            first = launch(
-                hopper_backward_preprocess_kernel, call.preprocess_grid,
-                (output, grad_output, lse, grad_lse, rows, sums), call.preprocess_numbers, call.preprocess_options,
-            )  # fmt: skip
-        with stage("dkv"):  # and dQ's sums
-            second = launch(hopper_backward_kernel, call.grid, (*tiles, rows), call.numbers, call.options)
-        with stage("dq"):
-            third = launch(
-                hopper_backward_convert_kernel, call.convert_grid, (sums, grad_q), call.convert_numbers,
-                call.convert_options,
-            )  # fmt: skip
-        return [first, second, third]
-
-    call.launches(device, given, made, launch_all)
+        launch(
+            hopper_backward_kernel, (num_key_tiles * batch * kv_heads,), (*tiles, rows),
+            (kv_heads, heads_together, num_queries, num_keys, scale * LOG2_E.value),
+            {"GROUP": group, "IS_CAUSAL": is_causal, "WHOLE_KEY_TILES": no_missing_keys, "num_warps": CONSUMER_WARPS},
+        )  # fmt: skip
+    with stage("dq"):
+        launch(
+            hopper_backward_convert_kernel, (num_tiles(num_queries, LIGHT_ROWS) * batch * heads,), (sums, grad_q),
+            (num_queries, num_rows, scale), light_options,
+        )  # fmt: skip
+    if width != head_dim:
+        grad_q, grad_k, grad_v = (x[..., :head_dim].contiguous() for x in (grad_q, grad_k, grad_v))
     return grad_q, grad_k, grad_v
+
+
+def _in_chunks(x: Tensor) -> tuple[int, ...]:
+    """The strides of batch, heads and rows; a dimension of one element is not strided over."""
+    return tuple(stride // CHUNK.value if size > 1 else 0 for stride, size in zip(x.stride()[:3], x.shape))

@@ -12,7 +12,7 @@ on to further tiles. Key tiles are walked from the last visible one to the first
 One slot of the ring holds what one step multiplies, K(j) and V(j-1): one barrier to wait for and one to release. Steps
 are counted over all tiles of a program, and step i uses slot i mod the number of slots.
 Each slot has `full`, on which the copies' bytes arrive, and `empty`, on which every consumer arrives; each consumer's
-64 rows of Q have such a pair too. `schedule.py` has the protocol as a model that is run for every small shape.
+64 rows of Q have such a pair too. `tests/hopper_protocol.py` has the protocol as a model.
 
 The two schedules of large grids, by columns of a head tile:
   64   three consumers, 192 x 128. A step waits for both products, then takes the softmax, while the other consumers'
@@ -46,10 +46,8 @@ Sources: FlashAttention-3 (Shah et al. 2024) for warp specialisation and overlap
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import NamedTuple
 
-import torch
 from jaxtyping import Float
 from torch import Tensor
 from triton.experimental import gluon
@@ -70,11 +68,10 @@ from cs336_systems.attention.hopper.builtins import (
     rescale_rows,
     warp_fence,
 )
-from cs336_systems.attention.hopper.descriptors import readable, strides_are_readable, tile_descriptor
-from cs336_systems.attention.hopper.schedule import CONSUMER_ROWS, KernelPlan, plan_forward
-from cs336_systems.attention.tiles.config import TMA_ALIGNMENT_BYTES
-from cs336_systems.attention.triton.launcher import KEPT_SHAPES, KeptLaunches, Launched
-from cs336_systems.attention.triton.launching import launch
+from cs336_systems.attention.hopper.descriptors import readable, tile_descriptor
+from cs336_systems.attention.hopper.schedule import CONSUMER_ROWS, plan_forward
+from cs336_systems.attention.triton.launch import launch, log_launch
+from cs336_systems.attention.triton.operands import empty_results, num_multiprocessors
 from cs336_systems.attention.triton.steps import LN_2, LOG2_E, LOWEST
 from cs336_systems.measure.stages import stage
 
@@ -107,7 +104,7 @@ class _Shared(NamedTuple):
     empty: gl.shared_memory_descriptor
 
 
-# Which tiles a program computes, and which keys a tile sees. Arithmetic on integers, mirrored by `schedule.py`; the
+# Which tiles a program computes, and which keys a tile sees. Arithmetic on integers, mirrored by the model; the
 # tests run the functions below as Python and compare.
 
 
@@ -584,48 +581,6 @@ def hopper_forward_kernel(
         )
 
 
-class _Call(NamedTuple):
-    """What shapes and strides decide of a launch; found again in one step, as short calls wait for the host."""
-
-    grid: tuple[int]
-    numbers: tuple[int | float, ...]
-    options: dict[str, KernelPlan | int]
-    key_tile: int
-    output_strides: tuple[int, ...]
-    lse_strides: tuple[int, ...]
-    is_readable: bool  # by TMA, if the tensors start at multiples of 16 bytes
-    launches: KeptLaunches
-
-
-@lru_cache(maxsize=KEPT_SHAPES)
-def _prepare(
-    q_shape: torch.Size, k_shape: torch.Size, q_strides: tuple[int, ...], k_strides: tuple[int, ...],
-    v_strides: tuple[int, ...], dtype: torch.dtype, device: torch.device, is_causal: bool, scale: float, config: str,
-) -> _Call:  # fmt: skip
-    batch, heads, num_queries, head_dim = q_shape
-    _, kv_heads, num_keys, _ = k_shape
-    # Without a GPU kernels are only compiled, and this number is no constant of theirs.
-    gpu = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
-    planned = plan_forward(
-        head_dim=head_dim, is_causal=is_causal, num_queries=num_queries, num_keys=num_keys, batch_heads=batch * heads,
-        group=heads // kv_heads, num_multiprocessors=gpu, config=config,
-    )  # fmt: skip
-    schedule = planned.schedule
-    operands = ((q_shape, q_strides), (k_shape, k_strides), (k_shape, v_strides))
-    return _Call(
-        grid=(planned.num_programs,),
-        numbers=(
-            num_queries, num_keys, heads, heads // kv_heads, batch * heads, planned.heads_together, scale * LOG2_E.value
-        ),
-        options={"PLAN": planned.kernel_plan, **schedule.launch_options},
-        key_tile=schedule.key_tile,
-        output_strides=(heads * num_queries * head_dim, num_queries * head_dim, head_dim, 1),
-        lse_strides=(heads * num_queries, num_queries, 1),
-        is_readable=all(strides_are_readable(shape, strides, dtype) for shape, strides in operands),
-        launches=KeptLaunches(),
-    )  # fmt: skip
-
-
 def hopper_forward(
     q: Float[Tensor, "batch heads queries head_dim"],
     k: Float[Tensor, "batch kv_heads keys head_dim"],
@@ -640,19 +595,25 @@ def hopper_forward(
     `config` may name a schedule and an order of tiles (`schedule.plan_forward`); other kernels' configurations in it
     are left alone. A causal row's last bits may depend on the schedule, and so on how many heads a call has.
     """
-    shape, dtype, device = q.shape, q.dtype, q.device
-    call = _prepare(shape, k.shape, q.stride(), k.stride(), v.stride(), dtype, device, is_causal, scale, config)
-    if not call.is_readable or (q.data_ptr() | k.data_ptr() | v.data_ptr()) % TMA_ALIGNMENT_BYTES:
-        output, lse = hopper_forward(readable(q), readable(k), readable(v), is_causal, scale, config)
-        return (output if output.shape == shape else output[..., : shape[-1]].contiguous()), lse
-    output = q.new_empty_strided(shape, call.output_strides)
-    lse = q.new_empty_strided(shape[:-1], call.lse_strides, dtype=torch.float32)
-
-    def launch_it() -> list[Launched | None]:
-        operands = ((q, CONSUMER_ROWS), (k, call.key_tile), (v, call.key_tile), (output, CONSUMER_ROWS))
-        tiles = [tile_descriptor(x, rows) for x, rows in operands]
-        with stage("forward"):
-            return [launch(hopper_forward_kernel, call.grid, (*tiles, lse), call.numbers, call.options)]
-
-    call.launches(device, (q, k, v), (output, lse), launch_it)
-    return output, lse
+    head_dim = q.shape[-1]
+    q, k, v = readable(q), readable(k), readable(v)
+    batch, heads, num_queries, width = q.shape
+    num_keys, group = k.shape[2], heads // k.shape[1]
+    planned = plan_forward(
+        head_dim=width, is_causal=is_causal, num_queries=num_queries, num_keys=num_keys, batch_heads=batch * heads,
+        group=group, num_multiprocessors=num_multiprocessors(q.device) or 1, config=config,
+    )  # fmt: skip
+    schedule = planned.schedule
+    output, lse = empty_results(q)
+    operands = ((q, CONSUMER_ROWS), (k, schedule.key_tile), (v, schedule.key_tile), (output, CONSUMER_ROWS))
+    tiles = [tile_descriptor(x, rows) for x, rows in operands]
+    numbers = (
+        num_queries, num_keys, heads, group, batch * heads, planned.heads_together, scale * LOG2_E.value
+    )  # fmt: skip
+    log_launch("forward", schedule.name(planned.order), q, num_queries, num_keys)
+    with stage("forward"):
+        launch(
+            hopper_forward_kernel, (planned.num_programs,), (*tiles, lse), numbers,
+            {"PLAN": planned.kernel_plan, **schedule.launch_options},
+        )  # fmt: skip
+    return (output if width == head_dim else output[..., :head_dim].contiguous()), lse

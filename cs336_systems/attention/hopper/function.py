@@ -7,28 +7,27 @@ Hopper backward adds dQ up in memory, in whatever order its programs arrive ther
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
-from typing import Any
-
 import torch
 from torch import Tensor
 
+from cs336_systems.attention.backends import refuse_hopper
 from cs336_systems.attention.hopper.backward import KEY_TILE, QUERY_TILES, hopper_backward
 from cs336_systems.attention.hopper.forward import hopper_forward
 from cs336_systems.attention.hopper.schedule import plan_forward
-from cs336_systems.attention.hopper.support import hopper_refusal
 from cs336_systems.attention.operator import AttentionOperator
 from cs336_systems.attention.tiles.config import head_tile
-from cs336_systems.attention.triton.function import triton_attention
-from cs336_systems.attention.triton.launching import on_device_of
+from cs336_systems.attention.triton.function import dense_backward
+from cs336_systems.attention.triton.launch import Replays, on_device_of
+from cs336_systems.attention.triton.operands import num_multiprocessors
 
 
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, deterministic: bool, is_causal: bool, scale: float, config: str
 ) -> tuple[Tensor, Tensor]:
+    refuse_hopper(q)
     if is_causal:
         k, v = _visible(k, q), _visible(v, q)
-    with _launch_device(q):
+    with on_device_of(q):
         return hopper_forward(q, k, v, is_causal, scale, config)
 
 
@@ -37,9 +36,10 @@ def _backward(
     deterministic: bool, is_causal: bool, scale: float, config: str,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     if deterministic:
-        return triton_attention.backward(q, k, v, output, lse, grad_output, grad_lse, is_causal, scale, "")
+        return dense_backward(q, k, v, output, lse, grad_output, grad_lse, is_causal, scale, "")
+    refuse_hopper(q)
     seen_k, seen_v = (_visible(k, q), _visible(v, q)) if is_causal else (k, v)
-    with _launch_device(q):
+    with on_device_of(q):
         grad_q, grad_k, grad_v = hopper_backward(
             q, seen_k, seen_v, output, lse.contiguous(), grad_output, grad_lse, is_causal, scale, config
         )
@@ -58,25 +58,17 @@ def _visible(x: Tensor, q: Tensor) -> Tensor:
     return x[:, :, :length] if x.shape[2] > length else x
 
 
-def _launch_device(q: Tensor) -> AbstractContextManager[Any]:
-    """`on_device_of(q)`; ValueError where the kernels cannot run."""
-    if (why := hopper_refusal(q)) is not None:
-        raise ValueError(f"q cannot be attended by the Hopper kernels: {why}")
-    return on_device_of(q)
-
-
 def kernel_names(q: Tensor, k: Tensor, *, is_causal: bool) -> str:
     """What runs for q and k (batch, heads, seq, head_dim) on their GPU: both passes' tiles, the forward's order."""
     batch, heads, num_queries, head_dim = q.shape
     launch = plan_forward(
         head_dim=head_dim, is_causal=is_causal, num_queries=num_queries, num_keys=k.shape[2],
-        batch_heads=batch * heads, group=heads // k.shape[1],
-        num_multiprocessors=torch.cuda.get_device_properties(q.device).multi_processor_count,
+        batch_heads=batch * heads, group=heads // k.shape[1], num_multiprocessors=num_multiprocessors(q.device),
     )  # fmt: skip
     backward = f"hopper_backward_{QUERY_TILES[head_tile(head_dim)]}x{KEY_TILE.value}"
     return f"{launch.schedule.name(launch.order)} {backward}"
 
 
 hopper_attention = AttentionOperator(
-    "hopper_attention", _forward, _backward, extras={"deterministic": "bool"}, launches=True
+    "hopper_attention", _forward, _backward, extras=("bool deterministic",), replays=Replays
 )

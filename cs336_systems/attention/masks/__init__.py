@@ -1,7 +1,6 @@
-"""Masks by tiles: `BlockMask`, its constructors, and the rule that says when skipping tiles pays."""
+"""Masks by tiles: `BlockMask` with its constructors, and the patterns that the command line names."""
 
-from cs336_systems.attention.masks.adaptive import MAX_LIST_DENSITY, use_lists
-from cs336_systems.attention.masks.block_mask import BlockMask
+from cs336_systems.attention.masks.block_mask import MAX_LIST_DENSITY, BlockMask
 from cs336_systems.attention.masks.parse import parse_mask
 
-__all__ = ["MAX_LIST_DENSITY", "BlockMask", "parse_mask", "use_lists"]
+__all__ = ["MAX_LIST_DENSITY", "BlockMask", "parse_mask"]

@@ -28,6 +28,9 @@ of the queries or keys cuts is never full, and its bits past the end are 0: a lo
 
 On the back end `triton` the kernels walk the lists; `reference`, `compiled` and `tiled` attend through `to_dense()`, a
 bool tensor of (b, h, queries, keys) for `attention_reference(mask=...)`: O(queries · keys) memory, the oracle's price.
+
+Every constructor checks its arguments and calls `_make`, which finds the mask's pattern in `patterns.py` by its name,
+classifies the tiles and lists them. Under torch.compile that is one operator, whose widths the compiler does not know.
 """
 
 from __future__ import annotations
@@ -35,34 +38,30 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import wraps
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from cs336_systems.attention.masks import patterns
 from cs336_systems.attention.masks.checks import (
     Device,
     check_block_size,
     check_count,
-    check_density,
-    check_device,
     check_document_lengths,
+    check_draw,
     check_flag,
     check_lengths,
-    check_seed,
     check_seqlens,
-    check_storage,
     check_tensor,
     has_values,
-    kind_of,
 )
+from cs336_systems.attention.masks.patterns import PATTERNS
 from cs336_systems.attention.masks.tiles import (
     DEAD,
     FULL,
     BlockSize,
+    Plane,
     TileMap,
     count_tokens,
     num_blocks,
@@ -72,24 +71,20 @@ from cs336_systems.attention.masks.tiles import (
 from cs336_systems.measure.stages import stage
 
 DEFAULT_BLOCK = 128
-Arguments = ParamSpec("Arguments")
-Mask = TypeVar("Mask")
-
-
-def _built(constructor: Callable[Arguments, Mask]) -> Callable[Arguments, Mask]:
-    """`constructor` as the stage `mask_build` of what `profiling.stages` times."""
-
-    @wraps(constructor)
-    def build(*arguments: Arguments.args, **options: Arguments.kwargs) -> Mask:
-        with stage("mask_build"):
-            return constructor(*arguments, **options)
-
-    return build
+# A list costs an indirect load for each tile, so a mask that skips little is slower than dense attention. On an H200
+# (`block_sparse`: S=16384, d=128, forward and backward) lists of nine tenths of the tiles still take less time than
+# dense attention, by about half of what they skip; all tiles take slightly more. The two meet between.
+MAX_LIST_DENSITY = 0.95
+# What `_make` fills in, in this order.
+LISTS = (
+    "kv_num_blocks", "kv_indices", "kv_tokens", "full_kv_num_blocks", "full_kv_indices",
+    "q_num_blocks", "q_indices", "q_tokens", "full_q_num_blocks", "full_q_indices", "token_bits",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class BlockMask:
-    """See the module's docstring for the fields' shapes. `block_mask & other` attends what both attend.
+    """See the module's docstring for the fields' shapes. `a & b` attends what both attend, `a | b` what either does.
 
     Fields put together by hand must agree: kernels follow the lists wherever they lead. Shapes are checked; values
     on the CPU alone, and only that tiles and patterns exist. On a GPU a look would stall the host: they are trusted.
@@ -111,74 +106,58 @@ class BlockMask:
 
     def __post_init__(self) -> None:
         check_block_size(self.block_size)
-        leading = tuple(self.kv_num_blocks.shape[:2])
-        blocks = dict(zip(("kv", "q"), map(num_blocks, self.seq_lengths, self.block_size)))
-        for name in ("kv_num_blocks", "full_kv_num_blocks", "q_num_blocks", "full_q_num_blocks"):
-            self._check(name, (*leading, blocks["kv" if "kv" in name else "q"]))
-        for name in ("kv_indices", "full_kv_indices", "q_indices", "full_q_indices"):
-            self._check(name, (*leading, blocks["kv" if "kv" in name else "q"], None))
-        self._check("kv_tokens", tuple(self.kv_indices.shape))
-        self._check("q_tokens", tuple(self.q_indices.shape))
-        self._check("token_bits", (None, self.block_size[0], words_per_row(self.block_size[1])))
-        if has_values(self.kv_num_blocks):
-            self._check_values()
-        # Autograd saves no tensor of inference mode, and what an evaluation has made may be kept and trained with.
-        for name, tensor in vars(self).items():
-            if isinstance(tensor, Tensor) and tensor.is_inference():
-                with torch.inference_mode(False):
-                    object.__setattr__(self, name, tensor.clone())
-
-    def _check_values(self) -> None:
-        """Raise unless counts fit their lists, and tiles and patterns exist: kernels follow them without a look."""
+        leading = self.kv_num_blocks.shape[:2]
+        bits = (None, self.block_size[0], words_per_row(self.block_size[1]))
+        num_patterns = len(self._check("token_bits", bits))
+        tiles = [num_blocks(seqlen, block) for seqlen, block in zip(self.seq_lengths, self.block_size)]
         whole = [seqlen // block for seqlen, block in zip(self.seq_lengths, self.block_size)]
-        num_tiles = [self.kv_num_blocks.shape[2], self.q_num_blocks.shape[2]]
-        for side, other in (("kv", 1), ("q", 0)):  # lists of key tiles, lists of query tiles
-            for prefix, existing in (("", num_tiles[other]), ("full_", whole[other])):
-                indices = f"{prefix}{side}_indices"
-                self._check_range(f"{prefix}{side}_num_blocks", min(existing, getattr(self, indices).shape[3]))
-                self._check_range(indices, max(0, existing - 1))
-            self._check_range(f"{side}_tokens", len(self.token_bits) - 1)
+        for side, lines, other in (("kv", tiles[0], 1), ("q", tiles[1], 0)):  # lists of key tiles, of query tiles
+            for prefix, existing in (("", tiles[other]), ("full_", whole[other])):
+                indices = self._check(f"{prefix}{side}_indices", (*leading, lines, None), max(0, existing - 1))
+                most = min(existing, indices.shape[3])
+                self._check(f"{prefix}{side}_num_blocks", (*leading, lines), most)
+            self._check(f"{side}_tokens", getattr(self, f"{side}_indices").shape, num_patterns - 1)
+        # Autograd saves no tensor of inference mode, and what an evaluation has made may be kept and trained with.
+        if not torch.compiler.is_compiling() and self.kv_num_blocks.is_inference():
+            with torch.inference_mode(False):
+                for name in LISTS:
+                    object.__setattr__(self, name, getattr(self, name).clone())
 
-    def _check_range(self, name: str, largest: int) -> None:
-        """Raise unless the values of the tensor `name` are 0 to `largest`."""
-        tensor = getattr(self, name)
-        if tensor.numel():
-            least, most = (int(x) for x in tensor.aminmax())
-            if least < 0 or most > largest:
-                raise ValueError(f"BlockMask.{name} must have values from 0 to {largest}, got {least} to {most}")
+    def _check(self, name: str, shape: Sequence[int | None], largest: int | None = None) -> Tensor:
+        """The tensor `name`, int32 on the mask's device and of `shape`, where None is any length from 1 on.
 
-    def _check(self, name: str, shape: tuple[int | None, ...]) -> None:
-        """Raise unless the tensor `name` has `shape`, where None is any length from 1 on, and fits the others."""
-        tensor = getattr(self, name)
+        Its values are 0 to `largest` where the host can look: kernels follow them without.
+        """
+        tensor, device = getattr(self, name), self.kv_num_blocks.device
         if not isinstance(tensor, Tensor) or tensor.dtype != torch.int32:
             kind = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
             raise TypeError(f"BlockMask.{name} must be an int32 tensor, got {kind}")
-        fits = len(tensor.shape) == len(shape) and all(
-            actual == wanted or (wanted is None and actual >= 1) for actual, wanted in zip(tensor.shape, shape)
-        )
-        if not fits:
+        if tensor.ndim != len(shape) or any(
+            actual != wanted if wanted is not None else actual < 1 for actual, wanted in zip(tensor.shape, shape)
+        ):
             wanted_shape = ", ".join("at least 1" if length is None else str(length) for length in shape)
             raise ValueError(f"BlockMask.{name} must have shape ({wanted_shape}), got {tuple(tensor.shape)}")
-        if tensor.device != self.kv_num_blocks.device or not tensor.is_contiguous():
+        if tensor.device != device or not tensor.is_contiguous():
             raise ValueError(
-                f"BlockMask.{name} must be contiguous on {self.kv_num_blocks.device}, "
-                f"got strides {tensor.stride()} on {tensor.device}"
+                f"BlockMask.{name} must be contiguous on {device}, got strides {tensor.stride()} on {tensor.device}"
             )
+        if largest is not None and tensor.numel() and has_values(tensor):
+            least, most = (int(x) for x in tensor.aminmax())
+            if least < 0 or most > largest:
+                raise ValueError(f"BlockMask.{name} must have values from 0 to {largest}, got {least} to {most}")
+        return tensor
 
     # Constructors
 
     @classmethod
-    @_built
     def from_dense(
         cls, mask: Bool[Tensor, "... queries keys"], block_size: int | BlockSize = DEFAULT_BLOCK
     ) -> BlockMask:
         """The tiles of a token mask, True where attended: (queries, keys), or with (batch or 1, heads or 1) before."""
-        mask = check_tensor("mask", mask, ("queries", "keys"), torch.bool)
-        size = check_block_size(block_size)
-        return cls._of(patterns.dense(mask, size), size, (mask.shape[2], mask.shape[3]))
+        mask = _four_dimensions("mask", mask, "queries, keys", (torch.bool,))
+        return cls._make("dense", _plane(mask, (mask.shape[2], mask.shape[3]), block_size), [mask])
 
     @classmethod
-    @_built
     def from_blocks(
         cls,
         blocks: Bool[Tensor, "... query_blocks key_blocks"],
@@ -192,15 +171,43 @@ class BlockMask:
         `seq_lengths` default to whole tiles; others must need just as many. `is_causal` also drops the pairs above the
         diagonal, from the top left. No (queries, keys) tensor is made.
         """
-        blocks = check_tensor("blocks", blocks, ("query_blocks", "key_blocks"), torch.bool)
-        size = check_block_size(block_size)
-        check_flag("is_causal", is_causal)
-        lengths = check_lengths(blocks, size, seq_lengths)
-        mask = cls._of(patterns.blocks(blocks, lengths, size), size, lengths)
-        return mask & cls.causal(*lengths, block_size=size, device=mask.device) if is_causal else mask
+        blocks = _four_dimensions("blocks", blocks, "query_blocks, key_blocks", (torch.bool,))
+        lengths = check_lengths(blocks, check_block_size(block_size), seq_lengths)
+        return cls._make("blocks", _plane(blocks, lengths, block_size), [blocks], check_flag("is_causal", is_causal))
 
     @classmethod
-    @_built
+    def from_mask_mod(
+        cls,
+        mask_mod: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor],
+        seqlen_q: int,
+        seqlen_k: int | None = None,
+        *,
+        batch: int = 1,
+        heads: int = 1,
+        block_size: int | BlockSize = DEFAULT_BLOCK,
+        device: Device = "cpu",
+    ) -> BlockMask:
+        """What FlexAttention's `mask_mod(batch, head, query, key)` attends: the reverse of `to_flex`.
+
+        The function gets scalar index tensors under vmap, as from torch's `create_block_mask`. Every pair is looked at,
+        and kept as a bool meanwhile: O(queries · keys) memory.
+        """
+        if not callable(mask_mod):
+            raise TypeError(f"mask_mod must be callable, got {mask_mod!r}")
+        lengths = check_seqlens(seqlen_q, seqlen_k)
+        rows, _ = check_block_size(block_size)
+        leading = check_count("batch", batch, 1), check_count("heads", heads, 1)
+        mask = torch.ones(*leading, *lengths, dtype=torch.bool, device=device)
+        attends: Any = mask_mod
+        for mapped in ((None, None, None, 0), (None, None, 0, None), (None, 0, None, None), (0, None, None, None)):
+            attends = torch.vmap(attends, in_dims=mapped)
+        batches, all_heads, queries, keys = (torch.arange(count, device=device) for count in mask.shape)
+        if mask.numel():
+            parts = [attends(batches, all_heads, part, keys).expand(*leading, -1, -1) for part in queries.split(rows)]
+            mask = torch.cat(parts, dim=2)
+        return cls.from_dense(mask, block_size)
+
+    @classmethod
     def causal(
         cls,
         seqlen_q: int,
@@ -215,13 +222,10 @@ class BlockMask:
         Bottom right with more queries than keys leaves the first seqlen_q - seqlen_k rows without a key.
         """
         lengths = check_seqlens(seqlen_q, seqlen_k)
-        size = check_block_size(block_size)
-        check_flag("bottom_right", bottom_right)
-        shift = lengths[1] - lengths[0] if bottom_right else 0
-        return cls._of(patterns.band(lengths, size, 0, sum(lengths), shift, check_device(device)), size, lengths)
+        shift = lengths[1] - lengths[0] if check_flag("bottom_right", bottom_right) else 0
+        return cls._make("band", _plane(None, lengths, block_size), device, 0, sum(lengths), shift)
 
     @classmethod
-    @_built
     def sliding_window(
         cls,
         seqlen_q: int,
@@ -238,39 +242,23 @@ class BlockMask:
         Without `is_causal` |i - j| < window. `bottom_right` adds seqlen_k - seqlen_q to i.
         """
         lengths = check_seqlens(seqlen_q, seqlen_k)
-        size = check_block_size(block_size)
-        check_count("window", window, 1, most=None)
-        window = min(window, 1 + sum(lengths))  # no two tokens are further apart
-        check_flag("is_causal", is_causal)
-        check_flag("bottom_right", bottom_right)
-        shift = lengths[1] - lengths[0] if bottom_right else 0
-        low = 0 if is_causal else 1 - window
-        return cls._of(patterns.band(lengths, size, low, window - 1, shift, check_device(device)), size, lengths)
+        window = min(check_count("window", window, 1, most=None), 1 + sum(lengths))  # no two tokens are further apart
+        shift = lengths[1] - lengths[0] if check_flag("bottom_right", bottom_right) else 0
+        low = 0 if check_flag("is_causal", is_causal) else 1 - window
+        return cls._make("band", _plane(None, lengths, block_size), device, low, window - 1, shift)
 
     @classmethod
-    @_built
     def prefix(
-        cls,
-        lengths: Int[Tensor, "... queries"],
-        seqlen_k: int,
-        *,
-        block_size: int | BlockSize = DEFAULT_BLOCK,
+        cls, lengths: Int[Tensor, "... queries"], seqlen_k: int, *, block_size: int | BlockSize = DEFAULT_BLOCK
     ) -> BlockMask:
         """Query i attends the first lengths[i] of `seqlen_k` keys; lengths: (queries,) or (batch, heads, queries)."""
-        size = check_block_size(block_size)
-        check_count("seqlen_k", seqlen_k, 0)
-        integral = isinstance(lengths, Tensor) and lengths.dtype in (torch.int32, torch.int64)
-        if not integral or lengths.ndim not in (1, 3):
-            raise TypeError(
-                "lengths must be an int32 or int64 tensor of shape (queries,) or (batch or 1, heads or 1, queries), "
-                f"got {kind_of(lengths)}"
-            )
-        check_storage("lengths", lengths)
+        shapes = {1: "(queries,)", 3: "(batch or 1, heads or 1, queries)"}
+        lengths = check_tensor("lengths", lengths, shapes, (torch.int32, torch.int64))
         lengths = lengths if lengths.ndim == 3 else lengths[None, None]
-        return cls._of(patterns.prefix(lengths, seqlen_k, size), size, (lengths.shape[2], seqlen_k))
+        plane = _plane(lengths, (lengths.shape[2], check_count("seqlen_k", seqlen_k)), block_size)
+        return cls._make("prefix", plane, [lengths])
 
     @classmethod
-    @_built
     def document(
         cls,
         lengths: Sequence[int] | Int[Tensor, " documents"] | None = None,
@@ -283,28 +271,21 @@ class BlockMask:
         """Tokens attend their own document, by `lengths` of documents in order (0 allowed) or an id for each token.
 
         `ids` is (tokens,) or (batch, tokens); equal ids are one document, wherever they stand. `device` defaults to the
-        CPU for lengths and to that of ids.
+        CPU for lengths and to that of ids. Lengths in a tensor are read on the host, which torch.compile cannot.
         """
-        size = check_block_size(block_size)
         check_flag("is_causal", is_causal)
-        device = None if device is None else check_device(device)
         if (lengths is None) == (ids is None):
             raise ValueError("document needs either lengths or ids")
-        if lengths is not None:
-            lengths = check_document_lengths(lengths)
-            number = torch.arange(len(lengths), device=device or "cpu")
-            ids = number.repeat_interleave(torch.tensor(lengths, dtype=torch.int64, device=number.device))
-        assert ids is not None
-        if not isinstance(ids, Tensor) or ids.dtype not in (torch.int32, torch.int64) or ids.ndim not in (1, 2):
-            raise TypeError(
-                f"ids must be an int32 or int64 tensor of shape (tokens,) or (batch, tokens), got {kind_of(ids)}"
-            )
-        check_storage("ids", ids)
-        ids = (ids if ids.ndim == 2 else ids[None]).to(device or ids.device)
-        return cls._of(patterns.documents(ids, is_causal, size), size, (ids.shape[1], ids.shape[1]))
+        if ids is None:
+            assert lengths is not None
+            found = check_document_lengths(lengths)
+            plane = _plane(None, (sum(found), sum(found)), block_size)
+            return cls._make("documents", plane, device or "cpu", is_causal, *found)
+        ids = check_tensor("ids", ids, {1: "(tokens,)", 2: "(batch, tokens)"}, (torch.int32, torch.int64))
+        ids = (ids if ids.ndim == 2 else ids[None])[:, None].to(device or ids.device)
+        return cls._make("documents", _plane(ids, (ids.shape[2], ids.shape[2]), block_size), [ids], is_causal)
 
     @classmethod
-    @_built
     def dilated(
         cls,
         seqlen: int,
@@ -321,21 +302,17 @@ class BlockMask:
         The phase is the position in the segment modulo `dilation_rate`. With `heads`, head h keeps only the tokens of
         phase h % dilation_rate, and all other rows have no key: LongNet's form (Ding et al. 2023, section 2.3).
         """
-        size = check_block_size(block_size)
-        check_count("seqlen", seqlen, 0)
-        check_count("segment_length", segment_length, 1, most=None)
-        check_count("dilation_rate", dilation_rate, 1, most=None)
+        check_count("seqlen", seqlen)
         if heads is not None:
             check_count("heads", heads, 1)
-        check_flag("is_causal", is_causal)
-        device = check_device(device)
-        segment_length = min(segment_length, max(1, seqlen))  # more is one segment
-        dilation_rate = min(dilation_rate, max(segment_length, heads or 1))  # more is a phase for each token, and head
-        tile_map = patterns.dilated(seqlen, segment_length, dilation_rate, heads, is_causal, size, device)
-        return cls._of(tile_map, size, (seqlen, seqlen))
+        # A longer segment is one; a higher rate is a phase for each token, and head.
+        segment = min(check_count("segment_length", segment_length, 1, most=None), max(1, seqlen))
+        rate = min(check_count("dilation_rate", dilation_rate, 1, most=None), max(segment, heads or 1))
+        plane = _plane(None, (seqlen, seqlen), block_size)._replace(leading=(1, heads or 1))
+        causal = check_flag("is_causal", is_causal)
+        return cls._make("dilated", plane, device, segment, rate, heads is not None, causal)
 
     @classmethod
-    @_built
     def random_blocks(
         cls,
         seqlen_q: int,
@@ -352,17 +329,11 @@ class BlockMask:
 
         Drawn on the CPU, so that a seed means the same mask everywhere.
         """
-        lengths = check_seqlens(seqlen_q, seqlen_k)
-        size = check_block_size(block_size)
-        device = _check_draw(density, seed, batch, heads, device)
-        shape = (batch, heads, *map(num_blocks, lengths, size))
-        generator = torch.Generator().manual_seed(seed)
-        scores = torch.rand(shape, dtype=torch.float32, device="cpu", generator=generator)
-        live = patterns.best_blocks(scores, max(1, round(density * shape[3])))
-        return cls.from_blocks(live.to(device), size, seq_lengths=lengths)
+        check_draw(density, seed, batch, heads)
+        plane = _plane(None, check_seqlens(seqlen_q, seqlen_k), block_size)._replace(leading=(batch, heads))
+        return cls._make("random_blocks", plane, device, max(1, round(density * plane.shape[3])), seed)
 
     @classmethod
-    @_built
     def random_tokens(
         cls,
         seqlen_q: int,
@@ -376,20 +347,12 @@ class BlockMask:
         device: Device = "cpu",
     ) -> BlockMask:
         """Each pair attended with probability `density`, alone: no tile is dead, so no kernel gains from skipping."""
-        lengths = check_seqlens(seqlen_q, seqlen_k)
-        size = check_block_size(block_size)
-        device = _check_draw(density, seed, batch, heads, device)
-        generator = torch.Generator().manual_seed(seed)
-
-        def rows(queries: slice) -> Tensor:
-            shape = (batch, heads, queries.stop - queries.start, lengths[1])
-            drawn = torch.rand(shape, dtype=torch.float32, device="cpu", generator=generator)
-            return (drawn < density).to(device)
-
-        return cls._of(patterns.by_rows(rows, (batch, heads), lengths, size, device), size, lengths)
+        check_draw(density, seed, batch, heads)
+        plane = _plane(None, check_seqlens(seqlen_q, seqlen_k), block_size)._replace(leading=(batch, heads))
+        number = torch.tensor(density, dtype=torch.float64, device=device)
+        return cls._make("random_tokens", plane, [number], seed)
 
     @classmethod
-    @_built
     def topk_blocks(
         cls,
         scores: Float[Tensor, "... query_blocks key_blocks"],
@@ -404,19 +367,13 @@ class BlockMask:
         With `is_causal` only tiles with a visible pair compete, and pairs above the diagonal are dropped. Tiles of
         score -inf are never kept; of equal scores the earlier is.
         """
-        scores = check_tensor("scores", scores, ("query_blocks", "key_blocks"), None)
-        size = check_block_size(block_size)
-        check_count("num_kept", num_kept, 0, most=None)
-        check_flag("is_causal", is_causal)
-        lengths = check_lengths(scores, size, seq_lengths)
-        if is_causal:
-            visible = cls.causal(*lengths, block_size=size, device=scores.device)._tile_map().tiles != DEAD
-            scores = scores.masked_fill(~visible, -torch.inf)
-        live = patterns.best_blocks(scores, min(num_kept, scores.shape[3]))
-        return cls.from_blocks(live, size, seq_lengths=lengths, is_causal=is_causal)
+        scores = _four_dimensions("scores", scores, "query_blocks, key_blocks")
+        lengths = check_lengths(scores, check_block_size(block_size), seq_lengths)
+        kept = min(check_count("num_kept", num_kept, most=None), scores.shape[3])
+        plane = _plane(scores, lengths, block_size)
+        return cls._make("top_blocks", plane, [scores], kept, check_flag("is_causal", is_causal))
 
     @classmethod
-    @_built
     def dynamic_topk(
         cls,
         bias: Float[Tensor, "... queries_or_1 keys"],
@@ -432,35 +389,29 @@ class BlockMask:
         (default: as many as keys). `num_keys` may exceed the keys: then all are attended. Keys of bias -inf never are.
         A query's keys depend on the bias of the keys that it sees alone. A row of tiles is looked at at a time.
         """
-        bias = check_tensor("bias", bias, ("queries or 1", "keys"), None)
-        size = check_block_size(block_size)
-        check_count("num_keys", num_keys, 0, most=None)
-        check_flag("is_causal", is_causal)
+        bias = _four_dimensions("bias", bias, "queries or 1, keys")
         rows, seqlen_k = bias.shape[2:]
-        seqlen_q = (seqlen_k if rows == 1 else rows) if seqlen_q is None else seqlen_q
-        check_count("seqlen_q", seqlen_q, 0)
+        seqlen_q = check_count("seqlen_q", (seqlen_k if rows == 1 else rows) if seqlen_q is None else seqlen_q)
         if rows not in (1, seqlen_q):
             raise ValueError(f"bias must have 1 row or seqlen_q={seqlen_q}, got {rows}")
-        return cls._of(patterns.top_keys(bias, num_keys, is_causal, seqlen_q, size), size, (seqlen_q, seqlen_k))
+        kept = min(check_count("num_keys", num_keys, most=None), seqlen_k)
+        plane = _plane(bias, (seqlen_q, seqlen_k), block_size)
+        return cls._make("top_keys", plane, [bias], kept, check_flag("is_causal", is_causal))
 
     @classmethod
-    def _of(cls, tile_map: TileMap, block_size: BlockSize, seq_lengths: tuple[int, int]) -> BlockMask:
-        """The lists of a tile map."""
-        tiles, token_bits = tile_map
-        if not len(token_bits):
-            token_bits = token_bits.new_zeros(1, *token_bits.shape[1:])
-        kv_num, kv_indices, kv_tokens = _lists(tiles >= 0, tiles)
-        q_num, q_indices, q_tokens = _lists((tiles >= 0).mT, tiles.mT)
-        full_kv_num, full_kv_indices, _ = _lists(tiles == FULL, tiles)
-        full_q_num, full_q_indices, _ = _lists((tiles == FULL).mT, tiles.mT)
-        return cls(
-            kv_num_blocks=kv_num, kv_indices=kv_indices,
-            full_kv_num_blocks=full_kv_num, full_kv_indices=full_kv_indices,
-            q_num_blocks=q_num, q_indices=q_indices,
-            full_q_num_blocks=full_q_num, full_q_indices=full_q_indices,
-            kv_tokens=kv_tokens, q_tokens=q_tokens, token_bits=token_bits.contiguous(),
-            block_size=block_size, seq_lengths=seq_lengths,
-        )  # fmt: skip
+    def _make(cls, pattern: str, plane: Plane, data: list[Tensor] | Device, *numbers: int) -> BlockMask:
+        """The mask `PATTERNS[pattern](plane, data, *numbers)`; a pattern without tensors is given a device alone."""
+        if not isinstance(data, list):
+            data = [torch.empty(0, dtype=torch.int32, device=data)]
+        if data[0].is_meta:
+            raise ValueError("a mask must be made on a device whose tensors have values; it may move .to('meta') then")
+        leading, lengths, block_size = plane
+        if torch.compiler.is_compiling():
+            lists = opaque_lists(pattern, data, leading, lengths, block_size, [int(number) for number in numbers])
+        else:
+            with stage("mask_build"):
+                lists = make_lists(pattern, data, leading, lengths, block_size, numbers)
+        return cls(**dict(zip(LISTS, lists)), block_size=block_size, seq_lengths=lengths)
 
     # What a mask is
 
@@ -535,7 +486,6 @@ class BlockMask:
 
     def to(self, device: Device) -> BlockMask:
         """The same mask on `device`."""
-        device = check_device(device, with_values=False)
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         moved: dict[str, Any] = {name: x.to(device) for name, x in values.items() if isinstance(x, Tensor)}
         return replace(self, **moved)
@@ -579,6 +529,13 @@ class BlockMask:
 
     def __and__(self, other: BlockMask) -> BlockMask:
         """What both masks attend; batch and heads broadcast. Block sizes and lengths must be equal."""
+        return self._combine(other, "both")
+
+    def __or__(self, other: BlockMask) -> BlockMask:
+        """What at least one of the masks attends, as of `&`."""
+        return self._combine(other, "either")
+
+    def _combine(self, other: BlockMask, how: str) -> BlockMask:
         if not isinstance(other, BlockMask):
             return NotImplemented
         for name in ("block_size", "seq_lengths", "device"):
@@ -588,8 +545,9 @@ class BlockMask:
             raise ValueError(
                 f"masks must have as many batch entries and heads, or 1, got {self.shape[:2]} and {other.shape[:2]}"
             )
-        both = patterns.intersect(self._tile_map(), other._tile_map(), self.block_size)
-        return self._of(both, self.block_size, self.seq_lengths)
+        leading = [right if left == 1 else left for left, right in zip(self.shape[:2], other.shape[:2])]
+        plane = Plane((leading[0], leading[1]), self.seq_lengths, self.block_size)
+        return self._make(how, plane, [*self._tile_map(), *other._tile_map()])
 
     def __repr__(self) -> str:
         if self.device.type == "meta":  # counts have no values there
@@ -606,17 +564,16 @@ class BlockMask:
 
     def _tile_map(self) -> TileMap:
         """The map that the lists were made of."""
-        shape = (*self.kv_num_blocks.shape, self.q_num_blocks.shape[2])
-        tiles = torch.full(shape, DEAD, dtype=torch.int32, device=self.device)
+        columns = self.q_num_blocks.shape[2]
+        # One column more than there are, where the slots behind the last of a list end up.
+        tiles = self.kv_indices.new_full((*self.kv_num_blocks.shape, columns + 1), DEAD)
         for counts, indices, values in (
             (self.kv_num_blocks, self.kv_indices, self.kv_tokens),
-            (self.full_kv_num_blocks, self.full_kv_indices, None),
+            (self.full_kv_num_blocks, self.full_kv_indices, torch.full_like(self.full_kv_indices, FULL)),
         ):
             slots = torch.arange(indices.shape[3], device=self.device)
-            batch, head, row, slot = (slots < counts[..., None]).nonzero(as_tuple=True)
-            column = indices[batch, head, row, slot].long()
-            tiles[batch, head, row, column] = FULL if values is None else values[batch, head, row, slot]
-        return TileMap(tiles, self.token_bits)
+            tiles = tiles.scatter(3, torch.where(slots < counts[..., None], indices, columns).long(), values)
+        return TileMap(tiles[..., :columns], self.token_bits)
 
     def _token_lookup(self) -> Callable[..., Tensor]:
         """FlexAttention's mask_mod: a pair's bit. Dead and full tiles get patterns of their own, all 0 and all 1."""
@@ -634,13 +591,19 @@ class BlockMask:
         return mask_mod
 
 
-def _check_draw(density: float, seed: int, batch: int, heads: int, device: Device) -> torch.device:
-    """Check what a random mask is drawn with; the device."""
-    check_density(density)
-    check_seed(seed)
-    check_count("batch", batch, 1)
-    check_count("heads", heads, 1)
-    return check_device(device)
+def make_lists(
+    pattern: str, data: Sequence[Tensor], leading: Sequence[int], lengths: Sequence[int], block_size: Sequence[int],
+    numbers: Sequence[int],
+) -> list[Tensor]:  # fmt: skip
+    """The tensors of a `BlockMask` in LISTS' order."""
+    plane = Plane((leading[0], leading[1]), (lengths[0], lengths[1]), (block_size[0], block_size[1]))
+    tiles, token_bits = PATTERNS[pattern](plane, data, *numbers)
+    if not len(token_bits):
+        token_bits = token_bits.new_zeros(1, *token_bits.shape[1:])
+    lists = []
+    for by_line in (tiles, tiles.mT):
+        lists += [*_lists(by_line >= 0, by_line), *_lists(by_line == FULL, by_line)[:2]]
+    return [*lists, token_bits.contiguous()]
 
 
 def _lists(
@@ -655,3 +618,46 @@ def _lists(
     empty = torch.zeros((*counts.shape, width + 1), dtype=torch.int32, device=chosen.device)
     indices, listed = (empty.scatter(-1, slots, x)[..., :width].contiguous() for x in (columns, values))
     return counts, indices, listed
+
+
+# What torch.compile keeps whole: the widths of the lists and the number of patterns depend on values.
+opaque_lists = torch.library.custom_op(
+    "cs336_systems::block_mask_lists",
+    make_lists,
+    mutates_args=(),
+    schema="(str pattern, Tensor[] data, SymInt[] leading, SymInt[] lengths, int[] block_size, SymInt[] numbers)"
+    " -> Tensor[]",
+)
+
+
+@opaque_lists.register_fake
+def _(
+    pattern: str, data: Sequence[Tensor], leading: Sequence[int], lengths: Sequence[int], block_size: Sequence[int],
+    numbers: Sequence[int],
+) -> list[Tensor]:  # fmt: skip
+    def empty(*shape: Any) -> Tensor:
+        return data[0].new_empty(shape, dtype=torch.int32)
+
+    def unknown() -> Any:
+        return torch.library.get_ctx().new_dynamic_size(min=1)
+
+    lists = []
+    for length, block in zip(lengths, block_size):
+        lines, width = (*leading, num_blocks(length, block)), unknown()
+        lists += [empty(*lines), empty(*lines, width), empty(*lines, width), empty(*lines), empty(*lines, unknown())]
+    return [*lists, empty(unknown(), block_size[0], words_per_row(block_size[1]))]
+
+
+def _four_dimensions(
+    name: str, tensor: Tensor, sides: str, dtypes: tuple[torch.dtype, ...] | None = None
+) -> Float[Tensor, "batch heads rows columns"]:
+    """The checked `tensor`, with batch and heads of 1 before its two `sides` if it has no others."""
+    shapes = {2: f"({sides})", 4: f"(batch or 1, heads or 1, {sides})"}
+    tensor = check_tensor(name, tensor, shapes, *([] if dtypes is None else [dtypes]))
+    return tensor if tensor.ndim == 4 else tensor[None, None]
+
+
+def _plane(tensor: Tensor | None, lengths: tuple[int, int], block_size: int | BlockSize) -> Plane:
+    """The plane of masks as many as `tensor`, (batch, heads, ...), is for, or of one."""
+    leading = (1, 1) if tensor is None else (tensor.shape[0], tensor.shape[1])
+    return Plane(leading, lengths, check_block_size(block_size))

@@ -14,19 +14,25 @@ a+b                      what both attend
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import reduce
+from operator import and_
+from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from cs336_systems.attention.masks.block_mask import DEFAULT_BLOCK, BlockMask
-from cs336_systems.attention.masks.checks import Device, check_block_size, check_count, check_seed
+from cs336_systems.attention.masks.checks import Device, check_block_size, check_count
 from cs336_systems.attention.masks.tiles import BlockSize, num_blocks
 
 PATTERNS = (
     "full, causal, window:W, document:L,L,..., dilated:SEGMENT/RATE, random:DENSITY, tokens:DENSITY, topk:W, shared:W"
 )
+ARGUMENTS = {  # of a pattern: their type, and how many, where None is any number from 1 on
+    "full": (int, 0), "causal": (int, 0), "window": (int, 1), "document": (int, None), "dilated": (int, 2),
+    "random": (float, 1), "tokens": (float, 1), "topk": (int, 1), "shared": (int, 1),
+}  # fmt: skip
 
 
 def parse_mask(
@@ -45,15 +51,12 @@ def parse_mask(
     """
     check_count("seqlen", seqlen, 1)
     check_count("heads", heads, 1)
-    check_seed(seed)
+    check_count("seed", seed, -(2**63), 2**63 - 1)
     if not isinstance(pattern, str):
         raise TypeError(f"mask pattern must be a string, got {pattern!r}")
     size = check_block_size(block_size)
-    parts = [_parse_part(part.strip(), pattern, seqlen, size, heads, seed, device) for part in pattern.split("+")]
-    mask = parts[0]
-    for part in parts[1:]:
-        mask = mask & part
-    return mask
+    parts = [_parse_part(part.strip(), seqlen, size, heads, seed, device) for part in pattern.split("+")]
+    return reduce(and_, parts)
 
 
 def random_bias(seqlen: int, heads: int, seed: int) -> Float[Tensor, "1 heads keys"]:
@@ -62,47 +65,33 @@ def random_bias(seqlen: int, heads: int, seed: int) -> Float[Tensor, "1 heads ke
     return torch.rand(1, heads, seqlen, dtype=torch.float32, device="cpu", generator=generator)
 
 
-def _parse_part(
-    part: str, pattern: str, seqlen: int, size: BlockSize, heads: int, seed: int, device: Device
-) -> BlockMask:
+def _parse_part(part: str, seqlen: int, size: BlockSize, heads: int, seed: int, device: Device) -> BlockMask:
     name, _, argument = part.partition(":")
-
-    def numbers(kind: Callable[[str], float], separator: str, count: int | None = 1) -> list:
-        try:
-            found = [kind(text) for text in argument.split(separator)]
-        except ValueError:
-            found = []
-        if not found or (count is not None and len(found) != count):
-            raise ValueError(f"mask pattern must be one of {PATTERNS}, or several joined by +, got {pattern!r}")
-        return found
-
-    if name == "full" and not argument:
-        shape = [num_blocks(seqlen, block) for block in size]
-        return BlockMask.from_blocks(
-            torch.ones(*shape, dtype=torch.bool, device=device), size, seq_lengths=(seqlen, seqlen)
+    kind, count = ARGUMENTS.get(name, (int, -1))
+    try:
+        numbers: list[Any] = (
+            [kind(text) for text in argument.split("/" if name == "dilated" else ",")] if argument else []
         )
-    if name == "causal" and not argument:
-        return BlockMask.causal(seqlen, block_size=size, device=device)
+    except ValueError:
+        numbers = []
+    if not numbers if count is None else len(numbers) != count:
+        raise ValueError(f"mask pattern must be one of {PATTERNS}, or several joined by +, got {part!r}")
+    where: dict[str, Any] = {"block_size": size, "device": device}
+    if name == "full":
+        tiles = torch.ones(*(num_blocks(seqlen, block) for block in size), dtype=torch.bool, device=device)
+        return BlockMask.from_blocks(tiles, size, seq_lengths=(seqlen, seqlen))
+    if name == "causal":
+        return BlockMask.causal(seqlen, **where)
     if name == "window":
-        return BlockMask.sliding_window(seqlen, window=numbers(int, ",")[0], block_size=size, device=device)
+        return BlockMask.sliding_window(seqlen, window=numbers[0], **where)
     if name == "document":
-        lengths = numbers(int, ",", None)
-        if sum(lengths) != seqlen:
-            raise ValueError(f"the documents of {part!r} have {sum(lengths)} tokens, and the sequence has {seqlen}")
-        return BlockMask.document(lengths, block_size=size, device=device)
+        if sum(numbers) != seqlen:
+            raise ValueError(f"the documents of {part!r} have {sum(numbers)} tokens, and the sequence has {seqlen}")
+        return BlockMask.document(numbers, **where)
     if name == "dilated":
-        segment_length, rate = numbers(int, "/", 2)
-        return BlockMask.dilated(
-            seqlen, segment_length=segment_length, dilation_rate=rate, block_size=size, device=device
-        )
-    if name == "random":
-        density = numbers(float, ",")[0]
-        return BlockMask.random_blocks(seqlen, density=density, seed=seed, heads=heads, block_size=size, device=device)
-    if name == "tokens":
-        return BlockMask.random_tokens(
-            seqlen, density=numbers(float, ",")[0], seed=seed, heads=heads, block_size=size, device=device
-        )
-    if name in ("topk", "shared"):
-        bias = random_bias(seqlen, heads, seed).to(device)[:, :, None]
-        return BlockMask.dynamic_topk(bias, numbers(int, ",")[0], size, is_causal=name == "topk")
-    raise ValueError(f"mask pattern must be one of {PATTERNS}, or several joined by +, got {pattern!r}")
+        return BlockMask.dilated(seqlen, segment_length=numbers[0], dilation_rate=numbers[1], **where)
+    if name in ("random", "tokens"):
+        draw = BlockMask.random_blocks if name == "random" else BlockMask.random_tokens
+        return draw(seqlen, density=numbers[0], seed=seed, heads=heads, **where)
+    bias = random_bias(seqlen, heads, seed).to(device)[:, :, None]
+    return BlockMask.dynamic_topk(bias, numbers[0], size, is_causal=name == "topk")

@@ -32,9 +32,151 @@ class TileMap(NamedTuple):
     token_bits: Int[Tensor, "patterns query_block words"]  # int32; bits of keys or queries past the end are 0
 
 
+class Plane(NamedTuple):
+    """The (queries, keys) plane of each of batch · heads masks, and the tiles that it is cut into."""
+
+    leading: tuple[int, int]  # batch and heads
+    seq_lengths: tuple[int, int]
+    block_size: BlockSize
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """(batch, heads, query_blocks, key_blocks)."""
+        rows, columns = map(num_blocks, self.seq_lengths, self.block_size)
+        return (*self.leading, rows, columns)
+
+    def corners(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """First and last query of each tile, (query_blocks, 1), first and last key, (key_blocks,)."""
+        first_q, first_k = (
+            torch.arange(0, seqlen, block, device=device) for seqlen, block in zip(self.seq_lengths, self.block_size)
+        )
+        last_q = (first_q + self.block_size[0]).clamp(max=self.seq_lengths[0]) - 1
+        last_k = (first_k + self.block_size[1]).clamp(max=self.seq_lengths[1]) - 1
+        return first_q[:, None], last_q[:, None], first_k, last_k
+
+    def raggedness(self, device: torch.device) -> Int[Tensor, "query_blocks key_blocks"]:
+        """0 to 3: whether the end of the queries (2) and of the keys (1) cuts a tile."""
+        first_q, _, first_k, _ = self.corners(device)
+        cut_q = first_q + self.block_size[0] > self.seq_lengths[0]
+        cut_k = first_k + self.block_size[1] > self.seq_lengths[1]
+        return cut_q.long() * 2 + cut_k.long()
+
+
+def num_blocks(seqlen: int, block: int) -> int:
+    """Tiles along a side of `seqlen` tokens; the last may be ragged."""
+    return -(-seqlen // block)
+
+
 def words_per_row(key_block: int) -> int:
     """Words of 32 bits that hold a tile's row of `key_block` keys."""
     return -(-key_block // BITS)
+
+
+# Looking at tokens
+
+
+def by_tiles(
+    plane: Plane,
+    live: Bool[Tensor, "#batch #heads query_blocks key_blocks"],
+    full: Bool[Tensor, "#batch #heads query_blocks key_blocks"],
+    attends: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor],
+    same: Int[Tensor, "query_blocks key_blocks"] | None = None,
+) -> TileMap:
+    """Tiles that are not `live` are dead, those that are `full` are full unless cut; the tokens of the others decide.
+
+    `attends(batch, head, query, key)` gets index tensors that broadcast to (tiles, query_block, key_block) and says
+    which pairs are attended; tokens past the end never are. Tiles with equal numbers in `same` have equal tokens, which
+    are then looked at and stored once.
+    """
+    device, (q_block, k_block), (seqlen_q, seqlen_k) = live.device, plane.block_size, plane.seq_lengths
+    ragged = plane.raggedness(device)
+    full = (live & full & (ragged == 0)).expand(plane.shape)
+    where = (live.expand(plane.shape) & ~full).nonzero(as_tuple=True)
+    if same is None:
+        chosen, pattern_of = where, None
+    else:  # look at the first tile of each number
+        _, pattern_of = same[where[2:]].unique(return_inverse=True)
+        order = torch.arange(len(pattern_of), device=device)
+        first = torch.full((int(pattern_of.max()) + 1 if len(order) else 0,), len(order), device=device)
+        chosen = tuple(index[first.scatter_reduce(0, pattern_of, order, "amin")] for index in where)
+
+    found = _Classifier(plane.block_size, device)
+    rows, columns = torch.arange(q_block, device=device)[:, None], torch.arange(k_block, device=device)
+    step = max(1, MAX_TOKENS // (q_block * k_block))
+    for start in range(0, len(chosen[0]), step):
+        batch, head, query_block, key_block = (index[start : start + step, None, None] for index in chosen)
+        query, key = query_block * q_block + rows, key_block * k_block + columns
+        exists = (query < seqlen_q) & (key < seqlen_k)
+        found.add(exists & attends(batch, head, query.clamp(max=seqlen_q - 1), key.clamp(max=seqlen_k - 1)))
+    kinds, token_bits = found.result()
+    tiles = torch.where(full, FULL, DEAD).to(torch.int32)
+    tiles[where] = kinds if pattern_of is None else kinds[pattern_of]
+    return TileMap(tiles, token_bits)
+
+
+def by_rows(plane: Plane, rows_of: Callable[[slice], Tensor], device: torch.device) -> TileMap:
+    """Every tile by its tokens: `rows_of(slice of queries)` returns their (batch, heads, queries, keys) masks."""
+    (q_block, k_block), (seqlen_q, seqlen_k), columns = plane.block_size, plane.seq_lengths, plane.shape[3]
+    found = _Classifier(plane.block_size, device)
+    for start in range(0, seqlen_q, q_block):
+        tokens = rows_of(slice(start, min(start + q_block, seqlen_q)))
+        missing = (0, columns * k_block - seqlen_k, 0, q_block - tokens.shape[2])
+        tokens = torch.nn.functional.pad(tokens, missing).unflatten(-1, (columns, k_block)).transpose(2, 3)
+        found.add(tokens.flatten(0, 2))
+    kinds, token_bits = found.result()
+    by_row = kinds.view(plane.shape[2], *plane.leading, columns)
+    return TileMap(by_row.permute(1, 2, 0, 3).contiguous(), token_bits)
+
+
+class _Classifier:
+    """Tiles by their tokens, some at a time: DEAD, FULL or the next free row of the token bits."""
+
+    def __init__(self, block_size: BlockSize, device: torch.device) -> None:
+        self.kinds = [torch.empty(0, dtype=torch.int32, device=device)]
+        words = words_per_row(block_size[1])
+        self.stored = [torch.empty((0, block_size[0], words), dtype=torch.int32, device=device)]
+        self.used = 0
+
+    def add(self, tokens: Bool[Tensor, "tiles query_block key_block"]) -> None:
+        flat = tokens.flatten(1)
+        kind = torch.where(flat.all(-1), FULL, DEAD).to(torch.int32)
+        partial = flat.any(-1) & (kind == DEAD)
+        bits = pack_tokens(tokens[partial])
+        kind[partial] = torch.arange(self.used, self.used + len(bits), dtype=torch.int32, device=tokens.device)
+        self.used += len(bits)
+        self.kinds.append(kind)
+        self.stored.append(bits)
+
+    def result(self) -> tuple[Int[Tensor, " tiles"], Int[Tensor, "patterns query_block words"]]:
+        return torch.cat(self.kinds), torch.cat(self.stored)
+
+
+def combine(first: TileMap, second: TileMap, block_size: BlockSize, either: bool) -> TileMap:
+    """Pairs that both attend, or `either`; batch and heads broadcast."""
+    left, right = torch.broadcast_tensors(first.tiles, second.tiles)
+    # Beside a neutral tile the other one decides, and its patterns are kept: rows of `second` follow those of `first`.
+    neutral, absorbing = (DEAD, FULL) if either else (FULL, DEAD)
+    offset = len(first.token_bits)
+    moved = torch.where(right >= 0, right + offset, right)
+    tiles = torch.where(left == neutral, moved, torch.where(right == neutral, left, absorbing))
+    both = (left >= 0) & (right >= 0)
+    pairs, pattern_of = torch.stack([left[both], right[both]]).long().unique(dim=1, return_inverse=True)
+    found = _Classifier(block_size, tiles.device)
+    found.used = offset + len(second.token_bits)
+    step = max(1, MAX_TOKENS // (block_size[0] * block_size[1]))
+    for left_rows, right_rows in zip(*(row.split(step) for row in pairs)):
+        bits = first.token_bits[left_rows], second.token_bits[right_rows]
+        found.add(unpack_tokens(bits[0] | bits[1] if either else bits[0] & bits[1], block_size[1]))
+    kinds, stored = found.result()
+    tiles = tiles.masked_scatter(both, kinds[pattern_of]).contiguous()
+    # Keep the patterns alone that a tile refers to.
+    partial = tiles >= 0
+    used, renumbered = tiles[partial].long().unique(return_inverse=True)
+    token_bits = torch.cat([first.token_bits, second.token_bits, stored])
+    return TileMap(tiles.masked_scatter(partial, renumbered.to(torch.int32)), token_bits[used])
+
+
+# Tokens as bits
 
 
 def pack_tokens(tokens: Bool[Tensor, "patterns query_block key_block"]) -> Int[Tensor, "patterns query_block words"]:
@@ -62,83 +204,4 @@ def count_tokens(token_bits: Int[Tensor, "patterns query_block words"]) -> Int[T
     octets = token_bits.contiguous().view(torch.uint8).flatten(1)
     counts = torch.tensor([value.bit_count() for value in range(256)], dtype=torch.uint8, device=octets.device)
     step = max(1, MAX_TOKENS // max(1, octets.shape[1]))
-    sums = [counts[part.int()].sum(-1, dtype=torch.int64) for part in octets.split(step)]
-    return torch.cat(sums) if sums else octets.new_zeros(0, dtype=torch.int64)
-
-
-def num_blocks(seqlen: int, block: int) -> int:
-    """Tiles along a side of `seqlen` tokens; the last may be ragged."""
-    return -(-seqlen // block)
-
-
-def block_starts(seqlen: int, block: int, device: torch.device | str) -> Int[Tensor, " blocks"]:
-    return torch.arange(0, seqlen, block, device=device)
-
-
-def inside(seq_lengths: tuple[int, int], block_size: BlockSize, device: torch.device | str) -> Bool[Tensor, "q k"]:
-    """True for tiles that no end of the sequences cuts."""
-    queries, keys = (
-        block_starts(seqlen, block, device) + block <= seqlen for seqlen, block in zip(seq_lengths, block_size)
-    )
-    return queries[:, None] & keys[None, :]
-
-
-def from_tokens(
-    tiles: Int[Tensor, "batch heads query_blocks key_blocks"],
-    candidates: Bool[Tensor, "batch heads query_blocks key_blocks"],
-    attends: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor],
-    seq_lengths: tuple[int, int],
-    block_size: BlockSize,
-    same: Tensor | None = None,
-) -> TileMap:
-    """`tiles` with its `candidates` classified by looking at their tokens.
-
-    `attends(batch, head, query, key)` gets index tensors that broadcast to (tiles, query_block, key_block) and says
-    which pairs are attended; tokens past the end never are. `same` is an int64 for each candidate, in order: tiles with
-    equal numbers have equal tokens, which are then looked at and stored once.
-    """
-    where = candidates.nonzero(as_tuple=True)
-    if same is None:
-        chosen, pattern_of = where, None
-    else:
-        _, pattern_of = same.unique(return_inverse=True)
-        number = int(pattern_of.max()) + 1 if len(pattern_of) else 0
-        first = torch.full((number,), len(pattern_of), dtype=torch.int64, device=tiles.device)
-        order = torch.arange(len(pattern_of), device=tiles.device)
-        first.scatter_reduce_(0, pattern_of, order, "amin")
-        chosen = tuple(index[first] for index in where)
-    kinds, stored = [], []
-    step = max(1, MAX_TOKENS // (block_size[0] * block_size[1]))
-    rows, columns = (torch.arange(block, device=tiles.device) for block in block_size)
-    used = 0
-    for start in range(0, len(chosen[0]), step):
-        batch, head, query_block, key_block = (index[start : start + step, None, None] for index in chosen)
-        query, key = query_block * block_size[0] + rows[:, None], key_block * block_size[1] + columns
-        exists = (query < seq_lengths[0]) & (key < seq_lengths[1])
-        last = (query.clamp(max=seq_lengths[0] - 1), key.clamp(max=seq_lengths[1] - 1))
-        tokens = attends(batch, head, *last).expand_as(exists) & exists
-        kind, bits = classify(tokens, used)
-        used += len(bits)
-        kinds.append(kind)
-        stored.append(bits)
-    kind = torch.cat(kinds) if kinds else tiles.new_zeros(0)
-    tiles = tiles.clone()
-    tiles[where] = kind if pattern_of is None else kind[pattern_of]
-    return TileMap(tiles, join_patterns(stored, block_size, tiles.device))
-
-
-def classify(
-    tokens: Bool[Tensor, "tiles query_block key_block"], used: int
-) -> tuple[Int[Tensor, " tiles"], Int[Tensor, "patterns query_block words"]]:
-    """DEAD, FULL or `used`, `used` + 1, ... for each tile, and the packed bits of the latter."""
-    flat = tokens.flatten(1)
-    kind = torch.where(flat.all(-1), FULL, DEAD).to(torch.int32)
-    partial = flat.any(-1) & (kind == DEAD)
-    kind[partial] = used + torch.arange(int(partial.sum()), dtype=torch.int32, device=tokens.device)
-    return kind, pack_tokens(tokens[partial])
-
-
-def join_patterns(stored: list[Tensor], block_size: BlockSize, device: torch.device | str) -> Tensor:
-    """One store of all patterns."""
-    nothing = torch.empty((0, block_size[0], words_per_row(block_size[1])), dtype=torch.int32, device=device)
-    return torch.cat([nothing, *stored])
+    return torch.cat([counts[part.int()].sum(-1, dtype=torch.int64) for part in octets.split(step)])

@@ -1,7 +1,7 @@
 """The tile tables, one per architecture. People edit them; nothing writes them and nothing tunes at run time.
 
 A row is keyed by (kernel, bytes per element, head tile) and reads `<query tile>x<key tile>_w<warps>_s<stages>`, with
-`_tma` behind it where Hopper's copy engine reads the tiles, which not every input allows (`triton/descriptors.py`), and
+`_tma` behind it where Hopper's copy engine reads the tiles, which not every input allows (`triton/operands.py`), and
 `_tf32x3` where float32 dots run as three on the tensor cores. A row may begin with exceptions, the first that
 holds being taken, and ends with what holds elsewhere:
 

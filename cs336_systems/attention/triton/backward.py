@@ -22,30 +22,24 @@ in its float32 accumulators.
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from jaxtyping import Float
 from torch import Tensor
 
 from cs336_systems.attention.tiles import KernelConfig, head_tile
-from cs336_systems.attention.triton.descriptors import described
-from cs336_systems.attention.triton.launcher import Launched
-from cs336_systems.attention.triton.launching import (
-    contiguous_like,
-    grid_of,
-    head_options,
-    kept_launches,
-    launch,
-    num_tiles,
-    overlap_options,
-    tile_options,
-)
+from cs336_systems.attention.triton.launch import empty, empty_like, launch, overlap_options
+from cs336_systems.attention.triton.operands import described, grid_of, num_tiles, tile_options
 from cs336_systems.attention.triton.steps import (
     LOG2_E,
     ROW_PADDING,
+    Problem,
+    Tiles,
     await_previous,
     fold_keys,
     fold_queries,
+    head_from,
     head_of,
     heads_together,
     key_bounds,
@@ -66,22 +60,21 @@ PREPROCESS_ROWS = 64
 def flash_backward_preprocess_kernel(
     O_ptr, dO_ptr, L_ptr, dL_ptr, L_log2_ptr, delta_ptr,
     stride_ob, stride_oh, stride_os, stride_dob, stride_doh, stride_dos, stride_dod, stride_dlb, stride_dlh, stride_dls,
-    N_HEADS, N_QUERIES,
-    HAS_DL: tl.constexpr, D: tl.constexpr, D_TILE: tl.constexpr, Q_TILE_SIZE: tl.constexpr, PADDED: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    N_HEADS, N_QUERIES, HAS_DL: tl.constexpr, TILES: tl.constexpr, PADDED: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """L (batch, heads, queries) is contiguous, and so are the rows of O and the results, which PADDED lengthens."""
     start_next(OVERLAP)
+    Q_TILE_SIZE: tl.constexpr = TILES.Q_TILE_SIZE
     num_rows = padded_rows(N_QUERIES) if PADDED else N_QUERIES
     num_query_tiles = tl.cdiv(num_rows, Q_TILE_SIZE)
     batch_head = (tl.program_id(0) // num_query_tiles).to(tl.int64)
     batch, head = batch_head // N_HEADS, batch_head % N_HEADS
     first_query = tl.program_id(0) % num_query_tiles * Q_TILE_SIZE
     query_rows = first_query + tl.arange(0, Q_TILE_SIZE)
-    O_base = O_ptr + batch * stride_ob + head * stride_oh
-    O = load_rows(O_base, 0, 0, first_query, N_QUERIES, stride_os, 1, D, D_TILE, Q_TILE_SIZE, True, False)
-    dO_base = dO_ptr + batch * stride_dob + head * stride_doh
-    dO = load_rows(dO_base, 0, 0, first_query, N_QUERIES, stride_dos, stride_dod, D, D_TILE, Q_TILE_SIZE, True, False)
+    O_head = head_of(O_ptr, batch, head, stride_ob, stride_oh, stride_os, 1, False)
+    O = load_rows(O_head, first_query, N_QUERIES, Q_TILE_SIZE, TILES, True, False)
+    dO_head = head_of(dO_ptr, batch, head, stride_dob, stride_doh, stride_dos, stride_dod, False)
+    dO = load_rows(dO_head, first_query, N_QUERIES, Q_TILE_SIZE, TILES, True, False)
     delta = tl.sum(O.to(tl.float32) * dO.to(tl.float32), axis=1)
     if HAS_DL:
         dL_base = dL_ptr + batch * stride_dlb + head * stride_dlh
@@ -94,64 +87,57 @@ def flash_backward_preprocess_kernel(
 
 @triton.jit
 def _visit_queries(
-    dK, dV, K, V, key_rows, Q_head, dO_head, L_base, delta_base, batch, head, first_query, last_query,
-    N_QUERIES, scale_log2, ZERO, stride_qs, stride_qd, stride_dos, stride_dod,
-    D: tl.constexpr, D_TILE: tl.constexpr, Q_TILE_SIZE: tl.constexpr, DIAGONAL: tl.constexpr, BOUNDED: tl.constexpr,
-    PRECISION: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr = None,
+    dK, dV, K, V, key_rows, Q_head, dO_head, L_head, delta_head, first_query, last_query, problem,
+    TILES: tl.constexpr, DIAGONAL: tl.constexpr, BOUNDED: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr = None,
 ):  # fmt: skip
     """Fold the query tiles of [first_query, last_query) into dK (without its scale) and dV.
 
     Queries past the end have L = +inf, hence P = 0: only the diagonal needs mask arithmetic. BOUNDED: L and delta do
     not have the last tile's rows in memory. STAGES of tiles are loaded ahead, where it is None as many as configured.
     """
+    Q_TILE_SIZE: tl.constexpr = TILES.Q_TILE_SIZE
     for start in tl.range(first_query, last_query, Q_TILE_SIZE, num_stages=STAGES):
         query_rows = start + tl.arange(0, Q_TILE_SIZE)
-        Q = load_rows(Q_head, batch, head, start, N_QUERIES, stride_qs, stride_qd, D, D_TILE, Q_TILE_SIZE, True, TMA)
-        dO = load_rows(
-            dO_head, batch, head, start, N_QUERIES, stride_dos, stride_dod, D, D_TILE, Q_TILE_SIZE, True, TMA
-        )  # fmt: skip
+        Q = load_rows(Q_head, start, problem.N_QUERIES, Q_TILE_SIZE, TILES, True, TMA)  # (Q_TILE_SIZE, D_TILE)
+        dO = load_rows(dO_head, start, problem.N_QUERIES, Q_TILE_SIZE, TILES, True, TMA)
         if BOUNDED:
-            L_log2 = tl.load(L_base + query_rows, mask=query_rows < N_QUERIES, other=float("inf"))
-            delta = tl.load(delta_base + query_rows, mask=query_rows < N_QUERIES, other=0.0)
+            L_log2 = tl.load(L_head + query_rows, mask=query_rows < problem.N_QUERIES, other=float("inf"))
+            delta = tl.load(delta_head + query_rows, mask=query_rows < problem.N_QUERIES, other=0.0)
         else:
-            L_log2 = tl.load(L_base + query_rows)
-            delta = tl.load(delta_base + query_rows)
-        S_T = tl.dot(K, tl.trans(Q), input_precision=PRECISION)  # (K_TILE_SIZE, Q_TILE_SIZE)
-        dP_T = tl.dot(V, tl.trans(dO), input_precision=PRECISION)
-        P_T = recompute_probabilities(S_T, L_log2[None, :], scale_log2, Q.dtype == tl.float32)
+            L_log2 = tl.load(L_head + query_rows)
+            delta = tl.load(delta_head + query_rows)
+        S_T = tl.dot(K, tl.trans(Q), input_precision=TILES.PRECISION)  # (K_TILE_SIZE, Q_TILE_SIZE)
+        dP_T = tl.dot(V, tl.trans(dO), input_precision=TILES.PRECISION)
+        P_T = recompute_probabilities(S_T, L_log2[None, :], problem.scale_log2, Q.dtype == tl.float32)
         if DIAGONAL:
             P_T = tl.where(query_rows[None, :] >= key_rows[:, None], P_T, 0.0)
-        dK, dV = fold_queries(dK, dV, P_T, dP_T, Q, dO, delta, ZERO, PRECISION)
+        dK, dV = fold_queries(dK, dV, P_T, dP_T, Q, dO, delta, problem.ZERO, TILES)
     return dK, dV
 
 
 @triton.jit
 def differentiate_keys(
-    Q_batch, K_head, V_head, dO_batch, Q_cut, dO_cut, L_base, delta_base, dK_base, dV_base, batch, kv_head, key_tile,
-    first_head, N_QUERIES, N_KEYS, scale, scale_log2, ZERO, stride_qh, stride_qs, stride_qd, stride_ks, stride_kd,
-    stride_vs, stride_vd, stride_doh, stride_dos, stride_dod, stride_lh, stride_dks,
-    GROUP: tl.constexpr, D: tl.constexpr, D_TILE: tl.constexpr, Q_TILE_SIZE: tl.constexpr, K_TILE_SIZE: tl.constexpr,
-    IS_CAUSAL: tl.constexpr, PADDED: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, CUT_TMA: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    K_head, V_head, Q_first, dO_first, Q_cut, dO_cut, L_base, delta_base, stride_lh, dK_base, dV_base, stride_dks,
+    first_head, key_tile, scale, problem, GROUP: tl.constexpr, TILES: tl.constexpr, IS_CAUSAL: tl.constexpr,
+    PADDED: tl.constexpr, TMA: tl.constexpr, CUT_TMA: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """dK and dV of one key tile of one sequence, over all query heads of its group.
+    """dK and dV of one key tile of one sequence, over the GROUP of query heads that begins with `first_head`.
 
-    K_head and V_head come from `head_of`, and so do Q_batch and dO_batch for head 0, from where `first_head` starts the
-    group. The other bases point at the sequence's row 0, those of L and delta in head 0. Without PADDED their rows end
-    with the sequence's. Where TMA reads whole tiles alone, those that the sequence's end cuts are read from Q_cut and
-    dO_cut, and K and V as these are. Only K and V may be read before the preprocess has ended.
+    K_head and V_head come from `head_of`, and so do Q_first and dO_first for query head 0. The bases point at the
+    sequence's row 0, those of L and delta in head 0. Without PADDED their rows end with the sequence's. Where TMA reads
+    whole tiles alone, those that the sequence's end cuts are read from Q_cut and dO_cut, and K and V as these are. Only
+    K and V may be read before the preprocess has ended.
     """
+    Q_TILE_SIZE: tl.constexpr = TILES.Q_TILE_SIZE
+    K_TILE_SIZE: tl.constexpr = TILES.K_TILE_SIZE
+    D_TILE: tl.constexpr = TILES.D_TILE
     if not CUT_TMA:  # behind the loads by pointers it would take four registers more
         await_previous(OVERLAP)
         start_next(OVERLAP)
     first_key = key_tile * K_TILE_SIZE
     key_rows = first_key + tl.arange(0, K_TILE_SIZE)
-    K = load_rows(
-        K_head, batch, kv_head, first_key, N_KEYS, stride_ks, stride_kd, D, D_TILE, K_TILE_SIZE, True, CUT_TMA
-    )  # (K_TILE_SIZE, D_TILE)
-    V = load_rows(
-        V_head, batch, kv_head, first_key, N_KEYS, stride_vs, stride_vd, D, D_TILE, K_TILE_SIZE, True, CUT_TMA
-    )  # fmt: skip
+    K = load_rows(K_head, first_key, problem.N_KEYS, K_TILE_SIZE, TILES, True, CUT_TMA)  # (K_TILE_SIZE, D_TILE)
+    V = load_rows(V_head, first_key, problem.N_KEYS, K_TILE_SIZE, TILES, True, CUT_TMA)
     if CUT_TMA:
         await_previous(OVERLAP)
         start_next(OVERLAP)  # dQ, which reads L and delta without waiting for them
@@ -168,37 +154,33 @@ def differentiate_keys(
     if IS_CAUSAL:
         start_queries = first_key // Q_TILE_SIZE * Q_TILE_SIZE
         full_queries = tl.cdiv(first_key + K_TILE_SIZE - 1, Q_TILE_SIZE) * Q_TILE_SIZE
-    end_queries = N_QUERIES // Q_TILE_SIZE * Q_TILE_SIZE if CUT_APART else N_QUERIES
+    end_queries = problem.N_QUERIES // Q_TILE_SIZE * Q_TILE_SIZE if CUT_APART else problem.N_QUERIES
 
     for member in range(GROUP):
         head = first_head + member
-        Q_head = head_of(Q_batch, 0, head, 0, stride_qh, TMA)
-        dO_head = head_of(dO_batch, 0, head, 0, stride_doh, TMA)
-        row_base = head * stride_lh
+        Q_head = head_from(Q_first, head, TMA)
+        dO_head = head_from(dO_first, head, TMA)
+        L_head, delta_head = L_base + head * stride_lh, delta_base + head * stride_lh
         if IS_CAUSAL:
             dK, dV = _visit_queries(
-                dK, dV, K, V, key_rows, Q_head, dO_head, L_base + row_base, delta_base + row_base, batch, head,
-                start_queries, end_queries if ONE_LOOP else tl.minimum(full_queries, end_queries), N_QUERIES,
-                scale_log2, ZERO, stride_qs, stride_qd, stride_dos, stride_dod,
-                D, D_TILE, Q_TILE_SIZE, True, BOUNDED, PRECISION, TMA,
+                dK, dV, K, V, key_rows, Q_head, dO_head, L_head, delta_head, start_queries,
+                end_queries if ONE_LOOP else tl.minimum(full_queries, end_queries), problem,
+                TILES, True, BOUNDED, TMA,
             )  # fmt: skip
         if not IS_CAUSAL or not ONE_LOOP:
             dK, dV = _visit_queries(
-                dK, dV, K, V, key_rows, Q_head, dO_head, L_base + row_base, delta_base + row_base, batch, head,
-                full_queries, end_queries, N_QUERIES, scale_log2, ZERO, stride_qs, stride_qd, stride_dos, stride_dod,
-                D, D_TILE, Q_TILE_SIZE, False, BOUNDED, PRECISION, TMA,
+                dK, dV, K, V, key_rows, Q_head, dO_head, L_head, delta_head, full_queries, end_queries, problem,
+                TILES, False, BOUNDED, TMA,
             )  # fmt: skip
         if CUT_APART:
             dK, dV = _visit_queries(
-                dK, dV, K, V, key_rows, head_of(Q_cut, 0, head, 0, stride_qh, CUT_TMA),
-                head_of(dO_cut, 0, head, 0, stride_doh, CUT_TMA), L_base + row_base, delta_base + row_base, batch, head,
-                tl.maximum(start_queries, end_queries), N_QUERIES, N_QUERIES,
-                scale_log2, ZERO, stride_qs, stride_qd, stride_dos, stride_dod,
-                D, D_TILE, Q_TILE_SIZE, IS_CAUSAL, True, PRECISION, CUT_TMA, 1,
+                dK, dV, K, V, key_rows, head_from(Q_cut, head, CUT_TMA), head_from(dO_cut, head, CUT_TMA),
+                L_head, delta_head, tl.maximum(start_queries, end_queries), problem.N_QUERIES, problem,
+                TILES, IS_CAUSAL, True, CUT_TMA, 1,
             )  # fmt: skip
 
-    store_rows(dK_base, dK * scale, key_rows, N_KEYS, stride_dks, 1, D, D_TILE)
-    store_rows(dV_base, dV, key_rows, N_KEYS, stride_dks, 1, D, D_TILE)
+    store_rows(dK_base, dK * scale, key_rows, problem.N_KEYS, stride_dks, TILES)
+    store_rows(dV_base, dV, key_rows, problem.N_KEYS, stride_dks, TILES)
 
 
 @triton.jit
@@ -209,86 +191,77 @@ def flash_backward_dkdv_kernel(
     stride_vb, stride_vh, stride_vs, stride_vd,
     stride_dob, stride_doh, stride_dos, stride_dod,
     N_KV_HEADS, HEADS_TOGETHER, N_QUERIES, N_KEYS, scale, scale_log2, ZERO,
-    GROUP: tl.constexpr, D: tl.constexpr, D_TILE: tl.constexpr, Q_TILE_SIZE: tl.constexpr, K_TILE_SIZE: tl.constexpr,
-    IS_CAUSAL: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, OVERLAP: tl.constexpr,
+    GROUP: tl.constexpr, TILES: tl.constexpr, IS_CAUSAL: tl.constexpr, TMA: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """dK, dV (batch, kv_heads, keys, D), L and delta (batch, heads, padded queries) are contiguous."""
+    D: tl.constexpr = TILES.D
+    K_TILE_SIZE: tl.constexpr = TILES.K_TILE_SIZE
     # Causal: the first keys are seen by most queries, and they come first as they are.
     key_tile, batch, kv_head = tile_of_program(tl.cdiv(N_KEYS, K_TILE_SIZE), N_KV_HEADS, HEADS_TOGETHER, False)
     num_rows = padded_rows(N_QUERIES)
     row_base = batch * N_KV_HEADS * GROUP * num_rows
     output_base = (batch * N_KV_HEADS + kv_head) * N_KEYS * D
-    Q_batch = head_of(Q_ptr, batch, 0, stride_qb, stride_qh, TMA)
-    dO_batch = head_of(dO_ptr, batch, 0, stride_dob, stride_doh, TMA)
+    Q_first = head_of(Q_ptr, batch, 0, stride_qb, stride_qh, stride_qs, stride_qd, TMA)
+    dO_first = head_of(dO_ptr, batch, 0, stride_dob, stride_doh, stride_dos, stride_dod, TMA)
     differentiate_keys(
-        Q_batch,
-        head_of(K_ptr, batch, kv_head, stride_kb, stride_kh, TMA),
-        head_of(V_ptr, batch, kv_head, stride_vb, stride_vh, TMA),
-        dO_batch, Q_batch, dO_batch,
-        L_ptr + row_base, delta_ptr + row_base, dK_ptr + output_base, dV_ptr + output_base, batch, kv_head, key_tile,
-        kv_head * GROUP, N_QUERIES, N_KEYS, scale, scale_log2, ZERO, stride_qh, stride_qs, stride_qd, stride_ks,
-        stride_kd, stride_vs, stride_vd, stride_doh, stride_dos, stride_dod, num_rows, D,
-        GROUP, D, D_TILE, Q_TILE_SIZE, K_TILE_SIZE, IS_CAUSAL, True, PRECISION, TMA, TMA, OVERLAP,
+        head_of(K_ptr, batch, kv_head, stride_kb, stride_kh, stride_ks, stride_kd, TMA),
+        head_of(V_ptr, batch, kv_head, stride_vb, stride_vh, stride_vs, stride_vd, TMA),
+        Q_first, dO_first, Q_first, dO_first, L_ptr + row_base, delta_ptr + row_base, num_rows,
+        dK_ptr + output_base, dV_ptr + output_base, D, kv_head * GROUP, key_tile, scale,
+        Problem(N_QUERIES, N_KEYS, scale_log2, ZERO), GROUP, TILES, IS_CAUSAL, True, TMA, TMA, OVERLAP,
     )  # fmt: skip
 
 
 @triton.jit
 def _visit_keys(
-    dQ, Q, dO, L_log2, delta, query_rows, K_head, V_head, batch, kv_head, first_key, last_key,
-    N_KEYS, scale_log2, ZERO, stride_ks, stride_kd, stride_vs, stride_vd,
-    D: tl.constexpr, D_TILE: tl.constexpr, K_TILE_SIZE: tl.constexpr, IS_CAUSAL: tl.constexpr, MASKED: tl.constexpr,
-    PRECISION: tl.constexpr, TMA: tl.constexpr,
+    dQ, Q, dO, L_log2, delta, query_rows, K_head, V_head, first_key, last_key, problem,
+    TILES: tl.constexpr, IS_CAUSAL: tl.constexpr, MASKED: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """Fold the key tiles of [first_key, last_key) into dQ (without its scale). Keys past the end are loaded as zeros
     and masked: their scores would be 0, not -inf."""
+    K_TILE_SIZE: tl.constexpr = TILES.K_TILE_SIZE
     for start in tl.range(first_key, last_key, K_TILE_SIZE):
         key_rows = start + tl.arange(0, K_TILE_SIZE)
-        K = load_rows(K_head, batch, kv_head, start, N_KEYS, stride_ks, stride_kd, D, D_TILE, K_TILE_SIZE, MASKED, TMA)
-        V = load_rows(V_head, batch, kv_head, start, N_KEYS, stride_vs, stride_vd, D, D_TILE, K_TILE_SIZE, MASKED, TMA)
-        S = tl.dot(Q, tl.trans(K), input_precision=PRECISION)  # (Q_TILE_SIZE, K_TILE_SIZE)
-        dP = tl.dot(dO, tl.trans(V), input_precision=PRECISION)
-        P = recompute_probabilities(S, L_log2[:, None], scale_log2, K.dtype == tl.float32)
+        K = load_rows(K_head, start, problem.N_KEYS, K_TILE_SIZE, TILES, MASKED, TMA)  # (K_TILE_SIZE, D_TILE)
+        V = load_rows(V_head, start, problem.N_KEYS, K_TILE_SIZE, TILES, MASKED, TMA)
+        S = tl.dot(Q, tl.trans(K), input_precision=TILES.PRECISION)  # (Q_TILE_SIZE, K_TILE_SIZE)
+        dP = tl.dot(dO, tl.trans(V), input_precision=TILES.PRECISION)
+        P = recompute_probabilities(S, L_log2[:, None], problem.scale_log2, K.dtype == tl.float32)
         if MASKED:
-            P = tl.where(visible_pairs(query_rows, key_rows, N_KEYS, IS_CAUSAL), P, 0.0)
-        dQ = fold_keys(dQ, P, dP, K, delta, ZERO, PRECISION)
+            P = tl.where(visible_pairs(query_rows, key_rows, problem.N_KEYS, IS_CAUSAL), P, 0.0)
+        dQ = fold_keys(dQ, P, dP, K, delta, problem.ZERO, TILES)
     return dQ
 
 
 @triton.jit
 def differentiate_queries(
-    Q_head, K_head, V_head, dO_head, K_cut, V_cut, L_base, delta_base, dQ_base, batch, head, kv_head, query_tile,
-    N_QUERIES, N_KEYS, scale, scale_log2, ZERO, stride_qs, stride_qd, stride_ks, stride_kd, stride_vs, stride_vd,
-    stride_dos, stride_dod, stride_dqs,
-    D: tl.constexpr, D_TILE: tl.constexpr, Q_TILE_SIZE: tl.constexpr, K_TILE_SIZE: tl.constexpr,
-    IS_CAUSAL: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, CUT_TMA: tl.constexpr,
+    Q_head, dO_head, K_head, V_head, K_cut, V_cut, L_base, delta_base, dQ_base, stride_dqs, query_tile, scale, problem,
+    TILES: tl.constexpr, IS_CAUSAL: tl.constexpr, TMA: tl.constexpr, CUT_TMA: tl.constexpr,
 ):  # fmt: skip
     """dQ of one query tile of one sequence: the inputs come from `head_of`, the other bases point at its row 0.
 
     Tiles of keys that every query sees are read from K_head and V_head, those that are cut from K_cut and V_cut, and Q
     and dO as these are.
     """
+    Q_TILE_SIZE: tl.constexpr = TILES.Q_TILE_SIZE
+    D_TILE: tl.constexpr = TILES.D_TILE
     first_query = query_tile * Q_TILE_SIZE
     query_rows = first_query + tl.arange(0, Q_TILE_SIZE)
-    Q = load_rows(
-        Q_head, batch, head, first_query, N_QUERIES, stride_qs, stride_qd, D, D_TILE, Q_TILE_SIZE, True, CUT_TMA
-    )  # (Q_TILE_SIZE, D_TILE)
-    dO = load_rows(
-        dO_head, batch, head, first_query, N_QUERIES, stride_dos, stride_dod, D, D_TILE, Q_TILE_SIZE, True, CUT_TMA
-    )  # fmt: skip
-    L_log2 = tl.load(L_base + query_rows, mask=query_rows < N_QUERIES, other=float("inf"))
-    delta = tl.load(delta_base + query_rows, mask=query_rows < N_QUERIES, other=0.0)
+    Q = load_rows(Q_head, first_query, problem.N_QUERIES, Q_TILE_SIZE, TILES, True, CUT_TMA)  # (Q_TILE_SIZE, D_TILE)
+    dO = load_rows(dO_head, first_query, problem.N_QUERIES, Q_TILE_SIZE, TILES, True, CUT_TMA)
+    L_log2 = tl.load(L_base + query_rows, mask=query_rows < problem.N_QUERIES, other=float("inf"))
+    delta = tl.load(delta_base + query_rows, mask=query_rows < problem.N_QUERIES, other=0.0)
     dQ = tl.zeros([Q_TILE_SIZE, D_TILE], tl.float32)
 
-    full_keys, end_keys = key_bounds(first_query, N_KEYS, Q_TILE_SIZE, K_TILE_SIZE, IS_CAUSAL)
+    full_keys, end_keys = key_bounds(first_query, problem.N_KEYS, TILES, IS_CAUSAL)
     dQ = _visit_keys(
-        dQ, Q, dO, L_log2, delta, query_rows, K_head, V_head, batch, kv_head, 0, full_keys, N_KEYS, scale_log2, ZERO,
-        stride_ks, stride_kd, stride_vs, stride_vd, D, D_TILE, K_TILE_SIZE, IS_CAUSAL, False, PRECISION, TMA,
-    )  # fmt: skip
+        dQ, Q, dO, L_log2, delta, query_rows, K_head, V_head, 0, full_keys, problem, TILES, IS_CAUSAL, False, TMA
+    )
     dQ = _visit_keys(
-        dQ, Q, dO, L_log2, delta, query_rows, K_cut, V_cut, batch, kv_head, full_keys, end_keys, N_KEYS, scale_log2,
-        ZERO, stride_ks, stride_kd, stride_vs, stride_vd, D, D_TILE, K_TILE_SIZE, IS_CAUSAL, True, PRECISION, CUT_TMA,
+        dQ, Q, dO, L_log2, delta, query_rows, K_cut, V_cut, full_keys, end_keys, problem, TILES, IS_CAUSAL, True,
+        CUT_TMA,
     )  # fmt: skip
-    store_rows(dQ_base, dQ * scale, query_rows, N_QUERIES, stride_dqs, 1, D, D_TILE)
+    store_rows(dQ_base, dQ * scale, query_rows, problem.N_QUERIES, stride_dqs, TILES)
 
 
 @triton.jit
@@ -299,23 +272,22 @@ def flash_backward_dq_kernel(
     stride_vb, stride_vh, stride_vs, stride_vd,
     stride_dob, stride_doh, stride_dos, stride_dod,
     N_HEADS, HEADS_TOGETHER, N_QUERIES, N_KEYS, scale, scale_log2, ZERO,
-    GROUP: tl.constexpr, D: tl.constexpr, D_TILE: tl.constexpr, Q_TILE_SIZE: tl.constexpr, K_TILE_SIZE: tl.constexpr,
-    IS_CAUSAL: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, OVERLAP: tl.constexpr,
+    GROUP: tl.constexpr, TILES: tl.constexpr, IS_CAUSAL: tl.constexpr, TMA: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """dQ (batch, heads, queries, D), L and delta (batch, heads, padded queries) are contiguous."""
+    D: tl.constexpr = TILES.D
+    Q_TILE_SIZE: tl.constexpr = TILES.Q_TILE_SIZE
     query_tile, batch, head = tile_of_program(tl.cdiv(N_QUERIES, Q_TILE_SIZE), N_HEADS, HEADS_TOGETHER, IS_CAUSAL)
     kv_head = head // GROUP
     row_base = (batch * N_HEADS + head) * padded_rows(N_QUERIES)
     output_base = (batch * N_HEADS + head) * N_QUERIES * D
-    K_head = head_of(K_ptr, batch, kv_head, stride_kb, stride_kh, TMA)
-    V_head = head_of(V_ptr, batch, kv_head, stride_vb, stride_vh, TMA)
+    K_head = head_of(K_ptr, batch, kv_head, stride_kb, stride_kh, stride_ks, stride_kd, TMA)
+    V_head = head_of(V_ptr, batch, kv_head, stride_vb, stride_vh, stride_vs, stride_vd, TMA)
     differentiate_queries(
-        head_of(Q_ptr, batch, head, stride_qb, stride_qh, TMA), K_head, V_head,
-        head_of(dO_ptr, batch, head, stride_dob, stride_doh, TMA), K_head, V_head,
-        L_ptr + row_base, delta_ptr + row_base, dQ_ptr + output_base, batch, head, kv_head, query_tile, N_QUERIES,
-        N_KEYS, scale, scale_log2, ZERO,
-        stride_qs, stride_qd, stride_ks, stride_kd, stride_vs, stride_vd, stride_dos, stride_dod, D,
-        D, D_TILE, Q_TILE_SIZE, K_TILE_SIZE, IS_CAUSAL, PRECISION, TMA, TMA,
+        head_of(Q_ptr, batch, head, stride_qb, stride_qh, stride_qs, stride_qd, TMA),
+        head_of(dO_ptr, batch, head, stride_dob, stride_doh, stride_dos, stride_dod, TMA),
+        K_head, V_head, K_head, V_head, L_ptr + row_base, delta_ptr + row_base, dQ_ptr + output_base, D, query_tile,
+        scale, Problem(N_QUERIES, N_KEYS, scale_log2, ZERO), TILES, IS_CAUSAL, TMA, TMA,
     )  # fmt: skip
     await_previous(OVERLAP)
 
@@ -333,35 +305,21 @@ def launch_preprocess(
     In a row without keys, L = -inf, delta is 0 whatever dO and dL hold there.
     `lse` and the rows of `output` are contiguous.
     """
-    rows = empty_rows(lse, padded=padded)
-    preprocess_into(rows, output, lse, grad_output, grad_lse, padded=padded)
-    return rows
-
-
-def empty_rows(lse: Float[Tensor, "batch heads queries"], *, padded: bool = True) -> tuple[Tensor, Tensor]:
-    """Where `preprocess_into` writes."""
-    *batch_and_heads, num_queries = lse.shape
-    num_rows = num_tiles(num_queries, ROW_PADDING.value) * ROW_PADDING.value if padded else num_queries
-    shape = (*batch_and_heads, num_rows)
-    return lse.new_empty(shape), lse.new_empty(shape)
-
-
-def preprocess_into(
-    rows: tuple[Tensor, Tensor], output: Tensor, lse: Tensor, grad_output: Tensor, grad_lse: Tensor | None,
-    *, padded: bool = True,
-) -> Launched | None:  # fmt: skip
-    """Launch the preprocess; see `launch_preprocess`."""
-    lse_log2, delta = rows
     batch, heads, num_queries, head_dim = output.shape
+    num_rows = num_tiles(num_queries, ROW_PADDING.value) * ROW_PADDING.value if padded else num_queries
+    lse_log2, delta = (empty((batch, heads, num_rows), torch.float32, output.device) for _ in range(2))
     grad_lse_or_any = lse if grad_lse is None else grad_lse
-    grid = (num_tiles(lse_log2.shape[-1], PREPROCESS_ROWS) * batch * heads,)
+    tiles = Tiles(
+        D=head_dim, D_TILE=head_tile(head_dim), Q_TILE_SIZE=PREPROCESS_ROWS, K_TILE_SIZE=0, PRECISION="ieee"
+    )  # of which it multiplies none
     with stage("preprocess"):
-        return launch(
-            flash_backward_preprocess_kernel, grid, (output, grad_output, lse, grad_lse_or_any, lse_log2, delta),
+        launch(
+            flash_backward_preprocess_kernel, (num_tiles(num_rows, PREPROCESS_ROWS) * batch * heads,),
+            (output, grad_output, lse, grad_lse_or_any, lse_log2, delta),
             (*output.stride()[:3], *grad_output.stride(), *grad_lse_or_any.stride(), heads, num_queries),
-            {"HAS_DL": grad_lse is not None, "D": head_dim, "D_TILE": head_tile(head_dim),
-             "Q_TILE_SIZE": PREPROCESS_ROWS, "PADDED": padded, **overlap_options(output.device)},
+            {"HAS_DL": grad_lse is not None, "TILES": tiles, "PADDED": padded, **overlap_options(output.device)},
         )  # fmt: skip
+    return lse_log2, delta
 
 
 def launch_backward(
@@ -385,36 +343,23 @@ def launch_backward(
     """
     batch, heads, num_queries, head_dim = q.shape
     kv_heads, num_keys = k.shape[1:3]
-    grad_q, grad_k, grad_v = contiguous_like(q), contiguous_like(k), contiguous_like(v)
-    rows = empty_rows(lse)
-
-    def launch_all() -> list[Launched | None]:
-        launched = [preprocess_into(rows, output, lse, grad_output, grad_lse)]
-        strides = (*q.stride(), *k.stride(), *v.stride(), *grad_output.stride())
-        sizes_and_scales = (num_queries, num_keys, scale, scale * LOG2_E.value, 0.0)
-        common = head_options(heads, kv_heads, head_dim) | {"IS_CAUSAL": is_causal}
-        overlap = overlap_options(q.device, follows=True)
-        with stage("dkv"):
-            launched += [launch(
-                flash_backward_dkdv_kernel, grid_of(dkdv_config, q, k),
-                (*described(dkdv_config, q=q, k=k, v=v, grad_output=grad_output), *rows, grad_k, grad_v),
-                (*strides, kv_heads, heads_together(batch * kv_heads, q, heads // kv_heads), *sizes_and_scales),
-                common | tile_options(dkdv_config) | {"TMA": dkdv_config.tma} | overlap,
-            )]  # fmt: skip
-        with stage("dq"):
-            launched += [launch(
-                flash_backward_dq_kernel, grid_of(dq_config, q, k),
-                (*described(dq_config, q=q, k=k, v=v, grad_output=grad_output), *rows, grad_q),
-                (*strides, heads, heads_together(batch * heads, k), *sizes_and_scales),
-                common | tile_options(dq_config) | {"TMA": dq_config.tma} | overlap,
-            )]  # fmt: skip
-        return launched
-
-    grad_lse_strides = None if grad_lse is None else grad_lse.stride()
-    kept = kept_launches(
-        flash_backward_dq_kernel.fn, dkdv_config, dq_config, q.shape, k.shape, q.stride(), k.stride(), v.stride(),
-        grad_output.stride(), grad_lse_strides, q.dtype, q.device, is_causal, scale,
-    )  # fmt: skip
-    upstream = (grad_output,) if grad_lse is None else (grad_output, grad_lse)
-    kept(q.device, (q, k, v, output, lse, *upstream), (*rows, grad_q, grad_k, grad_v), launch_all)
+    grad_q, grad_k, grad_v = empty_like(q), empty_like(k), empty_like(v)
+    rows = launch_preprocess(output, lse, grad_output, grad_lse)
+    strides = (*q.stride(), *k.stride(), *v.stride(), *grad_output.stride())
+    sizes_and_scales = (num_queries, num_keys, scale, scale * LOG2_E.value, 0.0)
+    common = {"GROUP": heads // kv_heads, "IS_CAUSAL": is_causal, **overlap_options(q.device, follows=True)}
+    with stage("dkv"):
+        launch(
+            flash_backward_dkdv_kernel, grid_of(dkdv_config, q, k),
+            (*described(dkdv_config, q=q, k=k, v=v, grad_output=grad_output), *rows, grad_k, grad_v),
+            (*strides, kv_heads, heads_together(batch * kv_heads, q, heads // kv_heads), *sizes_and_scales),
+            common | tile_options(dkdv_config, head_dim),
+        )  # fmt: skip
+    with stage("dq"):
+        launch(
+            flash_backward_dq_kernel, grid_of(dq_config, q, k),
+            (*described(dq_config, q=q, k=k, v=v, grad_output=grad_output), *rows, grad_q),
+            (*strides, heads, heads_together(batch * heads, k), *sizes_and_scales),
+            common | tile_options(dq_config, head_dim),
+        )  # fmt: skip
     return grad_q, grad_k, grad_v

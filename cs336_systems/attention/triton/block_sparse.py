@@ -17,9 +17,8 @@ O = 0, L = -inf and no gradient. The backward's kernels overlap as the dense one
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from jaxtyping import Float, Int
@@ -27,18 +26,12 @@ from torch import Tensor
 
 from cs336_systems.attention.tiles import KernelConfig
 from cs336_systems.attention.triton.backward import launch_preprocess
-from cs336_systems.attention.triton.descriptors import described
-from cs336_systems.attention.triton.launching import (
-    contiguous_like,
-    grid_of,
-    head_options,
-    launch,
-    overlap_options,
-    tile_options,
-)
+from cs336_systems.attention.triton.launch import empty_like, launch, overlap_options
+from cs336_systems.attention.triton.operands import described, empty_results, grid_of, tile_options
 from cs336_systems.attention.triton.steps import (
     LOG2_E,
     LOWEST,
+    Problem,
     accumulate,
     await_previous,
     fold_keys,
@@ -163,29 +156,25 @@ def _keep_attended(values, otherwise, words, TRANSPOSED: tl.constexpr, INTERPRET
 
 @triton.jit
 def _visit_listed_keys(
-    accumulator, m, l, Q, K_head, V_head, batch, kv_head, block_rows, num_listed, indices, patterns, token_bits,
-    N_KEYS, scale_log2, ZERO, stride_ks, stride_kd, stride_vs, stride_vd,
-    D: tl.constexpr, D_TILE: tl.constexpr, K_TILE_SIZE: tl.constexpr, Q_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr,
-    PARTIAL: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, INTERPRETED: tl.constexpr,
+    accumulator, m, l, Q, K_head, V_head, block_rows, num_listed, indices, patterns, token_bits, problem,
+    TILES: tl.constexpr, Q_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr, PARTIAL: tl.constexpr, TMA: tl.constexpr,
+    INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """Fold the listed key tiles into the running (accumulator, m, l); `block_rows` are Q's rows in the mask's tile."""
+    K_TILE_SIZE: tl.constexpr = TILES.K_TILE_SIZE
     STEPS: tl.constexpr = K_BLOCK // K_TILE_SIZE
     for step in tl.range(0, num_listed * STEPS):
         first_column = step % STEPS * K_TILE_SIZE  # of the kernel's tile in the mask's
         first_key = tl.load(indices + step // STEPS) * K_BLOCK + first_column
-        K = load_rows(
-            K_head, batch, kv_head, first_key, N_KEYS, stride_ks, stride_kd, D, D_TILE, K_TILE_SIZE, PARTIAL, TMA
-        )  # fmt: skip
-        S = tl.dot(Q, tl.trans(K), input_precision=PRECISION)  # (Q_TILE_SIZE, K_TILE_SIZE), not yet scaled
+        K = load_rows(K_head, first_key, problem.N_KEYS, K_TILE_SIZE, TILES, PARTIAL, TMA)
+        S = tl.dot(Q, tl.trans(K), input_precision=TILES.PRECISION)  # (Q_TILE_SIZE, K_TILE_SIZE), not yet scaled
         if PARTIAL:
             pattern = tl.load(patterns + step // STEPS)
             words = _load_words(token_bits, pattern, block_rows, first_column, Q_BLOCK, K_BLOCK, K_TILE_SIZE, False)
             S = _keep_attended(S, float("-inf"), words, False, INTERPRETED)
-        P, rescale, m, l = online_softmax(S, m, l, scale_log2)
-        V = load_rows(
-            V_head, batch, kv_head, first_key, N_KEYS, stride_vs, stride_vd, D, D_TILE, K_TILE_SIZE, PARTIAL, TMA
-        )  # fmt: skip
-        accumulator = accumulate(accumulator * rescale[:, None], P.to(V.dtype), V, ZERO, PRECISION)
+        P, rescale, m, l = online_softmax(S, m, l, problem.scale_log2)
+        V = load_rows(V_head, first_key, problem.N_KEYS, K_TILE_SIZE, TILES, PARTIAL, TMA)
+        accumulator = accumulate(accumulator * rescale[:, None], P.to(V.dtype), V, problem.ZERO, TILES)
     return accumulator, m, l
 
 
@@ -197,10 +186,14 @@ def block_sparse_forward_kernel(
     stride_kb, stride_kh, stride_ks, stride_kd,
     stride_vb, stride_vh, stride_vs, stride_vd,
     N_HEADS, HEADS_TOGETHER, N_QUERIES, N_KEYS, MASK_BATCHES, MASK_HEADS, WIDTH, FULL_WIDTH, scale_log2, ZERO,
-    GROUP: tl.constexpr, D: tl.constexpr, D_TILE: tl.constexpr, Q_TILE_SIZE: tl.constexpr, K_TILE_SIZE: tl.constexpr,
-    Q_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, INTERPRETED: tl.constexpr,
+    GROUP: tl.constexpr, TILES: tl.constexpr, Q_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr, TMA: tl.constexpr,
+    INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """O (batch, heads, queries, D) and L (batch, heads, queries) are contiguous; q, k, v have any strides."""
+    D: tl.constexpr = TILES.D
+    D_TILE: tl.constexpr = TILES.D_TILE
+    Q_TILE_SIZE: tl.constexpr = TILES.Q_TILE_SIZE
+    problem = Problem(N_QUERIES, N_KEYS, scale_log2, ZERO)
     # Last tile first: the lists of a causal mask grow towards the end.
     query_tile, batch, head = tile_of_program(tl.cdiv(N_QUERIES, Q_TILE_SIZE), N_HEADS, HEADS_TOGETHER, True)
     first_query = query_tile * Q_TILE_SIZE
@@ -208,74 +201,65 @@ def block_sparse_forward_kernel(
         batch, head, first_query // Q_BLOCK, tl.cdiv(N_QUERIES, Q_BLOCK), MASK_BATCHES, MASK_HEADS
     )
     kv_head = head // GROUP
-    K_head = head_of(K_ptr, batch, kv_head, stride_kb, stride_kh, TMA)
-    V_head = head_of(V_ptr, batch, kv_head, stride_vb, stride_vh, TMA)
+    K_head = head_of(K_ptr, batch, kv_head, stride_kb, stride_kh, stride_ks, stride_kd, TMA)
+    V_head = head_of(V_ptr, batch, kv_head, stride_vb, stride_vh, stride_vs, stride_vd, TMA)
 
     # 1. load the query tile
     query_rows = first_query + tl.arange(0, Q_TILE_SIZE)
-    Q_head = head_of(Q_ptr, batch, head, stride_qb, stride_qh, TMA)
-    Q = load_rows(
-        Q_head, batch, head, first_query, N_QUERIES, stride_qs, stride_qd, D, D_TILE, Q_TILE_SIZE, True, TMA
-    )  # (Q_TILE_SIZE, D_TILE)
+    Q_head = head_of(Q_ptr, batch, head, stride_qb, stride_qh, stride_qs, stride_qd, TMA)
+    Q = load_rows(Q_head, first_query, N_QUERIES, Q_TILE_SIZE, TILES, True, TMA)  # (Q_TILE_SIZE, D_TILE)
     m = tl.full([Q_TILE_SIZE], LOWEST, tl.float32)
     l = tl.zeros([Q_TILE_SIZE], tl.float32)
     accumulator = tl.zeros([Q_TILE_SIZE, D_TILE], tl.float32)
 
     # 2. full tiles
     accumulator, m, l = _visit_listed_keys(
-        accumulator, m, l, Q, K_head, V_head, batch, kv_head, query_rows % Q_BLOCK,
-        tl.load(full_kv_num_blocks_ptr + list_number),
-        full_kv_indices_ptr + list_number * FULL_WIDTH, kv_tokens_ptr, token_bits_ptr, N_KEYS, scale_log2, ZERO,
-        stride_ks, stride_kd, stride_vs, stride_vd, D, D_TILE, K_TILE_SIZE, Q_BLOCK, K_BLOCK, False, PRECISION, TMA,
-        INTERPRETED,
+        accumulator, m, l, Q, K_head, V_head, query_rows % Q_BLOCK, tl.load(full_kv_num_blocks_ptr + list_number),
+        full_kv_indices_ptr + list_number * FULL_WIDTH, kv_tokens_ptr, token_bits_ptr, problem,
+        TILES, Q_BLOCK, K_BLOCK, False, TMA, INTERPRETED,
     )  # fmt: skip
     # 3. partial tiles
     accumulator, m, l = _visit_listed_keys(
-        accumulator, m, l, Q, K_head, V_head, batch, kv_head, query_rows % Q_BLOCK,
-        tl.load(kv_num_blocks_ptr + list_number),
-        kv_indices_ptr + list_number * WIDTH, kv_tokens_ptr + list_number * WIDTH, token_bits_ptr, N_KEYS, scale_log2,
-        ZERO, stride_ks, stride_kd, stride_vs, stride_vd,
-        D, D_TILE, K_TILE_SIZE, Q_BLOCK, K_BLOCK, True, PRECISION, TMA, INTERPRETED,
+        accumulator, m, l, Q, K_head, V_head, query_rows % Q_BLOCK, tl.load(kv_num_blocks_ptr + list_number),
+        kv_indices_ptr + list_number * WIDTH, kv_tokens_ptr + list_number * WIDTH, token_bits_ptr, problem,
+        TILES, Q_BLOCK, K_BLOCK, True, TMA, INTERPRETED,
     )  # fmt: skip
 
     # 4. normalise and store
     row_base = (batch * N_HEADS + head) * N_QUERIES
-    store_queries(accumulator, m, l, O_ptr + row_base * D, L_ptr + row_base, query_rows, N_QUERIES, D, D, D_TILE, True)
+    store_queries(accumulator, m, l, O_ptr + row_base * D, L_ptr + row_base, query_rows, N_QUERIES, D, TILES, True)
 
 
 @triton.jit
 def _visit_listed_queries(
-    dK, dV, K, V, first_column, Q_head, dO_head, L_base, delta_base, batch, head, num_listed, indices, patterns,
-    token_bits, N_QUERIES, scale_log2, ZERO, stride_qs, stride_qd, stride_dos, stride_dod,
-    D: tl.constexpr, D_TILE: tl.constexpr, Q_TILE_SIZE: tl.constexpr, K_TILE_SIZE: tl.constexpr, Q_BLOCK: tl.constexpr,
-    K_BLOCK: tl.constexpr, PARTIAL: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, INTERPRETED: tl.constexpr,
+    dK, dV, K, V, first_column, Q_head, dO_head, L_head, delta_head, num_listed, indices, patterns, token_bits, problem,
+    TILES: tl.constexpr, Q_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr, PARTIAL: tl.constexpr, TMA: tl.constexpr,
+    INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """Fold the listed query tiles into dK (without its scale) and dV; `first_column` is K's place in the mask's tile.
 
     A row without keys has L = -inf, hence P = inf or, in float32, 1: it is in partial tiles only, where its bits are 0.
     """
+    Q_TILE_SIZE: tl.constexpr = TILES.Q_TILE_SIZE
+    K_TILE_SIZE: tl.constexpr = TILES.K_TILE_SIZE
     STEPS: tl.constexpr = Q_BLOCK // Q_TILE_SIZE
     for step in tl.range(0, num_listed * STEPS):
         first_row = step % STEPS * Q_TILE_SIZE  # of the kernel's tile in the mask's
         first_query = tl.load(indices + step // STEPS) * Q_BLOCK + first_row
         block_rows = first_row + tl.arange(0, Q_TILE_SIZE)
         query_rows = first_query + tl.arange(0, Q_TILE_SIZE)
-        Q = load_rows(
-            Q_head, batch, head, first_query, N_QUERIES, stride_qs, stride_qd, D, D_TILE, Q_TILE_SIZE, PARTIAL, TMA
-        )  # fmt: skip
-        dO = load_rows(
-            dO_head, batch, head, first_query, N_QUERIES, stride_dos, stride_dod, D, D_TILE, Q_TILE_SIZE, PARTIAL, TMA
-        )  # fmt: skip
-        L_log2 = tl.load(L_base + query_rows)
-        delta = tl.load(delta_base + query_rows)
-        S_T = tl.dot(K, tl.trans(Q), input_precision=PRECISION)  # (K_TILE_SIZE, Q_TILE_SIZE)
-        dP_T = tl.dot(V, tl.trans(dO), input_precision=PRECISION)
-        P_T = recompute_probabilities(S_T, L_log2[None, :], scale_log2, Q.dtype == tl.float32)
+        Q = load_rows(Q_head, first_query, problem.N_QUERIES, Q_TILE_SIZE, TILES, PARTIAL, TMA)
+        dO = load_rows(dO_head, first_query, problem.N_QUERIES, Q_TILE_SIZE, TILES, PARTIAL, TMA)
+        L_log2 = tl.load(L_head + query_rows)
+        delta = tl.load(delta_head + query_rows)
+        S_T = tl.dot(K, tl.trans(Q), input_precision=TILES.PRECISION)  # (K_TILE_SIZE, Q_TILE_SIZE)
+        dP_T = tl.dot(V, tl.trans(dO), input_precision=TILES.PRECISION)
+        P_T = recompute_probabilities(S_T, L_log2[None, :], problem.scale_log2, Q.dtype == tl.float32)
         if PARTIAL:
             pattern = tl.load(patterns + step // STEPS)
             words = _load_words(token_bits, pattern, block_rows, first_column, Q_BLOCK, K_BLOCK, K_TILE_SIZE, True)
             P_T = _keep_attended(P_T, 0.0, words, True, INTERPRETED)
-        dK, dV = fold_queries(dK, dV, P_T, dP_T, Q, dO, delta, ZERO, PRECISION)
+        dK, dV = fold_queries(dK, dV, P_T, dP_T, Q, dO, delta, problem.ZERO, TILES)
     return dK, dV
 
 
@@ -288,23 +272,24 @@ def block_sparse_dkdv_kernel(
     stride_vb, stride_vh, stride_vs, stride_vd,
     stride_dob, stride_doh, stride_dos, stride_dod,
     N_KV_HEADS, HEADS_TOGETHER, N_QUERIES, N_KEYS, MASK_BATCHES, MASK_HEADS, WIDTH, FULL_WIDTH, scale, scale_log2, ZERO,
-    GROUP: tl.constexpr, D: tl.constexpr, D_TILE: tl.constexpr, Q_TILE_SIZE: tl.constexpr, K_TILE_SIZE: tl.constexpr,
-    Q_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, INTERPRETED: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    GROUP: tl.constexpr, TILES: tl.constexpr, Q_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr, TMA: tl.constexpr,
+    INTERPRETED: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """dK, dV (batch, kv_heads, keys, D), L and delta (batch, heads, padded queries) are contiguous.
 
     Each query head of the group walks the lists of its own mask.
     """
+    D: tl.constexpr = TILES.D
+    D_TILE: tl.constexpr = TILES.D_TILE
+    K_TILE_SIZE: tl.constexpr = TILES.K_TILE_SIZE
+    problem = Problem(N_QUERIES, N_KEYS, scale_log2, ZERO)
     key_tile, batch, kv_head = tile_of_program(tl.cdiv(N_KEYS, K_TILE_SIZE), N_KV_HEADS, HEADS_TOGETHER, False)
     first_key = key_tile * K_TILE_SIZE
     key_rows = first_key + tl.arange(0, K_TILE_SIZE)
-    K_head = head_of(K_ptr, batch, kv_head, stride_kb, stride_kh, TMA)
-    V_head = head_of(V_ptr, batch, kv_head, stride_vb, stride_vh, TMA)
-    K = load_rows(
-        K_head, batch, kv_head, first_key, N_KEYS, stride_ks, stride_kd, D, D_TILE, K_TILE_SIZE, True, TMA
-    )  # (K_TILE_SIZE, D_TILE)
-    V = load_rows(V_head, batch, kv_head, first_key, N_KEYS, stride_vs, stride_vd, D, D_TILE, K_TILE_SIZE, True, TMA)
+    K_head = head_of(K_ptr, batch, kv_head, stride_kb, stride_kh, stride_ks, stride_kd, TMA)
+    V_head = head_of(V_ptr, batch, kv_head, stride_vb, stride_vh, stride_vs, stride_vd, TMA)
+    K = load_rows(K_head, first_key, N_KEYS, K_TILE_SIZE, TILES, True, TMA)  # (K_TILE_SIZE, D_TILE)
+    V = load_rows(V_head, first_key, N_KEYS, K_TILE_SIZE, TILES, True, TMA)
     await_previous(OVERLAP)
     start_next(OVERLAP)  # dQ, as in the dense backward
     dK = tl.zeros([K_TILE_SIZE, D_TILE], tl.float32)
@@ -315,54 +300,48 @@ def block_sparse_dkdv_kernel(
         list_number = _list_of_tile(
             batch, head, first_key // K_BLOCK, tl.cdiv(N_KEYS, K_BLOCK), MASK_BATCHES, MASK_HEADS
         )
-        Q_head = head_of(Q_ptr, batch, head, stride_qb, stride_qh, TMA)
-        dO_head = head_of(dO_ptr, batch, head, stride_dob, stride_doh, TMA)
+        Q_head = head_of(Q_ptr, batch, head, stride_qb, stride_qh, stride_qs, stride_qd, TMA)
+        dO_head = head_of(dO_ptr, batch, head, stride_dob, stride_doh, stride_dos, stride_dod, TMA)
         row_base = (batch * N_KV_HEADS * GROUP + head) * padded_rows(N_QUERIES)
         dK, dV = _visit_listed_queries(
-            dK, dV, K, V, first_key % K_BLOCK, Q_head, dO_head, L_ptr + row_base, delta_ptr + row_base, batch, head,
+            dK, dV, K, V, first_key % K_BLOCK, Q_head, dO_head, L_ptr + row_base, delta_ptr + row_base,
             tl.load(full_q_num_blocks_ptr + list_number), full_q_indices_ptr + list_number * FULL_WIDTH, q_tokens_ptr,
-            token_bits_ptr, N_QUERIES, scale_log2, ZERO, stride_qs, stride_qd, stride_dos, stride_dod,
-            D, D_TILE, Q_TILE_SIZE, K_TILE_SIZE, Q_BLOCK, K_BLOCK, False, PRECISION, TMA, INTERPRETED,
+            token_bits_ptr, problem, TILES, Q_BLOCK, K_BLOCK, False, TMA, INTERPRETED,
         )  # fmt: skip
         dK, dV = _visit_listed_queries(
-            dK, dV, K, V, first_key % K_BLOCK, Q_head, dO_head, L_ptr + row_base, delta_ptr + row_base, batch, head,
+            dK, dV, K, V, first_key % K_BLOCK, Q_head, dO_head, L_ptr + row_base, delta_ptr + row_base,
             tl.load(q_num_blocks_ptr + list_number), q_indices_ptr + list_number * WIDTH,
-            q_tokens_ptr + list_number * WIDTH, token_bits_ptr, N_QUERIES, scale_log2, ZERO, stride_qs, stride_qd,
-            stride_dos, stride_dod, D, D_TILE, Q_TILE_SIZE, K_TILE_SIZE, Q_BLOCK, K_BLOCK, True, PRECISION, TMA,
-            INTERPRETED,
+            q_tokens_ptr + list_number * WIDTH, token_bits_ptr, problem,
+            TILES, Q_BLOCK, K_BLOCK, True, TMA, INTERPRETED,
         )  # fmt: skip
 
     output_base = (batch * N_KV_HEADS + kv_head) * N_KEYS * D
-    store_rows(dK_ptr + output_base, dK * scale, key_rows, N_KEYS, D, 1, D, D_TILE)
-    store_rows(dV_ptr + output_base, dV, key_rows, N_KEYS, D, 1, D, D_TILE)
+    store_rows(dK_ptr + output_base, dK * scale, key_rows, N_KEYS, D, TILES)
+    store_rows(dV_ptr + output_base, dV, key_rows, N_KEYS, D, TILES)
 
 
 @triton.jit
 def _visit_listed_keys_for_dq(
-    dQ, Q, dO, L_log2, delta, K_head, V_head, batch, kv_head, block_rows, num_listed, indices, patterns, token_bits,
-    N_KEYS, scale_log2, ZERO, stride_ks, stride_kd, stride_vs, stride_vd,
-    D: tl.constexpr, D_TILE: tl.constexpr, K_TILE_SIZE: tl.constexpr, Q_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr,
-    PARTIAL: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, INTERPRETED: tl.constexpr,
+    dQ, Q, dO, L_log2, delta, K_head, V_head, block_rows, num_listed, indices, patterns, token_bits, problem,
+    TILES: tl.constexpr, Q_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr, PARTIAL: tl.constexpr, TMA: tl.constexpr,
+    INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """Fold the listed key tiles into dQ (without its scale)."""
+    K_TILE_SIZE: tl.constexpr = TILES.K_TILE_SIZE
     STEPS: tl.constexpr = K_BLOCK // K_TILE_SIZE
     for step in tl.range(0, num_listed * STEPS):
         first_column = step % STEPS * K_TILE_SIZE  # of the kernel's tile in the mask's
         first_key = tl.load(indices + step // STEPS) * K_BLOCK + first_column
-        K = load_rows(
-            K_head, batch, kv_head, first_key, N_KEYS, stride_ks, stride_kd, D, D_TILE, K_TILE_SIZE, PARTIAL, TMA
-        )  # fmt: skip
-        V = load_rows(
-            V_head, batch, kv_head, first_key, N_KEYS, stride_vs, stride_vd, D, D_TILE, K_TILE_SIZE, PARTIAL, TMA
-        )  # fmt: skip
-        S = tl.dot(Q, tl.trans(K), input_precision=PRECISION)  # (Q_TILE_SIZE, K_TILE_SIZE)
-        dP = tl.dot(dO, tl.trans(V), input_precision=PRECISION)
-        P = recompute_probabilities(S, L_log2[:, None], scale_log2, K.dtype == tl.float32)
+        K = load_rows(K_head, first_key, problem.N_KEYS, K_TILE_SIZE, TILES, PARTIAL, TMA)
+        V = load_rows(V_head, first_key, problem.N_KEYS, K_TILE_SIZE, TILES, PARTIAL, TMA)
+        S = tl.dot(Q, tl.trans(K), input_precision=TILES.PRECISION)  # (Q_TILE_SIZE, K_TILE_SIZE)
+        dP = tl.dot(dO, tl.trans(V), input_precision=TILES.PRECISION)
+        P = recompute_probabilities(S, L_log2[:, None], problem.scale_log2, K.dtype == tl.float32)
         if PARTIAL:
             pattern = tl.load(patterns + step // STEPS)
             words = _load_words(token_bits, pattern, block_rows, first_column, Q_BLOCK, K_BLOCK, K_TILE_SIZE, False)
             P = _keep_attended(P, 0.0, words, False, INTERPRETED)
-        dQ = fold_keys(dQ, P, dP, K, delta, ZERO, PRECISION)
+        dQ = fold_keys(dQ, P, dP, K, delta, problem.ZERO, TILES)
     return dQ
 
 
@@ -375,50 +354,45 @@ def block_sparse_dq_kernel(
     stride_vb, stride_vh, stride_vs, stride_vd,
     stride_dob, stride_doh, stride_dos, stride_dod,
     N_HEADS, HEADS_TOGETHER, N_QUERIES, N_KEYS, MASK_BATCHES, MASK_HEADS, WIDTH, FULL_WIDTH, scale, scale_log2, ZERO,
-    GROUP: tl.constexpr, D: tl.constexpr, D_TILE: tl.constexpr, Q_TILE_SIZE: tl.constexpr, K_TILE_SIZE: tl.constexpr,
-    Q_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, INTERPRETED: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    GROUP: tl.constexpr, TILES: tl.constexpr, Q_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr, TMA: tl.constexpr,
+    INTERPRETED: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """dQ (batch, heads, queries, D), L and delta (batch, heads, padded queries) are contiguous."""
+    D: tl.constexpr = TILES.D
+    D_TILE: tl.constexpr = TILES.D_TILE
+    Q_TILE_SIZE: tl.constexpr = TILES.Q_TILE_SIZE
+    problem = Problem(N_QUERIES, N_KEYS, scale_log2, ZERO)
     query_tile, batch, head = tile_of_program(tl.cdiv(N_QUERIES, Q_TILE_SIZE), N_HEADS, HEADS_TOGETHER, True)
     first_query = query_tile * Q_TILE_SIZE
     list_number = _list_of_tile(
         batch, head, first_query // Q_BLOCK, tl.cdiv(N_QUERIES, Q_BLOCK), MASK_BATCHES, MASK_HEADS
     )
     kv_head = head // GROUP
-    K_head = head_of(K_ptr, batch, kv_head, stride_kb, stride_kh, TMA)
-    V_head = head_of(V_ptr, batch, kv_head, stride_vb, stride_vh, TMA)
+    K_head = head_of(K_ptr, batch, kv_head, stride_kb, stride_kh, stride_ks, stride_kd, TMA)
+    V_head = head_of(V_ptr, batch, kv_head, stride_vb, stride_vh, stride_vs, stride_vd, TMA)
 
     query_rows = first_query + tl.arange(0, Q_TILE_SIZE)
-    Q_head = head_of(Q_ptr, batch, head, stride_qb, stride_qh, TMA)
-    dO_head = head_of(dO_ptr, batch, head, stride_dob, stride_doh, TMA)
+    Q_head = head_of(Q_ptr, batch, head, stride_qb, stride_qh, stride_qs, stride_qd, TMA)
+    dO_head = head_of(dO_ptr, batch, head, stride_dob, stride_doh, stride_dos, stride_dod, TMA)
     row_base = (batch * N_HEADS + head) * padded_rows(N_QUERIES)
     output_base = (batch * N_HEADS + head) * N_QUERIES * D
-    Q = load_rows(
-        Q_head, batch, head, first_query, N_QUERIES, stride_qs, stride_qd, D, D_TILE, Q_TILE_SIZE, True, TMA
-    )  # (Q_TILE_SIZE, D_TILE)
-    dO = load_rows(
-        dO_head, batch, head, first_query, N_QUERIES, stride_dos, stride_dod, D, D_TILE, Q_TILE_SIZE, True, TMA
-    )  # fmt: skip
+    Q = load_rows(Q_head, first_query, N_QUERIES, Q_TILE_SIZE, TILES, True, TMA)  # (Q_TILE_SIZE, D_TILE)
+    dO = load_rows(dO_head, first_query, N_QUERIES, Q_TILE_SIZE, TILES, True, TMA)
     L_log2 = tl.load(L_ptr + row_base + query_rows, mask=query_rows < N_QUERIES, other=float("inf"))
     delta = tl.load(delta_ptr + row_base + query_rows, mask=query_rows < N_QUERIES, other=0.0)
     dQ = tl.zeros([Q_TILE_SIZE, D_TILE], tl.float32)
 
     dQ = _visit_listed_keys_for_dq(
-        dQ, Q, dO, L_log2, delta, K_head, V_head, batch, kv_head, query_rows % Q_BLOCK,
-        tl.load(full_kv_num_blocks_ptr + list_number),
-        full_kv_indices_ptr + list_number * FULL_WIDTH, kv_tokens_ptr, token_bits_ptr, N_KEYS, scale_log2, ZERO,
-        stride_ks, stride_kd, stride_vs, stride_vd, D, D_TILE, K_TILE_SIZE, Q_BLOCK, K_BLOCK, False, PRECISION, TMA,
-        INTERPRETED,
+        dQ, Q, dO, L_log2, delta, K_head, V_head, query_rows % Q_BLOCK, tl.load(full_kv_num_blocks_ptr + list_number),
+        full_kv_indices_ptr + list_number * FULL_WIDTH, kv_tokens_ptr, token_bits_ptr, problem,
+        TILES, Q_BLOCK, K_BLOCK, False, TMA, INTERPRETED,
     )  # fmt: skip
     dQ = _visit_listed_keys_for_dq(
-        dQ, Q, dO, L_log2, delta, K_head, V_head, batch, kv_head, query_rows % Q_BLOCK,
-        tl.load(kv_num_blocks_ptr + list_number),
-        kv_indices_ptr + list_number * WIDTH, kv_tokens_ptr + list_number * WIDTH, token_bits_ptr, N_KEYS, scale_log2,
-        ZERO, stride_ks, stride_kd, stride_vs, stride_vd,
-        D, D_TILE, K_TILE_SIZE, Q_BLOCK, K_BLOCK, True, PRECISION, TMA, INTERPRETED,
+        dQ, Q, dO, L_log2, delta, K_head, V_head, query_rows % Q_BLOCK, tl.load(kv_num_blocks_ptr + list_number),
+        kv_indices_ptr + list_number * WIDTH, kv_tokens_ptr + list_number * WIDTH, token_bits_ptr, problem,
+        TILES, Q_BLOCK, K_BLOCK, True, TMA, INTERPRETED,
     )  # fmt: skip
-    store_rows(dQ_ptr + output_base, dQ * scale, query_rows, N_QUERIES, D, 1, D, D_TILE)
+    store_rows(dQ_ptr + output_base, dQ * scale, query_rows, N_QUERIES, D, TILES)
     await_previous(OVERLAP)
 
 
@@ -433,8 +407,7 @@ def launch_block_sparse_forward(
 ) -> tuple[Float[Tensor, "batch heads queries head_dim"], Float[Tensor, "batch heads queries"]]:
     """Contiguous O in q's dtype and L in float32. `config`'s tiles divide the mask's: see `fit_to_blocks`."""
     batch, heads, num_queries, _ = q.shape
-    output = contiguous_like(q)
-    lse = q.new_empty((batch, heads, num_queries), dtype=torch.float32)
+    output, lse = empty_results(q)
     tensors, mask_sizes = _row_lists(lists)
     with stage("forward"):
         launch(
@@ -464,7 +437,7 @@ def launch_block_sparse_backward(
     """Contiguous gradients of q, k, v in their dtypes; what `launch_backward` says of its arguments holds here."""
     batch, heads, num_queries, _ = q.shape
     kv_heads, num_keys = k.shape[1:3]
-    grad_q, grad_k, grad_v = contiguous_like(q), contiguous_like(k), contiguous_like(v)
+    grad_q, grad_k, grad_v = empty_like(q), empty_like(k), empty_like(v)
     rows = launch_preprocess(output, lse, grad_output, grad_lse)
     strides = (*q.stride(), *k.stride(), *v.stride(), *grad_output.stride())
     scales = (scale, scale * LOG2_E.value, 0.0)
@@ -508,13 +481,12 @@ def _column_lists(lists: TileLists) -> tuple[tuple[Tensor, ...], tuple[int, ...]
     return tensors, (*lists.q_num_blocks.shape[:2], lists.q_indices.shape[3], lists.full_q_indices.shape[3])
 
 
-def _options(q: Tensor, k: Tensor, lists: TileLists, config: KernelConfig) -> dict[str, int | str]:
+def _options(q: Tensor, k: Tensor, lists: TileLists, config: KernelConfig) -> dict[str, Any]:
     query_block, key_block = lists.block_size
     # A tile's address hangs on a load of its index, and Triton spreads the two loads over its stages: it takes these
     # many for as many tiles in flight as the dense kernels have with config.num_stages.
     num_stages = 2 * config.num_stages - 1
     return {
-        **head_options(q.shape[1], k.shape[1], q.shape[3]), **tile_options(config), "num_stages": num_stages,
-        "Q_BLOCK": query_block, "K_BLOCK": key_block, "TMA": config.tma,
-        "INTERPRETED": interpreter_is_on(),
+        "GROUP": q.shape[1] // k.shape[1], **tile_options(config, q.shape[3]), "num_stages": num_stages,
+        "Q_BLOCK": query_block, "K_BLOCK": key_block, "INTERPRETED": interpreter_is_on(),
     }  # fmt: skip

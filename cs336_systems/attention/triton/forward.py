@@ -18,20 +18,18 @@ from jaxtyping import Float
 from torch import Tensor
 
 from cs336_systems.attention.tiles import KernelConfig
-from cs336_systems.attention.triton.descriptors import described
-from cs336_systems.attention.triton.launcher import Launched
-from cs336_systems.attention.triton.launching import (
+from cs336_systems.attention.triton.launch import launch
+from cs336_systems.attention.triton.operands import (
+    described,
     empty_results,
     grid_of,
-    head_options,
-    kept_launches,
-    launch,
     rows_of_groups,
     tile_options,
 )
 from cs336_systems.attention.triton.steps import (
     LOG2_E,
     LOWEST,
+    Problem,
     accumulate,
     head_of,
     heads_together,
@@ -47,65 +45,62 @@ from cs336_systems.measure.stages import stage
 
 @triton.jit
 def visit_keys(
-    accumulator, m, l, Q, K_head, V_head, batch, kv_head, query_rows, first_key, last_key, N_KEYS,
-    scale_log2, ZERO, stride_ks, stride_kd, stride_vs, stride_vd,
-    D: tl.constexpr, D_TILE: tl.constexpr, K_TILE_SIZE: tl.constexpr, IS_CAUSAL: tl.constexpr, MASKED: tl.constexpr,
-    PRECISION: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr = None,
+    accumulator, m, l, Q, K_head, V_head, query_rows, first_key, last_key, problem,
+    TILES: tl.constexpr, IS_CAUSAL: tl.constexpr, MASKED: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr = None,
 ):  # fmt: skip
     """Fold the key tiles of [first_key, last_key) into the running (accumulator, m, l); m is in base 2.
 
     STAGES of tiles are loaded ahead, where it is None as many as the configuration says.
     """
+    K_TILE_SIZE: tl.constexpr = TILES.K_TILE_SIZE
     for start in tl.range(first_key, last_key, K_TILE_SIZE, num_stages=STAGES):
         key_rows = start + tl.arange(0, K_TILE_SIZE)
-        K = load_rows(K_head, batch, kv_head, start, N_KEYS, stride_ks, stride_kd, D, D_TILE, K_TILE_SIZE, MASKED, TMA)
-        S = tl.dot(Q, tl.trans(K), input_precision=PRECISION)  # (Q_TILE_SIZE, K_TILE_SIZE), not yet scaled
+        K = load_rows(K_head, start, problem.N_KEYS, K_TILE_SIZE, TILES, MASKED, TMA)  # (K_TILE_SIZE, D_TILE)
+        S = tl.dot(Q, tl.trans(K), input_precision=TILES.PRECISION)  # (Q_TILE_SIZE, K_TILE_SIZE), not yet scaled
         if MASKED:
-            S = tl.where(visible_pairs(query_rows, key_rows, N_KEYS, IS_CAUSAL), S, float("-inf"))
-        P, rescale, m, l = online_softmax(S, m, l, scale_log2)
-        V = load_rows(V_head, batch, kv_head, start, N_KEYS, stride_vs, stride_vd, D, D_TILE, K_TILE_SIZE, MASKED, TMA)
-        accumulator = accumulate(accumulator * rescale[:, None], P.to(V.dtype), V, ZERO, PRECISION)
+            S = tl.where(visible_pairs(query_rows, key_rows, problem.N_KEYS, IS_CAUSAL), S, float("-inf"))
+        P, rescale, m, l = online_softmax(S, m, l, problem.scale_log2)
+        V = load_rows(V_head, start, problem.N_KEYS, K_TILE_SIZE, TILES, MASKED, TMA)
+        accumulator = accumulate(accumulator * rescale[:, None], P.to(V.dtype), V, problem.ZERO, TILES)
     return accumulator, m, l
 
 
 @triton.jit
 def attend_queries(
-    Q_head, K_head, V_head, K_cut, V_cut, O_base, L_base, batch, head, kv_head, query_tile, N_QUERIES, N_KEYS,
-    scale_log2, ZERO, stride_qs, stride_qd, stride_ks, stride_kd, stride_vs, stride_vd, stride_os,
-    D: tl.constexpr, D_TILE: tl.constexpr, Q_TILE_SIZE: tl.constexpr, K_TILE_SIZE: tl.constexpr,
-    IS_CAUSAL: tl.constexpr, ROWS_WITHOUT_KEYS: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
+    Q_head, K_head, V_head, K_cut, V_cut, O_base, L_base, stride_os, query_tile, problem,
+    TILES: tl.constexpr, IS_CAUSAL: tl.constexpr, ROWS_WITHOUT_KEYS: tl.constexpr, TMA: tl.constexpr,
     CUT_TMA: tl.constexpr,
 ):  # fmt: skip
     """One query tile of one sequence: Q, K and V come from `head_of`, O_base and L_base point at the sequence's row 0
     in the program's head. Tiles of keys that every query sees are read from K_head and V_head, those that are cut from
     K_cut and V_cut, and Q as these are: packed documents have their neighbours' rows where a sequence's end is."""
+    Q_TILE_SIZE: tl.constexpr = TILES.Q_TILE_SIZE
+    D_TILE: tl.constexpr = TILES.D_TILE
     # 1. load the query tile
     first_query = query_tile * Q_TILE_SIZE
     query_rows = first_query + tl.arange(0, Q_TILE_SIZE)
-    Q = load_rows(
-        Q_head, batch, head, first_query, N_QUERIES, stride_qs, stride_qd, D, D_TILE, Q_TILE_SIZE, True, CUT_TMA
-    )  # (Q_TILE_SIZE, D_TILE)
+    Q = load_rows(Q_head, first_query, problem.N_QUERIES, Q_TILE_SIZE, TILES, True, CUT_TMA)  # (Q_TILE_SIZE, D_TILE)
     m = tl.full([Q_TILE_SIZE], LOWEST, tl.float32)
     l = tl.zeros([Q_TILE_SIZE], tl.float32)
     accumulator = tl.zeros([Q_TILE_SIZE, D_TILE], tl.float32)
 
-    full_keys, end_keys = key_bounds(first_query, N_KEYS, Q_TILE_SIZE, K_TILE_SIZE, IS_CAUSAL)
+    full_keys, end_keys = key_bounds(first_query, problem.N_KEYS, TILES, IS_CAUSAL)
 
     # 2. unmasked loop
     accumulator, m, l = visit_keys(
-        accumulator, m, l, Q, K_head, V_head, batch, kv_head, query_rows, 0, full_keys, N_KEYS, scale_log2, ZERO,
-        stride_ks, stride_kd, stride_vs, stride_vd, D, D_TILE, K_TILE_SIZE, IS_CAUSAL, False, PRECISION, TMA,
-    )  # fmt: skip
+        accumulator, m, l, Q, K_head, V_head, query_rows, 0, full_keys, problem, TILES, IS_CAUSAL, False, TMA
+    )
     # 3. masked loop; a third stage of pointers beside TMA's leaves a streaming multiprocessor no room for two programs
     CUT_STAGES: tl.constexpr = 2 if TMA and not CUT_TMA else None
     accumulator, m, l = visit_keys(
-        accumulator, m, l, Q, K_cut, V_cut, batch, kv_head, query_rows, full_keys, end_keys, N_KEYS, scale_log2, ZERO,
-        stride_ks, stride_kd, stride_vs, stride_vd, D, D_TILE, K_TILE_SIZE, IS_CAUSAL, True, PRECISION, CUT_TMA,
-        CUT_STAGES,
+        accumulator, m, l, Q, K_cut, V_cut, query_rows, full_keys, end_keys, problem, TILES, IS_CAUSAL, True,
+        CUT_TMA, CUT_STAGES,
     )  # fmt: skip
 
     # 4. normalise and store
-    store_queries(accumulator, m, l, O_base, L_base, query_rows, N_QUERIES, stride_os, D, D_TILE, ROWS_WITHOUT_KEYS)
+    store_queries(
+        accumulator, m, l, O_base, L_base, query_rows, problem.N_QUERIES, stride_os, TILES, ROWS_WITHOUT_KEYS
+    )
 
 
 @triton.jit
@@ -115,21 +110,21 @@ def flash_forward_kernel(
     stride_kb, stride_kh, stride_ks, stride_kd,
     stride_vb, stride_vh, stride_vs, stride_vd,
     N_HEADS, HEADS_TOGETHER, N_QUERIES, N_KEYS, scale_log2, ZERO,
-    GROUP: tl.constexpr, D: tl.constexpr, D_TILE: tl.constexpr, Q_TILE_SIZE: tl.constexpr, K_TILE_SIZE: tl.constexpr,
-    IS_CAUSAL: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
+    GROUP: tl.constexpr, TILES: tl.constexpr, IS_CAUSAL: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """O (batch, heads, queries, D) and L (batch, heads, queries) are contiguous; q, k, v have any strides, or are
     descriptors under TMA."""
+    D: tl.constexpr = TILES.D
+    Q_TILE_SIZE: tl.constexpr = TILES.Q_TILE_SIZE
     query_tile, batch, head = tile_of_program(tl.cdiv(N_QUERIES, Q_TILE_SIZE), N_HEADS, HEADS_TOGETHER, IS_CAUSAL)
     kv_head = head // GROUP
     row_base = (batch * N_HEADS + head) * N_QUERIES
-    K_head = head_of(K_ptr, batch, kv_head, stride_kb, stride_kh, TMA)
-    V_head = head_of(V_ptr, batch, kv_head, stride_vb, stride_vh, TMA)
+    Q_head = head_of(Q_ptr, batch, head, stride_qb, stride_qh, stride_qs, stride_qd, TMA)
+    K_head = head_of(K_ptr, batch, kv_head, stride_kb, stride_kh, stride_ks, stride_kd, TMA)
+    V_head = head_of(V_ptr, batch, kv_head, stride_vb, stride_vh, stride_vs, stride_vd, TMA)
     attend_queries(
-        head_of(Q_ptr, batch, head, stride_qb, stride_qh, TMA), K_head, V_head, K_head, V_head,
-        O_ptr + row_base * D, L_ptr + row_base, batch, head, kv_head, query_tile, N_QUERIES, N_KEYS, scale_log2, ZERO,
-        stride_qs, stride_qd, stride_ks, stride_kd, stride_vs, stride_vd, D,
-        D, D_TILE, Q_TILE_SIZE, K_TILE_SIZE, IS_CAUSAL, False, PRECISION, TMA, TMA,
+        Q_head, K_head, V_head, K_head, V_head, O_ptr + row_base * D, L_ptr + row_base, D, query_tile,
+        Problem(N_QUERIES, N_KEYS, scale_log2, ZERO), TILES, IS_CAUSAL, False, TMA, TMA,
     )  # fmt: skip
 
 
@@ -144,24 +139,14 @@ def launch_forward(
 ) -> tuple[Float[Tensor, "batch heads queries head_dim"], Float[Tensor, "batch heads queries"]]:
     """Contiguous O in q's dtype and L in float32. Inputs are validated, non-empty and on one device."""
     output, lse = empty_results(q)
-
-    def launch_it() -> list[Launched | None]:
-        rows = rows_of_groups(q, k, is_causal)
-        batch, heads, num_queries, head_dim = rows.shape
-        with stage("forward"):
-            launched = launch(
-                flash_forward_kernel, grid_of(config, rows, k),
-                (*described(config, q=rows, k=k, v=v), output, lse),
-                (*rows.stride(), *k.stride(), *v.stride(), heads, heads_together(batch * heads, k), num_queries,
-                 k.shape[2], scale * LOG2_E.value, 0.0),
-                head_options(heads, k.shape[1], head_dim) | tile_options(config)
-                | {"IS_CAUSAL": is_causal, "TMA": config.tma},
-            )  # fmt: skip
-        return [launched]
-
-    kept = kept_launches(
-        flash_forward_kernel.fn, config, q.shape, k.shape, q.stride(), k.stride(), v.stride(), q.dtype, q.device,
-        is_causal, scale,
-    )  # fmt: skip
-    kept(q.device, (q, k, v), (output, lse), launch_it)
+    rows = rows_of_groups(q, k, is_causal)
+    batch, heads, num_queries, head_dim = rows.shape
+    with stage("forward"):
+        launch(
+            flash_forward_kernel, grid_of(config, rows, k),
+            (*described(config, q=rows, k=k, v=v), output, lse),
+            (*rows.stride(), *k.stride(), *v.stride(), heads, heads_together(batch * heads, k), num_queries,
+             k.shape[2], scale * LOG2_E.value, 0.0),
+            {"GROUP": heads // k.shape[1], **tile_options(config, head_dim), "IS_CAUSAL": is_causal},
+        )  # fmt: skip
     return output, lse

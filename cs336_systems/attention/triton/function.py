@@ -6,18 +6,14 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterable
-from contextlib import nullcontext
-from functools import cache, lru_cache, wraps
-from typing import Any, TypeVar
+from collections.abc import Iterable
+from typing import Any
 
 import torch
-import triton
 from jaxtyping import Float
 from torch import Tensor
 
-from cs336_systems.attention.operator import VARLEN_ARGUMENTS, AttentionOperator
+from cs336_systems.attention.operator import AttentionOperator
 from cs336_systems.attention.tiles import (
     KernelConfig,
     parse_configs,
@@ -34,14 +30,13 @@ from cs336_systems.attention.triton.block_sparse import (
     launch_block_sparse_backward,
     launch_block_sparse_forward,
 )
-from cs336_systems.attention.triton.descriptors import describable, rows_are_aligned
 from cs336_systems.attention.triton.forward import launch_forward
-from cs336_systems.attention.triton.launcher import KEPT_SHAPES
-from cs336_systems.attention.triton.launching import (
-    launch_fitting,
+from cs336_systems.attention.triton.launch import Replays, launch_fitting
+from cs336_systems.attention.triton.operands import (
+    describable,
     num_multiprocessors,
     num_tiles,
-    on_device_of,
+    rows_are_aligned,
     rows_of_groups,
     within_reach,
 )
@@ -50,8 +45,7 @@ from cs336_systems.attention.triton.steps import ROW_PADDING
 from cs336_systems.attention.triton.varlen import launch_varlen_backward, launch_varlen_forward
 from cs336_systems.attention.validation import check_attention_inputs, check_flags, resolve_scale
 
-Results = TypeVar("Results")
-_interpreting = threading.RLock()  # Triton's interpreter keeps the program that it is at in globals
+# Tiles
 
 
 def kernel_config(
@@ -69,38 +63,24 @@ def kernel_config(
     `capability` defaults to that of q's device, and to none (the interpreter) on the CPU; `tma`, whether Hopper's copy
     engine can read all inputs, to what it can do with q and k.
     """
-    batch, heads, seqlen_q, _ = q.shape
-    tma = describable(q, k) if tma is None else tma
-    return _choose(kernel, q, config, capability, batch, heads, seqlen_q, k.shape[2], is_causal, tma)
-
-
-def _choose(
-    kernel: str, q: Tensor, config: str, capability: tuple[int, int] | None, batch: int, heads: int, seqlen_q: int,
-    seqlen_k: int, is_causal: bool, tma: bool = False,
-) -> KernelConfig:  # fmt: skip
-    if capability is None and q.is_cuda:
-        capability = _capability(q.device)
+    capability = _capability(q) if capability is None else capability
     named = parse_configs(config)
     if kernel in named:
         _check_tiles(named[kernel], q, target_of(capability))
         return named[kernel]
+    batch, heads, seqlen_q, head_dim = q.shape
     return select_config(
         kernel,
         capability=capability,
-        head_dim=q.shape[-1],
+        head_dim=head_dim,
         batch=batch,
         heads=heads,
         seqlen_q=seqlen_q,
-        seqlen_k=seqlen_k,
+        seqlen_k=k.shape[2],
         dtype=str(q.dtype).removeprefix("torch."),
         is_causal=is_causal,
-        tma=tma,
+        tma=describable(q, k) if tma is None else tma,
     )
-
-
-@cache
-def _capability(device: torch.device) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(device)
 
 
 def _check_tiles(config: KernelConfig, q: Tensor, target: str) -> None:
@@ -115,33 +95,6 @@ def _check_tiles(config: KernelConfig, q: Tensor, target: str) -> None:
             f"config must have tiles of at least {smallest} rows for {q.dtype} on {target}, "
             f"where Triton can miscompile smaller ones, got {config.name}"
         )
-
-
-def _reachable(run: Callable[..., Results]) -> Callable[..., Results]:
-    """`run` on tensors as kernels can address them; see `within_reach`."""
-
-    @wraps(run)
-    def reach(*arguments: Any) -> Results:
-        return run(*(within_reach(x) for x in arguments))
-
-    return reach
-
-
-@_reachable
-def _forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, config: str) -> tuple[Tensor, Tensor]:
-    rows = rows_of_groups(q, k, is_causal)
-    tma = describable(rows, k, v)
-    chosen = _choose_by_shapes(("forward",), rows.shape, k.shape, q.dtype, q.device, config, is_causal, tma)
-
-    def launch_it(forward: KernelConfig) -> tuple[Tensor, Tensor]:
-        size = keys_of_a_part(forward, rows, k, is_causal)
-        if size:
-            return launch_split_forward(q, k, v, is_causal=is_causal, scale=scale, config=forward, part_size=size)
-        return launch_forward(q, k, v, is_causal=is_causal, scale=scale, config=forward)
-
-    return _launch(
-        launch_it, chosen, q, q.shape[2], k.shape[2], name=lambda forward: forward_name(forward, rows, k, is_causal)
-    )
 
 
 def forward_name(config: KernelConfig, q: Tensor, k: Tensor, is_causal: bool) -> str:
@@ -165,38 +118,20 @@ def keys_of_a_part(config: KernelConfig, q: Tensor, k: Tensor, is_causal: bool) 
     )
 
 
-@lru_cache(maxsize=KEPT_SHAPES)
-def _choose_by_shapes(
-    kernels: tuple[str, ...], q_shape: torch.Size, k_shape: torch.Size, dtype: torch.dtype, device: torch.device,
-    config: str, is_causal: bool, tma: bool,
-) -> tuple[KernelConfig, ...]:  # fmt: skip
-    """`kernel_config` of each of `kernels`, found again in one step: short calls wait for the host."""
-    capability = _capability(device) if device.type == "cuda" else None
-    batch, heads, seqlen_q, head_dim = q_shape
-    row = torch.empty(head_dim, dtype=dtype, device="meta")
-    return tuple(
-        _choose(kernel, row, config, capability, batch, heads, seqlen_q, k_shape[2], is_causal, tma)
-        for kernel in kernels
+def _backward_configs(
+    q: Tensor, k: Tensor, v: Tensor, grad_output: Tensor, config: str, is_causal: bool, like: tuple[Tensor, Tensor]
+) -> tuple[KernelConfig, KernelConfig]:
+    """Of dkdv and dq, for inputs of the shapes of `like`; TMA reads the gradient as it is or copied."""
+    tma = describable(q, k, v) and (describable(grad_output) or rows_are_aligned(grad_output))
+    dkdv, dq = (
+        kernel_config(kernel, *like, config, is_causal=is_causal, capability=_capability(q), tma=tma)
+        for kernel in ("dkdv", "dq")
     )
+    return dkdv, dq
 
 
-@_reachable
-def _backward(
-    q: Tensor, k: Tensor, v: Tensor, output: Tensor, lse: Tensor, grad_output: Tensor, grad_lse: Tensor | None,
-    is_causal: bool, scale: float, config: str,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    tma = _can_be_described(q, k, v, grad_output)
-    chosen = _choose_by_shapes(("dkdv", "dq"), q.shape, k.shape, q.dtype, q.device, config, is_causal, tma)
-    saved = (q, k, v, output.contiguous(), lse.contiguous(), _readable(grad_output, chosen), grad_lse)
-    return _launch(
-        lambda dkdv, dq: launch_backward(*saved, is_causal=is_causal, scale=scale, dkdv_config=dkdv, dq_config=dq),
-        chosen, q, q.shape[2], k.shape[2],
-    )  # fmt: skip
-
-
-def _can_be_described(q: Tensor, k: Tensor, v: Tensor, grad_output: Tensor) -> bool:
-    """Whether TMA can read the inputs of a backward, the gradient as it is or copied."""
-    return describable(q, k, v) and (describable(grad_output) or rows_are_aligned(grad_output))
+def _capability(x: Tensor) -> tuple[int, int] | None:
+    return torch.cuda.get_device_capability(x.device) if x.is_cuda else None
 
 
 def _readable(grad_output: Tensor, configs: Iterable[KernelConfig]) -> Tensor:
@@ -206,104 +141,137 @@ def _readable(grad_output: Tensor, configs: Iterable[KernelConfig]) -> Tensor:
     return grad_output
 
 
-def _launch(
-    launcher: Callable[..., Results], configs: tuple[KernelConfig, ...], q: Tensor, seqlen_q: int, seqlen_k: int,
-    **naming: Callable[[KernelConfig], str],
-) -> Results:  # fmt: skip
-    """`launcher(*configs)`, or with smaller ones, on q's device; ValueError where Triton cannot run."""
-    if q.dtype == torch.bfloat16 and triton.knobs.runtime.interpret:
-        raise ValueError("Triton's interpreter computes wrong bfloat16 products; use float32 or float16 with it")
-    if not q.is_cuda and not triton.knobs.runtime.interpret:
-        raise ValueError(
-            f"q is on {q.device}, and Triton kernels run on CUDA devices; "
-            "set TRITON_INTERPRET=1 before the kernels are imported to run them on the CPU interpreter"
-        )
-    with on_device_of(q), _interpreting if triton.knobs.runtime.interpret else nullcontext():
-        return launch_fitting(launcher, configs, q, seqlen_q=seqlen_q, seqlen_k=seqlen_k, **naming)
+# Dense and causal
 
 
-@_reachable
+def _forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, config: str) -> tuple[Tensor, Tensor]:
+    q, k, v = map(within_reach, (q, k, v))
+    rows = rows_of_groups(q, k, is_causal)
+    chosen = kernel_config("forward", rows, k, config, is_causal=is_causal, tma=describable(rows, k, v))
+
+    def run(forward: KernelConfig) -> tuple[Tensor, Tensor]:
+        size = keys_of_a_part(forward, rows, k, is_causal)
+        if size:
+            return launch_split_forward(q, k, v, is_causal=is_causal, scale=scale, config=forward, part_size=size)
+        return launch_forward(q, k, v, is_causal=is_causal, scale=scale, config=forward)
+
+    def name(forward: KernelConfig) -> str:
+        return forward_name(forward, rows, k, is_causal)
+
+    return launch_fitting(run, (chosen,), q, seqlen_q=q.shape[2], seqlen_k=k.shape[2], name=name)
+
+
+def dense_backward(
+    q: Tensor, k: Tensor, v: Tensor, output: Tensor, lse: Tensor, grad_output: Tensor, grad_lse: Tensor | None,
+    is_causal: bool, scale: float, config: str,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of q, k and v, bit-reproducible: of a forward of any back end, which are told by its O and L."""
+    q, k, v, grad_output = map(within_reach, (q, k, v, grad_output))
+    chosen = _backward_configs(q, k, v, grad_output, config, is_causal, like=(q, k))
+    saved = (q, k, v, output.contiguous(), lse.contiguous(), _readable(grad_output, chosen), grad_lse)
+
+    def run(dkdv: KernelConfig, dq: KernelConfig) -> tuple[Tensor, Tensor, Tensor]:
+        return launch_backward(*saved, is_causal=is_causal, scale=scale, dkdv_config=dkdv, dq_config=dq)
+
+    return launch_fitting(run, chosen, q, seqlen_q=q.shape[2], seqlen_k=k.shape[2])
+
+
+# With a block mask
+
+
 def _block_sparse_forward(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
     *tensors, _, scale, config = arguments
-    lists = TileLists(*tensors)
-
+    q, k, v, lists = *map(within_reach, (q, k, v)), TileLists(*tensors)
     chosen = fit_to_blocks(kernel_config("forward", q, k, config, tma=describable(q, k, v)), lists.block_size)
-    return _launch(
-        lambda forward: launch_block_sparse_forward(q, k, v, lists, scale=scale, config=forward),
-        (chosen,), q, q.shape[2], k.shape[2],
-    )  # fmt: skip
+
+    def run(forward: KernelConfig) -> tuple[Tensor, Tensor]:
+        return launch_block_sparse_forward(q, k, v, lists, scale=scale, config=forward)
+
+    return launch_fitting(run, (chosen,), q, seqlen_q=q.shape[2], seqlen_k=k.shape[2])
 
 
-@_reachable
 def _block_sparse_backward(
     q: Tensor, k: Tensor, v: Tensor, output: Tensor, lse: Tensor, grad_output: Tensor, grad_lse: Tensor | None,
     *arguments: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     *tensors, _, scale, config = arguments
+    q, k, v, grad_output = map(within_reach, (q, k, v, grad_output))
     lists = TileLists(*tensors)
-    tma = _can_be_described(q, k, v, grad_output)
-    chosen = tuple(
-        fit_to_blocks(kernel_config(kernel, q, k, config, tma=tma), lists.block_size) for kernel in ("dkdv", "dq")
-    )
+    configs = _backward_configs(q, k, v, grad_output, config, False, like=(q, k))
+    chosen = tuple(fit_to_blocks(one, lists.block_size) for one in configs)
     saved = (q, k, v, output.contiguous(), lse.contiguous(), _readable(grad_output, chosen), grad_lse)
-    return _launch(
-        lambda dkdv, dq: launch_block_sparse_backward(*saved, lists, scale=scale, dkdv_config=dkdv, dq_config=dq),
-        chosen, q, q.shape[2], k.shape[2],
-    )  # fmt: skip
+
+    def run(dkdv: KernelConfig, dq: KernelConfig) -> tuple[Tensor, Tensor, Tensor]:
+        return launch_block_sparse_backward(*saved, lists, scale=scale, dkdv_config=dkdv, dq_config=dq)
+
+    return launch_fitting(run, chosen, q, seqlen_q=q.shape[2], seqlen_k=k.shape[2])
 
 
-def _padded_shapes(
-    q: Tensor, k: Tensor, cu_seqlens: Tensor, max_seqlen_q: int, max_seqlen_k: int
-) -> tuple[torch.Size, torch.Size]:
-    """Shapes of q and k as a batch of documents, all as long as the longest: by them tiles are chosen."""
+# Over packed documents
+
+
+def _padded(q: Tensor, k: Tensor, cu_seqlens: Tensor, max_seqlen_q: int, max_seqlen_k: int) -> tuple[Tensor, Tensor]:
+    """q and k, without storage, as a batch of documents, all as long as the longest: by them tiles are chosen."""
     documents = len(cu_seqlens) - 1
     (total_q, heads, head_dim), (total_k, kv_heads, _) = q.shape, k.shape
     longest_q, longest_k = min(max_seqlen_q, total_q), min(max_seqlen_k, total_k)  # any number may be given
-    return torch.Size((documents, heads, longest_q, head_dim)), torch.Size((documents, kv_heads, longest_k, head_dim))
+    return (
+        torch.empty(documents, heads, longest_q, head_dim, dtype=q.dtype, device="meta"),
+        torch.empty(documents, kv_heads, longest_k, head_dim, dtype=k.dtype, device="meta"),
+    )
 
 
-@_reachable
 def _varlen_forward(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int,
     is_causal: bool, scale: float, config: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    shapes = _padded_shapes(q, k, cu_seqlens_q, max_seqlen_q, max_seqlen_k)
-    chosen = _choose_by_shapes(("forward",), *shapes, q.dtype, q.device, config, is_causal, describable(k, v))
-    return _launch(
-        lambda forward: launch_varlen_forward(
+    q, k, v = map(within_reach, (q, k, v))
+    like = _padded(q, k, cu_seqlens_q, max_seqlen_q, max_seqlen_k)
+    chosen = kernel_config(
+        "forward", *like, config, is_causal=is_causal, capability=_capability(q), tma=describable(k, v)
+    )
+
+    def run(forward: KernelConfig) -> tuple[Tensor, Tensor]:
+        return launch_varlen_forward(
             q, k, v, cu_seqlens_q, cu_seqlens_k, is_causal=is_causal, scale=scale, config=forward
-        ),
-        chosen, q, max_seqlen_q, max_seqlen_k,
-    )  # fmt: skip
+        )
+
+    return launch_fitting(run, (chosen,), q, seqlen_q=max_seqlen_q, seqlen_k=max_seqlen_k)
 
 
-@_reachable
 def _varlen_backward(
     q: Tensor, k: Tensor, v: Tensor, output: Tensor, lse: Tensor, grad_output: Tensor, grad_lse: Tensor | None,
     cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int,
     is_causal: bool, scale: float, config: str,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    shapes = _padded_shapes(q, k, cu_seqlens_q, max_seqlen_q, max_seqlen_k)
-    tma = _can_be_described(q, k, v, grad_output)
-    chosen = _choose_by_shapes(("dkdv", "dq"), *shapes, q.dtype, q.device, config, is_causal, tma)
+    q, k, v, grad_output = map(within_reach, (q, k, v, grad_output))
+    like = _padded(q, k, cu_seqlens_q, max_seqlen_q, max_seqlen_k)
+    chosen = _backward_configs(q, k, v, grad_output, config, is_causal, like)
     saved = (q, k, v, output.contiguous(), lse.contiguous(), _readable(grad_output, chosen), grad_lse)
-    return _launch(
-        lambda dkdv, dq: launch_varlen_backward(
+
+    def run(dkdv: KernelConfig, dq: KernelConfig) -> tuple[Tensor, Tensor, Tensor]:
+        return launch_varlen_backward(
             *saved, cu_seqlens_q, cu_seqlens_k, is_causal=is_causal, scale=scale, dkdv_config=dkdv, dq_config=dq
-        ),
-        chosen, q, max_seqlen_q, max_seqlen_k,
-    )  # fmt: skip
+        )
+
+    return launch_fitting(run, chosen, q, seqlen_q=max_seqlen_q, seqlen_k=max_seqlen_k)
 
 
-triton_attention = AttentionOperator("triton_attention", _forward, _backward, launches=True)
+triton_attention = AttentionOperator("triton_attention", _forward, dense_backward, replays=Replays)
 block_sparse_attention = AttentionOperator(
     "block_sparse_attention",
     _block_sparse_forward,
     _block_sparse_backward,
-    extras={name: "Tensor" for name in TileLists._fields},
+    extras=tuple(f"Tensor {name}" for name in TileLists._fields),
+    replays=Replays,
 )
 varlen_attention = AttentionOperator(
-    "varlen_attention", _varlen_forward, _varlen_backward, extras=VARLEN_ARGUMENTS, packed=True
+    "varlen_attention",
+    _varlen_forward,
+    _varlen_backward,
+    extras=("Tensor cu_seqlens_q", "Tensor cu_seqlens_k", "SymInt max_seqlen_q", "SymInt max_seqlen_k"),
+    packed=True,
+    replays=Replays,
 )
 
 
@@ -327,7 +295,7 @@ class FlashAttentionTriton(torch.autograd.Function):
         check_flags(is_causal=is_causal)
         check_attention_inputs(q4, k4, v4, enable_gqa=True)
         scale = resolve_scale(scale, q.shape[-1])
-        output, lse = triton_attention(q4, k4, v4, is_causal, scale, "")
+        output, lse = triton_attention.forward(q4, k4, v4, is_causal, scale, "")
         output, lse = output.view(q.shape), lse.view(q.shape[:-1])
         ctx.save_for_backward(q, k, v, output, lse)
         ctx.is_causal, ctx.scale = is_causal, scale

@@ -19,23 +19,20 @@ before it reads anything. Source: CUDA Programming Guide, Programmatic Dependent
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from jaxtyping import Float
 from torch import Tensor
 
 from cs336_systems.attention.tiles import KernelConfig, head_tile, seen_keys
-from cs336_systems.attention.triton.descriptors import described
 from cs336_systems.attention.triton.forward import visit_keys
-from cs336_systems.attention.triton.launcher import Launched
-from cs336_systems.attention.triton.launching import (
+from cs336_systems.attention.triton.launch import empty, launch, overlap_options
+from cs336_systems.attention.triton.operands import (
+    described,
     empty_results,
     grid_of,
-    head_options,
-    kept_launches,
-    launch,
     num_tiles,
-    overlap_options,
     rows_of_groups,
     tile_options,
 )
@@ -43,6 +40,7 @@ from cs336_systems.attention.triton.steps import (
     LN_2,
     LOG2_E,
     LOWEST,
+    Problem,
     await_previous,
     head_of,
     heads_together,
@@ -81,44 +79,45 @@ def flash_split_forward_kernel(
     stride_kb, stride_kh, stride_ks, stride_kd,
     stride_vb, stride_vh, stride_vs, stride_vd,
     N_HEADS, HEADS_TOGETHER, N_QUERIES, N_KEYS, PART_SIZE, scale_log2, ZERO,
-    GROUP: tl.constexpr, D: tl.constexpr, D_TILE: tl.constexpr, Q_TILE_SIZE: tl.constexpr, K_TILE_SIZE: tl.constexpr,
-    IS_CAUSAL: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, OVERLAP: tl.constexpr,
+    GROUP: tl.constexpr, TILES: tl.constexpr, IS_CAUSAL: tl.constexpr, TMA: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Writes float32 to Parts_ptr, where `parts_of` says; nothing of a part that no query of a tile sees. A part has
     PART_SIZE keys, a multiple of K_TILE_SIZE."""
+    D: tl.constexpr = TILES.D
+    D_TILE: tl.constexpr = TILES.D_TILE
+    Q_TILE_SIZE: tl.constexpr = TILES.Q_TILE_SIZE
     num_query_tiles, num_parts = tl.cdiv(N_QUERIES, Q_TILE_SIZE), tl.cdiv(N_KEYS, PART_SIZE)
     tile, batch, head = tile_of_program(num_query_tiles * num_parts, N_HEADS, HEADS_TOGETHER, IS_CAUSAL)
     part = tile % num_parts
     first_query = tile // num_parts * Q_TILE_SIZE
-    full_keys, end_keys = key_bounds(first_query, N_KEYS, Q_TILE_SIZE, K_TILE_SIZE, IS_CAUSAL)
+    full_keys, end_keys = key_bounds(first_query, N_KEYS, TILES, IS_CAUSAL)
     first_key = part * PART_SIZE
     if first_key < end_keys:
         end_keys = tl.minimum(end_keys, first_key + PART_SIZE)
         full_keys = tl.minimum(tl.maximum(full_keys, first_key), end_keys)
         kv_head = head // GROUP
-        K_head = head_of(K_ptr, batch, kv_head, stride_kb, stride_kh, TMA)
-        V_head = head_of(V_ptr, batch, kv_head, stride_vb, stride_vh, TMA)
+        K_head = head_of(K_ptr, batch, kv_head, stride_kb, stride_kh, stride_ks, stride_kd, TMA)
+        V_head = head_of(V_ptr, batch, kv_head, stride_vb, stride_vh, stride_vs, stride_vd, TMA)
         query_rows = first_query + tl.arange(0, Q_TILE_SIZE)
-        Q = load_rows(
-            head_of(Q_ptr, batch, head, stride_qb, stride_qh, TMA), batch, head, first_query, N_QUERIES,
-            stride_qs, stride_qd, D, D_TILE, Q_TILE_SIZE, True, TMA,
-        )  # fmt: skip
+        Q_head = head_of(Q_ptr, batch, head, stride_qb, stride_qh, stride_qs, stride_qd, TMA)
+        Q = load_rows(Q_head, first_query, N_QUERIES, Q_TILE_SIZE, TILES, True, TMA)  # (Q_TILE_SIZE, D_TILE)
         m = tl.full([Q_TILE_SIZE], LOWEST, tl.float32)
         l = tl.zeros([Q_TILE_SIZE], tl.float32)
         accumulator = tl.zeros([Q_TILE_SIZE, D_TILE], tl.float32)
+        problem = Problem(N_QUERIES, N_KEYS, scale_log2, ZERO)
         accumulator, m, l = visit_keys(
-            accumulator, m, l, Q, K_head, V_head, batch, kv_head, query_rows, first_key, full_keys, N_KEYS, scale_log2,
-            ZERO, stride_ks, stride_kd, stride_vs, stride_vd, D, D_TILE, K_TILE_SIZE, IS_CAUSAL, False, PRECISION, TMA,
+            accumulator, m, l, Q, K_head, V_head, query_rows, first_key, full_keys, problem, TILES, IS_CAUSAL, False,
+            TMA,
         )  # fmt: skip
         accumulator, m, l = visit_keys(
-            accumulator, m, l, Q, K_head, V_head, batch, kv_head, query_rows, full_keys, end_keys, N_KEYS, scale_log2,
-            ZERO, stride_ks, stride_kd, stride_vs, stride_vd, D, D_TILE, K_TILE_SIZE, IS_CAUSAL, True, PRECISION, TMA,
+            accumulator, m, l, Q, K_head, V_head, query_rows, full_keys, end_keys, problem, TILES, IS_CAUSAL, True,
+            TMA,
         )  # fmt: skip
         start_next(OVERLAP)  # no sooner: programs that merge would wait in the place of those that have work
         num_heads = tl.num_programs(0) // (num_query_tiles * num_parts)  # of the batch
         O_parts, m_parts, l_parts = parts_of(Parts_ptr, num_parts, num_heads, N_QUERIES, D)
         row_base = (part.to(tl.int64) * num_heads + batch * N_HEADS + head) * N_QUERIES
-        store_rows(O_parts + row_base * D, accumulator, query_rows, N_QUERIES, D, 1, D, D_TILE)
+        store_rows(O_parts + row_base * D, accumulator, query_rows, N_QUERIES, D, TILES)
         tl.store(m_parts + row_base + query_rows, m, mask=query_rows < N_QUERIES)
         tl.store(l_parts + row_base + query_rows, l, mask=query_rows < N_QUERIES)
 
@@ -126,10 +125,12 @@ def flash_split_forward_kernel(
 @triton.jit(do_not_specialize=["N_QUERIES", "N_KEYS", "PART_SIZE"])  # lengths change with every generated token
 def flash_merge_kernel(
     Parts_ptr, O_ptr, L_ptr, N_QUERIES, N_KEYS, PART_SIZE,
-    D: tl.constexpr, D_TILE: tl.constexpr, ROWS: tl.constexpr, MAX_PARTS: tl.constexpr, AT_A_TIME: tl.constexpr,
+    TILES: tl.constexpr, ROWS: tl.constexpr, MAX_PARTS: tl.constexpr, AT_A_TIME: tl.constexpr,
     IS_CAUSAL: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """O and L of ROWS queries of one head, out of at most MAX_PARTS parts; all are contiguous."""
+    D: tl.constexpr = TILES.D
+    D_TILE: tl.constexpr = TILES.D_TILE
     await_previous(OVERLAP)
     num_blocks = tl.cdiv(N_QUERIES, ROWS)
     head, block = (tl.program_id(0) // num_blocks).to(tl.int64), tl.program_id(0) % num_blocks
@@ -168,7 +169,7 @@ def flash_merge_kernel(
                 m_part = tl.load(all_m + row_base + read, mask=inside, other=LOWEST)
                 O += tl.math.exp2(m_part - m)[:, None] * O_part
     O /= l[:, None]
-    store_rows(O_ptr + head * N_QUERIES * D, O, rows, N_QUERIES, D, 1, D, D_TILE)
+    store_rows(O_ptr + head * N_QUERIES * D, O, rows, N_QUERIES, D, TILES)
 
 
 def merge_options(num_rows: int, num_parts: int, head_dim: int) -> dict[str, int]:
@@ -198,33 +199,24 @@ def launch_split_forward(
     output, lse = empty_results(q)
     num_keys = seen_keys(q.shape[2], k.shape[2], is_causal)
     num_parts = num_tiles(num_keys, part_size)
-    parts = lse.new_empty(num_parts * lse.numel() * (q.shape[-1] + 2))
-
-    def launch_all() -> list[Launched | None]:
-        rows = rows_of_groups(q, k, is_causal)
-        batch, heads, num_queries, head_dim = rows.shape
-        (num_programs,) = grid_of(config, rows, k)
-        with stage("forward"):
-            attended = launch(
-                flash_split_forward_kernel, (num_programs * num_parts,),
-                (*described(config, q=rows, k=k, v=v), parts),
-                (*rows.stride(), *k.stride(), *v.stride(), heads, heads_together(batch * heads, k), num_queries,
-                 num_keys, part_size, scale * LOG2_E.value, 0.0),
-                head_options(heads, k.shape[1], head_dim) | tile_options(config)
-                | {"IS_CAUSAL": is_causal, "TMA": config.tma} | overlap_options(q.device),
-            )  # fmt: skip
-            merging = merge_options(lse.numel(), num_parts, head_dim)
-            merged = launch(
-                flash_merge_kernel, (num_tiles(num_queries, merging["ROWS"]) * batch * heads,),
-                (parts, output, lse), (num_queries, num_keys, part_size),
-                {"D": head_dim, "D_TILE": head_tile(head_dim), **merging, "IS_CAUSAL": is_causal,
-                 **overlap_options(q.device, follows=True)},
-            )  # fmt: skip
-        return [attended, merged]
-
-    kept = kept_launches(
-        flash_split_forward_kernel.fn, config, q.shape, k.shape, q.stride(), k.stride(), v.stride(), q.dtype, q.device,
-        is_causal, scale, part_size,
-    )  # fmt: skip
-    kept(q.device, (q, k, v), (output, lse, parts), launch_all)
+    parts = empty((num_parts * lse.numel() * (q.shape[-1] + 2),), torch.float32, q.device)
+    rows = rows_of_groups(q, k, is_causal)
+    batch, heads, num_queries, head_dim = rows.shape
+    (num_programs,) = grid_of(config, rows, k)
+    tiling = tile_options(config, head_dim)
+    with stage("forward"):
+        launch(
+            flash_split_forward_kernel, (num_programs * num_parts,),
+            (*described(config, q=rows, k=k, v=v), parts),
+            (*rows.stride(), *k.stride(), *v.stride(), heads, heads_together(batch * heads, k), num_queries,
+             num_keys, part_size, scale * LOG2_E.value, 0.0),
+            {"GROUP": heads // k.shape[1], **tiling, "IS_CAUSAL": is_causal, **overlap_options(q.device)},
+        )  # fmt: skip
+        merging = merge_options(lse.numel(), num_parts, head_dim)
+        launch(
+            flash_merge_kernel, (num_tiles(num_queries, merging["ROWS"]) * batch * heads,),
+            (parts, output, lse), (num_queries, num_keys, part_size),
+            {"TILES": tiling["TILES"], **merging, "IS_CAUSAL": is_causal,
+             **overlap_options(q.device, follows=True)},
+        )  # fmt: skip
     return output, lse

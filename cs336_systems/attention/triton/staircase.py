@@ -1,10 +1,19 @@
-"""The lists of a staircase mask in one launch: what `masks.staircase` computes with more than forty tensor operations.
+"""The mask of a staircase in one launch: each query attends the first so many keys, the next as many or one more.
 
-The mask of shared keys is made anew in every call, and there the launches of its operations would take longer than the
-attention. A program makes the lists of one row of tiles, and the token bits at its steps, or those of one column.
+That is what a set of keys in order, shared by all queries, looks like under the causal mask (`attention.dynamic`).
+The mask is made anew in every call, and the tensor operations of `BlockMask.prefix` would take longer than the
+attention. All lists follow from two numbers a row of tiles, so that the host never waits for the GPU:
+
+  rows      tiles up to the shortest length are full; from there to the longest partial, at most `steps_of` of them
+  columns   since lengths grow, the rows that see a tile are the last so many, and of these the last so many see it all
+  tokens    a row of a partial tile has ones up to its length: a prefix of each word of 32 keys
+
+A program makes the lists of one row of tiles, and the token bits at its steps, or those of one column.
 """
 
 from __future__ import annotations
+
+from contextlib import nullcontext
 
 import torch
 import triton
@@ -13,9 +22,9 @@ from jaxtyping import Int
 from torch import Tensor
 
 from cs336_systems.attention.masks import BlockMask
-from cs336_systems.attention.masks.staircase import steps_of
+from cs336_systems.attention.masks.block_mask import LISTS
 from cs336_systems.attention.masks.tiles import num_blocks, words_per_row
-from cs336_systems.attention.triton.launching import launch, on_device_of
+from cs336_systems.attention.triton.launch import launch, on_device_of
 from cs336_systems.measure.stages import stage
 
 
@@ -98,8 +107,8 @@ def _store_column(
 
 @triton.jit
 def staircase_kernel(
-    lengths_ptr, kv_num_ptr, kv_indices_ptr, full_kv_num_ptr, full_kv_indices_ptr, q_num_ptr, q_indices_ptr,
-    full_q_num_ptr, full_q_indices_ptr, kv_tokens_ptr, q_tokens_ptr, token_bits_ptr,
+    lengths_ptr, kv_num_ptr, kv_indices_ptr, kv_tokens_ptr, full_kv_num_ptr, full_kv_indices_ptr, q_num_ptr,
+    q_indices_ptr, q_tokens_ptr, full_q_num_ptr, full_q_indices_ptr, token_bits_ptr,
     SEQLEN_Q, ROWS, COLUMNS, WIDTH, WHOLE_PATTERN,
     BLOCK: tl.constexpr, WORDS: tl.constexpr, KEYS: tl.constexpr, STEPS: tl.constexpr, ROW_SLOTS: tl.constexpr,
     COLUMN_SLOTS: tl.constexpr,
@@ -121,36 +130,54 @@ def staircase_kernel(
         )  # fmt: skip
 
 
+def steps_of(block: int, key_blocks: int) -> int:
+    """The most tiles of a row that a staircase can end in: from its lowest to its highest step."""
+    return min(key_blocks, 1 + num_blocks(max(0, block - 2), block))
+
+
 def launch_staircase(lengths: Int[Tensor, "batch heads queries"], seqlen_k: int, block: int) -> BlockMask:
-    """What `staircase_mask(lengths, seqlen_k, block)` returns. int32, contiguous; neither queries nor keys are none."""
+    """What `BlockMask.prefix(lengths, seqlen_k, block_size=block)` attends, without waiting for the device.
+
+    `lengths` are int32 and contiguous; neither queries nor keys are none. The caller answers for lengths[i] <=
+    lengths[i + 1] <= lengths[i] + 1 <= seqlen_k: they are not looked at.
+    """
+    make = opaque_staircase if torch.compiler.is_compiling() else staircase_lists
+    with nullcontext() if torch.compiler.is_compiling() else stage("mask_build"):
+        lists = make(lengths, seqlen_k, block)
+    return BlockMask(**dict(zip(LISTS, lists)), block_size=(block, block), seq_lengths=(lengths.shape[2], seqlen_k))
+
+
+def staircase_lists(lengths: Tensor, seqlen_k: int, block: int) -> list[Tensor]:
+    """The tensors of a `BlockMask` in LISTS' order."""
     batch, heads, seqlen_q = lengths.shape
     rows, columns = num_blocks(seqlen_q, block), num_blocks(seqlen_k, block)
-    is_cut = seqlen_q % block != 0
+    lists = _empty_lists(lengths, seqlen_k, block)
     steps, words = steps_of(block, columns), words_per_row(block)
-    width = columns if is_cut else steps
-    num_patterns = batch * heads * rows * steps
-
-    def empty(*shape: int) -> Tensor:
-        return torch.empty(shape, dtype=torch.int32, device=lengths.device)
-
-    fields = {
-        "kv_num_blocks": empty(batch, heads, rows),
-        "kv_indices": empty(batch, heads, rows, width),
-        "full_kv_num_blocks": empty(batch, heads, rows),
-        "full_kv_indices": empty(batch, heads, rows, columns),
-        "q_num_blocks": empty(batch, heads, columns),
-        "q_indices": empty(batch, heads, columns, rows),
-        "full_q_num_blocks": empty(batch, heads, columns),
-        "full_q_indices": empty(batch, heads, columns, rows),
-        "kv_tokens": empty(batch, heads, rows, width),
-        "q_tokens": empty(batch, heads, columns, rows),
-        "token_bits": empty(num_patterns + is_cut, block, words),
-    }
-    with stage("mask_build"), on_device_of(lengths):
+    with on_device_of(lengths):
         launch(
-            staircase_kernel, (batch * heads * (rows + columns),), (lengths, *fields.values()),
-            (seqlen_q, rows, columns, width, num_patterns),
+            staircase_kernel, (batch * heads * (rows + columns),), (lengths, *lists),
+            (seqlen_q, rows, columns, lists[1].shape[3], batch * heads * rows * steps),
             {"BLOCK": block, "WORDS": words, "KEYS": block // words, "STEPS": steps,
              "ROW_SLOTS": triton.next_power_of_2(rows), "COLUMN_SLOTS": triton.next_power_of_2(columns)},
         )  # fmt: skip
-    return BlockMask(**fields, block_size=(block, block), seq_lengths=(seqlen_q, seqlen_k))
+    return lists
+
+
+def _empty_lists(lengths: Tensor, seqlen_k: int, block: int) -> list[Tensor]:
+    batch, heads, seqlen_q = lengths.shape
+    rows, columns = num_blocks(seqlen_q, block), num_blocks(seqlen_k, block)
+    is_cut = seqlen_q % block != 0  # the last row of tiles, which then has no full tile
+    steps = steps_of(block, columns)
+    width = columns if is_cut else steps
+    by_row = [(rows,), (rows, width), (rows, width), (rows,), (rows, columns)]
+    by_column = [(columns,), (columns, rows), (columns, rows), (columns,), (columns, rows)]
+    patterns = batch * heads * rows * steps + is_cut
+    shapes = [*((batch, heads, *shape) for shape in (*by_row, *by_column)), (patterns, block, words_per_row(block))]
+    return [torch.empty(shape, dtype=torch.int32, device=lengths.device) for shape in shapes]
+
+
+opaque_staircase = torch.library.custom_op(
+    "cs336_systems::staircase_lists", staircase_lists, mutates_args=(),
+    schema="(Tensor lengths, SymInt seqlen_k, int block) -> Tensor[]",
+)  # fmt: skip
+opaque_staircase.register_fake(_empty_lists)

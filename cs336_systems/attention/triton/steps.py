@@ -1,6 +1,7 @@
 """The steps that every attention kernel is made of; each is written once and inlined where it is called.
 
   tile_of_program   which tile, batch element and head a program works on
+  Tiles, Head, Problem                what kernels are told, under the names of the paper
   head_of, load_rows, store_rows      memory: by pointers, or by Hopper's copy engine (TMA) through a descriptor
   key_bounds, visible_pairs           which keys a query tile sees whole, in part and not at all; the mask of a cut tile
   accumulate        matmul, with float32 sums taken care of
@@ -19,12 +20,45 @@ cores then work while the exponentials run.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from cs336_systems.attention.tiles.config import L2_SHARE_BYTES
+
+
+class Tiles(NamedTuple):
+    """What a kernel's tiles are, known when it is compiled."""
+
+    D: int  # the head dim
+    D_TILE: int  # its columns in a tile, a power of two
+    Q_TILE_SIZE: int
+    K_TILE_SIZE: int
+    PRECISION: str  # of dots of float32
+
+
+class Head(NamedTuple):
+    """Where `load_rows` finds the rows of one head."""
+
+    X: tl.tensor  # a pointer to row 0, or under TMA a descriptor of (batch, heads, rows, D)
+    batch: tl.tensor
+    head: tl.tensor
+    stride_h: tl.tensor  # to the next head
+    stride_s: tl.tensor  # to the next row
+    stride_d: tl.tensor
+
+
+class Problem(NamedTuple):
+    """The numbers of one sequence; ZERO is a zero that the compiler cannot see, see `accumulate`."""
+
+    N_QUERIES: tl.tensor
+    N_KEYS: tl.tensor
+    scale_log2: tl.tensor  # what multiplies scores, times log₂e
+    ZERO: tl.tensor
+
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
@@ -75,58 +109,66 @@ def padded_rows(N_QUERIES):
 
 
 @triton.jit
-def head_of(X, batch, head, stride_b, stride_h, TMA: tl.constexpr):
-    """What `load_rows` reads one head from: a pointer to its row 0, or the descriptor, which is told the head there."""
+def head_of(X, batch, head, stride_b, stride_h, stride_s, stride_d, TMA: tl.constexpr):
+    """The rows of one head of a tensor, or under TMA of its descriptor, which is told the head by each load."""
     if TMA:
-        return X
+        row_0 = X
     else:
-        return X + batch * stride_b + head * stride_h
+        row_0 = X + batch * stride_b + head * stride_h
+    return Head(row_0, batch, head, stride_h, stride_s, stride_d)
+
+
+@triton.jit
+def head_from(first, head, TMA: tl.constexpr):
+    """The head `head` of the batch element of which `first` is head 0."""
+    if TMA:
+        row_0 = first.X
+    else:
+        row_0 = first.X + head * first.stride_h
+    return Head(row_0, first.batch, head, first.stride_h, first.stride_s, first.stride_d)
 
 
 @triton.jit
 def load_rows(
-    X, batch, head, first_row, num_rows, stride_s, stride_d,
-    D: tl.constexpr, D_TILE: tl.constexpr, ROWS: tl.constexpr, MASKED: tl.constexpr, TMA: tl.constexpr,
+    rows_of, first_row, num_rows, ROWS: tl.constexpr, TILES: tl.constexpr, MASKED: tl.constexpr, TMA: tl.constexpr
 ):  # fmt: skip
-    """The (ROWS, D_TILE) tile from `first_row` on; columns past D, and with MASKED rows past num_rows, are zero.
-
-    Under TMA the copy engine computes addresses and fills with zeros, and X is a descriptor of (batch, heads, rows, D).
-    """
+    """The (ROWS, D_TILE) tile of a head from `first_row` on; columns past D, and with MASKED rows past num_rows, are
+    zero. Under TMA the copy engine computes addresses and fills with zeros."""
     if TMA:
-        return X.load([batch.to(tl.int32), head.to(tl.int32), first_row, 0]).reshape(ROWS, D_TILE)
+        tile = rows_of.X.load([rows_of.batch.to(tl.int32), rows_of.head.to(tl.int32), first_row, 0])
+        return tile.reshape(ROWS, TILES.D_TILE)
     else:
         rows = first_row + tl.arange(0, ROWS)
-        columns = tl.arange(0, D_TILE)
-        pointers = X + rows.to(tl.int64)[:, None] * stride_s + columns[None, :] * stride_d
-        if MASKED and D != D_TILE:
-            return tl.load(pointers, mask=(rows < num_rows)[:, None] & (columns < D)[None, :], other=0.0)
+        columns = tl.arange(0, TILES.D_TILE)
+        pointers = rows_of.X + rows.to(tl.int64)[:, None] * rows_of.stride_s + columns[None, :] * rows_of.stride_d
+        if MASKED and TILES.D != TILES.D_TILE:
+            return tl.load(pointers, mask=(rows < num_rows)[:, None] & (columns < TILES.D)[None, :], other=0.0)
         elif MASKED:
             return tl.load(pointers, mask=(rows < num_rows)[:, None], other=0.0)
-        elif D != D_TILE:
-            return tl.load(pointers, mask=(columns < D)[None, :], other=0.0)
+        elif TILES.D != TILES.D_TILE:
+            return tl.load(pointers, mask=(columns < TILES.D)[None, :], other=0.0)
         else:
             return tl.load(pointers)
 
 
 @triton.jit
-def store_rows(base_ptr, tile, rows, num_rows, stride_s, stride_d, D: tl.constexpr, D_TILE: tl.constexpr):
+def store_rows(base_ptr, tile, rows, num_rows, stride_s, TILES: tl.constexpr):
     """Store `tile` (ROWS, D_TILE) at `rows`, in the memory's dtype, without what lies past num_rows and D."""
-    columns = tl.arange(0, D_TILE)
-    pointers = base_ptr + rows.to(tl.int64)[:, None] * stride_s + columns[None, :] * stride_d
-    tl.store(pointers, tile.to(base_ptr.dtype.element_ty), mask=(rows < num_rows)[:, None] & (columns < D)[None, :])
+    columns = tl.arange(0, TILES.D_TILE)
+    pointers = base_ptr + rows.to(tl.int64)[:, None] * stride_s + columns[None, :]
+    inside = (rows < num_rows)[:, None] & (columns < TILES.D)[None, :]
+    tl.store(pointers, tile.to(base_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def key_bounds(
-    first_query, N_KEYS, Q_TILE_SIZE: tl.constexpr, K_TILE_SIZE: tl.constexpr, IS_CAUSAL: tl.constexpr
-):  # fmt: skip
+def key_bounds(first_query, N_KEYS, TILES: tl.constexpr, IS_CAUSAL: tl.constexpr):
     """(full_keys, end_keys) of a query tile: keys before the first are seen by all of it, those from the second on by
     none. The first is a multiple of K_TILE_SIZE."""
-    full_keys = N_KEYS // K_TILE_SIZE * K_TILE_SIZE
+    full_keys = N_KEYS // TILES.K_TILE_SIZE * TILES.K_TILE_SIZE
     end_keys = N_KEYS
     if IS_CAUSAL:
-        full_keys = tl.minimum(full_keys, (first_query + 1) // K_TILE_SIZE * K_TILE_SIZE)
-        end_keys = tl.minimum(N_KEYS, first_query + Q_TILE_SIZE)
+        full_keys = tl.minimum(full_keys, (first_query + 1) // TILES.K_TILE_SIZE * TILES.K_TILE_SIZE)
+        end_keys = tl.minimum(N_KEYS, first_query + TILES.Q_TILE_SIZE)
     return full_keys, end_keys
 
 
@@ -140,7 +182,7 @@ def visible_pairs(query_rows, key_rows, N_KEYS, IS_CAUSAL: tl.constexpr):
 
 
 @triton.jit
-def accumulate(accumulator, left, right, ZERO, PRECISION: tl.constexpr):
+def accumulate(accumulator, left, right, ZERO, TILES: tl.constexpr):
     """accumulator + left @ right.
 
     Tensor cores take the accumulator as an operand. A float32 dot on the FMA units would chain every product of the
@@ -148,7 +190,7 @@ def accumulate(accumulator, left, right, ZERO, PRECISION: tl.constexpr):
     ZERO is a zero that the compiler cannot see: a literal one is fused back into that chain.
     """
     if left.dtype == tl.float32:
-        product = tl.dot(left, right, tl.zeros_like(accumulator) + ZERO, input_precision=PRECISION)
+        product = tl.dot(left, right, tl.zeros_like(accumulator) + ZERO, input_precision=TILES.PRECISION)
         return accumulator + product
     else:
         return tl.dot(left, right, accumulator)
@@ -180,12 +222,12 @@ def recompute_probabilities(S, L_log2, scale_log2, SINGLE: tl.constexpr):
 
 @triton.jit
 def store_queries(
-    accumulator, m, l, O_base, L_base, query_rows, N_QUERIES, stride_os,
-    D: tl.constexpr, D_TILE: tl.constexpr, ROWS_WITHOUT_KEYS: tl.constexpr,
+    accumulator, m, l, O_base, L_base, query_rows, N_QUERIES, stride_os, TILES: tl.constexpr,
+    ROWS_WITHOUT_KEYS: tl.constexpr,
 ):  # fmt: skip
     """Normalise once and store O and L; a row that saw no key has l = 0, hence O = 0 and L = -inf."""
     normaliser = tl.where(l == 0.0, 1.0, l) if ROWS_WITHOUT_KEYS else l
-    store_rows(O_base, accumulator / normaliser[:, None], query_rows, N_QUERIES, stride_os, 1, D, D_TILE)
+    store_rows(O_base, accumulator / normaliser[:, None], query_rows, N_QUERIES, stride_os, TILES)
     L = (m + tl.math.log2(normaliser)) * LN_2
     if ROWS_WITHOUT_KEYS:
         L = tl.where(l == 0.0, float("-inf"), L)
@@ -193,21 +235,21 @@ def store_queries(
 
 
 @triton.jit
-def fold_keys(dQ, P, dP, K, delta, ZERO, PRECISION: tl.constexpr):
+def fold_keys(dQ, P, dP, K, delta, ZERO, TILES: tl.constexpr):
     """Add one key tile, of probabilities P (Q_TILE_SIZE, K_TILE_SIZE) and dP = dO Vᵀ, to dQ, which lacks its scale."""
     dS = P * (dP - delta[:, None])
-    return accumulate(dQ, dS.to(K.dtype), K, ZERO, PRECISION)
+    return accumulate(dQ, dS.to(K.dtype), K, ZERO, TILES)
 
 
 @triton.jit
-def fold_queries(dK, dV, P_T, dP_T, Q, dO, delta, ZERO, PRECISION: tl.constexpr):
+def fold_queries(dK, dV, P_T, dP_T, Q, dO, delta, ZERO, TILES: tl.constexpr):
     """Add one query tile to dK, which lacks its scale, and dV.
 
     Probabilities are transposed, (K_TILE_SIZE, Q_TILE_SIZE), so that Pᵀ and dSᵀ are left operands as they come.
     """
     dS_T = P_T * (dP_T - delta[None, :])
-    dV = accumulate(dV, P_T.to(dO.dtype), dO, ZERO, PRECISION)
-    dK = accumulate(dK, dS_T.to(Q.dtype), Q, ZERO, PRECISION)
+    dV = accumulate(dV, P_T.to(dO.dtype), dO, ZERO, TILES)
+    dK = accumulate(dK, dS_T.to(Q.dtype), Q, ZERO, TILES)
     return dK, dV
 
 

@@ -19,6 +19,8 @@ Rows behind the last document belong to a document of no keys (no queries): O = 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -26,25 +28,13 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from cs336_systems.attention.tiles import KernelConfig
-from cs336_systems.attention.triton.backward import (
-    differentiate_keys,
-    differentiate_queries,
-    empty_rows,
-    preprocess_into,
-)
-from cs336_systems.attention.triton.descriptors import described_documents
+from cs336_systems.attention.triton.backward import differentiate_keys, differentiate_queries, launch_preprocess
 from cs336_systems.attention.triton.forward import attend_queries
-from cs336_systems.attention.triton.launcher import Launched
-from cs336_systems.attention.triton.launching import (
-    contiguous_like,
-    head_options,
-    kept_launches,
-    launch,
-    overlap_options,
-    tile_options,
-)
+from cs336_systems.attention.triton.launch import empty, empty_like, launch, overlap_options
+from cs336_systems.attention.triton.operands import described_documents, tile_options
 from cs336_systems.attention.triton.steps import (
     LOG2_E,
+    Problem,
     await_previous,
     head_of,
     heads_together,
@@ -96,13 +86,14 @@ def varlen_forward_kernel(
     stride_ks, stride_kh, stride_kd,
     stride_vs, stride_vh, stride_vd,
     N_DOCUMENTS, N_HEADS, HEADS_TOGETHER, TOTAL_QUERIES, TOTAL_KEYS, scale_log2, ZERO,
-    GROUP: tl.constexpr, D: tl.constexpr, D_TILE: tl.constexpr, Q_TILE_SIZE: tl.constexpr, K_TILE_SIZE: tl.constexpr,
-    IS_CAUSAL: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
+    GROUP: tl.constexpr, TILES: tl.constexpr, IS_CAUSAL: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """O (total_queries, heads, D) and L (heads, total_queries) are contiguous; q, k, v have any strides.
 
     K_documents and V_documents are K and V, or their descriptors under TMA.
     """
+    D: tl.constexpr = TILES.D
+    Q_TILE_SIZE: tl.constexpr = TILES.Q_TILE_SIZE
     num_slots = TOTAL_QUERIES // Q_TILE_SIZE + N_DOCUMENTS + 1
     slot, _, head = tile_of_program(num_slots, N_HEADS, HEADS_TOGETHER, IS_CAUSAL)
     document, query_tile = _tile_of_slot(cu_seqlens_q_ptr, slot, N_DOCUMENTS, TOTAL_QUERIES, Q_TILE_SIZE)
@@ -111,15 +102,13 @@ def varlen_forward_kernel(
     if (query_tile >= 0) & (query_tile * Q_TILE_SIZE < num_queries):
         kv_head = head // GROUP
         attend_queries(
-            head_of(Q_ptr, first_query, head, stride_qs, stride_qh, False),
-            head_of(K_documents, first_key, kv_head, stride_ks, stride_kh, TMA),
-            head_of(V_documents, first_key, kv_head, stride_vs, stride_vh, TMA),
-            head_of(K_ptr, first_key, kv_head, stride_ks, stride_kh, False),
-            head_of(V_ptr, first_key, kv_head, stride_vs, stride_vh, False),
-            O_ptr + (first_query * N_HEADS + head) * D, L_ptr + head * TOTAL_QUERIES + first_query,
-            first_key, head, kv_head, query_tile, num_queries, num_keys, scale_log2, ZERO,
-            stride_qs, stride_qd, stride_ks, stride_kd, stride_vs, stride_vd, N_HEADS * D,
-            D, D_TILE, Q_TILE_SIZE, K_TILE_SIZE, IS_CAUSAL, True, PRECISION, TMA, False,
+            head_of(Q_ptr, first_query, head, stride_qs, stride_qh, stride_qs, stride_qd, False),
+            head_of(K_documents, first_key, kv_head, stride_ks, stride_kh, stride_ks, stride_kd, TMA),
+            head_of(V_documents, first_key, kv_head, stride_vs, stride_vh, stride_vs, stride_vd, TMA),
+            head_of(K_ptr, first_key, kv_head, stride_ks, stride_kh, stride_ks, stride_kd, False),
+            head_of(V_ptr, first_key, kv_head, stride_vs, stride_vh, stride_vs, stride_vd, False),
+            O_ptr + (first_query * N_HEADS + head) * D, L_ptr + head * TOTAL_QUERIES + first_query, N_HEADS * D,
+            query_tile, Problem(num_queries, num_keys, scale_log2, ZERO), TILES, IS_CAUSAL, True, TMA, False,
         )  # fmt: skip
 
 
@@ -132,10 +121,11 @@ def varlen_dkdv_kernel(
     stride_vs, stride_vh, stride_vd,
     stride_dos, stride_doh, stride_dod,
     N_DOCUMENTS, N_KV_HEADS, HEADS_TOGETHER, TOTAL_QUERIES, TOTAL_KEYS, scale, scale_log2, ZERO,
-    GROUP: tl.constexpr, D: tl.constexpr, D_TILE: tl.constexpr, Q_TILE_SIZE: tl.constexpr, K_TILE_SIZE: tl.constexpr,
-    IS_CAUSAL: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, OVERLAP: tl.constexpr,
+    GROUP: tl.constexpr, TILES: tl.constexpr, IS_CAUSAL: tl.constexpr, TMA: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """dK, dV (total_keys, kv_heads, D), L and delta (heads, total_queries) are contiguous."""
+    D: tl.constexpr = TILES.D
+    K_TILE_SIZE: tl.constexpr = TILES.K_TILE_SIZE
     num_slots = TOTAL_KEYS // K_TILE_SIZE + N_DOCUMENTS + 1
     slot, _, kv_head = tile_of_program(num_slots, N_KV_HEADS, HEADS_TOGETHER, False)
     document, key_tile = _tile_of_slot(cu_seqlens_k_ptr, slot, N_DOCUMENTS, TOTAL_KEYS, K_TILE_SIZE)
@@ -144,17 +134,15 @@ def varlen_dkdv_kernel(
     if (key_tile >= 0) & (key_tile * K_TILE_SIZE < num_keys):
         output_base = (first_key * N_KV_HEADS + kv_head) * D
         differentiate_keys(
-            head_of(Q_documents, first_query, 0, stride_qs, stride_qh, TMA),
-            head_of(K_ptr, first_key, kv_head, stride_ks, stride_kh, False),
-            head_of(V_ptr, first_key, kv_head, stride_vs, stride_vh, False),
-            head_of(dO_documents, first_query, 0, stride_dos, stride_doh, TMA),
-            head_of(Q_ptr, first_query, 0, stride_qs, stride_qh, False),
-            head_of(dO_ptr, first_query, 0, stride_dos, stride_doh, False),
-            L_ptr + first_query, delta_ptr + first_query, dK_ptr + output_base, dV_ptr + output_base,
-            first_query, kv_head, key_tile, kv_head * GROUP, num_queries, num_keys, scale, scale_log2, ZERO,
-            stride_qh, stride_qs, stride_qd, stride_ks, stride_kd, stride_vs, stride_vd,
-            stride_doh, stride_dos, stride_dod, TOTAL_QUERIES, N_KV_HEADS * D,
-            GROUP, D, D_TILE, Q_TILE_SIZE, K_TILE_SIZE, IS_CAUSAL, False, PRECISION, TMA, False, OVERLAP,
+            head_of(K_ptr, first_key, kv_head, stride_ks, stride_kh, stride_ks, stride_kd, False),
+            head_of(V_ptr, first_key, kv_head, stride_vs, stride_vh, stride_vs, stride_vd, False),
+            head_of(Q_documents, first_query, 0, stride_qs, stride_qh, stride_qs, stride_qd, TMA),
+            head_of(dO_documents, first_query, 0, stride_dos, stride_doh, stride_dos, stride_dod, TMA),
+            head_of(Q_ptr, first_query, 0, stride_qs, stride_qh, stride_qs, stride_qd, False),
+            head_of(dO_ptr, first_query, 0, stride_dos, stride_doh, stride_dos, stride_dod, False),
+            L_ptr + first_query, delta_ptr + first_query, TOTAL_QUERIES,
+            dK_ptr + output_base, dV_ptr + output_base, N_KV_HEADS * D, kv_head * GROUP, key_tile, scale,
+            Problem(num_queries, num_keys, scale_log2, ZERO), GROUP, TILES, IS_CAUSAL, False, TMA, False, OVERLAP,
         )  # fmt: skip
     else:  # a spare slot: dQ may not start before the preprocess has ended
         await_previous(OVERLAP)
@@ -169,10 +157,11 @@ def varlen_dq_kernel(
     stride_vs, stride_vh, stride_vd,
     stride_dos, stride_doh, stride_dod,
     N_DOCUMENTS, N_HEADS, HEADS_TOGETHER, TOTAL_QUERIES, TOTAL_KEYS, scale, scale_log2, ZERO,
-    GROUP: tl.constexpr, D: tl.constexpr, D_TILE: tl.constexpr, Q_TILE_SIZE: tl.constexpr, K_TILE_SIZE: tl.constexpr,
-    IS_CAUSAL: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, OVERLAP: tl.constexpr,
+    GROUP: tl.constexpr, TILES: tl.constexpr, IS_CAUSAL: tl.constexpr, TMA: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """dQ (total_queries, heads, D), L and delta (heads, total_queries) are contiguous."""
+    D: tl.constexpr = TILES.D
+    Q_TILE_SIZE: tl.constexpr = TILES.Q_TILE_SIZE
     num_slots = TOTAL_QUERIES // Q_TILE_SIZE + N_DOCUMENTS + 1
     slot, _, head = tile_of_program(num_slots, N_HEADS, HEADS_TOGETHER, IS_CAUSAL)
     document, query_tile = _tile_of_slot(cu_seqlens_q_ptr, slot, N_DOCUMENTS, TOTAL_QUERIES, Q_TILE_SIZE)
@@ -182,16 +171,14 @@ def varlen_dq_kernel(
         kv_head = head // GROUP
         row_base = head * TOTAL_QUERIES + first_query
         differentiate_queries(
-            head_of(Q_ptr, first_query, head, stride_qs, stride_qh, False),
-            head_of(K_documents, first_key, kv_head, stride_ks, stride_kh, TMA),
-            head_of(V_documents, first_key, kv_head, stride_vs, stride_vh, TMA),
-            head_of(dO_ptr, first_query, head, stride_dos, stride_doh, False),
-            head_of(K_ptr, first_key, kv_head, stride_ks, stride_kh, False),
-            head_of(V_ptr, first_key, kv_head, stride_vs, stride_vh, False),
-            L_ptr + row_base, delta_ptr + row_base, dQ_ptr + (first_query * N_HEADS + head) * D,
-            first_key, head, kv_head, query_tile, num_queries, num_keys, scale, scale_log2, ZERO,
-            stride_qs, stride_qd, stride_ks, stride_kd, stride_vs, stride_vd, stride_dos, stride_dod, N_HEADS * D,
-            D, D_TILE, Q_TILE_SIZE, K_TILE_SIZE, IS_CAUSAL, PRECISION, TMA, False,
+            head_of(Q_ptr, first_query, head, stride_qs, stride_qh, stride_qs, stride_qd, False),
+            head_of(dO_ptr, first_query, head, stride_dos, stride_doh, stride_dos, stride_dod, False),
+            head_of(K_documents, first_key, kv_head, stride_ks, stride_kh, stride_ks, stride_kd, TMA),
+            head_of(V_documents, first_key, kv_head, stride_vs, stride_vh, stride_vs, stride_vd, TMA),
+            head_of(K_ptr, first_key, kv_head, stride_ks, stride_kh, stride_ks, stride_kd, False),
+            head_of(V_ptr, first_key, kv_head, stride_vs, stride_vh, stride_vs, stride_vd, False),
+            L_ptr + row_base, delta_ptr + row_base, dQ_ptr + (first_query * N_HEADS + head) * D, N_HEADS * D,
+            query_tile, scale, Problem(num_queries, num_keys, scale_log2, ZERO), TILES, IS_CAUSAL, TMA, False,
         )  # fmt: skip
         await_previous(OVERLAP)
     else:  # behind both branches it would take registers from the loops
@@ -210,24 +197,16 @@ def launch_varlen_forward(
     config: KernelConfig,
 ) -> tuple[Float[Tensor, "total_queries heads head_dim"], Float[Tensor, "heads total_queries"]]:
     """Contiguous O in q's dtype and L in float32. Inputs are validated, non-empty and on one device."""
-    output = contiguous_like(q)
-    lse = q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
-
-    def launch_it() -> list[Launched | None]:
-        with stage("forward"):
-            return [launch(
-                varlen_forward_kernel, _grid(q, cu_seqlens_q, config.query_tile),
-                (q, k, v, *described_documents(config, k=k, v=v), output, lse, cu_seqlens_q, cu_seqlens_k),
-                (*q.stride(), *k.stride(), *v.stride(), len(cu_seqlens_q) - 1, q.shape[1],
-                 heads_together(q.shape[1], k.transpose(0, 1)), q.shape[0], k.shape[0], scale * LOG2_E.value, 0.0),
-                _options(q, k, is_causal, config),
-            )]  # fmt: skip
-
-    kept = kept_launches(
-        varlen_forward_kernel.fn, config, len(cu_seqlens_q), q.shape, k.shape, q.stride(), k.stride(), v.stride(),
-        q.dtype, q.device, is_causal, scale,
-    )  # fmt: skip
-    kept(q.device, (q, k, v, cu_seqlens_q, cu_seqlens_k), (output, lse), launch_it)
+    output = empty_like(q)
+    lse = empty((q.shape[1], q.shape[0]), torch.float32, q.device)
+    with stage("forward"):
+        launch(
+            varlen_forward_kernel, _grid(q, cu_seqlens_q, config.query_tile),
+            (q, k, v, *described_documents(config, k=k, v=v), output, lse, cu_seqlens_q, cu_seqlens_k),
+            (*q.stride(), *k.stride(), *v.stride(), len(cu_seqlens_q) - 1, q.shape[1],
+             heads_together(q.shape[1], k.transpose(0, 1)), q.shape[0], k.shape[0], scale * LOG2_E.value, 0.0),
+            _options(q, k, is_causal, config),
+        )  # fmt: skip
     return output, lse
 
 
@@ -248,44 +227,32 @@ def launch_varlen_backward(
     dq_config: KernelConfig,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Contiguous gradients of q, k, v in their dtypes; what `launch_backward` says of its arguments holds here."""
-    grad_q, grad_k, grad_v = contiguous_like(q), contiguous_like(k), contiguous_like(v)
-    rows = empty_rows(lse[None], padded=False)
+    grad_q, grad_k, grad_v = empty_like(q), empty_like(k), empty_like(v)
+    rows = launch_preprocess(  # of which none needs its document: one sequence of all rows
+        output.transpose(0, 1)[None], lse[None], grad_output.transpose(0, 1)[None],
+        None if grad_lse is None else grad_lse[None], padded=False,
+    )  # fmt: skip
     inputs, cu_seqlens = (q, k, v, grad_output), (cu_seqlens_q, cu_seqlens_k)
     strides = (*q.stride(), *k.stride(), *v.stride(), *grad_output.stride())
     totals_and_scales = (q.shape[0], k.shape[0], scale, scale * LOG2_E.value, 0.0)
     documents, heads, kv_heads = len(cu_seqlens_q) - 1, q.shape[1], k.shape[1]
-
-    def launch_all() -> list[Launched | None]:
-        # A row's D needs no document: one sequence of all rows.
-        launched = [preprocess_into(
-            rows, output.transpose(0, 1)[None], lse[None], grad_output.transpose(0, 1)[None],
-            None if grad_lse is None else grad_lse[None], padded=False,
-        )]  # fmt: skip
-        overlap = overlap_options(q.device, follows=True)
-        with stage("dkv"):
-            launched += [launch(
-                varlen_dkdv_kernel, _grid(k, cu_seqlens_k, dkdv_config.key_tile),
-                (*inputs, *described_documents(dkdv_config, q=q, grad_output=grad_output), *rows, grad_k, grad_v,
-                 *cu_seqlens),
-                (*strides, documents, kv_heads, heads_together(kv_heads, q.transpose(0, 1), heads // kv_heads),
-                 *totals_and_scales),
-                _options(q, k, is_causal, dkdv_config) | overlap,
-            )]  # fmt: skip
-        with stage("dq"):
-            launched += [launch(
-                varlen_dq_kernel, _grid(q, cu_seqlens_q, dq_config.query_tile),
-                (*inputs, *described_documents(dq_config, k=k, v=v), *rows, grad_q, *cu_seqlens),
-                (*strides, documents, heads, heads_together(heads, k.transpose(0, 1)), *totals_and_scales),
-                _options(q, k, is_causal, dq_config) | overlap,
-            )]  # fmt: skip
-        return launched
-
-    kept = kept_launches(
-        varlen_dq_kernel.fn, dkdv_config, dq_config, len(cu_seqlens_q), q.shape, k.shape, strides,
-        None if grad_lse is None else grad_lse.stride(), q.dtype, q.device, is_causal, scale,
-    )  # fmt: skip
-    upstream = (grad_output,) if grad_lse is None else (grad_output, grad_lse)
-    kept(q.device, (q, k, v, output, lse, *upstream, *cu_seqlens), (*rows, grad_q, grad_k, grad_v), launch_all)
+    overlap = overlap_options(q.device, follows=True)
+    with stage("dkv"):
+        launch(
+            varlen_dkdv_kernel, _grid(k, cu_seqlens_k, dkdv_config.key_tile),
+            (*inputs, *described_documents(dkdv_config, q=q, grad_output=grad_output), *rows, grad_k, grad_v,
+             *cu_seqlens),
+            (*strides, documents, kv_heads, heads_together(kv_heads, q.transpose(0, 1), heads // kv_heads),
+             *totals_and_scales),
+            _options(q, k, is_causal, dkdv_config) | overlap,
+        )  # fmt: skip
+    with stage("dq"):
+        launch(
+            varlen_dq_kernel, _grid(q, cu_seqlens_q, dq_config.query_tile),
+            (*inputs, *described_documents(dq_config, k=k, v=v), *rows, grad_q, *cu_seqlens),
+            (*strides, documents, heads, heads_together(heads, k.transpose(0, 1)), *totals_and_scales),
+            _options(q, k, is_causal, dq_config) | overlap,
+        )  # fmt: skip
     return grad_q, grad_k, grad_v
 
 
@@ -294,6 +261,5 @@ def _grid(packed: Tensor, cu_seqlens: Tensor, tile: int) -> tuple[int]:
     return ((packed.shape[0] // tile + len(cu_seqlens)) * packed.shape[1],)
 
 
-def _options(q: Tensor, k: Tensor, is_causal: bool, config: KernelConfig) -> dict[str, int | str]:
-    facts = {"IS_CAUSAL": is_causal, "TMA": config.tma}
-    return {**head_options(q.shape[1], k.shape[1], q.shape[2]), **tile_options(config), **facts}
+def _options(q: Tensor, k: Tensor, is_causal: bool, config: KernelConfig) -> dict[str, Any]:
+    return {"GROUP": q.shape[1] // k.shape[1], "IS_CAUSAL": is_causal, **tile_options(config, q.shape[2])}

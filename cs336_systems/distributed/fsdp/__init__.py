@@ -1,6 +1,6 @@
-"""Fully sharded data parallelism, in the order of reading: weights, units, communication, order, wrapper."""
+"""Fully sharded data parallelism, in the order of reading: plan, unit, wrapper."""
 
-from cs336_systems.distributed.fsdp.blocks import wrap_blocks
+from cs336_systems.distributed.fsdp.plan import wrap_blocks
 from cs336_systems.distributed.fsdp.wrapper import FSDP
 
 __all__ = ["FSDP", "wrap_blocks"]

@@ -5,16 +5,15 @@ events = run_ranks(record_life, 2, config, tokens)[0]       # rank 0's, of the s
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from cs336_systems.config import ModelConfig
-from cs336_systems.distributed.fsdp.unit import Unit
+from cs336_systems.distributed.fsdp.unit import State, Unit
 from cs336_systems.distributed.fsdp.wrapper import FSDP
 from cs336_systems.model.transformer import TransformerLM
 
@@ -23,10 +22,13 @@ from cs336_systems.model.transformer import TransformerLM
 class Event:
     """One thing that happened to a unit, and what was gathered right after it."""
 
-    what: str  # gather, forward, backward, reduce or free
+    what: str  # gather, forward, backward, reduce, lend or free
     unit: str
     gathered: tuple[str, ...]  # units whose whole weights have memory
     gathered_bytes: int
+
+
+WORDS = {State.FORWARD: "forward", State.BACKWARD: "backward", State.LENT: "lend", State.REST: "free"}
 
 
 def watch(model: FSDP) -> list[Event]:
@@ -37,31 +39,23 @@ def watch(model: FSDP) -> list[Event]:
         sizes = {one.name: one._bytes for one in model.units if one.is_gathered}
         events.append(Event(what=what, unit=unit.name, gathered=tuple(sizes), gathered_bytes=sum(sizes.values())))
 
-    def noting(what: str, unit: Unit, call: Callable[[], None], when: Callable[[], bool]) -> None:
-        if when():
-            call()
-            note(what, unit)
-
     for unit in model.units:
-        gather, free = unit.gather, unit.free
-        unit.gather = partial(noting, "gather", unit, gather, partial(_not, unit))  # type: ignore[method-assign]
-        unit.free = partial(noting, "free", unit, free, partial(_is, unit))  # type: ignore[method-assign]
-    backward, reduce = model._before_backward, model._reduce
 
-    def before_backward(unit: Unit) -> None:
-        backward(unit)
-        note("backward", unit)
+        def become(state: State, unit: Unit = unit, become: Any = unit._become) -> None:
+            gathers = unit.state is State.REST
+            become(state)
+            if gathers or state in WORDS:
+                note("gather" if gathers else WORDS[state], unit)
+
+        unit._become = become  # type: ignore[method-assign]
+    reduce = model._reduce
 
     def reducing(unit: Unit) -> None:
         if unit.arrived:
             note("reduce", unit)
         reduce(unit)
 
-    model._before_backward = before_backward  # type: ignore[method-assign]
     model._reduce = reducing  # type: ignore[method-assign]
-    for unit in model.units:
-        for entry in unit.entries:
-            entry.register_forward_pre_hook(lambda *_, unit=unit: note("forward", unit))
     return events
 
 
@@ -85,11 +79,3 @@ def record_rows(rank: int, num_ranks: int, config: ModelConfig) -> dict[str, tup
     """The shape of what this rank keeps of every parameter."""
     model = FSDP(TransformerLM.from_config(config))
     return {name: tuple(parameter.shape) for name, parameter in model.module.named_parameters()}
-
-
-def _is(unit: Unit) -> bool:
-    return unit.is_gathered
-
-
-def _not(unit: Unit) -> bool:
-    return not unit.is_gathered

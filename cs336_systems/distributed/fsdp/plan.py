@@ -1,22 +1,31 @@
-"""What is sharded, and with what: the division of a model into units, and building models too large for one device.
+"""What is sharded, and with what: the division of a model into units, and how its blocks are wrapped before that.
 
 A module that owns a weight of two or more dimensions has its parameters sharded (a Linear's weight and bias, an
 Embedding's rows); all others, norms above all, are replicated. The members of an outermost `nn.ModuleList` that hold
 such weights are the blocks: with granularity "block" all sharded weights of a block make one unit, since few large
 messages use a link better than many small ones, and a block's matmuls are long enough to hide the next block's gather.
-With granularity "layer", the handout's, every module is a unit of its own. Modules that share a parameter are one unit.
+With granularity "layer", the handout's, every module is a unit of its own.
+
+A unit is gathered when its entry, a module, is called. So containers that are never called (a ParameterList, the inner
+lists of a ModuleList of ModuleLists) hand their weights, or the role of a block, to the modules that are; and modules
+that share a weight are one unit with several entries.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from functools import partial
+from typing import Any, Literal, get_args
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 Granularity = Literal["block", "layer"]
 GRANULARITIES: tuple[str, ...] = get_args(Granularity)
+Checkpointing = Literal["none", "reentrant", "non_reentrant"]
+CHECKPOINTINGS: tuple[str, ...] = get_args(Checkpointing)
 Home = tuple[nn.Module, str]
 
 
@@ -25,8 +34,31 @@ class UnitPlan:
     """Modules before whose forward `parameters` are gathered: (name, parameter, homes)."""
 
     name: str
-    entries: list[nn.Module] = field(default_factory=list)
+    entries: list[nn.Module]
     parameters: list[tuple[str, nn.Parameter, list[Home]]] = field(default_factory=list)
+
+
+def wrap_blocks(model: nn.Module, *, checkpointing: Checkpointing = "none", compiled: bool = False) -> nn.Module:
+    """Checkpoint, and compile, the forward of every block of `model` in place; call it before FSDP. Returns `model`.
+
+    From the inside out: compile, checkpoint, shard. The compiler must see the plain forward, with neither hooks nor a
+    recomputation in it. FSDP's hooks must lie outside of the checkpoint: the backward then gathers a block once, before
+    the recomputation, and keeps it for the gradients that follow. Only `forward` is replaced, so that every module
+    stays an instance of its own class under its own name.
+    """
+    if checkpointing not in CHECKPOINTINGS:
+        raise ValueError(f"checkpointing must be one of {', '.join(CHECKPOINTINGS)}, got {checkpointing!r}")
+    blocks = find_blocks(model)
+    if not blocks:
+        raise ValueError("model must hold its blocks in an nn.ModuleList, found none with weights")
+    for block in blocks.values():
+        forward: Callable[..., Any] = block.forward
+        if compiled:
+            forward = torch.compile(forward)
+        if checkpointing != "none":
+            forward = partial(checkpoint, forward, use_reentrant=checkpointing == "reentrant")
+        block.forward = forward
+    return model
 
 
 def owns_matrix(module: nn.Module) -> bool:
@@ -34,60 +66,87 @@ def owns_matrix(module: nn.Module) -> bool:
     return any(parameter is not None and parameter.ndim >= 2 for parameter in module._parameters.values())
 
 
-def find_blocks(module: nn.Module, prefix: str = "") -> dict[str, nn.Module]:
-    """The members of the outermost ModuleLists that hold weights of two or more dimensions, by name."""
+def is_callable(module: nn.Module) -> bool:
+    """Whether `module` has a forward: lists and dictionaries of modules or parameters have none."""
+    return type(module).forward is not nn.Module.forward or "forward" in vars(module)
+
+
+def find_blocks(module: nn.Module, prefix: str = "", in_list: bool = False) -> dict[str, nn.Module]:
+    """The members of the outermost ModuleLists that hold weights of two or more dimensions, by name.
+
+    Of a member that is never called itself (a list or dictionary in the list) the members are blocks.
+    """
     blocks: dict[str, nn.Module] = {}
     for name, child in module.named_children():
         path = f"{prefix}{name}"
-        if isinstance(child, nn.ModuleList):
-            for index, member in child.named_children():
-                if any(map(owns_matrix, member.modules())):
-                    blocks[f"{path}.{index}"] = member
+        if in_list and is_callable(child):
+            if any(map(owns_matrix, child.modules())):
+                blocks[path] = child
         else:
-            blocks |= find_blocks(child, f"{path}.")
+            blocks |= find_blocks(child, f"{path}.", in_list or isinstance(child, nn.ModuleList))
     return blocks
 
 
 def plan_units(module: nn.Module, granularity: Granularity) -> list[UnitPlan]:
-    """The units of `module`, in the order of its modules."""
+    """The units of `module`, in the order of its modules.
+
+    ValueError naming a parameter whose gradient hooks would be lost: what autograd sees is the gathered weight.
+    """
     if granularity not in GRANULARITIES:
         raise ValueError(f"granularity must be one of {', '.join(GRANULARITIES)}, got {granularity!r}")
+    modules = dict(module.named_modules())
     blocks = find_blocks(module) if granularity == "block" else {}
-    block_of = {inner: (name, block) for name, block in blocks.items() for inner in block.modules()}
+    blocks_of: dict[nn.Module, list[str]] = {}
+    for name, block in blocks.items():
+        for inner in block.modules():
+            blocks_of.setdefault(inner, []).append(name)
     plans: dict[nn.Module, UnitPlan] = {}  # by entry
     owner: dict[nn.Parameter, UnitPlan] = {}
     homes: dict[nn.Parameter, list[Home]] = {}
-    for path, inner in module.named_modules():
+
+    def merge(first: UnitPlan, second: UnitPlan) -> UnitPlan:
+        """Make two units that share a parameter one: `first`."""
+        if first is not second:
+            first.entries += second.entries
+            first.parameters += second.parameters
+            plans.update(dict.fromkeys(second.entries, first))
+            owner.update((parameter, first) for _, parameter, _ in second.parameters)
+        return first
+
+    for path, inner in modules.items():
         if not owns_matrix(inner):
             continue
-        name, entry = block_of.get(inner, (path, inner))
-        plan = plans.setdefault(entry, UnitPlan(name=name, entries=[entry]))
+        names = blocks_of.get(inner) or [_entry(path, modules)]
+        for name in names:  # several only of a module that is in several blocks
+            entry = modules[name]
+            plan = plans.setdefault(entry, UnitPlan(name or type(entry).__name__, [entry]))
+            plan = merge(plans[modules[names[0]]], plan)
         for attribute, parameter in inner._parameters.items():
             if parameter is None or parameter.ndim == 0:
                 continue
             if parameter in owner:
                 homes[parameter].append((inner, attribute))
-                plan = _merge(owner[parameter], plan, plans, owner)
+                plan = merge(owner[parameter], plan)
                 continue
-            owner[parameter], homes[parameter] = plan, [(inner, attribute)]
             full_name = f"{path}.{attribute}" if path else attribute
+            if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+                raise ValueError(f"parameter {full_name!r} must have no gradient hooks: FSDP would drop them")
+            owner[parameter], homes[parameter] = plan, [(inner, attribute)]
             plan.parameters.append((full_name, parameter, homes[parameter]))
     return list(dict.fromkeys(plan for plan in plans.values() if plan.parameters))
 
 
-def _merge(
-    first: UnitPlan, second: UnitPlan, plans: dict[nn.Module, UnitPlan], owner: dict[nn.Parameter, UnitPlan]
-) -> UnitPlan:
-    """Make `first` and `second`, which share a parameter, one unit: `first`."""
-    if first is second:
-        return first
-    first.entries += second.entries
-    first.parameters += second.parameters
-    for entry in second.entries:
-        plans[entry] = first
-    for _, parameter, _ in second.parameters:
-        owner[parameter] = first
-    return first
+def _entry(path: str, modules: dict[str, nn.Module]) -> str:
+    """The name of the module whose call uses the weights of `path`: itself, or the nearest one above that is called.
+
+    nn.MultiheadAttention reads the weights of its `out_proj` without calling it.
+    """
+    while path:
+        above = path.rpartition(".")[0]
+        if is_callable(modules[path]) and not isinstance(modules.get(above), nn.MultiheadAttention):
+            break
+        path = above
+    return path
 
 
 def materialize(module: nn.Module, name: str, device: torch.device) -> None:

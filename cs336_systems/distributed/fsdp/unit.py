@@ -1,163 +1,321 @@
-"""A unit: weights that are gathered, used, freed and reduced together.
+"""A unit: weights that are gathered, used, freed and reduced together, and the one state that says what they are for.
 
-The wholes of a unit's weights lie in one piece of memory, which is allocated for a gather and given back after use. The
-tensors stay the same objects throughout, so what autograd saved in the forward finds its values again in the backward.
+           gather              begin_forward              end_forward
+    REST ──────────▶ GATHERED ───────────────▶ FORWARD ──────────────▶ GATHERED
+     ▲                │  │  │  begin_backward
+     │      free      │  │  └───────────────▶ BACKWARD ── free ──▶ REST
+     └────────────────┘  └──────▶ LENT ── the pass of the whole model ends: free ──▶ REST
+                           lend
+
+Only what is GATHERED, ahead of its use or after it, may be freed to make room. In FORWARD and BACKWARD its modules see
+the whole weights; else they see the shards, which the optimizer works on. LENT is a unit of which a weight is read
+outside its modules' forwards, as by a head that computes `F.linear(h, self.embedding.weight)`: nobody says when that
+use ends.
+
+A weight of R rows over N ranks is cut into N chunks of ceil(R / N) rows; the last chunks may be shorter or empty. In
+an all-gather every rank sends a whole chunk, padded, so that the padding ends up behind row R and the whole weight is a
+contiguous prefix of what arrives: no copy, no trimming. The wholes of a unit lie in one piece of memory, allocated for
+a gather and given back after use. The tensors stay the same objects throughout, so what autograd saved in the forward
+finds its values again in the backward.
+
+Memory and streams: every buffer is allocated while the compute stream is current. A side stream starts by waiting for
+the compute stream, and the compute stream waits for the side stream before it uses, or gives up, what that touched. So
+the caching allocator sees one stream only, and memory neither grows nor is handed out too early.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import Enum
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.distributed_c10d import AllgatherOptions, ReduceScatterOptions
 
-from cs336_systems.distributed.collectives import Work
-from cs336_systems.distributed.fsdp.communication import Lane, gather_rows, reduce_rows_mean, wait_for
-from cs336_systems.distributed.fsdp.weights import ShardedWeight, chunk_rows, own_rows
+from cs336_systems.distributed.collectives import Work, all_gather_flat, reduce_scatter_mean_flat
+from cs336_systems.distributed.fsdp.plan import Home, UnitPlan
 
 ALIGNMENT_BYTES = 256  # of each weight in the unit's memory: what matmuls and NCCL like
 
 
-class Unit:
-    """The weights in `weights`, gathered when one of the modules in `entries` runs.
+class State(Enum):
+    """What the wholes of a unit have memory for."""
 
-    `gathered` holds, in the order of gathering, those of a model's units whose wholes have memory; they all share it.
+    REST = "rest"  # they have none
+    GATHERED = "gathered"  # nothing now: gathered ahead, or kept for what comes next
+    FORWARD = "forward"  # a forward of an entry that runs
+    BACKWARD = "backward"  # between the first gradient of its outputs and the last of its inputs
+    LENT = "lent"  # a use outside its entries
+
+
+IN_USE = (State.FORWARD, State.BACKWARD)
+
+
+class Window:
+    """What the units of one model share: their group and its stream, and which of them have memory."""
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self.group, self.device = group, device
+        self.rank, self.num_ranks = dist.get_rank(group), dist.get_world_size(group)
+        self.lane = Lane(device)
+        self.units: list[Unit] = []
+        self.gathered: dict[Unit, None] = {}  # in the order of gathering
+        self.in_forward = False
+        self._messages = self._digest = 0  # how many there were, and which
+
+    @property
+    def in_backward(self) -> bool:
+        """Whether this code runs inside autograd's engine: in a hook, or in a checkpoint's recomputation."""
+        return torch._C._current_graph_task_id() != -1
+
+    def agree(self, action: str, unit: Unit, weights: int = 0) -> None:
+        """RuntimeError naming `unit` where another rank gathers, or reduces (`weights` as bits), something else.
+
+        Unnoticed this rank would get rows of another weight, or wait for ever. The ranks compare the messages of about
+        two steps one by one, and later, at each power of two, all there were.
+        """
+        if self.num_ranks == 1:
+            return
+        code = 2 * unit.index + (action == "reduces")
+        self._digest = hash((self._digest, code, weights))
+        self._messages += 1
+        if self._messages > 6 * len(self.units) and self._messages & (self._messages - 1):
+            return
+        own = torch.tensor([code, self._digest], device=self.device)
+        everyone = own.new_empty(2 * self.num_ranks)
+        all_gather_flat(everyone, own, self.group)
+        for rank, (code, digest) in enumerate(everyone.view(-1, 2).tolist()):
+            if digest != self._digest:
+                other = f"{('gathers', 'reduces')[code % 2]} {self.units[code // 2].name!r}"
+                raise RuntimeError(
+                    f"all ranks must run the same modules in the same order: rank {self.rank} {action} {unit.name!r}, "
+                    f"rank {rank} {other}; where that is the same, it is for other weights, or came after other units"
+                )
+
+
+# Rest: rows
+
+
+def chunk_rows(rows: int, num_ranks: int) -> int:
+    """Rows of a chunk: ceil(rows / num_ranks)."""
+    return -(-rows // num_ranks)
+
+
+def own_rows(rows: int, rank: int, num_ranks: int) -> slice:
+    """The rows that `rank` keeps of `rows`; an empty slice where there are too few."""
+    chunk = chunk_rows(rows, num_ranks)
+    return slice(min(rows, rank * chunk), min(rows, (rank + 1) * chunk))
+
+
+class ShardedWeight:
+    """A weight, its shard and its whole; `homes` are the (module, attribute) pairs that hold it, several if tied."""
+
+    shard: nn.Parameter  # (own rows, ...) in the dtype of the master weights; the optimizer's
+
+    def __init__(self, name: str, like: nn.Parameter, homes: list[Home], place: Tensor, window: Window) -> None:
+        self.name = name  # of its first home, as in the unwrapped module
+        self.shape = like.shape  # of the whole
+        self.homes = homes
+        self.rows = own_rows(self.shape[0], window.rank, window.num_ranks)
+        self.chunk_rows = chunk_rows(self.shape[0], window.num_ranks)  # that each rank sends
+        # `.data` gives each alias of `place` a version counter of its own: gathering again, into the same memory, must
+        # not look to autograd like a change of what it saved.
+        self.gathered = place.data  # (N * chunk_rows, ...): the memory of `whole` and the padding behind it
+        self.chunk = self.gathered[window.rank * self.chunk_rows : (window.rank + 1) * self.chunk_rows]
+        self.own_place = self.gathered[self.rows]  # the shard's place in it
+        # (R, ...) in the compute dtype; without memory while it is not gathered
+        self.whole = nn.Parameter(place[: self.shape[0]].data, requires_grad=like.requires_grad)
+        self.accumulated: Tensor | None = None  # gradient of earlier backwards under no_sync, in reduce dtype
+
+    def keep(self, values: Tensor) -> None:
+        """Take this rank's rows of whole `values`; the modules see them from now on."""
+        self.shard = nn.Parameter(values[self.rows].clone(), requires_grad=self.whole.requires_grad)
+        for module, attribute in self.homes:
+            module._parameters[attribute] = self.shard
+
+    def take_gradient(self) -> Tensor:
+        """The whole gradient, with what was put aside before, taken off the weight."""
+        gradient, aside = self.whole.grad, self.accumulated
+        self.whole.grad, self.accumulated = None, None
+        if gradient is None or aside is None:
+            gradient = aside if gradient is None else gradient
+            assert gradient is not None
+            return gradient
+        return aside.add_(gradient)
+
+
+class RestingParameters(dict[str, Any]):
+    """The `_parameters` of a module whose unit rests: the shards, but to code that runs within a pass the wholes.
+
+    Such code reads a weight outside the forwards of the unit's entries. The unit lends it.
     """
 
-    def __init__(
-        self,
-        name: str,
-        entries: list[nn.Module],
-        group: dist.ProcessGroup,
-        device: torch.device,
-        gather_lane: Lane,
-        gathered: dict[Unit, None],
-    ) -> None:
-        self.name = name
-        self.entries = entries
-        self.group = group
-        self.rank, self.num_ranks = dist.get_rank(group), dist.get_world_size(group)
-        self.device = device
-        self.gather_lane = gather_lane
-        self.gathered = gathered
+    def __init__(self, unit: Unit, shards: dict[str, Any], wholes: dict[str, Any]) -> None:
+        super().__init__(shards)
+        self.unit, self.wholes = unit, wholes
+
+    def _seen(self) -> dict[str, Any]:
+        if not (self.unit.window.in_forward or self.unit.window.in_backward):
+            return self
+        self.unit.lend()
+        return self.wholes
+
+    def __getitem__(self, name: str) -> Any:
+        return dict.__getitem__(self._seen(), name)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return dict.get(self._seen(), name, default)
+
+    def items(self) -> Any:
+        return dict.items(self._seen())
+
+    def values(self) -> Any:
+        return dict.values(self._seen())
+
+
+# Gather, use, free
+
+
+class Unit:
+    """The weights in `weights`, gathered when one of the modules in `entries` runs."""
+
+    def __init__(self, plan: UnitPlan, window: Window, compute_dtype: torch.dtype | None) -> None:
+        self.name, self.entries = plan.name, plan.entries
+        self.window = window
+        self.index = len(window.units)
+        window.units.append(self)
+        self.state = State.REST
         self.weights: list[ShardedWeight] = []
-        self.trainable: list[ShardedWeight] = []  # of these, when they were wrapped: hooks wait for their gradients
+        self.was_lent = False  # to a forward that autograd recorded: its backward will need it as well
         self.position = 0  # in the forward that runs
-        self.backward_position = 0
-        self.running = 0  # forwards of entries under way, one in another
-        self.in_backward = False  # between the first gradient of its output and the last of its inputs
-        self.frees_on_inputs = False  # whether a gradient of its inputs will say that the backward is done
+        self.backward_position = self.backward = 0  # in the backward that runs, and which that is
+        self.began = 0  # time of the forward that BACKWARD is of
         self.arrived: list[ShardedWeight] = []  # whose gradients are complete and not yet reduced
-        self._memory: Any = None  # storage under all wholes
+        self._views: list[tuple[nn.Module, RestingParameters, dict[str, Any]]] = []  # of a module: at rest, in use
         self._bytes = 0
         self._event: torch.cuda.Event | None = None  # end of the gather on its stream
         self._works: list[Work] = []  # the same on CPU
+        self._lay_out(plan, compute_dtype)
+        # Those that are trained, when they were wrapped: hooks wait for their gradients.
+        self.trainable = [weight for weight in self.weights if weight.whole.requires_grad]
 
-    # Construction
-
-    def lay_out(
-        self, parameters: list[tuple[str, nn.Parameter, list[tuple[nn.Module, str]]]], compute_dtype: torch.dtype | None
-    ) -> None:
-        """Make the place for the wholes of each (name, parameter, homes), and give its memory back at once.
+    def _lay_out(self, plan: UnitPlan, compute_dtype: torch.dtype | None) -> None:
+        """Make the place for the wholes, and give its memory back at once.
 
         Of the parameters, which may be on the meta device, only shapes and dtypes are read.
         """
-        offsets, self._bytes = [], 0
-        for _, parameter, _ in parameters:
+        places: list[tuple[int, list[int], torch.dtype]] = []
+        for _, parameter, _ in plan.parameters:
             dtype = compute_dtype or parameter.dtype
-            offsets.append(self._bytes)
-            rows = self.num_ranks * chunk_rows(parameter.shape[0], self.num_ranks)
-            num_bytes = rows * math.prod(parameter.shape[1:]) * dtype.itemsize
+            rows = self.window.num_ranks * chunk_rows(parameter.shape[0], self.window.num_ranks)
+            places.append((self._bytes, [rows, *parameter.shape[1:]], dtype))
+            num_bytes = math.prod(places[-1][1]) * dtype.itemsize
             self._bytes += -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-        memory = torch.empty(self._bytes, dtype=torch.uint8, device=self.device)
-        self._memory = memory.untyped_storage()
-        for offset, (name, parameter, homes) in zip(offsets, parameters):
-            chunk = chunk_rows(parameter.shape[0], self.num_ranks)
-            shape = (self.num_ranks * chunk, *parameter.shape[1:])
-            dtype = compute_dtype or parameter.dtype
+        memory = torch.empty(self._bytes, dtype=torch.uint8, device=self.window.device)
+        for (offset, shape, dtype), (name, parameter, homes) in zip(places, plan.parameters):
             place = memory[offset : offset + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
-            # `.data` gives each alias a version counter of its own: gathering again, into the same memory, must not
-            # look to autograd like a change of what it saved.
-            gathered = place.data
-            own = own_rows(parameter.shape[0], self.rank, self.num_ranks)
-            weight = ShardedWeight(
-                name=name,
-                shape=parameter.shape,
-                homes=homes,
-                chunk_rows=chunk,
-                whole=nn.Parameter(place[: parameter.shape[0]].data, requires_grad=parameter.requires_grad),
-                gathered=gathered,
-                chunk=gathered[self.rank * chunk : (self.rank + 1) * chunk],
-                own_place=gathered[own],
-            )
-            self.weights.append(weight)
-            if parameter.requires_grad:
-                self.trainable.append(weight)
+            self.weights.append(ShardedWeight(name, parameter, homes, place, self.window))
+        self._memory = memory.untyped_storage()  # under all wholes
         self._memory.resize_(0)
+
+    def come_to_rest(self) -> None:
+        """From now on the modules see what the state says; every weight has its shard."""
+        wholes: dict[nn.Module, dict[str, Any]] = {}
+        for weight in self.weights:
+            for module, attribute in weight.homes:
+                wholes.setdefault(module, dict(module._parameters))[attribute] = weight.whole
+        for module, seen in wholes.items():
+            self._views.append((module, RestingParameters(self, module._parameters, seen), seen))
+        self._show(wholes=False)
+
+    def _become(self, state: State) -> None:
+        if (state in IN_USE) != (self.state in IN_USE):
+            self._show(wholes=state in IN_USE)
+        self.state = state
+
+    def _show(self, wholes: bool) -> None:
+        for module, at_rest, in_use in self._views:
+            vars(module)["_parameters"] = in_use if wholes else at_rest
 
     @property
     def is_gathered(self) -> bool:
         """Whether the wholes have memory: the gather is done or under way."""
-        return self in self.gathered
-
-    @property
-    def is_in_use(self) -> bool:
-        """Whether a forward of it runs, or its backward."""
-        return self.running > 0 or self.in_backward
-
-    # The life of the wholes
+        return self.state is not State.REST
 
     @torch.no_grad()
     def gather(self) -> None:
         """Start gathering, behind what is queued now; nothing if it was started before."""
         if self.is_gathered:
             return
+        self.window.agree("gathers", self)
         self._memory.resize_(self._bytes)
-        self.gathered[self] = None
         inputs: list[Tensor] = []
-        copied: list[Tensor] = []
-        places: list[Tensor] = []
+        casts: list[tuple[Tensor, Tensor]] = []
         for weight in self.weights:
+            inputs.append(weight.shard.detach())
             if weight.gathered.dtype != weight.shard.dtype or weight.chunk_rows != weight.shard.shape[0]:
                 # One chunk in the compute dtype, made where the gather would put it: no memory of its own. What lies
                 # behind the own rows is padding that nobody reads.
-                copied.append(weight.shard)
-                places.append(weight.own_place)
-                inputs.append(weight.chunk)
-            else:
-                inputs.append(weight.shard.detach())
-        with self.gather_lane.after_compute():
-            if copied:
-                torch._foreach_copy_(places, copied)
-            self._works = gather_rows([weight.gathered for weight in self.weights], inputs, self.group)
-            self._event = self.gather_lane.mark()
+                casts.append((weight.own_place, weight.shard))
+                inputs[-1] = weight.chunk
+        with self.window.lane.after_compute():
+            if casts:
+                torch._foreach_copy_([place for place, _ in casts], [shard for _, shard in casts])
+            self._works = gather_rows([weight.gathered for weight in self.weights], inputs, self.window.group)
+            self._event = self.window.lane.mark()
+        self.window.gathered[self] = None
+        self._become(State.GATHERED)
 
     def wait(self) -> None:
         """Let what follows on the compute stream see the wholes."""
         self.gather()
         for work in self._works:
             work.wait()
-        wait_for(self._event)
+        if self._event is not None:
+            torch.cuda.current_stream().wait_event(self._event)  # the host goes on
         self._works, self._event = [], None
 
-    def show_wholes(self) -> None:
-        for weight in self.weights:
-            weight.show_whole()
+    def begin_forward(self) -> State:
+        """An entry runs; returns what `end_forward` goes back to: a checkpoint may run it within its backward."""
+        self.wait()
+        before = self.state
+        self._become(State.FORWARD)
+        return before
 
-    def show_shards(self) -> None:
-        for weight in self.weights:
-            weight.show_shard()
+    def end_forward(self, before: State) -> None:
+        self._become(before)
+
+    def begin_backward(self) -> None:
+        """A gradient of its outputs is there. The modules see the wholes: a checkpoint inside will run them again."""
+        self.wait()
+        if self.state is State.GATHERED:
+            self._become(State.BACKWARD)
+
+    def lend(self) -> None:
+        """A weight is read outside the entries: keep the wholes until the pass ends, and have them in its backward."""
+        self.was_lent |= torch.is_grad_enabled()
+        self.wait()
+        if self.state is State.GATHERED:
+            self._become(State.LENT)
 
     def free(self) -> None:
-        """Give the memory of the wholes back, once what is queued on the compute stream has used them."""
+        """Give the memory of the wholes back, once what is queued on the compute stream has used them.
+
+        RuntimeError naming a weight that was changed: the whole is a copy, and the change is lost.
+        """
         if not self.is_gathered:
             return
         self.wait()  # a gather that nobody used may still be writing
-        self.show_shards()
         self._memory.resize_(0)
-        del self.gathered[self]
+        del self.window.gathered[self]
+        self._become(State.REST)
+        for weight in self.weights:
+            if weight.whole._version:
+                raise RuntimeError(f"parameter {weight.name!r} must not be changed in a forward, as max_norm does")
 
     def gather_full(self) -> dict[str, Tensor]:
         """New tensors with the master weights, whole; collective."""
@@ -166,11 +324,14 @@ class Unit:
             shard = weight.shard.detach()
             chunk = shard.new_zeros((weight.chunk_rows, *shard.shape[1:]))
             chunk[: shard.shape[0]].copy_(shard)
-            rows = shard.new_empty((self.num_ranks * weight.chunk_rows, *shard.shape[1:]))
-            for work in gather_rows([rows], [chunk], self.group):
+            rows = shard.new_empty(weight.gathered.shape)
+            for work in gather_rows([rows], [chunk], self.window.group):
                 work.wait()
             full[weight.name] = rows[: weight.shape[0]]
         return full
+
+
+# Reduce
 
 
 class GradientReducer:
@@ -179,10 +340,9 @@ class GradientReducer:
     A second one first lets the compute stream wait for the one before: so at most two units' whole gradients are alive.
     """
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, reduce_dtype: torch.dtype | None) -> None:
-        self.group = group
-        self.num_ranks = dist.get_world_size(group)
-        self.lane = Lane(device)
+    def __init__(self, window: Window, reduce_dtype: torch.dtype | None) -> None:
+        self.group = window.group
+        self.lane = Lane(window.device)
         self.reduce_dtype = reduce_dtype
         self._event: torch.cuda.Event | None = None
         self._in_use: list[Tensor] = []
@@ -190,13 +350,8 @@ class GradientReducer:
     @torch.no_grad()
     def accumulate(self, weight: ShardedWeight) -> None:
         """Put the gradient that just arrived aside, to be reduced with a later one."""
-        gradient = weight.whole.grad
-        assert gradient is not None
-        weight.whole.grad = None
-        if weight.accumulated is None:
-            weight.accumulated = gradient.to(self.reduce_dtype or gradient.dtype)
-        else:
-            weight.accumulated += gradient
+        total = weight.take_gradient()
+        weight.accumulated = total.to(self.reduce_dtype or total.dtype)
 
     @torch.no_grad()
     def reduce(self, weights: list[ShardedWeight]) -> None:
@@ -205,53 +360,102 @@ class GradientReducer:
         inputs: list[Tensor] = []
         outputs: list[Tensor] = []
         copies: list[tuple[Tensor, Tensor]] = []
+        results: list[tuple[Tensor, Tensor]] = []  # where one comes out, and where it goes
         for weight in weights:
-            gradient = self._take_gradient(weight)
+            gradient = weight.take_gradient()
             dtype = self.reduce_dtype or gradient.dtype
-            if weight.padded or gradient.dtype != dtype or not gradient.is_contiguous():
+            is_padded = weight.gathered.shape[0] != weight.shape[0]
+            if is_padded or gradient.dtype != dtype or not gradient.is_contiguous():
                 padded = gradient.new_empty(weight.gathered.shape, dtype=dtype)
                 # What is behind the gradient's rows is reduced into padding that nobody reads.
-                copies.append((padded[: weight.shape[0]] if weight.padded else padded, gradient))
-                self._in_use.append(gradient)
+                copies.append((padded[: weight.shape[0]] if is_padded else padded, gradient))
                 gradient = padded
             inputs.append(gradient)
-            outputs.append(gradient.new_empty((weight.chunk_rows, *weight.shape[1:])))
-        owns = [
-            output if weight.shard.shape[0] == weight.chunk_rows else output[: weight.shard.shape[0]]
-            for weight, output in zip(weights, outputs)
-        ]
-        # The shard's gradient lies in the output itself where there is none yet and the dtype is right.
-        targets = [_gradient_place(weight.shard, own) for weight, own in zip(weights, owns)]
+            output = gradient.new_empty((weight.chunk_rows, *weight.shape[1:]))
+            outputs.append(output)
+            own, shard = output[: weight.shard.shape[0]], weight.shard
+            # The shard's gradient lies in the output itself where there is none yet and the dtype is right.
+            place = shard.grad
+            if place is None:
+                place = own if own.dtype == shard.dtype else torch.empty_like(shard)
+            results.append((own, place))
         with self.lane.after_compute():
             if copies:
                 torch._foreach_copy_([to for to, _ in copies], [source for _, source in copies])
             reduce_rows_mean(outputs, inputs, self.group)
-            for weight, own, target in zip(weights, owns, targets):
+            for weight, (own, place) in zip(weights, results):
                 if weight.shard.grad is not None:
-                    target.add_(own)
-                elif target is not own:
-                    target.copy_(own)
+                    place.add_(own)
+                elif place is not own:
+                    place.copy_(own)
             self._event = self.lane.mark()
-        for weight, target in zip(weights, targets):
-            weight.shard.grad = target
-        self._in_use += [*inputs, *outputs]
+        for weight, (_, place) in zip(weights, results):
+            weight.shard.grad = place
+        self._in_use = [*inputs, *outputs, *(source for _, source in copies)]
 
     def wait(self) -> None:
         """Let the compute stream wait for the reduction under way, and give its buffers back."""
-        wait_for(self._event)
+        if self._event is not None:
+            torch.cuda.current_stream().wait_event(self._event)
         self._event, self._in_use = None, []
 
-    def _take_gradient(self, weight: ShardedWeight) -> Tensor:
-        """The whole gradient, with what was put aside before, taken off the weight."""
-        gradient, aside = weight.whole.grad, weight.accumulated
-        weight.whole.grad, weight.accumulated = None, None
-        if gradient is None:
-            assert aside is not None
-            return aside
-        return gradient if aside is None else aside.add_(gradient)
+
+# Streams and collectives
 
 
-def _gradient_place(shard: nn.Parameter, own: Tensor) -> Tensor:
-    if shard.grad is not None:
-        return shard.grad
-    return own if own.dtype == shard.dtype else torch.empty_like(shard)
+class Lane:
+    """A side stream of a CUDA device, of high priority; on CPU nothing but the same words."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
+
+    @contextmanager
+    def after_compute(self) -> Iterator[None]:
+        """Queue what follows on the side stream, behind all that is queued on the compute stream now."""
+        if self.stream is None:
+            yield
+            return
+        self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
+        with torch.cuda.stream(self.stream):
+            yield
+
+    def mark(self) -> torch.cuda.Event | None:
+        """A point on the side stream for the compute stream to wait for."""
+        return None if self.stream is None else self.stream.record_event()
+
+
+def gather_rows(outputs: list[Tensor], inputs: list[Tensor], group: dist.ProcessGroup) -> list[Work]:
+    """All-gather each of `inputs` into its output, N times as many rows; handles to wait for, none on NCCL.
+
+    On NCCL the list travels as one grouped call on the current stream, each tensor straight into its place. The group
+    is asked directly: torch's functions for it look up, check and log each tensor of a list, on a host that has to stay
+    ahead of the GPU.
+    """
+    if not _is_grouped(group):
+        pairs = zip(outputs, inputs)
+        return [all_gather_flat(output.view(-1), input_.view(-1), group, True) for output, input_ in pairs]
+    options = AllgatherOptions()
+    options.asyncOp = False  # on the current stream, mostly a side stream already
+    if (work := group.allgather_into_tensor_coalesced(outputs, inputs, options)) is not None:
+        work.wait()  # on the transport's own stream after all
+    return []
+
+
+def reduce_rows_mean(outputs: list[Tensor], inputs: list[Tensor], group: dist.ProcessGroup) -> None:
+    """Reduce-scatter each of `inputs`: its rows averaged over ranks, 1/N of them to each rank, in the inputs' dtype.
+
+    On CUDA the work is ordered on the current stream.
+    """
+    if not _is_grouped(group):
+        for output, input_ in zip(outputs, inputs):
+            reduce_scatter_mean_flat(output.view(-1), input_.view(-1), group)
+        return
+    options = ReduceScatterOptions()
+    options.reduceOp = dist.ReduceOp(dist.ReduceOp.AVG)
+    options.asyncOp = False
+    if (work := group.reduce_scatter_tensor_coalesced(outputs, inputs, options)) is not None:
+        work.wait()
+
+
+def _is_grouped(group: dist.ProcessGroup) -> bool:
+    return group.size() > 1 and dist.get_backend(group) == "nccl"

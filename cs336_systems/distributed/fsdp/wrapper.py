@@ -6,7 +6,8 @@
     model.finish_gradient_synchronization()
     optimizer.step()
 
-The life of a weight, whose words the code repeats:
+The life of a weight, whose words the code repeats; `plan.py` says which weights make a unit, `unit.py` how each step is
+done, this file when:
 
 - rest: this rank holds its rows, in float32, the master weights;
 - gather: all ranks send their rows, in the compute dtype, into the whole weight. It starts when the unit two before
@@ -15,10 +16,13 @@ The life of a weight, whose words the code repeats:
 - free: the whole gives its memory back after each use. So a unit's wholes and the next one's are all there ever is;
 - reduce: the gradient of the whole is averaged over ranks and each keeps the part of its rows, in float32.
 
+Everything is freed when a forward begins, since the optimizer may have changed the rows, and when a backward ends.
+
 Replicated parameters (norms) keep whole gradients, which `finish_gradient_synchronization` averages in one message.
-Every rank must run the same modules in the same order: a module that only some run would leave the others waiting for
-it, and of two of one shape, each run by some, the gradients would be mixed. A weight that no rank uses in a step keeps
-no gradient, as in one process. Which weights are trained is what they say when they are wrapped.
+Every rank must run the same modules in the same order; the first steps check it. A weight that no rank uses in a step
+keeps no gradient, as in one process. Which weights are trained is what they say when they are wrapped. A weight that
+is read outside its module (`F.linear(h, self.embedding.weight)`) is served while the wrapper's forward runs: its unit
+then stays gathered until the end of the backward.
 """
 
 from __future__ import annotations
@@ -27,22 +31,18 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.graph import register_multi_grad_hook
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from cs336_systems.distributed.collectives import all_reduce_mean, check_same_shapes, num_ranks, rank_in
+from cs336_systems.distributed.collectives import all_reduce_mean, broadcast_from_first, check_same_shapes, rank_in
 from cs336_systems.distributed.ddp import dense_gradient
-from cs336_systems.distributed.fsdp.communication import Lane
-from cs336_systems.distributed.fsdp.order import ExecutionOrder
-from cs336_systems.distributed.fsdp.plan import Granularity, Home, UnitPlan, materialize, plan_units
-from cs336_systems.distributed.fsdp.unit import GradientReducer, Unit
-from cs336_systems.distributed.fsdp.weights import ShardedWeight, own_rows
+from cs336_systems.distributed.fsdp.plan import Granularity, UnitPlan, materialize, owns_matrix, plan_units
+from cs336_systems.distributed.fsdp.unit import GradientReducer, ShardedWeight, State, Unit, Window
 
 MAX_GATHERED = 3  # units: the current and two ahead, also where modules run in another order than expected
 
@@ -62,8 +62,9 @@ class FSDP(nn.Module):
         process_group: None: all ranks.
 
     A forward that raises gives the gathered weights back. Raises TypeError if `module` is no module, ValueError naming
-    the argument or a parameter that ranks hold in different shapes, RuntimeError where there is no process group, and
-    in the backward TypeError for a sparse gradient.
+    the argument, a parameter that ranks hold in different shapes or one with gradient hooks, RuntimeError where there
+    is no process group; in a step RuntimeError naming a unit that only some ranks run, a parameter that a forward
+    changes or a unit whose gradients shall have a graph, and TypeError for a sparse gradient.
     """
 
     def __init__(
@@ -88,25 +89,27 @@ class FSDP(nn.Module):
         plans = plan_units(module, granularity)
         if not plans:
             raise ValueError("module must own a weight of two or more dimensions, found none to shard")
-        self.rank, self.num_ranks = rank_in(process_group), num_ranks(process_group)
+        self.rank = rank_in(process_group)
         group = process_group or dist.group.WORLD
         assert group is not None
-        self.group = group
+        self.group, self.num_ranks = group, group.size()
         self.device = _target_device(module, device)
         self.compute_dtype = compute_dtype
         self.prefetch = prefetch
         check_same_shapes(module.named_parameters(), group)
         self.module = module
-        self._gathered: dict[Unit, None] = {}
+        self._window = Window(group, self.device)
         self.units = self._build_units(plans)
-        shards = {weight.shard for unit in self.units for weight in unit.weights}
+        self.weights = {weight.name: weight for unit in self.units for weight in unit.weights}
+        shards = {weight.shard for weight in self.weights.values()}
         self._replicated = [parameter for parameter in module.parameters() if parameter not in shards]
-        self._reducer = GradientReducer(group, self.device, reduce_dtype)
-        self._forward_order: ExecutionOrder[Unit] = ExecutionOrder()
-        self._backward_order: ExecutionOrder[Unit] = ExecutionOrder()
+        self._reducer = GradientReducer(self._window, reduce_dtype)
+        self._forward_order, self._backward_order = ExecutionOrder(), ExecutionOrder()
+        self._calls: list[_Call] = []  # forwards of entries under way, one in another
+        self._clock = 0  # counts beginnings and ends of calls
+        self._backwards: list[int] = []  # under way: the engine's, and in it those of reentrant checkpoints
         self._synchronize = True
-        self._backward_begun = False
-        self._recomputed: Unit | None = None  # gathered for a checkpoint's recomputation, not yet for its backward
+        self._float16 = False  # whether gradients may overflow
         for unit in self.units:
             self._register_hooks(unit)
 
@@ -114,72 +117,53 @@ class FSDP(nn.Module):
 
     def _build_units(self, plans: list[UnitPlan]) -> list[Unit]:
         """Shard one weight after the other; each is made real, sent by rank 0, cut and freed before the next."""
-        lane = Lane(self.device)
-        units = [Unit(plan.name, plan.entries, self.group, self.device, lane, self._gathered) for plan in plans]
-        planned = {home for plan in plans for _, _, homes in plan.parameters for home in homes}
-        for plan, unit in zip(plans, units):  # while nothing else has memory yet
-            unit.lay_out(plan.parameters, self.compute_dtype)
+        units = [Unit(plan, self._window, self.compute_dtype) for plan in plans]  # while nothing else has memory yet
+        for plan in plans:
             plan.parameters.clear()  # but for the modules, the last reference to the whole parameters
-        waiting = {weight: {module for module, _ in weight.homes} for unit in units for weight in unit.weights}
-        held: dict[nn.Module, list[ShardedWeight]] = defaultdict(list)
-        for weight, modules in waiting.items():
-            for module in modules:
-                held[module].append(weight)
+        weights = [weight for unit in units for weight in unit.weights]
+        planned = {home for weight in weights for home in weight.homes}
+        waiting = {weight: {module for module, _ in weight.homes} for weight in weights}
         # In the order of modules(), so that a seeded generator draws what it would draw in the constructor.
-        for name, inner in list(self.module.named_modules()):
-            materialize(inner, name, self.device)
-            self._settle_replicated(inner, planned)
-            for weight in held[inner]:
-                waiting[weight].remove(inner)
-                if not waiting[weight]:
-                    weight.keep(self._from_rank_0(weight), self.rank, self.num_ranks)
+        for path, inner in list(self.module.named_modules()):
+            materialize(inner, path, self.device)
+            for name, parameter in inner._parameters.items():
+                if parameter is not None and (inner, name) not in planned:
+                    parameter.data = self._from_rank_0(parameter)
+            for name, buffer in inner._buffers.items():
+                if buffer is not None:
+                    inner._buffers[name] = self._from_rank_0(buffer)
+            for weight in weights if owns_matrix(inner) else ():
+                if inner in waiting[weight]:
+                    waiting[weight].remove(inner)
+                    if not waiting[weight]:
+                        module, attribute = weight.homes[0]  # materialising may have replaced the parameter
+                        weight.keep(self._from_rank_0(module._parameters[attribute]))
+        for unit in units:
+            unit.come_to_rest()
         return units
 
-    def _from_rank_0(self, weight: ShardedWeight) -> Tensor:
-        """The whole weight with rank 0's values, on this rank's device."""
-        module, attribute = weight.homes[0]
-        current = module._parameters[attribute]  # materialising may have replaced the parameter
-        assert current is not None
-        values = current.detach().to(self.device).contiguous()
-        self._broadcast(values)
-        return values
-
-    def _settle_replicated(self, inner: nn.Module, planned: set[Home]) -> None:
-        """Move the replicated parameters and the buffers of `inner` itself, with rank 0's values."""
-        for name, parameter in inner._parameters.items():
-            if parameter is not None and (inner, name) not in planned:
-                parameter.data = parameter.data.to(self.device)
-                self._broadcast(parameter.data)
-        for name, buffer in inner._buffers.items():
-            if buffer is not None:
-                inner._buffers[name] = buffer.to(self.device)
-                self._broadcast(inner._buffers[name])
-
-    def _broadcast(self, tensor: Tensor | None) -> None:
-        if tensor is not None and tensor.numel():
-            values = tensor if tensor.is_contiguous() else tensor.contiguous()
-            dist.broadcast(values, src=dist.get_global_rank(self.group, 0), group=self.group)
-            if values is not tensor:
-                tensor.copy_(values)
+    def _from_rank_0(self, tensor: Any) -> Tensor:
+        """`tensor` with rank 0's values, on this rank's device."""
+        values = tensor.detach().to(self.device)
+        sent = values.contiguous()
+        broadcast_from_first(sent, self.group)
+        return values if sent is values else values.copy_(sent)
 
     def _register_hooks(self, unit: Unit) -> None:
+        """Before all hooks of others, which may compute with the weights (weight_norm), and after them."""
         for entry in unit.entries:
-            entry.register_forward_pre_hook(partial(self._before_forward, unit), with_kwargs=True)
-            entry.register_forward_hook(partial(self._after_forward, unit))
+            entry.register_forward_pre_hook(partial(self._before_forward, unit), with_kwargs=True, prepend=True)
+            entry.register_forward_hook(partial(self._after_forward, unit), with_kwargs=True, always_call=True)
         for weight in unit.trainable:
             weight.whole.register_post_accumulate_grad_hook(self._gradient_hook(unit, weight))
 
     def _gradient_hook(self, unit: Unit, weight: ShardedWeight) -> Callable[[nn.Parameter], None]:
-        """`_gradient_arrived` as a hook of `weight.whole`, holding all of them weakly.
+        """`_gradient_arrived` as a hook of `weight.whole`, which holds none of us: the collector sees no such cycle."""
+        find_self, index, name = weakref.ref(self), unit.index, weight.name
 
-        The weight holds its whole, and the garbage collector sees no cycle through a tensor's hooks.
-        """
-        find_self, find_unit, find_weight = weakref.ref(self), weakref.ref(unit), weakref.ref(weight)
-
-        def hook(whole: nn.Parameter) -> None:
-            alive, unit, weight = find_self(), find_unit(), find_weight()
-            if alive is not None and unit is not None and weight is not None:
-                alive._gradient_arrived(unit, weight, whole)
+        def hook(_: nn.Parameter) -> None:
+            if (alive := find_self()) is not None:
+                alive._gradient_arrived(alive.units[index], alive.weights[name])
 
         return hook
 
@@ -187,46 +171,54 @@ class FSDP(nn.Module):
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The wrapped module's forward."""
-        if self._in_backward:
+        if self._window.in_forward or self._window.in_backward:  # of a checkpoint around the model
             return self.module(*inputs, **kwargs)
-        self._begin_forward()
         try:
-            return self.module(*inputs, **kwargs)
+            self._begin_forward()
+            output = self.module(*inputs, **kwargs)
         except BaseException:
             self._give_back()
             raise
+        self._end_forward(output)
+        return output
 
-    @property
-    def _in_backward(self) -> bool:
-        """Whether this code runs inside autograd's engine: in a hook, or in a checkpoint's recomputation."""
-        return torch._C._current_graph_task_id() != -1
+    def _begin_forward(self) -> None:
+        if self._backwards:
+            self._forget_backward()
+        kind = self.device.type
+        self._float16 = self.compute_dtype == torch.float16 or (
+            torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.float16
+        )
+        self._forward_order.begin()
+        self._calls.clear()
+        for unit in self.units:
+            unit.free()
+        self._window.in_forward = True
+        for unit in self._forward_order.expected[: min(2, self.prefetch)]:
+            unit.gather()
+
+    def _end_forward(self, output: Any) -> None:
+        """Keep nothing for a backward that will not come; be told when one begins with what was lent."""
+        self._window.in_forward = False
+        if any(unit.was_lent or unit.state is State.LENT for unit in self.units):
+            outputs = [tensor for tensor in _tensors_in(output) if tensor.requires_grad]
+            _on_first_gradient(outputs, self._begin_backward)
+            for unit in self.units:
+                if unit.state is State.LENT and not (outputs and self.module.training):
+                    unit.free()
 
     def _give_back(self) -> None:
         """Free what a forward that raised has gathered: what catches the error (a bad batch, no memory) may go on."""
+        self._window.in_forward = False
         for unit in self.units:
-            unit.running = 0
-            unit.show_shards()
             try:
                 unit.free()
             except RuntimeError:  # a rank that the gather waits for is gone: the forward's own error is to be told
                 continue
 
-    def _begin_forward(self) -> None:
-        if self._backward_begun:
-            self._forget_backward()
-        self._recomputed = None
-        self._forward_order.begin()
-        ahead = self._forward_order.first(min(2, self.prefetch))
-        for unit in self.units:
-            unit.in_backward, unit.running = False, 0
-            if unit not in ahead:
-                unit.free()
-        for unit in ahead:
-            unit.gather()
-
     def _forget_backward(self) -> None:
         """After a backward that raised: drop the gradients that wait for the rest of their unit's."""
-        self._backward_begun = False
+        self._backwards.clear()
         for unit in self.units:
             unit.arrived.clear()
             for weight in unit.weights:
@@ -234,44 +226,41 @@ class FSDP(nn.Module):
 
     def _before_forward(self, unit: Unit, entry: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Gather, and let the modules see the wholes."""
-        if self._in_backward:
-            self._keep_for_recomputation(unit)
-        else:
+        if self._window.in_forward:
             unit.position = self._forward_order.visit(unit)
-        unit.running += 1
+        elif not self._window.in_backward and unit.state is State.GATHERED:
+            unit.free()  # an entry is called directly, perhaps after the optimizer's step
         self._make_room(unit)
-        unit.wait()
-        unit.show_wholes()
-        is_plain = not kwargs and all(type(value) is Tensor for value in args)  # then there is no tree to walk through
-        leaves, structure = (list(args), None) if is_plain else tree_flatten((args, kwargs))
-        if torch.is_grad_enabled():
-            unit.frees_on_inputs = _call_after_backward(partial(self._after_backward, unit), leaves)
-        if self.compute_dtype is not None:
-            leaves = [_cast(leaf, self.compute_dtype) for leaf in leaves]
-        elif not (torch.is_grad_enabled() and unit.frees_on_inputs):
-            return args, kwargs  # the very objects: the module may fill a container
-        return (tuple(leaves), kwargs) if structure is None else tree_unflatten(leaves, structure)
+        self._clock += 1
+        call = _Call(unit, unit.begin_forward(), began=self._clock)
+        self._calls.append(call)
+        return call.take(args, kwargs, self.compute_dtype)
 
-    def _after_forward(self, unit: Unit, entry: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        """Ask to be told when the backward comes here; free, and gather ahead."""
-        unit.running = max(0, unit.running - 1)
-        unit.show_shards()
-        leaves = [output] if isinstance(output, Tensor) else tree_flatten(output)[0]
-        outputs = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
-        if outputs and torch.is_grad_enabled():
-            if len(outputs) == 1:  # its own hook runs once a backward, and costs the host less
-                outputs[0].register_hook(lambda _: self._before_backward(unit))
-            else:
-                register_multi_grad_hook(outputs, lambda _: self._before_backward(unit), mode="any")
-        if self._in_backward:
-            if unit.in_backward:
-                unit.show_wholes()
-            return
+    def _after_forward(
+        self, unit: Unit, entry: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> None:
+        """Ask to be told when the backward comes here; free, and gather ahead. It comes after an error as well."""
+        if not self._calls or self._calls[-1].unit is not unit:
+            return  # the hook before has raised
+        call = self._calls.pop()
+        self._clock += 1
+        call.give_back()
+        unit.end_forward(call.state_before)
+        outputs: list[Tensor] = []
+        if torch.is_grad_enabled():  # what the module has put into a container is output as well
+            made = _tensors_in(output if call.is_plain else (output, args, kwargs))
+            outputs = [tensor for tensor in made if tensor.requires_grad and id(tensor) not in call.given]
+            _on_first_gradient(outputs, partial(self._before_backward, unit, call.began, self._clock))
+        if self._window.in_backward and not self._window.in_forward:
+            return  # recomputed: its backward comes soon
         order = self._forward_order
-        if outputs and self.module.training and order.ends_within(unit.position, min(2, self.prefetch)):
+        in_forward = self._window.in_forward
+        if in_forward and outputs and self.module.training and order.ends_within(unit.position, min(2, self.prefetch)):
             return  # the backward begins here, at once: gathering again would be waiting
-        unit.free()
-        self._gather_ahead(order.ahead(unit.position, self.prefetch))
+        if unit.state is State.GATHERED:
+            unit.free()
+        if in_forward and output is not None:  # None after an error
+            self._gather_ahead(order.ahead(unit.position, self.prefetch))
 
     # The window
 
@@ -279,56 +268,61 @@ class FSDP(nn.Module):
         """Before `unit` is gathered for use: free idle units, gathered for an order that did not come; oldest first."""
         if unit.is_gathered:
             return
-        surplus = len(self._gathered) + 1 - MAX_GATHERED
+        surplus = len(self._counted()) + 1 - MAX_GATHERED
         if surplus > 0:
-            for other in [other for other in self._gathered if not other.is_in_use][:surplus]:
+            for other in [other for other in self._counted() if other.state is State.GATHERED][:surplus]:
                 other.free()
 
     def _gather_ahead(self, unit: Unit | None) -> None:
         """Start gathering what is expected to run soon, if there is room."""
-        if unit is not None and len(self._gathered) < MAX_GATHERED:
+        if unit is not None and len(self._counted()) < MAX_GATHERED:
             unit.gather()
+
+    def _counted(self) -> list[Unit]:
+        """Gathered units, the oldest first, but for lent ones, which stay whatever else runs."""
+        return [unit for unit in self._window.gathered if unit.state is not State.LENT]
 
     # Backward
 
-    def _before_backward(self, unit: Unit) -> None:
-        """Gather, and let the modules see the wholes: a checkpoint inside the unit will run them again."""
-        if not self._backward_begun:
-            self._begin_backward()
-        if self._recomputed is unit:
-            self._recomputed = None
-        unit.in_backward = True
-        unit.backward_position = self._backward_order.visit(unit)
+    def _before_backward(self, unit: Unit, began: int, ended: int) -> None:
+        """The backward comes to what a call of the unit has made, between two times of the clock: gather.
+
+        The engine runs nodes in the reverse order of their making. So the units that began after that call are done
+        with: free, and gather ahead.
+        """
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                f"create_graph=True is not supported: {unit.name!r} is freed before a second backward could use it"
+            )
+        self._begin_backward()
+        for other in list(self._window.gathered):
+            if other.state is State.BACKWARD and other.began > ended and other is not unit:
+                other.free()
+                self._gather_ahead(self._backward_order.ahead(other.backward_position, self.prefetch))
         self._make_room(unit)
-        unit.wait()
-        unit.show_wholes()
+        unit.began, unit.backward, unit.backward_position = began, self._backwards[-1], self._backward_order.visit(unit)
+        unit.begin_backward()
 
     def _begin_backward(self) -> None:
-        self._backward_begun = True
+        """Be told when this backward ends; of the outermost, gather what it begins with and what was lent before."""
+        if (backward := torch._C._current_graph_task_id()) in self._backwards:
+            return
+        self._backwards.append(backward)
+        # The engine's own queue: DDP and torch's FSDP use it as well, and there is no public one.
+        torch.autograd.Variable._execution_engine.queue_callback(partial(self._end_backward, backward))
+        if len(self._backwards) > 1:
+            return
+        for unit in self.units:
+            if unit.was_lent:
+                unit.lend()
         known = self._backward_order.seen or self._backward_order.expected
         self._backward_order.begin(known or list(reversed(self._forward_order.seen)))
-        for unit in self._backward_order.first(min(2, self.prefetch)):
+        for unit in self._backward_order.expected[: min(2, self.prefetch)]:
             self._gather_ahead(unit)
-        # The engine's own queue: DDP and torch's FSDP use it as well, and there is no public one.
-        torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
 
-    def _keep_for_recomputation(self, unit: Unit) -> None:
-        """Of units gathered only to be recomputed, keep none but `unit`."""
-        previous, self._recomputed = self._recomputed, unit
-        if previous is not None and previous is not unit and not previous.in_backward:
-            previous.free()
-
-    def _after_backward(self, unit: Unit) -> None:
-        """The gradients of the unit's inputs are there, so its weights are not needed any more: free, gather ahead."""
-        if not unit.in_backward:
-            return
-        unit.in_backward, unit.running = False, 0  # a checkpoint may end its recomputation before the forward does
-        unit.free()
-        self._gather_ahead(self._backward_order.ahead(unit.backward_position, self.prefetch))
-
-    def _gradient_arrived(self, unit: Unit, weight: ShardedWeight, whole: nn.Parameter) -> None:
+    def _gradient_arrived(self, unit: Unit, weight: ShardedWeight) -> None:
         """Reduce once the last gradient of the unit is there."""
-        dense_gradient(whole)
+        dense_gradient(weight.whole)
         if not self._synchronize:
             self._reducer.accumulate(weight)
             return
@@ -336,25 +330,27 @@ class FSDP(nn.Module):
             unit.arrived.append(weight)
         if len(unit.arrived) == len(unit.trainable):
             self._reduce(unit)
-            if not unit.frees_on_inputs and len(unit.trainable) == len(unit.weights):
-                self._after_backward(unit)
 
     def _reduce(self, unit: Unit) -> None:
         arrived, unit.arrived = unit.arrived, []
         # In the order of the unit, which all ranks share, not of arrival.
-        ready = [weight for weight in unit.weights if weight in arrived or weight.accumulated is not None]
-        if ready:
-            self._reducer.reduce(ready)
+        ready = [weight in arrived or weight.accumulated is not None for weight in unit.weights]
+        if any(ready):
+            self._window.agree("reduces", unit, sum(is_ready << place for place, is_ready in enumerate(ready)))
+            self._reducer.reduce([weight for weight, is_ready in zip(unit.weights, ready) if is_ready])
 
-    def _end_backward(self) -> None:
-        """Reduce what the unused weights of a unit kept waiting; leave nothing gathered."""
+    def _end_backward(self, backward: int) -> None:
+        """Leave nothing gathered; reduce what the unused weights of a unit kept waiting."""
+        self._backwards.remove(backward)
         for unit in self.units:
-            if self._synchronize:
-                self._reduce(unit)
-            unit.in_backward, unit.running = False, 0
-            unit.free()
-        self._recomputed = None
-        self._backward_begun = False
+            if self._backwards:  # it was a reentrant checkpoint's
+                is_over = unit.state is State.BACKWARD and unit.backward == backward
+            else:  # one within a forward, as torch.autograd.grad's, leaves what that uses
+                is_over = not (self._window.in_forward and unit.state in (State.FORWARD, State.LENT))
+                if self._synchronize:
+                    self._reduce(unit)
+            if is_over:
+                unit.free()
 
     def finish_gradient_synchronization(self) -> None:
         """Wait (on a GPU: let the stream wait) for the gradients; call it after backward, before the optimizer.
@@ -364,9 +360,11 @@ class FSDP(nn.Module):
         if not self._synchronize:
             raise RuntimeError("finish_gradient_synchronization() must be called outside of no_sync()")
         for unit in self.units:
-            aside = [weight for weight in unit.weights if weight.accumulated is not None]
-            if aside:
-                self._reducer.reduce(aside)
+            if not unit.arrived:  # else a backward has raised
+                self._reduce(unit)
+            for weight in unit.trainable:
+                if weight.shard._backward_hooks or weight.shard._post_accumulate_grad_hooks:
+                    raise RuntimeError(f"parameter {weight.name!r} must have no gradient hooks: FSDP never calls them")
         self._reducer.wait()
         if self.num_ranks == 1:
             return
@@ -376,6 +374,8 @@ class FSDP(nn.Module):
                 by_dtype[parameter.dtype].append(parameter)
         for parameters in by_dtype.values():
             self._average_replicated(parameters)
+        if self._float16:
+            self._spread_overflow()
 
     @torch.no_grad()
     def _average_replicated(self, parameters: list[nn.Parameter]) -> None:
@@ -393,8 +393,23 @@ class FSDP(nn.Module):
         for parameter, average, used in zip(parameters, averages, flat[-len(parameters) :]):
             if parameter.grad is not None:
                 parameter.grad.copy_(average.view_as(parameter))
-            elif used.item() > 0:  # unused on this rank only
+            elif used.real.item() > 0:  # unused on this rank only
                 parameter.grad = average.view_as(parameter).clone()
+
+    @torch.no_grad()
+    def _spread_overflow(self) -> None:
+        """Let one rank's overflow be seen in every rank's gradients: no rank sees another's shards.
+
+        torch.amp.GradScaler decides from the gradients of its own rank; ranks that decide otherwise part for good.
+        """
+        gradients = [_as_real(gradient) for gradient in self._gradients() if gradient.numel()]
+        finite = torch.ones((), device=self.device)
+        if gradients:
+            finite = torch.stack(torch._foreach_norm(gradients, torch.inf)).isfinite().all().float()
+        dist.all_reduce(finite, op=dist.ReduceOp.MIN, group=self.group)
+        if gradients:
+            first = gradients[0][(0,) * gradients[0].ndim]
+            first.copy_(first.where(finite > 0, torch.nan))
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -412,9 +427,8 @@ class FSDP(nn.Module):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients: those of the parameters, what `no_sync` put aside, and what a failed backward left."""
         self._forget_backward()
-        for unit in self.units:
-            for weight in unit.weights:
-                weight.accumulated = None
+        for weight in self.weights.values():
+            weight.accumulated = None
         super().zero_grad(set_to_none)
 
     @torch.no_grad()
@@ -427,36 +441,28 @@ class FSDP(nn.Module):
         """
         if not max_norm > 0:
             raise ValueError(f"max_norm must be positive, got {max_norm}")
-        if any(weight.accumulated is not None for unit in self.units for weight in unit.weights):
+        if any(weight.accumulated is not None for weight in self.weights.values()):
             raise RuntimeError("gradients wait that no_sync put aside: call finish_gradient_synchronization() first")
-        sharded = [weight.shard.grad for unit in self.units for weight in unit.weights if weight.shard.requires_grad]
-        replicated = [parameter.grad for parameter in self._replicated]
-        total = self._sum_of_squares([gradient for gradient in sharded if gradient is not None])
+        total = self._sum_of_squares(self._gradients(replicated=False))
         if self.num_ranks > 1:
             dist.all_reduce(total, group=self.group)
-        total += self._sum_of_squares([gradient for gradient in replicated if gradient is not None])
+        total += self._sum_of_squares(self._gradients(sharded=False))
         norm = total.sqrt()
         scale = (max_norm / (norm + eps)).clamp(max=1.0).where(norm.isfinite(), torch.nan)
-        gradients = [gradient for gradient in (*sharded, *replicated) if gradient is not None]
+        gradients = [_as_real(gradient) for gradient in self._gradients()]
         if gradients:
             torch._foreach_mul_(gradients, scale.to(torch.float32))
         return norm.to(torch.float32)
 
-    @torch.no_grad()
-    def gradients_are_finite(self) -> bool:
-        """Whether every gradient of every rank is finite: what a loss scaler asks, with one answer for all; collective.
-
-        Waits for the GPU.
-        """
-        own = [parameter.grad for parameter in self.parameters() if parameter.grad is not None]
-        finite = torch.stack([torch.ones((), device=self.device), *(gradient.isfinite().all() for gradient in own)])
-        smallest = finite.min()
-        dist.all_reduce(smallest, op=dist.ReduceOp.MIN, group=self.group)
-        return bool(smallest.item())
+    def _gradients(self, sharded: bool = True, replicated: bool = True) -> list[Tensor]:
+        """Those of this rank that there are."""
+        parameters = [weight.shard for weight in self.weights.values() if sharded and weight.shard.requires_grad]
+        parameters += self._replicated if replicated else []
+        return [parameter.grad for parameter in parameters if parameter.grad is not None]
 
     def _sum_of_squares(self, gradients: list[Tensor]) -> Tensor:
         """In float64, so that squares of float32 do not overflow."""
-        filled = [gradient for gradient in gradients if gradient.numel()]
+        filled = [_as_real(gradient) for gradient in gradients if gradient.numel()]
         if not filled:
             return torch.zeros((), dtype=torch.float64, device=self.device)
         return torch.stack(torch._foreach_norm(filled, 2, torch.float64)).square().sum()
@@ -469,57 +475,168 @@ class FSDP(nn.Module):
         full: dict[str, Tensor] = {}
         for unit in self.units:
             full |= unit.gather_full()
-        for name, parameter in self.module.named_parameters():
-            if name not in full:
-                full[name] = parameter.detach().clone()
-        return {name: full[name] for name, _ in self.module.named_parameters()}
+        return {
+            name: full[name] if name in full else parameter.detach().clone()
+            for name, parameter in self.module.named_parameters()
+        }
 
     @torch.no_grad()
     def load_full_params(self, full: dict[str, Tensor]) -> None:
         """Take this rank's rows from whole parameters by name. ValueError naming one that is missing or misshapen."""
-        weights = {weight.name: weight for unit in self.units for weight in unit.weights}
         for name, parameter in self.module.named_parameters():
-            shape = weights[name].shape if name in weights else parameter.shape
+            weight = self.weights.get(name)
+            shape = parameter.shape if weight is None else weight.shape
             if name not in full or full[name].shape != shape:
                 got = f"got {tuple(full[name].shape)}" if name in full else "it is missing"
                 raise ValueError(f"full must hold {name!r} of shape {tuple(shape)}, {got}")
-            values = full[name]
-            if name in weights:
-                values = values[own_rows(shape[0], self.rank, self.num_ranks)]
-            parameter.copy_(values)
+            parameter.copy_(full[name] if weight is None else full[name][weight.rows])
 
     def gathered_units(self) -> list[str]:
         """Names of the units whose wholes have memory now."""
         return [unit.name for unit in self.units if unit.is_gathered]
 
 
-class _AfterBackward(torch.autograd.Function):
-    """Identity on several tensors that calls back when all their gradients are there."""
+class ExecutionOrder:
+    """The units in the order of the pass before (`expected`) and of this one (`seen`), to gather the next ones ahead.
 
-    @staticmethod
-    def forward(ctx: Any, callback: Callable[[], None], *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.callback = callback
-        return tensors
+    A wrong guess costs a gather that nobody uses, never a wrong result: what a unit needs is gathered when it starts.
+    """
 
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        ctx.callback()
-        return (None, *gradients)
+    def __init__(self) -> None:
+        self.expected: list[Any] = []
+        self.seen: list[Any] = []
+
+    def begin(self, expected: list[Any] | None = None) -> None:
+        """Start a pass; without `expected` it is taken to go like the one before."""
+        self.expected, self.seen = expected or self.seen or self.expected, []
+
+    def visit(self, unit: Any) -> int:
+        """Note that `unit` runs now; its position in this pass. A surprise ends all guesses of this pass."""
+        position = len(self.seen)
+        self.seen.append(unit)
+        if position < len(self.expected) and self.expected[position] != unit:
+            self.expected = []
+        return position
+
+    def ahead(self, position: int, distance: int) -> Any:
+        """The unit expected `distance` after `position`; None if it has run already or is not known."""
+        target = position + distance
+        return self.expected[target] if len(self.seen) <= target < len(self.expected) else None
+
+    def ends_within(self, position: int, count: int) -> bool:
+        """Whether `position` is among the last `count` that are expected."""
+        return len(self.expected) - count <= position < len(self.expected)
 
 
-def _call_after_backward(callback: Callable[[], None], leaves: list[Any]) -> bool:
-    """Change `leaves` so that `callback` runs once its tensors' gradients are there; False if none needs one."""
-    places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
-    if not places:
-        return False
-    watched = _AfterBackward.apply(callback, *(leaves[place] for place in places))
-    for place, tensor in zip(places, watched):
-        leaves[place] = tensor
-    return True
+# What goes into a module and comes out of it
 
 
-def _cast(value: Any, dtype: torch.dtype) -> Any:
-    return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
+@dataclass
+class _Call:
+    """A forward of a unit's entry, which gets its tensors in the compute dtype.
+
+    The caller's lists and dictionaries stay the very objects, which a module may fill: they hold the casts for the
+    length of the call. What a module writes into a cast it writes into the caller's tensor.
+    """
+
+    unit: Unit
+    state_before: State
+    began: int
+    is_plain: bool = False  # whether the arguments are tensors: there are no containers to walk through
+    given: set[int] = field(default_factory=set)  # the tensors among other arguments, by id
+    _casts: dict[int, tuple[Tensor, Tensor, int]] = field(default_factory=dict)  # by its id: original, cast, version
+    _containers: list[Any] = field(default_factory=list)  # in which there are casts
+
+    def take(self, args: tuple[Any, ...], kwargs: dict[str, Any], dtype: torch.dtype | None) -> Any:
+        """The arguments with their floating-point tensors in `dtype`; None if they stay as they are."""
+        self.is_plain = not kwargs and all(isinstance(value, Tensor) for value in args)
+        if not self.is_plain:
+            self.given.update(map(id, _tensors_in((args, kwargs))))
+        if dtype is None:
+            return None
+        taken = self._cast((args, kwargs), dtype)
+        self.given.update(self._casts)
+        return taken
+
+    def _cast(self, value: Any, dtype: torch.dtype) -> Any:
+        if isinstance(value, Tensor) and value.is_floating_point() and value.dtype != dtype:
+            cast = value.to(dtype)
+            self._casts[id(cast)] = value, cast, _version(cast)
+            return cast
+        if isinstance(value, list | dict):
+            self._containers.append(value)
+            for key, item in _entries(value):
+                value[key] = self._cast(item, dtype)
+        elif isinstance(value, tuple):
+            items = [self._cast(item, dtype) for item in value]
+            return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+        return value
+
+    def give_back(self) -> None:
+        """Put the originals back into the containers, and what was written into casts into the originals."""
+        for container in self._containers:
+            for key, item in _entries(container):
+                if id(item) in self._casts:
+                    container[key] = self._casts[id(item)][0]
+        for original, cast, version in self._casts.values():
+            if _version(cast) != version:
+                original.copy_(cast)
+
+
+def _entries(container: list[Any] | dict[Any, Any]) -> list[tuple[Any, Any]]:
+    return list(container.items() if isinstance(container, dict) else enumerate(container))
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _tensors_in(value: Any) -> list[Tensor]:
+    """The tensors in containers, dataclasses and plain objects, in any depth."""
+    if isinstance(value, Tensor):
+        return [value]
+    found: list[Tensor] = []
+    seen: set[int] = set()
+    left = [value]
+    while left:
+        value = left.pop()
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif id(value) not in seen and not isinstance(value, _HOLD_NO_TENSORS):
+            seen.add(id(value))
+            if isinstance(value, dict):
+                left += value.values()
+            elif isinstance(value, list | tuple | set | frozenset):
+                left += value
+            left += (getattr(value, name, None) for name in getattr(value, "__dataclass_fields__", ()))
+            left += getattr(value, "__dict__", {}).values()
+    return found
+
+
+_HOLD_NO_TENSORS = (type(None), int, float, str, type, nn.Module)
+
+
+def _on_first_gradient(tensors: list[Tensor], callback: Callable[[], None]) -> None:
+    """Call back once a backward, before the first node that has to do with `tensors` runs.
+
+    What changes a view in place puts another node into its place, and leaves that of its base.
+    """
+    called_in = -1  # backward
+
+    def hook(_: Tensor) -> None:
+        nonlocal called_in
+        if called_in != (task := torch._C._current_graph_task_id()):
+            called_in = task
+            callback()
+
+    for tensor in tensors:
+        tensor.register_hook(hook)
+        if tensor._is_view() and tensor._base is not None and tensor._base.requires_grad:
+            tensor._base.register_hook(hook)
+
+
+def _as_real(tensor: Tensor) -> Tensor:
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 def _target_device(module: nn.Module, device: torch.device | str | None) -> torch.device:

@@ -1,0 +1,184 @@
+"""Stage 4: a first Triton kernel, FlashAttention-2's forward as the handout asks for it. The backward is PyTorch's.
+
+One program computes one tile of queries of one sequence; the grid is (query tiles, batch). Beside it lies
+`attention/tiled.py`, whose loops are the same: the loop over query tiles has become the grid, and a tile of Q, the
+running maximum m, the sum l and the accumulator O stay on chip while the program walks over tiles of K and V.
+
+Phases of a program
+  1. point at its query tile and at the first tiles of keys and values, and load Q;
+  2. for each key tile that a query of the tile sees: fold it into (m, l, O), algorithm 1 of FlashAttention-2;
+  3. normalise once, store O and the log-sum-exp L.
+
+What `attention/triton/forward.py` adds: lengths that are no multiple of a tile, any head dim, grouped heads, loops with
+and without a mask, exponentials in base 2, tiles by a table, tiles loaded by Hopper's copy engine, kernels for the
+backward. Usage: `FlashAttentionTritonFirst.apply(q, k, v, is_causal)`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from jaxtyping import Float
+from torch import Tensor
+
+from cs336_systems.attention.operator import AttentionOperator
+from cs336_systems.attention.tiled import tiled_backward
+from cs336_systems.attention.validation import (
+    check_attention_inputs,
+    check_flags,
+    refuse_double_backward,
+    without_autocast,
+)
+
+TILE = 64  # rows of a tile of queries and of one of keys
+HEAD_DIMS = (16, 32, 64, 128)  # tl.arange wants powers of two, and tiles of more columns do not fit every GPU
+MAX_SEQUENCES = 65535  # the second dimension of a CUDA grid
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+# Where m starts. Finite: a tile whose scores are all -inf then gives exp(-inf - m) = 0, and not exp(-inf + inf) = NaN.
+LOWEST = tl.constexpr(-3.4028234663852886e38)
+
+
+@triton.jit
+def flash_fwd_kernel(
+    Q_ptr, K_ptr, V_ptr, O_ptr, L_ptr,
+    stride_qb, stride_qq, stride_qd,
+    stride_kb, stride_kk, stride_kd,
+    stride_vb, stride_vk, stride_vd,
+    stride_ob, stride_oq, stride_od,
+    stride_lb, stride_lq,
+    N_KEYS, scale,
+    D: tl.constexpr, Q_TILE_SIZE: tl.constexpr, K_TILE_SIZE: tl.constexpr, IS_CAUSAL: tl.constexpr,
+):  # fmt: skip
+    # 1. point at the tiles. Offsets are 64-bit: a tensor may have more than 2³¹ elements.
+    batch_index = tl.program_id(1).to(tl.int64)
+    first_query = tl.program_id(0) * Q_TILE_SIZE
+    queries = (first_query + tl.arange(0, Q_TILE_SIZE)).to(tl.int64)
+    keys = tl.arange(0, K_TILE_SIZE).to(tl.int64)
+    columns = tl.arange(0, D).to(tl.int64)
+    Q_ptrs = Q_ptr + batch_index * stride_qb + queries[:, None] * stride_qq + columns[None, :] * stride_qd
+    K_ptrs = K_ptr + batch_index * stride_kb + keys[:, None] * stride_kk + columns[None, :] * stride_kd
+    V_ptrs = V_ptr + batch_index * stride_vb + keys[:, None] * stride_vk + columns[None, :] * stride_vd
+    Q = tl.load(Q_ptrs)  # (Q_TILE_SIZE, D)
+
+    m = tl.full([Q_TILE_SIZE], LOWEST, tl.float32)  # running row maxima of S
+    l = tl.zeros([Q_TILE_SIZE], tl.float32)  # running row sums of exp(S - m)
+    O = tl.zeros([Q_TILE_SIZE, D], tl.float32)  # running exp(S - m) V
+
+    # 2. fold the key tiles in; under the causal mask those that begin behind the last query are never read
+    end_keys = tl.minimum(N_KEYS, first_query + Q_TILE_SIZE) if IS_CAUSAL else N_KEYS
+    for first_key in range(0, end_keys, K_TILE_SIZE):
+        K = tl.load(K_ptrs)  # (K_TILE_SIZE, D)
+        V = tl.load(V_ptrs)  # (K_TILE_SIZE, D)
+        S = tl.dot(Q, tl.trans(K), input_precision="ieee") * scale  # (Q_TILE_SIZE, K_TILE_SIZE), float32
+        if IS_CAUSAL:
+            S = tl.where(queries[:, None] >= first_key + keys[None, :], S, float("-inf"))
+        m_new = tl.maximum(m, tl.max(S, axis=1))
+        P = tl.exp(S - m_new[:, None])
+        rescale = tl.exp(m - m_new)
+        l = rescale * l + tl.sum(P, axis=1)
+        O = tl.dot(P.to(V.dtype), V, acc=rescale[:, None] * O, input_precision="ieee")
+        m = m_new
+        K_ptrs += K_TILE_SIZE * stride_kk
+        V_ptrs += K_TILE_SIZE * stride_vk
+
+    # 3. normalise and store
+    O_ptrs = O_ptr + batch_index * stride_ob + queries[:, None] * stride_oq + columns[None, :] * stride_od
+    tl.store(O_ptrs, (O / l[:, None]).to(O_ptr.dtype.element_ty))
+    tl.store(L_ptr + batch_index * stride_lb + queries * stride_lq, m + tl.log(l))
+
+
+def flash_forward_first(
+    q: Float[Tensor, "... queries head_dim"],
+    k: Float[Tensor, "... keys head_dim"],
+    v: Float[Tensor, "... keys head_dim"],
+    is_causal: bool,
+    scale: float,
+) -> tuple[Float[Tensor, "... queries head_dim"], Float[Tensor, "... queries"]]:
+    """Output in q's dtype and log-sum-exp in float32; leading dimensions are equal. ValueError: see `check_first`."""
+    check_first(q, k, v)
+    output = q.new_empty(q.shape)
+    lse = q.new_empty(q.shape[:-1], dtype=torch.float32)
+    Q, K, V = (x.flatten(0, -3) for x in (q, k, v))  # (batch, rows, D): heads are batch elements here
+    O, L = output.view(Q.shape), lse.view(Q.shape[:-1])
+    with torch.cuda.device_of(q):
+        flash_fwd_kernel[Q.shape[1] // TILE, Q.shape[0]](
+            Q, K, V, O, L,
+            *Q.stride(), *K.stride(), *V.stride(), *O.stride(), *L.stride(),
+            K.shape[1], scale,
+            D=q.shape[-1], Q_TILE_SIZE=TILE, K_TILE_SIZE=TILE, IS_CAUSAL=is_causal,
+            num_warps=4, num_stages=2,
+        )  # fmt: skip
+    return output, lse
+
+
+def check_first(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """ValueError for validated q, k, v (..., seq, head_dim) that this kernel does not take."""
+
+    def refuse(wanted: str, got: object) -> None:
+        raise ValueError(f"backend 'triton_first' takes {wanted}, got {got}; backend 'triton' has fewer limits")
+
+    if not q.is_cuda and not triton.knobs.runtime.interpret:
+        refuse("tensors on a GPU, or any under TRITON_INTERPRET=1", f"tensors on {q.device}")
+    if q.dtype not in DTYPES:
+        refuse("float32, float16 or bfloat16", q.dtype)
+    if q.dtype == torch.bfloat16 and triton.knobs.runtime.interpret:
+        refuse("float32 or float16 in Triton's interpreter, which computes wrong bfloat16 products", q.dtype)
+    if k.shape[:-2] != q.shape[:-2]:
+        refuse("as many key heads as query heads", f"q {tuple(q.shape)} and k {tuple(k.shape)}")
+    if q.shape[-1] not in HEAD_DIMS:
+        refuse(f"a head_dim of {', '.join(map(str, HEAD_DIMS))}", q.shape[-1])
+    for name, x in (("queries", q), ("keys", k)):
+        if x.shape[-2] == 0 or x.shape[-2] % TILE:
+            refuse(f"{name} in whole tiles of {TILE}, at least one", x.shape[-2])
+    num_sequences = q.shape[:-2].numel()
+    if not 0 < num_sequences <= MAX_SEQUENCES:
+        refuse(f"1 to {MAX_SEQUENCES:,} sequences (batch · heads)", f"{num_sequences:,}")
+
+
+class FlashAttentionTritonFirst(torch.autograd.Function):
+    """`apply(q, k, v, is_causal=False)` on (..., seq, head_dim) tensors whose lengths are multiples of TILE.
+
+    Saves one tensor of shape (..., queries), the log-sum-exp, beside q, k, v and the output. TypeError or ValueError
+    for what the kernel does not take.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Float[Tensor, "... queries head_dim"],
+        k: Float[Tensor, "... keys head_dim"],
+        v: Float[Tensor, "... keys head_dim"],
+        is_causal: bool = False,
+    ) -> Float[Tensor, "... queries head_dim"]:
+        check_flags(is_causal=is_causal)
+        check_attention_inputs(*(x.unsqueeze(-3) if isinstance(x, Tensor) and x.ndim > 1 else x for x in (q, k, v)))
+        ctx.is_causal, ctx.scale = is_causal, q.shape[-1] ** -0.5
+        output, lse = flash_forward_first(q, k, v, is_causal, ctx.scale)
+        ctx.save_for_backward(q, k, v, output, lse)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, output, lse = ctx.saved_tensors
+        with torch.no_grad(), without_autocast(q):
+            grads = tiled_backward(q, k, v, output, lse, grad_output, None, ctx.is_causal, ctx.scale)
+        return *refuse_double_backward(grads, q, k, v, grad_output), None
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, config: str) -> tuple[Tensor, Tensor]:
+    return flash_forward_first(q, k, v, is_causal, scale)
+
+
+def _backward(
+    q: Tensor, k: Tensor, v: Tensor, output: Tensor, lse: Tensor, grad_output: Tensor, grad_lse: Tensor | None,
+    is_causal: bool, scale: float, config: str,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    with without_autocast(q):
+        return tiled_backward(q, k, v, output, lse, grad_output, grad_lse, is_causal, scale)
+
+
+# What `flash_attention(backend="triton_first")` calls.
+triton_first_attention = AttentionOperator("triton_first_attention", _forward, _backward)

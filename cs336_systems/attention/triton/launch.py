@@ -1,0 +1,497 @@
+"""Launching kernels, Triton's and Gluon's: through Triton the first times, by the CUDA driver alone from then on.
+
+    def forward(q, k, v, is_causal, scale):         # plain Python: choose tiles, allocate, launch
+        output = empty_like(q)                      # memory that a replay allocates again
+        launch(kernel, grid, (q, k, v, output), numbers, options)
+        return (output,)
+
+    replay = Replay(forward)                        # for calls that differ in nothing but addresses
+    (output,) = replay(q, k, v, True, 0.125)
+
+Short attention calls wait for the host: Triton's own launch looks at every argument in Python and encodes each TMA
+descriptor anew, 12 to 29 µs a kernel on an H200's host, where the driver needs 5.
+  1. run      The first two calls run the function.
+  2. record   During the second, `empty` and `launch` note what was allocated and launched.
+  3. bind     Each kernel's parameters are laid out in a block of memory, as its PTX declares them: for a descriptor 128
+              bytes of tensor map, the shape in 32 bits and the strides in 64; an address; a number.
+  4. replay   Every later call allocates, writes the new addresses into the blocks and calls `cuLaunchKernelEx`; in C++
+              where `attention/native` has been built.
+A call is replayed only if it is nothing but launches: every tensor that a kernel touches is an argument of the function
+or came from `empty`, and so did every result. A function that copies an input or fills a result always runs itself, and
+so does every call while a profiler has hooks on Triton's launches or the stages of calls are timed.
+
+Sources: CUDA Driver API, cuLaunchKernelEx, cuTensorMapReplaceAddress; triton/backends/nvidia/driver.py.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import cache, lru_cache, partial
+from itertools import accumulate
+from operator import itemgetter
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+from triton import knobs
+from triton.runtime.driver import driver
+from triton.runtime.errors import OutOfResources
+
+from cs336_systems.attention import native
+from cs336_systems.attention.tiles import KernelConfig, smaller_config
+from cs336_systems.device import interpreter_is_on
+from cs336_systems.measure.stages import stages_are_timed
+
+LOG_SWITCH = "CS336_ATTN_LOG"
+KEPT_KERNELS = 4096
+OVERLAPPING = 90  # from this architecture on, sm_90, a kernel may start while the one before it ends
+POINTER_ALIGNMENT_BYTES = 16  # Triton compiles other code for pointers that this does not divide
+
+TENSOR_MAP_BYTES = 128
+PARAMETER_SPACING = 64  # alignment of a tensor map; every parameter of a block gets it
+PARAMETER_BYTES = {"map": TENSOR_MAP_BYTES, "u64": 8, "u32": 4, "f32": 4}
+NUMBERS: dict[str, Any] = {
+    "i32": ("u32", ctypes.c_int32), "i64": ("u64", ctypes.c_int64), "fp32": ("f32", ctypes.c_float)
+}  # fmt: skip
+# Triton's numbers of element types are the driver's (cuda.h, CUtensorMapDataType) but for float64, float32, bfloat16.
+DRIVER_ELEMENT_TYPES = {8: 10, 9: 8, 10: 9}
+# cuda.h: CUtensorMapInterleave, CUtensorMapL2promotion, CUtensorMapFloatOOBfill as Triton encodes its descriptors.
+NO_INTERLEAVE, PROMOTE_TO_128_BYTES, FILL_WITH_ZEROS = 0, 2, 0
+
+Results = TypeVar("Results")
+_runtime = knobs.runtime
+
+
+# Launching through Triton
+
+
+class Launched(NamedTuple):
+    """A launch that Triton has made: `compiled[grid](*arguments, ...)`, up to the last run-time argument."""
+
+    compiled: Any
+    grid: tuple[int, int, int]
+    arguments: tuple[Any, ...]
+
+
+class _Recording(NamedTuple):
+    """What one call allocates by `empty` and launches."""
+
+    buffers: list[Tensor]
+    launches: list[Launched | None]
+
+
+_thread = threading.local()  # recording: of this thread's call; has_context: whether it is known to have one
+_interpreting = threading.RLock()  # Triton's interpreter keeps the program that it is at in globals
+
+
+def launch(
+    kernel: Any, grid: tuple[int], tensors: Sequence[Any], numbers: tuple[float, ...], options: Mapping[str, Hashable]
+) -> None:
+    """`kernel[grid](*tensors, *numbers, **options)`; tensors may be descriptors, Triton's or Gluon's."""
+    compiled = kernel[grid](*tensors, *numbers, **options)
+    recording = getattr(_thread, "recording", None)
+    if recording is not None:  # nothing is compiled in the interpreter, or where the offline compiler stops launches
+        launched = None if compiled is None else Launched(compiled, (*grid, 1, 1), (*tensors, *numbers))
+        recording.launches.append(launched)
+
+
+def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Contiguous uninitialised memory that a replay allocates again. What is filled by torch must come from torch."""
+    buffer = torch.empty(shape, dtype=dtype, device=device)
+    recording = getattr(_thread, "recording", None)
+    if recording is not None:
+        recording.buffers.append(buffer)
+    return buffer
+
+
+def empty_like(x: Tensor) -> Tensor:
+    """`empty` with x's shape, dtype and device; contiguous whatever x's strides are."""
+    return empty(x.shape, x.dtype, x.device)
+
+
+def launch_fitting(
+    run: Callable[..., Results], configs: tuple[KernelConfig, ...], q: Tensor, *, seqlen_q: int, seqlen_k: int,
+    name: Callable[[KernelConfig], str] = lambda config: config.name,
+) -> Results:  # fmt: skip
+    """`run(*configs)` on q's device, with smaller configurations where these do not fit the GPU.
+
+    `q` has its head dim last; `name` is what the log calls a configuration. A launch of several kernels does not say
+    which one failed: the one with the largest tiles is made smaller, with a warning. Raises ValueError where Triton
+    cannot run, and its OutOfResources when nothing smaller is left.
+    """
+    if q.dtype == torch.bfloat16 and knobs.runtime.interpret:
+        raise ValueError("Triton's interpreter computes wrong bfloat16 products; use float32 or float16 with it")
+    if not q.is_cuda and not knobs.runtime.interpret:
+        raise ValueError(
+            f"q is on {q.device}, and Triton kernels run on CUDA devices; "
+            "set TRITON_INTERPRET=1 before the kernels are imported to run them on the CPU interpreter"
+        )
+    with on_device_of(q), _interpreting if knobs.runtime.interpret else nullcontext():
+        while True:
+            for config in configs:
+                log_launch(config.kernel, name(config), q, seqlen_q, seqlen_k)
+            try:
+                return run(*configs)
+            except OutOfResources as error:
+                configs = _shrink_largest(configs, q, error)
+                if (recording := getattr(_thread, "recording", None)) is not None:
+                    recording.launches.clear()
+                    recording.buffers.clear()
+
+
+def _shrink_largest(configs: tuple[KernelConfig, ...], q: Tensor, error: OutOfResources) -> tuple[KernelConfig, ...]:
+    sizes = q.shape[-1], q.element_size()
+    smaller = {config: smaller_config(config, sizes[1]) for config in configs}
+    possible = [config for config in configs if smaller[config] is not None]
+    if not possible:
+        raise error
+    largest = max(possible, key=lambda config: config.shared_memory_bytes(*sizes))
+    replacement = smaller[largest]
+    assert replacement is not None
+    warnings.warn(f"{largest.name} does not fit this GPU ({error}): using {replacement.name}", stacklevel=3)
+    return tuple(replacement if config is largest else config for config in configs)
+
+
+def overlap_options(device: torch.device, *, follows: bool = False) -> dict[str, int | str]:
+    """What is said of overlapping to a kernel on `device`, the first of a call or one that `follows` another.
+
+    Kernels that follow start while the one before still runs, and wait for it by `await_previous`: between the two
+    comes nothing else. Nothing overlaps while stages are timed, since events lie between them.
+    """
+    overlaps = not interpreter_is_on() and not stages_are_timed() and _can_overlap(device)
+    return {"OVERLAP": overlaps, "launch_pdl": True} if overlaps and follows else {"OVERLAP": overlaps}
+
+
+def _can_overlap(device: torch.device) -> bool:
+    if device.type == "cuda":
+        major, minor = torch.cuda.get_device_capability(device)
+        return torch.version.hip is None and 10 * major + minor >= OVERLAPPING
+    target = driver.active.get_current_target()  # of tensors without storage, for which kernels are compiled only
+    return target.backend == "cuda" and target.arch >= OVERLAPPING
+
+
+@contextmanager
+def on_device_of(x: Tensor) -> Iterator[None]:
+    """Makes x's device the current CUDA device, on which Triton launches, in a context that this thread has."""
+    with torch.cuda.device(x.device) if x.is_cuda else nullcontext():
+        if x.is_cuda:
+            _have_context(x.device.index)
+        yield
+
+
+def log_launch(kernel: str, config: str, q: Tensor, seqlen_q: int, seqlen_k: int) -> None:
+    """With `CS336_ATTN_LOG=1`, read once a process, a line on stderr; each distinct line once:
+
+    attention: kernel=dq head_dim=64 dtype=float16 seqlen_q=4096 seqlen_k=4096 arch=sm_90 config=sm90_dq_128x64_w8_s3
+    """
+    if not _log_is_on():
+        return
+    arch = "sm_{}{}".format(*torch.cuda.get_device_capability(q.device)) if q.is_cuda else "interpreter"
+    _print_once(
+        f"attention: kernel={kernel} head_dim={q.shape[-1]} dtype={str(q.dtype).removeprefix('torch.')} "
+        f"seqlen_q={seqlen_q} seqlen_k={seqlen_k} arch={arch} config={config}"
+    )
+
+
+@cache
+def _log_is_on() -> bool:
+    return os.environ.get(LOG_SWITCH, "") == "1"
+
+
+@cache
+def _print_once(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+# Replaying
+
+
+class Replay:
+    """`run` on plain tensors, replayed from the third call on; the module says how.
+
+    `run(*arguments)` takes tensors, of which the first is one, and other arguments, and returns a tuple of tensors.
+    All calls have the same shapes, strides, dtypes, device and other arguments.
+    """
+
+    def __init__(self, run: Callable[..., tuple[Tensor, ...]]) -> None:
+        self._run = run
+        self._runs = 0  # a shape that comes once, as each step of generation has, is not laid out
+        self._tensors_of: Callable[[tuple[Any, ...]], tuple[Tensor, ...]]  # of the arguments
+        self._buffers: list[tuple[tuple[Any, ...], dict[str, Any]]] = []  # arguments of `new_empty_strided`
+        self._num_results = 0
+        self._kernels: list[_BoundKernel] = []
+        self._launches: list[Callable[[], int]] = []
+        self._plug_in: Callable[[tuple[Any, ...]], tuple[Tensor, ...] | None] | None = None  # the rest, in C++
+        self._addresses: list[int] = []  # that the launches are for
+        self._words: Any = None  # the addresses where kernels find them
+        self._stream = 0
+        self._lock = threading.Lock()  # the blocks serve one call at a time
+
+    def __call__(self, *arguments: Any) -> tuple[Tensor, ...]:
+        if not self._launches:
+            return self._run_and_record(arguments)
+        first = arguments[0]
+        device = first.get_device()
+        if torch._C._cuda_getDevice() != device or _somebody_watches():
+            return self._run(*arguments)
+        _have_context(device)
+        if self._plug_in is not None:
+            results = self._plug_in(arguments)
+            return self._run(*arguments) if results is None else results
+        buffers = [first.new_empty_strided(*shape, **dtype) for shape, dtype in self._buffers]
+        addresses = [x.data_ptr() for x in (*self._tensors_of(arguments), *buffers)]
+        stream = torch._C._cuda_getCurrentRawStream(device)
+        with self._lock:
+            if addresses != self._addresses or stream != self._stream:
+                for address in addresses:
+                    if address % POINTER_ALIGNMENT_BYTES:
+                        return self._run(*arguments)
+                self._words[:] = self._addresses = addresses
+                self._stream = stream
+                for kernel in self._kernels:
+                    kernel.follow(addresses, stream)
+            for launch_again in self._launches:
+                if launch_again():  # the driver refuses: Triton's own launch says why
+                    return self._run(*arguments)
+        return tuple(buffers[: self._num_results])
+
+    def _run_and_record(self, arguments: tuple[Any, ...]) -> tuple[Tensor, ...]:
+        tensors = [x for x in arguments if isinstance(x, Tensor)]
+        aligned = all(x.data_ptr() % POINTER_ALIGNMENT_BYTES == 0 for x in tensors)
+        if not arguments[0].is_cuda or not aligned or _somebody_watches():
+            return self._run(*arguments)
+        self._runs += 1
+        if self._runs == 1:
+            return self._run(*arguments)
+        with _recorded() as recording:
+            results = self._run(*arguments)
+        # The results come first among the buffers, in their order; the others are scratch memory.
+        made = {id(x) for x in recording.buffers}
+        if all(id(x) in made for x in results):
+            buffers = [*results, *(x for x in recording.buffers if all(x is not result for result in results))]
+            words = (ctypes.c_uint64 * (len(tensors) + len(buffers)))()
+            kernels = [bind(launched, [*tensors, *buffers], words) for launched in recording.launches]
+            with self._lock:
+                if not self._launches and all(kernels):
+                    places = [place for place, x in enumerate(arguments) if isinstance(x, Tensor)]
+                    self._tensors_of = itemgetter(*places)
+                    self._num_results = len(results)
+                    dtypes = [{} if x.dtype == arguments[0].dtype else {"dtype": x.dtype} for x in buffers]
+                    self._buffers = [((tuple(x.shape), x.stride()), dtype) for x, dtype in zip(buffers, dtypes)]
+                    self._kernels = [kernel for kernel in kernels if kernel is not None]
+                    self._words = words
+                    if (library := native.load()) is not None:
+                        self._plug_in = library.Replay(
+                            arguments[0].get_device(), places, [(list(x.shape), x.stride(), x.dtype) for x in buffers],
+                            len(results), ctypes.addressof(words), [kernel.places for kernel in self._kernels],
+                            _address_of(cuda_driver().cuTensorMapReplaceAddress),
+                            _address_of(cuda_driver().cuLaunchKernelEx),
+                        )  # fmt: skip
+                    self._launches = [kernel.launch for kernel in self._kernels]
+        return results
+
+
+class Replays:
+    """Both passes of an attention operator's calls with the same facts: `forward` and `backward` as it has them."""
+
+    def __init__(self, forward: Callable[..., Any], backward: Callable[..., Any]) -> None:
+        self.forward = Replay(forward)
+        self._backward = backward
+        self._backwards: dict[Any, Replay] = {}  # by the strides of the upstream gradients
+
+    def backward(
+        self, q: Tensor, k: Tensor, v: Tensor, output: Tensor, lse: Tensor, grad_output: Tensor,
+        grad_lse: Tensor | None, *arguments: Any,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        key = grad_output.stride() if grad_lse is None else (grad_output.stride(), grad_lse.stride())
+        replay = self._backwards.get(key)
+        if replay is None:
+            replay = self._backwards[key] = Replay(self._backward)
+        return replay(q, k, v, output, lse, grad_output, grad_lse, *arguments)
+
+
+@contextmanager
+def _recorded() -> Iterator[_Recording]:
+    outer, _thread.recording = getattr(_thread, "recording", None), _Recording([], [])
+    try:
+        yield _thread.recording
+    finally:
+        _thread.recording = outer
+
+
+def _somebody_watches() -> bool:
+    """Whether a profiler of Triton's wants to hear of launches, or the stages of calls are being timed."""
+    enter, leave = _runtime.launch_enter_hook, _runtime.launch_exit_hook
+    return stages_are_timed() or bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
+
+
+class _LaunchConfig(ctypes.Structure):
+    """cuda.h's CUlaunchConfig."""
+
+    _fields_ = [
+        ("grid_x", ctypes.c_uint), ("grid_y", ctypes.c_uint), ("grid_z", ctypes.c_uint),
+        ("block_x", ctypes.c_uint), ("block_y", ctypes.c_uint), ("block_z", ctypes.c_uint),
+        ("shared_bytes", ctypes.c_uint), ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.c_void_p), ("num_attributes", ctypes.c_uint),
+    ]  # fmt: skip
+
+
+class _LaunchAttribute(ctypes.Structure):
+    """cuda.h's CUlaunchAttribute: its value, here one integer, is a union of 64 bytes."""
+
+    _fields_ = [("id", ctypes.c_int), ("padding", ctypes.c_int), ("value", ctypes.c_int), ("rest", ctypes.c_int * 15)]
+
+
+# CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION: may start before the kernel ahead in the stream has ended.
+_OVERLAPS = _LaunchAttribute(id=6, value=1)
+
+
+class _BoundKernel:
+    """A compiled kernel and its block of parameters, for tensors at addresses that change."""
+
+    def __init__(self, launched: Launched, memory: Any, places: list[int], maps: list[tuple[int, int]]) -> None:
+        compiled, metadata = launched.compiled, launched.compiled.metadata
+        compiled._init_handles()
+        self._kept = compiled, memory  # alive as long as the launch
+        self._maps = maps  # places of tensor maps, and the numbers of their tensors
+        attributes = (ctypes.addressof(_OVERLAPS), 1) if metadata.launch_pdl else (None, 0)
+        self._config = _LaunchConfig(*launched.grid, 32 * metadata.num_warps, 1, 1, metadata.shared, None, *attributes)
+        self._replace_address = cuda_driver().cuTensorMapReplaceAddress
+        parameters = (ctypes.c_void_p * len(places))(*places)
+        stream = ctypes.addressof(self._config) + _LaunchConfig.stream.offset
+        # For the plug-in: configuration, stream in it, function, parameters, tensor maps.
+        self.places = ctypes.addressof(self._config), stream, compiled.function, ctypes.addressof(parameters), maps
+        # Returns the driver's status: 0 where the kernel has been launched.
+        self.launch: Callable[[], int] = partial(
+            cuda_driver().cuLaunchKernelEx,
+            ctypes.byref(self._config), ctypes.c_void_p(compiled.function), ctypes.byref(parameters), None,
+        )  # fmt: skip
+
+    def follow(self, addresses: list[int], stream: int) -> None:
+        """Launches are for tensors at these addresses and for this stream from now on."""
+        for place, number in self._maps:
+            self._replace_address(place, addresses[number])
+        self._config.stream = stream
+
+
+def bind(launched: Launched | None, tensors: Sequence[Tensor], words: Any) -> _BoundKernel | None:
+    """`launched`, for tensors whose addresses stand in `words`; None where only Triton's own launch will do."""
+    if launched is None or (parameters := _parameters_of(launched.compiled)) is None:
+        return None
+    numbers: dict[int, int] = {}  # address -> number of its tensor
+    for number, x in enumerate(tensors):
+        if numbers.setdefault(x.data_ptr(), number) != number:
+            return None  # two arguments in one place: an address does not say which
+    ends = [*accumulate(-(-PARAMETER_BYTES[kind] // PARAMETER_SPACING) * PARAMETER_SPACING for kind in parameters)]
+    memory = (ctypes.c_byte * (ends[-1] + PARAMETER_SPACING))()
+    start = -(-ctypes.addressof(memory) // PARAMETER_SPACING) * PARAMETER_SPACING
+    places = [start + end for end in (0, *ends[:-1])]
+
+    maps: list[tuple[int, int]] = []
+    metas = iter(getattr(launched.compiled.metadata, "tensordesc_meta", None) or ())
+    rest = iter(range(len(places)))
+    for argument, kind in zip(launched.arguments, launched.compiled.src.signature.values()):
+        if kind == "constexpr":
+            continue
+        index = next(rest)
+        if kind in NUMBERS:
+            NUMBERS[kind][1].from_address(places[index]).value = argument
+            continue
+        is_map = kind.startswith("tensordesc")
+        address = (argument.base if is_map else argument).data_ptr()
+        if address not in numbers or (is_map and not _encode(places[index], argument, next(metas))):
+            return None
+        if is_map:
+            maps.append((places[index], numbers[address]))
+            for size in argument.shape:
+                ctypes.c_int32.from_address(places[next(rest)]).value = size
+            for stride in argument.strides:
+                ctypes.c_int64.from_address(places[next(rest)]).value = stride
+        else:  # one word serves all kernels of the call
+            places[index] = ctypes.addressof(words) + numbers[address] * ctypes.sizeof(ctypes.c_uint64)
+    return _BoundKernel(launched, memory, places, maps)
+
+
+@lru_cache(maxsize=KEPT_KERNELS)
+def _parameters_of(compiled: Any) -> tuple[str, ...] | None:
+    """The parameters that a compiled kernel takes, in order; None if it wants what a bound launch does not give.
+
+    They follow from Triton's signature, and are compared with what the PTX declares.
+    """
+    metadata = compiled.metadata
+    plain = metadata.num_ctas == 1 and not metadata.launch_cooperative_grid
+    if not plain or metadata.global_scratch_size or metadata.profile_scratch_size:
+        return None
+    parameters: list[str] = []
+    ranks = [len(x["block_size"]) for x in getattr(metadata, "tensordesc_meta", None) or ()]
+    for kind in compiled.src.signature.values():
+        if kind.startswith("tensordesc") and ranks:
+            rank = ranks.pop(0)
+            parameters += ["map", *("u32",) * rank, *("u64",) * rank]
+        elif kind.startswith("*"):
+            parameters.append("u64")
+        elif kind in NUMBERS:
+            parameters.append(NUMBERS[kind][0])
+        elif kind != "constexpr":
+            return None
+    parameters += ["u64", "u64"]  # addresses of scratch memory, null
+    return tuple(parameters) if parameters == list(_declared_by(compiled.asm["ptx"])) else None
+
+
+def _declared_by(ptx: str) -> Iterator[str]:
+    """The parameters that a kernel's PTX declares, as kinds of `PARAMETER_BYTES`; others by their own names."""
+    entry = re.search(r"\.entry\s+\w+\s*\(([^)]*)\)", ptx)
+    declaration = r"\.param\s+(?:\.align\s+\d+\s+)?\.(\w+)[^,\[]*(?:\[(\d+)\])?"
+    for kind, size in re.findall(declaration, entry[1] if entry else ""):
+        yield "map" if (kind, size) == ("b8", str(TENSOR_MAP_BYTES)) else kind + size
+
+
+def _encode(place: int, descriptor: Any, meta: Any) -> bool:
+    """Write the tensor map of `descriptor` to the address `place`; whether the driver could."""
+    if meta["fp4_padded"] or descriptor.padding != "zero" or getattr(descriptor, "round_f32_to_tf32", False):
+        return False
+    rank, width = len(meta["block_size"]), meta["elem_size"]
+    sizes, lengths = ctypes.c_uint64 * rank, ctypes.c_uint32 * rank  # innermost first, as all that the driver takes
+    strides = sizes(*(stride * width for stride in reversed(descriptor.strides[:-1])), 0)
+    status = cuda_driver().cuTensorMapEncodeTiled(
+        ctypes.c_void_p(place), DRIVER_ELEMENT_TYPES.get(meta["elem_type"], meta["elem_type"]), rank,
+        ctypes.c_void_p(descriptor.base.data_ptr()), sizes(*reversed(descriptor.shape)), strides,
+        lengths(*reversed(meta["block_size"])), lengths(*(1,) * rank), NO_INTERLEAVE, meta["swizzle"],
+        PROMOTE_TO_128_BYTES, FILL_WITH_ZEROS,
+    )  # fmt: skip
+    return status == 0
+
+
+def _address_of(function: Any) -> int:
+    return ctypes.cast(function, ctypes.c_void_p).value or 0
+
+
+@cache
+def cuda_driver() -> Any:
+    """The driver's library; its functions return a CUresult."""
+    library = ctypes.CDLL("libcuda.so.1")
+    library.cuTensorMapReplaceAddress.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
+    return library
+
+
+def _have_context(device: int) -> None:
+    """Make the CUDA context of `device` current where this thread has none: its first kernel of PyTorch's would.
+
+    A thread that has only allocated has none, and without one the driver does not launch.
+    """
+    if getattr(_thread, "has_context", False):
+        return
+    library, context, number = cuda_driver(), ctypes.c_void_p(), ctypes.c_int()
+    library.cuCtxGetCurrent(ctypes.byref(context))
+    if not context:
+        library.cuDeviceGet(ctypes.byref(number), device)
+        library.cuDevicePrimaryCtxRetain(ctypes.byref(context), number)
+        library.cuCtxSetCurrent(context)
+    _thread.has_context = True

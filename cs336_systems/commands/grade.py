@@ -1,0 +1,56 @@
+"""`cs336-systems grade`: the points of an implementation, by checks that run through its adapters."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from cs336_systems.commands.shared import EXIT_SIGNAL, one_line_errors, termination_interrupts
+from cs336_systems.measure.text import printable
+
+if TYPE_CHECKING:
+    from cs336_systems.grading.grade import Result
+
+EXIT_POINTS_LOST = 1
+
+
+def grade(
+    adapters: Annotated[Path, typer.Argument(help="The implementation's adapters.py, with the handout's functions.")],
+    problem: Annotated[str | None, typer.Option(help="Grade this problem only.")] = None,
+    edition: Annotated[int | None, typer.Option(help="2025 or 2026; default: the problems of both.")] = None,
+    time_limit: Annotated[float, typer.Option(help="Seconds after which a check has failed.")] = 180.0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, with the traceback of each failure.")] = False,
+) -> None:
+    """Grade an implementation by its adapters; exits 0 with all points only. See docs/grading.md."""
+    with one_line_errors():
+        from cs336_systems.grading import grade as grading
+        from cs336_systems.grading.problems import EDITIONS, problems_of
+
+        if edition not in (None, *EDITIONS):
+            raise ValueError(f"--edition must be one of {', '.join(map(str, EDITIONS))}, got {edition}")
+        if not time_limit > 0:
+            raise ValueError(f"--time-limit must be positive, got {time_limit}")
+        if not adapters.is_file():
+            raise ValueError(f"{adapters} is not a file")
+        problems = grading.chosen_problems(problem, edition)
+        others = [other for other in problems_of(edition) if other.answer != "graded"] if problem is None else []
+
+    def show(number: int, total: int, result: Result) -> None:
+        typer.echo(f"[{number:>2}/{total}] {result.status:<7} {result.check.id} ({result.seconds:.1f} s)", err=True)
+
+    try:
+        with termination_interrupts():
+            graded = grading.grade(adapters, problems, others, time_limit_s=time_limit, progress=show)
+    except KeyboardInterrupt as interrupt:
+        typer.echo("interrupted: nothing is graded", err=True)
+        raise typer.Exit(EXIT_SIGNAL + getattr(interrupt, "signal_number", signal.SIGINT)) from None
+    if as_json:
+        typer.echo(json.dumps({"adapters": str(adapters), "edition": edition, **graded.as_dict()}, indent=2))
+    else:
+        for line in graded.lines():
+            typer.echo(printable(line))
+    raise typer.Exit(0 if graded.points == graded.full_points else EXIT_POINTS_LOST)

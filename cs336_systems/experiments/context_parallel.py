@@ -1,0 +1,177 @@
+"""Attention over one sequence on 1, 2, 4, 8 ranks, by the ring.
+
+Not a problem of the handout. With one rank it is the attention of this package with nothing sent; with more each rank
+has an equal part of the sequence, and passes keys and values around while it computes. Fewer heads of keys and values
+are fewer bytes for the same arithmetic. Rows of the output and of the queries' gradient are checked in float64 against
+all keys before anything is timed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from cs336_systems.config import RunConfig, require_choice, require_positive
+from cs336_systems.distributed.context_parallel import ring_attention, zigzag_split
+from cs336_systems.experiments.figures import Lines
+from cs336_systems.experiments.ranks import agreed_samples, run_cell, slowest
+from cs336_systems.experiments.spec import Cell, Disagreement, Experiment, Row, Sample, problem
+from cs336_systems.experiments.tables import Pick, Wide
+from cs336_systems.measure.timing import time_calls, time_once
+
+ROWS = (
+    Row(mode="forward", quantity="time", unit="ms"),
+    Row(mode="forward_backward", quantity="time", unit="ms"),
+    Row(mode="forward_backward", quantity="peak_memory", unit="MiB"),  # of the rank that needs most; GPUs only
+)
+LENGTHS = {"tiny": (256,), "smoke": (2048, 4096), "handout": (65536, 131072, 262144, 524288)}
+NUM_RANKS = {"tiny": (2,), "smoke": (1, 2), "handout": (1, 2, 4, 8)}
+HEADS = {"tiny": (2, (2,), 16), "smoke": (4, (4, 1), 32), "handout": (8, (8, 2), 128)}  # heads, of keys, head dim
+BUDGET_MS = {"tiny": 20.0, "smoke": 500.0, "handout": 5000.0}
+MIN_SAMPLES = 3
+CHECKED_ROWS = 8  # of each rank, spread over its part
+
+
+@dataclass(frozen=True, kw_only=True)
+class ContextCase:
+    """Causal attention forward and backward over one sequence, of which each rank has an equal part."""
+
+    length: int  # of the whole sequence
+    heads: int
+    kv_heads: int
+    head_dim: int
+    dtype: str
+    num_ranks: int
+    backend: str  # nccl on GPUs, gloo on CPUs
+
+    def __post_init__(self) -> None:
+        require_choice(self, "backend", ("gloo", "nccl"))
+        require_positive(self, "length", "heads", "kv_heads", "head_dim", "num_ranks")
+
+
+@problem(title="One sequence on several ranks: keys and values passed around a ring", order=13)
+class ContextParallel(Experiment):
+    implementations = ("ring",)
+
+    def cells(self, run: RunConfig) -> list[Cell]:
+        """Every length, number of heads of keys and number of ranks; NCCL for as many ranks as there are GPUs."""
+        heads, groups, head_dim = HEADS[run.scale]
+        on_gpu = run.device == "cuda"
+        backend, dtype, rows = ("nccl", "bfloat16", ROWS) if on_gpu else ("gloo", "float32", ROWS[:2])
+        counts = [ranks for ranks in NUM_RANKS[run.scale] if not on_gpu or ranks <= torch.cuda.device_count()]
+        cases = [
+            ContextCase(
+                length=length, heads=heads, kv_heads=kv_heads, head_dim=head_dim, dtype=dtype, num_ranks=ranks,
+                backend=backend,
+            )
+            for length in LENGTHS[run.scale]
+            for kv_heads in groups
+            for ranks in counts
+        ]  # fmt: skip
+        return [Cell(case=case, implementation="ring", rows=rows) for case in cases]
+
+    def measure(self, cell: Cell, run: RunConfig) -> Iterator[Sample]:
+        case, budget = cell.case, BUDGET_MS[run.scale]
+        found = run_cell(_time_ring, case.num_ranks, case, budget, run.seed, backend=case.backend, run=run)
+        error = max(error for error, *_ in found)
+        for place, row in enumerate(cell.rows):
+            yield Sample(row=row, samples=slowest([samples[place] for _, *samples in found]), error=error)
+
+    def columns(self, row: dict[str, Any]) -> dict[str, Any]:
+        return {"line": f"{row['kv_heads']} heads of keys, {row['num_ranks']} ranks"}
+
+    tables = {
+        "times": Wide(
+            title="Causal attention over one sequence",
+            down={"tokens": "length", "heads of keys": "kv_heads", "ranks": "num_ranks"},
+            columns={
+                "forward (ms)": Pick({"quantity": "time", "mode": "forward"}),
+                "both (ms)": Pick({"quantity": "time", "mode": "forward_backward"}),
+                "peak of a rank (GiB)": Pick({"quantity": "peak_memory"}, unit="GiB"),
+            },
+        )
+    }
+    figures = {
+        "both": Lines(
+            title="Forward and backward over one sequence",
+            x="length",
+            x_title="tokens",
+            color="line",
+            where={"quantity": "time", "mode": "forward_backward"},
+        )
+    }
+
+
+def _time_ring(rank: int, num_ranks: int, case: ContextCase, budget_ms: float, seed: int) -> tuple[Any, ...]:
+    """The error over its bound, the milliseconds of each forward and of each forward with backward, the peak in MiB."""
+    device = "cuda" if case.backend == "nccl" else "cpu"
+    q, k, v, grad_output = _inputs(case, device, seed)
+    parts = [zigzag_split(x, rank, num_ranks, dim=-2).contiguous() for x in (q, k, v, grad_output)]
+    leaves, upstream = [x.requires_grad_() for x in parts[:3]], parts[3]
+
+    def forward() -> Tensor:
+        return ring_attention(*leaves, is_causal=True, enable_gqa=case.kv_heads < case.heads)
+
+    def both() -> tuple[Tensor, ...]:
+        return torch.autograd.grad(forward(), leaves, upstream)
+
+    error = _error(forward().detach(), both()[0], q, k, v, grad_output, rank, num_ranks)
+    if not error <= 1:
+        raise Disagreement(f"rows are off attention in float64 by {error:.3g} times the bound")
+    del q, k, v, grad_output
+    samples: list[list[float]] = []
+    for call in (forward, both):
+        count = agreed_samples(call, device, budget_ms, MIN_SAMPLES)
+        dist.barrier()
+        if device == "cuda":
+            samples.append(time_calls(call, device=device, warmup=1, num_samples=count))
+        else:
+            samples.append([time_once(call, device) for _ in range(count)])
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        both()
+        samples.append([torch.cuda.max_memory_allocated() / 2**20])
+    return error, *samples
+
+
+def _inputs(case: ContextCase, device: str, seed: int) -> list[Tensor]:
+    """q, k, v and the output's gradient of the whole sequence, the same on every rank."""
+    generator = torch.Generator(device).manual_seed(seed)
+    return [
+        torch.randn(1, heads, case.length, case.head_dim, device=device, generator=generator).to(
+            getattr(torch, case.dtype)
+        )
+        for heads in (case.heads, case.kv_heads, case.kv_heads, case.heads)
+    ]
+
+
+def _error(
+    output: Tensor, grad_q: Tensor, q: Tensor, k: Tensor, v: Tensor, grad_output: Tensor, rank: int, num_ranks: int
+) -> float:
+    """Largest error of some rows of this rank's output and dQ over twice that of the same in plain low precision."""
+    positions = zigzag_split(torch.arange(q.shape[-2], device=q.device), rank, num_ranks, dim=0)
+    places = torch.linspace(0, len(positions) - 1, CHECKED_ROWS, device=q.device).long()
+    visible = torch.arange(q.shape[-2], device=q.device) <= positions[places, None]
+    rows, upstream = q[..., positions[places], :], grad_output[..., positions[places], :]
+    repeated = q.shape[1] // k.shape[1]
+    worst = 0.0
+    for head in range(q.shape[1]):  # the float64 copies of one head's keys at a time
+        keys, values = k[0, head // repeated], v[0, head // repeated]
+
+        def attend(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+            query = rows[0, head].to(dtype).requires_grad_()  # noqa: B023
+            scores = query @ keys.to(dtype).T * q.shape[-1] ** -0.5  # noqa: B023
+            attended = scores.masked_fill(~visible, -torch.inf).softmax(-1) @ values.to(dtype)  # noqa: B023
+            (gradient,) = torch.autograd.grad(attended, query, upstream[0, head].to(dtype))  # noqa: B023
+            return attended.detach(), gradient
+
+        exact, plain = attend(torch.float64), attend(q.dtype)
+        for ours, right, rough in zip((output, grad_q), exact, plain):
+            bound = 2 * (rough.double() - right).abs().max() * num_ranks**0.5 + 1e-5
+            worst = max(worst, ((ours[0, head, places].double() - right).abs().max() / bound).item())
+    return worst

@@ -1,0 +1,173 @@
+"""The models that distributed checks train, and one-process training to compare with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+STEPS = 4
+
+
+class Toy(nn.Module):
+    """Linear layers and a norm, with a frozen parameter and two layers that share one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(10, 20)
+        self.norm = nn.LayerNorm(20)
+        self.shared = nn.Linear(20, 20, bias=False)
+        self.again = nn.Linear(20, 20, bias=False)
+        self.again.weight = self.shared.weight
+        self.last = nn.Linear(20, 5)
+        self.fixed = nn.Parameter(torch.full((5,), 2.0), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(torch.relu(self.first(x)))
+        x = torch.tanh(self.again(torch.relu(self.shared(x))))
+        return self.last(x) * self.fixed
+
+
+class Stack(nn.Module):
+    """Eight equal weights of 40 kB and nothing else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(100, 100, bias=False) for _ in range(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
+def seeded(build: Any, seed: int = 0) -> Any:
+    torch.manual_seed(seed)
+    return build()
+
+
+def regression_batch(step: int, inputs: int = 10, outputs: int = 5) -> tuple[Tensor, Tensor]:
+    """Eight rows of data, the same in every process."""
+    generator = torch.Generator().manual_seed(100 + step)
+    return torch.randn(8, inputs, generator=generator), torch.randn(8, outputs, generator=generator)
+
+
+def part(tensor: Tensor, rank: int, num_ranks: int) -> Tensor:
+    return tensor.chunk(num_ranks)[rank]
+
+
+def squared_error(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return nn.functional.mse_loss(model(batch[0]), batch[1])
+
+
+# Layers of the kind that FSDP shards
+
+
+class Linear(nn.Module):
+    """y = W x, as the course's."""
+
+    def __init__(self, d_in: int, d_out: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(d_out, d_in) / d_in**0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.weight)
+
+
+class Embedding(nn.Module):
+    """A row a token, as the course's."""
+
+    def __init__(self, vocab_size: int, d_model: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(vocab_size, d_model))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return nn.functional.embedding(tokens, self.weight)
+
+
+class RMSNorm(nn.Module):
+    """Computes in float32 and returns the dtype that it was given, as the course's."""
+
+    def __init__(self, hidden_size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(hidden_size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-5)
+        return (self.weight * wide).to(x.dtype)
+
+
+def layer_classes() -> tuple[type, type, type]:
+    """Linear, Embedding and RMSNorm: the course's own where they can be imported, as FSDP may decide by class."""
+    try:
+        from cs336_basics import model
+    except ImportError:
+        return Linear, Embedding, RMSNorm
+    return model.Linear, model.Embedding, model.RMSNorm
+
+
+class Language(nn.Module):
+    """Embedding, norms and three Linear layers, in the order of the course's FSDP test."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        linear, embedding, norm = layer_classes()
+        self.embedding = embedding(100, 64)
+        self.norm1 = norm(64)
+        self.linear1 = linear(64, 128)
+        self.norm2 = norm(128)
+        self.linear2 = linear(128, 64)
+        self.lm_head = linear(64, 100)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = torch.relu(self.linear1(self.norm1(self.embedding(tokens))))
+        return self.lm_head(self.linear2(self.norm2(x)))
+
+
+class Deep(nn.Module):
+    """Sixteen equal layers, so that gathered weights can be counted in layers."""
+
+    LAYERS, WIDTH = 16, 128
+
+    def __init__(self) -> None:
+        super().__init__()
+        linear = layer_classes()[0]
+        self.layers = nn.ModuleList(linear(self.WIDTH, self.WIDTH) for _ in range(self.LAYERS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
+def sharded_weights(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """The modules whose weight the handout shards, by name."""
+    linear, embedding, _ = layer_classes()
+    for name, module in model.named_modules():
+        if isinstance(module, linear | embedding):
+            yield name, module
+
+
+def token_batch(step: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(200 + step)
+    tokens = torch.randint(100, (8, 6), generator=generator)
+    return tokens, torch.randint(100, (8,), generator=generator)
+
+
+def next_token_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return nn.functional.cross_entropy(model(batch[0])[:, -1].float(), batch[1])
+
+
+def largest_difference(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> tuple[float, str]:
+    """The largest difference of two sets of parameters, and whose it is."""
+    return max(((ours[name].detach() - theirs[name].detach()).abs().max().item(), name) for name in theirs)
+
+
+def equal_on_all_ranks(tensor: Tensor) -> bool:
+    tensors = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+    dist.all_gather(tensors, tensor.contiguous())
+    return all(torch.equal(tensors[0], other) for other in tensors)

@@ -1,0 +1,230 @@
+"""Runs checks, each in new processes, for the process that grades: one check a line in, one outcome a line out.
+
+    {"adapters": "/path/adapters.py", "check": "fsdp.shards_the_weights", "time_limit_s": 180}
+    {"status": "failed", "message": "...", "detail": "Traceback ...", "seconds": 0.9}
+
+This process imports PyTorch and the checks, then does nothing but fork, so that a check starts in milliseconds and
+whatever it does, abort, hang or exit, ends with it. A check of several ranks is as many processes, in a gloo group.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import importlib.util
+import json
+import os
+import select
+import signal
+import sys
+import tempfile
+import time
+import traceback
+import types
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from cs336_systems.grading.checks import CHECKS, Adapters, Check, NotImplementedYet, Skipped
+from cs336_systems.grading.counting import count_messages
+
+OWN_PACKAGE = Path(__file__).resolve().parent.parent
+GRACE_S = 1.0  # for the other ranks to say what happened to them, behind a first failure
+MAX_DETAIL = 20_000  # characters of a traceback; a pipe holds 64 KiB
+STUDENT_PACKAGES = ("cs336_systems", "cs336_basics")
+
+
+# The code under test
+
+
+def project_root(adapters: Path) -> Path:
+    """The folder of the project that `adapters` belongs to: the nearest with a pyproject.toml, or the file's own."""
+    for folder in list(adapters.parents)[:4]:
+        if (folder / "pyproject.toml").is_file():
+            return folder
+    return adapters.parent
+
+
+def load_adapters(path: Path, scratch: Path) -> Adapters:
+    """Import the file at `path` as in its own project: packages beside it win over installed ones of their names."""
+    root = project_root(path)
+    folders = [path.parent, root, root / "src", root / "cs336-basics", root / "cs336-basics" / "src", scratch]
+    sys.path[:0] = [str(folder) for folder in folders]
+    for name in STUDENT_PACKAGES:
+        if (root / name).is_dir() and (root / name).resolve() != OWN_PACKAGE:
+            _put_in_place(name, root / name)
+        _know_version(name, scratch)
+    spec = importlib.util.spec_from_file_location("adapters", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["adapters"] = module
+    spec.loader.exec_module(module)
+    return Adapters(module)
+
+
+def _put_in_place(name: str, folder: Path) -> None:
+    """Let `import name` find `folder`, though a package of that name is loaded or installed."""
+    for loaded in [module for module in sys.modules if module.split(".")[0] == name]:
+        del sys.modules[loaded]
+    if not (folder / "__init__.py").is_file():
+        package = types.ModuleType(name)
+        package.__path__ = [str(folder)]
+        sys.modules[name] = package
+
+
+def _know_version(name: str, scratch: Path) -> None:
+    """Packages of the course ask for their own version, which a copy that is not installed does not have."""
+    try:
+        importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        info = scratch / f"{name}-0.dist-info"
+        info.mkdir(exist_ok=True)
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 0\n")
+
+
+# One process of a check
+
+
+def run_check(check: Check, adapters: Path, rank: int, scratch: Path) -> None:
+    """What a forked process does: prepare, load the code under test, run."""
+    torch.set_num_threads(1)  # the tensors are small, and ranks share the cores
+    if check.num_ranks == 1:
+        check.function(load_adapters(adapters, scratch))
+        return
+    count_messages()
+    module = load_adapters(adapters, scratch)
+    store = dist.FileStore(str(scratch / "store"), check.num_ranks)
+    dist.init_process_group(
+        "gloo", store=store, rank=rank, world_size=check.num_ranks, timeout=timedelta(seconds=60)
+    )  # fmt: skip
+    check.function(module, rank, check.num_ranks)
+    dist.barrier()  # a rank that left would look like a failure to the others
+
+
+def outcome_of_error(error: BaseException, adapters: Path) -> dict[str, Any]:
+    if isinstance(error, Skipped):
+        return {"status": "skipped", "message": str(error)}
+    own = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_under_test(frame.filename, adapters)]
+    place = f" ({Path(own[-1].filename).name}:{own[-1].lineno})" if own else ""
+    text = " ".join(str(error).split())
+    if not isinstance(error, AssertionError | NotImplementedYet) or own or not text:
+        text = f"{type(error).__name__}: {text}"[:300] + place
+    return {"status": "failed", "message": text, "detail": "".join(traceback.format_exception(error))[-MAX_DETAIL:]}
+
+
+def _is_under_test(filename: str, adapters: Path) -> bool:
+    path = Path(filename)
+    return path.is_relative_to(project_root(adapters)) and not path.is_relative_to(OWN_PACKAGE / "grading")
+
+
+@dataclass
+class Process:
+    """A forked process and what it has said so far."""
+
+    pid: int
+    pipe: int
+    said: bytes = b""
+    outcome: dict[str, Any] = field(default_factory=dict)
+    has_exited: bool = False
+
+
+def fork(task: Callable[[], None], adapters: Path) -> Process:
+    """A new process, and leader of a session, that runs `task`, writes a line on how it ended to a pipe, and exits."""
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if pid:
+        os.close(writing)
+        return Process(pid=pid, pipe=reading)
+    outcome: dict[str, Any] = {"status": "passed", "message": ""}
+    try:
+        os.setsid()
+        os.close(reading)
+        null = os.open(os.devnull, os.O_RDWR)
+        for stream in (0, 1, 2):
+            os.dup2(null, stream)
+        task()
+    except BaseException as error:
+        outcome = outcome_of_error(error, adapters)
+        raise
+    finally:  # no interpreter tear-down: gloo's threads may abort in it
+        os.write(writing, json.dumps(outcome | {"when": time.monotonic()}).encode() + b"\n")
+        os._exit(0)
+
+
+def wait_for(processes: list[Process], time_limit_s: float) -> dict[str, Any]:
+    """The outcome of all together: the first failure, or passed. No process is left on return."""
+    deadline, timed_out = time.monotonic() + time_limit_s, False
+    running = list(processes)
+    try:
+        while running and not timed_out:
+            left = max(0.0, deadline - time.monotonic())
+            ready = select.select([sys.stdin, *(process.pipe for process in running)], [], [], left)[0]
+            if sys.stdin in ready:  # nothing is sent while a check runs: the other side has gone
+                sys.exit(1)
+            timed_out = not ready
+            for process in [process for process in running if process.pipe in ready]:
+                chunk = os.read(process.pipe, 1 << 16)
+                process.said += chunk
+                if chunk and not process.said.endswith(b"\n"):
+                    continue
+                running.remove(process)
+                process.outcome = json.loads(process.said) if chunk else _death(process)
+                if process.outcome["status"] == "failed":
+                    deadline = min(deadline, time.monotonic() + GRACE_S)
+    finally:
+        for process in processes:
+            _end(process)
+    failures = [process.outcome for process in processes if process.outcome.get("status") == "failed"]
+    if failures:
+        return min(failures, key=lambda outcome: outcome["when"])
+    if timed_out:
+        return {"status": "failed", "message": f"has not ended after {time_limit_s:g} s"}
+    return next((p.outcome for p in processes if p.outcome["status"] == "skipped"), processes[0].outcome)
+
+
+def _death(process: Process) -> dict[str, Any]:
+    """The outcome of a process that ended without a word."""
+    code = os.waitstatus_to_exitcode(os.waitpid(process.pid, 0)[1])
+    process.has_exited = True
+    how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+    return {"status": "failed", "message": f"the process died ({how})", "when": time.monotonic()}
+
+
+def _end(process: Process) -> None:
+    """Kill the process, where it still runs, and everything that it has started."""
+    os.close(process.pipe)
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    if not process.has_exited:
+        os.kill(process.pid, signal.SIGKILL)  # it may not lead its session yet
+        os.waitpid(process.pid, 0)
+
+
+def serve() -> None:
+    """Answer requests until the other side closes the pipe."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what is printed goes elsewhere
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # look for a GPU without beginning to use it: forks may
+    if not torch.cuda.is_available():
+        os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported, which the next line does
+    importlib.import_module("torch._dynamo")  # optimizers and compiled code import it, which takes long
+
+    from cs336_systems.grading import ddp, flash, fsdp, optimizer  # noqa: F401 - they register their checks
+
+    for line in iter(sys.stdin.readline, ""):
+        request = json.loads(line)
+        check, adapters = CHECKS[request["check"]], Path(request["adapters"])
+        started = time.monotonic()
+        with tempfile.TemporaryDirectory(prefix="grade-") as folder:
+            processes = [fork(partial(run_check, check, adapters, rank, Path(folder)), adapters)
+                         for rank in range(check.num_ranks)]  # fmt: skip
+            outcome = wait_for(processes, request["time_limit_s"])
+        outcome = {key: outcome.get(key, "") for key in ("status", "message", "detail")}
+        print(json.dumps(outcome | {"seconds": time.monotonic() - started}), file=answers, flush=True)

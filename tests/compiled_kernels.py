@@ -1,0 +1,93 @@
+"""Compiles every attention kernel, with no GPU, and prints a JSON line for each.
+
+    python -m tests.compiled_kernels        # without TRITON_INTERPRET
+
+A line says whether the kernel is launched early and the order of what matters in its PTX: "start" of the next kernel,
+"await" of the one before, "read" of what an earlier kernel of the call has written, "end"; and its parameters, as a
+replay lays them out. A process of its own, since Triton decides between compiler and interpreter when kernels are
+loaded.
+"""
+
+from __future__ import annotations
+
+import json
+import linecache
+import re
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from cs336_systems.attention import compilation
+from cs336_systems.attention.compilation import CompileRequest, compiled_launches
+from cs336_systems.attention.hopper import reports
+from cs336_systems.attention.hopper.schedule import SCHEDULES
+from cs336_systems.attention.tiles import KernelConfig
+from cs336_systems.attention.triton import split
+from cs336_systems.attention.triton.launch import _parameters_of
+from tests.compile_masked_kernels import launch_block_sparse, launch_varlen
+
+FILE = re.compile(r'^\.file\s+(\d+)\s+"([^"]+)"')
+PLACE = re.compile(r"^\.loc\s+(\d+)\s+(\d+)\s")
+EVENTS = (
+    ("start", re.compile(r"\bgriddepcontrol\.launch_dependents;")),
+    ("await", re.compile(r"\bgriddepcontrol\.wait;")),
+    ("end", re.compile(r"^ret;")),
+)
+READ = re.compile(r"\bld\.global|\bcp\.async\.c[ag]\b")
+# Where the sources load L and delta, which the preprocess writes, and the parts of a forward that splits keys.
+WRITTEN_BEFORE = re.compile(r"tl\.load\((?:(?:L|delta)_(?:base|head|ptr \+ row_base)|all_[ml] \+)|\bO_parts \+")
+
+
+def events_of(ptx: str) -> list[str]:
+    """Kinds of events in the text's order; what repeats is named once."""
+    files = {match[1]: match[2] for line in ptx.splitlines() if (match := FILE.match(line.strip()))}
+    events: list[str] = []
+    source = ""
+    for line in map(str.strip, ptx.splitlines()):
+        if match := PLACE.match(line):
+            source = linecache.getline(files[match[1]], int(match[2]))
+        kind = next((kind for kind, pattern in EVENTS if pattern.search(line)), "")
+        if READ.search(line) and WRITTEN_BEFORE.search(source):
+            kind = "read"
+        if kind and events[-1:] != [kind]:
+            events.append(kind)
+    return events
+
+
+def show(arch: str, kind: str, launch: Callable[[], Any]) -> None:
+    for compiled in compiled_launches(arch, "", launch):
+        line = {"arch": arch, "kind": kind, "kernel": compiled.metadata.name, "early": compiled.metadata.launch_pdl,
+                "events": events_of(compiled.asm["ptx"]), "parameters": _parameters_of(compiled)}  # fmt: skip
+        print(json.dumps(line), flush=True)
+
+
+def main() -> None:
+    for arch, kind, kernel, tiles in (
+        ("sm90", "dense", "forward", "64x64_w4_s2"),
+        ("sm90", "dense", "dkdv", "64x64_w4_s2"),
+        ("sm90", "dense", "dkdv", "64x64_w4_s2_tma"),
+        ("sm90", "split", "forward", "64x64_w4_s2"),
+        ("sm90", "varlen", "forward", "64x64_w4_s2_tma"),
+        ("sm90", "varlen", "dkdv", "64x64_w4_s2"),
+        ("sm90", "varlen", "dkdv", "64x64_w4_s2_tma"),
+        ("sm90", "block_sparse", "forward", "64x64_w4_s2_tma"),
+        ("sm90", "block_sparse", "dkdv", "64x64_w4_s2"),
+        ("sm90", "block_sparse", "dkdv", "64x64_w4_s2_tma"),
+        ("sm80", "dense", "dkdv", "64x64_w4_s2"),
+        ("sm80", "split", "forward", "64x64_w4_s2"),
+    ):
+        launch = {"varlen": launch_varlen, "block_sparse": launch_block_sparse}.get(kind, compilation._launch)
+        request = CompileRequest(
+            config=KernelConfig.from_name(f"{arch}_{kernel}_{tiles}"), arch=arch, head_dim=64, dtype="bfloat16",
+            is_causal=True, is_split=kind == "split",
+        )  # fmt: skip
+        for single_rows in (0, 2**31) if request.is_split else (0,):  # both ways to merge
+            split.SINGLE_ROWS = single_rows
+            show(arch, kind, partial(launch, request))
+    for kernel, config in (("forward", SCHEDULES[64][0].name("tiles")), ("backward", "")):
+        request = reports.HopperRequest(kernel=kernel, head_dim=64, dtype="bfloat16", is_causal=True, config=config)
+        show("sm90", "hopper", partial(reports._launch, request))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,186 @@
+"""A model of the Hopper forward on plain numbers: no GPU, no Triton.
+
+`items_of_program` and `key_tiles` say what a program computes, in the order in which it does, and `simulate` runs the
+protocol between the warp that copies and those that compute, with copies and warps advancing in any order. A kernel
+that waits for an arrival that never comes hangs the GPU without a word; here it is an exception.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from cs336_systems.attention.hopper.schedule import Launch
+
+
+def items_of_program(launch: Launch, program: int) -> Iterator[tuple[int, int]]:
+    """(index into batch and heads, tile of queries) of each tile of `program`, in its order."""
+    num_tiles = launch.num_tiles
+    for turn, first in enumerate(range(0, launch.num_items, launch.num_programs)):
+        back = launch.in_rounds and turn % 2
+        item = first + (launch.num_programs - 1 - program if back else program)
+        if item >= launch.num_items:
+            return
+        if launch.paired:
+            pairs = -(-num_tiles // 2)
+            head, position = divmod(item, pairs)
+            longest = num_tiles - 1 - position
+            yield from ((head, tile) for tile in dict.fromkeys((longest, position)))
+        else:
+            group = item // (launch.heads_together * num_tiles) * launch.heads_together
+            width = min(launch.heads_together, launch.batch_heads - group)
+            tile, head = divmod(item - group * num_tiles, width)
+            yield group + head, num_tiles - 1 - tile if launch.is_causal else tile
+
+
+def key_tiles(launch: Launch, tile: int) -> list[int]:
+    """First keys of the key tiles that a tile of queries takes, in its order: from the last visible one to key 0.
+
+    The masked steps are unrolled, so there are at least so many tiles; one that nobody sees is read from behind the
+    end, as zeros, and its scores are hidden.
+    """
+    live, dead = launch.num_key_tiles(tile)
+    return [launch.num_keys] * dead + [i * launch.schedule.key_tile for i in reversed(range(live))]
+
+
+class ProtocolError(Exception):
+    """A run of the model in which somebody waits for ever, or reads what it should not."""
+
+
+@dataclass
+class _Barrier:
+    """An mbarrier: a phase ends when all arrivals and all announced bytes are in."""
+
+    count: int
+    phase: int = 0
+    arrived: int = 0
+    bytes_missing: int = 0
+
+    def arrive(self) -> None:
+        if self.arrived == self.count:
+            raise ProtocolError("more arrivals in a phase than the barrier counts")
+        self.arrived += 1
+        self._end_phase()
+
+    def expect(self, num_bytes: int) -> None:
+        self.bytes_missing += num_bytes
+        self.arrive()
+
+    def deliver(self, num_bytes: int) -> None:
+        self.bytes_missing -= num_bytes
+        self._end_phase()
+
+    def passes(self, parity: int) -> bool:
+        """Whether a wait for the phase of this parity is over."""
+        return self.phase != parity
+
+    def _end_phase(self) -> None:
+        if self.arrived == self.count and self.bytes_missing == 0:
+            self.phase ^= 1
+            self.arrived = 0
+
+
+Wait = tuple[_Barrier, int]  # a process yields what it waits for
+Memory = dict[tuple[str, int], object]  # (kind of tile, slot) -> what lies there
+
+
+@dataclass
+class _Machine:
+    """Shared memory, barriers, and copies under way, of one program."""
+
+    launch: Launch
+    memory: Memory = field(default_factory=dict)
+    copies: list[Callable[[], None]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        schedule = self.launch.schedule
+        self.q_full = [_Barrier(1) for _ in range(schedule.consumers)]
+        self.q_empty = [_Barrier(1) for _ in range(schedule.consumers)]
+        self.full = [_Barrier(1) for _ in range(schedule.slots)]
+        self.empty = [_Barrier(schedule.consumers) for _ in range(schedule.slots)]
+
+    def copy(self, place: tuple[str, int], content: object, barrier: _Barrier) -> None:
+        self.memory.pop(place, None)  # from here on the old content is being overwritten
+
+        def arrive() -> None:
+            self.memory[place] = content
+            barrier.deliver(1)
+
+        self.copies.append(arrive)
+
+    def read(self, place: tuple[str, int], expected: object) -> None:
+        if self.memory.get(place) != expected:
+            raise ProtocolError(f"{place} should hold {expected}, holds {self.memory.get(place)}")
+
+
+def _copier(machine: _Machine, program: int, keys_of: Callable[[Launch, int], list[int]] = key_tiles) -> Iterator[Wait]:
+    launch, step = machine.launch, 0
+    slots = launch.schedule.slots
+    for tiles_done, (head, tile) in enumerate(items_of_program(launch, program)):
+        keys = keys_of(launch, tile)
+        for j in range(len(keys) + 1):
+            slot, phase = step % slots, step // slots & 1
+            yield machine.empty[slot], phase ^ 1
+            loads = [("K", keys[j])] if j < len(keys) else []
+            loads += [("V", keys[j - 1])] if j > 0 else []
+            machine.full[slot].expect(len(loads))
+            for kind, first_key in loads:
+                machine.copy((kind, slot), (head, first_key), machine.full[slot])
+            if j == 0:
+                for consumer in range(launch.schedule.consumers):
+                    yield machine.q_empty[consumer], tiles_done & 1 ^ 1
+                    machine.q_full[consumer].expect(1)
+                    machine.copy(("Q", consumer), (head, tile), machine.q_full[consumer])
+            step += 1
+
+
+def _consumer(machine: _Machine, program: int, consumer: int, done: list[tuple[int, int, int]]) -> Iterator[Wait]:
+    launch, step = machine.launch, 0
+    slots = launch.schedule.slots
+    for tiles_done, (head, tile) in enumerate(items_of_program(launch, program)):
+        keys = key_tiles(launch, tile)
+        for j in range(len(keys) + 1):
+            slot, phase = step % slots, step // slots & 1
+            yield machine.full[slot], phase
+            if j == 0:
+                yield machine.q_full[consumer], tiles_done & 1
+            operands: list[tuple[tuple[str, int], object]] = []
+            if j < len(keys) and not (j == 0 and launch.skips_first_key_tile(tile, consumer)):
+                operands += [(("Q", consumer), (head, tile)), (("K", slot), (head, keys[j]))]
+            if j > 0:
+                operands += [(("V", slot), (head, keys[j - 1]))]
+            for _ in range(2):  # what the products read lies there when they start and when they end
+                for place, expected in operands:
+                    machine.read(place, expected)
+                yield _Barrier(1), 1
+            machine.empty[slot].arrive()
+            step += 1
+            if j == len(keys) - 1:
+                machine.q_empty[consumer].arrive()
+        done.append((head, tile, consumer))
+
+
+def simulate(launch: Launch, program: int, rng: random.Random) -> list[tuple[int, int, int]]:
+    """Run one program, whoever can advance doing so at random; the (head, tile, consumer) that it computed.
+
+    ProtocolError when nobody can advance, a tile is read that is not the one wanted, or an arrival is one too many.
+    """
+    machine = _Machine(launch)
+    done: list[tuple[int, int, int]] = []
+    processes = [_copier(machine, program)]
+    processes += [_consumer(machine, program, consumer, done) for consumer in range(launch.schedule.consumers)]
+    waits: dict[Iterator[Wait], Wait | None] = {process: next(process, None) for process in processes}
+    while True:
+        able = [process for process, wait in waits.items() if wait is not None and wait[0].passes(wait[1])]
+        choices = len(able) + len(machine.copies)
+        if not choices:
+            break
+        choice = rng.randrange(choices)
+        if choice < len(able):
+            waits[able[choice]] = next(able[choice], None)
+        else:
+            machine.copies.pop(choice - len(able))()
+    if any(wait is not None for wait in waits.values()):
+        raise ProtocolError("everybody waits")
+    return done

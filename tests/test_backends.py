@@ -1,0 +1,339 @@
+"""Attention's back ends: which run on a machine, and which one a call takes, with what machines have replaced."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from cs336_systems import device
+from cs336_systems.attention import backends
+from cs336_systems.attention.backends import (
+    BACKENDS,
+    GLUON_PIECES,
+    INTERPRETER_HINT,
+    MAX_HOPPER_HEAD_DIM,
+    available_backends,
+    select_backend,
+)
+from cs336_systems.device import DeviceInfo
+from tests.test_device import cpu, gpu
+
+ALL_OK = dict.fromkeys(BACKENDS, "ok")
+NO_TRITON = ALL_OK | dict.fromkeys(("triton_first", "triton", "hopper"), "triton is not installed")
+
+# Which back ends run
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Makes this process look like a machine with these tools."""
+
+    def install(
+        *, tools: tuple[str, ...] = ("g++", "gcc"), triton: bool = True, interpreter: bool = False,
+        system: str = "linux", gluon: str | None = None,
+    ) -> None:  # fmt: skip
+        monkeypatch.setattr(backends, "_gluon_reason", lambda: gluon)
+        for variable in ("CC", "CXX", "TRITON_INTERPRET"):
+            monkeypatch.delenv(variable, raising=False)
+        real_find_spec = importlib.util.find_spec
+        monkeypatch.setattr(device.shutil, "which", lambda name: name if name in tools else None)
+        monkeypatch.setattr(
+            importlib.util,
+            "find_spec",
+            lambda name: (object() if triton else None) if name == "triton" else real_find_spec(name),
+        )
+        monkeypatch.setattr(sys, "platform", system)
+        monkeypatch.delitem(sys.modules, "triton.knobs", raising=False)
+        if interpreter:
+            monkeypatch.setenv("TRITON_INTERPRET", "1")
+
+    return install
+
+
+def test_a_full_gpu_machine_runs_everything(machine: Callable[..., None]) -> None:
+    machine(tools=("gcc",))  # the GPU's code needs no C++ compiler
+    assert available_backends(gpu()) == ALL_OK
+
+
+def test_a_full_cpu_machine_runs_all_but_the_kernels(machine: Callable[..., None]) -> None:
+    machine()
+    states = available_backends(cpu())
+    assert states["triton_first"] == states.pop("triton")
+    assert states.pop("triton_first") == (
+        "triton kernels need a CUDA device of compute capability 8.0 or higher, AMD EPYC is no NVIDIA GPU; "
+        "set TRITON_INTERPRET=1 before the first import of triton kernels to run them on the CPU interpreter"
+    )
+    needs_hopper = "hopper kernels need a GPU of compute capability 9.0 (H100, H200), AMD EPYC is no NVIDIA GPU"
+    assert states.pop("hopper") == needs_hopper
+    assert states == {"reference": "ok", "compiled": "ok", "tiled": "ok"}
+    machine(interpreter=True)
+    assert available_backends(cpu()) == ALL_OK | {"hopper": needs_hopper}
+
+
+def test_the_default_is_this_machine(machine: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+    machine()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert available_backends() == available_backends(device.get_device_info("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("setup", "info", "name", "reason"),
+    [
+        ({"tools": ()}, cpu(), "compiled", "no C++ compiler"),
+        ({"tools": ("gcc",)}, cpu(), "compiled", "no C++ compiler"),
+        ({"tools": ()}, gpu(), "compiled", "no C compiler, which triton needs to build its launchers"),
+        ({"tools": ()}, gpu(), "triton", "no C compiler, which triton needs to build its launchers"),
+        ({"triton": False}, gpu(), "compiled", "torch.compile needs triton on a GPU, and it is not installed"),
+        ({"triton": False}, gpu(), "triton", "triton is not installed"),
+        ({"triton": False, "interpreter": True}, cpu(), "triton", "triton is not installed"),
+        ({"system": "darwin"}, cpu(), "triton", "triton kernels run on Linux, and this is darwin"),
+        ({"system": "darwin"}, cpu(), "compiled", "no C++ compiler"),  # clang++ there, and only g++ is found
+        ({}, gpu("Tesla P100", (6, 0)), "compiled",
+         "torch.compile needs compute capability 7.0 or higher, Tesla P100 has 6.0"),
+        ({}, gpu("Tesla T4", (7, 5)), "triton",
+         "triton kernels need a CUDA device of compute capability 8.0 or higher, Tesla T4 has 7.5; "
+         + INTERPRETER_HINT),
+        ({}, gpu("AMD Instinct MI300X", None), "triton",
+         "triton kernels need a CUDA device of compute capability 8.0 or higher, AMD Instinct MI300X is no NVIDIA GPU; "
+         + INTERPRETER_HINT),
+        ({}, gpu("NVIDIA A100-SXM4-80GB", (8, 0)), "hopper",
+         "hopper kernels need a GPU of compute capability 9.0 (H100, H200), NVIDIA A100-SXM4-80GB has 8.0"),
+        ({}, gpu("NVIDIA B200", (10, 0)), "hopper",
+         "hopper kernels need a GPU of compute capability 9.0 (H100, H200), NVIDIA B200 has 10.0"),
+        ({"interpreter": True}, gpu(), "hopper", "hopper kernels have no interpreter; run without TRITON_INTERPRET"),
+        ({"triton": False}, gpu(), "hopper", "triton is not installed"),
+        ({"tools": ()}, gpu(), "hopper", "no C compiler, which triton needs to build its launchers"),
+        ({"gluon": "no Gluon"}, gpu(), "hopper", "no Gluon"),
+    ],
+)  # fmt: skip
+def test_reasons(machine: Callable[..., None], setup: dict[str, Any], info: DeviceInfo, name: str, reason: str) -> None:
+    machine(**setup)
+    states = available_backends(info)
+    assert states[name] == reason and states["reference"] == states["tiled"] == "ok"
+
+
+@pytest.fixture
+def triton_of(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """A triton of this version whose Gluon has these names; None: it has no Gluon."""
+
+    def install(version: str, names: tuple[str, ...] | None) -> None:
+        def import_module(name: str) -> SimpleNamespace:
+            if name == "triton":
+                return SimpleNamespace(__version__=version)
+            if names is None:
+                raise ModuleNotFoundError("No module named 'triton.experimental.gluon'")
+            return SimpleNamespace(**dict.fromkeys(names))
+
+        monkeypatch.setattr(backends.importlib, "import_module", import_module)
+
+    return install
+
+
+@pytest.mark.parametrize(
+    ("version", "names", "reason"),
+    [
+        ("3.6.0", GLUON_PIECES, None),
+        ("3.7.1+git0123", GLUON_PIECES, None),
+        ("3.5.1", GLUON_PIECES, "hopper kernels need triton 3.6 or later, this is 3.5.1"),
+        ("3.6.0", ("mbarrier", "tma"),
+         "the Gluon of triton 3.6.0 lacks fence_async_shared, warpgroup_mma, warpgroup_mma_wait"),
+        ("3.2.0", None, "this triton has no Gluon for Hopper (No module named 'triton.experimental.gluon')"),
+    ],
+)  # fmt: skip
+def test_gluon_is_looked_at_before_it_is_promised(
+    triton_of: Callable[..., None], version: str, names: tuple[str, ...] | None, reason: str | None
+) -> None:
+    triton_of(version, names)
+    assert backends._gluon_reason() == reason
+
+
+def test_the_installed_triton_has_what_the_hopper_kernels_import() -> None:
+    pytest.importorskip("triton")
+    assert backends._gluon_reason() is None
+
+
+def test_asking_loads_no_kernels() -> None:
+    """The interpreter may still be chosen afterwards."""
+    code = (
+        "import sys, torch; from cs336_systems.attention import backends;"
+        "from cs336_systems.device import get_device_info;"
+        "backends.available_backends(get_device_info('cpu')); print(backends.hopper_refusal(torch.zeros(4)));"
+        "print([name for name in sys.modules if name.startswith('cs336_systems.attention.') and "
+        "name.split('.')[2] in ('triton', 'hopper')])"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    assert result.stdout.splitlines() == ["hopper kernels run on CUDA devices, and the inputs are on cpu", "[]"]
+
+
+# Which back end is taken
+
+
+def select(**overrides: Any) -> tuple[str, str]:
+    fields: dict[str, Any] = {
+        "device_kind": "cuda", "compute_capability": (9, 0), "dtype": "bfloat16", "head_dim": 64, "batch_heads": 8,
+        "seqlen_q": 1024, "seqlen_k": 1024, "available": ALL_OK,
+    }  # fmt: skip
+    return select_backend(**(fields | overrides))
+
+
+CPU = {"device_kind": "cpu", "compute_capability": None, "dtype": "float32", "available": NO_TRITON}
+LONG = {"seqlen_q": 16384, "seqlen_k": 16384}
+
+
+@pytest.mark.parametrize(
+    ("inputs", "name", "reason"),
+    [
+        # hopper on its GPU
+        ({"batch_heads": 24}, "hopper", "ours at head_dim 64 from 512 tokens and 24576 queries in all heads on"),
+        ({"batch_heads": 48, "seqlen_q": 512, "seqlen_k": 512}, "hopper", "from 512 tokens and 24576 queries"),
+        ({"dtype": "float16", "head_dim": 128, "batch_heads": 24}, "hopper", "128 from 512 tokens and 24576 queries"),
+        # triton on CUDA
+        ({"seqlen_q": 511, "batch_heads": 64}, "triton", "triton serves bfloat16 with head_dim 64 on this GPU"),
+        ({"seqlen_k": 511, "batch_heads": 64, "dtype": "float16"}, "triton", "serves float16"),
+        ({"batch_heads": 23}, "triton", "triton serves"),
+        ({"head_dim": 128, "batch_heads": 23}, "triton", "triton serves"),
+        ({"dtype": "float32"}, "triton", "serves float32"),
+        ({"head_dim": 256}, "triton", "head_dim 256"),
+        ({"head_dim": 59}, "triton", "head_dim 59"),
+        ({"seqlen_q": 1, "seqlen_k": 131_072}, "triton", "triton serves"),
+        ({"seqlen_q": 0, "seqlen_k": 0}, "triton", "triton serves"),
+        ({"compute_capability": (8, 0)}, "triton", "triton serves"),
+        ({"compute_capability": (12, 0)} | LONG, "triton", "triton serves"),
+        # CUDA, but not for triton
+        ({"dtype": "float64"}, "reference", "triton takes float32, float16, bfloat16, not float64"),
+        ({"dtype": "float64"} | LONG, "tiled", "not float64"),
+        ({"head_dim": 257}, "reference", "triton takes a head_dim of at most 256, not 257"),
+        ({"head_dim": 512} | LONG, "tiled", "not 512"),
+        ({"available": NO_TRITON}, "reference", r"\(triton is not installed\)"),
+        ({"available": NO_TRITON} | LONG, "tiled", r"\(triton is not installed\)"),
+        ({"compute_capability": (7, 5), "dtype": "float16"}, "reference", "the inputs' GPU has 7.5"),
+        ({"compute_capability": None} | LONG, "tiled", "the inputs' GPU has unknown"),
+        # elsewhere
+        (CPU, "reference", "the inputs are on cpu.*takes 4.0 MiB, at most 64 MiB"),
+        (CPU | LONG, "tiled", "the inputs are on cpu.*takes 1024.0 MiB, more than 64 MiB"),
+        (CPU | {"available": ALL_OK}, "reference", "the inputs are on cpu"),  # the interpreter is for tests
+        (CPU | {"dtype": "bfloat16"}, "reference", "the inputs are on cpu"),
+        (CPU | {"device_kind": "mps"}, "reference", "the inputs are on mps"),
+        (CPU | {"seqlen_q": 0}, "reference", "takes 0.0 MiB"),
+        # the threshold, in bytes of one head's scores
+        (CPU | {"seqlen_q": 4096, "seqlen_k": 4096}, "reference", "takes 64.0 MiB, at most"),
+        (CPU | {"seqlen_q": 4096, "seqlen_k": 4097}, "tiled", "more than 64 MiB"),
+        (CPU | {"seqlen_q": 4096, "seqlen_k": 4096, "dtype": "float64"}, "tiled", "takes 128.0 MiB"),
+        (CPU | {"seqlen_q": 4096, "seqlen_k": 8192, "dtype": "float16"}, "reference", "takes 64.0 MiB, at most"),
+        (CPU | {"seqlen_q": 1, "seqlen_k": 10**6}, "reference", "at most"),
+        # by name
+        ({"requested": "reference"} | LONG, "reference", "reference was asked for"),
+        ({"requested": "compiled"}, "compiled", "compiled was asked for"),
+        ({"requested": "tiled", "dtype": "float64", "head_dim": 512}, "tiled", "tiled was asked for"),
+        ({"requested": "triton"}, "triton", "triton was asked for"),
+        (CPU | {"requested": "triton", "available": ALL_OK}, "triton", "triton was asked for"),
+        (CPU | {"requested": "triton", "available": ALL_OK, "dtype": "float16"}, "triton", "triton was asked for"),
+        ({"requested": "hopper"}, "hopper", "hopper was asked for"),
+        ({"requested": "hopper", "dtype": "float16", "head_dim": 1, "seqlen_q": 0}, "hopper", "hopper was asked for"),
+    ],
+)  # fmt: skip
+def test_select_backend(inputs: dict[str, Any], name: str, reason: str) -> None:
+    chosen, why = select(**inputs)
+    assert chosen == name
+    assert re.search(reason, why), why
+
+
+@pytest.mark.parametrize(
+    ("inputs", "message"),
+    [
+        ({"requested": "flash"},
+         "^backend must be one of auto, reference, compiled, tiled, triton_first, triton, hopper, got 'flash'$"),
+        ({"dtype": "int8"}, "^dtype must be one of float64, float32, float16, bfloat16, got 'int8'$"),
+        ({"requested": "triton", "available": NO_TRITON}, "^backend 'triton' cannot be used: triton is not installed$"),
+        ({"requested": "compiled", "available": ALL_OK | {"compiled": "no C++ compiler"}},
+         r"^backend 'compiled' cannot be used: no C\+\+ compiler$"),
+        ({"requested": "tiled", "available": {}},
+         "^backend 'tiled' cannot be used: it is not among the available back ends$"),
+        ({"requested": "triton", "dtype": "float64"},
+         "^backend 'triton' cannot be used: triton takes float32, float16, bfloat16, not float64$"),
+        ({"requested": "triton", "head_dim": 320},
+         "^backend 'triton' cannot be used: triton takes a head_dim of at most 256, not 320$"),
+        ({"requested": "triton", "compute_capability": (7, 0)},
+         "^backend 'triton' cannot be used: triton needs compute capability 8.0 or higher, .* has 7.0$"),
+        (CPU | {"requested": "triton", "available": ALL_OK, "dtype": "bfloat16"},
+         "^backend 'triton' cannot be used: Triton's CPU interpreter computes wrong bfloat16 products; use float32"),
+        (CPU | {"requested": "triton", "available": ALL_OK | {"triton": INTERPRETER_HINT}},
+         "^backend 'triton' cannot be used: set TRITON_INTERPRET=1 before"),
+        ({"requested": "hopper", "available": ALL_OK | {"hopper": "no Gluon"}},
+         "^backend 'hopper' cannot be used: no Gluon$"),
+        ({"requested": "hopper", "dtype": "float32"},
+         "^backend 'hopper' cannot be used: hopper takes float16 and bfloat16, not float32$"),
+        ({"requested": "hopper", "head_dim": 129},
+         f"^backend 'hopper' cannot .*: hopper takes a head_dim of at most {MAX_HOPPER_HEAD_DIM}, not 129$"),
+        ({"requested": "hopper", "compute_capability": (10, 0)},
+         "^backend 'hopper' cannot be used: hopper needs compute capability 9.0, and the inputs' GPU has 10.0$"),
+        ({"requested": "hopper", "compute_capability": None}, "9.0, and the inputs' GPU has unknown$"),
+        (CPU | {"requested": "hopper", "available": ALL_OK},
+         "^backend 'hopper' cannot be used: hopper kernels run on CUDA devices, and the inputs are on cpu$"),
+        ({"requested": "triton_first", "layout": "packed"},
+         "^backend 'triton_first' cannot be used: the first kernel takes neither block masks nor packed documents"),
+        ({"requested": "hopper", "layout": "block_mask"},
+         "^backend 'hopper' cannot be used: hopper kernels walk no lists of tiles; backend 'triton' runs a block mask"),
+        ({"requested": "hopper", "layout": "packed"},
+         "^backend 'hopper' cannot be used: hopper kernels take no packed documents; backend 'triton' does$"),
+    ],
+)  # fmt: skip
+def test_select_backend_refuses_with_the_reason(inputs: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        select(**inputs)
+
+
+# Where auto takes the Hopper kernels: a table, here one of the test's own
+
+
+@pytest.mark.parametrize(
+    ("inputs", "name"),
+    [
+        ({"head_dim": 64}, "hopper"),
+        ({"head_dim": 64, "dtype": "float16"}, "hopper"),
+        ({"head_dim": 64, "seqlen_q": 1023}, "triton"),
+        ({"head_dim": 64, "seqlen_k": 1023}, "triton"),
+        ({"head_dim": 128}, "triton"),  # from 4096 tokens on
+        ({"head_dim": 128, **LONG}, "hopper"),
+        ({"head_dim": 128, "batch_heads": 3, **LONG}, "triton"),
+        ({"head_dim": 80, **LONG}, "triton"),  # not in the table
+        ({"head_dim": 64, "dtype": "float32"}, "triton"),
+        ({"head_dim": 64, "compute_capability": (8, 0)}, "triton"),
+        ({"head_dim": 64, "available": ALL_OK | {"hopper": "no Gluon"}}, "triton"),
+        ({"head_dim": 64, "layout": "block_mask"}, "triton"),
+        ({"head_dim": 64, "layout": "packed"}, "triton"),
+        ({"head_dim": 64, "requested": "triton"}, "triton"),
+        (CPU | {"head_dim": 64, "available": ALL_OK}, "reference"),
+    ],
+)
+def test_auto_takes_hopper_where_the_table_says_so(
+    monkeypatch: pytest.MonkeyPatch, inputs: dict[str, Any], name: str
+) -> None:
+    monkeypatch.setattr(backends, "HOPPER_WHERE_FASTEST", {64: (1024, 0), 128: (4096, 65536)})
+    chosen, why = select(**inputs)
+    assert chosen == name
+    if name == "hopper":
+        limits = "64 from 1024 tokens|128 from 4096 tokens and 65536 queries in all heads"
+        assert re.fullmatch(rf"hopper is the fastest of ours at head_dim ({limits}) on", why)
+
+
+def test_the_hopper_refusal_can_be_traced() -> None:
+    """The capability reaches a compiled function as a constant; PyTorch 2.11 cannot compare such tuples by !=."""
+
+    @torch.compiler.assume_constant_result
+    def capability() -> tuple[int, int]:
+        return 9, 0
+
+    def double(x: torch.Tensor) -> torch.Tensor:
+        return x * 2 if backends._hopper_refusal("cuda", capability(), "bfloat16", 64, "dense") is None else x
+
+    compiled = torch.compile(double, fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(torch.ones(2)), torch.full((2,), 2.0))

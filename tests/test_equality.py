@@ -1,0 +1,588 @@
+"""Every kind of module × wrapper × use either trains as one process does, or is refused by a named reason.
+
+    pytest tests/test_equality.py                        # a twentieth of all cases, drawn by their names
+    pytest tests/test_equality.py -m slow                # all of them
+    python -m tests.test_equality fsdp "tied*" "*"       # some, with what went wrong
+
+One process trains on the whole batch, two ranks train on halves, in float64: losses of each step and parameters after
+three steps of SGD with momentum must agree within 1e-9. A refusal is a ValueError, TypeError or RuntimeError that this
+package raises, and stands in REFUSED: any other one fails, and so does an entry that nothing needs.
+"""
+
+from __future__ import annotations
+
+import sys
+import traceback
+import zlib
+from collections import Counter
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+from functools import cache
+from pathlib import Path
+from re import search
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
+
+import cs336_systems
+from cs336_systems.distributed.ddp_bucketed import BucketedDDP
+from cs336_systems.distributed.ddp_flat import FlatDDP
+from cs336_systems.distributed.ddp_naive import NaiveDDP
+from cs336_systems.distributed.ddp_overlap import OverlapDDP
+from cs336_systems.distributed.fsdp import FSDP
+from cs336_systems.distributed.launch import run_ranks
+from cs336_systems.distributed.sharded_optimizer import ShardedOptimizer
+from cs336_systems.distributed.zero1 import Zero1Optimizer
+from tests.module_kinds import KINDS, Kind, double
+
+UNUSED_PARAMETERS = [KINDS["unused layer"], KINDS["alternating branches"]]  # in a step
+COVERS = ("cs336_systems/distributed", "tests/module_kinds.py")
+RANKS, SAMPLES, STEPS = 2, 4, 3
+SAMPLED = 20  # one case in so many is no slow test
+OURS = str(Path(cs336_systems.__file__).parent)
+
+DDP = "naive|flat|overlap|bucketed|sharded-optimizer"
+TWICE = r"arrived twice in a step|a second backward before step\(\)"
+# (wrappers, kinds, uses, what the refusal says): patterns of names, of which the first that fits counts; "" is served.
+REFUSED: list[tuple[str, str, str, str]] = [
+    ("*", "sparse embedding", "frozen parameter", ""),
+    ("*", "sparse embedding", "*", "gradients must be dense, got torch.sparse_coo"),
+    (DDP, "max norm", "*", r"module '(inner\.)?0' has max_norm"),
+    ("fsdp, *", "max norm", "*", r"parameter '(inner\.)?0\.weight' must not be changed in a forward, as max_norm does"),
+    ("fsdp, *", "gradient hook", "*", r"parameter '(inner\.)?0\.weight' must have no gradient hooks"),
+    # A weight that reentrant checkpoints reach more than once has its gradient more than once.
+    ("overlap|bucketed|zero1", "reentrantly checkpointed shared block", "input gradients", ""),
+    ("overlap|bucketed|zero1", "reentrantly checkpointed shared block", "*", TWICE),
+    ("overlap|bucketed|zero1", "*checkpointed reentrantly*", "two forwards, one backward", TWICE),
+    ("overlap|bucketed|zero1", "reentrantly checkpointed*", "two forwards, one backward", TWICE),
+    ("zero1", "parameter dict|linear without bias|own matrix|complex", "parameters in a later group", ""),  # have one
+    ("zero1", "*", "parameters in a later group", r"Zero1Optimizer cannot add a group"),
+    ("zero1", "*", "gradient scaler", "Zero1Optimizer needs LossScaler"),
+]
+# Not compared: (wrappers, kinds, uses).
+LEFT_OUT: list[tuple[str, str, str]] = [
+    ("zero1", "max norm", "*"),  # it sees parameters, not the modules that rescale them by their batch
+    ("zero1", "alternating branches", "*"),  # its momentum goes on in steps that do not use a parameter, as it says
+]
+
+
+# One side of the comparison
+
+
+@dataclass
+class Side:
+    """A model in training: alone with whole batches, or wrapped with this rank's part of each."""
+
+    module: nn.Module  # the raw one, for modes and for what the uses set
+    model: Callable[..., Any]
+    make_optimizer: Callable[[list[nn.Parameter]], Any]
+    parameters: Callable[[], list[nn.Parameter]]
+    load: Callable[[dict[str, Tensor]], Any]
+    full: Callable[[], dict[str, Tensor]]
+    kind: Kind
+    rank: int | None  # None: alone
+    finish: Callable[[], None] = lambda: None
+    no_sync: Callable[[], AbstractContextManager[Any]] = nullcontext
+    clip: Callable[[float], Tensor] | None = None
+    optimizer: Any = None
+    losses: list[Tensor] = field(default_factory=list)
+
+    def inputs(self, batch: int) -> tuple[Tensor, ...]:
+        generator = torch.Generator().manual_seed(100 + batch)
+        whole = self.kind.inputs(generator, SAMPLES)
+        return whole if self.rank is None else tuple(one.chunk(RANKS)[self.rank] for one in whole)
+
+    def loss(self, batch: int, *more: Any) -> Tensor:
+        return mean_loss(self.model(*self.inputs(batch), *more))
+
+    def backward(self, loss: Tensor, **options: Any) -> None:
+        self.losses.append(loss.detach())
+        loss.backward(**options)
+
+    def update(self) -> None:
+        self.finish()
+        self.optimizer.step()
+
+    def steps(self) -> Any:
+        """The numbers of the steps, each with gradients reset."""
+        for step in range(STEPS):
+            for inner in self.module.modules():
+                if hasattr(inner, "step"):
+                    inner.step = step  # type: ignore[assignment]
+            self.optimizer.zero_grad()
+            yield step
+
+
+def mean_loss(output: Any) -> Tensor:
+    """A mean over samples, of every tensor that a model returns."""
+    return sum((one.square() + one.sin()).mean() for one in tree_leaves(output))  # type: ignore[return-value]
+
+
+# Uses: what scripts do with a model. Some change it before it is wrapped.
+
+
+@dataclass(frozen=True)
+class Use:
+    train: Callable[[Side], None]
+    prepare: Callable[[nn.Module], nn.Module] = lambda module: module
+    first_group: Callable[[list[nn.Parameter]], list[nn.Parameter]] = lambda parameters: parameters
+    tolerance: float = 1e-9  # relative
+
+
+def plain(side: Side) -> None:
+    for step in side.steps():
+        side.backward(side.loss(step))
+        side.update()
+
+
+def accumulate(side: Side) -> None:
+    for step in side.steps():
+        with side.no_sync():
+            side.backward(side.loss(10 * step))
+            side.backward(side.loss(10 * step + 1))
+        side.backward(side.loss(10 * step + 2))
+        side.update()
+
+
+def two_forwards_one_backward(side: Side) -> None:
+    for step in side.steps():
+        side.backward(side.loss(step) + side.loss(step + 10))
+        side.update()
+
+
+def forward_without_backward(side: Side) -> None:
+    """In training mode, with gradients on: a metric, or a bad batch that is skipped."""
+    for step in side.steps():
+        side.losses.append(side.loss(step + 20).detach())
+        side.backward(side.loss(step))
+        side.losses.append(side.loss(step + 30).detach())  # what it gathers is old after the update
+        side.update()
+        side.losses.append(side.loss(step + 10).detach())
+
+
+def evaluate_between(side: Side) -> None:
+    for step in side.steps():
+        side.backward(side.loss(step))
+        side.update()
+        side.module.eval()
+        with torch.no_grad():
+            side.losses.append(side.loss(step + 10))
+        with torch.inference_mode():
+            side.losses.append(side.loss(step + 10).clone())
+        side.module.train()
+
+
+def evaluate_before_finishing(side: Side) -> None:
+    for step in side.steps():
+        side.backward(side.loss(step))
+        with torch.no_grad():
+            side.losses.append(side.loss(step + 10))
+        side.update()
+
+
+def clip(side: Side) -> None:
+    for step in side.steps():
+        side.backward(side.loss(step))
+        side.finish()
+        if side.clip is None:
+            side.losses.append(nn.utils.clip_grad_norm_(side.parameters(), 0.01, foreach=False))
+        else:
+            side.losses.append(side.clip(0.01))
+        side.optimizer.step()
+
+
+def scale(side: Side) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    for step in side.steps():
+        side.backward(scaler.scale(side.loss(step)))
+        side.finish()
+        scaler.step(side.optimizer)
+        scaler.update()
+
+
+def load(side: Side) -> None:
+    """Other weights, after the optimizer was made and after a step."""
+    for step in side.steps():
+        if step < 2:
+            side.load({name: value * (0.5 + step) for name, value in INITIAL[side.kind].items()})
+        side.backward(side.loss(step))
+        side.update()
+
+
+def change_rate(side: Side) -> None:
+    for step in side.steps():
+        for group in side.optimizer.param_groups:
+            group["lr"] = 0.1 / (1 + step)
+        side.backward(side.loss(step))
+        side.update()
+
+
+def add_group(side: Side) -> None:
+    parameters = side.parameters()
+    for step in side.steps():
+        if step == 1 and len(parameters) > 1:
+            side.optimizer.add_param_group({"params": parameters[1:], "lr": 0.05})
+        side.backward(side.loss(step))
+        side.update()
+
+
+def keep_zeros(side: Side) -> None:
+    for step in side.steps():
+        side.optimizer.zero_grad(set_to_none=False)
+        side.backward(side.loss(step))
+        side.update()
+
+
+def backward_twice(side: Side) -> None:
+    for step in side.steps():
+        loss = side.loss(step)
+        with side.no_sync():
+            side.backward(loss, retain_graph=True)
+        side.backward(loss)
+        side.update()
+
+
+def change_output_in_place(side: Side) -> None:
+    for step in side.steps():
+        output = side.model(*side.inputs(step))
+        for one in tree_leaves(output):
+            one /= 2
+        side.backward(mean_loss(output))
+        side.update()
+
+
+def fill_a_list(side: Side) -> None:
+    for step in side.steps():
+        losses: list[Tensor] = []
+        loss = side.loss(step, losses)
+        side.backward(loss + sum(losses))
+        side.update()
+
+
+def take_input_gradients(side: Side) -> None:
+    """Of a forward between steps: no parameter's gradient is wanted."""
+    for step in side.steps():
+        inputs = [one.requires_grad_(one.is_floating_point()) for one in side.inputs(step + 10)]
+        wanted = [one for one in inputs if one.requires_grad]
+        if wanted:
+            torch.autograd.grad(mean_loss(side.model(*inputs)), wanted)
+        side.backward(side.loss(step))
+        side.update()
+
+
+def raise_in_a_forward(side: Side) -> None:
+    for step in side.steps():
+        last = list(side.module.modules())[-1]
+        handle = last.register_forward_hook(_raise)
+        with suppress(ArithmeticError):
+            side.loss(step + 10)
+        handle.remove()
+        side.backward(side.loss(step))
+        side.update()
+
+
+def _raise(*_: Any) -> None:
+    raise ArithmeticError("planted")
+
+
+class Checkpointed(nn.Module):
+    """The whole model behind one checkpoint, with an input that makes a reentrant one differentiable."""
+
+    def __init__(self, inner: nn.Module, use_reentrant: bool) -> None:
+        super().__init__()
+        self.inner, self.use_reentrant = inner, use_reentrant
+
+    def forward(self, *inputs: Tensor) -> Any:
+        handle = torch.zeros((), requires_grad=True)
+        return checkpoint(lambda _, *args: self.inner(*args), handle, *inputs, use_reentrant=self.use_reentrant)
+
+
+class Auxiliary(nn.Module):
+    """Adds a loss of its own to the list that it is given."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, *inputs: Any) -> Any:
+        output = self.inner(*inputs[:-1])
+        inputs[-1].append(sum(one.square().mean() for one in tree_leaves(output)))
+        return output
+
+
+def freeze_first(module: nn.Module) -> nn.Module:
+    trainable = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    for parameter in trainable[:-1][:1]:
+        parameter.requires_grad_(False)
+    return module
+
+
+USES: dict[str, Use] = {
+    "plain": Use(plain),
+    "accumulation": Use(accumulate),
+    "two forwards, one backward": Use(two_forwards_one_backward),
+    "forward without backward": Use(forward_without_backward),
+    "evaluation between": Use(evaluate_between),
+    "evaluation before finishing": Use(evaluate_before_finishing),
+    "checkpointed": Use(plain, lambda module: Checkpointed(module, use_reentrant=False)),
+    "checkpointed reentrantly": Use(plain, lambda module: Checkpointed(module, use_reentrant=True)),
+    "checkpointed, accumulation": Use(accumulate, lambda module: Checkpointed(module, use_reentrant=False)),
+    "clipping": Use(clip, tolerance=1e-6),  # sharded norms are float32
+    "gradient scaler": Use(scale),
+    "load_state_dict": Use(load),
+    "learning rate": Use(change_rate),
+    "parameters in a later group": Use(add_group, first_group=lambda parameters: parameters[:1]),
+    "zeros kept": Use(keep_zeros),
+    "frozen parameter": Use(plain, freeze_first),
+    "backward twice": Use(backward_twice),
+    "output in place": Use(change_output_in_place),
+    "list argument": Use(fill_a_list, Auxiliary),
+    "input gradients": Use(take_input_gradients),
+    "forward that raises": Use(raise_in_a_forward),
+}
+INITIAL: dict[Kind, dict[str, Tensor]] = {}  # the parameters that `load` starts from
+
+
+# Wrappers
+
+
+def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+def alone(module: nn.Module, kind: Kind) -> Side:
+    def parameters() -> list[nn.Parameter]:
+        return list(module.parameters())
+
+    def full() -> dict[str, Tensor]:
+        return {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
+
+    def load(state: dict[str, Tensor]) -> None:
+        module.load_state_dict(state, strict=False)  # without buffers, and a tied weight by one of its names
+
+    return Side(module, module, sgd, parameters, load, full, kind, None)
+
+
+def data_parallel(module: nn.Module, kind: Kind, wrap: Any, make_optimizer: Any = sgd) -> Side:
+    side = alone(module, kind)
+    side.model = wrap(module, find_unused_parameters=kind in UNUSED_PARAMETERS)
+    side.rank, side.make_optimizer = dist.get_rank(), make_optimizer
+    side.finish, side.no_sync = side.model.finish_gradient_synchronization, side.model.no_sync
+    return side
+
+
+def sharded_optimizer(module: nn.Module, kind: Kind) -> Side:
+    def make(parameters: list[nn.Parameter]) -> ShardedOptimizer:
+        return ShardedOptimizer(parameters, torch.optim.SGD, lr=0.1, momentum=0.9)
+
+    return data_parallel(module, kind, NaiveDDP, make)
+
+
+def zero1(module: nn.Module, kind: Kind) -> Side:
+    side = alone(module, kind)
+
+    def make(parameters: list[nn.Parameter]) -> Zero1Optimizer:
+        for buffer in module.buffers():
+            dist.broadcast(buffer, 0)  # it sees parameters only
+        optimizer = Zero1Optimizer(parameters, torch.optim.SGD, bucket_size_mb=2e-4, lr=0.1, momentum=0.9)
+        side.finish, side.no_sync = optimizer.finish_gradient_synchronization, optimizer.no_sync
+        side.clip = optimizer.clip_grad_norm_
+        return optimizer
+
+    side.rank, side.make_optimizer = dist.get_rank(), make
+    return side
+
+
+def fsdp(module: nn.Module, kind: Kind, granularity: Any) -> Side:
+    model = FSDP(module, granularity=granularity)
+
+    def full() -> dict[str, Tensor]:
+        return {name: value.clone() for name, value in model.gather_full_params().items()}
+
+    side = alone(module, kind)
+    side.model, side.rank, side.parameters, side.full = model, dist.get_rank(), lambda: list(model.parameters()), full
+    side.load, side.clip = model.load_full_params, model.clip_grad_norm_
+    side.finish, side.no_sync = model.finish_gradient_synchronization, model.no_sync
+    return side
+
+
+WRAPPERS: dict[str, Callable[[nn.Module, Kind], Side]] = {
+    "naive": lambda module, kind: data_parallel(module, kind, NaiveDDP),
+    "flat": lambda module, kind: data_parallel(module, kind, FlatDDP),
+    "overlap": lambda module, kind: data_parallel(module, kind, OverlapDDP),
+    "bucketed": lambda module, kind: data_parallel(module, kind, lambda module, **o: BucketedDDP(module, 2e-4, **o)),
+    "sharded-optimizer": sharded_optimizer,
+    "zero1": zero1,
+    "fsdp, blocks": lambda module, kind: fsdp(module, kind, "block"),
+    "fsdp, layers": lambda module, kind: fsdp(module, kind, "layer"),
+}
+
+
+# A case: what all ranks agree on
+
+
+@dataclass(frozen=True)
+class Outcome:
+    wrapper: str
+    kind: str
+    use: str
+    refusal: str = ""
+    failure: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.wrapper} × {self.kind} × {self.use}"
+
+
+def train(name: str, use: Use, wrapper: str | None) -> tuple[dict[str, Tensor], list[Tensor]]:
+    """The parameters, whole, after training, and the losses (of this rank's part)."""
+    kind = KINDS[name]
+    torch.manual_seed(0 if wrapper is None else dist.get_rank())  # rank 0's values are to reach all
+    module = use.prepare(double(kind.build()))
+    if wrapper is None:
+        INITIAL[kind] = {key: value.detach().clone() for key, value in module.named_parameters()}
+    side = alone(module, kind) if wrapper is None else WRAPPERS[wrapper](module, kind)
+    side.optimizer = side.make_optimizer(use.first_group(side.parameters()))
+    use.train(side)
+    return side.full(), side.losses
+
+
+@cache
+def expected(name: str, use: str) -> tuple[dict[str, Tensor], list[Tensor]] | str:
+    """What one process makes of a case, or why it cannot."""
+    try:
+        return train(name, USES[use], None)
+    except (RuntimeError, TypeError) as error:
+        return str(error)
+
+
+def attempt(wrapper: str, name: str, use: str) -> Outcome:
+    one_process = expected(name, use)
+    assert not isinstance(one_process, str)
+    try:
+        found, losses = train(name, USES[use], wrapper)
+    except (ValueError, TypeError, RuntimeError, LookupError, AttributeError, AssertionError) as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        if frames[-1].filename.startswith(OURS) and isinstance(error, ValueError | TypeError | RuntimeError):
+            return Outcome(wrapper, name, use, refusal=str(error))
+        return Outcome(wrapper, name, use, failure="".join(traceback.format_exception(error)))
+    parameters, whole_losses = one_process
+    tolerance = {"rtol": USES[use].tolerance, "atol": USES[use].tolerance / 10}
+    mean = torch.stack(losses)
+    dist.all_reduce(mean)
+    try:
+        assert found.keys() == parameters.keys()
+        for key, value in parameters.items():
+            torch.testing.assert_close(found[key], value, **tolerance, msg=lambda text, key=key: f"{key}: {text}")
+        torch.testing.assert_close(mean / RANKS, torch.stack(whole_losses), **tolerance)
+    except AssertionError as error:
+        return Outcome(wrapper, name, use, failure=str(error))
+    return Outcome(wrapper, name, use)
+
+
+Case = tuple[str, str, str]
+
+
+def make(rank: int, num_ranks: int, cases: list[Case], verbose: bool = False) -> list[Outcome]:
+    torch.set_num_threads(1)
+    outcomes = []
+    for wrapper, name, use in cases:
+        if isinstance(expected(name, use), str):  # one process cannot do it
+            continue
+        if verbose and rank == 0:
+            print(f"{wrapper} × {name} × {use}", file=sys.stderr, flush=True)
+        outcome = attempt(wrapper, name, use)
+        everyone: list[Any] = [None] * num_ranks
+        try:
+            dist.all_gather_object(everyone, outcome)
+        except RuntimeError as error:
+            raise AssertionError(f"{outcome}: ranks parted; this one: {outcome.refusal or outcome.failure}") from error
+        failures = [f"rank {place}: {one.failure}" for place, one in enumerate(everyone) if one.failure]
+        if not failures and len({bool(one.refusal) for one in everyone}) > 1:
+            failures = [f"refused by a rank alone: {everyone}"]
+        outcomes.append(replace(outcome, failure="\n".join(failures)))
+    return outcomes
+
+
+# Judgement
+
+
+def expected_refusal(outcome: Outcome) -> str:
+    """What REFUSED says of a case; "" if it is to be served."""
+    names = (outcome.wrapper, outcome.kind, outcome.use)
+    return next((message for *patterns, message in REFUSED if all(map(fits, names, patterns))), "")
+
+
+def fits(name: str, patterns: str) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns.split("|"))
+
+
+def judge(outcomes: list[Outcome]) -> list[str]:
+    """What is wrong, a text a case."""
+    wrong = []
+    for outcome in outcomes:
+        message = expected_refusal(outcome)
+        if outcome.failure:
+            wrong.append(f"{outcome}: {outcome.failure}")
+        elif outcome.refusal and not (message and search(message, outcome.refusal)):
+            wrong.append(f"{outcome}: refused: {outcome.refusal}")
+        elif message and not outcome.refusal:
+            wrong.append(f"{outcome}: equals one process, though REFUSED has it")
+    return wrong
+
+
+def all_cases(wrapper: str) -> list[Case]:
+    cases = [(wrapper, kind, use) for kind in KINDS for use in USES]
+    return [case for case in cases if not any(all(map(fits, case, patterns)) for patterns in LEFT_OUT)]
+
+
+def sampled(cases: list[Case]) -> list[Case]:
+    return [case for case in cases if zlib.crc32("/".join(case).encode()) % SAMPLED == 0]
+
+
+def check(cases: list[Case], at_least: int) -> None:
+    outcomes = run_ranks(make, RANKS, cases, timeout_s=60)[0]
+    assert len(outcomes) >= at_least, "cases that one process can make"
+    wrong = judge(outcomes)
+    assert not wrong, f"{len(wrong)} of {len(outcomes)} cases:\n" + "\n\n".join(wrong)
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_a_wrapper_trains_as_one_process(wrapper):
+    check(sampled(all_cases(wrapper)), at_least=45)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_every_kind_in_every_use(wrapper):
+    check(all_cases(wrapper), at_least=1200)
+
+
+def test_wrong_outcomes_are_told():
+    """So that the comparison can fail: differences, refusals that nobody expects, expected ones that do not come."""
+    assert judge([Outcome("naive", "linear", "plain")]) == []
+    assert judge([Outcome("naive", "linear", "plain", failure="differs")]) == ["naive × linear × plain: differs"]
+    assert judge([Outcome("naive", "linear", "plain", refusal="no")]) == ["naive × linear × plain: refused: no"]
+    assert "REFUSED has it" in judge([Outcome("zero1", "linear", "parameters in a later group")])[0]
+
+
+def main() -> None:
+    wrappers, kinds, uses = (sys.argv[1:] + ["*"] * 3)[:3]
+    cases = [
+        case for wrapper in WRAPPERS for case in all_cases(wrapper) if all(map(fits, case, (wrappers, kinds, uses)))
+    ]
+    outcomes = run_ranks(make, RANKS, cases, "-v" in sys.argv, timeout_s=30)[0]
+    for text in judge(outcomes):
+        lines = text.strip().splitlines()
+        print("\n".join(lines if "-l" in sys.argv else [f"{lines[0]} ... {lines[-1]}"]))
+    print(len(outcomes), "cases,", Counter("refused" if one.refusal else "equal" for one in outcomes))
+
+
+if __name__ == "__main__":
+    main()

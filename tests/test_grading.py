@@ -1,0 +1,212 @@
+"""The grade itself: solutions whose score is known, what a failure costs, and the command."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from cs336_systems.cli import app
+from cs336_systems.grading.checks import CHECKS
+from cs336_systems.grading.grade import Grade, Grader, Result, checks_of, chosen_problems, grade
+from cs336_systems.grading.problems import PROBLEMS, problems_of
+
+ROOT = Path(__file__).resolve().parent.parent
+SOLUTIONS = ROOT / "tests/solutions"
+GRADED = problems_of(answer="graded")
+
+# The problem that each wrong solution gets wrong, and the check that says so first; the rest is minimal.py's.
+WRONG = {
+    "causal_off_by_one": {
+        "flash_forward": "pytorch_causal_output: O is wrong by",
+        "flash_backward": "pytorch_causal_gradients: dQ is wrong by",
+    },
+    "base_two_lse": {"flash_forward": "pytorch_saves_one_log_sum_exp: the saved log-sum-exp is wrong by"},
+    "saves_probabilities": {"flash_backward": "pytorch_saves_no_matrix_of_scores: a tensor of shape (1, 256, 256) is"},
+    "ddp_sums": {"ddp_overlap_individual_parameters": "equals_one_process: "},
+    "ddp_after_backward": {"ddp_overlap_individual_parameters": "overlaps_the_backward: none of 8 messages is sent"},
+    "ddp_aborts": {"ddp_overlap_individual_parameters": "equals_one_process: the process died (SIGABRT)"},
+    "bucket_ignored": {"ddp_overlap_bucketed": "sends_fewer_messages_than_gradients: 8 gradients of 0.04 MB with"},
+    "one_bucket": {"ddp_overlap_bucketed": "overlaps_the_backward_bucket_by_bucket: none of 1 buckets is sent"},
+    "optimizer_unsharded": {
+        "optimizer_state_sharding": "shards_the_state: the ranks keep 100%, 100% of AdamW's state: it is not sharded"
+    },
+    "optimizer_forgets_to_send": {"optimizer_state_sharding": "equals_the_unsharded_optimizer: "},
+    "fsdp_never_frees": {"fsdp": "frees_gathered_weights: in the forward "},
+    "fsdp_keeps_views": {"fsdp": "frees_gathered_weights: in the forward "},
+    "fsdp_replicates": {"fsdp": "shards_the_weights: embedding.weight holds 100% of its elements after wrapping"},
+    "fsdp_ignores_dtype": {"fsdp": "equals_one_process_in_float16: a Linear layer computes in torch.float32"},
+}
+POINTS = {
+    "causal_off_by_one": 43, "base_two_lse": 48, "saves_probabilities": 58, "ddp_sums": 58, "ddp_after_backward": 58,
+    "ddp_aborts": 58, "bucket_ignored": 55, "one_bucket": 55, "optimizer_unsharded": 48,
+    "optimizer_forgets_to_send": 48, "fsdp_never_frees": 48, "fsdp_keeps_views": 48, "fsdp_replicates": 48,
+    "fsdp_ignores_dtype": 48,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def grader() -> Iterator[Grader]:
+    """One process that has imported PyTorch, for all solutions here."""
+    with Grader() as grader:
+        yield grader
+
+
+@pytest.fixture(scope="module")
+def minimal(grader: Grader) -> Grade:
+    return graded(grader, "minimal", list(CHECKS))
+
+
+def graded(grader: Grader, solution: str, checks: list[str], known: Grade | None = None) -> Grade:
+    """The grade of a solution of which `checks` run, a problem's up to the first failure; the rest ends as `known`."""
+    found = Grade(GRADED, [], dict(known.results) if known is not None else {})
+    failed: set[str] = set()
+    for name in checks:
+        if known is None or CHECKS[name].problem not in failed:
+            found.results[name] = grader.run(CHECKS[name], SOLUTIONS / f"{solution}.py")
+            failed |= {CHECKS[name].problem} if found.results[name].status == "failed" else set()
+    return found
+
+
+def test_the_empty_solution_earns_nothing(grader: Grader):
+    found = graded(grader, "empty", list(CHECKS))
+    assert found.points == 0 and {result.status for result in found.results.values()} == {"failed"}
+    assert "get_fsdp is not implemented" in "\n".join(found.lines())
+    assert found.lines()[-1] == "total: 0 of 63 points"
+
+
+def test_a_minimal_correct_solution_earns_everything(minimal: Grade):
+    assert minimal.lines()[-1] == "total: 63 of 63 points", "\n".join(minimal.lines())
+    assert [sum(p.points for p in chosen_problems(edition=edition)) for edition in (2025, 2026)] == [48, 55]
+
+
+@pytest.mark.parametrize("solution", WRONG)
+def test_a_wrong_solution_loses_what_it_gets_wrong(solution: str, grader: Grader, minimal: Grade):
+    checks = [check.id for problem in WRONG[solution] for check in checks_of(problem, beyond=False)]
+    found = graded(grader, solution, checks, minimal)
+    for problem, message in WRONG[solution].items():
+        failure = found.first_failure(PROBLEMS[problem])
+        assert failure is not None and f"{failure.check.name}: {failure.message}".startswith(message)
+        assert "\n" not in failure.message
+    assert found.points == POINTS[solution]
+
+
+def test_every_solution_has_a_score():
+    names = {path.stem for path in SOLUTIONS.glob("*.py")}
+    assert names == {"empty", "minimal", *WRONG} and WRONG.keys() == POINTS.keys()
+
+
+def solution(folder: Path, *lines: str) -> Path:
+    path = folder / "adapters.py"
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+BROADCASTS = CHECKS["ddp_overlap_individual_parameters.broadcasts_the_parameters"]
+
+
+def test_what_hangs_ends_at_the_time_limit(tmp_path: Path):
+    path = solution(tmp_path, "import time", "def get_ddp(module):", "    time.sleep(60)")
+    started = time.monotonic()
+    with Grader(time_limit_s=1.0) as grader:
+        result = grader.run(BROADCASTS, path)
+    assert result.status == "failed" and result.message == "has not ended after 1 s"
+    assert time.monotonic() - started < 50
+
+
+def test_a_file_that_cannot_be_loaded_says_why_in_one_line(tmp_path: Path, grader: Grader):
+    result = grader.run(BROADCASTS, solution(tmp_path, "import no_such_package"))
+    assert result.message == "ModuleNotFoundError: No module named 'no_such_package' (adapters.py:1)"
+    result = grader.run(BROADCASTS, solution(tmp_path, "def get_ddp(module):", "    return module.nothing"))
+    assert "has no attribute 'nothing' (adapters.py:2)" in result.message
+    assert "Traceback" in result.detail
+    result = grader.run(BROADCASTS, solution(tmp_path, ""))
+    assert result.message == "get_ddp is missing"
+
+
+def test_the_code_under_test_may_be_a_package_of_the_same_name(tmp_path: Path, grader: Grader):
+    """The course's repository keeps the students' code in a folder `cs336_systems`, and its layers in another."""
+    (tmp_path / "pyproject.toml").write_text("")
+    for name, text in {
+        "cs336_systems/__init__.py": "import importlib.metadata\nimportlib.metadata.version('cs336_systems')\n",
+        "cs336_systems/wrapping.py": "from minimal import DDP\nfrom cs336_basics import model\n",
+        "cs336-basics/cs336_basics/__init__.py": "import importlib.metadata\n"
+        "importlib.metadata.version('cs336_basics')\n",
+        "cs336-basics/cs336_basics/model.py": "",
+    }.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    (tmp_path / "minimal.py").write_text((SOLUTIONS / "minimal.py").read_text())
+    (tmp_path / "tests").mkdir()
+    path = solution(
+        tmp_path / "tests",
+        "from cs336_systems.wrapping import DDP",
+        "get_ddp = DDP",
+        "ddp_on_after_backward = lambda ddp_model, optimizer: ddp_model.finish_gradient_synchronization()",
+    )
+    result = grader.run(BROADCASTS, path)
+    assert result.status == "passed", result.detail
+
+
+def test_points_need_every_required_check_and_none_beyond():
+    fsdp = PROBLEMS["fsdp"]
+    results = {check.id: Result(check=check, status="passed") for check in checks_of("fsdp")}
+    beyond = checks_of("fsdp", beyond=True)[0]
+    results[beyond.id] = Result(check=beyond, status="failed", message="no")
+    found = Grade([fsdp], [], results)
+    assert found.points == 15 and f"  {beyond.id}: no" in found.lines()
+    required = checks_of("fsdp", beyond=False)[0]
+    results[required.id] = Result(check=required, status="skipped", message="no GPU")
+    assert found.points == 0 and "skipped, no GPU" in found.lines()[1]
+
+
+def test_the_command_prints_json_and_exits_by_the_points():
+    arguments = ["grade", str(SOLUTIONS / "bucket_ignored.py"), "--json", "--problem"]
+    full = subprocess.run(
+        [sys.executable, "-m", "cs336_systems", *arguments, "optimizer_state_sharding"],
+        capture_output=True, text=True, cwd=ROOT, check=False,
+    )  # fmt: skip
+    assert full.returncode == 0, full.stderr
+    found = json.loads(full.stdout)
+    assert (found["total"], found["points"]) == (15, 15)
+    assert all(check["requires"] for check in found["problems"][0]["checks"])
+    assert "[ 1/7] passed  optimizer_state_sharding.equals_the_unsharded_optimizer" in full.stderr
+    lost = CliRunner().invoke(app, [*arguments, "ddp_overlap_bucketed"])
+    assert lost.exit_code == 1 and json.loads(lost.stdout)["total"] == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nowhere.py"], "nowhere.py is not a file"),
+        (["tests/adapters.py", "--edition", "2024"], "--edition must be one of 2025, 2026, got 2024"),
+        (["tests/adapters.py", "--problem", "nsys_profile"], "nsys_profile is measured, not graded by running"),
+        (["tests/adapters.py", "--problem", "fsdp", "--edition", "2025"], "unknown problem 'fsdp'; graded are flash"),
+    ],
+)
+def test_wrong_arguments_are_one_line(arguments, message, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    result = CliRunner().invoke(app, ["grade", *arguments])
+    assert result.exit_code == 2 and message in result.stderr and result.stderr.count("\n") == 1
+
+
+def test_the_page_says_what_each_check_requires():
+    page = (ROOT / "docs/grading.md").read_text()
+    for check in CHECKS.values():
+        assert check.requires in page, f"{check.id} is not in docs/grading.md"
+    for problem in PROBLEMS.values():
+        assert f"`{problem.name}`" in page
+
+
+def test_a_whole_grade_names_what_has_no_points_here(tmp_path: Path):
+    others = [problem for problem in problems_of(2026) if problem.answer != "graded"]
+    found = grade(solution(tmp_path, ""), chosen_problems("fsdp", 2026), others)
+    lines = found.lines()
+    assert any(line.startswith("written, no points here: naive_ddp, alternate_ring") for line in lines)
+    assert lines[-1] == "total: 0 of 15 points"
