@@ -399,7 +399,7 @@ def test_a_trace_is_read_from_a_file(tmp_path: Path, compress: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    "content", [b"", b"no json", b"3", b'{"traceEvents": 3}', b"\x1f\x8b broken", gzip.compress(b"[]")[:-9]]
+    "content", [b"", b"no json", b"3", b'{"traceEvents": 3}', b"\x1f\x8b broken", gzip.compress(b"[]", mtime=0)[:-9]]
 )
 def test_what_is_no_trace_is_refused(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "x.trace.json"
