@@ -178,17 +178,14 @@ class RestingParameters(dict[str, Any]):
         self.window = unit.window
         self.readers = {weight.shard: (weight, unit) for weight in unit.weights}
 
-    def __getitem__(self, name: str) -> Any:
+    def __getitem__(self, name: str) -> Any:  # of `module.weight`
         value = super().__getitem__(name)
         if value in self.readers and (self.window.in_forward or self.window.in_backward):
             return ReadOutside.apply(value, *self.readers[value])
         return value
 
-    def items(self) -> Any:
+    def items(self) -> Any:  # of `module.parameters()`
         return {name: self[name] for name in self}.items()
-
-    def values(self) -> Any:
-        return {name: self[name] for name in self}.values()
 
 
 class ReadOutside(torch.autograd.Function):
@@ -202,7 +199,7 @@ class ReadOutside(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         weight, window = ctx.weight, ctx.unit.window
         window.agree("reduces", ctx.unit)
         window.reducer.wait()  # it may be adding to the shard's gradient, as autograd will

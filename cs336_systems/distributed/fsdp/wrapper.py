@@ -43,8 +43,8 @@ from torch.autograd.graph import register_multi_grad_hook
 
 from cs336_systems.distributed.collectives import all_reduce_mean, broadcast_from_first, check_same_shapes, rank_in
 from cs336_systems.distributed.ddp import dense_gradient
-from cs336_systems.distributed.fsdp.plan import Granularity, UnitPlan, materialize, owns_matrix, plan_units
-from cs336_systems.distributed.fsdp.unit import MAX_GATHERED, State, Unit, Window
+from cs336_systems.distributed.fsdp.plan import Granularity, UnitPlan, materialize, plan_units
+from cs336_systems.distributed.fsdp.unit import MAX_GATHERED, ShardedWeight, State, Unit, Window
 
 
 class FSDP(nn.Module):
@@ -122,24 +122,22 @@ class FSDP(nn.Module):
         units = [Unit(plan, self._window, self.compute_dtype) for plan in plans]  # while nothing else has memory yet
         for plan in plans:
             plan.parameters.clear()  # but for the modules, the last reference to the whole parameters
-        weights = [weight for unit in units for weight in unit.weights]
-        planned = {home for weight in weights for home in weight.homes}
-        waiting = {weight: {module for module, _ in weight.homes} for weight in weights}
+        homes = {home for unit in units for weight in unit.weights for home in weight.homes}
+        ends_with: dict[nn.Module, list[ShardedWeight]] = defaultdict(list)  # by the last module that holds it
+        for weight in (weight for unit in units for weight in unit.weights):
+            ends_with[weight.homes[-1][0]].append(weight)
         # In the order of modules(), so that a seeded generator draws what it would draw in the constructor.
         for path, inner in list(self.module.named_modules()):
             materialize(inner, path, self.device)
             for name, parameter in inner._parameters.items():
-                if parameter is not None and (inner, name) not in planned:
+                if parameter is not None and (inner, name) not in homes:
                     parameter.data = self._from_rank_0(parameter)
             for name, buffer in inner._buffers.items():
                 if buffer is not None:
                     inner._buffers[name] = self._from_rank_0(buffer)
-            for weight in weights if owns_matrix(inner) else ():
-                if inner in waiting[weight]:
-                    waiting[weight].remove(inner)
-                    if not waiting[weight]:
-                        module, attribute = weight.homes[0]  # materialising may have replaced the parameter
-                        weight.keep(self._from_rank_0(module._parameters[attribute]))
+            for weight in ends_with[inner]:
+                module, attribute = weight.homes[0]  # materialising may have replaced the parameter
+                weight.keep(self._from_rank_0(module._parameters[attribute]))
         for unit in units:
             unit.come_to_rest()
         return units
