@@ -246,66 +246,50 @@ def test_one_rank_is_one_process(alone_in_a_group):
     assert max(check_variants(0, 1).values()) <= FP32_BOUND
 
 
-def run_once(model: Any, step: int, first: Tensor, second: Tensor) -> None:
-    model(first).square().mean().backward()
+def run_awkwardly(how: str, model: Any, first: Tensor, second: Tensor) -> None:
+    no_sync = model.no_sync() if isinstance(model, FSDP) else nullcontext()
+
+    def loss(x: Tensor) -> Tensor:
+        return model(x).square().mean()
+
+    if how == "two forwards":
+        (loss(first) + loss(second)).backward()
+        return
+    if how == "accumulated only":  # and no backward outside: once those gradients were lost without a word
+        with no_sync:
+            loss(first).backward()
+            loss(second).backward()
+        return
+    if how in ("accumulated", "dropped"):
+        with no_sync:
+            loss(second).backward()
+    if how == "dropped":  # once the gradients put aside stayed, and those of replicated parameters went
+        model.zero_grad()
+    if how == "added up":
+        loss(second).backward()
+    if how == "evaluated":
+        for is_eval in (False, True):  # without a graph, then with one that is dropped
+            model.train(not is_eval)
+            with torch.set_grad_enabled(is_eval):
+                model(second)
+            assert not isinstance(model, FSDP) or model.gathered_units() == []
+        model.train()
+    loss(first).backward()
 
 
-def run_two_forwards(model: Any, step: int, first: Tensor, second: Tensor) -> None:
-    (model(first).square().mean() + model(second).square().mean()).backward()
-
-
-def run_accumulated(model: Any, step: int, first: Tensor, second: Tensor) -> None:
-    with model.no_sync() if isinstance(model, FSDP) else nullcontext():
-        model(first).square().mean().backward()
-    model(second).square().mean().backward()
-
-
-def run_accumulated_only(model: Any, step: int, first: Tensor, second: Tensor) -> None:
-    """No backward outside: once those gradients were lost without a word."""
-    with model.no_sync() if isinstance(model, FSDP) else nullcontext():
-        for half in (first, second):
-            model(half).square().mean().backward()
-
-
-def run_dropped(model: Any, step: int, first: Tensor, second: Tensor) -> None:
-    """Once the gradients put aside stayed, and those of replicated parameters went."""
-    with model.no_sync() if isinstance(model, FSDP) else nullcontext():
-        model(first).square().mean().backward()
-    model.zero_grad()
-    model(second).square().mean().backward()
-
-
-def run_added_up(model: Any, step: int, first: Tensor, second: Tensor) -> None:
-    for half in (first, second):
-        model(half).square().mean().backward()
-
-
-def run_evaluated(model: Any, step: int, first: Tensor, second: Tensor) -> None:
-    with torch.no_grad():
-        model(second)
-    assert not isinstance(model, FSDP) or model.gathered_units() == []
-    model.eval()
-    model(second)  # a graph that is dropped
-    assert not isinstance(model, FSDP) or model.gathered_units() == []
-    model.train()
-    model(first).square().mean().backward()
-
-
-RUNS = (
-    run_once, run_two_forwards, run_accumulated, run_accumulated_only, run_dropped, run_added_up, run_evaluated,
-)  # fmt: skip
+WAYS = ("once", "two forwards", "accumulated", "accumulated only", "dropped", "added up", "evaluated")
 
 
 def check_awkward(rank: int, num_ranks: int) -> dict[str, float]:
     """Tied, frozen, 0-d and empty parameters, buffers, rows that no number of ranks divides, accumulation."""
     found = {}
-    for run in RUNS:
+    for how in WAYS:
         single, fsdp = seeded(Awkward), FSDP(seeded(Awkward, seed=rank))
-
-        def draw(step: int) -> tuple[Tensor, ...]:
-            return torch.randn(2, 12, 5, generator=torch.Generator().manual_seed(step)).unbind()
-
-        found[run.__name__] = train_both(rank, num_ranks, single, fsdp, run, draw)
+        found[how] = train_both(
+            rank, num_ranks, single, fsdp,
+            lambda model, step, *halves, how=how: run_awkwardly(how, model, *halves),
+            lambda step: torch.randn(2, 12, 5, generator=torch.Generator().manual_seed(step)).unbind(),
+        )  # fmt: skip
         assert torch.equal(fsdp.gather_full_params()["frozen.weight"], seeded(Awkward).frozen.weight)
     return found
 
@@ -313,7 +297,7 @@ def check_awkward(rank: int, num_ranks: int) -> dict[str, float]:
 @pytest.mark.slow
 def test_awkward_parameters_and_schedules_train_like_one_process():
     for found in THREE_RANKS.results(check_awkward):
-        assert len(found) == 7
+        assert tuple(found) == WAYS
         assert not {name: difference for name, difference in found.items() if not difference <= FP32_BOUND}
 
 
@@ -526,12 +510,12 @@ def without_transport() -> ExitStack:
 
 
 def count_live_blocks(rank: int, num_ranks: int) -> dict[Any, tuple[float, ...]]:
-    """Peaks of construction, forward and backward above what stays, in a block's float32 bytes, by dtypes."""
     with without_transport():
         return {dtypes: count_live_block(*dtypes) for dtypes in BACKWARD_BLOCKS}
 
 
 def count_live_block(compute_dtype: torch.dtype | None, reduce_dtype: torch.dtype | None) -> tuple[float, ...]:
+    """Peaks of construction, forward and backward above what stays, in a block's float32 bytes."""
     gc.collect()
     with torch.device("meta"):
         model = TransformerLM.from_config(WIDE)
@@ -968,6 +952,10 @@ def test_bad_arguments_are_refused(alone_in_a_group):
         FSDP(model, granularity="row")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="module must own a weight of two or more dimensions"):
         FSDP(nn.LayerNorm(3))
+    with pytest.raises(ValueError, match="checkpointing must be one of none, reentrant, non_reentrant, got 'full'"):
+        wrap_blocks(transformer(), checkpointing="full")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="model must hold its blocks in an nn.ModuleList"):
+        wrap_blocks(model)
     with pytest.raises(ValueError, match="max_norm must be positive, got 0"):
         FSDP(model).clip_grad_norm_(0)
     with torch.device("meta"):
@@ -982,18 +970,6 @@ class Filled(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(2, 2))
-
-
-def test_no_process_group_is_said():
-    with pytest.raises(RuntimeError, match="there is no process group"):
-        FSDP(nn.Linear(2, 2))
-
-
-def test_wrap_blocks_refuses_what_it_cannot_wrap():
-    with pytest.raises(ValueError, match="checkpointing must be one of none, reentrant, non_reentrant, got 'full'"):
-        wrap_blocks(transformer(), checkpointing="full")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="model must hold its blocks in an nn.ModuleList"):
-        wrap_blocks(nn.Linear(2, 2))
 
 
 # The plan and the order
@@ -1011,11 +987,9 @@ def test_units_by_granularity():
 
 
 def test_modules_that_share_a_weight_are_one_unit():
-    names = {plan.name: [name for name, _, _ in plan.parameters] for plan in plan_units(Awkward(), "block")}
-    assert names["tied"] == ["tied.weight"]
-    assert "again" not in names
     plans = {plan.name: plan for plan in plan_units(Awkward(), "block")}
-    assert len(plans["tied"].entries) == 2
+    assert [name for name, _, _ in plans["tied"].parameters] == ["tied.weight"]
+    assert len(plans["tied"].entries) == 2 and "again" not in plans
 
 
 def test_a_changed_order_ends_the_guessing_and_is_learnt():

@@ -30,7 +30,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -39,7 +39,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.graph import register_multi_grad_hook
 
 from cs336_systems.distributed.collectives import all_reduce_mean, broadcast_from_first, check_same_shapes, rank_in
 from cs336_systems.distributed.ddp import dense_gradient
@@ -62,11 +61,10 @@ class FSDP(nn.Module):
         device: where the shards go. None: where the parameters are; for a meta module the GPU if there is one.
         process_group: None: all ranks.
 
-    A forward that raises gives the gathered weights back. Raises TypeError if `module` is no module, ValueError naming
-    the argument, a parameter that ranks hold in different shapes or one with gradient hooks, RuntimeError where there
-    is no process group; in a step RuntimeError naming a unit that only some ranks run, that writes into an argument
-    which was cast, or whose gradients shall have a graph, or a parameter that a forward changes, and TypeError for a
-    sparse gradient.
+    Construction raises TypeError or ValueError naming the argument, a parameter of which ranks hold other shapes or one
+    with gradient hooks. A step raises RuntimeError naming a unit that only some ranks run, that writes into an argument
+    which was cast, or whose gradients shall have a graph, and a parameter that a forward changes or that has hooks;
+    TypeError for a sparse gradient. A forward that raises gives the gathered weights back.
     """
 
     def __init__(
@@ -95,7 +93,11 @@ class FSDP(nn.Module):
         group = process_group or dist.group.WORLD
         assert group is not None
         self.group, self.num_ranks = group, group.size()
-        self.device = _target_device(module, device)
+        self.device = torch.device(device or next(module.parameters()).device)
+        if self.device.type == "meta":
+            self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        if self.device.type == "cuda" and self.device.index is None:
+            self.device = torch.device("cuda", torch.cuda.current_device())
         self.compute_dtype = compute_dtype
         self.prefetch = prefetch
         self._num_kept = min(2, prefetch)  # units at the end of a forward that stay, and at the start that come early
@@ -167,8 +169,19 @@ class FSDP(nn.Module):
         """The wrapped module's forward."""
         if self._window.in_forward or self._window.in_backward:  # of a checkpoint around the model
             return self.module(*inputs, **kwargs)
+        if self._backwards:
+            self._forget_backward()
+        kind = self.device.type
+        autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        self._float16 = torch.float16 in (self.compute_dtype, autocast)
+        self._forward_order.begin()
+        self._calls.clear()
         try:
-            self._begin_forward()
+            for unit in self.units:
+                unit.free()
+            self._window.in_forward = True
+            for unit in self._forward_order.expected[: self._num_kept]:
+                unit.gather()
             return self.module(*inputs, **kwargs)
         except BaseException:  # what catches the error (a bad batch, no memory) may go on
             for unit in self.units:
@@ -177,20 +190,6 @@ class FSDP(nn.Module):
             raise
         finally:
             self._window.in_forward = False
-
-    def _begin_forward(self) -> None:
-        if self._backwards:
-            self._forget_backward()
-        kind = self.device.type
-        autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-        self._float16 = torch.float16 in (self.compute_dtype, autocast)
-        self._forward_order.begin()
-        self._calls.clear()
-        for unit in self.units:
-            unit.free()
-        self._window.in_forward = True
-        for unit in self._forward_order.expected[: self._num_kept]:
-            unit.gather()
 
     def _forget_backward(self) -> None:
         """After a backward that raised: drop the gradients that wait for the rest of their unit's."""
@@ -235,12 +234,7 @@ class FSDP(nn.Module):
         if torch.is_grad_enabled():  # what the module has put into a container is output as well
             made = _tensors_in(output if call.given is None else (output, args, kwargs))
             outputs = [one for one in made if one.requires_grad and not (call.given and id(one) in call.given)]
-        if outputs:
-            # What changes a view in place puts another node into its place, and leaves that of its base.
-            bases = [one._base for one in outputs if one._is_view()]
-            watched = outputs + [base for base in bases if base is not None and base.requires_grad]
-            told = partial(self._before_backward, unit, call.began, self._clock)
-            register_multi_grad_hook(watched, told, mode="any")
+            _on_first_gradient(outputs, partial(self._before_backward, unit, call.began, self._clock))
         in_forward = self._window.in_forward
         if self._window.in_backward and not in_forward:
             return  # recomputed: its backward comes soon
@@ -254,7 +248,7 @@ class FSDP(nn.Module):
 
     # Backward
 
-    def _before_backward(self, unit: Unit, began: int, ended: int, gradient: Tensor) -> None:
+    def _before_backward(self, unit: Unit, began: int, ended: int) -> None:
         """The backward comes to what a call of the unit has made, between two times of the clock: gather.
 
         The engine runs nodes in the reverse order of their making. So the units that began after that call are done
@@ -417,11 +411,8 @@ class FSDP(nn.Module):
     @torch.no_grad()
     def gather_full_params(self) -> dict[str, Tensor]:
         """Copies of the whole parameters, in their master dtype, by their names in the unwrapped module; collective."""
-        full = {name: weight.gather_copy(weight.shard.dtype, self.group) for name, weight in self.weights.items()}
-        return {
-            name: full[name] if name in full else parameter.detach().clone()
-            for name, parameter in self.module.named_parameters()
-        }
+        full = {name: parameter.detach().clone() for name, parameter in self.module.named_parameters()}
+        return full | {name: one.gather_copy(one.shard.dtype, self.group) for name, one in self.weights.items()}
 
     @torch.no_grad()
     def load_full_params(self, full: dict[str, Tensor]) -> None:
@@ -520,19 +511,27 @@ def _tensors_in(value: Any) -> list[Tensor]:
 _HOLD_NO_TENSORS = (type(None), int, float, str, type, nn.Module)
 
 
+def _on_first_gradient(tensors: list[Tensor], callback: Callable[[], None]) -> None:
+    """Call back once a backward, before the first node that has to do with `tensors` runs.
+
+    `register_multi_grad_hook` does the same at twice the cost, which a unit a layer feels.
+    """
+    called_in = -1  # backward
+
+    def hook(_: Tensor) -> None:
+        nonlocal called_in
+        if called_in != (task := torch._C._current_graph_task_id()):
+            called_in = task
+            callback()
+
+    for tensor in tensors:
+        tensor.register_hook(hook)
+        # What changes a view in place puts another node into its place, and leaves that of its base.
+        if tensor._is_view() and tensor._base is not None and tensor._base.requires_grad:
+            tensor._base.register_hook(hook)
+
+
 def _real_gradients(parameters: list[nn.Parameter]) -> list[Tensor]:
     """The gradients that there are, complex ones as pairs of real numbers."""
     gradients = [one.grad for one in parameters if one.grad is not None and one.numel()]
     return [torch.view_as_real(gradient) if gradient.is_complex() else gradient for gradient in gradients]
-
-
-def _target_device(module: nn.Module, device: torch.device | str | None) -> torch.device:
-    """The device asked for, or that of the parameters; for meta parameters the current GPU, if any, or the CPU."""
-    if device is None:
-        device = next(module.parameters()).device
-        if device.type == "meta":
-            device = "cuda" if torch.cuda.is_available() else "cpu"
-    device = torch.device(device)
-    if device.type == "cuda" and device.index is None:
-        return torch.device("cuda", torch.cuda.current_device())
-    return device
