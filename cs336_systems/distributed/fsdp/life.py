@@ -36,7 +36,7 @@ def watch(model: FSDP) -> list[Event]:
     events: list[Event] = []
 
     def note(what: str, unit: Unit) -> None:
-        sizes = {one.name: one._bytes for one in model._window.gathered}
+        sizes = {one.name: one._bytes for one in model.units if one in model._window.gathered}
         events.append(Event(what=what, unit=unit.name, gathered=tuple(sizes), gathered_bytes=sum(sizes.values())))
 
     for unit in model.units:
