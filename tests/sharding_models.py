@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -112,32 +114,38 @@ class TiedHead(nn.Module):
         return nn.functional.linear(x, self.embedding.weight) if self.functional else self.head(x)
 
 
-class Attending(nn.Module):
-    """nn.MultiheadAttention reads its out_proj's weights without calling it."""
+class Chain(nn.Module):
+    """Blocks one after the other; with `checkpointing` each under a checkpoint, outside of FSDP's hooks."""
 
-    def __init__(self) -> None:
+    def __init__(self, *blocks: nn.Module, checkpointing: str = "none") -> None:
         super().__init__()
-        self.start, self.attention = nn.Linear(8, 8), nn.MultiheadAttention(8, 2, batch_first=True)
+        self.start, self.layers, self.checkpointing = nn.Linear(8, 8), nn.ModuleList(blocks), checkpointing
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.start(x)
-        return self.attention(x, x, x, need_weights=False)[0]
+        for layer in self.layers:
+            if self.checkpointing == "none":
+                x = layer(x)
+            else:
+                x = checkpoint(layer, x, use_reentrant=self.checkpointing == "reentrant")
+        return x
 
 
-class Encoding(nn.Module):
-    """nn.TransformerEncoder looks at the weights of its first layer."""
+class SelfAttention(nn.MultiheadAttention):
+    """It reads its out_proj's weights without calling it."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
-        self.start, self.encoder = nn.Linear(8, 8), nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x, x, x, need_weights=False)[0]
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.encoder(self.start(x))
+
+def encoder() -> nn.Module:
+    """It looks at the weights of its first layer."""
+    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+    return nn.Sequential(nn.Linear(8, 8), nn.TransformerEncoder(layer, 3, enable_nested_tensor=False))
 
 
 class ListOfLists(nn.Module):
-    def __init__(self, inner: Callable[[list[nn.Module]], nn.Module] = nn.ModuleList) -> None:
+    def __init__(self, inner: Callable[[list[nn.Module]], nn.Module]) -> None:
         super().__init__()
         self.layers = nn.ModuleList(inner([nn.Linear(8, 8), nn.Linear(8, 8)]) for _ in range(3))
 
@@ -166,17 +174,6 @@ class LooseWeights(nn.Module):
         return x
 
 
-class WeightNormed(nn.Module):
-    def __init__(self, weight_norm: Callable[[nn.Module], nn.Module]) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(weight_norm(nn.Linear(8, 8)) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = torch.tanh(layer(x))
-        return x
-
-
 @dataclass
 class Carried:
     x: Tensor
@@ -184,14 +181,15 @@ class Carried:
 
 
 class CarryingBlock(nn.Module):
-    """Takes and gives a dataclass."""
+    """Takes and gives a dataclass, and reads the weights of a child."""
 
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(8, 8)
 
     def forward(self, carried: Carried) -> Carried:
-        return Carried(torch.tanh(self.linear(carried.x)), carried.penalty + self.linear.weight.square().mean())
+        penalty = sum(weight.square().mean() for weight in self.linear.parameters())
+        return Carried(torch.tanh(self.linear(carried.x)), carried.penalty + penalty)
 
 
 class Carrying(nn.Module):
@@ -207,18 +205,15 @@ class Carrying(nn.Module):
 
 
 class InPlace(nn.Module):
-    """Changes the inputs and outputs of its modules in place; on 3-D input a Linear's output is a view."""
+    """Changes its input and its Linear's output in place; on 3-D input that output is a view."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.start = nn.Linear(8, 8)
-        self.layers = nn.ModuleList(nn.Sequential(nn.LeakyReLU(inplace=True), nn.Linear(8, 8)) for _ in range(4))
+        self.activation, self.linear = nn.LeakyReLU(inplace=True), nn.Linear(8, 8)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.start(x)
-        for layer in self.layers:
-            x = layer(x)
-            x /= 0.7
+        x = self.linear(self.activation(x))
+        x /= 0.7
         return x
 
 
@@ -231,7 +226,7 @@ class PenalisedBlock(nn.Module):
 
     def forward(self, x: Tensor, losses: list[Tensor], *, sums: dict[str, Tensor]) -> Tensor:
         routed = self.router(x)
-        losses.append(routed.square().mean())
+        losses.append(routed.float().square().mean())
         sums["routed"] = sums["routed"] + routed.mean()
         return torch.tanh(self.linear(x))
 
@@ -254,7 +249,7 @@ class Penalised(nn.Module):
 
 
 class NestedBlock(nn.Module):
-    """Uses a matrix of its own after calling a child that has one too."""
+    """Uses a matrix of its own after calling a child that has one too: a unit in a unit."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -264,37 +259,20 @@ class NestedBlock(nn.Module):
         return torch.tanh(self.child(x)) @ self.weight
 
 
-class Nested(nn.Module):
-    """Units in units, each outer one under a checkpoint."""
-
-    def __init__(self, checkpointing: str) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(*(NestedBlock() for _ in range(4)))
-        self.checkpointing = checkpointing
-        self.start = nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.start(x)
-        for layer in self.layers:
-            if self.checkpointing == "none":
-                x = layer(x)
-            else:
-                x = checkpoint(layer, x, use_reentrant=self.checkpointing == "reentrant")
-        return x
+def nested(checkpointing: str) -> nn.Module:
+    return Chain(*(NestedBlock() for _ in range(4)), checkpointing=checkpointing)
 
 
-class SharedAcrossBlocks(nn.Module):
+def weight_normed(weight_norm: Callable[[nn.Module], nn.Module]) -> nn.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        return Chain(*(nn.Sequential(weight_norm(nn.Linear(8, 8)), nn.Tanh()) for _ in range(3)))
+
+
+def shared_across_blocks() -> nn.Module:
     """Blocks that hold one and the same Linear."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        shared = nn.Linear(8, 8)
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), shared) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x
+    shared = nn.Linear(8, 8)
+    return Chain(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), shared) for _ in range(3)))
 
 
 class ComplexWeights(nn.Module):
@@ -304,3 +282,26 @@ class ComplexWeights(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return (self.start(x).to(torch.complex64) @ self.weight).abs()
+
+
+USES: dict[str, Any] = {
+    "tied": partial(TiedHead, 12, functional=False),
+    "tied, no blocks": partial(TiedHead, 0, functional=False),
+    "tied by F.linear": partial(TiedHead, 4, functional=True),
+    "MultiheadAttention": lambda: nn.Sequential(nn.Linear(8, 8), SelfAttention(8, 2, batch_first=True)),
+    "TransformerEncoder": encoder,
+    "list of lists": partial(ListOfLists, nn.ModuleList),
+    "list of dictionaries": partial(ListOfLists, lambda pair: nn.ModuleDict({"first": pair[0], "second": pair[1]})),
+    "ParameterList": partial(LooseWeights, in_dict=False),
+    "ParameterDict": partial(LooseWeights, in_dict=True),
+    "weight_norm": partial(weight_normed, torch.nn.utils.weight_norm),
+    "weight_norm as parametrization": partial(weight_normed, torch.nn.utils.parametrizations.weight_norm),
+    "dataclass": Carrying,
+    "in place": lambda: Chain(*(InPlace() for _ in range(4))),
+    "list and dictionary": Penalised,
+    "nested": partial(nested, "none"),
+    "nested, reentrant": partial(nested, "reentrant"),
+    "nested, non-reentrant": partial(nested, "non_reentrant"),
+    "shared across blocks": shared_across_blocks,
+    "complex": ComplexWeights,
+}

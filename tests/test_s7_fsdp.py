@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from copy import deepcopy
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 from typing import Any
 from unittest.mock import patch
 
@@ -25,15 +26,58 @@ from cs336_systems.distributed.fsdp.unit import chunk_rows, gather_rows, own_row
 from cs336_systems.distributed.fsdp.wrapper import ExecutionOrder
 from cs336_systems.distributed.launch import run_ranks
 from cs336_systems.model import AdamW, Embedding, Linear, RMSNorm, TransformerLM, clip_gradients
-from tests import adapters, sharding_models
+from tests import adapters
 from tests.one_job import OneJob
-from tests.sharding_models import TINY, Awkward, LiveBytes, batch, part, seeded, token_loss, transformer
+from tests.sharding_models import TINY, USES, Awkward, LiveBytes, batch, part, seeded, token_loss, transformer
 
 COVERS = ("cs336_systems/distributed", "tests/adapters.py", "tests/sharding_models.py")
 
 FP32_BOUND = 1e-6
 FP16_BOUND = 1e-4
-LEARNING_RATE = 0.1
+
+
+def train_both(
+    rank: int,
+    num_ranks: int,
+    single: nn.Module,
+    fsdp: Any,
+    run: Callable[..., None] | None = None,
+    draw: Callable[[int], tuple[Tensor, ...]] = batch,
+    after: Callable[[int], None] = lambda step: None,
+    *,
+    steps: int = 3,
+    lr: float = 0.1,
+) -> float:
+    """Train one process's model on whole batches and FSDP's on parts; the largest difference between the weights.
+
+    `run(model, step, *tensors)` makes forward and backward, `after(step)` comes between the backward and the step.
+    """
+    optimizers = [torch.optim.SGD(model.parameters(), lr=lr) for model in (single, fsdp)]
+    for step in range(steps):
+        for model, optimizer in zip((single, fsdp), optimizers):
+            optimizer.zero_grad()
+            tensors = draw(step) if model is single else tuple(part(one, rank, num_ranks) for one in draw(step))
+            if run is None:
+                token_loss(model, *tensors).backward()
+            else:
+                run(model, step, *tensors)
+        adapters.fsdp_on_after_backward(fsdp, optimizers[1])
+        if isinstance(fsdp, FSDP):
+            assert fsdp.gathered_units() == []
+        after(step)
+        for optimizer in optimizers:
+            optimizer.step()
+    return largest_difference(fsdp, single)
+
+
+def largest_difference(fsdp: Any, single: nn.Module) -> float:
+    full = adapters.fsdp_gather_full_params(fsdp)
+    assert list(full) == [name for name, _ in single.named_parameters()]
+    whole = [(full[name].cpu(), parameter.detach().cpu()) for name, parameter in single.named_parameters()]
+    return max((ours - expected).abs().max().item() for ours, expected in whole if expected.numel())
+
+
+# The course's checks
 
 
 class Toy(nn.Module):
@@ -51,19 +95,6 @@ class Toy(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         x = torch.relu(self.linear1(self.norm1(self.embedding(tokens))))
         return self.lm_head(self.linear2(self.norm2(x)))
-
-
-def largest_difference(fsdp: Any, single: nn.Module) -> float:
-    full = adapters.fsdp_gather_full_params(fsdp)
-    assert list(full) == [name for name, _ in single.named_parameters()]
-    return max(
-        (full[name].cpu() - parameter.detach().cpu()).abs().max().item()
-        for name, parameter in single.named_parameters()
-        if parameter.numel()
-    )
-
-
-# The course's checks
 
 
 def fp16_weights(model: nn.Module) -> nn.Module:
@@ -89,36 +120,33 @@ def course_results() -> list[dict[Any, Any]]:
 
 
 def course_checks(rank: int, num_ranks: int) -> dict[Any, Any]:
-    found: dict[Any, Any] = {
-        (check.__name__, dtype): check(rank, num_ranks, dtype)
-        for check in (course_correctness, course_gradients)
-        for dtype in (None, torch.float16)
-    }
-    return found | {"mean of parts": mean_of_parts(rank, num_ranks)}
-
-
-def course_correctness(rank: int, num_ranks: int, compute_dtype: torch.dtype | None) -> list[float]:
     torch.use_deterministic_algorithms(True)
-    single = seeded(Toy)
-    fsdp = adapters.get_fsdp(seeded(Toy), compute_dtype=compute_dtype)
+    found: dict[Any, Any] = {"mean of parts": course_training(rank, num_ranks, None, in_parts=num_ranks)}
+    for dtype in (None, torch.float16):
+        found["training", dtype] = course_training(rank, num_ranks, dtype)
+        found["gradients", dtype] = course_gradients(rank, dtype)
+    return found
+
+
+def course_training(rank: int, num_ranks: int, compute_dtype: torch.dtype | None, in_parts: int = 1) -> float:
+    """With `in_parts` one process averages the gradients of the ranks' parts itself.
+
+    A whole batch's gradient is another sum, in another order, and differs from that mean in the last bits.
+    """
+    single, fsdp = seeded(Toy), adapters.get_fsdp(seeded(Toy), compute_dtype=compute_dtype)
     if compute_dtype is not None:
         fp16_weights(single)
-    optimizers = [torch.optim.SGD(model.parameters(), lr=0.01) for model in (single, fsdp)]
-    differences = []
-    for step in range(3):
+
+    def draw(step: int) -> tuple[Tensor, Tensor]:
         generator = torch.Generator().manual_seed(step)
-        tokens = torch.randint(100, (20, 8), generator=generator)
-        labels = torch.randint(100, (20,), generator=generator)
-        for optimizer in optimizers:
-            optimizer.zero_grad(set_to_none=True)
-        nn.functional.cross_entropy(single(tokens)[:, -1].float(), labels).backward()
-        own = part(tokens, rank, num_ranks), part(labels, rank, num_ranks)
-        nn.functional.cross_entropy(fsdp(own[0])[:, -1].float(), own[1]).backward()
-        adapters.fsdp_on_after_backward(fsdp, optimizers[1])
-        for optimizer in optimizers:
-            optimizer.step()
-        differences.append(largest_difference(fsdp, single))
-    return differences
+        return torch.randint(100, (20, 8), generator=generator), torch.randint(100, (20,), generator=generator)
+
+    def run(model: nn.Module, step: int, tokens: Tensor, labels: Tensor) -> None:
+        num_parts = in_parts if model is single else 1
+        for own, target in zip(tokens.chunk(num_parts), labels.chunk(num_parts)):
+            (nn.functional.cross_entropy(model(own)[:, -1].float(), target) / num_parts).backward()
+
+    return train_both(rank, num_ranks, single, fsdp, run, draw, lr=0.01)
 
 
 @pytest.mark.problem("fsdp", 15)
@@ -127,48 +155,16 @@ def course_correctness(rank: int, num_ranks: int, compute_dtype: torch.dtype | N
     "compute_dtype, bound", [(None, FP32_BOUND), (torch.float16, FP16_BOUND)], ids=["fp32", "fp16"]
 )
 def test_fsdp_trains_like_one_process(compute_dtype, bound):
-    for found in course_results():
-        differences = found["course_correctness", compute_dtype]
-        assert len(differences) == 3 and max(differences) <= bound
-
-
-def mean_of_parts(rank: int, num_ranks: int) -> float:
-    """Difference from training in one process that averages the gradients of the ranks' parts itself.
-
-    A whole batch's gradient is another sum, in another order, and differs from that mean in the last bits.
-    """
-    torch.use_deterministic_algorithms(True)
-    single, fsdp = seeded(Toy), adapters.get_fsdp(seeded(Toy))
-    optimizers = [torch.optim.SGD(model.parameters(), lr=0.01) for model in (single, fsdp)]
-    for step in range(3):
-        generator = torch.Generator().manual_seed(step)
-        tokens = torch.randint(100, (20, 8), generator=generator)
-        labels = torch.randint(100, (20,), generator=generator)
-        for optimizer in optimizers:
-            optimizer.zero_grad(set_to_none=True)
-        for other in range(num_ranks):
-            own = part(tokens, other, num_ranks), part(labels, other, num_ranks)
-            nn.functional.cross_entropy(single(own[0])[:, -1].float(), own[1]).backward()
-        for parameter in single.parameters():
-            assert parameter.grad is not None
-            parameter.grad /= num_ranks
-        own = part(tokens, rank, num_ranks), part(labels, rank, num_ranks)
-        nn.functional.cross_entropy(fsdp(own[0])[:, -1].float(), own[1]).backward()
-        adapters.fsdp_on_after_backward(fsdp, optimizers[1])
-        for optimizer in optimizers:
-            optimizer.step()
-    return largest_difference(fsdp, single)
+    assert all(found["training", compute_dtype] <= bound for found in course_results())
 
 
 @pytest.mark.problem("fsdp", 15)
 @pytest.mark.filterwarnings("error")
 def test_fsdp_in_fp32_is_bit_equal_to_the_mean_of_the_ranks_gradients():
-    for found in course_results():
-        assert found["mean of parts"] == 0
+    assert all(found["mean of parts"] == 0 for found in course_results())
 
 
-def course_gradients(rank: int, num_ranks: int, compute_dtype: torch.dtype | None) -> dict[str, Tensor]:
-    torch.use_deterministic_algorithms(True)
+def course_gradients(rank: int, compute_dtype: torch.dtype | None) -> dict[str, Tensor]:
     fsdp = adapters.get_fsdp(seeded(Toy), compute_dtype=compute_dtype)
     assert isinstance(fsdp.module.linear1, Linear) and isinstance(fsdp.module.embedding, Embedding)
     optimizer = torch.optim.SGD(fsdp.parameters(), lr=0.01)
@@ -186,7 +182,7 @@ def course_gradients(rank: int, num_ranks: int, compute_dtype: torch.dtype | Non
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("compute_dtype", [None, torch.float16], ids=["fp32", "fp16"])
 def test_fsdp_gradients_have_the_shards_shapes_and_norms_agree(compute_dtype):
-    first, second = (found["course_gradients", compute_dtype] for found in course_results())
+    first, second = (found["gradients", compute_dtype] for found in course_results())
     assert all(torch.equal(first[name], second[name]) for name in ("norm1", "norm2"))
     assert all(gradient.abs().max() > 0 for gradient in first.values())
 
@@ -194,51 +190,33 @@ def test_fsdp_gradients_have_the_shards_shapes_and_norms_agree(compute_dtype):
 # Equal to one process, whatever the model and the schedule (D2, D3, D4, D5)
 
 
-def train_both(
-    rank: int, num_ranks: int, single: nn.Module, fsdp: FSDP, steps: int = 3, max_norm: float | None = None
-) -> float:
-    """The largest difference between both models' weights after `steps`."""
-    optimizers = [torch.optim.SGD(model.parameters(), lr=LEARNING_RATE) for model in (single, fsdp)]
-    for step in range(steps):
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        tokens, targets = batch(step)
-        token_loss(single, tokens, targets).backward()
-        token_loss(fsdp, part(tokens, rank, num_ranks), part(targets, rank, num_ranks)).backward()
-        fsdp.finish_gradient_synchronization()
-        assert fsdp.gathered_units() == []
-        if max_norm is not None:
-            norm, own = clip_gradients(single.parameters(), max_norm), fsdp.clip_grad_norm_(max_norm)
-            assert norm > max_norm and torch.allclose(norm, own, rtol=1e-5)
-        for optimizer in optimizers:
-            optimizer.step()
-    return largest_difference(fsdp, single)
-
-
 def check_variants(rank: int, num_ranks: int) -> dict[str, float]:
     """Every way to set FSDP up, against the same one-process training."""
-
-    def difference(model: nn.Module, **options: Any) -> float:
-        return train_both(rank, num_ranks, seeded(transformer), FSDP(model, **options))
-
-    found = {
-        f"{granularity}, prefetch {prefetch}": difference(
-            seeded(transformer), granularity=granularity, prefetch=prefetch
-        )
-        for granularity in ("block", "layer")
-        for prefetch in (1, 2, 3)
+    models: dict[str, tuple[nn.Module, dict[str, Any]]] = {
+        "rank 0's weights count": (seeded(transformer, seed=rank), {}),
+        "non-reentrant inside": (wrap_blocks(seeded(transformer), checkpointing="non_reentrant"), {}),
+        "reentrant inside": (wrap_blocks(seeded(transformer), checkpointing="reentrant"), {}),
     }
-    found["rank 0's weights count"] = difference(seeded(transformer, seed=rank))
-    found["non-reentrant inside"] = difference(wrap_blocks(seeded(transformer), checkpointing="non_reentrant"))
-    found["reentrant inside"] = difference(wrap_blocks(seeded(transformer), checkpointing="reentrant"))
-    for use_reentrant in (False, True):
-        for granularity in ("block", "layer"):
+    for granularity in ("block", "layer"):
+        for prefetch in (1, 2, 3):
+            options: dict[str, Any] = {"granularity": granularity, "prefetch": prefetch}
+            models[f"{granularity}, prefetch {prefetch}"] = seeded(transformer), options
+        for use_reentrant in (False, True):
             model = CheckpointedPairs(seeded(transformer), use_reentrant)
-            fsdp = FSDP(model, granularity=granularity)
-            single = CheckpointedPairs(seeded(transformer), use_reentrant)
-            found[f"checkpoint around, {use_reentrant}, {granularity}"] = train_both(rank, num_ranks, single, fsdp)
-    clipped = FSDP(seeded(transformer))
-    found["clipped"] = train_both(rank, num_ranks, seeded(transformer), clipped, max_norm=0.05)
+            models[f"checkpoint around, {use_reentrant}, {granularity}"] = model, {"granularity": granularity}
+    found = {}
+    for name, (model, options) in models.items():
+        single = seeded(transformer)
+        if isinstance(model, CheckpointedPairs):
+            single = CheckpointedPairs(single, model.use_reentrant)
+        found[name] = train_both(rank, num_ranks, single, FSDP(model, **options))
+    single, fsdp = seeded(transformer), FSDP(seeded(transformer))
+
+    def clip(step: int) -> None:
+        norm, own = clip_gradients(single.parameters(), 0.05), fsdp.clip_grad_norm_(0.05)
+        assert norm > 0.05 and torch.allclose(norm, own, rtol=1e-5)
+
+    found["clipped"] = train_both(rank, num_ranks, single, fsdp, after=clip)
     return found
 
 
@@ -260,8 +238,7 @@ class CheckpointedPairs(nn.Module):
 @pytest.mark.slow
 def test_every_setting_trains_like_one_process():
     for found in SLOW_TWO_RANKS.results(check_variants):
-        too_far = {name: difference for name, difference in found.items() if not difference <= FP32_BOUND}
-        assert not too_far
+        assert not {name: difference for name, difference in found.items() if not difference <= FP32_BOUND}
 
 
 @pytest.mark.slow
@@ -269,155 +246,97 @@ def test_one_rank_is_one_process(alone_in_a_group):
     assert max(check_variants(0, 1).values()) <= FP32_BOUND
 
 
+def run_awkwardly(how: str, model: Any, first: Tensor, second: Tensor) -> None:
+    no_sync = model.no_sync() if isinstance(model, FSDP) else nullcontext()
+
+    def loss(x: Tensor) -> Tensor:
+        return model(x).square().mean()
+
+    if how == "two forwards":
+        (loss(first) + loss(second)).backward()
+        return
+    if how == "accumulated only":  # and no backward outside: once those gradients were lost without a word
+        with no_sync:
+            loss(first).backward()
+            loss(second).backward()
+        return
+    if how in ("accumulated", "dropped"):
+        with no_sync:
+            loss(second).backward()
+    if how == "dropped":  # once the gradients put aside stayed, and those of replicated parameters went
+        model.zero_grad()
+    if how == "added up":
+        loss(second).backward()
+    if how == "evaluated":
+        for is_eval in (False, True):  # without a graph, then with one that is dropped
+            model.train(not is_eval)
+            with torch.set_grad_enabled(is_eval):
+                model(second)
+            assert not isinstance(model, FSDP) or model.gathered_units() == []
+        model.train()
+    loss(first).backward()
+
+
+WAYS = ("once", "two forwards", "accumulated", "accumulated only", "dropped", "added up", "evaluated")
+
+
 def check_awkward(rank: int, num_ranks: int) -> dict[str, float]:
     """Tied, frozen, 0-d and empty parameters, buffers, rows that no number of ranks divides, accumulation."""
     found = {}
-
-    def trained(name: str, backward: Any) -> None:
+    for how in WAYS:
         single, fsdp = seeded(Awkward), FSDP(seeded(Awkward, seed=rank))
-        optimizers = [torch.optim.SGD(model.parameters(), lr=LEARNING_RATE) for model in (single, fsdp)]
-        for step in range(3):
-            for optimizer in optimizers:
-                optimizer.zero_grad()
-            x = torch.randn(2, 12, 5, generator=torch.Generator().manual_seed(step))
-            backward(single, x, nullcontext)
-            backward(fsdp, torch.stack([part(half, rank, num_ranks) for half in x]), fsdp.no_sync)
-            fsdp.finish_gradient_synchronization()
-            assert fsdp.gathered_units() == []
-            for optimizer in optimizers:
-                optimizer.step()
-        frozen = fsdp.gather_full_params()["frozen.weight"]
-        assert torch.equal(frozen, seeded(Awkward).frozen.weight)
-        found[name] = largest_difference(fsdp, single)
-
-    def one(model: nn.Module, x: Tensor, no_sync: Any) -> None:
-        model(x[0]).square().mean().backward()
-
-    def two_forwards(model: nn.Module, x: Tensor, no_sync: Any) -> None:
-        (model(x[0]).square().mean() + model(x[1]).square().mean()).backward()
-
-    def accumulated(model: nn.Module, x: Tensor, no_sync: Any) -> None:
-        with no_sync():
-            model(x[0]).square().mean().backward()
-        model(x[1]).square().mean().backward()
-
-    def only_accumulated(model: nn.Module, x: Tensor, no_sync: Any) -> None:
-        with no_sync():  # and no backward outside: once those gradients were lost without a word
-            for half in x:
-                model(half).square().mean().backward()
-
-    def dropped(model: nn.Module, x: Tensor, no_sync: Any) -> None:
-        with no_sync():  # once the gradients put aside stayed, and those of replicated parameters went
-            model(x[0]).square().mean().backward()
-        model.zero_grad()
-        model(x[1]).square().mean().backward()
-
-    def added_up(model: nn.Module, x: Tensor, no_sync: Any) -> None:
-        for half in x:
-            model(half).square().mean().backward()
-
-    def evaluated(model: nn.Module, x: Tensor, no_sync: Any) -> None:
-        with torch.no_grad():
-            model(x[1])
-        if isinstance(model, FSDP):
-            assert model.gathered_units() == []
-        model.eval()
-        model(x[1])  # a graph that is dropped
-        if isinstance(model, FSDP):
-            assert model.gathered_units() == []
-        model.train()
-        model(x[0]).square().mean().backward()
-
-    for backward in (one, two_forwards, accumulated, only_accumulated, dropped, added_up, evaluated):
-        trained(backward.__name__, backward)
+        found[how] = train_both(
+            rank, num_ranks, single, fsdp,
+            lambda model, step, *halves, how=how: run_awkwardly(how, model, *halves),
+            lambda step: torch.randn(2, 12, 5, generator=torch.Generator().manual_seed(step)).unbind(),
+        )  # fmt: skip
+        assert torch.equal(fsdp.gather_full_params()["frozen.weight"], seeded(Awkward).frozen.weight)
     return found
 
 
 @pytest.mark.slow
 def test_awkward_parameters_and_schedules_train_like_one_process():
     for found in THREE_RANKS.results(check_awkward):
-        assert len(found) == 7
+        assert tuple(found) == WAYS
         assert not {name: difference for name, difference in found.items() if not difference <= FP32_BOUND}
 
 
 # Weights used in the ways of real scripts (D4, D14)
 
 
-def weight_normed() -> nn.Module:
-    with pytest.warns(FutureWarning, match="deprecated"):
-        return sharding_models.WeightNormed(torch.nn.utils.weight_norm)
-
-
-USES: dict[str, Any] = {
-    "tied": partial(sharding_models.TiedHead, 12, functional=False),
-    "tied, no blocks": partial(sharding_models.TiedHead, 0, functional=False),
-    "tied by F.linear": partial(sharding_models.TiedHead, 4, functional=True),
-    "MultiheadAttention": sharding_models.Attending,
-    "TransformerEncoder": sharding_models.Encoding,
-    "list of lists": sharding_models.ListOfLists,
-    "list of dictionaries": partial(
-        sharding_models.ListOfLists, lambda pair: nn.ModuleDict({"first": pair[0], "second": pair[1]})
-    ),
-    "ParameterList": partial(sharding_models.LooseWeights, in_dict=False),
-    "ParameterDict": partial(sharding_models.LooseWeights, in_dict=True),
-    "weight_norm": weight_normed,
-    "weight_norm as parametrization": partial(
-        sharding_models.WeightNormed, torch.nn.utils.parametrizations.weight_norm
-    ),
-    "dataclass": sharding_models.Carrying,
-    "in place": sharding_models.InPlace,
-    "list and dictionary": sharding_models.Penalised,
-    "nested": partial(sharding_models.Nested, "none"),
-    "nested, reentrant": partial(sharding_models.Nested, "reentrant"),
-    "nested, non-reentrant": partial(sharding_models.Nested, "non_reentrant"),
-    "shared across blocks": sharding_models.SharedAcrossBlocks,
-    "complex": sharding_models.ComplexWeights,
-}
-
-
-def drawn(name: str, step: int) -> Tensor:
-    """The input of a model of USES, a part of which each rank gets."""
-    generator = torch.Generator().manual_seed(step)
-    if name.startswith("tied"):
-        return torch.randint(TINY.vocab_size, (4, 6), generator=generator)
-    return torch.randn(4, 3, 8, generator=generator)
-
-
 def use(rank: int, num_ranks: int, name: str, **options: Any) -> tuple[float, float, int]:
-    """Train with a forward before each step that no backward follows, and clip.
+    """Train with a forward before each step that no backward follows, clip, and load other weights on the way.
 
-    Returns the largest difference from one process, how far that has moved, and how many units were gathered at once
-    that were not lent.
+    Returns the largest difference from one process, how far that has moved, and how many units were gathered at once.
     """
     single, fsdp = seeded(USES[name]), FSDP(seeded(USES[name]), **options)
-    start = deepcopy(single.state_dict())
-    optimizers = [torch.optim.SGD(model.parameters(), lr=LEARNING_RATE) for model in (single, fsdp)]
+    start = {key: value.clone() for key, value in single.state_dict().items()}
     events = watch(fsdp)
-    for step in range(4):
-        x = drawn(name, step)
-        for model, optimizer, own in zip((single, fsdp), optimizers, (x, part(x, rank, num_ranks))):
-            optimizer.zero_grad()
-            model(own)  # in train mode: once the next forward saw weights that were gathered for its backward
-            output = model(own)
-            (output if name == "list and dictionary" else output.square()).mean().backward()
-        fsdp.finish_gradient_synchronization()
-        assert fsdp.gathered_units() == []
+
+    def draw(step: int) -> tuple[Tensor]:
+        generator = torch.Generator().manual_seed(step)
+        if name.startswith("tied"):
+            return (torch.randint(TINY.vocab_size, (4, 6), generator=generator),)
+        return (torch.randn(4, 3, 8, generator=generator),)
+
+    def run(model: nn.Module, step: int, x: Tensor) -> None:
+        model(x)  # in train mode: once the next forward saw weights that were gathered for its backward
+        output = model(x)
+        (output if name == "list and dictionary" else output.square()).mean().backward()
+
+    def clip_and_load(step: int) -> None:
         norm, whole = fsdp.clip_grad_norm_(0.3), nn.utils.clip_grad_norm_(single.parameters(), 0.3)
         assert torch.allclose(norm, whole.float(), rtol=1e-2 if "compute_dtype" in options else 1e-4)
-        for optimizer in optimizers:
-            optimizer.step()
         if step == 1:  # what is loaded after a forward counts in the next one
-            full = fsdp.gather_full_params()
-            for model, own in ((single, x), (fsdp, part(x, rank, num_ranks))):
-                model(own)
-            fsdp.load_full_params({key: value / 2 for key, value in full.items()})
+            fsdp(part(*draw(step), rank, num_ranks))
+            fsdp.load_full_params({key: value / 2 for key, value in fsdp.gather_full_params().items()})
             with torch.no_grad():
                 for parameter in single.parameters():
                     parameter /= 2
-    lent = {event.unit for event in events if event.what == "lend"}
-    most = max(len(set(event.gathered) - lent) for event in events)
+
+    difference = train_both(rank, num_ranks, single, fsdp, run, draw, clip_and_load, steps=4)
     moved = max((single.state_dict()[key] - value / 2).abs().max().item() for key, value in start.items())
-    return largest_difference(fsdp, single), moved, most
+    return difference, moved, max(len(event.gathered) for event in events)
 
 
 def use_in_every_way(rank: int, num_ranks: int) -> dict[str, tuple[float, float, int]]:
@@ -425,54 +344,17 @@ def use_in_every_way(rank: int, num_ranks: int) -> dict[str, tuple[float, float,
     for name in USES:
         for granularity in ("block", "layer"):
             found[f"{name}, {granularity}"] = use(rank, num_ranks, name, granularity=granularity)
-    found["in bfloat16"] = use(rank, num_ranks, "list and dictionary", compute_dtype=torch.bfloat16)
+    for name in ("list and dictionary", "tied by F.linear"):
+        options = {"compute_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+        found[f"{name}, in bfloat16"] = use(rank, num_ranks, name, **options)
     return found
 
 
 def test_weights_used_in_any_way_train_like_one_process():
     for found in TWO_RANKS.results(use_in_every_way):
-        difference, moved, _ = found.pop("in bfloat16")
-        assert difference < 0.005 < 0.02 < moved
         for name, (difference, moved, most) in found.items():
-            assert difference <= FP32_BOUND < 1e-3 < moved, name
-            assert most <= 3, name
-
-
-def go_wrong(rank: int, num_ranks: int) -> dict[str, str]:
-    """What FSDP says of what it cannot serve."""
-    said = {}
-
-    def note(what: str, build: Any, x: Tensor, run: Any = lambda model, x: model(x).sum().backward()) -> None:
-        with pytest.raises((RuntimeError, ValueError)) as caught:
-            run(FSDP(seeded(build)), x)
-        said[what] = str(caught.value)
-
-    def hooked() -> nn.Module:
-        model = nn.Sequential(nn.Linear(4, 4))
-        model[0].weight.register_hook(lambda gradient: gradient.clamp(-1, 1))
-        return model
-
-    def hook_later(model: FSDP, x: Tensor) -> None:
-        next(model.parameters()).register_hook(lambda gradient: gradient.clamp(-1, 1))
-        model(x).sum().backward()
-        model.finish_gradient_synchronization()
-
-    def differ(model: FSDP, x: Tensor) -> None:
-        model.module.use_right, model.module.use_left = rank == 0, rank == 1
-        model(x).sum().backward()
-
-    x = torch.ones(2, 4)
-    note("shapes", lambda: nn.Sequential(nn.Linear(4, 4 + rank)), x)
-    note("hooks", hooked, x)
-    note("hooks later", lambda: nn.Linear(4, 4), x, hook_later)
-    note("max_norm", lambda: nn.Sequential(nn.Embedding(5, 4, max_norm=0.5)), torch.tensor([[1, 2]]))
-    note("units", Branches, x, differ)
-    note("weights of a unit", lambda: InOneBlock(Branches()), x, lambda model, x: differ_in_block(rank, model, x))
-    note(
-        "create_graph", lambda: nn.Sequential(nn.Linear(4, 4)), x.clone().requires_grad_(),
-        lambda model, x: torch.autograd.grad(model(x).sum(), x, create_graph=True),
-    )  # fmt: skip
-    return said
+            bound, least = (0.005, 0.02) if name.endswith("in bfloat16") else (FP32_BOUND, 1e-3)
+            assert difference <= bound and moved > least and most <= 3, name
 
 
 class InOneBlock(nn.Module):
@@ -484,10 +366,43 @@ class InOneBlock(nn.Module):
         return self.layers[0](x)
 
 
-def differ_in_block(rank: int, model: FSDP, x: Tensor) -> None:
-    block = model.module.layers[0]
-    block.use_right, block.use_left = rank == 0, rank == 1
-    model(x).sum().backward()
+def go_wrong(rank: int, num_ranks: int) -> dict[str, str]:
+    """What FSDP says of what it cannot serve."""
+    said = {}
+
+    def note(what: str, build: Any, run: Any = lambda model: model(torch.ones(2, 4)).sum().backward()) -> None:
+        with pytest.raises((RuntimeError, ValueError)) as caught:
+            run(FSDP(seeded(build), torch.bfloat16 if what == "write" else None))
+        said[what] = str(caught.value)
+
+    def hooked() -> nn.Module:
+        model = nn.Sequential(nn.Linear(4, 4))
+        model[0].weight.register_hook(lambda gradient: gradient.clamp(-1, 1))
+        return model
+
+    def hook_later(model: FSDP) -> None:
+        next(model.parameters()).register_hook(lambda gradient: gradient.clamp(-1, 1))
+        model(torch.ones(2, 4)).sum().backward()
+        model.finish_gradient_synchronization()
+
+    def differ(model: FSDP) -> None:
+        branches: Any = next(one for one in model.modules() if isinstance(one, Branches))
+        branches.use_right, branches.use_left = rank == 0, rank == 1
+        model(torch.ones(2, 4)).sum().backward()
+
+    def differentiate_twice(model: FSDP) -> None:
+        x = torch.ones(2, 4, requires_grad=True)
+        torch.autograd.grad(model(x).sum(), x, create_graph=True)
+
+    note("shapes", lambda: nn.Sequential(nn.Linear(4, 4 + rank)))
+    note("hooks", hooked)
+    note("hooks later", lambda: nn.Linear(4, 4), hook_later)
+    note("max_norm", lambda: nn.Embedding(5, 4, max_norm=0.5), lambda model: model(torch.tensor([[1, 2]])).sum())
+    note("units", Branches, differ)
+    note("weights of a unit", lambda: InOneBlock(Branches()), differ)
+    note("create_graph", lambda: nn.Sequential(nn.Linear(4, 4)), differentiate_twice)
+    note("write", lambda: InOneBlock(nn.Sequential(nn.ReLU(inplace=True), nn.Linear(4, 4))))
+    return said
 
 
 def test_what_cannot_be_served_is_refused_by_name():
@@ -496,11 +411,12 @@ def test_what_cannot_be_served_is_refused_by_name():
         assert "parameter '0.weight' must be the same on all ranks" in said["shapes"]
         assert said["hooks"] == "parameter '0.weight' must have no gradient hooks: FSDP would drop them"
         assert said["hooks later"] == "parameter 'weight' must have no gradient hooks: FSDP never calls them"
-        assert said["max_norm"] == "parameter '0.weight' must not be changed in a forward, as max_norm does"
+        assert said["max_norm"] == "parameter 'weight' must not be changed in a forward, as max_norm does"
         order = "all ranks must run the same modules in the same order: "
         assert said["units"].startswith(f"{order}rank {rank} gathers {runs!r}, rank {1 - rank} gathers {other!r};")
         assert said["weights of a unit"].startswith(f"{order}rank {rank} reduces 'layers.0', rank {1 - rank} reduces")
         assert said["create_graph"].startswith("create_graph=True is not supported: '0' is freed before")
+        assert said["write"] == "'layers.0' must not write into its arguments unless they are torch.bfloat16"
 
 
 def overflow_on_one_rank(rank: int, num_ranks: int) -> dict[str, bool]:
@@ -546,6 +462,10 @@ def watch_window(rank: int, num_ranks: int, prefetch: int) -> dict[str, Any]:
     return {"seen": seen, "middle": middle, "after": fsdp.gathered_units(), "sizes": sizes}
 
 
+def watch_windows(rank: int, num_ranks: int) -> dict[int, dict[str, Any]]:
+    return {prefetch: watch_window(rank, num_ranks, prefetch) for prefetch in (1, 2, 3)}
+
+
 @pytest.mark.slow
 def test_no_more_than_the_current_and_two_gathered_units_have_memory():
     for rank in TWO_RANKS.results(watch_windows):
@@ -556,10 +476,6 @@ def test_no_more_than_the_current_and_two_gathered_units_have_memory():
             assert found["after"] == [] and set(found["sizes"].values()) == {0}
         forward = rank[2]["seen"][:4]
         assert forward == [[f"layers.{i}", f"layers.{i + 1}"] for i in range(3)] + [["layers.3", "lm_head"]]
-
-
-def watch_windows(rank: int, num_ranks: int) -> dict[int, dict[str, Any]]:
-    return {prefetch: watch_window(rank, num_ranks, prefetch) for prefetch in (1, 2, 3)}
 
 
 WIDE = replace(TINY, d_model=64, d_ff=256, num_layers=6)
@@ -594,12 +510,12 @@ def without_transport() -> ExitStack:
 
 
 def count_live_blocks(rank: int, num_ranks: int) -> dict[Any, tuple[float, ...]]:
-    """Peaks of construction, forward and backward above what stays, in a block's float32 bytes, by dtypes."""
     with without_transport():
         return {dtypes: count_live_block(*dtypes) for dtypes in BACKWARD_BLOCKS}
 
 
 def count_live_block(compute_dtype: torch.dtype | None, reduce_dtype: torch.dtype | None) -> tuple[float, ...]:
+    """Peaks of construction, forward and backward above what stays, in a block's float32 bytes."""
     gc.collect()
     with torch.device("meta"):
         model = TransformerLM.from_config(WIDE)
@@ -848,15 +764,7 @@ def test_blocks_may_take_and_give_tensors_in_any_form(compute_dtype, outputs, al
             else:
                 bound = (1e-6 if compute_dtype is None else 0.05) * parameter.grad.abs().max().item()
                 torch.testing.assert_close(own[name].grad, parameter.grad, atol=bound, rtol=0)
-    assert wrapped.module.blocks[1].dtypes == {compute_dtype or torch.float32}
-
-
-def test_a_block_fills_the_very_container_that_it_is_given(alone_in_a_group):
-    """A cache of keys was filled in a copy, and the caller's stayed empty."""
-    wrapped = FSDP(seeded(OddModel))
-    with torch.no_grad():
-        wrapped(torch.randn(4, 3), seen := [], ("first",))
-    assert seen == [torch.float32] * 2
+    assert seen == [compute_dtype or torch.float32] * 6  # a block fills the caller's list, not a copy
 
 
 def test_norms_leave_out_what_was_frozen_after_wrapping(alone_in_a_group):
@@ -941,40 +849,29 @@ class RaiseInBackward(torch.autograd.Function):
 
 
 def train_after_an_error(rank: int, num_ranks: int, phase: str) -> dict[str, Any]:
-    """A step that raises in the middle of `phase` on every rank, as a bad batch does, then two good ones."""
+    """A step that raises in the middle of `phase` on every rank, as a bad batch does, between good ones."""
     single, fsdp = seeded(transformer), FSDP(seeded(transformer))
-    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (single, fsdp)]
     found: dict[str, Any] = {}
     shapes = {name: parameter.shape for name, parameter in fsdp.module.named_parameters()}
-    for step in range(4):
-        tokens, targets = (part(one, rank, num_ranks) for one in batch(step))
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        if step == 1:  # the first step has taught the order, so that units are gathered ahead
-            planted = fsdp.module.layers[1].attn.register_forward_hook(_planted(phase))
+
+    def plant(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        if phase == "forward":
+            raise Planted("planted in the forward")
+        return RaiseInBackward.apply(output)
+
+    def run(model: nn.Module, step: int, tokens: Tensor, targets: Tensor) -> None:
+        if step == 1 and model is fsdp:  # the first step has taught the order, so that units are gathered ahead
+            planted = fsdp.module.layers[1].attn.register_forward_hook(plant)
             with pytest.raises(Planted):
                 token_loss(fsdp, tokens, targets).backward()
             planted.remove()
             found["gathered after it"] = fsdp.gathered_units()
             found["sharded after it"] = shapes == {name: one.shape for name, one in fsdp.module.named_parameters()}
-            continue
-        token_loss(single, *batch(step)).backward()
-        token_loss(fsdp, tokens, targets).backward()
-        fsdp.finish_gradient_synchronization()
-        for optimizer in optimizers:
-            optimizer.step()
-    full = fsdp.gather_full_params()
-    found["difference"] = max((full[name] - one).abs().max().item() for name, one in single.named_parameters())
-    return found
+            for parameter in fsdp.parameters():  # as an optimizer's zero_grad: it knows of no others
+                parameter.grad = None
+        token_loss(model, tokens, targets).backward()
 
-
-def _planted(phase: str) -> Any:
-    def hook(module: nn.Module, args: Any, output: Tensor) -> Tensor:
-        if phase == "forward":
-            raise Planted("planted in the forward")
-        return RaiseInBackward.apply(output)
-
-    return hook
+    return found | {"difference": train_both(rank, num_ranks, single, fsdp, run, steps=4)}
 
 
 @pytest.mark.slow
@@ -990,39 +887,32 @@ def test_training_goes_on_after_an_error():
 def surprise(rank: int, num_ranks: int, how: str) -> tuple[int, float]:
     """Most units gathered at once in four steps, and the difference from one process."""
     checkpointing: Any = "reentrant" if how == "recomputed" else "none"
-    single, fsdp = (wrap_blocks(seeded(transformer), checkpointing=checkpointing) for _ in range(2))
-    fsdp = FSDP(fsdp, granularity="layer", prefetch=3)
-    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (single, fsdp)]
-    events, most = watch(fsdp), 0
-    for step in range(4):
-        everything = batch(step)
-        own = [part(one, rank, num_ranks) for one in everything]
-        for model, optimizer, (tokens, targets) in zip((single, fsdp), optimizers, (everything, own)):
-            inner: Any = model.module if isinstance(model, FSDP) else model
-            layers = inner.layers
-            optimizer.zero_grad()
-            if how == "early exit" and step == 2:
-                inner.layers = layers[:2]
-            elif how == "another order" and step >= 1:
-                inner.layers = layers[::-1]
-            loss = token_loss(model, tokens, targets)
-            if how == "two forwards":
-                loss = loss + token_loss(model, tokens, targets)
-            loss.backward()
-            if isinstance(model, FSDP):
-                model.finish_gradient_synchronization()
-                assert model.gathered_units() == []
-            optimizer.step()
-            inner.layers = layers
-        most = max(most, *(len(event.gathered) for event in events))
-    full = fsdp.gather_full_params()
-    return most, max((full[name] - one).abs().max().item() for name, one in single.named_parameters())
+    single, inner = (wrap_blocks(seeded(transformer), checkpointing=checkpointing) for _ in range(2))
+    fsdp = FSDP(inner, granularity="layer", prefetch=3)
+    events = watch(fsdp)
+
+    def run(model: nn.Module, step: int, tokens: Tensor, targets: Tensor) -> None:
+        transformer: Any = model if model is single else inner
+        layers = transformer.layers
+        if how == "early exit" and step == 2:
+            transformer.layers = layers[:2]
+        elif how == "another order" and step >= 1:
+            transformer.layers = layers[::-1]
+        loss = token_loss(model, tokens, targets)
+        if how == "two forwards":
+            loss = loss + token_loss(model, tokens, targets)
+        loss.backward()
+        transformer.layers = layers
+
+    difference = train_both(rank, num_ranks, single, fsdp, run, steps=4)
+    return max(len(event.gathered) for event in events), difference
+
+
+SURPRISES = ("early exit", "another order", "two forwards", "recomputed")
 
 
 def surprise_in_every_way(rank: int, num_ranks: int) -> dict[str, tuple[int, float]]:
-    return {
-        how: surprise(rank, num_ranks, how) for how in ("early exit", "another order", "two forwards", "recomputed")
-    }
+    return {how: surprise(rank, num_ranks, how) for how in SURPRISES}
 
 
 @pytest.mark.slow
@@ -1062,6 +952,10 @@ def test_bad_arguments_are_refused(alone_in_a_group):
         FSDP(model, granularity="row")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="module must own a weight of two or more dimensions"):
         FSDP(nn.LayerNorm(3))
+    with pytest.raises(ValueError, match="checkpointing must be one of none, reentrant, non_reentrant, got 'full'"):
+        wrap_blocks(transformer(), checkpointing="full")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="model must hold its blocks in an nn.ModuleList"):
+        wrap_blocks(model)
     with pytest.raises(ValueError, match="max_norm must be positive, got 0"):
         FSDP(model).clip_grad_norm_(0)
     with torch.device("meta"):
@@ -1076,18 +970,6 @@ class Filled(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(2, 2))
-
-
-def test_no_process_group_is_said():
-    with pytest.raises(RuntimeError, match="there is no process group"):
-        FSDP(nn.Linear(2, 2))
-
-
-def test_wrap_blocks_refuses_what_it_cannot_wrap():
-    with pytest.raises(ValueError, match="checkpointing must be one of none, reentrant, non_reentrant, got 'full'"):
-        wrap_blocks(transformer(), checkpointing="full")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="model must hold its blocks in an nn.ModuleList"):
-        wrap_blocks(nn.Linear(2, 2))
 
 
 # The plan and the order
@@ -1105,11 +987,9 @@ def test_units_by_granularity():
 
 
 def test_modules_that_share_a_weight_are_one_unit():
-    names = {plan.name: [name for name, _, _ in plan.parameters] for plan in plan_units(Awkward(), "block")}
-    assert names["tied"] == ["tied.weight"]
-    assert "again" not in names
     plans = {plan.name: plan for plan in plan_units(Awkward(), "block")}
-    assert len(plans["tied"].entries) == 2
+    assert [name for name, _, _ in plans["tied"].parameters] == ["tied.weight"]
+    assert len(plans["tied"].entries) == 2 and "again" not in plans
 
 
 def test_a_changed_order_ends_the_guessing_and_is_learnt():

@@ -22,13 +22,13 @@ from cs336_systems.model.transformer import TransformerLM
 class Event:
     """One thing that happened to a unit, and what was gathered right after it."""
 
-    what: str  # gather, forward, backward, reduce, lend or free
+    what: str  # gather, forward, backward, reduce or free
     unit: str
     gathered: tuple[str, ...]  # units whose whole weights have memory
     gathered_bytes: int
 
 
-WORDS = {State.FORWARD: "forward", State.BACKWARD: "backward", State.LENT: "lend", State.REST: "free"}
+WORDS = {State.FORWARD: "forward", State.BACKWARD: "backward", State.REST: "free"}
 
 
 def watch(model: FSDP) -> list[Event]:
@@ -36,18 +36,18 @@ def watch(model: FSDP) -> list[Event]:
     events: list[Event] = []
 
     def note(what: str, unit: Unit) -> None:
-        sizes = {one.name: one._bytes for one in model.units if one.is_gathered}
+        sizes = {one.name: one._bytes for one in model.units if one in model._window.gathered}
         events.append(Event(what=what, unit=unit.name, gathered=tuple(sizes), gathered_bytes=sum(sizes.values())))
 
     for unit in model.units:
 
-        def become(state: State, unit: Unit = unit, become: Any = unit._become) -> None:
+        def become(state: State, unit: Unit = unit, become: Any = unit.become) -> None:
             gathers = unit.state is State.REST
             become(state)
             if gathers or state in WORDS:
                 note("gather" if gathers else WORDS[state], unit)
 
-        unit._become = become  # type: ignore[method-assign]
+        unit.become = become  # type: ignore[method-assign]
     reduce = model._reduce
 
     def reducing(unit: Unit) -> None:

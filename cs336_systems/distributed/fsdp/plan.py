@@ -23,9 +23,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 Granularity = Literal["block", "layer"]
-GRANULARITIES: tuple[str, ...] = get_args(Granularity)
 Checkpointing = Literal["none", "reentrant", "non_reentrant"]
-CHECKPOINTINGS: tuple[str, ...] = get_args(Checkpointing)
 Home = tuple[nn.Module, str]
 
 
@@ -34,7 +32,7 @@ class UnitPlan:
     """Modules before whose forward `parameters` are gathered: (name, parameter, homes)."""
 
     name: str
-    entries: list[nn.Module]
+    entries: list[nn.Module] = field(default_factory=list)
     parameters: list[tuple[str, nn.Parameter, list[Home]]] = field(default_factory=list)
 
 
@@ -46,8 +44,7 @@ def wrap_blocks(model: nn.Module, *, checkpointing: Checkpointing = "none", comp
     the recomputation, and keeps it for the gradients that follow. Only `forward` is replaced, so that every module
     stays an instance of its own class under its own name.
     """
-    if checkpointing not in CHECKPOINTINGS:
-        raise ValueError(f"checkpointing must be one of {', '.join(CHECKPOINTINGS)}, got {checkpointing!r}")
+    _require_choice("checkpointing", checkpointing, get_args(Checkpointing))
     blocks = find_blocks(model)
     if not blocks:
         raise ValueError("model must hold its blocks in an nn.ModuleList, found none with weights")
@@ -79,11 +76,10 @@ def find_blocks(module: nn.Module, prefix: str = "", in_list: bool = False) -> d
     blocks: dict[str, nn.Module] = {}
     for name, child in module.named_children():
         path = f"{prefix}{name}"
-        if in_list and is_callable(child):
-            if any(map(owns_matrix, child.modules())):
-                blocks[path] = child
-        else:
+        if not (in_list and is_callable(child)):
             blocks |= find_blocks(child, f"{path}.", in_list or isinstance(child, nn.ModuleList))
+        elif any(map(owns_matrix, child.modules())):
+            blocks[path] = child
     return blocks
 
 
@@ -92,61 +88,38 @@ def plan_units(module: nn.Module, granularity: Granularity) -> list[UnitPlan]:
 
     ValueError naming a parameter whose gradient hooks would be lost: what autograd sees is the gathered weight.
     """
-    if granularity not in GRANULARITIES:
-        raise ValueError(f"granularity must be one of {', '.join(GRANULARITIES)}, got {granularity!r}")
+    _require_choice("granularity", granularity, get_args(Granularity))
     modules = dict(module.named_modules())
-    blocks = find_blocks(module) if granularity == "block" else {}
-    blocks_of: dict[nn.Module, list[str]] = {}
-    for name, block in blocks.items():
+    entries_of: dict[nn.Module, dict[str, nn.Module]] = {}  # of all that is in blocks; several if blocks share it
+    for name, block in find_blocks(module).items() if granularity == "block" else ():
         for inner in block.modules():
-            blocks_of.setdefault(inner, []).append(name)
-    plans: dict[nn.Module, UnitPlan] = {}  # by entry
-    owner: dict[nn.Parameter, UnitPlan] = {}
+            entries_of.setdefault(inner, {})[name] = block
+    plan_of: dict[Any, UnitPlan] = {}  # by entry and by parameter
     homes: dict[nn.Parameter, list[Home]] = {}
-
-    def merge(first: UnitPlan, second: UnitPlan) -> UnitPlan:
-        """Make two units that share a parameter one: `first`."""
-        if first is not second:
-            first.entries += second.entries
-            first.parameters += second.parameters
-            plans.update(dict.fromkeys(second.entries, first))
-            owner.update((parameter, first) for _, parameter, _ in second.parameters)
-        return first
-
     for path, inner in modules.items():
         if not owns_matrix(inner):
             continue
-        names = blocks_of.get(inner) or [_entry(path, modules)]
-        for name in names:  # several only of a module that is in several blocks
-            entry = modules[name]
-            plan = plans.setdefault(entry, UnitPlan(name or type(entry).__name__, [entry]))
-            plan = merge(plans[modules[names[0]]], plan)
-        for attribute, parameter in inner._parameters.items():
-            if parameter is None or parameter.ndim == 0:
-                continue
-            if parameter in owner:
-                homes[parameter].append((inner, attribute))
-                plan = merge(owner[parameter], plan)
-                continue
+        above = path
+        while above and not is_callable(modules[above]):
+            above = above.rpartition(".")[0]
+        entries = entries_of.get(inner) or {above: modules[above]}
+        own = {name: one for name, one in inner._parameters.items() if one is not None and one.ndim}
+        # What shares an entry or a parameter is one unit: the first of those that there are, or a new one.
+        known = dict.fromkeys(plan_of[key] for key in (*entries.values(), *own.values()) if key in plan_of)
+        plan, *others = known or [UnitPlan(next(iter(entries)) or type(inner).__name__)]
+        for other in others:
+            plan.entries += other.entries
+            plan.parameters += other.parameters
+        plan.entries += [entry for entry in entries.values() if entry not in plan.entries]
+        for attribute, parameter in own.items():
             full_name = f"{path}.{attribute}" if path else attribute
+            if parameter not in homes:
+                plan.parameters.append((full_name, parameter, homes.setdefault(parameter, [])))
+            homes[parameter].append((inner, attribute))
             if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
                 raise ValueError(f"parameter {full_name!r} must have no gradient hooks: FSDP would drop them")
-            owner[parameter], homes[parameter] = plan, [(inner, attribute)]
-            plan.parameters.append((full_name, parameter, homes[parameter]))
-    return list(dict.fromkeys(plan for plan in plans.values() if plan.parameters))
-
-
-def _entry(path: str, modules: dict[str, nn.Module]) -> str:
-    """The name of the module whose call uses the weights of `path`: itself, or the nearest one above that is called.
-
-    nn.MultiheadAttention reads the weights of its `out_proj` without calling it.
-    """
-    while path:
-        above = path.rpartition(".")[0]
-        if is_callable(modules[path]) and not isinstance(modules.get(above), nn.MultiheadAttention):
-            break
-        path = above
-    return path
+        plan_of |= dict.fromkeys([*plan.entries, *(parameter for _, parameter, _ in plan.parameters)], plan)
+    return list(dict.fromkeys(plan_of.values()))
 
 
 def materialize(module: nn.Module, name: str, device: torch.device) -> None:
@@ -165,3 +138,8 @@ def materialize(module: nn.Module, name: str, device: torch.device) -> None:
     module.to_empty(device=device, recurse=False)
     if reset is not None:
         reset()
+
+
+def _require_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}")

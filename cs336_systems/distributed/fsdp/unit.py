@@ -1,16 +1,12 @@
 """A unit: weights that are gathered, used, freed and reduced together, and the one state that says what they are for.
 
-           gather              begin_forward              end_forward
-    REST ──────────▶ GATHERED ───────────────▶ FORWARD ──────────────▶ GATHERED
-     ▲                │  │  │  begin_backward
-     │      free      │  │  └───────────────▶ BACKWARD ── free ──▶ REST
-     └────────────────┘  └──────▶ LENT ── the pass of the whole model ends: free ──▶ REST
-                           lend
+           gather                forward                 its end
+    REST ──────────▶ GATHERED ───────────▶ FORWARD ──────────────▶ GATHERED
+     ▲                  │  │    backward
+     └────── free ──────┘  └───────────▶ BACKWARD ── free ──▶ REST
 
-Only what is GATHERED, ahead of its use or after it, may be freed to make room. In FORWARD and BACKWARD its modules see
-the whole weights; else they see the shards, which the optimizer works on. LENT is a unit of which a weight is read
-outside its modules' forwards, as by a head that computes `F.linear(h, self.embedding.weight)`: nobody says when that
-use ends.
+Only what is GATHERED, ahead of its use or after it, may be freed to make room. In FORWARD and BACKWARD the unit's
+modules see the whole weights; else they see the shards, which the optimizer works on.
 
 A weight of R rows over N ranks is cut into N chunks of ceil(R / N) rows; the last chunks may be shorter or empty. In
 an all-gather every rank sends a whole chunk, padded, so that the padding ends up behind row R and the whole weight is a
@@ -34,12 +30,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.distributed.distributed_c10d import AllgatherOptions, ReduceScatterOptions
 
 from cs336_systems.distributed.collectives import Work, all_gather_flat, reduce_scatter_mean_flat
 from cs336_systems.distributed.fsdp.plan import Home, UnitPlan
 
 ALIGNMENT_BYTES = 256  # of each weight in the unit's memory: what matmuls and NCCL like
+MAX_GATHERED = 3  # units: the current and two ahead, also where modules run in another order than expected
 
 
 class State(Enum):
@@ -49,19 +47,19 @@ class State(Enum):
     GATHERED = "gathered"  # nothing now: gathered ahead, or kept for what comes next
     FORWARD = "forward"  # a forward of an entry that runs
     BACKWARD = "backward"  # between the first gradient of its outputs and the last of its inputs
-    LENT = "lent"  # a use outside its entries
 
 
 IN_USE = (State.FORWARD, State.BACKWARD)
 
 
 class Window:
-    """What the units of one model share: their group and its stream, and which of them have memory."""
+    """What the units of one model share: their group, its streams, and which of them have memory."""
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, reduce_dtype: torch.dtype | None) -> None:
         self.group, self.device = group, device
         self.rank, self.num_ranks = dist.get_rank(group), dist.get_world_size(group)
         self.lane = Lane(device)
+        self.reducer = GradientReducer(group, device, reduce_dtype)
         self.units: list[Unit] = []
         self.gathered: dict[Unit, None] = {}  # in the order of gathering
         self.in_forward = False
@@ -71,6 +69,18 @@ class Window:
     def in_backward(self) -> bool:
         """Whether this code runs inside autograd's engine: in a hook, or in a checkpoint's recomputation."""
         return torch._C._current_graph_task_id() != -1
+
+    def make_room(self, unit: Unit) -> None:
+        """Before `unit` is gathered for use: free idle units, gathered for an order that did not come; oldest first."""
+        surplus = len(self.gathered) + 1 - MAX_GATHERED
+        if unit.state is State.REST and surplus > 0:
+            for other in [other for other in self.gathered if other.state is State.GATHERED][:surplus]:
+                other.free()
+
+    def gather_ahead(self, unit: Unit | None) -> None:
+        """Start gathering what is expected to run soon, if there is room."""
+        if unit is not None and len(self.gathered) < MAX_GATHERED:
+            unit.gather()
 
     def agree(self, action: str, unit: Unit, weights: int = 0) -> None:
         """RuntimeError naming `unit` where another rank gathers, or reduces (`weights` as bits), something else.
@@ -140,41 +150,64 @@ class ShardedWeight:
     def take_gradient(self) -> Tensor:
         """The whole gradient, with what was put aside before, taken off the weight."""
         gradient, aside = self.whole.grad, self.accumulated
-        self.whole.grad, self.accumulated = None, None
-        if gradient is None or aside is None:
-            gradient = aside if gradient is None else gradient
-            assert gradient is not None
-            return gradient
-        return aside.add_(gradient)
+        self.whole.grad = self.accumulated = None
+        if aside is not None:
+            gradient = aside if gradient is None else aside.add_(gradient)
+        assert gradient is not None
+        return gradient
+
+    def gather_copy(self, dtype: torch.dtype, group: dist.ProcessGroup) -> Tensor:
+        """A new tensor with the whole weight in `dtype`, on the current stream; collective."""
+        rows = self.shard.new_empty(self.gathered.shape, dtype=dtype)
+        chunk = self.shard.new_zeros(self.chunk.shape, dtype=dtype)
+        chunk[: self.shard.shape[0]].copy_(self.shard.detach())
+        for work in gather_rows([rows], [chunk], group):
+            work.wait()
+        return rows[: self.shape[0]]
 
 
 class RestingParameters(dict[str, Any]):
-    """The `_parameters` of a module whose unit rests: the shards, but to code that runs within a pass the wholes.
+    """The `_parameters` of a module whose unit is not in use: the shards.
 
-    Such code reads a weight outside the forwards of the unit's entries. The unit lends it.
+    But code that runs within a pass, as a head that computes `F.linear(h, self.embedding.weight)`, wants the whole: it
+    gets a copy, gathered for this reading alone.
     """
 
-    def __init__(self, unit: Unit, shards: dict[str, Any], wholes: dict[str, Any]) -> None:
+    def __init__(self, unit: Unit, shards: dict[str, Any]) -> None:
         super().__init__(shards)
-        self.unit, self.wholes = unit, wholes
+        self.window = unit.window
+        self.readers = {weight.shard: (weight, unit) for weight in unit.weights}
 
-    def _seen(self) -> dict[str, Any]:
-        if not (self.unit.window.in_forward or self.unit.window.in_backward):
-            return self
-        self.unit.lend()
-        return self.wholes
+    def __getitem__(self, name: str) -> Any:  # of `module.weight`
+        value = super().__getitem__(name)
+        if value in self.readers and (self.window.in_forward or self.window.in_backward):
+            return ReadOutside.apply(value, *self.readers[value])
+        return value
 
-    def __getitem__(self, name: str) -> Any:
-        return dict.__getitem__(self._seen(), name)
+    def items(self) -> Any:  # of `module.parameters()`
+        return {name: self[name] for name in self}.items()
 
-    def get(self, name: str, default: Any = None) -> Any:
-        return dict.get(self._seen(), name, default)
 
-    def items(self) -> Any:
-        return dict.items(self._seen())
+class ReadOutside(torch.autograd.Function):
+    """From a shard to its whole, for a use outside the forwards of the unit's entries, and back with the gradient."""
 
-    def values(self) -> Any:
-        return dict.values(self._seen())
+    @staticmethod
+    def forward(ctx: Any, shard: Tensor, weight: ShardedWeight, unit: Unit) -> Tensor:
+        ctx.weight, ctx.unit = weight, unit
+        unit.window.agree("gathers", unit)
+        return weight.gather_copy(weight.whole.dtype, unit.window.group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        weight, window = ctx.weight, ctx.unit.window
+        window.agree("reduces", ctx.unit)
+        window.reducer.wait()  # it may be adding to the shard's gradient, as autograd will
+        padded = gradient.new_zeros(weight.gathered.shape, dtype=window.reducer.reduce_dtype)
+        padded[: weight.shape[0]].copy_(gradient)
+        own = padded.new_empty(weight.chunk.shape)
+        reduce_rows_mean([own], [padded], window.group)
+        return own[: weight.shard.shape[0]].to(weight.shard.dtype), None, None
 
 
 # Gather, use, free
@@ -189,67 +222,54 @@ class Unit:
         self.index = len(window.units)
         window.units.append(self)
         self.state = State.REST
-        self.weights: list[ShardedWeight] = []
-        self.was_lent = False  # to a forward that autograd recorded: its backward will need it as well
         self.position = 0  # in the forward that runs
         self.backward_position = self.backward = 0  # in the backward that runs, and which that is
         self.began = 0  # time of the forward that BACKWARD is of
         self.arrived: list[ShardedWeight] = []  # whose gradients are complete and not yet reduced
         self._views: list[tuple[nn.Module, RestingParameters, dict[str, Any]]] = []  # of a module: at rest, in use
-        self._bytes = 0
         self._event: torch.cuda.Event | None = None  # end of the gather on its stream
         self._works: list[Work] = []  # the same on CPU
-        self._lay_out(plan, compute_dtype)
-        # Those that are trained, when they were wrapped: hooks wait for their gradients.
-        self.trainable = [weight for weight in self.weights if weight.whole.requires_grad]
-
-    def _lay_out(self, plan: UnitPlan, compute_dtype: torch.dtype | None) -> None:
-        """Make the place for the wholes, and give its memory back at once.
-
-        Of the parameters, which may be on the meta device, only shapes and dtypes are read.
-        """
+        # The place of the wholes. Of the parameters, which may be on the meta device, only shapes and dtypes are read.
+        self._bytes = 0
         places: list[tuple[int, list[int], torch.dtype]] = []
         for _, parameter, _ in plan.parameters:
             dtype = compute_dtype or parameter.dtype
-            rows = self.window.num_ranks * chunk_rows(parameter.shape[0], self.window.num_ranks)
+            rows = window.num_ranks * chunk_rows(parameter.shape[0], window.num_ranks)
             places.append((self._bytes, [rows, *parameter.shape[1:]], dtype))
             num_bytes = math.prod(places[-1][1]) * dtype.itemsize
             self._bytes += -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-        memory = torch.empty(self._bytes, dtype=torch.uint8, device=self.window.device)
+        memory = torch.empty(self._bytes, dtype=torch.uint8, device=window.device)
+        self.weights: list[ShardedWeight] = []
         for (offset, shape, dtype), (name, parameter, homes) in zip(places, plan.parameters):
             place = memory[offset : offset + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
-            self.weights.append(ShardedWeight(name, parameter, homes, place, self.window))
+            self.weights.append(ShardedWeight(name, parameter, homes, place, window))
         self._memory = memory.untyped_storage()  # under all wholes
         self._memory.resize_(0)
+        # Those that are trained, when they were wrapped: hooks wait for their gradients.
+        self.trainable = [weight for weight in self.weights if weight.whole.requires_grad]
 
     def come_to_rest(self) -> None:
         """From now on the modules see what the state says; every weight has its shard."""
-        wholes: dict[nn.Module, dict[str, Any]] = {}
+        in_use: dict[nn.Module, dict[str, Any]] = {}
         for weight in self.weights:
             for module, attribute in weight.homes:
-                wholes.setdefault(module, dict(module._parameters))[attribute] = weight.whole
-        for module, seen in wholes.items():
-            self._views.append((module, RestingParameters(self, module._parameters, seen), seen))
-        self._show(wholes=False)
+                in_use.setdefault(module, dict(module._parameters))[attribute] = weight.whole
+        for module, wholes in in_use.items():
+            self._views.append((module, RestingParameters(self, module._parameters), wholes))
+            vars(module)["_parameters"] = self._views[-1][1]
 
-    def _become(self, state: State) -> None:
-        if (state in IN_USE) != (self.state in IN_USE):
-            self._show(wholes=state in IN_USE)
+    def become(self, state: State) -> None:
+        """Enter `state`, and show the modules the weights that go with it."""
+        is_in_use = state in IN_USE
+        if is_in_use != (self.state in IN_USE):
+            for module, at_rest, in_use in self._views:
+                vars(module)["_parameters"] = in_use if is_in_use else at_rest
         self.state = state
-
-    def _show(self, wholes: bool) -> None:
-        for module, at_rest, in_use in self._views:
-            vars(module)["_parameters"] = in_use if wholes else at_rest
-
-    @property
-    def is_gathered(self) -> bool:
-        """Whether the wholes have memory: the gather is done or under way."""
-        return self.state is not State.REST
 
     @torch.no_grad()
     def gather(self) -> None:
         """Start gathering, behind what is queued now; nothing if it was started before."""
-        if self.is_gathered:
+        if self.state is not State.REST:
             return
         self.window.agree("gathers", self)
         self._memory.resize_(self._bytes)
@@ -268,7 +288,7 @@ class Unit:
             self._works = gather_rows([weight.gathered for weight in self.weights], inputs, self.window.group)
             self._event = self.window.lane.mark()
         self.window.gathered[self] = None
-        self._become(State.GATHERED)
+        self.become(State.GATHERED)
 
     def wait(self) -> None:
         """Let what follows on the compute stream see the wholes."""
@@ -279,56 +299,20 @@ class Unit:
             torch.cuda.current_stream().wait_event(self._event)  # the host goes on
         self._works, self._event = [], None
 
-    def begin_forward(self) -> State:
-        """An entry runs; returns what `end_forward` goes back to: a checkpoint may run it within its backward."""
-        self.wait()
-        before = self.state
-        self._become(State.FORWARD)
-        return before
-
-    def end_forward(self, before: State) -> None:
-        self._become(before)
-
-    def begin_backward(self) -> None:
-        """A gradient of its outputs is there. The modules see the wholes: a checkpoint inside will run them again."""
-        self.wait()
-        if self.state is State.GATHERED:
-            self._become(State.BACKWARD)
-
-    def lend(self) -> None:
-        """A weight is read outside the entries: keep the wholes until the pass ends, and have them in its backward."""
-        self.was_lent |= torch.is_grad_enabled()
-        self.wait()
-        if self.state is State.GATHERED:
-            self._become(State.LENT)
-
     def free(self) -> None:
         """Give the memory of the wholes back, once what is queued on the compute stream has used them.
 
         RuntimeError naming a weight that was changed: the whole is a copy, and the change is lost.
         """
-        if not self.is_gathered:
+        if self.state is State.REST:
             return
         self.wait()  # a gather that nobody used may still be writing
         self._memory.resize_(0)
         del self.window.gathered[self]
-        self._become(State.REST)
+        self.become(State.REST)
         for weight in self.weights:
             if weight.whole._version:
                 raise RuntimeError(f"parameter {weight.name!r} must not be changed in a forward, as max_norm does")
-
-    def gather_full(self) -> dict[str, Tensor]:
-        """New tensors with the master weights, whole; collective."""
-        full: dict[str, Tensor] = {}
-        for weight in self.weights:
-            shard = weight.shard.detach()
-            chunk = shard.new_zeros((weight.chunk_rows, *shard.shape[1:]))
-            chunk[: shard.shape[0]].copy_(shard)
-            rows = shard.new_empty(weight.gathered.shape)
-            for work in gather_rows([rows], [chunk], self.window.group):
-                work.wait()
-            full[weight.name] = rows[: weight.shape[0]]
-        return full
 
 
 # Reduce
@@ -340,10 +324,8 @@ class GradientReducer:
     A second one first lets the compute stream wait for the one before: so at most two units' whole gradients are alive.
     """
 
-    def __init__(self, window: Window, reduce_dtype: torch.dtype | None) -> None:
-        self.group = window.group
-        self.lane = Lane(window.device)
-        self.reduce_dtype = reduce_dtype
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, reduce_dtype: torch.dtype | None) -> None:
+        self.group, self.lane, self.reduce_dtype = group, Lane(device), reduce_dtype
         self._event: torch.cuda.Event | None = None
         self._in_use: list[Tensor] = []
 
@@ -371,13 +353,12 @@ class GradientReducer:
                 copies.append((padded[: weight.shape[0]] if is_padded else padded, gradient))
                 gradient = padded
             inputs.append(gradient)
-            output = gradient.new_empty((weight.chunk_rows, *weight.shape[1:]))
+            output = gradient.new_empty(weight.chunk.shape)
             outputs.append(output)
-            own, shard = output[: weight.shard.shape[0]], weight.shard
+            own, place = output[: weight.shard.shape[0]], weight.shard.grad
             # The shard's gradient lies in the output itself where there is none yet and the dtype is right.
-            place = shard.grad
             if place is None:
-                place = own if own.dtype == shard.dtype else torch.empty_like(shard)
+                place = own if own.dtype == weight.shard.dtype else torch.empty_like(weight.shard)
             results.append((own, place))
         with self.lane.after_compute():
             if copies:
@@ -442,10 +423,7 @@ def gather_rows(outputs: list[Tensor], inputs: list[Tensor], group: dist.Process
 
 
 def reduce_rows_mean(outputs: list[Tensor], inputs: list[Tensor], group: dist.ProcessGroup) -> None:
-    """Reduce-scatter each of `inputs`: its rows averaged over ranks, 1/N of them to each rank, in the inputs' dtype.
-
-    On CUDA the work is ordered on the current stream.
-    """
+    """Reduce-scatter each of `inputs`, as a mean, in its dtype: 1/N of its rows to each rank; on the current stream."""
     if not _is_grouped(group):
         for output, input_ in zip(outputs, inputs):
             reduce_scatter_mean_flat(output.view(-1), input_.view(-1), group)

@@ -21,17 +21,18 @@ Everything is freed when a forward begins, since the optimizer may have changed 
 Replicated parameters (norms) keep whole gradients, which `finish_gradient_synchronization` averages in one message.
 Every rank must run the same modules in the same order; the first steps check it. A weight that no rank uses in a step
 keeps no gradient, as in one process. Which weights are trained is what they say when they are wrapped. A weight that
-is read outside its module (`F.linear(h, self.embedding.weight)`) is served while the wrapper's forward runs: its unit
-then stays gathered until the end of the backward.
+is read outside its module while the wrapper's forward runs (`F.linear(h, self.embedding.weight)`) is gathered for that
+reading alone, with nothing to hide it behind.
 """
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -41,10 +42,8 @@ from torch import Tensor, nn
 
 from cs336_systems.distributed.collectives import all_reduce_mean, broadcast_from_first, check_same_shapes, rank_in
 from cs336_systems.distributed.ddp import dense_gradient
-from cs336_systems.distributed.fsdp.plan import Granularity, UnitPlan, materialize, owns_matrix, plan_units
-from cs336_systems.distributed.fsdp.unit import GradientReducer, ShardedWeight, State, Unit, Window
-
-MAX_GATHERED = 3  # units: the current and two ahead, also where modules run in another order than expected
+from cs336_systems.distributed.fsdp.plan import Granularity, UnitPlan, materialize, plan_units
+from cs336_systems.distributed.fsdp.unit import MAX_GATHERED, ShardedWeight, State, Unit, Window
 
 
 class FSDP(nn.Module):
@@ -53,7 +52,8 @@ class FSDP(nn.Module):
     Args:
         module: whole on every rank, rank 0's values count; or built on the meta device, then drawn on rank 0 by each
             module's `reset_parameters`, one after the other, so that no rank ever holds the whole model.
-        compute_dtype: of gathered weights, and so of messages and matmuls. None: that of the parameters.
+        compute_dtype: of gathered weights, and so of messages and matmuls. None: that of the parameters. A unit gets
+            its floating-point arguments in it, those in tuples too; what lists, dictionaries and objects hold stays.
         reduce_dtype: in which gradients are averaged. None: the dtype that they are computed in.
         granularity: "block" or "layer"; see `plan.py`.
         prefetch: a unit's gather starts when the unit so many before it has completed: 2 is the handout's, 1 overlaps
@@ -61,10 +61,10 @@ class FSDP(nn.Module):
         device: where the shards go. None: where the parameters are; for a meta module the GPU if there is one.
         process_group: None: all ranks.
 
-    A forward that raises gives the gathered weights back. Raises TypeError if `module` is no module, ValueError naming
-    the argument, a parameter that ranks hold in different shapes or one with gradient hooks, RuntimeError where there
-    is no process group; in a step RuntimeError naming a unit that only some ranks run, a parameter that a forward
-    changes or a unit whose gradients shall have a graph, and TypeError for a sparse gradient.
+    Construction raises TypeError or ValueError naming the argument, a parameter of which ranks hold other shapes or one
+    with gradient hooks. A step raises RuntimeError naming a unit that only some ranks run, that writes into an argument
+    which was cast, or whose gradients shall have a graph, and a parameter that a forward changes or that has hooks;
+    TypeError for a sparse gradient. A forward that raises gives the gathered weights back.
     """
 
     def __init__(
@@ -93,17 +93,21 @@ class FSDP(nn.Module):
         group = process_group or dist.group.WORLD
         assert group is not None
         self.group, self.num_ranks = group, group.size()
-        self.device = _target_device(module, device)
+        self.device = torch.device(device or next(module.parameters()).device)
+        if self.device.type == "meta":
+            self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        if self.device.type == "cuda" and self.device.index is None:
+            self.device = torch.device("cuda", torch.cuda.current_device())
         self.compute_dtype = compute_dtype
         self.prefetch = prefetch
+        self._num_kept = min(2, prefetch)  # units at the end of a forward that stay, and at the start that come early
         check_same_shapes(module.named_parameters(), group)
         self.module = module
-        self._window = Window(group, self.device)
+        self._window = Window(group, self.device, reduce_dtype)
         self.units = self._build_units(plans)
         self.weights = {weight.name: weight for unit in self.units for weight in unit.weights}
         shards = {weight.shard for weight in self.weights.values()}
         self._replicated = [parameter for parameter in module.parameters() if parameter not in shards]
-        self._reducer = GradientReducer(self._window, reduce_dtype)
         self._forward_order, self._backward_order = ExecutionOrder(), ExecutionOrder()
         self._calls: list[_Call] = []  # forwards of entries under way, one in another
         self._clock = 0  # counts beginnings and ends of calls
@@ -120,24 +124,22 @@ class FSDP(nn.Module):
         units = [Unit(plan, self._window, self.compute_dtype) for plan in plans]  # while nothing else has memory yet
         for plan in plans:
             plan.parameters.clear()  # but for the modules, the last reference to the whole parameters
-        weights = [weight for unit in units for weight in unit.weights]
-        planned = {home for weight in weights for home in weight.homes}
-        waiting = {weight: {module for module, _ in weight.homes} for weight in weights}
+        homes = {home for unit in units for weight in unit.weights for home in weight.homes}
+        ends_with: dict[nn.Module, list[ShardedWeight]] = defaultdict(list)  # by the last module that holds it
+        for weight in (weight for unit in units for weight in unit.weights):
+            ends_with[weight.homes[-1][0]].append(weight)
         # In the order of modules(), so that a seeded generator draws what it would draw in the constructor.
         for path, inner in list(self.module.named_modules()):
             materialize(inner, path, self.device)
             for name, parameter in inner._parameters.items():
-                if parameter is not None and (inner, name) not in planned:
+                if parameter is not None and (inner, name) not in homes:
                     parameter.data = self._from_rank_0(parameter)
             for name, buffer in inner._buffers.items():
                 if buffer is not None:
                     inner._buffers[name] = self._from_rank_0(buffer)
-            for weight in weights if owns_matrix(inner) else ():
-                if inner in waiting[weight]:
-                    waiting[weight].remove(inner)
-                    if not waiting[weight]:
-                        module, attribute = weight.homes[0]  # materialising may have replaced the parameter
-                        weight.keep(self._from_rank_0(module._parameters[attribute]))
+            for weight in ends_with[inner]:
+                module, attribute = weight.homes[0]  # materialising may have replaced the parameter
+                weight.keep(self._from_rank_0(module._parameters[attribute]))
         for unit in units:
             unit.come_to_rest()
         return units
@@ -154,18 +156,12 @@ class FSDP(nn.Module):
         for entry in unit.entries:
             entry.register_forward_pre_hook(partial(self._before_forward, unit), with_kwargs=True, prepend=True)
             entry.register_forward_hook(partial(self._after_forward, unit), with_kwargs=True, always_call=True)
-        for weight in unit.trainable:
-            weight.whole.register_post_accumulate_grad_hook(self._gradient_hook(unit, weight))
-
-    def _gradient_hook(self, unit: Unit, weight: ShardedWeight) -> Callable[[nn.Parameter], None]:
-        """`_gradient_arrived` as a hook of `weight.whole`, which holds none of us: the collector sees no such cycle."""
-        find_self, index, name = weakref.ref(self), unit.index, weight.name
-
-        def hook(_: nn.Parameter) -> None:
-            if (alive := find_self()) is not None:
-                alive._gradient_arrived(alive.units[index], alive.weights[name])
-
-        return hook
+        alive: Any = weakref.ref(self)  # the collector does not see cycles through a tensor's hooks
+        for place, weight in enumerate(unit.weights):
+            if weight in unit.trainable:
+                weight.whole.register_post_accumulate_grad_hook(
+                    lambda _, unit=unit.index, place=place: alive()._gradient_arrived(unit, place)
+                )
 
     # Forward
 
@@ -173,48 +169,27 @@ class FSDP(nn.Module):
         """The wrapped module's forward."""
         if self._window.in_forward or self._window.in_backward:  # of a checkpoint around the model
             return self.module(*inputs, **kwargs)
-        try:
-            self._begin_forward()
-            output = self.module(*inputs, **kwargs)
-        except BaseException:
-            self._give_back()
-            raise
-        self._end_forward(output)
-        return output
-
-    def _begin_forward(self) -> None:
         if self._backwards:
             self._forget_backward()
         kind = self.device.type
-        self._float16 = self.compute_dtype == torch.float16 or (
-            torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.float16
-        )
+        autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        self._float16 = torch.float16 in (self.compute_dtype, autocast)
         self._forward_order.begin()
         self._calls.clear()
-        for unit in self.units:
-            unit.free()
-        self._window.in_forward = True
-        for unit in self._forward_order.expected[: min(2, self.prefetch)]:
-            unit.gather()
-
-    def _end_forward(self, output: Any) -> None:
-        """Keep nothing for a backward that will not come; be told when one begins with what was lent."""
-        self._window.in_forward = False
-        if any(unit.was_lent or unit.state is State.LENT for unit in self.units):
-            outputs = [tensor for tensor in _tensors_in(output) if tensor.requires_grad]
-            _on_first_gradient(outputs, self._begin_backward)
+        try:
             for unit in self.units:
-                if unit.state is State.LENT and not (outputs and self.module.training):
-                    unit.free()
-
-    def _give_back(self) -> None:
-        """Free what a forward that raised has gathered: what catches the error (a bad batch, no memory) may go on."""
-        self._window.in_forward = False
-        for unit in self.units:
-            try:
                 unit.free()
-            except RuntimeError:  # a rank that the gather waits for is gone: the forward's own error is to be told
-                continue
+            self._window.in_forward = True
+            for unit in self._forward_order.expected[: self._num_kept]:
+                unit.gather()
+            return self.module(*inputs, **kwargs)
+        except BaseException:  # what catches the error (a bad batch, no memory) may go on
+            for unit in self.units:
+                with suppress(RuntimeError):  # of a rank that is gone: the forward's own error is to be told
+                    unit.free()
+            raise
+        finally:
+            self._window.in_forward = False
 
     def _forget_backward(self) -> None:
         """After a backward that raised: drop the gradients that wait for the rest of their unit's."""
@@ -230,11 +205,18 @@ class FSDP(nn.Module):
             unit.position = self._forward_order.visit(unit)
         elif not self._window.in_backward and unit.state is State.GATHERED:
             unit.free()  # an entry is called directly, perhaps after the optimizer's step
-        self._make_room(unit)
+        self._window.make_room(unit)
+        unit.wait()
         self._clock += 1
-        call = _Call(unit, unit.begin_forward(), began=self._clock)
+        call = _Call(unit, state_before=unit.state, began=self._clock, casts=[])
         self._calls.append(call)
-        return call.take(args, kwargs, self.compute_dtype)
+        unit.become(State.FORWARD)
+        if self.compute_dtype is not None:
+            args = call.cast(args, self.compute_dtype)
+            kwargs = {name: call.cast(value, self.compute_dtype) for name, value in kwargs.items()}
+        if kwargs or not all(isinstance(value, Tensor) for value in args):
+            call.given = {id(tensor) for tensor in _tensors_in((args, kwargs))}
+        return args, kwargs
 
     def _after_forward(
         self, unit: Unit, entry: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
@@ -244,43 +226,25 @@ class FSDP(nn.Module):
             return  # the hook before has raised
         call = self._calls.pop()
         self._clock += 1
-        call.give_back()
-        unit.end_forward(call.state_before)
+        # A recomputation in a backward goes back to that.
+        unit.become(call.state_before)
+        if any(not cast.is_inference() and cast._version for cast in call.casts):
+            raise RuntimeError(f"{unit.name!r} must not write into its arguments unless they are {self.compute_dtype}")
         outputs: list[Tensor] = []
         if torch.is_grad_enabled():  # what the module has put into a container is output as well
-            made = _tensors_in(output if call.is_plain else (output, args, kwargs))
-            outputs = [tensor for tensor in made if tensor.requires_grad and id(tensor) not in call.given]
+            made = _tensors_in(output if call.given is None else (output, args, kwargs))
+            outputs = [one for one in made if one.requires_grad and not (call.given and id(one) in call.given)]
             _on_first_gradient(outputs, partial(self._before_backward, unit, call.began, self._clock))
-        if self._window.in_backward and not self._window.in_forward:
+        in_forward = self._window.in_forward
+        if self._window.in_backward and not in_forward:
             return  # recomputed: its backward comes soon
         order = self._forward_order
-        in_forward = self._window.in_forward
-        if in_forward and outputs and self.module.training and order.ends_within(unit.position, min(2, self.prefetch)):
+        if in_forward and outputs and self.module.training and order.ends_within(unit.position, self._num_kept):
             return  # the backward begins here, at once: gathering again would be waiting
         if unit.state is State.GATHERED:
             unit.free()
         if in_forward and output is not None:  # None after an error
-            self._gather_ahead(order.ahead(unit.position, self.prefetch))
-
-    # The window
-
-    def _make_room(self, unit: Unit) -> None:
-        """Before `unit` is gathered for use: free idle units, gathered for an order that did not come; oldest first."""
-        if unit.is_gathered:
-            return
-        surplus = len(self._counted()) + 1 - MAX_GATHERED
-        if surplus > 0:
-            for other in [other for other in self._counted() if other.state is State.GATHERED][:surplus]:
-                other.free()
-
-    def _gather_ahead(self, unit: Unit | None) -> None:
-        """Start gathering what is expected to run soon, if there is room."""
-        if unit is not None and len(self._counted()) < MAX_GATHERED:
-            unit.gather()
-
-    def _counted(self) -> list[Unit]:
-        """Gathered units, the oldest first, but for lent ones, which stay whatever else runs."""
-        return [unit for unit in self._window.gathered if unit.state is not State.LENT]
+            self._window.gather_ahead(order.ahead(unit.position, self.prefetch))
 
     # Backward
 
@@ -295,36 +259,37 @@ class FSDP(nn.Module):
                 f"create_graph=True is not supported: {unit.name!r} is freed before a second backward could use it"
             )
         self._begin_backward()
+        order = self._backward_order
         for other in list(self._window.gathered):
             if other.state is State.BACKWARD and other.began > ended and other is not unit:
                 other.free()
-                self._gather_ahead(self._backward_order.ahead(other.backward_position, self.prefetch))
-        self._make_room(unit)
-        unit.began, unit.backward, unit.backward_position = began, self._backwards[-1], self._backward_order.visit(unit)
-        unit.begin_backward()
+                self._window.gather_ahead(order.ahead(other.backward_position, self.prefetch))
+        self._window.make_room(unit)
+        unit.began, unit.backward, unit.backward_position = began, self._backwards[-1], order.visit(unit)
+        unit.wait()
+        if unit.state is State.GATHERED:
+            unit.become(State.BACKWARD)
 
     def _begin_backward(self) -> None:
-        """Be told when this backward ends; of the outermost, gather what it begins with and what was lent before."""
+        """Be told when this backward ends; gather what the outermost begins with."""
         if (backward := torch._C._current_graph_task_id()) in self._backwards:
             return
         self._backwards.append(backward)
         # The engine's own queue: DDP and torch's FSDP use it as well, and there is no public one.
         torch.autograd.Variable._execution_engine.queue_callback(partial(self._end_backward, backward))
-        if len(self._backwards) > 1:
-            return
-        for unit in self.units:
-            if unit.was_lent:
-                unit.lend()
-        known = self._backward_order.seen or self._backward_order.expected
-        self._backward_order.begin(known or list(reversed(self._forward_order.seen)))
-        for unit in self._backward_order.expected[: min(2, self.prefetch)]:
-            self._gather_ahead(unit)
+        if len(self._backwards) == 1:
+            known = self._backward_order.seen or self._backward_order.expected
+            self._backward_order.begin(known or list(reversed(self._forward_order.seen)))
+            for unit in self._backward_order.expected[: self._num_kept]:
+                self._window.gather_ahead(unit)
 
-    def _gradient_arrived(self, unit: Unit, weight: ShardedWeight) -> None:
+    def _gradient_arrived(self, index: int, place: int) -> None:
         """Reduce once the last gradient of the unit is there."""
+        unit = self.units[index]
+        weight = unit.weights[place]
         dense_gradient(weight.whole)
         if not self._synchronize:
-            self._reducer.accumulate(weight)
+            self._window.reducer.accumulate(weight)
             return
         if weight not in unit.arrived:
             unit.arrived.append(weight)
@@ -337,7 +302,7 @@ class FSDP(nn.Module):
         ready = [weight in arrived or weight.accumulated is not None for weight in unit.weights]
         if any(ready):
             self._window.agree("reduces", unit, sum(is_ready << place for place, is_ready in enumerate(ready)))
-            self._reducer.reduce([weight for weight, is_ready in zip(unit.weights, ready) if is_ready])
+            self._window.reducer.reduce([weight for weight, is_ready in zip(unit.weights, ready) if is_ready])
 
     def _end_backward(self, backward: int) -> None:
         """Leave nothing gathered; reduce what the unused weights of a unit kept waiting."""
@@ -346,7 +311,7 @@ class FSDP(nn.Module):
             if self._backwards:  # it was a reentrant checkpoint's
                 is_over = unit.state is State.BACKWARD and unit.backward == backward
             else:  # one within a forward, as torch.autograd.grad's, leaves what that uses
-                is_over = not (self._window.in_forward and unit.state in (State.FORWARD, State.LENT))
+                is_over = not (self._window.in_forward and unit.state is State.FORWARD)
                 if self._synchronize:
                     self._reduce(unit)
             if is_over:
@@ -365,7 +330,7 @@ class FSDP(nn.Module):
             for weight in unit.trainable:
                 if weight.shard._backward_hooks or weight.shard._post_accumulate_grad_hooks:
                     raise RuntimeError(f"parameter {weight.name!r} must have no gradient hooks: FSDP never calls them")
-        self._reducer.wait()
+        self._window.reducer.wait()
         if self.num_ranks == 1:
             return
         by_dtype: dict[torch.dtype, list[nn.Parameter]] = defaultdict(list)
@@ -374,42 +339,26 @@ class FSDP(nn.Module):
                 by_dtype[parameter.dtype].append(parameter)
         for parameters in by_dtype.values():
             self._average_replicated(parameters)
-        if self._float16:
-            self._spread_overflow()
+        if self._float16:  # torch.amp.GradScaler decides from its own rank's gradients: let all see an overflow
+            self.clip_grad_norm_(math.inf)
 
     @torch.no_grad()
     def _average_replicated(self, parameters: list[nn.Parameter]) -> None:
         """Average whole gradients in one message; a gradient that no rank has stays None."""
-        gradients = [parameter.grad for parameter in parameters]
-        flags = torch.ones(len(parameters), dtype=parameters[0].dtype, device=self.device)
+        is_used = torch.ones(len(parameters), dtype=parameters[0].dtype, device=self.device)
         pieces = []
-        for index, (parameter, gradient) in enumerate(zip(parameters, gradients)):
-            if gradient is None:
-                flags[index] = 0
-            pieces.append(torch.zeros_like(parameter) if gradient is None else gradient)
-        flat = torch.cat([*(piece.reshape(-1) for piece in pieces), flags])
+        for index, parameter in enumerate(parameters):
+            if parameter.grad is None:
+                is_used[index] = 0
+            pieces.append((torch.zeros_like(parameter) if parameter.grad is None else parameter.grad).reshape(-1))
+        flat = torch.cat([*pieces, is_used])
         all_reduce_mean(flat, self.group)
-        averages = flat[: -len(parameters)].split([parameter.numel() for parameter in parameters])
-        for parameter, average, used in zip(parameters, averages, flat[-len(parameters) :]):
+        *averages, is_used = flat.split([*(parameter.numel() for parameter in parameters), len(parameters)])
+        for parameter, average, share in zip(parameters, averages, is_used):
             if parameter.grad is not None:
                 parameter.grad.copy_(average.view_as(parameter))
-            elif used.real.item() > 0:  # unused on this rank only
+            elif share.real.item() > 0:  # unused on this rank only
                 parameter.grad = average.view_as(parameter).clone()
-
-    @torch.no_grad()
-    def _spread_overflow(self) -> None:
-        """Let one rank's overflow be seen in every rank's gradients: no rank sees another's shards.
-
-        torch.amp.GradScaler decides from the gradients of its own rank; ranks that decide otherwise part for good.
-        """
-        gradients = [_as_real(gradient) for gradient in self._gradients() if gradient.numel()]
-        finite = torch.ones((), device=self.device)
-        if gradients:
-            finite = torch.stack(torch._foreach_norm(gradients, torch.inf)).isfinite().all().float()
-        dist.all_reduce(finite, op=dist.ReduceOp.MIN, group=self.group)
-        if gradients:
-            first = gradients[0][(0,) * gradients[0].ndim]
-            first.copy_(first.where(finite > 0, torch.nan))
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -443,42 +392,27 @@ class FSDP(nn.Module):
             raise ValueError(f"max_norm must be positive, got {max_norm}")
         if any(weight.accumulated is not None for weight in self.weights.values()):
             raise RuntimeError("gradients wait that no_sync put aside: call finish_gradient_synchronization() first")
-        total = self._sum_of_squares(self._gradients(replicated=False))
+        sharded = _real_gradients([weight.shard for weight in self.weights.values() if weight.shard.requires_grad])
+        replicated = _real_gradients(self._replicated)
+        squares = torch.zeros(2, dtype=torch.float64, device=self.device)  # those of float32 may overflow it
+        for square, gradients in zip(squares, (sharded, replicated)):
+            if gradients:
+                square.copy_(torch.stack(torch._foreach_norm(gradients, 2, torch.float64)).square().sum())
         if self.num_ranks > 1:
-            dist.all_reduce(total, group=self.group)
-        total += self._sum_of_squares(self._gradients(sharded=False))
-        norm = total.sqrt()
+            dist.all_reduce(squares[0], group=self.group)
+        norm = squares.sum().sqrt()
         scale = (max_norm / (norm + eps)).clamp(max=1.0).where(norm.isfinite(), torch.nan)
-        gradients = [_as_real(gradient) for gradient in self._gradients()]
-        if gradients:
+        if gradients := sharded + replicated:
             torch._foreach_mul_(gradients, scale.to(torch.float32))
         return norm.to(torch.float32)
-
-    def _gradients(self, sharded: bool = True, replicated: bool = True) -> list[Tensor]:
-        """Those of this rank that there are."""
-        parameters = [weight.shard for weight in self.weights.values() if sharded and weight.shard.requires_grad]
-        parameters += self._replicated if replicated else []
-        return [parameter.grad for parameter in parameters if parameter.grad is not None]
-
-    def _sum_of_squares(self, gradients: list[Tensor]) -> Tensor:
-        """In float64, so that squares of float32 do not overflow."""
-        filled = [_as_real(gradient) for gradient in gradients if gradient.numel()]
-        if not filled:
-            return torch.zeros((), dtype=torch.float64, device=self.device)
-        return torch.stack(torch._foreach_norm(filled, 2, torch.float64)).square().sum()
 
     # Whole parameters
 
     @torch.no_grad()
     def gather_full_params(self) -> dict[str, Tensor]:
         """Copies of the whole parameters, in their master dtype, by their names in the unwrapped module; collective."""
-        full: dict[str, Tensor] = {}
-        for unit in self.units:
-            full |= unit.gather_full()
-        return {
-            name: full[name] if name in full else parameter.detach().clone()
-            for name, parameter in self.module.named_parameters()
-        }
+        full = {name: parameter.detach().clone() for name, parameter in self.module.named_parameters()}
+        return full | {name: one.gather_copy(one.shard.dtype, self.group) for name, one in self.weights.items()}
 
     @torch.no_grad()
     def load_full_params(self, full: dict[str, Tensor]) -> None:
@@ -493,7 +427,7 @@ class FSDP(nn.Module):
 
     def gathered_units(self) -> list[str]:
         """Names of the units whose wholes have memory now."""
-        return [unit.name for unit in self.units if unit.is_gathered]
+        return [unit.name for unit in self.units if unit.state is not State.REST]
 
 
 class ExecutionOrder:
@@ -533,62 +467,23 @@ class ExecutionOrder:
 
 @dataclass
 class _Call:
-    """A forward of a unit's entry, which gets its tensors in the compute dtype.
-
-    The caller's lists and dictionaries stay the very objects, which a module may fill: they hold the casts for the
-    length of the call. What a module writes into a cast it writes into the caller's tensor.
-    """
+    """A forward of a unit's entry."""
 
     unit: Unit
     state_before: State
     began: int
-    is_plain: bool = False  # whether the arguments are tensors: there are no containers to walk through
-    given: set[int] = field(default_factory=set)  # the tensors among other arguments, by id
-    _casts: dict[int, tuple[Tensor, Tensor, int]] = field(default_factory=dict)  # by its id: original, cast, version
-    _containers: list[Any] = field(default_factory=list)  # in which there are casts
+    casts: list[Tensor]
+    given: set[int] | None = None  # the tensors among its arguments, by id; None if all of these are tensors
 
-    def take(self, args: tuple[Any, ...], kwargs: dict[str, Any], dtype: torch.dtype | None) -> Any:
-        """The arguments with their floating-point tensors in `dtype`; None if they stay as they are."""
-        self.is_plain = not kwargs and all(isinstance(value, Tensor) for value in args)
-        if not self.is_plain:
-            self.given.update(map(id, _tensors_in((args, kwargs))))
-        if dtype is None:
-            return None
-        taken = self._cast((args, kwargs), dtype)
-        self.given.update(self._casts)
-        return taken
-
-    def _cast(self, value: Any, dtype: torch.dtype) -> Any:
+    def cast(self, value: Any, dtype: torch.dtype) -> Any:
+        """`value` in `dtype` if it is a floating-point tensor, or a tuple with such tensors so."""
         if isinstance(value, Tensor) and value.is_floating_point() and value.dtype != dtype:
-            cast = value.to(dtype)
-            self._casts[id(cast)] = value, cast, _version(cast)
-            return cast
-        if isinstance(value, list | dict):
-            self._containers.append(value)
-            for key, item in _entries(value):
-                value[key] = self._cast(item, dtype)
+            value = value.to(dtype)
+            self.casts.append(value)
         elif isinstance(value, tuple):
-            items = [self._cast(item, dtype) for item in value]
+            items = [self.cast(item, dtype) for item in value]
             return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
         return value
-
-    def give_back(self) -> None:
-        """Put the originals back into the containers, and what was written into casts into the originals."""
-        for container in self._containers:
-            for key, item in _entries(container):
-                if id(item) in self._casts:
-                    container[key] = self._casts[id(item)][0]
-        for original, cast, version in self._casts.values():
-            if _version(cast) != version:
-                original.copy_(cast)
-
-
-def _entries(container: list[Any] | dict[Any, Any]) -> list[tuple[Any, Any]]:
-    return list(container.items() if isinstance(container, dict) else enumerate(container))
-
-
-def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
 
 
 def _tensors_in(value: Any) -> list[Tensor]:
@@ -619,7 +514,7 @@ _HOLD_NO_TENSORS = (type(None), int, float, str, type, nn.Module)
 def _on_first_gradient(tensors: list[Tensor], callback: Callable[[], None]) -> None:
     """Call back once a backward, before the first node that has to do with `tensors` runs.
 
-    What changes a view in place puts another node into its place, and leaves that of its base.
+    `register_multi_grad_hook` does the same at twice the cost, which a unit a layer feels.
     """
     called_in = -1  # backward
 
@@ -631,21 +526,12 @@ def _on_first_gradient(tensors: list[Tensor], callback: Callable[[], None]) -> N
 
     for tensor in tensors:
         tensor.register_hook(hook)
+        # What changes a view in place puts another node into its place, and leaves that of its base.
         if tensor._is_view() and tensor._base is not None and tensor._base.requires_grad:
             tensor._base.register_hook(hook)
 
 
-def _as_real(tensor: Tensor) -> Tensor:
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
-
-
-def _target_device(module: nn.Module, device: torch.device | str | None) -> torch.device:
-    """The device asked for, or that of the parameters; for meta parameters the current GPU, if any, or the CPU."""
-    if device is None:
-        device = next(module.parameters()).device
-        if device.type == "meta":
-            device = "cuda" if torch.cuda.is_available() else "cpu"
-    device = torch.device(device)
-    if device.type == "cuda" and device.index is None:
-        return torch.device("cuda", torch.cuda.current_device())
-    return device
+def _real_gradients(parameters: list[nn.Parameter]) -> list[Tensor]:
+    """The gradients that there are, complex ones as pairs of real numbers."""
+    gradients = [one.grad for one in parameters if one.grad is not None and one.numel()]
+    return [torch.view_as_real(gradient) if gradient.is_complex() else gradient for gradient in gradients]
