@@ -35,7 +35,6 @@ import matplotlib.pyplot as plt
 import pandas as pd
 import torch
 import vl_convert
-from cs336_systems.report.styles import colour
 from IPython.display import Image, Markdown, display
 from matplotlib.figure import Figure
 from PIL import Image as Picture
@@ -156,12 +155,12 @@ for kernel in shown:
     position = ((kernel.start_us - begin) / 1e3, kernel.duration_us / 1e3)
     part = inner[-1] if inner else kernel.phase
     axes.broken_barh([position], (1.1, 0.8), color=palette.get(part, "#332288" if part == "optimizer" else "#BBBBBB"))
-    axes.broken_barh([position], (0.1, 0.8), color=colour(kernel.category))
+    axes.broken_barh([position], (0.1, 0.8), color=COLOURS[kernel.category])
 for label, shade in {
     **palette,
-    "matmul": colour("gemm"),
-    "softmax": colour("softmax"),
-    "optimizer": colour("optimizer"),
+    "matmul": COLOURS["gemm"],
+    "softmax": COLOURS["softmax"],
+    "optimizer": COLOURS["optimizer"],
 }.items():
     axes.bar(0, 0, color=shade, label=label)
 axes.set_yticks([0.5, 1.5], ["category", "module"])

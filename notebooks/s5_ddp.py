@@ -30,17 +30,17 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import matplotlib.pyplot as plt
-from cs336_systems.experiments.ddp_cells import measure_ddp
-from cs336_systems.experiments.s5_distributed import overlap_cells
-from cs336_systems.records import read_records
-from cs336_systems.report.blocks import Blocks
-from cs336_systems.report.styles import colour
 from IPython.display import Markdown, display
 
 import cs336_systems
 from cs336_systems.config import RunConfig
 from cs336_systems.distributed.bandwidth import best_bucket_bytes, bucket_overhead_s, bus_factor
+from cs336_systems.experiments.data_parallel import measure_ddp
+from cs336_systems.experiments.pages import Book
+from cs336_systems.experiments.spec import load
 from cs336_systems.measure.overlap import Lanes
+
+COLOURS = {"compute": "#66a9d8", "communication": "#d55e00"}
 
 
 def draw(schedules: dict[str, Lanes], title: str) -> None:
@@ -51,7 +51,7 @@ def draw(schedules: dict[str, Lanes], title: str) -> None:
             (("communication", lanes.communication), ("compute", lanes.compute))
         ):
             bars = [(start, end - start) for start, end in intervals]
-            axes.broken_barh(bars, (height - 0.4, 0.8), color=colour(lane), edgecolor="white", linewidth=0.3)
+            axes.broken_barh(bars, (height - 0.4, 0.8), color=COLOURS[lane], edgecolor="white", linewidth=0.3)
         axes.set_yticks([0, 1], ["communication", "compute"], fontsize=8)
         hidden = 100 * lanes.overlap_ms / lanes.communication_ms if lanes.communication_ms else 0.0
         axes.set_title(
@@ -177,7 +177,8 @@ def without_output() -> Iterator[None]:
 
 run = RunConfig(scale="smoke", device="cpu")
 traced = {}
-for cell in overlap_cells(run):
+problem = "ddp_overlap_individual_parameters_benchmarking"
+for cell in load(problem).cells(run):
     if cell.implementation not in ("naive", "flat", "overlap", "bucketed"):
         continue
     with without_output():
@@ -198,10 +199,9 @@ draw(traced, "Traced steps, two gloo ranks on this CPU")
 # On GPUs, where NCCL and the compute kernels share a device, from the committed records.
 
 # %%
-results = Path(cs336_systems.__file__).resolve().parent.parent / "results" / "nvidia-h200"
-problem = "ddp_overlap_individual_parameters_benchmarking"
-if (results / "records" / f"{problem}.jsonl").exists():
-    display(Markdown(Blocks.load(results).text(f"{problem}.table", results / "report.md")))
-    print(len(read_records(results / "records" / f"{problem}.jsonl")), "records")
+root = Path(cs336_systems.__file__).resolve().parent.parent
+book = Book(root, root / "results" / "nvidia-h200")
+if not book.frame(problem).empty:
+    display(Markdown(load(problem).tables["two_ranks"].build(book.frame(problem)).markdown()))
 else:
     print("not measured yet: there are no records of", problem)

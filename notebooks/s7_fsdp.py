@@ -33,7 +33,6 @@ from cs336_systems.config import MODEL_SIZES, ModelConfig
 from cs336_systems.distributed.fsdp.life import record_life, record_rows
 from cs336_systems.distributed.launch import run_ranks
 from cs336_systems.distributed.memory_plan import fsdp_bytes
-from cs336_systems.report.styles import colour
 
 config = ModelConfig(name="small", d_model=32, d_ff=88, num_layers=4, num_heads=2, vocab_size=61, context_length=16)
 
@@ -79,7 +78,7 @@ for row, unit in enumerate(units):
         if event.unit == unit and event.what == "gather":
             start = number
         elif event.unit == unit and event.what == "free" and start is not None:
-            above.broken_barh([(start, number - start)], (row - 0.3, 0.6), color=colour("forward"))
+            above.broken_barh([(start, number - start)], (row - 0.3, 0.6), color="#66a9d8")
             start = None
         elif event.unit == unit and event.what in marks:
             above.plot(number, row, marks[event.what], color="black")

@@ -108,7 +108,7 @@ def python(root: Path, code: str) -> str:
 def test_it_is_short_and_listed(copy):
     assert len(EXPERIMENT.splitlines()) <= 150
     listed = command(copy, "list").stdout
-    assert "sort_speed\n    How long a sort takes (beyond the handout)" in listed
+    assert "sort_speed\n    How long a sort takes (beyond the handout, `run`)" in listed
 
 
 def test_every_cell_leaves_a_row_and_a_second_run_finds_them(copy):

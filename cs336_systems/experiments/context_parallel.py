@@ -19,7 +19,7 @@ from torch import Tensor
 from cs336_systems.config import RunConfig, require_choice, require_positive
 from cs336_systems.distributed.context_parallel import ring_attention, zigzag_split
 from cs336_systems.experiments.figures import Lines
-from cs336_systems.experiments.ranks import agreed_samples, run_cell, slowest
+from cs336_systems.experiments.ranks import agreed_samples, most_ranks, run_cell, slowest
 from cs336_systems.experiments.spec import Cell, Disagreement, Experiment, Row, Sample, problem
 from cs336_systems.experiments.tables import Pick, Wide
 from cs336_systems.measure.timing import time_calls, time_once
@@ -59,11 +59,11 @@ class ContextParallel(Experiment):
     implementations = ("ring",)
 
     def cells(self, run: RunConfig) -> list[Cell]:
-        """Every length, number of heads of keys and number of ranks; NCCL for as many ranks as there are GPUs."""
+        """Every length, number of heads of keys and number of ranks; NCCL for as many ranks as GPUs."""
         heads, groups, head_dim = HEADS[run.scale]
         on_gpu = run.device == "cuda"
         backend, dtype, rows = ("nccl", "bfloat16", ROWS) if on_gpu else ("gloo", "float32", ROWS[:2])
-        counts = [ranks for ranks in NUM_RANKS[run.scale] if not on_gpu or ranks <= torch.cuda.device_count()]
+        counts = [ranks for ranks in NUM_RANKS[run.scale] if ranks <= most_ranks(run)]
         cases = [
             ContextCase(
                 length=length, heads=heads, kv_heads=kv_heads, head_dim=head_dim, dtype=dtype, num_ranks=ranks,
