@@ -54,6 +54,7 @@ from cs336_systems.measure.samples import summarize
 from cs336_systems.measure.timing import time_calls
 from cs336_systems.model import build_model
 
+COLOURS = dict(zip(CATEGORIES, plt.cm.tab10.colors, strict=False))
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # or the profiler's library prints its start and stop
 torch.manual_seed(0)

@@ -57,7 +57,7 @@ def timeline(trace, title):
     figure = Figure(figsize=(9, 3.6), layout="constrained")
     axes = figure.subplots()
     layers = [lines[name] / GIB for name in CATEGORIES]
-    axes.stackplot(events, layers, labels=CATEGORIES, colors=[f"C{place}" for place in range(len(CATEGORIES))], linewidth=0)
+    axes.stackplot(events, layers, labels=CATEGORIES, linewidth=0)
     for phase in trace.phases[1:]:
         axes.axvline(phase.start, color="#444444", linestyle="--", linewidth=0.8)
         axes.annotate(phase.name, (phase.start, 1.0), xycoords=("data", "axes fraction"), xytext=(4, -12),

@@ -27,6 +27,7 @@
 # %%
 import heapq
 import random
+import sys
 from collections.abc import Iterator
 from io import BytesIO
 from pathlib import Path
@@ -39,16 +40,12 @@ from PIL import Image as Picture
 
 import cs336_systems
 from cs336_systems.attention.hopper import schedule
-from cs336_systems.attention.hopper.schedule import (
-    SCHEDULES,
-    Launch,
-    ProtocolError,
-    items_of_program,
-    key_tiles,
-    plan_forward,
-    simulate,
-)
+from cs336_systems.attention.hopper.schedule import SCHEDULES, Launch, plan_forward
 from cs336_systems.experiments.pages import Book, Page
+
+sys.path.append(str(Path(cs336_systems.__file__).resolve().parent.parent))  # the model of the protocol is a test's
+from tests import hopper_protocol  # noqa: E402
+from tests.hopper_protocol import ProtocolError, items_of_program, key_tiles, simulate  # noqa: E402
 
 PRODUCTS, ARITHMETIC, EXPONENTIALS, IDLE = "#0072B2", "#DDAA33", "#D55E00", "#EEEEEE"
 plt.rcParams.update({"figure.dpi": 80, "figure.constrained_layout.use": True, "axes.axisbelow": True})
@@ -301,7 +298,7 @@ def unbounded(launch: Launch, tile: int) -> list[int]:
 
 
 launch = call(64, 128, config=large(64))
-with patch.object(schedule, "key_tiles", unbounded):
+with patch.object(hopper_protocol, "key_tiles", unbounded):
     try:
         simulate(launch, 0, random.Random(0))
         print("ended")

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from cs336_systems.config import MODEL_SIZES, Precision, RunConfig
 from cs336_systems.distributed.fsdp import FSDP
+from cs336_systems.distributed.fsdp.unit import State
 from cs336_systems.distributed.launch import run_ranks
 from cs336_systems.distributed.memory_plan import fsdp_bytes, long_step_bytes
 from cs336_systems.experiments import leaderboard_2026
@@ -94,7 +95,7 @@ def head_gathers(rank: int, num_ranks: int) -> list[str]:
     for unit in step.model.units:
 
         def noting(unit: Any = unit, gather: Any = unit.gather) -> None:
-            if not unit.is_gathered:
+            if unit.state is State.REST:
                 gathered.append(unit.name)
             gather()
 

@@ -234,6 +234,9 @@ def _check_implementations(names: list[str] | None, chosen: list[str], config: R
 
     for name in names or []:
         if ":" in name:
+            for problem in chosen:
+                if not getattr(PROBLEMS[problem], "takes", ""):
+                    raise ValueError(f"{problem} takes no implementation of your own, got {name!r}")
             search_current_folder()
             load_name(name)
     names = [name for name in names or [] if ":" not in name]

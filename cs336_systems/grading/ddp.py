@@ -188,31 +188,3 @@ def keeps_to_the_bucket_size(adapters: Adapters, rank: int, num_ranks: int) -> N
         sent, _ = messages_of_a_step(Wrapped(adapters, seeded(Stack), size), rank)
         what = f"with bucket_size_mb={size} and gradients of 40,000 bytes"
         assert max(sent) <= largest, f"{what} a message of {max(sent)} bytes is sent"
-
-
-@check(OVERLAP, num_ranks=2, beyond=True)
-def sums_several_backwards(adapters: Adapters, rank: int, num_ranks: int) -> None:
-    """Two backwards before `on_after_backward` give the mean of the sums."""
-    accumulates(adapters, rank, num_ranks, "individual")
-
-
-@check(BUCKETED, num_ranks=2, beyond=True)
-def sums_several_backwards_in_buckets(adapters: Adapters, rank: int, num_ranks: int) -> None:
-    """Two backwards before `on_after_backward` give the mean of the sums."""
-    accumulates(adapters, rank, num_ranks, 0.002)
-
-
-def accumulates(adapters: Adapters, rank: int, num_ranks: int, size: Any) -> None:
-    single, wrapped = seeded(Toy), Wrapped(adapters, seeded(Toy), size)
-    optimizer = torch.optim.SGD(single.parameters(), lr=0.1)
-    for step in range(2):
-        optimizer.zero_grad()
-        with wrapped.step():
-            for micro in range(2):
-                x, y = regression_batch(2 * step + micro)
-                squared_error(single, (x, y)).backward()
-                squared_error(wrapped.model, (part(x, rank, num_ranks), part(y, rank, num_ranks))).backward()
-        optimizer.step()
-    expected = dict(single.named_parameters())
-    error, name = largest_difference(dict(wrapped.model.module.named_parameters()), expected)
-    assert error <= BOUND, f"{name} differs by {error:.2g} from one process's"
