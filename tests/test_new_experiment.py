@@ -165,7 +165,7 @@ def test_the_report_opens_in_a_browser_and_sorts(copy, tmp_path):
     page.write_text(report.read_text().replace("<head>", "<head>" + IN_THE_BROWSER, 1))
     options = ["--headless", "--no-sandbox", "--disable-gpu", "--window-size=500,900", "--virtual-time-budget=20000"]
     shown = subprocess.run(
-        [CHROMIUM, *options, f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom", page.as_uri()],
+        [str(CHROMIUM), *options, f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom", page.as_uri()],
         capture_output=True, text=True, timeout=120,
     )  # fmt: skip
     match = re.search(r"<pre>(\{.*\})</pre>", shown.stdout)
