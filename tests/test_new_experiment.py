@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import html
+import json
 import os
 import re
 import shutil
@@ -130,9 +132,49 @@ def test_the_report_is_one_file_with_a_figure_and_a_table(copy):
     shown = re.sub(r"<script>.*?</script>", "", text, flags=re.DOTALL)
     assert not re.search(r'(src|href)="(https?:)?//', shown), "no network"
     assert "Not on this machine: bitonic (no &lt;b&gt;bitonic&lt;/b&gt; sort | here)" in shown and "<b>" not in shown
-    lengths = re.findall(r'<tr><td data-number="[\d.]+">([\d,]+)</td>', shown)
+    lengths = re.findall(r'<tr><td class="number" data-number="[\d.]+">([\d,]+)</td>', shown)
     assert lengths == ["256", "1,024", "16,384"], "in the order of the cases"
     assert shown.count(">OOM</td>") == 3
+
+
+IN_THE_BROWSER = """<script>
+const errors = [];
+window.addEventListener("error", event => errors.push(event.message));
+window.addEventListener("unhandledrejection", event => errors.push(String(event.reason)));
+console.error = (...words) => errors.push(words.join(" "));
+window.addEventListener("load", () => setTimeout(() => {
+  const head = document.querySelector("th"), shown = [];
+  for (let click = 0; click < 2; click++) {
+    head.click();
+    shown.push([...document.querySelectorAll("tbody tr")].map(row => row.cells[0].textContent));
+  }
+  const found = {errors, shown, wide: document.documentElement.scrollWidth - innerWidth, figures: {}};
+  for (const section of document.querySelectorAll("section"))
+    found.figures[section.id] = section.querySelectorAll("figure svg").length;
+  document.body.innerHTML = "<pre>" + JSON.stringify(found) + "</pre>";
+}, 500));
+</script>"""
+CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
+def test_the_report_opens_in_a_browser_and_sorts(copy, tmp_path):
+    assert command(copy, "report", "--problem", "sort_speed").returncode == 0
+    (report,) = copy.glob("results/*/report.html")
+    page = tmp_path / "watched.html"
+    page.write_text(report.read_text().replace("<head>", "<head>" + IN_THE_BROWSER, 1))
+    options = ["--headless", "--no-sandbox", "--disable-gpu", "--window-size=500,900", "--virtual-time-budget=20000"]
+    shown = subprocess.run(
+        [str(CHROMIUM), *options, f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom", page.as_uri()],
+        capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    match = re.search(r"<pre>(\{.*\})</pre>", shown.stdout)
+    assert match, shown.stderr
+    found = json.loads(html.unescape(match[1]))
+    assert found["errors"] == []
+    assert found["shown"] == [["256", "1,024", "16,384"], ["16,384", "1,024", "256"]]
+    assert found["figures"] == {"sort_speed": 1}
+    assert found["wide"] <= 0, "wide tables scroll within the page"
 
 
 def test_its_page_has_the_records_numbers(copy):

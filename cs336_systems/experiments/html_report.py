@@ -94,7 +94,8 @@ def _tables(experiment: Experiment, frame: pd.DataFrame) -> tuple[list[Table], d
     needs: dict[str, str] = {}
     for spec in experiment.tables.values() if not frame.empty else ():
         table, skipped = spec.build(frame).without_skipped()
-        tables.append(table)
+        if table.lines:  # another scale's table has none here
+            tables.append(table)
         needs |= skipped
     return tables, needs
 

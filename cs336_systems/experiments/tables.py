@@ -45,6 +45,11 @@ class Table:
     header: list[str]
     lines: list[list[TableCell]]
 
+    @property
+    def numeric(self) -> list[bool]:
+        """Which columns hold a number."""
+        return [any(line[place].number is not None for line in self.lines) for place in range(len(self.header))]
+
     def only(self, lines: Sequence[str] | None = None, columns: Sequence[str] | None = None) -> Table:
         """The table with those `lines`, by the text of their first cell, and `columns`, by their headings."""
         chosen = [line for line in self.lines if lines is None or line[0].text in lines]
@@ -70,8 +75,7 @@ class Table:
 
     def markdown(self) -> str:
         """The table as GitHub shows it; text of records is escaped."""
-        numeric = [any(line[place].number is not None for line in self.lines) for place in range(len(self.header))]
-        marks = ["--:" if right else ":--" for right in numeric]
+        marks = ["--:" if right else ":--" for right in self.numeric]
         lines = [[escape(name) for name in self.header], marks]
         lines += [[escape(cell.text) for cell in line] for line in self.lines]
         return "\n".join("| " + " | ".join(line) + " |" for line in lines)
