@@ -75,7 +75,8 @@ def dilated_attention(
     attend = _every_phase if phases == "all" else _phase_by_head
     tokens = q.shape[2]
     whole = tokens // segment_length * segment_length  # tokens of whole segments; the rest is a shorter one
-    outputs, lses = [], []
+    outputs: list[Tensor] = []
+    lses: list[Tensor] = []
     for start, stop, length in ((0, whole, segment_length), (whole, tokens, tokens - whole)):
         if stop > start:
             by_phase = [_split_phases(x[:, :, start:stop].unflatten(2, (-1, length)), dilation_rate) for x in (q, k, v)]
@@ -108,13 +109,15 @@ def longnet_attention(
     """
     if not isinstance(segments, Sequence) or not segments or any(len(pair) != 2 for pair in segments):
         raise ValueError(f"segments must be pairs of (segment_length, dilation_rate), at least one, got {segments!r}")
-    output: Tensor | None = None
-    for length, rate in segments:
-        branch = dilated_attention(
+    branches = [
+        dilated_attention(
             q, k, v, length, rate, phases="by_head", is_causal=is_causal, scale=scale, return_lse=True, backend=backend
         )
-        output, lse = branch if output is None else _mix(output, lse, *branch)
-    assert output is not None
+        for length, rate in segments
+    ]
+    output, lse = branches[0]
+    for other, other_lse in branches[1:]:
+        output, lse = _mix(output, lse, other, other_lse)
     return output
 
 
