@@ -63,27 +63,23 @@ def dilated_attention(
     if phases not in get_args(Phases):
         raise ValueError(f"phases must be one of {', '.join(get_args(Phases))}, got {phases!r}")
 
-    def dense(*inputs: Tensor) -> tuple[Tensor, Tensor]:
-        """O, and L as a column, so that both are cut and joined alike."""
-        output, lse = flash_attention(*inputs, is_causal=is_causal, scale=scale, return_lse=True, backend=backend)
-        return output, lse[..., None]
+    def dense(*inputs: Tensor) -> list[Tensor]:
+        """O, and if asked for L as a column, so that both are cut and joined alike."""
+        found = flash_attention(*inputs, is_causal=is_causal, scale=scale, return_lse=return_lse, backend=backend)
+        return [found] if isinstance(found, Tensor) else [found[0], found[1][..., None]]
 
-    if q.numel() == 0:
-        output, lse = dense(q, k, v)
-        return (output, lse[..., 0]) if return_lse else output
-    dilation_rate = min(dilation_rate, max(q.shape[1:3]))  # more is a phase for each token, and for each head
+    dilation_rate = min(dilation_rate, max(1, *q.shape[1:3]))  # more is a phase for each token, and for each head
     attend = _every_phase if phases == "all" else _phase_by_head
     tokens = q.shape[2]
     whole = tokens // segment_length * segment_length  # tokens of whole segments; the rest is a shorter one
-    outputs: list[Tensor] = []
-    lses: list[Tensor] = []
+    parts: list[list[Tensor]] = [] if q.numel() else [dense(q, k, v)]
     for start, stop, length in ((0, whole, segment_length), (whole, tokens, tokens - whole)):
-        if stop > start:
+        if stop > start and q.numel():
             by_phase = [_split_phases(x[:, :, start:stop].unflatten(2, (-1, length)), dilation_rate) for x in (q, k, v)]
-            for x, parts in zip(attend(dense, by_phase, length, dilation_rate), (outputs, lses)):
-                parts.append(x.flatten(3, 4)[:, :, :, :length].flatten(2, 3))
-    output, lse = (torch.cat(parts, dim=2) if len(parts) > 1 else parts[0] for parts in (outputs, lses))
-    return (output, lse[..., 0]) if return_lse else output
+            found = attend(dense, by_phase, length, dilation_rate)
+            parts.append([x.flatten(3, 4)[:, :, :, :length].flatten(2, 3) for x in found])
+    joined = [torch.cat(x, dim=2) if len(x) > 1 else x[0] for x in zip(*parts)]
+    return (joined[0], joined[1][..., 0]) if return_lse else joined[0]
 
 
 def longnet_attention(
@@ -153,9 +149,7 @@ def _phase_groups(length: int, phases: int) -> list[tuple[range, int]]:
     return [(members, tokens) for members, tokens in groups if members]
 
 
-def _every_phase(
-    dense: Callable[..., tuple[Tensor, Tensor]], by_phase: list[Tensor], length: int, rate: int
-) -> list[Tensor]:
+def _every_phase(dense: Callable[..., list[Tensor]], by_phase: list[Tensor], length: int, rate: int) -> list[Tensor]:
     """Each phase attends itself; all phases of one length are one call, with phases in the place of heads."""
     rows, phases = by_phase[0].shape[3:5]
     groups = []
@@ -169,9 +163,7 @@ def _every_phase(
     ]
 
 
-def _phase_by_head(
-    dense: Callable[..., tuple[Tensor, Tensor]], by_phase: list[Tensor], length: int, rate: int
-) -> list[Tensor]:
+def _phase_by_head(dense: Callable[..., list[Tensor]], by_phase: list[Tensor], length: int, rate: int) -> list[Tensor]:
     """Head h attends in phase h % rate; equally long phases are a call. Other rows: O = 0, L = -inf."""
     heads, phases = by_phase[0].shape[1], by_phase[0].shape[4]
     results: list[Tensor] = []

@@ -74,7 +74,8 @@ from cs336_systems.measure.stages import stage
 DEFAULT_BLOCK = 128
 # A list costs an indirect load for each tile, so a mask that skips little is slower than dense attention. On an H200
 # (`block_sparse`: S=16384, d=128, forward and backward) lists of nine tenths of the tiles still take less time than
-# dense attention, by about half of what they skip; all tiles take slightly more. The two meet between.
+# dense attention, by about half of what they skip; all tiles take slightly more. The two meet between. `doctor --mask`
+# says on which side a mask is. Only exactly full and causal masks have a dense kernel to give way to (`dense_form`).
 MAX_LIST_DENSITY = 0.95
 # What `_make` fills in, in this order.
 LISTS = (
