@@ -65,7 +65,7 @@ class BlockSparse(Experiment):
             add(case, names_of(run, ("triton",), ("sdpa_mask", "flex")))
         for radius in RADII[run.scale]:  # of which both orders attend the same pairs
             for order in ("grid", "hilbert"):
-                add(mask_case(run, f"{order}:{radius}", seqlen, heads=16, head_dim=128), ("triton",))
+                add(mask_case(run, f"{order}:{radius}", seqlen, heads=16, head_dim=128), ("triton", "flex"))
         for blocks in SUITE_BLOCKS if run.scale == "handout" else ():
             for density in SUITE_DENSITIES:
                 case = mask_case(run, f"random:{density:g}", SUITE_LENGTH, heads=8, head_dim=128, blocks=blocks)
