@@ -61,7 +61,9 @@ def test_the_dense_suite_is_64_heads_of_128():
 def test_the_block_sparse_grids():
     cases = {cell.case for cell in cells("block_sparse")}
     short = {case.mask for case in cases if case.seqlen_q == 16384}
-    assert short == {"full", *(f"random:{d}" for d in (0.1, 0.3, 0.5, 0.7, 0.9)), "tokens:0.1", "tokens:0.5"}
+    assert short == {"full", *(f"random:{d}" for d in (0.1, 0.3, 0.5, 0.7, 0.9)), "tokens:0.1", "tokens:0.5"} | {
+        f"{order}:{radius}" for order in ("grid", "hilbert") for radius in (1, 7, 15)
+    }
     long = {(case.query_block, case.key_block, case.mask) for case in cases if case.seqlen_q == 49152}
     blocks = [(q, k) for q in (64, 128) for k in (64, 128)]
     assert long == {(*block, f"random:{d}") for block in blocks for d in (0.05, 0.1, 0.2, 0.5, 1)}

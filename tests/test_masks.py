@@ -571,7 +571,7 @@ def test_doctor_diagnoses_a_mask(monkeypatch):
     assert said["density (attended pairs)"] == "0.5010" and said["block density (live tiles)"] == "0.5625"
     assert said["dead tiles"] == "28 of 64" and said["full tiles"] == "28" and said["partial tiles"].startswith("8 ")
     assert said["ideal speed-up (all tiles / live tiles)"] == "1.78×"
-    assert said["verdict"] == "lists pay: block density below 0.95"
+    assert said["verdict"] == "exactly causal: flash_attention takes the dense kernel, without lists"
     assert lines[-8:] == ["█" * row + "▒" + "·" * (7 - row) for row in range(8)]
 
 
@@ -579,6 +579,7 @@ def test_doctor_diagnoses_a_mask(monkeypatch):
     ("pattern", "verdict"),
     [
         ("tokens:0.1", "0 % dead tiles, ideal 1.00×: skipping tiles gains nothing on this mask"),
+        ("full", "exactly full: flash_attention takes the dense kernel, without lists"),
         ("random:0.96", "lists gain nothing: block density not below 0.95"),
         ("topk:0", "nothing is attended"),
     ],

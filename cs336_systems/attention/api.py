@@ -15,13 +15,14 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.autograd import forward_ad
 
 from cs336_systems.attention.backends import AttentionLayout, available_here, select_backend
 from cs336_systems.attention.compiled import compiled_reference
 from cs336_systems.attention.masks import BlockMask
+from cs336_systems.attention.masks.attn_mask import from_attn_mask
 from cs336_systems.attention.operator import AttentionOperator, are_plain, has_hooks
 from cs336_systems.attention.reference import attention_reference
 from cs336_systems.attention.tiled import tiled_attention
@@ -44,6 +45,7 @@ def flash_attention(
     *,
     is_causal: bool = False,
     block_mask: BlockMask | None = None,
+    attn_mask: Bool[Tensor, "... queries keys"] | None = None,
     scale: float | None = None,
     enable_gqa: bool = False,
     return_lse: bool = False,
@@ -61,7 +63,11 @@ def flash_attention(
             dimensions flattened into the batch. `triton` walks its lists of tiles and never reads a dead one, at any
             density; tiles are of 64 or more. The other back ends attend through `block_mask.to_dense()`, a bool
             (batch, heads, queries, keys) tensor. A query without a key has O = 0, L = -inf and no gradient, whatever
-            gradient reaches its L. A NaN in the gradient of its O is confined by `tiled` alone.
+            gradient reaches its L. A NaN in the gradient of its O is confined by `tiled` alone. With backend `auto` and
+            no config, a mask that is exactly full or causal (`block_mask.dense_form`) takes the dense kernels, as
+            without a mask.
+        attn_mask: SDPA's, of bools: True where attended, broadcast to (..., heads, queries, keys). Each call makes a
+            BlockMask of it, and waits for the GPU meanwhile; make one with `BlockMask.from_dense` to use it often.
         scale: multiplies the scores; 1/sqrt(head_dim) by default. Positive.
         enable_gqa: allow kv_heads that divide heads; query head h uses key head h // (heads / kv_heads).
         return_lse: also return the natural log of the summed exponentials of the scaled scores, (..., heads, queries),
@@ -98,7 +104,7 @@ def flash_attention(
             `hopper`.
     Source: FlashAttention-2 (Dao 2023).
     """
-    if block_mask is None and config is None and _is_usual(q, k, v):
+    if block_mask is None and attn_mask is None and config is None and _is_usual(q, k, v):
         try:
             usual = _choose(
                 q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype,
@@ -114,6 +120,17 @@ def flash_attention(
     q, k, v = to_autocast_dtype(q), to_autocast_dtype(k), to_autocast_dtype(v)
     check_attention_inputs(q, k, v, enable_gqa=enable_gqa)
     scale = resolve_scale(scale, q.shape[-1])
+    if attn_mask is not None:
+        if block_mask is not None:
+            raise ValueError("attn_mask must be None with a block_mask, got both")
+        block_mask = from_attn_mask(attn_mask, q, k)
+    if block_mask is not None and backend == "auto" and config is None:
+        check_block_mask(block_mask, q, k, is_causal=is_causal, backend=backend)
+        if block_mask.dense_form is not None:
+            return flash_attention(
+                q, k, v, is_causal=block_mask.dense_form == "causal", scale=scale, enable_gqa=enable_gqa,
+                return_lse=return_lse, deterministic=deterministic,
+            )  # fmt: skip
     layout: AttentionLayout = "dense" if block_mask is None else "block_mask"
     backend, _ = explain_backend(q, k, backend=backend, layout=layout)
     check_config(config, backend)

@@ -1,7 +1,7 @@
 """Attention's back ends: which run on this machine, and which one `auto` takes.
 
-    available_backends()                    # {"triton": "ok", "compiled": "no C++ compiler", ...}
-    refuse_hopper(q)                        # ValueError with the reason where the Hopper kernels cannot attend q
+available_backends()                    # {"triton": "ok", "compiled": "no C++ compiler", ...}
+refuse_hopper(q)                        # ValueError with the reason where the Hopper kernels cannot attend q
 """
 
 from __future__ import annotations

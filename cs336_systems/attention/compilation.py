@@ -266,9 +266,7 @@ def _launch(request: CompileRequest) -> None:
     x = torch.empty(shape, dtype=getattr(torch, request.dtype), device="meta")
     config, is_causal, scale = request.config, request.is_causal, 1 / math.sqrt(request.head_dim)
     if request.is_split:
-        launch_split_forward(
-            x, x, x, is_causal=is_causal, scale=scale, config=config, part_size=SEQLEN // SPLIT_PARTS
-        )
+        launch_split_forward(x, x, x, is_causal=is_causal, scale=scale, config=config, part_size=SEQLEN // SPLIT_PARTS)
     elif config.kernel == "forward":
         launch_forward(x, x, x, is_causal=is_causal, scale=scale, config=config)
     else:

@@ -8,12 +8,12 @@ one phase, and a phase attends itself: r sequences of w / r tokens cost w² / r 
 
 Source: LongNet (Ding et al. 2023, sections 2.2 and 2.3). There head h keeps one phase only, h modulo r, and the other
 tokens have no output from it: `phases="by_head"`, r² times fewer FLOPs. The oracle of both is
-`BlockMask.dilated(...).to_dense()`.
+`BlockMask.dilated(...).to_dense()`. Its module mixes several segment lengths and rates: `longnet_attention`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Literal, get_args
 
 import torch
@@ -36,8 +36,9 @@ def dilated_attention(
     phases: Phases = "all",
     is_causal: bool = False,
     scale: float | None = None,
+    return_lse: bool = False,
     backend: str = "auto",
-) -> Float[Tensor, "batch heads tokens head_dim"]:
+) -> Float[Tensor, "batch heads tokens head_dim"] | tuple[Tensor, Tensor]:
     """Token i attends token j where both are in one segment and i ≡ j modulo the rate (and j <= i if `is_causal`).
 
     Args:
@@ -46,11 +47,11 @@ def dilated_attention(
         dilation_rate: r; a segment that r does not divide has phases of two lengths. Above the segment length each
             token is a phase alone.
         phases: "all", or "by_head": head h computes phase h % r alone and its other rows are 0 (LongNet's offsets).
-        scale, backend: as `flash_attention` takes them.
+        scale, return_lse, backend: as `flash_attention` takes them; a row that a head does not compute has L = -inf.
 
     Raises TypeError or ValueError naming the argument. Memory is linear in the tokens.
     """
-    check_flags(is_causal=is_causal)
+    check_flags(is_causal=is_causal, return_lse=return_lse)
     check_attention_inputs(q, k, v)
     if q.ndim != 4:
         raise ValueError(f"q must have shape (batch, heads, tokens, head_dim), got {tuple(q.shape)}")
@@ -62,24 +63,71 @@ def dilated_attention(
     if phases not in get_args(Phases):
         raise ValueError(f"phases must be one of {', '.join(get_args(Phases))}, got {phases!r}")
 
-    def dense(*inputs: Tensor) -> Tensor:
-        output = flash_attention(*inputs, is_causal=is_causal, scale=scale, backend=backend)
-        assert isinstance(output, Tensor)
-        return output
+    def dense(*inputs: Tensor) -> list[Tensor]:
+        """O, and if asked for L as a column, so that both are cut and joined alike."""
+        found = flash_attention(*inputs, is_causal=is_causal, scale=scale, return_lse=return_lse, backend=backend)
+        return [found] if isinstance(found, Tensor) else [found[0], found[1][..., None]]
 
-    if q.numel() == 0:
-        return dense(q, k, v)
-    dilation_rate = min(dilation_rate, max(q.shape[1:3]))  # more is a phase for each token, and for each head
+    dilation_rate = min(dilation_rate, max(1, *q.shape[1:3]))  # more is a phase for each token, and for each head
     attend = _every_phase if phases == "all" else _phase_by_head
     tokens = q.shape[2]
     whole = tokens // segment_length * segment_length  # tokens of whole segments; the rest is a shorter one
-    parts = []
+    parts: list[list[Tensor]] = [] if q.numel() else [dense(q, k, v)]
     for start, stop, length in ((0, whole, segment_length), (whole, tokens, tokens - whole)):
-        if stop > start:
+        if stop > start and q.numel():
             by_phase = [_split_phases(x[:, :, start:stop].unflatten(2, (-1, length)), dilation_rate) for x in (q, k, v)]
-            output = attend(dense, by_phase, length, dilation_rate)
-            parts.append(output.flatten(3, 4)[:, :, :, :length].flatten(2, 3))
-    return torch.cat(parts, dim=2) if len(parts) > 1 else parts[0]
+            found = attend(dense, by_phase, length, dilation_rate)
+            parts.append([x.flatten(3, 4)[:, :, :, :length].flatten(2, 3) for x in found])
+    joined = [torch.cat(x, dim=2) if len(x) > 1 else x[0] for x in zip(*parts)]
+    return (joined[0], joined[1][..., 0]) if return_lse else joined[0]
+
+
+def longnet_attention(
+    q: Float[Tensor, "batch heads tokens head_dim"],
+    k: Float[Tensor, "batch heads tokens head_dim"],
+    v: Float[Tensor, "batch heads tokens head_dim"],
+    segments: Sequence[tuple[int, int]],
+    *,
+    is_causal: bool = False,
+    scale: float | None = None,
+    backend: str = "auto",
+) -> Float[Tensor, "batch heads tokens head_dim"]:
+    """LongNet's mixture of `dilated_attention(..., phases="by_head")` over several (segment length, rate).
+
+    Each branch weighs a token by its softmax denominator there: Σ αᵢ Oᵢ with αᵢ = exp(Lᵢ) / Σⱼ exp(Lⱼ). That is one
+    softmax over all branches' keys, in which a key counts as often as branches attend it. A token that no branch keeps
+    in a head has O = 0 there and no gradient. Gradients flow through the weights too.
+
+    Args:
+        segments: (segment_length, dilation_rate) of each branch, at least one; as `dilated_attention` takes them.
+
+    Source: LongNet (Ding et al. 2023), equations 10 and 11.
+    """
+    if not isinstance(segments, Sequence) or not segments or any(len(pair) != 2 for pair in segments):
+        raise ValueError(f"segments must be pairs of (segment_length, dilation_rate), at least one, got {segments!r}")
+    branches = [
+        dilated_attention(
+            q, k, v, length, rate, phases="by_head", is_causal=is_causal, scale=scale, return_lse=True, backend=backend
+        )
+        for length, rate in segments
+    ]
+    output, lse = branches[0]
+    for other, other_lse in branches[1:]:
+        output, lse = _mix(output, lse, other, other_lse)
+    return output
+
+
+def _mix(output: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
+    """O and L of both branches together. Of a token that neither keeps, O = 0 and L = -inf."""
+    kept, other_kept = lse > -torch.inf, other_lse > -torch.inf
+    # Where a branch drops the token, its L stands in for a number whose exponential is 0, and that has a gradient.
+    both = torch.logaddexp(lse.masked_fill(~kept, -1e30), other_lse.masked_fill(~other_kept, -1e30))
+    neither = ~(kept | other_kept)
+    weight, other_weight = (
+        (x.masked_fill(~there, -1e30) - both).exp().masked_fill(~there, 0)[..., None].to(output.dtype)
+        for x, there in ((lse, kept), (other_lse, other_kept))
+    )
+    return weight * output + other_weight * other, both.masked_fill(neither, -torch.inf)
 
 
 def _split_phases(
@@ -101,32 +149,35 @@ def _phase_groups(length: int, phases: int) -> list[tuple[range, int]]:
     return [(members, tokens) for members, tokens in groups if members]
 
 
-def _every_phase(dense: Callable[..., Tensor], by_phase: list[Tensor], length: int, rate: int) -> Tensor:
+def _every_phase(dense: Callable[..., list[Tensor]], by_phase: list[Tensor], length: int, rate: int) -> list[Tensor]:
     """Each phase attends itself; all phases of one length are one call, with phases in the place of heads."""
     rows, phases = by_phase[0].shape[3:5]
-    outputs = []
+    groups = []
     for members, tokens in _phase_groups(length, phases):
         group = (x[:, :, :, :tokens, members.start : members.stop].transpose(3, 4) for x in by_phase)
-        output = dense(*group)  # (batch, heads, segments, members, tokens, head_dim)
-        outputs.append(torch.nn.functional.pad(output, (0, 0, 0, rows - tokens)) if tokens < rows else output)
-    output = torch.cat(outputs, dim=3) if len(outputs) > 1 else outputs[0]
-    return output.transpose(3, 4)
+        missing = (0, 0, 0, rows - tokens)  # of (batch, heads, segments, members, tokens, head_dim or 1)
+        groups.append([torch.nn.functional.pad(x, missing) if tokens < rows else x for x in dense(*group)])
+    return [
+        torch.cat(parts, dim=3).transpose(3, 4) if len(parts) > 1 else parts[0].transpose(3, 4)
+        for parts in zip(*groups)
+    ]
 
 
-def _phase_by_head(dense: Callable[..., Tensor], by_phase: list[Tensor], length: int, rate: int) -> Tensor:
-    """Head h attends in phase h % rate; heads whose phases have one length are one call."""
+def _phase_by_head(dense: Callable[..., list[Tensor]], by_phase: list[Tensor], length: int, rate: int) -> list[Tensor]:
+    """Head h attends in phase h % rate; equally long phases are a call. Other rows: O = 0, L = -inf."""
     heads, phases = by_phase[0].shape[1], by_phase[0].shape[4]
-    output = None
+    results: list[Tensor] = []
     for members, tokens in _phase_groups(length, phases):
         kept = [phase for phase in members if phase < heads]
         if not kept:
             continue
         group = [torch.cat([x[:, phase::rate, :, :tokens, phase] for phase in kept], dim=1) for x in by_phase]
-        result = dense(*(x.transpose(1, 2) for x in group)).transpose(1, 2)
-        if output is None:
-            output = result.new_zeros(by_phase[0].shape)
+        found = [x.transpose(1, 2) for x in dense(*(x.transpose(1, 2) for x in group))]
+        if not results:
+            shape = by_phase[0].shape[:5]
+            results = [x.new_full((*shape, x.shape[-1]), fill) for x, fill in zip(found, (0.0, -torch.inf))]
         counts = [len(range(phase, heads, rate)) for phase in kept]
-        for phase, part in zip(kept, result.split(counts, dim=1)):
-            output[:, phase::rate, :, :tokens, phase] = part
-    assert output is not None  # phase 0 has at least one token, and head 0
-    return output
+        for result, x in zip(results, found):
+            for phase, part in zip(kept, x.split(counts, dim=1)):
+                result[:, phase::rate, :, :tokens, phase] = part
+    return results  # of phase 0, which has at least one token, and head 0 on

@@ -134,9 +134,7 @@ def tiled_backward(
     return grad_q.to(q.dtype), grad_k, grad_v
 
 
-def _visible(
-    queries: slice, keys: slice, device: torch.device, is_causal: bool, mask: Tensor | None
-) -> Tensor | None:
+def _visible(queries: slice, keys: slice, device: torch.device, is_causal: bool, mask: Tensor | None) -> Tensor | None:
     """The part of `mask`, or of the causal mask, in a tile; None for a tile that needs no mask."""
     if mask is not None:
         return mask[..., queries, keys]

@@ -22,7 +22,7 @@ def doctor(
     arch: Annotated[str | None, typer.Option(help="With --kernels: sm80, sm86, sm89, sm90 or sm100.")] = None,
     mask: Annotated[
         str | None,
-        typer.Option(help="Diagnose a mask: causal, window:512, document:3000,1096, random:0.1, tokens:0.1, a+b, ..."),
+        typer.Option(help="Diagnose a mask: causal, window:512, document:3000,1096, hilbert:7, random:0.1, a+b, ..."),
     ] = None,
     seqlen: Annotated[int | None, typer.Option(help="With --mask: queries and keys (4096).")] = None,
     block_size: Annotated[int | None, typer.Option(help="With --mask: rows and columns of a tile (128).")] = None,

@@ -1,7 +1,7 @@
 """`cs336-systems doctor --mask PATTERN`: what a mask's tiles are, and what skipping the dead ones can gain.
 
-    cs336-systems doctor --mask random:0.1 --seqlen 16384
-    cs336-systems doctor --mask document:3000,96,1000+causal --seqlen 4096 --block-size 64
+cs336-systems doctor --mask random:0.1 --seqlen 16384
+cs336-systems doctor --mask document:3000,96,1000+causal --seqlen 4096 --block-size 64
 """
 
 from __future__ import annotations
@@ -71,6 +71,8 @@ def diagnose(mask: BlockMask) -> dict[str, str]:
     partial = 100 * mask.num_partial / max(1, live)
     if not live:
         verdict = "nothing is attended"
+    elif mask.dense_form:
+        verdict = f"exactly {mask.dense_form}: flash_attention takes the dense kernel, without lists"
     elif not mask.num_dead:
         verdict = "0 % dead tiles, ideal 1.00×: skipping tiles gains nothing on this mask"
     elif mask.block_density < MAX_LIST_DENSITY:

@@ -29,6 +29,7 @@ from cs336_systems.experiments.tables import Pivot, TableSpec
 LENGTH = {"tiny": 128, "smoke": 256, "handout": 16384}
 ROW_DENSITIES = {"tiny": (0.5,), "smoke": (0.25, 0.5), "handout": (0.1, 0.3, 0.5, 0.7, 0.9)}
 TOKEN_DENSITIES = {"tiny": (), "smoke": (0.1,), "handout": (0.1, 0.5)}
+RADII = {"tiny": (), "smoke": (3,), "handout": (1, 7, 15)}  # of neighbours on a grid of LENGTH tokens
 SUITE_LENGTH, SUITE_DENSITIES = 49152, (0.05, 0.1, 0.2, 0.5, 1.0)
 SUITE_BLOCKS = ((128, 128), (64, 128), (128, 64), (64, 64))
 
@@ -49,7 +50,7 @@ class BlockSparse(Experiment):
     implementations = ("triton", *DENSE_PEERS, "sdpa_mask", "flex")
 
     def cells(self, run: RunConfig) -> list[Cell]:
-        """Random tiles by density, the dense case, random tokens; at handout scale a long sequence by tile shape."""
+        """Random tiles by density, dense, random tokens, neighbours on a grid; of the handout long ones by tile."""
         seqlen = LENGTH[run.scale]
         cells: list[Cell] = []
 
@@ -62,6 +63,9 @@ class BlockSparse(Experiment):
         for density in TOKEN_DENSITIES[run.scale]:
             case = mask_case(run, f"tokens:{density:g}", seqlen, heads=16, head_dim=128)
             add(case, names_of(run, ("triton",), ("sdpa_mask", "flex")))
+        for radius in RADII[run.scale]:  # of which both orders attend the same pairs
+            for order in ("grid", "hilbert"):
+                add(mask_case(run, f"{order}:{radius}", seqlen, heads=16, head_dim=128), ("triton", "flex"))
         for blocks in SUITE_BLOCKS if run.scale == "handout" else ():
             for density in SUITE_DENSITIES:
                 case = mask_case(run, f"random:{density:g}", SUITE_LENGTH, heads=8, head_dim=128, blocks=blocks)

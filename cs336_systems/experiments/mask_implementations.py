@@ -92,7 +92,9 @@ def _triton(case: MaskCase, mask: BlockMask, run: RunConfig) -> MaskedAttention:
         segment_length, rate = (int(number) for number in argument.split("/"))
 
         def dilated(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return dilated_attention(q, k, v, segment_length, rate, is_causal=causal, backend="triton")
+            output = dilated_attention(q, k, v, segment_length, rate, is_causal=causal, backend="triton")
+            assert isinstance(output, Tensor)
+            return output
 
         return MaskedAttention(attend=dilated, kernel=kernel)
     if name == "shared":

@@ -50,6 +50,8 @@ FAMILIES = {  # of a mask's pattern, without its numbers; whether dense attentio
     "causal": ("causal", True),
     "document": ("documents", False),
     "document+causal": ("causal documents", True),
+    "grid": ("neighbours in rows", False),
+    "hilbert": ("neighbours along Hilbert's curve", False),
     "random": ("random tiles", False),
     "tokens": ("random tokens", False),
     "shared+causal": ("shared keys", True),

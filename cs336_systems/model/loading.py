@@ -1,7 +1,7 @@
 """Building a model from its configuration: this package's, or the user's own named "package.module:Class".
 
-    model = build_model(MODEL_SIZES["small"], attention="triton", device="cuda", seed=0)
-    model = build_model(MODEL_SIZES["small"], model_spec="my_package.model:MyTransformer", device="cuda")
+model = build_model(MODEL_SIZES["small"], attention="triton", device="cuda", seed=0)
+model = build_model(MODEL_SIZES["small"], model_spec="my_package.model:MyTransformer", device="cuda")
 """
 
 from __future__ import annotations

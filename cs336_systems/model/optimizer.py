@@ -1,8 +1,8 @@
 """AdamW with a bounded working set, and gradient clipping.
 
-    optimizer = AdamW(model.parameters(), lr=3e-4)
-    clip_gradients(model.parameters(), max_norm=1.0)
-    optimizer.step()
+optimizer = AdamW(model.parameters(), lr=3e-4)
+clip_gradients(model.parameters(), max_norm=1.0)
+optimizer.step()
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The folder of a run: what it is, its losses and its checkpoints; one run at a time.
 
-    out/config.json                      # the run, and the SHA-256 of its text
-    out/losses.jsonl                     # a line a step
-    out/checkpoints/step-00000100/...    # weights and optimizer state, for any wrapper and number of ranks
+out/config.json                      # the run, and the SHA-256 of its text
+out/losses.jsonl                     # a line a step
+out/checkpoints/step-00000100/...    # weights and optimizer state, for any wrapper and number of ranks
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
 """Instructions that Gluon has no function for, each as one, and the axes along which threads share an accumulator.
 
-  after_issued      keeps what needs its operand behind the instructions that the source has before it
-  warp_fence        keeps what follows behind the arithmetic on its operand
-  by_threads        an accumulator with axes for the threads that share a row, and for what each of them holds
-  raise_maxima      the rows' maxima, joined between threads only where one of the warp has to rise
-  rescale_rows      multiplies an accumulator by its rows' factors, if any of the warp's differs from 1
-  hide_columns      -inf in the columns past a row's last one
-  tma_add           adds a tile into memory
-  meet_consumers    a barrier of two warp groups
-  meet_warps        a barrier of the warps of one partition
+after_issued      keeps what needs its operand behind the instructions that the source has before it
+warp_fence        keeps what follows behind the arithmetic on its operand
+by_threads        an accumulator with axes for the threads that share a row, and for what each of them holds
+raise_maxima      the rows' maxima, joined between threads only where one of the warp has to rise
+rescale_rows      multiplies an accumulator by its rows' factors, if any of the warp's differs from 1
+hide_columns      -inf in the columns past a row's last one
+tma_add           adds a tile into memory
+meet_consumers    a barrier of two warp groups
+meet_warps        a barrier of the warps of one partition
 """
 
 from __future__ import annotations

@@ -56,6 +56,7 @@ from cs336_systems.attention.masks.checks import (
     check_tensor,
     has_values,
 )
+from cs336_systems.attention.masks.dense_form import DenseForm, find_dense_form
 from cs336_systems.attention.masks.patterns import PATTERNS
 from cs336_systems.attention.masks.tiles import (
     DEAD,
@@ -73,7 +74,8 @@ from cs336_systems.measure.stages import stage
 DEFAULT_BLOCK = 128
 # A list costs an indirect load for each tile, so a mask that skips little is slower than dense attention. On an H200
 # (`block_sparse`: S=16384, d=128, forward and backward) lists of nine tenths of the tiles still take less time than
-# dense attention, by about half of what they skip; all tiles take slightly more. The two meet between.
+# dense attention, by about half of what they skip; all tiles take slightly more. The two meet between. `doctor --mask`
+# says on which side a mask is. Only exactly full and causal masks have a dense kernel to give way to (`dense_form`).
 MAX_LIST_DENSITY = 0.95
 # What `_make` fills in, in this order.
 LISTS = (
@@ -103,6 +105,9 @@ class BlockMask:
     token_bits: Int[Tensor, "patterns query_block words"]
     block_size: BlockSize  # query rows and key columns of a tile, powers of two from 16 on
     seq_lengths: tuple[int, int]  # queries and keys, in tokens
+    # "full" or "causal" where the mask is exactly that: then the dense kernels serve it. Constructors find it out,
+    # but not under torch.compile, which knows no values; of fields put together by hand it stays None.
+    dense_form: DenseForm | None = None
 
     def __post_init__(self) -> None:
         check_block_size(self.block_size)
@@ -411,7 +416,11 @@ class BlockMask:
         else:
             with stage("mask_build"):
                 lists = make_lists(pattern, data, leading, lengths, block_size, numbers)
-        return cls(**dict(zip(LISTS, lists)), block_size=block_size, seq_lengths=lengths)
+        mask = cls(**dict(zip(LISTS, lists)), block_size=block_size, seq_lengths=lengths)
+        if torch.compiler.is_compiling():
+            return mask
+        form = find_dense_form(mask)
+        return mask if form is None else replace(mask, dense_form=form)
 
     # What a mask is
 

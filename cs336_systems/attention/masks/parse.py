@@ -5,6 +5,8 @@ causal                   keys up to the query's own position
 window:512               the 512 most recent keys
 document:1000,24,3072    packed documents of these lengths
 dilated:2048/4           segments of 2048 tokens at rate 4
+grid:7                   neighbours of an n × n grid in both directions, row after row
+hilbert:7                the same, tokens along Hilbert's curve
 random:0.1               a tenth of the tiles, at random
 tokens:0.1               a tenth of the pairs, at random
 topk:256                 of each query's visible keys the 256 of highest (random) bias
@@ -14,6 +16,7 @@ a+b                      what both attend
 
 from __future__ import annotations
 
+import math
 from functools import reduce
 from operator import and_
 from typing import Any
@@ -24,13 +27,16 @@ from torch import Tensor
 
 from cs336_systems.attention.masks.block_mask import DEFAULT_BLOCK, BlockMask
 from cs336_systems.attention.masks.checks import Device, check_block_size, check_count
+from cs336_systems.attention.masks.grid import neighbourhood_mask
 from cs336_systems.attention.masks.tiles import BlockSize, num_blocks
 
 PATTERNS = (
-    "full, causal, window:W, document:L,L,..., dilated:SEGMENT/RATE, random:DENSITY, tokens:DENSITY, topk:W, shared:W"
+    "full, causal, window:W, document:L,L,..., dilated:SEGMENT/RATE, grid:RADIUS, hilbert:RADIUS, "
+    "random:DENSITY, tokens:DENSITY, topk:W, shared:W"
 )
 ARGUMENTS = {  # of a pattern: their type, and how many, where None is any number from 1 on
     "full": (int, 0), "causal": (int, 0), "window": (int, 1), "document": (int, None), "dilated": (int, 2),
+    "grid": (int, 1), "hilbert": (int, 1),
     "random": (float, 1), "tokens": (float, 1), "topk": (int, 1), "shared": (int, 1),
 }  # fmt: skip
 
@@ -90,6 +96,11 @@ def _parse_part(part: str, seqlen: int, size: BlockSize, heads: int, seed: int, 
         return BlockMask.document(numbers, **where)
     if name == "dilated":
         return BlockMask.dilated(seqlen, segment_length=numbers[0], dilation_rate=numbers[1], **where)
+    if name in ("grid", "hilbert"):
+        side = math.isqrt(seqlen)
+        if side * side != seqlen:
+            raise ValueError(f"{part!r} needs a square number of tokens, and the sequence has {seqlen}")
+        return neighbourhood_mask(side, radius=numbers[0], order="rows" if name == "grid" else "hilbert", **where)
     if name in ("random", "tokens"):
         draw = BlockMask.random_blocks if name == "random" else BlockMask.random_tokens
         return draw(seqlen, density=numbers[0], seed=seed, heads=heads, **where)

@@ -107,6 +107,26 @@ def dilated(
     return by_tiles(plane, live, torch.zeros_like(live), attends)
 
 
+def neighbourhood(plane: Plane, data: Sequence[Tensor], n: int, radius: int) -> TileMap:
+    """data: the tokens of an n × n grid in their order; those at most `radius` rows and columns apart attend."""
+    rows, columns = data[0] // n, data[0] % n
+    live = full = torch.ones((), dtype=torch.bool, device=data[0].device)
+    for places in (rows, columns):
+        (first_q, last_q), (first_k, last_k) = (_ranges(places[None, None], block) for block in plane.block_size)
+        above, below = first_k[..., None, :] - last_q[..., :, None], first_q[..., :, None] - last_k[..., None, :]
+        live = live & (above <= radius) & (below <= radius)
+        reach = torch.maximum(
+            last_q[..., :, None] - first_k[..., None, :], last_k[..., None, :] - first_q[..., :, None]
+        )
+        full = full & (reach <= radius)
+
+    def attends(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        down, right = rows[query] - rows[key], columns[query] - columns[key]
+        return (down.abs() <= radius) & (right.abs() <= radius)
+
+    return by_tiles(plane, live, full, attends)
+
+
 def random_blocks(plane: Plane, data: Sequence[Tensor], num_kept: int, seed: int) -> TileMap:
     """In each row of tiles `num_kept` random ones, drawn on the CPU."""
     generator = torch.Generator().manual_seed(seed)
@@ -178,8 +198,8 @@ def either(plane: Plane, data: Sequence[Tensor]) -> TileMap:
 PATTERNS = {
     pattern.__name__: pattern
     for pattern in (
-        dense, blocks, band, prefix, documents, dilated, random_blocks, random_tokens, top_blocks, top_keys,
-        both, either,
+        dense, blocks, band, prefix, documents, dilated, neighbourhood, random_blocks, random_tokens, top_blocks,
+        top_keys, both, either,
     )
 }  # fmt: skip
 

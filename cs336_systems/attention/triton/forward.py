@@ -98,9 +98,7 @@ def attend_queries(
     )  # fmt: skip
 
     # 4. normalise and store
-    store_queries(
-        accumulator, m, l, O_base, L_base, query_rows, problem.N_QUERIES, stride_os, TILES, ROWS_WITHOUT_KEYS
-    )
+    store_queries(accumulator, m, l, O_base, L_base, query_rows, problem.N_QUERIES, stride_os, TILES, ROWS_WITHOUT_KEYS)
 
 
 @triton.jit

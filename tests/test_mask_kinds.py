@@ -1,0 +1,177 @@
+"""Masks that are none (A10), SDPA's bool masks, and neighbourhoods on a grid (G8)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from typer.testing import CliRunner
+
+import cs336_systems.attention.api as api
+from cs336_systems.attention import flash_attention
+from cs336_systems.attention.masks import BlockMask, neighbourhood_mask, parse_mask
+from cs336_systems.cli import app
+from cs336_systems.grids import hilbert_order, neighbourhood_block_density, row_major_order
+
+
+def randn(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(0))
+
+
+# The dense form
+
+
+@pytest.mark.parametrize("block", [16, 64])
+@pytest.mark.parametrize("lengths", [(1, 1), (64, 64), (97, 97), (40, 130), (130, 40), (128, 257)], ids=str)
+def test_a10_a_mask_knows_that_it_is_full_or_causal(lengths, block):
+    ones = torch.ones(2, 3, *lengths, dtype=torch.bool)
+    assert BlockMask.from_dense(ones, block).dense_form == "full"
+    if lengths != (1, 1):  # one pair is both
+        causal = ones.tril()
+        assert BlockMask.from_dense(causal, block).dense_form == "causal"
+        assert BlockMask.causal(*lengths, block_size=block).dense_form == "causal"
+        for mask in (ones, causal):  # a pair less in one head is neither, and one moved above the diagonal
+            mask[1, 2, -1, 0] = False
+            assert BlockMask.from_dense(mask, block).dense_form is None
+        causal[1, 2, 0, -1] = True
+        if lengths[1] > 1:
+            assert BlockMask.from_dense(causal, block).dense_form is None
+
+
+def test_a10_other_masks_have_no_dense_form():
+    for pattern in ("window:64", "document:100,156", "random:0.5", "tokens:0.9", "dilated:64/2"):
+        assert parse_mask(pattern, seqlen=256, block_size=32).dense_form is None
+    assert BlockMask.causal(64, 128, bottom_right=True, block_size=32).dense_form is None
+    assert BlockMask.causal(0, 5).dense_form is None
+    both = BlockMask.sliding_window(256, window=256, block_size=32) & BlockMask.causal(256, block_size=32)
+    assert both.dense_form == "causal" == both.to("cpu").dense_form
+
+
+def test_a10_auto_takes_the_dense_kernel_and_a_named_back_end_the_mask(monkeypatch):
+    q = randn(1, 2, 128, 16)
+    taken = []
+    real = api.attention_reference
+    monkeypatch.setattr(
+        api, "attention_reference", lambda *args, **kw: taken.append(kw.get("mask")) or real(*args, **kw)
+    )
+    mask = BlockMask.causal(128, block_size=64)
+    outputs = [flash_attention(q, q, q, block_mask=mask, backend=name) for name in ("auto", "reference")]
+    assert taken[0] is None
+    assert taken[1] is not None
+    torch.testing.assert_close(*outputs)
+    with pytest.raises(ValueError, match="is_causal must be False with a block_mask"):
+        flash_attention(q, q, q, block_mask=mask, is_causal=True)
+
+
+def test_a10_the_choice_breaks_no_graph():
+    q, mask = randn(1, 2, 128, 16), BlockMask.causal(128, block_size=64)
+    compiled = torch.compile(lambda q: flash_attention(q, q, q, block_mask=mask), fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(q), flash_attention(q, q, q, is_causal=True))
+
+
+# SDPA's masks
+
+
+@pytest.mark.parametrize("backend", ["auto", "tiled", "triton"])
+@pytest.mark.parametrize("shape", [(97, 70), (1, 70), (3, 97, 70), (2, 1, 97, 70), (2, 3, 97, 70)], ids=str)
+def test_a_bool_attn_mask_is_sdpas(shape, backend):
+    """Rows without a key give 0, -inf and no gradient, where releases of SDPA have differed."""
+    mask = torch.rand(shape, generator=torch.Generator().manual_seed(1)) < 0.5
+    if shape[-2] > 1:
+        mask[..., 5, :] = False
+    dtype = torch.float32 if backend == "triton" else torch.float64
+    q, k, v = (randn(2, 3, length, 16).to(dtype).requires_grad_() for length in (97, 70, 70))
+    rows = mask.any(-1).expand(2, 3, 97)
+    grad = randn(2, 3, 97, 16).to(dtype) * rows[..., None]
+    ours, lse = flash_attention(q, k, v, attn_mask=mask, return_lse=True, backend=backend)
+    seen = mask | ~mask.any(-1, keepdim=True)  # whose rows without a key see all, and get no gradient
+    theirs = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=seen) * rows[..., None]
+    tolerance = {"atol": 2e-5, "rtol": 0.0} if dtype == torch.float32 else {"atol": 1e-6, "rtol": 0.0}
+    torch.testing.assert_close(ours, theirs, **tolerance)
+    for name, x in zip(torch.autograd.grad(ours, (q, k, v), grad), torch.autograd.grad(theirs, (q, k, v), grad)):
+        torch.testing.assert_close(name, x, **tolerance)
+    assert ((lse == -torch.inf) == ~rows).all()
+
+
+@pytest.mark.parametrize(
+    ("mask", "error", "message"),
+    [
+        (torch.zeros(8, 8), TypeError, "attn_mask must be a bool tensor.*additive masks are not supported"),
+        (torch.ones(8, 9, dtype=torch.bool), ValueError, r"must broadcast to .* = \(2, 3, 8, 8\), got \(8, 9\)"),
+        (torch.ones(2, 8, 8, dtype=torch.bool), ValueError, "attn_mask must broadcast"),
+        (torch.ones(8, dtype=torch.bool), ValueError, "attn_mask must broadcast"),
+    ],
+)
+def test_other_attn_masks_are_refused(mask, error, message):
+    q = randn(2, 3, 8, 16)
+    with pytest.raises(error, match=message):
+        flash_attention(q, q, q, attn_mask=mask)
+
+
+def test_attn_mask_excludes_the_other_masks():
+    q, mask = randn(2, 3, 8, 16), torch.ones(8, 8, dtype=torch.bool)
+    with pytest.raises(ValueError, match="attn_mask must be None with a block_mask"):
+        flash_attention(q, q, q, attn_mask=mask, block_mask=BlockMask.causal(8))
+    with pytest.raises(ValueError, match="is_causal must be False"):
+        flash_attention(q, q, q, attn_mask=mask, is_causal=True)
+    leading = randn(2, 2, 3, 8, 16)
+    with pytest.raises(ValueError, match="expand it"):
+        flash_attention(leading, leading, leading, attn_mask=torch.ones(2, 1, 1, 8, 8, dtype=torch.bool))
+
+
+# Neighbourhoods
+
+
+@pytest.mark.parametrize("block", [16, 64])
+@pytest.mark.parametrize("radius", [0, 2, 7, 40])
+@pytest.mark.parametrize("order", ["rows", "hilbert"])
+def test_g8_a_neighbourhood_mask_is_the_dense_one(order, radius, block):
+    n = 16
+    tokens = (hilbert_order if order == "hilbert" else row_major_order)(n)
+    rows, columns = tokens // n, tokens % n
+    near = ((rows[:, None] - rows).abs() <= radius) & ((columns[:, None] - columns).abs() <= radius)
+    mask = neighbourhood_mask(n, radius=radius, order=order, block_size=block)
+    assert torch.equal(mask.to_dense()[0, 0], near)
+    counted = neighbourhood_block_density(n, radius=radius, block_size=block, order=tokens)
+    assert mask.block_density == pytest.approx(counted)
+    name = "grid" if order == "rows" else order
+    assert torch.equal(parse_mask(f"{name}:{radius}", seqlen=n * n, block_size=block).to_dense(), mask.to_dense())
+
+
+def test_g8_no_dense_mask_is_made():
+    """Of 65,536 tokens it would be 4 GiB: no tensor meanwhile takes more than 256 MiB."""
+    largest = []
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            result = func(*args, **(kwargs or {}))
+            largest.append(result.nbytes if isinstance(result, Tensor) else 0)
+            return result
+
+    with Watch():
+        mask = neighbourhood_mask(256, radius=3, order="hilbert", block_size=128)
+    assert max(largest) <= 2**28
+    assert mask.block_density < 0.05
+
+
+def test_g8_bad_grids_are_refused():
+    with pytest.raises(ValueError, match="needs a square number of tokens"):
+        parse_mask("grid:3", seqlen=200)
+    with pytest.raises(ValueError, match="order must be one of rows, hilbert"):
+        neighbourhood_mask(8, radius=1, order="snake")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="n must be a power of two"):
+        neighbourhood_mask(12, radius=1, order="hilbert")
+
+
+def test_g8_doctor_draws_both_orders(monkeypatch):
+    """A narrow neighbourhood has fewer live tiles in rows, a wide one along the curve."""
+    monkeypatch.setenv("COLUMNS", "160")
+    live = {}
+    for pattern in ("grid:1", "hilbert:1", "grid:15", "hilbert:15"):
+        result = CliRunner().invoke(app, ["doctor", "--mask", pattern, "--seqlen", "4096", "--block-size", "64"])
+        assert result.exit_code == 0, result.output
+        picture = result.output.splitlines()[-64:]
+        assert all(set(line) <= set("█▒·") and len(line) == 64 for line in picture)
+        live[pattern] = sum(mark != "·" for line in picture for mark in line)
+    assert live["grid:1"] < live["hilbert:1"]
+    assert live["hilbert:15"] < live["grid:15"]
