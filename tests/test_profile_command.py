@@ -220,7 +220,7 @@ def test_the_printed_command_runs_this_case_between_profiler_calls(
 
 def test_a_tool_that_is_not_installed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cs336_systems.device.resolve_device", lambda _: "cuda")
-    monkeypatch.setattr("cs336_systems.measure.vendor.find_tool", lambda _: None)
+    monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr("cs336_systems.device.get_device_info", lambda _: SimpleNamespace(slug="test-gpu"))
     result = invoke("xl", "--tool", "ncu", "--results", tmp_path)
     assert result.exit_code == 2

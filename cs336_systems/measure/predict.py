@@ -6,7 +6,7 @@
             model(tokens)
 
 The fake tensors are CPU tensors: PyTorch runs autograd on fake CUDA tensors only where there is a GPU. What CUDA does
-otherwise is put in by hand: the allocator's rounding and the kernels' own temporaries (`allocations.py`), and here the
+otherwise is put in by hand: the allocator's rounding and the kernels' own temporaries (`timeline.py`), and here the
 functions that autocast computes in float32 there and not on a CPU.
 """
 

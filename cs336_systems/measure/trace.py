@@ -49,10 +49,6 @@ class Kernel:
     ranges: tuple[str, ...]  # open where it was launched, the outermost first
     step: int  # which repetition (`ranges.STEP`) it belongs to; -1 outside of all
 
-    @property
-    def end_us(self) -> float:
-        return self.start_us + self.duration_us
-
 
 @dataclass(frozen=True, kw_only=True)
 class KernelTotal:
@@ -101,7 +97,8 @@ class Trace:
 
     def busy_ms(self, **selection: Any) -> float:
         """Time in which at least one selected kernel ran; an estimate on a CPU, whose own times are in pieces."""
-        return length(union((kernel.start_us, kernel.end_us) for kernel in self.select(**selection))) / 1e3
+        chosen = self.select(**selection)
+        return length(union((one.start_us, one.start_us + one.duration_us) for one in chosen)) / 1e3
 
     def top_kernels(self, count: int | None = None, **selection: Any) -> list[KernelTotal]:
         """Totals by short name, the longest first; ties by name, so that the same trace gives the same order."""
