@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 from cs336_systems.accounting import block_saved_bytes, model_peak_bytes
 from cs336_systems.cli import app
+from cs336_systems.commands.memory import parse_bytes
 from cs336_systems.config import MODEL_SIZES, ModelConfig, Precision, RunConfig, proxy_model
 from cs336_systems.experiments import gradient_checkpointing
 from cs336_systems.experiments.frames import load_frame
@@ -37,7 +38,7 @@ from cs336_systems.experiments.models import TrainingStep
 from cs336_systems.experiments.records import read_records
 from cs336_systems.experiments.spec import Cell, Disagreement, Unsupported, load
 from cs336_systems.measure.memory import MIB, release
-from cs336_systems.measure.predict import CudaAutocastRules, fake_module, parse_bytes
+from cs336_systems.measure.predict import CudaAutocastRules, fake_module
 from cs336_systems.measure.saved import by_operation, compiled_saved_tensors, saved_tensors
 from cs336_systems.measure.timeline import CATEGORIES, Allocation, AllocationRecorder, MemoryTrace, Phase
 from cs336_systems.model import TransformerLM, build_model, cross_entropy
@@ -224,7 +225,7 @@ def test_sizes_are_read(text, expected):
     assert parse_bytes(text) == expected
 
 
-@pytest.mark.parametrize("text", ["80", "-1GB", "1e3GB"])
+@pytest.mark.parametrize("text", ["80", "-1GB", "1e3GB", "7iB"])
 def test_a_size_without_a_unit_is_refused(text):
     with pytest.raises(ValueError, match="a size must be a number with one of B, KB, .* like 80GB, got"):
         parse_bytes(text)

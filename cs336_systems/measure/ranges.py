@@ -106,8 +106,7 @@ class _Ranges(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        in_attention = any(name.startswith("attention:") for _, name, _ in self.open)
-        if not in_attention or torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or not any(name.startswith("attention:") for _, name, _ in self.open):
             return func(*args, **kwargs)
         if func is F.scaled_dot_product_attention or _is_fused_operator(func):
             with named_range(FUSED):
