@@ -25,7 +25,7 @@ from cs336_systems.experiments.records import append_records, read_records
 from cs336_systems.experiments.registry import PROBLEMS
 from cs336_systems.experiments.spec import Cell, Disagreement, Unsupported
 from cs336_systems.experiments.worker import Worker, search_current_folder
-from cs336_systems.measure.allocations import AllocationRecorder
+from cs336_systems.measure.timeline import AllocationRecorder
 
 ROOT = Path(__file__).resolve().parents[1]
 PROVENANCE = Provenance(commit="0123456789ab", dirty=False)

@@ -25,10 +25,6 @@ def test_union(intervals, expected):
     assert union(intervals) == expected
 
 
-def test_union_joins_over_small_gaps():
-    assert union([(0, 1), (1.5, 2), (4, 5)], gap=0.5) == [(0, 2), (4, 5)]
-
-
 @pytest.mark.parametrize(
     ("first", "second", "expected"),
     [

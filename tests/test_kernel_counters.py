@@ -12,7 +12,6 @@ from cs336_systems.config import RunConfig
 from cs336_systems.experiments import kernel_counters
 from cs336_systems.experiments.registry import PROBLEMS
 from cs336_systems.experiments.spec import Unsupported
-from cs336_systems.measure import counters
 from cs336_systems.measure.counters import (
     COUNTERS,
     CountersUnavailableError,
@@ -114,7 +113,7 @@ def test_a_command_that_fails_is_one(ncu):
 
 
 def test_without_ncu_the_reason_says_so(monkeypatch):
-    monkeypatch.setattr(counters, "find_tool", lambda tool: None)
+    monkeypatch.setenv("PATH", "")
     with pytest.raises(CountersUnavailableError, match="ncu is not on PATH"):
         read_counters([])
 

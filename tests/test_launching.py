@@ -17,8 +17,9 @@ from torch import Tensor
 from cs336_systems.attention import BlockMask, flash_attention
 from cs336_systems.attention.triton import launch
 from cs336_systems.attention.validation import to_autocast_dtype
-from cs336_systems.measure.stages import STAGES, TOTAL, time_stages, unaccounted
+from cs336_systems.measure.stages import STAGES, TOTAL, time_stages
 from tests.test_s4_attention import DEVICES, inputs, run
+from tests.test_stages import unaccounted
 from tests.test_varlen import packed, run_packed
 
 COVERS = ("cs336_systems/attention",)

@@ -80,9 +80,6 @@ def without_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backends, "BACKENDS", tuple(name for name in BACKENDS if name != "compiled"))
 
 
-def test_grouped_query_attention_is_timed(without_compiled: None) -> None:
-    rows = benchmark_backends(shape(32, 16, heads=4, kv_heads=2), device="cpu", num_samples=1)
-    assert {row.backend: row.status for row in rows}["reference"] == "ok"
 
 
 def test_a_wrong_back_end_has_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -234,10 +231,6 @@ def test_doctor_compares_auto_with_the_fastest_in_turns(monkeypatch: pytest.Monk
     assert [row["forward_backward_ms"] for row in measured["backends"]] == [1.0, 1.25]
 
 
-def test_doctor_without_options_measures_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cs336_systems.commands.machine.measure_machine", lambda _: pytest.fail("measured"))
-    result = doctor()
-    assert result.exit_code == 0 and "backend triton" in result.stdout and "measured" not in result.stdout
 
 
 def test_doctor_refuses_a_device_that_is_not_there() -> None:

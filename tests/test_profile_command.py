@@ -57,11 +57,9 @@ def test_a_shape_is_an_attention_case() -> None:
     ("text", "options", "message"),
     [
         ("tiny", {}, r"case must be a model size \(small, .*an attention shape BATCHxHEADSxSEQxHEAD_DIM, got 'tiny'"),
-        ("1x2x3", {}, "got '1x2x3'"),
         ("small", {"precision": "int8"}, "precision must be one of float32, bfloat16, .*, got 'int8'"),
         ("small", {"attention": "magic"}, "attention must be one of reference, .*, got 'magic'"),
         ("1x1x64x32", {"batch": 4}, "batch, context and attention are options of models, and '1x1x64x32' is an"),
-        ("1x1x64x32", {"attention": "sdpa"}, "options of models"),
         ("1x1x64x32", {"precision": "bfloat16-autocast"}, "precision of an attention shape must be a dtype, got 'bf"),
         ("1x0x64x32", {}, "heads must be a positive int, got 0"),
         ("small", {"context": 0}, "context_length must be a positive int, got 0"),
@@ -155,17 +153,13 @@ def test_an_out_of_memory_leaves_its_trace(tmp_path: Path, monkeypatch: pytest.M
     [
         (["nothing"], 2, "case must be a model size"),
         (["small-proxy", "--tool", "vtune"], 2, "--tool must be one of torch, nsys, ncu, got 'vtune'"),
-        (["small-proxy", "--print"], 2, "--print shows the command of nsys or ncu, got --tool torch"),
         (["small-proxy", "--tool", "nsys", "--device", "cpu"], 2, "--tool nsys needs a CUDA device"),
-        (["small-proxy", "--mode", "sideways", "--device", "cpu"], 2, "got 'sideways'"),
         (["small-proxy", "--mode", "../../x", "--tool", "nsys", "--print"], 2, "got '../../x'"),
         (["small-proxy", "--model", "no_such_module:X", "--device", "cpu"], 2, "no_such_module"),
         (["small-proxy", "--model", "tests.broken_models:Bigram", "--device", "cpu"], 2, "must have modules to"),
-        (["8b", "--device", "cpu"], 1, "predicted to need "),
         (["9999x999x99999x64", "--device", "cpu"], 1, "predicted to need "),
         (["1x1x64x32", "--implementation", "triton", "--precision", "bfloat16", "--device", "cpu"], 1,
          "error: Triton's CPU interpreter computes wrong bfloat16 products; use float32 or float16 there"),
-        (["1x1x64x32", "--implementation", "sdpa_cudnn", "--device", "cpu"], 1, "sdpa_cudnn needs CUDA"),
     ],
 )  # fmt: skip
 def test_the_command_refuses_in_one_line(
@@ -220,7 +214,7 @@ def test_the_printed_command_runs_this_case_between_profiler_calls(
 
 def test_a_tool_that_is_not_installed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cs336_systems.device.resolve_device", lambda _: "cuda")
-    monkeypatch.setattr("cs336_systems.measure.vendor.find_tool", lambda _: None)
+    monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr("cs336_systems.device.get_device_info", lambda _: SimpleNamespace(slug="test-gpu"))
     result = invoke("xl", "--tool", "ncu", "--results", tmp_path)
     assert result.exit_code == 2

@@ -13,8 +13,9 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from typer.testing import CliRunner
 
-from cs336_systems.accounting import OPTIMIZER_TEMPORARY_BYTES, block_saved_bytes, model_peak_bytes
+from cs336_systems.accounting import block_saved_bytes, model_peak_bytes
 from cs336_systems.cli import app
+from cs336_systems.commands.memory import parse_bytes
 from cs336_systems.config import MODEL_SIZES, ModelConfig, Precision, RunConfig, proxy_model
 from cs336_systems.experiments import gradient_checkpointing
 from cs336_systems.experiments.frames import load_frame
@@ -36,12 +37,11 @@ from cs336_systems.experiments.model_memory import (
 from cs336_systems.experiments.models import TrainingStep
 from cs336_systems.experiments.records import read_records
 from cs336_systems.experiments.spec import Cell, Disagreement, Unsupported, load
-from cs336_systems.measure.allocations import AllocationRecorder
 from cs336_systems.measure.memory import MIB, release
-from cs336_systems.measure.predict import CudaAutocastRules, fake_module, parse_bytes
+from cs336_systems.measure.predict import CudaAutocastRules, fake_module
 from cs336_systems.measure.saved import by_operation, compiled_saved_tensors, saved_tensors
-from cs336_systems.measure.timeline import CATEGORIES, Allocation, MemoryTrace, Phase
-from cs336_systems.model import AdamW, TransformerLM, build_model, cross_entropy
+from cs336_systems.measure.timeline import CATEGORIES, Allocation, AllocationRecorder, MemoryTrace, Phase
+from cs336_systems.model import TransformerLM, build_model, cross_entropy
 from cs336_systems.model.checkpointing import (
     apply_checkpointing,
     best_blocks_per_group,
@@ -54,7 +54,6 @@ from cs336_systems.model.checkpointing import (
     recursive_inputs,
     recursive_recomputed_blocks,
 )
-from cs336_systems.model.optimizer import TEMPORARY_BYTES
 
 COVERS = ("cs336_systems/measure", "cs336_systems/model")
 TINY = RunConfig(scale="tiny", device="cpu")
@@ -95,8 +94,6 @@ def test_a_trace_adds_up():
     }
     assert [one.num_bytes for one in trace.largest(2)] == [100, 50]
     assert [one.where for one in trace.largest(9, ["phase 1"])] == ["line 20"]
-    with pytest.raises(ValueError, match="category must be one of parameters, .*, got 'weights'"):
-        trace.active_bytes("weights")
     with pytest.raises(ValueError, match="points must be positive, got 0"):
         trace.sampled(0)
 
@@ -109,11 +106,6 @@ def test_sampling_keeps_the_peak_whatever_the_number_of_points():
     for points in (1, 3, 200, 5000):
         events, lines = spike.sampled(points)
         assert len(events) == min(points, 1001) and sum(line for line in lines.values()).max() == spike.peak_bytes()
-
-
-def test_an_empty_trace_has_no_peak():
-    trace = MemoryTrace(allocations=(), phases=(), num_events=0)
-    assert trace.peak_bytes() == 0 and trace.peak_event() == 0 and trace.phase_peaks() == {} and trace.phase_of(0) == ""
 
 
 # Recording
@@ -157,8 +149,6 @@ def test_cuda_counts_are_rounded_and_know_hidden_temporaries():
     [
         ("reference", Precision(), "none"),
         ("reference", AUTOCAST, "none"),
-        ("sdpa", Precision(parameters="bfloat16"), "none"),
-        ("reference", Precision(), "2"),
         ("tiled", AUTOCAST, "selective"),
     ],
 )
@@ -176,11 +166,10 @@ def test_the_simulation_is_the_allocator(mode, attention, precision, checkpointi
         assert model_peak_bytes(case, mode) == pytest.approx(max(measured.peak_bytes.values()), rel=0.05)
 
 
-@pytest.mark.parametrize("context", [128, 2048])
 @pytest.mark.parametrize("precision", [Precision(), AUTOCAST], ids=["float32", "autocast"])
-def test_closed_forms_of_the_handouts_cases(context, precision):
+def test_closed_forms_of_the_handouts_cases(precision):
     """At the handout's sizes the closed form and the simulation, which know nothing of each other, agree to 5 %."""
-    model = replace(XL, context_length=context, num_layers=6)
+    model = replace(XL, num_layers=6)
     case = MemoryCase(model=model, batch=4, attention="reference", precision=precision)
     for mode in PHASES:
         assert model_peak_bytes(case, mode) == pytest.approx(simulated_trace(case, mode).peak_bytes(), rel=0.05), mode
@@ -201,17 +190,6 @@ def test_categories_of_a_training_step():
     )
     with pytest.raises(ValueError, match="mode must be one of forward, train_step, got 'backward'"):
         simulated_trace(case, "backward")
-
-
-def test_preparing_a_step_leaves_weights_and_gradients_alone():
-    case = MemoryCase(model=SMALL, batch=2, attention="reference")
-    step = TrainingStep(case, TINY)
-    before = [parameter.detach().clone() for parameter in step.parameters]
-    prepare(step, case, "train_step")
-    assert all(torch.equal(one, other) for one, other in zip(before, step.parameters))
-    assert all(parameter.grad is None for parameter in step.parameters)
-    assert isinstance(step.optimizer, AdamW) and OPTIMIZER_TEMPORARY_BYTES == TEMPORARY_BYTES
-    assert all(not state["exp_avg"].any() for state in step.optimizer.state.values())
 
 
 # Fake modules and sizes
@@ -247,7 +225,7 @@ def test_sizes_are_read(text, expected):
     assert parse_bytes(text) == expected
 
 
-@pytest.mark.parametrize("text", ["80", "GB", "-1GB", "80 gigabytes", "1e3GB", ""])
+@pytest.mark.parametrize("text", ["80", "-1GB", "1e3GB", "7iB"])
 def test_a_size_without_a_unit_is_refused(text):
     with pytest.raises(ValueError, match="a size must be a number with one of B, KB, .* like 80GB, got"):
         parse_bytes(text)
@@ -364,7 +342,7 @@ def gradients(attention: str, checkpointing: str, num_layers: int = 8, compiled:
     return [parameter.grad for parameter in model.parameters()], calls[0] - num_layers
 
 
-@pytest.mark.parametrize("checkpointing", ["1", "3", "8", "100", "recursive", "selective"])
+@pytest.mark.parametrize("checkpointing", ["1", "3", "recursive", "selective"])
 @pytest.mark.parametrize("attention", ["reference", "sdpa", "tiled"])
 def test_checkpointed_gradients_are_bit_identical(attention, checkpointing):
     if checkpointing == "selective" and attention == "reference":
@@ -375,7 +353,7 @@ def test_checkpointed_gradients_are_bit_identical(attention, checkpointing):
     assert none == 0 and added == (12 if checkpointing == "recursive" else 8)
 
 
-@pytest.mark.parametrize("num_layers", [1, 2, 3, 5, 7])
+@pytest.mark.parametrize("num_layers", [1, 3, 7])
 def test_recursion_computes_as_many_blocks_again_as_its_closed_form(num_layers):
     assert gradients("sdpa", "recursive", num_layers)[1] == recursive_recomputed_blocks(num_layers)
 
@@ -420,16 +398,6 @@ def test_asymptotics():
     assert best_blocks_per_group(32, 80.0, 4132.0) == 1, "xl: a block saves fifty times its input"
 
 
-def test_without_a_graph_nothing_is_checkpointed():
-    model = build_model(SMALL, device="cpu")
-    tokens = torch.zeros(1, 64, dtype=torch.int64)
-    with torch.no_grad():
-        expected = model(tokens)
-        for name in ("2", "recursive"):
-            apply_checkpointing(model, name)
-            assert torch.equal(model(tokens), expected)
-
-
 def test_checkpointing_keeps_names_and_can_be_undone():
     model = build_model(SMALL, device="cpu")
     names = list(model.state_dict())
@@ -439,12 +407,11 @@ def test_checkpointing_keeps_names_and_can_be_undone():
     assert model.run_blocks.__name__ == "run_in_order"
 
 
-@pytest.mark.parametrize("checkpointing", ["none", "recursive", "1"])
-def test_a_model_without_blocks_runs(checkpointing):
+def test_a_model_without_blocks_runs():
     """Recursion halved nothing for ever."""
     model = build_model(SMALL, device="cpu")
     model.layers = nn.ModuleList()
-    apply_checkpointing(model, checkpointing)
+    apply_checkpointing(model, "recursive")
     assert model(torch.zeros(1, 4, dtype=torch.int64)).shape == (1, 4, SMALL.vocab_size)
 
 
@@ -609,12 +576,7 @@ def test_a_snapshot_is_read_on_the_command_line(tmp_path):
     ("arguments", "message"),
     [
         (("--model", "xxl"), "--model must be one of small, .*, got 'xxl'"),
-        (("--context", "0"), "context_length must be a positive int, got 0"),
-        (("--batch", "0"), "batch must be a positive int, got 0"),
         (("--model", "small", "--context", "99999999999999"), "context_length must need at most .* bytes, got"),
-        (("--mode", "step"), "mode must be one of forward, train_step, got 'step'"),
-        (("--model", "small", "--attention", "fast"), "attention must be one of reference, .*, got 'fast'"),
-        (("--autocast", "float64"), "autocast must be one of float16, bfloat16, got 'float64'"),
         (("--fits", "many"), "a size must be a number with one of .*, got 'many'"),
         (("--model", "small", "--checkpoint", "half"), "checkpointing must be none, .*, got 'half'"),
     ],

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from cs336_systems.cli import app
 from cs336_systems.measure.snapshot import CudaHistory, read_snapshot, snapshot_trace
-from tests.snapshot_files import Call, event, small_snapshot, write
+from tests.snapshot_files import Call, small_snapshot, write
 
 COVERS = ("cs336_systems/measure",)
 ROOT = Path(__file__).resolve().parents[1]
@@ -41,10 +41,8 @@ def refused_on_the_command_line(path: Path, message: str) -> None:
 @pytest.mark.parametrize(
     "content",
     [
-        b"", b"\x80\x04", b"no pickle", b"cos\nsystem\n(S'ls'\ntR.", b"\x80\x04(i__main__\nX\n.", b"\x80\x04)\x81.",
-        b"\x80\x04}b.", b"\x80\x04NQ.", b"\x80\x04\x82\x01.", b"\x80\x09N.", b"\x80\x04\x8c\x09short", b"\x80\x04.",
-        b"\x80\x04Ne.", b"\x80\x04h\x05.", b"\x80\x04X\xff\xff\xff\x7f", b"\x80\x04X\x01\x00\x00\x00\xff.",
-        b"\x80\x04\x8b\xff\xff\xff\x7f", b"\x80\x04]\x94h\x00a.",
+        b"", b"no pickle", b"cos\nsystem\n(S'ls'\ntR.", b"\x80\x04(i__main__\nX\n.", b"\x80\x04)\x81.", b"\x80\x04NQ.",
+        b"\x80\x04\x82\x01.", b"\x80\x04\x8c\x09short", b"\x80\x04X\xff\xff\xff\x7f", b"\x80\x04]\x94h\x00a.",
     ],
 )  # fmt: skip
 def test_a_file_that_is_no_pickle_of_plain_data_is_refused(content, tmp_path):
@@ -70,12 +68,11 @@ FRAME = ("device_traces", 0, 0, "frames", 0)
     [
         [1],
         {"segments": []},
-        *(changed("segments", 0, "blocks", 1, "address", value=value) for value in ([], "zz", None, -1, 2**64)),
-        *(changed("segments", 0, "blocks", value=value) for value in (3, [None], [{"size": "big"}], [{"size": 1}])),
-        *(changed("device_traces", value=value) for value in (3, {}, [[None]], [[{"action": "alloc", "size": 1}]])),
-        *(changed("device_traces", 0, 0, "size", value=value) for value in (-1, "big", 2**62, 2**64, None)),
-        *(changed(*FRAME, value=value) for value in (None, {}, {"filename": 1, "line": 1, "name": ""})),
-        changed(*FRAME, value={"filename": ["/a.py"], "line": 1, "name": "f"}),
+        *(changed("segments", 0, "blocks", 1, "address", value=value) for value in ("zz", -1, 2**64)),
+        *(changed("segments", 0, "blocks", value=value) for value in (3, [None], [{"size": 1}])),
+        *(changed("device_traces", value=value) for value in ({}, [[None]])),
+        *(changed("device_traces", 0, 0, "size", value=value) for value in ("big", 2**62)),
+        *(changed(*FRAME, value=value) for value in (None, {"filename": 1, "line": 1, "name": ""})),
         changed("device_traces", 0, 0, "frames", 1, "line", value="x"),
     ],
 )
@@ -124,15 +121,6 @@ def test_a_trace_without_its_beginning_still_adds_up(tmp_path):
     trace = snapshot_trace(read_snapshot(write(tmp_path / "x.pickle", snapshot)))
     assert trace.active_bytes().tolist()[0] == 2048 + 3072 + 1024
     assert trace.active_bytes().tolist()[-1] == 512 + 4096 + 3072
-
-
-def test_a_long_path_is_shown_in_part_and_kept_once(tmp_path):
-    written = small_snapshot()
-    frame = {"filename": "/a/" + "b" * 60_000, "line": 1, "name": "c" * 60_000}
-    written["device_traces"] = [[event("alloc", 512 * i, 512, [frame]) for i in range(1, 300)]]
-    trace = snapshot_trace(read_snapshot(write(tmp_path / "x.pickle", written)))
-    wheres = {id(one.where): one.where for one in trace.allocations if one.where != "before"}
-    assert len(wheres) == 1 and len(*wheres.values()) < 600
 
 
 @pytest.mark.parametrize("how", ["pickle", "checkpoint"])

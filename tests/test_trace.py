@@ -57,96 +57,59 @@ FOREACH = (
 KERNELS = {
     # cuBLAS and CUTLASS matmuls
     "nvjet_tst_128x256_64x4_1x2_h_bz_coopA_TNT": "gemm",
-    "nvjet_hsh_256x128_64x4_2x1_v_bz_coopB_NNT": "gemm",
-    "nvjet_tst_64x24_64x16_4x1_v_bz_splitK_TNT": "gemm",
     "sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64_warpgroupsize1x1x1_execute_segment_k_off_kernel__5x_cublas": "gemm",
-    "sm80_xmma_gemm_f32f32_f32f32_f32_tn_n_tilesize128x64x8_stage3_warpsize2x2x1_ffma_aligna4_alignc4_execute_kernel__5x_cublas": "gemm",
     "ampere_sgemm_128x64_tn": "gemm",
     SIMT: "gemm",
-    "void cutlass::Kernel2<cutlass_80_tensorop_s1688gemm_128x256_16x3_tn_align4>(Params)": "gemm",
-    "void cublasLt::splitKreduce_kernel<32, 16, int, float, __nv_bfloat16, float, __nv_bfloat16, true, true>(Params)": "gemm",
     "void gemv2T_kernel_val<int, int, float, float, float, float, 128, 16, 4, 4, false, false>(Params, float, float)": "gemm",
-    "void gemmSN_NN_kernel<float, 256, 4, 2, 8, 5, 4, false>(Params)": "gemm",
     "triton_tem_fused_mm_3": "gemm",
     # fused attention
     "void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<64, 128, 128, 4, false, false, cutlass::bfloat16_t>>(Params)": "attention",
-    "void pytorch_flash::flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel<Flash_bwd_kernel_traits<64, 128, 128, 8>>(Params)": "attention",
-    "void pytorch_flash::flash_bwd_dot_do_o_kernel<true, Flash_bwd_kernel_traits<64, 128, 128, 8>>(Params)": "attention",
     "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_7_64x128x128_4x1x1_cga1x1x1_kernel0_0": "attention",
-    "cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16_knob_26_64x64x128_1x4x1_cga1x1x1_kernel0_0": "attention",
     "fmha_cutlassF_f32_aligned_64x64_rf_sm80(PyTorchMemEffAttention::AttentionKernel<float>::Params)": "attention",
-    "fmha_cutlassB_bf16_aligned_128x128_k128_sm80(Params)": "attention",
     "triton_tem_fused_flex_attention_0": "attention",
-    "triton_tem_fused_flex_attention_backward_1": "attention",
     "flash_forward_kernel": "attention",
-    "flash_split_forward_kernel": "attention",
     "flash_merge_kernel": "attention",
     "flash_backward_preprocess_kernel": "attention",
-    "flash_backward_dkdv_kernel": "attention",
-    "flash_backward_dq_kernel": "attention",
     "hopper_forward_kernel": "attention",
-    "hopper_backward_preprocess_kernel": "attention",
     "hopper_backward_kernel": "attention",
-    "hopper_backward_convert_kernel": "attention",
     "varlen_forward_kernel": "attention",
-    "varlen_dkdv_kernel": "attention",
-    "varlen_dq_kernel": "attention",
     "block_sparse_forward_kernel": "attention",
-    "block_sparse_dkdv_kernel": "attention",
-    "block_sparse_dq_kernel": "attention",
     # softmax, the loss's too
     SOFTMAX: "softmax",
     "void at::native::(anonymous namespace)::cunn_SoftMaxForwardSmem<4, float, float, float, at::native::(anonymous namespace)::SoftMaxForwardEpilogue>(float*)": "softmax",
-    "void at::native::(anonymous namespace)::cunn_SoftMaxBackward<4, float, float, float>(float*, float const*)": "softmax",
-    "void (anonymous namespace)::softmax_warp_backward<float, float, float, 9, false, false>(float*, float const*)": "softmax",
-    "triton_per_fused__softmax_div_where_2": "softmax",
     "triton_red_fused__log_softmax_nll_loss_forward_7": "softmax",
     # pointwise
     MULTIPLY: "elementwise",
     ADD: "elementwise",
     f"{NATIVE}vectorized_elementwise_kernel<4, at::native::(anonymous namespace)::silu_kernel(at::TensorIteratorBase&)::"
     "{lambda()#1}>(int)": "elementwise",
-    f"{NATIVE}vectorized_elementwise_kernel<4, at::native::rsqrt_kernel_cuda(at::TensorIteratorBase&)::{{lambda()#2}}>(int)": "elementwise",
     "triton_poi_fused_mul_silu_5": "elementwise",
     # reductions
     MEAN: "reduction",
     "triton_red_fused_mean_mul_pow_rsqrt_1": "reduction",
-    "triton_per_fused_mean_rsqrt_4": "reduction",
     "void at::native::(anonymous namespace)::vectorized_layer_norm_kernel<float, float, false>(int, float, float const*)": "reduction",
     # moving data
     COPY: "copy",
     "Memcpy DtoD (Device -> Device)": "copy",
-    "Memcpy HtoD (Pageable -> Device)": "copy",
     "Memset (Device)": "copy",
     f"{NATIVE}vectorized_elementwise_kernel<4, at::native::FillFunctor<float>, std::array<char*, 1ul> >(int)": "copy",
     f"{NATIVE}(anonymous namespace)::CatArrayBatchedCopy_contig<at::native::(anonymous namespace)::OpaqueType<4u>, 4>(...)": "copy",
-    f"{NATIVE}(anonymous namespace)::indexSelectLargeIndex<float, long, unsigned int, 2, 2, -2, true>(...)": "copy",
     f"{NATIVE}(anonymous namespace)::embedding_backward_feature_kernel<float, float, long>(long const*, float const*)": "copy",
     f"{NATIVE}triu_tril_kernel<bool, int, false, 8, false>(at::cuda::detail::TensorInfo<bool, int>)": "copy",
     # collectives
     "ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)": "communication",
-    "ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)": "communication",
-    "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)": "communication",
     # optimizers
     FOREACH: "optimizer",
     f"{NATIVE}(anonymous namespace)::multi_tensor_apply_kernel<at::native::(anonymous namespace)::FusedOptimizerTensorListMetadata<4>, at::native::(anonymous namespace)::FusedAdamMathFunctor<float, 4>>(...)": "optimizer",
     # operators of a CPU
     "aten::mm": "gemm",
-    "aten::bmm": "gemm",
-    "aten::addmm": "gemm",
     "aten::_softmax": "softmax",
-    "aten::_softmax_backward_data": "softmax",
-    "aten::logsumexp": "softmax",
     "aten::_scaled_dot_product_flash_attention_for_cpu": "attention",
     "aten::mul": "elementwise",
-    "aten::add_": "elementwise",
     "aten::masked_fill_": "elementwise",
     "aten::silu_backward": "elementwise",
-    "aten::exp": "elementwise",
     "aten::mean": "reduction",
-    "aten::sum": "reduction",
     "aten::copy_": "copy",
-    "aten::cat": "copy",
     "aten::embedding_dense_backward": "copy",
     "aten::_foreach_lerp_": "optimizer",
     "gloo:all_reduce": "communication",
@@ -154,16 +117,14 @@ KERNELS = {
     "aten::expand": "other",
     "aten::transpose": "other",
     "aten::permute": "other",
-    "aten::view": "other",
     "autograd::engine::evaluate_function: MmBackward0": "other",
     "a_kernel_of_tomorrow": "other",
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", KERNELS, ids=lambda name: name[:50])
-def test_kernels_are_told_apart_by_name(name: str) -> None:
-    assert categorize(name) == KERNELS[name]
-    assert categorize(name) in CATEGORIES
+def test_kernels_are_told_apart_by_name() -> None:
+    assert {name: categorize(name) for name in KERNELS} == KERNELS
+    assert set(KERNELS.values()) == set(CATEGORIES)
 
 
 @pytest.mark.parametrize(
@@ -195,10 +156,8 @@ def test_short_names_fit_a_table_and_still_tell_kernels_apart(name: str, short: 
 @pytest.mark.parametrize(
     ("name", "role"),
     [
-        ("attn", "attention"), ("self_attn", "attention"), ("self_attention", "attention"), ("mha", "attention"),
-        ("cross_attn", "attention"), ("ffn", "feed_forward"), ("mlp", "feed_forward"), ("feed_forward", "feed_forward"),
-        ("ln1", "norm"), ("ln_final", "norm"), ("norm2", "norm"), ("input_layernorm", "norm"), ("post_norm", "norm"),
-        ("token_embeddings", "embedding"), ("wte", "embedding"), ("lm_head", "head"), ("q_proj", None), ("layers", None),
+        ("self_attn", "attention"), ("mha", "attention"), ("cross_attn", "attention"), ("mlp", "feed_forward"),
+        ("ln_final", "norm"), ("input_layernorm", "norm"), ("wte", "embedding"), ("lm_head", "head"), ("q_proj", None),
     ],
 )  # fmt: skip
 def test_roles_come_from_names(name: str, role: str | None) -> None:
@@ -262,21 +221,15 @@ def test_any_model_is_annotated_by_its_modules_names() -> None:
     assert range_names(model, x) == [], "the context takes everything off"
 
 
-def test_this_packages_attention_is_one_part() -> None:
-    class Own(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return flash_attention(x, x, x, backend="tiled")  # type: ignore[return-value]
+class OwnAttention(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return flash_attention(x, x, x, backend="tiled")  # type: ignore[return-value]
 
-    with annotate(model := TheirModel(Own())):
+
+@pytest.mark.parametrize("attention", [OwnAttention, FusedAttention])
+def test_a_fused_attention_is_one_part(attention: type[nn.Module]) -> None:
+    with annotate(model := TheirModel(attention())):
         assert range_names(model, torch.randn(1, 2, 5, 8)).count("attention.fused") == 1
-
-
-def test_a_fused_attention_is_one_part() -> None:
-    model = TheirModel(FusedAttention())
-    with annotate(model):
-        assert "attention.fused" in range_names(model, torch.randn(1, 2, 5, 8))
-    with annotate(model, attention_parts=False):
-        assert not set(ATTENTION_PARTS) & set(range_names(model, torch.randn(1, 2, 5, 8)))
 
 
 def test_ranges_are_closed_and_taken_off_when_a_forward_raises() -> None:
@@ -293,14 +246,6 @@ def test_ranges_are_closed_and_taken_off_when_a_forward_raises() -> None:
             model(x)
         attention.fails = False
         assert range_names(model, x).count("attention.softmax") == 1, "the next forward starts anew"
-
-
-def test_annotation_changes_no_number() -> None:
-    model = TheirModel(TheirAttention())
-    x = torch.randn(2, 5, 8)
-    expected = model(x)
-    with annotate(model):
-        assert torch.equal(model(x), expected)
 
 
 def test_what_cannot_be_annotated_is_refused() -> None:
@@ -375,12 +320,9 @@ def test_a_kernel_without_a_launch_belongs_to_the_operator_it_names() -> None:
     assert kernel.ranges == ("profiled_step", "attention:layers.0.attn") and kernel.step == 0
 
 
-def test_a_kernel_that_runs_after_its_step_belongs_to_it() -> None:
-    assert [kernel.step for kernel in trace_of(gpu_events()).select(category="gemm")] == [0, 0]
-
-
 def test_sums_selections_and_tops() -> None:
     trace = trace_of(gpu_events())
+    assert [kernel.step for kernel in trace.select(category="gemm")] == [0, 0], "run after the step that launched them"
     assert trace.kernel_ms(category="gemm") == pytest.approx(0.7)
     assert trace.kernel_ms(phase="forward", within="attention.") == pytest.approx(0.4)
     assert trace.kernel_ms(step=0) == pytest.approx(0.85)
@@ -399,24 +341,15 @@ def test_a_trace_is_read_from_a_file(tmp_path: Path, compress: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    "content", [b"", b"no json", b"3", b'{"traceEvents": 3}', b"\x1f\x8b broken", gzip.compress(b"[]", mtime=0)[:-9]]
+    "content",
+    [b"no json", b'{"traceEvents": 3}', gzip.compress(b"[]", mtime=0)[:-9]],
+    ids=["text", "number", "cut gzip"],
 )
 def test_what_is_no_trace_is_refused(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "x.trace.json"
     path.write_bytes(content)
     with pytest.raises(ValueError, match=r"x\.trace\.json: not a chrome trace"):
         read_trace(path)
-
-
-def test_ranges_are_kept_once_for_all_that_is_launched_in_them() -> None:
-    rows = [(f"range {i}", i, 10_000 - 2 * i) for i in range(100)] + [("add", 200 + i, 1) for i in range(100)]
-    events = [
-        {"ph": "X", "cat": "user_annotation" if name != "add" else "cpu_op", "name": name, "ts": start, "dur": us}
-        for name, start, us in rows
-    ]
-    kernels = trace_of(events).kernels
-    assert len(kernels) == 100 and len({id(kernel.ranges) for kernel in kernels}) == 1
-    assert kernels[0].ranges == tuple(f"range {i}" for i in range(100))
 
 
 def test_what_is_not_read_may_be_strange() -> None:

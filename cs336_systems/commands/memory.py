@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -43,8 +44,6 @@ def memory(
     The step's own code runs on tensors without storage. With --fits the answer is the exit code, too: 0 or 1.
     """
     with one_line_errors():
-        from cs336_systems.measure.predict import parse_bytes
-
         limit = None if fits is None else parse_bytes(fits)
         if snapshot is not None:
             from cs336_systems.measure.snapshot import read_snapshot, snapshot_trace
@@ -83,6 +82,16 @@ def memory(
         typer.echo(f"{verdict} in {fits}: peak {peak / GIB:.2f} GiB of {limit / GIB:.2f} GiB")
         if peak > limit:
             raise typer.Exit(EXIT_DOES_NOT_FIT)
+
+
+def parse_bytes(text: str) -> int:
+    """Bytes of "80GB" (10⁹ each) or "80GiB" (2³⁰ each); ValueError for anything else."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(i?))?B", text.strip())
+    if match is None:
+        units = "B, KB, MB, GB, TB, KiB, MiB, GiB, TiB"
+        raise ValueError(f"a size must be a number with one of {units}, like 80GB, got {text!r}")
+    number, prefix, binary = match.groups()
+    return int(float(number) * (2**10 if binary else 10**3) ** (" KMGT".index(prefix or " ")))
 
 
 def _case(

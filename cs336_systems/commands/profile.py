@@ -6,6 +6,7 @@ import importlib.util
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from contextlib import nullcontext
@@ -185,7 +186,7 @@ def _run_between_profiler_calls(prepared: Prepared, steps: int, warmup: int, ran
 
 def _run_vendor_tool(tool: str, output: Path, print_only: bool) -> None:
     """This command again under `tool`, or its command line."""
-    from cs336_systems.measure.vendor import find_tool, vendor_command
+    from cs336_systems.measure.vendor import vendor_command
 
     arguments = _without_option(_without_option(sys.argv[1:], "--tool"), "--print", takes_value=False)
     own = [sys.executable, "-m", "cs336_systems", *arguments, "--tool", "api"]
@@ -193,7 +194,7 @@ def _run_vendor_tool(tool: str, output: Path, print_only: bool) -> None:
     if print_only:
         typer.echo(shlex.join(command))
         return
-    if find_tool(tool) is None:
+    if shutil.which(tool) is None:
         raise ValueError(f"--tool {tool}: it is not on PATH; install it, or see its command with --print")
     output.parent.mkdir(parents=True, exist_ok=True)
     code = subprocess.run(command).returncode

@@ -29,8 +29,8 @@ from cs336_systems.experiments.model_memory import (
 from cs336_systems.experiments.models import TrainingStep
 from cs336_systems.experiments.spec import Cell, Disagreement, Experiment, Row, Sample, problem
 from cs336_systems.experiments.tables import Pick, Pivot, Wide
-from cs336_systems.measure.allocations import BACKWARD
 from cs336_systems.measure.memory import MIB, CudaPhasePeaks, release
+from cs336_systems.measure.timeline import BACKWARD
 from cs336_systems.measure.timing import plan_samples, time_calls, time_once
 from cs336_systems.model.checkpointing import compile_blocks
 

@@ -23,12 +23,11 @@ from cs336_systems.config import BYTES_PER_ELEMENT, ModelCase, ModelConfig, Prec
 from cs336_systems.device import has_cxx_compiler
 from cs336_systems.experiments.models import TrainingStep
 from cs336_systems.experiments.spec import Cell, Disagreement, Row, Sample, Unsupported
-from cs336_systems.measure.allocations import BACKWARD, AllocationRecorder
 from cs336_systems.measure.memory import MIB, CudaPhasePeaks, cpu_phase_peaks, release
 from cs336_systems.measure.predict import CudaAutocastRules, fake_module
 from cs336_systems.measure.saved import Saved, by_operation, compiled_saved_tensors, saved_tensors
 from cs336_systems.measure.snapshot import CudaHistory
-from cs336_systems.measure.timeline import MemoryTrace
+from cs336_systems.measure.timeline import BACKWARD, AllocationRecorder, MemoryTrace
 from cs336_systems.model import AdamW, TransformerLM, cross_entropy, load_model_class
 from cs336_systems.model.checkpointing import apply_checkpointing, compile_blocks
 from cs336_systems.model.loading import CONSTRUCTOR_ARGUMENTS

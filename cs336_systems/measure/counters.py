@@ -13,12 +13,11 @@ from __future__ import annotations
 
 import csv
 import io
+import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-
-from cs336_systems.measure.vendor import find_tool
 
 # What a warp waits for between two of its instructions, in cycles for each instruction that is issued.
 STALLS = (
@@ -60,7 +59,7 @@ class KernelCounters:
 def counters_command(arguments: Sequence[str]) -> list[str]:
     """`cs336-systems ARGUMENTS --tool api` under ncu: its CSV on standard output, clocks left as they are."""
     return [
-        find_tool("ncu") or "ncu", "--csv", "--page=raw", "--print-units=base", "--clock-control=none",
+        shutil.which("ncu") or "ncu", "--csv", "--page=raw", "--print-units=base", "--clock-control=none",
         "--profile-from-start=off", "--target-processes=all",
         f"--metrics={','.join(metric for metric, *_ in COUNTERS.values())}",
         sys.executable, "-m", "cs336_systems", *arguments, "--tool", "api",
@@ -73,7 +72,7 @@ def read_counters(arguments: Sequence[str]) -> list[KernelCounters]:
     CountersUnavailableError where there is no ncu or it has no access; RuntimeError with ncu's last line where the
     command fails otherwise.
     """
-    if find_tool("ncu") is None:
+    if shutil.which("ncu") is None:
         raise CountersUnavailableError("ncu is not on PATH")
     done = subprocess.run(counters_command(arguments), capture_output=True, text=True, timeout=TIMEOUT_S)
     messages = [line for line in (done.stdout + done.stderr).splitlines() if line.startswith("==ERROR==")]

@@ -6,13 +6,12 @@
             model(tokens)
 
 The fake tensors are CPU tensors: PyTorch runs autograd on fake CUDA tensors only where there is a GPU. What CUDA does
-otherwise is put in by hand: the allocator's rounding and the kernels' own temporaries (`allocations.py`), and here the
+otherwise is put in by hand: the allocator's rounding and the kernels' own temporaries (`timeline.py`), and here the
 functions that autocast computes in float32 there and not on a CPU.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -27,19 +26,6 @@ CUDA_FLOAT32_FUNCTIONS = (
     "cumsum", "exp", "expm1", "layer_norm", "log", "log1p", "log_softmax", "logsumexp", "norm", "pow", "prod",
     "reciprocal", "rsqrt", "softmax", "softplus", "sum",
 )  # fmt: skip
-BYTES_PER_UNIT = {
-    "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
-    "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40,
-}  # fmt: skip
-SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i?B|B)")
-
-
-def parse_bytes(text: str) -> int:
-    """Bytes of "80GB" (10⁹ each) or "80GiB" (2³⁰ each); ValueError for anything else."""
-    match = SIZE.fullmatch(text.strip())
-    if match is None:
-        raise ValueError(f"a size must be a number with one of {', '.join(BYTES_PER_UNIT)}, like 80GB, got {text!r}")
-    return int(float(match[1]) * BYTES_PER_UNIT[match[2]])
 
 
 def fake_module(build: Callable[[], nn.Module], dtype: torch.dtype = torch.float32) -> nn.Module:

@@ -21,7 +21,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -83,69 +84,41 @@ def module_ranges(model: nn.Module) -> dict[str, str]:
     return {name: f"{role}:{name}" for name, role in roles.items()}
 
 
-class _Ranges:
-    """The ranges that are open now. Modules nest, so the last opened is the first closed."""
+class _Ranges(TorchFunctionMode):
+    """The ranges that are open, of modules and of attention's parts. They nest: the last opened is the first closed.
+
+    Parts are told apart by watching the torch functions that run inside of attention modules.
+    """
 
     def __init__(self) -> None:
-        self.open: list[tuple[object, ExitStack]] = []
+        super().__init__()
+        self.open: list[tuple[object, str, AbstractContextManager[None]]] = []  # who opened it, its name
 
     def enter(self, owner: object, name: str) -> None:
-        stack = ExitStack()
-        stack.enter_context(named_range(name))
-        self.open.append((owner, stack))
+        context = named_range(name)
+        context.__enter__()
+        self.open.append((owner, name, context))
 
     def leave(self, owner: object) -> None:
-        """Close the range of `owner` and whatever an exception left open inside it."""
-        if not any(candidate is owner for candidate, _ in self.open):
-            return
-        while self.open:
-            candidate, stack = self.open.pop()
-            stack.close()
-            if candidate is owner:
-                return
-
-    def leave_all(self) -> None:
-        while self.open:
-            self.open.pop()[1].close()
-
-
-class _AttentionParts(TorchFunctionMode):
-    """Opens and closes the ranges of attention's parts by watching torch functions inside attention modules."""
-
-    def __init__(self, ranges: _Ranges) -> None:
-        super().__init__()
-        self.ranges = ranges
-        self.depth = 0  # attention modules that we are in
-        self.in_softmax = False
-
-    def enter_attention(self) -> None:
-        self.depth += 1
-
-    def leave_attention(self) -> None:
-        self.end_softmax()
-        self.depth -= 1
-
-    def end_softmax(self) -> None:
-        if self.in_softmax:
-            self.in_softmax = False
-            self.ranges.leave(self)
+        """Close the range of `owner`, if it has one, and whatever an exception left open inside it."""
+        while any(candidate is owner for candidate, *_ in self.open):
+            self.open.pop()[2].__exit__(None, None, None)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self.depth == 0 or torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or not any(name.startswith("attention:") for _, name, _ in self.open):
             return func(*args, **kwargs)
         if func is F.scaled_dot_product_attention or _is_fused_operator(func):
             with named_range(FUSED):
                 return func(*args, **kwargs)
         if func not in PRODUCTS or not _of_two_activations([*args, *kwargs.values()]):
             return func(*args, **kwargs)
-        first = not self.in_softmax
-        self.end_softmax()
+        first = not any(owner is self for owner, *_ in self.open)  # a second product ends the softmax
+        self.leave(self)
         with named_range(SCORES if first else VALUES):
             result = func(*args, **kwargs)
         if first:
-            self.in_softmax = True
-            self.ranges.enter(self, SOFTMAX)
+            self.enter(self, SOFTMAX)
         return result
 
 
@@ -164,8 +137,8 @@ def _of_two_activations(arguments: list[Any]) -> bool:
 
 
 @contextmanager
-def annotate(model: nn.Module, *, attention_parts: bool = True) -> Iterator[dict[str, str]]:
-    """Ranges on the modules of `model` and, unless told otherwise, on the parts of its attention.
+def annotate(model: nn.Module) -> Iterator[dict[str, str]]:
+    """Ranges on the modules of `model` and on the parts of its attention.
 
     Yields the range of each annotated module by name (see `module_ranges`). Ranges are closed also where the forward
     raises, and hooks are removed when the context ends. Raises TypeError if `model` is no module, and ValueError if
@@ -180,35 +153,18 @@ def annotate(model: nn.Module, *, attention_parts: bool = True) -> Iterator[dict
             f"{', '.join(ROLES)}"
         )
     ranges = _Ranges()
-    parts = _AttentionParts(ranges)
-    handles = []
+    handles: list[Any] = []
     for name, range_name in names.items():
-        inside = range_name.startswith("attention:")
-        handles += _hooks(model.get_submodule(name), range_name, ranges, parts if inside else None)
-    with ExitStack() as stack:
-        if attention_parts:
-            stack.enter_context(parts)
+        module = model.get_submodule(name)
+        enter, leave = partial(ranges.enter, module, range_name), partial(ranges.leave, module)
+        handles.append(module.register_forward_pre_hook(lambda *_, enter=enter: enter(), prepend=True))
+        # always_call: also after a forward that raised (an out-of-memory), or the next step would nest in this one.
+        handles.append(module.register_forward_hook(lambda *_, leave=leave: leave(), always_call=True))
+    with ranges:
         try:
             yield names
         finally:
             for handle in handles:
                 handle.remove()
-            ranges.leave_all()
-
-
-def _hooks(module: nn.Module, range_name: str, ranges: _Ranges, parts: _AttentionParts | None) -> list[Any]:
-    def before(*_: object) -> None:
-        ranges.enter(module, range_name)
-        if parts is not None:
-            parts.enter_attention()
-
-    def after(*_: object) -> None:
-        if parts is not None:
-            parts.leave_attention()
-        ranges.leave(module)
-
-    # always_call: also after a forward that raised (an out-of-memory), or the next step would nest in this one.
-    return [
-        module.register_forward_pre_hook(before, prepend=True),
-        module.register_forward_hook(after, always_call=True),
-    ]
+            for owner, *_ in reversed(ranges.open[:]):
+                ranges.leave(owner)

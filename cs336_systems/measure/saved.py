@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode, resolve_name
 
-from cs336_systems.measure.allocations import source_line
+from cs336_systems.measure.timeline import source_line
 
 
 @dataclass(frozen=True, kw_only=True)

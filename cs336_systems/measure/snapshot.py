@@ -23,9 +23,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cs336_systems.measure.allocations import BACKWARD, SKIPPED_FRAMES, short_path
 from cs336_systems.measure.memory import release
-from cs336_systems.measure.timeline import CATEGORIES, Allocation, MemoryTrace, Phase
+from cs336_systems.measure.timeline import (
+    BACKWARD,
+    CATEGORIES,
+    SKIPPED_FRAMES,
+    Allocation,
+    MemoryTrace,
+    Phase,
+    short_path,
+)
 
 ALLOC, FREE = "alloc", "free_requested"  # the actions of a trace's events that change what is allocated
 MAX_EVENTS = 1_000_000  # of a recording: many times a training step's

@@ -8,26 +8,25 @@ The code that is measured marks its stages, at no cost while nobody measures:
 and whoever measures gets samples of each stage and of the whole, in milliseconds:
 
     samples = time_stages(lambda: attention(q, k, v).backward(grad), device="cuda")
-    samples["forward"], samples["dq"], samples[TOTAL], unaccounted(samples)
+    samples["forward"], samples["dq"], samples[TOTAL]
 
 On CUDA the times lie between events on the stream, so that nothing waits inside the call, and each stage is an NVTX
 range. The GPU overwrites its L2 cache ahead of each call until the host has queued the call's kernels: otherwise a
 stage of a short call would take as long as its launches do. On CPU times are wall clock. Stages add up: time in an
-inner stage is not the outer one's, a stage entered twice in a call is summed, and `unaccounted` says which share of the
-whole no stage has. Marks may stand in code that autograd runs on its own thread. One measurement at a time.
+inner stage is not the outer one's, and a stage entered twice in a call is summed. Marks may stand in code that autograd
+runs on its own thread. One measurement at a time.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 
 from cs336_systems.measure.ranges import named_range
-from cs336_systems.measure.samples import summarize
 from cs336_systems.measure.timing import CACHE_FLUSH_BYTES, synchronize
 
 STAGES = ("mask_build", "preprocess", "forward", "dq", "dkv", "cast")  # the names that tables know, in order
@@ -134,62 +133,36 @@ def time_stages(
     if _active is not None:
         raise RuntimeError("stages are being timed already: one measurement at a time")
 
-    prepare = before or _nothing
+    def prepare() -> None:
+        if before is not None:
+            before()
+
     for _ in range(warmup):
         prepare()
         call()
-    occupy = _nothing
     synchronize(device)
+    flushes = 0
     _active = timer = _Timer(device)
     try:
         if device == "cuda":
             for _ in range(2):  # the first may compile what is launched only while stages are timed
                 prepare()
-                host_ms = _queue(timer, call)
-            occupy = _occupier(host_ms)
+                synchronize(device)
+                begin = time.perf_counter()
+                timer.call(call)
+                flushes = flushes_to_cover((time.perf_counter() - begin) * 1e3)
+            timer.calls.clear()
+        cache = torch.empty(CACHE_FLUSH_BYTES if flushes else 0, dtype=torch.int8, device=device)
         for _ in range(num_samples):
             prepare()
-            occupy()
+            for _ in range(flushes):
+                cache.zero_()
             timer.call(call)
     finally:
         _active = None
     return timer.samples_ms()
 
 
-def _nothing() -> None:
-    """Ahead of a call that wants no preparing."""
-
-
-def _queue(timer: _Timer, call: Callable[[], object]) -> float:
-    """Milliseconds that the host takes to queue a call, of which `timer` keeps nothing."""
-    synchronize("cuda")
-    begin = time.perf_counter()
-    timer.call(call)
-    host_ms = (time.perf_counter() - begin) * 1e3
-    timer.calls.clear()
-    return host_ms
-
-
-def _occupier(host_ms: float) -> Callable[[], None]:
-    """What keeps the GPU busy for as long as the host takes to queue a call."""
-    flushes = flushes_to_cover(host_ms)
-    cache = torch.empty(CACHE_FLUSH_BYTES, dtype=torch.int8, device="cuda")
-
-    def occupy() -> None:
-        for _ in range(flushes):
-            cache.zero_()
-
-    return occupy
-
-
 def flushes_to_cover(host_ms: float) -> int:
     """How often to overwrite the cache so that a host which takes `host_ms`, or half as long again, is ahead."""
     return min(MAX_FLUSHES, 1 + int(1.5 * host_ms / FLUSH_MS))
-
-
-def unaccounted(samples: Mapping[str, Sequence[float]]) -> float:
-    """The share of the whole call, by medians, that no stage accounts for; ValueError without a `TOTAL`."""
-    if TOTAL not in samples:
-        raise ValueError(f"samples must hold {TOTAL!r}, got {', '.join(samples) or 'nothing'}")
-    stages = sum(summarize(values).median for name, values in samples.items() if name != TOTAL)
-    return 1 - stages / summarize(samples[TOTAL]).median

@@ -1,22 +1,53 @@
 """What was allocated when: the common form of a recorded run and of a snapshot, and what one asks of it.
 
+    with AllocationRecorder() as recorder:
+        recorder.assign(model.parameters(), "parameters")
+        recorder.phase("forward")
+        loss = ...
+    trace = recorder.trace()               # a MemoryTrace
     trace.phase_peaks()                    # {"forward": bytes, "backward": bytes, ...}
     trace.largest(5)                       # the largest allocations, with the operation and line they come from
     trace.sampled(400)                     # bytes by category at 400 events, no peak lost
 
 Time is counted in events (one an allocation, one a release), as in PyTorch's memory viewer: a phase of many small
 kernels is as wide as it has allocations, and two runs of the same code have the same axis.
+
+The recorder works on real tensors of any device and on fake ones that take no memory, so that a laptop records the step
+of a model that needs a hundred gigabytes. A dispatch mode sees the result of every operator that PyTorch runs, below
+autograd and autocast; a weak reference on a new storage says when its last tensor is gone. What a kernel allocates and
+releases inside itself is not seen; of the operators where that is large, `HIDDEN_TEMPORARIES` says how much it is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 # From the bottom of the picture to its top: what lives longest first.
 CATEGORIES = ("parameters", "optimizer", "gradients", "activations", "temporaries")
+CUDA_BLOCK_BYTES = 512  # the caching allocator rounds every request up to a multiple
+CPU_BLOCK_BYTES = 1
+PACKAGE_FOLDER = Path(__file__).parents[1]
+# Frames of PyTorch, of this folder and of generated code are not where an allocation comes from.
+SKIPPED_FRAMES = (str(Path(torch.__file__).parent), str(PACKAGE_FOLDER / "measure"), "<")
+# Copies of the result's size that a kernel allocates and releases inside itself: softmax's backward on CUDA writes
+# P ∘ dP first; log-sum-exp, on any device, the exponentials of its input (counted in copies of that).
+HIDDEN_TEMPORARIES: dict[str, dict[str, int]] = {
+    "cuda": {"_softmax_backward_data": 1, "logsumexp": 1},
+    "cpu": {"logsumexp": 1},
+}
+SIZED_BY_INPUT = ("logsumexp",)
+BACKWARD = "backward"  # the phase in which activations are released, and computed again under checkpointing
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,8 +89,6 @@ class MemoryTrace:
 
     def active_bytes(self, category: str | None = None) -> np.ndarray:
         """Bytes allocated after each event, of one category or of all: int64, (num_events,)."""
-        if category is not None and category not in CATEGORIES:
-            raise ValueError(f"category must be one of {', '.join(CATEGORIES)}, got {category!r}")
         change = np.zeros(self.num_events + 1, dtype=np.int64)
         for allocation in self.allocations:
             if category in (None, allocation.category):
@@ -125,3 +154,126 @@ class MemoryTrace:
             [start + int(active[start:end].argmax()) for start, end in zip(edges[:-1], edges[1:])], dtype=np.int64
         )
         return events, {category: self.active_bytes(category)[events] for category in CATEGORIES}
+
+
+class AllocationRecorder(TorchDispatchMode):
+    """A context in which allocations are recorded.
+
+    Args:
+        device: "cuda" or "cpu", whose allocator and kernels are counted: rounding, and memory that kernels hide.
+    """
+
+    def __init__(self, device: str = "cpu") -> None:
+        super().__init__()
+        if device not in HIDDEN_TEMPORARIES:
+            raise ValueError(f"device must be one of {', '.join(HIDDEN_TEMPORARIES)}, got {device!r}")
+        self._hidden = HIDDEN_TEMPORARIES[device]
+        self._block_bytes = CUDA_BLOCK_BYTES if device == "cuda" else CPU_BLOCK_BYTES
+        self._clock = 0
+        self._phases: list[Phase] = []
+        self._births: list[tuple[int, int, bool, str]] = []  # bytes, event, made while a graph was recorded, where
+        self._deaths: dict[int, int] = {}  # number of the allocation -> event
+        self._categories: dict[int, str] = {}
+        self._numbers: dict[int, int] = {}  # id of a living storage -> number of its allocation
+        self._references: dict[int, weakref.ref[Any]] = {}
+
+    def phase(self, name: str) -> None:
+        """What follows belongs to phase `name`."""
+        self._phases.append(Phase(name=name, start=self._clock))
+
+    def assign(self, tensors: Iterable[Tensor | None], category: str) -> None:
+        """Put the storages of `tensors` (None is skipped) in `category`; those never seen are taken as new here."""
+        if category not in CATEGORIES:
+            raise ValueError(f"category must be one of {', '.join(CATEGORIES)}, got {category!r}")
+        for tensor in tensors:
+            if tensor is not None:
+                self._categories[self._see(tensor, lambda: category)] = category
+
+    def trace(self) -> MemoryTrace:
+        """Everything recorded so far.
+
+        What no category was assigned to is an activation if it outlived its phase, unless that is the last one or
+        `BACKWARD`; in `BACKWARD` it is one if it was made while a graph was recorded (computed again). All else is a
+        temporary.
+        """
+        ends = [*(phase.start for phase in self._phases[1:]), self._clock + 1]
+        last_event = {phase.name: end for phase, end in zip(self._phases, ends)}
+        trace = MemoryTrace(allocations=(), phases=tuple(self._phases), num_events=self._clock)
+        allocations = []
+        for number, (num_bytes, born, graph, where) in enumerate(self._births):
+            died = self._deaths.get(number)
+            phase = trace.phase_of(born)
+            if phase == BACKWARD:
+                kept = graph
+            else:
+                kept = last_event.get(phase, 0) <= self._clock and (died is None or died >= last_event[phase])
+            category = self._categories.get(number, "activations" if kept else "temporaries")
+            allocations.append(Allocation(num_bytes=num_bytes, born=born, died=died, category=category, where=where))
+        return MemoryTrace(allocations=allocations, phases=trace.phases, num_events=self._clock)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__
+        tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        for tensor in tensors:
+            self._see(tensor, lambda: _origin(name))
+        copies = self._hidden.get(name, 0)
+        if copies and tensors:
+            sized = args[0] if name in SIZED_BY_INPUT else tensors[0]
+            number = self._allocate(copies * sized.numel() * sized.element_size(), f"inside {_origin(name)}")
+            self._release(number)
+        return result
+
+    def _see(self, tensor: Tensor, where: Callable[[], str]) -> int:
+        """The number of the allocation that holds `tensor`, a new one if its storage is new."""
+        storage = tensor.untyped_storage()
+        key = id(storage)
+        if key in self._numbers:
+            return self._numbers[key]
+        number = self._allocate(storage.nbytes(), where())
+        self._numbers[key] = number
+
+        def released(_: object) -> None:
+            del self._numbers[key], self._references[key]
+            self._release(number)
+
+        self._references[key] = weakref.ref(storage, released)
+        return number
+
+    def _allocate(self, num_bytes: int, where: str) -> int:
+        rounded = -(-num_bytes // self._block_bytes) * self._block_bytes
+        self._births.append((rounded, self._clock, torch.is_grad_enabled(), where))
+        self._clock += 1
+        return len(self._births) - 1
+
+    def _release(self, number: int) -> None:
+        self._deaths[number] = self._clock
+        self._clock += 1
+
+
+def _origin(operation: str) -> str:
+    """`_softmax in attention/reference.py:62`; inside of backward the autograd node stands for the line."""
+    node = None if torch.is_grad_enabled() else torch._C._current_autograd_node()
+    if node is not None:
+        return f"{operation} for {node.name()}"
+    line = source_line()
+    return f"{operation} in {line}" if line else operation
+
+
+def source_line() -> str:
+    """`model/layers.py:130` of the innermost frame that is neither PyTorch's nor this folder's; empty if none is."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if not file.startswith(SKIPPED_FRAMES):
+            return f"{short_path(file)}:{frame.f_lineno}"
+        frame = frame.f_back  # type: ignore[assignment]
+    return ""
+
+
+def short_path(file: str) -> str:
+    """A path fit for a record: inside of this package from its folder on, elsewhere the last two parts."""
+    path = Path(file)
+    if path.is_relative_to(PACKAGE_FOLDER):
+        return path.relative_to(PACKAGE_FOLDER).as_posix()
+    return "/".join(path.parts[-2:])

@@ -49,10 +49,6 @@ class Kernel:
     ranges: tuple[str, ...]  # open where it was launched, the outermost first
     step: int  # which repetition (`ranges.STEP`) it belongs to; -1 outside of all
 
-    @property
-    def end_us(self) -> float:
-        return self.start_us + self.duration_us
-
 
 @dataclass(frozen=True, kw_only=True)
 class KernelTotal:
@@ -101,7 +97,8 @@ class Trace:
 
     def busy_ms(self, **selection: Any) -> float:
         """Time in which at least one selected kernel ran; an estimate on a CPU, whose own times are in pieces."""
-        return length(union((kernel.start_us, kernel.end_us) for kernel in self.select(**selection))) / 1e3
+        chosen = self.select(**selection)
+        return length(union((one.start_us, one.start_us + one.duration_us) for one in chosen)) / 1e3
 
     def top_kernels(self, count: int | None = None, **selection: Any) -> list[KernelTotal]:
         """Totals by short name, the longest first; ties by name, so that the same trace gives the same order."""
@@ -146,7 +143,14 @@ def trace_of(events: Sequence[dict[str, Any]]) -> Trace:
         if event["cat"] == "user_annotation" and event["name"] == STEP
     )
     on_gpu = any(event["cat"] in DEVICE_CATEGORIES for event in complete)
-    kernels = _device_kernels(complete, sites, steps) if on_gpu else _cpu_kernels(sites, steps)
+    if on_gpu:
+        kernels = _device_kernels(complete, sites, steps)
+    else:  # the operators, each with its own time
+        kernels = [
+            _kernel(site.event, site, max(0.0, site.own_us), f"thread {site.event.get('tid')}", steps)
+            for site in sites
+            if site.event.get("cat") == "cpu_op"
+        ]
     names = dict.fromkeys(str(event["name"]) for event in complete if event["cat"] == "user_annotation")
     return Trace(
         kernels=tuple(sorted(kernels, key=lambda kernel: kernel.start_us)),
@@ -254,21 +258,13 @@ def _device_kernels(
     return kernels
 
 
-def _cpu_kernels(sites: Sequence[_Site], steps: Sequence[tuple[float, float]]) -> list[Kernel]:
-    """The operators of a trace without a device, each with its own time."""
-    return [
-        _kernel(site.event, site, max(0.0, site.own_us), f"thread {site.event.get('tid')}", steps)
-        for site in sites
-        if site.event.get("cat") == "cpu_op"
-    ]
-
-
 def _kernel(
     event: dict[str, Any], site: _Site | None, duration_us: float, stream: str, steps: Sequence[tuple[float, float]]
 ) -> Kernel:
     """A kernel whose step is the one that it was launched in: it may run after that step's end on the host."""
     start = float(event["ts"])
     launched = start if site is None else site.start_us
+    step = bisect_right(steps, launched, key=lambda step: step[0]) - 1
     phase: Phase = "forward" if site is None else site.phase
     name = str(event["name"])
     return Kernel(
@@ -279,10 +275,5 @@ def _kernel(
         duration_us=duration_us,
         stream=stream,
         ranges=() if site is None else site.ranges,
-        step=_step_at(launched, steps),
+        step=step if step >= 0 and launched < steps[step][1] else -1,
     )
-
-
-def _step_at(moment_us: float, steps: Sequence[tuple[float, float]]) -> int:
-    last = bisect_right(steps, moment_us, key=lambda step: step[0]) - 1
-    return last if last >= 0 and moment_us < steps[last][1] else -1

@@ -48,11 +48,6 @@ def vendor_command(tool: str, command: Sequence[str], output: Path) -> list[str]
     return [executable, *flags, *command]
 
 
-def find_tool(tool: str) -> str | None:
-    """Where `tool` is installed; None if it is not on PATH."""
-    return shutil.which(tool)
-
-
 @contextmanager
 def cuda_profiler_range() -> Iterator[None]:
     """Between cudaProfilerStart and cudaProfilerStop: the part of a run that nsys and ncu record."""
