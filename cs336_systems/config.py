@@ -192,25 +192,6 @@ class CollectiveCase:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataParallelCase:
-    """One training step of data-parallel ranks, each with `batch` sequences of its own."""
-
-    model: ModelConfig
-    batch: int  # sequences of each rank
-    num_ranks: int
-    backend: str  # nccl on GPUs, gloo on CPUs
-    attention: str  # as in ModelCase
-    precision: Precision = Precision()
-    bucket_size_mb: float | None = None  # MiB of gradients in a bucket; None: the implementation has none
-
-    def __post_init__(self) -> None:
-        require_positive(self, "batch", "num_ranks")
-        require_choice(self, "backend", DISTRIBUTED_BACKENDS)
-        if self.bucket_size_mb is not None and not self.bucket_size_mb > 0:
-            raise ValueError(f"DataParallelCase.bucket_size_mb must be positive, got {self.bucket_size_mb}")
-
-
-@dataclass(frozen=True, kw_only=True)
 class RunConfig:
     """Options of one `cs336-systems run`, the same for every problem it runs."""
 

@@ -13,7 +13,6 @@ from cs336_systems.config import (
     COLLECTIVES,
     MODEL_SIZES,
     CollectiveCase,
-    DataParallelCase,
     RunConfig,
 )
 from cs336_systems.distributed.bandwidth import (
@@ -25,9 +24,16 @@ from cs336_systems.distributed.bandwidth import (
 )
 from cs336_systems.distributed.ddp_naive import NaiveDDP
 from cs336_systems.distributed.launch import RankError, run_ranks
-from cs336_systems.experiments.data_parallel import ParallelStep, check_gradients, ddp_cell, measure_ddp, wrap
+from cs336_systems.experiments.data_parallel import ddp_cell, measure_ddp
 from cs336_systems.experiments.frames import load_frame
 from cs336_systems.experiments.harness import planned_cells
+from cs336_systems.experiments.parallel_step import (
+    DataParallelCase,
+    ParallelStep,
+    check_gradients,
+    plain_mean,
+    wrap_ddp,
+)  # fmt: skip
 from cs336_systems.experiments.ranks import TIMES, agreed_samples, run_cell, slowest
 from cs336_systems.experiments.records import Record, Run, case_to_dict
 from cs336_systems.experiments.spec import Disagreement, Unsupported, load
@@ -133,11 +139,11 @@ def tiny_case(ranks: int = 2, bucket: float | None = None) -> DataParallelCase:
 
 
 def check_a_wrapper_that_forgets(rank: int, ranks: int, case: DataParallelCase) -> None:
-    step = ParallelStep("naive", case, TINY, rank)
-    assert check_gradients(step) <= 1
+    expected, step = plain_mean(case, TINY, rank), ParallelStep("naive", case, TINY, rank)
+    assert check_gradients(step, expected) <= 1
     step.model.finish_gradient_synchronization = lambda: None
     with pytest.raises(Disagreement, match="averaged gradients are off by .* times the bound of the plain mean's"):
-        check_gradients(step)
+        check_gradients(step, expected)
 
 
 def test_gradients_that_were_not_averaged_are_not_timed():
@@ -168,7 +174,7 @@ def test_an_unknown_implementation_is_skipped():
 def test_torchs_wrapper_gets_the_bucket_size():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        wrapped = wrap(torch.nn.Linear(2, 2), "torch_ddp_view", 7)
+        wrapped = wrap_ddp(torch.nn.Linear(2, 2), "torch_ddp_view", 7)
         assert wrapped.bucket_bytes_cap == 7 * 2**20 and wrapped.gradient_as_bucket_view
     finally:
         dist.destroy_process_group()

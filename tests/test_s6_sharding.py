@@ -17,8 +17,8 @@ from cs336_systems.config import MODEL_SIZES, Precision, RunConfig
 from cs336_systems.distributed.memory_plan import fsdp_bytes
 from cs336_systems.distributed.sharded_optimizer import ShardedOptimizer
 from cs336_systems.distributed.zero1 import Zero1Optimizer
-from cs336_systems.experiments import sharded_step
-from cs336_systems.experiments.sharded_step import ShardingCase, check_training
+from cs336_systems.experiments import parallel_step
+from cs336_systems.experiments.parallel_step import ShardingCase, check_training
 from cs336_systems.experiments.sharding import measure_sharding, sharding_case, sharding_cell
 from cs336_systems.experiments.spec import Disagreement, load
 from cs336_systems.model import AdamW, clip_gradients
@@ -347,7 +347,7 @@ def check_the_check(rank: int, num_ranks: int) -> float:
     case = sharding_case(run, num_ranks, None)
     good = check_training("sharded", case, run, rank)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sharded_step, "ShardedOptimizer", NeverSent)
+        patch.setattr(parallel_step, "ShardedOptimizer", NeverSent)
         with pytest.raises(Disagreement, match="weights after 3 steps are off by .* times the bound"):
             check_training("sharded", case, run, rank)
     return good

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from cs336_systems.config import MODEL_SIZES, RunConfig
+from cs336_systems.experiments.parallel_step import FSDP_IMPLEMENTATIONS
 from cs336_systems.experiments.ranks import Traces
-from cs336_systems.experiments.sharded_step import FSDP_IMPLEMENTATIONS
 from cs336_systems.experiments.sharding import (
     ShardingExperiment,
     comparisons,

@@ -20,7 +20,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any
 from unittest.mock import patch
@@ -33,7 +33,6 @@ from cs336_systems.accounting import attention_flops, model_bytes, model_flops, 
 from cs336_systems.analysis import HARDWARE
 from cs336_systems.attention.backends import available_backends
 from cs336_systems.config import (
-    DISTRIBUTED_BACKENDS,
     MODEL_SIZES,
     AttentionShape,
     ModelConfig,
@@ -46,27 +45,28 @@ from cs336_systems.config import (
 from cs336_systems.distributed.memory_plan import fsdp_bytes, long_step_bytes
 from cs336_systems.experiments.figures import Bars
 from cs336_systems.experiments.frames import digits
-from cs336_systems.experiments.ranks import (
-    TRACED,
-    peak_mib,
-    run_cell,
-    slowest,
-    time_together,
-    trace_on_first,
-    traced_samples,
-)
-from cs336_systems.experiments.sharded_step import (
+from cs336_systems.experiments.parallel_step import (
     CHECK_BOUND,
     MEMORY,
+    ParallelStep,
     RanksCase,
-    ShardedStep,
     ShardingCase,
     compare_training,
 )
+from cs336_systems.experiments.ranks import (
+    RankReport,
+    backend_of,
+    peak_mib,
+    report_samples,
+    run_cell,
+    time_together,
+    trace_on_first,
+    traced_rows,
+)
+from cs336_systems.experiments.sharding import refuse_low_precision
 from cs336_systems.experiments.spec import Cell, Disagreement, Experiment, Row, Sample, Unsupported, problem
 from cs336_systems.experiments.tables import Pick, Wide
 from cs336_systems.measure.memory import MIB, release
-from cs336_systems.measure.overlap import Lanes
 from cs336_systems.model.block_parts import RECOMPUTES, Recompute, run_in_parts
 from cs336_systems.model.chunked_loss import CHUNK_TOKENS, LossTransformer
 from cs336_systems.model.transformer import ATTENTION_NAMES
@@ -85,6 +85,7 @@ CHECK_LEARNING_RATE = 0.1  # of SGD: large enough for its steps to stand out of 
 class LongStepCase(RanksCase):
     """The step of a long sequence a rank, under FSDP."""
 
+    reduce_dtype: str | None = None  # of averaged gradients; None: that of the computation
     recompute: Recompute = "around_attention"  # what of a block is computed again: see model/block_parts.py
     compiled: bool = False  # the blocks' parts, by torch.compile
     chunk_tokens: int = CHUNK_TOKENS  # of the loss
@@ -94,7 +95,6 @@ class LongStepCase(RanksCase):
         require_positive(self, "chunk_tokens")
         require_choice(self, "attention", ATTENTION_NAMES)
         require_choice(self, "recompute", RECOMPUTES)
-        require_choice(self, "backend", DISTRIBUTED_BACKENDS)
 
 
 def leaderboard_2026_cells(run: RunConfig) -> list[Cell]:
@@ -104,7 +104,7 @@ def leaderboard_2026_cells(run: RunConfig) -> list[Cell]:
         model=step_model(run),
         batch=BATCH,
         num_ranks=NUM_RANKS,
-        backend="nccl" if cuda else "gloo",
+        backend=backend_of(run),
         attention=fastest_attention(run),
         precision=Precision(autocast="bfloat16" if cuda else None),
         reduce_dtype="float32" if cuda else None,
@@ -147,7 +147,7 @@ def long_step_cell(case: LongStepCase, implementation: str) -> Cell:
     rows += [row(name, "MiB") for name in MEMORY]
     if case.backend == "nccl":
         rows.append(row("peak_memory", "MiB"))
-    rows += [row(name, "ms") for name in TRACED]
+    rows += traced_rows()
     ranks_here = case.num_ranks if case.backend == "gloo" else 1  # they share the host's memory
     return Cell(
         case=case,
@@ -172,15 +172,11 @@ def predicted_bytes(case: LongStepCase) -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepReport:
-    """What one rank measured; lanes on rank 0 only."""
+class StepReport(RankReport):
+    """What one rank measured."""
 
     start_s: float
-    step_ms: list[float]
     losses: list[float]  # of the first step and of those after it
-    error: float  # over its bound
-    mib: dict[str, float] = field(default_factory=dict)
-    lanes: Lanes | None = None
 
 
 def measure_long_step(cell: Cell, run: RunConfig) -> Iterator[Sample]:
@@ -189,8 +185,7 @@ def measure_long_step(cell: Cell, run: RunConfig) -> Iterator[Sample]:
         raise Unsupported(f"there is no FSDP called {cell.implementation!r}")
     if run.model is not None:
         raise Unsupported("the user's model has no head that computes the loss in chunks")
-    if cell.implementation == "torch_fsdp" and case.backend != "nccl" and case.precision.autocast is not None:
-        raise Unsupported("fully_shard in low precision is measured on GPUs only")
+    refuse_low_precision(cell.implementation, case)
     rows = {row.quantity: row for row in cell.rows}
     yield Sample(row=rows["predicted_peak_memory"], samples=[predicted_bytes(case) / MIB])
     reports: list[StepReport] = run_cell(
@@ -204,22 +199,17 @@ def measure_long_step(cell: Cell, run: RunConfig) -> Iterator[Sample]:
         run=run,
         from_scratch=True,
     )
-    error = max(report.error for report in reports)
-    yield Sample(row=rows["time"], samples=slowest([report.step_ms for report in reports]), error=error)
+    yield from report_samples(cell, reports)
     yield Sample(row=rows["start_time"], samples=[max(report.start_s for report in reports)])
     losses = [fmean(of_ranks) for of_ranks in zip(*(report.losses for report in reports))]
     yield Sample(row=rows["loss"], samples=losses)
-    for name in reports[0].mib:
-        yield Sample(row=rows[name], samples=[max(report.mib[name] for report in reports)])
-    lanes = reports[0].lanes
-    assert lanes is not None
-    yield from traced_samples(lanes, rows)
 
 
-class LongStep(ShardedStep):
+class LongStep(ParallelStep):
     """The wrapped model of a case, its optimizer and this rank's sequence."""
 
-    def _build(self, case: LongStepCase, run: RunConfig) -> nn.Module:
+    def _build(self, run: RunConfig) -> nn.Module:
+        case = self.case
         with torch.device("meta"):  # no rank ever holds the whole model
             module = LossTransformer.for_loss(case.model, attention=case.attention, chunk_tokens=case.chunk_tokens)
         torch.manual_seed(run.seed)
@@ -233,11 +223,10 @@ class LongStep(ShardedStep):
 def _measure_rank(
     rank: int, num_ranks: int, implementation: str, case: LongStepCase, run: RunConfig, launched: float
 ) -> StepReport:
-    device = "cuda" if case.backend == "nccl" else "cpu"
     with _empty_caches() if case.compiled else nullcontext():
         report = _measure_step(LongStep(implementation, case, run, rank, learning_rate=LEARNING_RATE), run, rank,
                                launched)  # fmt: skip
-        release(device)
+        release(case.device)
         return replace(report, error=check_long_step(implementation, case, run, rank))
 
 
@@ -258,7 +247,7 @@ def _measure_step(step: LongStep, run: RunConfig, rank: int, launched: float) ->
     mib = step.mib()
     if step.device == "cuda":
         mib["peak_memory"] = peak_mib(step.device)
-    lanes = trace_on_first(step.train_step, rank, step.device)
+    lanes = {"train_step": trace_on_first(step.train_step, rank, step.device)}
     return StepReport(start_s=start_s, step_ms=step_ms, losses=losses, error=math.nan, mib=mib, lanes=lanes)
 
 
@@ -289,7 +278,7 @@ def check_long_step(implementation: str, case: LongStepCase, run: RunConfig, ran
     plain = ShardingCase(
         model=model, batch=case.batch, num_ranks=case.num_ranks, backend=case.backend, attention="sdpa"
     )
-    reference = ShardedStep("unsharded", plain, run, rank, optimizer, CHECK_LEARNING_RATE)
+    reference = ParallelStep("unsharded", plain, run, rank, optimizer, CHECK_LEARNING_RATE)
     return compare_training(step, reference, CHECK_BOUND[case.precision.autocast])
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from cs336_systems.config import RunConfig
 from cs336_systems.experiments.figures import Bars
-from cs336_systems.experiments.sharded_step import MEMORY, OPTIMIZER_IMPLEMENTATIONS
+from cs336_systems.experiments.parallel_step import MEMORY, OPTIMIZER_IMPLEMENTATIONS
 from cs336_systems.experiments.sharding import (
     MOMENTS,
     ShardingExperiment,

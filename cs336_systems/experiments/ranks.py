@@ -10,8 +10,8 @@ import gc
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pandas as pd
@@ -22,7 +22,7 @@ from cs336_systems.config import MODEL_SIZES, ModelConfig, RunConfig, proxy_mode
 from cs336_systems.distributed.launch import RankError, run_ranks
 from cs336_systems.experiments.figures import Spans
 from cs336_systems.experiments.frames import pick, speed, tuples
-from cs336_systems.experiments.spec import Disagreement, Row, Sample, Unsupported
+from cs336_systems.experiments.spec import Cell, Disagreement, Row, Sample, Unsupported
 from cs336_systems.measure.intervals import simplify
 from cs336_systems.measure.memory import CPU_ALLOCATOR, MIB
 from cs336_systems.measure.overlap import Lanes, trace_lanes
@@ -42,9 +42,8 @@ def sized_model(run: RunConfig) -> ModelConfig:
     """xl at handout scale, below it a narrow proxy of few tokens."""
     if run.scale == "handout":
         return MODEL_SIZES["xl"]
-    if run.scale == "tiny":
-        return replace(proxy_model("xl", 64), context_length=16, vocab_size=256)
-    return replace(proxy_model("xl", 128), context_length=64, vocab_size=1000)
+    width, context, vocabulary = (64, 16, 256) if run.scale == "tiny" else (128, 64, 1000)
+    return replace(proxy_model("xl", width), context_length=context, vocab_size=vocabulary)
 
 
 def most_ranks(run: RunConfig) -> int:
@@ -55,6 +54,10 @@ def most_ranks(run: RunConfig) -> int:
 def rank_counts(run: RunConfig) -> list[int]:
     """2, 4 and 8 ranks, as far as there are GPUs; on a CPU 2."""
     return [ranks for ranks in (2, 4, 8) if ranks <= most_ranks(run)]
+
+
+def backend_of(run: RunConfig) -> str:
+    return "nccl" if run.device == "cuda" else "gloo"
 
 
 def run_cell(
@@ -75,13 +78,10 @@ def run_cell(
     except RankError as error:
         first_line = str(error).splitlines()[0]
         out_of_memory = error.error_type in ("OutOfMemoryError", "MemoryError") or CPU_ALLOCATOR in error.reason
-        if out_of_memory or error.error_type == "Disagreement":
-            print(error, file=sys.stderr)  # with the rank's traceback, for the log: the record takes one line
-        if out_of_memory:
-            raise torch.OutOfMemoryError(first_line) from error
-        if error.error_type == "Disagreement":
-            raise Disagreement(first_line) from error
-        raise
+        if not out_of_memory and error.error_type != "Disagreement":
+            raise
+        print(error, file=sys.stderr)  # with the rank's traceback, for the log: the record takes one line
+        raise (torch.OutOfMemoryError if out_of_memory else Disagreement)(first_line) from error
 
 
 def agreed_samples(call: Callable[[], object], device: str, budget_ms: float, minimum: int) -> int:
@@ -98,7 +98,7 @@ def agreed_samples(call: Callable[[], object], device: str, budget_ms: float, mi
     return int(count.item())
 
 
-def slowest(samples_by_rank: list[list[float]]) -> list[float]:
+def slowest(samples_by_rank: Sequence[Sequence[float]]) -> list[float]:
     """Of each repetition the time of the rank that took longest: a step is over when all are done."""
     return [max(samples) for samples in zip(*samples_by_rank)]
 
@@ -112,6 +112,12 @@ def time_together(call: Callable[[], object], device: str) -> float:
     call()
     synchronize(device)
     return (time.perf_counter() - start) * 1e3
+
+
+def timed_steps(call: Callable[[], object], device: str, run: RunConfig) -> list[float]:
+    """Milliseconds of as many steps as the scale's budget allows, begun together."""
+    count = agreed_samples(call, device, BUDGET_MS[run.scale], MIN_SAMPLES)
+    return [time_together(call, device) for _ in range(count)]
 
 
 def peak_mib(device: str) -> float:
@@ -137,14 +143,35 @@ def trace_on_first(call: Callable[[], object], rank: int, device: str) -> Lanes 
     return None
 
 
-def traced_samples(lanes: Lanes, rows: Mapping[str, Row]) -> Iterator[Sample]:
-    """The samples of `rows`, by quantity, that one traced call gives."""
-    for name, value in zip(TIMES, (lanes.span_ms, lanes.communication_ms, lanes.compute_ms, lanes.overlap_ms)):
-        if name in rows:
-            yield Sample(row=rows[name], samples=[value])
-    for name, intervals in zip(INTERVALS, (lanes.compute, lanes.communication)):
-        ends = [end for pair in simplify(intervals, MOST_INTERVALS) for end in pair]
-        yield Sample(row=rows[name], samples=ends, skipped="" if ends else "the traced call has none")
+@dataclass(frozen=True, kw_only=True)
+class RankReport:
+    """What one rank measured."""
+
+    step_ms: list[float]
+    error: float  # over its bound
+    mib: dict[str, float] = field(default_factory=dict)  # memory by quantity
+    lanes: Mapping[str, Lanes | None] = field(default_factory=dict)  # by mode; of rank 0 only
+
+
+def report_samples(cell: Cell, reports: Sequence[RankReport]) -> Iterator[Sample]:
+    """What the ranks' reports give of `cell`'s rows: the slowest rank's times, the most memory, rank 0's lanes."""
+    rows = {(row.mode, row.quantity): row for row in cell.rows}
+    error = max(report.error for report in reports)
+    times = slowest([report.step_ms for report in reports])
+    yield Sample(row=rows["train_step", "time"], samples=times, error=error)
+    for name in reports[0].mib:
+        yield Sample(row=rows["train_step", name], samples=[max(report.mib[name] for report in reports)])
+    for mode, lanes in reports[0].lanes.items():
+        assert lanes is not None
+        values = (lanes.span_ms, lanes.communication_ms, lanes.compute_ms, lanes.overlap_ms)
+        yield from (Sample(row=rows[mode, name], samples=[value]) for name, value in zip(TIMES, values))
+        for name, intervals in zip(INTERVALS, (lanes.compute, lanes.communication)):
+            ends = [end for pair in simplify(intervals, MOST_INTERVALS) for end in pair]
+            yield Sample(row=rows[mode, name], samples=ends, skipped="" if ends else "the traced call has none")
+
+
+def traced_rows(mode: str = "train_step") -> list[Row]:
+    return [Row(mode, name, "ms") for name in TRACED]
 
 
 def lane_column(row: dict[str, Any]) -> dict[str, Any]:
