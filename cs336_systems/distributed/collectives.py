@@ -141,6 +141,35 @@ def all_reduce_max(tensor: Shaped[Tensor, "*shape"], group: Group = None) -> Non
         dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=group)
 
 
+@torch.no_grad()
+def clip_shards(
+    sharded: list[Tensor], whole: list[Tensor], max_norm: float, group: Group, device: torch.device, eps: float = 1e-6
+) -> Tensor:
+    """Scale gradients by min(1, max_norm / (norm + eps)); returns `norm`, the whole model's, in float32 on each rank.
+
+    `sharded` are this rank's parts, `whole` what all ranks hold alike; complex ones count as pairs. A norm that is not
+    finite makes every gradient on every rank NaN, as `cs336_systems.model.clip_gradients` does. ValueError if max_norm
+    is not positive.
+    """
+    if not max_norm > 0:
+        raise ValueError(f"max_norm must be positive, got {max_norm}")
+    sharded, whole = (
+        [torch.view_as_real(gradient) if gradient.is_complex() else gradient for gradient in gradients]
+        for gradients in (sharded, whole)
+    )
+    squares = torch.zeros(2, dtype=torch.float64, device=device)  # those of float32 may overflow it
+    for square, gradients in zip(squares, (sharded, whole)):
+        if gradients:
+            square.copy_(torch.stack(torch._foreach_norm(gradients, 2, torch.float64)).square().sum())
+    if num_ranks(group) > 1:
+        dist.all_reduce(squares[0], group=group)
+    norm = squares.sum().sqrt()
+    scale = (max_norm / (norm + eps)).clamp(max=1.0).where(norm.isfinite(), torch.nan)
+    if gradients := sharded + whole:
+        torch._foreach_mul_(gradients, scale.to(torch.float32))
+    return norm.to(torch.float32)
+
+
 def broadcast_from_first(tensor: Shaped[Tensor, "*shape"], group: Group = None) -> None:
     """Replace the contiguous `tensor` on every rank by that of rank 0 of `group`, bit for bit."""
     if num_ranks(group) > 1 and tensor.numel():

@@ -33,6 +33,7 @@ from cs336_systems.distributed.collectives import (
     all_gather_flat,
     broadcast_from_first,
     check_same_shapes,
+    clip_shards,
     reduce_scatter_mean_flat,
 )
 from cs336_systems.distributed.ddp import dense_gradient
@@ -151,21 +152,11 @@ class Zero1Optimizer(OptimizerOfShares):
         self.finish_gradient_synchronization()
         return [bucket.gradient for bucket in self.buckets]
 
-    @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, eps: float = 1e-6) -> Tensor:
-        """Scale the averaged gradients by min(1, max_norm / (norm + eps)); returns the whole model's `norm`."""
-        if not max_norm > 0:
-            raise ValueError(f"max_norm must be positive, got {max_norm}")
+        """Clip the averaged gradients as `clip_shards` does; returns the whole model's norm."""
         slices = self.averaged_gradients()
-        if not slices:  # every parameter is frozen
-            return torch.zeros(())
-        total = torch.stack(torch._foreach_norm(slices, 2, torch.float64)).square().sum()
-        if self.num_ranks > 1:
-            dist.all_reduce(total, group=self.process_group)
-        norm = total.sqrt()
-        scale = (max_norm / (norm + eps)).clamp(max=1.0).where(norm.isfinite(), torch.nan)
-        torch._foreach_mul_(slices, scale.to(torch.float32))
-        return norm.to(torch.float32)
+        device = self.parameters[0].device
+        return clip_shards(slices, [], max_norm, self.process_group, device, eps)
 
     # Update and gather
 

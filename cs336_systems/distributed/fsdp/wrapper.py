@@ -40,7 +40,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from cs336_systems.distributed.collectives import all_reduce_mean, broadcast_from_first, check_same_shapes, rank_in
+from cs336_systems.distributed.collectives import (
+    all_reduce_mean,
+    broadcast_from_first,
+    check_same_shapes,
+    clip_shards,
+    rank_in,
+)
 from cs336_systems.distributed.ddp import dense_gradient
 from cs336_systems.distributed.fsdp.plan import Granularity, UnitPlan, materialize, plan_units
 from cs336_systems.distributed.fsdp.unit import MAX_GATHERED, ShardedWeight, State, Unit, Window
@@ -65,6 +71,9 @@ class FSDP(nn.Module):
     with gradient hooks. A step raises RuntimeError naming a unit that only some ranks run, that writes into an argument
     which was cast, or whose gradients shall have a graph, and a parameter that a forward changes or that has hooks;
     TypeError for a sparse gradient. A forward that raises gives the gathered weights back.
+
+    The optimizer sees this rank's rows alone, and must update each weight element by element or row by row. Adafactor,
+    whose step depends on the whole matrix, does not: FSDP never meets the optimizer, `save_checkpoint` refuses it.
     """
 
     def __init__(
@@ -380,31 +389,19 @@ class FSDP(nn.Module):
             weight.accumulated = None
         super().zero_grad(set_to_none)
 
-    @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, eps: float = 1e-6) -> Tensor:
-        """Scale all gradients by min(1, max_norm / (norm + eps)); returns `norm`, the whole model's, on each rank.
+        """Clip all gradients as `clip_shards` does; returns the whole model's norm, on each rank.
 
-        Call it after `finish_gradient_synchronization`; RuntimeError where gradients still wait for that. A norm that
-        is not finite makes every gradient on every rank NaN, as `cs336_systems.model.clip_gradients` does. ValueError
-        if max_norm is not positive.
+        Call it after `finish_gradient_synchronization`; RuntimeError where gradients still wait for that.
         """
-        if not max_norm > 0:
-            raise ValueError(f"max_norm must be positive, got {max_norm}")
         if any(weight.accumulated is not None for weight in self.weights.values()):
             raise RuntimeError("gradients wait that no_sync put aside: call finish_gradient_synchronization() first")
-        sharded = _real_gradients([weight.shard for weight in self.weights.values() if weight.shard.requires_grad])
-        replicated = _real_gradients(self._replicated)
-        squares = torch.zeros(2, dtype=torch.float64, device=self.device)  # those of float32 may overflow it
-        for square, gradients in zip(squares, (sharded, replicated)):
-            if gradients:
-                square.copy_(torch.stack(torch._foreach_norm(gradients, 2, torch.float64)).square().sum())
-        if self.num_ranks > 1:
-            dist.all_reduce(squares[0], group=self.group)
-        norm = squares.sum().sqrt()
-        scale = (max_norm / (norm + eps)).clamp(max=1.0).where(norm.isfinite(), torch.nan)
-        if gradients := sharded + replicated:
-            torch._foreach_mul_(gradients, scale.to(torch.float32))
-        return norm.to(torch.float32)
+        trained = [weight.shard for weight in self.weights.values() if weight.shard.requires_grad]
+        sharded, whole = (
+            [one.grad for one in parameters if one.grad is not None and one.numel()]
+            for parameters in (trained, self._replicated)
+        )
+        return clip_shards(sharded, whole, max_norm, self.group, self.device, eps)
 
     # Whole parameters
 
@@ -529,9 +526,3 @@ def _on_first_gradient(tensors: list[Tensor], callback: Callable[[], None]) -> N
         # What changes a view in place puts another node into its place, and leaves that of its base.
         if tensor._is_view() and tensor._base is not None and tensor._base.requires_grad:
             tensor._base.register_hook(hook)
-
-
-def _real_gradients(parameters: list[nn.Parameter]) -> list[Tensor]:
-    """The gradients that there are, complex ones as pairs of real numbers."""
-    gradients = [one.grad for one in parameters if one.grad is not None and one.numel()]
-    return [torch.view_as_real(gradient) if gradient.is_complex() else gradient for gradient in gradients]
