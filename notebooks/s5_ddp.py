@@ -33,8 +33,8 @@ import matplotlib.pyplot as plt
 from IPython.display import Markdown, display
 
 import cs336_systems
+from cs336_systems.analysis.bandwidth import best_bucket_bytes, bucket_overhead_s, bus_factor
 from cs336_systems.config import RunConfig
-from cs336_systems.distributed.bandwidth import best_bucket_bytes, bucket_overhead_s, bus_factor
 from cs336_systems.experiments.data_parallel import measure_ddp
 from cs336_systems.experiments.pages import Book
 from cs336_systems.experiments.spec import load

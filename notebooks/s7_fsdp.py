@@ -32,7 +32,7 @@ import torch
 from cs336_systems.config import MODEL_SIZES, ModelConfig
 from cs336_systems.distributed.fsdp.life import record_life, record_rows
 from cs336_systems.distributed.launch import run_ranks
-from cs336_systems.distributed.memory_plan import fsdp_bytes
+from cs336_systems.experiments.memory_plan import fsdp_bytes
 
 config = ModelConfig(name="small", d_model=32, d_ff=88, num_layers=4, num_heads=2, vocab_size=61, context_length=16)
 

@@ -9,18 +9,18 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from cs336_systems.config import (
-    COLLECTIVES,
-    MODEL_SIZES,
-    CollectiveCase,
-    RunConfig,
-)
-from cs336_systems.distributed.bandwidth import (
+from cs336_systems.analysis.bandwidth import (
     algorithm_gb_per_s,
     best_bucket_bytes,
     bucket_overhead_s,
     bus_factor,
     bus_gb_per_s,
+)
+from cs336_systems.config import (
+    COLLECTIVES,
+    MODEL_SIZES,
+    CollectiveCase,
+    RunConfig,
 )
 from cs336_systems.distributed.ddp_naive import NaiveDDP
 from cs336_systems.distributed.launch import RankError, run_ranks

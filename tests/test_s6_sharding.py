@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, SGD, Adafactor
 
 from cs336_systems.config import MODEL_SIZES, Precision, RunConfig
-from cs336_systems.distributed.memory_plan import fsdp_bytes
+from cs336_systems.experiments.memory_plan import fsdp_bytes
 from cs336_systems.distributed.sharded_optimizer import ShardedOptimizer
 from cs336_systems.distributed.zero1 import Zero1Optimizer
 from cs336_systems.experiments import parallel_step

@@ -15,7 +15,6 @@ from cs336_systems.config import MODEL_SIZES, Precision, RunConfig
 from cs336_systems.distributed.fsdp import FSDP
 from cs336_systems.distributed.fsdp.unit import State
 from cs336_systems.distributed.launch import run_ranks
-from cs336_systems.distributed.memory_plan import fsdp_bytes, long_step_bytes
 from cs336_systems.experiments import leaderboard_2026
 from cs336_systems.experiments.leaderboard_2026 import (
     LongStep,
@@ -25,6 +24,7 @@ from cs336_systems.experiments.leaderboard_2026 import (
     long_step_cell,
     measure_long_step,
 )
+from cs336_systems.experiments.memory_plan import fsdp_bytes, long_step_bytes
 from cs336_systems.experiments.spec import Disagreement, Unsupported
 from cs336_systems.inputs import token_batch
 from cs336_systems.measure.memory import MIB

@@ -7,8 +7,8 @@ from typing import Any
 import pandas as pd
 import torch
 
+from cs336_systems.analysis.bandwidth import best_bucket_bytes, bucket_overhead_s
 from cs336_systems.config import MODEL_SIZES, RunConfig
-from cs336_systems.distributed.bandwidth import best_bucket_bytes, bucket_overhead_s
 from cs336_systems.distributed.ddp_bucketed import BYTES_PER_MB, plan_buckets
 from cs336_systems.experiments.data_parallel import DataParallelExperiment, ddp_case, ddp_cell, precisions
 from cs336_systems.experiments.figures import Lines

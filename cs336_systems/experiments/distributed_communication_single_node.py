@@ -1,7 +1,7 @@
 """Collectives on one host: time and bandwidth over message size, by backend and number of ranks.
 
 A cell is a backend and a number of ranks, its rows every collective and size. A sample is the time of the slowest rank;
-the first result of every case is checked. Bus bandwidth is what the busiest link carried (distributed/bandwidth.py).
+the first result of every case is checked. Bus bandwidth is what the busiest link carried (analysis/bandwidth.py).
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from cs336_systems.analysis.bandwidth import algorithm_gb_per_s, bus_gb_per_s
 from cs336_systems.config import COLLECTIVES, CollectiveCase, RunConfig
-from cs336_systems.distributed.bandwidth import algorithm_gb_per_s, bus_gb_per_s
 from cs336_systems.distributed.collectives import all_gather_flat, reduce_scatter_mean_flat
 from cs336_systems.experiments.figures import Lines
 from cs336_systems.experiments.ranks import agreed_samples, run_cell, slowest

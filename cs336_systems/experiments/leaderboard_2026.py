@@ -42,9 +42,9 @@ from cs336_systems.config import (
     require_choice,
     require_positive,
 )
-from cs336_systems.distributed.memory_plan import fsdp_bytes, long_step_bytes
 from cs336_systems.experiments.figures import Bars
 from cs336_systems.experiments.frames import digits
+from cs336_systems.experiments.memory_plan import fsdp_bytes, long_step_bytes
 from cs336_systems.experiments.parallel_step import (
     CHECK_BOUND,
     MEMORY,

@@ -14,7 +14,7 @@ import pandas as pd
 import torch
 
 from cs336_systems.config import Precision, RunConfig
-from cs336_systems.distributed.memory_plan import fsdp_bytes
+from cs336_systems.experiments.memory_plan import fsdp_bytes
 from cs336_systems.experiments.parallel_step import (
     FSDP_IMPLEMENTATIONS,
     MEMORY,
