@@ -1,7 +1,8 @@
 """The four data-parallel wrappers against one process that has the whole batch.
 
-`test_equality.py` has the wide family of models and uses; here are awkward parameters, several numbers of ranks, what
-is sent and when, and errors. Every rank computes the one-process result itself, in float64, and compares.
+`test_equality.py` has the wide family of models and uses, `graded/` the course's checks; here are awkward parameters,
+several numbers of ranks, what is sent and when, and errors. Every rank computes the one-process result itself, in
+float64, and compares.
 """
 
 from __future__ import annotations
@@ -25,7 +26,6 @@ from cs336_systems.distributed.ddp_naive import NaiveDDP
 from cs336_systems.distributed.ddp_overlap import OverlapDDP
 from cs336_systems.distributed.launch import RankError, run_ranks
 from cs336_systems.model import AdamW, clip_gradients
-from tests import adapters
 from tests.one_job import OneJob
 
 WRAPPERS: dict[str, Callable[..., DataParallel]] = {
@@ -266,17 +266,7 @@ TWO_RANKS = OneJob(
 )
 
 
-@pytest.mark.parametrize(
-    "wrapper",
-    [
-        pytest.param("naive", marks=pytest.mark.problem("naive_ddp", 5)),
-        "flat",
-        pytest.param("overlap", marks=pytest.mark.problem("ddp_overlap_individual_parameters", 5)),
-        pytest.param("bucketed, one", marks=pytest.mark.problem("ddp_overlap_bucketed", 8)),
-        pytest.param("bucketed, one a parameter", marks=pytest.mark.problem("ddp_overlap_bucketed", 8)),
-        pytest.param("bucketed, several", marks=pytest.mark.problem("ddp_overlap_bucketed", 8)),
-    ],
-)
+@pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_D2_two_ranks_train_like_one_process(wrapper):
     assert TWO_RANKS.results(play, wrapper, SCENARIOS) == [len(SCENARIOS)] * 2
 
@@ -475,80 +465,3 @@ def fail_in_a_step(rank: int, ranks: int) -> None:
 def test_ranks_that_part_end_the_training_with_the_first_reason(function, message):
     with pytest.raises(RankError, match=f"(?s){message}"):
         run_ranks(function, 2)
-
-
-# The course's own check, through the adapters
-
-
-class ToyModel(nn.Module):
-    """Three layers, one frozen bias and one frozen parameter that starts equal on all ranks; or tied layers."""
-
-    def __init__(self, tied: bool) -> None:
-        super().__init__()
-        middle = [(10, 50), (50, 10), (10, 50)] if tied else [(10, 50)]
-        sizes = [(10, 10), *middle, (50, 5)]
-        self.layers = nn.ModuleList(nn.Linear(*size, bias=size == (10, 50) and not tied) for size in sizes)
-        if tied:
-            self.layers[3].weight = self.layers[1].weight
-        else:
-            self.layers[1].bias.requires_grad = False
-        self.no_grad_fixed_param = nn.Parameter(torch.tensor([2.0, 2.0]), requires_grad=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers[:-1]:
-            x = layer(x).relu()
-        return self.layers[-1](x)
-
-
-ADAPTERS: dict[str, list[dict[str, Any]]] = {  # the getter's arguments to try
-    "ddp": [{}],
-    "ddp_individual_parameters": [{}],
-    "ddp_bucketed": [{"bucket_size_mb": size} for size in (0.0016, 0.0001, 0.01, None)],
-}
-
-
-def course_check(rank: int, ranks: int, adapter: str) -> None:
-    """Rank 0's model everywhere, then five steps of SGD equal to one process with both halves of the batch."""
-    for options in ADAPTERS[adapter]:
-        for tied in (False, True):
-            torch.manual_seed(rank)
-            alone = ToyModel(tied)
-            wrapped = getattr(adapters, f"get_{adapter}")(deepcopy(alone), **options)
-            assert wrapped.module.state_dict().keys() == alone.state_dict().keys()
-            for (name, own), (wrapped_name, got) in zip(alone.named_parameters(), wrapped.named_parameters()):
-                assert name in wrapped_name
-                assert torch.equal(own, got) == (rank == 0 or "no_grad_fixed_param" in name), name
-            for tensor in wrapped.module.state_dict().values():
-                everyone = [torch.zeros_like(tensor) for _ in range(ranks)]
-                dist.all_gather(everyone, tensor)
-                assert all(torch.equal(other, tensor) for other in everyone)
-            generator = torch.Generator().manual_seed(5)
-            x, y = torch.randn(20, 10, generator=generator), torch.randn(20, 5, generator=generator)
-            optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (wrapped, alone)]
-            for _ in range(5):
-                if adapter == "ddp_bucketed":
-                    adapters.ddp_bucketed_on_train_batch_start(ddp_model=wrapped, optimizer=optimizers[0])
-                for optimizer in optimizers:
-                    optimizer.zero_grad()
-                nn.functional.mse_loss(alone(x), y).backward()
-                optimizers[1].step()
-                nn.functional.mse_loss(wrapped(x.chunk(ranks)[rank]), y.chunk(ranks)[rank]).backward()
-                getattr(adapters, f"{adapter}_on_after_backward")(ddp_model=wrapped, optimizer=optimizers[0])
-                optimizers[0].step()
-                if rank == 0:
-                    for expected, got in zip(alone.parameters(), wrapped.parameters()):
-                        torch.testing.assert_close(got, expected)
-                order = torch.randperm(20, generator=generator)
-                x, y = x[order], y[order]
-
-
-@pytest.mark.parametrize(
-    "adapter",
-    [
-        pytest.param("ddp", marks=pytest.mark.problem("ddp_overlap_individual_parameters", 5)),
-        pytest.param("ddp_individual_parameters", marks=pytest.mark.problem("ddp_overlap_individual_parameters", 5)),
-        pytest.param("ddp_bucketed", marks=pytest.mark.problem("ddp_overlap_bucketed", 8)),
-    ],
-)
-def test_the_courses_check(adapter):
-    run_ranks(course_check, 2, adapter)

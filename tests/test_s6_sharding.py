@@ -14,19 +14,18 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, SGD, Adafactor
 
 from cs336_systems.config import MODEL_SIZES, Precision, RunConfig
-from cs336_systems.experiments.memory_plan import fsdp_bytes
 from cs336_systems.distributed.sharded_optimizer import ShardedOptimizer
 from cs336_systems.distributed.zero1 import Zero1Optimizer
 from cs336_systems.experiments import parallel_step
+from cs336_systems.experiments.memory_plan import fsdp_bytes
 from cs336_systems.experiments.parallel_step import ShardingCase, check_training
 from cs336_systems.experiments.sharding import measure_sharding, sharding_case, sharding_cell
 from cs336_systems.experiments.spec import Disagreement, load
 from cs336_systems.model import AdamW, clip_gradients
-from tests import adapters
 from tests.one_job import OneJob, run_alone
 from tests.sharding_models import Awkward, part, seeded
 
-COVERS = ("cs336_systems/distributed", "tests/adapters.py", "tests/sharding_models.py")
+COVERS = ("cs336_systems/distributed", "tests/sharding_models.py")
 
 
 class Toy(nn.Module):
@@ -68,30 +67,6 @@ def equal_weights(single: nn.Module, model: nn.Module, rtol: float = 1e-7, atol:
         torch.testing.assert_close(
             actual, expected, rtol=rtol, atol=atol, msg=lambda text, name=name: f"{name}: {text}"
         )
-
-
-SETTINGS = {"lr": 0.1, "weight_decay": 0.1, "betas": (0.9, 0.999), "eps": 1e-8}
-
-
-def course_optimizer(rank: int, num_ranks: int, tied: bool) -> int:
-    single = seeded(lambda: Toy(tied))
-    model = deepcopy(single)
-    optimizer = adapters.get_sharded_optimizer(model.parameters(), torch.optim.AdamW, **SETTINGS)
-    reference = torch.optim.AdamW(single.parameters(), **SETTINGS)
-    for step in range(10):
-        step_both(step, single, model, (reference, optimizer))
-    equal_weights(single, model)
-    return sum(value.nbytes for state in optimizer.state.values() for value in state.values() if value.ndim)
-
-
-@pytest.mark.problem("optimizer_state_sharding", 15)
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-def test_the_sharded_optimizer_equals_the_unsharded_one(tied):
-    first, second = TWO_RANKS.results(course_optimizer, tied)
-    model = Toy(tied)
-    whole = 2 * sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)
-    assert first + second == whole
-    assert max(first, second) <= 0.65 * whole  # few and unequal parameters
 
 
 def check_options(rank: int, num_ranks: int) -> None:
@@ -180,7 +155,7 @@ def _through_file(state_dict: dict[str, Any]) -> Any:
 
 
 @pytest.mark.parametrize("num_ranks", [1, pytest.param(3, marks=pytest.mark.slow)])
-def test_groups_schedules_state_and_errors_of_the_sharded_optimizer(num_ranks):
+def test_D11_groups_schedules_state_and_errors_of_the_sharded_optimizer(num_ranks):
     if num_ranks == 1:
         run_alone(check_options)
     else:
@@ -285,7 +260,7 @@ def check_zero1(rank: int, num_ranks: int) -> dict[str, Any]:
     return found
 
 
-def test_zero1_equals_the_unsharded_optimizer():
+def test_D3_D5_D11_zero1_equals_the_unsharded_optimizer():
     for num_ranks in (2, 3):
         found = (TWO_RANKS if num_ranks == 2 else THREE_RANKS).results(check_zero1)
         model = Toy(True)
@@ -302,12 +277,12 @@ def refuse_other_shapes(rank: int, num_ranks: int) -> None:
             build([nn.Parameter(torch.zeros(4 + rank))], AdamW)
 
 
-def test_ranks_with_other_shapes_are_refused():
+def test_D8_ranks_with_other_shapes_are_refused():
     """D8: shapes (4,) and (5,) once trained on in silence, and left an element that no rank updated."""
     TWO_RANKS.results(refuse_other_shapes)
 
 
-def test_no_process_group_is_said():
+def test_D9_no_process_group_is_said():
     for build in (ShardedOptimizer, Zero1Optimizer):
         with pytest.raises(RuntimeError, match="there is no process group"):
             build(nn.Linear(2, 2).parameters(), AdamW)
@@ -353,12 +328,6 @@ def check_the_check(rank: int, num_ranks: int) -> float:
     return good
 
 
-TWO_RANKS = OneJob(
-    2, (course_optimizer, False), (course_optimizer, True), (check_zero1,), (refuse_other_shapes,), (check_the_check,)
-)  # fmt: skip
-THREE_RANKS = OneJob(3, (check_zero1,), (check_options,))
-
-
 def clip_frozen(rank: int, num_ranks: int) -> float:
     model = nn.Linear(3, 3).requires_grad_(False)
     optimizer = Zero1Optimizer(model.parameters(), AdamW, lr=0.1)
@@ -369,6 +338,25 @@ def clip_frozen(rank: int, num_ranks: int) -> float:
 
 def test_a_frozen_model_has_no_gradients_to_clip():
     assert run_alone(clip_frozen) == 0.0
+
+
+def leave_a_bucket_unused(rank: int, num_ranks: int) -> bool:
+    used, unused = nn.Linear(3, 3), nn.Linear(3, 3)
+    parameters = [*used.parameters(), *unused.parameters()]
+    optimizer = Zero1Optimizer(parameters, SGD, lr=0.5, weight_decay=0.5, bucket_size_mb=1e-6)
+    before = unused.weight.detach().clone()
+    used(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    return len(optimizer.buckets) == 4 and torch.allclose(unused.weight, 0.75 * before)
+
+
+TWO_RANKS = OneJob(2, (check_zero1,), (refuse_other_shapes,), (check_the_check,), (leave_a_bucket_unused,))
+THREE_RANKS = OneJob(3, (check_zero1,), (check_options,))
+
+
+def test_D1_zero1_takes_unused_parameters_for_having_zeros():
+    """As its docstring says: nobody waits, and weight decay goes on, also of a bucket without any gradient."""
+    assert TWO_RANKS.results(leave_a_bucket_unused) == [True, True]
 
 
 def test_an_optimizer_that_does_not_exchange_is_not_timed():

@@ -201,9 +201,8 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any
     return folder, run_ranks(save_half_way, 2, str(folder))[0]
 
 
-@pytest.mark.problem("optimizer_state_sharding", 15)
 @pytest.mark.parametrize("num_ranks", [1, 3, *(pytest.param(ranks, marks=pytest.mark.slow) for ranks in (2, 4))])
-def test_a_checkpoint_of_two_ranks_resumes_the_same_trajectory(saved, num_ranks):
+def test_D10_a_checkpoint_of_two_ranks_resumes_the_same_trajectory(saved, num_ranks):
     folder, expected = saved
     results = [run_alone(resume, str(folder))] if num_ranks == 1 else run_ranks(resume, num_ranks, str(folder))
     for rank, found in enumerate(results):
@@ -218,7 +217,7 @@ def test_a_checkpoint_of_two_ranks_resumes_the_same_trajectory(saved, num_ranks)
         assert found["low"] == expected["low"]  # to the bit: the float32 masters are saved
 
 
-def test_an_optimizer_that_cannot_be_cut_is_refused_by_name(saved):
+def test_D16_an_optimizer_that_cannot_be_cut_is_refused_by_name(saved):
     """FSDP saved Adafactor's sums over rows as if they were whole: a resume went on wrongly, or died (D16)."""
     refused = {name: text for name, text in saved[1].items() if isinstance(text, str)}
     assert refused.keys() == {"fsdp-adafactor", "zero1-adafactor"}
@@ -242,7 +241,7 @@ def die_while_saving(rank: int, num_ranks: int, folder: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_rank_killed_while_saving_leaves_the_checkpoint_before(tmp_path):
+def test_D10_a_rank_killed_while_saving_leaves_the_checkpoint_before(tmp_path):
     with pytest.raises(RankError, match="rank 0 of 2 died .signal SIGKILL."):
         run_ranks(die_while_saving, 2, str(tmp_path), timeout_s=60)
     assert [path.name for path in checkpoints(tmp_path)] == ["step-00000001"]
@@ -254,7 +253,7 @@ def test_a_rank_killed_while_saving_leaves_the_checkpoint_before(tmp_path):
     assert not list(tmp_path.glob(".step-*"))
 
 
-def test_a_process_killed_while_it_removes_an_old_checkpoint_leaves_no_half_of_it(tmp_path, monkeypatch):
+def test_D10_a_process_killed_while_it_removes_a_checkpoint_leaves_no_half_of_it(tmp_path, monkeypatch):
     """It left a folder of its step: complete without its tensors."""
 
     class Killed(BaseException):
@@ -279,7 +278,7 @@ def full_for_data(path: Path, mode: str) -> Any:
     return builtins.open("/dev/full" if mode == "xb" else path, mode.replace("x", "w"))
 
 
-def test_a_full_disk_is_told_in_one_line_and_the_checkpoint_before_stays(tmp_path, monkeypatch):
+def test_D15_a_full_disk_is_told_in_one_line_and_the_checkpoint_before_stays(tmp_path, monkeypatch):
     """D15: 88 lines did not say it."""
     model = nn.Linear(2, 2)
     save_checkpoint(tmp_path, 1, model)
@@ -294,7 +293,7 @@ def test_a_full_disk_is_told_in_one_line_and_the_checkpoint_before_stays(tmp_pat
     assert load_checkpoint(tmp_path, model).step == 1 and torch.equal(model.weight, before)
 
 
-def test_a_folder_that_somebody_saves_into_is_refused(tmp_path):
+def test_D15_a_folder_that_somebody_saves_into_is_refused(tmp_path):
     model = nn.Linear(2, 2)
     save_checkpoint(tmp_path, 1, model)
     (tmp_path / ".step-00000002.partial").mkdir()
@@ -318,7 +317,7 @@ def flip(file: Path, bit: int) -> None:
     file.write_bytes(data)
 
 
-def test_every_flipped_bit_is_refused_by_the_name_of_its_file(tmp_path):
+def test_D15_every_flipped_bit_is_refused_by_the_name_of_its_file(tmp_path):
     """D15: of 150, 110 loaded and gave wrong values in silence."""
     model = seeded(Gated)
     optimizer = torch.optim.AdamW(model.parameters())
