@@ -122,9 +122,8 @@ class Book:
                 raise ValueError(f"{PAGES}/{name}.md: the last line must link code below ../cs336_systems")
             figure = FIGURE.search(text)
             drawn = self.figure_path(name, figure[1]).relative_to(self.root).as_posix() if figure else ""
-            short = code[0].removeprefix("cs336_systems/")
-            cells = [f"[{name}]({DOCUMENT}#{name})", f"[{short}]({code[0]})", f"[figure]({drawn})" if figure else ABSENT]
-            lines.append(f"| {' | '.join(cells)} | {_command(name)} |")
+            links = f"[{name}]({DOCUMENT}#{name}) | [{code[0].removeprefix('cs336_systems/')}]({code[0]})"
+            lines.append(f"| {links} | {f'[figure]({drawn})' if figure else ABSENT} | {_command(name)} |")
         return "\n".join(lines)
 
     def figures(self) -> dict[Path, dict[str, Any]]:
