@@ -327,7 +327,7 @@ def test_a_name_or_back_end_that_cannot_be_is_refused(arguments, error, message)
 def test_registering_says_that_transformers_is_missing_or_old(monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)  # as if it were not installed
     importlib.reload(integration)  # importing needs it not
-    with pytest.raises(ImportError, match=r"not installed: pip install -e '\.\[hf\]' in the repository, as the README"):
+    with pytest.raises(ImportError, match=r"not installed: pip install -e '\.\[hf\]' in the repository, as docs"):
         integration.register()
     monkeypatch.setitem(sys.modules, "transformers", SimpleNamespace(__version__="4.50.0"))
     with pytest.raises(ImportError, match="transformers must be of version 4.53 or later, got 4.50.0"):

@@ -274,7 +274,7 @@ def test_make_spreads_the_tests_only_in_an_environment_that_it_made():
 
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 FENCED = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
-DOCUMENTS = ["README.md", "writeup.md", "CONTRIBUTING.md"]
+DOCUMENTS = ["README.md", "writeup.md", "CONTRIBUTING.md", *(f"docs/{path.name}" for path in ROOT.glob("docs/*.md"))]
 
 
 def anchors(text: str) -> set[str]:

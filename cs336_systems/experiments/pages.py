@@ -33,6 +33,9 @@ PAGES = "writeup"  # the folder of templates
 DOCUMENT = "writeup.md"
 README = "README.md"  # a text of its own, with blocks of records
 BLOCK = re.compile(r"(<!-- begin made: (.+?) -->\n).*?(<!-- end made -->)", re.DOTALL)
+CODE = re.compile(r"\]\(\.\./(cs336_systems/[^)#]+)\)")  # a template's link to code
+FIGURE = re.compile(r'{{ figure\("(\w+)"\) }}')
+COMMANDS = {"naive_ddp": "train --wrapper naive --ranks 2"}  # of pages without an experiment that no adapter reaches
 DIGESTS = "digests.json"  # of the figures beside it
 MOST_LINES = 14  # of a table on a page
 MOST_WORDS = 25_000  # of the document
@@ -103,10 +106,25 @@ class Book:
         """The README with its blocks made anew: `<!-- begin made: EXPRESSION -->`, the value, `<!-- end made -->`."""
 
         def made(block: re.Match[str]) -> str:
-            value = self.environment.from_string(f"{{{{ {block[2]} }}}}").render(of=lambda name: Page(self, name))
+            names = {"of": lambda name: Page(self, name), "problems": self.problems}
+            value = self.environment.from_string(f"{{{{ {block[2]} }}}}").render(names)
             return f"{block[1]}\n{value}\n\n{block[3]}"
 
         return BLOCK.sub(made, (self.root / README).read_text(encoding="utf-8"))
+
+    def problems(self) -> str:
+        """A line a problem: its answer, the code that its page links first, its first figure, what computes it."""
+        lines = ["| problem and answer | code | figure | command |", "|:--|:--|:--|:--|"]
+        for name in self.names:
+            text = self.template(name)
+            code = CODE.findall(text.rstrip().rpartition("\n")[2])
+            if not code:
+                raise ValueError(f"{PAGES}/{name}.md: the last line must link code below ../cs336_systems")
+            figure = FIGURE.search(text)
+            drawn = self.figure_path(name, figure[1]).relative_to(self.root).as_posix() if figure else ""
+            links = f"[{name}]({DOCUMENT}#{name}) | [{code[0].removeprefix('cs336_systems/')}]({code[0]})"
+            lines.append(f"| {links} | {f'[figure]({drawn})' if figure else ABSENT} | {_command(name)} |")
+        return "\n".join(lines)
 
     def figures(self) -> dict[Path, dict[str, Any]]:
         """The specification of every figure that a page shows, by its file."""
@@ -166,6 +184,13 @@ class Book:
     def _digests(self) -> dict[str, str]:
         path = self.folder / "figures" / DIGESTS
         return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+
+
+def _command(name: str) -> str:
+    """What computes the answer of a problem, as a command of `cs336-systems`."""
+    if name in experiments():
+        return "`report`" if isinstance(experiments()[name], Calculation) else f"`run {name}`"
+    return f"`{COMMANDS.get(name, f'grade tests/adapters.py --problem {name}')}`"
 
 
 def figure_specs(experiment: Experiment, frame: pd.DataFrame) -> dict[str, dict[str, Any]]:

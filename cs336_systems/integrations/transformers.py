@@ -183,7 +183,7 @@ def _interfaces() -> tuple[Any, Any]:
         transformers = importlib.import_module("transformers")
     except ImportError:
         raise ImportError(
-            "transformers is not installed: pip install -e '.[hf]' in the repository, as the README says"
+            "transformers is not installed: pip install -e '.[hf]' in the repository, as docs/attention.md says"
         ) from None
     if not hasattr(transformers, "AttentionMaskInterface"):
         raise ImportError(f"transformers must be of version 4.53 or later, got {transformers.__version__}")

@@ -1,0 +1,83 @@
+"""The README and the pages of docs/: their snippets run as pasted, and the API page is what the code says."""
+
+import importlib
+import importlib.util
+import re
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+
+from cs336_systems.attention.backends import available_backends
+
+ROOT = Path(__file__).parent.parent
+PYTHON = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+MOST_WORDS = 1_300  # of the README, with its tables
+
+SPEC = importlib.util.spec_from_file_location("api_docs", ROOT / "tools" / "api_docs.py")
+api_docs = importlib.util.module_from_spec(SPEC)
+sys.modules["api_docs"] = api_docs  # where its dataclasses look for their module
+SPEC.loader.exec_module(api_docs)
+
+
+@pytest.mark.parametrize("document", ["README.md", "docs/package.md"])
+def test_the_snippet_runs_as_pasted(document, tmp_path):
+    snippets = PYTHON.findall((ROOT / document).read_text(encoding="utf-8"))
+    assert len(snippets) == 1
+    (tmp_path / "snippet.py").write_text(snippets[0])
+    names = runpy.run_path(str(tmp_path / "snippet.py"))
+    assert names["q"].grad.isfinite().all() and names["q"].grad.any()
+
+
+def test_the_readme_stays_short():
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").split()) <= MOST_WORDS
+
+
+def test_the_package_page_has_no_link_that_only_the_repository_can_follow():
+    """An index shows docs/package.md without the files beside it."""
+    assert 'readme = "docs/package.md"' in (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    links = re.findall(r"\]\(([^)]+)\)", (ROOT / "docs" / "package.md").read_text(encoding="utf-8"))
+    assert [link for link in links if "://" not in link] == []
+
+
+@pytest.fixture
+def chapters():
+    return api_docs.read_chapters(api_docs.EXAMPLES.read_text(encoding="utf-8"))
+
+
+def test_the_api_page_and_its_pictures_are_fresh():
+    """`tools/api_docs.py` writes them; it runs every example but Triton's, and fails where one does."""
+    assert api_docs.stale(api_docs.build()) == []
+
+
+def test_the_example_of_the_triton_function_runs(chapters):
+    has_triton = available_backends()["triton"] == "ok"
+    if not has_triton:
+        pytest.skip("triton does not run here")
+    attention = chapters[0]
+    attention.sections = [section for section in attention.sections if section.name == "FlashAttentionTriton"]
+    assert api_docs.run_examples(attention)[1] == []
+
+
+@pytest.mark.parametrize("module", ["attention", "attention.masks", "model", "analysis"])
+def test_every_export_has_an_example(chapters, module):
+    chapter = next(chapter for chapter in chapters if chapter.title == f"cs336_systems.{module}")
+    exported = {name for name in importlib.import_module(chapter.title).__all__ if name != "MAX_LIST_DENSITY"}
+    assert exported <= {section.name for section in chapter.sections if section.examples} | {"BlockMask"}
+
+
+def test_every_mask_constructor_is_in_the_gallery(chapters):
+    made = {name for name, value in vars(api_docs.BlockMask).items() if isinstance(value, classmethod)}
+    shown = {section.name for chapter in chapters for section in chapter.sections}
+    assert {f"BlockMask.{name}" for name in made if not name.startswith("_")} <= shown
+
+
+def test_an_example_with_a_wrong_result_is_found():
+    chapter = api_docs.Chapter("wrong", sections=[api_docs.Section("sum", examples=">>> 1 + 1\n3")])
+    assert "Expected:\n    3\nGot:\n    2" in api_docs.run_examples(chapter)[1][0]
+
+
+def test_the_matrix_follows_the_rules():
+    assert api_docs.takes("hopper", (9, 0), "bfloat16", 128) and not api_docs.takes("hopper", (9, 0), "bfloat16", 129)
+    assert not api_docs.takes("hopper", (8, 0), "bfloat16") and not api_docs.takes("triton", (8, 0), "float64")
