@@ -40,7 +40,7 @@ CHECK_PYTHON = command -v $(PYTHON) >/dev/null || \
     $(PYTHON) tools/check_python.py
 
 .DEFAULT_GOAL := help
-.PHONY: help venv test test-slow test-hf test-gpu sanitize report lint notebooks notebooks-check grade course-tests fuzz check-wheel sm90-venv clean
+.PHONY: help venv test test-slow test-hf test-gpu sanitize report lint notebooks notebooks-check grade course-tests fuzz check-wheel sm90-venv spills clean
 
 help: ## list the targets
 	@awk -F ':[^#]*## ' '/^[a-z0-9-]+:[^#]*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -116,9 +116,12 @@ sm90-venv: .venv-sm90/.stamp-$(SM90_TRITON) ## an environment with the GPU machi
 .venv-sm90/.stamp-$(SM90_TRITON):
 	@$(CHECK_PYTHON)
 	test -x $(@D)/bin/pip || $(PYTHON) -m venv $(@D)
-	$(@D)/bin/python -m pip install --quiet --no-compile $(addprefix -c ,$(CONSTRAINTS)) -e .
+	$(@D)/bin/python -m pip install --quiet --no-compile $(addprefix -c ,$(CONSTRAINTS)) -e . pytest hypothesis
 	$(@D)/bin/python -m pip install --quiet --no-deps triton==$(SM90_TRITON)
 	@touch $@
+
+spills: sm90-venv ## compile the shipped Hopper kernels: a new spill, or tensor cores that wait, fail
+	OMP_NUM_THREADS=1 .venv-sm90/bin/python -m pytest -q tests/test_tune.py tests/test_hopper_reports.py -k 'spill or wait'
 
 clean: ## remove the environments and caches; records and reports stay
 	rm -rf .venv .venv-sm90 cs336_systems.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -192,6 +192,27 @@ class CollectiveCase:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Axes:
+    """What a run sets of the attention that it measures; an empty axis is left as each problem has it."""
+
+    modes: tuple[str, ...] = ()  # forward, backward, forward_backward: rows of others are left out
+    heads: tuple[int, ...] = ()
+    seqlens: tuple[int, ...] = ()
+    head_dims: tuple[int, ...] = ()
+
+    @property
+    def sizes(self) -> bool:
+        """Whether any case is another than the problem's own."""
+        return bool(self.heads or self.seqlens or self.head_dims)
+
+    @property
+    def options(self) -> str:
+        """The options that are set, as they are typed."""
+        names = {"--mode": self.modes, "--heads": self.heads, "--seqlen": self.seqlens, "--head-dim": self.head_dims}
+        return ", ".join(name for name, values in names.items() if values)
+
+
+@dataclass(frozen=True, kw_only=True)
 class RunConfig:
     """Options of one `cs336-systems run`, the same for every problem it runs."""
 
@@ -200,6 +221,7 @@ class RunConfig:
     seed: int = 0  # of inputs and initial weights
     model: str | None = None  # "package.module:Class" of the user's own model; None: this package's
     cell_timeout_s: int = 600  # a cell that takes longer becomes a failed row
+    axes: Axes = Axes()  # of the sweeps of attention
 
     def __post_init__(self) -> None:
         require_choice(self, "scale", SCALES)

@@ -22,12 +22,15 @@ def test_every_rung_has_every_shape():
     assert {cell.case.dtype for cell in cells} == {"bfloat16"}
 
 
-def test_the_first_rung_is_measured_and_the_others_say_why_not():
+def test_the_first_rungs_are_measured_and_the_others_say_why_not():
     run = TINY
     cells = {cell.implementation: cell for cell in PROBLEMS["hopper_ladder"].cells(run)}
     measured = list(PROBLEMS["hopper_ladder"].measure(cells["triton_pointers"], run))
     assert {one.row.mode for one in measured} == {"forward", "backward", "forward_backward"}
     assert all(one.kernel.startswith("interpreter portable_forward_") for one in measured)
+    first = list(PROBLEMS["hopper_ladder"].measure(cells["triton_first"], run))
+    assert {one.kernel for one in first} == {"interpreter flash_fwd_kernel tiled_backward"}
+    assert max(one.error for one in first if one.error is not None) <= 1
     for rung, why in (
         ("triton_tma", "TMA on GPUs of compute capability 9.0"),
         ("hopper_deterministic", "hopper kernels run on CUDA devices, and the inputs are on cpu"),
@@ -38,13 +41,13 @@ def test_the_first_rung_is_measured_and_the_others_say_why_not():
 
 
 def test_an_unknown_rung_is_refused():
-    with pytest.raises(ValueError, match="rung must be one of triton_pointers, .*, got 'flex'"):
+    with pytest.raises(ValueError, match="rung must be one of triton_first, triton_pointers, .*, got 'flex'"):
         build_rung("flex", sized_shape(HANDOUT, 1, 1, 64, 64, True), "cpu")
 
 
 def test_rungs_differ_in_how_tiles_are_read(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     shape = sized_shape(HANDOUT, 1, 16, 16384, 64, True)
-    by_pointers, by_tma = (build_rung(name, shape, "cuda")[1].split() for name in tuple(RUNGS)[:2])
+    by_pointers, by_tma = (build_rung(name, shape, "cuda")[1].split() for name in tuple(RUNGS)[1:3])
     assert not any(name.endswith("_tma") for name in by_pointers) and all(name.endswith("_tma") for name in by_tma)
     assert len(by_pointers) == len(by_tma) == 3

@@ -67,7 +67,7 @@ def profile(
             raise ValueError(f"--print shows the command of {' or '.join(TOOLS)}, got --tool {tool}")
         if tool != "torch" and kind != "cuda" and not print_only:
             raise ValueError(f"--tool {tool} needs a CUDA device; --tool torch profiles a CPU, too")
-        interprets = kind == "cpu" and "triton" in (implementation, attention)
+        interprets = kind == "cpu" and not {"triton", "triton_first"}.isdisjoint((implementation, attention))
         if interprets and importlib.util.find_spec("triton") is not None:
             os.environ["TRITON_INTERPRET"] = "1"  # before the kernels are loaded
         os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # or the profiler's library prints its start and stop

@@ -12,6 +12,8 @@ from cs336_systems.measure.text import printable
 
 PUBLISHED_FOLDER = "nvidia-h200"  # whose records the pages and the README show
 DOCUMENTS = ("README.md", "writeup.md")
+# Of the folders that runs write to: by scale, and with chosen axes.
+SUFFIXES = [scale + axes for axes in ("", "-chosen") for scale in ("", "-smoke", "-tiny")]
 
 
 def list_problems() -> None:
@@ -93,7 +95,7 @@ def _own_folders(results: Path) -> list[Path]:
     from cs336_systems.device import get_device_info
 
     slugs = {get_device_info(kind).slug for kind in _device_kinds()}
-    names = [slug + suffix for slug in sorted(slugs) for suffix in ("", "-smoke", "-tiny")]
+    names = [slug + suffix for slug in sorted(slugs) for suffix in SUFFIXES]
     own = [results / name for name in names if (results / name / "records").is_dir()]
     if not own:
         raise ValueError(f"no records of this machine in {results}; measure something first: cs336-systems run --all")

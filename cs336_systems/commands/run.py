@@ -55,15 +55,20 @@ def run(
     rerun: Annotated[str, typer.Option(help="Measure again what is finished: none, failed or all.")] = "none",
     time_budget: Annotated[float | None, typer.Option(help="Start no cell after this many seconds.")] = None,
     cell_timeout: Annotated[int, typer.Option(help="Seconds after which a cell becomes a failed row.")] = 600,
+    mode: Annotated[str | None, typer.Option(help="Of attention: forward, backward, forward_backward; a,b.")] = None,
+    heads: Annotated[str | None, typer.Option(help="Of attention: these in the place of its own, as 16,64.")] = None,
+    seqlen: Annotated[str | None, typer.Option(help="Of attention: these lengths, as 4096,8192.")] = None,
+    head_dim: Annotated[str | None, typer.Option(help="Of attention: these head dims, as 64,128.")] = None,
+    stages: Annotated[bool, typer.Option("--stages", help="Only our stages of attention; print their table.")] = False,
     shard: Annotated[str, typer.Option(help="This process's part, as 2/4: one a GPU, into one folder.")] = "1/1",
     commit: Annotated[str | None, typer.Option(help="Revision that runs, where there is no git.")] = None,
     dirty: Annotated[bool | None, typer.Option("--dirty/--clean", help="Whether it has uncommitted changes.")] = None,
 ) -> None:
     """Measure problems and append the records; finished cells are kept, so an interrupted run continues."""
     with one_line_errors():
-        from cs336_systems.config import RunConfig
+        from cs336_systems.config import Axes, RunConfig
         from cs336_systems.device import get_device_info, resolve_device
-        from cs336_systems.experiments.harness import Shard, Sweep, find_provenance, results_folder
+        from cs336_systems.experiments.harness import Shard, Sweep, find_provenance, planned_cells, results_folder
 
         kind = resolve_device(device)
         chosen = _choose_problems(problems or [], run_all)
@@ -74,7 +79,23 @@ def run(
         part = Shard.parse(shard)
         if scale == "auto":
             scale = "handout" if kind == "cuda" else "smoke"
-        config = RunConfig(scale=scale, device=kind, seed=seed, model=model, cell_timeout_s=cell_timeout)  # type: ignore[arg-type]
+        config = RunConfig(
+            scale=scale,  # type: ignore[arg-type]
+            device=kind,
+            seed=seed,
+            model=model,
+            cell_timeout_s=cell_timeout,
+            axes=Axes(
+                modes=tuple(mode.split(",")) if mode else (),
+                heads=_sizes("--heads", heads),
+                seqlens=_sizes("--seqlen", seqlen),
+                head_dims=_sizes("--head-dim", head_dim),
+            ),
+        )
+        for name in chosen if config.axes.options else ():
+            planned_cells(name, config)  # refuses what a problem does not have
+        if stages:
+            implementation = _stages_of(chosen, implementation)
         _check_model(config, chosen)
         _check_implementations(implementation, chosen, config)
         interpret = kind == "cpu" and importlib.util.find_spec("triton") is not None
@@ -117,6 +138,8 @@ def run(
     finally:
         sweep.worker.kill()  # also where the interrupt came between two cells
         sweep.unlock()
+    for name in chosen if stages else ():
+        _show_stages(name, sweep)
     typer.echo(f"records: {folder / 'records'}")
     if totals and not any(status.startswith(("ok", "partly")) for status in totals):
         typer.echo("error: nothing could be measured", err=True)
@@ -210,6 +233,38 @@ def _choose_problems(names: list[str], run_all: bool) -> list[str]:
     if not names and not run_all:
         raise ValueError("give problem names or --all; `cs336-systems list` shows the names")
     return list(PROBLEMS) if run_all else list(dict.fromkeys(names))
+
+
+def _sizes(option: str, text: str | None) -> tuple[int, ...]:
+    """The numbers of `4096,8192`; ValueError for anything else."""
+    parts = [] if text is None else text.split(",")
+    if not all(part.isdecimal() and int(part) for part in parts):
+        raise ValueError(f"{option} must be positive numbers with commas between them, got {text!r}")
+    return tuple(int(part) for part in parts)
+
+
+def _stages_of(chosen: list[str], implementations: list[str] | None) -> list[str]:
+    """The implementations that are stages of ours; ValueError where a problem does not compare them."""
+    from cs336_systems.experiments.implementations import STAGES
+    from cs336_systems.experiments.registry import PROBLEMS
+
+    if implementations:
+        raise ValueError("give --stages or --implementation, not both")
+    for name in chosen:
+        if "stages" not in PROBLEMS[name].tables:
+            raise ValueError(f"--stages has no effect on {name}, which does not compare our stages of attention")
+    return list(STAGES)
+
+
+def _show_stages(name: str, sweep: Sweep) -> None:
+    """Print what the records say of each stage beside the one before."""
+    from cs336_systems.experiments.frames import load_frame
+    from cs336_systems.experiments.records import read_records
+    from cs336_systems.experiments.registry import PROBLEMS
+
+    problem = PROBLEMS[name]
+    table = problem.tables["stages"].build(load_frame(problem, read_records(sweep.record_file(name))))
+    typer.echo(f"\n{table.title}\n\n{table.markdown()}\n")
 
 
 def _check_model(config: RunConfig, chosen: list[str]) -> None:

@@ -81,6 +81,7 @@ class DenseMasks(Experiment):
             unit=None if value == "median" else "TFLOP/s",
             where={"quantity": "time", "mode": mode},
             ratios=(
+                ("hopper", "triton"),
                 ("triton", "torch_varlen"),
                 ("triton", "flex"),
                 ("triton", "sdpa_padded"),

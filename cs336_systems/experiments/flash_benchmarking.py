@@ -21,7 +21,7 @@ from cs336_systems.experiments.attention import (
     with_speeds,
 )  # fmt: skip
 from cs336_systems.experiments.figures import Lines
-from cs336_systems.experiments.implementations import IMPLEMENTATIONS, TINY_IMPLEMENTATIONS
+from cs336_systems.experiments.implementations import IMPLEMENTATIONS, STAGES, TINY_IMPLEMENTATIONS
 from cs336_systems.experiments.spec import Cell, Experiment, Sample, Unsupported, problem
 from cs336_systems.experiments.tables import Pick, Pivot, TableSpec, Wide
 
@@ -55,7 +55,7 @@ class FlashBenchmarking(Experiment):
         length, name = cell.case.seqlen_q, cell.implementation
         if cell.case.dtype == "float32" and length > LONGEST_FLOAT32 and name != "eager":
             raise Unsupported(f"float32 is measured up to {LONGEST_FLOAT32}; only eager goes on, to its out-of-memory")
-        if name == "triton" and run.device == "cpu" and length > LONGEST_INTERPRETED:
+        if name in ("triton", "triton_first") and run.device == "cpu" and length > LONGEST_INTERPRETED:
             raise Unsupported(f"the interpreter is run up to {LONGEST_INTERPRETED} tokens here")
         if run.scale == "smoke" and name in RECOMPILED and length > LONGEST_RECOMPILED:
             raise Unsupported(f"it compiles anew for each length: up to {LONGEST_RECOMPILED} tokens at smoke scale")
@@ -89,6 +89,12 @@ class FlashBenchmarking(Experiment):
         for dtype in ("bfloat16", "float16", "float32")
         for mode, words in MODE_WORDS.items()
     } | {
+        "stages": Pivot(
+            title="our stages, each beside the one before, batch 1, one head, causal",
+            down={"pass": "mode", "dtype": "dtype", **DOWN},
+            where={"quantity": "time", "mode": ("forward", "forward_backward"), "implementation": STAGES},
+            ratios=tuple(zip(STAGES[1:], STAGES)),
+        ),
         "memory": Pivot(
             title="peak memory, forward + backward",
             down={"dtype": "dtype", **DOWN},

@@ -21,6 +21,7 @@ from typing import Any, Literal, TextIO
 from cs336_systems import __version__
 from cs336_systems.config import RunConfig
 from cs336_systems.device import DeviceInfo, get_device_info
+from cs336_systems.experiments.axes import CHOSEN, choose_cells
 from cs336_systems.experiments.records import Record, Run, Status, append_records, case_to_dict, latest, read_records
 from cs336_systems.experiments.registry import PROBLEMS
 from cs336_systems.experiments.spec import Cell, Sample
@@ -72,8 +73,9 @@ def _git(folder: Path, *arguments: str) -> str | None:
 
 
 def results_folder(results: Path, device: DeviceInfo, run: RunConfig) -> Path:
-    """`results/<device>` at handout scale, `results/<device>-<scale>` below it."""
-    return results / (device.slug if run.scale == "handout" else f"{device.slug}-{run.scale}")
+    """`results/<device>` at handout scale, `results/<device>-<scale>` below it; of chosen sizes one beside it."""
+    name = device.slug if run.scale == "handout" else f"{device.slug}-{run.scale}"
+    return results / (name + CHOSEN * run.axes.sizes)
 
 
 def software_versions() -> dict[str, str]:
@@ -289,7 +291,7 @@ class Sweep:
 def planned_cells(problem: str, run: RunConfig, implementations: Iterable[str] = ()) -> list[Cell]:
     """All cells of `problem`; of `implementations` those named `package.module:Name`, a reader's own, get cells too."""
     found = PROBLEMS[problem]
-    cells = [replace(cell, problem=problem) for cell in found.cells(run)]
+    cells = [replace(cell, problem=problem) for cell in choose_cells(problem, found.cells(run), run.axes)]
     own = [name for name in implementations if ":" in name]
     plainest: dict[Any, Cell] = {}  # of each case: those of compiled implementations promise compile times, too
     for cell in cells:

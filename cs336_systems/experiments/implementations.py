@@ -27,17 +27,19 @@ from cs336_systems.device import has_cxx_compiler
 from cs336_systems.experiments.spec import Unsupported
 
 __all__ = [
-    "HOPPER_CAPABILITY", "IMPLEMENTATIONS", "INTERPRETER_BFLOAT16", "TINY_IMPLEMENTATIONS", "AttentionFunction",
-    "build", "chosen_tiles", "compiled_flex", "kernel_name", "load_name", "off_contract",
+    "HOPPER_CAPABILITY", "IMPLEMENTATIONS", "INTERPRETER_BFLOAT16", "STAGES", "TINY_IMPLEMENTATIONS",
+    "AttentionFunction", "build", "chosen_tiles", "compiled_flex", "kernel_name", "load_name", "off_contract",
     "whole_keys", "without_overhead",
 ]  # fmt: skip
 AttentionFunction = Callable[[Tensor, Tensor, Tensor], Any]  # -> Tensor; some return types are unions
 
-OURS = ("eager", "compiled", "tiled", "tiled_compiled", "triton", "hopper")
+OURS = ("eager", "compiled", "tiled", "tiled_compiled", "triton_first", "triton", "hopper")
+STAGES = ("eager", "compiled", "tiled", "triton_first", "triton", "hopper")  # each beside the one before
 PEERS = ("sdpa_flash", "sdpa_cudnn", "sdpa_efficient", "flex")
 IMPLEMENTATIONS = OURS + PEERS
-TINY_IMPLEMENTATIONS = ("eager", "tiled", "triton", "sdpa_flash", "sdpa_cudnn")  # nothing that compiles for seconds
-COMPILED = ("compiled", "tiled_compiled", "triton", "hopper", "flex")  # whose first call compiles
+# Nothing that compiles for seconds.
+TINY_IMPLEMENTATIONS = ("eager", "tiled", "triton_first", "triton", "sdpa_flash", "sdpa_cudnn")
+COMPILED = ("compiled", "tiled_compiled", "triton_first", "triton", "hopper", "flex")  # whose first call compiles
 FLEX_BLOCK = 128
 SDPA_BACKENDS = {
     "sdpa_flash": SDPBackend.FLASH_ATTENTION,
@@ -64,6 +66,8 @@ def build(name: str, shape: AttentionShape, device: str) -> AttentionFunction:
         return lambda q, k, v: FlashAttentionPyTorch.apply(q, k, v, causal)
     if name == "tiled_compiled":
         return lambda q, k, v: FlashAttentionPyTorch.apply(q, k, v, causal, None, True)
+    if name == "triton_first":
+        return _first(shape, device)
     if name == "triton":
         if shape.dtype == "bfloat16" and device == "cpu":
             raise Unsupported(INTERPRETER_BFLOAT16)
@@ -76,6 +80,18 @@ def build(name: str, shape: AttentionShape, device: str) -> AttentionFunction:
     if name == "flex":
         return _flex(shape, device)
     return _sdpa(name, shape, device)
+
+
+def _first(shape: AttentionShape, device: str) -> AttentionFunction:
+    """The handout's forward, for the shapes that it takes."""
+    from cs336_systems.attention.triton.first import check_first
+
+    query, key = _query_and_key(shape, device)
+    try:
+        check_first(query, key, key)
+    except ValueError as error:
+        raise Unsupported(str(error)) from None
+    return lambda q, k, v: flash_attention(q, k, v, is_causal=shape.is_causal, backend="triton_first")
 
 
 def _own(name: str, causal: bool) -> AttentionFunction:
@@ -109,6 +125,9 @@ def kernel_name(name: str, shape: AttentionShape, device: str) -> str:
         from cs336_systems.attention.hopper.function import kernel_names
 
         return kernel_names(*_query_and_key(shape, device="cuda"), is_causal=shape.is_causal)
+    if name == "triton_first":
+        kernel = "flash_fwd_kernel tiled_backward"
+        return kernel if device == "cuda" else f"interpreter {kernel}"
     if name != "triton":
         return ""
     from cs336_systems.attention.triton.function import forward_name, kernel_config

@@ -222,11 +222,12 @@ def _sdpa_mask(case: MaskCase, mask: BlockMask, run: RunConfig) -> MaskedAttenti
     )
 
 
-def _sdpa(name: str) -> Callable[[MaskCase, BlockMask, RunConfig], MaskedAttention]:
+def _dense(name: str) -> Callable[[MaskCase, BlockMask, RunConfig], MaskedAttention]:
     def builder(case: MaskCase, mask: BlockMask, run: RunConfig) -> MaskedAttention:
         if not is_plain(case.mask):
             raise Unsupported(f"{name} takes no mask but the causal one")
-        return MaskedAttention(attend=build(name, shape_of(case), run.device))
+        shape = shape_of(case)
+        return MaskedAttention(attend=build(name, shape, run.device), kernel=kernel_name(name, shape, run.device))
 
     return builder
 
@@ -261,8 +262,9 @@ BUILDERS: dict[str, Callable[[MaskCase, BlockMask, RunConfig], MaskedAttention]]
     "tiled": _tiled,
     "triton": _triton,
     "triton_lists": _lists,
-    "sdpa_flash": _sdpa("sdpa_flash"),
-    "sdpa_cudnn": _sdpa("sdpa_cudnn"),
+    "hopper": _dense("hopper"),
+    "sdpa_flash": _dense("sdpa_flash"),
+    "sdpa_cudnn": _dense("sdpa_cudnn"),
     "sdpa_mask": _sdpa_mask,
     "sdpa_padded": _padded,
     "torch_varlen": _torch_varlen,

@@ -2,8 +2,8 @@
 
 Beside the times a cell records the density of the mask that ran and the share of its tiles that are live: the inverse
 of that share is what skipping tiles can gain at most. "Dense" is attention of the same shape without the mask (causal,
-if the mask is causal): the faster of our Triton kernels and SDPA's flash, so that a slow dense path of ours flatters
-nothing.
+if the mask is causal): the fastest of our Triton kernels, our Hopper kernels where they run, and SDPA's flash, so that
+a slow dense path of ours flatters nothing.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ DENSITY = Row(mode="forward", quantity="density", unit="1")
 BLOCK_DENSITY = Row(mode="forward", quantity="block_density", unit="1")
 MASK_TIME = Row(mode="forward", quantity="mask_time", unit="ms")
 SMALL_HEADS, SMALL_HEAD_DIM = 1, 32  # below handout scale, where kernels are interpreted
-DENSE_PEERS = ("sdpa_flash", "sdpa_cudnn")
-DENSE = ("triton", "sdpa_flash")  # whose faster one is dense attention
+DENSE_PEERS = ("hopper", "sdpa_flash", "sdpa_cudnn")  # take no mask but the causal one
+DENSE = ("triton", "hopper", "sdpa_flash")  # whose fastest is dense attention; `auto` takes one of the first two
 FAMILIES = {  # of a mask's pattern, without its numbers; whether dense attention beside it is causal
     "full": ("full", False),
     "causal": ("causal", True),
@@ -131,6 +131,8 @@ def measure_masked(cell: Cell, run: RunConfig) -> Iterator[Sample]:
         results[:] = torch.autograd.grad(attend(*leaves), leaves, grad_output)
 
     def timed(row: Row, call: Callable[[], object], first_ms: float, error: float) -> Iterator[Sample]:
+        if row not in cell.rows:
+            return
         budget_ms = GPU_BUDGET_MS if device == "cuda" else CPU_BUDGET_MS
         # An interpreted call takes seconds and says nothing of speed: the one that was checked is its only sample.
         samples = [first_ms] if interpreted else time_calls(call, device=device, warmup=1, budget_ms=budget_ms)
@@ -141,6 +143,11 @@ def measure_masked(cell: Cell, run: RunConfig) -> Iterator[Sample]:
     oracle = _oracle(case, device, run.seed)  # after the first call: what does not fit needs no oracle
     error = checked_error(oracle, {"output": unpack(results[0])}, cell.implementation)
     yield from timed(FORWARD, forward, first_ms, error)
+    if MASK_TIME in cell.rows and implementation.build_mask is not None:
+        samples = time_calls(implementation.build_mask, device=device, num_samples=MIN_SAMPLES)
+        yield Sample(row=MASK_TIME, samples=samples)
+    if all(row.mode == "forward" for row in cell.rows):
+        return
 
     # forward and backward
     first_ms = time_once(both, device)
@@ -159,10 +166,7 @@ def measure_masked(cell: Cell, run: RunConfig) -> Iterator[Sample]:
     yield from timed(BACKWARD, backward, time_once(backward, device), error)
     del graph
 
-    # the mask, memory
-    if MASK_TIME in cell.rows and implementation.build_mask is not None:
-        samples = time_calls(implementation.build_mask, device=device, num_samples=MIN_SAMPLES)
-        yield Sample(row=MASK_TIME, samples=samples)
+    # memory
     if PEAK in cell.rows:
         results.clear()
         yield Sample(row=PEAK, samples=[peak_cuda_bytes(both) / MIB], kernel=kernel)
@@ -208,7 +212,8 @@ def mask_columns(row: Mapping[str, Any]) -> dict[str, Any]:
 
 def against_dense(frame: pd.DataFrame) -> pd.DataFrame:
     """Columns that need other rows: `pairs` and `live` shares of the mask, `tflops` by attended pairs, and beside dense
-    attention of one run `over_dense` (times as fast), `ideal` (tiles of dense over live ones) and `ideal_by_pairs`.
+    attention of one run `dense` (whose), `over_dense` (times as fast), `ideal` (tiles of dense over live ones) and
+    `ideal_by_pairs`.
     """
     rows = tuples(frame)
     shares: dict[str, dict[str, float]] = {}
@@ -221,16 +226,17 @@ def against_dense(frame: pd.DataFrame) -> pd.DataFrame:
     more = []
     for row in rows:
         pairs, live = (shares.get(row["case"], {}).get(name, math.nan) for name in ("density", "block_density"))
-        found = {"pairs": pairs, "live": live, "tflops": math.nan, "over_dense": math.nan}
-        found |= {"ideal": math.nan, "ideal_by_pairs": math.nan}
+        found: dict[str, Any] = {"pairs": pairs, "live": live, "tflops": math.nan, "over_dense": math.nan}
+        found |= {"ideal": math.nan, "ideal_by_pairs": math.nan, "dense": ""}
         if row["quantity"] == "time":
             area = pairs * row["batch"] * row["heads"] * row["seqlen_q"] ** 2 * row["head_dim"]
             if row["median"] > 0:
                 found["tflops"] = tflops_per_s(ATTENTION_FLOPS_PER_PAIR[row["mode"]] * area, row["median"])
             beside = dense.get(_dense_key(row, row["dense_causal"]), [])
-            speeds = [one for one in (speed(row, base) for base in beside) if one == one]
+            speeds = [(one, base) for one, base in ((speed(row, base), base) for base in beside) if one == one]
             if speeds:
-                found["over_dense"] = min(speeds)  # over the fastest
+                found["over_dense"], fastest = min(speeds, key=lambda pair: pair[0])
+                found["dense"] = fastest["implementation"]
                 base_shares = shares.get(beside[0]["case"], {})
                 found["ideal"] = base_shares.get("block_density", math.nan) / live if live else math.nan
                 found["ideal_by_pairs"] = base_shares.get("density", math.nan) / pairs if pairs else math.nan
@@ -250,8 +256,8 @@ def dense_tables(**where: Any) -> dict[str, Listing]:
             columns={
                 "mask": "pattern", "implementation": "implementation",
                 "pairs (%)": lambda row: 100 * row["pairs"], "live tiles (%)": lambda row: 100 * row["live"],
-                "ms": "median", "TFLOP/s": "tflops", "speed over dense": "over_dense", "by tiles at most": "ideal",
-                "by pairs at most": "ideal_by_pairs",
+                "ms": "median", "TFLOP/s": "tflops", "dense": "dense", "speed over dense": "over_dense",
+                "by tiles at most": "ideal", "by pairs at most": "ideal_by_pairs",
             },
             where={"quantity": "time", "mode": mode, **where},
         )

@@ -144,11 +144,12 @@ class Pivot(TableSpec):
         rows = pick(frame, self.where)
         if self.value == "median":
             rows = with_unit(rows, self.unit)
+        down = _telling(rows, self.down, self.across)
         across = rows.sort_values("place", kind="stable") if self.across == "implementation" else rows
         names = list(dict.fromkeys(across[self.across]))
         pairs = [(ours, theirs) for ours, theirs in self.ratios if ours in names and theirs in names]
         lines = []
-        for keys, group in _grouped(rows, self.down):
+        for keys, group in _grouped(rows, down):
             by_name: dict[Any, Row] = {}
             for row in tuples(group):
                 if row[self.across] in by_name:
@@ -157,7 +158,7 @@ class Pivot(TableSpec):
             numbers = [cell_of(by_name.get(name), self.value, self.significant) for name in names]
             ratios = [speed(by_name.get(ours), by_name.get(theirs), self.by_turns) for ours, theirs in pairs]
             lines.append([*map(shown, keys), *numbers, *map(shown, ratios)])
-        header = [*_headings(self.down), *map(str, names), *(f"speed of {a} over {b}" for a, b in pairs)]
+        header = [*_headings(down), *map(str, names), *(f"speed of {a} over {b}" for a, b in pairs)]
         unit = self.unit or (rows["unit"].iloc[0] if self.value == "median" and len(rows) else "")
         return Table(f"{self.title} ({unit})" if unit not in ("", "1") else self.title, header, lines)
 
@@ -245,6 +246,17 @@ class Wide(TableSpec):
 
 def _headings(down: Down) -> list[str]:
     return [name.replace("_", " ") for name in down]
+
+
+def _telling(rows: pd.DataFrame, down: Down, across: str) -> Down:
+    """`down`, and of the axes that `run --heads ...` sets those that alone tell a line's records apart."""
+    names = dict(down) if isinstance(down, Mapping) else {name: name for name in down}
+    for axis in ("heads", "seqlen_q", "head_dim"):
+        if axis in rows and not rows.empty and axis not in names.values():
+            keys = list(dict.fromkeys([*names.values(), across]))
+            if (rows.groupby(keys, dropna=False)[axis].nunique() > 1).any():
+                names[axis] = axis
+    return names
 
 
 def _grouped(rows: pd.DataFrame, down: Down) -> list[tuple[tuple[Any, ...], pd.DataFrame]]:

@@ -1,0 +1,97 @@
+"""What `run` sets of a sweep of attention: modes, heads, lengths and head dims.
+
+    cs336-systems run dense_masks --mode forward --heads 16 --seqlen 4096,8192 --head-dim 64
+
+Each of the problem's cells comes once for every chosen value in the place of its own. Cells that are then the same are
+one, and of a cell's rows those of the chosen modes stay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from itertools import product
+
+from cs336_systems.accounting import eager_attention_bytes
+from cs336_systems.config import AttentionShape, Axes, MaskCase
+from cs336_systems.experiments.spec import Cell
+
+CHOSEN = "-chosen"  # ends the names of folders whose cases are no problem's own
+OF_THE_MASK = ("density", "block_density")  # quantities that every mode's tables need
+Case = AttentionShape | MaskCase
+
+
+def choose_cells(problem: str, cells: Sequence[Cell], axes: Axes) -> list[Cell]:
+    """The cells of `problem` on `axes`; ValueError where it has no such axis or mode."""
+    if axes == Axes():
+        return list(cells)
+    if not all(isinstance(cell.case, AttentionShape | MaskCase) for cell in cells) or not cells:
+        raise ValueError(f"{axes.options} has no effect on {problem}, which is no sweep of attention")
+    modes = list(dict.fromkeys(row.mode for cell in cells for row in cell.rows if row.quantity not in OF_THE_MASK))
+    for mode in axes.modes:
+        if mode not in modes:
+            raise ValueError(f"--mode must be one of {', '.join(modes)} for {problem}, got {mode!r}")
+    chosen: dict[tuple[object, str], Cell] = {}
+    for cell in cells:
+        rows = tuple(row for row in cell.rows if _is_of(axes.modes, row.mode, row.quantity))
+        if not any(row.quantity not in OF_THE_MASK for row in rows):
+            continue
+        for case in _cases(cell.case, axes):
+            predicted = cell.predicted_bytes and eager_attention_bytes(_shape(case), "forward_backward")
+            one = replace(cell, case=case, rows=rows, predicted_bytes=predicted)
+            chosen.setdefault((case, cell.implementation), one)
+    # Implementations of a case share its inputs and its oracle, so that they are measured one after the other.
+    places = {case: place for place, case in enumerate(dict.fromkeys(case for case, _ in chosen))}
+    return sorted(chosen.values(), key=lambda cell: places[cell.case])
+
+
+def _is_of(modes: Iterable[str], mode: str, quantity: str) -> bool:
+    return not modes or mode in modes or quantity in OF_THE_MASK
+
+
+def _cases(case: Case, axes: Axes) -> list[Case]:
+    """`case` with each combination of the chosen values."""
+    values = product(axes.heads or (case.heads,), axes.seqlens or (None,), axes.head_dims or (case.head_dim,))
+    return [_with_length(_with_heads(replace(case, head_dim=dim), heads), length) for heads, length, dim in values]
+
+
+def _with_heads(case: Case, heads: int) -> Case:
+    """`case` with as many query heads; a key head serves as many of them as before."""
+    if not isinstance(case, AttentionShape) or case.kv_heads is None:
+        return replace(case, heads=heads)
+    group = case.heads // case.kv_heads
+    if heads % group:
+        raise ValueError(f"--heads must be a multiple of the {group} heads that share a key head, got {heads}")
+    return replace(case, heads=heads, kv_heads=heads // group)
+
+
+def _with_length(case: Case, seqlen: int | None) -> Case:
+    """`case` with as many keys, and queries where it had as many of them; documents keep their shares."""
+    if seqlen is None:
+        return case
+    if isinstance(case, MaskCase):
+        mask = "+".join(_scaled(part, case.seqlen_q, seqlen) for part in case.mask.split("+"))
+        return replace(case, mask=mask, seqlen_q=seqlen)
+    return replace(case, seqlen_k=seqlen, seqlen_q=seqlen if case.seqlen_q == case.seqlen_k else case.seqlen_q)
+
+
+def _scaled(part: str, before: int, after: int) -> str:
+    """
+    >>> _scaled("document:60,40", 100, 10), _scaled("causal", 100, 10)
+    ('document:6,4', 'causal')
+    """
+    name, _, lengths = part.partition(":")
+    if name != "document":
+        return part
+    scaled = [int(length) * after // before for length in lengths.split(",")]
+    scaled[0] += after - sum(scaled)
+    return f"{name}:{','.join(map(str, scaled))}"
+
+
+def _shape(case: AttentionShape | MaskCase) -> AttentionShape:
+    if isinstance(case, AttentionShape):
+        return case
+    return AttentionShape(
+        batch=case.batch, heads=case.heads, seqlen_q=case.seqlen_q, seqlen_k=case.seqlen_q, head_dim=case.head_dim,
+        is_causal=False, dtype=case.dtype,
+    )  # fmt: skip

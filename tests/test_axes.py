@@ -1,0 +1,99 @@
+"""What `run --mode --heads --seqlen --head-dim --stages` sets of the sweeps of attention."""
+
+from __future__ import annotations
+
+import pytest
+from typer.testing import CliRunner
+
+from cs336_systems.cli import app
+from cs336_systems.config import Axes, RunConfig
+from cs336_systems.experiments.frames import load_frame
+from cs336_systems.experiments.harness import planned_cells
+from cs336_systems.experiments.mask_implementations import document_lengths
+from cs336_systems.experiments.records import read_records
+from cs336_systems.experiments.registry import PROBLEMS
+
+COMMIT = ("--commit", "0123456789ab", "--clean")
+TINY = ("--scale", "tiny", "--device", "cpu")
+
+
+def planned(problem: str, **axes):
+    return planned_cells(problem, RunConfig(scale="handout", device="cuda", axes=Axes(**axes)))
+
+
+def run(*arguments: str):
+    return CliRunner().invoke(app, ["run", *map(str, arguments), *COMMIT])
+
+
+def test_chosen_sizes_stand_in_the_place_of_the_problems_own():
+    cells = planned("dense_masks", heads=(16,), seqlens=(4096, 8192), head_dims=(64,))
+    assert {(cell.case.heads, cell.case.seqlen_q, cell.case.head_dim) for cell in cells} == {
+        (16, 4096, 64), (16, 8192, 64)
+    }  # fmt: skip
+    assert len({(cell.case, cell.implementation) for cell in cells}) == len(cells), "what collapses is one cell"
+    cases = [cell.case for cell in cells]
+    assert [*dict.fromkeys(cases)] == [case for i, case in enumerate(cases) if i == 0 or cases[i - 1] != case]
+    for case in cases:
+        if case.mask.startswith("document"):
+            assert sum(document_lengths(case.mask)) == case.seqlen_q
+
+
+def test_rows_of_other_modes_go_and_the_masks_shares_stay():
+    rows = {(row.mode, row.quantity) for cell in planned("dense_masks", modes=("backward",)) for row in cell.rows}
+    assert rows == {("backward", "time"), ("forward", "density"), ("forward", "block_density")}
+    assert planned("flash_benchmarking") == planned_cells(
+        "flash_benchmarking", RunConfig(scale="handout", device="cuda")
+    )
+
+
+def test_key_heads_keep_their_share_of_the_query_heads_and_few_queries_stay_few():
+    cells = planned("few_queries", heads=(16,), seqlens=(512,))
+    grouped = [cell.case for cell in cells if cell.case.kv_heads]
+    assert grouped and {16 // case.kv_heads for case in grouped} <= {4, 8} and all(
+        case.seqlen_k == 512 for case in grouped
+    )
+    assert {case.seqlen_q for case in grouped} == {1, 8}
+    with pytest.raises(ValueError, match="--heads must be a multiple of the 4 heads that share a key head, got 6"):
+        planned("few_queries", heads=(6,))
+
+
+REFUSALS = {
+    "heads": (("benchmarking_script", "--heads", "16"), "--heads has no effect on benchmarking_script"),
+    "mode": (("naive_ddp_benchmarking", "--mode", "forward"), "--mode has no effect on naive_ddp_benchmarking"),
+    "unknown-mode": (("dense_masks", "--mode", "sideways"), "--mode must be one of forward, "),
+    "number": (("dense_masks", "--seqlen", "4096,x"), "--seqlen must be positive numbers with commas between them"),
+    "zero": (("dense_masks", "--head-dim", "0"), "--head-dim must be positive numbers"),
+    "stages": (("dense_masks", "--stages"), "--stages has no effect on dense_masks"),
+    "both": (("flash_benchmarking", "--stages", "--implementation", "eager"), "give --stages or --implementation"),
+}
+
+
+@pytest.mark.parametrize("arguments, message", REFUSALS.values(), ids=REFUSALS)
+def test_a_problem_without_the_axis_refuses_in_one_line(arguments, message, tmp_path):
+    result = run(*arguments, *TINY, "--results", tmp_path)
+    (line,) = result.stderr.strip().splitlines()
+    assert result.exit_code == 2 and line.startswith("error: ") and message in line
+    assert not any(tmp_path.rglob("*.jsonl"))
+
+
+def test_a_run_of_chosen_axes_has_a_folder_of_its_own_and_tables_that_tell_sizes_apart(tmp_path):
+    chosen = ("--mode", "forward", "--heads", "1,2", "--seqlen", "64", "--head-dim", "16")
+    result = run("dense_masks", *chosen, *TINY, "--implementation", "eager", "--results", tmp_path)
+    assert result.exit_code == 0, result.output
+    (path,) = tmp_path.rglob("dense_masks.jsonl")
+    assert path.parents[1].name.endswith("-tiny-chosen")
+    records = list(read_records(path))
+    assert {record.mode for record in records} == {"forward"} and {record.status for record in records} == {"ok"}
+    table = PROBLEMS["dense_masks"].tables["forward_ms"].build(load_frame(PROBLEMS["dense_masks"], records))
+    assert table.header[:3] == ["mask", "tokens", "heads"] and [line[2].text for line in table.lines] == ["1", "2"]
+
+
+def test_stages_are_measured_and_shown_each_beside_the_one_before(tmp_path):
+    result = run("flash_benchmarking", "--stages", "--seqlen", "64", *TINY, "--results", tmp_path)
+    assert result.exit_code == 0, result.output
+    (path,) = tmp_path.rglob("flash_benchmarking.jsonl")
+    found = {record.implementation: record.status for record in read_records(path)}
+    assert found == dict.fromkeys(("eager", "tiled", "triton_first", "triton"), "ok")
+    assert "| pass | dtype | d | S | eager | tiled | triton\\_first | triton |" in result.output.replace(
+        "triton_first", "triton\\_first"
+    )
