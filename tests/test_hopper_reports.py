@@ -95,8 +95,7 @@ def read_registers(request: HopperRequest) -> tuple[int, int, set[int]]:
     ptx = kernel.asm["ptx"]
     limit, threads = (int(re.search(rf"\.{name} (\d+)", ptx)[1]) for name in ("maxnreg", "reqntid"))
     return limit, threads, set(map(int, re.findall(r"setmaxnreg\.\w+\.sync\.aligned\.u32\s+(\d+)", ptx)))
-
-
+@pytest.mark.slow
 def test_programs_of_a_multiprocessor_share_its_registers():
     """setmaxnreg waits for ever if the warp groups of a program ask for more registers than it started with."""
     named = {

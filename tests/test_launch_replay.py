@@ -1,7 +1,4 @@
-"""Calls replayed through the CUDA driver: `attention/triton/launch.py`.
-
-Without a GPU by `fake_driver`; on a GPU replays are compared with the calls that Python makes, in bits.
-"""
+"""Calls replayed through the CUDA driver, `attention/triton/launch.py`, against those that Python makes, in bits."""
 
 from __future__ import annotations
 
