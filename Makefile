@@ -39,6 +39,9 @@ CHECK_PYTHON = command -v $(PYTHON) >/dev/null || \
     { echo "error: no $(PYTHON): install Python 3.11 or later, or set PYTHON" >&2; exit 1; }; \
     $(PYTHON) tools/check_python.py
 
+# Python keeps what it has compiled, or every process of a test compiles its imports again: five seconds each.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: help venv test test-slow test-hf test-gpu sanitize report lint notebooks notebooks-check grade course-tests fuzz check-wheel sm90-venv spills clean
 

@@ -12,7 +12,7 @@ from cs336_systems.attention import flash_attention
 from cs336_systems.attention.contract import compute_oracle
 from cs336_systems.config import RunConfig
 from cs336_systems.experiments import attention
-from cs336_systems.experiments.attention import KEPT_SAMPLES, evenly_spaced, measure_attention, settle
+from cs336_systems.experiments.attention import KEPT_SAMPLES, measure_attention, settle
 from cs336_systems.experiments.attention_shapes import SHAPES, AttentionShapes
 from cs336_systems.experiments.registry import PROBLEMS
 from cs336_systems.experiments.spec import Cell
@@ -44,12 +44,6 @@ def test_every_implementation_has_every_shape():
 
 
 # Measuring
-
-
-def test_samples_are_thinned_evenly_and_in_order():
-    assert evenly_spaced([float(i) for i in range(100)], 25) == [float(i) for i in range(0, 100, 4)]
-    assert evenly_spaced([3.0, 1.0, 2.0], 25) == [3.0, 1.0, 2.0]
-    assert len(evenly_spaced([0.0] * 26, 25)) == 25
 
 
 def test_a_fast_row_keeps_few_samples_unless_a_number_was_asked_for():

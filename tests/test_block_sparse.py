@@ -140,6 +140,7 @@ TOKEN_MASKS = {
 }
 
 
+@pytest.mark.slow_if(device="cpu", dtype="float32")
 @pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", DTYPES)

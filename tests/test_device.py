@@ -8,7 +8,6 @@ import platform
 import subprocess
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -97,13 +96,6 @@ def test_what_nvidia_smi_does_not_tell_is_none(
     assert (info.name, info.driver, info.max_sm_clock_mhz) == ("NVIDIA H200", driver, clock)
 
 
-def test_an_amd_gpu_has_no_compute_capability(fake_gpu: Callable[..., list[list[str]]]) -> None:
-    fake_gpu(answer=None, hip="6.4")
-    info = device.get_device_info()
-    assert info.compute_capability is None
-    assert info.to_dict()["compute_capability"] is None
-
-
 def test_facts_of_this_cpu() -> None:
     info = device.get_device_info("cpu")
     assert info.kind == "cpu" and info.name
@@ -114,24 +106,6 @@ def test_facts_of_this_cpu() -> None:
     assert platform.node() not in info.to_dict().values()
 
 
-@pytest.mark.parametrize(
-    ("cpuinfo", "expected"),
-    [
-        pytest.param("model\t\t: 17\nmodel name\t: AMD EPYC 9654 \nmodel name\t: X\n", "AMD EPYC 9654", id="x86"),
-        pytest.param("processor\t: 0\nCPU part\t: 0xd4f\n", "aarch64", id="arm: no model name"),
-        pytest.param("model name\t:\nstepping\t: 1\n", "aarch64", id="empty model name"),
-        pytest.param(None, "aarch64", id="no /proc"),
-    ],
-)
-def test_cpu_names(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cpuinfo: str | None, expected: str) -> None:
-    monkeypatch.setattr(device, "CPUINFO", tmp_path / "cpuinfo")
-    monkeypatch.setattr(platform, "processor", lambda: "")
-    monkeypatch.setattr(platform, "machine", lambda: "aarch64")
-    if cpuinfo is not None:
-        (tmp_path / "cpuinfo").write_text(cpuinfo)
-    assert device._cpu_name() == expected
-
-
 @pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="this system has no CPU affinity")
 def test_cores_are_those_that_the_process_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {3, 5, 8})
@@ -139,22 +113,6 @@ def test_cores_are_those_that_the_process_may_use(monkeypatch: pytest.MonkeyPatc
     assert device._usable_cores() == 3
     monkeypatch.delattr(os, "sched_getaffinity")
     assert device._usable_cores() == 64
-
-
-@pytest.mark.parametrize(
-    ("info", "slug"),
-    [
-        (gpu("NVIDIA GeForce RTX 4090"), "nvidia-geforce-rtx-4090"),
-        (gpu("NVIDIA A100-SXM4-80GB"), "nvidia-a100-sxm4-80gb"),
-        (cpu(), "cpu-amd-epyc-2-cores"),
-        (cpu("Intel(R) Xeon(R) Platinum 8480C", 112), "cpu-intel-xeon-platinum-8480c-112-cores"),
-        (cpu("arm", None), "cpu-arm"),
-        (cpu("../../etc", 1), "cpu-etc-1-cores"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_slugs_are_folder_names(info: DeviceInfo, slug: str) -> None:
-    assert info.slug == slug
 
 
 def test_resolve_device(fake_gpu: Callable[..., list[list[str]]], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,17 +185,6 @@ def test_model_flops_utilization() -> None:
         device.model_flops_utilization(1e12, 0, peak, "bfloat16")
     with pytest.raises(ValueError, match="dtype must be one of float64, .* got 'fp8'"):
         device.model_flops_utilization(1e12, 1.0, peak, "fp8")
-
-
-@pytest.mark.parametrize(
-    ("capability", "dtype"),
-    [
-        (None, "float32"), ((6, 1), "float32"), ((7, 0), "float16"), ((7, 5), "float16"), ((8, 0), "bfloat16"),
-        ((8, 9), "bfloat16"), ((9, 0), "bfloat16"), ((10, 0), "bfloat16"), ((12, 0), "bfloat16"),
-    ],
-)  # fmt: skip
-def test_recommended_dtype(capability: tuple[int, int] | None, dtype: str) -> None:
-    assert device.recommended_dtype(capability) == dtype
 
 
 # Compilers and the interpreter

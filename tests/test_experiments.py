@@ -109,16 +109,6 @@ def test_what_takes_long_is_skipped_on_long_sequences_with_the_reason(implementa
             next(problem.measure(cell, SMOKE))
 
 
-def test_what_compiles_anew_is_compiled_for_one_dtype_on_a_laptop():
-    problem, dtypes = PROBLEMS["flash_benchmarking"], set()
-    for cell in problem.cells(SMOKE):
-        if cell.implementation == "flex" and cell.case.seqlen_q == 128 and cell.case.dtype != "float32":
-            dtypes.add(cell.case.dtype)
-            with pytest.raises(Unsupported, match="^it compiles anew for each dtype: float32 alone at smoke scale$"):
-                next(problem.measure(cell, SMOKE))
-    assert dtypes == {"float16"}
-
-
 # The measuring process
 
 
@@ -130,7 +120,7 @@ def test_what_compiles_anew_is_compiled_for_one_dtype_on_a_laptop():
         ),
         pytest.param("FullHost", "oom", r"DefaultCPUAllocator: (can't|not enough) .*memory", marks=pytest.mark.slow),
         pytest.param("NoMemory", "oom", r"^the host is out of memory$", marks=pytest.mark.slow),
-        ("Raises", "failed", r"RuntimeError: CUDA error: an illegal memory access"),
+        pytest.param("Raises", "failed", r"RuntimeError: CUDA error: an illegal memory access", marks=pytest.mark.slow),
         pytest.param("Dies", "failed", r"measuring process died \(signal SIGABRT\)", marks=pytest.mark.slow),
         pytest.param("Hangs", "failed", r"no result within 3 s", marks=pytest.mark.slow),
     ],
@@ -194,11 +184,6 @@ def test_a_wrong_result_of_pytorchs_kernel_is_said_to_be_its(name):
     assert said == "PyTorch's kernel: grad_v is off by 1.6 times the numerical contract's bound; its time is left out"
 
 
-@pytest.mark.parametrize("name", ["triton", "triton_whole", "hopper", "tiled", "tiled_compiled", "h16x64"])
-def test_a_wrong_result_of_ours_is_ours(name):
-    assert off_contract(name, "grad_v", 1.6) == "grad_v is off by 1.6 times the numerical contract's bound"
-
-
 def test_wrong_gradients_stop_after_the_forward(monkeypatch):
     cell = next(cell for cell in cells("flash_benchmarking", TINY) if cell.implementation == "eager")
 
@@ -237,13 +222,18 @@ def test_the_current_folder_is_searched_last(tmp_path, monkeypatch):
 # Resuming
 
 
-def test_finished_cells_are_not_measured_again(tmp_path, at_root):
+def plant(sweep: Sweep, cell: Cell, status: str) -> None:
+    records = sweep._records(cell, sweep_module.Outcome(status=status, message="planted"))
+    append_records(sweep.record_file(cell.problem), records)
+
+
+def test_finished_cells_are_not_measured_again(tmp_path):
     sweep = Sweep(TINY, tmp_path, PROVENANCE)
     listed, finished = sweep.pending("pytorch_attention")
     assert len(listed) == 2 and not finished
-    list(sweep.measure(listed[:1]))
+    plant(sweep, listed[0], "skipped")
     listed, finished = sweep.pending("pytorch_attention")
-    assert len(listed) == 1 and finished == {"ok": 1}
+    assert len(listed) == 1 and finished == {"skipped": 1}
     assert len(Sweep(TINY, tmp_path, PROVENANCE, rerun="all").pending("pytorch_attention")[0]) == 2
 
 
@@ -251,8 +241,7 @@ def test_another_seed_measures_again(tmp_path):
     """`--seed 5` after `--seed 0` called every cell finished, though no record of seed 5 was there."""
     sweep = Sweep(TINY, tmp_path, PROVENANCE)
     cell = sweep.pending("pytorch_attention")[0][0]
-    records = sweep._records(cell, sweep_module.Outcome(status="skipped", message="planted"))
-    append_records(sweep.record_file("pytorch_attention"), records)
+    plant(sweep, cell, "skipped")
     assert cell not in sweep.pending("pytorch_attention")[0]
     assert cell in Sweep(replace(TINY, seed=5), tmp_path, PROVENANCE).pending("pytorch_attention")[0]
 
@@ -260,8 +249,7 @@ def test_another_seed_measures_again(tmp_path):
 def test_failed_cells_are_measured_again_when_asked(tmp_path):
     sweep = Sweep(TINY, tmp_path, PROVENANCE)
     cell = sweep.pending("pytorch_attention")[0][0]
-    records = sweep._records(cell, sweep_module.Outcome(status="failed", message="planted"))
-    append_records(sweep.record_file("pytorch_attention"), records)
+    plant(sweep, cell, "failed")
     assert cell not in sweep.pending("pytorch_attention")[0]
     assert cell in Sweep(TINY, tmp_path, PROVENANCE, rerun="failed").pending("pytorch_attention")[0]
 
@@ -282,17 +270,13 @@ def test_a_predicted_overflow_on_cpu_is_skipped_with_its_bytes(tmp_path):
 
 
 def test_a_users_model_has_records_of_its_own(tmp_path, at_root):
+    """Of its warm-up, too, whose rows are windows of one cold series."""
     run = replace(TINY, model="tests.broken_models:Bigram")
     sweep = Sweep(run, tmp_path, PROVENANCE)
     (records,) = sweep.measure(sweep.pending("benchmarking_script")[0][:1])
     assert {record.implementation for record in records} == {"eager tests.broken_models:Bigram"}
     assert all(record.status == "ok" and len(record.samples) == 5 for record in records)
     assert len(Sweep(TINY, tmp_path, PROVENANCE).pending("benchmarking_script")[0]) == 3, "ours are not done"
-
-
-def test_warm_up_rows_are_windows_of_one_cold_series(tmp_path, at_root):
-    sweep = Sweep(TINY, tmp_path, PROVENANCE)
-    (records,) = sweep.measure(sweep.pending("benchmarking_script")[0][:1])
     by_warmup = {record.case["warmup"]: record.samples for record in records}
     assert sorted(by_warmup) == [0, 1, 2, 5]
     assert by_warmup[0][1:] == by_warmup[1][:-1] and by_warmup[1][1:] == by_warmup[2][:-1]

@@ -11,7 +11,6 @@ import multiprocessing
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 from dataclasses import replace
@@ -26,9 +25,6 @@ from tests.gpu_record import (
     drop_removed,
     read_rows,
     source_hash,
-    stale_reason,
-    summary_lines,
-    write_rows,
 )
 
 TESTS = Path(__file__).resolve().parent
@@ -72,28 +68,6 @@ def test_source_hash_sees_what_is_covered_and_nothing_else(sources):
     assert digest() != before
 
 
-def test_source_hash_refuses_covers_that_are_no_paths(sources):
-    for covers in ("kernels", (), (1,), None):
-        with pytest.raises(ValueError, match="COVERS of test_x.py must be a non-empty tuple of paths, got "):
-            source_hash(sources, "test_x.py", covers)
-    with pytest.raises(ValueError, match="COVERS of test_x.py names 'kernel', which is neither a file nor a folder"):
-        source_hash(sources, "test_x.py", ("kernels", "kernel"))
-
-
-def test_rows_come_back_as_written_and_a_line_that_is_none_is_named(tmp_path):
-    path = tmp_path / "results/gpu/tests.jsonl"
-    assert read_rows(path) == {}
-    rows = {ROW.test: ROW, "b": replace(ROW, test="b", outcome="failed", message="no")}
-    write_rows(path, rows)
-    assert read_rows(path) == rows
-    assert [file.name for file in path.parent.iterdir()] == ["tests.jsonl"]
-    for line in ("{", "[]", '{"test": "a"}'):
-        write_rows(path, {ROW.test: ROW})
-        path.write_text(path.read_text() + line + "\n")
-        with pytest.raises(ValueError, match=r"tests\.jsonl:2: not a row of a GPU test"):
-            read_rows(path)
-
-
 def _add_rows(path: Path, worker: int) -> None:
     for number in range(20):
         with changing(path) as rows:
@@ -111,31 +85,6 @@ def test_processes_that_share_a_record_lose_no_row(tmp_path):
     for process in processes:
         process.join()
     assert len(read_rows(path)) == 60
-
-
-@pytest.mark.parametrize(
-    ("row", "reason"),
-    [
-        (ROW, None),
-        (None, "never run"),
-        (replace(ROW, source_hash="other"), "sources changed since 2026-01-02T03:04:05Z"),
-        (replace(ROW, outcome="failed", message="boom"), "failed on NVIDIA H200: boom"),
-        (replace(ROW, outcome="skipped", message=""), "skipped on NVIDIA H200"),
-    ],
-)
-def test_stale_reason(row, reason):
-    assert stale_reason(TEST, row) == reason
-
-
-def test_summary_groups_the_cases_of_a_stale_test():
-    cases = [replace(TEST, test=f"tests/test_kernel.py::test_forward[{size}]") for size in (64, 128)]
-    other = replace(TEST, test="tests/test_kernel.py::test_backward")
-    rows = {other.test: replace(ROW, test=other.test)}
-    lines, up_to_date = summary_lines([*cases, other], rows, Path("tests.jsonl"))
-    assert not up_to_date
-    assert lines[0] == "2 of 3 GPU tests are STALE in tests.jsonl:"
-    assert lines[1] == "  tests/test_kernel.py::test_forward: never run (2 cases)"
-    assert summary_lines([other], rows, Path("tests.jsonl")) == (["all 1 GPU tests are up to date (NVIDIA H200)"], True)
 
 
 def test_rows_of_removed_tests_are_dropped_and_of_other_files_kept(sources):
@@ -253,21 +202,6 @@ def test_several_processes_share_the_record_and_print_the_same(repository):
     assert code == pytest.ExitCode.USAGE_ERROR and "COVERS of tests/test_kernel.py must be a non-empty" in output
 
 
-@pytest.mark.parametrize(
-    ("arguments", "gpu", "variables", "message"),
-    [
-        (RECORD, None, {}, "--gpu-record needs a CUDA device"),
-        (RECORD, "NVIDIA H200", {"TRITON_INTERPRET": "1"}, "--gpu-record refuses TRITON_INTERPRET"),
-        (RECORD[:-1], "NVIDIA H200", {}, "needs --gpu-commit REVISION and one of --gpu-clean, --gpu-dirty"),
-    ],
-)
-def test_a_record_that_would_say_nothing_is_refused_before_any_test(repository, arguments, gpu, variables, message):
-    code, output = run_pytest(repository, *arguments, gpu=gpu, **variables)
-    assert code == pytest.ExitCode.USAGE_ERROR
-    assert message in output
-    assert not (repository / "results").exists()
-
-
 def test_slow_if_and_parts_choose_tests(repository):
     names = [f"test_{number}" for number in range(12)]
     (repository / "tests/test_many.py").write_text(
@@ -290,15 +224,3 @@ def test_slow_if_and_parts_choose_tests(repository):
     assert sorted(parts[0] | parts[1]) == sorted(names) and not parts[0] & parts[1] and all(parts)
     code, output = run_pytest(repository, "--part=2/2")
     assert code == 4 and "must be K/N with K from 0 to N - 1, got '2/2'" in output
-
-
-def test_what_tests_start_can_be_interrupted_in_a_background_job_too(repository):
-    """Started with `&`, pytest had Ctrl-C ignored, and so had the runs that tests interrupt."""
-    lines = ("import signal", "def test_it(): assert signal.getsignal(signal.SIGINT) is signal.default_int_handler")
-    (repository / "tests/test_kernel.py").write_text("\n".join(lines))
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        code, output = run_pytest(repository)
-    finally:
-        signal.signal(signal.SIGINT, before)
-    assert code == 0, output

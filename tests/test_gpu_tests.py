@@ -81,14 +81,6 @@ def test_every_test_runs_once_and_alone_where_it_must(together, alone, spread, g
             assert max(map(pinned.count, pinned)) <= (1 if kinds == {"a"} else 4)
 
 
-def test_neighbours_stay_together_and_nobody_idles():
-    (shares,) = gpu_tests.plan(some_tests(together=48), ["0"], processes=4)
-    assert [len(share.tests) for share in shares] == [12] * 4
-    assert shares[0].tests[:6] == tuple(f"t{n}" for n in range(6))
-    (shares,) = gpu_tests.plan(some_tests(together=5), ["0"], processes=4)
-    assert [len(share.tests) for share in shares] == [2, 2, 1]
-
-
 @pytest.fixture
 def project(tmp_path):
     (tmp_path / "conftest.py").write_text(CONFTEST)
@@ -113,22 +105,6 @@ def test_a_failure_is_named_and_decides_the_exit_code(project):
     assert len(rows) == 22 and rows[-1][0] == "test_timed" and ["test_ranks", "5,6"] in [row[:2] for row in rows]
     assert {gpu for name, gpu, *_ in rows if name.startswith("test_small")} == {"5", "6"}
     assert len({process for *_, process in rows}) == 6  # four share two GPUs, one has both, one has one alone
-
-
-@pytest.mark.slow
-def test_the_arguments_after_two_dashes_choose(project):
-    done = run_tool(project, "--gpus", "0", "--processes", "3", "--", "-k", "test_small and not 13")
-    assert done.returncode == 0 and "passed in" in done.stdout.splitlines()[-1]
-    assert len((project / "rows").read_text().splitlines()) == 19
-
-
-@pytest.mark.slow
-def test_what_outlives_the_time_limit_is_killed_and_its_rows_stay(project):
-    done = run_tool(
-        project, "--gpus", "0", "--processes", "1", "--time-limit", "10", "--", "-k", "not 13", TEST_SLEEP="90"
-    )
-    assert done.returncode == 1 and "GPU 0, 1 tests, killed by the time limit" in done.stdout
-    assert len((project / "rows").read_text().splitlines()) == 20
 
 
 @pytest.mark.slow
@@ -159,15 +135,6 @@ def test_a_signal_ends_the_tests_and_all_that_they_started(project, number):
     while any(is_running(int(pid)) for pid in pids.read_text().split()):
         assert time.monotonic() < deadline, "somebody is left"
         time.sleep(0.1)
-
-
-def test_output_that_is_no_text_is_survived(project):
-    (project / "test_it.py").write_text(
-        "import pytest, os\n@pytest.mark.gpu\ndef test_noise(capfd):\n"
-        "    with capfd.disabled():\n        os.write(1, bytes([255, 254]))\n"
-    )
-    done = run_tool(project, "--gpus", "0")
-    assert done.returncode == 0 and "exit 0: 1 passed" in done.stdout, done.stderr
 
 
 @pytest.mark.parametrize(

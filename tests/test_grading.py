@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +12,7 @@ from typer.testing import CliRunner
 
 from cs336_systems.cli import app
 from cs336_systems.grading.checks import CHECKS
-from cs336_systems.grading.grade import Grade, Grader, Result, checks_of, chosen_problems, grade
+from cs336_systems.grading.grade import Grade, Grader, Result, checks_of, chosen_problems
 from cs336_systems.grading.problems import PROBLEMS, problems_of
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -168,11 +166,8 @@ def test_points_need_every_required_check_and_none_beyond():
 
 def test_the_command_prints_json_and_exits_by_the_points():
     arguments = ["grade", str(SOLUTIONS / "bucket_ignored.py"), "--json", "--problem"]
-    full = subprocess.run(
-        [sys.executable, "-m", "cs336_systems", *arguments, "optimizer_state_sharding"],
-        capture_output=True, text=True, cwd=ROOT, check=False,
-    )  # fmt: skip
-    assert full.returncode == 0, full.stderr
+    full = CliRunner().invoke(app, [*arguments, "optimizer_state_sharding"])
+    assert full.exit_code == 0, full.stderr
     found = json.loads(full.stdout)
     assert (found["total"], found["points"]) == (15, 15)
     assert all(check["requires"] for check in found["problems"][0]["checks"])
@@ -204,9 +199,8 @@ def test_the_page_says_what_each_check_requires():
         assert f"`{problem.name}`" in page
 
 
-def test_a_whole_grade_names_what_has_no_points_here(tmp_path: Path):
+def test_a_whole_grade_names_what_has_no_points_here():
     others = [problem for problem in problems_of(2026) if problem.answer != "graded"]
-    found = grade(solution(tmp_path, ""), chosen_problems("fsdp", 2026), others)
-    lines = found.lines()
+    lines = Grade(chosen_problems("fsdp", 2026), others).lines()
     assert any(line.startswith("written, no points here: naive_ddp, alternate_ring") for line in lines)
     assert lines[-1] == "total: 0 of 15 points"

@@ -1,16 +1,11 @@
-"""Calls replayed through the CUDA driver: `attention/triton/launch.py`.
-
-Without a GPU by `fake_driver`; on a GPU replays are compared with the calls that Python makes, in bits.
-"""
+"""Calls replayed through the CUDA driver, `attention/triton/launch.py`, against those that Python makes, in bits."""
 
 from __future__ import annotations
 
 import itertools
 import os
 import shutil
-import threading
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from typing import Any
 
 import pytest
@@ -18,193 +13,11 @@ import torch
 from torch import Tensor
 
 from cs336_systems.attention import api, flash_attention
-from cs336_systems.attention.tiles import KernelConfig
 from cs336_systems.attention.triton import launch
-from cs336_systems.measure.stages import time_stages
 from tests.covered import ATTENTION, HOPPER
-from tests.fake_driver import SHAPE, Machine, on_gpu
 from tests.test_s4_attention import DEVICES
 
 COVERS = (*ATTENTION, HOPPER)
-
-
-@pytest.fixture
-def machine(monkeypatch) -> Machine:
-    machine = Machine()
-    monkeypatch.setattr(launch, "cuda_driver", lambda: machine)
-    monkeypatch.setattr(launch.native, "load", lambda: None)  # its memory is a GPU's
-    monkeypatch.setattr(launch, "_thread", threading.local())
-    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: machine.stream, raising=False)
-    return machine
-
-
-def pair(seed: int = 0) -> tuple[Tensor, Tensor]:
-    x, y = torch.randn(2, *SHAPE, generator=torch.Generator().manual_seed(seed))
-    return on_gpu(x), on_gpu(y)
-
-
-def check(replay: Any, x: Tensor, y: Tensor, option: str = "") -> None:
-    minus, plus = replay(x, y, option)
-    assert torch.equal(minus, x - y) and torch.equal(plus, x + 2 * y)
-
-
-def settled(machine: Machine) -> Any:
-    """A call that is replayed from now on."""
-    replay = launch.Replay(machine.combine)
-    check(replay, *pair(1))
-    check(replay, *pair(2))
-    machine.by_triton = machine.by_driver = 0
-    return replay
-
-
-def launches(machine: Machine) -> tuple[int, int]:
-    """By Triton and by the driver, since it was asked last."""
-    counts = machine.by_triton, machine.by_driver
-    machine.by_triton = machine.by_driver = 0
-    return counts
-
-
-def test_the_third_call_is_replayed(machine):
-    """From blocks that hold what the kernels declare, with the results in the order of Python's."""
-    replay, counts = launch.Replay(machine.combine), []
-    for seed in range(4):
-        machine.stream, given = seed, pair(seed)
-        check(replay, *given)
-        counts.append(launches(machine))
-    check(replay, *given)  # at the addresses of before
-    assert [*counts, launches(machine)] == [(2, 0), (2, 0), (0, 2), (0, 2), (0, 2)]
-    assert machine.configs == [((4, 1, 1), 128, 1024, stream, []) for stream in (2, 2, 3, 3, 3, 3)]
-    # cuda.h: bfloat16 is 8; no interleaving, 128 bytes of swizzle, promotion to 128 bytes, zeros outside
-    assert machine.maps == [(8, 2, [64, 3], 80 * 4, [64, 1], [1, 1], (0, 3, 2, 0))] * 2
-
-
-def test_kernels_that_overlap_are_launched_so(machine):
-    machine.metadata = {"launch_pdl": True}
-    check(settled(machine), *pair())
-    # cuda.h: 6 is CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION.
-    assert [attributes for *_, attributes in machine.configs] == [[(6, 1)]] * 2
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"metadata": {"num_ctas": 2}}, {"metadata": {"launch_cooperative_grid": True}},
-        {"metadata": {"global_scratch_size": 8}}, {"metadata": {"profile_scratch_size": 8}},
-        {"metadata": {"tensordesc_meta": None}}, {"ptx": (".f32", ".f64")}, {"ptx": ("[128]", "[64]")},
-        {"ptx": (".entry", "")}, {"signature": {"n": "i8"}}, {"signature": {"one": "i32"}},
-        {"descriptor": {"padding": "nan"}}, {"descriptor": {"round_f32_to_tf32": True}}, {"map_status": 1},
-        {"option": "copies"}, {"option": "adds"}, {"option": "fills"},
-    ],
-    ids=str,
-)  # fmt: skip
-def test_what_is_not_a_plain_call_is_left_to_triton(machine, change):
-    """Hopper's backward fills gradients of keys that no query sees: a replay would hand out what it has not filled."""
-    for name, value in change.items():
-        setattr(machine, name, value)
-    replay = launch.Replay(machine.combine)
-    for _ in range(3):
-        check(replay, *pair(), change.get("option", ""))
-    assert launches(machine) == (6, 0)
-
-
-def test_one_tensor_in_two_places_does_not_stand_for_two(machine):
-    """Addresses tell which operand is where: of x = y they cannot."""
-    replay, (x, _) = launch.Replay(machine.combine), pair()
-    for _ in range(3):
-        check(replay, x, x)
-    assert launches(machine) == (6, 0)
-    check(settled(machine), x, x)  # a known call takes it
-    assert launches(machine) == (0, 2)
-
-
-def test_unaligned_tensors_go_through_triton(machine):
-    """Their kernel is another."""
-    x, y = pair()
-    shifted = on_gpu(torch.zeros(x.numel() + 1)[1:].view(SHAPE).copy_(x))
-    replay = launch.Replay(machine.combine)
-    for _ in range(3):
-        check(replay, shifted, y)
-    check(settled(machine), shifted, y)
-    assert launches(machine) == (2, 0) and not machine.configs
-
-
-def test_what_watches_launches_sees_them(machine):
-    """A profiler's hook on Triton's launches, and stages that are timed: nothing is laid out meanwhile either."""
-    given, seen = pair(), lambda metadata: None
-    hook = launch.knobs.runtime.launch_enter_hook
-    for replay in (launch.Replay(machine.combine), settled(machine)):
-        maps = len(machine.maps)
-        time_stages(partial(check, replay, *given), device="cpu", num_samples=3, warmup=0)
-        hook.add(seen)
-        try:
-            check(replay, *given)
-        finally:
-            hook.remove(seen)
-        assert launches(machine)[1] == 0 and len(machine.maps) == maps
-    check(replay, *given)
-    assert launches(machine) == (0, 2)
-
-
-def test_a_refusal_of_the_driver_goes_through_triton(machine):
-    replay, counts = settled(machine), []
-    for machine.status in (201, 0):
-        check(replay, *pair(7))
-        counts.append(launches(machine))
-    assert counts == [(2, 0), (0, 2)]
-
-
-def test_upstream_gradients_of_other_strides_are_calls_of_their_own(machine):
-    def backward(q, k, v, output, lse, grad_output, grad_lse):
-        result = launch.empty_like(q)
-        upstream = grad_output if grad_output.is_contiguous() else grad_output.mT
-        machine.launch(lambda given, x: x.copy_(given if upstream is grad_output else given.mT), upstream, result)
-        return (result,)
-
-    replays, counts = launch.Replays(machine.combine, backward), []
-    for seed in range(3):
-        grad, _ = pair(seed)
-        for upstream in (grad, on_gpu(grad.mT.contiguous()).mT):
-            saved = [on_gpu(torch.zeros(SHAPE)) for _ in range(5)]
-            assert torch.equal(replays.backward(*saved, on_gpu(upstream), None)[0], grad)
-            counts.append(launches(machine))
-    assert counts == [(1, 0)] * 4 + [(0, 1)] * 2
-
-
-def test_threads_share_a_call(machine):
-    replay = settled(machine)
-    with ThreadPoolExecutor(4) as pool:
-        list(pool.map(lambda seed: check(replay, *pair(seed)), range(80)))
-    assert launches(machine) == (0, 160)
-
-
-def test_a_thread_without_a_context_gets_the_devices_once(machine):
-    replay = settled(machine)
-    for machine.context in (None, None, 7):
-        with ThreadPoolExecutor(1) as pool:
-            list(pool.map(lambda seed: check(replay, *pair(seed)), range(2)))
-    assert machine.contexts == [110, 110] and launches(machine) == (0, 12)
-
-
-@pytest.mark.filterwarnings("ignore:.*does not fit this GPU")
-def test_what_did_not_fit_is_not_replayed(machine, monkeypatch):
-    large, small = (KernelConfig.from_name(f"sm80_forward_64x64_w4_s{stages}") for stages in (2, 1))
-
-    def run(*given):
-        def fitting(config):
-            results = machine.combine(*given)
-            if config == large:
-                raise launch.OutOfResources(2, 1, "shared memory")
-            assert config == small
-            return results
-
-        return launch.launch_fitting(fitting, (large,), torch.empty(1, 1, 8, 64), seqlen_q=8, seqlen_k=8)
-
-    monkeypatch.setattr(launch.knobs.runtime, "interpret", True)  # or a CPU is refused
-    replay = launch.Replay(run)
-    for _ in range(3):
-        check(replay, *pair())
-    assert launches(machine) == (8, 2) and len(replay._buffers) == 3
 
 
 # On a GPU

@@ -9,7 +9,6 @@ import torch
 
 from cs336_systems.config import RunConfig
 from cs336_systems.experiments import turns
-from cs336_systems.experiments.harness import Provenance, Sweep
 from cs336_systems.experiments.implementations import build
 from cs336_systems.experiments.long_calls import (
     ROUNDS,
@@ -18,7 +17,6 @@ from cs336_systems.experiments.long_calls import (
     TIMED_MS,
     counts_of,
 )
-from cs336_systems.experiments.long_calls import turns as long_turns
 from cs336_systems.experiments.registry import PROBLEMS
 from cs336_systems.experiments.spec import Unsupported
 from cs336_systems.measure.samples import summarize
@@ -64,32 +62,7 @@ def test_a_turn_is_as_many_calls_as_fill_it(call_ms, untimed, timed):
     assert untimed * call_ms >= SETTLE_MS and (timed == 1 or abs(timed * call_ms - TIMED_MS) <= call_ms / 2)
 
 
-def test_what_comes_first_in_a_turn_is_not_timed():
-    """A clock that still has to settle slows the first call, as does whatever was loaded late."""
-    sleeps_s = iter((0.05, 0.001))
-    made = long_turns("attend", {"forward": lambda attend: time.sleep(next(sleeps_s))}, "cpu")
-    assert 1 <= made["forward"]()["time"] < 40
-
-
-def test_milliseconds_are_of_one_call():
-    assert 2 <= time_in_a_row(lambda: time.sleep(0.002), 5, "cpu") < 8
-
-
 # Measuring
-
-
-def test_records_are_the_implementations_own(tmp_path):
-    sweep = Sweep(TINY, tmp_path, Provenance(commit="c0ffee", dirty=False), interpret=True)
-    pending, _ = sweep.pending("long_calls")
-    (records,) = sweep.measure(pending)
-    found = {(record.implementation, record.mode): record for record in records}
-    assert len(found) == len(records) == len(PROBLEM.implementations) * len(MODES)
-    for mode in MODES:
-        record = found["triton", mode]
-        assert record.status == "ok" and len(record.samples) == ROUNDS["cpu"] and record.error <= 1
-        assert (record.quantity, record.unit) == ("time", "ms") and record.kernel.startswith("interpreter ")
-        assert found["hopper", mode].status == found["sdpa_cudnn", mode].status == "skipped"
-    assert sweep.pending("long_calls") == ([], {"partly skipped": 1})
 
 
 class Slow(torch.autograd.Function):
@@ -125,28 +98,6 @@ def test_who_is_slow_is_so_in_every_mode(monkeypatch):
         assert len(fast) == len(slow) == ROUNDS["cpu"]
         waited[mode] = summarize([late - soon for soon, late in zip(fast, slow)]).median
     assert 8 < waited["forward"] < 25 < waited["backward"] < 38 < waited["forward_backward"]
-
-
-def test_a_backward_that_fails_costs_its_own_rows(monkeypatch):
-    def broken(name, shape, device):
-        function = build("sdpa_flash", shape, device)
-        if name != "hopper":
-            return function
-
-        def attend(q, k, v):
-            output = function(q, k, v)
-            if output.requires_grad:
-                raise torch.OutOfMemoryError("CUDA out of memory")
-            return output
-
-        return attend
-
-    monkeypatch.setattr(turns, "build", broken)
-    monkeypatch.setattr(turns, "kernel_name", lambda name, shape, device: "")
-    found = list(PROBLEM.measure(tiny_cell(), TINY))
-    lost = [one for one in found if not one.samples]
-    assert [one.row.implementation for one in lost] == ["hopper"] * 3
-    assert all(one.oom and one.failed == "CUDA out of memory" for one in lost)
 
 
 @pytest.mark.gpu

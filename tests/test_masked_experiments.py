@@ -154,38 +154,7 @@ def test_wrong_gradients_leave_the_forward_alone(monkeypatch):
     assert masks.FORWARD in rows and masks.BOTH not in rows
 
 
-@pytest.mark.parametrize(
-    ("name", "mask", "message"),
-    [
-        ("sdpa_flash", "random:0.5", "sdpa_flash takes no mask but the causal one"),
-        ("sdpa_cudnn", "causal", "sdpa_cudnn needs CUDA"),
-        ("sdpa_padded", "causal", "the mask is not one of documents"),
-        ("torch_varlen", DOCUMENT, "torch.nn.attention.varlen needs CUDA and 16 bits"),
-        ("flex", "causal", "compiled FlexAttention is measured on a GPU"),
-    ],
-)
-def test_what_does_not_exist_says_why(name, mask, message):
-    with pytest.raises(Unsupported, match=message):
-        implementation(name, small_case(mask))
-
-
 def test_interpreted_bfloat16_is_refused():
     case = dataclasses.replace(small_case("causal"), dtype="bfloat16")
     with pytest.raises(Unsupported, match="computes wrong bfloat16 products; use float32 or float16 there"):
         build_masked("triton_lists", case, BlockMask.causal(128), TINY)
-
-
-def test_an_unknown_implementation_is_refused():
-    with pytest.raises(ValueError, match="implementation must be one of eager, .*, got 'fastest'"):
-        build_masked("fastest", small_case("causal"), BlockMask.causal(128), TINY)
-
-
-@pytest.mark.parametrize(("field", "value"), [("seqlen_q", 0), ("heads", -1), ("query_block", 1.5)])
-def test_a_case_refuses_sizes(field, value):
-    with pytest.raises(ValueError, match=rf"MaskCase.{field} must be a positive int, got {value}"):
-        dataclasses.replace(small_case("causal"), **{field: value})
-
-
-def test_a_case_refuses_dtypes():
-    with pytest.raises(ValueError, match="MaskCase.dtype must be one of"):
-        dataclasses.replace(small_case("causal"), dtype="int8")

@@ -40,12 +40,6 @@ def test_a_library_that_others_could_have_planted_or_that_is_broken_is_not_loade
         assert native.load() is None
 
 
-def test_the_switch(folder, monkeypatch):
-    plant(0o700)
-    monkeypatch.setenv(native.SWITCH, "0")
-    assert native.load() is None  # and no warning: nobody looked
-
-
 def test_a_compiler_that_fails_is_named(folder, monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(RuntimeError, match="no-such-compiler does not compile replay.cpp"):

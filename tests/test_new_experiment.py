@@ -10,14 +10,11 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from cs336_systems.experiments.records import read_records
-
 ROOT = Path(__file__).resolve().parent.parent
-COMMIT = ("--commit", "0123456789ab", "--clean")
-
 EXPERIMENT = '''"""How long a sort takes, by length."""
 
 from __future__ import annotations
@@ -75,6 +72,42 @@ PAGE = """# sort_speed
 """
 
 
+# The commands, one after the other, in a process that imports the copy.
+COMMANDS = """
+import json, shutil, sys
+from pathlib import Path
+from typer.testing import CliRunner
+from cs336_systems.cli import app
+from cs336_systems.experiments.pages import Book
+
+def run(*arguments):
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, (arguments, result.output, result.exception)
+    return result.stdout
+
+measure = ["run", "sort_speed", "--scale", "tiny", "--device", "cpu", "--commit", "0123456789ab", "--clean"]
+run(*measure)
+(records,) = Path("results").glob("*/records")
+path = records / "sort_speed.jsonl"
+said = {"list": run("list"), "records": path.read_text(), "again": run(*measure)}
+said["unchanged"] = path.read_text() == said["records"]
+said["compare"] = run("compare", str(path), str(path), "--problem", "sort_speed")
+said["report"] = run("report", "--problem", "sort_speed")
+shutil.copytree(records.parent, "results/nvidia-h200", dirs_exist_ok=True)
+book = Book(Path(), Path("results/nvidia-h200"))
+book.write()
+said["differences"] = book.check()
+published = Path("results/nvidia-h200/records/sort_speed.jsonl")
+lines = [json.loads(line) for line in published.read_text().splitlines()]
+for line in lines:
+    if line["implementation"] == "sort":
+        line["samples"] = [123.0]
+published.write_text("".join(json.dumps(line) + "\\n" for line in lines))
+said["stale"] = [str(one) for one in Book(Path(), Path("results/nvidia-h200")).check()]
+json.dump(said, open("said.json", "w"))
+"""
+
+
 @pytest.fixture(scope="module")
 def copy(tmp_path_factory) -> Path:
     """The repository with two files more, run at scale tiny, its records in the place of the published ones."""
@@ -85,48 +118,35 @@ def copy(tmp_path_factory) -> Path:
     for page in (root / "writeup").glob("*.md"):
         page.unlink()  # their records are not here
     (root / "writeup" / "sort_speed.md").write_text(PAGE)
-    result = command(root, "run", "sort_speed", "--scale", "tiny", "--device", "cpu", *COMMIT)
+    environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
+    result = subprocess.run(
+        [sys.executable, "-c", COMMANDS], cwd=root, env=environment, capture_output=True, text=True, timeout=300
+    )
     assert result.returncode == 0, result.stderr
     return root
 
 
-def command(root: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        [sys.executable, "-m", "cs336_systems", *arguments],
-        cwd=root, env=environment, capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
+@pytest.fixture(scope="module")
+def said(copy: Path) -> dict[str, Any]:
+    return json.loads((copy / "said.json").read_text())
 
 
-def python(root: Path, code: str) -> str:
-    environment = {**os.environ, "PYTHONPATH": str(root)}
-    result = subprocess.run(
-        [sys.executable, "-c", code], cwd=root, env=environment, capture_output=True, text=True, timeout=300
-    )
-    assert result.returncode == 0, result.stderr
-    return result.stdout
-
-
-def test_it_is_short_and_listed(copy):
+def test_it_is_short_and_listed(said):
     assert len(EXPERIMENT.splitlines()) <= 150
-    listed = command(copy, "list").stdout
-    assert "sort_speed\n    How long a sort takes (beyond the handout, `run`)" in listed
+    assert "sort_speed\n    How long a sort takes (beyond the handout, `run`)" in said["list"]
 
 
-def test_every_cell_leaves_a_row_and_a_second_run_finds_them(copy):
-    (path,) = copy.rglob("sort_speed.jsonl")
-    statuses = {(record.implementation, record.status) for record in read_records(path)}
+def test_every_cell_leaves_a_row_and_a_second_run_finds_them(said):
+    rows = [json.loads(line) for line in said["records"].splitlines()]
+    statuses = {(row["implementation"], row["status"]) for row in rows}
     assert statuses == {("sort", "ok"), ("topk", "ok"), ("bitonic", "skipped"), ("out_of_memory", "oom")}
-    before = path.read_bytes()
-    again = command(copy, "run", "sort_speed", "--scale", "tiny", "--device", "cpu", *COMMIT)
-    assert "6 ok before, 3 skipped before, 3 oom before" in again.stdout and path.read_bytes() == before
+    assert "6 ok before, 3 skipped before, 3 oom before" in said["again"] and said["unchanged"]
+    assert "12 rows at a threshold of 1.5 %" in said["compare"]
 
 
-def test_the_report_is_one_file_with_a_figure_and_a_table(copy):
-    result = command(copy, "report", "--problem", "sort_speed")
-    assert result.returncode == 0, result.stderr
-    assert "sort_speed: 6 ok, 3 skipped, 3 oom" in result.stdout
-    (report,) = copy.glob("results/*/report.html")
+def test_the_report_is_one_file_with_a_figure_and_a_table(copy, said):
+    assert "sort_speed: 6 ok, 3 skipped, 3 oom" in said["report"]
+    (report,) = copy.glob("results/cpu*/report.html")
     text = report.read_text()
     assert 'id="sort_speed"' in text and text.count('class="spec"') == 1 and "vegaEmbed" in text
     shown = re.sub(r"<script>.*?</script>", "", text, flags=re.DOTALL)
@@ -159,8 +179,7 @@ CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 
 @pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
 def test_the_report_opens_in_a_browser_and_sorts(copy, tmp_path):
-    assert command(copy, "report", "--problem", "sort_speed").returncode == 0
-    (report,) = copy.glob("results/*/report.html")
+    (report,) = copy.glob("results/cpu*/report.html")
     page = tmp_path / "watched.html"
     page.write_text(report.read_text().replace("<head>", "<head>" + IN_THE_BROWSER, 1))
     options = ["--headless", "--no-sandbox", "--disable-gpu", "--window-size=500,900", "--virtual-time-budget=20000"]
@@ -177,31 +196,13 @@ def test_the_report_opens_in_a_browser_and_sorts(copy, tmp_path):
     assert found["wide"] <= 0, "wide tables scroll within the page"
 
 
-def test_its_page_has_the_records_numbers(copy):
-    (records,) = copy.rglob("records")
-    published = copy / "results" / "nvidia-h200"
-    shutil.copytree(records.parent, published, dirs_exist_ok=True)
-    code = """
-from pathlib import Path
-from cs336_systems.experiments.pages import Book
-book = Book(Path(), Path("results/nvidia-h200"))
-book.write()
-print(book.check())
-"""
-    assert python(copy, code) == "[]\n"
-    document = next(copy.glob("writeup.md")).read_text()
+def test_its_page_has_the_records_numbers(copy, said):
+    assert said["differences"] == []
+    document = (copy / "writeup.md").read_text()
     assert re.search(r"> \*\*Answer.\*\* [\d.,]+ µs for 1,024 numbers, [\d.]+( to [\d.]+)?× topk's speed", document)
     assert "| 1,024 |" in document and "![Sorting](results/nvidia-h200/figures/sort_speed_times.png)" in document
+    published = copy / "results" / "nvidia-h200"
     assert (published / "figures" / "sort_speed_times.png").read_bytes().startswith(b"\x89PNG")
     assert "**sorting (ms)**" in (published / "tables" / "sort_speed.md").read_text()
-    path = published / "records" / "sort_speed.jsonl"
-    lines = [line for line in path.read_text().splitlines() if '"sort"' in line]
-    path.write_text(path.read_text().replace(lines[0], re.sub(r'"samples":\[.*', '"samples":[123.0]}', lines[0])))
-    stale = python(copy, code.replace("book.write()\n", ""))
+    stale = "\n".join(said["stale"])
     assert "writeup.md: differs" in stale and "sort_speed_times.png: shows other records" in stale
-
-
-def test_it_is_compared(copy):
-    (path,) = copy.glob("results/cpu*/records/sort_speed.jsonl")
-    result = command(copy, "compare", str(path), str(path), "--problem", "sort_speed")
-    assert result.returncode == 0 and "12 rows at a threshold of 1.5 %" in result.stdout, result.stderr

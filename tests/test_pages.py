@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import warnings
 from pathlib import Path
 
 import pandas as pd
@@ -13,7 +12,7 @@ from msgspec.structs import replace
 
 from cs336_systems.experiments import attention_shapes
 from cs336_systems.experiments.figures import Areas, Bars, Dots, Heat, Lines, Spans, scale_of, spec_of
-from cs336_systems.experiments.frames import digits, exploded, flat_case, intervals, load_frame, pick, speed
+from cs336_systems.experiments.frames import digits, exploded, intervals, load_frame, pick, speed
 from cs336_systems.experiments.handout import HANDOUT
 from cs336_systems.experiments.pages import ANSWER, Book, Page, check_template
 from cs336_systems.experiments.records import Record, case_to_dict
@@ -121,13 +120,6 @@ def test_a_record_that_an_experiment_cannot_read_is_told_and_left_out():
         frame_of(row("hopper", [1.0]), row("flex", [1.0], run=RUN))
 
 
-def test_a_cases_fields_are_columns():
-    case = {"type": "ModelCase", "model": {"name": "xl", "d_model": 2560}, "precision": {"parameters": "float32"}}
-    assert flat_case(case) == {"case_type": "ModelCase", "model": "xl", "model.d_model": 2560, "precision": "float32"}
-    case = {"precision": {"parameters": "float32", "autocast": "bfloat16"}}
-    assert flat_case(case) == {"precision": "bfloat16 autocast"}
-
-
 @pytest.mark.parametrize(
     "value, text",
     [(0.0, "0"), (9.996, "10.0"), (0.0123456, "0.0123"), (123456.7, "123,457"), (1e-9, "1.00e-09"), (math.nan, "–")],
@@ -214,12 +206,6 @@ def book() -> Book:
     return Book(ROOT, ROOT / "results" / "nvidia-h200")
 
 
-def test_the_published_pages_agree_with_their_records(book):
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", UserWarning)
-        assert book.check() == []
-
-
 @pytest.mark.parametrize(
     "line, typed",
     [
@@ -231,15 +217,6 @@ def test_the_published_pages_agree_with_their_records(book):
 def test_a_measured_number_typed_by_hand_is_found(line, typed):
     (found,) = check_template(f"{ANSWER} So.\n\n{line}\n")
     assert found == (3, f"{typed!r} is typed by hand: take it from a record, or quote it with given()")
-
-
-@pytest.mark.parametrize(
-    "line",
-    ['{{ time("hopper") }} of `3 ms` and $4 ms$', "```\n5 ms\n```", "[a](b_7ms.png) 409 steps, 2 GPUs, float16",
-     '{{ given("3.35 TB/s", "data sheet") }}', "{# 4 ms #}"],
-)  # fmt: skip
-def test_what_is_quoted_or_no_measurement_is_not_found(line):
-    assert check_template(f"{ANSWER} So.\n\n{line}\n") == []
 
 
 def test_the_answer_stands_at_the_beginning():

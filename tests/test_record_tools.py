@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 import pytest
@@ -65,16 +64,6 @@ def test_the_tool_leaves_a_series_whole(quantity, unit, tmp_path):
     append_records(path, [series])
     compact_records(["--samples", "25", str(path)])
     assert read_records(path) == [series]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [(["--samples", "0", "x"], "--samples must be positive, got 0"), (["missing.jsonl"], "missing.jsonl is no file")],
-)
-def test_the_tool_refuses_what_it_cannot_do(arguments, message, capsys):
-    with pytest.raises(SystemExit):
-        compact_records(arguments)
-    assert message in capsys.readouterr().err
 
 
 def write_rounds(folder: Path, *rounds: list[Record]) -> list[str]:
@@ -154,49 +143,3 @@ def test_rounds_are_pooled_into_their_own_device_and_scale_only(tmp_path, capsys
         pool_rounds(arguments)
     assert "would hold several devices or scales: a GPU at tiny, a processor at tiny" in capsys.readouterr().err
     assert read_records(target) == [elsewhere]
-
-
-def test_a_round_counts_once(tmp_path, capsys):
-    first, second, into, results = write_rounds(tmp_path, [record()], [record(samples=[2.0])])
-    (tmp_path / "copy").mkdir()
-    shutil.copytree(first, tmp_path / "copy", dirs_exist_ok=True)
-    for arguments, message in (
-        ([first, first, into, results], "a round is named twice, or --into lies in one"),
-        ([first, second, into, f"{first}/a-device"], "a round is named twice, or --into lies in one"),
-        ([first, str(tmp_path / "copy"), into, results], "round 2 is round 1 once more"),
-        ([second, first, str(tmp_path / "copy"), into, results], "round 3 is round 2 once more"),
-        ([first, second, into, f"{results}/typo"], "typo is no folder"),
-    ):
-        with pytest.raises(SystemExit):
-            pool_rounds(arguments)
-        assert f"{message}" in capsys.readouterr().err, message
-    assert not (tmp_path / "results" / "records").exists()
-
-
-def test_rounds_that_cannot_be_read_whole_are_refused(tmp_path, capsys):
-    first, second, *into = write_rounds(tmp_path, [record()], [record(samples=[2.0])])
-
-    def refused(*rounds: str) -> str:
-        with pytest.raises(SystemExit):
-            pool_rounds([*rounds, *into])
-        assert not (tmp_path / "results" / "records").exists()
-        return capsys.readouterr().err
-
-    assert "there must be two rounds at least" in refused(first)
-    assert "must hold the records of one device, got 0 folders" in refused(first, second, str(tmp_path / "nothing"))
-    file = next((tmp_path / "round1").glob("*/records/flash*.jsonl"))
-    whole = file.read_text()
-    file.write_text(whole + '{"pro')
-    assert "nothing is written: flash_benchmarking.jsonl:2: not a record" in refused(first, second)
-    file.write_text("")
-    assert "round 2 has not the same cells" in refused(first, second) and "round 1 holds no" in refused(second, first)
-    file.write_text(whole)
-    file.rename(file.with_name("another.jsonl"))
-    assert "another.jsonl is missing in" in refused(first, second)
-
-
-def test_thinned_samples_are_of_no_round(tmp_path):
-    path = tmp_path / "records.jsonl"
-    append_records(path, [record(samples=[1.0, 2.0, 3.0, 4.0], rounds=[2, 2]), record(mode="backward", rounds=[1, 1])])
-    compact_records(["--samples", "2", str(path)])
-    assert [each.rounds for each in read_records(path)] == [[], [1, 1]]

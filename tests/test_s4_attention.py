@@ -114,6 +114,8 @@ SHAPES = {
 LONG_SHAPES = {"S1024-d64": (1, 1, 1, 1024, 1024, 64), "S1025-d128": (1, 1, 1, 1025, 1025, 128)}
 
 
+@pytest.mark.slow_if(device="cpu", backend="triton", dtype="float16", is_causal=False)
+@pytest.mark.slow_if(device="cpu", backend="reference", dtype="float16")
 @pytest.mark.problem("flash_forward", 15)
 @pytest.mark.problem("flash_backward", 5)
 @pytest.mark.parametrize("device", DEVICES)

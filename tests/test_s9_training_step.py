@@ -218,8 +218,7 @@ def test_attention_is_the_fastest_that_runs(available, chosen):
         cells = leaderboard_2026_cells(HANDOUT)
     assert cells[0].case.attention == chosen
     assert any(cell.case.attention == "sdpa" for cell in cells)
-
-
+@pytest.mark.slow
 def test_a_measured_cell_keeps_its_promises():
     cell = long_step_cell(SMALL, "fsdp")
     found = list(measure_long_step(cell, CPU))

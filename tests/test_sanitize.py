@@ -15,7 +15,6 @@ from cs336_systems.attention.compilation import compile_all, compiled_launches
 from cs336_systems.attention.hopper.schedule import ORDERS, SCHEDULES
 from cs336_systems.attention.tiles.tables import TABLES
 from tests.every_config import DTYPES, FAMILIES, cases
-from tests.processes import is_running
 from tests.ptx_order import disorder
 from tests.test_tools import ROOT, load_tool
 
@@ -71,8 +70,6 @@ FORWARD_DEF = line_of(f"{HOPPER}/forward.py", "def hopper_forward_kernel(")
 FORWARD_DISPATCH = line_of(f"{HOPPER}/forward.py", "if CONSUMERS == 1:")
 L_STORE = line_of(f"{HOPPER}/backward.py", "shared.L_slots.index(slot).store(L)")
 L_LOAD = line_of(f"{HOPPER}/backward.py", "shared.L_slots.index(L_slot).load(")
-DELTA_LOAD = line_of(f"{HOPPER}/backward.py", "shared.delta_slots.index(slot).load(")
-DS_STORE = line_of(f"{HOPPER}/backward.py", ".store(dS_T)")
 CONTROLS = "tests/sanitizer_controls.py"
 IN_FORWARD = report(
     "hopper_forward_kernel", "forward.py", ("Read", FORWARD_DEF), ("Write", FORWARD_DEF), ("Write", FORWARD_DISPATCH)
@@ -115,16 +112,6 @@ def test_every_row_of_a_table_is_called(target, dtype):
             schedule.name(order) for schedules in SCHEDULES.values() for schedule in schedules for order in ORDERS
         }
         assert called[family] == ({"deterministic", "atomic", *forwards} if dtype == "bfloat16" else set())
-
-
-def test_importing_it_leaves_the_environment_alone():
-    """PyTorch's cache is off in the process that runs it, not in one that imports it, such as pytest's."""
-    probe = "import os; before = dict(os.environ); import tests.every_config; assert dict(os.environ) == before"
-    done = subprocess.run(
-        [sys.executable, "-c", probe], cwd=ROOT, capture_output=True, text=True, timeout=300,
-        env={"PATH": os.environ["PATH"]},  # this process has imported it too
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
 
 
 @pytest.fixture
@@ -170,78 +157,6 @@ def test_what_a_tool_finds_decides_the_exit_code_and_is_shown(sanitizer):
     assert "memcheck, all: NOT CLEAN: 1 calls, 3 errors" in done.stdout and "Invalid __global__ read" in done.stdout
 
 
-@pytest.mark.slow
-def test_a_part_that_runs_again_keeps_the_rest_of_the_record(sanitizer):
-    run_tool(sanitizer, FINDS_MEMCHECK="========= Invalid __global__ read\n")
-    done, rows = run_tool(sanitizer, "--tools", "memcheck", "--keep")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert [(row["tool"], row["errors"]) for row in rows] == [("racecheck", 0), ("oracle", 0), ("memcheck", 0)]
-    _, rows = run_tool(sanitizer, "--tools", "memcheck")
-    assert [row["tool"] for row in rows] == ["oracle", "memcheck"]
-
-
-def test_there_must_be_a_record_to_keep(sanitizer):
-    done, rows = run_tool(sanitizer, "--keep")
-    assert done.returncode == 2 and "error: --keep needs a record, and " in done.stderr and rows == []
-
-
-@pytest.mark.slow
-def test_a_run_that_calls_nothing_is_not_clean(sanitizer):
-    done, rows = run_tool(sanitizer, "--tools", "memcheck", families=["hopper"])
-    assert done.returncode == 1 and [row["calls"] for row in rows] == [0, 0]
-
-
-@pytest.mark.slow
-def test_a_run_that_is_cut_off_is_recorded_as_such(sanitizer):
-    done, rows = run_tool(sanitizer, "--time-limit", "0.5")
-    assert done.returncode == 1 and not any(row["finished"] for row in rows)
-    assert "killed by the time limit (0 after its last line)" in done.stdout
-
-
-@pytest.mark.slow
-def test_what_a_sanitizer_runs_ends_with_it(sanitizer, tmp_path):
-    """compute-sanitizer starts the program as a child, which would keep the GPU."""
-    done, rows = run_tool(
-        sanitizer, "--time-limit", "40", "--tools", "memcheck", families=["hopper"], HANGS=str(tmp_path / "pid")
-    )
-    assert done.returncode == 1 and [row["finished"] for row in rows] == [True, False]
-    assert not is_running(int((tmp_path / "pid").read_text()))
-    # It had printed its last line: what it found is all there, and it is no crash.
-    assert (rows[1]["killed_by_time_limit"], rows[1]["killed_after_last_line"], rows[1]["exit_codes"]) == (1, 1, [])
-    assert "exit codes [], 1 killed by the time limit (1 after its last line)" in done.stdout
-
-
-@pytest.mark.slow
-def test_what_the_controls_show_too_is_explained(sanitizer):
-    done, rows = run_tool(
-        sanitizer, "--tools", "racecheck", families=["dense", "hopper"], FINDS_HOPPER=IN_FORWARD + "\n" + IN_BACKWARD,
-        **CONTROL_FINDINGS,
-    )  # fmt: skip
-    by_group = {row["group"]: row for row in rows}
-    assert [*by_group] == ["all", *(f"control {name}" for name in sanitize.CONTROLS), "triton", "hopper"]
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert by_group["hopper"]["explained"] and by_group["hopper"]["errors"] == 2
-    assert by_group["hopper"]["hazards"] == [
-        {"kernel": "hopper_backward_kernel", "places": [f"Read backward.py:{L_LOAD}", f"Write backward.py:{L_STORE}"],
-         "mechanism": "ring", "hazards": 7},
-        *({"kernel": "hopper_forward_kernel", "places": [f"Read forward.py:{FORWARD_DEF}", f"Write forward.py:{line}"],
-           "mechanism": "dispatch", "hazards": count} for line, count in ((FORWARD_DEF, 3), (FORWARD_DISPATCH, 4))),
-    ]  # fmt: skip
-    assert "racecheck, hopper: explained: 1 calls, 2 errors" in done.stdout
-    assert "racecheck, triton: clean" in done.stdout
-
-
-@pytest.mark.slow
-def test_what_the_controls_do_not_show_is_an_error(sanitizer):
-    elsewhere = report("hopper_backward_kernel", "backward.py", ("Write", DS_STORE), ("Read", L_LOAD))
-    done, _ = run_tool(
-        sanitizer, "--tools", "racecheck", families=["hopper"], FINDS_HOPPER=elsewhere, **CONTROL_FINDINGS
-    )
-    assert done.returncode == 1, done.stdout + done.stderr
-    assert "racecheck, hopper: NOT CLEAN: 1 calls, 1 errors" in done.stdout
-    assert f"Write backward.py:{DS_STORE}: 3 hazards, NOT EXPLAINED" in done.stdout
-
-
 def racecheck_rows(finds: dict[str, str]) -> dict[str, dict]:
     """The rows of the controls and of the Hopper kernels, by group, if racecheck said this of them."""
     rows: dict[str, dict] = {}
@@ -273,23 +188,6 @@ def test_a_hazard_is_explained_by_controls_that_are_right_and_by_nothing_else(fi
     assert [name for name, row in rows.items() if not sanitize.is_right(row)] == not_right
 
 
-def test_nothing_explains_a_hazard_of_a_triton_kernel():
-    controls = racecheck_rows(CONTROL_FINDINGS)
-    del controls["hopper"]
-    for log, expected in (("", True), (IN_FORWARD, False)):
-        row = sanitize.row_of("racecheck", "triton", [99 if log else 0], [f"1 calls\n{log}"], 1.0)
-        sanitize.explain(row, controls)
-        assert sanitize.is_right(row) is expected
-
-
-def read_hazards(text: str) -> dict[tuple[str, str], tuple[str, int]]:
-    """By places, the mechanism and the number of the hazards that a log holds."""
-    return {
-        (str(one), str(other)): (sanitize.mechanism((one, other)), count)
-        for (one, other), count in sanitize.hazards_of(text).items()
-    }
-
-
 # Of compute-sanitizer 2025.3.1 on an H200.
 LOG = """
 ========= COMPUTE-SANITIZER
@@ -318,41 +216,6 @@ def test_hazards_are_counted_by_their_places():
     row = sanitize.row_of("racecheck", "hopper", [99, None], [LOG, LOG[: LOG.index("1 calls")]], 8.4)
     assert (row["errors"], row["calls"], row["finished"], row["seconds"]) == (4, 1, False, 8)
     assert not sanitize.hazards_of("1 calls\n========= RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)")
-
-
-def test_hazards_of_two_mechanisms_are_told_apart():
-    assert read_hazards(IN_FORWARD + IN_BACKWARD) == {
-        (f"Read forward.py:{FORWARD_DEF}", f"Write forward.py:{FORWARD_DEF}"): ("dispatch", 3),
-        (f"Read forward.py:{FORWARD_DEF}", f"Write forward.py:{FORWARD_DISPATCH}"): ("dispatch", 4),
-        (f"Read backward.py:{L_LOAD}", f"Write backward.py:{L_STORE}"): ("ring", 7),
-    }
-
-
-@pytest.mark.parametrize(
-    "kernel, file, read, write",
-    [
-        ("hopper_backward_kernel", "backward.py", DELTA_LOAD, L_STORE),  # two rings
-        ("hopper_backward_kernel", "backward.py", L_LOAD, DS_STORE),
-        ("hopper_forward_kernel", "forward.py", FORWARD_DISPATCH, FORWARD_DEF),  # nothing reads there
-        ("hopper_forward_kernel", "forward.py", FORWARD_DEF, FORWARD_DISPATCH - 1),
-        ("hopper_forward_kernel", "forward.py", 10**6, 10**6),
-        ("hopper_forward_kernel", "other.py", FORWARD_DEF, FORWARD_DEF),
-        ("hopper_backward_preprocess_kernel", "backward.py",  # which specialises no warps
-         line_of(f"{HOPPER}/backward.py", "def hopper_backward_preprocess_kernel("),
-         line_of(f"{HOPPER}/backward.py", "def hopper_backward_preprocess_kernel(")),
-    ],
-)  # fmt: skip
-def test_other_places_are_of_no_mechanism(kernel, file, read, write):
-    ((_, (found, _)),) = read_hazards(report(kernel, file, ("Read", read), ("Write", write))).items()
-    assert found == ""
-
-
-def test_two_writes_and_accesses_without_a_line_are_of_no_mechanism():
-    writes = report("hopper_forward_kernel", "forward.py", ("Write", FORWARD_DEF), ("Write", FORWARD_DEF))
-    nowhere = "Error: Race reported between Read access at kernel+0x10\n=====     and Write access at kernel+0x20"
-    cut_off = "Error: Race reported between Read access at hopper_forward_kernel+0x10 in forward.py:1"
-    for log in (writes, nowhere, cut_off, "Race reported between"):
-        assert [mechanism for mechanism, _ in read_hazards(log).values()] == [""], log
 
 
 def test_the_tool_knows_all_families_and_controls():
@@ -418,10 +281,3 @@ def test_where_racecheck_is_blind_the_kernels_are_in_order():
     names = list(map(repr, reports.shipped_hopper_kernels()))
     found = {name: ptx and compiled_disorder(ptx) for name, ptx in compile_all(names, compile_ptx, jobs=2)}
     assert found == {name: [] for name in names}
-
-
-def test_without_the_program_nothing_runs(sanitizer):
-    done, rows = run_tool(sanitizer.with_name("absent"))
-    assert done.returncode == 2 and "it comes with the CUDA toolkit" in done.stderr and rows == []
-    done, rows = run_tool(sanitizer, "--processes", "0")
-    assert done.returncode == 2 and "--processes must be positive, got 0" in done.stderr

@@ -10,13 +10,11 @@ import torch
 
 from cs336_systems.config import RunConfig
 from cs336_systems.experiments import short_calls
-from cs336_systems.experiments.harness import Provenance, Sweep
 from cs336_systems.experiments.registry import PROBLEMS
 from cs336_systems.experiments.short_calls import (
     CALLS,
     GRAPH_SAMPLES,
     ROUNDS,
-    ROWS,
     graph_times,
     turns,
 )
@@ -53,35 +51,7 @@ def test_a_cell_has_the_rows_of_all_and_the_machine_for_itself():
             }
 
 
-def test_a_cpu_has_no_host_to_tell_apart():
-    assert {row.quantity for row in tiny_cell().rows} == {"time"}
-
-
-@pytest.mark.parametrize("wanted", ["sdpa_flash", "eager"])
-def test_a_cell_is_measured_for_any_of_its_implementations(wanted, tmp_path):
-    sweep = Sweep(TINY, tmp_path, Provenance(commit="c0ffee", dirty=False), implementations=[wanted])
-    pending, _ = sweep.pending("short_calls")
-    assert len(pending) == (wanted in PROBLEM.implementations)
-
-
 # Measuring
-
-
-def test_records_are_the_implementations_own(tmp_path):
-    """Those that a machine lacks say why, and the cell is finished with them."""
-    sweep = Sweep(TINY, tmp_path, Provenance(commit="c0ffee", dirty=False), interpret=True)
-    pending, _ = sweep.pending("short_calls")
-    (records,) = sweep.measure(pending)
-    found = {(record.implementation, record.mode): record for record in records}
-    assert len(found) == len(records) == len(PROBLEM.implementations) * len(ROWS["cpu"])
-    for mode in ("forward", "forward_backward"):
-        for name in ("triton", "sdpa_flash"):
-            record = found[name, mode]
-            assert record.status == "ok" and len(record.samples) == ROUNDS["cpu"] and record.error <= 1
-        assert found["hopper", mode].status == found["sdpa_cudnn", mode].status == "skipped"
-        assert "CUDA" in found["sdpa_cudnn", mode].message
-    assert found["triton", "forward"].kernel.startswith("interpreter ") and not found["sdpa_flash", "forward"].kernel
-    assert sweep.pending("short_calls") == ([], {"partly skipped": 1})
 
 
 def test_the_host_is_free_before_the_device_is_done(monkeypatch):

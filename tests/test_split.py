@@ -59,6 +59,7 @@ SHAPES = {
 }
 
 
+@pytest.mark.slow_if(device="cpu", is_causal=False)
 @pytest.mark.slow_if(device="cpu", dtype="float32")  # interpreted
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])

@@ -60,6 +60,7 @@ SHAPES = {
 }
 
 
+@pytest.mark.slow_if(device="cpu", is_causal=False)
 @pytest.mark.slow_if(device="cpu", dtype="float32")  # interpreted: by TMA and by pointers
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])

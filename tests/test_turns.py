@@ -33,16 +33,6 @@ def player(name: str, log: list[str]) -> Player:
     return Player(name=name, kernel="", error=0.0, turns=made)
 
 
-@pytest.mark.parametrize("names", ["a", "ab", "abc", "abcd"])
-def test_everybody_comes_as_often_in_each_place(names):
-    log: list[str] = []
-    players = [player(name, log) for name in names]
-    rounds = ["".join(one.name for one in in_order(players, number)) for number in range(2 * len(names))]
-    for place in range(len(names)):
-        assert sorted(found[place] for found in rounds) == sorted(names * 2)
-    assert all(one == other[::-1] for one, other in zip(rounds[::2], rounds[1::2]))
-
-
 def test_three_come_in_every_order():
     players = [player(name, []) for name in "abc"]
     rounds = ["".join(one.name for one in in_order(players, number)) for number in range(6)]
@@ -113,13 +103,6 @@ def test_who_cannot_be_measured_costs_its_own_rows(breaks, status, message, monk
     assert found["triton"].message.startswith(message) and not found["triton"].samples
 
 
-def test_an_error_of_triton_is_its_own(monkeypatch):
-    errors = pytest.importorskip("triton.runtime.errors")
-    broken_build(monkeypatch, errors.OutOfResources(300_000, 232_448, "shared memory"))
-    failed = {one.row.implementation: one.failed for one in PROBLEM.measure(tiny_cell(), TINY) if one.failed}
-    assert list(failed) == ["triton"] and failed["triton"].startswith("OutOfResources: out of resource")
-
-
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(1)], ids=["Ctrl-C", "exit"])
 def test_who_is_told_to_stop_stops(error, monkeypatch):
     broken_build(monkeypatch, error)
@@ -141,15 +124,3 @@ def test_what_leaves_no_device_is_no_others_failure(monkeypatch):
         for measurement in PROBLEM.measure(tiny_cell(), TINY):
             measurements.append(measurement)
     assert {measurement.row.implementation for measurement in measurements} == {"triton"}
-
-
-def test_nobody_to_measure_is_no_error(monkeypatch):
-    def none(name, shape, device):
-        raise Unsupported(f"no {name}")
-
-    monkeypatch.setattr(turns, "build", none)
-    measurements = list(PROBLEM.measure(tiny_cell(), TINY))
-    assert len(measurements) == len(tiny_cell().rows)
-    assert {measurement.skipped for measurement in measurements} == {
-        f"no {name}" for name in tiny_cell().implementations
-    }

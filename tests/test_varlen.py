@@ -117,6 +117,7 @@ def test_documents(case, backend, is_causal, device):
     assert worst_error(tensors, documents, results, is_causal) <= 1
 
 
+@pytest.mark.slow_if(device="cpu", dtype="float32")
 @pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -6,12 +6,11 @@ from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Any
 
-import altair as alt
 import pandas as pd
 
 from cs336_systems.config import MaskCase, RunConfig
 from cs336_systems.experiments.attention import MODE_WORDS
-from cs336_systems.experiments.figures import Lines
+from cs336_systems.experiments.figures import Lines, alt
 from cs336_systems.experiments.frames import digits, pick, tuples
 from cs336_systems.experiments.masks import (
     DENSE_PEERS,

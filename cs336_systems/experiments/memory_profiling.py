@@ -10,14 +10,13 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-import altair as alt
 import numpy as np
 import pandas as pd
 import torch
 
 from cs336_systems.accounting import model_peak_bytes
 from cs336_systems.config import MODEL_SIZES, ModelConfig, Precision, RunConfig, proxy_model
-from cs336_systems.experiments.figures import INK, Areas
+from cs336_systems.experiments.figures import INK, Areas, alt
 from cs336_systems.experiments.frames import digits, pick, tuples
 from cs336_systems.experiments.model_memory import (
     GRADIENTS,

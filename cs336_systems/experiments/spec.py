@@ -218,6 +218,6 @@ def load(name: str) -> Experiment:
     """The experiment of the file `<name>.py`; ValueError if that has none."""
     module = importlib.import_module(f"cs336_systems.experiments.{name}")
     for value in vars(module).values():
-        if isinstance(value, type) and issubclass(value, Experiment) and value.__dict__.get("name") == name:
+        if issubclass(type(value), type) and issubclass(value, Experiment) and value.__dict__.get("name") == name:
             return value()
     raise ValueError(f"{name}.py has no class under @problem")
