@@ -28,7 +28,6 @@
 # %%
 import os
 from dataclasses import replace
-from io import BytesIO
 from pathlib import Path
 
 import matplotlib.pyplot as plt
@@ -36,8 +35,6 @@ import pandas as pd
 import torch
 import vl_convert
 from IPython.display import Image, Markdown, display
-from matplotlib.figure import Figure
-from PIL import Image as Picture
 
 import cs336_systems
 from cs336_systems.accounting import eager_attention_part_flops
@@ -53,23 +50,12 @@ from cs336_systems.measure.ranges import SCORES, SOFTMAX, VALUES, annotate
 from cs336_systems.measure.samples import summarize
 from cs336_systems.measure.timing import time_calls
 from cs336_systems.model import build_model
+from cs336_systems.notebook import check, show
 
-COLOURS = dict(zip(CATEGORIES, plt.cm.tab10.colors, strict=False))
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # or the profiler's library prints its start and stop
 torch.manual_seed(0)
 plt.rcParams.update({"figure.dpi": 80, "figure.constrained_layout.use": True, "axes.axisbelow": True})
-
-
-def show(figure: Figure, description: str) -> None:
-    """Display `figure` as a PNG of 256 colours, a third of the size: the outputs are kept in the repository."""
-    drawn, reduced = BytesIO(), BytesIO()
-    figure.savefig(drawn, format="png", bbox_inches="tight")
-    plt.close(figure)
-    palette = Picture.open(drawn).convert("RGB").quantize(256, Picture.Quantize.MAXCOVERAGE, dither=Picture.Dither.NONE)
-    palette.save(reduced, "png", optimize=True)
-    display(Image(reduced.getvalue(), alt=description))
-
 
 # %% [markdown]
 # ## 1. Wall clock first
@@ -140,12 +126,41 @@ pd.DataFrame(
 ).round(3)
 
 # %% [markdown]
+# ### Exercise 1: sum kernels by range
+#
+# Return the milliseconds of the kernels that were launched in the range `name`, in the phase `phase`. A kernel has
+# `duration_us`, `phase` and `ranges`, the names that were open where it was launched, the outermost first.
+
+
+# %%
+def time_within(kernels: list, name: str, phase: str) -> float:
+    # yours: a sum over the kernels of that phase, wherever in `ranges` the name stands
+    return sum(kernel.duration_us for kernel in kernels if name in kernel.ranges and kernel.phase == phase) / 1e3
+    # to here
+
+
+# %%
+by_trace = {part: trace.kernel_ms(within=part, phase="forward") for part in (SCORES, SOFTMAX)}
+backward = trace.kernel_ms(within=SOFTMAX, phase="backward")
+check(
+    (time_within([], SCORES, "forward"), 0.0, "No kernel, no time."),
+    (
+        time_within(trace.kernels, SCORES, "forward"),
+        by_trace[SCORES],
+        "Durations are in µs; the name may stand anywhere.",
+    ),
+    (time_within(trace.kernels, SOFTMAX, "forward"), by_trace[SOFTMAX], "Is the name compared with all of `ranges`?"),
+    (time_within(trace.kernels, SOFTMAX, "backward"), backward, "A range holds kernels of the backward, too."),
+)
+
+# %% [markdown]
 # ## 3. The timeline, drawn from the same list
 #
 # What Perfetto or Nsight Systems shows is these events against time. The first line is the module that launched a
 # kernel, the second its category.
 
 # %%
+COLOURS = dict(zip(CATEGORIES, plt.cm.tab10.colors, strict=False))
 shown = trace.select(step=0)
 begin = shown[0].start_us
 roles = ("embedding", "norm", "attention", "feed_forward", "head")
@@ -254,6 +269,38 @@ for dtype in (torch.float16, torch.bfloat16):
     print(f"{str(dtype)[6:]:9}: stuck at {total.item():g} after {counts} additions")
 
 # %% [markdown]
+# ### Exercise 2: where a sum stops
+#
+# A dtype with $m$ bits of mantissa has a spacing of $2^{e-m}$ between $2^e$ and $2^{e+1}$. Adding a term of at most
+# half the spacing no longer changes a total (of an even number of spacings: ties go to even). Return the power of two
+# at which a sum of equal terms stops at the latest.
+
+
+# %%
+def stops_at(term: float, mantissa_bits: int) -> float:
+    # yours: the first power of two whose spacing is at least twice the term
+    power = 2.0**-20
+    while power * 2.0**-mantissa_bits < 2 * term:
+        power *= 2
+    return power
+    # to here
+
+
+# %%
+def stays(term: float, dtype: torch.dtype, total: float) -> bool:
+    return bool(torch.tensor(total, dtype=dtype) + torch.tensor(term, dtype=dtype) == total)
+
+
+check(
+    (stops_at(2.0**-8, 7), 1.0, "At 1 the spacing of bfloat16 is 2^-7, twice 2^-8."),
+    (stops_at(0.01, 7), 4.0, "bfloat16 and 0.01: the cell above got stuck there."),
+    (stops_at(0.01, 10), 32.0, "float16 has three bits more: eight times as far."),
+    (stays(0.01, torch.float16, stops_at(0.01, 10)), True, "The addition itself disagrees."),
+    (stays(1e-4, torch.bfloat16, stops_at(1e-4, 7)), True, "The addition itself disagrees."),
+    (stays(1e-4, torch.bfloat16, stops_at(1e-4, 7) / 2), False, "An earlier power of two would do."),
+)
+
+# %% [markdown]
 # **Squaring.** A norm squares its input. In float16 that overflows at 256, far from an unusual activation:
 
 # %%
@@ -331,7 +378,7 @@ for dtype in (torch.float32, torch.bfloat16):
 # %% [markdown]
 # Which is why mixed precision keeps master weights in float32 and casts a copy for each matmul.
 #
-# ## 6. Exercises
+# ## 6. To try
 #
 # 1. Profile the forward alone, and again with `attention="sdpa"` in the `ModelCase`. Which ranges are gone, and which
 #    one is new? What share of the forward did attention lose?

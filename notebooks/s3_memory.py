@@ -28,7 +28,7 @@ import torch
 from matplotlib.figure import Figure
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from cs336_systems.accounting import block_saved_bytes, model_peak_bytes
+from cs336_systems.accounting import block_saved_bytes, model_peak_bytes, num_parameters
 from cs336_systems.config import MODEL_SIZES, Precision
 from cs336_systems.experiments.model_memory import MemoryCase, simulated_trace
 from cs336_systems.measure.precision import accumulate, autocast_dtypes, norm_in
@@ -37,6 +37,7 @@ from cs336_systems.measure.saved import by_operation, compiled_saved_tensors, sa
 from cs336_systems.measure.timeline import CATEGORIES
 from cs336_systems.model import TransformerLM
 from cs336_systems.model.checkpointing import best_blocks_per_group, grouped_bytes, recursive_bytes
+from cs336_systems.notebook import check
 
 GIB, MIB = 2**30, 2**20
 XL = replace(MODEL_SIZES["xl"], context_length=2048)
@@ -48,9 +49,8 @@ PLAIN = MemoryCase(model=XL, batch=4, attention="reference")
 # Time is counted in allocations and releases. Four phases: what is there at the start (parameters, AdamW's moments),
 # the forward, where activations pile up, the backward, where they go and gradients come, and the optimizer step.
 
+
 # %%
-
-
 def timeline(trace, title):
     """The categories of `trace` stacked over its events."""
     events, lines = trace.sampled(400)
@@ -109,6 +109,30 @@ assert eager_bytes == sum(block_saved_bytes(XL, 4, attention="reference").values
 pd.DataFrame([(num_bytes / MIB, operation) for operation, num_bytes in by_operation(saved)[:5]], columns=["MiB", "by"])
 
 # %% [markdown]
+# ### Exercise 1: the peak on the back of an envelope
+#
+# At the peak of a float32 step with AdamW the forward is over and no gradient of a weight has been made yet. Return its
+# bytes, from the number of parameters, the number of blocks and what one block saves.
+
+
+# %%
+def peak_bytes(num_parameters: int, num_blocks: int, block_bytes: int) -> int:
+    # yours: weights, what AdamW keeps of each, and what all blocks have saved
+    weights = 4 * num_parameters
+    moments = 2 * 4 * num_parameters
+    return weights + moments + num_blocks * block_bytes
+    # to here
+
+
+# %%
+estimate = peak_bytes(num_parameters(XL), XL.num_layers, eager_bytes)
+check(
+    (peak_bytes(0, 2, 100), 200, "Without parameters the blocks' activations are left, all of them."),
+    (peak_bytes(1, 0, 0), 12, "Of a float32 parameter: itself and two moments. Its gradient comes later."),
+    (abs(estimate / plain.peak_bytes() - 1) < 0.05, True, f"{estimate / GIB:.0f} GiB is not near the simulation."),
+)
+
+# %% [markdown]
 # ## The trade: storing inputs, computing again
 #
 # A block saves fifty times its input. With groups of $g$ blocks, $N/g$ inputs and $g$ blocks' activations are stored,
@@ -130,6 +154,29 @@ pd.DataFrame(
 )
 
 # %% [markdown]
+# ### Exercise 2: checkpoints by groups
+#
+# `num_blocks` blocks are checkpointed in groups of `size`, which divides them. Return the bytes that are stored when
+# the backward of the last group begins, from the bytes of a block's input and of what a block saves.
+
+
+# %%
+def stored_bytes(num_blocks: int, size: int, input_bytes: int, block_bytes: int) -> int:
+    # yours: inputs of the groups, and the activations of the one group that was computed again
+    return num_blocks // size * input_bytes + size * block_bytes
+    # to here
+
+
+# %%
+cases = [(size, stored_bytes(32, size, stream, eager_bytes)) for size in sizes]
+check(
+    (stored_bytes(32, 32, 1, 10), 321, "One group: a single input, and the activations of every block."),
+    (stored_bytes(32, 1, 1, 10), 42, "Groups of one block: every input, and one block's activations."),
+    (cases, [(size, grouped_bytes(32, size, stream, eager_bytes)) for size in sizes], "Compare with `grouped_bytes`."),
+    (min(cases, key=lambda case: case[1])[0], 1, "Single blocks are the best groups of a Transformer."),
+)
+
+# %% [markdown]
 # Now the whole step again, with every block checkpointed, and with attention that never stores its scores:
 
 # %%
@@ -147,7 +194,7 @@ assert {fits for *_, fits in rows} == {"yes", "no"}
 pd.DataFrame(rows, columns=["attention", "blocks a group", "peak (GiB)", "fits in 80 GB"])
 
 # %% [markdown]
-# ## Exercise
+# ### To try
 #
 # Which of `batch=1`, bfloat16 autocast, and `checkpointing="recursive"` saves most here? Guess, then simulate.
 # (Autocast alone may surprise: it adds copies of the weights, and plain attention keeps its probabilities twice.)

@@ -34,7 +34,6 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
 import heapq
-from io import BytesIO
 from pathlib import Path
 from unittest.mock import patch
 
@@ -42,11 +41,9 @@ import matplotlib.pyplot as plt
 import pandas as pd
 import triton
 import triton.language as tl
-from IPython.display import Image, Markdown, display
+from IPython.display import Markdown, display
 from matplotlib.colors import ListedColormap
-from matplotlib.figure import Figure
 from matplotlib.patches import Patch
-from PIL import Image as Picture
 
 import cs336_systems
 from cs336_systems.accounting import causal_area, eager_attention_bytes, eager_graph_bytes, flash_attention_bytes
@@ -58,22 +55,11 @@ from cs336_systems.config import AttentionShape
 from cs336_systems.experiments.figures import COLORS
 from cs336_systems.experiments.pages import Book, Page
 from cs336_systems.inputs import attention_inputs
+from cs336_systems.notebook import check, show, show_published
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 EAGER, FLASH = COLORS["eager"], COLORS["triton"]
 plt.rcParams.update({"figure.dpi": 80, "figure.constrained_layout.use": True, "axes.axisbelow": True})
-
-
-def show(figure: Figure, description: str) -> None:
-    """Display `figure` as a PNG of 256 colours, a third of the size: the outputs are kept in the repository."""
-    drawn, reduced = BytesIO(), BytesIO()
-    figure.savefig(drawn, format="png", bbox_inches="tight")
-    plt.close(figure)
-    # The default method drops rare colours, and a legend's markers are small; this one keeps them.
-    palette = Picture.open(drawn).convert("RGB").quantize(256, Picture.Quantize.MAXCOVERAGE, dither=Picture.Dither.NONE)
-    palette.save(reduced, "png", optimize=True)
-    display(Image(reduced.getvalue(), alt=description))
-
 
 # %% [markdown]
 # ## 1. Plain attention is a memory problem
@@ -264,6 +250,41 @@ print(
 )  # fmt: skip
 
 # %% [markdown]
+# ### Exercise 1: merge two halves
+#
+# Two programs have seen different keys of the same query, and each has finished: it has its own $O$ and $L$. Return $O$
+# and $L$ over all keys. Each $O$ was divided by its own sum of exponentials, which is $e^L$.
+
+
+# %%
+def merge(output_1, lse_1, output_2, lse_2):
+    # yours: L of all keys; then weigh each O by the share of its keys, without an exponential that overflows
+    lse = torch.logaddexp(lse_1, lse_2)
+    return torch.exp(lse_1 - lse) * output_1 + torch.exp(lse_2 - lse) * output_2, lse
+    # to here
+
+
+# %%
+def merged_halves(scores, values):
+    """O and L of a row, merged from its first 20 keys and its last 12, as lists."""
+    halves = zip(scores.split([20, 12]), values.split([20, 12]))
+    parts = [(torch.softmax(s, dim=0) @ v, torch.logsumexp(s, dim=0)) for s, v in halves]
+    output, lse = merge(*parts[0], *parts[1])
+    return output.tolist(), lse.item()
+
+
+whole_row = (torch.softmax(scores, dim=0) @ values).tolist()
+check(
+    (merged_halves(scores, values)[1], torch.logsumexp(scores, dim=0).item(), "L is the log of the sum of both sums."),
+    (merged_halves(scores, values)[0], whole_row, "The weights of the two outputs are shares: they add up to 1."),
+    (
+        merged_halves(scores + 1000, values)[0],
+        whole_row,
+        "e^L overflows; take differences of L before the exponential.",
+    ),
+)
+
+# %% [markdown]
 # A kernel does this for a tile of queries at once, with $m$ and $\ell$ as vectors. The ones in
 # `attention/triton/forward.py` take exponentials to base 2, with $\frac{1}{\sqrt d} \log_2 e$ folded into one
 # multiply-add, because that is what the hardware has an instruction for; $L$ goes back to the natural log at the end.
@@ -353,6 +374,43 @@ for n in (1024, 2048, 4096, 8192, 16384, 32768):
         }
     )
 display(pd.DataFrame(rows).set_index("N"))
+
+# %% [markdown]
+# ### Exercise 2: the loop's bounds under a window
+#
+# With a sliding window, query $i$ sees keys $i - w < j \le i$. Return the first key tile that a tile of queries visits,
+# and the one at which its loop stops (not visited any more).
+
+
+# %%
+def window_bounds(query_index: int, query_tile: int, key_tile: int, window: int) -> tuple[int, int]:
+    # yours: the first key of the tile's first query, and the last key of its last query
+    first_query = query_index * query_tile
+    first_key = max(0, first_query - window + 1)
+    return first_key // key_tile, -(-(first_query + query_tile) // key_tile)
+    # to here
+
+
+# %%
+def looked_up(query_index: int, query_tile: int, key_tile: int, window: int) -> tuple[int, int]:
+    """The same, by looking at the whole mask of 1024 tokens."""
+    mask = causal_mask(1024, 1024, "cpu") & ~causal_mask(1024, 1024, "cpu").tril(-window)
+    rows = mask[query_index * query_tile : (query_index + 1) * query_tile].any(dim=0)
+    visited = rows.unflatten(0, (-1, key_tile)).any(dim=1).nonzero().flatten().tolist()
+    return visited[0], visited[-1] + 1
+
+
+cases = [(index, 128, 64, window) for window in (1, 64, 65, 200) for index in range(8)]
+check(
+    (window_bounds(0, 128, 64, 200), (0, 2), "There is no key before key 0."),
+    (window_bounds(2, 128, 64, 64), (3, 6), "Query 256 sees keys 193 to 256: the window includes the query itself."),
+    (window_bounds(2, 128, 64, 65), (3, 6), "Query 256 sees key 192 too, the first of tile 3: no tile more."),
+    (
+        [window_bounds(*case) for case in cases],
+        [looked_up(*case) for case in cases],
+        "Not so for every tile and window.",
+    ),
+)
 
 # %% [markdown]
 # **Launch order.** The last query tile visits many times as many key tiles as the first. In practice a GPU
@@ -577,16 +635,7 @@ show(figure, "Largest error of O by query for the correct kernel and for one tha
 # the oracle on the same inputs. The figure and the table below are those of the page
 # [flash_benchmarking](../writeup/flash_benchmarking.md).
 
-
 # %%
-def show_published(path: Path, description: str) -> None:
-    """Display a figure of the report at half its size."""
-    reduced = BytesIO()
-    drawn = Picture.open(path).convert("RGB")
-    drawn.resize((drawn.width // 2, drawn.height // 2)).quantize(256).save(reduced, "png", optimize=True)
-    display(Image(reduced.getvalue(), alt=description))
-
-
 # This notebook runs in notebooks/, from the root, or elsewhere with the package installed in place.
 folders = (Path.cwd(), *Path.cwd().parents, Path(cs336_systems.__file__).resolve().parents[1])
 root = next((folder for folder in folders if (folder / "pyproject.toml").is_file()), Path.cwd())
@@ -598,7 +647,7 @@ else:
     display(Markdown("The records of the H200 are absent from this checkout, so there is nothing to draw here."))
 
 # %% [markdown]
-# ## 7. Exercises
+# ## 7. To think about
 #
 # Work them out before opening the answers.
 #
@@ -663,6 +712,7 @@ else:
 # - Both operands of a `tl.dot` have one dtype: probabilities are float32, and $V$ may be float16.
 #
 # Change them, run the cell and the one after it: it answers at once, without a mask and with one.
+
 
 # %%
 @triton.jit

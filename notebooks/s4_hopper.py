@@ -29,37 +29,23 @@ import heapq
 import random
 import sys
 from collections.abc import Iterator
-from io import BytesIO
 from pathlib import Path
 from unittest.mock import patch
 
 import matplotlib.pyplot as plt
-from IPython.display import Image, Markdown, display
-from matplotlib.figure import Figure
-from PIL import Image as Picture
+from IPython.display import Markdown, display
 
 import cs336_systems
 from cs336_systems.attention.hopper import schedule
 from cs336_systems.attention.hopper.schedule import SCHEDULES, Launch, plan_forward
 from cs336_systems.experiments.pages import Book, Page
+from cs336_systems.notebook import check, show, show_published
 
 sys.path.append(str(Path(cs336_systems.__file__).resolve().parent.parent))  # the model of the protocol is a test's
 from tests import hopper_protocol  # noqa: E402
 from tests.hopper_protocol import ProtocolError, items_of_program, key_tiles, simulate  # noqa: E402
 
-PRODUCTS, ARITHMETIC, EXPONENTIALS, IDLE = "#0072B2", "#DDAA33", "#D55E00", "#EEEEEE"
 plt.rcParams.update({"figure.dpi": 80, "figure.constrained_layout.use": True, "axes.axisbelow": True})
-
-
-def show(figure: Figure, description: str) -> None:
-    """Display `figure` as a PNG of 256 colours, a third of the size: the outputs are kept in the repository."""
-    drawn, reduced = BytesIO(), BytesIO()
-    figure.savefig(drawn, format="png", bbox_inches="tight")
-    plt.close(figure)
-    palette = Picture.open(drawn).convert("RGB").quantize(256, Picture.Quantize.MAXCOVERAGE, dither=Picture.Dither.NONE)
-    palette.save(reduced, "png", optimize=True)
-    display(Image(reduced.getvalue(), alt=description))
-
 
 # %% [markdown]
 # ## 1. What a tile of scores costs
@@ -108,6 +94,7 @@ for head_dim, (plan, _) in SCHEDULES.items():  # the schedule of large grids; th
 # consumer at a time, in the order of arrival.
 
 # %%
+PRODUCTS, ARITHMETIC, EXPONENTIALS, IDLE = "#0072B2", "#DDAA33", "#D55E00", "#EEEEEE"
 Span = tuple[str, int, int, str]  # lane, start, end, colour
 
 
@@ -221,6 +208,33 @@ for step in range(len(keys) + 1):
 display(Markdown("\n".join(lines)))
 
 # %% [markdown]
+# ### Exercise 1: how many steps?
+#
+# The table has one step more than there are key tiles: $PV$ of a tile comes a step after its $QK^\top$. Return the
+# number of steps of the tile of queries that begins with `first_query`, under the causal mask (as many keys as
+# queries).
+
+
+# %%
+def num_steps(first_query: int, query_tile: int, key_tile: int, num_keys: int) -> int:
+    # yours: key tiles up to the last query's key, but none beyond the last key; and one step more
+    end = min(first_query + query_tile, num_keys)
+    return -(-end // key_tile) + 1
+    # to here
+
+
+# %%
+whole = call(128, 1024, config=large(128))
+by_schedule = [sum(whole.num_key_tiles(tile)) + 1 for tile in range(whole.num_tiles)]
+ours = [num_steps(whole.first_query(tile), 128, 128, 1024) for tile in range(whole.num_tiles)]
+check(
+    (num_steps(0, 128, 128, 1024), 2, "The first tile of queries sees one tile of keys: two steps."),
+    (num_steps(128, 192, 128, 1024), 4, "Queries up to 319 see a part of the third tile of keys: round up."),
+    (num_steps(896, 192, 128, 1000), 9, "There is no key beyond the last."),
+    (ours, by_schedule, "The kernel's own schedule counts otherwise."),
+)
+
+# %% [markdown]
 # ## 3. Which program computes which tiles
 #
 # Under a causal mask the last tile of queries sees all keys and the first sees one tile of them. Programs start in the
@@ -284,6 +298,32 @@ for head_dim in SCHEDULES:
 print(f"{programs} programs ended, every tile read was the one wanted")
 
 # %% [markdown]
+# ### Exercise 2: slots and phases
+#
+# Step `step` uses a slot of the ring, the first again after the last. A barrier flips its phase (0, then 1, then 0 …)
+# each time it completes, and a wait for parity $p$ passes once the phase is no longer $p$. A slot's first filling
+# therefore ends parity 0, its second parity 1. Return the slot, the parity with which a consumer waits for *full*, and
+# the one with which the copier waits for *empty*: it must pass at once on a fresh slot, where phase 0 has not ended.
+
+
+# %%
+def waits(step: int, slots: int) -> tuple[int, int, int]:
+    # yours: slot, consumer's parity, copier's parity
+    phase = step // slots % 2
+    return step % slots, phase, 1 - phase
+    # to here
+
+
+# %%
+two, three = ([waits(step, slots) for step in range(7)] for slots in (2, 3))
+check(
+    ([slot for slot, *_ in three], [0, 1, 2, 0, 1, 2, 0], "The slots are taken in turn."),
+    ([full for _, full, _ in two], [0, 0, 1, 1, 0, 0, 1], "All slots have been filled once before the parity changes."),
+    (two[0][2], 1, "Nobody empties a fresh slot: a wait for the end of phase 0 would hang, one for parity 1 passes."),
+    ([empty for *_, empty in three], [1, 1, 1, 0, 0, 0, 1], "The copier is one use of a slot ahead of its consumers."),
+)
+
+# %% [markdown]
 # And the bug that the first prototype of this kernel had. The masked steps at the diagonal are unrolled; at 128 keys
 # fewer tiles are there than the unrolled steps want. Consumers that count the unrolled steps, with a copier that counts
 # the tiles that exist, multiply what an earlier step left and then wait for a copy that nobody makes:
@@ -311,16 +351,7 @@ with patch.object(hopper_protocol, "key_tiles", unbounded):
 # Committed records of one H200: the ladder from Triton with pointers to these kernels, and their place beside the
 # libraries on shapes of real models. Where there are none yet, the cell says so.
 
-
 # %%
-def show_published(path: Path, description: str) -> None:
-    """Display a figure of the report at half its size."""
-    reduced = BytesIO()
-    drawn = Picture.open(path).convert("RGB")
-    drawn.resize((drawn.width // 2, drawn.height // 2)).quantize(256).save(reduced, "png", optimize=True)
-    display(Image(reduced.getvalue(), alt=description))
-
-
 root = Path(cs336_systems.__file__).resolve().parent.parent
 book = Book(root, root / "results" / "nvidia-h200")
 for problem in ("hopper_ladder", "attention_shapes"):

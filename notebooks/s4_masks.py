@@ -32,16 +32,13 @@ import torch
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
-from io import BytesIO
 from pathlib import Path
 
 import matplotlib.pyplot as plt
 import pandas as pd
-from IPython.display import Image, Markdown, display
+from IPython.display import Markdown, display
 from matplotlib.colors import ListedColormap
-from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
-from PIL import Image as Picture
 
 import cs336_systems
 from cs336_systems.attention import BlockMask, attention_reference, flash_attention
@@ -50,21 +47,10 @@ from cs336_systems.attention.dynamic import shared_keys_attention
 from cs336_systems.attention.masks import parse_mask
 from cs336_systems.experiments.figures import COLORS
 from cs336_systems.experiments.pages import Book
+from cs336_systems.notebook import check, show, show_published
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-PARTIAL, FULL = COLORS["flex"], COLORS["triton"]
 plt.rcParams.update({"figure.dpi": 80, "figure.constrained_layout.use": True, "axes.axisbelow": True})
-
-
-def show(figure: Figure, description: str) -> None:
-    """Display `figure` as a PNG of 256 colours: the outputs are kept in the repository."""
-    drawn, reduced = BytesIO(), BytesIO()
-    figure.savefig(drawn, format="png", bbox_inches="tight")
-    plt.close(figure)
-    palette = Picture.open(drawn).convert("RGB").quantize(256, Picture.Quantize.MAXCOVERAGE, dither=Picture.Dither.NONE)
-    palette.save(reduced, "png", optimize=True)
-    display(Image(reduced.getvalue(), alt=description))
-
 
 # %% [markdown]
 # ## 1. Dead, full, partial
@@ -75,6 +61,9 @@ def show(figure: Figure, description: str) -> None:
 
 
 # %%
+PARTIAL, FULL = COLORS["flex"], COLORS["triton"]
+
+
 def draw(axes, mask: BlockMask, title: str, head: int = 0) -> None:
     """Pairs of one head as pixels, its live tiles as frames."""
     axes.imshow(mask.to_dense()[0, head], cmap=ListedColormap(["white", "#444444"]), vmin=0, vmax=1)
@@ -112,6 +101,32 @@ gallery(
     },
     192, 16, "Four masks of 192 tokens with their tiles of 16: causal, sliding window, documents, random tiles",
 )  # fmt: skip
+
+# %% [markdown]
+# ### Exercise 1: a mask as a function
+#
+# A mask in FlexAttention's form is a function of indices that says whether a query attends a key. Complete one with an
+# attention sink: a query sees itself, the 31 keys before it, and besides them the first 16 keys of all, never a later
+# one. The indices are tensors: combine comparisons with `&` and `|`, in parentheses.
+
+
+# %%
+def sink_window(batch, head, query, key):
+    # yours: a window of 32 keys that ends with the query, and 16 keys at the beginning
+    return (key <= query) & ((query - key < 32) | (key < 16))
+    # to here
+
+
+# %%
+sink = BlockMask.from_mask_mod(sink_window, 192, block_size=16)
+seen = sink.to_dense()[0, 0]
+check(
+    (int(seen.triu(1).sum()), 0, "A query sees no later key, not even one of the first 16."),
+    (int(seen[100, 16:].sum()), 32, "Query 100 sees 32 keys of its window, itself among them."),
+    (int(seen[100, :16].sum()), 16, "Query 100 sees all 16 keys of the sink."),
+    (int(seen.sum(dim=1).min()), 1, "Query 0 sees itself."),
+    (sink.num_full + sink.num_partial, 42, "Each row of tiles has those of the window and one of the sink."),
+)
 
 # %% [markdown]
 # The same numbers are on the command line: `cs336-systems doctor --mask document:70,0,30,92+causal --seqlen 192
@@ -152,6 +167,35 @@ for seqlen in (4096, 16384, 65536):
          "patterns": len(mask.token_bits)}
     )  # fmt: skip
 display(pd.DataFrame(sizes).set_index("tokens"))
+
+# %% [markdown]
+# ### Exercise 2: the kinds of a union's tiles
+#
+# Masks combine with `&` and `|`. Two masks are given as maps of their tiles: 0 dead, 1 partial, 2 full. Return the map
+# of the union, as far as the maps can tell: where two partial tiles meet, only the tokens know, and the union is called
+# partial.
+
+
+# %%
+def union_of_tiles(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    # yours: what becomes of dead | partial, partial | full, partial | partial?
+    return torch.maximum(first, second)
+    # to here
+
+
+# %%
+def tile_map(mask: BlockMask) -> torch.Tensor:
+    tiles = mask.to_dense()[0, 0].unflatten(1, (-1, 16)).unflatten(0, (-1, 16))
+    return tiles.any(dim=3).any(dim=1).int() + tiles.all(dim=3).all(dim=1).int()
+
+
+one, other = (parse_mask(pattern, seqlen=64, block_size=16) for pattern in ("document:40,24+causal", "window:20"))
+union = union_of_tiles(tile_map(one), tile_map(other))
+check(
+    (union[0].tolist(), [1, 0, 0, 0], "Partial with partial is partial, dead with dead is dead."),
+    (int((union > 0).sum()), (one | other).num_full + (one | other).num_partial, "A tile lives if it lives in either."),
+    (union.tolist(), tile_map(one | other).tolist(), "A full tile stays full, whatever the other mask has there."),
+)
 
 # %% [markdown]
 # ## 3. A dead tile is never read
@@ -269,16 +313,7 @@ Markdown(f"Ideal by tiles: {ideals[0]} in order, {ideals[1]} by phase. Largest e
 # [block_sparse](../writeup/block_sparse.md) and [dilated_attention](../writeup/dilated_attention.md): the speed over
 # dense attention, with what the number of live tiles allows.
 
-
 # %%
-def show_published(path: Path, description: str) -> None:
-    """Display a figure of the report at half its size."""
-    reduced = BytesIO()
-    drawn = Picture.open(path).convert("RGB")
-    drawn.resize((drawn.width // 2, drawn.height // 2)).quantize(256).save(reduced, "png", optimize=True)
-    display(Image(reduced.getvalue(), alt=description))
-
-
 folders = (Path.cwd(), *Path.cwd().parents, Path(cs336_systems.__file__).resolve().parents[1])
 root = next((folder for folder in folders if (folder / "pyproject.toml").is_file()), Path.cwd())
 book = Book(root, root / "results" / "nvidia-h200")
@@ -290,7 +325,7 @@ for problem, name in (("block_sparse", "forward"), ("dilated_attention", "forwar
         display(Markdown(f"This checkout holds no figure of `{problem}` on the H200: there is nothing to show here."))
 
 # %% [markdown]
-# ## 8. Exercises
+# ## 8. To think about
 #
 # **1.** A causal mask of $n$ tiles a side has $n (n + 1) / 2$ live ones. What is its ideal speed-up for
 # $n = 1, 8, 128$, and why is the measured one of a short sequence smaller still?

@@ -24,6 +24,7 @@
 # It needs no GPU. What it runs is imported from `cs336_systems`.
 
 # %%
+import inspect
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -35,11 +36,72 @@ from IPython.display import Markdown, display
 import cs336_systems
 from cs336_systems.analysis.bandwidth import best_bucket_bytes, bucket_overhead_s, bus_factor
 from cs336_systems.config import RunConfig
+from cs336_systems.distributed.ddp_bucketed import BucketedDDP
+from cs336_systems.distributed.ddp_flat import FlatDDP
+from cs336_systems.distributed.ddp_naive import NaiveDDP
+from cs336_systems.distributed.ddp_overlap import OverlapDDP
 from cs336_systems.experiments.data_parallel import measure_ddp
 from cs336_systems.experiments.pages import Book
 from cs336_systems.experiments.spec import load
 from cs336_systems.measure.overlap import Lanes
+from cs336_systems.notebook import check
 
+# %% [markdown]
+# ## The four wrappers, in their own lines
+#
+# All of them broadcast rank 0's parameters at the start. Two do all else when the backward is over; two have a hook
+# called as soon as the backward has accumulated a parameter's gradient.
+
+# %%
+for lines in (NaiveDDP._synchronize, FlatDDP._synchronize, OverlapDDP._arrive, BucketedDDP._arrive):
+    display(Markdown(f"`{lines.__qualname__}`\n```python\n{inspect.cleandoc(inspect.getsource(lines))}\n```"))
+
+# %% [markdown]
+# ## Exercise 1: the hook
+#
+# Ranks must start the same collectives in the same order, or they hang; gradients come in any order.
+# Complete the hook: note that gradient `index` has arrived, then send, in the given `order`, all that can go now.
+# `sent` is the list of those that went before; send by appending to it.
+
+
+# %%
+def arrive(index: int, order: list[int], arrived: set[int], sent: list[int]) -> None:
+    # yours: note the arrival; send what is next in `order` for as long as it has arrived
+    arrived.add(index)
+    while len(sent) < len(order) and order[len(sent)] in arrived:
+        sent.append(order[len(sent)])
+    # to here
+
+
+# %%
+def sent_after(arrivals: list[int]) -> list[list[int]]:
+    """What a model of four parameters has sent after each arrival."""
+    arrived, sent, found = set(), [], []
+    for index in arrivals:
+        arrive(index, [3, 2, 1, 0], arrived, sent)
+        found.append(list(sent))
+    return found
+
+
+check(
+    (sent_after([3, 2]), [[3], [3, 2]], "A gradient whose turn it is goes at once."),
+    (sent_after([3, 1]), [[3], [3]], "Gradient 1 must wait for 2: on another rank 2 may come first."),
+    (sent_after([3, 1, 2]), [[3], [3], [3, 2, 1]], "When 2 comes, 1, which waited for it, goes too."),
+    (sent_after([0, 1, 2, 3]), [[], [], [], [3, 2, 1, 0]], "Each is sent once, and the last arrival ends the step."),
+)
+
+# %% [markdown]
+# ## A model of one step
+#
+# Ten layers, from the last to the first: each needs 2 ms of backward and then has gradients whose all-reduce takes
+# 1.5 ms of sending and 0.3 ms of latency for each of its four tensors. A link sends one thing at a time.
+#
+# - **naive**: after the backward, tensor by tensor: every latency, and nothing hidden.
+# - **flat**: after the backward, all at once: one latency, and nothing hidden.
+# - **overlap**: each tensor as soon as it is there: every latency, hidden behind the layers still to come.
+# - **bucketed**: several tensors at a time, during the backward: few latencies, and most of it hidden.
+
+# %%
 COLOURS = {"compute": "#66a9d8", "communication": "#d55e00"}
 
 
@@ -63,18 +125,6 @@ def draw(schedules: dict[str, Lanes], title: str) -> None:
     plt.show()
 
 
-# %% [markdown]
-# ## A model of one step
-#
-# Ten layers, from the last to the first: each needs 2 ms of backward and then has gradients whose all-reduce takes
-# 1.5 ms of sending and 0.3 ms of latency for each of its four tensors. A link sends one thing at a time.
-#
-# - **naive**: after the backward, tensor by tensor: every latency, and nothing hidden.
-# - **flat**: after the backward, all at once: one latency, and nothing hidden.
-# - **overlap**: each tensor as soon as it is there: every latency, hidden behind the layers still to come.
-# - **bucketed**: several tensors at a time, during the backward: few latencies, and most of it hidden.
-
-# %%
 NUM_LAYERS, TENSORS = 10, 4
 BACKWARD_MS, SENDING_MS, LATENCY_MS = 2.0, 1.5, 0.3
 BACKWARD = [(layer * BACKWARD_MS, (layer + 1) * BACKWARD_MS) for layer in range(NUM_LAYERS)]
@@ -138,6 +188,37 @@ axes.set_xlabel("bucket (MiB)")
 axes.set_ylabel("added to a step (ms)")
 axes.set_title(f"least at {best / 2**20:.0f} MiB", fontsize=10)
 plt.show()
+
+# %% [markdown]
+# ## Exercise 2: the split into buckets
+#
+# Parameters `0, 1, …` have these sizes in bytes. The backward makes the last one's gradient first, so fill buckets
+# from the last parameter on, each with as many as fit into `limit`. Return the buckets as lists of parameters. A
+# parameter that is larger than the limit has a bucket of its own.
+
+
+# %%
+def split(sizes: list[int], limit: int) -> list[list[int]]:
+    # yours: walk from the last parameter to the first; open a bucket where the last one has no room
+    buckets, used = [], 0
+    for index in reversed(range(len(sizes))):
+        if not buckets or used + sizes[index] > limit:
+            buckets.append([])
+            used = 0
+        buckets[-1].append(index)
+        used += sizes[index]
+    return buckets
+    # to here
+
+
+# %%
+check(
+    (split([4, 4], 8), [[1, 0]], "Both fit, and the last parameter comes first."),
+    (split([4, 4, 4], 8), [[2, 1], [0]], "A third one needs a bucket of its own."),
+    (split([2, 9, 2], 8), [[2], [1], [0]], "Nothing joins a parameter that is larger than the limit."),
+    (split([6, 1, 3, 5], 8), [[3, 2], [1, 0]], "Count what the open bucket holds from the start when it is opened."),
+    (split([], 8), [], "A model without parameters has no bucket, not an empty one."),
+)
 
 # %% [markdown]
 # ## What a collective asks of a link

@@ -33,6 +33,7 @@ from cs336_systems.config import MODEL_SIZES, ModelConfig
 from cs336_systems.distributed.fsdp.life import record_life, record_rows
 from cs336_systems.distributed.launch import run_ranks
 from cs336_systems.experiments.memory_plan import fsdp_bytes
+from cs336_systems.notebook import check
 
 config = ModelConfig(name="small", d_model=32, d_ff=88, num_layers=4, num_heads=2, vocab_size=61, context_length=16)
 
@@ -48,6 +49,41 @@ first, second = run_ranks(record_rows, 2, config)
 for name in ("token_embeddings.weight", "layers.0.attn.q_proj.weight", "layers.0.ffn.w1.weight", "layers.0.ln1.weight"):
     print(f"{name:30} rank 0 keeps {first[name]!s:10} rank 1 keeps {second[name]}")
 assert first["token_embeddings.weight"] == (31, 32) and second["token_embeddings.weight"] == (30, 32)
+
+# %% [markdown]
+# ### Exercise 1: shard and gather
+#
+# `shard` returns the rows that a rank keeps. `gather` gets what every rank keeps and returns the whole weight. A
+# collective sends equally much from each rank: pad every shard to a whole chunk, concatenate, cut the padding off.
+
+
+# %%
+def shard(weight: torch.Tensor, rank: int, num_ranks: int) -> torch.Tensor:
+    # yours: chunks of ceil(rows / ranks) rows; the last ranks may have fewer, or none
+    chunk = -(-len(weight) // num_ranks)
+    return weight[rank * chunk : (rank + 1) * chunk]
+    # to here
+
+
+def gather(shards: list[torch.Tensor], num_rows: int) -> torch.Tensor:
+    # yours: pad each shard with rows of zeros to the length of a chunk
+    chunk = -(-num_rows // len(shards))
+    padded = [torch.cat([rows, rows.new_zeros(chunk - len(rows), *rows.shape[1:])]) for rows in shards]
+    assert len({len(rows) for rows in padded}) == 1, "an all-gather sends equally much from each rank"
+    return torch.cat(padded)[:num_rows]
+    # to here
+
+
+# %%
+kept = {rows: [len(shard(torch.zeros(rows, 2), rank, 4)) for rank in range(4)] for rows in (8, 61, 5)}
+weight = torch.arange(10.0).view(5, 2)
+check(
+    (kept[8], [2, 2, 2, 2], "Eight rows divide evenly."),
+    (kept[61], [16, 16, 16, 13], "Chunks are rounded up, and the last rank has what is left."),
+    (kept[5], [2, 2, 1, 0], "With chunks of two rows, nothing is left for the fourth rank."),
+    (gather([weight[:3], weight[3:]], 5).tolist(), weight.tolist(), "The padding belongs behind the last row."),
+    (gather([weight[:2], weight[2:4], weight[4:], weight[5:]], 5).tolist(), weight.tolist(), "A rank may keep no row."),
+)
 
 # %% [markdown]
 # ## Gathered, used, freed, reduced
@@ -96,6 +132,31 @@ plt.show()
 most = max(len(event.gathered) for event in events)
 print(f"at most {most} of {len(units)} units gathered at once; after the step: {events[-1].gathered or 'nothing'}")
 assert most == 2 and events[-1].gathered == ()
+
+# %% [markdown]
+# ### Exercise 2: reduce-scatter
+#
+# After its backward each rank has a gradient of the *whole* weight, from its own part of the batch. Return what each
+# rank needs of them: the mean over the ranks of the rows that it keeps.
+
+
+# %%
+def reduce_scatter(gradients: list[torch.Tensor]) -> list[torch.Tensor]:
+    # yours: `gradients[rank]` is whole; the result's [rank] has that rank's rows
+    mean = sum(gradients) / len(gradients)
+    return [shard(mean, rank, len(gradients)) for rank in range(len(gradients))]
+    # to here
+
+
+# %%
+gradients = [torch.tensor([[1.0], [2.0], [3.0]]), torch.tensor([[3.0], [6.0], [9.0]])]
+own = reduce_scatter(gradients)
+check(
+    ([len(rows) for rows in own], [2, 1], "Three rows on two ranks: the first keeps two."),
+    (own[0].tolist(), [[2.0], [4.0]], "A mean, not a sum: each rank's loss is the mean of its own part."),
+    (own[1].tolist(), [[6.0]], "The second rank keeps the last row."),
+    (gradients[0].tolist(), [[1.0], [2.0], [3.0]], "Leave the ranks' own gradients as they were."),
+)
 
 # %% [markdown]
 # ## Why it is worth it

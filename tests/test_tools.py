@@ -10,6 +10,7 @@ from types import ModuleType
 import pytest
 
 from cs336_systems.experiments.pages import Book, Page
+from cs336_systems.notebook import check
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -179,6 +180,22 @@ def test_every_link_of_a_document_leads_somewhere(document):
 def test_the_executed_notebook_has_the_cells_of_its_source(check_notebooks, source):
     written, executed = (check_notebooks.jupytext.read(path).cells for path in (source, source.with_suffix(".ipynb")))
     assert [(cell.cell_type, cell.source) for cell in written] == [(cell.cell_type, cell.source) for cell in executed]
+
+
+@pytest.mark.parametrize("executed", sorted((ROOT / "notebooks").glob("*.ipynb")), ids=lambda path: path.stem)
+def test_the_committed_solutions_of_exercises_are_right(check_notebooks, executed):
+    """Each exercise's check prints one line, which nothing but this test reads."""
+    cells = check_notebooks.jupytext.read(executed).cells
+    checks = [cell for cell in cells if cell.cell_type == "code" and re.search(r"^check\(", cell.source, re.MULTILINE)]
+    assert len(checks) >= 2
+    for cell in checks:
+        assert [output.get("text") for output in cell.outputs] == ["right\n"], cell.source
+
+
+def test_a_check_tells_the_first_difference_and_its_hint(capsys):
+    check((1, 1, "one"), ([2.0 + 1e-9], [2.0], "two"))
+    check((1, 1, "one"), (None, [2.0], "two"), (3, 4, "three"))
+    assert capsys.readouterr().out == "right\nnot yet: None, but expected [2.0]. two\n"
 
 
 def test_the_hopper_notebook_answers_from_the_records_of_now(check_notebooks):

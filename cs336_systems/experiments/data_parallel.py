@@ -64,8 +64,14 @@ def steps_table(title: str, where: Mapping[str, Any] | None = None, **more: str)
     )
 
 
+def two_rank_traces(what: str, implementations: tuple[str, ...]) -> Traces:
+    """The lanes of a step on two ranks; `what` tells the figure from those of the other wrappers."""
+    title = f"One traced step of rank 0, two ranks: {what}"
+    return Traces(title=title, where={"num_ranks": 2, "implementation": implementations})
+
+
 class DataParallelExperiment(Experiment):
-    """Base of the four: cells of wrappers, ranks and precisions, their measurement, table and traces."""
+    """Base of the four: cells of wrappers, ranks and precisions, their measurement and table."""
 
     implementations: tuple[str, ...] = (*OURS, *PEERS)
     takes = "ddp"
@@ -80,11 +86,6 @@ class DataParallelExperiment(Experiment):
         return step_numbers(frame)
 
     tables = {"steps": steps_table("A training step", ranks="num_ranks")}
-    figures = {
-        "traces": Traces(
-            title="One traced step of rank 0, two ranks", where={"num_ranks": 2, "implementation": OURS},
-        )
-    }  # fmt: skip
 
 
 def precisions(run: RunConfig) -> list[Precision]:

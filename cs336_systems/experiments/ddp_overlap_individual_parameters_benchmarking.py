@@ -9,8 +9,9 @@ from cs336_systems.experiments.data_parallel import (
     ddp_cells,
     precisions,
     steps_table,
+    two_rank_traces,
 )
-from cs336_systems.experiments.ranks import Traces, rank_counts
+from cs336_systems.experiments.ranks import rank_counts
 from cs336_systems.experiments.spec import Cell, problem
 
 
@@ -32,9 +33,4 @@ class DDPOverlapBenchmarking(DataParallelExperiment):
     tables = DataParallelExperiment.tables | {
         "two_ranks": steps_table("A training step on two ranks", {"num_ranks": 2})
     }
-    figures = {
-        "traces": Traces(
-            title="One traced step of rank 0, two ranks: without overlap, and with it",
-            where={"num_ranks": 2, "implementation": ("naive", "overlap")},
-        )
-    }
+    figures = {"traces": two_rank_traces("without overlap, and with it", ("naive", "overlap"))}

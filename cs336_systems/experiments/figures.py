@@ -182,10 +182,13 @@ class Lines(Figure):
         y = alt.Y(f"{_field(self.y)}:Q", scale=scale_of(heights), axis=axis_of(heights), title=title)
         banded = self.y == "median"
         base = alt.Chart(self._data(rows, *(("low", "high") if banded else ())))
-        line = base.mark_line(point=True).encode(x=x, y=y, color=self._color(rows), tooltip=self._tooltip(rows))
+        color = self._color(rows)
+        line = base.mark_line(point=True).encode(x=x, y=y, color=color, tooltip=self._tooltip(rows))
         if not banded:
             return alt.layer(line)
-        band = base.mark_area(opacity=0.15).encode(x=x, y=alt.Y("low:Q"), y2="high:Q", color=self._color(rows))
+        if self.color is not None:
+            color = color.legend(symbolOpacity=1)  # or the legend is as pale as the band
+        band = base.mark_area(opacity=0.15).encode(x=x, y=alt.Y("low:Q"), y2="high:Q", color=color)
         return alt.layer(band, line)
 
 
@@ -228,7 +231,11 @@ class Heat(Figure):
             y=alt.Y(f"{_field(self.y)}:O", sort=None, title=self.y_title or self.y.replace("_", " ")),
         )
         fields = base.mark_rect().encode(color=alt.Color(f"{_field(self.value)}:Q", title=None))
-        return alt.layer(fields, base.mark_text().encode(text=alt.Text(f"{_field(self.value)}:Q", format=".3~g")))
+        values = rows[self.value]
+        light_until = values.min() + 0.6 * (values.max() - values.min())  # beyond it the fields are dark
+        shade = alt.condition(alt.datum[_field(self.value)] > light_until, alt.value("white"), alt.value("black"))
+        text = base.mark_text().encode(text=alt.Text(f"{_field(self.value)}:Q", format=".3~g"), color=shade)
+        return alt.layer(fields, text)
 
 
 class Spans(Figure):
