@@ -22,6 +22,7 @@ from cs336_systems.commands.memory import memory
 from cs336_systems.commands.profile import profile
 from cs336_systems.commands.report import list_problems, report
 from cs336_systems.commands.run import run
+from cs336_systems.commands.shared import EXIT_WRONG_ARGUMENT
 from cs336_systems.commands.train import train
 from cs336_systems.commands.tune import tune
 from cs336_systems.measure.text import in_one_line
@@ -60,4 +61,10 @@ def main(run_app: Callable[[], None] = app) -> None:
         return f"warning: {in_one_line(message)}\n"
 
     warnings.formatwarning = briefly
-    run_app()
+    try:
+        run_app()
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] == __package__:
+            raise  # our own mistake
+        typer.echo(f"error: {error.name} is not installed: pip install {error.name.partition('.')[0]}", err=True)
+        raise SystemExit(EXIT_WRONG_ARGUMENT) from None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import signal
@@ -308,3 +309,16 @@ def test_threads_that_share_a_core_do_not_wait_for_the_scheduler():
         done = subprocess.run([sys.executable, "-c", ON_ONE_CORE], env=environment, capture_output=True, check=True)
         taken[bounded] = float(done.stdout)
     assert taken[True] < taken[False] / 4, taken
+
+
+def test_a_missing_package_is_named_in_one_line(capsys, monkeypatch):
+    """It was a traceback."""
+    monkeypatch.setitem(sys.modules, "pandas", None)
+
+    def needs_pandas():
+        importlib.import_module("pandas")
+
+    with pytest.raises(SystemExit) as ended:
+        main(needs_pandas)
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == "error: pandas is not installed: pip install pandas\n"

@@ -269,7 +269,7 @@ def causal_alignment() -> list[str]:
         "## Causal alignment",
         "",
         "`is_causal` is aligned at the top left, as in SDPA and the handout, also where lengths differ. Decoding",
-        "with a cache needs the bottom right: `BlockMask.causal(..., bottom_right=True)`. Four queries (down), seven keys:",
+        "with a cache needs the bottom right: `BlockMask.causal(..., bottom_right=True)`. Four queries, seven keys:",
         "",
         "```text",
     ]
