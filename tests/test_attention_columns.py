@@ -57,6 +57,19 @@ def test_dense_is_the_faster_of_ours_and_sdpa_flash():
     assert frame_of("block_sparse", *records[:-3], *elsewhere)["over_dense"].iloc[-1:].isna().all()
 
 
+def test_dense_is_the_hopper_kernel_where_it_ran():
+    """What `auto` takes for attention without a mask is what skipping tiles has to beat."""
+    records = [
+        *masked("full", 1.0, 1.0, triton=9.0, sdpa_flash=8.0, hopper=6.0),
+        *masked("random:0.5", 0.5, 0.5, triton=4.0),
+    ]
+    frame = frame_of("block_sparse", *records)
+    (tiles,) = frame[(frame["quantity"] == "time") & (frame["pattern"] == "random:0.5")].to_dict("records")
+    assert (tiles["dense"], tiles["over_dense"]) == ("hopper", pytest.approx(1.5))
+    (shown,) = load("block_sparse").tables["forward"].build(frame).only(["random:0.5"], ["dense"]).lines
+    assert shown[0].text == "hopper"
+
+
 @pytest.mark.parametrize("problem", ["dense_masks", "block_sparse", "dynamic_mask", "dilated_attention"])
 def test_every_mask_has_a_family(problem):
     cells = load(problem).cells(HANDOUT)

@@ -49,8 +49,10 @@ def test_rows_of_other_modes_go_and_the_masks_shares_stay():
 def test_key_heads_keep_their_share_of_the_query_heads_and_few_queries_stay_few():
     cells = planned("few_queries", heads=(16,), seqlens=(512,))
     grouped = [cell.case for cell in cells if cell.case.kv_heads]
-    assert grouped and {16 // case.kv_heads for case in grouped} <= {4, 8} and all(
-        case.seqlen_k == 512 for case in grouped
+    assert (
+        grouped
+        and {16 // case.kv_heads for case in grouped} <= {4, 8}
+        and all(case.seqlen_k == 512 for case in grouped)
     )
     assert {case.seqlen_q for case in grouped} == {1, 8}
     with pytest.raises(ValueError, match="--heads must be a multiple of the 4 heads that share a key head, got 6"):

@@ -81,6 +81,12 @@ def test_dynamic_and_dilated_grids():
 
 
 @pytest.mark.parametrize("problem", ["dense_masks", "block_sparse", "dynamic_mask", "dilated_attention"])
+def test_every_suite_has_the_dense_kernel_that_auto_takes(problem):
+    plain = {cell.case.mask for cell in cells(problem) if cell.implementation == "hopper"}
+    assert plain and plain == {cell.case.mask for cell in cells(problem)} & {"full", "causal"}
+
+
+@pytest.mark.parametrize("problem", ["dense_masks", "block_sparse", "dynamic_mask", "dilated_attention"])
 def test_every_cell_has_an_implementation(problem):
     for run in (TINY, RunConfig(scale="smoke", device="cpu"), HANDOUT):
         assert {cell.implementation for cell in PROBLEMS[problem].cells(run)} <= set(BUILDERS)
@@ -152,6 +158,18 @@ def test_wrong_gradients_leave_the_forward_alone(monkeypatch):
         for measurement in masks.measure_masked(cell, TINY):
             rows.append(measurement.row)
     assert masks.FORWARD in rows and masks.BOTH not in rows
+
+
+@pytest.mark.parametrize(
+    ("mask", "message"),
+    [
+        ("random:0.5", "hopper takes no mask but the causal one"),
+        ("causal", "hopper kernels run on CUDA devices, and the inputs are on cpu"),
+    ],
+)
+def test_hopper_is_refused_with_the_reason(mask, message):
+    with pytest.raises(Unsupported, match=message):
+        implementation("hopper", small_case(mask))
 
 
 def test_interpreted_bfloat16_is_refused():
