@@ -69,7 +69,7 @@ def test_interpreted_times_are_no_times():
     on_cpu = [replace(each, run=RUN) for each in (row("triton", [5.0]), row("eager", [1.0]))]
     frame = frame_of(*on_cpu)
     assert TIMES.build(frame).lines[0][2].text == "ran, agrees" and TIMES.build(frame).lines[0][2].number is None
-    assert SHAPES.figures["forward"].rows(frame)["implementation"].tolist() == ["eager"]
+    assert Bars(x="shape").rows(frame)["implementation"].tolist() == ["eager"]
 
 
 def test_a_ratio_is_of_one_run_and_by_turns_of_rounds():

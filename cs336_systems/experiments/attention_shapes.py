@@ -74,23 +74,14 @@ class AttentionShapes(Experiment):
             ratios=(("hopper", "sdpa_cudnn"), ("hopper", "flex"), ("triton", "sdpa_cudnn"), ("triton", "flex")),
         )
         for mode, words in MODE_WORDS.items()
-    } | {
-        f"{mode}_ms": Pivot(
-            title=words,
-            down={"batch × heads × length × head dim": "shape"},
-            across="implementation",
-            where={"quantity": "time", "mode": mode},
-        )
-        for mode, words in MODE_WORDS.items()
     }
     figures = {
-        mode: Bars(
-            title=f"Attention {words} on shapes of real models",
+        "forward_backward": Bars(
+            title="Attention forward + backward on shapes of real models",
             x="shape",
             y="tflops",
             y_title="TFLOP/s",
             color="implementation",
-            where={"quantity": "time", "mode": mode},
+            where={"quantity": "time", "mode": "forward_backward"},
         )
-        for mode, words in MODE_WORDS.items()
     }

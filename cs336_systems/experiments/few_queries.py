@@ -120,13 +120,6 @@ class FewQueries(Experiment):
         for dtype in ("bfloat16", "float32")
     }
     figures = {
-        "one_head": Bars(
-            title="One head and four: forward in a replayed CUDA graph",
-            x="shape",
-            unit="µs",
-            y_title="µs a call",
-            where={"mode": "forward", "dtype": "bfloat16", "is_causal": True, "seqlen_q": (1024, 2048, 4096)},
-        ),
         "generation": Bars(
             title="Generated tokens: forward in a replayed CUDA graph",
             x="shape",

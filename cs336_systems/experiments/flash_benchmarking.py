@@ -80,15 +80,12 @@ class FlashBenchmarking(Experiment):
         return {"slower": slower}
 
     tables: dict[str, TableSpec] = {
-        f"{dtype}_{mode}": Pivot(
-            title=f"{words}, {dtype}, batch 1, one head, causal",
-            down=DOWN,
-            where={"quantity": "time", "mode": mode, "dtype": dtype},
+        "all": Pivot(
+            title="batch 1, one head, causal",
+            down={"dtype": "dtype", **DOWN, "pass": "mode"},
+            where={"quantity": "time"},
             ratios=(("triton", "eager"),),
-        )
-        for dtype in ("bfloat16", "float16", "float32")
-        for mode, words in MODE_WORDS.items()
-    } | {
+        ),
         "stages": Pivot(
             title="our stages, each beside the one before, batch 1, one head, causal",
             down={"pass": "mode", "dtype": "dtype", **DOWN},
@@ -100,11 +97,6 @@ class FlashBenchmarking(Experiment):
             down={"dtype": "dtype", **DOWN},
             where={"quantity": "peak_memory"},
             unit="GiB",
-        ),
-        "compile_time": Pivot(
-            title="first call, which compiles what no earlier cell has compiled",
-            down={"dtype": "dtype", **DOWN, "pass": "mode"},
-            where={"quantity": "compile_time"},
         ),
         "plain_and_triton": Wide(
             title="milliseconds, batch 1, one head, causal",
@@ -118,8 +110,8 @@ class FlashBenchmarking(Experiment):
         ),
     }
     figures = {
-        mode: Lines(
-            title=f"Attention {words}, bfloat16: speed over plain PyTorch",
+        "forward_backward": Lines(
+            title="Attention forward + backward, bfloat16: speed over plain PyTorch",
             x="seqlen_q",
             x_title="sequence length",
             y="speed_over_eager",
@@ -127,14 +119,13 @@ class FlashBenchmarking(Experiment):
             facet="head_dim",
             where={
                 "quantity": "time",
-                "mode": mode,
+                "mode": "forward_backward",
                 "dtype": "bfloat16",
                 "implementation": SHOWN,
                 "seqlen_q": lambda length: length >= HOST_BOUND,
                 "speed_over_eager": lambda speed: speed == speed,
             },
         )
-        for mode, words in MODE_WORDS.items()
     }
 
 
