@@ -18,7 +18,6 @@ from cs336_systems.experiments.attention import (
     attention_cell,
     attention_columns,
     measure_attention,
-    shape_of_row,
     sized_shape,
 )
 from cs336_systems.experiments.figures import Bars
@@ -61,7 +60,7 @@ class AttentionShapes(Experiment):
         return measure_attention(cell, run, settled=True)
 
     def columns(self, row: dict[str, Any]) -> dict[str, Any]:
-        return attention_columns(row, shape_of_row(row))
+        return attention_columns(row)
 
     tables = {
         mode: Pivot(

@@ -11,14 +11,7 @@ import pandas as pd
 from cs336_systems.config import MaskCase, RunConfig
 from cs336_systems.experiments.figures import Lines, alt
 from cs336_systems.experiments.frames import digits, pick, tuples
-from cs336_systems.experiments.masks import (
-    DENSE_PEERS,
-    MaskExperiment,
-    dense_tables,
-    mask_case,
-    mask_cell,
-    names_of,
-)  # fmt: skip
+from cs336_systems.experiments.masks import DENSE_PEERS, MaskExperiment, dense_tables, mask_case, mask_cell, names_of
 from cs336_systems.experiments.spec import Cell, problem
 from cs336_systems.experiments.tables import Pivot, TableSpec
 

@@ -14,13 +14,7 @@ from cs336_systems.config import RunConfig
 from cs336_systems.experiments.attention import MODE_WORDS
 from cs336_systems.experiments.figures import Lines
 from cs336_systems.experiments.frames import digits, pick, tuples
-from cs336_systems.experiments.masks import (
-    DENSE_PEERS,
-    MaskExperiment,
-    mask_case,
-    mask_cell,
-    names_of,
-)  # fmt: skip
+from cs336_systems.experiments.masks import DENSE_PEERS, MaskExperiment, mask_case, mask_cell, names_of
 from cs336_systems.experiments.spec import Cell, problem
 from cs336_systems.experiments.tables import Pivot
 

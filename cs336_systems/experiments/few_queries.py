@@ -21,7 +21,6 @@ from cs336_systems.experiments.attention import (
     inputs_of,
     oracle_of,
     settle,
-    shape_of_row,
 )  # fmt: skip
 from cs336_systems.experiments.figures import Bars
 from cs336_systems.experiments.implementations import (
@@ -102,7 +101,7 @@ class FewQueries(Experiment):
     def columns(self, row: dict[str, Any]) -> dict[str, Any]:
         """`parts`: into how many the kernel's name says that the keys were split."""
         _, _, parts = row["kernel"].partition("/")
-        return attention_columns(row, shape_of_row(row)) | {"parts": int(parts) if parts else 1}
+        return attention_columns(row) | {"parts": int(parts) if parts else 1}
 
     tables = {
         dtype: Pivot(

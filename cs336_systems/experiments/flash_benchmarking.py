@@ -17,7 +17,6 @@ from cs336_systems.experiments.attention import (
     attention_cell,
     attention_columns,
     measure_attention,
-    shape_of_row,
     with_speeds,
 )  # fmt: skip
 from cs336_systems.experiments.figures import Lines
@@ -64,7 +63,7 @@ class FlashBenchmarking(Experiment):
         yield from measure_attention(cell, run)
 
     def columns(self, row: dict[str, Any]) -> dict[str, Any]:
-        return attention_columns(row, shape_of_row(row))
+        return attention_columns(row)
 
     def compared(self, frame: pd.DataFrame) -> pd.DataFrame:
         return with_speeds(frame, "eager")

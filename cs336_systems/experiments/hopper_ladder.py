@@ -24,7 +24,6 @@ from cs336_systems.experiments.attention import (
     attention_cell,
     attention_columns,
     measure_attention,
-    shape_of_row,
     sized_shape,
 )  # fmt: skip
 from cs336_systems.experiments.figures import Bars
@@ -73,7 +72,7 @@ class HopperLadder(Experiment):
         return measure_attention(cell, run, settled=True, built=build_rung(cell.implementation, cell.case, run.device))
 
     def columns(self, row: dict[str, Any]) -> dict[str, Any]:
-        return attention_columns(row, shape_of_row(row)) | {"rung": RUNGS.get(row["implementation"], "")}
+        return attention_columns(row) | {"rung": RUNGS.get(row["implementation"], "")}
 
     def numbers(self, frame: pd.DataFrame) -> dict[str, Any]:
         """`fa4`: where the page's ratios to FlashAttention-4 come from, which no record has."""

@@ -196,7 +196,7 @@ def _oracle(case: MaskCase, device: str, seed: int) -> Oracle:
 
 
 class MaskExperiment(Experiment):
-    """Base of the four: measurement, columns, dense attention beside."""
+    """Base of the experiments with masks: measurement, columns, dense attention beside."""
 
     def measure(self, cell: Cell, run: RunConfig) -> Iterator[Sample]:
         return measure_masked(cell, run)
