@@ -1,8 +1,9 @@
 """What each technique of the attention kernels adds on a Hopper GPU, rung by rung on the same inputs in one run.
 
 The handout's forward, with the backward of the PyTorch stage; then both passes in Triton, tiles read through pointers,
-tiles read by the copy engine (TMA); then the Gluon kernels with warps that copy and warp groups that multiply: their forward alone, with the backward in two passes that stays bit-reproducible, and with the
-backward of five matmuls. cuDNN is the mark to reach.
+tiles read by the copy engine (TMA); then the Gluon kernels with warps that copy and warp groups that multiply: their
+forward alone, with the backward in two passes that stays bit-reproducible, and with the backward of five matmuls. cuDNN
+is the mark to reach.
 """
 
 from __future__ import annotations
