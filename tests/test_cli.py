@@ -23,7 +23,7 @@ from cs336_systems.commands.shared import one_line_errors, wait_briefly
 from cs336_systems.config import RunConfig
 from cs336_systems.experiments.records import read_records
 from cs336_systems.experiments.registry import PROBLEMS
-from cs336_systems.grading.problems import PROBLEMS as HANDOUT
+from cs336_systems.handout import HANDOUT
 from cs336_systems.measure.trace import Kernel, Trace
 from tests.processes import is_running
 
@@ -51,7 +51,7 @@ def assert_refused(result, message: str) -> None:
 REFUSALS = {
     "unknown-problem": (["flash"], "unknown problem 'flash'; did you mean 'flash_benchmarking'? `cs336-"),
     "misspelt-problem": (["flash_benchmarkin"], "'flash_benchmarkin'; did you mean 'flash_benchmarking'? `cs336-"),
-    "tests-only": (["flash_forward"], "flash_forward is graded by tests and measures nothing"),
+    "tests-only": (["flash_forward"], "flash_forward measures nothing; it is graded"),
     "shard": (["--all", "--shard", "3/2"], "--shard must be I/N with 1 <= I <= N, got '3/2'"),
     "own-without-use": (["benchmarking_script", "--implementation", "a.b:C"], "takes no implementation of your own"),
     "no-problem": ([], "give problem names or --all"),

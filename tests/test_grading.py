@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from cs336_systems.cli import app
 from cs336_systems.grading.checks import CHECKS
 from cs336_systems.grading.grade import Grade, Grader, Result, checks_of, chosen_problems
-from cs336_systems.grading.problems import PROBLEMS, problems_of
+from cs336_systems.handout import HANDOUT, problems_of
 
 ROOT = Path(__file__).resolve().parent.parent
 SOLUTIONS = ROOT / "tests/solutions"
@@ -89,7 +89,7 @@ def test_a_wrong_solution_loses_what_it_gets_wrong(solution: str, grader: Grader
     checks = [check.id for problem in WRONG[solution] for check in checks_of(problem, beyond=False)]
     found = graded(grader, solution, checks, minimal)
     for problem, message in WRONG[solution].items():
-        failure = found.first_failure(PROBLEMS[problem])
+        failure = found.first_failure(HANDOUT[problem])
         assert failure is not None and f"{failure.check.name}: {failure.message}".startswith(message)
         assert "\n" not in failure.message
     assert found.points == POINTS[solution]
@@ -153,7 +153,7 @@ def test_the_code_under_test_may_be_a_package_of_the_same_name(tmp_path: Path, g
 
 
 def test_points_need_every_required_check_and_none_beyond():
-    fsdp = PROBLEMS["fsdp"]
+    fsdp = HANDOUT["fsdp"]
     results = {check.id: Result(check=check, status="passed") for check in checks_of("fsdp")}
     beyond = checks_of("fsdp", beyond=True)[0]
     results[beyond.id] = Result(check=beyond, status="failed", message="no")
@@ -195,7 +195,7 @@ def test_the_page_says_what_each_check_requires():
     page = (ROOT / "docs/grading.md").read_text()
     for check in CHECKS.values():
         assert check.requires in page, f"{check.id} is not in docs/grading.md"
-    for problem in PROBLEMS.values():
+    for problem in HANDOUT.values():
         assert f"`{problem.name}`" in page
 
 

@@ -16,7 +16,7 @@ PACKAGE = "cs336_systems"
 
 # A file imports from its own unit (a module or a folder directly under the package) and from those before it.
 ORDER = (
-    "config", "accounting", "device", "analysis", "inputs", "grids", "measure", "kernels", "attention",
+    "handout", "config", "accounting", "device", "analysis", "inputs", "grids", "measure", "kernels", "attention",
     "model", "distributed", "training", "integrations", "experiments", "compare", "grading", "commands",
     "cli",
 )  # fmt: skip

@@ -13,12 +13,12 @@ from msgspec.structs import replace
 from cs336_systems.experiments import attention_shapes
 from cs336_systems.experiments.figures import Areas, Bars, Dots, Heat, Lines, Spans, scale_of, spec_of
 from cs336_systems.experiments.frames import digits, exploded, intervals, load_frame, pick, speed
-from cs336_systems.experiments.handout import HANDOUT
 from cs336_systems.experiments.pages import ANSWER, Book, Page, check_template
 from cs336_systems.experiments.records import Record, case_to_dict
 from cs336_systems.experiments.registry import PROBLEMS
 from cs336_systems.experiments.spec import Experiment, experiments, load
 from cs336_systems.experiments.tables import ABSENT, Listing, Pick, Pivot, Ratio, Wide, escape
+from cs336_systems.handout import HANDOUT
 from tests.test_records import RUN
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -69,7 +69,7 @@ def test_interpreted_times_are_no_times():
     on_cpu = [replace(each, run=RUN) for each in (row("triton", [5.0]), row("eager", [1.0]))]
     frame = frame_of(*on_cpu)
     assert TIMES.build(frame).lines[0][2].text == "ran, agrees" and TIMES.build(frame).lines[0][2].number is None
-    assert SHAPES.figures["forward"].rows(frame)["implementation"].tolist() == ["eager"]
+    assert Bars(x="shape").rows(frame)["implementation"].tolist() == ["eager"]
 
 
 def test_a_ratio_is_of_one_run_and_by_turns_of_rounds():

@@ -28,7 +28,7 @@ def grade(
     """Grade an implementation by its adapters; exits 0 with all points only. See docs/grading.md."""
     with one_line_errors():
         from cs336_systems.grading import grade as grading
-        from cs336_systems.grading.problems import EDITIONS, problems_of
+        from cs336_systems.handout import EDITIONS, problems_of
 
         if edition not in (None, *EDITIONS):
             raise ValueError(f"--edition must be one of {', '.join(map(str, EDITIONS))}, got {edition}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -19,15 +19,16 @@ SUFFIXES = [scale + axes for axes in ("", "-chosen") for scale in ("", "-smoke",
 def list_problems() -> None:
     """List every problem: what `run` measures, what `grade` grades, and what is answered in writing."""
     from cs336_systems.experiments.registry import PROBLEMS
-    from cs336_systems.grading.problems import PROBLEMS as HANDOUT
+    from cs336_systems.handout import HANDOUT
 
-    for name in dict.fromkeys((*HANDOUT, *PROBLEMS)):  # two lines each: a table would cut the names
-        problem: Any = HANDOUT.get(name) or PROBLEMS[name]
-        place = "beyond the handout" if problem.section == "beyond" else f"section {problem.section}"
+    answered = {"graded": "`grade`", "written": "in writing", "measured": "`run`"}
+    for problem in HANDOUT.values():  # two lines each: a table would cut the names
         points = [f"{problem.points} point{'s' if problem.points > 1 else ''}"] if problem.points else []
-        how = {"graded": "`grade`", "written": "in writing"}.get(getattr(problem, "answer", ""), "`run`")
-        facts = ", ".join([place, *points, *map(str, problem.editions), how])
-        typer.echo(f"{name}\n    {problem.title} ({facts})")
+        facts = [f"section {problem.section}", *points, *map(str, problem.editions), answered[problem.answer]]
+        typer.echo(f"{problem.name}\n    {problem.title} ({', '.join(facts)})")
+    for name in PROBLEMS:
+        if name not in HANDOUT:
+            typer.echo(f"{name}\n    {PROBLEMS[name].title} (beyond the handout, `run`)")
 
 
 def report(

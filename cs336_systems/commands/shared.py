@@ -30,12 +30,12 @@ DeviceOption = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
 
 
 def unknown_problem(name: str) -> str:
-    """What to say of a problem that is not measured: the nearest name, or that tests alone grade it."""
-    from cs336_systems.experiments.handout import HANDOUT
+    """What to say of a problem that is not measured: the nearest name, or how the handout's is answered."""
     from cs336_systems.experiments.registry import PROBLEMS
+    from cs336_systems.handout import HANDOUT
 
     if name in HANDOUT:
-        return f"{name} is graded by tests and measures nothing; run `make test`"
+        return f"{name} measures nothing; it is {HANDOUT[name].answer}: see `cs336-systems list`"
     near = difflib.get_close_matches(name, PROBLEMS, n=1, cutoff=0.4)
     hint = f"did you mean {near[0]!r}? " if near else ""
     return f"unknown problem {name!r}; {hint}`cs336-systems list` shows the names"

@@ -65,11 +65,6 @@ def sized_shape(run: RunConfig, batch: int, heads: int, seqlen: int, head_dim: i
     )
 
 
-def shape_of_row(row: Mapping[str, Any]) -> AttentionShape:
-    """The case of a frame's row."""
-    return AttentionShape(**{name: row[name] for name in AttentionShape.__dataclass_fields__})
-
-
 def with_speeds(frame: pd.DataFrame, base: str) -> pd.DataFrame:
     """`frame` with `speed_over_<base>`: how many times as fast a row is as `base` on the same case in the same run."""
     rows = tuples(frame)
@@ -78,13 +73,15 @@ def with_speeds(frame: pd.DataFrame, base: str) -> pd.DataFrame:
     return frame.assign(**{f"speed_over_{base}": found})
 
 
-def attention_columns(row: Mapping[str, Any], shape: AttentionShape) -> dict[str, Any]:
-    """`shape` in words, and `tflops` of a measured time in ms; NaN where nothing was timed."""
+def attention_columns(row: Mapping[str, Any]) -> dict[str, Any]:
+    """The row's `shape` and `pass` in words, and `tflops` of a measured time in ms; NaN where nothing was timed."""
+    shape = AttentionShape(**{name: row[name] for name in AttentionShape.__dataclass_fields__})
     heads = f"{shape.heads}/{shape.kv_heads}" if shape.kv_heads not in (None, shape.heads) else str(shape.heads)
     sizes = f"{shape.batch} × {heads} × {shape.seqlen_q:,} × {shape.head_dim}"
     if shape.seqlen_k != shape.seqlen_q:
         sizes = f"{shape.batch} × {heads} × {shape.seqlen_q:,} on {shape.seqlen_k:,} × {shape.head_dim}"
-    columns = {"shape": f"{sizes} {'causal' if shape.is_causal else 'full'}", "tflops": math.nan}
+    mask = "causal" if shape.is_causal else "full"
+    columns = {"shape": f"{sizes} {mask}", "pass": MODE_WORDS[row["mode"]], "tflops": math.nan}
     if row["quantity"] == "time" and row["median"] > 0:
         columns["tflops"] = tflops_per_s(attention_flops(shape, row["mode"]), row["median"])
     return columns

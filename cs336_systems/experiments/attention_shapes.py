@@ -18,7 +18,6 @@ from cs336_systems.experiments.attention import (
     attention_cell,
     attention_columns,
     measure_attention,
-    shape_of_row,
     sized_shape,
 )
 from cs336_systems.experiments.figures import Bars
@@ -61,7 +60,7 @@ class AttentionShapes(Experiment):
         return measure_attention(cell, run, settled=True)
 
     def columns(self, row: dict[str, Any]) -> dict[str, Any]:
-        return attention_columns(row, shape_of_row(row))
+        return attention_columns(row)
 
     tables = {
         mode: Pivot(
@@ -74,23 +73,14 @@ class AttentionShapes(Experiment):
             ratios=(("hopper", "sdpa_cudnn"), ("hopper", "flex"), ("triton", "sdpa_cudnn"), ("triton", "flex")),
         )
         for mode, words in MODE_WORDS.items()
-    } | {
-        f"{mode}_ms": Pivot(
-            title=words,
-            down={"batch × heads × length × head dim": "shape"},
-            across="implementation",
-            where={"quantity": "time", "mode": mode},
-        )
-        for mode, words in MODE_WORDS.items()
     }
     figures = {
-        mode: Bars(
-            title=f"Attention {words} on shapes of real models",
+        "forward_backward": Bars(
+            title="Attention forward + backward on shapes of real models",
             x="shape",
             y="tflops",
             y_title="TFLOP/s",
             color="implementation",
-            where={"quantity": "time", "mode": mode},
+            where={"quantity": "time", "mode": "forward_backward"},
         )
-        for mode, words in MODE_WORDS.items()
     }

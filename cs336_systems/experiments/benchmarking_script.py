@@ -89,19 +89,17 @@ class BenchmarkingScript(Experiment):
                 "backward over forward": Ratio("backward (difference)", "forward"),
             },
         ),
-    } | {
-        f"warmup_{mode}": Wide(
-            title=f"Effect of warm-up, {mode.replace('_', ' + ')}: mean and standard deviation (ms)",
-            down=("model",),
-            where={"quantity": "time", "mode": mode},
+        "warmup": Wide(
+            title="Effect of warm-up: mean and standard deviation (ms)",
+            down={"model": "model", "pass": "mode"},
+            where={"quantity": "time"},
             columns={
                 f"{warmup} warm-ups, {value}": Pick({"warmup": warmup}, value=value)
                 for warmup in WARMUPS
                 for value in ("mean", "std")
             },
-        )
-        for mode in MODEL_MODES
-    }  # fmt: skip
+        ),
+    }
     figures = {
         "warmup": Bars(
             title="First timed forward over the median of those after it, by warm-up steps",

@@ -2,27 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
 import pandas as pd
 
 from cs336_systems.config import MaskCase, RunConfig
-from cs336_systems.experiments.attention import MODE_WORDS
 from cs336_systems.experiments.figures import Lines, alt
 from cs336_systems.experiments.frames import digits, pick, tuples
-from cs336_systems.experiments.masks import (
-    DENSE_PEERS,
-    against_dense,
-    dense_tables,
-    mask_case,
-    mask_cell,
-    mask_columns,
-    measure_masked,
-    names_of,
-)  # fmt: skip
-from cs336_systems.experiments.spec import Cell, Experiment, Sample, problem
+from cs336_systems.experiments.masks import DENSE_PEERS, MaskExperiment, dense_tables, mask_case, mask_cell, names_of
+from cs336_systems.experiments.spec import Cell, problem
 from cs336_systems.experiments.tables import Pivot, TableSpec
 
 LENGTH = {"tiny": 128, "smoke": 256, "handout": 16384}
@@ -45,7 +35,7 @@ class AgainstIdeal(Lines):
 
 
 @problem(title="Skipping tiles: speed by density, and what random token masks gain", order=9)
-class BlockSparse(Experiment):
+class BlockSparse(MaskExperiment):
     implementations = ("triton", *DENSE_PEERS, "sdpa_mask", "flex")
 
     def cells(self, run: RunConfig) -> list[Cell]:
@@ -71,15 +61,6 @@ class BlockSparse(Experiment):
                 add(case, ("triton", "flex"))
         return cells
 
-    def measure(self, cell: Cell, run: RunConfig) -> Iterator[Sample]:
-        return measure_masked(cell, run)
-
-    def columns(self, row: dict[str, Any]) -> dict[str, Any]:
-        return mask_columns(row)
-
-    def compared(self, frame: pd.DataFrame) -> pd.DataFrame:
-        return against_dense(frame)
-
     def numbers(self, frame: pd.DataFrame) -> dict[str, Any]:
         """`over(pattern, mode)` and `ideal(pattern, mode)`: triton over dense attention, and what live tiles allow."""
 
@@ -91,30 +72,28 @@ class BlockSparse(Experiment):
         return {"over": partial(found, "over_dense"), "ideal": partial(found, "ideal")}
 
     tables: dict[str, TableSpec] = dict(dense_tables(seqlen_q=lambda tokens: tokens < SUITE_LENGTH)) | {
-        f"suite_{mode}": Pivot(
-            title=f"{words}, {SUITE_LENGTH:,} tokens, by tile shape",
-            down={"tiles": "blocks", "density": "number"},
+        "suite": Pivot(
+            title=f"{SUITE_LENGTH:,} tokens, by tile shape",
+            down={"tiles": "blocks", "density": "number", "pass": "pass"},
             value="tflops",
             unit="TFLOP/s",
-            where={"quantity": "time", "mode": mode, "seqlen_q": SUITE_LENGTH},
+            where={"quantity": "time", "seqlen_q": SUITE_LENGTH},
             ratios=(("triton", "flex"),),
         )
-        for mode, words in MODE_WORDS.items()
     }
     figures = {
-        mode: AgainstIdeal(
-            title=f"Random tiles, {words}: speed over dense attention",
+        "forward": AgainstIdeal(
+            title="Random tiles, forward: speed over dense attention",
             x="number",
             x_title="share of live tiles",
             y="over_dense",
             y_title="times as fast as dense",
             where={
                 "quantity": "time",
-                "mode": mode,
+                "mode": "forward",
                 "family": "random tiles",
                 "implementation": ("triton", "flex"),
                 "over_dense": lambda speed: speed == speed,
             },
         )
-        for mode, words in MODE_WORDS.items()
     }

@@ -6,7 +6,6 @@ SDPA on the padded batch, and `torch_varlen` PyTorch's own packed attention.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pandas as pd
@@ -15,16 +14,8 @@ from cs336_systems.config import RunConfig
 from cs336_systems.experiments.attention import MODE_WORDS
 from cs336_systems.experiments.figures import Lines
 from cs336_systems.experiments.frames import digits, pick, tuples
-from cs336_systems.experiments.masks import (
-    DENSE_PEERS,
-    against_dense,
-    mask_case,
-    mask_cell,
-    mask_columns,
-    measure_masked,
-    names_of,
-)  # fmt: skip
-from cs336_systems.experiments.spec import Cell, Experiment, Sample, problem
+from cs336_systems.experiments.masks import DENSE_PEERS, MaskExperiment, mask_case, mask_cell, names_of
+from cs336_systems.experiments.spec import Cell, problem
 from cs336_systems.experiments.tables import Pivot
 
 # Documents of a packed sequence, in 32nds of it: 8 of them, the longest twice the mean, so that a padded batch is half
@@ -34,7 +25,7 @@ LENGTHS = {"tiny": (128,), "smoke": (64, 128), "handout": (1024, 4096, 8192, 163
 
 
 @problem(title="Full and causal attention, alone and over packed documents, against library kernels", order=8)
-class DenseMasks(Experiment):
+class DenseMasks(MaskExperiment):
     implementations = ("triton", "triton_lists", *DENSE_PEERS, "flex", "sdpa_padded", "torch_varlen")
 
     def cells(self, run: RunConfig) -> list[Cell]:
@@ -55,15 +46,6 @@ class DenseMasks(Experiment):
                     cells.append(mask_cell(case, name, run, mask_time=packed and name == "triton_lists"))
         return cells
 
-    def measure(self, cell: Cell, run: RunConfig) -> Iterator[Sample]:
-        return measure_masked(cell, run)
-
-    def columns(self, row: dict[str, Any]) -> dict[str, Any]:
-        return mask_columns(row)
-
-    def compared(self, frame: pd.DataFrame) -> pd.DataFrame:
-        return against_dense(frame)
-
     def numbers(self, frame: pd.DataFrame) -> dict[str, Any]:
         """`rate(family, mode)`: TFLOP/s of triton on the longest sequence."""
 
@@ -74,11 +56,11 @@ class DenseMasks(Experiment):
         return {"rate": rate}
 
     tables = {
-        f"{mode}_{unit}": Pivot(
+        mode: Pivot(
             title=f"{words}, 64 heads, head dim 128",
             down={"mask": "family", "tokens": "seqlen_q"},
-            value=value,
-            unit=None if value == "median" else "TFLOP/s",
+            value="tflops",
+            unit="TFLOP/s",
             where={"quantity": "time", "mode": mode},
             ratios=(
                 ("hopper", "triton"),
@@ -89,7 +71,6 @@ class DenseMasks(Experiment):
             ),
         )
         for mode, words in MODE_WORDS.items()
-        for value, unit in (("tflops", "rate"), ("median", "ms"))
     } | {
         "mask_time": Pivot(
             title="building the mask's lists",
@@ -98,8 +79,8 @@ class DenseMasks(Experiment):
         )
     }
     figures = {
-        mode: Lines(
-            title=f"Eight packed documents, {words}",
+        "forward_backward": Lines(
+            title="Eight packed documents, forward + backward",
             x="seqlen_q",
             x_title="tokens",
             y="tflops",
@@ -107,10 +88,9 @@ class DenseMasks(Experiment):
             facet="family",
             where={
                 "quantity": "time",
-                "mode": mode,
+                "mode": "forward_backward",
                 "family": ("documents", "causal documents"),
                 "seqlen_q": lambda tokens: tokens >= 4096,
             },
         )
-        for mode, words in MODE_WORDS.items()
     }

@@ -2,33 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pandas as pd
 
 from cs336_systems.config import RunConfig
-from cs336_systems.experiments.attention import MODE_WORDS
 from cs336_systems.experiments.figures import Lines
 from cs336_systems.experiments.frames import digits, pick, tuples
-from cs336_systems.experiments.masks import (
-    DENSE_PEERS,
-    against_dense,
-    dense_tables,
-    mask_case,
-    mask_cell,
-    mask_columns,
-    measure_masked,
-    names_of,
-)  # fmt: skip
-from cs336_systems.experiments.spec import Cell, Experiment, Sample, problem
+from cs336_systems.experiments.masks import DENSE_PEERS, MaskExperiment, dense_tables, mask_case, mask_cell, names_of
+from cs336_systems.experiments.spec import Cell, problem
 from cs336_systems.experiments.tables import Pivot, TableSpec
 
 SIZES = {"tiny": (128, (2,)), "smoke": (128, (2, 4)), "handout": (32768, (2, 4, 8))}  # tokens, rates
 
 
 @problem(title="Dilated attention by reshape against dense attention", order=11)
-class DilatedAttention(Experiment):
+class DilatedAttention(MaskExperiment):
     implementations = ("triton", *DENSE_PEERS, "sdpa_mask")
 
     def cells(self, run: RunConfig) -> list[Cell]:
@@ -42,15 +31,6 @@ class DilatedAttention(Experiment):
                 peers = DENSE_PEERS if mask == dense else ("sdpa_mask",)
                 cells += [mask_cell(case, name, run) for name in names_of(run, ("triton",), peers)]
         return cells
-
-    def measure(self, cell: Cell, run: RunConfig) -> Iterator[Sample]:
-        return measure_masked(cell, run)
-
-    def columns(self, row: dict[str, Any]) -> dict[str, Any]:
-        return mask_columns(row)
-
-    def compared(self, frame: pd.DataFrame) -> pd.DataFrame:
-        return against_dense(frame)
 
     def numbers(self, frame: pd.DataFrame) -> dict[str, Any]:
         """`over(family, rate)`: triton's both passes over dense attention."""
@@ -72,14 +52,18 @@ class DilatedAttention(Experiment):
         ),
     }
     figures = {
-        mode: Lines(
-            title=f"Dilated attention, {words}: speed over dense attention",
+        "forward_backward": Lines(
+            title="Dilated attention, forward + backward: speed over dense attention",
             x="number",
             x_title="rate",
             y="over_dense",
             y_title="times as fast as dense",
             color="family",
-            where={"quantity": "time", "mode": mode, "implementation": "triton", "number": lambda rate: rate > 1},
+            where={
+                "quantity": "time",
+                "mode": "forward_backward",
+                "implementation": "triton",
+                "number": lambda rate: rate > 1,
+            },
         )
-        for mode, words in MODE_WORDS.items()
     }

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from cs336_systems.analysis.bandwidth import algorithm_gb_per_s, bus_gb_per_s
+from cs336_systems.analysis.bandwidth import bus_gb_per_s
 from cs336_systems.config import COLLECTIVES, CollectiveCase, RunConfig
 from cs336_systems.distributed.collectives import all_gather_flat, reduce_scatter_mean_flat
 from cs336_systems.experiments.figures import Lines
@@ -61,41 +61,40 @@ class Communication(Experiment):
 
     def columns(self, row: dict[str, Any]) -> dict[str, Any]:
         ms, size, ranks = row["median"], row["num_bytes"], row["num_ranks"]
-        known = ms > 0  # a clock that saw nothing gives no rate
         return {
             "size": f"{size / MB:g} MB",
             "megabytes": size / MB,
             "line": f"{row['backend']}, {ranks} ranks",
-            "algorithm_gb_s": algorithm_gb_per_s(size, ms) if known else math.nan,
-            "bus_gb_s": bus_gb_per_s(row["operation"], ranks, size, ms) if known else math.nan,
+            # a clock that saw nothing gives no rate
+            "bus_gb_s": bus_gb_per_s(row["operation"], ranks, size, ms) if ms > 0 else math.nan,
         }
 
     tables = {
-        f"{operation}{suffix}": Pivot(
-            title=f"{operation.replace('_', '-')}, {words}",
+        "all_reduce": Pivot(
+            title="all-reduce, time",
             down={"backend": "backend", "ranks": "num_ranks"},
             across="size",
+            where={"operation": "all_reduce"},
+        )
+    } | {
+        name: Pivot(
+            title=words,
+            down={"collective": "operation", "backend": "backend", "ranks": "num_ranks"},
+            across="size",
             value=value,
-            where={"operation": operation},
         )
-        for operation in COLLECTIVES
-        for suffix, value, words in (
-            ("", "median", "time"),
-            ("_algorithm", "algorithm_gb_s", "algorithm bandwidth (GB/s)"),
-            ("_bus", "bus_gb_s", "bus bandwidth (GB/s)"),
-        )
+        for name, value, words in (("time", "median", "time"), ("bus", "bus_gb_s", "bus bandwidth (GB/s)"))
     }
     figures = {
-        operation: Lines(
-            title=f"Bus bandwidth of {operation.replace('_', '-')}",
+        "all_reduce": Lines(
+            title="Bus bandwidth of all-reduce",
             x="megabytes",
             x_title="size of the tensor (MB)",
             y="bus_gb_s",
             y_title="bus bandwidth (GB/s)",
             color="line",
-            where={"operation": operation},
+            where={"operation": "all_reduce"},
         )
-        for operation in COLLECTIVES
     }
 
 

@@ -2,31 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
-
-import pandas as pd
-
 from cs336_systems.config import RunConfig
 from cs336_systems.experiments.figures import Bars
-from cs336_systems.experiments.masks import (
-    DENSE_PEERS,
-    against_dense,
-    dense_tables,
-    mask_case,
-    mask_cell,
-    mask_columns,
-    measure_masked,
-    names_of,
-)  # fmt: skip
-from cs336_systems.experiments.spec import Cell, Experiment, Sample, problem
+from cs336_systems.experiments.masks import DENSE_PEERS, MaskExperiment, dense_tables, mask_case, mask_cell, names_of
+from cs336_systems.experiments.spec import Cell, problem
 from cs336_systems.experiments.tables import Pivot, TableSpec
 
 SIZES = {"tiny": (128, 16), "smoke": (128, 16), "handout": (32768, 1024)}  # tokens, keys kept
 
 
 @problem(title="Keys chosen by a bias at run time: gathered, or by lists of tiles", order=10)
-class DynamicMask(Experiment):
+class DynamicMask(MaskExperiment):
     implementations = ("triton", *DENSE_PEERS, "sdpa_mask", "flex")
 
     def cells(self, run: RunConfig) -> list[Cell]:
@@ -42,15 +28,6 @@ class DynamicMask(Experiment):
             for case in [mask_case(run, mask, seqlen, heads=16, head_dim=128)]
             for name in names_of(run, ("triton",), peers)
         ]
-
-    def measure(self, cell: Cell, run: RunConfig) -> Iterator[Sample]:
-        return measure_masked(cell, run)
-
-    def columns(self, row: dict[str, Any]) -> dict[str, Any]:
-        return mask_columns(row)
-
-    def compared(self, frame: pd.DataFrame) -> pd.DataFrame:
-        return against_dense(frame)
 
     tables: dict[str, TableSpec] = {
         **dense_tables(),

@@ -21,7 +21,6 @@ from cs336_systems.experiments.attention import (
     inputs_of,
     oracle_of,
     settle,
-    shape_of_row,
 )  # fmt: skip
 from cs336_systems.experiments.figures import Bars
 from cs336_systems.experiments.implementations import (
@@ -102,7 +101,7 @@ class FewQueries(Experiment):
     def columns(self, row: dict[str, Any]) -> dict[str, Any]:
         """`parts`: into how many the kernel's name says that the keys were split."""
         _, _, parts = row["kernel"].partition("/")
-        return attention_columns(row, shape_of_row(row)) | {"parts": int(parts) if parts else 1}
+        return attention_columns(row) | {"parts": int(parts) if parts else 1}
 
     tables = {
         dtype: Pivot(
@@ -120,13 +119,6 @@ class FewQueries(Experiment):
         for dtype in ("bfloat16", "float32")
     }
     figures = {
-        "one_head": Bars(
-            title="One head and four: forward in a replayed CUDA graph",
-            x="shape",
-            unit="µs",
-            y_title="µs a call",
-            where={"mode": "forward", "dtype": "bfloat16", "is_causal": True, "seqlen_q": (1024, 2048, 4096)},
-        ),
         "generation": Bars(
             title="Generated tokens: forward in a replayed CUDA graph",
             x="shape",

@@ -17,7 +17,6 @@ from cs336_systems.experiments.attention import (
     attention_cell,
     attention_columns,
     measure_attention,
-    shape_of_row,
     with_speeds,
 )  # fmt: skip
 from cs336_systems.experiments.figures import Lines
@@ -64,7 +63,7 @@ class FlashBenchmarking(Experiment):
         yield from measure_attention(cell, run)
 
     def columns(self, row: dict[str, Any]) -> dict[str, Any]:
-        return attention_columns(row, shape_of_row(row))
+        return attention_columns(row)
 
     def compared(self, frame: pd.DataFrame) -> pd.DataFrame:
         return with_speeds(frame, "eager")
@@ -80,15 +79,12 @@ class FlashBenchmarking(Experiment):
         return {"slower": slower}
 
     tables: dict[str, TableSpec] = {
-        f"{dtype}_{mode}": Pivot(
-            title=f"{words}, {dtype}, batch 1, one head, causal",
-            down=DOWN,
-            where={"quantity": "time", "mode": mode, "dtype": dtype},
+        "all": Pivot(
+            title="batch 1, one head, causal",
+            down={"dtype": "dtype", **DOWN, "pass": "mode"},
+            where={"quantity": "time"},
             ratios=(("triton", "eager"),),
-        )
-        for dtype in ("bfloat16", "float16", "float32")
-        for mode, words in MODE_WORDS.items()
-    } | {
+        ),
         "stages": Pivot(
             title="our stages, each beside the one before, batch 1, one head, causal",
             down={"pass": "mode", "dtype": "dtype", **DOWN},
@@ -100,11 +96,6 @@ class FlashBenchmarking(Experiment):
             down={"dtype": "dtype", **DOWN},
             where={"quantity": "peak_memory"},
             unit="GiB",
-        ),
-        "compile_time": Pivot(
-            title="first call, which compiles what no earlier cell has compiled",
-            down={"dtype": "dtype", **DOWN, "pass": "mode"},
-            where={"quantity": "compile_time"},
         ),
         "plain_and_triton": Wide(
             title="milliseconds, batch 1, one head, causal",
@@ -118,8 +109,8 @@ class FlashBenchmarking(Experiment):
         ),
     }
     figures = {
-        mode: Lines(
-            title=f"Attention {words}, bfloat16: speed over plain PyTorch",
+        "forward_backward": Lines(
+            title="Attention forward + backward, bfloat16: speed over plain PyTorch",
             x="seqlen_q",
             x_title="sequence length",
             y="speed_over_eager",
@@ -127,14 +118,13 @@ class FlashBenchmarking(Experiment):
             facet="head_dim",
             where={
                 "quantity": "time",
-                "mode": mode,
+                "mode": "forward_backward",
                 "dtype": "bfloat16",
                 "implementation": SHOWN,
                 "seqlen_q": lambda length: length >= HOST_BOUND,
                 "speed_over_eager": lambda speed: speed == speed,
             },
         )
-        for mode, words in MODE_WORDS.items()
     }
 
 

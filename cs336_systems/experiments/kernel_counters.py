@@ -13,7 +13,7 @@ from typing import Any
 import pandas as pd
 
 from cs336_systems.config import AttentionShape, RunConfig
-from cs336_systems.experiments.attention import MODE_WORDS, attention_columns, shape_of_row, sized_shape
+from cs336_systems.experiments.attention import attention_columns, sized_shape
 from cs336_systems.experiments.figures import Bars
 from cs336_systems.experiments.frames import digits, pick, tuples
 from cs336_systems.experiments.implementations import build
@@ -65,10 +65,7 @@ class KernelCounts(Experiment):
                 yield Sample(row=row, kernel=kernel.name, samples=[value])
 
     def columns(self, row: dict[str, Any]) -> dict[str, Any]:
-        return attention_columns(row, shape_of_row(row)) | {
-            "pass": MODE_WORDS[row["mode"]],
-            "percent": 100 * row["median"],
-        }
+        return attention_columns(row) | {"percent": 100 * row["median"]}
 
     def compared(self, frame: pd.DataFrame) -> pd.DataFrame:
         """`waits`: what a warp waits for longest, with cycles for each instruction that it issues."""

@@ -14,7 +14,6 @@ from cs336_systems.experiments.attention import (
     attention_cell,
     attention_columns,
     measure_attention,
-    shape_of_row,
     sized_shape,
 )  # fmt: skip
 from cs336_systems.experiments.figures import Bars
@@ -42,7 +41,7 @@ class Leaderboard2025(Experiment):
         return measure_attention(cell, run, sum_loss=True, settled=True)
 
     def columns(self, row: dict[str, Any]) -> dict[str, Any]:
-        return attention_columns(row, shape_of_row(row))
+        return attention_columns(row)
 
     tables = {
         "times": Wide(

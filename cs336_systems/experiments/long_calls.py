@@ -21,9 +21,7 @@ from cs336_systems.experiments.attention import (
     BACKWARD,
     BOTH,
     FORWARD,
-    MODE_WORDS,
     attention_columns,
-    shape_of_row,
     sized_shape,
 )  # fmt: skip
 from cs336_systems.experiments.figures import Bars
@@ -67,7 +65,7 @@ class LongCalls(Experiment):
         return measure_by_turns(cell, run, partial(turns, device=run.device), num_rounds=ROUNDS[run.device])
 
     def columns(self, row: dict[str, Any]) -> dict[str, Any]:
-        return attention_columns(row, shape_of_row(row)) | {"pass": MODE_WORDS[row["mode"]]}
+        return attention_columns(row)
 
     def numbers(self, frame: pd.DataFrame) -> dict[str, Any]:
         """`interval(ours, theirs, shape=..., mode=...)`: where the median of the rounds' ratios lies with 95 %."""

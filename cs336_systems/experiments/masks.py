@@ -33,7 +33,7 @@ from cs336_systems.experiments.attention import (
 )  # fmt: skip
 from cs336_systems.experiments.frames import speed, tuples
 from cs336_systems.experiments.mask_implementations import build_masked, is_plain, mask_of, shape_of
-from cs336_systems.experiments.spec import Cell, Row, Sample
+from cs336_systems.experiments.spec import Cell, Experiment, Row, Sample
 from cs336_systems.experiments.tables import Listing
 from cs336_systems.inputs import AttentionInputs, attention_inputs
 from cs336_systems.measure.memory import MIB, peak_cuda_bytes, release
@@ -195,53 +195,59 @@ def _oracle(case: MaskCase, device: str, seed: int) -> Oracle:
     return oracle
 
 
-def mask_columns(row: Mapping[str, Any]) -> dict[str, Any]:
-    """`family` and `pattern` of the mask, its `number` (a density, a rate), `blocks`, `pass` and `dense_causal`."""
-    name, _, numbers = row["mask"].partition("+")[0].partition(":")
-    family, causal = FAMILIES["+".join([name, *row["mask"].split("+")[1:]])]
-    last = numbers.rpartition("/")[2]
-    return {
-        "family": family,
-        "pattern": family if name == "document" else row["mask"],
-        "number": float(last) if last and name != "document" else 1.0,
-        "blocks": f"{row['query_block']} × {row['key_block']}",
-        "dense_causal": causal,
-        "pass": MODE_WORDS[row["mode"]],
-    }
+class MaskExperiment(Experiment):
+    """Base of the experiments with masks: measurement, columns, dense attention beside."""
 
+    def measure(self, cell: Cell, run: RunConfig) -> Iterator[Sample]:
+        return measure_masked(cell, run)
 
-def against_dense(frame: pd.DataFrame) -> pd.DataFrame:
-    """Columns that need other rows: `pairs` and `live` shares of the mask, `tflops` by attended pairs, and beside dense
-    attention of one run `dense` (whose), `over_dense` (times as fast), `ideal` (tiles of dense over live ones) and
-    `ideal_by_pairs`.
-    """
-    rows = tuples(frame)
-    shares: dict[str, dict[str, float]] = {}
-    dense: dict[tuple[Any, ...], list[Any]] = {}
-    for row in rows:
-        if row["quantity"] in ("density", "block_density") and row["status"] == "ok":
-            shares.setdefault(row["case"], {})[row["quantity"]] = row["median"]
-        if row["quantity"] == "time" and row["implementation"] in DENSE and is_plain(row["mask"]):
-            dense.setdefault(_dense_key(row, row["mask"] == "causal"), []).append(row)
-    more = []
-    for row in rows:
-        pairs, live = (shares.get(row["case"], {}).get(name, math.nan) for name in ("density", "block_density"))
-        found: dict[str, Any] = {"pairs": pairs, "live": live, "tflops": math.nan, "over_dense": math.nan}
-        found |= {"ideal": math.nan, "ideal_by_pairs": math.nan, "dense": ""}
-        if row["quantity"] == "time":
-            area = pairs * row["batch"] * row["heads"] * row["seqlen_q"] ** 2 * row["head_dim"]
-            if row["median"] > 0:
-                found["tflops"] = tflops_per_s(ATTENTION_FLOPS_PER_PAIR[row["mode"]] * area, row["median"])
-            beside = dense.get(_dense_key(row, row["dense_causal"]), [])
-            speeds = [(one, base) for one, base in ((speed(row, base), base) for base in beside) if one == one]
-            if speeds:
-                found["over_dense"], fastest = min(speeds, key=lambda pair: pair[0])
-                found["dense"] = fastest["implementation"]
-                base_shares = shares.get(beside[0]["case"], {})
-                found["ideal"] = base_shares.get("block_density", math.nan) / live if live else math.nan
-                found["ideal_by_pairs"] = base_shares.get("density", math.nan) / pairs if pairs else math.nan
-        more.append(found)
-    return frame.assign(**{name: [one[name] for one in more] for name in more[0]}) if more else frame
+    def columns(self, row: dict[str, Any]) -> dict[str, Any]:
+        """`family` and `pattern` of the mask, its `number` (a density, a rate), `blocks`, `pass` and `dense_causal`."""
+        name, _, numbers = row["mask"].partition("+")[0].partition(":")
+        family, causal = FAMILIES["+".join([name, *row["mask"].split("+")[1:]])]
+        last = numbers.rpartition("/")[2]
+        return {
+            "family": family,
+            "pattern": family if name == "document" else row["mask"],
+            "number": float(last) if last and name != "document" else 1.0,
+            "blocks": f"{row['query_block']} × {row['key_block']}",
+            "dense_causal": causal,
+            "pass": MODE_WORDS[row["mode"]],
+        }
+
+    def compared(self, frame: pd.DataFrame) -> pd.DataFrame:
+        """Columns that need other rows: `pairs` and `live` shares of the mask, `tflops` by attended pairs.
+
+        Beside dense attention of one run also `dense` (whose), `over_dense` (times as fast), `ideal` (tiles of dense
+        over live ones) and `ideal_by_pairs`.
+        """
+        rows = tuples(frame)
+        shares: dict[str, dict[str, float]] = {}
+        dense: dict[tuple[Any, ...], list[Any]] = {}
+        for row in rows:
+            if row["quantity"] in ("density", "block_density") and row["status"] == "ok":
+                shares.setdefault(row["case"], {})[row["quantity"]] = row["median"]
+            if row["quantity"] == "time" and row["implementation"] in DENSE and is_plain(row["mask"]):
+                dense.setdefault(_dense_key(row, row["mask"] == "causal"), []).append(row)
+        more = []
+        for row in rows:
+            pairs, live = (shares.get(row["case"], {}).get(name, math.nan) for name in ("density", "block_density"))
+            found: dict[str, Any] = {"pairs": pairs, "live": live, "tflops": math.nan, "over_dense": math.nan}
+            found |= {"ideal": math.nan, "ideal_by_pairs": math.nan, "dense": ""}
+            if row["quantity"] == "time":
+                area = pairs * row["batch"] * row["heads"] * row["seqlen_q"] ** 2 * row["head_dim"]
+                if row["median"] > 0:
+                    found["tflops"] = tflops_per_s(ATTENTION_FLOPS_PER_PAIR[row["mode"]] * area, row["median"])
+                beside = dense.get(_dense_key(row, row["dense_causal"]), [])
+                speeds = [(one, base) for one, base in ((speed(row, base), base) for base in beside) if one == one]
+                if speeds:
+                    found["over_dense"], fastest = min(speeds, key=lambda pair: pair[0])
+                    found["dense"] = fastest["implementation"]
+                    base_shares = shares.get(beside[0]["case"], {})
+                    found["ideal"] = base_shares.get("block_density", math.nan) / live if live else math.nan
+                    found["ideal_by_pairs"] = base_shares.get("density", math.nan) / pairs if pairs else math.nan
+            more.append(found)
+        return frame.assign(**{name: [one[name] for one in more] for name in more[0]}) if more else frame
 
 
 def _dense_key(row: Mapping[str, Any], causal: bool) -> tuple[Any, ...]:

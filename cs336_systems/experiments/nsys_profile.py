@@ -21,7 +21,7 @@ from cs336_systems.experiments.figures import Bars
 from cs336_systems.experiments.frames import digits, pick
 from cs336_systems.experiments.models import MODEL_MODES, TrainingStep, model_cell, require_finite, time_row
 from cs336_systems.experiments.spec import Cell, Experiment, Row, Sample, problem
-from cs336_systems.experiments.tables import Pick, Ratio, Wide
+from cs336_systems.experiments.tables import Listing, Pick, Ratio, Wide
 from cs336_systems.measure.capture import capture
 from cs336_systems.measure.kernels import CATEGORIES, short_name
 from cs336_systems.measure.memory import release
@@ -33,6 +33,7 @@ MIN_WALL_CLOCK_STEPS, MAX_WALL_CLOCK_STEPS = 4, 5  # `compare` needs four
 WALL_CLOCK_BUDGET_MS = 2000.0
 NUM_PROFILED_STEPS = {"tiny": 1, "smoke": 2, "handout": 2}
 NUM_RANKS = {"kernel": 5, "other_kernel": 5}  # how many of the longest kernels, and of those that are no matmul
+RANKED = tuple(f"{name}_{rank}_time" for name, count in NUM_RANKS.items() for rank in range(1, count + 1))
 CATEGORY_WORDS = {"gemm": "matmul"}
 ATTENTION_PARTS = {"scores": SCORES, "softmax": SOFTMAX, "values": VALUES}
 
@@ -231,21 +232,12 @@ class NsysProfile(Experiment):
                 "PV": Pick({"quantity": "attention_values_time"}),
             },
         ),
-    } | {
-        f"{name}s_{mode}": Wide(
-            title=f"{words}, {mode.replace('_', ' + ')}",
-            down={"model": "shown"},
-            where={"mode": mode},
-            columns={
-                f"{rank}, {what}": Pick({"quantity": f"{name}_{rank}_{quantity}"}, value=value)
-                for rank in range(1, 4)
-                for what, quantity, value in (("kernel", "time", "kernel"), ("ms", "time", "median"),
-                                              ("calls", "calls", "median"))
-            },
-        )
-        for name, words in (("kernel", "The kernels that take the most time"), ("other_kernel", "Of no matmul"))
-        for mode in MODEL_MODES
-    }  # fmt: skip
+        "kernels": Listing(
+            title="The kernels that take the most time, and those of no matmul (ms)",
+            where={"quantity": RANKED},
+            columns={"model": "shown", "pass": "mode", "rank": "quantity", "kernel": "kernel", "ms": "median"},
+        ),
+    }
     figures = {
         "categories": Shares(
             title="Where the kernels' time of a training step goes",

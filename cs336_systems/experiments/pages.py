@@ -24,10 +24,10 @@ import pandas as pd
 from cs336_systems.experiments.figures import digest, spec_of, write_png
 from cs336_systems.experiments.frames import calculated_frame, digits, in_unit, load_frame, pick, tuples
 from cs336_systems.experiments.frames import speed as speed_of
-from cs336_systems.experiments.handout import HANDOUT
 from cs336_systems.experiments.records import read_records
 from cs336_systems.experiments.spec import Calculation, Experiment, experiments
 from cs336_systems.experiments.tables import ABSENT, Table
+from cs336_systems.handout import HANDOUT
 
 PAGES = "writeup"  # the folder of templates
 DOCUMENT = "writeup.md"

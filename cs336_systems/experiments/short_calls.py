@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from cs336_systems.config import AttentionShape, RunConfig
-from cs336_systems.experiments.attention import BOTH, FORWARD, MODE_WORDS, attention_columns, shape_of_row, sized_shape
+from cs336_systems.experiments.attention import BOTH, FORWARD, attention_columns, sized_shape
 from cs336_systems.experiments.figures import Bars
 from cs336_systems.experiments.implementations import AttentionFunction, without_overhead
 from cs336_systems.experiments.spec import BY_TURNS, Cell, Experiment, Row, Sample, problem
@@ -71,7 +71,7 @@ class ShortCalls(Experiment):
         return measure_by_turns(cell, run, partial(turns, device=run.device), num_rounds=ROUNDS[run.device])
 
     def columns(self, row: dict[str, Any]) -> dict[str, Any]:
-        return attention_columns(row, shape_of_row(row)) | {"pass": MODE_WORDS[row["mode"]]}
+        return attention_columns(row)
 
     tables = {
         quantity: Pivot(

@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from cs336_systems.config import RunConfig
-from cs336_systems.experiments.handout import HANDOUT
+from cs336_systems.handout import HANDOUT
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -30,7 +30,6 @@ from cs336_systems.experiments.attention import (
     checked_error,
     inputs_of,
     oracle_of,
-    shape_of_row,
 )  # fmt: skip
 from cs336_systems.experiments.figures import Heat
 from cs336_systems.experiments.frames import tuples
@@ -139,7 +138,7 @@ class TileChoice(Experiment):
         alone = kernels.get((row["mode"], row["quantity"]), "")
         alone = "" if row["implementation"] in (TABLE, *FIXED, COMPILE_AHEAD) else alone
         names = [name.partition(f"_{alone}_")[2] for name in row["kernel"].split() if f"_{alone}_" in name]
-        return attention_columns(row, shape_of_row(row)) | {"alone": alone, "tiles": names[0] if names else ""}
+        return attention_columns(row) | {"alone": alone, "tiles": names[0] if names else ""}
 
     def compared(self, frame: pd.DataFrame) -> pd.DataFrame:
         """Of the table's rows: the `best` of the grid, its `best_ms`, the time `over_best`, how many were `timed`."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from cs336_systems.config import ModelCase, RunConfig, proxy_model
 from cs336_systems.experiments.attention import BACKWARD, FORWARD, attention_cell, measure_attention
-from cs336_systems.experiments.figures import Bars, Lines
+from cs336_systems.experiments.figures import Bars
 from cs336_systems.experiments.models import MODEL_MODES, measure_model, model_cell, models, time_row
 from cs336_systems.experiments.pytorch_attention import num_passes, shapes
 from cs336_systems.experiments.spec import Cell, Experiment, Row, Sample, problem
@@ -74,13 +74,5 @@ class TorchCompile(Experiment):
             over="eager",
             columns=3,
             where={"quantity": "time"} | IS_MODEL,
-        ),
-        "attention": Lines(
-            title="Attention, batch 8, float32: speed of compiled over eager",
-            x="S",
-            color="implementation",
-            facet="mode",
-            over="eager",
-            where={"quantity": "time", "head_dim": 64} | IS_SHAPE,
         ),
     }

@@ -55,20 +55,7 @@ class TrainingCase:
     clip_norm: float
 
     def config(self, wrapper: str, seed: int) -> TrainingConfig:
-        return TrainingConfig(
-            wrapper=wrapper,
-            seed=seed,
-            model=self.model,
-            num_ranks=self.num_ranks,
-            attention=self.attention,
-            batch=self.batch,
-            accumulation=self.accumulation,
-            steps=self.steps,
-            learning_rate=self.learning_rate,
-            final_learning_rate=self.final_learning_rate,
-            warmup_steps=self.warmup_steps,
-            clip_norm=self.clip_norm,
-        )
+        return TrainingConfig(wrapper=wrapper, seed=seed, **vars(self))
 
 
 def training_case(run: RunConfig) -> TrainingCase:

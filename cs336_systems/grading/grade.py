@@ -16,7 +16,7 @@ from typing import Any
 
 from cs336_systems.grading import ddp, flash, fsdp, optimizer  # noqa: F401 - they register their checks
 from cs336_systems.grading.checks import CHECKS, TIME_LIMIT_S, Check
-from cs336_systems.grading.problems import PROBLEMS, HandoutProblem, problems_of
+from cs336_systems.handout import HANDOUT, HandoutProblem, problems_of
 
 # -P: the folder in which the command was typed may hold a `cs336_systems` of its own.
 SERVER = "import sys; sys.path.insert(0, sys.argv[1]); from cs336_systems.grading.server import serve; serve()"
@@ -77,11 +77,11 @@ def chosen_problems(name: str | None = None, edition: int | None = None) -> list
     if name is None:
         return graded
     names = ", ".join(problem.name for problem in graded)
-    if name in PROBLEMS and PROBLEMS[name].answer != "graded":
-        raise ValueError(f"{name} is {PROBLEMS[name].answer}, not graded by running adapters; graded are {names}")
+    if name in HANDOUT and HANDOUT[name].answer != "graded":
+        raise ValueError(f"{name} is {HANDOUT[name].answer}, not graded by running adapters; graded are {names}")
     if name not in [problem.name for problem in graded]:
         raise ValueError(f"unknown problem {name!r}; graded are {names}")
-    return [PROBLEMS[name]]
+    return [HANDOUT[name]]
 
 
 @dataclass
