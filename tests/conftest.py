@@ -1,6 +1,6 @@
 """Test set-up: the GPU tests and the record of their last run on a GPU.
 
-    @pytest.mark.gpu                            # skipped without CUDA; the module names its sources in COVERS
+    @pytest.mark.gpu                            # left out without CUDA; the module names its sources in COVERS
 
     pytest                                                                # names stale GPU tests
     pytest -m gpu --gpu-record=FILE --gpu-commit=REVISION --gpu-clean     # on a GPU: writes their outcomes to FILE
@@ -172,7 +172,7 @@ def pytest_testnodedown(node: Any) -> None:
 
 
 class GpuPlugin:
-    """Skips GPU tests without a GPU, writes their outcomes when asked, and says which are stale."""
+    """Leaves GPU tests out without a GPU, writes their outcomes when asked, and says which are stale."""
 
     def __init__(self, config: pytest.Config) -> None:
         self.root = config.rootpath
@@ -216,8 +216,9 @@ class GpuPlugin:
                     raise pytest.UsageError(str(error)) from error
             covers, digest = hashes[test_file]
             self.tests[item.nodeid] = GpuTest(test=item.nodeid, covers=tuple(covers), source_hash=digest)
-            if not HAS_CUDA:
-                item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU; torch.cuda.is_available() is False"))
+        if not HAS_CUDA:
+            config.hook.pytest_deselected(items=[item for item in items if item.nodeid in self.tests])
+            items[:] = [item for item in items if item.nodeid not in self.tests]
         if self.record is not None and not any("::" in argument for argument in config.args):
             with gpu_record.changing(Path(self.record)) as rows:
                 files = {item.nodeid.split("::")[0] for item in items}

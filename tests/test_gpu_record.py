@@ -155,9 +155,8 @@ RECORD = ("-m", "gpu", "--gpu-record=results/nvidia-h200/tests.jsonl", "--gpu-co
 
 
 def test_a_run_on_a_gpu_is_recorded_and_holds_until_a_source_changes(repository):
-    code, output = run_pytest(repository, "-rs")
-    assert code == 0, output
-    assert "needs a CUDA GPU; torch.cuda.is_available() is False" in output
+    code, output = run_pytest(repository)
+    assert code == 0 and "1 passed, 2 deselected" in output, output
     assert "2 of 2 GPU tests are STALE in results/nvidia-h200/tests.jsonl:" in output
 
     record = repository / "results/nvidia-h200/tests.jsonl"
