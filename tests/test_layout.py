@@ -18,7 +18,7 @@ PACKAGE = "cs336_systems"
 ORDER = (
     "handout", "config", "accounting", "device", "analysis", "inputs", "grids", "measure", "kernels", "attention",
     "model", "distributed", "training", "integrations", "experiments", "compare", "grading", "commands",
-    "cli",
+    "cli", "notebook",
 )  # fmt: skip
 # The only modules that may load Triton when imported: they hold @triton.jit kernels and nothing imports them eagerly.
 TRITON_FOLDERS = (f"{PACKAGE}/attention/triton/", f"{PACKAGE}/attention/hopper/")
