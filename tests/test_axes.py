@@ -86,7 +86,7 @@ def test_a_run_of_chosen_axes_has_a_folder_of_its_own_and_tables_that_tell_sizes
     assert path.parents[1].name.endswith("-tiny-chosen")
     records = list(read_records(path))
     assert {record.mode for record in records} == {"forward"} and {record.status for record in records} == {"ok"}
-    table = PROBLEMS["dense_masks"].tables["forward_ms"].build(load_frame(PROBLEMS["dense_masks"], records))
+    table = PROBLEMS["dense_masks"].tables["forward"].build(load_frame(PROBLEMS["dense_masks"], records))
     assert table.header[:3] == ["mask", "tokens", "heads"] and [line[2].text for line in table.lines] == ["1", "2"]
 
 

@@ -131,7 +131,6 @@ def test_run_config_refuses(change, message):
         ModelConfig(**MODEL),
         AttentionShape(**SHAPE, kv_heads=2),
         Precision(autocast="bfloat16"),
-        RunConfig(scale="tiny", device="cpu"),
     ],
     ids=lambda config: type(config).__name__,
 )
