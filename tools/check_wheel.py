@@ -23,8 +23,9 @@ ROOT = Path(__file__).resolve().parent.parent
 INSIDE = (
     "cs336_systems/py.typed",
     "cs336_systems/grading/server.py",
+    "cs336_systems/experiments/report.html",
     "cs336_systems/training/alice.txt",
-    "cs336_systems/attention/native/operator.cpp",
+    "cs336_systems/attention/native/replay.cpp",
 )
 # Imported where a command starts: `python -c` would find the folder that it is started in.
 SNIPPET = """
