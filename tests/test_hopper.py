@@ -73,16 +73,12 @@ def replaced(monkeypatch) -> Calls:
         calls.append(f"hopper forward {config}".strip())
         return tiled_forward(q, k, v, is_causal, scale)
 
-    def backward(kind):
-        def differentiate(q, k, v, output, lse, grad_output, grad_lse, is_causal, scale, config):
-            calls.append(f"{kind} backward {config}".strip())
-            return tiled_backward(q, k, v, output, lse, grad_output, grad_lse, is_causal, scale)
-
-        return differentiate
+    def backward(q, k, v, output, lse, grad_output, grad_lse, deterministic, is_causal, scale):
+        calls.append("deterministic backward" if deterministic else "hopper backward")
+        return tiled_backward(q, k, v, output, lse, grad_output, grad_lse, is_causal, scale)
 
     monkeypatch.setattr(function, "hopper_forward", forward)
-    monkeypatch.setattr(function, "hopper_backward", backward("hopper"))
-    monkeypatch.setattr(function, "dense_backward", backward("triton"))
+    monkeypatch.setattr(function, "hopper_backward", backward)
     monkeypatch.setattr(function, "refuse_hopper", lambda q: None)
     monkeypatch.setattr(api, "explain_backend", lambda q, k, **_: ("hopper", "the test says so"))
     monkeypatch.setattr(api, "_is_usual", lambda *_: False)  # or the choice would be kept for other tests
@@ -98,12 +94,12 @@ def cpu_inputs(heads: int = 2, kv_heads: int = 2) -> tuple[Tensor, Tensor, Tenso
     [
         (None, False, "hopper backward"),
         (False, False, "hopper backward"),
-        (True, False, "triton backward"),
-        (None, True, "triton backward"),
+        (True, False, "deterministic backward"),
+        (None, True, "deterministic backward"),
         (False, True, "hopper backward"),
     ],
 )
-def test_deterministic_gradients_come_from_the_two_passes(replaced, deterministic, globally, backward):
+def test_gradients_are_deterministic_if_asked_or_torch_is(replaced, deterministic, globally, backward):
     torch.use_deterministic_algorithms(globally)
     try:
         assert_contract(*cpu_inputs(), is_causal=True, deterministic=deterministic)
@@ -119,7 +115,7 @@ def test_the_backward_goes_as_the_forward_was_told(replaced):
     again = flash_attention(*leaves)
     torch.autograd.grad(again, leaves, grad_output)
     torch.autograd.grad(output, leaves, grad_output)
-    assert replaced == ["hopper forward", "hopper forward", "hopper backward", "triton backward"]
+    assert replaced == ["hopper forward", "hopper forward", "hopper backward", "deterministic backward"]
 
 
 def test_key_heads_are_not_repeated_and_leading_dimensions_come_back(replaced):
@@ -415,9 +411,15 @@ def test_scale(head_dim, scale, each_schedule):
 @LOW
 @WIDTHS
 def test_the_deterministic_backward(head_dim, dtype, is_causal, each_schedule):
-    """Triton's two passes, from the Hopper forward's output and log-sum-exp."""
-    tensors = inputs(1, 4, 2, 450, 420, head_dim, DTYPES[dtype], "cuda")
+    """Additions to dQ in turn: of programs that fit on the GPU together, and of more."""
     options: dict[str, Any] = {"is_causal": is_causal, "backend": "hopper", "enable_gqa": True, "deterministic": True}
+    many = inputs(1, 2, 1, 18000 if is_causal else 1000, 18000, head_dim, DTYPES[dtype], "cuda")
+    first = run(*many, **options)
+    for name, result in run(*many, **options).items():
+        assert torch.equal(first[name], result), name
+    for name, result in run(*many, **(options | {"deterministic": False})).items():
+        assert (result.float() - first[name].float()).norm() <= 1e-3 * first[name].float().norm(), name
+    tensors = inputs(1, 4, 2, 450, 420, head_dim, DTYPES[dtype], "cuda")
     for schedule in each_schedule(head_dim):
         assert_contract(*tensors, **options)
         first = run(*tensors, **options)

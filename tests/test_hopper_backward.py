@@ -258,31 +258,48 @@ class Arrive:
 
 @dataclass(frozen=True)
 class Meet:
-    """bar.sync: go on when both consumers are here."""
+    """bar.sync of the two consumers: go on when both are here."""
 
     barrier: str
 
 
 @dataclass(frozen=True)
-class Fill:
-    slot: int
+class Signal:
+    """bar.arrive: be counted. A second one before the `Await` would end the barrier without it."""
+
+    barrier: str
+
+
+@dataclass(frozen=True)
+class Await:
+    """bar.sync with the other side's `Signal`."""
+
+    barrier: str
+
+
+@dataclass(frozen=True)
+class Write:
+    place: str
     step: int
 
 
 @dataclass(frozen=True)
 class Use:
-    slot: int
+    """Read a place, which must hold what was made in this step; -2: whatever it holds."""
+
+    place: str
     step: int
 
 
-Operation = Wait | Arrive | Meet | Fill | Use
+Operation = Wait | Arrive | Meet | Signal | Await | Write | Use
+ALONE, BY_SENDERS, LATE = (way.value for way in (backward.ALONE, backward.BY_SENDERS, backward.LATE))
 
 
-def partitions(steps: int, producer_steps: int | None = None, *, head_tile: int = 128) -> list[list[Operation]]:
-    """The producer and the two consumers of a program of so many steps in all, as `_produce` and `_consume` have them.
+def slots(steps: int, producer_steps: int | None = None) -> list[list[Operation]]:
+    """The ring of Q and dO in a program of so many steps in all, as `_produce` and `_consume` have it.
 
-    A step waits for the next one's slot and reads it: before it releases its own at head tile 128, after it at 64.
-    The copy engine is a fourth: it may deliver a tile any time after it was asked.
+    A step waits for the next one's slot and reads it before it releases its own. The copy engine is a partition here:
+    it may deliver a tile any time after it was asked.
     """
     producer: list[Operation] = []
     engine: list[Operation] = []
@@ -290,81 +307,193 @@ def partitions(steps: int, producer_steps: int | None = None, *, head_tile: int 
     for step in range(steps if producer_steps is None else producer_steps):
         slot, round_ = step % SLOTS, step // SLOTS
         producer += [Wait(f"empty{slot}", (round_ & 1) ^ 1), Arrive(f"asked{step}"), Arrive(f"full{slot}")]
-        engine += [Wait(f"asked{step}", 0), Fill(slot, step), Arrive(f"full{slot}")]
+        engine += [Wait(f"asked{step}", 0), Write(f"slot{slot}", step), Arrive(f"full{slot}")]
     for step in range(steps):
         slot, following = step % SLOTS, min(step + 1, steps - 1)
-        scores = Use(following % SLOTS, following)
-        start_scores = [Wait(f"full{following % SLOTS}", (following // SLOTS) & 1), scores]
-        release = [Arrive(f"empty{slot}")]
+        scores = Use(f"slot{following % SLOTS}", following)
         if step == 0:
-            consumer += [Wait("full0", 0), Use(0, 0)]
-        consumer += [Use(slot, step), Meet("dS"), Use(slot, step)]
-        consumer += [*start_scores, *release, scores] if head_tile == 128 else [*release, *start_scores]
-    consumer += [Meet("read")]
-    return [producer, engine, consumer, consumer]
+            consumer += [Wait("full0", 0), Use("slot0", 0)]
+        consumer += [Use(f"slot{slot}", step), Wait(f"full{following % SLOTS}", (following // SLOTS) & 1), scores]
+        consumer += [Use(f"slot{slot}", step), Arrive(f"empty{slot}"), scores]
+    return [producer, engine, consumer, [*consumer]]
+
+
+def gradients(steps: int, way: int) -> list[list[Operation]]:
+    """The way of dS and dQ through shared memory, as `_step`, `_consume` and `_send` have it.
+
+    What matmuls and the copy engine read they may read until they are waited for: such reads are there twice.
+    """
+    tiles = 3 if way == LATE else 2
+    programs: list[list[Operation]] = []
+    for own in (0, 1):
+        part = f"dQ{own}"
+        copied: list[Operation] = []
+
+        def read(step: int) -> list[Operation]:
+            return [Use(f"dS{half}{step % tiles}", step if step >= 0 else -2) for half in (0, 1)]
+
+        def hand_over(step: int) -> list[Operation]:
+            return [Await(f"sent{own}"), Write(part, step), Signal(f"written{own}")]  # noqa: B023
+
+        consumer: list[Operation] = [Signal(f"ready{own}1")] if way == LATE else []
+        for step in range(steps):
+            write = Write(f"dS{own}{step % tiles}", step)
+            if way == LATE:
+                consumer += [Await(f"ready{1 - own}{(step + 1) & 1}"), write, Signal(f"ready{own}{step & 1}")]
+                consumer += [*read(step - 1), *read(step - 1), *hand_over(step - 1)]
+            else:
+                consumer += [write, *copied, Meet("dS"), *read(step), *read(step)]
+                if way == ALONE:
+                    copied = [Use(part, step)]
+                    consumer += [Write(part, step), *copied]
+                else:
+                    consumer += hand_over(step)
+        if way == LATE:
+            consumer += [Await(f"ready{1 - own}{(steps - 1) & 1}"), *read(steps - 1), *read(steps - 1)]
+            consumer += hand_over(steps - 1)
+        if way != ALONE:
+            consumer.append(Await(f"sent{own}"))
+        sender: list[Operation] = []
+        if way != ALONE:
+            sender.append(Signal(f"sent{own}"))
+            if way == LATE:
+                sender += [Await(f"written{own}"), Signal(f"sent{own}")]
+            for step in range(steps):
+                sender += [Await(f"written{own}"), Use(part, step), Use(part, step), Signal(f"sent{own}")]
+        programs += [[*consumer, Meet("read")], sender]
+    return programs
 
 
 def explore(programs: list[list[Operation]]) -> None:
-    """Run every interleaving; AssertionError where one hangs or where a consumer finds another step's tile."""
-    names = sorted({op.barrier for program in programs for op in program if isinstance(op, Wait | Arrive)})
-    index = {name: i for i, name in enumerate(names)}
-    counts = [1 if name.startswith("asked") else 2 for name in names]
-    start = ((0,) * len(programs), tuple((0, count) for count in counts), (-1,) * SLOTS)
+    """Run every interleaving; AssertionError where one hangs, or finds another step's tile, or signals twice."""
+    barriers = sorted({op.barrier for program in programs for op in program if isinstance(op, Wait | Arrive)})
+    counts = {name: 1 if name.startswith("asked") else 2 for name in barriers}
+    start = ((0,) * len(programs), frozenset((name, (0, counts[name])) for name in barriers))
     seen, stack = {start}, [start]
     while stack:
-        places, barriers, slots = stack.pop()
-        following = []
+        places, frozen = stack.pop()
+        done, moves = True, 0
         for who, place in enumerate(places):
             if place == len(programs[who]):
                 continue
-            operation, moved = programs[who][place], [who]
-            new_barriers, new_slots = barriers, slots
-            if isinstance(operation, Wait):
-                if barriers[index[operation.barrier]][0] == operation.parity:
-                    continue
-            elif isinstance(operation, Arrive):
-                i = index[operation.barrier]
-                phase, pending = barriers[i]
-                after = (phase, pending - 1) if pending > 1 else (phase ^ 1, counts[i])
-                new_barriers = (*barriers[:i], after, *barriers[i + 1 :])
-            elif isinstance(operation, Meet):
-                others = [x for x in (2, 3) if x != who]
-                if any(places[x] == len(programs[x]) or programs[x][places[x]] != operation for x in others):
-                    continue
-                moved = [who, *others]
-            elif isinstance(operation, Fill):
-                new_slots = (*slots[: operation.slot], operation.step, *slots[operation.slot + 1 :])
-            else:
-                assert slots[operation.slot] == operation.step, f"step {operation.step} found {slots[operation.slot]}"
-            new_places = tuple(x + (i in moved) for i, x in enumerate(places))
-            following.append((new_places, new_barriers, new_slots))
-        done = all(place == len(program) for place, program in zip(places, programs))
-        assert following or done, f"hangs at {places}"
-        for state in following:
-            if state not in seen:
-                seen.add(state)
-                stack.append(state)
+            done = False
+            operation, moved, state = programs[who][place], [who], dict(frozen)
+            match operation:
+                case Wait(barrier, parity):
+                    if state[barrier][0] == parity:
+                        continue
+                case Arrive(barrier):
+                    phase, pending = state[barrier]
+                    state[barrier] = (phase, pending - 1) if pending > 1 else (phase ^ 1, counts[barrier])
+                case Meet():
+                    there = [x for x, at in enumerate(places) if programs[x][at : at + 1] == [operation]]
+                    if len(there) < 2:
+                        continue
+                    moved = there
+                case Signal(barrier):
+                    assert barrier not in state, f"{barrier} twice"
+                    state[barrier] = ()
+                case Await(barrier):
+                    if barrier not in state:
+                        continue
+                    del state[barrier]
+                case Write(name, step):
+                    state[name] = step
+                case Use(name, step):
+                    assert step == -2 or state.get(name) == step, f"step {step} of {name} found {state.get(name)}"
+            moves += 1
+            after = tuple(x + (i in moved) for i, x in enumerate(places)), frozenset(state.items())
+            if after not in seen:
+                seen.add(after)
+                stack.append(after)
+        assert moves or done, f"hangs at {places}"
 
 
-@pytest.mark.parametrize("head_tile", [64, 128])
 @pytest.mark.parametrize("steps", range(8))
-def test_no_interleaving_hangs_or_reads_the_wrong_tile(steps, head_tile):
-    explore(partitions(steps, head_tile=head_tile))
+def test_no_interleaving_hangs_or_reads_the_wrong_tile(steps):
+    explore(slots(steps))
+
+
+@pytest.mark.parametrize("way", [ALONE, BY_SENDERS, LATE], ids=["alone", "by senders", "late"])
+@pytest.mark.parametrize("steps", range(1, 7))
+def test_no_interleaving_sends_the_wrong_gradients(steps, way):
+    explore(gradients(steps, way))
 
 
 def test_the_search_finds_a_producer_that_stops_early():
     with pytest.raises(AssertionError, match="hangs"):
-        explore(partitions(4, producer_steps=3))
+        explore(slots(4, producer_steps=3))
 
 
 def test_the_search_finds_a_slot_that_is_released_too_early():
-    programs = partitions(5)
-    early = [op for op in programs[2] if not (isinstance(op, Arrive) and op.barrier == "empty0")]
-    place = early.index(Use(0, 0))
-    early.insert(place, Arrive("empty0"))
-    programs[3] = early
+    programs = slots(5)
+    early = programs[3]
+    early.remove(Arrive("empty0"))
+    early.insert(early.index(Use("slot0", 0)), Arrive("empty0"))
     with pytest.raises(AssertionError, match="found|hangs"):
         explore(programs)
+
+
+@pytest.mark.parametrize("way", [BY_SENDERS, LATE], ids=["by senders", "late"])
+def test_the_search_finds_a_part_that_is_overwritten_before_it_is_sent(way):
+    programs = gradients(4, way)
+    programs[0] = [op for op in programs[0] if op != Await("sent0")]
+    with pytest.raises(AssertionError, match="found|twice"):
+        explore(programs)
+
+
+def test_the_search_finds_two_tiles_where_late_gradients_need_three():
+    programs = gradients(4, LATE)
+    fewer = [
+        [
+            op.__class__(f"{op.place[:3]}{op.step % 2}", op.step) if getattr(op, "place", "")[:2] == "dS" else op
+            for op in p
+        ]
+        for p in programs
+    ]
+    with pytest.raises(AssertionError, match="found"):
+        explore(fewer)
+
+
+@pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "full"])
+@pytest.mark.parametrize("together", [1, 3, 8])
+def test_turns_count_the_programs_that_add_to_a_block(is_causal, together):
+    """Each block of queries has every key tile that sees it once, and none waits for one that may not have started."""
+    for queries, keys in itertools.product((1, 128, 129, 500, 900, 1500), repeat=2):
+        problem = Problem(queries=queries, keys=keys, is_causal=is_causal, query_tile=64)
+        blocks = problem.tiles // 2
+        width = min(together, blocks)
+        for block in range(blocks):
+            tiles = [
+                tile
+                for tile in range(problem.key_tiles)
+                if block * KEY_TILE in problem.walk(tile)
+            ]  # fmt: skip
+            turns = {
+                plain(backward.turn_of_tile.fn(block, blocks, tile, problem.key_tiles, width, is_causal)): tile
+                for tile in tiles
+            }
+            assert sorted(turns) == list(range(len(tiles))), (problem, block)
+            for turn, tile in turns.items():
+                ahead = [turns[x] for x in range(turn)]
+                if is_causal:  # programs of a head start from its last key tile on
+                    assert all(other > tile for other in ahead)
+                else:
+                    assert all(other < tile - tile % width + width for other in ahead)
+
+
+def test_programs_that_start_together_come_to_their_turns_in_step():
+    """At the same pace no program waits: its turn at a block is after those that came there in earlier steps."""
+    for is_causal in (True, False):
+        problem = Problem(queries=1024, keys=1024, is_causal=is_causal, query_tile=128)
+        arrivals: dict[int, list[tuple[int, int]]] = {}
+        for tile in range(problem.key_tiles):
+            for step, start in enumerate(problem.walk(tile)):
+                block = start // KEY_TILE
+                turn = plain(backward.turn_of_tile.fn(block, problem.tiles, tile, problem.key_tiles, 8, is_causal))
+                arrivals.setdefault(block, []).append((turn, step))
+        for block, found in arrivals.items():
+            assert [step for _, step in sorted(found)] == sorted(step for _, step in found), (is_causal, block)
 
 
 # The launcher: what it hands to the three kernels
@@ -393,7 +522,7 @@ def low(*shape: int) -> torch.Tensor:
 def test_the_launcher_hands_over_the_call(launched, head_dim, queries, keys, is_whole):
     q, k = low(2, 6, queries, head_dim), low(2, 3, keys, head_dim)
     output, lse, do = low(*q.shape), torch.randn(2, 6, queries), low(*q.shape)
-    dq, dk, dv = backward.hopper_backward(q, k, k, output, lse, do, None, True, 0.5)
+    dq, dk, dv = backward.hopper_backward(q, k, k, output, lse, do, None, False, True, 0.5)
     for grad, x in ((dq, q), (dk, k), (dv, k)):
         assert grad.shape == x.shape and grad.dtype == x.dtype and grad.is_contiguous()
 
@@ -401,26 +530,28 @@ def test_the_launcher_hands_over_the_call(launched, head_dim, queries, keys, is_
     query_tile, num_rows = backward.QUERY_TILES[width], -(-queries // 128) * 128
     key_tiles = -(-min(keys, queries) // 128)
     grid, tensors, numbers, options = launched["kernel"]
-    q_tiles, k_tiles, v_tiles, do_tiles, dq_tiles, dk_tiles, dv_tiles, rows = tensors
+    q_tiles, k_tiles, v_tiles, do_tiles, dq_tiles, dk_tiles, dv_tiles, rows, turns = tensors
     assert grid == (key_tiles * 6,)
     inputs = (q_tiles, k_tiles, v_tiles, do_tiles)
     assert [x.block_shape for x in inputs] == [[1, 1, n, width] for n in (query_tile, 128, 128, query_tile)]
     assert [x.shape[:3] for x in inputs] == [list(x.shape[:3]) for x in (q, k, k, q)]
-    assert dq_tiles.block_shape == [1, 1, 64, 64] and dq_tiles.shape == [1, 1, 12 * num_rows, width]
+    assert dq_tiles.block_shape == [1, 1, 128, 32] and dq_tiles.shape == [1, 1, 12 * num_rows * width // 32, 32]
     padded = -(-head_dim // 8) * 8
     for tiles, grad in ((dk_tiles, dk), (dv_tiles, dv)):
         assert tiles.block_shape == [1, 1, 64, width] and tiles.shape == [1, 6, keys, padded]
         assert (tiles.base.data_ptr() == grad.data_ptr()) == (padded == head_dim)
     assert rows.shape == (12, 2, num_rows)
-    kv_heads, together, num_queries, num_keys, scale_log2 = numbers
+    kv_heads, together, _, num_queries, num_keys, scale_log2 = numbers
     assert (kv_heads, num_queries, num_keys) == (3, queries, keys) and 1 <= together <= 6
     assert scale_log2 == pytest.approx(0.5 * 1.4426950408889634)
-    assert options == {"GROUP": 2, "IS_CAUSAL": True, "WHOLE_KEY_TILES": is_whole, "num_warps": 4}
+    way = {"DQ_WAY": LATE if width == 64 else ALONE, "ORDERED": False}
+    assert options == {"GROUP": 2, "IS_CAUSAL": True, "WHOLE_KEY_TILES": is_whole, "num_warps": 4} | way
+    assert turns is rows
     assert not dk[:, :, key_tiles * 128 :].any() and not dv[:, :, key_tiles * 128 :].any()
 
     grid, tensors, numbers, options = launched["preprocess_kernel"]
     columns = {"D": padded, "D_TILE": width, "ROWS": 64}
-    assert grid == (num_rows // 64 * 12,) and options == {"HAS_DL": False} | columns
+    assert grid == (num_rows // 64 * 12,) and options == {"HAS_DL": False, "ORDERED": False} | columns
     assert tensors[4] is rows
     row = padded // 8
     assert numbers == ((6 * queries * row, queries * row, row) * 2 + (6, queries, num_rows))
@@ -430,6 +561,19 @@ def test_the_launcher_hands_over_the_call(launched, head_dim, queries, keys, is_
     assert sums.data_ptr() == dq_tiles.base.data_ptr() == tensors[5].data_ptr()
 
 
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "full"])
+def test_the_launcher_makes_room_for_turns(launched, head_dim, is_causal):
+    """A counter for each consumer's part of each tile of dQ, by senders; without a mask one head after the other."""
+    q, lse = low(2, 6, 300, head_dim), torch.randn(2, 6, 300)
+    backward.hopper_backward(q, q, q, q, lse, q, None, True, is_causal, 0.5)
+    _, (*_, turns), (_, heads_together, tiles_together, *_), options = launched["kernel"]
+    assert turns.dtype == torch.int32 and turns.numel() == 12 * 384 * head_dim // (64 * 64) * (128 // head_dim)
+    assert options["ORDERED"] and options["DQ_WAY"] != ALONE
+    assert (heads_together, tiles_together) == (1, 1) or is_causal
+    assert launched["preprocess_kernel"][1][-1] is turns and launched["preprocess_kernel"][-1]["ORDERED"]
+
+
 @pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "full"])
 def test_the_launcher_knows_where_keys_are_missing(launched, is_causal):
     lengths = (1, 100, 127, 128, 129, 256, 300)
@@ -437,7 +581,7 @@ def test_the_launcher_knows_where_keys_are_missing(launched, is_causal):
         problem = Problem(queries=queries, keys=keys, is_causal=is_causal, query_tile=backward.QUERY_TILES[64])
         q, k = (torch.empty(1, 1, rows, 64, dtype=torch.bfloat16) for rows in (queries, keys))
         launched.clear()
-        backward.hopper_backward(q, k, k, q, torch.empty(1, 1, queries), q, None, is_causal, 0.5)
+        backward.hopper_backward(q, k, k, q, torch.empty(1, 1, queries), q, None, False, is_causal, 0.5)
         grid, _, _, options = launched["kernel"]
         assert (grid, options["WHOLE_KEY_TILES"]) == ((problem.programs,), problem.whole), problem
 
@@ -446,7 +590,7 @@ def test_the_launcher_copies_what_tma_cannot_read(launched):
     q = low(1, 2, 100, 64)
     do = torch.ones((), dtype=torch.bfloat16).expand(q.shape)
     dl = torch.ones(()).expand(1, 2, 100)
-    backward.hopper_backward(q, q, q, q, torch.randn(1, 2, 100), do, dl, False, 0.5)
+    backward.hopper_backward(q, q, q, q, torch.randn(1, 2, 100), do, dl, False, False, 0.5)
     _, (q_tiles, _, _, do_tiles, *_), *_ = launched["kernel"]
     assert q_tiles.base.data_ptr() == q.data_ptr()
     assert do_tiles.strides[1:] == [100 * 64, 64, 1]
@@ -460,7 +604,7 @@ def test_the_launches_are_stages(launched):
 
     def differentiate():
         launched.clear()
-        backward.hopper_backward(q, q, q, q, lse, q, None, True, 0.5)
+        backward.hopper_backward(q, q, q, q, lse, q, None, False, True, 0.5)
 
     samples = time_stages(differentiate, device="cpu", num_samples=2, warmup=0)
     assert list(samples) == ["preprocess", "dkv", "dq", TOTAL] and set(samples) - {TOTAL} < set(STAGES)

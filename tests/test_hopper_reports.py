@@ -26,8 +26,8 @@ from cs336_systems.commands.hopper_kernels import print_hopper_reports
 JUDGE = "3.6.0"  # the Triton of the machines that the kernels were measured on
 # Bytes that a thread of the backward spills, at most, by head tile: of its 240 registers dK and dV take 64 or 128, and
 # a step's tiles the rest. In the forward nothing may spill.
-MAX_SPILL_BYTES = {64: 104, 128: 12}
-MAX_LOOP_SPILLS = {64: 11, 128: 0}  # loads and stores of an iteration of some 1,000 instructions
+MAX_SPILL_BYTES = {64: 8, 128: 80}
+MAX_LOOP_SPILLS = {64: 0, 128: 5}  # loads and stores of an iteration of some 1,000 instructions
 NAMED = {
     (head_tile, schedule.name(order)): schedule
     for head_tile, schedules in SCHEDULES.items()
@@ -64,8 +64,8 @@ def test_kernels_compile_and_fit(reports):
 
 
 def test_no_kernel_lets_the_tensor_cores_wait(reports):
-    """Exponentials run under matmuls, but in the forward of head tile 64, whose consumers cover each other, or those of
-    two programs do."""
+    """Exponentials of the forward run under matmuls, but at head tile 64, whose consumers cover each other, or those of
+    two programs do. So do the backward's, and some of a step's run under its own."""
     if triton_version() != JUDGE:
         pytest.skip(f"the assembler's order is judged with triton {JUDGE}, and this is {triton_version()}")
     for report in reports:
@@ -73,8 +73,10 @@ def test_no_kernel_lets_the_tensor_cores_wait(reports):
         request = report.request
         if (request.kernel, request.head_dim) == ("forward", 64):
             assert not any(loop.overlap for loop in report.loops), report
-        else:
+        elif request.kernel == "forward":
             assert min(loop.overlap for loop in report.loops) == 1.0, report
+        else:
+            assert max(loop.overlap for loop in report.loops) > 0.6, report
 
 
 def test_shipped_kernels_spill_no_more_than_is_known(reports):
@@ -95,6 +97,8 @@ def read_registers(request: HopperRequest) -> tuple[int, int, set[int]]:
     ptx = kernel.asm["ptx"]
     limit, threads = (int(re.search(rf"\.{name} (\d+)", ptx)[1]) for name in ("maxnreg", "reqntid"))
     return limit, threads, set(map(int, re.findall(r"setmaxnreg\.\w+\.sync\.aligned\.u32\s+(\d+)", ptx)))
+
+
 @pytest.mark.slow
 def test_programs_of_a_multiprocessor_share_its_registers():
     """setmaxnreg waits for ever if the warp groups of a program ask for more registers than it started with."""

@@ -2,34 +2,40 @@
 
   preprocess   delta = rowsum(dO ∘ O), minus the gradient of L if one arrives; L in base 2; dQ's accumulator zeroed
   main         one program a tile of 128 keys: dK and dV stay in registers, dQ is added into memory, in float32
-  convert      dQ = scale · accumulator, in the inputs' dtype
+  convert      dQ = scale · accumulator, in rows and in the inputs' dtype
 
-A program of the main kernel has three partitions. A producer warp copies tiles by TMA into a ring of two slots. Two
-consumer warp groups own 64 of the keys each and walk the query tiles that see them. S and dP are computed transposed,
-so that Pᵀ and dSᵀ are left operands that the tensor cores take from registers. One step of a consumer, and what the
-tensor cores do meanwhile:
+A program of the main kernel has up to five partitions. A producer warp copies tiles by TMA into a ring of two slots.
+Two consumer warp groups own 64 of the keys each and walk the query tiles that see them. Two sender warps add what each
+consumer has made of dQ into memory. S and dP are computed transposed, so that Pᵀ and dSᵀ are left operands that the
+tensor cores take from registers. One step of a consumer, and what its matmuls are meanwhile:
 
     issue dPᵀ = V dOᵀ                                  dP            Sᵀ is there: the last step has made it
     Pᵀ = exp2(scale · log₂e · Sᵀ - L)                  dP            L stays in shared memory up to here
-    issue dV += Pᵀ dO                                  dP, dV
     wait for dP
-    dSᵀ = Pᵀ ∘ (dPᵀ - delta)                           dV            delta likewise: registers are full
-    issue dK += dSᵀ Q                                  dV, dK
-    dSᵀ to shared memory; meet the other consumer      dV, dK        dQ sums over the keys of both
-    issue dQ = dS K                                    dV, dK, dQ
-    wait for dV and dK; release the slot               dQ            at head dim 128 released behind the next Sᵀ
-    wait for the next slot: Q, dO, L, delta            dQ
-    issue the next step's Sᵀ = K Qᵀ                    dQ, S
-    wait for dQ; dQ to shared memory                   S             whence TMA adds it into memory; the last step's
-                                                                     has left it by then, which is waited for above
+    dSᵀ = Pᵀ ∘ (dPᵀ - delta)                                         delta likewise: registers are full
+    dSᵀ to shared memory; issue dV += Pᵀ dO            dV            the other consumer has the tensor cores till here
+    meet the other consumer                            dV            dQ sums over the keys of both
+    issue dQ = dS K, issue dK += dSᵀ Q                 dV, dQ, dK
+    wait for dV and dQ; dQ to its sender               dK
+    wait for the next slot: Q, dO, L, delta            dK
+    issue the next step's Sᵀ = K Qᵀ                    dK, S
+    wait for dK; release the slot                      S
     wait for S
 
-The scores of the next step keep the tensor cores busy while dQ leaves: 4 to 6 % of the kernel at both head dims. (In
-flight over the loop's end they would be as good, but the compiler then waits for every matmul.)
+The scores of the next step keep the tensor cores busy while dQ leaves. (In flight over the loop's end they would be as
+good, but the compiler then waits for every matmul. So it does with dV, dQ, dK and S all in flight.)
 
 A step's dQ tile is formed once by the two consumers, half and half, from the keys of both: halves by columns of a tile
 of 64 queries at head dim 128, halves by rows of a tile of 128 queries at head dim 64. (At 64 the longer tile is 15 to
-20 % faster; at 128 it has no room.)
+20 % faster; at 128 it has no room.) It leaves in the order in which threads hold it, and `convert` puts it right.
+
+How dQ is formed and sent is the launcher's choice, `dq_way`, by what was measured:
+
+  late     a step forms the dQ of the step before. The consumers then need not meet: each says that its dS is ready and
+           goes on if the other's last one is. One may be a step ahead, which takes a third tile of dS.
+  senders  in the same step, sent by the sender warps. Without a mask at head dim 128.
+  alone    without sender warps; a consumer starts its copy and waits for it a step later. Causal at head dim 128, up
+           to some thousand queries.
 
 Which tiles: without a mask the walk starts at the program's own position and wraps around the end, so that programs
 that run at one time add to different rows of dQ. A causal one starts at the diagonal; keys behind the last query's
@@ -40,9 +46,11 @@ before such keys, unless there are fewer keys than queries. Queries past the end
 zeros past the end of a head and writes nothing there.
 
 Sums: dK and dV over the queries, and over the query heads of a group, are one program's, in one order, and so
-bit-reproducible. dQ's over the key tiles come in any order: its last bits vary.
+bit-reproducible. dQ's over the key tiles come in any order, and its last bits vary; unless ORDERED, where senders wait
+until a counter says that it is their program's turn, see `turn_of_tile`. That takes 4 to 8 % more time.
 
-Sources: FlashAttention-2 (Dao 2023), algorithm 2; FlashAttention-3 (Shah et al. 2024) for the partitions.
+Sources: FlashAttention-2 (Dao 2023), algorithm 2; FlashAttention-3 (Shah et al. 2024) for the partitions, the senders
+and the turns.
 """
 
 from __future__ import annotations
@@ -64,28 +72,50 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from cs336_systems.attention.hopper.builtins import after_issued, meet_consumers, meet_warps, tma_add
+from cs336_systems.attention.hopper.builtins import (
+    arrive_at,
+    meet_consumers,
+    meet_warps,
+    pass_turn,
+    tma_add,
+    wait_at,
+    wait_for_turn,
+)
 from cs336_systems.attention.hopper.descriptors import readable, tile_descriptor
-from cs336_systems.attention.hopper.schedule import CONSUMER_WARPS
+from cs336_systems.attention.hopper.schedule import CONSUMER_WARPS, LATE_FROM
 from cs336_systems.attention.tiles import head_tile
 from cs336_systems.attention.tiles.config import L2_SHARE_BYTES
 from cs336_systems.attention.triton.launch import empty, empty_like, launch, log_launch
-from cs336_systems.attention.triton.operands import num_tiles
+from cs336_systems.attention.triton.operands import num_multiprocessors, num_tiles
 from cs336_systems.attention.triton.steps import LOG2_E
 from cs336_systems.measure.stages import stage
 
 KEY_TILE = gl.constexpr(128)  # the two consumers' 64 rows of a wgmma each
 CONSUMER_KEYS = gl.constexpr(64)  # half of them
 HALF = gl.constexpr(64)  # rows and columns of a consumer's part of a dQ tile
+# Such a part leaves as rows of 32 numbers, in the order in which threads hold them: see `_in_thread_order`.
+SENT_ROWS, SENT_COLUMNS = gl.constexpr(128), gl.constexpr(32)
 SLOTS = gl.constexpr(2)  # as many as fit: 194 KiB of the 227 that a program can have
 QUERY_TILES = {64: 128, 128: 64}  # by head tile: S and dP of a step take 128 or 64 registers of a thread
 # Rows of L, delta and dQ's accumulator are padded to a multiple of this, the number of query rows that the diagonal
 # of one key tile cuts: a causal program then has at least those steps, and runs them without a bound.
 ROW_PADDING = KEY_TILE
-LIGHT_ROWS = 64  # of a program of the preprocess and of the conversion; ROW_PADDING is a multiple
+LIGHT_ROWS = 64  # of a program of the preprocess and of the conversion: HALF, and ROW_PADDING is a multiple
 CHUNK = gl.constexpr(8)  # elements in 16 bytes, of which TMA wants strides to be multiples
-# Where two consumers meet, of the hardware's 16 named barriers; Triton takes the first ones.
-DS_IS_WRITTEN, TILES_ARE_READ = gl.constexpr(9), gl.constexpr(10)
+# The ways of dQ: without sender warps, with them, and a step late with them.
+ALONE, BY_SENDERS, LATE = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
+# The hardware's named barriers, 16 of them; Triton takes the first ones. Of some a consumer has its own: two in a row,
+# and of DS_IS_READY four, one for even steps and one for odd ones.
+DS_IS_READY, DS_IS_WRITTEN, TILES_ARE_READ = gl.constexpr(6), gl.constexpr(10), gl.constexpr(11)
+DQ_IS_WRITTEN, DQ_IS_SENT = gl.constexpr(12), gl.constexpr(14)
+CONSUMERS = gl.constexpr(256)  # threads of both
+SENDER = gl.constexpr(160)  # of a consumer and the warp that sends its part of dQ
+
+
+@gluon.constexpr_function
+def _has_thread_rows(D_TILE, IS_CAUSAL):
+    """Whether L and delta lie in shared memory so that a thread's four numbers of 16 columns are neighbours."""
+    return D_TILE == 128 and IS_CAUSAL
 
 
 PREPROCESS_NUMBERS = (
@@ -95,11 +125,12 @@ PREPROCESS_NUMBERS = (
 
 @triton.jit(do_not_specialize=PREPROCESS_NUMBERS)
 def hopper_backward_preprocess_kernel(
-    O_ptr, dO_ptr, L_ptr, dL_ptr, rows_ptr, dQ_ptr,
+    O_ptr, dO_ptr, L_ptr, dL_ptr, rows_ptr, dQ_ptr, turns_ptr,
     chunks_ob, chunks_oh, chunks_os, chunks_dob, chunks_doh, chunks_dos, N_HEADS, N_QUERIES, N_ROWS,
-    HAS_DL: tl.constexpr, D: tl.constexpr, D_TILE: tl.constexpr, ROWS: tl.constexpr,
+    HAS_DL: tl.constexpr, ORDERED: tl.constexpr, D: tl.constexpr, D_TILE: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """L and its gradient are contiguous. The results have N_ROWS rows a head: L and delta in `rows`, and dQ of zeros.
+    """L and its gradient are contiguous. The results have N_ROWS rows a head: L and delta in `rows`, and dQ of zeros;
+    if ORDERED two turns of zero for each ROWS of them.
 
     O and dO are as TMA reads them, with strides that are counted in chunks of 16 bytes: so they fit 32 bits, and the
     compiler knows that a thread may read a chunk at a time.
@@ -124,6 +155,8 @@ def hopper_backward_preprocess_kernel(
     tl.store(rows_of_head + N_ROWS + query_rows, delta)
     dQ_rows = (batch_head * N_ROWS + query_rows)[:, None]
     tl.store(dQ_ptr + dQ_rows * D_TILE + columns[None, :], tl.zeros([ROWS, D_TILE], tl.float32))
+    if ORDERED:
+        tl.store(turns_ptr + tl.program_id(0) * 2 + tl.arange(0, 2), tl.zeros([2], tl.int32))
 
 
 @gluon.constexpr_function
@@ -137,6 +170,7 @@ class _Problem(NamedTuple):
 
     N_KV_HEADS: gl.tensor
     HEADS_TOGETHER: gl.tensor  # see `tile_of_program`
+    TILES_TOGETHER: gl.tensor  # see `turn_of_tile`
     N_QUERIES: gl.tensor
     N_KEYS: gl.tensor
     scale_log2: gl.tensor
@@ -148,8 +182,8 @@ class _Shared(NamedTuple):
     Q_slots: gl.shared_memory_descriptor  # (SLOTS, Q_TILE_SIZE, D_TILE)
     dO_slots: gl.shared_memory_descriptor  # the same
     KV_tiles: gl.shared_memory_descriptor  # (2, KEY_TILE, D_TILE)
-    dS_tiles: gl.shared_memory_descriptor  # (2, KEY_TILE, Q_TILE_SIZE), transposed, of two steps in turn
-    dQ_tiles: gl.shared_memory_descriptor  # (2, HALF, HALF), each consumer's on its way to memory
+    dS_tiles: gl.shared_memory_descriptor  # (2 or 3, KEY_TILE, Q_TILE_SIZE), transposed, of so many steps in turn
+    dQ_tiles: gl.shared_memory_descriptor  # (2, SENT_ROWS, SENT_COLUMNS), each consumer's on its way to memory
     L_slots: gl.shared_memory_descriptor  # (SLOTS, Q_TILE_SIZE)
     delta_slots: gl.shared_memory_descriptor  # the same
     kv_full: gl.shared_memory_descriptor  # one barrier
@@ -208,12 +242,31 @@ def query_of_step(step, first_tile, tiles, Q_TILE_SIZE: gl.constexpr, IS_CAUSAL:
 
 
 @gluon.jit
-def _own_tile(problem, IS_CAUSAL: gl.constexpr):
-    """`tile_of_program` of this program."""
-    return tile_of_program(
-        gl.program_id(0), gl.num_programs(0), key_tiles(problem.N_QUERIES, problem.N_KEYS, IS_CAUSAL),
-        problem.HEADS_TOGETHER,
-    )  # fmt: skip
+def turn_of_tile(query_block, query_blocks, key_tile, num_tiles, TILES_TOGETHER, IS_CAUSAL: gl.constexpr):
+    """How many key tiles add to a block of KEY_TILE queries before this one, where their order is fixed.
+
+    The order in which they come there if all start at once, the last key tile's first step being on the diagonal. A
+    program only waits for programs with a lower index, which have started, or for those of its own TILES_TOGETHER,
+    which fit on the GPU together and have no more tiles than a head has blocks.
+    """
+    if IS_CAUSAL:
+        return min(query_block, num_tiles - 1) - key_tile
+    else:
+        own = key_tile % TILES_TOGETHER
+        first = key_tile - own
+        width = min(TILES_TOGETHER, num_tiles - first)
+        last = min((query_block + query_blocks - first % query_blocks) % query_blocks, width - 1)
+        return first + last - own + width * (own > last)
+
+
+@gluon.jit
+def _own_tile(problem, IS_CAUSAL: gl.constexpr, ORDERED: gl.constexpr):
+    """`tile_of_program` of this program; causal tiles from the last one on if ORDERED, see `turn_of_tile`."""
+    num_tiles = key_tiles(problem.N_QUERIES, problem.N_KEYS, IS_CAUSAL)
+    key_tile, batch_head = tile_of_program(gl.program_id(0), gl.num_programs(0), num_tiles, problem.HEADS_TOGETHER)
+    if IS_CAUSAL and ORDERED:
+        key_tile = num_tiles - 1 - key_tile
+    return key_tile, batch_head
 
 
 @gluon.jit
@@ -224,12 +277,13 @@ def _as_block(tile, desc):
 
 @gluon.jit
 def _produce(
-    shared, problem, Q_desc, K_desc, V_desc, dO_desc, rows_ptr, GROUP: gl.constexpr, IS_CAUSAL: gl.constexpr
+    shared, problem, Q_desc, K_desc, V_desc, dO_desc, rows_ptr,
+    GROUP: gl.constexpr, IS_CAUSAL: gl.constexpr, ORDERED: gl.constexpr,
 ):  # fmt: skip
     """The producer warp: K and V once, then each step's Q, dO, L and delta, as slots become free."""
     Q_TILE_SIZE: gl.constexpr = shared.Q_slots.shape[1]
     ROWS_LAYOUT: gl.constexpr = gl.BlockedLayout([Q_TILE_SIZE // 32], [32], [1], [0])
-    key_tile, batch_head = _own_tile(problem, IS_CAUSAL)
+    key_tile, batch_head = _own_tile(problem, IS_CAUSAL, ORDERED)
     batch, kv_head = batch_head // problem.N_KV_HEADS, batch_head % problem.N_KV_HEADS
     tiles = query_tiles(problem.N_QUERIES, Q_TILE_SIZE)
     first_tile, steps = walk_of_tile(key_tile, tiles, Q_TILE_SIZE, IS_CAUSAL)
@@ -245,6 +299,8 @@ def _produce(
         for j in range(steps):
             first_query = query_of_step(j, first_tile, tiles, Q_TILE_SIZE, IS_CAUSAL)
             rows = first_query + gl.arange(0, Q_TILE_SIZE, ROWS_LAYOUT)
+            if _has_thread_rows(shared.Q_slots.shape[2], IS_CAUSAL):
+                rows = rows // 16 * 16 + rows // 2 % 2 * 8 + rows // 4 % 4 * 2 + rows % 2
             L = gl.load(rows_of_head + rows)
             delta = gl.load(rows_of_head + tiles * Q_TILE_SIZE + rows)
             step = member * steps + j
@@ -261,6 +317,93 @@ def _produce(
             shared.L_slots.index(slot).store(L)
             shared.delta_slots.index(slot).store(delta)
             mbarrier.arrive(shared.full.index(slot), count=1)
+
+
+@gluon.jit
+def _send(
+    shared, problem, dQ_desc, turns_ptr,
+    GROUP: gl.constexpr, IS_CAUSAL: gl.constexpr, DQ_WAY: gl.constexpr, ORDERED: gl.constexpr, CONSUMER: gl.constexpr,
+):  # fmt: skip
+    """The warp that adds a consumer's parts of dQ into memory, if ORDERED each when its turn has come."""
+    Q_TILE_SIZE: gl.constexpr = shared.Q_slots.shape[1]
+    D_TILE: gl.constexpr = shared.Q_slots.shape[2]
+    key_tile, batch_head = _own_tile(problem, IS_CAUSAL, ORDERED)
+    num_tiles = key_tiles(problem.N_QUERIES, problem.N_KEYS, IS_CAUSAL)
+    tiles = query_tiles(problem.N_QUERIES, Q_TILE_SIZE)
+    first_tile, steps = walk_of_tile(key_tile, tiles, Q_TILE_SIZE, IS_CAUSAL)
+    dQ_tile = shared.dQ_tiles.index(CONSUMER)
+    arrive_at(DQ_IS_SENT + CONSUMER, SENDER)
+    if DQ_WAY == LATE:  # the first step forms the dQ of no step
+        wait_at(DQ_IS_WRITTEN + CONSUMER, SENDER)
+        arrive_at(DQ_IS_SENT + CONSUMER, SENDER)
+    for member in range(GROUP):
+        head_row = (batch_head * GROUP + member) * tiles * Q_TILE_SIZE
+        for j in range(steps):
+            first_query = query_of_step(j, first_tile, tiles, Q_TILE_SIZE, IS_CAUSAL)
+            row = head_row + first_query
+            dQ_block = [0, 0, row * (D_TILE // SENT_COLUMNS) + CONSUMER * SENT_ROWS, 0]
+            turns = turns_ptr + row // HALF * 2 + CONSUMER
+            if ORDERED:
+                turn = turn_of_tile(
+                    first_query // KEY_TILE, tiles * Q_TILE_SIZE // KEY_TILE, key_tile, num_tiles,
+                    problem.TILES_TOGETHER, IS_CAUSAL,
+                )  # fmt: skip
+                wait_for_turn(turns, turn)
+            wait_at(DQ_IS_WRITTEN + CONSUMER, SENDER)
+            tma_add(dQ_desc, dQ_block, _as_block(dQ_tile, dQ_desc))
+            tma.store_wait(0)
+            arrive_at(DQ_IS_SENT + CONSUMER, SENDER)
+            if ORDERED:
+                pass_turn(turns)
+
+
+@gluon.jit
+def _load_rows(rows, LAYOUT: gl.constexpr, THREAD_ROWS: gl.constexpr):
+    """L or delta of a slot, in the layout of an accumulator's columns. THREAD_ROWS: see `_has_thread_rows`.
+
+    Four of a thread's numbers are then one load, in place of two.
+    """
+    if THREAD_ROWS:
+        N: gl.constexpr = rows.shape[0]
+        like = gl.reshape(gl.zeros([N], gl.float32, LAYOUT), [N // 16, 2, 4, 2])
+        like = gl.reshape(gl.permute(like, (0, 2, 1, 3)), [N])
+        x = gl.reshape(rows.load(like.type.layout), [N // 16, 4, 2, 2])
+        return gl.convert_layout(gl.reshape(gl.permute(x, (0, 2, 1, 3)), [N]), LAYOUT, assert_trivial=True)
+    else:
+        return rows.load(LAYOUT)
+
+
+@gluon.jit
+def _start_dQ(shared, dS_slot, CONSUMER: gl.constexpr):
+    """A consumer's part of dQ = dS K, in flight."""
+    both_dS_T = shared.dS_tiles.index(dS_slot)
+    zeros = gl.zeros([HALF, HALF], gl.float32, _mma_layout(HALF))
+    if shared.Q_slots.shape[2] == 128:
+        K_half = shared.KV_tiles.index(0).slice(CONSUMER * HALF, HALF, dim=1)
+        return warpgroup_mma(both_dS_T.permute((1, 0)), K_half, zeros, use_acc=False, is_async=True)
+    else:
+        dS_T_half = both_dS_T.slice(CONSUMER * HALF, HALF, dim=1)
+        return warpgroup_mma(dS_T_half.permute((1, 0)), shared.KV_tiles.index(0), zeros, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _in_thread_order(dQ):
+    """A consumer's (64, 64) part of dQ with its numbers in the order of threads: each stores 16 bytes beside the next.
+
+    From (warp, half of its rows, row, 8 columns, pair of them, of the pair) to (8 columns, warp, row, pair, half, of
+    the pair). No number moves between registers, and the 128-bit stores meet no bank conflict.
+    """
+    parts = gl.permute(gl.reshape(dQ, [4, 2, 8, 8, 4, 2]), (3, 0, 2, 4, 1, 5))
+    return gl.reshape(parts, [SENT_ROWS, SENT_COLUMNS])
+
+
+@gluon.jit
+def _hand_over_dQ(shared, dQ, CONSUMER: gl.constexpr):
+    """dQ to shared memory, and word of it to the warp that sends it."""
+    wait_at(DQ_IS_SENT + CONSUMER, SENDER)
+    shared.dQ_tiles.index(CONSUMER).store(_in_thread_order(dQ))
+    fence_async_shared()
+    arrive_at(DQ_IS_WRITTEN + CONSUMER, SENDER)
 
 
 @gluon.jit
@@ -289,7 +432,8 @@ def _start_scores(shared, step, zero, CONSUMER: gl.constexpr):
 @gluon.jit
 def _step(
     shared, problem, dQ_desc, dK, dV, S_T, step, last_step, head_row, first_query, first_key,
-    CONSUMER: gl.constexpr, MASKED: gl.constexpr, DIAGONAL: gl.constexpr,
+    IS_CAUSAL: gl.constexpr, DQ_WAY: gl.constexpr, CONSUMER: gl.constexpr, MASKED: gl.constexpr,
+    DIAGONAL: gl.constexpr,
 ):  # fmt: skip
     """Fold one query tile into this consumer's dK and dV, and add its half of the tile's dQ.
 
@@ -308,49 +452,43 @@ def _step(
     zeros = gl.zeros([CONSUMER_KEYS, Q_TILE_SIZE], gl.float32, S_LAYOUT)
 
     dP_T = warpgroup_mma(V, dO.permute((1, 0)), zeros, use_acc=False, is_async=True)
-    L_slot = slot
-    if MASKED and not DIAGONAL:
-        L_slot = after_issued(slot)  # without it some exponentials come before dPᵀ is issued
-    L = shared.L_slots.index(L_slot).load(gl.SliceLayout(0, S_LAYOUT))
+    THREAD_ROWS: gl.constexpr = _has_thread_rows(D_TILE, IS_CAUSAL)
+    L = _load_rows(shared.L_slots.index(slot), gl.SliceLayout(0, S_LAYOUT), THREAD_ROWS)
     P_T = gl.exp2(S_T * problem.scale_log2 - L[None, :])
     if MASKED:
         P_T = _hide(P_T, first_query, first_key + FIRST_ROW, problem.N_KEYS, DIAGONAL)
-    dV = warpgroup_mma(gl.convert_layout(P_T.to(dtype), OPERAND), dO, dV, is_async=True)
-    dP_T = warpgroup_mma_wait(1, [dP_T])
-    delta = shared.delta_slots.index(slot).load(gl.SliceLayout(0, S_LAYOUT))
+    dP_T, P_T = warpgroup_mma_wait(0, [dP_T, P_T])
+    delta = _load_rows(shared.delta_slots.index(slot), gl.SliceLayout(0, S_LAYOUT), THREAD_ROWS)
     dS_T = (P_T * (dP_T - delta[None, :])).to(dtype)
-    dK = warpgroup_mma(gl.convert_layout(dS_T, OPERAND), Q, dK, is_async=True)
 
-    # Two tiles take turns: the other consumer may still multiply the last step's.
-    both_dS_T = shared.dS_tiles.index(step & 1)
-    both_dS_T.slice(FIRST_ROW, CONSUMER_KEYS, dim=0).store(dS_T)
+    # Tiles take turns: the other consumer may still multiply the last step's, or if dQ is late the one's before.
+    dS_slot = step % shared.dS_tiles.shape[0]
+    if DQ_WAY == LATE:
+        wait_at(DS_IS_READY + (1 - CONSUMER) * 2 + ((step + 1) & 1), CONSUMERS)
+    shared.dS_tiles.index(dS_slot).slice(FIRST_ROW, CONSUMER_KEYS, dim=0).store(dS_T)
+    dV = warpgroup_mma(gl.convert_layout(P_T.to(dtype), OPERAND), dO, dV, is_async=True)
     fence_async_shared()
-    dQ_tile = shared.dQ_tiles.index(CONSUMER)
-    zeros_dQ = gl.zeros([HALF, HALF], gl.float32, _mma_layout(HALF))
-    # The slot is free as soon as dV and dK are done, so that the producer refills it under dQ.
-    following = min(step + 1, last_step)
-    if D_TILE == 128:
-        tma.store_wait(0)
-        meet_consumers(DS_IS_WRITTEN)
-        K_half = shared.KV_tiles.index(0).slice(CONSUMER * HALF, HALF, dim=1)
-        dQ = warpgroup_mma(both_dS_T.permute((1, 0)), K_half, zeros_dQ, use_acc=False, is_async=True)
-        dV, dK = warpgroup_mma_wait(1, [dV, dK])
-        S_T = _start_scores(shared, following, 0, CONSUMER)
-        mbarrier.arrive(shared.empty.index(slot), count=1)
-        dQ_block = [0, 0, head_row + first_query, CONSUMER * HALF]
+    if DQ_WAY == LATE:
+        arrive_at(DS_IS_READY + CONSUMER * 2 + (step & 1), CONSUMERS)
+        dQ = _start_dQ(shared, (step + 2) % 3, CONSUMER)
     else:
+        if DQ_WAY == ALONE:
+            tma.store_wait(0)
         meet_consumers(DS_IS_WRITTEN)
-        dS_T_half = both_dS_T.slice(CONSUMER * HALF, HALF, dim=1)
-        dQ = warpgroup_mma(dS_T_half.permute((1, 0)), shared.KV_tiles.index(0), zeros_dQ, use_acc=False, is_async=True)
-        dV, dK = warpgroup_mma_wait(1, [dV, dK])
-        mbarrier.arrive(shared.empty.index(slot), count=1)
-        tma.store_wait(0)
-        S_T = _start_scores(shared, following, 0, CONSUMER)
-        dQ_block = [0, 0, head_row + first_query + CONSUMER * HALF, 0]
-    dQ = warpgroup_mma_wait(1, [dQ])
-    dQ_tile.store(dQ)
-    fence_async_shared()
-    tma_add(dQ_desc, dQ_block, _as_block(dQ_tile, dQ_desc))
+        dQ = _start_dQ(shared, dS_slot, CONSUMER)
+    dK = warpgroup_mma(gl.convert_layout(dS_T, OPERAND), Q, dK, is_async=True)
+    dV, dQ = warpgroup_mma_wait(1, [dV, dQ])
+    if DQ_WAY == ALONE:
+        dQ_tile = shared.dQ_tiles.index(CONSUMER)
+        dQ_tile.store(_in_thread_order(dQ))
+        fence_async_shared()
+        dQ_block = [0, 0, (head_row + first_query) * (D_TILE // SENT_COLUMNS) + CONSUMER * SENT_ROWS, 0]
+        tma_add(dQ_desc, dQ_block, _as_block(dQ_tile, dQ_desc))
+    else:
+        _hand_over_dQ(shared, dQ, CONSUMER)
+    S_T = _start_scores(shared, min(step + 1, last_step), 0, CONSUMER)
+    dK = warpgroup_mma_wait(1, [dK])
+    mbarrier.arrive(shared.empty.index(slot), count=1)
     S_T = warpgroup_mma_wait(0, [S_T])
     return dK, dV, S_T
 
@@ -358,14 +496,15 @@ def _step(
 @gluon.jit
 def _consume(
     shared, problem, dQ_desc, dK_desc, dV_desc,
-    GROUP: gl.constexpr, IS_CAUSAL: gl.constexpr, WHOLE_KEY_TILES: gl.constexpr, CONSUMER: gl.constexpr,
+    GROUP: gl.constexpr, IS_CAUSAL: gl.constexpr, WHOLE_KEY_TILES: gl.constexpr, DQ_WAY: gl.constexpr,
+    ORDERED: gl.constexpr, CONSUMER: gl.constexpr,
 ):  # fmt: skip
     """A consumer warp group: dK and dV of 64 keys, and its half of dQ."""
     dtype: gl.constexpr = shared.Q_slots.dtype
     Q_TILE_SIZE: gl.constexpr = shared.Q_slots.shape[1]
     D_TILE: gl.constexpr = shared.Q_slots.shape[2]
     MASKED_STEPS: gl.constexpr = KEY_TILE // Q_TILE_SIZE if IS_CAUSAL else 0
-    key_tile, batch_head = _own_tile(problem, IS_CAUSAL)
+    key_tile, batch_head = _own_tile(problem, IS_CAUSAL, ORDERED)
     first_key = key_tile * KEY_TILE
     tiles = query_tiles(problem.N_QUERIES, Q_TILE_SIZE)
     first_tile, steps = walk_of_tile(key_tile, tiles, Q_TILE_SIZE, IS_CAUSAL)
@@ -375,6 +514,8 @@ def _consume(
     mbarrier.wait(shared.kv_full.index(0), 0)
     meet_warps()  # without it the compiler puts one where each step begins
     last_step = GROUP * steps - 1
+    if DQ_WAY == LATE:
+        arrive_at(DS_IS_READY + CONSUMER * 2 + 1, CONSUMERS)  # of the step before the first
     # The compiler would keep the addresses of K's parts in registers through the loops, were they the same here: so
     # this K is at an index that it does not know to be 0.
     S_T = warpgroup_mma_wait(0, [_start_scores(shared, 0, min(last_step, 0), CONSUMER)])
@@ -384,15 +525,21 @@ def _consume(
             first_query = query_of_step(j, first_tile, tiles, Q_TILE_SIZE, IS_CAUSAL)
             dK, dV, S_T = _step(
                 shared, problem, dQ_desc, dK, dV, S_T, member * steps + j, last_step, head_row, first_query, first_key,
-                CONSUMER, True, True,
+                IS_CAUSAL, DQ_WAY, CONSUMER, True, True,
             )  # fmt: skip
         for j in range(MASKED_STEPS, steps):
             first_query = query_of_step(j, first_tile, tiles, Q_TILE_SIZE, IS_CAUSAL)
             dK, dV, S_T = _step(
                 shared, problem, dQ_desc, dK, dV, S_T, member * steps + j, last_step, head_row, first_query, first_key,
-                CONSUMER, not WHOLE_KEY_TILES, False,
+                IS_CAUSAL, DQ_WAY, CONSUMER, not WHOLE_KEY_TILES, False,
             )  # fmt: skip
 
+    if DQ_WAY == LATE:
+        wait_at(DS_IS_READY + (1 - CONSUMER) * 2 + (last_step & 1), CONSUMERS)
+        dQ = _start_dQ(shared, last_step % shared.dS_tiles.shape[0], CONSUMER)
+        _hand_over_dQ(shared, warpgroup_mma_wait(0, [dQ]), CONSUMER)
+    if DQ_WAY != ALONE:
+        wait_at(DQ_IS_SENT + CONSUMER, SENDER)
     # Nobody reads K and V any more: their memory takes dK and dV on the way out.
     meet_consumers(TILES_ARE_READ)
     own_tiles = shared.KV_tiles._reinterpret(dtype, [4, CONSUMER_KEYS, D_TILE], shared.KV_tiles.layout)
@@ -406,32 +553,35 @@ def _consume(
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["N_KV_HEADS", "HEADS_TOGETHER", "N_QUERIES", "N_KEYS"])
+@gluon.jit(do_not_specialize=["N_KV_HEADS", "HEADS_TOGETHER", "TILES_TOGETHER", "N_QUERIES", "N_KEYS"])
 def hopper_backward_kernel(
-    Q_desc, K_desc, V_desc, dO_desc, dQ_desc, dK_desc, dV_desc, rows_ptr,
-    N_KV_HEADS, HEADS_TOGETHER, N_QUERIES, N_KEYS, scale_log2,
-    GROUP: gl.constexpr, IS_CAUSAL: gl.constexpr, WHOLE_KEY_TILES: gl.constexpr,
+    Q_desc, K_desc, V_desc, dO_desc, dQ_desc, dK_desc, dV_desc, rows_ptr, turns_ptr,
+    N_KV_HEADS, HEADS_TOGETHER, TILES_TOGETHER, N_QUERIES, N_KEYS, scale_log2,
+    GROUP: gl.constexpr, IS_CAUSAL: gl.constexpr, WHOLE_KEY_TILES: gl.constexpr, DQ_WAY: gl.constexpr,
+    ORDERED: gl.constexpr,
 ):  # fmt: skip
-    """dK and dV (1, batch · kv_heads, keys, D), and all but the scale of dQ (1, 1, batch · heads · rows, D_TILE).
+    """dK and dV (1, batch · kv_heads, keys, D), and all but the scale of dQ, in blocks of 64 rows and columns.
 
     Keys that no query sees are neither read nor written. WHOLE_KEY_TILES: no query sees keys that do not exist. `rows`
-    (batch · heads, 2, rows) holds L in base 2, and delta.
+    (batch · heads, 2, rows) holds L in base 2, and delta; `turns`, if ORDERED, a zero for each consumer's part of a
+    tile of dQ.
     """
     dtype: gl.constexpr = Q_desc.dtype
     Q_TILE_SIZE: gl.constexpr = Q_desc.block_shape[2]
     D_TILE: gl.constexpr = Q_desc.block_shape[3]
     TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([Q_TILE_SIZE, D_TILE], dtype)
     DS_TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEY_TILE, Q_TILE_SIZE], dtype)
-    DQ_TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HALF, HALF], gl.float32)
+    DQ_TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([SENT_ROWS, SENT_COLUMNS], gl.float32)
+    DS_SLOTS: gl.constexpr = 3 if DQ_WAY == LATE else 2
     ROWS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
-    problem = _Problem(N_KV_HEADS, HEADS_TOGETHER, N_QUERIES, N_KEYS, scale_log2)
+    problem = _Problem(N_KV_HEADS, HEADS_TOGETHER, TILES_TOGETHER, N_QUERIES, N_KEYS, scale_log2)
     shared = _Shared(
         gl.allocate_shared_memory(dtype, [SLOTS, Q_TILE_SIZE, D_TILE], TILE),
         gl.allocate_shared_memory(dtype, [SLOTS, Q_TILE_SIZE, D_TILE], TILE),
         gl.allocate_shared_memory(dtype, [2, KEY_TILE, D_TILE], TILE),
-        gl.allocate_shared_memory(dtype, [2, KEY_TILE, Q_TILE_SIZE], DS_TILE),
-        gl.allocate_shared_memory(gl.float32, [2, HALF, HALF], DQ_TILE),
+        gl.allocate_shared_memory(dtype, [DS_SLOTS, KEY_TILE, Q_TILE_SIZE], DS_TILE),
+        gl.allocate_shared_memory(gl.float32, [2, SENT_ROWS, SENT_COLUMNS], DQ_TILE),
         gl.allocate_shared_memory(gl.float32, [SLOTS, Q_TILE_SIZE], ROWS),
         gl.allocate_shared_memory(gl.float32, [SLOTS, Q_TILE_SIZE], ROWS),
         gl.allocate_shared_memory(gl.int64, [1, 1], BARRIER),
@@ -443,12 +593,32 @@ def hopper_backward_kernel(
         mbarrier.init(shared.full.index(slot), count=2)  # the bytes of Q and dO; the producer's stores of L and delta
         mbarrier.init(shared.empty.index(slot), count=2)  # the two consumers
     fence_async_shared()
-    # Warps of the second consumer and of the producer, and their registers a thread; the first has what is left, 240.
-    gl.warp_specialize([
-        (_consume, (shared, problem, dQ_desc, dK_desc, dV_desc, GROUP, IS_CAUSAL, WHOLE_KEY_TILES, gl.constexpr(0))),
-        (_consume, (shared, problem, dQ_desc, dK_desc, dV_desc, GROUP, IS_CAUSAL, WHOLE_KEY_TILES, gl.constexpr(1))),
-        (_produce, (shared, problem, Q_desc, K_desc, V_desc, dO_desc, rows_ptr, GROUP, IS_CAUSAL)),
-    ], [4, 1], [240, 24])  # fmt: skip
+    # Warps of the second consumer, of the producer and of the senders, and their registers a thread; the first consumer
+    # has what is left, 240.
+    FIRST: gl.constexpr = 0
+    SECOND: gl.constexpr = 1
+    if DQ_WAY == ALONE:
+        gl.warp_specialize([
+            (_consume, (
+                shared, problem, dQ_desc, dK_desc, dV_desc, GROUP, IS_CAUSAL, WHOLE_KEY_TILES, DQ_WAY, ORDERED, FIRST
+            )),
+            (_consume, (
+                shared, problem, dQ_desc, dK_desc, dV_desc, GROUP, IS_CAUSAL, WHOLE_KEY_TILES, DQ_WAY, ORDERED, SECOND
+            )),
+            (_produce, (shared, problem, Q_desc, K_desc, V_desc, dO_desc, rows_ptr, GROUP, IS_CAUSAL, ORDERED)),
+        ], [4, 1], [240, 24])  # fmt: skip
+    else:
+        gl.warp_specialize([
+            (_consume, (
+                shared, problem, dQ_desc, dK_desc, dV_desc, GROUP, IS_CAUSAL, WHOLE_KEY_TILES, DQ_WAY, ORDERED, FIRST
+            )),
+            (_consume, (
+                shared, problem, dQ_desc, dK_desc, dV_desc, GROUP, IS_CAUSAL, WHOLE_KEY_TILES, DQ_WAY, ORDERED, SECOND
+            )),
+            (_produce, (shared, problem, Q_desc, K_desc, V_desc, dO_desc, rows_ptr, GROUP, IS_CAUSAL, ORDERED)),
+            (_send, (shared, problem, dQ_desc, turns_ptr, GROUP, IS_CAUSAL, DQ_WAY, ORDERED, FIRST)),
+            (_send, (shared, problem, dQ_desc, turns_ptr, GROUP, IS_CAUSAL, DQ_WAY, ORDERED, SECOND)),
+        ], [4, 1, 1, 1], [240, 24, 24, 24])  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["N_QUERIES", "N_ROWS"])
@@ -458,9 +628,13 @@ def hopper_backward_convert_kernel(
     """dQ (batch, heads, queries, D), contiguous, from sums of N_ROWS rows a head that lack their scale."""
     tiles = (N_QUERIES + ROWS - 1) // ROWS
     batch_head = (tl.program_id(0) // tiles).to(tl.int64)
-    query_rows = tl.program_id(0) % tiles * ROWS + tl.arange(0, ROWS)
+    first_row = tl.program_id(0) % tiles * ROWS
+    query_rows = first_row + tl.arange(0, ROWS)
     columns = tl.arange(0, D_TILE)
-    sums = tl.load(accumulator_ptr + (batch_head * N_ROWS + query_rows)[:, None] * D_TILE + columns[None, :])
+    sums = tl.load(accumulator_ptr + (batch_head * N_ROWS + first_row) * D_TILE + tl.arange(0, ROWS * D_TILE))
+    # (64 columns, 8 of them, warp, row, pair, half of the warp's rows, of the pair), as `_in_thread_order` leaves them
+    sums = tl.permute(tl.reshape(sums, [D_TILE // 64, 8, 4, 8, 4, 2, 2]), [2, 5, 3, 0, 1, 4, 6])
+    sums = tl.reshape(sums, [ROWS, D_TILE])
     inside = (query_rows < N_QUERIES)[:, None] & (columns < D)[None, :]
     dQ_rows = (batch_head * N_QUERIES + query_rows)[:, None]
     tl.store(dQ_ptr + dQ_rows * D + columns[None, :], (sums * scale).to(dQ_ptr.dtype.element_ty), mask=inside)
@@ -474,14 +648,14 @@ def hopper_backward(
     lse: Float[Tensor, "batch heads queries"],
     grad_output: Float[Tensor, "batch heads queries head_dim"],
     grad_lse: Float[Tensor, "batch heads queries"] | None,
+    deterministic: bool,
     is_causal: bool,
     scale: float,
-    config: str = "",
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Contiguous gradients of q, k, v in their dtype, bfloat16 or float16; head_dim at most 128, nothing empty.
 
     `lse` is contiguous, the others have any strides, and what TMA cannot read is copied first. dK and dV are
-    bit-reproducible, dQ is not. `config` is not looked at: there is one schedule for a head dim.
+    bit-reproducible; dQ too if `deterministic`, for some per cent of time.
     """
     head_dim = q.shape[-1]
     q, k, v, output, grad_output = (readable(x) for x in (q, k, v, output, grad_output))
@@ -493,6 +667,10 @@ def hopper_backward(
     no_missing_keys = num_key_tiles * key_tile <= num_keys or (is_causal and num_queries <= num_keys)
     streamed_bytes = group * num_rows * head_tile(width) * (2 * q.element_size() + 4)  # Q, dO, and dQ in float32
     heads_together = max(1, min(batch * kv_heads, L2_SHARE_BYTES // streamed_bytes))
+    tiles_together = 1
+    if deterministic and not is_causal:
+        heads_together, tiles_together = 1, min(num_rows // key_tile, num_multiprocessors(q.device) or 1)
+    way = dq_way(head_tile(width), is_causal, num_queries, deterministic)
 
     grad_q = empty_like(q)
     if num_key_tiles * key_tile >= num_keys:
@@ -502,27 +680,32 @@ def hopper_backward(
         for x in (grad_k, grad_v):
             x[:, :, num_key_tiles * key_tile :] = 0
     rows = empty((batch * heads, 2, num_rows), torch.float32, q.device)
-    sums = empty((1, 1, batch * heads * num_rows, head_tile(width)), torch.float32, q.device)
+    sent_rows = batch * heads * num_rows * head_tile(width) // SENT_COLUMNS.value
+    sums = empty((1, 1, sent_rows, SENT_COLUMNS.value), torch.float32, q.device)
+    turns = empty((batch * heads, num_rows // HALF.value, 2), torch.int32, q.device) if deterministic else rows
     light_options = {"D": width, "D_TILE": head_tile(width), "ROWS": LIGHT_ROWS}
     log_launch("backward", f"hopper_backward_{query_tile}x{key_tile}", q, num_queries, num_keys)
     with stage("preprocess"):
         launch(
             hopper_backward_preprocess_kernel, (num_rows // LIGHT_ROWS * batch * heads,),
-            (output, grad_output, lse, lse if grad_lse is None else grad_lse.contiguous(), rows, sums),
+            (output, grad_output, lse, lse if grad_lse is None else grad_lse.contiguous(), rows, sums, turns),
             (*_in_chunks(output), *_in_chunks(grad_output), heads, num_queries, num_rows),
-            {"HAS_DL": grad_lse is not None, **light_options},
+            {"HAS_DL": grad_lse is not None, "ORDERED": deterministic, **light_options},
         )  # fmt: skip
     with stage("dkv"):  # and dQ's sums
         one_batch = (1, batch * kv_heads, num_keys, width)  # programs count batch and heads of dK and dV as one
         tiles = [
             tile_descriptor(q, query_tile), tile_descriptor(k, key_tile), tile_descriptor(v, key_tile),
-            tile_descriptor(grad_output, query_tile), tile_descriptor(sums, HALF.value, HALF.value),
+            tile_descriptor(grad_output, query_tile), tile_descriptor(sums, SENT_ROWS.value, SENT_COLUMNS.value),
             *(tile_descriptor(x.view(one_batch), CONSUMER_KEYS.value) for x in (grad_k, grad_v)),
         ]  # fmt: skip
         launch(
-            hopper_backward_kernel, (num_key_tiles * batch * kv_heads,), (*tiles, rows),
-            (kv_heads, heads_together, num_queries, num_keys, scale * LOG2_E.value),
-            {"GROUP": group, "IS_CAUSAL": is_causal, "WHOLE_KEY_TILES": no_missing_keys, "num_warps": CONSUMER_WARPS},
+            hopper_backward_kernel, (num_key_tiles * batch * kv_heads,), (*tiles, rows, turns),
+            (kv_heads, heads_together, tiles_together, num_queries, num_keys, scale * LOG2_E.value),
+            {
+                "GROUP": group, "IS_CAUSAL": is_causal, "WHOLE_KEY_TILES": no_missing_keys, "DQ_WAY": way,
+                "ORDERED": deterministic, "num_warps": CONSUMER_WARPS,
+            },
         )  # fmt: skip
     with stage("dq"):
         launch(
@@ -532,6 +715,15 @@ def hopper_backward(
     if width != head_dim:
         grad_q, grad_k, grad_v = (x[..., :head_dim].contiguous() for x in (grad_q, grad_k, grad_v))
     return grad_q, grad_k, grad_v
+
+
+def dq_way(head_tile: int, is_causal: bool, num_queries: int, deterministic: bool) -> int:
+    """The fastest way of dQ to memory, as measured; where additions come in order, of those by senders."""
+    if head_tile == 64:
+        return LATE.value
+    if not is_causal:
+        return BY_SENDERS.value
+    return LATE.value if deterministic or num_queries >= LATE_FROM else ALONE.value
 
 
 def _in_chunks(x: Tensor) -> tuple[int, ...]:

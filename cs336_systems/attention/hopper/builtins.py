@@ -1,6 +1,5 @@
 """Instructions that Gluon has no function for, each as one, and the axes along which threads share an accumulator.
 
-after_issued      keeps what needs its operand behind the instructions that the source has before it
 warp_fence        keeps what follows behind the arithmetic on its operand
 by_threads        an accumulator with axes for the threads that share a row, and for what each of them holds
 raise_maxima      the rows' maxima, joined between threads only where one of the warp has to rise
@@ -8,6 +7,10 @@ rescale_rows      multiplies an accumulator by its rows' factors, if any of the 
 hide_columns      -inf in the columns past a row's last one
 tma_add           adds a tile into memory
 meet_consumers    a barrier of two warp groups
+wait_at           one side of a barrier: go on once all its threads are here or have passed `arrive_at`
+arrive_at         the other: be counted, and go on at once
+wait_for_turn     go on once a counter in memory has come to a number
+pass_turn         count it up, once what TMA was asked to add is in memory
 meet_warps        a barrier of the warps of one partition
 """
 
@@ -42,17 +45,6 @@ def warp_fence(row_sums):
     overlap of the two is lost. It does not move it past a barrier, nor this barrier past what its mask depends on.
     """
     return gl.inline_asm_elementwise(_WARP_FENCE, "=r,=r,r,r", [row_sums], dtype=gl.float32, is_pure=False, pack=2)
-
-
-@gluon.jit
-def after_issued(x):
-    """The integer `x`. What depends on it, if only through an address, is not moved up past the matmuls issued so far.
-
-    A barrier of the warp, with the whole warp there: it orders, and takes no instruction.
-    """
-    return gl.inline_asm_elementwise(
-        "bar.warp.sync 0xffffffff; mov.u32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1
-    )  # fmt: skip
 
 
 @gluon.jit
@@ -205,6 +197,61 @@ def meet_consumers(BARRIER: gl.constexpr):
     gl.inline_asm_elementwise(
         f"bar.sync {BARRIER}, 256; mov.u32 $0, $1;", "=r,r", [gl.to_tensor(0)], dtype=gl.int32, is_pure=False, pack=1
     )  # fmt: skip
+
+
+@gluon.jit
+def wait_at(barrier, THREADS: gl.constexpr):
+    """Go on once THREADS threads, these included, are at the named barrier or have passed `arrive_at` there."""
+    gl.inline_asm_elementwise(
+        f"bar.sync $1, {THREADS}; mov.u32 $0, $1;", "=r,r", [gl.to_tensor(barrier)], dtype=gl.int32, is_pure=False,
+        pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def arrive_at(barrier, THREADS: gl.constexpr):
+    """Be counted at the named barrier, and go on at once."""
+    gl.inline_asm_elementwise(
+        f"bar.arrive $1, {THREADS}; mov.u32 $0, $1;", "=r,r", [gl.to_tensor(barrier)], dtype=gl.int32, is_pure=False,
+        pack=1,
+    )  # fmt: skip
+
+
+_WAIT_FOR_TURN = gl.constexpr("""{
+.reg .pred early;
+.reg .b32 now;
+AGAIN:
+ld.acquire.gpu.global.u32 now, [$1];
+setp.ne.u32 early, now, $2;
+@early bra AGAIN;
+fence.proxy.async.global;
+mov.u32 $0, now;
+}""")
+_PASS_TURN = gl.constexpr("""{
+.reg .pred first;
+.reg .b32 lane;
+cp.async.bulk.wait_group 0;
+fence.proxy.async.global;
+bar.warp.sync 0xffffffff;
+mov.u32 lane, %laneid;
+setp.eq.u32 first, lane, 0;
+@first red.release.gpu.global.add.u32 [$1], 1;
+mov.u32 $0, 0;
+}""")
+
+
+@gluon.jit
+def wait_for_turn(turns, turn):
+    """A warp goes on once the counter at `turns` has come to `turn`, and sees what was added before."""
+    gl.inline_asm_elementwise(
+        _WAIT_FOR_TURN, "=r,l,r", [turns, gl.to_tensor(turn)], dtype=gl.int32, is_pure=False, pack=1
+    )  # fmt: skip
+
+
+@gluon.jit
+def pass_turn(turns):
+    """A warp counts up the counter at `turns`, once all that it asked TMA to add is in memory for everyone."""
+    gl.inline_asm_elementwise(_PASS_TURN, "=r,l", [turns], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @builtin

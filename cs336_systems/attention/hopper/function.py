@@ -1,8 +1,7 @@
 """The Hopper stage as an operator: refuse what the kernels cannot do, launch, save, restore.
 
 `hopper_attention(q, k, v, deterministic, is_causal, scale, config)` is what `flash_attention(backend="hopper")` calls.
-Deterministic gradients come from Triton's two passes, which need no more of the forward than its output and LSE: the
-Hopper backward adds dQ up in memory, in whatever order its programs arrive there.
+The backward's programs add dQ up in memory as they arrive there, or with `deterministic` each in its turn.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ from cs336_systems.attention.hopper.forward import hopper_forward
 from cs336_systems.attention.hopper.schedule import plan_forward
 from cs336_systems.attention.operator import AttentionOperator
 from cs336_systems.attention.tiles.config import head_tile
-from cs336_systems.attention.triton.function import dense_backward
 from cs336_systems.attention.triton.launch import Replays, on_device_of
 from cs336_systems.attention.triton.operands import num_multiprocessors
 
@@ -35,13 +33,11 @@ def _backward(
     q: Tensor, k: Tensor, v: Tensor, output: Tensor, lse: Tensor, grad_output: Tensor, grad_lse: Tensor | None,
     deterministic: bool, is_causal: bool, scale: float, config: str,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    if deterministic:
-        return dense_backward(q, k, v, output, lse, grad_output, grad_lse, is_causal, scale, "")
     refuse_hopper(q)
     seen_k, seen_v = (_visible(k, q), _visible(v, q)) if is_causal else (k, v)
     with on_device_of(q):
         grad_q, grad_k, grad_v = hopper_backward(
-            q, seen_k, seen_v, output, lse.contiguous(), grad_output, grad_lse, is_causal, scale, config
+            q, seen_k, seen_v, output, lse.contiguous(), grad_output, grad_lse, deterministic, is_causal, scale
         )
     if seen_k is not k:
         hidden = (0, 0, 0, k.shape[2] - seen_k.shape[2])

@@ -35,7 +35,7 @@ from cs336_systems.attention.compilation import (
     first_line,
     spilled_bytes,
 )
-from cs336_systems.attention.hopper.schedule import ORDERS, SCHEDULES
+from cs336_systems.attention.hopper.schedule import LATE_FROM, ORDERS, SCHEDULES
 from cs336_systems.config import DTypeName
 
 ARCH = "sm90"
@@ -70,11 +70,14 @@ class HopperRequest:
     group: int = 1  # query heads that share a key head
     whole_key_tiles: bool = True  # the number of keys is a multiple of a key tile; else one less than the queries
     config: str = ""
+    seqlen: int = SEQLEN
+    deterministic: bool = False
 
     @property
     def name(self) -> str:
         mask = "causal" if self.is_causal else "full"
         rest = [f"group {self.group}"] * (self.group > 1) + ["ragged"] * (not self.whole_key_tiles)
+        rest += [f"length {self.seqlen}"] * (self.seqlen != SEQLEN) + ["deterministic"] * self.deterministic
         return ", ".join([self.config or f"hopper_{self.kernel}", f"head dim {self.head_dim}", mask, *rest])
 
 
@@ -135,11 +138,16 @@ def shipped_hopper_kernels() -> list[HopperRequest]:
         for order in ORDERS
         for is_causal in (True, False)
     ] + [
-        HopperRequest(kernel="backward", head_dim=tile, is_causal=is_causal, whole_key_tiles=whole)
+        HopperRequest(
+            kernel="backward", head_dim=tile, is_causal=is_causal, whole_key_tiles=whole, seqlen=seqlen,
+            deterministic=deterministic,
+        )
         for tile in SCHEDULES
         for whole in (True, False)
         for is_causal in (True, False)
-    ]
+        for deterministic in (False, True)
+        for seqlen in ((SEQLEN, LATE_FROM) if (tile, is_causal, deterministic) == (128, True, False) else (SEQLEN,))
+    ]  # fmt: skip
 
 
 def compile_hopper_kernels(requests: Sequence[HopperRequest], *, jobs: int | None = None) -> Iterator[HopperReport]:
@@ -174,13 +182,14 @@ def _launch(request: HopperRequest) -> None:
     def empty(heads: int, rows: int) -> torch.Tensor:
         return torch.empty((BATCH, heads, rows, request.head_dim), dtype=getattr(torch, request.dtype), device="meta")
 
-    q = empty(HEADS, SEQLEN)
-    k = empty(HEADS // request.group, SEQLEN if request.whole_key_tiles else SEQLEN - 1)
-    options = (request.is_causal, 1 / math.sqrt(request.head_dim), request.config)
+    q = empty(HEADS, request.seqlen)
+    k = empty(HEADS // request.group, request.seqlen if request.whole_key_tiles else request.seqlen - 1)
+    options = (request.is_causal, 1 / math.sqrt(request.head_dim))
     if request.kernel == "forward":
-        hopper_forward(q, k, k, *options)
+        hopper_forward(q, k, k, *options, request.config)
     else:
-        hopper_backward(q, k, k, q, torch.empty(q.shape[:-1], device="meta"), q, None, *options)
+        lse = torch.empty(q.shape[:-1], device="meta")
+        hopper_backward(q, k, k, q, lse, q, None, request.deterministic, *options)
 
 
 def disassemble(kernel: Any) -> list[tuple[int, str]]:

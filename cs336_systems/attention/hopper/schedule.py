@@ -18,6 +18,7 @@ CONSUMER_ROWS = 64  # rows of queries of a warp group
 CONSUMER_WARPS = 4  # a warp group's; kernels are launched with the first consumer's and specialise the others
 THREADS_OF_GROUP = 32 * CONSUMER_WARPS
 REGISTERS_OF_MULTIPROCESSOR = 65536
+LATE_FROM = 8192  # queries from which a causal backward of head tile 128 forms dQ a step late, see `dq_way`
 ORDERS = ("tiles", "pairs", "rounds")
 PREFIX = "hopper_forward_"
 BYTES_PER_ELEMENT = 2
