@@ -14,6 +14,7 @@ from cs336_systems.config import RunConfig
 from cs336_systems.experiments import attention
 from cs336_systems.experiments.attention import KEPT_SAMPLES, measure_attention, settle
 from cs336_systems.experiments.attention_shapes import SHAPES, AttentionShapes
+from cs336_systems.experiments.implementations import Built
 from cs336_systems.experiments.registry import PROBLEMS
 from cs336_systems.experiments.spec import Cell
 from cs336_systems.inputs import attention_inputs
@@ -77,10 +78,10 @@ def test_what_settles_a_clock_is_the_pass_that_is_timed_next(device, settled, mo
     monkeypatch.setattr(attention, "inputs_of", lambda *_: inputs)
     monkeypatch.setattr(attention, "oracle_of", lambda *_: oracle)
     monkeypatch.setattr(attention, "release", lambda device: None)
-    monkeypatch.setattr(attention, "time_once", lambda call, device: call() and 1.0)
+    monkeypatch.setattr(attention, "time_once", lambda call, device: (call(), 1.0)[1])
     monkeypatch.setattr(attention, "settle", lambda call: ran.append(("settle", call)))
     monkeypatch.setattr(attention, "time_calls", lambda call, **_: ran.append(("time", call)) or [1.0])
-    built = (partial(flash_attention, is_causal=cell.case.is_causal, enable_gqa=True, backend="reference"), "reference")
+    built = Built(attend=partial(flash_attention, is_causal=cell.case.is_causal, enable_gqa=True, backend="reference"))
     assert len(list(measure_attention(cell, replace(run, device=device), settled=settled, built=built))) == 3
     settles = settled and device == "cuda"
     assert [kind for kind, _ in ran] == (["settle", "time"] * 3 if settles else ["time"] * 3)

@@ -43,7 +43,7 @@ def test_a_cell_is_measured(name):
 def test_whole_keys_have_the_same_tiles(monkeypatch):
     monkeypatch.setattr(function, "num_multiprocessors", lambda device: 132)
     shape = replace(tiny_cells()["triton"].case, seqlen_k=2048)
-    (_, split), (_, whole) = (build_forward(name, shape, "cpu") for name in ("triton", WHOLE))
+    split, whole = (build_forward(name, shape, "cpu").kernel for name in ("triton", WHOLE))
     assert split == f"{whole}/16" and whole == "interpreter portable_forward_64x64_w8_s1"
 
 
@@ -54,8 +54,8 @@ def test_what_cannot_run_says_why():
 
 def test_wrong_results_are_not_timed(monkeypatch):
     def wrong(name, shape, device):
-        attend, kernel = build_forward(name, shape, device)
-        return lambda *tensors: attend(*tensors) + 1, kernel
+        right = build_forward(name, shape, device)
+        return replace(right, attend=lambda *tensors: right.attend(*tensors) + 1)
 
     monkeypatch.setattr(few_queries, "build_forward", wrong)
     with pytest.raises(Disagreement, match="output is off by"):

@@ -12,9 +12,9 @@ from cs336_systems.attention.masks import BlockMask
 from cs336_systems.config import MaskCase, RunConfig
 from cs336_systems.experiments import masks
 from cs336_systems.experiments.dense_masks import DOCUMENTS
+from cs336_systems.experiments.implementations import Built
 from cs336_systems.experiments.mask_implementations import (
     BUILDERS,
-    MaskedAttention,
     build_masked,
     document_lengths,
     mask_of,
@@ -34,7 +34,7 @@ def small_case(mask: str) -> MaskCase:
     )
 
 
-def implementation(name: str, case: MaskCase) -> MaskedAttention:
+def implementation(name: str, case: MaskCase) -> Built:
     return build_masked(name, case, mask_of(case, "cpu", 0), TINY)
 
 
@@ -137,7 +137,7 @@ def test_building_the_mask_is_timed(mask):
 
 
 def test_an_implementation_that_ignores_the_mask_is_not_timed(monkeypatch):
-    unmasked = MaskedAttention(attend=lambda q, k, v: attention_reference(q, k, v))
+    unmasked = Built(attend=lambda q, k, v: attention_reference(q, k, v))
     monkeypatch.setattr(masks, "build_masked", lambda *_: unmasked)
     cell = masks.mask_cell(small_case("random:0.5"), "eager", TINY)
     rows = []
@@ -151,7 +151,7 @@ def test_wrong_gradients_leave_the_forward_alone(monkeypatch):
         mask = mask_of(small_case("random:0.5"), "cpu", 0).to_dense()
         return attention_reference(q, k, v.detach() + 0 * v, mask=mask)
 
-    monkeypatch.setattr(masks, "build_masked", lambda *_: MaskedAttention(attend=detached_values))
+    monkeypatch.setattr(masks, "build_masked", lambda *_: Built(attend=detached_values))
     cell = masks.mask_cell(small_case("random:0.5"), "eager", TINY)
     rows = []
     with pytest.raises(Disagreement, match="grad_v is off by"):

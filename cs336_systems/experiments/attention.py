@@ -10,25 +10,24 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, ClassVar
 
-import pandas as pd
 import torch
 from torch import Tensor
 
 from cs336_systems.accounting import attention_flops, eager_attention_bytes, tflops_per_s
 from cs336_systems.attention.contract import Oracle, compute_oracle, contract_errors
 from cs336_systems.config import AttentionShape, RunConfig
-from cs336_systems.experiments.frames import speed, tuples
 from cs336_systems.experiments.implementations import (
     COMPILED,
-    AttentionFunction,
+    Built,
     build,
     kernel_name,
     off_contract,
     without_overhead,
 )
-from cs336_systems.experiments.spec import Cell, Disagreement, Row, Sample, Unsupported
+from cs336_systems.experiments.spec import Cell, Disagreement, Experiment, Row, Sample, Unsupported
+from cs336_systems.experiments.tables import Pivot, TableSpec
 from cs336_systems.inputs import AttentionInputs, attention_inputs
 from cs336_systems.measure.memory import MIB, peak_cuda_bytes, release, saved_for_backward
 from cs336_systems.measure.timing import time_calls, time_once
@@ -42,44 +41,68 @@ PEAK = Row(mode="forward_backward", quantity="peak_memory", unit="MiB")
 SAVED = Row(mode="backward", quantity="saved_for_backward", unit="MiB")
 BEFORE_BACKWARD = Row(mode="backward", quantity="memory_before_backward", unit="MiB")
 
-GPU_BUDGET_MS = 150.0
-CPU_BUDGET_MS = 50.0
+BUDGET_MS = {"cuda": 150.0, "cpu": 50.0}
 # An H200 at its power limit lowers its clock by up to a tenth within 100 ms of large kernels, holds it there, and after
 # a second of them swings by up to a fifth. Between the two times repeat to 1 %.
 REST_MS = 500.0
 SETTLE_MS = 300.0
 KEPT_SAMPLES = 25  # of a row: quartiles ask for no more, and four thousand rows shall stay a small file
 MODE_WORDS = {"forward": "forward", "backward": "backward", "forward_backward": "forward + backward"}
+BY_SHAPE = {"batch × heads × length × head dim": "shape"}  # a table's first column
+Sizes = tuple[int, int, int, int, bool]  # batch, heads, length, head_dim, causal
+
+
+class AttentionExperiment(Experiment):
+    """Base of the experiments with attention: every implementation on the shapes of `sizes`, all of `rows` of each."""
+
+    sizes: ClassVar[Mapping[str, Sequence[Sizes]]]  # by scale
+    rows: tuple[Row, ...] = (FORWARD, BACKWARD, BOTH)
+    settled = False  # whether a GPU's clock settles before each pass is timed
+
+    def cases(self, run: RunConfig) -> Sequence[AttentionShape]:
+        return [sized_shape(run, *sizes) for sizes in self.sizes[run.scale]]
+
+    def names(self, run: RunConfig) -> Sequence[str]:
+        """The implementations measured at the run's scale."""
+        return self.implementations
+
+    def cells(self, run: RunConfig) -> list[Cell]:
+        if self.by_turns:
+            return super().cells(run)
+        return [attention_cell(shape, name, run, self.rows) for shape in self.cases(run) for name in self.names(run)]
+
+    def measure(self, cell: Cell, run: RunConfig) -> Iterator[Sample]:
+        return measure_attention(cell, run, settled=self.settled)
+
+    def columns(self, row: dict[str, Any]) -> dict[str, Any]:
+        return attention_columns(row)
+
+
+def rate_tables(ratios: Sequence[tuple[str, str]]) -> dict[str, TableSpec]:
+    """A table of TFLOP/s for each pass: shapes down, implementations across, then `ratios` of speed."""
+    return {
+        mode: Pivot(
+            title=words, down=BY_SHAPE, value="tflops", unit="TFLOP/s", where={"quantity": "time", "mode": mode},
+            ratios=ratios,
+        )
+        for mode, words in MODE_WORDS.items()
+    }  # fmt: skip
 
 
 def sized_shape(run: RunConfig, batch: int, heads: int, seqlen: int, head_dim: int, is_causal: bool) -> AttentionShape:
     """Self-attention of these sizes, in bfloat16 on a GPU and in float32 for Triton's interpreter."""
     return AttentionShape(
-        batch=batch,
-        heads=heads,
-        seqlen_q=seqlen,
-        seqlen_k=seqlen,
-        head_dim=head_dim,
-        is_causal=is_causal,
+        batch=batch, heads=heads, seqlen_q=seqlen, seqlen_k=seqlen, head_dim=head_dim, is_causal=is_causal,
         dtype="bfloat16" if run.device == "cuda" else "float32",
-    )
-
-
-def with_speeds(frame: pd.DataFrame, base: str) -> pd.DataFrame:
-    """`frame` with `speed_over_<base>`: how many times as fast a row is as `base` on the same case in the same run."""
-    rows = tuples(frame)
-    bases = {(row["case"], row["mode"], row["quantity"]): row for row in rows if row["implementation"] == base}
-    found = [speed(row, bases.get((row["case"], row["mode"], row["quantity"]))) for row in rows]
-    return frame.assign(**{f"speed_over_{base}": found})
+    )  # fmt: skip
 
 
 def attention_columns(row: Mapping[str, Any]) -> dict[str, Any]:
     """The row's `shape` and `pass` in words, and `tflops` of a measured time in ms; NaN where nothing was timed."""
     shape = AttentionShape(**{name: row[name] for name in AttentionShape.__dataclass_fields__})
     heads = f"{shape.heads}/{shape.kv_heads}" if shape.kv_heads not in (None, shape.heads) else str(shape.heads)
-    sizes = f"{shape.batch} × {heads} × {shape.seqlen_q:,} × {shape.head_dim}"
-    if shape.seqlen_k != shape.seqlen_q:
-        sizes = f"{shape.batch} × {heads} × {shape.seqlen_q:,} on {shape.seqlen_k:,} × {shape.head_dim}"
+    keys = f" on {shape.seqlen_k:,}" if shape.seqlen_k != shape.seqlen_q else ""
+    sizes = f"{shape.batch} × {heads} × {shape.seqlen_q:,}{keys} × {shape.head_dim}"
     mask = "causal" if shape.is_causal else "full"
     columns = {"shape": f"{sizes} {mask}", "pass": MODE_WORDS[row["mode"]], "tflops": math.nan}
     if row["quantity"] == "time" and row["median"] > 0:
@@ -89,17 +112,13 @@ def attention_columns(row: Mapping[str, Any]) -> dict[str, Any]:
 
 def attention_cell(shape: AttentionShape, implementation: str, run: RunConfig, rows: tuple[Row, ...]) -> Cell:
     """A cell that reports `rows`, plus the first call's seconds of a compiled implementation."""
-    if implementation in COMPILED:
+    if implementation in COMPILED and FORWARD in rows:
         rows = (COMPILE_FORWARD, COMPILE_BOTH, *rows)
     if run.device == "cpu":
         rows = tuple(row for row in rows if row not in (PEAK, BEFORE_BACKWARD))
     quadratic = implementation in ("eager", "compiled")
-    return Cell(
-        case=shape,
-        implementation=implementation,
-        rows=rows,
-        predicted_bytes=eager_attention_bytes(shape, "forward_backward") if quadratic else 0,
-    )
+    predicted = eager_attention_bytes(shape, "forward_backward") if quadratic else 0
+    return Cell(case=shape, implementation=implementation, rows=rows, predicted_bytes=predicted)
 
 
 def settle(call: Callable[[], object]) -> None:
@@ -113,116 +132,125 @@ def settle(call: Callable[[], object]) -> None:
 
 
 def measure_attention(
-    cell: Cell,
-    run: RunConfig,
-    *,
-    num_samples: int | None = None,
-    sum_loss: bool = False,
-    settled: bool = False,
-    built: tuple[AttentionFunction, str] | None = None,
-) -> Iterator[Sample]:
-    """Measure the promised rows of `cell` in the order forward, backward, forward_backward.
+    cell: Cell, run: RunConfig, *, num_samples: int | None = None, sum_loss: bool = False, settled: bool = False,
+    built: Built | None = None,
+) -> Iterator[Sample]:  # fmt: skip
+    """Measure the promised rows of `cell`, whose case is a shape; see `measure_passes`.
 
-    Each part is checked against the float64 oracle before it is timed. The forward is timed without a graph, the
-    backward on a graph made outside, the two together from scratch. With `sum_loss` the loss is the sum of the output,
-    so that its gradient arrives as a stride-0 tensor of ones; without, that gradient is random. Without `num_samples` a
-    row takes as many as its time allows and keeps KEPT_SAMPLES of them, evenly spaced in time. `settled`: a GPU rests,
-    then runs each part for a while before it is timed, so that no median falls where the clock does. `built`: the
-    function and the kernel's name, where the implementation is none of `implementations`.
+    With `sum_loss` the loss is the sum of the output, so that its gradient arrives as a stride-0 tensor of ones;
+    without, that gradient is random. `built`: what is measured, where it is none of `implementations`.
     """
     shape, device = cell.case, run.device
-    built = built or (
-        build(cell.implementation, shape, device), kernel_name(cell.implementation, shape, device)
+    built = built or Built(
+        attend=build(cell.implementation, shape, device), kernel=kernel_name(cell.implementation, shape, device)
     )  # fmt: skip
-    with without_overhead(built[0]) as function:
-        yield from _measure(cell, run, function, built[1], num_samples, sum_loss, settled)
+    given = (shape, device, run.seed, sum_loss)
+    return measure_passes(
+        cell, run, built, inputs_of(*given), lambda: oracle_of(*given), num_samples=num_samples, sum_loss=sum_loss,
+        settled=settled,
+    )  # fmt: skip
 
 
-def _measure(
-    cell: Cell, run: RunConfig, function: AttentionFunction, kernel: str, num_samples: int | None, sum_loss: bool,
-    settled: bool,
+def measure_passes(
+    cell: Cell, run: RunConfig, built: Built, inputs: AttentionInputs, oracle: Callable[[], Oracle], *,
+    num_samples: int | None = None, sum_loss: bool = False, settled: bool = False,
 ) -> Iterator[Sample]:  # fmt: skip
-    shape, device = cell.case, run.device
-    inputs = inputs_of(shape, device, run.seed, sum_loss)
-    budget_ms = GPU_BUDGET_MS if device == "cuda" else CPU_BUDGET_MS
-    warmup = 1
-    if kernel.startswith("interpreter"):  # its times say nothing of speed: one sample, no warm-up
-        warmup, num_samples = 0, 1
+    """Measure the promised rows of `cell` in the order forward, backward, forward_backward.
 
-    def timed(row: Row, call: Callable[[], object], error: float) -> Iterator[Sample]:
-        if row in cell.rows:
-            if settled and device == "cuda":
-                settle(call)
-            samples = time_calls(call, device=device, warmup=warmup, num_samples=num_samples, budget_ms=budget_ms)
-            kept = samples if num_samples else evenly_spaced(samples, KEPT_SAMPLES)
-            yield Sample(row=row, samples=kept, kernel=kernel, error=error)
+    Each part is checked against `oracle` before it is timed. The forward is timed without a graph, the backward on a
+    graph made outside, the two together from scratch. Without `num_samples` a row takes as many as its time allows and
+    keeps KEPT_SAMPLES of them, evenly spaced in time. `settled`: a GPU rests, then runs each part for a while before it
+    is timed, so that no median falls where the clock does. An interpreted call says nothing of speed and takes seconds:
+    the one that was checked is its only sample.
+    """
+    with without_overhead(built.attend) as attend:
+        yield from _passes(cell, run, built, attend, inputs, oracle, num_samples, sum_loss, settled)
 
-    def first_call(row: Row, milliseconds: float) -> Iterator[Sample]:
+
+def _passes(
+    cell: Cell, run: RunConfig, built: Built, attend: Callable[..., Tensor], inputs: AttentionInputs,
+    oracle: Callable[[], Oracle], num_samples: int | None, sum_loss: bool, settled: bool,
+) -> Iterator[Sample]:  # fmt: skip
+    device, kernel = run.device, built.kernel
+    interpreted = kernel.startswith("interpreter")
+    q, k, v, grad_output = (built.pack(x) for x in inputs)
+
+    def checked(call: Callable[[], Sequence[Tensor]], *names: str) -> tuple[float, float]:
+        """Milliseconds of the first call, and the error over its bound of what it returned."""
+        returned: list[Tensor] = []
+        first_ms = time_once(lambda: returned.extend(call()), device)
+        results = {name: built.unpack(x) for name, x in zip(names, returned)}
+        return first_ms, checked_error(oracle(), results, cell.implementation)  # what does not fit needs no oracle
+
+    def timed(row: Row, call: Callable[[], object], first_ms: float, error: float) -> Iterator[Sample]:
+        if row not in cell.rows:
+            return
+        if settled and device == "cuda":
+            settle(call)
+        samples = [first_ms]
+        if not interpreted:
+            samples = time_calls(
+                call, device=device, warmup=1, num_samples=num_samples, budget_ms=BUDGET_MS[device]
+            )  # fmt: skip
+        kept = samples if num_samples else evenly_spaced(samples, KEPT_SAMPLES)
+        yield Sample(row=row, samples=kept, kernel=kernel, error=error)
+
+    def once(row: Row, value: float) -> Iterator[Sample]:
         if row in cell.rows:
-            yield Sample(row=row, samples=[milliseconds / 1e3], kernel=kernel)
+            yield Sample(row=row, samples=[value], kernel=kernel)
 
     # forward
-    results: dict[str, Tensor] = {}
-
-    def forward() -> None:
+    def forward() -> tuple[Tensor, ...]:
         with torch.no_grad():
-            results["output"] = function(inputs.q, inputs.k, inputs.v)
+            return (attend(q, k, v),)
 
-    yield from first_call(COMPILE_FORWARD, time_once(forward, device))
-    oracle = oracle_of(shape, device, run.seed, sum_loss)  # after the first call: what does not fit needs no oracle
-    error = checked_error(oracle, results, cell.implementation)
-    results.clear()
-    yield from timed(FORWARD, lambda: _without_graph(function, inputs), error)
-
+    first_ms, error = checked(forward, "output")
+    yield from once(COMPILE_FORWARD, first_ms / 1e3)
+    yield from timed(FORWARD, forward, first_ms, error)
     if all(row.mode == "forward" for row in cell.rows):
         return
-
-    # backward
-    leaves = [x.detach().clone().requires_grad_() for x in inputs[:3]]
     if device == "cpu" and cell.implementation == "flex":
         raise Unsupported("FlexAttention has no backward on CPU")
 
+    # backward
+    leaves = [x.detach().clone().requires_grad_() for x in (q, k, v)]
+
     def both() -> tuple[Tensor, ...]:
-        output = function(*leaves)
+        output = attend(*leaves)
         if sum_loss:
             return torch.autograd.grad(output.sum(), leaves)
-        return torch.autograd.grad(output, leaves, inputs.grad_output)
+        return torch.autograd.grad(output, leaves, grad_output)
 
-    gradients: list[Tensor] = []
-    yield from first_call(COMPILE_BOTH, time_once(lambda: gradients.extend(both()), device))
-    named = dict(zip(("grad_q", "grad_k", "grad_v"), gradients))
-    error = max(error, checked_error(oracle, named, cell.implementation))
-    gradients.clear()
-    named.clear()
+    first_ms, gradient_error = checked(both, "grad_q", "grad_k", "grad_v")
+    error = max(error, gradient_error)
+    yield from once(COMPILE_BOTH, first_ms / 1e3)
     if SAVED in cell.rows:
-        yield Sample(row=SAVED, samples=[saved_for_backward(lambda: function(*leaves)) / MIB], kernel=kernel)
+        yield from once(SAVED, saved_for_backward(lambda: attend(*leaves)) / MIB)
     release(device)
     allocated = torch.cuda.memory_allocated() if device == "cuda" else 0
-    output = function(*leaves)
+    output = attend(*leaves)
     if BEFORE_BACKWARD in cell.rows:
         torch.cuda.synchronize()
         used = torch.cuda.memory_allocated() - allocated + sum(x.nbytes for x in inputs)
-        yield Sample(row=BEFORE_BACKWARD, samples=[used / MIB], kernel=kernel)
-    yield from timed(
-        BACKWARD, lambda: torch.autograd.grad(output, leaves, inputs.grad_output, retain_graph=True), error
-    )
+        yield from once(BEFORE_BACKWARD, used / MIB)
+
+    def backward() -> tuple[Tensor, ...]:
+        return torch.autograd.grad(output, leaves, grad_output, retain_graph=True)
+
+    backward_ms = time_once(backward, device) if interpreted and BACKWARD in cell.rows else math.nan
+    yield from timed(BACKWARD, backward, backward_ms, error)
     del output
 
     # forward and backward
-    yield from timed(BOTH, both, error)
+    yield from timed(BOTH, both, first_ms, error)
     if PEAK in cell.rows:
-        yield Sample(row=PEAK, samples=[peak_cuda_bytes(both) / MIB], kernel=kernel)
+        yield from once(PEAK, peak_cuda_bytes(both) / MIB)
 
 
 def evenly_spaced(samples: Sequence[float], at_most: int) -> list[float]:
     """`at_most` of `samples`, the first and then evenly spaced ones, in their order; all of them if they are fewer."""
     count = len(samples)
     return [samples[place * count // at_most] for place in range(at_most)] if count > at_most else list(samples)
-
-
-def _without_graph(function: Callable[..., Tensor], inputs: AttentionInputs) -> Tensor:
-    with torch.no_grad():
-        return function(inputs.q, inputs.k, inputs.v)
 
 
 def checked_error(oracle: Oracle, results: Mapping[str, Tensor], implementation: str) -> float:
@@ -236,7 +264,7 @@ def checked_error(oracle: Oracle, results: Mapping[str, Tensor], implementation:
 
 # Both are shared by the implementations of a shape, which a sweep visits one after the other.
 @lru_cache(maxsize=1)
-def inputs_of(shape: AttentionShape, device: str, seed: int, sum_loss: bool) -> AttentionInputs:
+def inputs_of(shape: AttentionShape, device: str, seed: int, sum_loss: bool = False) -> AttentionInputs:
     oracle_of.cache_clear()
     release(device)
     inputs = attention_inputs(shape, device=device, seed=seed)
@@ -246,7 +274,7 @@ def inputs_of(shape: AttentionShape, device: str, seed: int, sum_loss: bool) -> 
 
 
 @lru_cache(maxsize=1)
-def oracle_of(shape: AttentionShape, device: str, seed: int, sum_loss: bool) -> Oracle:
+def oracle_of(shape: AttentionShape, device: str, seed: int, sum_loss: bool = False) -> Oracle:
     release(device)
     oracle = compute_oracle(*inputs_of(shape, device, seed, sum_loss), is_causal=shape.is_causal)
     release(device)

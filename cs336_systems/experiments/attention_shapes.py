@@ -6,23 +6,12 @@ bfloat16. What calls take that are too short for that, `short_calls` measures; a
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Sequence
 
 from cs336_systems.config import RunConfig
-from cs336_systems.experiments.attention import (
-    BACKWARD,
-    BOTH,
-    FORWARD,
-    MODE_WORDS,
-    attention_cell,
-    attention_columns,
-    measure_attention,
-    sized_shape,
-)
+from cs336_systems.experiments.attention import AttentionExperiment, rate_tables
 from cs336_systems.experiments.figures import Bars
-from cs336_systems.experiments.spec import Cell, Experiment, Sample, problem
-from cs336_systems.experiments.tables import Pivot
+from cs336_systems.experiments.spec import problem
 
 # (batch, heads, length, head_dim, causal). The first is the 2025 leaderboard's; the last is the 2026 leaderboard's 8B
 # step; 64 heads of 8192 are the shape of MagiAttention's published table.
@@ -45,42 +34,22 @@ SHAPES = {
 
 
 @problem(title="Attention on shapes of real models", order=1)
-class AttentionShapes(Experiment):
+class AttentionShapes(AttentionExperiment):
     implementations = ("triton", "hopper", "sdpa_cudnn", "sdpa_flash", "flex")
     takes = "attention"
+    sizes = SHAPES
+    settled = True
 
-    def cells(self, run: RunConfig) -> list[Cell]:
-        names = [name for name in self.implementations if name != "flex" or run.scale != "tiny"]  # compiles for seconds
-        shapes = [sized_shape(run, *sizes) for sizes in SHAPES[run.scale]]
-        rows = (FORWARD, BACKWARD, BOTH)
-        return [attention_cell(shape, name, run, rows) for shape in shapes for name in names]
+    def names(self, run: RunConfig) -> Sequence[str]:
+        return self.implementations[: -1 if run.scale == "tiny" else None]  # flex compiles for seconds
 
-    def measure(self, cell: Cell, run: RunConfig) -> Iterator[Sample]:
-        """The kernels' times, each pass checked first, and timed when the GPU's clock has settled."""
-        return measure_attention(cell, run, settled=True)
-
-    def columns(self, row: dict[str, Any]) -> dict[str, Any]:
-        return attention_columns(row)
-
-    tables = {
-        mode: Pivot(
-            title=words,
-            down={"batch × heads × length × head dim": "shape"},
-            across="implementation",
-            value="tflops",
-            unit="TFLOP/s",
-            where={"quantity": "time", "mode": mode},
-            ratios=(("hopper", "sdpa_cudnn"), ("hopper", "flex"), ("triton", "sdpa_cudnn"), ("triton", "flex")),
-        )
-        for mode, words in MODE_WORDS.items()
-    }
+    tables = rate_tables((("hopper", "sdpa_cudnn"), ("hopper", "flex"), ("triton", "sdpa_cudnn"), ("triton", "flex")))
     figures = {
         "forward_backward": Bars(
             title="Attention forward + backward on shapes of real models",
             x="shape",
             y="tflops",
             y_title="TFLOP/s",
-            color="implementation",
             where={"quantity": "time", "mode": "forward_backward"},
         )
     }

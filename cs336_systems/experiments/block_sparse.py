@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import partial
 from typing import Any
 
 import pandas as pd
 
 from cs336_systems.config import MaskCase, RunConfig
 from cs336_systems.experiments.figures import Lines, alt
-from cs336_systems.experiments.frames import digits, pick, tuples
+from cs336_systems.experiments.frames import lookup
 from cs336_systems.experiments.masks import DENSE_PEERS, MaskExperiment, dense_tables, mask_case, mask_cell, names_of
 from cs336_systems.experiments.spec import Cell, problem
-from cs336_systems.experiments.tables import Pivot, TableSpec
+from cs336_systems.experiments.tables import Pivot
 
 LENGTH = {"tiny": 128, "smoke": 256, "handout": 16384}
 ROW_DENSITIES = {"tiny": (0.5,), "smoke": (0.25, 0.5), "handout": (0.1, 0.3, 0.5, 0.7, 0.9)}
 TOKEN_DENSITIES = {"tiny": (), "smoke": (0.1,), "handout": (0.1, 0.5)}
 RADII = {"tiny": (), "smoke": (3,), "handout": (1, 7, 15)}  # of neighbours on a grid of LENGTH tokens
 SUITE_LENGTH, SUITE_DENSITIES = 49152, (0.05, 0.1, 0.2, 0.5, 1.0)
+SHORT = tuple(LENGTH.values())  # of tables without the suite
 SUITE_BLOCKS = ((128, 128), (64, 128), (128, 64), (64, 64))
 
 
@@ -63,15 +63,11 @@ class BlockSparse(MaskExperiment):
 
     def numbers(self, frame: pd.DataFrame) -> dict[str, Any]:
         """`over(pattern, mode)` and `ideal(pattern, mode)`: triton over dense attention, and what live tiles allow."""
+        where = {"quantity": "time", "implementation": "triton", "seqlen_q": SHORT}
+        columns = {"over": "over_dense", "ideal": "ideal"}
+        return {name: lookup(frame, column, ("pattern", "mode"), where, "×") for name, column in columns.items()}
 
-        def found(column: str, pattern: str, mode: str) -> str:
-            where = {"pattern": pattern, "mode": mode, "quantity": "time", "implementation": "triton"}
-            (row,) = tuples(pick(frame, where | {"seqlen_q": lambda tokens: tokens < SUITE_LENGTH}))
-            return f"{digits(row[column])}×"
-
-        return {"over": partial(found, "over_dense"), "ideal": partial(found, "ideal")}
-
-    tables: dict[str, TableSpec] = dict(dense_tables(seqlen_q=lambda tokens: tokens < SUITE_LENGTH)) | {
+    tables = dense_tables(seqlen_q=SHORT) | {
         "suite": Pivot(
             title=f"{SUITE_LENGTH:,} tokens, by tile shape",
             down={"tiles": "blocks", "density": "number", "pass": "pass"},

@@ -13,14 +13,15 @@ import pandas as pd
 from cs336_systems.config import RunConfig
 from cs336_systems.experiments.attention import MODE_WORDS
 from cs336_systems.experiments.figures import Lines
-from cs336_systems.experiments.frames import digits, pick, tuples
-from cs336_systems.experiments.masks import DENSE_PEERS, MaskExperiment, mask_case, mask_cell, names_of
+from cs336_systems.experiments.frames import lookup
+from cs336_systems.experiments.masks import DENSE_PEERS, MASK_TIMES, MaskExperiment, mask_case, mask_cell, names_of
 from cs336_systems.experiments.spec import Cell, problem
 from cs336_systems.experiments.tables import Pivot
 
 # Documents of a packed sequence, in 32nds of it: 8 of them, the longest twice the mean, so that a padded batch is half
 # padding.
 DOCUMENTS = (8, 6, 5, 4, 3, 3, 2, 1)
+DOWN = {"mask": "family", "tokens": "seqlen_q"}
 LENGTHS = {"tiny": (128,), "smoke": (64, 128), "handout": (1024, 4096, 8192, 16384)}
 
 
@@ -48,36 +49,20 @@ class DenseMasks(MaskExperiment):
 
     def numbers(self, frame: pd.DataFrame) -> dict[str, Any]:
         """`rate(family, mode)`: TFLOP/s of triton on the longest sequence."""
-
-        def rate(family: str, mode: str) -> str:
-            where = {"family": family, "mode": mode, "quantity": "time", "implementation": "triton"}
-            return digits(tuples(pick(frame, where).sort_values("seqlen_q"))[-1]["tflops"])
-
-        return {"rate": rate}
+        where = {"quantity": "time", "implementation": "triton", "seqlen_q": frame["seqlen_q"].max()}
+        return {"rate": lookup(frame, "tflops", ("family", "mode"), where)}
 
     tables = {
         mode: Pivot(
-            title=f"{words}, 64 heads, head dim 128",
-            down={"mask": "family", "tokens": "seqlen_q"},
-            value="tflops",
-            unit="TFLOP/s",
+            title=f"{words}, 64 heads, head dim 128", down=DOWN, value="tflops", unit="TFLOP/s",
             where={"quantity": "time", "mode": mode},
             ratios=(
-                ("hopper", "triton"),
-                ("triton", "torch_varlen"),
-                ("triton", "flex"),
-                ("triton", "sdpa_padded"),
+                ("hopper", "triton"), ("triton", "torch_varlen"), ("triton", "flex"), ("triton", "sdpa_padded"),
                 ("triton", "sdpa_cudnn"),
             ),
         )
         for mode, words in MODE_WORDS.items()
-    } | {
-        "mask_time": Pivot(
-            title="building the mask's lists",
-            down={"mask": "family", "tokens": "seqlen_q"},
-            where={"quantity": "mask_time"},
-        )
-    }
+    } | {"mask_time": MASK_TIMES(title="building the mask's lists", down=DOWN)}  # fmt: skip
     figures = {
         "forward_backward": Lines(
             title="Eight packed documents, forward + backward",

@@ -8,10 +8,17 @@ import pandas as pd
 
 from cs336_systems.config import RunConfig
 from cs336_systems.experiments.figures import Lines
-from cs336_systems.experiments.frames import digits, pick, tuples
-from cs336_systems.experiments.masks import DENSE_PEERS, MaskExperiment, dense_tables, mask_case, mask_cell, names_of
+from cs336_systems.experiments.frames import lookup
+from cs336_systems.experiments.masks import (
+    DENSE_PEERS,
+    PEAKS,
+    MaskExperiment,
+    dense_tables,
+    mask_case,
+    mask_cell,
+    names_of,
+)
 from cs336_systems.experiments.spec import Cell, problem
-from cs336_systems.experiments.tables import Pivot, TableSpec
 
 SIZES = {"tiny": (128, (2,)), "smoke": (128, (2, 4)), "handout": (32768, (2, 4, 8))}  # tokens, rates
 
@@ -34,23 +41,10 @@ class DilatedAttention(MaskExperiment):
 
     def numbers(self, frame: pd.DataFrame) -> dict[str, Any]:
         """`over(family, rate)`: triton's both passes over dense attention."""
+        where = {"mode": "forward_backward", "quantity": "time", "implementation": "triton"}
+        return {"over": lookup(frame, "over_dense", ("family", "number"), where, "×")}
 
-        def over(family: str, rate: int) -> str:
-            where = {"family": family, "number": rate, "mode": "forward_backward", "quantity": "time"}
-            (row,) = tuples(pick(frame, where | {"implementation": "triton"}))
-            return f"{digits(row['over_dense'])}×"
-
-        return {"over": over}
-
-    tables: dict[str, TableSpec] = {
-        **dense_tables(),
-        "memory": Pivot(
-            title="peak memory, forward + backward",
-            down={"mask": "pattern"},
-            unit="GiB",
-            where={"quantity": "peak_memory"},
-        ),
-    }
+    tables = {**dense_tables(), "memory": PEAKS}
     figures = {
         "forward_backward": Lines(
             title="Dilated attention, forward + backward: speed over dense attention",

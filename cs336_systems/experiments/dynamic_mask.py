@@ -4,9 +4,17 @@ from __future__ import annotations
 
 from cs336_systems.config import RunConfig
 from cs336_systems.experiments.figures import Bars
-from cs336_systems.experiments.masks import DENSE_PEERS, MaskExperiment, dense_tables, mask_case, mask_cell, names_of
+from cs336_systems.experiments.masks import (
+    DENSE_PEERS,
+    MASK_TIMES,
+    PEAKS,
+    MaskExperiment,
+    dense_tables,
+    mask_case,
+    mask_cell,
+    names_of,
+)
 from cs336_systems.experiments.spec import Cell, problem
-from cs336_systems.experiments.tables import Pivot, TableSpec
 
 SIZES = {"tiny": (128, 16), "smoke": (128, 16), "handout": (32768, 1024)}  # tokens, keys kept
 
@@ -29,17 +37,10 @@ class DynamicMask(MaskExperiment):
             for name in names_of(run, ("triton",), peers)
         ]
 
-    tables: dict[str, TableSpec] = {
+    tables = {
         **dense_tables(),
-        "mask_time": Pivot(
-            title="choosing keys and building lists", down={"mask": "pattern"}, where={"quantity": "mask_time"}
-        ),
-        "memory": Pivot(
-            title="peak memory, forward + backward",
-            down={"mask": "pattern"},
-            unit="GiB",
-            where={"quantity": "peak_memory"},
-        ),
+        "mask_time": MASK_TIMES(title="choosing keys and building lists", down={"mask": "pattern"}),
+        "memory": PEAKS,
     }
     figures = {
         "times": Bars(

@@ -16,24 +16,18 @@ from torch import Tensor
 from cs336_systems.config import AttentionShape, DTypeName, RunConfig
 from cs336_systems.experiments.attention import (
     FORWARD,
-    attention_columns,
+    AttentionExperiment,
     checked_error,
     inputs_of,
+    measure_attention,
     oracle_of,
     settle,
 )  # fmt: skip
 from cs336_systems.experiments.figures import Bars
-from cs336_systems.experiments.implementations import (
-    AttentionFunction,
-    build,
-    kernel_name,
-    whole_keys,
-    without_overhead,
-)
+from cs336_systems.experiments.implementations import Built, build, kernel_name, whole_keys, without_overhead
 from cs336_systems.experiments.short_calls import GRAPH_FORWARD, graph_times
-from cs336_systems.experiments.spec import Cell, Experiment, Sample, problem
+from cs336_systems.experiments.spec import Cell, Sample, problem
 from cs336_systems.experiments.tables import Pivot
-from cs336_systems.measure.timing import time_calls
 
 WHOLE = "triton_whole"  # the Triton forward without splitting
 SIXTEEN_BIT = (WHOLE, "triton", "sdpa_flash", "sdpa_cudnn")
@@ -62,7 +56,7 @@ SHAPES: dict[str, dict[DTypeName, tuple[tuple[int, int, int, int, int, int, bool
 
 
 @problem(title="Attention of one head, and of generated tokens: the keys split, whole, and the libraries", order=4)
-class FewQueries(Experiment):
+class FewQueries(AttentionExperiment):
     implementations = (WHOLE, "triton", "hopper", "sdpa_flash", "sdpa_cudnn", "sdpa_efficient")
 
     def cells(self, run: RunConfig) -> list[Cell]:
@@ -83,25 +77,25 @@ class FewQueries(Experiment):
     def measure(self, cell: Cell, run: RunConfig) -> Iterator[Sample]:
         """The forward, checked against the oracle and then timed."""
         shape, device = cell.case, run.device
-        function, kernel = build_forward(cell.implementation, shape, device)
-        inputs = inputs_of(shape, device, run.seed, False)
-        with without_overhead(function) as attend:
+        built = build_forward(cell.implementation, shape, device)
+        if device == "cpu":
+            yield from measure_attention(cell, run, built=built, num_samples=3)
+            return
+        inputs = inputs_of(shape, device, run.seed)
+        with without_overhead(built.attend) as attend:
 
             def forward() -> Tensor:
                 with torch.no_grad():
                     return attend(*inputs[:3])
 
-            oracle = oracle_of(shape, device, run.seed, False)
-            error = checked_error(oracle, {"output": forward()}, cell.implementation)
-            if device == "cuda":
-                settle(forward)
-            times_ms = graph_times(forward) if device == "cuda" else time_calls(forward, device=device, num_samples=3)
-            yield Sample(row=cell.rows[0], samples=times_ms, kernel=kernel, error=error)
+            error = checked_error(oracle_of(shape, device, run.seed), {"output": forward()}, cell.implementation)
+            settle(forward)
+            yield Sample(row=GRAPH_FORWARD, samples=graph_times(forward), kernel=built.kernel, error=error)
 
     def columns(self, row: dict[str, Any]) -> dict[str, Any]:
         """`parts`: into how many the kernel's name says that the keys were split."""
         _, _, parts = row["kernel"].partition("/")
-        return attention_columns(row) | {"parts": int(parts) if parts else 1}
+        return super().columns(row) | {"parts": int(parts) if parts else 1}
 
     tables = {
         dtype: Pivot(
@@ -109,12 +103,7 @@ class FewQueries(Experiment):
             down={"batch × heads × queries on keys × head dim": "shape"},
             unit="µs",
             where={"mode": "forward", "dtype": dtype},
-            ratios=(
-                ("triton", WHOLE),
-                ("triton", "sdpa_flash"),
-                ("triton", "sdpa_cudnn"),
-                ("triton", "sdpa_efficient"),
-            ),
+            ratios=tuple(("triton", name) for name in (WHOLE, "sdpa_flash", "sdpa_cudnn", "sdpa_efficient")),
         )
         for dtype in ("bfloat16", "float32")
     }
@@ -129,10 +118,10 @@ class FewQueries(Experiment):
     }
 
 
-def build_forward(name: str, shape: AttentionShape, device: str) -> tuple[AttentionFunction, str]:
+def build_forward(name: str, shape: AttentionShape, device: str) -> Built:
     """The forward `name`, and the name of its kernel, which ends with the number of parts if there are several."""
     kernels = kernel_name("triton" if name == WHOLE else name, shape, device).split()
     kernel = " ".join(kernels[: 2 if kernels[:1] == ["interpreter"] else 1])
     if name == WHOLE:
-        return whole_keys(shape), kernel.partition("/")[0]
-    return build(name, shape, device), kernel
+        return Built(attend=whole_keys(shape), kernel=kernel.partition("/")[0])
+    return Built(attend=build(name, shape, device), kernel=kernel)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pandas as pd
@@ -14,14 +15,14 @@ from cs336_systems.experiments.attention import (
     FORWARD,
     MODE_WORDS,
     PEAK,
-    attention_cell,
-    attention_columns,
+    AttentionExperiment,
     measure_attention,
-    with_speeds,
+    sized_shape,
 )  # fmt: skip
 from cs336_systems.experiments.figures import Lines
+from cs336_systems.experiments.frames import speed, tuples
 from cs336_systems.experiments.implementations import IMPLEMENTATIONS, STAGES, TINY_IMPLEMENTATIONS
-from cs336_systems.experiments.spec import Cell, Experiment, Sample, Unsupported, problem
+from cs336_systems.experiments.spec import Cell, Sample, Unsupported, problem
 from cs336_systems.experiments.tables import Pick, Pivot, TableSpec, Wide
 
 LENGTHS = {  # the handout's, and one more, at which plain attention runs out of an H200's memory
@@ -40,14 +41,26 @@ DOWN = {"d": "head_dim", "S": "seqlen_q"}
 
 
 @problem()
-class FlashBenchmarking(Experiment):
+class FlashBenchmarking(AttentionExperiment):
     implementations = IMPLEMENTATIONS
     takes = "attention"
+    rows = (FORWARD, BACKWARD, BOTH, PEAK)
 
-    def cells(self, run: RunConfig) -> list[Cell]:
-        names = TINY_IMPLEMENTATIONS if run.scale == "tiny" else IMPLEMENTATIONS
-        rows = (FORWARD, BACKWARD, BOTH, PEAK)
-        return [attention_cell(shape, name, run, rows) for shape in _shapes(run) for name in names]
+    def cases(self, run: RunConfig) -> list[AttentionShape]:
+        """bfloat16 and float32 on a GPU; on a CPU float16 stands in, as the interpreter cannot multiply bfloat16."""
+        low: DTypeName = "bfloat16" if run.device == "cuda" else "float16"
+        dtypes: tuple[DTypeName, ...] = ("float32",) if run.scale == "tiny" else (low, "float32")
+        grid = [(dtype, head_dim) for dtype in dtypes for head_dim in HEAD_DIMS[run.scale]]
+        if run.scale == "smoke":  # each dtype with one head dim still shows both axes
+            grid = list(zip(dtypes, HEAD_DIMS["smoke"], strict=True))
+        return [
+            replace(sized_shape(run, 1, 1, length, head_dim, True), dtype=dtype)
+            for dtype, head_dim in grid
+            for length in LENGTHS[run.scale]
+        ]
+
+    def names(self, run: RunConfig) -> Sequence[str]:
+        return TINY_IMPLEMENTATIONS if run.scale == "tiny" else IMPLEMENTATIONS
 
     def measure(self, cell: Cell, run: RunConfig) -> Iterator[Sample]:
         """Each pass checked against the oracle and then timed; what would only cost minutes is skipped."""
@@ -62,11 +75,12 @@ class FlashBenchmarking(Experiment):
             raise Unsupported("it compiles anew for each dtype: float32 alone at smoke scale")
         yield from measure_attention(cell, run)
 
-    def columns(self, row: dict[str, Any]) -> dict[str, Any]:
-        return attention_columns(row)
-
     def compared(self, frame: pd.DataFrame) -> pd.DataFrame:
-        return with_speeds(frame, "eager")
+        """`speed_over_eager`: how many times as fast a row is as plain attention on the same case in the same run."""
+        rows = tuples(frame)
+        plain = {(row["case"], row["mode"], row["quantity"]): row for row in rows if row["implementation"] == "eager"}
+        found = [speed(row, plain.get((row["case"], row["mode"], row["quantity"]))) for row in rows]
+        return frame.assign(speed_over_eager=found)
 
     def numbers(self, frame: pd.DataFrame) -> dict[str, Any]:
         """`slower(mode=..., dtype=...)`: on how many shapes of how many triton is slower than plain attention."""
@@ -126,17 +140,3 @@ class FlashBenchmarking(Experiment):
             },
         )
     }
-
-
-def _shapes(run: RunConfig) -> list[AttentionShape]:
-    """bfloat16 and float32 on a GPU; on a CPU float16 stands in, as the interpreter cannot multiply bfloat16."""
-    low: DTypeName = "bfloat16" if run.device == "cuda" else "float16"
-    dtypes: tuple[DTypeName, ...] = ("float32",) if run.scale == "tiny" else (low, "float32")
-    grid = [(dtype, head_dim) for dtype in dtypes for head_dim in HEAD_DIMS[run.scale]]
-    if run.scale == "smoke":  # each dtype with one head dim still shows both axes
-        grid = list(zip(dtypes, HEAD_DIMS["smoke"], strict=True))
-    return [
-        AttentionShape(batch=1, heads=1, seqlen_q=length, seqlen_k=length, head_dim=dim, is_causal=True, dtype=dtype)
-        for dtype, dim in grid
-        for length in LENGTHS[run.scale]
-    ]

@@ -9,34 +9,20 @@ is the mark to reach.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pandas as pd
 import torch
 
 from cs336_systems.attention import AttentionConfig, flash_attention
+from cs336_systems.attention.backends import HOPPER_CAPABILITY
 from cs336_systems.attention.tiles.config import KERNELS
 from cs336_systems.config import AttentionShape, RunConfig
-from cs336_systems.experiments.attention import (
-    BACKWARD,
-    BOTH,
-    FORWARD,
-    MODE_WORDS,
-    attention_cell,
-    attention_columns,
-    measure_attention,
-    sized_shape,
-)  # fmt: skip
+from cs336_systems.experiments.attention import AttentionExperiment, measure_attention, rate_tables
 from cs336_systems.experiments.figures import Bars
-from cs336_systems.experiments.implementations import (
-    HOPPER_CAPABILITY,
-    AttentionFunction,
-    build,
-    chosen_tiles,
-    kernel_name,
-)  # fmt: skip
-from cs336_systems.experiments.spec import Cell, Experiment, Sample, Unsupported, problem
-from cs336_systems.experiments.tables import Pivot
+from cs336_systems.experiments.implementations import Built, build, chosen_tiles, kernel_name
+from cs336_systems.experiments.spec import Cell, Sample, Unsupported, problem
 
 RUNGS = {  # what is new
     "triton_first": "the handout's forward in Triton",
@@ -60,36 +46,22 @@ SHAPES = {
 
 
 @problem(title="From Triton with pointers to Gluon on Hopper: what each rung adds", order=5)
-class HopperLadder(Experiment):
+class HopperLadder(AttentionExperiment):
     implementations = tuple(RUNGS)
-
-    def cells(self, run: RunConfig) -> list[Cell]:
-        shapes = [sized_shape(run, *sizes) for sizes in SHAPES[run.scale]]
-        rows = (FORWARD, BACKWARD, BOTH)
-        return [attention_cell(shape, rung, run, rows) for shape in shapes for rung in self.implementations]
+    sizes = SHAPES
 
     def measure(self, cell: Cell, run: RunConfig) -> Iterator[Sample]:
         """A rung, each pass checked against the oracle first."""
         return measure_attention(cell, run, settled=True, built=build_rung(cell.implementation, cell.case, run.device))
 
     def columns(self, row: dict[str, Any]) -> dict[str, Any]:
-        return attention_columns(row) | {"rung": RUNGS.get(row["implementation"], "")}
+        return super().columns(row) | {"rung": RUNGS.get(row["implementation"], "")}
 
     def numbers(self, frame: pd.DataFrame) -> dict[str, Any]:
         """`fa4`: where the page's ratios to FlashAttention-4 come from, which no record has."""
         return {"fa4": "a bench by turns on one H200, eight rounds, torch 2.11, FlashAttention-4 CuTe 4.0.0b36"}
 
-    tables = {
-        mode: Pivot(
-            title=words,
-            down={"batch × heads × length × head dim": "shape"},
-            value="tflops",
-            unit="TFLOP/s",
-            where={"quantity": "time", "mode": mode},
-            ratios=(*zip(tuple(RUNGS)[1:5], RUNGS), ("hopper", "sdpa_cudnn")),
-        )
-        for mode, words in MODE_WORDS.items()
-    }
+    tables = rate_tables((*zip(tuple(RUNGS)[1:5], RUNGS), ("hopper", "sdpa_cudnn")))
     figures = {
         "forward_backward": Bars(
             title="What each rung adds, forward + backward",
@@ -102,26 +74,21 @@ class HopperLadder(Experiment):
     }
 
 
-def build_rung(name: str, shape: AttentionShape, device: str) -> tuple[AttentionFunction, str]:
+def build_rung(name: str, shape: AttentionShape, device: str) -> Built:
     """The rung `name` and the kernels it runs; `Unsupported` with the reason, ValueError for an unknown name."""
     if name not in RUNGS:
         raise ValueError(f"rung must be one of {', '.join(RUNGS)}, got {name!r}")
     if name == "hopper_deterministic":
         build("hopper", shape, device)  # refuses what cannot run here
-        forward = kernel_name("hopper", shape, device).split()[0]
-        backward = kernel_name("triton", shape, device).split()[1:]
-        return (
-            lambda q, k, v: flash_attention(q, k, v, is_causal=shape.is_causal, backend="hopper", deterministic=True),
-            " ".join((forward, *backward)),
-        )
+        forward, backward = (kernel_name(one, shape, device).split() for one in ("hopper", "triton"))
+        attend = partial(flash_attention, is_causal=shape.is_causal, backend="hopper", deterministic=True)
+        return Built(attend=attend, kernel=" ".join((forward[0], *backward[1:])))
     if name in ("triton_pointers", "triton_tma"):
         config = _triton_config(shape, device, tma=name == "triton_tma")
+        attend = partial(flash_attention, is_causal=shape.is_causal, backend="triton", config=config)
         kernel = config.names.replace(",", " ")
-        return (
-            lambda q, k, v: flash_attention(q, k, v, is_causal=shape.is_causal, backend="triton", config=config),
-            kernel if device == "cuda" else f"interpreter {kernel}",
-        )
-    return build(name, shape, device), kernel_name(name, shape, device)
+        return Built(attend=attend, kernel=kernel if device == "cuda" else f"interpreter {kernel}")
+    return Built(attend=build(name, shape, device), kernel=kernel_name(name, shape, device))
 
 
 def _triton_config(shape: AttentionShape, device: str, *, tma: bool) -> AttentionConfig:

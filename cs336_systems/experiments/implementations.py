@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from cs336_systems.attention import FlashAttentionPyTorch, attention_reference, flash_attention
-from cs336_systems.attention.backends import HOPPER_CAPABILITY, INTERPRETER_BFLOAT16, hopper_refusal
+from cs336_systems.attention.backends import INTERPRETER_BFLOAT16, hopper_refusal
 from cs336_systems.attention.compiled import compiled_reference
 from cs336_systems.attention.tiles import KernelConfig, select_config
 from cs336_systems.attention.tiles.config import tma_reads_rows
@@ -26,11 +27,6 @@ from cs336_systems.config import BYTES_PER_ELEMENT, AttentionShape
 from cs336_systems.device import has_cxx_compiler
 from cs336_systems.experiments.spec import Unsupported
 
-__all__ = [
-    "HOPPER_CAPABILITY", "IMPLEMENTATIONS", "INTERPRETER_BFLOAT16", "STAGES", "TINY_IMPLEMENTATIONS",
-    "AttentionFunction", "build", "chosen_tiles", "compiled_flex", "kernel_name", "load_name", "off_contract",
-    "whole_keys", "without_overhead",
-]  # fmt: skip
 AttentionFunction = Callable[[Tensor, Tensor, Tensor], Any]  # -> Tensor; some return types are unions
 
 OURS = ("eager", "compiled", "tiled", "tiled_compiled", "triton_first", "triton", "hopper")
@@ -40,12 +36,27 @@ IMPLEMENTATIONS = OURS + PEERS
 # Nothing that compiles for seconds.
 TINY_IMPLEMENTATIONS = ("eager", "tiled", "triton_first", "triton", "sdpa_flash", "sdpa_cudnn")
 COMPILED = ("compiled", "tiled_compiled", "triton_first", "triton", "hopper", "flex")  # whose first call compiles
-FLEX_BLOCK = 128
+FLEX_BLOCK = 128  # of FlexAttention's tiles
 SDPA_BACKENDS = {
     "sdpa_flash": SDPBackend.FLASH_ATTENTION,
     "sdpa_cudnn": SDPBackend.CUDNN_ATTENTION,
     "sdpa_efficient": SDPBackend.EFFICIENT_ATTENTION,
 }
+
+
+def _same(x: Tensor) -> Tensor:
+    return x
+
+
+@dataclass(frozen=True, kw_only=True)
+class Built:
+    """An implementation as it is measured; what its layout asks for happens outside of the timing."""
+
+    attend: AttentionFunction  # (q, k, v) as packed -> output as packed
+    kernel: str = ""  # what really runs
+    pack: Callable[[Tensor], Tensor] = _same  # from (batch, heads, tokens, head_dim)
+    unpack: Callable[[Tensor], Tensor] = _same  # back to it
+    build_mask: Callable[[], object] | None = None  # what a call with a new mask has to do before, timed apart
 
 
 def build(name: str, shape: AttentionShape, device: str) -> AttentionFunction:

@@ -13,11 +13,11 @@ from typing import Any
 import pandas as pd
 
 from cs336_systems.config import AttentionShape, RunConfig
-from cs336_systems.experiments.attention import attention_columns, sized_shape
+from cs336_systems.experiments.attention import BY_SHAPE, AttentionExperiment
 from cs336_systems.experiments.figures import Bars
-from cs336_systems.experiments.frames import digits, pick, tuples
+from cs336_systems.experiments.frames import digits, lookup, pick, tuples
 from cs336_systems.experiments.implementations import build
-from cs336_systems.experiments.spec import Cell, Experiment, Row, Sample, Unsupported, problem
+from cs336_systems.experiments.spec import Cell, Row, Sample, Unsupported, problem
 from cs336_systems.experiments.tables import Pick, Wide
 from cs336_systems.measure.counters import COUNTERS, STALL, CountersUnavailableError, KernelCounters, read_counters
 
@@ -37,12 +37,10 @@ NUM_WAITS = 3
 
 
 @problem(title="What the GPU's counters say limits the attention kernels", order=6)
-class KernelCounts(Experiment):
+class KernelCounts(AttentionExperiment):
+    sizes = SHAPES
     implementations = ("triton", "hopper", "sdpa_cudnn")
     rows = tuple(Row(mode, name, unit) for mode in MODES for name, (_, _, unit, _) in COUNTERS.items())
-
-    def cases(self, run: RunConfig) -> list[AttentionShape]:
-        return [sized_shape(run, *sizes) for sizes in SHAPES[run.scale]]
 
     def measure(self, cell: Cell, run: RunConfig) -> Iterator[Sample]:
         """The counters of each pass's longest kernel, one sample each; `Unsupported` where they cannot be read."""
@@ -65,7 +63,7 @@ class KernelCounts(Experiment):
                 yield Sample(row=row, kernel=kernel.name, samples=[value])
 
     def columns(self, row: dict[str, Any]) -> dict[str, Any]:
-        return attention_columns(row) | {"percent": 100 * row["median"]}
+        return super().columns(row) | {"percent": 100 * row["median"]}
 
     def compared(self, frame: pd.DataFrame) -> pd.DataFrame:
         """`waits`: what a warp waits for longest, with cycles for each instruction that it issues."""
@@ -80,17 +78,13 @@ class KernelCounts(Experiment):
     def numbers(self, frame: pd.DataFrame) -> dict[str, Any]:
         """`busy(implementation, mode, head_dim)`: percent of cycles with busy tensor cores at 16,384 tokens."""
 
-        def busy(implementation: str, mode: str, head_dim: int) -> str:
-            where = {"implementation": implementation, "mode": mode, "head_dim": head_dim, "seqlen_q": 16384}
-            (row,) = tuples(pick(frame, where | {"quantity": "tensor_pipe"}))
-            return digits(row["percent"], 2)
-
-        return {"busy": busy}
+        where = {"quantity": "tensor_pipe", "seqlen_q": 16384}
+        return {"busy": lookup(frame, "percent", ("implementation", "mode", "head_dim"), where, significant=2)}
 
     tables = {
         "counters": Wide(
             title="counters of each pass's longest kernel",
-            down={"batch × heads × length × head dim": "shape", "pass": "pass", "kernel of": "implementation"},
+            down={**BY_SHAPE, "pass": "pass", "kernel of": "implementation"},
             columns={
                 "alone (ms)": Pick({"quantity": "kernel_time"}),
                 "clock (GHz)": Pick({"quantity": "sm_clock"}),

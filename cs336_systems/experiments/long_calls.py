@@ -16,18 +16,12 @@ from typing import Any
 
 import pandas as pd
 
-from cs336_systems.config import AttentionShape, RunConfig
-from cs336_systems.experiments.attention import (
-    BACKWARD,
-    BOTH,
-    FORWARD,
-    attention_columns,
-    sized_shape,
-)  # fmt: skip
+from cs336_systems.config import RunConfig
+from cs336_systems.experiments.attention import BY_SHAPE, AttentionExperiment
 from cs336_systems.experiments.figures import Bars
 from cs336_systems.experiments.frames import digits, pick, tuples
 from cs336_systems.experiments.implementations import AttentionFunction, without_overhead
-from cs336_systems.experiments.spec import Cell, Experiment, Sample, problem
+from cs336_systems.experiments.spec import Cell, Sample, problem
 from cs336_systems.experiments.tables import Pivot
 from cs336_systems.experiments.turns import Call, Turn, measure_by_turns
 from cs336_systems.measure.samples import median_interval
@@ -52,20 +46,14 @@ ROUNDS = {"cpu": 3, "cuda": 18}  # three times every order of three
 
 
 @problem(title="Our kernels and cuDNN's on the longest of those shapes, by turns", order=2)
-class LongCalls(Experiment):
+class LongCalls(AttentionExperiment):
     implementations = ("triton", "hopper", "sdpa_cudnn")
-    rows = (FORWARD, BACKWARD, BOTH)
     by_turns = True
-
-    def cases(self, run: RunConfig) -> list[AttentionShape]:
-        return [sized_shape(run, *sizes) for sizes in SHAPES[run.scale]]
+    sizes = SHAPES
 
     def measure(self, cell: Cell, run: RunConfig) -> Iterator[Sample]:
         """All implementations of a shape by turns, and the reasons of those that are left out."""
         return measure_by_turns(cell, run, partial(turns, device=run.device), num_rounds=ROUNDS[run.device])
-
-    def columns(self, row: dict[str, Any]) -> dict[str, Any]:
-        return attention_columns(row)
 
     def numbers(self, frame: pd.DataFrame) -> dict[str, Any]:
         """`interval(ours, theirs, shape=..., mode=...)`: where the median of the rounds' ratios lies with 95 %."""
@@ -80,7 +68,7 @@ class LongCalls(Experiment):
     tables = {
         "times": Pivot(
             title="by turns",
-            down={"batch × heads × length × head dim": "shape", "pass": "pass"},
+            down={**BY_SHAPE, "pass": "pass"},
             by_turns=True,
             ratios=(("hopper", "sdpa_cudnn"), ("hopper", "triton"), ("triton", "sdpa_cudnn")),
         )

@@ -1,52 +1,31 @@
 """The implementations that the mask experiments compare, by name: ours, and what a user would write with a library.
 
-`build_masked(name, case, mask, run)` returns a `MaskedAttention`, or raises `Unsupported` with the reason. Layouts
-differ (packed documents, a padded batch), so each says how inputs are packed and results unpacked, outside the timing.
+`build_masked(name, case, mask, run)` returns a `Built`, or raises `Unsupported` with the reason. Layouts differ (packed
+documents, a padded batch), so each says how inputs are packed and results unpacked, outside the timing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from cs336_systems.attention import BlockMask, attention_reference, flash_attention
+from cs336_systems.attention import BlockMask, attention_reference, flash_attention, flash_attention_varlen
+from cs336_systems.attention.backends import INTERPRETER_BFLOAT16
 from cs336_systems.attention.dilated import dilated_attention
 from cs336_systems.attention.dynamic import choose_keys, mask_chosen, shared_keys_attention
 from cs336_systems.attention.masks import parse_mask
 from cs336_systems.attention.masks.parse import random_bias
 from cs336_systems.config import AttentionShape, MaskCase, RunConfig
-from cs336_systems.experiments.implementations import (
-    FLEX_BLOCK,
-    INTERPRETER_BFLOAT16,
-    build,
-    compiled_flex,
-    kernel_name,
-)
+from cs336_systems.experiments.implementations import FLEX_BLOCK, Built, build, compiled_flex, kernel_name
 from cs336_systems.experiments.spec import Unsupported
 
-Call = Callable[..., Any]
 
-
-def _same(x: Tensor) -> Tensor:
-    return x
-
-
-@dataclass(frozen=True, kw_only=True)
-class MaskedAttention:
-    """One implementation under one mask."""
-
-    attend: Call  # (q, k, v) as packed -> output as packed
-    pack: Callable[[Tensor], Tensor] = _same  # from (batch, heads, tokens, head_dim)
-    unpack: Callable[[Tensor], Tensor] = _same  # back to it
-    build_mask: Callable[[], object] | None = None  # what a call with a new mask has to do before, timed apart
-    kernel: str = ""  # what really runs
-
-
-def build_masked(name: str, case: MaskCase, mask: BlockMask, run: RunConfig) -> MaskedAttention:
+def build_masked(name: str, case: MaskCase, mask: BlockMask, run: RunConfig) -> Built:
     """The implementation `name` for `case` and its `mask`, on the run's device; ValueError for an unknown name."""
     if name not in BUILDERS:
         raise ValueError(f"implementation must be one of {', '.join(BUILDERS)}, got {name!r}")
@@ -55,9 +34,19 @@ def build_masked(name: str, case: MaskCase, mask: BlockMask, run: RunConfig) -> 
     return BUILDERS[name](case, mask, run)
 
 
+def mask_of(case: MaskCase, device: str, seed: int) -> BlockMask:
+    """The mask that `case` names, on `device`."""
+    size = (case.query_block, case.key_block)
+    return parse_mask(case.mask, seqlen=case.seqlen_q, block_size=size, seed=seed, device=device)
+
+
 def is_plain(pattern: str) -> bool:
     """Whether a mask is one that dense kernels know: none, or causal."""
     return pattern in ("full", "causal")
+
+
+def is_causal(case: MaskCase) -> bool:
+    return "causal" in case.mask.split("+")
 
 
 def document_lengths(pattern: str) -> list[int]:
@@ -76,27 +65,31 @@ def shape_of(case: MaskCase) -> AttentionShape:
     )  # fmt: skip
 
 
-def _triton(case: MaskCase, mask: BlockMask, run: RunConfig) -> MaskedAttention:
+# Ours
+
+
+def _triton(case: MaskCase, mask: BlockMask, run: RunConfig) -> Built:
     """Our best path for the mask: dense, varlen, gathered keys, dilated by reshape; lists for every other."""
-    causal = "causal" in case.mask.split("+")
     name, _, argument = case.mask.partition("+")[0].partition(":")
-    kernel = _kernel(name, case, run)
+    causal, kernel = is_causal(case), _kernel(name, run)
     if is_plain(case.mask):
-        return MaskedAttention(
-            attend=lambda q, k, v: flash_attention(q, k, v, is_causal=causal, backend="triton"),
-            kernel=kernel_name("triton", shape_of(case), run.device),
-        )
+        return _dense("triton", case, mask, run)
     if name == "document":
-        return _varlen(case, causal, kernel, run)
+        lengths = document_lengths(case.mask)
+        ends = _ends(lengths, run)  # on the device once, as peers have them: a copy in each call would stall the host
+        longest = max(lengths)
+
+        def packed(q: Tensor, k: Tensor, v: Tensor) -> Any:
+            return flash_attention_varlen(q, k, v, ends, ends, longest, longest, is_causal=causal, backend="triton")
+
+        return Built(attend=packed, pack=_pack, unpack=_unpack, kernel=kernel)
     if name == "dilated":
-        segment_length, rate = (int(number) for number in argument.split("/"))
+        segment_length, rate = map(int, argument.split("/"))
 
-        def dilated(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            output = dilated_attention(q, k, v, segment_length, rate, is_causal=causal, backend="triton")
-            assert isinstance(output, Tensor)
-            return output
+        def dilated(q: Tensor, k: Tensor, v: Tensor) -> Any:
+            return dilated_attention(q, k, v, segment_length, rate, is_causal=causal, backend="triton")
 
-        return MaskedAttention(attend=dilated, kernel=kernel)
+        return Built(attend=dilated, kernel=kernel)
     if name == "shared":
         bias, num_keys = random_bias(case.seqlen_q, 1, run.seed).to(run.device), int(argument)
 
@@ -104,72 +97,76 @@ def _triton(case: MaskCase, mask: BlockMask, run: RunConfig) -> MaskedAttention:
             return shared_keys_attention(q, k, v, bias, num_keys, is_causal=causal, backend="triton")
 
         def choose() -> BlockMask:
-            positions, chosen = choose_keys(bias, num_keys)
-            return mask_chosen(positions, chosen, case.seqlen_q, case.seqlen_q, is_causal=causal)
+            return mask_chosen(*choose_keys(bias, num_keys), case.seqlen_q, case.seqlen_q, is_causal=causal)
 
-        return MaskedAttention(attend=shared, build_mask=choose, kernel=kernel)
+        return Built(attend=shared, build_mask=choose, kernel=kernel)
     return _lists(case, mask, run)
 
 
-def _lists(case: MaskCase, mask: BlockMask, run: RunConfig) -> MaskedAttention:
-    """Our kernels that walk the mask's lists."""
-    return MaskedAttention(
-        attend=lambda q, k, v: flash_attention(q, k, v, block_mask=mask, backend="triton"),
-        build_mask=_mask_builder(case, run),
-        kernel=_kernel("lists", case, run),
-    )
-
-
-def _mask_builder(case: MaskCase, run: RunConfig) -> Callable[[], BlockMask] | None:
-    """Building the mask on the device, for masks that change from call to call."""
-    size = (case.query_block, case.key_block)
-    if case.mask.startswith("topk:"):
+def _lists(case: MaskCase, mask: BlockMask, run: RunConfig) -> Built:
+    """Our kernels that walk the mask's lists; those of documents and of each query's keys change from call to call."""
+    name, _, argument = case.mask.partition("+")[0].partition(":")
+    size, build_mask = (case.query_block, case.key_block), None
+    if name == "topk":
         bias = random_bias(case.seqlen_q, 1, run.seed).to(run.device)[:, :, None]
-        return lambda: BlockMask.dynamic_topk(bias, int(case.mask.removeprefix("topk:")), size)
-    if case.mask.startswith("document:"):
-        lengths, causal = document_lengths(case.mask), case.mask.endswith("+causal")
-        return lambda: BlockMask.document(lengths, is_causal=causal, block_size=size, device=run.device)
-    return None
+        build_mask = partial(BlockMask.dynamic_topk, bias, int(argument), size)
+    elif name == "document":
+        lengths = document_lengths(case.mask)
+        build_mask = partial(
+            BlockMask.document, lengths, is_causal=is_causal(case), block_size=size, device=run.device
+        )  # fmt: skip
+    return Built(
+        attend=partial(flash_attention, block_mask=mask, backend="triton"), build_mask=build_mask,
+        kernel=_kernel("lists", run),
+    )  # fmt: skip
 
 
-def _kernel(what: str, case: MaskCase, run: RunConfig) -> str:
+def _tiled(case: MaskCase, mask: BlockMask, run: RunConfig) -> Built:
+    return Built(attend=partial(flash_attention, block_mask=mask, backend="tiled"))
+
+
+def _eager(case: MaskCase, mask: BlockMask, run: RunConfig) -> Built:
+    return Built(attend=partial(attention_reference, mask=mask.to_dense()))
+
+
+def _kernel(what: str, run: RunConfig) -> str:
     """What ran, for the record; the interpreter says so first."""
     return what if run.device == "cuda" else f"interpreter {what}"
 
 
-def _varlen(case: MaskCase, causal: bool, kernel: str, run: RunConfig) -> MaskedAttention:
-    from cs336_systems.attention import flash_attention_varlen
-
-    cu_seqlens, longest = _cu_seqlens(case)
-    ends = cu_seqlens.to(run.device)  # once, as peers have them: a copy in each call would stall the host
-
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Any:
-        return flash_attention_varlen(q, k, v, ends, ends, longest, longest, is_causal=causal, backend="triton")
-
-    return MaskedAttention(attend=attend, pack=_pack, unpack=_unpack, kernel=kernel)
+# The libraries
 
 
-def _torch_varlen(case: MaskCase, mask: BlockMask, run: RunConfig) -> MaskedAttention:
+def _dense(name: str, case: MaskCase, mask: BlockMask, run: RunConfig) -> Built:
+    if not is_plain(case.mask):
+        raise Unsupported(f"{name} takes no mask but the causal one")
+    shape = shape_of(case)
+    return Built(attend=build(name, shape, run.device), kernel=kernel_name(name, shape, run.device))
+
+
+def _sdpa_mask(case: MaskCase, mask: BlockMask, run: RunConfig) -> Built:
+    """SDPA with a bool mask of (queries, keys): it computes every pair and drops those that are masked."""
+    return Built(attend=partial(F.scaled_dot_product_attention, attn_mask=mask.to_dense()))
+
+
+def _torch_varlen(case: MaskCase, mask: BlockMask, run: RunConfig) -> Built:
     """PyTorch's own packed attention (FlashAttention-2)."""
     lengths = document_lengths(case.mask)
     if run.device == "cpu" or case.dtype == "float32":
         raise Unsupported("torch.nn.attention.varlen needs CUDA and 16 bits")
     from torch.nn.attention.varlen import varlen_attn
 
-    cu_seqlens = _cu_seqlens(case)[0].to(run.device)
-    window = (-1, 0) if case.mask.endswith("+causal") else (-1, -1)
-    return MaskedAttention(
-        attend=lambda q, k, v: varlen_attn(
-            q, k, v, cu_seqlens, cu_seqlens, max(lengths), max(lengths), window_size=window
-        ),
-        pack=_pack,
-        unpack=_unpack,
-    )
+    ends, longest, window = _ends(lengths, run), max(lengths), (-1, 0) if is_causal(case) else (-1, -1)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Any:
+        return varlen_attn(q, k, v, ends, ends, longest, longest, window_size=window)
+
+    return Built(attend=attend, pack=_pack, unpack=_unpack)
 
 
-def _cu_seqlens(case: MaskCase) -> tuple[Tensor, int]:
-    lengths = document_lengths(case.mask)
-    return torch.tensor([0, *lengths]).cumsum(0).to(torch.int32), max(lengths)
+def _ends(lengths: list[int], run: RunConfig) -> Tensor:
+    """Where documents begin and end in the packed tokens."""
+    return torch.tensor([0, *lengths]).cumsum(0).to(torch.int32).to(run.device)
 
 
 def _pack(x: Tensor) -> Tensor:
@@ -181,98 +178,57 @@ def _unpack(x: Tensor) -> Tensor:
     return x.transpose(0, 1)[None]
 
 
-def _padded(case: MaskCase, mask: BlockMask, run: RunConfig) -> MaskedAttention:
+def _padded(case: MaskCase, mask: BlockMask, run: RunConfig) -> Built:
     """SDPA on a batch of documents padded to the longest: what a batch costs without packing."""
     lengths = [length for length in document_lengths(case.mask) if length]
-    causal, longest = case.mask.endswith("+causal"), max(lengths)
-    counts = torch.tensor(lengths)
-    document = torch.arange(len(lengths)).repeat_interleave(counts).to(run.device)
-    position = torch.cat([torch.arange(length) for length in lengths]).to(run.device)
+    causal, longest = is_causal(case), max(lengths)
+    exists = (torch.arange(longest) < torch.tensor(lengths)[:, None]).to(run.device)  # (documents, longest)
     # Under the causal mask no real query sees the padding behind it; without, it has to be masked.
-    exists = (torch.arange(longest) < counts[:, None])[:, None, None].to(run.device)
-    key_mask = None if causal else exists.expand(-1, 1, longest, -1)
+    key_mask = None if causal else exists[:, None, None].expand(-1, 1, longest, -1)
 
     def pack(x: Tensor) -> Tensor:
         padded = x.new_zeros(len(lengths), longest, x.shape[1], x.shape[3])
-        padded[document, position] = x[0].transpose(0, 1)
+        padded[exists] = x[0].transpose(0, 1)
         return padded.transpose(1, 2)
 
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=key_mask, is_causal=causal)
+    def unpack(x: Tensor) -> Tensor:
+        return x.transpose(1, 2)[exists].transpose(0, 1)[None]
 
-    return MaskedAttention(
-        attend=attend, pack=pack, unpack=lambda x: x.transpose(1, 2)[document, position].transpose(0, 1)[None]
-    )
-
-
-def _eager(case: MaskCase, mask: BlockMask, run: RunConfig) -> MaskedAttention:
-    dense = mask.to_dense()
-    return MaskedAttention(attend=lambda q, k, v: attention_reference(q, k, v, mask=dense))
+    attend = partial(F.scaled_dot_product_attention, attn_mask=key_mask, is_causal=causal)
+    return Built(attend=attend, pack=pack, unpack=unpack)
 
 
-def _tiled(case: MaskCase, mask: BlockMask, run: RunConfig) -> MaskedAttention:
-    return MaskedAttention(attend=lambda q, k, v: flash_attention(q, k, v, block_mask=mask, backend="tiled"))
-
-
-def _sdpa_mask(case: MaskCase, mask: BlockMask, run: RunConfig) -> MaskedAttention:
-    """SDPA with a bool mask of (queries, keys): it computes every pair and drops those that are masked."""
-    dense = mask.to_dense()
-    return MaskedAttention(
-        attend=lambda q, k, v: torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=dense)
-    )
-
-
-def _dense(name: str) -> Callable[[MaskCase, BlockMask, RunConfig], MaskedAttention]:
-    def builder(case: MaskCase, mask: BlockMask, run: RunConfig) -> MaskedAttention:
-        if not is_plain(case.mask):
-            raise Unsupported(f"{name} takes no mask but the causal one")
-        shape = shape_of(case)
-        return MaskedAttention(attend=build(name, shape, run.device), kernel=kernel_name(name, shape, run.device))
-
-    return builder
-
-
-def _flex(case: MaskCase, mask: BlockMask, run: RunConfig) -> MaskedAttention:
+def _flex(case: MaskCase, mask: BlockMask, run: RunConfig) -> Built:
     """FlexAttention, compiled, with the same tile lists; its token predicate is arithmetic where the mask has one."""
     if run.device == "cpu":
         raise Unsupported("compiled FlexAttention is measured on a GPU: on CPU it compiles anew for each mask")
     if case.mask == "full":
-        return MaskedAttention(attend=build("flex", shape_of(case), run.device))
+        return Built(attend=build("flex", shape_of(case), run.device))
     if min(case.query_block, case.key_block) < FLEX_BLOCK:
         raise Unsupported(f"FlexAttention's backward has no kernel for mask tiles below {FLEX_BLOCK} (PyTorch 2.11)")
-    flex, block_mask = compiled_flex(dynamic=False), mask.to_flex(_predicate(case, mask))
-    return MaskedAttention(attend=lambda q, k, v: flex(q, k, v, block_mask=block_mask))
+    return Built(attend=partial(compiled_flex(dynamic=False), block_mask=mask.to_flex(_predicate(case, mask))))
 
 
-def _predicate(case: MaskCase, mask: BlockMask) -> Call | None:
-    causal = "causal" in case.mask.split("+")
+def _predicate(case: MaskCase, mask: BlockMask) -> Callable[..., Tensor] | None:
     if case.mask == "causal":
         return lambda batch, head, query, key: query >= key
-    if case.mask.startswith("document:"):
-        lengths = torch.tensor(document_lengths(case.mask))
-        ids = torch.arange(len(lengths)).repeat_interleave(lengths).to(mask.device)
-        if causal:
-            return lambda batch, head, query, key: (ids[query] == ids[key]) & (query >= key)
-        return lambda batch, head, query, key: ids[query] == ids[key]
-    return None
+    if not case.mask.startswith("document:"):
+        return None
+    lengths = torch.tensor(document_lengths(case.mask))
+    ids = torch.arange(len(lengths)).repeat_interleave(lengths).to(mask.device)
+    if is_causal(case):
+        return lambda batch, head, query, key: (ids[query] == ids[key]) & (query >= key)
+    return lambda batch, head, query, key: ids[query] == ids[key]
 
 
-BUILDERS: dict[str, Callable[[MaskCase, BlockMask, RunConfig], MaskedAttention]] = {
+BUILDERS: dict[str, Callable[[MaskCase, BlockMask, RunConfig], Built]] = {
     "eager": _eager,
     "tiled": _tiled,
     "triton": _triton,
     "triton_lists": _lists,
-    "hopper": _dense("hopper"),
-    "sdpa_flash": _dense("sdpa_flash"),
-    "sdpa_cudnn": _dense("sdpa_cudnn"),
+    **{name: partial(_dense, name) for name in ("hopper", "sdpa_flash", "sdpa_cudnn")},
     "sdpa_mask": _sdpa_mask,
     "sdpa_padded": _padded,
     "torch_varlen": _torch_varlen,
     "flex": _flex,
 }
-
-
-def mask_of(case: MaskCase, device: str, seed: int) -> BlockMask:
-    """The mask that `case` names, on `device`."""
-    size = (case.query_block, case.key_block)
-    return parse_mask(case.mask, seqlen=case.seqlen_q, block_size=size, seed=seed, device=device)

@@ -9,35 +9,24 @@ a slow dense path of ours flatters nothing.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
-from functools import lru_cache
+from collections.abc import Iterator, Mapping
+from functools import lru_cache, partial
 from typing import Any
 
 import pandas as pd
-import torch
-from torch import Tensor
 
 from cs336_systems.accounting import ATTENTION_FLOPS_PER_PAIR, eager_attention_bytes, tflops_per_s
 from cs336_systems.attention import BlockMask
 from cs336_systems.attention.contract import Oracle, compute_oracle
 from cs336_systems.config import DTypeName, MaskCase, RunConfig
-from cs336_systems.experiments.attention import (
-    BACKWARD,
-    BOTH,
-    CPU_BUDGET_MS,
-    FORWARD,
-    GPU_BUDGET_MS,
-    MODE_WORDS,
-    PEAK,
-    checked_error,
-)  # fmt: skip
+from cs336_systems.experiments.attention import BACKWARD, BOTH, FORWARD, MODE_WORDS, PEAK, measure_passes
 from cs336_systems.experiments.frames import speed, tuples
 from cs336_systems.experiments.mask_implementations import build_masked, is_plain, mask_of, shape_of
 from cs336_systems.experiments.spec import Cell, Experiment, Row, Sample
-from cs336_systems.experiments.tables import Listing
+from cs336_systems.experiments.tables import Listing, Pivot, TableSpec
 from cs336_systems.inputs import AttentionInputs, attention_inputs
-from cs336_systems.measure.memory import MIB, peak_cuda_bytes, release
-from cs336_systems.measure.timing import MIN_SAMPLES, time_calls, time_once
+from cs336_systems.measure.memory import release
+from cs336_systems.measure.timing import MIN_SAMPLES, time_calls
 
 DENSITY = Row(mode="forward", quantity="density", unit="1")
 BLOCK_DENSITY = Row(mode="forward", quantity="block_density", unit="1")
@@ -71,12 +60,8 @@ def mask_cell(case: MaskCase, implementation: str, run: RunConfig, *, mask_time:
     rows += [MASK_TIME] if mask_time else []
     rows += [PEAK] if run.device == "cuda" else []
     quadratic = implementation in DENSE_MASK
-    return Cell(
-        case=case,
-        implementation=implementation,
-        rows=tuple(rows),
-        predicted_bytes=eager_attention_bytes(shape_of(case), "forward_backward") if quadratic else 0,
-    )
+    predicted = eager_attention_bytes(shape_of(case), "forward_backward") if quadratic else 0
+    return Cell(case=case, implementation=implementation, rows=tuple(rows), predicted_bytes=predicted)
 
 
 def names_of(run: RunConfig, ours: tuple[str, ...], peers: tuple[str, ...]) -> tuple[str, ...]:
@@ -95,101 +80,38 @@ def mask_case(
     handout = run.scale == "handout"
     dtype: DTypeName = "bfloat16" if run.device == "cuda" else "float32"
     query_block, key_block = blocks if handout else (64, 64)
+    heads, head_dim = (heads, head_dim) if handout else (SMALL_HEADS, SMALL_HEAD_DIM)
     return MaskCase(
-        mask=mask,
-        batch=1,
-        heads=heads if handout else SMALL_HEADS,
-        seqlen_q=seqlen,
-        head_dim=head_dim if handout else SMALL_HEAD_DIM,
-        dtype=dtype,
-        query_block=query_block,
+        mask=mask, batch=1, heads=heads, seqlen_q=seqlen, head_dim=head_dim, dtype=dtype, query_block=query_block,
         key_block=key_block,
-    )
+    )  # fmt: skip
 
 
 def measure_masked(cell: Cell, run: RunConfig) -> Iterator[Sample]:
-    """Measure the promised rows of `cell`; each pass is checked against the float64 oracle before it is timed."""
-    case, device = cell.case, run.device
-    mask = _mask(case, device, run.seed)
+    """The shares of the mask that ran, then the passes; see `measure_passes`."""
+    case = cell.case
+    mask, inputs = _mask_and_inputs(case, run.device, run.seed)
     yield Sample(row=DENSITY, samples=[mask.density])
     yield Sample(row=BLOCK_DENSITY, samples=[mask.block_density])
-    implementation = build_masked(cell.implementation, case, mask, run)
-    kernel, attend, unpack = implementation.kernel, implementation.attend, implementation.unpack
-    interpreted = kernel.startswith("interpreter")
-    inputs = _inputs(case, device, run.seed)
-    q, k, v, grad_output = (implementation.pack(x) for x in inputs)
-
-    results: list[Tensor] = []
-
-    def forward() -> None:
-        with torch.no_grad():
-            results[:] = [attend(q, k, v)]
-
-    leaves = [x.detach().clone().requires_grad_() for x in (q, k, v)]
-
-    def both() -> None:
-        results[:] = torch.autograd.grad(attend(*leaves), leaves, grad_output)
-
-    def timed(row: Row, call: Callable[[], object], first_ms: float, error: float) -> Iterator[Sample]:
-        if row not in cell.rows:
-            return
-        budget_ms = GPU_BUDGET_MS if device == "cuda" else CPU_BUDGET_MS
-        # An interpreted call takes seconds and says nothing of speed: the one that was checked is its only sample.
-        samples = [first_ms] if interpreted else time_calls(call, device=device, warmup=1, budget_ms=budget_ms)
-        yield Sample(row=row, samples=samples, kernel=kernel, error=error)
-
-    # forward
-    first_ms = time_once(forward, device)
-    oracle = _oracle(case, device, run.seed)  # after the first call: what does not fit needs no oracle
-    error = checked_error(oracle, {"output": unpack(results[0])}, cell.implementation)
-    yield from timed(FORWARD, forward, first_ms, error)
-    if MASK_TIME in cell.rows and implementation.build_mask is not None:
-        samples = time_calls(implementation.build_mask, device=device, num_samples=MIN_SAMPLES)
-        yield Sample(row=MASK_TIME, samples=samples)
-    if all(row.mode == "forward" for row in cell.rows):
-        return
-
-    # forward and backward
-    first_ms = time_once(both, device)
-    gradients = {name: unpack(x) for name, x in zip(("grad_q", "grad_k", "grad_v"), results)}
-    error = max(error, checked_error(oracle, gradients, cell.implementation))
-    yield from timed(BOTH, both, first_ms, error)
-
-    # backward
-    results.clear()
-    release(device)
-    graph = attend(*leaves)
-
-    def backward() -> None:
-        torch.autograd.grad(graph, leaves, grad_output, retain_graph=True)
-
-    yield from timed(BACKWARD, backward, time_once(backward, device), error)
-    del graph
-
-    # memory
-    if PEAK in cell.rows:
-        results.clear()
-        yield Sample(row=PEAK, samples=[peak_cuda_bytes(both) / MIB], kernel=kernel)
+    built = build_masked(cell.implementation, case, mask, run)
+    if MASK_TIME in cell.rows and built.build_mask is not None:
+        yield Sample(row=MASK_TIME, samples=time_calls(built.build_mask, device=run.device, num_samples=MIN_SAMPLES))
+    yield from measure_passes(cell, run, built, inputs, lambda: _oracle(case, run.device, run.seed))
 
 
-# All three are shared by the implementations of a case, which a sweep visits one after the other.
+# Both are shared by the implementations of a case, which a sweep visits one after the other.
 @lru_cache(maxsize=1)
-def _mask(case: MaskCase, device: str, seed: int) -> BlockMask:
-    _inputs.cache_clear()
+def _mask_and_inputs(case: MaskCase, device: str, seed: int) -> tuple[BlockMask, AttentionInputs]:
     _oracle.cache_clear()
     release(device)
-    return mask_of(case, device, seed)
-
-
-@lru_cache(maxsize=1)
-def _inputs(case: MaskCase, device: str, seed: int) -> AttentionInputs:
-    return attention_inputs(shape_of(case), device=device, seed=seed)
+    return mask_of(case, device, seed), attention_inputs(shape_of(case), device=device, seed=seed)
 
 
 @lru_cache(maxsize=1)
 def _oracle(case: MaskCase, device: str, seed: int) -> Oracle:
-    token_mask = None if is_plain(case.mask) else _mask(case, device, seed).to_dense()
-    oracle = compute_oracle(*_inputs(case, device, seed), is_causal=case.mask == "causal", mask=token_mask)
+    mask, inputs = _mask_and_inputs(case, device, seed)
+    token_mask = None if is_plain(case.mask) else mask.to_dense()
+    oracle = compute_oracle(*inputs, is_causal=case.mask == "causal", mask=token_mask)
     del token_mask
     release(device)
     return oracle
@@ -254,7 +176,7 @@ def _dense_key(row: Mapping[str, Any], causal: bool) -> tuple[Any, ...]:
     return (row["mode"], causal, *(row[name] for name in ("batch", "heads", "seqlen_q", "head_dim", "dtype", "run")))
 
 
-def dense_tables(**where: Any) -> dict[str, Listing]:
+def dense_tables(**where: Any) -> dict[str, TableSpec]:
     """A table for each pass: every mask and implementation beside dense attention and the two ideals."""
     return {
         mode: Listing(
@@ -269,3 +191,9 @@ def dense_tables(**where: Any) -> dict[str, Listing]:
         )
         for mode, words in MODE_WORDS.items()
     }  # fmt: skip
+
+
+MASK_TIMES = partial(Pivot, where={"quantity": "mask_time"})
+PEAKS = Pivot(
+    title="peak memory, forward + backward", down={"mask": "pattern"}, unit="GiB", where={"quantity": "peak_memory"}
+)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from cs336_systems.config import AttentionShape, RunConfig
@@ -12,11 +13,12 @@ from cs336_systems.experiments.attention import (
     FORWARD,
     PEAK,
     SAVED,
-    attention_cell,
+    AttentionExperiment,
     measure_attention,
+    sized_shape,
 )
 from cs336_systems.experiments.figures import Lines
-from cs336_systems.experiments.spec import Cell, Experiment, Sample, problem
+from cs336_systems.experiments.spec import Cell, Sample, problem
 from cs336_systems.experiments.tables import Pick, Wide
 
 BATCH = 8
@@ -35,9 +37,7 @@ HEAD_DIMS = {"tiny": (32,), "smoke": (32, 64), "handout": (16, 32, 64, 128)}
 def shapes(run: RunConfig) -> list[AttentionShape]:
     """Batch 8, one head, no mask, float32: every head dim with every length."""
     return [
-        AttentionShape(
-            batch=BATCH, heads=1, seqlen_q=seqlen, seqlen_k=seqlen, head_dim=head_dim, is_causal=False, dtype="float32"
-        )
+        replace(sized_shape(run, BATCH, 1, seqlen, head_dim, False), dtype="float32")
         for head_dim in HEAD_DIMS[run.scale]
         for seqlen in LENGTHS[run.scale]
     ]
@@ -55,10 +55,11 @@ def _memory(quantity: str) -> Pick:
 
 
 @problem()
-class PyTorchAttention(Experiment):
-    def cells(self, run: RunConfig) -> list[Cell]:
-        rows = (FORWARD, SAVED, BEFORE_BACKWARD, BACKWARD, PEAK)
-        return [attention_cell(shape, "eager", run, rows) for shape in shapes(run)]
+class PyTorchAttention(AttentionExperiment):
+    rows = (FORWARD, SAVED, BEFORE_BACKWARD, BACKWARD, PEAK)
+
+    def cases(self, run: RunConfig) -> list[AttentionShape]:
+        return shapes(run)
 
     def measure(self, cell: Cell, run: RunConfig) -> Iterator[Sample]:
         return measure_attention(cell, run, num_samples=num_passes(cell, run))

@@ -16,31 +16,30 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 
-from cs336_systems.config import AttentionShape, RunConfig
-from cs336_systems.experiments.attention import BOTH, FORWARD, attention_columns, sized_shape
+from cs336_systems.config import RunConfig
+from cs336_systems.experiments.attention import BOTH, BY_SHAPE, FORWARD, AttentionExperiment
 from cs336_systems.experiments.figures import Bars
 from cs336_systems.experiments.implementations import AttentionFunction, without_overhead
-from cs336_systems.experiments.spec import BY_TURNS, Cell, Experiment, Row, Sample, problem
+from cs336_systems.experiments.spec import BY_TURNS, Cell, Row, Sample, problem
 from cs336_systems.experiments.tables import Pivot
 from cs336_systems.experiments.turns import Call, Turn, measure_by_turns
 from cs336_systems.measure.timing import synchronize, time_calls
 
-# (batch, heads, length, head_dim), causal: one head, as the handout's grid has it; some heads; and a call of 1 ms.
+# (batch, heads, length, head_dim, causal): one head, as the handout's grid has it; some heads; and a call of 1 ms.
 SHAPES = {
-    "tiny": ((1, 1, 64, 64),),
-    "smoke": ((1, 1, 128, 64),),
+    "tiny": ((1, 1, 64, 64, True),),
+    "smoke": ((1, 1, 128, 64, True),),
     "handout": (
-        (1, 1, 1024, 64),
-        (1, 1, 2048, 16),
-        (1, 1, 2048, 64),
-        (1, 1, 2048, 128),
-        (1, 8, 1024, 64),
-        (1, 16, 512, 64),
-        (8, 16, 2048, 128),
+        (1, 1, 1024, 64, True),
+        (1, 1, 2048, 16, True),
+        (1, 1, 2048, 64, True),
+        (1, 1, 2048, 128, True),
+        (1, 8, 1024, 64, True),
+        (1, 16, 512, 64, True),
+        (8, 16, 2048, 128, True),
     ),
 }
 GRAPH_FORWARD = Row(mode="forward", quantity="graph_time", unit="ms")
@@ -55,12 +54,10 @@ GRAPH_SAMPLES = 10
 
 
 @problem(title="What short attention calls take: the host, both, and the GPU alone, by turns", order=3)
-class ShortCalls(Experiment):
+class ShortCalls(AttentionExperiment):
     implementations = ("triton", "hopper", "sdpa_flash", "sdpa_cudnn")
     by_turns = True
-
-    def cases(self, run: RunConfig) -> list[AttentionShape]:
-        return [sized_shape(run, *sizes, True) for sizes in SHAPES[run.scale]]
+    sizes = SHAPES
 
     def cells(self, run: RunConfig) -> list[Cell]:
         rows = tuple(replace(row, implementation=name) for name in self.implementations for row in ROWS[run.device])
@@ -70,13 +67,10 @@ class ShortCalls(Experiment):
         """All implementations of a shape by turns, and the reasons of those that are left out."""
         return measure_by_turns(cell, run, partial(turns, device=run.device), num_rounds=ROUNDS[run.device])
 
-    def columns(self, row: dict[str, Any]) -> dict[str, Any]:
-        return attention_columns(row)
-
     tables = {
         quantity: Pivot(
             title=words,
-            down={"batch × heads × length × head dim": "shape", "pass": "pass"},
+            down={**BY_SHAPE, "pass": "pass"},
             unit="µs",
             where={"quantity": quantity},
             by_turns=True,

@@ -19,6 +19,7 @@ from typing import Any
 import pandas as pd
 import torch
 
+from cs336_systems.attention.backends import HOPPER_CAPABILITY
 from cs336_systems.attention.compilation import arch_of_capability, compile_all, compiled_launches
 from cs336_systems.attention.tiles import KernelConfig, target_of, tuning_grid
 from cs336_systems.attention.tiles.grid import TMA_TARGETS
@@ -33,7 +34,7 @@ from cs336_systems.experiments.attention import (
 )  # fmt: skip
 from cs336_systems.experiments.figures import Heat
 from cs336_systems.experiments.frames import tuples
-from cs336_systems.experiments.implementations import HOPPER_CAPABILITY, chosen_tiles
+from cs336_systems.experiments.implementations import chosen_tiles
 from cs336_systems.experiments.spec import Cell, Experiment, Row, Sample, Unsupported, problem
 from cs336_systems.experiments.tables import Listing, Pivot
 from cs336_systems.experiments.tuning import launches_of
@@ -118,13 +119,13 @@ class TileChoice(Experiment):
             yield Sample(row=COMPILE, samples=[compile_ahead(run)])
             return
         shape, device = cell.case, run.device
-        inputs = inputs_of(shape, device, run.seed, False)
+        inputs = inputs_of(shape, device, run.seed)
         try:
             call, configs = launches_of(inputs, shape.is_causal, cell_configs(cell.implementation, shape, run))
             results = call()
         except TritonError as error:  # does not compile, or not into this GPU's shared memory
             raise Unsupported(f"{cell.implementation}: {str(error).strip().splitlines()[0]}") from None
-        error_ratio = checked_error(oracle_of(shape, device, run.seed, False), results, cell.implementation)
+        error_ratio = checked_error(oracle_of(shape, device, run.seed), results, cell.implementation)
         del results
         (row,) = cell.rows
         kernel = " ".join(config.name for config in configs)

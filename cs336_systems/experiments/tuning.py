@@ -19,7 +19,7 @@ from torch import Tensor
 from cs336_systems.attention.compilation import CompileRequest
 from cs336_systems.attention.tiles import KernelConfig, head_tile
 from cs336_systems.config import BYTES_PER_ELEMENT, AttentionShape, RunConfig
-from cs336_systems.experiments.attention import BACKWARD, FORWARD, GPU_BUDGET_MS, checked_error, inputs_of, oracle_of
+from cs336_systems.experiments.attention import BACKWARD, BUDGET_MS, FORWARD, checked_error, inputs_of, oracle_of
 from cs336_systems.experiments.implementations import chosen_tiles
 from cs336_systems.experiments.records import Record, case_key, case_to_dict, latest
 from cs336_systems.experiments.spec import Cell, Row, Sample, Unsupported
@@ -52,15 +52,15 @@ def measure_tune_flash(cell: Cell, run: RunConfig) -> Iterator[Sample]:
     from triton.runtime.errors import OutOfResources
 
     shape, config = cell.case, KernelConfig.from_name(cell.implementation)
-    inputs = inputs_of(shape, run.device, run.seed, False)
+    inputs = inputs_of(shape, run.device, run.seed)
     try:
         call, configs = launches_of(inputs, shape.is_causal, [config])
         results = call()
     except OutOfResources as error:
         raise Unsupported(f"{config.name}: {error}") from None
-    error_ratio = checked_error(oracle_of(shape, run.device, run.seed, False), results, cell.implementation)
+    error_ratio = checked_error(oracle_of(shape, run.device, run.seed), results, cell.implementation)
     del results
-    samples = time_calls(call, device=run.device, warmup=1, budget_ms=GPU_BUDGET_MS)
+    samples = time_calls(call, device=run.device, warmup=1, budget_ms=BUDGET_MS[run.device])
     kernel = " ".join(used.name for used in configs)
     yield Sample(row=row_of(config), samples=samples, kernel=kernel, error=error_ratio)
 
