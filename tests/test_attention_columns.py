@@ -105,8 +105,8 @@ def test_a_kernels_longest_waits_are_waits():
 
 def test_an_interval_is_of_the_rounds_ratios():
     rounds = [1.0 + number / 100 for number in range(8)]
-    records = [row("long_calls", SHAPE, "hopper", [1.0] * 8), row("long_calls", SHAPE, "triton", rounds)]
-    interval = load("long_calls").numbers(frame_of("long_calls", *records))["interval"]
+    records = [row("attention_shapes", SHAPE, "hopper", [1.0] * 8), row("attention_shapes", SHAPE, "triton", rounds)]
+    interval = load("attention_shapes").numbers(frame_of("attention_shapes", *records))["interval"]
     assert interval("hopper", "triton", mode="forward") == "1.00 to 1.07", "of eight the least and the largest"
 
 

@@ -38,10 +38,14 @@ def sizes_of(cell: Cell) -> tuple[int, int, int, int, bool]:
 def test_every_implementation_has_every_shape():
     found = cells(HANDOUT)
     assert {sizes_of(cell) for cell in found} == set(SHAPES["handout"])
-    assert len(found) == len(SHAPES["handout"]) * len(AttentionShapes.implementations)
-    assert {cell.case.dtype for cell in found} == {"bfloat16"}
+    assert len(found) == len(SHAPES["handout"]) and {cell.case.dtype for cell in found} == {"bfloat16"}
     for cell in found:
-        assert {row.mode for row in cell.rows if row.quantity == "time"} == {"forward", "backward", "forward_backward"}
+        assert not cell.alone and cell.implementations == AttentionShapes.implementations
+        assert [(row.implementation, row.mode) for row in cell.rows] == [
+            (name, mode)
+            for name in AttentionShapes.implementations
+            for mode in ("forward", "backward", "forward_backward")
+        ]
 
 
 # Measuring
@@ -49,7 +53,7 @@ def test_every_implementation_has_every_shape():
 
 def test_a_fast_row_keeps_few_samples_unless_a_number_was_asked_for():
     run = RunConfig(scale="tiny", device="cpu")
-    cell = next(cell for cell in cells(run) if cell.implementation == "sdpa_flash")
+    cell = next(cell for cell in PROBLEMS["leaderboard_2025"].cells(run) if cell.implementation == "sdpa_flash")
     kept = {len(measurement.samples) for measurement in measure_attention(cell, run)}
     assert max(kept) <= KEPT_SAMPLES
     asked = {len(measurement.samples) for measurement in measure_attention(cell, run, num_samples=KEPT_SAMPLES + 1)}
@@ -70,7 +74,7 @@ def test_a_gpu_rests_then_runs_until_its_clock_has_settled(monkeypatch):
 def test_what_settles_a_clock_is_the_pass_that_is_timed_next(device, settled, monkeypatch):
     """A CPU stands in for the GPU, with nothing but its name; a CPU itself settles nothing."""
     run = RunConfig(scale="tiny", device="cpu")
-    cell = next(cell for cell in cells(run) if cell.implementation == "sdpa_flash")
+    cell = next(cell for cell in PROBLEMS["leaderboard_2025"].cells(run) if cell.implementation == "sdpa_flash")
     cell = replace(cell, rows=(attention.FORWARD, attention.BACKWARD, attention.BOTH))
     inputs = attention_inputs(cell.case, device="cpu")
     oracle = compute_oracle(*inputs, is_causal=cell.case.is_causal)

@@ -65,8 +65,8 @@ REFUSALS = {
     "model-class": (["--all", "--model", "tests.broken_models:Nobody"], "Nobody"),
     "model-constructor": (["--all", "--model", "torch.nn:Linear"], "vocab_size"),
     "model-unused": (
-        ["flash_benchmarking", "long_calls", "--model", "cs336_systems.model:TransformerLM"],
-        "error: --model has no effect on flash_benchmarking, long_calls",
+        ["flash_benchmarking", "attention_shapes", "--model", "cs336_systems.model:TransformerLM"],
+        "error: --model has no effect on flash_benchmarking, attention_shapes",
     ),
     "seed": (["--all", "--seed", "-1"], "seed must not be negative"),
     "seed-large": (["--all", "--seed", str(2**63)], "seed must be at most 9223372036854775807"),

@@ -1,17 +1,15 @@
-"""Our kernels beside the fastest of the libraries on shapes that models use.
+"""Our kernels beside the fastest of the libraries on shapes that models use, all taking turns.
 
 How fast are the kernels where a GPU is full: batches, heads and lengths of real training steps, head dims 64 and 128,
-bfloat16. What calls take that are too short for that, `short_calls` measures; and the longest by turns, `long_calls`.
+bfloat16. What calls take that are too short for that, `short_calls` measures.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from cs336_systems.config import RunConfig
-from cs336_systems.experiments.attention import AttentionExperiment, rate_tables
+from cs336_systems.experiments.attention import rate_tables
 from cs336_systems.experiments.figures import Bars
 from cs336_systems.experiments.spec import problem
+from cs336_systems.experiments.turns import AttentionByTurns
 
 # (batch, heads, length, head_dim, causal). The first is the 2025 leaderboard's; the last is the 2026 leaderboard's 8B
 # step; 64 heads of 8192 are the shape of MagiAttention's published table.
@@ -34,16 +32,11 @@ SHAPES = {
 
 
 @problem(title="Attention on shapes of real models", order=1)
-class AttentionShapes(AttentionExperiment):
-    implementations = ("triton", "hopper", "sdpa_cudnn", "sdpa_flash", "flex")
-    takes = "attention"
+class AttentionShapes(AttentionByTurns):
+    implementations = ("triton", "hopper", "sdpa_cudnn", "flex", "flex_flash", "fa4")
     sizes = SHAPES
-    settled = True
 
-    def names(self, run: RunConfig) -> Sequence[str]:
-        return self.implementations[: -1 if run.scale == "tiny" else None]  # flex compiles for seconds
-
-    tables = rate_tables((("hopper", "sdpa_cudnn"), ("hopper", "flex"), ("triton", "sdpa_cudnn"), ("triton", "flex")))
+    tables = rate_tables((("hopper", "fa4"), ("hopper", "sdpa_cudnn"), ("triton", "sdpa_cudnn"), ("triton", "flex")))
     figures = {
         "forward_backward": Bars(
             title="Attention forward + backward on shapes of real models",

@@ -1,36 +1,35 @@
 """What each technique of the attention kernels adds on a Hopper GPU, rung by rung on the same inputs in one run.
 
 The handout's forward, with the backward of the PyTorch stage; then both passes in Triton, tiles read through pointers,
-tiles read by the copy engine (TMA); then the Gluon kernels with warps that copy and warp groups that multiply: their
-forward alone, with the backward in two passes that stays bit-reproducible, and with the backward of five matmuls. cuDNN
-is the mark to reach.
+tiles read by the copy engine (TMA); then the Gluon kernels with warps that copy and warp groups that multiply: with
+additions to dQ in a fixed order, and as they come. cuDNN and FlashAttention-4 are the marks to reach.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
-import pandas as pd
 import torch
 
 from cs336_systems.attention import AttentionConfig, flash_attention
 from cs336_systems.attention.backends import HOPPER_CAPABILITY
 from cs336_systems.attention.tiles.config import KERNELS
-from cs336_systems.config import AttentionShape, RunConfig
-from cs336_systems.experiments.attention import AttentionExperiment, measure_attention, rate_tables
+from cs336_systems.config import AttentionShape
+from cs336_systems.experiments.attention import rate_tables
 from cs336_systems.experiments.figures import Bars
 from cs336_systems.experiments.implementations import Built, build, chosen_tiles, kernel_name
-from cs336_systems.experiments.spec import Cell, Sample, Unsupported, problem
+from cs336_systems.experiments.spec import Unsupported, problem
+from cs336_systems.experiments.turns import AttentionByTurns, named
 
 RUNGS = {  # what is new
     "triton_first": "the handout's forward in Triton",
     "triton_pointers": "Triton, tiles through pointers",
     "triton_tma": "tiles by TMA",
-    "hopper_deterministic": "Gluon forward",
-    "hopper": "Gluon backward",
+    "hopper_deterministic": "Gluon, dQ in a fixed order",
+    "hopper": "Gluon",
     "sdpa_cudnn": "cuDNN",
+    "fa4": "FlashAttention-4",
 }
 SHAPES = {
     "tiny": ((1, 1, 64, 64, True),),
@@ -46,22 +45,17 @@ SHAPES = {
 
 
 @problem(title="From Triton with pointers to Gluon on Hopper: what each rung adds", order=5)
-class HopperLadder(AttentionExperiment):
+class HopperLadder(AttentionByTurns):
     implementations = tuple(RUNGS)
     sizes = SHAPES
 
-    def measure(self, cell: Cell, run: RunConfig) -> Iterator[Sample]:
-        """A rung, each pass checked against the oracle first."""
-        return measure_attention(cell, run, settled=True, built=build_rung(cell.implementation, cell.case, run.device))
+    def built(self, name: str, shape: AttentionShape, device: str) -> Built:
+        return build_rung(name, shape, device)
 
     def columns(self, row: dict[str, Any]) -> dict[str, Any]:
         return super().columns(row) | {"rung": RUNGS.get(row["implementation"], "")}
 
-    def numbers(self, frame: pd.DataFrame) -> dict[str, Any]:
-        """`fa4`: where the page's ratios to FlashAttention-4 come from, which no record has."""
-        return {"fa4": "a bench by turns on one H200, eight rounds, torch 2.11, FlashAttention-4 CuTe 4.0.0b36"}
-
-    tables = rate_tables((*zip(tuple(RUNGS)[1:5], RUNGS), ("hopper", "sdpa_cudnn")))
+    tables = rate_tables((*zip(tuple(RUNGS)[1:5], RUNGS), ("hopper", "sdpa_cudnn"), ("hopper", "fa4")))
     figures = {
         "forward_backward": Bars(
             title="What each rung adds, forward + backward",
@@ -80,15 +74,14 @@ def build_rung(name: str, shape: AttentionShape, device: str) -> Built:
         raise ValueError(f"rung must be one of {', '.join(RUNGS)}, got {name!r}")
     if name == "hopper_deterministic":
         build("hopper", shape, device)  # refuses what cannot run here
-        forward, backward = (kernel_name(one, shape, device).split() for one in ("hopper", "triton"))
         attend = partial(flash_attention, is_causal=shape.is_causal, backend="hopper", deterministic=True)
-        return Built(attend=attend, kernel=" ".join((forward[0], *backward[1:])))
+        return Built(attend=attend, kernel=f"{kernel_name('hopper', shape, device)} in order")
     if name in ("triton_pointers", "triton_tma"):
         config = _triton_config(shape, device, tma=name == "triton_tma")
         attend = partial(flash_attention, is_causal=shape.is_causal, backend="triton", config=config)
         kernel = config.names.replace(",", " ")
         return Built(attend=attend, kernel=kernel if device == "cuda" else f"interpreter {kernel}")
-    return Built(attend=build(name, shape, device), kernel=kernel_name(name, shape, device))
+    return named(name, shape, device)
 
 
 def _triton_config(shape: AttentionShape, device: str, *, tma: bool) -> AttentionConfig:

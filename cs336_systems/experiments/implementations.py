@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
+from importlib.metadata import version
 from typing import Any
 
 import torch
@@ -31,11 +32,12 @@ AttentionFunction = Callable[[Tensor, Tensor, Tensor], Any]  # -> Tensor; some r
 
 OURS = ("eager", "compiled", "tiled", "tiled_compiled", "triton_first", "triton", "hopper")
 STAGES = ("eager", "compiled", "tiled", "triton_first", "triton", "hopper")  # each beside the one before
-PEERS = ("sdpa_flash", "sdpa_cudnn", "sdpa_efficient", "flex")
+PEERS = ("sdpa_flash", "sdpa_cudnn", "sdpa_efficient", "flex", "flex_flash", "fa4")
 IMPLEMENTATIONS = OURS + PEERS
 # Nothing that compiles for seconds.
 TINY_IMPLEMENTATIONS = ("eager", "tiled", "triton_first", "triton", "sdpa_flash", "sdpa_cudnn")
-COMPILED = ("compiled", "tiled_compiled", "triton_first", "triton", "hopper", "flex")  # whose first call compiles
+# Whose first call compiles.
+COMPILED = ("compiled", "tiled_compiled", "triton_first", "triton", "hopper", "flex", "flex_flash", "fa4")
 FLEX_BLOCK = 128  # of FlexAttention's tiles
 SDPA_BACKENDS = {
     "sdpa_flash": SDPBackend.FLASH_ATTENTION,
@@ -90,7 +92,31 @@ def build(name: str, shape: AttentionShape, device: str) -> AttentionFunction:
         return lambda q, k, v: flash_attention(q, k, v, is_causal=causal, enable_gqa=grouped, backend="hopper")
     if name == "flex":
         return _flex(shape, device)
+    if name == "flex_flash":
+        _flash_attention_4(shape, device)  # which it needs
+        flex: Any = _flex(shape, device)
+        return partial(flex, kernel_options={"BACKEND": "FLASH"})
+    if name == "fa4":
+        return _flash_attention_4(shape, device)
     return _sdpa(name, shape, device)
+
+
+def _flash_attention_4(shape: AttentionShape, device: str) -> AttentionFunction:
+    """FlashAttention-4, which has heads behind tokens: it is given views, and its output comes back as one."""
+    if device == "cpu":
+        raise Unsupported("FlashAttention-4 needs CUDA")
+    if shape.dtype == "float32":
+        raise Unsupported("FlashAttention-4 takes float16 and bfloat16 only")
+    try:
+        from flash_attn.cute import flash_attn_func
+    except ImportError:
+        raise Unsupported("FlashAttention-4 is not installed: pip install 'cs336-systems[peers]'") from None
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        output = flash_attn_func(*(x.transpose(1, 2) for x in (q, k, v)), causal=shape.is_causal)
+        return (output[0] if isinstance(output, tuple) else output).transpose(1, 2)
+
+    return attend
 
 
 def _first(shape: AttentionShape, device: str) -> AttentionFunction:
@@ -139,6 +165,8 @@ def kernel_name(name: str, shape: AttentionShape, device: str) -> str:
     if name == "triton_first":
         kernel = "flash_fwd_kernel tiled_backward"
         return kernel if device == "cuda" else f"interpreter {kernel}"
+    if name == "fa4":
+        return f"flash-attn-4 {version('flash-attn-4')}"
     if name != "triton":
         return ""
     from cs336_systems.attention.triton.function import forward_name, kernel_config
@@ -225,8 +253,8 @@ def off_contract(implementation: str, result: str, ratio: float) -> str:
 
 def _is_of_pytorch(implementation: str) -> bool:
     """Whether PyTorch's kernels run under that name of an implementation or a back end."""
-    plain = ("eager", "reference", "compiled", "flex")
-    return implementation in plain or implementation.startswith(("sdpa_", "torch_"))
+    plain = ("eager", "reference", "compiled")
+    return implementation in plain or implementation.startswith(("sdpa_", "torch_", "flex"))
 
 
 @contextmanager
@@ -261,7 +289,7 @@ def _flex(shape: AttentionShape, device: str) -> AttentionFunction:
     # The grid of lengths on one head would compile for minutes; a shape that is measured alone gets its own kernel.
     flex = compiled_flex(dynamic=shape.batch * shape.heads == 1)
     if not shape.is_causal:
-        return lambda q, k, v: flex(q, k, v)
+        return flex
     if shape.seqlen_q != shape.seqlen_k:
         raise Unsupported("the benchmark builds FlexAttention's causal block mask for equal lengths only")
     num_tiles = -(-shape.seqlen_q // FLEX_BLOCK)
@@ -276,4 +304,4 @@ def _flex(shape: AttentionShape, device: str) -> AttentionFunction:
         mask_mod=_causal,
         seq_lengths=(shape.seqlen_q, shape.seqlen_k),
     )
-    return lambda q, k, v: flex(q, k, v, block_mask=block_mask)
+    return partial(flex, block_mask=block_mask)

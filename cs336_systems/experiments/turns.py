@@ -5,28 +5,45 @@ next two begin with the next one, so that everybody comes as often in each place
 middle one of the rounds counts. An experiment says what a turn is:
 
     measure_by_turns(cell, run, lambda function, calls: {"forward": take_turn, ...}, num_rounds=25)
+
+`AttentionByTurns` is the base of those with large kernels. Such a kernel runs at the clock that the power limit leaves
+it, and that clock moves with the GPU's temperature and with the host's other GPUs: implementations measured seconds
+apart have ratios that differ by a percent or two from run to run. Its turns are so short that a round sees one machine,
+and so long that each runs at the clock of its own power. Between calls the cache is not overwritten.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import math
 import traceback
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
+import pandas as pd
 import torch
 from torch import Tensor
 
 from cs336_systems.attention.compilation import compiler_errors
 from cs336_systems.attention.contract import Oracle, compute_oracle
 from cs336_systems.config import AttentionShape, RunConfig
-from cs336_systems.experiments.attention import checked_error
-from cs336_systems.experiments.implementations import AttentionFunction, build, kernel_name
+from cs336_systems.experiments.attention import AttentionExperiment, checked_error
+from cs336_systems.experiments.frames import digits, pick, tuples
+from cs336_systems.experiments.implementations import AttentionFunction, Built, build, kernel_name, without_overhead
 from cs336_systems.experiments.spec import Cell, Disagreement, Sample, Unsupported
 from cs336_systems.experiments.worker import outcome_of
 from cs336_systems.inputs import AttentionInputs, attention_inputs
 from cs336_systems.measure.memory import one_out_of_memory_error, release
+from cs336_systems.measure.samples import median_interval
+from cs336_systems.measure.timing import time_in_a_row
+
+# The power limit lowers an H200's clock 20 to 60 ms after large kernels begin.
+SETTLE_MS = 60.0
+TIMED_MS = 50.0
+ROUNDS = {"cpu": 3, "cuda": 12}
 
 Call = Callable[[AttentionFunction], object]  # of what `without_overhead` yields
 Turn = Callable[[], dict[str, float]]  # takes one, at whose end the device is idle; milliseconds a call by quantity
@@ -43,7 +60,15 @@ class Player:
     turns: dict[str, Turn]  # by mode
 
 
-def measure_by_turns(cell: Cell, run: RunConfig, turns_of: TurnsOf, *, num_rounds: int) -> Iterator[Sample]:
+def named(name: str, shape: AttentionShape, device: str) -> Built:
+    """What `implementations` has under a name."""
+    return Built(attend=build(name, shape, device), kernel=kernel_name(name, shape, device))
+
+
+def measure_by_turns(
+    cell: Cell, run: RunConfig, turns_of: TurnsOf, *, num_rounds: int,
+    built: Callable[[str, AttentionShape, str], Built] = named,
+) -> Iterator[Sample]:  # fmt: skip
     """Each implementation of `cell` checked against the oracle, then all that are right by turns.
 
     `turns_of` makes the turns of one in each mode of the rows. Who does not exist, is wrong, or raises before the first
@@ -58,7 +83,7 @@ def measure_by_turns(cell: Cell, run: RunConfig, turns_of: TurnsOf, *, num_round
         broken = None
         try:
             with one_out_of_memory_error():
-                players.append(_player(name, cell.case, inputs, oracle, run.device, modes, turns_of))
+                players.append(_player(name, built(name, cell.case, run.device), inputs, oracle, modes, turns_of))
         except _errors_of_one() as error:
             broken = outcome_of(error)
             traceback.print_exc()
@@ -107,11 +132,10 @@ def _errors_of_one() -> tuple[type[Exception], ...]:
 
 
 def _player(
-    name: str, shape: AttentionShape, inputs: AttentionInputs, oracle: Oracle, device: str, modes: set[str],
-    turns_of: TurnsOf,
-) -> Player:  # fmt: skip
-    """Raises Unsupported where `name` does not exist, Disagreement where its results break the numerical contract."""
-    function = build(name, shape, device)
+    name: str, built: Built, inputs: AttentionInputs, oracle: Oracle, modes: set[str], turns_of: TurnsOf
+) -> Player:
+    """Disagreement where the results of `name` break the numerical contract."""
+    function = built.attend
     leaves = [x.detach().clone().requires_grad_() for x in inputs[:3]]
 
     def forward(attend: AttentionFunction) -> Tensor:
@@ -128,5 +152,54 @@ def _player(
         output = function(*leaves)  # the graph is made once, outside of the turns
         calls["backward"] = lambda _: torch.autograd.grad(output, leaves, inputs.grad_output, retain_graph=True)
     calls = {mode: call for mode, call in calls.items() if mode in modes}
-    kernel = kernel_name(name, shape, device)
-    return Player(name=name, kernel=kernel, error=error, turns=turns_of(function, calls))
+    return Player(name=name, kernel=built.kernel, error=error, turns=turns_of(function, calls))
+
+
+def long_turns(function: AttentionFunction, calls: dict[str, Call], device: str) -> dict[str, Turn]:
+    """The turns in each mode of `calls`: so many calls as fill SETTLE_MS, not timed, and then TIMED_MS."""
+    found: dict[str, Turn] = {}
+    for mode, call in calls.items():
+        counts = (1, 1)
+        if device == "cuda":
+            with without_overhead(function) as attend:
+                counts = counts_of(time_in_a_row(partial(call, attend), 2, device))
+        found[mode] = partial(_turn, function, call, counts, device)
+    return found
+
+
+def counts_of(call_ms: float) -> tuple[int, int]:
+    """Calls of a turn that are not timed, and that are, where one takes about `call_ms`."""
+    return max(1, math.ceil(SETTLE_MS / call_ms)), max(1, round(TIMED_MS / call_ms))
+
+
+def _turn(function: AttentionFunction, call: Call, counts: tuple[int, int], device: str) -> dict[str, float]:
+    """Milliseconds a call: those that are not timed and those that are, with nothing between the two."""
+    untimed, timed = counts
+    with without_overhead(function) as attend:
+        for _ in range(untimed):
+            call(attend)
+        return {"time": time_in_a_row(partial(call, attend), timed, device)}
+
+
+class AttentionByTurns(AttentionExperiment):
+    """Base of the experiments whose implementations, on large shapes, take turns."""
+
+    by_turns = True
+
+    def built(self, name: str, shape: AttentionShape, device: str) -> Built:
+        return named(name, shape, device)
+
+    def measure(self, cell: Cell, run: RunConfig) -> Iterator[Sample]:
+        """All implementations of a shape by turns, and the reasons of those that are left out."""
+        turns_of = partial(long_turns, device=run.device)
+        return measure_by_turns(cell, run, turns_of, num_rounds=ROUNDS[run.device], built=self.built)
+
+    def numbers(self, frame: pd.DataFrame) -> dict[str, Any]:
+        """`interval(ours, theirs, shape=..., mode=...)`: where the median of the rounds' ratios lies with 95 %."""
+
+        def interval(ours: str, theirs: str, **where: Any) -> str:
+            (a,), (b,) = (tuples(pick(frame, where | {"implementation": name})) for name in (ours, theirs))
+            ends = median_interval([slow / fast for fast, slow in zip(a["samples"], b["samples"])])
+            return "too few rounds" if ends is None else " to ".join(digits(end) for end in ends)
+
+        return {"interval": interval}
