@@ -260,7 +260,7 @@ def go_wrong(rank: int, num_ranks: int) -> dict[str, str]:
 def test_D8_D14_D16_what_cannot_be_served_is_refused_by_name():
     for rank, said in enumerate(TWO_RANKS.results(go_wrong)):
         runs, other = ("right", "left") if rank == 0 else ("left", "right")
-        assert "parameter '0.weight' must be the same on all ranks" in said["shapes"]
+        assert "parameters must be the same on all ranks: rank 0 has '0.weight' of" in said["shapes"]
         assert said["hooks"] == "parameter '0.weight' must have no gradient hooks: FSDP would drop them"
         assert said["hooks later"] == "parameter 'weight' must have no gradient hooks: FSDP never calls them"
         assert said["max_norm"] == "parameter 'weight' must not be changed in a forward, as max_norm does"
