@@ -351,7 +351,7 @@ HOSTILE: list[tuple[Edit, str]] = [
     (lambda content, weight: weight["chunks"][0].update(file="../../secret"), "it names '../../secret', which is no"),
     (lambda content, weight: weight["chunks"][0].update(file="rank-7.bin"), "rank-7.bin is missing or no regular file"),
     (lambda content, weight: weight["chunks"][0].update(start=2**40), "rank-0.bin has not the bytes of 'model.used.we"),
-    (lambda content, weight: weight["chunks"][0].update(sizes=[2**40, 5], length=2**44), "elements of 'model.used.weight'"),
+    (lambda content, weight: weight["chunks"][0].update(sizes=[2**40, 5], length=2**44), "elements of 'model.us"),
     (lambda content, weight: weight.update(dtype="float64"), "has not the bytes of"),
     (lambda content, weight: weight.update(size=[-1, 5]), "elements of 'model.used.weight'"),
     (lambda content, weight: weight.update(size="x"), "is damaged: "),
