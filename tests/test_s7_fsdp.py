@@ -19,6 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from cs336_systems.device import has_cxx_compiler
 from cs336_systems.distributed.fsdp import FSDP, wrap_blocks
@@ -494,6 +495,21 @@ def test_arguments_of_every_form_are_cast(alone_in_a_group):
     for own, parameter in zip(wrapped.parameters(), single.parameters(), strict=True):
         bound = 0.05 * parameter.grad.abs().max().item()
         torch.testing.assert_close(own.grad, parameter.grad, atol=bound, rtol=0)
+
+
+def test_D16_the_first_step_of_an_optimizer_of_whole_matrices_is_refused(alone_in_a_group):
+    """Only a checkpoint refused it, after steps that were wrong in silence."""
+    wrapped = FSDP(nn.Sequential(nn.Linear(4, 4)))
+    wrapped(torch.ones(2, 4)).sum().backward()
+    optimizer = torch.optim.Adafactor(wrapped.parameters())
+    for _ in range(2):
+        with pytest.raises(ValueError, match="Adafactor does not update a weight element by element, so it and its"):
+            optimizer.step()
+    before = len(_global_optimizer_pre_hooks)
+    del wrapped
+    gc.collect()
+    assert len(_global_optimizer_pre_hooks) < before
+    optimizer.step()  # nobody's rows now
 
 
 def test_norms_leave_out_what_was_frozen_after_wrapping(alone_in_a_group):

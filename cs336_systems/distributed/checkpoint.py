@@ -54,7 +54,7 @@ from torch.futures import Future
 
 from cs336_systems.distributed.collectives import num_ranks, rank_in
 from cs336_systems.distributed.fsdp import FSDP
-from cs336_systems.distributed.optimizer_shares import OptimizerOfShares, check_elementwise, hyperparameters
+from cs336_systems.distributed.optimizer_shares import OptimizerOfShares, hyperparameters
 from cs336_systems.distributed.sharded_optimizer import ShardedOptimizer
 from cs336_systems.distributed.zero1 import Zero1Optimizer
 
@@ -334,8 +334,6 @@ class _TrainingState:
         if isinstance(model, FSDP):
             self.shards = {weight.shard: torch.Size(weight.shape) for weight in model.weights.values()}
             self.mesh = DeviceMesh.from_group(model.group, model.device.type)
-            if optimizer is not None:
-                check_elementwise(type(optimizer), optimizer.defaults, rows=True)
         groups = [] if optimizer is None else optimizer.param_groups
         self.group_names = [[self.names[parameter] for parameter in group["params"]] for group in groups]
         self.updated: list[Tensor] = [one for group in groups for one in group["params"]]  # in state dicts' order

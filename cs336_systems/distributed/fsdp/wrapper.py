@@ -29,16 +29,19 @@ self.embedding.weight)`) is gathered for that reading alone, with nothing to hid
 from __future__ import annotations
 
 import math
+import weakref
 from collections import defaultdict
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from cs336_systems.distributed.collectives import (
     all_reduce_mean,
@@ -50,6 +53,7 @@ from cs336_systems.distributed.collectives import (
 from cs336_systems.distributed.ddp import Accumulating, call_at_each_gradient, dense_gradient
 from cs336_systems.distributed.fsdp.plan import Granularity, UnitPlan, materialize, plan_units
 from cs336_systems.distributed.fsdp.unit import PREFETCH, ShardedWeight, State, Unit, Window
+from cs336_systems.distributed.optimizer_shares import check_elementwise
 
 
 class FSDP(nn.Module, Accumulating):
@@ -70,8 +74,8 @@ class FSDP(nn.Module, Accumulating):
     which was cast, or whose gradients shall have a graph, and a parameter that a forward changes or that has hooks;
     TypeError for a sparse gradient. A forward that raises gives the gathered weights back.
 
-    The optimizer sees this rank's rows alone, and must update each weight element by element or row by row. Adafactor,
-    whose step depends on the whole matrix, does not: FSDP never meets the optimizer, `save_checkpoint` refuses it.
+    The optimizer sees this rank's rows alone, and must update each weight element by element or row by row. The first
+    step of one that does not, as Adafactor, whose step depends on the whole matrix, raises ValueError.
     """
 
     def __init__(
@@ -119,6 +123,8 @@ class FSDP(nn.Module, Accumulating):
             self._register_hooks(unit)
         self._trained = [(unit, weight) for unit in self.units for weight in unit.trainable]
         call_at_each_gradient(self, [weight.whole for _, weight in self._trained], FSDP._gradient_arrived)
+        at_each_step = register_optimizer_step_pre_hook(partial(_check_optimizer, weakref.ref(self), WeakSet()))
+        weakref.finalize(self, at_each_step.remove)
 
     # Construction
 
@@ -400,6 +406,16 @@ class FSDP(nn.Module, Accumulating):
     def gathered_units(self) -> list[str]:
         """Names of the units whose wholes have memory now."""
         return [unit.name for unit in self.units if unit.state is not State.REST]
+
+
+def _check_optimizer(model: Any, checked: WeakSet[Any], optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """ValueError before the first step of an optimizer over rows of `model` that does not update them row by row."""
+    if optimizer in checked:
+        return
+    shards = {weight.shard for weight in model().weights.values()}
+    if any(parameter in shards for group in optimizer.param_groups for parameter in group["params"]):
+        check_elementwise(type(optimizer), optimizer.defaults, rows=True)
+    checked.add(optimizer)
 
 
 class ExecutionOrder:
