@@ -356,7 +356,7 @@ def check_shards(rank: int, num_ranks: int) -> dict[str, Any]:
     return shapes
 
 
-def test_D3_rows_are_split_exactly_and_replicated_parameters_are_not():
+def test_D2_D3_rows_are_split_exactly_and_replicated_parameters_are_not():
     shapes = THREE_RANKS.results(check_shards)
     assert [rank["inner.weight"] for rank in shapes] == [(3, 5), (3, 5), (1, 5)]
     assert [rank["out.weight"] for rank in shapes] == [(1, 7), (0, 7), (0, 7)]
