@@ -21,7 +21,7 @@ from cs336_systems.experiments.memory_plan import fsdp_bytes
 from cs336_systems.experiments.parallel_step import ShardingCase, check_training
 from cs336_systems.experiments.sharding import measure_sharding, sharding_case, sharding_cell
 from cs336_systems.experiments.spec import Disagreement, load
-from cs336_systems.model import AdamW, clip_gradients
+from cs336_systems.model import AdamW
 from tests.one_job import OneJob, run_alone
 from tests.sharding_models import Awkward, part, seeded
 
@@ -185,24 +185,6 @@ def check_zero1(rank: int, num_ranks: int) -> dict[str, Any]:
         step_both(step, single, model, (optimizers[0], again), own=(rank, num_ranks))
     equal_weights(single, model, rtol=1e-3, atol=1e-4)
     found["state_bytes"] = sum(v.nbytes for s in again.state.values() for v in s.values() if isinstance(v, Tensor))
-    # Accumulation, clipping, zeros in place of None
-    single, model = seeded(lambda: Toy(False)), seeded(lambda: Toy(False))
-    reference, zero1 = SGD(single.parameters(), lr=0.1), Zero1Optimizer(model.parameters(), SGD, lr=0.1)
-    for step in range(3):
-        x = torch.rand(24, 10, generator=torch.Generator().manual_seed(step))
-        reference.zero_grad()
-        zero1.zero_grad(set_to_none=step != 1)
-        for half in x.chunk(2):
-            single(half).square().mean().backward()
-        halves = [part(half, rank, num_ranks) for half in x.chunk(2)]
-        with zero1.no_sync():
-            model(halves[0]).square().mean().backward()
-        model(halves[1]).square().mean().backward()
-        norms = clip_gradients(single.parameters(), 1e-4), zero1.clip_grad_norm_(1e-4)
-        assert norms[0] > 1e-4 and torch.allclose(*norms, rtol=1e-5)
-        reference.step()
-        zero1.step()
-    equal_weights(single, model, rtol=1e-5, atol=1e-7)
     # Low precision with float32 masters: an update too small for bfloat16 is not lost
     low = nn.Linear(4, 4, bias=False).to(torch.bfloat16)
     torch.nn.init.ones_(low.weight)
@@ -228,6 +210,8 @@ def check_zero1(rank: int, num_ranks: int) -> dict[str, Any]:
     dist.broadcast(before, 0)
     assert torch.equal(wide.weight, before)
     # Errors
+    model = nn.Linear(2, 2)
+    zero1, x = Zero1Optimizer(model.parameters(), SGD, lr=0.1), torch.ones(3, 2)
     with zero1.no_sync():
         refused({r"must be called outside of no_sync\(\)": zero1.finish_gradient_synchronization})
     model(x).sum().backward()
@@ -237,7 +221,7 @@ def check_zero1(rank: int, num_ranks: int) -> dict[str, Any]:
     refused(
         {
             r"a second backward before step\(\): run all but the last one": lambda: model(x).sum().backward(),
-            r"a parameter of shape \(2.*\) was moved or cast after": lambda: moved(x[:, :2].double()).sum().backward(),
+            r"a parameter of shape \(2.*\) was moved or cast after": lambda: moved(x.double()).sum().backward(),
             "bucket_size_mb must be positive, got 0": lambda: Zero1Optimizer(
                 moved.parameters(), AdamW, bucket_size_mb=0
             ),

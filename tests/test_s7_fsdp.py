@@ -453,14 +453,6 @@ def test_D1_unused_weights_keep_no_gradient_and_hang_nobody():
     TWO_RANKS.results(leave_out_a_gain)
 
 
-@pytest.fixture
-def alone_in_a_group():
-    """This process as the only rank of a default group."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
 class Odd(nn.Module):
     """A block that takes tensors in every form, and fills a list."""
 

@@ -97,10 +97,10 @@ class FSDP(nn.Module, Accumulating):
         plans = plan_units(module, granularity)
         if not plans:
             raise ValueError("module must own a weight of two or more dimensions, found none to shard")
-        self.rank = rank_in(process_group)
+        rank_in(process_group)  # raises where there is no group, or this process is not of it
         group = process_group or dist.group.WORLD
         assert group is not None
-        self.group, self.num_ranks = group, group.size()
+        self.group = group
         self.device = torch.device(device or next(module.parameters()).device)
         if self.device.type == "meta":
             self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -333,7 +333,7 @@ class FSDP(nn.Module, Accumulating):
                 if weight.shard._backward_hooks or weight.shard._post_accumulate_grad_hooks:
                     raise RuntimeError(f"parameter {weight.name!r} must have no gradient hooks: FSDP never calls them")
         self._window.reducer.wait()
-        if self.num_ranks == 1:
+        if self._window.num_ranks == 1:
             return
         by_dtype: dict[torch.dtype, list[nn.Parameter]] = defaultdict(list)
         for parameter in self._replicated:
