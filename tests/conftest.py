@@ -73,6 +73,14 @@ def _interpreted_products_are_rounded_once() -> Iterator[None]:
         yield
 
 
+@pytest.fixture
+def alone_in_a_group() -> Iterator[None]:
+    """This process as the only rank of a default process group."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _ranks_are_copies() -> None:
     """To import PyTorch takes a rank longer than most of what the tests have ranks do; `test_launch.py` spawns them."""

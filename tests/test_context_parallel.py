@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from cs336_systems.attention import attention_reference
@@ -189,15 +188,11 @@ def test_three_ranks_are_one_process_forward_backward_and_in_a_model():
     assert max(worst for _, worst in results) < 1e-9
 
 
-def test_D9_one_rank_is_one_process_attention():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        assert_one_process_attention([ring_on_rank(0, 1)])
-        differentiate_twice(0, 1)
-        with pytest.raises(ValueError, match="model must have CausalMultiHeadSelfAttention layers, Linear has none"):
-            split_context(torch.nn.Linear(2, 2))
-    finally:
-        dist.destroy_process_group()
+def test_D9_one_rank_is_one_process_attention(alone_in_a_group):
+    assert_one_process_attention([ring_on_rank(0, 1)])
+    differentiate_twice(0, 1)
+    with pytest.raises(ValueError, match="model must have CausalMultiHeadSelfAttention layers, Linear has none"):
+        split_context(torch.nn.Linear(2, 2))
 
 
 def ring_on_gpu_rank(rank: int, num_ranks: int) -> list[Tensor]:

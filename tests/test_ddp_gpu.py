@@ -44,7 +44,7 @@ def collectives_on_gpu(rank: int, ranks: int) -> None:
         assert [each.tolist() for each in tensors] == [[mean + i] * 12 for i in range(20)], dtype
         part = torch.full((12 // ranks,), float("nan"), device=device)
         whole = torch.full((12,), float(rank + 1), device=device, dtype=dtype)
-        reduce_scatter_mean_flat(part, whole, reduce_dtype=torch.float32)
+        reduce_scatter_mean_flat(part, whole)
         gathered = torch.full((12,), float("nan"), device=device)
         all_gather_flat(gathered, part)
         assert gathered.tolist() == [mean] * 12, (dtype, gathered)

@@ -597,7 +597,7 @@ def main() -> None:
     cases = [
         case for wrapper in WRAPPERS for case in all_cases(wrapper) if all(map(fits, case, (wrappers, kinds, uses)))
     ]
-    outcomes = run_ranks(make, RANKS, cases, "-v" in sys.argv, timeout_s=30)[0]
+    outcomes = run_ranks(make, RANKS, cases, "-v" in sys.argv, timeout_s=120)[0]
     for text in judge(outcomes):
         lines = text.strip().splitlines()
         print("\n".join(lines if "-l" in sys.argv else [f"{lines[0]} ... {lines[-1]}"]))

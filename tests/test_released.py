@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from cs336_systems.distributed.fsdp import FSDP
@@ -21,14 +20,6 @@ from cs336_systems.model import AdamW, TransformerLM
 
 MODEL = {"vocab_size": 16, "context_length": 8, "d_model": 16, "num_layers": 2, "num_heads": 2, "d_ff": 32}
 TOKENS = torch.arange(8).view(1, 8)
-
-
-@pytest.fixture
-def alone_in_a_group():
-    """This process as the only rank of a default group."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def trained_with_zero1() -> list[Any]:

@@ -21,7 +21,7 @@ from cs336_systems.experiments.memory_plan import fsdp_bytes
 from cs336_systems.experiments.parallel_step import ShardingCase, check_training
 from cs336_systems.experiments.sharding import measure_sharding, sharding_case, sharding_cell
 from cs336_systems.experiments.spec import Disagreement, load
-from cs336_systems.model import AdamW, clip_gradients
+from cs336_systems.model import AdamW
 from tests.one_job import OneJob, run_alone
 from tests.sharding_models import Awkward, part, seeded
 
@@ -90,23 +90,20 @@ def check_options(rank: int, num_ranks: int) -> None:
     equal_weights(single, model)
     assert sum(optimizers[1].bytes_owned.values()) == sum(parameter.nbytes for parameter in optimizers[1].parameters)
 
-    # The full state is the unsharded optimizer's; full and own state load again
-    full, expected = optimizers[1].full_state_dict(), optimizers[0].state_dict()
+    # The state is the unsharded optimizer's, and loads again
+    full, expected = optimizers[1].state_dict(), optimizers[0].state_dict()
     assert full["state"].keys() == expected["state"].keys()
     for place, state in expected["state"].items():
         assert full["state"][place]["step"] == state["step"]
         torch.testing.assert_close(full["state"][place]["exp_avg_sq"], state["exp_avg_sq"], rtol=1e-6, atol=0)
     assert full["param_groups"] == expected["param_groups"]
-    for save in (ShardedOptimizer.full_state_dict, ShardedOptimizer.state_dict):
-        state_dict = _through_file(save(optimizers[1]))
-        again = ShardedOptimizer(groups(model), AdamW, lr=1.0)
-        again.add_param_group({"params": [model.fc4.weight, model.fc5.weight]})
-        again.load_state_dict(state_dict)
-        assert again.param_groups[2]["weight_decay"] == 0.3
-        optimizers = optimizers[0], again
-        for step in range(2):
-            step_both(step, single, model, optimizers)
-        equal_weights(single, model, rtol=1e-6, atol=1e-9)
+    again = ShardedOptimizer(groups(model), AdamW, lr=1.0)
+    again.add_param_group({"params": [model.fc4.weight, model.fc5.weight]})
+    again.load_state_dict(_through_file(full))
+    assert again.param_groups[2]["weight_decay"] == 0.3
+    for step in range(2):
+        step_both(step, single, model, (optimizers[0], again))
+    equal_weights(single, model, rtol=1e-6, atol=1e-9)
 
     # A closure, (name, tensor) pairs, a tensor given twice, SGD with momentum, frozen parameters
     single, model = seeded(Awkward), seeded(Awkward)
@@ -129,11 +126,9 @@ def check_options(rank: int, num_ranks: int) -> None:
 
     # Errors
     other = ShardedOptimizer([model.inner.weight], SGD, lr=0.1)
-    foreign = {**sharded.state_dict(), "shard": {"rank": 7, "num_ranks": 9}}
     refused(
         {
-            f"must be full or the share of {sharded.shard}, got that": lambda: sharded.load_state_dict(foreign),
-            "must have groups of .1. parameters, got": lambda: other.load_state_dict(sharded.full_state_dict()),
+            "must have groups of .1. parameters, got": lambda: other.load_state_dict(sharded.state_dict()),
             "optimizer_cls must be a subclass": lambda: ShardedOptimizer(model.parameters(), AdamW(model.parameters())),
             "should be an iterable of Tensors": lambda: ShardedOptimizer(model.inner.weight, AdamW),
         }
@@ -178,37 +173,18 @@ def check_zero1(rank: int, num_ranks: int) -> dict[str, Any]:
         equal_weights(single, model, rtol=1e-4, atol=1e-5)
         assert torch.equal(model.fixed, single.fixed) and torch.equal(model.fc2.bias, single.fc2.bias)
     # Full state goes to an unsharded optimizer and back
-    full = optimizers[1].full_state_dict()
+    full = optimizers[1].state_dict()
     optimizers[0].load_state_dict(full)
     copy = Toy(True)
     copy.load_state_dict(model.state_dict())
     model = copy
     rest = [parameter for name, parameter in model.named_parameters() if name[2] != "1"]
     again = Zero1Optimizer([{"params": [model.fc1.weight]}, {"params": rest}], AdamW, lr=9.0)
-    again.load_state_dict(full)
+    again.load_state_dict(_through_file(full))
     for step in range(2):
         step_both(step, single, model, (optimizers[0], again), own=(rank, num_ranks))
     equal_weights(single, model, rtol=1e-3, atol=1e-4)
-    again.load_state_dict(_through_file(again.state_dict()))
     found["state_bytes"] = sum(v.nbytes for s in again.state.values() for v in s.values() if isinstance(v, Tensor))
-    # Accumulation, clipping, zeros in place of None
-    single, model = seeded(lambda: Toy(False)), seeded(lambda: Toy(False))
-    reference, zero1 = SGD(single.parameters(), lr=0.1), Zero1Optimizer(model.parameters(), SGD, lr=0.1)
-    for step in range(3):
-        x = torch.rand(24, 10, generator=torch.Generator().manual_seed(step))
-        reference.zero_grad()
-        zero1.zero_grad(set_to_none=step != 1)
-        for half in x.chunk(2):
-            single(half).square().mean().backward()
-        halves = [part(half, rank, num_ranks) for half in x.chunk(2)]
-        with zero1.no_sync():
-            model(halves[0]).square().mean().backward()
-        model(halves[1]).square().mean().backward()
-        norms = clip_gradients(single.parameters(), 1e-4), zero1.clip_grad_norm_(1e-4)
-        assert norms[0] > 1e-4 and torch.allclose(*norms, rtol=1e-5)
-        reference.step()
-        zero1.step()
-    equal_weights(single, model, rtol=1e-5, atol=1e-7)
     # Low precision with float32 masters: an update too small for bfloat16 is not lost
     low = nn.Linear(4, 4, bias=False).to(torch.bfloat16)
     torch.nn.init.ones_(low.weight)
@@ -234,24 +210,24 @@ def check_zero1(rank: int, num_ranks: int) -> dict[str, Any]:
     dist.broadcast(before, 0)
     assert torch.equal(wide.weight, before)
     # Errors
+    model = nn.Linear(2, 2)
+    zero1, x = Zero1Optimizer(model.parameters(), SGD, lr=0.1), torch.ones(3, 2)
     with zero1.no_sync():
         refused({r"must be called outside of no_sync\(\)": zero1.finish_gradient_synchronization})
     model(x).sum().backward()
     moved = nn.Linear(2, 2)
     lost = Zero1Optimizer(moved.parameters(), AdamW)
     moved.to(torch.float64)
-    foreign = {**masters.state_dict(), "shard": {"rank": 7, "num_ranks": 9}}
     refused(
         {
             r"a second backward before step\(\): run all but the last one": lambda: model(x).sum().backward(),
-            r"a parameter of shape \(2.*\) was moved or cast after": lambda: moved(x[:, :2].double()).sum().backward(),
+            r"a parameter of shape \(2.*\) was moved or cast after": lambda: moved(x.double()).sum().backward(),
             "bucket_size_mb must be positive, got 0": lambda: Zero1Optimizer(
                 moved.parameters(), AdamW, bucket_size_mb=0
             ),
             "step takes no closure": lambda: masters.step(lambda: None),
             "Zero1Optimizer cannot add a group": lambda: masters.add_param_group({"params": []}),
             "max_norm must be positive, got -1": lambda: masters.clip_grad_norm_(-1),
-            f"must be full or the share of {masters.shard}, got that": lambda: masters.load_state_dict(foreign),
             "Adafactor does not update a weight element by": lambda: Zero1Optimizer(moved.parameters(), Adafactor),
             "LBFGS cannot be sharded: it searches along all": lambda: Zero1Optimizer(moved.parameters(), LBFGS),
         }

@@ -19,7 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from cs336_systems.device import has_cxx_compiler
 from cs336_systems.distributed.fsdp import FSDP, wrap_blocks
@@ -28,8 +28,8 @@ from cs336_systems.distributed.fsdp.plan import plan_units
 from cs336_systems.distributed.fsdp.unit import chunk_rows, gather_rows, own_rows, reduce_rows_mean
 from cs336_systems.distributed.fsdp.wrapper import ExecutionOrder
 from cs336_systems.distributed.launch import run_ranks
-from cs336_systems.model import AdamW, TransformerLM, clip_gradients
-from tests.one_job import OneJob
+from cs336_systems.model import AdamW, TransformerLM
+from tests.one_job import OneJob, run_alone
 from tests.sharding_models import TINY, Awkward, LiveBytes, batch, part, seeded, token_loss, transformer
 
 COVERS = ("cs336_systems/distributed", "tests/sharding_models.py")
@@ -80,7 +80,10 @@ def largest_difference(fsdp: Any, single: nn.Module) -> float:
 # Equal to one process, whatever the model and the schedule (D2, D3, D4, D5)
 
 
-def average_the_parts(rank: int, num_ranks: int) -> float:
+SETTINGS = [(how, granularity) for how in ("none", "reentrant", "non_reentrant") for granularity in ("block", "layer")]
+
+
+def average_the_parts(rank: int, num_ranks: int) -> list[float]:
     """One process averages the gradients of the parts itself: of the whole batch they are another sum."""
 
     def run(model: nn.Module, step: int, tokens: Tensor, targets: Tensor) -> None:
@@ -88,122 +91,20 @@ def average_the_parts(rank: int, num_ranks: int) -> float:
         for own, wanted in zip(tokens.chunk(num_parts), targets.chunk(num_parts)):
             (token_loss(model, own, wanted) / num_parts).backward()
 
-    return train_both(rank, num_ranks, seeded(transformer), FSDP(seeded(transformer)), run)
+    return [
+        train_both(
+            rank, num_ranks, seeded(transformer),
+            FSDP(wrap_blocks(seeded(transformer, seed=rank), checkpointing=how), granularity=granularity), run,
+        )
+        for how, granularity in SETTINGS
+    ]  # fmt: skip
 
 
-def test_in_float32_it_is_bit_equal_to_the_mean_of_the_ranks_gradients():
-    assert TWO_RANKS.results(average_the_parts) == [0, 0]
-
-
-def check_variants(rank: int, num_ranks: int) -> dict[str, float]:
-    """Every way to set FSDP up, against the same one-process training."""
-    models: dict[str, tuple[nn.Module, dict[str, Any]]] = {
-        "rank 0's weights count": (seeded(transformer, seed=rank), {}),
-        "non-reentrant inside": (wrap_blocks(seeded(transformer), checkpointing="non_reentrant"), {}),
-        "reentrant inside": (wrap_blocks(seeded(transformer), checkpointing="reentrant"), {}),
-    }
-    for granularity in ("block", "layer"):
-        for prefetch in (1, 2, 3):
-            options: dict[str, Any] = {"granularity": granularity, "prefetch": prefetch}
-            models[f"{granularity}, prefetch {prefetch}"] = seeded(transformer), options
-        for use_reentrant in (False, True):
-            model = CheckpointedPairs(seeded(transformer), use_reentrant)
-            models[f"checkpoint around, {use_reentrant}, {granularity}"] = model, {"granularity": granularity}
-    found = {}
-    for name, (model, options) in models.items():
-        single = seeded(transformer)
-        if isinstance(model, CheckpointedPairs):
-            single = CheckpointedPairs(single, model.use_reentrant)
-        found[name] = train_both(rank, num_ranks, single, FSDP(model, **options))
-    single, fsdp = seeded(transformer), FSDP(seeded(transformer))
-
-    def clip(step: int) -> None:
-        norm, own = clip_gradients(single.parameters(), 0.05), fsdp.clip_grad_norm_(0.05)
-        assert norm > 0.05 and torch.allclose(norm, own, rtol=1e-5)
-
-    found["clipped"] = train_both(rank, num_ranks, single, fsdp, after=clip)
-    return found
-
-
-class CheckpointedPairs(nn.Module):
-    """A Transformer whose checkpoints lie around FSDP's hooks, two blocks in each."""
-
-    def __init__(self, model: nn.Module, use_reentrant: bool) -> None:
-        super().__init__()
-        self.model = model
-        self.use_reentrant = use_reentrant
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.model.token_embeddings(tokens)
-        for pair in (self.model.layers[:2], self.model.layers[2:]):
-            x = checkpoint(lambda x, pair=pair: pair[1](pair[0](x)), x, use_reentrant=self.use_reentrant)
-        return self.model.lm_head(self.model.ln_final(x))
-
-
-@pytest.mark.slow
-def test_D4_D5_every_setting_trains_like_one_process():
-    for found in SLOW_TWO_RANKS.results(check_variants):
-        assert not {name: difference for name, difference in found.items() if not difference <= FP32_BOUND}
-
-
-@pytest.mark.slow
-def test_D9_one_rank_is_one_process(alone_in_a_group):
-    assert max(check_variants(0, 1).values()) <= FP32_BOUND
-
-
-def run_awkwardly(how: str, model: Any, first: Tensor, second: Tensor) -> None:
-    no_sync = model.no_sync() if isinstance(model, FSDP) else nullcontext()
-
-    def loss(x: Tensor) -> Tensor:
-        return model(x).square().mean()
-
-    if how == "two forwards":
-        (loss(first) + loss(second)).backward()
-        return
-    if how == "accumulated only":  # and no backward outside: once those gradients were lost without a word
-        with no_sync:
-            loss(first).backward()
-            loss(second).backward()
-        return
-    if how in ("accumulated", "dropped"):
-        with no_sync:
-            loss(second).backward()
-    if how == "dropped":  # once the gradients put aside stayed, and those of replicated parameters went
-        model.zero_grad()
-    if how == "added up":
-        loss(second).backward()
-    if how == "evaluated":
-        for is_eval in (False, True):  # without a graph, then with one that is dropped
-            model.train(not is_eval)
-            with torch.set_grad_enabled(is_eval):
-                model(second)
-            assert not isinstance(model, FSDP) or model.gathered_units() == []
-        model.train()
-    loss(first).backward()
-
-
-WAYS = ("once", "two forwards", "accumulated", "accumulated only", "dropped", "added up", "evaluated")
-
-
-def check_awkward(rank: int, num_ranks: int) -> dict[str, float]:
-    """Tied, frozen, 0-d and empty parameters, buffers, rows that no number of ranks divides, accumulation."""
-    found = {}
-    for how in WAYS:
-        single, fsdp = seeded(Awkward), FSDP(seeded(Awkward, seed=rank))
-        found[how] = train_both(
-            rank, num_ranks, single, fsdp,
-            lambda model, step, *halves, how=how: run_awkwardly(how, model, *halves),
-            lambda step: torch.randn(2, 12, 5, generator=torch.Generator().manual_seed(step)).unbind(),
-        )  # fmt: skip
-        assert torch.equal(fsdp.gather_full_params()["frozen.weight"], seeded(Awkward).frozen.weight)
-    return found
-
-
-@pytest.mark.slow
-def test_D2_D3_D4_awkward_parameters_and_schedules_train_like_one_process():
-    for found in THREE_RANKS.results(check_awkward):
-        assert tuple(found) == WAYS
-        assert not {name: difference for name, difference in found.items() if not difference <= FP32_BOUND}
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_D4_D9_in_float32_it_is_bit_equal_to_the_mean_of_the_ranks_gradients(num_ranks):
+    """In every setting, with the weights of rank 0."""
+    results = TWO_RANKS.results(average_the_parts) if num_ranks == 2 else [run_alone(average_the_parts)]
+    assert results == [[0] * len(SETTINGS)] * num_ranks
 
 
 # Refusals
@@ -260,7 +161,7 @@ def go_wrong(rank: int, num_ranks: int) -> dict[str, str]:
 def test_D8_D14_D16_what_cannot_be_served_is_refused_by_name():
     for rank, said in enumerate(TWO_RANKS.results(go_wrong)):
         runs, other = ("right", "left") if rank == 0 else ("left", "right")
-        assert "parameter '0.weight' must be the same on all ranks" in said["shapes"]
+        assert "parameters must be the same on all ranks: rank 0 has '0.weight' of" in said["shapes"]
         assert said["hooks"] == "parameter '0.weight' must have no gradient hooks: FSDP would drop them"
         assert said["hooks later"] == "parameter 'weight' must have no gradient hooks: FSDP never calls them"
         assert said["max_norm"] == "parameter 'weight' must not be changed in a forward, as max_norm does"
@@ -298,9 +199,9 @@ def test_D5_a_step_that_overflows_on_one_rank_is_skipped_by_all():
 # Memory: the window (D12), meta construction, shapes (D3)
 
 
-def watch_window(rank: int, num_ranks: int, prefetch: int) -> dict[str, Any]:
+def watch_window(rank: int, num_ranks: int) -> dict[str, Any]:
     """Which units are gathered whenever a block computes, in forward and backward of the second step."""
-    fsdp = FSDP(seeded(transformer), prefetch=prefetch)
+    fsdp = FSDP(seeded(transformer))
     seen: list[list[str]] = []
     tokens, targets = batch(0)
     token_loss(fsdp, tokens, targets).backward()
@@ -314,20 +215,12 @@ def watch_window(rank: int, num_ranks: int, prefetch: int) -> dict[str, Any]:
     return {"seen": seen, "middle": middle, "after": fsdp.gathered_units(), "sizes": sizes}
 
 
-def watch_windows(rank: int, num_ranks: int) -> dict[int, dict[str, Any]]:
-    return {prefetch: watch_window(rank, num_ranks, prefetch) for prefetch in (1, 2, 3)}
-
-
-@pytest.mark.slow
 def test_D12_no_more_than_the_current_and_two_gathered_units_have_memory():
-    for rank in TWO_RANKS.results(watch_windows):
-        for prefetch, found in rank.items():
-            assert len(found["seen"]) == 8
-            assert max(map(len, found["seen"])) == prefetch
-            assert found["middle"] == (["lm_head"] if prefetch == 1 else ["layers.3", "lm_head"])
-            assert found["after"] == [] and set(found["sizes"].values()) == {0}
-        forward = rank[2]["seen"][:4]
-        assert forward == [[f"layers.{i}", f"layers.{i + 1}"] for i in range(3)] + [["layers.3", "lm_head"]]
+    for found in TWO_RANKS.results(watch_window):
+        assert found["seen"][:4] == [[f"layers.{i}", f"layers.{i + 1}"] for i in range(3)] + [["layers.3", "lm_head"]]
+        assert len(found["seen"]) == 8 and max(map(len, found["seen"])) == 2
+        assert found["middle"] == ["layers.3", "lm_head"]
+        assert found["after"] == [] and set(found["sizes"].values()) == {0}
 
 
 WIDE = replace(TINY, d_model=64, d_ff=256, num_layers=6)
@@ -438,6 +331,15 @@ def test_a_model_built_on_the_meta_device_draws_what_the_constructor_draws():
         assert after_training <= FP32_BOUND
 
 
+def train_awkward(rank: int, num_ranks: int) -> float:
+    """Tied, frozen, 0-d and empty parameters, a buffer, and ranks without a row."""
+    return train_both(
+        rank, num_ranks, seeded(Awkward), FSDP(seeded(Awkward, seed=rank)),
+        lambda model, step, x: model(x).square().mean().backward(),
+        lambda step: (torch.randn(12, 5, generator=torch.Generator().manual_seed(step)),),
+    )  # fmt: skip
+
+
 def check_shards(rank: int, num_ranks: int) -> dict[str, Any]:
     fsdp = FSDP(seeded(Awkward))
     shapes = {name: tuple(parameter.shape) for name, parameter in fsdp.module.named_parameters()}
@@ -446,6 +348,7 @@ def check_shards(rank: int, num_ranks: int) -> dict[str, Any]:
     fsdp.load_full_params(doubled)
     again = fsdp.gather_full_params()
     assert all(torch.equal(again[name], doubled[name]) for name in full)
+    assert train_awkward(rank, num_ranks) <= FP32_BOUND
     with pytest.raises(ValueError, match=r"full must hold 'inner.weight' of shape \(7, 5\), it is missing"):
         fsdp.load_full_params({name: value for name, value in full.items() if name != "inner.weight"})
     with pytest.raises(ValueError, match=r"full must hold 'inner.weight' of shape \(7, 5\), got \(3, 5\)"):
@@ -453,7 +356,7 @@ def check_shards(rank: int, num_ranks: int) -> dict[str, Any]:
     return shapes
 
 
-def test_D3_rows_are_split_exactly_and_replicated_parameters_are_not():
+def test_D2_D3_rows_are_split_exactly_and_replicated_parameters_are_not():
     shapes = THREE_RANKS.results(check_shards)
     assert [rank["inner.weight"] for rank in shapes] == [(3, 5), (3, 5), (1, 5)]
     assert [rank["out.weight"] for rank in shapes] == [(1, 7), (0, 7), (0, 7)]
@@ -537,48 +440,29 @@ class Branches(nn.Module):
         return self.out(x * self.gain if self.use_gain else x)
 
 
-def leave_out_modules(rank: int, num_ranks: int) -> None:
+def leave_out_a_gain(rank: int, num_ranks: int) -> None:
     fsdp = FSDP(seeded(Branches))
-    x = torch.ones(2, 4)
-    for use_right in (False, True, False, True):  # the order changes under the prefetch
-        fsdp.zero_grad()
-        fsdp.module.use_right = use_right
-        fsdp(x).sum().backward()
-        fsdp.finish_gradient_synchronization()
-        assert (fsdp.module.right.weight.grad is not None) == use_right
-        assert fsdp.gathered_units() == []
-    fsdp.zero_grad()
     fsdp.module.use_gain = rank == 0  # a replicated parameter that one rank does not use
-    fsdp(x).sum().backward()
+    fsdp(torch.ones(2, 4)).sum().backward()
     fsdp.finish_gradient_synchronization()
+    assert fsdp.module.right.weight.grad is None
     assert fsdp.module.gain.grad is not None and fsdp.module.gain.grad.abs().max() > 0
 
 
-def test_D1_unused_modules_keep_no_gradient_and_hang_nobody():
-    TWO_RANKS.results(leave_out_modules)
-
-
-@pytest.fixture
-def alone_in_a_group():
-    """This process as the only rank of a default group."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+def test_D1_unused_weights_keep_no_gradient_and_hang_nobody():
+    TWO_RANKS.results(leave_out_a_gain)
 
 
 class Odd(nn.Module):
-    """A block that takes tensors in every form, fills a list, and gives several."""
+    """A block that takes tensors in every form, and fills a list."""
 
     def __init__(self) -> None:
         super().__init__()
         self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 3)
 
-    def forward(
-        self, x: Tensor, pair: list[Tensor], *, factor: Tensor, seen: list[torch.dtype]
-    ) -> dict[str, Tensor]:  # fmt: skip
-        self.dtypes = {x.dtype, pair[0].dtype, factor.dtype}
-        seen += self.dtypes
-        return {"first": self.first(x * factor), "second": self.second(pair[0] + pair[1])}
+    def forward(self, x: Tensor, pair: tuple[Tensor, Tensor], *, factor: Tensor, seen: list[torch.dtype]) -> Tensor:
+        seen += {x.dtype, pair[0].dtype, factor.dtype}
+        return self.first(x * factor) + self.second(pair[0] + pair[1])
 
 
 class OddModel(nn.Module):
@@ -586,42 +470,43 @@ class OddModel(nn.Module):
         super().__init__()
         self.start, self.blocks = nn.Linear(3, 3), nn.ModuleList([Odd(), Odd()])
 
-    def forward(self, x: Tensor, seen: list[torch.dtype], outputs: tuple[str, ...]) -> Tensor:
+    def forward(self, x: Tensor, seen: list[torch.dtype]) -> Tensor:
         x = self.start(x)
         for block in self.blocks:
-            made = block(x, [x, x.tanh()], factor=x.sigmoid(), seen=seen)
-            x = sum((made[name] for name in outputs), torch.zeros(()))
+            x = block(x, (x, x.tanh()), factor=x.sigmoid(), seen=seen)
         return x.square().sum()
 
 
-@pytest.mark.parametrize("compute_dtype", [None, torch.bfloat16])
-@pytest.mark.parametrize("outputs", [("first", "second"), ("second",)])
-def test_blocks_may_take_and_give_tensors_in_any_form(compute_dtype, outputs, alone_in_a_group):
-    """The backward begins at whichever output has a gradient; gathered weights are there, and freed behind it."""
-    model, single = seeded(OddModel), seeded(OddModel)
-    wrapped = FSDP(model, compute_dtype)
-    x, seen, expected = torch.randn(4, 3), [], []
-    for _ in range(3):
-        for each in (wrapped, single):
-            each.zero_grad()
-        wrapped(x, seen, outputs).backward()
-        wrapped.finish_gradient_synchronization()
-        assert wrapped.gathered_units() == []
-        with torch.autocast("cpu", torch.bfloat16, enabled=compute_dtype is not None):
-            single(x, expected, outputs).backward()
-        own = dict(wrapped.module.named_parameters())
-        for name, parameter in single.named_parameters():
-            if parameter.grad is None:
-                assert own[name].grad is None
-            else:
-                bound = (1e-6 if compute_dtype is None else 0.05) * parameter.grad.abs().max().item()
-                torch.testing.assert_close(own[name].grad, parameter.grad, atol=bound, rtol=0)
-    assert seen == [compute_dtype or torch.float32] * 6  # a block fills the caller's list, not a copy
+def test_arguments_of_every_form_are_cast(alone_in_a_group):
+    single, wrapped, seen = seeded(OddModel), FSDP(seeded(OddModel), torch.bfloat16), []
+    x = torch.randn(4, 3)
+    with torch.autocast("cpu", torch.bfloat16):
+        single(x, []).backward()
+    wrapped(x, seen).backward()
+    assert seen == [torch.bfloat16] * 2  # a block fills the caller's list, not a copy
+    for own, parameter in zip(wrapped.parameters(), single.parameters(), strict=True):
+        bound = 0.05 * parameter.grad.abs().max().item()
+        torch.testing.assert_close(own.grad, parameter.grad, atol=bound, rtol=0)
+
+
+def test_D16_the_first_step_of_an_optimizer_of_whole_matrices_is_refused(alone_in_a_group):
+    """Only a checkpoint refused it, after steps that were wrong in silence."""
+    wrapped = FSDP(nn.Sequential(nn.Linear(4, 4)))
+    wrapped(torch.ones(2, 4)).sum().backward()
+    optimizer = torch.optim.Adafactor(wrapped.parameters())
+    for _ in range(2):
+        with pytest.raises(ValueError, match="Adafactor does not update a weight element by element, so it and its"):
+            optimizer.step()
+    before = len(_global_optimizer_pre_hooks)
+    del wrapped
+    gc.collect()
+    assert len(_global_optimizer_pre_hooks) < before
+    optimizer.step()  # nobody's rows now
 
 
 def test_norms_leave_out_what_was_frozen_after_wrapping(alone_in_a_group):
     wrapped = FSDP(seeded(OddModel))
-    wrapped(torch.randn(4, 3), [], ("first", "second")).backward()
+    wrapped(torch.randn(4, 3), []).backward()
     wrapped.finish_gradient_synchronization()
     whole = wrapped.clip_grad_norm_(1e9)
     frozen = wrapped.module.start.weight.requires_grad_(False)
@@ -642,12 +527,18 @@ def test_what_no_sync_put_aside_is_finished_outside_and_first(alone_in_a_group):
     assert wrapped.clip_grad_norm_(1.0) > 0
 
 
-def test_zero_grad_drops_what_a_backward_that_raised_left(alone_in_a_group):
+@pytest.mark.parametrize("whose", ["wrapper", "optimizer"])
+@pytest.mark.parametrize("accumulates", [False, True])
+def test_after_a_backward_that_raised_zero_grad_drops_its_gradients(whose, accumulates, alone_in_a_group):
+    """The wrapper's once left those of the unit that the error had interrupted, to be added to the next ones."""
     model = seeded(lambda: nn.Sequential(nn.Linear(4, 4), nn.Identity(), nn.Linear(4, 4)))
     wrapped = FSDP(deepcopy(model))
-    with wrapped.no_sync(), pytest.raises(Planted, match="planted"):
-        wrapped.module[2](RaiseInBackward.apply(wrapped.module[0](torch.ones(1, 4)))).sum().backward()
-    wrapped.zero_grad()
+    optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
+    raises = wrapped.module[1].register_forward_hook(lambda module, args, output: RaiseInBackward.apply(output))
+    with wrapped.no_sync() if accumulates else nullcontext(), pytest.raises(Planted, match="planted"):
+        wrapped(torch.ones(1, 4)).sum().backward()
+    raises.remove()
+    (wrapped if whose == "wrapper" or accumulates else optimizer).zero_grad()
     for each in (model, wrapped):
         each(torch.ones(2, 4)).square().sum().backward()
     wrapped.finish_gradient_synchronization()
@@ -700,91 +591,39 @@ class RaiseInBackward(torch.autograd.Function):
         raise Planted("planted in the backward")
 
 
-def train_after_an_error(rank: int, num_ranks: int, phase: str) -> dict[str, Any]:
-    """A step that raises in the middle of `phase` on every rank, as a bad batch does, between good ones."""
-    single, fsdp = seeded(transformer), FSDP(seeded(transformer))
-    found: dict[str, Any] = {}
-    shapes = {name: parameter.shape for name, parameter in fsdp.module.named_parameters()}
-
-    def plant(module: nn.Module, args: Any, output: Tensor) -> Tensor:
-        if phase == "forward":
-            raise Planted("planted in the forward")
-        return RaiseInBackward.apply(output)
-
-    def run(model: nn.Module, step: int, tokens: Tensor, targets: Tensor) -> None:
-        if step == 1 and model is fsdp:  # the first step has taught the order, so that units are gathered ahead
-            planted = fsdp.module.layers[1].attn.register_forward_hook(plant)
-            with pytest.raises(Planted):
-                token_loss(fsdp, tokens, targets).backward()
-            planted.remove()
-            found["gathered after it"] = fsdp.gathered_units()
-            found["sharded after it"] = shapes == {name: one.shape for name, one in fsdp.module.named_parameters()}
-            for parameter in fsdp.parameters():  # as an optimizer's zero_grad: it knows of no others
-                parameter.grad = None
-        token_loss(model, tokens, targets).backward()
-
-    return found | {"difference": train_both(rank, num_ranks, single, fsdp, run, steps=4)}
-
-
-@pytest.mark.slow
-def test_training_goes_on_after_an_error():
-    """The units gathered ahead once kept their memory, and the modules of the raising one saw whole weights."""
-    for found in SLOW_TWO_RANKS.results(train_after_an_error, "forward"):
-        assert found["gathered after it"] == [] and found["sharded after it"]
-        assert found["difference"] <= FP32_BOUND
-    for found in SLOW_TWO_RANKS.results(train_after_an_error, "backward"):
-        assert found["difference"] <= FP32_BOUND  # its gradients are not added to the next ones
-
-
-def surprise(rank: int, num_ranks: int, how: str) -> tuple[int, float]:
-    """Most units gathered at once in four steps, and the difference from one process."""
-    checkpointing: Any = "reentrant" if how == "recomputed" else "none"
-    single, inner = (wrap_blocks(seeded(transformer), checkpointing=checkpointing) for _ in range(2))
-    fsdp = FSDP(inner, granularity="layer", prefetch=3)
-    events = watch(fsdp)
-
-    def run(model: nn.Module, step: int, tokens: Tensor, targets: Tensor) -> None:
-        transformer: Any = model if model is single else inner
-        layers = transformer.layers
-        if how == "early exit" and step == 2:
-            transformer.layers = layers[:2]
-        elif how == "another order" and step >= 1:
-            transformer.layers = layers[::-1]
-        loss = token_loss(model, tokens, targets)
-        if how == "two forwards":
-            loss = loss + token_loss(model, tokens, targets)
-        loss.backward()
-        transformer.layers = layers
-
-    difference = train_both(rank, num_ranks, single, fsdp, run, steps=4)
-    return max(len(event.gathered) for event in events), difference
-
-
-SURPRISES = ("early exit", "another order", "two forwards", "recomputed")
-
-
-def surprise_in_every_way(rank: int, num_ranks: int) -> dict[str, tuple[int, float]]:
-    return {how: surprise(rank, num_ranks, how) for how in SURPRISES}
-
-
-@pytest.mark.slow
-def test_D12_surprises_do_not_widen_the_window():
+def surprise(rank: int, num_ranks: int) -> None:
     """After an early exit six units were once gathered at a time: those of the wrong guesses stayed."""
-    for found in SLOW_TWO_RANKS.results(surprise_in_every_way):
-        for most, difference in found.values():
-            assert most == 3
-            assert difference <= FP32_BOUND
+    for how in ("early exit", "another order", "two forwards"):
+        single, inner = seeded(transformer), seeded(transformer)
+        fsdp = FSDP(inner, granularity="layer")
+        events = watch(fsdp)
+
+        def run(model: nn.Module, step: int, *tensors: Tensor, how: str = how, inner: Any = inner) -> None:
+            transformer: Any = inner if isinstance(model, FSDP) else model
+            layers = transformer.layers
+            if how == "early exit" and step == 2:
+                transformer.layers = layers[:2]
+            elif how == "another order" and step >= 1:
+                transformer.layers = layers[::-1]
+            loss = token_loss(model, *tensors)
+            if how == "two forwards":
+                loss = loss + token_loss(model, *tensors)
+            loss.backward()
+            transformer.layers = layers
+
+        assert train_both(rank, num_ranks, single, fsdp, run, steps=4) <= FP32_BOUND
+        assert max(len(event.gathered) for event in events) <= 3
+
+
+def test_D12_surprises_do_not_widen_the_window():
+    TWO_RANKS.results(surprise)
 
 
 TWO_RANKS = OneJob(
-    2, (average_the_parts,), (go_wrong,), (overflow_on_one_rank,), (watch_windows,), (count_live_blocks,),
-    (train_and_drop,), (build_from_meta,), (check_precision,), (leave_out_modules,),
+    2, (average_the_parts,), (go_wrong,), (overflow_on_one_rank,), (watch_window,), (count_live_blocks,),
+    (train_and_drop,), (build_from_meta,), (check_precision,), (leave_out_a_gain,), (surprise,),
 )  # fmt: skip
-SLOW_TWO_RANKS = OneJob(
-    2, (check_variants,), (train_after_an_error, "forward"), (train_after_an_error, "backward"),
-    (surprise_in_every_way,),
-)  # fmt: skip
-THREE_RANKS = OneJob(3, (check_awkward,), (check_shards,))
+THREE_RANKS = OneJob(3, (check_shards,))
 
 
 # Construction, and forms of arguments
@@ -798,8 +637,6 @@ def test_bad_arguments_are_refused(alone_in_a_group):
         FSDP(model, compute_dtype=torch.int8)
     with pytest.raises(ValueError, match="reduce_dtype must be a floating-point dtype, got torch.int32"):
         FSDP(model, reduce_dtype=torch.int32)
-    with pytest.raises(ValueError, match="prefetch must be from 1 to 3, got 4"):
-        FSDP(model, prefetch=4)
     with pytest.raises(ValueError, match="granularity must be one of block, layer, got 'row'"):
         FSDP(model, granularity="row")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="module must own a weight of two or more dimensions"):

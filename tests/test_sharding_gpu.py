@@ -39,7 +39,7 @@ def train_variants(rank: int, num_ranks: int) -> dict[str, float]:
     expected = dict(single.named_parameters())
     models = {
         "plain": FSDP(seeded(transformer), device="cuda"),
-        "layers": FSDP(seeded(transformer), device="cuda", granularity="layer", prefetch=3),
+        "layers": FSDP(seeded(transformer), device="cuda", granularity="layer"),
         "fp32 reduce": FSDP(seeded(transformer), torch.float32, reduce_dtype=torch.float64, device="cuda"),
         "checkpointed": FSDP(wrap_blocks(seeded(transformer), checkpointing="non_reentrant"), device="cuda"),
         "compiled": FSDP(wrap_blocks(seeded(transformer).cuda(), compiled=True)),

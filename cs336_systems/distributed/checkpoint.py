@@ -54,7 +54,7 @@ from torch.futures import Future
 
 from cs336_systems.distributed.collectives import num_ranks, rank_in
 from cs336_systems.distributed.fsdp import FSDP
-from cs336_systems.distributed.optimizer_shares import check_elementwise, hyperparameters
+from cs336_systems.distributed.optimizer_shares import OptimizerOfShares, hyperparameters
 from cs336_systems.distributed.sharded_optimizer import ShardedOptimizer
 from cs336_systems.distributed.zero1 import Zero1Optimizer
 
@@ -106,6 +106,61 @@ def errors_name(path: Path) -> Iterator[None]:
         raise
 
 
+# The index
+
+
+def write_index(path: Path, content: dict[str, Any]) -> None:
+    """Write `content` with its own checksum to `path`, on disk when this returns."""
+    with open(path, "w") as file:
+        json.dump({"format": FORMAT, "crc32": _content_crc32(content), "content": content}, file, allow_nan=False)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read_index(path: Path) -> tuple[dict[str, Any], Metadata]:
+    """The index of the checkpoint in `path`, as it was written and as torch's planner wants it; or CheckpointError."""
+    file = path / INDEX
+    metadata = Metadata(state_dict_metadata={}, storage_data={}, planner_data={})
+    try:
+        _num_bytes(file)
+        sealed = json.loads(file.read_text())
+        if sealed["format"] != FORMAT:
+            raise CheckpointError(f"it has format {sealed['format']!r}, this code reads {FORMAT}")
+        content = sealed["content"]
+        if sealed["crc32"] != _content_crc32(content):
+            raise CheckpointError("its checksum is not that of its content")
+        for name, entry in content["tensors"].items():
+            size, dtype = torch.Size(entry["size"]), getattr(torch, entry["dtype"])
+            elements = sum(math.prod(chunk["sizes"]) for chunk in entry["chunks"])
+            if elements != math.prod(size):
+                raise CheckpointError(f"it has {elements} elements of {name!r}, whose shape is {tuple(size)}")
+            chunks = []
+            for chunk in entry["chunks"]:
+                if not DATA_FILE.fullmatch(chunk["file"]):
+                    raise CheckpointError(f"it names {chunk['file']!r}, which is no file of a checkpoint")
+                is_cut = chunk["start"] + chunk["length"] > _num_bytes(path / chunk["file"])
+                if is_cut or chunk["length"] != math.prod(chunk["sizes"]) * dtype.itemsize:
+                    raise CheckpointError(f"{chunk['file']} has not the bytes of {name!r}: it is cut off")
+                chunks.append(ChunkStorageMetadata(torch.Size(chunk["offsets"]), torch.Size(chunk["sizes"])))
+                metadata.storage_data[MetadataIndex(name, chunks[-1].offsets)] = chunk
+            metadata.state_dict_metadata[name] = TensorStorageMetadata(TensorProperties(dtype=dtype), size, chunks)
+    except (ValueError, KeyError, TypeError, AttributeError, RuntimeError, OSError) as error:
+        kind = "" if isinstance(error, CheckpointError | OSError) else f"{type(error).__name__}: "
+        raise CheckpointError(f"{file} is damaged: {kind}{error}") from None
+    return content, metadata
+
+
+def _content_crc32(content: Any) -> int:
+    return zlib.crc32(json.dumps(content, sort_keys=True).encode())
+
+
+def _num_bytes(path: Path) -> int:
+    """The size of `path`; CheckpointError unless it is a regular file: a pipe would be waited on for ever."""
+    if not path.is_file():
+        raise CheckpointError(f"{path.name} is missing or no regular file")
+    return path.stat().st_size
+
+
 # Saving
 
 
@@ -134,7 +189,7 @@ def save_checkpoint(
         json.dumps(content, allow_nan=False)
     except (TypeError, ValueError) as error:
         raise ValueError(f"position and settings must be JSON, got {position!r} ({error})") from error
-    writer = _Writer(Path(folder), step, content, keep)
+    writer = _Writer(Path(folder), content, keep)
     with writer.lock, errors_name(writer.folder):
         tensors = state.model_tensors() | state.optimizer_tensors() | _generators(rank)
         _on_all_ranks(dcp.save, tensors, storage_writer=writer, process_group=process_group)
@@ -144,10 +199,11 @@ def save_checkpoint(
 class _Writer(dcp.FileSystemWriter):
     """Writes what torch's planner asks for; `prepare_global_plan` and `finish` run on rank 0 alone."""
 
-    def __init__(self, folder: Path, step: int, content: dict[str, Any], keep: int) -> None:
+    def __init__(self, folder: Path, content: dict[str, Any], keep: int) -> None:
         super().__init__(folder)
         self.folder, self.content, self.keep = folder, content, keep
-        self.final, self.aside = folder / f"step-{step:08d}", folder / f".step-{step:08d}.partial"
+        self.final = folder / f"step-{content['step']:08d}"
+        self.aside = folder / f".{self.final.name}.partial"
         self.lock = ExitStack()  # on rank 0: holds the folder, and at its end removes what is still aside
 
     def prepare_local_plan(self, plan: dcp.SavePlan) -> dcp.SavePlan:
@@ -172,8 +228,8 @@ class _Writer(dcp.FileSystemWriter):
                 tensor: Any = planner.resolve_data(item)
                 data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
                 place = {"file": plan.storage_data, "start": file.tell(), "length": data.nbytes}
-                file.write(data)
                 place["crc32"] = zlib.crc32(data)
+                file.write(data)
                 results.append(WriteResult(index=item.index, size_in_bytes=data.nbytes, storage_data=place))
             file.flush()
             os.fsync(file.fileno())
@@ -201,14 +257,6 @@ class _Writer(dcp.FileSystemWriter):
             shutil.rmtree(old.rename(self.folder / f".{old.name}.partial"))
 
 
-def write_index(path: Path, content: dict[str, Any]) -> None:
-    """Write `content` with its own checksum to `path`, on disk when this returns."""
-    with open(path, "w") as file:
-        json.dump({"format": FORMAT, "crc32": _content_crc32(content), "content": content}, file, allow_nan=False)
-        file.flush()
-        os.fsync(file.fileno())
-
-
 # Loading
 
 
@@ -230,52 +278,16 @@ def load_checkpoint(
         raise CheckpointError(f"{folder} holds no complete checkpoint")
     path = found[-1]
     content, metadata = read_index(path)
-    progress = Progress(step=content["step"], position=content["position"], num_ranks=content["num_ranks"])
     state = _TrainingState(model, optimizer)
     tensors = state.tensors_to_load(content["optimizer"], metadata, path)
-    generators = _generators(_rank_and_size(process_group)[0] % progress.num_ranks)
-    generators = {name: value for name, value in generators.items() if name in metadata.state_dict_metadata}
+    generators = _generators(_rank_and_size(process_group)[0] % content["num_ranks"])
+    generators = {name: value for name, value in generators.items() if name in content["tensors"]}
     reader = _Reader(path, metadata)
     _on_all_ranks(dcp.load, tensors | generators, storage_reader=reader, process_group=process_group)
     state.take(tensors, content["optimizer"])
     for name, value in generators.items():
         (torch.cuda.set_rng_state if ".cuda." in name else torch.set_rng_state)(value)
-    return progress
-
-
-def read_index(path: Path) -> tuple[dict[str, Any], Metadata]:
-    """The index of the checkpoint in `path`, as it was written and as torch's planner wants it; or CheckpointError."""
-    file = path / INDEX
-    metadata = Metadata(state_dict_metadata={}, storage_data={}, planner_data={})
-    try:
-        _num_bytes(file)
-        sealed = json.loads(file.read_text())
-        if sealed["format"] != FORMAT:
-            raise CheckpointError(f"it has format {sealed['format']!r}, this code reads {FORMAT}")
-        content = sealed["content"]
-        if sealed["crc32"] != _content_crc32(content):
-            raise CheckpointError("its checksum is not that of its content")
-        for name, entry in content["tensors"].items():
-            size, dtype = torch.Size(entry["size"]), getattr(torch, entry["dtype"])
-            chunks, elements = [], 0
-            for chunk in entry["chunks"]:
-                if not DATA_FILE.fullmatch(chunk["file"]):
-                    raise CheckpointError(f"it names {chunk['file']!r}, which is no file of a checkpoint")
-                offsets, sizes = torch.Size(chunk["offsets"]), torch.Size(chunk["sizes"])
-                elements += math.prod(sizes)
-                is_cut = chunk["start"] + chunk["length"] > _num_bytes(path / chunk["file"])
-                if is_cut or chunk["length"] != math.prod(sizes) * dtype.itemsize:
-                    raise CheckpointError(f"{chunk['file']} has not the bytes of {name!r}: it is cut off")
-                chunks.append(ChunkStorageMetadata(offsets=offsets, sizes=sizes))
-                metadata.storage_data[MetadataIndex(name, offsets)] = chunk
-            if elements != math.prod(size):
-                raise CheckpointError(f"it has {elements} elements of {name!r}, whose shape is {tuple(size)}")
-            metadata.state_dict_metadata[name] = TensorStorageMetadata(TensorProperties(dtype=dtype), size, chunks)
-    except (CheckpointError, OSError) as error:
-        raise CheckpointError(f"{file} is damaged: {error}") from None
-    except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
-        raise CheckpointError(f"{file} is damaged: {type(error).__name__}: {error}") from error
-    return content, metadata
+    return Progress(step=content["step"], position=content["position"], num_ranks=content["num_ranks"])
 
 
 class _Reader(dcp.FileSystemReader):
@@ -290,24 +302,21 @@ class _Reader(dcp.FileSystemReader):
 
     def read_data(self, plan: dcp.LoadPlan, planner: dcp.LoadPlanner) -> Future[None]:
         for item in plan.items:
-            chunk = self._chunk(item.storage_index)
+            name, place = item.storage_index.fqn, self.metadata.storage_data[item.storage_index]
+            path = self.folder / place["file"]
+            with open(path, "rb") as file:
+                file.seek(place["start"])
+                data = bytearray(file.read(place["length"]))
+            if zlib.crc32(data) != place["crc32"]:
+                raise CheckpointError(f"{path} is damaged: {name!r} at {place['offsets']} has another checksum")
+            flat = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+            entry: Any = self.metadata.state_dict_metadata[name]
+            chunk = flat.view(entry.properties.dtype).view(place["sizes"])
             rows = tuple(slice(start, start + size) for start, size in zip(item.storage_offsets, item.lengths))
             target = planner.resolve_tensor(item)
             target.copy_(chunk[rows])
             planner.commit_tensor(item, target)
         return _done(None)
-
-    def _chunk(self, index: MetadataIndex) -> Tensor:
-        place = self.metadata.storage_data[index]
-        path = self.folder / place["file"]
-        with open(path, "rb") as file:
-            file.seek(place["start"])
-            data = bytearray(file.read(place["length"]))
-        if zlib.crc32(data) != place["crc32"]:
-            raise CheckpointError(f"{path} is damaged: {index.fqn!r} at {place['offsets']} has another checksum")
-        entry: Any = self.metadata.state_dict_metadata[index.fqn]
-        flat = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
-        return flat.view(entry.properties.dtype).view(place["sizes"])
 
 
 # Model and optimizer
@@ -323,25 +332,23 @@ class _TrainingState:
         self.names: dict[Tensor, str] = {parameter: name for name, parameter in self.module.named_parameters()}
         self.shards: dict[Tensor, torch.Size] = {}  # and the shapes of their wholes
         if isinstance(model, FSDP):
-            self.shards = {weight.shard: torch.Size(weight.shape) for unit in model.units for weight in unit.weights}
+            self.shards = {weight.shard: torch.Size(weight.shape) for weight in model.weights.values()}
             self.mesh = DeviceMesh.from_group(model.group, model.device.type)
-            if optimizer is not None:
-                check_elementwise(type(optimizer), optimizer.defaults, rows=True)
-        groups = [] if optimizer is None else [group["params"] for group in optimizer.param_groups]
-        self.group_names = [[self.names[parameter] for parameter in group] for group in groups]
-        self.updated: list[Tensor] = [parameter for group in groups for parameter in group]  # in state dicts' order
-        # The optimizer that makes the updates, behind one that only shares them out.
-        self.kind = type(getattr(optimizer, "local", optimizer)).__name__
+        groups = [] if optimizer is None else optimizer.param_groups
+        self.group_names = [[self.names[parameter] for parameter in group["params"]] for group in groups]
+        self.updated: list[Tensor] = [one for group in groups for one in group["params"]]  # in state dicts' order
 
     def settings(self) -> dict[str, Any] | None:
-        """Kind and hyper-parameters of the optimizer, as JSON."""
+        """Class, hyper-parameters and names of parameters of the optimizer, as JSON."""
         if self.optimizer is None:
             return None
+        # The optimizer that makes the updates, behind one that only shares them out.
+        makes = self.optimizer.local if isinstance(self.optimizer, OptimizerOfShares) else self.optimizer
         groups = [
             {key: value.item() if isinstance(value, Tensor) else value for key, value in hyperparameters(group).items()}
             for group in self.optimizer.param_groups
         ]
-        return {"kind": self.kind, "groups": groups, "names": self.group_names}
+        return {"kind": type(makes).__name__, "groups": groups, "names": self.group_names}
 
     def model_tensors(self) -> dict[str, Tensor]:
         """Parameters and buffers, a tied one once."""
@@ -356,8 +363,7 @@ class _TrainingState:
         """The states that this rank keeps; of a Zero1Optimizer, whose slices know no shapes, all; collective."""
         states: dict[Any, dict[str, Any]] = {} if self.optimizer is None else dict(self.optimizer.state)
         if isinstance(self.optimizer, Zero1Optimizer):
-            full = self.optimizer.full_state_dict()["state"]
-            states = {self.updated[place]: state for place, state in full.items()}
+            states = self.optimizer.all_states()
         tensors = {}
         for parameter, state in states.items():
             for key, value in state.items():
@@ -373,26 +379,25 @@ class _TrainingState:
                     raise ValueError(f"the state {name!r} must be a tensor or a number, got {type(value).__name__}")
         return tensors
 
-    def tensors_to_load(self, settings: dict[str, Any] | None, metadata: Metadata, path: Path) -> dict[str, Tensor]:
+    def tensors_to_load(self, saved: dict[str, Any] | None, metadata: Metadata, path: Path) -> dict[str, Tensor]:
         """Where the checkpoint's tensors go; CheckpointError naming what is not as the model and optimizer need it."""
-        saved: dict[str, Any] = metadata.state_dict_metadata
+        entries: dict[str, Any] = metadata.state_dict_metadata
         tensors = self.model_tensors()
         for name, tensor in tensors.items():
-            shape = tuple(saved[name].size) if name in saved else None
+            shape = tuple(entries[name].size) if name in entries else None
             if shape != tensor.shape:
                 raise CheckpointError(f"{path} has {name!r} of shape {shape}, the model needs {tuple(tensor.shape)}")
-        if self.optimizer is None:
+        if self.optimizer is None or (own := self.settings()) is None:
             return tensors
-        kind = None if settings is None else settings["kind"]
-        if settings is None or kind != self.kind:
-            raise CheckpointError(f"{path} is of the optimizer {kind}, not of {self.kind}")
-        if settings["names"] != self.group_names:
+        kind = None if saved is None else saved["kind"]
+        if saved is None or kind != own["kind"]:
+            raise CheckpointError(f"{path} is of the optimizer {kind}, not of {own['kind']}")
+        if saved["names"] != own["names"]:
             raise CheckpointError(f"{path} is of an optimizer with other parameter groups")
         owns = self.optimizer.owns if isinstance(self.optimizer, ShardedOptimizer) else lambda parameter: True
-        kept = {self.names[parameter]: parameter for parameter in self.updated if owns(parameter)}
-        for name, entry in saved.items():
-            owner = name.rpartition(".")[0]
-            parameter = kept.get(owner.removeprefix("optimizer.")) if name.startswith("optimizer.") else None
+        kept = {f"optimizer.{self.names[parameter]}": parameter for parameter in self.updated if owns(parameter)}
+        for name, entry in entries.items():
+            parameter = kept.get(name.rpartition(".")[0])
             if parameter is not None and entry.size == self.shards.get(parameter):
                 rows = torch.empty(parameter.shape, dtype=entry.properties.dtype, device=parameter.device)
                 tensors[name] = self._placed(parameter, rows)
@@ -400,24 +405,22 @@ class _TrainingState:
                 tensors[name] = torch.empty(entry.size, dtype=entry.properties.dtype)
         return tensors
 
-    def take(self, tensors: dict[str, Tensor], settings: Any) -> None:
+    def take(self, tensors: dict[str, Tensor], saved: dict[str, Any] | None) -> None:
         """Give the optimizer what was read; the parameters have it already."""
-        if self.optimizer is None:
+        if self.optimizer is None or saved is None:
             return
-        places = {self.names[parameter]: place for place, parameter in enumerate(self.updated)}
+        places = {f"optimizer.{self.names[parameter]}": place for place, parameter in enumerate(self.updated)}
         states: dict[int, dict[str, Any]] = {}
         for name, tensor in tensors.items():
-            if name.startswith("optimizer."):
-                owner, _, key = name.rpartition(".")
+            owner, _, key = name.rpartition(".")
+            if owner in places:
                 key, _, number = key.partition(":")  # that of a state which is no tensor
-                state = states.setdefault(places[owner.removeprefix("optimizer.")], {})
                 value = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-                state[key] = value.item() if number else value
-        groups = [
-            {key: tuple(value) if isinstance(value, list) else value for key, value in group.items()}
-            | {"params": [places[name] for name in names]}
-            for group, names in zip(settings["groups"], settings["names"])
-        ]
+                states.setdefault(places[owner], {})[key] = value.item() if number else value
+        groups, start = [], 0
+        for group, names in zip(saved["groups"], saved["names"]):
+            settings = {key: tuple(value) if isinstance(value, list) else value for key, value in group.items()}
+            groups.append(settings | {"params": [*range(start, start := start + len(names))]})
         self.optimizer.load_state_dict({"state": states, "param_groups": groups})
 
     def _placed(self, parameter: Tensor, value: Tensor) -> Tensor:
@@ -453,17 +456,6 @@ def _generators(rank: int) -> dict[str, Tensor]:
     if torch.cuda.is_available():
         states[f"generator.cuda.{rank}"] = torch.cuda.get_rng_state()
     return states
-
-
-def _content_crc32(content: Any) -> int:
-    return zlib.crc32(json.dumps(content, sort_keys=True).encode())
-
-
-def _num_bytes(path: Path) -> int:
-    """The size of `path`; CheckpointError unless it is a regular file: a pipe would be waited on for ever."""
-    if not path.is_file():
-        raise CheckpointError(f"{path.name} is missing or no regular file")
-    return path.stat().st_size
 
 
 def _sync_folder(path: Path) -> None:

@@ -8,14 +8,15 @@
     means.start(gradient)
     means.wait()
 
-An average is a sum, then a division: NCCL divides inside its reduction (ReduceOp.AVG), elsewhere `wait` divides.
-`wait` on NCCL makes the current stream wait, never the host. A group of one rank communicates nothing, and neither do
-tensors without elements. `group` is a process group, or None for the default one.
+An average is a sum, then a division, in the tensor's dtype: NCCL divides inside its reduction (ReduceOp.AVG), elsewhere
+`wait` divides. `wait` on NCCL makes the current stream wait, never the host. A group of one rank communicates nothing,
+and neither do tensors without elements. `group` is a process group, or None for the default one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from itertools import zip_longest
 from typing import Any
 
@@ -62,34 +63,23 @@ def _as_member(ask: Callable[[Group], int], group: Group) -> int:
     return number
 
 
-def all_reduce_mean(
-    tensor: Shaped[Tensor, "*shape"],
-    group: Group = None,
-    async_op: bool = False,
-    *,
-    reduce_dtype: torch.dtype | None = None,
-) -> Work:
+def all_reduce_mean(tensor: Shaped[Tensor, "*shape"], group: Group = None, async_op: bool = False) -> Work:
     """Replace `tensor` on every rank by its mean over `group`; without `async_op` that is done on return.
 
-    With `reduce_dtype` the sum and the division are made, and sent, in that dtype; the result is rounded once. Without
-    it they are made in the tensor's own, in which float16 sums may overflow. Any strides; floating point or complex.
+    Any strides; floating point or complex. Sums are made in the tensor's dtype, in which those of float16 may overflow.
     """
     size = num_ranks(group)
     _require_mean("tensor", tensor)
     tensor = tensor.detach()  # its storage, without a graph
     if size == 1 or not tensor.numel():
         return Work()
-    sent = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    target = sent
-    if reduce_dtype is not None:
-        sent = sent.to(reduce_dtype)
-    sent = sent.contiguous()  # the same order of elements on every rank, whatever the strides
-    averages = _averages(group)
-    op = dist.ReduceOp.AVG if averages else dist.ReduceOp.SUM
+    target = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    sent = target.contiguous()  # the same order of elements on every rank, whatever the strides
+    op = _mean_op(group)
     work = dist.all_reduce(sent, op=op, group=group, async_op=True)
 
     def finish() -> None:
-        if not averages:
+        if op == dist.ReduceOp.SUM:
             sent.div_(size)
         if sent.data_ptr() != target.data_ptr():
             target.copy_(sent)
@@ -117,12 +107,11 @@ class MeansUnderWay:
         elif num_ranks(self.group) > 1:
             group = dist.group.WORLD if self.group is None else self.group
             assert group is not None
-            averages = _averages(self.group)
-            options = AllreduceOptions()
-            options.reduceOp = dist.ReduceOp(dist.ReduceOp.AVG if averages else dist.ReduceOp.SUM)
+            options, op = AllreduceOptions(), _mean_op(self.group)
+            options.reduceOp = dist.ReduceOp(op)
             options.asyncOp = True  # without it NCCL works on the current stream
             self._works.append(group.allreduce([tensor], options))
-            if not averages:
+            if op == dist.ReduceOp.SUM:
                 self._sums.append(tensor)
 
     def wait(self) -> None:
@@ -133,12 +122,6 @@ class MeansUnderWay:
             work.wait()
         for tensor in sums:
             tensor.div_(num_ranks(self.group))
-
-
-def all_reduce_max(tensor: Shaped[Tensor, "*shape"], group: Group = None) -> None:
-    """Replace the contiguous `tensor` on every rank by the largest of each element over `group`."""
-    if num_ranks(group) > 1 and tensor.numel():
-        dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=group)
 
 
 @torch.no_grad()
@@ -185,49 +168,39 @@ def all_gather_flat(
     output, input = output.detach(), input.detach()
     if size == 1:
         output.copy_(input)
+    if size == 1 or not input.numel():
         return Work()
-    if not input.numel():
-        return Work()
-    if _through_host(input, group):
-        parts = torch.empty(output.shape, dtype=output.dtype)
-        _gather(parts, input.cpu(), group).wait()
-        output.copy_(parts)
-        return Work()
-    return _started(_gather(output, input, group), None, async_op)
+    through_host = _through_host(input, group)
+    parts = torch.empty(output.shape, dtype=output.dtype) if through_host else output
+    # torch 2.13 renamed this function and reduce_scatter_tensor, and warns of the names that torch 2.11 needs.
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    work = gather(parts, input.cpu() if through_host else input, group=group, async_op=True)
+    return _started(work, partial(output.copy_, parts) if through_host else None, async_op and not through_host)
 
 
 def reduce_scatter_mean_flat(
-    output: Shaped[Tensor, " n"],
-    input: Shaped[Tensor, " ranks*n"],
-    group: Group = None,
-    async_op: bool = False,
-    *,
-    reduce_dtype: torch.dtype | None = None,
+    output: Shaped[Tensor, " n"], input: Shaped[Tensor, " ranks*n"], group: Group = None, async_op: bool = False
 ) -> Work:
     """Fill `output` with this rank's part of the mean of `input` over `group`; `input` is left as it was.
 
-    `reduce_dtype` is as in `all_reduce_mean`; without it the reduction is made in the input's dtype. The output may
-    have another dtype than the input; the result is rounded to it once.
+    The reduction is made in the input's dtype; the output may have another, to which the result is rounded.
     """
     size = num_ranks(group)
     _require_mean("input", input)
     output, input = output.detach(), input.detach()
     if size == 1:
-        output.copy_(input if reduce_dtype is None else input.to(reduce_dtype))
+        output.copy_(input)
+    if size == 1 or not output.numel():
         return Work()
-    if not output.numel():
-        return Work()
-    sent = input if reduce_dtype is None else input.to(reduce_dtype)
-    if _through_host(input, group):
-        sent = sent.cpu()
+    sent = input.cpu() if _through_host(input, group) else input
     same = output.dtype == sent.dtype and output.device == sent.device
     part = output if same else torch.empty(output.shape, dtype=sent.dtype, device=sent.device)
-    averages = _averages(group)
-    op = dist.ReduceOp.AVG if averages else dist.ReduceOp.SUM
-    work = _scatter(part, sent, op, group)
+    op = _mean_op(group)
+    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    work = scatter(part, sent, op=op, group=group, async_op=True)
 
     def finish() -> None:
-        if not averages:
+        if op == dist.ReduceOp.SUM:
             part.div_(size)
         if part is not output:
             output.copy_(part)
@@ -242,25 +215,14 @@ def _started(work: dist.Work, finish: Callable[[], object] | None, async_op: boo
     return handle
 
 
-def _averages(group: Group) -> bool:
-    """Whether the transport divides: NCCL does, in the same kernel."""
-    return dist.get_backend(group) == "nccl"
+def _mean_op(group: Group) -> Any:
+    """How the transport reduces to a mean: NCCL divides in the same kernel, after others' sums we divide."""
+    return dist.ReduceOp.AVG if dist.get_backend(group) == "nccl" else dist.ReduceOp.SUM
 
 
 def _through_host(tensor: Tensor, group: Group) -> bool:
     """gloo takes CUDA tensors for all-reduce and broadcast only; the others are staged in host memory."""
     return tensor.is_cuda and dist.get_backend(group) == "gloo"
-
-
-def _gather(output: Tensor, input: Tensor, group: Group) -> dist.Work:
-    # torch 2.13 renamed both functions, and warns of the old names that torch 2.11 needs.
-    call = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    return call(output, input, group=group, async_op=True)
-
-
-def _scatter(output: Tensor, input: Tensor, op: dist.ReduceOp.RedOpType, group: Group) -> dist.Work:
-    call = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    return call(output, input, op=op, group=group, async_op=True)
 
 
 def _require_mean(name: str, tensor: Tensor) -> None:
@@ -277,28 +239,17 @@ def check_same_shapes(named_tensors: Iterable[tuple[str, Tensor]], group: Group 
     Names, order, shapes, dtypes and whether a gradient is wanted must agree: ranks that differ would issue other
     collectives, and hang or, worse, add up tensors that do not belong together.
     """
-    own = [(name, _description(tensor)) for name, tensor in named_tensors]
+    own = []
+    for name, tensor in named_tensors:
+        frozen = ", frozen" if isinstance(tensor, nn.Parameter) and not tensor.requires_grad else ""
+        own.append(f"{name!r} of shape {tuple(tensor.shape)}, {str(tensor.dtype).removeprefix('torch.')}{frozen}")
     everyone: list[Any] = [own] * num_ranks(group)
     if len(everyone) > 1:
         dist.all_gather_object(everyone, own, group=group)
-    missing = ("", "missing")
     for rank, others in enumerate(everyone):
-        for (name, description), (other_name, other) in zip_longest(everyone[0], others, fillvalue=missing):
-            if name and other_name and name != other_name:
-                raise ValueError(
-                    f"parameters must have the same order on all ranks: "
-                    f"rank 0 has {name!r} where rank {rank} has {other_name!r}"
-                )
-            if description != other:
-                raise ValueError(
-                    f"parameter {name or other_name!r} must be the same on all ranks: "
-                    f"{description} on rank 0, {other} on rank {rank}"
-                )
-
-
-def _description(tensor: Tensor) -> str:
-    frozen = "" if tensor.requires_grad or not isinstance(tensor, nn.Parameter) else ", frozen"
-    return f"shape {tuple(tensor.shape)}, {str(tensor.dtype).removeprefix('torch.')}{frozen}"
+        for first, other in zip_longest(everyone[0], others, fillvalue="no more"):
+            if first != other:
+                raise ValueError(f"parameters must be the same on all ranks: rank 0 has {first}, rank {rank} {other}")
 
 
 @torch.no_grad()

@@ -20,21 +20,37 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from cs336_systems.distributed.collectives import (
-    Group,
-    all_reduce_max,
-    broadcast_from_first,
-    broadcast_parameters,
-    check_same_shapes,
-)
+from cs336_systems.distributed.collectives import Group, broadcast_from_first, broadcast_parameters, check_same_shapes
 
 
-class DataParallel(nn.Module, ABC):
+class Accumulating:
+    """What leaves gradients on their rank while it is told to, and sends them otherwise."""
+
+    sends = True  # False within no_sync
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backwards in here only accumulate; the first one outside is synchronised with all that they left."""
+        before, self.sends = self.sends, False
+        try:
+            yield
+        finally:
+            self.sends = before
+
+    def check_sending(self) -> None:
+        """RuntimeError within `no_sync`."""
+        if not self.sends:
+            raise RuntimeError("finish_gradient_synchronization() must be called outside of no_sync()")
+
+
+class DataParallel(nn.Module, Accumulating, ABC):
     """Base of the wrappers around `module`, the same on every rank of `group` but for its values.
 
     Parameters that are trainable at construction are synchronised, each once however many modules share it; freezing
@@ -58,7 +74,6 @@ class DataParallel(nn.Module, ABC):
         self.module = module
         self.group = group
         self.find_unused_parameters = find_unused_parameters
-        self.sends = True  # False within no_sync
         named = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
         self.names = [name for name, _ in named]
         self.trainable = [parameter for _, parameter in named]
@@ -66,23 +81,13 @@ class DataParallel(nn.Module, ABC):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.module(*args, **kwargs)
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Backwards in here only accumulate; the first one outside is synchronised with all that they left."""
-        before, self.sends = self.sends, False
-        try:
-            yield
-        finally:
-            self.sends = before
-
     def finish_gradient_synchronization(self) -> None:
         """Call after backward, before gradients are read: afterwards each is the mean over the ranks.
 
         Waits on the device, not on the host. Raises RuntimeError within `no_sync` and for a parameter without a
         gradient, TypeError for a sparse one.
         """
-        if not self.sends:
-            raise RuntimeError("finish_gradient_synchronization() must be called outside of no_sync()")
+        self.check_sending()
         unused = [index for index, parameter in enumerate(self.trainable) if parameter.grad is None]
         if unused and not self.find_unused_parameters:
             raise RuntimeError(
@@ -96,7 +101,7 @@ class DataParallel(nn.Module, ABC):
             votes = torch.ones(len(self.trainable), dtype=torch.uint8)
             votes[unused] = 0
             votes = votes.to(self.trainable[0].device)
-            all_reduce_max(votes, self.group)
+            dist.all_reduce(votes, op=dist.ReduceOp.MAX, group=self.group)
             used = votes.tolist()
             for index in unused:
                 if not used[index]:
@@ -128,23 +133,20 @@ def dense_gradient(parameter: Tensor) -> Tensor:
     return gradient.detach() if gradient.requires_grad else gradient
 
 
-def call_at_each_gradient(wrapper: DataParallel, react: Callable[[Any, int], None]) -> None:
-    """Have `react(wrapper, index)` called in a backward when the gradient of `wrapper.trainable[index]` is there.
+def call_at_each_gradient(owner: Any, parameters: list[Any], react: Callable[[Any, int], None]) -> None:
+    """Have `react(owner, index)` called in a backward when the gradient of `parameters[index]` is there.
 
-    The parameters hold the wrapper weakly: they outlive it, and a cycle through autograd's hooks would keep wrapper
-    and model alive for good.
+    The parameters hold the owner weakly: they outlive it, and a cycle through autograd's hooks would keep owner and
+    model alive for good.
     """
-    itself = weakref.ref(wrapper)
+    itself = weakref.ref(owner)
 
-    def make_hook(index: int) -> Callable[[Tensor], None]:
-        def hook(parameter: Tensor) -> None:
-            if (alive := itself()) is not None:
-                react(alive, index)
+    def hook(index: int, _: Tensor) -> None:
+        if (alive := itself()) is not None:
+            react(alive, index)
 
-        return hook
-
-    for index, parameter in enumerate(wrapper.trainable):
-        parameter.register_post_accumulate_grad_hook(make_hook(index))
+    for index, parameter in enumerate(parameters):
+        parameter.register_post_accumulate_grad_hook(partial(hook, index))
 
 
 def agree_on_order(came: list[int], items: list[int], wrapper: DataParallel) -> list[int]:

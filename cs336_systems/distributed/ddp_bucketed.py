@@ -63,7 +63,7 @@ class BucketedDDP(DataParallel):
         self._order = list(range(len(self.buckets)))
         self._became_full: list[int] | None = []  # in the first step, in their order
         self._end_step()
-        call_at_each_gradient(self, BucketedDDP._arrive)
+        call_at_each_gradient(self, self.trainable, BucketedDDP._arrive)
 
     def _arrive(self, index: int) -> None:
         """The backward has accumulated the gradient of parameter `index`: into its bucket, and send what is full."""

@@ -31,7 +31,7 @@ class OverlapDDP(DataParallel):
         self._order = list(reversed(range(len(self.trainable))))
         self._came: list[int] | None = []  # in the first step, in their order
         self._end_step()
-        call_at_each_gradient(self, OverlapDDP._arrive)
+        call_at_each_gradient(self, self.trainable, OverlapDDP._arrive)
 
     def _arrive(self, index: int) -> None:
         """The backward has accumulated the gradient of parameter `index`: send what is next, as far as it is there."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from abc import abstractmethod
 from collections.abc import Callable
 from itertools import islice
 from typing import Any
@@ -36,7 +37,6 @@ class OptimizerOfShares(torch.optim.Optimizer):
             raise TypeError(f"{optimizer_cls.__name__} cannot be sharded: it searches along all parameters at once")
         self.process_group = group
         self.rank, self.num_ranks = rank_in(group), num_ranks(group)
-        self.shard = {"rank": self.rank, "num_ranks": self.num_ranks}  # whose share a state dict holds that is not full
         super().__init__(params, kwargs)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -62,32 +62,37 @@ class OptimizerOfShares(torch.optim.Optimizer):
         for group, own in zip(self.param_groups, self.local.param_groups):
             own.update(hyperparameters(group))
 
-    def as_state_dict(self, state: dict[int, dict[str, Any]]) -> dict[str, Any]:
-        """A state dict of all groups, with `state` by place among all parameters."""
-        groups: list[dict[str, Any]] = []
-        places = iter(range(len(self.parameters)))
+    # State dicts: those that `optimizer_cls` itself would have over all parameters
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of all parameters, on CPU, on every rank; collective, so all ranks must call it."""
+        states = self.all_states()
+        full = {place: states[one] for place, one in enumerate(self.parameters) if one in states}
+        groups, places = [], iter(range(len(self.parameters)))
         for group in self.param_groups:
             groups.append({**hyperparameters(group), "params": [*islice(places, len(group["params"]))]})
-        return {"state": dict(sorted(state.items())), "param_groups": groups}
+        return {"state": full, "param_groups": groups}
 
-    def check_loadable(self, state_dict: dict[str, Any]) -> None:
-        """ValueError for the share of another rank, or groups of other sizes."""
-        shard = state_dict.get("shard", self.shard)
-        if shard != self.shard:
-            raise ValueError(f"state_dict must be full or the share of {self.shard}, got that of {shard}")
-        sizes, expected = (
-            [len(group["params"]) for group in groups] for groups in (state_dict["param_groups"], self.param_groups)
-        )
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Keep this rank's share of a `state_dict` of any number of ranks; ValueError for groups of other sizes."""
+        groups, states = state_dict["param_groups"], state_dict["state"]
+        sizes, expected = ([len(group["params"]) for group in some] for some in (groups, self.param_groups))
         if sizes != expected:
             raise ValueError(f"state_dict must have groups of {expected} parameters, got {sizes}")
-
-    def load_local(self, state: dict[int, Any], groups: list[dict[str, Any]]) -> None:
-        """Load `state`, by place among the parameters of `local`, and the hyper-parameters of `groups`."""
-        loaded = self.local.state_dict()["param_groups"]
-        for own, saved in zip(loaded, groups):
+        own_groups = self.local.state_dict()["param_groups"]
+        for own, saved in zip(own_groups, groups):
             own.update(hyperparameters(saved))
-        self.local.load_state_dict({"state": state, "param_groups": loaded})
+        own_states = self.own_states({one: states.get(place, {}) for place, one in enumerate(self.parameters)})
+        self.local.load_state_dict({"state": own_states, "param_groups": own_groups})
         self.take_settings()
+
+    @abstractmethod
+    def all_states(self) -> dict[Tensor, dict[str, Any]]:
+        """The states of all parameters that have one, on CPU; collective."""
+
+    @abstractmethod
+    def own_states(self, states: dict[Tensor, dict[str, Any]]) -> dict[int, dict[str, Any]]:
+        """Of the `states` of all parameters those of `local`, by place among its parameters."""
 
 
 def hyperparameters(group: dict[str, Any]) -> dict[str, Any]:

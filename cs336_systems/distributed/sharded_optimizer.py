@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from cs336_systems.distributed.collectives import check_same_shapes
 from cs336_systems.distributed.optimizer_shares import OptimizerOfShares, hyperparameters
@@ -110,31 +111,14 @@ class ShardedOptimizer(OptimizerOfShares):
                 pieces = buffers[key].split([tensor.numel() for tensor in tensors])
                 torch._foreach_copy_(tensors, [piece.view(tensor.shape) for piece, tensor in zip(pieces, tensors)])
 
-    # State dicts
+    def all_states(self) -> dict[Tensor, dict[str, Any]]:
+        parameters = self.parameters
+        places = {parameter: place for place, parameter in enumerate(parameters)}
+        own = {places[parameter]: tree_map_only(Tensor, Tensor.cpu, state) for parameter, state in self.state.items()}
+        everyone: list[Any] = [own] * self.num_ranks
+        if self.num_ranks > 1:
+            dist.all_gather_object(everyone, own, group=self.process_group)
+        return {parameters[place]: state for states in everyone for place, state in states.items()}
 
-    def state_dict(self) -> dict[str, Any]:
-        """This rank's share: the state of the parameters it owns, by their place among all parameters."""
-        places = {parameter: place for place, parameter in enumerate(self.parameters)}
-        states = {places[parameter]: dict(state) for parameter, state in self.state.items()}
-        return self.as_state_dict(states) | {"shard": self.shard}
-
-    def full_state_dict(self) -> dict[str, Any]:
-        """The state of all parameters, on every rank, on CPU, as `optimizer_cls` itself would give it; collective."""
-        full: dict[int, dict[str, Any]] = {}
-        own = {
-            place: {name: value.cpu() if isinstance(value, Tensor) else value for name, value in state.items()}
-            for place, state in self.state_dict()["state"].items()
-        }
-        for owner in range(self.num_ranks):
-            share = [own if owner == self.rank else None]
-            dist.broadcast_object_list(share, group_src=owner, group=self.process_group)
-            full |= share[0] or {}
-        return self.as_state_dict(full)
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a `state_dict` of the same rank of as many, or a full one of any number of ranks; else ValueError."""
-        self.check_loadable(state_dict)
-        places = [place for place, parameter in enumerate(self.parameters) if self.owns(parameter)]
-        saved = state_dict["state"]
-        state = {index: saved[place] for index, place in enumerate(places) if place in saved}
-        self.load_local(state, state_dict["param_groups"])
+    def own_states(self, states: dict[Tensor, dict[str, Any]]) -> dict[int, dict[str, Any]]:
+        return {place: states[one] for place, one in enumerate(filter(self.owns, self.parameters)) if states[one]}

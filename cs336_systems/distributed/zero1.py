@@ -18,10 +18,7 @@ zeros, so that momentum and weight decay go on moving it.
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from itertools import takewhile
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -36,7 +33,7 @@ from cs336_systems.distributed.collectives import (
     clip_shards,
     reduce_scatter_mean_flat,
 )
-from cs336_systems.distributed.ddp import dense_gradient
+from cs336_systems.distributed.ddp import Accumulating, call_at_each_gradient, dense_gradient
 from cs336_systems.distributed.optimizer_shares import OptimizerOfShares, check_elementwise, hyperparameters
 
 BYTES_PER_MB = 10**6
@@ -44,7 +41,7 @@ ALIGNMENT = 64  # elements, of a rank's slice
 MASTER = "master"  # name, among an optimizer's states, of the float32 values of a parameter below float32
 
 
-class Zero1Optimizer(OptimizerOfShares):
+class Zero1Optimizer(OptimizerOfShares, Accumulating):
     """`optimizer_cls`, an elementwise optimizer, over this rank's slices of `params`.
 
     Args:
@@ -87,25 +84,12 @@ class Zero1Optimizer(OptimizerOfShares):
             local_groups.append({**hyperparameters(group), "params": [bucket.master for bucket in buckets]})
         self.local = optimizer_cls(local_groups, **kwargs)
         self.take_settings()
-        self._synchronize = True
         # Backward finishes the last parameters first; every rank reduces in this order, whatever arrives when.
         self._reduce_order = list(reversed(self.buckets))
-        self._next = 0  # the bucket of this order whose turn it is
         self._finished = False  # whether all are reduced, and no step has used them
-        for number, bucket in enumerate(self.buckets):
-            for place, parameter in enumerate(bucket.parameters):
-                parameter.register_post_accumulate_grad_hook(self._make_hook(number, place))
-
-    def _make_hook(self, number: int, place: int) -> Callable[[Tensor], None]:
-        """Holds the optimizer weakly: the garbage collector sees no cycle through a tensor's hooks."""
-        reference = weakref.ref(self)
-
-        def hook(parameter: Tensor) -> None:
-            optimizer = reference()
-            if optimizer is not None:
-                optimizer._gradient_arrived(optimizer.buckets[number], place)
-
-        return hook
+        self._places = [(bucket, place) for bucket in self.buckets for place in range(len(bucket.parameters))]
+        trained = [bucket.parameters[place] for bucket, place in self._places]
+        call_at_each_gradient(self, trained, Zero1Optimizer._gradient_arrived)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Called by the constructor for each group; later ones are refused, the buckets being laid out."""
@@ -115,34 +99,28 @@ class Zero1Optimizer(OptimizerOfShares):
 
     # Reduce
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Backwards inside only add up local gradients, for the next backward outside to reduce."""
-        before, self._synchronize = self._synchronize, False
-        try:
-            yield
-        finally:
-            self._synchronize = before
-
-    def _gradient_arrived(self, bucket: Bucket, place: int) -> None:
+    def _gradient_arrived(self, index: int) -> None:
         """Take the gradient into its bucket, and reduce the buckets that are full and whose turn it is."""
+        bucket, place = self._places[index]
         if bucket.launched:
             raise RuntimeError("a second backward before step(): run all but the last one under no_sync()")
         bucket.take_gradient(place)
-        if not self._synchronize:
+        if not self.sends:
             return
         bucket.arrived.add(place)
-        for full in takewhile(lambda one: len(one.arrived) == len(one.parameters), self._reduce_order[self._next :]):
-            full.reduce(self.process_group)
-            self._next += 1
+        for next_one in self._reduce_order:
+            if next_one.launched:
+                continue
+            if len(next_one.arrived) < len(next_one.parameters):
+                break
+            next_one.reduce(self.process_group)
 
     def finish_gradient_synchronization(self) -> None:
         """Reduce the buckets that unused parameters kept waiting, and wait for all; RuntimeError within `no_sync`."""
-        if not self._synchronize:
-            raise RuntimeError("finish_gradient_synchronization() must be called outside of no_sync()")
-        for bucket in self._reduce_order[self._next :]:
-            bucket.reduce(self.process_group)
-        self._next = len(self._reduce_order)
+        self.check_sending()
+        for bucket in self._reduce_order:
+            if not bucket.launched:
+                bucket.reduce(self.process_group)
         for bucket in self.buckets:
             bucket.work.wait()
         self._finished = True
@@ -188,28 +166,17 @@ class Zero1Optimizer(OptimizerOfShares):
         for bucket in self.buckets:
             bucket.launched = False
             bucket.arrived.clear()
-        self._next, self._finished = 0, False
+        self._finished = False
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
         """Asked by torch.amp.GradScaler, which takes gradients from the parameters: there they are this rank's own."""
         raise TypeError("Zero1Optimizer needs LossScaler of cs336_systems.distributed.loss_scale, not torch's own")
 
-    # State dicts
-
-    def state_dict(self) -> dict[str, Any]:
-        """This rank's slices: the state of each bucket, and the master slices."""
-        masters = [bucket.master.detach() for bucket in self.buckets]
-        return self.as_state_dict(self.local.state_dict()["state"]) | {"masters": masters, "shard": self.shard}
-
     @torch.no_grad()
-    def full_state_dict(self) -> dict[str, Any]:
-        """The state of all parameters, on every rank, on CPU, as `optimizer_cls` itself would give it; collective.
-
-        A parameter below float32 has one state more, its float32 values.
-        """
-        places = {parameter: place for place, parameter in enumerate(self.parameters)}
-        full: dict[int, dict[str, Any]] = {}
+    def all_states(self) -> dict[Tensor, dict[str, Any]]:
+        """A parameter below float32 has one state more, its float32 values."""
+        states: dict[Tensor, dict[str, Any]] = {}
         for bucket in self.buckets:
             state = dict(self.state.get(bucket.master, {})) | ({MASTER: bucket.master} if bucket.is_low else {})
             for name, value in state.items():
@@ -220,22 +187,13 @@ class Zero1Optimizer(OptimizerOfShares):
                     pieces = bucket.views_of(whole.cpu())
                 for parameter, piece in zip(bucket.parameters, pieces):
                     kept = piece.clone() if isinstance(piece, Tensor) else piece  # without the rest of the bucket
-                    full.setdefault(places[parameter], {})[name] = kept
-        return self.as_state_dict(full)
+                    states.setdefault(parameter, {})[name] = kept
+        return states
 
     @torch.no_grad()
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a `state_dict` of the same rank of as many, or a full one of any number of ranks; else ValueError."""
-        self.check_loadable(state_dict)
-        state = state_dict["state"]
-        if "shard" in state_dict:
-            for bucket, master in zip(self.buckets, state_dict["masters"]):
-                bucket.master.copy_(master)
-        else:
-            wholes = {parameter: state.get(place, {}) for place, parameter in enumerate(self.parameters)}
-            sliced = [bucket.slices_of([wholes[one] for one in bucket.parameters]) for bucket in self.buckets]
-            state = {index: slices for index, slices in enumerate(sliced) if slices}
-        self.load_local(state, state_dict["param_groups"])
+    def own_states(self, states: dict[Tensor, dict[str, Any]]) -> dict[int, dict[str, Any]]:
+        sliced = [bucket.slices_of([states[parameter] for parameter in bucket.parameters]) for bucket in self.buckets]
+        return {place: slices for place, slices in enumerate(sliced) if slices}
 
     def _fill_buckets(self, parameters: list[Tensor], max_bytes: float) -> list[Bucket]:
         """Trainable `parameters` in order, cut where the size is reached or the dtype or device changes."""

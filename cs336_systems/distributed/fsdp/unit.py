@@ -37,6 +37,7 @@ from cs336_systems.distributed.collectives import Work, all_gather_flat, reduce_
 from cs336_systems.distributed.fsdp.plan import Home, UnitPlan
 
 ALIGNMENT_BYTES = 256  # of each weight in the unit's memory: what matmuls and NCCL like
+PREFETCH = 2  # a unit's gather starts when the unit so many before it has completed
 MAX_GATHERED = 3  # units: the current and two ahead, also where modules run in another order than expected
 
 
@@ -227,8 +228,7 @@ class Unit:
         self.began = 0  # time of the forward that BACKWARD is of
         self.arrived: list[ShardedWeight] = []  # whose gradients are complete and not yet reduced
         self._views: list[tuple[nn.Module, RestingParameters, dict[str, Any]]] = []  # of a module: at rest, in use
-        self._event: torch.cuda.Event | None = None  # end of the gather on its stream
-        self._works: list[Work] = []  # the same on CPU
+        self._works: list[Work] = []  # the gather under way
         # The place of the wholes. Of the parameters, which may be on the meta device, only shapes and dtypes are read.
         self._bytes = 0
         places: list[tuple[int, list[int], torch.dtype]] = []
@@ -286,7 +286,7 @@ class Unit:
             if casts:
                 torch._foreach_copy_([place for place, _ in casts], [shard for _, shard in casts])
             self._works = gather_rows([weight.gathered for weight in self.weights], inputs, self.window.group)
-            self._event = self.window.lane.mark()
+            self._works.append(self.window.lane.mark())
         self.window.gathered[self] = None
         self.become(State.GATHERED)
 
@@ -295,9 +295,7 @@ class Unit:
         self.gather()
         for work in self._works:
             work.wait()
-        if self._event is not None:
-            torch.cuda.current_stream().wait_event(self._event)  # the host goes on
-        self._works, self._event = [], None
+        self._works = []
 
     def free(self) -> None:
         """Give the memory of the wholes back, once what is queued on the compute stream has used them.
@@ -326,7 +324,7 @@ class GradientReducer:
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, reduce_dtype: torch.dtype | None) -> None:
         self.group, self.lane, self.reduce_dtype = group, Lane(device), reduce_dtype
-        self._event: torch.cuda.Event | None = None
+        self._under_way = Work()
         self._in_use: list[Tensor] = []
 
     @torch.no_grad()
@@ -369,16 +367,15 @@ class GradientReducer:
                     place.add_(own)
                 elif place is not own:
                     place.copy_(own)
-            self._event = self.lane.mark()
+            self._under_way = self.lane.mark()
         for weight, (_, place) in zip(weights, results):
             weight.shard.grad = place
         self._in_use = [*inputs, *outputs, *(source for _, source in copies)]
 
     def wait(self) -> None:
         """Let the compute stream wait for the reduction under way, and give its buffers back."""
-        if self._event is not None:
-            torch.cuda.current_stream().wait_event(self._event)
-        self._event, self._in_use = None, []
+        self._under_way.wait()
+        self._in_use = []
 
 
 # Streams and collectives
@@ -400,9 +397,12 @@ class Lane:
         with torch.cuda.stream(self.stream):
             yield
 
-    def mark(self) -> torch.cuda.Event | None:
-        """A point on the side stream for the compute stream to wait for."""
-        return None if self.stream is None else self.stream.record_event()
+    def mark(self) -> Work:
+        """What is queued on the side stream now, for the compute stream to wait for; the host goes on."""
+        if self.stream is None:
+            return Work()
+        event = self.stream.record_event()
+        return Work(finish=lambda: torch.cuda.current_stream().wait_event(event))
 
 
 def gather_rows(outputs: list[Tensor], inputs: list[Tensor], group: dist.ProcessGroup) -> list[Work]:

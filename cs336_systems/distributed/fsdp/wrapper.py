@@ -20,9 +20,10 @@ Everything is freed when a forward begins, since the optimizer may have changed 
 
 Replicated parameters (norms) keep whole gradients, which `finish_gradient_synchronization` averages in one message.
 Every rank must run the same modules in the same order; the first steps check it. A weight that no rank uses in a step
-keeps no gradient, as in one process. Which weights are trained is what they say when they are wrapped. A weight that
-is read outside its module while the wrapper's forward runs (`F.linear(h, self.embedding.weight)`) is gathered for that
-reading alone, with nothing to hide it behind.
+keeps no gradient, as in one process. Backwards under `no_sync` put the gradients of sharded weights aside, whole, in no
+`.grad`: the wrapper's `zero_grad` drops them, an optimizer's does not. Which weights are trained is what they say when
+they are wrapped. A weight that is read outside its module while the wrapper's forward runs (`F.linear(h,
+self.embedding.weight)`) is gathered for that reading alone, with nothing to hide it behind.
 """
 
 from __future__ import annotations
@@ -30,15 +31,17 @@ from __future__ import annotations
 import math
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from cs336_systems.distributed.collectives import (
     all_reduce_mean,
@@ -47,12 +50,13 @@ from cs336_systems.distributed.collectives import (
     clip_shards,
     rank_in,
 )
-from cs336_systems.distributed.ddp import dense_gradient
+from cs336_systems.distributed.ddp import Accumulating, call_at_each_gradient, dense_gradient
 from cs336_systems.distributed.fsdp.plan import Granularity, UnitPlan, materialize, plan_units
-from cs336_systems.distributed.fsdp.unit import MAX_GATHERED, ShardedWeight, State, Unit, Window
+from cs336_systems.distributed.fsdp.unit import PREFETCH, ShardedWeight, State, Unit, Window
+from cs336_systems.distributed.optimizer_shares import check_elementwise
 
 
-class FSDP(nn.Module):
+class FSDP(nn.Module, Accumulating):
     """`module` with its weights sharded over `process_group`; see the module's docstring.
 
     Args:
@@ -62,8 +66,6 @@ class FSDP(nn.Module):
             its floating-point arguments in it, those in tuples too; what lists, dictionaries and objects hold stays.
         reduce_dtype: in which gradients are averaged. None: the dtype that they are computed in.
         granularity: "block" or "layer"; see `plan.py`.
-        prefetch: a unit's gather starts when the unit so many before it has completed: 2 is the handout's, 1 overlaps
-            nothing, 3 holds two units beside the current one.
         device: where the shards go. None: where the parameters are; for a meta module the GPU if there is one.
         process_group: None: all ranks.
 
@@ -72,8 +74,8 @@ class FSDP(nn.Module):
     which was cast, or whose gradients shall have a graph, and a parameter that a forward changes or that has hooks;
     TypeError for a sparse gradient. A forward that raises gives the gathered weights back.
 
-    The optimizer sees this rank's rows alone, and must update each weight element by element or row by row. Adafactor,
-    whose step depends on the whole matrix, does not: FSDP never meets the optimizer, `save_checkpoint` refuses it.
+    The optimizer sees this rank's rows alone, and must update each weight element by element or row by row. The first
+    step of one that does not, as Adafactor, whose step depends on the whole matrix, raises ValueError.
     """
 
     def __init__(
@@ -83,7 +85,6 @@ class FSDP(nn.Module):
         *,
         reduce_dtype: torch.dtype | None = None,
         granularity: Granularity = "block",
-        prefetch: int = 2,
         device: torch.device | str | None = None,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
@@ -93,23 +94,19 @@ class FSDP(nn.Module):
         for name, dtype in (("compute_dtype", compute_dtype), ("reduce_dtype", reduce_dtype)):
             if dtype is not None and not dtype.is_floating_point:
                 raise ValueError(f"{name} must be a floating-point dtype, got {dtype}")
-        if not 1 <= prefetch <= MAX_GATHERED:
-            raise ValueError(f"prefetch must be from 1 to {MAX_GATHERED}, got {prefetch!r}")
         plans = plan_units(module, granularity)
         if not plans:
             raise ValueError("module must own a weight of two or more dimensions, found none to shard")
-        self.rank = rank_in(process_group)
+        rank_in(process_group)  # raises where there is no group, or this process is not of it
         group = process_group or dist.group.WORLD
         assert group is not None
-        self.group, self.num_ranks = group, group.size()
+        self.group = group
         self.device = torch.device(device or next(module.parameters()).device)
         if self.device.type == "meta":
             self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         if self.device.type == "cuda" and self.device.index is None:
             self.device = torch.device("cuda", torch.cuda.current_device())
         self.compute_dtype = compute_dtype
-        self.prefetch = prefetch
-        self._num_kept = min(2, prefetch)  # units at the end of a forward that stay, and at the start that come early
         check_same_shapes(module.named_parameters(), group)
         self.module = module
         self._window = Window(group, self.device, reduce_dtype)
@@ -121,10 +118,13 @@ class FSDP(nn.Module):
         self._calls: list[_Call] = []  # forwards of entries under way, one in another
         self._clock = 0  # counts beginnings and ends of calls
         self._backwards: list[int] = []  # under way: the engine's, and in it those of reentrant checkpoints
-        self._synchronize = True
         self._float16 = False  # whether gradients may overflow
         for unit in self.units:
             self._register_hooks(unit)
+        self._trained = [(unit, weight) for unit in self.units for weight in unit.trainable]
+        call_at_each_gradient(self, [weight.whole for _, weight in self._trained], FSDP._gradient_arrived)
+        at_each_step = register_optimizer_step_pre_hook(partial(_check_optimizer, weakref.ref(self), WeakSet()))
+        weakref.finalize(self, at_each_step.remove)
 
     # Construction
 
@@ -165,12 +165,6 @@ class FSDP(nn.Module):
         for entry in unit.entries:
             entry.register_forward_pre_hook(partial(self._before_forward, unit), with_kwargs=True, prepend=True)
             entry.register_forward_hook(partial(self._after_forward, unit), with_kwargs=True, always_call=True)
-        alive: Any = weakref.ref(self)  # the collector does not see cycles through a tensor's hooks
-        for place, weight in enumerate(unit.weights):
-            if weight in unit.trainable:
-                weight.whole.register_post_accumulate_grad_hook(
-                    lambda _, unit=unit.index, place=place: alive()._gradient_arrived(unit, place)
-                )
 
     # Forward
 
@@ -189,7 +183,7 @@ class FSDP(nn.Module):
             for unit in self.units:
                 unit.free()
             self._window.in_forward = True
-            for unit in self._forward_order.expected[: self._num_kept]:
+            for unit in self._forward_order.expected[:PREFETCH]:
                 unit.gather()
             return self.module(*inputs, **kwargs)
         except BaseException:  # what catches the error (a bad batch, no memory) may go on
@@ -201,9 +195,10 @@ class FSDP(nn.Module):
             self._window.in_forward = False
 
     def _forget_backward(self) -> None:
-        """After a backward that raised: drop the gradients that wait for the rest of their unit's."""
+        """After a backward that raised: come to rest, drop the gradients that wait for the rest of their unit's."""
         self._backwards.clear()
         for unit in self.units:
+            unit.free()
             unit.arrived.clear()
             for weight in unit.weights:
                 weight.whole.grad = None
@@ -248,12 +243,12 @@ class FSDP(nn.Module):
         if self._window.in_backward and not in_forward:
             return  # recomputed: its backward comes soon
         order = self._forward_order
-        if in_forward and outputs and self.module.training and order.ends_within(unit.position, self._num_kept):
+        if in_forward and outputs and self.module.training and order.ends_within(unit.position, PREFETCH):
             return  # the backward begins here, at once: gathering again would be waiting
         if unit.state is State.GATHERED:
             unit.free()
         if in_forward and output is not None:  # None after an error
-            self._window.gather_ahead(order.ahead(unit.position, self.prefetch))
+            self._window.gather_ahead(order.ahead(unit.position, PREFETCH))
 
     # Backward
 
@@ -272,7 +267,7 @@ class FSDP(nn.Module):
         for other in list(self._window.gathered):
             if other.state is State.BACKWARD and other.began > ended and other is not unit:
                 other.free()
-                self._window.gather_ahead(order.ahead(other.backward_position, self.prefetch))
+                self._window.gather_ahead(order.ahead(other.backward_position, PREFETCH))
         self._window.make_room(unit)
         unit.began, unit.backward, unit.backward_position = began, self._backwards[-1], order.visit(unit)
         unit.wait()
@@ -289,15 +284,14 @@ class FSDP(nn.Module):
         if len(self._backwards) == 1:
             known = self._backward_order.seen or self._backward_order.expected
             self._backward_order.begin(known or list(reversed(self._forward_order.seen)))
-            for unit in self._backward_order.expected[: self._num_kept]:
+            for unit in self._backward_order.expected[:PREFETCH]:
                 self._window.gather_ahead(unit)
 
-    def _gradient_arrived(self, index: int, place: int) -> None:
+    def _gradient_arrived(self, index: int) -> None:
         """Reduce once the last gradient of the unit is there."""
-        unit = self.units[index]
-        weight = unit.weights[place]
+        unit, weight = self._trained[index]
         dense_gradient(weight.whole)
-        if not self._synchronize:
+        if not self.sends:
             self._window.reducer.accumulate(weight)
             return
         if weight not in unit.arrived:
@@ -321,7 +315,7 @@ class FSDP(nn.Module):
                 is_over = unit.state is State.BACKWARD and unit.backward == backward
             else:  # one within a forward, as torch.autograd.grad's, leaves what that uses
                 is_over = not (self._window.in_forward and unit.state is State.FORWARD)
-                if self._synchronize:
+                if self.sends:
                     self._reduce(unit)
             if is_over:
                 unit.free()
@@ -331,8 +325,7 @@ class FSDP(nn.Module):
 
         It reduces what was put aside under `no_sync`, if no backward has come since. RuntimeError within `no_sync`.
         """
-        if not self._synchronize:
-            raise RuntimeError("finish_gradient_synchronization() must be called outside of no_sync()")
+        self.check_sending()
         for unit in self.units:
             if not unit.arrived:  # else a backward has raised
                 self._reduce(unit)
@@ -340,7 +333,7 @@ class FSDP(nn.Module):
                 if weight.shard._backward_hooks or weight.shard._post_accumulate_grad_hooks:
                     raise RuntimeError(f"parameter {weight.name!r} must have no gradient hooks: FSDP never calls them")
         self._window.reducer.wait()
-        if self.num_ranks == 1:
+        if self._window.num_ranks == 1:
             return
         by_dtype: dict[torch.dtype, list[nn.Parameter]] = defaultdict(list)
         for parameter in self._replicated:
@@ -369,22 +362,10 @@ class FSDP(nn.Module):
             elif share.real.item() > 0:  # unused on this rank only
                 parameter.grad = average.view_as(parameter).clone()
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Backwards inside put the gradients of sharded weights aside, whole, for the next one outside to reduce.
-
-        Until then no `.grad` has them. `zero_grad` of this module drops them with all others; an optimizer's does not
-        know of them, and drops the replicated parameters' alone.
-        """
-        before, self._synchronize = self._synchronize, False
-        try:
-            yield
-        finally:
-            self._synchronize = before
-
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients: those of the parameters, what `no_sync` put aside, and what a failed backward left."""
-        self._forget_backward()
+        if self._backwards:
+            self._forget_backward()
         for weight in self.weights.values():
             weight.accumulated = None
         super().zero_grad(set_to_none)
@@ -425,6 +406,16 @@ class FSDP(nn.Module):
     def gathered_units(self) -> list[str]:
         """Names of the units whose wholes have memory now."""
         return [unit.name for unit in self.units if unit.state is not State.REST]
+
+
+def _check_optimizer(model: Any, checked: WeakSet[Any], optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """ValueError before the first step of an optimizer over rows of `model` that does not update them row by row."""
+    if optimizer in checked:
+        return
+    shards = {weight.shard for weight in model().weights.values()}
+    if any(parameter in shards for group in optimizer.param_groups for parameter in group["params"]):
+        check_elementwise(type(optimizer), optimizer.defaults, rows=True)
+    checked.add(optimizer)
 
 
 class ExecutionOrder:
