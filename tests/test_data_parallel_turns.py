@@ -1,4 +1,4 @@
-"""Wrappers by turns in one job: all are checked and timed, one at a time, and compared within rounds; the ring's rows."""
+"""Wrappers by turns in one job: all are checked and timed, one at a time, and compared within rounds; the ring."""
 
 from __future__ import annotations
 

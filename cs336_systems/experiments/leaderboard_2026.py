@@ -45,7 +45,7 @@ from cs336_systems.config import (
 )
 from cs336_systems.experiments.figures import Bars
 from cs336_systems.experiments.frames import digits
-from cs336_systems.experiments.memory_plan import fsdp_bytes, long_step_bytes
+from cs336_systems.experiments.memory_plan import ShardingBytes, fsdp_bytes, long_step_bytes
 from cs336_systems.experiments.parallel_step import (
     CHECK_BOUND,
     MEMORY,
@@ -177,6 +177,10 @@ def long_step_cell(case: LongStepCase, implementation: str) -> Cell:
 
 def predicted_bytes(case: LongStepCase) -> int:
     """Peak of one rank, in closed form."""
+    return _plan(case).peak
+
+
+def _plan(case: LongStepCase) -> ShardingBytes:
     return long_step_bytes(
         case.model,
         case.batch,
@@ -188,7 +192,7 @@ def predicted_bytes(case: LongStepCase) -> int:
         reduce_dtype=case.reduce_dtype,
         parameters=case.precision.parameters,
         wide_blocks=case.wide_blocks,
-    ).peak
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -326,6 +330,9 @@ def memory_lines() -> str:
     plans = {"whole logits, whole blocks": fsdp_bytes(model, BATCH, checkpointing=True, **options)}
     for recompute, words in RECOMPUTED.items():
         plans[words] = long_step_bytes(model, BATCH, recompute=recompute, chunk_tokens=CHUNK_TOKENS, **options)
+    masters, pure = (cell.case for cell in leaderboard_2026_cells(RunConfig(scale="handout", device="cuda"))[:2])
+    plans[f"after attention, {masters.wide_blocks} wide blocks"] = _plan(masters)
+    plans[f"after attention, {pure.wide_blocks} wide blocks, all in bfloat16"] = _plan(pure)
     lines = []
     for words, plan in plans.items():
         states = plan.parameters + plan.optimizer + plan.gradients
@@ -358,9 +365,9 @@ class Leaderboard2026(Experiment):
     def columns(self, row: dict[str, Any]) -> dict[str, Any]:
         names = [row["implementation"], RECOMPUTED[row["recompute"]], row["attention"]]
         if row["wide_blocks"]:
-            names[1] += f" but for {row['wide_blocks']} wide blocks"
+            names[1] += f" ({row['wide_blocks']} wide blocks)"
         names.append("compiled" if row["compiled"] else "eager")
-        names += ["bfloat16 masters"] * (row["precision"] == "bfloat16")
+        names += ["all in bfloat16"] * (row["precision"] == "bfloat16")
         fields = ModelConfig.__dataclass_fields__
         model = ModelConfig(**{name: row["model" if name == "name" else f"model.{name}"] for name in fields})
         rate = math.nan
@@ -369,6 +376,7 @@ class Leaderboard2026(Experiment):
         tokens = row["num_ranks"] * row["batch"] * model.context_length
         return {
             "settings": ", ".join(names),
+            "wide": row["wide_blocks"] > 0,
             "tflops": rate,
             "of_peak": 1e14 * rate / HARDWARE["H200"].flops_per_s,
             "tokens_per_s": 1e3 * tokens / row["median"] if row["quantity"] == "time" else math.nan,
