@@ -337,7 +337,7 @@ def memory_lines() -> str:
     for words, plan in plans.items():
         states = plan.parameters + plan.optimizer + plan.gradients
         parts = (states, plan.gathered + plan.unreduced, plan.activations, plan.logits, plan.peak)
-        fits = "yes" if plan.fits(HARDWARE["H200"].memory_bytes) else "no"
+        fits = "yes" if plan.fits(HARDWARE["H200"].memory_bytes, usable=USED_SHARE) else "no"
         lines.append("| " + " | ".join([words, *(digits(part / gib) for part in parts), fits]) + " |")
     return "\n".join(lines)
 
