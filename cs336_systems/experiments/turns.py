@@ -14,6 +14,7 @@ import traceback
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -29,6 +30,7 @@ from cs336_systems.inputs import AttentionInputs, attention_inputs
 from cs336_systems.measure.memory import one_out_of_memory_error, release
 
 Call = Callable[[AttentionFunction], object]  # of what `without_overhead` yields
+P = TypeVar("P")
 Turn = Callable[[], dict[str, float]]  # takes one, at whose end the device is idle; milliseconds a call by quantity
 TurnsOf = Callable[[AttentionFunction, dict[str, Call]], dict[str, Turn]]  # of what `build` returns; both by mode
 
@@ -93,7 +95,7 @@ def play(players: Sequence[Player], num_rounds: int) -> dict[tuple[str, str, str
     return samples
 
 
-def in_order(players: Sequence[Player], number: int) -> list[Player]:
+def in_order(players: Sequence[P], number: int) -> list[P]:
     """Who comes after whom in round `number`: begun by the next one every other round, backwards in between."""
     first = number // 2 % len(players)
     ordered = [*players[first:], *players[:first]]
