@@ -145,12 +145,12 @@ def loss_and_gradients(model: torch.nn.Module) -> tuple[Tensor, list[Tensor]]:
     return loss, list(torch.autograd.grad(loss, list(model.parameters())))
 
 
-def check_against_the_plain_model(recompute: Any, compiled: bool) -> None:
+def check_against_the_plain_model(recompute: Any, compiled: bool, wide_blocks: int = 0) -> None:
     plain = seeded(lambda: TransformerLM.from_config(TINY, attention="sdpa"))
     model = seeded(lambda: LossTransformer.for_loss(TINY, attention="sdpa", chunk_tokens=5))
     assert model.state_dict().keys() == plain.state_dict().keys()
     assert all(torch.equal(one, other) for one, other in zip(model.parameters(), plain.parameters()))
-    run_in_parts(model, recompute=recompute, compiled=compiled)
+    run_in_parts(model, recompute=recompute, compiled=compiled, wide_blocks=wide_blocks)
     expected, actual = loss_and_gradients(plain), loss_and_gradients(model)
     torch.testing.assert_close(actual[0], expected[0])
     for one, other in zip(actual[1], expected[1]):
@@ -162,18 +162,26 @@ def test_blocks_in_parts_and_a_loss_in_chunks_are_the_plain_model(recompute):
     check_against_the_plain_model(recompute, compiled=False)
 
 
+def test_wide_blocks_are_the_plain_model():
+    check_against_the_plain_model("after_attention", compiled=False, wide_blocks=1)
+
+
 @pytest.mark.skipif(not has_cxx_compiler(), reason="no C++ compiler")
-def test_each_part_is_compiled_once_for_all_blocks():
+@pytest.mark.parametrize("recompute, wide_blocks, parts", [("around_attention", 0, 2), ("after_attention", 1, 4)])
+def test_each_part_is_compiled_once_for_all_blocks(recompute, wide_blocks, parts):
     torch._dynamo.reset()
     before = counters["stats"]["unique_graphs"]
-    check_against_the_plain_model("around_attention", compiled=True)
-    assert counters["stats"]["unique_graphs"] - before == 2
+    check_against_the_plain_model(recompute, compiled=True, wide_blocks=wide_blocks)
+    assert counters["stats"]["unique_graphs"] - before == parts
 
 
-def forward_bytes(recompute: Any) -> int:
-    config = replace(TINY, context_length=64, d_model=32, d_ff=88, num_layers=8)
-    model = run_in_parts(LossTransformer.for_loss(config, attention="sdpa", chunk_tokens=8), recompute=recompute)
-    tokens = torch.randint(config.vocab_size, (2, 4, 64))
+WIDER = replace(TINY, context_length=64, d_model=32, d_ff=88, num_layers=8)
+
+
+def forward_bytes(recompute: Any, wide_blocks: int = 0) -> int:
+    model = LossTransformer.for_loss(WIDER, attention="sdpa", chunk_tokens=8)
+    run_in_parts(model, recompute=recompute, wide_blocks=wide_blocks)
+    tokens = torch.randint(WIDER.vocab_size, (2, 4, 64))
     with LiveBytes() as live:
         loss = model(*tokens)
         live.peak = 0
@@ -188,9 +196,31 @@ def test_what_is_computed_again_is_not_stored():
     assert 3.5 * width <= around - block <= 4.5 * width  # q, k, v and the output
 
 
+def test_a_wide_block_keeps_the_input_and_the_outputs_of_w1_and_w3():
+    more = forward_bytes("after_attention", 8) - forward_bytes("after_attention")
+    assert more == pytest.approx(8 * 4 * 64 * (32 + 2 * 88) * 4, rel=0.02)
+
+
+def products(wide_blocks: int) -> int:
+    """Matrix products of a loss and its backward."""
+    model = LossTransformer.for_loss(WIDER, attention="sdpa", chunk_tokens=256)
+    run_in_parts(model, recompute="after_attention", wide_blocks=wide_blocks)
+    tokens = torch.randint(WIDER.vocab_size, (2, 4, 64))
+    with torch.profiler.profile() as profile:
+        model(*tokens).backward()
+    return sum(event.count for event in profile.key_averages() if event.key in ("aten::mm", "aten::addmm"))
+
+
+def test_a_wide_block_computes_no_product_of_its_feed_forward_layer_again():
+    assert products(0) - products(8) == 8 * 2  # w1 and w3; uncompiled, w2's is not computed again in either
+
+
 def test_bad_settings_of_parts_are_named():
     with pytest.raises(TypeError, match="model must be a TransformerLM, whose blocks have these parts, got Linear"):
         run_in_parts(Linear(2, 2))
     model = TransformerLM.from_config(TINY)
     with pytest.raises(ValueError, match="recompute must be one of nothing, .*, block, got 'all'"):
         run_in_parts(model, recompute="all")  # type: ignore[arg-type]
+    for recompute, number in (("after_attention", 99), ("after_attention", -1), ("block", 1)):
+        with pytest.raises(ValueError, match=f"wide_blocks must be 0 or, .*, got {number} with '{recompute}'"):
+            run_in_parts(model, recompute=recompute, wide_blocks=number)  # type: ignore[arg-type]

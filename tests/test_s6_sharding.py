@@ -298,7 +298,7 @@ def check_the_check(rank: int, num_ranks: int) -> float:
     good = check_training("sharded", case, run, rank)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(parallel_step, "ShardedOptimizer", NeverSent)
-        with pytest.raises(Disagreement, match="weights after 3 steps are off by .* times the bound"):
+        with pytest.raises(Disagreement, match="changes of weights in 3 steps are off by .* times the bound"):
             check_training("sharded", case, run, rank)
     return good
 

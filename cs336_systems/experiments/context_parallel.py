@@ -2,16 +2,18 @@
 
 Not a problem of the handout. With one rank it is the attention of this package with nothing sent; with more each rank
 has an equal part of the sequence, and passes keys and values around while it computes. Fewer heads of keys and values
-are fewer bytes for the same arithmetic. Rows of the output and of the queries' gradient are checked in float64 against
-all keys before anything is timed.
+are fewer bytes for the same arithmetic. A cell is a number of ranks, its rows every length and pass. Rows of the output
+and of the queries' gradient are checked in float64 against all keys before anything is timed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
+import pandas as pd
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -19,20 +21,29 @@ from torch import Tensor
 from cs336_systems.config import RunConfig, require_choice, require_positive
 from cs336_systems.distributed.context_parallel import ring_attention, zigzag_split
 from cs336_systems.experiments.figures import Lines
-from cs336_systems.experiments.ranks import agreed_samples, most_ranks, run_cell, slowest
+from cs336_systems.experiments.frames import speed, tuples
+from cs336_systems.experiments.ranks import (
+    TIMES,
+    agreed_samples,
+    most_ranks,
+    peak_mib,
+    run_cell,
+    slowest,
+    trace_on_first,
+    traced_times,
+)
 from cs336_systems.experiments.spec import Cell, Disagreement, Experiment, Row, Sample, problem
-from cs336_systems.experiments.tables import Pick, Wide
+from cs336_systems.experiments.tables import Pick, Ratio, Wide
+from cs336_systems.measure.memory import release
 from cs336_systems.measure.timing import time_calls, time_once
 
-ROWS = (
-    Row(mode="forward", quantity="time", unit="ms"),
-    Row(mode="forward_backward", quantity="time", unit="ms"),
-    Row(mode="forward_backward", quantity="peak_memory", unit="MiB"),  # of the rank that needs most; GPUs only
-)
+QUANTITIES = {("forward", "time"): "ms", ("forward_backward", "time"): "ms"}
+QUANTITIES |= {("forward_backward", name): "ms" for name in TIMES}  # of one traced call of rank 0
+ON_GPUS = {("forward_backward", "peak_memory"): "MiB"}  # of the rank that needs most
 LENGTHS = {"tiny": (256,), "smoke": (2048, 4096), "handout": (65536, 131072, 262144, 524288)}
 NUM_RANKS = {"tiny": (2,), "smoke": (1, 2), "handout": (1, 2, 4, 8)}
 HEADS = {"tiny": (2, (2,), 16), "smoke": (4, (4, 1), 32), "handout": (8, (8, 2), 128)}  # heads, of keys, head dim
-BUDGET_MS = {"tiny": 20.0, "smoke": 500.0, "handout": 5000.0}
+BUDGET_MS = {"tiny": 20.0, "smoke": 500.0, "handout": 500.0}  # of timed calls
 MIN_SAMPLES = 3
 CHECKED_ROWS = 8  # of each rank, spread over its part
 
@@ -59,41 +70,67 @@ class ContextParallel(Experiment):
     implementations = ("ring",)
 
     def cells(self, run: RunConfig) -> list[Cell]:
-        """Every length, number of heads of keys and number of ranks; NCCL for as many ranks as GPUs."""
+        """A cell for each number of heads of keys and of ranks; NCCL for as many ranks as GPUs."""
         heads, groups, head_dim = HEADS[run.scale]
         on_gpu = run.device == "cuda"
-        backend, dtype, rows = ("nccl", "bfloat16", ROWS) if on_gpu else ("gloo", "float32", ROWS[:2])
+        backend, dtype, quantities = ("nccl", "bfloat16", ON_GPUS) if on_gpu else ("gloo", "float32", {})
         counts = [ranks for ranks in NUM_RANKS[run.scale] if ranks <= most_ranks(run)]
-        cases = [
-            ContextCase(
-                length=length, heads=heads, kv_heads=kv_heads, head_dim=head_dim, dtype=dtype, num_ranks=ranks,
-                backend=backend,
-            )
-            for length in LENGTHS[run.scale]
-            for kv_heads in groups
-            for ranks in counts
-        ]  # fmt: skip
-        return [Cell(case=case, implementation="ring", rows=rows) for case in cases]
+        cells = []
+        for kv_heads, ranks in product(groups, counts):
+            cases = [
+                ContextCase(
+                    length=length, heads=heads, kv_heads=kv_heads, head_dim=head_dim, dtype=dtype, num_ranks=ranks,
+                    backend=backend,
+                )
+                for length in LENGTHS[run.scale]
+            ]  # fmt: skip
+            asked = (QUANTITIES | quantities).items()
+            rows = tuple(Row(*what, unit, case=case) for case in cases for what, unit in asked)
+            cells.append(Cell(case=cases[0], implementation="ring", rows=rows))
+        return cells
 
     def measure(self, cell: Cell, run: RunConfig) -> Iterator[Sample]:
         case, budget = cell.case, BUDGET_MS[run.scale]
-        found = run_cell(_time_ring, case.num_ranks, case, budget, run.seed, backend=case.backend, run=run)
-        error = max(error for error, *_ in found)
-        for place, row in enumerate(cell.rows):
-            yield Sample(row=row, samples=slowest([samples[place] for _, *samples in found]), error=error)
+        cases = list(dict.fromkeys(row.case for row in cell.rows))
+        found = run_cell(_time_rings, case.num_ranks, cases, budget, run.seed, backend=case.backend, run=run)
+        for row in cell.rows:
+            of_ranks = [by_case[cases.index(row.case)] for by_case in found]
+            error = max(error for error, _ in of_ranks)
+            timed = of_ranks[:1] if row.quantity in TIMES else of_ranks  # only rank 0 is traced
+            yield Sample(row=row, samples=slowest([taken[row.mode, row.quantity] for _, taken in timed]), error=error)
 
     def columns(self, row: dict[str, Any]) -> dict[str, Any]:
-        return {"line": f"{row['kv_heads']} heads of keys, {row['num_ranks']} ranks"}
+        ranks = "1 rank" if row["num_ranks"] == 1 else f"{row['num_ranks']} ranks"
+        return {"line": f"{row['kv_heads']} heads of keys, {ranks}", "grouped": row["kv_heads"] < row["heads"]}
+
+    def compared(self, frame: pd.DataFrame) -> pd.DataFrame:
+        """A column `of_one`: how many times as fast as on one rank."""
+
+        def key(row: dict[str, Any]) -> tuple[Any, ...]:
+            return row["length"], row["kv_heads"], row["mode"], row["quantity"]
+
+        rows = tuples(frame)
+        alone = {key(row): row for row in rows if row["num_ranks"] == 1}
+        return frame.assign(of_one=[speed(row, alone.get(key(row))) for row in rows])
 
     tables = {
-        "times": Wide(
-            title="Causal attention over one sequence",
+        name: Wide(
+            title=title,
             down={"tokens": "length", "heads of keys": "kv_heads", "ranks": "num_ranks"},
+            where=where,
             columns={
                 "forward (ms)": Pick({"quantity": "time", "mode": "forward"}),
                 "both (ms)": Pick({"quantity": "time", "mode": "forward_backward"}),
+                "speed of one": Pick({"quantity": "time", "mode": "forward_backward"}, value="of_one"),
+                "communication (ms)": Pick({"quantity": "communication_time"}),
+                "beside compute (ms)": Pick({"quantity": "overlap_time"}),
+                "hidden": Ratio("beside compute (ms)", "communication (ms)", percent=True),
                 "peak of a rank (GiB)": Pick({"quantity": "peak_memory"}, unit="GiB"),
             },
+        )
+        for name, title, where in (
+            ("times", "Causal attention over one sequence", {}),
+            ("ungrouped", "Causal attention over one sequence, each head with keys of its own", {"grouped": False}),
         )
     }
     figures = {
@@ -107,11 +144,26 @@ class ContextParallel(Experiment):
     }
 
 
-def _time_ring(rank: int, num_ranks: int, case: ContextCase, budget_ms: float, seed: int) -> tuple[Any, ...]:
-    """The error over its bound, the milliseconds of each forward and of each forward with backward, the peak in MiB."""
+Samples = dict[tuple[str, str], list[float]]  # by mode and quantity
+
+
+def _time_rings(
+    rank: int, num_ranks: int, cases: Sequence[ContextCase], budget_ms: float, seed: int
+) -> list[tuple[float, Samples]]:
+    """For each case the error over its bound, and the samples of this rank."""
+    found = []
+    for case in cases:
+        found.append(_time_ring(rank, num_ranks, case, budget_ms, seed))
+        release("cuda" if case.backend == "nccl" else "cpu")
+    return found
+
+
+def _time_ring(
+    rank: int, num_ranks: int, case: ContextCase, budget_ms: float, seed: int
+) -> tuple[float, Samples]:  # fmt: skip
     device = "cuda" if case.backend == "nccl" else "cpu"
-    q, k, v, grad_output = _inputs(case, device, seed)
-    parts = [zigzag_split(x, rank, num_ranks, dim=-2).contiguous() for x in (q, k, v, grad_output)]
+    whole = _inputs(case, device, seed)
+    parts = [zigzag_split(x, rank, num_ranks, dim=-2).contiguous() for x in whole]
     leaves, upstream = [x.requires_grad_() for x in parts[:3]], parts[3]
 
     def forward() -> Tensor:
@@ -120,23 +172,25 @@ def _time_ring(rank: int, num_ranks: int, case: ContextCase, budget_ms: float, s
     def both() -> tuple[Tensor, ...]:
         return torch.autograd.grad(forward(), leaves, upstream)
 
-    error = _error(forward().detach(), both()[0], q, k, v, grad_output, rank, num_ranks)
+    error = _error(forward().detach(), both()[0], whole, rank, num_ranks)
     if not error <= 1:
         raise Disagreement(f"rows are off attention in float64 by {error:.3g} times the bound")
-    del q, k, v, grad_output
-    samples: list[list[float]] = []
-    for call in (forward, both):
-        count = agreed_samples(call, device, budget_ms, MIN_SAMPLES)
-        dist.barrier()
-        if device == "cuda":
-            samples.append(time_calls(call, device=device, warmup=1, num_samples=count))
-        else:
-            samples.append([time_once(call, device) for _ in range(count)])
+    whole.clear()
+    samples: Samples = {}
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
-        both()
-        samples.append([torch.cuda.max_memory_allocated() / 2**20])
-    return error, *samples
+    for mode, call in (("forward", forward), ("forward_backward", both)):
+        count = agreed_samples(call, device, budget_ms, MIN_SAMPLES)
+        dist.barrier()
+        samples[mode, "time"] = (
+            time_calls(call, device=device, warmup=0, num_samples=count)
+            if device == "cuda"
+            else [time_once(call, device) for _ in range(count)]
+        )
+    samples["forward_backward", "peak_memory"] = [peak_mib(device)]
+    lanes = trace_on_first(both, rank, device)
+    samples |= {("forward_backward", name): [value] for name, value in traced_times(lanes).items()}
+    return error, samples
 
 
 def _inputs(case: ContextCase, device: str, seed: int) -> list[Tensor]:
@@ -150,10 +204,9 @@ def _inputs(case: ContextCase, device: str, seed: int) -> list[Tensor]:
     ]
 
 
-def _error(
-    output: Tensor, grad_q: Tensor, q: Tensor, k: Tensor, v: Tensor, grad_output: Tensor, rank: int, num_ranks: int
-) -> float:
+def _error(output: Tensor, grad_q: Tensor, whole: Sequence[Tensor], rank: int, num_ranks: int) -> float:
     """Largest error of some rows of this rank's output and dQ over twice that of the same in plain low precision."""
+    q, k, v, grad_output = whole
     positions = zigzag_split(torch.arange(q.shape[-2], device=q.device), rank, num_ranks, dim=0)
     places = torch.linspace(0, len(positions) - 1, CHECKED_ROWS, device=q.device).long()
     visible = torch.arange(q.shape[-2], device=q.device) <= positions[places, None]

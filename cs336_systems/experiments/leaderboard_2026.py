@@ -1,8 +1,9 @@
 """A full training step of an 8B model, 32,768 tokens on each of two GPUs.
 
-34 layers, 152 thousand words, float32 masters, bfloat16 compute, AdamW. What makes it fit: weights, gradients and
-moments are shared by both ranks (FSDP, this package's or PyTorch's), blocks keep attention's tensors and compute the
-rest again (`run_in_parts`), and the logits never exist (`LossTransformer`). Phases on every rank:
+34 layers, 152 thousand words, bfloat16 compute, AdamW; float32 masters, and as a case of its own weights, gradients and
+moments in bfloat16. What makes it fit: these are shared by both ranks (FSDP, this package's or PyTorch's), blocks keep
+attention's tensors and compute the rest again, but for as many as memory allows (`run_in_parts`), and the logits never
+exist (`LossTransformer`). Phases on every rank:
 
 - cold start: from launching the ranks to the end of the first step, with empty compilation caches;
 - timed steps, together; the peak of memory since the start;
@@ -44,13 +45,14 @@ from cs336_systems.config import (
 )
 from cs336_systems.experiments.figures import Bars
 from cs336_systems.experiments.frames import digits
-from cs336_systems.experiments.memory_plan import fsdp_bytes, long_step_bytes
+from cs336_systems.experiments.memory_plan import ShardingBytes, fsdp_bytes, long_step_bytes
 from cs336_systems.experiments.parallel_step import (
     CHECK_BOUND,
     MEMORY,
     ParallelStep,
     RanksCase,
     ShardingCase,
+    compare_gradients,
     compare_training,
 )
 from cs336_systems.experiments.ranks import (
@@ -77,6 +79,7 @@ STEPS = {"tiny": 3, "smoke": 3, "handout": 5}  # timed
 WARMUP = 1  # after the first step, which compiles
 ATTENTIONS = ("hopper", "triton")  # where they run, the first of them; else PyTorch's
 LEARNING_RATE = 1e-4
+USED_SHARE = 0.97  # of a GPU's memory, by the prediction
 CHECK_LAYERS, CHECK_CONTEXT, CHECK_VOCABULARY = 2, 512, 8192
 CHECK_LEARNING_RATE = 0.1  # of SGD: large enough for its steps to stand out of float32's rounding of the weights
 
@@ -87,18 +90,24 @@ class LongStepCase(RanksCase):
 
     reduce_dtype: str | None = None  # of averaged gradients; None: that of the computation
     recompute: Recompute = "around_attention"  # what of a block is computed again: see model/block_parts.py
+    wide_blocks: int = 0  # that keep what w1 and w3 give
     compiled: bool = False  # the blocks' parts, by torch.compile
     chunk_tokens: int = CHUNK_TOKENS  # of the loss
 
     def __post_init__(self) -> None:
         super().__post_init__()
         require_positive(self, "chunk_tokens")
+        if not 0 <= self.wide_blocks <= self.model.num_layers:
+            raise ValueError(f"LongStepCase.wide_blocks must be a number of blocks, got {self.wide_blocks}")
         require_choice(self, "attention", ATTENTION_NAMES)
         require_choice(self, "recompute", RECOMPUTES)
 
 
 def leaderboard_2026_cells(run: RunConfig) -> list[Cell]:
-    """Both FSDPs with equal settings; at handout scale ours with more and less kept, other attention, no compiler."""
+    """What memory allows, with float32 masters and in pure bfloat16; both FSDPs with equal settings.
+
+    At handout scale also ours with more and less computed again, other attention, no compiler.
+    """
     cuda = run.device == "cuda"
     base = LongStepCase(
         model=step_model(run),
@@ -111,14 +120,23 @@ def leaderboard_2026_cells(run: RunConfig) -> list[Cell]:
         compiled=cuda,
         chunk_tokens={"tiny": 24, "smoke": 100, "handout": CHUNK_TOKENS}[run.scale],
     )
-    cases = [(base, name) for name in IMPLEMENTATIONS]
+    kept = replace(base, recompute="after_attention")
+    pure = replace(kept, precision=Precision(parameters="bfloat16"), reduce_dtype=None)
+    cases = [(widest(kept), "fsdp"), (widest(pure), "fsdp"), *((base, name) for name in IMPLEMENTATIONS)]
     if run.scale == "handout":
-        cases += [(replace(base, recompute=recompute), "fsdp") for recompute in ("after_attention", "block")]
+        cases += [(kept, "fsdp"), (replace(base, recompute="block"), "fsdp")]
         if base.attention != "sdpa":
             cases.append((replace(base, attention="sdpa"), "fsdp"))
         if base.compiled:
             cases.append((replace(base, compiled=False), "fsdp"))
     return [long_step_cell(case, name) for case, name in cases]
+
+
+def widest(case: LongStepCase) -> LongStepCase:
+    """`case` with as many wide blocks as the prediction, which is some GiB too high, finds room for on an H200."""
+    options = (replace(case, wide_blocks=number) for number in range(case.model.num_layers, 0, -1))
+    limit = USED_SHARE * HARDWARE["H200"].memory_bytes
+    return next((option for option in options if predicted_bytes(option) <= limit), case)
 
 
 def step_model(run: RunConfig) -> ModelConfig:
@@ -159,6 +177,10 @@ def long_step_cell(case: LongStepCase, implementation: str) -> Cell:
 
 def predicted_bytes(case: LongStepCase) -> int:
     """Peak of one rank, in closed form."""
+    return _plan(case).peak
+
+
+def _plan(case: LongStepCase) -> ShardingBytes:
     return long_step_bytes(
         case.model,
         case.batch,
@@ -168,7 +190,9 @@ def predicted_bytes(case: LongStepCase) -> int:
         chunk_tokens=case.chunk_tokens,
         compute_dtype=case.precision.autocast,
         reduce_dtype=case.reduce_dtype,
-    ).peak
+        parameters=case.precision.parameters,
+        wide_blocks=case.wide_blocks,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -212,8 +236,11 @@ class LongStep(ParallelStep):
         case = self.case
         with torch.device("meta"):  # no rank ever holds the whole model
             module = LossTransformer.for_loss(case.model, attention=case.attention, chunk_tokens=case.chunk_tokens)
+        module = module.to(getattr(torch, case.precision.parameters))
         torch.manual_seed(run.seed)
-        return run_in_parts(module, recompute=case.recompute, compiled=case.compiled)
+        return run_in_parts(
+            module, recompute=case.recompute, compiled=case.compiled, wide_blocks=case.wide_blocks
+        )  # fmt: skip
 
     def forward(self) -> Tensor:
         loss: Tensor = self.model(self.tokens, self.targets)
@@ -263,7 +290,8 @@ def _empty_caches() -> Iterator[None]:
 def check_long_step(implementation: str, case: LongStepCase, run: RunConfig, rank: int) -> float:
     """Error over its bound of a shallow model's weights after training with SGD; Disagreement above 1.
 
-    Of the same width and settings, against DDP in float32 with whole logits and nothing computed again.
+    Of the same width and settings, against DDP in float32 with whole logits and nothing computed again. What SGD does
+    to bfloat16 weights is mostly lost to their rounding: there the gradients of one step are compared.
     """
     model = replace(
         case.model,
@@ -272,13 +300,15 @@ def check_long_step(implementation: str, case: LongStepCase, run: RunConfig, ran
         vocab_size=min(CHECK_VOCABULARY, case.model.vocab_size),
     )
     chunk_tokens = min(case.chunk_tokens, model.context_length // 3)  # more than one, and a shorter one at the end
-    shallow = replace(case, model=model, chunk_tokens=chunk_tokens)
+    shallow = replace(case, model=model, chunk_tokens=chunk_tokens, wide_blocks=min(1, case.wide_blocks))
     optimizer: Any = torch.optim.SGD
     step = LongStep(implementation, shallow, run, rank, optimizer, CHECK_LEARNING_RATE)
     plain = ShardingCase(
         model=model, batch=case.batch, num_ranks=case.num_ranks, backend=case.backend, attention="sdpa"
     )
     reference = ParallelStep("unsharded", plain, run, rank, optimizer, CHECK_LEARNING_RATE)
+    if case.precision.parameters == "bfloat16":
+        return compare_gradients(step, reference, CHECK_BOUND["bfloat16"])
     return compare_training(step, reference, CHECK_BOUND[case.precision.autocast])
 
 
@@ -300,11 +330,14 @@ def memory_lines() -> str:
     plans = {"whole logits, whole blocks": fsdp_bytes(model, BATCH, checkpointing=True, **options)}
     for recompute, words in RECOMPUTED.items():
         plans[words] = long_step_bytes(model, BATCH, recompute=recompute, chunk_tokens=CHUNK_TOKENS, **options)
+    masters, pure = (cell.case for cell in leaderboard_2026_cells(RunConfig(scale="handout", device="cuda"))[:2])
+    plans[f"after attention, {masters.wide_blocks} wide blocks"] = _plan(masters)
+    plans[f"after attention, {pure.wide_blocks} wide blocks, all in bfloat16"] = _plan(pure)
     lines = []
     for words, plan in plans.items():
         states = plan.parameters + plan.optimizer + plan.gradients
         parts = (states, plan.gathered + plan.unreduced, plan.activations, plan.logits, plan.peak)
-        fits = "yes" if plan.fits(HARDWARE["H200"].memory_bytes) else "no"
+        fits = "yes" if plan.fits(HARDWARE["H200"].memory_bytes, usable=USED_SHARE) else "no"
         lines.append("| " + " | ".join([words, *(digits(part / gib) for part in parts), fits]) + " |")
     return "\n".join(lines)
 
@@ -331,7 +364,10 @@ class Leaderboard2026(Experiment):
 
     def columns(self, row: dict[str, Any]) -> dict[str, Any]:
         names = [row["implementation"], RECOMPUTED[row["recompute"]], row["attention"]]
+        if row["wide_blocks"]:
+            names[1] += f" ({row['wide_blocks']} wide blocks)"
         names.append("compiled" if row["compiled"] else "eager")
+        names += ["all in bfloat16"] * (row["precision"] == "bfloat16")
         fields = ModelConfig.__dataclass_fields__
         model = ModelConfig(**{name: row["model" if name == "name" else f"model.{name}"] for name in fields})
         rate = math.nan
@@ -340,6 +376,7 @@ class Leaderboard2026(Experiment):
         tokens = row["num_ranks"] * row["batch"] * model.context_length
         return {
             "settings": ", ".join(names),
+            "wide": row["wide_blocks"] > 0,
             "tflops": rate,
             "of_peak": 1e14 * rate / HARDWARE["H200"].flops_per_s,
             "tokens_per_s": 1e3 * tokens / row["median"] if row["quantity"] == "time" else math.nan,

@@ -11,7 +11,7 @@ import inspect
 import math
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -84,6 +84,9 @@ class RanksCase:
         """Peak of all ranks where they share the host's memory, as if nothing were sharded."""
         alone = ModelCase(model=self.model, batch=self.batch, attention=self.attention, precision=self.precision)
         return self.num_ranks * model_peak_bytes(alone, "train_step") if self.backend == "gloo" else 0
+
+
+Case = TypeVar("Case", bound=RanksCase)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,6 +201,12 @@ class ParallelStep:
             return [parameter.full_tensor() for parameter in self.model.parameters()]
         return [parameter.detach().clone() for parameter in self.model.parameters()]
 
+    def full_gradients(self) -> list[Tensor]:
+        """Whole gradients in that order, which from now on are the weights; collective."""
+        for parameter in self.model.parameters():  # gathered as weights are, in their place
+            parameter.detach().copy_(parameter.grad)
+        return self.full_parameters()
+
     def mib(self) -> dict[str, float]:
         """What this rank keeps of each kind, in MiB: distinct storages, since views are not memory."""
         states = self.optimizer.optim.state if self.implementation == "torch_zero" else self.optimizer.state
@@ -265,7 +274,7 @@ def _storage_mib(tensors: list[Any]) -> float:
 # Checks
 
 
-def plain_mean(case: DataParallelCase, run: RunConfig, rank: int) -> list[Tensor | None]:
+def plain_mean(case: RanksCase, run: RunConfig, rank: int) -> list[Tensor | None]:
     """The mean of the gradients that each rank computes alone, by plain all-reduces."""
     alone = ParallelStep(ALONE, case, run, rank)
     alone.forward_backward()
@@ -299,6 +308,11 @@ def check_gradients(step: ParallelStep, expected: list[Tensor | None]) -> float:
     return worst
 
 
+def shallow(case: Case) -> Case:
+    """`case` with a model of the same width and few layers."""
+    return replace(case, model=replace(case.model, num_layers=min(CHECK_LAYERS, case.model.num_layers)))
+
+
 def check_training(implementation: str, case: ShardingCase, run: RunConfig, rank: int) -> float:
     """Error over its bound of a shallow model's weights after training; Disagreement above 1.
 
@@ -306,10 +320,10 @@ def check_training(implementation: str, case: ShardingCase, run: RunConfig, rank
     AdamW where the optimizer is what is sharded, with SGD for FSDP, since in low precision Adam's first steps follow
     the sign of gradients that are all rounding.
     """
-    shallow = replace(case, model=replace(case.model, num_layers=min(CHECK_LAYERS, case.model.num_layers)))
+    case = shallow(case)
     optimizer = AdamW if implementation in OPTIMIZER_IMPLEMENTATIONS else torch.optim.SGD
-    step = ParallelStep(implementation, shallow, run, rank, optimizer)
-    plain = replace(shallow, precision=Precision(), checkpointing="none")
+    step = ParallelStep(implementation, case, run, rank, optimizer)
+    plain = replace(case, precision=Precision(), checkpointing="none")
     reference = ParallelStep("unsharded", plain, run, rank, optimizer)
     return compare_training(step, reference, CHECK_BOUND[case.precision.autocast])
 
@@ -319,19 +333,37 @@ def compare_training(step: ParallelStep, reference: ParallelStep, bound: float) 
 
     `reference` takes the weights of `step`, both train CHECK_STEPS steps. Disagreement if the result is above 1.
     """
-    start = [value.clone() for value in step.full_parameters()]  # one rank's whole weights may be those it trains
-    for parameter, value in zip(reference.model.parameters(), start):
-        parameter.data.copy_(value)
+    start = _take_weights(step, reference)
     for _ in range(CHECK_STEPS):
         step.train_step()
         reference.train_step()
-    difference, change = 0.0, 0.0
-    for ours, theirs, before in zip(step.full_parameters(), reference.full_parameters(), start):
-        difference += (ours - theirs).double().square().sum().item()
-        change += (theirs - before).double().square().sum().item()
-    error = math.sqrt(difference / change) / bound if change else math.inf
+    ours, theirs = (
+        [now - before for now, before in zip(one.full_parameters(), start)] for one in (step, reference)
+    )  # fmt: skip
+    return _error(ours, theirs, bound, f"changes of weights in {CHECK_STEPS} steps")
+
+
+def compare_gradients(step: ParallelStep, reference: ParallelStep, bound: float) -> float:
+    """The same of both models' averaged gradients, at the weights of `step`."""
+    _take_weights(step, reference)
+    for one in (step, reference):
+        one.forward_backward()
+    return _error(step.full_gradients(), reference.full_gradients(), bound, "averaged gradients")
+
+
+def _take_weights(step: ParallelStep, reference: ParallelStep) -> list[Tensor]:
+    """Give `reference` the weights of `step`, of which copies are returned."""
+    start = [value.clone() for value in step.full_parameters()]  # one rank's whole weights may be those it trains
+    for parameter, value in zip(reference.model.parameters(), start):
+        parameter.data.copy_(value)
+    return start
+
+
+def _error(ours: list[Tensor], theirs: list[Tensor], bound: float, what: str) -> float:
+    """2-norm of the difference over that of `theirs`, over `bound`; Disagreement, of `what`, above 1."""
+    difference = sum((one - other).double().square().sum().item() for one, other in zip(ours, theirs))
+    size = sum(other.double().square().sum().item() for other in theirs)
+    error = math.sqrt(difference / size) / bound if size else math.inf
     if not error <= 1:
-        raise Disagreement(
-            f"weights after {CHECK_STEPS} steps are off by {error:.3g} times the bound of unsharded ones"
-        )
+        raise Disagreement(f"{what} are off by {error:.3g} times the bound of unsharded ones")
     return error

@@ -163,11 +163,17 @@ def report_samples(cell: Cell, reports: Sequence[RankReport]) -> Iterator[Sample
         yield Sample(row=rows["train_step", name], samples=[max(report.mib[name] for report in reports)])
     for mode, lanes in reports[0].lanes.items():
         assert lanes is not None
-        values = (lanes.span_ms, lanes.communication_ms, lanes.compute_ms, lanes.overlap_ms)
-        yield from (Sample(row=rows[mode, name], samples=[value]) for name, value in zip(TIMES, values))
+        yield from (Sample(row=rows[mode, name], samples=[value]) for name, value in traced_times(lanes).items())
         for name, intervals in zip(INTERVALS, (lanes.compute, lanes.communication)):
             ends = [end for pair in simplify(intervals, MOST_INTERVALS) for end in pair]
             yield Sample(row=rows[mode, name], samples=ends, skipped="" if ends else "the traced call has none")
+
+
+def traced_times(lanes: Lanes | None) -> dict[str, float]:
+    """The quantities TIMES of a trace, in ms; none on the ranks that had no profiler."""
+    if lanes is None:
+        return {}
+    return dict(zip(TIMES, (lanes.span_ms, lanes.communication_ms, lanes.compute_ms, lanes.overlap_ms)))
 
 
 def traced_rows(mode: str = "train_step") -> list[Row]:

@@ -21,7 +21,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import pandas as pd
 import torch
@@ -46,6 +46,7 @@ TIMED_MS = 50.0
 ROUNDS = {"cpu": 3, "cuda": 12}
 
 Call = Callable[[AttentionFunction], object]  # of what `without_overhead` yields
+P = TypeVar("P")
 Turn = Callable[[], dict[str, float]]  # takes one, at whose end the device is idle; milliseconds a call by quantity
 TurnsOf = Callable[[AttentionFunction, dict[str, Call]], dict[str, Turn]]  # of what `build` returns; both by mode
 
@@ -118,7 +119,7 @@ def play(players: Sequence[Player], num_rounds: int) -> dict[tuple[str, str, str
     return samples
 
 
-def in_order(players: Sequence[Player], number: int) -> list[Player]:
+def in_order(players: Sequence[P], number: int) -> list[P]:
     """Who comes after whom in round `number`: begun by the next one every other round, backwards in between."""
     first = number // 2 % len(players)
     ordered = [*players[first:], *players[:first]]

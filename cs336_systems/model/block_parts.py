@@ -12,6 +12,9 @@ size:
 - "around_attention" computes `project` too: x, q, k, v and attention's output: 5.
 - "block" computes everything again, attention too: x alone.
 
+Where memory is left, the last blocks may keep more of `finish` (`wide_blocks`): what w1 and w3 give, and their input.
+The three large products of `finish` are then not computed again.
+
 This is selective checkpointing (Korthikanti et al. 2022, arXiv:2205.05198) with the line drawn by hand: by operator, as
 `checkpoint_selectively` draws it, it would have to look inside of compiled code.
 """
@@ -23,6 +26,7 @@ from functools import partial
 from typing import Any, Literal, get_args
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -31,24 +35,33 @@ from cs336_systems.model.transformer import TransformerBlock, TransformerLM, cau
 Recompute = Literal["nothing", "after_attention", "around_attention", "block"]
 RECOMPUTES: tuple[str, ...] = get_args(Recompute)
 # Tensors of the block's input's size that stay until its backward, where the parts are compiled.
-KEPT_WIDTHS = {"after_attention": 6, "around_attention": 5, "block": 1}
+KEPT_WIDTHS = {"after_attention": 6, "around_attention": 5, "block": 1}  # a wide block: 1, w1's and w3's more
 
 
-def run_in_parts(model: nn.Module, *, recompute: Recompute = "nothing", compiled: bool = False) -> nn.Module:
+def run_in_parts(
+    model: nn.Module, *, recompute: Recompute = "nothing", compiled: bool = False, wide_blocks: int = 0
+) -> nn.Module:
     """Run every block of `model` in parts, in place, and compute `recompute` again in backward. Returns `model`.
 
     Call it before FSDP, whose hooks must lie outside. Only `forward` of the blocks is replaced. Each part is compiled
-    once for all blocks, and for each shape anew. Raises TypeError if `model` is no TransformerLM, ValueError naming a
-    `recompute` that there is not.
+    once for all blocks, and for each shape anew. With "after_attention" the last `wide_blocks` blocks keep what w1 and
+    w3 give. Raises TypeError if `model` is no TransformerLM, ValueError naming a `recompute` that there is not, or
+    `wide_blocks` that the model does not have or that compute something else again.
     """
     if not isinstance(model, TransformerLM):
         raise TypeError(f"model must be a TransformerLM, whose blocks have these parts, got {type(model).__name__}")
     if recompute not in RECOMPUTES:
         raise ValueError(f"recompute must be one of {', '.join(RECOMPUTES)}, got {recompute!r}")
-    first: Callable[..., Any] = project
-    last: Callable[..., Any] = finish
+    num_blocks = len(model.layers)
+    if not 0 <= wide_blocks <= (num_blocks if recompute == "after_attention" else 0):
+        raise ValueError(
+            f"wide_blocks must be 0 or, with recompute='after_attention', up to the model's {num_blocks} blocks, "
+            f"got {wide_blocks} with {recompute!r}"
+        )
+    parts: tuple[Callable[..., Any], ...] = (project, finish, mix, gated)
     if compiled:
-        first, last = torch.compile(project, dynamic=False), torch.compile(finish, dynamic=False)
+        parts = tuple(torch.compile(part, dynamic=False) for part in parts)
+    first, last, mixing, gating = parts
     if recompute == "around_attention":
         first = partial(_recomputed, first)
     if recompute in ("around_attention", "after_attention"):
@@ -56,8 +69,9 @@ def run_in_parts(model: nn.Module, *, recompute: Recompute = "nothing", compiled
     run: Callable[..., Any] = partial(_through_parts, first, last)
     if recompute == "block":
         run = partial(_recomputed, run)
-    for block in model.layers:
-        block.forward = partial(run, block)
+    wide: Callable[..., Any] = partial(_through_parts, first, partial(_finish_wide, mixing, gating))
+    for index, block in enumerate(model.layers):
+        block.forward = partial(run if index < num_blocks - wide_blocks else wide, block)
     return model
 
 
@@ -71,8 +85,37 @@ def project(block: TransformerBlock, x: Tensor) -> tuple[Tensor, Tensor, Tensor]
 
 def finish(block: TransformerBlock, x: Tensor, attended: Tensor) -> Tensor:
     """The block's output, from its input and from what attention gave."""
-    x = x + block.attn.output_proj(attended.transpose(1, 2).flatten(-2))
-    return x + block.ffn(block.ln2(x))
+    mixed, normalized = mix(block, x, attended)
+    return mixed + block.ffn(normalized)
+
+
+def mix(block: TransformerBlock, x: Tensor, attended: Tensor) -> tuple[Tensor, Tensor]:
+    """The residual stream after attention, and normalized for the feed-forward layer."""
+    mixed = x + block.attn.output_proj(attended.transpose(1, 2).flatten(-2))
+    return mixed, block.ln2(mixed)
+
+
+def gated(gate: Tensor, up: Tensor) -> Tensor:
+    """What w2 reads, from what w1 and w3 give."""
+    return F.silu(gate) * up
+
+
+def _finish_wide(
+    mixing: Callable[..., Any], gating: Callable[..., Any], block: TransformerBlock, x: Tensor, attended: Tensor
+) -> Tensor:
+    """`finish` that keeps `normalized`, `gate` and `up` for backward, and computes `mix` and `gated` again.
+
+    w2 lies outside of the compiler, so that the checkpoint, which ends with the last tensor that backward needs, stops
+    before its product.
+    """
+    mixed, normalized = _recomputed(mixing, block, x, attended)
+    gate, up = block.ffn.w1(normalized), block.ffn.w3(normalized)
+
+    def narrow(_: TransformerBlock, gate: Tensor, up: Tensor) -> Tensor:
+        return block.ffn.w2(gating(gate, up))
+
+    finished: Tensor = mixed + _recomputed(narrow, block, gate, up)
+    return finished
 
 
 def _through_parts(first: Callable[..., Any], last: Callable[..., Any], block: TransformerBlock, x: Tensor) -> Tensor:

@@ -1,0 +1,182 @@
+"""Every data parallelism, sharded optimizer and FSDP in one job, by turns, beside PyTorch's.
+
+What slows a host may last for minutes, longer than a job of one wrapper: small differences between jobs say nothing.
+Here the ranks stay and the wrappers change. Phases on every rank:
+
+- check: a shallow model of the same width under each wrapper, by its gradients or its training (parallel_step.py);
+- rounds: each wrapper in its turn is built, warmed up and timed; two rounds in a row go in opposite orders.
+
+A rank holds one wrapper's model at a time, since xl in float32 with AdamW takes up to 90 GiB. Ratios are of one round.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pandas as pd
+import torch
+import torch.distributed as dist
+
+from cs336_systems.config import MODEL_SIZES, Precision, RunConfig
+from cs336_systems.experiments.data_parallel import precisions
+from cs336_systems.experiments.frames import speed, tuples
+from cs336_systems.experiments.parallel_step import (
+    OURS,
+    PEERS,
+    ParallelStep,
+    ShardingCase,
+    check_gradients,
+    check_training,
+    plain_mean,
+    shallow,
+)
+from cs336_systems.experiments.ranks import (
+    BATCH,
+    backend_of,
+    rank_counts,
+    run_cell,
+    sized_model,
+    slowest,
+    time_together,
+)
+from cs336_systems.experiments.spec import Cell, Disagreement, Experiment, Row, Sample, Unsupported, problem
+from cs336_systems.experiments.tables import Pivot
+from cs336_systems.experiments.turns import in_order
+
+# Whose step each of ours is compared with: of several the faster one.
+RIVALS = dict.fromkeys(OURS, PEERS) | {"sharded": ("torch_zero",), "zero1": ("torch_zero",), "fsdp": ("torch_fsdp",)}
+WARMUP = 2  # PyTorch's DDP rearranges its buckets in the second step, and FSDP's first tells the order of the units
+STEPS = {"tiny": 1, "smoke": 2, "handout": 2}  # timed in a turn; in low precision, whose steps are shorter, more
+LOW_PRECISION_STEPS = 5
+ROUNDS = {"tiny": (2, 2), "smoke": (2, 4), "handout": (2, 6)}  # at least, at most
+BUDGET_S = {"tiny": 60.0, "smoke": 60.0, "handout": 75.0}  # in which a further round must end
+
+
+@problem(title="Data parallelism, sharded optimizers and FSDP by turns, beside PyTorch's", order=12)
+class DataParallelTurns(Experiment):
+    implementations = (*OURS, *PEERS, "sharded", "zero1", "torch_zero", "fsdp", "torch_fsdp")
+    rows = (Row("train_step", "time", "ms"),)
+    by_turns = True
+
+    def cases(self, run: RunConfig) -> list[ShardingCase]:
+        """xl of both editions at handout scale; on every number of ranks in every precision."""
+        models = [sized_model(run)] + ([MODEL_SIZES["xl-2025"]] if run.scale == "handout" else [])
+        return [
+            ShardingCase(
+                model=model, batch=BATCH[run.scale], num_ranks=ranks, backend=backend_of(run), attention="reference",
+                precision=precision,
+            )
+            for precision in precisions(run)
+            for model in models
+            for ranks in rank_counts(run)
+        ]  # fmt: skip
+
+    def measure(self, cell: Cell, run: RunConfig) -> Iterator[Sample]:
+        if run.model is not None:
+            raise Unsupported("the user's model has no known way to be built on the meta device, as fully_shard needs")
+        case, names = cell.case, cell.implementations
+        reports = run_cell(take_turns, case.num_ranks, names, case, run, backend=case.backend, run=run)
+        for row in cell.rows:
+            of_ranks = [report[row.implementation] for report in reports]
+            error, wrong = max(error for error, _, _ in of_ranks), next((what for _, what, _ in of_ranks if what), "")
+            if wrong:
+                yield Sample(row=row, failed=wrong)
+            else:
+                yield Sample(row=row, samples=slowest([samples for _, _, samples in of_ranks]), error=error)
+
+    def columns(self, row: dict[str, Any]) -> dict[str, Any]:
+        compute = row["precision"].removesuffix(" autocast")
+        return {"compute": compute, "setting": f"{row['model']}, {compute}"}
+
+    def compared(self, frame: pd.DataFrame) -> pd.DataFrame:
+        """Columns `rival`, its fastest in that case, and `of_rival`: the time over the rival's, median of rounds."""
+        by_case: defaultdict[str, dict[str, Any]] = defaultdict(dict)
+        for row in tuples(frame):
+            by_case[row["case"]][row["implementation"]] = row
+        rivals = []
+        for row in tuples(frame):
+            others = [one for name in RIVALS.get(row["implementation"], ()) if (one := by_case[row["case"]].get(name))]
+            rivals.append(min(others, key=lambda other: other["median"], default=None))
+        return frame.assign(
+            rival=[rival["implementation"] if rival else "" for rival in rivals],
+            of_rival=[speed(rival, row, by_turns=True) for rival, row in zip(rivals, tuples(frame))],
+        )
+
+    tables = {
+        "times": Pivot(
+            title="A training step, by turns",
+            down={"ranks": "num_ranks", "wrapper": "implementation"},
+            across="setting",
+            significant=4,
+        ),
+        "ratios": Pivot(
+            title="Time of a step over that of PyTorch's in the same round",
+            down={"ranks": "num_ranks", "wrapper": "implementation"},
+            across="setting",
+            value="of_rival",
+            where={"implementation": tuple(RIVALS)},
+        ),
+    }
+
+
+def take_turns(
+    rank: int, num_ranks: int, names: Sequence[str], case: ShardingCase, run: RunConfig
+) -> dict[str, tuple[float, str, list[float]]]:
+    """Of each wrapper the error over its bound, what is wrong with it, and the milliseconds of its timed steps."""
+    began = time.monotonic()
+    checks = _check_all(names, shallow(case), run, rank)
+    samples: dict[str, list[float]] = {name: [] for name in names}
+    at_least, at_most = ROUNDS[run.scale]
+    for number in range(at_most):
+        round_began = time.monotonic()
+        for name in in_order(names, number):
+            samples[name] += _turn(name, case, run, rank)
+        now = time.monotonic()
+        fits = number + 1 < at_least or now - began + (now - round_began) < BUDGET_S[run.scale]
+        if not _agreed(fits, case.device):
+            break
+    return {name: (*checks[name], samples[name]) for name in names}
+
+
+def _check_all(
+    names: Sequence[str], case: ShardingCase, run: RunConfig, rank: int
+) -> dict[str, tuple[float, str]]:  # fmt: skip
+    """A wrapper that is wrong takes its turns all the same: it may be wrong on one rank only."""
+    expected = plain_mean(case, run, rank)
+    found = {}
+    for name in names:
+        try:
+            if name in (*OURS, *PEERS):
+                error = check_gradients(ParallelStep(name, case, run, rank), expected)
+            else:
+                error = check_training(name, case, run, rank)
+            found[name] = (error, "")
+        except Disagreement as wrong:
+            found[name] = (float("inf"), str(wrong))
+        gc.collect()
+    return found
+
+
+def _turn(name: str, case: ShardingCase, run: RunConfig, rank: int) -> list[float]:
+    step = ParallelStep(name, case, run, rank)
+    for _ in range(WARMUP):
+        step.train_step()
+    gc.collect()
+    gc.freeze()  # else the collector goes through all that lives in a timed step
+    count = STEPS[run.scale] if case.precision == Precision() else LOW_PRECISION_STEPS
+    samples = [time_together(step.train_step, case.device) for _ in range(count)]
+    gc.unfreeze()
+    del step
+    gc.collect()  # wrappers and their hooks are cycles; cached blocks stay, for the next of the same shapes
+    return samples
+
+
+def _agreed(fits: bool, device: str) -> bool:
+    """Rank 0's answer on every rank."""
+    answer = torch.tensor([fits], dtype=torch.uint8, device=device)
+    dist.broadcast(answer, src=0)
+    return bool(answer.item())
