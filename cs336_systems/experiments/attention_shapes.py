@@ -6,9 +6,11 @@ bfloat16. What calls take that are too short for that, `short_calls` measures.
 
 from __future__ import annotations
 
+from cs336_systems.config import AttentionShape
 from cs336_systems.experiments.attention import rate_tables
 from cs336_systems.experiments.figures import Bars
-from cs336_systems.experiments.spec import problem
+from cs336_systems.experiments.implementations import Built
+from cs336_systems.experiments.spec import Unsupported, problem
 from cs336_systems.experiments.turns import AttentionByTurns
 
 # (batch, heads, length, head_dim, causal). The first is the 2025 leaderboard's; the last is the 2026 leaderboard's 8B
@@ -35,6 +37,11 @@ SHAPES = {
 class AttentionShapes(AttentionByTurns):
     implementations = ("triton", "hopper", "sdpa_cudnn", "flex", "flex_flash", "fa4")
     sizes = SHAPES
+
+    def built(self, name: str, shape: AttentionShape, device: str) -> Built:
+        if device == "cpu" and name == "flex":
+            raise Unsupported("FlexAttention has no backward on CPU")
+        return super().built(name, shape, device)
 
     tables = rate_tables((("hopper", "fa4"), ("hopper", "sdpa_cudnn"), ("triton", "sdpa_cudnn"), ("triton", "flex")))
     figures = {
