@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 
 from cs336_systems.attention.hopper.schedule import Launch
 
+Walk = Callable[[int, int], list[int]]  # (index into batch and heads, tile of queries) -> first keys of its key tiles
+
 
 def items_of_program(launch: Launch, program: int) -> Iterator[tuple[int, int]]:
     """(index into batch and heads, tile of queries) of each tile of `program`, in its order."""
@@ -90,6 +92,7 @@ class _Machine:
     """Shared memory, barriers, and copies under way, of one program."""
 
     launch: Launch
+    walk: Walk  # that consumers wait for
     memory: Memory = field(default_factory=dict)
     copies: list[Callable[[], None]] = field(default_factory=list)
 
@@ -114,11 +117,11 @@ class _Machine:
             raise ProtocolError(f"{place} should hold {expected}, holds {self.memory.get(place)}")
 
 
-def _copier(machine: _Machine, program: int, keys_of: Callable[[Launch, int], list[int]] = key_tiles) -> Iterator[Wait]:
+def _copier(machine: _Machine, program: int, walk: Walk | None = None) -> Iterator[Wait]:
     launch, step = machine.launch, 0
     slots = launch.schedule.slots
     for tiles_done, (head, tile) in enumerate(items_of_program(launch, program)):
-        keys = keys_of(launch, tile)
+        keys = (walk or machine.walk)(head, tile)
         for j in range(len(keys) + 1):
             slot, phase = step % slots, step // slots & 1
             yield machine.empty[slot], phase ^ 1
@@ -139,7 +142,7 @@ def _consumer(machine: _Machine, program: int, consumer: int, done: list[tuple[i
     launch, step = machine.launch, 0
     slots = launch.schedule.slots
     for tiles_done, (head, tile) in enumerate(items_of_program(launch, program)):
-        keys = key_tiles(launch, tile)
+        keys = machine.walk(head, tile)
         for j in range(len(keys) + 1):
             slot, phase = step % slots, step // slots & 1
             yield machine.full[slot], phase
@@ -161,12 +164,16 @@ def _consumer(machine: _Machine, program: int, consumer: int, done: list[tuple[i
         done.append((head, tile, consumer))
 
 
-def simulate(launch: Launch, program: int, rng: random.Random) -> list[tuple[int, int, int]]:
+def simulate(
+    launch: Launch, program: int, rng: random.Random, walk: Walk | None = None
+) -> list[tuple[int, int, int]]:
     """Run one program, whoever can advance doing so at random; the (head, tile, consumer) that it computed.
+
+    `walk` says which key tiles a tile of queries takes, without a mask's lists `key_tiles`.
 
     ProtocolError when nobody can advance, a tile is read that is not the one wanted, or an arrival is one too many.
     """
-    machine = _Machine(launch)
+    machine = _Machine(launch, walk or (lambda head, tile: key_tiles(launch, tile)))
     done: list[tuple[int, int, int]] = []
     processes = [_copier(machine, program)]
     processes += [_consumer(machine, program, consumer, done) for consumer in range(launch.schedule.consumers)]

@@ -260,10 +260,8 @@ def test_select_backend(inputs: dict[str, Any], name: str, reason: str) -> None:
          "^backend 'hopper' cannot be used: hopper kernels run on CUDA devices, and the inputs are on cpu$"),
         ({"requested": "triton_first", "layout": "packed"},
          "^backend 'triton_first' cannot be used: the first kernel takes neither block masks nor packed documents"),
-        ({"requested": "hopper", "layout": "block_mask"},
-         "^backend 'hopper' cannot be used: hopper kernels walk no lists of tiles; backend 'triton' runs a block mask"),
-        ({"requested": "hopper", "layout": "packed"},
-         "^backend 'hopper' cannot be used: hopper kernels take no packed documents; backend 'triton' does$"),
+        ({"requested": "hopper", "layout": "block_mask", "block_size": (64, 64)},
+         r"^backend 'hopper' cannot be used: hopper walks lists of tiles of at least \(64, 128\), and the mask's are "),
     ],
 )  # fmt: skip
 def test_select_backend_refuses_with_the_reason(inputs: dict[str, Any], message: str) -> None:
@@ -288,8 +286,9 @@ def test_select_backend_refuses_with_the_reason(inputs: dict[str, Any], message:
         ({"head_dim": 64, "dtype": "float32"}, "triton"),
         ({"head_dim": 64, "compute_capability": (8, 0)}, "triton"),
         ({"head_dim": 64, "available": ALL_OK | {"hopper": "no Gluon"}}, "triton"),
-        ({"head_dim": 64, "layout": "block_mask"}, "triton"),
-        ({"head_dim": 64, "layout": "packed"}, "triton"),
+        ({"head_dim": 64, "layout": "block_mask", "block_size": (128, 128)}, "hopper"),
+        ({"head_dim": 64, "layout": "block_mask", "block_size": (128, 64)}, "triton"),
+        ({"head_dim": 64, "layout": "packed"}, "hopper"),
         ({"head_dim": 64, "requested": "triton"}, "triton"),
         (CPU | {"head_dim": 64, "available": ALL_OK}, "reference"),
     ],
@@ -313,7 +312,7 @@ def test_the_hopper_refusal_can_be_traced() -> None:
         return 9, 0
 
     def double(x: torch.Tensor) -> torch.Tensor:
-        return x * 2 if backends._hopper_refusal("cuda", capability(), "bfloat16", 64, "dense") is None else x
+        return x * 2 if backends._hopper_refusal("cuda", capability(), "bfloat16", 64, (128, 128)) is None else x
 
     compiled = torch.compile(double, fullgraph=True, backend="eager")
     torch.testing.assert_close(compiled(torch.ones(2)), torch.full((2,), 2.0))

@@ -7,6 +7,7 @@ from functools import partial
 from itertools import product
 
 import pytest
+import torch
 
 from cs336_systems.attention.hopper.schedule import (
     CONSUMER_ROWS,
@@ -18,6 +19,7 @@ from cs336_systems.attention.hopper.schedule import (
     estimated_steps,
     plan_forward,
 )
+from cs336_systems.attention.masks import BlockMask
 from tests import hopper_protocol as model
 from tests.hopper_protocol import ProtocolError, items_of_program, key_tiles, simulate
 
@@ -156,7 +158,7 @@ def test_the_protocol_holds_over_many_interleavings():
         assert sum(map(len, done)) == 2 * launch.num_tiles * launch.schedule.consumers
 
 
-def _unbounded_masked_steps(launch, tile):
+def _unbounded_masked_steps(launch, head, tile):
     """The prototype's mistake: consumers take the unrolled masked steps, the copier only brings live tiles."""
     return [key for key in key_tiles(launch, tile) if key != launch.num_keys]
 
@@ -237,7 +239,7 @@ def test_a_copier_that_brings_fewer_tiles_than_consumers_wait_for_is_a_hang(monk
     """The static masked steps hung the prototype at 128 queries; the model must see it."""
     launch = make_launch(LARGE[64], True, 128, 128, batch_heads=1)
     assert key_tiles(launch, 0) == [128, 0]
-    copier = partial(model._copier, keys_of=_unbounded_masked_steps)
+    copier = partial(model._copier, walk=partial(_unbounded_masked_steps, launch))
     monkeypatch.setattr(model, "_copier", copier)
     with pytest.raises(ProtocolError):
         simulate(launch, 0, random.Random(0))
@@ -346,3 +348,89 @@ def test_the_kernel_computes_what_the_model_says(schedule, is_causal, order):
                 skips = schedule.masked_tiles(is_causal) > 1 and not sees
                 assert launch.skips_first_key_tile(tile, consumer) == skips
     assert [forward.ring_slot.fn(step, 2) for step in range(6)] == [(0, 0), (1, 0), (0, 1), (1, 1), (0, 0), (1, 0)]
+
+
+# Along the lists of a block mask
+
+
+def draw_mask(block_size, num_queries, num_keys, heads, density):
+    generator = torch.Generator().manual_seed(num_queries)
+    shape = (1, heads, -(-num_queries // block_size[0]), -(-num_keys // block_size[1]))
+    blocks = torch.rand(shape, generator=generator) < density
+    blocks[:, :, -1] = False  # a row of tiles without a key
+    mask = BlockMask.from_blocks(blocks, block_size, seq_lengths=(num_queries, num_keys))
+    return mask & BlockMask.random_tokens(num_queries, num_keys, density=0.999, block_size=block_size)
+
+
+def listed_walk(forward, launch, mask, head, tile):
+    """(first key, whether its bits are read) of each step, by the kernel's own arithmetic, run as Python."""
+    (rows, columns), key_tile = mask.block_size, launch.schedule.key_tile
+    number = forward.list_of_tile.fn(
+        head, launch.first_query(tile), launch.num_queries, launch.batch_heads, *mask.shape[:2], rows
+    )
+    num_partial, num_full = (int(counts.flatten()[number]) for counts in (mask.kv_num_blocks, mask.full_kv_num_blocks))
+    masked, steps = forward.steps_of_lists.fn(num_partial, num_full, columns // key_tile)
+    walk = []
+    for step in range(steps):
+        entry, part = forward.place_in_lists.fn(step, masked, columns // key_tile)
+        indices = mask.kv_indices if step < masked else mask.full_kv_indices
+        first_key = int(indices.flatten(0, 2)[number, entry]) * columns + part * key_tile
+        walk.append((first_key if num_partial + num_full else launch.num_keys, step < masked))
+    return walk
+
+
+def _look_up(keys, head, tile):
+    return keys[head, tile]
+
+
+@pytest.mark.parametrize("order", ["tiles", "rounds"])
+@pytest.mark.parametrize("block_size", [(64, 128), (128, 128), (128, 256), (512, 128)])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_lists_are_walked_whole_and_the_protocol_ends(head_dim, block_size, order):
+    """Each tile of queries meets its key tiles once, partial ones first and those with their bits; one without a key
+    has a step that reads nothing; and copier and consumers agree, in any order of events."""
+    forward = pytest.importorskip("cs336_systems.attention.hopper.forward")
+    rng = random.Random(0)
+    for (num_queries, num_keys), mask_heads in product([(1, 1), (129, 1000), (640, 640), (1100, 130)], (1, 3)):
+        mask = draw_mask(block_size, num_queries, num_keys, mask_heads, 0.4)
+        launch = plan_forward(
+            head_dim=head_dim, is_causal=False, num_queries=num_queries, num_keys=num_keys, batch_heads=3, group=1,
+            num_multiprocessors=2, block_size=block_size,
+        )  # fmt: skip
+        stays = order == "rounds"
+        launch = replace(launch, order=order, num_programs=min(launch.num_items, 2) if stays else launch.num_items)
+        walks = {
+            (head, tile): listed_walk(forward, launch, mask, head, tile)
+            for head, tile in product(range(3), range(launch.num_tiles))
+        }
+        tiles, key_tile = mask._tile_map().tiles, launch.schedule.key_tile
+        for (head, tile), walk in walks.items():
+            row = tiles[0, head % mask_heads, launch.first_query(tile) // block_size[0]].tolist()
+            parts = [
+                (column * block_size[1] + part, kind >= 0)
+                for column, kind in enumerate(row)
+                for part in range(0, block_size[1], key_tile)
+                if kind != -1
+            ]
+            assert sorted(walk) == sorted(parts or [(num_keys, True)])
+            kinds = [is_partial for _, is_partial in walk]
+            assert kinds == sorted(kinds, reverse=True)
+        keys = {place: [key for key, _ in walk] for place, walk in walks.items()}
+        done = Counter(
+            piece
+            for program in range(launch.num_programs)
+            for piece in simulate(launch, program, rng, partial(_look_up, keys))
+        )
+        assert done == Counter(product(range(3), range(launch.num_tiles), range(launch.schedule.consumers)))
+
+
+def test_a_tile_of_queries_lies_in_a_row_of_the_masks_tiles():
+    for head_dim, rows in product((64, 128), (64, 128, 256)):
+        launch = plan_forward(
+            head_dim=head_dim, is_causal=False, num_queries=1000, num_keys=700, batch_heads=3, group=1,
+            num_multiprocessors=132, block_size=(rows, 128),
+        )  # fmt: skip
+        assert launch.schedule.query_tile == (64 if head_dim == 64 else min(rows, 128))
+        starts = [launch.first_query(tile) for tile in range(launch.num_tiles)]
+        assert starts == list(range(0, 1000, launch.schedule.query_tile))
+        assert rows % launch.schedule.query_tile == 0

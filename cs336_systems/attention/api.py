@@ -60,12 +60,12 @@ def flash_attention(
             `hopper` up to 128, in float16 or bfloat16.
         is_causal: query i attends keys j <= i, aligned at the top left as in SDPA, also when lengths differ.
         block_mask: which keys each query attends, instead of is_causal; its batch and heads are 1 or q's, with leading
-            dimensions flattened into the batch. `triton` walks its lists of tiles and never reads a dead one, at any
-            density; tiles are of 64 or more. The other back ends attend through `block_mask.to_dense()`, a bool
-            (batch, heads, queries, keys) tensor. A query without a key has O = 0, L = -inf and no gradient, whatever
-            gradient reaches its L. A NaN in the gradient of its O is confined by `tiled` alone. With backend `auto` and
-            no config, a mask that is exactly full or causal (`block_mask.dense_form`) takes the dense kernels, as
-            without a mask.
+            dimensions flattened into the batch. `triton` and `hopper` walk its lists of tiles and never read a dead
+            one, at any density; tiles are of 64 or more, for `hopper` with 128 keys or more. The other back ends attend
+            through `block_mask.to_dense()`, a bool (batch, heads, queries, keys) tensor. A query without a key has
+            O = 0, L = -inf and no gradient, whatever gradient reaches its L. A NaN in the gradient of its O is confined
+            by `tiled` alone. With backend `auto` and no config, a mask that is exactly full or causal
+            (`block_mask.dense_form`) takes the dense kernels, as without a mask.
         attn_mask: SDPA's, of bools: True where attended, broadcast to (..., heads, queries, keys). Each call makes a
             BlockMask of it, and waits for the GPU meanwhile; make one with `BlockMask.from_dense` to use it often.
         scale: multiplies the scores; 1/sqrt(head_dim) by default. Positive.
@@ -86,7 +86,7 @@ def flash_attention(
     Inputs must be finite. What is not reaches every query that attends it; in V also the earlier queries of each tile
     that visits its row, which give it the weight 0, and their gradients. In `reference`, `compiled`, and `tiled` under
     a block_mask, that is every query of its head. Other heads, other batch entries and queries whose tiles do not visit
-    it keep their bits; a dead tile of a block_mask is never read by `triton`.
+    it keep their bits; a dead tile of a block_mask is never read by `triton` and `hopper`.
 
     Scores must be finite too: a NaN among a query's scores, or none but -inf of those that its mask leaves, makes its O
     and L NaN in some back ends and 0 and -inf in others. Gradients of `tiled`, `triton` and `hopper` keep the rounding
@@ -132,8 +132,11 @@ def flash_attention(
                 q, k, v, is_causal=block_mask.dense_form == "causal", scale=scale, enable_gqa=enable_gqa,
                 return_lse=return_lse, deterministic=deterministic,
             )  # fmt: skip
-    layout: AttentionLayout = "dense" if block_mask is None else "block_mask"
-    backend, _ = explain_backend(q, k, backend=backend, layout=layout)
+    if block_mask is None:
+        backend, _ = explain_backend(q, k, backend=backend)
+    else:
+        size = getattr(block_mask, "block_size", None)  # what is no mask is refused below
+        backend, _ = explain_backend(q, k, backend=backend, layout="block_mask", block_size=size)
     check_config(config, backend)
     _check_deterministic(deterministic)
     if block_mask is not None:
@@ -150,7 +153,7 @@ def flash_attention(
         q, k, v = (x.unsqueeze(0) if x.ndim == 3 else x.flatten(0, -4) for x in (q, k, v))
     if backend not in ("triton", "hopper"):
         k, v = _repeat_kv_heads(q, k), _repeat_kv_heads(q, v)
-    mask = None if block_mask is None or backend == "triton" else block_mask.to_dense()
+    mask = None if block_mask is None or backend in ("triton", "hopper") else block_mask.to_dense()
     names = config.names if config else ""
     if backend in ("reference", "compiled"):
         function = attention_reference if backend == "reference" else compiled_reference()
@@ -160,10 +163,8 @@ def flash_attention(
     elif block_mask is None:
         output, lse = _operator(backend)(q, k, v, *_determined(backend, deterministic), is_causal, scale, names)
     else:
-        from cs336_systems.attention.triton.function import TileLists, block_sparse_attention
-
-        lists = [getattr(block_mask, name) for name in TileLists._fields]
-        output, lse = block_sparse_attention(q, k, v, *lists, False, scale, names)
+        attend, fields = _listed_operator(backend)
+        output, lse = attend(q, k, v, *(getattr(block_mask, name) for name in fields), False, scale, names)
     if len(leading) != 1:
         output, lse = output.reshape(*leading, *output.shape[1:]), lse.reshape(*leading, *lse.shape[1:])
     return (output, lse) if return_lse else output
@@ -235,6 +236,17 @@ def _operator(backend: str) -> AttentionOperator:
     return triton_attention
 
 
+def _listed_operator(backend: str) -> tuple[AttentionOperator, tuple[str, ...]]:
+    """That of a block mask, and the mask's fields that it takes."""
+    from cs336_systems.attention.triton.function import TileLists, block_sparse_attention
+
+    if backend == "hopper":
+        from cs336_systems.attention.hopper.function import hopper_listed_attention
+
+        return hopper_listed_attention, TileLists._fields
+    return block_sparse_attention, TileLists._fields
+
+
 def _check_deterministic(deterministic: bool | None) -> None:
     if not (deterministic is None or isinstance(deterministic, bool)):
         raise TypeError(f"deterministic must be a bool or None, got {type(deterministic).__name__}")
@@ -249,22 +261,23 @@ def check_config(config: AttentionConfig | None, backend: str) -> None:
 
 
 def explain_backend(
-    q: Tensor, k: Tensor, *, backend: str = "auto", layout: AttentionLayout = "dense"
-) -> tuple[str, str]:
+    q: Tensor, k: Tensor, *, backend: str = "auto", layout: AttentionLayout = "dense",
+    block_size: tuple[int, int] | None = None,
+) -> tuple[str, str]:  # fmt: skip
     """(name, reason) of the back end that `flash_attention` uses for these inputs; ValueError if it refuses.
 
-    `layout` is `block_mask` for a call with one and `packed` for `flash_attention_varlen`.
+    `layout` is `block_mask` for a call with one, of this `block_size`, and `packed` for `flash_attention_varlen`.
     """
     if q.device.type not in ("cpu", "cuda"):
         raise ValueError(f"q must be on a cpu or cuda device, got {q.device}")
     return _select(
-        q.device, q.dtype, q.shape[-1], q.shape[:-2].numel(), q.shape[-2], k.shape[-2], backend, layout
+        q.device, q.dtype, q.shape[-1], q.shape[:-2].numel(), q.shape[-2], k.shape[-2], backend, layout, block_size
     )  # fmt: skip
 
 
 def _select(
     device: torch.device, dtype: torch.dtype, head_dim: int, batch_heads: int, seqlen_q: int, seqlen_k: int,
-    backend: str, layout: AttentionLayout,
+    backend: str, layout: AttentionLayout, block_size: tuple[int, int] | None = None,
 ) -> tuple[str, str]:  # fmt: skip
     return select_backend(
         device_kind=device.type,
@@ -276,6 +289,7 @@ def _select(
         seqlen_k=seqlen_k,
         requested=backend,
         layout=layout,
+        block_size=block_size,
         available=_available(device.type),
     )
 

@@ -116,12 +116,8 @@ TRITON_DTYPES = ("float32", "float16", "bfloat16")
 MAX_TRITON_HEAD_DIM = 256  # wider tiles do not fit in shared memory
 HOPPER_DTYPES = ("float16", "bfloat16")
 MAX_HOPPER_HEAD_DIM = 128  # the accumulators of a wider head do not fit in a warp group's registers
-# What attention runs over. The Hopper kernels are dense or causal: lists of tiles and packed documents are Triton's.
-AttentionLayout = Literal["dense", "block_mask", "packed"]
-HOPPER_LAYOUTS = {
-    "block_mask": "hopper kernels walk no lists of tiles; backend 'triton' runs a block mask",
-    "packed": "hopper kernels take no packed documents; backend 'triton' does",
-}
+AttentionLayout = Literal["dense", "block_mask", "packed"]  # what attention runs over
+MIN_HOPPER_BLOCK = (64, 128)  # a mask's tiles hold whole tiles of the kernels
 # Where hopper takes the GPU less than any other of our back ends, forward and backward together: head_dim -> the
 # shortest length of queries and of keys from which on `auto` takes it, and how many queries there must be in all heads
 # of the batch. Fewer leave multiprocessors idle, where triton splits the keys and runs dQ beside dK/dV: in replayed
@@ -143,6 +139,7 @@ def select_backend(
     seqlen_k: int,
     requested: str = "auto",
     layout: AttentionLayout = "dense",
+    block_size: tuple[int, int] | None = None,
     available: dict[str, str],
 ) -> tuple[str, str]:
     """(name, reason) of the attention back end for these inputs; a pure function of its arguments.
@@ -157,7 +154,8 @@ def select_backend(
         compute_capability: of the inputs' GPU; None elsewhere.
         dtype, head_dim, seqlen_q, seqlen_k: of the inputs; a length may be 0.
         batch_heads: heads that queries have in the whole batch.
-        layout: what the call attends over; hopper is refused for any but `dense`.
+        layout: what the call attends over.
+        block_size: of a block mask; hopper is refused for one of smaller tiles than MIN_HOPPER_BLOCK.
         available: from `available_backends`.
     """
     if dtype not in DTYPES:
@@ -169,7 +167,7 @@ def select_backend(
         if available.get(name) != "ok":
             return available.get(name, "it is not among the available back ends")
         if name == "hopper":
-            return _hopper_refusal(device_kind, compute_capability, dtype, head_dim, layout)
+            return _hopper_refusal(device_kind, compute_capability, dtype, head_dim, block_size)
         if name == "triton_first" and layout != "dense":  # lengths and head dims are for the kernel to refuse
             return "the first kernel takes neither block masks nor packed documents; backend 'triton' does"
         is_triton = name in ("triton", "triton_first")
@@ -199,11 +197,12 @@ def select_backend(
 
 
 def _hopper_refusal(
-    device_kind: str, compute_capability: tuple[int, int] | None, dtype: str, head_dim: int, layout: AttentionLayout
-) -> str | None:
+    device_kind: str, compute_capability: tuple[int, int] | None, dtype: str, head_dim: int,
+    block_size: tuple[int, int] | None = None,
+) -> str | None:  # fmt: skip
     """Why the Hopper kernels cannot serve these inputs, on a machine where they run; None where they can."""
-    if layout in HOPPER_LAYOUTS:
-        return HOPPER_LAYOUTS[layout]
+    if block_size is not None and any(size < least for size, least in zip(block_size, MIN_HOPPER_BLOCK)):
+        return f"hopper walks lists of tiles of at least {MIN_HOPPER_BLOCK}, and the mask's are {block_size}"
     if device_kind != "cuda":
         return f"hopper kernels run on CUDA devices, and the inputs are on {device_kind}"
     is_hopper = compute_capability == HOPPER_CAPABILITY  # torch.compile of PyTorch 2.11 cannot trace != of tuples
@@ -237,7 +236,7 @@ def hopper_refusal(q: Tensor) -> str | None:
     """Why q (..., head_dim), and what goes with it, cannot be attended by the Hopper kernels; None if it can."""
     capability = torch.cuda.get_device_capability(q.device) if q.is_cuda else None
     name = str(q.dtype).removeprefix("torch.")
-    why = _hopper_refusal(q.device.type, capability, name, q.shape[-1], "dense")
+    why = _hopper_refusal(q.device.type, capability, name, q.shape[-1])
     state = available_here("cuda", interpreter_is_on())["hopper"] if why is None else "ok"
     return why if state == "ok" else state
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from cs336_systems.attention.api import check_config, explain_backend, flash_attention
+from cs336_systems.attention.operator import AttentionOperator
 from cs336_systems.attention.tiles import AttentionConfig
 from cs336_systems.attention.validation import (
     check_documents,
@@ -55,15 +56,15 @@ def flash_attention_varlen(
         max_seqlen_q, max_seqlen_k: length of the longest document. They choose tiles; results do not depend on them.
         is_causal: within each document query i attends keys j <= i, aligned at the top left.
         return_lse: also return the log-sum-exp, (heads, total_queries).
-        backend: `triton` runs one grid over all documents; the others loop over them.
+        backend: `triton` and `hopper` run one grid over all documents; the others loop over them.
 
     Queries without keys, of an empty or of no document, have O = 0, L = -inf and no gradient. A document's results and
     gradients do not depend on its neighbours, bit for bit.
 
     Raises:
         TypeError, ValueError: an argument is wrong or the back end cannot serve it, before anything is launched.
-        NotImplementedError: torch.func differentiates `tiled` or `triton`, or an input of theirs carries a forward-mode
-            tangent.
+        NotImplementedError: torch.func differentiates `tiled`, `triton` or `hopper`, or an input of theirs carries a
+            forward-mode tangent.
     """
     check_flags(is_causal=is_causal, enable_gqa=enable_gqa, return_lse=return_lse)
     q, k, v = to_autocast_dtype(q), to_autocast_dtype(k), to_autocast_dtype(v)
@@ -72,17 +73,26 @@ def flash_attention_varlen(
     scale = resolve_scale(scale, q.shape[2])
     backend, _ = explain_backend(q.transpose(0, 1), k.transpose(0, 1), backend=backend, layout="packed")
     check_config(config, backend)
-    if backend == "triton":
-        from cs336_systems.attention.triton.function import varlen_attention
-
+    if backend in ("triton", "hopper"):
         refuse_forward_mode(q, k, v)
-        output, lse = varlen_attention(
+        output, lse = _operator(backend)(
             q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, is_causal, scale,
             config.names if config else "",
         )  # fmt: skip
     else:
         output, lse = _each_document(q, k, v, cu_seqlens_q, cu_seqlens_k, is_causal, scale, backend)
     return (output, lse) if return_lse else output
+
+
+def _operator(backend: str) -> AttentionOperator:
+    """Imported where it is used first."""
+    if backend == "hopper":
+        from cs336_systems.attention.hopper.function import hopper_packed_attention
+
+        return hopper_packed_attention
+    from cs336_systems.attention.triton.function import varlen_attention
+
+    return varlen_attention
 
 
 def _each_document(

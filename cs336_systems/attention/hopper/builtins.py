@@ -5,6 +5,7 @@ by_threads        an accumulator with axes for the threads that share a row, and
 raise_maxima      the rows' maxima, joined between threads only where one of the warp has to rise
 rescale_rows      multiplies an accumulator by its rows' factors, if any of the warp's differs from 1
 hide_columns      -inf in the columns past a row's last one
+keep_attended     -inf in the columns whose bit is 0
 tma_add           adds a tile into memory
 meet_consumers    a barrier of two warp groups
 wait_at           one side of a barrier: go on once all its threads are here or have passed `arrive_at`
@@ -178,6 +179,48 @@ def hide_columns(S, last_column):
     right = last_column[:, None] - columns  # so many columns to the right of this one are seen
     return gl.inline_asm_elementwise(
         _HIDE_64, _HIDE_64_CONSTRAINTS, [S, right], dtype=gl.float32, is_pure=True, pack=64
+    )  # fmt: skip
+
+
+def _keep_asm(n: int) -> gl.constexpr:
+    """A thread's `n` scores, or -inf where their bit is 0.
+
+    A word has the bits of 32 columns of a row, of which a thread has 0, 1, 8, 9, ... past its first one. It comes with
+    each of its scores, shifted to the thread's first column, and is taken from the first of them.
+    """
+    lines = []
+    for i in range(n):
+        bit, word = i // 4 % 4 * 8 + i % 2, 2 * n + i // 16 * 16 + i % 4 // 2 * 2
+        lines.append(f"and.b32 bit, ${word}, {1 << bit}; setp.ne.b32 seen, bit, 0;")
+        lines.append(f"selp.f32 ${i}, ${i}, 0fFF800000, seen;")
+    return gl.constexpr("{\n.reg .pred seen;\n.reg .b32 bit;\n" + "\n".join(lines) + "\n}")
+
+
+_KEEP_64 = _keep_asm(64)
+
+
+@gluon.jit
+def by_words(S):
+    """Scores (64, n), or anything in their layout, as (64, n / 32, 32): an axis for the words of a mask's bits."""
+    return gl.reshape(S, [S.shape[0], S.shape[1] // 32, 32])
+
+
+@gluon.jit
+def load_words(words, S):
+    """A mask's bits (64, n / 32) from shared memory, so that each thread has those of its scores in S (64, n)."""
+    return words.load(gl.SliceLayout(2, by_words(S).type.layout))
+
+
+@gluon.jit
+def keep_attended(S, words):
+    """Scores (64, 128) with -inf where their bit in `words` (64, 4), of `load_words`, is 0."""
+    key = gl.arange(0, 32, gl.SliceLayout(0, gl.SliceLayout(1, by_words(S).type.layout)))[None, None, :]
+    # A thread's columns differ from another's in bits 1 and 2 alone.
+    words, shift = gl.broadcast(gl.expand_dims(words, 2), key & 6)
+    words = words >> shift
+    words = gl.convert_layout(gl.reshape(words, S.shape), S.type.layout)
+    return gl.inline_asm_elementwise(
+        _KEEP_64, _HIDE_64_CONSTRAINTS, [S, words], dtype=gl.float32, is_pure=True, pack=64
     )  # fmt: skip
 
 

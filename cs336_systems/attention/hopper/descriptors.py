@@ -15,6 +15,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from cs336_systems.attention.tiles.config import TMA_ALIGNMENT_BYTES, head_tile
 from cs336_systems.attention.triton.operands import describable, described_strides
 
+ROWS_OF_DOCUMENTS = 2**30
 ELEMENT_TYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
 
 
@@ -47,3 +48,28 @@ def tile_descriptor(x: Tensor, rows: int, columns: int | None = None) -> TensorD
     block = [1, 1, rows, head_tile(x.shape[-1]) if columns is None else columns]
     layout = gl.NVMMASharedLayout.get_default_for(block, ELEMENT_TYPES[x.dtype])
     return TensorDescriptor(x, list(x.shape), described_strides(x.shape, x.stride(), x.element_size()), block, layout)
+
+
+def words_descriptor(words: Tensor, rows: int, columns: int) -> TensorDescriptor:
+    """How TMA copies (rows, columns) pieces of a mask's bits (rows of all patterns, words), int32 and contiguous."""
+    if words.data_ptr() % TMA_ALIGNMENT_BYTES:
+        words = words.clone()
+    block = [rows, columns]
+    layout = gl.NVMMASharedLayout.get_default_for(block, gl.int32)
+    return TensorDescriptor(words, list(words.shape), list(words.stride()), block, layout)
+
+
+def document_descriptor(x: Tensor, rows: int) -> TensorDescriptor:
+    """How TMA moves (rows, head_dim) tiles of documents, packed as (total, heads, head_dim).
+
+    Row r of the document of n rows from row f on is at [N, f + n, head, N - n + r, 0]. N, ROWS_OF_DOCUMENTS, is the
+    length of the fourth dimension: rows past the document's end are past the dimension's, so they arrive as zeros and
+    are not written. N times the first stride, in bytes, is a multiple of 2^64 less N rows, and addresses are counted
+    modulo 2^64. Source: `triton.tools.ragged_tma`.
+    """
+    block = [1, 1, 1, rows, head_tile(x.shape[-1])]
+    total, heads, head_dim = x.shape
+    row, head, _ = described_strides((total, heads, head_dim), x.stride(), x.element_size())
+    layout = gl.NVMMASharedLayout.get_default_for(block, ELEMENT_TYPES[x.dtype])
+    shape = [2 * ROWS_OF_DOCUMENTS - 1, 2 * ROWS_OF_DOCUMENTS - 1, heads, ROWS_OF_DOCUMENTS, head_dim]
+    return TensorDescriptor(x, shape, [2**34 - row, row, head, row, 1], block, layout)

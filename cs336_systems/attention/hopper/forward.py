@@ -46,9 +46,10 @@ Sources: FlashAttention-3 (Shah et al. 2024) for warp specialisation and overlap
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from jaxtyping import Float
+import torch
+from jaxtyping import Float, Int
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -64,19 +65,38 @@ from cs336_systems.attention.hopper.builtins import (
     along_rows,
     by_threads,
     hide_columns,
+    keep_attended,
+    load_words,
     raise_maxima,
     rescale_rows,
     warp_fence,
 )
-from cs336_systems.attention.hopper.descriptors import readable, tile_descriptor
-from cs336_systems.attention.hopper.schedule import CONSUMER_ROWS, plan_forward
-from cs336_systems.attention.triton.launch import launch, log_launch
+from cs336_systems.attention.hopper.descriptors import (
+    ROWS_OF_DOCUMENTS,
+    document_descriptor,
+    readable,
+    tile_descriptor,
+    words_descriptor,
+)
+from cs336_systems.attention.hopper.schedule import CONSUMER_ROWS, plan_forward, plan_packed_forward
+from cs336_systems.attention.masks.tiles import BITS
+from cs336_systems.attention.triton.block_sparse import TileLists
+from cs336_systems.attention.triton.launch import empty, empty_like, launch, log_launch
 from cs336_systems.attention.triton.operands import empty_results, num_multiprocessors
 from cs336_systems.attention.triton.steps import LN_2, LOG2_E, LOWEST
 from cs336_systems.measure.stages import stage
 
 ROWS = gl.constexpr(CONSUMER_ROWS)  # of a consumer: what one wgmma of a warp group computes
 COPIER_REGISTERS = gl.constexpr(24)  # the least that a warp can have
+NUMBERS = ["N_QUERIES", "N_KEYS", "N_HEADS", "GROUP", "BATCH_HEADS", "HEADS_TOGETHER"]
+KEYS_PER_WORD = gl.constexpr(BITS)
+MOST_ROWS = gl.constexpr(ROWS_OF_DOCUMENTS)
+
+
+@gluon.constexpr_function
+def _mma_layout(columns):
+    """Where a warp group's wgmma leaves a (64, columns) tile in registers."""
+    return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 16])
 
 
 class _Problem(NamedTuple):
@@ -102,6 +122,53 @@ class _Shared(NamedTuple):
     q_empty: gl.shared_memory_descriptor
     full: gl.shared_memory_descriptor  # a barrier a slot
     empty: gl.shared_memory_descriptor
+    words_ring: gl.shared_memory_descriptor  # (slots, consumers * ROWS, 4): bits of a partial tile of a mask
+
+
+class _Tile(NamedTuple):
+    """A tile of queries and its walk."""
+
+    batch_head: gl.tensor  # index into batch and heads
+    first_query: gl.tensor
+    steps: gl.tensor  # key tiles that are walked
+    live: gl.tensor  # those that some query sees, or the entries of the lists
+    masked: gl.tensor  # steps in which some query does not see some key: the first so many
+    number: gl.tensor  # of its lists
+
+
+class _Sequence(NamedTuple):
+    """The queries and keys that a tile is of: all, or those of a packed document."""
+
+    first_row: gl.tensor  # in the tensors of queries; 0 unless packed
+    num_queries: gl.tensor
+    first_key: gl.tensor
+    num_keys: gl.tensor
+    tile: gl.tensor  # the only one that a work item has of a document
+    head: gl.tensor
+
+
+class _Documents(NamedTuple):
+    """Boundaries of packed documents."""
+
+    cu_seqlens_q: gl.tensor
+    cu_seqlens_k: gl.tensor
+    N_DOCUMENTS: gl.tensor
+
+
+class _Lists(NamedTuple):
+    """The lists of a `BlockMask` that rows of its tiles walk, and the sizes by which a tile finds its own."""
+
+    num_partial: gl.tensor
+    partial: gl.tensor  # (masks, rows of tiles, WIDTH): numbers of partial tiles
+    patterns: gl.tensor  # the same: their numbers in `words`
+    num_full: gl.tensor
+    full: gl.tensor  # (masks, rows of tiles, FULL_WIDTH)
+    words: gl.tensor  # descriptor of (patterns * query_block, words of a row)
+    MASK_BATCHES: gl.tensor
+    MASK_HEADS: gl.tensor
+    WIDTH: gl.tensor
+    FULL_WIDTH: gl.tensor
+    WORD_ROWS: gl.tensor
 
 
 # Which tiles a program computes, and which keys a tile sees. Arithmetic on integers, mirrored by the model; the
@@ -191,23 +258,151 @@ def live_key_tiles(
 
 
 @gluon.jit
-def _work(problem, PLAN: gl.constexpr):
+def slots_of_documents(TOTAL_QUERIES, N_DOCUMENTS, Q_TILE_SIZE: gl.constexpr):
+    """Slots for tiles of queries of any documents of so many rows in all, and of the rows behind them."""
+    return TOTAL_QUERIES // Q_TILE_SIZE + N_DOCUMENTS + 1
+
+
+@gluon.jit
+def _work(problem, mask, PLAN: gl.constexpr):
     """(tiles of queries of a head, work items of all heads)."""
     Q_TILE_SIZE: gl.constexpr = PLAN.consumers * ROWS
     num_tiles = (problem.N_QUERIES + Q_TILE_SIZE - 1) // Q_TILE_SIZE
+    if PLAN.packed:
+        num_tiles = slots_of_documents(problem.N_QUERIES, mask.N_DOCUMENTS, Q_TILE_SIZE)
     return num_tiles, num_work_items(num_tiles, problem.BATCH_HEADS, PLAN.paired)
 
 
 @gluon.jit
-def _tile_of_work(item, side, num_tiles, problem, PLAN: gl.constexpr):
-    """(index into batch and heads, first query, key tiles that are seen, key tiles that are walked) of a tile."""
+def list_of_tile(batch_head, first_query, N_QUERIES, N_HEADS, MASK_BATCHES, MASK_HEADS, Q_BLOCK: gl.constexpr):
+    """Number of the list that a tile of queries walks; a mask of one batch entry or head serves all."""
+    batch, head = batch_head // N_HEADS % MASK_BATCHES, batch_head % N_HEADS % MASK_HEADS
+    rows = (N_QUERIES + Q_BLOCK - 1) // Q_BLOCK
+    return (batch * MASK_HEADS + head) * rows + first_query // Q_BLOCK
+
+
+@gluon.jit
+def steps_of_lists(num_partial, num_full, KEY_TILES: gl.constexpr):
+    """(masked steps, all steps) of a tile with lists of these lengths, KEY_TILES key tiles to a tile of the mask.
+
+    A tile that sees no key has one step, masked, whose keys and bits are read from behind the end, as zeros.
+    """
+    steps = (num_partial + num_full) * KEY_TILES
+    is_empty = steps == 0
+    return num_partial * KEY_TILES + is_empty, steps + is_empty
+
+
+@gluon.jit
+def place_in_lists(step, masked, KEY_TILES: gl.constexpr):
+    """(entry, key tile in the mask's tile) of a step: the partial tiles' list first, then that of full ones."""
+    place = step - masked * (step >= masked)
+    return place // KEY_TILES, place % KEY_TILES
+
+
+@gluon.jit
+def _boundary(cu_seqlens, document, TOTAL):
+    """cu_seqlens[document], or the nearest row: its values are not checked where that would stall the host."""
+    return gl.minimum(gl.maximum(gl.load(cu_seqlens + document), 0), TOTAL)
+
+
+@gluon.jit
+def _document_of_slot(slot, problem, mask, Q_TILE_SIZE: gl.constexpr):
+    """(document, its slot's tile) as in `triton.varlen`: document d has the slots from cu[d] // Q_TILE_SIZE + d on, and
+    N_DOCUMENTS are the rows behind the last one. The tile may lie past the document's end."""
+    document, high = 0, mask.N_DOCUMENTS
+    while document < high:
+        middle = (document + high + 1) // 2
+        if _boundary(mask.cu_seqlens_q, middle, problem.N_QUERIES) // Q_TILE_SIZE + middle <= slot:
+            document = middle
+        else:
+            high = middle - 1
+    return document, slot - (_boundary(mask.cu_seqlens_q, document, problem.N_QUERIES) // Q_TILE_SIZE + document)
+
+
+@gluon.jit
+def _open_item(item, num_tiles, problem, mask, PLAN: gl.constexpr):
+    """(tiles of queries of a work item, the sequence that they are of)."""
+    if PLAN.packed:
+        Q_TILE_SIZE: gl.constexpr = PLAN.consumers * ROWS
+        slot, head = tile_of_item(
+            item, 0, num_tiles, problem.BATCH_HEADS, problem.HEADS_TOGETHER, False, PLAN.is_causal
+        )
+        document, tile = _document_of_slot(slot, problem, mask, Q_TILE_SIZE)
+        first_row = _boundary(mask.cu_seqlens_q, document, problem.N_QUERIES)
+        first_key = _boundary(mask.cu_seqlens_k, document, problem.N_KEYS)
+        end, key_end = problem.N_QUERIES, 0
+        if document < mask.N_DOCUMENTS:
+            end = _boundary(mask.cu_seqlens_q, document + 1, problem.N_QUERIES)
+            key_end = _boundary(mask.cu_seqlens_k, document + 1, problem.N_KEYS)
+        num_queries, num_keys = gl.maximum(end - first_row, 0), gl.maximum(key_end - first_key, 0)
+        exists = (tile >= 0) & (tile * Q_TILE_SIZE < num_queries)
+        return exists.to(gl.int32), _Sequence(first_row, num_queries, first_key, num_keys, tile, head)
+    else:
+        sequence = _Sequence(0, problem.N_QUERIES, 0, problem.N_KEYS, 0, 0)
+        return tiles_of_item(item, num_tiles, PLAN.paired), sequence
+
+
+@gluon.jit
+def _tile_of_work(item, side, num_tiles, sequence, problem, mask, PLAN: gl.constexpr):
+    """A tile of queries and its walk."""
     Q_TILE_SIZE: gl.constexpr = PLAN.consumers * ROWS
-    tile, batch_head = tile_of_item(
-        item, side, num_tiles, problem.BATCH_HEADS, problem.HEADS_TOGETHER, PLAN.paired, PLAN.is_causal
-    )
-    first_query = first_query_of(tile, num_tiles, problem.N_QUERIES, Q_TILE_SIZE, PLAN.alignment)
-    live = live_key_tiles(first_query, problem.N_QUERIES, problem.N_KEYS, Q_TILE_SIZE, PLAN.key_tile, PLAN.is_causal)
-    return batch_head, first_query, live, max(live, PLAN.masked_tiles)
+    IS_LISTED: gl.constexpr = PLAN.key_block > 0
+    if PLAN.packed:
+        tile, batch_head = sequence.tile, sequence.head
+        num_tiles = (sequence.num_queries + Q_TILE_SIZE - 1) // Q_TILE_SIZE
+    else:
+        tile, batch_head = tile_of_item(
+            item, side, num_tiles, problem.BATCH_HEADS, problem.HEADS_TOGETHER, PLAN.paired,
+            PLAN.is_causal or IS_LISTED,
+        )  # fmt: skip
+    first_query = first_query_of(tile, num_tiles, sequence.num_queries, Q_TILE_SIZE, PLAN.alignment)
+    if IS_LISTED:
+        number = list_of_tile(
+            batch_head, first_query, problem.N_QUERIES, problem.N_HEADS, mask.MASK_BATCHES, mask.MASK_HEADS,
+            PLAN.query_block,
+        )  # fmt: skip
+        num_partial, num_full = gl.load(mask.num_partial + number), gl.load(mask.num_full + number)
+        masked, steps = steps_of_lists(num_partial, num_full, PLAN.key_block // PLAN.key_tile)
+        return _Tile(batch_head, first_query, steps, num_partial + num_full, masked, number.to(gl.int64))
+    else:
+        live = live_key_tiles(
+            first_query, sequence.num_queries, sequence.num_keys, Q_TILE_SIZE, PLAN.key_tile, PLAN.is_causal
+        )
+        return _Tile(batch_head, first_query, max(live, PLAN.masked_tiles), live, PLAN.masked_tiles, 0)
+
+
+@gluon.jit
+def _query_place(head, row, batch, sequence, PLAN: gl.constexpr):
+    """Where TMA finds a row of queries or of O; `document_descriptor` says how rows of a document are counted."""
+    if PLAN.packed:
+        end = sequence.first_row + sequence.num_queries
+        return [MOST_ROWS, end, head, MOST_ROWS - sequence.num_queries + row, 0]
+    else:
+        return [batch, head, row, 0]
+
+
+@gluon.jit
+def _key_place(head, key, batch, sequence, PLAN: gl.constexpr):
+    """The same of keys and values."""
+    if PLAN.packed:
+        end = sequence.first_key + sequence.num_keys
+        return [MOST_ROWS, end, head, MOST_ROWS - sequence.num_keys + key, 0]
+    else:
+        return [batch, head, key, 0]
+
+
+@gluon.jit
+def _listed_tile(step, tile, problem, mask, PLAN: gl.constexpr):
+    """(first key, coordinates of its bits in `mask.words`) of a step of a tile's walk along its mask."""
+    entry, part = place_in_lists(step, tile.masked, PLAN.key_block // PLAN.key_tile)
+    is_partial = step < tile.masked
+    partial = tile.number * mask.WIDTH + entry
+    block = gl.load(mask.partial + partial, mask=is_partial, other=0)
+    block += gl.load(mask.full + tile.number * mask.FULL_WIDTH + entry, mask=step >= tile.masked, other=0)
+    pattern = gl.load(mask.patterns + partial, mask=is_partial, other=0)
+    first_key = gl.where(tile.live == 0, problem.N_KEYS, block * PLAN.key_block + part * PLAN.key_tile)
+    row = gl.where(tile.live == 0, mask.WORD_ROWS, pattern * PLAN.query_block + tile.first_query % PLAN.query_block)
+    return first_key, [row, part * (PLAN.key_tile // KEYS_PER_WORD)]
 
 
 @gluon.jit
@@ -231,55 +426,82 @@ def ring_slot(step, SLOTS: gl.constexpr):
 
 
 @gluon.jit
-def _copy_tiles(Q_desc, K_desc, V_desc, shared, problem, PLAN: gl.constexpr):
+def _copy_words(words, is_partial, OTHERS: gl.constexpr, shared, mask, slot):
+    """Announce a slot's bytes, OTHERS of keys and values; the bits of a partial tile are copied with them."""
+    WORDS: gl.constexpr = mask.words.block_type.nbytes
+    mbarrier.expect(shared.full.index(slot), OTHERS + WORDS, pred=is_partial)
+    mbarrier.expect(shared.full.index(slot), OTHERS, pred=is_partial == 0)
+    tma.async_copy_global_to_shared(
+        mask.words, words, shared.full.index(slot), shared.words_ring.index(slot), pred=is_partial
+    )
+
+
+@gluon.jit
+def _copy_tiles(Q_desc, K_desc, V_desc, shared, problem, mask, PLAN: gl.constexpr):
     """The copier: fill the ring as the consumers empty it."""
     CONSUMERS: gl.constexpr = PLAN.consumers
     K_TILE_SIZE: gl.constexpr = PLAN.key_tile
     SLOTS: gl.constexpr = PLAN.slots
-    num_tiles, num_items = _work(problem, PLAN)
+    IS_LISTED: gl.constexpr = PLAN.key_block > 0
+    num_tiles, num_items = _work(problem, mask, PLAN)
     step = 0
     tiles_done = 0
     program, num_programs = gl.program_id(0), gl.num_programs(0)
     for turn in range(program, end_of_turns(num_items, program, num_programs, PLAN.in_rounds), num_programs):
         item = item_of_turn(turn, program, num_programs, PLAN.in_rounds)
-        for side in range(tiles_of_item(item, num_tiles, PLAN.paired)):
-            batch_head, first_query, live, num_key_tiles = _tile_of_work(item, side, num_tiles, problem, PLAN)
-            batch = batch_head // problem.N_HEADS
-            head = batch_head % problem.N_HEADS
+        num_sides, sequence = _open_item(item, num_tiles, problem, mask, PLAN)
+        for side in range(num_sides):
+            tile = _tile_of_work(item, side, num_tiles, sequence, problem, mask, PLAN)
+            batch = tile.batch_head // problem.N_HEADS
+            head = tile.batch_head % problem.N_HEADS
             kv_head = head // problem.GROUP
 
             # step 0: K(0), and Q while it is on its way
+            if IS_LISTED:
+                first_key, words = _listed_tile(0, tile, problem, mask, PLAN)
             slot, phase = ring_slot(step, SLOTS)
             mbarrier.wait(shared.empty.index(slot), phase ^ 1)
-            mbarrier.expect(shared.full.index(slot), K_desc.block_type.nbytes)
-            # A tile that nobody sees is read from behind the end, as zeros.
-            first_key = gl.where(num_key_tiles > live, problem.N_KEYS, (live - 1) * K_TILE_SIZE)
+            if IS_LISTED:
+                _copy_words(words, tile.masked > 0, K_desc.block_type.nbytes, shared, mask, slot)
+            else:  # a tile that nobody sees is read from behind the end, as zeros
+                mbarrier.expect(shared.full.index(slot), K_desc.block_type.nbytes)
+                first_key = gl.where(tile.steps > tile.live, sequence.num_keys, (tile.live - 1) * K_TILE_SIZE)
             tma.async_copy_global_to_shared(
-                K_desc, [batch, kv_head, first_key, 0], shared.full.index(slot), shared.K_ring.index(slot)
-            )
+                K_desc, _key_place(kv_head, first_key, batch, sequence, PLAN),
+                shared.full.index(slot), shared.K_ring.index(slot),
+            )  # fmt: skip
             for consumer in gl.static_range(CONSUMERS):
-                first_row = rows_of_consumer(first_query, consumer, problem.N_QUERIES)
+                first_row = rows_of_consumer(tile.first_query, consumer, sequence.num_queries)
                 mbarrier.wait(shared.q_empty.index(consumer), (tiles_done & 1) ^ 1)
                 mbarrier.expect(shared.q_full.index(consumer), Q_desc.block_type.nbytes)
                 tma.async_copy_global_to_shared(
-                    Q_desc, [batch, head, first_row, 0],
+                    Q_desc, _query_place(head, first_row, batch, sequence, PLAN),
                     shared.q_full.index(consumer), shared.Q_tiles.index(consumer),
                 )  # fmt: skip
             step += 1
 
             # steps 1 to n - 1: K(j) and V(j - 1)
-            for j in range(1, num_key_tiles):
+            for j in range(1, tile.steps):
+                previous_key = first_key
+                if IS_LISTED:  # loaded while the slot is in use
+                    first_key, words = _listed_tile(j, tile, problem, mask, PLAN)
                 slot, phase = ring_slot(step, SLOTS)
                 mbarrier.wait(shared.empty.index(slot), phase ^ 1)
-                mbarrier.expect(shared.full.index(slot), K_desc.block_type.nbytes + V_desc.block_type.nbytes)
-                previous_key = first_key
-                first_key = (num_key_tiles - 1 - j) * K_TILE_SIZE
+                if IS_LISTED:
+                    _copy_words(
+                        words, j < tile.masked, K_desc.block_type.nbytes + V_desc.block_type.nbytes, shared, mask, slot
+                    )
+                else:
+                    mbarrier.expect(shared.full.index(slot), K_desc.block_type.nbytes + V_desc.block_type.nbytes)
+                    first_key = (tile.steps - 1 - j) * K_TILE_SIZE
                 tma.async_copy_global_to_shared(
-                    K_desc, [batch, kv_head, first_key, 0], shared.full.index(slot), shared.K_ring.index(slot)
-                )
+                    K_desc, _key_place(kv_head, first_key, batch, sequence, PLAN),
+                    shared.full.index(slot), shared.K_ring.index(slot),
+                )  # fmt: skip
                 tma.async_copy_global_to_shared(
-                    V_desc, [batch, kv_head, previous_key, 0], shared.full.index(slot), shared.V_ring.index(slot)
-                )
+                    V_desc, _key_place(kv_head, previous_key, batch, sequence, PLAN),
+                    shared.full.index(slot), shared.V_ring.index(slot),
+                )  # fmt: skip
                 step += 1
 
             # step n: V(n - 1), the sequence's first
@@ -287,16 +509,30 @@ def _copy_tiles(Q_desc, K_desc, V_desc, shared, problem, PLAN: gl.constexpr):
             mbarrier.wait(shared.empty.index(slot), phase ^ 1)
             mbarrier.expect(shared.full.index(slot), V_desc.block_type.nbytes)
             tma.async_copy_global_to_shared(
-                V_desc, [batch, kv_head, first_key, 0], shared.full.index(slot), shared.V_ring.index(slot)
-            )
+                V_desc, _key_place(kv_head, first_key, batch, sequence, PLAN),
+                shared.full.index(slot), shared.V_ring.index(slot),
+            )  # fmt: skip
             step += 1
             tiles_done += 1
 
 
 @gluon.jit
-def _hide_keys(S, last_key, first_key, IS_CAUSAL: gl.constexpr):
-    """Scores of the keys from `first_key` on, -inf past the last visible key: one for each row, or one for all."""
-    if IS_CAUSAL:
+def _words_of(consumer: gl.constexpr, shared, slot, zero, PLAN: gl.constexpr):
+    """The bits of a consumer's rows of a partial tile; without lists nothing."""
+    if PLAN.key_block:
+        own = shared.words_ring.index(slot).slice(consumer * ROWS, ROWS, dim=0)
+        return load_words(own, zero)
+    else:
+        return 0
+
+
+@gluon.jit
+def _hide_keys(S, last_key, first_key, words, PLAN: gl.constexpr):
+    """Scores of the keys from `first_key` on, -inf where the bit is 0, or past the last visible key: one for each row,
+    or one for all."""
+    if PLAN.key_block:
+        return keep_attended(S, words)
+    elif PLAN.is_causal:
         return hide_columns(S, last_key - first_key)
     else:
         columns = gl.arange(0, S.shape[1], gl.SliceLayout(0, S.type.layout))[None, :]
@@ -365,64 +601,71 @@ def _issue(Q, P, O, zero, shared, slot, phase):
 
 @gluon.jit
 def _first_step(
-    Q, m, l, last_key, first_key, scale_log2, zero, shared, slot, P_LAYOUT: gl.constexpr, PLAN: gl.constexpr
+    Q, m, l, tile, last_key, first_key, zero, shared, problem, slot,
+    consumer: gl.constexpr, P_LAYOUT: gl.constexpr, PLAN: gl.constexpr,
 ):  # fmt: skip
     """P of a tile's first scores, for the next step to multiply by the values; m (raw, or lazy in base 2) and l."""
+    words = _words_of(consumer, shared, slot, zero, PLAN)
     S_pending = warpgroup_mma(Q, shared.K_ring.index(slot).permute((1, 0)), zero, use_acc=False, is_async=True)
     S = warpgroup_mma_wait(0, [S_pending])
     mbarrier.arrive(shared.empty.index(slot), count=1)
-    S = _hide_keys(S, last_key, first_key, PLAN.is_causal)
+    if tile.masked > 0:
+        S = _hide_keys(S, last_key, first_key, words, PLAN)
     if PLAN.overlapped:
-        scores, factor, m, l = _lazy_softmax(S, m, l, scale_log2)
+        scores, factor, m, l = _lazy_softmax(S, m, l, problem.scale_log2)
     else:
-        scores, factor, m, l = _exact_softmax(S, m, l, scale_log2)
+        scores, factor, m, l = _exact_softmax(S, m, l, problem.scale_log2)
     return gl.convert_layout(scores.to(Q.dtype), P_LAYOUT), m, l
 
 
 @gluon.jit
 def _step(
-    Q, P, O, m, rest, l, last_key, first_key, scale_log2, zero, shared, step, PLAN: gl.constexpr, MASKED: gl.constexpr
+    Q, P, O, m, rest, l, last_key, first_key, zero, shared, problem, step,
+    consumer: gl.constexpr, PLAN: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
-    """Not overlapped: both products, then the softmax while another consumer's or program's run. MASKED: m is raw."""
+    """Both products of a step and the softmax of its scores.
+
+    Overlapped: the softmax while the product with the last step's P runs. Otherwise behind both, while another
+    consumer's or program's run; m is then raw if MASKED, else in base 2.
+    """
     slot, phase = ring_slot(step, PLAN.slots)
     S, O = _issue(Q, P, O, zero, shared, slot, phase)
-    S, O = warpgroup_mma_wait(0, [S, O])
-    mbarrier.arrive(shared.empty.index(slot), count=1)
     if MASKED:
-        S = _hide_keys(S, last_key, first_key, PLAN.is_causal)
-        scores, factor, m, l = _exact_softmax(S, m, l, scale_log2)
+        words = _words_of(consumer, shared, slot, zero, PLAN)
+    if PLAN.overlapped:
+        S = warpgroup_mma_wait(1, [S])
+        if MASKED:
+            S = _hide_keys(S, last_key, first_key, words, PLAN)
+        scores, factor, m, l = _lazy_softmax(S, m, l, problem.scale_log2)
+        l = warp_fence(l)
+        O = warpgroup_mma_wait(0, [O])
+        mbarrier.arrive(shared.empty.index(slot), count=1)
+        O = rescale_rows(O, factor)
     else:
-        scores, factor, m, l = _softmax(S, m, rest, l, scale_log2)
-    O = O * gl.convert_layout(factor, gl.SliceLayout(1, O.type.layout))[:, None]
+        S, O = warpgroup_mma_wait(0, [S, O])
+        mbarrier.arrive(shared.empty.index(slot), count=1)
+        if MASKED:
+            S = _hide_keys(S, last_key, first_key, words, PLAN)
+            scores, factor, m, l = _exact_softmax(S, m, l, problem.scale_log2)
+        else:
+            scores, factor, m, l = _softmax(S, m, rest, l, problem.scale_log2)
+        O = O * gl.convert_layout(factor, gl.SliceLayout(1, O.type.layout))[:, None]
     return gl.convert_layout(scores.to(P.dtype), P.type.layout), O, m, l
 
 
 @gluon.jit
-def _overlapped_step(Q, P, O, m, l, scale_log2, zero, shared, step, PLAN: gl.constexpr):
-    """Overlapped: the softmax of this step's scores while the product with the last step's P runs."""
-    slot, phase = ring_slot(step, PLAN.slots)
-    S, O = _issue(Q, P, O, zero, shared, slot, phase)
-    S = warpgroup_mma_wait(1, [S])
-    scores, factor, m, l = _lazy_softmax(S, m, l, scale_log2)
-    l = warp_fence(l)
-    O = warpgroup_mma_wait(0, [O])
-    mbarrier.arrive(shared.empty.index(slot), count=1)
-    O = rescale_rows(O, factor)
-    return gl.convert_layout(scores.to(P.dtype), P.type.layout), O, m, l
-
-
-@gluon.jit
-def _attend(consumer: gl.constexpr, O_desc, L_ptr, shared, problem, PLAN: gl.constexpr):
+def _attend(consumer: gl.constexpr, O_desc, L_ptr, shared, problem, mask, PLAN: gl.constexpr):
     """A consumer: rows [consumer * ROWS, (consumer + 1) * ROWS) of each tile of queries."""
     D_TILE: gl.constexpr = PLAN.head_tile
     K_TILE_SIZE: gl.constexpr = PLAN.key_tile
     MASKED_TILES: gl.constexpr = PLAN.masked_tiles
     SLOTS: gl.constexpr = PLAN.slots
-    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, K_TILE_SIZE, 16])
-    O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D_TILE, 16])
+    IS_LISTED: gl.constexpr = PLAN.key_block > 0
+    S_LAYOUT: gl.constexpr = _mma_layout(K_TILE_SIZE)
+    O_LAYOUT: gl.constexpr = _mma_layout(D_TILE)
     Q_LAYOUT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=S_LAYOUT, k_width=2)
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=O_LAYOUT, k_width=2)
-    num_tiles, num_items = _work(problem, PLAN)
+    num_tiles, num_items = _work(problem, mask, PLAN)
     zero = gl.zeros([ROWS, K_TILE_SIZE], gl.float32, S_LAYOUT)
     ROW_LAYOUT: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
     THREAD_LAYOUT: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, by_threads(zero).type.layout))
@@ -433,11 +676,12 @@ def _attend(consumer: gl.constexpr, O_desc, L_ptr, shared, problem, PLAN: gl.con
     program, num_programs = gl.program_id(0), gl.num_programs(0)
     for turn in range(program, end_of_turns(num_items, program, num_programs, PLAN.in_rounds), num_programs):
         item = item_of_turn(turn, program, num_programs, PLAN.in_rounds)
-        for side in range(tiles_of_item(item, num_tiles, PLAN.paired)):
-            batch_head, first_query, _, num_key_tiles = _tile_of_work(item, side, num_tiles, problem, PLAN)
-            first_row = rows_of_consumer(first_query, consumer, problem.N_QUERIES)
+        num_sides, sequence = _open_item(item, num_tiles, problem, mask, PLAN)
+        for side in range(num_sides):
+            tile = _tile_of_work(item, side, num_tiles, sequence, problem, mask, PLAN)
+            first_row = rows_of_consumer(tile.first_query, consumer, sequence.num_queries)
             rows = first_row + gl.arange(0, ROWS, ROW_LAYOUT)
-            last_key = problem.N_KEYS - 1
+            last_key = sequence.num_keys - 1
             if PLAN.is_causal:
                 last_key = gl.minimum(rows, last_key)
             if PLAN.overlapped:
@@ -457,38 +701,54 @@ def _attend(consumer: gl.constexpr, O_desc, L_ptr, shared, problem, PLAN: gl.con
                 Q = Q_tile.load(Q_LAYOUT)
             else:
                 Q = Q_tile
-            first_key = (num_key_tiles - 1) * K_TILE_SIZE
+            first_key = (tile.steps - 1) * K_TILE_SIZE
             if MASKED_TILES == 1:
                 P, m, l = _first_step(
-                    Q, m, l, last_key, first_key, problem.scale_log2, zero, shared, slot, P_LAYOUT, PLAN
+                    Q, m, l, tile, last_key, first_key, zero, shared, problem, slot, consumer, P_LAYOUT, PLAN
                 )
             else:  # more rows than a key tile has keys: the first consumers' may see none of these
                 P = gl.zeros([ROWS, K_TILE_SIZE], O_desc.dtype, P_LAYOUT)
                 if sees_tile(first_row, first_key):
                     P, m, l = _first_step(
-                        Q, m, l, last_key, first_key, problem.scale_log2, zero, shared, slot, P_LAYOUT, PLAN
+                        Q, m, l, tile, last_key, first_key, zero, shared, problem, slot, consumer, P_LAYOUT, PLAN
                     )
                 else:
                     mbarrier.arrive(shared.empty.index(slot), count=1)
             step += 1
 
             # steps 1 to n - 1, first those with hidden keys
-            for j in gl.static_range(1, MASKED_TILES):
-                first_key = (num_key_tiles - 1 - j) * K_TILE_SIZE
-                P, O, m, l = _step(
-                    Q, P, O, m, rest, l, last_key, first_key, problem.scale_log2, zero, shared, step, PLAN, True
-                )
-                step += 1
+            if IS_LISTED:
+                for _ in range(1, tile.masked):
+                    P, O, m, l = _step(
+                        Q, P, O, m, rest, l, 0, 0, zero, shared, problem, step, consumer, PLAN, True
+                    )
+                    step += 1
+            else:
+                for j in gl.static_range(1, MASKED_TILES):
+                    first_key = (tile.steps - 1 - j) * K_TILE_SIZE
+                    P, O, m, l = _step(
+                        Q,
+                        P,
+                        O,
+                        m,
+                        rest,
+                        l,
+                        last_key,
+                        first_key,
+                        zero,
+                        shared,
+                        problem,
+                        step,
+                        consumer,
+                        PLAN,
+                        MASKED=True,
+                    )
+                    step += 1
             if not PLAN.overlapped:
                 m, rest = _in_base_2(m, problem.scale_log2)
-            for _ in range(MASKED_TILES, num_key_tiles):
-                if PLAN.overlapped:
-                    P, O, m, l = _overlapped_step(Q, P, O, m, l, problem.scale_log2, zero, shared, step, PLAN)
-                else:
-                    P, O, m, l = _step(
-                        Q, P, O, m, rest, l, last_key, 0, problem.scale_log2, zero, shared, step, PLAN, False
-                    )
-                    rest = gl.zeros_like(rest)
+            for _ in range(max(tile.masked, 1), tile.steps):
+                P, O, m, l = _step(Q, P, O, m, rest, l, 0, 0, zero, shared, problem, step, consumer, PLAN, False)
+                rest = gl.zeros_like(rest)
                 step += 1
             mbarrier.arrive(shared.q_empty.index(consumer), count=1)
             tiles_done += 1
@@ -502,6 +762,8 @@ def _attend(consumer: gl.constexpr, O_desc, L_ptr, shared, problem, PLAN: gl.con
                 l = gl.convert_layout(gl.sum(l, axis=1), ROW_LAYOUT)
             L = (m + (rest + gl.log2(l))) * LN_2
             inverse = 1.0 / l
+            if IS_LISTED or PLAN.packed:  # a row without a key
+                inverse = gl.where(l > 0, inverse, 0.0)
             O = warpgroup_mma_wait(0, [O_pending])
             mbarrier.arrive(shared.empty.index(slot), count=1)
             step += 1
@@ -511,19 +773,17 @@ def _attend(consumer: gl.constexpr, O_desc, L_ptr, shared, problem, PLAN: gl.con
             tma.store_wait(0)  # the last tile's O has left shared memory
             O_tile.store(gl.reshape(O.to(O_desc.dtype), [ROWS, D_TILE]))
             fence_async_shared()
-            batch = batch_head // problem.N_HEADS
-            tma.async_copy_shared_to_global(O_desc, [batch, batch_head % problem.N_HEADS, first_row, 0], O_tile)
-            gl.store(L_ptr + batch_head.to(gl.int64) * problem.N_QUERIES + rows, L, mask=rows < problem.N_QUERIES)
+            batch, head = tile.batch_head // problem.N_HEADS, tile.batch_head % problem.N_HEADS
+            place = _query_place(head, first_row, batch, sequence, PLAN)
+            tma.async_copy_shared_to_global(O_desc, place, O_tile)
+            L_rows = L_ptr + tile.batch_head.to(gl.int64) * problem.N_QUERIES + sequence.first_row
+            gl.store(L_rows + rows, L, mask=rows < sequence.num_queries)
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["N_QUERIES", "N_KEYS", "N_HEADS", "GROUP", "BATCH_HEADS", "HEADS_TOGETHER"])
-def hopper_forward_kernel(
-    Q_desc, K_desc, V_desc, O_desc, L_ptr,
-    N_QUERIES, N_KEYS, N_HEADS, GROUP, BATCH_HEADS, HEADS_TOGETHER, scale_log2,
-    PLAN: gl.constexpr,
-):  # fmt: skip
-    """O (batch, heads, queries, D) and L (batch, heads, queries), both contiguous; PLAN: `schedule.KernelPlan`."""
+@gluon.jit
+def _run(Q_desc, K_desc, V_desc, O_desc, L_ptr, problem, mask, PLAN: gl.constexpr):
+    """Share out shared memory and registers, and start the copier and the consumers."""
     CONSUMERS: gl.constexpr = PLAN.consumers
     SLOTS: gl.constexpr = PLAN.slots
     K_TILE_SIZE: gl.constexpr = PLAN.key_tile
@@ -531,7 +791,12 @@ def hopper_forward_kernel(
     dtype: gl.constexpr = Q_desc.dtype
     TILE_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, D_TILE], dtype)
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
-    problem = _Problem(N_QUERIES, N_KEYS, N_HEADS, GROUP, BATCH_HEADS, HEADS_TOGETHER, scale_log2)
+    if PLAN.key_block:
+        words_ring = gl.allocate_shared_memory(
+            gl.int32, [SLOTS, CONSUMERS * ROWS, K_TILE_SIZE // KEYS_PER_WORD], mask.words.layout
+        )
+    else:
+        words_ring = None
     shared = _Shared(
         gl.allocate_shared_memory(dtype, [CONSUMERS, ROWS, D_TILE], TILE_LAYOUT),
         gl.allocate_shared_memory(dtype, [CONSUMERS, ROWS, D_TILE], TILE_LAYOUT),
@@ -541,6 +806,7 @@ def hopper_forward_kernel(
         gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], BARRIER),
         gl.allocate_shared_memory(gl.int64, [SLOTS, 1], BARRIER),
         gl.allocate_shared_memory(gl.int64, [SLOTS, 1], BARRIER),
+        words_ring,
     )
     for consumer in gl.static_range(CONSUMERS):
         mbarrier.init(shared.q_full.index(consumer), count=1)
@@ -552,8 +818,8 @@ def hopper_forward_kernel(
     if CONSUMERS == 1:
         gl.warp_specialize(
             [
-                (_attend, (0, O_desc, L_ptr, shared, problem, PLAN)),
-                (_copy_tiles, (Q_desc, K_desc, V_desc, shared, problem, PLAN)),
+                (_attend, (0, O_desc, L_ptr, shared, problem, mask, PLAN)),
+                (_copy_tiles, (Q_desc, K_desc, V_desc, shared, problem, mask, PLAN)),
             ],
             [1],
             [COPIER_REGISTERS],
@@ -561,9 +827,9 @@ def hopper_forward_kernel(
     elif CONSUMERS == 2:
         gl.warp_specialize(
             [
-                (_attend, (0, O_desc, L_ptr, shared, problem, PLAN)),
-                (_attend, (1, O_desc, L_ptr, shared, problem, PLAN)),
-                (_copy_tiles, (Q_desc, K_desc, V_desc, shared, problem, PLAN)),
+                (_attend, (0, O_desc, L_ptr, shared, problem, mask, PLAN)),
+                (_attend, (1, O_desc, L_ptr, shared, problem, mask, PLAN)),
+                (_copy_tiles, (Q_desc, K_desc, V_desc, shared, problem, mask, PLAN)),
             ],
             [4, 1],
             [PLAN.registers, COPIER_REGISTERS],
@@ -571,14 +837,54 @@ def hopper_forward_kernel(
     else:
         gl.warp_specialize(
             [
-                (_attend, (0, O_desc, L_ptr, shared, problem, PLAN)),
-                (_attend, (1, O_desc, L_ptr, shared, problem, PLAN)),
-                (_attend, (2, O_desc, L_ptr, shared, problem, PLAN)),
-                (_copy_tiles, (Q_desc, K_desc, V_desc, shared, problem, PLAN)),
+                (_attend, (0, O_desc, L_ptr, shared, problem, mask, PLAN)),
+                (_attend, (1, O_desc, L_ptr, shared, problem, mask, PLAN)),
+                (_attend, (2, O_desc, L_ptr, shared, problem, mask, PLAN)),
+                (_copy_tiles, (Q_desc, K_desc, V_desc, shared, problem, mask, PLAN)),
             ],
             [4, 4, 1],
             [PLAN.registers, PLAN.registers, COPIER_REGISTERS],
         )
+
+
+@gluon.jit(do_not_specialize=NUMBERS)
+def hopper_forward_kernel(
+    Q_desc, K_desc, V_desc, O_desc, L_ptr,
+    N_QUERIES, N_KEYS, N_HEADS, GROUP, BATCH_HEADS, HEADS_TOGETHER, scale_log2,
+    PLAN: gl.constexpr,
+):  # fmt: skip
+    """O (batch, heads, queries, D) and L (batch, heads, queries), both contiguous; PLAN: `schedule.KernelPlan`."""
+    problem = _Problem(N_QUERIES, N_KEYS, N_HEADS, GROUP, BATCH_HEADS, HEADS_TOGETHER, scale_log2)
+    _run(Q_desc, K_desc, V_desc, O_desc, L_ptr, problem, None, PLAN)
+
+
+@gluon.jit(do_not_specialize=[*NUMBERS, "MASK_BATCHES", "MASK_HEADS", "WIDTH", "FULL_WIDTH", "WORD_ROWS"])
+def hopper_listed_forward_kernel(
+    Q_desc, K_desc, V_desc, O_desc, L_ptr,
+    num_partial_ptr, partial_ptr, patterns_ptr, num_full_ptr, full_ptr, words_desc,
+    N_QUERIES, N_KEYS, N_HEADS, GROUP, BATCH_HEADS, HEADS_TOGETHER, scale_log2,
+    MASK_BATCHES, MASK_HEADS, WIDTH, FULL_WIDTH, WORD_ROWS,
+    PLAN: gl.constexpr,
+):  # fmt: skip
+    """The same, where the key tiles of a tile of queries stand in the lists of a `BlockMask`."""
+    problem = _Problem(N_QUERIES, N_KEYS, N_HEADS, GROUP, BATCH_HEADS, HEADS_TOGETHER, scale_log2)
+    mask = _Lists(
+        num_partial_ptr, partial_ptr, patterns_ptr, num_full_ptr, full_ptr, words_desc,
+        MASK_BATCHES, MASK_HEADS, WIDTH, FULL_WIDTH, WORD_ROWS,
+    )  # fmt: skip
+    _run(Q_desc, K_desc, V_desc, O_desc, L_ptr, problem, mask, PLAN)
+
+
+@gluon.jit(do_not_specialize=[*NUMBERS, "N_DOCUMENTS"])
+def hopper_packed_forward_kernel(
+    Q_desc, K_desc, V_desc, O_desc, L_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr,
+    N_QUERIES, N_KEYS, N_HEADS, GROUP, BATCH_HEADS, HEADS_TOGETHER, scale_log2, N_DOCUMENTS,
+    PLAN: gl.constexpr,
+):  # fmt: skip
+    """O (queries, heads, D) and L (heads, queries) of packed documents."""
+    problem = _Problem(N_QUERIES, N_KEYS, N_HEADS, GROUP, BATCH_HEADS, HEADS_TOGETHER, scale_log2)
+    documents = _Documents(cu_seqlens_q_ptr, cu_seqlens_k_ptr, N_DOCUMENTS)
+    _run(Q_desc, K_desc, V_desc, O_desc, L_ptr, problem, documents, PLAN)
 
 
 def hopper_forward(
@@ -588,12 +894,14 @@ def hopper_forward(
     is_causal: bool,
     scale: float,
     config: str = "",
+    lists: TileLists | None = None,
 ) -> tuple[Float[Tensor, "batch heads queries head_dim"], Float[Tensor, "batch heads queries"]]:
     """Contiguous O in q's dtype and the log-sum-exp in float32, natural log.
 
     Inputs are validated, non-empty, of 16 bits, with a head_dim up to 128, and on the current device, of sm_90.
     `config` may name a schedule and an order of tiles (`schedule.plan_forward`); other kernels' configurations in it
     are left alone. A causal row's last bits may depend on the schedule, and so on how many heads a call has.
+    `lists`, without `is_causal`, are those of a `BlockMask` whose tiles hold whole tiles of the kernel's.
     """
     head_dim = q.shape[-1]
     q, k, v = readable(q), readable(k), readable(v)
@@ -602,18 +910,65 @@ def hopper_forward(
     planned = plan_forward(
         head_dim=width, is_causal=is_causal, num_queries=num_queries, num_keys=num_keys, batch_heads=batch * heads,
         group=group, num_multiprocessors=num_multiprocessors(q.device) or 1, config=config,
+        block_size=None if lists is None else lists.block_size,
     )  # fmt: skip
     schedule = planned.schedule
     output, lse = empty_results(q)
     operands = ((q, CONSUMER_ROWS), (k, schedule.key_tile), (v, schedule.key_tile), (output, CONSUMER_ROWS))
-    tiles = [tile_descriptor(x, rows) for x, rows in operands]
-    numbers = (
+    tensors: tuple[Any, ...] = (*(tile_descriptor(x, rows) for x, rows in operands), lse)
+    numbers: tuple[float, ...] = (
         num_queries, num_keys, heads, group, batch * heads, planned.heads_together, scale * LOG2_E.value
     )  # fmt: skip
+    kernel = hopper_forward_kernel
+    if lists is not None:
+        kernel = hopper_listed_forward_kernel
+        words = lists.token_bits.flatten(0, 1)
+        tensors += (
+            lists.kv_num_blocks, lists.kv_indices, lists.kv_tokens, lists.full_kv_num_blocks, lists.full_kv_indices,
+            words_descriptor(words, schedule.query_tile, schedule.key_tile // BITS),
+        )  # fmt: skip
+        numbers += (
+            *lists.kv_num_blocks.shape[:2], lists.kv_indices.shape[3], lists.full_kv_indices.shape[3], len(words)
+        )  # fmt: skip
     log_launch("forward", schedule.name(planned.order), q, num_queries, num_keys)
     with stage("forward"):
         launch(
-            hopper_forward_kernel, (planned.num_programs,), (*tiles, lse), numbers,
+            kernel, (planned.num_programs,), tensors, numbers,
+            {"PLAN": planned.kernel_plan, **schedule.launch_options},
+        )  # fmt: skip
+    return (output if width == head_dim else output[..., :head_dim].contiguous()), lse
+
+
+def hopper_packed_forward(
+    q: Float[Tensor, "total_queries heads head_dim"],
+    k: Float[Tensor, "total_keys kv_heads head_dim"],
+    v: Float[Tensor, "total_keys kv_heads head_dim"],
+    cu_seqlens_q: Int[Tensor, " documents_plus_1"],
+    cu_seqlens_k: Int[Tensor, " documents_plus_1"],
+    max_seqlens: tuple[int, int],
+    is_causal: bool,
+    scale: float,
+    config: str = "",
+) -> tuple[Float[Tensor, "total_queries heads head_dim"], Float[Tensor, "heads total_queries"]]:
+    """`hopper_forward` of each document's queries to its keys; by the longest lengths tiles are chosen."""
+    head_dim = q.shape[-1]
+    q, k, v = readable(q), readable(k), readable(v)
+    (num_queries, heads, width), num_keys, group = q.shape, k.shape[0], q.shape[1] // k.shape[1]
+    documents = len(cu_seqlens_q) - 1
+    planned = plan_packed_forward(
+        head_dim=width, is_causal=is_causal, num_queries=num_queries, num_keys=num_keys, heads=heads, group=group,
+        documents=documents, max_seqlens=max_seqlens, num_multiprocessors=num_multiprocessors(q.device) or 1,
+        config=config,
+    )  # fmt: skip
+    schedule = planned.schedule
+    output, lse = empty_like(q), empty((heads, num_queries), torch.float32, q.device)
+    operands = ((q, CONSUMER_ROWS), (k, schedule.key_tile), (v, schedule.key_tile), (output, CONSUMER_ROWS))
+    log_launch("forward", schedule.name(planned.order), q, *max_seqlens)
+    with stage("forward"):
+        launch(
+            hopper_packed_forward_kernel, (planned.num_programs,),
+            (*(document_descriptor(x, rows) for x, rows in operands), lse, cu_seqlens_q, cu_seqlens_k),
+            (num_queries, num_keys, heads, group, heads, planned.heads_together, scale * LOG2_E.value, documents),
             {"PLAN": planned.kernel_plan, **schedule.launch_options},
         )  # fmt: skip
     return (output if width == head_dim else output[..., :head_dim].contiguous()), lse

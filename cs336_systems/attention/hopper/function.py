@@ -1,20 +1,31 @@
-"""The Hopper stage as an operator: refuse what the kernels cannot do, launch, save, restore.
+"""The Hopper stage as operators: refuse what the kernels cannot do, launch, save, restore.
 
-`hopper_attention(q, k, v, deterministic, is_causal, scale, config)` is what `flash_attention(backend="hopper")` calls.
-The backward's programs add dQ up in memory as they arrive there, or with `deterministic` each in its turn.
+`hopper_attention(q, k, v, deterministic, is_causal, scale, config)` is what `flash_attention(backend="hopper")` calls,
+with a block mask `hopper_listed_attention`, and what `flash_attention_varlen` calls `hopper_packed_attention`; the
+backward of these two is Triton's. That of the first adds dQ up in memory as its programs arrive there, or with
+`deterministic` each in its turn.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from cs336_systems.attention.backends import refuse_hopper
 from cs336_systems.attention.hopper.backward import KEY_TILE, QUERY_TILES, hopper_backward
-from cs336_systems.attention.hopper.forward import hopper_forward
+from cs336_systems.attention.hopper.forward import hopper_forward, hopper_packed_forward
 from cs336_systems.attention.hopper.schedule import plan_forward
 from cs336_systems.attention.operator import AttentionOperator
 from cs336_systems.attention.tiles.config import head_tile
+from cs336_systems.attention.triton.block_sparse import TileLists
+from cs336_systems.attention.triton.function import (
+    CU_SEQLENS,
+    LISTS,
+    block_sparse_backward,
+    varlen_backward,
+)
 from cs336_systems.attention.triton.launch import Replays, on_device_of
 from cs336_systems.attention.triton.operands import num_multiprocessors
 
@@ -45,6 +56,24 @@ def _backward(
     return grad_q, grad_k, grad_v
 
 
+def _listed_forward(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+    *tensors, _, scale, config = arguments
+    refuse_hopper(q)
+    with on_device_of(q):
+        return hopper_forward(q, k, v, False, scale, config, TileLists(*tensors))
+
+
+def _packed_forward(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int,
+    is_causal: bool, scale: float, config: str,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    refuse_hopper(q)
+    with on_device_of(q):
+        return hopper_packed_forward(
+            q, k, v, cu_seqlens_q, cu_seqlens_k, (max_seqlen_q, max_seqlen_k), is_causal, scale, config
+        )
+
+
 def _visible(x: Tensor, q: Tensor) -> Tensor:
     """Keys or values x without those that come after all of q's queries, which a causal mask hides.
 
@@ -67,4 +96,10 @@ def kernel_names(q: Tensor, k: Tensor, *, is_causal: bool) -> str:
 
 hopper_attention = AttentionOperator(
     "hopper_attention", _forward, _backward, extras=("bool deterministic",), replays=Replays
+)
+hopper_listed_attention = AttentionOperator(
+    "hopper_listed_attention", _listed_forward, block_sparse_backward, extras=LISTS, replays=Replays
+)
+hopper_packed_attention = AttentionOperator(
+    "hopper_packed_attention", _packed_forward, varlen_backward, extras=CU_SEQLENS, packed=True, replays=Replays
 )

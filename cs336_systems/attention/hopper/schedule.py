@@ -6,6 +6,7 @@ one: it runs the protocol between the warp that copies and those that compute fo
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import gcd
 from typing import NamedTuple
@@ -110,6 +111,10 @@ class KernelPlan(NamedTuple):
     paired: bool
     in_rounds: bool
     alignment: int
+    # Rows and columns of a mask's tiles, whose lists are walked; 0 where the walk is a range of key tiles.
+    query_block: int = 0
+    key_block: int = 0
+    packed: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,6 +128,8 @@ class Launch:
     num_keys: int
     batch_heads: int
     heads_together: int  # whose tiles are taken in turns, so that the L2 cache holds their keys and values
+    block_size: tuple[int, int] = (0, 0)  # of a mask whose lists are walked
+    documents: int | None = None  # that are packed into the queries and keys
     num_programs: int = 0  # 0: one for each item
 
     def __post_init__(self) -> None:
@@ -130,7 +137,9 @@ class Launch:
 
     @property
     def num_tiles(self) -> int:
-        """Tiles of queries of one head."""
+        """Tiles of queries of one head, or of packed documents slots for them."""
+        if self.documents is not None:
+            return self.num_queries // self.schedule.query_tile + self.documents + 1
         return -(-self.num_queries // self.schedule.query_tile)
 
     @property
@@ -151,7 +160,7 @@ class Launch:
 
         The last tile ends with the queries, so that rows to spare are in the first, the shortest causal one.
         """
-        alignment = self.schedule.alignment
+        alignment = self.alignment
         return -(-self.num_queries // alignment) * alignment - (self.num_tiles - tile) * self.schedule.query_tile
 
     def num_key_tiles(self, tile: int) -> tuple[int, int]:
@@ -172,13 +181,19 @@ class Launch:
         return (sum(self.num_key_tiles(tile)) - 1) * self.schedule.key_tile >= first_row + CONSUMER_ROWS
 
     @property
+    def alignment(self) -> int:
+        """Where tiles of queries start: those of lists within the mask's."""
+        return self.schedule.query_tile if self.block_size[0] else self.schedule.alignment
+
+    @property
     def kernel_plan(self) -> KernelPlan:
         schedule = self.schedule
         return KernelPlan(
             head_tile=schedule.head_tile, consumers=schedule.consumers, key_tile=schedule.key_tile,
             slots=schedule.slots, registers=schedule.registers, overlapped=schedule.overlapped,
             masked_tiles=schedule.masked_tiles(self.is_causal), is_causal=self.is_causal, paired=self.paired,
-            in_rounds=self.in_rounds, alignment=schedule.alignment,
+            in_rounds=self.in_rounds, alignment=self.alignment, query_block=self.block_size[0],
+            key_block=self.block_size[1], packed=self.documents is not None,
         )  # fmt: skip
 
 
@@ -192,6 +207,8 @@ def plan_forward(
     group: int,
     num_multiprocessors: int,
     config: str = "",
+    block_size: tuple[int, int] | None = None,
+    orders: Sequence[str] = ORDERS,
 ) -> Launch:
     """The launch for a call: as `config` names it (`hopper_forward_128x128_pairs`), or as it is estimated best.
 
@@ -203,27 +220,63 @@ def plan_forward(
               the program with the longest tile of a round has the shortest of the next. Under a causal mask that
               wants tiles whose lengths fall evenly over two rounds.
     """
-    schedules = SCHEDULES[head_tile(head_dim)]
+    schedules: Sequence[ForwardSchedule] = SCHEDULES[head_tile(head_dim)]
+    if block_size is not None:
+        schedules = [schedule for schedule in schedules if block_size[0] % schedule.query_tile == 0][:1]
+        orders = ("rounds", "tiles")
     named = [name for name in config.split(",") if name.startswith(PREFIX)]
-    possible = {schedule.name(order): (schedule, order) for schedule in schedules for order in ORDERS}
+    possible = {schedule.name(order): (schedule, order) for schedule in schedules for order in orders}
     if named and named[0] not in possible:
         raise ValueError(
             f"config of the Hopper forward must be {' or '.join(possible)} for head_dim {head_dim}, got {named[0]!r}"
         )
     key_head_bytes = 2 * num_keys * head_dim * BYTES_PER_ELEMENT
-    together = max(1, L2_SHARE_BYTES // key_head_bytes) * group if is_causal else 1
+    in_turns = is_causal or block_size is not None
+    together = max(1, L2_SHARE_BYTES // key_head_bytes) * group if in_turns else 1
     launches = [
         Launch(
             schedule=schedule, is_causal=is_causal, order=order, num_queries=num_queries, num_keys=num_keys,
-            batch_heads=batch_heads, heads_together=min(together, batch_heads),
+            batch_heads=batch_heads, heads_together=min(together, batch_heads), block_size=block_size or (0, 0),
         )
         for schedule, order in ([possible[named[0]]] if named else possible.values())
     ]  # fmt: skip
     # Rounded, so that of equal ones the first is taken and not what the last bit says.
     launch = min(launches, key=lambda launch: round(estimated_steps(launch, num_multiprocessors), 6))
-    stays = launch.paired or launch.in_rounds
+    return _with_programs(launch, num_multiprocessors)
+
+
+def _with_programs(launch: Launch, num_multiprocessors: int) -> Launch:
+    """The launch with as many programs as run at a time, where they stay."""
     places = num_multiprocessors * launch.schedule.resident
-    return replace(launch, num_programs=min(launch.num_items, places)) if stays else launch
+    return launch if launch.order == "tiles" else replace(launch, num_programs=min(launch.num_items, places))
+
+
+def plan_packed_forward(
+    *,
+    head_dim: int,
+    is_causal: bool,
+    num_queries: int,
+    num_keys: int,
+    heads: int,
+    group: int,
+    documents: int,
+    max_seqlens: tuple[int, int],
+    num_multiprocessors: int,
+    config: str = "",
+) -> Launch:
+    """The launch for packed documents: that of as many of the longest as there may be, over slots for any lengths."""
+    longest, longest_keys = max(1, min(max_seqlens[0], num_queries)), max(1, min(max_seqlens[1], num_keys))
+    like = plan_forward(
+        head_dim=head_dim, is_causal=is_causal, num_queries=longest, num_keys=longest_keys,
+        batch_heads=heads * max(1, num_queries // longest), group=group, num_multiprocessors=num_multiprocessors,
+        config=config, orders=("tiles", "rounds"),
+    )  # fmt: skip
+    together = max(1, L2_SHARE_BYTES // (2 * num_keys * head_dim * BYTES_PER_ELEMENT)) * group
+    launch = replace(
+        like, num_queries=num_queries, num_keys=num_keys, batch_heads=heads, heads_together=min(together, heads),
+        documents=documents, num_programs=0,
+    )  # fmt: skip
+    return _with_programs(launch, num_multiprocessors)
 
 
 def estimated_steps(launch: Launch, num_multiprocessors: int) -> float:

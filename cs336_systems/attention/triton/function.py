@@ -178,6 +178,8 @@ def dense_backward(
 
 # With a block mask
 
+LISTS = tuple(f"Tensor {name}" for name in TileLists._fields)  # what an operator takes of it
+
 
 def _block_sparse_forward(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
     *tensors, _, scale, config = arguments
@@ -190,7 +192,7 @@ def _block_sparse_forward(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> t
     return launch_fitting(run, (chosen,), q, seqlen_q=q.shape[2], seqlen_k=k.shape[2])
 
 
-def _block_sparse_backward(
+def block_sparse_backward(
     q: Tensor, k: Tensor, v: Tensor, output: Tensor, lse: Tensor, grad_output: Tensor, grad_lse: Tensor | None,
     *arguments: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
@@ -208,6 +210,8 @@ def _block_sparse_backward(
 
 
 # Over packed documents
+
+CU_SEQLENS = ("Tensor cu_seqlens_q", "Tensor cu_seqlens_k", "SymInt max_seqlen_q", "SymInt max_seqlen_k")
 
 
 def _padded(q: Tensor, k: Tensor, cu_seqlens: Tensor, max_seqlen_q: int, max_seqlen_k: int) -> tuple[Tensor, Tensor]:
@@ -239,7 +243,7 @@ def _varlen_forward(
     return launch_fitting(run, (chosen,), q, seqlen_q=max_seqlen_q, seqlen_k=max_seqlen_k)
 
 
-def _varlen_backward(
+def varlen_backward(
     q: Tensor, k: Tensor, v: Tensor, output: Tensor, lse: Tensor, grad_output: Tensor, grad_lse: Tensor | None,
     cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int,
     is_causal: bool, scale: float, config: str,
@@ -261,15 +265,15 @@ triton_attention = AttentionOperator("triton_attention", _forward, dense_backwar
 block_sparse_attention = AttentionOperator(
     "block_sparse_attention",
     _block_sparse_forward,
-    _block_sparse_backward,
-    extras=tuple(f"Tensor {name}" for name in TileLists._fields),
+    block_sparse_backward,
+    extras=LISTS,
     replays=Replays,
 )
 varlen_attention = AttentionOperator(
     "varlen_attention",
     _varlen_forward,
-    _varlen_backward,
-    extras=("Tensor cu_seqlens_q", "Tensor cu_seqlens_k", "SymInt max_seqlen_q", "SymInt max_seqlen_k"),
+    varlen_backward,
+    extras=CU_SEQLENS,
     packed=True,
     replays=Replays,
 )
