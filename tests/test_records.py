@@ -197,10 +197,11 @@ def test_two_processes_appending_at_once_keep_every_line_whole(tmp_path):
 # (records, samples, their sum) of each published file, counted before the files took their present form. Measuring
 # again replaces rows: whoever publishes new ones writes down here what there is now.
 PUBLISHED = {
-    "attention_shapes": (210, 2900, 16590.590013419995),
+    "attention_shapes": (180, 2160, 19590.697083999996),
     "benchmarking_mixed_precision": (81, 615, 67788.92510724801),
     "benchmarking_script": (60, 560, 337921.80319999997),
     "block_sparse": (390, 2433, 44398.12650859999),
+    "context_parallel": (84, 311, 184137.5753),
     "ddp_bucketed_benchmarking": (64, 7441, 1441329.2643491449),
     "ddp_overlap_individual_parameters_benchmarking": (152, 19146, 7186487.947522492),
     "dense_masks": (464, 10831, 72796.41679749999),
@@ -211,11 +212,10 @@ PUBLISHED = {
     "flash_benchmarking": (3872, 39486, 1477388.143843833),
     "fsdp_accounting": (512, 41764, 11519400.821566565),
     "gradient_checkpointing": (68, 82, 2421806.7600000007),
-    "hopper_ladder": (85, 1642, 6699.481538890001),
+    "hopper_ladder": (105, 1260, 21182.796960999996),
     "kernel_counters": (378, 378, 221.00029399999985),
-    "leaderboard_2025": (50, 494, 57175.97657),
-    "leaderboard_2026": (84, 4978, 14484169.872357367),
-    "long_calls": (36, 648, 3846.28779),
+    "leaderboard_2025": (68, 689, 59835.39614889999),
+    "leaderboard_2026": (98, 5814, 16496022.424291072),
     "memory_profiling": (420, 19514, 154702926.38663206),
     "minimal_ddp_flat_benchmarking": (16, 1742, 383161.584687766),
     "mixed_precision_accumulation": (4, 4, 39.95742),
