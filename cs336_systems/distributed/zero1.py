@@ -5,11 +5,10 @@
     optimizer.step()
     optimizer.zero_grad()
 
-Parameters live in flat buckets, and each rank owns the same part of every bucket, so that the split is exact to the
-element. Phases: reduce (the last bucket first, while backward goes on), update (the wrapped optimizer sees this rank's
-slices, in float32 or, where the parameters are, in float64), gather (the slices of all ranks go back into the flat
-parameters, in place). The bytes sent are those of one all-reduce, where `ShardedOptimizer` behind a DDP wrapper sends
-half as much again (Rajbhandari et al., arXiv:1910.02054, section 7.2.1).
+Parameters live in flat buckets, and each rank owns the same part of every bucket. Phases: reduce (the last bucket
+first, while backward goes on), update (the wrapped optimizer sees this rank's slices, in float32 or float64), gather
+(the slices of all ranks go back into the flat parameters, in place). The bytes sent are those of one all-reduce, where
+`ShardedOptimizer` behind a DDP wrapper sends half as much again (Rajbhandari et al., arXiv:1910.02054, section 7.2.1).
 
 A slice knows no shapes, so the wrapped optimizer must work element by element, as SGD, Adam and AdamW do. Parameters
 below float32 get a master slice of their own. A parameter that a step does not use counts as having a gradient of
@@ -154,10 +153,7 @@ class Zero1Optimizer(OptimizerOfShares, Accumulating):
         self._begin()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients, also averaged ones that no step has used: that of a loss scale that overflowed.
-
-        The next ones are copied into the buckets, so that None costs less than zeros.
-        """
+        """Forget the gradients, also averaged ones that no step has used: of a loss scale that overflowed."""
         super().zero_grad(set_to_none)
         if self._finished:
             self._begin()

@@ -55,10 +55,9 @@ class RunOptions:
     device: str = "cpu"
 
     def __post_init__(self) -> None:
-        if self.checkpoint_every < 0:
-            raise ValueError(f"checkpoint_every must not be negative, got {self.checkpoint_every}")
-        if self.log_every < 1:
-            raise ValueError(f"log_every must be at least 1, got {self.log_every}")
+        for name, least in (("checkpoint_every", 0), ("log_every", 1)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
         if self.out is None and (self.checkpoint_every or self.resume):
             raise ValueError("out must be given to write or resume from checkpoints")
 
@@ -83,10 +82,7 @@ def train_rank(rank: int, num_ranks: int, config: TrainingConfig, options: RunOp
 
 
 def train(config: TrainingConfig, options: RunOptions | None = None, *, log: Log | None = None) -> TrainingResult:
-    """Run this rank's part; with a wrapper other than none the default process group must be up.
-
-    `log` gets a line before the first step and one every `log_every`.
-    """
+    """Run this rank's part; with a wrapper other than none the default process group must be up."""
     options = RunOptions() if options is None else options
     corpus = check_text(config, options)  # before a model is built for sequences that it does not have
     device = torch.device("cuda", torch.cuda.current_device()) if options.device == "cuda" else torch.device("cpu")
@@ -203,15 +199,9 @@ def _validate(trainee: Trainee, corpus: Corpus, config: TrainingConfig, device: 
 
 
 def write_text(
-    model: Any,
-    prompt: str,
-    num_bytes: int,
-    *,
-    device: torch.device,
-    temperature: float = 0.8,
-    top_p: float | None = None,
-    seed: int = 0,
-) -> str:
+    model: Any, prompt: str, num_bytes: int, *,
+    device: torch.device, temperature: float = 0.8, top_p: float | None = None, seed: int = 0,
+) -> str:  # fmt: skip
     """What `model`, over bytes, writes after `prompt`, on every rank the same; what is no text is shown as U+FFFD."""
     tokens = torch.tensor(list(prompt.encode()), dtype=torch.int64, device=device)
     generator = torch.Generator(device).manual_seed(seed)
