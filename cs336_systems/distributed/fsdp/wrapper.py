@@ -28,12 +28,11 @@ wrapper's forward runs (`F.linear(h, self.embedding.weight)`) is gathered for th
 from __future__ import annotations
 
 import math
-import weakref
 from collections import defaultdict
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 from weakref import WeakSet
 
@@ -122,8 +121,8 @@ class FSDP(nn.Module, Accumulating):
             self._register_hooks(unit)
         self._trained = [(unit, weight) for unit in self.units for weight in unit.trainable]
         call_at_each_gradient(self, [weight.whole for _, weight in self._trained], FSDP._gradient_arrived)
-        at_each_step = register_optimizer_step_pre_hook(partial(_check_optimizer, weakref.ref(self), WeakSet()))
-        weakref.finalize(self, at_each_step.remove)
+        _MODELS.add(self)
+        _watch_optimizers()
 
     # Construction
 
@@ -403,14 +402,24 @@ class FSDP(nn.Module, Accumulating):
         return [unit.name for unit in self.units if unit.state is not State.REST]
 
 
-def _check_optimizer(model: Any, checked: WeakSet[Any], optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """ValueError before the first step of an optimizer over rows of `model` that does not update them row by row."""
-    if optimizer in checked:
+_MODELS: WeakSet[FSDP] = WeakSet()
+_CHECKED: WeakSet[torch.optim.Optimizer] = WeakSet()
+
+
+@cache
+def _watch_optimizers() -> None:
+    """Once and for good: a hook that goes with its model would go in the middle of a step, where that is collected."""
+    register_optimizer_step_pre_hook(_check_optimizer)
+
+
+def _check_optimizer(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """ValueError before the first step of an optimizer over rows that does not update them row by row."""
+    if optimizer in _CHECKED:
         return
-    shards = {weight.shard for weight in model().weights.values()}
+    shards = {weight.shard for model in _MODELS for weight in model.weights.values()}
     if any(parameter in shards for group in optimizer.param_groups for parameter in group["params"]):
         check_elementwise(type(optimizer), optimizer.defaults, rows=True)
-    checked.add(optimizer)
+    _CHECKED.add(optimizer)
 
 
 class ExecutionOrder:
