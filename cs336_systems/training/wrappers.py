@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -39,8 +40,8 @@ class Trainee:
     module: nn.Module  # tokens -> logits, on this rank's share of the batch
     optimizer: torch.optim.Optimizer
     clip: Callable[[float], Tensor]  # scales all gradients to at most this norm; the norm before
-    autocast: torch.dtype | None  # what the loop must autocast to; None where the wrapper casts by itself
     scaler: torch.amp.GradScaler  # of the loss; does nothing but in float16
+    autocast: Callable[[], AbstractContextManager[Any]] = nullcontext  # around what the module and the loss compute
     finish: Callable[[], None] = lambda: None  # after backward: gradients are the means over all ranks
     no_sync: Callable[[], AbstractContextManager[Any]] = nullcontext  # backward inside it only accumulates
     split: Callable[[Tensor], Tensor] = lambda sequences: sequences  # -> this rank's part of them
@@ -77,7 +78,9 @@ def build_trainee(config: TrainingConfig, device: torch.device) -> Trainee:
     else:
         wrapped = model if config.wrapper == "none" else DDP[config.wrapper](model)
         optimizer = AdamW(model.parameters(), **options)
+    if autocast is not None:
+        parts["autocast"] = partial(torch.autocast, device.type, dtype=autocast)
     if config.wrapper != "none":
         synchronizes = optimizer if config.wrapper == "zero1" else wrapped  # what averages the gradients
         parts |= {"finish": synchronizes.finish_gradient_synchronization, "no_sync": synchronizes.no_sync}
-    return Trainee(module=wrapped, optimizer=optimizer, autocast=autocast, scaler=scaler, **parts)
+    return Trainee(module=wrapped, optimizer=optimizer, scaler=scaler, **parts)
