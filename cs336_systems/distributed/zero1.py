@@ -79,7 +79,7 @@ class Zero1Optimizer(OptimizerOfShares, Accumulating):
         local_groups = []
         for group in self.param_groups:
             trained = [parameter for parameter in group["params"] if parameter.requires_grad]
-            plan = [reversed(places) for places in reversed(plan_buckets(trained, bucket_size_mb * BYTES_PER_MB))]
+            plan = reversed(plan_buckets(trained, bucket_size_mb * BYTES_PER_MB))
             buckets = [Bucket([trained[place] for place in places], self) for places in plan]
             self.buckets += buckets
             local_groups.append({**hyperparameters(group), "params": [bucket.master for bucket in buckets]})
