@@ -9,6 +9,7 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -57,8 +58,15 @@ def sum_of_ranks(rank: int, num_ranks: int, base: int) -> torch.Tensor:
     return total
 
 
-def own_place(rank: int, num_ranks: int) -> tuple[int, int, int, int, str | None]:
-    return rank, num_ranks, dist.get_rank(), dist.get_world_size(), os.environ.get("NCCL_NVLS_ENABLE")
+def own_place(rank: int, num_ranks: int) -> tuple[int, bool, int, int, int, int, str | None]:
+    """Leaves the group in a reference cycle: at the exit of such a process gloo used to abort."""
+    starter, imported, _ = own_start(rank, num_ranks)
+    module = torch.nn.Linear(2, 2)
+    module.owner = [module, dist.group.WORLD]
+    module.weight.register_post_accumulate_grad_hook(lambda parameter, module=module: None)
+    dist.all_reduce(torch.ones(1))
+    place = rank, num_ranks, dist.get_rank(), dist.get_world_size()
+    return starter, imported, *place, os.environ.get("NCCL_NVLS_ENABLE")
 
 
 def fail_in_one(rank: int, num_ranks: int, folder: str, how: str) -> None:
@@ -89,32 +97,23 @@ def own_start(rank: int, num_ranks: int) -> tuple[int, bool, int]:
     return os.getppid(), "torch._dynamo" in sys.modules, torch.randint(2**40, ()).item()
 
 
-def leave_cycles(rank: int, num_ranks: int) -> int:
-    """A group that lives in a reference cycle when the process ends: the exit that gloo used to abort."""
-    module = torch.nn.Linear(2, 2)
-    module.owner = [module, dist.group.WORLD]
-    module.weight.register_post_accumulate_grad_hook(lambda parameter, module=module: None)
-    dist.all_reduce(torch.ones(1))
-    return rank
-
-
 # One job
 
 
-BOTH = pytest.mark.parametrize("start_method", ["spawn", "forkserver"])
+METHODS = ("spawn", "forkserver")
+BOTH = pytest.mark.parametrize("start_method", METHODS)
 
 
-def test_results_come_back_in_the_order_of_ranks(monkeypatch):
+def test_results_come_back_in_the_order_of_ranks_which_end_in_good_order(monkeypatch, capfd):
     monkeypatch.setenv("NCCL_NVLS_ENABLE", "0")
-    assert run_ranks(own_place, 3) == [(rank, 3, rank, 3, "0") for rank in range(3)]
+    assert run_ranks(own_place, 3) == [(os.getpid(), False, rank, 3, rank, 3, "0") for rank in range(3)]
+    assert "terminate called" not in capfd.readouterr().err
 
 
 def test_copied_ranks_are_new_processes_with_pytorch_imported():
     first, second = (run_ranks(own_start, 2, start_method="forkserver") for _ in range(2))
     assert {parent for parent, *_ in first + second} == {first[0][0]} != {os.getpid()}
     assert all(imported for _, imported, _ in first + second)
-    spawned = run_ranks(own_start, 1)
-    assert spawned[0][:2] == (os.getpid(), False)
 
 
 @pytest.mark.slow
@@ -126,28 +125,22 @@ def test_D7_four_jobs_at_once_do_not_clash(start_method):
         assert [job.result()[0].item() for job in jobs] == [20.0 * number + 1 for number in range(4)]
 
 
-def test_ranks_that_leave_cycles_end_in_good_order(capfd):
-    assert run_ranks(leave_cycles, 2) == [0, 1]
-    assert "terminate called" not in capfd.readouterr().err
-
-
 # Failures
 
 
-@pytest.mark.parametrize(
-    ("how", "rank", "message"),
-    [
-        ("raises", 1, r"(?s)rank 1 of 2 failed:.*in fail_in_one.*KeyError: 'planted in rank 1'"),
-        ("is killed", 1, r"rank 1 of 2 died \(signal SIGKILL\)"),
-        ("exits", 1, r"rank 1 of 2 died \(exit code 3\)"),
-        pytest.param(
-            "sleeps", 0, r"(?s)rank 0 of 2 failed:.*Timed out waiting 3000ms.*nothing was heard of rank 1, which may",
-            marks=pytest.mark.slow,
-        ),
-    ],
-)
-@BOTH
-def test_D6_a_failing_rank_ends_the_job_with_its_reason(how, rank, message, start_method, tmp_path):
+REASONS = {
+    "raises": r"(?s)rank 1 of 2 failed:.*in fail_in_one.*KeyError: 'planted in rank 1'",
+    "is killed": r"rank 1 of 2 died \(signal SIGKILL\)",
+    "exits": r"rank 1 of 2 died \(exit code 3\)",
+    "sleeps": r"(?s)rank 0 of 2 failed:.*Timed out waiting 3000ms.*nothing was heard of rank 1, which may",
+}
+FAST = [("raises", "spawn"), ("is killed", "forkserver"), ("exits", "forkserver")]
+SLOW = [pytest.param(*case, marks=pytest.mark.slow) for case in product(REASONS, METHODS) if case not in FAST]
+
+
+@pytest.mark.parametrize(("how", "start_method"), [*FAST, *SLOW])
+def test_D6_a_failing_rank_ends_the_job_with_its_reason(how, start_method, tmp_path):
+    rank, message = int(how != "sleeps"), REASONS[how]
     start = time.monotonic()
     with pytest.raises(RankError, match=message) as caught:
         run_ranks(fail_in_one, 2, str(tmp_path), how, timeout_s=3, start_method=start_method)

@@ -32,6 +32,12 @@ SMALL = ModelConfig(name="tiny", d_model=32, d_ff=64, num_layers=2, num_heads=2,
 SHORT = TrainingConfig(model=SMALL, batch=8, steps=6, warmup_steps=2)
 
 
+@pytest.fixture(scope="module")
+def whole() -> TrainingResult:
+    """The run that those which were interrupted are compared with."""
+    return train(SHORT)
+
+
 # Corpus
 
 
@@ -143,8 +149,7 @@ def test_clipping_and_autocast_reach_the_step():
 # Resuming
 
 
-def test_a_resumed_run_has_the_losses_it_would_have_had(tmp_path: Path):
-    whole = train(SHORT)
+def test_a_resumed_run_has_the_losses_it_would_have_had(tmp_path: Path, whole: TrainingResult):
     interrupted = train(SHORT, RunOptions(out=tmp_path / "run", checkpoint_every=2, log_every=1, stop_after=5))
     assert interrupted.losses == whole.losses[:5]
     resumed = train(SHORT, RunOptions(out=tmp_path / "run", resume=True, log_every=1))
@@ -155,10 +160,9 @@ def test_a_resumed_run_has_the_losses_it_would_have_had(tmp_path: Path):
 
 @pytest.mark.parametrize("damage", ["cut off", "infinite", "lost"])
 def test_a_damaged_list_of_losses_does_not_stop_a_resume(
-    tmp_path: Path, damage: str, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, damage: str, whole: TrainingResult, capsys: pytest.CaptureFixture[str]
 ):
     """The checkpoints are intact, and once a last line without its end, or no file, kept the run from going on."""
-    whole = train(SHORT)
     train(SHORT, RunOptions(out=tmp_path / "run", checkpoint_every=2, stop_after=4))
     losses = tmp_path / "run" / "losses.jsonl"
     if damage == "cut off":
@@ -177,8 +181,9 @@ def test_a_damaged_list_of_losses_does_not_stop_a_resume(
     assert json.loads(written[-1])["loss"] == whole.losses[-1]  # on a line of its own
 
 
-def test_a_run_killed_while_saving_resumes_from_the_checkpoint_before_or_from_none(tmp_path: Path):
-    whole = train(SHORT)
+def test_a_run_killed_while_saving_resumes_from_the_checkpoint_before_or_from_none(
+    tmp_path: Path, whole: TrainingResult
+):
     train(SHORT, RunOptions(out=tmp_path, checkpoint_every=2, stop_after=4))
     folder = tmp_path / "checkpoints"
     (folder / "step-00000004").rename(folder / ".step-00000004.partial")
@@ -191,9 +196,8 @@ def test_a_run_killed_while_saving_resumes_from_the_checkpoint_before_or_from_no
     assert resumed.first_step == 0 and resumed.losses == whole.losses
 
 
-def test_of_a_damaged_checkpoint_the_one_before_is_named(tmp_path: Path):
+def test_of_a_damaged_checkpoint_the_one_before_is_named(tmp_path: Path, whole: TrainingResult):
     """Its steps are not given up without a word, and what gives them up is said."""
-    whole = train(SHORT)
     train(SHORT, RunOptions(out=tmp_path, checkpoint_every=2, stop_after=4))
     newest = tmp_path / "checkpoints" / "step-00000004"
     index = newest / "index.json"

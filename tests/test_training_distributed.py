@@ -41,7 +41,7 @@ def wrapped(wrapper: str, **fields: Any) -> TrainingConfig:
 
 def everything(rank: int, num_ranks: int, out: str) -> dict[str, Any]:
     """All wrappers in one pair of processes: starting them costs more than training."""
-    found: dict[str, Any] = {name: {} for name in ("plain", "split", "accumulated", "resumed", "handed over", "sent")}
+    found: dict[str, Any] = {name: {} for name in ("plain", "split", "accumulated", "resumed", "handed over")}
     for wrapper in WRAPPERS[1:]:
         folder = Path(out) / wrapper
         found["plain"][wrapper] = train(wrapped(wrapper), RunOptions(log_every=2, sample_bytes=20))
@@ -61,8 +61,6 @@ def everything(rank: int, num_ranks: int, out: str) -> dict[str, Any]:
         found["plain"][f"half {wrapper}"] = train(half, RunOptions(log_every=2))
         train(half, RunOptions(out=folder, checkpoint_every=2, stop_after=4))
         found["resumed"][f"half {wrapper}"] = train(half, RunOptions(out=folder, resume=True, log_every=2))
-    for wrapper in WRAPPERS[1:]:
-        found["sent"][wrapper] = bytes_of_a_step(wrapper, rank, num_ranks)
     return found
 
 
@@ -77,12 +75,19 @@ def results(runs: Path) -> list[dict[str, Any]]:
     return run_ranks(everything, NUM_RANKS, str(runs))
 
 
+@pytest.fixture(scope="module")
+def alone() -> TrainingResult:
+    """What one process makes of the whole batches."""
+    return train(SHORT, RunOptions(sample_bytes=20))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("wrapper", WRAPPERS[1:])
 @pytest.mark.parametrize("way", ["plain", "split", "accumulated", "handed over"])
-def test_every_wrapper_has_one_processs_losses(results: list[dict[str, Any]], way: str, wrapper: str):
+def test_every_wrapper_has_one_processs_losses(
+    results: list[dict[str, Any]], alone: TrainingResult, way: str, wrapper: str
+):
     """Two ranks of four sequences, clipped and scheduled, against one process with all eight."""
-    alone = train(SHORT, RunOptions(sample_bytes=20))
     for found in results:
         if way == "handed over" and wrapper == WRAPPERS[1]:
             continue  # nobody's successor
@@ -102,9 +107,10 @@ def test_every_wrapper_resumes_to_the_same_losses(results: list[dict[str, Any]],
 
 @pytest.mark.slow
 @pytest.mark.parametrize("wrapper", HALF_WRAPPERS)
-def test_float16_trains_under_a_loss_scale_and_resumes_with_it(results: list[dict[str, Any]], wrapper: str):
+def test_float16_trains_under_a_loss_scale_and_resumes_with_it(
+    results: list[dict[str, Any]], alone: TrainingResult, wrapper: str
+):
     """The resumed run goes on with the scale of the first, which has halved it from 2¹⁶ if need be."""
-    alone = train(SHORT)
     for found in results:
         half, resumed = found["plain"][f"half {wrapper}"], found["resumed"][f"half {wrapper}"]
         assert half.losses[0] == pytest.approx(alone.losses[0], rel=1e-3)
@@ -113,10 +119,12 @@ def test_float16_trains_under_a_loss_scale_and_resumes_with_it(results: list[dic
 
 
 @pytest.mark.slow
-def test_a_run_saved_by_two_ranks_goes_on_in_one_process(results: list[dict[str, Any]], runs: Path):
+def test_a_run_saved_by_two_ranks_goes_on_in_one_process(
+    results: list[dict[str, Any]], alone: TrainingResult, runs: Path
+):
     resumed = train(SHORT, RunOptions(out=runs / FOR_ONE, resume=True, sample_bytes=20))
     assert resumed.first_step == 3
-    assert resumed.losses == pytest.approx(train(SHORT).losses, rel=2e-6)
+    assert resumed.losses == pytest.approx(alone.losses, rel=2e-6)
     assert len(resumed.sample) > 10
 
 
@@ -191,12 +199,16 @@ def bytes_of_a_step(wrapper: str, rank: int, num_ranks: int) -> float:
     return counter.total
 
 
-@pytest.mark.parametrize("wrapper", WRAPPERS[1:])
-def test_predicted_bytes_are_those_that_the_wrapper_sends(results: list[dict[str, Any]], wrapper: str):
+def bytes_of_all(rank: int, num_ranks: int) -> dict[str, float]:
+    return {wrapper: bytes_of_a_step(wrapper, rank, num_ranks) for wrapper in WRAPPERS[1:]}
+
+
+def test_predicted_bytes_are_those_that_the_wrappers_send():
     """Within 2 %: buckets and shards are padded, and a wrapper may agree with its peers in a few bytes."""
-    predicted = bytes_sent(SMALL, Plan(scheme=wrapper, data_parallel=NUM_RANKS, compute_bytes=4))
-    for found in results:
-        assert found["sent"][wrapper] == pytest.approx(predicted, rel=0.02)
+    for found in run_ranks(bytes_of_all, NUM_RANKS):
+        for wrapper, sent in found.items():
+            predicted = bytes_sent(SMALL, Plan(scheme=wrapper, data_parallel=NUM_RANKS, compute_bytes=4))
+            assert sent == pytest.approx(predicted, rel=0.02), wrapper
 
 
 # The experiment

@@ -153,12 +153,12 @@ def _run(config: TrainingConfig, options: RunOptions) -> TrainingResult | None:
     import torch
 
     from cs336_systems.distributed.launch import RankError, is_torchrun, launch
-    from cs336_systems.training import train
-    from cs336_systems.training.loop import check_text, print_now, train_rank
+    from cs336_systems.training import Corpus, train
+    from cs336_systems.training.loop import print_now, train_rank
 
     if config.wrapper == "none" and not is_torchrun():
         return train(config, options, log=print_now)
-    check_text(config, options)  # rather than in every rank, once it has started
+    Corpus.load(options.text).check(config.model.context_length)  # rather than in every rank, once it has started
     # A script in torchrun's manner may say no more than launch needs: then all ranks count as this host's.
     local_ranks = _torchrun_number("LOCAL_WORLD_SIZE", str(config.num_ranks)) if is_torchrun() else config.num_ranks
     own_gpus = options.device == "cuda" and local_ranks <= torch.cuda.device_count()

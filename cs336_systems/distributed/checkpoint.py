@@ -6,18 +6,18 @@
     folder/step-00000130/rank-0.bin      # chunks of tensors as plain bytes, a file for each rank that wrote some
     folder/step-00000130/index.json      # file, place and CRC-32 of each chunk; settings; the position in the data
 
-torch.distributed.checkpoint plans: which rank writes which chunk, and which chunks a rank must read for the rows that
-it keeps. The files are written and read here, because torch's own index is a pickle, and runs what a hostile file asks
-for. Here nothing is unpickled, and a byte that changed on disk is found by its checksum.
+torch.distributed.checkpoint plans which rank writes which chunk, and which chunks a rank must read for its rows. The
+files are written and read here, because torch's own index is a pickle, and runs what a hostile file asks for. Here
+nothing is unpickled, and a byte that changed on disk is found by its checksum.
 
 Phases of saving: aside (all ranks write into a hidden folder), complete (rank 0 adds the index), rename (the folder
 gets its name, in one step), remove (old checkpoints are hidden first). A process that is killed, or finds the disk
 full, at any point leaves the checkpoints before as they were.
 
 `model` is an FSDP, a plain module, or a wrapper with the plain one in `.module`; `optimizer` is any torch optimizer
-over its parameters, a ShardedOptimizer or a Zero1Optimizer. Saved are parameters, buffers of the state dict, the
-optimizer's state and settings, each rank's random generators, the step and the position in the data. A process without
-a process group saves and loads alone.
+over its parameters, a ShardedOptimizer or a Zero1Optimizer. Saved are the state dict, the optimizer's state and
+settings, each rank's random generators, the step and the position in the data. A process without a process group saves
+and loads alone.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ def _content_crc32(content: Any) -> int:
 
 
 def _num_bytes(path: Path) -> int:
-    """The size of `path`; CheckpointError unless it is a regular file: a pipe would be waited on for ever."""
+    """CheckpointError unless `path` is a regular file: a pipe would be waited on for ever."""
     if not path.is_file():
         raise CheckpointError(f"{path.name} is missing or no regular file")
     return path.stat().st_size

@@ -8,9 +8,9 @@
     means.start(gradient)
     means.wait()
 
-An average is a sum, then a division, in the tensor's dtype: NCCL divides inside its reduction (ReduceOp.AVG), elsewhere
-`wait` divides. `wait` on NCCL makes the current stream wait, never the host. A group of one rank communicates nothing,
-and neither do tensors without elements. `group` is a process group, or None for the default one.
+An average is a sum, then a division, in the tensor's dtype: NCCL divides inside its reduction, elsewhere `wait`
+divides. `wait` on NCCL makes the current stream wait, never the host. A group of one rank communicates nothing, and
+neither do tensors without elements. `group` is a process group, or None for the default one.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def _as_member(ask: Callable[[Group], int], group: Group) -> int:
 def all_reduce_mean(tensor: Shaped[Tensor, "*shape"], group: Group = None, async_op: bool = False) -> Work:
     """Replace `tensor` on every rank by its mean over `group`; without `async_op` that is done on return.
 
-    Any strides; floating point or complex. Sums are made in the tensor's dtype, in which those of float16 may overflow.
+    Any strides; floating point or complex. Sums of float16 may overflow.
     """
     size = num_ranks(group)
     _require_mean("tensor", tensor)
@@ -130,9 +130,8 @@ def clip_shards(
 ) -> Tensor:
     """Scale gradients by min(1, max_norm / (norm + eps)); returns `norm`, the whole model's, in float32 on each rank.
 
-    `sharded` are this rank's parts, `whole` what all ranks hold alike; complex ones count as pairs. A norm that is not
-    finite makes every gradient on every rank NaN, as `cs336_systems.model.clip_gradients` does. ValueError if max_norm
-    is not positive.
+    `sharded` are this rank's parts, `whole` what all ranks hold alike. A norm that is not finite makes every gradient
+    on every rank NaN. ValueError if max_norm is not positive.
     """
     if not max_norm > 0:
         raise ValueError(f"max_norm must be positive, got {max_norm}")
@@ -181,10 +180,7 @@ def all_gather_flat(
 def reduce_scatter_mean_flat(
     output: Shaped[Tensor, " n"], input: Shaped[Tensor, " ranks*n"], group: Group = None, async_op: bool = False
 ) -> Work:
-    """Fill `output` with this rank's part of the mean of `input` over `group`; `input` is left as it was.
-
-    The reduction is made in the input's dtype; the output may have another, to which the result is rounded.
-    """
+    """Fill `output` with this rank's part of the mean of `input`, made in the input's dtype and then rounded."""
     size = num_ranks(group)
     _require_mean("input", input)
     output, input = output.detach(), input.detach()
@@ -234,10 +230,9 @@ def _require_mean(name: str, tensor: Tensor) -> None:
 
 
 def check_same_shapes(named_tensors: Iterable[tuple[str, Tensor]], group: Group = None) -> None:
-    """ValueError, on every rank, naming the first tensor that is not the same on all ranks of `group`.
+    """ValueError, on every rank, naming the first tensor that has not one shape and dtype on all ranks of `group`.
 
-    Names, order, shapes, dtypes and whether a gradient is wanted must agree: ranks that differ would issue other
-    collectives, and hang or, worse, add up tensors that do not belong together.
+    Ranks that differ would issue other collectives, and hang or, worse, add up tensors that do not belong together.
     """
     own = []
     for name, tensor in named_tensors:
@@ -254,10 +249,7 @@ def check_same_shapes(named_tensors: Iterable[tuple[str, Tensor]], group: Group 
 
 @torch.no_grad()
 def broadcast_parameters(module: nn.Module, group: Group = None) -> None:
-    """Give every rank the parameters (frozen ones too) and buffers of rank 0 of `group`, bit for bit.
-
-    A tensor that several modules share is sent once. ValueError, naming it, for one on the meta device.
-    """
+    """Give every rank the parameters and buffers of rank 0 of `group`; ValueError for one on the meta device."""
     for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
         if tensor.is_meta:
             raise ValueError(f"parameter {name!r} is on the meta device: give it memory before it is broadcast")

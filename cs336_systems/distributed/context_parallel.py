@@ -44,8 +44,8 @@ def merge_attention(
 ) -> Pair:
     """Attention over two disjoint sets of keys from attention over each: (output, log-sum-exp), differentiable.
 
-    A part without keys has output 0 and log-sum-exp -inf, and changes nothing; two of them give the same. Accumulated
-    in the log-sum-exps' dtype, float32 or wider; the output is in output_1's. ValueError where shapes do not match.
+    A part without keys has output 0 and log-sum-exp -inf, and changes nothing. Accumulated in the log-sum-exps' dtype,
+    float32 or wider; the output is in output_1's. ValueError where shapes do not match.
     """
     if output_1.shape != output_2.shape or lse_1.shape != output_1.shape[:-1] or lse_2.shape != lse_1.shape:
         raise ValueError(
@@ -216,7 +216,7 @@ class _Ring:
 
 
 class _PartRotary(nn.Module):
-    """The rotation of this rank's positions. The tables stay whole: wrappers make buffers equal on all ranks."""
+    """The rotation of this rank's positions, by whole tables: wrappers make buffers equal on all ranks."""
 
     def __init__(self, whole: RotaryEmbedding, rank: int, num_ranks: int) -> None:
         super().__init__()

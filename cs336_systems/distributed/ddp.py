@@ -10,8 +10,7 @@
 
 The loss is a mean over a rank's own batch, so that the mean of gradients is that of one process with the whole batch.
 Ranks must issue the same collectives in the same order, or they hang: so they agree on one, and each parameter takes
-part in each step. Buffers are made equal at construction only: running statistics then follow each
-rank's own data.
+part in each step. Buffers are made equal at construction only.
 """
 
 from __future__ import annotations
@@ -45,7 +44,6 @@ class Accumulating:
             self.sends = before
 
     def check_sending(self) -> None:
-        """RuntimeError within `no_sync`."""
         if not self.sends:
             raise RuntimeError("finish_gradient_synchronization() must be called outside of no_sync()")
 
@@ -53,10 +51,10 @@ class Accumulating:
 class DataParallel(nn.Module, Accumulating, ABC):
     """Base of the wrappers around `module`, the same on every rank of `group` but for its values.
 
-    Parameters that are trainable at construction are synchronised, each once however many modules share it; freezing
-    or replacing them later is not supported. With `find_unused_parameters` a step may leave some without a gradient:
-    ranks then vote at its end, which costs a message and a wait of the host, and a parameter that no rank has used
-    keeps no gradient, as in one process. Without it such a step raises, naming the parameter.
+    Parameters that are trainable at construction are synchronised; freezing or replacing them later is not supported.
+    With `find_unused_parameters` a step may leave some without a gradient: ranks then vote at its end, which costs a
+    message and a wait of the host, and a parameter that no rank has used keeps no gradient, as in one process. Without
+    it such a step raises.
 
     Raises TypeError if `module` is no module, ValueError on all ranks if theirs differ, on a rank that is not of
     `group`, and for a module with `max_norm`; RuntimeError without a process group.
@@ -71,12 +69,10 @@ class DataParallel(nn.Module, Accumulating, ABC):
                 raise ValueError(f"module {name!r} has max_norm: each rank would rescale the rows that its batch uses")
         check_same_shapes([*module.named_parameters(), *module.named_buffers()], group)
         broadcast_parameters(module, group)
-        self.module = module
-        self.group = group
+        self.module, self.group = module, group
         self.find_unused_parameters = find_unused_parameters
-        named = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
-        self.names = [name for name, _ in named]
-        self.trainable = [parameter for _, parameter in named]
+        named = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
+        self.names, self.trainable = [*named], [*named.values()]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.module(*args, **kwargs)
@@ -102,10 +98,8 @@ class DataParallel(nn.Module, Accumulating, ABC):
             votes[unused] = 0
             votes = votes.to(self.trainable[0].device)
             dist.all_reduce(votes, op=dist.ReduceOp.MAX, group=self.group)
-            used = votes.tolist()
-            for index in unused:
-                if not used[index]:
-                    self.trainable[index].grad = None
+            for index in (votes == 0).nonzero().flatten().tolist():  # that no rank has used
+                self.trainable[index].grad = None
 
     @abstractmethod
     def _synchronize(self) -> None:
@@ -136,8 +130,7 @@ def dense_gradient(parameter: Tensor) -> Tensor:
 def call_at_each_gradient(owner: Any, parameters: list[Any], react: Callable[[Any, int], None]) -> None:
     """Have `react(owner, index)` called in a backward when the gradient of `parameters[index]` is there.
 
-    The parameters hold the owner weakly: they outlive it, and a cycle through autograd's hooks would keep owner and
-    model alive for good.
+    The owner is held weakly: a cycle through autograd's hooks would keep owner and model alive for good.
     """
     itself = weakref.ref(owner)
 

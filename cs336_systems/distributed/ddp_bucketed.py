@@ -8,6 +8,7 @@ view of its bucket, so that nothing is gathered before the all-reduce or copied 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from itertools import accumulate
 
 from torch import Tensor, nn
@@ -30,9 +31,8 @@ class BucketedDDP(DataParallel):
 
     A parameter larger than that has a bucket of its own, and dtypes do not mix. Buckets are sent in the order in which
     they were laid out, from the second step on in that in which rank 0's became full in the first. They stay allocated
-    when `zero_grad` sets gradients to None: a new gradient is copied into its place when it arrives, which reads and
-    writes it once, less than clearing the bucket and adding to it. A gradient that is there already, as under
-    `no_sync`, is in its place. Raises ValueError for a size that is not positive and finite.
+    when `zero_grad` sets gradients to None: a new gradient is copied into its place when it arrives, which costs less
+    than clearing the bucket and adding to it. Raises ValueError for a size that is not positive and finite.
     """
 
     def __init__(
@@ -104,21 +104,17 @@ class BucketedDDP(DataParallel):
         self._sent = 0  # buckets, in their order
 
 
-def plan_buckets(parameters: list[nn.Parameter], limit_bytes: float) -> list[list[int]]:
+def plan_buckets(parameters: Sequence[Tensor], limit_bytes: float) -> list[list[int]]:
     """Places of consecutive parameters in reverse order, in buckets of one dtype and device within `limit_bytes`."""
     buckets: list[list[int]] = []
-    used_bytes = 0.0
-    for index in reversed(range(len(parameters))):
-        parameter = parameters[index]
+    used_bytes, kind = math.inf, None
+    for index, parameter in reversed([*enumerate(parameters)]):
         size = aligned_size(parameter) * parameter.element_size()
-        last = parameters[buckets[-1][-1]] if buckets else None
-        fits = last is not None and (last.dtype, last.device) == (parameter.dtype, parameter.device)
-        if fits and used_bytes + size <= limit_bytes:
-            buckets[-1].append(index)
-            used_bytes += size
-        else:
-            buckets.append([index])
-            used_bytes = size
+        if used_bytes + size > limit_bytes or kind != (parameter.dtype, parameter.device):
+            buckets.append([])
+            used_bytes, kind = 0, (parameter.dtype, parameter.device)
+        buckets[-1].append(index)
+        used_bytes += size
     return buckets
 
 

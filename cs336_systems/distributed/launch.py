@@ -49,7 +49,7 @@ TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER
 class RankError(RuntimeError):
     """Rank `rank` failed, by an exception of the class `error_type` ("" if its process died) that says `reason`.
 
-    `is_argument_error`: it is a ValueError, TypeError or OSError, of which the message is all there is to know.
+    `is_argument_error`: it is a ValueError, TypeError or OSError, whose message says all.
     """
 
     def __init__(self, text: str, rank: int, error_type: str = "", reason: str = "", is_argument_error: bool = False):
@@ -70,10 +70,10 @@ def run_ranks(
     """The results of `function(rank, num_ranks, *args)` in `num_ranks` new processes, in the order of ranks.
 
     `function` is at the top level of an importable module; arguments and results can be pickled, and CPU tensors of
-    `args` are shared. Device "cuda" makes GPU rank % (number of GPUs) current in each rank; backend "nccl" needs it,
-    and a GPU a rank. A collective waits `timeout_s` for the other ranks; there is no limit on the whole. Start method
-    "spawn", the default, starts processes that import all they need; "forkserver", for device "cpu", copies one that
-    has imported PyTorch, which saves seconds a job, and keeps the environment of the first such job.
+    `args` are shared. Device "cuda" makes GPU rank % (number of GPUs) current in each rank; backend "nccl" needs a GPU
+    a rank. A collective waits `timeout_s` for the other ranks. Start method "spawn", the default, starts processes that
+    import all they need; "forkserver", for device "cpu", copies one that has imported PyTorch, which saves seconds a
+    job, and keeps the environment of the first such job.
 
     Raises ValueError for arguments no job can be started with, RankError with the first failing rank's traceback, or
     how it died. No process is left then, or at Ctrl-C.
@@ -192,7 +192,7 @@ def end_with_parent() -> None:
 
 
 def _check(num_ranks: int, backend: str, device: str) -> None:
-    """Raise ValueError naming the argument that no job can be started with; `num_ranks` of this host."""
+    """ValueError naming the argument that no job can be started with; `num_ranks` of this host."""
     if not isinstance(num_ranks, int) or num_ranks < 1:
         raise ValueError(f"num_ranks must be a positive int, got {num_ranks!r}")
     if (backend, device) not in (("gloo", "cpu"), ("gloo", "cuda"), ("nccl", "cuda")):

@@ -30,8 +30,8 @@ from cs336_systems.distributed.zero1 import Zero1Optimizer
 class LossScaler(torch.amp.GradScaler):
     """torch.amp.GradScaler, whose options `options` are, for the ranks of `process_group` together (None: all).
 
-    Works for any optimizer, over replicas, FSDP's shards or the slices of a Zero1Optimizer. Without a process group it
-    is the scaler of one process. Raises ValueError on a rank that is not of the group.
+    For any optimizer, over replicas, FSDP's shards or a Zero1Optimizer's slices; without a process group the scaler of
+    one process. ValueError on a rank that is not of the group.
     """
 
     def __init__(

@@ -102,8 +102,8 @@ def hyperparameters(group: dict[str, Any]) -> dict[str, Any]:
 def check_elementwise(optimizer_cls: type[torch.optim.Optimizer], settings: dict[str, Any], *, rows: bool) -> None:
     """ValueError where `optimizer_cls` moves a matrix otherwise than its rows, or its flat pieces, one by one.
 
-    Adafactor does, whose step depends on norms and sums over the whole matrix. Asked by two steps on a small one; an
-    optimizer that needs more than a gradient, or arguments that are not among `settings`, cannot be asked and passes.
+    Adafactor does. Asked by two steps on a small one; an optimizer that needs more than a gradient, or arguments that
+    are not among `settings`, cannot be asked and passes.
     """
     generator = torch.Generator().manual_seed(0)
     weight, *gradients = (torch.randn(4, 4, generator=generator) for _ in range(3))

@@ -6,9 +6,9 @@
 
 Phases of a step: update (the wrapped optimizer, on the parameters that this rank owns), then broadcast (each owner
 sends what it updated). Owners are chosen by size: the largest parameter first, each to the rank with the fewest bytes
-so far, so that memory and work are balanced. Parameters and gradients stay whole on every rank: with AdamW a rank
-saves (1 - 1/num_ranks) of the two moments, and pays with broadcasts of all parameters on top of the all-reduce of all
-gradients. `zero1.py` has the variant that pays nothing (ZeRO stage 1, Rajbhandari et al., arXiv:1910.02054).
+so far. Parameters and gradients stay whole: with AdamW a rank saves (1 - 1/num_ranks) of the two moments, and pays with
+broadcasts of all parameters on top of the all-reduce of all gradients. `zero1.py` has the variant that pays nothing
+(ZeRO stage 1, Rajbhandari et al., arXiv:1910.02054).
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ PACKED_BYTES = 2**20  # parameters smaller than this travel together, in one mes
 class ShardedOptimizer(OptimizerOfShares):
     """`optimizer_cls` over `params`, its state sharded over the ranks of `process_group` (None: all ranks).
 
-    `params` is what torch.optim takes: an iterable of tensors, of (name, tensor) pairs or of groups; `kwargs` go to
-    `optimizer_cls`. A tensor listed twice counts once; one that needs no gradient is owned and never sent. All ranks
-    must build it from the same parameters in the same order, and hold equal gradients when `step` is called. Learning
-    rates are changed where they always are, in `param_groups`. `state` holds this rank's share.
+    `params` is what torch.optim takes; `kwargs` go to `optimizer_cls`. A tensor listed twice counts once; one that
+    needs no gradient is owned and never sent. All ranks must build it from the same parameters in the same order, and
+    hold equal gradients when `step` is called. Learning rates are changed in `param_groups`, as always. `state` holds
+    this rank's share.
 
     Raises TypeError if `optimizer_cls` is no torch optimizer or works on all parameters at once (LBFGS), and
     RuntimeError where there is no process group.

@@ -5,11 +5,10 @@
     optimizer.step()
     optimizer.zero_grad()
 
-Parameters live in flat buckets, and each rank owns the same part of every bucket, so that the split is exact to the
-element. Phases: reduce (the last bucket first, while backward goes on), update (the wrapped optimizer sees this rank's
-slices, in float32 or, where the parameters are, in float64), gather (the slices of all ranks go back into the flat
-parameters, in place). The bytes sent are those of one all-reduce, where `ShardedOptimizer` behind a DDP wrapper sends
-half as much again (Rajbhandari et al., arXiv:1910.02054, section 7.2.1).
+Parameters live in flat buckets, and each rank owns the same part of every bucket. Phases: reduce (the last bucket
+first, while backward goes on), update (the wrapped optimizer sees this rank's slices, in float32 or float64), gather
+(the slices of all ranks go back into the flat parameters, in place). The bytes sent are those of one all-reduce, where
+`ShardedOptimizer` behind a DDP wrapper sends half as much again (Rajbhandari et al., arXiv:1910.02054, section 7.2.1).
 
 A slice knows no shapes, so the wrapped optimizer must work element by element, as SGD, Adam and AdamW do. Parameters
 below float32 get a master slice of their own. A parameter that a step does not use counts as having a gradient of
@@ -34,9 +33,9 @@ from cs336_systems.distributed.collectives import (
     reduce_scatter_mean_flat,
 )
 from cs336_systems.distributed.ddp import Accumulating, call_at_each_gradient, dense_gradient
+from cs336_systems.distributed.ddp_bucketed import BYTES_PER_MB, plan_buckets
 from cs336_systems.distributed.optimizer_shares import OptimizerOfShares, check_elementwise, hyperparameters
 
-BYTES_PER_MB = 10**6
 ALIGNMENT = 64  # elements, of a rank's slice
 MASTER = "master"  # name, among an optimizer's states, of the float32 values of a parameter below float32
 
@@ -46,15 +45,15 @@ class Zero1Optimizer(OptimizerOfShares, Accumulating):
 
     Args:
         params: what torch.optim takes. Rank 0's values are sent to all. Those that need no gradient are in no bucket.
-        bucket_size_mb: of the parameters of a bucket, 10⁶ bytes; a larger parameter has one of its own.
+        bucket_size_mb: of the parameters of a bucket, in MiB; a larger parameter has one of its own.
         process_group: None: all ranks.
         kwargs: for `optimizer_cls`.
 
     The parameters' memory is replaced by views of the buckets: build it after the model is on its device. Raises
     ValueError for a bad bucket size, an optimizer that is not elementwise, parameters that differ between ranks or a
-    closure, RuntimeError where there is no process group, on a second backward before `step` that is not under
-    `no_sync`, where a parameter got other memory, where gradients are to be finished under `no_sync`, and where groups
-    are added later. float16 needs the LossScaler of `loss_scale.py`; torch.amp.GradScaler is refused with a TypeError.
+    closure; RuntimeError without a process group, on a second backward before `step` outside of `no_sync`, for a
+    parameter that got other memory, for gradients to be finished under `no_sync`, and for a group added later.
+    float16 needs the LossScaler of `loss_scale.py`; torch.amp.GradScaler is refused with a TypeError.
     """
 
     def __init__(
@@ -79,7 +78,9 @@ class Zero1Optimizer(OptimizerOfShares, Accumulating):
         self.buckets: list[Bucket] = []
         local_groups = []
         for group in self.param_groups:
-            buckets = self._fill_buckets(group["params"], bucket_size_mb * BYTES_PER_MB)
+            trained = [parameter for parameter in group["params"] if parameter.requires_grad]
+            plan = reversed(plan_buckets(trained, bucket_size_mb * BYTES_PER_MB))
+            buckets = [Bucket([trained[place] for place in places], self) for places in plan]
             self.buckets += buckets
             local_groups.append({**hyperparameters(group), "params": [bucket.master for bucket in buckets]})
         self.local = optimizer_cls(local_groups, **kwargs)
@@ -88,8 +89,8 @@ class Zero1Optimizer(OptimizerOfShares, Accumulating):
         self._reduce_order = list(reversed(self.buckets))
         self._finished = False  # whether all are reduced, and no step has used them
         self._places = [(bucket, place) for bucket in self.buckets for place in range(len(bucket.parameters))]
-        trained = [bucket.parameters[place] for bucket, place in self._places]
-        call_at_each_gradient(self, trained, Zero1Optimizer._gradient_arrived)
+        in_buckets = [bucket.parameters[place] for bucket, place in self._places]
+        call_at_each_gradient(self, in_buckets, Zero1Optimizer._gradient_arrived)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Called by the constructor for each group; later ones are refused, the buckets being laid out."""
@@ -113,28 +114,27 @@ class Zero1Optimizer(OptimizerOfShares, Accumulating):
                 continue
             if len(next_one.arrived) < len(next_one.parameters):
                 break
-            next_one.reduce(self.process_group)
+            next_one.reduce()
 
     def finish_gradient_synchronization(self) -> None:
         """Reduce the buckets that unused parameters kept waiting, and wait for all; RuntimeError within `no_sync`."""
         self.check_sending()
         for bucket in self._reduce_order:
             if not bucket.launched:
-                bucket.reduce(self.process_group)
+                bucket.reduce()
         for bucket in self.buckets:
             bucket.work.wait()
         self._finished = True
 
     def averaged_gradients(self) -> list[Tensor]:
-        """This rank's slices of the gradients, averaged over ranks: what the update will use."""
+        """This rank's slices of the mean gradients: what the update will use."""
         self.finish_gradient_synchronization()
         return [bucket.gradient for bucket in self.buckets]
 
     def clip_grad_norm_(self, max_norm: float, eps: float = 1e-6) -> Tensor:
         """Clip the averaged gradients as `clip_shards` does; returns the whole model's norm."""
         slices = self.averaged_gradients()
-        device = self.parameters[0].device
-        return clip_shards(slices, [], max_norm, self.process_group, device, eps)
+        return clip_shards(slices, [], max_norm, self.process_group, self.parameters[0].device, eps)
 
     # Update and gather
 
@@ -148,15 +148,12 @@ class Zero1Optimizer(OptimizerOfShares, Accumulating):
         for bucket in self.buckets:
             bucket.follow_parameters()
         self.local.step()
-        for work in [bucket.gather(self.process_group) for bucket in self.buckets]:
+        for work in [bucket.gather() for bucket in self.buckets]:
             work.wait()
         self._begin()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients, also averaged ones that no step has used: that of a loss scale that overflowed.
-
-        The next ones are copied into the buckets, so that None costs less than zeros.
-        """
+        """Forget the gradients, also averaged ones that no step has used: of a loss scale that overflowed."""
         super().zero_grad(set_to_none)
         if self._finished:
             self._begin()
@@ -195,35 +192,25 @@ class Zero1Optimizer(OptimizerOfShares, Accumulating):
         sliced = [bucket.slices_of([states[parameter] for parameter in bucket.parameters]) for bucket in self.buckets]
         return {place: slices for place, slices in enumerate(sliced) if slices}
 
-    def _fill_buckets(self, parameters: list[Tensor], max_bytes: float) -> list[Bucket]:
-        """Trainable `parameters` in order, cut where the size is reached or the dtype or device changes."""
-        runs: list[list[Tensor]] = []
-        for parameter in filter(lambda one: one.requires_grad, parameters):
-            last = runs[-1][-1] if runs else None
-            alike = last is not None and (last.dtype, last.device) == (parameter.dtype, parameter.device)
-            if alike and sum(member.nbytes for member in runs[-1]) + parameter.nbytes <= max_bytes:
-                runs[-1].append(parameter)
-            else:
-                runs.append([parameter])
-        return [Bucket(run, self.rank, self.num_ranks, self.process_group) for run in runs]
-
 
 class Bucket:
     """Flat parameters and gradients of some parameters, and this rank's slice of both, in float32 at least."""
 
-    def __init__(self, parameters: list[Tensor], rank: int, size: int, group: dist.ProcessGroup | None) -> None:
+    def __init__(self, parameters: list[Tensor], owner: Zero1Optimizer) -> None:
         self.parameters = parameters
+        self.group = owner.process_group
         self.num_elements = sum(parameter.numel() for parameter in parameters)
-        unit = size * ALIGNMENT
-        length = max(unit, -(-self.num_elements // unit) * unit)  # padded, for equal slices
-        self.own = slice(rank * length // size, (rank + 1) * length // size)
+        unit = owner.num_ranks * ALIGNMENT
+        own_length = max(1, -(-self.num_elements // unit)) * ALIGNMENT  # equal slices, the last ones padded
+        length = owner.num_ranks * own_length
+        self.own = slice(owner.rank * own_length, (owner.rank + 1) * own_length)
         self.flat = torch.zeros(length, dtype=parameters[0].dtype, device=parameters[0].device)
         self.flat_gradient = torch.zeros_like(self.flat)
         self.views, self.gradient_views = self.views_of(self.flat), self.views_of(self.flat_gradient)
         with torch.no_grad():
             for parameter, view in zip(parameters, self.views):
                 view.copy_(parameter)
-            broadcast_from_first(self.flat, group)
+            broadcast_from_first(self.flat, self.group)
             for parameter, view in zip(parameters, self.views):
                 parameter.data = view
             self.part = self.flat[self.own]
@@ -251,13 +238,13 @@ class Bucket:
             parameter.grad = view
 
     @torch.no_grad()
-    def reduce(self, group: dist.ProcessGroup | None) -> None:
+    def reduce(self) -> None:
         """Start averaging; what no backward touched counts as zero."""
         for parameter, view in zip(self.parameters, self.gradient_views):
             if parameter.grad is None:
                 view.zero_()
         self.launched = True
-        self.work = reduce_scatter_mean_flat(self.gradient, self.flat_gradient, group, True)
+        self.work = reduce_scatter_mean_flat(self.gradient, self.flat_gradient, self.group, True)
         self.master.grad = self.gradient
 
     def follow_parameters(self) -> None:
@@ -266,11 +253,11 @@ class Bucket:
             unchanged = self.part == self.master.to(self.part.dtype)
             self.master.copy_(torch.where(unchanged, self.master, self.part.to(self.master.dtype)))
 
-    def gather(self, group: dist.ProcessGroup | None) -> Work:
+    def gather(self) -> Work:
         """Start filling the parameters from all ranks' slices."""
         if self.is_low:
             self.part.copy_(self.master)
-        return all_gather_flat(self.flat, self.part, group, True)
+        return all_gather_flat(self.flat, self.part, self.group, True)
 
     def slices_of(self, states: list[dict[str, Any]]) -> dict[str, Any]:
         """This rank's slices of the states of all parameters; a counter is one for all. Takes up the master values.

@@ -24,7 +24,7 @@ def byte_model(model: ModelConfig, context_length: int) -> ModelConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingConfig:
-    """A run: two with the same fields have the same losses, up to the rounding that `wrapper` and ranks change."""
+    """A run: two with the same fields have the same losses, up to the rounding of other wrappers and ranks."""
 
     model: ModelConfig = NANO
     wrapper: str = "none"  # how gradients, optimizer state and weights are shared: one of WRAPPERS
@@ -61,16 +61,17 @@ class TrainingConfig:
             ("warmup_steps", self.warmup_steps >= 0, "not negative"),
             ("clip_norm", self.clip_norm is None or self.clip_norm > 0, "positive or None"),
             ("seed", 0 <= self.seed <= most_seed, f"from 0 to {most_seed}"),
+            ("learning_rate", 0 <= self.learning_rate < math.inf, "finite and not negative"),
+            ("final_learning_rate", 0 <= self.final_learning_rate < math.inf, "finite and not negative"),
+            ("weight_decay", 0 <= self.weight_decay < math.inf, "finite and not negative"),
         ]
-        for name in ("learning_rate", "final_learning_rate", "weight_decay"):
-            conditions.append((name, 0 <= getattr(self, name) < math.inf, "finite and not negative"))
         for name, holds, wanted in conditions:
             if not holds:
                 raise ValueError(f"TrainingConfig.{name} must be {wanted}, got {getattr(self, name)!r}")
 
     @property
     def rank_batch(self) -> int:
-        """Sequences of one rank in a step, of each of which it may have a part only."""
+        """Sequences of one rank in a step, or of one group of context-parallel ranks."""
         return self.batch // (self.num_ranks // self.context_parallel)
 
     @property

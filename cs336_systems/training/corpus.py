@@ -50,10 +50,9 @@ class Corpus:
     def sequences(
         self, positions: Sequence[int], *, context_length: int, seed: int
     ) -> tuple[Int[Tensor, "batch sequence"], Int[Tensor, "batch sequence"]]:
-        """Tokens and next tokens of the sequences at `positions` of an endless stream.
+        """Tokens and next tokens of the sequences at `positions` of an endless stream; ValueError as `check`.
 
-        Each epoch cuts the text from another offset into windows and visits all of them in another order. Raises
-        ValueError where the text holds not one window at every offset.
+        Each epoch cuts the text from another offset into windows and visits all of them in another order.
         """
         num_windows = self.check(context_length)
         starts = []

@@ -12,7 +12,7 @@ import math
 import os
 import sys
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict
 from pathlib import Path
 
@@ -61,8 +61,7 @@ class RunFolder:
         """Claim the folder, or load its newest checkpoint; the step that comes next.
 
         Raises ValueError on every rank if `out` is in use or holds another run; on a resume if it holds none, one that
-        differs in its text or in more than FREE, or a damaged checkpoint. It does not go back to the one before by
-        itself: the steps between would be lost without a word.
+        differs in its text or in more than FREE, or a damaged checkpoint, whose steps are not given up without a word.
         """
         self._on_first(lambda: self._claim(resume))
         step = self._load(trainee) if resume and checkpoints(self.out / "checkpoints") else 0
@@ -88,11 +87,9 @@ class RunFolder:
         losses: dict[int, float] = {}
         path = self.out / "losses.jsonl"
         for line in path.read_text(errors="replace").splitlines() if num_steps and path.exists() else ():
-            try:
+            with suppress(ValueError, TypeError, KeyError, OverflowError):
                 entry = json.loads(line)
                 losses[int(entry["step"])] = float(entry["loss"])
-            except (ValueError, TypeError, KeyError, OverflowError):
-                continue
         missing = num_steps - len(losses.keys() & set(range(num_steps)))
         if missing:
             self._tell(f"{path} has no loss of {missing} of the {num_steps} steps that are done, which count as nan")
@@ -107,10 +104,9 @@ class RunFolder:
                 raise ValueError(f"out must hold no other run, got {self.out}: resume it or name another folder")
             return
         before, text_sha256 = run
-        ours, theirs = asdict(self.config), asdict(before)
-        for name in ours:
-            if name not in FREE and ours[name] != theirs[name]:
-                raise ValueError(f"{name} must be {theirs[name]!r} to resume {self.out}, got {ours[name]!r}")
+        for name, ours in asdict(self.config).items():
+            if name not in FREE and ours != (theirs := asdict(before)[name]):
+                raise ValueError(f"{name} must be {theirs!r} to resume {self.out}, got {ours!r}")
         if text_sha256 != self.text_sha256:
             raise ValueError(f"text must be the one of {self.out} to resume it, got {self.text}")
         newest = checkpoints(self.out / "checkpoints")[-1:]
@@ -131,13 +127,11 @@ class RunFolder:
         return progress.step
 
     def _write_config(self) -> None:
-        """In one step: a process killed while it writes leaves no half of a file, which nobody could resume."""
+        """In one step: half of a file, from a process killed while it writes, nobody could resume."""
         aside = self.out / ".config.json.partial"
-        with errors_name(self.out), open(aside, "w") as file:
-            file.write(json.dumps({**asdict(self.config), TEXT_SHA256: self.text_sha256}, indent=1) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(aside, self.out / "config.json")
+        with errors_name(self.out):
+            aside.write_text(json.dumps({**asdict(self.config), TEXT_SHA256: self.text_sha256}, indent=1) + "\n")
+            os.replace(aside, self.out / "config.json")
 
     def _on_first(self, call: Callable[[], None]) -> None:
         """Let rank 0 do it; its error is raised on all ranks."""

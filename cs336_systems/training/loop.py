@@ -14,7 +14,7 @@ import math
 import os
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -55,10 +55,9 @@ class RunOptions:
     device: str = "cpu"
 
     def __post_init__(self) -> None:
-        if self.checkpoint_every < 0:
-            raise ValueError(f"checkpoint_every must not be negative, got {self.checkpoint_every}")
-        if self.log_every < 1:
-            raise ValueError(f"log_every must be at least 1, got {self.log_every}")
+        for name, least in (("checkpoint_every", 0), ("log_every", 1)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
         if self.out is None and (self.checkpoint_every or self.resume):
             raise ValueError("out must be given to write or resume from checkpoints")
 
@@ -83,12 +82,10 @@ def train_rank(rank: int, num_ranks: int, config: TrainingConfig, options: RunOp
 
 
 def train(config: TrainingConfig, options: RunOptions | None = None, *, log: Log | None = None) -> TrainingResult:
-    """Run this rank's part; with a wrapper other than none the default process group must be up.
-
-    `log` gets a line before the first step and one every `log_every`.
-    """
+    """Run this rank's part; with a wrapper other than none the default process group must be up."""
     options = RunOptions() if options is None else options
-    corpus = check_text(config, options)  # before a model is built for sequences that it does not have
+    corpus = Corpus.load(options.text)
+    corpus.check(config.model.context_length)  # before a model is built for sequences that it does not have
     device = torch.device("cuda", torch.cuda.current_device()) if options.device == "cuda" else torch.device("cpu")
     rank = dist.get_rank() if config.wrapper != "none" else 0
     trainee = build_trainee(config, device)
@@ -126,16 +123,9 @@ def train(config: TrainingConfig, options: RunOptions | None = None, *, log: Log
     if last == config.steps:
         result.validation_loss = _validate(trainee, corpus, config, device)
         trainee.make_whole()
-        with _precision(trainee, device):
+        with trainee.autocast():
             result.sample = write_text(trainee.module, PROMPT, options.sample_bytes, device=device)
     return result
-
-
-def check_text(config: TrainingConfig, options: RunOptions) -> Corpus:
-    """The text of `options`; ValueError if it is too short for `config`, OSError if it cannot be read."""
-    corpus = Corpus.load(options.text)
-    corpus.check(config.model.context_length)
-    return corpus
 
 
 def share_cores(num_ranks: int) -> None:
@@ -177,7 +167,7 @@ def _step(
         tokens, targets = corpus.sequences(positions, context_length=config.model.context_length, seed=config.seed)
         is_last = micro == config.accumulation - 1
         with nullcontext() if is_last else trainee.no_sync():
-            with _precision(trainee, device):
+            with trainee.autocast():
                 tokens, targets = (trainee.split(one).to(device) for one in (tokens, targets))
                 loss = cross_entropy(trainee.module(tokens), targets) / config.accumulation
             trainee.scaler.scale(loss).backward()
@@ -195,7 +185,7 @@ def _validate(trainee: Trainee, corpus: Corpus, config: TrainingConfig, device: 
     """Mean loss of held-out sequences, computed by every rank alike (sharded weights need all of them)."""
     tokens, targets = corpus.validation_sequences(config.model.context_length, VALIDATION_SEQUENCES)
     total, size = 0.0, config.rank_batch // config.accumulation
-    with torch.no_grad(), _precision(trainee, device):
+    with torch.no_grad(), trainee.autocast():
         for some, wanted in zip(tokens.split(size), targets.split(size)):
             some, wanted = (trainee.split(one).to(device) for one in (some, wanted))
             total += len(some) * cross_entropy(trainee.module(some), wanted).item()
@@ -203,25 +193,15 @@ def _validate(trainee: Trainee, corpus: Corpus, config: TrainingConfig, device: 
 
 
 def write_text(
-    model: Any,
-    prompt: str,
-    num_bytes: int,
-    *,
-    device: torch.device,
-    temperature: float = 0.8,
-    top_p: float | None = None,
-    seed: int = 0,
-) -> str:
+    model: Any, prompt: str, num_bytes: int, *,
+    device: torch.device, temperature: float = 0.8, top_p: float | None = None, seed: int = 0,
+) -> str:  # fmt: skip
     """What `model`, over bytes, writes after `prompt`, on every rank the same; what is no text is shown as U+FFFD."""
     tokens = torch.tensor(list(prompt.encode()), dtype=torch.int64, device=device)
     generator = torch.Generator(device).manual_seed(seed)
     new = generate(model, tokens, num_bytes, temperature, top_p, generator=generator)
     text = bytes(new.tolist()).decode(errors="replace")
     return "".join(c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in text)
-
-
-def _precision(trainee: Trainee, device: torch.device) -> AbstractContextManager[Any]:
-    return nullcontext() if trainee.autocast is None else torch.autocast(device.type, dtype=trainee.autocast)
 
 
 def _mean_over_ranks(pending: list[Tensor], config: TrainingConfig) -> list[float]:

@@ -10,17 +10,27 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from cs336_systems.distributed.context_parallel import split_context, zigzag_split
+from cs336_systems.distributed.ddp_bucketed import BucketedDDP
+from cs336_systems.distributed.ddp_flat import FlatDDP
+from cs336_systems.distributed.ddp_naive import NaiveDDP
+from cs336_systems.distributed.ddp_overlap import OverlapDDP
+from cs336_systems.distributed.fsdp import FSDP
+from cs336_systems.distributed.loss_scale import LossScaler
+from cs336_systems.distributed.sharded_optimizer import ShardedOptimizer
+from cs336_systems.distributed.zero1 import Zero1Optimizer
 from cs336_systems.model import AdamW, build_model, clip_gradients
 from cs336_systems.training.config import TrainingConfig
 
 BETAS = (0.9, 0.95)
-BUCKET_SIZE_MB = 25.0
+DDP = {"naive": NaiveDDP, "flat": FlatDDP, "overlap": OverlapDDP, "bucketed": BucketedDDP}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,8 +40,8 @@ class Trainee:
     module: nn.Module  # tokens -> logits, on this rank's share of the batch
     optimizer: torch.optim.Optimizer
     clip: Callable[[float], Tensor]  # scales all gradients to at most this norm; the norm before
-    autocast: torch.dtype | None  # what the loop must autocast to; None where the wrapper casts by itself
     scaler: torch.amp.GradScaler  # of the loss; does nothing but in float16
+    autocast: Callable[[], AbstractContextManager[Any]] = nullcontext  # around what the module and the loss compute
     finish: Callable[[], None] = lambda: None  # after backward: gradients are the means over all ranks
     no_sync: Callable[[], AbstractContextManager[Any]] = nullcontext  # backward inside it only accumulates
     split: Callable[[Tensor], Tensor] = lambda sequences: sequences  # -> this rank's part of them
@@ -40,26 +50,12 @@ class Trainee:
 
 def build_trainee(config: TrainingConfig, device: torch.device) -> Trainee:
     """The model of `config` with seeded weights on `device`, in its wrapper; the process group must be up."""
-    from cs336_systems.distributed.ddp_bucketed import BucketedDDP
-    from cs336_systems.distributed.ddp_flat import FlatDDP
-    from cs336_systems.distributed.ddp_naive import NaiveDDP
-    from cs336_systems.distributed.ddp_overlap import OverlapDDP
-    from cs336_systems.distributed.fsdp import FSDP
-    from cs336_systems.distributed.loss_scale import LossScaler
-    from cs336_systems.distributed.sharded_optimizer import ShardedOptimizer
-    from cs336_systems.distributed.zero1 import Zero1Optimizer
-
+    dtype = getattr(torch, config.precision.parameters)
     model: nn.Module = build_model(
-        config.model,
-        attention=config.attention,
-        device=device,
-        dtype=getattr(torch, config.precision.parameters),
-        seed=config.seed,
+        config.model, attention=config.attention, device=device, dtype=dtype, seed=config.seed
     )
     parts: dict[str, Any] = {"clip": lambda max_norm: clip_gradients(model.parameters(), max_norm)}
     if config.context_parallel > 1:  # before any wrapper, all of which then average over parts as over sequences
-        from cs336_systems.distributed.context_parallel import split_context, zigzag_split
-
         group, _ = dist.new_subgroups(config.context_parallel)
         parts["make_whole"] = split_context(model, group, "auto" if config.attention == "sdpa" else config.attention)
         place = dist.get_rank(group), config.context_parallel
@@ -68,26 +64,23 @@ def build_trainee(config: TrainingConfig, device: torch.device) -> Trainee:
     scaler = LossScaler(device.type, enabled=autocast == torch.float16)
     options: dict[str, Any] = {"lr": config.learning_rate, "betas": BETAS, "weight_decay": config.weight_decay}
     wrapped: Any = model
-    synchronizes: Any = None  # what averages the gradients
     optimizer: Any
     if config.wrapper == "fsdp":  # gathers weights in low precision, so nothing is autocast
         wrapped, autocast = FSDP(model, compute_dtype=autocast), None
         optimizer = AdamW(wrapped.parameters(), **options)
         parts["clip"] = wrapped.clip_grad_norm_
-    elif config.wrapper == "zero1":  # the optimizer itself reduces the gradients
-        synchronizes = optimizer = Zero1Optimizer(model.parameters(), AdamW, **options)
+    elif config.wrapper == "zero1":
+        optimizer = Zero1Optimizer(model.parameters(), AdamW, **options)
         parts["clip"] = optimizer.clip_grad_norm_
-    elif config.wrapper == "sharded-optimizer":  # behind the overlapped DDP
+    elif config.wrapper == "sharded-optimizer":
         wrapped = OverlapDDP(model)
         optimizer = ShardedOptimizer(model.parameters(), AdamW, **options)
     else:
-        bucketed = lambda model: BucketedDDP(model, bucket_size_mb=BUCKET_SIZE_MB)  # noqa: E731
-        ddp: dict[str, Callable[[nn.Module], nn.Module]] = {
-            "naive": NaiveDDP, "flat": FlatDDP, "overlap": OverlapDDP, "bucketed": bucketed
-        }  # fmt: skip
-        wrapped = ddp[config.wrapper](model) if config.wrapper != "none" else model
+        wrapped = model if config.wrapper == "none" else DDP[config.wrapper](model)
         optimizer = AdamW(model.parameters(), **options)
-    synchronizes = wrapped if wrapped is not model else synchronizes
-    if synchronizes is not None:
+    if autocast is not None:
+        parts["autocast"] = partial(torch.autocast, device.type, dtype=autocast)
+    if config.wrapper != "none":
+        synchronizes = optimizer if config.wrapper == "zero1" else wrapped  # what averages the gradients
         parts |= {"finish": synchronizes.finish_gradient_synchronization, "no_sync": synchronizes.no_sync}
-    return Trainee(module=wrapped, optimizer=optimizer, autocast=autocast, scaler=scaler, **parts)
+    return Trainee(module=wrapped, optimizer=optimizer, scaler=scaler, **parts)

@@ -39,10 +39,9 @@ class UnitPlan:
 def wrap_blocks(model: nn.Module, *, checkpointing: Checkpointing = "none", compiled: bool = False) -> nn.Module:
     """Checkpoint, and compile, the forward of every block of `model` in place; call it before FSDP. Returns `model`.
 
-    From the inside out: compile, checkpoint, shard. The compiler must see the plain forward, with neither hooks nor a
-    recomputation in it. FSDP's hooks must lie outside of the checkpoint: the backward then gathers a block once, before
-    the recomputation, and keeps it for the gradients that follow. Only `forward` is replaced, so that every module
-    stays an instance of its own class under its own name.
+    From the inside out: compile, checkpoint, shard. The compiler must see the plain forward. FSDP's hooks must lie
+    outside of the checkpoint: the backward then gathers a block once, before the recomputation, and keeps it for the
+    gradients that follow. Only `forward` is replaced, so that every module keeps its class and name.
     """
     _require_choice("checkpointing", checkpointing, get_args(Checkpointing))
     blocks = find_blocks(model)
@@ -125,7 +124,7 @@ def plan_units(module: nn.Module, granularity: Granularity) -> list[UnitPlan]:
 def materialize(module: nn.Module, name: str, device: torch.device) -> None:
     """Give the meta tensors that `module` itself owns memory on `device`, and their initial values.
 
-    Raises ValueError naming a module that has no `reset_parameters` to draw them.
+    ValueError naming a module that has no `reset_parameters`.
     """
     own = [*module._parameters.values(), *module._buffers.values()]
     if not any(tensor is not None and tensor.is_meta for tensor in own):

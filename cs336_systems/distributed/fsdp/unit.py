@@ -10,9 +10,9 @@ modules see the whole weights; else they see the shards, which the optimizer wor
 
 A weight of R rows over N ranks is cut into N chunks of ceil(R / N) rows; the last chunks may be shorter or empty. In
 an all-gather every rank sends a whole chunk, padded, so that the padding ends up behind row R and the whole weight is a
-contiguous prefix of what arrives: no copy, no trimming. The wholes of a unit lie in one piece of memory, allocated for
-a gather and given back after use. The tensors stay the same objects throughout, so what autograd saved in the forward
-finds its values again in the backward.
+contiguous prefix of what arrives. The wholes of a unit lie in one piece of memory, allocated for a gather and given
+back after use. The tensors stay the same objects throughout, so what autograd saved in the forward finds its values
+again in the backward.
 
 Memory and streams: every buffer is allocated while the compute stream is current. A side stream starts by waiting for
 the compute stream, and the compute stream waits for the side stream before it uses, or gives up, what that touched. So
@@ -86,8 +86,7 @@ class Window:
     def agree(self, action: str, unit: Unit, weights: int = 0) -> None:
         """RuntimeError naming `unit` where another rank gathers, or reduces (`weights` as bits), something else.
 
-        Unnoticed this rank would get rows of another weight, or wait for ever. The ranks compare the messages of about
-        two steps one by one, and later, at each power of two, all there were.
+        The ranks compare the messages of about two steps one by one, and later, at each power of two, all there were.
         """
         if self.num_ranks == 1:
             return
@@ -170,8 +169,7 @@ class ShardedWeight:
 class RestingParameters(dict[str, Any]):
     """The `_parameters` of a module whose unit is not in use: the shards.
 
-    But code that runs within a pass, as a head that computes `F.linear(h, self.embedding.weight)`, wants the whole: it
-    gets a copy, gathered for this reading alone.
+    But within a pass a head that computes `F.linear(h, self.embedding.weight)` gets the whole, in a copy of its own.
     """
 
     def __init__(self, unit: Unit, shards: dict[str, Any]) -> None:
@@ -300,7 +298,7 @@ class Unit:
     def free(self) -> None:
         """Give the memory of the wholes back, once what is queued on the compute stream has used them.
 
-        RuntimeError naming a weight that was changed: the whole is a copy, and the change is lost.
+        RuntimeError naming a weight that was changed, since the change is lost.
         """
         if self.state is State.REST:
             return
@@ -317,7 +315,7 @@ class Unit:
 
 
 class GradientReducer:
-    """Reduce-scatters the gradients of one unit after the other, on a side stream, at most one in flight.
+    """Reduce-scatters the gradients of one unit after the other, on a side stream.
 
     A second one first lets the compute stream wait for the one before: so at most two units' whole gradients are alive.
     """
@@ -408,9 +406,8 @@ class Lane:
 def gather_rows(outputs: list[Tensor], inputs: list[Tensor], group: dist.ProcessGroup) -> list[Work]:
     """All-gather each of `inputs` into its output, N times as many rows; handles to wait for, none on NCCL.
 
-    On NCCL the list travels as one grouped call on the current stream, each tensor straight into its place. The group
-    is asked directly: torch's functions for it look up, check and log each tensor of a list, on a host that has to stay
-    ahead of the GPU.
+    On NCCL the list travels as one grouped call on the current stream. The group is asked directly: torch's functions
+    for it check and log each tensor of a list, on a host that has to stay ahead of the GPU.
     """
     if not _is_grouped(group):
         pairs = zip(outputs, inputs)

@@ -19,22 +19,20 @@ done, this file when:
 Everything is freed when a forward begins, since the optimizer may have changed the rows, and when a backward ends.
 
 Replicated parameters (norms) keep whole gradients, which `finish_gradient_synchronization` averages in one message.
-Every rank must run the same modules in the same order; the first steps check it. A weight that no rank uses in a step
-keeps no gradient, as in one process. Backwards under `no_sync` put the gradients of sharded weights aside, whole, in no
-`.grad`: the wrapper's `zero_grad` drops them, an optimizer's does not. Which weights are trained is what they say when
-they are wrapped. A weight that is read outside its module while the wrapper's forward runs (`F.linear(h,
-self.embedding.weight)`) is gathered for that reading alone, with nothing to hide it behind.
+Every rank must run the same modules in the same order; the first steps check it. Backwards under `no_sync` put the
+gradients of sharded weights aside, whole, in no `.grad`: the wrapper's `zero_grad` drops them, an optimizer's does not.
+Which weights are trained is what they say when they are wrapped. A weight that is read outside its module while the
+wrapper's forward runs (`F.linear(h, self.embedding.weight)`) is gathered for that reading alone.
 """
 
 from __future__ import annotations
 
 import math
-import weakref
 from collections import defaultdict
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 from weakref import WeakSet
 
@@ -72,10 +70,10 @@ class FSDP(nn.Module, Accumulating):
     Construction raises TypeError or ValueError naming the argument, a parameter of which ranks hold other shapes or one
     with gradient hooks. A step raises RuntimeError naming a unit that only some ranks run, that writes into an argument
     which was cast, or whose gradients shall have a graph, and a parameter that a forward changes or that has hooks;
-    TypeError for a sparse gradient. A forward that raises gives the gathered weights back.
+    TypeError for a sparse gradient.
 
     The optimizer sees this rank's rows alone, and must update each weight element by element or row by row. The first
-    step of one that does not, as Adafactor, whose step depends on the whole matrix, raises ValueError.
+    step of one that does not, as Adafactor, raises ValueError.
     """
 
     def __init__(
@@ -123,13 +121,13 @@ class FSDP(nn.Module, Accumulating):
             self._register_hooks(unit)
         self._trained = [(unit, weight) for unit in self.units for weight in unit.trainable]
         call_at_each_gradient(self, [weight.whole for _, weight in self._trained], FSDP._gradient_arrived)
-        at_each_step = register_optimizer_step_pre_hook(partial(_check_optimizer, weakref.ref(self), WeakSet()))
-        weakref.finalize(self, at_each_step.remove)
+        _MODELS.add(self)
+        _watch_optimizers()
 
     # Construction
 
     def _build_units(self, plans: list[UnitPlan]) -> list[Unit]:
-        """Shard one weight after the other; each is made real, sent by rank 0, cut and freed before the next."""
+        """Shard one weight after the other: each is made real, sent by rank 0, cut and freed before the next."""
         units = [Unit(plan, self._window, self.compute_dtype) for plan in plans]  # while nothing else has memory yet
         for plan in plans:
             plan.parameters.clear()  # but for the modules, the last reference to the whole parameters
@@ -161,7 +159,7 @@ class FSDP(nn.Module, Accumulating):
         return values if sent is values else values.copy_(sent)
 
     def _register_hooks(self, unit: Unit) -> None:
-        """Before all hooks of others, which may compute with the weights (weight_norm), and after them."""
+        """Around the hooks of others, which may compute with the weights (weight_norm)."""
         for entry in unit.entries:
             entry.register_forward_pre_hook(partial(self._before_forward, unit), with_kwargs=True, prepend=True)
             entry.register_forward_hook(partial(self._after_forward, unit), with_kwargs=True, always_call=True)
@@ -230,8 +228,7 @@ class FSDP(nn.Module, Accumulating):
             return  # the hook before has raised
         call = self._calls.pop()
         self._clock += 1
-        # A recomputation in a backward goes back to that.
-        unit.become(call.state_before)
+        unit.become(call.state_before)  # BACKWARD after a recomputation in one
         if any(not cast.is_inference() and cast._version for cast in call.casts):
             raise RuntimeError(f"{unit.name!r} must not write into its arguments unless they are {self.compute_dtype}")
         outputs: list[Tensor] = []
@@ -321,9 +318,9 @@ class FSDP(nn.Module, Accumulating):
                 unit.free()
 
     def finish_gradient_synchronization(self) -> None:
-        """Wait (on a GPU: let the stream wait) for the gradients; call it after backward, before the optimizer.
+        """Call after backward, before the optimizer: afterwards this rank has its rows of the mean gradients.
 
-        It reduces what was put aside under `no_sync`, if no backward has come since. RuntimeError within `no_sync`.
+        On a GPU the stream waits for them, not the host. RuntimeError within `no_sync`.
         """
         self.check_sending()
         for unit in self.units:
@@ -346,7 +343,7 @@ class FSDP(nn.Module, Accumulating):
 
     @torch.no_grad()
     def _average_replicated(self, parameters: list[nn.Parameter]) -> None:
-        """Average whole gradients in one message; a gradient that no rank has stays None."""
+        """Average whole gradients in one message; one that no rank has stays None."""
         is_used = torch.ones(len(parameters), dtype=parameters[0].dtype, device=self.device)
         pieces = []
         for index, parameter in enumerate(parameters):
@@ -371,10 +368,7 @@ class FSDP(nn.Module, Accumulating):
         super().zero_grad(set_to_none)
 
     def clip_grad_norm_(self, max_norm: float, eps: float = 1e-6) -> Tensor:
-        """Clip all gradients as `clip_shards` does; returns the whole model's norm, on each rank.
-
-        Call it after `finish_gradient_synchronization`; RuntimeError where gradients still wait for that.
-        """
+        """As `clip_shards`, after `finish_gradient_synchronization`; RuntimeError where gradients wait for that."""
         if any(weight.accumulated is not None for weight in self.weights.values()):
             raise RuntimeError("gradients wait that no_sync put aside: call finish_gradient_synchronization() first")
         trained = [weight.shard for weight in self.weights.values() if weight.shard.requires_grad]
@@ -408,20 +402,30 @@ class FSDP(nn.Module, Accumulating):
         return [unit.name for unit in self.units if unit.state is not State.REST]
 
 
-def _check_optimizer(model: Any, checked: WeakSet[Any], optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """ValueError before the first step of an optimizer over rows of `model` that does not update them row by row."""
-    if optimizer in checked:
+_MODELS: WeakSet[FSDP] = WeakSet()
+_CHECKED: WeakSet[torch.optim.Optimizer] = WeakSet()
+
+
+@cache
+def _watch_optimizers() -> None:
+    """Once and for good: a hook that goes with its model would go in the middle of a step, where that is collected."""
+    register_optimizer_step_pre_hook(_check_optimizer)
+
+
+def _check_optimizer(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """ValueError before the first step of an optimizer over rows that does not update them row by row."""
+    if optimizer in _CHECKED:
         return
-    shards = {weight.shard for weight in model().weights.values()}
+    shards = {weight.shard for model in _MODELS for weight in model.weights.values()}
     if any(parameter in shards for group in optimizer.param_groups for parameter in group["params"]):
         check_elementwise(type(optimizer), optimizer.defaults, rows=True)
-    checked.add(optimizer)
+    _CHECKED.add(optimizer)
 
 
 class ExecutionOrder:
     """The units in the order of the pass before (`expected`) and of this one (`seen`), to gather the next ones ahead.
 
-    A wrong guess costs a gather that nobody uses, never a wrong result: what a unit needs is gathered when it starts.
+    A wrong guess costs a gather that nobody uses, never a wrong result.
     """
 
     def __init__(self) -> None:
@@ -429,7 +433,7 @@ class ExecutionOrder:
         self.seen: list[Any] = []
 
     def begin(self, expected: list[Any] | None = None) -> None:
-        """Start a pass; without `expected` it is taken to go like the one before."""
+        """Start a pass, which without `expected` will go like the one before."""
         self.expected, self.seen = expected or self.seen or self.expected, []
 
     def visit(self, unit: Any) -> int:
