@@ -31,6 +31,7 @@ import numpy as np
 import pytest
 import torch
 
+from cs336_systems.device import interpret_kernels
 from tests import gpu_record
 from tests.gpu_record import GpuRow, GpuTest
 
@@ -46,7 +47,7 @@ if find_spec("hypothesis") is not None:
 # Without a GPU, Triton's kernels run in its interpreter. `@triton.jit` chooses when it decorates, so this must be set
 # before any test module loads a kernel.
 if not HAS_CUDA:
-    os.environ["TRITON_INTERPRET"] = "1"
+    interpret_kernels()
 
 
 @pytest.fixture(scope="session", autouse=True)

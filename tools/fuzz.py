@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import os
 import random
 import sys
 import time
@@ -90,7 +89,9 @@ def main(arguments: list[str]) -> int:
     options = parser.parse_args(arguments)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cpu":
-        os.environ["TRITON_INTERPRET"] = "1"
+        from cs336_systems.device import interpret_kernels
+
+        interpret_kernels()
     seeds = random.SystemRandom()
     end, count = time.monotonic() + options.seconds, 0
     while count == 0 or (options.seed is None and time.monotonic() < end):

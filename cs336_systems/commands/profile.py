@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
 import shlex
@@ -57,7 +56,7 @@ def profile(
     """Run one case under a profiler: where the time goes, as tables, and a trace for https://ui.perfetto.dev."""
     with one_line_errors():
         from cs336_systems.config import RunConfig
-        from cs336_systems.device import get_device_info, resolve_device
+        from cs336_systems.device import get_device_info, interpret_kernels, resolve_device
         from cs336_systems.measure.vendor import TOOLS
 
         kind = resolve_device(device)
@@ -68,8 +67,8 @@ def profile(
         if tool != "torch" and kind != "cuda" and not print_only:
             raise ValueError(f"--tool {tool} needs a CUDA device; --tool torch profiles a CPU, too")
         interprets = kind == "cpu" and not {"triton", "triton_first"}.isdisjoint((implementation, attention))
-        if interprets and importlib.util.find_spec("triton") is not None:
-            os.environ["TRITON_INTERPRET"] = "1"  # before the kernels are loaded
+        if interprets:
+            interpret_kernels()
         os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # or the profiler's library prints its start and stop
         from cs336_systems.experiments.profiled import check_case, parse_case
         from cs336_systems.experiments.worker import search_current_folder

@@ -12,13 +12,11 @@ What fits none of these is a class of its own with `chart(frame)` in the experim
 from __future__ import annotations
 
 import hashlib
-import importlib.util
+import importlib
 import json
 import math
-import sys
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import pandas as pd
@@ -29,20 +27,19 @@ if TYPE_CHECKING:
     import altair as alt
 
 
-def _loaded_when_used(name: str) -> ModuleType:
-    """The package, which is imported at its first use."""
-    if name in sys.modules:
-        return sys.modules[name]
-    spec = importlib.util.find_spec(name)
-    assert spec is not None and spec.loader is not None, f"{name} is a dependency"
-    loader = importlib.util.LazyLoader(spec.loader)
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    loader.exec_module(module)
-    return module
+class _Altair:
+    """The package, imported at its first use: two seconds, which a process that measures and draws nothing can spare.
+
+    Not importlib's LazyLoader, whose module is loaded by whatever looks through `sys.modules`, as torch's custom
+    operators do.
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(importlib.import_module("altair"), name)
 
 
 if not TYPE_CHECKING:
-    alt = _loaded_when_used("altair")  # takes two seconds, which a process that measures and draws nothing can spare
+    alt = _Altair()
 
 RANGE_OF_LOG = 10  # largest over smallest, from which on an axis is logarithmic
 WIDTH, HEIGHT = 640, 320  # of a figure of one panel

@@ -152,8 +152,9 @@ def _serve(pipe: Connection, run: RunConfig, log: Path, interpret: bool, environ
     _redirect_output(log)
     search_current_folder()  # a reader's own model or implementation
     if interpret:
-        # Before triton is imported: its own library of jitted functions must be interpreted with the kernels.
-        os.environ["TRITON_INTERPRET"] = "1"
+        from cs336_systems.device import interpret_kernels
+
+        interpret_kernels()  # before triton is imported: its own jitted functions must be interpreted, too
     import torch
     import torch._dynamo
     import torch._functorch.config

@@ -32,6 +32,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from cs336_systems.device import interpret_kernels
 from cs336_systems.grading.checks import CHECKS, Adapters, Check, NotImplementedYet, Skipped
 from cs336_systems.grading.counting import count_messages
 
@@ -213,8 +214,9 @@ def serve() -> None:
     os.dup2(2, 1)  # what is printed goes elsewhere
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # look for a GPU without beginning to use it: forks may
     if not torch.cuda.is_available():
-        os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported, which the next line does
-    importlib.import_module("torch._dynamo")  # optimizers and compiled code import it, which takes long
+        interpret_kernels()  # before Triton is imported, which the next line does
+    for module in ("torch._dynamo", "torch._inductor.compile_fx"):  # optimizers, and whatever compiles, import these
+        importlib.import_module(module)  # for seconds, which each process of each check would take
 
     from cs336_systems.grading import ddp, flash, fsdp, optimizer  # noqa: F401 - they register their checks
 
