@@ -55,7 +55,7 @@ PATTERNS = {
     "anti-diagonal": [[0, 0, 0, 1], [0, 0, 1, 0], [0, 1, 0, 0], [1, 0, 0, 0]],
     "row-and-column-dead": [[1, 0, 1, 0], [0, 0, 0, 0], [1, 0, 1, 1], [0, 0, 1, 1]],
 }
-A_SKIP_BEFORE_A_LIVE_TILE = [name for name in PATTERNS if name != "last-tile-dead"]
+A_SKIP_BEFORE_A_LIVE_TILE = ["first-tile-dead", "checkerboard", "row-and-column-dead"]
 
 
 @pytest.fixture
@@ -90,6 +90,7 @@ def worst_error(q: Tensor, k: Tensor, v: Tensor, grad_output: Tensor, mask: Bloc
 # A1: skipping is correct
 
 
+@pytest.mark.slow_if(device="cpu", dtype="float16")
 @pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", DTYPES)

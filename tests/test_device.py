@@ -190,6 +190,13 @@ def test_model_flops_utilization() -> None:
 # Compilers and the interpreter
 
 
+def test_g9_the_recommended_dtype_is_the_fastest_to_trust() -> None:
+    by_capability = {(6, 1): "float32", (7, 0): "float16", (7, 5): "float16", (8, 0): "bfloat16", (9, 0): "bfloat16"}
+    for capability, dtype in by_capability.items():
+        assert device.recommended_dtype(capability) == dtype
+    assert device.recommended_dtype(None) == "float32"
+
+
 def test_compilers_are_looked_for_and_may_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
     for variable in ("CC", "CXX"):
         monkeypatch.delenv(variable, raising=False)

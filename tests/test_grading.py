@@ -182,7 +182,8 @@ def test_the_command_prints_json_and_exits_by_the_points(grader: Grader, monkeyp
         (["nowhere.py"], "nowhere.py is not a file"),
         (["tests/adapters.py", "--edition", "2024"], "--edition must be one of 2025, 2026, got 2024"),
         (["tests/adapters.py", "--problem", "nsys_profile"], "nsys_profile is measured, not graded by running"),
-        (["tests/adapters.py", "--problem", "fsdp", "--edition", "2025"], "unknown problem 'fsdp'; graded are flash"),
+        (["tests/adapters.py", "--problem", "flash"], "unknown problem 'flash'; graded are flash_forward"),
+        (["tests/adapters.py", "--problem", "fsdp", "--edition", "2025"], "fsdp is a problem of 2026, not of 2025"),
     ],
 )
 def test_wrong_arguments_are_one_line(arguments, message, monkeypatch):

@@ -1,4 +1,4 @@
-"""Masks that are none (A10), SDPA's bool masks, and neighbourhoods on a grid (G8)."""
+"""Causality (G6), masks that are none (A10), SDPA's bool masks, and neighbourhoods on a grid (G8)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 import cs336_systems.attention.api as api
-from cs336_systems.attention import flash_attention
+from cs336_systems.attention import flash_attention, flash_attention_varlen
+from cs336_systems.attention.dilated import dilated_attention, longnet_attention
+from cs336_systems.attention.dynamic import shared_keys_attention
 from cs336_systems.attention.masks import BlockMask, neighbourhood_mask, parse_mask
 from cs336_systems.cli import app
 from cs336_systems.grids import hilbert_order, neighbourhood_block_density, row_major_order
@@ -16,6 +18,57 @@ from cs336_systems.grids import hilbert_order, neighbourhood_block_density, row_
 
 def randn(*shape: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(0))
+
+
+# Causality
+
+TOKENS, EDITED = 97, 50
+
+
+def masked(pattern: str):
+    mask = parse_mask(pattern, seqlen=TOKENS, block_size=32)
+    return lambda q, k, v: flash_attention(q, k, v, block_mask=mask, backend="tiled")
+
+
+def packed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    ends = torch.tensor([0, 33, TOKENS], dtype=torch.int32)
+    rows = [x[0].transpose(0, 1) for x in (q, k, v)]
+    output = flash_attention_varlen(*rows, ends, ends, TOKENS, TOKENS, is_causal=True, backend="tiled")
+    assert isinstance(output, Tensor)
+    return output.transpose(0, 1)[None]
+
+
+CAUSAL = {
+    **{pattern: masked(pattern) for pattern in (
+        "causal", "window:24", "document:40,57+causal", "dilated:32/2+causal", "random:0.5+causal",
+        "tokens:0.5+causal", "topk:7", "shared:20+causal",
+    )},
+    "is_causal": lambda q, k, v: flash_attention(q, k, v, is_causal=True, backend="tiled"),
+    "packed": packed,
+    "dilated": lambda q, k, v: dilated_attention(
+        q, k, v, segment_length=64, dilation_rate=4, is_causal=True, backend="tiled"
+    ),
+    "longnet": lambda q, k, v: longnet_attention(q, k, v, [(16, 1), (64, 4)], is_causal=True, backend="tiled"),
+    "shared keys": lambda q, k, v: shared_keys_attention(
+        q, k, v, randn(1, 2, TOKENS), num_keys=20, is_causal=True, backend="tiled"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", CAUSAL)
+def test_g6_a_token_changes_no_row_before_it_nor_its_gradients(kind):
+    def run(edit: float) -> list[Tensor]:
+        leaves = list(torch.randn(3, 1, 2, TOKENS, 8, generator=torch.Generator().manual_seed(1)))
+        for x in leaves:
+            x[:, :, EDITED] += edit
+        leaves = [x.requires_grad_() for x in leaves]
+        output = CAUSAL[kind](*leaves)
+        before = output[:, :, :EDITED]
+        return [before.detach(), *torch.autograd.grad(before.square().sum(), leaves)]
+
+    for result, other in zip(run(0.0), run(1.0)):
+        assert torch.equal(result, other)
+        assert result[:, :, :EDITED].any() and not result[:, :, EDITED:].any()
 
 
 # The dense form

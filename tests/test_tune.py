@@ -99,6 +99,7 @@ def shipped(reports) -> list[CompileReport]:
     return [reports[request] for request in SHIPPED]
 
 
+@pytest.mark.slow
 def test_shipped_rows_of_hopper_compile_and_fit(shipped):
     assert len(shipped) >= 12
     for report in shipped:
@@ -107,6 +108,7 @@ def test_shipped_rows_of_hopper_compile_and_fit(shipped):
         assert 32 < report.registers <= 255, report
 
 
+@pytest.mark.slow
 def test_the_estimate_of_shared_memory_is_near_the_compiler_s(shipped):
     for report in shipped:
         request = report.request
@@ -114,6 +116,7 @@ def test_the_estimate_of_shared_memory_is_near_the_compiler_s(shipped):
         assert report.shared_bytes <= estimate <= 1.25 * report.shared_bytes, report
 
 
+@pytest.mark.slow
 def test_shipped_rows_of_hopper_neither_spill_nor_wait(shipped):
     if triton_version() != JUDGE:
         pytest.skip(f"registers are judged with triton {JUDGE}, and this is {triton_version()}")

@@ -79,7 +79,10 @@ def chosen_problems(name: str | None = None, edition: int | None = None) -> list
     names = ", ".join(problem.name for problem in graded)
     if name in HANDOUT and HANDOUT[name].answer != "graded":
         raise ValueError(f"{name} is {HANDOUT[name].answer}, not graded by running adapters; graded are {names}")
-    if name not in [problem.name for problem in graded]:
+    if name in HANDOUT and HANDOUT[name] not in graded:
+        editions = ", ".join(map(str, HANDOUT[name].editions))
+        raise ValueError(f"{name} is a problem of {editions}, not of {edition}; graded are {names}")
+    if name not in HANDOUT:
         raise ValueError(f"unknown problem {name!r}; graded are {names}")
     return [HANDOUT[name]]
 
