@@ -509,7 +509,6 @@ def test_handout_grids_are_the_handouts():
     assert {("recursive", "eager"), ("selective", "eager"), ("none", "eager")} <= groups
 
 
-@pytest.mark.problem("memory_profiling", 4)
 @pytest.mark.parametrize("context, implementation", [(128, "eager"), (2048, "simulated")])
 def test_a_blocks_gradients_are_read_off_the_published_timeline(context, implementation):
     """Where they are four matrices of attention and three of the feed-forward network: 400 MiB."""

@@ -39,11 +39,14 @@ def test_answer():
 """
 
 
-@pytest.fixture(params=["cs336-basics/cs336_basics", "cs336_basics"])
+LAYOUTS = ["cs336-basics/cs336_basics", "cs336_basics"]
+
+
+@pytest.fixture
 def checkout(request, tmp_path: Path) -> Path:
     """A checkout laid out like the course's: tests, their adapters, cs336_basics and a cs336_systems to shadow ours."""
     root = tmp_path / "assignment2-systems"
-    basics = root / request.param
+    basics = root / getattr(request, "param", LAYOUTS[0])
     for folder in (root / "tests", basics, root / "cs336_systems"):
         folder.mkdir(parents=True, exist_ok=True)
     (root / "tests/__init__.py").write_text("")
@@ -69,6 +72,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
+@pytest.mark.parametrize("checkout", LAYOUTS, indirect=True)
 def test_course_tests_run_against_our_adapters_and_leave_the_checkout_alone(checkout, adapters, capfd):
     before = contents(checkout)
     assert course_tests.run(checkout, adapters) == 0
