@@ -252,7 +252,8 @@ def _stages_of(chosen: list[str], implementations: list[str] | None) -> list[str
         raise ValueError("give --stages or --implementation, not both")
     for name in chosen:
         if "stages" not in PROBLEMS[name].tables:
-            raise ValueError(f"--stages has no effect on {name}, which does not compare our stages of attention")
+            able = ", ".join(other for other, problem in PROBLEMS.items() if "stages" in problem.tables)
+            raise ValueError(f"--stages has no effect on {name}; problems with a table of stages: {able}")
     return list(STAGES)
 
 
