@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from cs336_systems.attention import BlockMask, explain_backend, flash_attention
+from cs336_systems.attention.backends import AttentionLayout
 from cs336_systems.attention.contract import compute_oracle
 from cs336_systems.config import AttentionShape, DTypeName, RunConfig
 from cs336_systems.experiments.attention import checked_error
@@ -63,7 +64,6 @@ class AttentionStages(Experiment):
             Cell(case=case, implementation=name, rows=tuple(ROWS[stage] for stage in stages_of(case.call)))
             for case in cases
             for name in self.implementations
-            if (case.call, name) != ("window", "hopper")
         ]
 
     def measure(self, cell: Cell, run: RunConfig) -> Iterator[Sample]:
@@ -125,7 +125,8 @@ def staged_call(
     dtype = getattr(torch, case.dtype)
     lowered = [x.to(dtype) for x in (q, k, v, grad_output)]
     try:
-        explain_backend(lowered[0], lowered[1], backend=backend)
+        layout: AttentionLayout = "block_mask" if case.call == "window" else "dense"
+        explain_backend(lowered[0], lowered[1], backend=backend, layout=layout)
     except ValueError as error:
         raise Unsupported(str(error)) from None
     leaves = [x.requires_grad_() for x in (q, k, v)]
