@@ -12,7 +12,6 @@ from torch import Tensor
 from cs336_systems.attention import attention_reference, flash_attention, flash_attention_varlen
 from cs336_systems.attention.backends import available_backends
 from cs336_systems.attention.masks import BlockMask
-from cs336_systems.attention.triton.first import FlashAttentionTritonFirst
 
 SEQLEN, TILE, ROW = 256, 128, 200  # of attention, the longest side of a CPU's tiles, the row that is not finite
 BACKENDS = ["reference", "compiled", "tiled", "triton_first", "triton"]  # test_hopper.py has the last
@@ -22,11 +21,8 @@ def attend(backend: str, q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> dict[
     if (why := available_backends()[backend]) != "ok":
         pytest.skip(why)
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-    if backend == "triton_first":
-        output = FlashAttentionTritonFirst.apply(*leaves, True)
-    else:
-        output = flash_attention(*leaves, is_causal=True, backend=backend)
-        assert isinstance(output, Tensor)
+    output = flash_attention(*leaves, is_causal=True, backend=backend)
+    assert isinstance(output, Tensor)
     names = ("output", "grad_q", "grad_k", "grad_v")
     return dict(zip(names, (output.detach(), *torch.autograd.grad(output, leaves, grad))))
 

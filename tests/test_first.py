@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from cs336_systems.attention.api import flash_attention
 from cs336_systems.attention.contract import compute_oracle, contract_errors
 from cs336_systems.attention.reference import attention_reference
 from cs336_systems.attention.triton import first
-from cs336_systems.attention.triton.first import FlashAttentionTritonFirst, flash_forward_first
+from cs336_systems.attention.triton.first import flash_forward_first
 
 COVERS = (
     "cs336_systems/attention/contract.py", "cs336_systems/attention/reference.py", "cs336_systems/attention/tiled.py",
@@ -40,10 +41,9 @@ def draw(leading: tuple[int, ...], queries: int, keys: int, head_dim: int, dtype
 
 def run(q: Tensor, k: Tensor, v: Tensor, grad_output: Tensor, is_causal: bool) -> dict[str, Tensor]:
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-    output = FlashAttentionTritonFirst.apply(*leaves, is_causal)
-    _, lse = flash_forward_first(q, k, v, is_causal, q.shape[-1] ** -0.5)
+    output, lse = flash_attention(*leaves, is_causal=is_causal, return_lse=True, backend="triton_first")
     return dict(zip(("output", "lse", "grad_q", "grad_k", "grad_v"), (
-        output.detach(), lse, *torch.autograd.grad(output, leaves, grad_output)
+        output.detach(), lse.detach(), *torch.autograd.grad(output, leaves, grad_output)
     )))  # fmt: skip
 
 
@@ -107,7 +107,7 @@ def test_saves_one_tensor_of_a_number_a_query(device):
     q, k, v, _ = (x.requires_grad_() for x in draw((2, 3), 64, 64, 16, torch.float32, device))
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x.shape) or x, lambda x: x):
-        FlashAttentionTritonFirst.apply(q, k, v)
+        flash_attention(q, k, v, backend="triton_first")
     assert sorted(map(len, saved)) == [3, 4, 4, 4, 4] and (2, 3, 64) in saved
 
 
@@ -117,21 +117,19 @@ def tensor(*size: int, **options) -> Tensor:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="of tensors on a CPU, interpreted")
 @pytest.mark.parametrize(("inputs", "error", "message"), [
-    ([tensor(1, 64, 16), tensor(1, 100, 16)], ValueError, "keys in whole tiles of 64, at least one, got 100"),
-    ([tensor(1, 0, 16), tensor(1, 64, 16)], ValueError, "queries in whole tiles of 64, at least one, got 0"),
+    ([tensor(1, 64, 16), tensor(1, 100, 16)], ValueError, "keys in whole tiles of 64, got 100"),
     ([tensor(1, 64, 40)], ValueError, "a head_dim of 16, 32, 64, 128, got 40"),
     ([tensor(1, 64, 256)], ValueError, "a head_dim of 16, 32, 64, 128, got 256"),
-    ([tensor(0, 64, 16)], ValueError, r"1 to 65,535 sequences \(batch · heads\), got 0"),
-    ([tensor(1, 1, 1, 16).expand(70000, 1, 64, 16)], ValueError, "1 to 65,535 sequences .*got 70,000"),
-    ([tensor(1, 64, 16, dtype=torch.float64)], ValueError, "float32, float16 or bfloat16, got torch.float64"),
+    ([tensor(1, 1, 1, 16).expand(70000, 1, 64, 16)], ValueError, "at most 65,535 sequences .*got 70,000"),
+    ([tensor(1, 64, 16, dtype=torch.float64)], ValueError, "triton takes float32, float16, bfloat16, not float64"),
     ([tensor(1, 64, 16, dtype=torch.bfloat16)], ValueError, "wrong bfloat16 products"),
-    ([tensor(2, 64, 16), tensor(1, 64, 16)], ValueError, r"k must have shape \(2, 1, 64, 16\)"),
+    ([tensor(2, 64, 16), tensor(1, 64, 16)], ValueError, "k must have q's 2 heads"),
     ([tensor(1, 64, 16), tensor(1, 64, 16), None], TypeError, "v must be a torch.Tensor, got NoneType"),
 ], ids=str)  # fmt: skip
 def test_refuses_what_it_cannot(inputs, error, message):
     q, k, v = inputs if len(inputs) == 3 else (inputs[0], inputs[-1], inputs[-1])
     with pytest.raises(error, match=message):
-        FlashAttentionTritonFirst.apply(q, k, v)
+        flash_attention(q, k, v, backend="triton_first")
 
 
 def test_refuses_grouped_heads_and_the_cpu_without_the_interpreter(monkeypatch):

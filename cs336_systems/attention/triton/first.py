@@ -11,12 +11,10 @@ Phases of a program
 
 What `attention/triton/forward.py` adds: lengths that are no multiple of a tile, any head dim, grouped heads, loops with
 and without a mask, exponentials in base 2, tiles by a table, tiles loaded by Hopper's copy engine, kernels for the
-backward. Usage: `FlashAttentionTritonFirst.apply(q, k, v, is_causal)`.
+backward. Usage: `flash_attention(q, k, v, is_causal=True, backend="triton_first")`.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 import triton
@@ -26,17 +24,11 @@ from torch import Tensor
 
 from cs336_systems.attention.operator import AttentionOperator
 from cs336_systems.attention.tiled import tiled_backward
-from cs336_systems.attention.validation import (
-    check_attention_inputs,
-    check_flags,
-    refuse_double_backward,
-    without_autocast,
-)
+from cs336_systems.attention.validation import without_autocast
 
 TILE = 64  # rows of a tile of queries and of one of keys
 HEAD_DIMS = (16, 32, 64, 128)  # tl.arange wants powers of two, and tiles of more columns do not fit every GPU
 MAX_SEQUENCES = 65535  # the second dimension of a CUDA grid
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # Where m starts. Finite: a tile whose scores are all -inf then gives exp(-inf - m) = 0, and not exp(-inf + inf) = NaN.
 LOWEST = tl.constexpr(-3.4028234663852886e38)
 
@@ -122,8 +114,6 @@ def check_first(q: Tensor, k: Tensor, v: Tensor) -> None:
 
     if not q.is_cuda and not triton.knobs.runtime.interpret:
         refuse("tensors on a GPU, or any under TRITON_INTERPRET=1", f"tensors on {q.device}")
-    if q.dtype not in DTYPES:
-        refuse("float32, float16 or bfloat16", q.dtype)
     if q.dtype == torch.bfloat16 and triton.knobs.runtime.interpret:
         refuse("float32 or float16 in Triton's interpreter, which computes wrong bfloat16 products", q.dtype)
     if k.shape[:-2] != q.shape[:-2]:
@@ -131,41 +121,11 @@ def check_first(q: Tensor, k: Tensor, v: Tensor) -> None:
     if q.shape[-1] not in HEAD_DIMS:
         refuse(f"a head_dim of {', '.join(map(str, HEAD_DIMS))}", q.shape[-1])
     for name, x in (("queries", q), ("keys", k)):
-        if x.shape[-2] == 0 or x.shape[-2] % TILE:
-            refuse(f"{name} in whole tiles of {TILE}, at least one", x.shape[-2])
+        if x.shape[-2] % TILE:
+            refuse(f"{name} in whole tiles of {TILE}", x.shape[-2])
     num_sequences = q.shape[:-2].numel()
-    if not 0 < num_sequences <= MAX_SEQUENCES:
-        refuse(f"1 to {MAX_SEQUENCES:,} sequences (batch · heads)", f"{num_sequences:,}")
-
-
-class FlashAttentionTritonFirst(torch.autograd.Function):
-    """`apply(q, k, v, is_causal=False)` on (..., seq, head_dim) tensors whose lengths are multiples of TILE.
-
-    Saves one tensor of shape (..., queries), the log-sum-exp, beside q, k, v and the output. TypeError or ValueError
-    for what the kernel does not take.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        q: Float[Tensor, "... queries head_dim"],
-        k: Float[Tensor, "... keys head_dim"],
-        v: Float[Tensor, "... keys head_dim"],
-        is_causal: bool = False,
-    ) -> Float[Tensor, "... queries head_dim"]:
-        check_flags(is_causal=is_causal)
-        check_attention_inputs(*(x.unsqueeze(-3) if isinstance(x, Tensor) and x.ndim > 1 else x for x in (q, k, v)))
-        ctx.is_causal, ctx.scale = is_causal, q.shape[-1] ** -0.5
-        output, lse = flash_forward_first(q, k, v, is_causal, ctx.scale)
-        ctx.save_for_backward(q, k, v, output, lse)
-        return output
-
-    @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, output, lse = ctx.saved_tensors
-        with torch.no_grad(), without_autocast(q):
-            grads = tiled_backward(q, k, v, output, lse, grad_output, None, ctx.is_causal, ctx.scale)
-        return *refuse_double_backward(grads, q, k, v, grad_output), None
+    if num_sequences > MAX_SEQUENCES:
+        refuse(f"at most {MAX_SEQUENCES:,} sequences (batch · heads)", f"{num_sequences:,}")
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, config: str) -> tuple[Tensor, Tensor]:
