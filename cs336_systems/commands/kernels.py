@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
+
+from cs336_systems.commands.sweeps import progress_bar
 
 if TYPE_CHECKING:
     from cs336_systems.attention.compilation import CompileReport, CompileRequest
@@ -68,14 +69,12 @@ def compile_with_progress(requests: Sequence[CompileRequest], jobs: int | None =
     """Reports of `requests` in their order, under a progress bar."""
     from cs336_systems.attention.compilation import check_jobs, compile_configs
 
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     found = {}
     check_jobs(jobs)
-    if not console.is_terminal:
-        print(f"compiling {len(requests)} kernels, some seconds each", file=sys.stderr, flush=True)
-    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
-        task = progress.add_task("compiling", total=len(requests))
+    with progress_bar() as progress:
+        if progress.disable:
+            print(f"compiling {len(requests)} kernels, some seconds each", file=sys.stderr, flush=True)
+        task = progress.add_task("compiling", total=len(requests), cell="")
         for report in compile_configs(requests, jobs=jobs):
             found[report.request] = report
             progress.advance(task)

@@ -3,40 +3,30 @@
 from __future__ import annotations
 
 import importlib.util
-import math
 import os
-import signal
 import tempfile
 import time
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections import Counter
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from cs336_systems.commands.shared import (
     EXIT_NOTHING_MEASURED,
-    EXIT_SIGNAL,
     DeviceOption,
     ResultsOption,
     one_line_errors,
-    termination_interrupts,
     unknown_problem,
     wait_briefly,
 )
-from cs336_systems.measure.text import in_one_line
+from cs336_systems.commands.sweeps import check_sweep_options, measure_shown, measuring
 
 if TYPE_CHECKING:
     from cs336_systems.config import RunConfig
     from cs336_systems.experiments.harness import Sweep
-    from cs336_systems.experiments.records import Record
     from cs336_systems.experiments.spec import Cell
-
-LONGEST_MESSAGE = 300  # characters of a failure on the terminal; the record has all of it
 
 
 def run(
@@ -72,10 +62,7 @@ def run(
 
         kind = resolve_device(device)
         chosen = _choose_problems(problems or [], run_all)
-        if rerun not in ("none", "failed", "all"):
-            raise ValueError(f"--rerun must be none, failed or all, got {rerun!r}")
-        if time_budget is not None and not (math.isfinite(time_budget) and time_budget > 0):
-            raise ValueError(f"--time-budget must be a positive number of seconds, got {time_budget}")
+        check_sweep_options(rerun, time_budget)
         part = Shard.parse(shard)
         if scale == "auto":
             scale = "handout" if kind == "cuda" else "smoke"
@@ -123,21 +110,11 @@ def run(
         typer.echo(f"{what} at scale {scale} into {folder}", err=True)
     totals: Counter[str] = Counter()
     started = time.monotonic()
-    try:
-        with termination_interrupts():
-            for name in chosen:
-                left = None if time_budget is None else time_budget - (time.monotonic() - started)
-                totals += _run_problem(sweep, name, *pending[name], left)
-            sweep.worker.stop()
-    except OSError as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(EXIT_NOTHING_MEASURED) from None
-    except KeyboardInterrupt as interrupt:
-        typer.echo(f"interrupted: finished cells are in {folder}; the same command continues", err=True)
-        raise typer.Exit(EXIT_SIGNAL + getattr(interrupt, "signal_number", signal.SIGINT)) from None
-    finally:
-        sweep.worker.kill()  # also where the interrupt came between two cells
-        sweep.unlock()
+    with measuring(sweep):
+        for name in chosen:
+            left = None if time_budget is None else time_budget - (time.monotonic() - started)
+            totals += _run_problem(sweep, name, *pending[name], left)
+        sweep.worker.stop()
     for name in chosen if stages else ():
         _show_stages(name, sweep)
     typer.echo(f"records: {folder / 'records'}")
@@ -155,71 +132,19 @@ def _run_problem(
     """
     start = time.monotonic()
     measure = partial(sweep.measure, cells, time_budget_s=time_budget_s, keep_worker=True)
-    measured = _measure_shown(name, cells, measure)[name]
-    seconds = time.monotonic() - start
-    return _summarize(name, measured, finished, len(cells), f" in {seconds:.0f} s")
-
-
-def _measure_shown(
-    title: str, cells: list[Cell], measure: Callable[..., Iterator[list[Record]]]
-) -> defaultdict[str, Counter[str]]:
-    """Iterate over `measure`, which says what it starts, under a progress bar; cells by problem and status."""
-    from cs336_systems.experiments.harness import cell_status
-
-    measured: defaultdict[str, Counter[str]] = defaultdict(Counter)
-    failures: dict[tuple[str, str, str], dict[str, None]] = {}  # the cases of each, all in their order
-    console = Console(stderr=True)
-    columns = (
-        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
-        TextColumn("{task.fields[cell]}"),
-    )  # fmt: skip
-    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
-        task = progress.add_task(title, total=len(cells), cell="")
-
-        def show(cell: Cell) -> None:
-            progress.update(task, cell=f"{cell.implementation} {describe_case(cell.case)}")
-
-        for records in measure(started=show):
-            measured[records[0].problem][cell_status(record.status for record in records)] += 1
-            failed = [record for record in records if record.status == "failed"]
-            for r in failed:
-                failures.setdefault((r.problem, r.implementation, r.message), {})[describe_case(r.case)] = None
-            progress.advance(task)
-        progress.update(task, cell="")
-    if failures:
-        for (problem, name, message), cases in failures.items():
-            first, more = next(iter(cases)), f" and {len(cases) - 1} more" if len(cases) > 1 else ""
-            text = in_one_line(f"{problem}: {name} failed ({first}{more}): {message}")
-            typer.echo(f"  {text[:LONGEST_MESSAGE]}", err=True)
-    return measured
-
-
-def _summarize(name: str, measured: Counter[str], finished: Counter[str], todo: int, duration: str) -> Counter[str]:
-    """Print what a problem's cells came to, those of former runs included; the counts."""
+    measured = measure_shown(name, cells, measure)[name]
     counts = Counter({f"{status} before": count for status, count in finished.items()}) + measured
-    left = todo - measured.total()
+    left = len(cells) - measured.total()
     hint = " (--rerun failed measures them again)"
     hints = {"failed before": hint, "partly failed before": hint}
     summary = ", ".join(f"{count} {status}{hints.get(status, '')}" for status, count in counts.items()) or "no cells"
     later = f"; {_count(left, 'cell')} left for a later run" if left else ""
-    typer.echo(f"{name}: {summary}{duration}{later}")
+    typer.echo(f"{name}: {summary} in {time.monotonic() - start:.0f} s{later}")
     return counts
 
 
 def _count(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
-
-
-def describe_case(case: object) -> str:
-    """A few words for the progress bar, of a cell's case or a record's."""
-
-    def field(of: object, name: str, otherwise: str) -> Any:
-        return of.get(name, otherwise) if isinstance(of, dict) else getattr(of, name, otherwise)
-
-    if model := field(case, "model", ""):
-        return str(field(model, "name", "?"))
-    parts = (field(case, "dtype", ""), f"d={field(case, 'head_dim', '?')}", f"S={field(case, 'seqlen_q', '?')}")
-    return " ".join(part for part in parts if part)
 
 
 def _choose_problems(names: list[str], run_all: bool) -> list[str]:

@@ -35,7 +35,9 @@ def unknown_problem(name: str) -> str:
     from cs336_systems.handout import HANDOUT
 
     if name in HANDOUT:
-        return f"{name} measures nothing; it is {HANDOUT[name].answer}: see `cs336-systems list`"
+        if HANDOUT[name].answer == "graded":
+            return f"{name} measures nothing; it is graded: `cs336-systems grade ADAPTERS --problem {name}`"
+        return f"{name} measures nothing; it is answered in writing: see its page, writeup/{name}.md"
     near = difflib.get_close_matches(name, PROBLEMS, n=1, cutoff=0.4)
     hint = f"did you mean {near[0]!r}? " if near else ""
     return f"unknown problem {name!r}; {hint}`cs336-systems list` shows the names"

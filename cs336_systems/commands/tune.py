@@ -12,12 +12,11 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from cs336_systems.commands.kernels import (
@@ -26,13 +25,8 @@ from cs336_systems.commands.kernels import (
     print_reports,
     print_table,
 )
-from cs336_systems.commands.shared import (
-    EXIT_NOTHING_MEASURED,
-    EXIT_SIGNAL,
-    ResultsOption,
-    one_line_errors,
-    termination_interrupts,
-)
+from cs336_systems.commands.shared import EXIT_NOTHING_MEASURED, ResultsOption, one_line_errors
+from cs336_systems.commands.sweeps import check_sweep_options, measure_shown, measuring
 
 if TYPE_CHECKING:
     from cs336_systems.attention.compilation import CompileReport
@@ -100,20 +94,10 @@ def flash(
     if compile_only:
         _show_compiled(reports, max_spill_bytes)
         return
-    try:
+    with measuring(sweep):
         with one_line_errors():
             pairs = _pairs(shapes, kernels, _machine_target(), config or [])
-        with termination_interrupts():
-            counts = _measure(sweep, pairs, max_spill_bytes, jobs, time_budget)
-    except OSError as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(EXIT_NOTHING_MEASURED) from None
-    except KeyboardInterrupt as interrupt:
-        typer.echo(f"interrupted: finished cells are in {sweep.folder}; the same command continues", err=True)
-        raise typer.Exit(EXIT_SIGNAL + getattr(interrupt, "signal_number", 2)) from None
-    finally:
-        sweep.worker.kill()
-        sweep.unlock()
+        counts = _measure(sweep, pairs, max_spill_bytes, jobs, time_budget)
     typer.echo(", ".join(f"{count} {status}" for status, count in counts.items()))
     if not _show_measured(sweep, shapes, seed):
         typer.echo("error: nothing could be measured", err=True)
@@ -215,10 +199,7 @@ def _open_sweep(
     if not torch.cuda.is_available():
         raise ValueError("tune flash measures on a GPU, and there is none here (the interpreter's times say nothing of "
                          "speed): --compile-only --arch sm90 compiles without one")  # fmt: skip
-    if rerun not in ("none", "failed", "all"):
-        raise ValueError(f"--rerun must be none, failed or all, got {rerun!r}")
-    if time_budget is not None and not 0 <= time_budget < float("inf"):
-        raise ValueError(f"--time-budget must be a finite number of seconds, got {time_budget}")
+    check_sweep_options(rerun, time_budget)
     run = RunConfig(scale="handout", device="cuda", seed=seed)
     folder = results_folder(results, get_device_info("cuda"), run)
     folder.mkdir(parents=True, exist_ok=True)
@@ -236,7 +217,6 @@ def _measure(
 ) -> Counter[str]:
     """Record every pair that has no record yet; cells counted by status."""
     from cs336_systems.attention.compilation import arch_of_capability
-    from cs336_systems.experiments.harness import cell_status
     from cs336_systems.experiments.tuning import PROBLEM, tune_cell
 
     started = time.monotonic()
@@ -252,19 +232,7 @@ def _measure(
         counts["skipped"] += 1
     left = [cell for cell in pending if cell not in obstacles]
     budget = None if time_budget_s is None else time_budget_s - (time.monotonic() - started)
-    console = Console(stderr=True)
-    columns = (
-        TextColumn("tuning"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"),
-    )  # fmt: skip
-    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
-        task = progress.add_task("", total=len(left))
-        for records in sweep.measure(
-            left,
-            time_budget_s=budget,
-            started=lambda cell: progress.update(task, description=cell.implementation),
-        ):
-            counts[cell_status(record.status for record in records)] += 1
-            progress.advance(task)
+    counts += measure_shown("tuning", left, partial(sweep.measure, left, time_budget_s=budget))[PROBLEM]
     return counts
 
 

@@ -1,0 +1,97 @@
+"""What `run` and `tune` share: checked options, a progress bar, and an end in good order by an error or a signal."""
+
+from __future__ import annotations
+
+import math
+import signal
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from cs336_systems.commands.shared import EXIT_NOTHING_MEASURED, EXIT_SIGNAL, termination_interrupts
+from cs336_systems.measure.text import in_one_line
+
+if TYPE_CHECKING:
+    from cs336_systems.experiments.harness import Sweep
+    from cs336_systems.experiments.records import Record
+    from cs336_systems.experiments.spec import Cell
+
+LONGEST_MESSAGE = 300  # characters of a failure on the terminal; the record has all of it
+
+
+def check_sweep_options(rerun: str, time_budget: float | None) -> None:
+    if rerun not in ("none", "failed", "all"):
+        raise ValueError(f"--rerun must be none, failed or all, got {rerun!r}")
+    if time_budget is not None and not (math.isfinite(time_budget) and time_budget > 0):
+        raise ValueError(f"--time-budget must be a positive number of seconds, got {time_budget}")
+
+
+@contextmanager
+def measuring(sweep: Sweep) -> Iterator[None]:
+    """An error or Ctrl-C within is a line and an exit code; the measuring process is gone and the folder free after."""
+    try:
+        with termination_interrupts():
+            yield
+    except OSError as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(EXIT_NOTHING_MEASURED) from None
+    except KeyboardInterrupt as interrupt:
+        typer.echo(f"interrupted: finished cells are in {sweep.folder}; the same command continues", err=True)
+        raise typer.Exit(EXIT_SIGNAL + getattr(interrupt, "signal_number", signal.SIGINT)) from None
+    finally:
+        sweep.worker.kill()  # also where the interrupt came between two cells
+        sweep.unlock()
+
+
+def progress_bar() -> Progress:
+    """A bar on the terminal, nothing elsewhere. A task has a field `cell`, of which it shows the text."""
+    console = Console(stderr=True)
+    columns = (
+        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
+        TextColumn("{task.fields[cell]}"),
+    )  # fmt: skip
+    return Progress(*columns, console=console, disable=not console.is_terminal)
+
+
+def measure_shown(
+    title: str, cells: list[Cell], measure: Callable[..., Iterator[list[Record]]]
+) -> defaultdict[str, Counter[str]]:
+    """Iterate over `measure`, which says what it starts, under a progress bar; cells by problem and status."""
+    from cs336_systems.experiments.harness import cell_status
+
+    measured: defaultdict[str, Counter[str]] = defaultdict(Counter)
+    failures: dict[tuple[str, str, str], dict[str, None]] = {}  # the cases of each, all in their order
+    with progress_bar() as progress:
+        task = progress.add_task(title, total=len(cells), cell="")
+
+        def show(cell: Cell) -> None:
+            progress.update(task, cell=f"{cell.implementation} {describe_case(cell.case)}")
+
+        for records in measure(started=show):
+            measured[records[0].problem][cell_status(record.status for record in records)] += 1
+            for r in (record for record in records if record.status == "failed"):
+                failures.setdefault((r.problem, r.implementation, r.message), {})[describe_case(r.case)] = None
+            progress.advance(task)
+        progress.update(task, cell="")
+    for (problem, name, message), cases in failures.items():
+        first, more = next(iter(cases)), f" and {len(cases) - 1} more" if len(cases) > 1 else ""
+        text = in_one_line(f"{problem}: {name} failed ({first}{more}): {message}")
+        typer.echo(f"  {text[:LONGEST_MESSAGE]}", err=True)
+    return measured
+
+
+def describe_case(case: object) -> str:
+    """A few words for the progress bar, of a cell's case or a record's."""
+
+    def field(of: object, name: str, otherwise: str) -> Any:
+        return of.get(name, otherwise) if isinstance(of, dict) else getattr(of, name, otherwise)
+
+    if model := field(case, "model", ""):
+        return str(field(model, "name", "?"))
+    parts = (field(case, "dtype", ""), f"d={field(case, 'head_dim', '?')}", f"S={field(case, 'seqlen_q', '?')}")
+    return " ".join(part for part in parts if part)
