@@ -8,14 +8,15 @@ from pathlib import Path
 import pytest
 
 from cs336_systems.config import RunConfig
-from cs336_systems.experiments.nsys_profile import measure_profile, measurements, nsys_profile_cells, profile_rows
-from cs336_systems.experiments.spec import Disagreement, Sample
+from cs336_systems.experiments.nsys_profile import measurements, profile_rows
+from cs336_systems.experiments.spec import Disagreement, Sample, load
 from cs336_systems.measure.kernels import CATEGORIES
 from cs336_systems.measure.trace import trace_of
 from tests.test_trace import gpu_events
 
 COVERS = ("cs336_systems/measure", "cs336_systems/experiments/nsys_profile.py")
 ROOT = Path(__file__).resolve().parents[1]
+NSYS = load("nsys_profile")
 TINY = RunConfig(scale="tiny", device="cpu")
 
 
@@ -24,24 +25,22 @@ def by_name(found: list[Sample]) -> dict[tuple[str, str], Sample]:
 
 
 def test_two_sizes_and_three_contexts_at_handout_scale() -> None:
-    cells = nsys_profile_cells(RunConfig(scale="handout", device="cuda"))
+    cells = NSYS.cells(RunConfig(scale="handout", device="cuda"))
     cases = {(cell.case.model.name, cell.case.model.context_length, cell.case.precision.autocast) for cell in cells}
     float32 = {(size, context, None) for size in ("small", "xl") for context in (256, 512, 1024)}
     assert cases == float32 | {("small", 512, "bfloat16"), ("xl", 512, "bfloat16")}
     assert all({row.mode for row in cell.rows} == {"forward", "forward_backward", "train_step"} for cell in cells)
-    smoke = {
-        (cell.case.model.name, cell.case.model.d_model) for cell in nsys_profile_cells(replace(TINY, scale="smoke"))
-    }
+    smoke = {(cell.case.model.name, cell.case.model.d_model) for cell in NSYS.cells(replace(TINY, scale="smoke"))}
     assert smoke == {("small-proxy", 128), ("xl-proxy", 256)}
 
 
 @pytest.fixture(scope="module")
 def measured() -> dict[tuple[str, str], Sample]:
-    return by_name(list(measure_profile(nsys_profile_cells(TINY)[0], TINY)))
+    return by_name(list(NSYS.measure(NSYS.cells(TINY)[0], TINY)))
 
 
 def test_every_promised_row_is_measured_or_says_why_not(measured: dict[tuple[str, str], Sample]) -> None:
-    cell = nsys_profile_cells(TINY)[0]
+    cell = NSYS.cells(TINY)[0]
     assert set(measured) == {(row.mode, row.quantity) for row in cell.rows}
     for measurement in measured.values():
         assert bool(measurement.samples) != bool(measurement.skipped)
@@ -98,7 +97,7 @@ def test_a_broken_model_is_not_profiled(model: str, message: str, monkeypatch: p
     monkeypatch.setattr("tests.broken_models.WrongShape", _wrong_shape(), raising=False)
     run = replace(TINY, model=f"tests.broken_models:{model}")
     with pytest.raises((Disagreement, RuntimeError), match=message):
-        list(measure_profile(nsys_profile_cells(run)[0], run))
+        list(NSYS.measure(NSYS.cells(run)[0], run))
 
 
 def _wrong_shape() -> type:
@@ -114,8 +113,8 @@ def _wrong_shape() -> type:
 @pytest.mark.gpu
 def test_a_gpus_step_is_taken_apart_as_the_cpus_is() -> None:
     run = RunConfig(scale="tiny", device="cuda")
-    cell = nsys_profile_cells(run)[1]
-    found = by_name(list(measure_profile(cell, run)))
+    cell = NSYS.cells(run)[1]
+    found = by_name(list(NSYS.measure(cell, run)))
     assert set(found) == {(row.mode, row.quantity) for row in cell.rows}
     for mode in ("forward", "forward_backward", "train_step"):
         total = sum(found[mode, f"{category}_time"].samples[0] for category in CATEGORIES)

@@ -10,9 +10,9 @@ import pandas as pd
 import pytest
 from msgspec.structs import replace
 
-from cs336_systems.experiments import attention_shapes
-from cs336_systems.experiments.figures import Areas, Bars, Dots, Heat, Lines, Spans, scale_of, spec_of
-from cs336_systems.experiments.frames import digits, exploded, intervals, load_frame, pick, speed
+from cs336_systems.config import RunConfig
+from cs336_systems.experiments.figures import Bars, Heat, Lines, Spans, scale_of, spec_of
+from cs336_systems.experiments.frames import digits, intervals, load_frame, pick, speed, with_speeds
 from cs336_systems.experiments.pages import ANSWER, Book, Page, check_template
 from cs336_systems.experiments.records import Record, case_to_dict
 from cs336_systems.experiments.registry import PROBLEMS
@@ -24,7 +24,7 @@ from tests.test_records import RUN
 ROOT = Path(__file__).resolve().parent.parent
 GPU_RUN = replace(RUN, device={"name": "a GPU", "kind": "cuda"}, scale="smoke")
 SHAPES = load("attention_shapes")
-CASES = [cell.case for cell in SHAPES.cells(attention_shapes.RunConfig(scale="smoke", device="cuda"))][::5]
+CASES = [cell.case for cell in SHAPES.cells(RunConfig(scale="smoke", device="cuda"))][::5]
 
 
 def row(implementation: str, samples: list[float], case: object = CASES[0], **changes) -> Record:
@@ -132,21 +132,13 @@ def test_numbers_have_three_digits(value, text):
 
 SERIES = frame_of(
     row("hopper", [0.0, 1.0, 2.0, 5.0], quantity="compute_intervals"),
-    row("hopper", [0.0, 10.0, 20.0], quantity="timeline.event", unit="1"),
-    row("hopper", [1.0, 2.0, 3.0], quantity="timeline.gradients", unit="MiB"),
-    row("hopper", [4.0, 5.0, 6.0], quantity="timeline.parameters", unit="MiB"),
 )
 MANY = frame_of(*(row(name, [time, 2 * time]) for name, time in (("hopper", 1.0), ("flex", 20.0))))
 KINDS = {
     "lines": (Lines(x="seqlen_q", facet="head_dim"), MANY),
     "bars": (Bars(x="shape", y="tflops", y_title="TFLOP/s"), MANY),
-    "dots": (Dots(x="tflops", y="median"), MANY),
     "heat": (Heat(x="implementation", y="head_dim", color=None), MANY),
     "spans": (Spans(x="", y="quantity", color=None, where={"quantity": "compute_intervals"}), SERIES),
-    "areas": (
-        Areas(x="timeline.event", y="median", color="quantity", where={"quantity": lambda name: name.startswith("t")}),
-        SERIES,
-    ),
 }
 
 
@@ -172,23 +164,19 @@ def test_axes_are_logarithmic_from_a_range_of_ten_on_and_bars_never():
 
 def test_series_are_taken_apart():
     assert intervals(SERIES.iloc[:1])[["start", "end"]].to_numpy().tolist() == [[0.0, 1.0], [2.0, 5.0]]
-    assert exploded(SERIES.iloc[1:2])[["index", "value"]].to_numpy().tolist() == [[0, 0.0], [1, 10.0], [2, 20.0]]
 
 
-def test_a_figure_of_speeds_is_within_a_run():
+def test_speeds_are_within_a_run():
     slow = replace(GPU_RUN, id="another")
-    frame = frame_of(row("hopper", [2.0]), row("flex", [4.0]), row("triton", [3.0], run=slow))
-    found = Bars(x="shape", over="flex").rows(frame)
-    assert dict(zip(found["implementation"], found["median"])) == {"hopper": 2.0}
+    frame = with_speeds(frame_of(row("hopper", [2.0]), row("flex", [4.0]), row("triton", [3.0], run=slow)), "flex")
+    found = frame.dropna(subset="speed_over_flex")
+    assert dict(zip(found["implementation"], found["speed_over_flex"])) == {"hopper": 2.0, "flex": 1.0}
 
 
-def test_parts_over_time_stand_at_their_places_in_the_figures_unit():
-    where = {"quantity": lambda name: name.startswith("t")}
-    chart = Areas(x="timeline.event", color="quantity", unit="GiB", where=where).chart(SERIES)
-    values = chart.to_dict()["data"]["values"]
-    assert [value["at"] for value in values] == [0, 10, 20, 0, 10, 20] and values[2]["value"] == pytest.approx(
-        3 / 1024, abs=1e-4
-    )
+def test_bars_lie_where_a_name_is_long():
+    short, long = (frame_of(row("hopper", [1.0])).assign(shape=name) for name in ("xl", "1 × 16 × 16,384 × 64"))
+    standing, lying = (spec_of(Bars(x="shape").chart(frame))["encoding"] for frame in (short, long))
+    assert (standing["x"]["field"], lying["y"]["field"]) == ("shape", "shape")
 
 
 # Pages

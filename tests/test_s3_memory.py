@@ -19,8 +19,7 @@ from cs336_systems.commands.memory import parse_bytes
 from cs336_systems.config import MODEL_SIZES, ModelConfig, Precision, RunConfig, proxy_model
 from cs336_systems.experiments import gradient_checkpointing
 from cs336_systems.experiments.frames import load_frame
-from cs336_systems.experiments.gradient_checkpointing import checkpointing_cells, measure_strategy
-from cs336_systems.experiments.memory_profiling import made_in_backward, measure_pass, profiling_cells
+from cs336_systems.experiments.memory_profiling import made_in_backward
 from cs336_systems.experiments.model_memory import (
     FORWARD,
     PHASES,
@@ -56,6 +55,7 @@ from cs336_systems.model.checkpointing import (
 )
 
 COVERS = ("cs336_systems/measure", "cs336_systems/model")
+PROFILING, CHECKPOINTING = load("memory_profiling"), load("gradient_checkpointing")
 TINY = RunConfig(scale="tiny", device="cpu")
 HANDOUT = RunConfig(scale="handout", device="cuda")
 XL = replace(MODEL_SIZES["xl"], context_length=2048)
@@ -263,11 +263,11 @@ def test_compiled_blocks_save_what_others_measured(blocks, others_mib):
 def test_pairs_of_blocks_store_their_inputs_alone():
     case = BlocksCase(model=XL, batch=4, blocks=4, attention="reference", checkpointing="2")
     cell = Cell(problem="gradient_checkpointing", case=case, implementation="simulated", rows=(SAVED,))
-    (measurement,) = measure_strategy(cell, TINY)
+    (measurement,) = CHECKPOINTING.measure(cell, TINY)
     assert measurement.samples == [160.0], "two residual streams of 80 MiB"
     compiled = replace(cell, implementation="simulated compiled")
     with pytest.raises(Unsupported, match="simulated without checkpoints in it"):
-        list(measure_strategy(compiled, TINY))
+        list(CHECKPOINTING.measure(compiled, TINY))
 
 
 def test_saved_tensors_count_each_storage_once_and_no_parameter():
@@ -318,7 +318,7 @@ def test_compiled_cells_are_compiled_on_a_gpu(checkpointing):
     model = replace(SMALL, num_layers=4)
     case = BlocksCase(model=model, batch=2, blocks=4, attention="reference", checkpointing=checkpointing)
     cell = Cell(problem="gradient_checkpointing", case=case, implementation="compiled", rows=(SAVED,))
-    (measurement,) = measure_strategy(cell, HANDOUT)
+    (measurement,) = CHECKPOINTING.measure(cell, HANDOUT)
     blocks, x = real_blocks(4, "cuda")
     stored = 4 * x.nbytes // int(checkpointing) if checkpointing != "none" else 0
     expected = stored or sum(one.num_bytes for one in compiled_saved_tensors(blocks, x))
@@ -495,14 +495,14 @@ def test_predictions_hold_on_a_gpu(mode, precision):
 
 
 def test_handout_grids_are_the_handouts():
-    cases = [(cell.case, cell.rows[0].mode) for cell in profiling_cells(HANDOUT) if isinstance(cell.case, MemoryCase)]
+    cases = [(cell.case, cell.rows[0].mode) for cell in PROFILING.cells(HANDOUT) if isinstance(cell.case, MemoryCase)]
     assert {(case.model.name, case.batch) for case, _ in cases} == {("xl", 4)}
     for context in (128, 256, 512, 2048):
         found = {(mode, case.precision.autocast) for case, mode in cases if case.model.context_length == context}
         assert found == {(mode, autocast) for mode in PHASES for autocast in (None, "bfloat16")}
     groups = {
         (cell.case.checkpointing, cell.implementation)
-        for cell in checkpointing_cells(HANDOUT)
+        for cell in CHECKPOINTING.cells(HANDOUT)
         if isinstance(cell.case, MemoryCase)
     }
     assert {(size, how) for size in ("1", "2", "4") for how in ("eager", "compiled")} <= groups
@@ -520,8 +520,8 @@ def test_a_blocks_gradients_are_read_off_the_published_timeline(context, impleme
 @pytest.mark.slow
 def test_a_memory_cell_gives_all_its_rows():
     for cells, measure in (
-        (profiling_cells(TINY), measure_pass),
-        (checkpointing_cells(TINY), measure_strategy),
+        (PROFILING.cells(TINY), PROFILING.measure),
+        (CHECKPOINTING.cells(TINY), CHECKPOINTING.measure),
     ):
         kinds = {(type(cell.case), cell.implementation, cell.rows[0].mode): cell for cell in cells}
         for cell in kinds.values():
@@ -531,19 +531,19 @@ def test_a_memory_cell_gives_all_its_rows():
 
 def test_wrong_gradients_are_never_timed(monkeypatch):
     monkeypatch.setattr(gradient_checkpointing, "GRADIENT_TOLERANCE", -1.0)  # not even equal gradients pass
-    cell = next(cell for cell in checkpointing_cells(TINY) if cell.implementation == "eager")
+    cell = next(cell for cell in CHECKPOINTING.cells(TINY) if cell.implementation == "eager")
     with pytest.raises(Disagreement, match="gradients under checkpointing differ by 0, more than -"):
-        next(measure_strategy(cell, TINY))
+        next(CHECKPOINTING.measure(cell, TINY))
 
 
 def test_a_users_own_model_is_simulated_but_not_checkpointed():
     run = replace(TINY, model="tests.broken_models:Bigram")
-    cells = profiling_cells(run)
+    cells = PROFILING.cells(run)
     cell = next(cell for cell in cells if cell.implementation == "simulated" and isinstance(cell.case, MemoryCase))
-    assert all(measurement.samples for measurement in measure_pass(cell, run))
-    checkpointed = next(cell for cell in checkpointing_cells(run) if getattr(cell.case, "checkpointing", "") == "2")
+    assert all(measurement.samples for measurement in PROFILING.measure(cell, run))
+    checkpointed = next(cell for cell in CHECKPOINTING.cells(run) if getattr(cell.case, "checkpointing", "") == "2")
     with pytest.raises(Unsupported, match="model must be a TransformerLM"):
-        list(measure_strategy(checkpointed, run))
+        list(CHECKPOINTING.measure(checkpointed, run))
 
 
 # Command line

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,14 +21,15 @@ from torch import Tensor
 from cs336_systems.attention import flash_attention
 from cs336_systems.attention.api import explain_backend
 from cs336_systems.attention.backends import BACKENDS
-from cs336_systems.attention.contract import Oracle, compute_oracle, contract_errors
-from cs336_systems.config import AttentionShape
+from cs336_systems.config import AttentionShape, RunConfig
 from cs336_systems.device import interpreter_is_on
-from cs336_systems.experiments.implementations import off_contract
+from cs336_systems.experiments.attention import BOTH, FORWARD, inputs_of, measure_attention, oracle_of
+from cs336_systems.experiments.implementations import Built
+from cs336_systems.experiments.spec import Cell, Disagreement
 from cs336_systems.inputs import attention_inputs
 from cs336_systems.measure.memory import one_out_of_memory_error, release
 from cs336_systems.measure.samples import summarize
-from cs336_systems.measure.timing import MIN_SAMPLES, best_medians, time_calls
+from cs336_systems.measure.timing import best_medians
 
 AUTO = "auto"
 CONTENDER_RATIO = 1.5  # a back end that took so many times the fastest's time is not timed again
@@ -50,10 +53,13 @@ def benchmark_backends(
     shape: AttentionShape, *, device: str, seed: int = 0, num_samples: int | None = None
 ) -> list[BackendTiming]:
     """A row for every back end of this package, and the last for `auto`."""
-    release(device)
-    inputs = attention_inputs(shape, device=device, seed=seed)
-    oracle = compute_oracle(*inputs, is_causal=shape.is_causal)
-    return [_timing(name, shape, inputs, oracle, device, num_samples) for name in (*BACKENDS, AUTO)]
+    run = RunConfig(scale="smoke", device=device, seed=seed)  # type: ignore[arg-type]
+    try:
+        return [_timing(name, shape, run, num_samples) for name in (*BACKENDS, AUTO)]
+    finally:
+        inputs_of.cache_clear()
+        oracle_of.cache_clear()
+        release(device)
 
 
 def auto_ratio(rows: list[BackendTiming]) -> float | None:
@@ -75,7 +81,11 @@ def contest(
     names = [name for name, ms in times.items() if name == AUTO or ms <= CONTENDER_RATIO * min(times.values())]
     *inputs, grad_output = attention_inputs(shape, device=device, seed=seed)
     leaves = [x.detach().requires_grad_() for x in inputs]
-    calls = {name: _forward_backward(name, shape, leaves, grad_output) for name in names}
+
+    def both(attend: Callable[..., Any]) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(attend(*leaves), leaves, grad_output)
+
+    calls = {name: partial(both, _attend(name, shape)) for name in names}
     medians = best_medians(calls, device=device, num_samples=num_samples, budget_ms=BUDGET_MS[device])
     return [replace(row, forward_backward_ms=medians.get(row.backend, row.forward_backward_ms)) for row in rows]
 
@@ -89,63 +99,34 @@ def _times(rows: list[BackendTiming]) -> dict[str, float]:
     }
 
 
-def _forward_backward(
-    backend: str, shape: AttentionShape, leaves: list[Tensor], grad_output: Tensor
-) -> Callable[[], tuple[Tensor, ...]]:
-    def both() -> tuple[Tensor, ...]:
-        attended = _output(flash_attention(*leaves, is_causal=shape.is_causal, enable_gqa=True, backend=backend))
-        return torch.autograd.grad(attended, leaves, grad_output)
-
-    return both
+def _attend(backend: str, shape: AttentionShape) -> Callable[..., Any]:
+    return partial(flash_attention, is_causal=shape.is_causal, enable_gqa=True, backend=backend)
 
 
-def _timing(
-    backend: str, shape: AttentionShape, inputs: tuple[Tensor, ...], oracle: Oracle, device: str,
-    num_samples: int | None,
-) -> BackendTiming:  # fmt: skip
-    q, k, v, grad_output = inputs
+def _timing(backend: str, shape: AttentionShape, run: RunConfig, num_samples: int | None) -> BackendTiming:
+    q, k, *_ = inputs_of(shape, run.device, run.seed)
     try:
         chosen, reason = explain_backend(q, k, backend=backend)
     except ValueError as error:
         return BackendTiming(backend=backend, status="skipped", reason=str(error))
-    interpreted = chosen.startswith("triton") and device == "cpu" and interpreter_is_on()
-    leaves = [x.detach().clone().requires_grad_() for x in (q, k, v)]
-
-    def forward() -> Tensor:
-        with torch.no_grad():
-            return _output(flash_attention(q, k, v, is_causal=shape.is_causal, enable_gqa=True, backend=backend))
-
-    both = _forward_backward(backend, shape, leaves, grad_output)
-
-    def median_ms(call: Callable[[], object]) -> float:
-        count = MIN_SAMPLES if interpreted and num_samples is None else num_samples
-        warmup = 0 if interpreted else 1
-        return summarize(
-            time_calls(call, device=device, warmup=warmup, num_samples=count, budget_ms=BUDGET_MS[device])
-        ).median
-
+    interpreted = chosen.startswith("triton") and run.device == "cpu" and interpreter_is_on()
+    cell = Cell(case=shape, implementation=chosen, rows=(FORWARD, BOTH))
+    built = Built(attend=_attend(backend, shape), kernel="interpreter" if interpreted else "")
+    status = "ok"
+    times: dict[str, float] = {}
     try:
         with one_out_of_memory_error():
-            gradients = both()
-            results = {"output": forward(), **dict(zip(("grad_q", "grad_k", "grad_v"), gradients))}
-            errors = contract_errors(oracle, results)
-            worst = max(errors, key=lambda name: errors[name])
-            if not errors[worst] <= 1:
-                why = off_contract(chosen, worst, errors[worst])
-                return BackendTiming(backend=backend, chosen=chosen, status="failed", reason=why)
-            del gradients, results
-            return BackendTiming(
-                backend=backend, chosen=chosen, forward_ms=median_ms(forward), forward_backward_ms=median_ms(both),
-                reason=reason, interpreted=interpreted,
-            )  # fmt: skip
+            for sample in measure_attention(cell, run, num_samples=num_samples, built=built):
+                times[sample.row.mode] = summarize(sample.samples).median
+    except Disagreement as error:
+        status, reason = "failed", str(error)
     except ValueError as error:  # the first kernel takes few shapes
-        return BackendTiming(backend=backend, chosen=chosen, status="skipped", reason=str(error))
+        status, reason = "skipped", str(error)
     except torch.OutOfMemoryError as error:
-        return BackendTiming(backend=backend, chosen=chosen, status="oom", reason=str(error).splitlines()[0])
-    finally:
-        release(device)
-
-
-def _output(result: Tensor | tuple[Tensor, Tensor]) -> Tensor:
-    assert isinstance(result, Tensor)  # a pair only where the log-sum-exp is asked for
-    return result
+        status, reason = "oom", str(error).splitlines()[0]
+    if status != "ok":
+        times = {}
+    return BackendTiming(
+        backend=backend, chosen=chosen, forward_ms=times.get("forward"), status=status, reason=reason,
+        forward_backward_ms=times.get("forward_backward"), interpreted=interpreted,
+    )  # fmt: skip

@@ -3,9 +3,10 @@ figure of the report.
 
     Lines(x="seqlen_q", y="tflops", color="implementation", facet="head_dim", where={"mode": "forward"})
     Bars(x="shape", y="median", color="implementation", unit="GiB", where={"quantity": "peak_memory"})
-    Heat, Dots, Spans (intervals of a trace), Areas (parts of a sum over time)
+    Heat, Spans (intervals of a trace)
 
-Bars are never on a log axis; lines are where the range is ten or more. An implementation has one colour everywhere.
+Bars are never on a log axis; lines are where the range is ten or more. Bars with long names lie, so that the names can
+be read. An implementation has one colour everywhere.
 What fits none of these is a class of its own with `chart(frame)` in the experiment's file.
 """
 
@@ -17,11 +18,11 @@ import json
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from cs336_systems.experiments.frames import Where, exploded, in_unit, intervals, pick, speed, tuples, with_unit
+from cs336_systems.experiments.frames import Where, intervals, pick, with_unit
 
 if TYPE_CHECKING:
     import altair as alt
@@ -43,6 +44,8 @@ if not TYPE_CHECKING:
 
 RANGE_OF_LOG = 10  # largest over smallest, from which on an axis is logarithmic
 WIDTH, HEIGHT = 640, 320  # of a figure of one panel
+BAR = 14  # height of a lying bar
+LONGEST_STANDING = 12  # letters of a name below a bar
 PNG_SCALE = 2.0
 INK = "#808080"  # read on white and on black
 COLORS = {  # ours in colour, the plain baselines in grey, the libraries' in cooler tones
@@ -67,23 +70,11 @@ class Figure:
     x_title: str = ""
     y_title: str = ""  # y's unit if empty
     columns: int = 2  # panels side by side
-    over: str | None = None  # a value of `color`: the y of all others is how many times as fast they are, in one run
-    series: ClassVar[bool] = False  # whether samples are a series, and no repetitions
 
     def rows(self, frame: pd.DataFrame) -> pd.DataFrame:
         """What is drawn: measured, and not by the interpreter."""
         rows = pick(frame, self.where)
-        rows = with_unit(rows[(rows["status"] == "ok") & ~rows["interpreted"]], self.unit)
-        return rows if self.over is None or rows.empty else self._speeds(rows)
-
-    def _speeds(self, rows: pd.DataFrame) -> pd.DataFrame:
-        found = []
-        for _, group in rows.groupby([name for name in (self.x, self.facet) if name], sort=False):
-            base = next((row for row in tuples(group) if row[self.color] == self.over), None)
-            for row in tuples(group):
-                if row[self.color] != self.over:
-                    found.append(row | dict.fromkeys(("median", "low", "high"), speed(row, base)))
-        return pd.DataFrame(found, columns=rows.columns).dropna(subset="median")
+        return with_unit(rows[(rows["status"] == "ok") & ~rows["interpreted"]], self.unit)
 
     def chart(self, frame: pd.DataFrame) -> alt.TopLevelMixin | None:
         """The Altair chart, or None."""
@@ -99,8 +90,7 @@ class Figure:
         """Only what is drawn, so that a figure's file holds no raw samples."""
         names = dict.fromkeys(name for name in (self.x, self.y, self.color, self.facet, *more) if name)
         kept = rows[list(names)].rename(columns=str)
-        values = json.loads(kept.rename(columns=_field).to_json(orient="records", double_precision=6))
-        return alt.Data(values=values)
+        return alt.Data(values=json.loads(kept.rename(columns=_field).to_json(orient="records", double_precision=6)))
 
     def _color(self, rows: pd.DataFrame) -> Any:
         if self.color is None:
@@ -112,32 +102,29 @@ class Figure:
 
     def _tooltip(self, rows: pd.DataFrame) -> list[alt.Tooltip]:
         """What the pointer shows in the interactive figure."""
-        found = []
-        for name in (name for name in (self.color, self.x, self.y) if name):
-            if pd.api.types.is_numeric_dtype(rows[name]):
-                found.append(alt.Tooltip(f"{_field(name)}:Q", format=",.4~g"))
-            else:
-                found.append(alt.Tooltip(f"{_field(name)}:N"))
-        return found
+        numeric = {name: pd.api.types.is_numeric_dtype(rows[name]) for name in (self.color, self.x, self.y) if name}
+        return [
+            alt.Tooltip(f"{_field(name)}:Q", format=",.4~g") if number else alt.Tooltip(f"{_field(name)}:N")
+            for name, number in numeric.items()
+        ]
+
+    def _x_title(self) -> str:
+        return self.x_title or self.x.replace("_", " ")
 
     def _unit_title(self, rows: pd.DataFrame) -> str:
-        if self.over and not self.y_title:
-            return f"speed over {self.over}"
         return self.y_title or f"{rows['quantity'].iloc[0].replace('_', ' ')} ({rows['unit'].iloc[0]})"
 
-    def _finished(self, marks: Any, rows: pd.DataFrame) -> alt.TopLevelMixin:
-        panels = 1 if self.facet is None else rows[self.facet].nunique()
+    def _size(self, rows: pd.DataFrame, panels: int) -> tuple[int, int, int]:
+        """Panels side by side, and each one's width and height."""
         across = min(panels, self.columns)
-        marks = marks.properties(width=WIDTH // across, height=HEIGHT if panels == 1 else HEIGHT * 2 // 3)
+        return across, WIDTH // across, HEIGHT if panels == 1 else HEIGHT * 2 // 3
+
+    def _finished(self, marks: Any, rows: pd.DataFrame) -> alt.TopLevelMixin:
+        across, width, height = self._size(rows, 1 if self.facet is None else rows[self.facet].nunique())
+        marks = marks.properties(width=width, height=height)
         if self.facet is not None:
-            marks = marks.facet(
-                facet=alt.Facet(
-                    f"{_field(self.facet)}:N",
-                    sort=[str(one) for one in dict.fromkeys(rows[self.facet])],
-                    title=self.facet.replace("_", " "),
-                ),
-                columns=self.columns,
-            )
+            names, title = [str(one) for one in dict.fromkeys(rows[self.facet])], self.facet.replace("_", " ")
+            marks = marks.facet(facet=alt.Facet(f"{_field(self.facet)}:N", sort=names, title=title), columns=across)
         return marks.properties(title=self.title)
 
 
@@ -165,55 +152,57 @@ def axis_of(values: pd.Series) -> alt.Axis:
 
 
 class Lines(Figure):
-    """A line of medians for each colour, with a band between the quartiles."""
+    """A line of medians for each colour, with a bar from the lower to the upper quartile at each point."""
 
     def _marks(self, rows: pd.DataFrame) -> Any:
-        numeric = pd.api.types.is_numeric_dtype(rows[self.x])
-        x: Any = alt.X(f"{_field(self.x)}:O", sort=None, title=self.x_title or self.x.replace("_", " "))
-        if numeric:
+        x: Any = alt.X(f"{_field(self.x)}:O", sort=None, title=self._x_title())
+        if pd.api.types.is_numeric_dtype(rows[self.x]):
             axis = alt.Axis(values=sorted(rows[self.x].unique()), labelOverlap=True, format=",.12~g")
-            title = self.x_title or self.x.replace("_", " ")
-            x = alt.X(f"{_field(self.x)}:Q", scale=scale_of(rows[self.x], base=2), axis=axis, title=title)
-        heights = rows[self.y]
-        title = self._unit_title(rows)
+            x = alt.X(f"{_field(self.x)}:Q", scale=scale_of(rows[self.x], base=2), axis=axis, title=self._x_title())
+        heights, title = rows[self.y], self._unit_title(rows)
         y = alt.Y(f"{_field(self.y)}:Q", scale=scale_of(heights), axis=axis_of(heights), title=title)
-        banded = self.y == "median"
-        base = alt.Chart(self._data(rows, *(("low", "high") if banded else ())))
-        color = self._color(rows)
-        line = base.mark_line(point=True).encode(x=x, y=y, color=color, tooltip=self._tooltip(rows))
-        if not banded:
+        has_quartiles = self.y == "median"
+        base = alt.Chart(self._data(rows, *(("low", "high") if has_quartiles else ())))
+        line = base.mark_line(point=True).encode(x=x, y=y, color=self._color(rows), tooltip=self._tooltip(rows))
+        if not has_quartiles:
             return alt.layer(line)
-        if self.color is not None:
-            color = color.legend(symbolOpacity=1)  # or the legend is as pale as the band
-        band = base.mark_area(opacity=0.15).encode(x=x, y=alt.Y("low:Q"), y2="high:Q", color=color)
-        return alt.layer(band, line)
+        color = self._color(rows) if self.color is None else self._color(rows).legend(symbolOpacity=1)  # not as pale
+        bars = base.mark_rule(strokeWidth=3, opacity=0.4).encode(x=x, y="low:Q", y2="high:Q", color=color)
+        return alt.layer(bars, line)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Bars(Figure):
-    """A group of bars for each x, or one `stacked`, on an axis that begins at zero."""
+    """A group of bars for each x, or one `stacked`, on an axis that begins at zero; they lie if an x is a long name."""
 
     stacked: bool = False
 
+    def _lie(self, rows: pd.DataFrame) -> bool:
+        return rows[self.x].astype(str).str.len().max() > LONGEST_STANDING
+
+    def _grouped(self, rows: pd.DataFrame) -> bool:
+        """Whether an x has several bars beside each other."""
+        panels = [self.facet] if self.facet else []
+        return not self.stacked and bool(rows.groupby([self.x, *panels]).size().max() > 1)
+
+    def _size(self, rows: pd.DataFrame, panels: int) -> tuple[int, int, int]:
+        across, width, height = super()._size(rows, panels)
+        if not self._lie(rows):
+            return across, width, height
+        bars = rows[self.x].nunique() * (rows[self.color].nunique() if self.color and self._grouped(rows) else 2)
+        return 1, WIDTH, max(BAR * bars, height // 2)
+
     def _marks(self, rows: pd.DataFrame) -> alt.Chart:
-        x = alt.X(f"{_field(self.x)}:N", sort=None, title=self.x_title or None, axis=alt.Axis(labelAngle=-30))
-        y = alt.Y(f"{_field(self.y)}:Q", title=self._unit_title(rows))
+        lie = self._lie(rows)
+        names, lengths, offset = (alt.Y, alt.X, alt.YOffset) if lie else (alt.X, alt.Y, alt.XOffset)
+        encoding: list[Any] = [
+            names(f"{_field(self.x)}:N", sort=None, title=self.x_title or None, axis=alt.Axis(labelAngle=0)),
+            lengths(f"{_field(self.y)}:Q", title=self._unit_title(rows), scale=alt.Scale(nice=not self.stacked)),
+        ]
+        if self.color is not None and self._grouped(rows):
+            encoding.append(offset(f"{_field(self.color)}:N", sort=None))
         base = alt.Chart(self._data(rows)).mark_bar()
-        chart = base.encode(x=x, y=y, color=self._color(rows), tooltip=self._tooltip(rows))
-        if self.color is None or self.stacked:
-            return chart
-        return chart.encode(xOffset=alt.XOffset(f"{_field(self.color)}:N", sort=None))
-
-
-class Dots(Figure):
-    """A point for each row, both axes by their ranges."""
-
-    def _marks(self, rows: pd.DataFrame) -> alt.Chart:
-        x = alt.X(f"{_field(self.x)}:Q", scale=scale_of(rows[self.x]), title=self.x_title or self.x.replace("_", " "))
-        y = alt.Y(f"{_field(self.y)}:Q", scale=scale_of(rows[self.y]), title=self._unit_title(rows))
-        return alt.Chart(self._data(rows)).mark_point(filled=True, size=70).encode(
-            x=x, y=y, color=self._color(rows), tooltip=self._tooltip(rows)
-        )  # fmt: skip
+        return base.encode(*encoding, color=self._color(rows), tooltip=self._tooltip(rows))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -224,7 +213,7 @@ class Heat(Figure):
 
     def _marks(self, rows: pd.DataFrame) -> Any:
         base = alt.Chart(self._data(rows, self.value)).encode(
-            x=alt.X(f"{_field(self.x)}:O", sort=None, title=self.x_title or self.x.replace("_", " ")),
+            x=alt.X(f"{_field(self.x)}:O", sort=None, title=self._x_title()),
             y=alt.Y(f"{_field(self.y)}:O", sort=None, title=self.y_title or self.y.replace("_", " ")),
         )
         fields = base.mark_rect().encode(color=alt.Color(f"{_field(self.value)}:Q", title=None))
@@ -238,8 +227,6 @@ class Heat(Figure):
 class Spans(Figure):
     """Intervals of a trace as bars over time: rows whose samples are starts and ends by turns. `y` names the lanes."""
 
-    series = True
-
     def _marks(self, rows: pd.DataFrame) -> alt.Chart:
         spans = intervals(rows)
         return alt.Chart(self._data(spans, "start", "end")).mark_bar(height=14).encode(
@@ -250,43 +237,9 @@ class Spans(Figure):
         )  # fmt: skip
 
 
-class Areas(Figure):
-    """Parts that add up, over time: rows whose samples are series of one length; `color` names the parts.
-
-    Where a row of the same pass has the places of the samples (a quantity named by `x`), these are the x axis.
-    """
-
-    series = True
-
-    def rows(self, frame: pd.DataFrame) -> pd.DataFrame:
-        """What is drawn, in the records' units: places have another than parts."""
-        rows = pick(frame, self.where)
-        return rows[(rows["status"] == "ok") & ~rows["interpreted"]]
-
-    def _marks(self, rows: pd.DataFrame) -> Any:
-        parts = rows[rows["quantity"] != self.x]
-        long = exploded(parts, ("place_of_sample", "value"))
-        of = ["case", "mode", "implementation"]  # a pass
-        places = {tuple(row[name] for name in of): row["samples"] for row in tuples(rows[rows["quantity"] == self.x])}
-        of_rows = [places.get(key) for key in zip(*(long[name] for name in of))]
-        at = [known[at] if known else at for known, at in zip(of_rows, long["place_of_sample"])]
-        unit = parts["unit"].iloc[0]
-        ranks = {name: rank for rank, name in enumerate(dict.fromkeys(long[self.color]))} if self.color else {}
-        long = long.assign(at=at, value=[in_unit(value, unit, self.unit) for value in long["value"]])
-        long = long.assign(rank=long[self.color].map(ranks) if self.color else 0)
-        names = ["at", "value", "rank", *(name for name in (self.color, self.facet) if name)]
-        values = json.loads(long[names].rename(columns=_field).to_json(orient="records", double_precision=4))
-        return alt.Chart(alt.Data(values=values)).mark_area(interpolate="step-after").encode(
-            x=alt.X("at:Q", title=self.x_title or self.x.replace("_", " ")),
-            y=alt.Y("value:Q", stack=True, title=self.y_title or self.unit or unit),
-            color=self._color(long),
-            order="rank:Q",  # the first at the bottom
-        )  # fmt: skip
-
-
 def spec_of(chart: alt.TopLevelMixin, background: str = "white") -> dict[str, Any]:
     """The Vega-Lite specification: the same chart gives the same text, whenever it is made."""
-    text = {"labelColor": INK, "titleColor": INK, "labelLimit": 300}
+    text = {"labelColor": INK, "titleColor": INK, "labelLimit": 400}
     axis = text | {"gridColor": INK, "gridOpacity": 0.25, "domainColor": INK, "tickColor": INK}
     config = {
         "background": background, "axis": axis, "legend": text, "header": text, "title": {"color": INK},

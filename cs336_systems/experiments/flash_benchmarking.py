@@ -20,7 +20,7 @@ from cs336_systems.experiments.attention import (
     sized_shape,
 )  # fmt: skip
 from cs336_systems.experiments.figures import Lines
-from cs336_systems.experiments.frames import speed, tuples
+from cs336_systems.experiments.frames import with_speeds
 from cs336_systems.experiments.implementations import IMPLEMENTATIONS, STAGES, TINY_IMPLEMENTATIONS
 from cs336_systems.experiments.spec import Cell, Sample, Unsupported, problem
 from cs336_systems.experiments.tables import Pick, Pivot, TableSpec, Wide
@@ -78,11 +78,7 @@ class FlashBenchmarking(AttentionExperiment):
         yield from measure_attention(cell, run)
 
     def compared(self, frame: pd.DataFrame) -> pd.DataFrame:
-        """`speed_over_eager`: how many times as fast a row is as plain attention on the same case in the same run."""
-        rows = tuples(frame)
-        plain = {(row["case"], row["mode"], row["quantity"]): row for row in rows if row["implementation"] == "eager"}
-        found = [speed(row, plain.get((row["case"], row["mode"], row["quantity"]))) for row in rows]
-        return frame.assign(speed_over_eager=found)
+        return with_speeds(frame, "eager")
 
     def numbers(self, frame: pd.DataFrame) -> dict[str, Any]:
         """`slower(mode=..., dtype=...)`: on how many shapes of how many triton is slower than plain attention."""

@@ -197,11 +197,12 @@ def speed(ours: Mapping[str, Any] | None, theirs: Mapping[str, Any] | None, by_t
     return theirs["median"] / ours["median"] if ours["median"] > 0 else math.nan
 
 
-def exploded(frame: pd.DataFrame, names: Sequence[str] = ("index", "value")) -> pd.DataFrame:
-    """A row for each sample of each row: its place and its value. Of a loss curve the steps."""
-    index, value = names
-    long = frame.explode("samples", ignore_index=True).rename(columns={"samples": value})
-    return long.assign(**{index: frame["samples"].map(lambda samples: range(len(samples))).explode().tolist()})
+def with_speeds(frame: pd.DataFrame, base: str) -> pd.DataFrame:
+    """`frame` with `speed_over_<base>`: how many times as fast a row is as `base` on the same case in the same run."""
+    rows = tuples(frame)
+    bases = {(row["case"], row["mode"], row["quantity"]): row for row in rows if row["implementation"] == base}
+    found = [speed(row, bases.get((row["case"], row["mode"], row["quantity"]))) for row in rows]
+    return frame.assign(**{f"speed_over_{base}": found})
 
 
 def intervals(frame: pd.DataFrame) -> pd.DataFrame:

@@ -44,28 +44,6 @@ MIN_TIMED_STEPS = {"cuda": 2, "cpu": 5}  # an xl step in float32 takes 5.5 s, an
 GRADIENT_TOLERANCE = 1e-5  # of the largest gradient; checkpointing on CUDA may pick other matmul algorithms
 
 
-def checkpointing_cells(run: RunConfig) -> list[Cell]:
-    """Peak and time of a step by strategy; and what is stored between forward and backward."""
-    cells = []
-    for case, implementation in _strategies(run):
-        rows = (PEAK, ADDED) if implementation == "simulated" else (PEAK, ADDED, TIME)
-        predicted = model_peak_bytes(case, "train_step") if implementation != "simulated" else 0
-        cells.append(Cell(case=case, implementation=implementation, rows=rows, predicted_bytes=predicted))
-    model = replace(MODEL_SIZES["xl"], context_length=2048) if run.scale != "tiny" else proxy_model("xl", 64)
-    for blocks, checkpointing in ((1, "none"), (4, "none"), (4, "2"), (4, "1")):
-        implementations = ["simulated"]
-        if checkpointing == "none":
-            implementations.append("simulated compiled")
-        if run.device == "cuda":
-            implementations += ["eager", "compiled"]
-        for implementation in implementations:
-            stored = BlocksCase(
-                model=model, batch=BATCH, blocks=blocks, attention="reference", checkpointing=checkpointing
-            )
-            cells.append(Cell(case=stored, implementation=implementation, rows=(SAVED,)))
-    return cells
-
-
 def _strategies(run: RunConfig) -> list[tuple[MemoryCase, str]]:
     xl = replace(MODEL_SIZES["xl"], context_length=2048)
     fused = ("none", "1", "selective")
@@ -88,45 +66,6 @@ def _strategies(run: RunConfig) -> list[tuple[MemoryCase, str]]:
         wanted = [("reference", name) for name in ("none", "1", "4")] + [("sdpa", "selective")]
         found += [(one, "simulated") for one in simulated if (one.attention, one.checkpointing) in wanted]
     return found
-
-
-def measure_strategy(cell: Cell, run: RunConfig) -> Iterator[Sample]:
-    """Peak of one full training step (the optimizer's state is there before), then its time.
-
-    Raises Disagreement unless the gradients of the same model, cut to four blocks and a short context, are those that
-    it has without checkpointing.
-    """
-    if isinstance(cell.case, BlocksCase):
-        yield from measure_blocks(cell, run)
-        return
-    case: MemoryCase = cell.case
-    release(run.device)
-    if cell.implementation == "simulated":
-        yield from _peaks(simulated_trace(case, "train_step", model_spec=run.model).phase_peaks())
-        return
-    if run.model is None:
-        _check_gradients(case, run, compiled=cell.implementation == "compiled")
-    if run.device == "cpu":
-        yield from _peaks(cpu_peaks(case, "train_step", run))
-    step = TrainingStep(case, run)
-    prepare(step, case, "train_step")
-    if cell.implementation == "compiled":
-        assert isinstance(step.model, nn.Module)
-        compile_blocks(step.model)
-        step.forward_backward()
-        step.reset()
-    if run.device == "cuda":
-        counters = CudaPhasePeaks()
-        counters.mark(START)
-        first_ms = time_once(lambda: run_phases(step, "train_step", counters.mark), run.device)
-        counters.finish()
-        step.reset()
-        yield from _peaks(counters.peaks)
-    else:
-        first_ms = time_once(step.train_step, run.device)
-    num_samples = plan_samples(first_ms, TIMED_BUDGET_MS[run.device], minimum=MIN_TIMED_STEPS[run.device])
-    samples = time_calls(step.train_step, device=run.device, warmup=0, num_samples=num_samples, before=step.reset)
-    yield Sample(row=TIME, samples=samples)
 
 
 def _peaks(phases: dict[str, int]) -> Iterator[Sample]:
@@ -158,10 +97,58 @@ class GradientCheckpointing(Experiment):
     implementations = ("eager", "compiled", "simulated", "simulated compiled")
 
     def cells(self, run: RunConfig) -> list[Cell]:
-        return checkpointing_cells(run)
+        """Peak and time of a step by strategy; and what is stored between forward and backward."""
+        cells = []
+        for case, implementation in _strategies(run):
+            simulated = implementation == "simulated"
+            rows = (PEAK, ADDED) if simulated else (PEAK, ADDED, TIME)
+            predicted = 0 if simulated else model_peak_bytes(case, "train_step")
+            cells.append(Cell(case=case, implementation=implementation, rows=rows, predicted_bytes=predicted))
+        model = replace(MODEL_SIZES["xl"], context_length=2048) if run.scale != "tiny" else proxy_model("xl", 64)
+        measured = ("eager", "compiled") if run.device == "cuda" else ()
+        for blocks, name in ((1, "none"), (4, "none"), (4, "2"), (4, "1")):
+            stored = BlocksCase(model=model, batch=BATCH, blocks=blocks, attention="reference", checkpointing=name)
+            simulated_ones = ("simulated", "simulated compiled") if name == "none" else ("simulated",)
+            cells += [Cell(case=stored, implementation=one, rows=(SAVED,)) for one in (*simulated_ones, *measured)]
+        return cells
 
     def measure(self, cell: Cell, run: RunConfig) -> Iterator[Sample]:
-        return measure_strategy(cell, run)
+        """Peak of one full training step (the optimizer's state is there before), then its time.
+
+        Raises Disagreement unless the gradients of the same model, cut to four blocks and a short context, are those
+        that it has without checkpointing.
+        """
+        if isinstance(cell.case, BlocksCase):
+            yield from measure_blocks(cell, run)
+            return
+        case: MemoryCase = cell.case
+        release(run.device)
+        if cell.implementation == "simulated":
+            yield from _peaks(simulated_trace(case, "train_step", model_spec=run.model).phase_peaks())
+            return
+        if run.model is None:
+            _check_gradients(case, run, compiled=cell.implementation == "compiled")
+        if run.device == "cpu":
+            yield from _peaks(cpu_peaks(case, "train_step", run))
+        step = TrainingStep(case, run)
+        prepare(step, case, "train_step")
+        if cell.implementation == "compiled":
+            assert isinstance(step.model, nn.Module)
+            compile_blocks(step.model)
+            step.forward_backward()
+            step.reset()
+        counters = CudaPhasePeaks()
+        if run.device == "cuda":
+            counters.mark(START)
+            first_ms = time_once(lambda: run_phases(step, "train_step", counters.mark), run.device)
+            counters.finish()
+            yield from _peaks(counters.peaks)
+        else:
+            first_ms = time_once(step.train_step, run.device)
+        step.reset()
+        num_samples = plan_samples(first_ms, TIMED_BUDGET_MS[run.device], minimum=MIN_TIMED_STEPS[run.device])
+        samples = time_calls(step.train_step, device=run.device, warmup=0, num_samples=num_samples, before=step.reset)
+        yield Sample(row=TIME, samples=samples)
 
     def columns(self, row: dict[str, Any]) -> dict[str, Any]:
         name = row["checkpointing"]

@@ -47,7 +47,6 @@ class Leaderboard2025(AttentionExperiment):
             x="implementation",
             y="tflops",
             y_title="TFLOP/s",
-            stacked=True,
             where={"quantity": "time", "mode": "forward_backward"},
         )
     }

@@ -16,8 +16,8 @@ import torch
 
 from cs336_systems.accounting import model_peak_bytes
 from cs336_systems.config import MODEL_SIZES, ModelConfig, Precision, RunConfig, proxy_model
-from cs336_systems.experiments.figures import INK, Areas, alt
-from cs336_systems.experiments.frames import digits, pick, tuples
+from cs336_systems.experiments.figures import INK, Figure, alt
+from cs336_systems.experiments.frames import digits, in_unit, pick, tuples
 from cs336_systems.experiments.model_memory import (
     GRADIENTS,
     GRADIENTS_EXPECTED,
@@ -36,7 +36,7 @@ from cs336_systems.experiments.model_memory import (
 from cs336_systems.experiments.spec import Cell, Experiment, Row, Sample, problem
 from cs336_systems.experiments.tables import Pick, Wide
 from cs336_systems.measure.memory import MIB, release
-from cs336_systems.measure.timeline import CATEGORIES, MemoryTrace
+from cs336_systems.measure.timeline import CATEGORIES
 
 BATCH = 4
 EXAMPLE_CONTEXTS = (128, 2048)  # whose timelines are drawn
@@ -44,36 +44,6 @@ TIMELINE_POINTS = 200
 PREDICTED = "closed_form_peak"
 PRECISIONS = (Precision(), Precision(autocast="bfloat16"))
 EVENT, STARTS = "timeline.event", "timeline.start."
-
-
-def phase_rows(mode: str) -> tuple[Row, ...]:
-    return tuple(Row(mode=mode, quantity=f"peak_memory.{phase}", unit="MiB") for phase in PHASES[mode])
-
-
-def trace_rows(mode: str) -> tuple[Row, ...]:
-    """The timeline: its length in events, where phases begin, and sampled bytes by category."""
-    starts = [Row(mode=mode, quantity=f"timeline.start.{phase}", unit="1") for phase in PHASES[mode]]
-    lines = [Row(mode=mode, quantity=f"timeline.{category}", unit="MiB") for category in CATEGORIES]
-    return (Row(mode=mode, quantity="timeline.event", unit="1"), *starts, *lines)
-
-
-def profiling_cells(run: RunConfig) -> list[Cell]:
-    """Forward and full step of xl at short and long contexts in two precisions; then what one block saves."""
-    cells = []
-    for case, implementation in _profiled(run):
-        for mode in PHASES:
-            rows = (*phase_rows(mode), Row(mode=mode, quantity=PREDICTED, unit="MiB"))
-            if case.model.context_length in EXAMPLE_CONTEXTS:
-                rows += (*trace_rows(mode), *ranked_rows(mode, "allocation"))
-            predicted = model_peak_bytes(case, mode) if implementation != "simulated" else 0
-            cells.append(Cell(case=case, implementation=implementation, rows=rows, predicted_bytes=predicted))
-    for blocks in _blocks(run):
-        for implementation in ("simulated", "simulated compiled", *(("eager", "compiled") * (run.device == "cuda"))):
-            rows = (SAVED, RESIDUAL, *ranked_rows("forward", "saved"))
-            if "compiled" not in implementation:
-                rows += (SAVED_EXPECTED, GRADIENTS, GRADIENTS_EXPECTED)
-            cells.append(Cell(case=blocks, implementation=implementation, rows=rows))
-    return cells
 
 
 def _profiled(run: RunConfig) -> list[tuple[MemoryCase, str]]:
@@ -99,66 +69,34 @@ def _profiled(run: RunConfig) -> list[tuple[MemoryCase, str]]:
 def _blocks(run: RunConfig) -> list[BlocksCase]:
     model = MODEL_SIZES["xl"] if run.scale != "tiny" else proxy_model("xl", 64)
     contexts = (512, 2048) if run.scale != "tiny" else (128,)
-    return [
-        BlocksCase(model=replace(model, context_length=context), batch=BATCH, blocks=1, attention="reference")
-        for context in contexts
-    ]
+    models = [replace(model, context_length=context) for context in contexts]
+    return [BlocksCase(model=one, batch=BATCH, blocks=1, attention="reference") for one in models]
 
 
-def measure_pass(cell: Cell, run: RunConfig) -> Iterator[Sample]:
-    if isinstance(cell.case, BlocksCase):
-        yield from measure_blocks(cell, run)
-        return
-    case: MemoryCase = cell.case
-    mode = cell.rows[0].mode
-    release(run.device)
-    yield Sample(row=_row(cell, PREDICTED), samples=[model_peak_bytes(case, mode) / MIB])
-    out_of_memory = ""
-    if cell.implementation == "simulated":
-        trace = simulated_trace(case, mode, model_spec=run.model)
-        peaks = trace.phase_peaks()
-    else:
-        measured = measured_phases(case, mode, run)
-        trace, peaks, out_of_memory = measured.trace, measured.peak_bytes, measured.out_of_memory
-    for phase, num_bytes in peaks.items():
-        yield Sample(row=_row(cell, f"peak_memory.{phase}"), samples=[num_bytes / MIB])
-    if case.model.context_length in EXAMPLE_CONTEXTS:
-        yield from _trace_measurements(cell, trace)
-    if out_of_memory:  # what was seen until then is kept; the rows of the phases that are missing say why
-        raise torch.OutOfMemoryError(out_of_memory)
-
-
-def _trace_measurements(cell: Cell, trace: MemoryTrace) -> Iterator[Sample]:
-    events, lines = trace.sampled(TIMELINE_POINTS)
-    yield Sample(row=_row(cell, "timeline.event"), samples=events.tolist())
-    for phase in trace.phases:
-        yield Sample(row=_row(cell, f"timeline.start.{phase.name}"), samples=[phase.start])
-    for category, values in lines.items():
-        yield Sample(row=_row(cell, f"timeline.{category}"), samples=(values / MIB).tolist())
-    made = [phase.name for phase in trace.phases[1:]]
-    for rank, large in enumerate(trace.largest(NUM_LARGEST, made), start=1):
-        kernel = f"{large.count} × {large.category}: {large.where}"
-        yield Sample(row=_row(cell, f"allocation.{rank}"), samples=[large.num_bytes / MIB], kernel=kernel)
-
-
-def _row(cell: Cell, quantity: str) -> Row:
-    return next(row for row in cell.rows if row.quantity == quantity)
-
-
-class Timeline(Areas):
-    """Active memory by category, and where the phases of the pass begin."""
+class Timeline(Figure):
+    """Active memory of a pass by category, over the events at which it was sampled, and where phases begin."""
 
     def _marks(self, rows: pd.DataFrame) -> Any:
-        starting = rows["quantity"].str.startswith(STARTS)
+        by_name = {row["quantity"]: row for row in tuples(rows)}
+        events = by_name[EVENT]["samples"]
+        parts = rows[rows["category"] != ""]
         values = [
-            {"event": row["median"], "phase": row["quantity"].removeprefix(STARTS)}
-            for row in tuples(rows[starting])
-            if row["median"] > 0
+            {"at": event, "value": in_unit(value, "MiB", "GiB"), "rank": rank, "category": row["category"]}
+            for rank, row in enumerate(tuples(parts))
+            for event, value in zip(events, row["samples"])
         ]
-        phases = alt.Chart(alt.Data(values=values)).encode(x="event:Q")
+        areas = alt.Chart(alt.Data(values=values)).mark_area(interpolate="step-after").encode(
+            x=alt.X("at:Q", title=self.x_title),
+            y=alt.Y("value:Q", stack=True, title=self.y_title),
+            color=self._color(parts),
+            order="rank:Q",  # the first at the bottom
+        )  # fmt: skip
+        starts = {name.removeprefix(STARTS): row["median"] for name, row in by_name.items() if name.startswith(STARTS)}
+        began = [{"event": event, "phase": phase} for phase, event in starts.items() if event > 0]
+        phases = alt.Chart(alt.Data(values=began)).encode(x="event:Q")
         rules = phases.mark_rule(color=INK, strokeDash=[4, 4])
         words = phases.mark_text(align="left", dx=3, color=INK).encode(text="phase:N", y=alt.value(8))
-        return alt.layer(super()._marks(rows[~starting]), rules, words)
+        return alt.layer(areas, rules, words)
 
 
 def made_in_backward(frame: pd.DataFrame, context: int, implementation: str) -> float:
@@ -177,22 +115,75 @@ def made_in_backward(frame: pd.DataFrame, context: int, implementation: str) -> 
     return float(saved * (1 - change))
 
 
+def _ranked(quantity: str, values: dict[str, str]) -> dict[str, Pick]:
+    """Columns of the largest contributors, by rank: heading -> column of the frame."""
+    return {
+        f"{rank}, {what}": Pick({"quantity": f"{quantity}.{rank}"}, value=value)
+        for rank in range(1, NUM_LARGEST + 1)
+        for what, value in values.items()
+    }
+
+
 @problem()
 class MemoryProfiling(Experiment):
     implementations = ("eager", "compiled", "simulated", "simulated compiled")
 
     def cells(self, run: RunConfig) -> list[Cell]:
-        return profiling_cells(run)
+        """Forward and full step of xl at short and long contexts in two precisions; then what one block saves."""
+        cells = []
+        for case, implementation in _profiled(run):
+            for mode, phases in PHASES.items():
+                units = {f"peak_memory.{phase}": "MiB" for phase in phases} | {PREDICTED: "MiB"}
+                drawn = case.model.context_length in EXAMPLE_CONTEXTS
+                if drawn:
+                    units |= {name: "1" for name in (EVENT, *(STARTS + phase for phase in phases))}
+                    units |= {f"timeline.{category}": "MiB" for category in CATEGORIES}
+                rows = tuple(Row(mode, quantity, unit) for quantity, unit in units.items())
+                rows += ranked_rows(mode, "allocation") if drawn else ()
+                predicted = model_peak_bytes(case, mode) if implementation != "simulated" else 0
+                cells.append(Cell(case=case, implementation=implementation, rows=rows, predicted_bytes=predicted))
+        for blocks in _blocks(run):
+            measured = ("eager", "compiled") if run.device == "cuda" else ()
+            for implementation in ("simulated", "simulated compiled", *measured):
+                more = () if "compiled" in implementation else (SAVED_EXPECTED, GRADIENTS, GRADIENTS_EXPECTED)
+                of_blocks = (SAVED, RESIDUAL, *ranked_rows("forward", "saved"), *more)
+                cells.append(Cell(case=blocks, implementation=implementation, rows=of_blocks))
+        return cells
 
     def measure(self, cell: Cell, run: RunConfig) -> Iterator[Sample]:
-        return measure_pass(cell, run)
+        if isinstance(cell.case, BlocksCase):
+            yield from measure_blocks(cell, run)
+            return
+        case, mode = cell.case, cell.rows[0].mode
+        rows = {row.quantity: row for row in cell.rows}
+        release(run.device)
+        yield Sample(row=rows[PREDICTED], samples=[model_peak_bytes(case, mode) / MIB])
+        out_of_memory = ""
+        if cell.implementation == "simulated":
+            trace = simulated_trace(case, mode, model_spec=run.model)
+            peaks = trace.phase_peaks()
+        else:
+            measured = measured_phases(case, mode, run)
+            trace, peaks, out_of_memory = measured.trace, measured.peak_bytes, measured.out_of_memory
+        for phase, num_bytes in peaks.items():
+            yield Sample(row=rows[f"peak_memory.{phase}"], samples=[num_bytes / MIB])
+        if EVENT in rows:
+            events, lines = trace.sampled(TIMELINE_POINTS)
+            yield Sample(row=rows[EVENT], samples=events.tolist())
+            for began in trace.phases:
+                yield Sample(row=rows[STARTS + began.name], samples=[began.start])
+            for category, values in lines.items():
+                yield Sample(row=rows[f"timeline.{category}"], samples=(values / MIB).tolist())
+            made = [phase.name for phase in trace.phases[1:]]
+            for rank, large in enumerate(trace.largest(NUM_LARGEST, made), start=1):
+                kernel = f"{large.count} × {large.category}: {large.where}"
+                yield Sample(row=rows[f"allocation.{rank}"], samples=[large.num_bytes / MIB], kernel=kernel)
+        if out_of_memory:  # what was seen until then is kept; the rows of the phases that are missing say why
+            raise torch.OutOfMemoryError(out_of_memory)
 
     def columns(self, row: dict[str, Any]) -> dict[str, Any]:
         category = row["quantity"].removeprefix("timeline.")
-        return {
-            "context": row["model.context_length"],
-            "category": category if category in CATEGORIES else "",
-        }
+        return {"context": row["model.context_length"], "category": category if category in CATEGORIES else ""}
 
     def numbers(self, frame: pd.DataFrame) -> dict[str, Any]:
         def saved(context: int, implementation: str = "eager") -> list[str]:
@@ -214,23 +205,14 @@ class MemoryProfiling(Experiment):
             down=("context", "precision"),
             where={"case_type": "MemoryCase"},
             columns={
-                "forward alone": Pick(
-                    {"mode": "forward", "implementation": "eager", "quantity": "peak_memory.forward"}, "GiB"
+                name: Pick({"mode": mode, "implementation": implementation, "quantity": quantity}, "GiB")
+                for name, mode, implementation, quantity in (
+                    ("forward alone", "forward", "eager", "peak_memory.forward"),
+                    *((f"step: {phase}", "train_step", "eager", f"peak_memory.{phase}")
+                      for phase in PHASES["train_step"][1:]),
+                    ("step, simulated", "train_step", "simulated", "peak_memory.backward"),
+                    ("step, closed form", "train_step", "simulated", PREDICTED),
                 )
-            }
-            | {
-                f"step: {phase}": Pick(
-                    {"mode": "train_step", "implementation": "eager", "quantity": f"peak_memory.{phase}"}, "GiB"
-                )
-                for phase in PHASES["train_step"][1:]
-            }
-            | {
-                "step, simulated": Pick(
-                    {"mode": "train_step", "implementation": "simulated", "quantity": "peak_memory.backward"}, "GiB"
-                ),
-                "step, closed form": Pick(
-                    {"mode": "train_step", "implementation": "simulated", "quantity": PREDICTED}, "GiB"
-                ),
             },
         ),
         "blocks": Wide(
@@ -241,31 +223,22 @@ class MemoryProfiling(Experiment):
                 "residual stream": Pick({"quantity": RESIDUAL.quantity}),
                 "saved for backward": Pick({"quantity": SAVED.quantity}, significant=4),
                 "closed form": Pick({"quantity": SAVED_EXPECTED.quantity}, significant=4),
-            }
-            | {
-                f"{rank}, {what}": Pick({"quantity": f"saved.{rank}"}, value=value)
-                for rank in range(1, NUM_LARGEST + 1)
-                for what, value in (("operation", "kernel"), ("MiB", "median"))
+                **_ranked("saved", {"operation": "kernel", "MiB": "median"}),
             },
         ),
         "allocations": Wide(
             title="Largest allocations of a pass (MiB)",
             down=("context", "precision", "mode", "implementation"),
             where={"case_type": "MemoryCase", "context": EXAMPLE_CONTEXTS},
-            columns={
-                f"{rank}, {what}": Pick({"quantity": f"allocation.{rank}"}, value=value)
-                for rank in range(1, NUM_LARGEST + 1)
-                for what, value in (("MiB", "median"), ("what", "kernel"))
-            },
+            columns=_ranked("allocation", {"MiB": "median", "what": "kernel"}),
         ),
-    }
+    }  # fmt: skip
     figures = {
         name: Timeline(
             title=f"Active memory of xl, {words}, context {context:,}, float32, {implementation}",
             x=EVENT,
             x_title="allocations and releases, in order",
             y_title="GiB",
-            unit="GiB",
             color="category",
             where={
                 "mode": mode, "context": context, "precision": "float32", "implementation": implementation,

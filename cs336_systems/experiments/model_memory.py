@@ -25,7 +25,7 @@ from cs336_systems.experiments.models import TrainingStep
 from cs336_systems.experiments.spec import Cell, Disagreement, Row, Sample, Unsupported
 from cs336_systems.measure.memory import MIB, CudaPhasePeaks, cpu_phase_peaks, release
 from cs336_systems.measure.predict import CudaAutocastRules, fake_module
-from cs336_systems.measure.saved import Saved, by_operation, compiled_saved_tensors, saved_tensors
+from cs336_systems.measure.saved import by_operation, compiled_saved_tensors, saved_tensors
 from cs336_systems.measure.snapshot import CudaHistory
 from cs336_systems.measure.timeline import BACKWARD, AllocationRecorder, MemoryTrace
 from cs336_systems.model import AdamW, TransformerLM, cross_entropy, load_model_class
@@ -81,10 +81,8 @@ def prepare(step: TrainingStep, case: ModelCase, mode: str) -> None:
         for parameter in step.parameters:
             parameter.grad = parameter.detach()  # any gradient makes the state; with lr 0 the weights stay
         step.optimizer.step()
-        for state in step.optimizer.state.values():
-            for value in state.values():
-                if isinstance(value, Tensor):
-                    value.zero_()
+        for value in optimizer_state(step):
+            value.zero_()
         step.reset()
 
 
@@ -111,19 +109,28 @@ def run_phases(step: TrainingStep, mode: str, mark: Callable[[str], None]) -> No
     step.optimizer.step()
 
 
+def record(
+    step: TrainingStep, mode: str, recorder: AllocationRecorder | CudaHistory, counters: CudaPhasePeaks | None = None
+) -> None:
+    """The pass under `recorder`, which is told of phases and of whose tensors are what; also where it raises."""
+
+    def mark(name: str) -> None:
+        if name == STEP:
+            recorder.assign((parameter.grad for parameter in step.parameters), "gradients")
+        recorder.phase(name)
+        if counters is not None:
+            counters.mark(name)
+
+    recorder.assign(step.parameters, "parameters")
+    recorder.assign(optimizer_state(step), "optimizer")
+    run_phases(step, mode, mark)
+
+
 def recorded_trace(step: TrainingStep, mode: str, device: str) -> MemoryTrace:
     """The pass under an `AllocationRecorder` that counts as `device` does."""
     with AllocationRecorder(device) as recorder:
         recorder.phase(START)
-        recorder.assign(step.parameters, "parameters")
-        recorder.assign(optimizer_state(step), "optimizer")
-
-        def mark(name: str) -> None:
-            if name == STEP:
-                recorder.assign((parameter.grad for parameter in step.parameters), "gradients")
-            recorder.phase(name)
-
-        run_phases(step, mode, mark)
+        record(step, mode, recorder)
     return recorder.trace()
 
 
@@ -173,18 +180,9 @@ def measured_phases(case: ModelCase, mode: str, run: RunConfig) -> Measured:
     message = ""
     with CudaHistory() as history:
         history.phase(START)
-        history.assign(step.parameters, "parameters")
-        history.assign(optimizer_state(step), "optimizer")
         counters.mark(START)
-
-        def mark(name: str) -> None:
-            if name == STEP:
-                history.assign((parameter.grad for parameter in step.parameters), "gradients")
-            history.phase(name)
-            counters.mark(name)
-
         try:
-            run_phases(step, mode, mark)
+            record(step, mode, history, counters)
             counters.finish()
         except torch.OutOfMemoryError as error:
             message = str(error).splitlines()[0]
@@ -220,19 +218,27 @@ class BlocksCase:
     precision: Precision = Precision()
     checkpointing: str = "none"
 
+    @property
+    def stream_shape(self) -> tuple[int, int, int]:
+        return (self.batch, self.model.context_length, self.model.d_model)
+
+    def as_model_case(self) -> MemoryCase:
+        model = replace(self.model, num_layers=self.blocks)
+        return MemoryCase(model=model, batch=self.batch, attention=self.attention, precision=self.precision)
+
 
 def measure_blocks(cell: Cell, run: RunConfig) -> Iterator[Sample]:
     case: BlocksCase = cell.case
     if cell.implementation.startswith("simulated"):
         with FakeTensorMode():
-            model = SimulatedStep(_as_memory_case(case)).model
+            model = SimulatedStep(case.as_model_case()).model
             assert isinstance(model, TransformerLM)
-            yield from _saved_measurements(cell, model, torch.empty(_stream_shape(case), requires_grad=True))
+            yield from _saved_measurements(cell, model, torch.empty(case.stream_shape, requires_grad=True))
         return
     release(run.device)
     with torch.device(run.device):
         model = TransformerLM.from_config(replace(case.model, num_layers=case.blocks), attention=case.attention)
-        stream = torch.randn(_stream_shape(case), requires_grad=True)
+        stream = torch.randn(case.stream_shape, requires_grad=True)
     if cell.implementation == "compiled":
         if run.device == "cpu" and not has_cxx_compiler():
             raise Unsupported("no C++ compiler")
@@ -243,47 +249,36 @@ def measure_blocks(cell: Cell, run: RunConfig) -> Iterator[Sample]:
 def _saved_measurements(cell: Cell, model: TransformerLM, stream: Tensor) -> Iterator[Sample]:
     case: BlocksCase = cell.case
     blocks = nn.Sequential(*list(model.layers)[: case.blocks])
-    parameters = [*blocks.parameters(), *blocks.buffers()]
     results: list[Tensor] = []
-    saved: list[Saved]
     if cell.implementation == "simulated compiled":
         if case.checkpointing != "none":
             raise Unsupported("the partition of a graph is simulated without checkpoints in it")
         saved = compiled_saved_tensors(blocks, stream)
     else:
         apply_checkpointing(model, case.checkpointing)
-        if cell.implementation == "compiled":
+        compiled = cell.implementation == "compiled"
+        if compiled:
             model.run_blocks(list(blocks), stream)  # compiles
         saved = saved_tensors(
             lambda: results.append(model.run_blocks(list(blocks), stream)),
-            parameters=parameters,
-            compiled=cell.implementation == "compiled",
-        )
-        if cell.implementation == "compiled" and COMPILED_GRADIENT not in str(results[0].grad_fn):
+            parameters=[*blocks.parameters(), *blocks.buffers()], compiled=compiled,
+        )  # fmt: skip
+        if compiled and COMPILED_GRADIENT not in str(results[0].grad_fn):
             raise Disagreement(f"torch.compile left the block eager: its gradient is {results[0].grad_fn}")
-    yield Sample(row=SAVED, samples=[sum(one.num_bytes for one in saved) / MIB])
-    ranked = {row.quantity: row for row in cell.rows}
-    for rank, (operation, num_bytes) in enumerate(by_operation(saved)[:NUM_LARGEST], start=1):
-        if f"saved.{rank}" in ranked:
-            yield Sample(row=ranked[f"saved.{rank}"], samples=[num_bytes / MIB], kernel=operation)
-    if RESIDUAL in cell.rows:
-        yield Sample(row=RESIDUAL, samples=[stream.untyped_storage().nbytes() / MIB])
+    stream_bytes = stream.untyped_storage().nbytes()
+    found = {SAVED: sum(one.num_bytes for one in saved), RESIDUAL: stream_bytes}
     if GRADIENTS in cell.rows:
         expected = block_saved_bytes(case.model, case.batch, attention=case.attention, precision=case.precision)
-        yield Sample(row=SAVED_EXPECTED, samples=[case.blocks * sum(expected.values()) / MIB])
-        results[0].backward(torch.empty_like(results[0]))
-        made = [tensor.grad for tensor in (*blocks.parameters(), stream)]
-        num_bytes = sum(gradient.untyped_storage().nbytes() for gradient in made if gradient is not None)
-        yield Sample(row=GRADIENTS, samples=[num_bytes / MIB])
         deeper = replace(case.model, num_layers=case.model.num_layers + case.blocks)
-        gradients = BYTES_PER_ELEMENT[case.precision.parameters] * (num_parameters(deeper) - num_parameters(case.model))
-        yield Sample(row=GRADIENTS_EXPECTED, samples=[(gradients + stream.untyped_storage().nbytes()) / MIB])
-
-
-def _stream_shape(case: BlocksCase) -> tuple[int, int, int]:
-    return (case.batch, case.model.context_length, case.model.d_model)
-
-
-def _as_memory_case(case: BlocksCase) -> MemoryCase:
-    model = replace(case.model, num_layers=case.blocks)
-    return MemoryCase(model=model, batch=case.batch, attention=case.attention, precision=case.precision)
+        elements = num_parameters(deeper) - num_parameters(case.model)
+        results[0].backward(torch.empty_like(results[0]))
+        made = [tensor.grad for tensor in (*blocks.parameters(), stream) if tensor.grad is not None]
+        found |= {
+            SAVED_EXPECTED: case.blocks * sum(expected.values()),
+            GRADIENTS: sum(gradient.untyped_storage().nbytes() for gradient in made),
+            GRADIENTS_EXPECTED: BYTES_PER_ELEMENT[case.precision.parameters] * elements + stream_bytes,
+        }
+    yield from (Sample(row=row, samples=[found[row] / MIB]) for row in cell.rows if row in found)
+    for row, (operation, num_bytes) in zip(ranked_rows("forward", "saved"), by_operation(saved)):
+        if row in cell.rows:
+            yield Sample(row=row, samples=[num_bytes / MIB], kernel=operation)

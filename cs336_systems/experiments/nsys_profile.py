@@ -54,16 +54,6 @@ def models(run: RunConfig) -> list[tuple[ModelConfig, int]]:
     return [(replace(proxy, context_length=context), 1) for proxy in proxies for context in (64, 128, 256)]
 
 
-def nsys_profile_cells(run: RunConfig) -> list[Cell]:
-    """Every model and context in float32, and at handout scale the middle context under bfloat16 autocast."""
-    cases = [ModelCase(model=model, batch=batch, attention="reference", warmup=2) for model, batch in models(run)]
-    if run.scale == "handout":
-        autocast = Precision(autocast="bfloat16")
-        cases += [replace(case, precision=autocast) for case in cases if case.model.context_length == 512]
-    rows = tuple(row for mode in MODEL_MODES for row in profile_rows(mode))
-    return [model_cell(case, "eager", rows) for case in cases]
-
-
 def profile_rows(mode: str) -> list[Row]:
     """What a profile of `mode` reports."""
 
@@ -82,31 +72,6 @@ def profile_rows(mode: str) -> list[Row]:
         rows += [in_ms(f"attention_{part}_time") for part in ATTENTION_PARTS]
         rows.append(in_ms("attention_softmax_kernel_time"))  # of the softmax alone, without scale and mask
     return rows
-
-
-def measure_profile(cell: Cell, run: RunConfig) -> Iterator[Sample]:
-    """Wall clock and profile of each mode; Disagreement if logits or loss are not finite."""
-    release(run.device)
-    step = TrainingStep(cell.case, run)
-    assert isinstance(step.model, nn.Module)
-    for mode in MODEL_MODES:
-        rows = {row.quantity: row for row in cell.rows if row.mode == mode}
-        call: Callable[[], Tensor] = getattr(step, mode)
-        for _ in range(cell.case.warmup):
-            step.reset()
-            require_finite("logits" if mode == "forward" else "loss", call())
-        step.reset()
-        samples = [time_once(call, run.device)]
-        count = plan_samples(samples[0], WALL_CLOCK_BUDGET_MS, MIN_WALL_CLOCK_STEPS, MAX_WALL_CLOCK_STEPS)
-        while len(samples) < count:
-            step.reset()
-            samples.append(time_once(call, run.device))
-        yield Sample(row=rows["time"], samples=samples)
-        with annotate(step.model):
-            num_steps = NUM_PROFILED_STEPS[run.scale]
-            trace = capture(call, device=run.device, num_steps=num_steps, warmup=0, before=step.reset)
-        step.reset()
-        yield from measurements(trace, rows)
 
 
 def measurements(trace: Trace, rows: dict[str, Row]) -> Iterator[Sample]:
@@ -164,10 +129,37 @@ class Shares(Bars):
 @problem()
 class NsysProfile(Experiment):
     def cells(self, run: RunConfig) -> list[Cell]:
-        return nsys_profile_cells(run)
+        """Every model and context in float32, and at handout scale the middle context under bfloat16 autocast."""
+        cases = [ModelCase(model=model, batch=batch, attention="reference", warmup=2) for model, batch in models(run)]
+        if run.scale == "handout":
+            autocast = Precision(autocast="bfloat16")
+            cases += [replace(case, precision=autocast) for case in cases if case.model.context_length == 512]
+        rows = tuple(row for mode in MODEL_MODES for row in profile_rows(mode))
+        return [model_cell(case, "eager", rows) for case in cases]
 
     def measure(self, cell: Cell, run: RunConfig) -> Iterator[Sample]:
-        return measure_profile(cell, run)
+        """Wall clock and profile of each mode; Disagreement if logits or loss are not finite."""
+        release(run.device)
+        step = TrainingStep(cell.case, run)
+        assert isinstance(step.model, nn.Module)
+        for mode in MODEL_MODES:
+            rows = {row.quantity: row for row in cell.rows if row.mode == mode}
+            call: Callable[[], Tensor] = getattr(step, mode)
+            for _ in range(cell.case.warmup):
+                step.reset()
+                require_finite("logits" if mode == "forward" else "loss", call())
+            step.reset()
+            samples = [time_once(call, run.device)]
+            count = plan_samples(samples[0], WALL_CLOCK_BUDGET_MS, MIN_WALL_CLOCK_STEPS, MAX_WALL_CLOCK_STEPS)
+            while len(samples) < count:
+                step.reset()
+                samples.append(time_once(call, run.device))
+            yield Sample(row=rows["time"], samples=samples)
+            with annotate(step.model):
+                num_steps = NUM_PROFILED_STEPS[run.scale]
+                trace = capture(call, device=run.device, num_steps=num_steps, warmup=0, before=step.reset)
+            step.reset()
+            yield from measurements(trace, rows)
 
     def columns(self, row: dict[str, Any]) -> dict[str, Any]:
         category = row["quantity"].removesuffix("_time")
@@ -186,22 +178,18 @@ class NsysProfile(Experiment):
 
         def percent(model: str, context: int, precision: str, mode: str, quantity: str, of: str = "kernel_time") -> str:
             """A quantity of a pass as a share of another."""
-            numbers = [number(model, context, precision, mode, name) for name in (quantity, of)]
-            return f"{digits(100 * numbers[0] / numbers[1])} %"
+            part, whole = (number(model, context, precision, mode, name) for name in (quantity, of))
+            return f"{digits(100 * part / whole)} %"
 
-        def softmax(model: str, context: int, precision: str) -> str:
-            """The softmax's time over that of the two products, forward."""
-            times = [number(model, context, precision, "forward", f"attention_{part}_time")
-                     for part in ("softmax_kernel", "scores", "values")]  # fmt: skip
+        def over_products(part: str, model: str, context: int, precision: str) -> str:
+            """The time of a part of attention over that of the two products, forward."""
+            times = [number(model, context, precision, "forward", f"attention_{name}_time")
+                     for name in (part, "scores", "values")]  # fmt: skip
             return digits(times[0] / (times[1] + times[2]), 2)
 
-        def between(model: str, context: int, precision: str) -> str:
-            """The time of scale, mask and softmax over that of the two products, forward."""
-            times = [number(model, context, precision, "forward", f"attention_{part}_time")
-                     for part in ("softmax", "scores", "values")]  # fmt: skip
-            return digits(times[0] / (times[1] + times[2]), 2)
-
-        return {"percent": percent, "softmax": softmax, "between": between}
+        # the softmax alone, and all that stands between the products: scale, mask and softmax
+        parts = {"softmax": "softmax_kernel", "between": "softmax"}
+        return {"percent": percent} | {name: partial(over_products, part) for name, part in parts.items()}
 
     tables = {
         "time": Wide(

@@ -10,10 +10,9 @@ other would take longer than all else.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pandas as pd
@@ -26,25 +25,25 @@ from cs336_systems.attention.tiles.grid import TMA_TARGETS
 from cs336_systems.config import AttentionShape, RunConfig
 from cs336_systems.experiments.attention import (
     BACKWARD,
+    BY_SHAPE,
     FORWARD,
-    attention_columns,
-    checked_error,
-    inputs_of,
-    oracle_of,
+    AttentionExperiment,
+    sized_shape,
 )  # fmt: skip
 from cs336_systems.experiments.figures import Heat
 from cs336_systems.experiments.frames import tuples
 from cs336_systems.experiments.implementations import chosen_tiles
-from cs336_systems.experiments.spec import Cell, Experiment, Row, Sample, Unsupported, problem
+from cs336_systems.experiments.spec import Cell, Row, Sample, Unsupported, problem
 from cs336_systems.experiments.tables import Listing, Pivot
-from cs336_systems.experiments.tuning import launches_of
+from cs336_systems.experiments.tuning import launches_of, measure_tiles
 from cs336_systems.inputs import AttentionInputs
 from cs336_systems.measure.stages import time_stages
 from cs336_systems.measure.timing import MIN_SAMPLES, plan_samples, time_calls, time_once
 
+TileSizes = tuple[int, int, int | None, int, int, bool]
 # (batch, heads, kv_heads or None, length, head_dim, causal): short and long, full and causal, grouped heads, few
 # programs and many.
-GRID_SHAPES: dict[str, tuple[tuple[int, int, int | None, int, int, bool], ...]] = {
+GRID_SHAPES: dict[str, tuple[TileSizes, ...]] = {
     "tiny": ((1, 2, 1, 64, 64, True),),
     "smoke": ((1, 2, 1, 64, 64, True),),
     "handout": (
@@ -62,7 +61,7 @@ GRID_SHAPES: dict[str, tuple[tuple[int, int, int | None, int, int, bool], ...]] 
         (1, 16, None, 32768, 128, True),
     ),
 }
-FIXED_SHAPES: dict[str, tuple[tuple[int, int, int | None, int, int, bool], ...]] = {
+FIXED_SHAPES: dict[str, tuple[TileSizes, ...]] = {
     "tiny": ((1, 1, None, 64, 64, True),),
     "smoke": ((1, 1, None, 64, 64, True),),
     "handout": tuple(
@@ -93,7 +92,7 @@ MAX_SAMPLES = 15
 
 
 @problem(title="The tile tables against the best of a grid, and against one fixed tile", order=7)
-class TileChoice(Experiment):
+class TileChoice(AttentionExperiment):
     implementations = (TABLE, *FIXED)
 
     def cells(self, run: RunConfig) -> list[Cell]:
@@ -113,25 +112,11 @@ class TileChoice(Experiment):
 
     def measure(self, cell: Cell, run: RunConfig) -> Iterator[Sample]:
         """The seconds of compiling the grid, or the times of the kernels that a cell's implementation stands for."""
-        from triton.errors import TritonError
-
         if cell.implementation == COMPILE_AHEAD:
             yield Sample(row=COMPILE, samples=[compile_ahead(run)])
-            return
-        shape, device = cell.case, run.device
-        inputs = inputs_of(shape, device, run.seed)
-        try:
-            call, configs = launches_of(inputs, shape.is_causal, cell_configs(cell.implementation, shape, run))
-            results = call()
-        except TritonError as error:  # does not compile, or not into this GPU's shared memory
-            raise Unsupported(f"{cell.implementation}: {str(error).strip().splitlines()[0]}") from None
-        error_ratio = checked_error(oracle_of(shape, device, run.seed), results, cell.implementation)
-        del results
-        (row,) = cell.rows
-        kernel = " ".join(config.name for config in configs)
-        if device == "cpu":
-            kernel = f"interpreter {kernel}"
-        yield Sample(row=row, samples=_samples(row, call, device), kernel=kernel, error=error_ratio)
+        else:
+            configs = cell_configs(cell.implementation, cell.case, run)
+            yield measure_tiles(cell, run, configs, lambda call: _samples(cell.rows[0], call, run.device))
 
     def columns(self, row: dict[str, Any]) -> dict[str, Any]:
         """`alone`: the kernel that is timed alone, whose `tiles` these are."""
@@ -139,22 +124,21 @@ class TileChoice(Experiment):
         alone = kernels.get((row["mode"], row["quantity"]), "")
         alone = "" if row["implementation"] in (TABLE, *FIXED, COMPILE_AHEAD) else alone
         names = [name.partition(f"_{alone}_")[2] for name in row["kernel"].split() if f"_{alone}_" in name]
-        return attention_columns(row) | {"alone": alone, "tiles": names[0] if names else ""}
+        return super().columns(row) | {"alone": alone, "tiles": names[0] if names else ""}
 
     def compared(self, frame: pd.DataFrame) -> pd.DataFrame:
         """Of the table's rows: the `best` of the grid, its `best_ms`, the time `over_best`, how many were `timed`."""
+        keys = ["case", "alone"]
         alone = frame[(frame["alone"] != "") & (frame["status"] == "ok") & ~frame["interpreted"]]
-        found = {}
-        for key, group in alone.groupby(["case", "alone"]):
-            best = tuples(group.sort_values("median", kind="stable").head(1))[0]
-            found[key] = {"best": best["tiles"], "best_ms": best["median"], "timed": len(group)}
-        nothing: dict[str, Any] = {"best": "", "best_ms": math.nan, "timed": 0}
-        more = []
-        for row in tuples(frame):
-            chosen = row["implementation"].startswith(f"{TABLE}_")
-            more.append(found.get((row["case"], row["alone"]), nothing) if chosen else nothing)
-        frame = frame.assign(**{name: pd.Series([one[name] for one in more], index=frame.index) for name in nothing})
-        return frame.assign(over_best=frame["median"] / frame["best_ms"])
+        groups = alone.sort_values("median", kind="stable").groupby(keys)
+        best = groups.agg(best=("tiles", "first"), best_ms=("median", "first"), timed=("median", "size")).reset_index()
+        joined = frame.merge(best, how="left", on=keys)
+        is_table = joined["implementation"].str.startswith(f"{TABLE}_") & joined["timed"].notna()
+        joined = joined.assign(
+            best=joined["best"].where(is_table, ""), best_ms=joined["best_ms"].where(is_table),
+            timed=joined["timed"].where(is_table, 0).astype(int),
+        )  # fmt: skip
+        return joined.assign(over_best=joined["median"] / joined["best_ms"])
 
     def numbers(self, frame: pd.DataFrame) -> dict[str, Any]:
         """`worst`: of all kernels and shapes the row whose tiles are farthest from the best of the grid."""
@@ -165,7 +149,7 @@ class TileChoice(Experiment):
         "grid": Listing(
             title="the table's tiles beside the best of the grid",
             columns={
-                "batch × heads × length × head dim": "shape",
+                **BY_SHAPE,
                 "kernel": "alone",
                 "table": "tiles",
                 "ms": "median",
@@ -178,7 +162,7 @@ class TileChoice(Experiment):
         ),
         "fixed": Pivot(
             title="backward under chosen and fixed tiles",
-            down={"batch × heads × length × head dim": "shape"},
+            down=BY_SHAPE,
             where={"implementation": (TABLE, *FIXED), "quantity": "time"},
             ratios=tuple((TABLE, name) for name in FIXED),
         ),
@@ -299,13 +283,9 @@ def compile_on_shape(request: AheadRequest) -> str:
     return ""
 
 
-def _shape(run: RunConfig, sizes: tuple[int, int, int | None, int, int, bool]) -> AttentionShape:
-    """Self-attention of these sizes, in bfloat16 on a GPU and in float32 for Triton's interpreter."""
-    batch, heads, kv_heads, seqlen, head_dim, is_causal = sizes
-    return AttentionShape(
-        batch=batch, heads=heads, kv_heads=kv_heads, seqlen_q=seqlen, seqlen_k=seqlen, head_dim=head_dim,
-        is_causal=is_causal, dtype="bfloat16" if run.device == "cuda" else "float32",
-    )  # fmt: skip
+def _shape(run: RunConfig, sizes: TileSizes) -> AttentionShape:
+    batch, heads, kv_heads, length, head_dim, is_causal = sizes
+    return replace(sized_shape(run, batch, heads, length, head_dim, is_causal), kv_heads=kv_heads)
 
 
 def _capability(run: RunConfig) -> tuple[int, int] | None:

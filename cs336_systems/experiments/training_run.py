@@ -27,7 +27,7 @@ from cs336_systems.training.loop import RunOptions, train_rank
 
 LOSS = Row(mode="train_step", quantity="loss", unit="nats")
 VALIDATION = Row(mode="train_step", quantity="validation_loss", unit="nats")
-TIME = Row(mode="train_step", quantity="time", unit="ms")
+ROWS = (LOSS, VALIDATION, Row(mode="train_step", quantity="time", unit="ms"))
 TINY = ModelConfig(name="tiny", d_model=32, d_ff=64, num_layers=2, num_heads=2, vocab_size=256, context_length=32)
 NUM_RANKS = 2
 # Rounding in another order moves a loss a little at first, and training amplifies it: of every one of the first steps
@@ -61,61 +61,15 @@ class TrainingCase:
 def training_case(run: RunConfig) -> TrainingCase:
     """One process's run at the scale: handout the small model, smoke a narrow one, tiny some steps."""
     case = TrainingCase(
-        model=NANO,
-        num_ranks=1,
-        attention="sdpa",
-        batch=16,
-        accumulation=1,
-        steps=300,
-        learning_rate=2e-3,
-        final_learning_rate=2e-4,
-        warmup_steps=20,
-        clip_norm=1.0,
-    )
+        model=NANO, num_ranks=1, attention="sdpa", batch=16, accumulation=1, steps=300, learning_rate=2e-3,
+        final_learning_rate=2e-4, warmup_steps=20, clip_norm=1.0,
+    )  # fmt: skip
     if run.scale == "tiny":
         return replace(case, model=TINY, batch=4, steps=6, warmup_steps=2)
     if run.scale == "smoke":
         return replace(case, model=byte_model(NANO, 64), batch=8, steps=40, warmup_steps=8)
     small = byte_model(MODEL_SIZES["small"], 256)
     return replace(case, model=small, steps=200, learning_rate=6e-4, final_learning_rate=6e-5, warmup_steps=50)
-
-
-def training_run_cells(run: RunConfig) -> list[Cell]:
-    """One process, then every wrapper on two ranks, one of them with gradient accumulation."""
-    alone = training_case(run)
-    wrappers = {"tiny": ("bucketed",), "smoke": ("bucketed", "sharded-optimizer", "fsdp")}.get(run.scale, WRAPPERS[1:])
-    cells = [Cell(case=alone, implementation="none", rows=(LOSS, VALIDATION, TIME))]
-    for wrapper in wrappers:
-        accumulation = 2 if wrapper == "bucketed" else 1
-        case = replace(alone, num_ranks=NUM_RANKS, accumulation=accumulation)
-        cells.append(Cell(case=case, implementation=wrapper, rows=(LOSS, VALIDATION, TIME)))
-    return cells
-
-
-def measure_run(cell: Cell, run: RunConfig) -> Iterator[Sample]:
-    """Train, compare with one process, then yield the loss of every step, the held-out loss and the step times."""
-    if run.model is not None:
-        raise Unsupported("the run trains this package's model, not the user's")
-    alone = replace(cell.case, num_ranks=1, accumulation=1)
-    expected = _alone(alone, run.device, run.seed)
-    if cell.implementation == "none":
-        result, error = expected, 0.0
-        if not math.isfinite(result.validation_loss):
-            raise Disagreement(f"the held-out loss must be finite, got {result.validation_loss}")
-    else:
-        options = RunOptions(device=run.device, log_every=_log_every(cell.case))
-        job = train_rank, cell.case.num_ranks, cell.case.config(cell.implementation, run.seed), options
-        own_gpus = run.device == "cuda" and torch.cuda.device_count() >= cell.case.num_ranks
-        start_method = "forkserver" if run.device == "cpu" else "spawn"
-        result = launch(
-            *job, backend="nccl" if own_gpus else "gloo", device=run.device, start_method=start_method
-        )[0]  # fmt: skip
-        error = curve_error(result.losses, expected.losses)
-        if not error <= 1:
-            raise Disagreement(f"losses are off one process's by {error:.3g} times the bound")
-    yield Sample(row=LOSS, samples=result.losses, error=error)
-    yield Sample(row=VALIDATION, samples=[result.validation_loss])
-    yield Sample(row=TIME, samples=result.step_ms)
 
 
 def curve_error(losses: list[float], expected: list[float]) -> float:
@@ -161,10 +115,34 @@ class TrainingRun(Experiment):
     implementations = WRAPPERS
 
     def cells(self, run: RunConfig) -> list[Cell]:
-        return training_run_cells(run)
+        """One process, then every wrapper on two ranks, one of them with gradient accumulation."""
+        alone = training_case(run)
+        wrappers = {"tiny": ("bucketed",), "smoke": ("bucketed", "sharded-optimizer", "fsdp")}
+        cells = [Cell(case=alone, implementation="none", rows=ROWS)]
+        for wrapper in wrappers.get(run.scale, WRAPPERS[1:]):
+            case = replace(alone, num_ranks=NUM_RANKS, accumulation=2 if wrapper == "bucketed" else 1)
+            cells.append(Cell(case=case, implementation=wrapper, rows=ROWS))
+        return cells
 
     def measure(self, cell: Cell, run: RunConfig) -> Iterator[Sample]:
-        return measure_run(cell, run)
+        """Train, compare with one process, then yield the loss of every step, the held-out loss and the step times."""
+        if run.model is not None:
+            raise Unsupported("the run trains this package's model, not the user's")
+        case: TrainingCase = cell.case
+        result = expected = _alone(replace(case, num_ranks=1, accumulation=1), run.device, run.seed)
+        if cell.implementation != "none":
+            own_gpus = run.device == "cuda" and torch.cuda.device_count() >= case.num_ranks
+            options = RunOptions(device=run.device, log_every=_log_every(case))
+            result = launch(
+                train_rank, case.num_ranks, case.config(cell.implementation, run.seed), options,
+                backend="nccl" if own_gpus else "gloo", device=run.device,
+                start_method="forkserver" if run.device == "cpu" else "spawn",
+            )[0]  # fmt: skip
+        error = curve_error(result.losses, expected.losses)
+        if not error <= 1:
+            raise Disagreement(f"losses are off one process's by {error:.3g} times the bound")
+        for row, samples in zip(ROWS, (result.losses, [result.validation_loss], result.step_ms)):
+            yield Sample(row=row, samples=samples, error=error if row == LOSS else None)
 
     def columns(self, row: dict[str, Any]) -> dict[str, Any]:
         last = row["samples"][-LAST_STEPS:]

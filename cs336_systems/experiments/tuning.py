@@ -11,6 +11,7 @@ Nothing here writes a table: a person reads the proposals and edits `attention/t
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -22,22 +23,18 @@ from cs336_systems.config import BYTES_PER_ELEMENT, AttentionShape, RunConfig
 from cs336_systems.experiments.attention import BACKWARD, BUDGET_MS, FORWARD, checked_error, inputs_of, oracle_of
 from cs336_systems.experiments.implementations import chosen_tiles
 from cs336_systems.experiments.records import Record, case_key, case_to_dict, latest
-from cs336_systems.experiments.spec import Cell, Row, Sample, Unsupported
+from cs336_systems.experiments.spec import Cell, Sample, Unsupported
 from cs336_systems.inputs import AttentionInputs
 from cs336_systems.measure.samples import quantile
 from cs336_systems.measure.timing import time_calls
 
 PROBLEM = "tune_flash"
-MODES = {"forward": FORWARD, "dkdv": BACKWARD, "dq": BACKWARD}
+MODES = {"forward": FORWARD, "dkdv": BACKWARD, "dq": BACKWARD}  # what is timed to judge a kernel's configuration
+Times = dict[KernelConfig, float]
 
 
 def tune_cell(shape: AttentionShape, config: KernelConfig) -> Cell:
-    return Cell(problem=PROBLEM, case=shape, implementation=config.name, rows=(row_of(config),))
-
-
-def row_of(config: KernelConfig) -> Row:
-    """What is timed to judge `config`: the forward, or the whole backward."""
-    return MODES[config.kernel]
+    return Cell(problem=PROBLEM, case=shape, implementation=config.name, rows=(MODES[config.kernel],))
 
 
 def compile_request(shape: AttentionShape, config: KernelConfig, arch: str) -> CompileRequest:
@@ -49,20 +46,29 @@ def compile_request(shape: AttentionShape, config: KernelConfig, arch: str) -> C
 
 def measure_tune_flash(cell: Cell, run: RunConfig) -> Iterator[Sample]:
     """Check the configuration that the cell's implementation names against the oracle, then time it."""
-    from triton.runtime.errors import OutOfResources
+    config = KernelConfig.from_name(cell.implementation)
 
-    shape, config = cell.case, KernelConfig.from_name(cell.implementation)
-    inputs = inputs_of(shape, run.device, run.seed)
+    def times(call: Callable[[], object]) -> list[float]:
+        return time_calls(call, device=run.device, warmup=1, budget_ms=BUDGET_MS[run.device])
+
+    yield measure_tiles(cell, run, [config], times)
+
+
+def measure_tiles(
+    cell: Cell, run: RunConfig, configs: Sequence[KernelConfig], times: Callable[[Callable[[], object]], list[float]]
+) -> Sample:
+    """The sample of a cell with one row: `configs` checked against the oracle, then `times` of their launches."""
+    from triton.errors import TritonError
+
     try:
-        call, configs = launches_of(inputs, shape.is_causal, [config])
+        call, used = launches_of(inputs_of(cell.case, run.device, run.seed), cell.case.is_causal, configs)
         results = call()
-    except OutOfResources as error:
-        raise Unsupported(f"{config.name}: {error}") from None
-    error_ratio = checked_error(oracle_of(shape, run.device, run.seed), results, cell.implementation)
+    except TritonError as error:  # does not compile, or not into this GPU's shared memory
+        raise Unsupported(f"{cell.implementation}: {str(error).strip().splitlines()[0]}") from None
+    error_ratio = checked_error(oracle_of(cell.case, run.device, run.seed), results, cell.implementation)
     del results
-    samples = time_calls(call, device=run.device, warmup=1, budget_ms=BUDGET_MS[run.device])
-    kernel = " ".join(used.name for used in configs)
-    yield Sample(row=row_of(config), samples=samples, kernel=kernel, error=error_ratio)
+    kernel = " ".join(["interpreter"] * (run.device == "cpu") + [config.name for config in used])
+    return Sample(row=cell.rows[0], samples=times(call), kernel=kernel, error=error_ratio)
 
 
 def launches_of(
@@ -134,15 +140,13 @@ class Proposal:
         return f'("{kernel}", {width}, {tile}): {row},  # {worst}'
 
 
-def medians(
-    records: Iterable[Record], shapes: Sequence[AttentionShape], seed: int
-) -> dict[AttentionShape, dict[KernelConfig, float]]:
+def medians(records: Iterable[Record], shapes: Sequence[AttentionShape], seed: int) -> dict[AttentionShape, Times]:
     """Median milliseconds by shape and configuration, from the newest good records of `tune_flash`.
 
     Records that no measurement leaves are passed over: of other names, other units, or no time at all.
     """
     by_key = {case_key(case_to_dict(shape)): shape for shape in shapes}
-    found: dict[AttentionShape, dict[KernelConfig, float]] = {shape: {} for shape in shapes}
+    found: dict[AttentionShape, Times] = {shape: {} for shape in shapes}
     for record in latest(record for record in records if record.problem == PROBLEM and record.seed == seed):
         shape = by_key.get(case_key(record.case))
         if shape is None or (record.status, record.quantity, record.unit) != ("ok", "time", FORWARD.unit):
@@ -160,59 +164,48 @@ def _config_named(name: str) -> KernelConfig | None:
         return None
 
 
-def winners(times: dict[AttentionShape, dict[KernelConfig, float]], capability: tuple[int, int] | None) -> list[Winner]:
-    """The fastest configuration of each kernel and shape beside the table's for `capability`."""
-    found = []
+def _by_kernel(times: dict[AttentionShape, Times]) -> Iterator[tuple[AttentionShape, str, Times]]:
+    """Each shape's times of each kernel that has any."""
     for shape, configs in times.items():
         for kernel in MODES:
-            measured = {config: ms for config, ms in configs.items() if config.kernel == kernel}
-            if not measured:
-                continue
-            best = min(measured, key=lambda config: measured[config])
-            shipped = chosen_tiles(kernel, shape, capability)
-            found.append(
-                Winner(
-                    shape=shape,
-                    kernel=kernel,
-                    best=best,
-                    best_ms=measured[best],
-                    shipped=shipped,
-                    shipped_ms=measured.get(shipped),
-                )  # fmt: skip
+            if measured := {config: ms for config, ms in configs.items() if config.kernel == kernel}:
+                yield shape, kernel, measured
+
+
+def winners(times: dict[AttentionShape, Times], capability: tuple[int, int] | None) -> list[Winner]:
+    """The fastest configuration of each kernel and shape beside the table's for `capability`."""
+    found = []
+    for shape, kernel, measured in _by_kernel(times):
+        best, shipped = min(measured, key=measured.__getitem__), chosen_tiles(kernel, shape, capability)
+        found.append(
+            Winner(
+                shape=shape, kernel=kernel, best=best, best_ms=measured[best], shipped=shipped,
+                shipped_ms=measured.get(shipped),
             )
+        )  # fmt: skip
     return found
 
 
-def proposals(times: dict[AttentionShape, dict[KernelConfig, float]]) -> list[Proposal]:
+def proposals(times: dict[AttentionShape, Times]) -> list[Proposal]:
     """One row for each kernel, width of element and head tile measured; shapes without any good time do not count."""
-    groups: dict[tuple[str, int, int], list[dict[KernelConfig, float]]] = {}
-    for shape, configs in times.items():
-        for kernel in MODES:
-            measured = {config: ms for config, ms in configs.items() if config.kernel == kernel}
-            if measured:
-                best_ms = min(measured.values())
-                key = (kernel, BYTES_PER_ELEMENT[shape.dtype], head_tile(shape.head_dim))
-                groups.setdefault(key, []).append({config: ms / best_ms for config, ms in measured.items()})
+    groups: dict[tuple[str, int, int], list[Times]] = {}  # times over the best one's, a dictionary a shape
+    for shape, kernel, measured in _by_kernel(times):
+        best_ms = min(measured.values())
+        key = (kernel, BYTES_PER_ELEMENT[shape.dtype], head_tile(shape.head_dim))
+        groups.setdefault(key, []).append({config: ms / best_ms for config, ms in measured.items()})
     found = []
     for key, ratios in groups.items():
         everywhere = [config for config in ratios[0] if all(config in shape for shape in ratios)]
-        if not everywhere:
+        means = {config: statistics.geometric_mean(shape[config] for shape in ratios) for config in everywhere}
+        if not means:
             continue
-        means = {
-            config: math.exp(math.fsum(math.log(shape[config]) for shape in ratios) / len(ratios))
-            for config in everywhere
-        }
-        config = min(means, key=lambda config: means[config])
-        by_pointers = [other for other in means if not other.tma]
-        worst = max(shape[config] for shape in ratios)
+        config = min(means, key=means.__getitem__)
+        by_pointers = {other: mean for other, mean in means.items() if not other.tma}
+        without_tma = min(by_pointers, key=by_pointers.__getitem__, default=None) if config.tma else None
         found.append(
             Proposal(
-                key=key,
-                config=config,
-                mean_ratio=means[config],
-                worst_ratio=worst,
-                num_shapes=len(ratios),
-                without_tma=min(by_pointers, key=lambda other: means[other], default=None) if config.tma else None,
+                key=key, config=config, mean_ratio=means[config], worst_ratio=max(shape[config] for shape in ratios),
+                num_shapes=len(ratios), without_tma=without_tma,
             )
-        )
+        )  # fmt: skip
     return found
