@@ -29,6 +29,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median
 from typing import Literal
 
 import numpy as np
@@ -36,7 +37,6 @@ from msgspec.structs import replace
 from scipy.stats import t as student
 
 from cs336_systems.experiments.records import RUNS, Record, is_series, latest, read_records
-from cs336_systems.measure.samples import summarize
 
 Verdict = Literal["regression", "improvement", "noise", "unchanged", "not compared"]
 FailOn = Literal["regression", "any", "none"]
@@ -234,7 +234,7 @@ def bootstrap_change(
     usable = before != 0
     error = float(np.std(after[usable] / before[usable], ddof=1)) if usable.sum() > 1 else math.inf
     margin = student.ppf((1 + confidence) / 2, max(1, len(base) + len(target) - 2)) * error
-    change = summarize(target).median / summarize(base).median - 1
+    change = median(target) / median(base) - 1
     return change - margin, change + margin
 
 
@@ -266,7 +266,7 @@ def _compare(base: Record, target: Record, threshold_percent: float, confidence:
         same = base.samples == target.samples
         return _row(base, target, "unchanged" if same else "not compared", reason="" if same else NO_COST)
     sign = -1 if base.unit in RATE_UNITS else 1
-    before, after = summarize(base.samples).median, summarize(target.samples).median
+    before, after = median(base.samples), median(target.samples)
     if before == 0:
         verdict: Verdict = "unchanged" if after == 0 else "not compared"
         return _row(base, target, verdict, reason="" if after == 0 else "the base is 0")
@@ -345,7 +345,7 @@ def _compare_group(
 def _log_ratio(row: ComparedRow) -> float:
     """Logarithm of how many times worse the target is."""
     sign = -1 if row.base.unit in RATE_UNITS else 1
-    return sign * math.log(summarize(row.target.samples).median / summarize(row.base.samples).median)
+    return sign * math.log(median(row.target.samples) / median(row.base.samples))
 
 
 def _resampled_log_ratio(row: ComparedRow, generator: np.random.Generator) -> np.ndarray:

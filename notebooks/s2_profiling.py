@@ -29,6 +29,7 @@
 import os
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 
 import matplotlib.pyplot as plt
 import pandas as pd
@@ -47,7 +48,6 @@ from cs336_systems.experiments.spec import load
 from cs336_systems.measure.capture import capture
 from cs336_systems.measure.kernels import CATEGORIES
 from cs336_systems.measure.ranges import SCORES, SOFTMAX, VALUES, annotate
-from cs336_systems.measure.samples import summarize
 from cs336_systems.measure.timing import time_calls
 from cs336_systems.model import build_model
 from cs336_systems.notebook import check, show
@@ -72,7 +72,7 @@ step = TrainingStep(case, RunConfig(scale="smoke", device=DEVICE))
 wall_ms = {}
 for mode in ("forward", "forward_backward", "train_step"):
     samples = time_calls(getattr(step, mode), device=DEVICE, warmup=2, num_samples=10, before=step.reset)
-    wall_ms[mode] = summarize(samples).median
+    wall_ms[mode] = median(samples)
 pd.DataFrame(
     {"median (ms)": wall_ms, "relative to forward": {m: t / wall_ms["forward"] for m, t in wall_ms.items()}}
 ).round(2)

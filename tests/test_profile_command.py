@@ -170,16 +170,7 @@ def test_the_printed_command_runs_this_case_between_profiler_calls(
     command = shlex.split(result.stdout)
     assert command[1] == "profile" and f"--output={tmp_path}/a b" in " ".join(command)
     own = command[command.index("-m") + 1 :]
-    assert own == [
-        "cs336_systems",
-        "profile",
-        "xl",
-        "--mode=train_step",
-        "--results",
-        f"{tmp_path}/a b",
-        "--tool",
-        "api",
-    ]
+    assert own == ["cs336_systems", *(one for one in given if one != "--print"), "--tool", "api"]
     assert not any(tmp_path.iterdir()), "printing runs nothing"
 
 

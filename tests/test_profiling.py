@@ -2,48 +2,16 @@
 
 from __future__ import annotations
 
-import math
 import time
+from statistics import median
 
-import numpy
 import pytest
 import torch
 
 from cs336_systems.measure.memory import MIB, peak_cuda_bytes, saved_for_backward
-from cs336_systems.measure.samples import median_interval, quantile, summarize
 from cs336_systems.measure.timing import plan_samples, time_calls, time_once
 
 COVERS = ("cs336_systems/measure",)
-
-
-def test_summary_is_numpys():
-    samples = [3.0, 1.0, 4.0, 1.0, 5.0, 9.0, 2.0]
-    summary = summarize(samples)
-    assert (summary.count, summary.minimum, summary.maximum) == (7, 1.0, 9.0)
-    expected = numpy.quantile(samples, [0.25, 0.5, 0.75])
-    assert [summary.quartile_low, summary.median, summary.quartile_high] == pytest.approx(expected)
-    assert summary.mean == pytest.approx(numpy.mean(samples))
-    assert summary.std == pytest.approx(numpy.std(samples, ddof=1))
-    assert summarize([2.0]).std == 0.0
-    with pytest.raises(ValueError, match="samples must not be empty"):
-        summarize([])
-    with pytest.raises(ValueError, match="fraction must be between 0 and 1"):
-        quantile(samples, 1.5)
-
-
-@pytest.mark.parametrize(
-    ("count", "expected"),
-    [(5, None), (6, (1, 6)), (8, (1, 8)), (9, (2, 8)), (18, (5, 14)), (25, (8, 18)), (100, (40, 61))],
-)
-def test_the_medians_interval_is_that_of_the_sign_tests_tables(count, expected):
-    samples = [float(place) for place in range(count, 0, -1)]
-    assert median_interval(samples) == expected
-
-
-def test_the_medians_interval_holds_it_as_often_as_it_says():
-    draws = numpy.random.default_rng(0).exponential(size=(4000, 18))  # of which ln 2 is the median
-    held = [low <= math.log(2) <= high for low, high in map(median_interval, draws.tolist())]
-    assert numpy.mean(held) == pytest.approx(0.969, abs=0.01)
 
 
 def test_counts_and_what_is_outside_the_timed_part():
@@ -58,7 +26,7 @@ def test_a_sleep_is_measured_and_its_preparation_is_not():
     samples = time_calls(
         lambda: time.sleep(0.02), device="cpu", warmup=0, num_samples=5, before=lambda: time.sleep(0.05)
     )
-    assert 20.0 <= summarize(samples).median < 30.0
+    assert 20.0 <= median(samples) < 30.0
 
 
 def test_sample_counts_follow_the_budget():
@@ -84,7 +52,7 @@ def test_a_kernel_of_known_length_is_measured_within_two_percent():
     spin(1.0)
     for milliseconds in (5.0, 20.0):
         samples = time_calls(lambda length=milliseconds: spin(length), device="cuda", num_samples=10)
-        assert summarize(samples).median == pytest.approx(milliseconds, rel=0.02)
+        assert median(samples) == pytest.approx(milliseconds, rel=0.02)
 
 
 @pytest.mark.gpu

@@ -5,13 +5,13 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from statistics import median
 from typing import Any
 
 import pytest
 import torch
 
 from cs336_systems.measure import stages
-from cs336_systems.measure.samples import summarize
 from cs336_systems.measure.stages import (
     TOTAL,
     stage,
@@ -19,10 +19,6 @@ from cs336_systems.measure.stages import (
 )
 
 COVERS = ("cs336_systems/measure",)
-
-
-def median(samples: list[float]) -> float:
-    return summarize(samples).median
 
 
 def unaccounted(samples: dict[str, list[float]]) -> float:

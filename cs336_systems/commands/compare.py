@@ -7,6 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -119,10 +120,8 @@ def _group_cells(group: ComparedGroup) -> list[str]:
 
 
 def _cells(row: ComparedRow) -> list[str]:
-    from cs336_systems.measure.samples import summarize
-
     sides = [
-        f"{summarize(record.samples).median:.5g} {record.unit}" if record.status == "ok" else record.status
+        f"{median(record.samples):.5g} {record.unit}" if record.status == "ok" else record.status
         for record in (row.base, row.target)
     ]
     change = "" if math.isnan(row.change_percent) else f"{row.change_percent:+.2f} %"

@@ -8,7 +8,8 @@ import shlex
 import shutil
 import subprocess
 import sys
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -17,10 +18,10 @@ from rich.console import Console
 from rich.table import Table
 
 from cs336_systems.commands.shared import EXIT_NOTHING_MEASURED, DeviceOption, ResultsOption, one_line_errors
-from cs336_systems.measure.text import printable
+from cs336_systems.measure.text import in_one_line, printable
 
 if TYPE_CHECKING:
-    from cs336_systems.config import AttentionShape, ModelCase, RunConfig
+    from cs336_systems.config import AttentionShape, ModelCase
     from cs336_systems.experiments.profiled import Prepared
     from cs336_systems.measure.trace import Trace
 
@@ -70,8 +71,10 @@ def profile(
         if interprets:
             interpret_kernels()
         os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # or the profiler's library prints its start and stop
-        from cs336_systems.experiments.profiled import check_case, parse_case
+        from cs336_systems.experiments.profiled import check_case, parse_case, prepare
         from cs336_systems.experiments.worker import search_current_folder
+        from cs336_systems.measure.capture import capture
+        from cs336_systems.measure.ranges import annotate
 
         parsed = parse_case(
             case, precision=precision, batch=batch, context=context, attention=attention, is_causal=causal
@@ -88,15 +91,21 @@ def profile(
         _refuse_overflow(parsed, implementation, mode, kind)
         # On a CPU minutes may pass from here to the tables.
         typer.echo(f"profiling {case} on {kind}: {warmup} warm-up and {steps} profiled step{'s' * (steps != 1)}")
-        prepared = _prepare(parsed, implementation, mode, run)
-    if tool == "api":
-        _run_between_profiler_calls(prepared, steps, warmup, ranges)
-        return
-    trace = _capture(prepared, kind, steps, warmup, ranges, folder / f"{stem}.trace.json.gz")
+        with _ends_in_one_line():
+            prepared = prepare(parsed, implementation, mode, run)
+    path = folder / f"{stem}.trace.json.gz"
+    annotated = annotate(prepared.model) if ranges and prepared.model is not None else nullcontext()
+    with _ends_in_one_line(path), annotated:
+        if tool == "api":
+            _run_between_profiler_calls(prepared, steps, warmup)
+            return
+        trace = capture(
+            prepared.call, device=kind, num_steps=steps, warmup=warmup, before=prepared.before, path=path
+        )  # fmt: skip
     show_trace(trace.in_steps(), top)
     if interprets:
         typer.echo("Triton's kernels ran on its interpreter: their times are NumPy's and say nothing of a GPU")
-    typer.echo(f"trace: {folder / f'{stem}.trace.json.gz'} (open it in https://ui.perfetto.dev)")
+    typer.echo(f"trace: {path} (open it in https://ui.perfetto.dev)")
 
 
 def _refuse_overflow(case: ModelCase | AttentionShape, implementation: str, mode: str, device: str) -> None:
@@ -118,19 +127,20 @@ def _refuse_overflow(case: ModelCase | AttentionShape, implementation: str, mode
         raise typer.Exit(EXIT_NOTHING_MEASURED)
 
 
-def _prepare(case: ModelCase | AttentionShape, implementation: str, mode: str, run: RunConfig) -> Prepared:
-    """`prepare`, with the ways in which a valid case may not run here as one line."""
+@contextmanager
+def _ends_in_one_line(trace: Path | None = None) -> Iterator[None]:
+    """The ways in which a valid case may not run here as one line, which names the `trace` that was left."""
     import torch
 
-    from cs336_systems.experiments.profiled import prepare
     from cs336_systems.experiments.spec import Disagreement, Unsupported
     from cs336_systems.measure.memory import one_out_of_memory_error
 
     try:
-        with one_out_of_memory_error():
-            return prepare(case, implementation, mode, run)
+        with one_line_errors(), one_out_of_memory_error():
+            yield
     except (Unsupported, Disagreement, torch.OutOfMemoryError) as error:
-        typer.echo(f"error: {' '.join(str(error).split())}", err=True)
+        kept = f"; the trace up to there is {trace}" if trace is not None and trace.exists() else ""
+        typer.echo(f"error: {in_one_line(str(error).splitlines()[0])}{kept}", err=True)
         raise typer.Exit(EXIT_NOTHING_MEASURED) from None
 
 
@@ -147,48 +157,33 @@ def _stem(
     return re.sub(r"[^A-Za-z0-9_.-]", "_", "-".join(parts))
 
 
-def _capture(prepared: Prepared, device: str, steps: int, warmup: int, ranges: bool, path: Path) -> Trace:
-    import torch
-
-    from cs336_systems.measure.capture import capture
-    from cs336_systems.measure.memory import one_out_of_memory_error
-    from cs336_systems.measure.ranges import annotate
-
-    annotated = annotate(prepared.model) if ranges and prepared.model is not None else nullcontext()
-    try:
-        with one_line_errors(), one_out_of_memory_error(), annotated:
-            return capture(
-                prepared.call, device=device, num_steps=steps, warmup=warmup, before=prepared.before, path=path
-            )
-    except torch.OutOfMemoryError as error:
-        kept = f"; the trace up to there is {path}" if path.exists() else ""
-        typer.echo(f"error: {str(error).splitlines()[0]}{kept}", err=True)
-        raise typer.Exit(EXIT_NOTHING_MEASURED) from None
-
-
-def _run_between_profiler_calls(prepared: Prepared, steps: int, warmup: int, ranges: bool) -> None:
+def _run_between_profiler_calls(prepared: Prepared, steps: int, warmup: int) -> None:
     """What nsys and ncu record: the steps alone, with NVTX ranges."""
-    from cs336_systems.measure.ranges import STEP, annotate, named_range
+    from cs336_systems.measure.ranges import STEP, named_range
     from cs336_systems.measure.vendor import cuda_profiler_range
 
-    def repeat(count: int) -> None:
-        for _ in range(count):
-            if prepared.before is not None:
-                prepared.before()
-            with named_range(STEP):
-                prepared.call()
-
-    repeat(warmup)
-    with annotate(prepared.model) if ranges and prepared.model is not None else nullcontext(), cuda_profiler_range():
-        repeat(steps)
+    for count, recorded in ((warmup, nullcontext()), (steps, cuda_profiler_range())):
+        with recorded:
+            for _ in range(count):
+                if prepared.before is not None:
+                    prepared.before()
+                with named_range(STEP):
+                    prepared.call()
 
 
 def _run_vendor_tool(tool: str, output: Path, print_only: bool) -> None:
     """This command again under `tool`, or its command line."""
     from cs336_systems.measure.vendor import vendor_command
 
-    arguments = _without_option(_without_option(sys.argv[1:], "--tool"), "--print", takes_value=False)
-    own = [sys.executable, "-m", "cs336_systems", *arguments, "--tool", "api"]
+    arguments = [argument for argument in sys.argv[1:] if argument != "--print"]
+    own = [
+        sys.executable,
+        "-m",
+        "cs336_systems",
+        *arguments,
+        "--tool",
+        "api",
+    ]  # of an option given twice the last counts
     command = vendor_command(tool, own, output)
     if print_only:
         typer.echo(shlex.join(command))
@@ -201,19 +196,6 @@ def _run_vendor_tool(tool: str, output: Path, print_only: bool) -> None:
         typer.echo(f"error: {tool} ended with exit code {code}", err=True)
         raise typer.Exit(EXIT_NOTHING_MEASURED)
     typer.echo(f"report: {output}")
-
-
-def _without_option(arguments: list[str], option: str, takes_value: bool = True) -> list[str]:
-    kept: list[str] = []
-    skip = False
-    for argument in arguments:
-        if skip:
-            skip = False
-        elif argument == option:
-            skip = takes_value
-        elif not argument.startswith(f"{option}="):
-            kept.append(argument)
-    return kept
 
 
 def show_trace(trace: Trace, top: int) -> None:

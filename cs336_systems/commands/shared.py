@@ -81,11 +81,8 @@ def termination_interrupts() -> Iterator[None]:
     def interrupt(signal_number: int, _: FrameType | None) -> None:
         raise Terminated(signal_number)
 
-    previous = {}
-    for name in ("SIGTERM", "SIGHUP"):
-        number = getattr(signal, name, None)  # there is no SIGHUP on Windows
-        if number is not None and signal.getsignal(number) is not signal.SIG_IGN:  # under nohup it stays ignored
-            previous[number] = signal.signal(number, interrupt)
+    numbers = (signal.SIGTERM, signal.SIGHUP)  # under nohup the latter stays ignored
+    previous = {n: signal.signal(n, interrupt) for n in numbers if signal.getsignal(n) is not signal.SIG_IGN}
     try:
         yield
     finally:

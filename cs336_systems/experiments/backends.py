@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from statistics import median
 from typing import Any
 
 import torch
@@ -28,7 +29,6 @@ from cs336_systems.experiments.implementations import Built
 from cs336_systems.experiments.spec import Cell, Disagreement
 from cs336_systems.inputs import attention_inputs
 from cs336_systems.measure.memory import one_out_of_memory_error, release
-from cs336_systems.measure.samples import summarize
 from cs336_systems.measure.timing import best_medians
 
 AUTO = "auto"
@@ -117,7 +117,7 @@ def _timing(backend: str, shape: AttentionShape, run: RunConfig, num_samples: in
     try:
         with one_out_of_memory_error():
             for sample in measure_attention(cell, run, num_samples=num_samples, built=built):
-                times[sample.row.mode] = summarize(sample.samples).median
+                times[sample.row.mode] = median(sample.samples)
     except Disagreement as error:
         status, reason = "failed", str(error)
     except ValueError as error:  # the first kernel takes few shapes

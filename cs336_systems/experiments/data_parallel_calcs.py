@@ -7,9 +7,8 @@ from typing import Any
 import pandas as pd
 
 from cs336_systems.analysis import ffn
-from cs336_systems.experiments.figures import Lines
 from cs336_systems.experiments.frames import pick
-from cs336_systems.experiments.layer_times import FEW_TOKENS, TOKENS, layer, links, times
+from cs336_systems.experiments.layer_times import FEW_TOKENS, TOKENS, layer, links, ratio_lines, times
 from cs336_systems.experiments.spec import Calculation, problem
 from cs336_systems.experiments.tables import Listing
 
@@ -18,10 +17,9 @@ from cs336_systems.experiments.tables import Listing
 class DataParallelCalcs(Calculation):
     def calculate(self) -> list[dict[str, Any]]:
         rows = times(("DP backward",))
-        for link, flops_per_s, bytes_per_s in links():
-            rates = {"flops_per_s": flops_per_s, "bytes_per_s": bytes_per_s}
-            row = {"quantity": "limit", "link": link, "rate": round(bytes_per_s / 1e9)}
-            row |= {"tokens": flops_per_s / bytes_per_s}
+        for link, rates in links().items():
+            row = {"quantity": "limit", "link": link, "rate": round(rates["bytes_per_s"] / 1e9)}
+            row |= {"tokens": rates["flops_per_s"] / rates["bytes_per_s"]}
             row |= {"few": ffn.data_parallel_limit(layer(FEW_TOKENS), **rates)}
             rows.append(row | {"many": ffn.data_parallel_limit(layer(), **rates)})
         return rows
@@ -44,14 +42,4 @@ class DataParallelCalcs(Calculation):
             },
         )
     }
-    figures = {
-        "ratio": Lines(
-            title=f"Data parallelism: communication over computation of 8B's feed-forward layer, B = {TOKENS:,}",
-            x="GPUs",
-            x_title="N",
-            y="ratio",
-            y_title="communication over computation",
-            color="link",
-            where={"quantity": "ratio"},
-        )
-    }
+    figures = {"ratio": ratio_lines("Data parallelism", f"B = {TOKENS:,}")}

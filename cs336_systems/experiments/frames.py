@@ -18,12 +18,12 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
 from cs336_systems.config import RunConfig
 from cs336_systems.experiments.records import Record, case_key, case_to_dict, is_series, latest
 from cs336_systems.experiments.spec import Calculation, Experiment
-from cs336_systems.measure.samples import quantile
 
 Where = Mapping[str, Any]  # column -> a value, several in a tuple or list, or a function that says which
 UNITS = {("MiB", "GiB"): 1 / 1024, ("s", "ms"): 1e3, ("ms", "s"): 1e-3, ("ms", "µs"): 1e3, ("s", "µs"): 1e6}
@@ -92,8 +92,7 @@ def _row(record: Record) -> dict[str, Any]:
         **dict.fromkeys(STATISTICS, math.nan),
     }
     if record.samples:
-        fractions = {"median": 0.5, "low": 0.25, "high": 0.75}
-        row |= {name: quantile(record.samples, fraction) for name, fraction in fractions.items()}
+        row |= dict(zip(("low", "median", "high"), map(float, np.quantile(record.samples, (0.25, 0.5, 0.75)))))
         row["mean"] = statistics.fmean(record.samples)
         row["std"] = 0.0 if len(record.samples) < 2 or is_series(record.quantity) else statistics.stdev(record.samples)
     return row | flat_case(record.case) | {"case": case_key(record.case)}

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from cs336_systems.experiments.figures import Lines
-from cs336_systems.experiments.layer_times import TOKENS, times
+from cs336_systems.experiments.layer_times import TOKENS, ratio_lines, times
 from cs336_systems.experiments.spec import Calculation, problem
 
 
@@ -14,14 +13,4 @@ class FullyShardedCalcs(Calculation):
     def calculate(self) -> list[dict[str, Any]]:
         return times(("FSDP forward", "FSDP backward"))
 
-    figures = {
-        "ratio": Lines(
-            title=f"FSDP: communication over computation of 8B's feed-forward layer, B = {TOKENS:,}",
-            x="GPUs",
-            x_title="N",
-            y="ratio",
-            y_title="communication over computation",
-            color="link",
-            facet="scheme",
-        )
-    }
+    figures = {"ratio": ratio_lines("FSDP", f"B = {TOKENS:,}", facet="scheme")}

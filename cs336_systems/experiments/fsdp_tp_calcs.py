@@ -17,8 +17,7 @@ OVERLAPS = {"overlapped": True, "one after the other": False}
 class FullyShardedTensorParallelCalcs(Calculation):
     def calculate(self) -> list[dict[str, Any]]:
         rows = []
-        for link, flops_per_s, bytes_per_s in links():
-            rates = {"flops_per_s": flops_per_s, "bytes_per_s": bytes_per_s}
+        for link, rates in links().items():
             for tokens in (2**power for power in range(14, 25)):
                 one = layer(tokens)
                 limits = {"FSDP": ffn.fsdp_limit(one, "forward", **rates), "TP": ffn.tp_limit(one, "forward", **rates)}
@@ -29,10 +28,9 @@ class FullyShardedTensorParallelCalcs(Calculation):
                     for name, limit in limits.items()
                 ]
         for tokens in (FEW_TOKENS, TOKENS):
-            for link, flops_per_s, bytes_per_s in links():
+            for link, rates in links().items():
                 row: dict[str, Any] = {"quantity": "grid", "link": link, "tokens": tokens}
                 for name, overlap in OVERLAPS.items():
-                    rates = {"flops_per_s": flops_per_s, "bytes_per_s": bytes_per_s}
                     row[name] = ffn.fsdp_tp_limit(layer(tokens), overlap=overlap, **rates).devices
                     fsdp, tp = ffn.best_integer_grid(layer(tokens), overlap=overlap, **rates)
                     row[f"{name}, whole"] = f"{fsdp:,} × {tp} = {fsdp * tp:,}"

@@ -6,6 +6,7 @@ several sweeps, a process a GPU: `--shard 1/4` to `--shard 4/4` into one folder 
 
 from __future__ import annotations
 
+import fcntl
 import os
 import subprocess
 import time
@@ -26,11 +27,6 @@ from cs336_systems.experiments.records import Record, Run, Status, append_record
 from cs336_systems.experiments.registry import PROBLEMS
 from cs336_systems.experiments.spec import Cell, Sample
 from cs336_systems.experiments.worker import Outcome, Worker
-
-try:
-    import fcntl
-except ImportError:  # not on Windows
-    fcntl = None  # type: ignore[assignment]
 
 # Of the machine's memory, what a CPU cell may be predicted to need before it is skipped.
 USABLE_MEMORY = 0.8
@@ -155,8 +151,6 @@ class Sweep:
 
         Two runs would measure every cell twice, and each other's load.
         """
-        if fcntl is None:
-            return
         path = self.folder / "logs" / f"run{self._suffix}.lock"
         path.parent.mkdir(parents=True, exist_ok=True)
         lock_file = open(path, "w")  # noqa: SIM115 - open for as long as the folder is locked
@@ -216,9 +210,8 @@ class Sweep:
         """Measure `cells` one by one, yielding each one's records once they are on disk.
 
         No cell is started after `time_budget_s` seconds. The measuring process is gone when the iteration ends, also
-        by Ctrl-C; with `keep_worker` it stays for further cells where all were measured, and the caller ends it.
+        by Ctrl-C; with `keep_worker` it stays for further cells, and the caller ends it.
         """
-        is_kept = False
         deadline = None if time_budget_s is None else time.monotonic() + time_budget_s
         try:
             for cell in cells:
@@ -226,11 +219,10 @@ class Sweep:
                     return
                 started(cell)
                 yield self.record(cell, self.predict_overflow(cell) or self.worker.measure(cell))
-            is_kept = keep_worker
-            if not is_kept:
+            if not keep_worker:
                 self.worker.stop()
         finally:
-            if not is_kept:
+            if not keep_worker:
                 self.worker.kill()
 
     def skip(self, cell: Cell, reason: str) -> None:

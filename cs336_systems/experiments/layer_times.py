@@ -10,6 +10,7 @@ from typing import Any
 
 from cs336_systems.analysis import HARDWARE, FeedForward, ffn
 from cs336_systems.config import MODEL_SIZES
+from cs336_systems.experiments.figures import Lines
 
 MODEL = MODEL_SIZES["8b"]
 TOKENS = 4_194_304  # a large pre-training batch
@@ -26,13 +27,21 @@ SCHEMES: dict[str, tuple[str, Seconds]] = {  # name -> its mode, and seconds of 
 }
 
 
-def links() -> list[tuple[str, float, float]]:
-    """(name, C, W): each GPU's FLOP/s and bytes a second, by NVLink and by its own network adapter."""
-    found = []
-    for machine in HARDWARE.values():
-        found.append((f"{machine.name}, NVLink", machine.flops_per_s, machine.node_bytes_per_s))
-        found.append((f"{machine.name}, network", machine.flops_per_s, machine.network_bytes_per_s))
-    return found
+def links() -> dict[str, dict[str, float]]:
+    """C and W by link: each GPU's FLOP/s and bytes a second, by NVLink and by its own network adapter."""
+    return {
+        f"{machine.name}, {link}": {"flops_per_s": machine.flops_per_s, "bytes_per_s": bytes_per_s}
+        for machine in HARDWARE.values()
+        for link, bytes_per_s in (("NVLink", machine.node_bytes_per_s), ("network", machine.network_bytes_per_s))
+    }
+
+
+def ratio_lines(scheme: str, batch: str, facet: str | None = None) -> Lines:
+    """Communication over computation by the number of GPUs."""
+    return Lines(
+        title=f"{scheme}: communication over computation of 8B's feed-forward layer, {batch}", x="GPUs", x_title="N",
+        y="ratio", y_title="communication over computation", color="link", facet=facet, where={"quantity": "ratio"},
+    )  # fmt: skip
 
 
 def layer(tokens: int = TOKENS) -> FeedForward:
@@ -44,9 +53,9 @@ def times(schemes: tuple[str, ...], tokens: int = TOKENS) -> list[dict[str, Any]
     rows = []
     for scheme in schemes:
         mode, communication = SCHEMES[scheme]
-        for link, flops_per_s, bytes_per_s in links():
+        for link, rates in links().items():
             for gpus in GPUS:
-                seconds = ffn.ffn_flops(layer(tokens), mode, gpus) / flops_per_s
-                ratio = communication(layer(tokens), gpus, bytes_per_s) / seconds
+                seconds = ffn.ffn_flops(layer(tokens), mode, gpus) / rates["flops_per_s"]
+                ratio = communication(layer(tokens), gpus, rates["bytes_per_s"]) / seconds
                 rows.append({"quantity": "ratio", "scheme": scheme, "link": link, "GPUs": gpus, "ratio": ratio})
     return rows

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -144,33 +144,40 @@ class Book:
         return self.folder.parent / "calculated" if isinstance(experiments()[problem], Calculation) else self.folder
 
     def write(self) -> list[Path]:
-        """Write the document, the full tables, and the figures that changed; returns what was written."""
-        texts = self._texts()
+        """Write the document, the full tables and the figures, where they changed; returns what was written."""
         digests = self._digests()
         written = []
-        for path, spec in self.figures().items():
-            if digests.get(path.name) != digest(spec) or not path.exists():
-                write_png(spec, path)
-                digests[path.name] = digest(spec)
-                written.append(path)
-        texts[self.folder / "figures" / DIGESTS] = json.dumps(dict(sorted(digests.items())), indent=1) + "\n"
-        return written + [path for path, text in texts.items() if write_if_changed(path, text)]
+        for path, made in self._stale():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if isinstance(made, str):
+                path.write_text(made, encoding="utf-8", newline="\n")
+            else:
+                write_png(made, path)
+                digests[path.name] = digest(made)
+            written.append(path)
+        if digests != self._digests():
+            text = json.dumps(dict(sorted(digests.items())), indent=1) + "\n"
+            (self.folder / "figures" / DIGESTS).write_text(text, encoding="utf-8", newline="\n")
+        return written
 
     def check(self) -> list[str]:
         """What is stale, typed by hand, too long, or without an answer at its beginning; a line each."""
-        found = []
-        for path, text in self._texts().items():
-            if not path.exists() or path.read_text(encoding="utf-8") != text:
-                found.append(f"{path}: differs from the records and pages; run `cs336-systems report`")
-        digests = self._digests()
-        for path, spec in self.figures().items():
-            if not path.exists() or digests.get(path.name) != digest(spec):
-                found.append(f"{path}: shows other records; run `cs336-systems report`")
+        found = [f"{path}: differs from the records and pages; run `cs336-systems report`" for path, _ in self._stale()]
         for name in self.names:
             found += [f"{PAGES}/{name}.md:{line}: {what}" for line, what in check_template(self.template(name))]
         if (words := len(self.document().split())) > MOST_WORDS:
             found.append(f"{DOCUMENT}: {words:,} words, at most {MOST_WORDS:,}")
         return found
+
+    def _stale(self) -> Iterator[tuple[Path, str | dict[str, Any]]]:
+        """Each file that does not hold what records and pages say, with the text or the figure that it should."""
+        for path, text in self._texts().items():
+            if not path.exists() or path.read_text(encoding="utf-8") != text:
+                yield path, text
+        digests = self._digests()
+        for path, spec in self.figures().items():
+            if not path.exists() or digests.get(path.name) != digest(spec):
+                yield path, spec
 
     def _texts(self) -> dict[Path, str]:
         texts = {self.root / DOCUMENT: self.document()}
@@ -207,14 +214,6 @@ def tables_text(experiment: Experiment, frame: pd.DataFrame) -> str:
     for table in (spec.build(frame) for spec in experiment.tables.values()):
         parts += [f"**{table.title}**", table.markdown()] if table.title else [table.markdown()]
     return "\n\n".join(parts) + "\n"
-
-
-def write_if_changed(path: Path, text: str) -> bool:
-    if path.exists() and path.read_text(encoding="utf-8") == text:
-        return False
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text, encoding="utf-8", newline="\n")
-    return True
 
 
 def check_template(text: str) -> list[tuple[int, str]]:
@@ -355,8 +354,3 @@ class Page:
     def of(self, problem: str) -> Page:
         """The same lookups in another problem's records: `{{ of("leaderboard_2025").time("hopper") }}`."""
         return Page(self._book, problem)
-
-
-def published_folder(results: Path) -> Path:
-    """The folder whose records the pages show."""
-    return results / "nvidia-h200"

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from cs336_systems.analysis import ffn
-from cs336_systems.experiments.figures import Lines
-from cs336_systems.experiments.layer_times import MODEL, layer, links, times
+from cs336_systems.experiments.layer_times import MODEL, layer, links, ratio_lines, times
 from cs336_systems.experiments.spec import Calculation, problem
 from cs336_systems.experiments.tables import Listing
 
@@ -15,12 +14,9 @@ from cs336_systems.experiments.tables import Listing
 class TensorParallelCalcs(Calculation):
     def calculate(self) -> list[dict[str, Any]]:
         rows = [row for row in times(("TP forward", "TP backward")) if row["GPUs"] <= 64]
-        for link, flops_per_s, bytes_per_s in links():
-            limits = {
-                mode: ffn.tp_limit(layer(), mode, flops_per_s=flops_per_s, bytes_per_s=bytes_per_s)
-                for mode in ("forward", "backward")
-            }
-            rows.append({"quantity": "limit", "link": link, "rate": round(bytes_per_s / 1e9)} | limits)
+        for link, rates in links().items():
+            limits = {mode: ffn.tp_limit(layer(), mode, **rates) for mode in ("forward", "backward")}
+            rows.append({"quantity": "limit", "link": link, "rate": round(rates["bytes_per_s"] / 1e9)} | limits)
         return rows
 
     tables = {
@@ -30,15 +26,4 @@ class TensorParallelCalcs(Calculation):
             columns={"C, W of": "link", "W (GB/s)": "rate", "N forward": "forward", "N backward": "backward"},
         )
     }
-    figures = {
-        "ratio": Lines(
-            title="Tensor parallelism: communication over computation of 8B's feed-forward layer, any batch",
-            x="GPUs",
-            x_title="N",
-            y="ratio",
-            y_title="communication over computation",
-            color="link",
-            facet="scheme",
-            where={"quantity": "ratio"},
-        )
-    }
+    figures = {"ratio": ratio_lines("Tensor parallelism", "any batch", facet="scheme")}

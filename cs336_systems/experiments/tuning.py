@@ -25,7 +25,6 @@ from cs336_systems.experiments.implementations import chosen_tiles
 from cs336_systems.experiments.records import Record, case_key, case_to_dict, latest
 from cs336_systems.experiments.spec import Cell, Sample, Unsupported
 from cs336_systems.inputs import AttentionInputs
-from cs336_systems.measure.samples import quantile
 from cs336_systems.measure.timing import time_calls
 
 PROBLEM = "tune_flash"
@@ -151,7 +150,7 @@ def medians(records: Iterable[Record], shapes: Sequence[AttentionShape], seed: i
         shape = by_key.get(case_key(record.case))
         if shape is None or (record.status, record.quantity, record.unit) != ("ok", "time", FORWARD.unit):
             continue
-        config, median_ms = _config_named(record.implementation), quantile(record.samples, 0.5)
+        config, median_ms = _config_named(record.implementation), statistics.median(record.samples)
         if config is not None and median_ms > 0:
             found[shape][config] = median_ms
     return found

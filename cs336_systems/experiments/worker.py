@@ -14,11 +14,9 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
-from types import MappingProxyType
 
 from cs336_systems.config import RunConfig
 from cs336_systems.experiments.records import Status
@@ -39,15 +37,10 @@ class Outcome:
 
 
 class Worker:
-    """A child process for cells. `log` takes what libraries print there (compiler warnings, tracebacks).
+    """A child process for cells. `log` takes what libraries print there (compiler warnings, tracebacks)."""
 
-    `environment`: variables that the child sets for itself before it imports torch; this process's stay as they are.
-    """
-
-    def __init__(
-        self, run: RunConfig, log: Path, interpret: bool, environment: Mapping[str, str] = MappingProxyType({})
-    ) -> None:
-        self.run, self.log, self.interpret, self.environment = run, log, interpret, dict(environment)
+    def __init__(self, run: RunConfig, log: Path, interpret: bool) -> None:
+        self.run, self.log, self.interpret = run, log, interpret
         self.process: multiprocessing.process.BaseProcess | None = None
         self.pipe: Connection | None = None
 
@@ -93,23 +86,15 @@ class Worker:
     def kill(self) -> None:
         """End the child at once; nothing of it is left when this returns."""
         if self.process is not None and self.pipe is not None:
-            if self.process.is_alive():
-                self.process.kill()
+            self.process.kill()
             self.process.join()
             self.pipe.close()
         self.process = self.pipe = None
 
-    def interrupt(self) -> None:
-        """From another thread: end the child, so that a `measure` that waits for it returns."""
-        process = self.process
-        if process is not None and process.is_alive():
-            process.kill()
-
     def _start(self) -> None:
         context = multiprocessing.get_context("spawn")
         self.pipe, child_pipe = context.Pipe()
-        arguments = (child_pipe, self.run, self.log, self.interpret, self.environment)
-        self.process = context.Process(target=_serve, args=arguments, daemon=False)
+        self.process = context.Process(target=_serve, args=(child_pipe, self.run, self.log, self.interpret))
         self.process.start()
         child_pipe.close()  # so that the parent sees the end of the pipe when the child dies
         try:
@@ -145,9 +130,8 @@ def search_current_folder() -> None:
         sys.path.append(os.getcwd())
 
 
-def _serve(pipe: Connection, run: RunConfig, log: Path, interpret: bool, environment: dict[str, str]) -> None:
+def _serve(pipe: Connection, run: RunConfig, log: Path, interpret: bool) -> None:
     """The child's main: prepare the process, then answer cells until None or the end of the pipe."""
-    os.environ.update(environment)  # which GPU it sees is settled before anything may ask
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     _redirect_output(log)
     search_current_folder()  # a reader's own model or implementation

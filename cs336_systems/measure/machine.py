@@ -11,10 +11,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from cs336_systems.config import BYTES_PER_ELEMENT, DTypeName
-from cs336_systems.measure.samples import summarize
 from cs336_systems.measure.timing import time_calls
 
 COPY_BYTES = {"cuda": 2**30, "cpu": 2**28}  # of one side of the copy: far more than any cache
@@ -51,8 +51,6 @@ def matmul_rate(device: str, dtype: DTypeName = "bfloat16", size: int | None = N
 
 def _rate(call: Callable[[], object], work: float, device: str, unit: str) -> Rate:
     """`work` (10⁹ bytes or 10¹² FLOPs) over the seconds of `call`."""
-    summary = summarize(time_calls(call, device=device))
-    low, high = summary.quartile_high, summary.quartile_low  # a long time is a low rate
-    return Rate(
-        median=work / summary.median * 1e3, quartile_low=work / low * 1e3, quartile_high=work / high * 1e3, unit=unit
-    )
+    rates = [work / ms * 1e3 for ms in time_calls(call, device=device)]
+    low, middle, high = map(float, np.quantile(rates, (0.25, 0.5, 0.75)))
+    return Rate(median=middle, quartile_low=low, quartile_high=high, unit=unit)

@@ -12,8 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
@@ -22,14 +21,11 @@ from torch.overrides import TorchFunctionMode, resolve_name
 from cs336_systems.measure.timeline import source_line
 
 
-@dataclass(frozen=True, kw_only=True)
-class Saved:
+class Saved(NamedTuple):
     """One storage kept for backward."""
 
     num_bytes: int
     operation: str  # the function that saved it and its line: `softmax in attention/reference.py:62`
-    shape: tuple[int, ...]
-    dtype: str
 
 
 class _CurrentFunction(TorchFunctionMode):
@@ -72,14 +68,11 @@ def saved_tensors(
     def pack(tensor: Tensor) -> Tensor:
         identity = _identity(tensor)
         if identity not in skipped and identity not in found:
-            line = "" if compiled else source_line()
-            name = _described(tensor) if compiled else current.name or "autograd.Function"
-            found[identity] = Saved(
-                num_bytes=tensor.untyped_storage().nbytes(),
-                operation=f"{name} in {line}" if line else name,
-                shape=tuple(tensor.shape),
-                dtype=str(tensor.dtype).removeprefix("torch."),
-            )
+            operation = f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
+            if not compiled:
+                line = source_line()
+                operation = (current.name or "autograd.Function") + (f" in {line}" if line else "")
+            found[identity] = Saved(tensor.untyped_storage().nbytes(), operation)
             kept.append(tensor)
         return tensor
 
@@ -87,11 +80,6 @@ def saved_tensors(
         result = call()
     del result
     return list(found.values())
-
-
-def _described(tensor: Tensor) -> str:
-    """`float32 (4, 32, 2048, 2048)`"""
-    return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
 
 
 def compiled_saved_tensors(module: nn.Module, x: Tensor) -> list[Saved]:
@@ -141,10 +129,8 @@ def _crossing(forward: fx.GraphModule, num_state: int) -> list[Saved]:
         value = node.meta.get("val") if isinstance(node, fx.Node) else None
         if isinstance(value, Tensor) and _identity(value) not in seen:
             seen.add(_identity(value))
-            num_bytes = value.untyped_storage().nbytes()
             operation = "input" if node.op == "placeholder" else str(node.target).removeprefix("aten.")
-            dtype = str(value.dtype).removeprefix("torch.")
-            saved.append(Saved(num_bytes=num_bytes, operation=operation, shape=tuple(value.shape), dtype=dtype))
+            saved.append(Saved(value.untyped_storage().nbytes(), operation))
     return saved
 
 

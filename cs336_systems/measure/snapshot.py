@@ -25,13 +25,13 @@ from torch import Tensor
 
 from cs336_systems.measure.memory import release
 from cs336_systems.measure.timeline import (
-    BACKWARD,
     CATEGORIES,
     SKIPPED_FRAMES,
     Allocation,
     MemoryTrace,
     Phase,
     short_path,
+    unassigned,
 )
 
 ALLOC, FREE = "alloc", "free_requested"  # the actions of a trace's events that change what is allocated
@@ -237,20 +237,11 @@ class CudaHistory:
         """The trace of what was recorded so far, by the phases and tensors that were named here."""
         torch.cuda.synchronize()
         snapshot = parse_snapshot(torch.cuda.memory._snapshot(), torch.cuda.current_device())
-        last_events = {  # the last phase is not there: what it leaves is its result
-            phase.name: following.start for phase, following in zip(self.phases, self.phases[1:])
-        }
-        phase_of = MemoryTrace(allocations=(), phases=tuple(self.phases), num_events=0).phase_of
 
         def classify(born: int, died: int | None, address: int, made: Event | None) -> str:
             for event, category in self._assigned.get(address, ()):
                 if born <= event and (died is None or event < died):
                     return category
-            phase = phase_of(born)
-            if phase == BACKWARD:
-                kept = made is not None and made.in_forward
-            else:
-                kept = phase in last_events and (died is None or died >= last_events[phase])
-            return "activations" if kept and born else "temporaries"
+            return unassigned(self.phases, born, died, made is not None and made.in_forward) if born else "temporaries"
 
         return _trace(snapshot, self.phases, classify)

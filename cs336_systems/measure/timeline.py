@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import sys
 import weakref
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -156,6 +157,19 @@ class MemoryTrace:
         return events, {category: self.active_bytes(category)[events] for category in CATEGORIES}
 
 
+def unassigned(phases: Sequence[Phase], born: int, died: int | None, in_forward: bool) -> str:
+    """The category of an allocation to which none was assigned: activations or temporaries.
+
+    It is an activation if it outlived its phase, unless that is the last one, which leaves its result, or `BACKWARD`;
+    there it is one if a forward made it (computed again).
+    """
+    place = bisect_right(phases, born, key=lambda phase: phase.start) - 1
+    if place >= 0 and phases[place].name == BACKWARD:
+        return "activations" if in_forward else "temporaries"
+    outlived = 0 <= place < len(phases) - 1 and (died is None or died >= phases[place + 1].start)
+    return "activations" if outlived else "temporaries"
+
+
 class AllocationRecorder(TorchDispatchMode):
     """A context in which allocations are recorded.
 
@@ -190,26 +204,13 @@ class AllocationRecorder(TorchDispatchMode):
                 self._categories[self._see(tensor, lambda: category)] = category
 
     def trace(self) -> MemoryTrace:
-        """Everything recorded so far.
-
-        What no category was assigned to is an activation if it outlived its phase, unless that is the last one or
-        `BACKWARD`; in `BACKWARD` it is one if it was made while a graph was recorded (computed again). All else is a
-        temporary.
-        """
-        ends = [*(phase.start for phase in self._phases[1:]), self._clock + 1]
-        last_event = {phase.name: end for phase, end in zip(self._phases, ends)}
-        trace = MemoryTrace(allocations=(), phases=tuple(self._phases), num_events=self._clock)
+        """Everything recorded so far; categories that were not assigned are those of `unassigned`."""
         allocations = []
         for number, (num_bytes, born, graph, where) in enumerate(self._births):
             died = self._deaths.get(number)
-            phase = trace.phase_of(born)
-            if phase == BACKWARD:
-                kept = graph
-            else:
-                kept = last_event.get(phase, 0) <= self._clock and (died is None or died >= last_event[phase])
-            category = self._categories.get(number, "activations" if kept else "temporaries")
+            category = self._categories.get(number) or unassigned(self._phases, born, died, graph)
             allocations.append(Allocation(num_bytes=num_bytes, born=born, died=died, category=category, where=where))
-        return MemoryTrace(allocations=allocations, phases=trace.phases, num_events=self._clock)
+        return MemoryTrace(allocations=allocations, phases=tuple(self._phases), num_events=self._clock)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))

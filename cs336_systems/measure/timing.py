@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from statistics import median
 
 import torch
-
-from cs336_systems.measure.samples import summarize
 
 CACHE_FLUSH_BYTES = 256 * 2**20  # several times the L2 cache of any present GPU
 MIN_SAMPLES = 5
@@ -115,7 +114,7 @@ def best_medians(
             samples = time_calls(
                 calls[name], device=device, warmup=1, num_samples=num_samples, budget_ms=budget_ms / TURNS
             )
-            medians[name].append(summarize(samples).median)
+            medians[name].append(median(samples))
     return {name: min(found) for name, found in medians.items()}
 
 
