@@ -186,7 +186,7 @@ def compare_records(
     for name, records in (("base", base), ("target", target)):
         if not records:
             raise ValueError(f"{name} must hold records, got none")
-    devices = sorted({str(record.device.get("name")) for record in (*base, *target)})
+    devices = sorted({str(record.run.device.get("name")) for record in (*base, *target)})
     if len(devices) > 1:
         raise ValueError(f"records of different devices cannot be compared: {', '.join(devices)}")
     before, after = ({record.key: record for record in latest(records)} for records in (base, target))
@@ -391,9 +391,9 @@ def _differences(base: Sequence[Record], target: Sequence[Record]) -> list[str]:
     """Drivers, versions and seeds that the sides do not share: they may explain a change better than the code does."""
     notes = []
     described = {
-        "driver": lambda record: str(record.device.get("driver")),
-        "torch": lambda record: record.software.get("torch", "unknown"),
-        "triton": lambda record: record.software.get("triton", "unknown"),
+        "driver": lambda record: str(record.run.device.get("driver")),
+        "torch": lambda record: record.run.software.get("torch", "unknown"),
+        "triton": lambda record: record.run.software.get("triton", "unknown"),
         "seed": lambda record: str(record.seed),
     }
     for name, of in described.items():

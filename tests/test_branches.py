@@ -93,7 +93,7 @@ def test_a_slower_revision_is_found_and_the_checkout_is_not_touched(repository: 
     assert not (tmp_path / "hook-ran").exists(), "hooks of the repository do not run"
     for side, tag in (("base", "before"), ("target", "after")):
         (path,) = results.rglob(f"round-1/{side}/*/records/pytorch_attention.jsonl")
-        commits = {record.commit for record in read_records(path)}
+        commits = {record.run.commit for record in read_records(path)}
         assert commits == {git(repository, "rev-parse", tag)[:12]}
 
 

@@ -49,7 +49,7 @@ def pool_rounds(rounds: Sequence[Sequence[Record]]) -> list[Record]:
 
 
 def _pass(record: Record) -> Pass:
-    return (record.problem, record.scale, record.implementation, case_key(record.case), record.mode)
+    return (record.problem, record.run.scale, record.implementation, case_key(record.case), record.mode)
 
 
 def _typical_rounds(rounds: Sequence[dict[tuple[str, ...], Record]]) -> dict[Pass, int]:
@@ -69,9 +69,9 @@ def _require_repetitions(rounds: Sequence[dict[tuple[str, ...], Record]]) -> Non
         raise ValueError("round 1 holds no records")
     everything = [record for records in rounds for record in records.values()]
     for name, values in (
-        ("commits", {f"{record.commit}{' with changes' if record.dirty else ''}" for record in everything}),
-        ("devices", {str(sorted(record.device.items())) for record in everything}),
-        ("versions", {str(sorted(record.software.items())) for record in everything}),
+        ("commits", {f"{record.run.commit}{' with changes' if record.run.dirty else ''}" for record in everything}),
+        ("devices", {str(sorted(record.run.device.items())) for record in everything}),
+        ("versions", {str(sorted(record.run.software.items())) for record in everything}),
         ("seeds", {str(record.seed) for record in everything}),
     ):
         if len(values) > 1:
@@ -116,7 +116,7 @@ def _merge(rounds: Sequence[Path], into: Path) -> dict[Path, list[Record]]:
             raise ValueError(f"{name} is missing in {', '.join(missing)}")
         path = into / "records" / name
         new, old = pool_rounds([read_records(found[name]) for found in files]), read_records(path)
-        kinds = {(str(record.device.get("name")), record.scale) for record in (*old, *new)}
+        kinds = {(str(record.run.device.get("name")), record.run.scale) for record in (*old, *new)}
         if len(kinds) > 1:
             found = ", ".join(f"{device} at {scale}" for device, scale in sorted(kinds))
             raise ValueError(f"{path} would hold several devices or scales: {found}")

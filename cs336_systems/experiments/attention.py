@@ -50,6 +50,7 @@ KEPT_SAMPLES = 25  # of a row: quartiles ask for no more, and four thousand rows
 MODE_WORDS = {"forward": "forward", "backward": "backward", "forward_backward": "forward + backward"}
 BY_SHAPE = {"batch × heads × length × head dim": "shape"}  # a table's first column
 Sizes = tuple[int, int, int, int, bool]  # batch, heads, length, head_dim, causal
+SMALL: dict[str, tuple[Sizes, ...]] = {"tiny": ((1, 1, 64, 64, True),), "smoke": ((1, 1, 128, 64, True),)}
 
 
 class AttentionExperiment(Experiment):

@@ -16,7 +16,7 @@ from cs336_systems.attention import AttentionConfig, flash_attention
 from cs336_systems.attention.backends import HOPPER_CAPABILITY
 from cs336_systems.attention.tiles.config import KERNELS
 from cs336_systems.config import AttentionShape
-from cs336_systems.experiments.attention import rate_tables
+from cs336_systems.experiments.attention import SMALL, rate_tables
 from cs336_systems.experiments.figures import Bars
 from cs336_systems.experiments.implementations import Built, build, chosen_tiles, kernel_name
 from cs336_systems.experiments.spec import Unsupported, problem
@@ -32,8 +32,7 @@ RUNGS = {  # what is new
     "fa4": "FlashAttention-4",
 }
 SHAPES = {
-    "tiny": ((1, 1, 64, 64, True),),
-    "smoke": ((1, 1, 128, 64, True),),
+    **SMALL,
     "handout": (
         (1, 16, 16384, 64, True),
         (1, 16, 16384, 64, False),

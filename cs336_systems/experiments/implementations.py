@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from cs336_systems.attention import FlashAttentionPyTorch, attention_reference, flash_attention
+from cs336_systems.attention import BlockMask, FlashAttentionPyTorch, attention_reference, flash_attention
 from cs336_systems.attention.backends import INTERPRETER_BFLOAT16, hopper_refusal
 from cs336_systems.attention.compiled import compiled_reference
 from cs336_systems.attention.tiles import KernelConfig, select_config
@@ -283,25 +283,10 @@ def compiled_flex(dynamic: bool) -> Any:
 
 
 def _flex(shape: AttentionShape, device: str) -> AttentionFunction:
-    """FlexAttention, compiled, with the causal block mask built from its tile lists (no S x S tensor)."""
-    from torch.nn.attention.flex_attention import BlockMask
-
+    """FlexAttention, compiled, with the causal mask as lists of tiles (no S x S tensor)."""
     # The grid of lengths on one head would compile for minutes; a shape that is measured alone gets its own kernel.
     flex = compiled_flex(dynamic=shape.batch * shape.heads == 1)
     if not shape.is_causal:
         return flex
-    if shape.seqlen_q != shape.seqlen_k:
-        raise Unsupported("the benchmark builds FlexAttention's causal block mask for equal lengths only")
-    num_tiles = -(-shape.seqlen_q // FLEX_BLOCK)
-    index = torch.arange(num_tiles, dtype=torch.int32, device=device)
-    columns = index.expand(1, 1, num_tiles, num_tiles)
-    block_mask = BlockMask.from_kv_blocks(
-        kv_num_blocks=torch.ones(1, 1, num_tiles, dtype=torch.int32, device=device),  # the diagonal tile is partial
-        kv_indices=index[None, None, :, None].expand(1, 1, num_tiles, num_tiles).contiguous(),
-        full_kv_num_blocks=index[None, None].contiguous(),  # row i has i full tiles before it
-        full_kv_indices=columns.contiguous(),
-        BLOCK_SIZE=FLEX_BLOCK,
-        mask_mod=_causal,
-        seq_lengths=(shape.seqlen_q, shape.seqlen_k),
-    )
-    return partial(flex, block_mask=block_mask)
+    mask = BlockMask.causal(shape.seqlen_q, shape.seqlen_k, block_size=FLEX_BLOCK, device=device)
+    return partial(flex, block_mask=mask.to_flex(_causal))

@@ -13,7 +13,7 @@ from typing import Any
 import pandas as pd
 
 from cs336_systems.config import AttentionShape, RunConfig
-from cs336_systems.experiments.attention import BY_SHAPE, AttentionExperiment
+from cs336_systems.experiments.attention import BY_SHAPE, SMALL, AttentionExperiment
 from cs336_systems.experiments.figures import Bars
 from cs336_systems.experiments.frames import digits, lookup, pick, tuples
 from cs336_systems.experiments.implementations import build
@@ -22,8 +22,7 @@ from cs336_systems.experiments.tables import Pick, Wide
 from cs336_systems.measure.counters import COUNTERS, STALL, CountersUnavailableError, KernelCounters, read_counters
 
 SHAPES = {
-    "tiny": ((1, 1, 64, 64, True),),
-    "smoke": ((1, 1, 128, 64, True),),
+    **SMALL,
     "handout": (
         (4, 32, 4096, 64, True),
         (1, 16, 16384, 64, True),

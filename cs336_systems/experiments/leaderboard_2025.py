@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from cs336_systems.config import RunConfig
-from cs336_systems.experiments.attention import BACKWARD, BOTH, FORWARD, PEAK, AttentionExperiment, measure_attention
+from cs336_systems.experiments.attention import (
+    BACKWARD,
+    BOTH,
+    FORWARD,
+    PEAK,
+    SMALL,
+    AttentionExperiment,
+    measure_attention,
+)
 from cs336_systems.experiments.figures import Bars
 from cs336_systems.experiments.implementations import IMPLEMENTATIONS, TINY_IMPLEMENTATIONS
 from cs336_systems.experiments.spec import Cell, Sample, problem
@@ -16,7 +24,7 @@ from cs336_systems.experiments.tables import Pick, Wide
 class Leaderboard2025(AttentionExperiment):
     implementations = IMPLEMENTATIONS
     takes = "attention"
-    sizes = {"tiny": [(1, 1, 64, 64, True)], "smoke": [(1, 1, 128, 64, True)], "handout": [(1, 16, 16384, 64, True)]}
+    sizes = {**SMALL, "handout": ((1, 16, 16384, 64, True),)}
     rows = (FORWARD, BACKWARD, BOTH, PEAK)
 
     def names(self, run: RunConfig) -> Sequence[str]:

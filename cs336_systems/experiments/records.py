@@ -63,30 +63,6 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     samples: list[float] = []  # raw, in measured order; empty unless status is ok
 
     @property
-    def scale(self) -> str:
-        return self.run.scale
-
-    @property
-    def device(self) -> dict[str, Any]:
-        return self.run.device
-
-    @property
-    def software(self) -> dict[str, str]:
-        return self.run.software
-
-    @property
-    def commit(self) -> str:
-        return self.run.commit
-
-    @property
-    def dirty(self) -> bool:
-        return self.run.dirty
-
-    @property
-    def date(self) -> str:
-        return self.run.date
-
-    @property
     def key(self) -> tuple[str, ...]:
         """What identifies the quantity; a later record with the same key replaces an earlier one."""
         return (self.problem, self.run.scale, self.implementation, case_key(self.case), self.mode, self.quantity)

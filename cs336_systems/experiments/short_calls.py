@@ -20,7 +20,7 @@ from functools import partial
 import torch
 
 from cs336_systems.config import RunConfig
-from cs336_systems.experiments.attention import BOTH, BY_SHAPE, FORWARD, AttentionExperiment
+from cs336_systems.experiments.attention import BOTH, BY_SHAPE, FORWARD, SMALL, AttentionExperiment
 from cs336_systems.experiments.figures import Bars
 from cs336_systems.experiments.implementations import AttentionFunction, without_overhead
 from cs336_systems.experiments.spec import BY_TURNS, Cell, Row, Sample, problem
@@ -30,8 +30,7 @@ from cs336_systems.measure.timing import synchronize, time_calls
 
 # (batch, heads, length, head_dim, causal): one head, as the handout's grid has it; some heads; and a call of 1 ms.
 SHAPES = {
-    "tiny": ((1, 1, 64, 64, True),),
-    "smoke": ((1, 1, 128, 64, True),),
+    **SMALL,
     "handout": (
         (1, 1, 1024, 64, True),
         (1, 1, 2048, 16, True),
