@@ -71,6 +71,7 @@ def profile(
         if interprets:
             interpret_kernels()
         os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # or the profiler's library prints its start and stop
+        from cs336_systems.experiments.harness import predicted_overflow
         from cs336_systems.experiments.profiled import check_case, parse_case, prepare
         from cs336_systems.experiments.worker import search_current_folder
         from cs336_systems.measure.capture import capture
@@ -88,7 +89,9 @@ def profile(
         if model is not None:
             search_current_folder()
         run = RunConfig(scale="handout" if kind == "cuda" else "smoke", device=kind, model=model)
-        _refuse_overflow(parsed, implementation, mode, kind)
+        if why := predicted_overflow(_predicted_bytes(parsed, implementation, mode), get_device_info(kind)):
+            typer.echo(f"error: {why}", err=True)
+            raise typer.Exit(EXIT_NOTHING_MEASURED)
         # On a CPU minutes may pass from here to the tables.
         typer.echo(f"profiling {case} on {kind}: {warmup} warm-up and {steps} profiled step{'s' * (steps != 1)}")
         with _ends_in_one_line():
@@ -108,23 +111,13 @@ def profile(
     typer.echo(f"trace: {path} (open it in https://ui.perfetto.dev)")
 
 
-def _refuse_overflow(case: ModelCase | AttentionShape, implementation: str, mode: str, device: str) -> None:
-    """One line instead of a machine that swaps: a CPU does not say in time that its memory is too small."""
+def _predicted_bytes(case: ModelCase | AttentionShape, implementation: str, mode: str) -> int:
     from cs336_systems.accounting import eager_attention_bytes, flash_attention_bytes, model_peak_bytes
     from cs336_systems.config import ModelCase
-    from cs336_systems.device import get_device_info
-    from cs336_systems.experiments.harness import USABLE_MEMORY
 
-    if device != "cpu":
-        return
     if isinstance(case, ModelCase):
-        needed = model_peak_bytes(case, mode)
-    else:
-        needed = (eager_attention_bytes if implementation == "eager" else flash_attention_bytes)(case, mode)
-    usable = int(USABLE_MEMORY * get_device_info(device).memory_bytes)
-    if needed > usable:
-        typer.echo(f"error: predicted to need {needed:,} bytes, more than the {usable:,} usable here", err=True)
-        raise typer.Exit(EXIT_NOTHING_MEASURED)
+        return model_peak_bytes(case, mode)
+    return (eager_attention_bytes if implementation == "eager" else flash_attention_bytes)(case, mode)
 
 
 @contextmanager

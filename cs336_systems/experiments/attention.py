@@ -164,14 +164,6 @@ def measure_passes(
     is timed, so that no median falls where the clock does. An interpreted call says nothing of speed and takes seconds:
     the one that was checked is its only sample.
     """
-    with without_overhead(built.attend) as attend:
-        yield from _passes(cell, run, built, attend, inputs, oracle, num_samples, sum_loss, settled)
-
-
-def _passes(
-    cell: Cell, run: RunConfig, built: Built, attend: Callable[..., Tensor], inputs: AttentionInputs,
-    oracle: Callable[[], Oracle], num_samples: int | None, sum_loss: bool, settled: bool,
-) -> Iterator[Sample]:  # fmt: skip
     device, kernel = run.device, built.kernel
     interpreted = kernel.startswith("interpreter")
     q, k, v, grad_output = (built.pack(x) for x in inputs)
@@ -200,52 +192,53 @@ def _passes(
         if row in cell.rows:
             yield Sample(row=row, samples=[value], kernel=kernel)
 
-    # forward
-    def forward() -> tuple[Tensor, ...]:
-        with torch.no_grad():
-            return (attend(q, k, v),)
+    with without_overhead(built.attend) as attend:
+        # forward
+        def forward() -> tuple[Tensor, ...]:
+            with torch.no_grad():
+                return (attend(q, k, v),)
 
-    first_ms, error = checked(forward, "output")
-    yield from once(COMPILE_FORWARD, first_ms / 1e3)
-    yield from timed(FORWARD, forward, first_ms, error)
-    if all(row.mode == "forward" for row in cell.rows):
-        return
-    if device == "cpu" and cell.implementation == "flex":
-        raise Unsupported("FlexAttention has no backward on CPU")
+        first_ms, error = checked(forward, "output")
+        yield from once(COMPILE_FORWARD, first_ms / 1e3)
+        yield from timed(FORWARD, forward, first_ms, error)
+        if all(row.mode == "forward" for row in cell.rows):
+            return
+        if device == "cpu" and cell.implementation == "flex":
+            raise Unsupported("FlexAttention has no backward on CPU")
 
-    # backward
-    leaves = [x.detach().clone().requires_grad_() for x in (q, k, v)]
+        # backward
+        leaves = [x.detach().clone().requires_grad_() for x in (q, k, v)]
 
-    def both() -> tuple[Tensor, ...]:
+        def both() -> tuple[Tensor, ...]:
+            output = attend(*leaves)
+            if sum_loss:
+                return torch.autograd.grad(output.sum(), leaves)
+            return torch.autograd.grad(output, leaves, grad_output)
+
+        first_ms, gradient_error = checked(both, "grad_q", "grad_k", "grad_v")
+        error = max(error, gradient_error)
+        yield from once(COMPILE_BOTH, first_ms / 1e3)
+        if SAVED in cell.rows:
+            yield from once(SAVED, saved_for_backward(lambda: attend(*leaves)) / MIB)
+        release(device)
+        allocated = torch.cuda.memory_allocated() if device == "cuda" else 0
         output = attend(*leaves)
-        if sum_loss:
-            return torch.autograd.grad(output.sum(), leaves)
-        return torch.autograd.grad(output, leaves, grad_output)
+        if BEFORE_BACKWARD in cell.rows:
+            torch.cuda.synchronize()
+            used = torch.cuda.memory_allocated() - allocated + sum(x.nbytes for x in inputs)
+            yield from once(BEFORE_BACKWARD, used / MIB)
 
-    first_ms, gradient_error = checked(both, "grad_q", "grad_k", "grad_v")
-    error = max(error, gradient_error)
-    yield from once(COMPILE_BOTH, first_ms / 1e3)
-    if SAVED in cell.rows:
-        yield from once(SAVED, saved_for_backward(lambda: attend(*leaves)) / MIB)
-    release(device)
-    allocated = torch.cuda.memory_allocated() if device == "cuda" else 0
-    output = attend(*leaves)
-    if BEFORE_BACKWARD in cell.rows:
-        torch.cuda.synchronize()
-        used = torch.cuda.memory_allocated() - allocated + sum(x.nbytes for x in inputs)
-        yield from once(BEFORE_BACKWARD, used / MIB)
+        def backward() -> tuple[Tensor, ...]:
+            return torch.autograd.grad(output, leaves, grad_output, retain_graph=True)
 
-    def backward() -> tuple[Tensor, ...]:
-        return torch.autograd.grad(output, leaves, grad_output, retain_graph=True)
+        backward_ms = time_once(backward, device) if interpreted and BACKWARD in cell.rows else math.nan
+        yield from timed(BACKWARD, backward, backward_ms, error)
+        del output
 
-    backward_ms = time_once(backward, device) if interpreted and BACKWARD in cell.rows else math.nan
-    yield from timed(BACKWARD, backward, backward_ms, error)
-    del output
-
-    # forward and backward
-    yield from timed(BOTH, both, first_ms, error)
-    if PEAK in cell.rows:
-        yield from once(PEAK, peak_cuda_bytes(both) / MIB)
+        # forward and backward
+        yield from timed(BOTH, both, first_ms, error)
+        if PEAK in cell.rows:
+            yield from once(PEAK, peak_cuda_bytes(both) / MIB)
 
 
 def evenly_spaced(samples: Sequence[float], at_most: int) -> list[float]:

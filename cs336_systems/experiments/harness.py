@@ -236,14 +236,9 @@ class Sweep:
         return records
 
     def predict_overflow(self, cell: Cell) -> Outcome | None:
-        """On a CPU, which swaps or is killed where a GPU raises, what cannot fit is not tried."""
-        if self.run.device != "cpu":
-            return None
-        limit = int(USABLE_MEMORY * self.device.memory_bytes)
-        if cell.predicted_bytes <= limit:
-            return None
-        message = f"predicted to need {cell.predicted_bytes:,} bytes, more than the {limit:,} usable here"
-        return Outcome(status="skipped", message=message)
+        """The outcome of what cannot fit, which is not tried."""
+        message = predicted_overflow(cell.predicted_bytes, self.device)
+        return Outcome(status="skipped", message=message) if message else None
 
     def _records(self, cell: Cell, outcome: Outcome) -> list[Record]:
         """A record for every promised row: measured, or with the outcome's status and message."""
@@ -297,6 +292,14 @@ def with_implementation(cell: Cell, name: str) -> Cell:
     first = next(iter(cell.implementations))
     own = tuple(replace(row, implementation=name) for row in cell.rows if row.implementation == first)
     return replace(cell, rows=(*cell.rows, *own)) if own else replace(cell, implementation=name)
+
+
+def predicted_overflow(num_bytes: int, device: DeviceInfo) -> str:
+    """Why what needs `num_bytes` is not tried; empty on a GPU: a CPU swaps or is killed where a GPU raises."""
+    limit = int(USABLE_MEMORY * device.memory_bytes)
+    if device.kind != "cpu" or num_bytes <= limit:
+        return ""
+    return f"predicted to need {num_bytes:,} bytes, more than the {limit:,} usable here"
 
 
 def _status(sample: Sample, outcome: Outcome) -> tuple[Status, str]:
