@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from statistics import median
 
 import pytest
 import torch
@@ -16,7 +17,6 @@ from cs336_systems.experiments.registry import PROBLEMS
 from cs336_systems.experiments.spec import Unsupported
 from cs336_systems.experiments.turns import ROUNDS, SETTLE_MS, TIMED_MS, Player, counts_of, in_order, play
 from cs336_systems.experiments.worker import Outcome
-from cs336_systems.measure.samples import summarize
 from cs336_systems.measure.timing import time_in_a_row
 
 COVERS = ("cs336_systems/experiments/turns.py", "cs336_systems/measure/timing.py")
@@ -136,9 +136,7 @@ def test_what_leaves_no_device_is_no_others_failure(monkeypatch):
 # Turns
 
 
-@pytest.mark.parametrize(
-    ("call_ms", "untimed", "timed"), [(3.4, 18, 15), (11.5, 6, 4), (70.0, 1, 1), (200.0, 1, 1)]
-)
+@pytest.mark.parametrize(("call_ms", "untimed", "timed"), [(3.4, 18, 15), (11.5, 6, 4), (70.0, 1, 1), (200.0, 1, 1)])
 def test_a_turn_is_as_many_calls_as_fill_it(call_ms, untimed, timed):
     assert counts_of(call_ms) == (untimed, timed)
     assert untimed * call_ms >= SETTLE_MS and (timed == 1 or abs(timed * call_ms - TIMED_MS) <= call_ms / 2)
@@ -178,7 +176,7 @@ def test_who_is_slow_is_so_in_every_mode(monkeypatch):
     for mode in MODES:
         fast, slow = found["triton", mode].samples, found["sdpa_cudnn", mode].samples
         assert len(fast) == len(slow) == ROUNDS["cpu"]
-        waited[mode] = summarize([late - soon for soon, late in zip(fast, slow)]).median
+        waited[mode] = median([late - soon for soon, late in zip(fast, slow)])
     assert 8 < waited["forward"] < 25 < waited["backward"] < 38 < waited["forward_backward"]
 
 

@@ -37,7 +37,6 @@ from cs336_systems.experiments.spec import Cell, Disagreement, Sample, Unsupport
 from cs336_systems.experiments.worker import outcome_of
 from cs336_systems.inputs import AttentionInputs, attention_inputs
 from cs336_systems.measure.memory import one_out_of_memory_error, release
-from cs336_systems.measure.samples import median_interval
 from cs336_systems.measure.timing import time_in_a_row
 
 # The power limit lowers an H200's clock 20 to 60 ms after large kernels begin.
@@ -197,10 +196,12 @@ class AttentionByTurns(AttentionExperiment):
 
     def numbers(self, frame: pd.DataFrame) -> dict[str, Any]:
         """`interval(ours, theirs, shape=..., mode=...)`: where the median of the rounds' ratios lies with 95 %."""
+        from scipy.stats import quantile_test  # takes a second to import
 
         def interval(ours: str, theirs: str, **where: Any) -> str:
             (a,), (b,) = (tuples(pick(frame, where | {"implementation": name})) for name in (ours, theirs))
-            ends = median_interval([slow / fast for fast, slow in zip(a["samples"], b["samples"])])
-            return "too few rounds" if ends is None else " to ".join(digits(end) for end in ends)
+            # The sign test's: as many rounds as heads of a fair coin lie below the median.
+            ends = quantile_test([slow / fast for fast, slow in zip(a["samples"], b["samples"])]).confidence_interval()
+            return "too few rounds" if math.isnan(ends.low) else " to ".join(map(digits, ends))
 
         return {"interval": interval}
