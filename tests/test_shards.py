@@ -56,11 +56,11 @@ def test_two_shards_measure_everything_once(tmp_path):
 
 def test_an_implementation_of_a_readers_own_gets_a_cell_a_case():
     run = RunConfig(scale="smoke", device="cpu")
-    cells = planned_cells("attention_shapes", run, ["tests.own_attention:attend"])
+    cells = planned_cells("flash_benchmarking", run, ["tests.own_attention:attend"])
     own = [cell for cell in cells if cell.implementation == "tests.own_attention:attend"]
     assert [cell.case for cell in own] == list(dict.fromkeys(cell.case for cell in cells))
-    listed = PROBLEMS["attention_shapes"].cells(run)
-    assert cells[: -len(own)] == [replace(cell, problem="attention_shapes") for cell in listed]
+    listed = PROBLEMS["flash_benchmarking"].cells(run)
+    assert cells[: -len(own)] == [replace(cell, problem="flash_benchmarking") for cell in listed]
 
 
 def test_a_readers_own_attention_is_checked_and_measured(tmp_path):

@@ -36,6 +36,7 @@ SHAPES = {
 @problem(title="Attention on shapes of real models", order=1)
 class AttentionShapes(AttentionByTurns):
     implementations = ("triton", "hopper", "sdpa_cudnn", "flex", "flex_flash", "fa4")
+    takes = "attention"
     sizes = SHAPES
 
     def built(self, name: str, shape: AttentionShape, device: str) -> Built:
