@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 
 from cs336_systems.attention.hopper.schedule import Launch
 
-Walk = Callable[[int, int], list[int]]  # (index into batch and heads, tile of queries) -> first keys of its key tiles
+# (index into batch and heads, tile of queries) -> first keys of its key tiles; none for a slot without a tile
+Walk = Callable[[int, int], list[int]]
 
 
 def items_of_program(launch: Launch, program: int) -> Iterator[tuple[int, int]]:
@@ -34,6 +35,12 @@ def items_of_program(launch: Launch, program: int) -> Iterator[tuple[int, int]]:
             width = min(launch.heads_together, launch.batch_heads - group)
             tile, head = divmod(item - group * num_tiles, width)
             yield group + head, num_tiles - 1 - tile if launch.is_causal else tile
+
+
+def _walks(launch: Launch, program: int, walk: Walk) -> Iterator[tuple[int, int, list[int]]]:
+    for head, tile in items_of_program(launch, program):
+        if keys := walk(head, tile):
+            yield head, tile, keys
 
 
 def key_tiles(launch: Launch, tile: int) -> list[int]:
@@ -120,8 +127,7 @@ class _Machine:
 def _copier(machine: _Machine, program: int, walk: Walk | None = None) -> Iterator[Wait]:
     launch, step = machine.launch, 0
     slots = launch.schedule.slots
-    for tiles_done, (head, tile) in enumerate(items_of_program(launch, program)):
-        keys = (walk or machine.walk)(head, tile)
+    for tiles_done, (head, tile, keys) in enumerate(_walks(launch, program, walk or machine.walk)):
         for j in range(len(keys) + 1):
             slot, phase = step % slots, step // slots & 1
             yield machine.empty[slot], phase ^ 1
@@ -141,15 +147,15 @@ def _copier(machine: _Machine, program: int, walk: Walk | None = None) -> Iterat
 def _consumer(machine: _Machine, program: int, consumer: int, done: list[tuple[int, int, int]]) -> Iterator[Wait]:
     launch, step = machine.launch, 0
     slots = launch.schedule.slots
-    for tiles_done, (head, tile) in enumerate(items_of_program(launch, program)):
-        keys = machine.walk(head, tile)
+    for tiles_done, (head, tile, keys) in enumerate(_walks(launch, program, machine.walk)):
         for j in range(len(keys) + 1):
             slot, phase = step % slots, step // slots & 1
             yield machine.full[slot], phase
             if j == 0:
                 yield machine.q_full[consumer], tiles_done & 1
             operands: list[tuple[tuple[str, int], object]] = []
-            if j < len(keys) and not (j == 0 and launch.skips_first_key_tile(tile, consumer)):
+            skips = j == 0 and launch.documents is None and launch.skips_first_key_tile(tile, consumer)
+            if j < len(keys) and not skips:
                 operands += [(("Q", consumer), (head, tile)), (("K", slot), (head, keys[j]))]
             if j > 0:
                 operands += [(("V", slot), (head, keys[j - 1]))]

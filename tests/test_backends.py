@@ -186,6 +186,9 @@ LONG = {"seqlen_q": 16384, "seqlen_k": 16384}
         ({"seqlen_q": 1, "seqlen_k": 131_072}, "triton", "triton serves"),
         ({"seqlen_q": 0, "seqlen_k": 0}, "triton", "triton serves"),
         ({"compute_capability": (8, 0)}, "triton", "triton serves"),
+        ({"layout": "block_mask"} | LONG, "triton", "GPU; hopper walks a block mask no faster at head dims up to 64$"),
+        ({"layout": "packed"} | LONG, "triton", "GPU; hopper's packed documents have not been timed beside it$"),
+        ({"layout": "packed", "head_dim": 256}, "triton", "serves bfloat16 with head_dim 256 on this GPU$"),
         ({"compute_capability": (12, 0)} | LONG, "triton", "triton serves"),
         # CUDA, but not for triton
         ({"dtype": "float64"}, "reference", "triton takes float32, float16, bfloat16, not float64"),
@@ -286,9 +289,12 @@ def test_select_backend_refuses_with_the_reason(inputs: dict[str, Any], message:
         ({"head_dim": 64, "dtype": "float32"}, "triton"),
         ({"head_dim": 64, "compute_capability": (8, 0)}, "triton"),
         ({"head_dim": 64, "available": ALL_OK | {"hopper": "no Gluon"}}, "triton"),
-        ({"head_dim": 64, "layout": "block_mask", "block_size": (128, 128)}, "hopper"),
-        ({"head_dim": 64, "layout": "block_mask", "block_size": (128, 64)}, "triton"),
-        ({"head_dim": 64, "layout": "packed"}, "hopper"),
+        ({"head_dim": 64, "layout": "block_mask"}, "triton"),
+        ({"head_dim": 65, "layout": "block_mask", "block_size": (128, 128), **LONG}, "hopper"),
+        ({"head_dim": 128, "layout": "block_mask", "block_size": (64, 128), **LONG}, "hopper"),
+        ({"head_dim": 128, "layout": "block_mask", "block_size": (128, 64), **LONG}, "triton"),
+        ({"head_dim": 128, "layout": "block_mask", "batch_heads": 3, **LONG}, "triton"),
+        ({"head_dim": 128, "layout": "packed", **LONG}, "triton"),
         ({"head_dim": 64, "requested": "triton"}, "triton"),
         (CPU | {"head_dim": 64, "available": ALL_OK}, "reference"),
     ],
@@ -300,7 +306,8 @@ def test_auto_takes_hopper_where_the_table_says_so(
     chosen, why = select(**inputs)
     assert chosen == name
     if name == "hopper":
-        limits = "64 from 1024 tokens|128 from 4096 tokens and 65536 queries in all heads"
+        mask = "(65|128) under a block mask, in the forward,"
+        limits = f"64 from 1024 tokens|(128|{mask}) from 4096 tokens and 65536 queries in all heads"
         assert re.fullmatch(rf"hopper is the fastest of ours at head_dim ({limits}) on", why)
 
 
@@ -316,3 +323,16 @@ def test_the_hopper_refusal_can_be_traced() -> None:
 
     compiled = torch.compile(double, fullgraph=True, backend="eager")
     torch.testing.assert_close(compiled(torch.ones(2)), torch.full((2,), 2.0))
+
+
+@pytest.mark.parametrize("layout", ["dense", "block_mask", "packed"])
+def test_the_choice_can_be_traced_with_lengths_and_head_dims_that_vary(layout: str) -> None:
+    def scaled(x: torch.Tensor) -> torch.Tensor:
+        length, head_dim = x.shape
+        name, _ = select(head_dim=head_dim, seqlen_q=length, seqlen_k=length, layout=layout)
+        return x * (2 if name == "hopper" else 3)
+
+    torch.compiler.reset()  # the layouts before count as recompilations of the same code
+    compiled = torch.compile(scaled, fullgraph=True, backend="eager", dynamic=True)
+    for shape in ((4096, 96), (8192, 128), (100, 128), (8192, 64)):
+        torch.testing.assert_close(compiled(torch.ones(shape)), scaled(torch.ones(shape)))

@@ -39,11 +39,14 @@ from cs336_systems.attention.tiles import head_tile
 from cs336_systems.config import ModelConfig
 from cs336_systems.model.checkpointing import checkpoint_selectively
 from cs336_systems.model.transformer import TransformerLM
+from tests import test_varlen as varlen
 from tests.covered import HOPPER_ATTENTION
 from tests.hopper_lengths import errors_over_bounds, heads_of, ideal_attention
-from tests.test_s4_attention import DTYPES, assert_contract, draw, inputs, run
+from tests.test_block_sparse import poisoned, worst_error  # noqa: F401
+from tests.test_s4_attention import DTYPES, assert_contract, assert_repeats, draw, inputs, run
 
-COVERS = (*HOPPER_ATTENTION, "tests/hopper_instructions.py", "tests/hopper_lengths.py")
+MASKED = ("cs336_systems/attention/masks", "cs336_systems/attention/varlen.py")
+COVERS = (*HOPPER_ATTENTION, *MASKED, "tests/hopper_instructions.py", "tests/hopper_lengths.py")
 
 ROOT = Path(__file__).resolve().parent.parent
 HAS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
@@ -304,27 +307,27 @@ def each_schedule(monkeypatch) -> Callable[[int], Iterator[str]]:
 
     Calls as small as those here would choose one for small grids.
     """
-    forward = function.hopper_forward
+    kernels = {name: getattr(function, name) for name in ("hopper_forward", "hopper_packed_forward")}
 
     def each(head_dim: int) -> Iterator[str]:
         for name in ("", *(schedule.name("tiles") for schedule in SCHEDULES[head_tile(head_dim)])):
-            named = partial(run_named, name)
-            monkeypatch.setattr(function, "hopper_forward", named if name else forward)
+            for kernel, forward in kernels.items():
+                monkeypatch.setattr(function, kernel, partial(run_named, forward, name) if name else forward)
             forget()
             yield name
         forget()
-        monkeypatch.setattr(function, "hopper_forward", forward)
+        for kernel, forward in kernels.items():
+            monkeypatch.setattr(function, kernel, forward)
 
     def forget() -> None:
         """Calls with the schedule before would be replayed."""
         api._choose.cache_clear()
         _passes_of.cache_clear()
 
-    def run_named(
-        name: str, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, config: str
-    ) -> tuple[Tensor, Tensor]:
+    def run_named(forward: Callable[..., Any], name: str, *arguments: Any) -> tuple[Tensor, Tensor]:
+        *rest, config = arguments
         assert not config
-        return forward(q, k, v, is_causal, scale, name)
+        return forward(*rest, name)
 
     return each
 
@@ -426,6 +429,114 @@ def test_the_deterministic_backward(head_dim, dtype, is_causal, each_schedule):
         for _ in range(20):
             for name, result in run(*tensors, **options).items():
                 assert torch.equal(first[name], result), (schedule, name)
+
+
+# Along the lists of a mask, and within packed documents
+
+
+def of_blocks(num_queries: int, num_keys: int, block_size: tuple[int, int], batch: int = 2, heads: int = 4):
+    """Random tiles, with rows and columns of tiles that are all dead."""
+    sizes = (batch, heads, -(-num_queries // block_size[0]), -(-num_keys // block_size[1]))
+    blocks = torch.rand(*sizes, generator=torch.Generator().manual_seed(0)) < 0.4
+    blocks[:, :, ::3], blocks[..., 1::4] = False, False
+    return BlockMask.from_blocks(blocks.cuda(), block_size, seq_lengths=(num_queries, num_keys))
+
+
+TILE_MASKS: dict[str, Callable[[], BlockMask]] = {
+    "window": partial(BlockMask.sliding_window, 1000, window=100, device="cuda"),
+    "window-both-sides": partial(BlockMask.sliding_window, 300, 700, window=200, is_causal=False, device="cuda"),
+    "window-bottom-right": partial(BlockMask.sliding_window, 257, 1111, window=150, bottom_right=True, device="cuda"),
+    "rows-without-keys": partial(BlockMask.causal, 1000, 700, bottom_right=True, device="cuda"),
+    **{
+        f"blocks-{size[0]}x{size[1]}": partial(of_blocks, 1500, 1300, size)
+        for size in ((64, 128), (128, 128), (256, 128), (128, 256), (512, 512))
+    },
+    "blocks-for-all-heads": partial(of_blocks, 257, 1111, (128, 128), 1, 1),
+    "tokens-.3": partial(BlockMask.random_tokens, 300, 300, density=0.3, heads=4, device="cuda"),
+    "tokens-.01": partial(BlockMask.random_tokens, 641, 700, density=0.01, device="cuda"),
+    "documents": partial(BlockMask.document, (100, 0, 500, 30, 129), is_causal=True, device="cuda"),
+    "dilated": partial(BlockMask.dilated, 700, segment_length=200, dilation_rate=4, heads=4, is_causal=True,
+                       device="cuda"),
+}  # fmt: skip
+LISTED = [*((head_dim, dtype) for head_dim in (64, 128) for dtype in ("bfloat16", "float16")), (40, "float16"),
+          (96, "bfloat16")]  # fmt: skip
+
+
+@on_hopper
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize(("head_dim", "dtype"), LISTED)
+@pytest.mark.parametrize("make", TILE_MASKS.values(), ids=TILE_MASKS.keys())
+def test_masks(make, head_dim, dtype):
+    """Both passes, the same bits in 20 repeats, and keys of dead tiles that are not numbers reach nothing."""
+    mask, options = make(), {"backend": "hopper", "enable_gqa": True, "deterministic": True}
+    q, k, v, grad_output = inputs(2, 4, 2, *mask.seq_lengths, head_dim, DTYPES[dtype], "cuda")
+    assert worst_error(q, k, v, grad_output, mask, **options) <= 1
+    call = partial(run, q, k, v, grad_output, block_mask=mask, **options)
+    clean = call()
+    assert_repeats(call, 20)
+    columns = mask.block_size[1]
+    seen = mask.to_dense().flatten(0, 2).any(0)
+    dead = ~torch.stack([part.any() for part in seen.split(columns)]).repeat_interleave(columns)[: len(seen)]
+    k[:, :, dead], v[:, :, dead] = math.nan, math.nan
+    for name, result in call().items():
+        assert torch.equal(result, clean[name]), name
+    assert not clean["grad_k"][:, :, dead].any() and not clean["grad_v"][:, :, dead].any()
+
+
+@on_hopper
+@pytest.mark.usefixtures("poisoned")
+def test_a_mask_of_nothing():
+    mask = BlockMask.from_dense(torch.zeros(300, 500, dtype=torch.bool, device="cuda"))
+    results = run(*inputs(2, 2, 2, 300, 500, 64, torch.bfloat16, "cuda"), block_mask=mask, backend="hopper")
+    assert (results.pop("lse") == -math.inf).all() and not any(result.any() for result in results.values())
+
+
+PACKED = {
+    "ragged": ([70, 128, 0, 17, 193], None, 5),
+    "long": ([1000, 0, 17, 333, 2049, 64], None, 3),
+    "unequal": ([200, 64, 30, 129], [64, 300, 0, 70], 0),
+}
+
+
+@on_hopper
+@MASKS
+@LOW
+@WIDTHS
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("case", PACKED.values(), ids=PACKED.keys())
+def test_packed_documents(case, head_dim, dtype, is_causal, each_schedule):
+    """Both passes, the same bits in 20 repeats, and a document that is not numbers reaches no other."""
+    for schedule in each_schedule(head_dim):
+        tensors, documents = varlen.packed(*case, 4, 2, head_dim, DTYPES[dtype], "cuda")
+        call = partial(
+            varlen.run_packed, tensors, documents, is_causal=is_causal, backend="hopper", enable_gqa=True
+        )
+        clean = call()
+        assert varlen.worst_error(tensors, documents, clean, is_causal) <= 1, schedule
+        assert_repeats(call, 20)
+        (first_q, end_q), (first_k, end_k) = (ends[1:3].tolist() for ends in documents[:2])
+        for x, rows in zip(tensors, (slice(first_q, end_q), *[slice(first_k, end_k)] * 2, slice(first_q, end_q))):
+            x[rows] = math.nan
+        dirty = call()
+        for of_queries, of_keys in ((slice(first_q), slice(first_k)), (slice(end_q, None), slice(end_k, None))):
+            expected = varlen.document_of(clean, of_queries, of_keys)
+            for name, result in varlen.document_of(dirty, of_queries, of_keys).items():
+                assert torch.equal(result, expected[name]), (schedule, name)
+
+
+@on_hopper
+def test_the_log_says_which_walk_was_launched(capfd, monkeypatch):
+    from cs336_systems.attention.triton import launch
+
+    monkeypatch.setattr(launch, "_log_is_on", lambda: True)
+    launch._print_once.cache_clear()
+    q, k, v, _ = inputs(1, 2, 2, 300, 300, 128, torch.bfloat16, "cuda")
+    flash_attention(q, k, v, block_mask=BlockMask.sliding_window(300, window=99, device="cuda"), backend="hopper")
+    tensors, documents = varlen.packed([171, 129], None, 0, 2, 2, 128, torch.bfloat16, "cuda")
+    flash_attention_varlen(*tensors[:3], *documents, backend="hopper")
+    listed, of_documents = capfd.readouterr().err.splitlines()
+    assert "kernel=listed_forward" in listed and listed.endswith("config=hopper_forward_128x128_tiles")
+    assert "kernel=packed_forward" in of_documents and "config=hopper_forward_" in of_documents
 
 
 # Inputs as they come

@@ -4,7 +4,8 @@ import random
 from collections import Counter
 from dataclasses import replace
 from functools import partial
-from itertools import product
+from itertools import accumulate, product
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from cs336_systems.attention.hopper.schedule import (
     Launch,
     estimated_steps,
     plan_forward,
+    plan_packed_forward,
 )
 from cs336_systems.attention.masks import BlockMask
 from tests import hopper_protocol as model
@@ -430,7 +432,69 @@ def test_a_tile_of_queries_lies_in_a_row_of_the_masks_tiles():
             head_dim=head_dim, is_causal=False, num_queries=1000, num_keys=700, batch_heads=3, group=1,
             num_multiprocessors=132, block_size=(rows, 128),
         )  # fmt: skip
-        assert launch.schedule.query_tile == (64 if head_dim == 64 else min(rows, 128))
+        assert launch.schedule.query_tile == (64 if head_dim == 64 else min(rows, 128)) and launch.order == "tiles"
         starts = [launch.first_query(tile) for tile in range(launch.num_tiles)]
         assert starts == list(range(0, 1000, launch.schedule.query_tile))
         assert rows % launch.schedule.query_tile == 0
+
+
+# Within packed documents
+
+LENGTHS = [(300, 300), (0, 0), (1, 129), (127, 0), (0, 40), (128, 128), (193, 1000), (64, 1), (0, 0)]
+
+
+@pytest.mark.parametrize("order", ["tiles", "rounds"])
+@pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "full"])
+@EACH_SCHEDULE
+def test_documents_are_walked_whole_and_the_protocol_ends(schedule, is_causal, order, monkeypatch):
+    """Every tile of queries of each document, and of the rows behind the last, has one slot, and walks its document's
+    key tiles; slots that are left over have none, for copier and consumers alike."""
+    forward = pytest.importorskip("cs336_systems.attention.hopper.forward")
+    monkeypatch.setattr(forward, "_boundary", lambda ends, document, total: min(max(ends[document], 0), total))
+    rng = random.Random(0)
+    for trial in range(12):
+        lengths = rng.sample(LENGTHS, rng.randint(0, len(LENGTHS)))
+        behind = (0, 1, 200)[trial % 3]
+        ends_q, ends_k = ([0, *accumulate(document[side] for document in lengths)] for side in (0, 1))
+        total, total_keys = ends_q[-1] + behind or 1, ends_k[-1] + 7
+        launch = plan_packed_forward(
+            head_dim=schedule.head_tile, is_causal=is_causal, num_queries=total, num_keys=total_keys, heads=3, group=1,
+            documents=len(lengths), max_seqlens=(300, 1000), num_multiprocessors=2, config=schedule.name(order),
+        )  # fmt: skip
+        assert launch.schedule == schedule
+        slots = forward.slots_of_documents.fn(total, len(lengths), schedule.query_tile)
+        assert slots == launch.num_tiles
+        problem = SimpleNamespace(N_QUERIES=total)
+        mask = SimpleNamespace(cu_seqlens_q=ends_q, N_DOCUMENTS=len(lengths))
+        sequences = [*lengths, (total - ends_q[-1], 0)]  # the rows behind the last document see no key
+        walks = {}
+        tiles = Counter()
+        for slot in range(slots):
+            document, tile = forward._document_of_slot.fn(slot, problem, mask, schedule.query_tile)
+            num_queries, num_keys = sequences[document]
+            walks[slot] = []
+            if tile < 0 or tile * schedule.query_tile >= num_queries:
+                continue
+            alone = replace(launch, documents=None, num_queries=num_queries, num_keys=num_keys)
+            live = forward.live_key_tiles.fn(
+                alone.first_query(tile), num_queries, num_keys, schedule.query_tile, schedule.key_tile, is_causal
+            )
+            keys = key_tiles(alone, tile)
+            assert [key for key in keys if key != num_keys] == [j * schedule.key_tile for j in reversed(range(live))]
+            walks[slot] = [ends_k[document] + key for key in keys]
+            tiles[document, tile] += 1
+        assert tiles == Counter(
+            (document, tile)
+            for document, (num_queries, _) in enumerate(sequences)
+            for tile in range(-(-num_queries // schedule.query_tile))
+        )
+        walk = partial(_walk_of_slot, walks)
+        done = Counter(
+            piece for program in range(launch.num_programs) for piece in simulate(launch, program, rng, walk)
+        )
+        taken = [slot for slot, keys in walks.items() if keys]
+        assert done == Counter(product(range(3), taken, range(schedule.consumers)))
+
+
+def _walk_of_slot(walks, head, slot):
+    return walks[slot]

@@ -72,9 +72,9 @@ def flash_attention(
         enable_gqa: allow kv_heads that divide heads; query head h uses key head h // (heads / kv_heads).
         return_lse: also return the natural log of the summed exponentials of the scaled scores, (..., heads, queries),
             float32 (float64 for float64 inputs); gradients flow through it.
-        deterministic: True makes gradients bit-reproducible. All are by default but dQ of `hopper`, also where `auto`
-            takes it: atomic additions in any order, so that last bits differ from run to run. There True adds in a
-            fixed order, for 4 to 8 % of the backward's time. None: as PyTorch has been told by
+        deterministic: True makes gradients bit-reproducible. All are by default but dQ of `hopper` without a mask,
+            also where `auto` takes it: atomic additions in any order, so that last bits differ from run to run. There
+            True adds in a fixed order, for 4 to 8 % of the backward's time. None: as PyTorch has been told by
             `torch.use_deterministic_algorithms`.
         backend: `auto`, `reference`, `compiled`, `tiled`, `triton_first`, `triton` or `hopper`. The first kernel takes
             lengths in whole tiles of 64, head dims of 16, 32, 64 and 128, and no block mask.

@@ -126,6 +126,14 @@ MIN_HOPPER_BLOCK = (64, 128)  # a mask's tiles hold whole tiles of the kernels
 # head that wait for the host, of which hopper's take up to a quarter less (`short_calls`), and a forward without
 # gradients, in which hopper takes the GPU less from about four heads on.
 HOPPER_WHERE_FASTEST: dict[int, tuple[int, int]] = {64: (512, 24576), 128: (512, 24576)}
+# A block mask takes hopper's forward and triton's backward, so that the forward decides. Of 16,384 tokens and 16 heads
+# on an H200 triton's took 1.33 to 1.42 times as long at head dim 128, and at 64 0.95 to 0.97 times. The kernels are the
+# same for each width of a head tile.
+HOPPER_MASK_HEAD_DIMS = (65, 128)  # from, to; torch.compile cannot look a head dim that varies up in a range
+HOPPER_BY_NAME = {  # what else of ours hopper takes, and why only by name
+    "block_mask": "; hopper walks a block mask no faster at head dims up to 64",
+    "packed": "; hopper's packed documents have not been timed beside it",
+}
 
 
 def select_backend(
@@ -145,9 +153,9 @@ def select_backend(
     """(name, reason) of the attention back end for these inputs; a pure function of its arguments.
 
     A back end requested by name is returned, or refused with a ValueError that says why; nothing else is tried. `auto`
-    takes hopper where HOPPER_WHERE_FASTEST says so, else triton on CUDA; elsewhere, and for what triton does not take
-    (float64, head_dim over 256), tiled where one head's score matrix exceeds 64 MiB, else reference. It never takes
-    compiled, which compiles again for new shapes.
+    takes hopper where HOPPER_WHERE_FASTEST says so, with a block mask at HOPPER_MASK_HEAD_DIMS alone, else triton on
+    CUDA; elsewhere, and for what triton does not take (float64, head_dim over 256), tiled where one head's score matrix
+    exceeds 64 MiB, else reference. It never takes compiled, which compiles again for new shapes.
 
     Args:
         device_kind: torch's device type of the inputs; on others than cuda triton is taken by name only.
@@ -178,14 +186,21 @@ def select_backend(
             raise ValueError(f"backend {requested!r} cannot be used: {why}")
         return requested, f"{requested} was asked for"
 
-    if head_dim in HOPPER_WHERE_FASTEST and refusal("hopper") is None:
-        tokens, queries = HOPPER_WHERE_FASTEST[head_dim]
+    limits, where, by_name = HOPPER_WHERE_FASTEST.get(head_dim), f"head_dim {head_dim}", ""
+    if layout == "block_mask" and HOPPER_MASK_HEAD_DIMS[0] <= head_dim <= HOPPER_MASK_HEAD_DIMS[1]:
+        limits, where = HOPPER_WHERE_FASTEST[128], f"{where} under a block mask, in the forward,"
+    elif layout != "dense":
+        limits, by_name = None, HOPPER_BY_NAME[layout]
+    if refusal("hopper") is not None:
+        limits, by_name = None, ""
+    if limits is not None:
+        tokens, queries = limits
         if min(seqlen_q, seqlen_k) >= tokens and batch_heads * seqlen_q >= queries:
             most = "" if queries <= tokens else f" and {queries} queries in all heads"
-            return "hopper", f"hopper is the fastest of ours at head_dim {head_dim} from {tokens} tokens{most} on"
+            return "hopper", f"hopper is the fastest of ours at {where} from {tokens} tokens{most} on"
     why_not_triton = refusal("triton") if device_kind == "cuda" else f"the inputs are on {device_kind}"
     if why_not_triton is None:
-        return "triton", f"triton serves {dtype} with head_dim {head_dim} on this GPU"
+        return "triton", f"triton serves {dtype} with head_dim {head_dim} on this GPU{by_name}"
     score_bytes = seqlen_q * seqlen_k * BYTES_PER_ELEMENT[dtype]
     limit = f"{MAX_REFERENCE_SCORE_BYTES / 2**20:g} MiB"
     size = "one head's score matrix"

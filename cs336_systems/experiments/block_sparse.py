@@ -47,7 +47,7 @@ class BlockSparse(MaskExperiment):
             cells.extend(mask_cell(case, name, run) for name in names)
 
         for mask in ("full", *(f"random:{density:g}" for density in ROW_DENSITIES[run.scale])):
-            peers = DENSE_PEERS if mask == "full" else ("sdpa_mask",)
+            peers = DENSE_PEERS if mask == "full" else ("hopper", "sdpa_mask")
             add(mask_case(run, mask, seqlen, heads=16, head_dim=128), names_of(run, ("triton",), (*peers, "flex")))
         for density in TOKEN_DENSITIES[run.scale]:
             case = mask_case(run, f"tokens:{density:g}", seqlen, heads=16, head_dim=128)
@@ -88,7 +88,7 @@ class BlockSparse(MaskExperiment):
                 "quantity": "time",
                 "mode": "forward",
                 "family": "random tiles",
-                "implementation": ("triton", "flex"),
+                "implementation": ("triton", "hopper", "flex"),
                 "over_dense": lambda speed: speed == speed,
             },
         )

@@ -1,7 +1,7 @@
 """Full and causal attention, alone and over packed documents, beside library kernels.
 
-Packed documents go through `flash_attention_varlen`; `triton_lists` is the same mask as lists of tiles, `sdpa_padded`
-SDPA on the padded batch, and `torch_varlen` PyTorch's own packed attention.
+Packed documents go through `flash_attention_varlen`; `triton_lists` and `hopper` walk the same mask as lists of tiles,
+`sdpa_padded` is SDPA on the padded batch, and `torch_varlen` PyTorch's own packed attention.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class DenseMasks(MaskExperiment):
             for mask in masks if run.scale != "tiny" else masks[-1:]:
                 case = mask_case(run, mask, seqlen, heads=64, head_dim=128)
                 packed = mask.startswith("document")
-                peers: tuple[str, ...] = ("sdpa_padded", "torch_varlen") if packed else DENSE_PEERS
+                peers: tuple[str, ...] = ("hopper", "sdpa_padded", "torch_varlen") if packed else DENSE_PEERS
                 if run.scale == "handout" or (seqlen == LENGTHS[run.scale][0] and mask == masks[-1]):
                     peers = (*peers, "flex")  # compiles for each case, most of the problem's time on a laptop
                 ours = ("triton",) if mask == "full" else ("triton", "triton_lists")

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cs336_systems.attention import BlockMask, attention_reference, flash_attention, flash_attention_varlen
-from cs336_systems.attention.backends import INTERPRETER_BFLOAT16
+from cs336_systems.attention.backends import INTERPRETER_BFLOAT16, MIN_HOPPER_BLOCK
 from cs336_systems.attention.dilated import dilated_attention
 from cs336_systems.attention.dynamic import choose_keys, mask_chosen, shared_keys_attention
 from cs336_systems.attention.masks import parse_mask
@@ -103,7 +103,17 @@ def _triton(case: MaskCase, mask: BlockMask, run: RunConfig) -> Built:
     return _lists(case, mask, run)
 
 
-def _lists(case: MaskCase, mask: BlockMask, run: RunConfig) -> Built:
+def _hopper(case: MaskCase, mask: BlockMask, run: RunConfig) -> Built:
+    """The Hopper kernels: dense, or the forward along the mask's lists before Triton's backward."""
+    build("hopper", shape_of(case), run.device)  # `Unsupported` where they do not run
+    if is_plain(case.mask):
+        return _dense("hopper", case, mask, run)
+    if case.query_block < MIN_HOPPER_BLOCK[0] or case.key_block < MIN_HOPPER_BLOCK[1]:
+        raise Unsupported(f"hopper walks lists of tiles of at least {MIN_HOPPER_BLOCK}")
+    return _lists(case, mask, run, backend="hopper")
+
+
+def _lists(case: MaskCase, mask: BlockMask, run: RunConfig, backend: str = "triton") -> Built:
     """Our kernels that walk the mask's lists; those of documents and of each query's keys change from call to call."""
     name, _, argument = case.mask.partition("+")[0].partition(":")
     size, build_mask = (case.query_block, case.key_block), None
@@ -116,7 +126,7 @@ def _lists(case: MaskCase, mask: BlockMask, run: RunConfig) -> Built:
             BlockMask.document, lengths, is_causal=is_causal(case), block_size=size, device=run.device
         )  # fmt: skip
     return Built(
-        attend=partial(flash_attention, block_mask=mask, backend="triton"), build_mask=build_mask,
+        attend=partial(flash_attention, block_mask=mask, backend=backend), build_mask=build_mask,
         kernel=_kernel("lists", run),
     )  # fmt: skip
 
@@ -226,7 +236,8 @@ BUILDERS: dict[str, Callable[[MaskCase, BlockMask, RunConfig], Built]] = {
     "tiled": _tiled,
     "triton": _triton,
     "triton_lists": _lists,
-    **{name: partial(_dense, name) for name in ("hopper", "sdpa_flash", "sdpa_cudnn")},
+    "hopper": _hopper,
+    **{name: partial(_dense, name) for name in ("sdpa_flash", "sdpa_cudnn")},
     "sdpa_mask": _sdpa_mask,
     "sdpa_padded": _padded,
     "torch_varlen": _torch_varlen,

@@ -32,7 +32,7 @@ DENSITY = Row(mode="forward", quantity="density", unit="1")
 BLOCK_DENSITY = Row(mode="forward", quantity="block_density", unit="1")
 MASK_TIME = Row(mode="forward", quantity="mask_time", unit="ms")
 SMALL_HEADS, SMALL_HEAD_DIM = 1, 32  # below handout scale, where kernels are interpreted
-DENSE_PEERS = ("hopper", "sdpa_flash", "sdpa_cudnn")  # take no mask but the causal one
+DENSE_PEERS = ("hopper", "sdpa_flash", "sdpa_cudnn")  # beside full and causal attention
 DENSE = ("triton", "hopper", "sdpa_flash")  # whose fastest is dense attention; `auto` takes one of the first two
 FAMILIES = {  # of a mask's pattern, without its numbers; whether dense attention beside it is causal
     "full": ("full", False),

@@ -41,6 +41,11 @@ Tiles of queries end where the queries end; rows to spare are in the first tile,
 order of tiles is `schedule.plan_forward`'s: one program a tile, or programs that stay and take tiles in pairs or in
 rounds, whose copier starts on the next tile as soon as a slot is free.
 
+Three kernels differ in their walk alone. Dense: from the last visible key tile to the first. A `BlockMask`: the lists
+of its tiles' row, first the partial tiles, whose bits the copier brings beside the keys and `_hide_keys` applies, then
+the full ones unmasked; a dead tile is never read, and a tile without a key takes one step of zeros. Packed documents:
+the dense walk within the document that a program finds by its slot; slots without a tile are passed over.
+
 Sources: FlashAttention-3 (Shah et al. 2024) for warp specialisation and overlap, FlashAttention-4 for rescaling lazily.
 """
 
@@ -930,7 +935,7 @@ def hopper_forward(
         numbers += (
             *lists.kv_num_blocks.shape[:2], lists.kv_indices.shape[3], lists.full_kv_indices.shape[3], len(words)
         )  # fmt: skip
-    log_launch("forward", schedule.name(planned.order), q, num_queries, num_keys)
+    log_launch("forward" if lists is None else "listed_forward", schedule.name(planned.order), q, num_queries, num_keys)
     with stage("forward"):
         launch(
             kernel, (planned.num_programs,), tensors, numbers,
@@ -963,7 +968,7 @@ def hopper_packed_forward(
     schedule = planned.schedule
     output, lse = empty_like(q), empty((heads, num_queries), torch.float32, q.device)
     operands = ((q, CONSUMER_ROWS), (k, schedule.key_tile), (v, schedule.key_tile), (output, CONSUMER_ROWS))
-    log_launch("forward", schedule.name(planned.order), q, *max_seqlens)
+    log_launch("packed_forward", schedule.name(planned.order), q, *max_seqlens)
     with stage("forward"):
         launch(
             hopper_packed_forward_kernel, (planned.num_programs,),

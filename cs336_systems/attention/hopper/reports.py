@@ -36,6 +36,7 @@ from cs336_systems.attention.compilation import (
     spilled_bytes,
 )
 from cs336_systems.attention.hopper.schedule import LATE_FROM, ORDERS, SCHEDULES
+from cs336_systems.attention.masks import BlockMask
 from cs336_systems.config import DTypeName
 
 ARCH = "sm90"
@@ -72,12 +73,15 @@ class HopperRequest:
     config: str = ""
     seqlen: int = SEQLEN
     deterministic: bool = False
+    walk: Literal["dense", "listed", "packed"] = "dense"  # of the forward
+    query_block: int = 128  # rows of the mask's tiles, whose lists are walked
 
     @property
     def name(self) -> str:
         mask = "causal" if self.is_causal else "full"
         rest = [f"group {self.group}"] * (self.group > 1) + ["ragged"] * (not self.whole_key_tiles)
         rest += [f"length {self.seqlen}"] * (self.seqlen != SEQLEN) + ["deterministic"] * self.deterministic
+        rest += [f"lists of {self.query_block} rows"] * (self.walk == "listed") + ["packed"] * (self.walk == "packed")
         return ", ".join([self.config or f"hopper_{self.kernel}", f"head dim {self.head_dim}", mask, *rest])
 
 
@@ -130,13 +134,26 @@ class HopperReport:
 
 
 def shipped_hopper_kernels() -> list[HopperRequest]:
-    """Every kernel that calls without grouped heads run, in bfloat16: float16 compiles alike."""
+    """Every kernel that calls without grouped heads run, in bfloat16: float16 compiles alike.
+
+    Of masks and packed documents one order, and the causal ones, which have masked steps and plain ones.
+    """
     return [
         HopperRequest(kernel="forward", head_dim=tile, is_causal=is_causal, config=schedule.name(order))
         for tile, schedules in SCHEDULES.items()
         for schedule in schedules
         for order in ORDERS
         for is_causal in (True, False)
+    ] + [
+        HopperRequest(
+            kernel="forward", head_dim=tile, is_causal=False, config=schedule.name("tiles"), walk="listed",
+            query_block=rows,
+        )
+        for tile, rows, schedule in ((64, 128, SCHEDULES[64][1]), *zip((128, 128), (128, 64), SCHEDULES[128]))
+    ] + [
+        HopperRequest(kernel="forward", head_dim=tile, is_causal=True, config=schedule.name("tiles"), walk="packed")
+        for tile, schedules in SCHEDULES.items()
+        for schedule in schedules
     ] + [
         HopperRequest(
             kernel="backward", head_dim=tile, is_causal=is_causal, whole_key_tiles=whole, seqlen=seqlen,
@@ -159,7 +176,8 @@ def compile_hopper_kernels(requests: Sequence[HopperRequest], *, jobs: int | Non
 def compile_hopper_kernel(request: HopperRequest) -> HopperReport:
     """Compile `request` in this process."""
     try:
-        (kernel,) = compiled_launches(ARCH, f"hopper_{request.kernel}_kernel", lambda: _launch(request))
+        name = "_".join(["hopper", *([] if request.walk == "dense" else [request.walk]), request.kernel, "kernel"])
+        (kernel,) = compiled_launches(ARCH, name, lambda: _launch(request))
         text = assemble(kernel, ARCH)
         lines = disassemble(kernel)
         return HopperReport(
@@ -177,7 +195,8 @@ def compile_hopper_kernel(request: HopperRequest) -> HopperReport:
 def _launch(request: HopperRequest) -> None:
     """Call the launcher on tensors without storage."""
     from cs336_systems.attention.hopper.backward import hopper_backward
-    from cs336_systems.attention.hopper.forward import hopper_forward
+    from cs336_systems.attention.hopper.forward import hopper_forward, hopper_packed_forward
+    from cs336_systems.attention.triton.block_sparse import TileLists
 
     def empty(heads: int, rows: int) -> torch.Tensor:
         return torch.empty((BATCH, heads, rows, request.head_dim), dtype=getattr(torch, request.dtype), device="meta")
@@ -185,8 +204,19 @@ def _launch(request: HopperRequest) -> None:
     q = empty(HEADS, request.seqlen)
     k = empty(HEADS // request.group, request.seqlen if request.whole_key_tiles else request.seqlen - 1)
     options = (request.is_causal, 1 / math.sqrt(request.head_dim))
-    if request.kernel == "forward":
-        hopper_forward(q, k, k, *options, request.config)
+    if request.walk == "packed":
+        packed_q, packed_k = (x.transpose(1, 2).flatten(0, 1).contiguous() for x in (q, k))
+        ends = torch.empty(BATCH + 1, dtype=torch.int32, device="meta")
+        hopper_packed_forward(
+            packed_q, packed_k, packed_k, ends, ends, (request.seqlen, request.seqlen), *options, request.config
+        )
+    elif request.kernel == "forward":
+        lists = None
+        if request.walk == "listed":
+            size = (request.query_block, 128)
+            mask = BlockMask.sliding_window(request.seqlen, window=300, block_size=size).to("meta")
+            lists = TileLists(*(getattr(mask, name) for name in TileLists._fields))
+        hopper_forward(q, k, k, *options, request.config, lists)
     else:
         lse = torch.empty(q.shape[:-1], device="meta")
         hopper_backward(q, k, k, q, lse, q, None, request.deterministic, *options)
