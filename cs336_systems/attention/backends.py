@@ -124,8 +124,11 @@ MIN_HOPPER_BLOCK = (64, 128)  # a mask's tiles hold whole tiles of the kernels
 # graphs it took 0.56 to 0.97 times as long as hopper on 36 shapes of at most 16,384 queries, on six of 32,768 1.08 to
 # 1.37 times (the writeup's few_queries; `attention_shapes` has the larger). Two things it is not made for: calls of one
 # head that wait for the host, of which hopper's take up to a quarter less (`short_calls`), and a forward without
-# gradients, in which hopper takes the GPU less from about four heads on.
-HOPPER_WHERE_FASTEST: dict[int, tuple[int, int]] = {64: (512, 24576), 128: (512, 24576)}
+# gradients, in which hopper takes the GPU less from about four heads on. At head dims 32, 80 and 96 long shapes alone
+# have been timed, where triton took 1.16 to 1.40 times as long.
+HOPPER_WHERE_FASTEST: dict[int, tuple[int, int]] = {
+    32: (4096, 65536), 64: (512, 24576), 80: (4096, 65536), 96: (4096, 65536), 128: (512, 24576)
+}  # fmt: skip
 # A block mask takes hopper's forward and triton's backward, so that the forward decides. Of 16,384 tokens and 16 heads
 # on an H200 triton's took 1.33 to 1.42 times as long at head dim 128, and at 64 0.95 to 0.97 times. The kernels are the
 # same for each width of a head tile.
