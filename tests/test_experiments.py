@@ -62,7 +62,7 @@ def test_cells_are_distinct_and_belong_to_their_problem(problem, run):
 
 def test_handout_grids_are_the_handouts():
     flash = cells("flash_benchmarking", HANDOUT)
-    assert {cell.implementation for cell in flash} == set(IMPLEMENTATIONS)
+    assert {cell.implementation for cell in flash} == set(IMPLEMENTATIONS) - {"flex_flash", "fa4"}
     shapes = {cell.case for cell in flash}
     assert {2**power for power in range(7, 17)} <= {shape.seqlen_q for shape in shapes}
     assert {shape.head_dim for shape in shapes} == {16, 32, 64, 128}

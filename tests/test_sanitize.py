@@ -69,7 +69,7 @@ def report(kernel: str, file: str, first: tuple[str, int], *others: tuple[str, i
 FORWARD_DEF = line_of(f"{HOPPER}/forward.py", "def hopper_forward_kernel(")
 FORWARD_DISPATCH = line_of(f"{HOPPER}/forward.py", "if CONSUMERS == 1:")
 L_STORE = line_of(f"{HOPPER}/backward.py", "shared.L_slots.index(slot).store(L)")
-L_LOAD = line_of(f"{HOPPER}/backward.py", "shared.L_slots.index(L_slot).load(")
+L_LOAD = line_of(f"{HOPPER}/backward.py", "shared.L_slots.index(slot).load(")
 CONTROLS = "tests/sanitizer_controls.py"
 IN_FORWARD = report(
     "hopper_forward_kernel", "forward.py", ("Read", FORWARD_DEF), ("Write", FORWARD_DEF), ("Write", FORWARD_DISPATCH)
@@ -232,7 +232,7 @@ def compile_ptx(name: str) -> str:
     requests = {repr(request): request for request in shipped_hopper_kernels()}
     (kernel,) = compiled_launches(
         ARCH,
-        f"hopper_{requests[name].kernel}_kernel" if name in requests else "_kernel",
+        requests[name].function if name in requests else "_kernel",
         lambda: run_control(name, "meta") if name in CONTROLS else _launch(requests[name]),
     )
     return kernel.asm["ptx"]
@@ -241,9 +241,9 @@ def compile_ptx(name: str) -> str:
 def compiled_disorder(ptx: str) -> list[str]:
     """What is out of order in a compiled kernel where racecheck's reports are explained."""
     (kernel,) = re.findall(r"\.entry (\w+)", ptx)
-    file = {"hopper_forward_kernel": "forward.py", "hopper_backward_kernel": "backward.py"}.get(
-        kernel, "sanitizer_controls.py"
-    )
+    file = "sanitizer_controls.py"
+    if kernel.startswith("hopper_"):
+        file = "backward.py" if kernel == "hopper_backward_kernel" else "forward.py"
     _, dispatch_lines = sanitize.dispatch_of(kernel, file)
     assert dispatch_lines
     found = disorder(

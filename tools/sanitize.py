@@ -119,13 +119,27 @@ def line_of(access: Access) -> str:
 
 
 def dispatch_of(kernel: str, file: str) -> tuple[int, set[int]]:
-    """A kernel's first line, and all of its dispatch: that and the statements around `gl.warp_specialize`, if any."""
-    for function in ast.parse(source(file)).body:
-        if isinstance(function, ast.FunctionDef) and function.name == kernel:
-            statements = [x for x in function.body if "gl.warp_specialize" in ast.unparse(x)]
-            lines = {line for x in statements for line in range(x.lineno, (x.end_lineno or x.lineno) + 1)}
-            return function.lineno, {function.lineno, *lines} if lines else set()
-    return 0, set()
+    """A kernel's first line, and all of its dispatch: that and the statements around `gl.warp_specialize`, if any.
+
+    They are the kernel's own, or those of a function that it calls, with that one's first line and the call's.
+    """
+    functions = {x.name: x for x in ast.parse(source(file)).body if isinstance(x, ast.FunctionDef)}
+    if kernel not in functions:
+        return 0, set()
+    own = functions[kernel]
+    statements: list[ast.stmt] = []
+    firsts = {own.lineno}
+    for x in own.body:
+        called = next((name for name in functions if f"{name}(" in ast.unparse(x)), "")
+        within = [y for y in functions[called].body if _specialises(y)] if called else []
+        firsts |= {functions[called].lineno} if within else set()
+        statements += [x, *within] if within or _specialises(x) else []
+    lines = {line for x in statements for line in range(x.lineno, (x.end_lineno or x.lineno) + 1)}
+    return own.lineno, firsts | lines if lines else set()
+
+
+def _specialises(statement: ast.stmt) -> bool:
+    return "gl.warp_specialize" in ast.unparse(statement)
 
 
 def command_of(tool: str, sanitizer: str, program: Sequence[str]) -> list[str]:

@@ -358,19 +358,26 @@ def _send(
 
 
 @gluon.jit
-def _load_rows(rows, LAYOUT: gl.constexpr, THREAD_ROWS: gl.constexpr):
-    """L or delta of a slot, in the layout of an accumulator's columns. THREAD_ROWS: see `_has_thread_rows`.
+def _to_thread_rows(x, THREAD_ROWS: gl.constexpr):
+    """L or delta, one number a column, in the order of shared memory; `_has_thread_rows` says whether that is another.
 
     Four of a thread's numbers are then one load, in place of two.
     """
     if THREAD_ROWS:
-        N: gl.constexpr = rows.shape[0]
-        like = gl.reshape(gl.zeros([N], gl.float32, LAYOUT), [N // 16, 2, 4, 2])
-        like = gl.reshape(gl.permute(like, (0, 2, 1, 3)), [N])
-        x = gl.reshape(rows.load(like.type.layout), [N // 16, 4, 2, 2])
-        return gl.convert_layout(gl.reshape(gl.permute(x, (0, 2, 1, 3)), [N]), LAYOUT, assert_trivial=True)
+        parts = gl.permute(gl.reshape(x, [x.shape[0] // 16, 2, 4, 2]), (0, 2, 1, 3))
+        return gl.reshape(parts, [x.shape[0]])
     else:
-        return rows.load(LAYOUT)
+        return x
+
+
+@gluon.jit
+def _to_columns(x, LAYOUT: gl.constexpr, THREAD_ROWS: gl.constexpr):
+    """Back from the order of shared memory, in the layout of an accumulator's columns."""
+    if THREAD_ROWS:
+        parts = gl.permute(gl.reshape(x, [x.shape[0] // 16, 4, 2, 2]), (0, 2, 1, 3))
+        return gl.convert_layout(gl.reshape(parts, [x.shape[0]]), LAYOUT, assert_trivial=True)
+    else:
+        return x
 
 
 @gluon.jit
@@ -453,12 +460,14 @@ def _step(
 
     dP_T = warpgroup_mma(V, dO.permute((1, 0)), zeros, use_acc=False, is_async=True)
     THREAD_ROWS: gl.constexpr = _has_thread_rows(D_TILE, IS_CAUSAL)
-    L = _load_rows(shared.L_slots.index(slot), gl.SliceLayout(0, S_LAYOUT), THREAD_ROWS)
+    COLUMNS: gl.constexpr = gl.SliceLayout(0, S_LAYOUT)
+    stored = _to_thread_rows(gl.zeros([Q_TILE_SIZE], gl.float32, COLUMNS), THREAD_ROWS)  # only its layout is used
+    L = _to_columns(shared.L_slots.index(slot).load(stored.type.layout), COLUMNS, THREAD_ROWS)
     P_T = gl.exp2(S_T * problem.scale_log2 - L[None, :])
     if MASKED:
         P_T = _hide(P_T, first_query, first_key + FIRST_ROW, problem.N_KEYS, DIAGONAL)
     dP_T, P_T = warpgroup_mma_wait(0, [dP_T, P_T])
-    delta = _load_rows(shared.delta_slots.index(slot), gl.SliceLayout(0, S_LAYOUT), THREAD_ROWS)
+    delta = _to_columns(shared.delta_slots.index(slot).load(stored.type.layout), COLUMNS, THREAD_ROWS)
     dS_T = (P_T * (dP_T - delta[None, :])).to(dtype)
 
     # Tiles take turns: the other consumer may still multiply the last step's, or if dQ is late the one's before.

@@ -77,6 +77,11 @@ class HopperRequest:
     query_block: int = 128  # rows of the mask's tiles, whose lists are walked
 
     @property
+    def function(self) -> str:
+        """The name of the kernel's function."""
+        return f"hopper_{'' if self.walk == 'dense' else f'{self.walk}_'}{self.kernel}_kernel"
+
+    @property
     def name(self) -> str:
         mask = "causal" if self.is_causal else "full"
         rest = [f"group {self.group}"] * (self.group > 1) + ["ragged"] * (not self.whole_key_tiles)
@@ -176,8 +181,7 @@ def compile_hopper_kernels(requests: Sequence[HopperRequest], *, jobs: int | Non
 def compile_hopper_kernel(request: HopperRequest) -> HopperReport:
     """Compile `request` in this process."""
     try:
-        name = "_".join(["hopper", *([] if request.walk == "dense" else [request.walk]), request.kernel, "kernel"])
-        (kernel,) = compiled_launches(ARCH, name, lambda: _launch(request))
+        (kernel,) = compiled_launches(ARCH, request.function, lambda: _launch(request))
         text = assemble(kernel, ARCH)
         lines = disassemble(kernel)
         return HopperReport(
