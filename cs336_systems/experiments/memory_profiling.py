@@ -201,8 +201,8 @@ class MemoryProfiling(Experiment):
 
     tables = {
         "peaks": Wide(
-            title="Peak memory of xl in each phase (GiB)",
-            down=("context", "precision"),
+            title="Peak memory in each phase (GiB)",
+            down=("model", "context", "precision"),
             where={"case_type": "MemoryCase"},
             columns={
                 name: Pick({"mode": mode, "implementation": implementation, "quantity": quantity}, "GiB")
