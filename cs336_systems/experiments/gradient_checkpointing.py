@@ -158,7 +158,7 @@ class GradientCheckpointing(Experiment):
     tables = {
         "strategies": Wide(
             title="A training step by strategy",
-            down=("strategy",),
+            down=("model", "strategy"),
             where={"case_type": "MemoryCase"},
             columns={
                 f"{name}, {what}": Pick({"implementation": name, "quantity": row.quantity}, unit)

@@ -217,7 +217,7 @@ class MemoryProfiling(Experiment):
         ),
         "blocks": Wide(
             title="One block: saved for backward, and gradients (MiB)",
-            down=("context", "implementation"),
+            down=("model", "context", "implementation"),
             where={"case_type": "BlocksCase"},
             columns={
                 "residual stream": Pick({"quantity": RESIDUAL.quantity}),
@@ -228,7 +228,7 @@ class MemoryProfiling(Experiment):
         ),
         "allocations": Wide(
             title="Largest allocations of a pass (MiB)",
-            down=("context", "precision", "mode", "implementation"),
+            down=("model", "context", "precision", "mode", "implementation"),
             where={"case_type": "MemoryCase", "context": EXAMPLE_CONTEXTS},
             columns=_ranked("allocation", {"MiB": "median", "what": "kernel"}),
         ),
