@@ -314,7 +314,7 @@ def test_a_configuration_of_another_head_dim_is_refused():
 @EACH_SCHEDULE
 def test_the_kernel_computes_what_the_model_says(schedule, is_causal, order):
     """The kernel's own arithmetic, run as Python, against the model's."""
-    forward = pytest.importorskip("cs336_systems.attention.hopper.forward")
+    kernel = pytest.importorskip("cs336_systems.attention.hopper.walk")
     for num_queries, num_keys, (batch_heads, together) in product(
         (1, 128, 129, 192, 300, 1000, 1025), (1, 128, 257, 1000), ((1, 1), (5, 2), (6, 4))
     ):
@@ -322,34 +322,34 @@ def test_the_kernel_computes_what_the_model_says(schedule, is_causal, order):
             schedule, is_causal, num_queries, num_keys, order=order, batch_heads=batch_heads, together=together
         )
         paired, num_tiles = launch.paired, launch.num_tiles
-        assert forward.num_work_items.fn(num_tiles, batch_heads, paired) == launch.num_items
+        assert kernel.num_work_items.fn(num_tiles, batch_heads, paired) == launch.num_items
         for program in range(launch.num_programs):
-            end = forward.end_of_turns.fn(launch.num_items, program, launch.num_programs, launch.in_rounds)
+            end = kernel.end_of_turns.fn(launch.num_items, program, launch.num_programs, launch.in_rounds)
             items = [
-                forward.tile_of_item.fn(
+                kernel.tile_of_item.fn(
                     item, side, num_tiles, batch_heads, launch.heads_together, paired, is_causal
                 )
                 for turn in range(program, end, launch.num_programs)
-                for item in [forward.item_of_turn.fn(turn, program, launch.num_programs, launch.in_rounds)]
-                for side in range(forward.tiles_of_item.fn(item, num_tiles, paired))
+                for item in [kernel.item_of_turn.fn(turn, program, launch.num_programs, launch.in_rounds)]
+                for side in range(kernel.tiles_of_item.fn(item, num_tiles, paired))
             ]  # fmt: skip
             assert [(head, tile) for tile, head in items] == list(items_of_program(launch, program))
         for tile in range(num_tiles):
-            first = forward.first_query_of.fn(
+            first = kernel.first_query_of.fn(
                 tile, num_tiles, num_queries, schedule.query_tile, schedule.alignment
             )  # fmt: skip
             assert first == launch.first_query(tile)
-            live = forward.live_key_tiles.fn(
+            live = kernel.live_key_tiles.fn(
                 first, num_queries, num_keys, schedule.query_tile, schedule.key_tile, is_causal
             )
             assert live == len([key for key in key_tiles(launch, tile) if key != num_keys])
             first_key = (len(key_tiles(launch, tile)) - 1) * schedule.key_tile
             for consumer in range(schedule.consumers):
                 first_row = first + consumer * CONSUMER_ROWS
-                sees = forward.sees_tile.fn(first_row if first_row >= 0 else num_queries, first_key)
+                sees = kernel.sees_tile.fn(first_row if first_row >= 0 else num_queries, first_key)
                 skips = schedule.masked_tiles(is_causal) > 1 and not sees
                 assert launch.skips_first_key_tile(tile, consumer) == skips
-    assert [forward.ring_slot.fn(step, 2) for step in range(6)] == [(0, 0), (1, 0), (0, 1), (1, 1), (0, 0), (1, 0)]
+    assert [kernel.ring_slot.fn(step, 2) for step in range(6)] == [(0, 0), (1, 0), (0, 1), (1, 1), (0, 0), (1, 0)]
 
 
 # Along the lists of a block mask
@@ -364,17 +364,17 @@ def draw_mask(block_size, num_queries, num_keys, heads, density):
     return mask & BlockMask.random_tokens(num_queries, num_keys, density=0.999, block_size=block_size)
 
 
-def listed_walk(forward, launch, mask, head, tile):
+def listed_walk(kernel, launch, mask, head, tile):
     """(first key, whether its bits are read) of each step, by the kernel's own arithmetic, run as Python."""
     (rows, columns), key_tile = mask.block_size, launch.schedule.key_tile
-    number = forward.list_of_tile.fn(
+    number = kernel.list_of_tile.fn(
         head, launch.first_query(tile), launch.num_queries, launch.batch_heads, *mask.shape[:2], rows
     )
     num_partial, num_full = (int(counts.flatten()[number]) for counts in (mask.kv_num_blocks, mask.full_kv_num_blocks))
-    masked, steps = forward.steps_of_lists.fn(num_partial, num_full, columns // key_tile)
+    masked, steps = kernel.steps_of_lists.fn(num_partial, num_full, columns // key_tile)
     walk = []
     for step in range(steps):
-        entry, part = forward.place_in_lists.fn(step, masked, columns // key_tile)
+        entry, part = kernel.place_in_lists.fn(step, masked, columns // key_tile)
         indices = mask.kv_indices if step < masked else mask.full_kv_indices
         first_key = int(indices.flatten(0, 2)[number, entry]) * columns + part * key_tile
         walk.append((first_key if num_partial + num_full else launch.num_keys, step < masked))
@@ -391,7 +391,7 @@ def _look_up(keys, head, tile):
 def test_lists_are_walked_whole_and_the_protocol_ends(head_dim, block_size, order):
     """Each tile of queries meets its key tiles once, partial ones first and those with their bits; one without a key
     has a step that reads nothing; and copier and consumers agree, in any order of events."""
-    forward = pytest.importorskip("cs336_systems.attention.hopper.forward")
+    kernel = pytest.importorskip("cs336_systems.attention.hopper.walk")
     rng = random.Random(0)
     for (num_queries, num_keys), mask_heads in product([(1, 1), (129, 1000), (640, 640), (1100, 130)], (1, 3)):
         mask = draw_mask(block_size, num_queries, num_keys, mask_heads, 0.4)
@@ -402,7 +402,7 @@ def test_lists_are_walked_whole_and_the_protocol_ends(head_dim, block_size, orde
         stays = order == "rounds"
         launch = replace(launch, order=order, num_programs=min(launch.num_items, 2) if stays else launch.num_items)
         walks = {
-            (head, tile): listed_walk(forward, launch, mask, head, tile)
+            (head, tile): listed_walk(kernel, launch, mask, head, tile)
             for head, tile in product(range(3), range(launch.num_tiles))
         }
         tiles, key_tile = mask._tile_map().tiles, launch.schedule.key_tile
@@ -449,8 +449,8 @@ LENGTHS = [(300, 300), (0, 0), (1, 129), (127, 0), (0, 40), (128, 128), (193, 10
 def test_documents_are_walked_whole_and_the_protocol_ends(schedule, is_causal, order, monkeypatch):
     """Every tile of queries of each document, and of the rows behind the last, has one slot, and walks its document's
     key tiles; slots that are left over have none, for copier and consumers alike."""
-    forward = pytest.importorskip("cs336_systems.attention.hopper.forward")
-    monkeypatch.setattr(forward, "_boundary", lambda ends, document, total: min(max(ends[document], 0), total))
+    kernel = pytest.importorskip("cs336_systems.attention.hopper.walk")
+    monkeypatch.setattr(kernel, "_boundary", lambda ends, document, total: min(max(ends[document], 0), total))
     rng = random.Random(0)
     for trial in range(12):
         lengths = rng.sample(LENGTHS, rng.randint(0, len(LENGTHS)))
@@ -462,7 +462,7 @@ def test_documents_are_walked_whole_and_the_protocol_ends(schedule, is_causal, o
             documents=len(lengths), max_seqlens=(300, 1000), num_multiprocessors=2, config=schedule.name(order),
         )  # fmt: skip
         assert launch.schedule == schedule
-        slots = forward.slots_of_documents.fn(total, len(lengths), schedule.query_tile)
+        slots = kernel.slots_of_documents.fn(total, len(lengths), schedule.query_tile)
         assert slots == launch.num_tiles
         problem = SimpleNamespace(N_QUERIES=total)
         mask = SimpleNamespace(cu_seqlens_q=ends_q, N_DOCUMENTS=len(lengths))
@@ -470,13 +470,13 @@ def test_documents_are_walked_whole_and_the_protocol_ends(schedule, is_causal, o
         walks = {}
         tiles = Counter()
         for slot in range(slots):
-            document, tile = forward._document_of_slot.fn(slot, problem, mask, schedule.query_tile)
+            document, tile = kernel.document_of_slot.fn(slot, problem, mask, schedule.query_tile)
             num_queries, num_keys = sequences[document]
             walks[slot] = []
             if tile < 0 or tile * schedule.query_tile >= num_queries:
                 continue
             alone = replace(launch, documents=None, num_queries=num_queries, num_keys=num_keys)
-            live = forward.live_key_tiles.fn(
+            live = kernel.live_key_tiles.fn(
                 alone.first_query(tile), num_queries, num_keys, schedule.query_tile, schedule.key_tile, is_causal
             )
             keys = key_tiles(alone, tile)

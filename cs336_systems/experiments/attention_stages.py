@@ -57,9 +57,7 @@ class AttentionStages(Experiment):
     def cells(self, run: RunConfig) -> list[Cell]:
         heads, seqlen, head_dim = SIZES[run.scale]
         dtype: DTypeName = "bfloat16" if run.device == "cuda" else "float16"  # the interpreter has no bfloat16
-        cases = [
-            StagedCall(call=call, heads=heads, seqlen=seqlen, head_dim=head_dim, dtype=dtype) for call in REACHED
-        ]
+        cases = [StagedCall(call=call, heads=heads, seqlen=seqlen, head_dim=head_dim, dtype=dtype) for call in REACHED]
         return [
             Cell(case=case, implementation=name, rows=tuple(ROWS[stage] for stage in stages_of(case.call)))
             for case in cases

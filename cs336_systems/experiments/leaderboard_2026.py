@@ -135,8 +135,7 @@ def leaderboard_2026_cells(run: RunConfig) -> list[Cell]:
 def widest(case: LongStepCase) -> LongStepCase:
     """`case` with as many wide blocks as the prediction, which is some GiB too high, finds room for on an H200.
 
-    Not for float32 masters: their gradients come and go in pieces of other sizes than activations, and of 140 GiB the
-    allocator held 23 that nothing fitted in.
+    Not for float32 masters: ten such blocks ran out of an H200's memory, 115 GiB in tensors and 23 more held in pieces.
     """
     options = (replace(case, wide_blocks=number) for number in range(case.model.num_layers, 0, -1))
     limit = USED_SHARE * HARDWARE["H200"].memory_bytes
