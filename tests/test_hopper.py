@@ -464,22 +464,28 @@ LISTED = [*((head_dim, dtype) for head_dim in (64, 128) for dtype in ("bfloat16"
 
 @on_hopper
 @pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("deterministic", [False, True], ids=["", "deterministic"])
 @pytest.mark.parametrize(("head_dim", "dtype"), LISTED)
 @pytest.mark.parametrize("make", TILE_MASKS.values(), ids=TILE_MASKS.keys())
-def test_masks(make, head_dim, dtype):
-    """Both passes, the same bits in 20 repeats, and keys of dead tiles that are not numbers reach nothing."""
-    mask, options = make(), {"backend": "hopper", "enable_gqa": True, "deterministic": True}
+def test_masks(make, head_dim, dtype, deterministic):
+    """Both passes, the same bits in 20 repeats but of the dQ that is added up in any order, and keys of dead tiles that
+    are not numbers reach nothing."""
+    mask, options = make(), {"backend": "hopper", "enable_gqa": True, "deterministic": deterministic}
     q, k, v, grad_output = inputs(2, 4, 2, *mask.seq_lengths, head_dim, DTYPES[dtype], "cuda")
     assert worst_error(q, k, v, grad_output, mask, **options) <= 1
     call = partial(run, q, k, v, grad_output, block_mask=mask, **options)
+    in_order = {"output", "lse", "grad_k", "grad_v"} | ({"grad_q"} if deterministic else set())
     clean = call()
-    assert_repeats(call, 20)
+    assert_repeats(lambda: {name: result for name, result in call().items() if name in in_order}, 20)
     columns = mask.block_size[1]
     seen = mask.to_dense().flatten(0, 2).any(0)
     dead = ~torch.stack([part.any() for part in seen.split(columns)]).repeat_interleave(columns)[: len(seen)]
     k[:, :, dead], v[:, :, dead] = math.nan, math.nan
     for name, result in call().items():
-        assert torch.equal(result, clean[name]), name
+        if name in in_order:
+            assert torch.equal(result, clean[name]), name
+        else:
+            torch.testing.assert_close(result, clean[name], rtol=2**-7, atol=1e-3)
     assert not clean["grad_k"][:, :, dead].any() and not clean["grad_v"][:, :, dead].any()
 
 

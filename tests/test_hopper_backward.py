@@ -14,10 +14,13 @@ from typing import Any
 import pytest
 import torch
 
+from cs336_systems.attention.masks.tiles import pack_tokens
 from cs336_systems.attention.reference import attention_reference
 from cs336_systems.measure.stages import STAGES, TOTAL, time_stages
 
 backward = pytest.importorskip("cs336_systems.attention.hopper.backward", reason="this triton has no Gluon for Hopper")
+light = pytest.importorskip("cs336_systems.attention.hopper.light")
+walk = pytest.importorskip("cs336_systems.attention.hopper.backward_walk")
 
 QUERY_TILES = tuple(backward.QUERY_TILES.values())
 KEY_TILE, SLOTS = backward.KEY_TILE.value, backward.SLOTS.value
@@ -44,7 +47,7 @@ class Problem:
 
     @property
     def key_tiles(self) -> int:
-        return plain(backward.key_tiles.fn(self.queries, self.keys, self.is_causal))
+        return plain(walk.key_tiles.fn(self.queries, self.keys, self.is_causal))
 
     @property
     def whole(self) -> bool:
@@ -58,7 +61,7 @@ class Problem:
 
     @property
     def tiles(self) -> int:
-        return plain(backward.query_tiles.fn(self.queries, self.query_tile))
+        return plain(walk.query_tiles.fn(self.queries, self.query_tile))
 
     @property
     def masked_steps(self) -> int:
@@ -68,14 +71,14 @@ class Problem:
     def place(self, program: int) -> tuple[int, int]:
         """(key tile, batch and key head) of a program."""
         return plain(
-            backward.tile_of_program.fn(program, self.programs, self.key_tiles, min(self.heads_together, self.programs))
+            walk.tile_of_program.fn(program, self.programs, self.key_tiles, min(self.heads_together, self.programs))
         )
 
     def walk(self, key_tile: int) -> list[int]:
         """The first query of each of a program's steps in one head."""
-        first_tile, steps = plain(backward.walk_of_tile.fn(key_tile, self.tiles, self.query_tile, self.is_causal))
+        first_tile, steps = plain(walk.walk_of_tile.fn(key_tile, self.tiles, self.query_tile, self.is_causal))
         return [
-            plain(backward.query_of_step.fn(j, first_tile, self.tiles, self.query_tile, self.is_causal))
+            plain(walk.query_of_step.fn(j, first_tile, self.tiles, self.query_tile, self.is_causal))
             for j in range(steps)
         ]
 
@@ -470,7 +473,7 @@ def test_turns_count_the_programs_that_add_to_a_block(is_causal, together):
                 if block * KEY_TILE in problem.walk(tile)
             ]  # fmt: skip
             turns = {
-                plain(backward.turn_of_tile.fn(block, blocks, tile, problem.key_tiles, width, is_causal)): tile
+                plain(walk.turn_of_tile.fn(block, blocks, tile, problem.key_tiles, width, is_causal)): tile
                 for tile in tiles
             }
             assert sorted(turns) == list(range(len(tiles))), (problem, block)
@@ -490,7 +493,7 @@ def test_programs_that_start_together_come_to_their_turns_in_step():
         for tile in range(problem.key_tiles):
             for step, start in enumerate(problem.walk(tile)):
                 block = start // KEY_TILE
-                turn = plain(backward.turn_of_tile.fn(block, problem.tiles, tile, problem.key_tiles, 8, is_causal))
+                turn = plain(walk.turn_of_tile.fn(block, problem.tiles, tile, problem.key_tiles, 8, is_causal))
                 arrivals.setdefault(block, []).append((turn, step))
         for block, found in arrivals.items():
             assert [step for _, step in sorted(found)] == sorted(step for _, step in found), (is_causal, block)
@@ -505,11 +508,12 @@ def launched(monkeypatch) -> dict[str, tuple]:
     calls: dict[str, tuple] = {}
 
     def launch(kernel, *call):
-        name = kernel.fn.__name__.removeprefix("hopper_backward_")
+        name = kernel.fn.__name__.removeprefix("hopper_").removeprefix("backward_")
         assert name not in calls
         calls[name] = call
 
-    monkeypatch.setattr(backward, "launch", launch)
+    for module in (backward, light):
+        monkeypatch.setattr(module, "launch", launch)
     return calls
 
 
@@ -544,8 +548,11 @@ def test_the_launcher_hands_over_the_call(launched, head_dim, queries, keys, is_
     kv_heads, together, _, num_queries, num_keys, scale_log2 = numbers
     assert (kv_heads, num_queries, num_keys) == (3, queries, keys) and 1 <= together <= 6
     assert scale_log2 == pytest.approx(0.5 * 1.4426950408889634)
-    way = {"DQ_WAY": LATE if width == 64 else ALONE, "ORDERED": False}
-    assert options == {"GROUP": 2, "IS_CAUSAL": True, "WHOLE_KEY_TILES": is_whole, "num_warps": 4} | way
+    way = LATE if width == 64 else ALONE
+    plan = walk.BackwardPlan(
+        width, query_tile, group=2, is_causal=True, whole_key_tiles=is_whole, dq_way=way, ordered=False
+    )
+    assert options == {"PLAN": plan, "num_warps": 4}
     assert turns is rows
     assert not dk[:, :, key_tiles * 128 :].any() and not dv[:, :, key_tiles * 128 :].any()
 
@@ -555,9 +562,10 @@ def test_the_launcher_hands_over_the_call(launched, head_dim, queries, keys, is_
     assert tensors[4] is rows
     row = padded // 8
     assert numbers == ((6 * queries * row, queries * row, row) * 2 + (6, queries, num_rows))
-    grid, (sums, result), numbers, options = launched["convert_kernel"]
-    assert grid == (-(-queries // 64) * 12,) and options == columns
-    assert (result is dq) == (padded == head_dim) and result.shape[-1] == padded and numbers == (queries, num_rows, 0.5)
+    grid, (sums, result, _), numbers, options = launched["convert_kernel"]
+    assert grid == (-(-queries // 64) * 12,) and options == {"PACKED": False} | columns
+    assert (result is dq) == (padded == head_dim) and result.shape[-1] == padded
+    assert numbers == (queries, num_rows, 0, 0.5)
     assert sums.data_ptr() == dq_tiles.base.data_ptr() == tensors[5].data_ptr()
 
 
@@ -569,7 +577,7 @@ def test_the_launcher_makes_room_for_turns(launched, head_dim, is_causal):
     backward.hopper_backward(q, q, q, q, lse, q, None, True, is_causal, 0.5)
     _, (*_, turns), (_, heads_together, tiles_together, *_), options = launched["kernel"]
     assert turns.dtype == torch.int32 and turns.numel() == 12 * 384 * head_dim // (64 * 64) * (128 // head_dim)
-    assert options["ORDERED"] and options["DQ_WAY"] != ALONE
+    assert options["PLAN"].ordered and options["PLAN"].dq_way != ALONE
     assert (heads_together, tiles_together) == (1, 1) or is_causal
     assert launched["preprocess_kernel"][1][-1] is turns and launched["preprocess_kernel"][-1]["ORDERED"]
 
@@ -583,7 +591,7 @@ def test_the_launcher_knows_where_keys_are_missing(launched, is_causal):
         launched.clear()
         backward.hopper_backward(q, k, k, q, torch.empty(1, 1, queries), q, None, False, is_causal, 0.5)
         grid, _, _, options = launched["kernel"]
-        assert (grid, options["WHOLE_KEY_TILES"]) == ((problem.programs,), problem.whole), problem
+        assert (grid, options["PLAN"].whole_key_tiles) == ((problem.programs,), problem.whole), problem
 
 
 def test_the_launcher_copies_what_tma_cannot_read(launched):
@@ -615,4 +623,60 @@ def test_strides_of_any_size_fit_32_bits():
     """Counted in chunks of eight elements; a dimension of one element has whatever stride, and is not counted."""
     far = 2**31 + 64
     x = torch.empty_strided((2, 1, 512, 64), (far, far * 64 * 8, 192, 1), dtype=torch.bfloat16, device="meta")
-    assert backward._in_chunks(x) == (far // 8, 0, 24)
+    assert light._in_chunks(x) == (far // 8, 0, 24)
+
+
+def test_every_list_of_a_mask_has_its_key_tile():
+    """A mask of one batch entry or head serves all; a head of a group walks its own."""
+    batches, kv_heads, group, num_keys, columns = 2, 3, 2, 700, 256
+    for mask_batches, mask_heads in itertools.product((1, batches), (1, kv_heads * group)):
+        numbers = torch.arange(mask_batches * mask_heads * 3).view(mask_batches, mask_heads, 3)
+        numbers = numbers.expand(batches, kv_heads * group, 3).tolist()
+        for batch, kv_head, member, tile in itertools.product(*map(range, (batches, kv_heads, group, 6))):
+            number = walk.list_of_keys.fn(
+                tile, batch * kv_heads + kv_head, member, num_keys, kv_heads, mask_batches, mask_heads, group, columns
+            )  # fmt: skip
+            assert plain(number) == numbers[batch][kv_head * group + member][tile * KEY_TILE // columns]
+
+
+@pytest.mark.parametrize("query_tile", QUERY_TILES)
+@pytest.mark.parametrize("block_size", [(128, 128), (256, 64), (128, 512)])
+def test_bits_are_turned_to_keys(block_size, query_tile):
+    """(tiles of queries, keys, words of their queries) from (queries, words of their keys), in the interpreter."""
+    tokens = torch.rand(3, *block_size, generator=torch.Generator().manual_seed(0)) < 0.5
+    turned = light.transposed_words(pack_tokens(tokens), query_tile)
+    parts, keys = block_size[0] // query_tile, block_size[1]
+    expected = pack_tokens(tokens.view(3 * parts, query_tile, keys).transpose(1, 2).contiguous())
+    assert torch.equal(turned.view(3 * parts, keys, query_tile // 32), expected)
+
+
+def test_gradients_of_documents_come_from_their_slots_rows():
+    """`convert` of packed documents is `convert` of each, whose rows of the accumulator start where its slot does."""
+    ends, behind, heads, width = [0, 70, 70, 198, 391], 9, 2, 40
+    slots = 400 // 128 + len(ends)
+    sums = torch.randn(heads, slots * 128, 64, generator=torch.Generator().manual_seed(0))
+    result = torch.full((400, heads, width), math.nan, dtype=torch.float16)
+    cu_seqlens = torch.tensor(ends, dtype=torch.int32)
+    light.convert(sums, result, slots * 128, 0.5, cu_seqlens)
+    for document, (start, end) in enumerate(itertools.pairwise([*ends, 400])):
+        if start == end:
+            continue
+        first = (start // 128 + document) * 128
+        own = sums[:, first : first + -(-(end - start) // 128) * 128].contiguous()
+        alone = torch.empty(1, heads, end - start, width, dtype=torch.float16)
+        light.convert(own, alone, own.shape[1], 0.5)
+        assert torch.equal(result[start:end], alone[0].transpose(0, 1)), (document, behind)
+
+
+def test_the_launcher_of_documents_hands_over_their_slots(launched):
+    q, k, cu_seqlens = low(300, 4, 64), low(300, 2, 64), torch.tensor([0, 100, 300], dtype=torch.int32)
+    lse = torch.randn(4, 300)
+    grads = backward.hopper_packed_backward(q, k, k, q, lse, q, None, cu_seqlens, cu_seqlens, 200, True, 0.5)
+    assert [x.shape for x in grads] == [x.shape for x in (q, k, k)]
+    grid, tensors, numbers, options = launched["packed_backward_kernel"]
+    assert grid == ((300 // 128 + 3) * 2,) and tensors[-2] is tensors[-1] is cu_seqlens
+    assert numbers[:1] + numbers[2:5] + numbers[6:] == (2, 1, 300, 300, 2)
+    assert options["PLAN"].packed and options["PLAN"].whole_key_tiles
+    grid, tensors, numbers, options = launched["preprocess_kernel"]
+    assert grid == (5 * 2 * 4,) and numbers == ((0, 8, 32) * 2 + (4, 300, 5 * 128))
+    assert launched["convert_kernel"][2] == (300, 5 * 128, 2, 0.5) and launched["convert_kernel"][3]["PACKED"]

@@ -5,7 +5,6 @@ from collections import Counter
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate, product
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -464,13 +463,11 @@ def test_documents_are_walked_whole_and_the_protocol_ends(schedule, is_causal, o
         assert launch.schedule == schedule
         slots = kernel.slots_of_documents.fn(total, len(lengths), schedule.query_tile)
         assert slots == launch.num_tiles
-        problem = SimpleNamespace(N_QUERIES=total)
-        mask = SimpleNamespace(cu_seqlens_q=ends_q, N_DOCUMENTS=len(lengths))
         sequences = [*lengths, (total - ends_q[-1], 0)]  # the rows behind the last document see no key
         walks = {}
         tiles = Counter()
         for slot in range(slots):
-            document, tile = kernel.document_of_slot.fn(slot, problem, mask, schedule.query_tile)
+            document, tile = kernel.document_of_slot.fn(slot, ends_q, len(lengths), total, schedule.query_tile)
             num_queries, num_keys = sequences[document]
             walks[slot] = []
             if tile < 0 or tile * schedule.query_tile >= num_queries:

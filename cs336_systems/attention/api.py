@@ -72,10 +72,10 @@ def flash_attention(
         enable_gqa: allow kv_heads that divide heads; query head h uses key head h // (heads / kv_heads).
         return_lse: also return the natural log of the summed exponentials of the scaled scores, (..., heads, queries),
             float32 (float64 for float64 inputs); gradients flow through it.
-        deterministic: True makes gradients bit-reproducible. All are by default but dQ of `hopper` without a mask,
-            also where `auto` takes it: atomic additions in any order, so that last bits differ from run to run. There
-            True adds in a fixed order, for 4 to 8 % of the backward's time. None: as PyTorch has been told by
-            `torch.use_deterministic_algorithms`.
+        deterministic: True makes gradients bit-reproducible. All are by default but dQ of `hopper`, also where `auto`
+            takes it: atomic additions in any order, so that last bits differ from run to run. There True adds in a
+            fixed order, for 4 to 8 % of the backward's time, and under a block_mask takes the backward of `triton`.
+            None: as PyTorch has been told by `torch.use_deterministic_algorithms`.
         backend: `auto`, `reference`, `compiled`, `tiled`, `triton_first`, `triton` or `hopper`. The first kernel takes
             lengths in whole tiles of 64, head dims of 16, 32, 64 and 128, and no block mask.
         config: tiles of the `triton` kernels, instead of the table's.
@@ -138,7 +138,7 @@ def flash_attention(
         size = getattr(block_mask, "block_size", None)  # what is no mask is refused below
         backend, _ = explain_backend(q, k, backend=backend, layout="block_mask", block_size=size)
     check_config(config, backend)
-    _check_deterministic(deterministic)
+    check_deterministic(deterministic)
     if block_mask is not None:
         check_block_mask(block_mask, q, k, is_causal=is_causal, backend=backend)
     if backend in ("tiled", "triton_first", "triton", "hopper"):
@@ -161,10 +161,11 @@ def flash_attention(
     elif backend == "tiled":
         output, lse = tiled_attention(q, k, v, mask, is_causal, scale, names)
     elif block_mask is None:
-        output, lse = _operator(backend)(q, k, v, *_determined(backend, deterministic), is_causal, scale, names)
+        output, lse = _operator(backend)(q, k, v, *determined(backend, deterministic), is_causal, scale, names)
     else:
         attend, fields = _listed_operator(backend)
-        output, lse = attend(q, k, v, *(getattr(block_mask, name) for name in fields), False, scale, names)
+        lists = (getattr(block_mask, name) for name in fields)
+        output, lse = attend(q, k, v, *lists, *determined(backend, deterministic), False, scale, names)
     if len(leading) != 1:
         output, lse = output.reshape(*leading, *output.shape[1:]), lse.reshape(*leading, *lse.shape[1:])
     return (output, lse) if return_lse else output
@@ -205,16 +206,16 @@ def _choose(
     check_flags(is_causal=is_causal, enable_gqa=enable_gqa, return_lse=return_lse)
     check_attention_inputs(q, k, v, enable_gqa=enable_gqa)
     scale = resolve_scale(scale, q_shape[-1])
-    _check_deterministic(deterministic)
+    check_deterministic(deterministic)
     heads = q_shape[:-2].numel()
     name, _ = _select(q_device, q_dtype, q_shape[-1], heads, q_shape[-2], k_shape[-2], backend, "dense")
     if name not in ("triton", "hopper"):
         return None
     operator = _operator(name)
-    return _Usual(operator.apply, (*_determined(name, deterministic), is_causal, scale, "", operator.passes()))
+    return _Usual(operator.apply, (*determined(name, deterministic), is_causal, scale, "", operator.passes()))
 
 
-def _determined(backend: str, deterministic: bool | None) -> tuple[bool, ...]:
+def determined(backend: str, deterministic: bool | None) -> tuple[bool, ...]:
     """What the operator of `backend` takes beside the usual."""
     if backend != "hopper":
         return ()
@@ -247,7 +248,7 @@ def _listed_operator(backend: str) -> tuple[AttentionOperator, tuple[str, ...]]:
     return block_sparse_attention, TileLists._fields
 
 
-def _check_deterministic(deterministic: bool | None) -> None:
+def check_deterministic(deterministic: bool | None) -> None:
     if not (deterministic is None or isinstance(deterministic, bool)):
         raise TypeError(f"deterministic must be a bool or None, got {type(deterministic).__name__}")
 

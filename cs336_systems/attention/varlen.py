@@ -17,7 +17,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from cs336_systems.attention.api import check_config, explain_backend, flash_attention
+from cs336_systems.attention.api import check_config, check_deterministic, determined, explain_backend, flash_attention
 from cs336_systems.attention.operator import AttentionOperator
 from cs336_systems.attention.tiles import AttentionConfig
 from cs336_systems.attention.validation import (
@@ -43,6 +43,7 @@ def flash_attention_varlen(
     scale: float | None = None,
     enable_gqa: bool = False,
     return_lse: bool = False,
+    deterministic: bool | None = None,
     backend: str = "auto",
     config: AttentionConfig | None = None,
 ) -> Float[Tensor, "total_queries heads head_dim"] | tuple[Tensor, Tensor]:
@@ -56,10 +57,11 @@ def flash_attention_varlen(
         max_seqlen_q, max_seqlen_k: length of the longest document. They choose tiles; results do not depend on them.
         is_causal: within each document query i attends keys j <= i, aligned at the top left.
         return_lse: also return the log-sum-exp, (heads, total_queries).
+        deterministic: as in `flash_attention`.
         backend: `triton` and `hopper` run one grid over all documents; the others loop over them.
 
     Queries without keys, of an empty or of no document, have O = 0, L = -inf and no gradient. A document's results and
-    gradients do not depend on its neighbours, bit for bit.
+    gradients do not depend on its neighbours, bit for bit where gradients are deterministic.
 
     Raises:
         TypeError, ValueError: an argument is wrong or the back end cannot serve it, before anything is launched.
@@ -73,11 +75,12 @@ def flash_attention_varlen(
     scale = resolve_scale(scale, q.shape[2])
     backend, _ = explain_backend(q.transpose(0, 1), k.transpose(0, 1), backend=backend, layout="packed")
     check_config(config, backend)
+    check_deterministic(deterministic)
     if backend in ("triton", "hopper"):
         refuse_forward_mode(q, k, v)
         output, lse = _operator(backend)(
-            q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, is_causal, scale,
-            config.names if config else "",
+            q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *determined(backend, deterministic),
+            is_causal, scale, config.names if config else "",
         )  # fmt: skip
     else:
         output, lse = _each_document(q, k, v, cu_seqlens_q, cu_seqlens_k, is_causal, scale, backend)

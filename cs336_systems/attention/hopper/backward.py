@@ -37,12 +37,16 @@ How dQ is formed and sent is the launcher's choice, `dq_way`, by what was measur
   alone    without sender warps; a consumer starts its copy and waits for it a step later. Causal at head dim 128, up
            to some thousand queries.
 
-Which tiles: without a mask the walk starts at the program's own position and wraps around the end, so that programs
-that run at one time add to different rows of dQ. A causal one starts at the diagonal; keys behind the last query's
-have no program. Tiles that the diagonal cuts are masked, and where queries see keys that do not exist every tile is, in
-a kernel of its own, because choosing at run time costs registers. (A key that does not exist scores 0, and its
-P = exp2(-L) may be inf.) That is the case without a mask where the last key tile is ragged; a causal query comes
-before such keys, unless there are fewer keys than queries. Queries past the end have L = +inf, hence P = 0. TMA reads
+Which tiles: `backward_walk.py`. Without a mask the walk starts at the program's own position and wraps around the end,
+so that programs that run at one time add to different rows of dQ. A causal one starts at the diagonal; keys behind the
+last query's have no program. Three kernels differ in their walk alone: dense, along the lists of a `BlockMask`, in
+packed documents. Of a list's partial tiles the producer hands over the number of their bits, which a consumer then
+reads from memory, by keys, as it holds the scores: `light.py` has turned them.
+
+Tiles that the diagonal cuts are masked, and where queries see keys that do not exist every tile is, in a kernel of its
+own, because choosing at run time costs registers. (A key that does not exist scores 0, and its P = exp2(-L) may be
+inf.) That is the case without a mask where the last key tile is ragged; a causal query comes before such keys, unless
+there are fewer keys than queries. Queries past the end have L = +inf, hence P = 0. TMA reads
 zeros past the end of a head and writes nothing there.
 
 Sums: dK and dV over the queries, and over the query heads of a group, are one program's, in one order, and so
@@ -58,9 +62,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import triton
-import triton.language as tl
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -72,36 +74,50 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from cs336_systems.attention.hopper.backward_walk import (
+    KEY_TILE,
+    ROW_PADDING,
+    BackwardPlan,
+    Lists,
+    Problem,
+    key_tiles,
+    least_steps,
+    num_walks,
+    own_tile,
+    place_of_step,
+    turn_of_tile,
+    walk_of,
+)
 from cs336_systems.attention.hopper.builtins import (
     arrive_at,
+    by_words,
     meet_consumers,
     meet_warps,
     pass_turn,
     tma_add,
     wait_at,
     wait_for_turn,
+    zero_unattended,
 )
-from cs336_systems.attention.hopper.descriptors import readable, tile_descriptor
+from cs336_systems.attention.hopper.descriptors import document_descriptor, readable, tile_descriptor
+from cs336_systems.attention.hopper.light import convert, preprocess, transposed_words
 from cs336_systems.attention.hopper.schedule import CONSUMER_WARPS, LATE_FROM
+from cs336_systems.attention.hopper.walk import Documents, key_place, query_place
 from cs336_systems.attention.tiles import head_tile
 from cs336_systems.attention.tiles.config import L2_SHARE_BYTES
+from cs336_systems.attention.triton.block_sparse import TileLists
 from cs336_systems.attention.triton.launch import empty, empty_like, launch, log_launch
 from cs336_systems.attention.triton.operands import num_multiprocessors, num_tiles
 from cs336_systems.attention.triton.steps import LOG2_E
 from cs336_systems.measure.stages import stage
 
-KEY_TILE = gl.constexpr(128)  # the two consumers' 64 rows of a wgmma each
-CONSUMER_KEYS = gl.constexpr(64)  # half of them
+CONSUMER_KEYS = gl.constexpr(64)  # of a tile, half of it
 HALF = gl.constexpr(64)  # rows and columns of a consumer's part of a dQ tile
+WORDS_LAYOUT = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))
 # Such a part leaves as rows of 32 numbers, in the order in which threads hold them: see `_in_thread_order`.
 SENT_ROWS, SENT_COLUMNS = gl.constexpr(128), gl.constexpr(32)
 SLOTS = gl.constexpr(2)  # as many as fit: 194 KiB of the 227 that a program can have
 QUERY_TILES = {64: 128, 128: 64}  # by head tile: S and dP of a step take 128 or 64 registers of a thread
-# Rows of L, delta and dQ's accumulator are padded to a multiple of this, the number of query rows that the diagonal
-# of one key tile cuts: a causal program then has at least those steps, and runs them without a bound.
-ROW_PADDING = KEY_TILE
-LIGHT_ROWS = 64  # of a program of the preprocess and of the conversion: HALF, and ROW_PADDING is a multiple
-CHUNK = gl.constexpr(8)  # elements in 16 bytes, of which TMA wants strides to be multiples
 # The ways of dQ: without sender warps, with them, and a step late with them.
 ALONE, BY_SENDERS, LATE = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
 # The hardware's named barriers, 16 of them; Triton takes the first ones. Of some a consumer has its own: two in a row,
@@ -112,68 +128,19 @@ CONSUMERS = gl.constexpr(256)  # threads of both
 SENDER = gl.constexpr(160)  # of a consumer and the warp that sends its part of dQ
 
 
+NUMBERS = ["N_KV_HEADS", "HEADS_TOGETHER", "TILES_TOGETHER", "N_QUERIES", "N_KEYS"]
+
+
 @gluon.constexpr_function
 def _has_thread_rows(D_TILE, IS_CAUSAL):
     """Whether L and delta lie in shared memory so that a thread's four numbers of 16 columns are neighbours."""
     return D_TILE == 128 and IS_CAUSAL
 
 
-PREPROCESS_NUMBERS = (
-    "chunks_ob", "chunks_oh", "chunks_os", "chunks_dob", "chunks_doh", "chunks_dos", "N_HEADS", "N_QUERIES", "N_ROWS",
-)  # fmt: skip
-
-
-@triton.jit(do_not_specialize=PREPROCESS_NUMBERS)
-def hopper_backward_preprocess_kernel(
-    O_ptr, dO_ptr, L_ptr, dL_ptr, rows_ptr, dQ_ptr, turns_ptr,
-    chunks_ob, chunks_oh, chunks_os, chunks_dob, chunks_doh, chunks_dos, N_HEADS, N_QUERIES, N_ROWS,
-    HAS_DL: tl.constexpr, ORDERED: tl.constexpr, D: tl.constexpr, D_TILE: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
-    """L and its gradient are contiguous. The results have N_ROWS rows a head: L and delta in `rows`, and dQ of zeros;
-    if ORDERED two turns of zero for each ROWS of them.
-
-    O and dO are as TMA reads them, with strides that are counted in chunks of 16 bytes: so they fit 32 bits, and the
-    compiler knows that a thread may read a chunk at a time.
-    """
-    tiles = N_ROWS // ROWS
-    batch_head = (tl.program_id(0) // tiles).to(tl.int64)
-    batch, head = batch_head // N_HEADS, batch_head % N_HEADS
-    query_rows = tl.program_id(0) % tiles * ROWS + tl.arange(0, ROWS)
-    columns = tl.arange(0, D_TILE)
-    inside = (query_rows < N_QUERIES)[:, None] & (columns < D)[None, :]
-    chunks = batch * chunks_ob + head * chunks_oh + query_rows.to(tl.int64) * chunks_os
-    O = tl.load(O_ptr + chunks[:, None] * CHUNK + columns[None, :], mask=inside, other=0.0)
-    chunks = batch * chunks_dob + head * chunks_doh + query_rows.to(tl.int64) * chunks_dos
-    dO = tl.load(dO_ptr + chunks[:, None] * CHUNK + columns[None, :], mask=inside, other=0.0)
-    delta = tl.sum(O.to(tl.float32) * dO.to(tl.float32), axis=1)
-    L_rows = batch_head * N_QUERIES + query_rows
-    L = tl.load(L_ptr + L_rows, mask=query_rows < N_QUERIES, other=float("inf"))
-    if HAS_DL:
-        delta -= tl.load(dL_ptr + L_rows, mask=query_rows < N_QUERIES, other=0.0)
-    rows_of_head = rows_ptr + batch_head * 2 * N_ROWS
-    tl.store(rows_of_head + query_rows, L * LOG2_E)
-    tl.store(rows_of_head + N_ROWS + query_rows, delta)
-    dQ_rows = (batch_head * N_ROWS + query_rows)[:, None]
-    tl.store(dQ_ptr + dQ_rows * D_TILE + columns[None, :], tl.zeros([ROWS, D_TILE], tl.float32))
-    if ORDERED:
-        tl.store(turns_ptr + tl.program_id(0) * 2 + tl.arange(0, 2), tl.zeros([2], tl.int32))
-
-
 @gluon.constexpr_function
 def _mma_layout(columns):
     """Where a warp group's wgmma leaves a (64, columns) tile in registers."""
     return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 16])
-
-
-class _Problem(NamedTuple):
-    """The numbers of a call."""
-
-    N_KV_HEADS: gl.tensor
-    HEADS_TOGETHER: gl.tensor  # see `tile_of_program`
-    TILES_TOGETHER: gl.tensor  # see `turn_of_tile`
-    N_QUERIES: gl.tensor
-    N_KEYS: gl.tensor
-    scale_log2: gl.tensor
 
 
 class _Shared(NamedTuple):
@@ -189,84 +156,7 @@ class _Shared(NamedTuple):
     kv_full: gl.shared_memory_descriptor  # one barrier
     full: gl.shared_memory_descriptor  # a barrier a slot
     empty: gl.shared_memory_descriptor  # a barrier a slot
-
-
-# Which tiles a program visits. Arithmetic on integers: the tests run these functions as Python.
-
-
-@gluon.jit
-def tile_of_program(program, num_programs, num_tiles, HEADS_TOGETHER):
-    """(key tile, index into batch and key heads) of a program.
-
-    HEADS_TOGETHER heads at a time, whose rows the L2 cache holds; among them one tile index after the other, so that
-    the longest causal tiles, those of the first keys, start first and the short ones fill the tail.
-    """
-    first_head = program // (HEADS_TOGETHER * num_tiles) * HEADS_TOGETHER
-    width = min(HEADS_TOGETHER, num_programs // num_tiles - first_head)
-    position = program - first_head * num_tiles
-    return position // width, first_head + position % width
-
-
-@gluon.jit
-def key_tiles(N_QUERIES, N_KEYS, IS_CAUSAL: gl.constexpr):
-    """Key tiles of a head that some query sees: the first so many."""
-    rows = N_KEYS
-    if IS_CAUSAL:
-        rows = min(N_KEYS, N_QUERIES)
-    return (rows + KEY_TILE - 1) // KEY_TILE
-
-
-@gluon.jit
-def query_tiles(N_QUERIES, Q_TILE_SIZE: gl.constexpr):
-    """Query tiles of a head, those of its padding included."""
-    return (N_QUERIES + ROW_PADDING - 1) // ROW_PADDING * (ROW_PADDING // Q_TILE_SIZE)
-
-
-@gluon.jit
-def walk_of_tile(key_tile, tiles, Q_TILE_SIZE: gl.constexpr, IS_CAUSAL: gl.constexpr):
-    """(first query tile, steps) of a key tile's walk over the `tiles` query tiles of a head."""
-    first_tile = key_tile * (KEY_TILE // Q_TILE_SIZE)
-    if IS_CAUSAL:
-        return first_tile, tiles - first_tile
-    else:
-        return first_tile % tiles, tiles
-
-
-@gluon.jit
-def query_of_step(step, first_tile, tiles, Q_TILE_SIZE: gl.constexpr, IS_CAUSAL: gl.constexpr):
-    """The first query of a step of the walk."""
-    tile = first_tile + step
-    if not IS_CAUSAL:
-        tile -= tiles * (tile >= tiles)
-    return tile * Q_TILE_SIZE
-
-
-@gluon.jit
-def turn_of_tile(query_block, query_blocks, key_tile, num_tiles, TILES_TOGETHER, IS_CAUSAL: gl.constexpr):
-    """How many key tiles add to a block of KEY_TILE queries before this one, where their order is fixed.
-
-    The order in which they come there if all start at once, the last key tile's first step being on the diagonal. A
-    program only waits for programs with a lower index, which have started, or for those of its own TILES_TOGETHER,
-    which fit on the GPU together and have no more tiles than a head has blocks.
-    """
-    if IS_CAUSAL:
-        return min(query_block, num_tiles - 1) - key_tile
-    else:
-        own = key_tile % TILES_TOGETHER
-        first = key_tile - own
-        width = min(TILES_TOGETHER, num_tiles - first)
-        last = min((query_block + query_blocks - first % query_blocks) % query_blocks, width - 1)
-        return first + last - own + width * (own > last)
-
-
-@gluon.jit
-def _own_tile(problem, IS_CAUSAL: gl.constexpr, ORDERED: gl.constexpr):
-    """`tile_of_program` of this program; causal tiles from the last one on if ORDERED, see `turn_of_tile`."""
-    num_tiles = key_tiles(problem.N_QUERIES, problem.N_KEYS, IS_CAUSAL)
-    key_tile, batch_head = tile_of_program(gl.program_id(0), gl.num_programs(0), num_tiles, problem.HEADS_TOGETHER)
-    if IS_CAUSAL and ORDERED:
-        key_tile = num_tiles - 1 - key_tile
-    return key_tile, batch_head
+    words_slots: gl.shared_memory_descriptor  # (SLOTS, 1), number of the tile of a mask's bits
 
 
 @gluon.jit
@@ -277,83 +167,92 @@ def _as_block(tile, desc):
 
 @gluon.jit
 def _produce(
-    shared, problem, Q_desc, K_desc, V_desc, dO_desc, rows_ptr,
-    GROUP: gl.constexpr, IS_CAUSAL: gl.constexpr, ORDERED: gl.constexpr,
+    shared, problem, mask, Q_desc, K_desc, V_desc, dO_desc, rows_ptr, PLAN: gl.constexpr
 ):  # fmt: skip
     """The producer warp: K and V once, then each step's Q, dO, L and delta, as slots become free."""
-    Q_TILE_SIZE: gl.constexpr = shared.Q_slots.shape[1]
+    Q_TILE_SIZE: gl.constexpr = PLAN.query_tile
+    IS_LISTED: gl.constexpr = PLAN.query_block > 0
     ROWS_LAYOUT: gl.constexpr = gl.BlockedLayout([Q_TILE_SIZE // 32], [32], [1], [0])
-    key_tile, batch_head = _own_tile(problem, IS_CAUSAL, ORDERED)
-    batch, kv_head = batch_head // problem.N_KV_HEADS, batch_head % problem.N_KV_HEADS
-    tiles = query_tiles(problem.N_QUERIES, Q_TILE_SIZE)
-    first_tile, steps = walk_of_tile(key_tile, tiles, Q_TILE_SIZE, IS_CAUSAL)
+    tile = own_tile(problem, mask, PLAN)
+    batch, kv_head = tile.batch_head // problem.N_KV_HEADS, tile.batch_head % problem.N_KV_HEADS
 
     mbarrier.expect(shared.kv_full.index(0), K_desc.block_type.nbytes + V_desc.block_type.nbytes)
-    key_block = [batch, kv_head, key_tile * KEY_TILE, 0]
+    first_key = tile.key_tile * KEY_TILE
+    if IS_LISTED or PLAN.packed:
+        first_key = gl.where(tile.steps == 0, tile.sequence.num_keys, first_key)
+    place = key_place(kv_head, first_key, batch, tile.sequence, PLAN)
     K_tile, V_tile = shared.KV_tiles.index(0), shared.KV_tiles.index(1)
-    tma.async_copy_global_to_shared(K_desc, key_block, shared.kv_full.index(0), _as_block(K_tile, K_desc))
-    tma.async_copy_global_to_shared(V_desc, key_block, shared.kv_full.index(0), _as_block(V_tile, V_desc))
-    for member in range(GROUP):
-        head = kv_head * GROUP + member
-        rows_of_head = rows_ptr + (batch_head * GROUP + member).to(gl.int64) * (2 * tiles * Q_TILE_SIZE)
-        for j in range(steps):
-            first_query = query_of_step(j, first_tile, tiles, Q_TILE_SIZE, IS_CAUSAL)
+    tma.async_copy_global_to_shared(K_desc, place, shared.kv_full.index(0), _as_block(K_tile, K_desc))
+    tma.async_copy_global_to_shared(V_desc, place, shared.kv_full.index(0), _as_block(V_tile, V_desc))
+    done = 0
+    for number in range(num_walks(PLAN)):
+        walk = walk_of(number, tile, problem, mask, PLAN)
+        head = kv_head * PLAN.group + walk.member
+        rows_of_head = rows_ptr + (tile.batch_head * PLAN.group + walk.member).to(gl.int64) * (2 * tile.head_rows)
+        for j in range(walk.steps):
+            first_query, words = place_of_step(j, walk, tile, problem, mask, PLAN)
             rows = first_query + gl.arange(0, Q_TILE_SIZE, ROWS_LAYOUT)
-            if _has_thread_rows(shared.Q_slots.shape[2], IS_CAUSAL):
+            if _has_thread_rows(PLAN.head_tile, PLAN.is_causal):
                 rows = rows // 16 * 16 + rows // 2 % 2 * 8 + rows // 4 % 4 * 2 + rows % 2
-            L = gl.load(rows_of_head + rows)
-            delta = gl.load(rows_of_head + tiles * Q_TILE_SIZE + rows)
-            step = member * steps + j
+            if IS_LISTED or PLAN.packed:
+                inside = rows < tile.sequence.num_queries
+                rows += tile.sequence.first_row
+                L = gl.load(rows_of_head + rows, mask=inside, other=float("inf"))
+                delta = gl.load(rows_of_head + tile.head_rows + rows, mask=inside, other=0.0)
+            else:
+                L = gl.load(rows_of_head + rows)
+                delta = gl.load(rows_of_head + tile.head_rows + rows)
+            step = done + j
             slot = step % SLOTS
             mbarrier.wait(shared.empty.index(slot), ((step // SLOTS) & 1) ^ 1)
             mbarrier.expect(shared.full.index(slot), Q_desc.block_type.nbytes + dO_desc.block_type.nbytes)
-            query_block = [batch, head, first_query, 0]
+            place = query_place(head, first_query, batch, tile.sequence, PLAN)
             tma.async_copy_global_to_shared(
-                Q_desc, query_block, shared.full.index(slot), _as_block(shared.Q_slots.index(slot), Q_desc)
+                Q_desc, place, shared.full.index(slot), _as_block(shared.Q_slots.index(slot), Q_desc)
             )  # fmt: skip
             tma.async_copy_global_to_shared(
-                dO_desc, query_block, shared.full.index(slot), _as_block(shared.dO_slots.index(slot), dO_desc)
+                dO_desc, place, shared.full.index(slot), _as_block(shared.dO_slots.index(slot), dO_desc)
             )  # fmt: skip
             shared.L_slots.index(slot).store(L)
             shared.delta_slots.index(slot).store(delta)
+            if IS_LISTED:
+                shared.words_slots.index(slot).store(gl.full([1], words, gl.int32, WORDS_LAYOUT))
             mbarrier.arrive(shared.full.index(slot), count=1)
+        done += walk.steps
 
 
 @gluon.jit
 def _send(
-    shared, problem, dQ_desc, turns_ptr,
-    GROUP: gl.constexpr, IS_CAUSAL: gl.constexpr, DQ_WAY: gl.constexpr, ORDERED: gl.constexpr, CONSUMER: gl.constexpr,
+    shared, problem, mask, dQ_desc, turns_ptr, CONSUMER: gl.constexpr, PLAN: gl.constexpr
 ):  # fmt: skip
-    """The warp that adds a consumer's parts of dQ into memory, if ORDERED each when its turn has come."""
-    Q_TILE_SIZE: gl.constexpr = shared.Q_slots.shape[1]
-    D_TILE: gl.constexpr = shared.Q_slots.shape[2]
-    key_tile, batch_head = _own_tile(problem, IS_CAUSAL, ORDERED)
-    num_tiles = key_tiles(problem.N_QUERIES, problem.N_KEYS, IS_CAUSAL)
-    tiles = query_tiles(problem.N_QUERIES, Q_TILE_SIZE)
-    first_tile, steps = walk_of_tile(key_tile, tiles, Q_TILE_SIZE, IS_CAUSAL)
+    """The warp that adds a consumer's parts of dQ into memory, if ordered each when its turn has come."""
+    D_TILE: gl.constexpr = PLAN.head_tile
+    tile = own_tile(problem, mask, PLAN)
     dQ_tile = shared.dQ_tiles.index(CONSUMER)
     arrive_at(DQ_IS_SENT + CONSUMER, SENDER)
-    if DQ_WAY == LATE:  # the first step forms the dQ of no step
+    if PLAN.dq_way == LATE:  # the first step forms the dQ of no step
         wait_at(DQ_IS_WRITTEN + CONSUMER, SENDER)
         arrive_at(DQ_IS_SENT + CONSUMER, SENDER)
-    for member in range(GROUP):
-        head_row = (batch_head * GROUP + member) * tiles * Q_TILE_SIZE
-        for j in range(steps):
-            first_query = query_of_step(j, first_tile, tiles, Q_TILE_SIZE, IS_CAUSAL)
+    for number in range(num_walks(PLAN)):
+        walk = walk_of(number, tile, problem, mask, PLAN)
+        head_row = (tile.batch_head * PLAN.group + walk.member) * tile.head_rows + tile.first_row
+        for j in range(walk.steps):
+            first_query, _ = place_of_step(j, walk, tile, problem, mask, PLAN)
             row = head_row + first_query
             dQ_block = [0, 0, row * (D_TILE // SENT_COLUMNS) + CONSUMER * SENT_ROWS, 0]
             turns = turns_ptr + row // HALF * 2 + CONSUMER
-            if ORDERED:
+            if PLAN.ordered:
                 turn = turn_of_tile(
-                    first_query // KEY_TILE, tiles * Q_TILE_SIZE // KEY_TILE, key_tile, num_tiles,
-                    problem.TILES_TOGETHER, IS_CAUSAL,
+                    first_query // KEY_TILE, tile.head_rows // KEY_TILE, tile.key_tile,
+                    key_tiles(problem.N_QUERIES, problem.N_KEYS, PLAN.is_causal), problem.TILES_TOGETHER,
+                    PLAN.is_causal,
                 )  # fmt: skip
                 wait_for_turn(turns, turn)
             wait_at(DQ_IS_WRITTEN + CONSUMER, SENDER)
             tma_add(dQ_desc, dQ_block, _as_block(dQ_tile, dQ_desc))
             tma.store_wait(0)
             arrive_at(DQ_IS_SENT + CONSUMER, SENDER)
-            if ORDERED:
+            if PLAN.ordered:
                 pass_turn(turns)
 
 
@@ -426,6 +325,18 @@ def _hide(P_T, first_query, first_key, N_KEYS, DIAGONAL: gl.constexpr):
 
 
 @gluon.jit
+def _load_words(S_T, shared, slot, first_key, mask, PLAN: gl.constexpr):
+    """The bits of a consumer's keys in a partial tile, so that each thread has those of its scores in Sᵀ."""
+    WORDS: gl.constexpr = PLAN.query_tile // 32
+    LAYOUT: gl.constexpr = gl.SliceLayout(2, by_words(S_T).type.layout)
+    keys = first_key % PLAN.key_block + gl.arange(0, CONSUMER_KEYS, gl.SliceLayout(1, LAYOUT))
+    tile = shared.words_slots.index(slot).load(gl.SliceLayout(1, LAYOUT)).to(gl.int64)
+    row = (tile * PLAN.key_block + keys)[:, None] * WORDS
+    word = gl.arange(0, WORDS, gl.SliceLayout(0, LAYOUT))[None, :]
+    return gl.load(mask.words + (row + word))
+
+
+@gluon.jit
 def _start_scores(shared, step, zero, CONSUMER: gl.constexpr):
     """Sᵀ = K Qᵀ of a step, in flight, once the step's slot is full. `zero` is 0, see `_consume`."""
     Q_TILE_SIZE: gl.constexpr = shared.Q_slots.shape[1]
@@ -438,9 +349,8 @@ def _start_scores(shared, step, zero, CONSUMER: gl.constexpr):
 
 @gluon.jit
 def _step(
-    shared, problem, dQ_desc, dK, dV, S_T, step, last_step, head_row, first_query, first_key,
-    IS_CAUSAL: gl.constexpr, DQ_WAY: gl.constexpr, CONSUMER: gl.constexpr, MASKED: gl.constexpr,
-    DIAGONAL: gl.constexpr,
+    shared, problem, mask, dQ_desc, dK, dV, S_T, step, last_step, head_row, first_query, first_key, num_keys,
+    CONSUMER: gl.constexpr, PLAN: gl.constexpr, MASKED: gl.constexpr, DIAGONAL: gl.constexpr,
 ):  # fmt: skip
     """Fold one query tile into this consumer's dK and dV, and add its half of the tile's dQ.
 
@@ -449,7 +359,7 @@ def _step(
     """
     dtype: gl.constexpr = shared.Q_slots.dtype
     Q_TILE_SIZE: gl.constexpr = shared.Q_slots.shape[1]
-    D_TILE: gl.constexpr = shared.Q_slots.shape[2]
+    D_TILE: gl.constexpr = PLAN.head_tile
     S_LAYOUT: gl.constexpr = _mma_layout(Q_TILE_SIZE)
     OPERAND: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=_mma_layout(D_TILE), k_width=2)
     FIRST_ROW: gl.constexpr = CONSUMER * CONSUMER_KEYS
@@ -459,35 +369,38 @@ def _step(
     zeros = gl.zeros([CONSUMER_KEYS, Q_TILE_SIZE], gl.float32, S_LAYOUT)
 
     dP_T = warpgroup_mma(V, dO.permute((1, 0)), zeros, use_acc=False, is_async=True)
-    THREAD_ROWS: gl.constexpr = _has_thread_rows(D_TILE, IS_CAUSAL)
+    THREAD_ROWS: gl.constexpr = _has_thread_rows(D_TILE, PLAN.is_causal)
     COLUMNS: gl.constexpr = gl.SliceLayout(0, S_LAYOUT)
     stored = _to_thread_rows(gl.zeros([Q_TILE_SIZE], gl.float32, COLUMNS), THREAD_ROWS)  # only its layout is used
     L = _to_columns(shared.L_slots.index(slot).load(stored.type.layout), COLUMNS, THREAD_ROWS)
     P_T = gl.exp2(S_T * problem.scale_log2 - L[None, :])
-    if MASKED:
-        P_T = _hide(P_T, first_query, first_key + FIRST_ROW, problem.N_KEYS, DIAGONAL)
+    if MASKED and PLAN.query_block:
+        words = _load_words(S_T, shared, slot, first_key + FIRST_ROW, mask, PLAN)
+        P_T = zero_unattended(P_T, words)
+    elif MASKED:
+        P_T = _hide(P_T, first_query, first_key + FIRST_ROW, num_keys, DIAGONAL)
     dP_T, P_T = warpgroup_mma_wait(0, [dP_T, P_T])
     delta = _to_columns(shared.delta_slots.index(slot).load(stored.type.layout), COLUMNS, THREAD_ROWS)
     dS_T = (P_T * (dP_T - delta[None, :])).to(dtype)
 
     # Tiles take turns: the other consumer may still multiply the last step's, or if dQ is late the one's before.
     dS_slot = step % shared.dS_tiles.shape[0]
-    if DQ_WAY == LATE:
+    if PLAN.dq_way == LATE:
         wait_at(DS_IS_READY + (1 - CONSUMER) * 2 + ((step + 1) & 1), CONSUMERS)
     shared.dS_tiles.index(dS_slot).slice(FIRST_ROW, CONSUMER_KEYS, dim=0).store(dS_T)
     dV = warpgroup_mma(gl.convert_layout(P_T.to(dtype), OPERAND), dO, dV, is_async=True)
     fence_async_shared()
-    if DQ_WAY == LATE:
+    if PLAN.dq_way == LATE:
         arrive_at(DS_IS_READY + CONSUMER * 2 + (step & 1), CONSUMERS)
         dQ = _start_dQ(shared, (step + 2) % 3, CONSUMER)
     else:
-        if DQ_WAY == ALONE:
+        if PLAN.dq_way == ALONE:
             tma.store_wait(0)
         meet_consumers(DS_IS_WRITTEN)
         dQ = _start_dQ(shared, dS_slot, CONSUMER)
     dK = warpgroup_mma(gl.convert_layout(dS_T, OPERAND), Q, dK, is_async=True)
     dV, dQ = warpgroup_mma_wait(1, [dV, dQ])
-    if DQ_WAY == ALONE:
+    if PLAN.dq_way == ALONE:
         dQ_tile = shared.dQ_tiles.index(CONSUMER)
         dQ_tile.store(_in_thread_order(dQ))
         fence_async_shared()
@@ -504,50 +417,62 @@ def _step(
 
 @gluon.jit
 def _consume(
-    shared, problem, dQ_desc, dK_desc, dV_desc,
-    GROUP: gl.constexpr, IS_CAUSAL: gl.constexpr, WHOLE_KEY_TILES: gl.constexpr, DQ_WAY: gl.constexpr,
-    ORDERED: gl.constexpr, CONSUMER: gl.constexpr,
+    shared, problem, mask, dQ_desc, dK_desc, dV_desc, CONSUMER: gl.constexpr, PLAN: gl.constexpr
 ):  # fmt: skip
     """A consumer warp group: dK and dV of 64 keys, and its half of dQ."""
     dtype: gl.constexpr = shared.Q_slots.dtype
-    Q_TILE_SIZE: gl.constexpr = shared.Q_slots.shape[1]
-    D_TILE: gl.constexpr = shared.Q_slots.shape[2]
-    MASKED_STEPS: gl.constexpr = KEY_TILE // Q_TILE_SIZE if IS_CAUSAL else 0
-    key_tile, batch_head = _own_tile(problem, IS_CAUSAL, ORDERED)
-    first_key = key_tile * KEY_TILE
-    tiles = query_tiles(problem.N_QUERIES, Q_TILE_SIZE)
-    first_tile, steps = walk_of_tile(key_tile, tiles, Q_TILE_SIZE, IS_CAUSAL)
+    D_TILE: gl.constexpr = PLAN.head_tile
+    MASKED_STEPS: gl.constexpr = least_steps(PLAN) if PLAN.is_causal else 0
+    tile = own_tile(problem, mask, PLAN)
+    first_key = tile.key_tile * KEY_TILE
     dK = gl.zeros([CONSUMER_KEYS, D_TILE], gl.float32, _mma_layout(D_TILE))
     dV = gl.zeros([CONSUMER_KEYS, D_TILE], gl.float32, _mma_layout(D_TILE))
 
     mbarrier.wait(shared.kv_full.index(0), 0)
     meet_warps()  # without it the compiler puts one where each step begins
-    last_step = GROUP * steps - 1
-    if DQ_WAY == LATE:
+    last_step = tile.steps - 1
+    if PLAN.query_block:
+        last_step = max(last_step, 0)
+    elif PLAN.packed:
+        last_step = max(last_step, PLAN.group * least_steps(PLAN) - 1)
+    if PLAN.dq_way == LATE:
         arrive_at(DS_IS_READY + CONSUMER * 2 + 1, CONSUMERS)  # of the step before the first
     # The compiler would keep the addresses of K's parts in registers through the loops, were they the same here: so
     # this K is at an index that it does not know to be 0.
     S_T = warpgroup_mma_wait(0, [_start_scores(shared, 0, min(last_step, 0), CONSUMER)])
-    for member in range(GROUP):
-        head_row = (batch_head * GROUP + member) * tiles * Q_TILE_SIZE
-        for j in range(MASKED_STEPS):
-            first_query = query_of_step(j, first_tile, tiles, Q_TILE_SIZE, IS_CAUSAL)
+    if PLAN.query_block:
+        for step in range(tile.masked):
             dK, dV, S_T = _step(
-                shared, problem, dQ_desc, dK, dV, S_T, member * steps + j, last_step, head_row, first_query, first_key,
-                IS_CAUSAL, DQ_WAY, CONSUMER, True, True,
+                shared, problem, mask, dQ_desc, dK, dV, S_T, step, last_step, 0, 0, first_key, 0, CONSUMER, PLAN, True,
+                False,
             )  # fmt: skip
-        for j in range(MASKED_STEPS, steps):
-            first_query = query_of_step(j, first_tile, tiles, Q_TILE_SIZE, IS_CAUSAL)
+        for step in range(tile.masked, last_step + 1):
             dK, dV, S_T = _step(
-                shared, problem, dQ_desc, dK, dV, S_T, member * steps + j, last_step, head_row, first_query, first_key,
-                IS_CAUSAL, DQ_WAY, CONSUMER, not WHOLE_KEY_TILES, False,
+                shared, problem, mask, dQ_desc, dK, dV, S_T, step, last_step, 0, 0, first_key, 0, CONSUMER, PLAN, False,
+                False,
             )  # fmt: skip
+    else:
+        for member in range(PLAN.group):
+            head_row = (tile.batch_head * PLAN.group + member) * tile.head_rows + tile.first_row
+            walk = walk_of(member, tile, problem, mask, PLAN)
+            for j in range(MASKED_STEPS):
+                first_query, _ = place_of_step(j, walk, tile, problem, mask, PLAN)
+                dK, dV, S_T = _step(
+                    shared, problem, mask, dQ_desc, dK, dV, S_T, member * walk.steps + j, last_step, head_row,
+                    first_query, first_key, tile.sequence.num_keys, CONSUMER, PLAN, True, True,
+                )  # fmt: skip
+            for j in range(MASKED_STEPS, walk.steps):
+                first_query, _ = place_of_step(j, walk, tile, problem, mask, PLAN)
+                dK, dV, S_T = _step(
+                    shared, problem, mask, dQ_desc, dK, dV, S_T, member * walk.steps + j, last_step, head_row,
+                    first_query, first_key, tile.sequence.num_keys, CONSUMER, PLAN, not PLAN.whole_key_tiles, False,
+                )  # fmt: skip
 
-    if DQ_WAY == LATE:
+    if PLAN.dq_way == LATE:
         wait_at(DS_IS_READY + (1 - CONSUMER) * 2 + (last_step & 1), CONSUMERS)
         dQ = _start_dQ(shared, last_step % shared.dS_tiles.shape[0], CONSUMER)
         _hand_over_dQ(shared, warpgroup_mma_wait(0, [dQ]), CONSUMER)
-    if DQ_WAY != ALONE:
+    if PLAN.dq_way != ALONE:
         wait_at(DQ_IS_SENT + CONSUMER, SENDER)
     # Nobody reads K and V any more: their memory takes dK and dV on the way out.
     meet_consumers(TILES_ARE_READ)
@@ -556,35 +481,33 @@ def _consume(
     dK_tile.store((dK * (problem.scale_log2 / LOG2_E)).to(dtype))
     dV_tile.store(dV.to(dtype))
     fence_async_shared()
-    own_block = [0, batch_head, first_key + CONSUMER * CONSUMER_KEYS, 0]
+    own_key = first_key + CONSUMER * CONSUMER_KEYS
+    if PLAN.packed:
+        own_key = gl.where(tile.exists, own_key, tile.sequence.num_keys)  # behind the end, where nothing is written
+    own_block = key_place(tile.batch_head, own_key, 0, tile.sequence, PLAN)
     tma.async_copy_shared_to_global(dK_desc, own_block, _as_block(dK_tile, dK_desc))
     tma.async_copy_shared_to_global(dV_desc, own_block, _as_block(dV_tile, dV_desc))
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["N_KV_HEADS", "HEADS_TOGETHER", "TILES_TOGETHER", "N_QUERIES", "N_KEYS"])
-def hopper_backward_kernel(
-    Q_desc, K_desc, V_desc, dO_desc, dQ_desc, dK_desc, dV_desc, rows_ptr, turns_ptr,
-    N_KV_HEADS, HEADS_TOGETHER, TILES_TOGETHER, N_QUERIES, N_KEYS, scale_log2,
-    GROUP: gl.constexpr, IS_CAUSAL: gl.constexpr, WHOLE_KEY_TILES: gl.constexpr, DQ_WAY: gl.constexpr,
-    ORDERED: gl.constexpr,
+@gluon.jit
+def _run(
+    Q_desc, K_desc, V_desc, dO_desc, dQ_desc, dK_desc, dV_desc, rows_ptr, turns_ptr, problem, mask, PLAN: gl.constexpr
 ):  # fmt: skip
-    """dK and dV (1, batch · kv_heads, keys, D), and all but the scale of dQ, in blocks of 64 rows and columns.
-
-    Keys that no query sees are neither read nor written. WHOLE_KEY_TILES: no query sees keys that do not exist. `rows`
-    (batch · heads, 2, rows) holds L in base 2, and delta; `turns`, if ORDERED, a zero for each consumer's part of a
-    tile of dQ.
-    """
+    """Share out shared memory and registers, and start the partitions."""
     dtype: gl.constexpr = Q_desc.dtype
-    Q_TILE_SIZE: gl.constexpr = Q_desc.block_shape[2]
-    D_TILE: gl.constexpr = Q_desc.block_shape[3]
+    Q_TILE_SIZE: gl.constexpr = PLAN.query_tile
+    D_TILE: gl.constexpr = PLAN.head_tile
     TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([Q_TILE_SIZE, D_TILE], dtype)
     DS_TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEY_TILE, Q_TILE_SIZE], dtype)
     DQ_TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([SENT_ROWS, SENT_COLUMNS], gl.float32)
-    DS_SLOTS: gl.constexpr = 3 if DQ_WAY == LATE else 2
+    DS_SLOTS: gl.constexpr = 3 if PLAN.dq_way == LATE else 2
     ROWS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
-    problem = _Problem(N_KV_HEADS, HEADS_TOGETHER, TILES_TOGETHER, N_QUERIES, N_KEYS, scale_log2)
+    if PLAN.query_block:
+        words_slots = gl.allocate_shared_memory(gl.int32, [SLOTS, 1], ROWS)
+    else:
+        words_slots = None
     shared = _Shared(
         gl.allocate_shared_memory(dtype, [SLOTS, Q_TILE_SIZE, D_TILE], TILE),
         gl.allocate_shared_memory(dtype, [SLOTS, Q_TILE_SIZE, D_TILE], TILE),
@@ -596,6 +519,7 @@ def hopper_backward_kernel(
         gl.allocate_shared_memory(gl.int64, [1, 1], BARRIER),
         gl.allocate_shared_memory(gl.int64, [SLOTS, 1], BARRIER),
         gl.allocate_shared_memory(gl.int64, [SLOTS, 1], BARRIER),
+        words_slots,
     )
     mbarrier.init(shared.kv_full.index(0), count=1)
     for slot in gl.static_range(SLOTS):
@@ -604,49 +528,64 @@ def hopper_backward_kernel(
     fence_async_shared()
     # Warps of the second consumer, of the producer and of the senders, and their registers a thread; the first consumer
     # has what is left, 240.
-    FIRST: gl.constexpr = 0
-    SECOND: gl.constexpr = 1
-    if DQ_WAY == ALONE:
+    if PLAN.dq_way == ALONE:
         gl.warp_specialize([
-            (_consume, (
-                shared, problem, dQ_desc, dK_desc, dV_desc, GROUP, IS_CAUSAL, WHOLE_KEY_TILES, DQ_WAY, ORDERED, FIRST
-            )),
-            (_consume, (
-                shared, problem, dQ_desc, dK_desc, dV_desc, GROUP, IS_CAUSAL, WHOLE_KEY_TILES, DQ_WAY, ORDERED, SECOND
-            )),
-            (_produce, (shared, problem, Q_desc, K_desc, V_desc, dO_desc, rows_ptr, GROUP, IS_CAUSAL, ORDERED)),
+            (_consume, (shared, problem, mask, dQ_desc, dK_desc, dV_desc, 0, PLAN)),
+            (_consume, (shared, problem, mask, dQ_desc, dK_desc, dV_desc, 1, PLAN)),
+            (_produce, (shared, problem, mask, Q_desc, K_desc, V_desc, dO_desc, rows_ptr, PLAN)),
         ], [4, 1], [240, 24])  # fmt: skip
     else:
         gl.warp_specialize([
-            (_consume, (
-                shared, problem, dQ_desc, dK_desc, dV_desc, GROUP, IS_CAUSAL, WHOLE_KEY_TILES, DQ_WAY, ORDERED, FIRST
-            )),
-            (_consume, (
-                shared, problem, dQ_desc, dK_desc, dV_desc, GROUP, IS_CAUSAL, WHOLE_KEY_TILES, DQ_WAY, ORDERED, SECOND
-            )),
-            (_produce, (shared, problem, Q_desc, K_desc, V_desc, dO_desc, rows_ptr, GROUP, IS_CAUSAL, ORDERED)),
-            (_send, (shared, problem, dQ_desc, turns_ptr, GROUP, IS_CAUSAL, DQ_WAY, ORDERED, FIRST)),
-            (_send, (shared, problem, dQ_desc, turns_ptr, GROUP, IS_CAUSAL, DQ_WAY, ORDERED, SECOND)),
+            (_consume, (shared, problem, mask, dQ_desc, dK_desc, dV_desc, 0, PLAN)),
+            (_consume, (shared, problem, mask, dQ_desc, dK_desc, dV_desc, 1, PLAN)),
+            (_produce, (shared, problem, mask, Q_desc, K_desc, V_desc, dO_desc, rows_ptr, PLAN)),
+            (_send, (shared, problem, mask, dQ_desc, turns_ptr, 0, PLAN)),
+            (_send, (shared, problem, mask, dQ_desc, turns_ptr, 1, PLAN)),
         ], [4, 1, 1, 1], [240, 24, 24, 24])  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["N_QUERIES", "N_ROWS"])
-def hopper_backward_convert_kernel(
-    accumulator_ptr, dQ_ptr, N_QUERIES, N_ROWS, scale, D: tl.constexpr, D_TILE: tl.constexpr, ROWS: tl.constexpr
-):
-    """dQ (batch, heads, queries, D), contiguous, from sums of N_ROWS rows a head that lack their scale."""
-    tiles = (N_QUERIES + ROWS - 1) // ROWS
-    batch_head = (tl.program_id(0) // tiles).to(tl.int64)
-    first_row = tl.program_id(0) % tiles * ROWS
-    query_rows = first_row + tl.arange(0, ROWS)
-    columns = tl.arange(0, D_TILE)
-    sums = tl.load(accumulator_ptr + (batch_head * N_ROWS + first_row) * D_TILE + tl.arange(0, ROWS * D_TILE))
-    # (64 columns, 8 of them, warp, row, pair, half of the warp's rows, of the pair), as `_in_thread_order` leaves them
-    sums = tl.permute(tl.reshape(sums, [D_TILE // 64, 8, 4, 8, 4, 2, 2]), [2, 5, 3, 0, 1, 4, 6])
-    sums = tl.reshape(sums, [ROWS, D_TILE])
-    inside = (query_rows < N_QUERIES)[:, None] & (columns < D)[None, :]
-    dQ_rows = (batch_head * N_QUERIES + query_rows)[:, None]
-    tl.store(dQ_ptr + dQ_rows * D + columns[None, :], (sums * scale).to(dQ_ptr.dtype.element_ty), mask=inside)
+@gluon.jit(do_not_specialize=NUMBERS)
+def hopper_backward_kernel(
+    Q_desc, K_desc, V_desc, dO_desc, dQ_desc, dK_desc, dV_desc, rows_ptr, turns_ptr,
+    N_KV_HEADS, HEADS_TOGETHER, TILES_TOGETHER, N_QUERIES, N_KEYS, scale_log2,
+    PLAN: gl.constexpr,
+):  # fmt: skip
+    """dK and dV (1, batch · kv_heads, keys, D), and all but the scale of dQ, in blocks of 64 rows and columns.
+
+    Keys that no query sees are neither read nor written. `rows` (batch · heads, 2, rows) holds L in base 2, and delta;
+    `turns`, if PLAN.ordered, a zero for each consumer's part of a tile of dQ.
+    """
+    problem = Problem(N_KV_HEADS, HEADS_TOGETHER, TILES_TOGETHER, N_QUERIES, N_KEYS, scale_log2)
+    _run(Q_desc, K_desc, V_desc, dO_desc, dQ_desc, dK_desc, dV_desc, rows_ptr, turns_ptr, problem, None, PLAN)
+
+
+@gluon.jit(do_not_specialize=[*NUMBERS, "MASK_BATCHES", "MASK_HEADS", "WIDTH", "FULL_WIDTH"])
+def hopper_listed_backward_kernel(
+    Q_desc, K_desc, V_desc, dO_desc, dQ_desc, dK_desc, dV_desc, rows_ptr,
+    num_partial_ptr, partial_ptr, patterns_ptr, num_full_ptr, full_ptr, words_ptr,
+    N_KV_HEADS, HEADS_TOGETHER, TILES_TOGETHER, N_QUERIES, N_KEYS, scale_log2,
+    MASK_BATCHES, MASK_HEADS, WIDTH, FULL_WIDTH,
+    PLAN: gl.constexpr,
+):  # fmt: skip
+    """The same, where the query tiles of a tile of keys stand in the lists of a `BlockMask`."""
+    problem = Problem(N_KV_HEADS, HEADS_TOGETHER, TILES_TOGETHER, N_QUERIES, N_KEYS, scale_log2)
+    mask = Lists(
+        num_partial_ptr, partial_ptr, patterns_ptr, num_full_ptr, full_ptr, words_ptr,
+        MASK_BATCHES, MASK_HEADS, WIDTH, FULL_WIDTH,
+    )  # fmt: skip
+    _run(Q_desc, K_desc, V_desc, dO_desc, dQ_desc, dK_desc, dV_desc, rows_ptr, rows_ptr, problem, mask, PLAN)
+
+
+@gluon.jit(do_not_specialize=[*NUMBERS, "N_DOCUMENTS"])
+def hopper_packed_backward_kernel(
+    Q_desc, K_desc, V_desc, dO_desc, dQ_desc, dK_desc, dV_desc, rows_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr,
+    N_KV_HEADS, HEADS_TOGETHER, TILES_TOGETHER, N_QUERIES, N_KEYS, scale_log2, N_DOCUMENTS,
+    PLAN: gl.constexpr,
+):  # fmt: skip
+    """dK and dV (keys, kv_heads, D) of packed documents; of `rows` (heads, 2, rows) the first N_QUERIES are used."""
+    problem = Problem(N_KV_HEADS, HEADS_TOGETHER, TILES_TOGETHER, N_QUERIES, N_KEYS, scale_log2)
+    documents = Documents(cu_seqlens_q_ptr, cu_seqlens_k_ptr, N_DOCUMENTS)
+    _run(Q_desc, K_desc, V_desc, dO_desc, dQ_desc, dK_desc, dV_desc, rows_ptr, rows_ptr, problem, documents, PLAN)
 
 
 def hopper_backward(
@@ -660,11 +599,13 @@ def hopper_backward(
     deterministic: bool,
     is_causal: bool,
     scale: float,
+    lists: TileLists | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Contiguous gradients of q, k, v in their dtype, bfloat16 or float16; head_dim at most 128, nothing empty.
 
     `lse` is contiguous, the others have any strides, and what TMA cannot read is copied first. dK and dV are
-    bit-reproducible; dQ too if `deterministic`, for some per cent of time.
+    bit-reproducible; dQ too if `deterministic`, for some per cent of time. `lists`, with neither `deterministic` nor
+    `is_causal`, are those of a `BlockMask` whose tiles hold whole tiles of the kernel's.
     """
     head_dim = q.shape[-1]
     q, k, v, output, grad_output = (readable(x) for x in (q, k, v, output, grad_output))
@@ -674,67 +615,122 @@ def hopper_backward(
     num_rows = num_tiles(num_queries, ROW_PADDING.value) * ROW_PADDING.value
     num_key_tiles = num_tiles(min(num_keys, num_queries) if is_causal else num_keys, key_tile)
     no_missing_keys = num_key_tiles * key_tile <= num_keys or (is_causal and num_queries <= num_keys)
-    streamed_bytes = group * num_rows * head_tile(width) * (2 * q.element_size() + 4)  # Q, dO, and dQ in float32
-    heads_together = max(1, min(batch * kv_heads, L2_SHARE_BYTES // streamed_bytes))
-    tiles_together = 1
+    heads_together, tiles_together = min(batch * kv_heads, _heads_together(q, group, num_rows)), 1
     if deterministic and not is_causal:
         heads_together, tiles_together = 1, min(num_rows // key_tile, num_multiprocessors(q.device) or 1)
-    way = dq_way(head_tile(width), is_causal, num_queries, deterministic)
+    way = dq_way(head_tile(width), is_causal, num_queries, deterministic, lists is not None)
+    block_size = (0, 0) if lists is None else lists.block_size
+    plan = BackwardPlan(
+        head_tile(width), query_tile, group, is_causal, no_missing_keys, way, deterministic, *block_size
+    )
 
     grad_q = empty_like(q)
     if num_key_tiles * key_tile >= num_keys:
-        grad_k, grad_v = empty_like(k), empty_like(k)
+        grad_k, grad_v = empty_like(k), empty_like(v)
     else:  # the kernel does not write keys that no query sees
         grad_k, grad_v = k.new_empty(k.shape), k.new_empty(k.shape)
         for x in (grad_k, grad_v):
             x[:, :, num_key_tiles * key_tile :] = 0
-    rows = empty((batch * heads, 2, num_rows), torch.float32, q.device)
-    sent_rows = batch * heads * num_rows * head_tile(width) // SENT_COLUMNS.value
-    sums = empty((1, 1, sent_rows, SENT_COLUMNS.value), torch.float32, q.device)
-    turns = empty((batch * heads, num_rows // HALF.value, 2), torch.int32, q.device) if deterministic else rows
-    light_options = {"D": width, "D_TILE": head_tile(width), "ROWS": LIGHT_ROWS}
+    rows, sums = _scratch(batch * heads, num_rows, q)
+    turns = empty((batch * heads, num_rows // HALF.value, 2), torch.int32, q.device) if deterministic else None
     log_launch("backward", f"hopper_backward_{query_tile}x{key_tile}", q, num_queries, num_keys)
     with stage("preprocess"):
-        launch(
-            hopper_backward_preprocess_kernel, (num_rows // LIGHT_ROWS * batch * heads,),
-            (output, grad_output, lse, lse if grad_lse is None else grad_lse.contiguous(), rows, sums, turns),
-            (*_in_chunks(output), *_in_chunks(grad_output), heads, num_queries, num_rows),
-            {"HAS_DL": grad_lse is not None, "ORDERED": deterministic, **light_options},
-        )  # fmt: skip
+        preprocess(output, grad_output, lse, grad_lse, rows, sums, turns)
+        words = None if lists is None else transposed_words(lists.token_bits, query_tile)
     with stage("dkv"):  # and dQ's sums
         one_batch = (1, batch * kv_heads, num_keys, width)  # programs count batch and heads of dK and dV as one
-        tiles = [
+        tiles = (
             tile_descriptor(q, query_tile), tile_descriptor(k, key_tile), tile_descriptor(v, key_tile),
             tile_descriptor(grad_output, query_tile), tile_descriptor(sums, SENT_ROWS.value, SENT_COLUMNS.value),
-            *(tile_descriptor(x.view(one_batch), CONSUMER_KEYS.value) for x in (grad_k, grad_v)),
-        ]  # fmt: skip
+            *(tile_descriptor(x.view(one_batch), CONSUMER_KEYS.value) for x in (grad_k, grad_v)), rows,
+        )  # fmt: skip
+        numbers = (kv_heads, heads_together, tiles_together, num_queries, num_keys, scale * LOG2_E.value)
+        grid, options = (num_key_tiles * batch * kv_heads,), {"PLAN": plan, "num_warps": CONSUMER_WARPS}
+        if lists is None:
+            launch(hopper_backward_kernel, grid, (*tiles, rows if turns is None else turns), numbers, options)
+        else:
+            walked = (
+                lists.q_num_blocks, lists.q_indices, lists.q_tokens, lists.full_q_num_blocks, lists.full_q_indices
+            )  # fmt: skip
+            sizes = (*lists.q_num_blocks.shape[:2], lists.q_indices.shape[3], lists.full_q_indices.shape[3])
+            launch(hopper_listed_backward_kernel, grid, (*tiles, *walked, words), (*numbers, *sizes), options)
+    with stage("dq"):
+        convert(sums, grad_q, num_rows, scale)
+    return _cut((grad_q, grad_k, grad_v), head_dim)
+
+
+def hopper_packed_backward(
+    q: Float[Tensor, "total_queries heads head_dim"],
+    k: Float[Tensor, "total_keys kv_heads head_dim"],
+    v: Float[Tensor, "total_keys kv_heads head_dim"],
+    output: Float[Tensor, "total_queries heads head_dim"],
+    lse: Float[Tensor, "heads total_queries"],
+    grad_output: Float[Tensor, "total_queries heads head_dim"],
+    grad_lse: Float[Tensor, "heads total_queries"] | None,
+    cu_seqlens_q: Int[Tensor, " documents_plus_1"],
+    cu_seqlens_k: Int[Tensor, " documents_plus_1"],
+    max_seqlen_q: int,
+    is_causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`hopper_backward` of each document's queries to its keys; by the longest length the way of dQ is chosen."""
+    head_dim = q.shape[-1]
+    q, k, v, output, grad_output = (readable(x) for x in (q, k, v, output, grad_output))
+    (num_queries, heads, width), (num_keys, kv_heads, _) = q.shape, k.shape
+    group, query_tile, key_tile = heads // kv_heads, QUERY_TILES[head_tile(width)], KEY_TILE.value
+    documents = len(cu_seqlens_q) - 1
+    num_rows = (num_queries // ROW_PADDING.value + documents + 1) * ROW_PADDING.value
+    heads_together = min(kv_heads, _heads_together(q, group, num_rows))
+    no_missing_keys = is_causal and cu_seqlens_q is cu_seqlens_k
+    way = dq_way(head_tile(width), is_causal, max_seqlen_q, False)
+    plan = BackwardPlan(head_tile(width), query_tile, group, is_causal, no_missing_keys, way, False, packed=True)
+
+    grad_q, grad_k, grad_v = empty_like(q), empty_like(k), empty_like(v)
+    rows, sums = _scratch(heads, num_rows, q)
+    log_launch("packed_backward", f"hopper_backward_{query_tile}x{key_tile}", q, max_seqlen_q, num_keys)
+    with stage("preprocess"):  # of which no row needs its document: one sequence of all
+        as_one, grad_as_one = (x.transpose(0, 1)[None] for x in (output, grad_output))
+        preprocess(as_one, grad_as_one, lse, grad_lse, rows, sums, None)
+    with stage("dkv"):  # and dQ's sums
+        inputs = ((q, query_tile), (k, key_tile), (v, key_tile), (grad_output, query_tile))
+        tensors = (
+            *(document_descriptor(x, rows_of_tile) for x, rows_of_tile in inputs),
+            tile_descriptor(sums, SENT_ROWS.value, SENT_COLUMNS.value),
+            *(document_descriptor(x, CONSUMER_KEYS.value) for x in (grad_k, grad_v)),
+            rows, cu_seqlens_q, cu_seqlens_k,
+        )  # fmt: skip
         launch(
-            hopper_backward_kernel, (num_key_tiles * batch * kv_heads,), (*tiles, rows, turns),
-            (kv_heads, heads_together, tiles_together, num_queries, num_keys, scale * LOG2_E.value),
-            {
-                "GROUP": group, "IS_CAUSAL": is_causal, "WHOLE_KEY_TILES": no_missing_keys, "DQ_WAY": way,
-                "ORDERED": deterministic, "num_warps": CONSUMER_WARPS,
-            },
+            hopper_packed_backward_kernel, ((num_keys // key_tile + documents + 1) * kv_heads,), tensors,
+            (kv_heads, heads_together, 1, num_queries, num_keys, scale * LOG2_E.value, documents),
+            {"PLAN": plan, "num_warps": CONSUMER_WARPS},
         )  # fmt: skip
     with stage("dq"):
-        launch(
-            hopper_backward_convert_kernel, (num_tiles(num_queries, LIGHT_ROWS) * batch * heads,), (sums, grad_q),
-            (num_queries, num_rows, scale), light_options,
-        )  # fmt: skip
-    if width != head_dim:
-        grad_q, grad_k, grad_v = (x[..., :head_dim].contiguous() for x in (grad_q, grad_k, grad_v))
-    return grad_q, grad_k, grad_v
+        convert(sums, grad_q, num_rows, scale, cu_seqlens_q)
+    return _cut((grad_q, grad_k, grad_v), head_dim)
 
 
-def dq_way(head_tile: int, is_causal: bool, num_queries: int, deterministic: bool) -> int:
+def dq_way(head_tile: int, is_causal: bool, num_queries: int, deterministic: bool, listed: bool = False) -> int:
     """The fastest way of dQ to memory, as measured; where additions come in order, of those by senders."""
-    if head_tile == 64:
+    if head_tile == 64 or listed:
         return LATE.value
     if not is_causal:
         return BY_SENDERS.value
     return LATE.value if deterministic or num_queries >= LATE_FROM else ALONE.value
 
 
-def _in_chunks(x: Tensor) -> tuple[int, ...]:
-    """The strides of batch, heads and rows; a dimension of one element is not strided over."""
-    return tuple(stride // CHUNK.value if size > 1 else 0 for stride, size in zip(x.stride()[:3], x.shape))
+def _heads_together(q: Tensor, group: int, num_rows: int) -> int:
+    """Key heads whose streamed rows the L2 cache holds: Q, dO, and dQ in float32."""
+    return max(1, L2_SHARE_BYTES // (group * num_rows * head_tile(q.shape[-1]) * (2 * q.element_size() + 4)))
+
+
+def _scratch(heads: int, num_rows: int, q: Tensor) -> tuple[Tensor, Tensor]:
+    """Room for L and delta, and for the sums of dQ in the rows in which it is sent."""
+    sent_rows = heads * num_rows * head_tile(q.shape[-1]) // SENT_COLUMNS.value
+    rows = empty((heads, 2, num_rows), torch.float32, q.device)
+    return rows, empty((1, 1, sent_rows, SENT_COLUMNS.value), torch.float32, q.device)
+
+
+def _cut(grads: tuple[Tensor, Tensor, Tensor], head_dim: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Without the columns that inputs were padded by."""
+    grad_q, grad_k, grad_v = (x if x.shape[-1] == head_dim else x[..., :head_dim].contiguous() for x in grads)
+    return grad_q, grad_k, grad_v

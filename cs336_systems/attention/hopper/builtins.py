@@ -182,21 +182,23 @@ def hide_columns(S, last_column):
     )  # fmt: skip
 
 
-def _keep_asm(n: int) -> gl.constexpr:
-    """A thread's `n` scores, or -inf where their bit is 0.
+def _keep_asm(n: int, otherwise: str) -> gl.constexpr:
+    """A thread's `n` numbers, or `otherwise` where their bit is 0.
 
     A word has the bits of 32 columns of a row, of which a thread has 0, 1, 8, 9, ... past its first one. It comes with
-    each of its scores, shifted to the thread's first column, and is taken from the first of them.
+    each of its numbers, shifted to the thread's first column, and is taken from the first of them.
     """
     lines = []
     for i in range(n):
         bit, word = i // 4 % 4 * 8 + i % 2, 2 * n + i // 16 * 16 + i % 4 // 2 * 2
         lines.append(f"and.b32 bit, ${word}, {1 << bit}; setp.ne.b32 seen, bit, 0;")
-        lines.append(f"selp.f32 ${i}, ${i}, 0fFF800000, seen;")
+        lines.append(f"selp.f32 ${i}, ${i}, {otherwise}, seen;")
     return gl.constexpr("{\n.reg .pred seen;\n.reg .b32 bit;\n" + "\n".join(lines) + "\n}")
 
 
-_KEEP_64 = _keep_asm(64)
+_KEEP_64 = _keep_asm(64, "0fFF800000")
+_ZERO_32, _ZERO_64 = (_keep_asm(n, "0f00000000") for n in (32, 64))
+_ZERO_32_CONSTRAINTS = _constraints_in_place(32, "r")
 
 
 @gluon.jit
@@ -212,16 +214,36 @@ def load_words(words, S):
 
 
 @gluon.jit
+def _by_numbers(words, S):
+    """Words of `load_words` with each of S's numbers, shifted to the thread's first column.
+
+    A thread's columns differ from another's in bits 1 and 2 alone.
+    """
+    key = gl.arange(0, 32, gl.SliceLayout(0, gl.SliceLayout(1, by_words(S).type.layout)))[None, None, :]
+    words, shift = gl.broadcast(gl.expand_dims(words, 2), key & 6)
+    return gl.convert_layout(gl.reshape(words >> shift, S.shape), S.type.layout)
+
+
+@gluon.jit
 def keep_attended(S, words):
     """Scores (64, 128) with -inf where their bit in `words` (64, 4), of `load_words`, is 0."""
-    key = gl.arange(0, 32, gl.SliceLayout(0, gl.SliceLayout(1, by_words(S).type.layout)))[None, None, :]
-    # A thread's columns differ from another's in bits 1 and 2 alone.
-    words, shift = gl.broadcast(gl.expand_dims(words, 2), key & 6)
-    words = words >> shift
-    words = gl.convert_layout(gl.reshape(words, S.shape), S.type.layout)
     return gl.inline_asm_elementwise(
-        _KEEP_64, _HIDE_64_CONSTRAINTS, [S, words], dtype=gl.float32, is_pure=True, pack=64
+        _KEEP_64, _HIDE_64_CONSTRAINTS, [S, _by_numbers(words, S)], dtype=gl.float32, is_pure=True, pack=64
     )  # fmt: skip
+
+
+@gluon.jit
+def zero_unattended(P, words):
+    """Probabilities (64, 64 or 128) with 0 where their bit in `words` (64, 2 or 4) is 0."""
+    operands = [P, _by_numbers(words, P)]
+    if P.shape[1] == 128:
+        return gl.inline_asm_elementwise(
+            _ZERO_64, _HIDE_64_CONSTRAINTS, operands, dtype=gl.float32, is_pure=True, pack=64
+        )
+    else:
+        return gl.inline_asm_elementwise(
+            _ZERO_32, _ZERO_32_CONSTRAINTS, operands, dtype=gl.float32, is_pure=True, pack=32
+        )
 
 
 @builtin

@@ -1,9 +1,9 @@
 """The Hopper stage as operators: refuse what the kernels cannot do, launch, save, restore.
 
 `hopper_attention(q, k, v, deterministic, is_causal, scale, config)` is what `flash_attention(backend="hopper")` calls,
-with a block mask `hopper_listed_attention`, and what `flash_attention_varlen` calls `hopper_packed_attention`; the
-backward of these two is Triton's. That of the first adds dQ up in memory as its programs arrive there, or with
-`deterministic` each in its turn.
+with a block mask `hopper_listed_attention`, and what `flash_attention_varlen` calls `hopper_packed_attention`. The
+backward adds dQ up in memory as its programs arrive there. With `deterministic` each does in its turn, or of masks and
+documents the backward is Triton's; so it is where a mask's tiles are of fewer rows than the kernel's.
 """
 
 from __future__ import annotations
@@ -14,7 +14,12 @@ import torch
 from torch import Tensor
 
 from cs336_systems.attention.backends import refuse_hopper
-from cs336_systems.attention.hopper.backward import KEY_TILE, QUERY_TILES, hopper_backward
+from cs336_systems.attention.hopper.backward import (
+    KEY_TILE,
+    QUERY_TILES,
+    hopper_backward,
+    hopper_packed_backward,
+)
 from cs336_systems.attention.hopper.forward import hopper_forward, hopper_packed_forward
 from cs336_systems.attention.hopper.schedule import plan_forward
 from cs336_systems.attention.operator import AttentionOperator
@@ -57,21 +62,47 @@ def _backward(
 
 
 def _listed_forward(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
-    *tensors, _, scale, config = arguments
+    *tensors, _, _, scale, config = arguments
     refuse_hopper(q)
     with on_device_of(q):
         return hopper_forward(q, k, v, False, scale, config, TileLists(*tensors))
 
 
+def _listed_backward(
+    q: Tensor, k: Tensor, v: Tensor, output: Tensor, lse: Tensor, grad_output: Tensor, grad_lse: Tensor | None,
+    *arguments: Any,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    *tensors, deterministic, _, scale, config = arguments
+    lists = TileLists(*tensors)
+    if deterministic or lists.block_size[0] % QUERY_TILES[head_tile(q.shape[-1])]:
+        return block_sparse_backward(q, k, v, output, lse, grad_output, grad_lse, *tensors, False, scale, config)
+    refuse_hopper(q)
+    with on_device_of(q):
+        return hopper_backward(q, k, v, output, lse.contiguous(), grad_output, grad_lse, False, False, scale, lists)
+
+
 def _packed_forward(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int,
-    is_causal: bool, scale: float, config: str,
+    deterministic: bool, is_causal: bool, scale: float, config: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     refuse_hopper(q)
     with on_device_of(q):
         return hopper_packed_forward(
             q, k, v, cu_seqlens_q, cu_seqlens_k, (max_seqlen_q, max_seqlen_k), is_causal, scale, config
         )
+
+
+def _packed_backward(
+    q: Tensor, k: Tensor, v: Tensor, output: Tensor, lse: Tensor, grad_output: Tensor, grad_lse: Tensor | None,
+    cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int,
+    deterministic: bool, is_causal: bool, scale: float, config: str,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    saved = (q, k, v, output, lse.contiguous(), grad_output, grad_lse, cu_seqlens_q, cu_seqlens_k)
+    if deterministic:
+        return varlen_backward(*saved, max_seqlen_q, max_seqlen_k, is_causal, scale, config)
+    refuse_hopper(q)
+    with on_device_of(q):
+        return hopper_packed_backward(*saved, max_seqlen_q, is_causal, scale)
 
 
 def _visible(x: Tensor, q: Tensor) -> Tensor:
@@ -98,8 +129,13 @@ hopper_attention = AttentionOperator(
     "hopper_attention", _forward, _backward, extras=("bool deterministic",), replays=Replays
 )
 hopper_listed_attention = AttentionOperator(
-    "hopper_listed_attention", _listed_forward, block_sparse_backward, extras=LISTS, replays=Replays
+    "hopper_listed_attention", _listed_forward, _listed_backward, extras=(*LISTS, "bool deterministic"), replays=Replays
 )
 hopper_packed_attention = AttentionOperator(
-    "hopper_packed_attention", _packed_forward, varlen_backward, extras=CU_SEQLENS, packed=True, replays=Replays
+    "hopper_packed_attention",
+    _packed_forward,
+    _packed_backward,
+    extras=(*CU_SEQLENS, "bool deterministic"),
+    packed=True,
+    replays=Replays,
 )

@@ -73,7 +73,7 @@ class HopperRequest:
     config: str = ""
     seqlen: int = SEQLEN
     deterministic: bool = False
-    walk: Literal["dense", "listed", "packed"] = "dense"  # of the forward
+    walk: Literal["dense", "listed", "packed"] = "dense"
     query_block: int = 128  # rows of the mask's tiles, whose lists are walked
 
     @property
@@ -169,6 +169,10 @@ def shipped_hopper_kernels() -> list[HopperRequest]:
         for is_causal in (True, False)
         for deterministic in (False, True)
         for seqlen in ((SEQLEN, LATE_FROM) if (tile, is_causal, deterministic) == (128, True, False) else (SEQLEN,))
+    ] + [
+        HopperRequest(kernel="backward", head_dim=tile, is_causal=walk == "packed", walk=walk)
+        for tile in SCHEDULES
+        for walk in ("listed", "packed")
     ]  # fmt: skip
 
 
@@ -198,7 +202,7 @@ def compile_hopper_kernel(request: HopperRequest) -> HopperReport:
 
 def _launch(request: HopperRequest) -> None:
     """Call the launcher on tensors without storage."""
-    from cs336_systems.attention.hopper.backward import hopper_backward
+    from cs336_systems.attention.hopper.backward import hopper_backward, hopper_packed_backward
     from cs336_systems.attention.hopper.forward import hopper_forward, hopper_packed_forward
     from cs336_systems.attention.triton.block_sparse import TileLists
 
@@ -211,19 +215,26 @@ def _launch(request: HopperRequest) -> None:
     if request.walk == "packed":
         packed_q, packed_k = (x.transpose(1, 2).flatten(0, 1).contiguous() for x in (q, k))
         ends = torch.empty(BATCH + 1, dtype=torch.int32, device="meta")
-        hopper_packed_forward(
-            packed_q, packed_k, packed_k, ends, ends, (request.seqlen, request.seqlen), *options, request.config
-        )
-    elif request.kernel == "forward":
-        lists = None
-        if request.walk == "listed":
-            size = (request.query_block, 128)
-            mask = BlockMask.sliding_window(request.seqlen, window=300, block_size=size).to("meta")
-            lists = TileLists(*(getattr(mask, name) for name in TileLists._fields))
+        if request.kernel == "forward":
+            hopper_packed_forward(
+                packed_q, packed_k, packed_k, ends, ends, (request.seqlen, request.seqlen), *options, request.config
+            )
+        else:
+            lse = torch.empty(packed_q.shape[1::-1], device="meta")
+            hopper_packed_backward(
+                packed_q, packed_k, packed_k, packed_q, lse, packed_q, None, ends, ends, request.seqlen, *options
+            )
+        return
+    lists = None
+    if request.walk == "listed":
+        size = (request.query_block, 128)
+        mask = BlockMask.sliding_window(request.seqlen, window=300, block_size=size).to("meta")
+        lists = TileLists(*(getattr(mask, name) for name in TileLists._fields))
+    if request.kernel == "forward":
         hopper_forward(q, k, k, *options, request.config, lists)
     else:
         lse = torch.empty(q.shape[:-1], device="meta")
-        hopper_backward(q, k, k, q, lse, q, None, request.deterministic, *options)
+        hopper_backward(q, k, k, q, lse, q, None, request.deterministic, *options, lists)
 
 
 def disassemble(kernel: Any) -> list[tuple[int, str]]:

@@ -167,9 +167,9 @@ def live_key_tiles(
 
 
 @gluon.jit
-def slots_of_documents(TOTAL_QUERIES, N_DOCUMENTS, Q_TILE_SIZE: gl.constexpr):
-    """Slots for tiles of queries of any documents of so many rows in all, and of the rows behind them."""
-    return TOTAL_QUERIES // Q_TILE_SIZE + N_DOCUMENTS + 1
+def slots_of_documents(TOTAL, N_DOCUMENTS, TILE: gl.constexpr):
+    """Slots for tiles of any documents of so many rows in all, and of the rows behind them."""
+    return TOTAL // TILE + N_DOCUMENTS + 1
 
 
 @gluon.jit
@@ -215,17 +215,34 @@ def _boundary(cu_seqlens, document, TOTAL):
 
 
 @gluon.jit
-def document_of_slot(slot, problem, mask, Q_TILE_SIZE: gl.constexpr):
-    """(document, its slot's tile) as in `triton.varlen`: document d has the slots from cu[d] // Q_TILE_SIZE + d on, and
+def document_of_slot(slot, cu_seqlens, N_DOCUMENTS, TOTAL, TILE: gl.constexpr):
+    """(document, its slot's tile) as in `triton.varlen`: document d has the slots from cu[d] // TILE + d on, and
     N_DOCUMENTS are the rows behind the last one. The tile may lie past the document's end."""
-    document, high = 0, mask.N_DOCUMENTS
+    document, high = 0, N_DOCUMENTS
     while document < high:
         middle = (document + high + 1) // 2
-        if _boundary(mask.cu_seqlens_q, middle, problem.N_QUERIES) // Q_TILE_SIZE + middle <= slot:
+        if _boundary(cu_seqlens, middle, TOTAL) // TILE + middle <= slot:
             document = middle
         else:
             high = middle - 1
-    return document, slot - (_boundary(mask.cu_seqlens_q, document, problem.N_QUERIES) // Q_TILE_SIZE + document)
+    return document, slot - (_boundary(cu_seqlens, document, TOTAL) // TILE + document)
+
+
+@gluon.jit
+def sequence_of(document, tile, head, problem, mask, BEHIND: gl.constexpr):
+    """The rows of a document. Behind the last one there are queries without keys, or the other way round: BEHIND."""
+    first_row = _boundary(mask.cu_seqlens_q, document, problem.N_QUERIES)
+    first_key = _boundary(mask.cu_seqlens_k, document, problem.N_KEYS)
+    if BEHIND == "queries":
+        end, key_end = problem.N_QUERIES, 0
+    else:
+        end, key_end = 0, problem.N_KEYS
+    if document < mask.N_DOCUMENTS:
+        end = _boundary(mask.cu_seqlens_q, document + 1, problem.N_QUERIES)
+        key_end = _boundary(mask.cu_seqlens_k, document + 1, problem.N_KEYS)
+    return Sequence(
+        first_row, gl.maximum(end - first_row, 0), first_key, gl.maximum(key_end - first_key, 0), tile, head
+    )
 
 
 @gluon.jit
@@ -236,16 +253,10 @@ def open_item(item, num_tiles, problem, mask, PLAN: gl.constexpr):
         slot, head = tile_of_item(
             item, 0, num_tiles, problem.BATCH_HEADS, problem.HEADS_TOGETHER, False, PLAN.is_causal
         )
-        document, tile = document_of_slot(slot, problem, mask, Q_TILE_SIZE)
-        first_row = _boundary(mask.cu_seqlens_q, document, problem.N_QUERIES)
-        first_key = _boundary(mask.cu_seqlens_k, document, problem.N_KEYS)
-        end, key_end = problem.N_QUERIES, 0
-        if document < mask.N_DOCUMENTS:
-            end = _boundary(mask.cu_seqlens_q, document + 1, problem.N_QUERIES)
-            key_end = _boundary(mask.cu_seqlens_k, document + 1, problem.N_KEYS)
-        num_queries, num_keys = gl.maximum(end - first_row, 0), gl.maximum(key_end - first_key, 0)
-        exists = (tile >= 0) & (tile * Q_TILE_SIZE < num_queries)
-        return exists.to(gl.int32), Sequence(first_row, num_queries, first_key, num_keys, tile, head)
+        document, tile = document_of_slot(slot, mask.cu_seqlens_q, mask.N_DOCUMENTS, problem.N_QUERIES, Q_TILE_SIZE)
+        sequence = sequence_of(document, tile, head, problem, mask, "queries")
+        exists = (tile >= 0) & (tile * Q_TILE_SIZE < sequence.num_queries)
+        return exists.to(gl.int32), sequence
     else:
         sequence = Sequence(0, problem.N_QUERIES, 0, problem.N_KEYS, 0, 0)
         return tiles_of_item(item, num_tiles, PLAN.paired), sequence

@@ -51,7 +51,7 @@ def _boundary(cu_seqlens_ptr, document, TOTAL):
 
 
 @triton.jit
-def _tile_of_slot(cu_seqlens_ptr, slot, N_DOCUMENTS, TOTAL, TILE: tl.constexpr):
+def tile_of_slot(cu_seqlens_ptr, slot, N_DOCUMENTS, TOTAL, TILE: tl.constexpr):
     """(document, tile in it): the last document whose slots start at or before `slot`, N_DOCUMENTS for the rows behind.
 
     The tile may lie past the document's end.
@@ -67,7 +67,7 @@ def _tile_of_slot(cu_seqlens_ptr, slot, N_DOCUMENTS, TOTAL, TILE: tl.constexpr):
 
 
 @triton.jit
-def _rows_of_document(cu_seqlens_ptr, document, N_DOCUMENTS, behind, TOTAL):
+def rows_of_document(cu_seqlens_ptr, document, N_DOCUMENTS, behind, TOTAL):
     """(first row, number of rows) of a document; the rows behind the last one end at `behind`.
 
     They exist, whatever cu_seqlens holds.
@@ -96,9 +96,9 @@ def varlen_forward_kernel(
     Q_TILE_SIZE: tl.constexpr = TILES.Q_TILE_SIZE
     num_slots = TOTAL_QUERIES // Q_TILE_SIZE + N_DOCUMENTS + 1
     slot, _, head = tile_of_program(num_slots, N_HEADS, HEADS_TOGETHER, IS_CAUSAL)
-    document, query_tile = _tile_of_slot(cu_seqlens_q_ptr, slot, N_DOCUMENTS, TOTAL_QUERIES, Q_TILE_SIZE)
-    first_query, num_queries = _rows_of_document(cu_seqlens_q_ptr, document, N_DOCUMENTS, TOTAL_QUERIES, TOTAL_QUERIES)
-    first_key, num_keys = _rows_of_document(cu_seqlens_k_ptr, document, N_DOCUMENTS, 0, TOTAL_KEYS)
+    document, query_tile = tile_of_slot(cu_seqlens_q_ptr, slot, N_DOCUMENTS, TOTAL_QUERIES, Q_TILE_SIZE)
+    first_query, num_queries = rows_of_document(cu_seqlens_q_ptr, document, N_DOCUMENTS, TOTAL_QUERIES, TOTAL_QUERIES)
+    first_key, num_keys = rows_of_document(cu_seqlens_k_ptr, document, N_DOCUMENTS, 0, TOTAL_KEYS)
     if (query_tile >= 0) & (query_tile * Q_TILE_SIZE < num_queries):
         kv_head = head // GROUP
         attend_queries(
@@ -128,9 +128,9 @@ def varlen_dkdv_kernel(
     K_TILE_SIZE: tl.constexpr = TILES.K_TILE_SIZE
     num_slots = TOTAL_KEYS // K_TILE_SIZE + N_DOCUMENTS + 1
     slot, _, kv_head = tile_of_program(num_slots, N_KV_HEADS, HEADS_TOGETHER, False)
-    document, key_tile = _tile_of_slot(cu_seqlens_k_ptr, slot, N_DOCUMENTS, TOTAL_KEYS, K_TILE_SIZE)
-    first_query, num_queries = _rows_of_document(cu_seqlens_q_ptr, document, N_DOCUMENTS, 0, TOTAL_QUERIES)
-    first_key, num_keys = _rows_of_document(cu_seqlens_k_ptr, document, N_DOCUMENTS, TOTAL_KEYS, TOTAL_KEYS)
+    document, key_tile = tile_of_slot(cu_seqlens_k_ptr, slot, N_DOCUMENTS, TOTAL_KEYS, K_TILE_SIZE)
+    first_query, num_queries = rows_of_document(cu_seqlens_q_ptr, document, N_DOCUMENTS, 0, TOTAL_QUERIES)
+    first_key, num_keys = rows_of_document(cu_seqlens_k_ptr, document, N_DOCUMENTS, TOTAL_KEYS, TOTAL_KEYS)
     if (key_tile >= 0) & (key_tile * K_TILE_SIZE < num_keys):
         output_base = (first_key * N_KV_HEADS + kv_head) * D
         differentiate_keys(
@@ -164,9 +164,9 @@ def varlen_dq_kernel(
     Q_TILE_SIZE: tl.constexpr = TILES.Q_TILE_SIZE
     num_slots = TOTAL_QUERIES // Q_TILE_SIZE + N_DOCUMENTS + 1
     slot, _, head = tile_of_program(num_slots, N_HEADS, HEADS_TOGETHER, IS_CAUSAL)
-    document, query_tile = _tile_of_slot(cu_seqlens_q_ptr, slot, N_DOCUMENTS, TOTAL_QUERIES, Q_TILE_SIZE)
-    first_query, num_queries = _rows_of_document(cu_seqlens_q_ptr, document, N_DOCUMENTS, TOTAL_QUERIES, TOTAL_QUERIES)
-    first_key, num_keys = _rows_of_document(cu_seqlens_k_ptr, document, N_DOCUMENTS, 0, TOTAL_KEYS)
+    document, query_tile = tile_of_slot(cu_seqlens_q_ptr, slot, N_DOCUMENTS, TOTAL_QUERIES, Q_TILE_SIZE)
+    first_query, num_queries = rows_of_document(cu_seqlens_q_ptr, document, N_DOCUMENTS, TOTAL_QUERIES, TOTAL_QUERIES)
+    first_key, num_keys = rows_of_document(cu_seqlens_k_ptr, document, N_DOCUMENTS, 0, TOTAL_KEYS)
     if (query_tile >= 0) & (query_tile * Q_TILE_SIZE < num_queries):
         kv_head = head // GROUP
         row_base = head * TOTAL_QUERIES + first_query

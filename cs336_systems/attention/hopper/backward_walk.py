@@ -1,0 +1,258 @@
+"""Which tile of keys a program of the Hopper backward has, and which tiles of queries it walks.
+
+Arithmetic on integers, which producer, consumers and senders do alike. Three walks share the rest:
+
+  dense    the query tiles that see the keys: without a mask from the program's own position around the end, so that
+           programs that run at one time add to different rows of dQ; a causal one from the diagonal on
+  lists    of a `BlockMask`'s column of tiles: the partial ones, then the full ones; those of each query head of a group
+  packed   the dense walk within the document that a program finds by its slot; dQ's accumulator has the rows of the
+           slots that documents' queries would have
+
+The tests run the functions without an underscore as Python.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from cs336_systems.attention.hopper.walk import Sequence, document_of_slot, sequence_of, slots_of_documents
+
+KEY_TILE = gl.constexpr(128)  # the two consumers' 64 rows of a wgmma each
+# Rows of L, delta and dQ's accumulator are padded to a multiple of this, the number of query rows that the diagonal
+# of one key tile cuts: a causal program then has at least those steps, and runs them without a bound.
+ROW_PADDING = KEY_TILE
+
+
+class BackwardPlan(NamedTuple):
+    """What the main kernel is compiled for, beside the element type."""
+
+    head_tile: int
+    query_tile: int
+    group: int  # query heads that share a key head
+    is_causal: bool
+    whole_key_tiles: bool  # no query sees keys that do not exist
+    dq_way: int  # ALONE, BY_SENDERS or LATE
+    ordered: bool  # dQ is added in one order
+    # Rows and columns of a mask's tiles, whose lists are walked; 0 where the walk is dense.
+    query_block: int = 0
+    key_block: int = 0
+    packed: bool = False
+
+
+class Problem(NamedTuple):
+    """The numbers of a call."""
+
+    N_KV_HEADS: gl.tensor
+    HEADS_TOGETHER: gl.tensor  # see `tile_of_program`
+    TILES_TOGETHER: gl.tensor  # see `turn_of_tile`
+    N_QUERIES: gl.tensor
+    N_KEYS: gl.tensor
+    scale_log2: gl.tensor
+
+
+class Lists(NamedTuple):
+    """The lists of a `BlockMask` that columns of its tiles walk, and the sizes by which a program finds its own."""
+
+    num_partial: gl.tensor
+    partial: gl.tensor  # (masks, columns of tiles, WIDTH): numbers of partial tiles
+    patterns: gl.tensor  # the same: their numbers in `words`
+    num_full: gl.tensor
+    full: gl.tensor  # (masks, columns of tiles, FULL_WIDTH)
+    words: gl.tensor  # (patterns, query_block / query_tile, key_block, query_tile / 32): bits of a key's queries
+    MASK_BATCHES: gl.tensor
+    MASK_HEADS: gl.tensor
+    WIDTH: gl.tensor
+    FULL_WIDTH: gl.tensor
+
+
+class Tile(NamedTuple):
+    """A program's tile of keys."""
+
+    key_tile: gl.tensor
+    batch_head: gl.tensor  # index into batch and key heads
+    sequence: gl.tensor  # that it is of
+    query_tiles: gl.tensor  # of the sequence, those of its padding included
+    head_rows: gl.tensor  # of dQ's accumulator, a head
+    first_row: gl.tensor  # of them the sequence's first
+    steps: gl.tensor  # of all its walks; 0 where no query sees the keys, and of masks alone
+    masked: gl.tensor  # steps with the bits of a partial tile: the first so many
+    exists: gl.tensor  # whether there are keys
+
+
+class Walk(NamedTuple):
+    """The steps of a tile of keys over the queries of one head of the group, along lists half of them."""
+
+    member: gl.tensor
+    first_tile: gl.tensor
+    steps: gl.tensor
+    number: gl.tensor  # of its list
+    is_partial: gl.tensor  # whether that is a list of partial tiles
+
+
+@gluon.jit
+def tile_of_program(program, num_programs, num_tiles, HEADS_TOGETHER):
+    """(key tile, index into batch and key heads) of a program.
+
+    HEADS_TOGETHER heads at a time, whose rows the L2 cache holds; among them one tile index after the other, so that
+    the longest causal tiles, those of the first keys, start first and the short ones fill the tail.
+    """
+    first_head = program // (HEADS_TOGETHER * num_tiles) * HEADS_TOGETHER
+    width = min(HEADS_TOGETHER, num_programs // num_tiles - first_head)
+    position = program - first_head * num_tiles
+    return position // width, first_head + position % width
+
+
+@gluon.jit
+def key_tiles(N_QUERIES, N_KEYS, IS_CAUSAL: gl.constexpr):
+    """Key tiles of a head that some query sees: the first so many."""
+    rows = N_KEYS
+    if IS_CAUSAL:
+        rows = min(N_KEYS, N_QUERIES)
+    return (rows + KEY_TILE - 1) // KEY_TILE
+
+
+@gluon.jit
+def query_tiles(N_QUERIES, Q_TILE_SIZE: gl.constexpr):
+    """Query tiles of a head, those of its padding included."""
+    return (N_QUERIES + ROW_PADDING - 1) // ROW_PADDING * (ROW_PADDING // Q_TILE_SIZE)
+
+
+@gluon.jit
+def walk_of_tile(key_tile, tiles, Q_TILE_SIZE: gl.constexpr, IS_CAUSAL: gl.constexpr):
+    """(first query tile, steps) of a key tile's walk over the `tiles` query tiles of a head."""
+    first_tile = key_tile * (KEY_TILE // Q_TILE_SIZE)
+    if IS_CAUSAL:
+        return first_tile, tiles - first_tile
+    else:
+        return first_tile % tiles, tiles
+
+
+@gluon.jit
+def query_of_step(step, first_tile, tiles, Q_TILE_SIZE: gl.constexpr, IS_CAUSAL: gl.constexpr):
+    """The first query of a step of the walk."""
+    tile = first_tile + step
+    if not IS_CAUSAL:
+        tile -= tiles * (tile >= tiles)
+    return tile * Q_TILE_SIZE
+
+
+@gluon.jit
+def turn_of_tile(query_block, query_blocks, key_tile, num_tiles, TILES_TOGETHER, IS_CAUSAL: gl.constexpr):
+    """How many key tiles add to a block of KEY_TILE queries before this one, where their order is fixed.
+
+    The order in which they come there if all start at once, the last key tile's first step being on the diagonal. A
+    program only waits for programs with a lower index, which have started, or for those of its own TILES_TOGETHER,
+    which fit on the GPU together and have no more tiles than a head has blocks.
+    """
+    if IS_CAUSAL:
+        return min(query_block, num_tiles - 1) - key_tile
+    else:
+        own = key_tile % TILES_TOGETHER
+        first = key_tile - own
+        width = min(TILES_TOGETHER, num_tiles - first)
+        last = min((query_block + query_blocks - first % query_blocks) % query_blocks, width - 1)
+        return first + last - own + width * (own > last)
+
+
+@gluon.constexpr_function
+def num_walks(PLAN):
+    """Walks of a program: one a head of the group; along lists the partial tiles of all, then the full ones of all."""
+    return PLAN.group * (2 if PLAN.query_block else 1)
+
+
+@gluon.jit
+def list_of_keys(key_tile, batch_head, member, N_KEYS, N_KV_HEADS, MASK_BATCHES, MASK_HEADS, GROUP, K_BLOCK):
+    """Number of the list that a tile of keys walks for a head of its group; a mask of one batch or head serves all."""
+    batch, head = batch_head // N_KV_HEADS, batch_head % N_KV_HEADS * GROUP + member
+    columns = (N_KEYS + K_BLOCK - 1) // K_BLOCK
+    return (batch % MASK_BATCHES * MASK_HEADS + head % MASK_HEADS) * columns + key_tile * KEY_TILE // K_BLOCK
+
+
+@gluon.jit
+def _walk_of_list(number, key_tile, batch_head, problem, mask, PLAN: gl.constexpr):
+    member, is_partial = number % PLAN.group, number < PLAN.group
+    column = list_of_keys(
+        key_tile, batch_head, member, problem.N_KEYS, problem.N_KV_HEADS, mask.MASK_BATCHES, mask.MASK_HEADS,
+        PLAN.group, PLAN.key_block,
+    )  # fmt: skip
+    tiles = gl.load(mask.num_partial + column, mask=is_partial, other=0)
+    tiles += gl.load(mask.num_full + column, mask=is_partial == 0, other=0)
+    return Walk(member, 0, tiles * (PLAN.query_block // PLAN.query_tile), column.to(gl.int64), is_partial)
+
+
+@gluon.jit
+def own_tile(problem, mask, PLAN: gl.constexpr):
+    """The tile of this program; causal ones from the last on if ordered, see `turn_of_tile`."""
+    if PLAN.packed:
+        slots = slots_of_documents(problem.N_KEYS, mask.N_DOCUMENTS, KEY_TILE)
+        slot, batch_head = tile_of_program(gl.program_id(0), gl.num_programs(0), slots, problem.HEADS_TOGETHER)
+        document, key_tile = document_of_slot(slot, mask.cu_seqlens_k, mask.N_DOCUMENTS, problem.N_KEYS, KEY_TILE)
+        sequence = sequence_of(document, key_tile, batch_head, problem, mask, "keys")
+        exists = (key_tile >= 0) & (key_tile * KEY_TILE < sequence.num_keys)
+        tiles = query_tiles(sequence.num_queries, PLAN.query_tile)
+        steps = PLAN.group * walk_of_tile(key_tile, tiles, PLAN.query_tile, PLAN.is_causal)[1]
+        steps = gl.where(exists, max(steps, 0), 0)
+        head_rows = slots_of_documents(problem.N_QUERIES, mask.N_DOCUMENTS, ROW_PADDING) * ROW_PADDING
+        first_row = (sequence.first_row // ROW_PADDING + document) * ROW_PADDING
+        return Tile(key_tile, batch_head, sequence, tiles, head_rows, first_row, steps, 0, exists)
+    else:
+        num_tiles = key_tiles(problem.N_QUERIES, problem.N_KEYS, PLAN.is_causal)
+        key_tile, batch_head = tile_of_program(gl.program_id(0), gl.num_programs(0), num_tiles, problem.HEADS_TOGETHER)
+        if PLAN.is_causal and PLAN.ordered:
+            key_tile = num_tiles - 1 - key_tile
+        tiles = query_tiles(problem.N_QUERIES, PLAN.query_tile)
+        masked = 0
+        if PLAN.query_block:
+            steps = 0
+            for number in range(num_walks(PLAN)):
+                walk = _walk_of_list(number, key_tile, batch_head, problem, mask, PLAN)
+                steps += walk.steps
+                masked += walk.steps * walk.is_partial
+        else:
+            steps = PLAN.group * walk_of_tile(key_tile, tiles, PLAN.query_tile, PLAN.is_causal)[1]
+        sequence = Sequence(0, problem.N_QUERIES, 0, problem.N_KEYS, 0, 0)
+        return Tile(key_tile, batch_head, sequence, tiles, tiles * PLAN.query_tile, 0, steps, masked, True)
+
+
+@gluon.jit
+def walk_of(number, tile, problem, mask, PLAN: gl.constexpr):
+    """The `number`-th walk of a tile. Where no query sees its keys, the last one has the steps that a program at least
+    runs, whose queries, keys and values are read from behind the end, as zeros."""
+    if PLAN.query_block:
+        walk = _walk_of_list(number, tile.key_tile, tile.batch_head, problem, mask, PLAN)
+        is_empty = (tile.steps == 0) & (number == num_walks(PLAN) - 1)
+        return Walk(walk.member, 0, walk.steps + is_empty, walk.number, walk.is_partial)
+    else:
+        first_tile, steps = walk_of_tile(tile.key_tile, tile.query_tiles, PLAN.query_tile, PLAN.is_causal)
+        if PLAN.packed:
+            steps = gl.where(tile.steps > 0, steps, least_steps(PLAN))
+        return Walk(number, first_tile, steps, 0, 0)
+
+
+@gluon.constexpr_function
+def least_steps(PLAN):
+    """Steps of a walk without which no program runs: the masked ones of a causal tile."""
+    return KEY_TILE.value // PLAN.query_tile if PLAN.is_causal else 1
+
+
+@gluon.jit
+def place_of_step(step, walk, tile, problem, mask, PLAN: gl.constexpr):
+    """(first query of a step of a walk, number of its tile of bits if that is partial)."""
+    if PLAN.query_block:
+        PARTS: gl.constexpr = PLAN.query_block // PLAN.query_tile
+        entry, part = step // PARTS, step % PARTS
+        partial, full = walk.number * mask.WIDTH + entry, walk.number * mask.FULL_WIDTH + entry
+        is_full = (walk.is_partial == 0) & (tile.steps > 0)
+        block = gl.load(mask.partial + partial, mask=walk.is_partial, other=0)
+        block += gl.load(mask.full + full, mask=is_full, other=0)
+        pattern = gl.load(mask.patterns + partial, mask=walk.is_partial, other=0)
+        first_query = gl.where(tile.steps == 0, problem.N_QUERIES, block * PLAN.query_block + part * PLAN.query_tile)
+        return first_query, pattern * PARTS + part
+    else:
+        first_query = query_of_step(step, walk.first_tile, tile.query_tiles, PLAN.query_tile, PLAN.is_causal)
+        if PLAN.packed:
+            first_query = gl.where(tile.steps == 0, tile.sequence.num_queries, first_query)
+        return first_query, 0

@@ -1,0 +1,167 @@
+"""The light kernels of the Hopper backward, in Triton: what comes before and after the main one.
+
+preprocess       delta = rowsum(dO ∘ O), minus the gradient of L if one arrives; L in base 2; dQ's accumulator zeroed
+transpose bits   a block mask's bits by keys, as the main kernel has its scores
+convert          dQ = scale · accumulator, in rows and in the inputs' dtype
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from cs336_systems.attention.hopper.backward_walk import ROW_PADDING
+from cs336_systems.attention.masks.tiles import BITS
+from cs336_systems.attention.tiles import head_tile
+from cs336_systems.attention.triton.launch import empty, launch
+from cs336_systems.attention.triton.steps import LOG2_E
+from cs336_systems.attention.triton.varlen import rows_of_document, tile_of_slot
+
+LIGHT_ROWS = 64  # of a program: those of a block of dQ's accumulator
+CHUNK = tl.constexpr(8)  # elements in 16 bytes, of which TMA wants strides to be multiples
+PREPROCESS_NUMBERS = (
+    "chunks_ob", "chunks_oh", "chunks_os", "chunks_dob", "chunks_doh", "chunks_dos", "N_HEADS", "N_QUERIES", "N_ROWS",
+)  # fmt: skip
+
+
+@triton.jit(do_not_specialize=PREPROCESS_NUMBERS)
+def hopper_backward_preprocess_kernel(
+    O_ptr, dO_ptr, L_ptr, dL_ptr, rows_ptr, dQ_ptr, turns_ptr,
+    chunks_ob, chunks_oh, chunks_os, chunks_dob, chunks_doh, chunks_dos, N_HEADS, N_QUERIES, N_ROWS,
+    HAS_DL: tl.constexpr, ORDERED: tl.constexpr, D: tl.constexpr, D_TILE: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """L and its gradient are contiguous. The results have N_ROWS rows a head: L and delta in `rows`, and dQ of zeros;
+    if ORDERED two turns of zero for each ROWS of them.
+
+    O and dO are as TMA reads them, with strides that are counted in chunks of 16 bytes: so they fit 32 bits, and the
+    compiler knows that a thread may read a chunk at a time.
+    """
+    tiles = N_ROWS // ROWS
+    batch_head = (tl.program_id(0) // tiles).to(tl.int64)
+    batch, head = batch_head // N_HEADS, batch_head % N_HEADS
+    query_rows = tl.program_id(0) % tiles * ROWS + tl.arange(0, ROWS)
+    columns = tl.arange(0, D_TILE)
+    inside = (query_rows < N_QUERIES)[:, None] & (columns < D)[None, :]
+    chunks = batch * chunks_ob + head * chunks_oh + query_rows.to(tl.int64) * chunks_os
+    O = tl.load(O_ptr + chunks[:, None] * CHUNK + columns[None, :], mask=inside, other=0.0)
+    chunks = batch * chunks_dob + head * chunks_doh + query_rows.to(tl.int64) * chunks_dos
+    dO = tl.load(dO_ptr + chunks[:, None] * CHUNK + columns[None, :], mask=inside, other=0.0)
+    delta = tl.sum(O.to(tl.float32) * dO.to(tl.float32), axis=1)
+    L_rows = batch_head * N_QUERIES + query_rows
+    L = tl.load(L_ptr + L_rows, mask=query_rows < N_QUERIES, other=float("inf"))
+    if HAS_DL:
+        delta -= tl.load(dL_ptr + L_rows, mask=query_rows < N_QUERIES, other=0.0)
+    rows_of_head = rows_ptr + batch_head * 2 * N_ROWS
+    tl.store(rows_of_head + query_rows, L * LOG2_E)
+    tl.store(rows_of_head + N_ROWS + query_rows, delta)
+    dQ_rows = (batch_head * N_ROWS + query_rows)[:, None]
+    tl.store(dQ_ptr + dQ_rows * D_TILE + columns[None, :], tl.zeros([ROWS, D_TILE], tl.float32))
+    if ORDERED:
+        tl.store(turns_ptr + tl.program_id(0) * 2 + tl.arange(0, 2), tl.zeros([2], tl.int32))
+
+
+@triton.jit
+def hopper_transpose_bits_kernel(bits_ptr, words_ptr, WORDS: tl.constexpr, Q_TILE_SIZE: tl.constexpr):
+    """(patterns, rows, WORDS) words of 32 keys of a query to words of 32 queries of a key, `Lists.words`."""
+    bit = tl.arange(0, 32)
+    strip = tl.program_id(0).to(tl.int64)  # of 32 queries
+    word = tl.arange(0, WORDS)
+    bits = tl.load(bits_ptr + (strip * 32 + bit)[:, None] * WORDS + word[None, :])
+    bits = (bits[:, :, None] >> bit[None, None, :]) & 1
+    words = tl.sum(bits << bit[:, None, None], axis=0)
+    STRIPS: tl.constexpr = Q_TILE_SIZE // 32  # of a tile
+    keys = word[:, None] * 32 + bit[None, :]
+    rows = strip // STRIPS * (WORDS * 32) + keys
+    tl.store(words_ptr + rows * STRIPS + strip % STRIPS, words)
+
+
+@triton.jit(do_not_specialize=["N_QUERIES", "N_ROWS"])
+def hopper_backward_convert_kernel(
+    accumulator_ptr, dQ_ptr, cu_seqlens_ptr, N_QUERIES, N_ROWS, N_DOCUMENTS, scale,
+    PACKED: tl.constexpr, D: tl.constexpr, D_TILE: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """dQ (batch, heads, queries, D), contiguous, from sums of N_ROWS rows a head that lack their scale.
+
+    PACKED: dQ (queries, heads, D), and the rows of a head are those of N_DOCUMENTS documents' slots.
+    """
+    tiles = N_ROWS // ROWS if PACKED else (N_QUERIES + ROWS - 1) // ROWS
+    batch_head = (tl.program_id(0) // tiles).to(tl.int64)
+    first_row = tl.program_id(0) % tiles * ROWS
+    query_rows = first_row + tl.arange(0, ROWS)
+    if PACKED:
+        slot = first_row // ROW_PADDING
+        document, tile = tile_of_slot(cu_seqlens_ptr, slot, N_DOCUMENTS, N_QUERIES, ROW_PADDING)
+        first, num_rows = rows_of_document(cu_seqlens_ptr, document, N_DOCUMENTS, N_QUERIES, N_QUERIES)
+        query_rows += (tile - slot) * ROW_PADDING
+        exists = (query_rows >= 0) & (query_rows < num_rows)
+        dQ_rows = (first + query_rows) * (tl.num_programs(0) // tiles) + batch_head
+    else:
+        exists = query_rows < N_QUERIES
+        dQ_rows = batch_head * N_QUERIES + query_rows
+    columns = tl.arange(0, D_TILE)
+    sums = tl.load(accumulator_ptr + (batch_head * N_ROWS + first_row) * D_TILE + tl.arange(0, ROWS * D_TILE))
+    # (64 columns, 8 of them, warp, row, pair, half of the warp's rows, of the pair), as `_in_thread_order` leaves them
+    sums = tl.permute(tl.reshape(sums, [D_TILE // 64, 8, 4, 8, 4, 2, 2]), [2, 5, 3, 0, 1, 4, 6])
+    sums = tl.reshape(sums, [ROWS, D_TILE])
+    inside = exists[:, None] & (columns < D)[None, :]
+    tl.store(dQ_ptr + dQ_rows[:, None] * D + columns[None, :], (sums * scale).to(dQ_ptr.dtype.element_ty), mask=inside)
+
+
+def preprocess(
+    output: Tensor, grad_output: Tensor, lse: Tensor, grad_lse: Tensor | None, rows: Tensor, sums: Tensor,
+    turns: Tensor | None,
+) -> None:  # fmt: skip
+    """Fill `rows` (batch · heads, 2, rows) with L and delta, and `sums` and `turns` with zeros.
+
+    output and grad_output (batch, heads, queries, head_dim) as TMA reads them; lse (batch, heads, queries) contiguous.
+    """
+    batch, heads, num_queries, width = output.shape
+    num_rows = rows.shape[2]
+    launch(
+        hopper_backward_preprocess_kernel, (num_rows // LIGHT_ROWS * batch * heads,),
+        (
+            output, grad_output, lse, lse if grad_lse is None else grad_lse.contiguous(), rows, sums,
+            rows if turns is None else turns,
+        ),
+        (*_in_chunks(output), *_in_chunks(grad_output), heads, num_queries, num_rows),
+        {"HAS_DL": grad_lse is not None, "ORDERED": turns is not None, **_options(width)},
+    )  # fmt: skip
+
+
+def convert(sums: Tensor, grad_q: Tensor, num_rows: int, scale: float, cu_seqlens: Tensor | None = None) -> None:
+    """grad_q (batch, heads, queries, head_dim), or with cu_seqlens (queries, heads, head_dim), from sums of `num_rows`
+    rows a head."""
+    if cu_seqlens is None:
+        batch, heads, num_queries, width = grad_q.shape
+        programs, documents = -(-num_queries // LIGHT_ROWS) * batch * heads, 0
+    else:
+        num_queries, heads, width = grad_q.shape
+        programs, documents = num_rows // LIGHT_ROWS * heads, len(cu_seqlens) - 1
+    launch(
+        hopper_backward_convert_kernel, (programs,), (sums, grad_q, sums if cu_seqlens is None else cu_seqlens),
+        (num_queries, num_rows, documents, scale), {"PACKED": cu_seqlens is not None, **_options(width)},
+    )  # fmt: skip
+
+
+def transposed_words(token_bits: Tensor, query_tile: int) -> Tensor:
+    """A mask's bits (patterns, query_block, key_block / 32) as `backward_walk.Lists` has them."""
+    patterns, query_block, words = token_bits.shape
+    shape = (patterns, query_block // query_tile, words * BITS, query_tile // BITS)
+    transposed = empty(shape, torch.int32, token_bits.device)
+    if patterns:
+        launch(
+            hopper_transpose_bits_kernel, (patterns * query_block // BITS,), (token_bits, transposed), (),
+            {"WORDS": words, "Q_TILE_SIZE": query_tile},
+        )  # fmt: skip
+    return transposed
+
+
+def _options(width: int) -> dict[str, int]:
+    return {"D": width, "D_TILE": head_tile(width), "ROWS": LIGHT_ROWS}
+
+
+def _in_chunks(x: Tensor) -> tuple[int, ...]:
+    """The strides of batch, heads and rows; a dimension of one element is not strided over."""
+    return tuple(stride // CHUNK.value if size > 1 else 0 for stride, size in zip(x.stride()[:3], x.shape))
