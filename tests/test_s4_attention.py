@@ -743,7 +743,7 @@ def test_operators_check_before_they_launch(name, mask):
         ({"enable_gqa": 1}, "enable_gqa must be a bool, got 1"),
         ({"scale": True}, "scale must be a float or None, got bool"),
         ({"scale": [1.0]}, "scale must be a float or None, got list"),
-        ({"deterministic": 0}, "deterministic must be a bool or None, got int"),
+        ({"deterministic": 0}, "deterministic must be a bool, got 0"),
     ],
 )
 def test_what_equals_an_argument_is_not_taken_for_it(options, message):

@@ -118,6 +118,7 @@ HOPPER_DTYPES = ("float16", "bfloat16")
 MAX_HOPPER_HEAD_DIM = 128  # the accumulators of a wider head do not fit in a warp group's registers
 AttentionLayout = Literal["dense", "block_mask", "packed"]  # what attention runs over
 MIN_HOPPER_BLOCK = (64, 128)  # a mask's tiles hold whole tiles of the kernels
+MIN_TRITON_BLOCK = (64, 64)  # on sm_90 triton 3.6 can miscompile a kernel with two dots of 16 or 32 rows
 # Where hopper takes the GPU less than any other of our back ends, forward and backward together: head_dim -> the
 # shortest length of queries and of keys from which on `auto` takes it, and how many queries there must be in all heads
 # of the batch. Fewer leave multiprocessors idle, where triton splits the keys and runs dQ beside dK/dV: in replayed
@@ -166,7 +167,7 @@ def select_backend(
         dtype, head_dim, seqlen_q, seqlen_k: of the inputs; a length may be 0.
         batch_heads: heads that queries have in the whole batch.
         layout: what the call attends over.
-        block_size: of a block mask; hopper is refused for one of smaller tiles than MIN_HOPPER_BLOCK.
+        block_size: of a block mask; kernels are refused for one of smaller tiles than theirs.
         available: from `available_backends`.
     """
     if dtype not in DTYPES:
@@ -182,7 +183,7 @@ def select_backend(
         if name == "triton_first" and layout != "dense":  # lengths and head dims are for the kernel to refuse
             return "the first kernel takes neither block masks nor packed documents; backend 'triton' does"
         is_triton = name in ("triton", "triton_first")
-        return _triton_refusal(device_kind, compute_capability, dtype, head_dim) if is_triton else None
+        return _triton_refusal(device_kind, compute_capability, dtype, head_dim, block_size) if is_triton else None
 
     if requested != "auto":
         if (why := refusal(requested)) is not None:
@@ -219,7 +220,7 @@ def _hopper_refusal(
     block_size: tuple[int, int] | None = None,
 ) -> str | None:  # fmt: skip
     """Why the Hopper kernels cannot serve these inputs, on a machine where they run; None where they can."""
-    if block_size is not None and any(size < least for size, least in zip(block_size, MIN_HOPPER_BLOCK)):
+    if _is_smaller(block_size, MIN_HOPPER_BLOCK):
         return f"hopper walks lists of tiles of at least {MIN_HOPPER_BLOCK}, and the mask's are {block_size}"
     if device_kind != "cuda":
         return f"hopper kernels run on CUDA devices, and the inputs are on {device_kind}"
@@ -234,10 +235,17 @@ def _hopper_refusal(
     return None
 
 
+def _is_smaller(block_size: tuple[int, int] | None, least: tuple[int, int]) -> bool:
+    return block_size is not None and (block_size[0] < least[0] or block_size[1] < least[1])
+
+
 def _triton_refusal(
-    device_kind: str, compute_capability: tuple[int, int] | None, dtype: str, head_dim: int
-) -> str | None:
+    device_kind: str, compute_capability: tuple[int, int] | None, dtype: str, head_dim: int,
+    block_size: tuple[int, int] | None,
+) -> str | None:  # fmt: skip
     """Why the Triton kernels cannot serve these inputs, on a machine where they run."""
+    if _is_smaller(block_size, MIN_TRITON_BLOCK):
+        return f"triton walks lists of tiles of at least {MIN_TRITON_BLOCK}, and the mask's are {block_size}"
     if dtype not in TRITON_DTYPES:
         return f"triton takes {', '.join(TRITON_DTYPES)}, not {dtype}"
     if head_dim > MAX_TRITON_HEAD_DIM:

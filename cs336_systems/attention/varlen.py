@@ -17,8 +17,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from cs336_systems.attention.api import check_config, explain_backend, flash_attention
-from cs336_systems.attention.operator import AttentionOperator
+from cs336_systems.attention.api import check_config, explain_backend, flash_attention, operator_of
 from cs336_systems.attention.tiles import AttentionConfig
 from cs336_systems.attention.validation import (
     check_documents,
@@ -75,24 +74,13 @@ def flash_attention_varlen(
     check_config(config, backend)
     if backend in ("triton", "hopper"):
         refuse_forward_mode(q, k, v)
-        output, lse = _operator(backend)(
+        output, lse = operator_of(backend, "packed")(
             q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, is_causal, scale,
             config.names if config else "",
         )  # fmt: skip
     else:
         output, lse = _each_document(q, k, v, cu_seqlens_q, cu_seqlens_k, is_causal, scale, backend)
     return (output, lse) if return_lse else output
-
-
-def _operator(backend: str) -> AttentionOperator:
-    """Imported where it is used first."""
-    if backend == "hopper":
-        from cs336_systems.attention.hopper.function import hopper_packed_attention
-
-        return hopper_packed_attention
-    from cs336_systems.attention.triton.function import varlen_attention
-
-    return varlen_attention
 
 
 def _each_document(

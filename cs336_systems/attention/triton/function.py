@@ -299,7 +299,7 @@ class FlashAttentionTriton(torch.autograd.Function):
         check_flags(is_causal=is_causal)
         check_attention_inputs(q4, k4, v4, enable_gqa=True)
         scale = resolve_scale(scale, q.shape[-1])
-        output, lse = triton_attention.forward(q4, k4, v4, is_causal, scale, "")
+        output, lse = triton_attention(q4, k4, v4, is_causal, scale, "")
         output, lse = output.view(q.shape), lse.view(q.shape[:-1])
         ctx.save_for_backward(q, k, v, output, lse)
         ctx.is_causal, ctx.scale = is_causal, scale
@@ -307,8 +307,9 @@ class FlashAttentionTriton(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        saved = (*ctx.saved_tensors, grad_output)
-        q, k, v, output, grad_output = (x.unsqueeze(1) if x.ndim == 3 else x for x in (*saved[:4], grad_output))
-        lse = saved[4].view(q.shape[:-1])
-        grads = triton_attention.backward(q, k, v, output, lse, grad_output, None, ctx.is_causal, ctx.scale, "")
-        return *(grad.view(x.shape) for grad, x in zip(grads, saved)), None, None
+        *inputs, lse = ctx.saved_tensors
+        q, k, v, output, grad_output = (x.unsqueeze(1) if x.ndim == 3 else x for x in (*inputs, grad_output))
+        grads = triton_attention.gradients(
+            (q, k, v, output, lse.view(q.shape[:-1])), grad_output, None, ctx.is_causal, ctx.scale, ""
+        )
+        return *(grad.view(x.shape) for grad, x in zip(grads, inputs)), None, None
