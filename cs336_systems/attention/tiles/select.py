@@ -30,18 +30,14 @@ def select_config(
     `capability` is the GPU's compute capability, None for the interpreter. A GPU without a table gets the portable
     one, with one warning. `tma` says that Hopper's copy engine can read the inputs. It, batch, heads, lengths and mask
     decide where a row has exceptions for them (`tables.Only`).
-    ValueError for an unknown kernel, a head_dim over 256, a negative size or a dtype that Triton's dots do not take,
-    TypeError for what is no number.
+    ValueError for an unknown kernel, a head_dim over 256, a negative size or a dtype that Triton's dots do not take.
     """
     if kernel not in KERNELS:
         raise ValueError(f"kernel must be one of {', '.join(KERNELS)}, got {kernel!r}")
     pair = isinstance(capability, tuple) and len(capability) == 2 and all(isinstance(x, int) for x in capability)
     if capability is not None and not pair:
         raise TypeError(f"capability must be a tuple of two ints like (9, 0), or None, got {capability!r}")
-    sizes = (("head_dim", head_dim), ("batch", batch), ("heads", heads), ("seqlen_q", seqlen_q), ("seqlen_k", seqlen_k))
-    for name, size in sizes:
-        if isinstance(size, bool) or not isinstance(size, int):
-            raise TypeError(f"{name} must be an int, got {size!r}")
+    for name, size in (("batch", batch), ("heads", heads), ("seqlen_q", seqlen_q), ("seqlen_k", seqlen_k)):
         if size < 0:
             raise ValueError(f"{name} must not be negative, got {size}")
     if not 1 <= head_dim <= MAX_HEAD_DIM:
