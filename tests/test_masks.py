@@ -472,8 +472,8 @@ Q = torch.zeros(1, 2, 16, 8)
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: dilated_attention(Q, Q, Q, 0, 1), "segment_length must be a positive int, got 0"),
-        (lambda: dilated_attention(Q, Q, Q, 8, 2.0), "dilation_rate must be a positive int, got 2.0"),
+        (lambda: dilated_attention(Q, Q, Q, 0, 1), "segment_length must be an int from 1 on, got 0"),
+        (lambda: dilated_attention(Q, Q, Q, 8, 2.0), "dilation_rate must be an int from 1 on, got 2.0"),
         (lambda: dilated_attention(Q, Q, Q, 8, 2, phases="some"), "phases must be one of all, by_head, got 'some'"),
         (lambda: dilated_attention(Q, Q, Q, 8, 2, is_causal="no"), "is_causal must be a bool, got 'no'"),
         (lambda: dilated_attention(Q[0], Q[0], Q[0], 8, 2), r"q must have shape \(batch, heads, tokens, head"),

@@ -90,12 +90,10 @@ def flash_attention(
     a block_mask, that is every query of its head. Other heads, other batch entries and queries whose tiles do not visit
     it keep their bits; a dead tile of a block_mask is never read by `triton` and `hopper`.
 
-    Scores must be finite too: a NaN among a query's scores, or none but -inf of those that its mask leaves, makes its O
-    and L NaN in some back ends and 0 and -inf in others. Gradients of `tiled`, `triton` and `hopper` keep the rounding
-    of L to float32: random scores of thousands leave the contract in float32, and those from 1e8 on may overflow in 16
-    bits. They are differences of dO Vᵀ and rowsum(dO ∘ O), two roundings of one number where a query sees one key: dQ
-    and dK, which are 0 there, come out as roundings times the scale, some 1e-5 in float32 for a scale of 2 and 65
-    queries.
+    Scores must be finite too: a NaN among a query's, or none but -inf, makes its O and L NaN in some back ends, 0 and
+    -inf in others. Gradients of `tiled`, `triton` and `hopper` keep the rounding of L to float32: random scores of
+    thousands leave the contract in float32, and those from 1e8 on may overflow in 16 bits. Where a query sees one key,
+    dQ and dK, which are 0, come out as roundings times the scale, some 1e-5 in float32.
 
     Under autocast inputs of 16 or 32 bits are cast to autocast's dtype, as SDPA does. Without keys the output is 0 and
     the log-sum-exp -inf. Not there: dropout, additive bias, a value head dim other than the key's; in `tiled`, `triton`

@@ -23,15 +23,14 @@ from torch.autograd import forward_ad
 from torch.nn import Parameter
 
 from cs336_systems.attention.masks import BlockMask
-from cs336_systems.attention.masks.checks import FLOATING_DTYPES, brief, check_count
+from cs336_systems.attention.masks.checks import FLOATING_DTYPES, brief, check_count, check_flag
 from cs336_systems.measure.stages import stage
 
 
 def check_flags(**flags: bool) -> None:
     """Raise TypeError unless each is a bool: "no" and None would quietly count as True and False."""
     for name, value in flags.items():
-        if not isinstance(value, bool):
-            raise TypeError(f"{name} must be a bool, got {value!r}")
+        check_flag(name, value)
 
 
 def check_attention_inputs(q: Tensor, k: Tensor, v: Tensor, *, enable_gqa: bool = False) -> None:
