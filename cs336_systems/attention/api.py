@@ -133,7 +133,7 @@ def flash_attention(
                 return_lse=return_lse, deterministic=deterministic,
             )  # fmt: skip
     if block_mask is None:
-        backend, _ = explain_backend(q, k, backend=backend)
+        backend, _ = explain_backend(q, k, backend=backend, is_causal=is_causal)
     else:
         size = getattr(block_mask, "block_size", None)  # what is no mask is refused below
         backend, _ = explain_backend(q, k, backend=backend, layout="block_mask", block_size=size)
@@ -207,7 +207,7 @@ def _choose(
     scale = resolve_scale(scale, q_shape[-1])
     _check_deterministic(deterministic)
     heads = q_shape[:-2].numel()
-    name, _ = _select(q_device, q_dtype, q_shape[-1], heads, q_shape[-2], k_shape[-2], backend, "dense")
+    name, _ = _select(q_device, q_dtype, q_shape[-1], heads, q_shape[-2], k_shape[-2], backend, is_causal=is_causal)
     if name not in ("triton", "hopper"):
         return None
     operator = _operator(name)
@@ -261,23 +261,25 @@ def check_config(config: AttentionConfig | None, backend: str) -> None:
 
 
 def explain_backend(
-    q: Tensor, k: Tensor, *, backend: str = "auto", layout: AttentionLayout = "dense",
-    block_size: tuple[int, int] | None = None,
+    q: Tensor, k: Tensor, *, backend: str = "auto", is_causal: bool = False, layout: AttentionLayout = "dense",
+    block_size: tuple[int, int] | None = None, longest: tuple[int, int] | None = None,
 ) -> tuple[str, str]:  # fmt: skip
     """(name, reason) of the back end that `flash_attention` uses for these inputs; ValueError if it refuses.
 
-    `layout` is `block_mask` for a call with one, of this `block_size`, and `packed` for `flash_attention_varlen`.
+    `layout` is `block_mask` for a call with one, of this `block_size`, and `packed` for `flash_attention_varlen`, whose
+    longest document has `longest` queries and keys.
     """
     if q.device.type not in ("cpu", "cuda"):
         raise ValueError(f"q must be on a cpu or cuda device, got {q.device}")
     return _select(
-        q.device, q.dtype, q.shape[-1], q.shape[:-2].numel(), q.shape[-2], k.shape[-2], backend, layout, block_size
+        q.device, q.dtype, q.shape[-1], q.shape[:-2].numel(), q.shape[-2], k.shape[-2], backend, is_causal=is_causal,
+        layout=layout, block_size=block_size, longest=longest,
     )  # fmt: skip
 
 
 def _select(
     device: torch.device, dtype: torch.dtype, head_dim: int, batch_heads: int, seqlen_q: int, seqlen_k: int,
-    backend: str, layout: AttentionLayout, block_size: tuple[int, int] | None = None,
+    backend: str, **call: Any,
 ) -> tuple[str, str]:  # fmt: skip
     return select_backend(
         device_kind=device.type,
@@ -288,8 +290,7 @@ def _select(
         seqlen_q=seqlen_q,
         seqlen_k=seqlen_k,
         requested=backend,
-        layout=layout,
-        block_size=block_size,
+        **call,
         available=_available(device.type),
     )
 
