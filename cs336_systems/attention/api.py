@@ -137,7 +137,9 @@ def flash_attention(
             is_causal, block_mask = block_mask.dense_form == "causal", None
     layout: AttentionLayout = "dense" if block_mask is None else "block_mask"
     size = None if block_mask is None else block_mask.block_size
-    backend, _ = explain_backend(q, k, backend=backend, layout=layout, block_size=size)
+    backend, _ = explain_backend(
+        q, k, backend=backend, is_causal=is_causal, layout=layout, block_size=size
+    )
     check_config(config, backend)
 
     leading = q.shape[:-3]
@@ -218,12 +220,13 @@ def check_config(config: AttentionConfig | None, backend: str) -> None:
 
 
 def explain_backend(
-    q: Tensor, k: Tensor, *, backend: str = "auto", layout: AttentionLayout = "dense",
-    block_size: tuple[int, int] | None = None,
+    q: Tensor, k: Tensor, *, backend: str = "auto", is_causal: bool = False, layout: AttentionLayout = "dense",
+    block_size: tuple[int, int] | None = None, longest: tuple[int, int] | None = None,
 ) -> tuple[str, str]:  # fmt: skip
     """(name, reason) of the back end that `flash_attention` uses for these inputs; ValueError if it refuses.
 
-    `layout` is `block_mask` for a call with one, of this `block_size`, and `packed` for `flash_attention_varlen`.
+    `layout` is `block_mask` for a call with one, of this `block_size`, and `packed` for `flash_attention_varlen`, whose
+    longest document has `longest` queries and keys.
     """
     if q.device.type not in ("cpu", "cuda"):
         raise ValueError(f"q must be on a cpu or cuda device, got {q.device}")
@@ -237,7 +240,9 @@ def explain_backend(
         seqlen_k=k.shape[-2],
         requested=backend,
         layout=layout,
+        is_causal=is_causal,
         block_size=block_size,
+        longest=longest,
         available=_available(q.device.type),
     )
 
