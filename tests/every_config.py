@@ -26,7 +26,7 @@ DTYPES = {"bfloat16": 2, "float16": 2, "float32": 4}
 FEW_QUERIES = 29  # of both heads in one tile, where nothing is masked
 FAMILIES = (
     "dense", "causal", "blocks64", "blocks128", "varlen", "varlen_causal", "split", "split_causal", "hopper",
-    "hopper_causal",
+    "hopper_causal", "hopper_blocks64", "hopper_blocks128", "hopper_varlen", "hopper_varlen_causal",
 )  # fmt: skip
 
 
@@ -35,25 +35,21 @@ class Case:
     family: str  # one of FAMILIES
     dtype: str
     head_dim: int
-    # Names, of forward, dkdv and dq; of a forward that splits keys, its own; of the hopper back end, the forward's and
-    # which backward.
+    # Names, of forward, dkdv and dq; of a forward that splits keys, its own; of the hopper back end, the forward's and,
+    # where nothing is masked or packed, which backward.
     configs: tuple[str, ...]
 
 
 def cases(target: str, families: list[str], dtypes: list[str]) -> Iterator[Case]:
     """The i-th configurations of a table's three rows together; each with full and with ragged columns."""
-    from cs336_systems.attention.hopper.schedule import ORDERS, SCHEDULES
-    from cs336_systems.attention.tiles import head_tile as tile_of
     from cs336_systems.attention.tiles.tables import TABLES
 
     for family in families:
         for dtype in dtypes:
             if family.startswith("hopper"):  # it takes 16 bits, and chooses tiles by the head dim
                 for head_dim in (64, 56, 128, 104) if DTYPES[dtype] == 2 else ():
-                    forwards = [schedule.name(order) for schedule in SCHEDULES[tile_of(head_dim)] for order in ORDERS]
-                    yield Case(family, dtype, head_dim, (forwards[0], "deterministic"))
-                    for forward in forwards:
-                        yield Case(family, dtype, head_dim, (forward, "atomic"))
+                    for configs in hopper_configs(family, head_dim):
+                        yield Case(family, dtype, head_dim, configs)
                 continue
             for head_tile in (64, 128, 256):
                 kernels = ("forward",) if family.startswith("split") else ("forward", "dkdv", "dq")
@@ -66,6 +62,35 @@ def cases(target: str, families: list[str], dtypes: list[str]) -> Iterator[Case]
                         names = tuple(row[min(number, len(row) - 1)].name for row in chosen if row)
                         for missing in (0, 24 if tma else 5):  # TMA wants rows of whole 16 bytes
                             yield Case(family, dtype, head_tile - missing, names)
+
+
+def hopper_configs(family: str, head_dim: int) -> list[tuple[str, ...]]:
+    """What the Hopper kernels can be told for a family; for lists the one that they choose, by the mask's rows."""
+    from cs336_systems.attention.hopper.schedule import ORDERS, SCHEDULES
+    from cs336_systems.attention.tiles import head_tile
+
+    schedules = SCHEDULES[head_tile(head_dim)]
+    if "blocks" in family:
+        rows = block_size(family)[0]
+        return [next((one.name("tiles"),) for one in schedules if rows % one.query_tile == 0)]
+    if "varlen" in family:
+        return [(one.name(order),) for one in schedules for order in ("tiles", "rounds")]
+    forwards = [one.name(order) for one in schedules for order in ORDERS]
+    return [(forwards[0], "deterministic"), *((forward, "atomic") for forward in forwards)]
+
+
+def block_size(family: str) -> tuple[int, int]:
+    rows = int(family.rpartition("blocks")[2])
+    return rows, 128 if family.startswith("hopper") else rows
+
+
+def token_mask(device: str) -> Tensor:
+    """Full, partial and dead tiles of at most 128 rows and columns; queries without a key in both of the last kinds."""
+    tokens = torch.rand((1, HEADS, QUERIES, KEYS), generator=torch.Generator().manual_seed(1)) < 0.9
+    tokens[..., :128, :128] = True
+    tokens[:, 0, 128:] = False
+    tokens[:, 1, 131:140] = False
+    return tokens.to(device)
 
 
 def attend(case: Case, device: str) -> tuple[list[Tensor], dict[str, Tensor], dict[str, object]]:
@@ -87,13 +112,20 @@ def attend(case: Case, device: str) -> tuple[list[Tensor], dict[str, Tensor], di
 
     options = {"enable_gqa": True, "return_lse": True, "backend": "triton", "config": config}
     causal = case.family.endswith("causal")
-    if case.family.startswith("varlen"):
+    if "varlen" in case.family:
         total = sum(DOCUMENTS)
         q, k, v, grad = (draw(total, heads, case.head_dim) for heads in (HEADS, KV_HEADS, KV_HEADS, HEADS))
         leaves = [x.requires_grad_() for x in (q, k, v)]
         ends = torch.tensor((0, *DOCUMENTS)).cumsum(0).to(device, torch.int32)
         longest = max(DOCUMENTS)
-        output, lse = flash_attention_varlen(*leaves, ends, ends, longest, longest, is_causal=causal, **options)
+        if hopper:
+            from cs336_systems.attention.hopper.function import hopper_packed_attention
+
+            output, lse = hopper_packed_attention(
+                *leaves, ends, ends, longest, longest, causal, case.head_dim**-0.5, *case.configs
+            )
+        else:
+            output, lse = flash_attention_varlen(*leaves, ends, ends, longest, longest, is_causal=causal, **options)
         grads = torch.autograd.grad((output, lse), leaves, (grad, torch.zeros_like(lse)))
         tensors = [x.detach().transpose(0, 1) for x in (q, k, v, grad)]
         results = [x.transpose(0, 1) if x.ndim == 3 else x for x in (output, lse, *grads)]
@@ -103,21 +135,18 @@ def attend(case: Case, device: str) -> tuple[list[Tensor], dict[str, Tensor], di
         queries, keys = QUERIES, KEYS
         if case.family == "split":
             queries = FEW_QUERIES
-        if hopper and case.head_dim % 64:  # so that causal queries see keys that do not exist: a kernel of its own
-            queries, keys = KEYS, QUERIES
+        if case.family in ("hopper", "hopper_causal") and case.head_dim % 64:
+            queries, keys = KEYS, QUERIES  # so that causal queries see keys that do not exist: a kernel of its own
         shapes = ((HEADS, queries), (KV_HEADS, keys), (KV_HEADS, keys), (HEADS, queries))
         q, k, v, grad = (draw(1, heads, rows, case.head_dim) for heads, rows in shapes)
         leaves, tensors = [x.requires_grad_() for x in (q, k, v)], [x.detach() for x in (q, k, v, grad)]
         known = {"is_causal": causal}
-        if case.family.startswith("blocks"):
-            size = int(case.family.removeprefix("blocks"))
-            mask = BlockMask.sliding_window(QUERIES, KEYS, window=150, block_size=size, device=device)
-            mask = mask & BlockMask.random_tokens(
-                QUERIES, KEYS, density=0.9, heads=HEADS, block_size=size, device=device
-            )
-            options["block_mask"] = mask
-            known = {"mask": mask.to_dense()}
-        if hopper:
+        if "blocks" in case.family:
+            known = {"mask": token_mask(device)}
+            options["block_mask"] = BlockMask.from_dense(token_mask(device), block_size(case.family))
+        if hopper and "blocks" in case.family:
+            output, lse = flash_attention(*leaves, **(options | {"backend": "hopper"}))
+        elif hopper:
             from cs336_systems.attention.hopper.function import hopper_attention
 
             forward, backward = case.configs

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import re
 import sys
 from collections.abc import Callable
+from statistics import median
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,8 +24,13 @@ from cs336_systems.attention.backends import (
     available_backends,
     select_backend,
 )
+from cs336_systems.attention.hopper_table import HOPPER_FROM
+from cs336_systems.config import RunConfig
 from cs336_systems.device import DeviceInfo
+from cs336_systems.experiments.backend_choice import HEAD_DIMS, BackendChoice, taken_by_auto
+from cs336_systems.experiments.records import Record, Run, case_key, case_to_dict, latest, read_records
 from tests.test_device import cpu, gpu
+from tests.test_tools import ROOT, load_tool
 
 ALL_OK = dict.fromkeys(BACKENDS, "ok")
 NO_TRITON = ALL_OK | dict.fromkeys(("triton_first", "triton", "hopper"), "triton is not installed")
@@ -153,7 +160,20 @@ def test_the_installed_triton_has_what_the_hopper_kernels_import() -> None:
     assert backends._gluon_reason() is None
 
 
-# Which back end is taken
+# Which back end is taken, by a table of the tests' own
+
+TABLE = {
+    ("dense", False): ((64, (1024, 0)), (96, None), (128, (4096, 65536))),
+    ("dense", True): ((64, (2048, 0)),),
+    ("block_mask", False): ((64, None), (128, (4096, 65536))),
+    ("packed", False): ((128, (1024, 0)),),
+}
+MASK = {"layout": "block_mask", "block_size": (128, 128)}
+
+
+@pytest.fixture
+def table(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backends, "HOPPER_FROM", TABLE)
 
 
 def select(**overrides: Any) -> tuple[str, str]:
@@ -172,22 +192,19 @@ LONG = {"seqlen_q": 16384, "seqlen_k": 16384}
     ("inputs", "name", "reason"),
     [
         # hopper on its GPU
-        ({"batch_heads": 24}, "hopper", "ours at head_dim 64 from 512 tokens and 24576 queries in all heads on"),
-        ({"batch_heads": 48, "seqlen_q": 512, "seqlen_k": 512}, "hopper", "from 512 tokens and 24576 queries"),
-        ({"dtype": "float16", "head_dim": 128, "batch_heads": 24}, "hopper", "128 from 512 tokens and 24576 queries"),
+        ({}, "hopper", "ours at head_dim 64 from 1024 tokens and 0 queries in all heads on"),
+        ({"dtype": "float16", "head_dim": 128} | LONG, "hopper", "128 from 4096 tokens and 65536 queries"),
         # triton on CUDA
-        ({"seqlen_q": 511, "batch_heads": 64}, "triton", "triton serves bfloat16 with head_dim 64 on this GPU"),
-        ({"seqlen_k": 511, "batch_heads": 64, "dtype": "float16"}, "triton", "serves float16"),
-        ({"batch_heads": 23}, "triton", "triton serves"),
-        ({"head_dim": 128, "batch_heads": 23}, "triton", "triton serves"),
+        ({"seqlen_q": 1023}, "triton", "triton serves bfloat16 with head_dim 64 on this GPU"),
+        ({"seqlen_k": 1023, "dtype": "float16"}, "triton", "serves float16"),
+        ({"head_dim": 128, "batch_heads": 3} | LONG, "triton", "triton serves"),
         ({"dtype": "float32"}, "triton", "serves float32"),
         ({"head_dim": 256}, "triton", "head_dim 256"),
         ({"head_dim": 59}, "triton", "head_dim 59"),
         ({"seqlen_q": 1, "seqlen_k": 131_072}, "triton", "triton serves"),
         ({"seqlen_q": 0, "seqlen_k": 0}, "triton", "triton serves"),
         ({"compute_capability": (8, 0)}, "triton", "triton serves"),
-        ({"layout": "block_mask"} | LONG, "triton", "GPU; hopper walks a block mask no faster at head dims up to 64$"),
-        ({"layout": "packed"} | LONG, "triton", "GPU; hopper's packed documents have not been timed beside it$"),
+        ({"layout": "block_mask"} | LONG, "triton", "this GPU; hopper has not been measured to be faster there$"),
         ({"layout": "packed", "head_dim": 256}, "triton", "serves bfloat16 with head_dim 256 on this GPU$"),
         ({"compute_capability": (12, 0)} | LONG, "triton", "triton serves"),
         # CUDA, but not for triton
@@ -223,7 +240,7 @@ LONG = {"seqlen_q": 16384, "seqlen_k": 16384}
         ({"requested": "hopper", "dtype": "float16", "head_dim": 1, "seqlen_q": 0}, "hopper", "hopper was asked for"),
     ],
 )  # fmt: skip
-def test_select_backend(inputs: dict[str, Any], name: str, reason: str) -> None:
+def test_select_backend(table: None, inputs: dict[str, Any], name: str, reason: str) -> None:
     chosen, why = select(**inputs)
     assert chosen == name
     assert re.search(reason, why), why
@@ -272,43 +289,117 @@ def test_select_backend_refuses_with_the_reason(inputs: dict[str, Any], message:
         select(**inputs)
 
 
-# Where auto takes the Hopper kernels: a table, here one of the test's own
+# Where auto takes the Hopper kernels
 
 
 @pytest.mark.parametrize(
     ("inputs", "name"),
     [
-        ({"head_dim": 64}, "hopper"),
         ({"head_dim": 64, "dtype": "float16"}, "hopper"),
-        ({"head_dim": 64, "seqlen_q": 1023}, "triton"),
-        ({"head_dim": 64, "seqlen_k": 1023}, "triton"),
+        ({"head_dim": 64, "is_causal": True}, "triton"),  # from 2048 tokens on
         ({"head_dim": 128}, "triton"),  # from 4096 tokens on
         ({"head_dim": 128, **LONG}, "hopper"),
-        ({"head_dim": 128, "batch_heads": 3, **LONG}, "triton"),
-        ({"head_dim": 80, **LONG}, "triton"),  # not in the table
-        ({"head_dim": 64, "dtype": "float32"}, "triton"),
+        ({"head_dim": 104, **LONG}, "hopper"),  # the next larger head dim's row
+        ({"head_dim": 100, **LONG}, "triton"),  # rows that TMA cannot read
+        ({"head_dim": 80, **LONG}, "triton"),
+        ({"head_dim": 56, **LONG}, "triton"),  # below the smallest measured
         ({"head_dim": 64, "compute_capability": (8, 0)}, "triton"),
         ({"head_dim": 64, "available": ALL_OK | {"hopper": "no Gluon"}}, "triton"),
-        ({"head_dim": 64, "layout": "block_mask"}, "triton"),
-        ({"head_dim": 65, "layout": "block_mask", "block_size": (128, 128), **LONG}, "hopper"),
-        ({"head_dim": 128, "layout": "block_mask", "block_size": (64, 128), **LONG}, "hopper"),
-        ({"head_dim": 128, "layout": "block_mask", "block_size": (128, 64), **LONG}, "triton"),
-        ({"head_dim": 128, "layout": "block_mask", "batch_heads": 3, **LONG}, "triton"),
-        ({"head_dim": 128, "layout": "packed", **LONG}, "triton"),
-        ({"head_dim": 64, "requested": "triton"}, "triton"),
-        (CPU | {"head_dim": 64, "available": ALL_OK}, "reference"),
+        ({"head_dim": 64, **MASK, **LONG}, "triton"),
+        ({"head_dim": 72, **MASK, **LONG}, "hopper"),
+        ({"head_dim": 128, **MASK, "block_size": (64, 128), **LONG}, "hopper"),
+        ({"head_dim": 128, **MASK, "block_size": (128, 64), **LONG}, "triton"),
+        ({"head_dim": 128, **MASK, "batch_heads": 3, **LONG}, "triton"),
+        ({"head_dim": 128, "layout": "packed", "longest": (1024, 1024), **LONG}, "hopper"),
+        ({"head_dim": 128, "layout": "packed", "longest": (1024, 1000), **LONG}, "triton"),
     ],
 )
-def test_auto_takes_hopper_where_the_table_says_so(
-    monkeypatch: pytest.MonkeyPatch, inputs: dict[str, Any], name: str
-) -> None:
-    monkeypatch.setattr(backends, "HOPPER_WHERE_FASTEST", {64: (1024, 0), 128: (4096, 65536)})
+def test_auto_takes_hopper_where_the_table_says_so(table: None, inputs: dict[str, Any], name: str) -> None:
     chosen, why = select(**inputs)
     assert chosen == name
     if name == "hopper":
-        mask = "(65|128) under a block mask, in the forward,"
-        limits = f"64 from 1024 tokens|(128|{mask}) from 4096 tokens and 65536 queries in all heads"
-        assert re.fullmatch(rf"hopper is the fastest of ours at head_dim ({limits}) on", why)
+        where = r"\d+( under a block mask| over packed documents)? from \d+ tokens and \d+ queries in all heads on"
+        assert re.fullmatch(f"hopper is the fastest of ours at head_dim {where}", why)
+
+
+PUBLISHED = ROOT / "results/nvidia-h200/records"
+CHOICE = PUBLISHED / "backend_choice.jsonl"
+LOSES_AT_MOST = 1.05
+
+
+@pytest.mark.parametrize("record", ["attention_shapes", *(["backend_choice"] if CHOICE.exists() else [])])
+def test_auto_takes_the_kernel_that_the_published_record_has_as_faster(record: str) -> None:
+    """Row by row, of both passes; of packed documents, whose backward is Triton's, of the forward."""
+    by_case: dict[str, dict[str, Record]] = {}
+    for one in latest(read_records(PUBLISHED / f"{record}.jsonl")):
+        if one.status == "ok" and one.mode == ("forward" if one.case.get("layout") == "packed" else "forward_backward"):
+            by_case.setdefault(case_key(one.case), {})[one.implementation] = one
+    pairs = [found for found in by_case.values() if {"triton", "hopper"} <= {*found}]
+    assert len(pairs) >= 10
+    for found in pairs:
+        case = found["triton"].case
+        taken = taken_by_auto({"layout": "dense", "documents": 0} | case)
+        over = median(slow / fast for slow, fast in zip(found["triton"].samples, found["hopper"].samples))
+        assert (over if taken == "triton" else 1 / over) <= LOSES_AT_MOST, f"{taken} in {case}"
+
+
+backend_table = load_tool("backend_table")
+
+
+@pytest.mark.skipif(not CHOICE.exists(), reason="no published record of backend_choice")
+def test_the_table_is_that_of_the_published_record() -> None:
+    text = backend_table.table_text(read_records(CHOICE))
+    assert backend_table.TABLE.read_text() == text, "run tools/backend_table.py"
+
+
+def test_packed_documents_take_turns() -> None:
+    """Laid out as the packed kernels take them, and checked as the oracle has them."""
+    run = RunConfig(scale="smoke", device="cpu")
+    (cell,) = (cell for cell in BackendChoice().cells(run) if cell.case.layout == "packed")
+    triton, hopper = sorted(BackendChoice().measure(cell, run), key=lambda one: one.row.implementation, reverse=True)
+    assert triton.samples and triton.error is not None and triton.error <= 1
+    assert hopper.skipped.startswith("hopper kernels run on CUDA devices")
+
+
+def test_a_table_is_made_of_records() -> None:
+    """A probe counts to the next larger head dim, whose row it takes."""
+    facts: dict[str, Any] = {"id": "1", "scale": "handout", "software": {}, "commit": "c", "dirty": False, "date": ""}
+    run = Run(device={"name": "NVIDIA H200", "kind": "cuda"}, **facts)
+    cells = BackendChoice().cells(RunConfig(scale="handout", device="cuda"))
+
+    def records(slow: int, **hopper_ms: float) -> list[Record]:
+        """Hopper takes 0.5 ms where triton takes 1, but in a layout of `hopper_ms`, and twice at head dim `slow`."""
+        return [
+            Record(
+                run=run, problem="backend_choice", case=case_to_dict(cell.case), mode=row.mode, quantity="time",
+                unit="ms", status="ok", implementation=row.implementation,
+                samples=[1.0 if row.implementation == "triton" else
+                         2.0 if cell.case.head_dim == slow else hopper_ms.get(cell.case.layout, 0.5)],
+            )
+            for cell in cells
+            for row in cell.rows
+        ]  # fmt: skip
+
+    def rows(text: str) -> dict[Any, Any]:
+        return ast.literal_eval(text.partition(" = ")[2])
+
+    fast = rows(backend_table.table_text(records(0, packed=1.1)))
+    assert list(fast) == list(HOPPER_FROM)
+    assert fast["dense", True] == tuple((head_dim, (512, 8192)) for head_dim in HEAD_DIMS)
+    assert fast["block_mask", False] == ((64, (2048, 32768)), (128, (2048, 32768)))
+    assert fast["packed", False] == fast["packed", True] == ((64, None), (128, None))
+    probed = dict(rows(backend_table.table_text(records(48)))["dense", False])
+    assert probed[64] == (16384, 262144) and probed[80] == (512, 8192)
+
+
+def test_thresholds_lose_least_of_those_from_which_hopper_is_never_slower() -> None:
+    def limits(*cases: tuple[int, int, float]) -> tuple[int, int] | None:
+        return backend_table.limits_of([dict(zip(("tokens", "queries", "over_triton"), case)) for case in cases])
+
+    assert limits((512, 8192, 0.8), (512, 32768, 1.2), (4096, 65536, 1.3)) == (512, 32768)
+    assert limits((512, 8192, 0.8), (512, 32768, 0.9), (4096, 16384, 1.2), (4096, 65536, 0.99)) == (4096, 16384)
+    assert limits((512, 8192, 1.2), (4096, 65536, 0.97)) is None  # slower at last
+    assert limits((512, 8192, 0.99)) is None  # nothing is gained
 
 
 def test_the_hopper_refusal_can_be_traced() -> None:

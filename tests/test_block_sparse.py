@@ -552,9 +552,9 @@ REFUSALS = {
     ),
     "small-tiles": (
         {"block_mask": BlockMask.causal(8, 9, block_size=32), "backend": "triton"}, ValueError,
-        r"block_mask must have a block_size of at least 64 for backend 'triton', got \(32, 32\)",
+        r"triton walks lists of tiles of at least \(64, 64\), and the mask's are \(32, 32\)",
     ),
-    "deterministic": ({"deterministic": "yes"}, TypeError, r"deterministic must be a bool or None, got str"),
+    "deterministic": ({"deterministic": "yes"}, TypeError, r"deterministic must be a bool, got 'yes'"),
 }  # fmt: skip
 
 

@@ -321,7 +321,7 @@ def each_schedule(monkeypatch) -> Callable[[int], Iterator[str]]:
 
     def forget() -> None:
         """Calls with the schedule before would be replayed."""
-        api._choose.cache_clear()
+        api._usual_calls.clear()
         _passes_of.cache_clear()
 
     def run_named(forward: Callable[..., Any], name: str, *arguments: Any) -> tuple[Tensor, Tensor]:

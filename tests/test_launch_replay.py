@@ -61,7 +61,7 @@ def runs(request, backend, monkeypatch) -> list[str]:
     else:
         launch.native.build()
         assert launch.native.load() is not None
-    operator, runs = api._operator(backend), []
+    operator, runs = api.operator_of(backend), []
     for name in ("_forward", "_backward"):
         run = getattr(operator, name)
         monkeypatch.setattr(operator, name, lambda *given, name=name, run=run: runs.append(name[1:]) or run(*given))

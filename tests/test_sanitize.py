@@ -107,11 +107,14 @@ def test_every_row_of_a_table_is_called(target, dtype):
         assert called[family] == set(shipped), family
     for family in GROUPS["split"]:
         assert called[family] == {name for name, config in shipped.items() if config.kernel == "forward"}, family
-    for family in GROUPS["hopper"]:
-        forwards = {
-            schedule.name(order) for schedules in SCHEDULES.values() for schedule in schedules for order in ORDERS
-        }
-        assert called[family] == ({"deterministic", "atomic", *forwards} if dtype == "bfloat16" else set())
+    schedules = [schedule for schedules in SCHEDULES.values() for schedule in schedules]
+    dense, packed = ({one.name(order) for one in schedules for order in orders} for orders in (ORDERS, ORDERS[::2]))
+    listed = {"128": {"hopper_forward_64x128_tiles", "hopper_forward_128x128_tiles"}}
+    for family in (*GROUPS["hopper"], *GROUPS["hopper_masked"]):
+        expected = packed if "varlen" in family else {"deterministic", "atomic", *dense}
+        if "blocks" in family:
+            expected = listed.get(family.removeprefix("hopper_blocks"), {"hopper_forward_64x128_tiles"})
+        assert called[family] == (expected if dtype == "bfloat16" else set()), family
 
 
 @pytest.fixture

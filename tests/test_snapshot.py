@@ -12,7 +12,7 @@ import torch
 from typer.testing import CliRunner
 
 from cs336_systems.cli import app
-from cs336_systems.measure.snapshot import CudaHistory, read_snapshot, snapshot_trace
+from cs336_systems.measure.snapshot import CudaHistory, read_snapshot
 from tests.snapshot_files import Call, small_snapshot, write
 
 COVERS = ("cs336_systems/measure",)
@@ -103,7 +103,7 @@ def test_names_in_a_snapshot_give_no_orders_to_a_terminal(name, shown, tmp_path)
 
 
 def test_events_become_allocations_with_their_lives_and_origins(tmp_path):
-    trace = snapshot_trace(read_snapshot(write(tmp_path / "x.pickle", small_snapshot())))
+    trace = read_snapshot(write(tmp_path / "x.pickle", small_snapshot()))
     found = sorted((one.num_bytes, one.born, one.died, one.where) for one in trace.allocations)
     line = "project/model.py:42 forward"  # the innermost frame is PyTorch's
     expected = [
@@ -118,7 +118,7 @@ def test_a_trace_without_its_beginning_still_adds_up(tmp_path):
     """Recording drops its oldest events when its buffer is full; blocks they made are known by their release only."""
     snapshot = small_snapshot()
     del snapshot["device_traces"][0][0]
-    trace = snapshot_trace(read_snapshot(write(tmp_path / "x.pickle", snapshot)))
+    trace = read_snapshot(write(tmp_path / "x.pickle", snapshot))
     assert trace.active_bytes().tolist()[0] == 2048 + 3072 + 1024
     assert trace.active_bytes().tolist()[-1] == 512 + 4096 + 3072
 
@@ -166,7 +166,7 @@ def check_a_real_snapshot(path: Path) -> None:
     sizes = {one.num_bytes: one.category for one in trace.allocations}
     assert sizes[8 * 2**20] == "activations" and sizes[5 * 2**20] == "temporaries"
     assert any("test_snapshot.py" in one.where for one in trace.allocations)
-    assert snapshot_trace(read_snapshot(path)).peak_bytes() == peak, "of PyTorch's own file"
+    assert read_snapshot(path).peak_bytes() == peak, "of PyTorch's own file"
 
 
 @pytest.mark.gpu

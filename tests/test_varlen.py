@@ -396,24 +396,16 @@ def test_offsets_beyond_32_bits():
 X = torch.ones(10, 4, 16)
 CU = torch.tensor([0, 4, 10], dtype=torch.int32)
 REFUSALS = {
-    "not-a-tensor": ({"k": [1.0]}, TypeError, r"k must be a torch\.Tensor, got list"),
     "four-dims": ({"q": X[None]}, ValueError, r"q must have shape \(total, heads, head_dim\), got \(1, 10, 4, 16\)"),
     "head-dim": ({"k": torch.ones(10, 4, 8)}, ValueError, r"k must have q's head_dim 16, got 8"),
     "values": ({"v": torch.ones(9, 4, 16)}, ValueError, r"v must have k's shape \(10, 4, 16\), got \(9, 4, 16\)"),
-    "heads": ({"k": X[:, :2], "v": X[:, :2]}, ValueError, r"k must have q's 4 heads \(or pass enable_gqa=True\)"),
-    "dtype": ({"k": X.half()}, TypeError, r"k must have q's dtype torch\.float32"),
     "boundaries-int64": (
         {"cu_seqlens_q": CU.long()}, TypeError,
         r"cu_seqlens_q must be an int32 tensor, got torch\.int64",
     ),
-    "boundaries-list": ({"cu_seqlens_k": [0, 10]}, TypeError, r"cu_seqlens_k must be an int32 tensor, got list"),
     "boundaries-2d": (
         {"cu_seqlens_q": CU[None]}, ValueError,
         r"cu_seqlens_q must have shape \(documents \+ 1,\), got \(1, 3\)",
-    ),
-    "boundaries-none": (
-        {"cu_seqlens_q": CU[:0]}, ValueError,
-        r"cu_seqlens_q must have shape \(documents \+ 1,\), got \(0,\)",
     ),
     "boundaries-device": (
         {"cu_seqlens_q": CU.to("meta")}, ValueError,
@@ -433,14 +425,9 @@ REFUSALS = {
     ),
     "boundaries-number": ({"cu_seqlens_k": CU[:2]}, ValueError, r"as many documents as cu_seqlens_q, 2, got 1"),
     "longest": ({"max_seqlen_q": 5}, ValueError, r"max_seqlen_q must be at least the longest length, 6, got 5"),
-    "longest-type": ({"max_seqlen_k": 6.0}, ValueError, r"max_seqlen_k must be an integer of at least 0, got 6\.0"),
-    "longest-bits": ({"max_seqlen_k": 2**64}, ValueError, r"must be an integer of 64 bits, got 18446744073709551616"),
+    "longest-type": ({"max_seqlen_k": 6.0}, ValueError, r"max_seqlen_k must be an int from 0 on, got 6\.0"),
+    "longest-bits": ({"max_seqlen_k": 2**64}, ValueError, r"must be at most 9223372036854775807, got 18446"),
     "causal": ({"is_causal": "no"}, TypeError, r"is_causal must be a bool, got 'no'"),
-    "gqa": ({"enable_gqa": "no"}, TypeError, r"enable_gqa must be a bool, got 'no'"),
-    "lse": ({"return_lse": "no"}, TypeError, r"return_lse must be a bool, got 'no'"),
-    "scale": ({"scale": -1.0}, ValueError, r"scale must be positive and finite, got -1"),
-    "backend": ({"backend": "cudnn"}, ValueError, r"backend must be one of auto, .*got 'cudnn'"),
-    "config": ({"config": "x"}, TypeError, r"config must be an AttentionConfig or None, got str"),
     "config-for-tiled": ({"config": AttentionConfig(), "backend": "tiled"}, ValueError, r"config chooses the tiles of"),
 }  # fmt: skip
 

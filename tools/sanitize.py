@@ -60,6 +60,7 @@ GROUPS = {
     "triton": ("dense", "causal", "blocks64", "blocks128", "varlen", "varlen_causal"),
     "split": ("split", "split_causal"),
     "hopper": ("hopper", "hopper_causal"),
+    "hopper_masked": ("hopper_blocks64", "hopper_blocks128", "hopper_varlen", "hopper_varlen_causal"),
 }
 FAMILIES = [family for families in GROUPS.values() for family in families]
 # Which mechanisms racecheck may report of a control.
@@ -219,7 +220,7 @@ def explain(row: dict[str, Any], controls: dict[str, dict[str, Any]]) -> None:
     found = mechanisms_in(row)
     if name in CONTROLS:
         row["explained"] = found <= CONTROLS[name]
-    elif row["group"] == "hopper" and {*CONTROLS} == {*controls} and all(map(is_right, controls.values())):
+    elif row["group"].startswith("hopper") and {*CONTROLS} == {*controls} and all(map(is_right, controls.values())):
         row["explained"] = found <= set().union(*map(mechanisms_in, controls.values()))
 
 
@@ -320,7 +321,7 @@ def run_tools(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
             yield run(tool, "all", calls(tool, options.families))
             continue
         groups = {name: [x for x in families if x in options.families] for name, families in GROUPS.items()}
-        if groups["hopper"]:
+        if groups["hopper"] or groups["hopper_masked"]:
             with ThreadPoolExecutor() as pool:
                 controls |= zip(CONTROLS, pool.map(run_control, CONTROLS))
             yield from controls.values()

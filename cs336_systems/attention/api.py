@@ -11,8 +11,7 @@ one is used or refused with the reason; `auto` chooses, and `explain_backend` sa
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float
@@ -23,14 +22,17 @@ from cs336_systems.attention.backends import AttentionLayout, available_here, se
 from cs336_systems.attention.compiled import compiled_reference
 from cs336_systems.attention.masks import BlockMask
 from cs336_systems.attention.masks.attn_mask import from_attn_mask
-from cs336_systems.attention.operator import AttentionOperator, are_plain, has_hooks
+from cs336_systems.attention.masks.block_mask import LISTS
+from cs336_systems.attention.operator import AttentionOperator
 from cs336_systems.attention.reference import attention_reference
 from cs336_systems.attention.tiled import tiled_attention
 from cs336_systems.attention.tiles import AttentionConfig
 from cs336_systems.attention.validation import (
+    are_plain,
     check_attention_inputs,
     check_block_mask,
     check_flags,
+    has_hooks,
     refuse_forward_mode,
     resolve_scale,
     to_autocast_dtype,
@@ -88,12 +90,10 @@ def flash_attention(
     a block_mask, that is every query of its head. Other heads, other batch entries and queries whose tiles do not visit
     it keep their bits; a dead tile of a block_mask is never read by `triton` and `hopper`.
 
-    Scores must be finite too: a NaN among a query's scores, or none but -inf of those that its mask leaves, makes its O
-    and L NaN in some back ends and 0 and -inf in others. Gradients of `tiled`, `triton` and `hopper` keep the rounding
-    of L to float32: random scores of thousands leave the contract in float32, and those from 1e8 on may overflow in 16
-    bits. They are differences of dO Vᵀ and rowsum(dO ∘ O), two roundings of one number where a query sees one key: dQ
-    and dK, which are 0 there, come out as roundings times the scale, some 1e-5 in float32 for a scale of 2 and 65
-    queries.
+    Scores must be finite too: a NaN among a query's, or none but -inf, makes its O and L NaN in some back ends, 0 and
+    -inf in others. Gradients of `tiled`, `triton` and `hopper` keep the rounding of L to float32: random scores of
+    thousands leave the contract in float32, and those from 1e8 on may overflow in 16 bits. Where a query sees one key,
+    dQ and dK, which are 0, come out as roundings times the scale, some 1e-5 in float32.
 
     Under autocast inputs of 16 or 32 bits are cast to autocast's dtype, as SDPA does. Without keys the output is 0 and
     the log-sum-exp -inf. Not there: dropout, additive bias, a value head dim other than the key's; in `tiled`, `triton`
@@ -105,19 +105,25 @@ def flash_attention(
             `hopper`.
     Source: FlashAttention-2 (Dao 2023).
     """
+    facts = None
     if block_mask is None and attn_mask is None and config is None and _is_usual(q, k, v):
+        facts = (
+            q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype, q.device,
+            k.device, v.device, is_causal, type(is_causal), scale, type(scale), enable_gqa, type(enable_gqa),
+            return_lse, type(return_lse), deterministic, type(deterministic), backend,
+            torch.are_deterministic_algorithms_enabled(), not q.is_cuda and interpreter_is_on(),
+        )  # fmt: skip
         try:
-            usual = _choose(
-                q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype,
-                q.device, k.device, v.device, is_causal, scale, enable_gqa, return_lse, deterministic, backend,
-                torch.are_deterministic_algorithms_enabled(), not q.is_cuda and interpreter_is_on(),
-            )  # fmt: skip
-        except TypeError:  # of an argument that cannot be hashed, or that the checks below refuse
-            usual = None
-        if usual is not None:
-            output, lse = usual.apply(q, k, v, *usual.arguments)
+            known = _usual_calls.get(facts)
+        except TypeError:  # of an argument that cannot be hashed, which the checks below refuse
+            known = None
+        if known is not None:
+            output, lse = known[0](q, k, v, *known[1])
             return (output, lse) if return_lse else output
-    check_flags(is_causal=is_causal, enable_gqa=enable_gqa, return_lse=return_lse)
+    check_flags(
+        is_causal=is_causal, enable_gqa=enable_gqa, return_lse=return_lse,
+        deterministic=deterministic is None or deterministic,
+    )  # fmt: skip
     q, k, v = to_autocast_dtype(q), to_autocast_dtype(k), to_autocast_dtype(v)
     check_attention_inputs(q, k, v, enable_gqa=enable_gqa)
     scale = resolve_scale(scale, q.shape[-1])
@@ -125,50 +131,53 @@ def flash_attention(
         if block_mask is not None:
             raise ValueError("attn_mask must be None with a block_mask, got both")
         block_mask = from_attn_mask(attn_mask, q, k)
-    if block_mask is not None and backend == "auto" and config is None:
-        check_block_mask(block_mask, q, k, is_causal=is_causal, backend=backend)
-        if block_mask.dense_form is not None:
-            return flash_attention(
-                q, k, v, is_causal=block_mask.dense_form == "causal", scale=scale, enable_gqa=enable_gqa,
-                return_lse=return_lse, deterministic=deterministic,
-            )  # fmt: skip
-    if block_mask is None:
-        backend, _ = explain_backend(q, k, backend=backend)
-    else:
-        size = getattr(block_mask, "block_size", None)  # what is no mask is refused below
-        backend, _ = explain_backend(q, k, backend=backend, layout="block_mask", block_size=size)
-    check_config(config, backend)
-    check_deterministic(deterministic)
     if block_mask is not None:
-        check_block_mask(block_mask, q, k, is_causal=is_causal, backend=backend)
-    if backend in ("tiled", "triton_first", "triton", "hopper"):
-        refuse_forward_mode(q, k, v)
-    elif block_mask is None:
-        function = attention_reference if backend == "reference" else compiled_reference()
-        k, v = _repeat_kv_heads(q, k), _repeat_kv_heads(q, v)
-        return function(q, k, v, is_causal=is_causal, scale=scale, return_lse=return_lse)
+        check_block_mask(block_mask, q, k, is_causal=is_causal)
+        if backend == "auto" and config is None and block_mask.dense_form is not None:
+            is_causal, block_mask = block_mask.dense_form == "causal", None
+    layout: AttentionLayout = "dense" if block_mask is None else "block_mask"
+    size = None if block_mask is None else block_mask.block_size
+    backend, _ = explain_backend(q, k, backend=backend, is_causal=is_causal, layout=layout, block_size=size)
+    check_config(config, backend)
 
     leading = q.shape[:-3]
-    if q.ndim != 4:
-        q, k, v = (x.unsqueeze(0) if x.ndim == 3 else x.flatten(0, -4) for x in (q, k, v))
-    if backend not in ("triton", "hopper"):
+    if backend not in ("triton", "hopper"):  # grouped heads are theirs, and lists of tiles
         k, v = _repeat_kv_heads(q, k), _repeat_kv_heads(q, v)
-    mask = None if block_mask is None or backend in ("triton", "hopper") else block_mask.to_dense()
-    names = config.names if config else ""
+    dense_mask = None if block_mask is None or backend in ("triton", "hopper") else block_mask.to_dense()
     if backend in ("reference", "compiled"):
-        function = attention_reference if backend == "reference" else compiled_reference()
-        output, lse = function(q, k, v, mask=mask, scale=scale, return_lse=True)
-    elif backend == "tiled":
-        output, lse = tiled_attention(q, k, v, mask, is_causal, scale, names)
-    elif block_mask is None:
-        output, lse = _operator(backend)(q, k, v, *determined(backend, deterministic), is_causal, scale, names)
+        if dense_mask is not None:
+            sizes = leading if len(dense_mask) > 1 else [1] * len(leading)
+            dense_mask = dense_mask.reshape(*sizes, *dense_mask.shape[1:])
+        attend = attention_reference if backend == "reference" else compiled_reference()
+        return attend(q, k, v, is_causal=is_causal, mask=dense_mask, scale=scale, return_lse=return_lse)
+
+    refuse_forward_mode(q, k, v)
+    if len(leading) != 1:
+        q, k, v = (x.unsqueeze(0) if x.ndim == 3 else x.flatten(0, -4) for x in (q, k, v))
+    extras: tuple[Any, ...] = ()
+    if backend == "tiled":
+        extras = (dense_mask,)
+    elif block_mask is not None:
+        extras = tuple(getattr(block_mask, name) for name in LISTS)
+    if backend == "hopper":
+        extras += (is_deterministic(deterministic),)
+    operator = operator_of(backend, layout)
+    arguments = (*extras, is_causal, scale, config.names if config else "")
+    if facts is None or backend not in ("triton", "hopper"):
+        output, lse = operator(q, k, v, *arguments)
     else:
-        attend, fields = _listed_operator(backend)
-        lists = (getattr(block_mask, name) for name in fields)
-        output, lse = attend(q, k, v, *lists, *determined(backend, deterministic), False, scale, names)
+        if len(_usual_calls) >= MOST_USUAL_CALLS:
+            _usual_calls.clear()
+        _usual_calls[facts] = operator.apply, (*arguments, operator.passes())
+        output, lse = operator.apply(q, k, v, *_usual_calls[facts][1])
     if len(leading) != 1:
         output, lse = output.reshape(*leading, *output.shape[1:]), lse.reshape(*leading, *lse.shape[1:])
     return (output, lse) if return_lse else output
+
+
+# How usual calls of the Triton and the Hopper kernels run, by all that decides it: short sequences wait for the host.
+_usual_calls: dict[Any, tuple[Callable[..., tuple[Tensor, Tensor]], tuple[Any, ...]]] = {}
+MOST_USUAL_CALLS = 4096
 
 
 def _is_usual(q: Tensor, k: Tensor, v: Tensor) -> bool:
@@ -181,76 +190,28 @@ def _is_usual(q: Tensor, k: Tensor, v: Tensor) -> bool:
     return not torch._C._is_any_autocast_enabled() and not has_hooks()
 
 
-class _Usual(NamedTuple):
-    """A usual call of the Triton or the Hopper kernels."""
-
-    apply: Callable[..., tuple[Tensor, Tensor]]
-    arguments: tuple[Any, ...]
-
-
-@lru_cache(maxsize=4096, typed=True)  # short sequences wait for the host; typed, as 1 == True == 1.0
-def _choose(
-    q_shape: torch.Size, k_shape: torch.Size, v_shape: torch.Size, q_stride: tuple[int, ...],
-    k_stride: tuple[int, ...], v_stride: tuple[int, ...], q_dtype: torch.dtype, k_dtype: torch.dtype,
-    v_dtype: torch.dtype, q_device: torch.device, k_device: torch.device, v_device: torch.device, is_causal: bool,
-    scale: float | None, enable_gqa: bool, return_lse: bool, deterministic: bool | None, backend: str,
-    globally_deterministic: bool, interpreter: bool,
-) -> _Usual | None:  # fmt: skip
-    """What runs a usual call, None where another back end serves it; raises what `flash_attention` raises."""
-    if not q_device == k_device == v_device:
-        return None  # whose message names the devices
-    q, k, v = (
-        torch.empty(shape, dtype=dtype, device="meta")
-        for shape, dtype in ((q_shape, q_dtype), (k_shape, k_dtype), (v_shape, v_dtype))
-    )
-    check_flags(is_causal=is_causal, enable_gqa=enable_gqa, return_lse=return_lse)
-    check_attention_inputs(q, k, v, enable_gqa=enable_gqa)
-    scale = resolve_scale(scale, q_shape[-1])
-    check_deterministic(deterministic)
-    heads = q_shape[:-2].numel()
-    name, _ = _select(q_device, q_dtype, q_shape[-1], heads, q_shape[-2], k_shape[-2], backend, "dense")
-    if name not in ("triton", "hopper"):
-        return None
-    operator = _operator(name)
-    return _Usual(operator.apply, (*determined(name, deterministic), is_causal, scale, "", operator.passes()))
-
-
-def determined(backend: str, deterministic: bool | None) -> tuple[bool, ...]:
-    """What the operator of `backend` takes beside the usual."""
-    if backend != "hopper":
-        return ()
-    return (torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic,)
-
-
-def _operator(backend: str) -> AttentionOperator:
-    """Imported where it is used first."""
-    if backend == "hopper":
-        from cs336_systems.attention.hopper.function import hopper_attention
-
-        return hopper_attention
+def operator_of(backend: str, layout: AttentionLayout = "dense") -> AttentionOperator:
+    """That of a back end whose backward is ours; kernels, which load Triton, are imported where they are used first."""
+    if backend == "tiled":
+        return tiled_attention
     if backend == "triton_first":
         from cs336_systems.attention.triton.first import triton_first_attention
 
         return triton_first_attention
-    from cs336_systems.attention.triton.function import triton_attention
-
-    return triton_attention
-
-
-def _listed_operator(backend: str) -> tuple[AttentionOperator, tuple[str, ...]]:
-    """That of a block mask, and the mask's fields that it takes."""
-    from cs336_systems.attention.triton.function import TileLists, block_sparse_attention
-
     if backend == "hopper":
-        from cs336_systems.attention.hopper.function import hopper_listed_attention
+        from cs336_systems.attention.hopper import function as hopper
 
-        return hopper_listed_attention, TileLists._fields
-    return block_sparse_attention, TileLists._fields
+        dense, listed, packed = hopper.hopper_attention, hopper.hopper_listed_attention, hopper.hopper_packed_attention
+    else:
+        from cs336_systems.attention.triton import function as triton
+
+        dense, listed, packed = triton.triton_attention, triton.block_sparse_attention, triton.varlen_attention
+    return {"dense": dense, "block_mask": listed, "packed": packed}[layout]
 
 
-def check_deterministic(deterministic: bool | None) -> None:
-    if not (deterministic is None or isinstance(deterministic, bool)):
-        raise TypeError(f"deterministic must be a bool or None, got {type(deterministic).__name__}")
+def is_deterministic(asked: bool | None) -> bool:
+    """Whether gradients must be bit-reproducible: as asked, or as PyTorch has been told."""
+    return torch.are_deterministic_algorithms_enabled() if asked is None else asked
 
 
 def check_config(config: AttentionConfig | None, backend: str) -> None:
@@ -262,36 +223,30 @@ def check_config(config: AttentionConfig | None, backend: str) -> None:
 
 
 def explain_backend(
-    q: Tensor, k: Tensor, *, backend: str = "auto", layout: AttentionLayout = "dense",
-    block_size: tuple[int, int] | None = None,
+    q: Tensor, k: Tensor, *, backend: str = "auto", is_causal: bool = False, layout: AttentionLayout = "dense",
+    block_size: tuple[int, int] | None = None, longest: tuple[int, int] | None = None,
 ) -> tuple[str, str]:  # fmt: skip
     """(name, reason) of the back end that `flash_attention` uses for these inputs; ValueError if it refuses.
 
-    `layout` is `block_mask` for a call with one, of this `block_size`, and `packed` for `flash_attention_varlen`.
+    `layout` is `block_mask` for a call with one, of this `block_size`, and `packed` for `flash_attention_varlen`, whose
+    longest document has `longest` queries and keys.
     """
     if q.device.type not in ("cpu", "cuda"):
         raise ValueError(f"q must be on a cpu or cuda device, got {q.device}")
-    return _select(
-        q.device, q.dtype, q.shape[-1], q.shape[:-2].numel(), q.shape[-2], k.shape[-2], backend, layout, block_size
-    )  # fmt: skip
-
-
-def _select(
-    device: torch.device, dtype: torch.dtype, head_dim: int, batch_heads: int, seqlen_q: int, seqlen_k: int,
-    backend: str, layout: AttentionLayout, block_size: tuple[int, int] | None = None,
-) -> tuple[str, str]:  # fmt: skip
     return select_backend(
-        device_kind=device.type,
-        compute_capability=_compute_capability(device.index or 0) if device.type == "cuda" else None,
-        dtype=str(dtype).removeprefix("torch."),
-        head_dim=head_dim,
-        batch_heads=batch_heads,
-        seqlen_q=seqlen_q,
-        seqlen_k=seqlen_k,
+        device_kind=q.device.type,
+        compute_capability=_compute_capability(q.device.index or 0) if q.is_cuda else None,
+        dtype=str(q.dtype).removeprefix("torch."),
+        head_dim=q.shape[-1],
+        batch_heads=q.shape[:-2].numel(),
+        seqlen_q=q.shape[-2],
+        seqlen_k=k.shape[-2],
         requested=backend,
         layout=layout,
+        is_causal=is_causal,
         block_size=block_size,
-        available=_available(device.type),
+        longest=longest,
+        available=_available(q.device.type),
     )
 
 

@@ -16,6 +16,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from cs336_systems.attention.hopper_table import HOPPER_FROM
 from cs336_systems.config import BYTES_PER_ELEMENT, DTYPES
 from cs336_systems.device import (
     DeviceInfo,
@@ -117,26 +118,10 @@ MAX_TRITON_HEAD_DIM = 256  # wider tiles do not fit in shared memory
 HOPPER_DTYPES = ("float16", "bfloat16")
 MAX_HOPPER_HEAD_DIM = 128  # the accumulators of a wider head do not fit in a warp group's registers
 AttentionLayout = Literal["dense", "block_mask", "packed"]  # what attention runs over
+LAYOUT_WORDS = {"dense": "", "block_mask": " under a block mask", "packed": " over packed documents"}
+TMA_MULTIPLE = 8  # of columns of 16 bits; hopper copies inputs of other head dims first, which has not been timed
 MIN_HOPPER_BLOCK = (64, 128)  # a mask's tiles hold whole tiles of the kernels
-# Where hopper takes the GPU less than any other of our back ends, forward and backward together: head_dim -> the
-# shortest length of queries and of keys from which on `auto` takes it, and how many queries there must be in all heads
-# of the batch. Fewer leave multiprocessors idle, where triton splits the keys and runs dQ beside dK/dV: in replayed
-# graphs it took 0.56 to 0.97 times as long as hopper on 36 shapes of at most 16,384 queries, on six of 32,768 1.08 to
-# 1.37 times (the writeup's few_queries; `attention_shapes` has the larger). Two things it is not made for: calls of one
-# head that wait for the host, of which hopper's take up to a quarter less (`short_calls`), and a forward without
-# gradients, in which hopper takes the GPU less from about four heads on. At head dims 32, 80 and 96 long shapes alone
-# have been timed, where triton took 1.16 to 1.40 times as long.
-HOPPER_WHERE_FASTEST: dict[int, tuple[int, int]] = {
-    32: (4096, 65536), 64: (512, 24576), 80: (4096, 65536), 96: (4096, 65536), 128: (512, 24576)
-}  # fmt: skip
-# A block mask takes hopper's forward and triton's backward, so that the forward decides. Of 16,384 tokens and 16 heads
-# on an H200 triton's took 1.33 to 1.42 times as long at head dim 128, and at 64 0.95 to 0.97 times. The kernels are the
-# same for each width of a head tile.
-HOPPER_MASK_HEAD_DIMS = (65, 128)  # from, to; torch.compile cannot look a head dim that varies up in a range
-HOPPER_BY_NAME = {  # what else of ours hopper takes, and why only by name
-    "block_mask": "; hopper walks a block mask no faster at head dims up to 64",
-    "packed": "; hopper's packed documents have not been timed beside it",
-}
+MIN_TRITON_BLOCK = (64, 64)  # on sm_90 triton 3.6 can miscompile a kernel with two dots of 16 or 32 rows
 
 
 def select_backend(
@@ -150,23 +135,26 @@ def select_backend(
     seqlen_k: int,
     requested: str = "auto",
     layout: AttentionLayout = "dense",
+    is_causal: bool = False,
     block_size: tuple[int, int] | None = None,
+    longest: tuple[int, int] | None = None,
     available: dict[str, str],
 ) -> tuple[str, str]:
     """(name, reason) of the attention back end for these inputs; a pure function of its arguments.
 
     A back end requested by name is returned, or refused with a ValueError that says why; nothing else is tried. `auto`
-    takes hopper where HOPPER_WHERE_FASTEST says so, with a block mask at HOPPER_MASK_HEAD_DIMS alone, else triton on
-    CUDA; elsewhere, and for what triton does not take (float64, head_dim over 256), tiled where one head's score matrix
-    exceeds 64 MiB, else reference. It never takes compiled, which compiles again for new shapes.
+    takes hopper where `hopper_from` says so, else triton on CUDA; elsewhere, and for what triton does not take
+    (float64, head_dim over 256), tiled where one head's score matrix exceeds 64 MiB, else reference. It never takes
+    compiled, which compiles again for new shapes.
 
     Args:
         device_kind: torch's device type of the inputs; on others than cuda triton is taken by name only.
         compute_capability: of the inputs' GPU; None elsewhere.
         dtype, head_dim, seqlen_q, seqlen_k: of the inputs; a length may be 0.
         batch_heads: heads that queries have in the whole batch.
-        layout: what the call attends over.
-        block_size: of a block mask; hopper is refused for one of smaller tiles than MIN_HOPPER_BLOCK.
+        layout, is_causal: what the call attends over; a block mask is no causal one.
+        block_size: of a block mask; kernels are refused for one of smaller tiles than theirs.
+        longest: queries and keys of the longest of packed documents, whose totals are seqlen_q and seqlen_k.
         available: from `available_backends`.
     """
     if dtype not in DTYPES:
@@ -182,25 +170,22 @@ def select_backend(
         if name == "triton_first" and layout != "dense":  # lengths and head dims are for the kernel to refuse
             return "the first kernel takes neither block masks nor packed documents; backend 'triton' does"
         is_triton = name in ("triton", "triton_first")
-        return _triton_refusal(device_kind, compute_capability, dtype, head_dim) if is_triton else None
+        return _triton_refusal(device_kind, compute_capability, dtype, head_dim, block_size) if is_triton else None
 
     if requested != "auto":
         if (why := refusal(requested)) is not None:
             raise ValueError(f"backend {requested!r} cannot be used: {why}")
         return requested, f"{requested} was asked for"
 
-    limits, where, by_name = HOPPER_WHERE_FASTEST.get(head_dim), f"head_dim {head_dim}", ""
-    if layout == "block_mask" and HOPPER_MASK_HEAD_DIMS[0] <= head_dim <= HOPPER_MASK_HEAD_DIMS[1]:
-        limits, where = HOPPER_WHERE_FASTEST[128], f"{where} under a block mask, in the forward,"
-    elif layout != "dense":
-        limits, by_name = None, HOPPER_BY_NAME[layout]
-    if refusal("hopper") is not None:
-        limits, by_name = None, ""
-    if limits is not None:
-        tokens, queries = limits
-        if min(seqlen_q, seqlen_k) >= tokens and batch_heads * seqlen_q >= queries:
-            most = "" if queries <= tokens else f" and {queries} queries in all heads"
-            return "hopper", f"hopper is the fastest of ours at {where} from {tokens} tokens{most} on"
+    by_name = ""
+    if refusal("hopper") is None:
+        limits = hopper_from(layout, is_causal, head_dim)
+        if limits is not None:
+            tokens, queries = limits
+            if min(longest or (seqlen_q, seqlen_k)) >= tokens and batch_heads * seqlen_q >= queries:
+                where = f"head_dim {head_dim}{LAYOUT_WORDS[layout]} from {tokens} tokens"
+                return "hopper", f"hopper is the fastest of ours at {where} and {queries} queries in all heads on"
+        by_name = "; hopper has not been measured to be faster there"
     why_not_triton = refusal("triton") if device_kind == "cuda" else f"the inputs are on {device_kind}"
     if why_not_triton is None:
         return "triton", f"triton serves {dtype} with head_dim {head_dim} on this GPU{by_name}"
@@ -214,12 +199,26 @@ def select_backend(
     return "reference", f"reference, not triton ({why_not_triton}); {size}, at most {limit}, cheap to store"
 
 
+def hopper_from(layout: AttentionLayout, is_causal: bool, head_dim: int) -> tuple[int, int] | None:
+    """The shortest length and the fewest queries in all heads from which on hopper is faster than triton.
+
+    By HOPPER_FROM, which is made from measurements; None where it is not known to be faster at any size.
+    """
+    if head_dim % TMA_MULTIPLE:
+        return None
+    smallest = HOPPER_FROM[layout, is_causal][0][0]
+    for measured, limits in HOPPER_FROM[layout, is_causal]:
+        if smallest <= head_dim <= measured:
+            return limits
+    return None
+
+
 def _hopper_refusal(
     device_kind: str, compute_capability: tuple[int, int] | None, dtype: str, head_dim: int,
     block_size: tuple[int, int] | None = None,
 ) -> str | None:  # fmt: skip
     """Why the Hopper kernels cannot serve these inputs, on a machine where they run; None where they can."""
-    if block_size is not None and any(size < least for size, least in zip(block_size, MIN_HOPPER_BLOCK)):
+    if _is_smaller(block_size, MIN_HOPPER_BLOCK):
         return f"hopper walks lists of tiles of at least {MIN_HOPPER_BLOCK}, and the mask's are {block_size}"
     if device_kind != "cuda":
         return f"hopper kernels run on CUDA devices, and the inputs are on {device_kind}"
@@ -234,10 +233,17 @@ def _hopper_refusal(
     return None
 
 
+def _is_smaller(block_size: tuple[int, int] | None, least: tuple[int, int]) -> bool:
+    return block_size is not None and (block_size[0] < least[0] or block_size[1] < least[1])
+
+
 def _triton_refusal(
-    device_kind: str, compute_capability: tuple[int, int] | None, dtype: str, head_dim: int
-) -> str | None:
+    device_kind: str, compute_capability: tuple[int, int] | None, dtype: str, head_dim: int,
+    block_size: tuple[int, int] | None,
+) -> str | None:  # fmt: skip
     """Why the Triton kernels cannot serve these inputs, on a machine where they run."""
+    if _is_smaller(block_size, MIN_TRITON_BLOCK):
+        return f"triton walks lists of tiles of at least {MIN_TRITON_BLOCK}, and the mask's are {block_size}"
     if dtype not in TRITON_DTYPES:
         return f"triton takes {', '.join(TRITON_DTYPES)}, not {dtype}"
     if head_dim > MAX_TRITON_HEAD_DIM:

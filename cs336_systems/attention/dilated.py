@@ -21,6 +21,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from cs336_systems.attention.api import flash_attention
+from cs336_systems.attention.masks.checks import check_count
 from cs336_systems.attention.validation import check_attention_inputs, check_flags
 
 Phases = Literal["all", "by_head"]
@@ -57,9 +58,8 @@ def dilated_attention(
         raise ValueError(f"q must have shape (batch, heads, tokens, head_dim), got {tuple(q.shape)}")
     if k.shape != q.shape:
         raise ValueError(f"k must have q's shape {tuple(q.shape)} in dilated attention, got {tuple(k.shape)}")
-    for name, value in (("segment_length", segment_length), ("dilation_rate", dilation_rate)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"{name} must be a positive int, got {value!r}")
+    check_count("segment_length", segment_length, 1, most=None)
+    check_count("dilation_rate", dilation_rate, 1, most=None)
     if phases not in get_args(Phases):
         raise ValueError(f"phases must be one of {', '.join(get_args(Phases))}, got {phases!r}")
 

@@ -22,7 +22,7 @@ from cs336_systems.attention.api import flash_attention
 from cs336_systems.attention.backends import available_here
 from cs336_systems.attention.masks import BlockMask
 from cs336_systems.attention.masks.block_mask import DEFAULT_BLOCK
-from cs336_systems.attention.masks.checks import check_tensor
+from cs336_systems.attention.masks.checks import check_count, check_tensor
 from cs336_systems.attention.validation import check_attention_inputs, check_flags
 from cs336_systems.device import interpreter_is_on
 
@@ -53,8 +53,7 @@ def shared_keys_attention(
     check_flags(is_causal=is_causal, enable_gqa=enable_gqa)
     check_attention_inputs(q, k, v, enable_gqa=enable_gqa)
     check_bias(bias, k)
-    if isinstance(num_keys, bool) or not isinstance(num_keys, int) or num_keys < 0:
-        raise ValueError(f"num_keys must be an int from 0 on, got {num_keys!r}")
+    check_count("num_keys", num_keys, most=None)
     positions, chosen = choose_keys(bias, num_keys)  # (batch, kv_heads or 1, W) each
     block_mask = None
     if is_causal or not bool(chosen.all()):

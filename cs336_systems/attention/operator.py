@@ -4,29 +4,28 @@
     output, lse = attend(q, k, v, is_causal, scale, config)
 
 Forward: save q, k, v, O and L. Backward: recompute P = exp(S - L) and from it the gradients of q, k and v; see
-`tiled.py` for the formulas. The launches of the two passes are hidden from PyTorch in two ways:
-  eager       an autograd.Function around them, which costs the host least
+`tiled.py` for the formulas. Two ways lead to the launches:
+  plain       an autograd.Function around them, which costs the host least
   watched     two registered operators, for torch.compile, which leaves them whole, and for vmap, dispatch modes, fake
               tensors and subclasses, which want to see one operation
-Both take the rule from `_save` and `AttentionOperator._differentiate`. There is no double backward: under
-`create_graph` the backward leaves a node that raises when it is differentiated.
+There is no double backward: under `create_graph` the backward leaves a node that raises when it is differentiated.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._functorch import is_functorch_wrapped_tensor, is_legacy_batchedtensor
 from torch.autograd import forward_ad
-from torch.nn import Parameter
 
 from cs336_systems.attention.validation import (
     DOUBLE_BACKWARD,
+    are_plain,
     check_attention_inputs,
+    has_hooks,
     refuse_differentiating_transforms,
     refuse_forward_mode,
 )
@@ -36,13 +35,6 @@ from cs336_systems.attention.validation import (
 SMALLEST_SCALE = 2.0**-126
 
 
-class Passes(NamedTuple):
-    """What the rule calls: (q, k, v, ...) -> (output, lse), and (q, k, v, output, lse, gradients, ...) -> gradients."""
-
-    forward: Callable[..., Any]
-    backward: Callable[..., Any]
-
-
 class AttentionOperator:
     """Two launchers as one operation: (q, k, v, *extras, is_causal, scale, config) -> (output, lse).
 
@@ -50,17 +42,17 @@ class AttentionOperator:
     in q's dtype; `lse` (batch, heads, queries) is float32, or float64 for float64 inputs, and differentiable.
     `packed`: q (total_queries, heads, head_dim), k and v (total_keys, kv_heads, head_dim), lse (heads, total_queries).
     `extras` are further arguments without a gradient in PyTorch's schema language, tensors first.
-    `forward(q, k, v, *extras, is_causal, scale, config)` returns (output, lse), and `backward(q, k, v, output, lse,
-    grad_output, grad_lse or None, *extras, is_causal, scale, config)` the gradients of q, k and v. They see non-empty
-    inputs and scales from SMALLEST_SCALE on only. `replays` wraps them for plain calls of the same facts on a GPU.
-    Registered as `cs336_systems::<name>` and `cs336_systems::<name>_backward`.
+    `launch_forward(q, k, v, *extras, is_causal, scale, config)` returns (output, lse), and `launch_backward(q, k, v,
+    output, lse, grad_output, grad_lse or None, *extras, is_causal, scale, config)` the gradients of q, k and v. They
+    see non-empty inputs and scales from SMALLEST_SCALE on only. `replays(forward, backward)` has both for plain calls
+    of the same facts on a GPU. Registered as `cs336_systems::<name>` and `cs336_systems::<name>_backward`.
     """
 
     def __init__(
-        self, name: str, forward: Callable[..., Any], backward: Callable[..., Any], *, extras: tuple[str, ...] = (),
-        packed: bool = False, replays: Callable[..., Any] = Passes,
+        self, name: str, launch_forward: Callable[..., Any], launch_backward: Callable[..., Any], *,
+        extras: tuple[str, ...] = (), packed: bool = False, replays: Callable[..., Any] | None = None,
     ) -> None:  # fmt: skip
-        self._forward, self._backward, self._packed, self._replays = forward, backward, packed, replays
+        self._forward, self._backward, self._packed, self._replays = launch_forward, launch_backward, packed, replays
         self._num_tensors = sum(extra.startswith("Tensor") for extra in extras)
         rest = "".join(f", {extra}" for extra in (*extras, "bool is_causal", "float scale", "str config"))
         inputs = "Tensor q, Tensor k, Tensor v"
@@ -72,19 +64,19 @@ class AttentionOperator:
         self._registered.register_fake(lambda q, *_: _empty_results(q, packed))
         self._registered.register_autograd(self._differentiate, setup_context=self._save)
         self._registered_backward: Any = torch.library.custom_op(
-            f"cs336_systems::{name}_backward", self._run_backward, mutates_args=(),
+            f"cs336_systems::{name}_backward", self.backward, mutates_args=(),
             schema=f"({inputs}, {saved}{rest}) -> (Tensor, Tensor, Tensor)",
         )  # fmt: skip
         self._registered_backward.register_fake(lambda q, k, v, *_: tuple(x.new_empty(x.shape) for x in (q, k, v)))
         self._registered_backward.register_autograd(_refuse_double_backward)
 
-        def forward_half(ctx: Any, q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> Any:
+        def run_plain(ctx: Any, q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> Any:
             *given, ctx.passes = arguments
             results = ctx.passes.forward(q, k, v, *given)
             self._save(ctx, (q, k, v, *given), results)
             return results
 
-        halves = {"forward": staticmethod(forward_half), "backward": staticmethod(self._differentiate)}
+        halves = {"forward": staticmethod(run_plain), "backward": staticmethod(self._differentiate)}
         function: Any = type(name, (torch.autograd.Function,), halves)  # profilers show the name
         # Function's own `apply` adds what torch.func needs, which is not active where this is called.
         above: Any = super(torch.autograd.Function, function)
@@ -96,29 +88,46 @@ class AttentionOperator:
             refuse_differentiating_transforms(q, k, v)
             return self._registered(q, k, v, *arguments)
         if has_hooks():
-            return self.apply(q, k, v, *arguments, Passes(self._run_forward, self._run_backward))
+            return self.apply(q, k, v, *arguments, self)
         facts = [(x.shape, x.stride(), x.dtype) if isinstance(x, Tensor) else x for x in (q, k, v, *arguments)]
         return self.apply(q, k, v, *arguments, _passes_of(self, q.device, tuple(facts)))
 
-    def passes(self) -> Passes:
-        """For plain calls that have the same facts: shapes, strides, dtypes, device and other arguments.
+    def passes(self) -> Any:
+        """`forward` and `backward` for plain calls that have the same shapes, strides, dtypes, device and arguments.
 
-        Not where hooks on saved tensors are set, which may return tensors of other facts.
+        Not where hooks on saved tensors are set, which may return others.
         """
-        return self._replays(self._run_forward, self._run_backward)
+        return self if self._replays is None else self._replays(self.forward, self.backward)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
-        """(output, lse), for a Function that differentiates them itself."""
-        run = self._run_forward if are_plain(q, k, v, *arguments) else self._registered
-        return run(q, k, v, *arguments)
+        if q.numel() == 0 or k.numel() == 0:
+            output, lse = _empty_results(q, self._packed)
+            return output.zero_(), lse.fill_(-torch.inf)
+        *others, scale, config = arguments
+        if scale < SMALLEST_SCALE:
+            return self._forward(q * (scale / SMALLEST_SCALE), k, v, *others, SMALLEST_SCALE, config)
+        return self._forward(q, k, v, *arguments)
 
-    def backward(
-        self, q: Tensor, k: Tensor, v: Tensor, output: Tensor, lse: Tensor, grad_output: Tensor,
-        grad_lse: Tensor | None, *arguments: Any,
+    def backward(self, q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+        if q.numel() == 0 or k.numel() == 0:
+            return q.new_zeros(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)
+        *others, scale, config = arguments
+        if scale < SMALLEST_SCALE:
+            missing = scale / SMALLEST_SCALE
+            grad_q, grad_k, grad_v = self._backward(q * missing, k, v, *others, SMALLEST_SCALE, config)
+            return grad_q * missing, grad_k, grad_v
+        return self._backward(q, k, v, *arguments)
+
+    def gradients(
+        self, saved: tuple[Tensor, ...], grad_output: Tensor, grad_lse: Tensor | None, *arguments: Any,
+        passes: Any = None,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        """Gradients of q, k and v, for such a Function."""
-        run = self._run_backward if _is_last(grad_output, grad_lse) else self._registered_backward
-        return run(q, k, v, output, lse, grad_output, grad_lse, *arguments)
+        """Of q, k and v. With `create_graph` the registered operator leaves a node that refuses a second derivative."""
+        if forward_ad._current_level >= 0:  # tangents live within a level
+            refuse_forward_mode(grad_output, *(() if grad_lse is None else (grad_lse,)))
+        watched = torch.is_grad_enabled() or not are_plain(grad_output, grad_lse)
+        run = self._registered_backward if watched else (passes or self).backward
+        return run(*saved, grad_output, grad_lse, *arguments)
 
     def _save(self, ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
         end = 3 + self._num_tensors
@@ -131,13 +140,10 @@ class AttentionOperator:
 
     def _differentiate(self, ctx: Any, grad_output: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
         q, k, v, *tensors, output, lse = ctx.saved_tensors
-        if grad_output is None:
-            grad_output = torch.zeros_like(output)
-        if not _is_last(grad_output, grad_lse):
-            run = self._registered_backward
-        else:
-            run = ctx.passes.backward if hasattr(ctx, "passes") else self._run_backward
-        grads = run(q, k, v, output, lse, grad_output, grad_lse, *tensors, *ctx.rest)
+        grads = self.gradients(
+            (q, k, v, output, lse), torch.zeros_like(output) if grad_output is None else grad_output, grad_lse,
+            *tensors, *ctx.rest, passes=getattr(ctx, "passes", None),
+        )  # fmt: skip
         return *grads, *(None,) * (len(ctx.needs_input_grad) - 3)
 
     def _checked_forward(self, q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
@@ -147,39 +153,7 @@ class AttentionOperator:
         if q.ndim != (3 if self._packed else 4):
             names = "(total_queries, heads, head_dim)" if self._packed else "(batch, heads, queries, head_dim)"
             raise ValueError(f"q must have shape {names}, got {tuple(q.shape)}")
-        return self._run_forward(q, k, v, *arguments)
-
-    def _run_forward(self, q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
-        if q.numel() == 0 or k.numel() == 0:
-            output, lse = _empty_results(q, self._packed)
-            return output.zero_(), lse.fill_(-torch.inf)
-        *others, scale, config = arguments
-        if scale < SMALLEST_SCALE:
-            return self._forward(q * (scale / SMALLEST_SCALE), k, v, *others, SMALLEST_SCALE, config)
-        return self._forward(q, k, v, *arguments)
-
-    def _run_backward(self, q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-        if q.numel() == 0 or k.numel() == 0:
-            return q.new_zeros(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)
-        *others, scale, config = arguments
-        if scale < SMALLEST_SCALE:
-            missing = scale / SMALLEST_SCALE
-            grad_q, grad_k, grad_v = self._backward(q * missing, k, v, *others, SMALLEST_SCALE, config)
-            return grad_q * missing, grad_k, grad_v
-        return self._backward(q, k, v, *arguments)
-
-
-def has_hooks() -> bool:
-    """Whether `torch.autograd.graph.saved_tensors_hooks` is active."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
-
-
-def _is_last(grad_output: Tensor, grad_lse: Tensor | None) -> bool:
-    """Whether a backward is plain, and nobody will differentiate what it returns."""
-    if forward_ad._current_level >= 0:  # tangents live within a level
-        refuse_forward_mode(grad_output, *(() if grad_lse is None else (grad_lse,)))
-    # With gradients enabled (`create_graph`) the operator leaves a node that refuses the second differentiation.
-    return not torch.is_grad_enabled() and are_plain(grad_output, grad_lse)
+        return self.forward(q, k, v, *arguments)
 
 
 def _refuse_double_backward(ctx: Any, *grads: Tensor | None) -> None:
@@ -187,27 +161,8 @@ def _refuse_double_backward(ctx: Any, *grads: Tensor | None) -> None:
 
 
 @lru_cache(maxsize=4096)
-def _passes_of(operator: AttentionOperator, device: torch.device, facts: tuple[Any, ...]) -> Passes:
+def _passes_of(operator: AttentionOperator, device: torch.device, facts: tuple[Any, ...]) -> Any:
     return operator.passes()
-
-
-def are_plain(*arguments: Any) -> bool:
-    """Whether these are plain tensors and nobody watches: no compiler, no mode, no transform of torch.func."""
-    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
-        return False
-    if torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack():
-        return False
-    for x in arguments:
-        kind = type(x)
-        if kind is Tensor or kind is Parameter:
-            # Negated lazily (the imaginary part of a conjugate): in memory the sign is the other one. Batched the old
-            # way: `torch.autograd.grad(is_grads_batched=True)` maps a backward without a transform. Wrapped: what has
-            # left a transform of torch.func, which has ended.
-            if x.is_meta or x.is_neg() or is_legacy_batchedtensor(x) or is_functorch_wrapped_tensor(x):
-                return False
-        elif isinstance(x, Tensor):
-            return False
-    return True
 
 
 def _empty_results(q: Tensor, packed: bool) -> tuple[Tensor, Tensor]:

@@ -220,13 +220,15 @@ def _forward(
         return tiled_forward(q, k, v, is_causal, scale, mask=mask)
 
 
-def _backward(
+def tiled_attention_backward(
     q: Tensor, k: Tensor, v: Tensor, output: Tensor, lse: Tensor, grad_output: Tensor, grad_lse: Tensor | None,
-    mask: Tensor | None, is_causal: bool, scale: float, config: str,
+    *arguments: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """An operator's backward, also of a forward without a mask."""
+    *masks, is_causal, scale, _ = arguments
     with without_autocast(q):
-        return tiled_backward(q, k, v, output, lse, grad_output, grad_lse, is_causal, scale, mask=mask)
+        return tiled_backward(q, k, v, output, lse, grad_output, grad_lse, is_causal, scale, False, *masks)
 
 
 # What `flash_attention(backend="tiled")` calls.
-tiled_attention = AttentionOperator("tiled_attention", _forward, _backward, extras=("Tensor? mask",))
+tiled_attention = AttentionOperator("tiled_attention", _forward, tiled_attention_backward, extras=("Tensor? mask",))

@@ -16,22 +16,21 @@ from torch._C._functorch import (
     is_batchedtensor,
     is_functorch_wrapped_tensor,
     is_gradtrackingtensor,
+    is_legacy_batchedtensor,
 )
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
+from torch.nn import Parameter
 
 from cs336_systems.attention.masks import BlockMask
-from cs336_systems.attention.masks.checks import FLOATING_DTYPES, brief
+from cs336_systems.attention.masks.checks import FLOATING_DTYPES, brief, check_count, check_flag
 from cs336_systems.measure.stages import stage
-
-MIN_TRITON_BLOCK = 64  # on sm_90 triton 3.6 can miscompile a kernel with two dots of 16 or 32 rows
 
 
 def check_flags(**flags: bool) -> None:
     """Raise TypeError unless each is a bool: "no" and None would quietly count as True and False."""
     for name, value in flags.items():
-        if not isinstance(value, bool):
-            raise TypeError(f"{name} must be a bool, got {value!r}")
+        check_flag(name, value)
 
 
 def check_attention_inputs(q: Tensor, k: Tensor, v: Tensor, *, enable_gqa: bool = False) -> None:
@@ -71,7 +70,7 @@ def check_attention_inputs(q: Tensor, k: Tensor, v: Tensor, *, enable_gqa: bool 
         raise ValueError(f"v must have k's shape {tuple(k.shape)}, got {tuple(v.shape)}{hint}")
 
 
-def check_block_mask(block_mask: BlockMask, q: Tensor, k: Tensor, *, is_causal: bool, backend: str) -> None:
+def check_block_mask(block_mask: BlockMask, q: Tensor, k: Tensor, *, is_causal: bool) -> None:
     """Raise TypeError or ValueError unless `block_mask` is one for q and k, (..., heads, seq, head_dim) each."""
     if not isinstance(block_mask, BlockMask):
         kind = type(block_mask).__name__
@@ -91,11 +90,6 @@ def check_block_mask(block_mask: BlockMask, q: Tensor, k: Tensor, *, is_causal: 
     for name, size, expected in zip(("batch", "heads"), block_mask.shape, (math.prod(q.shape[:-3]), q.shape[-3])):
         if size not in (1, expected):
             raise ValueError(f"block_mask must have {name} 1 or q's {expected}, got {size}")
-    if backend == "triton" and min(block_mask.block_size) < MIN_TRITON_BLOCK:
-        raise ValueError(
-            f"block_mask must have a block_size of at least {MIN_TRITON_BLOCK} for backend 'triton', "
-            f"got {block_mask.block_size}"
-        )
 
 
 def check_packed_inputs(q: Tensor, k: Tensor, v: Tensor, *, enable_gqa: bool) -> None:
@@ -133,10 +127,7 @@ def check_documents(
                 f"{name} must be contiguous on q's device {q.device}, "
                 f"got stride {cu_seqlens.stride()} on {cu_seqlens.device}"
             )
-        if isinstance(longest, bool) or not isinstance(longest, int | torch.SymInt) or longest < 0:
-            raise ValueError(f"max_seqlen_{side} must be an integer of at least 0, got {longest!r}")
-        if isinstance(longest, int) and longest >= 2**63:
-            raise ValueError(f"max_seqlen_{side} must be an integer of 64 bits, got {brief(longest)}")
+        check_count(f"max_seqlen_{side}", longest, most=2**63 - 1)
         if not cu_seqlens.is_cpu or torch.compiler.is_compiling() or isinstance(cu_seqlens, FakeTensor):
             continue
         lengths = cu_seqlens.long().diff()  # in 32 bits a fall from 2³¹ - 1 would wrap around to a rise
@@ -167,6 +158,30 @@ def resolve_scale(scale: float | None, head_dim: int) -> float:
     if scale * math.log2(math.e) > torch.finfo(torch.float32).max:
         raise ValueError(f"scale must be positive and finite in float32, times log2(e) too, got {scale}")
     return float(scale)
+
+
+def are_plain(*arguments: Any) -> bool:
+    """Whether these are plain tensors and nobody watches: no compiler, no mode, no transform of torch.func."""
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        return False
+    if torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack():
+        return False
+    for x in arguments:
+        kind = type(x)
+        if kind is Tensor or kind is Parameter:
+            # Negated lazily (the imaginary part of a conjugate): in memory the sign is the other one. Batched the old
+            # way: `torch.autograd.grad(is_grads_batched=True)` maps a backward without a transform. Wrapped: what has
+            # left a transform of torch.func, which has ended.
+            if x.is_meta or x.is_neg() or is_legacy_batchedtensor(x) or is_functorch_wrapped_tensor(x):
+                return False
+        elif isinstance(x, Tensor):
+            return False
+    return True
+
+
+def has_hooks() -> bool:
+    """Whether `torch.autograd.graph.saved_tensors_hooks` is active."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
 
 
 def refuse_forward_mode(*tensors: Tensor) -> None:

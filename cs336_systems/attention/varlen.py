@@ -17,8 +17,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from cs336_systems.attention.api import check_config, check_deterministic, determined, explain_backend, flash_attention
-from cs336_systems.attention.operator import AttentionOperator
+from cs336_systems.attention.api import check_config, explain_backend, flash_attention, is_deterministic, operator_of
 from cs336_systems.attention.tiles import AttentionConfig
 from cs336_systems.attention.validation import (
     check_documents,
@@ -68,34 +67,29 @@ def flash_attention_varlen(
         NotImplementedError: torch.func differentiates `tiled`, `triton` or `hopper`, or an input of theirs carries a
             forward-mode tangent.
     """
-    check_flags(is_causal=is_causal, enable_gqa=enable_gqa, return_lse=return_lse)
+    check_flags(
+        is_causal=is_causal, enable_gqa=enable_gqa, return_lse=return_lse,
+        deterministic=deterministic is None or deterministic,
+    )  # fmt: skip
     q, k, v = to_autocast_dtype(q), to_autocast_dtype(k), to_autocast_dtype(v)
     check_packed_inputs(q, k, v, enable_gqa=enable_gqa)
     check_documents(q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     scale = resolve_scale(scale, q.shape[2])
-    backend, _ = explain_backend(q.transpose(0, 1), k.transpose(0, 1), backend=backend, layout="packed")
+    backend, _ = explain_backend(
+        q.transpose(0, 1), k.transpose(0, 1), backend=backend, is_causal=is_causal, layout="packed",
+        longest=(max_seqlen_q, max_seqlen_k),
+    )  # fmt: skip
     check_config(config, backend)
-    check_deterministic(deterministic)
     if backend in ("triton", "hopper"):
         refuse_forward_mode(q, k, v)
-        output, lse = _operator(backend)(
-            q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *determined(backend, deterministic),
+        output, lse = operator_of(backend, "packed")(
+            q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
+            *((is_deterministic(deterministic),) if backend == "hopper" else ()),
             is_causal, scale, config.names if config else "",
         )  # fmt: skip
     else:
         output, lse = _each_document(q, k, v, cu_seqlens_q, cu_seqlens_k, is_causal, scale, backend)
     return (output, lse) if return_lse else output
-
-
-def _operator(backend: str) -> AttentionOperator:
-    """Imported where it is used first."""
-    if backend == "hopper":
-        from cs336_systems.attention.hopper.function import hopper_packed_attention
-
-        return hopper_packed_attention
-    from cs336_systems.attention.triton.function import varlen_attention
-
-    return varlen_attention
 
 
 def _each_document(

@@ -46,9 +46,9 @@ def memory(
     with one_line_errors():
         limit = None if fits is None else parse_bytes(fits)
         if snapshot is not None:
-            from cs336_systems.measure.snapshot import read_snapshot, snapshot_trace
+            from cs336_systems.measure.snapshot import read_snapshot
 
-            trace = snapshot_trace(read_snapshot(snapshot))
+            trace = read_snapshot(snapshot)
             title = snapshot.name
         else:
             from cs336_systems.experiments.model_memory import simulated_trace

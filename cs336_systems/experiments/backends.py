@@ -106,7 +106,7 @@ def _attend(backend: str, shape: AttentionShape) -> Callable[..., Any]:
 def _timing(backend: str, shape: AttentionShape, run: RunConfig, num_samples: int | None) -> BackendTiming:
     q, k, *_ = inputs_of(shape, run.device, run.seed)
     try:
-        chosen, reason = explain_backend(q, k, backend=backend)
+        chosen, reason = explain_backend(q, k, backend=backend, is_causal=shape.is_causal)
     except ValueError as error:
         return BackendTiming(backend=backend, status="skipped", reason=str(error))
     interpreted = chosen.startswith("triton") and run.device == "cpu" and interpreter_is_on()

@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import pandas as pd
 
 from cs336_systems.config import MaskCase, RunConfig
 from cs336_systems.experiments.figures import Lines, alt
-from cs336_systems.experiments.frames import lookup
-from cs336_systems.experiments.masks import DENSE_PEERS, MaskExperiment, dense_tables, mask_case, mask_cell, names_of
+from cs336_systems.experiments.frames import digits, lookup, pick
+from cs336_systems.experiments.masks import (
+    DENSE_PEERS,
+    MaskExperiment,
+    best_over_dense,
+    dense_tables,
+    mask_case,
+    mask_cell,
+    names_of,
+)
 from cs336_systems.experiments.spec import Cell, problem
 from cs336_systems.experiments.tables import Pivot
 
 LENGTH = {"tiny": 128, "smoke": 256, "handout": 16384}
-ROW_DENSITIES = {"tiny": (0.5,), "smoke": (0.25, 0.5), "handout": (0.1, 0.3, 0.5, 0.7, 0.9)}
+ROW_DENSITIES = {"tiny": (0.5,), "smoke": (0.25, 0.5), "handout": (0.1, 0.3, 0.5, 0.7, 0.9, 1.0)}
 TOKEN_DENSITIES = {"tiny": (), "smoke": (0.1,), "handout": (0.1, 0.5)}
 RADII = {"tiny": (), "smoke": (3,), "handout": (1, 7, 15)}  # of neighbours on a grid of LENGTH tokens
 SUITE_LENGTH, SUITE_DENSITIES = 49152, (0.05, 0.1, 0.2, 0.5, 1.0)
@@ -51,21 +60,33 @@ class BlockSparse(MaskExperiment):
             add(mask_case(run, mask, seqlen, heads=16, head_dim=128), names_of(run, ("triton",), (*peers, "flex")))
         for density in TOKEN_DENSITIES[run.scale]:
             case = mask_case(run, f"tokens:{density:g}", seqlen, heads=16, head_dim=128)
-            add(case, names_of(run, ("triton",), ("sdpa_mask", "flex")))
+            add(case, names_of(run, ("triton",), ("hopper", "sdpa_mask", "flex")))
         for radius in RADII[run.scale]:  # of which both orders attend the same pairs
             for order in ("grid", "hilbert"):
-                add(mask_case(run, f"{order}:{radius}", seqlen, heads=16, head_dim=128), ("triton", "flex"))
+                add(mask_case(run, f"{order}:{radius}", seqlen, heads=16, head_dim=128), ("triton", "hopper", "flex"))
         for blocks in SUITE_BLOCKS if run.scale == "handout" else ():
             for density in SUITE_DENSITIES:
                 case = mask_case(run, f"random:{density:g}", SUITE_LENGTH, heads=8, head_dim=128, blocks=blocks)
-                add(case, ("triton", "flex"))
+                add(case, ("triton", "hopper", "flex"))
         return cells
 
     def numbers(self, frame: pd.DataFrame) -> dict[str, Any]:
-        """`over(pattern, mode)` and `ideal(pattern, mode)`: triton over dense attention, and what live tiles allow."""
+        """`over(pattern, mode)`: speed of the fastest of ours over dense attention; `ideal`: what live tiles allow.
+
+        `break_even(mode)`: the share of live tiles from which on lists are slower than dense attention.
+        """
         where = {"quantity": "time", "implementation": "triton", "seqlen_q": SHORT}
-        columns = {"over": "over_dense", "ideal": "ideal"}
-        return {name: lookup(frame, column, ("pattern", "mode"), where, "×") for name, column in columns.items()}
+
+        def over(pattern: str, mode: str) -> str:
+            return f"{digits(best_over_dense(frame, mode, pattern=pattern, seqlen_q=SHORT))}×"
+
+        def break_even(mode: str) -> float:
+            rows = pick(frame, {"family": "random tiles", "mode": mode, **where})
+            speeds = [(live, best_over_dense(frame, mode, case=case)) for case, live in zip(rows["case"], rows["live"])]
+            return crossing(sorted(speeds))
+
+        ideal = lookup(frame, "ideal", ("pattern", "mode"), where, "×")
+        return {"over": over, "ideal": ideal, "break_even": break_even}
 
     tables = dense_tables(seqlen_q=SHORT) | {
         "suite": Pivot(
@@ -93,3 +114,15 @@ class BlockSparse(MaskExperiment):
             },
         )
     }
+
+
+def crossing(points: Sequence[tuple[float, float]]) -> float:
+    """Where the line through `points`, by x, falls below 1; the last x if it never does.
+
+    >>> round(crossing([(0.5, 1.8), (0.9, 1.1), (1.0, 0.9)]), 2)
+    0.95
+    """
+    for (x, y), (next_x, next_y) in pairwise(points):
+        if next_y < 1:
+            return x + (next_x - x) * (y - 1) / (y - next_y)
+    return points[-1][0]

@@ -1,7 +1,7 @@
 """Full and causal attention, alone and over packed documents, beside library kernels.
 
-Packed documents go through `flash_attention_varlen`; `triton_lists` and `hopper` walk the same mask as lists of tiles,
-`sdpa_padded` is SDPA on the padded batch, and `torch_varlen` PyTorch's own packed attention.
+Packed documents go through `flash_attention_varlen`; `triton_lists` and `hopper_lists` walk the same mask as lists of
+tiles, `sdpa_padded` is SDPA on the padded batch, and `torch_varlen` PyTorch's own packed attention.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ from cs336_systems.experiments.tables import Pivot
 # Documents of a packed sequence, in 32nds of it: 8 of them, the longest twice the mean, so that a padded batch is half
 # padding.
 DOCUMENTS = (8, 6, 5, 4, 3, 3, 2, 1)
+PACKED_PEERS = ("hopper", "hopper_lists", "sdpa_padded", "torch_varlen")
 DOWN = {"mask": "family", "tokens": "seqlen_q"}
 LENGTHS = {"tiny": (128,), "smoke": (64, 128), "handout": (1024, 4096, 8192, 16384)}
 
 
 @problem(title="Full and causal attention, alone and over packed documents, against library kernels", order=8)
 class DenseMasks(MaskExperiment):
-    implementations = ("triton", "triton_lists", *DENSE_PEERS, "flex", "sdpa_padded", "torch_varlen")
+    implementations = ("triton", "triton_lists", *DENSE_PEERS, "hopper_lists", "flex", "sdpa_padded", "torch_varlen")
 
     def cells(self, run: RunConfig) -> list[Cell]:
         cells: list[Cell] = []
@@ -39,7 +40,7 @@ class DenseMasks(MaskExperiment):
             for mask in masks if run.scale != "tiny" else masks[-1:]:
                 case = mask_case(run, mask, seqlen, heads=64, head_dim=128)
                 packed = mask.startswith("document")
-                peers: tuple[str, ...] = ("hopper", "sdpa_padded", "torch_varlen") if packed else DENSE_PEERS
+                peers: tuple[str, ...] = PACKED_PEERS if packed else DENSE_PEERS
                 if run.scale == "handout" or (seqlen == LENGTHS[run.scale][0] and mask == masks[-1]):
                     peers = (*peers, "flex")  # compiles for each case, most of the problem's time on a laptop
                 ours = ("triton",) if mask == "full" else ("triton", "triton_lists")

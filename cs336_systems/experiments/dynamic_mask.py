@@ -27,8 +27,8 @@ class DynamicMask(MaskExperiment):
         seqlen, num_keys = SIZES[run.scale]
         masks: dict[str, tuple[str, ...]] = {
             "causal": DENSE_PEERS,
-            f"shared:{num_keys}+causal": ("sdpa_mask",),
-            f"topk:{num_keys}": ("sdpa_mask", "flex"),
+            f"shared:{num_keys}+causal": ("hopper", "sdpa_mask"),
+            f"topk:{num_keys}": ("hopper", "sdpa_mask", "flex"),
         }
         return [
             mask_cell(case, name, run, mask_time=name.startswith("triton") and mask != "causal")

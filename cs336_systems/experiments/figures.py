@@ -51,7 +51,8 @@ INK = "#808080"  # read on white and on black
 COLORS = {  # ours in colour, the plain baselines in grey, the libraries' in cooler tones
     "eager": "#999999", "compiled": "#555555", "tiled": "#e6ab02", "tiled_compiled": "#a6761d", "triton": "#d95f02",
     "hopper": "#e7298a", "sdpa_flash": "#1b9e77", "sdpa_cudnn": "#66a61e", "sdpa_efficient": "#b3de69",
-    "flex": "#7570b3", "flex_flash": "#80b1d3", "fa4": "#377eb8", "triton_lists": "#fdae61", "triton_whole": "#fee08b",
+    "flex": "#7570b3", "flex_flash": "#80b1d3", "fa4": "#377eb8", "triton_lists": "#fdae61", "hopper_lists": "#fbb4d9",
+    "triton_whole": "#fee08b",
     "sdpa_mask": "#a1d99b", "sdpa_padded": "#74c476", "torch_varlen": "#80cdc1", "tiles allow": "#bbbbbb",
 }  # fmt: skip
 

@@ -19,7 +19,13 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from cs336_systems.attention import BlockMask, FlashAttentionPyTorch, attention_reference, flash_attention
+from cs336_systems.attention import (
+    BlockMask,
+    FlashAttentionPyTorch,
+    attention_reference,
+    explain_backend,
+    flash_attention,
+)
 from cs336_systems.attention.backends import INTERPRETER_BFLOAT16, hopper_refusal
 from cs336_systems.attention.compiled import compiled_reference
 from cs336_systems.attention.tiles import KernelConfig, select_config
@@ -125,7 +131,8 @@ def _first(shape: AttentionShape, device: str) -> AttentionFunction:
 
     query, key = _query_and_key(shape, device)
     try:
-        check_first(query, key, key)
+        explain_backend(query, key, backend="triton_first")
+        check_first(query, key)
     except ValueError as error:
         raise Unsupported(str(error)) from None
     return lambda q, k, v: flash_attention(q, k, v, is_causal=shape.is_causal, backend="triton_first")

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cs336_systems.attention import BlockMask, attention_reference, flash_attention, flash_attention_varlen
-from cs336_systems.attention.backends import INTERPRETER_BFLOAT16, MIN_HOPPER_BLOCK
+from cs336_systems.attention.backends import MIN_HOPPER_BLOCK
 from cs336_systems.attention.dilated import dilated_attention
 from cs336_systems.attention.dynamic import choose_keys, mask_chosen, shared_keys_attention
 from cs336_systems.attention.masks import parse_mask
@@ -29,8 +29,6 @@ def build_masked(name: str, case: MaskCase, mask: BlockMask, run: RunConfig) -> 
     """The implementation `name` for `case` and its `mask`, on the run's device; ValueError for an unknown name."""
     if name not in BUILDERS:
         raise ValueError(f"implementation must be one of {', '.join(BUILDERS)}, got {name!r}")
-    if name.startswith("triton") and run.device == "cpu" and case.dtype == "bfloat16":
-        raise Unsupported(INTERPRETER_BFLOAT16)
     return BUILDERS[name](case, mask, run)
 
 
@@ -68,53 +66,47 @@ def shape_of(case: MaskCase) -> AttentionShape:
 # Ours
 
 
-def _triton(case: MaskCase, mask: BlockMask, run: RunConfig) -> Built:
+def _ours(backend: str, case: MaskCase, mask: BlockMask, run: RunConfig) -> Built:
     """Our best path for the mask: dense, varlen, gathered keys, dilated by reshape; lists for every other."""
+    _refuse_missing(backend, case, run)
     name, _, argument = case.mask.partition("+")[0].partition(":")
     causal, kernel = is_causal(case), _kernel(name, run)
     if is_plain(case.mask):
-        return _dense("triton", case, mask, run)
+        return _dense(backend, case, mask, run)
     if name == "document":
         lengths = document_lengths(case.mask)
         ends = _ends(lengths, run)  # on the device once, as peers have them: a copy in each call would stall the host
         longest = max(lengths)
 
         def packed(q: Tensor, k: Tensor, v: Tensor) -> Any:
-            return flash_attention_varlen(q, k, v, ends, ends, longest, longest, is_causal=causal, backend="triton")
+            return flash_attention_varlen(q, k, v, ends, ends, longest, longest, is_causal=causal, backend=backend)
 
         return Built(attend=packed, pack=_pack, unpack=_unpack, kernel=kernel)
     if name == "dilated":
         segment_length, rate = map(int, argument.split("/"))
 
         def dilated(q: Tensor, k: Tensor, v: Tensor) -> Any:
-            return dilated_attention(q, k, v, segment_length, rate, is_causal=causal, backend="triton")
+            return dilated_attention(q, k, v, segment_length, rate, is_causal=causal, backend=backend)
 
         return Built(attend=dilated, kernel=kernel)
     if name == "shared":
         bias, num_keys = random_bias(case.seqlen_q, 1, run.seed).to(run.device), int(argument)
 
         def shared(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return shared_keys_attention(q, k, v, bias, num_keys, is_causal=causal, backend="triton")
+            return shared_keys_attention(q, k, v, bias, num_keys, is_causal=causal, backend=backend)
 
         def choose() -> BlockMask:
             return mask_chosen(*choose_keys(bias, num_keys), case.seqlen_q, case.seqlen_q, is_causal=causal)
 
         return Built(attend=shared, build_mask=choose, kernel=kernel)
-    return _lists(case, mask, run)
+    return _lists(backend, case, mask, run)
 
 
-def _hopper(case: MaskCase, mask: BlockMask, run: RunConfig) -> Built:
-    """The Hopper kernels: dense, or the forward along the mask's lists before Triton's backward."""
-    build("hopper", shape_of(case), run.device)  # `Unsupported` where they do not run
-    if is_plain(case.mask):
-        return _dense("hopper", case, mask, run)
-    if case.query_block < MIN_HOPPER_BLOCK[0] or case.key_block < MIN_HOPPER_BLOCK[1]:
-        raise Unsupported(f"hopper walks lists of tiles of at least {MIN_HOPPER_BLOCK}")
-    return _lists(case, mask, run, backend="hopper")
-
-
-def _lists(case: MaskCase, mask: BlockMask, run: RunConfig, backend: str = "triton") -> Built:
+def _lists(backend: str, case: MaskCase, mask: BlockMask, run: RunConfig) -> Built:
     """Our kernels that walk the mask's lists; those of documents and of each query's keys change from call to call."""
+    _refuse_missing(backend, case, run)
+    if backend == "hopper" and (case.query_block < MIN_HOPPER_BLOCK[0] or case.key_block < MIN_HOPPER_BLOCK[1]):
+        raise Unsupported(f"hopper walks lists of tiles of at least {MIN_HOPPER_BLOCK}")
     name, _, argument = case.mask.partition("+")[0].partition(":")
     size, build_mask = (case.query_block, case.key_block), None
     if name == "topk":
@@ -129,6 +121,11 @@ def _lists(case: MaskCase, mask: BlockMask, run: RunConfig, backend: str = "trit
         attend=partial(flash_attention, block_mask=mask, backend=backend), build_mask=build_mask,
         kernel=_kernel("lists", run),
     )  # fmt: skip
+
+
+def _refuse_missing(backend: str, case: MaskCase, run: RunConfig) -> None:
+    """`Unsupported` where the kernels of `backend` do not run."""
+    build(backend, shape_of(case), run.device)
 
 
 def _tiled(case: MaskCase, mask: BlockMask, run: RunConfig) -> Built:
@@ -234,9 +231,8 @@ def _predicate(case: MaskCase, mask: BlockMask) -> Callable[..., Tensor] | None:
 BUILDERS: dict[str, Callable[[MaskCase, BlockMask, RunConfig], Built]] = {
     "eager": _eager,
     "tiled": _tiled,
-    "triton": _triton,
-    "triton_lists": _lists,
-    "hopper": _hopper,
+    **{name: partial(_ours, name) for name in ("triton", "hopper")},
+    **{f"{name}_lists": partial(_lists, name) for name in ("triton", "hopper")},
     **{name: partial(_dense, name) for name in ("sdpa_flash", "sdpa_cudnn")},
     "sdpa_mask": _sdpa_mask,
     "sdpa_padded": _padded,

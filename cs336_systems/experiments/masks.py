@@ -20,7 +20,7 @@ from cs336_systems.attention import BlockMask
 from cs336_systems.attention.contract import Oracle, compute_oracle
 from cs336_systems.config import DTypeName, MaskCase, RunConfig
 from cs336_systems.experiments.attention import BACKWARD, BOTH, FORWARD, MODE_WORDS, PEAK, measure_passes
-from cs336_systems.experiments.frames import speed, tuples
+from cs336_systems.experiments.frames import pick, speed, tuples
 from cs336_systems.experiments.mask_implementations import build_masked, is_plain, mask_of, shape_of
 from cs336_systems.experiments.spec import Cell, Experiment, Row, Sample
 from cs336_systems.experiments.tables import Listing, Pivot, TableSpec
@@ -170,6 +170,14 @@ class MaskExperiment(Experiment):
                     found["ideal_by_pairs"] = base_shares.get("density", math.nan) / pairs if pairs else math.nan
             more.append(found)
         return frame.assign(**{name: [one[name] for one in more] for name in more[0]}) if more else frame
+
+
+def best_over_dense(frame: pd.DataFrame, mode: str = "forward_backward", **where: Any) -> float:
+    """How many times as fast as dense attention the fastest of ours is on the one case of `where`."""
+    rows = pick(frame, {"quantity": "time", "mode": mode, "implementation": ("triton", "hopper"), **where})
+    if rows["case"].nunique() != 1:
+        raise ValueError(f"{rows['case'].nunique()} cases have {where}, one is needed")
+    return float(rows["over_dense"].max())
 
 
 def _dense_key(row: Mapping[str, Any], causal: bool) -> tuple[Any, ...]:

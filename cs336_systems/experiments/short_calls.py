@@ -25,7 +25,7 @@ from cs336_systems.experiments.figures import Bars
 from cs336_systems.experiments.implementations import AttentionFunction, without_overhead
 from cs336_systems.experiments.spec import BY_TURNS, Cell, Row, Sample, problem
 from cs336_systems.experiments.tables import Pivot
-from cs336_systems.experiments.turns import Call, Turn, measure_by_turns
+from cs336_systems.experiments.turns import MOST_CALLS, Call, Turn, captured, measure_by_turns
 from cs336_systems.measure.timing import synchronize, time_calls
 
 # (batch, heads, length, head_dim, causal): one head, as the handout's grid has it; some heads; and a call of 1 ms.
@@ -48,7 +48,7 @@ ROWS = {
     "cuda": tuple(replace(row, quantity=quantity) for quantity in QUANTITIES for row in (FORWARD, BOTH)),
 }
 ROUNDS = {"cpu": 3, "cuda": 25}
-CALLS = {"cpu": 1, "cuda": 20}  # a turn's: a GPU queues a thousand launches before the host waits, a call makes ten
+CALLS = {"cpu": 1, "cuda": MOST_CALLS}  # a turn's
 GRAPH_SAMPLES = 10
 
 
@@ -94,13 +94,13 @@ def turns(function: AttentionFunction, calls: dict[str, Call], device: str) -> d
     graphs: dict[str, torch.cuda.CUDAGraph] = {}
     if device == "cuda":
         with without_overhead(function) as attend:
-            graphs = {mode: _captured(partial(call, attend)) for mode, call in calls.items()}
+            graphs = {mode: captured(partial(call, attend)) for mode, call in calls.items()}
     return {mode: partial(_turn, function, call, graphs.get(mode), device) for mode, call in calls.items()}
 
 
 def graph_times(call: Callable[[], object]) -> list[float]:
     """Milliseconds of `call`, CUDA kernels of fixed shapes, replayed from a graph of CALLS calls in a row."""
-    graph = _captured(call)
+    graph = captured(call)
     return [sample / CALLS["cuda"] for sample in time_calls(graph.replay, device="cuda", num_samples=GRAPH_SAMPLES)]
 
 
@@ -121,18 +121,3 @@ def _turn(function: AttentionFunction, call: Call, graph: torch.cuda.CUDAGraph |
         (replayed,) = time_calls(graph.replay, device=device, warmup=1, num_samples=1)
         taken["graph_time"] = replayed / count
     return taken
-
-
-def _captured(call: Callable[[], object]) -> torch.cuda.CUDAGraph:
-    """CALLS calls in a row as a CUDA graph."""
-    aside = torch.cuda.Stream()
-    aside.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(aside):  # what runs for the first time loads code, which no graph can hold
-        for _ in range(3):
-            call()
-    torch.cuda.current_stream().wait_stream(aside)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(CALLS["cuda"]):
-            call()
-    return graph

@@ -43,6 +43,8 @@ from cs336_systems.measure.timing import time_in_a_row
 SETTLE_MS = 60.0
 TIMED_MS = 50.0
 ROUNDS = {"cpu": 3, "cuda": 12}
+MOST_CALLS = 20  # in a row or a graph: a GPU queues a thousand launches before the host waits, and a call makes ten
+GRAPH_MS = 2.0  # of a graph's calls, beside which its launch takes nothing
 
 Call = Callable[[AttentionFunction], object]  # of what `without_overhead` yields
 P = TypeVar("P")
@@ -67,15 +69,16 @@ def named(name: str, shape: AttentionShape, device: str) -> Built:
 
 def measure_by_turns(
     cell: Cell, run: RunConfig, turns_of: TurnsOf, *, num_rounds: int,
-    built: Callable[[str, AttentionShape, str], Built] = named,
+    built: Callable[[str, Any, str], Built] = named, token_mask: Callable[[], Tensor | None] = lambda: None,
 ) -> Iterator[Sample]:  # fmt: skip
     """Each implementation of `cell` checked against the oracle, then all that are right by turns.
 
-    `turns_of` makes the turns of one in each mode of the rows. Who does not exist, is wrong, or raises before the first
+    `turns_of` makes the turns of one in each mode of the rows; `built`, what is measured of the case; `token_mask`, the
+    pairs that it attends where the shape does not say it. Who does not exist, is wrong, or raises before the first
     round has rows that say so, and the others play. An error that leaves a device useless is raised, as everybody's.
     """
     inputs = attention_inputs(cell.case, device=run.device, seed=run.seed)
-    oracle = compute_oracle(*inputs, is_causal=cell.case.is_causal)
+    oracle = compute_oracle(*inputs, is_causal=cell.case.is_causal, mask=token_mask())
     players = []
     for name in cell.implementations:
         rows = [row for row in cell.rows if row.implementation == name]
@@ -136,21 +139,24 @@ def _player(
 ) -> Player:
     """Disagreement where the results of `name` break the numerical contract."""
     function = built.attend
-    leaves = [x.detach().clone().requires_grad_() for x in inputs[:3]]
+    *leaves, grad_output = (built.pack(x).detach().clone() for x in inputs)
+    for x in leaves:
+        x.requires_grad_()
 
     def forward(attend: AttentionFunction) -> Tensor:
         with torch.no_grad():
-            return attend(*inputs[:3])
+            return attend(*leaves)
 
     def both(attend: AttentionFunction) -> tuple[Tensor, ...]:
-        return torch.autograd.grad(attend(*leaves), leaves, inputs.grad_output)
+        return torch.autograd.grad(attend(*leaves), leaves, grad_output)
 
     names = ("output", "grad_q", "grad_k", "grad_v")
-    error = checked_error(oracle, dict(zip(names, (forward(function), *both(function)))), name)
+    results = map(built.unpack, (forward(function), *both(function)))
+    error = checked_error(oracle, dict(zip(names, results)), name)
     calls: dict[str, Call] = {"forward": forward, "forward_backward": both}
     if "backward" in modes:
         output = function(*leaves)  # the graph is made once, outside of the turns
-        calls["backward"] = lambda _: torch.autograd.grad(output, leaves, inputs.grad_output, retain_graph=True)
+        calls["backward"] = lambda _: torch.autograd.grad(output, leaves, grad_output, retain_graph=True)
     calls = {mode: call for mode, call in calls.items() if mode in modes}
     return Player(name=name, kernel=built.kernel, error=error, turns=turns_of(function, calls))
 
@@ -179,6 +185,42 @@ def _turn(function: AttentionFunction, call: Call, counts: tuple[int, int], devi
         for _ in range(untimed):
             call(attend)
         return {"time": time_in_a_row(partial(call, attend), timed, device)}
+
+
+def captured(call: Callable[[], object], count: int = MOST_CALLS) -> torch.cuda.CUDAGraph:
+    """`count` calls in a row as a CUDA graph."""
+    aside = torch.cuda.Stream()
+    aside.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(aside):  # what runs for the first time loads code, which no graph can hold
+        for _ in range(3):
+            call()
+    torch.cuda.current_stream().wait_stream(aside)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(count):
+            call()
+    return graph
+
+
+def graph_turns(function: AttentionFunction, calls: dict[str, Call], device: str) -> dict[str, Turn]:
+    """`long_turns` of graphs of so many calls as fill GRAPH_MS."""
+    if device == "cpu":
+        return long_turns(function, calls, device)
+    found: dict[str, Turn] = {}
+    for mode, call in calls.items():
+        once = partial(call, function)
+        count = max(1, min(MOST_CALLS, round(GRAPH_MS / time_in_a_row(once, 2, device))))
+        replays: dict[str, Call] = {mode: partial(_replay, captured(once, count))}
+        found[mode] = partial(_per_call, long_turns(function, replays, device)[mode], count)
+    return found
+
+
+def _replay(graph: torch.cuda.CUDAGraph, _: AttentionFunction) -> None:
+    graph.replay()
+
+
+def _per_call(turn: Turn, count: int) -> dict[str, float]:
+    return {"time": turn()["time"] / count}
 
 
 class AttentionByTurns(AttentionExperiment):

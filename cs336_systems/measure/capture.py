@@ -11,15 +11,16 @@ from __future__ import annotations
 
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from torch.profiler import ProfilerActivity, profile
 
 from cs336_systems.measure.ranges import STEP, named_range
 from cs336_systems.measure.timing import synchronize
-from cs336_systems.measure.trace import Trace, read_trace
+from cs336_systems.measure.trace import Trace, read_events, trace_of
 
 TRACE_SUFFIXES = (".trace.json", ".trace.json.gz")
 
@@ -62,6 +63,13 @@ def capture(
     if device == "cuda":
         with _quiet(), profile(activities=activities):  # the first use loads CUPTI, which must not be in the profile
             pass
+    return trace_of(record_events(lambda: run(num_steps, in_range=True), activities, path))
+
+
+def record_events(
+    run: Callable[[], object], activities: Sequence[ProfilerActivity], path: Path | None = None
+) -> list[dict[str, Any]]:
+    """The events of a chrome trace of `run()`; `path` keeps the file, also where `run` raises."""
     profiler = profile(activities=activities)
     with tempfile.TemporaryDirectory(prefix="trace-") as folder:
         target = path or Path(folder) / "step.trace.json"
@@ -69,11 +77,11 @@ def capture(
         with _quiet():
             profiler.start()
         try:
-            run(num_steps, in_range=True)
+            run()
         finally:
             profiler.stop()
             profiler.export_chrome_trace(str(target))
-        return read_trace(target)
+        return read_events(target)
 
 
 @contextmanager

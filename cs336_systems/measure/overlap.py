@@ -10,17 +10,16 @@ spins while it waits for other ranks, so that communication includes their delay
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import torch
+from torch.profiler import ProfilerActivity, profile
 
+from cs336_systems.measure.capture import record_events
 from cs336_systems.measure.intervals import Interval, intersection, length, union
 from cs336_systems.measure.timing import synchronize
-from cs336_systems.measure.trace import DEVICE_CATEGORIES, read_events
+from cs336_systems.measure.trace import DEVICE_CATEGORIES
 
 US_PER_MS = 1e3
 
@@ -53,17 +52,16 @@ class Lanes:
 
 def trace_lanes(call: Callable[[], object], device: str) -> Lanes:
     """The lanes of one `call` in this process; an untimed call under the profiler comes first, to set it up."""
-    activities = torch.profiler.ProfilerActivity
-    kinds = [activities.CUDA] if device == "cuda" else [activities.CPU]
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "trace.json"
-        for _ in range(2):
-            synchronize(device)
-            with torch.profiler.profile(activities=kinds) as profile:
-                call()
-                synchronize(device)
-        profile.export_chrome_trace(str(path))
-        return read_lanes(read_events(path), device)
+
+    def run() -> None:
+        call()
+        synchronize(device)
+
+    activities = [ProfilerActivity.CUDA if device == "cuda" else ProfilerActivity.CPU]
+    synchronize(device)
+    with profile(activities=activities):
+        run()
+    return read_lanes(record_events(run, activities), device)
 
 
 def read_lanes(events: list[dict[str, Any]], device: str) -> Lanes:

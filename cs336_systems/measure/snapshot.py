@@ -3,7 +3,7 @@
     with CudaHistory() as history:                # on a GPU
         history.phase("forward"); ...
         trace = history.trace()                   # a MemoryTrace with phases and categories
-    trace = snapshot_trace(read_snapshot(path))   # of a file alone: one phase, categories by source line
+    trace = read_snapshot(path)                   # of a file alone: one phase, categories by source line
 
 A snapshot is what `torch.cuda.memory._snapshot()` returns and `_dump_snapshot` writes as a pickle
 (https://docs.pytorch.org/docs/stable/torch_cuda_memory.html): dicts, lists, strings and numbers.
@@ -15,7 +15,6 @@ import pickle
 import reprlib
 import stat
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -43,23 +42,8 @@ ACTIVE_STATES = ("active_allocated", "active_pending_free", "active_awaiting_fre
 TORCH_PARTS = ("/torch/", "torch/utils/", "??")  # in file names of frames that are PyTorch's
 
 
-@dataclass(frozen=True, kw_only=True)
-class Event:
-    """An allocation, or the release of one."""
-
-    action: str
-    address: int
-    num_bytes: int
-    origin: str  # `model/layers.py:39 forward` of the innermost frame outside of PyTorch; empty if there is none
-    in_forward: bool  # whether a function called `forward` asked for it
-
-
-@dataclass(frozen=True, kw_only=True)
-class Snapshot:
-    """Allocations and releases on one device in their order, and what was allocated at the end."""
-
-    events: Sequence[Event]
-    active: dict[int, int]  # address -> bytes
+# (birth, death or None, address, where it was asked for, whether in a function called `forward`) -> category
+Classify = Callable[[int, int | None, int, str, bool], str]
 
 
 class _PlainUnpickler(pickle.Unpickler):
@@ -73,11 +57,18 @@ class _PlainUnpickler(pickle.Unpickler):
         raise ValueError(f"it asks for {module}.{name}, and a snapshot is plain data: refused, nothing was run")
 
 
-def read_snapshot(path: Path, *, device: int = 0, max_bytes: int = MAX_FILE_BYTES) -> Snapshot:
-    """The snapshot in the file `path`, whoever wrote it, events of GPU `device`; ValueError if it is not one.
+def read_snapshot(path: Path, *, device: int = 0, max_bytes: int = MAX_FILE_BYTES) -> MemoryTrace:
+    """The trace in the file `path`, whoever wrote it, of GPU `device`; ValueError if it is no snapshot.
 
-    Reading runs nothing of the file. It takes several times the file's memory.
+    Nothing else is known of it: it has one phase, and categories by the line that allocated. Reading runs nothing of
+    the file, and takes several times the file's memory.
     """
+
+    def classify(born: int, died: int | None, address: int, origin: str, in_forward: bool) -> str:
+        if not born or not origin:
+            return "gradients" if died is None else "temporaries"  # autograd's own thread has no Python frames
+        return "optimizer" if "optim" in origin and died is None else "activations"
+
     found = path.stat()
     if not stat.S_ISREG(found.st_mode):  # reading a pipe would wait for ever
         raise ValueError(f"{path.name}: not a regular file")
@@ -86,7 +77,7 @@ def read_snapshot(path: Path, *, device: int = 0, max_bytes: int = MAX_FILE_BYTE
     try:
         with open(path, "rb") as file:
             loaded = _PlainUnpickler(file).load()
-        return parse_snapshot(loaded, device)
+        return parse_snapshot(loaded, device, [Phase(name="recorded", start=0)], classify)
     except (
         ValueError, TypeError, KeyError, IndexError, AttributeError, EOFError, OverflowError, MemoryError,
         RecursionError, pickle.UnpicklingError,
@@ -94,8 +85,11 @@ def read_snapshot(path: Path, *, device: int = 0, max_bytes: int = MAX_FILE_BYTE
         raise ValueError(f"{path.name}: no memory snapshot: {str(error)[:200]}") from error
 
 
-def parse_snapshot(snapshot: dict[str, Any], device: int = 0) -> Snapshot:
-    """What `torch.cuda.memory._snapshot()` returned, of one device; ValueError or TypeError if it is nonsense."""
+def parse_snapshot(snapshot: dict[str, Any], device: int, phases: Sequence[Phase], classify: Classify) -> MemoryTrace:
+    """The trace of what `torch.cuda.memory._snapshot()` returned, of one device; ValueError or TypeError if nonsense.
+
+    What was alive before the first event, known by its release or from the end, comes at 0.
+    """
     if not isinstance(snapshot, dict) or not {"segments", "device_traces"} <= snapshot.keys():
         raise ValueError("it has no 'segments' and 'device_traces'")
     traces = snapshot["device_traces"]
@@ -104,20 +98,31 @@ def parse_snapshot(snapshot: dict[str, Any], device: int = 0) -> Snapshot:
     if not 0 <= device < max(1, len(traces)):
         raise ValueError(f"device must be one of its {len(traces)}, got {device}")
     stacks: dict[int, tuple[str, bool]] = {}  # by the list's identity: many events share one
-    events = []
+    alive: dict[int, tuple[int, int, str, bool]] = {}  # address -> birth, bytes, origin, in_forward
+    before: list[Allocation] = []
+    allocations: list[Allocation] = []
+    number, total_bytes = 0, 0
+
+    def end(address: int, num_bytes: int, died: int | None) -> None:
+        born, num_bytes, origin, in_forward = alive.pop(address, (0, num_bytes, "before", False))
+        category = classify(born, died, address, origin, in_forward)
+        one = Allocation(num_bytes=num_bytes, born=born, died=died, category=category, where=origin)
+        (allocations if born else before).append(one)
+
     for event in traces[device] if traces else []:
-        if event["action"] in (ALLOC, FREE):
-            frames = event.get("frames") or []
-            if id(frames) not in stacks:
-                stacks[id(frames)] = _origin(frames), any(frame["name"] == "forward" for frame in frames)
-            origin, in_forward = stacks[id(frames)]
-            address, num_bytes = _count("addr", event["addr"]), _count("size", event["size"])
-            events.append(
-                Event(
-                    action=event["action"], address=address, num_bytes=num_bytes, origin=origin, in_forward=in_forward
-                )
-            )
-    active: dict[int, int] = {}
+        if event["action"] not in (ALLOC, FREE):
+            continue
+        number += 1
+        address, num_bytes = _count("addr", event["addr"]), _count("size", event["size"])
+        total_bytes += num_bytes
+        if event["action"] == FREE:
+            end(address, num_bytes, number)
+            continue
+        frames = event.get("frames") or []
+        if id(frames) not in stacks:
+            stacks[id(frames)] = _origin(frames), any(frame["name"] == "forward" for frame in frames)
+        alive[address] = number, num_bytes, *stacks[id(frames)]
+    active: dict[int, int] = {}  # address -> bytes, at the end
     for segment in snapshot["segments"]:
         if segment.get("device", 0) == device:
             address = segment.get("address", 0)
@@ -126,9 +131,11 @@ def parse_snapshot(snapshot: dict[str, Any], device: int = 0) -> Snapshot:
                 if block["state"] in ACTIVE_STATES:
                     active[address] = num_bytes
                 address += num_bytes
-    if sum(event.num_bytes for event in events) + sum(active.values()) > MAX_TOTAL_BYTES:
+    if total_bytes + sum(active.values()) > MAX_TOTAL_BYTES:
         raise ValueError(f"blocks of more than {MAX_TOTAL_BYTES:,} bytes in all")
-    return Snapshot(events=events, active=active)
+    for address in dict.fromkeys([*alive, *active]):
+        end(address, active.get(address, 0), None)
+    return MemoryTrace(allocations=[*before, *allocations], phases=tuple(phases), num_events=number + 1)
 
 
 def _count(name: str, value: Any) -> int:
@@ -149,47 +156,6 @@ def _shown_frame(file: str, line: int, name: str) -> str:
     if file.startswith(SKIPPED_FRAMES) or any(part in file for part in TORCH_PARTS):
         return ""
     return f"{short_path(file)[-LONGEST_ORIGIN:]}:{line:d} {name[:LONGEST_ORIGIN]}"
-
-
-def snapshot_trace(snapshot: Snapshot) -> MemoryTrace:
-    """The trace of a snapshot of which nothing else is known: categories by the line that allocated."""
-
-    def classify(born: int, died: int | None, address: int, event: Event | None) -> str:
-        origin = event.origin if event else ""
-        if not origin:
-            return "gradients" if died is None else "temporaries"  # autograd's own thread has no Python frames
-        return "optimizer" if "optim" in origin and died is None else "activations"
-
-    return _trace(snapshot, [Phase(name="recorded", start=0)], classify)
-
-
-def _trace(
-    snapshot: Snapshot, phases: Sequence[Phase], classify: Callable[[int, int | None, int, Event | None], str]
-) -> MemoryTrace:
-    """Allocations from events; those alive before the first event, known by their release or from the end, come at 0.
-
-    `classify(birth, death or None, address, the event that made it or None)` names the category.
-    """
-    before: list[Allocation] = []
-    allocations: list[Allocation] = []
-    open_blocks: dict[int, tuple[int, Event]] = {}  # address -> number and event of birth
-
-    def add(address: int, num_bytes: int, died: int | None) -> None:
-        born, event = open_blocks.pop(address, (0, None))
-        one = Allocation(
-            num_bytes=num_bytes if event is None else event.num_bytes, born=born, died=died,
-            category=classify(born, died, address, event), where="before" if event is None else event.origin,
-        )  # fmt: skip
-        (before if event is None else allocations).append(one)
-
-    for number, event in enumerate(snapshot.events, start=1):
-        if event.action == FREE:
-            add(event.address, event.num_bytes, number)
-        else:
-            open_blocks[event.address] = number, event
-    for address in dict.fromkeys([*open_blocks, *snapshot.active]):
-        add(address, snapshot.active.get(address, 0), None)
-    return MemoryTrace(allocations=[*before, *allocations], phases=tuple(phases), num_events=len(snapshot.events) + 1)
 
 
 class CudaHistory:
@@ -236,12 +202,12 @@ class CudaHistory:
     def trace(self) -> MemoryTrace:
         """The trace of what was recorded so far, by the phases and tensors that were named here."""
         torch.cuda.synchronize()
-        snapshot = parse_snapshot(torch.cuda.memory._snapshot(), torch.cuda.current_device())
 
-        def classify(born: int, died: int | None, address: int, made: Event | None) -> str:
+        def classify(born: int, died: int | None, address: int, origin: str, in_forward: bool) -> str:
             for event, category in self._assigned.get(address, ()):
                 if born <= event and (died is None or event < died):
                     return category
-            return unassigned(self.phases, born, died, made is not None and made.in_forward) if born else "temporaries"
+            return unassigned(self.phases, born, died, in_forward) if born else "temporaries"
 
-        return _trace(snapshot, self.phases, classify)
+        snapshot = torch.cuda.memory._snapshot()
+        return parse_snapshot(snapshot, torch.cuda.current_device(), self.phases, classify)

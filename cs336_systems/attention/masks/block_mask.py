@@ -38,7 +38,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -56,21 +56,22 @@ from cs336_systems.attention.masks.checks import (
     check_tensor,
     has_values,
 )
-from cs336_systems.attention.masks.dense_form import DenseForm, find_dense_form
-from cs336_systems.attention.masks.patterns import PATTERNS
+from cs336_systems.attention.masks.patterns import PATTERNS, band
 from cs336_systems.attention.masks.tiles import (
     DEAD,
     FULL,
     BlockSize,
     Plane,
     TileMap,
-    count_tokens,
+    combine,
+    count_attended,
     num_blocks,
     unpack_tokens,
     words_per_row,
 )
 from cs336_systems.measure.stages import stage
 
+DenseForm = Literal["full", "causal"]
 DEFAULT_BLOCK = 128
 # A list costs an indirect load for each tile, so a mask that skips little is slower than dense attention. On an H200
 # (`block_sparse`: S=16384, d=128, forward and backward) lists of nine tenths of the tiles still take less time than
@@ -419,8 +420,32 @@ class BlockMask:
         mask = cls(**dict(zip(LISTS, lists)), block_size=block_size, seq_lengths=lengths)
         if torch.compiler.is_compiling():
             return mask
-        form = find_dense_form(mask)
+        form = mask._find_dense_form()
         return mask if form is None else replace(mask, dense_form=form)
+
+    def _find_dense_form(self) -> DenseForm | None:
+        """ "full" or "causal" (top left) where every batch entry and head is exactly that: the dense kernels serve it.
+
+        The widths of the lists, which the host knows, rule out nearly all others without a look at the device.
+        """
+        queries, keys = self.seq_lengths
+        if not math.prod(self.shape):
+            return None
+        whole_rows, whole_columns = queries // self.block_size[0], keys // self.block_size[1]
+        last_row = (whole_rows - 1) * self.block_size[0]  # the first query of the last whole row of tiles
+        full_width = whole_columns if whole_rows else 0  # of the lists of full tiles
+        causal_width = min(whole_columns, (last_row + 1) // self.block_size[1]) if whole_rows else 0
+        if self.full_kv_indices.shape[3] not in (max(1, full_width), max(1, causal_width)):
+            return None
+        visible, num_masks, attended = min(queries, keys), math.prod(self.shape[:2]), self.num_attended
+        if attended == num_masks * queries * keys:
+            return "full"
+        if attended != num_masks * (visible * (visible + 1) // 2 + (queries - visible) * keys):
+            return None
+        plane = Plane((1, 1), self.seq_lengths, self.block_size)
+        causal = band(plane, [torch.empty(0, device=self.device)], 0, queries + keys, 0)
+        common = combine(self._tile_map(), causal, self.block_size, either=False)
+        return "causal" if count_attended(common, self.block_size) == attended else None
 
     # What a mask is
 
@@ -454,8 +479,7 @@ class BlockMask:
     @property
     def num_attended(self) -> int:
         """Attended (query, key) pairs over all batch entries and heads of the mask, exactly."""
-        whole = self.num_full * self.block_size[0] * self.block_size[1]
-        return whole + int(count_tokens(self.token_bits)[self.kv_tokens[self._is_listed()].long()].sum())
+        return count_attended(self._tile_map(), self.block_size)
 
     @property
     def density(self) -> float:
@@ -501,14 +525,8 @@ class BlockMask:
 
     def to_dense(self) -> Bool[Tensor, "b h queries keys"]:
         """True where a query attends a key: O(queries · keys) memory, for oracles and pictures."""
-        tiles, token_bits = self._tile_map()
-        batch, heads, rows, columns = tiles.shape
-        tokens = unpack_tokens(token_bits, self.block_size[1])
-        tokens = torch.cat([tokens, torch.zeros_like(tokens[:1]), torch.ones_like(tokens[:1])])
-        pattern = torch.where(tiles >= 0, tiles, torch.where(tiles == FULL, len(tokens) - 1, len(tokens) - 2))
-        dense = tokens[pattern.long()].transpose(3, 4).reshape(
-            batch, heads, rows * self.block_size[0], columns * self.block_size[1]
-        )  # fmt: skip
+        pattern, token_bits = self._pattern_map()
+        dense = unpack_tokens(token_bits, self.block_size[1])[pattern].transpose(3, 4).flatten(4, 5).flatten(2, 3)
         return dense[:, :, : self.seq_lengths[0], : self.seq_lengths[1]]
 
     def to_flex(self, mask_mod: Callable[..., Tensor] | None = None) -> Any:
@@ -538,13 +556,13 @@ class BlockMask:
 
     def __and__(self, other: BlockMask) -> BlockMask:
         """What both masks attend; batch and heads broadcast. Block sizes and lengths must be equal."""
-        return self._combine(other, "both")
+        return self._combine(other, either=False)
 
     def __or__(self, other: BlockMask) -> BlockMask:
         """What at least one of the masks attends, as of `&`."""
-        return self._combine(other, "either")
+        return self._combine(other, either=True)
 
-    def _combine(self, other: BlockMask, how: str) -> BlockMask:
+    def _combine(self, other: BlockMask, either: bool) -> BlockMask:
         if not isinstance(other, BlockMask):
             return NotImplemented
         for name in ("block_size", "seq_lengths", "device"):
@@ -556,7 +574,7 @@ class BlockMask:
             )
         leading = [right if left == 1 else left for left, right in zip(self.shape[:2], other.shape[:2])]
         plane = Plane((leading[0], leading[1]), self.seq_lengths, self.block_size)
-        return self._make(how, plane, [*self._tile_map(), *other._tile_map()])
+        return self._make("combined", plane, [*self._tile_map(), *other._tile_map()], either)
 
     def __repr__(self) -> str:
         if self.device.type == "meta":  # counts have no values there
@@ -584,12 +602,17 @@ class BlockMask:
             tiles = tiles.scatter(3, torch.where(slots < counts[..., None], indices, columns).long(), values)
         return TileMap(tiles[..., :columns], self.token_bits)
 
-    def _token_lookup(self) -> Callable[..., Tensor]:
-        """FlexAttention's mask_mod: a pair's bit. Dead and full tiles get patterns of their own, all 0 and all 1."""
+    def _pattern_map(self) -> tuple[Int[Tensor, "b h query_blocks key_blocks"], Tensor]:
+        """The pattern of each tile, and all patterns: dead and full tiles get their own, all 0 and all 1."""
         tiles, token_bits = self._tile_map()
         token_bits = torch.cat([token_bits, torch.zeros_like(token_bits[:1]), torch.full_like(token_bits[:1], -1)])
         pattern = torch.where(tiles >= 0, tiles, torch.where(tiles == FULL, len(token_bits) - 1, len(token_bits) - 2))
-        (q_block, k_block), (many_batches, many_heads) = self.block_size, (size > 1 for size in tiles.shape[:2])
+        return pattern.long(), token_bits
+
+    def _token_lookup(self) -> Callable[..., Tensor]:
+        """FlexAttention's mask_mod: a pair's bit."""
+        pattern, token_bits = self._pattern_map()
+        (q_block, k_block), (many_batches, many_heads) = self.block_size, (size > 1 for size in pattern.shape[:2])
 
         def mask_mod(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
             batch, head = batch if many_batches else batch * 0, head if many_heads else head * 0

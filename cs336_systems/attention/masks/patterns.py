@@ -185,21 +185,16 @@ def top_keys(plane: Plane, data: Sequence[Tensor], num_keys: int, is_causal: int
     return by_rows(plane, rows_of, bias.device)
 
 
-def both(plane: Plane, data: Sequence[Tensor]) -> TileMap:
-    """data: tiles and token bits of one mask, and of another."""
-    return combine(TileMap(*data[:2]), TileMap(*data[2:]), plane.block_size, either=False)
-
-
-def either(plane: Plane, data: Sequence[Tensor]) -> TileMap:
-    """data: as of `both`."""
-    return combine(TileMap(*data[:2]), TileMap(*data[2:]), plane.block_size, either=True)
+def combined(plane: Plane, data: Sequence[Tensor], either: int) -> TileMap:
+    """data: tiles and token bits of one mask, and of another; pairs that both attend, or `either` of them."""
+    return combine(TileMap(*data[:2]), TileMap(*data[2:]), plane.block_size, either=bool(either))
 
 
 PATTERNS = {
     pattern.__name__: pattern
     for pattern in (
         dense, blocks, band, prefix, documents, dilated, neighbourhood, random_blocks, random_tokens, top_blocks,
-        top_keys, both, either,
+        top_keys, combined,
     )
 }  # fmt: skip
 

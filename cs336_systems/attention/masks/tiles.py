@@ -176,6 +176,13 @@ def combine(first: TileMap, second: TileMap, block_size: BlockSize, either: bool
     return TileMap(tiles.masked_scatter(partial, renumbered.to(torch.int32)), token_bits[used])
 
 
+def count_attended(tile_map: TileMap, block_size: BlockSize) -> int:
+    """Attended pairs of all tiles."""
+    tiles, token_bits = tile_map
+    partial = count_tokens(token_bits)[tiles[tiles >= 0].long()].sum() if len(token_bits) else 0
+    return int((tiles == FULL).sum()) * block_size[0] * block_size[1] + int(partial)
+
+
 # Tokens as bits
 
 

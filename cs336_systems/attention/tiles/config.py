@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from functools import cache
 
 KERNELS = ("forward", "dkdv", "dq")
 MIN_TILE = 16  # rows: fewer no tensor core multiplies
@@ -144,7 +143,6 @@ class AttentionConfig:
         return ",".join(config.name for config in (self.forward, self.dkdv, self.dq) if config is not None)
 
 
-@cache
 def parse_configs(names: str) -> dict[str, KernelConfig]:
     """`AttentionConfig.names` back as {kernel: configuration}."""
     configs = [KernelConfig.from_name(name) for name in names.split(",") if name]

@@ -148,6 +148,19 @@ _SM90: dict[Key, Spelled] = {
 # The tables below are not measured. Their rows were compiled offline, with triton 3.6.0: causal and not, they fit their
 # GPU's shared memory, and those of 16 bits spill nothing (`cs336-systems doctor --kernels --arch sm80` shows it).
 
+# float32 on the FMA units.
+_IEEE: dict[Key, Spelled] = {
+    ("forward", 4, 64): "64x32_w8_s1",
+    ("forward", 4, 128): "32x64_w8_s1",
+    ("forward", 4, 256): "32x32_w8_s1",
+    ("dkdv", 4, 64): "32x32_w8_s1",
+    ("dkdv", 4, 128): "16x32_w8_s1",
+    ("dkdv", 4, 256): "16x32_w8_s1",
+    ("dq", 4, 64): "64x32_w8_s1",
+    ("dq", 4, 128): "32x64_w8_s1",
+    ("dq", 4, 256): "32x32_w8_s1",
+}
+
 _SM80: dict[Key, Spelled] = {
     ("forward", 2, 64): "128x64_w8_s3",
     ("forward", 2, 128): "128x64_w8_s3",
@@ -158,15 +171,9 @@ _SM80: dict[Key, Spelled] = {
     ("dq", 2, 64): "128x64_w8_s2",
     ("dq", 2, 128): "64x64_w4_s2",
     ("dq", 2, 256): "64x32_w8_s2",
-    ("forward", 4, 64): "64x32_w8_s1",
-    ("forward", 4, 128): "32x64_w8_s1",
-    ("forward", 4, 256): "32x32_w8_s1",
-    ("dkdv", 4, 64): "32x32_w8_s1",
+    **_IEEE,
     ("dkdv", 4, 128): "32x32_w8_s1",
     ("dkdv", 4, 256): "32x32_w8_s1",
-    ("dq", 4, 64): "64x32_w8_s1",
-    ("dq", 4, 128): "32x64_w8_s1",
-    ("dq", 4, 256): "32x32_w8_s1",
 }
 
 # sm_86 and sm_89: everything within 99 KiB.
@@ -180,13 +187,7 @@ _SMALL: dict[Key, Spelled] = {
     ("dq", 2, 64): "64x64_w4_s2",
     ("dq", 2, 128): "64x64_w8_s1",
     ("dq", 2, 256): "32x32_w4_s1",
-    ("forward", 4, 64): "64x32_w8_s1",
-    ("forward", 4, 128): "32x64_w8_s1",
-    ("forward", 4, 256): "32x32_w8_s1",
-    ("dkdv", 4, 64): "32x32_w8_s1",
-    ("dkdv", 4, 128): "16x32_w8_s1",
-    ("dkdv", 4, 256): "16x32_w8_s1",
-    ("dq", 4, 64): "64x32_w8_s1",
+    **_IEEE,
     ("dq", 4, 128): "32x32_w8_s1",
     ("dq", 4, 256): "32x16_w8_s1",
 }
@@ -201,15 +202,7 @@ _SM100: dict[Key, Spelled] = {
     ("dq", 2, 64): "128x64_w8_s3",
     ("dq", 2, 128): "128x64_w8_s3",
     ("dq", 2, 256): "64x64_w8_s1",
-    ("forward", 4, 64): "64x32_w8_s1",
-    ("forward", 4, 128): "32x64_w8_s1",
-    ("forward", 4, 256): "32x32_w8_s1",
-    ("dkdv", 4, 64): "32x32_w8_s1",
-    ("dkdv", 4, 128): "16x32_w8_s1",
-    ("dkdv", 4, 256): "16x32_w8_s1",
-    ("dq", 4, 64): "64x32_w8_s1",
-    ("dq", 4, 128): "32x64_w8_s1",
-    ("dq", 4, 256): "32x32_w8_s1",
+    **_IEEE,
 }
 
 # The interpreter's table, and that of GPUs without one. Its float32 matmuls are NumPy's, whose rounding depends on the

@@ -1,17 +1,10 @@
 """Stage 4: a first Triton kernel, FlashAttention-2's forward as the handout asks for it. The backward is PyTorch's.
 
-One program computes one tile of queries of one sequence; the grid is (query tiles, batch). Beside it lies
-`attention/tiled.py`, whose loops are the same: the loop over query tiles has become the grid, and a tile of Q, the
-running maximum m, the sum l and the accumulator O stay on chip while the program walks over tiles of K and V.
+One program computes one tile of queries of one sequence; the grid is (query tiles, batch). The loops are those of
+`attention/tiled.py`: the one over query tiles has become the grid, and a tile of Q, the running maximum m, the sum l
+and the accumulator O stay on chip while the program walks over tiles of K and V (algorithm 1 of FlashAttention-2).
 
-Phases of a program
-  1. point at its query tile and at the first tiles of keys and values, and load Q;
-  2. for each key tile that a query of the tile sees: fold it into (m, l, O), algorithm 1 of FlashAttention-2;
-  3. normalise once, store O and the log-sum-exp L.
-
-What `attention/triton/forward.py` adds: lengths that are no multiple of a tile, any head dim, grouped heads, loops with
-and without a mask, exponentials in base 2, tiles by a table, tiles loaded by Hopper's copy engine, kernels for the
-backward. Usage: `flash_attention(q, k, v, is_causal=True, backend="triton_first")`.
+    flash_attention(q, k, v, is_causal=True, backend="triton_first")
 """
 
 from __future__ import annotations
@@ -19,14 +12,12 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from jaxtyping import Float
 from torch import Tensor
 
 from cs336_systems.attention.operator import AttentionOperator
-from cs336_systems.attention.tiled import tiled_backward
-from cs336_systems.attention.validation import without_autocast
+from cs336_systems.attention.tiled import tiled_attention_backward
 
-TILE = 64  # rows of a tile of queries and of one of keys
+TILE = 64  # rows of a tile of queries and of one of keys: lengths are whole tiles
 HEAD_DIMS = (16, 32, 64, 128)  # tl.arange wants powers of two, and tiles of more columns do not fit every GPU
 MAX_SEQUENCES = 65535  # the second dimension of a CUDA grid
 # Where m starts. Finite: a tile whose scores are all -inf then gives exp(-inf - m) = 0, and not exp(-inf + inf) = NaN.
@@ -44,7 +35,7 @@ def flash_fwd_kernel(
     N_KEYS, scale,
     D: tl.constexpr, Q_TILE_SIZE: tl.constexpr, K_TILE_SIZE: tl.constexpr, IS_CAUSAL: tl.constexpr,
 ):  # fmt: skip
-    # 1. point at the tiles. Offsets are 64-bit: a tensor may have more than 2³¹ elements.
+    # Point at the query tile and at the first tiles of keys and values, in 64 bits: tensors may pass 2³¹ elements.
     batch_index = tl.program_id(1).to(tl.int64)
     first_query = tl.program_id(0) * Q_TILE_SIZE
     queries = (first_query + tl.arange(0, Q_TILE_SIZE)).to(tl.int64)
@@ -59,7 +50,7 @@ def flash_fwd_kernel(
     l = tl.zeros([Q_TILE_SIZE], tl.float32)  # running row sums of exp(S - m)
     O = tl.zeros([Q_TILE_SIZE, D], tl.float32)  # running exp(S - m) V
 
-    # 2. fold the key tiles in; under the causal mask those that begin behind the last query are never read
+    # Fold the key tiles in; under the causal mask those that begin behind the last query are never read.
     end_keys = tl.minimum(N_KEYS, first_query + Q_TILE_SIZE) if IS_CAUSAL else N_KEYS
     for first_key in range(0, end_keys, K_TILE_SIZE):
         K = tl.load(K_ptrs)  # (K_TILE_SIZE, D)
@@ -76,23 +67,30 @@ def flash_fwd_kernel(
         K_ptrs += K_TILE_SIZE * stride_kk
         V_ptrs += K_TILE_SIZE * stride_vk
 
-    # 3. normalise and store
+    # Normalise once, and store.
     O_ptrs = O_ptr + batch_index * stride_ob + queries[:, None] * stride_oq + columns[None, :] * stride_od
     tl.store(O_ptrs, (O / l[:, None]).to(O_ptr.dtype.element_ty))
     tl.store(L_ptr + batch_index * stride_lb + queries * stride_lq, m + tl.log(l))
 
 
+def check_first(q: Tensor, k: Tensor) -> None:
+    """ValueError for validated q and k (..., seq, head_dim) that this kernel does not take."""
+    whole_tiles = q.shape[-2] % TILE == k.shape[-2] % TILE == 0
+    few_sequences = k.shape[:-2] == q.shape[:-2] and q.shape[:-2].numel() <= MAX_SEQUENCES
+    if not whole_tiles or not few_sequences or q.shape[-1] not in HEAD_DIMS:
+        raise ValueError(
+            f"backend 'triton_first' takes queries and keys in whole tiles of {TILE}, head dims of {HEAD_DIMS} and as "
+            f"many key heads as query heads, {MAX_SEQUENCES:,} in the batch at most, got q {tuple(q.shape)} and k "
+            f"{tuple(k.shape)}; backend 'triton' has fewer limits"
+        )
+
+
 def flash_forward_first(
-    q: Float[Tensor, "... queries head_dim"],
-    k: Float[Tensor, "... keys head_dim"],
-    v: Float[Tensor, "... keys head_dim"],
-    is_causal: bool,
-    scale: float,
-) -> tuple[Float[Tensor, "... queries head_dim"], Float[Tensor, "... queries"]]:
-    """Output in q's dtype and log-sum-exp in float32; leading dimensions are equal. ValueError: see `check_first`."""
-    check_first(q, k, v)
-    output = q.new_empty(q.shape)
-    lse = q.new_empty(q.shape[:-1], dtype=torch.float32)
+    q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, config: str = ""
+) -> tuple[Tensor, Tensor]:
+    """Output in q's dtype and log-sum-exp (..., queries) in float32 of q, k, v (..., seq, head_dim), any strides."""
+    check_first(q, k)
+    output, lse = q.new_empty(q.shape), q.new_empty(q.shape[:-1], dtype=torch.float32)
     Q, K, V = (x.flatten(0, -3) for x in (q, k, v))  # (batch, rows, D): heads are batch elements here
     O, L = output.view(Q.shape), lse.view(Q.shape[:-1])
     with torch.cuda.device_of(q):
@@ -106,39 +104,4 @@ def flash_forward_first(
     return output, lse
 
 
-def check_first(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """ValueError for validated q, k, v (..., seq, head_dim) that this kernel does not take."""
-
-    def refuse(wanted: str, got: object) -> None:
-        raise ValueError(f"backend 'triton_first' takes {wanted}, got {got}; backend 'triton' has fewer limits")
-
-    if not q.is_cuda and not triton.knobs.runtime.interpret:
-        refuse("tensors on a GPU, or any under TRITON_INTERPRET=1", f"tensors on {q.device}")
-    if q.dtype == torch.bfloat16 and triton.knobs.runtime.interpret:
-        refuse("float32 or float16 in Triton's interpreter, which computes wrong bfloat16 products", q.dtype)
-    if k.shape[:-2] != q.shape[:-2]:
-        refuse("as many key heads as query heads", f"q {tuple(q.shape)} and k {tuple(k.shape)}")
-    if q.shape[-1] not in HEAD_DIMS:
-        refuse(f"a head_dim of {', '.join(map(str, HEAD_DIMS))}", q.shape[-1])
-    for name, x in (("queries", q), ("keys", k)):
-        if x.shape[-2] % TILE:
-            refuse(f"{name} in whole tiles of {TILE}", x.shape[-2])
-    num_sequences = q.shape[:-2].numel()
-    if num_sequences > MAX_SEQUENCES:
-        refuse(f"at most {MAX_SEQUENCES:,} sequences (batch · heads)", f"{num_sequences:,}")
-
-
-def _forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, config: str) -> tuple[Tensor, Tensor]:
-    return flash_forward_first(q, k, v, is_causal, scale)
-
-
-def _backward(
-    q: Tensor, k: Tensor, v: Tensor, output: Tensor, lse: Tensor, grad_output: Tensor, grad_lse: Tensor | None,
-    is_causal: bool, scale: float, config: str,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    with without_autocast(q):
-        return tiled_backward(q, k, v, output, lse, grad_output, grad_lse, is_causal, scale)
-
-
-# What `flash_attention(backend="triton_first")` calls.
-triton_first_attention = AttentionOperator("triton_first_attention", _forward, _backward)
+triton_first_attention = AttentionOperator("triton_first_attention", flash_forward_first, tiled_attention_backward)

@@ -6,7 +6,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -49,15 +50,9 @@ from cs336_systems.attention.validation import check_attention_inputs, check_fla
 
 
 def kernel_config(
-    kernel: str,
-    q: Tensor,
-    k: Tensor,
-    config: str = "",
-    *,
-    is_causal: bool = False,
-    capability: tuple[int, int] | None = None,
-    tma: bool | None = None,
-) -> KernelConfig:
+    kernel: str, q: Tensor, k: Tensor, config: str = "", *, is_causal: bool = False,
+    capability: tuple[int, int] | None = None, tma: bool | None = None,
+) -> KernelConfig:  # fmt: skip
     """The configuration that `kernel` will use for these inputs: the one named in `config`, or the table's.
 
     `capability` defaults to that of q's device, and to none (the interpreter) on the CPU; `tma`, whether Hopper's copy
@@ -70,17 +65,10 @@ def kernel_config(
         return named[kernel]
     batch, heads, seqlen_q, head_dim = q.shape
     return select_config(
-        kernel,
-        capability=capability,
-        head_dim=head_dim,
-        batch=batch,
-        heads=heads,
-        seqlen_q=seqlen_q,
-        seqlen_k=k.shape[2],
-        dtype=str(q.dtype).removeprefix("torch."),
-        is_causal=is_causal,
+        kernel, capability=capability, head_dim=head_dim, batch=batch, heads=heads, seqlen_q=seqlen_q,
+        seqlen_k=k.shape[2], dtype=str(q.dtype).removeprefix("torch."), is_causal=is_causal,
         tma=describable(q, k) if tma is None else tma,
-    )
+    )  # fmt: skip
 
 
 def _check_tiles(config: KernelConfig, q: Tensor, target: str) -> None:
@@ -107,38 +95,43 @@ def keys_of_a_part(config: KernelConfig, q: Tensor, k: Tensor, is_causal: bool) 
     """How many keys a program of the forward walks on q's device, where it pays to split them; else 0."""
     batch, heads, seqlen_q, head_dim = q.shape
     return part_size(
-        config,
-        head_dim=head_dim,
-        bytes_per_element=q.element_size(),
-        batch_heads=batch * heads,
-        seqlen_q=seqlen_q,
-        seqlen_k=k.shape[2],
-        is_causal=is_causal,
-        num_multiprocessors=num_multiprocessors(q.device),
-    )
-
-
-def _backward_configs(
-    q: Tensor, k: Tensor, v: Tensor, grad_output: Tensor, config: str, is_causal: bool, like: tuple[Tensor, Tensor]
-) -> tuple[KernelConfig, KernelConfig]:
-    """Of dkdv and dq, for inputs of the shapes of `like`; TMA reads the gradient as it is or copied."""
-    tma = describable(q, k, v) and (describable(grad_output) or rows_are_aligned(grad_output))
-    dkdv, dq = (
-        kernel_config(kernel, *like, config, is_causal=is_causal, capability=_capability(q), tma=tma)
-        for kernel in ("dkdv", "dq")
-    )
-    return dkdv, dq
+        config, head_dim=head_dim, bytes_per_element=q.element_size(), batch_heads=batch * heads, seqlen_q=seqlen_q,
+        seqlen_k=k.shape[2], is_causal=is_causal, num_multiprocessors=num_multiprocessors(q.device),
+    )  # fmt: skip
 
 
 def _capability(x: Tensor) -> tuple[int, int] | None:
     return torch.cuda.get_device_capability(x.device) if x.is_cuda else None
 
 
-def _readable(grad_output: Tensor, configs: Iterable[KernelConfig]) -> Tensor:
-    """The gradient, copied where TMA shall read it and cannot: autograd expands sums, to strides of 0."""
-    if any(config.tma for config in configs) and not describable(grad_output) and rows_are_aligned(grad_output):
-        return grad_output.clone(memory_format=torch.contiguous_format)
-    return grad_output
+def _gradients(
+    launch: Callable[..., tuple[Tensor, Tensor, Tensor]], saved: tuple[Any, ...], *arguments: Any,
+    config: str, is_causal: bool, like: tuple[Tensor, Tensor] | None = None, block_size: tuple[int, int] | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of q, k and v by `launch(*saved, *arguments, dkdv_config, dq_config)`, bit-reproducible.
+
+    `saved` are an operator's: of a forward of any back end, which is told by its O and L. Tiles are those for inputs of
+    the shapes of `like`, q's and k's where it is None, that divide those of `block_size`.
+    """
+    q, k, v, output, lse, grad_output, grad_lse = map(within_reach, saved)
+    # TMA reads the gradient as it is or copied: autograd expands sums, to strides of 0.
+    copied = not describable(grad_output) and rows_are_aligned(grad_output)
+    tma = describable(q, k, v) and (copied or describable(grad_output))
+    like = (q, k) if like is None else like
+    chosen = tuple(
+        kernel_config(kernel, *like, config, is_causal=is_causal, capability=_capability(q), tma=tma)
+        for kernel in ("dkdv", "dq")
+    )
+    if block_size is not None:
+        chosen = tuple(fit_to_blocks(one, block_size) for one in chosen)
+    if copied and any(one.tma for one in chosen):
+        grad_output = grad_output.clone(memory_format=torch.contiguous_format)
+    tensors = (q, k, v, output.contiguous(), lse.contiguous(), grad_output, grad_lse)
+
+    def run(dkdv: KernelConfig, dq: KernelConfig) -> tuple[Tensor, Tensor, Tensor]:
+        return launch(*tensors, *arguments, dkdv_config=dkdv, dq_config=dq)
+
+    return launch_fitting(run, chosen, q, seqlen_q=like[0].shape[2], seqlen_k=like[1].shape[2])
 
 
 # Dense and causal
@@ -161,19 +154,10 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, con
     return launch_fitting(run, (chosen,), q, seqlen_q=q.shape[2], seqlen_k=k.shape[2], name=name)
 
 
-def dense_backward(
-    q: Tensor, k: Tensor, v: Tensor, output: Tensor, lse: Tensor, grad_output: Tensor, grad_lse: Tensor | None,
-    is_causal: bool, scale: float, config: str,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of q, k and v, bit-reproducible: of a forward of any back end, which are told by its O and L."""
-    q, k, v, grad_output = map(within_reach, (q, k, v, grad_output))
-    chosen = _backward_configs(q, k, v, grad_output, config, is_causal, like=(q, k))
-    saved = (q, k, v, output.contiguous(), lse.contiguous(), _readable(grad_output, chosen), grad_lse)
-
-    def run(dkdv: KernelConfig, dq: KernelConfig) -> tuple[Tensor, Tensor, Tensor]:
-        return launch_backward(*saved, is_causal=is_causal, scale=scale, dkdv_config=dkdv, dq_config=dq)
-
-    return launch_fitting(run, chosen, q, seqlen_q=q.shape[2], seqlen_k=k.shape[2])
+def _backward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    *saved, is_causal, scale, config = arguments
+    launch = partial(launch_backward, is_causal=is_causal, scale=scale)
+    return _gradients(launch, tuple(saved), config=config, is_causal=is_causal)
 
 
 # With a block mask
@@ -192,21 +176,14 @@ def _block_sparse_forward(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> t
     return launch_fitting(run, (chosen,), q, seqlen_q=q.shape[2], seqlen_k=k.shape[2])
 
 
-def block_sparse_backward(
-    q: Tensor, k: Tensor, v: Tensor, output: Tensor, lse: Tensor, grad_output: Tensor, grad_lse: Tensor | None,
-    *arguments: Any,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    *tensors, _, scale, config = arguments
-    q, k, v, grad_output = map(within_reach, (q, k, v, grad_output))
-    lists = TileLists(*tensors)
-    configs = _backward_configs(q, k, v, grad_output, config, False, like=(q, k))
-    chosen = tuple(fit_to_blocks(one, lists.block_size) for one in configs)
-    saved = (q, k, v, output.contiguous(), lse.contiguous(), _readable(grad_output, chosen), grad_lse)
-
-    def run(dkdv: KernelConfig, dq: KernelConfig) -> tuple[Tensor, Tensor, Tensor]:
-        return launch_block_sparse_backward(*saved, lists, scale=scale, dkdv_config=dkdv, dq_config=dq)
-
-    return launch_fitting(run, chosen, q, seqlen_q=q.shape[2], seqlen_k=k.shape[2])
+def block_sparse_backward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Of a block mask's operators, as `AttentionOperator` calls it."""
+    *given, _, scale, config = arguments
+    lists = TileLists(*given[7:])
+    return _gradients(
+        partial(launch_block_sparse_backward, scale=scale), tuple(given[:7]), lists, config=config, is_causal=False,
+        block_size=lists.block_size,
+    )  # fmt: skip
 
 
 # Over packed documents
@@ -225,12 +202,10 @@ def _padded(q: Tensor, k: Tensor, cu_seqlens: Tensor, max_seqlen_q: int, max_seq
     )
 
 
-def _varlen_forward(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int,
-    is_causal: bool, scale: float, config: str,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+def _varlen_forward(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+    cu_seqlens_q, cu_seqlens_k, *longest, is_causal, scale, config = arguments
     q, k, v = map(within_reach, (q, k, v))
-    like = _padded(q, k, cu_seqlens_q, max_seqlen_q, max_seqlen_k)
+    like = _padded(q, k, cu_seqlens_q, *longest)
     chosen = kernel_config(
         "forward", *like, config, is_causal=is_causal, capability=_capability(q), tma=describable(k, v)
     )
@@ -240,42 +215,25 @@ def _varlen_forward(
             q, k, v, cu_seqlens_q, cu_seqlens_k, is_causal=is_causal, scale=scale, config=forward
         )
 
-    return launch_fitting(run, (chosen,), q, seqlen_q=max_seqlen_q, seqlen_k=max_seqlen_k)
+    return launch_fitting(run, (chosen,), q, seqlen_q=like[0].shape[2], seqlen_k=like[1].shape[2])
 
 
-def varlen_backward(
-    q: Tensor, k: Tensor, v: Tensor, output: Tensor, lse: Tensor, grad_output: Tensor, grad_lse: Tensor | None,
-    cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int,
-    is_causal: bool, scale: float, config: str,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    q, k, v, grad_output = map(within_reach, (q, k, v, grad_output))
-    like = _padded(q, k, cu_seqlens_q, max_seqlen_q, max_seqlen_k)
-    chosen = _backward_configs(q, k, v, grad_output, config, is_causal, like)
-    saved = (q, k, v, output.contiguous(), lse.contiguous(), _readable(grad_output, chosen), grad_lse)
-
-    def run(dkdv: KernelConfig, dq: KernelConfig) -> tuple[Tensor, Tensor, Tensor]:
-        return launch_varlen_backward(
-            *saved, cu_seqlens_q, cu_seqlens_k, is_causal=is_causal, scale=scale, dkdv_config=dkdv, dq_config=dq
-        )
-
-    return launch_fitting(run, chosen, q, seqlen_q=max_seqlen_q, seqlen_k=max_seqlen_k)
+def varlen_backward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Of packed documents' operators, as `AttentionOperator` calls it."""
+    *given, is_causal, scale, config = arguments
+    saved, (cu_seqlens_q, cu_seqlens_k, *longest) = tuple(given[:7]), given[7:]
+    return _gradients(
+        partial(launch_varlen_backward, is_causal=is_causal, scale=scale), saved, cu_seqlens_q, cu_seqlens_k,
+        config=config, is_causal=is_causal, like=_padded(saved[0], saved[1], cu_seqlens_q, *longest),
+    )  # fmt: skip
 
 
-triton_attention = AttentionOperator("triton_attention", _forward, dense_backward, replays=Replays)
+triton_attention = AttentionOperator("triton_attention", _forward, _backward, replays=Replays)
 block_sparse_attention = AttentionOperator(
-    "block_sparse_attention",
-    _block_sparse_forward,
-    block_sparse_backward,
-    extras=LISTS,
-    replays=Replays,
+    "block_sparse_attention", _block_sparse_forward, block_sparse_backward, extras=LISTS, replays=Replays
 )
 varlen_attention = AttentionOperator(
-    "varlen_attention",
-    _varlen_forward,
-    varlen_backward,
-    extras=CU_SEQLENS,
-    packed=True,
-    replays=Replays,
+    "varlen_attention", _varlen_forward, varlen_backward, extras=CU_SEQLENS, packed=True, replays=Replays
 )
 
 
@@ -299,7 +257,7 @@ class FlashAttentionTriton(torch.autograd.Function):
         check_flags(is_causal=is_causal)
         check_attention_inputs(q4, k4, v4, enable_gqa=True)
         scale = resolve_scale(scale, q.shape[-1])
-        output, lse = triton_attention.forward(q4, k4, v4, is_causal, scale, "")
+        output, lse = triton_attention(q4, k4, v4, is_causal, scale, "")
         output, lse = output.view(q.shape), lse.view(q.shape[:-1])
         ctx.save_for_backward(q, k, v, output, lse)
         ctx.is_causal, ctx.scale = is_causal, scale
@@ -307,8 +265,9 @@ class FlashAttentionTriton(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        saved = (*ctx.saved_tensors, grad_output)
-        q, k, v, output, grad_output = (x.unsqueeze(1) if x.ndim == 3 else x for x in (*saved[:4], grad_output))
-        lse = saved[4].view(q.shape[:-1])
-        grads = triton_attention.backward(q, k, v, output, lse, grad_output, None, ctx.is_causal, ctx.scale, "")
-        return *(grad.view(x.shape) for grad, x in zip(grads, saved)), None, None
+        *inputs, lse = ctx.saved_tensors
+        q, k, v, output, grad_output = (x.unsqueeze(1) if x.ndim == 3 else x for x in (*inputs, grad_output))
+        grads = triton_attention.gradients(
+            (q, k, v, output, lse.view(q.shape[:-1])), grad_output, None, ctx.is_causal, ctx.scale, ""
+        )
+        return *(grad.view(x.shape) for grad, x in zip(grads, inputs)), None, None

@@ -45,6 +45,7 @@ from triton.runtime.driver import driver
 from triton.runtime.errors import OutOfResources
 
 from cs336_systems.attention import native
+from cs336_systems.attention.backends import INTERPRETER_BFLOAT16, INTERPRETER_HINT
 from cs336_systems.attention.tiles import KernelConfig, smaller_config
 from cs336_systems.device import interpreter_is_on
 from cs336_systems.measure.stages import stages_are_timed
@@ -127,12 +128,9 @@ def launch_fitting(
     cannot run, and its OutOfResources when nothing smaller is left.
     """
     if q.dtype == torch.bfloat16 and knobs.runtime.interpret:
-        raise ValueError("Triton's interpreter computes wrong bfloat16 products; use float32 or float16 with it")
+        raise ValueError(INTERPRETER_BFLOAT16)
     if not q.is_cuda and not knobs.runtime.interpret:
-        raise ValueError(
-            f"q is on {q.device}, and Triton kernels run on CUDA devices; "
-            "set TRITON_INTERPRET=1 before the kernels are imported to run them on the CPU interpreter"
-        )
+        raise ValueError(f"q is on {q.device}, and Triton kernels run on CUDA devices; {INTERPRETER_HINT}")
     with on_device_of(q), _interpreting if knobs.runtime.interpret else nullcontext():
         while True:
             for config in configs:

@@ -36,48 +36,6 @@ def describable(*tensors: Tensor) -> bool:
     return all(_is_describable(x) for x in tensors)
 
 
-def rows_are_aligned(x: Tensor) -> bool:
-    """Whether TMA can read a contiguous copy of x."""
-    return tma_reads_rows(x.shape[-1], x.element_size())
-
-
-def described(config: KernelConfig, **operands: Tensor) -> list[Tensor | TensorDescriptor]:
-    """`operands` as a kernel under `config` takes them: themselves, or descriptors of tiles where the config says TMA.
-
-    ValueError naming the operand that TMA cannot read.
-    """
-    if not config.tma:
-        return list(operands.values())
-    _check_describable(config, operands)
-    return [_describe(x, x.shape, x.stride(), _rows_of_tile(config, name)) for name, x in operands.items()]
-
-
-def described_documents(config: KernelConfig, **operands: Tensor) -> list[Tensor | TensorDescriptor]:
-    """`described` for packed (rows, heads, head_dim) tensors: a descriptor's batch element r begins at row r."""
-    if not config.tma:
-        return list(operands.values())
-    _check_describable(config, operands)
-    found: list[Tensor | TensorDescriptor] = []
-    for name, x in operands.items():
-        (rows, heads, head_dim), (stride_s, stride_h, stride_d) = x.shape, x.stride()
-        strides = (stride_s, stride_h, stride_s, stride_d)
-        found.append(_describe(x, (rows, heads, rows, head_dim), strides, _rows_of_tile(config, name)))
-    return found
-
-
-def _check_describable(config: KernelConfig, operands: dict[str, Tensor]) -> None:
-    for name, x in operands.items():
-        if not _is_describable(x):
-            raise ValueError(
-                f"{config.name} reads tiles by TMA, which needs {name} with contiguous rows at multiples of "
-                f"{TMA_ALIGNMENT_BYTES} bytes, got strides {tuple(x.stride())} of {x.element_size()} bytes"
-            )
-
-
-def _rows_of_tile(config: KernelConfig, operand: str) -> int:
-    return config.query_tile if operand in QUERY_OPERANDS else config.key_tile
-
-
 def _is_describable(x: Tensor) -> bool:
     if x.data_ptr() % TMA_ALIGNMENT_BYTES:
         return False
@@ -90,11 +48,33 @@ def _is_describable(x: Tensor) -> bool:
     )
 
 
-def _describe(x: Tensor, shape: tuple[int, ...], strides: tuple[int, ...], rows: int) -> TensorDescriptor:
-    """Tiles of `rows` rows of x, seen with four dimensions."""
-    return TensorDescriptor(
-        x, list(shape), described_strides(shape, strides, x.element_size()), [1, 1, rows, head_tile(shape[-1])]
-    )
+def rows_are_aligned(x: Tensor) -> bool:
+    """Whether TMA can read a contiguous copy of x."""
+    return tma_reads_rows(x.shape[-1], x.element_size())
+
+
+def described(config: KernelConfig, *, packed: bool = False, **operands: Tensor) -> list[Tensor | TensorDescriptor]:
+    """`operands` as a kernel under `config` takes them: themselves, or descriptors of tiles where the config says TMA.
+
+    `packed`: of (rows, heads, head_dim) tensors batch element r begins at row r. ValueError naming the operand that TMA
+    cannot read.
+    """
+    if not config.tma:
+        return list(operands.values())
+    found: list[Tensor | TensorDescriptor] = []
+    for name, x in operands.items():
+        if not _is_describable(x):
+            raise ValueError(
+                f"{config.name} reads tiles by TMA, which needs {name} with contiguous rows at multiples of "
+                f"{TMA_ALIGNMENT_BYTES} bytes, got strides {tuple(x.stride())} of {x.element_size()} bytes"
+            )
+        shape, strides = tuple(x.shape), x.stride()
+        if packed:
+            shape, strides = (shape[0], shape[1], shape[0], shape[2]), (strides[0], strides[1], strides[0], strides[2])
+        rows = config.query_tile if name in QUERY_OPERANDS else config.key_tile
+        block = [1, 1, rows, head_tile(shape[-1])]
+        found.append(TensorDescriptor(x, list(shape), described_strides(shape, strides, x.element_size()), block))
+    return found
 
 
 def described_strides(shape: tuple[int, ...], strides: tuple[int, ...], bytes_per_element: int) -> list[int]:

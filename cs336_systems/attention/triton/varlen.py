@@ -31,7 +31,7 @@ from cs336_systems.attention.tiles import KernelConfig
 from cs336_systems.attention.triton.backward import differentiate_keys, differentiate_queries, launch_preprocess
 from cs336_systems.attention.triton.forward import attend_queries
 from cs336_systems.attention.triton.launch import empty, empty_like, launch, overlap_options
-from cs336_systems.attention.triton.operands import described_documents, tile_options
+from cs336_systems.attention.triton.operands import described, tile_options
 from cs336_systems.attention.triton.steps import (
     LOG2_E,
     Problem,
@@ -202,7 +202,7 @@ def launch_varlen_forward(
     with stage("forward"):
         launch(
             varlen_forward_kernel, _grid(q, cu_seqlens_q, config.query_tile),
-            (q, k, v, *described_documents(config, k=k, v=v), output, lse, cu_seqlens_q, cu_seqlens_k),
+            (q, k, v, *described(config, packed=True, k=k, v=v), output, lse, cu_seqlens_q, cu_seqlens_k),
             (*q.stride(), *k.stride(), *v.stride(), len(cu_seqlens_q) - 1, q.shape[1],
              heads_together(q.shape[1], k.transpose(0, 1)), q.shape[0], k.shape[0], scale * LOG2_E.value, 0.0),
             _options(q, k, is_causal, config),
@@ -240,7 +240,7 @@ def launch_varlen_backward(
     with stage("dkv"):
         launch(
             varlen_dkdv_kernel, _grid(k, cu_seqlens_k, dkdv_config.key_tile),
-            (*inputs, *described_documents(dkdv_config, q=q, grad_output=grad_output), *rows, grad_k, grad_v,
+            (*inputs, *described(dkdv_config, packed=True, q=q, grad_output=grad_output), *rows, grad_k, grad_v,
              *cu_seqlens),
             (*strides, documents, kv_heads, heads_together(kv_heads, q.transpose(0, 1), heads // kv_heads),
              *totals_and_scales),
@@ -249,7 +249,7 @@ def launch_varlen_backward(
     with stage("dq"):
         launch(
             varlen_dq_kernel, _grid(q, cu_seqlens_q, dq_config.query_tile),
-            (*inputs, *described_documents(dq_config, k=k, v=v), *rows, grad_q, *cu_seqlens),
+            (*inputs, *described(dq_config, packed=True, k=k, v=v), *rows, grad_q, *cu_seqlens),
             (*strides, documents, heads, heads_together(heads, k.transpose(0, 1)), *totals_and_scales),
             _options(q, k, is_causal, dq_config) | overlap,
         )  # fmt: skip

@@ -1,0 +1,181 @@
+"""Triton beside Hopper on a grid of sizes, by turns: what `auto` chooses by.
+
+`tools/backend_table.py` makes `attention/hopper_table.py` of the records, and a test compares `auto` with them row by
+row. Timed are both passes; of packed documents the forward alone, as their backward is Triton's either way. Times are
+of replayed graphs, so that of short calls the GPU's count and not the host's.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import pandas as pd
+from torch import Tensor
+
+from cs336_systems.attention.backends import BACKENDS, HOPPER_CAPABILITY, AttentionLayout, select_backend
+from cs336_systems.config import AttentionShape, MaskCase, RunConfig
+from cs336_systems.experiments.attention import BOTH, BY_SHAPE, FORWARD, sized_shape
+from cs336_systems.experiments.figures import Lines
+from cs336_systems.experiments.frames import speed, tuples
+from cs336_systems.experiments.implementations import Built
+from cs336_systems.experiments.mask_implementations import build_masked, mask_of
+from cs336_systems.experiments.spec import BY_TURNS, Cell, Sample, problem
+from cs336_systems.experiments.tables import Pivot
+from cs336_systems.experiments.turns import AttentionByTurns, graph_turns, measure_by_turns
+
+HEAD_DIMS = (32, 64, 80, 96, 128)  # of the table; others are probes, of whether they can take the next larger one's row
+PROBES = (48, 112)
+MASKED_HEAD_DIMS = (64, 128)
+SIZES = ((16, 512), (64, 512), (4, 4096), (16, 4096), (16, 16384))  # heads, tokens
+MASKED_SIZES = ((16, 2048), (16, 4096), (16, 16384))
+MASKS: tuple[dict[str, Any], ...] = ({"window": 1024}, {"documents": 1024})
+PACKED_SIZES = ((4, 16384), (16, 16384))
+DOCUMENTS = (1024, 4096)  # tokens of each packed one
+ROUNDS = {"cpu": 3, "cuda": 6}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attended(AttentionShape):
+    """A call that `auto` chooses for, as it stands in the records."""
+
+    layout: AttentionLayout = "dense"
+    window: int = 0  # most recent keys that a query attends; 0: all
+    documents: int = 0  # tokens of each packed document; 0: there are none
+
+    @property
+    def mask_case(self) -> MaskCase:
+        parts = []
+        if self.documents:
+            parts.append("document:" + ",".join([str(self.documents)] * (self.seqlen_q // self.documents)))
+        if self.window:
+            parts.append(f"window:{self.window}")
+        if self.is_causal:
+            parts.append("causal")
+        return MaskCase(
+            mask="+".join(parts) or "full", batch=self.batch, heads=self.heads, seqlen_q=self.seqlen_q,
+            head_dim=self.head_dim, dtype=self.dtype,
+        )  # fmt: skip
+
+
+@problem(title="Triton beside Hopper by size and mask: what `auto` chooses by", order=2)
+class BackendChoice(AttentionByTurns):
+    implementations = ("triton", "hopper")
+
+    def cases(self, run: RunConfig) -> list[Attended]:
+        def case(heads: int, tokens: int, head_dim: int, is_causal: bool = False, **more: Any) -> Attended:
+            return Attended(**vars(sized_shape(run, 1, heads, tokens, head_dim, is_causal)), **more)
+
+        if run.scale != "handout":  # kernels are interpreted there
+            small = case(2, 64 if run.scale == "tiny" else 128, 32, True)
+            return [small] if run.scale == "tiny" else [small, replace(small, layout="packed", documents=64)]
+        either = (False, True)
+        dense = [case(*size, dim, causal) for dim in HEAD_DIMS for size in SIZES for causal in either]
+        dense += [case(16, 4096, dim, causal) for dim in PROBES for causal in either]
+        dense += [replace(case(16, 4096, 64, True), dtype="float16")]
+        listed = [
+            case(*size, dim, layout="block_mask", **mask)
+            for dim in MASKED_HEAD_DIMS
+            for size in MASKED_SIZES
+            for mask in MASKS
+        ]
+        packed = [
+            case(*size, dim, causal, layout="packed", documents=length)
+            for dim in MASKED_HEAD_DIMS
+            for size in PACKED_SIZES
+            for causal in either
+            for length in DOCUMENTS
+        ]
+        return [*dense, *listed, *packed]
+
+    def cells(self, run: RunConfig) -> list[Cell]:
+        cells = []
+        for case in self.cases(run):
+            row = FORWARD if case.layout == "packed" else BOTH
+            rows = tuple(replace(row, implementation=name) for name in self.implementations)
+            cells.append(Cell(case=case, implementation=BY_TURNS, rows=rows))
+        return cells
+
+    def measure(self, cell: Cell, run: RunConfig) -> Iterator[Sample]:
+        case: Attended = cell.case
+        mask = mask_of(case.mask_case, run.device, run.seed)
+
+        def built(name: str, *_: Any) -> Built:
+            listed = f"{name}_lists" if case.layout == "block_mask" else name
+            return build_masked(listed, case.mask_case, mask, run)
+
+        def token_mask() -> Tensor | None:
+            return mask.to_dense() if case.window or case.documents else None
+
+        turns_of = partial(graph_turns, device=run.device)
+        return measure_by_turns(
+            cell, run, turns_of, num_rounds=ROUNDS[run.device], built=built, token_mask=token_mask
+        )  # fmt: skip
+
+    def columns(self, row: dict[str, Any]) -> dict[str, Any]:
+        """`attended` and `width` in words, `tokens` and `queries` by which `auto` chooses, what it takes on an H200."""
+        causal = " causal" if row["is_causal"] else ""
+        length = row["documents"] or row["window"]
+        what = "documents" if row["documents"] else "window"
+        words = {
+            "dense": "causal" if causal else "full",
+            "block_mask": f"{what} of {length:,} by lists",
+            "packed": f"packed{causal} documents of {length:,}",
+        }
+        return super().columns(row) | {
+            "attended": words[row["layout"]],
+            "tokens": row["documents"] if row["layout"] == "packed" else row["seqlen_q"],
+            "queries": row["batch"] * row["heads"] * row["seqlen_q"],
+            "width": f"head dim {row['head_dim']}",
+            "auto": taken_by_auto(row),
+        }
+
+    def compared(self, frame: pd.DataFrame) -> pd.DataFrame:
+        """`over_triton`: how many times as fast hopper is; `cost`: time of what auto takes over that of the faster."""
+        pairs: dict[str, dict[str, Any]] = {}
+        for row in tuples(frame):
+            pairs.setdefault(row["case"], {})[row["implementation"]] = row
+        over = {case: speed(pair.get("hopper"), pair.get("triton"), True) for case, pair in pairs.items()}
+        ratios = [over[case] for case in frame["case"]]
+        costs = [max(1.0, 1 / one if auto == "hopper" else one) for one, auto in zip(ratios, frame["auto"])]
+        return frame.assign(over_triton=ratios, cost=costs)
+
+    def numbers(self, frame: pd.DataFrame) -> dict[str, Any]:
+        """`num_cases`, and `worst`: the largest `cost` of a case."""
+        return {"num_cases": frame["case"].nunique(), "worst": frame["cost"].max()}
+
+    tables = {
+        "times": Pivot(
+            title="triton and hopper by turns, in replayed graphs",
+            down={**BY_SHAPE, "attended": "attended", "dtype": "dtype", "pass": "pass", "auto takes": "auto"},
+            by_turns=True,
+            ratios=(("hopper", "triton"),),
+        )
+    }
+    figures = {
+        "over_triton": Lines(
+            title="Both passes of dense attention: hopper over triton",
+            x="queries",
+            x_title="queries in all heads",
+            y="over_triton",
+            y_title="times as fast as triton",
+            color="width",
+            facet="attended",
+            where={
+                "layout": "dense", "implementation": "hopper", "dtype": "bfloat16", "head_dim": HEAD_DIMS,
+                "over_triton": lambda ratio: ratio == ratio,
+            },
+        )
+    }  # fmt: skip
+
+
+def taken_by_auto(row: Mapping[str, Any]) -> str:
+    """What `auto` takes on an H200 for a row of the records."""
+    documents = row["documents"] if row["layout"] == "packed" else 0
+    name, _ = select_backend(
+        device_kind="cuda", compute_capability=HOPPER_CAPABILITY, dtype=row["dtype"], head_dim=row["head_dim"],
+        batch_heads=row["batch"] * row["heads"], seqlen_q=row["seqlen_q"], seqlen_k=row["seqlen_k"],
+        layout=row["layout"], is_causal=row["is_causal"], longest=(documents, documents) if documents else None,
+        available=dict.fromkeys(BACKENDS, "ok"),
+    )  # fmt: skip
+    return name
