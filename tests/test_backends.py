@@ -210,6 +210,7 @@ LONG = {"seqlen_q": 16384, "seqlen_k": 16384}
         # CUDA, but not for triton
         ({"dtype": "float64"}, "reference", "triton takes float32, float16, bfloat16, not float64"),
         ({"dtype": "float64"} | LONG, "tiled", "not float64"),
+        ({"layout": "block_mask", "block_size": (64, 32)} | LONG, "tiled", r"tiles of at least \(64, 64\)"),
         ({"head_dim": 257}, "reference", "triton takes a head_dim of at most 256, not 257"),
         ({"head_dim": 512} | LONG, "tiled", "not 512"),
         ({"available": NO_TRITON}, "reference", r"\(triton is not installed\)"),

@@ -38,6 +38,7 @@ from tests.test_s4_attention import (
     run,
     shipped_configs,
     skip_what_cannot_run,
+    with_gradients,
 )
 
 COVERS = ATTENTION
@@ -357,10 +358,9 @@ def test_a_mask_of_inference_mode_trains(backend, device, compiled):
         inferred = BlockMask.causal(70, block_size=BLOCK, device=device)
     results = []
     for mask in (BlockMask.causal(70, block_size=BLOCK, device=device), inferred):
-        leaves = [x.detach().clone().requires_grad_() for x in (q, k, v)]
-        function = partial(flash_attention, block_mask=mask, backend=backend)
-        output = (torch.compile(function, backend="aot_eager") if compiled else function)(*leaves)
-        results.append([output, *torch.autograd.grad(output, leaves, grad_output)])
+        function: Any = partial(flash_attention, block_mask=mask, backend=backend)
+        function = torch.compile(function, backend="aot_eager") if compiled else function
+        results.append(with_gradients(function, (q, k, v), grad_output))
     for ordinary, other in zip(*results):
         assert torch.equal(ordinary, other)
 
@@ -375,12 +375,7 @@ def test_compile_fullgraph(backend, device):
         return flash_attention(torch.sin(q), k, v, block_mask=mask, backend=backend) * 2
 
     compiled = torch.compile(block, fullgraph=True, backend="inductor" if device == "cuda" else "aot_eager")
-    results = []
-    for function in (block, compiled):
-        leaves = [x.detach().clone().requires_grad_() for x in (q, k, v)]
-        output = function(*leaves)
-        results.append([output, *torch.autograd.grad(output, leaves, grad_output)])
-    for eager, whole in zip(*results):
+    for eager, whole in zip(*(with_gradients(function, (q, k, v), grad_output) for function in (block, compiled))):
         torch.testing.assert_close(whole, eager, rtol=1e-5, atol=1e-5)
 
 
@@ -401,15 +396,6 @@ def test_no_mask_tensor_is_differentiated(backend):
     mask = BlockMask.causal(40, block_size=BLOCK)
     flash_attention(q, k, v, block_mask=mask, backend=backend).sum().backward()
     assert mask.token_bits.grad is None and q.grad is not None
-
-
-@pytest.mark.parametrize("backend", ["tiled", "triton"])
-def test_double_backward_is_refused(backend):
-    q, k, v, _ = (x.requires_grad_() for x in inputs(1, 1, 1, 8, 8, 16, torch.float32, "cpu"))
-    output = flash_attention(q, k, v, block_mask=BlockMask.causal(8, block_size=BLOCK), backend=backend)
-    (grad_q,) = torch.autograd.grad(output.sum(), q, create_graph=True)
-    with pytest.raises(NotImplementedError, match="double backward is not supported here; backend='reference' has it"):
-        grad_q.sum().backward()
 
 
 # A9: the mask of shared keys

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
@@ -15,7 +15,7 @@ from torch._dynamo.testing import CompileCounter
 from torch.autograd import forward_ad
 
 from cs336_systems.attention import AttentionConfig, FlashAttentionPyTorch, explain_backend, flash_attention
-from cs336_systems.attention.contract import compute_oracle, contract_errors
+from cs336_systems.attention.contract import Oracle, compute_oracle, contract_errors
 from cs336_systems.attention.masks import BlockMask
 from cs336_systems.attention.reference import attention_reference
 from cs336_systems.attention.tiles import KernelConfig, head_tile, target_of
@@ -59,6 +59,20 @@ def run(q: Tensor, k: Tensor, v: Tensor, grad_output: Tensor, **options) -> dict
     output, lse = flash_attention(*leaves, return_lse=True, **options)
     grads = torch.autograd.grad(output, leaves, grad_output)
     return {"output": output, "lse": lse, "grad_q": grads[0], "grad_k": grads[1], "grad_v": grads[2]}
+
+
+def with_gradients(function: Callable[..., Tensor], inputs: Sequence[Tensor], grad_output: Tensor) -> list[Tensor]:
+    """The output of `function(*inputs)`, and its gradients by the inputs."""
+    leaves = [x.detach().clone().requires_grad_() for x in inputs]
+    output = function(*leaves)
+    return [output, *torch.autograd.grad(output, leaves, grad_output)]
+
+
+def assert_results(oracle: Oracle, results: list[Tensor]) -> None:
+    """`results` of `with_gradients`, perhaps without heads, are within the contract."""
+    names = ("output", "grad_q", "grad_k", "grad_v")
+    errors = contract_errors(oracle, {name: x.view_as(oracle.expected[name]) for name, x in zip(names, results)})
+    assert max(errors.values()) <= 1, errors
 
 
 def assert_contract(q: Tensor, k: Tensor, v: Tensor, grad_output: Tensor, **options) -> None:
@@ -235,12 +249,8 @@ def test_function_forward_saves_one_lse(implementation, is_causal, device):
 def test_function_backward(implementation, is_causal, device):
     function = _implementations()[implementation]()
     q, k, v, grad_output = (x[:, 0] for x in inputs(4, 1, 1, 128, 128, 64, torch.float32, device))
-    gradients = []
-    for attention in (function.apply, lambda q, k, v, c: attention_reference(q, k, v, is_causal=c)):
-        leaves = [x.detach().clone().requires_grad_() for x in (q, k, v)]
-        attention(*leaves, is_causal).backward(grad_output)
-        gradients.append([leaf.grad for leaf in leaves])
-    for ours, theirs in zip(*gradients):
+    attends = lambda *x: function.apply(*x, is_causal), partial(attention_reference, is_causal=is_causal)
+    for ours, theirs in zip(*(with_gradients(attend, (q, k, v), grad_output) for attend in attends)):
         torch.testing.assert_close(ours, theirs, rtol=1e-2, atol=1e-2)
 
 
@@ -490,12 +500,7 @@ def test_compile_fullgraph_around_the_operator(backend, device):
         return flash_attention(torch.sin(q), k, v, is_causal=True, backend=backend) * 2
 
     compiled = torch.compile(block, fullgraph=True, backend="inductor" if device == "cuda" else "aot_eager")
-    results = []
-    for function in (block, compiled):
-        leaves = [x.detach().clone().requires_grad_() for x in (q, k, v)]
-        output = function(*leaves)
-        results.append([output, *torch.autograd.grad(output, leaves, grad_output)])
-    for eager, whole in zip(*results):
+    for eager, whole in zip(*(with_gradients(function, (q, k, v), grad_output) for function in (block, compiled))):
         torch.testing.assert_close(whole, eager, rtol=1e-5, atol=1e-5)
 
 
@@ -515,13 +520,8 @@ def test_compile_around_the_function(implementation, device):
     function = _implementations()[implementation]()
     q, k, v, grad_output = (x[:, 0] for x in inputs(2, 1, 1, 64, 64, 32, torch.float32, device))
     compiled = torch.compile(function.apply, backend="inductor" if device == "cuda" else "aot_eager")
-    leaves = [x.detach().clone().requires_grad_() for x in (q, k, v)]
-    output = compiled(*leaves, True)
-    grads = torch.autograd.grad(output, leaves, grad_output)
-    oracle = compute_oracle(*(x[:, None] for x in (q, k, v, grad_output)), is_causal=True)
-    results = {"output": output, "grad_q": grads[0], "grad_k": grads[1], "grad_v": grads[2]}
-    errors = contract_errors(oracle, {name: x[:, None] for name, x in results.items()})
-    assert max(errors.values()) <= 1, errors
+    results = with_gradients(lambda *leaves: compiled(*leaves, True), (q, k, v), grad_output)
+    assert_results(compute_oracle(*(x[:, None] for x in (q, k, v, grad_output)), is_causal=True), results)
 
 
 @pytest.mark.skipif(not has_cxx_compiler(), reason="no C++ compiler")
@@ -530,12 +530,8 @@ def test_compiled_stages_meet_the_contract(device):
     """`compiled` through the public function, and the tiled stage with its two tile steps compiled."""
     q, k, v, grad_output = inputs(1, 2, 2, 150, 150, 32, torch.float32, device)
     assert_contract(q, k, v, grad_output, backend="compiled", is_causal=True)
-    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-    output = FlashAttentionPyTorch.apply(*leaves, True, None, True)
-    grads = torch.autograd.grad(output, leaves, grad_output)
-    results = {"output": output, "grad_q": grads[0], "grad_k": grads[1], "grad_v": grads[2]}
-    errors = contract_errors(compute_oracle(q, k, v, grad_output, is_causal=True), results)
-    assert max(errors.values()) <= 1, errors
+    results = with_gradients(lambda *x: FlashAttentionPyTorch.apply(*x, True, None, True), (q, k, v), grad_output)
+    assert_results(compute_oracle(q, k, v, grad_output, is_causal=True), results)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -582,16 +578,14 @@ def test_autocast_leaves_the_accumulators_alone(backend, device):
 
 @pytest.mark.parametrize("implementation", ["pytorch", "triton"])
 def test_autocast_around_the_function_keeps_float32(implementation):
-    q, k, v, grad_output = inputs(2, 1, 1, 100, 100, 32, torch.float32, "cpu")
-    leaves = [x[:, 0].detach().requires_grad_() for x in (q, k, v)]
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        output = _implementations()[implementation]().apply(*leaves, True)
-    grads = torch.autograd.grad(output, leaves, grad_output[:, 0])
-    results = {"output": output, "grad_q": grads[0], "grad_k": grads[1], "grad_v": grads[2]}
-    errors = contract_errors(
-        compute_oracle(q, k, v, grad_output, is_causal=True), {name: x[:, None] for name, x in results.items()}
-    )
-    assert max(errors.values()) <= 1, errors
+    tensors = inputs(2, 1, 1, 100, 100, 32, torch.float32, "cpu")
+    q, k, v, grad_output = (x[:, 0] for x in tensors)
+
+    def attend(*leaves: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return _implementations()[implementation]().apply(*leaves, True)
+
+    assert_results(compute_oracle(*tensors, is_causal=True), with_gradients(attend, (q, k, v), grad_output))
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -178,20 +178,6 @@ def test_the_row_depends_on_what_tma_can_read():
             assert not select_config(kernel, tma=True, **(shape | unaware)).tma
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"kernel": "sideways"}, "kernel must be one of forward, dkdv, dq, got 'sideways'"),
-        ({"arch": "sm70"}, "arch must be one of sm80, sm86, sm89, sm90, sm100, portable, got 'sm70'"),
-        ({"dtype": "float64"}, "dtype must be float32, float16 or bfloat16, got 'float64'"),
-    ],
-)
-def test_a_grid_of_nothing_known_is_refused(change, message):
-    arguments = {"kernel": "forward", "arch": "sm90", "head_dim": 64, "dtype": "float16", **change}
-    with pytest.raises(ValueError, match=message):
-        tuning_grid(arguments.pop("kernel"), **arguments)
-
-
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_every_configuration_has_smaller_ones_down_to_the_smallest(arch):
     for kernel, (width, dtype) in itertools.product(KERNELS, ((2, "bfloat16"), (4, "float32"))):

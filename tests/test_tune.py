@@ -253,10 +253,10 @@ class Gpu:
     def __init__(self, room: int) -> None:
         self.room, self.launched = room, []
 
-    def launch(self, *configs: KernelConfig) -> str:
+    def launch(self, **configs: KernelConfig) -> str:
         from triton.runtime.errors import OutOfResources
 
-        for config in configs:
+        for config in configs.values():
             needed = config.shared_memory_bytes(128, 2)
             self.launched.append(config.spelling)
             if needed > self.room:
@@ -265,7 +265,8 @@ class Gpu:
 
     def attention(self, *names: str) -> str:
         q = torch.empty(1, 1, 8, 128, dtype=torch.float16, device=DEVICE)
-        return launch.launch_fitting(self.launch, tuple(map(named, names)), q, seqlen_q=8, seqlen_k=8)
+        configs = {name: named(name) for name in names}
+        return launch.launch_fitting(self.launch, configs, q, seqlen_q=8, seqlen_k=8)
 
 
 def test_a_launch_that_does_not_fit_goes_to_the_next_smaller():

@@ -25,6 +25,7 @@ from tests.test_s4_attention import (
     draw,
     shipped_configs,
     skip_what_cannot_run,
+    with_gradients,
 )
 from tests.test_tma import tiles
 
@@ -317,12 +318,12 @@ def test_boundaries_of_inference_mode_train(backend, device):
     tensors, (boundaries, *_) = packed([30, 0, 40], None, 0, 2, 2, 16, torch.float32, device)
     with torch.inference_mode():
         inferred = boundaries.clone()
-    results = []
-    for documents in (boundaries, inferred):
-        leaves = [x.detach().clone().requires_grad_() for x in tensors[:3]]
-        output = flash_attention_varlen(*leaves, documents, documents, 40, 40, backend=backend)
-        results.append([output, *torch.autograd.grad(output, leaves, tensors[3])])
-    for ordinary, other in zip(*results):
+
+    def results(documents: Tensor) -> list[Tensor]:
+        attend = lambda *x: flash_attention_varlen(*x, documents, documents, 40, 40, backend=backend)  # noqa: E731
+        return with_gradients(attend, tensors[:3], tensors[3])
+
+    for ordinary, other in zip(results(boundaries), results(inferred)):
         assert torch.equal(ordinary, other)
 
 
@@ -330,16 +331,12 @@ def test_boundaries_of_inference_mode_train(backend, device):
 def test_compile_fullgraph(device):
     tensors, documents = packed([30, 0, 40], None, 0, 2, 2, 16, torch.float32, device)
 
-    def block(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor) -> Tensor:
+    def block(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        cu_seqlens = documents[0]
         return flash_attention_varlen(torch.sin(q), k, v, cu_seqlens, cu_seqlens, 40, 40, backend="triton") * 2
 
     compiled = torch.compile(block, fullgraph=True, backend="inductor" if device == "cuda" else "aot_eager")
-    results = []
-    for function in (block, compiled):
-        leaves = [x.detach().clone().requires_grad_() for x in tensors[:3]]
-        output = function(*leaves, documents[0])
-        results.append([output, *torch.autograd.grad(output, leaves, tensors[3])])
-    for eager, whole in zip(*results):
+    for eager, whole in zip(*(with_gradients(function, tensors[:3], tensors[3]) for function in (block, compiled))):
         torch.testing.assert_close(whole, eager, rtol=1e-5, atol=1e-5)
 
 

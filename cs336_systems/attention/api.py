@@ -39,6 +39,10 @@ from cs336_systems.attention.validation import (
 )
 from cs336_systems.device import interpreter_is_on
 
+# How usual calls of the Triton and the Hopper kernels run, by all that decides it: short sequences wait for the host.
+_usual_calls: dict[Any, tuple[Callable[..., tuple[Tensor, Tensor]], tuple[Any, ...]]] = {}
+MOST_USUAL_CALLS = 4096
+
 
 def flash_attention(
     q: Float[Tensor, "... heads queries head_dim"],
@@ -162,22 +166,18 @@ def flash_attention(
     if backend == "hopper":
         extras += (is_deterministic(deterministic),)
     operator = operator_of(backend, layout)
-    arguments = (*extras, is_causal, scale, config.names if config else "")
+    arguments: tuple[Any, ...] = (*extras, is_causal, scale, config.names if config else "")
     if facts is None or backend not in ("triton", "hopper"):
         output, lse = operator(q, k, v, *arguments)
     else:
         if len(_usual_calls) >= MOST_USUAL_CALLS:
             _usual_calls.clear()
-        _usual_calls[facts] = operator.apply, (*arguments, operator.passes())
-        output, lse = operator.apply(q, k, v, *_usual_calls[facts][1])
+        arguments = (*arguments, operator.passes())
+        _usual_calls[facts] = operator.apply, arguments
+        output, lse = operator.apply(q, k, v, *arguments)
     if len(leading) != 1:
         output, lse = output.reshape(*leading, *output.shape[1:]), lse.reshape(*leading, *lse.shape[1:])
     return (output, lse) if return_lse else output
-
-
-# How usual calls of the Triton and the Hopper kernels run, by all that decides it: short sequences wait for the host.
-_usual_calls: dict[Any, tuple[Callable[..., tuple[Tensor, Tensor]], tuple[Any, ...]]] = {}
-MOST_USUAL_CALLS = 4096
 
 
 def _is_usual(q: Tensor, k: Tensor, v: Tensor) -> bool:

@@ -1,4 +1,7 @@
-"""One check and one message for each way an attention call can be wrong; nothing is launched before all pass."""
+"""One check and one message for each way an attention call can be wrong, and whether anybody watches it.
+
+Nothing is launched before all checks pass.
+"""
 
 from __future__ import annotations
 

@@ -76,17 +76,15 @@ class _Timer:
 
     def samples_ms(self) -> dict[str, list[float]]:
         synchronize(self.device)
+
+        def elapsed_ms(begin: Any, end: Any) -> float:
+            return begin.elapsed_time(end) if self.device == "cuda" else (end - begin) * 1e3
+
         names = dict.fromkeys(name for segments in self.calls for name, _, _ in segments)
         return {
-            name: [
-                sum(self._elapsed_ms(begin, end) for other, begin, end in segments if other == name)
-                for segments in self.calls
-            ]
+            name: [sum(elapsed_ms(*ends) for other, *ends in segments if other == name) for segments in self.calls]
             for name in names
         }
-
-    def _elapsed_ms(self, begin: Any, end: Any) -> float:
-        return begin.elapsed_time(end) if self.device == "cuda" else (end - begin) * 1e3
 
 
 _NO_STAGE = nullcontext()
@@ -150,7 +148,8 @@ def time_stages(
                 synchronize(device)
                 begin = time.perf_counter()
                 timer.call(call)
-                flushes = flushes_to_cover((time.perf_counter() - begin) * 1e3)
+                host_ms = (time.perf_counter() - begin) * 1e3
+                flushes = min(MAX_FLUSHES, 1 + int(1.5 * host_ms / FLUSH_MS))  # for half as long again
             timer.calls.clear()
         cache = torch.empty(CACHE_FLUSH_BYTES if flushes else 0, dtype=torch.int8, device=device)
         for _ in range(num_samples):
@@ -161,8 +160,3 @@ def time_stages(
     finally:
         _active = None
     return timer.samples_ms()
-
-
-def flushes_to_cover(host_ms: float) -> int:
-    """How often to overwrite the cache so that a host which takes `host_ms`, or half as long again, is ahead."""
-    return min(MAX_FLUSHES, 1 + int(1.5 * host_ms / FLUSH_MS))

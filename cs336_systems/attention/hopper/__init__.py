@@ -1,7 +1,7 @@
 """Stage 5: attention for Hopper (sm_90) in Gluon: warps that copy, warp groups that multiply, five-matmul backward.
 
 In reading order: `schedule` (which tiles in what order, and the protocol between the warps, as plain Python),
-`builtins` (the few instructions that Gluon does not name), `descriptors` (how TMA is told of a tensor), `forward`,
-`backward`, `function` (the operator), `support` (which inputs, which machine). All but `schedule` and `support` load
-Triton when imported.
+`builtins` (the few instructions that Gluon does not name), `descriptors` (how TMA is told of a tensor), `walk` and
+`forward`, `backward_walk`, `light` and `backward`, `function` (the operators). All but `schedule` load Triton when
+imported.
 """

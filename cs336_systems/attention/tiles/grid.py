@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 
-from cs336_systems.attention.tiles.config import KERNELS, KernelConfig, head_tile, tma_reads_rows
+from cs336_systems.attention.tiles.config import KernelConfig, head_tile, tma_reads_rows
 from cs336_systems.attention.tiles.tables import SHARED_MEMORY_LIMIT_BYTES, TABLES
 from cs336_systems.config import BYTES_PER_ELEMENT
 
@@ -36,15 +36,8 @@ def tuning_grid(kernel: str, *, arch: str, head_dim: int, dtype: str) -> list[Ke
     """Configurations of `kernel` worth compiling for `arch`, the table's own among them; no two alike.
 
     In 16 bit on GPUs with a TMA engine each comes with it and without, where the engine can read contiguous inputs.
-    Left out is what the estimate of shared memory or a count of accumulators already rules out. ValueError for a
-    kernel, an architecture or a dtype that there is no table for.
+    Left out is what the estimate of shared memory or a count of accumulators already rules out.
     """
-    if kernel not in KERNELS:
-        raise ValueError(f"kernel must be one of {', '.join(KERNELS)}, got {kernel!r}")
-    if arch not in TABLES:
-        raise ValueError(f"arch must be one of {', '.join(TABLES)}, got {arch!r}")
-    if dtype not in ("float32", "float16", "bfloat16"):
-        raise ValueError(f"dtype must be float32, float16 or bfloat16, got {dtype!r}")
     bytes_per_element = BYTES_PER_ELEMENT[dtype]
     shipped = TABLES[arch][kernel, bytes_per_element, head_tile(head_dim)].configs
     readable = tma_reads_rows(head_dim, bytes_per_element)

@@ -408,7 +408,7 @@ def launch_block_sparse_forward(
     """Contiguous O in q's dtype and L in float32. `config`'s tiles divide the mask's: see `fit_to_blocks`."""
     batch, heads, num_queries, _ = q.shape
     output, lse = empty_results(q)
-    tensors, mask_sizes = _row_lists(lists)
+    tensors, mask_sizes = _lists_of(lists, "kv")
     with stage("forward"):
         launch(
             block_sparse_forward_kernel, grid_of(config, q, k),
@@ -443,7 +443,7 @@ def launch_block_sparse_backward(
     scales = (scale, scale * LOG2_E.value, 0.0)
     overlap = overlap_options(q.device, follows=True)
 
-    tensors, mask_sizes = _column_lists(lists)
+    tensors, mask_sizes = _lists_of(lists, "q")
     with stage("dkv"):
         launch(
             block_sparse_dkdv_kernel, grid_of(dkdv_config, q, k),
@@ -452,7 +452,7 @@ def launch_block_sparse_backward(
              *mask_sizes, *scales),
             _options(q, k, lists, dkdv_config) | overlap,
         )  # fmt: skip
-    tensors, mask_sizes = _row_lists(lists)
+    tensors, mask_sizes = _lists_of(lists, "kv")
     with stage("dq"):
         launch(
             block_sparse_dq_kernel, grid_of(dq_config, q, k),
@@ -463,22 +463,10 @@ def launch_block_sparse_backward(
     return grad_q, grad_k, grad_v
 
 
-def _row_lists(lists: TileLists) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
-    """What the forward and dQ walk, and the sizes by which they find a program's lists."""
-    tensors = (
-        lists.kv_num_blocks, lists.kv_indices, lists.kv_tokens, lists.full_kv_num_blocks, lists.full_kv_indices,
-        lists.token_bits,
-    )  # fmt: skip
-    return tensors, (*lists.kv_num_blocks.shape[:2], lists.kv_indices.shape[3], lists.full_kv_indices.shape[3])
-
-
-def _column_lists(lists: TileLists) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
-    """The same of dK and dV."""
-    tensors = (
-        lists.q_num_blocks, lists.q_indices, lists.q_tokens, lists.full_q_num_blocks, lists.full_q_indices,
-        lists.token_bits,
-    )  # fmt: skip
-    return tensors, (*lists.q_num_blocks.shape[:2], lists.q_indices.shape[3], lists.full_q_indices.shape[3])
+def _lists_of(lists: TileLists, side: str) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+    """What a program walks, `kv` in the forward and dQ, `q` in dK and dV, and the sizes by which it finds its lists."""
+    walked = lists[:5] if side == "kv" else lists[5:10]
+    return (*walked, lists.token_bits), (*walked[0].shape[:2], walked[1].shape[3], walked[4].shape[3])
 
 
 def _options(q: Tensor, k: Tensor, lists: TileLists, config: KernelConfig) -> dict[str, Any]:

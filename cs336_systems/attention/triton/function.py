@@ -118,20 +118,14 @@ def _gradients(
     copied = not describable(grad_output) and rows_are_aligned(grad_output)
     tma = describable(q, k, v) and (copied or describable(grad_output))
     like = (q, k) if like is None else like
-    chosen = tuple(
-        kernel_config(kernel, *like, config, is_causal=is_causal, capability=_capability(q), tma=tma)
-        for kernel in ("dkdv", "dq")
-    )
+    options: dict[str, Any] = {"is_causal": is_causal, "capability": _capability(q), "tma": tma}
+    configs = {f"{kernel}_config": kernel_config(kernel, *like, config, **options) for kernel in ("dkdv", "dq")}
     if block_size is not None:
-        chosen = tuple(fit_to_blocks(one, block_size) for one in chosen)
-    if copied and any(one.tma for one in chosen):
+        configs = {name: fit_to_blocks(one, block_size) for name, one in configs.items()}
+    if copied and any(one.tma for one in configs.values()):
         grad_output = grad_output.clone(memory_format=torch.contiguous_format)
-    tensors = (q, k, v, output.contiguous(), lse.contiguous(), grad_output, grad_lse)
-
-    def run(dkdv: KernelConfig, dq: KernelConfig) -> tuple[Tensor, Tensor, Tensor]:
-        return launch(*tensors, *arguments, dkdv_config=dkdv, dq_config=dq)
-
-    return launch_fitting(run, chosen, q, seqlen_q=like[0].shape[2], seqlen_k=like[1].shape[2])
+    run = partial(launch, q, k, v, output.contiguous(), lse.contiguous(), grad_output, grad_lse, *arguments)
+    return launch_fitting(run, configs, q, seqlen_q=like[0].shape[2], seqlen_k=like[1].shape[2])
 
 
 # Dense and causal
@@ -142,16 +136,16 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, con
     rows = rows_of_groups(q, k, is_causal)
     chosen = kernel_config("forward", rows, k, config, is_causal=is_causal, tma=describable(rows, k, v))
 
-    def run(forward: KernelConfig) -> tuple[Tensor, Tensor]:
-        size = keys_of_a_part(forward, rows, k, is_causal)
+    def run(config: KernelConfig) -> tuple[Tensor, Tensor]:
+        size = keys_of_a_part(config, rows, k, is_causal)
         if size:
-            return launch_split_forward(q, k, v, is_causal=is_causal, scale=scale, config=forward, part_size=size)
-        return launch_forward(q, k, v, is_causal=is_causal, scale=scale, config=forward)
+            return launch_split_forward(q, k, v, is_causal=is_causal, scale=scale, config=config, part_size=size)
+        return launch_forward(q, k, v, is_causal=is_causal, scale=scale, config=config)
 
-    def name(forward: KernelConfig) -> str:
-        return forward_name(forward, rows, k, is_causal)
+    def name(config: KernelConfig) -> str:
+        return forward_name(config, rows, k, is_causal)
 
-    return launch_fitting(run, (chosen,), q, seqlen_q=q.shape[2], seqlen_k=k.shape[2], name=name)
+    return launch_fitting(run, {"config": chosen}, q, seqlen_q=q.shape[2], seqlen_k=k.shape[2], name=name)
 
 
 def _backward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -169,11 +163,8 @@ def _block_sparse_forward(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> t
     *tensors, _, scale, config = arguments
     q, k, v, lists = *map(within_reach, (q, k, v)), TileLists(*tensors)
     chosen = fit_to_blocks(kernel_config("forward", q, k, config, tma=describable(q, k, v)), lists.block_size)
-
-    def run(forward: KernelConfig) -> tuple[Tensor, Tensor]:
-        return launch_block_sparse_forward(q, k, v, lists, scale=scale, config=forward)
-
-    return launch_fitting(run, (chosen,), q, seqlen_q=q.shape[2], seqlen_k=k.shape[2])
+    run = partial(launch_block_sparse_forward, q, k, v, lists, scale=scale)
+    return launch_fitting(run, {"config": chosen}, q, seqlen_q=q.shape[2], seqlen_k=k.shape[2])
 
 
 def block_sparse_backward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -209,13 +200,8 @@ def _varlen_forward(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[T
     chosen = kernel_config(
         "forward", *like, config, is_causal=is_causal, capability=_capability(q), tma=describable(k, v)
     )
-
-    def run(forward: KernelConfig) -> tuple[Tensor, Tensor]:
-        return launch_varlen_forward(
-            q, k, v, cu_seqlens_q, cu_seqlens_k, is_causal=is_causal, scale=scale, config=forward
-        )
-
-    return launch_fitting(run, (chosen,), q, seqlen_q=like[0].shape[2], seqlen_k=like[1].shape[2])
+    run = partial(launch_varlen_forward, q, k, v, cu_seqlens_q, cu_seqlens_k, is_causal=is_causal, scale=scale)
+    return launch_fitting(run, {"config": chosen}, q, seqlen_q=like[0].shape[2], seqlen_k=like[1].shape[2])
 
 
 def varlen_backward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:

@@ -118,10 +118,10 @@ def empty_like(x: Tensor) -> Tensor:
 
 
 def launch_fitting(
-    run: Callable[..., Results], configs: tuple[KernelConfig, ...], q: Tensor, *, seqlen_q: int, seqlen_k: int,
+    run: Callable[..., Results], configs: Mapping[str, KernelConfig], q: Tensor, *, seqlen_q: int, seqlen_k: int,
     name: Callable[[KernelConfig], str] = lambda config: config.name,
 ) -> Results:  # fmt: skip
-    """`run(*configs)` on q's device, with smaller configurations where these do not fit the GPU.
+    """`run(**configs)` on q's device, with smaller configurations where these do not fit the GPU.
 
     `q` has its head dim last; `name` is what the log calls a configuration. A launch of several kernels does not say
     which one failed: the one with the largest tiles is made smaller, with a warning. Raises ValueError where Triton
@@ -133,10 +133,10 @@ def launch_fitting(
         raise ValueError(f"q is on {q.device}, and Triton kernels run on CUDA devices; {INTERPRETER_HINT}")
     with on_device_of(q), _interpreting if knobs.runtime.interpret else nullcontext():
         while True:
-            for config in configs:
+            for config in configs.values():
                 log_launch(config.kernel, name(config), q, seqlen_q, seqlen_k)
             try:
-                return run(*configs)
+                return run(**configs)
             except OutOfResources as error:
                 configs = _shrink_largest(configs, q, error)
                 if (recording := getattr(_thread, "recording", None)) is not None:
@@ -144,17 +144,17 @@ def launch_fitting(
                     recording.buffers.clear()
 
 
-def _shrink_largest(configs: tuple[KernelConfig, ...], q: Tensor, error: OutOfResources) -> tuple[KernelConfig, ...]:
-    sizes = q.shape[-1], q.element_size()
-    smaller = {config: smaller_config(config, sizes[1]) for config in configs}
-    possible = [config for config in configs if smaller[config] is not None]
+def _shrink_largest(
+    configs: Mapping[str, KernelConfig], q: Tensor, error: OutOfResources
+) -> Mapping[str, KernelConfig]:
+    smaller = {name: smaller_config(config, q.element_size()) for name, config in configs.items()}
+    possible = {name: config for name, config in smaller.items() if config is not None}
     if not possible:
         raise error
-    largest = max(possible, key=lambda config: config.shared_memory_bytes(*sizes))
-    replacement = smaller[largest]
-    assert replacement is not None
-    warnings.warn(f"{largest.name} does not fit this GPU ({error}): using {replacement.name}", stacklevel=3)
-    return tuple(replacement if config is largest else config for config in configs)
+    largest = max(possible, key=lambda name: configs[name].shared_memory_bytes(q.shape[-1], q.element_size()))
+    old, new = configs[largest].name, possible[largest].name
+    warnings.warn(f"{old} does not fit this GPU ({error}): using {new}", stacklevel=3)
+    return {**configs, largest: possible[largest]}
 
 
 def overlap_options(device: torch.device, *, follows: bool = False) -> dict[str, int | str]:
