@@ -1,8 +1,7 @@
 """Triton beside Hopper on a grid of sizes, by turns: what `auto` chooses by.
 
 `tools/backend_table.py` makes `attention/hopper_table.py` of the records, and a test compares `auto` with them row by
-row. Timed are both passes; of packed documents the forward alone, as their backward is Triton's either way. Times are
-of replayed graphs, so that of short calls the GPU's count and not the host's.
+row. Timed are both passes, in replayed graphs, so that of short calls the GPU's time counts and not the host's.
 """
 
 from collections.abc import Iterator, Mapping
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from cs336_systems.attention.backends import BACKENDS, HOPPER_CAPABILITY, AttentionLayout, select_backend
 from cs336_systems.config import AttentionShape, MaskCase, RunConfig
-from cs336_systems.experiments.attention import BOTH, BY_SHAPE, FORWARD, sized_shape
+from cs336_systems.experiments.attention import BOTH, BY_SHAPE, sized_shape
 from cs336_systems.experiments.figures import Lines
 from cs336_systems.experiments.frames import speed, tuples
 from cs336_systems.experiments.implementations import Built
@@ -91,8 +90,7 @@ class BackendChoice(AttentionByTurns):
     def cells(self, run: RunConfig) -> list[Cell]:
         cells = []
         for case in self.cases(run):
-            row = FORWARD if case.layout == "packed" else BOTH
-            rows = tuple(replace(row, implementation=name) for name in self.implementations)
+            rows = tuple(replace(BOTH, implementation=name) for name in self.implementations)
             cells.append(Cell(case=case, implementation=BY_TURNS, rows=rows))
         return cells
 
