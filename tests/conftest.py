@@ -268,14 +268,17 @@ class GpuPlugin:
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         if not self.tests:
             return
-        record = self.root / gpu_record.PUBLISHED_RECORD if self.record is None else Path(self.record)
         terminalreporter.section("GPU tests")
+        name: Path | str = gpu_record.PUBLISHED_RECORDS
         try:
-            rows = gpu_record.read_rows(record)
+            if self.record is None:
+                rows = gpu_record.published_rows(self.root)
+            else:
+                rows = gpu_record.read_rows(Path(self.record))
+                name = Path(self.record)
         except ValueError as error:
             terminalreporter.write_line(f"STALE, the record cannot be read: {error}", red=True, bold=True)
             return
-        name = record.relative_to(self.root) if record.is_relative_to(self.root) else record
         lines, up_to_date = gpu_record.summary_lines(list(self.tests.values()), rows, name)
         for line in lines:
             terminalreporter.write_line(line, green=up_to_date, red=not up_to_date, bold=not up_to_date)

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-PUBLISHED_RECORD = Path("results/nvidia-h200/tests.jsonl")  # relative to the repository's root
+PUBLISHED_RECORDS = "results/nvidia-*/tests.jsonl"  # one a GPU, relative to the repository's root
 CHANGED = "sources changed since"
 
 
@@ -86,6 +86,15 @@ def read_rows(path: Path) -> dict[str, GpuRow]:
     return rows
 
 
+def published_rows(root: Path) -> dict[str, GpuRow]:
+    """The rows of all published records by test; of a test that ran on several GPUs the newest."""
+    rows: dict[str, GpuRow] = {}
+    for path in sorted(root.glob(PUBLISHED_RECORDS)):
+        for test, row in read_rows(path).items():
+            rows[test] = max(row, rows.get(test, row), key=lambda one: one.date)
+    return rows
+
+
 def write_rows(path: Path, rows: Mapping[str, GpuRow]) -> None:
     """Replace the file at `path` by `rows`, sorted by test; a killed run leaves the old file or the new one whole."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -135,7 +144,7 @@ def stale_reason(test: GpuTest, row: GpuRow | None) -> str | None:
     return None
 
 
-def summary_lines(tests: Sequence[GpuTest], rows: Mapping[str, GpuRow], record: Path) -> tuple[list[str], bool]:
+def summary_lines(tests: Sequence[GpuTest], rows: Mapping[str, GpuRow], record: Path | str) -> tuple[list[str], bool]:
     """What the terminal says about the GPU tests, and whether all of them are up to date.
 
     Parametrised cases with the same reason share a line, and so do all tests of a file whose sources have changed.

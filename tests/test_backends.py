@@ -7,7 +7,6 @@ import importlib.util
 import re
 import sys
 from collections.abc import Callable
-from statistics import median
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,9 +27,9 @@ from cs336_systems.attention.hopper_table import HOPPER_FROM
 from cs336_systems.config import RunConfig
 from cs336_systems.device import DeviceInfo
 from cs336_systems.experiments.backend_choice import HEAD_DIMS, BackendChoice, taken_by_auto
-from cs336_systems.experiments.records import Record, Run, case_key, case_to_dict, latest, read_records
+from cs336_systems.experiments.records import Record, Run, case_to_dict
 from tests.test_device import cpu, gpu
-from tests.test_tools import ROOT, load_tool
+from tests.test_tools import load_tool
 
 ALL_OK = dict.fromkeys(BACKENDS, "ok")
 NO_TRITON = ALL_OK | dict.fromkeys(("triton_first", "triton", "hopper"), "triton is not installed")
@@ -323,33 +322,21 @@ def test_auto_takes_hopper_where_the_table_says_so(table: None, inputs: dict[str
         assert re.fullmatch(f"hopper is the fastest of ours at head_dim {where}", why)
 
 
-PUBLISHED = ROOT / "results/nvidia-h200/records"
-CHOICE = PUBLISHED / "backend_choice.jsonl"
-LOSES_AT_MOST = 1.05
-
-
-@pytest.mark.parametrize("record", ["attention_shapes", *(["backend_choice"] if CHOICE.exists() else [])])
-def test_auto_takes_the_kernel_that_the_published_record_has_as_faster(record: str) -> None:
-    """Row by row, of both passes; of packed documents, whose backward is Triton's, of the forward."""
-    by_case: dict[str, dict[str, Record]] = {}
-    for one in latest(read_records(PUBLISHED / f"{record}.jsonl")):
-        if one.status == "ok" and one.mode == ("forward" if one.case.get("layout") == "packed" else "forward_backward"):
-            by_case.setdefault(case_key(one.case), {})[one.implementation] = one
-    pairs = [found for found in by_case.values() if {"triton", "hopper"} <= {*found}]
-    assert len(pairs) >= 10
-    for found in pairs:
-        case = found["triton"].case
-        taken = taken_by_auto({"layout": "dense", "documents": 0} | case)
-        over = median(slow / fast for slow, fast in zip(found["triton"].samples, found["hopper"].samples))
-        assert (over if taken == "triton" else 1 / over) <= LOSES_AT_MOST, f"{taken} in {case}"
-
-
 backend_table = load_tool("backend_table")
+LOSES_AT_MOST = {"dense": 1.05, "packed": 1.05, "block_mask": 1.12}  # masks of one size differ
 
 
-@pytest.mark.skipif(not CHOICE.exists(), reason="no published record of backend_choice")
-def test_the_table_is_that_of_the_published_record() -> None:
-    text = backend_table.table_text(read_records(CHOICE))
+def test_auto_takes_the_kernel_that_the_published_records_have_as_faster() -> None:
+    """Row by row, of both passes."""
+    cases = backend_table.measured(backend_table.CHOICE, *backend_table.OTHERS)
+    assert len(cases) >= 90
+    for case in cases:
+        taken, over = taken_by_auto(case), case["over_triton"]
+        assert (over if taken == "triton" else 1 / over) <= LOSES_AT_MOST[case["layout"]], f"{taken} in {case}"
+
+
+def test_the_table_is_that_of_the_published_records() -> None:
+    text = backend_table.table_text(backend_table.measured(backend_table.CHOICE, *backend_table.OTHERS))
     assert backend_table.TABLE.read_text() == text, "run tools/backend_table.py"
 
 
@@ -368,9 +355,9 @@ def test_a_table_is_made_of_records() -> None:
     run = Run(device={"name": "NVIDIA H200", "kind": "cuda"}, **facts)
     cells = BackendChoice().cells(RunConfig(scale="handout", device="cuda"))
 
-    def records(slow: int, **hopper_ms: float) -> list[Record]:
+    def cases(slow: int, **hopper_ms: float) -> list[dict[str, Any]]:
         """Hopper takes 0.5 ms where triton takes 1, but in a layout of `hopper_ms`, and twice at head dim `slow`."""
-        return [
+        made = [
             Record(
                 run=run, problem="backend_choice", case=case_to_dict(cell.case), mode=row.mode, quantity="time",
                 unit="ms", status="ok", implementation=row.implementation,
@@ -380,17 +367,18 @@ def test_a_table_is_made_of_records() -> None:
             for cell in cells
             for row in cell.rows
         ]  # fmt: skip
+        return list(backend_table.cases_of(made))
 
     def rows(text: str) -> dict[Any, Any]:
         return ast.literal_eval(text.partition(" = ")[2])
 
-    fast = rows(backend_table.table_text(records(0, packed=1.1)))
+    fast = rows(backend_table.table_text(cases(0, packed=1.1)))
     assert list(fast) == list(HOPPER_FROM)
     assert fast["dense", True] == tuple((head_dim, (512, 8192)) for head_dim in HEAD_DIMS)
     assert fast["block_mask", False] == ((64, (2048, 32768)), (128, (2048, 32768)))
     assert fast["packed", False] == fast["packed", True] == ((64, None), (128, None))
-    probed = dict(rows(backend_table.table_text(records(48)))["dense", False])
-    assert probed[64] == (16384, 262144) and probed[80] == (512, 8192)
+    probed = dict(rows(backend_table.table_text(cases(48)))["dense", False])
+    assert probed[64] == (512, 262144) and probed[80] == (512, 8192)
 
 
 def test_thresholds_lose_least_of_those_from_which_hopper_is_never_slower() -> None:
@@ -398,7 +386,7 @@ def test_thresholds_lose_least_of_those_from_which_hopper_is_never_slower() -> N
         return backend_table.limits_of([dict(zip(("tokens", "queries", "over_triton"), case)) for case in cases])
 
     assert limits((512, 8192, 0.8), (512, 32768, 1.2), (4096, 65536, 1.3)) == (512, 32768)
-    assert limits((512, 8192, 0.8), (512, 32768, 0.9), (4096, 16384, 1.2), (4096, 65536, 0.99)) == (4096, 16384)
+    assert limits((512, 8192, 0.8), (512, 32768, 0.9), (4096, 16384, 1.2), (4096, 65536, 0.99)) == (1448, 16384)
     assert limits((512, 8192, 1.2), (4096, 65536, 0.97)) is None  # slower at last
     assert limits((512, 8192, 0.99)) is None  # nothing is gained
 

@@ -157,7 +157,7 @@ RECORD = ("-m", "gpu", "--gpu-record=results/nvidia-h200/tests.jsonl", "--gpu-co
 def test_a_run_on_a_gpu_is_recorded_and_holds_until_a_source_changes(repository):
     code, output = run_pytest(repository)
     assert code == 0 and "1 passed, 2 deselected" in output, output
-    assert "2 of 2 GPU tests are STALE in results/nvidia-h200/tests.jsonl:" in output
+    assert "2 of 2 GPU tests are STALE in results/nvidia-*/tests.jsonl:" in output
 
     record = repository / "results/nvidia-h200/tests.jsonl"
     code, output = run_pytest(repository, *RECORD, gpu="NVIDIA H200")
@@ -185,6 +185,15 @@ def test_a_run_on_a_gpu_is_recorded_and_holds_until_a_source_changes(repository)
     code, output = run_pytest(repository, *RECORD, gpu="NVIDIA A100")
     assert code == pytest.ExitCode.USAGE_ERROR and record.read_bytes() == before
     assert "holds rows of NVIDIA H200, this is NVIDIA A100: name another file" in output
+
+    # Each GPU has a record of its own; without a GPU the newest row of a test counts.
+    others = [argument.replace("h200", "a100") for argument in RECORD]
+    run_pytest(repository, *others, "-k", "test_on_gpu", gpu="NVIDIA A100")
+    _, output = run_pytest(repository)
+    assert "all 2 GPU tests are up to date (NVIDIA A100, NVIDIA H200)" in output
+    (repository / "kernel.py").write_text("VALUE = 2\n")
+    _, output = run_pytest(repository)
+    assert "2 of 2 GPU tests are STALE" in output
 
 
 def test_several_processes_share_the_record_and_print_the_same(repository):
