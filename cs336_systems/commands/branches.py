@@ -6,8 +6,6 @@ their revision. With several rounds the revisions take turns (base target, targe
 drifts is not taken for a change.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

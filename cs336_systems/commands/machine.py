@@ -1,7 +1,5 @@
 """What `doctor` says of a machine: facts, versions, back ends, and with --measure what it really reaches."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict
 from typing import Any

@@ -1,7 +1,5 @@
 """`cs336-systems list` and `report`: the problems, and what records become."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 

@@ -4,8 +4,6 @@ Each pass is checked against the float64 oracle on the same inputs, and only the
 is measured; `turns` lets several take turns.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence

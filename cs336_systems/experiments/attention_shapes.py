@@ -4,8 +4,6 @@ How fast are the kernels where a GPU is full: batches, heads and lengths of real
 bfloat16. What calls take that are too short for that, `short_calls` measures.
 """
 
-from __future__ import annotations
-
 from cs336_systems.config import AttentionShape
 from cs336_systems.experiments.attention import rate_tables
 from cs336_systems.experiments.figures import Bars

@@ -6,8 +6,6 @@ Each of the problem's cells comes once for every chosen value in the place of it
 one, and of a cell's rows those of the chosen modes stay.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import product

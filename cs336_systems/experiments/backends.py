@@ -8,8 +8,6 @@ Every back end has a row: its times, or the reason why it has none. A result out
 failed row and has no time.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial

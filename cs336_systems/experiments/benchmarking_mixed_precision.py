@@ -1,7 +1,5 @@
 """Autocast's dtypes, a layer norm computed in one dtype, and step times in float32 and with bfloat16."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any

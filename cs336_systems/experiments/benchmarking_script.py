@@ -4,8 +4,6 @@ Each size and mode is timed in a process of its own that has done nothing before
 with w warm-ups is the window of ten that follows the first w.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 

@@ -6,8 +6,6 @@ are fewer bytes for the same arithmetic. A cell is a number of ranks, its rows e
 and of the queries' gradient are checked in float64 against all keys before anything is timed.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product

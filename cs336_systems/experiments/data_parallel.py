@@ -5,8 +5,6 @@ that; time whole steps (forward, loss, backward, synchronisation, AdamW) togethe
 start each timed step together, and it is over when the last is done.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 

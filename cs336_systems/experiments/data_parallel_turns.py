@@ -9,8 +9,6 @@ Here the ranks stay and the wrappers change. Phases on every rank:
 A rank holds one wrapper's model at a time, since xl in float32 with AdamW takes up to 90 GiB. Ratios are of one round.
 """
 
-from __future__ import annotations
-
 import gc
 import time
 from collections import defaultdict

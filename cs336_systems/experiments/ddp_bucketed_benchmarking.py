@@ -1,7 +1,5 @@
 """Bucketed data parallelism over bucket sizes, ours and PyTorch's, and a model of what buckets cost."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pandas as pd

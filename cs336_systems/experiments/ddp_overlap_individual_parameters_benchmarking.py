@@ -1,7 +1,5 @@
 """Overlapping the backward with communication: all four wrappers beside PyTorch's own."""
 
-from __future__ import annotations
-
 from cs336_systems.config import RunConfig
 from cs336_systems.experiments.data_parallel import (
     FEWER_RANKS,

@@ -1,7 +1,5 @@
 """Dilated attention by reshape at growing rates against dense attention, full and causal."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pandas as pd

@@ -4,8 +4,6 @@ A cell is a backend and a number of ranks, its rows every collective and size. A
 the first result of every case is checked. Bus bandwidth is what the busiest link carried (analysis/bandwidth.py).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 from typing import Any

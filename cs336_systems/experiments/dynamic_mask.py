@@ -1,7 +1,5 @@
 """Keys chosen by a bias at run time: one set for all queries, gathered; or the best of each query, by tiles."""
 
-from __future__ import annotations
-
 from cs336_systems.config import RunConfig
 from cs336_systems.experiments.figures import Bars
 from cs336_systems.experiments.masks import (

@@ -5,8 +5,6 @@ are of the GPU alone, in replayed graphs, since eager calls this short wait for 
 values that fit the L2 cache are there from the call before.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """FlashAttention-2 beside plain attention and the library kernels: the handout's grid, one head, batch 1, causal."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any

@@ -10,8 +10,6 @@ case by its name (`seqlen_q`), of nested ones `model` (its name), `model.d_model
 experiment's `columns` adds. Rows stand in the order in which the experiment lists its cells.
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 import warnings

@@ -1,7 +1,5 @@
 """FSDP: memory, step time and the all-gather's race with compute, beside PyTorch's `fully_shard`."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from cs336_systems.config import MODEL_SIZES, RunConfig

@@ -3,8 +3,6 @@
 `simulated` is the same code on fake tensors, counted as CUDA would; on a CPU the handout's xl is simulated alone.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any

@@ -5,8 +5,6 @@ tiles read by the copy engine (TMA); then the Gluon kernels with warps that copy
 additions to dQ in a fixed order, and as they come. cuDNN and FlashAttention-4 are the marks to reach.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -5,8 +5,6 @@ raises `Unsupported` with the reason. What it needs beyond the call itself (a bl
 here, outside the timed part.
 """
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -5,8 +5,6 @@ what warps wait for: exponentials, barriers, products in flight, memory. Of each
 ours beside cuDNN's, on four of the shapes where the two are compared.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The 2025 leaderboard: causal attention forward and backward at 1 × 16 × 16384 × 64 in bfloat16."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 from cs336_systems.config import RunConfig

@@ -13,8 +13,6 @@ exist (`LossTransformer`). Phases on every rank:
 The check comes last, so that the cold start is one.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import tempfile

@@ -4,8 +4,6 @@
 documents, a padded batch), so each says how inputs are packed and results unpacked, outside the timing.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

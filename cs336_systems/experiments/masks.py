@@ -6,8 +6,6 @@ if the mask is causal): the fastest of our Triton kernels, our Hopper kernels wh
 a slow dense path of ours flatters nothing.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping
 from functools import lru_cache, partial

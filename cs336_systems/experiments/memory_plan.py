@@ -7,8 +7,6 @@
 Every term is a count of elements times their bytes, by the shapes of `ModelConfig`; no fragmentation, no workspaces.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 from cs336_systems.accounting import LOSS_BACKWARD_COPIES, activation_bytes, block_saved_bytes, num_parameters

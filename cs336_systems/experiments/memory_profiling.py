@@ -4,8 +4,6 @@
 counted as CUDA would. On a CPU only small models are measured, and the handout's xl is simulated.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """One flattened all-reduce against one a parameter."""
 
-from __future__ import annotations
-
 from cs336_systems.config import RunConfig
 from cs336_systems.experiments.data_parallel import DataParallelExperiment, ddp_cells, precisions, two_rank_traces
 from cs336_systems.experiments.ranks import most_ranks

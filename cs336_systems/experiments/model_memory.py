@@ -7,8 +7,6 @@ The same code runs in both. "start" is the model (and, for a training step, Adam
 "forward" ends with the loss; "backward" begins with its gradient; the optimizer step comes last.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Cells that time a language model, eager or compiled: forward, forward and backward, full training step."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext

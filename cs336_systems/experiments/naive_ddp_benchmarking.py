@@ -1,7 +1,5 @@
 """Naive data parallelism: a training step, and how much of it is communication."""
 
-from __future__ import annotations
-
 from cs336_systems.config import RunConfig
 from cs336_systems.experiments.data_parallel import (
     FEWER_RANKS,

@@ -6,8 +6,6 @@ at least one ran, and their number; the time of each category; the kernels that 
 no matmul; and what plain attention spends on its two products and on what stands between them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial

@@ -1,7 +1,5 @@
 """Sharded optimizer state: memory before and after the step, step time, and ZeRO's first stage beside it."""
 
-from __future__ import annotations
-
 from cs336_systems.config import RunConfig
 from cs336_systems.experiments.figures import Bars
 from cs336_systems.experiments.parallel_step import MEMORY, OPTIMIZER_IMPLEMENTATIONS

@@ -1,7 +1,5 @@
 """Plain PyTorch attention over sequence length and head dim: time, memory, and where it runs out of it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any

@@ -4,8 +4,6 @@ Ranks are children of the measuring process and die with it. `run_cell` is `run_
 cell's: out of memory, wrong result, or failed. The model is xl, or a narrow proxy of it where there is no time.
 """
 
-from __future__ import annotations
-
 import gc
 import math
 import sys

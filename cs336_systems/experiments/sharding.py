@@ -5,8 +5,6 @@ in parts (memory after construction, before and after the optimizer); time whole
 step. Every implementation, PyTorch's too, goes the same way.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

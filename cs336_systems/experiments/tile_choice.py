@@ -8,8 +8,6 @@ On a GPU a first cell compiles the grid in all cores, into Triton's cache on dis
 other would take longer than all else.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """torch.compile on plain attention, and on the whole model: eager beside compiled."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any

@@ -8,8 +8,6 @@ name. The kernels of the backward are timed within a whole backward, the other k
 Nothing here writes a table: a person reads the proposals and edits `attention/tiles/tables.py`.
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
