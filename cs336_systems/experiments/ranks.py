@@ -20,7 +20,7 @@ from cs336_systems.config import MODEL_SIZES, ModelConfig, RunConfig, proxy_mode
 from cs336_systems.distributed.launch import RankError, run_ranks
 from cs336_systems.experiments.figures import Spans
 from cs336_systems.experiments.frames import pick, speed, tuples
-from cs336_systems.experiments.spec import Cell, Disagreement, Row, Sample, Unsupported
+from cs336_systems.experiments.spec import Cell, Disagreement, Experiment, Row, Sample, Unsupported
 from cs336_systems.measure.intervals import simplify
 from cs336_systems.measure.memory import CPU_ALLOCATOR, MIB
 from cs336_systems.measure.overlap import Lanes, trace_lanes
@@ -178,11 +178,6 @@ def traced_rows(mode: str = "train_step") -> list[Row]:
     return [Row(mode, name, "ms") for name in TRACED]
 
 
-def lane_column(row: dict[str, Any]) -> dict[str, Any]:
-    """The column `lane` of intervals: compute or communication."""
-    return {"lane": str(row["quantity"]).removesuffix("_intervals")}
-
-
 @dataclass(frozen=True, kw_only=True)
 class Traces(Spans):
     """The lanes of traced calls, a panel an implementation: of the first precision that there is.
@@ -210,29 +205,35 @@ class Traces(Spans):
         return rows[rows.groupby(["implementation", "case"])["lane"].transform("nunique") == len(INTERVALS)]
 
 
-def step_numbers(frame: pd.DataFrame) -> dict[str, Any]:
-    """Functions for pages: `faster(ours, theirs, ...)` and `efficiency(name, num_ranks=4, ...)`, within a run.
+class StepExperiment(Experiment):
+    """Base of the experiments of one training step on several ranks."""
 
-    `faster` finds the wrappers' steps though their cases differ in buckets; `efficiency` is one rank's step over that
-    of N ranks, each rank with as many sequences.
-    """
-    steps = pick(frame, {"quantity": "time"})
+    def columns(self, row: dict[str, Any]) -> dict[str, Any]:
+        """The `lane` of intervals: compute or communication."""
+        return {"lane": str(row["quantity"]).removesuffix("_intervals")}
 
-    def step(name: str, where: dict[str, Any]) -> dict[str, Any]:
-        found = tuples(pick(steps, where | {"implementation": name}))
-        if len(found) != 1:
-            raise ValueError(f"{len(found)} steps of {name} with {where}, one is needed")
-        return found[0]
+    def numbers(self, frame: pd.DataFrame) -> dict[str, Any]:
+        """Functions for pages: `faster(ours, theirs, ...)` and `efficiency(name, num_ranks=4, ...)`, within a run.
 
-    def ratio(ours: dict[str, Any], theirs: dict[str, Any]) -> float:
-        if math.isnan(found := speed(ours, theirs)):
-            raise ValueError(f"{ours['implementation']} and {theirs['implementation']} are not of one run")
-        return found
+        `faster` finds the wrappers' steps though their cases differ in buckets; `efficiency` is one rank's step over
+        that of N ranks, each rank with as many sequences.
+        """
 
-    def faster(ours: str, theirs: str, **where: Any) -> float:
-        return ratio(step(ours, where), step(theirs, where))
+        def step(name: str, where: dict[str, Any]) -> dict[str, Any]:
+            found = tuples(pick(frame, where | {"implementation": name, "quantity": "time"}))
+            if len(found) != 1:
+                raise ValueError(f"{len(found)} steps of {name} with {where}, one is needed")
+            return found[0]
 
-    def efficiency(name: str, alone: str = "", **where: Any) -> float:
-        return ratio(step(name, where), step(alone or name, where | {"num_ranks": 1}))
+        def ratio(ours: dict[str, Any], theirs: dict[str, Any]) -> float:
+            if math.isnan(found := speed(ours, theirs)):
+                raise ValueError(f"{ours['implementation']} and {theirs['implementation']} are not of one run")
+            return found
 
-    return {"faster": faster, "efficiency": efficiency}
+        def faster(ours: str, theirs: str, **where: Any) -> float:
+            return ratio(step(ours, where), step(theirs, where))
+
+        def efficiency(name: str, alone: str = "", **where: Any) -> float:
+            return ratio(step(name, where), step(alone or name, where | {"num_ranks": 1}))
+
+        return {"faster": faster, "efficiency": efficiency}
