@@ -13,13 +13,7 @@ from msgspec import structs
 from typer.testing import CliRunner
 
 from cs336_systems.cli import app
-from cs336_systems.compare import (
-    bootstrap_change,
-    compare_records,
-    exit_code,
-    pool,
-    read_all,
-)
+from cs336_systems.compare import bootstrap_change, compare_records, exit_code, pool, read_all
 from cs336_systems.config import MODEL_SIZES, AttentionShape, ModelCase
 from cs336_systems.experiments.records import Record, Run, append_records, case_to_dict
 

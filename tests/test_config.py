@@ -7,15 +7,7 @@ import json
 
 import pytest
 
-from cs336_systems.config import (
-    MODEL_SIZES,
-    AttentionShape,
-    ModelCase,
-    ModelConfig,
-    Precision,
-    RunConfig,
-    proxy_model,
-)
+from cs336_systems.config import MODEL_SIZES, AttentionShape, ModelCase, ModelConfig, Precision, RunConfig, proxy_model
 
 MODEL = {"name": "test", "d_model": 64, "d_ff": 128, "num_layers": 2, "num_heads": 4}
 SHAPE = {

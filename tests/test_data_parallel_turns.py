@@ -63,7 +63,7 @@ def test_a_wrapper_that_is_wrong_is_told_from_the_others():
         right = {name: error for name, (error, wrong, _) in found.items() if not wrong}
         assert set(right) == set(TURNS.implementations) - {"naive"} and max(right.values()) <= 1
     (cell,) = TURNS.planned(TINY)
-    with patch.object(data_parallel_turns, "run_cell", return_value=reports):
+    with patch.object(data_parallel_turns.ranks, "run_cell", return_value=reports):
         measured = {sample.row.implementation: sample for sample in TURNS.measure(cell, TINY)}
     assert "averaged gradients are off by" in measured["naive"].failed and not measured["naive"].samples
     assert measured["zero1"].samples == [max(pair) for pair in zip(*(found["zero1"][2] for found in reports))]

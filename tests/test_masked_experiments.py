@@ -15,13 +15,7 @@ from cs336_systems.experiments import masks
 from cs336_systems.experiments.dense_masks import DOCUMENTS
 from cs336_systems.experiments.frames import load_frame
 from cs336_systems.experiments.implementations import Built
-from cs336_systems.experiments.mask_implementations import (
-    BUILDERS,
-    build_masked,
-    document_lengths,
-    is_plain,
-    mask_of,
-)
+from cs336_systems.experiments.mask_implementations import BUILDERS, build_masked, document_lengths, is_plain, mask_of
 from cs336_systems.experiments.masks import best_over_dense
 from cs336_systems.experiments.records import read_records
 from cs336_systems.experiments.registry import PROBLEMS

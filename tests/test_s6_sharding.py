@@ -13,13 +13,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import LBFGS, SGD, Adafactor
 
+from cs336_systems.analysis.memory import fsdp_bytes
 from cs336_systems.config import MODEL_SIZES, Precision, RunConfig
 from cs336_systems.distributed.sharded_optimizer import ShardedOptimizer
 from cs336_systems.distributed.zero1 import Zero1Optimizer
 from cs336_systems.experiments import parallel_step
-from cs336_systems.experiments.memory_plan import fsdp_bytes
 from cs336_systems.experiments.parallel_step import ShardingCase, check_training
-from cs336_systems.experiments.sharding import measure_sharding, sharding_case, sharding_cell
+from cs336_systems.experiments.sharding import ShardingExperiment, sharding_case, sharding_cell
 from cs336_systems.experiments.spec import Disagreement, load
 from cs336_systems.model import AdamW
 from tests.one_job import OneJob, run_alone
@@ -353,5 +353,5 @@ def test_the_handouts_cells_cover_both_precisions_and_both_peers():
 def test_a_single_rank_shards_nothing_and_sends_nothing(implementation):
     run = RunConfig(scale="tiny", device="cpu")
     cell = sharding_cell(sharding_case(run, 1, None), implementation)
-    found = {(one.row.mode, one.row.quantity): one for one in measure_sharding(cell, run)}
+    found = {(one.row.mode, one.row.quantity): one for one in ShardingExperiment().measure(cell, run)}
     assert found["train_step", "time"].error <= 1 and found["train_step", "communication_time"].samples == [0]

@@ -19,11 +19,12 @@ from cs336_systems.experiments.leaderboard_2026 import (
     LongStep,
     LongStepCase,
     check_long_step,
+    fsdp_bytes,
     leaderboard_2026_cells,
+    long_step_bytes,
     long_step_cell,
     measure_long_step,
 )
-from cs336_systems.experiments.memory_plan import fsdp_bytes, long_step_bytes
 from cs336_systems.experiments.spec import Disagreement, Unsupported
 from cs336_systems.inputs import token_batch
 from cs336_systems.measure.memory import MIB
@@ -142,15 +143,16 @@ def test_the_predicted_peak_is_near_what_a_step_allocates():
 
 def test_the_8b_step_fits_two_h200_only_without_its_logits():
     model, h200 = MODEL_SIZES["8b"], 139 * 2**30
-    options: dict[str, Any] = {"attention": "hopper", "compute_dtype": "bfloat16", "reduce_dtype": "float32"}
+    options: dict[str, Any] = {"attention": "hopper", "num_ranks": 2, "reduce_dtype": "float32"}
+    case = LongStepCase(model=model, batch=1, backend="nccl", precision=Precision(autocast="bfloat16"), **options)
     plans = {
-        recompute: long_step_bytes(model, 1, num_ranks=2, recompute=recompute, chunk_tokens=2048, **options)
+        recompute: long_step_bytes(replace(case, recompute=recompute))
         for recompute in ("nothing", "after_attention", "around_attention", "block")
     }
     assert not plans["nothing"].fits(h200)
     assert all(plans[name].fits(h200, usable=0.85) for name in ("after_attention", "around_attention", "block"))
-    whole = fsdp_bytes(model, 1, num_ranks=2, checkpointing=True, **options)
-    assert not whole.fits(h200) and whole.logits > 40 * 2**30 > 8 * plans["block"].logits * 0.9
+    whole = fsdp_bytes(model, 1, checkpointing=True, compute_dtype="bfloat16", **options)
+    assert not whole.fits(h200) and whole.loss > 40 * 2**30 > 8 * plans["block"].loss * 0.9
     width = model.context_length * model.d_model * 2
     kept = plans["around_attention"].activations - plans["block"].activations
     assert kept / (33 * 4 * width) == pytest.approx(1, abs=0.01)  # q, k, v and the output of all blocks but one

@@ -19,12 +19,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Table
 
-from cs336_systems.commands.kernels import (
-    compile_with_progress,
-    machine_arch,
-    print_reports,
-    print_table,
-)
+from cs336_systems.commands.kernels import compile_with_progress, machine_arch, print_reports, print_table
 from cs336_systems.commands.shared import EXIT_NOTHING_MEASURED, ResultsOption, one_line_errors
 from cs336_systems.commands.sweeps import check_sweep_options, measure_shown, measuring
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
+from cs336_systems.analysis.memory import fsdp_bytes
 from cs336_systems.config import Precision, RunConfig
 from cs336_systems.experiments import parallel_step as steps
 from cs336_systems.experiments import ranks
-from cs336_systems.experiments.memory_plan import fsdp_bytes
 from cs336_systems.experiments.parallel_step import MEMORY, RanksCase, ShardingCase
 from cs336_systems.experiments.spec import Cell, Row, Sample, Unsupported
 from cs336_systems.experiments.tables import Pick, Wide

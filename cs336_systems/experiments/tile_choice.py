@@ -21,13 +21,7 @@ from cs336_systems.attention.compilation import arch_of_capability, compile_all,
 from cs336_systems.attention.tiles import KernelConfig, target_of, tuning_grid
 from cs336_systems.attention.tiles.grid import TMA_TARGETS
 from cs336_systems.config import AttentionShape, RunConfig
-from cs336_systems.experiments.attention import (
-    BACKWARD,
-    BY_SHAPE,
-    FORWARD,
-    AttentionExperiment,
-    sized_shape,
-)  # fmt: skip
+from cs336_systems.experiments.attention import BACKWARD, BY_SHAPE, FORWARD, AttentionExperiment, sized_shape
 from cs336_systems.experiments.figures import Heat
 from cs336_systems.experiments.frames import tuples
 from cs336_systems.experiments.implementations import chosen_tiles
