@@ -18,6 +18,7 @@ from cs336_systems.config import MODEL_SIZES, Precision, RunConfig
 from cs336_systems.distributed.sharded_optimizer import ShardedOptimizer
 from cs336_systems.distributed.zero1 import Zero1Optimizer
 from cs336_systems.experiments import parallel_step
+from cs336_systems.experiments.harness import planned_cells
 from cs336_systems.experiments.parallel_step import ShardingCase, check_training
 from cs336_systems.experiments.sharding import ShardingExperiment, sharding_case, sharding_cell
 from cs336_systems.experiments.spec import Disagreement, load
@@ -341,7 +342,7 @@ def test_an_optimizer_that_does_not_exchange_is_not_timed():
 def test_the_handouts_cells_cover_both_precisions_and_both_peers():
     run = RunConfig(scale="handout", device="cuda")
     problems = "optimizer_state_sharding_accounting", "fsdp_accounting"
-    cells = [cell for name in problems for cell in load(name).planned(run)]
+    cells = [cell for name in problems for cell in planned_cells(name, run)]
     expected = {"torch_zero", "torch_fsdp", "sharded", "zero1", "fsdp", "unsharded"}
     assert {cell.implementation for cell in cells} >= expected
     assert {cell.case.precision for cell in cells} == {Precision(), Precision(autocast="bfloat16")}

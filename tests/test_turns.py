@@ -66,7 +66,7 @@ def test_a_round_goes_through_the_modes_and_the_first_is_not_kept():
 
 
 def tiny_cell():
-    (cell,) = PROBLEM.planned(TINY)
+    (cell,) = PROBLEM.cells(TINY)
     return cell
 
 

@@ -12,6 +12,7 @@ from itertools import product
 
 from cs336_systems.accounting import eager_attention_bytes
 from cs336_systems.config import AttentionShape, Axes, MaskCase
+from cs336_systems.experiments.mask_implementations import shape_of
 from cs336_systems.experiments.spec import Cell
 
 CHOSEN = "-chosen"  # ends the names of folders whose cases are no problem's own
@@ -35,7 +36,8 @@ def choose_cells(problem: str, cells: Sequence[Cell], axes: Axes) -> list[Cell]:
         if not any(row.quantity not in OF_THE_MASK for row in rows):
             continue
         for case in _cases(cell.case, axes):
-            predicted = cell.predicted_bytes and eager_attention_bytes(_shape(case), "forward_backward")
+            shape = case if isinstance(case, AttentionShape) else shape_of(case)
+            predicted = cell.predicted_bytes and eager_attention_bytes(shape, "forward_backward")
             one = replace(cell, case=case, rows=rows, predicted_bytes=predicted)
             chosen.setdefault((case, cell.implementation), one)
     # Implementations of a case share its inputs and its oracle, so that they are measured one after the other.
@@ -84,12 +86,3 @@ def _scaled(part: str, before: int, after: int) -> str:
     scaled = [int(length) * after // before for length in lengths.split(",")]
     scaled[0] += after - sum(scaled)
     return f"{name}:{','.join(map(str, scaled))}"
-
-
-def _shape(case: AttentionShape | MaskCase) -> AttentionShape:
-    if isinstance(case, AttentionShape):
-        return case
-    return AttentionShape(
-        batch=case.batch, heads=case.heads, seqlen_q=case.seqlen_q, seqlen_k=case.seqlen_q, head_dim=case.head_dim,
-        is_causal=False, dtype=case.dtype,
-    )  # fmt: skip

@@ -24,7 +24,7 @@ from cs336_systems.experiments.spec import Cell, Disagreement, Experiment, Row, 
 from cs336_systems.measure.intervals import simplify
 from cs336_systems.measure.memory import CPU_ALLOCATOR, MIB
 from cs336_systems.measure.overlap import Lanes, trace_lanes
-from cs336_systems.measure.timing import plan_samples, synchronize, time_once
+from cs336_systems.measure.timing import plan_samples, synchronize, time_calls, time_once
 
 COLLECTIVE_TIMEOUT_S = 240.0  # ranks differ in the time that they take to compile, allocate and load
 BATCH = {"tiny": 1, "smoke": 2, "handout": 4}  # sequences of each rank; the last as the handout's
@@ -110,6 +110,19 @@ def time_together(call: Callable[[], object], device: str) -> float:
     call()
     synchronize(device)
     return (time.perf_counter() - start) * 1e3
+
+
+def timed_calls(call: Callable[[], object], device: str, budget_ms: float, minimum: int) -> list[float]:
+    """Milliseconds on this rank of as many calls as all agree on; on a CPU each begins when all are ready."""
+    count = agreed_samples(call, device, budget_ms, minimum)
+    dist.barrier()
+    if device == "cuda":
+        return time_calls(call, device=device, warmup=1, num_samples=count)
+    samples = []
+    for _ in range(count):
+        dist.barrier()
+        samples.append(time_once(call, device))
+    return samples
 
 
 def timed_steps(call: Callable[[], object], device: str, run: RunConfig) -> list[float]:
