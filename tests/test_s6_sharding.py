@@ -21,7 +21,7 @@ from cs336_systems.experiments import parallel_step
 from cs336_systems.experiments.harness import planned_cells
 from cs336_systems.experiments.parallel_step import ShardingCase, check_training
 from cs336_systems.experiments.sharding import ShardingExperiment, sharding_case, sharding_cell
-from cs336_systems.experiments.spec import Disagreement, load
+from cs336_systems.experiments.spec import Disagreement
 from cs336_systems.model import AdamW
 from tests.one_job import OneJob, run_alone
 from tests.sharding_models import Awkward, part, seeded

@@ -199,6 +199,7 @@ SAVED_EXPECTED = Row(mode="forward", quantity="closed_form_saved", unit="MiB")
 RESIDUAL = Row(mode="forward", quantity="residual_stream", unit="MiB")
 GRADIENTS = Row(mode="backward", quantity="gradients_of_block", unit="MiB")
 GRADIENTS_EXPECTED = Row(mode="backward", quantity="closed_form_gradients", unit="MiB")
+OF_GRADIENTS = (SAVED_EXPECTED, GRADIENTS, GRADIENTS_EXPECTED)  # what a backward and the closed forms tell
 
 
 def ranked_rows(mode: str, quantity: str) -> tuple[Row, ...]:
