@@ -3,7 +3,7 @@
 Facts are read from the driver and the operating system when asked, never on import. Usage:
 
     info = get_device_info()                          # the first facts of every record
-    model_flops_utilization(flops, seconds, device_peak(info), "bfloat16")    # None on a GPU without a known peak
+    device_peak(info)                                 # its rates on paper; None for a GPU that is not in the table
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any, Literal
 
 import torch
 
-from cs336_systems.config import DTYPES, DTypeName
+from cs336_systems.config import DTypeName
 
 CPUINFO = Path("/proc/cpuinfo")
 NVIDIA_SMI_TIMEOUT_S = 10
@@ -161,29 +161,21 @@ class Peak:
     fp32_tflops: float  # outside the tensor cores (IEEE float32, not TF32)
     memory_gb_per_s: float  # 10⁹ bytes per second
     source: str
-    link_gb_per_s: float | None = None  # to the other GPUs of the host, one way: half of what sheets call NVLink's rate
-
-    def tflops(self, dtype: str) -> float | None:
-        """Peak TFLOP/s of matmuls in `dtype`, None where the sheet is not kept (float64); ValueError if unknown."""
-        if dtype not in DTYPES:
-            raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
-        half = self.bf16_tflops
-        return {"bfloat16": half, "float16": half, "float32": self.fp32_tflops}.get(dtype)
 
 
-def _peak(bf16: float, fp32: float, gb_per_s: float, source: str, link: float | None = None) -> Peak:
-    return Peak(bf16_tflops=bf16, fp32_tflops=fp32, memory_gb_per_s=gb_per_s, source=source, link_gb_per_s=link)
+def _peak(bf16: float, fp32: float, gb_per_s: float, source: str) -> Peak:
+    return Peak(bf16_tflops=bf16, fp32_tflops=fp32, memory_gb_per_s=gb_per_s, source=source)
 
 
 # By the driver's whole name without "NVIDIA ", so that a MIG slice or a sibling product is unknown, not mistaken. Where
 # a sheet prints rates with sparsity, the dense rate is half.
 PEAKS = {
-    "B200": _peak(2250, 75, 7700, "NVIDIA Blackwell datasheet (HGX B200)", 900),
-    "H200": _peak(989.5, 67, 4800, "NVIDIA H200 Tensor Core GPU datasheet (SXM)", 450),
-    "H100 80GB HBM3": _peak(989.5, 67, 3350, "NVIDIA H100 Tensor Core GPU datasheet (SXM)", 450),
+    "B200": _peak(2250, 75, 7700, "NVIDIA Blackwell datasheet (HGX B200)"),
+    "H200": _peak(989.5, 67, 4800, "NVIDIA H200 Tensor Core GPU datasheet (SXM)"),
+    "H100 80GB HBM3": _peak(989.5, 67, 3350, "NVIDIA H100 Tensor Core GPU datasheet (SXM)"),
     "H100 PCIe": _peak(756.5, 51, 2000, "NVIDIA H100 Tensor Core GPU datasheet (PCIe)"),
-    "A100-SXM4-40GB": _peak(312, 19.5, 1555, "NVIDIA A100 Tensor Core GPU datasheet (40GB SXM)", 300),
-    "A100-SXM4-80GB": _peak(312, 19.5, 2039, "NVIDIA A100 Tensor Core GPU datasheet (80GB SXM)", 300),
+    "A100-SXM4-40GB": _peak(312, 19.5, 1555, "NVIDIA A100 Tensor Core GPU datasheet (40GB SXM)"),
+    "A100-SXM4-80GB": _peak(312, 19.5, 2039, "NVIDIA A100 Tensor Core GPU datasheet (80GB SXM)"),
     "A100-PCIE-40GB": _peak(312, 19.5, 1555, "NVIDIA A100 Tensor Core GPU datasheet (40GB PCIe)"),
     "A100 80GB PCIe": _peak(312, 19.5, 1935, "NVIDIA A100 Tensor Core GPU datasheet (80GB PCIe)"),
     "L4": _peak(121, 30.3, 300, "NVIDIA L4 Tensor Core GPU datasheet"),
@@ -195,23 +187,7 @@ PEAKS = {
 
 def device_peak(info: DeviceInfo) -> Peak | None:
     """The peak of the GPU by its exact name; None for a CPU and for any GPU that is not in the table."""
-    return peak_by_name(info.name) if info.kind == "cuda" else None
-
-
-def peak_by_name(name: str) -> Peak | None:
-    """The peak of the GPU that is called `name`, as a record's device is; None for what is not in the table."""
-    return PEAKS.get(name.removeprefix("NVIDIA "))
-
-
-def model_flops_utilization(flops: float, seconds: float, peak: Peak | None, dtype: str) -> float | None:
-    """Share of the peak in `dtype` that `flops` useful FLOPs in `seconds` are; None where no peak is known.
-
-    Source: Chowdhery et al. 2022 (PaLM), section 4.1: recomputed FLOPs are not credited.
-    """
-    if not seconds > 0:
-        raise ValueError(f"seconds must be positive, got {seconds}")
-    tflops = None if peak is None else peak.tflops(dtype)
-    return None if tflops is None else flops / seconds / (tflops * 1e12)
+    return PEAKS.get(info.name.removeprefix("NVIDIA ")) if info.kind == "cuda" else None
 
 
 def recommended_dtype(compute_capability: tuple[int, int] | None) -> DTypeName:

@@ -11,7 +11,7 @@ import torch
 from cs336_systems.attention import flash_attention
 from cs336_systems.config import RunConfig
 from cs336_systems.experiments import turns
-from cs336_systems.experiments.harness import Provenance, Sweep
+from cs336_systems.experiments.harness import Provenance, Sweep, planned_cells
 from cs336_systems.experiments.implementations import Built, build
 from cs336_systems.experiments.registry import PROBLEMS
 from cs336_systems.experiments.spec import Unsupported
@@ -66,7 +66,7 @@ def test_a_round_goes_through_the_modes_and_the_first_is_not_kept():
 
 
 def tiny_cell():
-    (cell,) = PROBLEM.cells(TINY)
+    (cell,) = planned_cells("short_calls", TINY)
     return cell
 
 
