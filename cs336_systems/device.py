@@ -90,10 +90,9 @@ def resolve_device(requested: str) -> Literal["cpu", "cuda"]:
 
 def get_device_info(device: str = "auto") -> DeviceInfo:
     """Facts of the current CUDA device or of the CPU; `device` as in `resolve_device`, which may raise ValueError."""
-    return _cpu_info() if resolve_device(device) == "cpu" else _cuda_info()
-
-
-def _cuda_info() -> DeviceInfo:
+    if resolve_device(device) == "cpu":
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return DeviceInfo(name=_cpu_name(), kind="cpu", memory_bytes=memory, num_cores=_usable_cores())
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
     driver, max_sm_clock_mhz = _query_nvidia_smi(getattr(properties, "uuid", None))
     return DeviceInfo(
@@ -127,10 +126,6 @@ def _query_nvidia_smi(uuid: Any) -> tuple[str | None, int | None]:
     return answer[1], int(answer[2]) if answer[2] else None
 
 
-def _cpu_info() -> DeviceInfo:
-    return DeviceInfo(name=_cpu_name(), kind="cpu", memory_bytes=_host_memory_bytes(), num_cores=_usable_cores())
-
-
 def _cpu_name() -> str:
     """The model name of the first core, or what the platform calls its processor (macOS, ARM)."""
     if CPUINFO.exists():
@@ -138,10 +133,6 @@ def _cpu_name() -> str:
         if model is not None:
             return model[1].strip()
     return platform.processor() or platform.machine() or "unknown"
-
-
-def _host_memory_bytes() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _usable_cores() -> int:

@@ -57,7 +57,7 @@ def branches(
 
     with one_line_errors():
         check_options(threshold, fail_on)
-        repository = _repository()
+        repository = Path(_git(Path.cwd(), "rev-parse", "--show-toplevel"))  # that the command was typed in
         revisions = dict(zip(SIDES, (_resolve(repository, name) for name in (base, target))))
         options = ["--scale", scale, "--device", device]
         options += [f"--implementation={name}" for name in implementation or []]
@@ -96,11 +96,6 @@ def _git(repository: Path, *arguments: str) -> str:
     if result.returncode:
         raise ValueError(f"git {arguments[0]}: {result.stderr.strip() or f'exit code {result.returncode}'}")
     return result.stdout.strip()
-
-
-def _repository() -> Path:
-    """The repository that the command was typed in."""
-    return Path(_git(Path.cwd(), "rev-parse", "--show-toplevel"))
 
 
 def _resolve(repository: Path, name: str) -> str:

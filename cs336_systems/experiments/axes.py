@@ -6,7 +6,7 @@ Each of the problem's cells comes once for every chosen value in the place of it
 one, and of a cell's rows those of the chosen modes stay.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
 
@@ -32,7 +32,9 @@ def choose_cells(problem: str, cells: Sequence[Cell], axes: Axes) -> list[Cell]:
             raise ValueError(f"--mode must be one of {', '.join(modes)} for {problem}, got {mode!r}")
     chosen: dict[tuple[object, str], Cell] = {}
     for cell in cells:
-        rows = tuple(row for row in cell.rows if _is_of(axes.modes, row.mode, row.quantity))
+        rows = tuple(
+            row for row in cell.rows if not axes.modes or row.mode in axes.modes or row.quantity in OF_THE_MASK
+        )  # fmt: skip
         if not any(row.quantity not in OF_THE_MASK for row in rows):
             continue
         for case in _cases(cell.case, axes):
@@ -43,10 +45,6 @@ def choose_cells(problem: str, cells: Sequence[Cell], axes: Axes) -> list[Cell]:
     # Implementations of a case share its inputs and its oracle, so that they are measured one after the other.
     places = {case: place for place, case in enumerate(dict.fromkeys(case for case, _ in chosen))}
     return sorted(chosen.values(), key=lambda cell: places[cell.case])
-
-
-def _is_of(modes: Iterable[str], mode: str, quantity: str) -> bool:
-    return not modes or mode in modes or quantity in OF_THE_MASK
 
 
 def _cases(case: Case, axes: Axes) -> list[Case]:

@@ -119,7 +119,9 @@ def take_turns(
             samples[name] += _turn(name, case, run, rank)
         now = time.monotonic()
         fits = number + 1 < at_least or now - began + (now - round_began) < BUDGET_S[run.scale]
-        if not _agreed(fits, case.device):
+        answer = torch.tensor([fits], dtype=torch.uint8, device=case.device)
+        dist.broadcast(answer, src=0)  # rank 0's on every rank
+        if not answer.item():
             break
     return {name: (*checks[name], samples[name]) for name in names}
 
@@ -155,10 +157,3 @@ def _turn(name: str, case: ShardingCase, run: RunConfig, rank: int) -> list[floa
     del step
     gc.collect()  # wrappers and their hooks are cycles; cached blocks stay, for the next of the same shapes
     return samples
-
-
-def _agreed(fits: bool, device: str) -> bool:
-    """Rank 0's answer on every rank."""
-    answer = torch.tensor([fits], dtype=torch.uint8, device=device)
-    dist.broadcast(answer, src=0)
-    return bool(answer.item())

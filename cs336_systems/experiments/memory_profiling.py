@@ -51,13 +51,6 @@ def _profiled(run: RunConfig) -> list[tuple[MemoryCase, str]]:
     return found
 
 
-def _blocks(run: RunConfig) -> list[BlocksCase]:
-    model = MODEL_SIZES["xl"] if run.scale != "tiny" else proxy_model("xl", 64)
-    contexts = (512, 2048) if run.scale != "tiny" else (128,)
-    models = [replace(model, context_length=context) for context in contexts]
-    return [BlocksCase(model=one, batch=BATCH, blocks=1, attention="reference") for one in models]
-
-
 class Timeline(Figure):
     """Active memory of a pass by category, over the events at which it was sampled, and where phases begin."""
 
@@ -127,8 +120,11 @@ class MemoryProfiling(Experiment):
                 rows += memory.ranked_rows(mode, "allocation") if drawn else ()
                 predicted = model_peak_bytes(case, mode) if implementation != "simulated" else 0
                 cells.append(Cell(case=case, implementation=implementation, rows=rows, predicted_bytes=predicted))
-        for blocks in _blocks(run):
-            measured = ("eager", "compiled") if run.device == "cuda" else ()
+        model, contexts = (MODEL_SIZES["xl"], (512, 2048)) if run.scale != "tiny" else (proxy_model("xl", 64), (128,))
+        measured = ("eager", "compiled") if run.device == "cuda" else ()
+        for context in contexts:
+            one = replace(model, context_length=context)
+            blocks = BlocksCase(model=one, batch=BATCH, blocks=1, attention="reference")
             for implementation in ("simulated", "simulated compiled", *measured):
                 more = () if "compiled" in implementation else memory.OF_GRADIENTS
                 of_blocks = (memory.SAVED, memory.RESIDUAL, *memory.ranked_rows("forward", "saved"), *more)

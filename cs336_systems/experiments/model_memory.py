@@ -221,16 +221,14 @@ class BlocksCase:
     def stream_shape(self) -> tuple[int, int, int]:
         return (self.batch, self.model.context_length, self.model.d_model)
 
-    def as_model_case(self) -> MemoryCase:
-        model = replace(self.model, num_layers=self.blocks)
-        return MemoryCase(model=model, batch=self.batch, attention=self.attention, precision=self.precision)
-
 
 def measure_blocks(cell: Cell, run: RunConfig) -> Iterator[Sample]:
     case: BlocksCase = cell.case
     if cell.implementation.startswith("simulated"):
+        alone = replace(case.model, num_layers=case.blocks)
+        step = MemoryCase(model=alone, batch=case.batch, attention=case.attention, precision=case.precision)
         with FakeTensorMode():
-            model = SimulatedStep(case.as_model_case()).model
+            model = SimulatedStep(step).model
             assert isinstance(model, TransformerLM)
             yield from _saved_measurements(cell, model, torch.empty(case.stream_shape, requires_grad=True))
         return

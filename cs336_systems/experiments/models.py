@@ -145,12 +145,13 @@ def measure_model(
             yield Sample(row=row, samples=[seconds])
         _agree("logits", step.forward(), expected)
     del expected
+    losses: list[Tensor] = []
     for mode in MODEL_MODES:
         if (mode, "time") not in rows:
             continue
         if mode == "forward_backward" and cell.implementation == "compiled":
-            seconds, loss = _first_forward_backward(step)
-            _agree("loss", loss, expected_loss)
+            seconds = time_once(lambda: losses.append(step.forward_backward()), step.device) / 1e3
+            _agree("loss", losses.pop(), expected_loss)
             if row := rows.get(("forward_backward", "compile_time")):
                 yield Sample(row=row, samples=[seconds])
         elif mode != "forward":
@@ -163,13 +164,6 @@ def measure_model(
         )  # fmt: skip
         step.reset()
         yield Sample(row=rows[mode, "time"], samples=samples)
-
-
-def _first_forward_backward(step: TrainingStep) -> tuple[float, Tensor]:
-    """Seconds of the call that compiles the training graph, and its loss."""
-    losses: list[Tensor] = []
-    milliseconds = time_once(lambda: losses.append(step.forward_backward()), step.device)
-    return milliseconds / 1e3, losses[0]
 
 
 def require_finite(what: str, value: Tensor) -> None:

@@ -25,7 +25,7 @@ from cs336_systems.measure.kernels import CATEGORIES, short_name
 from cs336_systems.measure.memory import release
 from cs336_systems.measure.ranges import SCORES, SOFTMAX, VALUES, annotate
 from cs336_systems.measure.timing import plan_samples, time_once
-from cs336_systems.measure.trace import Kernel, Trace
+from cs336_systems.measure.trace import Trace
 
 MIN_WALL_CLOCK_STEPS, MAX_WALL_CLOCK_STEPS = 4, 5  # `compare` needs four
 WALL_CLOCK_BUDGET_MS = 2000.0
@@ -94,7 +94,8 @@ def measurements(trace: Trace, rows: dict[str, Row]) -> Iterator[Sample]:
                 continue
             name = names[rank - 1]
             chosen = [[k for k in trace.select(step=step) if short_name(k.name) == name] for step in steps]
-            yield Sample(row=time, samples=[_milliseconds(kernels) for kernels in chosen], kernel=name)
+            taken = [sum(kernel.duration_us for kernel in kernels) / 1e3 for kernels in chosen]
+            yield Sample(row=time, samples=taken, kernel=name)
             yield Sample(row=calls, samples=[float(len(kernels)) for kernels in chosen], kernel=name)
 
 
@@ -109,10 +110,6 @@ def _quantities(trace: Trace) -> dict[str, Callable[..., float]]:
     found |= {f"attention_{part}_time": partial(trace.kernel_ms, within=name) for part, name in ATTENTION_PARTS.items()}
     found["attention_softmax_kernel_time"] = partial(trace.kernel_ms, within=SOFTMAX, category="softmax")
     return found
-
-
-def _milliseconds(kernels: list[Kernel]) -> float:
-    return sum(kernel.duration_us for kernel in kernels) / 1e3
 
 
 class Shares(Bars):

@@ -131,9 +131,10 @@ class Book:
         specs = {}
         for name in (name for name in self.names if name in experiments()):
             text = self.template(name)
-            for figure, spec in figure_specs(experiments()[name], self.frame(name)).items():
-                if f'figure("{figure}"' in text:
-                    specs[self.figure_path(name, figure)] = spec
+            shown = [one for one in experiments()[name].figures if f'figure("{one}"' in text and len(self.frame(name))]
+            for figure in shown:
+                if (chart := experiments()[name].figures[figure].chart(self.frame(name))) is not None:
+                    specs[self.figure_path(name, figure)] = spec_of(chart)
         return specs
 
     def figure_path(self, problem: str, figure: str) -> Path:
@@ -198,14 +199,6 @@ def _command(name: str) -> str:
     if name in experiments():
         return "`report`" if isinstance(experiments()[name], Calculation) else f"`run {name}`"
     return f"`{COMMANDS.get(name, f'grade tests/adapters.py --problem {name}')}`"
-
-
-def figure_specs(experiment: Experiment, frame: pd.DataFrame) -> dict[str, dict[str, Any]]:
-    """The specifications of an experiment's figures that have something to show, by name."""
-    if frame.empty:
-        return {}
-    charts = {name: figure.chart(frame) for name, figure in experiment.figures.items()}
-    return {name: spec_of(chart) for name, chart in charts.items() if chart is not None}
 
 
 def tables_text(experiment: Experiment, frame: pd.DataFrame) -> str:
