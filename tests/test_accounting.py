@@ -1,7 +1,5 @@
 """Closed forms against brute force, hand-computed numbers, torch's own FLOP counter, and bytes that really lived."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from pathlib import Path

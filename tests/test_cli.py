@@ -1,7 +1,5 @@
 """The command line: one line and exit code 2 for a caller's mistake; interruption; the report twice."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import re

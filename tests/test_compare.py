@@ -1,7 +1,5 @@
 """Comparison of two sets of records: what is a regression, what is noise, and what the exit code says."""
 
-from __future__ import annotations
-
 import math
 import random
 from dataclasses import replace

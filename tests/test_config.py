@@ -1,7 +1,5 @@
 """Configurations: the sizes the handout gives, what is refused and with which words."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 

@@ -1,7 +1,5 @@
 """Wrappers by turns in one job: all are checked and timed, one at a time, and compared within rounds; the ring."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from dataclasses import replace

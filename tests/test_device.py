@@ -1,7 +1,5 @@
 """Device facts, peaks, compilers and the interpreter, with the GPUs replaced by what torch would say of them."""
 
-from __future__ import annotations
-
 import json
 import os
 import platform

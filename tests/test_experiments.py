@@ -1,7 +1,5 @@
 """Experiments: what each scale promises, and that a sweep survives what happens to a cell."""
 
-from __future__ import annotations
-
 import os
 import re
 import sys

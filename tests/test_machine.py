@@ -1,7 +1,5 @@
 """`doctor`: facts alone unless asked to measure; every back end has a row; `auto` is near the fastest."""
 
-from __future__ import annotations
-
 import json
 import math
 from typing import Any

@@ -1,7 +1,5 @@
 """The mask experiments: what each scale promises and that wrong results are not timed."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 

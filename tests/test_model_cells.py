@@ -1,7 +1,5 @@
 """Model cells: a model that does not work is never recorded as timed."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor, nn

@@ -1,7 +1,5 @@
 """The developers' tool that pools the rounds of repeated runs."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

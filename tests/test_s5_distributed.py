@@ -1,7 +1,5 @@
 """Section 5's experiments: bandwidths, cells, agreed counts, tables and traces."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Section 6: optimizers with sharded state equal the unsharded one, on gloo; their experiments."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Callable
 from copy import deepcopy

@@ -1,7 +1,5 @@
 """`leaderboard_2026`: the step of two gloo ranks against one process, and what its cells promise."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from typing import Any

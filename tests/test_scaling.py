@@ -1,7 +1,5 @@
 """Communication on paper: rings against sums, closed forms against simulation, predictions against their limits."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

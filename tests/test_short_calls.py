@@ -1,7 +1,5 @@
 """`short_calls`: who takes turns and what a turn tells apart."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import replace
 from statistics import median

@@ -1,7 +1,5 @@
 """Measuring by turns: who comes after whom, and whose rows are lost when one of them cannot be measured."""
 
-from __future__ import annotations
-
 import time
 from statistics import median
 
