@@ -17,6 +17,7 @@ from cs336_systems.accounting import attention_flops, eager_attention_bytes, tfl
 from cs336_systems.attention.contract import Oracle, compute_oracle, contract_errors
 from cs336_systems.config import AttentionShape, RunConfig
 from cs336_systems.experiments import implementations
+from cs336_systems.experiments.figures import Bars
 from cs336_systems.experiments.implementations import Built, build, kernel_name
 from cs336_systems.experiments.spec import Cell, Disagreement, Experiment, Row, Sample, Unsupported
 from cs336_systems.experiments.tables import Pivot, TableSpec
@@ -88,6 +89,12 @@ def rate_tables(ratios: Sequence[tuple[str, str]]) -> dict[str, TableSpec]:
         )
         for mode, words in MODE_WORDS.items()
     }  # fmt: skip
+
+
+def rate_bars(title: str, x: str = "shape", color: str = "implementation") -> Bars:
+    """Bars of TFLOP/s of forward and backward together."""
+    where = {"quantity": "time", "mode": "forward_backward"}
+    return Bars(title=title, x=x, y="tflops", y_title="TFLOP/s", color=color, where=where)
 
 
 def sized_shape(

@@ -4,7 +4,6 @@ from collections.abc import Iterator, Sequence
 
 from cs336_systems.config import RunConfig
 from cs336_systems.experiments import attention
-from cs336_systems.experiments.figures import Bars
 from cs336_systems.experiments.implementations import IMPLEMENTATIONS, TINY_IMPLEMENTATIONS
 from cs336_systems.experiments.spec import Cell, Sample, problem
 from cs336_systems.experiments.tables import Pick, Wide
@@ -40,11 +39,5 @@ class Leaderboard2025(attention.AttentionExperiment):
         )
     }
     figures = {
-        "speed": Bars(
-            title="Forward + backward on the 2025 leaderboard's shape",
-            x="implementation",
-            y="tflops",
-            y_title="TFLOP/s",
-            where={"quantity": "time", "mode": "forward_backward"},
-        )
+        "speed": attention.rate_bars("Forward + backward on the 2025 leaderboard's shape", x="implementation"),
     }

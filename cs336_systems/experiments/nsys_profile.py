@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from cs336_systems.config import MODEL_SIZES, ModelCase, ModelConfig, Precision, RunConfig, proxy_model
 from cs336_systems.experiments.figures import Bars
 from cs336_systems.experiments.frames import digits, pick
-from cs336_systems.experiments.models import MODEL_MODES, TrainingStep, model_cell, require_finite, time_row
+from cs336_systems.experiments.models import MODEL_MODES, TrainingStep, model_cell, require_finite
 from cs336_systems.experiments.spec import Cell, Experiment, Row, Sample, problem
 from cs336_systems.experiments.tables import Listing, Pick, Ratio, Wide
 from cs336_systems.measure.capture import capture
@@ -54,22 +54,13 @@ def models(run: RunConfig) -> list[tuple[ModelConfig, int]]:
 
 def profile_rows(mode: str) -> list[Row]:
     """What a profile of `mode` reports."""
-
-    def in_ms(quantity: str) -> Row:
-        return Row(mode=mode, quantity=quantity, unit="ms")
-
-    def calls(quantity: str) -> Row:
-        return Row(mode=mode, quantity=quantity, unit="calls")
-
-    rows = [time_row(mode), in_ms("kernel_time"), in_ms("busy_time"), calls("kernel_calls")]
-    rows += [in_ms(f"{category}_time") for category in CATEGORIES]
+    names = ["time", "kernel_time", "busy_time", "kernel_calls", *(f"{category}_time" for category in CATEGORIES)]
     for name, count in NUM_RANKS.items():
-        for rank in range(1, count + 1):
-            rows += [in_ms(f"{name}_{rank}_time"), calls(f"{name}_{rank}_calls")]
+        names += [f"{name}_{rank}_{what}" for rank in range(1, count + 1) for what in ("time", "calls")]
     if mode != "train_step":
-        rows += [in_ms(f"attention_{part}_time") for part in ATTENTION_PARTS]
-        rows.append(in_ms("attention_softmax_kernel_time"))  # of the softmax alone, without scale and mask
-    return rows
+        names += [f"attention_{part}_time" for part in ATTENTION_PARTS]
+        names.append("attention_softmax_kernel_time")  # of the softmax alone, without scale and mask
+    return [Row(mode, name, "calls" if name.endswith("_calls") else "ms") for name in names]
 
 
 def measurements(trace: Trace, rows: dict[str, Row]) -> Iterator[Sample]:

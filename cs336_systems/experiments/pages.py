@@ -292,11 +292,6 @@ class Page:
 
     def speed(self, ours: str, theirs: str, **where: Any) -> str:
         """How many times as fast `ours` is, over all cases of `where`: "1.12×", or "1.05 to 1.15×"."""
-        found = self._speeds(ours, theirs, where)
-        low, high = digits(min(found)), digits(max(found))
-        return f"{low}×" if low == high else f"{low} to {high}×"
-
-    def _speeds(self, ours: str, theirs: str, where: dict[str, Any]) -> list[float]:
         rows = pick(self._frame, {"quantity": "time"} | where)
         pairs: dict[tuple[Any, ...], dict[str, Any]] = {}
         for row in tuples(rows):
@@ -305,7 +300,8 @@ class Page:
         found = [speed_of(pair.get(ours), pair.get(theirs), by_turns) for pair in pairs.values()]
         if not (found := [one for one in found if one == one]):
             raise ValueError(f"no times of {ours} and {theirs} in one run of {self._problem} with {where}")
-        return found
+        low, high = digits(min(found)), digits(max(found))
+        return f"{low}×" if low == high else f"{low} to {high}×"
 
     def values(self, column: str, implementation: str | None = None, *, significant: int = 3, **where: Any) -> str:
         """The range of a column: `values("tflops", "hopper", mode="forward")` is "511 to 640"."""
