@@ -86,35 +86,6 @@ class LongStepCase(RanksCase):
         require_choice(self, "recompute", RECOMPUTES)
 
 
-def leaderboard_2026_cells(run: RunConfig) -> list[Cell]:
-    """What memory allows, with float32 masters and in pure bfloat16; both FSDPs with equal settings.
-
-    At handout scale also ours with more and less computed again, other attention, no compiler.
-    """
-    cuda = run.device == "cuda"
-    base = LongStepCase(
-        model=step_model(run),
-        batch=BATCH,
-        num_ranks=NUM_RANKS,
-        backend=ranks.backend_of(run),
-        attention=fastest_attention(run),
-        precision=Precision(autocast="bfloat16" if cuda else None),
-        reduce_dtype="float32" if cuda else None,
-        compiled=cuda,
-        chunk_tokens={"tiny": 24, "smoke": 100, "handout": CHUNK_TOKENS}[run.scale],
-    )
-    kept = replace(base, recompute="after_attention")
-    pure = replace(kept, precision=Precision(parameters="bfloat16"), reduce_dtype=None)
-    cases = [(kept, "fsdp"), (widest(pure), "fsdp"), *((base, name) for name in IMPLEMENTATIONS)]
-    if run.scale == "handout":
-        cases.append((replace(base, recompute="block"), "fsdp"))
-        if base.attention != "sdpa":
-            cases.append((replace(base, attention="sdpa"), "fsdp"))
-        if base.compiled:
-            cases.append((replace(base, compiled=False), "fsdp"))
-    return [long_step_cell(case, name) for case, name in cases]
-
-
 def widest(case: LongStepCase) -> LongStepCase:
     """`case` with as many wide blocks as the prediction, which is some GiB too high, finds room for on an H200.
 
@@ -122,7 +93,7 @@ def widest(case: LongStepCase) -> LongStepCase:
     """
     options = (replace(case, wide_blocks=number) for number in range(case.model.num_layers, 0, -1))
     limit = USED_SHARE * HARDWARE["H200"].memory_bytes
-    return next((option for option in options if predicted_bytes(option) <= limit), case)
+    return next((option for option in options if long_step_bytes(option).peak <= limit), case)
 
 
 def step_model(run: RunConfig) -> ModelConfig:
@@ -153,13 +124,8 @@ def long_step_cell(case: LongStepCase, implementation: str) -> Cell:
         case=case,
         implementation=implementation,
         rows=(*rows, *ranks.traced_rows()),
-        predicted_bytes=ranks_here * predicted_bytes(case),
+        predicted_bytes=ranks_here * long_step_bytes(case).peak,
     )
-
-
-def predicted_bytes(case: LongStepCase) -> int:
-    """Peak of one rank, in closed form."""
-    return long_step_bytes(case).peak
 
 
 def long_step_bytes(case: LongStepCase) -> RankBytes:
@@ -197,25 +163,6 @@ class StepReport(ranks.RankReport):
 
     start_s: float
     losses: list[float]  # of the first step and of those after it
-
-
-def measure_long_step(cell: Cell, run: RunConfig) -> Iterator[Sample]:
-    case: LongStepCase = cell.case
-    if cell.implementation not in IMPLEMENTATIONS:
-        raise Unsupported(f"there is no FSDP called {cell.implementation!r}")
-    if run.model is not None:
-        raise Unsupported("the user's model has no head that computes the loss in chunks")
-    refuse_low_precision(cell.implementation, case)
-    rows = {row.quantity: row for row in cell.rows}
-    yield Sample(row=rows["predicted_peak_memory"], samples=[predicted_bytes(case) / MIB])
-    reports: list[StepReport] = ranks.run_cell(
-        _measure_rank, case.num_ranks, cell.implementation, case, run, time.time(), backend=case.backend, run=run,
-        from_scratch=True,
-    )  # fmt: skip
-    yield from ranks.report_samples(cell, reports)
-    yield Sample(row=rows["start_time"], samples=[max(report.start_s for report in reports)])
-    losses = [fmean(of_ranks) for of_ranks in zip(*(report.losses for report in reports))]
-    yield Sample(row=rows["loss"], samples=losses)
 
 
 class LongStep(ParallelStep):
@@ -311,7 +258,7 @@ RECORD_MS, RECORD_GPU = 3837.0, "B200"  # the class's, on two of them
 
 def memory_lines() -> str:
     """Lines of a table: GiB of a rank by what is computed again, and with whole logits; in closed form."""
-    case, pure = (cell.case for cell in leaderboard_2026_cells(RunConfig(scale="handout", device="cuda"))[:2])
+    case, pure = (cell.case for cell in Leaderboard2026().cells(RunConfig(scale="handout", device="cuda"))[:2])
     case = replace(case, attention="hopper")
     whole = fsdp_bytes(
         case.model, case.batch, num_ranks=case.num_ranks, attention=case.attention, checkpointing=True,
@@ -344,10 +291,50 @@ class Leaderboard2026(Experiment):
     implementations = IMPLEMENTATIONS
 
     def cells(self, run: RunConfig) -> list[Cell]:
-        return leaderboard_2026_cells(run)
+        """What memory allows, with float32 masters and in pure bfloat16; both FSDPs with equal settings.
+
+        At handout scale also ours with more and less computed again, other attention, no compiler.
+        """
+        cuda = run.device == "cuda"
+        base = LongStepCase(
+            model=step_model(run),
+            batch=BATCH,
+            num_ranks=NUM_RANKS,
+            backend=ranks.backend_of(run),
+            attention=fastest_attention(run),
+            precision=Precision(autocast="bfloat16" if cuda else None),
+            reduce_dtype="float32" if cuda else None,
+            compiled=cuda,
+            chunk_tokens={"tiny": 24, "smoke": 100, "handout": CHUNK_TOKENS}[run.scale],
+        )
+        kept = replace(base, recompute="after_attention")
+        pure = replace(kept, precision=Precision(parameters="bfloat16"), reduce_dtype=None)
+        cases = [(kept, "fsdp"), (widest(pure), "fsdp"), *((base, name) for name in IMPLEMENTATIONS)]
+        if run.scale == "handout":
+            cases.append((replace(base, recompute="block"), "fsdp"))
+            if base.attention != "sdpa":
+                cases.append((replace(base, attention="sdpa"), "fsdp"))
+            if base.compiled:
+                cases.append((replace(base, compiled=False), "fsdp"))
+        return [long_step_cell(case, name) for case, name in cases]
 
     def measure(self, cell: Cell, run: RunConfig) -> Iterator[Sample]:
-        return measure_long_step(cell, run)
+        case: LongStepCase = cell.case
+        if cell.implementation not in IMPLEMENTATIONS:
+            raise Unsupported(f"there is no FSDP called {cell.implementation!r}")
+        if run.model is not None:
+            raise Unsupported("the user's model has no head that computes the loss in chunks")
+        refuse_low_precision(cell.implementation, case)
+        rows = {row.quantity: row for row in cell.rows}
+        yield Sample(row=rows["predicted_peak_memory"], samples=[long_step_bytes(case).peak / MIB])
+        reports: list[StepReport] = ranks.run_cell(
+            _measure_rank, case.num_ranks, cell.implementation, case, run, time.time(), backend=case.backend, run=run,
+            from_scratch=True,
+        )  # fmt: skip
+        yield from ranks.report_samples(cell, reports)
+        yield Sample(row=rows["start_time"], samples=[max(report.start_s for report in reports)])
+        losses = [fmean(of_ranks) for of_ranks in zip(*(report.losses for report in reports))]
+        yield Sample(row=rows["loss"], samples=losses)
 
     def columns(self, row: dict[str, Any]) -> dict[str, Any]:
         names = [row["implementation"], RECOMPUTED[row["recompute"]], row["attention"]]
