@@ -307,7 +307,12 @@ def _compare_group(
     of_cases = float(np.std(sums[picks].sum(axis=1) / counts[picks].sum(axis=1), ddof=1))
     of_cases *= math.sqrt(len(cases) / (len(cases) - 1))  # n values resampled have (n - 1) / n of their variance
     # samples
-    drawn = sum(_resampled_log_ratio(row, generator) for row in rows) / len(rows)
+    drawn = np.zeros(NUM_GROUP_RESAMPLES)
+    for row in rows:
+        before, after = (
+            _resampled_medians(record.samples, generator, NUM_GROUP_RESAMPLES) for record in (row.base, row.target)
+        )
+        drawn += (-1 if row.base.unit in RATE_UNITS else 1) * np.log(after / before) / len(rows)
     of_samples = float(np.std(drawn, ddof=1))
     degrees_of_samples = sum(len(row.base.samples) + len(row.target.samples) - 2 for row in rows)
     errors = {len(cases) - 1: of_cases, degrees_of_samples: of_samples}
@@ -330,14 +335,6 @@ def _log_ratio(row: ComparedRow) -> float:
     """Logarithm of how many times worse the target is."""
     sign = -1 if row.base.unit in RATE_UNITS else 1
     return sign * math.log(median(row.target.samples) / median(row.base.samples))
-
-
-def _resampled_log_ratio(row: ComparedRow, generator: np.random.Generator) -> np.ndarray:
-    sign = -1 if row.base.unit in RATE_UNITS else 1
-    before, after = (
-        _resampled_medians(record.samples, generator, NUM_GROUP_RESAMPLES) for record in (row.base, row.target)
-    )
-    return sign * np.log(after / before)
 
 
 def _compare_statuses(base: Record, target: Record) -> ComparedRow:

@@ -144,7 +144,7 @@ def _usable_cores() -> int:
 # Peaks
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Peak:
     """A GPU's rates on the vendor's paper: dense, without sparsity, at boost clock."""
 
@@ -154,25 +154,21 @@ class Peak:
     source: str
 
 
-def _peak(bf16: float, fp32: float, gb_per_s: float, source: str) -> Peak:
-    return Peak(bf16_tflops=bf16, fp32_tflops=fp32, memory_gb_per_s=gb_per_s, source=source)
-
-
 # By the driver's whole name without "NVIDIA ", so that a MIG slice or a sibling product is unknown, not mistaken. Where
 # a sheet prints rates with sparsity, the dense rate is half.
 PEAKS = {
-    "B200": _peak(2250, 75, 7700, "NVIDIA Blackwell datasheet (HGX B200)"),
-    "H200": _peak(989.5, 67, 4800, "NVIDIA H200 Tensor Core GPU datasheet (SXM)"),
-    "H100 80GB HBM3": _peak(989.5, 67, 3350, "NVIDIA H100 Tensor Core GPU datasheet (SXM)"),
-    "H100 PCIe": _peak(756.5, 51, 2000, "NVIDIA H100 Tensor Core GPU datasheet (PCIe)"),
-    "A100-SXM4-40GB": _peak(312, 19.5, 1555, "NVIDIA A100 Tensor Core GPU datasheet (40GB SXM)"),
-    "A100-SXM4-80GB": _peak(312, 19.5, 2039, "NVIDIA A100 Tensor Core GPU datasheet (80GB SXM)"),
-    "A100-PCIE-40GB": _peak(312, 19.5, 1555, "NVIDIA A100 Tensor Core GPU datasheet (40GB PCIe)"),
-    "A100 80GB PCIe": _peak(312, 19.5, 1935, "NVIDIA A100 Tensor Core GPU datasheet (80GB PCIe)"),
-    "L4": _peak(121, 30.3, 300, "NVIDIA L4 Tensor Core GPU datasheet"),
-    "L40S": _peak(362.05, 91.6, 864, "NVIDIA L40S datasheet"),
-    "GeForce RTX 4090": _peak(165.2, 82.6, 1008, "NVIDIA Ada GPU architecture whitepaper"),
-    "GeForce RTX 3090": _peak(71, 35.6, 936, "NVIDIA Ampere GA102 GPU architecture whitepaper"),
+    "B200": Peak(2250, 75, 7700, "NVIDIA Blackwell datasheet (HGX B200)"),
+    "H200": Peak(989.5, 67, 4800, "NVIDIA H200 Tensor Core GPU datasheet (SXM)"),
+    "H100 80GB HBM3": Peak(989.5, 67, 3350, "NVIDIA H100 Tensor Core GPU datasheet (SXM)"),
+    "H100 PCIe": Peak(756.5, 51, 2000, "NVIDIA H100 Tensor Core GPU datasheet (PCIe)"),
+    "A100-SXM4-40GB": Peak(312, 19.5, 1555, "NVIDIA A100 Tensor Core GPU datasheet (40GB SXM)"),
+    "A100-SXM4-80GB": Peak(312, 19.5, 2039, "NVIDIA A100 Tensor Core GPU datasheet (80GB SXM)"),
+    "A100-PCIE-40GB": Peak(312, 19.5, 1555, "NVIDIA A100 Tensor Core GPU datasheet (40GB PCIe)"),
+    "A100 80GB PCIe": Peak(312, 19.5, 1935, "NVIDIA A100 Tensor Core GPU datasheet (80GB PCIe)"),
+    "L4": Peak(121, 30.3, 300, "NVIDIA L4 Tensor Core GPU datasheet"),
+    "L40S": Peak(362.05, 91.6, 864, "NVIDIA L40S datasheet"),
+    "GeForce RTX 4090": Peak(165.2, 82.6, 1008, "NVIDIA Ada GPU architecture whitepaper"),
+    "GeForce RTX 3090": Peak(71, 35.6, 936, "NVIDIA Ampere GA102 GPU architecture whitepaper"),
 }
 
 

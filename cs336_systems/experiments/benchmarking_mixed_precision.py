@@ -6,7 +6,7 @@ from typing import Any
 
 from cs336_systems.config import DTypeName, ModelCase, Precision, RunConfig
 from cs336_systems.experiments.figures import Bars
-from cs336_systems.experiments.models import MODEL_MODES, measure_model, model_cell, models, time_row
+from cs336_systems.experiments.models import MODEL_MODES, measure_model, model_cell, models
 from cs336_systems.experiments.spec import Cell, Experiment, Row, Sample, problem
 from cs336_systems.experiments.tables import Pick, Pivot, Wide
 from cs336_systems.measure.precision import AUTOCAST_TENSORS, autocast_dtypes, norm_in
@@ -56,7 +56,7 @@ class BenchmarkingMixedPrecision(Experiment):
             for precision in PRECISIONS:
                 warmup = 2 if run.scale == "handout" else 0
                 case = ModelCase(model=model, batch=batch, attention="reference", precision=precision, warmup=warmup)
-                cells.append(model_cell(case, "eager", tuple(time_row(mode) for mode in modes)))
+                cells.append(model_cell(case, "eager", tuple(Row(mode, "time", "ms") for mode in modes)))
         return cells
 
     def measure(self, cell: Cell, run: RunConfig) -> Iterator[Sample]:

@@ -37,10 +37,6 @@ def models(run: RunConfig) -> list[tuple[ModelConfig, int]]:
     return [(small, 1), (replace(proxy_model("medium"), context_length=128), 1)]
 
 
-def time_row(mode: str, case: ModelCase | None = None) -> Row:
-    return Row(mode=mode, quantity="time", unit="ms", case=case)
-
-
 def model_cell(case: ModelCase, implementation: str, rows: tuple[Row, ...], fresh_process: bool = False) -> Cell:
     """A cell on `case`; its predicted bytes are those of the largest mode that it promises."""
     modes = [mode for mode in MODEL_MODES if any(row.mode == mode for row in rows)]

@@ -186,7 +186,10 @@ class Book:
             texts[self.root / README] = self.readme()
         for name, experiment in experiments().items():
             if not self.frame(name).empty and experiment.tables:
-                texts[self.folder_of(name) / "tables" / f"{name}.md"] = tables_text(experiment, self.frame(name))
+                parts = [f"# {name}", experiment.title + "."]
+                for table in (spec.build(self.frame(name)) for spec in experiment.tables.values()):
+                    parts += [f"**{table.title}**", table.markdown()] if table.title else [table.markdown()]
+                texts[self.folder_of(name) / "tables" / f"{name}.md"] = "\n\n".join(parts) + "\n"
         return texts
 
     def _digests(self) -> dict[str, str]:
@@ -199,14 +202,6 @@ def _command(name: str) -> str:
     if name in experiments():
         return "`report`" if isinstance(experiments()[name], Calculation) else f"`run {name}`"
     return f"`{COMMANDS.get(name, f'grade tests/adapters.py --problem {name}')}`"
-
-
-def tables_text(experiment: Experiment, frame: pd.DataFrame) -> str:
-    """All tables of an experiment as one Markdown file."""
-    parts = [f"# {experiment.name}", experiment.title + "."]
-    for table in (spec.build(frame) for spec in experiment.tables.values()):
-        parts += [f"**{table.title}**", table.markdown()] if table.title else [table.markdown()]
-    return "\n\n".join(parts) + "\n"
 
 
 def check_template(text: str) -> list[tuple[int, str]]:
