@@ -36,7 +36,6 @@ class Prediction:
     optimizer_s: float
     communication_s: float  # all collectives, one after the other
     exposed_s: float  # the part during which no computation ran, and copies made only to communicate
-    sent_bytes: float  # by each GPU, both axes
     tokens: int  # of the whole batch
     flops: float  # of the model, all GPUs
     peak_flops_per_s: float  # of all GPUs
@@ -85,16 +84,12 @@ def predict(
     exposed_s += links.tensor_parallel_s(model, batch)  # the next matmul needs the sum: nothing to hide it behind
     sharded = plan.scheme in ("sharded-optimizer", "zero1", "fsdp")
     updated = sum(one.elements for one in held) / (plan.data_parallel if sharded else 1)
-    blocks = 2 * ALL_REDUCES_A_BLOCK * model.num_layers
-    tensor_bytes = traffic.tensor_parallel_bytes(model, plan, batch)
-    tensor_sent = 2 * (plan.tensor_parallel - 1) / plan.tensor_parallel * blocks * tensor_bytes
     return Prediction(
         forward_s=forward_s,
         backward_s=backward_s,
         optimizer_s=ADAMW_ACCESSES * MASTER_BYTES * updated / hardware.memory_bytes_per_s,
         communication_s=sum(map(links.seconds, collectives(model, plan))) + links.tensor_parallel_s(model, batch),
         exposed_s=exposed_s,
-        sent_bytes=traffic.bytes_sent(model, plan) + tensor_sent,
         tokens=plan.data_parallel * batch * model.context_length,
         flops=plan.data_parallel * model_flops(model, batch, "train_step"),
         peak_flops_per_s=plan.devices * hardware.flops_per_s,

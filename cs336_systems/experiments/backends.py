@@ -51,11 +51,11 @@ class Calls:
         self.inputs, self.leaves = inputs, [x.detach().requires_grad_() for x in inputs[:3]]
         self.attend: Any = partial(flash_attention, is_causal=shape.is_causal, enable_gqa=True, backend=name)
 
-    def forward_ms(self) -> dict[str, Tensor]:
+    def forward(self) -> dict[str, Tensor]:
         with torch.no_grad():
             return {"output": self.attend(*self.inputs[:3])}
 
-    def forward_backward_ms(self) -> dict[str, Tensor]:
+    def forward_backward(self) -> dict[str, Tensor]:
         gradients = torch.autograd.grad(self.attend(*self.leaves), self.leaves, self.inputs.grad_output)
         return dict(zip(("grad_q", "grad_k", "grad_v"), gradients))
 
@@ -69,22 +69,23 @@ def benchmark_backends(
     calls = {name: Calls(name, shape, inputs) for name in (*BACKENDS, AUTO)}
     rows = {name: _checked(name, call, oracle, device) for name, call in calls.items()}
     contenders = [name for name, row in rows.items() if row.status == "ok" and not row.interpreted]
-    for field in ("forward_ms", "forward_backward_ms"):
-        timed = {name: getattr(calls[name], field) for name in contenders}
+    for mode in ("forward", "forward_backward"):
+        timed = {name: getattr(calls[name], mode) for name in contenders}
         medians: dict[str, Any] = dict(
             best_medians(timed, device=device, num_samples=num_samples, budget_ms=BUDGET_MS[device])
         )
-        rows |= {name: replace(rows[name], **{field: ms}) for name, ms in medians.items()}
+        rows |= {name: replace(rows[name], **{f"{mode}_ms": ms}) for name, ms in medians.items()}
     release(device)
     return list(rows.values())
 
 
 def auto_ratio(rows: list[BackendTiming]) -> float | None:
     """Time of `auto`, forward and backward, over that of the fastest named back end; None if either has no time."""
-    timed = [row for row in rows if row.forward_backward_ms is not None and not row.interpreted]
-    times = {row.backend: row.forward_backward_ms for row in timed}
+    times = {
+        row.backend: ms for row in rows if (ms := row.forward_backward_ms) is not None and not row.interpreted
+    }  # fmt: skip
     auto = times.pop(AUTO, None)
-    return auto / min(times.values()) if auto is not None and times else None  # type: ignore[operator,type-var]
+    return auto / min(times.values()) if auto is not None and times else None
 
 
 def _checked(name: str, calls: Calls, oracle: Oracle, device: str) -> BackendTiming:
@@ -99,8 +100,8 @@ def _checked(name: str, calls: Calls, oracle: Oracle, device: str) -> BackendTim
     results: dict[str, Tensor] = {}
     try:
         with one_out_of_memory_error():
-            forward_ms = time_once(lambda: results.update(calls.forward_ms()), device)
-            both_ms = time_once(lambda: results.update(calls.forward_backward_ms()), device)
+            forward_ms = time_once(lambda: results.update(calls.forward()), device)
+            both_ms = time_once(lambda: results.update(calls.forward_backward()), device)
             checked_error(oracle, results, chosen)
     except Disagreement as error:
         return replace(row, status="failed", reason=str(error))
