@@ -7,8 +7,6 @@ FLOPs, and FLOPs of softmax, norms and other pointwise work are not counted. Usa
     model_peak_bytes(case, "train_step") / 2**30                  # GiB that a training step is expected to need
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from cs336_systems.config import BYTES_PER_ELEMENT, MODES, AttentionShape, ModelCase, ModelConfig, Precision

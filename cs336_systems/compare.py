@@ -20,8 +20,6 @@ of every row says. A group has regressed where the whole interval lies beyond th
 among the groups; rows and groups each take half of the errors that the family confidence allows.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 import re
