@@ -7,8 +7,6 @@ FLOPs, and FLOPs of softmax, norms and other pointwise work are not counted. Usa
     model_peak_bytes(case, "train_step") / 2**30                  # GiB that a training step is expected to need
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from cs336_systems.config import BYTES_PER_ELEMENT, MODES, AttentionShape, ModelCase, ModelConfig, Precision
@@ -28,8 +26,6 @@ SCORE_STORING_ATTENTION = ("reference", "compiled")
 LINEAR_MEMORY_ATTENTION = ("tiled", "triton", "hopper", "sdpa")
 # The largest temporary of an AdamW step (model/optimizer.py), unless one parameter alone is larger.
 OPTIMIZER_TEMPORARY_BYTES = 256 * 2**20
-# Tensors of the parameter's shape and dtype that an optimizer keeps for each parameter.
-OPTIMIZER_STATES = {"adamw": 2, "sgd": 0}
 FLOAT32_BYTES = 4
 BOOL_BYTES = 1
 
@@ -43,8 +39,6 @@ def causal_area(seqlen_q: int, seqlen_k: int) -> int:
     Query i sees min(i + 1, seqlen_k) keys: a triangle over the first m = min(seqlen_q, seqlen_k) queries, m(m + 1)/2,
     and all seqlen_k keys for each query below it.
     """
-    if seqlen_q < 0 or seqlen_k < 0:
-        raise ValueError(f"seqlen_q and seqlen_k must not be negative, got {seqlen_q} and {seqlen_k}")
     triangle = min(seqlen_q, seqlen_k)
     return triangle * (triangle + 1) // 2 + (seqlen_q - triangle) * seqlen_k
 
@@ -87,9 +81,9 @@ def eager_attention_bytes(shape: AttentionShape, mode: str, *, device_kind: str 
     - backward, 3: the saved probabilities, their gradient dP, and the softmax's result dS; on CUDA a fourth, since the
       softmax's backward there first writes P ∘ dP.
     A causal mask adds two (seqlen_q, seqlen_k) bool tensors, the mask and its complement, shared by all heads; where
-    the backward's four copies are the peak, only the complement is left. The
-    rest is linear in the sequence and counted whole, an upper bound: q, k, v, O, in backward dO, dQ, dK, dV, and under
-    grouped-query attention K and V (and their gradients) repeated for every query head.
+    the backward's four copies are the peak, only the complement is left. The rest is linear in the sequence and counted
+    whole, an upper bound: q, k, v, O, in backward dO, dQ, dK, dV, and under grouped-query attention K and V (and their
+    gradients) repeated for every query head.
     """
     _check_attention_mode(mode)
     extra = CUDA_EXTRA_SCORE_COPIES[mode] if device_kind == "cuda" else 0
@@ -155,27 +149,22 @@ def num_parameters(model: ModelConfig) -> int:
     return 2 * model.vocab_size * model.d_model + model.num_layers * block + model.d_model
 
 
-def model_flops(model: ModelConfig, batch: int, mode: str, *, recomputed_attention: bool = False) -> int:
+def model_flops(model: ModelConfig, batch: int, mode: str) -> int:
     """Useful matmul FLOPs of one pass over `batch` sequences of `context_length` tokens.
 
     Forward: 2 for each token and each element of the block matrices and the head, plus 4·causal area·d_model for each
     layer and sequence. Attention counts the pairs of the causal mask, not the full square that plain attention
     executes, so that all implementations are held to the same work. The embedding is a look-up: no FLOPs.
-    Backward: twice the forward (gradients of both operands of each matmul). `recomputed_attention` counts the
-    attention part 2.5 times instead, for implementations that compute QKᵀ again; leave it False for the utilization
-    of peak, which credits no recomputation. train_step equals forward_backward: an optimizer has no matmuls.
+    Backward: twice the forward (gradients of both operands of each matmul); what is computed again is not credited.
+    train_step equals forward_backward: an optimizer has no matmuls.
     """
     if mode not in MODES:
         raise ValueError(f"mode must be one of {', '.join(MODES)}, got {mode!r}")
     tokens = batch * model.context_length
     matrices = model.num_layers * _block_matrix_elements(model) + model.vocab_size * model.d_model
-    dense = 2 * tokens * matrices
     area = causal_area(model.context_length, model.context_length)
-    # Two matmuls forward, four backward, a fifth if the scores are computed again; 2 FLOPs a multiply-add each.
-    attention_matmul = 2 * area * model.d_model * batch * model.num_layers
-    forward = dense + 2 * attention_matmul
-    backward = 2 * dense + (5 if recomputed_attention else 4) * attention_matmul
-    return {"forward": forward, "backward": backward}.get(mode, forward + backward)
+    forward = 2 * tokens * matrices + 4 * area * model.d_model * batch * model.num_layers
+    return forward * {"forward": 1, "backward": 2}.get(mode, 3)
 
 
 def eager_attention_part_flops(model: ModelConfig, batch: int) -> dict[str, int]:
@@ -209,15 +198,13 @@ class ModelBytes:
         return self.parameters + self.gradients + self.optimizer
 
 
-def model_bytes(model: ModelConfig, precision: Precision, optimizer: str = "adamw") -> ModelBytes:
-    """Parameters, gradients and optimizer state, all in the parameters' dtype (autocast changes none of them).
+def model_bytes(model: ModelConfig, precision: Precision) -> ModelBytes:
+    """Parameters, gradients and AdamW's two moments, all in the parameters' dtype (autocast changes none of them).
 
-    AdamW keeps two moments of each parameter, plain SGD nothing. Buffers (the RoPE table) are not counted.
+    Buffers (the RoPE table) are not counted.
     """
-    if optimizer not in OPTIMIZER_STATES:
-        raise ValueError(f"optimizer must be one of {', '.join(OPTIMIZER_STATES)}, got {optimizer!r}")
     parameters = num_parameters(model) * BYTES_PER_ELEMENT[precision.parameters]
-    return ModelBytes(parameters=parameters, gradients=parameters, optimizer=OPTIMIZER_STATES[optimizer] * parameters)
+    return ModelBytes(parameters=parameters, gradients=parameters, optimizer=2 * parameters)
 
 
 def block_saved_bytes(

@@ -4,8 +4,6 @@ A wrong argument is one line on stderr and exit code 2; a run in which nothing c
 130 and loses only the cell it interrupted, and so does a termination or a hang-up (143, 129).
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from typing import Annotated, Any

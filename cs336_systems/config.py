@@ -4,8 +4,6 @@ Standard library only, so that every other module may import it. Model sizes exi
 `MODEL_SIZES["xl"].d_ff == 10240`. A bad value raises ValueError with the field's name.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 

@@ -3,7 +3,7 @@
 Facts are read from the driver and the operating system when asked, never on import. Usage:
 
     info = get_device_info()                          # the first facts of every record
-    model_flops_utilization(flops, seconds, device_peak(info), "bfloat16")    # None on a GPU without a known peak
+    device_peak(info)                                 # its rates on paper; None for a GPU that is not in the table
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any, Literal
 
 import torch
 
-from cs336_systems.config import DTYPES, DTypeName
+from cs336_systems.config import DTypeName
 
 CPUINFO = Path("/proc/cpuinfo")
 NVIDIA_SMI_TIMEOUT_S = 10
@@ -90,10 +90,9 @@ def resolve_device(requested: str) -> Literal["cpu", "cuda"]:
 
 def get_device_info(device: str = "auto") -> DeviceInfo:
     """Facts of the current CUDA device or of the CPU; `device` as in `resolve_device`, which may raise ValueError."""
-    return _cpu_info() if resolve_device(device) == "cpu" else _cuda_info()
-
-
-def _cuda_info() -> DeviceInfo:
+    if resolve_device(device) == "cpu":
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return DeviceInfo(name=_cpu_name(), kind="cpu", memory_bytes=memory, num_cores=_usable_cores())
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
     driver, max_sm_clock_mhz = _query_nvidia_smi(getattr(properties, "uuid", None))
     return DeviceInfo(
@@ -127,10 +126,6 @@ def _query_nvidia_smi(uuid: Any) -> tuple[str | None, int | None]:
     return answer[1], int(answer[2]) if answer[2] else None
 
 
-def _cpu_info() -> DeviceInfo:
-    return DeviceInfo(name=_cpu_name(), kind="cpu", memory_bytes=_host_memory_bytes(), num_cores=_usable_cores())
-
-
 def _cpu_name() -> str:
     """The model name of the first core, or what the platform calls its processor (macOS, ARM)."""
     if CPUINFO.exists():
@@ -138,10 +133,6 @@ def _cpu_name() -> str:
         if model is not None:
             return model[1].strip()
     return platform.processor() or platform.machine() or "unknown"
-
-
-def _host_memory_bytes() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _usable_cores() -> int:
@@ -153,7 +144,7 @@ def _usable_cores() -> int:
 # Peaks
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Peak:
     """A GPU's rates on the vendor's paper: dense, without sparsity, at boost clock."""
 
@@ -161,57 +152,29 @@ class Peak:
     fp32_tflops: float  # outside the tensor cores (IEEE float32, not TF32)
     memory_gb_per_s: float  # 10⁹ bytes per second
     source: str
-    link_gb_per_s: float | None = None  # to the other GPUs of the host, one way: half of what sheets call NVLink's rate
-
-    def tflops(self, dtype: str) -> float | None:
-        """Peak TFLOP/s of matmuls in `dtype`, None where the sheet is not kept (float64); ValueError if unknown."""
-        if dtype not in DTYPES:
-            raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
-        half = self.bf16_tflops
-        return {"bfloat16": half, "float16": half, "float32": self.fp32_tflops}.get(dtype)
-
-
-def _peak(bf16: float, fp32: float, gb_per_s: float, source: str, link: float | None = None) -> Peak:
-    return Peak(bf16_tflops=bf16, fp32_tflops=fp32, memory_gb_per_s=gb_per_s, source=source, link_gb_per_s=link)
 
 
 # By the driver's whole name without "NVIDIA ", so that a MIG slice or a sibling product is unknown, not mistaken. Where
 # a sheet prints rates with sparsity, the dense rate is half.
 PEAKS = {
-    "B200": _peak(2250, 75, 7700, "NVIDIA Blackwell datasheet (HGX B200)", 900),
-    "H200": _peak(989.5, 67, 4800, "NVIDIA H200 Tensor Core GPU datasheet (SXM)", 450),
-    "H100 80GB HBM3": _peak(989.5, 67, 3350, "NVIDIA H100 Tensor Core GPU datasheet (SXM)", 450),
-    "H100 PCIe": _peak(756.5, 51, 2000, "NVIDIA H100 Tensor Core GPU datasheet (PCIe)"),
-    "A100-SXM4-40GB": _peak(312, 19.5, 1555, "NVIDIA A100 Tensor Core GPU datasheet (40GB SXM)", 300),
-    "A100-SXM4-80GB": _peak(312, 19.5, 2039, "NVIDIA A100 Tensor Core GPU datasheet (80GB SXM)", 300),
-    "A100-PCIE-40GB": _peak(312, 19.5, 1555, "NVIDIA A100 Tensor Core GPU datasheet (40GB PCIe)"),
-    "A100 80GB PCIe": _peak(312, 19.5, 1935, "NVIDIA A100 Tensor Core GPU datasheet (80GB PCIe)"),
-    "L4": _peak(121, 30.3, 300, "NVIDIA L4 Tensor Core GPU datasheet"),
-    "L40S": _peak(362.05, 91.6, 864, "NVIDIA L40S datasheet"),
-    "GeForce RTX 4090": _peak(165.2, 82.6, 1008, "NVIDIA Ada GPU architecture whitepaper"),
-    "GeForce RTX 3090": _peak(71, 35.6, 936, "NVIDIA Ampere GA102 GPU architecture whitepaper"),
+    "B200": Peak(2250, 75, 7700, "NVIDIA Blackwell datasheet (HGX B200)"),
+    "H200": Peak(989.5, 67, 4800, "NVIDIA H200 Tensor Core GPU datasheet (SXM)"),
+    "H100 80GB HBM3": Peak(989.5, 67, 3350, "NVIDIA H100 Tensor Core GPU datasheet (SXM)"),
+    "H100 PCIe": Peak(756.5, 51, 2000, "NVIDIA H100 Tensor Core GPU datasheet (PCIe)"),
+    "A100-SXM4-40GB": Peak(312, 19.5, 1555, "NVIDIA A100 Tensor Core GPU datasheet (40GB SXM)"),
+    "A100-SXM4-80GB": Peak(312, 19.5, 2039, "NVIDIA A100 Tensor Core GPU datasheet (80GB SXM)"),
+    "A100-PCIE-40GB": Peak(312, 19.5, 1555, "NVIDIA A100 Tensor Core GPU datasheet (40GB PCIe)"),
+    "A100 80GB PCIe": Peak(312, 19.5, 1935, "NVIDIA A100 Tensor Core GPU datasheet (80GB PCIe)"),
+    "L4": Peak(121, 30.3, 300, "NVIDIA L4 Tensor Core GPU datasheet"),
+    "L40S": Peak(362.05, 91.6, 864, "NVIDIA L40S datasheet"),
+    "GeForce RTX 4090": Peak(165.2, 82.6, 1008, "NVIDIA Ada GPU architecture whitepaper"),
+    "GeForce RTX 3090": Peak(71, 35.6, 936, "NVIDIA Ampere GA102 GPU architecture whitepaper"),
 }
 
 
 def device_peak(info: DeviceInfo) -> Peak | None:
     """The peak of the GPU by its exact name; None for a CPU and for any GPU that is not in the table."""
-    return peak_by_name(info.name) if info.kind == "cuda" else None
-
-
-def peak_by_name(name: str) -> Peak | None:
-    """The peak of the GPU that is called `name`, as a record's device is; None for what is not in the table."""
-    return PEAKS.get(name.removeprefix("NVIDIA "))
-
-
-def model_flops_utilization(flops: float, seconds: float, peak: Peak | None, dtype: str) -> float | None:
-    """Share of the peak in `dtype` that `flops` useful FLOPs in `seconds` are; None where no peak is known.
-
-    Source: Chowdhery et al. 2022 (PaLM), section 4.1: recomputed FLOPs are not credited.
-    """
-    if not seconds > 0:
-        raise ValueError(f"seconds must be positive, got {seconds}")
-    tflops = None if peak is None else peak.tflops(dtype)
-    return None if tflops is None else flops / seconds / (tflops * 1e12)
+    return PEAKS.get(info.name.removeprefix("NVIDIA ")) if info.kind == "cuda" else None
 
 
 def recommended_dtype(compute_capability: tuple[int, int] | None) -> DTypeName:

@@ -10,8 +10,6 @@ and costs where it is narrow: rows put a narrow one into few diagonals.
     neighbourhood_block_density(64, radius=3, block_size=128, order=order)
 """
 
-from __future__ import annotations
-
 import torch
 from jaxtyping import Int
 from torch import Tensor

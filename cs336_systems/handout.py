@@ -4,8 +4,6 @@
 what an adapter reaches; the others are answered by measuring or in writing.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

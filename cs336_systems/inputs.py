@@ -4,8 +4,6 @@ Attention inputs are drawn on the device that will use them (drawing gigabytes o
 two devices see different numbers, and two implementations on one device see the same.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

@@ -4,8 +4,6 @@ show(figure, "Peak memory by sequence length")      # instead of plt.show(), who
 check((split([4, 4], 8), [[1, 0]], "both fit"))     # prints "right", or what is wrong
 """
 
-from __future__ import annotations
-
 from io import BytesIO
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Closed forms against brute force, hand-computed numbers, torch's own FLOP counter, and bytes that really lived."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +17,7 @@ from cs336_systems import accounting
 from cs336_systems.attention.reference import attention_reference
 from cs336_systems.config import MODEL_SIZES, AttentionShape, ModelCase, ModelConfig, Precision
 from cs336_systems.experiments.records import latest, read_records
+from cs336_systems.measure.saved import saved_tensors
 from cs336_systems.model import AdamW
 from cs336_systems.model.loss import cross_entropy
 from cs336_systems.model.transformer import TransformerLM
@@ -61,21 +60,6 @@ class LiveBytes(TorchDispatchMode):
         return result
 
 
-def saved_bytes(run: Callable[[], Tensor], exclude: list[Tensor]) -> int:
-    """Bytes of the distinct storages that `run` saves for backward, beside those of `exclude`."""
-    saved: dict[int, Tensor] = {}
-
-    def pack(tensor: Tensor) -> Tensor:
-        saved[tensor.untyped_storage().data_ptr()] = tensor
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        result = run()
-    excluded = {tensor.untyped_storage().data_ptr() for tensor in exclude}
-    assert result.requires_grad
-    return sum(tensor.untyped_storage().nbytes() for key, tensor in saved.items() if key not in excluded)
-
-
 # Attention
 
 
@@ -88,12 +72,6 @@ def test_causal_area_counts_the_lower_triangle(seqlen_q: int, seqlen_k: int) -> 
 
 def test_causal_area_does_not_overflow_or_round() -> None:
     assert accounting.causal_area(2**20, 2**20) == 2**39 + 2**19
-
-
-@pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(-1, 4), (4, -1)])
-def test_negative_lengths_are_refused(seqlen_q: int, seqlen_k: int) -> None:
-    with pytest.raises(ValueError, match="seqlen_q and seqlen_k must not be negative"):
-        accounting.causal_area(seqlen_q, seqlen_k)
 
 
 def test_attention_area_of_a_full_mask_is_the_rectangle() -> None:
@@ -290,25 +268,17 @@ def test_model_flops_of_each_mode() -> None:
     assert accounting.model_flops(TINY, BATCH, "backward") == 2 * forward
     assert accounting.model_flops(TINY, BATCH, "forward_backward") == 3 * forward
     assert accounting.model_flops(TINY, BATCH, "train_step") == 3 * forward
-    attention = TINY.num_layers * accounting.attention_flops(
-        shape_of(batch=BATCH, seqlen_q=TINY.context_length, seqlen_k=TINY.context_length), "forward"
-    )
-    recomputed = accounting.model_flops(TINY, BATCH, "backward", recomputed_attention=True)
-    assert recomputed - 2 * forward == attention // 2
     with pytest.raises(ValueError, match="mode must be one of forward, .*train_step, got 'inference'"):
         accounting.model_flops(TINY, BATCH, "inference")
 
 
-def test_model_bytes_of_each_precision_and_optimizer() -> None:
+def test_model_bytes_of_each_precision() -> None:
     count = accounting.num_parameters(TINY)
     full = accounting.model_bytes(TINY, Precision())
     assert (full.parameters, full.gradients, full.optimizer) == (4 * count, 4 * count, 8 * count)
     assert full.total == 16 * count
     assert accounting.model_bytes(TINY, Precision(autocast="bfloat16")) == full
     assert accounting.model_bytes(TINY, Precision(parameters="bfloat16")).total == 8 * count
-    assert accounting.model_bytes(TINY, Precision(), optimizer="sgd").optimizer == 0
-    with pytest.raises(ValueError, match="optimizer must be one of adamw, sgd, got 'muon'"):
-        accounting.model_bytes(TINY, Precision(), optimizer="muon")
 
 
 @pytest.mark.parametrize("attention", ["reference", "tiled", "sdpa"])
@@ -322,7 +292,8 @@ def test_activation_bytes_equal_what_autograd_saves(tokens: Tensor, attention: s
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast is not None):
             return loss_of(model, tokens)
 
-    saved = saved_bytes(run, exclude=[*model.parameters(), *model.buffers(), tokens])
+    fixed = [*model.parameters(), *model.buffers(), tokens]
+    saved = sum(one.num_bytes for one in saved_tensors(run, parameters=fixed))
     predicted = accounting.activation_bytes(TINY, BATCH, attention=attention, precision=precision)
     if autocast is not None and attention == "reference":
         # The prediction is for CUDA, whose autocast keeps a float32 softmax too; the CPU's does not.

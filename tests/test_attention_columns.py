@@ -1,7 +1,5 @@
 """Columns and numbers of the attention experiments that need other rows: ratios to a baseline, the best of a grid."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pandas as pd

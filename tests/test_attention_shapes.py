@@ -1,7 +1,5 @@
 """`attention_shapes`: what it measures and how it is timed."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 

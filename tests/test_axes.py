@@ -1,7 +1,5 @@
 """What `run --mode --heads --seqlen --head-dim --stages` sets of the sweeps of attention."""
 
-from __future__ import annotations
-
 import pytest
 from typer.testing import CliRunner
 

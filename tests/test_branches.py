@@ -1,7 +1,5 @@
 """`branches`: two revisions of a repository of this test's own, one of them slower, measured and compared."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

@@ -1,7 +1,5 @@
 """The loss in chunks against the plain one, and a block in parts against the whole."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

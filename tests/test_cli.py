@@ -1,7 +1,5 @@
 """The command line: one line and exit code 2 for a caller's mistake; interruption; the report twice."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import re
@@ -246,26 +244,15 @@ def test_the_published_folder_away_from_the_repository_gets_a_report(tmp_path, m
 # What comes from files is no markup
 
 
-def test_brackets_in_a_kernels_name_are_shown_as_they_are(capsys):
+def test_names_of_kernels_are_no_markup_and_give_no_orders_to_a_terminal(capsys):
     """[clone .kind] behind the name of a function vanished, and [/tag] ended the command with a traceback."""
+    facts = {"category": "other", "phase": "forward", "start_us": 0.0, "duration_us": 1.0, "stream": "", "ranges": ()}
     kernels = tuple(
-        Kernel(
-            name=name, category="other", phase="forward", start_us=0.0, duration_us=1.0, stream="stream 7", ranges=(),
-            step=0,
-        )
-        for name in ("copy [clone .cold]", "add [/tag]")
+        Kernel(name=name, step=0, **facts) for name in ("copy [clone .cold]", "add [/tag]", "a\x1b[2Jb")
     )  # fmt: skip
-    show_trace(Trace(kernels=kernels, on_gpu=True, step_ms=(1.0,)), top=2)
+    show_trace(Trace(kernels=kernels, on_gpu=True, step_ms=(1.0,)), top=3)
     shown = capsys.readouterr().out
     assert "copy [clone .cold]" in shown and "add [/tag]" in shown
-
-
-def test_names_of_kernels_give_no_orders_to_a_terminal(capsys):
-    kernel = Kernel(
-        name="a\x1b[2Jb", category="other", phase="forward", start_us=0.0, duration_us=1.0, stream="", ranges=(), step=0
-    )
-    show_trace(Trace(kernels=(kernel,), on_gpu=True, step_ms=(1.0,)), top=2)
-    shown = capsys.readouterr().out
     assert r"a\x1b[2Jb" in shown and "\x1b[2J" not in shown
 
 

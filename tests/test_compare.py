@@ -1,7 +1,5 @@
 """Comparison of two sets of records: what is a regression, what is noise, and what the exit code says."""
 
-from __future__ import annotations
-
 import math
 import random
 from dataclasses import replace
@@ -13,13 +11,7 @@ from msgspec import structs
 from typer.testing import CliRunner
 
 from cs336_systems.cli import app
-from cs336_systems.compare import (
-    bootstrap_change,
-    compare_records,
-    exit_code,
-    pool,
-    read_all,
-)
+from cs336_systems.compare import bootstrap_change, compare_records, exit_code, pool, read_all
 from cs336_systems.config import MODEL_SIZES, AttentionShape, ModelCase
 from cs336_systems.experiments.records import Record, Run, append_records, case_to_dict
 
@@ -63,8 +55,8 @@ def broken(of: Record, status: str = "oom", message: str = "CUDA out of memory")
 
 def test_a_planted_slowdown_of_five_percent_is_a_regression() -> None:
     comparison = compare_records(run_of(1), run_of(2, slower=1.05))
-    assert len(comparison.regressions) == 20 and exit_code(comparison) == 1
-    for row in comparison.regressions:
+    assert len(comparison.with_verdict("regression")) == 20 and exit_code(comparison) == 1
+    for row in comparison.with_verdict("regression"):
         assert row.low_percent < 5 < row.high_percent and row.low_percent > 0
         assert row.change_percent == pytest.approx(5, abs=1.5)
 
@@ -75,7 +67,7 @@ def test_two_runs_of_the_same_code_report_no_regression(noise: float, count: int
     for seed in range(3):
         base, target = (run_of(seed * 2 + side, noise=noise, rows=150, count=count) for side in (0, 1))
         comparison = compare_records(base, target)
-        assert comparison.regressions == comparison.improvements == [] and exit_code(comparison, "any") == 0
+        assert {row.verdict for row in comparison.rows} <= {"noise", "unchanged"} and exit_code(comparison, "any") == 0
 
 
 def test_a_change_inside_the_noise_says_so() -> None:
@@ -88,7 +80,7 @@ def test_a_slowdown_that_all_rows_share_is_seen_though_each_is_inside_the_noise(
     """Of 36 rows 5 % slower most were inside of intervals corrected for thousands of rows, and nothing spoke of all."""
     base, target = (run_of(seed, slower=slower, noise=0.05, rows=36) for seed, slower in ((1, 1.0), (2, 1.05)))
     comparison = compare_records(base, target)
-    assert len(comparison.regressions) < 4 and len(comparison.with_verdict("noise")) > 18
+    assert len(comparison.with_verdict("regression")) < 4 and len(comparison.with_verdict("noise")) > 18
     (group,) = comparison.groups
     assert (group.problem, group.implementation, group.quantity) == ("flash_benchmarking", "triton", "time")
     assert (group.num_rows, group.num_cases, group.verdict) == (36, 36, "regression")
@@ -142,13 +134,13 @@ def test_a_group_needs_five_cases_and_only_times_and_rates_count() -> None:
 
 def test_the_threshold_is_a_percentage_of_the_base() -> None:
     base, target = run_of(1, noise=1e-5), run_of(2, slower=1.012, noise=1e-5)
-    assert not compare_records(base, target).regressions, "1.2 % is below the default of 1.5 %"
-    assert len(compare_records(base, target, threshold_percent=1.0).regressions) == 20
+    assert not compare_records(base, target).with_verdict("regression"), "1.2 % is below the default of 1.5 %"
+    assert len(compare_records(base, target, threshold_percent=1.0).with_verdict("regression")) == 20
 
 
 def test_what_became_faster_is_an_improvement() -> None:
     comparison = compare_records(run_of(1), run_of(2, slower=0.9))
-    assert len(comparison.improvements) == 20 and not comparison.regressions
+    assert len(comparison.with_verdict("improvement")) == 20 and not comparison.with_verdict("regression")
     assert exit_code(comparison) == 0 and exit_code(comparison, "any") == 1
 
 
@@ -244,17 +236,9 @@ def test_mixed_devices_are_refused() -> None:
         compare_records(run_of(1), [other])
 
 
-@pytest.mark.parametrize("threshold", [-1, math.nan, math.inf])
-def test_a_threshold_that_makes_no_sense_is_refused(threshold: float) -> None:
-    with pytest.raises(ValueError, match="threshold_percent must be finite and not negative"):
-        compare_records(run_of(1), run_of(1), threshold_percent=threshold)
-
-
 def test_nothing_to_compare_is_refused() -> None:
     with pytest.raises(ValueError, match="target must hold records, got none"):
         compare_records(run_of(1), [])
-    with pytest.raises(ValueError, match="fail_on must be one of regression, any, none, got 'all'"):
-        exit_code(compare_records(run_of(1), run_of(1)), "all")  # type: ignore[arg-type]
 
 
 # Statistics

@@ -1,21 +1,11 @@
 """Configurations: the sizes the handout gives, what is refused and with which words."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 
 import pytest
 
-from cs336_systems.config import (
-    MODEL_SIZES,
-    AttentionShape,
-    ModelCase,
-    ModelConfig,
-    Precision,
-    RunConfig,
-    proxy_model,
-)
+from cs336_systems.config import MODEL_SIZES, AttentionShape, ModelCase, ModelConfig, Precision, RunConfig, proxy_model
 
 MODEL = {"name": "test", "d_model": 64, "d_ff": 128, "num_layers": 2, "num_heads": 4}
 SHAPE = {

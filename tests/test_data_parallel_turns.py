@@ -1,7 +1,5 @@
 """Wrappers by turns in one job: all are checked and timed, one at a time, and compared within rounds; the ring."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from dataclasses import replace
@@ -62,8 +60,8 @@ def test_a_wrapper_that_is_wrong_is_told_from_the_others():
     for found in reports:
         right = {name: error for name, (error, wrong, _) in found.items() if not wrong}
         assert set(right) == set(TURNS.implementations) - {"naive"} and max(right.values()) <= 1
-    (cell,) = TURNS.planned(TINY)
-    with patch.object(data_parallel_turns, "run_cell", return_value=reports):
+    (cell,) = TURNS.cells(TINY)
+    with patch.object(data_parallel_turns.ranks, "run_cell", return_value=reports):
         measured = {sample.row.implementation: sample for sample in TURNS.measure(cell, TINY)}
     assert "averaged gradients are off by" in measured["naive"].failed and not measured["naive"].samples
     assert measured["zero1"].samples == [max(pair) for pair in zip(*(found["zero1"][2] for found in reports))]
@@ -71,7 +69,7 @@ def test_a_wrapper_that_is_wrong_is_told_from_the_others():
 
 def test_a_users_own_model_is_refused():
     with pytest.raises(Unsupported, match="no known way to be built on the meta device"):
-        next(TURNS.measure(TURNS.planned(TINY)[0], replace(TINY, model="a.b:C")))
+        next(TURNS.measure(TURNS.cells(TINY)[0], replace(TINY, model="a.b:C")))
 
 
 def test_both_editions_xl_in_both_precisions_the_faster_first(monkeypatch):
@@ -119,7 +117,7 @@ def test_a_step_is_compared_with_the_faster_rival_round_by_round():
 
 def test_a_number_of_ranks_measures_all_lengths_in_one_job():
     ring = load("context_parallel")
-    (cell,) = ring.planned(TINY)
+    (cell,) = ring.cells(TINY)
     samples = {(sample.row.mode, sample.row.quantity): sample for sample in ring.measure(cell, TINY)}
     assert {sample.row for sample in samples.values()} == set(cell.rows)
     assert samples["forward_backward", "time"].error <= 1 and min(samples["forward", "time"].samples) > 0

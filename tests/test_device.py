@@ -1,7 +1,5 @@
 """Device facts, peaks, compilers and the interpreter, with the GPUs replaced by what torch would say of them."""
 
-from __future__ import annotations
-
 import json
 import os
 import platform
@@ -172,19 +170,6 @@ def test_known_gpus_have_their_peak(name: str, bf16: float) -> None:
 )
 def test_an_unknown_device_has_no_peak(info: DeviceInfo) -> None:
     assert device.device_peak(info) is None
-    assert device.model_flops_utilization(1e12, 1.0, device.device_peak(info), "bfloat16") is None
-
-
-def test_model_flops_utilization() -> None:
-    peak = device.PEAKS["A100-SXM4-80GB"]
-    assert device.model_flops_utilization(156e12, 1.0, peak, "bfloat16") == pytest.approx(0.5)
-    assert device.model_flops_utilization(156e12, 2.0, peak, "float16") == pytest.approx(0.25)
-    assert device.model_flops_utilization(19.5e12, 1.0, peak, "float32") == pytest.approx(1.0)
-    assert device.model_flops_utilization(1e12, 1.0, peak, "float64") is None
-    with pytest.raises(ValueError, match="seconds must be positive, got 0"):
-        device.model_flops_utilization(1e12, 0, peak, "bfloat16")
-    with pytest.raises(ValueError, match="dtype must be one of float64, .* got 'fp8'"):
-        device.model_flops_utilization(1e12, 1.0, peak, "fp8")
 
 
 # Compilers and the interpreter

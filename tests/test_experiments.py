@@ -1,7 +1,5 @@
 """Experiments: what each scale promises, and that a sweep survives what happens to a cell."""
 
-from __future__ import annotations
-
 import os
 import re
 import sys
@@ -225,31 +223,21 @@ def plant(sweep: Sweep, cell: Cell, status: str) -> None:
     append_records(sweep.record_file(cell.problem), records)
 
 
-def test_finished_cells_are_not_measured_again(tmp_path):
+@pytest.mark.parametrize(
+    ("status", "again", "changes"),
+    [
+        pytest.param("skipped", {"rerun": "all"}, {}, id="all"),
+        pytest.param("failed", {"rerun": "failed"}, {}, id="failed"),
+        pytest.param("skipped", {}, {"seed": 5}, id="another seed"),  # which once called every cell finished
+    ],
+)
+def test_finished_cells_are_measured_again_only_when_asked(status, again, changes, tmp_path):
     sweep = Sweep(TINY, tmp_path, PROVENANCE)
     listed, finished = sweep.pending("pytorch_attention")
     assert len(listed) == 2 and not finished
-    plant(sweep, listed[0], "skipped")
-    listed, finished = sweep.pending("pytorch_attention")
-    assert len(listed) == 1 and finished == {"skipped": 1}
-    assert len(Sweep(TINY, tmp_path, PROVENANCE, rerun="all").pending("pytorch_attention")[0]) == 2
-
-
-def test_another_seed_measures_again(tmp_path):
-    """`--seed 5` after `--seed 0` called every cell finished, though no record of seed 5 was there."""
-    sweep = Sweep(TINY, tmp_path, PROVENANCE)
-    cell = sweep.pending("pytorch_attention")[0][0]
-    plant(sweep, cell, "skipped")
-    assert cell not in sweep.pending("pytorch_attention")[0]
-    assert cell in Sweep(replace(TINY, seed=5), tmp_path, PROVENANCE).pending("pytorch_attention")[0]
-
-
-def test_failed_cells_are_measured_again_when_asked(tmp_path):
-    sweep = Sweep(TINY, tmp_path, PROVENANCE)
-    cell = sweep.pending("pytorch_attention")[0][0]
-    plant(sweep, cell, "failed")
-    assert cell not in sweep.pending("pytorch_attention")[0]
-    assert cell in Sweep(TINY, tmp_path, PROVENANCE, rerun="failed").pending("pytorch_attention")[0]
+    plant(sweep, listed[0], status)
+    assert sweep.pending("pytorch_attention") == (listed[1:], {status: 1})
+    assert Sweep(replace(TINY, **changes), tmp_path, PROVENANCE, **again).pending("pytorch_attention")[0] == listed
 
 
 def test_a_time_budget_leaves_the_rest_for_later(tmp_path):

@@ -1,7 +1,5 @@
 """`few_queries`: what is measured, that it is checked first."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

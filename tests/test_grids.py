@@ -1,7 +1,5 @@
 """Hilbert's curve by its defining properties, and block density against a dense mask."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

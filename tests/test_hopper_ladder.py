@@ -1,7 +1,5 @@
 """`hopper_ladder`: its rungs and what they run."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

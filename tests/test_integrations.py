@@ -4,8 +4,6 @@ The models are tiny and random; nothing is downloaded. On the CPU they run in fl
 wrong mask, scale or head cannot hide in rounding, and through the other back ends in float32.
 """
 
-from __future__ import annotations
-
 import importlib
 import sys
 from types import SimpleNamespace

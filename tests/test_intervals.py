@@ -1,7 +1,5 @@
 """Intervals made by hand, and traces made by hand: what counts as compute, as communication, as both at once."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """`kernel_counters`: what ncu is asked and says, which kernel of a pass is meant."""
 
-from __future__ import annotations
-
 import csv
 import io
 

@@ -1,7 +1,5 @@
 """The package's shape: data flows one way, and imports have no effects. Ruff keeps the dangerous constructs out."""
 
-from __future__ import annotations
-
 import ast
 import json
 import os

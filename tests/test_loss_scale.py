@@ -1,7 +1,5 @@
 """The loss scale: equal to training without one, and a step that overflows on one rank is skipped by all (D5, D16)."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

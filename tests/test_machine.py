@@ -1,7 +1,5 @@
 """`doctor`: facts alone unless asked to measure; every back end has a row; `auto` is near the fastest."""
 
-from __future__ import annotations
-
 import json
 import math
 from typing import Any
@@ -13,11 +11,10 @@ from typer.testing import CliRunner
 from cs336_systems.attention import attention_reference
 from cs336_systems.attention.backends import BACKENDS
 from cs336_systems.cli import app
-from cs336_systems.commands.machine import measure_machine
 from cs336_systems.config import AttentionShape
 from cs336_systems.device import get_device_info
 from cs336_systems.experiments import backends
-from cs336_systems.experiments.backends import AUTO, BackendTiming, auto_ratio, benchmark_backends, contest
+from cs336_systems.experiments.backends import BackendTiming, auto_ratio, benchmark_backends
 from cs336_systems.measure.machine import copy_rate, matmul_rate
 
 COVERS = ("cs336_systems/measure", "cs336_systems/experiments/backends.py")
@@ -114,7 +111,7 @@ def test_auto_is_compared_with_the_fastest_real_back_end() -> None:
 @pytest.mark.parametrize("seqlen, head_dim", [(4096, 64), (8192, 64), (4096, 128), (16384, 64)])
 def test_auto_is_within_ten_percent_of_the_fastest(seqlen: int, head_dim: int) -> None:
     case = shape(seqlen, head_dim, "bfloat16", heads=16)
-    rows = contest(benchmark_backends(case, device="cuda"), case, device="cuda")
+    rows = benchmark_backends(case, device="cuda")
     ratio = auto_ratio(rows)
     assert ratio is not None and ratio <= 1.1, rows
 
@@ -152,16 +149,12 @@ def test_doctor_measures_when_asked(without_compiled: None, monkeypatch: pytest.
     assert "the time of the fastest" in shown
 
 
-def test_doctor_compares_auto_with_the_fastest_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_is_compared_with_the_fastest_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     """It divided two times that were taken one after the other, which say 1.1 of one kernel on a busy machine."""
-    monkeypatch.setattr("cs336_systems.measure.machine.COPY_BYTES", {"cpu": 2**20})
-    monkeypatch.setattr("cs336_systems.measure.machine.MATMUL_SIZE", {"cpu": 64})
-    rows = [BackendTiming(backend=name, forward_ms=0.5, forward_backward_ms=ms) for name, ms in (("a", 2), (AUTO, 3))]
-    monkeypatch.setattr(backends, "benchmark_backends", lambda shape, device: rows)
+    monkeypatch.setattr(backends, "BACKENDS", ("tiled",))
     monkeypatch.setattr(backends, "best_medians", lambda calls, **_: dict(zip(calls, (1.0, 1.25), strict=True)))
-    measured = measure_machine("cpu")
-    assert measured["auto_over_fastest"] == 1.25
-    assert [row["forward_backward_ms"] for row in measured["backends"]] == [1.0, 1.25]
+    rows = benchmark_backends(shape(64, 16), device="cpu")
+    assert auto_ratio(rows) == 1.25 and [row.forward_backward_ms for row in rows] == [1.0, 1.25]
 
 
 @pytest.mark.gpu

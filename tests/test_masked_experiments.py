@@ -1,7 +1,5 @@
 """The mask experiments: what each scale promises and that wrong results are not timed."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 
@@ -15,13 +13,7 @@ from cs336_systems.experiments import masks
 from cs336_systems.experiments.dense_masks import DOCUMENTS
 from cs336_systems.experiments.frames import load_frame
 from cs336_systems.experiments.implementations import Built
-from cs336_systems.experiments.mask_implementations import (
-    BUILDERS,
-    build_masked,
-    document_lengths,
-    is_plain,
-    mask_of,
-)
+from cs336_systems.experiments.mask_implementations import BUILDERS, build_masked, document_lengths, is_plain, mask_of
 from cs336_systems.experiments.masks import best_over_dense
 from cs336_systems.experiments.records import read_records
 from cs336_systems.experiments.registry import PROBLEMS
@@ -148,7 +140,7 @@ def test_implementations_of_documents_agree(name, mask):
 @pytest.mark.parametrize("mask", ["causal", "random:0.5", "shared:16+causal", "topk:16", "dilated:100/3", "window:40"])
 def test_a_cell_reports_all_that_it_promises(mask):
     cell = masks.mask_cell(small_case(mask), "triton", TINY)
-    rows = {measurement.row: measurement for measurement in masks.measure_masked(cell, TINY)}
+    rows = {measurement.row: measurement for measurement in masks.MaskExperiment().measure(cell, TINY)}
     assert set(rows) == set(cell.rows)
     truth = mask_of(cell.case, "cpu", 0)
     assert rows[masks.DENSITY].samples == [truth.density]
@@ -160,7 +152,7 @@ def test_a_cell_reports_all_that_it_promises(mask):
 @pytest.mark.parametrize("mask", ["shared:16+causal", "topk:16"])
 def test_building_the_mask_is_timed(mask):
     cell = masks.mask_cell(small_case(mask), "triton", TINY, mask_time=True)
-    rows = {measurement.row: measurement for measurement in masks.measure_masked(cell, TINY)}
+    rows = {measurement.row: measurement for measurement in masks.MaskExperiment().measure(cell, TINY)}
     assert len(rows[masks.MASK_TIME].samples) >= 5
 
 
@@ -170,7 +162,7 @@ def test_an_implementation_that_ignores_the_mask_is_not_timed(monkeypatch):
     cell = masks.mask_cell(small_case("random:0.5"), "eager", TINY)
     rows = []
     with pytest.raises(Disagreement, match="output is off by"):
-        rows.extend(measurement.row for measurement in masks.measure_masked(cell, TINY))
+        rows.extend(measurement.row for measurement in masks.MaskExperiment().measure(cell, TINY))
     assert masks.FORWARD not in rows
 
 
@@ -183,7 +175,7 @@ def test_wrong_gradients_leave_the_forward_alone(monkeypatch):
     cell = masks.mask_cell(small_case("random:0.5"), "eager", TINY)
     rows = []
     with pytest.raises(Disagreement, match="grad_v is off by"):
-        for measurement in masks.measure_masked(cell, TINY):
+        for measurement in masks.MaskExperiment().measure(cell, TINY):
             rows.append(measurement.row)
     assert masks.FORWARD in rows and masks.BOTH not in rows
 

@@ -1,7 +1,5 @@
 """The model package against independent formulas: layers, the whole model, loss, AdamW, clipping, sampling, loading."""
 
-from __future__ import annotations
-
 import copy
 import math
 import sys

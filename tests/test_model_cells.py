@@ -1,7 +1,5 @@
 """Model cells: a model that does not work is never recorded as timed."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -9,8 +7,8 @@ from torch import Tensor, nn
 from cs336_systems.config import ModelCase, ModelConfig, RunConfig
 from cs336_systems.experiments import benchmarking_script, models
 from cs336_systems.experiments.benchmarking_script import measure_warmup
-from cs336_systems.experiments.models import MODEL_MODES, measure_model, model_cell, time_row
-from cs336_systems.experiments.spec import Cell, Disagreement
+from cs336_systems.experiments.models import MODEL_MODES, measure_model, model_cell
+from cs336_systems.experiments.spec import Cell, Disagreement, Row
 from tests.broken_models import Bigram
 
 MODEL = ModelConfig(
@@ -83,7 +81,7 @@ def run_with(model: type[nn.Module]) -> RunConfig:
 
 
 def cell_of(*modes: str) -> Cell:
-    return model_cell(CASE, "eager", tuple(time_row(mode, CASE) for mode in modes))
+    return model_cell(CASE, "eager", tuple(Row(mode, "time", "ms", CASE) for mode in modes))
 
 
 @pytest.mark.parametrize("mode", MODEL_MODES)

@@ -1,7 +1,5 @@
 """A new experiment is one Python file and one Markdown file, and nothing else: listed, run, compared, on its page."""
 
-from __future__ import annotations
-
 import html
 import json
 import os
@@ -16,8 +14,6 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 EXPERIMENT = '''"""How long a sort takes, by length."""
-
-from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass

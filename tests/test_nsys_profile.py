@@ -1,7 +1,5 @@
 """The problem `nsys_profile`: what its cells promise, and that its rows are what the profile holds."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

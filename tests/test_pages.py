@@ -1,7 +1,5 @@
 """Tables, figures and pages: what a reader sees of records, and what a page may not say."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The command `profile`: cases by name, traces on disk, command lines of nsys and ncu, and one-line refusals."""
 
-from __future__ import annotations
-
 import shlex
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Timing and memory of closures, on what can be known exactly."""
 
-from __future__ import annotations
-
 import time
 from statistics import median
 

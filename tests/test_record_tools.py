@@ -1,6 +1,4 @@
-"""The developers' tools for files of records: thinning samples, and pooling the rounds of repeated runs."""
-
-from __future__ import annotations
+"""The developers' tool that pools the rounds of repeated runs."""
 
 from pathlib import Path
 
@@ -10,7 +8,6 @@ from msgspec.structs import replace
 from cs336_systems.experiments.records import Record, append_records, read_records
 from tests.test_records import RUN
 from tests.test_records import record as valid_record
-from tools.compact_records import main as compact_records
 from tools.pool_rounds import main as pool_rounds
 
 
@@ -18,52 +15,6 @@ def record(**changes) -> Record:
     """A record that may be written, with `changes` of it or of its run."""
     of_run = {name: changes.pop(name) for name in list(changes) if name in ("commit", "dirty", "device", "software")}
     return valid_record(**{"run": replace(RUN, **of_run)} | changes)
-
-
-def some_records() -> list[Record]:
-    many = record(implementation="triton", samples=[float(n) for n in range(100)])
-    failed = record(implementation="flex", samples=[], status="failed", message="a reason")
-    return [record(), many, failed]
-
-
-def test_the_tool_thins_samples_and_drops_what_was_replaced(tmp_path, capsys):
-    path = tmp_path / "records.jsonl"
-    append_records(path, [replace(record(), samples=[9.0]), *some_records()])
-    compact_records(["--samples", "25", str(path)])
-    first, second, failed = read_records(path)
-    assert first == record() and failed == some_records()[2]
-    assert second.samples == [float(n) for n in range(0, 100, 4)]
-    assert "4 records read" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("line", ['{"test": "tests/test_it.py::test_it"}', '{"samples": 2}', '{"pro'])
-def test_the_tool_leaves_a_file_alone_that_it_cannot_read_whole(line, tmp_path, capsys):
-    """The rows of the GPU tests, records of a newer schema and truncated lines were dropped."""
-    path = tmp_path / "records.jsonl"
-    append_records(path, some_records())
-    with path.open("a") as file:
-        file.write(line)
-    before = path.read_bytes()
-    with pytest.raises(SystemExit):
-        compact_records([str(path)])
-    assert "is left as it is: records.jsonl:4: not a record" in capsys.readouterr().err
-    assert path.read_bytes() == before
-    path.write_text("")
-    with pytest.raises(SystemExit):
-        compact_records([str(path)])
-    assert "records.jsonl holds no records" in capsys.readouterr().err and path.read_text() == ""
-
-
-@pytest.mark.parametrize(
-    ("quantity", "unit"), [("communication_intervals", "ms"), ("loss", "nats"), ("timeline.gradients", "MiB")]
-)
-def test_the_tool_leaves_a_series_whole(quantity, unit, tmp_path):
-    """Of repetitions some say what all say; without a part of its pairs or steps a series says something else."""
-    path = tmp_path / "records.jsonl"
-    series = record(quantity=quantity, unit=unit, samples=[float(n) for n in range(100)])
-    append_records(path, [series])
-    compact_records(["--samples", "25", str(path)])
-    assert read_records(path) == [series]
 
 
 def write_rounds(folder: Path, *rounds: list[Record]) -> list[str]:

@@ -1,7 +1,5 @@
 """Records: what may be written, what survives a killed run, which rows a later one replaces, and what was published."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """Mixed precision: the handout's sums, autocast's dtypes from a real run, the norm whose squares overflow."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Memory: recorded, simulated and predicted bytes against the allocator's; results and costs of checkpointing."""
 
-from __future__ import annotations
-
 import math
 import re
 from dataclasses import replace

@@ -1,25 +1,13 @@
 """Section 5's experiments: bandwidths, cells, agreed counts, tables and traces."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from cs336_systems.analysis.bandwidth import (
-    algorithm_gb_per_s,
-    best_bucket_bytes,
-    bucket_overhead_s,
-    bus_factor,
-)
-from cs336_systems.config import (
-    COLLECTIVES,
-    MODEL_SIZES,
-    CollectiveCase,
-    RunConfig,
-)
+from cs336_systems.analysis.bandwidth import best_bucket_bytes, bucket_overhead_s
+from cs336_systems.config import COLLECTIVES, MODEL_SIZES, CollectiveCase, RunConfig
 from cs336_systems.distributed.ddp_naive import NaiveDDP
 from cs336_systems.distributed.launch import RankError, run_ranks
 from cs336_systems.experiments.data_parallel import ddp_cell, measure_ddp
@@ -65,11 +53,6 @@ def test_the_best_bucket_has_the_least_overhead():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: bus_factor("gather", 2), "operation must be one of all_reduce, .*, got 'gather'"),
-        (lambda: bus_factor("broadcast", 0), "num_ranks must be positive, got 0"),
-        (lambda: algorithm_gb_per_s(1, 0.0), "ms must be positive, got 0.0"),
-        (lambda: bucket_overhead_s(1, 1, 1, 0), "num_buckets must be positive, got 0"),
-        (lambda: best_bucket_bytes(1, 0, 1), "bytes_per_s must be positive, got 0"),
         (
             lambda: CollectiveCase(operation="gather", num_bytes=4, num_ranks=2, backend="gloo"),
             "CollectiveCase.operation must be one of all_reduce",

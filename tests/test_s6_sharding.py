@@ -1,7 +1,5 @@
 """Section 6: optimizers with sharded state equal the unsharded one, on gloo; their experiments."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Callable
 from copy import deepcopy
@@ -13,14 +11,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import LBFGS, SGD, Adafactor
 
+from cs336_systems.analysis.memory import fsdp_bytes
 from cs336_systems.config import MODEL_SIZES, Precision, RunConfig
 from cs336_systems.distributed.sharded_optimizer import ShardedOptimizer
 from cs336_systems.distributed.zero1 import Zero1Optimizer
 from cs336_systems.experiments import parallel_step
-from cs336_systems.experiments.memory_plan import fsdp_bytes
+from cs336_systems.experiments.harness import planned_cells
 from cs336_systems.experiments.parallel_step import ShardingCase, check_training
-from cs336_systems.experiments.sharding import measure_sharding, sharding_case, sharding_cell
-from cs336_systems.experiments.spec import Disagreement, load
+from cs336_systems.experiments.sharding import ShardingExperiment, sharding_case, sharding_cell
+from cs336_systems.experiments.spec import Disagreement
 from cs336_systems.model import AdamW
 from tests.one_job import OneJob, run_alone
 from tests.sharding_models import Awkward, part, seeded
@@ -341,7 +340,7 @@ def test_an_optimizer_that_does_not_exchange_is_not_timed():
 def test_the_handouts_cells_cover_both_precisions_and_both_peers():
     run = RunConfig(scale="handout", device="cuda")
     problems = "optimizer_state_sharding_accounting", "fsdp_accounting"
-    cells = [cell for name in problems for cell in load(name).planned(run)]
+    cells = [cell for name in problems for cell in planned_cells(name, run)]
     expected = {"torch_zero", "torch_fsdp", "sharded", "zero1", "fsdp", "unsharded"}
     assert {cell.implementation for cell in cells} >= expected
     assert {cell.case.precision for cell in cells} == {Precision(), Precision(autocast="bfloat16")}
@@ -353,5 +352,5 @@ def test_the_handouts_cells_cover_both_precisions_and_both_peers():
 def test_a_single_rank_shards_nothing_and_sends_nothing(implementation):
     run = RunConfig(scale="tiny", device="cpu")
     cell = sharding_cell(sharding_case(run, 1, None), implementation)
-    found = {(one.row.mode, one.row.quantity): one for one in measure_sharding(cell, run)}
+    found = {(one.row.mode, one.row.quantity): one for one in ShardingExperiment().measure(cell, run)}
     assert found["train_step", "time"].error <= 1 and found["train_step", "communication_time"].samples == [0]

@@ -1,7 +1,5 @@
 """`leaderboard_2026`: the step of two gloo ranks against one process, and what its cells promise."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from typing import Any
@@ -19,12 +17,11 @@ from cs336_systems.experiments.leaderboard_2026 import (
     LongStep,
     LongStepCase,
     check_long_step,
-    leaderboard_2026_cells,
+    fsdp_bytes,
+    long_step_bytes,
     long_step_cell,
-    measure_long_step,
 )
-from cs336_systems.experiments.memory_plan import fsdp_bytes, long_step_bytes
-from cs336_systems.experiments.spec import Disagreement, Unsupported
+from cs336_systems.experiments.spec import Disagreement, Unsupported, load
 from cs336_systems.inputs import token_batch
 from cs336_systems.measure.memory import MIB
 from cs336_systems.model import TransformerLM, cross_entropy
@@ -41,6 +38,7 @@ PURE = replace(
     SMALL, precision=Precision(parameters="bfloat16"), recompute="after_attention", wide_blocks=TINY.num_layers
 )  # fmt: skip
 HANDOUT = RunConfig(scale="handout", device="cuda")
+LEADERBOARD = load("leaderboard_2026")
 
 
 def loss_and_gradients(rank: int, num_ranks: int, implementation: str, recompute: Any) -> tuple[float, float]:
@@ -108,7 +106,7 @@ def step_bytes(rank: int, num_ranks: int) -> tuple[int, int]:
     step.train_step()
     with LiveBytes() as live:
         step.train_step()
-    return live.peak, leaderboard_2026.predicted_bytes(case)
+    return live.peak, long_step_bytes(case).peak
 
 
 VARIANTS = [("fsdp", "around_attention"), ("fsdp", "after_attention"), ("fsdp", "block"),
@@ -142,15 +140,16 @@ def test_the_predicted_peak_is_near_what_a_step_allocates():
 
 def test_the_8b_step_fits_two_h200_only_without_its_logits():
     model, h200 = MODEL_SIZES["8b"], 139 * 2**30
-    options: dict[str, Any] = {"attention": "hopper", "compute_dtype": "bfloat16", "reduce_dtype": "float32"}
+    options: dict[str, Any] = {"attention": "hopper", "num_ranks": 2, "reduce_dtype": "float32"}
+    case = LongStepCase(model=model, batch=1, backend="nccl", precision=Precision(autocast="bfloat16"), **options)
     plans = {
-        recompute: long_step_bytes(model, 1, num_ranks=2, recompute=recompute, chunk_tokens=2048, **options)
+        recompute: long_step_bytes(replace(case, recompute=recompute))
         for recompute in ("nothing", "after_attention", "around_attention", "block")
     }
     assert not plans["nothing"].fits(h200)
     assert all(plans[name].fits(h200, usable=0.85) for name in ("after_attention", "around_attention", "block"))
-    whole = fsdp_bytes(model, 1, num_ranks=2, checkpointing=True, **options)
-    assert not whole.fits(h200) and whole.logits > 40 * 2**30 > 8 * plans["block"].logits * 0.9
+    whole = fsdp_bytes(model, 1, checkpointing=True, compute_dtype="bfloat16", **options)
+    assert not whole.fits(h200) and whole.loss > 40 * 2**30 > 8 * plans["block"].loss * 0.9
     width = model.context_length * model.d_model * 2
     kept = plans["around_attention"].activations - plans["block"].activations
     assert kept / (33 * 4 * width) == pytest.approx(1, abs=0.01)  # q, k, v and the output of all blocks but one
@@ -186,11 +185,11 @@ def test_a_case_refuses_what_cannot_run():
 )  # fmt: skip
 def test_what_there_is_not_is_skipped_with_the_reason(cell, run, message):
     with pytest.raises(Unsupported, match=message):
-        list(measure_long_step(cell, run))
+        list(LEADERBOARD.measure(cell, run))
 
 
 def test_the_handouts_cells_are_the_leaderboards():
-    cells = leaderboard_2026_cells(HANDOUT)
+    cells = LEADERBOARD.cells(HANDOUT)
     assert {cell.case.model for cell in cells} == {MODEL_SIZES["8b"]}
     assert {(cell.case.batch, cell.case.num_ranks, cell.implementation) for cell in cells} == {
         (1, 2, "fsdp"), (1, 2, "torch_fsdp")
@@ -201,7 +200,7 @@ def test_the_handouts_cells_are_the_leaderboards():
     assert pure.case.precision == Precision(parameters="bfloat16") and pure.case.reduce_dtype is None
     assert 34 > pure.case.wide_blocks > masters.case.wide_blocks == 0
     one_more = replace(pure.case, wide_blocks=pure.case.wide_blocks + 1)
-    assert pure.predicted_bytes <= 0.97 * 141e9 < leaderboard_2026.predicted_bytes(one_more)
+    assert pure.predicted_bytes <= 0.97 * 141e9 < long_step_bytes(one_more).peak
     assert {cell.case.recompute for cell in cells} == {"around_attention", "after_attention", "block"}
     assert {cell.case.compiled for cell in cells} == {True, False}
     assert 100 * 2**30 < first.predicted_bytes < 139 * 2**30
@@ -217,13 +216,13 @@ def test_attention_is_the_fastest_that_runs(available, chosen):
         patch.object(torch.cuda, "is_available", return_value=True),
         patch.object(leaderboard_2026, "available_backends", return_value=answers),
     ):
-        cells = leaderboard_2026_cells(HANDOUT)
+        cells = LEADERBOARD.cells(HANDOUT)
     assert cells[0].case.attention == chosen
     assert any(cell.case.attention == "sdpa" for cell in cells)
 @pytest.mark.slow
 def test_a_measured_cell_keeps_its_promises():
     cell = long_step_cell(SMALL, "fsdp")
-    found = list(measure_long_step(cell, CPU))
+    found = list(LEADERBOARD.measure(cell, CPU))
     assert [measurement.row for measurement in found] != [] and {one.row for one in found} == set(cell.rows)
     by_name = {measurement.row.quantity: measurement for measurement in found}
     assert len(by_name["time"].samples) == leaderboard_2026.STEPS["tiny"]
@@ -242,7 +241,7 @@ def test_a_measured_cell_keeps_its_promises():
 def check_both_on_gpus(rank: int, num_ranks: int) -> list[float]:
     """Compiled, in bfloat16, with the attention that the handout's cells would have: errors over their bounds."""
     run = RunConfig(scale="smoke", device="cuda")
-    listed = leaderboard_2026_cells(run)
+    listed = LEADERBOARD.cells(run)
     return [check_long_step(cell.implementation, cell.case, run, rank) for cell in listed]
 
 

@@ -1,7 +1,5 @@
 """Communication on paper: rings against sums, closed forms against simulation, predictions against their limits."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
@@ -11,10 +9,9 @@ import torch
 from cs336_systems.accounting import num_parameters
 from cs336_systems.analysis import HARDWARE, FeedForward, Plan, predict, rank_bytes, rings, xxl
 from cs336_systems.analysis import ffn as calcs
-from cs336_systems.analysis.hardware import hardware
 from cs336_systems.analysis.predictor import pipeline_s
 from cs336_systems.analysis.simulate import Weights, simulate
-from cs336_systems.analysis.traffic import MIB, SCHEMES, bytes_sent, collectives, parameters
+from cs336_systems.analysis.traffic import BUCKET_BYTES, SCHEMES, bytes_sent, collectives, parameters
 from cs336_systems.config import MODEL_SIZES, ModelConfig
 
 SMALL = ModelConfig(name="tiny", d_model=32, d_ff=96, num_layers=3, num_heads=4, vocab_size=120, context_length=64)
@@ -194,20 +191,10 @@ def test_no_grid_beats_the_limit_and_the_search_comes_close(tokens: int, overlap
     [
         (lambda: FeedForward(tokens=0, d_model=4, d_ff=4), "FeedForward.tokens must be a positive int, got 0"),
         (lambda: FeedForward(tokens=4, d_model=True, d_ff=4), "FeedForward.d_model must be a positive int, got True"),
-        (lambda: calcs.ffn_flops(LAYER, "train_step"), "mode must be one of forward, backward, got 'train_step'"),
-        (lambda: calcs.ffn_flops(LAYER, "forward", 0), "num_devices must be at least 1, got 0"),
         (lambda: simulate(*random_layer(8, 4, 12), num_fsdp=3), "num_fsdp must divide 8 and 4, got 3"),
         (lambda: simulate(*random_layer(8, 4, 12), num_tp=5), "num_tp must divide 12, got 5"),
-        (lambda: hardware("TPU"), "hardware must be one of H200, B200, got 'TPU'"),
-        (lambda: H200.ring_bytes_per_s(0), "num_ranks must be at least 1, got 0"),
-        (lambda: H200.ring_bytes_per_s(2, ranks_per_node=9), "ranks_per_node must be 1 to 8, got 9"),
         (lambda: Plan(scheme="zero9"), "Plan.scheme must be one of none, naive, .*, got 'zero9'"),
         (lambda: Plan(scheme="fsdp", data_parallel=0), "Plan.data_parallel must be a positive int, got 0"),
-        (
-            lambda: Plan(scheme="fsdp", granularity="layer"),
-            "Plan.granularity must be block or matrix, got 'layer'",
-        ),
-        (lambda: Plan(scheme="bucketed", bucket_mib=0.0), "Plan.bucket_mib must be positive, got 0.0"),
         (lambda: Plan(scheme="none", data_parallel=2), "Plan.data_parallel must be 1 for scheme none, got 2"),
         (lambda: predict(SMALL, Plan(scheme="none"), H200, batch=0), "batch must be at least 1, got 0"),
         (
@@ -218,11 +205,6 @@ def test_no_grid_beats_the_limit_and_the_search_comes_close(tokens: int, overlap
             lambda: predict(SMALL, Plan(scheme="none"), H200, batch=1, matmul_efficiency=0),
             r"matmul_efficiency must be in \(0, 1\], got 0",
         ),
-        (
-            lambda: rank_bytes(SMALL, Plan(scheme="none", compute_bytes=1), batch=1),
-            "plan.compute_bytes must be 2 or 4 to count activations, got 1",
-        ),
-        (lambda: xxl.bytes_per_device(xxl.XXL, 1, 0), "num_fsdp must be at least 1, got 0"),
         (lambda: xxl.fewest_devices(xxl.XXL, 20_000), "tokens must leave room in 9.5e.10 bytes, got 20000 with"),
     ],
 )  # fmt: skip
@@ -289,22 +271,12 @@ def test_schemes_send_what_they_should():
     assert all(bytes_sent(SMALL, Plan(scheme=scheme)) == 0 for scheme in SCHEMES)
 
 
-def test_fsdp_gathers_blocks_or_matrices():
-    """Fewer calls by blocks; the last two units, whatever they are, are not gathered again."""
-    plans = [Plan(scheme="fsdp", data_parallel=4, granularity=name) for name in ("block", "matrix")]
-    last_matrix = SMALL.d_model * SMALL.d_ff
-    fewer = 3 / 4 * 2 * (BLOCK - last_matrix)
-    assert bytes_sent(SMALL, plans[0]) == pytest.approx(bytes_sent(SMALL, plans[1]) - fewer)
-    units = [SMALL.num_layers + 2, 7 * SMALL.num_layers + 2]
-    assert [len(collectives(SMALL, plan)) for plan in plans] == [3 * count - 1 for count in units]
-
-
 def test_buckets_hold_every_parameter_once_and_no_more_than_their_size():
     xl = MODEL_SIZES["xl"]
-    calls = collectives(xl, Plan(scheme="bucketed", data_parallel=2, bucket_mib=300))
+    calls = collectives(xl, Plan(scheme="bucketed", data_parallel=2))
     carried = [position for call in calls for position in call.parameters]
     assert carried == list(reversed(range(len(parameters(xl)))))
-    assert all(call.size_bytes <= 300 * MIB or len(call.parameters) == 1 for call in calls)
+    assert all(call.size_bytes <= BUCKET_BYTES or len(call.parameters) == 1 for call in calls)
     assert len(collectives(xl, Plan(scheme="flat", data_parallel=2))) == 1
     assert len(collectives(xl, Plan(scheme="naive", data_parallel=2))) == len(parameters(xl))
 
@@ -366,6 +338,4 @@ def test_each_scheme_divides_what_it_shards():
     assert fsdp.persistent == 3 * fsdp.parameters
     block = 4 * 2560 * 2560 + 3 * 2560 * 10240
     assert fsdp.gathered == 2 * 4 * block  # three blocks' weights and one's gradients, in two bytes
-    alone = rank_bytes(model, Plan(scheme="fsdp", data_parallel=4, granularity="matrix"), batch=1)
-    assert alone.gathered == 2 * 4 * 2560 * 10240  # three matrices, one gradient
     assert rank_bytes(model, Plan(scheme="fsdp"), batch=1).gathered == 0

@@ -1,7 +1,5 @@
 """A run in several processes: each takes a shard of the cells, into one folder."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """`short_calls`: who takes turns and what a turn tells apart."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import replace
 from statistics import median
@@ -12,13 +10,7 @@ import torch
 from cs336_systems.config import RunConfig
 from cs336_systems.experiments import short_calls
 from cs336_systems.experiments.registry import PROBLEMS
-from cs336_systems.experiments.short_calls import (
-    CALLS,
-    GRAPH_SAMPLES,
-    ROUNDS,
-    graph_times,
-    turns,
-)
+from cs336_systems.experiments.short_calls import CALLS, GRAPH_SAMPLES, ROUNDS, graph_times, turns
 from cs336_systems.experiments.turns import Player, play
 from cs336_systems.measure.timing import time_calls
 

@@ -1,7 +1,5 @@
 """`tile_choice`: what is measured to judge the tile tables."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import replace
 

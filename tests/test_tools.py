@@ -1,7 +1,5 @@
 """The scripts that the Makefile runs: the course's tests against our adapters, notebooks, the check of the Python."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 from pathlib import Path

@@ -578,7 +578,6 @@ def test_nothing_worth_measuring_exits_1(monkeypatch):
 def test_tuning_measures_what_compiles_and_only_once(monkeypatch, tmp_path):
     """The whole command, with the interpreter in the GPU's place and a compiler that refuses dq."""
     monkeypatch.setattr(compilation, "compile_configs", fake_compiler)
-    monkeypatch.setattr(tune_command, "_machine_target", lambda: "portable")
 
     def open_sweep(results, seed, rerun, *_):
         sweep = Sweep(

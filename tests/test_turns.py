@@ -1,7 +1,5 @@
 """Measuring by turns: who comes after whom, and whose rows are lost when one of them cannot be measured."""
 
-from __future__ import annotations
-
 import time
 from statistics import median
 
@@ -11,7 +9,7 @@ import torch
 from cs336_systems.attention import flash_attention
 from cs336_systems.config import RunConfig
 from cs336_systems.experiments import turns
-from cs336_systems.experiments.harness import Provenance, Sweep
+from cs336_systems.experiments.harness import Provenance, Sweep, planned_cells
 from cs336_systems.experiments.implementations import Built, build
 from cs336_systems.experiments.registry import PROBLEMS
 from cs336_systems.experiments.spec import Unsupported
@@ -66,7 +64,7 @@ def test_a_round_goes_through_the_modes_and_the_first_is_not_kept():
 
 
 def tiny_cell():
-    (cell,) = PROBLEM.planned(TINY)
+    (cell,) = planned_cells("short_calls", TINY)
     return cell
 
 

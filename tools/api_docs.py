@@ -6,8 +6,6 @@
 text stands before the docstring's; where its examples leave a `mask`, that mask is drawn.
 """
 
-from __future__ import annotations
-
 import doctest
 import inspect
 import re

@@ -8,8 +8,6 @@ one by one, since some show times, and replace the committed .ipynb files, with 
 that the same outputs give the same bytes.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import tempfile

@@ -7,8 +7,6 @@ commands in an empty folder and look at what they leave. The environments see th
 links, of which one lacks Triton's, so that nothing is downloaded.
 """
 
-from __future__ import annotations
-
 import email
 import json
 import shutil

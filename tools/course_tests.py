@@ -8,8 +8,6 @@ names and packages the tests want and cannot have; run pytest there, serially, b
 The exit code is pytest's, and never 0 when a name is missing.
 """
 
-from __future__ import annotations
-
 import ast
 import importlib.util
 import os

@@ -9,8 +9,6 @@ GPU, Triton's kernels are interpreted, in float32 and float16. Scores are of ord
 is recomputed from a rounded log-sum-exp of 50 errs up to 1.3 times what the contract allows, bug or none.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib.util
 import random

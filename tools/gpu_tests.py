@@ -10,8 +10,6 @@ Every test's row is written when it ends: what a time limit cuts off keeps the r
 pytest's. The exit code is 1 if any test fails.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import io

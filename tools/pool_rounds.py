@@ -12,8 +12,6 @@ results folder or one that holds a single device's; rows of other cells under `-
 there, are kept. Fill the documents again afterwards (`cs336-systems report`).
 """
 
-from __future__ import annotations
-
 import argparse
 import statistics
 import warnings

@@ -24,8 +24,6 @@ recorded as not finished. A run replaces the record, with `--keep` only the rows
 `--` go to every_config. The exit code is 1 unless all finished and every row is right.
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import contextlib

@@ -16,6 +16,7 @@ import math
 from dataclasses import dataclass
 
 from cs336_systems.analysis.rings import all_gather_seconds, all_reduce_seconds
+from cs336_systems.config import require_positive
 
 ELEMENT_BYTES = 2
 NUM_MATRICES = 3
@@ -31,10 +32,7 @@ class FeedForward:
     d_ff: int  # F
 
     def __post_init__(self) -> None:
-        for name in ("tokens", "d_model", "d_ff"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"FeedForward.{name} must be a positive int, got {value!r}")
+        require_positive(self, "tokens", "d_model", "d_ff")
 
     @property
     def weight_bytes(self) -> int:
@@ -52,8 +50,6 @@ def ffn_flops(layer: FeedForward, mode: str, num_devices: int = 1) -> float:
 
     Every scheme divides them evenly: DP and FSDP the batch, TP the hidden dimension, FSDP + TP both.
     """
-    _check_mode(mode)
-    _check_devices("num_devices", num_devices)
     return 2 * MATMULS[mode] * layer.tokens * layer.d_model * layer.d_ff / num_devices
 
 
@@ -72,26 +68,22 @@ def data_parallel_limit(layer: FeedForward, *, flops_per_s: float, bytes_per_s: 
 
 def fsdp_seconds(layer: FeedForward, mode: str, num_devices: int, *, bytes_per_s: float) -> float:
     """Forward: all-gather of the weights, 6·D·F·(N - 1)/(N·W). Backward: that and the reduce-scatter of gradients."""
-    _check_mode(mode)
     collectives = 1 if mode == "forward" else 2
     return collectives * all_gather_seconds(layer.weight_bytes, num_devices, bytes_per_s)
 
 
 def fsdp_limit(layer: FeedForward, mode: str = "backward", *, flops_per_s: float, bytes_per_s: float) -> float:
     """N ≤ 1 + B·W/C in both modes, the same as DP: the backward has twice the communication and twice the FLOPs."""
-    _check_mode(mode)
     return 1 + layer.tokens * bytes_per_s / flops_per_s
 
 
 def tp_seconds(layer: FeedForward, mode: str, num_devices: int, *, bytes_per_s: float) -> float:
     """One all-reduce of (B, D) each way, of y forward and of dx backward: 4·B·D·(N - 1)/(N·W)."""
-    _check_mode(mode)
     return all_reduce_seconds(layer.activation_bytes, num_devices, bytes_per_s)
 
 
 def tp_limit(layer: FeedForward, mode: str, *, flops_per_s: float, bytes_per_s: float) -> float:
     """N ≤ 1 + 3·F·W/(2·C) forward, N ≤ 1 + 3·F·W/C backward, whatever the batch: only a wider layer helps."""
-    _check_mode(mode)
     return 1 + MATMULS[mode] / 2 * layer.d_ff * bytes_per_s / flops_per_s
 
 
@@ -155,13 +147,3 @@ def best_integer_grid(
         share = 1.0 if overlap else 1 - (num_tp - 1) / b
         grids.append((math.floor(1 + a * share), num_tp))
     return max(grids, key=lambda grid: (grid[0] * grid[1], -grid[1]))
-
-
-def _check_mode(mode: str) -> None:
-    if mode not in MATMULS:
-        raise ValueError(f"mode must be one of {', '.join(MATMULS)}, got {mode!r}")
-
-
-def _check_devices(name: str, value: int) -> None:
-    if value < 1:
-        raise ValueError(f"{name} must be at least 1, got {value}")

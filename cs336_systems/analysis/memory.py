@@ -1,22 +1,25 @@
 """Bytes on each GPU for every way of training in parallel: what says that a model fits before it is built.
 
     rank_bytes(MODEL_SIZES["10b"], Plan(scheme="fsdp", data_parallel=2), batch=2).peak / 2**30       # GiB
+    fsdp_bytes(MODEL_SIZES["10b"], 4, num_ranks=2, attention="triton", compute_dtype="bfloat16").fits(139 * 2**30)
 
-Parameters, gradients and AdamW's two moments are float32; activations are of the compute dtype. As `accounting`, whose
-counts of activations these are: an estimate of what tensors need, without the allocator's fragmentation, the CUDA
-context and NCCL's buffers (about 1 GiB together).
+`rank_bytes` is of every scheme, float32 masters and bfloat16 compute; `fsdp_bytes` of FSDP in any dtypes, as
+`distributed/fsdp` keeps it. As `accounting`, whose counts of activations these are: an estimate of what tensors need,
+without the allocator's fragmentation, the CUDA context and NCCL's buffers (about 1 GiB together).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cs336_systems.accounting import LOSS_BACKWARD_COPIES, activation_bytes, block_saved_bytes
-from cs336_systems.analysis.traffic import MASTER_BYTES, Plan, fsdp_units, parameters
-from cs336_systems.config import ModelConfig, Precision
+from cs336_systems.accounting import LOSS_BACKWARD_COPIES, activation_bytes, block_saved_bytes, num_parameters
+from cs336_systems.analysis import traffic
+from cs336_systems.analysis.traffic import COMPUTE_BYTES, MASTER_BYTES, Plan
+from cs336_systems.config import BYTES_PER_ELEMENT, DTypeName, ModelConfig, Precision
 
 OPTIMIZER_MOMENTS = 2
-COMPUTE_DTYPES = {2: "bfloat16", 4: "float32"}
+GATHERED_UNITS = 2  # of `distributed/fsdp`: the one in use and the one behind it
+GRADIENTS_IN_FLIGHT = 2  # its units whose whole gradients wait for, or are in, a reduce-scatter
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,11 +29,11 @@ class RankBytes:
     parameters: int  # master weights that the rank keeps all the time
     gradients: int  # when backward is done
     optimizer: int
-    gathered: int  # FSDP: whole weights of the layers in use and on their way, and one whole gradient
-    buffers: int  # copies made only to communicate
-    activations: int  # saved for backward when it starts
+    gathered: int  # FSDP: whole weights of the blocks in use and on their way
+    buffers: int  # copies made only to communicate, FSDP's whole gradients on their way to a reduction
+    activations: int  # saved for backward when it starts, or recomputed
     loss: int  # temporaries of the logits' size when backward starts
-    block: int  # what one block saved: all that is left of the activations when backward ends
+    block: int = 0  # what one block saved: all that is left of the activations when backward ends
 
     @property
     def persistent(self) -> int:
@@ -44,6 +47,10 @@ class RankBytes:
         end = self.gradients + max(self.block, self.buffers)
         return self.persistent + self.gathered + max(start, end)
 
+    def fits(self, memory_bytes: int, *, usable: float = 0.95) -> bool:
+        """Whether the peak is within `usable` of a device's memory."""
+        return self.peak <= usable * memory_bytes
+
 
 def rank_bytes(
     model: ModelConfig, plan: Plan, *, batch: int, attention: str = "triton", checkpointed: bool = False
@@ -52,53 +59,79 @@ def rank_bytes(
 
     DDP keeps everything on every rank, `flat` a second copy of the gradients while it reduces. The sharded optimizer
     and ZeRO-1 keep 1/N of the moments, ZeRO-1 also the averaged 1/N of the gradients. FSDP keeps 1/N, rounded up, of
-    every matrix, its gradient and its moments, and gathers the unit in use and `plan.prefetch` more; norms are whole on
+    every matrix, its gradient and its moments, and gathers the unit in use and PREFETCH more; norms are whole on
     every rank. Tensor parallelism divides the matrices and, a little too well, all activations. `checkpointed` saves
     only each block's input.
     """
-    held = parameters(model, plan.tensor_parallel)
+    held = traffic.parameters(model, plan.tensor_parallel)
     ranks = plan.data_parallel
     total = sum(parameter.elements for parameter in held)
     kept = total
     if plan.scheme == "fsdp":
         kept = sum(-(-one.elements // ranks) if one.is_matrix else one.elements for one in held)
     moments = -(-total // ranks) if plan.scheme in ("sharded-optimizer", "zero1") else kept
-    activations, block, loss = _activations(model, plan, batch, attention, checkpointed)
+    gathered = 0
+    if plan.scheme == "fsdp" and ranks > 1:  # PREFETCH + 1 consecutive units, and one unit's gradients
+        sizes = [sum(held[position].elements for position in unit) for unit in traffic.fsdp_units(held)]
+        window = traffic.PREFETCH + 1
+        weights = max(sum(sizes[start : start + window]) for start in range(max(1, len(sizes) - window + 1)))
+        gathered = COMPUTE_BYTES * (weights + max(sizes))
+    activations, block = saved_bytes(model, batch, attention, "bfloat16", checkpointed)
+    logits = LOSS_BACKWARD_COPIES * batch * model.context_length * model.vocab_size * MASTER_BYTES
     return RankBytes(
         parameters=MASTER_BYTES * kept,
         gradients=MASTER_BYTES * kept,
         optimizer=OPTIMIZER_MOMENTS * MASTER_BYTES * moments,
-        gathered=_gathered_bytes(model, plan),
+        gathered=gathered,
         buffers=MASTER_BYTES * {"flat": total if ranks > 1 else 0, "zero1": moments}.get(plan.scheme, 0),
-        activations=activations,
-        loss=loss,
-        block=block,
+        activations=activations // plan.tensor_parallel,
+        loss=logits // plan.tensor_parallel,
+        block=block // plan.tensor_parallel,
     )
 
 
-def _gathered_bytes(model: ModelConfig, plan: Plan) -> int:
-    """Most that `prefetch` + 1 consecutive units and one unit's gradients take, in the compute dtype."""
-    if plan.scheme != "fsdp" or plan.data_parallel == 1:
-        return 0
-    held = parameters(model, plan.tensor_parallel)
-    sizes = [sum(held[position].elements for position in unit) for unit in fsdp_units(held, plan)]
-    window = plan.prefetch + 1
-    weights = max(sum(sizes[start : start + window]) for start in range(max(1, len(sizes) - window + 1)))
-    return plan.compute_bytes * (weights + max(sizes))
+def fsdp_bytes(
+    model: ModelConfig,
+    batch: int,
+    *,
+    num_ranks: int,
+    attention: str,
+    compute_dtype: str | None = None,
+    reduce_dtype: str | None = None,
+    checkpointing: bool = False,
+    parameters: DTypeName = "float32",
+) -> RankBytes:
+    """Bytes of a rank that trains `model` with AdamW on `batch` sequences of its own, sharded by blocks.
+
+    Weights, gradients and both moments rest in the dtype `parameters`.
+    """
+    master = BYTES_PER_ELEMENT[parameters]
+    computed: DTypeName = compute_dtype or parameters  # type: ignore[assignment]
+    compute = BYTES_PER_ELEMENT[computed]
+    reduced = BYTES_PER_ELEMENT[reduce_dtype or computed]
+    replicated = (2 * model.num_layers + 1) * model.d_model
+    own = -(-(num_parameters(model) - replicated) // num_ranks) + replicated
+    block = 4 * model.d_model**2 + 3 * model.d_model * model.d_ff
+    unit = max(block, model.vocab_size * model.d_model)
+    return RankBytes(
+        parameters=own * master,
+        gradients=own * master,
+        optimizer=OPTIMIZER_MOMENTS * own * master,
+        gathered=GATHERED_UNITS * unit * compute,
+        buffers=GRADIENTS_IN_FLIGHT * unit * (compute + (reduced if reduced != compute else 0)),
+        activations=saved_bytes(model, batch, attention, computed, checkpointing)[0],
+        loss=LOSS_BACKWARD_COPIES * batch * model.context_length * model.vocab_size * 4,
+    )
 
 
-def _activations(
-    model: ModelConfig, plan: Plan, batch: int, attention: str, checkpointed: bool
-) -> tuple[int, int, int]:
-    """(saved for backward, one block's part of it, temporaries of the loss)."""
-    if plan.compute_bytes not in COMPUTE_DTYPES:
-        raise ValueError(f"plan.compute_bytes must be 2 or 4 to count activations, got {plan.compute_bytes}")
-    precision = Precision(parameters=COMPUTE_DTYPES[plan.compute_bytes])  # type: ignore[arg-type]
+def saved_bytes(
+    model: ModelConfig, batch: int, attention: str, dtype: DTypeName, checkpointed: bool
+) -> tuple[int, int]:
+    """What is saved for backward, and one block's part of it; `checkpointed`: one block's and the inputs of all."""
+    precision = Precision(parameters=dtype)
     block = sum(block_saved_bytes(model, batch, attention=attention, precision=precision).values())
     saved = activation_bytes(model, batch, attention=attention, precision=precision)
-    tokens = batch * model.context_length
     if checkpointed:
-        saved += block + model.num_layers * (tokens * model.d_model * plan.compute_bytes - block)
-    loss = LOSS_BACKWARD_COPIES * tokens * model.vocab_size * MASTER_BYTES
-    split = plan.tensor_parallel
-    return saved // split, block // split, loss // split
+        width = batch * model.context_length * model.d_model * BYTES_PER_ELEMENT[dtype]
+        saved += block + model.num_layers * (width - block)
+    return saved, block

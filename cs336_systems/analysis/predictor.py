@@ -15,21 +15,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cs336_systems.accounting import model_flops
+from cs336_systems.analysis import traffic
 from cs336_systems.analysis.hardware import Hardware
 from cs336_systems.analysis.rings import all_gather_seconds, all_reduce_seconds, broadcast_seconds
-from cs336_systems.analysis.traffic import (
-    MASTER_BYTES,
-    Collective,
-    Parameter,
-    Plan,
-    bytes_sent,
-    collectives,
-    fsdp_units,
-    gradient_groups,
-    kept_units,
-    parameters,
-    tensor_parallel_bytes,
-)
+from cs336_systems.analysis.traffic import MASTER_BYTES, Collective, Parameter, Plan, collectives
 from cs336_systems.config import ModelConfig
 
 ADAMW_ACCESSES = 7  # reads of parameter, gradient and two moments; writes of parameter and moments
@@ -47,7 +36,6 @@ class Prediction:
     optimizer_s: float
     communication_s: float  # all collectives, one after the other
     exposed_s: float  # the part during which no computation ran, and copies made only to communicate
-    sent_bytes: float  # by each GPU, both axes
     tokens: int  # of the whole batch
     flops: float  # of the model, all GPUs
     peak_flops_per_s: float  # of all GPUs
@@ -68,12 +56,7 @@ class Prediction:
 
 
 def predict(
-    model: ModelConfig,
-    plan: Plan,
-    hardware: Hardware,
-    *,
-    batch: int,
-    matmul_efficiency: float = DEFAULT_EFFICIENCY,
+    model: ModelConfig, plan: Plan, hardware: Hardware, *, batch: int, matmul_efficiency: float = DEFAULT_EFFICIENCY
 ) -> Prediction:
     """One training step with `batch` sequences a replica (a group of `plan.tensor_parallel` GPUs).
 
@@ -90,27 +73,23 @@ def predict(
         raise ValueError(f"batch must be at least 1, got {batch}")
     rate = hardware.flops_per_s * matmul_efficiency * plan.tensor_parallel
     forward_s, backward_s = (model_flops(model, batch, mode) / rate for mode in ("forward", "backward"))
-    held = parameters(model, plan.tensor_parallel)
+    held = traffic.parameters(model, plan.tensor_parallel)
     links = _Links(hardware, plan)
     if plan.data_parallel == 1:
         exposed_s = 0.0
     elif plan.scheme == "fsdp":
-        exposed_s = _fsdp_exposed_s(held, plan, links, forward_s, backward_s)
+        exposed_s = _fsdp_exposed_s(held, links, forward_s, backward_s)
     else:
         exposed_s = _replicated_exposed_s(model, held, plan, links, backward_s)
     exposed_s += links.tensor_parallel_s(model, batch)  # the next matmul needs the sum: nothing to hide it behind
     sharded = plan.scheme in ("sharded-optimizer", "zero1", "fsdp")
     updated = sum(one.elements for one in held) / (plan.data_parallel if sharded else 1)
-    blocks = 2 * ALL_REDUCES_A_BLOCK * model.num_layers
-    tensor_bytes = tensor_parallel_bytes(model, plan, batch)
-    tensor_sent = 2 * (plan.tensor_parallel - 1) / plan.tensor_parallel * blocks * tensor_bytes
     return Prediction(
         forward_s=forward_s,
         backward_s=backward_s,
         optimizer_s=ADAMW_ACCESSES * MASTER_BYTES * updated / hardware.memory_bytes_per_s,
         communication_s=sum(map(links.seconds, collectives(model, plan))) + links.tensor_parallel_s(model, batch),
         exposed_s=exposed_s,
-        sent_bytes=bytes_sent(model, plan) + tensor_sent,
         tokens=plan.data_parallel * batch * model.context_length,
         flops=plan.data_parallel * model_flops(model, batch, "train_step"),
         peak_flops_per_s=plan.devices * hardware.flops_per_s,
@@ -140,7 +119,7 @@ class _Links:
         ranks = self.plan.tensor_parallel
         if ranks == 1:
             return 0.0
-        size = tensor_parallel_bytes(model, self.plan, batch)
+        size = traffic.tensor_parallel_bytes(model, self.plan, batch)
         once = all_reduce_seconds(size, ranks, self.hardware.node_bytes_per_s) + 2 * self.hardware.latency_s(ranks)
         return 2 * ALL_REDUCES_A_BLOCK * model.num_layers * once
 
@@ -149,7 +128,7 @@ def _replicated_exposed_s(
     model: ModelConfig, held: list[Parameter], plan: Plan, links: _Links, backward_s: float
 ) -> float:
     """Of DDP in its four ways and of the sharded optimizers: gradients during or after backward, weights after it."""
-    groups = gradient_groups(held, plan)
+    groups = traffic.gradient_groups(held, plan)
     calls = collectives(model, plan)
     gradients, weights = calls[: len(groups)], calls[len(groups) :]
     ready = _gradient_ready_s(held, backward_s)
@@ -179,26 +158,25 @@ def _gradient_ready_s(held: Sequence[Parameter], backward_s: float) -> list[floa
     return ready
 
 
-def _fsdp_exposed_s(held: list[Parameter], plan: Plan, links: _Links, forward_s: float, backward_s: float) -> float:
+def _fsdp_exposed_s(held: list[Parameter], links: _Links, forward_s: float, backward_s: float) -> float:
     """Time that computation waits for weights, and for the last gradients after backward.
 
-    The gather of a unit starts when the one `prefetch` before it has been used. Norms' gradients, small and needed
+    The gather of a unit starts when the one PREFETCH before it has been used. Norms' gradients, small and needed
     only by the optimizer, are left out.
     """
-    units = fsdp_units(held, plan)
+    units = traffic.fsdp_units(held)
     elements = [sum(held[position].elements for position in unit) for unit in units]
     share = [0, *elements[1:]]  # the embedding is a look-up
 
     def transfer(size: int) -> float:
-        return links.seconds(Collective(kind="all_gather", size_bytes=plan.compute_bytes * size, parameters=()))
+        return links.seconds(Collective(kind="all_gather", size_bytes=traffic.COMPUTE_BYTES * size, parameters=()))
 
     transfers = [transfer(size) for size in elements]
     forward = [forward_s * part / sum(share) for part in share]
     backward = [backward_s * part / sum(share) for part in share]
-    end = pipeline_s(transfers, forward, [0.0] * len(units), plan.prefetch)
-    kept = kept_units(plan)
-    gathers = [0.0] * kept + transfers[::-1][kept:]
-    end += pipeline_s(gathers, backward[::-1], transfers[::-1], plan.prefetch)
+    end = pipeline_s(transfers, forward, [0.0] * len(units), traffic.PREFETCH)
+    gathers = [0.0] * traffic.KEPT_UNITS + transfers[::-1][traffic.KEPT_UNITS :]
+    end += pipeline_s(gathers, backward[::-1], transfers[::-1], traffic.PREFETCH)
     return end - forward_s - backward_s
 
 

@@ -110,7 +110,6 @@ def alternate_ring_all_reduce(buffers: Sequence[Sequence[Any]]) -> tuple[list[Bu
 
 def all_gather_seconds(size_bytes: float, num_ranks: int, bytes_per_s: float) -> float:
     """(N - 1)/N · S/W, which a reduce-scatter takes as well."""
-    _check_ranks(num_ranks)
     return (num_ranks - 1) / num_ranks * size_bytes / bytes_per_s
 
 
@@ -121,19 +120,12 @@ def all_reduce_seconds(size_bytes: float, num_ranks: int, bytes_per_s: float) ->
 
 def alternate_all_reduce_seconds(size_bytes: float, num_ranks: int, bytes_per_s: float) -> float:
     """(N - 1) · S/W: N/2 times as long as `all_reduce_seconds`."""
-    _check_ranks(num_ranks)
     return (num_ranks - 1) * size_bytes / bytes_per_s
 
 
 def broadcast_seconds(size_bytes: float, num_ranks: int, bytes_per_s: float) -> float:
     """S/W, of a buffer cut in many pieces that follow each other down a chain of ranks; 0 for one rank."""
-    _check_ranks(num_ranks)
     return size_bytes / bytes_per_s if num_ranks > 1 else 0.0
-
-
-def _check_ranks(num_ranks: int) -> None:
-    if num_ranks < 1:
-        raise ValueError(f"num_ranks must be at least 1, got {num_ranks}")
 
 
 def _check(buffers: Sequence[Sequence[Any]]) -> tuple[int, int]:

@@ -3,9 +3,9 @@
     plan = Plan(scheme="fsdp", data_parallel=64)
     sum(collective.bytes_sent(64) for collective in collectives(MODEL_SIZES["xl"], plan))    # by each rank, in a step
 
-Every rank holds one replica's batch. Parameters, gradients and optimizer state are float32; FSDP gathers weights and
-reduces gradients in `compute_bytes` an element. Tensor parallelism (Megatron's: attention by heads, feed-forward by its
-hidden dimension) all-reduces the (tokens, d_model) activations twice a block and direction.
+Every rank holds one replica's batch. Parameters, gradients and optimizer state are float32; FSDP gathers a block's
+weights at once, and reduces gradients, in bfloat16. Tensor parallelism (Megatron's: attention by heads, feed-forward by
+its hidden dimension) all-reduces the (tokens, d_model) activations twice a block and direction.
 """
 
 from __future__ import annotations
@@ -14,13 +14,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from cs336_systems.config import ModelConfig
+from cs336_systems.config import ModelConfig, require_choice, require_positive
 
-Scheme = Literal["none", "naive", "flat", "overlap", "bucketed", "sharded-optimizer", "zero1", "fsdp"]
 SCHEMES: tuple[str, ...] = ("none", "naive", "flat", "overlap", "bucketed", "sharded-optimizer", "zero1", "fsdp")
 Kind = Literal["all_reduce", "all_gather", "reduce_scatter", "broadcast"]
 MASTER_BYTES = 4
-MIB = 2**20
+COMPUTE_BYTES = 2  # an element of activations, and of weights and gradients that FSDP communicates
+BUCKET_BYTES = 25 * 2**20  # of the schemes that collect gradients in buckets
+PREFETCH = 2  # FSDP: blocks gathered ahead of the one in use
+KEPT_UNITS = 2  # FSDP: at the end of the forward, whose wholes stay for the backward, which begins with them
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,22 +32,10 @@ class Plan:
     scheme: str  # one of SCHEMES: how the data-parallel ranks share weights, gradients and optimizer state
     data_parallel: int = 1  # replicas, or ranks that shard one
     tensor_parallel: int = 1  # GPUs that split each replica's matrices; on one node
-    bucket_mib: float = 25.0  # of the schemes that collect gradients in buckets
-    granularity: str = "block"  # FSDP: what is gathered at once, a "block" of the model or a "matrix"
-    prefetch: int = 2  # FSDP: blocks or matrices gathered ahead of the one in use
-    compute_bytes: int = 2  # an element of activations, and of weights and gradients that FSDP communicates
 
     def __post_init__(self) -> None:
-        if self.scheme not in SCHEMES:
-            raise ValueError(f"Plan.scheme must be one of {', '.join(SCHEMES)}, got {self.scheme!r}")
-        for name in ("data_parallel", "tensor_parallel", "prefetch", "compute_bytes"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"Plan.{name} must be a positive int, got {value!r}")
-        if self.granularity not in ("block", "matrix"):
-            raise ValueError(f"Plan.granularity must be block or matrix, got {self.granularity!r}")
-        if not self.bucket_mib > 0:
-            raise ValueError(f"Plan.bucket_mib must be positive, got {self.bucket_mib!r}")
+        require_choice(self, "scheme", SCHEMES)
+        require_positive(self, "data_parallel", "tensor_parallel")
         if self.scheme == "none" and self.data_parallel > 1:
             raise ValueError(f"Plan.data_parallel must be 1 for scheme none, got {self.data_parallel}")
 
@@ -116,23 +106,18 @@ def gradient_groups(model_parameters: list[Parameter], plan: Plan) -> list[list[
     if plan.scheme == "flat":
         return [everything]
     if plan.scheme in ("bucketed", "zero1"):
-        return buckets(model_parameters, plan.bucket_mib * MIB)
+        return buckets(model_parameters, BUCKET_BYTES)
     return [[position] for position in everything]
 
 
-def fsdp_units(model_parameters: list[Parameter], plan: Plan) -> list[list[int]]:
-    """The matrices that FSDP gathers at once, in the forward's order: those of a block, or each alone."""
+def fsdp_units(model_parameters: list[Parameter]) -> list[list[int]]:
+    """The matrices that FSDP gathers at once, those of a block, in the forward's order."""
     units: dict[str, list[int]] = {}
     for position, one in enumerate(model_parameters):
         if one.is_matrix:
             block = ".".join(one.name.split(".")[:2])  # layers.7 of layers.7.ffn.w1
-            units.setdefault(block if plan.granularity == "block" else one.name, []).append(position)
+            units.setdefault(block, []).append(position)
     return list(units.values())
-
-
-def kept_units(plan: Plan) -> int:
-    """Units at the end of FSDP's forward whose wholes stay for the backward, which begins with them."""
-    return min(2, plan.prefetch)
 
 
 def collectives(model: ModelConfig, plan: Plan) -> list[Collective]:
@@ -149,12 +134,12 @@ def _collectives(model: ModelConfig, plan: Plan) -> Iterator[Collective]:
         return Collective(kind=kind, size_bytes=size, parameters=tuple(positions))
 
     if plan.scheme == "fsdp":
-        units = fsdp_units(held, plan)
-        yield from (over("all_gather", unit, plan.compute_bytes) for unit in units)
+        units = fsdp_units(held)
+        yield from (over("all_gather", unit, COMPUTE_BYTES) for unit in units)
         for number, unit in reversed(list(enumerate(units))):
-            if number < len(units) - kept_units(plan):
-                yield over("all_gather", unit, plan.compute_bytes)
-            yield over("reduce_scatter", unit, plan.compute_bytes)
+            if number < len(units) - KEPT_UNITS:
+                yield over("all_gather", unit, COMPUTE_BYTES)
+            yield over("reduce_scatter", unit, COMPUTE_BYTES)
         yield over("all_reduce", [position for position in forward if not held[position].is_matrix], MASTER_BYTES)
         return
     kind: Kind = "reduce_scatter" if plan.scheme == "zero1" else "all_reduce"
@@ -176,4 +161,4 @@ def tensor_parallel_bytes(model: ModelConfig, plan: Plan, batch: int) -> float:
     """Size of one all-reduce of activations between tensor-parallel ranks; 0 where there is one rank."""
     if plan.tensor_parallel == 1:
         return 0.0
-    return float(batch * model.context_length * model.d_model * plan.compute_bytes)
+    return float(batch * model.context_length * model.d_model * COMPUTE_BYTES)

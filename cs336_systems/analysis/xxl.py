@@ -71,8 +71,6 @@ def bytes_per_device(model: TwoLayerModel, tokens: int, num_fsdp: int) -> float:
 
     A is `saved_bytes` of `tokens`.
     """
-    if num_fsdp < 1:
-        raise ValueError(f"num_fsdp must be at least 1, got {num_fsdp}")
     half = saved_bytes(model, tokens) / 2
     return (fixed_bytes(model) + half) / num_fsdp + half
 

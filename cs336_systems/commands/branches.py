@@ -6,8 +6,6 @@ their revision. With several rounds the revisions take turns (base target, targe
 drifts is not taken for a change.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal
@@ -21,15 +19,9 @@ from typing import Annotated
 
 import typer
 
+from cs336_systems.commands import shared
 from cs336_systems.commands.compare import FailOnOption, ThresholdOption, check_options, show_comparison
-from cs336_systems.commands.shared import (
-    EXIT_SIGNAL,
-    EXIT_WRONG_ARGUMENT,
-    DeviceOption,
-    ResultsOption,
-    one_line_errors,
-    termination_interrupts,
-)
+from cs336_systems.commands.shared import DeviceOption, ResultsOption, one_line_errors
 
 GIT_TIMEOUT_S = 120
 # A line each, on any revision: `list` has not always had whole names.
@@ -59,14 +51,14 @@ def branches(
 
     with one_line_errors():
         check_options(threshold, fail_on)
-        repository = _repository()
+        repository = Path(_git(Path.cwd(), "rev-parse", "--show-toplevel"))  # that the command was typed in
         revisions = dict(zip(SIDES, (_resolve(repository, name) for name in (base, target))))
         options = ["--scale", scale, "--device", device]
         options += [f"--implementation={name}" for name in implementation or []]
         options += [] if time_budget is None else ["--time-budget", str(time_budget)]
         folder = results.resolve() / FOLDER / "-".join(revision[:12] for revision in revisions.values())
     try:
-        with one_line_errors(), termination_interrupts(), _worktrees(repository, revisions) as worktrees:
+        with one_line_errors(), shared.termination_interrupts(), _worktrees(repository, revisions) as worktrees:
             for side, name in zip(SIDES, (base, target)):
                 _check_problem(worktrees[side], problem, f"{name} ({revisions[side][:12]})")
             for round_number in range(1, rounds + 1):
@@ -76,7 +68,7 @@ def branches(
                     _measure(worktrees[side], revisions[side], problem, options, into)
     except KeyboardInterrupt as interrupt:
         typer.echo(f"interrupted: the worktrees are gone, finished cells are in {folder}", err=True)
-        raise typer.Exit(EXIT_SIGNAL + getattr(interrupt, "signal_number", signal.SIGINT)) from None
+        raise typer.Exit(shared.EXIT_SIGNAL + getattr(interrupt, "signal_number", signal.SIGINT)) from None
     with one_line_errors():
         sides = [
             pool([read_all(folder / f"round-{number}" / side) for number in range(1, rounds + 1)]) for side in SIDES
@@ -98,11 +90,6 @@ def _git(repository: Path, *arguments: str) -> str:
     if result.returncode:
         raise ValueError(f"git {arguments[0]}: {result.stderr.strip() or f'exit code {result.returncode}'}")
     return result.stdout.strip()
-
-
-def _repository() -> Path:
-    """The repository that the command was typed in."""
-    return Path(_git(Path.cwd(), "rev-parse", "--show-toplevel"))
 
 
 def _resolve(repository: Path, name: str) -> str:
@@ -168,7 +155,7 @@ def _measure(worktree: Path, revision: str, problem: str, options: list[str], re
             process.kill()
             process.wait()
         raise
-    if code == EXIT_WRONG_ARGUMENT:
+    if code == shared.EXIT_WRONG_ARGUMENT:
         raise typer.Exit(code)  # it has said what was wrong
     if code:
         typer.echo(f"error: measuring {revision[:12]} ended with exit code {code}", err=True)

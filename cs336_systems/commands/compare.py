@@ -18,8 +18,12 @@ from cs336_systems.commands.shared import counted_warnings, one_line_errors
 from cs336_systems.measure.text import printable
 
 if TYPE_CHECKING:
-    from cs336_systems.compare import ComparedGroup, ComparedRow, Comparison
+    from cs336_systems.compare import ComparedGroup, ComparedRow, Comparison, Verdict
 
+WORDS: dict[Verdict, str] = {
+    "regression": "regressed", "improvement": "improved", "noise": "inside the noise", "unchanged": "unchanged",
+    "not compared": "not compared",
+}  # fmt: skip
 ThresholdOption = Annotated[float, typer.Option(help="Percent of change below which a row is unchanged.")]
 FailOnOption = Annotated[str, typer.Option(help="What gives a failing exit code: regression, any (change) or none.")]
 ProblemOption = Annotated[str | None, typer.Option(help="One problem's records alone.")]
@@ -149,18 +153,10 @@ def describe_key(key: tuple[str, ...]) -> str:
 
 def _summary(comparison: Comparison) -> str:
     verdicts = [row.verdict for row in comparison.rows]
-    counts = {
-        "regressed": verdicts.count("regression"),
-        "improved": verdicts.count("improvement"),
-        "inside the noise": verdicts.count("noise"),
-        "unchanged": verdicts.count("unchanged"),
-        "not compared": verdicts.count("not compared"),
-    }
+    counts = {words: verdicts.count(verdict) for verdict, words in WORDS.items()}
     parts = ", ".join(f"{count} {name}" for name, count in counts.items() if count) or "none in common"
     head = f"{len(verdicts)} rows at a threshold of {comparison.threshold_percent:g} %: {parts}"
-    groups = {
-        "regressed": len(comparison.groups_with("regression")), "improved": len(comparison.groups_with("improvement"))
-    }  # fmt: skip
+    groups = {WORDS[verdict]: len(comparison.groups_with(verdict)) for verdict in ("regression", "improvement")}
     if whole := ", ".join(f"{count} {name}" for name, count in groups.items() if count):
         head += f"; of {len(comparison.groups)} groups of all cases together: {whole}"
     return head if not verdicts or counts["regressed"] or groups["regressed"] else f"{head}; no regression"

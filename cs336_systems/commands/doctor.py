@@ -1,7 +1,5 @@
 """`cs336-systems doctor`: what this machine is and what runs on it; its kernels; what a mask skips."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 import typer

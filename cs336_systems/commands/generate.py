@@ -1,7 +1,5 @@
 """`cs336-systems generate`: let a model that `train` has left in a folder write on."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Annotated

@@ -1,7 +1,5 @@
 """What `doctor` says of a machine: facts, versions, back ends, and with --measure what it really reaches."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict
 from typing import Any
@@ -40,11 +38,11 @@ def describe_machine(device: str, measure: bool) -> dict[str, Any]:
 def measure_machine(kind: str) -> dict[str, Any]:
     """Copy and matmul rates, and our back ends' times on one shape."""
     from cs336_systems.config import AttentionShape
-    from cs336_systems.experiments.backends import auto_ratio, benchmark_backends, contest
+    from cs336_systems.experiments.backends import auto_ratio, benchmark_backends
     from cs336_systems.measure.machine import copy_rate, matmul_rate
 
     shape = AttentionShape(is_causal=True, **SHAPES[kind])  # type: ignore[arg-type]
-    rows = contest(benchmark_backends(shape, device=kind), shape, device=kind)
+    rows = benchmark_backends(shape, device=kind)
     return {
         "copy": asdict(copy_rate(kind)),
         "bfloat16_matmul": asdict(matmul_rate(kind)),

@@ -169,14 +169,8 @@ def _run_vendor_tool(tool: str, output: Path, print_only: bool) -> None:
     from cs336_systems.measure.vendor import vendor_command
 
     arguments = [argument for argument in sys.argv[1:] if argument != "--print"]
-    own = [
-        sys.executable,
-        "-m",
-        "cs336_systems",
-        *arguments,
-        "--tool",
-        "api",
-    ]  # of an option given twice the last counts
+    # Of an option given twice the last counts.
+    own = [sys.executable, "-m", "cs336_systems", *arguments, "--tool", "api"]
     command = vendor_command(tool, own, output)
     if print_only:
         typer.echo(shlex.join(command))

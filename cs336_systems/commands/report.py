@@ -1,7 +1,5 @@
 """`cs336-systems list` and `report`: the problems, and what records become."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 
@@ -80,30 +78,19 @@ def _check(published: Path) -> int:
 
 def _chosen_folders(results: Path, folder: str | None) -> list[Path]:
     """The folders to report on; ValueError where there are no records."""
-    if folder is not None and (Path(folder).name != folder or folder in ("", "..") or "\\" in folder):
-        raise ValueError(f"--folder must be the name of a folder in {results}, got {folder!r}")
-    folders = [results / folder] if folder is not None else _own_folders(results)
-    for path in folders:
-        if not (path / "records").is_dir():
-            there = ", ".join(sorted(other.parent.name for other in results.glob("*/records")))
-            raise ValueError(f"no records in {path}; {f'there are some of {there}, or' if there else ''} "
-                             "measure something first: cs336-systems run --all")  # fmt: skip
-    return folders
-
-
-def _own_folders(results: Path) -> list[Path]:
-    """The folders that this machine's runs write to."""
     from cs336_systems.device import get_device_info
 
-    slugs = {get_device_info(kind).slug for kind in _device_kinds()}
+    if folder is not None and (Path(folder).name != folder or folder in ("", "..") or "\\" in folder):
+        raise ValueError(f"--folder must be the name of a folder in {results}, got {folder!r}")
+    if folder is not None:
+        if not (results / folder / "records").is_dir():
+            there = ", ".join(sorted(other.parent.name for other in results.glob("*/records")))
+            raise ValueError(f"no records in {results / folder}; {f'there are some of {there}, or' if there else ''} "
+                             "measure something first: cs336-systems run --all")  # fmt: skip
+        return [results / folder]
+    slugs = {get_device_info(kind).slug for kind in ("cpu", "auto")}  # that this machine's runs write to
     names = [slug + suffix for slug in sorted(slugs) for suffix in SUFFIXES]
     own = [results / name for name in names if (results / name / "records").is_dir()]
     if not own:
         raise ValueError(f"no records of this machine in {results}; measure something first: cs336-systems run --all")
     return own
-
-
-def _device_kinds() -> list[str]:
-    import torch
-
-    return ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]

@@ -13,14 +13,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cs336_systems.commands.shared import (
-    EXIT_NOTHING_MEASURED,
-    DeviceOption,
-    ResultsOption,
-    one_line_errors,
-    unknown_problem,
-    wait_briefly,
-)
+from cs336_systems.commands import shared
+from cs336_systems.commands.shared import DeviceOption, ResultsOption, one_line_errors
 from cs336_systems.commands.sweeps import check_sweep_options, measure_shown, measuring
 
 if TYPE_CHECKING:
@@ -89,7 +83,7 @@ def run(
         folder = results_folder(results, get_device_info(kind), config)
         _check_writable(folder, chosen)
         if kind == "cpu":
-            wait_briefly(os.environ)
+            shared.wait_briefly(os.environ)
         sweep = Sweep(
             config,
             folder,
@@ -120,7 +114,7 @@ def run(
     typer.echo(f"records: {folder / 'records'}")
     if totals and not any(status.startswith(("ok", "partly")) for status in totals):
         typer.echo("error: nothing could be measured", err=True)
-        raise typer.Exit(EXIT_NOTHING_MEASURED)
+        raise typer.Exit(shared.EXIT_NOTHING_MEASURED)
 
 
 def _run_problem(
@@ -154,7 +148,7 @@ def _choose_problems(names: list[str], run_all: bool) -> list[str]:
         raise ValueError("give problem names or --all, not both")
     for name in names:
         if name not in PROBLEMS:
-            raise ValueError(unknown_problem(name))
+            raise ValueError(shared.unknown_problem(name))
     if not names and not run_all:
         raise ValueError("give problem names or --all; `cs336-systems list` shows the names")
     return list(PROBLEMS) if run_all else list(dict.fromkeys(names))

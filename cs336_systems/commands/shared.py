@@ -1,7 +1,5 @@
 """What the subcommands share: exit codes, options, one-line errors, and signals that end a run as Ctrl-C does."""
 
-from __future__ import annotations
-
 import difflib
 import signal
 import subprocess

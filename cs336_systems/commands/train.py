@@ -9,13 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cs336_systems.commands.shared import (
-    EXIT_NOTHING_MEASURED,
-    EXIT_SIGNAL,
-    DeviceOption,
-    one_line_errors,
-    wait_briefly,
-)
+from cs336_systems.commands import shared
+from cs336_systems.commands.shared import DeviceOption, one_line_errors
 
 if TYPE_CHECKING:
     from cs336_systems.training import TrainingConfig
@@ -57,7 +52,7 @@ def train(
 ) -> None:
     """Train a language model on bytes; the same losses with every wrapper, and after --resume."""
     with one_line_errors():
-        wait_briefly(os.environ)
+        shared.wait_briefly(os.environ)
         from dataclasses import replace
 
         from cs336_systems.config import MODEL_SIZES, Precision
@@ -102,7 +97,7 @@ def train(
         except KeyboardInterrupt:
             if os.environ.get("RANK", "0") == "0":
                 typer.echo(f"interrupted: {_left_behind(options)}", err=True)
-            raise typer.Exit(EXIT_SIGNAL + signal.SIGINT) from None
+            raise typer.Exit(shared.EXIT_SIGNAL + signal.SIGINT) from None
     if result is not None:
         _summarise(config, options, result)
 
@@ -175,7 +170,7 @@ def _run(config: TrainingConfig, options: RunOptions) -> TrainingResult | None:
         if error.is_argument_error:  # what one process says in one line
             raise ValueError(error.reason) from error
         typer.echo(f"error: {error}\n{_left_behind(options)}", err=True)
-        raise typer.Exit(EXIT_NOTHING_MEASURED) from None
+        raise typer.Exit(shared.EXIT_NOTHING_MEASURED) from None
     return results[0] if os.environ.get("RANK", "0") == "0" else None
 
 

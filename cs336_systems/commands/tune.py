@@ -19,12 +19,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Table
 
-from cs336_systems.commands.kernels import (
-    compile_with_progress,
-    machine_arch,
-    print_reports,
-    print_table,
-)
+from cs336_systems.commands.kernels import compile_with_progress, machine_arch, print_reports, print_table
 from cs336_systems.commands.shared import EXIT_NOTHING_MEASURED, ResultsOption, one_line_errors
 from cs336_systems.commands.sweeps import check_sweep_options, measure_shown, measuring
 
@@ -33,7 +28,6 @@ if TYPE_CHECKING:
     from cs336_systems.attention.tiles import KernelConfig
     from cs336_systems.config import AttentionShape
     from cs336_systems.experiments.harness import Sweep
-    from cs336_systems.experiments.spec import Cell
     from cs336_systems.experiments.tuning import Proposal, Winner
 
 KERNELS = ("forward", "dkdv", "dq")
@@ -72,6 +66,7 @@ def flash(
 ) -> None:
     """Compile, check and time a grid of tiles for the attention kernels; say what the tables might hold."""
     from cs336_systems.attention.compilation import check_arch
+    from cs336_systems.attention.tiles import target_of
 
     with one_line_errors():
         kernels = _choices("--kernel", kernel, KERNELS)
@@ -92,11 +87,15 @@ def flash(
         else:
             sweep = _open_sweep(results, seed, rerun, time_budget, commit, dirty)
     if compile_only:
-        _show_compiled(reports, max_spill_bytes)
+        print_reports(reports, max_spill_bytes)
+        good = sum(not report.obstacle(max_spill_bytes) for report in reports)
+        typer.echo(f"{good} of {len(reports)} are worth measuring (at most {max_spill_bytes} bytes spilled)")
+        if not good:
+            raise typer.Exit(EXIT_NOTHING_MEASURED)
         return
     with measuring(sweep):
         with one_line_errors():
-            pairs = _pairs(shapes, kernels, _machine_target(), config or [])
+            pairs = _pairs(shapes, kernels, target_of(sweep.device.compute_capability), config or [])
         counts = _measure(sweep, pairs, max_spill_bytes, jobs, time_budget)
     typer.echo(", ".join(f"{count} {status}" for status, count in counts.items()))
     if not _show_measured(sweep, shapes, seed):
@@ -158,32 +157,11 @@ def _pairs(
     ]
 
 
-# Compiling only
-
-
 def _compile(pairs: Sequence[tuple[AttentionShape, KernelConfig]], arch: str, jobs: int | None) -> list[CompileReport]:
     from cs336_systems.experiments.tuning import compile_request
 
     requests = dict.fromkeys(compile_request(shape, config, arch) for shape, config in pairs)
     return compile_with_progress(list(requests), jobs)
-
-
-def _show_compiled(reports: Sequence[CompileReport], max_spill_bytes: int) -> None:
-    print_reports(reports, max_spill_bytes)
-    good = sum(not report.obstacle(max_spill_bytes) for report in reports)
-    typer.echo(f"{good} of {len(reports)} are worth measuring (at most {max_spill_bytes} bytes spilled)")
-    if not good:
-        raise typer.Exit(EXIT_NOTHING_MEASURED)
-
-
-# Measuring
-
-
-def _machine_target() -> str:
-    from cs336_systems.attention.tiles import target_of
-    from cs336_systems.device import get_device_info
-
-    return target_of(get_device_info("cuda").compute_capability)
 
 
 def _open_sweep(
@@ -209,42 +187,30 @@ def _open_sweep(
 
 
 def _measure(
-    sweep: Sweep,
-    pairs: Sequence[tuple[AttentionShape, KernelConfig]],
-    max_spill_bytes: int,
-    jobs: int | None,
+    sweep: Sweep, pairs: Sequence[tuple[AttentionShape, KernelConfig]], max_spill_bytes: int, jobs: int | None,
     time_budget_s: float | None,
-) -> Counter[str]:
-    """Record every pair that has no record yet; cells counted by status."""
+) -> Counter[str]:  # fmt: skip
+    """Record every pair that has no record yet, or why the compiler says not to try it; cells counted by status."""
     from cs336_systems.attention.compilation import arch_of_capability
-    from cs336_systems.experiments.tuning import PROBLEM, tune_cell
+    from cs336_systems.experiments.tuning import PROBLEM, compile_request, tune_cell
 
     started = time.monotonic()
     cells = {tune_cell(shape, config): (shape, config) for shape, config in pairs}
     pending, finished = sweep.unfinished(PROBLEM, list(cells))
     counts: Counter[str] = Counter({f"{status} before": count for status, count in finished.items()})
     arch = arch_of_capability(sweep.device.compute_capability)
-    obstacles: dict[Cell, str] = {}
+    left = pending
     if arch is not None and pending:
-        obstacles = _obstacles({cell: cells[cell] for cell in pending}, arch, max_spill_bytes, jobs)
-    for cell, obstacle in obstacles.items():
-        sweep.skip(cell, obstacle)
-        counts["skipped"] += 1
-    left = [cell for cell in pending if cell not in obstacles]
+        reports = {report.request: report for report in _compile([cells[cell] for cell in pending], arch, jobs)}
+        obstacles = [reports[compile_request(*cells[cell], arch)].obstacle(max_spill_bytes) for cell in pending]
+        for cell, obstacle in zip(pending, obstacles):
+            if obstacle:
+                sweep.skip(cell, obstacle)
+        left = [cell for cell, obstacle in zip(pending, obstacles) if not obstacle]
+        counts["skipped"] += len(pending) - len(left)
     budget = None if time_budget_s is None else time_budget_s - (time.monotonic() - started)
     counts += measure_shown("tuning", left, partial(sweep.measure, left, time_budget_s=budget))[PROBLEM]
     return counts
-
-
-def _obstacles(
-    cells: dict[Cell, tuple[AttentionShape, KernelConfig]], arch: str, max_spill_bytes: int, jobs: int | None
-) -> dict[Cell, str]:
-    """Why some of `cells` are not worth measuring, read from the compiler."""
-    from cs336_systems.experiments.tuning import compile_request
-
-    reports = {report.request: report for report in _compile(list(cells.values()), arch, jobs)}
-    found = {cell: reports[compile_request(*pair, arch)].obstacle(max_spill_bytes) for cell, pair in cells.items()}
-    return {cell: obstacle for cell, obstacle in found.items() if obstacle}
 
 
 def _show_measured(sweep: Sweep, shapes: Sequence[AttentionShape], seed: int) -> bool:

@@ -1,7 +1,5 @@
 """Two ring all-reduces, run step by step between simulated ranks: their steps, bytes and times."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from cs336_systems.analysis import HARDWARE, rings

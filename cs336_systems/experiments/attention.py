@@ -4,8 +4,6 @@ Each pass is checked against the float64 oracle on the same inputs, and only the
 is measured; `turns` lets several take turns.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,14 +16,9 @@ from torch import Tensor
 from cs336_systems.accounting import attention_flops, eager_attention_bytes, tflops_per_s
 from cs336_systems.attention.contract import Oracle, compute_oracle, contract_errors
 from cs336_systems.config import AttentionShape, RunConfig
-from cs336_systems.experiments.implementations import (
-    COMPILED,
-    Built,
-    build,
-    kernel_name,
-    off_contract,
-    without_overhead,
-)
+from cs336_systems.experiments import implementations
+from cs336_systems.experiments.figures import Bars
+from cs336_systems.experiments.implementations import Built, build, kernel_name
 from cs336_systems.experiments.spec import Cell, Disagreement, Experiment, Row, Sample, Unsupported
 from cs336_systems.experiments.tables import Pivot, TableSpec
 from cs336_systems.inputs import AttentionInputs, attention_inputs
@@ -58,7 +51,6 @@ class AttentionExperiment(Experiment):
 
     sizes: ClassVar[Mapping[str, Sequence[Sizes]]]  # by scale
     rows: tuple[Row, ...] = (FORWARD, BACKWARD, BOTH)
-    settled = False  # whether a GPU's clock settles before each pass is timed
 
     def cases(self, run: RunConfig) -> Sequence[AttentionShape]:
         return [sized_shape(run, *sizes) for sizes in self.sizes[run.scale]]
@@ -73,10 +65,19 @@ class AttentionExperiment(Experiment):
         return [attention_cell(shape, name, run, self.rows) for shape in self.cases(run) for name in self.names(run)]
 
     def measure(self, cell: Cell, run: RunConfig) -> Iterator[Sample]:
-        return measure_attention(cell, run, settled=self.settled)
+        return measure_attention(cell, run)
 
     def columns(self, row: dict[str, Any]) -> dict[str, Any]:
-        return attention_columns(row)
+        """The row's `shape` and `pass` in words, and `tflops` of a measured time in ms; NaN where nothing was timed."""
+        shape = AttentionShape(**{name: row[name] for name in AttentionShape.__dataclass_fields__})
+        heads = f"{shape.heads}/{shape.kv_heads}" if shape.kv_heads not in (None, shape.heads) else str(shape.heads)
+        keys = f" on {shape.seqlen_k:,}" if shape.seqlen_k != shape.seqlen_q else ""
+        sizes = f"{shape.batch} × {heads} × {shape.seqlen_q:,}{keys} × {shape.head_dim}"
+        rate = math.nan
+        if row["quantity"] == "time" and row["median"] > 0:
+            rate = tflops_per_s(attention_flops(shape, row["mode"]), row["median"])
+        words = f"{sizes} {'causal' if shape.is_causal else 'full'}"
+        return {"shape": words, "pass": MODE_WORDS[row["mode"]], "tflops": rate}
 
 
 def rate_tables(ratios: Sequence[tuple[str, str]]) -> dict[str, TableSpec]:
@@ -90,30 +91,25 @@ def rate_tables(ratios: Sequence[tuple[str, str]]) -> dict[str, TableSpec]:
     }  # fmt: skip
 
 
-def sized_shape(run: RunConfig, batch: int, heads: int, seqlen: int, head_dim: int, is_causal: bool) -> AttentionShape:
+def rate_bars(title: str, x: str = "shape", color: str = "implementation") -> Bars:
+    """Bars of TFLOP/s of forward and backward together."""
+    where = {"quantity": "time", "mode": "forward_backward"}
+    return Bars(title=title, x=x, y="tflops", y_title="TFLOP/s", color=color, where=where)
+
+
+def sized_shape(
+    run: RunConfig, batch: int, heads: int, seqlen: int, head_dim: int, is_causal: bool, kv_heads: int | None = None
+) -> AttentionShape:
     """Self-attention of these sizes, in bfloat16 on a GPU and in float32 for Triton's interpreter."""
     return AttentionShape(
         batch=batch, heads=heads, seqlen_q=seqlen, seqlen_k=seqlen, head_dim=head_dim, is_causal=is_causal,
-        dtype="bfloat16" if run.device == "cuda" else "float32",
+        dtype="bfloat16" if run.device == "cuda" else "float32", kv_heads=kv_heads,
     )  # fmt: skip
-
-
-def attention_columns(row: Mapping[str, Any]) -> dict[str, Any]:
-    """The row's `shape` and `pass` in words, and `tflops` of a measured time in ms; NaN where nothing was timed."""
-    shape = AttentionShape(**{name: row[name] for name in AttentionShape.__dataclass_fields__})
-    heads = f"{shape.heads}/{shape.kv_heads}" if shape.kv_heads not in (None, shape.heads) else str(shape.heads)
-    keys = f" on {shape.seqlen_k:,}" if shape.seqlen_k != shape.seqlen_q else ""
-    sizes = f"{shape.batch} × {heads} × {shape.seqlen_q:,}{keys} × {shape.head_dim}"
-    mask = "causal" if shape.is_causal else "full"
-    columns = {"shape": f"{sizes} {mask}", "pass": MODE_WORDS[row["mode"]], "tflops": math.nan}
-    if row["quantity"] == "time" and row["median"] > 0:
-        columns["tflops"] = tflops_per_s(attention_flops(shape, row["mode"]), row["median"])
-    return columns
 
 
 def attention_cell(shape: AttentionShape, implementation: str, run: RunConfig, rows: tuple[Row, ...]) -> Cell:
     """A cell that reports `rows`, plus the first call's seconds of a compiled implementation."""
-    if implementation in COMPILED and FORWARD in rows:
+    if implementation in implementations.COMPILED and FORWARD in rows:
         rows = (COMPILE_FORWARD, COMPILE_BOTH, *rows)
     if run.device == "cpu":
         rows = tuple(row for row in rows if row not in (PEAK, BEFORE_BACKWARD))
@@ -182,9 +178,7 @@ def measure_passes(
             settle(call)
         samples = [first_ms]
         if not interpreted:
-            samples = time_calls(
-                call, device=device, warmup=1, num_samples=num_samples, budget_ms=BUDGET_MS[device]
-            )  # fmt: skip
+            samples = time_calls(call, device=device, warmup=1, num_samples=num_samples, budget_ms=BUDGET_MS[device])
         kept = samples if num_samples else evenly_spaced(samples, KEPT_SAMPLES)
         yield Sample(row=row, samples=kept, kernel=kernel, error=error)
 
@@ -192,7 +186,7 @@ def measure_passes(
         if row in cell.rows:
             yield Sample(row=row, samples=[value], kernel=kernel)
 
-    with without_overhead(built.attend) as attend:
+    with implementations.without_overhead(built.attend) as attend:
         # forward
         def forward() -> tuple[Tensor, ...]:
             with torch.no_grad():
@@ -252,7 +246,7 @@ def checked_error(oracle: Oracle, results: Mapping[str, Tensor], implementation:
     errors = contract_errors(oracle, results)
     name, worst = max(errors.items(), key=lambda item: item[1])
     if not worst <= 1:
-        raise Disagreement(off_contract(implementation, name, worst))
+        raise Disagreement(implementations.off_contract(implementation, name, worst))
     return worst
 
 

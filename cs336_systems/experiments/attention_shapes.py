@@ -4,11 +4,8 @@ How fast are the kernels where a GPU is full: batches, heads and lengths of real
 bfloat16. What calls take that are too short for that, `short_calls` measures.
 """
 
-from __future__ import annotations
-
 from cs336_systems.config import AttentionShape
-from cs336_systems.experiments.attention import rate_tables
-from cs336_systems.experiments.figures import Bars
+from cs336_systems.experiments.attention import rate_bars, rate_tables
 from cs336_systems.experiments.implementations import Built
 from cs336_systems.experiments.spec import Unsupported, problem
 from cs336_systems.experiments.turns import AttentionByTurns
@@ -45,12 +42,4 @@ class AttentionShapes(AttentionByTurns):
         return super().built(name, shape, device)
 
     tables = rate_tables((("hopper", "fa4"), ("hopper", "sdpa_cudnn"), ("triton", "sdpa_cudnn"), ("triton", "flex")))
-    figures = {
-        "forward_backward": Bars(
-            title="Attention forward + backward on shapes of real models",
-            x="shape",
-            y="tflops",
-            y_title="TFLOP/s",
-            where={"quantity": "time", "mode": "forward_backward"},
-        )
-    }
+    figures = {"forward_backward": rate_bars("Attention forward + backward on shapes of real models")}

@@ -4,8 +4,6 @@ The kernels' code marks its stages (`measure/stages.py`). Each call here reaches
 passes alone, a sliding window also builds its lists, and float32 inputs under autocast are cast first.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass

@@ -6,14 +6,13 @@ Each of the problem's cells comes once for every chosen value in the place of it
 one, and of a cell's rows those of the chosen modes stay.
 """
 
-from __future__ import annotations
-
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
 
 from cs336_systems.accounting import eager_attention_bytes
 from cs336_systems.config import AttentionShape, Axes, MaskCase
+from cs336_systems.experiments.mask_implementations import shape_of
 from cs336_systems.experiments.spec import Cell
 
 CHOSEN = "-chosen"  # ends the names of folders whose cases are no problem's own
@@ -33,20 +32,19 @@ def choose_cells(problem: str, cells: Sequence[Cell], axes: Axes) -> list[Cell]:
             raise ValueError(f"--mode must be one of {', '.join(modes)} for {problem}, got {mode!r}")
     chosen: dict[tuple[object, str], Cell] = {}
     for cell in cells:
-        rows = tuple(row for row in cell.rows if _is_of(axes.modes, row.mode, row.quantity))
+        rows = tuple(
+            row for row in cell.rows if not axes.modes or row.mode in axes.modes or row.quantity in OF_THE_MASK
+        )  # fmt: skip
         if not any(row.quantity not in OF_THE_MASK for row in rows):
             continue
         for case in _cases(cell.case, axes):
-            predicted = cell.predicted_bytes and eager_attention_bytes(_shape(case), "forward_backward")
+            shape = case if isinstance(case, AttentionShape) else shape_of(case)
+            predicted = cell.predicted_bytes and eager_attention_bytes(shape, "forward_backward")
             one = replace(cell, case=case, rows=rows, predicted_bytes=predicted)
             chosen.setdefault((case, cell.implementation), one)
     # Implementations of a case share its inputs and its oracle, so that they are measured one after the other.
     places = {case: place for place, case in enumerate(dict.fromkeys(case for case, _ in chosen))}
     return sorted(chosen.values(), key=lambda cell: places[cell.case])
-
-
-def _is_of(modes: Iterable[str], mode: str, quantity: str) -> bool:
-    return not modes or mode in modes or quantity in OF_THE_MASK
 
 
 def _cases(case: Case, axes: Axes) -> list[Case]:
@@ -86,12 +84,3 @@ def _scaled(part: str, before: int, after: int) -> str:
     scaled = [int(length) * after // before for length in lengths.split(",")]
     scaled[0] += after - sum(scaled)
     return f"{name}:{','.join(map(str, scaled))}"
-
-
-def _shape(case: AttentionShape | MaskCase) -> AttentionShape:
-    if isinstance(case, AttentionShape):
-        return case
-    return AttentionShape(
-        batch=case.batch, heads=case.heads, seqlen_q=case.seqlen_q, seqlen_k=case.seqlen_q, head_dim=case.head_dim,
-        is_causal=False, dtype=case.dtype,
-    )  # fmt: skip

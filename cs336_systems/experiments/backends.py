@@ -2,18 +2,14 @@
 
     rows = benchmark_backends(shape, device="cuda")
     auto_ratio(rows)             # time of auto over that of the fastest: at most 1.1 where auto chooses well
-    auto_ratio(contest(rows, shape, device="cuda"))      # the same of the fastest ones, timed again in turns
 
 Every back end has a row: its times, or the reason why it has none. A result outside of the numerical contract is a
-failed row and has no time.
+failed row and has no time. Those that are right are timed in turns: one after the other, two times of the same kernel
+can differ by a tenth where other processes hold the processor up.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from statistics import median
 from typing import Any
 
 import torch
@@ -22,17 +18,16 @@ from torch import Tensor
 from cs336_systems.attention import flash_attention
 from cs336_systems.attention.api import explain_backend
 from cs336_systems.attention.backends import BACKENDS
-from cs336_systems.config import AttentionShape, RunConfig
+from cs336_systems.attention.contract import Oracle, compute_oracle
+from cs336_systems.config import AttentionShape
 from cs336_systems.device import interpreter_is_on
-from cs336_systems.experiments.attention import BOTH, FORWARD, inputs_of, measure_attention, oracle_of
-from cs336_systems.experiments.implementations import Built
-from cs336_systems.experiments.spec import Cell, Disagreement
-from cs336_systems.inputs import attention_inputs
+from cs336_systems.experiments.attention import checked_error
+from cs336_systems.experiments.spec import Disagreement
+from cs336_systems.inputs import AttentionInputs, attention_inputs
 from cs336_systems.measure.memory import one_out_of_memory_error, release
-from cs336_systems.measure.timing import best_medians
+from cs336_systems.measure.timing import best_medians, time_once
 
 AUTO = "auto"
-CONTENDER_RATIO = 1.5  # a back end that took so many times the fastest's time is not timed again
 BUDGET_MS = {"cuda": 200.0, "cpu": 50.0}
 
 
@@ -49,84 +44,69 @@ class BackendTiming:
     interpreted: bool = False  # Triton's interpreter: right, but no speed
 
 
+class Calls:
+    """Both timed calls of the back end `name` on `inputs`, each of which returns its named results."""
+
+    def __init__(self, name: str, shape: AttentionShape, inputs: AttentionInputs) -> None:
+        self.inputs, self.leaves = inputs, [x.detach().requires_grad_() for x in inputs[:3]]
+        self.attend: Any = partial(flash_attention, is_causal=shape.is_causal, enable_gqa=True, backend=name)
+
+    def forward(self) -> dict[str, Tensor]:
+        with torch.no_grad():
+            return {"output": self.attend(*self.inputs[:3])}
+
+    def forward_backward(self) -> dict[str, Tensor]:
+        gradients = torch.autograd.grad(self.attend(*self.leaves), self.leaves, self.inputs.grad_output)
+        return dict(zip(("grad_q", "grad_k", "grad_v"), gradients))
+
+
 def benchmark_backends(
     shape: AttentionShape, *, device: str, seed: int = 0, num_samples: int | None = None
 ) -> list[BackendTiming]:
     """A row for every back end of this package, and the last for `auto`."""
-    run = RunConfig(scale="smoke", device=device, seed=seed)  # type: ignore[arg-type]
-    try:
-        return [_timing(name, shape, run, num_samples) for name in (*BACKENDS, AUTO)]
-    finally:
-        inputs_of.cache_clear()
-        oracle_of.cache_clear()
-        release(device)
+    inputs = attention_inputs(shape, device=device, seed=seed)
+    oracle = compute_oracle(*inputs, is_causal=shape.is_causal)
+    calls = {name: Calls(name, shape, inputs) for name in (*BACKENDS, AUTO)}
+    rows = {name: _checked(name, call, oracle, device) for name, call in calls.items()}
+    contenders = [name for name, row in rows.items() if row.status == "ok" and not row.interpreted]
+    for mode in ("forward", "forward_backward"):
+        timed = {name: getattr(calls[name], mode) for name in contenders}
+        medians: dict[str, Any] = dict(
+            best_medians(timed, device=device, num_samples=num_samples, budget_ms=BUDGET_MS[device])
+        )
+        rows |= {name: replace(rows[name], **{f"{mode}_ms": ms}) for name, ms in medians.items()}
+    release(device)
+    return list(rows.values())
 
 
 def auto_ratio(rows: list[BackendTiming]) -> float | None:
     """Time of `auto`, forward and backward, over that of the fastest named back end; None if either has no time."""
-    times = _times(rows)
+    times = {
+        row.backend: ms for row in rows if (ms := row.forward_backward_ms) is not None and not row.interpreted
+    }  # fmt: skip
     auto = times.pop(AUTO, None)
     return auto / min(times.values()) if auto is not None and times else None
 
 
-def contest(
-    rows: list[BackendTiming], shape: AttentionShape, *, device: str, seed: int = 0, num_samples: int | None = None
-) -> list[BackendTiming]:
-    """The rows of `auto` and of the back ends near the fastest, forward and backward timed anew, in turns.
-
-    `benchmark_backends` times one after the other: two times of the same kernel can differ by a tenth where other
-    processes hold the processor up. The others' rows come back as they are.
-    """
-    times = _times(rows)
-    names = [name for name, ms in times.items() if name == AUTO or ms <= CONTENDER_RATIO * min(times.values())]
-    *inputs, grad_output = attention_inputs(shape, device=device, seed=seed)
-    leaves = [x.detach().requires_grad_() for x in inputs]
-
-    def both(attend: Callable[..., Any]) -> tuple[Tensor, ...]:
-        return torch.autograd.grad(attend(*leaves), leaves, grad_output)
-
-    calls = {name: partial(both, _attend(name, shape)) for name in names}
-    medians = best_medians(calls, device=device, num_samples=num_samples, budget_ms=BUDGET_MS[device])
-    return [replace(row, forward_backward_ms=medians.get(row.backend, row.forward_backward_ms)) for row in rows]
-
-
-def _times(rows: list[BackendTiming]) -> dict[str, float]:
-    """Milliseconds of forward and backward of each back end that has a time which says something of its speed."""
-    return {
-        row.backend: row.forward_backward_ms
-        for row in rows
-        if row.forward_backward_ms is not None and not row.interpreted
-    }
-
-
-def _attend(backend: str, shape: AttentionShape) -> Callable[..., Any]:
-    return partial(flash_attention, is_causal=shape.is_causal, enable_gqa=True, backend=backend)
-
-
-def _timing(backend: str, shape: AttentionShape, run: RunConfig, num_samples: int | None) -> BackendTiming:
-    q, k, *_ = inputs_of(shape, run.device, run.seed)
+def _checked(name: str, calls: Calls, oracle: Oracle, device: str) -> BackendTiming:
+    """The row of the back end `name`: why it has no time, or with the milliseconds of its first calls."""
     try:
-        chosen, reason = explain_backend(q, k, backend=backend, is_causal=shape.is_causal)
+        causal = calls.attend.keywords["is_causal"]
+        chosen, reason = explain_backend(calls.inputs.q, calls.inputs.k, backend=name, is_causal=causal)
     except ValueError as error:
-        return BackendTiming(backend=backend, status="skipped", reason=str(error))
-    interpreted = chosen.startswith("triton") and run.device == "cpu" and interpreter_is_on()
-    cell = Cell(case=shape, implementation=chosen, rows=(FORWARD, BOTH))
-    built = Built(attend=_attend(backend, shape), kernel="interpreter" if interpreted else "")
-    status = "ok"
-    times: dict[str, float] = {}
+        return BackendTiming(backend=name, status="skipped", reason=str(error))
+    interpreted = chosen.startswith("triton") and device == "cpu" and interpreter_is_on()
+    row = BackendTiming(backend=name, chosen=chosen, reason=reason, interpreted=interpreted)
+    results: dict[str, Tensor] = {}
     try:
         with one_out_of_memory_error():
-            for sample in measure_attention(cell, run, num_samples=num_samples, built=built):
-                times[sample.row.mode] = median(sample.samples)
+            forward_ms = time_once(lambda: results.update(calls.forward()), device)
+            both_ms = time_once(lambda: results.update(calls.forward_backward()), device)
+            checked_error(oracle, results, chosen)
     except Disagreement as error:
-        status, reason = "failed", str(error)
+        return replace(row, status="failed", reason=str(error))
     except ValueError as error:  # the first kernel takes few shapes
-        status, reason = "skipped", str(error)
+        return replace(row, status="skipped", reason=str(error))
     except torch.OutOfMemoryError as error:
-        status, reason = "oom", str(error).splitlines()[0]
-    if status != "ok":
-        times = {}
-    return BackendTiming(
-        backend=backend, chosen=chosen, forward_ms=times.get("forward"), status=status, reason=reason,
-        forward_backward_ms=times.get("forward_backward"), interpreted=interpreted,
-    )  # fmt: skip
+        return replace(row, status="oom", reason=str(error).splitlines()[0])
+    return replace(row, forward_ms=forward_ms, forward_backward_ms=both_ms)

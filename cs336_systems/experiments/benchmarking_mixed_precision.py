@@ -1,23 +1,17 @@
 """Autocast's dtypes, a layer norm computed in one dtype, and step times in float32 and with bfloat16."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from cs336_systems.config import DTypeName, ModelCase, Precision, RunConfig
 from cs336_systems.experiments.figures import Bars
-from cs336_systems.experiments.models import MODEL_MODES, measure_model, model_cell, models, time_row
+from cs336_systems.experiments.models import MODEL_MODES, measure_model, model_cell, models
 from cs336_systems.experiments.spec import Cell, Experiment, Row, Sample, problem
 from cs336_systems.experiments.tables import Pick, Pivot, Wide
 from cs336_systems.measure.precision import AUTOCAST_TENSORS, autocast_dtypes, norm_in
 
-PRECISIONS = {
-    "float32": Precision(),
-    "bfloat16 autocast": Precision(autocast="bfloat16"),
-    "bfloat16": Precision(parameters="bfloat16"),
-}
+PRECISIONS = (Precision(), Precision(autocast="bfloat16"), Precision(parameters="bfloat16"))
 NORM_SCALES = (1.0, 100.0, 300.0, 1000.0)
 NORM_DTYPES: tuple[DTypeName, ...] = ("float32", "float16", "bfloat16")
 LOW: tuple[DTypeName, ...] = ("float16", "bfloat16")
@@ -59,10 +53,10 @@ class BenchmarkingMixedPrecision(Experiment):
         for model, batch in models(run):
             if run.scale != "handout" and not model.name.endswith("-proxy"):
                 continue  # a CPU without bfloat16 units takes many seconds for a step of a real model in it
-            for precision in PRECISIONS.values():
+            for precision in PRECISIONS:
                 warmup = 2 if run.scale == "handout" else 0
                 case = ModelCase(model=model, batch=batch, attention="reference", precision=precision, warmup=warmup)
-                cells.append(model_cell(case, "eager", tuple(time_row(mode) for mode in modes)))
+                cells.append(model_cell(case, "eager", tuple(Row(mode, "time", "ms") for mode in modes)))
         return cells
 
     def measure(self, cell: Cell, run: RunConfig) -> Iterator[Sample]:

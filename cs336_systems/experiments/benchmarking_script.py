@@ -4,8 +4,6 @@ Each size and mode is timed in a process of its own that has done nothing before
 with w warm-ups is the window of ten that follows the first w.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,8 +12,8 @@ from torch import Tensor
 
 from cs336_systems.config import ModelCase, RunConfig
 from cs336_systems.experiments.figures import Bars
-from cs336_systems.experiments.models import MODEL_MODES, TrainingStep, model_cell, models, require_finite, time_row
-from cs336_systems.experiments.spec import Cell, Experiment, Sample, problem
+from cs336_systems.experiments.models import MODEL_MODES, TrainingStep, model_cell, models, require_finite
+from cs336_systems.experiments.spec import Cell, Experiment, Row, Sample, problem
 from cs336_systems.experiments.tables import Difference, Pick, Ratio, Wide
 from cs336_systems.measure.timing import time_once
 
@@ -53,7 +51,7 @@ class BenchmarkingScript(Experiment):
         for model, batch in models(run):
             for mode in MODEL_MODES:
                 cases = [ModelCase(model=model, batch=batch, attention="reference", warmup=one) for one in WARMUPS]
-                rows = tuple(time_row(mode, case) for case in cases)
+                rows = tuple(Row(mode, "time", "ms", case) for case in cases)
                 cells.append(model_cell(cases[0], "eager", rows, fresh_process=True))
         return cells
 

@@ -1,7 +1,5 @@
 """Memory and smallest batch of the 2025 handout's XXL model with FSDP and tensor parallelism, on TPU v5p."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pandas as pd

@@ -6,8 +6,6 @@ are fewer bytes for the same arithmetic. A cell is a number of ranks, its rows e
 and of the queries' gradient are checked in float64 against all keys before anything is timed.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -15,27 +13,18 @@ from typing import Any
 
 import pandas as pd
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from cs336_systems.config import RunConfig, require_choice, require_positive
+from cs336_systems.config import AttentionShape, DTypeName, RunConfig
 from cs336_systems.distributed.context_parallel import ring_attention, zigzag_split
+from cs336_systems.experiments import ranks
 from cs336_systems.experiments.figures import Lines
 from cs336_systems.experiments.frames import speed, tuples
-from cs336_systems.experiments.ranks import (
-    TIMES,
-    agreed_samples,
-    most_ranks,
-    peak_mib,
-    run_cell,
-    slowest,
-    trace_on_first,
-    traced_times,
-)
+from cs336_systems.experiments.ranks import TIMES
 from cs336_systems.experiments.spec import Cell, Disagreement, Experiment, Row, Sample, problem
 from cs336_systems.experiments.tables import Pick, Ratio, Wide
+from cs336_systems.inputs import attention_inputs
 from cs336_systems.measure.memory import release
-from cs336_systems.measure.timing import time_calls, time_once
 
 QUANTITIES = {("forward", "time"): "ms", ("forward_backward", "time"): "ms"}
 QUANTITIES |= {("forward_backward", name): "ms" for name in TIMES}  # of one traced call of rank 0
@@ -56,13 +45,13 @@ class ContextCase:
     heads: int
     kv_heads: int
     head_dim: int
-    dtype: str
+    dtype: DTypeName
     num_ranks: int
     backend: str  # nccl on GPUs, gloo on CPUs
 
-    def __post_init__(self) -> None:
-        require_choice(self, "backend", ("gloo", "nccl"))
-        require_positive(self, "length", "heads", "kv_heads", "head_dim", "num_ranks")
+    @property
+    def device(self) -> str:
+        return "cuda" if self.backend == "nccl" else "cpu"
 
 
 @problem(title="One sequence on several ranks: keys and values passed around a ring", order=13)
@@ -72,32 +61,32 @@ class ContextParallel(Experiment):
     def cells(self, run: RunConfig) -> list[Cell]:
         """A cell for each number of heads of keys and of ranks; NCCL for as many ranks as GPUs."""
         heads, groups, head_dim = HEADS[run.scale]
-        on_gpu = run.device == "cuda"
-        backend, dtype, quantities = ("nccl", "bfloat16", ON_GPUS) if on_gpu else ("gloo", "float32", {})
-        counts = [ranks for ranks in NUM_RANKS[run.scale] if ranks <= most_ranks(run)]
+        dtype: DTypeName = "bfloat16" if run.device == "cuda" else "float32"
+        quantities = QUANTITIES | (ON_GPUS if run.device == "cuda" else {})
+        counts = [number for number in NUM_RANKS[run.scale] if number <= ranks.most_ranks(run)]
         cells = []
-        for kv_heads, ranks in product(groups, counts):
+        for kv_heads, number in product(groups, counts):
             cases = [
                 ContextCase(
-                    length=length, heads=heads, kv_heads=kv_heads, head_dim=head_dim, dtype=dtype, num_ranks=ranks,
-                    backend=backend,
+                    length=length, heads=heads, kv_heads=kv_heads, head_dim=head_dim, dtype=dtype, num_ranks=number,
+                    backend=ranks.backend_of(run),
                 )
                 for length in LENGTHS[run.scale]
             ]  # fmt: skip
-            asked = (QUANTITIES | quantities).items()
-            rows = tuple(Row(*what, unit, case=case) for case in cases for what, unit in asked)
+            rows = tuple(Row(*what, unit, case=case) for case in cases for what, unit in quantities.items())
             cells.append(Cell(case=cases[0], implementation="ring", rows=rows))
         return cells
 
     def measure(self, cell: Cell, run: RunConfig) -> Iterator[Sample]:
         case, budget = cell.case, BUDGET_MS[run.scale]
         cases = list(dict.fromkeys(row.case for row in cell.rows))
-        found = run_cell(_time_rings, case.num_ranks, cases, budget, run.seed, backend=case.backend, run=run)
+        found = ranks.run_cell(_time_rings, case.num_ranks, cases, budget, run.seed, backend=case.backend, run=run)
         for row in cell.rows:
             of_ranks = [by_case[cases.index(row.case)] for by_case in found]
             error = max(error for error, _ in of_ranks)
             timed = of_ranks[:1] if row.quantity in TIMES else of_ranks  # only rank 0 is traced
-            yield Sample(row=row, samples=slowest([taken[row.mode, row.quantity] for _, taken in timed]), error=error)
+            samples = ranks.slowest([taken[row.mode, row.quantity] for _, taken in timed])
+            yield Sample(row=row, samples=samples, error=error)
 
     def columns(self, row: dict[str, Any]) -> dict[str, Any]:
         ranks = "1 rank" if row["num_ranks"] == 1 else f"{row['num_ranks']} ranks"
@@ -154,15 +143,17 @@ def _time_rings(
     found = []
     for case in cases:
         found.append(_time_ring(rank, num_ranks, case, budget_ms, seed))
-        release("cuda" if case.backend == "nccl" else "cpu")
+        release(case.device)
     return found
 
 
-def _time_ring(
-    rank: int, num_ranks: int, case: ContextCase, budget_ms: float, seed: int
-) -> tuple[float, Samples]:  # fmt: skip
-    device = "cuda" if case.backend == "nccl" else "cpu"
-    whole = _inputs(case, device, seed)
+def _time_ring(rank: int, num_ranks: int, case: ContextCase, budget_ms: float, seed: int) -> tuple[float, Samples]:
+    device = case.device
+    shape = AttentionShape(
+        batch=1, heads=case.heads, kv_heads=case.kv_heads, seqlen_q=case.length, seqlen_k=case.length,
+        head_dim=case.head_dim, is_causal=True, dtype=case.dtype,
+    )  # fmt: skip
+    whole = list(attention_inputs(shape, device=device, seed=seed))  # the same on every rank
     parts = [zigzag_split(x, rank, num_ranks, dim=-2).contiguous() for x in whole]
     leaves, upstream = [x.requires_grad_() for x in parts[:3]], parts[3]
 
@@ -180,28 +171,11 @@ def _time_ring(
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
     for mode, call in (("forward", forward), ("forward_backward", both)):
-        count = agreed_samples(call, device, budget_ms, MIN_SAMPLES)
-        dist.barrier()
-        samples[mode, "time"] = (
-            time_calls(call, device=device, warmup=0, num_samples=count)
-            if device == "cuda"
-            else [time_once(call, device) for _ in range(count)]
-        )
-    samples["forward_backward", "peak_memory"] = [peak_mib(device)]
-    lanes = trace_on_first(both, rank, device)
-    samples |= {("forward_backward", name): [value] for name, value in traced_times(lanes).items()}
+        samples[mode, "time"] = ranks.timed_calls(call, device, budget_ms, MIN_SAMPLES)
+    samples["forward_backward", "peak_memory"] = [ranks.peak_mib(device)]
+    lanes = ranks.trace_on_first(both, rank, device)
+    samples |= {("forward_backward", name): [value] for name, value in ranks.traced_times(lanes).items()}
     return error, samples
-
-
-def _inputs(case: ContextCase, device: str, seed: int) -> list[Tensor]:
-    """q, k, v and the output's gradient of the whole sequence, the same on every rank."""
-    generator = torch.Generator(device).manual_seed(seed)
-    return [
-        torch.randn(1, heads, case.length, case.head_dim, device=device, generator=generator).to(
-            getattr(torch, case.dtype)
-        )
-        for heads in (case.heads, case.kv_heads, case.kv_heads, case.heads)
-    ]
 
 
 def _error(output: Tensor, grad_q: Tensor, whole: Sequence[Tensor], rank: int, num_ranks: int) -> float:

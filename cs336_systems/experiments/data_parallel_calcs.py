@@ -1,7 +1,5 @@
 """When data parallelism of a feed-forward layer is bound by communication: closed forms on four links."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pandas as pd

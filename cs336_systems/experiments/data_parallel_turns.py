@@ -9,8 +9,6 @@ Here the ranks stay and the wrappers change. Phases on every rank:
 A rank holds one wrapper's model at a time, since xl in float32 with AdamW takes up to 90 GiB. Ratios are of one round.
 """
 
-from __future__ import annotations
-
 import gc
 import time
 from collections import defaultdict
@@ -22,27 +20,11 @@ import torch
 import torch.distributed as dist
 
 from cs336_systems.config import MODEL_SIZES, Precision, RunConfig
+from cs336_systems.experiments import parallel_step as steps
+from cs336_systems.experiments import ranks
 from cs336_systems.experiments.data_parallel import precisions
 from cs336_systems.experiments.frames import speed, tuples
-from cs336_systems.experiments.parallel_step import (
-    OURS,
-    PEERS,
-    ParallelStep,
-    ShardingCase,
-    check_gradients,
-    check_training,
-    plain_mean,
-    shallow,
-)
-from cs336_systems.experiments.ranks import (
-    BATCH,
-    backend_of,
-    rank_counts,
-    run_cell,
-    sized_model,
-    slowest,
-    time_together,
-)
+from cs336_systems.experiments.parallel_step import OURS, PEERS, ParallelStep, ShardingCase
 from cs336_systems.experiments.spec import Cell, Disagreement, Experiment, Row, Sample, Unsupported, problem
 from cs336_systems.experiments.tables import Pivot
 from cs336_systems.experiments.turns import in_order
@@ -64,29 +46,29 @@ class DataParallelTurns(Experiment):
 
     def cases(self, run: RunConfig) -> list[ShardingCase]:
         """xl of both editions at handout scale; on every number of ranks in every precision."""
-        models = [sized_model(run)] + ([MODEL_SIZES["xl-2025"]] if run.scale == "handout" else [])
+        models = [ranks.sized_model(run)] + ([MODEL_SIZES["xl-2025"]] if run.scale == "handout" else [])
         return [
             ShardingCase(
-                model=model, batch=BATCH[run.scale], num_ranks=ranks, backend=backend_of(run), attention="reference",
-                precision=precision,
+                model=model, batch=ranks.BATCH[run.scale], num_ranks=number, backend=ranks.backend_of(run),
+                attention="reference", precision=precision,
             )
             for precision in precisions(run)
             for model in models
-            for ranks in rank_counts(run)
+            for number in ranks.rank_counts(run)
         ]  # fmt: skip
 
     def measure(self, cell: Cell, run: RunConfig) -> Iterator[Sample]:
         if run.model is not None:
             raise Unsupported("the user's model has no known way to be built on the meta device, as fully_shard needs")
         case, names = cell.case, cell.implementations
-        reports = run_cell(take_turns, case.num_ranks, names, case, run, backend=case.backend, run=run)
+        reports = ranks.run_cell(take_turns, case.num_ranks, names, case, run, backend=case.backend, run=run)
         for row in cell.rows:
             of_ranks = [report[row.implementation] for report in reports]
             error, wrong = max(error for error, _, _ in of_ranks), next((what for _, what, _ in of_ranks if what), "")
             if wrong:
                 yield Sample(row=row, failed=wrong)
             else:
-                yield Sample(row=row, samples=slowest([samples for _, _, samples in of_ranks]), error=error)
+                yield Sample(row=row, samples=ranks.slowest([samples for _, _, samples in of_ranks]), error=error)
 
     def columns(self, row: dict[str, Any]) -> dict[str, Any]:
         compute = row["precision"].removesuffix(" autocast")
@@ -128,7 +110,7 @@ def take_turns(
 ) -> dict[str, tuple[float, str, list[float]]]:
     """Of each wrapper the error over its bound, what is wrong with it, and the milliseconds of its timed steps."""
     began = time.monotonic()
-    checks = _check_all(names, shallow(case), run, rank)
+    checks = _check_all(names, steps.shallow(case), run, rank)
     samples: dict[str, list[float]] = {name: [] for name in names}
     at_least, at_most = ROUNDS[run.scale]
     for number in range(at_most):
@@ -137,7 +119,9 @@ def take_turns(
             samples[name] += _turn(name, case, run, rank)
         now = time.monotonic()
         fits = number + 1 < at_least or now - began + (now - round_began) < BUDGET_S[run.scale]
-        if not _agreed(fits, case.device):
+        answer = torch.tensor([fits], dtype=torch.uint8, device=case.device)
+        dist.broadcast(answer, src=0)  # rank 0's on every rank
+        if not answer.item():
             break
     return {name: (*checks[name], samples[name]) for name in names}
 
@@ -146,14 +130,14 @@ def _check_all(
     names: Sequence[str], case: ShardingCase, run: RunConfig, rank: int
 ) -> dict[str, tuple[float, str]]:  # fmt: skip
     """A wrapper that is wrong takes its turns all the same: it may be wrong on one rank only."""
-    expected = plain_mean(case, run, rank)
+    expected = steps.plain_mean(case, run, rank)
     found = {}
     for name in names:
         try:
             if name in (*OURS, *PEERS):
-                error = check_gradients(ParallelStep(name, case, run, rank), expected)
+                error = steps.check_gradients(ParallelStep(name, case, run, rank), expected)
             else:
-                error = check_training(name, case, run, rank)
+                error = steps.check_training(name, case, run, rank)
             found[name] = (error, "")
         except Disagreement as wrong:
             found[name] = (float("inf"), str(wrong))
@@ -168,15 +152,8 @@ def _turn(name: str, case: ShardingCase, run: RunConfig, rank: int) -> list[floa
     gc.collect()
     gc.freeze()  # else the collector goes through all that lives in a timed step
     count = STEPS[run.scale] if case.precision == Precision() else LOW_PRECISION_STEPS
-    samples = [time_together(step.train_step, case.device) for _ in range(count)]
+    samples = [ranks.time_together(step.train_step, case.device) for _ in range(count)]
     gc.unfreeze()
     del step
     gc.collect()  # wrappers and their hooks are cycles; cached blocks stay, for the next of the same shapes
     return samples
-
-
-def _agreed(fits: bool, device: str) -> bool:
-    """Rank 0's answer on every rank."""
-    answer = torch.tensor([fits], dtype=torch.uint8, device=device)
-    dist.broadcast(answer, src=0)
-    return bool(answer.item())

@@ -1,7 +1,5 @@
 """Bucketed data parallelism over bucket sizes, ours and PyTorch's, and a model of what buckets cost."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pandas as pd
@@ -10,7 +8,7 @@ import torch
 from cs336_systems.analysis.bandwidth import best_bucket_bytes, bucket_overhead_s
 from cs336_systems.config import MODEL_SIZES, RunConfig
 from cs336_systems.distributed.ddp_bucketed import BYTES_PER_MB, plan_buckets
-from cs336_systems.experiments.data_parallel import DataParallelExperiment, ddp_case, ddp_cell, precisions
+from cs336_systems.experiments.data_parallel import DataParallelExperiment, ddp_cells, precisions
 from cs336_systems.experiments.figures import Lines
 from cs336_systems.experiments.ranks import most_ranks
 from cs336_systems.experiments.spec import Cell, problem
@@ -26,12 +24,10 @@ class DDPBucketedBenchmarking(DataParallelExperiment):
     def cells(self, run: RunConfig) -> list[Cell]:
         """Bucket sizes, ours and at handout scale PyTorch's."""
         names = self.implementations if run.scale == "handout" else ("bucketed",)
-        compute = precisions(run)[0]
+        sizes = BUCKET_SIZES_MB[run.scale]
         return [
-            ddp_cell(ddp_case(run, most_ranks(run), compute, size), name)
-            for size in BUCKET_SIZES_MB[run.scale]
-            for name in names
-        ]
+            cell for size in sizes for cell in ddp_cells(run, names, [most_ranks(run)], precisions(run)[:1], size)
+        ]  # fmt: skip
 
     def numbers(self, frame: pd.DataFrame) -> dict[str, Any]:
         """`buckets(size)` of xl, and of the model of their overhead `best_mib` and `overhead_ms` at that size."""

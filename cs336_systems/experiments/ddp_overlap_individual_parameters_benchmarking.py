@@ -1,22 +1,13 @@
 """Overlapping the backward with communication: all four wrappers beside PyTorch's own."""
 
-from __future__ import annotations
-
 from cs336_systems.config import RunConfig
-from cs336_systems.experiments.data_parallel import (
-    FEWER_RANKS,
-    DataParallelExperiment,
-    ddp_cells,
-    precisions,
-    steps_table,
-    two_rank_traces,
-)
+from cs336_systems.experiments import data_parallel as ddp
 from cs336_systems.experiments.ranks import rank_counts
 from cs336_systems.experiments.spec import Cell, problem
 
 
 @problem()
-class DDPOverlapBenchmarking(DataParallelExperiment):
+class DDPOverlapBenchmarking(ddp.DataParallelExperiment):
     def cells(self, run: RunConfig) -> list[Cell]:
         """All wrappers in one run, in both precisions, and before them a rank that sends nothing."""
         names = self.implementations
@@ -25,12 +16,11 @@ class DDPOverlapBenchmarking(DataParallelExperiment):
         elif run.scale == "tiny":
             names = ("overlap",)
         cells = []
-        for precision in precisions(run):
-            cells += ddp_cells(run, ("naive",), FEWER_RANKS[run.scale], [precision])
-            cells += ddp_cells(run, names, rank_counts(run), [precision])
+        for precision in ddp.precisions(run):
+            cells += ddp.ddp_cells(run, ("naive",), ddp.FEWER_RANKS[run.scale], [precision])
+            cells += ddp.ddp_cells(run, names, rank_counts(run), [precision])
         return cells
 
-    tables = DataParallelExperiment.tables | {
-        "two_ranks": steps_table("A training step on two ranks", {"num_ranks": 2})
-    }
-    figures = {"traces": two_rank_traces("without overlap, and with it", ("naive", "overlap"))}
+    two_ranks = ddp.steps_table("A training step on two ranks", {"num_ranks": 2})
+    tables = ddp.DataParallelExperiment.tables | {"two_ranks": two_ranks}
+    figures = {"traces": ddp.two_rank_traces("without overlap, and with it", ("naive", "overlap"))}

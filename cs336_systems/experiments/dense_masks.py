@@ -4,8 +4,6 @@ Packed documents go through `flash_attention_varlen`; `triton_lists` and `hopper
 tiles, `sdpa_padded` is SDPA on the padded batch, and `torch_varlen` PyTorch's own packed attention.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pandas as pd

@@ -1,32 +1,21 @@
 """Dilated attention by reshape at growing rates against dense attention, full and causal."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pandas as pd
 
 from cs336_systems.config import RunConfig
+from cs336_systems.experiments import masks
 from cs336_systems.experiments.figures import Lines
 from cs336_systems.experiments.frames import digits
-from cs336_systems.experiments.masks import (
-    DENSE_PEERS,
-    PEAKS,
-    MaskExperiment,
-    best_over_dense,
-    dense_tables,
-    mask_case,
-    mask_cell,
-    names_of,
-)
 from cs336_systems.experiments.spec import Cell, problem
 
 SIZES = {"tiny": (128, (2,)), "smoke": (128, (2, 4)), "handout": (32768, (2, 4, 8))}  # tokens, rates
 
 
 @problem(title="Dilated attention by reshape against dense attention", order=11)
-class DilatedAttention(MaskExperiment):
-    implementations = ("triton", *DENSE_PEERS, "sdpa_mask")
+class DilatedAttention(masks.MaskExperiment):
+    implementations = ("triton", *masks.DENSE_PEERS, "sdpa_mask")
 
     def cells(self, run: RunConfig) -> list[Cell]:
         seqlen, rates = SIZES[run.scale]
@@ -35,16 +24,16 @@ class DilatedAttention(MaskExperiment):
             if run.scale == "tiny" and suffix:
                 continue
             for mask in (dense, *(f"dilated:{seqlen}/{rate}{suffix}" for rate in rates)):
-                case = mask_case(run, mask, seqlen, heads=16, head_dim=64)
-                peers = DENSE_PEERS if mask == dense else ("hopper", "sdpa_mask")
-                cells += [mask_cell(case, name, run) for name in names_of(run, ("triton",), peers)]
+                case = masks.mask_case(run, mask, seqlen, heads=16, head_dim=64)
+                peers = masks.DENSE_PEERS if mask == dense else ("hopper", "sdpa_mask")
+                cells += [masks.mask_cell(case, name, run) for name in masks.names_of(run, ("triton",), peers)]
         return cells
 
     def numbers(self, frame: pd.DataFrame) -> dict[str, Any]:
         """`over(family, rate)`: both passes of the fastest of ours over dense attention."""
-        return {"over": lambda family, rate: f"{digits(best_over_dense(frame, family=family, number=rate))}×"}
+        return {"over": lambda family, rate: f"{digits(masks.best_over_dense(frame, family=family, number=rate))}×"}
 
-    tables = {**dense_tables(), "memory": PEAKS}
+    tables = {**masks.dense_tables(), "memory": masks.PEAKS}
     figures = {
         "forward_backward": Lines(
             title="Dilated attention, forward + backward: speed over dense attention",

@@ -4,8 +4,6 @@ A cell is a backend and a number of ranks, its rows every collective and size. A
 the first result of every case is checked. Bus bandwidth is what the busiest link carried (analysis/bandwidth.py).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -17,10 +15,10 @@ from cs336_systems.analysis.bandwidth import bus_gb_per_s
 from cs336_systems.config import COLLECTIVES, CollectiveCase, RunConfig
 from cs336_systems.distributed.collectives import all_gather_flat, reduce_scatter_mean_flat
 from cs336_systems.experiments.figures import Lines
-from cs336_systems.experiments.ranks import agreed_samples, run_cell, slowest
+from cs336_systems.experiments.ranks import run_cell, slowest, timed_calls
 from cs336_systems.experiments.spec import Cell, Disagreement, Experiment, Row, Sample, problem
 from cs336_systems.experiments.tables import Pivot
-from cs336_systems.measure.timing import synchronize, time_calls, time_once
+from cs336_systems.measure.timing import synchronize
 
 BYTES_PER_FLOAT = 4
 MB = 10**6  # as the handout's sizes
@@ -109,16 +107,7 @@ def _time_collectives(rank: int, num_ranks: int, cases: list[CollectiveCase], bu
         check()
         for _ in range(WARMUP[case.backend] - 1):
             call()
-        count = agreed_samples(call, device, budget_ms, MIN_SAMPLES)
-        if device == "cuda":
-            dist.barrier()
-            found.append(time_calls(call, device=device, warmup=1, num_samples=count))
-            continue
-        samples = []
-        for _ in range(count):
-            dist.barrier()  # a sample starts when the last rank is ready, not when the first one is
-            samples.append(time_once(call, device))
-        found.append(samples)
+        found.append(timed_calls(call, device, budget_ms, MIN_SAMPLES))
     return found
 
 

@@ -1,46 +1,35 @@
 """Keys chosen by a bias at run time: one set for all queries, gathered; or the best of each query, by tiles."""
 
-from __future__ import annotations
-
 from cs336_systems.config import RunConfig
+from cs336_systems.experiments import masks
 from cs336_systems.experiments.figures import Bars
-from cs336_systems.experiments.masks import (
-    DENSE_PEERS,
-    MASK_TIMES,
-    PEAKS,
-    MaskExperiment,
-    dense_tables,
-    mask_case,
-    mask_cell,
-    names_of,
-)
 from cs336_systems.experiments.spec import Cell, problem
 
 SIZES = {"tiny": (128, 16), "smoke": (128, 16), "handout": (32768, 1024)}  # tokens, keys kept
 
 
 @problem(title="Keys chosen by a bias at run time: gathered, or by lists of tiles", order=10)
-class DynamicMask(MaskExperiment):
-    implementations = ("triton", *DENSE_PEERS, "sdpa_mask", "flex")
+class DynamicMask(masks.MaskExperiment):
+    implementations = ("triton", *masks.DENSE_PEERS, "sdpa_mask", "flex")
 
     def cells(self, run: RunConfig) -> list[Cell]:
         seqlen, num_keys = SIZES[run.scale]
-        masks: dict[str, tuple[str, ...]] = {
-            "causal": DENSE_PEERS,
+        peers_of: dict[str, tuple[str, ...]] = {
+            "causal": masks.DENSE_PEERS,
             f"shared:{num_keys}+causal": ("hopper", "sdpa_mask"),
             f"topk:{num_keys}": ("hopper", "sdpa_mask", "flex"),
         }
         return [
-            mask_cell(case, name, run, mask_time=name.startswith("triton") and mask != "causal")
-            for mask, peers in masks.items()
-            for case in [mask_case(run, mask, seqlen, heads=16, head_dim=128)]
-            for name in names_of(run, ("triton",), peers)
+            masks.mask_cell(case, name, run, mask_time=name.startswith("triton") and mask != "causal")
+            for mask, peers in peers_of.items()
+            for case in [masks.mask_case(run, mask, seqlen, heads=16, head_dim=128)]
+            for name in masks.names_of(run, ("triton",), peers)
         ]
 
     tables = {
-        **dense_tables(),
-        "mask_time": MASK_TIMES(title="choosing keys and building lists", down={"mask": "pattern"}),
-        "memory": PEAKS,
+        **masks.dense_tables(),
+        "mask_time": masks.MASK_TIMES(title="choosing keys and building lists", down={"mask": "pattern"}),
+        "memory": masks.PEAKS,
     }
     figures = {
         "times": Bars(

@@ -5,8 +5,6 @@ are of the GPU alone, in replayed graphs, since eager calls this short wait for 
 values that fit the L2 cache are there from the call before.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,15 +12,8 @@ import torch
 from torch import Tensor
 
 from cs336_systems.config import AttentionShape, DTypeName, RunConfig
-from cs336_systems.experiments.attention import (
-    FORWARD,
-    AttentionExperiment,
-    checked_error,
-    inputs_of,
-    measure_attention,
-    oracle_of,
-    settle,
-)  # fmt: skip
+from cs336_systems.experiments import attention
+from cs336_systems.experiments.attention import FORWARD
 from cs336_systems.experiments.figures import Bars
 from cs336_systems.experiments.implementations import Built, build, kernel_name, whole_keys, without_overhead
 from cs336_systems.experiments.short_calls import GRAPH_FORWARD, graph_times
@@ -56,7 +47,7 @@ SHAPES: dict[str, dict[DTypeName, tuple[tuple[int, int, int, int, int, int, bool
 
 
 @problem(title="Attention of one head, and of generated tokens: the keys split, whole, and the libraries", order=4)
-class FewQueries(AttentionExperiment):
+class FewQueries(attention.AttentionExperiment):
     implementations = (WHOLE, "triton", "hopper", "sdpa_flash", "sdpa_cudnn", "sdpa_efficient")
 
     def cells(self, run: RunConfig) -> list[Cell]:
@@ -79,17 +70,18 @@ class FewQueries(AttentionExperiment):
         shape, device = cell.case, run.device
         built = build_forward(cell.implementation, shape, device)
         if device == "cpu":
-            yield from measure_attention(cell, run, built=built, num_samples=3)
+            yield from attention.measure_attention(cell, run, built=built, num_samples=3)
             return
-        inputs = inputs_of(shape, device, run.seed)
+        inputs = attention.inputs_of(shape, device, run.seed)
         with without_overhead(built.attend) as attend:
 
             def forward() -> Tensor:
                 with torch.no_grad():
                     return attend(*inputs[:3])
 
-            error = checked_error(oracle_of(shape, device, run.seed), {"output": forward()}, cell.implementation)
-            settle(forward)
+            oracle = attention.oracle_of(shape, device, run.seed)
+            error = attention.checked_error(oracle, {"output": forward()}, cell.implementation)
+            attention.settle(forward)
             yield Sample(row=GRAPH_FORWARD, samples=graph_times(forward), kernel=built.kernel, error=error)
 
     def columns(self, row: dict[str, Any]) -> dict[str, Any]:

@@ -1,7 +1,5 @@
 """FlashAttention-2 beside plain attention and the library kernels: the handout's grid, one head, batch 1, causal."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -9,16 +7,7 @@ from typing import Any
 import pandas as pd
 
 from cs336_systems.config import AttentionShape, DTypeName, RunConfig
-from cs336_systems.experiments.attention import (
-    BACKWARD,
-    BOTH,
-    FORWARD,
-    MODE_WORDS,
-    PEAK,
-    AttentionExperiment,
-    measure_attention,
-    sized_shape,
-)  # fmt: skip
+from cs336_systems.experiments import attention
 from cs336_systems.experiments.figures import Lines
 from cs336_systems.experiments.frames import with_speeds
 from cs336_systems.experiments.implementations import IMPLEMENTATIONS, STAGES, TINY_IMPLEMENTATIONS
@@ -41,10 +30,10 @@ DOWN = {"d": "head_dim", "S": "seqlen_q"}
 
 
 @problem()
-class FlashBenchmarking(AttentionExperiment):
+class FlashBenchmarking(attention.AttentionExperiment):
     implementations = IMPLEMENTATIONS
     takes = "attention"
-    rows = (FORWARD, BACKWARD, BOTH, PEAK)
+    rows = (attention.FORWARD, attention.BACKWARD, attention.BOTH, attention.PEAK)
 
     def cases(self, run: RunConfig) -> list[AttentionShape]:
         """bfloat16 and float32 on a GPU; on a CPU float16 stands in, as the interpreter cannot multiply bfloat16."""
@@ -54,7 +43,7 @@ class FlashBenchmarking(AttentionExperiment):
         if run.scale == "smoke":  # each dtype with one head dim still shows both axes
             grid = list(zip(dtypes, HEAD_DIMS["smoke"], strict=True))
         return [
-            replace(sized_shape(run, 1, 1, length, head_dim, True), dtype=dtype)
+            replace(attention.sized_shape(run, 1, 1, length, head_dim, True), dtype=dtype)
             for dtype, head_dim in grid
             for length in LENGTHS[run.scale]
         ]
@@ -75,7 +64,7 @@ class FlashBenchmarking(AttentionExperiment):
             raise Unsupported(f"it compiles anew for each length: up to {LONGEST_RECOMPILED} tokens at smoke scale")
         if run.scale == "smoke" and name in (*RECOMPILED, "compiled") and cell.case.dtype != "float32":
             raise Unsupported("it compiles anew for each dtype: float32 alone at smoke scale")
-        yield from measure_attention(cell, run)
+        yield from attention.measure_attention(cell, run)
 
     def compared(self, frame: pd.DataFrame) -> pd.DataFrame:
         return with_speeds(frame, "eager")
@@ -114,7 +103,7 @@ class FlashBenchmarking(AttentionExperiment):
             down={"dtype": "dtype", **DOWN},
             columns={
                 f"{name}, {words}": Pick({"implementation": name, "mode": mode, "quantity": "time"})
-                for mode, words in MODE_WORDS.items()
+                for mode, words in attention.MODE_WORDS.items()
                 for name in ("eager", "triton")
             },
             where={"head_dim": (64, 128), "seqlen_q": (1024, 16384, 65536)},

@@ -10,8 +10,6 @@ case by its name (`seqlen_q`), of nested ones `model` (its name), `model.d_model
 experiment's `columns` adds. Rows stand in the order in which the experiment lists its cells.
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 import warnings
@@ -44,10 +42,10 @@ def load_frame(experiment: Experiment, records: Iterable[Record]) -> pd.DataFram
     ):
         if len(values) > 1:
             raise ValueError(f"records of different {what} cannot share a table: {', '.join(sorted(values))}")
-    rows, refused = [], []
+    rows, refused, names = [], [], experiment.implementations
     for record in kept:
         row = _row(record)
-        row["place"] = _place(experiment, record.implementation)
+        row["place"] = names.index(record.implementation) if record.implementation in names else len(names)
         try:
             rows.append(row | experiment.columns(row))
         except (KeyError, ValueError, TypeError, OverflowError, ZeroDivisionError) as error:
@@ -122,11 +120,6 @@ def _declared_places(experiment: Experiment, record: Record) -> dict[str, int]:
         for case in (cell.case, *(row.case for row in cell.rows if row.case is not None)):
             places.setdefault(case_key(case_to_dict(case)), len(places))
     return places
-
-
-def _place(experiment: Experiment, implementation: str) -> int:
-    names = experiment.implementations
-    return names.index(implementation) if implementation in names else len(names)
 
 
 def pick(frame: pd.DataFrame, where: Where) -> pd.DataFrame:

@@ -1,18 +1,11 @@
 """FSDP: memory, step time and the all-gather's race with compute, beside PyTorch's `fully_shard`."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from cs336_systems.config import MODEL_SIZES, RunConfig
 from cs336_systems.experiments.parallel_step import FSDP_IMPLEMENTATIONS
 from cs336_systems.experiments.ranks import Traces
-from cs336_systems.experiments.sharding import (
-    ShardingExperiment,
-    comparisons,
-    sharding_case,
-    sharding_cell,
-)
+from cs336_systems.experiments.sharding import ShardingExperiment, sharding_case, sharding_cell, sharding_cells
 from cs336_systems.experiments.spec import Cell, problem
 from cs336_systems.experiments.tables import Pivot
 
@@ -35,10 +28,7 @@ class FSDPAccounting(ShardingExperiment):
             large = sharding_case(run, 2, "bfloat16", "float32")
             large = replace(large, model=MODEL_SIZES["10b"], checkpointing="non_reentrant", attention="sdpa")
             cells += [sharding_cell(large, name) for name in ("fsdp", "torch_fsdp")]
-        for compute, reduce in computes:
-            for ranks, name in comparisons(run, names, ALONE):
-                cells.append(sharding_cell(sharding_case(run, ranks, compute, reduce), name))
-        return cells
+        return cells + sharding_cells(run, names, computes, ALONE)
 
     tables = ShardingExperiment.tables | {
         "peaks": Pivot(

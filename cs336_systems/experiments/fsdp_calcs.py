@@ -1,7 +1,5 @@
 """When FSDP of a feed-forward layer is bound by communication: the limit is data parallelism's, the traffic is not."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from cs336_systems.experiments.layer_times import TOKENS, ratio_lines, times

@@ -1,7 +1,5 @@
 """How many GPUs a feed-forward layer's forward can use with FSDP and tensor parallelism together."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from cs336_systems.analysis import ffn

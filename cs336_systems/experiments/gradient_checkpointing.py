@@ -3,8 +3,6 @@
 `simulated` is the same code on fake tensors, counted as CUDA would; on a CPU the handout's xl is simulated alone.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -13,19 +11,9 @@ from torch import nn
 
 from cs336_systems.accounting import model_peak_bytes
 from cs336_systems.config import MODEL_SIZES, ModelConfig, RunConfig, proxy_model
+from cs336_systems.experiments import model_memory as memory
 from cs336_systems.experiments.figures import Bars
-from cs336_systems.experiments.model_memory import (
-    FORWARD,
-    SAVED,
-    START,
-    BlocksCase,
-    MemoryCase,
-    cpu_peaks,
-    measure_blocks,
-    prepare,
-    run_phases,
-    simulated_trace,
-)
+from cs336_systems.experiments.model_memory import BlocksCase, MemoryCase
 from cs336_systems.experiments.models import TrainingStep
 from cs336_systems.experiments.spec import Cell, Disagreement, Experiment, Row, Sample, problem
 from cs336_systems.experiments.tables import Pick, Pivot, Wide
@@ -70,7 +58,7 @@ def _strategies(run: RunConfig) -> list[tuple[MemoryCase, str]]:
 
 def _peaks(phases: dict[str, int]) -> Iterator[Sample]:
     yield Sample(row=PEAK, samples=[max(phases.values()) / MIB])
-    yield Sample(row=ADDED, samples=[(max(phases[FORWARD], phases[BACKWARD]) - phases[START]) / MIB])
+    yield Sample(row=ADDED, samples=[(max(phases[memory.FORWARD], phases[BACKWARD]) - phases[memory.START]) / MIB])
 
 
 def _check_gradients(case: MemoryCase, run: RunConfig, *, compiled: bool) -> None:
@@ -78,7 +66,7 @@ def _check_gradients(case: MemoryCase, run: RunConfig, *, compiled: bool) -> Non
     small = replace(case, model=model, batch=1)
     expected = TrainingStep(replace(small, checkpointing="none"), run)
     actual = TrainingStep(small, run)
-    prepare(actual, small, "forward")
+    memory.prepare(actual, small, "forward")
     if compiled:
         assert isinstance(actual.model, nn.Module)
         compile_blocks(actual.model)
@@ -108,8 +96,8 @@ class GradientCheckpointing(Experiment):
         measured = ("eager", "compiled") if run.device == "cuda" else ()
         for blocks, name in ((1, "none"), (4, "none"), (4, "2"), (4, "1")):
             stored = BlocksCase(model=model, batch=BATCH, blocks=blocks, attention="reference", checkpointing=name)
-            simulated_ones = ("simulated", "simulated compiled") if name == "none" else ("simulated",)
-            cells += [Cell(case=stored, implementation=one, rows=(SAVED,)) for one in (*simulated_ones, *measured)]
+            names = ("simulated", "simulated compiled", *measured) if name == "none" else ("simulated", *measured)
+            cells += [Cell(case=stored, implementation=one, rows=(memory.SAVED,)) for one in names]
         return cells
 
     def measure(self, cell: Cell, run: RunConfig) -> Iterator[Sample]:
@@ -119,19 +107,19 @@ class GradientCheckpointing(Experiment):
         that it has without checkpointing.
         """
         if isinstance(cell.case, BlocksCase):
-            yield from measure_blocks(cell, run)
+            yield from memory.measure_blocks(cell, run)
             return
         case: MemoryCase = cell.case
         release(run.device)
         if cell.implementation == "simulated":
-            yield from _peaks(simulated_trace(case, "train_step", model_spec=run.model).phase_peaks())
+            yield from _peaks(memory.simulated_trace(case, "train_step", model_spec=run.model).phase_peaks())
             return
         if run.model is None:
             _check_gradients(case, run, compiled=cell.implementation == "compiled")
         if run.device == "cpu":
-            yield from _peaks(cpu_peaks(case, "train_step", run))
+            yield from _peaks(memory.cpu_peaks(case, "train_step", run))
         step = TrainingStep(case, run)
-        prepare(step, case, "train_step")
+        memory.prepare(step, case, "train_step")
         if cell.implementation == "compiled":
             assert isinstance(step.model, nn.Module)
             compile_blocks(step.model)
@@ -139,8 +127,8 @@ class GradientCheckpointing(Experiment):
             step.reset()
         counters = CudaPhasePeaks()
         if run.device == "cuda":
-            counters.mark(START)
-            first_ms = time_once(lambda: run_phases(step, "train_step", counters.mark), run.device)
+            counters.mark(memory.START)
+            first_ms = time_once(lambda: memory.run_phases(step, "train_step", counters.mark), run.device)
             counters.finish()
             yield from _peaks(counters.peaks)
         else:

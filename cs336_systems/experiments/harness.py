@@ -123,11 +123,9 @@ class Sweep:
         interpret: bool = False,
         shard: Shard = Shard(),  # noqa: B008 - frozen
     ) -> None:
-        self.run, self.folder, self.provenance, self.rerun = run, folder, provenance, rerun
-        self.shard = shard
+        self.run, self.folder, self.rerun, self.shard = run, folder, rerun, shard
         self.implementations = None if implementations is None else set(implementations)
         self.device = get_device_info(run.device)
-        self.software = software_versions()
         self.interpret = interpret
         self.worker = Worker(run, folder / "logs" / f"worker{self._suffix}.log", interpret)
         date = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
@@ -135,7 +133,7 @@ class Sweep:
             id=f"{date[:-1].replace('-', '').replace(':', '')}-{provenance.commit[:8]}{self._suffix}",
             scale=run.scale,
             device=self.device.to_dict(),
-            software=self.software,
+            software=software_versions(),
             commit=provenance.commit,
             dirty=provenance.dirty,
             date=date,
@@ -188,9 +186,9 @@ class Sweep:
         pending: list[Cell] = []
         finished: Counter[str] = Counter()
         for cell in cells:
-            statuses = [done.get(key) for key in self._keys(cell)]
-            known = [status for status in statuses if status is not None]
-            if len(known) < len(statuses):
+            rows = self._records(cell, Outcome(status="skipped", message="key only"))
+            known = [done[row.key] for row in rows if row.key in done]
+            if len(known) < len(rows):
                 pending.append(cell)
             else:
                 finished[cell_status(known)] += 1
@@ -218,7 +216,9 @@ class Sweep:
                 if deadline is not None and time.monotonic() > deadline:
                     return
                 started(cell)
-                yield self.record(cell, self.predict_overflow(cell) or self.worker.measure(cell))
+                why = predicted_overflow(cell.predicted_bytes, self.device)
+                outcome = Outcome(status="skipped", message=why) if why else self.worker.measure(cell)
+                yield self.record(cell, outcome)
             if not keep_worker:
                 self.worker.stop()
         finally:
@@ -235,14 +235,12 @@ class Sweep:
         append_records(self.record_file(cell.problem), records)
         return records
 
-    def predict_overflow(self, cell: Cell) -> Outcome | None:
-        """The outcome of what cannot fit, which is not tried."""
-        message = predicted_overflow(cell.predicted_bytes, self.device)
-        return Outcome(status="skipped", message=message) if message else None
-
     def _records(self, cell: Cell, outcome: Outcome) -> list[Record]:
         """A record for every promised row: measured, or with the outcome's status and message."""
         measured = {sample.row: sample for sample in outcome.measurements}
+        implementation = cell.implementation
+        if self.run.model is not None and hasattr(cell.case, "model"):  # a user's own is an implementation of its own
+            implementation += f" {self.run.model}"
         records = []
         for row in cell.rows:
             sample = measured.get(row, Sample(row=row))
@@ -251,7 +249,7 @@ class Sweep:
                 run=self.facts,
                 problem=cell.problem,
                 case=case_to_dict(row.case or cell.case),
-                implementation=row.implementation or self._implementation(cell),
+                implementation=row.implementation or implementation,
                 mode=row.mode,
                 quantity=row.quantity,
                 unit=row.unit,
@@ -264,15 +262,6 @@ class Sweep:
             )
             records.append(record)
         return records
-
-    def _keys(self, cell: Cell) -> list[tuple[str, ...]]:
-        return [record.key for record in self._records(cell, Outcome(status="skipped", message="key only"))]
-
-    def _implementation(self, cell: Cell) -> str:
-        """A user's own model is an implementation of its own, named by its class."""
-        if self.run.model is None or not hasattr(cell.case, "model"):
-            return cell.implementation
-        return f"{cell.implementation} {self.run.model}"
 
 
 def planned_cells(problem: str, run: RunConfig, implementations: Iterable[str] = ()) -> list[Cell]:

@@ -1,7 +1,5 @@
 """Block density of two-dimensional neighbourhood masks, with tokens in rows and along Hilbert's curve: counted."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from cs336_systems import grids

@@ -5,8 +5,6 @@ tiles read by the copy engine (TMA); then the Gluon kernels with warps that copy
 additions to dQ in a fixed order, and as they come. cuDNN and FlashAttention-4 are the marks to reach.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 
@@ -16,8 +14,7 @@ from cs336_systems.attention import AttentionConfig, flash_attention
 from cs336_systems.attention.backends import HOPPER_CAPABILITY
 from cs336_systems.attention.tiles.config import KERNELS
 from cs336_systems.config import AttentionShape
-from cs336_systems.experiments.attention import SMALL, rate_tables
-from cs336_systems.experiments.figures import Bars
+from cs336_systems.experiments.attention import SMALL, rate_bars, rate_tables
 from cs336_systems.experiments.implementations import Built, build, chosen_tiles, kernel_name
 from cs336_systems.experiments.spec import Unsupported, problem
 from cs336_systems.experiments.turns import AttentionByTurns, named
@@ -55,16 +52,7 @@ class HopperLadder(AttentionByTurns):
         return super().columns(row) | {"rung": RUNGS.get(row["implementation"], "")}
 
     tables = rate_tables((*zip(tuple(RUNGS)[1:5], RUNGS), ("hopper", "sdpa_cudnn"), ("hopper", "fa4")))
-    figures = {
-        "forward_backward": Bars(
-            title="What each rung adds, forward + backward",
-            x="shape",
-            y="tflops",
-            y_title="TFLOP/s",
-            color="rung",
-            where={"quantity": "time", "mode": "forward_backward"},
-        )
-    }
+    figures = {"forward_backward": rate_bars("What each rung adds, forward + backward", color="rung")}
 
 
 def build_rung(name: str, shape: AttentionShape, device: str) -> Built:

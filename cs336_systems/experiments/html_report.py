@@ -4,8 +4,6 @@ Each section has the figures of this run, interactive, beside the published ones
 heading sorts. What this machine cannot run is a line. The template, report.html beside this file, escapes all text.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Collection
 from pathlib import Path

@@ -5,8 +5,6 @@ raises `Unsupported` with the reason. What it needs beyond the call itself (a bl
 here, outside the timed part.
 """
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -255,13 +253,9 @@ def off_contract(implementation: str, result: str, ratio: float) -> str:
     "PyTorch's kernel: grad_v is off by 1.6 times the numerical contract's bound; its time is left out"
     """
     text = f"{result} is off by {ratio:.3g} times the numerical contract's bound"
-    return f"PyTorch's kernel: {text}; its time is left out" if _is_of_pytorch(implementation) else text
-
-
-def _is_of_pytorch(implementation: str) -> bool:
-    """Whether PyTorch's kernels run under that name of an implementation or a back end."""
-    plain = ("eager", "reference", "compiled")
-    return implementation in plain or implementation.startswith(("sdpa_", "torch_", "flex"))
+    plain = implementation in ("eager", "reference", "compiled")
+    is_of_pytorch = plain or implementation.startswith(("sdpa_", "torch_", "flex"))
+    return f"PyTorch's kernel: {text}; its time is left out" if is_of_pytorch else text
 
 
 @contextmanager

@@ -5,8 +5,6 @@ what warps wait for: exponentials, barriers, products in flight, memory. Of each
 ours beside cuDNN's, on four of the shapes where the two are compared.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 
@@ -55,11 +53,9 @@ class KernelCounts(AttentionExperiment):
         kernels = dict(zip(MODES, longest_of_passes(forward, both)))
         for row in self.rows:
             kernel = kernels[row.mode]
-            value = kernel.values.get(row.quantity)
-            if value is None:
-                yield Sample(row=row, kernel=kernel.name, skipped="this GPU has no such counter")
-            else:
-                yield Sample(row=row, kernel=kernel.name, samples=[value])
+            found = [kernel.values[row.quantity]] if row.quantity in kernel.values else []
+            why = "" if found else "this GPU has no such counter"
+            yield Sample(row=row, kernel=kernel.name, samples=found, skipped=why)
 
     def columns(self, row: dict[str, Any]) -> dict[str, Any]:
         return super().columns(row) | {"percent": 100 * row["median"]}
@@ -76,7 +72,6 @@ class KernelCounts(AttentionExperiment):
 
     def numbers(self, frame: pd.DataFrame) -> dict[str, Any]:
         """`busy(implementation, mode, head_dim)`: percent of cycles with busy tensor cores at 16,384 tokens."""
-
         where = {"quantity": "tensor_pipe", "seqlen_q": 16384}
         return {"busy": lookup(frame, "percent", ("implementation", "mode", "head_dim"), where, significant=2)}
 
@@ -125,8 +120,5 @@ def longest_of_passes(
     backward = [kernel for kernel in both if kernel.name not in names]
     if not forward or not backward:
         raise RuntimeError(f"ncu saw {len(forward)} kernels of the forward pass and {len(backward)} of the backward")
-    return max(forward, key=_time), max(backward, key=_time)
-
-
-def _time(kernel: KernelCounters) -> float:
-    return kernel.values["kernel_time"]
+    longest, other = (max(kernels, key=lambda one: one.values["kernel_time"]) for kernels in (forward, backward))
+    return longest, other

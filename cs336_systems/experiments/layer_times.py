@@ -3,8 +3,6 @@
 rows = times(("FSDP backward",))      # communication over computation by the number of GPUs, for each link
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,31 +1,20 @@
 """The 2025 leaderboard: causal attention forward and backward at 1 × 16 × 16384 × 64 in bfloat16."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 from cs336_systems.config import RunConfig
-from cs336_systems.experiments.attention import (
-    BACKWARD,
-    BOTH,
-    FORWARD,
-    PEAK,
-    SMALL,
-    AttentionExperiment,
-    measure_attention,
-)
-from cs336_systems.experiments.figures import Bars
+from cs336_systems.experiments import attention
 from cs336_systems.experiments.implementations import IMPLEMENTATIONS, TINY_IMPLEMENTATIONS
 from cs336_systems.experiments.spec import Cell, Sample, problem
 from cs336_systems.experiments.tables import Pick, Wide
 
 
 @problem()
-class Leaderboard2025(AttentionExperiment):
+class Leaderboard2025(attention.AttentionExperiment):
     implementations = IMPLEMENTATIONS
     takes = "attention"
-    sizes = {**SMALL, "handout": ((1, 16, 16384, 64, True),)}
-    rows = (FORWARD, BACKWARD, BOTH, PEAK)
+    sizes = {**attention.SMALL, "handout": ((1, 16, 16384, 64, True),)}
+    rows = (attention.FORWARD, attention.BACKWARD, attention.BOTH, attention.PEAK)
 
     def names(self, run: RunConfig) -> Sequence[str]:
         names = TINY_IMPLEMENTATIONS if run.scale == "tiny" else IMPLEMENTATIONS
@@ -34,7 +23,7 @@ class Leaderboard2025(AttentionExperiment):
 
     def measure(self, cell: Cell, run: RunConfig) -> Iterator[Sample]:
         """The class harness differentiates `o.sum()`, so the gradient of the output is a stride-0 tensor of ones."""
-        return measure_attention(cell, run, sum_loss=True, settled=True)
+        return attention.measure_attention(cell, run, sum_loss=True, settled=True)
 
     tables = {
         "times": Wide(
@@ -50,11 +39,5 @@ class Leaderboard2025(AttentionExperiment):
         )
     }
     figures = {
-        "speed": Bars(
-            title="Forward + backward on the 2025 leaderboard's shape",
-            x="implementation",
-            y="tflops",
-            y_title="TFLOP/s",
-            where={"quantity": "time", "mode": "forward_backward"},
-        )
+        "speed": attention.rate_bars("Forward + backward on the 2025 leaderboard's shape", x="implementation"),
     }

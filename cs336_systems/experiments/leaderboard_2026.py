@@ -13,8 +13,6 @@ exist (`LossTransformer`). Phases on every rank:
 The check comes last, so that the cold start is one.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import tempfile
@@ -30,10 +28,12 @@ import pandas as pd
 import torch
 from torch import Tensor, nn
 
-from cs336_systems.accounting import attention_flops, model_bytes, model_flops, tflops_per_s
-from cs336_systems.analysis import HARDWARE
+from cs336_systems.accounting import attention_flops, block_saved_bytes, model_bytes, model_flops, tflops_per_s
+from cs336_systems.analysis import HARDWARE, RankBytes
+from cs336_systems.analysis.memory import fsdp_bytes
 from cs336_systems.attention.backends import available_backends
 from cs336_systems.config import (
+    BYTES_PER_ELEMENT,
     MODEL_SIZES,
     AttentionShape,
     ModelConfig,
@@ -43,34 +43,17 @@ from cs336_systems.config import (
     require_choice,
     require_positive,
 )
+from cs336_systems.experiments import parallel_step as steps
+from cs336_systems.experiments import ranks
 from cs336_systems.experiments.figures import Bars
 from cs336_systems.experiments.frames import digits
-from cs336_systems.experiments.memory_plan import ShardingBytes, fsdp_bytes, long_step_bytes
-from cs336_systems.experiments.parallel_step import (
-    CHECK_BOUND,
-    MEMORY,
-    ParallelStep,
-    RanksCase,
-    ShardingCase,
-    compare_gradients,
-    compare_training,
-)
-from cs336_systems.experiments.ranks import (
-    RankReport,
-    backend_of,
-    peak_mib,
-    report_samples,
-    run_cell,
-    time_together,
-    trace_on_first,
-    traced_rows,
-)
+from cs336_systems.experiments.parallel_step import CHECK_BOUND, MEMORY, ParallelStep, RanksCase, ShardingCase
 from cs336_systems.experiments.sharding import refuse_low_precision
 from cs336_systems.experiments.spec import Cell, Disagreement, Experiment, Row, Sample, Unsupported, problem
 from cs336_systems.experiments.tables import Pick, Wide
 from cs336_systems.measure.memory import MIB, release
-from cs336_systems.model.block_parts import RECOMPUTES, Recompute, run_in_parts
-from cs336_systems.model.chunked_loss import CHUNK_TOKENS, LossTransformer
+from cs336_systems.model.block_parts import KEPT_WIDTHS, RECOMPUTES, Recompute, run_in_parts
+from cs336_systems.model.chunked_loss import CHUNK_TOKENS, LossTransformer, loss_bytes
 from cs336_systems.model.transformer import ATTENTION_NAMES
 
 IMPLEMENTATIONS = ("fsdp", "torch_fsdp")
@@ -103,35 +86,6 @@ class LongStepCase(RanksCase):
         require_choice(self, "recompute", RECOMPUTES)
 
 
-def leaderboard_2026_cells(run: RunConfig) -> list[Cell]:
-    """What memory allows, with float32 masters and in pure bfloat16; both FSDPs with equal settings.
-
-    At handout scale also ours with more and less computed again, other attention, no compiler.
-    """
-    cuda = run.device == "cuda"
-    base = LongStepCase(
-        model=step_model(run),
-        batch=BATCH,
-        num_ranks=NUM_RANKS,
-        backend=backend_of(run),
-        attention=fastest_attention(run),
-        precision=Precision(autocast="bfloat16" if cuda else None),
-        reduce_dtype="float32" if cuda else None,
-        compiled=cuda,
-        chunk_tokens={"tiny": 24, "smoke": 100, "handout": CHUNK_TOKENS}[run.scale],
-    )
-    kept = replace(base, recompute="after_attention")
-    pure = replace(kept, precision=Precision(parameters="bfloat16"), reduce_dtype=None)
-    cases = [(kept, "fsdp"), (widest(pure), "fsdp"), *((base, name) for name in IMPLEMENTATIONS)]
-    if run.scale == "handout":
-        cases.append((replace(base, recompute="block"), "fsdp"))
-        if base.attention != "sdpa":
-            cases.append((replace(base, attention="sdpa"), "fsdp"))
-        if base.compiled:
-            cases.append((replace(base, compiled=False), "fsdp"))
-    return [long_step_cell(case, name) for case, name in cases]
-
-
 def widest(case: LongStepCase) -> LongStepCase:
     """`case` with as many wide blocks as the prediction, which is some GiB too high, finds room for on an H200.
 
@@ -139,7 +93,7 @@ def widest(case: LongStepCase) -> LongStepCase:
     """
     options = (replace(case, wide_blocks=number) for number in range(case.model.num_layers, 0, -1))
     limit = USED_SHARE * HARDWARE["H200"].memory_bytes
-    return next((option for option in options if predicted_bytes(option) <= limit), case)
+    return next((option for option in options if long_step_bytes(option).peak <= limit), case)
 
 
 def step_model(run: RunConfig) -> ModelConfig:
@@ -160,76 +114,55 @@ def fastest_attention(run: RunConfig) -> str:
 
 def long_step_cell(case: LongStepCase, implementation: str) -> Cell:
     """The cell with every row that its device can give."""
-
-    def row(quantity: str, unit: str) -> Row:
-        return Row(mode="train_step", quantity=quantity, unit=unit)
-
-    rows = [row("predicted_peak_memory", "MiB"), row("time", "ms"), row("start_time", "s"), row("loss", "nats")]
-    rows += [row(name, "MiB") for name in MEMORY]
+    units = {"predicted_peak_memory": "MiB", "time": "ms", "start_time": "s", "loss": "nats"}
+    units |= dict.fromkeys(MEMORY, "MiB")
     if case.backend == "nccl":
-        rows.append(row("peak_memory", "MiB"))
-    rows += traced_rows()
+        units["peak_memory"] = "MiB"
+    rows = [Row("train_step", quantity, unit) for quantity, unit in units.items()]
     ranks_here = case.num_ranks if case.backend == "gloo" else 1  # they share the host's memory
     return Cell(
         case=case,
         implementation=implementation,
-        rows=tuple(rows),
-        predicted_bytes=ranks_here * predicted_bytes(case),
+        rows=(*rows, *ranks.traced_rows()),
+        predicted_bytes=ranks_here * long_step_bytes(case).peak,
     )
 
 
-def predicted_bytes(case: LongStepCase) -> int:
-    """Peak of one rank, in closed form."""
-    return _plan(case).peak
+def long_step_bytes(case: LongStepCase) -> RankBytes:
+    """As `fsdp_bytes`, with blocks in parts (`run_in_parts`, compiled) and the loss in chunks (`LossTransformer`).
 
-
-def _plan(case: LongStepCase) -> ShardingBytes:
-    return long_step_bytes(
-        case.model,
-        case.batch,
-        num_ranks=case.num_ranks,
-        attention=case.attention,
-        recompute=case.recompute,
-        chunk_tokens=case.chunk_tokens,
-        compute_dtype=case.precision.autocast,
-        reduce_dtype=case.reduce_dtype,
-        parameters=case.precision.parameters,
-        wide_blocks=case.wide_blocks,
+    Activations are what every block keeps, what the final norm keeps, and what one block computes again: all that it
+    would save without checkpoints, less what of it is kept anyway.
+    """
+    model, parameters = case.model, case.precision.parameters
+    whole = fsdp_bytes(
+        model, case.batch, num_ranks=case.num_ranks, attention=case.attention, compute_dtype=case.precision.autocast,
+        reduce_dtype=case.reduce_dtype, parameters=parameters,
+    )  # fmt: skip
+    computed = case.precision.autocast or parameters
+    compute, tokens = BYTES_PER_ELEMENT[computed], case.batch * model.context_length
+    precision = Precision(parameters=computed)
+    one = sum(block_saved_bytes(model, case.batch, attention=case.attention, precision=precision).values())
+    width = tokens * model.d_model * compute
+    kept = one
+    if case.recompute != "nothing":
+        log_sum_exp = 4 * tokens * model.num_heads if case.recompute != "block" else 0
+        kept = min(one, KEPT_WIDTHS[case.recompute] * width + log_sum_exp)
+    wider = width + 2 * tokens * model.d_ff * compute  # w1's and w3's input and outputs
+    final_norm = (2 * model.d_model + 1) * tokens * max(4, compute) + width
+    return replace(
+        whole,
+        activations=model.num_layers * kept + case.wide_blocks * wider + (one - kept) + final_norm,
+        loss=loss_bytes(tokens, model.vocab_size, model.d_model, case.chunk_tokens, compute),
     )
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepReport(RankReport):
+class StepReport(ranks.RankReport):
     """What one rank measured."""
 
     start_s: float
     losses: list[float]  # of the first step and of those after it
-
-
-def measure_long_step(cell: Cell, run: RunConfig) -> Iterator[Sample]:
-    case: LongStepCase = cell.case
-    if cell.implementation not in IMPLEMENTATIONS:
-        raise Unsupported(f"there is no FSDP called {cell.implementation!r}")
-    if run.model is not None:
-        raise Unsupported("the user's model has no head that computes the loss in chunks")
-    refuse_low_precision(cell.implementation, case)
-    rows = {row.quantity: row for row in cell.rows}
-    yield Sample(row=rows["predicted_peak_memory"], samples=[predicted_bytes(case) / MIB])
-    reports: list[StepReport] = run_cell(
-        _measure_rank,
-        case.num_ranks,
-        cell.implementation,
-        case,
-        run,
-        time.time(),
-        backend=case.backend,
-        run=run,
-        from_scratch=True,
-    )
-    yield from report_samples(cell, reports)
-    yield Sample(row=rows["start_time"], samples=[max(report.start_s for report in reports)])
-    losses = [fmean(of_ranks) for of_ranks in zip(*(report.losses for report in reports))]
-    yield Sample(row=rows["loss"], samples=losses)
 
 
 class LongStep(ParallelStep):
@@ -241,9 +174,7 @@ class LongStep(ParallelStep):
             module = LossTransformer.for_loss(case.model, attention=case.attention, chunk_tokens=case.chunk_tokens)
         module = module.to(getattr(torch, case.precision.parameters))
         torch.manual_seed(run.seed)
-        return run_in_parts(
-            module, recompute=case.recompute, compiled=case.compiled, wide_blocks=case.wide_blocks
-        )  # fmt: skip
+        return run_in_parts(module, recompute=case.recompute, compiled=case.compiled, wide_blocks=case.wide_blocks)
 
     def forward(self) -> Tensor:
         loss: Tensor = self.model(self.tokens, self.targets)
@@ -254,8 +185,9 @@ def _measure_rank(
     rank: int, num_ranks: int, implementation: str, case: LongStepCase, run: RunConfig, launched: float
 ) -> StepReport:
     with _empty_caches() if case.compiled else nullcontext():
-        report = _measure_step(LongStep(implementation, case, run, rank, learning_rate=LEARNING_RATE), run, rank,
-                               launched)  # fmt: skip
+        step = LongStep(implementation, case, run, rank, learning_rate=LEARNING_RATE)
+        report = _measure_step(step, run, rank, launched)
+        del step
         release(case.device)
         return replace(report, error=check_long_step(implementation, case, run, rank))
 
@@ -270,14 +202,14 @@ def _measure_step(step: LongStep, run: RunConfig, rank: int, launched: float) ->
         losses.append(step.loss.item())
     step_ms = []
     for _ in range(STEPS[run.scale]):
-        step_ms.append(time_together(step.train_step, step.device))
+        step_ms.append(ranks.time_together(step.train_step, step.device))
         losses.append(step.loss.item())
     if not all(map(math.isfinite, losses)):
         raise Disagreement(f"losses must be finite, got {', '.join(f'{loss:.4g}' for loss in losses)}")
     mib = step.mib()
     if step.device == "cuda":
-        mib["peak_memory"] = peak_mib(step.device)
-    lanes = {"train_step": trace_on_first(step.train_step, rank, step.device)}
+        mib["peak_memory"] = ranks.peak_mib(step.device)
+    lanes = {"train_step": ranks.trace_on_first(step.train_step, rank, step.device)}
     return StepReport(start_s=start_s, step_ms=step_ms, losses=losses, error=math.nan, mib=mib, lanes=lanes)
 
 
@@ -311,8 +243,8 @@ def check_long_step(implementation: str, case: LongStepCase, run: RunConfig, ran
     )
     reference = ParallelStep("unsharded", plain, run, rank, optimizer, CHECK_LEARNING_RATE)
     if case.precision.parameters == "bfloat16":
-        return compare_gradients(step, reference, CHECK_BOUND["bfloat16"])
-    return compare_training(step, reference, CHECK_BOUND[case.precision.autocast])
+        return steps.compare_gradients(step, reference, CHECK_BOUND["bfloat16"])
+    return steps.compare_training(step, reference, CHECK_BOUND[case.precision.autocast])
 
 
 RECOMPUTED: dict[Recompute, str] = {
@@ -326,21 +258,21 @@ RECORD_MS, RECORD_GPU = 3837.0, "B200"  # the class's, on two of them
 
 def memory_lines() -> str:
     """Lines of a table: GiB of a rank by what is computed again, and with whole logits; in closed form."""
-    model, gib = MODEL_SIZES["8b"], 2**30
-    options: dict[str, Any] = {
-        "num_ranks": NUM_RANKS, "attention": "hopper", "compute_dtype": "bfloat16", "reduce_dtype": "float32",
-    }  # fmt: skip
-    plans = {"whole logits, whole blocks": fsdp_bytes(model, BATCH, checkpointing=True, **options)}
-    for recompute, words in RECOMPUTED.items():
-        plans[words] = long_step_bytes(model, BATCH, recompute=recompute, chunk_tokens=CHUNK_TOKENS, **options)
-    pure = leaderboard_2026_cells(RunConfig(scale="handout", device="cuda"))[1].case
-    plans[f"after attention, {pure.wide_blocks} wide blocks, all in bfloat16"] = _plan(pure)
+    case, pure = (cell.case for cell in Leaderboard2026().cells(RunConfig(scale="handout", device="cuda"))[:2])
+    case = replace(case, attention="hopper")
+    whole = fsdp_bytes(
+        case.model, case.batch, num_ranks=case.num_ranks, attention=case.attention, checkpointing=True,
+        compute_dtype=case.precision.autocast, reduce_dtype=case.reduce_dtype,
+    )  # fmt: skip
+    plans = {"whole logits, whole blocks": whole}
+    plans |= {words: long_step_bytes(replace(case, recompute=name)) for name, words in RECOMPUTED.items()}
+    plans[f"after attention, {pure.wide_blocks} wide blocks, all in bfloat16"] = long_step_bytes(pure)
     lines = []
     for words, plan in plans.items():
         states = plan.parameters + plan.optimizer + plan.gradients
-        parts = (states, plan.gathered + plan.unreduced, plan.activations, plan.logits, plan.peak)
+        parts = (states, plan.gathered + plan.buffers, plan.activations, plan.loss, plan.peak)
         fits = "yes" if plan.fits(HARDWARE["H200"].memory_bytes, usable=USED_SHARE) else "no"
-        lines.append("| " + " | ".join([words, *(digits(part / gib) for part in parts), fits]) + " |")
+        lines.append("| " + " | ".join([words, *(digits(part / 2**30) for part in parts), fits]) + " |")
     return "\n".join(lines)
 
 
@@ -359,10 +291,50 @@ class Leaderboard2026(Experiment):
     implementations = IMPLEMENTATIONS
 
     def cells(self, run: RunConfig) -> list[Cell]:
-        return leaderboard_2026_cells(run)
+        """What memory allows, with float32 masters and in pure bfloat16; both FSDPs with equal settings.
+
+        At handout scale also ours with more and less computed again, other attention, no compiler.
+        """
+        cuda = run.device == "cuda"
+        base = LongStepCase(
+            model=step_model(run),
+            batch=BATCH,
+            num_ranks=NUM_RANKS,
+            backend=ranks.backend_of(run),
+            attention=fastest_attention(run),
+            precision=Precision(autocast="bfloat16" if cuda else None),
+            reduce_dtype="float32" if cuda else None,
+            compiled=cuda,
+            chunk_tokens={"tiny": 24, "smoke": 100, "handout": CHUNK_TOKENS}[run.scale],
+        )
+        kept = replace(base, recompute="after_attention")
+        pure = replace(kept, precision=Precision(parameters="bfloat16"), reduce_dtype=None)
+        cases = [(kept, "fsdp"), (widest(pure), "fsdp"), *((base, name) for name in IMPLEMENTATIONS)]
+        if run.scale == "handout":
+            cases.append((replace(base, recompute="block"), "fsdp"))
+            if base.attention != "sdpa":
+                cases.append((replace(base, attention="sdpa"), "fsdp"))
+            if base.compiled:
+                cases.append((replace(base, compiled=False), "fsdp"))
+        return [long_step_cell(case, name) for case, name in cases]
 
     def measure(self, cell: Cell, run: RunConfig) -> Iterator[Sample]:
-        return measure_long_step(cell, run)
+        case: LongStepCase = cell.case
+        if cell.implementation not in IMPLEMENTATIONS:
+            raise Unsupported(f"there is no FSDP called {cell.implementation!r}")
+        if run.model is not None:
+            raise Unsupported("the user's model has no head that computes the loss in chunks")
+        refuse_low_precision(cell.implementation, case)
+        rows = {row.quantity: row for row in cell.rows}
+        yield Sample(row=rows["predicted_peak_memory"], samples=[long_step_bytes(case).peak / MIB])
+        reports: list[StepReport] = ranks.run_cell(
+            _measure_rank, case.num_ranks, cell.implementation, case, run, time.time(), backend=case.backend, run=run,
+            from_scratch=True,
+        )  # fmt: skip
+        yield from ranks.report_samples(cell, reports)
+        yield Sample(row=rows["start_time"], samples=[max(report.start_s for report in reports)])
+        losses = [fmean(of_ranks) for of_ranks in zip(*(report.losses for report in reports))]
+        yield Sample(row=rows["loss"], samples=losses)
 
     def columns(self, row: dict[str, Any]) -> dict[str, Any]:
         names = [row["implementation"], RECOMPUTED[row["recompute"]], row["attention"]]

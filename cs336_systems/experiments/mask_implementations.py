@@ -4,8 +4,6 @@
 documents, a padded batch), so each says how inputs are packed and results unpacked, outside the timing.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -128,14 +126,6 @@ def _refuse_missing(backend: str, case: MaskCase, run: RunConfig) -> None:
     build(backend, shape_of(case), run.device)
 
 
-def _tiled(case: MaskCase, mask: BlockMask, run: RunConfig) -> Built:
-    return Built(attend=partial(flash_attention, block_mask=mask, backend="tiled"))
-
-
-def _eager(case: MaskCase, mask: BlockMask, run: RunConfig) -> Built:
-    return Built(attend=partial(attention_reference, mask=mask.to_dense()))
-
-
 def _kernel(what: str, run: RunConfig) -> str:
     """What ran, for the record; the interpreter says so first."""
     return what if run.device == "cuda" else f"interpreter {what}"
@@ -149,11 +139,6 @@ def _dense(name: str, case: MaskCase, mask: BlockMask, run: RunConfig) -> Built:
         raise Unsupported(f"{name} takes no mask but the causal one")
     shape = shape_of(case)
     return Built(attend=build(name, shape, run.device), kernel=kernel_name(name, shape, run.device))
-
-
-def _sdpa_mask(case: MaskCase, mask: BlockMask, run: RunConfig) -> Built:
-    """SDPA with a bool mask of (queries, keys): it computes every pair and drops those that are masked."""
-    return Built(attend=partial(F.scaled_dot_product_attention, attn_mask=mask.to_dense()))
 
 
 def _torch_varlen(case: MaskCase, mask: BlockMask, run: RunConfig) -> Built:
@@ -229,12 +214,13 @@ def _predicate(case: MaskCase, mask: BlockMask) -> Callable[..., Tensor] | None:
 
 
 BUILDERS: dict[str, Callable[[MaskCase, BlockMask, RunConfig], Built]] = {
-    "eager": _eager,
-    "tiled": _tiled,
+    "eager": lambda _, mask, __: Built(attend=partial(attention_reference, mask=mask.to_dense())),
+    "tiled": lambda _, mask, __: Built(attend=partial(flash_attention, block_mask=mask, backend="tiled")),
     **{name: partial(_ours, name) for name in ("triton", "hopper")},
     **{f"{name}_lists": partial(_lists, name) for name in ("triton", "hopper")},
     **{name: partial(_dense, name) for name in ("sdpa_flash", "sdpa_cudnn")},
-    "sdpa_mask": _sdpa_mask,
+    # A bool mask of (queries, keys): SDPA computes every pair and drops those that are masked.
+    "sdpa_mask": lambda _, mask, __: Built(attend=partial(F.scaled_dot_product_attention, attn_mask=mask.to_dense())),
     "sdpa_padded": _padded,
     "torch_varlen": _torch_varlen,
     "flex": _flex,

@@ -6,8 +6,6 @@ if the mask is causal): the fastest of our Triton kernels, our Hopper kernels wh
 a slow dense path of ours flatters nothing.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping
 from functools import lru_cache, partial
@@ -87,18 +85,6 @@ def mask_case(
     )  # fmt: skip
 
 
-def measure_masked(cell: Cell, run: RunConfig) -> Iterator[Sample]:
-    """The shares of the mask that ran, then the passes; see `measure_passes`."""
-    case = cell.case
-    mask, inputs = _mask_and_inputs(case, run.device, run.seed)
-    yield Sample(row=DENSITY, samples=[mask.density])
-    yield Sample(row=BLOCK_DENSITY, samples=[mask.block_density])
-    built = build_masked(cell.implementation, case, mask, run)
-    if MASK_TIME in cell.rows and built.build_mask is not None:
-        yield Sample(row=MASK_TIME, samples=time_calls(built.build_mask, device=run.device, num_samples=MIN_SAMPLES))
-    yield from measure_passes(cell, run, built, inputs, lambda: _oracle(case, run.device, run.seed))
-
-
 # Both are shared by the implementations of a case, which a sweep visits one after the other.
 @lru_cache(maxsize=1)
 def _mask_and_inputs(case: MaskCase, device: str, seed: int) -> tuple[BlockMask, AttentionInputs]:
@@ -121,7 +107,16 @@ class MaskExperiment(Experiment):
     """Base of the experiments with masks: measurement, columns, dense attention beside."""
 
     def measure(self, cell: Cell, run: RunConfig) -> Iterator[Sample]:
-        return measure_masked(cell, run)
+        """The shares of the mask that ran, then the passes; see `measure_passes`."""
+        case = cell.case
+        mask, inputs = _mask_and_inputs(case, run.device, run.seed)
+        yield Sample(row=DENSITY, samples=[mask.density])
+        yield Sample(row=BLOCK_DENSITY, samples=[mask.block_density])
+        built = build_masked(cell.implementation, case, mask, run)
+        if MASK_TIME in cell.rows and built.build_mask is not None:
+            samples = time_calls(built.build_mask, device=run.device, num_samples=MIN_SAMPLES)
+            yield Sample(row=MASK_TIME, samples=samples)
+        yield from measure_passes(cell, run, built, inputs, lambda: _oracle(case, run.device, run.seed))
 
     def columns(self, row: dict[str, Any]) -> dict[str, Any]:
         """`family` and `pattern` of the mask, its `number` (a density, a rate), `blocks`, `pass` and `dense_causal`."""

@@ -4,8 +4,6 @@
 counted as CUDA would. On a CPU only small models are measured, and the handout's xl is simulated.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -16,23 +14,10 @@ import torch
 
 from cs336_systems.accounting import model_peak_bytes
 from cs336_systems.config import MODEL_SIZES, ModelConfig, Precision, RunConfig, proxy_model
+from cs336_systems.experiments import model_memory as memory
 from cs336_systems.experiments.figures import INK, Figure, alt
 from cs336_systems.experiments.frames import digits, in_unit, pick, tuples
-from cs336_systems.experiments.model_memory import (
-    GRADIENTS,
-    GRADIENTS_EXPECTED,
-    NUM_LARGEST,
-    PHASES,
-    RESIDUAL,
-    SAVED,
-    SAVED_EXPECTED,
-    BlocksCase,
-    MemoryCase,
-    measure_blocks,
-    measured_phases,
-    ranked_rows,
-    simulated_trace,
-)
+from cs336_systems.experiments.model_memory import PHASES, BlocksCase, MemoryCase
 from cs336_systems.experiments.spec import Cell, Experiment, Row, Sample, problem
 from cs336_systems.experiments.tables import Pick, Wide
 from cs336_systems.measure.memory import MIB, release
@@ -64,13 +49,6 @@ def _profiled(run: RunConfig) -> list[tuple[MemoryCase, str]]:
         found += [(case(xl, context, Precision()), "simulated") for context in EXAMPLE_CONTEXTS]
         found += [(case(xl, 2048, Precision(autocast="bfloat16")), "simulated")]
     return found
-
-
-def _blocks(run: RunConfig) -> list[BlocksCase]:
-    model = MODEL_SIZES["xl"] if run.scale != "tiny" else proxy_model("xl", 64)
-    contexts = (512, 2048) if run.scale != "tiny" else (128,)
-    models = [replace(model, context_length=context) for context in contexts]
-    return [BlocksCase(model=one, batch=BATCH, blocks=1, attention="reference") for one in models]
 
 
 class Timeline(Figure):
@@ -119,7 +97,7 @@ def _ranked(quantity: str, values: dict[str, str]) -> dict[str, Pick]:
     """Columns of the largest contributors, by rank: heading -> column of the frame."""
     return {
         f"{rank}, {what}": Pick({"quantity": f"{quantity}.{rank}"}, value=value)
-        for rank in range(1, NUM_LARGEST + 1)
+        for rank in range(1, memory.NUM_LARGEST + 1)
         for what, value in values.items()
     }
 
@@ -139,20 +117,23 @@ class MemoryProfiling(Experiment):
                     units |= {name: "1" for name in (EVENT, *(STARTS + phase for phase in phases))}
                     units |= {f"timeline.{category}": "MiB" for category in CATEGORIES}
                 rows = tuple(Row(mode, quantity, unit) for quantity, unit in units.items())
-                rows += ranked_rows(mode, "allocation") if drawn else ()
+                rows += memory.ranked_rows(mode, "allocation") if drawn else ()
                 predicted = model_peak_bytes(case, mode) if implementation != "simulated" else 0
                 cells.append(Cell(case=case, implementation=implementation, rows=rows, predicted_bytes=predicted))
-        for blocks in _blocks(run):
-            measured = ("eager", "compiled") if run.device == "cuda" else ()
+        model, contexts = (MODEL_SIZES["xl"], (512, 2048)) if run.scale != "tiny" else (proxy_model("xl", 64), (128,))
+        measured = ("eager", "compiled") if run.device == "cuda" else ()
+        for context in contexts:
+            one = replace(model, context_length=context)
+            blocks = BlocksCase(model=one, batch=BATCH, blocks=1, attention="reference")
             for implementation in ("simulated", "simulated compiled", *measured):
-                more = () if "compiled" in implementation else (SAVED_EXPECTED, GRADIENTS, GRADIENTS_EXPECTED)
-                of_blocks = (SAVED, RESIDUAL, *ranked_rows("forward", "saved"), *more)
+                more = () if "compiled" in implementation else memory.OF_GRADIENTS
+                of_blocks = (memory.SAVED, memory.RESIDUAL, *memory.ranked_rows("forward", "saved"), *more)
                 cells.append(Cell(case=blocks, implementation=implementation, rows=of_blocks))
         return cells
 
     def measure(self, cell: Cell, run: RunConfig) -> Iterator[Sample]:
         if isinstance(cell.case, BlocksCase):
-            yield from measure_blocks(cell, run)
+            yield from memory.measure_blocks(cell, run)
             return
         case, mode = cell.case, cell.rows[0].mode
         rows = {row.quantity: row for row in cell.rows}
@@ -160,10 +141,10 @@ class MemoryProfiling(Experiment):
         yield Sample(row=rows[PREDICTED], samples=[model_peak_bytes(case, mode) / MIB])
         out_of_memory = ""
         if cell.implementation == "simulated":
-            trace = simulated_trace(case, mode, model_spec=run.model)
+            trace = memory.simulated_trace(case, mode, model_spec=run.model)
             peaks = trace.phase_peaks()
         else:
-            measured = measured_phases(case, mode, run)
+            measured = memory.measured_phases(case, mode, run)
             trace, peaks, out_of_memory = measured.trace, measured.peak_bytes, measured.out_of_memory
         for phase, num_bytes in peaks.items():
             yield Sample(row=rows[f"peak_memory.{phase}"], samples=[num_bytes / MIB])
@@ -175,7 +156,7 @@ class MemoryProfiling(Experiment):
             for category, values in lines.items():
                 yield Sample(row=rows[f"timeline.{category}"], samples=(values / MIB).tolist())
             made = [phase.name for phase in trace.phases[1:]]
-            for rank, large in enumerate(trace.largest(NUM_LARGEST, made), start=1):
+            for rank, large in enumerate(trace.largest(memory.NUM_LARGEST, made), start=1):
                 kernel = f"{large.count} × {large.category}: {large.where}"
                 yield Sample(row=rows[f"allocation.{rank}"], samples=[large.num_bytes / MIB], kernel=kernel)
         if out_of_memory:  # what was seen until then is kept; the rows of the phases that are missing say why
@@ -190,8 +171,8 @@ class MemoryProfiling(Experiment):
             """The largest contributors to what a block saves, in words and percent of it."""
             where = {"context": context, "implementation": implementation, "case_type": "BlocksCase"}
             by_name = {row["quantity"]: row for row in tuples(pick(frame, where))}
-            total = by_name[SAVED.quantity]["median"]
-            largest = [by_name[f"saved.{rank}"] for rank in range(1, NUM_LARGEST + 1)]
+            total = by_name[memory.SAVED.quantity]["median"]
+            largest = [by_name[f"saved.{rank}"] for rank in range(1, memory.NUM_LARGEST + 1)]
             return [f"`{row['kernel'].split(' in ')[0]}` {digits(100 * row['median'] / total)} %" for row in largest]
 
         def made(context: int, implementation: str) -> str:
@@ -220,9 +201,9 @@ class MemoryProfiling(Experiment):
             down=("model", "context", "implementation"),
             where={"case_type": "BlocksCase"},
             columns={
-                "residual stream": Pick({"quantity": RESIDUAL.quantity}),
-                "saved for backward": Pick({"quantity": SAVED.quantity}, significant=4),
-                "closed form": Pick({"quantity": SAVED_EXPECTED.quantity}, significant=4),
+                "residual stream": Pick({"quantity": memory.RESIDUAL.quantity}),
+                "saved for backward": Pick({"quantity": memory.SAVED.quantity}, significant=4),
+                "closed form": Pick({"quantity": memory.SAVED_EXPECTED.quantity}, significant=4),
                 **_ranked("saved", {"operation": "kernel", "MiB": "median"}),
             },
         ),

@@ -1,19 +1,17 @@
 """One flattened all-reduce against one a parameter."""
 
-from __future__ import annotations
-
 from cs336_systems.config import RunConfig
-from cs336_systems.experiments.data_parallel import DataParallelExperiment, ddp_cells, precisions, two_rank_traces
+from cs336_systems.experiments import data_parallel as ddp
 from cs336_systems.experiments.ranks import most_ranks
 from cs336_systems.experiments.spec import Cell, problem
 
 
 @problem()
-class MinimalDDPFlatBenchmarking(DataParallelExperiment):
+class MinimalDDPFlatBenchmarking(ddp.DataParallelExperiment):
     implementations = ("naive", "flat")
 
     def cells(self, run: RunConfig) -> list[Cell]:
         names = ("flat",) if run.scale == "tiny" else self.implementations
-        return ddp_cells(run, names, [most_ranks(run)], precisions(run)[:1])
+        return ddp.ddp_cells(run, names, [most_ranks(run)], ddp.precisions(run)[:1])
 
-    figures = {"traces": two_rank_traces("gradients one by one, and all at once", implementations)}
+    figures = {"traces": ddp.two_rank_traces("gradients one by one, and all at once", implementations)}

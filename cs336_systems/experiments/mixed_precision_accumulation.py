@@ -1,7 +1,5 @@
 """0.01 added a thousand times, in the handout's four combinations of dtypes; the same on every machine."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any

@@ -7,8 +7,6 @@ The same code runs in both. "start" is the model (and, for a training step, Adam
 "forward" ends with the loss; "backward" begins with its gradient; the optimizer step comes last.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -201,6 +199,7 @@ SAVED_EXPECTED = Row(mode="forward", quantity="closed_form_saved", unit="MiB")
 RESIDUAL = Row(mode="forward", quantity="residual_stream", unit="MiB")
 GRADIENTS = Row(mode="backward", quantity="gradients_of_block", unit="MiB")
 GRADIENTS_EXPECTED = Row(mode="backward", quantity="closed_form_gradients", unit="MiB")
+OF_GRADIENTS = (SAVED_EXPECTED, GRADIENTS, GRADIENTS_EXPECTED)  # what a backward and the closed forms tell
 
 
 def ranked_rows(mode: str, quantity: str) -> tuple[Row, ...]:
@@ -222,16 +221,14 @@ class BlocksCase:
     def stream_shape(self) -> tuple[int, int, int]:
         return (self.batch, self.model.context_length, self.model.d_model)
 
-    def as_model_case(self) -> MemoryCase:
-        model = replace(self.model, num_layers=self.blocks)
-        return MemoryCase(model=model, batch=self.batch, attention=self.attention, precision=self.precision)
-
 
 def measure_blocks(cell: Cell, run: RunConfig) -> Iterator[Sample]:
     case: BlocksCase = cell.case
     if cell.implementation.startswith("simulated"):
+        alone = replace(case.model, num_layers=case.blocks)
+        step = MemoryCase(model=alone, batch=case.batch, attention=case.attention, precision=case.precision)
         with FakeTensorMode():
-            model = SimulatedStep(case.as_model_case()).model
+            model = SimulatedStep(step).model
             assert isinstance(model, TransformerLM)
             yield from _saved_measurements(cell, model, torch.empty(case.stream_shape, requires_grad=True))
         return

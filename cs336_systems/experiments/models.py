@@ -1,7 +1,5 @@
 """Cells that time a language model, eager or compiled: forward, forward and backward, full training step."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -37,10 +35,6 @@ def models(run: RunConfig) -> list[tuple[ModelConfig, int]]:
         return [(replace(proxy_model("small", 64), context_length=32, vocab_size=256), 1)]
     small = replace(MODEL_SIZES["small"], context_length=128)
     return [(small, 1), (replace(proxy_model("medium"), context_length=128), 1)]
-
-
-def time_row(mode: str, case: ModelCase | None = None) -> Row:
-    return Row(mode=mode, quantity="time", unit="ms", case=case)
 
 
 def model_cell(case: ModelCase, implementation: str, rows: tuple[Row, ...], fresh_process: bool = False) -> Cell:
@@ -147,12 +141,13 @@ def measure_model(
             yield Sample(row=row, samples=[seconds])
         _agree("logits", step.forward(), expected)
     del expected
+    losses: list[Tensor] = []
     for mode in MODEL_MODES:
         if (mode, "time") not in rows:
             continue
         if mode == "forward_backward" and cell.implementation == "compiled":
-            seconds, loss = _first_forward_backward(step)
-            _agree("loss", loss, expected_loss)
+            seconds = time_once(lambda: losses.append(step.forward_backward()), step.device) / 1e3
+            _agree("loss", losses.pop(), expected_loss)
             if row := rows.get(("forward_backward", "compile_time")):
                 yield Sample(row=row, samples=[seconds])
         elif mode != "forward":
@@ -165,13 +160,6 @@ def measure_model(
         )  # fmt: skip
         step.reset()
         yield Sample(row=rows[mode, "time"], samples=samples)
-
-
-def _first_forward_backward(step: TrainingStep) -> tuple[float, Tensor]:
-    """Seconds of the call that compiles the training graph, and its loss."""
-    losses: list[Tensor] = []
-    milliseconds = time_once(lambda: losses.append(step.forward_backward()), step.device)
-    return milliseconds / 1e3, losses[0]
 
 
 def require_finite(what: str, value: Tensor) -> None:

@@ -6,8 +6,6 @@ at least one ran, and their number; the time of each category; the kernels that 
 no matmul; and what plain attention spends on its two products and on what stands between them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -19,7 +17,7 @@ from torch import Tensor, nn
 from cs336_systems.config import MODEL_SIZES, ModelCase, ModelConfig, Precision, RunConfig, proxy_model
 from cs336_systems.experiments.figures import Bars
 from cs336_systems.experiments.frames import digits, pick
-from cs336_systems.experiments.models import MODEL_MODES, TrainingStep, model_cell, require_finite, time_row
+from cs336_systems.experiments.models import MODEL_MODES, TrainingStep, model_cell, require_finite
 from cs336_systems.experiments.spec import Cell, Experiment, Row, Sample, problem
 from cs336_systems.experiments.tables import Listing, Pick, Ratio, Wide
 from cs336_systems.measure.capture import capture
@@ -27,7 +25,7 @@ from cs336_systems.measure.kernels import CATEGORIES, short_name
 from cs336_systems.measure.memory import release
 from cs336_systems.measure.ranges import SCORES, SOFTMAX, VALUES, annotate
 from cs336_systems.measure.timing import plan_samples, time_once
-from cs336_systems.measure.trace import Kernel, Trace
+from cs336_systems.measure.trace import Trace
 
 MIN_WALL_CLOCK_STEPS, MAX_WALL_CLOCK_STEPS = 4, 5  # `compare` needs four
 WALL_CLOCK_BUDGET_MS = 2000.0
@@ -56,22 +54,13 @@ def models(run: RunConfig) -> list[tuple[ModelConfig, int]]:
 
 def profile_rows(mode: str) -> list[Row]:
     """What a profile of `mode` reports."""
-
-    def in_ms(quantity: str) -> Row:
-        return Row(mode=mode, quantity=quantity, unit="ms")
-
-    def calls(quantity: str) -> Row:
-        return Row(mode=mode, quantity=quantity, unit="calls")
-
-    rows = [time_row(mode), in_ms("kernel_time"), in_ms("busy_time"), calls("kernel_calls")]
-    rows += [in_ms(f"{category}_time") for category in CATEGORIES]
+    names = ["time", "kernel_time", "busy_time", "kernel_calls", *(f"{category}_time" for category in CATEGORIES)]
     for name, count in NUM_RANKS.items():
-        for rank in range(1, count + 1):
-            rows += [in_ms(f"{name}_{rank}_time"), calls(f"{name}_{rank}_calls")]
+        names += [f"{name}_{rank}_{what}" for rank in range(1, count + 1) for what in ("time", "calls")]
     if mode != "train_step":
-        rows += [in_ms(f"attention_{part}_time") for part in ATTENTION_PARTS]
-        rows.append(in_ms("attention_softmax_kernel_time"))  # of the softmax alone, without scale and mask
-    return rows
+        names += [f"attention_{part}_time" for part in ATTENTION_PARTS]
+        names.append("attention_softmax_kernel_time")  # of the softmax alone, without scale and mask
+    return [Row(mode, name, "calls" if name.endswith("_calls") else "ms") for name in names]
 
 
 def measurements(trace: Trace, rows: dict[str, Row]) -> Iterator[Sample]:
@@ -96,7 +85,8 @@ def measurements(trace: Trace, rows: dict[str, Row]) -> Iterator[Sample]:
                 continue
             name = names[rank - 1]
             chosen = [[k for k in trace.select(step=step) if short_name(k.name) == name] for step in steps]
-            yield Sample(row=time, samples=[_milliseconds(kernels) for kernels in chosen], kernel=name)
+            taken = [sum(kernel.duration_us for kernel in kernels) / 1e3 for kernels in chosen]
+            yield Sample(row=time, samples=taken, kernel=name)
             yield Sample(row=calls, samples=[float(len(kernels)) for kernels in chosen], kernel=name)
 
 
@@ -111,10 +101,6 @@ def _quantities(trace: Trace) -> dict[str, Callable[..., float]]:
     found |= {f"attention_{part}_time": partial(trace.kernel_ms, within=name) for part, name in ATTENTION_PARTS.items()}
     found["attention_softmax_kernel_time"] = partial(trace.kernel_ms, within=SOFTMAX, category="softmax")
     return found
-
-
-def _milliseconds(kernels: list[Kernel]) -> float:
-    return sum(kernel.duration_us for kernel in kernels) / 1e3
 
 
 class Shares(Bars):

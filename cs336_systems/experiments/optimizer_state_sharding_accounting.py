@@ -1,17 +1,9 @@
 """Sharded optimizer state: memory before and after the step, step time, and ZeRO's first stage beside it."""
 
-from __future__ import annotations
-
 from cs336_systems.config import RunConfig
 from cs336_systems.experiments.figures import Bars
 from cs336_systems.experiments.parallel_step import MEMORY, OPTIMIZER_IMPLEMENTATIONS
-from cs336_systems.experiments.sharding import (
-    MOMENTS,
-    ShardingExperiment,
-    comparisons,
-    sharding_case,
-    sharding_cell,
-)
+from cs336_systems.experiments.sharding import MOMENTS, ShardingExperiment, sharding_cells
 from cs336_systems.experiments.spec import Cell, problem
 from cs336_systems.experiments.tables import Pick, Wide
 
@@ -24,11 +16,7 @@ class OptimizerStateSharding(ShardingExperiment):
         """Every implementation at every number of ranks, float32 parameters; with bfloat16 autocast too on a GPU."""
         computes = ("bfloat16", None) if run.device == "cuda" else (None,)
         names = ("sharded", "zero1") if run.scale == "tiny" else self.implementations
-        return [
-            sharding_cell(sharding_case(run, ranks, compute), name)
-            for compute in computes
-            for ranks, name in comparisons(run, names)
-        ]
+        return sharding_cells(run, names, [(compute, None) for compute in computes], alone=("unsharded",))
 
     tables = ShardingExperiment.tables | {
         "memory_two": Wide(

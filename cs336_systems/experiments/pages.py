@@ -131,9 +131,10 @@ class Book:
         specs = {}
         for name in (name for name in self.names if name in experiments()):
             text = self.template(name)
-            for figure, spec in figure_specs(experiments()[name], self.frame(name)).items():
-                if f'figure("{figure}"' in text:
-                    specs[self.figure_path(name, figure)] = spec
+            shown = [one for one in experiments()[name].figures if f'figure("{one}"' in text and len(self.frame(name))]
+            for figure in shown:
+                if (chart := experiments()[name].figures[figure].chart(self.frame(name))) is not None:
+                    specs[self.figure_path(name, figure)] = spec_of(chart)
         return specs
 
     def figure_path(self, problem: str, figure: str) -> Path:
@@ -185,7 +186,10 @@ class Book:
             texts[self.root / README] = self.readme()
         for name, experiment in experiments().items():
             if not self.frame(name).empty and experiment.tables:
-                texts[self.folder_of(name) / "tables" / f"{name}.md"] = tables_text(experiment, self.frame(name))
+                parts = [f"# {name}", experiment.title + "."]
+                for table in (spec.build(self.frame(name)) for spec in experiment.tables.values()):
+                    parts += [f"**{table.title}**", table.markdown()] if table.title else [table.markdown()]
+                texts[self.folder_of(name) / "tables" / f"{name}.md"] = "\n\n".join(parts) + "\n"
         return texts
 
     def _digests(self) -> dict[str, str]:
@@ -198,22 +202,6 @@ def _command(name: str) -> str:
     if name in experiments():
         return "`report`" if isinstance(experiments()[name], Calculation) else f"`run {name}`"
     return f"`{COMMANDS.get(name, f'grade tests/adapters.py --problem {name}')}`"
-
-
-def figure_specs(experiment: Experiment, frame: pd.DataFrame) -> dict[str, dict[str, Any]]:
-    """The specifications of an experiment's figures that have something to show, by name."""
-    if frame.empty:
-        return {}
-    charts = {name: figure.chart(frame) for name, figure in experiment.figures.items()}
-    return {name: spec_of(chart) for name, chart in charts.items() if chart is not None}
-
-
-def tables_text(experiment: Experiment, frame: pd.DataFrame) -> str:
-    """All tables of an experiment as one Markdown file."""
-    parts = [f"# {experiment.name}", experiment.title + "."]
-    for table in (spec.build(frame) for spec in experiment.tables.values()):
-        parts += [f"**{table.title}**", table.markdown()] if table.title else [table.markdown()]
-    return "\n\n".join(parts) + "\n"
 
 
 def check_template(text: str) -> list[tuple[int, str]]:
@@ -299,11 +287,6 @@ class Page:
 
     def speed(self, ours: str, theirs: str, **where: Any) -> str:
         """How many times as fast `ours` is, over all cases of `where`: "1.12×", or "1.05 to 1.15×"."""
-        found = self._speeds(ours, theirs, where)
-        low, high = digits(min(found)), digits(max(found))
-        return f"{low}×" if low == high else f"{low} to {high}×"
-
-    def _speeds(self, ours: str, theirs: str, where: dict[str, Any]) -> list[float]:
         rows = pick(self._frame, {"quantity": "time"} | where)
         pairs: dict[tuple[Any, ...], dict[str, Any]] = {}
         for row in tuples(rows):
@@ -312,7 +295,8 @@ class Page:
         found = [speed_of(pair.get(ours), pair.get(theirs), by_turns) for pair in pairs.values()]
         if not (found := [one for one in found if one == one]):
             raise ValueError(f"no times of {ours} and {theirs} in one run of {self._problem} with {where}")
-        return found
+        low, high = digits(min(found)), digits(max(found))
+        return f"{low}×" if low == high else f"{low} to {high}×"
 
     def values(self, column: str, implementation: str | None = None, *, significant: int = 3, **where: Any) -> str:
         """The range of a column: `values("tflops", "hopper", mode="forward")` is "511 to 640"."""

@@ -5,8 +5,6 @@ parallelism is checked by its gradients against the plain mean of what ranks com
 shards by its weights after some steps against a step that shards nothing (`check_training`).
 """
 
-from __future__ import annotations
-
 import inspect
 import math
 from contextlib import AbstractContextManager, nullcontext

@@ -5,8 +5,6 @@ case = parse_case("1x16x4096x64", precision="bfloat16")                       # 
 prepared = prepare(case, "eager", "train_step", run)                          # .call() is what to profile
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace

@@ -1,22 +1,11 @@
 """Plain PyTorch attention over sequence length and head dim: time, memory, and where it runs out of it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 from cs336_systems.config import AttentionShape, RunConfig
-from cs336_systems.experiments.attention import (
-    BACKWARD,
-    BEFORE_BACKWARD,
-    FORWARD,
-    PEAK,
-    SAVED,
-    AttentionExperiment,
-    measure_attention,
-    sized_shape,
-)
+from cs336_systems.experiments import attention
 from cs336_systems.experiments.figures import Lines
 from cs336_systems.experiments.spec import Cell, Sample, problem
 from cs336_systems.experiments.tables import Pick, Wide
@@ -37,7 +26,7 @@ HEAD_DIMS = {"tiny": (32,), "smoke": (32, 64), "handout": (16, 32, 64, 128)}
 def shapes(run: RunConfig) -> list[AttentionShape]:
     """Batch 8, one head, no mask, float32: every head dim with every length."""
     return [
-        replace(sized_shape(run, BATCH, 1, seqlen, head_dim, False), dtype="float32")
+        replace(attention.sized_shape(run, BATCH, 1, seqlen, head_dim, False), dtype="float32")
         for head_dim in HEAD_DIMS[run.scale]
         for seqlen in LENGTHS[run.scale]
     ]
@@ -55,14 +44,14 @@ def _memory(quantity: str) -> Pick:
 
 
 @problem()
-class PyTorchAttention(AttentionExperiment):
-    rows = (FORWARD, SAVED, BEFORE_BACKWARD, BACKWARD, PEAK)
+class PyTorchAttention(attention.AttentionExperiment):
+    rows = (attention.FORWARD, attention.SAVED, attention.BEFORE_BACKWARD, attention.BACKWARD, attention.PEAK)
 
     def cases(self, run: RunConfig) -> list[AttentionShape]:
         return shapes(run)
 
     def measure(self, cell: Cell, run: RunConfig) -> Iterator[Sample]:
-        return measure_attention(cell, run, num_samples=num_passes(cell, run))
+        return attention.measure_attention(cell, run, num_samples=num_passes(cell, run))
 
     def columns(self, row: dict[str, Any]) -> dict[str, Any]:
         return {"S": row["seqlen_q"], "d": row["head_dim"]}
@@ -75,9 +64,9 @@ class PyTorchAttention(AttentionExperiment):
             columns={
                 "forward (ms)": Pick({"mode": "forward", "quantity": "time"}),
                 "backward (ms)": Pick({"mode": "backward", "quantity": "time"}),
-                "memory before backward (GiB)": _memory(BEFORE_BACKWARD.quantity),
-                "saved for backward (GiB)": _memory(SAVED.quantity),
-                "peak (GiB)": _memory(PEAK.quantity),
+                "memory before backward (GiB)": _memory(attention.BEFORE_BACKWARD.quantity),
+                "saved for backward (GiB)": _memory(attention.SAVED.quantity),
+                "peak (GiB)": _memory(attention.PEAK.quantity),
             },
         )
         for name, words, down, where in (

@@ -4,8 +4,6 @@ Ranks are children of the measuring process and die with it. `run_cell` is `run_
 cell's: out of memory, wrong result, or failed. The model is xl, or a narrow proxy of it where there is no time.
 """
 
-from __future__ import annotations
-
 import gc
 import math
 import sys
@@ -22,11 +20,11 @@ from cs336_systems.config import MODEL_SIZES, ModelConfig, RunConfig, proxy_mode
 from cs336_systems.distributed.launch import RankError, run_ranks
 from cs336_systems.experiments.figures import Spans
 from cs336_systems.experiments.frames import pick, speed, tuples
-from cs336_systems.experiments.spec import Cell, Disagreement, Row, Sample, Unsupported
+from cs336_systems.experiments.spec import Cell, Disagreement, Experiment, Row, Sample, Unsupported
 from cs336_systems.measure.intervals import simplify
 from cs336_systems.measure.memory import CPU_ALLOCATOR, MIB
 from cs336_systems.measure.overlap import Lanes, trace_lanes
-from cs336_systems.measure.timing import plan_samples, synchronize, time_once
+from cs336_systems.measure.timing import plan_samples, synchronize, time_calls, time_once
 
 COLLECTIVE_TIMEOUT_S = 240.0  # ranks differ in the time that they take to compile, allocate and load
 BATCH = {"tiny": 1, "smoke": 2, "handout": 4}  # sequences of each rank; the last as the handout's
@@ -114,6 +112,19 @@ def time_together(call: Callable[[], object], device: str) -> float:
     return (time.perf_counter() - start) * 1e3
 
 
+def timed_calls(call: Callable[[], object], device: str, budget_ms: float, minimum: int) -> list[float]:
+    """Milliseconds on this rank of as many calls as all agree on; on a CPU each begins when all are ready."""
+    count = agreed_samples(call, device, budget_ms, minimum)
+    dist.barrier()
+    if device == "cuda":
+        return time_calls(call, device=device, warmup=1, num_samples=count)
+    samples = []
+    for _ in range(count):
+        dist.barrier()
+        samples.append(time_once(call, device))
+    return samples
+
+
 def timed_steps(call: Callable[[], object], device: str, run: RunConfig) -> list[float]:
     """Milliseconds of as many steps as the scale's budget allows, begun together."""
     count = agreed_samples(call, device, BUDGET_MS[run.scale], MIN_SAMPLES)
@@ -180,11 +191,6 @@ def traced_rows(mode: str = "train_step") -> list[Row]:
     return [Row(mode, name, "ms") for name in TRACED]
 
 
-def lane_column(row: dict[str, Any]) -> dict[str, Any]:
-    """The column `lane` of intervals: compute or communication."""
-    return {"lane": str(row["quantity"]).removesuffix("_intervals")}
-
-
 @dataclass(frozen=True, kw_only=True)
 class Traces(Spans):
     """The lanes of traced calls, a panel an implementation: of the first precision that there is.
@@ -212,29 +218,35 @@ class Traces(Spans):
         return rows[rows.groupby(["implementation", "case"])["lane"].transform("nunique") == len(INTERVALS)]
 
 
-def step_numbers(frame: pd.DataFrame) -> dict[str, Any]:
-    """Functions for pages: `faster(ours, theirs, ...)` and `efficiency(name, num_ranks=4, ...)`, within a run.
+class StepExperiment(Experiment):
+    """Base of the experiments of one training step on several ranks."""
 
-    `faster` finds the wrappers' steps though their cases differ in buckets; `efficiency` is one rank's step over that
-    of N ranks, each rank with as many sequences.
-    """
-    steps = pick(frame, {"quantity": "time"})
+    def columns(self, row: dict[str, Any]) -> dict[str, Any]:
+        """The `lane` of intervals: compute or communication."""
+        return {"lane": str(row["quantity"]).removesuffix("_intervals")}
 
-    def step(name: str, where: dict[str, Any]) -> dict[str, Any]:
-        found = tuples(pick(steps, where | {"implementation": name}))
-        if len(found) != 1:
-            raise ValueError(f"{len(found)} steps of {name} with {where}, one is needed")
-        return found[0]
+    def numbers(self, frame: pd.DataFrame) -> dict[str, Any]:
+        """Functions for pages: `faster(ours, theirs, ...)` and `efficiency(name, num_ranks=4, ...)`, within a run.
 
-    def ratio(ours: dict[str, Any], theirs: dict[str, Any]) -> float:
-        if math.isnan(found := speed(ours, theirs)):
-            raise ValueError(f"{ours['implementation']} and {theirs['implementation']} are not of one run")
-        return found
+        `faster` finds the wrappers' steps though their cases differ in buckets; `efficiency` is one rank's step over
+        that of N ranks, each rank with as many sequences.
+        """
 
-    def faster(ours: str, theirs: str, **where: Any) -> float:
-        return ratio(step(ours, where), step(theirs, where))
+        def step(name: str, where: dict[str, Any]) -> dict[str, Any]:
+            found = tuples(pick(frame, where | {"implementation": name, "quantity": "time"}))
+            if len(found) != 1:
+                raise ValueError(f"{len(found)} steps of {name} with {where}, one is needed")
+            return found[0]
 
-    def efficiency(name: str, alone: str = "", **where: Any) -> float:
-        return ratio(step(name, where), step(alone or name, where | {"num_ranks": 1}))
+        def ratio(ours: dict[str, Any], theirs: dict[str, Any]) -> float:
+            if math.isnan(found := speed(ours, theirs)):
+                raise ValueError(f"{ours['implementation']} and {theirs['implementation']} are not of one run")
+            return found
 
-    return {"faster": faster, "efficiency": efficiency}
+        def faster(ours: str, theirs: str, **where: Any) -> float:
+            return ratio(step(ours, where), step(theirs, where))
+
+        def efficiency(name: str, alone: str = "", **where: Any) -> float:
+            return ratio(step(name, where), step(alone or name, where | {"num_ranks": 1}))
+
+        return {"faster": faster, "efficiency": efficiency}

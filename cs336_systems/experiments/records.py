@@ -10,8 +10,6 @@ A row names its run by `run`. pandas reads both files without this module:
 Writing is strict. Reading is tolerant: a damaged line costs itself and a warning.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

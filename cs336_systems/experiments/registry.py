@@ -1,7 +1,5 @@
 """The problems that are measured, by name, and what measures them: the experiments that find themselves (spec.py)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 
 from cs336_systems.config import RunConfig

@@ -5,42 +5,17 @@ in parts (memory after construction, before and after the optimizer); time whole
 step. Every implementation, PyTorch's too, goes the same way.
 """
 
-from __future__ import annotations
-
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-import pandas as pd
 import torch
 
+from cs336_systems.analysis.memory import fsdp_bytes
 from cs336_systems.config import Precision, RunConfig
-from cs336_systems.experiments.memory_plan import fsdp_bytes
-from cs336_systems.experiments.parallel_step import (
-    FSDP_IMPLEMENTATIONS,
-    MEMORY,
-    OPTIMIZER_IMPLEMENTATIONS,
-    ParallelStep,
-    RanksCase,
-    ShardingCase,
-    check_training,
-)  # fmt: skip
-from cs336_systems.experiments.ranks import (
-    BATCH,
-    TIMES,
-    RankReport,
-    backend_of,
-    lane_column,
-    peak_mib,
-    rank_counts,
-    report_samples,
-    run_cell,
-    sized_model,
-    step_numbers,
-    timed_steps,
-    trace_on_first,
-    traced_rows,
-)  # fmt: skip
-from cs336_systems.experiments.spec import Cell, Experiment, Row, Sample, Unsupported
+from cs336_systems.experiments import parallel_step as steps
+from cs336_systems.experiments import ranks
+from cs336_systems.experiments.parallel_step import MEMORY, RanksCase, ShardingCase
+from cs336_systems.experiments.spec import Cell, Row, Sample, Unsupported
 from cs336_systems.experiments.tables import Pick, Wide
 from cs336_systems.measure.memory import MIB, release
 
@@ -58,38 +33,48 @@ TIME_WORDS = {
 }  # fmt: skip
 
 
-class ShardingExperiment(Experiment):
+class ShardingExperiment(ranks.StepExperiment):
     """Base of both: measurement, columns, tables."""
 
     def measure(self, cell: Cell, run: RunConfig) -> Iterator[Sample]:
-        return measure_sharding(cell, run)
+        name, case = cell.implementation, cell.case
+        if name not in (*steps.OPTIMIZER_IMPLEMENTATIONS, *steps.FSDP_IMPLEMENTATIONS) and ":" not in name:
+            raise Unsupported(f"there is no sharding called {name!r}")
+        refuse_low_precision(name, case)
+        for row in cell.rows:
+            if row.quantity == PREDICTED:  # before anything runs
+                plan = fsdp_bytes(
+                    case.model, case.batch, num_ranks=case.num_ranks, attention=case.attention,
+                    compute_dtype=case.precision.autocast, reduce_dtype=case.reduce_dtype,
+                    checkpointing=case.checkpointing != "none",
+                )  # fmt: skip
+                yield Sample(row=row, samples=[plan.peak / MIB])
+        reports = ranks.run_cell(_measure_rank, case.num_ranks, name, case, run, backend=case.backend, run=run)
+        yield from ranks.report_samples(cell, reports)
 
     def columns(self, row: dict[str, Any]) -> dict[str, Any]:
         """`compute`, the dtype of the matmuls, and `reduce`, that of the averaged gradients."""
         compute = row["precision"].removesuffix(" autocast")
         kept = row["quantity"].replace("_", " ") if row["quantity"] in MEMORY else ""
-        return lane_column(row) | {"compute": compute, "reduce": row["reduce_dtype"] or compute, "kept": kept}
-
-    def numbers(self, frame: pd.DataFrame) -> dict[str, Any]:
-        return step_numbers(frame)
+        return super().columns(row) | {"compute": compute, "reduce": row["reduce_dtype"] or compute, "kept": kept}
 
     down = {
         "implementation": "implementation", "model": "model", "ranks": "num_ranks", "compute": "compute",
         "reduce": "reduce",
     }  # fmt: skip
+    times = {heading: Pick({"quantity": quantity}) for heading, quantity in TIME_WORDS.items()}
     tables = {
         "steps": Wide(
             title="A training step, and one traced",
             down=down,
-            where={"mode": "train_step", "quantity": ("time", *TIMES)},
-            columns={"step (ms)": Pick({"quantity": "time"}, significant=4)}
-            | {heading: Pick({"quantity": quantity}) for heading, quantity in TIME_WORDS.items()},
+            where={"mode": "train_step", "quantity": ("time", *ranks.TIMES)},
+            columns={"step (ms)": Pick({"quantity": "time"}, significant=4)} | times,
         ),
         "forward": Wide(
             title="A traced forward pass",
             down=down,
-            where={"mode": "forward", "quantity": TIMES},
-            columns={heading: Pick({"quantity": quantity}) for heading, quantity in TIME_WORDS.items()},
+            where={"mode": "forward", "quantity": ranks.TIMES},
+            columns=times,
         ),
         "memory": Wide(
             title="Memory of a rank (GiB): the most so far, and what stays between steps",
@@ -106,20 +91,9 @@ def sharding_case(
     """The standard configuration on `num_ranks`: plain attention, no checkpointing."""
     precision = Precision(autocast=compute_dtype)  # type: ignore[arg-type]
     return ShardingCase(
-        model=sized_model(run), batch=BATCH[run.scale], num_ranks=num_ranks, backend=backend_of(run),
+        model=ranks.sized_model(run), batch=ranks.BATCH[run.scale], num_ranks=num_ranks, backend=ranks.backend_of(run),
         attention="reference", precision=precision, reduce_dtype=reduce_dtype,
     )  # fmt: skip
-
-
-def comparisons(
-    run: RunConfig, implementations: tuple[str, ...], alone: tuple[str, ...] = ("unsharded",)
-) -> list[tuple[int, str]]:
-    """(ranks, implementation): all on 2, 4 and 8 ranks as far as there are GPUs, on a CPU on 2.
-
-    At handout scale first `alone` on a single rank, which sends nothing: what efficiency at more is measured by.
-    """
-    single = [(1, name) for name in alone] if run.scale == "handout" else []
-    return [*single, *((ranks, name) for ranks in rank_counts(run) for name in implementations)]
 
 
 def sharding_cell(case: ShardingCase, implementation: str) -> Cell:
@@ -127,20 +101,20 @@ def sharding_cell(case: ShardingCase, implementation: str) -> Cell:
     kinds: tuple[str, ...] = (*MEMORY, *MOMENTS, "peak_memory") if case.backend == "nccl" else MEMORY
     kinds += (PREDICTED,) if implementation in ("fsdp", "fsdp_layer") else ()
     rows = [Row("train_step", "time", "ms"), *(Row("train_step", name, "MiB") for name in kinds)]
-    rows += [*traced_rows("forward"), *traced_rows()]
+    rows += [*ranks.traced_rows("forward"), *ranks.traced_rows()]
     return Cell(case=case, implementation=implementation, rows=tuple(rows), predicted_bytes=case.predicted_bytes)
 
 
-def measure_sharding(cell: Cell, run: RunConfig) -> Iterator[Sample]:
-    name, case = cell.implementation, cell.case
-    if name not in (*OPTIMIZER_IMPLEMENTATIONS, *FSDP_IMPLEMENTATIONS) and ":" not in name:
-        raise Unsupported(f"there is no sharding called {name!r}")
-    refuse_low_precision(name, case)
-    for row in cell.rows:
-        if row.quantity == PREDICTED:  # before anything runs
-            yield Sample(row=row, samples=[predicted_mib(case)])
-    reports = run_cell(_measure_rank, case.num_ranks, name, case, run, backend=case.backend, run=run)
-    yield from report_samples(cell, reports)
+def sharding_cells(
+    run: RunConfig, names: Sequence[str], dtypes: Sequence[tuple[str | None, str | None]], alone: Sequence[str]
+) -> list[Cell]:
+    """All of `names` on 2, 4 and 8 ranks as far as there are GPUs, on a CPU on 2, by (compute, reduce) `dtypes`.
+
+    At handout scale first `alone` on a single rank, which sends nothing: what efficiency at more is measured by.
+    """
+    single = [(1, name) for name in alone] if run.scale == "handout" else []
+    pairs = [*single, *((number, name) for number in ranks.rank_counts(run) for name in names)]
+    return [sharding_cell(sharding_case(run, number, *of), name) for of in dtypes for number, name in pairs]
 
 
 def refuse_low_precision(implementation: str, case: RanksCase) -> None:
@@ -148,33 +122,25 @@ def refuse_low_precision(implementation: str, case: RanksCase) -> None:
         raise Unsupported("fully_shard in low precision is measured on GPUs only")
 
 
-def predicted_mib(case: ShardingCase) -> float:
-    """Peak of a rank under FSDP, in closed form."""
-    plan = fsdp_bytes(
-        case.model, case.batch, num_ranks=case.num_ranks, attention=case.attention,
-        compute_dtype=case.precision.autocast, reduce_dtype=case.reduce_dtype,
-        checkpointing=case.checkpointing != "none",
-    )  # fmt: skip
-    return plan.peak / MIB
-
-
-def _measure_rank(rank: int, num_ranks: int, implementation: str, case: ShardingCase, run: RunConfig) -> RankReport:
-    error = check_training(implementation, case, run, rank)
+def _measure_rank(
+    rank: int, num_ranks: int, implementation: str, case: ShardingCase, run: RunConfig
+) -> ranks.RankReport:  # fmt: skip
+    error = steps.check_training(implementation, case, run, rank)
     device = case.device
     release(device)
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    step = ParallelStep(implementation, case, run, rank)
-    moments = [peak_mib(device)]
+    step = steps.ParallelStep(implementation, case, run, rank)
+    moments = [ranks.peak_mib(device)]
     step.forward_backward()
-    moments.append(peak_mib(device))
+    moments.append(ranks.peak_mib(device))
     step.optimizer.step()
-    moments.append(peak_mib(device))
+    moments.append(ranks.peak_mib(device))
     for _ in range(WARMUP):
         step.train_step()
     mib = step.mib()
-    samples = timed_steps(step.train_step, device, run)
+    samples = ranks.timed_steps(step.train_step, device, run)
     if device == "cuda":
-        mib |= dict(zip(MOMENTS, moments)) | {"peak_memory": peak_mib(device)}
-    lanes = {mode: trace_on_first(getattr(step, mode), rank, device) for mode in ("forward", "train_step")}
-    return RankReport(step_ms=samples, error=error, mib=mib, lanes=lanes)
+        mib |= dict(zip(MOMENTS, moments)) | {"peak_memory": ranks.peak_mib(device)}
+    lanes = {mode: ranks.trace_on_first(getattr(step, mode), rank, device) for mode in ("forward", "train_step")}
+    return ranks.RankReport(step_ms=samples, error=error, mib=mib, lanes=lanes)

@@ -10,8 +10,6 @@ is fair. A turn is CALLS calls in a row, of which three times are taken:
 Unlike elsewhere, the cache is not overwritten between calls: while the GPU does that, the host launches what is timed.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace

@@ -83,7 +83,7 @@ class Cell:
     case: Any  # a frozen config dataclass; stored in the records
     implementation: str  # of several BY_TURNS; no record has it
     rows: tuple[Row, ...]
-    problem: str = ""  # filled in by `Experiment.planned`
+    problem: str = ""  # filled in by `planned_cells`
     fresh_process: bool = False  # measure in a process that has done nothing before (warm-up effects)
     predicted_bytes: int = 0  # closed form of the peak, by which a CPU run skips what cannot fit
 
@@ -160,10 +160,6 @@ class Experiment:
     def numbers(self, frame: pd.DataFrame) -> dict[str, Any]:
         """What its page needs and no lookup gives: names for the template, numbers or functions."""
         return {}
-
-    def planned(self, run: RunConfig) -> list[Cell]:
-        """`cells` with this problem's name."""
-        return [replace(cell, problem=self.name) for cell in self.cells(run)]
 
 
 class Calculation(Experiment):

@@ -8,11 +8,9 @@ On a GPU a first cell compiles the grid in all cores, into Triton's cache on dis
 other would take longer than all else.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import pandas as pd
@@ -23,13 +21,7 @@ from cs336_systems.attention.compilation import arch_of_capability, compile_all,
 from cs336_systems.attention.tiles import KernelConfig, target_of, tuning_grid
 from cs336_systems.attention.tiles.grid import TMA_TARGETS
 from cs336_systems.config import AttentionShape, RunConfig
-from cs336_systems.experiments.attention import (
-    BACKWARD,
-    BY_SHAPE,
-    FORWARD,
-    AttentionExperiment,
-    sized_shape,
-)  # fmt: skip
+from cs336_systems.experiments.attention import BACKWARD, BY_SHAPE, FORWARD, AttentionExperiment, sized_shape
 from cs336_systems.experiments.figures import Heat
 from cs336_systems.experiments.frames import tuples
 from cs336_systems.experiments.implementations import chosen_tiles
@@ -40,32 +32,32 @@ from cs336_systems.inputs import AttentionInputs
 from cs336_systems.measure.stages import time_stages
 from cs336_systems.measure.timing import MIN_SAMPLES, plan_samples, time_calls, time_once
 
-TileSizes = tuple[int, int, int | None, int, int, bool]
-# (batch, heads, kv_heads or None, length, head_dim, causal): short and long, full and causal, grouped heads, few
+TileSizes = tuple[int, int, int, int, bool] | tuple[int, int, int, int, bool, int]
+# (batch, heads, length, head_dim, causal), and key heads where they are grouped: short and long, full and causal, few
 # programs and many.
 GRID_SHAPES: dict[str, tuple[TileSizes, ...]] = {
-    "tiny": ((1, 2, 1, 64, 64, True),),
-    "smoke": ((1, 2, 1, 64, 64, True),),
+    "tiny": ((1, 2, 64, 64, True, 1),),
+    "smoke": ((1, 2, 64, 64, True, 1),),
     "handout": (
-        (4, 16, None, 1024, 64, True),
-        (8, 16, None, 2048, 64, True),
-        (2, 32, None, 4096, 64, False),
-        (1, 32, 8, 8192, 64, True),
-        (1, 16, None, 16384, 64, True),
-        (1, 16, None, 16384, 64, False),
-        (1, 8, None, 512, 128, True),
-        (8, 16, None, 2048, 128, True),
-        (1, 32, 8, 8192, 128, True),
-        (1, 16, None, 16384, 128, True),
-        (1, 16, None, 16384, 128, False),
-        (1, 16, None, 32768, 128, True),
+        (4, 16, 1024, 64, True),
+        (8, 16, 2048, 64, True),
+        (2, 32, 4096, 64, False),
+        (1, 32, 8192, 64, True, 8),
+        (1, 16, 16384, 64, True),
+        (1, 16, 16384, 64, False),
+        (1, 8, 512, 128, True),
+        (8, 16, 2048, 128, True),
+        (1, 32, 8192, 128, True, 8),
+        (1, 16, 16384, 128, True),
+        (1, 16, 16384, 128, False),
+        (1, 16, 32768, 128, True),
     ),
 }
 FIXED_SHAPES: dict[str, tuple[TileSizes, ...]] = {
-    "tiny": ((1, 1, None, 64, 64, True),),
-    "smoke": ((1, 1, None, 64, 64, True),),
+    "tiny": ((1, 1, 64, 64, True),),
+    "smoke": ((1, 1, 64, 64, True),),
     "handout": tuple(
-        (1, 16, None, seqlen, head_dim, True) for head_dim in (64, 128) for seqlen in (8192, 16384, 32768)
+        (1, 16, seqlen, head_dim, True) for head_dim in (64, 128) for seqlen in (8192, 16384, 32768)
     ),
 }
 TABLE = "table"  # what `select_config` chooses: `table` for a backward, `table_<kernel>` for one kernel
@@ -99,14 +91,14 @@ class TileChoice(AttentionExperiment):
         """Compiling, then each shape's kernels under the table's and the grid's tiles, then whole backwards."""
         cells: list[Cell] = []
         capability = _capability(run)
-        for shape in (_shape(run, sizes) for sizes in GRID_SHAPES[run.scale]):
+        for shape in (sized_shape(run, *sizes) for sizes in GRID_SHAPES[run.scale]):
             if run.device == "cuda" and not cells:
                 cells.append(Cell(case=shape, implementation=COMPILE_AHEAD, rows=(COMPILE,)))
             for kernel, row in ROWS.items():
                 chosen = chosen_tiles(kernel, shape, capability)
                 names = [config.name for config in plausible_grid(kernel, shape, chosen.target) if config != chosen]
                 cells += [Cell(case=shape, implementation=name, rows=(row,)) for name in (f"{TABLE}_{kernel}", *names)]
-        for shape in (_shape(run, sizes) for sizes in FIXED_SHAPES[run.scale]):
+        for shape in (sized_shape(run, *sizes) for sizes in FIXED_SHAPES[run.scale]):
             cells += [Cell(case=shape, implementation=name, rows=(BACKWARD,)) for name in (TABLE, *FIXED)]
         return cells
 
@@ -281,11 +273,6 @@ def compile_on_shape(request: AheadRequest) -> str:
     except TritonError as error:
         return str(error)
     return ""
-
-
-def _shape(run: RunConfig, sizes: TileSizes) -> AttentionShape:
-    batch, heads, kv_heads, length, head_dim, is_causal = sizes
-    return replace(sized_shape(run, batch, heads, length, head_dim, is_causal), kv_heads=kv_heads)
 
 
 def _capability(run: RunConfig) -> tuple[int, int] | None:

@@ -1,7 +1,5 @@
 """torch.compile on plain attention, and on the whole model: eager beside compiled."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -12,7 +10,7 @@ from cs336_systems.config import ModelCase, RunConfig, proxy_model
 from cs336_systems.experiments.attention import BACKWARD, FORWARD, attention_cell, measure_attention
 from cs336_systems.experiments.figures import Bars
 from cs336_systems.experiments.frames import with_speeds
-from cs336_systems.experiments.models import MODEL_MODES, measure_model, model_cell, models, time_row
+from cs336_systems.experiments.models import MODEL_MODES, measure_model, model_cell, models
 from cs336_systems.experiments.pytorch_attention import num_passes, shapes
 from cs336_systems.experiments.spec import Cell, Experiment, Row, Sample, problem
 from cs336_systems.experiments.tables import Pivot
@@ -36,7 +34,7 @@ class TorchCompile(Experiment):
         if run.scale == "tiny":
             return cells
         compile_rows = tuple(Row(mode=mode, quantity="compile_time", unit="s") for mode in MODEL_MODES[:2])
-        times = tuple(time_row(mode) for mode in MODEL_MODES)
+        times = tuple(Row(mode, "time", "ms") for mode in MODEL_MODES)
         for model, batch in models(run):
             if run.scale == "smoke":  # compiling takes a laptop longer the more blocks there are, and shows no more
                 if not model.name.endswith("-proxy"):

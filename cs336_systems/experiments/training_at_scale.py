@@ -1,7 +1,5 @@
 """Utilization and memory of the 8B model on 8 to 16,384 GPUs, and of the handout's largest sizes on two: predicted."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -4,8 +4,6 @@ Not a problem of the handout: what its sections 5 to 8 are for. A cell trains fr
 loss curve is recorded only if it is the curve of one process without a wrapper, up to rounding.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace

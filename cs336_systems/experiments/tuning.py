@@ -8,11 +8,10 @@ name. The kernels of the backward are timed within a whole backward, the other k
 Nothing here writes a table: a person reads the proposals and edits `attention/tiles/tables.py`.
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -150,17 +149,11 @@ def medians(records: Iterable[Record], shapes: Sequence[AttentionShape], seed: i
         shape = by_key.get(case_key(record.case))
         if shape is None or (record.status, record.quantity, record.unit) != ("ok", "time", FORWARD.unit):
             continue
-        config, median_ms = _config_named(record.implementation), statistics.median(record.samples)
-        if config is not None and median_ms > 0:
-            found[shape][config] = median_ms
+        with suppress(ValueError):  # of a name that is no configuration's
+            config, median_ms = KernelConfig.from_name(record.implementation), statistics.median(record.samples)
+            if median_ms > 0:
+                found[shape][config] = median_ms
     return found
-
-
-def _config_named(name: str) -> KernelConfig | None:
-    try:
-        return KernelConfig.from_name(name)
-    except ValueError:
-        return None
 
 
 def _by_kernel(times: dict[AttentionShape, Times]) -> Iterator[tuple[AttentionShape, str, Times]]:

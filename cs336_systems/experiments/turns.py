@@ -12,8 +12,6 @@ apart have ratios that differ by a percent or two from run to run. Its turns are
 and so long that each runs at the clock of its own power. Between calls the cache is not overwritten.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import math
 import traceback

@@ -6,8 +6,6 @@ process goes on with its memory given back; any other error ends the process, si
 unusable, and travels to the parent as its last message.
 """
 
-from __future__ import annotations
-
 import gc
 import multiprocessing
 import os

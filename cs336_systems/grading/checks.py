@@ -10,8 +10,6 @@ A check passes when it returns. It fails with the message of its AssertionError,
 under test raises. The first line of its docstring says what is required.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType

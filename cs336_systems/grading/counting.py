@@ -1,7 +1,5 @@
 """What an implementation sends and what it keeps, seen from outside: no name of its own is needed."""
 
-from __future__ import annotations
-
 import gc
 import warnings
 import weakref

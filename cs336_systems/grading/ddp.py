@@ -3,8 +3,6 @@
 Two ranks on gloo and CPU. Each trains on its half of a batch and must end where one process ends with the whole of it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any

@@ -3,8 +3,6 @@
 Without a GPU, Triton's kernels run in its interpreter. All tensors are float32, (batch, sequence, head dim).
 """
 
-from __future__ import annotations
-
 import importlib.util
 import math
 from collections.abc import Callable

@@ -4,8 +4,6 @@ Two ranks on gloo and CPU. The optimizer is built from `fsdp_model.parameters()`
 can be imported, its layers are used.
 """
 
-from __future__ import annotations
-
 import gc
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The models that distributed checks train, and one-process training to compare with."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

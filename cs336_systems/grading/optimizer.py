@@ -4,8 +4,6 @@ Two ranks on gloo and CPU, with the same gradients on both. State is counted on 
 the code under test makes, so that wrappers with an optimizer inside and wrappers that inherit are served alike.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

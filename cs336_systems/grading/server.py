@@ -7,8 +7,6 @@ This process imports PyTorch and the checks, then does nothing but fork, so that
 whatever it does, abort, hang or exit, ends with it. A check of several ranks is as many processes, in a gloo group.
 """
 
-from __future__ import annotations
-
 import importlib
 import importlib.metadata
 import importlib.util

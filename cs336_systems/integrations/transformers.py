@@ -20,8 +20,6 @@ with SDPA a padded batch costs a (queries, keys) tensor; without padding there i
 What we do not compute raises, where some of Transformers' own implementations go on without it.
 """
 
-from __future__ import annotations
-
 import importlib
 from functools import partial
 from typing import Any
