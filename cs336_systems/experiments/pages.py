@@ -71,7 +71,7 @@ class Book:
         if isinstance(experiment, Calculation):
             self._frames[name] = calculated_frame(experiment)
         else:
-            records = read_records(self.folder / "records" / f"{name}.jsonl")
+            records = read_records(self.folder_of(name) / "records" / f"{name}.jsonl")
             self._frames[name] = load_frame(experiment, records)
         return self._frames[name]
 
@@ -141,8 +141,12 @@ class Book:
         return self.folder_of(problem) / "figures" / f"{problem}_{figure}.png"
 
     def folder_of(self, problem: str) -> Path:
-        """The folder of what is made for `problem`: calculated numbers are of no device."""
-        return self.folder.parent / "calculated" if isinstance(experiments()[problem], Calculation) else self.folder
+        """The folder of what is made for `problem`: calculated numbers are of no device, and what this device has not
+        measured is shown of another GPU that has."""
+        if isinstance(experiments()[problem], Calculation):
+            return self.folder.parent / "calculated"
+        others = [self.folder, *sorted(self.folder.parent.glob("nvidia-*"))]
+        return next((one for one in others if (one / "records" / f"{problem}.jsonl").exists()), self.folder)
 
     def write(self) -> list[Path]:
         """Write the document, the full tables and the figures, where they changed; returns what was written."""
@@ -332,7 +336,7 @@ class Page:
 
     def device(self) -> str:
         """The name of the device that the records are of."""
-        records = read_records(self._book.folder / "records" / f"{self._problem}.jsonl")
+        records = read_records(self._book.folder_of(self._problem) / "records" / f"{self._problem}.jsonl")
         return str(records[0].run.device["name"])
 
     def of(self, problem: str) -> Page:
