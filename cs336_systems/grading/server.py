@@ -7,6 +7,7 @@ This process imports PyTorch and the checks, then does nothing but fork, so that
 whatever it does, abort, hang or exit, ends with it. A check of several ranks is as many processes, in a gloo group.
 """
 
+import gc
 import importlib
 import importlib.metadata
 import importlib.util
@@ -218,6 +219,8 @@ def serve() -> None:
 
     from cs336_systems.grading import ddp, flash, fsdp, optimizer  # noqa: F401 - they register their checks
 
+    gc.collect()
+    gc.freeze()  # a check's collections would copy the memory of all that is imported
     for line in iter(sys.stdin.readline, ""):
         request = json.loads(line)
         check, adapters = CHECKS[request["check"]], Path(request["adapters"])
