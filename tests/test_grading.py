@@ -119,6 +119,7 @@ def test_what_hangs_ends_at_the_time_limit_and_is_told_where(tmp_path: Path, gra
     assert time.monotonic() - started < 50
 
 
+@pytest.mark.slow
 def test_what_ends_the_process_that_runs_the_checks_costs_one_check(tmp_path: Path):
     """It ended the grade."""
     path = solution(tmp_path, "import os, signal", "def get_ddp(module):", "    os.kill(os.getppid(), signal.SIGKILL)")
