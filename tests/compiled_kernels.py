@@ -1,6 +1,6 @@
 """Compiles every attention kernel, with no GPU, and prints a JSON line for each.
 
-    python -m tests.compiled_kernels        # without TRITON_INTERPRET
+    python -m tests.compiled_kernels        # without TRITON_INTERPRET; --all: their other ways to read as well
 
 A line says whether the kernel is launched early and the order of what matters in its PTX: "start" of the next kernel,
 "await" of the one before, "read" of what an earlier kernel of the call has written, "end"; and its parameters, as a
@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import linecache
 import re
+import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -62,20 +63,23 @@ def show(arch: str, kind: str, launch: Callable[[], Any]) -> None:
 
 
 def main() -> None:
-    for arch, kind, kernel, tiles in (
+    once = [
         ("sm90", "dense", "forward", "64x64_w4_s2"),
         ("sm90", "dense", "dkdv", "64x64_w4_s2"),
-        ("sm90", "dense", "dkdv", "64x64_w4_s2_tma"),
         ("sm90", "split", "forward", "64x64_w4_s2"),
         ("sm90", "varlen", "forward", "64x64_w4_s2_tma"),
-        ("sm90", "varlen", "dkdv", "64x64_w4_s2"),
         ("sm90", "varlen", "dkdv", "64x64_w4_s2_tma"),
         ("sm90", "block_sparse", "forward", "64x64_w4_s2_tma"),
-        ("sm90", "block_sparse", "dkdv", "64x64_w4_s2"),
         ("sm90", "block_sparse", "dkdv", "64x64_w4_s2_tma"),
         ("sm80", "dense", "dkdv", "64x64_w4_s2"),
+    ]
+    others = [
+        ("sm90", "dense", "dkdv", "64x64_w4_s2_tma"),
+        ("sm90", "varlen", "dkdv", "64x64_w4_s2"),
+        ("sm90", "block_sparse", "dkdv", "64x64_w4_s2"),
         ("sm80", "split", "forward", "64x64_w4_s2"),
-    ):
+    ]
+    for arch, kind, kernel, tiles in once + others * ("--all" in sys.argv):
         launch = {"varlen": launch_varlen, "block_sparse": launch_block_sparse}.get(kind, compilation._launch)
         request = CompileRequest(
             config=KernelConfig.from_name(f"{arch}_{kernel}_{tiles}"), arch=arch, head_dim=64, dtype="bfloat16",

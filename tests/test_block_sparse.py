@@ -237,6 +237,23 @@ def test_dead_tiles_are_never_read(side, device):
         assert not dirty[name][:, :, 64:128].any(), f"{name} of keys that nothing attends must be zero"
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="counts what the interpreter multiplies")
+@pytest.mark.parametrize("name", ["checkerboard", "row-and-column-dead"])
+def test_a2_the_visited_tiles_are_those_of_the_lists(name, monkeypatch):
+    """A visit multiplies twice in the forward, three times for dQ and four times for dK and dV."""
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    products, create_dot = [], InterpreterBuilder.create_dot
+    monkeypatch.setattr(
+        InterpreterBuilder, "create_dot", lambda *arguments: products.append(1) or create_dot(*arguments)
+    )
+    tiles = {kernel: KernelConfig.from_name(f"portable_{kernel}_64x64_w4_s1") for kernel in ("forward", "dkdv", "dq")}
+    options = {"block_mask": pattern(name, "cpu"), "config": AttentionConfig(**tiles)}
+    run(*inputs(1, 2, 2, 256, 256, 32, torch.float32, "cpu"), backend="triton", **options)
+    heads, listed = 2, sum(map(sum, PATTERNS[name]))
+    assert len(products) == heads * listed * (2 + 3 + 4)
+
+
 def with_padding(mask: BlockMask, tiles: dict[str, int]) -> BlockMask:
     """`mask` with lists one slot longer, and the unused slots pointing at the given tile."""
     lists = {name: getattr(mask, name) for name in mask.__dataclass_fields__}

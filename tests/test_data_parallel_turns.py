@@ -26,6 +26,7 @@ CASE = TURNS.cases(TINY)[0]
 
 def take_turns_one_at_a_time(rank: int, num_ranks: int) -> tuple[dict[str, Any], list[str]]:
     """All wrappers' turns, naive never averaging; and the order in which their models were built."""
+    gc.freeze()
     alive: list[tuple[str, Any]] = []
     order = []
 

@@ -1,6 +1,6 @@
 """Every kind of module × wrapper × use either trains as one process does, or is refused by a named reason.
 
-    pytest tests/test_equality.py                        # ALWAYS, and a twentieth of all others, drawn by their names
+    pytest tests/test_equality.py                        # ALWAYS, and a sixtieth of all others, drawn by their names
     pytest tests/test_equality.py -m slow                # all of them
     python -m tests.test_equality fsdp "tied*" "*"       # some, with what went wrong
 
@@ -45,7 +45,7 @@ from tests.module_kinds import KINDS, Kind, double
 UNUSED_PARAMETERS = [KINDS["unused layer"], KINDS["alternating branches"]]  # in a step
 COVERS = ("cs336_systems/distributed", "tests/module_kinds.py")
 RANKS, SAMPLES, STEPS = 2, 4, 3
-SAMPLED = 20  # one case in so many is no slow test
+SAMPLED = 60  # one case in so many is no slow test
 OURS = str(Path(cs336_systems.__file__).parent)
 
 DDP = "naive|flat|overlap|bucketed|sharded-optimizer"
@@ -577,7 +577,7 @@ def sampled_outcomes() -> list[Outcome]:
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_D2_D4_D14_a_wrapper_trains_as_one_process(wrapper):
-    check([outcome for outcome in sampled_outcomes() if outcome.wrapper == wrapper], at_least=45)
+    check([outcome for outcome in sampled_outcomes() if outcome.wrapper == wrapper], at_least=20)
 
 
 @pytest.mark.slow

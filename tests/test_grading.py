@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from cs336_systems.cli import app
 from cs336_systems.grading.checks import CHECKS
-from cs336_systems.grading.grade import Grade, Grader, Result, checks_of, chosen_problems
+from cs336_systems.grading.grade import HUNG, Grade, Grader, Result, checks_of, chosen_problems, grade
 from cs336_systems.handout import HANDOUT, problems_of
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -108,13 +108,59 @@ def solution(folder: Path, *lines: str) -> Path:
 BROADCASTS = CHECKS["ddp_overlap_individual_parameters.broadcasts_the_parameters"]
 
 
-def test_what_hangs_ends_at_the_time_limit(tmp_path: Path, grader: Grader, monkeypatch):
+def test_what_hangs_ends_at_the_time_limit_and_is_told_where(tmp_path: Path, grader: Grader, monkeypatch):
     path = solution(tmp_path, "import time", "def get_ddp(module):", "    time.sleep(60)")
     monkeypatch.setattr(grader, "time_limit_s", 1.0)
     started = time.monotonic()
     result = grader.run(BROADCASTS, path)
-    assert result.status == "failed" and result.message == "has not ended after 1 s"
+    assert result.status == "failed"
+    assert result.message == "has not ended after 1 s (rank 0: adapters.py:3, rank 1: adapters.py:3)"
+    assert "line 3 in get_ddp" in result.detail
     assert time.monotonic() - started < 50
+
+
+@pytest.mark.slow
+def test_what_ends_the_process_that_runs_the_checks_costs_one_check(tmp_path: Path):
+    """It ended the grade."""
+    path = solution(tmp_path, "import os, signal", "def get_ddp(module):", "    os.kill(os.getppid(), signal.SIGKILL)")
+    with Grader() as grader:
+        assert grader.run(BROADCASTS, path).message == "the process that runs the checks has been ended"
+        assert grader.run(BROADCASTS, solution(tmp_path, "")).message == "get_ddp is missing"
+
+
+def test_a_problem_is_left_behind_a_check_that_hangs(monkeypatch):
+    """Its points are lost, and the checks that are left would take their minutes each."""
+    ran = []
+
+    def run(self, check, adapters):
+        ran.append(check.name)
+        hangs = check.name == "equals_one_process"
+        return Result(check=check, status="failed" if hangs else "passed", message=f"{HUNG} after 180 s" * hangs)
+
+    monkeypatch.setattr(Grader, "run", run)
+    problems = [HANDOUT[name] for name in ("ddp_overlap_individual_parameters", "optimizer_state_sharding")]
+    found = grade(Path("adapters.py"), problems)
+    assert ran[:4] == ["broadcasts_the_parameters", "keeps_the_module", "equals_one_process", ran[3]]
+    assert len(ran) == 3 + len(checks_of("optimizer_state_sharding"))
+    assert found.points == 15 and "equals_one_process: has not ended after 180 s" in "\n".join(found.lines())
+    skipped = found.results["ddp_overlap_individual_parameters.overlaps_the_backward"]
+    assert (skipped.status, skipped.message) == ("failed", "not run, as equals_one_process has not ended")
+
+
+def test_a_folder_of_modules_that_import_each_other(tmp_path: Path, grader: Grader, monkeypatch):
+    """As in the course's tests, where adapters.py is a module of a package; and what is written is nobody else's."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "ddp.py").write_text("from .base import DDP\n")
+    (tmp_path / "base.py").write_text((SOLUTIONS / "minimal.py").read_text())
+    result = grader.run(BROADCASTS, solution(tmp_path, "from .ddp import DDP as get_ddp", "open('log', 'w').write('')"))
+    assert result.status == "passed", result.detail
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["__pycache__", "adapters.py", "base.py", "ddp.py"]
+
+
+def test_a_rank_that_dies_is_told_and_not_the_other_that_misses_it(tmp_path: Path, grader: Grader):
+    rank_0_dies = "    os._exit(3) if dist.get_rank() == 0 else dist.barrier()"
+    path = solution(tmp_path, "import os, torch.distributed as dist", "def get_ddp(module):", rank_0_dies)
+    assert grader.run(BROADCASTS, path).message == "the process died (exit code 3)"
 
 
 def test_a_file_that_cannot_be_loaded_says_why_in_one_line(tmp_path: Path, grader: Grader):
@@ -180,6 +226,7 @@ def test_the_command_prints_json_and_exits_by_the_points(grader: Grader, monkeyp
     ("arguments", "message"),
     [
         (["nowhere.py"], "nowhere.py is not a file"),
+        (["tests"], "tests is a folder; name the file with the adapters, as tests/adapters.py"),
         (["tests/adapters.py", "--edition", "2024"], "--edition must be one of 2025, 2026, got 2024"),
         (["tests/adapters.py", "--problem", "nsys_profile"], "nsys_profile is measured, not graded by running"),
         (["tests/adapters.py", "--problem", "flash"], "unknown problem 'flash'; graded are flash_forward"),

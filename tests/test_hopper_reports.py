@@ -39,8 +39,6 @@ NAMED = {
 }
 A_FEW = [
     HopperRequest(kernel="forward", head_dim=128, is_causal=True),
-    HopperRequest(kernel="forward", head_dim=64, is_causal=True, config="hopper_forward_64x128_pairs"),
-    HopperRequest(kernel="backward", head_dim=64, is_causal=True),
     HopperRequest(kernel="backward", head_dim=40, is_causal=False, dtype="float16", group=4, whole_key_tiles=False),
 ]
 

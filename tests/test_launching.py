@@ -64,11 +64,12 @@ KERNELS = {
 }
 
 
-def test_compiled_kernels_wait_before_they_read_and_can_be_replayed(tmp_path):
+@pytest.mark.parametrize("which", [[], pytest.param(["--all"], marks=pytest.mark.slow)], ids=["once", "all"])
+def test_compiled_kernels_wait_before_they_read_and_can_be_replayed(which, tmp_path):
     """Their parameters are those that their PTX declares: another version of Triton may pass others."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(tmp_path)  # a kept PTX names the sources of the checkout that compiled it
-    command = [sys.executable, "-m", "tests.compiled_kernels"]
+    command = [sys.executable, "-m", "tests.compiled_kernels", *which]
     process = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert process.returncode == 0, process.stderr
     lines = [json.loads(line) for line in process.stdout.splitlines()]

@@ -34,6 +34,8 @@ def grade(
             raise ValueError(f"--edition must be one of {', '.join(map(str, EDITIONS))}, got {edition}")
         if not time_limit > 0:
             raise ValueError(f"--time-limit must be positive, got {time_limit}")
+        if adapters.is_dir():
+            raise ValueError(f"{adapters} is a folder; name the file with the adapters, as {adapters}/adapters.py")
         if not adapters.is_file():
             raise ValueError(f"{adapters} is not a file")
         problems = grading.chosen_problems(problem, edition)

@@ -111,6 +111,7 @@ def take_turns(
     """Of each wrapper the error over its bound, what is wrong with it, and the milliseconds of its timed steps."""
     began = time.monotonic()
     checks = _check_all(names, steps.shallow(case), run, rank)
+    gc.freeze()  # else each collection, also one within a timed step, goes through all that is imported
     samples: dict[str, list[float]] = {name: [] for name in names}
     at_least, at_most = ROUNDS[run.scale]
     for number in range(at_most):
@@ -150,10 +151,8 @@ def _turn(name: str, case: ShardingCase, run: RunConfig, rank: int) -> list[floa
     for _ in range(WARMUP):
         step.train_step()
     gc.collect()
-    gc.freeze()  # else the collector goes through all that lives in a timed step
     count = STEPS[run.scale] if case.precision == Precision() else LOW_PRECISION_STEPS
     samples = [ranks.time_together(step.train_step, case.device) for _ in range(count)]
-    gc.unfreeze()
     del step
     gc.collect()  # wrappers and their hooks are cycles; cached blocks stay, for the next of the same shapes
     return samples

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-TIME_LIMIT_S = 180.0  # a compiled backward takes a minute on a slow host; what hangs costs this once
+TIME_LIMIT_S = 180.0  # a compiled backward takes a minute on a slow host; what hangs costs this once a problem
+HUNG = "has not ended"  # the message of such a check begins so
 
 
 class Skipped(Exception):  # noqa: N818 - a reason, not an error

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from cs336_systems.grading import ddp, flash, fsdp, optimizer  # noqa: F401 - they register their checks
-from cs336_systems.grading.checks import CHECKS, TIME_LIMIT_S, Check
+from cs336_systems.grading.checks import CHECKS, HUNG, TIME_LIMIT_S, Check
 from cs336_systems.handout import HANDOUT, HandoutProblem, problems_of
 
 # -P: the folder in which the command was typed may hold a `cs336_systems` of its own.
@@ -62,7 +62,8 @@ class Grader:
         print(json.dumps(request), file=self._server.stdin, flush=True)
         answer = self._server.stdout.readline()
         if not answer:
-            raise RuntimeError(f"the process that runs the checks ended during {check.id}")
+            self.__exit__()  # the next check has another
+            return Result(check=check, status="failed", message="the process that runs the checks has been ended")
         return Result(check=check, **json.loads(answer))
 
 
@@ -175,12 +176,21 @@ def grade(
     time_limit_s: float = TIME_LIMIT_S,
     progress: Callable[[int, int, Result], None] = lambda done, total, result: None,
 ) -> Grade:
-    """Run every check of `problems` on the file `adapters`, and say after each how it ended."""
+    """Run every check of `problems` on the file `adapters`, and say after each how it ended.
+
+    A problem that has lost its points by a check that hangs is left there: its other checks may hang as long.
+    """
     counted = Grade(list(problems), list(others))
     checks = [check for problem in counted.problems for check in checks_of(problem.name)]
+    hung: dict[str, str] = {}  # by problem, the check
     with Grader(time_limit_s) as grader:
         for number, check in enumerate(checks, start=1):
-            result = grader.run(check, adapters)
+            if check.problem in hung:
+                result = Result(check=check, status="failed", message=f"not run, as {hung[check.problem]} {HUNG}")
+            else:
+                result = grader.run(check, adapters)
+            if result.message.startswith(HUNG) and not check.beyond:
+                hung[check.problem] = check.name
             counted.results[check.id] = result
             progress(number, len(checks), result)
     return counted

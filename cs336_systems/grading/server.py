@@ -7,11 +7,14 @@ This process imports PyTorch and the checks, then does nothing but fork, so that
 whatever it does, abort, hang or exit, ends with it. A check of several ranks is as many processes, in a gloo group.
 """
 
+import faulthandler
+import gc
 import importlib
 import importlib.metadata
 import importlib.util
 import json
 import os
+import re
 import select
 import signal
 import sys
@@ -31,7 +34,7 @@ import torch
 import torch.distributed as dist
 
 from cs336_systems.device import interpret_kernels
-from cs336_systems.grading.checks import CHECKS, Adapters, Check, NotImplementedYet, Skipped
+from cs336_systems.grading.checks import CHECKS, HUNG, Adapters, Check, NotImplementedYet, Skipped
 from cs336_systems.grading.counting import count_messages
 
 OWN_PACKAGE = Path(__file__).resolve().parent.parent
@@ -60,10 +63,13 @@ def load_adapters(path: Path, scratch: Path) -> Adapters:
         if (root / name).is_dir() and (root / name).resolve() != OWN_PACKAGE:
             _put_in_place(name, root / name)
         _know_version(name, scratch)
-    spec = importlib.util.spec_from_file_location("adapters", path)
+    package = types.ModuleType("submission")  # the file's folder, for `from .ddp import DDP`, whatever it is called
+    package.__path__ = [str(path.parent)]
+    sys.modules["submission"] = package
+    spec = importlib.util.spec_from_file_location("submission.adapters", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules["adapters"] = module
+    sys.modules["adapters"] = sys.modules["submission.adapters"] = module
     spec.loader.exec_module(module)
     return Adapters(module)
 
@@ -93,6 +99,9 @@ def _know_version(name: str, scratch: Path) -> None:
 
 def run_check(check: Check, adapters: Path, rank: int, scratch: Path) -> None:
     """What a forked process does: prepare, load the code under test, run."""
+    os.chdir(scratch)  # what it writes is nobody else's
+    stack = (scratch / f"stack of rank {rank}").open("w")  # on SIGUSR1, to say where it hangs
+    faulthandler.register(signal.SIGUSR1, stack, all_threads=False)
     torch.set_num_threads(1)  # the tensors are small, and ranks share the cores
     if check.num_ranks == 1:
         check.function(load_adapters(adapters, scratch))
@@ -157,9 +166,11 @@ def fork(task: Callable[[], None], adapters: Path) -> Process:
         os._exit(0)
 
 
-def wait_for(processes: list[Process], time_limit_s: float) -> dict[str, Any]:
+def wait_for(
+    processes: list[Process], time_limit_s: float, where_they_hang: Callable[[list[Process]], tuple[str, str]]
+) -> dict[str, Any]:
     """The outcome of all together: the first failure, or passed. No process is left on return."""
-    deadline, timed_out = time.monotonic() + time_limit_s, False
+    deadline, timed_out, places, detail = time.monotonic() + time_limit_s, False, "", ""
     running = list(processes)
     try:
         while running and not timed_out:
@@ -177,15 +188,33 @@ def wait_for(processes: list[Process], time_limit_s: float) -> dict[str, Any]:
                 process.outcome = json.loads(process.said) if chunk else _death(process)
                 if process.outcome["status"] == "failed":
                     deadline = min(deadline, time.monotonic() + GRACE_S)
+        if timed_out:
+            places, detail = where_they_hang(running)
     finally:
         for process in processes:
             _end(process)
     failures = [process.outcome for process in processes if process.outcome.get("status") == "failed"]
     if failures:
-        return min(failures, key=lambda outcome: outcome["when"])
+        # That gloo lost a connection is what another rank's end looks like.
+        return min(failures, key=lambda outcome: ("gloo/" in outcome["message"], outcome["when"]))
     if timed_out:
-        return {"status": "failed", "message": f"has not ended after {time_limit_s:g} s"}
+        return {"status": "failed", "message": f"{HUNG} after {time_limit_s:g} s{places}", "detail": detail}
     return next((p.outcome for p in processes if p.outcome["status"] == "skipped"), processes[0].outcome)
+
+
+def where_they_hang(adapters: Path, scratch: Path, processes: list[Process]) -> tuple[str, str]:
+    """The lines under test in which the processes are, and their stacks."""
+    for process in processes:
+        os.kill(process.pid, signal.SIGUSR1)
+    time.sleep(GRACE_S)
+    places, stacks = [], []
+    for file in sorted(scratch.glob("stack of rank *")):
+        rank, stack = file.name.removeprefix("stack of "), file.read_text()
+        frames = re.findall(r'File "(.*)", line (\d+) in', stack)
+        own = [(path, line) for path, line in frames if _is_under_test(path, adapters)]
+        places += [f"{rank}: {Path(path).name}:{line}" for path, line in own[:1]]
+        stacks += [f"{rank}: {stack}"] * bool(stack)
+    return f" ({', '.join(places)})" if places else "", "\n".join(stacks)
 
 
 def _death(process: Process) -> dict[str, Any]:
@@ -218,13 +247,16 @@ def serve() -> None:
 
     from cs336_systems.grading import ddp, flash, fsdp, optimizer  # noqa: F401 - they register their checks
 
+    gc.collect()
+    gc.freeze()  # a check's collections would copy the memory of all that is imported
     for line in iter(sys.stdin.readline, ""):
         request = json.loads(line)
         check, adapters = CHECKS[request["check"]], Path(request["adapters"])
         started = time.monotonic()
         with tempfile.TemporaryDirectory(prefix="grade-") as folder:
-            processes = [fork(partial(run_check, check, adapters, rank, Path(folder)), adapters)
+            scratch = Path(folder)
+            processes = [fork(partial(run_check, check, adapters, rank, scratch), adapters)
                          for rank in range(check.num_ranks)]  # fmt: skip
-            outcome = wait_for(processes, request["time_limit_s"])
+            outcome = wait_for(processes, request["time_limit_s"], partial(where_they_hang, adapters, scratch))
         outcome = {key: outcome.get(key, "") for key in ("status", "message", "detail")}
         print(json.dumps(outcome | {"seconds": time.monotonic() - started}), file=answers, flush=True)
