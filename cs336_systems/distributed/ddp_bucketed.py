@@ -93,7 +93,8 @@ class BucketedDDP(DataParallel):
         for bucket in self._order[self._sent :]:
             self._under_way.start(self._flat[bucket])
         if self._became_full is not None and self.buckets:
-            self._order, self._became_full = agree_on_order(self._became_full, self._order, self), None
+            self._order = agree_on_order(self._became_full, self._order, self._flat[0].device, self.group)
+            self._became_full = None
         self._end_step()
 
     def _end_step(self) -> None:

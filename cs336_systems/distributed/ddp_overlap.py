@@ -50,7 +50,8 @@ class OverlapDDP(DataParallel):
         for index in self._order[self._sent :]:  # those that this backward has not reached, and those behind them
             self._under_way.start(dense_gradient(self.trainable[index]))
         if self._came is not None and self.trainable:
-            self._order, self._came = agree_on_order(self._came, self._order, self), None
+            self._order = agree_on_order(self._came, self._order, self.trainable[0].device, self.group)
+            self._came = None
         self._end_step()
 
     def _end_step(self) -> None:

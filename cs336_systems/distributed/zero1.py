@@ -32,7 +32,7 @@ from cs336_systems.distributed.collectives import (
     clip_shards,
     reduce_scatter_mean_flat,
 )
-from cs336_systems.distributed.ddp import Accumulating, call_at_each_gradient, dense_gradient
+from cs336_systems.distributed.ddp import Accumulating, agree_on_order, call_at_each_gradient, dense_gradient
 from cs336_systems.distributed.ddp_bucketed import BYTES_PER_MB, plan_buckets
 from cs336_systems.distributed.optimizer_shares import OptimizerOfShares, check_elementwise, hyperparameters
 
@@ -85,11 +85,14 @@ class Zero1Optimizer(OptimizerOfShares, Accumulating):
             local_groups.append({**hyperparameters(group), "params": [bucket.master for bucket in buckets]})
         self.local = optimizer_cls(local_groups, **kwargs)
         self.take_settings()
-        # Backward finishes the last parameters first; every rank reduces in this order, whatever arrives when.
-        self._reduce_order = list(reversed(self.buckets))
-        self._finished = False  # whether all are reduced, and no step has used them
+        # Every rank reduces in this order, whatever arrives when: the last parameters first, from the second step on as
+        # rank 0's buckets became full in the first, since groups (decayed or not) take turns in a backward.
+        self._order = self.buckets[::-1]
+        self._became_full: list[int] | None = []  # places in `buckets`, in the first step
         self._places = [(bucket, place) for bucket in self.buckets for place in range(len(bucket.parameters))]
         in_buckets = [bucket.parameters[place] for bucket, place in self._places]
+        self._sent = 0  # buckets, in their order
+        self._finished = False  # whether all are reduced, and no step has used them
         call_at_each_gradient(self, in_buckets, Zero1Optimizer._gradient_arrived)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -109,21 +112,24 @@ class Zero1Optimizer(OptimizerOfShares, Accumulating):
         if not self.sends:
             return
         bucket.arrived.add(place)
-        for next_one in self._reduce_order:
-            if next_one.launched:
-                continue
-            if len(next_one.arrived) < len(next_one.parameters):
-                break
-            next_one.reduce()
+        if bucket.is_full and self._became_full is not None:
+            self._became_full.append(self.buckets.index(bucket))
+        while self._sent < len(self._order) and self._order[self._sent].is_full:
+            self._order[self._sent].reduce()
+            self._sent += 1
 
     def finish_gradient_synchronization(self) -> None:
         """Reduce the buckets that unused parameters kept waiting, and wait for all; RuntimeError within `no_sync`."""
         self.check_sending()
-        for bucket in self._reduce_order:
-            if not bucket.launched:
-                bucket.reduce()
+        for bucket in self._order[self._sent :]:
+            bucket.reduce()
+        self._sent = len(self._order)
         for bucket in self.buckets:
             bucket.work.wait()
+        if self._became_full is not None and self.buckets:
+            before = [self.buckets.index(bucket) for bucket in self._order]
+            order = agree_on_order(self._became_full, before, self.buckets[0].flat.device, self.process_group)
+            self._order, self._became_full = [self.buckets[place] for place in order], None
         self._finished = True
 
     def averaged_gradients(self) -> list[Tensor]:
@@ -163,7 +169,7 @@ class Zero1Optimizer(OptimizerOfShares, Accumulating):
         for bucket in self.buckets:
             bucket.launched = False
             bucket.arrived.clear()
-        self._finished = False
+        self._sent, self._finished = 0, False
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -236,6 +242,10 @@ class Bucket:
         if gradient.data_ptr() != view.data_ptr():
             view.copy_(gradient)
             parameter.grad = view
+
+    @property
+    def is_full(self) -> bool:
+        return len(self.arrived) == len(self.parameters)
 
     @torch.no_grad()
     def reduce(self) -> None:
