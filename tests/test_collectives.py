@@ -23,7 +23,14 @@ from cs336_systems.distributed.collectives import (
     rank_in,
     reduce_scatter_mean_flat,
 )
+from cs336_systems.distributed.context_parallel import ring_attention
+from cs336_systems.distributed.ddp_bucketed import BucketedDDP
+from cs336_systems.distributed.ddp_flat import FlatDDP
+from cs336_systems.distributed.ddp_naive import NaiveDDP
+from cs336_systems.distributed.ddp_overlap import OverlapDDP
+from cs336_systems.distributed.fsdp import FSDP
 from cs336_systems.distributed.launch import run_ranks
+from cs336_systems.distributed.loss_scale import LossScaler
 from tests.one_job import OneJob
 
 
@@ -40,14 +47,6 @@ def mean_over_ranks(ranks: int, size: int, dtype: torch.dtype = torch.float32) -
 
 
 def use_a_group_of_others(rank: int, ranks: int) -> None:
-    from cs336_systems.distributed.context_parallel import ring_attention
-    from cs336_systems.distributed.ddp_bucketed import BucketedDDP
-    from cs336_systems.distributed.ddp_flat import FlatDDP
-    from cs336_systems.distributed.ddp_naive import NaiveDDP
-    from cs336_systems.distributed.ddp_overlap import OverlapDDP
-    from cs336_systems.distributed.fsdp import FSDP
-    from cs336_systems.distributed.loss_scale import LossScaler
-
     first = dist.new_group([0])
     if rank == 0:
         assert (num_ranks(first), rank_in(first)) == (1, 0)
@@ -244,7 +243,8 @@ def test_D8_ranks_built_differently_are_told_the_parameter():
 
 
 def test_D9_without_a_process_group_the_way_to_one_is_told():
-    for call in (num_ranks, rank_in, lambda: all_reduce_mean(torch.ones(2))):
+    ring = partial(ring_attention, *[torch.ones(1, 1, 2, 4)] * 3)
+    for call in (num_ranks, rank_in, lambda: all_reduce_mean(torch.ones(2)), ring):
         with pytest.raises(RuntimeError, match="there is no process group: start the ranks with run_ranks, or by"):
             call()
 
