@@ -151,11 +151,16 @@ def clip_shards(
     return norm.to(torch.float32)
 
 
+@torch.no_grad()
 def broadcast_from_first(tensor: Shaped[Tensor, "*shape"], group: Group = None) -> None:
-    """Replace the contiguous `tensor` on every rank by that of rank 0 of `group`, bit for bit."""
-    if num_ranks(group) > 1 and tensor.numel():
-        # As bytes: every transport takes them, and no dtype is left out.
-        dist.broadcast(tensor.reshape(-1).view(torch.uint8), group_src=0, group=group)
+    """Replace `tensor`, of any strides, on every rank by that of rank 0 of `group`, bit for bit."""
+    if num_ranks(group) == 1 or not tensor.numel():
+        return
+    sent = tensor.detach().contiguous()
+    # As bytes: every transport takes them, and no dtype is left out.
+    dist.broadcast(sent.reshape(-1).view(torch.uint8), group_src=0, group=group)
+    if sent.data_ptr() != tensor.data_ptr():
+        tensor.copy_(sent)
 
 
 def all_gather_flat(
@@ -239,12 +244,9 @@ def check_same_shapes(named_tensors: Iterable[tuple[str, Tensor]], group: Group 
                 raise ValueError(f"parameters must be the same on all ranks: rank 0 has {first}, rank {rank} {other}")
 
 
-@torch.no_grad()
 def broadcast_parameters(module: nn.Module, group: Group = None) -> None:
     """Give every rank the parameters and buffers of rank 0 of `group`; ValueError for one on the meta device."""
     for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
         if tensor.is_meta:
             raise ValueError(f"parameter {name!r} is on the meta device: give it memory before it is broadcast")
-        sent = tensor.detach().contiguous()
-        broadcast_from_first(sent, group)
-        tensor.copy_(sent)
+        broadcast_from_first(tensor, group)

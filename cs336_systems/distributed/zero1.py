@@ -72,9 +72,7 @@ class Zero1Optimizer(OptimizerOfShares, Accumulating):
         check_same_shapes(((str(place), parameter) for place, parameter in enumerate(self.parameters)), process_group)
         for parameter in self.parameters:
             if not parameter.requires_grad:  # in no bucket, whose values rank 0 sends
-                sent = parameter.detach().contiguous()
-                broadcast_from_first(sent, process_group)
-                parameter.detach().copy_(sent)
+                broadcast_from_first(parameter, process_group)
         self.buckets: list[Bucket] = []
         local_groups = []
         for group in self.param_groups:
@@ -216,9 +214,8 @@ class Bucket:
         with torch.no_grad():
             for parameter, view in zip(parameters, self.views):
                 view.copy_(parameter)
-            broadcast_from_first(self.flat, self.group)
-            for parameter, view in zip(parameters, self.views):
                 parameter.data = view
+            broadcast_from_first(self.flat, self.group)
             self.part = self.flat[self.own]
             self.is_low = torch.promote_types(self.part.dtype, torch.float32) != self.part.dtype
             self.master = nn.Parameter(self.part.float() if self.is_low else self.part)

@@ -149,9 +149,8 @@ class FSDP(nn.Module, Accumulating):
     def _from_rank_0(self, tensor: Any) -> Tensor:
         """`tensor` with rank 0's values, on this rank's device."""
         values = tensor.detach().to(self.device)
-        sent = values.contiguous()
-        broadcast_from_first(sent, self.group)
-        return values if sent is values else values.copy_(sent)
+        broadcast_from_first(values, self.group)
+        return values
 
     # Forward
 
