@@ -264,7 +264,7 @@ def test_a_gradient_with_a_graph_is_sent_without_it():
 
 def test_gradients_are_aligned_views_of_their_buckets(alone_in_a_group):
     wrapped = BucketedDDP(nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 3)), None)
-    (flat,) = wrapped._flat
+    flat = wrapped.buckets[0].flat
     for _ in range(2):
         wrapped.zero_grad(set_to_none=True)
         wrapped(torch.ones(3, 3)).sum().backward()

@@ -327,13 +327,13 @@ def leave_a_bucket_unused(rank: int, num_ranks: int) -> bool:
 def reduce_while_the_backward_runs(rank: int, num_ranks: int) -> list[int]:
     """Buckets of two groups, matrices and vectors, that are reduced when the backward comes to the first layer."""
     model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)) for _ in range(4)))
-    groups = [[one for one in model.parameters() if (one.ndim > 1) == is_matrix] for is_matrix in (True, False)]
+    groups = [[one for one in model.parameters() if (one.ndim > 1) == is_matrix] for is_matrix in (False, True)]
     optimizer = Zero1Optimizer([{"params": group} for group in groups], SGD, lr=0.1, bucket_size_mb=384 / 2**20)
     reduced = []
     for _ in range(2):
         optimizer.zero_grad()
         x = model[0](torch.ones(2, 8))
-        x.register_hook(lambda _: reduced.append(sum(bucket.launched for bucket in optimizer.buckets)))
+        x.register_hook(lambda _: reduced.append(len(optimizer.buckets) - len(optimizer._queue.waiting)))
         model[1:](x).sum().backward()
         optimizer.step()
     return [*reduced, len(optimizer.buckets)]

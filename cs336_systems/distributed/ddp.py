@@ -142,9 +142,9 @@ def call_at_each_gradient(owner: Any, parameters: list[Any], react: Callable[[An
         parameter.register_post_accumulate_grad_hook(partial(hook, index))
 
 
-def agree_on_order(came: list[int], items: list[int], device: torch.device, group: Group) -> list[int]:
-    """`items` in the order in which rank 0's `came` in its first step, on every rank; those that did not go last."""
-    order = torch.tensor([*dict.fromkeys([*came, *items])], device=device)
+def agree_on_order(came: list[int], count: int, device: torch.device, group: Group) -> list[int]:
+    """The numbers below `count` in the order in which rank 0's `came`, on every rank; those that did not go last."""
+    order = torch.tensor([*dict.fromkeys([*came, *range(count)])], device=device)
     broadcast_from_first(order, group)
     return order.tolist()
 
