@@ -187,6 +187,19 @@ class Unit:
                 vars(module)["_parameters"] = in_use if is_in_use else at_rest
         self.state = state
 
+    def begin_forward(self) -> State:
+        """Show the wholes to a forward of an entry; the state to `become` at its end, BACKWARD in a recomputation."""
+        self.wait()
+        before = self.state
+        self.become(State.FORWARD)
+        return before
+
+    def begin_backward(self) -> None:
+        """Show the wholes to the backward; while a forward runs they are shown already."""
+        self.wait()
+        if self.state is State.GATHERED:
+            self.become(State.BACKWARD)
+
     @torch.no_grad()
     def gather(self) -> None:
         """Start gathering, behind what is queued now; nothing if it was started before."""

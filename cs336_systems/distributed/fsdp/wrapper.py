@@ -196,11 +196,9 @@ class FSDP(nn.Module, Accumulating):
         elif not self._window.in_backward and unit.state is State.GATHERED:
             unit.free()  # an entry is called directly, perhaps after the optimizer's step
         self._window.make_room(unit)
-        unit.wait()
         self._clock += 1
-        call = _Call(unit, state_before=unit.state, began=self._clock, casts=[])
+        call = _Call(unit, state_before=unit.begin_forward(), began=self._clock, casts=[])
         self._calls.append(call)
-        unit.become(State.FORWARD)
         if self.compute_dtype is not None:
             args = call.cast(args, self.compute_dtype)
             kwargs = {name: call.cast(value, self.compute_dtype) for name, value in kwargs.items()}
@@ -216,7 +214,7 @@ class FSDP(nn.Module, Accumulating):
             return  # the hook before has raised
         call = self._calls.pop()
         self._clock += 1
-        unit.become(call.state_before)  # BACKWARD after a recomputation in one
+        unit.become(call.state_before)
         if any(not cast.is_inference() and cast._version for cast in call.casts):
             raise RuntimeError(f"{unit.name!r} must not write into its arguments unless they are {self.compute_dtype}")
         outputs: list[Tensor] = []
@@ -255,9 +253,7 @@ class FSDP(nn.Module, Accumulating):
                 self._window.gather_ahead(order.ahead(other.backward_position, PREFETCH))
         self._window.make_room(unit)
         unit.began, unit.backward, unit.backward_position = began, self._backwards[-1], order.visit(unit)
-        unit.wait()
-        if unit.state is State.GATHERED:
-            unit.become(State.BACKWARD)
+        unit.begin_backward()
 
     def _begin_backward(self) -> None:
         """Be told when this backward ends; gather what the outermost begins with."""
