@@ -136,28 +136,21 @@ def broadcast_odd(rank: int, ranks: int) -> None:
     assert all(map(torch.equal, module.buffers(), tensors(0)))
 
 
-DIFFERENT = {  # how rank 1's model differs, and what every rank must be told
-    "shape": r"rank 0 has '1.weight' of shape \(2, 4\), float32, rank 1 '1.weight' of shape \(3, 4\), float32",
-    "dtype": r"rank 0 has '1.weight' of .*, float32, rank 1 '1.weight' of shape \(2, 4\), float64",
-    "missing": r"parameters must be the same on all ranks: rank 0 has '1.bias' of .*, rank 1 no more",
-    "frozen": r"rank 0 has '1.weight' of .* float32, rank 1 '1.weight' of shape \(2, 4\), float32, frozen",
-    "order": r"rank 0 has '1.weight' of .*, rank 1 '2.weight' of",
-}
+DIFFERENT = [  # the layers behind the first on rank 1, and what every rank must be told
+    (
+        [nn.Linear(4, 3)],
+        r"rank 0 has '1.weight' of shape \(2, 4\), float32, rank 1 '1.weight' of shape \(3, 4\)",
+    ),
+    ([nn.Linear(4, 2).double()], r"rank 0 has '1.weight' of .*, float32, rank 1 '1.weight' of shape \(2, 4\), float64"),
+    ([nn.Linear(4, 2, bias=False)], r"the same on all ranks: rank 0 has '1.bias' of .*, rank 1 no more"),
+    ([nn.Linear(4, 2).requires_grad_(False)], r"rank 0 has '1.weight' of .*, rank 1 '1.weight' of .*, float32, frozen"),
+    ([nn.ReLU(), nn.Linear(4, 2)], r"rank 0 has '1.weight' of .*, rank 1 '2.weight' of"),
+]
 
 
 def build_differently(rank: int, ranks: int) -> None:
-    for how, message in DIFFERENT.items():
-        module = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
-        if rank == 1:
-            module[1] = {
-                "shape": lambda: nn.Linear(4, 3),
-                "dtype": lambda: nn.Linear(4, 2, dtype=torch.float64),
-                "missing": lambda: nn.Linear(4, 2, bias=False),
-                "frozen": lambda: nn.Linear(4, 2).requires_grad_(False),
-                "order": nn.ReLU,
-            }[how]()
-            if how == "order":
-                module.append(nn.Linear(4, 2))
+    for layers, message in DIFFERENT:
+        module = nn.Sequential(nn.Linear(3, 4), *(layers if rank == 1 else [nn.Linear(4, 2)]))
         with pytest.raises(ValueError, match=message):
             check_same_shapes(module.named_parameters())
 
