@@ -61,67 +61,44 @@ def use_a_group_of_others(rank: int, ranks: int) -> None:
             use()
 
 
-def means(rank: int, ranks: int) -> dict[str, Tensor]:
-    found = {}
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+def to_average(rank: int) -> dict[Any, Tensor]:
+    return {dtype: inputs(rank, 12, dtype) for dtype in DTYPES} | {
+        "strided": inputs(rank, 12).view(3, 4).t(), "0-d": torch.tensor(float(rank)), "empty": torch.empty(0),
+        "complex": torch.tensor([complex(rank, 1)]), "parameter": nn.Parameter(inputs(rank, 5)),
+    }  # fmt: skip
+
+
+def means(rank: int, ranks: int) -> dict[Any, Tensor]:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
-            tensor = inputs(rank, 12, dtype)
-            handle = all_reduce_mean(tensor, async_op=True)
+        found = to_average(rank)
+        for tensor in found.values():
+            handle = all_reduce_mean(tensor, async_op=tensor.ndim == 1)
             handle.wait()
             handle.wait()  # harmless
-            found[f"all_reduce {dtype}"] = tensor
-        strided = inputs(rank, 12).view(3, 4).t()
-        all_reduce_mean(strided)
-        found["strided"] = strided
-        number = torch.tensor(float(rank))
-        all_reduce_mean(number)
-        found["0-d"] = number
-        complex_number = torch.tensor([complex(rank, 1)])
-        all_reduce_mean(complex_number)
-        found["complex"] = complex_number
-        all_reduce_mean(torch.empty(0))
-        parameter = nn.Parameter(inputs(rank, 5))
-        all_reduce_mean(parameter)
-        found["parameter"] = parameter.detach()
-        many_at_once(rank, found)
+        under_way = MeansUnderWay()
+        for _ in range(2):  # bit for bit the same
+            tensors = to_average(rank)
+            for tensor in tensors.values():
+                under_way.start(tensor.detach())
+            under_way.wait()
+            assert all(torch.equal(tensor, found[name]) for name, tensor in tensors.items())
+            deepcopy(under_way)
 
         whole = inputs(rank, 12)
-        part = torch.full((12 // ranks,), float("nan"))
-        reduce_scatter_mean_flat(part, whole, async_op=True).wait()
+        found["part"] = torch.full((12 // ranks,), float("nan"))
+        reduce_scatter_mean_flat(found["part"], whole, async_op=True).wait()
         assert torch.equal(whole, inputs(rank, 12)), "the input must stay"
-        found["part"] = part
-        half_part = torch.full((12 // ranks,), float("nan"), dtype=torch.float32)
-        reduce_scatter_mean_flat(half_part, inputs(rank, 12, torch.float16))
-        found["half part"] = half_part
-        gathered = torch.full((12,), float("nan"))
-        all_gather_flat(gathered, part, async_op=True).wait()
-        found["gathered"] = gathered
+        found["half part"] = torch.full((12 // ranks,), float("nan"), dtype=torch.float32)
+        reduce_scatter_mean_flat(found["half part"], inputs(rank, 12, torch.float16))
+        found["gathered"] = torch.full((12,), float("nan"))
+        all_gather_flat(found["gathered"], found["part"], async_op=True).wait()
         all_gather_flat(torch.empty(0), torch.empty(0))
         reduce_scatter_mean_flat(torch.empty(0), torch.empty(0))
-    return found
-
-
-def many_at_once(rank: int, found: dict[str, Tensor]) -> None:
-    """`MeansUnderWay` gives, bit for bit, what `all_reduce_mean` gave of the same tensors; twice, the lookups anew."""
-    under_way = MeansUnderWay()
-    for _ in range(2):
-        tensors = {
-            f"all_reduce {dtype}": inputs(rank, 12, dtype) for dtype in (torch.float32, torch.bfloat16, torch.float64)
-        }
-        tensors |= {
-            "strided": inputs(rank, 12).view(3, 4).t(), "0-d": torch.tensor(float(rank)),
-            "complex": torch.tensor([complex(rank, 1)]), "parameter": inputs(rank, 5),
-        }  # fmt: skip
-        for tensor in (*tensors.values(), torch.empty(0)):
-            under_way.start(tensor)
-        under_way.wait()
-        for name, tensor in tensors.items():
-            assert torch.equal(tensor, found[name]), name
-        deepcopy(under_way)
-    under_way.wait()  # of nothing
-    with pytest.raises(TypeError, match="tensor must be floating point or complex to have a mean, got torch.int64"):
-        under_way.start(torch.ones(3, dtype=torch.int64))
+    return {name: tensor.detach() for name, tensor in found.items()}
 
 
 def broadcast_odd(rank: int, ranks: int) -> None:
@@ -156,8 +133,9 @@ def build_differently(rank: int, ranks: int) -> None:
 
 
 def refuse_wrong_arguments(rank: int, ranks: int) -> None:
-    with pytest.raises(TypeError, match="tensor must be floating point or complex to have a mean, got torch.int64"):
-        all_reduce_mean(torch.ones(3, dtype=torch.int64))
+    for start in (all_reduce_mean, MeansUnderWay().start):
+        with pytest.raises(TypeError, match="tensor must be floating point or complex to have a mean, got torch.int64"):
+            start(torch.ones(3, dtype=torch.int64))
     with pytest.raises(TypeError, match="input must be floating point or complex to have a mean, got torch.int64"):
         reduce_scatter_mean_flat(torch.ones(2), torch.ones(4, dtype=torch.int64))
     with pytest.raises(ValueError, match="parameter 'weight' is on the meta device: give it memory before"):
@@ -177,12 +155,10 @@ def test_D3_D9_means_gathers_and_scatters(ranks):
     results = TWO_RANKS.results(means) if ranks == 2 else run_ranks(means, ranks)
     expected = mean_over_ranks(ranks, 12)
     for rank, found in enumerate(results):
-        for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
+        for dtype in DTYPES:
             # Summed in the dtype itself, on values below 4: each addition and the division round once.
             bound = ranks * 4 * torch.finfo(dtype).eps
-            torch.testing.assert_close(
-                found[f"all_reduce {dtype}"], mean_over_ranks(ranks, 12, dtype), atol=bound, rtol=0
-            )
+            torch.testing.assert_close(found[dtype], mean_over_ranks(ranks, 12, dtype), atol=bound, rtol=0)
         torch.testing.assert_close(found["strided"], expected.view(3, 4).t())
         assert found["0-d"].item() == pytest.approx((ranks - 1) / 2) and found["0-d"].shape == ()
         torch.testing.assert_close(found["complex"], torch.tensor([complex((ranks - 1) / 2, 1)]))

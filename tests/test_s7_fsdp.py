@@ -26,7 +26,6 @@ from cs336_systems.distributed.fsdp.life import watch
 from cs336_systems.distributed.fsdp.plan import plan_units
 from cs336_systems.distributed.fsdp.reduce import gather_rows, reduce_rows_mean
 from cs336_systems.distributed.fsdp.rest import chunk_rows, own_rows
-from cs336_systems.distributed.fsdp.unit import ExecutionOrder
 from cs336_systems.distributed.launch import run_ranks
 from cs336_systems.model import AdamW, TransformerLM
 from tests.module_kinds import Net
@@ -671,16 +670,3 @@ def test_modules_that_share_a_weight_are_one_unit():
     plans = {plan.name: plan for plan in plan_units(Awkward(), "block")}
     assert [name for name, _, _ in plans["tied"].parameters] == ["tied.weight"]
     assert len(plans["tied"].entries) == 2 and "again" not in plans
-
-
-def test_a_changed_order_ends_the_guessing_and_is_learnt():
-    order: ExecutionOrder[str] = ExecutionOrder()
-    for unit in "abc":
-        order.visit(unit)
-    order.begin()
-    assert order.expected[:2] == ["a", "b"]
-    assert order.ahead(order.visit("a"), 2) == "c"
-    assert order.ahead(order.visit("x"), 1) is None
-    order.begin()
-    assert order.expected == ["a", "x"]
-    assert order.ends_within(1, 1) and not order.ends_within(0, 1) and order.ends_within(0, 2)
