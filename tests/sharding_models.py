@@ -66,6 +66,18 @@ def token_loss(model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
     return nn.functional.cross_entropy(model(tokens).float().flatten(0, 1), targets.flatten())
 
 
+class RaiseInBackward(torch.autograd.Function):
+    """Identity whose backward raises."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        raise ArithmeticError("planted")
+
+
 class LiveBytes(TorchDispatchMode):
     """Counts the memory under all tensors that operators have touched; storages that are resized count as they are."""
 

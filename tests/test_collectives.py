@@ -23,7 +23,14 @@ from cs336_systems.distributed.collectives import (
     rank_in,
     reduce_scatter_mean_flat,
 )
+from cs336_systems.distributed.context_parallel import ring_attention
+from cs336_systems.distributed.ddp_bucketed import BucketedDDP
+from cs336_systems.distributed.ddp_flat import FlatDDP
+from cs336_systems.distributed.ddp_naive import NaiveDDP
+from cs336_systems.distributed.ddp_overlap import OverlapDDP
+from cs336_systems.distributed.fsdp import FSDP
 from cs336_systems.distributed.launch import run_ranks
+from cs336_systems.distributed.loss_scale import LossScaler
 from tests.one_job import OneJob
 
 
@@ -40,14 +47,6 @@ def mean_over_ranks(ranks: int, size: int, dtype: torch.dtype = torch.float32) -
 
 
 def use_a_group_of_others(rank: int, ranks: int) -> None:
-    from cs336_systems.distributed.context_parallel import ring_attention
-    from cs336_systems.distributed.ddp_bucketed import BucketedDDP
-    from cs336_systems.distributed.ddp_flat import FlatDDP
-    from cs336_systems.distributed.ddp_naive import NaiveDDP
-    from cs336_systems.distributed.ddp_overlap import OverlapDDP
-    from cs336_systems.distributed.fsdp import FSDP
-    from cs336_systems.distributed.loss_scale import LossScaler
-
     first = dist.new_group([0])
     if rank == 0:
         assert (num_ranks(first), rank_in(first)) == (1, 0)
@@ -62,67 +61,44 @@ def use_a_group_of_others(rank: int, ranks: int) -> None:
             use()
 
 
-def means(rank: int, ranks: int) -> dict[str, Tensor]:
-    found = {}
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+def to_average(rank: int) -> dict[Any, Tensor]:
+    return {dtype: inputs(rank, 12, dtype) for dtype in DTYPES} | {
+        "strided": inputs(rank, 12).view(3, 4).t(), "0-d": torch.tensor(float(rank)), "empty": torch.empty(0),
+        "complex": torch.tensor([complex(rank, 1)]), "parameter": nn.Parameter(inputs(rank, 5)),
+    }  # fmt: skip
+
+
+def means(rank: int, ranks: int) -> dict[Any, Tensor]:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
-            tensor = inputs(rank, 12, dtype)
-            handle = all_reduce_mean(tensor, async_op=True)
+        found = to_average(rank)
+        for tensor in found.values():
+            handle = all_reduce_mean(tensor, async_op=tensor.ndim == 1)
             handle.wait()
             handle.wait()  # harmless
-            found[f"all_reduce {dtype}"] = tensor
-        strided = inputs(rank, 12).view(3, 4).t()
-        all_reduce_mean(strided)
-        found["strided"] = strided
-        number = torch.tensor(float(rank))
-        all_reduce_mean(number)
-        found["0-d"] = number
-        complex_number = torch.tensor([complex(rank, 1)])
-        all_reduce_mean(complex_number)
-        found["complex"] = complex_number
-        all_reduce_mean(torch.empty(0))
-        parameter = nn.Parameter(inputs(rank, 5))
-        all_reduce_mean(parameter)
-        found["parameter"] = parameter.detach()
-        many_at_once(rank, found)
+        under_way = MeansUnderWay()
+        for _ in range(2):  # bit for bit the same
+            tensors = to_average(rank)
+            for tensor in tensors.values():
+                under_way.start(tensor.detach())
+            under_way.wait()
+            assert all(torch.equal(tensor, found[name]) for name, tensor in tensors.items())
+            deepcopy(under_way)
 
         whole = inputs(rank, 12)
-        part = torch.full((12 // ranks,), float("nan"))
-        reduce_scatter_mean_flat(part, whole, async_op=True).wait()
+        found["part"] = torch.full((12 // ranks,), float("nan"))
+        reduce_scatter_mean_flat(found["part"], whole, async_op=True).wait()
         assert torch.equal(whole, inputs(rank, 12)), "the input must stay"
-        found["part"] = part
-        half_part = torch.full((12 // ranks,), float("nan"), dtype=torch.float32)
-        reduce_scatter_mean_flat(half_part, inputs(rank, 12, torch.float16))
-        found["half part"] = half_part
-        gathered = torch.full((12,), float("nan"))
-        all_gather_flat(gathered, part, async_op=True).wait()
-        found["gathered"] = gathered
+        found["half part"] = torch.full((12 // ranks,), float("nan"), dtype=torch.float32)
+        reduce_scatter_mean_flat(found["half part"], inputs(rank, 12, torch.float16))
+        found["gathered"] = torch.full((12,), float("nan"))
+        all_gather_flat(found["gathered"], found["part"], async_op=True).wait()
         all_gather_flat(torch.empty(0), torch.empty(0))
         reduce_scatter_mean_flat(torch.empty(0), torch.empty(0))
-    return found
-
-
-def many_at_once(rank: int, found: dict[str, Tensor]) -> None:
-    """`MeansUnderWay` gives, bit for bit, what `all_reduce_mean` gave of the same tensors; twice, the lookups anew."""
-    under_way = MeansUnderWay()
-    for _ in range(2):
-        tensors = {
-            f"all_reduce {dtype}": inputs(rank, 12, dtype) for dtype in (torch.float32, torch.bfloat16, torch.float64)
-        }
-        tensors |= {
-            "strided": inputs(rank, 12).view(3, 4).t(), "0-d": torch.tensor(float(rank)),
-            "complex": torch.tensor([complex(rank, 1)]), "parameter": inputs(rank, 5),
-        }  # fmt: skip
-        for tensor in (*tensors.values(), torch.empty(0)):
-            under_way.start(tensor)
-        under_way.wait()
-        for name, tensor in tensors.items():
-            assert torch.equal(tensor, found[name]), name
-        deepcopy(under_way)
-    under_way.wait()  # of nothing
-    with pytest.raises(TypeError, match="tensor must be floating point or complex to have a mean, got torch.int64"):
-        under_way.start(torch.ones(3, dtype=torch.int64))
+    return {name: tensor.detach() for name, tensor in found.items()}
 
 
 def broadcast_odd(rank: int, ranks: int) -> None:
@@ -137,35 +113,29 @@ def broadcast_odd(rank: int, ranks: int) -> None:
     assert all(map(torch.equal, module.buffers(), tensors(0)))
 
 
-DIFFERENT = {  # how rank 1's model differs, and what every rank must be told
-    "shape": r"rank 0 has '1.weight' of shape \(2, 4\), float32, rank 1 '1.weight' of shape \(3, 4\), float32",
-    "dtype": r"rank 0 has '1.weight' of .*, float32, rank 1 '1.weight' of shape \(2, 4\), float64",
-    "missing": r"parameters must be the same on all ranks: rank 0 has '1.bias' of .*, rank 1 no more",
-    "frozen": r"rank 0 has '1.weight' of .* float32, rank 1 '1.weight' of shape \(2, 4\), float32, frozen",
-    "order": r"rank 0 has '1.weight' of .*, rank 1 '2.weight' of",
-}
+DIFFERENT = [  # the layers behind the first on rank 1, and what every rank must be told
+    (
+        [nn.Linear(4, 3)],
+        r"rank 0 has '1.weight' of shape \(2, 4\), float32, rank 1 '1.weight' of shape \(3, 4\)",
+    ),
+    ([nn.Linear(4, 2).double()], r"rank 0 has '1.weight' of .*, float32, rank 1 '1.weight' of shape \(2, 4\), float64"),
+    ([nn.Linear(4, 2, bias=False)], r"the same on all ranks: rank 0 has '1.bias' of .*, rank 1 no more"),
+    ([nn.Linear(4, 2).requires_grad_(False)], r"rank 0 has '1.weight' of .*, rank 1 '1.weight' of .*, float32, frozen"),
+    ([nn.ReLU(), nn.Linear(4, 2)], r"rank 0 has '1.weight' of .*, rank 1 '2.weight' of"),
+]
 
 
 def build_differently(rank: int, ranks: int) -> None:
-    for how, message in DIFFERENT.items():
-        module = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
-        if rank == 1:
-            module[1] = {
-                "shape": lambda: nn.Linear(4, 3),
-                "dtype": lambda: nn.Linear(4, 2, dtype=torch.float64),
-                "missing": lambda: nn.Linear(4, 2, bias=False),
-                "frozen": lambda: nn.Linear(4, 2).requires_grad_(False),
-                "order": nn.ReLU,
-            }[how]()
-            if how == "order":
-                module.append(nn.Linear(4, 2))
+    for layers, message in DIFFERENT:
+        module = nn.Sequential(nn.Linear(3, 4), *(layers if rank == 1 else [nn.Linear(4, 2)]))
         with pytest.raises(ValueError, match=message):
             check_same_shapes(module.named_parameters())
 
 
 def refuse_wrong_arguments(rank: int, ranks: int) -> None:
-    with pytest.raises(TypeError, match="tensor must be floating point or complex to have a mean, got torch.int64"):
-        all_reduce_mean(torch.ones(3, dtype=torch.int64))
+    for start in (all_reduce_mean, MeansUnderWay().start):
+        with pytest.raises(TypeError, match="tensor must be floating point or complex to have a mean, got torch.int64"):
+            start(torch.ones(3, dtype=torch.int64))
     with pytest.raises(TypeError, match="input must be floating point or complex to have a mean, got torch.int64"):
         reduce_scatter_mean_flat(torch.ones(2), torch.ones(4, dtype=torch.int64))
     with pytest.raises(ValueError, match="parameter 'weight' is on the meta device: give it memory before"):
@@ -185,12 +155,10 @@ def test_D3_D9_means_gathers_and_scatters(ranks):
     results = TWO_RANKS.results(means) if ranks == 2 else run_ranks(means, ranks)
     expected = mean_over_ranks(ranks, 12)
     for rank, found in enumerate(results):
-        for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
+        for dtype in DTYPES:
             # Summed in the dtype itself, on values below 4: each addition and the division round once.
             bound = ranks * 4 * torch.finfo(dtype).eps
-            torch.testing.assert_close(
-                found[f"all_reduce {dtype}"], mean_over_ranks(ranks, 12, dtype), atol=bound, rtol=0
-            )
+            torch.testing.assert_close(found[dtype], mean_over_ranks(ranks, 12, dtype), atol=bound, rtol=0)
         torch.testing.assert_close(found["strided"], expected.view(3, 4).t())
         assert found["0-d"].item() == pytest.approx((ranks - 1) / 2) and found["0-d"].shape == ()
         torch.testing.assert_close(found["complex"], torch.tensor([complex((ranks - 1) / 2, 1)]))
@@ -244,7 +212,8 @@ def test_D8_ranks_built_differently_are_told_the_parameter():
 
 
 def test_D9_without_a_process_group_the_way_to_one_is_told():
-    for call in (num_ranks, rank_in, lambda: all_reduce_mean(torch.ones(2))):
+    ring = partial(ring_attention, *[torch.ones(1, 1, 2, 4)] * 3)
+    for call in (num_ranks, rank_in, lambda: all_reduce_mean(torch.ones(2)), ring):
         with pytest.raises(RuntimeError, match="there is no process group: start the ranks with run_ranks, or by"):
             call()
 

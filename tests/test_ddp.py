@@ -27,6 +27,7 @@ from cs336_systems.distributed.ddp_overlap import OverlapDDP
 from cs336_systems.distributed.launch import RankError, run_ranks
 from cs336_systems.model import AdamW
 from tests.one_job import OneJob
+from tests.sharding_models import RaiseInBackward
 
 WRAPPERS: dict[str, Callable[..., DataParallel]] = {
     "naive": NaiveDDP,
@@ -264,7 +265,7 @@ def test_a_gradient_with_a_graph_is_sent_without_it():
 
 def test_gradients_are_aligned_views_of_their_buckets(alone_in_a_group):
     wrapped = BucketedDDP(nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 3)), None)
-    (flat,) = wrapped._flat
+    flat = wrapped.buckets[0].flat
     for _ in range(2):
         wrapped.zero_grad(set_to_none=True)
         wrapped(torch.ones(3, 3)).sum().backward()
@@ -322,22 +323,12 @@ def test_a_bucket_needs_a_positive_finite_size(size, alone_in_a_group):
         BucketedDDP(nn.Linear(2, 2), size)
 
 
-class Interrupting(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        raise ArithmeticError("planted")
-
-
 @pytest.mark.parametrize("wrapper", ["overlap", "bucketed, one"])
 def test_after_a_backward_that_raised_the_way_out_is_told(wrapper, alone_in_a_group):
     wrapped = WRAPPERS[wrapper](nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
     first, last = wrapped.module
     with pytest.raises(ArithmeticError, match="planted"):
-        last(Interrupting.apply(first(torch.ones(1, 2)))).sum().backward()
+        last(RaiseInBackward.apply(first(torch.ones(1, 2)))).sum().backward()
     wrapped.zero_grad()
     with pytest.raises(RuntimeError, match=r"call skip_step\(\) after one that raised"):
         wrapped(torch.ones(1, 2)).sum().backward()

@@ -119,14 +119,16 @@ class Side:
         self.finish()
         self.optimizer.step()
 
-    def steps(self) -> Any:
-        """The numbers of the steps, each with gradients reset."""
+    def steps(self, *, update: bool = True) -> Any:
+        """The numbers of the steps: before each, gradients are reset, after it, with `update`, parameters updated."""
         for step in range(STEPS):
             for inner in self.module.modules():
                 if hasattr(inner, "step"):
                     inner.step = step  # type: ignore[assignment]
             self.optimizer.zero_grad()
             yield step
+            if update:
+                self.update()
 
 
 def mean_loss(output: Any) -> Tensor:
@@ -148,7 +150,6 @@ class Use:
 def plain(side: Side) -> None:
     for step in side.steps():
         side.backward(side.loss(step))
-        side.update()
 
 
 def accumulate(side: Side) -> None:
@@ -157,18 +158,16 @@ def accumulate(side: Side) -> None:
             side.backward(side.loss(10 * step))
             side.backward(side.loss(10 * step + 1))
         side.backward(side.loss(10 * step + 2))
-        side.update()
 
 
 def two_forwards_one_backward(side: Side) -> None:
     for step in side.steps():
         side.backward(side.loss(step) + side.loss(step + 10))
-        side.update()
 
 
 def forward_without_backward(side: Side) -> None:
     """In training mode, with gradients on: a metric, or a bad batch that is skipped."""
-    for step in side.steps():
+    for step in side.steps(update=False):
         side.losses.append(side.loss(step + 20).detach())
         side.backward(side.loss(step))
         side.losses.append(side.loss(step + 30).detach())  # what it gathers is old after the update
@@ -177,7 +176,7 @@ def forward_without_backward(side: Side) -> None:
 
 
 def evaluate_between(side: Side) -> None:
-    for step in side.steps():
+    for step in side.steps(update=False):
         side.backward(side.loss(step))
         side.update()
         side.module.eval()
@@ -193,11 +192,10 @@ def evaluate_before_finishing(side: Side) -> None:
         side.backward(side.loss(step))
         with torch.no_grad():
             side.losses.append(side.loss(step + 10))
-        side.update()
 
 
 def clip(side: Side) -> None:
-    for step in side.steps():
+    for step in side.steps(update=False):
         side.backward(side.loss(step))
         side.finish()
         if side.clip is None:
@@ -209,7 +207,7 @@ def clip(side: Side) -> None:
 
 def scale(side: Side) -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-    for step in side.steps():
+    for step in side.steps(update=False):
         side.backward(scaler.scale(side.loss(step)))
         side.finish()
         scaler.step(side.optimizer)
@@ -222,7 +220,6 @@ def load(side: Side) -> None:
         if step < 2:
             side.load({name: value * (0.5 + step) for name, value in INITIAL[side.kind].items()})
         side.backward(side.loss(step))
-        side.update()
 
 
 def change_rate(side: Side) -> None:
@@ -230,7 +227,6 @@ def change_rate(side: Side) -> None:
         for group in side.optimizer.param_groups:
             group["lr"] = 0.1 / (1 + step)
         side.backward(side.loss(step))
-        side.update()
 
 
 def add_group(side: Side) -> None:
@@ -239,14 +235,12 @@ def add_group(side: Side) -> None:
         if step == 1 and len(parameters) > 1:
             side.optimizer.add_param_group({"params": parameters[1:], "lr": 0.05})
         side.backward(side.loss(step))
-        side.update()
 
 
 def keep_zeros(side: Side) -> None:
     for step in side.steps():
         side.optimizer.zero_grad(set_to_none=False)
         side.backward(side.loss(step))
-        side.update()
 
 
 def backward_twice(side: Side) -> None:
@@ -255,7 +249,6 @@ def backward_twice(side: Side) -> None:
         with side.no_sync():
             side.backward(loss, retain_graph=True)
         side.backward(loss)
-        side.update()
 
 
 def change_output_in_place(side: Side) -> None:
@@ -264,7 +257,6 @@ def change_output_in_place(side: Side) -> None:
         for one in tree_leaves(output):
             one /= 2
         side.backward(mean_loss(output))
-        side.update()
 
 
 def fill_a_list(side: Side) -> None:
@@ -272,7 +264,6 @@ def fill_a_list(side: Side) -> None:
         losses: list[Tensor] = []
         loss = side.loss(step, losses)
         side.backward(loss + sum(losses))
-        side.update()
 
 
 def take_input_gradients(side: Side) -> None:
@@ -283,7 +274,6 @@ def take_input_gradients(side: Side) -> None:
         if wanted:
             torch.autograd.grad(mean_loss(side.model(*inputs)), wanted)
         side.backward(side.loss(step))
-        side.update()
 
 
 def raise_in_a_forward(side: Side) -> None:
@@ -294,7 +284,6 @@ def raise_in_a_forward(side: Side) -> None:
             side.loss(step + 10)
         handle.remove()
         side.backward(side.loss(step))
-        side.update()
 
 
 def _raise(*_: Any) -> None:

@@ -19,7 +19,7 @@ from cs336_systems.experiments.parallel_step import (
     check_gradients,
     plain_mean,
     wrap_ddp,
-)  # fmt: skip
+)
 from cs336_systems.experiments.ranks import TIMES, run_cell
 from cs336_systems.experiments.records import Record, Run, case_to_dict
 from cs336_systems.experiments.spec import Disagreement, Unsupported, load
@@ -38,6 +38,10 @@ def parallel_case(**options) -> DataParallelCase:
     )
 
 
+def collective_case(**changed) -> CollectiveCase:
+    return CollectiveCase(**{"operation": "broadcast", "num_bytes": 4, "num_ranks": 2, "backend": "gloo", **changed})
+
+
 # Bandwidth
 
 
@@ -53,14 +57,8 @@ def test_the_best_bucket_has_the_least_overhead():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (
-            lambda: CollectiveCase(operation="gather", num_bytes=4, num_ranks=2, backend="gloo"),
-            "CollectiveCase.operation must be one of all_reduce",
-        ),
-        (
-            lambda: CollectiveCase(operation="broadcast", num_bytes=0, num_ranks=2, backend="gloo"),
-            "CollectiveCase.num_bytes must be a positive int, got 0",
-        ),
+        (lambda: collective_case(operation="gather"), "CollectiveCase.operation must be one of all_reduce"),
+        (lambda: collective_case(num_bytes=0), "CollectiveCase.num_bytes must be a positive int, got 0"),
         (lambda: replace(parallel_case(), backend="mpi"), "DataParallelCase.backend must be one of gloo, nccl"),
         (lambda: replace(parallel_case(), bucket_size_mb=0), "DataParallelCase.bucket_size_mb must be positive, got 0"),
         (lambda: replace(parallel_case(), num_ranks=0), "DataParallelCase.num_ranks must be a positive int, got 0"),
@@ -134,13 +132,9 @@ def test_an_unknown_implementation_is_skipped():
         list(measure_ddp(cell, TINY))
 
 
-def test_torchs_wrapper_gets_the_bucket_size():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        wrapped = wrap_ddp(torch.nn.Linear(2, 2), "torch_ddp_view", 7)
-        assert wrapped.bucket_bytes_cap == 7 * 2**20 and wrapped.gradient_as_bucket_view
-    finally:
-        dist.destroy_process_group()
+def test_torchs_wrapper_gets_the_bucket_size(alone_in_a_group):
+    wrapped = wrap_ddp(torch.nn.Linear(2, 2), "torch_ddp_view", 7)
+    assert wrapped.bucket_bytes_cap == 7 * 2**20 and wrapped.gradient_as_bucket_view
 
 
 def fail(rank: int, ranks: int, error: str) -> None:

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import LBFGS, SGD, Adafactor
 
@@ -200,14 +199,6 @@ def check_zero1(rank: int, num_ranks: int) -> dict[str, Any]:
         low(torch.ones(1, 4, dtype=torch.bfloat16)).sum().backward()
         masters.step()
         assert (low.weight == 3).all()
-    # float64 stays what it is
-    wide = nn.Linear(4, 4, bias=False).to(torch.float64)
-    before = wide.weight.detach().clone()
-    unmoved = Zero1Optimizer(wide.parameters(), SGD, lr=0.0)
-    wide(torch.ones(1, 4, dtype=torch.float64)).sum().backward()
-    unmoved.step()
-    dist.broadcast(before, 0)
-    assert torch.equal(wide.weight, before)
     # Errors
     model = nn.Linear(2, 2)
     zero1, x = Zero1Optimizer(model.parameters(), SGD, lr=0.1), torch.ones(3, 2)
@@ -324,13 +315,37 @@ def leave_a_bucket_unused(rank: int, num_ranks: int) -> bool:
     return len(optimizer.buckets) == 4 and torch.allclose(unused.weight, 0.75 * before)
 
 
-TWO_RANKS = OneJob(2, (check_zero1,), (refuse_other_shapes,), (check_the_check,), (leave_a_bucket_unused,))
+def reduce_while_the_backward_runs(rank: int, num_ranks: int) -> list[int]:
+    """Buckets of two groups, matrices and vectors, that are reduced when the backward comes to the first layer."""
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)) for _ in range(4)))
+    groups = [[one for one in model.parameters() if (one.ndim > 1) == is_matrix] for is_matrix in (False, True)]
+    optimizer = Zero1Optimizer([{"params": group} for group in groups], SGD, lr=0.1, bucket_size_mb=384 / 2**20)
+    reduced = []
+    for _ in range(2):
+        optimizer.zero_grad()
+        x = model[0](torch.ones(2, 8))
+        x.register_hook(lambda _: reduced.append(len(optimizer.buckets) - len(optimizer._queue.waiting)))
+        model[1:](x).sum().backward()
+        optimizer.step()
+    return [*reduced, len(optimizer.buckets)]
+
+
+TWO_RANKS = OneJob(
+    2, (check_zero1,), (refuse_other_shapes,), (check_the_check,), (leave_a_bucket_unused,),
+    (reduce_while_the_backward_runs,),
+)  # fmt: skip
 THREE_RANKS = OneJob(3, (check_zero1,), (check_options,))
 
 
 def test_D1_zero1_takes_unused_parameters_for_having_zeros():
     """As its docstring says: nobody waits, and weight decay goes on, also of a bucket without any gradient."""
     assert TWO_RANKS.results(leave_a_bucket_unused) == [True, True]
+
+
+def test_zero1_reduces_the_buckets_of_all_groups_as_they_become_full():
+    """Vectors of all layers in one bucket once kept every matrix waiting for the first layer's."""
+    for before, after, num_buckets in TWO_RANKS.results(reduce_while_the_backward_runs):
+        assert (before, after, num_buckets) == (0, 3, 5)
 
 
 def test_an_optimizer_that_does_not_exchange_is_not_timed():

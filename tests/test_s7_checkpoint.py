@@ -146,7 +146,7 @@ def resume(rank: int, num_ranks: int, folder: str) -> dict[str, Any]:
     for path in sorted(path for scheme in SCHEMES for path in Path(folder).glob(f"{scheme}-*")):
         model, optimizer = build(*path.name.split("-"), 1)
         progress = load_checkpoint(path, model, optimizer)
-        assert (progress.step, progress.position, progress.num_ranks) == (2, {"batch": 3}, 2)
+        assert (progress.step, progress.position) == (2, {"batch": 3})
         assert optimizer.param_groups[0]["lr"] == 5e-3
         found["generator"] = torch.rand(1).item()
         found[path.name] = train(model, optimizer, (True, True))

@@ -48,15 +48,10 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.storage import WriteResult
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
 from torch.futures import Future
 
 from cs336_systems.distributed.collectives import num_ranks, rank_in
-from cs336_systems.distributed.fsdp import FSDP
-from cs336_systems.distributed.optimizer_shares import OptimizerOfShares, hyperparameters
-from cs336_systems.distributed.sharded_optimizer import ShardedOptimizer
-from cs336_systems.distributed.zero1 import Zero1Optimizer
+from cs336_systems.distributed.training_state import TrainingState
 
 INDEX = "index.json"
 FORMAT = 2
@@ -74,7 +69,6 @@ class Progress:
 
     step: int  # optimizer steps done
     position: dict[str, Any]  # in the data: the caller's, as JSON
-    num_ranks: int  # that saved it
 
 
 def checkpoints(folder: Path | str) -> list[Path]:
@@ -183,7 +177,7 @@ def save_checkpoint(
     if step < 0 or keep < 1:
         raise ValueError(f"step must not be negative, and keep at least 1, got {step} and {keep}")
     rank, size = _rank_and_size(process_group)
-    state = _TrainingState(model, optimizer)
+    state = TrainingState(model, optimizer)
     content = {"step": step, "position": position or {}, "num_ranks": size, "optimizer": state.settings()}
     try:
         json.dumps(content, allow_nan=False)
@@ -278,8 +272,11 @@ def load_checkpoint(
         raise CheckpointError(f"{folder} holds no complete checkpoint")
     path = found[-1]
     content, metadata = read_index(path)
-    state = _TrainingState(model, optimizer)
-    tensors = state.tensors_to_load(content["optimizer"], metadata, path)
+    state = TrainingState(model, optimizer)
+    try:
+        tensors = state.tensors_to_load(content["optimizer"], metadata.state_dict_metadata)
+    except ValueError as error:
+        raise CheckpointError(f"{path} {error}") from None
     generators = _generators(_rank_and_size(process_group)[0] % content["num_ranks"])
     generators = {name: value for name, value in generators.items() if name in content["tensors"]}
     reader = _Reader(path, metadata)
@@ -287,7 +284,7 @@ def load_checkpoint(
     state.take(tensors, content["optimizer"])
     for name, value in generators.items():
         (torch.cuda.set_rng_state if ".cuda." in name else torch.set_rng_state)(value)
-    return Progress(step=content["step"], position=content["position"], num_ranks=content["num_ranks"])
+    return Progress(step=content["step"], position=content["position"])
 
 
 class _Reader(dcp.FileSystemReader):
@@ -317,119 +314,6 @@ class _Reader(dcp.FileSystemReader):
             target.copy_(chunk[rows])
             planner.commit_tensor(item, target)
         return _done(None)
-
-
-# Model and optimizer
-
-
-class _TrainingState:
-    """Model and optimizer as flat names and tensors, of which the sharded ones know their place in the whole."""
-
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
-        inner = getattr(model, "module", model)
-        self.module: nn.Module = inner if isinstance(inner, nn.Module) else model
-        self.optimizer = optimizer
-        self.names: dict[Tensor, str] = {parameter: name for name, parameter in self.module.named_parameters()}
-        self.shards: dict[Tensor, torch.Size] = {}  # and the shapes of their wholes
-        if isinstance(model, FSDP):
-            self.shards = {weight.shard: torch.Size(weight.shape) for weight in model.weights.values()}
-            self.mesh = DeviceMesh.from_group(model.group, model.device.type)
-        groups = [] if optimizer is None else optimizer.param_groups
-        self.group_names = [[self.names[parameter] for parameter in group["params"]] for group in groups]
-        self.updated: list[Tensor] = [one for group in groups for one in group["params"]]  # in state dicts' order
-
-    def settings(self) -> dict[str, Any] | None:
-        """Class, hyper-parameters and names of parameters of the optimizer, as JSON."""
-        if self.optimizer is None:
-            return None
-        # The optimizer that makes the updates, behind one that only shares them out.
-        makes = self.optimizer.local if isinstance(self.optimizer, OptimizerOfShares) else self.optimizer
-        groups = [
-            {key: value.item() if isinstance(value, Tensor) else value for key, value in hyperparameters(group).items()}
-            for group in self.optimizer.param_groups
-        ]
-        return {"kind": type(makes).__name__, "groups": groups, "names": self.group_names}
-
-    def model_tensors(self) -> dict[str, Tensor]:
-        """Parameters and buffers, a tied one once."""
-        tensors, seen = {}, set()
-        for name, value in self.module.state_dict(keep_vars=True).items():
-            if isinstance(value, Tensor) and id(value) not in seen:
-                seen.add(id(value))
-                tensors[f"model.{name}"] = self._placed(value, value.detach())
-        return tensors
-
-    def optimizer_tensors(self) -> dict[str, Tensor]:
-        """The states that this rank keeps; of a Zero1Optimizer, whose slices know no shapes, all; collective."""
-        states: dict[Any, dict[str, Any]] = {} if self.optimizer is None else dict(self.optimizer.state)
-        if isinstance(self.optimizer, Zero1Optimizer):
-            states = self.optimizer.all_states()
-        tensors = {}
-        for parameter, state in states.items():
-            for key, value in state.items():
-                name = f"optimizer.{self.names[parameter]}.{key}"
-                if isinstance(value, int | float):
-                    dtype = torch.int64 if isinstance(value, int) else torch.float64
-                    tensors[f"{name}:number"] = torch.tensor(value, dtype=dtype)
-                elif isinstance(value, Tensor):
-                    if parameter in self.shards and value.ndim and value.shape != parameter.shape:
-                        raise ValueError(f"{name!r}, of shape {tuple(value.shape)}, is not cut as FSDP cuts its weight")
-                    tensors[name] = self._placed(parameter, value.detach())
-                elif value is not None:
-                    raise ValueError(f"the state {name!r} must be a tensor or a number, got {type(value).__name__}")
-        return tensors
-
-    def tensors_to_load(self, saved: dict[str, Any] | None, metadata: Metadata, path: Path) -> dict[str, Tensor]:
-        """Where the checkpoint's tensors go; CheckpointError naming what is not as the model and optimizer need it."""
-        entries: dict[str, Any] = metadata.state_dict_metadata
-        tensors = self.model_tensors()
-        for name, tensor in tensors.items():
-            shape = tuple(entries[name].size) if name in entries else None
-            if shape != tensor.shape:
-                raise CheckpointError(f"{path} has {name!r} of shape {shape}, the model needs {tuple(tensor.shape)}")
-        if self.optimizer is None or (own := self.settings()) is None:
-            return tensors
-        kind = None if saved is None else saved["kind"]
-        if saved is None or kind != own["kind"]:
-            raise CheckpointError(f"{path} is of the optimizer {kind}, not of {own['kind']}")
-        if saved["names"] != own["names"]:
-            raise CheckpointError(f"{path} is of an optimizer with other parameter groups")
-        owns = self.optimizer.owns if isinstance(self.optimizer, ShardedOptimizer) else lambda parameter: True
-        kept = {f"optimizer.{self.names[parameter]}": parameter for parameter in self.updated if owns(parameter)}
-        for name, entry in entries.items():
-            parameter = kept.get(name.rpartition(".")[0])
-            if parameter is not None and entry.size == self.shards.get(parameter):
-                rows = torch.empty(parameter.shape, dtype=entry.properties.dtype, device=parameter.device)
-                tensors[name] = self._placed(parameter, rows)
-            elif parameter is not None:  # on the CPU, from where the optimizer moves it to the parameter's device
-                tensors[name] = torch.empty(entry.size, dtype=entry.properties.dtype)
-        return tensors
-
-    def take(self, tensors: dict[str, Tensor], saved: dict[str, Any] | None) -> None:
-        """Give the optimizer what was read; the parameters have it already."""
-        if self.optimizer is None or saved is None:
-            return
-        places = {f"optimizer.{self.names[parameter]}": place for place, parameter in enumerate(self.updated)}
-        states: dict[int, dict[str, Any]] = {}
-        for name, tensor in tensors.items():
-            owner, _, key = name.rpartition(".")
-            if owner in places:
-                key, _, number = key.partition(":")  # that of a state which is no tensor
-                value = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-                states.setdefault(places[owner], {})[key] = value.item() if number else value
-        groups, start = [], 0
-        for group, names in zip(saved["groups"], saved["names"]):
-            settings = {key: tuple(value) if isinstance(value, list) else value for key, value in group.items()}
-            groups.append(settings | {"params": [*range(start, start := start + len(names))]})
-        self.optimizer.load_state_dict({"state": states, "param_groups": groups})
-
-    def _placed(self, parameter: Tensor, value: Tensor) -> Tensor:
-        """`value`, of `parameter`, with its place in the whole if that is sharded."""
-        shape = self.shards.get(parameter)
-        if shape is None or value.shape != parameter.shape:
-            return value
-        stride = torch.empty(shape, device="meta").stride()
-        return DTensor.from_local(value, self.mesh, [Shard(0)], shape=shape, stride=stride)
 
 
 # Small helpers

@@ -32,9 +32,13 @@ Group = dist.ProcessGroup | None
 class Work:
     """A collective under way. `wait` returns when its result may be used on the current stream; again is no harm."""
 
-    def __init__(self, work: dist.Work | None = None, finish: Callable[[], object] | None = None) -> None:
+    def __init__(
+        self, work: dist.Work | None = None, finish: Callable[[], object] | None = None, async_op: bool = True
+    ) -> None:
         self._work = work  # None: done already
         self._finish = finish  # what turns the transport's result into the promised one
+        if not async_op:
+            self.wait()
 
     def wait(self) -> None:
         if self._work is not None:
@@ -84,7 +88,7 @@ def all_reduce_mean(tensor: Shaped[Tensor, "*shape"], group: Group = None, async
         if sent.data_ptr() != target.data_ptr():
             target.copy_(sent)
 
-    return _started(work, finish, async_op)
+    return Work(work, finish, async_op)
 
 
 class MeansUnderWay:
@@ -96,32 +100,27 @@ class MeansUnderWay:
 
     def __init__(self, group: Group = None) -> None:
         self.group = group
-        self._works: list[Work | dist.Work] = []
-        self._sums: list[Tensor] = []  # to be divided
+        self._works: list[Work] = []
 
     def start(self, tensor: Shaped[Tensor, "*shape"]) -> None:
         """Begin to replace `tensor`, without a graph, by its mean; it must not be used before `wait` returns."""
         is_plain = tensor.is_contiguous() and tensor.is_floating_point() and tensor.numel()
         if not is_plain or torch.compiler.is_compiling():  # compilers know torch's functions, not a group's methods
             self._works.append(all_reduce_mean(tensor, self.group, async_op=True))
-        elif num_ranks(self.group) > 1:
+        elif (size := num_ranks(self.group)) > 1:
             group = dist.group.WORLD if self.group is None else self.group
             assert group is not None
             options, op = AllreduceOptions(), _mean_op(self.group)
             options.reduceOp = dist.ReduceOp(op)
             options.asyncOp = True  # without it NCCL works on the current stream
-            self._works.append(group.allreduce([tensor], options))
-            if op == dist.ReduceOp.SUM:
-                self._sums.append(tensor)
+            divide = partial(tensor.div_, size) if op == dist.ReduceOp.SUM else None
+            self._works.append(Work(group.allreduce([tensor], options), divide))
 
     def wait(self) -> None:
         """Return when the current stream may use every tensor of `start`'s; on NCCL the host does not wait."""
-        works, sums = self._works, self._sums
-        self._works, self._sums = [], []
+        works, self._works = self._works, []
         for work in works:
             work.wait()
-        for tensor in sums:
-            tensor.div_(num_ranks(self.group))
 
 
 @torch.no_grad()
@@ -152,11 +151,16 @@ def clip_shards(
     return norm.to(torch.float32)
 
 
+@torch.no_grad()
 def broadcast_from_first(tensor: Shaped[Tensor, "*shape"], group: Group = None) -> None:
-    """Replace the contiguous `tensor` on every rank by that of rank 0 of `group`, bit for bit."""
-    if num_ranks(group) > 1 and tensor.numel():
-        # As bytes: every transport takes them, and no dtype is left out.
-        dist.broadcast(tensor.reshape(-1).view(torch.uint8), group_src=0, group=group)
+    """Replace `tensor`, of any strides, on every rank by that of rank 0 of `group`, bit for bit."""
+    if num_ranks(group) == 1 or not tensor.numel():
+        return
+    sent = tensor.detach().contiguous()
+    # As bytes: every transport takes them, and no dtype is left out.
+    dist.broadcast(sent.reshape(-1).view(torch.uint8), group_src=0, group=group)
+    if sent.data_ptr() != tensor.data_ptr():
+        tensor.copy_(sent)
 
 
 def all_gather_flat(
@@ -174,7 +178,7 @@ def all_gather_flat(
     # torch 2.13 renamed this function and reduce_scatter_tensor, and warns of the names that torch 2.11 needs.
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     work = gather(parts, input.cpu() if through_host else input, group=group, async_op=True)
-    return _started(work, partial(output.copy_, parts) if through_host else None, async_op and not through_host)
+    return Work(work, partial(output.copy_, parts) if through_host else None, async_op and not through_host)
 
 
 def reduce_scatter_mean_flat(
@@ -201,14 +205,7 @@ def reduce_scatter_mean_flat(
         if part is not output:
             output.copy_(part)
 
-    return _started(work, finish, async_op)
-
-
-def _started(work: dist.Work, finish: Callable[[], object] | None, async_op: bool) -> Work:
-    handle = Work(work, finish)
-    if not async_op:
-        handle.wait()
-    return handle
+    return Work(work, finish, async_op)
 
 
 def _mean_op(group: Group) -> Any:
@@ -247,12 +244,9 @@ def check_same_shapes(named_tensors: Iterable[tuple[str, Tensor]], group: Group 
                 raise ValueError(f"parameters must be the same on all ranks: rank 0 has {first}, rank {rank} {other}")
 
 
-@torch.no_grad()
 def broadcast_parameters(module: nn.Module, group: Group = None) -> None:
     """Give every rank the parameters and buffers of rank 0 of `group`; ValueError for one on the meta device."""
     for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
         if tensor.is_meta:
             raise ValueError(f"parameter {name!r} is on the meta device: give it memory before it is broadcast")
-        sent = tensor.detach().contiguous()
-        broadcast_from_first(sent, group)
-        tensor.copy_(sent)
+        broadcast_from_first(tensor, group)

@@ -96,12 +96,10 @@ def ring_attention(
         is_causal: the top-left mask of the whole sequence.
         scale, enable_gqa, backend: as of `flash_attention`. Fewer heads of keys and values are so many fewer bytes.
 
-    Raises ValueError without a process group, on a rank that is not of `group`, and with `is_causal` if the parts
-    cannot be a zig-zag split; differentiated twice, NotImplementedError.
+    Raises RuntimeError without a process group, ValueError on a rank that is not of `group`, and with `is_causal` if
+    the parts cannot be a zig-zag split; differentiated twice, NotImplementedError.
     """
-    if not dist.is_initialized():
-        raise ValueError("ring_attention needs a process group: call torch.distributed.init_process_group first")
-    rank_in(group)
+    rank_in(group)  # raises where there is no group, or this process is not of it
     if is_causal and (q.shape[-2] != k.shape[-2] or q.shape[-2] % 2):
         raise ValueError(
             f"q and k must have the same even number of positions under a causal mask, "

@@ -142,10 +142,10 @@ def call_at_each_gradient(owner: Any, parameters: list[Any], react: Callable[[An
         parameter.register_post_accumulate_grad_hook(partial(hook, index))
 
 
-def agree_on_order(came: list[int], items: list[int], wrapper: DataParallel) -> list[int]:
-    """`items` in the order in which rank 0's `came` in its first step, on every rank; those that did not go last."""
-    order = torch.tensor([*came, *(item for item in items if item not in came)], device=wrapper.trainable[0].device)
-    broadcast_from_first(order, wrapper.group)
+def agree_on_order(came: list[int], count: int, device: torch.device, group: Group) -> list[int]:
+    """The numbers below `count` in the order in which rank 0's `came`, on every rank; those that did not go last."""
+    order = torch.tensor([*dict.fromkeys([*came, *range(count)])], device=device)
+    broadcast_from_first(order, group)
     return order.tolist()
 
 

@@ -8,6 +8,7 @@ view of its bucket, so that nothing is gathered before the all-reduce or copied 
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Sequence
 from itertools import accumulate
 
@@ -29,10 +30,9 @@ ALIGNMENT_BYTES = 16  # of each view: the width of a GPU's vector loads
 class BucketedDDP(DataParallel):
     """Asynchronous all-reduces of buckets of at most `bucket_size_mb` MiB; None puts everything into one.
 
-    A parameter larger than that has a bucket of its own, and dtypes do not mix. Buckets are sent in the order in which
-    they were laid out, from the second step on in that in which rank 0's became full in the first. They stay allocated
-    when `zero_grad` sets gradients to None: a new gradient is copied into its place when it arrives, which costs less
-    than clearing the bucket and adding to it. Raises ValueError for a size that is not positive and finite.
+    A parameter larger than that has a bucket of its own, and dtypes do not mix. Buckets stay allocated when `zero_grad`
+    sets gradients to None: a new gradient is copied into its place when it arrives, which costs less than clearing the
+    bucket and adding to it. Raises ValueError for a size that is not positive and finite.
     """
 
     def __init__(
@@ -47,61 +47,101 @@ class BucketedDDP(DataParallel):
             raise ValueError(f"bucket_size_mb must be positive and finite, or None, got {bucket_size_mb}")
         super().__init__(module, group, find_unused_parameters=find_unused_parameters)
         limit = math.inf if bucket_size_mb is None else bucket_size_mb * BYTES_PER_MB
-        self.buckets = plan_buckets(self.trainable, limit)
-        self._flat: list[Tensor] = []  # a bucket's memory
-        self._views: dict[int, Tensor] = {}  # a parameter's place in it
-        self._bucket_of: dict[int, int] = {}
-        for number, bucket in enumerate(self.buckets):
-            sizes = [aligned_size(self.trainable[index]) for index in bucket]
-            flat = self.trainable[bucket[0]].new_zeros(sum(sizes)).detach()
-            for index, offset in zip(bucket, accumulate(sizes, initial=0)):
-                parameter = self.trainable[index]
-                self._views[index] = flat[offset : offset + parameter.numel()].view(parameter.shape)
-                self._bucket_of[index] = number
-            self._flat.append(flat)
-        self._under_way = MeansUnderWay(group)
-        self._order = list(range(len(self.buckets)))
-        self._became_full: list[int] | None = []  # in the first step, in their order
-        self._end_step()
+        plan = plan_buckets(self.trainable, limit)
+        self.buckets = [Bucket([self.trainable[index] for index in indices], group) for indices in plan]
+        self._queue = BucketQueue(self.buckets, group)
+        # In the order of the plan, which goes from the last parameter to the first.
+        self._places = [(bucket, place) for bucket in self.buckets for place in range(len(bucket.parameters))][::-1]
         call_at_each_gradient(self, self.trainable, BucketedDDP._arrive)
 
     def _arrive(self, index: int) -> None:
         """The backward has accumulated the gradient of parameter `index`: into its bucket, and send what is full."""
-        self._move_in(index)
+        bucket, place = self._places[index]
+        bucket.take_gradient(place)
         if not self.sends:
             return
-        missing = self._missing[self._bucket_of[index]]
-        if index not in missing:
+        if place in bucket.arrived:
             raise arrived_twice(self.names[index])
-        missing.remove(index)
-        if not missing and self._became_full is not None:
-            self._became_full.append(self._bucket_of[index])
-        while self._sent < len(self._order) and not self._missing[self._order[self._sent]]:
-            self._under_way.start(self._flat[self._order[self._sent]])
-            self._sent += 1
+        self._queue.arrive(bucket, place)
 
-    def _move_in(self, index: int) -> None:
-        """Let the gradient of parameter `index` be the view of its bucket."""
-        parameter, view = self.trainable[index], self._views[index]
+    def _synchronize(self) -> None:
+        for bucket, place in self._places:
+            bucket.take_gradient(place)  # where no backward of this step has
+        self._queue.finish()
+        self._end_step()
+
+    def _end_step(self) -> None:
+        self._queue.begin()
+
+
+class Bucket:
+    """Parameters whose gradients are views of one flat tensor, in which they are averaged."""
+
+    def __init__(self, parameters: list[Tensor], group: Group, multiple: int = 1) -> None:
+        self.parameters = parameters
+        *self.offsets, length = accumulate(map(aligned_size, parameters), initial=0)
+        self.flat = parameters[0].detach().new_zeros(-(-length // multiple) * multiple)
+        self.views = self.views_of(self.flat)
+        self.arrived: set[int] = set()  # places of the parameters whose gradients are there
+        self.under_way = MeansUnderWay(group)
+
+    def views_of(self, flat: Tensor) -> list[Tensor]:
+        """The parameters' places in `flat`, in their shapes."""
+        places = zip(self.offsets, self.parameters)
+        return [flat[offset : offset + parameter.numel()].view(parameter.shape) for offset, parameter in places]
+
+    def take_gradient(self, place: int) -> None:
+        """Let the gradient of a parameter be its view; one that was made elsewhere is copied into it."""
+        parameter, view = self.parameters[place], self.views[place]
         if parameter.grad is not view:
             view.copy_(dense_gradient(parameter))
             parameter.grad = view
 
-    def _synchronize(self) -> None:
-        for index in range(len(self.trainable)):
-            self._move_in(index)  # where no backward of this step has
-        for bucket in self._order[self._sent :]:
-            self._under_way.start(self._flat[bucket])
-        if self._became_full is not None and self.buckets:
-            self._order, self._became_full = agree_on_order(self._became_full, self._order, self), None
-        self._end_step()
+    def is_full(self) -> bool:
+        return len(self.arrived) == len(self.parameters)
 
-    def _end_step(self) -> None:
-        self._under_way.wait()
-        if self._became_full is not None:
-            self._became_full = []
-        self._missing = [set(bucket) for bucket in self.buckets]  # whose gradients have not arrived
-        self._sent = 0  # buckets, in their order
+    def send(self) -> None:
+        self.under_way.start(self.flat)
+
+    def wait(self) -> None:
+        self.under_way.wait()
+
+
+class BucketQueue:
+    """Sends buckets in one order on every rank, each as soon as it and those before it are full.
+
+    In the first step that is the order of `buckets`, from then on that in which rank 0's became full in the first.
+    """
+
+    def __init__(self, buckets: Sequence[Bucket], group: Group) -> None:
+        self.order, self.group = list(buckets), group
+        self.became_full: list[int] | None = []  # places in `order`, in the first step
+        self.begin()
+
+    def begin(self) -> None:
+        """Expect the gradients of another step."""
+        for bucket in self.order:
+            bucket.wait()
+            bucket.arrived.clear()
+        self.waiting = deque(self.order)
+
+    def arrive(self, bucket: Bucket, place: int) -> None:
+        """A gradient has arrived: send what is next, as far as it is full."""
+        bucket.arrived.add(place)
+        if self.became_full is not None and bucket.is_full():
+            self.became_full.append(self.order.index(bucket))
+        while self.waiting and self.waiting[0].is_full():
+            self.waiting.popleft().send()
+
+    def finish(self) -> None:
+        """Send the buckets that this step's backward has not filled, and those behind them; wait for all."""
+        while self.waiting:
+            self.waiting.popleft().send()
+        for bucket in self.order:
+            bucket.wait()
+        if self.became_full is not None and self.order:
+            places = agree_on_order(self.became_full, len(self.order), self.order[0].flat.device, self.group)
+            self.order, self.became_full = [self.order[place] for place in places], None
 
 
 def plan_buckets(parameters: Sequence[Tensor], limit_bytes: float) -> list[list[int]]:

@@ -6,6 +6,8 @@ are on their way. What cannot be hidden is the communication of the gradients th
 
 from __future__ import annotations
 
+from collections import deque
+
 from torch import nn
 
 from cs336_systems.distributed.collectives import Group, MeansUnderWay
@@ -29,7 +31,7 @@ class OverlapDDP(DataParallel):
         super().__init__(module, group, find_unused_parameters=find_unused_parameters)
         self._under_way = MeansUnderWay(group)
         self._order = list(reversed(range(len(self.trainable))))
-        self._came: list[int] | None = []  # in the first step, in their order
+        self._came: list[int] | None = []  # in the order of the first step
         self._end_step()
         call_at_each_gradient(self, self.trainable, OverlapDDP._arrive)
 
@@ -37,25 +39,23 @@ class OverlapDDP(DataParallel):
         """The backward has accumulated the gradient of parameter `index`: send what is next, as far as it is there."""
         if not self.sends:
             return
-        if self._has_arrived[index]:
+        if index in self._arrived:
             raise arrived_twice(self.names[index])
-        self._has_arrived[index] = True
+        self._arrived.add(index)
         if self._came is not None:
             self._came.append(index)
-        while self._sent < len(self._order) and self._has_arrived[self._order[self._sent]]:
-            self._under_way.start(dense_gradient(self.trainable[self._order[self._sent]]))
-            self._sent += 1
+        while self._waiting and self._waiting[0] in self._arrived:
+            self._under_way.start(dense_gradient(self.trainable[self._waiting.popleft()]))
 
     def _synchronize(self) -> None:
-        for index in self._order[self._sent :]:  # those that this backward has not reached, and those behind them
+        for index in self._waiting:  # those that this backward has not reached, and those behind them
             self._under_way.start(dense_gradient(self.trainable[index]))
         if self._came is not None and self.trainable:
-            self._order, self._came = agree_on_order(self._came, self._order, self), None
+            self._order = agree_on_order(self._came, len(self._order), self.trainable[0].device, self.group)
+            self._came = None
         self._end_step()
 
     def _end_step(self) -> None:
         self._under_way.wait()
-        if self._came is not None:
-            self._came = []
-        self._has_arrived = [False] * len(self.trainable)
-        self._sent = 0  # parameters, in their order
+        self._arrived: set[int] = set()
+        self._waiting = deque(self._order)

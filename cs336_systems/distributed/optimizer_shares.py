@@ -5,12 +5,15 @@ from __future__ import annotations
 import inspect
 from abc import abstractmethod
 from collections.abc import Callable
+from functools import cache
 from itertools import islice
 from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from cs336_systems.distributed.collectives import num_ranks, rank_in
 
@@ -130,3 +133,20 @@ def check_elementwise(optimizer_cls: type[torch.optim.Optimizer], settings: dict
             f"{optimizer_cls.__name__} does not update a weight element by element, so it and its state cannot be cut "
             f"into {'rows' if rows else 'slices'}: use ShardedOptimizer, which keeps weights whole"
         )
+
+
+@cache
+def watch_optimizers() -> None:
+    """Once and for good: a hook that goes with its model would go in the middle of a step, where that is collected."""
+    register_optimizer_step_pre_hook(check_optimizer)
+
+
+def check_optimizer(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """ValueError before the first step of an optimizer over FSDP's rows that does not update them row by row."""
+    if optimizer not in _CHECKED:
+        if any(hasattr(parameter, "is_rows") for group in optimizer.param_groups for parameter in group["params"]):
+            check_elementwise(type(optimizer), optimizer.defaults, rows=True)
+        _CHECKED.add(optimizer)
+
+
+_CHECKED: WeakSet[torch.optim.Optimizer] = WeakSet()

@@ -5,10 +5,11 @@
     optimizer.step()
     optimizer.zero_grad()
 
-Parameters live in flat buckets, and each rank owns the same part of every bucket. Phases: reduce (the last bucket
-first, while backward goes on), update (the wrapped optimizer sees this rank's slices, in float32 or float64), gather
-(the slices of all ranks go back into the flat parameters, in place). The bytes sent are those of one all-reduce, where
-`ShardedOptimizer` behind a DDP wrapper sends half as much again (Rajbhandari et al., arXiv:1910.02054, section 7.2.1).
+Parameters live in flat buckets, and each rank owns the same part of every bucket. Phases: reduce (each bucket when
+it is full, while backward goes on), update (the wrapped optimizer sees this rank's slices, in float32 or float64),
+gather (the slices of all ranks go back into the flat parameters, in place). The bytes sent are those of one all-reduce,
+where `ShardedOptimizer` behind a DDP wrapper sends half as much again (Rajbhandari et al., arXiv:1910.02054, section
+7.2.1).
 
 A slice knows no shapes, so the wrapped optimizer must work element by element, as SGD, Adam and AdamW do. Parameters
 below float32 get a master slice of their own. A parameter that a step does not use counts as having a gradient of
@@ -32,8 +33,8 @@ from cs336_systems.distributed.collectives import (
     clip_shards,
     reduce_scatter_mean_flat,
 )
-from cs336_systems.distributed.ddp import Accumulating, call_at_each_gradient, dense_gradient
-from cs336_systems.distributed.ddp_bucketed import BYTES_PER_MB, plan_buckets
+from cs336_systems.distributed.ddp import Accumulating, call_at_each_gradient
+from cs336_systems.distributed.ddp_bucketed import BYTES_PER_MB, Bucket, BucketQueue, plan_buckets
 from cs336_systems.distributed.optimizer_shares import OptimizerOfShares, check_elementwise, hyperparameters
 
 ALIGNMENT = 64  # elements, of a rank's slice
@@ -72,21 +73,19 @@ class Zero1Optimizer(OptimizerOfShares, Accumulating):
         check_same_shapes(((str(place), parameter) for place, parameter in enumerate(self.parameters)), process_group)
         for parameter in self.parameters:
             if not parameter.requires_grad:  # in no bucket, whose values rank 0 sends
-                sent = parameter.detach().contiguous()
-                broadcast_from_first(sent, process_group)
-                parameter.detach().copy_(sent)
-        self.buckets: list[Bucket] = []
+                broadcast_from_first(parameter, process_group)
+        self.buckets: list[ShardedBucket] = []
         local_groups = []
         for group in self.param_groups:
             trained = [parameter for parameter in group["params"] if parameter.requires_grad]
-            plan = reversed(plan_buckets(trained, bucket_size_mb * BYTES_PER_MB))
-            buckets = [Bucket([trained[place] for place in places], self) for places in plan]
+            plan = plan_buckets(trained, bucket_size_mb * BYTES_PER_MB)
+            buckets = [ShardedBucket([trained[place] for place in places], self) for places in plan]
             self.buckets += buckets
             local_groups.append({**hyperparameters(group), "params": [bucket.master for bucket in buckets]})
         self.local = optimizer_cls(local_groups, **kwargs)
         self.take_settings()
-        # Backward finishes the last parameters first; every rank reduces in this order, whatever arrives when.
-        self._reduce_order = list(reversed(self.buckets))
+        # Groups (decayed or not) take turns in a backward, which the queue learns in the first step.
+        self._queue = BucketQueue(self.buckets, process_group)
         self._finished = False  # whether all are reduced, and no step has used them
         self._places = [(bucket, place) for bucket in self.buckets for place in range(len(bucket.parameters))]
         in_buckets = [bucket.parameters[place] for bucket, place in self._places]
@@ -103,27 +102,16 @@ class Zero1Optimizer(OptimizerOfShares, Accumulating):
     def _gradient_arrived(self, index: int) -> None:
         """Take the gradient into its bucket, and reduce the buckets that are full and whose turn it is."""
         bucket, place = self._places[index]
-        if bucket.launched:
+        if bucket not in self._queue.waiting:
             raise RuntimeError("a second backward before step(): run all but the last one under no_sync()")
         bucket.take_gradient(place)
-        if not self.sends:
-            return
-        bucket.arrived.add(place)
-        for next_one in self._reduce_order:
-            if next_one.launched:
-                continue
-            if len(next_one.arrived) < len(next_one.parameters):
-                break
-            next_one.reduce()
+        if self.sends:
+            self._queue.arrive(bucket, place)
 
     def finish_gradient_synchronization(self) -> None:
         """Reduce the buckets that unused parameters kept waiting, and wait for all; RuntimeError within `no_sync`."""
         self.check_sending()
-        for bucket in self._reduce_order:
-            if not bucket.launched:
-                bucket.reduce()
-        for bucket in self.buckets:
-            bucket.work.wait()
+        self._queue.finish()
         self._finished = True
 
     def averaged_gradients(self) -> list[Tensor]:
@@ -160,9 +148,7 @@ class Zero1Optimizer(OptimizerOfShares, Accumulating):
 
     def _begin(self) -> None:
         """Be ready for the next backward."""
-        for bucket in self.buckets:
-            bucket.launched = False
-            bucket.arrived.clear()
+        self._queue.begin()
         self._finished = False
 
     @property
@@ -193,59 +179,46 @@ class Zero1Optimizer(OptimizerOfShares, Accumulating):
         return {place: slices for place, slices in enumerate(sliced) if slices}
 
 
-class Bucket:
-    """Flat parameters and gradients of some parameters, and this rank's slice of both, in float32 at least."""
+class ShardedBucket(Bucket):
+    """A bucket whose parameters are views of a flat tensor too, and this rank's slice of both, in float32 at least."""
 
     def __init__(self, parameters: list[Tensor], owner: Zero1Optimizer) -> None:
-        self.parameters = parameters
+        super().__init__(parameters, owner.process_group, multiple=owner.num_ranks * ALIGNMENT)
         self.group = owner.process_group
-        self.num_elements = sum(parameter.numel() for parameter in parameters)
-        unit = owner.num_ranks * ALIGNMENT
-        own_length = max(1, -(-self.num_elements // unit)) * ALIGNMENT  # equal slices, the last ones padded
-        length = owner.num_ranks * own_length
+        own_length = len(self.flat) // owner.num_ranks  # equal slices, the last ones padded
         self.own = slice(owner.rank * own_length, (owner.rank + 1) * own_length)
-        self.flat = torch.zeros(length, dtype=parameters[0].dtype, device=parameters[0].device)
-        self.flat_gradient = torch.zeros_like(self.flat)
-        self.views, self.gradient_views = self.views_of(self.flat), self.views_of(self.flat_gradient)
+        self.flat_parameters = torch.zeros_like(self.flat)
+        self.parameter_views = self.views_of(self.flat_parameters)
         with torch.no_grad():
-            for parameter, view in zip(parameters, self.views):
+            for parameter, view in zip(parameters, self.parameter_views):
                 view.copy_(parameter)
-            broadcast_from_first(self.flat, self.group)
-            for parameter, view in zip(parameters, self.views):
                 parameter.data = view
-            self.part = self.flat[self.own]
+            broadcast_from_first(self.flat_parameters, self.group)
+            self.part = self.flat_parameters[self.own]
             self.is_low = torch.promote_types(self.part.dtype, torch.float32) != self.part.dtype
             self.master = nn.Parameter(self.part.float() if self.is_low else self.part)
             self.gradient = torch.zeros_like(self.master)  # of the slice, averaged over ranks
-        self.arrived: set[int] = set()
-        self.launched = False
         self.work = Work()
 
-    def views_of(self, flat: Tensor) -> list[Tensor]:
-        """The pieces of `flat` that belong to the parameters, in their shapes."""
-        pieces = flat[: self.num_elements].split([parameter.numel() for parameter in self.parameters])
-        return [piece.view(parameter.shape) for piece, parameter in zip(pieces, self.parameters)]
-
     def take_gradient(self, place: int) -> None:
-        """Let the gradient of a parameter be the view of the bucket; one that was made elsewhere is copied into it."""
-        parameter, view = self.parameters[place], self.gradient_views[place]
-        if parameter.numel() and parameter.data_ptr() != self.views[place].data_ptr():
+        """As a bucket's; RuntimeError for a parameter that is no view of it any more."""
+        parameter, view = self.parameters[place], self.parameter_views[place]
+        if parameter.numel() and parameter.data_ptr() != view.data_ptr():
             shape = tuple(parameter.shape)
             raise RuntimeError(f"a parameter of shape {shape} was moved or cast after Zero1Optimizer was built")
-        gradient = dense_gradient(parameter)
-        if gradient.data_ptr() != view.data_ptr():
-            view.copy_(gradient)
-            parameter.grad = view
+        super().take_gradient(place)
 
     @torch.no_grad()
-    def reduce(self) -> None:
+    def send(self) -> None:
         """Start averaging; what no backward touched counts as zero."""
-        for parameter, view in zip(self.parameters, self.gradient_views):
+        for parameter, view in zip(self.parameters, self.views):
             if parameter.grad is None:
                 view.zero_()
-        self.launched = True
-        self.work = reduce_scatter_mean_flat(self.gradient, self.flat_gradient, self.group, True)
+        self.work = reduce_scatter_mean_flat(self.gradient, self.flat, self.group, True)
         self.master.grad = self.gradient
+
+    def wait(self) -> None:
+        self.work.wait()
 
     def follow_parameters(self) -> None:
         """Let the master take up what was written into parameters since the gather, as by `model.load_state_dict`."""
@@ -257,7 +230,7 @@ class Bucket:
         """Start filling the parameters from all ranks' slices."""
         if self.is_low:
             self.part.copy_(self.master)
-        return all_gather_flat(self.flat, self.part, self.group, True)
+        return all_gather_flat(self.flat_parameters, self.part, self.group, True)
 
     def slices_of(self, states: list[dict[str, Any]]) -> dict[str, Any]:
         """This rank's slices of the states of all parameters; a counter is one for all. Takes up the master values.
@@ -275,7 +248,7 @@ class Bucket:
                 continue
             whole = torch.zeros(self.flat.shape, dtype=self.master.dtype, device=self.flat.device)
             if name == MASTER:
-                whole.copy_(self.flat)
+                whole.copy_(self.flat_parameters)
             views = self.views_of(whole)
             for value, place in values:
                 views[place].copy_(value)

@@ -8,22 +8,14 @@
 Only what is GATHERED, ahead of its use or after it, may be freed to make room. In FORWARD and BACKWARD the unit's
 modules see the whole weights; else they see the shards, which the optimizer works on.
 
-A weight of R rows over N ranks is cut into N chunks of ceil(R / N) rows; the last chunks may be shorter or empty. In
-an all-gather every rank sends a whole chunk, padded, so that the padding ends up behind row R and the whole weight is a
-contiguous prefix of what arrives. The wholes of a unit lie in one piece of memory, allocated for a gather and given
-back after use. The tensors stay the same objects throughout, so what autograd saved in the forward finds its values
-again in the backward.
-
-Memory and streams: every buffer is allocated while the compute stream is current. A side stream starts by waiting for
-the compute stream, and the compute stream waits for the side stream before it uses, or gives up, what that touched. So
-the caching allocator sees one stream only, and memory neither grows nor is handed out too early.
+The wholes of a unit lie in one piece of memory, allocated for a gather and given back after use. The tensors stay the
+same objects throughout, so what autograd saved in the forward finds its values again in the backward.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from enum import Enum
 from typing import Any
 
@@ -31,10 +23,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.distributed.distributed_c10d import AllgatherOptions, ReduceScatterOptions
 
-from cs336_systems.distributed.collectives import Work, all_gather_flat, reduce_scatter_mean_flat
-from cs336_systems.distributed.fsdp.plan import Home, UnitPlan
+from cs336_systems.distributed.collectives import Work, all_gather_flat
+from cs336_systems.distributed.fsdp.plan import UnitPlan
+from cs336_systems.distributed.fsdp.reduce import GradientReducer, Lane, gather_rows, reduce_rows_mean
+from cs336_systems.distributed.fsdp.rest import ShardedWeight, chunk_rows
 
 ALIGNMENT_BYTES = 256  # of each weight in the unit's memory: what matmuls and NCCL like
 PREFETCH = 2  # a unit's gather starts when the unit so many before it has completed
@@ -51,6 +44,38 @@ class State(Enum):
 
 
 IN_USE = (State.FORWARD, State.BACKWARD)
+
+
+class ExecutionOrder:
+    """The units in the order of the pass before (`expected`) and of this one (`seen`), to gather the next ones ahead.
+
+    A wrong guess costs a gather that nobody uses, never a wrong result.
+    """
+
+    def __init__(self) -> None:
+        self.expected: list[Any] = []
+        self.seen: list[Any] = []
+
+    def begin(self, default: Iterable[Any] = ()) -> None:
+        """Start a pass, which will go like the one before, the first one like `default`."""
+        self.expected, self.seen = self.seen or self.expected or list(default), []
+
+    def visit(self, unit: Any) -> int:
+        """Note that `unit` runs now; its position in this pass. A surprise ends all guesses of this pass."""
+        position = len(self.seen)
+        self.seen.append(unit)
+        if position < len(self.expected) and self.expected[position] != unit:
+            self.expected = []
+        return position
+
+    def ahead(self, position: int, distance: int) -> Any:
+        """The unit expected `distance` after `position`; None if it has run already or is not known."""
+        target = position + distance
+        return self.expected[target] if len(self.seen) <= target < len(self.expected) else None
+
+    def ends_within(self, position: int, count: int) -> bool:
+        """Whether `position` is among the last `count` that are expected."""
+        return len(self.expected) - count <= position < len(self.expected)
 
 
 class Window:
@@ -107,109 +132,7 @@ class Window:
                 )
 
 
-# Rest: rows
-
-
-def chunk_rows(rows: int, num_ranks: int) -> int:
-    """Rows of a chunk: ceil(rows / num_ranks)."""
-    return -(-rows // num_ranks)
-
-
-def own_rows(rows: int, rank: int, num_ranks: int) -> slice:
-    """The rows that `rank` keeps of `rows`; an empty slice where there are too few."""
-    chunk = chunk_rows(rows, num_ranks)
-    return slice(min(rows, rank * chunk), min(rows, (rank + 1) * chunk))
-
-
-class ShardedWeight:
-    """A weight, its shard and its whole; `homes` are the (module, attribute) pairs that hold it, several if tied."""
-
-    shard: nn.Parameter  # (own rows, ...) in the dtype of the master weights; the optimizer's
-
-    def __init__(self, name: str, like: nn.Parameter, homes: list[Home], place: Tensor, window: Window) -> None:
-        self.name = name  # of its first home, as in the unwrapped module
-        self.shape = like.shape  # of the whole
-        self.homes = homes
-        self.rows = own_rows(self.shape[0], window.rank, window.num_ranks)
-        self.chunk_rows = chunk_rows(self.shape[0], window.num_ranks)  # that each rank sends
-        # `.data` gives each alias of `place` a version counter of its own: gathering again, into the same memory, must
-        # not look to autograd like a change of what it saved.
-        self.gathered = place.data  # (N * chunk_rows, ...): the memory of `whole` and the padding behind it
-        self.chunk = self.gathered[window.rank * self.chunk_rows : (window.rank + 1) * self.chunk_rows]
-        self.own_place = self.gathered[self.rows]  # the shard's place in it
-        # (R, ...) in the compute dtype; without memory while it is not gathered
-        self.whole = nn.Parameter(place[: self.shape[0]].data, requires_grad=like.requires_grad)
-        self.accumulated: Tensor | None = None  # gradient of earlier backwards under no_sync, in reduce dtype
-
-    def keep(self, values: Tensor) -> None:
-        """Take this rank's rows of whole `values`; the modules see them from now on."""
-        self.shard = nn.Parameter(values[self.rows].clone(), requires_grad=self.whole.requires_grad)
-        for module, attribute in self.homes:
-            module._parameters[attribute] = self.shard
-
-    def take_gradient(self) -> Tensor:
-        """The whole gradient, with what was put aside before, taken off the weight."""
-        gradient, aside = self.whole.grad, self.accumulated
-        self.whole.grad = self.accumulated = None
-        if aside is not None:
-            gradient = aside if gradient is None else aside.add_(gradient)
-        assert gradient is not None
-        return gradient
-
-    def gather_copy(self, dtype: torch.dtype, group: dist.ProcessGroup) -> Tensor:
-        """A new tensor with the whole weight in `dtype`, on the current stream; collective."""
-        rows = self.shard.new_empty(self.gathered.shape, dtype=dtype)
-        chunk = self.shard.new_zeros(self.chunk.shape, dtype=dtype)
-        chunk[: self.shard.shape[0]].copy_(self.shard.detach())
-        for work in gather_rows([rows], [chunk], group):
-            work.wait()
-        return rows[: self.shape[0]]
-
-
-class RestingParameters(dict[str, Any]):
-    """The `_parameters` of a module whose unit is not in use: the shards.
-
-    But within a pass a head that computes `F.linear(h, self.embedding.weight)` gets the whole, in a copy of its own.
-    """
-
-    def __init__(self, unit: Unit, shards: dict[str, Any]) -> None:
-        super().__init__(shards)
-        self.window = unit.window
-        self.readers = {weight.shard: (weight, unit) for weight in unit.weights}
-
-    def __getitem__(self, name: str) -> Any:  # of `module.weight`
-        value = super().__getitem__(name)
-        if value in self.readers and (self.window.in_forward or self.window.in_backward):
-            return ReadOutside.apply(value, *self.readers[value])
-        return value
-
-    def items(self) -> Any:  # of `module.parameters()`
-        return {name: self[name] for name in self}.items()
-
-
-class ReadOutside(torch.autograd.Function):
-    """From a shard to its whole, for a use outside the forwards of the unit's entries, and back with the gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, shard: Tensor, weight: ShardedWeight, unit: Unit) -> Tensor:
-        ctx.weight, ctx.unit = weight, unit
-        unit.window.agree("gathers", unit)
-        return weight.gather_copy(weight.whole.dtype, unit.window.group)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        weight, window = ctx.weight, ctx.unit.window
-        window.agree("reduces", ctx.unit)
-        window.reducer.wait()  # it may be adding to the shard's gradient, as autograd will
-        padded = gradient.new_zeros(weight.gathered.shape, dtype=window.reducer.reduce_dtype)
-        padded[: weight.shape[0]].copy_(gradient)
-        own = padded.new_empty(weight.chunk.shape)
-        reduce_rows_mean([own], [padded], window.group)
-        return own[: weight.shard.shape[0]].to(weight.shard.dtype), None, None
-
-
-# Gather, use, free
+# Gather, free
 
 
 class Unit:
@@ -240,7 +163,7 @@ class Unit:
         self.weights: list[ShardedWeight] = []
         for (offset, shape, dtype), (name, parameter, homes) in zip(places, plan.parameters):
             place = memory[offset : offset + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
-            self.weights.append(ShardedWeight(name, parameter, homes, place, window))
+            self.weights.append(ShardedWeight(name, parameter, homes, place, window.rank, window.num_ranks))
         self._memory = memory.untyped_storage()  # under all wholes
         self._memory.resize_(0)
         # Those that are trained, when they were wrapped: hooks wait for their gradients.
@@ -263,6 +186,19 @@ class Unit:
             for module, at_rest, in_use in self._views:
                 vars(module)["_parameters"] = in_use if is_in_use else at_rest
         self.state = state
+
+    def begin_forward(self) -> State:
+        """Show the wholes to a forward of an entry; the state to `become` at its end, BACKWARD in a recomputation."""
+        self.wait()
+        before = self.state
+        self.become(State.FORWARD)
+        return before
+
+    def begin_backward(self) -> None:
+        """Show the wholes to the backward; while a forward runs they are shown already."""
+        self.wait()
+        if self.state is State.GATHERED:
+            self.become(State.BACKWARD)
 
     @torch.no_grad()
     def gather(self) -> None:
@@ -311,126 +247,57 @@ class Unit:
                 raise RuntimeError(f"parameter {weight.name!r} must not be changed in a forward, as max_norm does")
 
 
-# Reduce
+# A weight that is used outside the forwards of its unit
 
 
-class GradientReducer:
-    """Reduce-scatters the gradients of one unit after the other, on a side stream.
+class RestingParameters(dict[str, Any]):
+    """The `_parameters` of a module whose unit is not in use: the shards.
 
-    A second one first lets the compute stream wait for the one before: so at most two units' whole gradients are alive.
+    But within a pass a head that computes `F.linear(h, self.embedding.weight)` gets the whole, in a copy of its own.
     """
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, reduce_dtype: torch.dtype | None) -> None:
-        self.group, self.lane, self.reduce_dtype = group, Lane(device), reduce_dtype
-        self._under_way = Work()
-        self._in_use: list[Tensor] = []
+    def __init__(self, unit: Unit, shards: dict[str, Any]) -> None:
+        super().__init__(shards)
+        self.window = unit.window
+        self.readers = {weight.shard: (weight, unit) for weight in unit.weights}
 
-    @torch.no_grad()
-    def accumulate(self, weight: ShardedWeight) -> None:
-        """Put the gradient that just arrived aside, to be reduced with a later one."""
-        total = weight.take_gradient()
-        weight.accumulated = total.to(self.reduce_dtype or total.dtype)
+    def __getitem__(self, name: str) -> Any:  # of `module.weight`
+        value = super().__getitem__(name)
+        if value in self.readers and (self.window.in_forward or self.window.in_backward):
+            return ReadOutside.apply(value, *self.readers[value])
+        return value
 
-    @torch.no_grad()
-    def reduce(self, weights: list[ShardedWeight]) -> None:
-        """Start reducing the gradients of `weights` into those of their shards, where they are added."""
-        self.wait()
-        inputs: list[Tensor] = []
-        outputs: list[Tensor] = []
-        copies: list[tuple[Tensor, Tensor]] = []
-        results: list[tuple[Tensor, Tensor]] = []  # where one comes out, and where it goes
-        for weight in weights:
-            gradient = weight.take_gradient()
-            dtype = self.reduce_dtype or gradient.dtype
-            is_padded = weight.gathered.shape[0] != weight.shape[0]
-            if is_padded or gradient.dtype != dtype or not gradient.is_contiguous():
-                padded = gradient.new_empty(weight.gathered.shape, dtype=dtype)
-                # What is behind the gradient's rows is reduced into padding that nobody reads.
-                copies.append((padded[: weight.shape[0]] if is_padded else padded, gradient))
-                gradient = padded
-            inputs.append(gradient)
-            output = gradient.new_empty(weight.chunk.shape)
-            outputs.append(output)
-            own, place = output[: weight.shard.shape[0]], weight.shard.grad
-            # The shard's gradient lies in the output itself where there is none yet and the dtype is right.
-            if place is None:
-                place = own if own.dtype == weight.shard.dtype else torch.empty_like(weight.shard)
-            results.append((own, place))
-        with self.lane.after_compute():
-            if copies:
-                torch._foreach_copy_([to for to, _ in copies], [source for _, source in copies])
-            reduce_rows_mean(outputs, inputs, self.group)
-            for weight, (own, place) in zip(weights, results):
-                if weight.shard.grad is not None:
-                    place.add_(own)
-                elif place is not own:
-                    place.copy_(own)
-            self._under_way = self.lane.mark()
-        for weight, (_, place) in zip(weights, results):
-            weight.shard.grad = place
-        self._in_use = [*inputs, *outputs, *(source for _, source in copies)]
-
-    def wait(self) -> None:
-        """Let the compute stream wait for the reduction under way, and give its buffers back."""
-        self._under_way.wait()
-        self._in_use = []
+    def items(self) -> Any:  # of `module.parameters()`
+        return {name: self[name] for name in self}.items()
 
 
-# Streams and collectives
+class ReadOutside(torch.autograd.Function):
+    """From a shard to its whole, for a use outside the forwards of the unit's entries, and back with the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, shard: Tensor, weight: ShardedWeight, unit: Unit) -> Tensor:
+        ctx.weight, ctx.unit = weight, unit
+        unit.window.agree("gathers", unit)
+        return gather_copy(weight, weight.whole.dtype, unit.window.group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        weight, window = ctx.weight, ctx.unit.window
+        window.agree("reduces", ctx.unit)
+        window.reducer.wait()  # it may be adding to the shard's gradient, as autograd will
+        padded = gradient.new_zeros(weight.gathered.shape, dtype=window.reducer.reduce_dtype)
+        padded[: weight.shape[0]].copy_(gradient)
+        own = padded.new_empty(weight.chunk.shape)
+        reduce_rows_mean([own], [padded], window.group)
+        return own[: weight.shard.shape[0]].to(weight.shard.dtype), None, None
 
 
-class Lane:
-    """A side stream of a CUDA device, of high priority; on CPU nothing but the same words."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
-
-    @contextmanager
-    def after_compute(self) -> Iterator[None]:
-        """Queue what follows on the side stream, behind all that is queued on the compute stream now."""
-        if self.stream is None:
-            yield
-            return
-        self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
-        with torch.cuda.stream(self.stream):
-            yield
-
-    def mark(self) -> Work:
-        """What is queued on the side stream now, for the compute stream to wait for; the host goes on."""
-        if self.stream is None:
-            return Work()
-        event = self.stream.record_event()
-        return Work(finish=lambda: torch.cuda.current_stream().wait_event(event))
-
-
-def gather_rows(outputs: list[Tensor], inputs: list[Tensor], group: dist.ProcessGroup) -> list[Work]:
-    """All-gather each of `inputs` into its output, N times as many rows; handles to wait for, none on NCCL.
-
-    On NCCL the list travels as one grouped call on the current stream. The group is asked directly: torch's functions
-    for it check and log each tensor of a list, on a host that has to stay ahead of the GPU.
-    """
-    if not _is_grouped(group):
-        pairs = zip(outputs, inputs)
-        return [all_gather_flat(output.view(-1), input_.view(-1), group, True) for output, input_ in pairs]
-    options = AllgatherOptions()
-    options.asyncOp = False  # on the current stream, mostly a side stream already
-    if (work := group.allgather_into_tensor_coalesced(outputs, inputs, options)) is not None:
-        work.wait()  # on the transport's own stream after all
-    return []
-
-
-def reduce_rows_mean(outputs: list[Tensor], inputs: list[Tensor], group: dist.ProcessGroup) -> None:
-    """Reduce-scatter each of `inputs`, as a mean, in its dtype: 1/N of its rows to each rank; on the current stream."""
-    if not _is_grouped(group):
-        for output, input_ in zip(outputs, inputs):
-            reduce_scatter_mean_flat(output.view(-1), input_.view(-1), group)
-        return
-    options = ReduceScatterOptions()
-    options.reduceOp = dist.ReduceOp(dist.ReduceOp.AVG)
-    options.asyncOp = False
-    if (work := group.reduce_scatter_tensor_coalesced(outputs, inputs, options)) is not None:
+def gather_copy(weight: ShardedWeight, dtype: torch.dtype, group: dist.ProcessGroup) -> Tensor:
+    """A new tensor with the whole weight in `dtype`, on the current stream; collective."""
+    rows = weight.shard.new_empty(weight.gathered.shape, dtype=dtype)
+    chunk = weight.shard.new_zeros(weight.chunk.shape, dtype=dtype)
+    chunk[: weight.shard.shape[0]].copy_(weight.shard.detach())
+    for work in gather_rows([rows], [chunk], group):
         work.wait()
-
-
-def _is_grouped(group: dist.ProcessGroup) -> bool:
-    return group.size() > 1 and dist.get_backend(group) == "nccl"
+    return rows[: weight.shape[0]]

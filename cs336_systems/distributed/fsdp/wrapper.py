@@ -6,15 +6,15 @@
     model.finish_gradient_synchronization()
     optimizer.step()
 
-The life of a weight, whose words the code repeats; `plan.py` says which weights make a unit, `unit.py` how each step is
-done, this file when:
+The life of a weight, whose words the code repeats; `plan.py` says which weights make a unit:
 
-- rest: this rank holds its rows, in float32, the master weights;
-- gather: all ranks send their rows, in the compute dtype, into the whole weight. It starts when the unit two before
-  has completed, so that it runs beside the unit in between;
-- use: the module sees the whole weight in its forward, and once more in its backward;
-- free: the whole gives its memory back after each use. So a unit's wholes and the next one's are all there ever is;
-- reduce: the gradient of the whole is averaged over ranks and each keeps the part of its rows, in float32.
+- rest (`rest.py`): this rank holds its rows, in float32, the master weights;
+- gather (`unit.py`): all ranks send their rows, in the compute dtype, into the whole weight. It starts when the unit
+  two before has completed, so that it runs beside the unit in between;
+- use (here): the module sees the whole weight in its forward, and once more in its backward;
+- free (`unit.py`): the whole gives its memory back after each use. So a unit's wholes and the next one's are all there
+  ever is;
+- reduce (`reduce.py`): the gradient of the whole is averaged over ranks; each keeps the part of its rows, in float32.
 
 Everything is freed when a forward begins, since the optimizer may have changed the rows, and when a backward ends.
 
@@ -32,26 +32,20 @@ from collections import defaultdict
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from typing import Any
-from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from cs336_systems.distributed.collectives import (
-    all_reduce_mean,
-    broadcast_from_first,
-    check_same_shapes,
-    clip_shards,
-    rank_in,
-)
+from cs336_systems.distributed.collectives import broadcast_from_first, check_same_shapes, clip_shards, rank_in
 from cs336_systems.distributed.ddp import Accumulating, call_at_each_gradient, dense_gradient
 from cs336_systems.distributed.fsdp.plan import Granularity, UnitPlan, materialize, plan_units
-from cs336_systems.distributed.fsdp.unit import PREFETCH, ShardedWeight, State, Unit, Window
-from cs336_systems.distributed.optimizer_shares import check_elementwise
+from cs336_systems.distributed.fsdp.reduce import average_replicated
+from cs336_systems.distributed.fsdp.rest import ShardedWeight
+from cs336_systems.distributed.fsdp.unit import PREFETCH, ExecutionOrder, State, Unit, Window, gather_copy
+from cs336_systems.distributed.optimizer_shares import watch_optimizers
 
 
 class FSDP(nn.Module, Accumulating):
@@ -118,11 +112,12 @@ class FSDP(nn.Module, Accumulating):
         self._backwards: list[int] = []  # under way: the engine's, and in it those of reentrant checkpoints
         self._float16 = False  # whether gradients may overflow
         for unit in self.units:
-            self._register_hooks(unit)
+            for entry in unit.entries:  # around the hooks of others, which may compute with the weights (weight_norm)
+                entry.register_forward_pre_hook(partial(self._before_forward, unit), with_kwargs=True, prepend=True)
+                entry.register_forward_hook(partial(self._after_forward, unit), with_kwargs=True, always_call=True)
         self._trained = [(unit, weight) for unit in self.units for weight in unit.trainable]
         call_at_each_gradient(self, [weight.whole for _, weight in self._trained], FSDP._gradient_arrived)
-        _MODELS.add(self)
-        _watch_optimizers()
+        watch_optimizers()
 
     # Construction
 
@@ -154,15 +149,8 @@ class FSDP(nn.Module, Accumulating):
     def _from_rank_0(self, tensor: Any) -> Tensor:
         """`tensor` with rank 0's values, on this rank's device."""
         values = tensor.detach().to(self.device)
-        sent = values.contiguous()
-        broadcast_from_first(sent, self.group)
-        return values if sent is values else values.copy_(sent)
-
-    def _register_hooks(self, unit: Unit) -> None:
-        """Around the hooks of others, which may compute with the weights (weight_norm)."""
-        for entry in unit.entries:
-            entry.register_forward_pre_hook(partial(self._before_forward, unit), with_kwargs=True, prepend=True)
-            entry.register_forward_hook(partial(self._after_forward, unit), with_kwargs=True, always_call=True)
+        broadcast_from_first(values, self.group)
+        return values
 
     # Forward
 
@@ -208,11 +196,9 @@ class FSDP(nn.Module, Accumulating):
         elif not self._window.in_backward and unit.state is State.GATHERED:
             unit.free()  # an entry is called directly, perhaps after the optimizer's step
         self._window.make_room(unit)
-        unit.wait()
         self._clock += 1
-        call = _Call(unit, state_before=unit.state, began=self._clock, casts=[])
+        call = _Call(unit, state_before=unit.begin_forward(), began=self._clock, casts=[])
         self._calls.append(call)
-        unit.become(State.FORWARD)
         if self.compute_dtype is not None:
             args = call.cast(args, self.compute_dtype)
             kwargs = {name: call.cast(value, self.compute_dtype) for name, value in kwargs.items()}
@@ -228,7 +214,7 @@ class FSDP(nn.Module, Accumulating):
             return  # the hook before has raised
         call = self._calls.pop()
         self._clock += 1
-        unit.become(call.state_before)  # BACKWARD after a recomputation in one
+        unit.become(call.state_before)
         if any(not cast.is_inference() and cast._version for cast in call.casts):
             raise RuntimeError(f"{unit.name!r} must not write into its arguments unless they are {self.compute_dtype}")
         outputs: list[Tensor] = []
@@ -267,9 +253,7 @@ class FSDP(nn.Module, Accumulating):
                 self._window.gather_ahead(order.ahead(other.backward_position, PREFETCH))
         self._window.make_room(unit)
         unit.began, unit.backward, unit.backward_position = began, self._backwards[-1], order.visit(unit)
-        unit.wait()
-        if unit.state is State.GATHERED:
-            unit.become(State.BACKWARD)
+        unit.begin_backward()
 
     def _begin_backward(self) -> None:
         """Be told when this backward ends; gather what the outermost begins with."""
@@ -279,8 +263,7 @@ class FSDP(nn.Module, Accumulating):
         # The engine's own queue: DDP and torch's FSDP use it as well, and there is no public one.
         torch.autograd.Variable._execution_engine.queue_callback(partial(self._end_backward, backward))
         if len(self._backwards) == 1:
-            known = self._backward_order.seen or self._backward_order.expected
-            self._backward_order.begin(known or list(reversed(self._forward_order.seen)))
+            self._backward_order.begin(default=reversed(self._forward_order.seen))
             for unit in self._backward_order.expected[:PREFETCH]:
                 self._window.gather_ahead(unit)
 
@@ -332,32 +315,9 @@ class FSDP(nn.Module, Accumulating):
         self._window.reducer.wait()
         if self._window.num_ranks == 1:
             return
-        by_dtype: dict[torch.dtype, list[nn.Parameter]] = defaultdict(list)
-        for parameter in self._replicated:
-            if parameter.requires_grad and parameter.numel():
-                by_dtype[parameter.dtype].append(parameter)
-        for parameters in by_dtype.values():
-            self._average_replicated(parameters)
+        average_replicated(self._replicated, self.group)
         if self._float16:  # torch.amp.GradScaler decides from its own rank's gradients: let all see an overflow
             self.clip_grad_norm_(math.inf)
-
-    @torch.no_grad()
-    def _average_replicated(self, parameters: list[nn.Parameter]) -> None:
-        """Average whole gradients in one message; one that no rank has stays None."""
-        is_used = torch.ones(len(parameters), dtype=parameters[0].dtype, device=self.device)
-        pieces = []
-        for index, parameter in enumerate(parameters):
-            if parameter.grad is None:
-                is_used[index] = 0
-            pieces.append((torch.zeros_like(parameter) if parameter.grad is None else parameter.grad).reshape(-1))
-        flat = torch.cat([*pieces, is_used])
-        all_reduce_mean(flat, self.group)
-        *averages, is_used = flat.split([*(parameter.numel() for parameter in parameters), len(parameters)])
-        for parameter, average, share in zip(parameters, averages, is_used):
-            if parameter.grad is not None:
-                parameter.grad.copy_(average.view_as(parameter))
-            elif share.real.item() > 0:  # unused on this rank only
-                parameter.grad = average.view_as(parameter).clone()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients: those of the parameters, what `no_sync` put aside, and what a failed backward left."""
@@ -384,7 +344,7 @@ class FSDP(nn.Module, Accumulating):
     def gather_full_params(self) -> dict[str, Tensor]:
         """Copies of the whole parameters, in their master dtype, by their names in the unwrapped module; collective."""
         full = {name: parameter.detach().clone() for name, parameter in self.module.named_parameters()}
-        return full | {name: one.gather_copy(one.shard.dtype, self.group) for name, one in self.weights.items()}
+        return full | {name: gather_copy(one, one.shard.dtype, self.group) for name, one in self.weights.items()}
 
     @torch.no_grad()
     def load_full_params(self, full: dict[str, Tensor]) -> None:
@@ -400,58 +360,6 @@ class FSDP(nn.Module, Accumulating):
     def gathered_units(self) -> list[str]:
         """Names of the units whose wholes have memory now."""
         return [unit.name for unit in self.units if unit.state is not State.REST]
-
-
-_MODELS: WeakSet[FSDP] = WeakSet()
-_CHECKED: WeakSet[torch.optim.Optimizer] = WeakSet()
-
-
-@cache
-def _watch_optimizers() -> None:
-    """Once and for good: a hook that goes with its model would go in the middle of a step, where that is collected."""
-    register_optimizer_step_pre_hook(_check_optimizer)
-
-
-def _check_optimizer(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """ValueError before the first step of an optimizer over rows that does not update them row by row."""
-    if optimizer in _CHECKED:
-        return
-    shards = {weight.shard for model in _MODELS for weight in model.weights.values()}
-    if any(parameter in shards for group in optimizer.param_groups for parameter in group["params"]):
-        check_elementwise(type(optimizer), optimizer.defaults, rows=True)
-    _CHECKED.add(optimizer)
-
-
-class ExecutionOrder:
-    """The units in the order of the pass before (`expected`) and of this one (`seen`), to gather the next ones ahead.
-
-    A wrong guess costs a gather that nobody uses, never a wrong result.
-    """
-
-    def __init__(self) -> None:
-        self.expected: list[Any] = []
-        self.seen: list[Any] = []
-
-    def begin(self, expected: list[Any] | None = None) -> None:
-        """Start a pass, which without `expected` will go like the one before."""
-        self.expected, self.seen = expected or self.seen or self.expected, []
-
-    def visit(self, unit: Any) -> int:
-        """Note that `unit` runs now; its position in this pass. A surprise ends all guesses of this pass."""
-        position = len(self.seen)
-        self.seen.append(unit)
-        if position < len(self.expected) and self.expected[position] != unit:
-            self.expected = []
-        return position
-
-    def ahead(self, position: int, distance: int) -> Any:
-        """The unit expected `distance` after `position`; None if it has run already or is not known."""
-        target = position + distance
-        return self.expected[target] if len(self.seen) <= target < len(self.expected) else None
-
-    def ends_within(self, position: int, count: int) -> bool:
-        """Whether `position` is among the last `count` that are expected."""
-        return len(self.expected) - count <= position < len(self.expected)
 
 
 # What goes into a module and comes out of it
