@@ -207,6 +207,20 @@ def test_calls_that_hopper_does_not_serve_are_refused(monkeypatch):
         function.hopper_attention(q, k, v, False, True, 0.25, "")
 
 
+@pytest.mark.parametrize(
+    ("lengths", "deterministic", "kernel"),
+    [([600, 300], False, "hopper"), ([600, 300], True, "triton"), ([600] + [1] * 300, False, "triton")],
+)
+def test_documents_that_are_short_on_average_are_not_padded(monkeypatch, lengths, deterministic, kernel):
+    """To blocks of 128 rows of a float32 dQ: a thousand documents of one token would take the memory of 128,000."""
+    monkeypatch.setattr(function, "refuse_hopper", lambda q: None)
+    monkeypatch.setattr(function, "hopper_packed_backward", lambda *_: "hopper")
+    monkeypatch.setattr(function, "varlen_backward", lambda *_: "triton")
+    q, ends = torch.empty(sum(lengths), 1, 64), torch.tensor([0, *lengths]).cumsum(0).int()
+    rest = (ends, ends, max(lengths), max(lengths), deterministic, True, 0.125, "")
+    assert function._packed_backward(q, q, q, q, torch.empty(1, len(q)), q, None, *rest) == kernel
+
+
 @pytest.mark.skipif(HAS_HOPPER, reason="this machine has what is missing here")
 def test_a_machine_without_hopper_says_so():
     message = r"backend 'hopper' cannot be used: hopper kernels need a GPU of compute capability 9\.0 \(H100, H200\)"

@@ -3,7 +3,8 @@
 `hopper_attention(q, k, v, deterministic, is_causal, scale, config)` is what `flash_attention(backend="hopper")` calls,
 with a block mask `hopper_listed_attention`, and what `flash_attention_varlen` calls `hopper_packed_attention`. The
 backward adds dQ up in memory as its programs arrive there. With `deterministic` each does in its turn, or of masks and
-documents the backward is Triton's; so it is where a mask's tiles are of fewer rows than the kernel's.
+documents the backward is Triton's; so it is where a mask's tiles, or documents on average, are of fewer rows than the
+kernel's.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from cs336_systems.attention.hopper.backward import (
     hopper_backward,
     hopper_packed_backward,
 )
+from cs336_systems.attention.hopper.backward_walk import ROW_PADDING
 from cs336_systems.attention.hopper.forward import hopper_forward, hopper_packed_forward
 from cs336_systems.attention.hopper.schedule import plan_forward
 from cs336_systems.attention.operator import AttentionOperator
@@ -98,7 +100,7 @@ def _packed_backward(
     deterministic: bool, is_causal: bool, scale: float, config: str,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     saved = (q, k, v, output, lse.contiguous(), grad_output, grad_lse, cu_seqlens_q, cu_seqlens_k)
-    if deterministic:
+    if deterministic or len(cu_seqlens_q) * ROW_PADDING.value > len(q):  # padding would be more than documents
         return varlen_backward(*saved, max_seqlen_q, max_seqlen_k, is_causal, scale, config)
     refuse_hopper(q)
     with on_device_of(q):
