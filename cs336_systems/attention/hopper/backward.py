@@ -85,6 +85,7 @@ from cs336_systems.attention.hopper.backward_walk import (
     num_walks,
     own_tile,
     place_of_step,
+    row_of_member,
     turn_of_tile,
     walk_of,
 )
@@ -235,7 +236,7 @@ def _send(
         arrive_at(DQ_IS_SENT + CONSUMER, SENDER)
     for number in range(num_walks(PLAN)):
         walk = walk_of(number, tile, problem, mask, PLAN)
-        head_row = (tile.batch_head * PLAN.group + walk.member) * tile.head_rows + tile.first_row
+        head_row = row_of_member(walk.member, tile, PLAN)
         for j in range(walk.steps):
             first_query, _ = place_of_step(j, walk, tile, problem, mask, PLAN)
             row = head_row + first_query
@@ -453,7 +454,7 @@ def _consume(
             )  # fmt: skip
     else:
         for member in range(PLAN.group):
-            head_row = (tile.batch_head * PLAN.group + member) * tile.head_rows + tile.first_row
+            head_row = row_of_member(member, tile, PLAN)
             walk = walk_of(member, tile, problem, mask, PLAN)
             for j in range(MASKED_STEPS):
                 first_query, _ = place_of_step(j, walk, tile, problem, mask, PLAN)

@@ -232,6 +232,16 @@ def walk_of(number, tile, problem, mask, PLAN: gl.constexpr):
         return Walk(number, first_tile, steps, 0, 0)
 
 
+@gluon.jit
+def row_of_member(member, tile, PLAN: gl.constexpr):
+    """The first row of dQ's accumulator for the queries that a head of the group has in the tile's sequence."""
+    head = tile.batch_head * PLAN.group + member
+    if PLAN.packed:
+        return head * tile.head_rows + tile.first_row
+    else:  # in two products, or the causal kernels at head dim 128 spill in their loops
+        return head * tile.query_tiles * PLAN.query_tile
+
+
 @gluon.constexpr_function
 def least_steps(PLAN):
     """Steps of a walk without which no program runs: the masked ones of a causal tile."""
