@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import os
 import shutil
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from cs336_systems.attention import api, flash_attention
+from cs336_systems.attention import api, flash_attention, flash_attention_varlen, operator
 from cs336_systems.attention.triton import launch
 from tests.covered import ATTENTION, HOPPER
 from tests.test_s4_attention import DEVICES
@@ -157,6 +159,34 @@ def test_streams_threads_and_graphs(backend, by_python, runs):
     torch.cuda.synchronize()
     assert len(results) == 6 and all(torch.equal(output, wanted) for output in results)
     assert torch.equal(captured, by_python(*static, **options)[0])
+
+
+def test_a_tensor_given_twice_is_bound_where_the_facts_say_so(monkeypatch):
+    """Boundaries of documents that queries and keys share; two tensors in one place could be two in the next call."""
+    monkeypatch.setattr(launch, "_parameters_of", lambda compiled: ("u64",) * 3)
+    monkeypatch.setattr(launch, "_BoundKernel", lambda launched, memory, places, maps: places)
+    compiled = SimpleNamespace(src=SimpleNamespace(signature=dict.fromkeys("abc", "*i32")), metadata=SimpleNamespace())
+    q, boundaries = torch.zeros(8), torch.zeros(8, dtype=torch.int32)
+    words = (ctypes.c_uint64 * 3)()
+
+    def bind(*tensors: Tensor) -> list[int] | None:
+        launched: Any = SimpleNamespace(compiled=compiled, arguments=list(tensors))
+        places: Any = launch.bind(launched, tensors, words)
+        return places and [(place - ctypes.addressof(words)) // 8 for place in places]
+
+    assert bind(q, boundaries, boundaries) == [0, 1, 1]
+    assert bind(q, boundaries, boundaries.clone()) == [0, 1, 2]
+    assert bind(q, boundaries, boundaries.view(8)) is None
+    assert bind(q, q, boundaries) is None
+
+
+def test_calls_that_share_boundaries_have_their_own_replay(monkeypatch):
+    known = []
+    monkeypatch.setattr(operator, "_passes_of", lambda attend, device, facts: known.append(facts) or attend)
+    q, cu_seqlens = torch.randn(8, 1, 16), torch.tensor([0, 3, 8], dtype=torch.int32)
+    for boundaries_k in (cu_seqlens, cu_seqlens.clone(), cu_seqlens.clone(), cu_seqlens):
+        flash_attention_varlen(q, q, q, cu_seqlens, boundaries_k, 5, 5, backend="triton")
+    assert known[0] == known[3] != known[1] == known[2]
 
 
 @pytest.mark.parametrize("device", DEVICES)

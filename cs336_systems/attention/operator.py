@@ -89,7 +89,11 @@ class AttentionOperator:
             return self._registered(q, k, v, *arguments)
         if has_hooks():
             return self.apply(q, k, v, *arguments, self)
-        facts = [(x.shape, x.stride(), x.dtype) if isinstance(x, Tensor) else x for x in (q, k, v, *arguments)]
+        first_places: dict[int, int] = {}  # of tensors that are several arguments
+        facts = [
+            (x.shape, x.stride(), x.dtype, first_places.setdefault(id(x), place)) if isinstance(x, Tensor) else x
+            for place, x in enumerate((q, k, v, *arguments))
+        ]
         return self.apply(q, k, v, *arguments, _passes_of(self, q.device, tuple(facts)))
 
     def passes(self) -> Any:

@@ -385,8 +385,11 @@ def bind(launched: Launched | None, tensors: Sequence[Tensor], words: Any) -> _B
         return None
     numbers: dict[int, int] = {}  # address -> number of its tensor
     for number, x in enumerate(tensors):
-        if numbers.setdefault(x.data_ptr(), number) != number:
-            return None  # two arguments in one place: an address does not say which
+        first = numbers.setdefault(x.data_ptr(), number)
+        # Two arguments in one place: an address does not say which. Unless they are one tensor in every such call, as
+        # boundaries of documents may be, which the facts of a call say.
+        if first != number and (x is not tensors[first] or x.is_floating_point()):
+            return None
     ends = [*accumulate(-(-PARAMETER_BYTES[kind] // PARAMETER_SPACING) * PARAMETER_SPACING for kind in parameters)]
     memory = (ctypes.c_byte * (ends[-1] + PARAMETER_SPACING))()
     start = -(-ctypes.addressof(memory) // PARAMETER_SPACING) * PARAMETER_SPACING
