@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from cs336_systems import device
-from cs336_systems.attention import backends
+from cs336_systems.attention import AttentionConfig, api, backends, flash_attention, flash_attention_varlen, varlen
 from cs336_systems.attention.backends import (
     BACKENDS,
     GLUON_PIECES,
@@ -338,6 +338,25 @@ def test_auto_takes_the_kernel_that_the_published_records_have_as_faster() -> No
 def test_the_table_is_that_of_the_published_records() -> None:
     text = backend_table.table_text(backend_table.measured(backend_table.CHOICE, *backend_table.OTHERS))
     assert backend_table.TABLE.read_text() == text, "run tools/backend_table.py"
+
+
+def test_tiles_of_triton_ask_for_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where `auto` would take another back end, as on this CPU and on a Hopper GPU."""
+    asked = []
+
+    def explain(q: Any, k: Any, *, backend: str, **_: Any) -> tuple[str, str]:
+        asked.append(backend)
+        raise ValueError("enough")
+
+    q, ends = torch.zeros(1, 2, 64, 16), torch.tensor([0, 64], dtype=torch.int32)
+    for module in (api, varlen):
+        monkeypatch.setattr(module, "explain_backend", explain)
+    for config in (None, AttentionConfig()):
+        with pytest.raises(ValueError, match="enough"):
+            flash_attention(q, q, q, config=config)
+        with pytest.raises(ValueError, match="enough"):
+            flash_attention_varlen(*[q[0].transpose(0, 1)] * 3, ends, ends, 64, 64, config=config)
+    assert asked == ["auto", "auto", "triton", "triton"]
 
 
 def test_packed_documents_take_turns() -> None:

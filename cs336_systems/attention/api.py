@@ -84,7 +84,7 @@ def flash_attention(
             None: as PyTorch has been told by `torch.use_deterministic_algorithms`.
         backend: `auto`, `reference`, `compiled`, `tiled`, `triton_first`, `triton` or `hopper`. The first kernel takes
             lengths in whole tiles of 64, head dims of 16, 32, 64 and 128, and no block mask.
-        config: tiles of the `triton` kernels, instead of the table's.
+        config: tiles of the `triton` kernels, instead of the table's; `auto` then takes these kernels.
 
     Where queries are too few to fill a GPU, as in one head or one generated token, the forward of `triton` splits the
     keys among programs, and meanwhile holds a float32 output for each part, at most 128.
@@ -139,6 +139,8 @@ def flash_attention(
         check_block_mask(block_mask, q, k, is_causal=is_causal)
         if backend == "auto" and config is None and block_mask.dense_form is not None:
             is_causal, block_mask = block_mask.dense_form == "causal", None
+    if backend == "auto" and config is not None:
+        backend = "triton"
     layout: AttentionLayout = "dense" if block_mask is None else "block_mask"
     size = None if block_mask is None else block_mask.block_size
     backend, _ = explain_backend(q, k, backend=backend, is_causal=is_causal, layout=layout, block_size=size)

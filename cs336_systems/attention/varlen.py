@@ -75,6 +75,8 @@ def flash_attention_varlen(
     check_packed_inputs(q, k, v, enable_gqa=enable_gqa)
     check_documents(q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     scale = resolve_scale(scale, q.shape[2])
+    if backend == "auto" and config is not None:
+        backend = "triton"
     backend, _ = explain_backend(
         q.transpose(0, 1), k.transpose(0, 1), backend=backend, is_causal=is_causal, layout="packed",
         longest=(max_seqlen_q, max_seqlen_k),
