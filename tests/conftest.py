@@ -41,7 +41,7 @@ HAS_CUDA = torch.cuda.is_available()
 if find_spec("hypothesis") is not None:
     from hypothesis import settings
 
-    settings.register_profile("ci", max_examples=100, deadline=None)
+    settings.register_profile("ci", max_examples=200, deadline=None)
     settings.register_profile("fuzz", max_examples=2000, deadline=None)  # `make fuzz`
     settings.load_profile("ci")
 

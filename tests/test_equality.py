@@ -45,7 +45,7 @@ from tests.module_kinds import KINDS, Kind, double
 UNUSED_PARAMETERS = [KINDS["unused layer"], KINDS["alternating branches"]]  # in a step
 COVERS = ("cs336_systems/distributed", "tests/module_kinds.py")
 RANKS, SAMPLES, STEPS = 2, 4, 3
-SAMPLED = 60  # one case in so many is no slow test
+SAMPLED = 20  # one case in so many is no slow test
 OURS = str(Path(cs336_systems.__file__).parent)
 
 DDP = "naive|flat|overlap|bucketed|sharded-optimizer"
@@ -566,7 +566,7 @@ def sampled_outcomes() -> list[Outcome]:
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_D2_D4_D14_a_wrapper_trains_as_one_process(wrapper):
-    check([outcome for outcome in sampled_outcomes() if outcome.wrapper == wrapper], at_least=20)
+    check([outcome for outcome in sampled_outcomes() if outcome.wrapper == wrapper], at_least=45)
 
 
 @pytest.mark.slow
