@@ -25,7 +25,7 @@ CASE = TURNS.cases(TINY)[0]
 
 
 def take_turns_one_at_a_time(rank: int, num_ranks: int) -> tuple[dict[str, Any], list[str]]:
-    """All wrappers' turns, naive never averaging; and the order in which their models were built."""
+    """All wrappers' turns, naive never averaging, flat short of memory; and in which order models were built."""
     gc.freeze()
     alive: list[tuple[str, Any]] = []
     order = []
@@ -37,6 +37,11 @@ def take_turns_one_at_a_time(rank: int, num_ranks: int) -> tuple[dict[str, Any],
             super().__init__(name, case, *arguments)
             alive.append((name, weakref.ref(self.parameters[0])))
             order.append(name)
+
+        def train_step(self) -> None:
+            if self.implementation == "flat":
+                raise torch.OutOfMemoryError
+            super().train_step()
 
     with (
         patch.object(data_parallel_turns, "ParallelStep", Watched),
@@ -51,20 +56,21 @@ JOB = OneJob(2, (take_turns_one_at_a_time,))
 def test_every_wrapper_takes_its_turns_with_the_host_to_itself():
     for found, order in JOB.results(take_turns_one_at_a_time):
         assert list(found) == list(TURNS.implementations)
-        turns = order[-2 * len(found) :]  # after the checks
-        assert turns == [*found, *reversed(found)]
-        assert all(len(samples) == 2 and min(samples) > 0 for _, _, samples in found.values())
+        fit = [name for name in found if name != "flat"]
+        assert order[-len(found) - len(fit) :] == [*found, *reversed(fit)]  # after the checks
+        assert all(len(found[name][2]) == 2 and min(found[name][2]) > 0 for name in fit)
 
 
-def test_a_wrapper_that_is_wrong_is_told_from_the_others():
+def test_a_wrapper_that_is_wrong_or_does_not_fit_is_told_from_the_others():
     reports = [found for found, _ in JOB.results(take_turns_one_at_a_time)]
     for found in reports:
         right = {name: error for name, (error, wrong, _) in found.items() if not wrong}
-        assert set(right) == set(TURNS.implementations) - {"naive"} and max(right.values()) <= 1
+        assert set(right) == set(TURNS.implementations) - {"naive", "flat"} and max(right.values()) <= 1
     (cell,) = TURNS.cells(TINY)
     with patch.object(data_parallel_turns.ranks, "run_cell", return_value=reports):
         measured = {sample.row.implementation: sample for sample in TURNS.measure(cell, TINY)}
     assert "averaged gradients are off by" in measured["naive"].failed and not measured["naive"].samples
+    assert measured["flat"].oom and measured["flat"].failed == "out of memory"
     assert measured["zero1"].samples == [max(pair) for pair in zip(*(found["zero1"][2] for found in reports))]
 
 

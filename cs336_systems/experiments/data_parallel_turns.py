@@ -6,7 +6,8 @@ Here the ranks stay and the wrappers change. Phases on every rank:
 - check: a shallow model of the same width under each wrapper, by its gradients or its training (parallel_step.py);
 - rounds: each wrapper in its turn is built, warmed up and timed; two rounds in a row go in opposite orders.
 
-A rank holds one wrapper's model at a time, since xl in float32 with AdamW takes up to 90 GiB. Ratios are of one round.
+A rank holds one wrapper's model at a time, since xl with AdamW takes up to 75 GiB; a wrapper that runs out of memory
+is out, and the others play on. Ratios are of one round.
 """
 
 import gc
@@ -28,6 +29,7 @@ from cs336_systems.experiments.parallel_step import OURS, PEERS, ParallelStep, S
 from cs336_systems.experiments.spec import Cell, Disagreement, Experiment, Row, Sample, Unsupported, problem
 from cs336_systems.experiments.tables import Pivot
 from cs336_systems.experiments.turns import in_order
+from cs336_systems.measure.memory import release
 
 # Whose step each of ours is compared with: of several the faster one.
 RIVALS = dict.fromkeys(OURS, PEERS) | {"sharded": ("torch_zero",), "zero1": ("torch_zero",), "fsdp": ("torch_fsdp",)}
@@ -35,6 +37,7 @@ WARMUP = 2  # PyTorch's DDP rearranges its buckets in the second step, and FSDP'
 STEPS = {"tiny": 1, "smoke": 2, "handout": 2}  # timed in a turn; in low precision, whose steps are shorter, more
 LOW_PRECISION_STEPS = 5
 ROUNDS = {"tiny": (2, 2), "smoke": (2, 4), "handout": (2, 6)}  # at least, at most
+NO_MEMORY = "out of memory"
 BUDGET_S = {"tiny": 60.0, "smoke": 60.0, "handout": 75.0}  # in which a further round must end
 
 
@@ -66,7 +69,7 @@ class DataParallelTurns(Experiment):
             of_ranks = [report[row.implementation] for report in reports]
             error, wrong = max(error for error, _, _ in of_ranks), next((what for _, what, _ in of_ranks if what), "")
             if wrong:
-                yield Sample(row=row, failed=wrong)
+                yield Sample(row=row, failed=wrong, oom=wrong == NO_MEMORY)
             else:
                 yield Sample(row=row, samples=ranks.slowest([samples for _, _, samples in of_ranks]), error=error)
 
@@ -111,20 +114,33 @@ def take_turns(
     """Of each wrapper the error over its bound, what is wrong with it, and the milliseconds of its timed steps."""
     began = time.monotonic()
     checks = _check_all(names, steps.shallow(case), run, rank)
-    gc.freeze()  # else each collection, also one within a timed step, goes through all that is imported
     samples: dict[str, list[float]] = {name: [] for name in names}
     at_least, at_most = ROUNDS[run.scale]
     for number in range(at_most):
         round_began = time.monotonic()
         for name in in_order(names, number):
-            samples[name] += _turn(name, case, run, rank)
+            if checks[name][1] == NO_MEMORY:
+                continue
+            try:
+                samples[name] += _turn(name, case, run, rank)
+                fitted = True
+            except torch.OutOfMemoryError:
+                fitted = False
+            release(case.device)
+            if not _agree(fitted, case.device):
+                checks[name] = (float("inf"), NO_MEMORY)
         now = time.monotonic()
-        fits = number + 1 < at_least or now - began + (now - round_began) < BUDGET_S[run.scale]
-        answer = torch.tensor([fits], dtype=torch.uint8, device=case.device)
-        dist.broadcast(answer, src=0)  # rank 0's on every rank
-        if not answer.item():
+        in_time = number + 1 < at_least or now - began + (now - round_began) < BUDGET_S[run.scale]
+        if not _agree(in_time, case.device):
             break
     return {name: (*checks[name], samples[name]) for name in names}
+
+
+def _agree(yes: bool, device: str) -> bool:
+    """Whether all ranks say yes."""
+    answers = torch.tensor([yes], dtype=torch.uint8, device=device)
+    dist.all_reduce(answers, dist.ReduceOp.MIN)
+    return bool(answers.item())
 
 
 def _check_all(
@@ -151,8 +167,8 @@ def _turn(name: str, case: ShardingCase, run: RunConfig, rank: int) -> list[floa
     for _ in range(WARMUP):
         step.train_step()
     gc.collect()
+    gc.freeze()  # else a collection within a timed step goes through all that is imported and built
     count = STEPS[run.scale] if case.precision == Precision() else LOW_PRECISION_STEPS
     samples = [ranks.time_together(step.train_step, case.device) for _ in range(count)]
-    del step
-    gc.collect()  # wrappers and their hooks are cycles; cached blocks stay, for the next of the same shapes
+    gc.unfreeze()
     return samples
