@@ -201,6 +201,48 @@ def _flex(case: MaskCase, mask: BlockMask, run: RunConfig) -> Built:
     return Built(attend=partial(compiled_flex(dynamic=False), block_mask=mask.to_flex(_predicate(case, mask))))
 
 
+def _flex_flash(case: MaskCase, mask: BlockMask, run: RunConfig) -> Built:
+    """The same by FlashAttention-4's kernels."""
+    build("fa4", shape_of(case), run.device)  # which it needs
+    flex: Any = _flex(case, mask, run).attend
+    return Built(attend=partial(flex, kernel_options={"BACKEND": "FLASH"}))
+
+
+def _flash_attention_4(case: MaskCase, mask: BlockMask, run: RunConfig) -> Built:
+    """FlashAttention-4 where it has the mask itself: none, causal, a window, packed documents."""
+    if is_plain(case.mask):
+        return _dense("fa4", case, mask, run)
+    build("fa4", shape_of(case), run.device)  # it is there, and takes the shape
+    from flash_attn.cute import flash_attn_func, flash_attn_varlen_func
+
+    name, _, argument = case.mask.partition("+")[0].partition(":")
+    if name == "window":
+
+        def windowed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            heads_behind = (x.transpose(1, 2) for x in (q, k, v))
+            output = _first(flash_attn_func(*heads_behind, causal=True, window_size=(int(argument) - 1, 0)))
+            return output.transpose(1, 2)
+
+        return Built(attend=windowed)
+    lengths = document_lengths(case.mask)
+    ends, longest = _ends(lengths, run), max(lengths)
+
+    def packed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return _first(
+            flash_attn_varlen_func(
+                q, k, v, cu_seqlens_q=ends, cu_seqlens_k=ends, max_seqlen_q=longest, max_seqlen_k=longest,
+                causal=is_causal(case),
+            )
+        )  # fmt: skip
+
+    return Built(attend=packed, pack=_pack, unpack=_unpack)
+
+
+def _first(results: Any) -> Tensor:
+    """The output of what may return its log-sum-exp, too."""
+    return results[0] if isinstance(results, tuple) else results
+
+
 def _predicate(case: MaskCase, mask: BlockMask) -> Callable[..., Tensor] | None:
     if case.mask == "causal":
         return lambda batch, head, query, key: query >= key
@@ -224,4 +266,6 @@ BUILDERS: dict[str, Callable[[MaskCase, BlockMask, RunConfig], Built]] = {
     "sdpa_padded": _padded,
     "torch_varlen": _torch_varlen,
     "flex": _flex,
+    "flex_flash": _flex_flash,
+    "fa4": _flash_attention_4,
 }

@@ -1,0 +1,128 @@
+"""Hopper's kernels under windows, packed documents and lists of tiles, by turns beside FlashAttention-4 and Flex.
+
+FlashAttention-4 has windows and packed documents of its own; of lists of tiles it takes those of FlexAttention's FLASH
+back end. Rates count attended pairs alone.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from cs336_systems.accounting import ATTENTION_FLOPS_PER_PAIR, tflops_per_s
+from cs336_systems.config import AttentionShape, MaskCase, RunConfig
+from cs336_systems.experiments.attention import BOTH, FORWARD, MODE_WORDS, sized_shape
+from cs336_systems.experiments.figures import Bars
+from cs336_systems.experiments.implementations import Built
+from cs336_systems.experiments.mask_implementations import build_masked, mask_of
+from cs336_systems.experiments.spec import BY_TURNS, Cell, Row, Sample, problem
+from cs336_systems.experiments.tables import Pivot
+from cs336_systems.experiments.turns import ROUNDS, AttentionByTurns, long_turns, measure_by_turns
+
+LENGTH = {"tiny": 64, "smoke": 128, "handout": 16384}
+HEADS, HEAD_DIMS = 16, (64, 128)
+WINDOW, DOCUMENT = 1024, 4096  # keys, and tokens of each
+DENSITIES = (0.1, 0.3, 0.5)  # of live tiles
+PAIRS = Row(mode="forward", quantity="density", unit="1")
+# Lists are FlexAttention's; windows and packed documents FlashAttention-4 has itself.
+LISTED = ("hopper", "triton", "flex", "flex_flash")
+OWN = ("hopper", "triton", "fa4")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Masked(AttentionShape):
+    """Self-attention under a mask by name, as `parse_mask` reads it."""
+
+    mask: str
+
+    @property
+    def mask_case(self) -> MaskCase:
+        return MaskCase(
+            mask=self.mask, batch=self.batch, heads=self.heads, seqlen_q=self.seqlen_q, head_dim=self.head_dim,
+            dtype=self.dtype,
+        )  # fmt: skip
+
+
+@problem(title="Windows, packed documents and lists of tiles beside FlashAttention-4 and FlexAttention", order=2.5)
+class MaskedAttention(AttentionByTurns):
+    implementations = tuple(dict.fromkeys((*OWN, *LISTED)))
+
+    def cases(self, run: RunConfig) -> list[Masked]:
+        length = LENGTH[run.scale]
+        if run.scale != "handout":
+            small = sized_shape(run, 1, 1, length, 32, False)
+            return [Masked(**vars(small), mask="window:32")]
+        documents = "document:" + ",".join([str(DOCUMENT)] * (length // DOCUMENT))
+        masks = (f"window:{WINDOW}", documents, f"{documents}+causal", *(f"random:{one:g}" for one in DENSITIES))
+        shapes = [sized_shape(run, 1, HEADS, length, dim, False) for dim in HEAD_DIMS]
+        return [Masked(**vars(shape), mask=mask) for shape in shapes for mask in masks]
+
+    def cells(self, run: RunConfig) -> list[Cell]:
+        cells = []
+        for case in self.cases(run):
+            names = LISTED if case.mask.startswith("random") else OWN
+            rows = tuple(replace(row, implementation=name) for name in names for row in (FORWARD, BOTH))
+            density = replace(PAIRS, implementation=names[0])
+            cells.append(Cell(case=case, implementation=BY_TURNS, rows=(density, *rows)))
+        return cells
+
+    def measure(self, cell: Cell, run: RunConfig) -> Iterator[Sample]:
+        case: Masked = cell.case
+        mask = mask_of(case.mask_case, run.device, run.seed)
+        density, *times = cell.rows
+        yield Sample(row=density, samples=[mask.density])
+
+        def built(name: str, *_: Any) -> Built:
+            return build_masked(name, case.mask_case, mask, run)
+
+        yield from measure_by_turns(
+            replace(cell, rows=tuple(times)), run, partial(long_turns, device=run.device),
+            num_rounds=ROUNDS[run.device], built=built, token_mask=mask.to_dense,
+        )  # fmt: skip
+
+    def columns(self, row: dict[str, Any]) -> dict[str, Any]:
+        """`attended` in words, and `width`."""
+        name, _, numbers = row["mask"].partition("+")[0].partition(":")
+        causal = "causal " if row["mask"].endswith("+causal") else ""
+        words = {
+            "window": f"window of {numbers}",
+            "document": f"{causal}documents of {numbers.partition(',')[0]}",
+            "random": f"tiles, {numbers} live",
+        }
+        return {"attended": words[name], "width": f"head dim {row['head_dim']}", "pass": MODE_WORDS[row["mode"]]}
+
+    def compared(self, frame: Any) -> Any:
+        """A column `tflops`, of attended pairs."""
+        density = frame[frame["quantity"] == "density"].set_index("case")["median"]
+        pairs = frame["case"].map(density) * frame["batch"] * frame["heads"] * frame["seqlen_q"] ** 2
+        operations = frame["mode"].map(ATTENTION_FLOPS_PER_PAIR) * pairs * frame["head_dim"]
+        rates = [
+            tflops_per_s(one, ms) if quantity == "time" and ms > 0 else float("nan")
+            for one, ms, quantity in zip(operations, frame["median"], frame["quantity"])
+        ]
+        return frame.assign(tflops=rates)
+
+    tables = {
+        mode: Pivot(
+            title=f"{words}, {HEADS} heads over {LENGTH['handout']:,} tokens",
+            down={"width": "width", "mask": "attended"},
+            value="tflops",
+            unit="TFLOP/s",
+            where={"quantity": "time", "mode": mode},
+            by_turns=True,
+            ratios=(("hopper", "fa4"), ("hopper", "flex"), ("hopper", "flex_flash"), ("hopper", "triton")),
+        )
+        for mode, words in MODE_WORDS.items()
+        if mode in ("forward", "forward_backward")
+    }
+    figures = {
+        "both": Bars(
+            title="Forward and backward under masks",
+            x="attended",
+            y="tflops",
+            y_title="TFLOP/s",
+            color="implementation",
+            facet="width",
+            where={"quantity": "time", "mode": "forward_backward"},
+        )
+    }
