@@ -145,8 +145,15 @@ class Book:
         measured is shown of another GPU that has."""
         if isinstance(experiments()[problem], Calculation):
             return self.folder.parent / "calculated"
-        others = [self.folder, *sorted(self.folder.parent.glob("nvidia-*"))]
+        others = [self.folder, *self._other_folders()]
         return next((one for one in others if (one / "records" / f"{problem}.jsonl").exists()), self.folder)
+
+    def on(self, device: str) -> Book:
+        """The same pages with the records of another GPU, `results/<device>`."""
+        return Book(self.root, self.folder.parent / device)
+
+    def _other_folders(self) -> list[Path]:
+        return [one for one in sorted(self.folder.parent.glob("nvidia-*")) if one != self.folder]
 
     def write(self) -> list[Path]:
         """Write the document, the full tables and the figures, where they changed; returns what was written."""
@@ -188,13 +195,25 @@ class Book:
         texts = {self.root / DOCUMENT: self.document()}
         if (self.root / README).exists():
             texts[self.root / README] = self.readme()
-        for name, experiment in experiments().items():
-            if not self.frame(name).empty and experiment.tables:
-                parts = [f"# {name}", experiment.title + "."]
-                for table in (spec.build(self.frame(name)) for spec in experiment.tables.values()):
-                    parts += [f"**{table.title}**", table.markdown()] if table.title else [table.markdown()]
-                texts[self.folder_of(name) / "tables" / f"{name}.md"] = "\n\n".join(parts) + "\n"
+        for name in experiments():
+            texts |= self._tables(name)
+            for book in map(self.on, (folder.name for folder in self._other_folders())):
+                texts |= book._tables(name) if book._has(name) else {}
         return texts
+
+    def _has(self, name: str) -> bool:
+        return (self.folder / "records" / f"{name}.jsonl").exists()
+
+    def _tables(self, name: str) -> dict[Path, str]:
+        """The file of all tables of an experiment, if it has some."""
+        experiment = experiments()[name]
+        if self.frame(name).empty or not experiment.tables:
+            return {}
+        parts = [f"# {name}", experiment.title + "."]
+        for table in (spec.build(self.frame(name)) for spec in experiment.tables.values()):
+            if table.lines:
+                parts += [f"**{table.title}**", table.markdown()] if table.title else [table.markdown()]
+        return {self.folder_of(name) / "tables" / f"{name}.md": "\n\n".join(parts) + "\n"}
 
     def _digests(self) -> dict[str, str]:
         path = self.folder / "figures" / DIGESTS
@@ -339,6 +358,9 @@ class Page:
         records = read_records(self._book.folder_of(self._problem) / "records" / f"{self._problem}.jsonl")
         return str(records[0].run.device["name"])
 
-    def of(self, problem: str) -> Page:
-        """The same lookups in another problem's records: `{{ of("leaderboard_2025").time("hopper") }}`."""
-        return Page(self._book, problem)
+    def of(self, problem: str, device: str = "") -> Page:
+        """The same lookups in another problem's records, or another GPU's: `{{ of("fsdp_accounting").time("fsdp") }}`.
+
+        `device` is the folder of results, such as "nvidia-h100".
+        """
+        return Page(self._book.on(device) if device else self._book, problem)
