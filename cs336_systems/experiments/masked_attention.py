@@ -17,12 +17,13 @@ from cs336_systems.experiments.implementations import Built
 from cs336_systems.experiments.mask_implementations import build_masked, mask_of
 from cs336_systems.experiments.spec import BY_TURNS, Cell, Row, Sample, problem
 from cs336_systems.experiments.tables import Pivot
-from cs336_systems.experiments.turns import ROUNDS, AttentionByTurns, long_turns, measure_by_turns
+from cs336_systems.experiments.turns import AttentionByTurns, long_turns, measure_by_turns
 
 LENGTH = {"tiny": 64, "smoke": 128, "handout": 16384}
 HEADS, HEAD_DIMS = 16, (64, 128)
 WINDOW, DOCUMENT = 1024, 4096  # keys, and tokens of each
 DENSITIES = (0.1, 0.3, 0.5)  # of live tiles
+ROUNDS = {"cpu": 3, "cuda": 8}
 PAIRS = Row(mode="forward", quantity="density", unit="1")
 # Lists are FlexAttention's; windows and packed documents FlashAttention-4 has itself.
 LISTED = ("hopper", "triton", "flex", "flex_flash")
