@@ -5,13 +5,14 @@ are of the GPU alone, in replayed graphs, since eager calls this short wait for 
 values that fit the L2 cache are there from the call before.
 """
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from cs336_systems.config import AttentionShape, DTypeName, RunConfig
+from cs336_systems.config import BYTES_PER_ELEMENT, AttentionShape, DTypeName, RunConfig
 from cs336_systems.experiments import attention
 from cs336_systems.experiments.attention import FORWARD
 from cs336_systems.experiments.figures import Bars
@@ -85,9 +86,11 @@ class FewQueries(attention.AttentionExperiment):
             yield Sample(row=GRAPH_FORWARD, samples=graph_times(forward), kernel=built.kernel, error=error)
 
     def columns(self, row: dict[str, Any]) -> dict[str, Any]:
-        """`parts`: into how many the kernel's name says that the keys were split."""
+        """`parts`: into how many the kernel's name says that the keys were split; `tb_s`: keys and values read."""
         _, _, parts = row["kernel"].partition("/")
-        return super().columns(row) | {"parts": int(parts) if parts else 1}
+        elements = 2 * row["batch"] * (row["kv_heads"] or row["heads"]) * row["seqlen_k"] * row["head_dim"]
+        rate = elements * BYTES_PER_ELEMENT[row["dtype"]] / row["median"] / 1e9 if row["median"] > 0 else math.nan
+        return super().columns(row) | {"parts": int(parts) if parts else 1, "tb_s": rate}
 
     tables = {
         dtype: Pivot(
@@ -98,6 +101,13 @@ class FewQueries(attention.AttentionExperiment):
             ratios=tuple(("triton", name) for name in (WHOLE, "sdpa_flash", "sdpa_cudnn", "sdpa_efficient")),
         )
         for dtype in ("bfloat16", "float32")
+    } | {
+        "generation": Pivot(
+            title="one token: keys and values read (TB/s)",
+            down={"batch × heads × queries on keys × head dim": "shape"},
+            value="tb_s",
+            where={"mode": "forward", "seqlen_q": 1},
+        )
     }
     figures = {
         "generation": Bars(
