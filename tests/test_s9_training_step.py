@@ -158,34 +158,9 @@ def test_the_8b_step_fits_two_h200_only_without_its_logits():
 # Cells
 
 
-def test_a_case_refuses_what_cannot_run():
-    for change, message in (
-        ({"batch": 0}, "LongStepCase.batch must be a positive int, got 0"),
-        ({"chunk_tokens": True}, "LongStepCase.chunk_tokens must be a positive int, got True"),
-        ({"recompute": "all"}, "LongStepCase.recompute must be one of nothing, .*, got 'all'"),
-        ({"attention": "fast"}, "LongStepCase.attention must be one of reference, .*, got 'fast'"),
-        ({"wide_blocks": -1}, "LongStepCase.wide_blocks must be a number of blocks, got -1"),
-        ({"backend": "mpi"}, "LongStepCase.backend must be one of gloo, nccl, got 'mpi'"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            replace(SMALL, **change)
-
-
-@pytest.mark.parametrize(
-    "cell, run, message",
-    [
-        (long_step_cell(SMALL, "ddp"), CPU, "there is no FSDP called 'ddp'"),
-        (long_step_cell(SMALL, "fsdp"), replace(CPU, model="a.b:C"), "the user's model has no head that computes"),
-        (
-            long_step_cell(replace(SMALL, precision=Precision(autocast="bfloat16")), "torch_fsdp"), CPU,
-            "fully_shard in low precision is measured on GPUs only",
-        ),
-    ],
-    ids=["unknown", "user's model", "low precision"],
-)  # fmt: skip
-def test_what_there_is_not_is_skipped_with_the_reason(cell, run, message):
-    with pytest.raises(Unsupported, match=message):
-        list(LEADERBOARD.measure(cell, run))
+def test_a_users_model_is_skipped_with_the_reason():
+    with pytest.raises(Unsupported, match="the user's model has no head that computes"):
+        list(LEADERBOARD.measure(long_step_cell(SMALL, "fsdp"), replace(CPU, model="a.b:C")))
 
 
 def test_the_handouts_cells_are_the_leaderboards():

@@ -19,7 +19,7 @@ from cs336_systems.experiments.figures import Lines
 from cs336_systems.experiments.frames import speed, tuples
 from cs336_systems.experiments.implementations import Built
 from cs336_systems.experiments.mask_implementations import build_masked, mask_of
-from cs336_systems.experiments.spec import BY_TURNS, Cell, Sample, problem
+from cs336_systems.experiments.spec import Cell, Sample, problem
 from cs336_systems.experiments.tables import Pivot
 from cs336_systems.experiments.turns import AttentionByTurns, graph_turns, measure_by_turns
 
@@ -60,6 +60,7 @@ class Attended(AttentionShape):
 @problem(title="Triton beside Hopper by size and mask: what `auto` chooses by", order=2)
 class BackendChoice(AttentionByTurns):
     implementations = ("triton", "hopper")
+    rows = (BOTH,)
 
     def cases(self, run: RunConfig) -> list[Attended]:
         def case(heads: int, tokens: int, head_dim: int, is_causal: bool = False, **more: Any) -> Attended:
@@ -86,13 +87,6 @@ class BackendChoice(AttentionByTurns):
             for length in DOCUMENTS
         ]
         return [*dense, *listed, *packed]
-
-    def cells(self, run: RunConfig) -> list[Cell]:
-        cells = []
-        for case in self.cases(run):
-            rows = tuple(replace(BOTH, implementation=name) for name in self.implementations)
-            cells.append(Cell(case=case, implementation=BY_TURNS, rows=rows))
-        return cells
 
     def measure(self, cell: Cell, run: RunConfig) -> Iterator[Sample]:
         case: Attended = cell.case

@@ -14,7 +14,7 @@ from cs336_systems.config import Precision, RunConfig
 from cs336_systems.experiments import parallel_step as steps
 from cs336_systems.experiments import ranks
 from cs336_systems.experiments.parallel_step import OURS, PEERS, DataParallelCase
-from cs336_systems.experiments.spec import Cell, Row, Sample, Unsupported
+from cs336_systems.experiments.spec import Cell, Row, Sample
 from cs336_systems.experiments.tables import Pick, Ratio, Wide
 
 WITH_BUCKETS = ("bucketed", *PEERS)
@@ -88,15 +88,7 @@ class DataParallelExperiment(ranks.StepExperiment):
     tables = {"steps": steps_table("A training step", ranks="num_ranks")}
 
     def measure(self, cell: Cell, run: RunConfig) -> Iterator[Sample]:
-        return measure_ddp(cell, run)
-
-
-def measure_ddp(cell: Cell, run: RunConfig) -> Iterator[Sample]:
-    name, case = cell.implementation, cell.case
-    if name not in (*OURS, *PEERS) and ":" not in name:
-        raise Unsupported(f"there is no data parallelism called {name!r}")
-    reports = ranks.run_cell(_measure_rank, case.num_ranks, name, case, run, backend=case.backend, run=run)
-    yield from ranks.report_samples(cell, reports)
+        return ranks.measure_step(_measure_rank, cell, run)
 
 
 def _measure_rank(

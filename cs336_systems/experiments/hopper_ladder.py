@@ -17,7 +17,7 @@ from cs336_systems.config import AttentionShape
 from cs336_systems.experiments.attention import SMALL, rate_bars, rate_tables
 from cs336_systems.experiments.implementations import Built, build, chosen_tiles, kernel_name
 from cs336_systems.experiments.spec import Unsupported, problem
-from cs336_systems.experiments.turns import AttentionByTurns, named
+from cs336_systems.experiments.turns import AttentionByTurns
 
 RUNGS = {  # what is new
     "triton_first": "the handout's forward in Triton",
@@ -46,29 +46,23 @@ class HopperLadder(AttentionByTurns):
     sizes = SHAPES
 
     def built(self, name: str, shape: AttentionShape, device: str) -> Built:
-        return build_rung(name, shape, device)
+        """The rung `name` and the kernels it runs; `Unsupported` with the reason."""
+        if name == "hopper_deterministic":
+            build("hopper", shape, device)  # refuses what cannot run here
+            attend = partial(flash_attention, is_causal=shape.is_causal, backend="hopper", deterministic=True)
+            return Built(attend=attend, kernel=f"{kernel_name('hopper', shape, device)} in order")
+        if name in ("triton_pointers", "triton_tma"):
+            config = _triton_config(shape, device, tma=name == "triton_tma")
+            attend = partial(flash_attention, is_causal=shape.is_causal, backend="triton", config=config)
+            kernel = config.names.replace(",", " ")
+            return Built(attend=attend, kernel=kernel if device == "cuda" else f"interpreter {kernel}")
+        return super().built(name, shape, device)
 
     def columns(self, row: dict[str, Any]) -> dict[str, Any]:
         return super().columns(row) | {"rung": RUNGS.get(row["implementation"], "")}
 
     tables = rate_tables((*zip(tuple(RUNGS)[1:5], RUNGS), ("hopper", "sdpa_cudnn"), ("hopper", "fa4")))
     figures = {"forward_backward": rate_bars("What each rung adds, forward + backward", color="rung")}
-
-
-def build_rung(name: str, shape: AttentionShape, device: str) -> Built:
-    """The rung `name` and the kernels it runs; `Unsupported` with the reason, ValueError for an unknown name."""
-    if name not in RUNGS:
-        raise ValueError(f"rung must be one of {', '.join(RUNGS)}, got {name!r}")
-    if name == "hopper_deterministic":
-        build("hopper", shape, device)  # refuses what cannot run here
-        attend = partial(flash_attention, is_causal=shape.is_causal, backend="hopper", deterministic=True)
-        return Built(attend=attend, kernel=f"{kernel_name('hopper', shape, device)} in order")
-    if name in ("triton_pointers", "triton_tma"):
-        config = _triton_config(shape, device, tma=name == "triton_tma")
-        attend = partial(flash_attention, is_causal=shape.is_causal, backend="triton", config=config)
-        kernel = config.names.replace(",", " ")
-        return Built(attend=attend, kernel=kernel if device == "cuda" else f"interpreter {kernel}")
-    return named(name, shape, device)
 
 
 def _triton_config(shape: AttentionShape, device: str, *, tma: bool) -> AttentionConfig:

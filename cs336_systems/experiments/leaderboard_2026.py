@@ -28,33 +28,28 @@ import pandas as pd
 import torch
 from torch import Tensor, nn
 
-from cs336_systems.accounting import attention_flops, block_saved_bytes, model_bytes, model_flops, tflops_per_s
+from cs336_systems.accounting import (
+    ATTENTION_FLOPS_PER_PAIR,
+    block_saved_bytes,
+    causal_area,
+    model_bytes,
+    model_flops,
+    tflops_per_s,
+)
 from cs336_systems.analysis import HARDWARE, RankBytes
 from cs336_systems.analysis.memory import fsdp_bytes
 from cs336_systems.attention.backends import available_backends
-from cs336_systems.config import (
-    BYTES_PER_ELEMENT,
-    MODEL_SIZES,
-    AttentionShape,
-    ModelConfig,
-    Precision,
-    RunConfig,
-    proxy_model,
-    require_choice,
-    require_positive,
-)
+from cs336_systems.config import BYTES_PER_ELEMENT, MODEL_SIZES, ModelConfig, Precision, RunConfig, proxy_model
 from cs336_systems.experiments import parallel_step as steps
 from cs336_systems.experiments import ranks
 from cs336_systems.experiments.figures import Bars
 from cs336_systems.experiments.frames import digits
 from cs336_systems.experiments.parallel_step import CHECK_BOUND, MEMORY, ParallelStep, RanksCase, ShardingCase
-from cs336_systems.experiments.sharding import refuse_low_precision
 from cs336_systems.experiments.spec import Cell, Disagreement, Experiment, Row, Sample, Unsupported, problem
 from cs336_systems.experiments.tables import Pick, Wide
 from cs336_systems.measure.memory import MIB, release
-from cs336_systems.model.block_parts import KEPT_WIDTHS, RECOMPUTES, Recompute, run_in_parts
+from cs336_systems.model.block_parts import KEPT_WIDTHS, Recompute, run_in_parts
 from cs336_systems.model.chunked_loss import CHUNK_TOKENS, LossTransformer, loss_bytes
-from cs336_systems.model.transformer import ATTENTION_NAMES
 
 IMPLEMENTATIONS = ("fsdp", "torch_fsdp")
 NUM_RANKS, BATCH = 2, 1  # a sequence of each rank: a global batch of two
@@ -76,14 +71,6 @@ class LongStepCase(RanksCase):
     wide_blocks: int = 0  # that keep what w1 and w3 give
     compiled: bool = False  # the blocks' parts, by torch.compile
     chunk_tokens: int = CHUNK_TOKENS  # of the loss
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require_positive(self, "chunk_tokens")
-        if not 0 <= self.wide_blocks <= self.model.num_layers:
-            raise ValueError(f"LongStepCase.wide_blocks must be a number of blocks, got {self.wide_blocks}")
-        require_choice(self, "attention", ATTENTION_NAMES)
-        require_choice(self, "recompute", RECOMPUTES)
 
 
 def widest(case: LongStepCase) -> LongStepCase:
@@ -279,11 +266,9 @@ def memory_lines() -> str:
 def attention_share() -> float:
     """Attention's percentage of the forward's FLOPs."""
     model = MODEL_SIZES["8b"]
-    shape = AttentionShape(
-        batch=1, heads=model.num_heads, seqlen_q=model.context_length, seqlen_k=model.context_length,
-        head_dim=model.head_dim, is_causal=True, dtype="bfloat16",
-    )  # fmt: skip
-    return 100 * model.num_layers * attention_flops(shape, "forward") / model_flops(model, 1, "forward")
+    area = causal_area(model.context_length, model.context_length)
+    flops = ATTENTION_FLOPS_PER_PAIR["forward"] * area * model.d_model * model.num_layers
+    return 100 * flops / model_flops(model, 1, "forward")
 
 
 @problem()
@@ -320,11 +305,8 @@ class Leaderboard2026(Experiment):
 
     def measure(self, cell: Cell, run: RunConfig) -> Iterator[Sample]:
         case: LongStepCase = cell.case
-        if cell.implementation not in IMPLEMENTATIONS:
-            raise Unsupported(f"there is no FSDP called {cell.implementation!r}")
         if run.model is not None:
             raise Unsupported("the user's model has no head that computes the loss in chunks")
-        refuse_low_precision(cell.implementation, case)
         rows = {row.quantity: row for row in cell.rows}
         yield Sample(row=rows["predicted_peak_memory"], samples=[long_step_bytes(case).peak / MIB])
         reports: list[StepReport] = ranks.run_cell(

@@ -16,15 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from cs336_systems.accounting import model_peak_bytes
-from cs336_systems.config import (
-    DISTRIBUTED_BACKENDS,
-    ModelCase,
-    ModelConfig,
-    Precision,
-    RunConfig,
-    require_choice,
-    require_positive,
-)  # fmt: skip
+from cs336_systems.config import ModelCase, ModelConfig, Precision, RunConfig
 from cs336_systems.distributed.ddp_bucketed import BucketedDDP
 from cs336_systems.distributed.ddp_flat import FlatDDP
 from cs336_systems.distributed.ddp_naive import NaiveDDP
@@ -69,10 +61,6 @@ class RanksCase:
     attention: str  # as in ModelCase
     precision: Precision = Precision()  # autocast is the compute dtype of FSDP's weights
 
-    def __post_init__(self) -> None:
-        require_positive(self, "batch", "num_ranks")
-        require_choice(self, "backend", DISTRIBUTED_BACKENDS)
-
     @property
     def device(self) -> str:
         return "cuda" if self.backend == "nccl" else "cpu"
@@ -92,11 +80,6 @@ class DataParallelCase(RanksCase):
     """The step of ranks that average their gradients."""
 
     bucket_size_mb: float | None = None  # MiB of gradients in a bucket; None: the implementation has none
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.bucket_size_mb is not None and not self.bucket_size_mb > 0:
-            raise ValueError(f"DataParallelCase.bucket_size_mb must be positive, got {self.bucket_size_mb}")
 
 
 @dataclass(frozen=True, kw_only=True)

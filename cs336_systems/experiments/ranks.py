@@ -164,6 +164,13 @@ class RankReport:
     lanes: Mapping[str, Lanes | None] = field(default_factory=dict)  # by mode; of rank 0 only
 
 
+def measure_step(function: Callable[..., RankReport], cell: Cell, run: RunConfig) -> Iterator[Sample]:
+    """What `function` of (rank, num_ranks, implementation, case, run) reports on every rank of `cell`."""
+    case = cell.case
+    reports = run_cell(function, case.num_ranks, cell.implementation, case, run, backend=case.backend, run=run)
+    yield from report_samples(cell, reports)
+
+
 def report_samples(cell: Cell, reports: Sequence[RankReport]) -> Iterator[Sample]:
     """What the ranks' reports give of `cell`'s rows: the slowest rank's times, the most memory, rank 0's lanes."""
     rows = {(row.mode, row.quantity): row for row in cell.rows}

@@ -14,8 +14,8 @@ from cs336_systems.analysis.memory import fsdp_bytes
 from cs336_systems.config import Precision, RunConfig
 from cs336_systems.experiments import parallel_step as steps
 from cs336_systems.experiments import ranks
-from cs336_systems.experiments.parallel_step import MEMORY, RanksCase, ShardingCase
-from cs336_systems.experiments.spec import Cell, Row, Sample, Unsupported
+from cs336_systems.experiments.parallel_step import MEMORY, ShardingCase
+from cs336_systems.experiments.spec import Cell, Row, Sample
 from cs336_systems.experiments.tables import Pick, Wide
 from cs336_systems.measure.memory import MIB, release
 
@@ -37,10 +37,7 @@ class ShardingExperiment(ranks.StepExperiment):
     """Base of both: measurement, columns, tables."""
 
     def measure(self, cell: Cell, run: RunConfig) -> Iterator[Sample]:
-        name, case = cell.implementation, cell.case
-        if name not in (*steps.OPTIMIZER_IMPLEMENTATIONS, *steps.FSDP_IMPLEMENTATIONS) and ":" not in name:
-            raise Unsupported(f"there is no sharding called {name!r}")
-        refuse_low_precision(name, case)
+        case = cell.case
         for row in cell.rows:
             if row.quantity == PREDICTED:  # before anything runs
                 plan = fsdp_bytes(
@@ -49,8 +46,7 @@ class ShardingExperiment(ranks.StepExperiment):
                     checkpointing=case.checkpointing != "none",
                 )  # fmt: skip
                 yield Sample(row=row, samples=[plan.peak / MIB])
-        reports = ranks.run_cell(_measure_rank, case.num_ranks, name, case, run, backend=case.backend, run=run)
-        yield from ranks.report_samples(cell, reports)
+        yield from ranks.measure_step(_measure_rank, cell, run)
 
     def columns(self, row: dict[str, Any]) -> dict[str, Any]:
         """`compute`, the dtype of the matmuls, and `reduce`, that of the averaged gradients."""
@@ -115,11 +111,6 @@ def sharding_cells(
     single = [(1, name) for name in alone] if run.scale == "handout" else []
     pairs = [*single, *((number, name) for number in ranks.rank_counts(run) for name in names)]
     return [sharding_cell(sharding_case(run, number, *of), name) for of in dtypes for number, name in pairs]
-
-
-def refuse_low_precision(implementation: str, case: RanksCase) -> None:
-    if implementation == "torch_fsdp" and case.backend != "nccl" and case.precision.autocast is not None:
-        raise Unsupported("fully_shard in low precision is measured on GPUs only")
 
 
 def _measure_rank(
