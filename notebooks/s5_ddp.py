@@ -40,7 +40,6 @@ from cs336_systems.distributed.ddp_bucketed import BucketedDDP
 from cs336_systems.distributed.ddp_flat import FlatDDP
 from cs336_systems.distributed.ddp_naive import NaiveDDP
 from cs336_systems.distributed.ddp_overlap import OverlapDDP
-from cs336_systems.experiments.data_parallel import measure_ddp
 from cs336_systems.experiments.pages import Book
 from cs336_systems.experiments.spec import load
 from cs336_systems.measure.overlap import Lanes
@@ -259,11 +258,12 @@ def without_output() -> Iterator[None]:
 run = RunConfig(scale="smoke", device="cpu")
 traced = {}
 problem = "ddp_overlap_individual_parameters_benchmarking"
-for cell in load(problem).cells(run):
+experiment = load(problem)
+for cell in experiment.cells(run):
     if cell.implementation not in ("naive", "flat", "overlap", "bucketed"):
         continue
     with without_output():
-        found = {measurement.row.quantity: list(measurement.samples) for measurement in measure_ddp(cell, run)}
+        found = {sample.row.quantity: list(sample.samples) for sample in experiment.measure(cell, run)}
     pairs = {
         lane: list(zip(found[f"{lane}_intervals"][::2], found[f"{lane}_intervals"][1::2]))
         for lane in ("compute", "communication")
