@@ -149,14 +149,6 @@ def test_doctor_measures_when_asked(without_compiled: None, monkeypatch: pytest.
     assert "the time of the fastest" in shown
 
 
-def test_auto_is_compared_with_the_fastest_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It divided two times that were taken one after the other, which say 1.1 of one kernel on a busy machine."""
-    monkeypatch.setattr(backends, "BACKENDS", ("tiled",))
-    monkeypatch.setattr(backends, "best_medians", lambda calls, **_: dict(zip(calls, (1.0, 1.25), strict=True)))
-    rows = benchmark_backends(shape(64, 16), device="cpu")
-    assert auto_ratio(rows) == 1.25 and [row.forward_backward_ms for row in rows] == [1.0, 1.25]
-
-
 @pytest.mark.gpu
 @pytest.mark.alone
 def test_measured_rates_are_below_and_near_the_peak() -> None:

@@ -90,7 +90,7 @@ def build(name: str, shape: AttentionShape, device: str) -> AttentionFunction:
             raise Unsupported(INTERPRETER_BFLOAT16)
         return lambda q, k, v: flash_attention(q, k, v, is_causal=causal, enable_gqa=grouped, backend="triton")
     if name == "hopper":
-        query, _ = _query_and_key(shape, device)
+        query, _ = query_and_key(shape, device)
         if (why := hopper_refusal(query)) is not None:
             raise Unsupported(why)
         return lambda q, k, v: flash_attention(q, k, v, is_causal=causal, enable_gqa=grouped, backend="hopper")
@@ -127,7 +127,7 @@ def _first(shape: AttentionShape, device: str) -> AttentionFunction:
     """The handout's forward, for the shapes that it takes."""
     from cs336_systems.attention.triton.first import check_first
 
-    query, key = _query_and_key(shape, device)
+    query, key = query_and_key(shape, device)
     try:
         explain_backend(query, key, backend="triton_first")
         check_first(query, key)
@@ -166,7 +166,7 @@ def kernel_name(name: str, shape: AttentionShape, device: str) -> str:
     if name == "hopper" and device == "cuda":
         from cs336_systems.attention.hopper.function import kernel_names
 
-        return kernel_names(*_query_and_key(shape, device="cuda"), is_causal=shape.is_causal)
+        return kernel_names(*query_and_key(shape, device="cuda"), is_causal=shape.is_causal)
     if name == "triton_first":
         kernel = "flash_fwd_kernel tiled_backward"
         return kernel if device == "cuda" else f"interpreter {kernel}"
@@ -176,7 +176,7 @@ def kernel_name(name: str, shape: AttentionShape, device: str) -> str:
         return ""
     from cs336_systems.attention.triton.function import forward_name, kernel_config
 
-    q, k = _query_and_key(shape, device)
+    q, k = query_and_key(shape, device)
     rows = _query_rows(q, k, shape)
     forward = forward_name(kernel_config("forward", rows, k, is_causal=shape.is_causal), rows, k, shape.is_causal)
     others = (kernel_config(kernel, q, k, is_causal=shape.is_causal).name for kernel in ("dkdv", "dq"))
@@ -214,7 +214,7 @@ def _query_rows(q: Tensor, k: Tensor, shape: AttentionShape) -> Tensor:
     return rows_of_groups(q, k, shape.is_causal)
 
 
-def _query_and_key(shape: AttentionShape, device: str) -> tuple[Tensor, Tensor]:
+def query_and_key(shape: AttentionShape, device: str) -> tuple[Tensor, Tensor]:
     """Tensors of q's and k's size, whose values nobody set."""
     dtype, kv_heads = getattr(torch, shape.dtype), shape.kv_heads or shape.heads
     q = torch.empty((shape.batch, shape.heads, shape.seqlen_q, shape.head_dim), dtype=dtype, device=device)

@@ -9,8 +9,7 @@ them, so that a small problem is not served from what its last repetition left t
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
-from statistics import median
+from collections.abc import Callable
 
 import torch
 
@@ -19,7 +18,6 @@ MIN_SAMPLES = 5
 MAX_SAMPLES = 100
 DEFAULT_WARMUP = 2
 DEFAULT_BUDGET_MS = 400.0
-TURNS = 5  # of `best_medians`
 
 
 def synchronize(device: str) -> None:
@@ -94,28 +92,6 @@ def time_calls(
         prepare()
         samples.append(time_once(call, device))
     return samples
-
-
-def best_medians(
-    calls: Mapping[str, Callable[[], object]],
-    *,
-    device: str,
-    num_samples: int | None = None,
-    budget_ms: float = DEFAULT_BUDGET_MS,
-) -> dict[str, float]:
-    """The least of TURNS medians of each call in milliseconds, taken in turns, every other time in reverse order.
-
-    For ratios between calls: what slows the machine for a while slows all of them, and what slows one of them once is
-    not its least. `num_samples` are a turn's, `budget_ms` those of all turns together.
-    """
-    medians: dict[str, list[float]] = {name: [] for name in calls}
-    for turn in range(TURNS):
-        for name in list(calls)[:: -1 if turn % 2 else 1]:
-            samples = time_calls(
-                calls[name], device=device, warmup=1, num_samples=num_samples, budget_ms=budget_ms / TURNS
-            )
-            medians[name].append(median(samples))
-    return {name: min(found) for name, found in medians.items()}
 
 
 def _time_with_events(call: Callable[[], object], num_samples: int, prepare: Callable[[], None]) -> list[float]:
