@@ -1,7 +1,5 @@
 """Closed forms against brute force, hand-computed numbers, torch's own FLOP counter, and bytes that really lived."""
 
-import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from cs336_systems import accounting
 from cs336_systems.attention.reference import attention_reference
-from cs336_systems.config import MODEL_SIZES, AttentionShape, ModelCase, ModelConfig, Precision
+from cs336_systems.config import AttentionShape, ModelCase, ModelConfig, Precision
 from cs336_systems.experiments.records import latest, read_records
 from cs336_systems.measure.saved import saved_tensors
 from cs336_systems.model import AdamW
@@ -70,15 +68,6 @@ def test_causal_area_counts_the_lower_triangle(seqlen_q: int, seqlen_k: int) -> 
     assert accounting.causal_area(seqlen_q, seqlen_k) == int(mask.sum())
 
 
-def test_causal_area_does_not_overflow_or_round() -> None:
-    assert accounting.causal_area(2**20, 2**20) == 2**39 + 2**19
-
-
-def test_attention_area_of_a_full_mask_is_the_rectangle() -> None:
-    assert accounting.attention_area(shape_of(seqlen_q=3, seqlen_k=5, is_causal=False)) == 15
-    assert accounting.attention_area(shape_of(seqlen_q=3, seqlen_k=5)) == 6
-
-
 @pytest.mark.parametrize(("mode", "ms", "expected"), [("forward", 3.5861, 613.20), ("backward", 10.0102, 549.19)])
 def test_published_times_give_the_published_rates(mode: str, ms: float, expected: float) -> None:
     shape = AttentionShape(
@@ -102,27 +91,6 @@ def test_attention_flops_equal_torchs_count_of_the_matmuls() -> None:
     assert accounting.attention_flops(shape, "backward") == counter.get_total_flops() * 5 // 4
     total = accounting.attention_flops(shape, "forward") + accounting.attention_flops(shape, "backward")
     assert accounting.attention_flops(shape, "forward_backward") == total
-
-
-@pytest.mark.parametrize(
-    "function",
-    [accounting.attention_flops, accounting.eager_attention_bytes, accounting.flash_attention_bytes],
-)
-def test_attention_has_no_train_step(function: Callable[..., int]) -> None:
-    with pytest.raises(ValueError, match="mode must be one of forward, backward, forward_backward, got 'train_step'"):
-        function(shape_of(), "train_step")
-
-
-@pytest.mark.parametrize("ms", [0.0, -1.0, math.nan])
-def test_a_rate_needs_a_positive_time(ms: float) -> None:
-    with pytest.raises(ValueError, match="ms must be positive"):
-        accounting.tflops_per_s(1.0, ms)
-
-
-def test_input_bytes_by_hand() -> None:
-    # q: 2·4·16·8 elements; k and v: 2·2·32·8 each; two bytes an element.
-    shape = shape_of(seqlen_q=16, seqlen_k=32, kv_heads=2, dtype="bfloat16")
-    assert accounting.attention_input_bytes(shape) == 2 * (1024 + 2 * 1024)
 
 
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
@@ -226,22 +194,6 @@ def test_parameters_equal_a_real_models(model: TransformerLM) -> None:
     assert accounting.num_parameters(TINY) == sum(parameter.numel() for parameter in model.parameters())
 
 
-@pytest.mark.parametrize(
-    ("config", "expected"),
-    [
-        # 2·10·4 + 1·(4·16 + 3·4·6 + 2·4) + 4 = 80 + 144 + 4
-        (ModelConfig(name="hand", d_model=4, d_ff=6, num_layers=1, num_heads=2, vocab_size=10), 228),
-        # 2·10⁴·768 + 12·(4·768² + 3·768·3072 + 1536) + 768
-        (MODEL_SIZES["small"], 128_625_408),
-        # 2·10⁴·2560 + 32·(4·2560² + 3·2560·10240 + 5120) + 2560
-        (MODEL_SIZES["xl"], 3_406_809_600),
-    ],
-    ids=lambda value: getattr(value, "name", str(value)),
-)
-def test_parameters_by_hand(config: ModelConfig, expected: int) -> None:
-    assert accounting.num_parameters(config) == expected
-
-
 def test_model_flops_equal_torchs_count_but_for_the_masked_half(model: TransformerLM, tokens: Tensor) -> None:
     with FlopCounterMode(display=False) as counter:
         loss = loss_of(model, tokens)
@@ -254,22 +206,7 @@ def test_model_flops_equal_torchs_count_but_for_the_masked_half(model: Transform
     wasted = 4 * masked_pairs * TINY.d_model * BATCH * TINY.num_layers
     assert accounting.model_flops(TINY, BATCH, "forward") == forward - wasted
     assert accounting.model_flops(TINY, BATCH, "backward") == backward - 2 * wasted
-
-
-def test_flops_of_plain_attentions_parts() -> None:
-    """xl, batch 4, context 512: 32 layers of 32 heads with 80 dimensions, the whole square of scores."""
-    scores = 4 * 32 * 32 * 512 * 512
-    flops = accounting.eager_attention_part_flops(MODEL_SIZES["xl"], 4)
-    assert flops == {"scores": 2 * 80 * scores, "softmax": 5 * scores, "values": 2 * 80 * scores}
-
-
-def test_model_flops_of_each_mode() -> None:
-    forward = accounting.model_flops(TINY, BATCH, "forward")
-    assert accounting.model_flops(TINY, BATCH, "backward") == 2 * forward
-    assert accounting.model_flops(TINY, BATCH, "forward_backward") == 3 * forward
-    assert accounting.model_flops(TINY, BATCH, "train_step") == 3 * forward
-    with pytest.raises(ValueError, match="mode must be one of forward, .*train_step, got 'inference'"):
-        accounting.model_flops(TINY, BATCH, "inference")
+    assert accounting.model_flops(TINY, BATCH, "train_step") == forward + backward - 3 * wasted
 
 
 def test_model_bytes_of_each_precision() -> None:
@@ -302,29 +239,6 @@ def test_activation_bytes_equal_what_autograd_saves(tokens: Tensor, attention: s
     assert predicted == saved - log_sum_exp
 
 
-def test_linear_attention_saves_no_scores() -> None:
-    tiled = accounting.block_saved_bytes(TINY, BATCH, attention="tiled")
-    reference = accounting.block_saved_bytes(TINY, BATCH, attention="reference")
-    scores = BATCH * TINY.num_heads * TINY.context_length**2
-    assert reference["attention probabilities"] == 4 * scores
-    width = BATCH * TINY.context_length * TINY.d_model
-    assert tiled["attention output by head"] + tiled["log-sum-exp"] == 4 * width + 4 * BATCH * TINY.num_heads * 64
-    shared = set(tiled) & set(reference)
-    assert len(shared) == 8 and all(tiled[name] == reference[name] for name in shared)
-    assert accounting.block_saved_bytes(TINY, BATCH, attention="sdpa") == tiled
-    assert accounting.block_saved_bytes(TINY, BATCH, attention="compiled") == reference
-
-
-def test_a_residual_stream_tensor_of_xl_is_twenty_mib() -> None:
-    saved = accounting.block_saved_bytes(MODEL_SIZES["xl"], 4, attention="reference")
-    assert saved["norm inputs (residual stream)"] == 2 * 20 * 2**20
-
-
-def test_unknown_attention_is_refused() -> None:
-    with pytest.raises(ValueError, match="attention must be one of reference, compiled, tiled, .* got 'linear'"):
-        accounting.activation_bytes(TINY, BATCH, attention="linear")
-
-
 @pytest.mark.parametrize("mode", ["forward", "forward_backward", "train_step"])
 @pytest.mark.parametrize("vocab_size", [120, 4000])
 @pytest.mark.parametrize("context_length", [16, 128])
@@ -355,18 +269,3 @@ def test_peak_bytes_are_near_those_that_really_live(
             optimizer.step()
     case = ModelCase(model=config, batch=BATCH, attention=attention)
     assert 0.95 <= accounting.model_peak_bytes(case, mode) / memory.peak <= 1.15
-
-
-def test_peak_bytes_order() -> None:
-    peaks = {
-        attention: [
-            accounting.model_peak_bytes(ModelCase(model=MODEL_SIZES["xl"], batch=4, attention=attention), mode)
-            for mode in ("forward", "backward", "forward_backward", "train_step")
-        ]
-        for attention in ("reference", "triton")
-    }
-    for forward, backward, both, step in peaks.values():
-        assert forward < backward == both < step
-    assert all(linear < stored for linear, stored in zip(peaks["triton"], peaks["reference"]))
-    with pytest.raises(ValueError, match="mode must be one of forward, .* got 'eval'"):
-        accounting.model_peak_bytes(ModelCase(model=TINY, batch=1, attention="tiled"), "eval")

@@ -11,40 +11,9 @@ from cs336_systems.attention.contract import compute_oracle
 from cs336_systems.config import RunConfig
 from cs336_systems.experiments import attention
 from cs336_systems.experiments.attention import KEPT_SAMPLES, measure_attention, settle
-from cs336_systems.experiments.attention_shapes import SHAPES, AttentionShapes
 from cs336_systems.experiments.implementations import Built
 from cs336_systems.experiments.registry import PROBLEMS
-from cs336_systems.experiments.spec import Cell
 from cs336_systems.inputs import attention_inputs
-
-HANDOUT = RunConfig(scale="handout", device="cuda")
-
-
-def cells(run: RunConfig) -> list[Cell]:
-    return PROBLEMS["attention_shapes"].cells(run)
-
-
-def sizes_of(cell: Cell) -> tuple[int, int, int, int, bool]:
-    shape = cell.case
-    assert shape.seqlen_q == shape.seqlen_k and shape.kv_heads is None
-    return shape.batch, shape.heads, shape.seqlen_q, shape.head_dim, shape.is_causal
-
-
-# Cells
-
-
-def test_every_implementation_has_every_shape():
-    found = cells(HANDOUT)
-    assert {sizes_of(cell) for cell in found} == set(SHAPES["handout"])
-    assert len(found) == len(SHAPES["handout"]) and {cell.case.dtype for cell in found} == {"bfloat16"}
-    for cell in found:
-        assert not cell.alone and cell.implementations == AttentionShapes.implementations
-        assert [(row.implementation, row.mode) for row in cell.rows] == [
-            (name, mode)
-            for name in AttentionShapes.implementations
-            for mode in ("forward", "backward", "forward_backward")
-        ]
-
 
 # Measuring
 

@@ -16,7 +16,7 @@ from cs336_systems.cli import app
 from cs336_systems.commands import branches
 from cs336_systems.compare import pool
 from cs336_systems.experiments.records import read_records
-from tests.test_compare import broken, record, run_of
+from tests.test_compare import broken, record
 
 ROOT = Path(__file__).resolve().parents[1]
 REFERENCE = "cs336_systems/attention/reference.py"
@@ -142,13 +142,6 @@ def test_wrong_arguments_are_one_line(
     result = CliRunner().invoke(app, ["branches", *arguments])
     lines = result.stderr.strip().splitlines()
     assert result.exit_code == 2 and len(lines) == 1 and message in lines[0], result.output
-
-
-def test_rounds_are_pooled_in_order() -> None:
-    first, second = run_of(1, rows=2, count=3), run_of(2, rows=2, count=3)
-    pooled = pool([first, second])
-    assert [row.samples for row in pooled] == [a.samples + b.samples for a, b in zip(first, second)]
-    assert pool([first]) == first
 
 
 def test_a_row_that_failed_in_one_round_is_failed() -> None:

@@ -11,7 +11,6 @@ import warnings
 from pathlib import Path
 
 import pytest
-import torch
 import typer
 from typer.testing import CliRunner
 
@@ -31,12 +30,6 @@ COMMIT = ("--commit", "0123456789ab", "--clean")
 
 def invoke(*arguments: str, env: dict[str, str] | None = None):
     return CliRunner().invoke(app, [str(argument) for argument in arguments], env=env)
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")
-def test_cuda_without_cuda(tmp_path):
-    result = invoke("run", "flash_benchmarking", "--device", "cuda", "--results", tmp_path)
-    assert_refused(result, "--device cuda")
 
 
 def assert_refused(result, message: str) -> None:
@@ -72,6 +65,10 @@ REFUSALS = {
     "budget": (["--all", "--time-budget", "nan"], "--time-budget must be a positive number of seconds, got nan"),
     "budget-sign": (["--all", "--time-budget", "-5"], "--time-budget must be a positive number of seconds, got -5.0"),
     "commit": (["--all", "--commit", ""], "--commit must not be empty, got ''"),
+    "no-cells": (
+        ["flash_benchmarking", "--scale", "tiny", "--device", "cpu", "--implementation", "flex"],
+        "flash_benchmarking has no cells of flex",
+    ),
     "timeout": (["--all", "--cell-timeout", "0"], "cell_timeout_s must be a positive int"),
 }
 
@@ -204,11 +201,6 @@ def test_the_measuring_process_ends_with_its_parent(name, code, tmp_path):
         time.sleep(0.1)
 
 
-def test_an_implementation_that_a_problem_lacks_is_refused(tmp_path):
-    arguments = ("flash_benchmarking", "--scale", "tiny", "--device", "cpu", "--implementation", "flex")
-    assert_refused(invoke("run", *arguments, "--results", tmp_path, *COMMIT), "flash_benchmarking has no cells of flex")
-
-
 @pytest.mark.slow
 def test_a_second_run_into_the_same_folder_is_refused(tmp_path):
     """Two runs measured every cell twice, and each other's load."""
@@ -256,12 +248,6 @@ def test_names_of_kernels_are_no_markup_and_give_no_orders_to_a_terminal(capsys)
     assert r"a\x1b[2Jb" in shown and "\x1b[2J" not in shown
 
 
-def test_an_error_gives_no_orders_to_a_terminal(capsys):
-    with pytest.raises(typer.Exit), one_line_errors():
-        raise ValueError("a\x1b[2Jb\ud800")
-    assert capsys.readouterr().err == "error: a\\x1b[2Jb\\ud800\n"
-
-
 # The second thread appears with the first parallel call; then both are put on one core.
 ON_ONE_CORE = """
 import os, statistics, time
@@ -280,6 +266,12 @@ def seconds():
     return time.perf_counter() - start
 print(statistics.median(seconds() for _ in range(50)))
 """
+
+
+def test_an_error_gives_no_orders_to_a_terminal(capsys):
+    with pytest.raises(typer.Exit), one_line_errors():
+        raise ValueError("a\x1b[2Jb\ud800")
+    assert capsys.readouterr().err == "error: a\\x1b[2Jb\\ud800\n"
 
 
 @pytest.mark.slow

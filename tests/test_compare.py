@@ -94,12 +94,6 @@ def test_a_slowdown_that_all_rows_share_is_seen_though_each_is_inside_the_noise(
     assert exit_code(alone) == 0 and exit_code(alone, "any") == 1
 
 
-def test_a_slowdown_of_all_rows_below_the_threshold_is_none() -> None:
-    base, target = (run_of(seed, slower=slower, noise=0.001) for seed, slower in ((1, 1.0), (2, 1.012)))
-    assert [group.verdict for group in compare_records(base, target).groups] == ["unchanged"]
-    assert [group.verdict for group in compare_records(base, target, threshold_percent=1.0).groups] == ["regression"]
-
-
 def test_groups_without_a_change_alarm_no_more_often_than_stated() -> None:
     """Every row of a run is off by 2 % of its own, which its samples do not show; the threshold of 0 hides nothing."""
     alarms, runs, groups = 0, 40, 4
@@ -132,12 +126,6 @@ def test_a_group_needs_five_cases_and_only_times_and_rates_count() -> None:
     assert group.verdict == "regression" and group.change_percent == pytest.approx(25)
 
 
-def test_the_threshold_is_a_percentage_of_the_base() -> None:
-    base, target = run_of(1, noise=1e-5), run_of(2, slower=1.012, noise=1e-5)
-    assert not compare_records(base, target).with_verdict("regression"), "1.2 % is below the default of 1.5 %"
-    assert len(compare_records(base, target, threshold_percent=1.0).with_verdict("regression")) == 20
-
-
 def test_what_became_faster_is_an_improvement() -> None:
     comparison = compare_records(run_of(1), run_of(2, slower=0.9))
     assert len(comparison.with_verdict("improvement")) == 20 and not comparison.with_verdict("regression")
@@ -164,12 +152,6 @@ def test_memory_needs_no_noise() -> None:
     assert row.verdict == "unchanged"
     (row,) = compare_records([record(128, [0.0], **memory)], [record(128, [1.0], **memory)]).rows
     assert (row.verdict, row.reason) == ("not compared", "the base is 0")
-
-
-def test_a_single_timed_sample_is_not_compared() -> None:
-    compiled = {"quantity": "compile_time", "unit": "s"}
-    (row,) = compare_records([record(128, [10.0], **compiled)], [record(128, [15.0], **compiled)]).rows
-    assert row.verdict == "not compared" and "1 and 1 samples say nothing of their noise" in row.reason
 
 
 def test_ranks_of_other_kernels_and_counts_are_not_compared() -> None:
@@ -205,10 +187,6 @@ def test_rows_of_one_side_and_doubled_rows_are_listed() -> None:
     assert exit_code(comparison) == exit_code(comparison, "any") == 2 and exit_code(comparison, "none") == 0
 
 
-def test_an_incomplete_comparison_is_said_before_a_regression() -> None:
-    assert exit_code(compare_records(run_of(1), run_of(2, slower=1.1)[1:])) == 2
-
-
 def test_other_versions_are_noted() -> None:
     other = {"software": {"torch": "2.13.0", "triton": "3.7.1"}, "device": GPU | {"driver": "9"}, "seed": 3}
     notes = compare_records([record(128, [1.0] * 5)], [record(128, [1.0] * 5, **other)]).notes
@@ -227,20 +205,6 @@ def test_the_same_records_give_the_same_answer_in_any_order() -> None:
     assert one.groups == other.groups != ()
 
 
-# Refusals
-
-
-def test_mixed_devices_are_refused() -> None:
-    other = record(128, [1.0] * 5, device={"name": "Other GPU", "kind": "cuda"})
-    with pytest.raises(ValueError, match="records of different devices cannot be compared: Other GPU, Test GPU"):
-        compare_records(run_of(1), [other])
-
-
-def test_nothing_to_compare_is_refused() -> None:
-    with pytest.raises(ValueError, match="target must hold records, got none"):
-        compare_records(run_of(1), [])
-
-
 # Statistics
 
 
@@ -254,6 +218,9 @@ def test_the_interval_covers_the_true_change_as_often_as_it_says() -> None:
     assert 0.82 <= covered / 200 <= 0.99
 
 
+# Files and the command
+
+
 def test_samples_that_drift_together_widen_the_interval() -> None:
     generator = random.Random(0)
     independent = [1 + generator.gauss(0, 0.01) for _ in range(64)]
@@ -263,9 +230,6 @@ def test_samples_that_drift_together_widen_the_interval() -> None:
         low, high = bootstrap_change([1.0] * 64, samples, confidence=0.95, seed=1)
         widths.append(high - low)
     assert widths[1] > 1.3 * widths[0]
-
-
-# Files and the command
 
 
 def write(folder: Path, records: list[Record]) -> Path:

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from cs336_systems.config import RunConfig
 from cs336_systems.experiments.figures import Bars, Heat, Lines, Spans, scale_of, spec_of
-from cs336_systems.experiments.frames import digits, intervals, load_frame, pick, speed, with_speeds
+from cs336_systems.experiments.frames import digits, load_frame, pick, speed, with_speeds
 from cs336_systems.experiments.pages import ANSWER, Book, Page, check_template
 from cs336_systems.experiments.records import Record, case_to_dict
 from cs336_systems.experiments.registry import PROBLEMS
@@ -118,14 +118,6 @@ def test_a_record_that_an_experiment_cannot_read_is_told_and_left_out():
         frame_of(row("hopper", [1.0]), row("flex", [1.0], run=RUN))
 
 
-@pytest.mark.parametrize(
-    "value, text",
-    [(0.0, "0"), (9.996, "10.0"), (0.0123456, "0.0123"), (123456.7, "123,457"), (1e-9, "1.00e-09"), (math.nan, "–")],
-)
-def test_numbers_have_three_digits(value, text):
-    assert digits(value) == text
-
-
 # Figures
 
 SERIES = frame_of(
@@ -138,6 +130,14 @@ KINDS = {
     "heat": (Heat(x="implementation", y="head_dim", color=None), MANY),
     "spans": (Spans(x="", y="quantity", color=None, where={"quantity": "compute_intervals"}), SERIES),
 }
+
+
+@pytest.mark.parametrize(
+    "value, text",
+    [(0.0, "0"), (9.996, "10.0"), (0.0123456, "0.0123"), (123456.7, "123,457"), (1e-9, "1.00e-09"), (math.nan, "–")],
+)
+def test_numbers_have_three_digits(value, text):
+    assert digits(value) == text
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -158,10 +158,6 @@ def test_axes_are_logarithmic_from_a_range_of_ten_on_and_bars_never():
     assert scale_of(pd.Series([0.0, 10.0])).to_dict() == {"zero": False}
     assert '"log"' not in json.dumps(spec_of(Bars(x="shape").chart(MANY)))
     assert '"log"' in json.dumps(spec_of(Lines(x="seqlen_q").chart(MANY)))
-
-
-def test_series_are_taken_apart():
-    assert intervals(SERIES.iloc[:1])[["start", "end"]].to_numpy().tolist() == [[0.0, 1.0], [2.0, 5.0]]
 
 
 def test_speeds_are_within_a_run():

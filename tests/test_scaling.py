@@ -11,7 +11,7 @@ from cs336_systems.analysis import HARDWARE, FeedForward, Plan, predict, rank_by
 from cs336_systems.analysis import ffn as calcs
 from cs336_systems.analysis.predictor import pipeline_s
 from cs336_systems.analysis.simulate import Weights, simulate
-from cs336_systems.analysis.traffic import BUCKET_BYTES, SCHEMES, bytes_sent, collectives, parameters
+from cs336_systems.analysis.traffic import SCHEMES, bytes_sent, parameters
 from cs336_systems.config import MODEL_SIZES, ModelConfig
 
 SMALL = ModelConfig(name="tiny", d_model=32, d_ff=96, num_layers=3, num_heads=4, vocab_size=120, context_length=64)
@@ -120,14 +120,6 @@ def test_split_layer_has_autograds_results_and_the_closed_forms_counts(num_fsdp:
     ):
         seconds = calcs.fsdp_tp_seconds(layer, num_fsdp, num_tp, bytes_per_s=1.0, overlap=overlap)
         assert seconds == pytest.approx(expected)
-
-
-def test_data_parallel_all_reduces_the_three_gradients():
-    """Twelve matmul terms a token: 12BDF/N FLOPs; 12DF(N - 1)/(NW) seconds, the time of a simulated ring."""
-    layer = FeedForward(tokens=8, d_model=4, d_ff=12)
-    assert calcs.ffn_flops(layer, "backward", 4) == 12 * 8 * 4 * 12 / 4
-    _, traffic = rings.ring_all_reduce(buffers_of(4, 3 * 4 * 12))
-    assert calcs.data_parallel_seconds(layer, 4, bytes_per_s=3.0) == pytest.approx(traffic.seconds(3.0, 2))
 
 
 def hidden(communication_s: float, flops: float) -> bool:
@@ -243,12 +235,6 @@ def test_xxl_is_compute_bound_from_its_smallest_batch_on(overlap: bool):
     assert per_device == pytest.approx(4.6e14 / 1.8e11 / 8 if overlap else 395.339, rel=1e-5)
 
 
-def test_a_wide_tensor_parallel_axis_is_never_compute_bound():
-    wide = xxl.Mesh(flops_per_s=4.6e14, link_bytes_per_s=1.8e11, fsdp=16, tp=32, fsdp_axes=2, tp_axes=1)
-    with pytest.raises(ValueError, match="mesh.tp must be below 20.84 for tensor parallelism to be compute-bound, got"):
-        xxl.smallest_batch_per_device(xxl.XXL, wide)
-
-
 # Predictions
 
 
@@ -269,16 +255,6 @@ def test_schemes_send_what_they_should():
     kept = 2 * (HEAD + BLOCK)  # the last two units stay for the backward
     assert sent["fsdp"] == pytest.approx(share * (3 * matrices - kept + 2 * norms))
     assert all(bytes_sent(SMALL, Plan(scheme=scheme)) == 0 for scheme in SCHEMES)
-
-
-def test_buckets_hold_every_parameter_once_and_no_more_than_their_size():
-    xl = MODEL_SIZES["xl"]
-    calls = collectives(xl, Plan(scheme="bucketed", data_parallel=2))
-    carried = [position for call in calls for position in call.parameters]
-    assert carried == list(reversed(range(len(parameters(xl)))))
-    assert all(call.size_bytes <= BUCKET_BYTES or len(call.parameters) == 1 for call in calls)
-    assert len(collectives(xl, Plan(scheme="flat", data_parallel=2))) == 1
-    assert len(collectives(xl, Plan(scheme="naive", data_parallel=2))) == len(parameters(xl))
 
 
 def test_pipeline_hides_gathers_behind_computation_as_far_as_it_may_look_ahead():

@@ -28,21 +28,6 @@ def tiny_cell():
     return cell
 
 
-# Cells
-
-
-def test_a_cell_has_the_rows_of_all_and_the_machine_for_itself():
-    for cell in PROBLEM.cells(RunConfig(scale="handout", device="cuda")):
-        assert cell.alone and cell.implementations == PROBLEM.implementations
-        for name in PROBLEM.implementations:
-            rows = {(row.mode, row.quantity) for row in cell.rows if row.implementation == name}
-            assert rows == {
-                (mode, quantity)
-                for mode in ("forward", "forward_backward")
-                for quantity in ("time", "host_time", "graph_time")
-            }
-
-
 # Measuring
 
 

@@ -161,14 +161,6 @@ def test_a_crash_costs_only_what_caused_it(monkeypatch):
     assert reports["forward"].failure == "" and reports["forward"].registers == 0
 
 
-def test_obstacles_name_the_numbers():
-    report = CompileReport(request=request("sm90_dq_64x64_w4_s1"), registers=255, spill_bytes=300, shared_bytes=1000)
-    assert report.obstacle(300) == ""
-    assert report.obstacle(299) == "spills 300 bytes, more than 299"
-    large = replace(report, shared_bytes=232_449)
-    assert large.obstacle(300) == "needs 232,449 bytes of shared memory, sm90 has 232,448"
-
-
 def test_compilation_refuses_what_it_does_not_know(monkeypatch):
     with pytest.raises(ValueError, match="arch must be one of sm80, sm86, sm89, sm90, sm100, got 'sm70'"):
         request("sm90_dq_64x64_w4_s1", arch="sm70")
@@ -241,8 +233,6 @@ def test_no_log_unless_asked(value, fresh_log, capfd, monkeypatch):
     assert "attention: " not in capfd.readouterr().err
 
 
-
-
 # The way down where a configuration does not fit
 
 
@@ -266,15 +256,6 @@ class Gpu:
         q = torch.empty(1, 1, 8, 128, dtype=torch.float16, device=DEVICE)
         configs = {name: named(name) for name in names}
         return launch.launch_fitting(self.launch, configs, q, seqlen_q=8, seqlen_k=8)
-
-
-def test_a_launch_that_does_not_fit_goes_to_the_next_smaller():
-    gpu = Gpu(room=90_000)
-    pattern = r"sm80_forward_128x64_w8_s\d does not fit this GPU .*Required: \d+, Hardware limit: 90000.* using sm80_"
-    with pytest.warns(UserWarning, match=pattern) as caught:
-        assert gpu.attention("sm80_forward_128x64_w8_s3") == "done"
-    assert gpu.launched == ["128x64_w8_s3", "128x64_w8_s2", "64x64_w8_s2"]
-    assert len(caught) == 2
 
 
 def test_of_several_kernels_the_largest_gives_way():
@@ -462,22 +443,6 @@ def test_a_proposal_that_reads_by_tma_says_what_other_inputs_take():
     assert '(Only("64x128_w4_s2_tma", tma=True), ...),' in alone.line
 
 
-def test_records_that_no_measurement_leaves_are_passed_over():
-    """They ended `tune flash` in a traceback, when all was measured."""
-    good = "sm90_forward_128x64_w8_s3"
-    odd = [
-        record(SHORT, "sm90_fwd_128x64_w8_s3", [1.0]),
-        record(SHORT, "sm90_forward_64x64_w4_s2", [0.0]),
-        record(SHORT, "sm90_forward_64x64_w4_s3", [-1.0]),
-        record(SHORT, "sm90_forward_64x64_w8_s2", [0.001], unit="s"),
-    ]
-    times = medians([record(SHORT, good, [2.0]), *odd], [SHORT], seed=0)
-    assert times == {SHORT: {named(good): 2.0}}
-    assert [row.config.name for row in proposals(times)] == [good]
-
-
-
-
 # The commands
 
 
@@ -607,11 +572,6 @@ def test_tuning_measures_what_compiles_and_only_once(monkeypatch, tmp_path):
     assert len(read_records(tmp_path / "records" / "tune_flash.jsonl")) == 2
     nothing = invoke(*arguments[:-4], "--config", "portable_dq_64x64_w4_s1", "--seed", "1")
     assert nothing.exit_code == 1 and "error: nothing could be measured" in nothing.stderr
-
-
-def test_list_and_run_do_not_know_the_tuning():
-    assert PROBLEM not in invoke("list").stdout
-    assert_refused(invoke("run", PROBLEM), "unknown problem 'tune_flash'")
 
 
 # On a GPU
