@@ -21,7 +21,7 @@ from cs336_systems.attention.hopper.reports import (
 )
 from cs336_systems.attention.hopper.schedule import ORDERS, SCHEDULES
 from cs336_systems.attention.tiles.tables import SHARED_MEMORY_LIMIT_BYTES
-from cs336_systems.commands.hopper_kernels import print_hopper_reports
+from cs336_systems.commands.kernels import print_hopper_reports
 
 JUDGE = "3.6.0"  # the Triton of the machines that the kernels were measured on
 # Bytes that a thread of the backward spills, at most, by head tile: of its 240 registers dK and dV take 64 or 128, and

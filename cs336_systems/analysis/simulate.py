@@ -35,11 +35,11 @@ class Weights(NamedTuple):
 
 @dataclass
 class Counts:
-    """What one device did in one pass; all devices do the same."""
+    """What a device did in one pass: the mean of all, which do the same."""
 
-    flops: int = 0
-    fsdp_bytes: int = 0  # sent along the FSDP axis, two bytes an element
-    tp_bytes: int = 0
+    flops: float = 0
+    fsdp_bytes: float = 0  # sent along the FSDP axis, two bytes an element
+    tp_bytes: float = 0
 
 
 @dataclass
@@ -65,45 +65,47 @@ def simulate(
     for name, devices, sizes in (("num_fsdp", num_fsdp, (batch, d_model)), ("num_tp", num_tp, (d_ff,))):
         if devices < 1 or any(size % devices for size in sizes):
             raise ValueError(f"{name} must divide {' and '.join(map(str, sizes))}, got {devices}")
+    devices = num_fsdp * num_tp
     counts = {"forward": Counts(), "backward": Counts()}
     shards = _shard(weights, num_fsdp, num_tp)
     xs, dys = x.chunk(num_fsdp), dy.chunk(num_fsdp)  # of FSDP rank j
 
     # forward
     count = counts["forward"]
-    full = [_gather(shards[i], count, i == 0) for i in range(num_tp)]  # of TP rank i
+    full = [_gather(shards[i], count) for i in range(num_tp)]  # of TP rank i
     saved, ys = [], []
     for j in range(num_fsdp):
         partial = []
         for i in range(num_tp):
-            first = i == j == 0  # the device whose FLOPs are counted
-            x1 = _matmul(xs[j], full[i].w1, count, first)
-            x2 = _matmul(xs[j], full[i].w2, count, first)
+            x1, x2 = (_matmul(xs[j], matrix, count) for matrix in (full[i].w1, full[i].w2))
             z = torch.nn.functional.silu(x1) * x2
             saved.append((x1, x2, z))
-            partial.append(_matmul(z, full[i].w3, count, first))
-        ys.append(_all_reduce(partial, count, j == 0))
+            partial.append(_matmul(z, full[i].w3, count))
+        ys.append(_all_reduce(partial, count))
 
     # backward
     count = counts["backward"]
-    full = [_gather(shards[i], count, i == 0) for i in range(num_tp)]
+    full = [_gather(shards[i], count) for i in range(num_tp)]
     local: list[list[Weights]] = [[] for _ in range(num_tp)]  # [i][j]: gradients of a TP rank's matrices
     dxs = []
     for j in range(num_fsdp):
         partial = []
         for i in range(num_tp):
-            first = i == j == 0
             x1, x2, z = saved[j * num_tp + i]
             w1, w2, w3 = full[i]
-            dz = _matmul(dys[j], w3.T, count, first)
+            dz = _matmul(dys[j], w3.T, count)
             sigmoid = torch.sigmoid(x1)
             dx2 = dz * x1 * sigmoid
             dx1 = dz * (sigmoid + x1 * sigmoid * (1 - sigmoid)) * x2
-            partial.append(_matmul(dx1, w1.T, count, first) + _matmul(dx2, w2.T, count, first))
-            dw1, dw2 = (_matmul(xs[j].T, gradient, count, first) for gradient in (dx1, dx2))
-            local[i].append(Weights(dw1, dw2, _matmul(z.T, dys[j], count, first)))
-        dxs.append(_all_reduce(partial, count, j == 0))
-    reduced = [_reduce_scatter(local[i], count, i == 0) for i in range(num_tp)]
+            partial.append(_matmul(dx1, w1.T, count) + _matmul(dx2, w2.T, count))
+            dw1, dw2 = (_matmul(xs[j].T, gradient, count) for gradient in (dx1, dx2))
+            local[i].append(Weights(dw1, dw2, _matmul(z.T, dys[j], count)))
+        dxs.append(_all_reduce(partial, count))
+    reduced = [_reduce_scatter(local[i], count) for i in range(num_tp)]
+    counts = {
+        mode: Counts(one.flops / devices, one.fsdp_bytes / devices, one.tp_bytes / devices)
+        for mode, one in counts.items()
+    }
     return Simulation(y=torch.cat(ys), dx=torch.cat(dxs), gradients=_unshard(reduced), counts=counts)
 
 
@@ -125,7 +127,7 @@ def _unshard(shards: list[list[Weights]]) -> Weights:
     return Weights(join("w1", 1), join("w2", 1), join("w3", 0))
 
 
-def _gather(shards: list[Weights], count: Counts, counted: bool) -> Weights:
+def _gather(shards: list[Weights], count: Counts) -> Weights:
     """All-gather of each matrix over the FSDP ranks of a TP rank."""
     num_fsdp = len(shards)
     matrices = []
@@ -134,12 +136,11 @@ def _gather(shards: list[Weights], count: Counts, counted: bool) -> Weights:
         results, traffic = ring_all_gather([part.flatten().tolist() for part in parts])
         flat = torch.tensor(results[0], dtype=parts[0].dtype)
         matrices.append(torch.cat([one.view(parts[0].shape) for one in flat.chunk(num_fsdp)], dim))
-        if counted:
-            count.fsdp_bytes += ELEMENT_BYTES * traffic.sent[0]
+        count.fsdp_bytes += ELEMENT_BYTES * sum(traffic.sent)
     return Weights(*matrices)
 
 
-def _reduce_scatter(gradients: list[Weights], count: Counts, counted: bool) -> list[Weights]:
+def _reduce_scatter(gradients: list[Weights], count: Counts) -> list[Weights]:
     """Reduce-scatter of each gradient over the FSDP ranks: rank j keeps its shard of the sum."""
     num_fsdp = len(gradients)
     kept: list[list[Tensor]] = [[] for _ in range(num_fsdp)]
@@ -149,19 +150,16 @@ def _reduce_scatter(gradients: list[Weights], count: Counts, counted: bool) -> l
         results, traffic = ring_reduce_scatter(buffers)
         for rank, result in enumerate(results):
             kept[rank].append(torch.tensor(result, dtype=parts[0][0].dtype).view(parts[0][0].shape))
-        if counted:
-            count.fsdp_bytes += ELEMENT_BYTES * traffic.sent[0]
+        count.fsdp_bytes += ELEMENT_BYTES * sum(traffic.sent)
     return [Weights(*one) for one in kept]
 
 
-def _all_reduce(parts: list[Tensor], count: Counts, counted: bool) -> Tensor:
+def _all_reduce(parts: list[Tensor], count: Counts) -> Tensor:
     results, traffic = ring_all_reduce([part.flatten().tolist() for part in parts])
-    if counted:
-        count.tp_bytes += ELEMENT_BYTES * traffic.sent[0]
+    count.tp_bytes += ELEMENT_BYTES * sum(traffic.sent)
     return torch.tensor(results[0], dtype=parts[0].dtype).view(parts[0].shape)
 
 
-def _matmul(left: Tensor, right: Tensor, count: Counts, counted: bool) -> Tensor:
-    if counted:
-        count.flops += 2 * left.shape[0] * left.shape[1] * right.shape[1]
+def _matmul(left: Tensor, right: Tensor, count: Counts) -> Tensor:
+    count.flops += 2 * left.shape[0] * left.shape[1] * right.shape[1]
     return left @ right

@@ -24,9 +24,6 @@ from cs336_systems.commands.compare import FailOnOption, ThresholdOption, check_
 from cs336_systems.commands.shared import DeviceOption, ResultsOption, one_line_errors
 
 GIT_TIMEOUT_S = 120
-# A line each, on any revision: `list` has not always had whole names.
-NAMES_OF_PROBLEMS = "from cs336_systems.experiments.registry import PROBLEMS; print(*PROBLEMS, sep='\\n')"
-LIST_TIMEOUT_S = 300  # importing torch on a cold disk
 EXIT_INCOMPLETE = 2  # as `compare` says that there is no whole comparison; 1 would be a regression
 STOP_TIMEOUT_S = 60  # for a measuring run to end in good order
 FOLDER = "branches"  # in results; git ignores it
@@ -59,8 +56,6 @@ def branches(
         folder = results.resolve() / FOLDER / "-".join(revision[:12] for revision in revisions.values())
     try:
         with one_line_errors(), shared.termination_interrupts(), _worktrees(repository, revisions) as worktrees:
-            for side, name in zip(SIDES, (base, target)):
-                _check_problem(worktrees[side], problem, f"{name} ({revisions[side][:12]})")
             for round_number in range(1, rounds + 1):
                 for side in SIDES if round_number % 2 else SIDES[::-1]:
                     typer.echo(f"round {round_number}, {side}: {problem} at {revisions[side][:12]}")
@@ -121,17 +116,6 @@ def _worktrees(repository: Path, revisions: dict[str, str]) -> Iterator[dict[str
             _git(repository, "worktree", "prune")  # forgets worktrees whose folders are gone, and only those
         finally:
             signal.signal(signal.SIGINT, previous)
-
-
-def _check_problem(worktree: Path, problem: str, revision: str) -> None:
-    """ValueError if the code in `worktree` knows no such problem, before the other side is measured for nothing."""
-    result = subprocess.run(
-        [sys.executable, "-c", NAMES_OF_PROBLEMS],
-        cwd=worktree, env=_environment(worktree), capture_output=True, text=True, timeout=LIST_TIMEOUT_S,
-    )  # fmt: skip
-    known = result.stdout.splitlines()
-    if result.returncode == 0 and problem not in known:  # code that cannot be imported is left to `run` to explain
-        raise ValueError(f"unknown problem {problem!r} at revision {revision}; known: {', '.join(known)}")
 
 
 def _environment(worktree: Path) -> dict[str, str]:

@@ -14,7 +14,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from cs336_systems.commands.shared import counted_warnings, one_line_errors
+from cs336_systems.commands.shared import one_line_errors
 from cs336_systems.measure.text import printable
 
 if TYPE_CHECKING:
@@ -47,10 +47,7 @@ def compare(
 
     with one_line_errors():
         check_options(threshold, fail_on)
-        sides = []
-        for path in (base, target):
-            with counted_warnings():  # of lines that are no records
-                sides.append(read_all(path, problem))
+        sides = [read_all(path, problem) for path in (base, target)]
         comparison = compare_records(*sides, threshold_percent=threshold)
         code = exit_code(comparison, fail_on)  # type: ignore[arg-type]
     show_comparison(comparison, show_all=show_all)
@@ -136,19 +133,10 @@ def _cells(row: ComparedRow) -> list[str]:
 
 def describe_key(key: tuple[str, ...]) -> str:
     """A record's key in a line: `flash_benchmarking triton bfloat16 1x1x4096x64 causal forward time`."""
-    problem, _, implementation, case_text, mode, quantity = key
-    case = json.loads(case_text)
-    model = case.get("model")
-    if isinstance(model, dict):
-        context = model.get("context_length")
-        facts = {"batch": case.get("batch"), "context": context, "warmup": case.get("warmup")}
-        described = " ".join([str(model.get("name")), *(f"{k}={v}" for k, v in facts.items() if v is not None)])
-    elif case.get("type") == "AttentionShape":
-        sizes = "x".join(str(case.get(name)) for name in ("batch", "heads", "seqlen_q", "head_dim"))
-        described = f"{case.get('dtype')} {sizes}{' causal' if case.get('is_causal') else ''}"
-    else:
-        described = " ".join(f"{name}={value}" for name, value in case.items() if name != "type")
-    return f"{problem} {implementation} {described} {mode} {quantity}"
+    from cs336_systems.experiments.records import describe_case
+
+    problem, _, implementation, case, mode, quantity = key
+    return f"{problem} {implementation} {describe_case(json.loads(case))} {mode} {quantity}"
 
 
 def _summary(comparison: Comparison) -> str:

@@ -13,6 +13,7 @@ from cs336_systems.commands.sweeps import progress_bar
 
 if TYPE_CHECKING:
     from cs336_systems.attention.compilation import CompileReport, CompileRequest
+    from cs336_systems.attention.hopper.reports import HopperReport
     from cs336_systems.config import DTypeName
 
 KIB = 1024
@@ -28,8 +29,6 @@ def show_kernels(arch: str | None) -> None:
     count = sum(report.spill_bytes > 0 for report in spilling)
     print(f"16-bit kernels up to head dim 128 that spill: {count} of {len(spilling)}")
     if reports[0].request.arch == HOPPER:
-        from cs336_systems.commands.hopper_kernels import show_hopper_kernels
-
         show_hopper_kernels()
 
 
@@ -107,6 +106,41 @@ def print_reports(reports: Sequence[CompileReport], max_spill_bytes: int = 0) ->
     limits = ", ".join(f"{arch} has {SHARED_MEMORY_LIMIT_BYTES[arch] // KIB} KiB of shared memory" for arch in archs)
     print(f"triton {triton_version()}; {limits}; waits: places where ptxas made the tensor cores wait")
     print_table(table)
+
+
+def show_hopper_kernels() -> None:
+    """Compile every Hopper kernel and print what came out, or why this Triton cannot."""
+    try:
+        from cs336_systems.attention.hopper.reports import compile_hopper_kernels, shipped_hopper_kernels
+    except ImportError as error:
+        print(f"Hopper kernels: not compiled, since this Triton has no Gluon for Hopper ({error})")
+        return
+    requests = shipped_hopper_kernels()
+    found = {report.request: report for report in compile_hopper_kernels(requests)}
+    print_hopper_reports([found[request] for request in requests])
+
+
+def print_hopper_reports(reports: Sequence[HopperReport]) -> None:
+    """A line a kernel, and below them the different main loops with the kernels that have them."""
+    names = ("registers", "spilled bytes", "spills a step", "shared KiB", "waits", "exp2 under matmuls")
+    table = Table("Hopper kernel", *names, "remark", box=None)
+    for column in table.columns[1:-1]:
+        column.justify = "right"
+    loops: dict[str, list[str]] = {}
+    for report in reports:
+        spills = max((loop.spills for loop in report.loops), default=0)
+        overlap = min((loop.overlap for loop in report.loops), default=0.0)
+        measured = (
+            str(report.registers), str(report.spill_bytes), str(spills), f"{report.shared_bytes / KIB:.1f}",
+            str(report.serialized), f"{100 * overlap:.0f} %",
+        )  # fmt: skip
+        table.add_row(report.request.name, *(["-"] * len(measured) if report.failure else measured), report.failure)
+        for loop in dict.fromkeys(map(str, report.loops)):
+            loops.setdefault(loop, []).append(report.request.name)
+    print_table(table)
+    print("waits: places where ptxas made the tensor cores wait; main loops, from their first matmul around:")
+    for loop, kernels in loops.items():
+        print(f"  {loop}", *(f"    {kernel}" for kernel in kernels), sep="\n")
 
 
 def print_table(table: Table) -> None:

@@ -3,7 +3,6 @@
 import difflib
 import signal
 import subprocess
-import warnings
 from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -49,19 +48,6 @@ def one_line_errors() -> Iterator[None]:
     except (ValueError, TypeError, OSError, subprocess.TimeoutExpired) as error:
         typer.echo(f"error: {in_one_line(error)}", err=True)
         raise typer.Exit(EXIT_WRONG_ARGUMENT) from None
-
-
-@contextmanager
-def counted_warnings() -> Iterator[None]:
-    """Print what the block warns of as one line: the first warning, and how many more there were."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        try:
-            yield
-        finally:
-            if caught:
-                more = f", and {len(caught) - 1} more like it" if len(caught) > 1 else ""
-                typer.echo(f"warning: {in_one_line(caught[0].message)}{more}", err=True)
 
 
 class Terminated(KeyboardInterrupt):

@@ -7,7 +7,7 @@ import signal
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import typer
 from rich.console import Console
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from cs336_systems.experiments.records import Record
     from cs336_systems.experiments.spec import Cell
 
+LONGEST_CELL = 60  # characters of the cell under way
 LONGEST_MESSAGE = 300  # characters of a failure on the terminal; the record has all of it
 
 
@@ -63,6 +64,7 @@ def measure_shown(
 ) -> defaultdict[str, Counter[str]]:
     """Iterate over `measure`, which says what it starts, under a progress bar; cells by problem and status."""
     from cs336_systems.experiments.harness import cell_status
+    from cs336_systems.experiments.records import case_to_dict, describe_case
 
     measured: defaultdict[str, Counter[str]] = defaultdict(Counter)
     failures: dict[tuple[str, str, str], dict[str, None]] = {}  # the cases of each, all in their order
@@ -70,7 +72,8 @@ def measure_shown(
         task = progress.add_task(title, total=len(cells), cell="")
 
         def show(cell: Cell) -> None:
-            progress.update(task, cell=f"{cell.implementation} {describe_case(cell.case)}")
+            text = f"{cell.implementation} {describe_case(case_to_dict(cell.case))}"
+            progress.update(task, cell=text[:LONGEST_CELL])
 
         for records in measure(started=show):
             measured[records[0].problem][cell_status(record.status for record in records)] += 1
@@ -83,15 +86,3 @@ def measure_shown(
         text = in_one_line(f"{problem}: {name} failed ({first}{more}): {message}")
         typer.echo(f"  {text[:LONGEST_MESSAGE]}", err=True)
     return measured
-
-
-def describe_case(case: object) -> str:
-    """A few words for the progress bar, of a cell's case or a record's."""
-
-    def field(of: object, name: str, otherwise: str) -> Any:
-        return of.get(name, otherwise) if isinstance(of, dict) else getattr(of, name, otherwise)
-
-    if model := field(case, "model", ""):
-        return str(field(model, "name", "?"))
-    parts = (field(case, "dtype", ""), f"d={field(case, 'head_dim', '?')}", f"S={field(case, 'seqlen_q', '?')}")
-    return " ".join(part for part in parts if part)

@@ -193,6 +193,7 @@ def _measure(
     """Record every pair that has no record yet, or why the compiler says not to try it; cells counted by status."""
     from cs336_systems.attention.compilation import arch_of_capability
     from cs336_systems.experiments.tuning import PROBLEM, compile_request, tune_cell
+    from cs336_systems.experiments.worker import Outcome
 
     started = time.monotonic()
     cells = {tune_cell(shape, config): (shape, config) for shape, config in pairs}
@@ -205,7 +206,7 @@ def _measure(
         obstacles = [reports[compile_request(*cells[cell], arch)].obstacle(max_spill_bytes) for cell in pending]
         for cell, obstacle in zip(pending, obstacles):
             if obstacle:
-                sweep.skip(cell, obstacle)
+                sweep.record(cell, Outcome(status="skipped", message=obstacle))
         left = [cell for cell, obstacle in zip(pending, obstacles) if not obstacle]
         counts["skipped"] += len(pending) - len(left)
     budget = None if time_budget_s is None else time_budget_s - (time.monotonic() - started)

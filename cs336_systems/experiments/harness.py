@@ -225,10 +225,6 @@ class Sweep:
             if not keep_worker:
                 self.worker.kill()
 
-    def skip(self, cell: Cell, reason: str) -> None:
-        """Record that `cell` is not measured, and why."""
-        self.record(cell, Outcome(status="skipped", message=reason))
-
     def record(self, cell: Cell, outcome: Outcome) -> list[Record]:
         """What `cell` came to, as records that are on disk when this returns."""
         records = self._records(cell, outcome)

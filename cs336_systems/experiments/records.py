@@ -77,6 +77,18 @@ def case_key(case: dict[str, Any]) -> str:
     return json.dumps(case, sort_keys=True)
 
 
+def describe_case(case: dict[str, Any]) -> str:
+    """A case in a few words: `bfloat16 1x1x4096x64 causal`, `xl batch=4 context=512 warmup=5`."""
+    if isinstance(model := case.get("model"), dict):
+        context = model.get("context_length")
+        facts = {"batch": case.get("batch"), "context": context, "warmup": case.get("warmup")}
+        return " ".join([str(model.get("name")), *(f"{k}={v}" for k, v in facts.items() if v is not None)])
+    if case.get("type") == "AttentionShape":
+        sizes = "x".join(str(case.get(name)) for name in ("batch", "heads", "seqlen_q", "head_dim"))
+        return f"{case.get('dtype')} {sizes}{' causal' if case.get('is_causal') else ''}"
+    return " ".join(f"{name}={value}" for name, value in case.items() if name != "type")
+
+
 def check(record: Record) -> None:
     """Raise ValueError naming the field if `record` says too little, too much, or a number that is none."""
     for name in ("implementation", "quantity", "unit"):
