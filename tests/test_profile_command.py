@@ -50,25 +50,13 @@ def test_a_size_is_a_model_case() -> None:
         ("1x1x64x32", {"precision": "bfloat16-autocast"}, "precision of an attention shape must be a dtype, got 'bf"),
         ("1x0x64x32", {}, "heads must be a positive int, got 0"),
         ("small", {"context": 0}, "context_length must be a positive int, got 0"),
+        ("small", {"implementation": "triton"}, "implementation of a model must be one of eager, compiled, got 'tri"),
+        ("1x1x64x32", {"mode": "train_step"}, "mode of an attention shape must be one of forward, .*, got 'train_s"),
     ],
 )  # fmt: skip
 def test_cases_that_make_no_sense_are_refused(text: str, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         parse_case(text, **options)
-
-
-@pytest.mark.parametrize(
-    ("text", "implementation", "mode", "message"),
-    [
-        ("small-proxy", "triton", "forward", "implementation of a model must be one of eager, compiled, got 'triton'"),
-        ("small-proxy", "eager", "backward", "mode of a model must be one of forward, .*, got 'backward'"),
-        ("1x1x64x32", "magic", "forward", "implementation of an attention shape must be one of eager, .*, got 'magic'"),
-        ("1x1x64x32", "eager", "train_step", "mode of an attention shape must be one of forward, .*, got 'train_step'"),
-    ],
-)
-def test_what_a_case_does_not_have_is_refused(text: str, implementation: str, mode: str, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        prepare(parse_case(text), implementation, mode, CPU)
 
 
 @pytest.mark.parametrize("mode", ["forward", "backward", "forward_backward"])

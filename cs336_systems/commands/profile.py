@@ -72,15 +72,15 @@ def profile(
             interpret_kernels()
         os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # or the profiler's library prints its start and stop
         from cs336_systems.experiments.harness import predicted_overflow
-        from cs336_systems.experiments.profiled import check_case, parse_case, prepare
+        from cs336_systems.experiments.profiled import parse_case, prepare
         from cs336_systems.experiments.worker import search_current_folder
         from cs336_systems.measure.capture import capture
         from cs336_systems.measure.ranges import annotate
 
         parsed = parse_case(
-            case, precision=precision, batch=batch, context=context, attention=attention, is_causal=causal
-        )
-        check_case(parsed, implementation, mode)
+            case, implementation=implementation, mode=mode, precision=precision, batch=batch, context=context,
+            attention=attention, is_causal=causal,
+        )  # fmt: skip
         stem = _stem(case, mode, implementation, attention, precision, context, batch, causal)
         folder = results / get_device_info(kind).slug / "logs" / PROFILES
         if tool in TOOLS:

@@ -46,14 +46,14 @@ def layer(tokens: int = TOKENS) -> FeedForward:
     return FeedForward(tokens=tokens, d_model=MODEL.d_model, d_ff=MODEL.d_ff)
 
 
-def times(schemes: tuple[str, ...], tokens: int = TOKENS) -> list[dict[str, Any]]:
+def times(schemes: tuple[str, ...]) -> list[dict[str, Any]]:
     """Rows of communication over computation: at 1 the scheme becomes bound by communication."""
     rows = []
     for scheme in schemes:
         mode, communication = SCHEMES[scheme]
         for link, rates in links().items():
             for gpus in GPUS:
-                seconds = ffn.ffn_flops(layer(tokens), mode, gpus) / rates["flops_per_s"]
-                ratio = communication(layer(tokens), gpus, rates["bytes_per_s"]) / seconds
+                seconds = ffn.ffn_flops(layer(), mode, gpus) / rates["flops_per_s"]
+                ratio = communication(layer(), gpus, rates["bytes_per_s"]) / seconds
                 rows.append({"quantity": "ratio", "scheme": scheme, "link": link, "GPUs": gpus, "ratio": ratio})
     return rows

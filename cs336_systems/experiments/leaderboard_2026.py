@@ -39,7 +39,7 @@ from cs336_systems.accounting import (
 from cs336_systems.analysis import HARDWARE, RankBytes
 from cs336_systems.analysis.memory import fsdp_bytes
 from cs336_systems.attention.backends import available_backends
-from cs336_systems.config import BYTES_PER_ELEMENT, MODEL_SIZES, ModelConfig, Precision, RunConfig, proxy_model
+from cs336_systems.config import BYTES_PER_ELEMENT, MODEL_SIZES, ModelConfig, Precision, RunConfig
 from cs336_systems.experiments import parallel_step as steps
 from cs336_systems.experiments import ranks
 from cs336_systems.experiments.figures import Bars
@@ -81,14 +81,6 @@ def widest(case: LongStepCase) -> LongStepCase:
     options = (replace(case, wide_blocks=number) for number in range(case.model.num_layers, 0, -1))
     limit = USED_SHARE * HARDWARE["H200"].memory_bytes
     return next((option for option in options if long_step_bytes(option).peak <= limit), case)
-
-
-def step_model(run: RunConfig) -> ModelConfig:
-    """The 8b model at handout scale, below it a narrow proxy."""
-    if run.scale == "handout":
-        return MODEL_SIZES["8b"]
-    width, context, vocabulary = {"tiny": (64, 64, 256), "smoke": (128, 256, 1000)}[run.scale]
-    return replace(proxy_model("8b", width), context_length=context, vocab_size=vocabulary)
 
 
 def fastest_attention(run: RunConfig) -> str:
@@ -282,7 +274,7 @@ class Leaderboard2026(Experiment):
         """
         cuda = run.device == "cuda"
         base = LongStepCase(
-            model=step_model(run),
+            model=ranks.sized_model(run, "8b", contexts=(64, 256)),
             batch=BATCH,
             num_ranks=NUM_RANKS,
             backend=ranks.backend_of(run),

@@ -44,6 +44,8 @@ class Prepared:
 def parse_case(
     text: str,
     *,
+    implementation: str = "eager",
+    mode: str = "forward_backward",
     precision: str = "float32",
     batch: int | None = None,
     context: int | None = None,
@@ -53,11 +55,16 @@ def parse_case(
     """The case that `text` names: a model size (`xl`, `small-proxy`) or an attention shape `BxHxSxD`.
 
     `batch` (4 by default), `context` and `attention` are of models only; `is_causal` of shapes only. Raises ValueError
-    on a name, size or precision that is not known, and on an option that does not belong to the case.
+    on a name, size or precision that is not known, and on an option, implementation or mode that the case has not.
     """
     if precision not in PRECISIONS:
         raise ValueError(f"precision must be one of {', '.join(PRECISIONS)}, got {precision!r}")
     shape = SHAPE.fullmatch(text)
+    what = "a model" if shape is None else "an attention shape"
+    known = (MODEL_IMPLEMENTATIONS, MODEL_MODES) if shape is None else (IMPLEMENTATIONS, ATTENTION_MODES)
+    for name, value, values in (("implementation", implementation, known[0]), ("mode", mode, known[1])):
+        if value not in values:
+            raise ValueError(f"{name} of {what} must be one of {', '.join(values)}, got {value!r}")
     if shape is not None:
         if batch is not None or context is not None or attention != "reference":
             raise ValueError(f"batch, context and attention are options of models, and {text!r} is an attention shape")
@@ -91,26 +98,11 @@ def _model(text: str) -> ModelConfig:
     return proxy_model(size) if text.endswith(PROXY) else MODEL_SIZES[size]
 
 
-def check_case(case: ModelCase | AttentionShape, implementation: str, mode: str) -> None:
-    """ValueError on an implementation or a mode that `case` does not have."""
-    of_model = isinstance(case, ModelCase)
-    what = "a model" if of_model else "an attention shape"
-    implementations = MODEL_IMPLEMENTATIONS if of_model else IMPLEMENTATIONS
-    modes = MODEL_MODES if of_model else ATTENTION_MODES
-    if implementation not in implementations:
-        known = ", ".join(implementations)
-        raise ValueError(f"implementation of {what} must be one of {known}, got {implementation!r}")
-    if mode not in modes:
-        raise ValueError(f"mode of {what} must be one of {', '.join(modes)}, got {mode!r}")
-
-
 def prepare(case: ModelCase | AttentionShape, implementation: str, mode: str, run: RunConfig) -> Prepared:
     """Build what `case` needs and return the call; nothing is checked against an oracle, since nothing is recorded.
 
-    Raises ValueError as `check_case` does, and Unsupported with the reason where the implementation does not exist for
-    the case.
+    Raises Unsupported with the reason where the implementation does not exist for the case.
     """
-    check_case(case, implementation, mode)
     if isinstance(case, AttentionShape):
         return _attention(case, implementation, mode, run)
     step = TrainingStep(case, run)

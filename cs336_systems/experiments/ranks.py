@@ -36,12 +36,13 @@ TRACED = (*TIMES, *INTERVALS)
 MOST_INTERVALS = 300  # of a lane in a record: more cannot be told apart in a figure
 
 
-def sized_model(run: RunConfig) -> ModelConfig:
-    """xl at handout scale, below it a narrow proxy of few tokens."""
+def sized_model(run: RunConfig, size: str = "xl", contexts: tuple[int, int] = (16, 64)) -> ModelConfig:
+    """The model at handout scale, below it a narrow proxy of so few tokens, at tiny and at smoke scale."""
     if run.scale == "handout":
-        return MODEL_SIZES["xl"]
-    width, context, vocabulary = (64, 16, 256) if run.scale == "tiny" else (128, 64, 1000)
-    return replace(proxy_model("xl", width), context_length=context, vocab_size=vocabulary)
+        return MODEL_SIZES[size]
+    tiny = run.scale == "tiny"
+    proxy = proxy_model(size, 64 if tiny else 128)
+    return replace(proxy, context_length=contexts[0 if tiny else 1], vocab_size=256 if tiny else 1000)
 
 
 def most_ranks(run: RunConfig) -> int:

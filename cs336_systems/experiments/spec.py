@@ -1,6 +1,6 @@
 """What an experiment is: one class in one file of this folder, found by its `@problem` and named like the file.
 
-    @problem(title="Few queries: one head, or generated tokens", section="beyond", order=4)
+    @problem(title="Few queries: one head, or generated tokens", order=4)
     class FewQueries(Experiment):
         implementations = ("triton", "sdpa_cudnn")
         rows = (Row("forward", "time", "ms"),)
@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     from cs336_systems.experiments.figures import Figure
     from cs336_systems.experiments.tables import TableSpec
 
-BEYOND = "beyond"  # the section of what no handout asks for
 MARK = "\n@problem("  # how a file says that it holds an experiment
 BY_TURNS = "by turns"  # a cell's implementation where it measures several
 
@@ -115,9 +114,9 @@ class Experiment:
 
     name: ClassVar[str]
     title: ClassVar[str]
-    section: ClassVar[str]
-    editions: ClassVar[tuple[int, ...]]
-    points: ClassVar[int]
+    section: ClassVar[str] = "beyond"  # of the handout, or what none asks for
+    editions: ClassVar[tuple[int, ...]] = ()
+    points: ClassVar[int] = 0
     order: ClassVar[float]  # among the chapters beyond the handout
 
     implementations: tuple[str, ...] = ("eager",)
@@ -173,18 +172,13 @@ class Calculation(Experiment):
 E = TypeVar("E", bound=type[Experiment])
 
 
-def problem(
-    *, title: str = "", section: str = BEYOND, editions: tuple[int, ...] = (), points: int = 0, order: float = 0
-) -> Callable[[E], E]:
+def problem(*, title: str = "", order: float = 0) -> Callable[[E], E]:
     """Make a class the experiment of its file. Of a handout's problem the handout says title, section and points."""
 
     def mark(cls: E) -> E:
-        cls.name = cls.__module__.rpartition(".")[2]
-        known = HANDOUT.get(cls.name)
-        cls.title = title or (known.title if known else "")
-        cls.section, cls.editions, cls.points, cls.order = section, editions, points, order
-        if known:
-            cls.section, cls.editions, cls.points = known.section, known.editions, known.points
+        cls.name, cls.title, cls.order = cls.__module__.rpartition(".")[2], title, order
+        if known := HANDOUT.get(cls.name):
+            cls.title, cls.section, cls.editions, cls.points = known.title, known.section, known.editions, known.points
         elif not title:
             raise ValueError(f"{cls.name} is no handout's problem: @problem needs its title")
         return cls
@@ -192,15 +186,11 @@ def problem(
     return mark
 
 
-def experiment_names(folder: Path = Path(__file__).parent) -> list[str]:
-    """The experiments' names: the files of `folder` with a class under `@problem`."""
-    return sorted(path.stem for path in folder.glob("*.py") if MARK in path.read_text(encoding="utf-8"))
-
-
 @cache
 def experiments() -> dict[str, Experiment]:
-    """Every experiment by name, the handouts' in their order, then those beyond."""
-    found = [load(name) for name in experiment_names()]
+    """Every file with a class under `@problem` by name, the handouts' in their order, then those beyond."""
+    files = sorted(Path(__file__).parent.glob("*.py"))
+    found = [load(path.stem) for path in files if MARK in path.read_text(encoding="utf-8")]
     places = list(HANDOUT)
 
     def place(one: Experiment) -> tuple[float, float, str]:

@@ -228,8 +228,8 @@ class AheadRequest:
     arch: str
 
 
-def compile_ahead(run: RunConfig, jobs: int | None = None) -> float:
-    """Seconds to compile all that `run` will measure, in `jobs` processes (one a core), into Triton's cache on disk.
+def compile_ahead(run: RunConfig) -> float:
+    """Seconds to compile all that `run` will measure, a process a core, into Triton's cache on disk.
 
     What does not compile is left to its own cell, which says so. `Unsupported` for a GPU that nobody compiles for.
     """
@@ -237,7 +237,7 @@ def compile_ahead(run: RunConfig, jobs: int | None = None) -> float:
     if arch is None:
         raise Unsupported("no kernels are compiled ahead for this GPU")
     started = time.monotonic()
-    for _ in compile_all(ahead_requests(run, arch), compile_on_shape, jobs=jobs):
+    for _ in compile_all(ahead_requests(run, arch), compile_on_shape, jobs=None):
         pass
     return time.monotonic() - started
 
