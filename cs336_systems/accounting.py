@@ -9,7 +9,7 @@ FLOPs, and FLOPs of softmax, norms and other pointwise work are not counted. Usa
 
 from dataclasses import dataclass
 
-from cs336_systems.config import BYTES_PER_ELEMENT, MODES, AttentionShape, ModelCase, ModelConfig, Precision
+from cs336_systems.config import BYTES_PER_ELEMENT, AttentionShape, ModelCase, ModelConfig, Precision
 
 # FLOPs per attended pair and head dimension. Forward: QKᵀ and PV, 2 each. Backward: dV, dP, dQ, dK and the recomputed
 # QKᵀ, 2.5 times that, whatever a kernel executes (the convention of FlashAttention-2, section 4.1).
@@ -54,9 +54,7 @@ def attention_flops(shape: AttentionShape, mode: str) -> int:
     """Useful FLOPs over all heads: 4·area·head_dim forward, 2.5 times that backward, 3.5 times both.
 
     Each attended pair costs one dot product over head_dim for its score and one scaled row of V for the output.
-    Raises ValueError for a mode that attention does not have (train_step).
     """
-    _check_attention_mode(mode)
     return ATTENTION_FLOPS_PER_PAIR[mode] * attention_area(shape) * shape.head_dim * shape.heads * shape.batch
 
 
@@ -85,7 +83,6 @@ def eager_attention_bytes(shape: AttentionShape, mode: str, *, device_kind: str 
     whole, an upper bound: q, k, v, O, in backward dO, dQ, dK, dV, and under grouped-query attention K and V (and their
     gradients) repeated for every query head.
     """
-    _check_attention_mode(mode)
     extra = CUDA_EXTRA_SCORE_COPIES[mode] if device_kind == "cuda" else 0
     scores = (EAGER_SCORE_COPIES[mode] + extra) * _score_elements(shape) * BYTES_PER_ELEMENT[shape.dtype]
     masks = (1 if extra else 2) * shape.seqlen_q * shape.seqlen_k * BOOL_BYTES if shape.is_causal else 0
@@ -105,15 +102,9 @@ def flash_attention_bytes(shape: AttentionShape, mode: str) -> int:
     Forward: q, k, v, O and the log-sum-exp of each query. Backward adds dO, dQ, dK, dV and D = rowsum(dO ∘ O).
     The two statistics are float32 (float64 for float64 inputs); tiles are counted as free.
     """
-    _check_attention_mode(mode)
     tensors = attention_input_bytes(shape) + _query_bytes(shape)
     statistic = shape.batch * shape.heads * shape.seqlen_q * max(FLOAT32_BYTES, BYTES_PER_ELEMENT[shape.dtype])
     return tensors + statistic if mode == "forward" else 2 * (tensors + statistic)
-
-
-def _check_attention_mode(mode: str) -> None:
-    if mode not in ATTENTION_FLOPS_PER_PAIR:
-        raise ValueError(f"mode must be one of {', '.join(ATTENTION_FLOPS_PER_PAIR)}, got {mode!r}")
 
 
 def _query_bytes(shape: AttentionShape) -> int:
@@ -158,13 +149,11 @@ def model_flops(model: ModelConfig, batch: int, mode: str) -> int:
     Backward: twice the forward (gradients of both operands of each matmul); what is computed again is not credited.
     train_step equals forward_backward: an optimizer has no matmuls.
     """
-    if mode not in MODES:
-        raise ValueError(f"mode must be one of {', '.join(MODES)}, got {mode!r}")
     tokens = batch * model.context_length
     matrices = model.num_layers * _block_matrix_elements(model) + model.vocab_size * model.d_model
     area = causal_area(model.context_length, model.context_length)
     forward = 2 * tokens * matrices + 4 * area * model.d_model * batch * model.num_layers
-    return forward * {"forward": 1, "backward": 2}.get(mode, 3)
+    return forward * {"forward": 1, "backward": 2, "forward_backward": 3, "train_step": 3}[mode]
 
 
 def eager_attention_part_flops(model: ModelConfig, batch: int) -> dict[str, int]:
@@ -275,8 +264,6 @@ def model_peak_bytes(case: ModelCase, mode: str) -> int:
       temporary, the size of a batch of parameters. Between these ends memory moves linearly: each block frees its
       activations and makes its gradients. Gradients are taken as None when backward starts.
     """
-    if mode not in MODES:
-        raise ValueError(f"mode must be one of {', '.join(MODES)}, got {mode!r}")
     model, batch, precision = case.model, case.batch, case.precision
     fixed = model_bytes(model, precision)
     saved = block_saved_bytes(model, batch, attention=case.attention, precision=precision)

@@ -15,7 +15,7 @@ from cs336_systems.experiments.mask_implementations import BUILDERS, build_maske
 from cs336_systems.experiments.masks import best_over_dense
 from cs336_systems.experiments.records import read_records
 from cs336_systems.experiments.registry import PROBLEMS
-from cs336_systems.experiments.spec import Cell, Disagreement, Unsupported
+from cs336_systems.experiments.spec import Cell, Disagreement
 from cs336_systems.inputs import attention_inputs
 
 TINY = RunConfig(scale="tiny", device="cpu")
@@ -140,15 +140,3 @@ def test_an_implementation_that_ignores_the_mask_is_not_timed(monkeypatch):
     with pytest.raises(Disagreement, match="output is off by"):
         rows.extend(measurement.row for measurement in masks.MaskExperiment().measure(cell, TINY))
     assert masks.FORWARD not in rows
-
-
-@pytest.mark.parametrize(
-    ("mask", "message"),
-    [
-        ("random:0.5", "hopper kernels run on CUDA devices, and the inputs are on cpu"),
-        ("causal", "hopper kernels run on CUDA devices, and the inputs are on cpu"),
-    ],
-)
-def test_hopper_is_refused_with_the_reason(mask, message):
-    with pytest.raises(Unsupported, match=message):
-        implementation("hopper", small_case(mask))

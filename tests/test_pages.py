@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from cs336_systems.config import RunConfig
 from cs336_systems.experiments.figures import Bars, Heat, Lines, Spans, scale_of, spec_of
-from cs336_systems.experiments.frames import digits, load_frame, pick, speed, with_speeds
+from cs336_systems.experiments.frames import digits, load_frame, pick, speed
 from cs336_systems.experiments.pages import ANSWER, Book, Page, check_template
 from cs336_systems.experiments.records import Record, case_to_dict
 from cs336_systems.experiments.registry import PROBLEMS
@@ -158,13 +158,6 @@ def test_axes_are_logarithmic_from_a_range_of_ten_on_and_bars_never():
     assert scale_of(pd.Series([0.0, 10.0])).to_dict() == {"zero": False}
     assert '"log"' not in json.dumps(spec_of(Bars(x="shape").chart(MANY)))
     assert '"log"' in json.dumps(spec_of(Lines(x="seqlen_q").chart(MANY)))
-
-
-def test_speeds_are_within_a_run():
-    slow = replace(GPU_RUN, id="another")
-    frame = with_speeds(frame_of(row("hopper", [2.0]), row("flex", [4.0]), row("triton", [3.0], run=slow)), "flex")
-    found = frame.dropna(subset="speed_over_flex")
-    assert dict(zip(found["implementation"], found["speed_over_flex"])) == {"hopper": 2.0, "flex": 1.0}
 
 
 def test_bars_lie_where_a_name_is_long():

@@ -49,11 +49,6 @@ class Prediction:
         """Model FLOPs utilization: useful FLOP/s over the peak of all GPUs."""
         return self.flops / self.step_s / self.peak_flops_per_s
 
-    @property
-    def exposed_share(self) -> float:
-        """Of the step."""
-        return self.exposed_s / self.step_s
-
 
 def predict(
     model: ModelConfig, plan: Plan, hardware: Hardware, *, batch: int, matmul_efficiency: float = DEFAULT_EFFICIENCY
@@ -169,7 +164,7 @@ def _fsdp_exposed_s(held: list[Parameter], links: _Links, forward_s: float, back
     share = [0, *elements[1:]]  # the embedding is a look-up
 
     def transfer(size: int) -> float:
-        return links.seconds(Collective(kind="all_gather", size_bytes=traffic.COMPUTE_BYTES * size, parameters=()))
+        return links.seconds(Collective(kind="all_gather", size_bytes=traffic.COMPUTE_BYTES * size))
 
     transfers = [transfer(size) for size in elements]
     forward = [forward_s * part / sum(share) for part in share]

@@ -59,7 +59,6 @@ class Collective:
 
     kind: Kind
     size_bytes: float  # of the whole buffer: what all-reduce reduces, all-gather ends with, reduce-scatter begins with
-    parameters: tuple[int, ...]  # positions, in the model's order, of the parameters it carries
 
     def bytes_sent(self, num_ranks: int) -> float:
         """By each rank of a ring; of a broadcast the mean over the ranks."""
@@ -130,8 +129,7 @@ def _collectives(model: ModelConfig, plan: Plan) -> Iterator[Collective]:
     forward = range(len(held))
 
     def over(kind: Kind, positions: list[int], element_bytes: int) -> Collective:
-        size = element_bytes * sum(held[position].elements for position in positions)
-        return Collective(kind=kind, size_bytes=size, parameters=tuple(positions))
+        return Collective(kind=kind, size_bytes=element_bytes * sum(held[position].elements for position in positions))
 
     if plan.scheme == "fsdp":
         units = fsdp_units(held)

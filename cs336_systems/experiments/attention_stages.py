@@ -7,9 +7,7 @@ passes alone, a sliding window also builds its lists, and float32 inputs under a
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
 
-import pandas as pd
 import torch
 from torch import Tensor
 
@@ -19,7 +17,6 @@ from cs336_systems.attention.contract import compute_oracle
 from cs336_systems.config import AttentionShape, DTypeName, RunConfig
 from cs336_systems.experiments.attention import checked_error
 from cs336_systems.experiments.figures import Bars
-from cs336_systems.experiments.frames import pick
 from cs336_systems.experiments.spec import Cell, Experiment, Row, Sample, Unsupported, problem
 from cs336_systems.experiments.tables import Pick, Wide
 from cs336_systems.inputs import attention_inputs
@@ -40,11 +37,7 @@ class StagedCall:
     dtype: DTypeName  # of the kernels; under autocast the inputs are float32
 
 
-def row_of(stage: str) -> Row:
-    return Row("forward_backward", f"{stage}_time", "ms")
-
-
-ROWS = {stage: row_of(stage) for stage in (*STAGES, TOTAL)}
+ROWS = {stage: Row("forward_backward", f"{stage}_time", "ms") for stage in (*STAGES, TOTAL)}
 REACHED = {"causal": (), "window": ("mask_build",), "autocast": ("cast",)}  # beside the passes
 
 
@@ -75,15 +68,6 @@ class AttentionStages(Experiment):
         samples = time_stages(call, device=run.device, num_samples=2 if few else 30, warmup=0 if few else 5)
         for stage in stages_of(case.call):
             yield Sample(row=ROWS[stage], samples=samples[stage], kernel=cell.implementation, error=error)
-
-    def numbers(self, frame: pd.DataFrame) -> dict[str, Any]:
-        def accounted(call: str, implementation: str) -> float:
-            """The share of the whole call that its stages add up to, by medians."""
-            rows = pick(frame, {"call": call, "implementation": implementation})
-            times = dict(zip(rows["quantity"], rows["median"]))
-            return sum(times[ROWS[stage].quantity] for stage in stages_of(call)[:-1]) / times[ROWS[TOTAL].quantity]
-
-        return {"accounted": accounted}
 
     tables = {
         "stages": Wide(
