@@ -43,19 +43,13 @@ def causal_area(seqlen_q: int, seqlen_k: int) -> int:
     return triangle * (triangle + 1) // 2 + (seqlen_q - triangle) * seqlen_k
 
 
-def attention_area(shape: AttentionShape) -> int:
-    """Attended (query, key) pairs of one head of one batch entry: the causal area, or all of them."""
-    if shape.is_causal:
-        return causal_area(shape.seqlen_q, shape.seqlen_k)
-    return shape.seqlen_q * shape.seqlen_k
-
-
 def attention_flops(shape: AttentionShape, mode: str) -> int:
     """Useful FLOPs over all heads: 4·area·head_dim forward, 2.5 times that backward, 3.5 times both.
 
     Each attended pair costs one dot product over head_dim for its score and one scaled row of V for the output.
     """
-    return ATTENTION_FLOPS_PER_PAIR[mode] * attention_area(shape) * shape.head_dim * shape.heads * shape.batch
+    pairs = causal_area(shape.seqlen_q, shape.seqlen_k) if shape.is_causal else shape.seqlen_q * shape.seqlen_k
+    return ATTENTION_FLOPS_PER_PAIR[mode] * pairs * shape.head_dim * shape.heads * shape.batch
 
 
 def tflops_per_s(flops: float, ms: float) -> float:

@@ -13,7 +13,7 @@ from cs336_systems.experiments.harness import Provenance, Sweep, planned_cells
 from cs336_systems.experiments.implementations import Built, build
 from cs336_systems.experiments.registry import PROBLEMS
 from cs336_systems.experiments.spec import Unsupported
-from cs336_systems.experiments.turns import ROUNDS, SETTLE_MS, TIMED_MS, Player, counts_of, in_order, play
+from cs336_systems.experiments.turns import ROUNDS, Player, in_order, play
 from cs336_systems.experiments.worker import Outcome
 from cs336_systems.measure.timing import time_in_a_row
 
@@ -129,15 +129,6 @@ def test_what_leaves_no_device_is_no_others_failure(monkeypatch):
         for measurement in PROBLEM.measure(tiny_cell(), TINY):
             measurements.append(measurement)
     assert {measurement.row.implementation for measurement in measurements} == {"triton"}
-
-
-# Turns
-
-
-@pytest.mark.parametrize(("call_ms", "untimed", "timed"), [(3.4, 18, 15), (11.5, 6, 4), (70.0, 1, 1), (200.0, 1, 1)])
-def test_a_turn_is_as_many_calls_as_fill_it(call_ms, untimed, timed):
-    assert counts_of(call_ms) == (untimed, timed)
-    assert untimed * call_ms >= SETTLE_MS and (timed == 1 or abs(timed * call_ms - TIMED_MS) <= call_ms / 2)
 
 
 # Measuring

@@ -21,7 +21,7 @@ from cs336_systems.experiments.implementations import Built
 from cs336_systems.experiments.mask_implementations import build_masked, mask_of
 from cs336_systems.experiments.spec import Cell, Sample, problem
 from cs336_systems.experiments.tables import Pivot
-from cs336_systems.experiments.turns import AttentionByTurns, graph_turns, measure_by_turns
+from cs336_systems.experiments.turns import AttentionByTurns, graph_turn, measure_by_turns
 
 HEAD_DIMS = (32, 64, 80, 96, 128)  # of the table; others are probes, of whether they can take the next larger one's row
 PROBES = (48, 112)
@@ -99,9 +99,9 @@ class BackendChoice(AttentionByTurns):
         def token_mask() -> Tensor | None:
             return mask.to_dense() if case.window or case.documents else None
 
-        turns_of = partial(graph_turns, device=run.device)
+        turn_of = partial(graph_turn, device=run.device)
         return measure_by_turns(
-            cell, run, turns_of, num_rounds=ROUNDS[run.device], built=built, token_mask=token_mask
+            cell, run, turn_of, num_rounds=ROUNDS[run.device], built=built, token_mask=token_mask
         )  # fmt: skip
 
     def columns(self, row: dict[str, Any]) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from cs336_systems.device import interpreter_is_on
 from cs336_systems.experiments.attention import BOTH, FORWARD
 from cs336_systems.experiments.implementations import Built, build, query_and_key
 from cs336_systems.experiments.spec import BY_TURNS, Cell, Sample, Unsupported
-from cs336_systems.experiments.turns import long_turns, measure_by_turns
+from cs336_systems.experiments.turns import long_turn, measure_by_turns
 
 AUTO = "auto"
 ROUNDS = 5
@@ -57,8 +57,8 @@ def benchmark_backends(
     rows = tuple(replace(row, implementation=name) for name in names for row in (FORWARD, BOTH))
     cell = Cell(case=shape, implementation=BY_TURNS, rows=rows)
     run = RunConfig(scale="smoke", device=device, seed=seed)  # type: ignore[arg-type]
-    turns_of = partial(long_turns, device=device)
-    found = {one.row: one for one in measure_by_turns(cell, run, turns_of, num_rounds=num_samples, built=built)}
+    turn_of = partial(long_turn, device=device)
+    found = {one.row: one for one in measure_by_turns(cell, run, turn_of, num_rounds=num_samples, built=built)}
     samples = [found[row] for row in rows]
     return [
         _timing(name, explained.get(name, ("", "")), device, forward, both)

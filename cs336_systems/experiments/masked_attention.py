@@ -17,7 +17,7 @@ from cs336_systems.experiments.implementations import Built
 from cs336_systems.experiments.mask_implementations import build_masked, mask_of
 from cs336_systems.experiments.spec import BY_TURNS, Cell, Row, Sample, problem
 from cs336_systems.experiments.tables import Pivot
-from cs336_systems.experiments.turns import AttentionByTurns, long_turns, measure_by_turns
+from cs336_systems.experiments.turns import AttentionByTurns, long_turn, measure_by_turns
 
 LENGTH = {"tiny": 64, "smoke": 128, "handout": 16384}
 HEADS, HEAD_DIMS = 16, (64, 128)
@@ -77,7 +77,7 @@ class MaskedAttention(AttentionByTurns):
             return build_masked(name, case.mask_case, mask, run)
 
         yield from measure_by_turns(
-            replace(cell, rows=tuple(times)), run, partial(long_turns, device=run.device),
+            replace(cell, rows=tuple(times)), run, partial(long_turn, device=run.device),
             num_rounds=ROUNDS[run.device], built=built, token_mask=mask.to_dense,
         )  # fmt: skip
 

@@ -62,7 +62,7 @@ class ShortCalls(AttentionExperiment):
 
     def measure(self, cell: Cell, run: RunConfig) -> Iterator[Sample]:
         """All implementations of a shape by turns, and the reasons of those that are left out."""
-        return measure_by_turns(cell, run, partial(turns, device=run.device), num_rounds=ROUNDS[run.device])
+        return measure_by_turns(cell, run, partial(turn_of, device=run.device), num_rounds=ROUNDS[run.device])
 
     tables = {
         quantity: Pivot(
@@ -87,35 +87,34 @@ class ShortCalls(AttentionExperiment):
     }
 
 
-def turns(function: AttentionFunction, calls: dict[str, Call], device: str) -> dict[str, Turn]:
-    """The turns in each mode of `calls`, on a GPU with the CUDA graphs captured."""
-    graphs: dict[str, torch.cuda.CUDAGraph] = {}
+def turn_of(function: AttentionFunction, call: Call, device: str) -> Turn:
+    """Milliseconds a call by quantity: CALLS calls in a row after one that is not timed, then on a GPU their graph."""
+    count = CALLS[device]
+    graph: torch.cuda.CUDAGraph | None = None
     if device == "cuda":
         with without_overhead(function) as attend:
-            graphs = {mode: captured(partial(call, attend)) for mode, call in calls.items()}
-    return {mode: partial(_turn, function, call, graphs.get(mode), device) for mode, call in calls.items()}
+            graph = captured(partial(call, attend))
+
+    def turn() -> dict[str, float]:
+        with without_overhead(function) as attend:
+            call(attend)
+            synchronize(device)
+            start = time.perf_counter()
+            for _ in range(count):
+                call(attend)
+            queued = time.perf_counter()
+            synchronize(device)
+            done = time.perf_counter()
+        taken = {"host_time": (queued - start) * 1e3 / count, "time": (done - start) * 1e3 / count}
+        if graph is not None:
+            (replayed,) = time_calls(graph.replay, device=device, warmup=1, num_samples=1)
+            taken["graph_time"] = replayed / count
+        return taken
+
+    return turn
 
 
 def graph_times(call: Callable[[], object]) -> list[float]:
     """Milliseconds of `call`, CUDA kernels of fixed shapes, replayed from a graph of CALLS calls in a row."""
     graph = captured(call)
     return [sample / CALLS["cuda"] for sample in time_calls(graph.replay, device="cuda", num_samples=GRAPH_SAMPLES)]
-
-
-def _turn(function: AttentionFunction, call: Call, graph: torch.cuda.CUDAGraph | None, device: str) -> dict[str, float]:
-    """Milliseconds a call by quantity: CALLS calls in a row after one that is not timed, then the graph's once."""
-    count = CALLS[device]
-    with without_overhead(function) as attend:
-        call(attend)
-        synchronize(device)
-        start = time.perf_counter()
-        for _ in range(count):
-            call(attend)
-        queued = time.perf_counter()
-        synchronize(device)
-        done = time.perf_counter()
-    taken = {"host_time": (queued - start) * 1e3 / count, "time": (done - start) * 1e3 / count}
-    if graph is not None:
-        (replayed,) = time_calls(graph.replay, device=device, warmup=1, num_samples=1)
-        taken["graph_time"] = replayed / count
-    return taken

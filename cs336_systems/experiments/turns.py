@@ -4,7 +4,7 @@ A round is a turn of each implementation in each mode. Two rounds in a row go th
 next two begin with the next one, so that everybody comes as often in each place. Ratios are of one round, and the
 middle one of the rounds counts. An experiment says what a turn is:
 
-    measure_by_turns(cell, run, lambda function, calls: {"forward": take_turn, ...}, num_rounds=25)
+    measure_by_turns(cell, run, lambda function, call: take_turn, num_rounds=25)
 
 `AttentionByTurns` is the base of those with large kernels. Such a kernel runs at the clock that the power limit leaves
 it, and that clock moves with the GPU's temperature and with the host's other GPUs: implementations measured seconds
@@ -47,7 +47,7 @@ GRAPH_MS = 2.0  # of a graph's calls, beside which its launch takes nothing
 Call = Callable[[AttentionFunction], object]  # of what `without_overhead` yields
 P = TypeVar("P")
 Turn = Callable[[], dict[str, float]]  # takes one, at whose end the device is idle; milliseconds a call by quantity
-TurnsOf = Callable[[AttentionFunction, dict[str, Call]], dict[str, Turn]]  # of what `build` returns; both by mode
+TurnOf = Callable[[AttentionFunction, Call], Turn]  # of what `build` returns, and of a call of it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,12 +66,12 @@ def named(name: str, shape: AttentionShape, device: str) -> Built:
 
 
 def measure_by_turns(
-    cell: Cell, run: RunConfig, turns_of: TurnsOf, *, num_rounds: int,
+    cell: Cell, run: RunConfig, turn_of: TurnOf, *, num_rounds: int,
     built: Callable[[str, Any, str], Built] = named, token_mask: Callable[[], Tensor | None] = lambda: None,
 ) -> Iterator[Sample]:  # fmt: skip
     """Each implementation of `cell` checked against the oracle, then all that are right by turns.
 
-    `turns_of` makes the turns of one in each mode of the rows; `built`, what is measured of the case; `token_mask`, the
+    `turn_of` makes the turn of one in a mode of the rows; `built`, what is measured of the case; `token_mask`, the
     pairs that it attends where the shape does not say it. Who does not exist, is wrong, or raises before the first
     round has rows that say so, and the others play. An error that leaves a device useless is raised, as everybody's.
     """
@@ -84,7 +84,7 @@ def measure_by_turns(
         broken = None
         try:
             with one_out_of_memory_error():
-                players.append(_player(name, built(name, cell.case, run.device), inputs, oracle, modes, turns_of))
+                players.append(_player(name, built(name, cell.case, run.device), inputs, oracle, modes, turn_of))
         except _errors_of_one() as error:
             broken = outcome_of(error)
             traceback.print_exc()
@@ -133,7 +133,7 @@ def _errors_of_one() -> tuple[type[Exception], ...]:
 
 
 def _player(
-    name: str, built: Built, inputs: AttentionInputs, oracle: Oracle, modes: set[str], turns_of: TurnsOf
+    name: str, built: Built, inputs: AttentionInputs, oracle: Oracle, modes: set[str], turn_of: TurnOf
 ) -> Player:
     """Disagreement where the results of `name` break the numerical contract."""
     function = built.attend
@@ -155,34 +155,25 @@ def _player(
     if "backward" in modes:
         output = function(*leaves)  # the graph is made once, outside of the turns
         calls["backward"] = lambda _: torch.autograd.grad(output, leaves, grad_output, retain_graph=True)
-    calls = {mode: call for mode, call in calls.items() if mode in modes}
-    return Player(name=name, kernel=built.kernel, error=error, turns=turns_of(function, calls))
+    turns = {mode: turn_of(function, call) for mode, call in calls.items() if mode in modes}
+    return Player(name=name, kernel=built.kernel, error=error, turns=turns)
 
 
-def long_turns(function: AttentionFunction, calls: dict[str, Call], device: str) -> dict[str, Turn]:
-    """The turns in each mode of `calls`: so many calls as fill SETTLE_MS, not timed, and then TIMED_MS."""
-    found: dict[str, Turn] = {}
-    for mode, call in calls.items():
-        counts = (1, 1)
-        if device == "cuda":
-            with without_overhead(function) as attend:
-                counts = counts_of(time_in_a_row(partial(call, attend), 2, device))
-        found[mode] = partial(_turn, function, call, counts, device)
-    return found
+def long_turn(function: AttentionFunction, call: Call, device: str) -> Turn:
+    """So many calls as fill SETTLE_MS, not timed, and then TIMED_MS, with nothing between the two."""
+    untimed = timed = 1
+    if device == "cuda":
+        with without_overhead(function) as attend:
+            call_ms = time_in_a_row(partial(call, attend), 2, device)
+        untimed, timed = max(1, math.ceil(SETTLE_MS / call_ms)), max(1, round(TIMED_MS / call_ms))
 
+    def turn() -> dict[str, float]:
+        with without_overhead(function) as attend:
+            for _ in range(untimed):
+                call(attend)
+            return {"time": time_in_a_row(partial(call, attend), timed, device)}
 
-def counts_of(call_ms: float) -> tuple[int, int]:
-    """Calls of a turn that are not timed, and that are, where one takes about `call_ms`."""
-    return max(1, math.ceil(SETTLE_MS / call_ms)), max(1, round(TIMED_MS / call_ms))
-
-
-def _turn(function: AttentionFunction, call: Call, counts: tuple[int, int], device: str) -> dict[str, float]:
-    """Milliseconds a call: those that are not timed and those that are, with nothing between the two."""
-    untimed, timed = counts
-    with without_overhead(function) as attend:
-        for _ in range(untimed):
-            call(attend)
-        return {"time": time_in_a_row(partial(call, attend), timed, device)}
+    return turn
 
 
 def captured(call: Callable[[], object], count: int = MOST_CALLS) -> torch.cuda.CUDAGraph:
@@ -200,25 +191,15 @@ def captured(call: Callable[[], object], count: int = MOST_CALLS) -> torch.cuda.
     return graph
 
 
-def graph_turns(function: AttentionFunction, calls: dict[str, Call], device: str) -> dict[str, Turn]:
-    """`long_turns` of graphs of so many calls as fill GRAPH_MS."""
+def graph_turn(function: AttentionFunction, call: Call, device: str) -> Turn:
+    """`long_turn` of graphs of so many calls as fill GRAPH_MS."""
     if device == "cpu":
-        return long_turns(function, calls, device)
-    found: dict[str, Turn] = {}
-    for mode, call in calls.items():
-        once = partial(call, function)
-        count = max(1, min(MOST_CALLS, round(GRAPH_MS / time_in_a_row(once, 2, device))))
-        replays: dict[str, Call] = {mode: partial(_replay, captured(once, count))}
-        found[mode] = partial(_per_call, long_turns(function, replays, device)[mode], count)
-    return found
-
-
-def _replay(graph: torch.cuda.CUDAGraph, _: AttentionFunction) -> None:
-    graph.replay()
-
-
-def _per_call(turn: Turn, count: int) -> dict[str, float]:
-    return {"time": turn()["time"] / count}
+        return long_turn(function, call, device)
+    once = partial(call, function)
+    count = max(1, min(MOST_CALLS, round(GRAPH_MS / time_in_a_row(once, 2, device))))
+    graph = captured(once, count)
+    replays = long_turn(function, lambda _: graph.replay(), device)
+    return lambda: {"time": replays()["time"] / count}
 
 
 class AttentionByTurns(AttentionExperiment):
@@ -231,8 +212,8 @@ class AttentionByTurns(AttentionExperiment):
 
     def measure(self, cell: Cell, run: RunConfig) -> Iterator[Sample]:
         """All implementations of a shape by turns, and the reasons of those that are left out."""
-        turns_of = partial(long_turns, device=run.device)
-        return measure_by_turns(cell, run, turns_of, num_rounds=ROUNDS[run.device], built=self.built)
+        turn_of = partial(long_turn, device=run.device)
+        return measure_by_turns(cell, run, turn_of, num_rounds=ROUNDS[run.device], built=self.built)
 
     def numbers(self, frame: pd.DataFrame) -> dict[str, Any]:
         """`interval(ours, theirs, shape=..., mode=...)`: where the median of the rounds' ratios lies with 95 %."""
