@@ -4,13 +4,12 @@ from dataclasses import replace
 from functools import partial
 
 import pytest
-import torch
 
 from cs336_systems.attention import flash_attention
 from cs336_systems.attention.contract import compute_oracle
 from cs336_systems.config import RunConfig
 from cs336_systems.experiments import attention
-from cs336_systems.experiments.attention import KEPT_SAMPLES, measure_attention, settle
+from cs336_systems.experiments.attention import KEPT_SAMPLES, measure_attention
 from cs336_systems.experiments.implementations import Built
 from cs336_systems.experiments.registry import PROBLEMS
 from cs336_systems.inputs import attention_inputs
@@ -25,16 +24,6 @@ def test_a_fast_row_keeps_few_samples_unless_a_number_was_asked_for():
     assert max(kept) <= KEPT_SAMPLES
     asked = {len(measurement.samples) for measurement in measure_attention(cell, run, num_samples=KEPT_SAMPLES + 1)}
     assert asked == {KEPT_SAMPLES + 1}
-
-
-def test_a_gpu_rests_then_runs_until_its_clock_has_settled(monkeypatch):
-    done: list[object] = []
-    clock = iter(range(100))
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: done.append("synchronize"))
-    monkeypatch.setattr(attention.time, "sleep", done.append)
-    monkeypatch.setattr(attention.time, "perf_counter", lambda: 0.125 * next(clock))
-    settle(lambda: done.append("call"))
-    assert done == ["synchronize", 0.5, *["call", "synchronize"] * 2]
 
 
 @pytest.mark.parametrize(("device", "settled"), [("cuda", True), ("cuda", False), ("cpu", True)])

@@ -13,9 +13,12 @@ from typer.testing import CliRunner
 from cs336_systems.cli import app
 from cs336_systems.compare import bootstrap_change, compare_records, exit_code, pool, read_all
 from cs336_systems.config import MODEL_SIZES, AttentionShape, ModelCase
-from cs336_systems.experiments.records import Record, Run, append_records, case_to_dict
+from cs336_systems.experiments.records import Record, append_records, case_to_dict
+from tests.test_records import RUN
+from tests.test_records import record as valid_record
 
 GPU = {"name": "Test GPU", "kind": "cuda", "driver": "1.2"}
+GPU_RUN = structs.replace(RUN, scale="handout", device=GPU, software={"torch": "2.11.0", "triton": "3.6.0"})
 
 
 def shape(seqlen: int) -> AttentionShape:
@@ -25,16 +28,9 @@ def shape(seqlen: int) -> AttentionShape:
 
 
 def record(seqlen: int, samples: list[float], **changes: Any) -> Record:
-    facts: dict[str, Any] = {
-        "id": "a-run", "scale": "handout", "device": GPU, "commit": "c0ffee", "dirty": False,
-        "date": "2026-01-02T03:04:05Z", "software": {"torch": "2.11.0", "triton": "3.6.0"},
-    }  # fmt: skip
-    facts |= {name: changes.pop(name) for name in list(changes) if name in facts}
-    values: dict[str, Any] = {
-        "problem": "flash_benchmarking", "implementation": "triton", "mode": "forward", "status": "ok",
-        "quantity": "time", "unit": "ms", "case": case_to_dict(shape(seqlen)), "run": Run(**facts),
-    }  # fmt: skip
-    return Record(samples=samples, **values | changes)
+    of_run = {name: changes.pop(name) for name in ("device", "software") if name in changes}
+    run, case = structs.replace(GPU_RUN, **of_run), case_to_dict(shape(seqlen))
+    return valid_record(**{"run": run, "case": case, "implementation": "triton", "samples": samples} | changes)
 
 
 def run_of(seed: int, *, slower: float = 1.0, noise: float = 0.005, rows: int = 20, count: int = 10) -> list[Record]:

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
+from msgspec.structs import replace as replace_run
 
 from cs336_systems.analysis.bandwidth import best_bucket_bytes, bucket_overhead_s
 from cs336_systems.config import COLLECTIVES, MODEL_SIZES, RunConfig
@@ -21,8 +22,9 @@ from cs336_systems.experiments.parallel_step import (
     wrap_ddp,
 )
 from cs336_systems.experiments.ranks import TIMES, run_cell
-from cs336_systems.experiments.records import Record, Run, case_to_dict
+from cs336_systems.experiments.records import Record, case_to_dict
 from cs336_systems.experiments.spec import Disagreement, Unsupported, load
+from tests.test_records import RUN
 
 TINY = RunConfig(scale="tiny", device="cpu")
 HANDOUT = RunConfig(scale="handout", device="cuda")
@@ -143,10 +145,7 @@ def test_more_ranks_than_gpus_are_skipped(monkeypatch):
 def step_frame(**skipped: str):
     """Records of `overlap` and `naive` on two ranks, in the order of the experiment."""
     experiment = load("ddp_overlap_individual_parameters_benchmarking")
-    run = Run(
-        id="r", scale="handout", device={"name": "Test GPU", "kind": "cuda"}, software={}, commit="c", dirty=False,
-        date="2026-01-02T03:04:05Z",
-    )  # fmt: skip
+    run = replace_run(RUN, scale="handout", device={"name": "Test GPU", "kind": "cuda"})
     values = {
         "naive": {"time": [130.0], "communication_time": [40.0], "overlap_time": [0.0],
                   "compute_intervals": [0.0, 90.0], "communication_intervals": [90.0, 130.0]},
