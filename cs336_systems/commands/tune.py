@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from cs336_systems.attention.tiles import KernelConfig
     from cs336_systems.config import AttentionShape
     from cs336_systems.experiments.harness import Sweep
-    from cs336_systems.experiments.tuning import Proposal, Winner
+    from cs336_systems.experiments.tuning import Proposal, Times
 
 KERNELS = ("forward", "dkdv", "dq")
 DEFAULT_HEAD_DIMS = (64, 128)
@@ -215,40 +215,50 @@ def _measure(
 
 
 def _show_measured(sweep: Sweep, shapes: Sequence[AttentionShape], seed: int) -> bool:
-    """Print winners and proposals from the folder's records; False if there are none for these shapes."""
+    """Print the best and the proposals from the folder's records; False if there are none for these shapes."""
     from cs336_systems.experiments.records import read_records
-    from cs336_systems.experiments.tuning import PROBLEM, medians, proposals, winners
+    from cs336_systems.experiments.tuning import PROBLEM, medians, proposals
 
     times = medians(read_records(sweep.record_file(PROBLEM)), shapes, seed)
-    best = winners(times, sweep.device.compute_capability)
-    if not best:
+    if not any(times.values()):
         return False
-    print_table(winners_table(best))
-    for line in summary_lines(best, proposals(times)):
+    table, ratios = best_beside_table(times, sweep.device.compute_capability)
+    print_table(table)
+    for line in summary_lines(ratios, proposals(times)):
         typer.echo(line)
     typer.echo(f"records: {sweep.record_file(PROBLEM)}")
     return True
 
 
-def winners_table(best: Sequence[Winner]) -> Table:
-    """A line a kernel and shape: the fastest configuration beside the table's. Backward kernels within a backward."""
+def best_beside_table(
+    times: dict[AttentionShape, Times], capability: tuple[int, int] | None
+) -> tuple[Table, list[float]]:
+    """A line a kernel and shape: the fastest configuration beside the table's, and all ratios of their times.
+
+    Backward kernels are timed within a backward.
+    """
+    from cs336_systems.experiments.implementations import chosen_tiles
+    from cs336_systems.experiments.tuning import by_kernel
+
     table = Table("kernel", "dtype", "head dim", "seq", "mask", "best", "ms", "table", "ms", "ratio", box=None)
     for column in table.columns:
         column.no_wrap = True
-    for winner in best:
-        shape, shipped_ms = winner.shape, winner.shipped_ms
+    ratios = []
+    for shape, kernel, measured in by_kernel(times):
+        best, shipped = min(measured, key=measured.__getitem__), chosen_tiles(kernel, shape, capability)
+        beside = ["-", "-"]
+        if shipped in measured:
+            ratios.append(measured[shipped] / measured[best])
+            beside = [f"{measured[shipped]:.3f}", f"{ratios[-1]:.3f}"]
         table.add_row(
-            winner.kernel, shape.dtype, str(shape.head_dim), str(shape.seqlen_q),
-            "causal" if shape.is_causal else "full", winner.best.spelling, f"{winner.best_ms:.3f}",
-            winner.shipped.spelling, "-" if shipped_ms is None else f"{shipped_ms:.3f}",
-            "-" if shipped_ms is None else f"{shipped_ms / winner.best_ms:.3f}",
+            kernel, shape.dtype, str(shape.head_dim), str(shape.seqlen_q), "causal" if shape.is_causal else "full",
+            best.spelling, f"{measured[best]:.3f}", shipped.spelling, *beside,
         )  # fmt: skip
-    return table
+    return table, ratios
 
 
-def summary_lines(best: Sequence[Winner], rows: Sequence[Proposal]) -> list[str]:
+def summary_lines(ratios: Sequence[float], rows: Sequence[Proposal]) -> list[str]:
     """How far the tables are from the best, and the rows that would be nearer."""
-    ratios = [winner.shipped_ms / winner.best_ms for winner in best if winner.shipped_ms is not None]
     lines = []
     if ratios:
         lines.append(f"the table's rows: at most {max(ratios):.3f} x the best, over {len(ratios)} kernels and shapes")

@@ -20,7 +20,6 @@ from cs336_systems.attention.compilation import CompileRequest
 from cs336_systems.attention.tiles import KernelConfig, head_tile
 from cs336_systems.config import BYTES_PER_ELEMENT, AttentionShape, RunConfig
 from cs336_systems.experiments.attention import BACKWARD, BUDGET_MS, FORWARD, checked_error, inputs_of, oracle_of
-from cs336_systems.experiments.implementations import chosen_tiles
 from cs336_systems.experiments.records import Record, case_key, case_to_dict, latest
 from cs336_systems.experiments.spec import Cell, Sample, Unsupported
 from cs336_systems.inputs import AttentionInputs
@@ -104,25 +103,12 @@ def launches_of(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Winner:
-    """The fastest configuration of one kernel on one shape, and what the table has for it."""
-
-    shape: AttentionShape
-    kernel: str
-    best: KernelConfig
-    best_ms: float  # median
-    shipped: KernelConfig
-    shipped_ms: float | None  # None where it was not measured
-
-
-@dataclass(frozen=True, kw_only=True)
 class Proposal:
-    """A row for the table: of the configurations that ran on every shape, the one with the best mean."""
+    """A row for the table: of the configurations that ran on every shape, the one with the best geometric mean."""
 
     key: tuple[str, int, int]  # as in the tables: kernel, bytes per element, head tile
     config: KernelConfig
-    mean_ratio: float  # its time over the best one's, geometric mean over the shapes
-    worst_ratio: float
+    worst_ratio: float  # of its times over the best ones'
     num_shapes: int
     without_tma: KernelConfig | None = None  # the best one for inputs that TMA cannot read, where `config` needs it
 
@@ -156,7 +142,7 @@ def medians(records: Iterable[Record], shapes: Sequence[AttentionShape], seed: i
     return found
 
 
-def _by_kernel(times: dict[AttentionShape, Times]) -> Iterator[tuple[AttentionShape, str, Times]]:
+def by_kernel(times: dict[AttentionShape, Times]) -> Iterator[tuple[AttentionShape, str, Times]]:
     """Each shape's times of each kernel that has any."""
     for shape, configs in times.items():
         for kernel in MODES:
@@ -164,24 +150,10 @@ def _by_kernel(times: dict[AttentionShape, Times]) -> Iterator[tuple[AttentionSh
                 yield shape, kernel, measured
 
 
-def winners(times: dict[AttentionShape, Times], capability: tuple[int, int] | None) -> list[Winner]:
-    """The fastest configuration of each kernel and shape beside the table's for `capability`."""
-    found = []
-    for shape, kernel, measured in _by_kernel(times):
-        best, shipped = min(measured, key=measured.__getitem__), chosen_tiles(kernel, shape, capability)
-        found.append(
-            Winner(
-                shape=shape, kernel=kernel, best=best, best_ms=measured[best], shipped=shipped,
-                shipped_ms=measured.get(shipped),
-            )
-        )  # fmt: skip
-    return found
-
-
 def proposals(times: dict[AttentionShape, Times]) -> list[Proposal]:
     """One row for each kernel, width of element and head tile measured; shapes without any good time do not count."""
     groups: dict[tuple[str, int, int], list[Times]] = {}  # times over the best one's, a dictionary a shape
-    for shape, kernel, measured in _by_kernel(times):
+    for shape, kernel, measured in by_kernel(times):
         best_ms = min(measured.values())
         key = (kernel, BYTES_PER_ELEMENT[shape.dtype], head_tile(shape.head_dim))
         groups.setdefault(key, []).append({config: ms / best_ms for config, ms in measured.items()})
@@ -194,10 +166,8 @@ def proposals(times: dict[AttentionShape, Times]) -> list[Proposal]:
         config = min(means, key=means.__getitem__)
         by_pointers = {other: mean for other, mean in means.items() if not other.tma}
         without_tma = min(by_pointers, key=by_pointers.__getitem__, default=None) if config.tma else None
+        worst = max(shape[config] for shape in ratios)
         found.append(
-            Proposal(
-                key=key, config=config, mean_ratio=means[config], worst_ratio=max(shape[config] for shape in ratios),
-                num_shapes=len(ratios), without_tma=without_tma,
-            )
-        )  # fmt: skip
+            Proposal(key=key, config=config, worst_ratio=worst, num_shapes=len(ratios), without_tma=without_tma)
+        )
     return found
