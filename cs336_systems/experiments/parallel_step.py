@@ -36,7 +36,7 @@ OURS = (*DDPS, "bucketed")
 PEERS = ("torch_ddp", "torch_ddp_view")  # the second with gradient_as_bucket_view
 OPTIMIZER_IMPLEMENTATIONS = ("unsharded", "sharded", "zero1", "torch_zero")
 FSDP_IMPLEMENTATIONS = ("unsharded", "fsdp", "fsdp_layer", "torch_fsdp")
-FSDPS = FSDP_IMPLEMENTATIONS[1:]  # which compute in their weights' dtype, where others need autocast
+FSDPS = FSDP_IMPLEMENTATIONS[1:]
 OVER_DDP = {"unsharded": "bucketed", "sharded": "bucketed", "torch_zero": "torch_ddp_view"}
 ALONE = "alone"  # a rank's model without a wrapper
 BUCKET_MB = 25.0  # as PyTorch's, where the case says nothing
@@ -101,6 +101,9 @@ class ParallelStep:
     ) -> None:  # fmt: skip
         self.implementation, self.case, self.device = implementation, case, case.device
         self.autocast, self.learning_rate = case.precision.autocast, learning_rate
+        # Which computes in its weights' dtype and gathers them; of a reader's own the case says what it is.
+        own = ":" in implementation and not isinstance(case, DataParallelCase)
+        self.is_fsdp = implementation in FSDPS or own
         self.tokens, self.targets = token_batch(case.model, case.batch, device=self.device, seed=run.seed + rank)
         module = self._build(run)
         self.parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
@@ -128,14 +131,13 @@ class ParallelStep:
         name, case = self.implementation, self.case
         if name in (ALONE, "zero1"):
             return module
-        own = ":" in name
-        if name not in FSDPS and not (own and not isinstance(case, DataParallelCase)):
+        if not self.is_fsdp:
             return wrap_ddp(module, OVER_DDP.get(name, name), getattr(case, "bucket_size_mb", BUCKET_MB))
         dtypes = (self.autocast, case.reduce_dtype)
         compute_dtype, reduce_dtype = (None if dtype is None else getattr(torch, dtype) for dtype in dtypes)
         if name == "torch_fsdp":
             return _fully_shard(module, compute_dtype, reduce_dtype, self.device)
-        if own:
+        if ":" in name:
             model = load_name(name)(module, compute_dtype)
             if not hasattr(model, "gather_full_params"):
                 raise Unsupported(f"{name} has no gather_full_params(), by which its weights are checked")
@@ -200,8 +202,7 @@ class ParallelStep:
 
     def _precision(self) -> AbstractContextManager[object]:
         """FSDP computes in its weights' dtype; the others need autocast."""
-        own_fsdp = ":" in self.implementation and not isinstance(self.case, DataParallelCase)
-        if self.autocast is None or self.implementation in FSDPS or own_fsdp:
+        if self.autocast is None or self.is_fsdp:
             return nullcontext()
         return torch.autocast(self.device, dtype=getattr(torch, self.autocast))
 
