@@ -69,8 +69,8 @@ def test_a_wrapper_that_is_wrong_or_does_not_fit_is_told_from_the_others():
     (cell,) = TURNS.cells(TINY)
     with patch.object(data_parallel_turns.ranks, "run_cell", return_value=reports):
         measured = {sample.row.implementation: sample for sample in TURNS.measure(cell, TINY)}
-    assert "averaged gradients are off by" in measured["naive"].failed and not measured["naive"].samples
-    assert measured["flat"].oom and measured["flat"].failed == "out of memory"
+    assert "averaged gradients are off by" in measured["naive"].message and not measured["naive"].samples
+    assert (measured["flat"].status, measured["flat"].message) == ("oom", "out of memory")
     assert measured["zero1"].samples == [max(pair) for pair in zip(*(found["zero1"][2] for found in reports))]
 
 

@@ -115,7 +115,7 @@ def test_the_longest_kernels_of_both_passes_are_recorded(monkeypatch):
     assert {(one.row.mode, one.kernel) for one in measured} == {("forward", "attend"), ("backward", "dkv")}
     for one in measured:
         if one.row.quantity == "stall_drain":
-            assert one.skipped == "this GPU has no such counter" and not one.samples
+            assert one.message == "this GPU has no such counter" and not one.samples
     assert [words[1:4] for words in asked] == [
         ["1x64x8192x128", "--mode", "forward"], ["1x64x8192x128", "--mode", "forward_backward"]
     ]  # fmt: skip

@@ -69,8 +69,7 @@ def benchmark_backends(
 def _timing(name: str, explained: tuple[str, str], device: str, forward: Sample, both: Sample) -> BackendTiming:
     chosen, reason = explained
     if not forward.samples:
-        status = "skipped" if forward.skipped else "oom" if forward.oom else "failed"
-        return BackendTiming(backend=name, chosen=chosen, status=status, reason=forward.skipped or forward.failed)
+        return BackendTiming(backend=name, chosen=chosen, status=forward.status, reason=forward.message)
     interpreted = chosen.startswith("triton") and device == "cpu" and interpreter_is_on()
     return BackendTiming(
         backend=name, chosen=chosen, reason=reason, interpreted=interpreted, forward_ms=median(forward.samples),

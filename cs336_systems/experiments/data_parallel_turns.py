@@ -69,7 +69,7 @@ class DataParallelTurns(Experiment):
             of_ranks = [report[row.implementation] for report in reports]
             error, wrong = max(error for error, _, _ in of_ranks), next((what for _, what, _ in of_ranks if what), "")
             if wrong:
-                yield Sample(row=row, failed=wrong, oom=wrong == NO_MEMORY)
+                yield Sample(row=row, status="oom" if wrong == NO_MEMORY else "failed", message=wrong)
             else:
                 yield Sample(row=row, samples=ranks.slowest([samples for _, _, samples in of_ranks]), error=error)
 

@@ -290,10 +290,8 @@ def predicted_overflow(num_bytes: int, device: DeviceInfo) -> str:
 def _status(sample: Sample, outcome: Outcome) -> tuple[Status, str]:
     if sample.samples:
         return "ok", ""
-    if sample.skipped:
-        return "skipped", sample.skipped
-    if sample.failed:
-        return "oom" if sample.oom else "failed", sample.failed
+    if sample.message:
+        return sample.status, sample.message
     if outcome.status == "ok":
         return "failed", "the measurement ended without reporting this row"
     return outcome.status, outcome.message

@@ -55,7 +55,7 @@ class KernelCounts(AttentionExperiment):
             kernel = kernels[row.mode]
             found = [kernel.values[row.quantity]] if row.quantity in kernel.values else []
             why = "" if found else "this GPU has no such counter"
-            yield Sample(row=row, kernel=kernel.name, samples=found, skipped=why)
+            yield Sample(row=row, kernel=kernel.name, samples=found, message=why)
 
     def columns(self, row: dict[str, Any]) -> dict[str, Any]:
         return super().columns(row) | {"percent": 100 * row["median"]}

@@ -81,7 +81,7 @@ def measurements(trace: Trace, rows: dict[str, Row]) -> Iterator[Sample]:
             time, calls = rows[f"{prefix}_{rank}_time"], rows[f"{prefix}_{rank}_calls"]
             if rank > len(names):
                 reason = f"the profile has {len(names)} such kernels"
-                yield from (Sample(row=row, skipped=reason) for row in (time, calls))
+                yield from (Sample(row=row, message=reason) for row in (time, calls))
                 continue
             name = names[rank - 1]
             chosen = [[k for k in trace.select(step=step) if short_name(k.name) == name] for step in steps]

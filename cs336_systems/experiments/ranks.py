@@ -185,7 +185,7 @@ def report_samples(cell: Cell, reports: Sequence[RankReport]) -> Iterator[Sample
         yield from (Sample(row=rows[mode, name], samples=[value]) for name, value in traced_times(lanes).items())
         for name, intervals in zip(INTERVALS, (lanes.compute, lanes.communication)):
             ends = [end for pair in simplify(intervals, MOST_INTERVALS) for end in pair]
-            yield Sample(row=rows[mode, name], samples=ends, skipped="" if ends else "the traced call has none")
+            yield Sample(row=rows[mode, name], samples=ends, message="" if ends else "the traced call has none")
 
 
 def traced_times(lanes: Lanes | None) -> dict[str, float]:

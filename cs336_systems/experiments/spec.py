@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from cs336_systems.config import RunConfig
+from cs336_systems.experiments.records import Status
 from cs336_systems.handout import HANDOUT
 
 if TYPE_CHECKING:
@@ -70,9 +71,8 @@ class Sample:
     samples: Sequence[float] = ()
     kernel: str = ""  # the kernel or configuration that really ran
     error: float | None = None  # largest error over its bound, where the row's results were checked
-    skipped: str = ""  # the reason, when there are no samples
-    failed: str = ""  # what went wrong with this row while others of the cell could be measured
-    oom: bool = False  # of what went wrong, whether it was that memory was short
+    status: Status = "skipped"  # of a row without samples, where others of its cell could be measured
+    message: str = ""  # why it has none
 
 
 @dataclass(frozen=True, kw_only=True)

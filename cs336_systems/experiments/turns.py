@@ -88,11 +88,8 @@ def measure_by_turns(
         except _errors_of_one() as error:
             broken = outcome_of(error)
             traceback.print_exc()
-        if broken is not None and broken.status == "skipped":
-            yield from (Sample(row=row, skipped=broken.message) for row in rows)
-        elif broken is not None:
-            is_oom = broken.status == "oom"
-            yield from (Sample(row=row, failed=broken.message, oom=is_oom) for row in rows)
+        if broken is not None:
+            yield from (Sample(row=row, status=broken.status, message=broken.message) for row in rows)
             release(run.device)  # raises what a kernel's fault makes of every later call
     del oracle
     samples = play(players, num_rounds)
