@@ -1,0 +1,122 @@
+"""The attention experiments: how a pass is timed, the forward of few queries, the rungs of the Hopper ladder."""
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from cs336_systems.attention import flash_attention
+from cs336_systems.attention.contract import compute_oracle
+from cs336_systems.attention.triton import function
+from cs336_systems.config import RunConfig
+from cs336_systems.experiments import attention
+from cs336_systems.experiments.attention import KEPT_SAMPLES, measure_attention, sized_shape
+from cs336_systems.experiments.few_queries import WHOLE, build_forward
+from cs336_systems.experiments.hopper_ladder import RUNGS
+from cs336_systems.experiments.implementations import Built
+from cs336_systems.experiments.registry import PROBLEMS
+from cs336_systems.experiments.spec import Cell
+from cs336_systems.inputs import attention_inputs
+
+TINY = RunConfig(scale="tiny", device="cpu")
+HANDOUT = RunConfig(scale="handout", device="cuda")
+FEW, LADDER = PROBLEMS["few_queries"], PROBLEMS["hopper_ladder"]
+
+
+def tiny_cell(problem: str, implementation: str) -> Cell:
+    return next(cell for cell in PROBLEMS[problem].cells(TINY) if cell.implementation == implementation)
+
+
+# How a pass is timed
+
+
+def test_a_fast_row_keeps_few_samples_unless_a_number_was_asked_for():
+    cell = tiny_cell("leaderboard_2025", "sdpa_flash")
+    kept = {len(measurement.samples) for measurement in measure_attention(cell, TINY)}
+    assert max(kept) <= KEPT_SAMPLES
+    asked = {len(measurement.samples) for measurement in measure_attention(cell, TINY, num_samples=KEPT_SAMPLES + 1)}
+    assert asked == {KEPT_SAMPLES + 1}
+
+
+@pytest.mark.parametrize(("device", "settled"), [("cuda", True), ("cuda", False), ("cpu", True)])
+def test_what_settles_a_clock_is_the_pass_that_is_timed_next(device, settled, monkeypatch):
+    """A CPU stands in for the GPU, with nothing but its name; a CPU itself settles nothing."""
+    cell = tiny_cell("leaderboard_2025", "sdpa_flash")
+    cell = replace(cell, rows=(attention.FORWARD, attention.BACKWARD, attention.BOTH))
+    inputs = attention_inputs(cell.case, device="cpu")
+    oracle = compute_oracle(*inputs, is_causal=cell.case.is_causal)
+    ran: list[tuple[str, object]] = []
+    monkeypatch.setattr(attention, "inputs_of", lambda *_: inputs)
+    monkeypatch.setattr(attention, "oracle_of", lambda *_: oracle)
+    monkeypatch.setattr(attention, "release", lambda device: None)
+    monkeypatch.setattr(attention, "time_once", lambda call, device: (call(), 1.0)[1])
+    monkeypatch.setattr(attention, "settle", lambda call: ran.append(("settle", call)))
+    monkeypatch.setattr(attention, "time_calls", lambda call, **_: ran.append(("time", call)) or [1.0])
+    built = Built(attend=partial(flash_attention, is_causal=cell.case.is_causal, enable_gqa=True, backend="reference"))
+    assert len(list(measure_attention(cell, replace(TINY, device=device), settled=settled, built=built))) == 3
+    settles = settled and device == "cuda"
+    assert [kind for kind, _ in ran] == (["settle", "time"] * 3 if settles else ["time"] * 3)
+    timed = [call for kind, call in ran if kind == "time"]
+    assert [call for kind, call in ran if kind == "settle"] == (timed if settles else [])
+
+
+# Few queries
+
+
+def test_few_queries_on_a_gpu():
+    cells = FEW.cells(HANDOUT)
+    assert len({(cell.case, cell.implementation) for cell in cells}) == len(cells)
+    assert {row.quantity for cell in cells for row in cell.rows} == {"graph_time"}
+    for cell in cells:
+        assert (cell.implementation == "sdpa_efficient") <= (cell.case.dtype == "float32")
+        assert (cell.implementation == "hopper") <= cell.case.is_causal
+    tokens = [cell.case for cell in cells if cell.case.seqlen_q == 1]
+    assert any(case.kv_heads not in (None, case.heads) for case in tokens)
+
+
+@pytest.mark.parametrize("name", [WHOLE, "triton", "sdpa_flash"])
+def test_the_forward_of_few_queries_is_measured(name):
+    (measurement,) = FEW.measure(tiny_cell("few_queries", name), TINY)
+    assert 0 <= measurement.error <= 1 and measurement.samples
+    kernel = "" if name == "sdpa_flash" else "interpreter portable_forward_64x64_w8_s1"
+    assert measurement.kernel == kernel
+
+
+def test_whole_keys_have_the_same_tiles(monkeypatch):
+    monkeypatch.setattr(function, "num_multiprocessors", lambda device: 132)
+    shape = replace(tiny_cell("few_queries", "triton").case, seqlen_k=2048)
+    split, whole = (build_forward(name, shape, "cpu").kernel for name in ("triton", WHOLE))
+    assert split == f"{whole}/16" and whole == "interpreter portable_forward_64x64_w8_s1"
+
+
+# The ladder
+
+
+def test_the_first_rungs_are_measured_and_the_others_say_why_not():
+    (cell,) = LADDER.cells(TINY)
+    found: dict[str, list[Any]] = {name: [] for name in RUNGS}
+    for one in LADDER.measure(cell, TINY):
+        found[one.row.implementation].append(one)
+    assert all(one.kernel.startswith("interpreter portable_forward_") for one in found["triton_pointers"])
+    assert {one.kernel for one in found["triton_first"]} == {"interpreter flash_fwd_kernel tiled_backward"}
+    for name in ("triton_first", "triton_pointers"):
+        assert {one.row.mode for one in found[name]} == {"forward", "backward", "forward_backward"}
+        assert max(one.error for one in found[name]) <= 1
+    hopper = "hopper kernels run on CUDA devices, and the inputs are on cpu"
+    for rung, why in (
+        ("triton_tma", "TMA on GPUs of compute capability 9.0"),
+        ("hopper_deterministic", hopper),
+        ("hopper", hopper),
+        ("fa4", "FlashAttention-4 needs CUDA"),
+    ):
+        assert {why in one.message for one in found[rung]} == {True}, rung
+
+
+def test_rungs_differ_in_how_tiles_are_read(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    shape = sized_shape(HANDOUT, 1, 16, 16384, 64, True)
+    by_pointers, by_tma = (LADDER.built(name, shape, "cuda").kernel.split() for name in tuple(RUNGS)[1:3])
+    assert not any(name.endswith("_tma") for name in by_pointers) and all(name.endswith("_tma") for name in by_tma)
+    assert len(by_pointers) == len(by_tma) == 3
