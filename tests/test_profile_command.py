@@ -48,8 +48,6 @@ def test_a_size_is_a_model_case() -> None:
         ("small", {"attention": "magic"}, "attention must be one of reference, .*, got 'magic'"),
         ("1x1x64x32", {"batch": 4}, "batch, context and attention are options of models, and '1x1x64x32' is an"),
         ("1x1x64x32", {"precision": "bfloat16-autocast"}, "precision of an attention shape must be a dtype, got 'bf"),
-        ("1x0x64x32", {}, "heads must be a positive int, got 0"),
-        ("small", {"context": 0}, "context_length must be a positive int, got 0"),
         ("small", {"implementation": "triton"}, "implementation of a model must be one of eager, compiled, got 'tri"),
         ("1x1x64x32", {"mode": "train_step"}, "mode of an attention shape must be one of forward, .*, got 'train_s"),
     ],

@@ -63,9 +63,7 @@ def test_case_holds_its_class_name():
     ("changes", "message"),
     [
         ({"implementation": ""}, "implementation must not be empty"),
-        ({"quantity": ""}, "quantity must not be empty"),
         ({"problem": "../x"}, "problem must be 1 to 100 letters"),
-        ({"problem": "runs"}, "problem must be"),
         ({"case": {"batch": 1}}, "case must hold its class name"),
         ({"status": "oom"}, "samples must be there if status is ok and only then"),
         ({"samples": []}, "samples must be there if status is ok and only then, got 0"),
@@ -73,12 +71,9 @@ def test_case_holds_its_class_name():
         ({"samples": [1e308] * 3}, "samples must be finite and at most 1e"),
         ({"samples": [], "status": "failed"}, "message must say why status is failed"),
         ({"samples": [], "status": "broken", "message": "why"}, "Invalid enum value 'broken'"),
-        ({"samples": ["fast"]}, "Expected `float`, got `str`"),
         ({"quantity": "compute_intervals", "samples": [0.0, 1.0, 2.0]}, "starts and ends by turns, got 3"),
         ({"rounds": [1, 2]}, r"rounds must add up to the 2 samples, got \[1, 2\]"),
-        ({"rounds": [0, 2]}, "rounds must add up"),
         ({"run": replace(RUN, commit="")}, "run must have a commit"),
-        ({"run": replace(RUN, scale="huge")}, "Invalid enum value 'huge'"),
     ],
 )
 def test_a_record_that_says_too_little_is_refused(changes, message, tmp_path):
