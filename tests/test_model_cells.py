@@ -18,26 +18,15 @@ CASE = ModelCase(model=MODEL, batch=2, attention="reference", warmup=0)
 
 
 class NotFinite(Bigram):
-    value = float("nan")
-
     def forward(self, tokens: Tensor) -> Tensor:
         logits = super().forward(tokens)
-        logits[-1, -1, -1] += self.value
+        logits[-1, -1, -1] += float("nan")
         return logits
-
-
-class Infinite(NotFinite):
-    value = float("inf")
 
 
 class OnePosition(Bigram):
     def forward(self, tokens: Tensor) -> Tensor:
         return super().forward(tokens)[:, :1]
-
-
-class LargerVocabulary(Bigram):
-    def forward(self, tokens: Tensor) -> Tensor:
-        return nn.functional.pad(super().forward(tokens), (0, 1))
 
 
 class Pair(Bigram):
@@ -67,9 +56,7 @@ class NotFiniteInTraining(Bigram):
 
 BROKEN = [
     (NotFinite, r"the model's {what} must be finite, got values from nan to nan"),
-    (Infinite, r"the model's {what} must be finite, got values from .* to (inf|nan)"),
     (OnePosition, r"logits of shape .* = \(2, 6, 11\), got torch.float32 of shape \(2, 1, 11\)"),
-    (LargerVocabulary, r"logits of shape .* = \(2, 6, 11\), got torch.float32 of shape \(2, 6, 12\)"),
     (Integers, r"floating-point logits of shape .*, got torch.int64 of shape \(2, 6, 11\)"),
     (Pair, "the model must return a tensor of logits, got tuple"),
     (NoParameters, "the model has no parameters"),

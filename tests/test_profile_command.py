@@ -10,7 +10,7 @@ import torch
 from typer.testing import CliRunner
 
 from cs336_systems.cli import app
-from cs336_systems.config import MODEL_SIZES, ModelCase, Precision, RunConfig
+from cs336_systems.config import RunConfig
 from cs336_systems.experiments.profiled import parse_case, prepare
 from cs336_systems.measure.trace import read_trace
 
@@ -29,15 +29,6 @@ def trace_in(folder: Path) -> Path:
 
 
 # Cases
-
-
-def test_a_size_is_a_model_case() -> None:
-    case = parse_case("xl", context=2048, batch=2, attention="sdpa", precision="bfloat16-autocast")
-    assert isinstance(case, ModelCase)
-    assert (case.model.d_model, case.model.context_length, case.batch, case.attention) == (2560, 2048, 2, "sdpa")
-    assert case.precision == Precision(autocast="bfloat16")
-    assert parse_case("small") == ModelCase(model=MODEL_SIZES["small"], batch=4, attention="reference")
-    assert parse_case("xl-proxy").model.name == "xl-proxy"  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize(

@@ -182,18 +182,6 @@ def test_the_handouts_cells_are_the_leaderboards():
     assert {"peak_memory", "start_time", "loss", "communication_time"} <= {row.quantity for row in first.rows}
 
 
-@pytest.mark.parametrize(
-    "available, chosen", [({"hopper", "triton"}, "hopper"), ({"triton"}, "triton"), (set(), "sdpa")]
-)
-def test_attention_is_the_fastest_that_runs(available, chosen):
-    answers = {name: "ok" if name in available else "not here" for name in ("hopper", "triton")}
-    with (
-        patch.object(torch.cuda, "is_available", return_value=True),
-        patch.object(leaderboard_2026, "available_backends", return_value=answers),
-    ):
-        cells = LEADERBOARD.cells(HANDOUT)
-    assert cells[0].case.attention == chosen
-    assert any(cell.case.attention == "sdpa" for cell in cells)
 @pytest.mark.slow
 def test_a_measured_cell_keeps_its_promises():
     cell = long_step_cell(SMALL, "fsdp")
