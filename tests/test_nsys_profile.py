@@ -1,6 +1,5 @@
 """The problem `nsys_profile`: what its cells promise, and that its rows are what the profile holds."""
 
-from pathlib import Path
 
 import pytest
 
@@ -12,7 +11,6 @@ from cs336_systems.measure.trace import trace_of
 from tests.test_trace import gpu_events
 
 COVERS = ("cs336_systems/measure", "cs336_systems/experiments/nsys_profile.py")
-ROOT = Path(__file__).resolve().parents[1]
 NSYS = load("nsys_profile")
 TINY = RunConfig(scale="tiny", device="cpu")
 

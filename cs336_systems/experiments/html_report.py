@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
-import pandas as pd
 from markupsafe import Markup
 
 from cs336_systems.experiments.figures import spec_of
@@ -82,20 +81,14 @@ def _section(experiment: Experiment, records: list[Record], published: Path | No
                 place = f"{experiment.name}-{len(figures)}"
                 caption = f"{name.replace('_', ' ')}, {whose}"
                 figures.append({"place": place, "caption": caption, "spec": spec_of(chart, "transparent")})
-    tables, needs = _tables(experiment, frames["this run"])
-    return {"name": experiment.name, "title": experiment.title, "figures": figures, "tables": tables, "needs": needs}
-
-
-def _tables(experiment: Experiment, frame: pd.DataFrame) -> tuple[list[Table], dict[str, str]]:
-    """The tables without what is skipped on this machine, and what that needs."""
     tables: list[Table] = []
-    needs: dict[str, str] = {}
-    for spec in experiment.tables.values() if not frame.empty else ():
-        table, skipped = spec.build(frame).without_skipped()
+    needs: dict[str, str] = {}  # what is skipped on this machine
+    for spec in experiment.tables.values() if not frames["this run"].empty else ():
+        table, skipped = spec.build(frames["this run"]).without_skipped()
         if table.lines:  # another scale's table has none here
             tables.append(table)
         needs |= skipped
-    return tables, needs
+    return {"name": experiment.name, "title": experiment.title, "figures": figures, "tables": tables, "needs": needs}
 
 
 def _library() -> Markup:
