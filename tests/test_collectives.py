@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from copy import deepcopy
 from functools import partial
 from typing import Any
 
@@ -14,7 +13,6 @@ from torch import Tensor, nn
 
 from cs336_systems.distributed import collectives
 from cs336_systems.distributed.collectives import (
-    MeansUnderWay,
     all_gather_flat,
     all_reduce_mean,
     broadcast_parameters,
@@ -22,6 +20,7 @@ from cs336_systems.distributed.collectives import (
     num_ranks,
     rank_in,
     reduce_scatter_mean_flat,
+    wait_for,
 )
 from cs336_systems.distributed.context_parallel import ring_attention
 from cs336_systems.distributed.ddp_bucketed import BucketedDDP
@@ -79,15 +78,9 @@ def means(rank: int, ranks: int) -> dict[Any, Tensor]:
             handle = all_reduce_mean(tensor, async_op=tensor.ndim == 1)
             handle.wait()
             handle.wait()  # harmless
-        under_way = MeansUnderWay()
-        for _ in range(2):  # bit for bit the same
-            tensors = to_average(rank)
-            for tensor in tensors.values():
-                under_way.start(tensor.detach())
-            under_way.wait()
-            assert all(torch.equal(tensor, found[name]) for name, tensor in tensors.items())
-            deepcopy(under_way)
-
+        again = to_average(rank)
+        wait_for([all_reduce_mean(tensor, async_op=True) for tensor in again.values()])
+        assert all(torch.equal(tensor, found[name]) for name, tensor in again.items()), "bit for bit the same"
         whole = inputs(rank, 12)
         found["part"] = torch.full((12 // ranks,), float("nan"))
         reduce_scatter_mean_flat(found["part"], whole, async_op=True).wait()
@@ -133,9 +126,8 @@ def build_differently(rank: int, ranks: int) -> None:
 
 
 def refuse_wrong_arguments(rank: int, ranks: int) -> None:
-    for start in (all_reduce_mean, MeansUnderWay().start):
-        with pytest.raises(TypeError, match="tensor must be floating point or complex to have a mean, got torch.int64"):
-            start(torch.ones(3, dtype=torch.int64))
+    with pytest.raises(TypeError, match="tensor must be floating point or complex to have a mean, got torch.int64"):
+        all_reduce_mean(torch.ones(3, dtype=torch.int64))
     with pytest.raises(TypeError, match="input must be floating point or complex to have a mean, got torch.int64"):
         reduce_scatter_mean_flat(torch.ones(2), torch.ones(4, dtype=torch.int64))
     with pytest.raises(ValueError, match="parameter 'weight' is on the meta device: give it memory before"):
@@ -168,39 +160,24 @@ def test_D3_D9_means_gathers_and_scatters(ranks):
         torch.testing.assert_close(found["gathered"], expected)
 
 
-class Done:
-    def wait(self) -> None:
-        pass
-
-
 class Transport:
-    """Stands in for NCCL's process group of two ranks; gone, it refuses."""
+    """Stands in for NCCL's process group of two ranks."""
 
-    def __init__(self) -> None:
-        self.asked: list[bool] = []
-        self.gone = False
+    asked = None
 
-    def allreduce(self, tensors: list[Tensor], options: Any) -> Done:
-        if self.gone:
-            raise RuntimeError("communicator was destroyed")
-        assert options.reduceOp == dist.ReduceOp.AVG
-        self.asked.append(options.asyncOp)
-        return Done()
+    def allreduce(self, tensors: list[Tensor], options: Any) -> None:
+        self.asked = options.reduceOp == dist.ReduceOp.AVG and options.asyncOp
 
 
 def test_hooks_start_on_the_group_there_is_and_never_block(monkeypatch):
     """A backward that raised left the group of its time behind, which was asked again after it was destroyed."""
-    first, second = Transport(), Transport()
     monkeypatch.setattr(collectives, "num_ranks", lambda group: 2)
     monkeypatch.setattr(collectives, "_mean_op", lambda group: dist.ReduceOp.AVG)
-    monkeypatch.setattr(dist.distributed_c10d._world, "default_pg", first)
-    under_way = MeansUnderWay()
-    under_way.start(torch.ones(2))
-    first.gone = True
-    monkeypatch.setattr(dist.distributed_c10d._world, "default_pg", second)
-    under_way.start(torch.ones(2))
-    under_way.wait()
-    assert first.asked == second.asked == [True], "asynchronous, on a stream of NCCL's own"
+    for _ in range(2):
+        transport = Transport()
+        monkeypatch.setattr(dist.distributed_c10d._world, "default_pg", transport)
+        all_reduce_mean(torch.ones(2), async_op=True)
+        assert transport.asked, "asynchronous, on a stream of NCCL's own"
 
 
 def test_every_kind_of_tensor_is_broadcast_bit_for_bit():

@@ -12,10 +12,10 @@ import torch.distributed as dist
 
 from cs336_systems.config import ModelConfig, RunConfig
 from cs336_systems.distributed.collectives import (
-    MeansUnderWay,
     all_gather_flat,
     all_reduce_mean,
     reduce_scatter_mean_flat,
+    wait_for,
 )
 from cs336_systems.distributed.launch import RankError, run_ranks
 from cs336_systems.experiments.parallel_step import OURS, DataParallelCase, ParallelStep, check_gradients, plain_mean
@@ -37,10 +37,8 @@ def collectives_on_gpu(rank: int, ranks: int) -> None:
         tensor = torch.full((12,), float(rank + 1), device=device, dtype=dtype)
         all_reduce_mean(tensor, async_op=True).wait()
         assert tensor.tolist() == [mean] * 12, (dtype, tensor)
-        under_way, tensors = MeansUnderWay(), [torch.full_like(tensor, rank + 1 + i) for i in range(20)]
-        for each in tensors:
-            under_way.start(each)
-        under_way.wait()
+        tensors = [torch.full_like(tensor, rank + 1 + i) for i in range(20)]
+        wait_for([all_reduce_mean(each, async_op=True) for each in tensors])
         assert [each.tolist() for each in tensors] == [[mean + i] * 12 for i in range(20)], dtype
         part = torch.full((12 // ranks,), float("nan"), device=device)
         whole = torch.full((12,), float(rank + 1), device=device, dtype=dtype)

@@ -23,9 +23,8 @@ from torch import Tensor, nn
 from cs336_systems.device import has_cxx_compiler
 from cs336_systems.distributed.fsdp import FSDP, wrap_blocks
 from cs336_systems.distributed.fsdp.life import watch
-from cs336_systems.distributed.fsdp.plan import plan_units
+from cs336_systems.distributed.fsdp.plan import chunk_rows, own_rows, plan_units
 from cs336_systems.distributed.fsdp.reduce import gather_rows, reduce_rows_mean
-from cs336_systems.distributed.fsdp.rest import chunk_rows, own_rows
 from cs336_systems.distributed.launch import run_ranks
 from cs336_systems.model import AdamW, TransformerLM
 from tests.module_kinds import Net

@@ -1,12 +1,8 @@
 """The few collectives that everything here uses: averages over ranks, and the two halves of a sharded one.
 
-    handle = all_reduce_mean(gradient, group, async_op=True)
+    work = all_reduce_mean(gradient, group, async_op=True)
     ...                                     # compute that does not touch the gradient
-    handle.wait()                           # now it is the mean over the ranks of `group`
-
-    means = MeansUnderWay(group)            # many such calls, from the hooks of a backward
-    means.start(gradient)
-    means.wait()
+    work.wait()                             # now it is the mean over the ranks of `group`
 
 An average is a sum, then a division, in the tensor's dtype: NCCL divides inside its reduction, elsewhere `wait`
 divides. `wait` on NCCL makes the current stream wait, never the host. A group of one rank communicates nothing, and
@@ -48,6 +44,12 @@ class Work:
         self._work = self._finish = None
 
 
+def wait_for(works: list[Work]) -> None:
+    """Wait for all of `works` and empty the list: what they hold of the group cannot be copied with a model."""
+    while works:
+        works.pop(0).wait()
+
+
 def num_ranks(group: Group = None) -> int:
     """Ranks of `group`; RuntimeError where no process group was made, ValueError on a rank that `group` is without."""
     return _as_member(dist.get_world_size, group)
@@ -58,8 +60,16 @@ def rank_in(group: Group = None) -> int:
     return _as_member(dist.get_rank, group)
 
 
+def as_group(group: Group) -> dist.ProcessGroup:
+    """`group`, or the default one; raises as `num_ranks` does."""
+    rank_in(group)
+    world = dist.group.WORLD if group is None else group
+    assert world is not None
+    return world
+
+
 def _as_member(ask: Callable[[Group], int], group: Group) -> int:
-    if not dist.is_available() or not dist.is_initialized():
+    if not dist.is_initialized():
         raise RuntimeError("there is no process group: start the ranks with run_ranks, or by launch under torchrun")
     number = ask(group)
     if number < 0:  # what PyTorch answers on other ranks
@@ -74,53 +84,27 @@ def all_reduce_mean(tensor: Shaped[Tensor, "*shape"], group: Group = None, async
     """
     size = num_ranks(group)
     _require_mean("tensor", tensor)
-    tensor = tensor.detach()  # its storage, without a graph
     if size == 1 or not tensor.numel():
         return Work()
-    target = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    target = tensor.detach()  # its storage, without a graph
+    target = torch.view_as_real(target) if target.is_complex() else target
     sent = target.contiguous()  # the same order of elements on every rank, whatever the strides
     op = _mean_op(group)
-    work = dist.all_reduce(sent, op=op, group=group, async_op=True)
+    if torch.compiler.is_compiling():  # compilers know torch's functions, not a group's methods
+        work = dist.all_reduce(sent, op=op, group=group, async_op=True)
+    else:  # past their bookkeeping: hooks call this between two launches, on a host that has to stay ahead of the GPU
+        options = AllreduceOptions()
+        options.reduceOp = dist.ReduceOp(op)
+        options.asyncOp = True  # without it NCCL works on the current stream
+        work = as_group(group).allreduce([sent], options)
 
     def finish() -> None:
         if op == dist.ReduceOp.SUM:
             sent.div_(size)
-        if sent.data_ptr() != target.data_ptr():
+        if sent is not target:
             target.copy_(sent)
 
     return Work(work, finish, async_op)
-
-
-class MeansUnderWay:
-    """Asynchronous `all_reduce_mean`s of one group, to be waited for together.
-
-    A hook starts each between two launches of a backward, on a host that has to stay ahead of the GPU: so a plain
-    tensor goes to the process group directly, past the bookkeeping of `torch.distributed`'s functions.
-    """
-
-    def __init__(self, group: Group = None) -> None:
-        self.group = group
-        self._works: list[Work] = []
-
-    def start(self, tensor: Shaped[Tensor, "*shape"]) -> None:
-        """Begin to replace `tensor`, without a graph, by its mean; it must not be used before `wait` returns."""
-        is_plain = tensor.is_contiguous() and tensor.is_floating_point() and tensor.numel()
-        if not is_plain or torch.compiler.is_compiling():  # compilers know torch's functions, not a group's methods
-            self._works.append(all_reduce_mean(tensor, self.group, async_op=True))
-        elif (size := num_ranks(self.group)) > 1:
-            group = dist.group.WORLD if self.group is None else self.group
-            assert group is not None
-            options, op = AllreduceOptions(), _mean_op(self.group)
-            options.reduceOp = dist.ReduceOp(op)
-            options.asyncOp = True  # without it NCCL works on the current stream
-            divide = partial(tensor.div_, size) if op == dist.ReduceOp.SUM else None
-            self._works.append(Work(group.allreduce([tensor], options), divide))
-
-    def wait(self) -> None:
-        """Return when the current stream may use every tensor of `start`'s; on NCCL the host does not wait."""
-        works, self._works = self._works, []
-        for work in works:
-            work.wait()
 
 
 @torch.no_grad()
@@ -167,8 +151,8 @@ def all_gather_flat(
     output: Shaped[Tensor, " ranks*n"], input: Shaped[Tensor, " n"], group: Group = None, async_op: bool = False
 ) -> Work:
     """Fill `output` with the ranks' `input`s, one after the other; equal sizes everywhere, any dtype."""
-    size = num_ranks(group)
     output, input = output.detach(), input.detach()
+    size = num_ranks(group)
     if size == 1:
         output.copy_(input)
     if size == 1 or not input.numel():

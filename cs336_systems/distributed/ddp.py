@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -142,9 +142,10 @@ def call_at_each_gradient(owner: Any, parameters: list[Any], react: Callable[[An
         parameter.register_post_accumulate_grad_hook(partial(hook, index))
 
 
-def agree_on_order(came: list[int], count: int, device: torch.device, group: Group) -> list[int]:
-    """The numbers below `count` in the order in which rank 0's `came`, on every rank; those that did not go last."""
-    order = torch.tensor([*dict.fromkeys([*came, *range(count)])], device=device)
+def agree_on_order(came: Iterable[int], messages: Sequence[Tensor], group: Group) -> list[int]:
+    """Places among `messages` in the order in which rank 0's `came`, on every rank; those that did not go last."""
+    places = [*dict.fromkeys([*came, *range(len(messages))])]
+    order = torch.tensor(places, device=messages[0].device if messages else "cpu")
     broadcast_from_first(order, group)
     return order.tolist()
 

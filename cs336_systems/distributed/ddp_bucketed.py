@@ -14,7 +14,7 @@ from itertools import accumulate
 
 from torch import Tensor, nn
 
-from cs336_systems.distributed.collectives import Group, MeansUnderWay
+from cs336_systems.distributed.collectives import Group, Work, all_reduce_mean, wait_for
 from cs336_systems.distributed.ddp import (
     DataParallel,
     agree_on_order,
@@ -83,7 +83,8 @@ class Bucket:
         self.flat = parameters[0].detach().new_zeros(-(-length // multiple) * multiple)
         self.views = self.views_of(self.flat)
         self.arrived: set[int] = set()  # places of the parameters whose gradients are there
-        self.under_way = MeansUnderWay(group)
+        self.group = group
+        self.under_way: list[Work] = []
 
     def views_of(self, flat: Tensor) -> list[Tensor]:
         """The parameters' places in `flat`, in their shapes."""
@@ -101,10 +102,7 @@ class Bucket:
         return len(self.arrived) == len(self.parameters)
 
     def send(self) -> None:
-        self.under_way.start(self.flat)
-
-    def wait(self) -> None:
-        self.under_way.wait()
+        self.under_way.append(all_reduce_mean(self.flat, self.group, async_op=True))
 
 
 class BucketQueue:
@@ -115,21 +113,22 @@ class BucketQueue:
 
     def __init__(self, buckets: Sequence[Bucket], group: Group) -> None:
         self.order, self.group = list(buckets), group
-        self.became_full: list[int] | None = []  # places in `order`, in the first step
+        self.is_learned = False
         self.begin()
 
     def begin(self) -> None:
         """Expect the gradients of another step."""
+        self.wait()
         for bucket in self.order:
-            bucket.wait()
             bucket.arrived.clear()
+        self.full: list[Bucket] = []
         self.waiting = deque(self.order)
 
     def arrive(self, bucket: Bucket, place: int) -> None:
         """A gradient has arrived: send what is next, as far as it is full."""
         bucket.arrived.add(place)
-        if self.became_full is not None and bucket.is_full():
-            self.became_full.append(self.order.index(bucket))
+        if bucket.is_full():
+            self.full.append(bucket)
         while self.waiting and self.waiting[0].is_full():
             self.waiting.popleft().send()
 
@@ -137,11 +136,15 @@ class BucketQueue:
         """Send the buckets that this step's backward has not filled, and those behind them; wait for all."""
         while self.waiting:
             self.waiting.popleft().send()
+        self.wait()
+        if not self.is_learned:
+            came = map(self.order.index, self.full)
+            places = agree_on_order(came, [bucket.flat for bucket in self.order], self.group)
+            self.order, self.is_learned = [self.order[place] for place in places], True
+
+    def wait(self) -> None:
         for bucket in self.order:
-            bucket.wait()
-        if self.became_full is not None and self.order:
-            places = agree_on_order(self.became_full, len(self.order), self.order[0].flat.device, self.group)
-            self.order, self.became_full = [self.order[place] for place in places], None
+            wait_for(bucket.under_way)
 
 
 def plan_buckets(parameters: Sequence[Tensor], limit_bytes: float) -> list[list[int]]:

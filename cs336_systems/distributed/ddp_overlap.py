@@ -10,7 +10,7 @@ from collections import deque
 
 from torch import nn
 
-from cs336_systems.distributed.collectives import Group, MeansUnderWay
+from cs336_systems.distributed.collectives import Group, Work, all_reduce_mean, wait_for
 from cs336_systems.distributed.ddp import (
     DataParallel,
     agree_on_order,
@@ -29,9 +29,9 @@ class OverlapDDP(DataParallel):
 
     def __init__(self, module: nn.Module, group: Group = None, *, find_unused_parameters: bool = False) -> None:
         super().__init__(module, group, find_unused_parameters=find_unused_parameters)
-        self._under_way = MeansUnderWay(group)
+        self._under_way: list[Work] = []
         self._order = list(reversed(range(len(self.trainable))))
-        self._came: list[int] | None = []  # in the order of the first step
+        self._is_learned = False
         self._end_step()
         call_at_each_gradient(self, self.trainable, OverlapDDP._arrive)
 
@@ -41,21 +41,23 @@ class OverlapDDP(DataParallel):
             return
         if index in self._arrived:
             raise arrived_twice(self.names[index])
-        self._arrived.add(index)
-        if self._came is not None:
-            self._came.append(index)
+        self._arrived[index] = None
         while self._waiting and self._waiting[0] in self._arrived:
-            self._under_way.start(dense_gradient(self.trainable[self._waiting.popleft()]))
+            self._send(self._waiting.popleft())
+
+    def _send(self, index: int) -> None:
+        gradient = dense_gradient(self.trainable[index])
+        self._under_way.append(all_reduce_mean(gradient, self.group, async_op=True))
 
     def _synchronize(self) -> None:
         for index in self._waiting:  # those that this backward has not reached, and those behind them
-            self._under_way.start(dense_gradient(self.trainable[index]))
-        if self._came is not None and self.trainable:
-            self._order = agree_on_order(self._came, len(self._order), self.trainable[0].device, self.group)
-            self._came = None
+            self._send(index)
+        if not self._is_learned:
+            self._order = agree_on_order(self._arrived, self.trainable, self.group)
+            self._is_learned = True
         self._end_step()
 
     def _end_step(self) -> None:
-        self._under_way.wait()
-        self._arrived: set[int] = set()
+        wait_for(self._under_way)
+        self._arrived: dict[int, None] = {}  # in the order of coming
         self._waiting = deque(self._order)

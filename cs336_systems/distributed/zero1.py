@@ -32,6 +32,7 @@ from cs336_systems.distributed.collectives import (
     check_same_shapes,
     clip_shards,
     reduce_scatter_mean_flat,
+    wait_for,
 )
 from cs336_systems.distributed.ddp import Accumulating, call_at_each_gradient
 from cs336_systems.distributed.ddp_bucketed import BYTES_PER_MB, Bucket, BucketQueue, plan_buckets
@@ -45,7 +46,7 @@ class Zero1Optimizer(OptimizerOfShares, Accumulating):
     """`optimizer_cls`, an elementwise optimizer, over this rank's slices of `params`.
 
     Args:
-        params: what torch.optim takes. Rank 0's values are sent to all. Those that need no gradient are in no bucket.
+        params: what torch.optim takes; rank 0's values are sent to all.
         bucket_size_mb: of the parameters of a bucket, in MiB; a larger parameter has one of its own.
         process_group: None: all ranks.
         kwargs: for `optimizer_cls`.
@@ -136,8 +137,7 @@ class Zero1Optimizer(OptimizerOfShares, Accumulating):
         for bucket in self.buckets:
             bucket.follow_parameters()
         self.local.step()
-        for work in [bucket.gather() for bucket in self.buckets]:
-            work.wait()
+        wait_for([bucket.gather() for bucket in self.buckets])
         self._begin()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -156,13 +156,15 @@ class Zero1Optimizer(OptimizerOfShares, Accumulating):
         """Asked by torch.amp.GradScaler, which takes gradients from the parameters: there they are this rank's own."""
         raise TypeError("Zero1Optimizer needs LossScaler of cs336_systems.distributed.loss_scale, not torch's own")
 
+    # State
+
     @torch.no_grad()
     def all_states(self) -> dict[Tensor, dict[str, Any]]:
         """A parameter below float32 has one state more, its float32 values."""
         states: dict[Tensor, dict[str, Any]] = {}
         for bucket in self.buckets:
-            state = dict(self.state.get(bucket.master, {})) | ({MASTER: bucket.master} if bucket.is_low else {})
-            for name, value in state.items():
+            masters = {MASTER: bucket.master} if bucket.is_low else {}
+            for name, value in {**self.state.get(bucket.master, {}), **masters}.items():
                 pieces = [value] * len(bucket.parameters)
                 if isinstance(value, Tensor) and value.shape == bucket.master.shape:
                     whole = value.new_empty(self.num_ranks * value.numel())
@@ -184,21 +186,18 @@ class ShardedBucket(Bucket):
 
     def __init__(self, parameters: list[Tensor], owner: Zero1Optimizer) -> None:
         super().__init__(parameters, owner.process_group, multiple=owner.num_ranks * ALIGNMENT)
-        self.group = owner.process_group
-        own_length = len(self.flat) // owner.num_ranks  # equal slices, the last ones padded
-        self.own = slice(owner.rank * own_length, (owner.rank + 1) * own_length)
         self.flat_parameters = torch.zeros_like(self.flat)
         self.parameter_views = self.views_of(self.flat_parameters)
-        with torch.no_grad():
-            for parameter, view in zip(parameters, self.parameter_views):
-                view.copy_(parameter)
-                parameter.data = view
-            broadcast_from_first(self.flat_parameters, self.group)
-            self.part = self.flat_parameters[self.own]
-            self.is_low = torch.promote_types(self.part.dtype, torch.float32) != self.part.dtype
-            self.master = nn.Parameter(self.part.float() if self.is_low else self.part)
-            self.gradient = torch.zeros_like(self.master)  # of the slice, averaged over ranks
-        self.work = Work()
+        for parameter, view in zip(parameters, self.parameter_views):
+            view.copy_(parameter.detach())
+            parameter.data = view
+        broadcast_from_first(self.flat_parameters, self.group)
+        own_length = len(self.flat) // owner.num_ranks  # equal slices, the last ones padded
+        self.own = slice(owner.rank * own_length, (owner.rank + 1) * own_length)
+        self.part = self.flat_parameters[self.own]
+        self.is_low = torch.promote_types(self.part.dtype, torch.float32) != self.part.dtype
+        self.master = nn.Parameter(self.part.float() if self.is_low else self.part)
+        self.gradient = torch.zeros_like(self.master)  # of the slice, averaged over ranks
 
     def take_gradient(self, place: int) -> None:
         """As a bucket's; RuntimeError for a parameter that is no view of it any more."""
@@ -214,11 +213,8 @@ class ShardedBucket(Bucket):
         for parameter, view in zip(self.parameters, self.views):
             if parameter.grad is None:
                 view.zero_()
-        self.work = reduce_scatter_mean_flat(self.gradient, self.flat, self.group, True)
+        self.under_way.append(reduce_scatter_mean_flat(self.gradient, self.flat, self.group, async_op=True))
         self.master.grad = self.gradient
-
-    def wait(self) -> None:
-        self.work.wait()
 
     def follow_parameters(self) -> None:
         """Let the master take up what was written into parameters since the gather, as by `model.load_state_dict`."""
@@ -230,7 +226,7 @@ class ShardedBucket(Bucket):
         """Start filling the parameters from all ranks' slices."""
         if self.is_low:
             self.part.copy_(self.master)
-        return all_gather_flat(self.flat_parameters, self.part, self.group, True)
+        return all_gather_flat(self.flat_parameters, self.part, self.group, async_op=True)
 
     def slices_of(self, states: list[dict[str, Any]]) -> dict[str, Any]:
         """This rank's slices of the states of all parameters; a counter is one for all. Takes up the master values.
@@ -239,18 +235,18 @@ class ShardedBucket(Bucket):
         """
         slices: dict[str, Any] = {}
         for name in sorted({name for state in states for name in state}):
-            values = [(state[name], place) for place, state in enumerate(states) if state.get(name) is not None]
-            first = values[0][0]
-            has_shapes = any(isinstance(value, Tensor) and value.ndim for value, _ in values)
-            are_0d = all(self.parameters[place].ndim == 0 for _, place in values) and name != "step"
-            if not isinstance(first, Tensor) or not (has_shapes or are_0d):
-                slices[name] = first
+            places = [place for place, state in enumerate(states) if state.get(name) is not None]
+            values = [states[place][name] for place in places]
+            has_shapes = any(isinstance(value, Tensor) and value.ndim for value in values)
+            are_0d = all(self.parameters[place].ndim == 0 for place in places) and name != "step"
+            if not isinstance(values[0], Tensor) or not (has_shapes or are_0d):
+                slices[name] = values[0]
                 continue
             whole = torch.zeros(self.flat.shape, dtype=self.master.dtype, device=self.flat.device)
             if name == MASTER:
                 whole.copy_(self.flat_parameters)
             views = self.views_of(whole)
-            for value, place in values:
+            for place, value in zip(places, values):
                 views[place].copy_(value)
             slices[name] = whole[self.own].clone()
         if MASTER in slices:

@@ -14,10 +14,11 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.distributed.distributed_c10d import AllgatherOptions, ReduceScatterOptions
 
 from cs336_systems.distributed.collectives import Work, all_gather_flat, all_reduce_mean, reduce_scatter_mean_flat
-from cs336_systems.distributed.fsdp.rest import ShardedWeight
+from cs336_systems.distributed.fsdp.plan import ShardedWeight
 
 
 class GradientReducer:
@@ -43,28 +44,29 @@ class GradientReducer:
         self.wait()
         inputs: list[Tensor] = []
         outputs: list[Tensor] = []
-        copies: list[tuple[Tensor, Tensor]] = []
+        padded: list[Tensor] = []  # what is copied: where to, and from where
+        sources: list[Tensor] = []
         results: list[tuple[Tensor, Tensor]] = []  # where one comes out, and where it goes
         for weight in weights:
             gradient = weight.take_gradient()
             dtype = self.reduce_dtype or gradient.dtype
-            is_padded = weight.gathered.shape[0] != weight.shape[0]
+            is_padded = len(weight.gathered) != len(gradient)
             if is_padded or gradient.dtype != dtype or not gradient.is_contiguous():
-                padded = gradient.new_empty(weight.gathered.shape, dtype=dtype)
+                inputs.append(gradient.new_empty(weight.gathered.shape, dtype=dtype))
                 # What is behind the gradient's rows is reduced into padding that nobody reads.
-                copies.append((padded[: weight.shape[0]] if is_padded else padded, gradient))
-                gradient = padded
-            inputs.append(gradient)
-            output = gradient.new_empty(weight.chunk.shape)
-            outputs.append(output)
-            own, place = output[: weight.shard.shape[0]], weight.shard.grad
+                padded.append(inputs[-1][: len(gradient)] if is_padded else inputs[-1])
+                sources.append(gradient)
+            else:
+                inputs.append(gradient)
+            outputs.append(gradient.new_empty(weight.chunk.shape))
+            own, place = outputs[-1][: len(weight.shard)], weight.shard.grad
             # The shard's gradient lies in the output itself where there is none yet and the dtype is right.
             if place is None:
                 place = own if own.dtype == weight.shard.dtype else torch.empty_like(weight.shard)
             results.append((own, place))
         with self.lane.after_compute():
-            if copies:
-                torch._foreach_copy_([to for to, _ in copies], [source for _, source in copies])
+            if padded:
+                torch._foreach_copy_(padded, sources)
             reduce_rows_mean(outputs, inputs, self.group)
             for weight, (own, place) in zip(weights, results):
                 if weight.shard.grad is not None:
@@ -74,7 +76,7 @@ class GradientReducer:
             self._under_way = self.lane.mark()
         for weight, (_, place) in zip(weights, results):
             weight.shard.grad = place
-        self._in_use = [*inputs, *outputs, *(source for _, source in copies)]
+        self._in_use = [*inputs, *outputs, *sources]
 
     def wait(self) -> None:
         """Let the compute stream wait for the reduction under way, and give its buffers back."""
@@ -91,19 +93,18 @@ def average_replicated(parameters: list[nn.Parameter], group: dist.ProcessGroup)
             by_dtype[parameter.dtype].append(parameter)
     for dtype, alike in by_dtype.items():
         is_used = torch.ones(len(alike), dtype=dtype, device=alike[0].device)
-        pieces = []
-        for index, parameter in enumerate(alike):
+        gradients = [torch.zeros_like(one) if one.grad is None else one.grad for one in alike]
+        for place, parameter in enumerate(alike):
             if parameter.grad is None:
-                is_used[index] = 0
-            pieces.append((torch.zeros_like(parameter) if parameter.grad is None else parameter.grad).reshape(-1))
-        flat = torch.cat([*pieces, is_used])
+                is_used[place] = 0
+        flat = _flatten_dense_tensors([*gradients, is_used])
         all_reduce_mean(flat, group)
-        *averages, is_used = flat.split([*(parameter.numel() for parameter in alike), len(alike)])
-        for parameter, average, share in zip(alike, averages, is_used):
+        *averages, shares = _unflatten_dense_tensors(flat, [*gradients, is_used])
+        for parameter, average, share in zip(alike, averages, shares):
             if parameter.grad is not None:
-                parameter.grad.copy_(average.view_as(parameter))
+                parameter.grad.copy_(average)
             elif share.real.item() > 0:  # unused on this rank only
-                parameter.grad = average.view_as(parameter).clone()
+                parameter.grad = average.clone()
 
 
 # Streams and collectives

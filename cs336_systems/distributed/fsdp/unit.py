@@ -24,10 +24,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from cs336_systems.distributed.collectives import Work, all_gather_flat
-from cs336_systems.distributed.fsdp.plan import UnitPlan
+from cs336_systems.distributed.collectives import Work, all_gather_flat, wait_for
+from cs336_systems.distributed.fsdp.plan import ShardedWeight, UnitPlan, chunk_rows
 from cs336_systems.distributed.fsdp.reduce import GradientReducer, Lane, gather_rows, reduce_rows_mean
-from cs336_systems.distributed.fsdp.rest import ShardedWeight, chunk_rows
 
 ALIGNMENT_BYTES = 256  # of each weight in the unit's memory: what matmuls and NCCL like
 PREFETCH = 2  # a unit's gather starts when the unit so many before it has completed
@@ -53,29 +52,30 @@ class ExecutionOrder:
     """
 
     def __init__(self) -> None:
-        self.expected: list[Any] = []
-        self.seen: list[Any] = []
+        self.expected: list[Unit] = []
+        self.seen: list[Unit] = []
+        self._places: dict[Unit, int] = {}  # the last one of each in `seen`
 
-    def begin(self, default: Iterable[Any] = ()) -> None:
-        """Start a pass, which will go like the one before, the first one like `default`."""
+    def begin(self, default: Iterable[Unit] = ()) -> list[Unit]:
+        """Start a pass, which will go like the one before, the first one like `default`; what it begins with."""
         self.expected, self.seen = self.seen or self.expected or list(default), []
+        return self.expected[:PREFETCH]
 
-    def visit(self, unit: Any) -> int:
-        """Note that `unit` runs now; its position in this pass. A surprise ends all guesses of this pass."""
-        position = len(self.seen)
+    def visit(self, unit: Unit) -> None:
+        """Note that `unit` runs now. A surprise ends all guesses of this pass."""
+        place = self._places[unit] = len(self.seen)
         self.seen.append(unit)
-        if position < len(self.expected) and self.expected[position] != unit:
+        if place < len(self.expected) and self.expected[place] is not unit:
             self.expected = []
-        return position
 
-    def ahead(self, position: int, distance: int) -> Any:
-        """The unit expected `distance` after `position`; None if it has run already or is not known."""
-        target = position + distance
+    def ahead(self, unit: Unit) -> Unit | None:
+        """The unit that is gathered when `unit` is done; None if it has run already or is not known."""
+        target = self._places[unit] + PREFETCH
         return self.expected[target] if len(self.seen) <= target < len(self.expected) else None
 
-    def ends_within(self, position: int, count: int) -> bool:
-        """Whether `position` is among the last `count` that are expected."""
-        return len(self.expected) - count <= position < len(self.expected)
+    def ends_with(self, unit: Unit) -> bool:
+        """Whether `unit` is among the last that are expected, with which a backward begins."""
+        return len(self.expected) - PREFETCH <= self._places[unit] < len(self.expected)
 
 
 class Window:
@@ -144,8 +144,7 @@ class Unit:
         self.index = len(window.units)
         window.units.append(self)
         self.state = State.REST
-        self.position = 0  # in the forward that runs
-        self.backward_position = self.backward = 0  # in the backward that runs, and which that is
+        self.backward = 0  # which one BACKWARD is for
         self.began = 0  # time of the forward that BACKWARD is of
         self.arrived: list[ShardedWeight] = []  # whose gradients are complete and not yet reduced
         self._views: list[tuple[nn.Module, RestingParameters, dict[str, Any]]] = []  # of a module: at rest, in use
@@ -208,17 +207,19 @@ class Unit:
         self.window.agree("gathers", self)
         self._memory.resize_(self._bytes)
         inputs: list[Tensor] = []
-        casts: list[tuple[Tensor, Tensor]] = []
+        places: list[Tensor] = []
+        shards: list[Tensor] = []
         for weight in self.weights:
             inputs.append(weight.shard.detach())
-            if weight.gathered.dtype != weight.shard.dtype or weight.chunk_rows != weight.shard.shape[0]:
+            if weight.gathered.dtype != weight.shard.dtype or len(weight.chunk) != len(weight.shard):
                 # One chunk in the compute dtype, made where the gather would put it: no memory of its own. What lies
                 # behind the own rows is padding that nobody reads.
-                casts.append((weight.own_place, weight.shard))
+                places.append(weight.own_place)
+                shards.append(weight.shard)
                 inputs[-1] = weight.chunk
         with self.window.lane.after_compute():
-            if casts:
-                torch._foreach_copy_([place for place, _ in casts], [shard for _, shard in casts])
+            if places:
+                torch._foreach_copy_(places, shards)
             self._works = gather_rows([weight.gathered for weight in self.weights], inputs, self.window.group)
             self._works.append(self.window.lane.mark())
         self.window.gathered[self] = None
@@ -227,9 +228,7 @@ class Unit:
     def wait(self) -> None:
         """Let what follows on the compute stream see the wholes."""
         self.gather()
-        for work in self._works:
-            work.wait()
-        self._works = []
+        wait_for(self._works)
 
     def free(self) -> None:
         """Give the memory of the wholes back, once what is queued on the compute stream has used them.
@@ -298,6 +297,5 @@ def gather_copy(weight: ShardedWeight, dtype: torch.dtype, group: dist.ProcessGr
     rows = weight.shard.new_empty(weight.gathered.shape, dtype=dtype)
     chunk = weight.shard.new_zeros(weight.chunk.shape, dtype=dtype)
     chunk[: weight.shard.shape[0]].copy_(weight.shard.detach())
-    for work in gather_rows([rows], [chunk], group):
-        work.wait()
+    wait_for(gather_rows([rows], [chunk], group))
     return rows[: weight.shape[0]]

@@ -39,12 +39,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from cs336_systems.distributed.collectives import broadcast_from_first, check_same_shapes, clip_shards, rank_in
+from cs336_systems.distributed.collectives import as_group, broadcast_from_first, check_same_shapes, clip_shards
 from cs336_systems.distributed.ddp import Accumulating, call_at_each_gradient, dense_gradient
-from cs336_systems.distributed.fsdp.plan import Granularity, UnitPlan, materialize, plan_units
+from cs336_systems.distributed.fsdp.plan import Granularity, ShardedWeight, UnitPlan, materialize, plan_units
 from cs336_systems.distributed.fsdp.reduce import average_replicated
-from cs336_systems.distributed.fsdp.rest import ShardedWeight
-from cs336_systems.distributed.fsdp.unit import PREFETCH, ExecutionOrder, State, Unit, Window, gather_copy
+from cs336_systems.distributed.fsdp.unit import ExecutionOrder, State, Unit, Window, gather_copy
 from cs336_systems.distributed.optimizer_shares import watch_optimizers
 
 
@@ -89,10 +88,7 @@ class FSDP(nn.Module, Accumulating):
         plans = plan_units(module, granularity)
         if not plans:
             raise ValueError("module must own a weight of two or more dimensions, found none to shard")
-        rank_in(process_group)  # raises where there is no group, or this process is not of it
-        group = process_group or dist.group.WORLD
-        assert group is not None
-        self.group = group
+        self.group = group = as_group(process_group)
         self.device = torch.device(device or next(module.parameters()).device)
         if self.device.type == "meta":
             self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -158,18 +154,16 @@ class FSDP(nn.Module, Accumulating):
         """The wrapped module's forward."""
         if self._window.in_forward or self._window.in_backward:  # of a checkpoint around the model
             return self.module(*inputs, **kwargs)
-        if self._backwards:
-            self._forget_backward()
+        self._forget_backward()
         kind = self.device.type
         autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         self._float16 = torch.float16 in (self.compute_dtype, autocast)
-        self._forward_order.begin()
         self._calls.clear()
         try:
             for unit in self.units:
                 unit.free()
             self._window.in_forward = True
-            for unit in self._forward_order.expected[:PREFETCH]:
+            for unit in self._forward_order.begin():
                 unit.gather()
             return self.module(*inputs, **kwargs)
         except BaseException:  # what catches the error (a bad batch, no memory) may go on
@@ -182,6 +176,8 @@ class FSDP(nn.Module, Accumulating):
 
     def _forget_backward(self) -> None:
         """After a backward that raised: come to rest, drop the gradients that wait for the rest of their unit's."""
+        if not self._backwards:
+            return
         self._backwards.clear()
         for unit in self.units:
             unit.free()
@@ -192,7 +188,7 @@ class FSDP(nn.Module, Accumulating):
     def _before_forward(self, unit: Unit, entry: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Gather, and let the modules see the wholes."""
         if self._window.in_forward:
-            unit.position = self._forward_order.visit(unit)
+            self._forward_order.visit(unit)
         elif not self._window.in_backward and unit.state is State.GATHERED:
             unit.free()  # an entry is called directly, perhaps after the optimizer's step
         self._window.make_room(unit)
@@ -226,12 +222,12 @@ class FSDP(nn.Module, Accumulating):
         if self._window.in_backward and not in_forward:
             return  # recomputed: its backward comes soon
         order = self._forward_order
-        if in_forward and outputs and self.module.training and order.ends_within(unit.position, PREFETCH):
+        if in_forward and outputs and self.module.training and order.ends_with(unit):
             return  # the backward begins here, at once: gathering again would be waiting
         if unit.state is State.GATHERED:
             unit.free()
         if in_forward and output is not None:  # None after an error
-            self._window.gather_ahead(order.ahead(unit.position, PREFETCH))
+            self._window.gather_ahead(order.ahead(unit))
 
     # Backward
 
@@ -242,30 +238,23 @@ class FSDP(nn.Module, Accumulating):
         with: free, and gather ahead.
         """
         if torch.is_grad_enabled():
-            raise RuntimeError(
-                f"create_graph=True is not supported: {unit.name!r} is freed before a second backward could use it"
-            )
-        self._begin_backward()
-        order = self._backward_order
+            raise RuntimeError(f"create_graph=True is not supported: {unit.name!r} is freed before a second backward")
+        order, backward = self._backward_order, torch._C._current_graph_task_id()
+        if backward not in self._backwards:
+            self._backwards.append(backward)
+            # The engine's own queue: DDP and torch's FSDP use it as well, and there is no public one.
+            torch.autograd.Variable._execution_engine.queue_callback(partial(self._end_backward, backward))
+            if len(self._backwards) == 1:
+                for first in order.begin(default=reversed(self._forward_order.seen)):
+                    self._window.gather_ahead(first)
         for other in list(self._window.gathered):
             if other.state is State.BACKWARD and other.began > ended and other is not unit:
                 other.free()
-                self._window.gather_ahead(order.ahead(other.backward_position, PREFETCH))
+                self._window.gather_ahead(order.ahead(other))
         self._window.make_room(unit)
-        unit.began, unit.backward, unit.backward_position = began, self._backwards[-1], order.visit(unit)
+        order.visit(unit)
+        unit.began, unit.backward = began, backward
         unit.begin_backward()
-
-    def _begin_backward(self) -> None:
-        """Be told when this backward ends; gather what the outermost begins with."""
-        if (backward := torch._C._current_graph_task_id()) in self._backwards:
-            return
-        self._backwards.append(backward)
-        # The engine's own queue: DDP and torch's FSDP use it as well, and there is no public one.
-        torch.autograd.Variable._execution_engine.queue_callback(partial(self._end_backward, backward))
-        if len(self._backwards) == 1:
-            self._backward_order.begin(default=reversed(self._forward_order.seen))
-            for unit in self._backward_order.expected[:PREFETCH]:
-                self._window.gather_ahead(unit)
 
     def _gradient_arrived(self, index: int) -> None:
         """Reduce once the last gradient of the unit is there."""
@@ -321,8 +310,7 @@ class FSDP(nn.Module, Accumulating):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients: those of the parameters, what `no_sync` put aside, and what a failed backward left."""
-        if self._backwards:
-            self._forget_backward()
+        self._forget_backward()
         for weight in self.weights.values():
             weight.accumulated = None
         super().zero_grad(set_to_none)
