@@ -306,13 +306,13 @@ Edit = Callable[[dict[str, Any], dict[str, Any]], object]  # of the content, and
 
 # A hostile index has the right checksum. None of these may leave the folder, take memory or wait for ever.
 HOSTILE: list[tuple[Edit, str]] = [
-    (lambda content, weight: weight.update(chunks=[]), "it has 0 elements of 'model.used.weight', whose shape is"),
+    (lambda content, weight: weight.update(chunks=[]), "its chunks of 'model.used.weight' have 0 rows, and its"),
     (lambda content, weight: weight["chunks"][0].update(file="../../secret"), "it names '../../secret', which is no"),
     (lambda content, weight: weight["chunks"][0].update(file="rank-7.bin"), "rank-7.bin is missing or no regular file"),
     (lambda content, weight: weight["chunks"][0].update(start=2**40), "rank-0.bin has not the bytes of 'model.used.we"),
-    (lambda content, weight: weight["chunks"][0].update(sizes=[2**40, 5], length=2**44), "elements of 'model.us"),
+    (lambda content, weight: weight["chunks"][0].update(sizes=[2**40, 5], length=2**44), "has not the bytes of"),
     (lambda content, weight: weight.update(dtype="float64"), "has not the bytes of"),
-    (lambda content, weight: weight.update(size=[-1, 5]), "elements of 'model.used.weight'"),
+    (lambda content, weight: weight.update(size=[-1, 5]), "its chunks of 'model.used.weight' have 5 rows, and its"),
     (lambda content, weight: weight.update(size="x"), "is damaged: "),
     (lambda content, weight: content.pop("tensors"), "is damaged: KeyError: 'tensors'"),
 ]

@@ -3,16 +3,15 @@
     save_checkpoint(folder, step, model, optimizer, position={"batch": 130})
     progress = load_checkpoint(folder, model, optimizer)     # the newest; progress.step, progress.position
 
-    folder/step-00000130/rank-0.bin      # chunks of tensors as plain bytes, a file for each rank that wrote some
+    folder/step-00000130/rank-0.bin      # chunks of tensors as plain bytes, a file for each rank
     folder/step-00000130/index.json      # file, place and CRC-32 of each chunk; settings; the position in the data
 
-torch.distributed.checkpoint plans which rank writes which chunk, and which chunks a rank must read for its rows. The
-files are written and read here, because torch's own index is a pickle, and runs what a hostile file asks for. Here
-nothing is unpickled, and a byte that changed on disk is found by its checksum.
+A chunk is some rows of a tensor: a rank writes those it has, and reads the chunks that its own rows are in. Nothing is
+unpickled, and a byte that changed on disk is found by its checksum.
 
-Phases of saving: aside (all ranks write into a hidden folder), complete (rank 0 adds the index), rename (the folder
-gets its name, in one step), remove (old checkpoints are hidden first). A process that is killed, or finds the disk
-full, at any point leaves the checkpoints before as they were.
+Phases of saving: claim (rank 0 makes a hidden folder), share out (of what several ranks have, one writes it), write,
+complete (rank 0 adds the index), rename (the folder gets its name, in one step), remove (old checkpoints are hidden
+first). A process that is killed, or finds the disk full, at any point leaves the checkpoints before as they were.
 
 `model` is an FSDP, a plain module, or a wrapper with the plain one in `.module`; `optimizer` is any torch optimizer
 over its parameters, a ShardedOptimizer or a Zero1Optimizer. Saved are the state dict, the optimizer's state and
@@ -28,30 +27,19 @@ import math
 import os
 import re
 import shutil
-import warnings
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from torch import Tensor, nn
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.storage import WriteResult
-from torch.futures import Future
+from torch import nn
 
-from cs336_systems.distributed.collectives import num_ranks, rank_in
-from cs336_systems.distributed.training_state import TrainingState
+from cs336_systems.distributed.collectives import Group, num_ranks, rank_in
+from cs336_systems.distributed.training_state import Part, TrainingState
 
 INDEX = "index.json"
 FORMAT = 2
@@ -100,6 +88,23 @@ def errors_name(path: Path) -> Iterator[None]:
         raise
 
 
+def on_all_ranks(call: Callable[[], Any], group: Group = None) -> list[Any]:
+    """Every rank's result of `call`; a ValueError or OSError of one of them is raised on all."""
+    result, failed = None, None
+    try:
+        result = call()
+    except (ValueError, OSError) as error:
+        failed = error
+    outcomes: list[Any] = [(result, failed)]
+    if dist.is_initialized() and num_ranks(group) > 1:
+        outcomes *= num_ranks(group)
+        dist.all_gather_object(outcomes, (result, failed), group=group)
+    for _, failed in outcomes:
+        if failed is not None:
+            raise failed
+    return [result for result, _ in outcomes]
+
+
 # The index
 
 
@@ -111,10 +116,9 @@ def write_index(path: Path, content: dict[str, Any]) -> None:
         os.fsync(file.fileno())
 
 
-def read_index(path: Path) -> tuple[dict[str, Any], Metadata]:
-    """The index of the checkpoint in `path`, as it was written and as torch's planner wants it; or CheckpointError."""
+def read_index(path: Path) -> dict[str, Any]:
+    """The content of the index of the checkpoint in `path`, whose files have what it says; or CheckpointError."""
     file = path / INDEX
-    metadata = Metadata(state_dict_metadata={}, storage_data={}, planner_data={})
     try:
         _num_bytes(file)
         sealed = json.loads(file.read_text())
@@ -124,24 +128,22 @@ def read_index(path: Path) -> tuple[dict[str, Any], Metadata]:
         if sealed["crc32"] != _content_crc32(content):
             raise CheckpointError("its checksum is not that of its content")
         for name, entry in content["tensors"].items():
-            size, dtype = torch.Size(entry["size"]), getattr(torch, entry["dtype"])
-            elements = sum(math.prod(chunk["sizes"]) for chunk in entry["chunks"])
-            if elements != math.prod(size):
-                raise CheckpointError(f"it has {elements} elements of {name!r}, whose shape is {tuple(size)}")
-            chunks = []
-            for chunk in entry["chunks"]:
+            size, rows, itemsize = entry["size"], 0, getattr(torch, entry["dtype"]).itemsize
+            for chunk in sorted(entry["chunks"], key=lambda chunk: chunk["offsets"]):
+                if [*chunk["offsets"], *chunk["sizes"][1:]] != [rows, *[0] * len(size)][: len(size)] + size[1:]:
+                    break  # they would leave a gap
+                rows += (chunk["sizes"] or [1])[0]
                 if not DATA_FILE.fullmatch(chunk["file"]):
                     raise CheckpointError(f"it names {chunk['file']!r}, which is no file of a checkpoint")
                 is_cut = chunk["start"] + chunk["length"] > _num_bytes(path / chunk["file"])
-                if is_cut or chunk["length"] != math.prod(chunk["sizes"]) * dtype.itemsize:
+                if is_cut or chunk["length"] != math.prod(chunk["sizes"]) * itemsize:
                     raise CheckpointError(f"{chunk['file']} has not the bytes of {name!r}: it is cut off")
-                chunks.append(ChunkStorageMetadata(torch.Size(chunk["offsets"]), torch.Size(chunk["sizes"])))
-                metadata.storage_data[MetadataIndex(name, chunks[-1].offsets)] = chunk
-            metadata.state_dict_metadata[name] = TensorStorageMetadata(TensorProperties(dtype=dtype), size, chunks)
+            if [rows, *size[1:]] != (size or [1]):
+                raise CheckpointError(f"its chunks of {name!r} have {rows} rows, and its shape is {tuple(size)}")
     except (ValueError, KeyError, TypeError, AttributeError, RuntimeError, OSError) as error:
         kind = "" if isinstance(error, CheckpointError | OSError) else f"{type(error).__name__}: "
         raise CheckpointError(f"{file} is damaged: {kind}{error}") from None
-    return content, metadata
+    return content
 
 
 def _content_crc32(content: Any) -> int:
@@ -166,7 +168,7 @@ def save_checkpoint(
     *,
     position: dict[str, Any] | None = None,
     keep: int = 2,
-    process_group: dist.ProcessGroup | None = None,
+    process_group: Group = None,
 ) -> Path:
     """Write `folder`/step-<step> and remove all but the newest `keep` checkpoints; collective.
 
@@ -183,72 +185,73 @@ def save_checkpoint(
         json.dumps(content, allow_nan=False)
     except (TypeError, ValueError) as error:
         raise ValueError(f"position and settings must be JSON, got {position!r} ({error})") from error
-    writer = _Writer(Path(folder), content, keep)
-    with writer.lock, errors_name(writer.folder):
-        tensors = state.model_tensors() | state.optimizer_tensors() | _generators(rank)
-        _on_all_ranks(dcp.save, tensors, storage_writer=writer, process_group=process_group)
-    return writer.final
+    folder = Path(folder)
+    final = folder / f"step-{step:08d}"
+    aside = folder / f".{final.name}.partial"
+    parts: dict[str, Part] = {}
+
+    def claim() -> None:
+        if rank == 0:
+            folder.mkdir(parents=True, exist_ok=True)
+            held.enter_context(folder_lock(folder))
+            if final.exists():
+                raise FileExistsError(f"{final} exists")
+            for left_over in folder.glob(".step-*.partial"):  # of a process that was killed
+                shutil.rmtree(left_over)
+            aside.mkdir()
+            held.callback(shutil.rmtree, aside, ignore_errors=True)
+
+    def describe() -> dict[tuple[str, int], int]:
+        parts.update(state.model_parts() | state.optimizer_parts() | _generators(rank))
+        return {(name, part.start): part.tensor.nbytes for name, part in parts.items()}
+
+    def complete() -> None:
+        if rank == 0:
+            tensors: dict[str, Any] = {}
+            for name, entry, chunk in (one for chunks in written for one in chunks):
+                tensors.setdefault(name, {**entry, "chunks": []})["chunks"].append(chunk)
+            write_index(aside / INDEX, content | {"tensors": tensors})
+            _sync_folder(aside)
+            os.rename(aside, final)
+            _sync_folder(folder)
+            for old in checkpoints(folder)[:-keep]:
+                shutil.rmtree(old.rename(folder / f".{old.name}.partial"))
+
+    with ExitStack() as held, errors_name(folder):  # on rank 0: the folder, and at the end what is still aside
+        on_all_ranks(claim, process_group)
+        mine = _share_out(on_all_ranks(describe, process_group))[rank]
+        written = on_all_ranks(lambda: _write(aside / f"rank-{rank}.bin", parts, mine), process_group)
+        on_all_ranks(complete, process_group)
+    return final
 
 
-class _Writer(dcp.FileSystemWriter):
-    """Writes what torch's planner asks for; `prepare_global_plan` and `finish` run on rank 0 alone."""
+def _share_out(descriptions: list[dict[tuple[str, int], int]]) -> list[list[str]]:
+    """Names of the tensors that each rank writes, of the bytes that it has: of the ranks that have the same, the one
+    with the least to write."""
+    names: list[list[str]] = [[] for _ in descriptions]
+    loads = [0] * len(descriptions)
+    for key, num_bytes in {key: size for sizes in descriptions for key, size in sizes.items()}.items():
+        writer = min((rank for rank, sizes in enumerate(descriptions) if key in sizes), key=loads.__getitem__)
+        names[writer].append(key[0])
+        loads[writer] += num_bytes
+    return names
 
-    def __init__(self, folder: Path, content: dict[str, Any], keep: int) -> None:
-        super().__init__(folder)
-        self.folder, self.content, self.keep = folder, content, keep
-        self.final = folder / f"step-{content['step']:08d}"
-        self.aside = folder / f".{self.final.name}.partial"
-        self.lock = ExitStack()  # on rank 0: holds the folder, and at its end removes what is still aside
 
-    def prepare_local_plan(self, plan: dcp.SavePlan) -> dcp.SavePlan:
-        return plan
-
-    def prepare_global_plan(self, plans: list[dcp.SavePlan]) -> list[dcp.SavePlan]:
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self.lock.enter_context(folder_lock(self.folder))
-        if self.final.exists():
-            raise FileExistsError(f"{self.final} exists")
-        for left_over in self.folder.glob(".step-*.partial"):  # of a process that was killed
-            shutil.rmtree(left_over)
-        self.aside.mkdir()
-        self.lock.callback(shutil.rmtree, self.aside, ignore_errors=True)
-        return [replace(plan, storage_data=f"rank-{rank}.bin") for rank, plan in enumerate(plans)]
-
-    def write_data(self, plan: dcp.SavePlan, planner: dcp.SavePlanner) -> Future[list[WriteResult]]:
-        # aside
-        results = []
-        with open(self.aside / plan.storage_data, "xb") as file:
-            for item in plan.items:
-                tensor: Any = planner.resolve_data(item)
-                data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-                place = {"file": plan.storage_data, "start": file.tell(), "length": data.nbytes}
-                place["crc32"] = zlib.crc32(data)
-                file.write(data)
-                results.append(WriteResult(index=item.index, size_in_bytes=data.nbytes, storage_data=place))
-            file.flush()
-            os.fsync(file.fileno())
-        return _done(results)
-
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        # complete
-        places = {result.index: result.storage_data for written in results for result in written}
-        tensors = {}
-        for name, entry in metadata.state_dict_metadata.items():
-            assert isinstance(entry, TensorStorageMetadata), "tensors only"
-            chunks = [
-                {"offsets": [*chunk.offsets], "sizes": [*chunk.sizes], **places[MetadataIndex(name, chunk.offsets)]}
-                for chunk in entry.chunks
-            ]
-            dtype = str(entry.properties.dtype).removeprefix("torch.")
-            tensors[name] = {"dtype": dtype, "size": [*entry.size], "chunks": chunks}
-        write_index(self.aside / INDEX, self.content | {"tensors": tensors})
-        _sync_folder(self.aside)
-        # rename
-        os.rename(self.aside, self.final)
-        _sync_folder(self.folder)
-        # remove
-        for old in checkpoints(self.folder)[: -self.keep]:
-            shutil.rmtree(old.rename(self.folder / f".{old.name}.partial"))
+def _write(path: Path, parts: dict[str, Part], names: list[str]) -> list[tuple[str, dict[str, Any], dict[str, Any]]]:
+    """Write a chunk a name into `path`; of each its name, the tensor that it is of, and its place."""
+    written = []
+    with open(path, "xb") as file:
+        for name in names:
+            tensor, shape, start = parts[name].tensor, parts[name].shape, parts[name].start
+            data: Any = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+            place = {"file": path.name, "start": file.tell(), "length": data.nbytes, "crc32": zlib.crc32(data)}
+            rows = {"offsets": [start, *[0] * len(shape)][: len(shape)], "sizes": [*tensor.shape]}
+            entry = {"dtype": str(tensor.dtype).removeprefix("torch."), "size": [*shape]}
+            file.write(data)
+            written.append((name, entry, rows | place))
+        file.flush()
+        os.fsync(file.fileno())
+    return written
 
 
 # Loading
@@ -259,7 +262,7 @@ def load_checkpoint(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None = None,
     *,
-    process_group: dist.ProcessGroup | None = None,
+    process_group: Group = None,
 ) -> Progress:
     """Load the newest checkpoint of `folder` (or `folder` itself, if it is one) in place; collective.
 
@@ -271,84 +274,59 @@ def load_checkpoint(
     if not found:
         raise CheckpointError(f"{folder} holds no complete checkpoint")
     path = found[-1]
-    content, metadata = read_index(path)
+    content = read_index(path)
     state = TrainingState(model, optimizer)
     try:
-        tensors = state.tensors_to_load(content["optimizer"], metadata.state_dict_metadata)
+        parts = state.parts_to_load(content["optimizer"], content["tensors"])
     except ValueError as error:
         raise CheckpointError(f"{path} {error}") from None
     generators = _generators(_rank_and_size(process_group)[0] % content["num_ranks"])
-    generators = {name: value for name, value in generators.items() if name in content["tensors"]}
-    reader = _Reader(path, metadata)
-    _on_all_ranks(dcp.load, tensors | generators, storage_reader=reader, process_group=process_group)
-    state.take(tensors, content["optimizer"])
-    for name, value in generators.items():
-        (torch.cuda.set_rng_state if ".cuda." in name else torch.set_rng_state)(value)
+    generators = {name: part for name, part in generators.items() if name in content["tensors"]}
+
+    def read() -> None:
+        for name, part in (parts | generators).items():
+            _read(path, name, part, content["tensors"][name])
+
+    on_all_ranks(read, process_group)
+    state.take(parts, content["optimizer"])
+    for name, part in generators.items():
+        (torch.cuda.set_rng_state if ".cuda." in name else torch.set_rng_state)(part.tensor)
     return Progress(step=content["step"], position=content["position"])
 
 
-class _Reader(dcp.FileSystemReader):
-    """Reads the chunks that torch's planner asks for, each against its checksum."""
-
-    def __init__(self, folder: Path, metadata: Metadata) -> None:
-        super().__init__(folder)
-        self.folder, self.metadata = folder, metadata
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        return self.metadata
-
-    def read_data(self, plan: dcp.LoadPlan, planner: dcp.LoadPlanner) -> Future[None]:
-        for item in plan.items:
-            name, place = item.storage_index.fqn, self.metadata.storage_data[item.storage_index]
-            path = self.folder / place["file"]
-            with open(path, "rb") as file:
-                file.seek(place["start"])
-                data = bytearray(file.read(place["length"]))
-            if zlib.crc32(data) != place["crc32"]:
-                raise CheckpointError(f"{path} is damaged: {name!r} at {place['offsets']} has another checksum")
+def _read(path: Path, name: str, part: Part, entry: dict[str, Any]) -> None:
+    """Fill `part` from the chunks that its rows are in, each against its checksum."""
+    target = part.tensor.detach() if part.shape else part.tensor.detach()[None]
+    for chunk in entry["chunks"]:
+        first, num_rows = (chunk["offsets"] or [0])[0], (chunk["sizes"] or [1])[0]
+        low, high = max(first, part.start), min(first + num_rows, part.start + len(target))
+        if low < high:
+            with open(path / chunk["file"], "rb") as file:
+                file.seek(chunk["start"])
+                data = bytearray(file.read(chunk["length"]))
+            if zlib.crc32(data) != chunk["crc32"]:
+                raise CheckpointError(f"{path / chunk['file']} is damaged: {name!r} at {first} has another checksum")
             flat = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
-            entry: Any = self.metadata.state_dict_metadata[name]
-            chunk = flat.view(entry.properties.dtype).view(place["sizes"])
-            rows = tuple(slice(start, start + size) for start, size in zip(item.storage_offsets, item.lengths))
-            target = planner.resolve_tensor(item)
-            target.copy_(chunk[rows])
-            planner.commit_tensor(item, target)
-        return _done(None)
+            rows = flat.view(getattr(torch, entry["dtype"])).view(num_rows, *target.shape[1:])
+            target[low - part.start : high - part.start].copy_(rows[low - first : high - first])
 
 
 # Small helpers
 
 
-def _on_all_ranks(call: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-    """Let torch save or load; what one rank raises is raised on all, in place of torch's account of every rank."""
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # a process alone is no mistake
-            call(*args, **kwargs)
-    except dcp.CheckpointException as failed:
-        error = failed.failures[min(failed.failures)][0]
-        raise error from (None if isinstance(error, OSError | ValueError) else failed)
-
-
-def _rank_and_size(group: dist.ProcessGroup | None) -> tuple[int, int]:
+def _rank_and_size(group: Group) -> tuple[int, int]:
     return (rank_in(group), num_ranks(group)) if dist.is_initialized() else (0, 1)
 
 
-def _generators(rank: int) -> dict[str, Tensor]:
+def _generators(rank: int) -> dict[str, Part]:
     """The random generators of this process, under the names of `rank`."""
     states = {f"generator.cpu.{rank}": torch.get_rng_state()}
     if torch.cuda.is_available():
         states[f"generator.cuda.{rank}"] = torch.cuda.get_rng_state()
-    return states
+    return {name: Part(value, tuple(value.shape)) for name, value in states.items()}
 
 
 def _sync_folder(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     os.fsync(descriptor)
     os.close(descriptor)
-
-
-def _done(result: Any) -> Any:
-    future: Future[Any] = Future()
-    future.set_result(result)
-    return future

@@ -6,11 +6,10 @@
     make_whole = split_context(model, group)                                      # or a whole TransformerLM, in place
     logits = model(zigzag_split(tokens, rank, num_ranks, dim=1))
 
-Attention over all keys is put together from attention over each rank's keys by `merge_attention`. Phases: in step s a
-rank attends to the keys of rank - s while those of the next step are on their way; the backward goes around once more
-and recomputes each part. The gradients of keys and values follow them a step behind: they are on their way while the
-next part is computed, which then adds its own, and arrive home after the last step. No rank ever holds more than two
-ranks' keys and values.
+Attention over all keys is put together from attention over each rank's keys by `merge_attention`. In step s a rank
+attends to the keys of rank - s while those of the next step are on their way; the backward goes around once more and
+recomputes each part. The gradients of keys and values follow a step behind: on their way while the next part is
+computed, which then adds its own, and home after the last step. No rank ever holds more than two ranks' keys.
 
 Under a causal mask the split is a zig-zag (Llama 3, arXiv:2407.21783, section 3.3.2): of 2N chunks, rank r has r and
 2N - 1 - r. Each step is then one call of the same area on every rank: all queries to the first half of the keys that
@@ -30,7 +29,7 @@ from torch import Tensor, nn
 
 from cs336_systems.attention import flash_attention
 from cs336_systems.attention.validation import refuse_double_backward
-from cs336_systems.distributed.collectives import rank_in
+from cs336_systems.distributed.collectives import Group, as_group, rank_in
 from cs336_systems.model import CausalMultiHeadSelfAttention, RotaryEmbedding
 
 Pair = tuple[Tensor, Tensor]
@@ -48,10 +47,8 @@ def merge_attention(
     float32 or wider; the output is in output_1's. ValueError where shapes do not match.
     """
     if output_1.shape != output_2.shape or lse_1.shape != output_1.shape[:-1] or lse_2.shape != lse_1.shape:
-        raise ValueError(
-            f"outputs must have one shape and log-sum-exps that shape without its last dimension, got "
-            f"{tuple(output_1.shape)}, {tuple(lse_1.shape)}, {tuple(output_2.shape)}, {tuple(lse_2.shape)}"
-        )
+        shapes = ", ".join(str(tuple(one.shape)) for one in (output_1, lse_1, output_2, lse_2))
+        raise ValueError(f"outputs must have one shape and log-sum-exps that without its last dimension, got {shapes}")
     largest = torch.maximum(lse_1, lse_2).detach()
     largest = largest.masked_fill(largest == -torch.inf, 0.0)  # of two empty parts: -inf minus -inf is NaN
     weight_1, weight_2 = torch.exp(lse_1 - largest), torch.exp(lse_2 - largest)
@@ -86,25 +83,21 @@ def ring_attention(
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
-    group: dist.ProcessGroup | None = None,
+    group: Group = None,
     backend: str = "auto",
 ) -> Float[Tensor, "batch heads queries head_dim"]:
     """This rank's rows of attention over the keys of all ranks of `group`; every rank calls it, with equal shapes.
 
-    Args:
-        q, k, v: this rank's part of the sequence: with `is_causal` its `zigzag_split`, otherwise any.
-        is_causal: the top-left mask of the whole sequence.
-        scale, enable_gqa, backend: as of `flash_attention`. Fewer heads of keys and values are so many fewer bytes.
+    q, k and v are its part of the sequence: with `is_causal`, the top-left mask of the whole sequence, its
+    `zigzag_split`, otherwise any. The other arguments are those of `flash_attention`.
 
     Raises RuntimeError without a process group, ValueError on a rank that is not of `group`, and with `is_causal` if
     the parts cannot be a zig-zag split; differentiated twice, NotImplementedError.
     """
-    rank_in(group)  # raises where there is no group, or this process is not of it
+    rank_in(group)  # raises
     if is_causal and (q.shape[-2] != k.shape[-2] or q.shape[-2] % 2):
-        raise ValueError(
-            f"q and k must have the same even number of positions under a causal mask, "
-            f"got {q.shape[-2]} and {k.shape[-2]}"
-        )
+        numbers = f"{q.shape[-2]} and {k.shape[-2]}"
+        raise ValueError(f"q and k must have the same even number of positions under a causal mask, got {numbers}")
     attend = partial(flash_attention, scale=scale, enable_gqa=enable_gqa, return_lse=True, backend=backend)
     return cast(Tensor, _RingAttention.apply(q, k, v, is_causal, group, attend))
 
@@ -183,10 +176,10 @@ def _visible(step: int, ring: _Ring, num_queries: int, num_keys: int, is_causal:
 class _Ring:
     """The ranks of a group in a circle."""
 
-    def __init__(self, group: dist.ProcessGroup | None) -> None:
-        self.group = group
+    def __init__(self, group: Group) -> None:
+        self.group = as_group(group)
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
-        members = dist.get_process_group_ranks(dist.group.WORLD if group is None else group)
+        members = dist.get_process_group_ranks(self.group)
         self.right, self.left = members[(self.rank + 1) % self.size], members[self.rank - 1]
 
     def pass_on(self, tensor: Tensor) -> Callable[[], Tensor]:
@@ -227,9 +220,7 @@ class _PartRotary(nn.Module):
         return RotaryEmbedding.rotate(x, cos, sin)
 
 
-def split_context(
-    model: nn.Module, group: dist.ProcessGroup | None = None, backend: str = "auto"
-) -> Callable[[], None]:
+def split_context(model: nn.Module, group: Group = None, backend: str = "auto") -> Callable[[], None]:
     """Have `model`, a TransformerLM, take this rank's `zigzag_split` of whole contexts, until the result is called.
 
     A loss is then a mean over the rank's tokens, and the mean of all ranks' gradients that of the whole batch: wrap the

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 
 import torch
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from cs336_systems.distributed.collectives import all_reduce_mean
 from cs336_systems.distributed.ddp import DataParallel, dense_gradient
@@ -20,9 +21,9 @@ class FlatDDP(DataParallel):
     def _synchronize(self) -> None:
         together = defaultdict(list)  # in the order of parameters, which is the same on every rank
         for parameter in self.trainable:
-            together[parameter.dtype, parameter.device].append(dense_gradient(parameter))
+            if parameter.numel():
+                together[parameter.dtype, parameter.device].append(dense_gradient(parameter))
         for gradients in together.values():
-            flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+            flat = _flatten_dense_tensors(gradients)
             all_reduce_mean(flat, self.group)
-            parts = flat.split([gradient.numel() for gradient in gradients])
-            torch._foreach_copy_(gradients, [part.view_as(to) for part, to in zip(parts, gradients)])
+            torch._foreach_copy_(gradients, _unflatten_dense_tensors(flat, gradients))

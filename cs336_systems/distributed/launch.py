@@ -72,11 +72,8 @@ def run_ranks(
     `function` is at the top level of an importable module; arguments and results can be pickled, and CPU tensors of
     `args` are shared. Device "cuda" makes GPU rank % (number of GPUs) current in each rank; backend "nccl" needs a GPU
     a rank. A collective waits `timeout_s` for the other ranks. Start method "spawn", the default, starts processes that
-    import all they need; "forkserver", for device "cpu", copies one that has imported PyTorch, which saves seconds a
-    job, and keeps the environment of the first such job.
-
-    Raises ValueError for arguments no job can be started with, RankError with the first failing rank's traceback, or
-    how it died. No process is left then, or at Ctrl-C.
+    import all they need; "forkserver", for device "cpu", copies one that has imported PyTorch and has the environment
+    of the first such job. ValueError for what cannot be started, RankError for a rank that fails; none is left then.
     """
     start_method = start_method or START_METHOD
     _check(num_ranks, backend, device)

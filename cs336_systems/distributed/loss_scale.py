@@ -8,11 +8,9 @@
     scaler.step(optimizer)                  # made, or skipped, on every rank
     scaler.update()
 
-float16 has no numbers below 6e-8, so small gradients vanish unless the loss, and with it every gradient, is multiplied
-by a large number first (Micikevicius et al., arXiv:1710.03740). Too large a one overflows: then the step is skipped and
-the scale halved; after many good steps it is doubled. torch.amp.GradScaler does this with this rank's gradients. Under
-data parallelism they are equal; of shards each rank would decide for itself, and the ranks part for good. So here the
-ranks exchange whether any of them has found a number that is not finite.
+A scale keeps small gradients from vanishing in float16 (Micikevicius et al., arXiv:1710.03740). One that is too large
+overflows: then the step is skipped and the scale halved. torch.amp.GradScaler decides that from this rank's gradients.
+Of shards each rank would decide for itself, and the ranks part for good: here they tell each other.
 """
 
 from __future__ import annotations
@@ -23,20 +21,17 @@ import torch
 import torch.distributed as dist
 from torch.amp.grad_scaler import OptState
 
-from cs336_systems.distributed.collectives import rank_in
+from cs336_systems.distributed.collectives import Group, rank_in
 from cs336_systems.distributed.zero1 import Zero1Optimizer
 
 
 class LossScaler(torch.amp.GradScaler):
-    """torch.amp.GradScaler, whose options `options` are, for the ranks of `process_group` together (None: all).
+    """torch.amp.GradScaler with its `options`, for the ranks of `process_group` together; ValueError on other ranks.
 
-    For any optimizer, over replicas, FSDP's shards or a Zero1Optimizer's slices; without a process group the scaler of
-    one process. ValueError on a rank that is not of the group.
+    For any optimizer, over replicas, FSDP's shards or a Zero1Optimizer's slices; without a group for one process.
     """
 
-    def __init__(
-        self, device: str | None = None, *, process_group: dist.ProcessGroup | None = None, **options: Any
-    ) -> None:
+    def __init__(self, device: str | None = None, *, process_group: Group = None, **options: Any) -> None:
         super().__init__(device or ("cuda" if torch.cuda.is_available() else "cpu"), **options)
         if dist.is_initialized():
             rank_in(process_group)

@@ -11,11 +11,10 @@ from typing import Any
 from weakref import WeakSet
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from cs336_systems.distributed.collectives import num_ranks, rank_in
+from cs336_systems.distributed.collectives import Group, num_ranks, rank_in
 
 # What an optimizer raises that needs other arguments, a closure, a sparse gradient or a parameter of another shape.
 CANNOT_STEP = (ValueError, TypeError, AssertionError, ArithmeticError, RuntimeError, AttributeError, LookupError)
@@ -27,11 +26,7 @@ class OptimizerOfShares(torch.optim.Optimizer):
     local: torch.optim.Optimizer
 
     def __init__(
-        self,
-        params: Any,
-        optimizer_cls: type[torch.optim.Optimizer],
-        group: dist.ProcessGroup | None,
-        kwargs: dict[str, Any],
+        self, params: Any, optimizer_cls: type[torch.optim.Optimizer], group: Group, kwargs: dict[str, Any]
     ) -> None:
         if not (isinstance(optimizer_cls, type) and issubclass(optimizer_cls, torch.optim.Optimizer)):
             raise TypeError(f"optimizer_cls must be a subclass of torch.optim.Optimizer, got {optimizer_cls!r}")
@@ -45,9 +40,9 @@ class OptimizerOfShares(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's; a tensor that stands twice in a group (a tied weight) counts once, and names are dropped."""
         members = param_group["params"]
-        tensors = (one[1] if isinstance(one, tuple) else one for one in members)
-        unique = members if isinstance(members, Tensor) else list(dict.fromkeys(tensors))
-        super().add_param_group({**param_group, "params": unique})
+        if not isinstance(members, Tensor):
+            members = list(dict.fromkeys(one[1] if isinstance(one, tuple) else one for one in members))
+        super().add_param_group({**param_group, "params": members})
 
     @property
     def parameters(self) -> list[Tensor]:
@@ -130,8 +125,8 @@ def check_elementwise(optimizer_cls: type[torch.optim.Optimizer], settings: dict
         return
     if not torch.allclose(whole, apart, rtol=1e-3, atol=1e-5):
         raise ValueError(
-            f"{optimizer_cls.__name__} does not update a weight element by element, so it and its state cannot be cut "
-            f"into {'rows' if rows else 'slices'}: use ShardedOptimizer, which keeps weights whole"
+            f"{optimizer_cls.__name__} does not update a weight element by element, so it and its state cannot be cut: "
+            "use ShardedOptimizer, which keeps weights whole"
         )
 
 

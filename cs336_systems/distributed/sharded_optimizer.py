@@ -20,9 +20,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.utils._pytree import tree_map_only
 
-from cs336_systems.distributed.collectives import check_same_shapes
+from cs336_systems.distributed.collectives import Group, check_same_shapes
 from cs336_systems.distributed.optimizer_shares import OptimizerOfShares, hyperparameters
 
 PACKED_BYTES = 2**20  # parameters smaller than this travel together, in one message an owner
@@ -44,7 +45,7 @@ class ShardedOptimizer(OptimizerOfShares):
         self,
         params: Any,
         optimizer_cls: type[torch.optim.Optimizer],
-        process_group: dist.ProcessGroup | None = None,
+        process_group: Group = None,
         **kwargs: Any,
     ) -> None:
         self.owners: dict[Tensor, int] = {}  # rank in the group that updates each parameter
@@ -98,7 +99,7 @@ class ShardedOptimizer(OptimizerOfShares):
                 messages.append((turns[owner], owner, parameter.detach()))
                 turns[owner] += 1
         messages.sort(key=lambda message: message[:2])
-        buffers = {key: torch.cat([tensor.reshape(-1) for tensor in tensors]) for key, tensors in packed.items()}
+        buffers = {key: _flatten_dense_tensors(tensors) for key, tensors in packed.items()}
         messages += [(0, key[0], buffer) for key, buffer in buffers.items()]
         works = [
             dist.broadcast(tensor, group_src=owner, group=self.process_group, async_op=True)
@@ -108,8 +109,7 @@ class ShardedOptimizer(OptimizerOfShares):
             work.wait()
         for key, tensors in packed.items():
             if key[0] != self.rank:
-                pieces = buffers[key].split([tensor.numel() for tensor in tensors])
-                torch._foreach_copy_(tensors, [piece.view(tensor.shape) for piece, tensor in zip(pieces, tensors)])
+                torch._foreach_copy_(tensors, _unflatten_dense_tensors(buffers[key], tensors))
 
     def all_states(self) -> dict[Tensor, dict[str, Any]]:
         parameters = self.parameters

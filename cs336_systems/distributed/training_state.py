@@ -1,26 +1,33 @@
 """Model and optimizer as flat names and tensors, of which the sharded ones know their place in the whole.
 
-    state = TrainingState(model, optimizer)
-    state.model_tensors()           # {"model.head.weight": ...}
-    state.optimizer_tensors()       # {"optimizer.head.weight.exp_avg": ..., "optimizer.head.weight.step": ...}
-    state.settings()                # of the optimizer, as JSON
-
-A sharded tensor is a DTensor over this rank's rows, which torch.distributed.checkpoint takes and fills.
+state = TrainingState(model, optimizer)
+state.model_parts()           # {"model.head.weight": Part, ...}
+state.optimizer_parts()       # {"optimizer.head.weight.exp_avg": Part, "optimizer.head.weight.step": Part, ...}
+state.settings()              # of the optimizer, as JSON
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
 
 from cs336_systems.distributed.fsdp import FSDP
+from cs336_systems.distributed.fsdp.plan import ShardedWeight
 from cs336_systems.distributed.optimizer_shares import OptimizerOfShares, hyperparameters
 from cs336_systems.distributed.sharded_optimizer import ShardedOptimizer
 from cs336_systems.distributed.zero1 import Zero1Optimizer
+
+
+@dataclass(frozen=True)
+class Part:
+    """What this rank has, or reads, of a tensor: its rows from `start` on."""
+
+    tensor: Tensor
+    shape: tuple[int, ...]  # of the whole
+    start: int = 0
 
 
 class TrainingState:
@@ -31,10 +38,8 @@ class TrainingState:
         self.module: nn.Module = inner if isinstance(inner, nn.Module) else model
         self.optimizer = optimizer
         self.names: dict[Tensor, str] = {parameter: name for name, parameter in self.module.named_parameters()}
-        self.shards: dict[Tensor, torch.Size] = {}  # and the shapes of their wholes
-        if isinstance(model, FSDP):
-            self.shards = {weight.shard: torch.Size(weight.shape) for weight in model.weights.values()}
-            self.mesh = DeviceMesh.from_group(model.group, model.device.type)
+        weights = [*model.weights.values()] if isinstance(model, FSDP) else []
+        self.shards: dict[Tensor, ShardedWeight] = {weight.shard: weight for weight in weights}
         groups = [] if optimizer is None else optimizer.param_groups
         # By the prefix of the names of its states, in the order in which state dicts number them.
         self.updated: dict[str, Tensor] = {self._prefix(one): one for group in groups for one in group["params"]}
@@ -56,16 +61,16 @@ class TrainingState:
         names = [[self.names[parameter] for parameter in group["params"]] for group in groups]
         return {"kind": type(makes).__name__, "groups": settings, "names": names}
 
-    def model_tensors(self) -> dict[str, Tensor]:
+    def model_parts(self) -> dict[str, Part]:
         """Parameters and buffers, a tied one once."""
-        tensors, seen = {}, set()
+        parts, seen = {}, set()
         for name, value in self.module.state_dict(keep_vars=True).items():
             if isinstance(value, Tensor) and id(value) not in seen:
                 seen.add(id(value))
-                tensors[f"model.{name}"] = self._placed(value, value.detach())
-        return tensors
+                parts[f"model.{name}"] = self._part(value, value.detach())
+        return parts
 
-    def optimizer_tensors(self) -> dict[str, Tensor]:
+    def optimizer_parts(self) -> dict[str, Part]:
         """The states that this rank keeps; of a Zero1Optimizer, whose slices know no shapes, all; collective.
 
         ValueError naming a state that is no tensor or number, or that is not cut as its weight.
@@ -73,31 +78,31 @@ class TrainingState:
         states: dict[Any, dict[str, Any]] = {} if self.optimizer is None else dict(self.optimizer.state)
         if isinstance(self.optimizer, Zero1Optimizer):
             states = self.optimizer.all_states()
-        tensors = {}
+        parts = {}
         for parameter, state in states.items():
             for key, value in state.items():
                 name = f"{self._prefix(parameter)}.{key}"
                 if isinstance(value, int | float):
                     dtype = torch.int64 if isinstance(value, int) else torch.float64
-                    tensors[f"{name}:number"] = torch.tensor(value, dtype=dtype)
+                    parts[f"{name}:number"] = Part(torch.tensor(value, dtype=dtype), ())
                 elif isinstance(value, Tensor):
                     if parameter in self.shards and value.ndim and value.shape != parameter.shape:
                         raise ValueError(f"{name!r}, of shape {tuple(value.shape)}, is not cut as FSDP cuts its weight")
-                    tensors[name] = self._placed(parameter, value.detach())
+                    parts[name] = self._part(parameter, value.detach())
                 elif value is not None:
                     raise ValueError(f"the state {name!r} must be a tensor or a number, got {type(value).__name__}")
-        return tensors
+        return parts
 
-    def tensors_to_load(self, saved: dict[str, Any] | None, entries: dict[str, Any]) -> dict[str, Tensor]:
+    def parts_to_load(self, saved: dict[str, Any] | None, entries: dict[str, Any]) -> dict[str, Part]:
         """Where a checkpoint's `entries` go; ValueError naming what is not as the model and optimizer need it."""
-        tensors = self.model_tensors()
-        for name, tensor in tensors.items():
-            shape = tuple(entries[name].size) if name in entries else None
-            if shape != tensor.shape:
-                raise ValueError(f"has {name!r} of shape {shape}, the model needs {tuple(tensor.shape)}")
+        parts = self.model_parts()
+        for name, part in parts.items():
+            shape = tuple(entries[name]["size"]) if name in entries else None
+            if shape != part.shape:
+                raise ValueError(f"has {name!r} of shape {shape}, the model needs {part.shape}")
         own = self.settings()
         if own is None:
-            return tensors
+            return parts
         kind = None if saved is None else saved["kind"]
         if saved is None or kind != own["kind"]:
             raise ValueError(f"is of the optimizer {kind}, not of {own['kind']}")
@@ -108,35 +113,33 @@ class TrainingState:
             parameter = self.updated.get(name.rpartition(".")[0])
             if parameter is None or not owns(parameter):
                 continue
-            # On the CPU, from where the optimizer moves it to the parameter's device.
-            tensors[name] = torch.empty(entry.size, dtype=entry.properties.dtype)
-            if entry.size == self.shards.get(parameter):
-                rows = torch.empty(parameter.shape, dtype=entry.properties.dtype, device=parameter.device)
-                tensors[name] = self._placed(parameter, rows)
-        return tensors
+            shape, dtype = tuple(entry["size"]), getattr(torch, entry["dtype"])
+            if parameter in self.shards and shape == self.shards[parameter].shape:
+                parts[name] = self._part(parameter, torch.empty_like(parameter, dtype=dtype, requires_grad=False))
+            else:  # on the CPU, from where the optimizer moves it to the parameter's device
+                parts[name] = Part(torch.empty(shape, dtype=dtype), shape)
+        return parts
 
-    def take(self, tensors: dict[str, Tensor], saved: dict[str, Any] | None) -> None:
+    def take(self, parts: dict[str, Part], saved: dict[str, Any] | None) -> None:
         """Give the optimizer what was read; the parameters have it already."""
         if self.optimizer is None or saved is None:
             return
         places = {prefix: place for place, prefix in enumerate(self.updated)}
         states: dict[int, dict[str, Any]] = {}
-        for name, tensor in tensors.items():
+        for name, part in parts.items():
             prefix, _, key = name.rpartition(".")
             if prefix in places:
                 key, _, number = key.partition(":")  # that of a state which is no tensor
-                value = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-                states.setdefault(places[prefix], {})[key] = value.item() if number else value
+                states.setdefault(places[prefix], {})[key] = part.tensor.item() if number else part.tensor
         groups, start = [], 0
         for group, names in zip(saved["groups"], saved["names"]):
             settings = {key: tuple(value) if isinstance(value, list) else value for key, value in group.items()}
             groups.append(settings | {"params": [*range(start, start := start + len(names))]})
         self.optimizer.load_state_dict({"state": states, "param_groups": groups})
 
-    def _placed(self, parameter: Tensor, value: Tensor) -> Tensor:
-        """`value`, of `parameter`, with its place in the whole if that is sharded."""
-        shape = self.shards.get(parameter)
-        if shape is None or value.shape != parameter.shape:
-            return value
-        stride = torch.empty(shape, device="meta").stride()
-        return DTensor.from_local(value, self.mesh, [Shard(0)], shape=shape, stride=stride)
+    def _part(self, parameter: Tensor, value: Tensor) -> Part:
+        """`value`, of `parameter`, and its place in the whole if that is sharded."""
+        weight = self.shards.get(parameter)
+        if weight is None or value.shape != parameter.shape:
+            return Part(value, tuple(value.shape))
+        return Part(value, tuple(weight.shape), weight.rows.start)

@@ -22,10 +22,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from cs336_systems.distributed.collectives import (
+    Group,
     Work,
     all_gather_flat,
     broadcast_from_first,
@@ -64,7 +64,7 @@ class Zero1Optimizer(OptimizerOfShares, Accumulating):
         optimizer_cls: type[torch.optim.Optimizer],
         *,
         bucket_size_mb: float = 100.0,
-        process_group: dist.ProcessGroup | None = None,
+        process_group: Group = None,
         **kwargs: Any,
     ) -> None:
         if not bucket_size_mb > 0:

@@ -25,6 +25,7 @@ from cs336_systems.distributed.checkpoint import (
     errors_name,
     folder_lock,
     load_checkpoint,
+    on_all_ranks,
     save_checkpoint,
 )
 from cs336_systems.training.config import TrainingConfig
@@ -135,16 +136,7 @@ class RunFolder:
 
     def _on_first(self, call: Callable[[], None]) -> None:
         """Let rank 0 do it; its error is raised on all ranks."""
-        outcome: list[Exception | None] = [None]
-        try:
-            if self.is_first:
-                call()
-        except (ValueError, OSError) as error:
-            outcome = [error]
-        if dist.is_initialized():
-            dist.broadcast_object_list(outcome)
-        if outcome[0] is not None:
-            raise outcome[0]
+        on_all_ranks(call if self.is_first else lambda: None)
 
     def _tell(self, note: str) -> None:
         if self.is_first:

@@ -1,4 +1,4 @@
-"""Fully sharded data parallelism, in the order of reading: plan, rest, unit, wrapper, reduce."""
+"""Fully sharded data parallelism, in the order of reading: plan, unit, wrapper, reduce."""
 
 from cs336_systems.distributed.fsdp.plan import wrap_blocks
 from cs336_systems.distributed.fsdp.wrapper import FSDP

@@ -18,7 +18,7 @@ from cs336_systems.distributed.fsdp.wrapper import FSDP
 from cs336_systems.model.transformer import TransformerLM
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Event:
     """One thing that happened to a unit, and what was gathered right after it."""
 
@@ -36,8 +36,8 @@ def watch(model: FSDP) -> list[Event]:
     events: list[Event] = []
 
     def note(what: str, unit: Unit) -> None:
-        sizes = {one.name: one._bytes for one in model.units if one in model._window.gathered}
-        events.append(Event(what=what, unit=unit.name, gathered=tuple(sizes), gathered_bytes=sum(sizes.values())))
+        gathered = [one for one in model.units if one.state is not State.REST]
+        events.append(Event(what, unit.name, tuple(one.name for one in gathered), sum(one._bytes for one in gathered)))
 
     for unit in model.units:
 

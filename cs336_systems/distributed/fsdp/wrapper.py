@@ -8,21 +8,18 @@
 
 The life of a weight, whose words the code repeats; `plan.py` says which weights make a unit:
 
-- rest (`rest.py`): this rank holds its rows, in float32, the master weights;
+- rest (`plan.py`): this rank holds its rows, in float32, the master weights;
 - gather (`unit.py`): all ranks send their rows, in the compute dtype, into the whole weight. It starts when the unit
   two before has completed, so that it runs beside the unit in between;
 - use (here): the module sees the whole weight in its forward, and once more in its backward;
-- free (`unit.py`): the whole gives its memory back after each use. So a unit's wholes and the next one's are all there
-  ever is;
+- free (`unit.py`): the whole gives its memory back after each use, and all do when a forward begins, since the
+  optimizer may have changed the rows, and when a backward ends. A unit's wholes and the next one's are all there is;
 - reduce (`reduce.py`): the gradient of the whole is averaged over ranks; each keeps the part of its rows, in float32.
-
-Everything is freed when a forward begins, since the optimizer may have changed the rows, and when a backward ends.
 
 Replicated parameters (norms) keep whole gradients, which `finish_gradient_synchronization` averages in one message.
 Every rank must run the same modules in the same order; the first steps check it. Backwards under `no_sync` put the
 gradients of sharded weights aside, whole, in no `.grad`: the wrapper's `zero_grad` drops them, an optimizer's does not.
-Which weights are trained is what they say when they are wrapped. A weight that is read outside its module while the
-wrapper's forward runs (`F.linear(h, self.embedding.weight)`) is gathered for that reading alone.
+Which weights are trained is what they say when they are wrapped.
 """
 
 from __future__ import annotations
@@ -63,10 +60,7 @@ class FSDP(nn.Module, Accumulating):
     Construction raises TypeError or ValueError naming the argument, a parameter of which ranks hold other shapes or one
     with gradient hooks. A step raises RuntimeError naming a unit that only some ranks run, that writes into an argument
     which was cast, or whose gradients shall have a graph, and a parameter that a forward changes or that has hooks;
-    TypeError for a sparse gradient.
-
-    The optimizer sees this rank's rows alone, and must update each weight element by element or row by row. The first
-    step of one that does not, as Adafactor, raises ValueError.
+    TypeError for a sparse gradient; ValueError for an optimizer that does not update row by row, as Adafactor.
     """
 
     def __init__(
