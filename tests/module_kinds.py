@@ -44,8 +44,8 @@ class Net(nn.Module):
             setattr(self, name, value)
         self.run = run
 
-    def forward(self, *inputs: Any) -> Any:
-        return self.run(self, *inputs)
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        return self.run(self, *inputs, **named)
 
 
 @dataclass

@@ -12,6 +12,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from cs336_systems.config import ModelConfig
+from cs336_systems.distributed.ddp import DataParallel
+from cs336_systems.distributed.ddp_overlap import OverlapDDP
+from cs336_systems.distributed.fsdp import FSDP
+from cs336_systems.distributed.sharded_optimizer import ShardedOptimizer
+from cs336_systems.distributed.zero1 import Zero1Optimizer
 from cs336_systems.model import TransformerLM
 
 TINY = ModelConfig(name="test", d_model=16, d_ff=40, num_layers=4, num_heads=2, vocab_size=23, context_length=8)
@@ -48,6 +53,30 @@ def seeded(build: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
 
 def transformer() -> nn.Module:
     return TransformerLM.from_config(TINY)
+
+
+def shard(scheme: str, model: nn.Module, kind: type[torch.optim.Optimizer], **options: Any) -> tuple[nn.Module, Any]:
+    """`model` in its wrapper, and its optimizer of the class `kind`, by "ddp", "sharded", "zero1" or "fsdp"."""
+    if scheme == "zero1":
+        return model, Zero1Optimizer(model.parameters(), kind, **options)
+    model = FSDP(model) if scheme == "fsdp" else OverlapDDP(model, find_unused_parameters=True)
+    if scheme == "sharded":
+        return model, ShardedOptimizer(model.parameters(), kind, **options)
+    return model, kind(model.parameters(), **options)
+
+
+def finish(model: nn.Module) -> None:
+    """Average the gradients of a wrapper; a Zero1Optimizer does it itself."""
+    if isinstance(model, FSDP | DataParallel):
+        model.finish_gradient_synchronization()
+
+
+def whole(model: nn.Module) -> dict[str, Tensor]:
+    """Copies of the whole parameters by name."""
+    if isinstance(model, FSDP):
+        return model.gather_full_params()
+    inner = model.module if isinstance(model, DataParallel) else model
+    return {name: parameter.detach().clone() for name, parameter in inner.named_parameters()}
 
 
 def batch(step: int, num_sequences: int = 12) -> tuple[Tensor, Tensor]:

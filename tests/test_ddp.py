@@ -115,12 +115,15 @@ def leave_parameters_unused(wrapped: DataParallel, alone: nn.Module) -> None:
         torch.testing.assert_close(parameter, expected, atol=1e-6, rtol=1e-6)
 
 
-def one_backward_for_each_of_two_losses(wrapped: DataParallel, alone: nn.Module) -> None:
-    """As a pair of adversaries has them: both forwards first, and each backward with its own synchronisation."""
+def skip_a_step(wrapped: DataParallel, alone: nn.Module) -> None:
+    """Gradients of a backward that all ranks throw away, some on their way; then two losses, as of adversaries: both
+    forwards first, and each backward with its own synchronisation."""
+    loss_of(wrapped, *batch(50)).backward()
+    wrapped.skip_step()
+    assert all(parameter.grad is None for parameter in wrapped.parameters())
     for step in range(STEPS):
-        (x, y), (other_x, other_y) = batch(step), batch(step + 50)
         losses = [
-            (loss_of(model, cut(x), cut(y)), loss_of(model, cut(other_x), cut(other_y)))
+            [loss_of(model, *map(cut, batch(place))) for place in (step, step + 50)]
             for model, cut in ((wrapped, mine), (alone, lambda whole: whole))
         ]
         for loss, expected in zip(*losses):
@@ -132,31 +135,23 @@ def one_backward_for_each_of_two_losses(wrapped: DataParallel, alone: nn.Module)
             assert_same_gradients(wrapped, alone)
 
 
-def skip_a_step(wrapped: DataParallel, alone: nn.Module) -> None:
-    """Gradients of a backward that all ranks throw away, some of them on their way."""
-    loss_of(wrapped, *batch(50)).backward()
-    wrapped.skip_step()
-    assert all(parameter.grad is None for parameter in wrapped.parameters())
-    one_backward_for_each_of_two_losses(wrapped, alone)
+SCENARIOS = (leave_parameters_unused, skip_a_step)
 
 
-SCENARIOS = (leave_parameters_unused, one_backward_for_each_of_two_losses, skip_a_step)
-
-
-def play(rank: int, ranks: int, wrapper: str, scenarios: tuple[Any, ...]) -> int:
-    for scenario in scenarios:
+def play(rank: int, ranks: int, wrapper: str) -> int:
+    for scenario in SCENARIOS:
         options = {"find_unused_parameters": scenario is leave_parameters_unused}
         wrapped, alone = WRAPPERS[wrapper](Model(seed=rank), **options), Model(seed=0)
         try:
             scenario(wrapped, alone)
         except AssertionError as error:
             raise AssertionError(f"{scenario.__name__} on rank {rank}: {error}") from error
-    return len(scenarios)
+    return len(SCENARIOS)
 
 
 def play_all(rank: int, ranks: int) -> None:
     for wrapper in WRAPPERS:
-        play(rank, ranks, wrapper, SCENARIOS)
+        play(rank, ranks, wrapper)
 
 
 # What is sent, and when
@@ -202,14 +197,12 @@ def record_sends(rank: int, ranks: int, order: tuple[int, ...]) -> dict[str, lis
     return sent
 
 
-TWO_RANKS = OneJob(
-    2, (record_sends, (0, 1, 2)), (record_sends, (2, 1, 0)), *((play, wrapper, SCENARIOS) for wrapper in WRAPPERS)
-)
+TWO_RANKS = OneJob(2, (record_sends, (0, 1, 2)), (record_sends, (2, 1, 0)), *((play, wrapper) for wrapper in WRAPPERS))
 
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_D2_two_ranks_train_like_one_process(wrapper):
-    assert TWO_RANKS.results(play, wrapper, SCENARIOS) == [len(SCENARIOS)] * 2
+    assert TWO_RANKS.results(play, wrapper) == [len(SCENARIOS)] * 2
 
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(3, marks=pytest.mark.slow)])
@@ -338,12 +331,6 @@ def test_after_a_backward_that_raised_the_way_out_is_told(wrapper, alone_in_a_gr
     assert torch.equal(last.bias.grad, torch.ones(2))
 
 
-def test_finishing_belongs_outside_of_no_sync(alone_in_a_group):
-    wrapped = NaiveDDP(nn.Linear(2, 2))
-    with wrapped.no_sync(), pytest.raises(RuntimeError, match=r"must be called outside of no_sync\(\)"):
-        wrapped.finish_gradient_synchronization()
-
-
 @pytest.mark.parametrize("wrapper", ["overlap", "bucketed, one"])
 def test_a_gradient_that_arrives_twice_is_refused_by_name(wrapper, alone_in_a_group):
     """Ranks that never synchronise would otherwise part without a word."""
@@ -352,19 +339,6 @@ def test_a_gradient_that_arrives_twice_is_refused_by_name(wrapper, alone_in_a_gr
     wrapped.zero_grad()
     with pytest.raises(RuntimeError, match=r"the gradient of parameter '(weight|bias)' arrived twice in a step: call"):
         wrapped(torch.ones(1, 2)).sum().backward()
-
-
-# Failures of ranks
-
-
-def wrap_different_models(rank: int, ranks: int) -> None:
-    OverlapDDP(nn.Linear(3, 4 + rank))
-
-
-def leave_unused_on_one(rank: int, ranks: int) -> None:
-    wrapped = OverlapDDP(Model(seed=0))
-    loss_of(wrapped, *batch(0), branch=rank == 0).backward()
-    wrapped.finish_gradient_synchronization()
 
 
 def fail_in_a_step(rank: int, ranks: int) -> None:
@@ -377,14 +351,6 @@ def fail_in_a_step(rank: int, ranks: int) -> None:
         wrapped.zero_grad()
 
 
-@pytest.mark.parametrize(
-    ("function", "message"),
-    [
-        pytest.param(wrap_different_models, "ValueError: parameters must be the same on all ranks: rank 0", id="D8"),
-        pytest.param(leave_unused_on_one, "rank 1 of 2 failed: .*'branch.weight' has no gradient on this", id="D1"),
-        pytest.param(fail_in_a_step, "rank 1 of 2 failed:.*planted in the third step", id="D6"),
-    ],
-)
-def test_ranks_that_part_end_the_training_with_the_first_reason(function, message):
-    with pytest.raises(RankError, match=f"(?s){message}"):
-        run_ranks(function, 2)
+def test_D6_a_rank_that_fails_in_a_step_ends_the_training_with_its_reason():
+    with pytest.raises(RankError, match="(?s)rank 1 of 2 failed:.*planted in the third step"):
+        run_ranks(fail_in_a_step, 2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -23,6 +24,7 @@ from cs336_systems.distributed.launch import (
     launch,
     run_ranks,
 )
+from tests.processes import is_running
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -33,20 +35,18 @@ def _spawned(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cs336_systems.distributed.launch.START_METHOD", "spawn")
 
 
-def process_exists(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
-
-
 def await_gone(pids: list[int], seconds: float = 30) -> list[int]:
-    """Those of `pids` that still exist after at most `seconds`."""
+    """Those of `pids` that still run after at most `seconds`."""
     deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline and any(process_exists(pid) for pid in pids):
+    while (left := [pid for pid in pids if is_running(pid)]) and time.monotonic() < deadline:
         time.sleep(0.1)
-    return [pid for pid in pids if process_exists(pid)]
+    return left
+
+
+def own_ports() -> list[str]:
+    """What `ss` says of the sockets on which this process listens: earlier tests may have left a group's."""
+    lines = subprocess.run(["ss", "-Hltp"], capture_output=True, text=True).stdout.splitlines()
+    return [line for line in lines if f"pid={os.getpid()}," in line]
 
 
 # What the ranks do
@@ -141,7 +141,7 @@ SLOW = [pytest.param(*case, marks=pytest.mark.slow) for case in product(REASONS,
 @pytest.mark.parametrize(("how", "start_method"), [*FAST, *SLOW])
 def test_D6_a_failing_rank_ends_the_job_with_its_reason(how, start_method, tmp_path):
     rank, message = int(how != "sleeps"), REASONS[how]
-    start = time.monotonic()
+    ports, start = own_ports(), time.monotonic()
     with pytest.raises(RankError, match=message) as caught:
         run_ranks(fail_in_one, 2, str(tmp_path), how, timeout_s=3, start_method=start_method)
     assert time.monotonic() - start < 60, "the sleeping rank sleeps for 600 s"
@@ -149,8 +149,7 @@ def test_D6_a_failing_rank_ends_the_job_with_its_reason(how, start_method, tmp_p
     assert caught.value.error_type == {"raises": "KeyError", "sleeps": "RuntimeError"}.get(how, "")
     pids = [int(file.read_text()) for file in tmp_path.iterdir()]
     assert len(pids) == 2 and await_gone(pids, 0) == []
-    listening = subprocess.run(["ss", "-Hltp"], capture_output=True, text=True).stdout
-    assert f"pid={os.getpid()}," not in listening, "the store's port"
+    assert own_ports() == ports, "the store's"
 
 
 @pytest.mark.slow
@@ -220,8 +219,6 @@ def test_the_number_of_ranks_is_told_once(monkeypatch):
 
 def start_agents(script: Path, nodes: int, ranks_a_node: int, arguments: list[str]) -> list[subprocess.Popen[str]]:
     """`nodes` torchrun agents on this host; the first one's rendezvous port is one that was free just before."""
-    import socket
-
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -230,15 +227,11 @@ def start_agents(script: Path, nodes: int, ranks_a_node: int, arguments: list[st
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     return [
         subprocess.Popen(
-            [*command, "--node-rank", str(node), str(script), *arguments],
-            env=environment,
-            cwd=ROOT,
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
+            [*command, "--node-rank", str(node), str(script), *arguments], env=environment, cwd=ROOT, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         )
         for node in range(nodes)
-    ]
+    ]  # fmt: skip
 
 
 TORCHRUN_SCRIPT = """
@@ -257,9 +250,8 @@ def test_the_same_script_runs_spawned_and_on_two_nodes(tmp_path):
     script = tmp_path / "job.py"
     script.write_text(TORCHRUN_SCRIPT)
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    spawned = subprocess.run(
-        [sys.executable, str(script), "2"], env=environment, cwd=ROOT, capture_output=True, text=True, timeout=120
-    )
+    command = [sys.executable, str(script), "2"]
+    spawned = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert spawned.stdout.count("RESULTS [11.0, 11.0]") == 1, spawned.stderr
     agents = start_agents(script, nodes=2, ranks_a_node=1, arguments=["2"])
     outputs = [agent.communicate(timeout=120)[0] for agent in agents]

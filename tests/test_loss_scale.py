@@ -6,45 +6,20 @@ import pytest
 import torch
 from torch import nn
 
-from cs336_systems.distributed.ddp_overlap import OverlapDDP
-from cs336_systems.distributed.fsdp import FSDP
 from cs336_systems.distributed.launch import run_ranks
 from cs336_systems.distributed.loss_scale import LossScaler
-from cs336_systems.distributed.sharded_optimizer import ShardedOptimizer
 from cs336_systems.distributed.zero1 import Zero1Optimizer
 from cs336_systems.model import AdamW
 from tests.one_job import run_alone
-from tests.sharding_models import batch, part, seeded, token_loss, transformer
+from tests.sharding_models import batch, finish, part, seeded, shard, token_loss, transformer, whole
 
 COVERS = ("cs336_systems/distributed", "tests/sharding_models.py")
-SCHEMES = ("ddp", "sharded-optimizer", "zero1", "fsdp")
-LEARNING_RATE = 1e-2
-
-
-def build(scheme: str) -> tuple[nn.Module, Any]:
-    """A wrapped Transformer and its optimizer."""
-    model = seeded(transformer)
-    if scheme == "fsdp":
-        model = FSDP(model)
-        return model, AdamW(model.parameters(), lr=LEARNING_RATE)
-    if scheme == "zero1":
-        return model, Zero1Optimizer(model.parameters(), AdamW, lr=LEARNING_RATE)
-    model = OverlapDDP(model)
-    if scheme == "sharded-optimizer":
-        return model, ShardedOptimizer(model.parameters(), AdamW, lr=LEARNING_RATE)
-    return model, AdamW(model.parameters(), lr=LEARNING_RATE)
-
-
-def whole(model: nn.Module) -> dict[str, torch.Tensor]:
-    if isinstance(model, FSDP):
-        return model.gather_full_params()
-    inner: Any = getattr(model, "module", model)
-    return {name: parameter.detach().clone() for name, parameter in inner.named_parameters()}
+SCHEMES = ("ddp", "sharded", "zero1", "fsdp")
 
 
 def train(rank: int, num_ranks: int, scheme: str, scaled: bool) -> dict[str, Any]:
     """Four steps; the loss of the last rank overflows in the second, which without a scale is left out."""
-    model, optimizer = build(scheme)
+    model, optimizer = shard(scheme, seeded(transformer), AdamW, lr=1e-2)
     scaler = LossScaler("cpu", init_scale=2.0**10, growth_interval=2, enabled=scaled)
     scales = []
     for step in range(4):
@@ -55,8 +30,7 @@ def train(rank: int, num_ranks: int, scheme: str, scaled: bool) -> dict[str, Any
         if step == 1 and rank == num_ranks - 1:
             loss = loss * float("inf")
         scaler.scale(loss).backward()
-        if scheme != "zero1":
-            model.finish_gradient_synchronization()  # type: ignore[operator]
+        finish(model)
         if step % 2:  # where gradients are clipped; otherwise `step` does it
             scaler.unscale_(optimizer)
         scaler.step(optimizer)

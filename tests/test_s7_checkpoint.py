@@ -26,13 +26,11 @@ from cs336_systems.distributed.checkpoint import (
     save_checkpoint,
     write_index,
 )
-from cs336_systems.distributed.fsdp import FSDP
 from cs336_systems.distributed.launch import RankError, run_ranks
-from cs336_systems.distributed.sharded_optimizer import ShardedOptimizer
 from cs336_systems.distributed.zero1 import Zero1Optimizer
 from cs336_systems.model import AdamW
 from tests.one_job import run_alone
-from tests.sharding_models import seeded
+from tests.sharding_models import finish, seeded, shard
 
 COVERS = ("cs336_systems/distributed", "tests/one_job.py")
 
@@ -68,13 +66,6 @@ class Gated(nn.Module):
         return self.sometimes(x) if all_of_it else x
 
 
-def shard(scheme: str, model: nn.Module, kind: type[torch.optim.Optimizer], **options: Any) -> tuple[nn.Module, Any]:
-    if scheme == "fsdp":
-        model = FSDP(model)
-        return model, kind(model.parameters(), **options)
-    return model, (Zero1Optimizer if scheme == "zero1" else ShardedOptimizer)(model.parameters(), kind, **options)
-
-
 def build(scheme: str, name: str, seed: int) -> tuple[nn.Module, Any]:
     kind, options = OPTIMIZERS[name]
     return shard(scheme, seeded(Gated, seed), kind, lr=0.01, **options)
@@ -86,8 +77,7 @@ def train(model: nn.Module, optimizer: Any, uses: tuple[bool, ...]) -> list[floa
         optimizer.zero_grad()
         loss = model(torch.arange(10.0).view(2, 5) / 10, all_of_it).square().mean()
         loss.backward()
-        if isinstance(model, FSDP):
-            model.finish_gradient_synchronization()
+        finish(model)
         optimizer.step()
         losses.append(loss.item())
     return losses
@@ -128,7 +118,7 @@ def move_down(model: nn.Module, optimizer: Zero1Optimizer, steps: int) -> Zero1O
 def refuse_together(rank: int, folder: Path) -> None:
     """What is wrong for one rank alone was refused by that one, and the others waited for it."""
     model, optimizer = build("sharded", "our adamw", 1)
-    state = next(name for name, parameter in model.named_parameters() if optimizer.owners[parameter] == 1)
+    state = next(name for name, parameter in model.module.named_parameters() if optimizer.owners[parameter] == 1)
     damaged = folder / "one rank"
     if rank == 0:
         shutil.copytree(folder / "sharded-our adamw" / "step-00000002", damaged)

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from copy import deepcopy
 from dataclasses import replace
+from itertools import product
 from typing import Any
 from unittest.mock import patch
 
@@ -46,34 +47,26 @@ COVERS = ("cs336_systems/distributed", "tests/sharding_models.py")
 FP32_BOUND = 1e-6
 
 
+def backward(model: nn.Module, step: int, *tensors: Tensor) -> None:
+    token_loss(model, *tensors).backward()
+
+
 def train_both(
-    rank: int,
-    num_ranks: int,
-    single: nn.Module,
-    fsdp: Any,
-    run: Callable[..., None] | None = None,
-    draw: Callable[[int], tuple[Tensor, ...]] = batch,
-    after: Callable[[int], None] = lambda step: None,
-    *,
-    steps: int = 3,
-    lr: float = 0.1,
-) -> float:
+    rank: int, num_ranks: int, single: nn.Module, fsdp: Any, run: Callable[..., None] = backward,
+    draw: Callable[[int], tuple[Tensor, ...]] = batch, *, steps: int = 3,
+) -> float:  # fmt: skip
     """Train one process's model on whole batches and FSDP's on parts; the largest difference between the weights.
 
-    `run(model, step, *tensors)` makes forward and backward, `after(step)` comes between the backward and the step.
+    `run(model, step, *tensors)` makes forward and backward.
     """
-    optimizers = [torch.optim.SGD(model.parameters(), lr=lr) for model in (single, fsdp)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (single, fsdp)]
     for step in range(steps):
         for model, optimizer in zip((single, fsdp), optimizers):
             optimizer.zero_grad()
             tensors = draw(step) if model is single else tuple(part(one, rank, num_ranks) for one in draw(step))
-            if run is None:
-                token_loss(model, *tensors).backward()
-            else:
-                run(model, step, *tensors)
+            run(model, step, *tensors)
         fsdp.finish_gradient_synchronization()
         assert fsdp.gathered_units() == []
-        after(step)
         for optimizer in optimizers:
             optimizer.step()
     return largest_difference(fsdp, single)
@@ -203,6 +196,11 @@ def test_D5_a_step_that_overflows_on_one_rank_is_skipped_by_all():
 # Memory: the window (D12), meta construction, shapes (D3)
 
 
+def on_meta(build: Callable[[], nn.Module]) -> nn.Module:
+    with torch.device("meta"):
+        return build()
+
+
 def watch_window(rank: int, num_ranks: int) -> dict[str, Any]:
     """Which units are gathered whenever a block computes, in forward and backward of the second step."""
     fsdp = FSDP(seeded(transformer))
@@ -266,8 +264,7 @@ def count_live_blocks(rank: int, num_ranks: int) -> dict[Any, tuple[float, ...]]
 def count_live_block(compute_dtype: torch.dtype | None, reduce_dtype: torch.dtype | None) -> tuple[float, ...]:
     """Peaks of construction, forward and backward above what stays, in a block's float32 bytes."""
     gc.collect()
-    with torch.device("meta"):
-        model = TransformerLM.from_config(WIDE)
+    model = on_meta(lambda: TransformerLM.from_config(WIDE))
     live = LiveBytes()
     with live:
         fsdp = FSDP(model, compute_dtype, reduce_dtype=reduce_dtype, device="cpu")
@@ -319,8 +316,7 @@ def test_a_model_that_is_dropped_gives_its_memory_back():
 
 
 def build_from_meta(rank: int, num_ranks: int) -> tuple[float, float]:
-    with torch.device("meta"):
-        model = transformer()
+    model = on_meta(transformer)
     torch.manual_seed(0)
     fsdp = FSDP(model, device="cpu")
     cos = fsdp.module.layers[0].attn.rope.cos
@@ -368,12 +364,11 @@ def test_D2_D3_rows_are_split_exactly_and_replicated_parameters_are_not():
     assert all(rank["scale"] == () and rank["nothing"][1] == 3 for rank in shapes)
 
 
-@pytest.mark.parametrize("rows", [0, 1, 2, 3, 7, 8, 100])
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
-def test_D3_chunks_cover_every_row_once(rows, num_ranks):
-    owned = [row for rank in range(num_ranks) for row in range(rows)[own_rows(rows, rank, num_ranks)]]
-    assert owned == list(range(rows))
-    assert num_ranks * chunk_rows(rows, num_ranks) - rows < num_ranks
+def test_D3_chunks_cover_every_row_once():
+    for rows, num_ranks in product((0, 1, 2, 3, 7, 8, 100), (1, 2, 3, 4)):
+        owned = [row for rank in range(num_ranks) for row in range(rows)[own_rows(rows, rank, num_ranks)]]
+        assert owned == list(range(rows))
+        assert num_ranks * chunk_rows(rows, num_ranks) - rows < num_ranks
 
 
 # Mixed precision, compile, loss scale
@@ -447,32 +442,26 @@ def test_D1_unused_weights_keep_no_gradient_and_hang_nobody():
     TWO_RANKS.results(leave_out_a_gain)
 
 
-class Odd(nn.Module):
-    """A block that takes tensors in every form, and fills a list."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 3)
-
-    def forward(self, x: Tensor, pair: tuple[Tensor, Tensor], *, factor: Tensor, seen: list[torch.dtype]) -> Tensor:
-        seen += {x.dtype, pair[0].dtype, factor.dtype}
-        return self.first(x * factor) + self.second(pair[0] + pair[1])
+def odd_block(block: Any, x: Tensor, pair: Any, *, factor: Tensor, seen: list[torch.dtype]) -> Tensor:
+    """Takes tensors in every form, and fills a list."""
+    seen += {x.dtype, pair[0].dtype, factor.dtype}
+    return block.first(x * factor) + block.second(pair[0] + pair[1])
 
 
-class OddModel(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.start, self.blocks = nn.Linear(3, 3), nn.ModuleList([Odd(), Odd()])
+def run_odd_blocks(model: Any, x: Tensor, seen: list[torch.dtype]) -> Tensor:
+    x = model.start(x)
+    for block in model.blocks:
+        x = block(x, (x, x.tanh()), factor=x.sigmoid(), seen=seen)
+    return x.square().sum()
 
-    def forward(self, x: Tensor, seen: list[torch.dtype]) -> Tensor:
-        x = self.start(x)
-        for block in self.blocks:
-            x = block(x, (x, x.tanh()), factor=x.sigmoid(), seen=seen)
-        return x.square().sum()
+
+def odd_model() -> nn.Module:
+    blocks = [Net(odd_block, first=nn.Linear(3, 3), second=nn.Linear(3, 3)) for _ in range(2)]
+    return Net(run_odd_blocks, start=nn.Linear(3, 3), blocks=nn.ModuleList(blocks))
 
 
 def test_arguments_of_every_form_are_cast(alone_in_a_group):
-    single, wrapped, seen = seeded(OddModel), FSDP(seeded(OddModel), torch.bfloat16), []
+    single, wrapped, seen = seeded(odd_model), FSDP(seeded(odd_model), torch.bfloat16), []
     x = torch.randn(4, 3)
     with torch.autocast("cpu", torch.bfloat16):
         single(x, []).backward()
@@ -512,7 +501,7 @@ def test_a_model_that_is_collected_during_a_step_leaves_the_step_alone(alone_in_
 
 
 def test_norms_leave_out_what_was_frozen_after_wrapping(alone_in_a_group):
-    wrapped = FSDP(seeded(OddModel))
+    wrapped = FSDP(seeded(odd_model))
     wrapped(torch.randn(4, 3), []).backward()
     wrapped.finish_gradient_synchronization()
     whole = wrapped.clip_grad_norm_(1e9)
@@ -620,11 +609,6 @@ THREE_RANKS = OneJob(3, (check_shards,))
 # Construction, and forms of arguments
 
 
-def on_meta(build: Callable[[], nn.Module]) -> nn.Module:
-    with torch.device("meta"):
-        return build()
-
-
 BAD: list[tuple[Callable[[], object], str]] = [
     (lambda: FSDP([1]), "module must be a torch.nn.Module, got list"),  # type: ignore[arg-type]
     (lambda: FSDP(nn.Linear(3, 3), torch.int8), "compute_dtype must be a floating-point dtype, got torch.int8"),
@@ -655,8 +639,7 @@ def test_bad_arguments_are_refused(alone_in_a_group):
 
 
 def test_units_by_granularity():
-    with torch.device("meta"):
-        model = transformer()
+    model = on_meta(transformer)
     assert [plan.name for plan in plan_units(model, "block")] == [
         "token_embeddings", *(f"layers.{index}" for index in range(TINY.num_layers)), "lm_head",
     ]  # fmt: skip

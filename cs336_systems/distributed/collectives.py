@@ -62,10 +62,8 @@ def rank_in(group: Group = None) -> int:
 
 def as_group(group: Group) -> dist.ProcessGroup:
     """`group`, or the default one; raises as `num_ranks` does."""
-    rank_in(group)
-    world = dist.group.WORLD if group is None else group
-    assert world is not None
-    return world
+    num_ranks(group)
+    return group or dist.group.WORLD  # type: ignore[return-value]
 
 
 def _as_member(ask: Callable[[Group], int], group: Group) -> int:

@@ -229,26 +229,20 @@ class ShardedBucket(Bucket):
         return all_gather_flat(self.flat_parameters, self.part, self.group, async_op=True)
 
     def slices_of(self, states: list[dict[str, Any]]) -> dict[str, Any]:
-        """This rank's slices of the states of all parameters; a counter is one for all. Takes up the master values.
-
-        Of parameters that are 0-d themselves only "step", torch's name of the counter, is taken for one.
-        """
+        """This rank's slices of the states of all parameters; a counter is one for all. Takes up the master values."""
         slices: dict[str, Any] = {}
         for name in sorted({name for state in states for name in state}):
-            places = [place for place, state in enumerate(states) if state.get(name) is not None]
-            values = [states[place][name] for place in places]
-            has_shapes = any(isinstance(value, Tensor) and value.ndim for value in values)
-            are_0d = all(self.parameters[place].ndim == 0 for place in places) and name != "step"
-            if not isinstance(values[0], Tensor) or not (has_shapes or are_0d):
-                slices[name] = values[0]
-                continue
-            whole = torch.zeros(self.flat.shape, dtype=self.master.dtype, device=self.flat.device)
-            if name == MASTER:
-                whole.copy_(self.flat_parameters)
-            views = self.views_of(whole)
-            for place, value in zip(places, values):
-                views[place].copy_(value)
-            slices[name] = whole[self.own].clone()
+            values = {place: state[name] for place, state in enumerate(states) if state.get(name) is not None}
+            slices[name] = next(iter(values.values()))
+            tensors = {place: value for place, value in values.items() if isinstance(value, Tensor)}
+            fits = [value.shape == self.parameters[place].shape for place, value in tensors.items()]
+            if name != "step" and fits and all(fits):
+                whole = self.flat_parameters if name == MASTER else torch.zeros_like(self.flat)
+                whole = whole.to(self.master.dtype, copy=True)
+                views = self.views_of(whole)
+                for place, value in tensors.items():
+                    views[place].copy_(value)
+                slices[name] = whole[self.own].clone()
         if MASTER in slices:
             self.master.copy_(slices.pop(MASTER))
         return slices

@@ -97,29 +97,27 @@ def train(config: TrainingConfig, options: RunOptions | None = None, *, log: Log
             result.losses = folder.read_losses(result.first_step)
         if log is not None:
             log(_what_is_trained(config, device, result.first_step))
-        pending: list[Tensor] = []
         last = config.steps if options.stop_after is None else min(config.steps, options.stop_after)
-        mark = time.perf_counter()
-        for step in range(result.first_step, last):
-            pending.append(_step(trainee, corpus, config, step, rank, device))
-            done = step + 1
-            due = bool(options.checkpoint_every) and (done % options.checkpoint_every == 0 or done == last)
-            save = folder is not None and (due or done == config.steps)
-            if done % options.log_every and done != last and not save:
-                continue
-            losses = _mean_over_ranks(pending, config)
-            seconds = (time.perf_counter() - mark) / len(losses)  # a step
+        saves = {config.steps}
+        if options.checkpoint_every:
+            saves |= {last, *range(0, last, options.checkpoint_every)}
+        looks = {last, *range(0, last, options.log_every)} | (saves if folder is not None else set())
+        done = result.first_step
+        for look in sorted(step for step in looks if done < step <= last):
+            start = time.perf_counter()
+            sums = [_step(trainee, corpus, config, step, rank, device) for step in range(done, look)]
+            losses = _mean_over_ranks(sums, config)
+            seconds = (time.perf_counter() - start) / len(losses)  # a step
             if log is not None:
-                log(_progress(config, done, sum(losses) / len(losses), seconds))
-            if step >= result.first_step + options.log_every:
+                log(_progress(config, look, sum(losses) / len(losses), seconds))
+            if look > result.first_step + options.log_every:
                 result.step_ms.append(1e3 * seconds)
             result.losses += losses
-            pending.clear()
             if folder is not None:
-                folder.append_losses(done - len(losses), losses)
-                if save:
-                    folder.save(trainee, done)
-            mark = time.perf_counter()
+                folder.append_losses(done, losses)
+                if look in saves:
+                    folder.save(trainee, look)
+            done = look
     if last == config.steps:
         result.validation_loss = _validate(trainee, corpus, config, device)
         trainee.make_whole()
