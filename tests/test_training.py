@@ -70,7 +70,7 @@ def test_an_epoch_sees_every_window_once_and_the_next_sees_others():
     assert not torch.equal(epochs[0][:, 0].sort().indices, epochs[1][:, 0].sort().indices)
 
 
-def test_a_text_too_short_is_refused(tmp_path: Path):
+def test_a_text_too_short_is_refused(tmp_path):
     path = tmp_path / "short.txt"
     for size, message in (
         (0, f"^text must not be empty, got {path}$"),
@@ -109,7 +109,7 @@ def test_the_rate_warms_up_and_falls_to_the_last():
         (RunOptions, {"resume": True}, "out must be given to write or resume from checkpoints"),
     ],
 )
-def test_bad_configs_and_options_are_refused_by_field(kind: Any, fields: dict[str, Any], message: str):
+def test_bad_configs_and_options_are_refused_by_field(kind, fields, message):
     with pytest.raises(ValueError, match=message):
         kind(**fields)
 
@@ -149,7 +149,7 @@ def test_clipping_and_autocast_reach_the_step():
 # Resuming
 
 
-def test_a_resumed_run_has_the_losses_it_would_have_had(tmp_path: Path, whole: TrainingResult):
+def test_a_resumed_run_has_the_losses_it_would_have_had(tmp_path, whole):
     interrupted = train(SHORT, RunOptions(out=tmp_path / "run", checkpoint_every=2, log_every=1, stop_after=5))
     assert interrupted.losses == whole.losses[:5]
     resumed = train(SHORT, RunOptions(out=tmp_path / "run", resume=True, log_every=1))
@@ -159,9 +159,7 @@ def test_a_resumed_run_has_the_losses_it_would_have_had(tmp_path: Path, whole: T
 
 
 @pytest.mark.parametrize("damage", ["cut off", "infinite", "lost"])
-def test_a_damaged_list_of_losses_does_not_stop_a_resume(
-    tmp_path: Path, damage: str, whole: TrainingResult, capsys: pytest.CaptureFixture[str]
-):
+def test_a_damaged_list_of_losses_does_not_stop_a_resume(tmp_path, damage, whole, capsys):
     """The checkpoints are intact, and once a last line without its end, or no file, kept the run from going on."""
     train(SHORT, RunOptions(out=tmp_path / "run", checkpoint_every=2, stop_after=4))
     losses = tmp_path / "run" / "losses.jsonl"
@@ -181,9 +179,7 @@ def test_a_damaged_list_of_losses_does_not_stop_a_resume(
     assert json.loads(written[-1])["loss"] == whole.losses[-1]  # on a line of its own
 
 
-def test_a_run_killed_while_saving_resumes_from_the_checkpoint_before_or_from_none(
-    tmp_path: Path, whole: TrainingResult
-):
+def test_a_run_killed_while_saving_resumes_from_the_checkpoint_before_or_from_none(tmp_path, whole):
     train(SHORT, RunOptions(out=tmp_path, checkpoint_every=2, stop_after=4))
     folder = tmp_path / "checkpoints"
     (folder / "step-00000004").rename(folder / ".step-00000004.partial")
@@ -196,7 +192,7 @@ def test_a_run_killed_while_saving_resumes_from_the_checkpoint_before_or_from_no
     assert resumed.first_step == 0 and resumed.losses == whole.losses
 
 
-def test_of_a_damaged_checkpoint_the_one_before_is_named(tmp_path: Path, whole: TrainingResult):
+def test_of_a_damaged_checkpoint_the_one_before_is_named(tmp_path, whole):
     """Its steps are not given up without a word, and what gives them up is said."""
     train(SHORT, RunOptions(out=tmp_path, checkpoint_every=2, stop_after=4))
     newest = tmp_path / "checkpoints" / "step-00000004"
@@ -209,9 +205,7 @@ def test_of_a_damaged_checkpoint_the_one_before_is_named(tmp_path: Path, whole: 
     assert resumed.first_step == 2 and resumed.losses == whole.losses
 
 
-def test_a_run_killed_while_it_claims_its_folder_leaves_no_half_of_a_config(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_run_killed_while_it_claims_its_folder_leaves_no_half_of_a_config(tmp_path, monkeypatch):
     """Half of a config.json once kept the folder from being resumed and from being used anew."""
 
     def killed(*_: Any) -> None:
@@ -226,7 +220,7 @@ def test_a_run_killed_while_it_claims_its_folder_leaves_no_half_of_a_config(
     assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "config.json", "losses.jsonl"]
 
 
-def test_folders_of_other_runs_are_refused(tmp_path: Path):
+def test_folders_of_other_runs_are_refused(tmp_path):
     """D15: of two runs in one folder one died in FileNotFoundError, and both wrote losses until then."""
     out = tmp_path / "run"
 
@@ -247,7 +241,7 @@ def test_folders_of_other_runs_are_refused(tmp_path: Path):
     refused("config.json is damaged: ")
 
 
-def test_a_run_goes_on_with_its_own_text_only(tmp_path: Path):
+def test_a_run_goes_on_with_its_own_text_only(tmp_path):
     """Once another text was trained on from there without a word."""
     own, copy, other = (tmp_path / name for name in ("own.txt", "copy.txt", "other.txt"))
     for path, letters in ((own, b"abcdefg"), (copy, b"abcdefg"), (other, b"gfedcba")):
@@ -261,7 +255,7 @@ def test_a_run_goes_on_with_its_own_text_only(tmp_path: Path):
     assert train(SHORT, RunOptions(out=out, text=copy, resume=True, stop_after=3)).first_step == 2
 
 
-def test_a_run_that_goes_on_for_more_steps_says_what_they_change(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_run_that_goes_on_for_more_steps_says_what_they_change(tmp_path, capsys):
     options = RunOptions(out=tmp_path, checkpoint_every=2, stop_after=4)
     train(SHORT, options)
     train(SHORT, replace(options, resume=True))
@@ -280,7 +274,7 @@ def run_cli(*arguments: str) -> Any:
     return CliRunner().invoke(app, ["train", *arguments])
 
 
-def test_the_command_says_what_it_trains_and_lets_the_model_write(tmp_path: Path):
+def test_the_command_says_what_it_trains_and_lets_the_model_write(tmp_path):
     out = tmp_path / "run"
     result = run_cli("--steps", "2", "--batch", "2", "--context-length", "16", "--device", "cpu", "--out", str(out))
     assert result.exit_code == 0, result.output
@@ -308,7 +302,7 @@ def test_the_command_says_what_it_trains_and_lets_the_model_write(tmp_path: Path
     assert refused.output == f"error: {index} is damaged: its checksum is not that of its content\n"
 
 
-def test_a_full_disk_ends_a_run_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_full_disk_ends_a_run_in_one_line(tmp_path, monkeypatch):
     """D15. The losses' file is a device that is always full."""
     small = ["--steps", "2", "--batch", "2", "--context-length", "16", "--device", "cpu"]
     (tmp_path / "losses.jsonl").symlink_to("/dev/full")
@@ -318,7 +312,7 @@ def test_a_full_disk_ends_a_run_in_one_line(tmp_path: Path, monkeypatch: pytest.
     assert result.output.splitlines()[-1] == said
 
 
-def test_ranks_share_the_cores(monkeypatch: pytest.MonkeyPatch):
+def test_ranks_share_the_cores(monkeypatch):
     monkeypatch.setattr("cs336_systems.training.loop.get_device_info", lambda _: SimpleNamespace(num_cores=6))
     chosen: list[int] = []
     monkeypatch.setattr(torch, "set_num_threads", chosen.append)
@@ -343,7 +337,7 @@ def killed_at_step_three(rank: int, num_ranks: int, config: TrainingConfig, opti
 
 
 @pytest.mark.slow
-def test_a_killed_rank_says_from_where_the_run_can_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_killed_rank_says_from_where_the_run_can_go_on(tmp_path, monkeypatch):
     monkeypatch.setattr("cs336_systems.training.loop.train_rank", killed_at_step_three)
     small = ["--steps", "4", "--batch", "2", "--context-length", "16", "--device", "cpu", "--checkpoint-every", "2"]
     result = run_cli(*small, "--wrapper", "naive", "--ranks", "2", "--out", str(tmp_path))
@@ -367,7 +361,7 @@ def test_a_killed_rank_says_from_where_the_run_can_go_on(tmp_path: Path, monkeyp
         (["--wrapper", "fsdp", "--ranks", "2", "--text", "."], "error: --text . is a folder\n"),
     ],
 )
-def test_the_command_refuses_bad_arguments_in_one_line(arguments: list[str], message: str):
+def test_the_command_refuses_bad_arguments_in_one_line(arguments, message):
     result = run_cli(*arguments)
     assert result.exit_code == 2
     assert message in result.stderr
@@ -383,14 +377,14 @@ def torchrun_variables(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     return monkeypatch
 
 
-def test_a_launcher_in_torchruns_manner_need_not_count_the_ranks_of_a_host(torchrun_variables: pytest.MonkeyPatch):
+def test_a_launcher_in_torchruns_manner_need_not_count_the_ranks_of_a_host(torchrun_variables):
     result = run_cli("--steps", "1", "--batch", "2", "--context-length", "16", "--device", "cpu", "--wrapper", "naive")
     assert result.exit_code == 0, result.output
     assert "nano, naive, 1 rank: loss" in result.output
 
 
 @pytest.mark.parametrize("name", ["WORLD_SIZE", "LOCAL_WORLD_SIZE"])
-def test_a_variable_of_torchrun_that_is_no_number_is_named(torchrun_variables: pytest.MonkeyPatch, name: str):
+def test_a_variable_of_torchrun_that_is_no_number_is_named(torchrun_variables, name):
     torchrun_variables.setenv(name, "two")
     result = run_cli("--device", "cpu")
     assert result.exit_code == 2
@@ -399,7 +393,7 @@ def test_a_variable_of_torchrun_that_is_no_number_is_named(torchrun_variables: p
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [[], ["--wrapper", "fsdp", "--ranks", "2"]], ids=["one process", "two ranks"])
-def test_ctrl_c_says_from_where_the_run_can_go_on(tmp_path: Path, ranks: list[str]):
+def test_ctrl_c_says_from_where_the_run_can_go_on(tmp_path, ranks):
     """Once it ended without a word, and whether anything had been kept was to be found out."""
     out = tmp_path / "run"
     size = ["--context-length", "16", "--batch", "4", "--steps", "100000", "--device", "cpu"]
@@ -421,7 +415,7 @@ def test_ctrl_c_says_from_where_the_run_can_go_on(tmp_path: Path, ranks: list[st
 
 
 @pytest.mark.parametrize("out", [False, True])
-def test_an_interrupted_run_without_a_checkpoint_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, out: bool):
+def test_an_interrupted_run_without_a_checkpoint_says_so(tmp_path, monkeypatch, out):
     def interrupted(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 

@@ -83,9 +83,7 @@ def alone() -> TrainingResult:
 @pytest.mark.slow
 @pytest.mark.parametrize("wrapper", WRAPPERS[1:])
 @pytest.mark.parametrize("way", ["plain", "split", "accumulated", "handed over"])
-def test_every_wrapper_has_one_processs_losses(
-    results: list[dict[str, Any]], alone: TrainingResult, way: str, wrapper: str
-):
+def test_every_wrapper_has_one_processs_losses(results, alone, way, wrapper):
     """Two ranks of four sequences, clipped and scheduled, against one process with all eight."""
     for found in results:
         if way == "handed over" and wrapper == WRAPPERS[1]:
@@ -98,7 +96,7 @@ def test_every_wrapper_has_one_processs_losses(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("wrapper", WRAPPERS[1:])
-def test_every_wrapper_resumes_to_the_same_losses(results: list[dict[str, Any]], wrapper: str):
+def test_every_wrapper_resumes_to_the_same_losses(results, wrapper):
     for found in results:
         assert found["resumed"][wrapper].first_step == 4
         assert found["resumed"][wrapper].losses == found["plain"][wrapper].losses
@@ -106,9 +104,7 @@ def test_every_wrapper_resumes_to_the_same_losses(results: list[dict[str, Any]],
 
 @pytest.mark.slow
 @pytest.mark.parametrize("wrapper", HALF_WRAPPERS)
-def test_float16_trains_under_a_loss_scale_and_resumes_with_it(
-    results: list[dict[str, Any]], alone: TrainingResult, wrapper: str
-):
+def test_float16_trains_under_a_loss_scale_and_resumes_with_it(results, alone, wrapper):
     """The resumed run goes on with the scale of the first, which has halved it from 2¹⁶ if need be."""
     for found in results:
         half, resumed = found["plain"][f"half {wrapper}"], found["resumed"][f"half {wrapper}"]
@@ -118,9 +114,7 @@ def test_float16_trains_under_a_loss_scale_and_resumes_with_it(
 
 
 @pytest.mark.slow
-def test_a_run_saved_by_two_ranks_goes_on_in_one_process(
-    results: list[dict[str, Any]], alone: TrainingResult, runs: Path
-):
+def test_a_run_saved_by_two_ranks_goes_on_in_one_process(results, alone, runs):
     resumed = train(SHORT, RunOptions(out=runs / FOR_ONE, resume=True, sample_bytes=20))
     assert resumed.first_step == 3
     assert resumed.losses == pytest.approx(alone.losses, rel=2e-6)
@@ -139,7 +133,7 @@ def test_a_wrong_number_of_ranks_is_refused():
         (["--out", __file__], f"error: --out {__file__} is a file, not a folder\n"),
     ],
 )
-def test_what_ranks_refuse_is_told_in_one_line(arguments: list[str], message: str, capfd: pytest.CaptureFixture[str]):
+def test_what_ranks_refuse_is_told_in_one_line(arguments, message, capfd):
     """Every rank once printed its traceback before it; an existing file was not even told in one line."""
     fixed = ["train", "--wrapper", "naive", "--ranks", "2", "--batch", "2", "--device", "cpu"]
     result = CliRunner().invoke(app, [*fixed, *arguments])
@@ -149,7 +143,7 @@ def test_what_ranks_refuse_is_told_in_one_line(arguments: list[str], message: st
 
 
 @pytest.mark.slow
-def test_two_agents_of_torchrun_train_as_one_process(tmp_path: Path):
+def test_two_agents_of_torchrun_train_as_one_process(tmp_path):
     """The command of the README on two nodes, both on this host."""
     arguments = ["train", "--wrapper", "fsdp", "--batch", "4", "--steps", "3", "--context-length", "16"]
     arguments += ["--device", "cpu", "--log-every", "1", "--out", str(tmp_path / "run")]
