@@ -170,12 +170,14 @@ class FSDP(nn.Module, Accumulating):
 
     def _forget_backward(self) -> None:
         """After a backward that raised: come to rest, drop the gradients that wait for the rest of their unit's."""
-        for unit in self.units if self._backwards else ():
+        if not self._backwards:
+            return
+        self._backwards.clear()
+        for unit in self.units:
             unit.free()
             unit.arrived.clear()
             for weight in unit.weights:
                 weight.whole.grad = None
-        self._backwards.clear()
 
     def _before_forward(self, unit: Unit, entry: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Gather, and let the modules see the wholes."""
