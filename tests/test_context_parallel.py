@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from copy import deepcopy
-from typing import Any
+from functools import partial
 
 import pytest
 import torch
@@ -30,9 +30,7 @@ def draw(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tens
     return torch.randn(shape, dtype=dtype, generator=torch.Generator().manual_seed(seed))
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
-    output, lse = attention_reference(q, k, v, return_lse=True, **options)
-    return output, lse
+attend = partial(attention_reference, return_lse=True)
 
 
 @pytest.mark.parametrize("cut", [1, 7, 16], ids=lambda cut: f"{cut}_of_17_keys")
@@ -63,31 +61,23 @@ def test_a_part_without_keys_changes_nothing():
     assert not empty_output.any() and empty_lse.eq(-math.inf).all()
 
 
-def test_large_scores_do_not_overflow():
+def test_large_scores_do_not_overflow_and_shapes_that_do_not_match_are_refused():
     output, lse = merge_attention(torch.ones(1, 2), torch.tensor([5e4]), torch.zeros(1, 2), torch.tensor([-5e4]))
     assert torch.equal(output, torch.ones(1, 2)) and lse.item() == 5e4
-
-
-def test_shapes_that_do_not_match_are_refused():
     with pytest.raises(ValueError, match=r"outputs must have one shape and log-sum-exps .*, got \(4, 8\), \(3,\)"):
         merge_attention(torch.zeros(4, 8), torch.zeros(3), torch.zeros(4, 8), torch.zeros(4))
 
 
-def test_zigzag_parts_join_to_the_whole():
+def test_zigzag_parts_join_to_the_whole_and_have_the_same_causal_area():
+    """The reason for the zig-zag: with contiguous parts the last rank has 2N - 1 times the first's."""
     x = torch.arange(24).view(1, 24, 1)
     parts = [zigzag_split(x, rank, 3, dim=1) for rank in range(3)]
     assert parts[0].flatten().tolist() == [0, 1, 2, 3, 20, 21, 22, 23]
     assert torch.equal(zigzag_join(parts, dim=1), x)
     with pytest.raises(ValueError, match="tensor must have a multiple of 10 elements along dim 1, got 24"):
         zigzag_split(x, 0, 5, dim=1)
-
-
-def test_every_rank_has_the_same_causal_area():
-    """The reason for the zig-zag: with contiguous parts the last rank has 2N - 1 times the first's."""
-    num_ranks, length = 4, 32
-    mask = torch.ones(length, length).tril()
-    areas = [zigzag_split(mask, rank, num_ranks, dim=0).sum().item() for rank in range(num_ranks)]
-    assert len(set(areas)) == 1
+    mask = torch.ones(32, 32).tril()
+    assert len({zigzag_split(mask, rank, 4, dim=0).sum().item() for rank in range(4)}) == 1
 
 
 # is_causal, back end, dtype, heads of keys and values (of 4)

@@ -317,28 +317,20 @@ def test_a_bucket_needs_a_positive_finite_size(size, alone_in_a_group):
 
 
 @pytest.mark.parametrize("wrapper", ["overlap", "bucketed, one"])
-def test_after_a_backward_that_raised_the_way_out_is_told(wrapper, alone_in_a_group):
+def test_a_second_backward_is_refused_and_the_way_out_is_told(wrapper, alone_in_a_group):
+    """Ranks that never synchronise would otherwise part without a word."""
     wrapped = WRAPPERS[wrapper](nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
     first, last = wrapped.module
     with pytest.raises(ArithmeticError, match="planted"):
         last(RaiseInBackward.apply(first(torch.ones(1, 2)))).sum().backward()
     wrapped.zero_grad()
-    with pytest.raises(RuntimeError, match=r"call skip_step\(\) after one that raised"):
+    for message in (r"call skip_step\(\) after one that raised", r"gradient of parameter '1\.\w+' arrived twice in a"):
+        with pytest.raises(RuntimeError, match=message):
+            wrapped(torch.ones(1, 2)).sum().backward()
+        wrapped.skip_step()
         wrapped(torch.ones(1, 2)).sum().backward()
-    wrapped.skip_step()
-    wrapped(torch.ones(1, 2)).sum().backward()
     wrapped.finish_gradient_synchronization()
     assert torch.equal(last.bias.grad, torch.ones(2))
-
-
-@pytest.mark.parametrize("wrapper", ["overlap", "bucketed, one"])
-def test_a_gradient_that_arrives_twice_is_refused_by_name(wrapper, alone_in_a_group):
-    """Ranks that never synchronise would otherwise part without a word."""
-    wrapped = WRAPPERS[wrapper](nn.Linear(2, 2))
-    wrapped(torch.ones(1, 2)).sum().backward()
-    wrapped.zero_grad()
-    with pytest.raises(RuntimeError, match=r"the gradient of parameter '(weight|bias)' arrived twice in a step: call"):
-        wrapped(torch.ones(1, 2)).sum().backward()
 
 
 def fail_in_a_step(rank: int, ranks: int) -> None:

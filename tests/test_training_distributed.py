@@ -183,12 +183,11 @@ class SentBytes(TorchDispatchMode):
 
 def bytes_of_a_step(wrapper: str, rank: int, num_ranks: int) -> float:
     """Bytes sent in the second step, the first having built what later steps use."""
-    corpus, cpu = Corpus.load(), torch.device("cpu")
-    config = wrapped(wrapper, clip_norm=None)
-    trainee = build_trainee(config, cpu)
-    _step(trainee, corpus, config, 0, rank, cpu)
+    corpus, config = Corpus.load(), wrapped(wrapper, clip_norm=None)
+    trainee = build_trainee(config, torch.device("cpu"))
+    _step(trainee, corpus, config, 0, rank)
     with SentBytes(num_ranks) as counter:
-        _step(trainee, corpus, config, 1, rank, cpu)
+        _step(trainee, corpus, config, 1, rank)
     return counter.total
 
 

@@ -105,6 +105,11 @@ def on_all_ranks(call: Callable[[], Any], group: Group = None) -> list[Any]:
     return [result for result, _ in outcomes]
 
 
+def on_rank_0(call: Callable[[], Any], group: Group = None) -> None:
+    """Have rank 0 alone make `call`; its ValueError or OSError is raised on all ranks."""
+    on_all_ranks(call if _rank_and_size(group)[0] == 0 else lambda: None, group)
+
+
 # The index
 
 
@@ -190,39 +195,29 @@ def save_checkpoint(
     aside = folder / f".{final.name}.partial"
     parts: dict[str, Part] = {}
 
-    def claim() -> None:
-        if rank == 0:
-            folder.mkdir(parents=True, exist_ok=True)
-            held.enter_context(folder_lock(folder))
-            if final.exists():
-                raise FileExistsError(f"{final} exists")
-            for left_over in folder.glob(".step-*.partial"):  # of a process that was killed
-                shutil.rmtree(left_over)
-            aside.mkdir()
-            held.callback(shutil.rmtree, aside, ignore_errors=True)
-
     def describe() -> dict[tuple[str, int], int]:
         parts.update(state.model_parts() | state.optimizer_parts() | _generators(rank))
         return {(name, part.start): part.tensor.nbytes for name, part in parts.items()}
 
-    def complete() -> None:
-        if rank == 0:
-            tensors: dict[str, Any] = {}
-            for name, entry, chunk in (one for chunks in written for one in chunks):
-                tensors.setdefault(name, {**entry, "chunks": []})["chunks"].append(chunk)
-            write_index(aside / INDEX, content | {"tensors": tensors})
-            _sync_folder(aside)
-            os.rename(aside, final)
-            _sync_folder(folder)
-            for old in checkpoints(folder)[:-keep]:
-                shutil.rmtree(old.rename(folder / f".{old.name}.partial"))
-
-    with ExitStack() as held, errors_name(folder):  # on rank 0: the folder, and at the end what is still aside
-        on_all_ranks(claim, process_group)
+    with ExitStack() as held, errors_name(folder):
+        on_rank_0(lambda: _claim(held, final, aside), process_group)
         mine = _share_out(on_all_ranks(describe, process_group))[rank]
         written = on_all_ranks(lambda: _write(aside / f"rank-{rank}.bin", parts, mine), process_group)
-        on_all_ranks(complete, process_group)
+        on_rank_0(lambda: _complete(aside, content, written), process_group)
+        on_rank_0(lambda: _rename(aside, final, keep), process_group)
     return final
+
+
+def _claim(held: ExitStack, final: Path, aside: Path) -> None:
+    """Lock the folder until `held` is closed, which removes what is still aside then."""
+    final.parent.mkdir(parents=True, exist_ok=True)
+    held.enter_context(folder_lock(final.parent))
+    if final.exists():
+        raise FileExistsError(f"{final} exists")
+    for left_over in final.parent.glob(".step-*.partial"):  # of a process that was killed
+        shutil.rmtree(left_over)
+    aside.mkdir()
+    held.callback(shutil.rmtree, aside, ignore_errors=True)
 
 
 def _share_out(descriptions: list[dict[tuple[str, int], int]]) -> list[list[str]]:
@@ -252,6 +247,22 @@ def _write(path: Path, parts: dict[str, Part], names: list[str]) -> list[tuple[s
         file.flush()
         os.fsync(file.fileno())
     return written
+
+
+def _complete(aside: Path, content: dict[str, Any], written: list[list[Any]]) -> None:
+    tensors: dict[str, Any] = {}
+    for name, entry, chunk in (one for chunks in written for one in chunks):
+        tensors.setdefault(name, {**entry, "chunks": []})["chunks"].append(chunk)
+    write_index(aside / INDEX, content | {"tensors": tensors})
+    _sync_folder(aside)
+
+
+def _rename(aside: Path, final: Path, keep: int) -> None:
+    """Name the checkpoint, in one step; hide, then remove old ones."""
+    os.rename(aside, final)
+    _sync_folder(final.parent)
+    for old in checkpoints(final.parent)[:-keep]:
+        shutil.rmtree(old.rename(final.parent / f".{old.name}.partial"))
 
 
 # Loading

@@ -11,7 +11,6 @@ import json
 import math
 import os
 import sys
-from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -25,7 +24,7 @@ from cs336_systems.distributed.checkpoint import (
     errors_name,
     folder_lock,
     load_checkpoint,
-    on_all_ranks,
+    on_rank_0,
     save_checkpoint,
 )
 from cs336_systems.training.config import TrainingConfig
@@ -64,9 +63,9 @@ class RunFolder:
         Raises ValueError on every rank if `out` is in use or holds another run; on a resume if it holds none, one that
         differs in its text or in more than FREE, or a damaged checkpoint, whose steps are not given up without a word.
         """
-        self._on_first(lambda: self._claim(resume))
+        on_rank_0(lambda: self._claim(resume))
         step = self._load(trainee) if resume and checkpoints(self.out / "checkpoints") else 0
-        self._on_first(self._write_config)
+        on_rank_0(self._write_config)
         return step
 
     def save(self, trainee: Trainee, step: int) -> None:
@@ -133,10 +132,6 @@ class RunFolder:
         with errors_name(self.out):
             aside.write_text(json.dumps({**asdict(self.config), TEXT_SHA256: self.text_sha256}, indent=1) + "\n")
             os.replace(aside, self.out / "config.json")
-
-    def _on_first(self, call: Callable[[], None]) -> None:
-        """Let rank 0 do it; its error is raised on all ranks."""
-        on_all_ranks(call if self.is_first else lambda: None)
 
     def _tell(self, note: str) -> None:
         if self.is_first:

@@ -27,7 +27,6 @@ from torch import Tensor
 
 from cs336_systems.accounting import num_parameters
 from cs336_systems.device import get_device_info
-from cs336_systems.model import cross_entropy
 from cs336_systems.model.generation import generate
 from cs336_systems.training.config import TrainingConfig, learning_rate
 from cs336_systems.training.corpus import ALICE, Corpus
@@ -105,7 +104,7 @@ def train(config: TrainingConfig, options: RunOptions | None = None, *, log: Log
         done = result.first_step
         for look in sorted(step for step in looks if done < step <= last):
             start = time.perf_counter()
-            sums = [_step(trainee, corpus, config, step, rank, device) for step in range(done, look)]
+            sums = [_step(trainee, corpus, config, step, rank) for step in range(done, look)]
             losses = _mean_over_ranks(sums, config)
             seconds = (time.perf_counter() - start) / len(losses)  # a step
             if log is not None:
@@ -119,7 +118,7 @@ def train(config: TrainingConfig, options: RunOptions | None = None, *, log: Log
                     folder.save(trainee, look)
             done = look
     if last == config.steps:
-        result.validation_loss = _validate(trainee, corpus, config, device)
+        result.validation_loss = _validate(trainee, corpus, config)
         trainee.make_whole()
         with trainee.autocast():
             result.sample = write_text(trainee.module, PROMPT, options.sample_bytes, device=device)
@@ -150,24 +149,19 @@ def _progress(config: TrainingConfig, done: int, loss: float, seconds: float) ->
     )
 
 
-def _step(
-    trainee: Trainee, corpus: Corpus, config: TrainingConfig, step: int, rank: int, device: torch.device
-) -> Tensor:
+def _step(trainee: Trainee, corpus: Corpus, config: TrainingConfig, step: int, rank: int) -> Tensor:
     """One optimizer step; the mean loss of this rank's sequences, still on the device."""
     for group in trainee.optimizer.param_groups:
         group["lr"] = learning_rate(config, step)
     trainee.optimizer.zero_grad(set_to_none=True)
     first = step * config.batch + rank // config.context_parallel * config.rank_batch
     size = config.rank_batch // config.accumulation
-    total = torch.zeros((), device=device)
+    total = torch.zeros((), device=trainee.device)
     for micro in range(config.accumulation):
         positions = range(first + micro * size, first + (micro + 1) * size)
         tokens, targets = corpus.sequences(positions, context_length=config.model.context_length, seed=config.seed)
-        is_last = micro == config.accumulation - 1
-        with nullcontext() if is_last else trainee.no_sync():
-            with trainee.autocast():
-                tokens, targets = (trainee.split(one).to(device) for one in (tokens, targets))
-                loss = cross_entropy(trainee.module(tokens), targets) / config.accumulation
+        with nullcontext() if micro == config.accumulation - 1 else trainee.no_sync():
+            loss = trainee.loss(tokens, targets) / config.accumulation
             trainee.scaler.scale(loss).backward()
         total += loss.detach()
     trainee.finish()
@@ -179,15 +173,14 @@ def _step(
     return total
 
 
-def _validate(trainee: Trainee, corpus: Corpus, config: TrainingConfig, device: torch.device) -> float:
+def _validate(trainee: Trainee, corpus: Corpus, config: TrainingConfig) -> float:
     """Mean loss of held-out sequences, computed by every rank alike (sharded weights need all of them)."""
     tokens, targets = corpus.validation_sequences(config.model.context_length, VALIDATION_SEQUENCES)
-    total, size = 0.0, config.rank_batch // config.accumulation
-    with torch.no_grad(), trainee.autocast():
-        for some, wanted in zip(tokens.split(size), targets.split(size)):
-            some, wanted = (trainee.split(one).to(device) for one in (some, wanted))
-            total += len(some) * cross_entropy(trainee.module(some), wanted).item()
-    return _mean_over_ranks([torch.tensor(total / len(tokens), device=device)], config)[0]
+    size = config.rank_batch // config.accumulation
+    with torch.no_grad():
+        pairs = zip(tokens.split(size), targets.split(size))
+        total = sum(len(some) * trainee.loss(some, wanted).item() for some, wanted in pairs)
+    return _mean_over_ranks([torch.tensor(total / len(tokens), device=trainee.device)], config)[0]
 
 
 def write_text(

@@ -26,7 +26,7 @@ from cs336_systems.distributed.fsdp import FSDP
 from cs336_systems.distributed.loss_scale import LossScaler
 from cs336_systems.distributed.sharded_optimizer import ShardedOptimizer
 from cs336_systems.distributed.zero1 import Zero1Optimizer
-from cs336_systems.model import AdamW, build_model, clip_gradients
+from cs336_systems.model import AdamW, build_model, clip_gradients, cross_entropy
 from cs336_systems.training.config import TrainingConfig
 
 BETAS = (0.9, 0.95)
@@ -37,6 +37,7 @@ DDP = {"naive": NaiveDDP, "flat": FlatDDP, "overlap": OverlapDDP, "bucketed": Bu
 class Trainee:
     """A model in its wrapper, and its optimizer."""
 
+    device: torch.device
     module: nn.Module  # tokens -> logits, on this rank's share of the batch
     optimizer: torch.optim.Optimizer
     clip: Callable[[float], Tensor]  # scales all gradients to at most this norm; the norm before
@@ -47,13 +48,17 @@ class Trainee:
     split: Callable[[Tensor], Tensor] = lambda sequences: sequences  # -> this rank's part of them
     make_whole: Callable[[], None] = lambda: None  # from now on the module takes whole sequences again
 
+    def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """The mean loss of this rank's part of sequences on the CPU."""
+        with self.autocast():
+            logits = self.module(self.split(tokens).to(self.device))
+            return cross_entropy(logits, self.split(targets).to(self.device))
+
 
 def build_trainee(config: TrainingConfig, device: torch.device) -> Trainee:
     """The model of `config` with seeded weights on `device`, in its wrapper; the process group must be up."""
     dtype = getattr(torch, config.precision.parameters)
-    model: nn.Module = build_model(
-        config.model, attention=config.attention, device=device, dtype=dtype, seed=config.seed
-    )
+    model = build_model(config.model, attention=config.attention, device=device, dtype=dtype, seed=config.seed)
     parts: dict[str, Any] = {"clip": lambda max_norm: clip_gradients(model.parameters(), max_norm)}
     if config.context_parallel > 1:  # before any wrapper, all of which then average over parts as over sequences
         group, _ = dist.new_subgroups(config.context_parallel)
@@ -83,4 +88,4 @@ def build_trainee(config: TrainingConfig, device: torch.device) -> Trainee:
     if config.wrapper != "none":
         synchronizes = optimizer if config.wrapper == "zero1" else wrapped  # what averages the gradients
         parts |= {"finish": synchronizes.finish_gradient_synchronization, "no_sync": synchronizes.no_sync}
-    return Trainee(module=wrapped, optimizer=optimizer, scaler=scaler, **parts)
+    return Trainee(device=device, module=wrapped, optimizer=optimizer, scaler=scaler, **parts)
