@@ -19,7 +19,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from re import search
 from typing import Any
@@ -41,6 +41,7 @@ from cs336_systems.distributed.launch import run_ranks
 from cs336_systems.distributed.sharded_optimizer import ShardedOptimizer
 from cs336_systems.distributed.zero1 import Zero1Optimizer
 from tests.module_kinds import KINDS, Kind, double
+from tests.sharding_models import whole
 
 UNUSED_PARAMETERS = [KINDS["unused layer"], KINDS["alternating branches"]]  # in a step
 COVERS = ("cs336_systems/distributed", "tests/module_kinds.py")
@@ -89,19 +90,35 @@ ALWAYS: list[tuple[str, str, str]] = [
 class Side:
     """A model in training: alone with whole batches, or wrapped with this rank's part of each."""
 
-    module: nn.Module  # the raw one, for modes and for what the uses set
-    model: Callable[..., Any]
-    make_optimizer: Callable[[list[nn.Parameter]], Any]
-    parameters: Callable[[], list[nn.Parameter]]
-    load: Callable[[dict[str, Tensor]], Any]
-    full: Callable[[], dict[str, Tensor]]
     kind: Kind
-    rank: int | None  # None: alone
-    finish: Callable[[], None] = lambda: None
-    no_sync: Callable[[], AbstractContextManager[Any]] = nullcontext
-    clip: Callable[[float], Tensor] | None = None
+    module: nn.Module  # the raw one, for modes and for what the uses set
+    model: Any  # what the inputs go into
+    make_optimizer: Callable[[list[nn.Parameter]], Any] = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+    rank: int | None = None  # None: alone
     optimizer: Any = None
     losses: list[Tensor] = field(default_factory=list)
+
+    @property
+    def averages(self) -> Any:
+        """What averages the gradients, if anything does: the wrapper or the optimizer."""
+        both = (self.model, self.optimizer)
+        return next((one for one in both if hasattr(one, "finish_gradient_synchronization")), None)
+
+    def finish(self) -> None:
+        if self.averages is not None:
+            self.averages.finish_gradient_synchronization()
+
+    def no_sync(self) -> AbstractContextManager[Any]:
+        return nullcontext() if self.averages is None else self.averages.no_sync()
+
+    def parameters(self) -> list[nn.Parameter]:
+        return list(self.model.parameters())
+
+    def load(self, state: dict[str, Tensor]) -> None:
+        if isinstance(self.model, FSDP):
+            self.model.load_full_params(state)
+        else:
+            self.module.load_state_dict(state, strict=False)  # without buffers, and a tied weight by one of its names
 
     def inputs(self, batch: int) -> tuple[Tensor, ...]:
         generator = torch.Generator().manual_seed(100 + batch)
@@ -198,10 +215,10 @@ def clip(side: Side) -> None:
     for step in side.steps(update=False):
         side.backward(side.loss(step))
         side.finish()
-        if side.clip is None:
-            side.losses.append(nn.utils.clip_grad_norm_(side.parameters(), 0.01, foreach=False))
+        if isinstance(side.averages, FSDP | Zero1Optimizer):
+            side.losses.append(side.averages.clip_grad_norm_(0.01))
         else:
-            side.losses.append(side.clip(0.01))
+            side.losses.append(nn.utils.clip_grad_norm_(side.parameters(), 0.01, foreach=False))
         side.optimizer.step()
 
 
@@ -351,75 +368,28 @@ INITIAL: dict[Kind, dict[str, Tensor]] = {}  # the parameters that `load` starts
 # Wrappers
 
 
-def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+def data_parallel(kind: Kind, module: nn.Module, wrap: Any, **options: Any) -> Side:
+    return Side(kind, module, wrap(module, find_unused_parameters=kind in UNUSED_PARAMETERS), **options)
 
 
-def alone(module: nn.Module, kind: Kind) -> Side:
-    def parameters() -> list[nn.Parameter]:
-        return list(module.parameters())
-
-    def full() -> dict[str, Tensor]:
-        return {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
-
-    def load(state: dict[str, Tensor]) -> None:
-        module.load_state_dict(state, strict=False)  # without buffers, and a tied weight by one of its names
-
-    return Side(module, module, sgd, parameters, load, full, kind, None)
+SGD: dict[str, Any] = {"optimizer_cls": torch.optim.SGD, "lr": 0.1, "momentum": 0.9}
 
 
-def data_parallel(module: nn.Module, kind: Kind, wrap: Any, make_optimizer: Any = sgd) -> Side:
-    side = alone(module, kind)
-    side.model = wrap(module, find_unused_parameters=kind in UNUSED_PARAMETERS)
-    side.rank, side.make_optimizer = dist.get_rank(), make_optimizer
-    side.finish, side.no_sync = side.model.finish_gradient_synchronization, side.model.no_sync
-    return side
+def zero1(kind: Kind, module: nn.Module) -> Side:
+    for buffer in module.buffers():
+        dist.broadcast(buffer, 0)  # the optimizer sees parameters only
+    return Side(kind, module, module, partial(Zero1Optimizer, bucket_size_mb=2e-4, **SGD))
 
 
-def sharded_optimizer(module: nn.Module, kind: Kind) -> Side:
-    def make(parameters: list[nn.Parameter]) -> ShardedOptimizer:
-        return ShardedOptimizer(parameters, torch.optim.SGD, lr=0.1, momentum=0.9)
-
-    return data_parallel(module, kind, NaiveDDP, make)
-
-
-def zero1(module: nn.Module, kind: Kind) -> Side:
-    side = alone(module, kind)
-
-    def make(parameters: list[nn.Parameter]) -> Zero1Optimizer:
-        for buffer in module.buffers():
-            dist.broadcast(buffer, 0)  # it sees parameters only
-        optimizer = Zero1Optimizer(parameters, torch.optim.SGD, bucket_size_mb=2e-4, lr=0.1, momentum=0.9)
-        side.finish, side.no_sync = optimizer.finish_gradient_synchronization, optimizer.no_sync
-        side.clip = optimizer.clip_grad_norm_
-        return optimizer
-
-    side.rank, side.make_optimizer = dist.get_rank(), make
-    return side
-
-
-def fsdp(module: nn.Module, kind: Kind, granularity: Any) -> Side:
-    model = FSDP(module, granularity=granularity)
-
-    def full() -> dict[str, Tensor]:
-        return {name: value.clone() for name, value in model.gather_full_params().items()}
-
-    side = alone(module, kind)
-    side.model, side.rank, side.parameters, side.full = model, dist.get_rank(), lambda: list(model.parameters()), full
-    side.load, side.clip = model.load_full_params, model.clip_grad_norm_
-    side.finish, side.no_sync = model.finish_gradient_synchronization, model.no_sync
-    return side
-
-
-WRAPPERS: dict[str, Callable[[nn.Module, Kind], Side]] = {
-    "naive": lambda module, kind: data_parallel(module, kind, NaiveDDP),
-    "flat": lambda module, kind: data_parallel(module, kind, FlatDDP),
-    "overlap": lambda module, kind: data_parallel(module, kind, OverlapDDP),
-    "bucketed": lambda module, kind: data_parallel(module, kind, lambda module, **o: BucketedDDP(module, 2e-4, **o)),
-    "sharded-optimizer": sharded_optimizer,
+WRAPPERS: dict[str, Callable[[Kind, nn.Module], Side]] = {
+    "naive": partial(data_parallel, wrap=NaiveDDP),
+    "flat": partial(data_parallel, wrap=FlatDDP),
+    "overlap": partial(data_parallel, wrap=OverlapDDP),
+    "bucketed": partial(data_parallel, wrap=partial(BucketedDDP, bucket_size_mb=2e-4)),
+    "sharded-optimizer": partial(data_parallel, wrap=NaiveDDP, make_optimizer=partial(ShardedOptimizer, **SGD)),
     "zero1": zero1,
-    "fsdp, blocks": lambda module, kind: fsdp(module, kind, "block"),
-    "fsdp, layers": lambda module, kind: fsdp(module, kind, "layer"),
+    "fsdp, blocks": lambda kind, module: Side(kind, module, FSDP(module, granularity="block")),
+    "fsdp, layers": lambda kind, module: Side(kind, module, FSDP(module, granularity="layer")),
 }
 
 
@@ -445,10 +415,11 @@ def train(name: str, use: Use, wrapper: str | None) -> tuple[dict[str, Tensor], 
     module = use.prepare(double(kind.build()))
     if wrapper is None and use.train is load:
         INITIAL[kind] = {key: value.detach().clone() for key, value in module.named_parameters()}
-    side = alone(module, kind) if wrapper is None else WRAPPERS[wrapper](module, kind)
+    side = Side(kind, module, module) if wrapper is None else WRAPPERS[wrapper](kind, module)
+    side.rank = None if wrapper is None else dist.get_rank()
     side.optimizer = side.make_optimizer(use.first_group(side.parameters()))
     use.train(side)
-    return side.full(), side.losses
+    return whole(side.model), side.losses
 
 
 @cache

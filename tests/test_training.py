@@ -270,13 +270,16 @@ def test_a_run_that_goes_on_for_more_steps_says_what_they_change(tmp_path, capsy
 # Command line
 
 
+QUICK = ("--batch", "2", "--context-length", "16", "--device", "cpu")
+
+
 def run_cli(*arguments: str) -> Any:
     return CliRunner().invoke(app, ["train", *arguments])
 
 
 def test_the_command_says_what_it_trains_and_lets_the_model_write(tmp_path):
     out = tmp_path / "run"
-    result = run_cli("--steps", "2", "--batch", "2", "--context-length", "16", "--device", "cpu", "--out", str(out))
+    result = run_cli("--steps", "2", *QUICK, "--out", str(out))
     assert result.exit_code == 0, result.output
     first, step, summary, *_, last = result.output.splitlines()
     assert re.fullmatch(
@@ -304,9 +307,8 @@ def test_the_command_says_what_it_trains_and_lets_the_model_write(tmp_path):
 
 def test_a_full_disk_ends_a_run_in_one_line(tmp_path, monkeypatch):
     """D15. The losses' file is a device that is always full."""
-    small = ["--steps", "2", "--batch", "2", "--context-length", "16", "--device", "cpu"]
     (tmp_path / "losses.jsonl").symlink_to("/dev/full")
-    result = run_cli(*small, "--out", str(tmp_path))
+    result = run_cli("--steps", "2", *QUICK, "--out", str(tmp_path))
     assert result.exit_code == 2
     said = f"error: [Errno 28] No space left on device: '{tmp_path}/losses.jsonl'"
     assert result.output.splitlines()[-1] == said
@@ -339,8 +341,8 @@ def killed_at_step_three(rank: int, num_ranks: int, config: TrainingConfig, opti
 @pytest.mark.slow
 def test_a_killed_rank_says_from_where_the_run_can_go_on(tmp_path, monkeypatch):
     monkeypatch.setattr("cs336_systems.training.loop.train_rank", killed_at_step_three)
-    small = ["--steps", "4", "--batch", "2", "--context-length", "16", "--device", "cpu", "--checkpoint-every", "2"]
-    result = run_cli(*small, "--wrapper", "naive", "--ranks", "2", "--out", str(tmp_path))
+    way = ["--steps", "4", "--checkpoint-every", "2", "--wrapper", "naive", "--ranks", "2", "--out", str(tmp_path)]
+    result = run_cli(*QUICK, *way)
     assert result.exit_code == 1
     *_, died, hint = result.output.splitlines()
     assert "died (signal SIGKILL)" in died
@@ -378,7 +380,7 @@ def torchrun_variables(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 
 def test_a_launcher_in_torchruns_manner_need_not_count_the_ranks_of_a_host(torchrun_variables):
-    result = run_cli("--steps", "1", "--batch", "2", "--context-length", "16", "--device", "cpu", "--wrapper", "naive")
+    result = run_cli("--steps", "1", *QUICK, "--wrapper", "naive")
     assert result.exit_code == 0, result.output
     assert "nano, naive, 1 rank: loss" in result.output
 
@@ -396,8 +398,7 @@ def test_a_variable_of_torchrun_that_is_no_number_is_named(torchrun_variables, n
 def test_ctrl_c_says_from_where_the_run_can_go_on(tmp_path, ranks):
     """Once it ended without a word, and whether anything had been kept was to be found out."""
     out = tmp_path / "run"
-    size = ["--context-length", "16", "--batch", "4", "--steps", "100000", "--device", "cpu"]
-    arguments = ["train", *size, "--out", str(out), "--checkpoint-every", "3", *ranks]
+    arguments = ["train", *QUICK, "--steps", "100000", "--out", str(out), "--checkpoint-every", "3", *ranks]
     process = subprocess.Popen(
         [sys.executable, "-m", "cs336_systems", *arguments], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
         text=True, start_new_session=True,
