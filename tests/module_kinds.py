@@ -141,42 +141,23 @@ def encoder_layer() -> nn.Module:
     return nn.TransformerEncoderLayer(6, 3, 10, dropout=0.0, batch_first=True)
 
 
-class OwnsAndCalls(nn.Module):
+def owns_and_calls() -> nn.Module:
     """Owns a matrix, and uses it after a child has run: a unit within which another unit runs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = linear()
-        self.weight = matrix()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.inner(x)) @ self.weight
+    return Net(lambda m, x: torch.tanh(m.inner(x)) @ m.weight, inner=linear(), weight=matrix())
 
 
-class Recursive(nn.Module):
-    """A block that holds a block of its own class."""
-
-    def __init__(self, depth: int) -> None:
-        super().__init__()
-        self.own = OwnsAndCalls()
-        self.rest = Recursive(depth - 1) if depth else nn.Identity()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.rest(self.own(x))
+def recursive(depth: int) -> nn.Module:
+    """A block that holds a block of its own kind."""
+    rest = recursive(depth - 1) if depth else nn.Identity()
+    return Net(lambda m, x: x + m.rest(m.own(x)), own=owns_and_calls(), rest=rest)
 
 
-class FillsAList(nn.Module):
+def fills_a_list(model: Any, x: Tensor, losses: list[Tensor], found: dict[str, Tensor]) -> Tensor:
     """Adds an auxiliary loss to a list that its caller hands it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = linear()
-
-    def forward(self, x: Tensor, losses: list[Tensor], found: dict[str, Tensor]) -> Tensor:
-        x = self.inner(x).tanh()
-        losses.append(x.square().mean(-1))
-        found["last"] = x
-        return x
+    x = model.inner(x).tanh()
+    losses.append(x.square().mean(-1))
+    found["last"] = x
+    return x
 
 
 def filled(model: Any, x: Tensor) -> list[Tensor]:
@@ -187,16 +168,10 @@ def filled(model: Any, x: Tensor) -> list[Tensor]:
     return [x, *losses, found["last"]]
 
 
-class Alternates(nn.Module):
+def alternates() -> nn.Module:
     """Takes another of its branches in every second step, on all ranks alike; who trains it sets `step`."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.branches = nn.ModuleList([linear(), linear()])
-        self.step = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.branches[self.step % 2](x).tanh()
+    branches = nn.ModuleList([linear(), linear()])
+    return Net(lambda m, x: m.branches[m.step % 2](x).tanh(), branches=branches, step=0)
 
 
 class FrozenStatistics(nn.BatchNorm1d):
@@ -378,20 +353,23 @@ KINDS: dict[str, Kind] = {
         ),
         vectors,
     ),
-    "owns and calls": Kind(OwnsAndCalls, vectors),
+    "owns and calls": Kind(owns_and_calls, vectors),
     "nested units": Kind(
-        lambda: Net(lambda m, x: residual(m.blocks, x), blocks=nn.ModuleList([OwnsAndCalls(), OwnsAndCalls()])), vectors
+        lambda: Net(lambda m, x: residual(m.blocks, x), blocks=nn.ModuleList([owns_and_calls(), owns_and_calls()])),
+        vectors,
     ),
-    "recursive": Kind(lambda: Recursive(2), vectors),
+    "recursive": Kind(lambda: recursive(2), vectors),
     "unused layer": Kind(lambda: Net(lambda m, x: m.used(x), used=linear(), unused=linear()), vectors),
-    "alternating branches": Kind(Alternates, vectors),
+    "alternating branches": Kind(alternates, vectors),
     # parametrizations and hooks
     "weight norm": Kind(lambda: nn.Sequential(parametrizations.weight_norm(linear()), nn.Tanh(), linear()), vectors),
     "legacy weight norm": Kind(lambda: nn.Sequential(legacy_weight_norm(linear()), nn.Tanh(), linear()), vectors),
     "orthogonal": Kind(lambda: nn.Sequential(parametrizations.orthogonal(linear()), linear()), vectors),
     "gradient hook": Kind(lambda: hooked(nn.Sequential(linear(), linear())), vectors),
     # what goes in and out
-    "list and dict arguments": Kind(lambda: Net(filled, blocks=nn.ModuleList([FillsAList(), FillsAList()])), vectors),
+    "list and dict arguments": Kind(
+        lambda: Net(filled, blocks=nn.ModuleList(Net(fills_a_list, inner=linear()) for _ in range(2))), vectors
+    ),
     "tuple output": Kind(lambda: Net(lambda m, x: (m.a(x), m.b(x).sin()), a=linear(), b=linear()), vectors),
     "dict output": Kind(lambda: Net(lambda m, x: {"a": m.a(x), "rest": [m.b(x)]}, a=linear(), b=linear()), vectors),
     "dataclass output": Kind(
@@ -412,8 +390,8 @@ KINDS: dict[str, Kind] = {
     # checkpoints within
     "checkpointed": Kind(lambda: checkpointed(False, mlp(), mlp(), mlp()), vectors),
     "checkpointed reentrantly": Kind(lambda: checkpointed(True, mlp(), mlp(), mlp()), vectors),
-    "checkpointed nested units": Kind(lambda: checkpointed(False, OwnsAndCalls(), Recursive(1)), vectors),
-    "reentrantly checkpointed nested units": Kind(lambda: checkpointed(True, OwnsAndCalls(), Recursive(1)), vectors),
+    "checkpointed nested units": Kind(lambda: checkpointed(False, owns_and_calls(), recursive(1)), vectors),
+    "reentrantly checkpointed nested units": Kind(lambda: checkpointed(True, owns_and_calls(), recursive(1)), vectors),
     "checkpointed shared block": Kind(lambda: checkpointed(False, *[mlp()] * 2), vectors),
     "reentrantly checkpointed shared block": Kind(lambda: checkpointed(True, *[mlp()] * 2), vectors),
 }

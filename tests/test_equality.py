@@ -136,171 +136,146 @@ class Side:
         self.finish()
         self.optimizer.step()
 
-    def steps(self, *, update: bool = True) -> Any:
-        """The numbers of the steps: before each, gradients are reset, after it, with `update`, parameters updated."""
-        for step in range(STEPS):
-            for inner in self.module.modules():
-                if hasattr(inner, "step"):
-                    inner.step = step  # type: ignore[assignment]
-            self.optimizer.zero_grad()
-            yield step
-            if update:
-                self.update()
-
 
 def mean_loss(output: Any) -> Tensor:
     """A mean over samples, of every tensor that a model returns."""
     return sum((one.square() + one.sin()).mean() for one in tree_leaves(output))  # type: ignore[return-value]
 
 
-# Uses: what scripts do with a model. Some change it before it is wrapped.
+# Uses: what scripts do with a model in a step. Some change it before it is wrapped.
 
 
 @dataclass(frozen=True)
 class Use:
-    train: Callable[[Side], None]
+    step: Callable[[Side, int], object]
     prepare: Callable[[nn.Module], nn.Module] = lambda module: module
+    updates: bool = True  # parameters after the step; otherwise the step does
     first_group: Callable[[list[nn.Parameter]], list[nn.Parameter]] = lambda parameters: parameters
     tolerance: float = 1e-9  # relative
 
-
-def plain(side: Side) -> None:
-    for step in side.steps():
-        side.backward(side.loss(step))
-
-
-def accumulate(side: Side) -> None:
-    for step in side.steps():
-        with side.no_sync():
-            side.backward(side.loss(10 * step))
-            side.backward(side.loss(10 * step + 1))
-        side.backward(side.loss(10 * step + 2))
+    def train(self, side: Side) -> None:
+        for step in range(STEPS):
+            for inner in side.module.modules():
+                if hasattr(inner, "step"):
+                    inner.step = step  # type: ignore[assignment]
+            side.optimizer.zero_grad()
+            self.step(side, step)
+            if self.updates:
+                side.update()
 
 
-def two_forwards_one_backward(side: Side) -> None:
-    for step in side.steps():
-        side.backward(side.loss(step) + side.loss(step + 10))
+def plain(side: Side, step: int) -> None:
+    side.backward(side.loss(step))
 
 
-def forward_without_backward(side: Side) -> None:
+def accumulate(side: Side, step: int) -> None:
+    with side.no_sync():
+        side.backward(side.loss(10 * step))
+        side.backward(side.loss(10 * step + 1))
+    side.backward(side.loss(10 * step + 2))
+
+
+def forward_without_backward(side: Side, step: int) -> None:
     """In training mode, with gradients on: a metric, or a bad batch that is skipped."""
-    for step in side.steps(update=False):
-        side.losses.append(side.loss(step + 20).detach())
-        side.backward(side.loss(step))
-        side.losses.append(side.loss(step + 30).detach())  # what it gathers is old after the update
-        side.update()
-        side.losses.append(side.loss(step + 10).detach())
+    side.losses.append(side.loss(step + 20).detach())
+    side.backward(side.loss(step))
+    side.losses.append(side.loss(step + 30).detach())  # what it gathers is old after the update
+    side.update()
+    side.losses.append(side.loss(step + 10).detach())
 
 
-def evaluate_between(side: Side) -> None:
-    for step in side.steps(update=False):
-        side.backward(side.loss(step))
-        side.update()
-        side.module.eval()
-        with torch.no_grad():
-            side.losses.append(side.loss(step + 10))
-        with torch.inference_mode():
-            side.losses.append(side.loss(step + 10).clone())
-        side.module.train()
+def evaluate_between(side: Side, step: int) -> None:
+    side.backward(side.loss(step))
+    side.update()
+    side.module.eval()
+    with torch.no_grad():
+        side.losses.append(side.loss(step + 10))
+    with torch.inference_mode():
+        side.losses.append(side.loss(step + 10).clone())
+    side.module.train()
 
 
-def evaluate_before_finishing(side: Side) -> None:
-    for step in side.steps():
-        side.backward(side.loss(step))
-        with torch.no_grad():
-            side.losses.append(side.loss(step + 10))
+def evaluate_before_finishing(side: Side, step: int) -> None:
+    side.backward(side.loss(step))
+    with torch.no_grad():
+        side.losses.append(side.loss(step + 10))
 
 
-def clip(side: Side) -> None:
-    for step in side.steps(update=False):
-        side.backward(side.loss(step))
-        side.finish()
-        if isinstance(side.averages, FSDP | Zero1Optimizer):
-            side.losses.append(side.averages.clip_grad_norm_(0.01))
-        else:
-            side.losses.append(nn.utils.clip_grad_norm_(side.parameters(), 0.01, foreach=False))
-        side.optimizer.step()
+def clip(side: Side, step: int) -> None:
+    side.backward(side.loss(step))
+    side.finish()
+    if isinstance(side.averages, FSDP | Zero1Optimizer):
+        side.losses.append(side.averages.clip_grad_norm_(0.01))
+    else:
+        side.losses.append(nn.utils.clip_grad_norm_(side.parameters(), 0.01, foreach=False))
+    side.optimizer.step()
 
 
-def scale(side: Side) -> None:
+def scale(side: Side, step: int) -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-    for step in side.steps(update=False):
-        side.backward(scaler.scale(side.loss(step)))
-        side.finish()
-        scaler.step(side.optimizer)
-        scaler.update()
+    side.backward(scaler.scale(side.loss(step)))
+    side.finish()
+    scaler.step(side.optimizer)
 
 
-def load(side: Side) -> None:
+def load(side: Side, step: int) -> None:
     """Other weights, after the optimizer was made and after a step."""
-    for step in side.steps():
-        if step < 2:
-            side.load({name: value * (0.5 + step) for name, value in INITIAL[side.kind].items()})
-        side.backward(side.loss(step))
+    if step < 2:
+        side.load({name: value * (0.5 + step) for name, value in INITIAL[side.kind].items()})
+    side.backward(side.loss(step))
 
 
-def change_rate(side: Side) -> None:
-    for step in side.steps():
-        for group in side.optimizer.param_groups:
-            group["lr"] = 0.1 / (1 + step)
-        side.backward(side.loss(step))
+def change_rate(side: Side, step: int) -> None:
+    for group in side.optimizer.param_groups:
+        group["lr"] = 0.1 / (1 + step)
+    side.backward(side.loss(step))
 
 
-def add_group(side: Side) -> None:
-    parameters = side.parameters()
-    for step in side.steps():
-        if step == 1 and len(parameters) > 1:
-            side.optimizer.add_param_group({"params": parameters[1:], "lr": 0.05})
-        side.backward(side.loss(step))
+def add_group(side: Side, step: int) -> None:
+    if step == 1 and len(parameters := side.parameters()) > 1:
+        side.optimizer.add_param_group({"params": parameters[1:], "lr": 0.05})
+    side.backward(side.loss(step))
 
 
-def keep_zeros(side: Side) -> None:
-    for step in side.steps():
-        side.optimizer.zero_grad(set_to_none=False)
-        side.backward(side.loss(step))
+def keep_zeros(side: Side, step: int) -> None:
+    side.optimizer.zero_grad(set_to_none=False)
+    side.backward(side.loss(step))
 
 
-def backward_twice(side: Side) -> None:
-    for step in side.steps():
-        loss = side.loss(step)
-        with side.no_sync():
-            side.backward(loss, retain_graph=True)
-        side.backward(loss)
+def backward_twice(side: Side, step: int) -> None:
+    loss = side.loss(step)
+    with side.no_sync():
+        side.backward(loss, retain_graph=True)
+    side.backward(loss)
 
 
-def change_output_in_place(side: Side) -> None:
-    for step in side.steps():
-        output = side.model(*side.inputs(step))
-        for one in tree_leaves(output):
-            one /= 2
-        side.backward(mean_loss(output))
+def change_output_in_place(side: Side, step: int) -> None:
+    output = side.model(*side.inputs(step))
+    for one in tree_leaves(output):
+        one /= 2
+    side.backward(mean_loss(output))
 
 
-def fill_a_list(side: Side) -> None:
-    for step in side.steps():
-        losses: list[Tensor] = []
-        loss = side.loss(step, losses)
-        side.backward(loss + sum(losses))
+def fill_a_list(side: Side, step: int) -> None:
+    losses: list[Tensor] = []
+    loss = side.loss(step, losses)
+    side.backward(loss + sum(losses))
 
 
-def take_input_gradients(side: Side) -> None:
+def take_input_gradients(side: Side, step: int) -> None:
     """Of a forward between steps: no parameter's gradient is wanted."""
-    for step in side.steps():
-        inputs = [one.requires_grad_(one.is_floating_point()) for one in side.inputs(step + 10)]
-        wanted = [one for one in inputs if one.requires_grad]
-        if wanted:
-            torch.autograd.grad(mean_loss(side.model(*inputs)), wanted)
-        side.backward(side.loss(step))
+    inputs = [one.requires_grad_(one.is_floating_point()) for one in side.inputs(step + 10)]
+    if wanted := [one for one in inputs if one.requires_grad]:
+        torch.autograd.grad(mean_loss(side.model(*inputs)), wanted)
+    side.backward(side.loss(step))
 
 
-def raise_in_a_forward(side: Side) -> None:
-    for step in side.steps():
-        last = list(side.module.modules())[-1]
-        handle = last.register_forward_hook(_raise)
-        with suppress(ArithmeticError):
-            side.loss(step + 10)
-        handle.remove()
-        side.backward(side.loss(step))
+def raise_in_a_forward(side: Side, step: int) -> None:
+    handle = list(side.module.modules())[-1].register_forward_hook(_raise)
+    with suppress(ArithmeticError):
+        side.loss(step + 10)
+    handle.remove()
+    side.backward(side.loss(step))
 
 
 def _raise(*_: Any) -> None:
@@ -342,15 +317,15 @@ def freeze_first(module: nn.Module) -> nn.Module:
 USES: dict[str, Use] = {
     "plain": Use(plain),
     "accumulation": Use(accumulate),
-    "two forwards, one backward": Use(two_forwards_one_backward),
-    "forward without backward": Use(forward_without_backward),
-    "evaluation between": Use(evaluate_between),
+    "two forwards, one backward": Use(lambda side, step: side.backward(side.loss(step) + side.loss(step + 10))),
+    "forward without backward": Use(forward_without_backward, updates=False),
+    "evaluation between": Use(evaluate_between, updates=False),
     "evaluation before finishing": Use(evaluate_before_finishing),
     "checkpointed": Use(plain, lambda module: Checkpointed(module, use_reentrant=False)),
     "checkpointed reentrantly": Use(plain, lambda module: Checkpointed(module, use_reentrant=True)),
     "checkpointed, accumulation": Use(accumulate, lambda module: Checkpointed(module, use_reentrant=False)),
-    "clipping": Use(clip, tolerance=1e-6),  # sharded norms are float32
-    "gradient scaler": Use(scale),
+    "clipping": Use(clip, updates=False, tolerance=1e-6),  # sharded norms are float32
+    "gradient scaler": Use(scale, updates=False),
     "load_state_dict": Use(load),
     "learning rate": Use(change_rate),
     "parameters in a later group": Use(add_group, first_group=lambda parameters: parameters[:1]),
@@ -413,7 +388,7 @@ def train(name: str, use: Use, wrapper: str | None) -> tuple[dict[str, Tensor], 
     kind = KINDS[name]
     torch.manual_seed(0 if wrapper is None else dist.get_rank())  # rank 0's values are to reach all
     module = use.prepare(double(kind.build()))
-    if wrapper is None and use.train is load:
+    if wrapper is None and use.step is load:
         INITIAL[kind] = {key: value.detach().clone() for key, value in module.named_parameters()}
     side = Side(kind, module, module) if wrapper is None else WRAPPERS[wrapper](kind, module)
     side.rank = None if wrapper is None else dist.get_rank()
