@@ -1,9 +1,13 @@
 """Many checks of ranks in one job: starting the processes takes longer than most of the checks.
 
-    JOB = OneJob(2, (train, "naive"), (train, "flat"), (count_sends,))      # run_ranks(train, 2, "naive"), ...
+    JOB = OneJob(2, (train, "naive"), (train, "flat"))                      # run_ranks(train, 2, "naive"), ...
 
     def test_naive():
         first, second = JOB.results(train, "naive")                         # starts the job when it is the first
+
+    @JOB.check
+    def test_sends(rank, num_ranks):                                        # asserts on every rank of the job
+        assert ...
 
 If any of them fails, each runs in a job of its own when its results are asked for: so a test fails by its own check
 only, with its own error.
@@ -27,6 +31,25 @@ class OneJob:
 
     def __init__(self, num_ranks: int, *calls: Call) -> None:
         self.num_ranks, self.calls = num_ranks, calls
+
+    def check(self, function: Callable[[int, int], object]) -> Callable[..., None]:
+        """The test that `function`, one more call of this job, raises on no rank."""
+
+        def test(*place: int) -> None:
+            if place:  # on a rank
+                function(*place)
+            else:
+                self.results(test)
+
+        for name in ("__module__", "__name__", "__qualname__", "__doc__"):  # a rank finds it by these
+            setattr(test, name, getattr(function, name))
+        self.calls += ((test,),)
+        return test
+
+    def call(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """`function`, one more call of this job."""
+        self.calls += ((function,),)
+        return function
 
     def results(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
         """What `run_ranks(function, num_ranks, *arguments)` returns or raises."""

@@ -29,6 +29,8 @@ from cs336_systems.distributed.launch import run_ranks
 from cs336_systems.distributed.loss_scale import LossScaler
 from tests.one_job import OneJob
 
+TWO_RANKS = OneJob(2)
+
 
 def inputs(rank: int, size: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(size, generator=torch.Generator().manual_seed(rank), dtype=torch.float64).to(dtype)
@@ -42,7 +44,10 @@ def mean_over_ranks(ranks: int, size: int, dtype: torch.dtype = torch.float32) -
 # What the ranks do
 
 
-def use_a_group_of_others(rank: int, ranks: int) -> None:
+@TWO_RANKS.check
+def test_a_rank_outside_of_a_group_is_refused_by_all_that_takes_one(rank: int, ranks: int) -> None:
+    """PyTorch counts -1 ranks there, which wrappers once took for a group of one: the rank trained alone in silence,
+    and ring attention was zeros."""
     first = dist.new_group([0])
     if rank == 0:
         assert (num_ranks(first), rank_in(first)) == (1, 0)
@@ -66,6 +71,7 @@ def to_average(rank: int) -> dict[Any, Tensor]:
     }  # fmt: skip
 
 
+@TWO_RANKS.call
 def means(rank: int, ranks: int) -> dict[Any, Tensor]:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -90,7 +96,8 @@ def means(rank: int, ranks: int) -> dict[Any, Tensor]:
     return {name: tensor.detach() for name, tensor in found.items()}
 
 
-def broadcast_odd(rank: int, ranks: int) -> None:
+@TWO_RANKS.check
+def test_every_kind_of_tensor_is_broadcast_bit_for_bit(rank: int, ranks: int) -> None:
     def tensors(seed: int) -> list[Tensor]:
         x = torch.randn(3, 4, generator=torch.Generator().manual_seed(seed))
         return [x.t(), x.bfloat16(), x[:0], torch.view_as_complex(x.view(6, 2)), x > 0, torch.tensor(seed)]
@@ -111,28 +118,22 @@ DIFFERENT = [  # the layers behind the first on rank 1, and what every rank must
 ]
 
 
-def build_differently(rank: int, ranks: int) -> None:
+@TWO_RANKS.check
+def test_D8_ranks_built_differently_are_told_the_parameter(rank: int, ranks: int) -> None:
     for layers, message in DIFFERENT:
         module = nn.Sequential(nn.Linear(3, 4), *(layers if rank == 1 else [nn.Linear(4, 2)]))
         with pytest.raises(ValueError, match=message):
             check_same_shapes(module.named_parameters())
 
 
-def refuse_wrong_arguments(rank: int, ranks: int) -> None:
+@TWO_RANKS.check
+def test_wrong_arguments_are_refused(rank: int, ranks: int) -> None:
     with pytest.raises(TypeError, match="tensor must be floating point or complex to have a mean, got torch.int64"):
         all_reduce_mean(torch.ones(3, dtype=torch.int64))
     with pytest.raises(TypeError, match="input must be floating point or complex to have a mean, got torch.int64"):
         reduce_scatter_mean_flat(torch.ones(2), torch.ones(4, dtype=torch.int64))
     with pytest.raises(ValueError, match="parameter 'weight' is on the meta device: give it memory before"):
         broadcast_parameters(nn.Linear(2, 2, device="meta"))
-
-
-TWO_RANKS = OneJob(
-    2, (means,), (broadcast_odd,), (build_differently,), (use_a_group_of_others,), (refuse_wrong_arguments,)
-)
-
-
-# Checks
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
@@ -173,26 +174,8 @@ def test_hooks_start_on_the_group_there_is_and_never_block(monkeypatch):
         assert transport.asked, "asynchronous, on a stream of NCCL's own"
 
 
-def test_every_kind_of_tensor_is_broadcast_bit_for_bit():
-    TWO_RANKS.results(broadcast_odd)
-
-
-def test_D8_ranks_built_differently_are_told_the_parameter():
-    TWO_RANKS.results(build_differently)
-
-
 def test_D9_without_a_process_group_the_way_to_one_is_told():
     ring = partial(ring_attention, *[torch.ones(1, 1, 2, 4)] * 3)
     for call in (num_ranks, rank_in, lambda: all_reduce_mean(torch.ones(2)), ring):
         with pytest.raises(RuntimeError, match="there is no process group: start the ranks with run_ranks, or by"):
             call()
-
-
-def test_a_rank_outside_of_a_group_is_refused_by_all_that_takes_one():
-    """PyTorch counts -1 ranks there, which wrappers once took for a group of one: the rank trained alone in silence,
-    and ring attention was zeros."""
-    TWO_RANKS.results(use_a_group_of_others)
-
-
-def test_wrong_arguments_are_refused():
-    TWO_RANKS.results(refuse_wrong_arguments)

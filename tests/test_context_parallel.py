@@ -22,8 +22,10 @@ from cs336_systems.distributed.context_parallel import (
 from cs336_systems.distributed.ddp_overlap import OverlapDDP
 from cs336_systems.distributed.launch import run_ranks
 from cs336_systems.model import TransformerLM, cross_entropy
+from tests.one_job import OneJob
 
 COVERS = ("cs336_systems/distributed/context_parallel.py",)
+THREE_RANKS = OneJob(3)
 
 
 def draw(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -97,6 +99,7 @@ def whole_inputs(num_ranks: int, dtype: torch.dtype, kv_heads: int) -> list[Tens
     return [draw(2, heads[seed], 8 * num_ranks, 16, seed=seed).to(dtype) for seed in range(4)]
 
 
+@THREE_RANKS.call
 def ring_on_rank(rank: int, num_ranks: int) -> list[list[Tensor]]:
     """For each case this rank's output and gradients."""
     found = []
@@ -113,7 +116,8 @@ def ring_on_rank(rank: int, num_ranks: int) -> list[list[Tensor]]:
     return found
 
 
-def differentiate_twice(rank: int, num_ranks: int) -> None:
+@THREE_RANKS.check
+def test_gradients_are_not_differentiated_in_silence(rank: int, num_ranks: int) -> None:
     """The gradients had no graph, so that a penalty on them trained nothing, without a word."""
     q, k, v = (draw(1, 1, 4, 8, seed=seed).requires_grad_() for seed in range(3))
     output = ring_attention(q, k, v, is_causal=True)
@@ -122,8 +126,8 @@ def differentiate_twice(rank: int, num_ranks: int) -> None:
         torch.autograd.grad(grads[0].square().sum(), q)
 
 
-def train_a_model(rank: int, num_ranks: int) -> float:
-    """The largest difference of a gradient from one process with whole sequences, over its largest element."""
+@THREE_RANKS.check
+def test_a_model_of_split_contexts_has_one_processs_gradients(rank: int, num_ranks: int) -> None:
     tokens, targets = torch.randint(11, (2, 3, TINY.context_length), generator=torch.Generator().manual_seed(1))
     torch.manual_seed(0)
     alone = TransformerLM.from_config(TINY).double()
@@ -134,18 +138,12 @@ def train_a_model(rank: int, num_ranks: int) -> float:
     part, wanted = (zigzag_split(x, rank, num_ranks, dim=1) for x in (tokens, targets))
     cross_entropy(model(part), wanted).backward()
     model.finish_gradient_synchronization()
-    pairs = zip(model.parameters(), alone.parameters(), strict=True)
-    worst = max(((own.grad - one.grad).abs().max() / one.grad.abs().max()).item() for own, one in pairs)
+    for own, one in zip(model.parameters(), alone.parameters(), strict=True):
+        assert (own.grad - one.grad).abs().max() < 1e-9 * one.grad.abs().max()
     with pytest.raises(ValueError, match="sequence must be this rank's 8 positions, got 24"):
         model(tokens)
     make_whole()
     torch.testing.assert_close(model(tokens), alone(tokens))
-    return worst
-
-
-def on_three_ranks(rank: int, num_ranks: int) -> tuple[list[list[Tensor]], float]:
-    differentiate_twice(rank, num_ranks)
-    return ring_on_rank(rank, num_ranks), train_a_model(rank, num_ranks)
 
 
 def assert_one_process_attention(results: list[list[list[Tensor]]]) -> None:
@@ -163,15 +161,13 @@ def assert_one_process_attention(results: list[list[list[Tensor]]]) -> None:
             assert error <= TOLERANCES[dtype] * max(1.0, wanted.abs().max().item()), (is_causal, backend, place)
 
 
-def test_three_ranks_are_one_process_forward_backward_and_in_a_model():
-    results = run_ranks(on_three_ranks, 3)
-    assert_one_process_attention([attended for attended, _ in results])
-    assert max(worst for _, worst in results) < 1e-9
+def test_three_ranks_are_one_process_forward_and_backward():
+    assert_one_process_attention(THREE_RANKS.results(ring_on_rank))
 
 
 def test_D9_one_rank_is_one_process_attention(alone_in_a_group):
     assert_one_process_attention([ring_on_rank(0, 1)])
-    differentiate_twice(0, 1)
+    test_gradients_are_not_differentiated_in_silence(0, 1)
     with pytest.raises(ValueError, match="model must have CausalMultiHeadSelfAttention layers, Linear has none"):
         split_context(torch.nn.Linear(2, 2))
 

@@ -28,6 +28,9 @@ from tests.sharding_models import Awkward, part, seeded
 COVERS = ("cs336_systems/distributed", "tests/sharding_models.py")
 
 
+TWO_RANKS, THREE_RANKS = OneJob(2), OneJob(3)
+
+
 class Toy(nn.Module):
     """Like the course's: a frozen vector, a frozen bias, no two layers alike; optionally tied."""
 
@@ -66,6 +69,7 @@ def equal_weights(single: nn.Module, model: nn.Module, rtol: float = 1e-7, atol:
     torch.testing.assert_close(dict(model.named_parameters()), dict(single.named_parameters()), rtol=rtol, atol=atol)
 
 
+@THREE_RANKS.call
 def check_options(rank: int, num_ranks: int) -> None:
     """Groups, schedules, later groups, closures, names, duplicates, other optimizers, and both ways to save."""
     # Groups of their own settings, a changed learning rate, a group that is added later
@@ -153,6 +157,8 @@ def test_D11_groups_schedules_state_and_errors_of_the_sharded_optimizer(num_rank
         THREE_RANKS.results(check_options)
 
 
+@TWO_RANKS.call
+@THREE_RANKS.call
 def check_zero1(rank: int, num_ranks: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for bucket_size_mb in (1e-4, 1e-3, 100.0):
@@ -234,15 +240,12 @@ def test_D3_D5_D11_zero1_equals_the_unsharded_optimizer(num_ranks):
         assert rank["bfloat16"][0] < 1
 
 
-def refuse_other_shapes(rank: int, num_ranks: int) -> None:
+@TWO_RANKS.check
+def test_D8_ranks_with_other_shapes_are_refused(rank: int, num_ranks: int) -> None:
+    """D8: shapes (4,) and (5,) once trained on in silence, and left an element that no rank updated."""
     for build in (ShardedOptimizer, Zero1Optimizer):
         with pytest.raises(ValueError, match="rank"):
             build([nn.Parameter(torch.zeros(4 + rank))], AdamW)
-
-
-def test_D8_ranks_with_other_shapes_are_refused():
-    """D8: shapes (4,) and (5,) once trained on in silence, and left an element that no rank updated."""
-    TWO_RANKS.results(refuse_other_shapes)
 
 
 def test_D9_no_process_group_is_said():
@@ -274,15 +277,15 @@ class NeverSent(ShardedOptimizer):
         pass
 
 
-def check_the_check(rank: int, num_ranks: int) -> float:
+@TWO_RANKS.check
+def test_an_optimizer_that_does_not_exchange_is_not_timed(rank: int, num_ranks: int) -> None:
     run = RunConfig(scale="tiny", device="cpu")
     case = sharding_case(run, num_ranks, None)
-    good = check_training("sharded", case, run, rank)
+    assert check_training("sharded", case, run, rank) <= 1
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(parallel_step, "ShardedOptimizer", NeverSent)
         with pytest.raises(Disagreement, match="changes of weights in 3 steps are off by .* times the bound"):
             check_training("sharded", case, run, rank)
-    return good
 
 
 def test_a_frozen_model_has_no_gradients_to_clip(alone_in_a_group):
@@ -307,51 +310,32 @@ def test_an_optimizer_that_is_dropped_is_gone_and_its_model_trains_on(alone_in_a
     assert model.bias.grad.tolist() == [2.0, 2.0]
 
 
-def leave_a_bucket_unused(rank: int, num_ranks: int) -> bool:
+@TWO_RANKS.check
+def test_D1_zero1_takes_unused_parameters_for_having_zeros(rank: int, num_ranks: int) -> None:
+    """As its docstring says: nobody waits, and weight decay goes on, also of a bucket without any gradient."""
     used, unused = nn.Linear(3, 3), nn.Linear(3, 3)
     parameters = [*used.parameters(), *unused.parameters()]
     optimizer = Zero1Optimizer(parameters, SGD, lr=0.5, weight_decay=0.5, bucket_size_mb=1e-6)
     before = unused.weight.detach().clone()
     used(torch.ones(1, 3)).sum().backward()
     optimizer.step()
-    return len(optimizer.buckets) == 4 and torch.allclose(unused.weight, 0.75 * before)
+    assert len(optimizer.buckets) == 4 and torch.allclose(unused.weight, 0.75 * before)
 
 
-def reduce_while_the_backward_runs(rank: int, num_ranks: int) -> list[int]:
-    """Buckets of two groups, matrices and vectors, that are reduced when the backward comes to the first layer."""
+@TWO_RANKS.check
+def test_zero1_reduces_the_buckets_of_all_groups_as_they_become_full(rank: int, num_ranks: int) -> None:
+    """Vectors of all layers in one bucket once kept every matrix waiting for the first layer's."""
     model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)) for _ in range(4)))
     groups = [[one for one in model.parameters() if (one.ndim > 1) == is_matrix] for is_matrix in (False, True)]
     optimizer = Zero1Optimizer([{"params": group} for group in groups], SGD, lr=0.1, bucket_size_mb=384 / 2**20)
-    reduced = []
+    reduced = []  # when the backward comes to the first layer
     for _ in range(2):
         optimizer.zero_grad()
         x = model[0](torch.ones(2, 8))
         x.register_hook(lambda _: reduced.append(len(optimizer.buckets) - len(optimizer._queue.waiting)))
         model[1:](x).sum().backward()
         optimizer.step()
-    return [*reduced, len(optimizer.buckets)]
-
-
-TWO_RANKS = OneJob(
-    2, (check_zero1,), (refuse_other_shapes,), (check_the_check,), (leave_a_bucket_unused,),
-    (reduce_while_the_backward_runs,),
-)  # fmt: skip
-THREE_RANKS = OneJob(3, (check_zero1,), (check_options,))
-
-
-def test_D1_zero1_takes_unused_parameters_for_having_zeros():
-    """As its docstring says: nobody waits, and weight decay goes on, also of a bucket without any gradient."""
-    assert TWO_RANKS.results(leave_a_bucket_unused) == [True, True]
-
-
-def test_zero1_reduces_the_buckets_of_all_groups_as_they_become_full():
-    """Vectors of all layers in one bucket once kept every matrix waiting for the first layer's."""
-    for before, after, num_buckets in TWO_RANKS.results(reduce_while_the_backward_runs):
-        assert (before, after, num_buckets) == (0, 3, 5)
-
-
-def test_an_optimizer_that_does_not_exchange_is_not_timed():
-    assert max(TWO_RANKS.results(check_the_check)) <= 1
+    assert [*reduced, len(optimizer.buckets)] == [0, 3, 5]
 
 
 def test_the_handouts_cells_cover_both_precisions_and_both_peers():

@@ -29,7 +29,7 @@ from cs336_systems.distributed.fsdp.reduce import gather_rows, reduce_rows_mean
 from cs336_systems.distributed.launch import run_ranks
 from cs336_systems.model import AdamW, TransformerLM
 from tests.module_kinds import Net
-from tests.one_job import OneJob, run_alone
+from tests.one_job import OneJob
 from tests.sharding_models import (
     TINY,
     Awkward,
@@ -45,6 +45,7 @@ from tests.sharding_models import (
 COVERS = ("cs336_systems/distributed", "tests/sharding_models.py")
 
 FP32_BOUND = 1e-6
+TWO_RANKS, THREE_RANKS = OneJob(2), OneJob(3)
 
 
 def backward(model: nn.Module, step: int, *tensors: Tensor) -> None:
@@ -85,7 +86,8 @@ def largest_difference(fsdp: Any, single: nn.Module) -> float:
 SETTINGS = [(how, granularity) for how in ("none", "reentrant", "non_reentrant") for granularity in ("block", "layer")]
 
 
-def average_the_parts(rank: int, num_ranks: int) -> list[float]:
+@TWO_RANKS.check
+def test_D4_D9_in_float32_it_is_bit_equal_to_the_mean_of_the_ranks_gradients(rank: int, num_ranks: int) -> None:
     """One process averages the gradients of the parts itself: of the whole batch they are another sum."""
 
     def run(model: nn.Module, step: int, tokens: Tensor, targets: Tensor) -> None:
@@ -93,20 +95,13 @@ def average_the_parts(rank: int, num_ranks: int) -> list[float]:
         for own, wanted in zip(tokens.chunk(num_parts), targets.chunk(num_parts)):
             (token_loss(model, own, wanted) / num_parts).backward()
 
-    return [
-        train_both(
-            rank, num_ranks, seeded(transformer),
-            FSDP(wrap_blocks(seeded(transformer, seed=rank), checkpointing=how), granularity=granularity), run,
-        )
-        for how, granularity in SETTINGS
-    ]  # fmt: skip
+    for how, granularity in SETTINGS:
+        blocks = wrap_blocks(seeded(transformer, seed=rank), checkpointing=how)
+        assert train_both(rank, num_ranks, seeded(transformer), FSDP(blocks, granularity=granularity), run) == 0
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_D4_D9_in_float32_it_is_bit_equal_to_the_mean_of_the_ranks_gradients(num_ranks):
-    """In every setting, with the weights of rank 0."""
-    results = TWO_RANKS.results(average_the_parts) if num_ranks == 2 else [run_alone(average_the_parts)]
-    assert results == [[0] * len(SETTINGS)] * num_ranks
+def test_D9_a_single_rank_is_one_process(alone_in_a_group):
+    test_D4_D9_in_float32_it_is_bit_equal_to_the_mean_of_the_ranks_gradients(0, 1)
 
 
 # Refusals
@@ -116,9 +111,8 @@ def in_one_block(block: nn.Module) -> nn.Module:
     return Net(lambda model, x: model.layers[0](x), layers=nn.ModuleList([block]))
 
 
-def go_wrong(rank: int, num_ranks: int) -> None:
-    """What FSDP says of what it cannot serve."""
-
+@TWO_RANKS.check
+def test_D8_D14_D16_what_cannot_be_served_is_refused_by_name(rank: int, num_ranks: int) -> None:
     def use(model: Any) -> None:
         model(torch.ones(2, 4)).sum().backward()
 
@@ -163,17 +157,13 @@ def go_wrong(rank: int, num_ranks: int) -> None:
     refused(message, lambda: in_one_block(writes), dtype=torch.bfloat16)
 
 
-def test_D8_D14_D16_what_cannot_be_served_is_refused_by_name():
-    TWO_RANKS.results(go_wrong)
-
-
-def overflow_on_one_rank(rank: int, num_ranks: int) -> dict[str, bool]:
-    """torch's GradScaler decides for each rank: whether all skip the step in which one overflows, and the weights."""
-    found = {}
+@TWO_RANKS.check
+def test_D5_a_step_that_overflows_on_one_rank_is_skipped_by_all(rank: int, num_ranks: int) -> None:
+    """torch's GradScaler decides for each rank."""
     for where in ("compute_dtype", "autocast"):
-        model = FSDP(nn.Sequential(nn.Linear(4, 4)), torch.float16 if where == "compute_dtype" else None)
+        model = FSDP(nn.Linear(4, 4), torch.float16 if where == "compute_dtype" else None)
         optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), torch.amp.GradScaler("cpu")
-        before = model.gather_full_params()["0.weight"]
+        before = model.gather_full_params()["weight"]
         with torch.autocast("cpu", torch.float16, enabled=where == "autocast"):
             scaler.scale(model(torch.ones(2, 4)).float().sum()).backward()
         model.finish_gradient_synchronization()
@@ -182,13 +172,7 @@ def overflow_on_one_rank(rank: int, num_ranks: int) -> dict[str, bool]:
         model.finish_gradient_synchronization()
         scaler.step(optimizer)
         scaler.update()
-        found[where] = torch.equal(model.gather_full_params()["0.weight"], before) and scaler.get_scale() == 2.0**15
-    return found
-
-
-def test_D5_a_step_that_overflows_on_one_rank_is_skipped_by_all():
-    for found in TWO_RANKS.results(overflow_on_one_rank):
-        assert found == {"compute_dtype": True, "autocast": True}
+        assert torch.equal(model.gather_full_params()["weight"], before) and scaler.get_scale() == 2.0**15
 
 
 # Memory: the window (D12), meta construction, shapes (D3)
@@ -199,8 +183,9 @@ def on_meta(build: Callable[[], nn.Module]) -> nn.Module:
         return build()
 
 
-def watch_window(rank: int, num_ranks: int) -> dict[str, Any]:
-    """Which units are gathered whenever a block computes, in forward and backward of the second step."""
+@TWO_RANKS.check
+def test_D12_no_more_than_the_current_and_two_gathered_units_have_memory(rank: int, num_ranks: int) -> None:
+    """Whenever a block computes, in forward and backward of the second step."""
     fsdp = FSDP(seeded(transformer))
     seen: list[list[str]] = []
     tokens, targets = batch(0)
@@ -209,18 +194,11 @@ def watch_window(rank: int, num_ranks: int) -> dict[str, Any]:
         block.ffn.w2.register_forward_hook(lambda *_: seen.append(fsdp.gathered_units()))
         block.ffn.w1.register_full_backward_hook(lambda *_: seen.append(fsdp.gathered_units()))
     loss = token_loss(fsdp, tokens, targets)
-    middle = fsdp.gathered_units()
+    assert fsdp.gathered_units() == ["layers.3", "lm_head"]
     loss.backward()
-    sizes = {unit.name: unit._memory.nbytes() for unit in fsdp.units}
-    return {"seen": seen, "middle": middle, "after": fsdp.gathered_units(), "sizes": sizes}
-
-
-def test_D12_no_more_than_the_current_and_two_gathered_units_have_memory():
-    for found in TWO_RANKS.results(watch_window):
-        assert found["seen"][:4] == [[f"layers.{i}", f"layers.{i + 1}"] for i in range(3)] + [["layers.3", "lm_head"]]
-        assert len(found["seen"]) == 8 and max(map(len, found["seen"])) == 2
-        assert found["middle"] == ["layers.3", "lm_head"]
-        assert found["after"] == [] and set(found["sizes"].values()) == {0}
+    assert seen[:4] == [[f"layers.{i}", f"layers.{i + 1}"] for i in range(3)] + [["layers.3", "lm_head"]]
+    assert len(seen) == 8 and max(map(len, seen)) == 2
+    assert fsdp.gathered_units() == [] and {unit._memory.nbytes() for unit in fsdp.units} == {0}
 
 
 WIDE = replace(TINY, d_model=64, d_ff=256, num_layers=6)
@@ -254,11 +232,6 @@ def without_transport() -> ExitStack:
     return patches
 
 
-def count_live_blocks(rank: int, num_ranks: int) -> dict[Any, tuple[float, ...]]:
-    with without_transport():
-        return {dtypes: count_live_block(*dtypes) for dtypes in BACKWARD_BLOCKS}
-
-
 def count_live_block(compute_dtype: torch.dtype | None, reduce_dtype: torch.dtype | None) -> tuple[float, ...]:
     """Peaks of construction, forward and backward above what stays, in a block's float32 bytes."""
     gc.collect()
@@ -283,83 +256,66 @@ def count_live_block(compute_dtype: torch.dtype | None, reduce_dtype: torch.dtyp
     return tuple(peak / (4 * WIDE_BLOCK) for peak in peaks)
 
 
-def test_D12_memory_beyond_the_shards_is_bounded_in_blocks():
-    for found in TWO_RANKS.results(count_live_blocks):
-        for dtypes, (construction, forward, backward) in found.items():
-            gathered = 1.0 if dtypes[0] is None else 0.5  # a whole block in the compute dtype
-            # Matrices of a quarter block: one whole, with its draw and its rows, and the one before until it is freed.
-            # A block at a time would be two: whole, its rows, and the place for the gather.
-            assert construction <= 1.25
-            assert forward <= 2 * gathered + LITTLE  # the one that runs and the next one; their gather needs no copy
-            assert backward <= BACKWARD_BLOCKS[dtypes] + LITTLE
+@TWO_RANKS.check
+def test_D12_memory_beyond_the_shards_is_bounded_in_blocks(rank: int, num_ranks: int) -> None:
+    for dtypes, backward_blocks in BACKWARD_BLOCKS.items():
+        with without_transport():
+            construction, forward, backward = count_live_block(*dtypes)
+        gathered = 1.0 if dtypes[0] is None else 0.5  # a whole block in the compute dtype
+        # Matrices of a quarter block: one whole, with its draw and its rows, and the one before until it is freed.
+        # A block at a time would be two: whole, its rows, and the place for the gather.
+        assert construction <= 1.25
+        assert forward <= 2 * gathered + LITTLE  # the one that runs and the next one; their gather needs no copy
+        assert backward <= backward_blocks + LITTLE
 
 
-def train_and_drop(rank: int, num_ranks: int) -> list[str]:
-    """What is still alive of models that were trained, under every checkpointing, and dropped."""
-    alive = []
-    for checkpointing in ("none", "reentrant", "non_reentrant"):
-        for granularity in ("block", "layer"):
-            fsdp = FSDP(wrap_blocks(seeded(transformer), checkpointing=checkpointing), granularity=granularity)
-            token_loss(fsdp, *batch(0)).backward()
-            fsdp.finish_gradient_synchronization()
-            gone = {"model": weakref.ref(fsdp), "shard": weakref.ref(fsdp.units[1].weights[0].shard)}
-            del fsdp
-            gc.collect()
-            alive += [f"{name}, {checkpointing}, {granularity}" for name, there in gone.items() if there() is not None]
-    return alive
+@TWO_RANKS.check
+def test_a_model_that_is_dropped_gives_its_memory_back(rank: int, num_ranks: int) -> None:
+    for how, granularity in SETTINGS:
+        fsdp = FSDP(wrap_blocks(seeded(transformer), checkpointing=how), granularity=granularity)
+        token_loss(fsdp, *batch(0)).backward()
+        fsdp.finish_gradient_synchronization()
+        gone = weakref.ref(fsdp), weakref.ref(fsdp.units[1].weights[0].shard)
+        del fsdp
+        gc.collect()
+        assert [there() for there in gone] == [None, None], (how, granularity)
 
 
-def test_a_model_that_is_dropped_gives_its_memory_back():
-    assert TWO_RANKS.results(train_and_drop) == [[], []]
-
-
-def build_from_meta(rank: int, num_ranks: int) -> tuple[float, float]:
+@TWO_RANKS.check
+def test_a_model_built_on_the_meta_device_draws_what_the_constructor_draws(rank: int, num_ranks: int) -> None:
     model = on_meta(transformer)
     torch.manual_seed(0)
     fsdp = FSDP(model, device="cpu")
     cos = fsdp.module.layers[0].attn.rope.cos
     expected = seeded(transformer)
     assert torch.equal(cos, expected.layers[0].attn.rope.cos)
-    return largest_difference(fsdp, expected), train_both(rank, num_ranks, expected, fsdp)
+    assert largest_difference(fsdp, expected) == 0
+    assert train_both(rank, num_ranks, expected, fsdp) <= FP32_BOUND
 
 
-def test_a_model_built_on_the_meta_device_draws_what_the_constructor_draws():
-    for at_start, after_training in TWO_RANKS.results(build_from_meta):
-        assert at_start == 0
-        assert after_training <= FP32_BOUND
-
-
-def train_awkward(rank: int, num_ranks: int) -> float:
+@THREE_RANKS.check
+def test_D2_D3_rows_are_split_exactly_and_replicated_parameters_are_not(rank: int, num_ranks: int) -> None:
     """Tied, frozen, 0-d and empty parameters, a buffer, and ranks without a row."""
-    return train_both(
-        rank, num_ranks, seeded(Awkward), FSDP(seeded(Awkward, seed=rank)),
+    fsdp = FSDP(seeded(Awkward, seed=rank))
+    shapes = {name: tuple(parameter.shape) for name, parameter in fsdp.module.named_parameters()}
+    assert shapes["inner.weight"] == [(3, 5), (3, 5), (1, 5)][rank]
+    assert shapes["out.weight"] == [(1, 7), (0, 7), (0, 7)][rank]
+    assert shapes["inner.bias"] == [(3,), (3,), (1,)][rank]
+    assert shapes["scale"] == () and shapes["nothing"][1] == 3
+    difference = train_both(
+        rank, num_ranks, seeded(Awkward), fsdp,
         lambda model, step, x: model(x).square().mean().backward(),
         lambda step: (torch.randn(12, 5, generator=torch.Generator().manual_seed(step)),),
     )  # fmt: skip
-
-
-def check_shards(rank: int, num_ranks: int) -> dict[str, Any]:
-    fsdp = FSDP(seeded(Awkward))
-    shapes = {name: tuple(parameter.shape) for name, parameter in fsdp.module.named_parameters()}
+    assert difference <= FP32_BOUND
     full = fsdp.gather_full_params()
     doubled = {name: 2 * value for name, value in full.items()}
     fsdp.load_full_params(doubled)
-    again = fsdp.gather_full_params()
-    assert all(torch.equal(again[name], doubled[name]) for name in full)
-    assert train_awkward(rank, num_ranks) <= FP32_BOUND
+    torch.testing.assert_close(fsdp.gather_full_params(), doubled, rtol=0, atol=0)
     with pytest.raises(ValueError, match=r"full must hold 'inner.weight' of shape \(7, 5\), it is missing"):
         fsdp.load_full_params({name: value for name, value in full.items() if name != "inner.weight"})
     with pytest.raises(ValueError, match=r"full must hold 'inner.weight' of shape \(7, 5\), got \(3, 5\)"):
         fsdp.load_full_params({**full, "inner.weight": torch.zeros(3, 5)})
-    return shapes
-
-
-def test_D2_D3_rows_are_split_exactly_and_replicated_parameters_are_not():
-    shapes = THREE_RANKS.results(check_shards)
-    assert [rank["inner.weight"] for rank in shapes] == [(3, 5), (3, 5), (1, 5)]
-    assert [rank["out.weight"] for rank in shapes] == [(1, 7), (0, 7), (0, 7)]
-    assert [rank["inner.bias"] for rank in shapes] == [(3,), (3,), (1,)]
-    assert all(rank["scale"] == () and rank["nothing"][1] == 3 for rank in shapes)
 
 
 def test_D3_chunks_cover_every_row_once():
@@ -372,7 +328,8 @@ def test_D3_chunks_cover_every_row_once():
 # Mixed precision, compile, loss scale
 
 
-def check_precision(rank: int, num_ranks: int) -> None:
+@TWO_RANKS.check
+def test_D5_masters_stay_float32_and_a_norm_that_overflows_is_known_to_all(rank: int, num_ranks: int) -> None:
     dtypes = set()
     for reduce_dtype in (None, torch.float32):
         fsdp = FSDP(seeded(transformer), torch.bfloat16, reduce_dtype=reduce_dtype)
@@ -392,10 +349,6 @@ def check_precision(rank: int, num_ranks: int) -> None:
         fsdp.units[1].weights[0].shard.grad[0, 0] = float("inf")
     assert not fsdp.clip_grad_norm_(1.0).isfinite()
     assert all(parameter.grad.isnan().all() for parameter in fsdp.parameters())
-
-
-def test_D5_masters_stay_float32_and_a_norm_that_overflows_is_known_to_all():
-    TWO_RANKS.results(check_precision)
 
 
 def train_compiled(rank: int, num_ranks: int) -> float:
@@ -427,17 +380,14 @@ class Branches(nn.Module):
         return self.out(x * self.gain if self.use_gain else x)
 
 
-def leave_out_a_gain(rank: int, num_ranks: int) -> None:
+@TWO_RANKS.check
+def test_D1_unused_weights_keep_no_gradient_and_hang_nobody(rank: int, num_ranks: int) -> None:
     fsdp = FSDP(seeded(Branches))
     fsdp.module.use_gain = rank == 0  # a replicated parameter that one rank does not use
     fsdp(torch.ones(2, 4)).sum().backward()
     fsdp.finish_gradient_synchronization()
     assert fsdp.module.right.weight.grad is None
     assert fsdp.module.gain.grad is not None and fsdp.module.gain.grad.abs().max() > 0
-
-
-def test_D1_unused_weights_keep_no_gradient_and_hang_nobody():
-    TWO_RANKS.results(leave_out_a_gain)
 
 
 def odd_block(block: Any, x: Tensor, pair: Any, *, factor: Tensor, seen: list[torch.dtype]) -> Tensor:
@@ -569,7 +519,8 @@ def test_on_nccl_a_list_is_one_call_on_the_current_stream(monkeypatch):
 # Errors in a step, and orders that are not the expected ones (D4, D12)
 
 
-def surprise(rank: int, num_ranks: int) -> None:
+@TWO_RANKS.check
+def test_D12_surprises_do_not_widen_the_window(rank: int, num_ranks: int) -> None:
     """After an early exit six units were once gathered at a time: those of the wrong guesses stayed."""
     for how in ("early exit", "another order", "two forwards"):
         single, inner = seeded(transformer), seeded(transformer)
@@ -591,17 +542,6 @@ def surprise(rank: int, num_ranks: int) -> None:
 
         assert train_both(rank, num_ranks, single, fsdp, run, steps=4) <= FP32_BOUND
         assert max(len(event.gathered) for event in events) <= 3
-
-
-def test_D12_surprises_do_not_widen_the_window():
-    TWO_RANKS.results(surprise)
-
-
-TWO_RANKS = OneJob(
-    2, (average_the_parts,), (go_wrong,), (overflow_on_one_rank,), (watch_window,), (count_live_blocks,),
-    (train_and_drop,), (build_from_meta,), (check_precision,), (leave_out_a_gain,), (surprise,),
-)  # fmt: skip
-THREE_RANKS = OneJob(3, (check_shards,))
 
 
 # Construction, and forms of arguments
