@@ -10,8 +10,8 @@ A chunk is some rows of a tensor: a rank writes those it has, and reads the chun
 unpickled, and a byte that changed on disk is found by its checksum.
 
 Phases of saving: claim (rank 0 makes a hidden folder), share out (of what several ranks have, one writes it), write,
-complete (rank 0 adds the index), rename (the folder gets its name, in one step), remove (old checkpoints are hidden
-first). A process that is killed, or finds the disk full, at any point leaves the checkpoints before as they were.
+complete (rank 0 adds the index, gives the folder its name, in one step, and removes old checkpoints, hidden first). A
+process that is killed, or finds the disk full, at any point leaves the checkpoints before as they were.
 
 `model` is an FSDP, a plain module, or a wrapper with the plain one in `.module`; `optimizer` is any torch optimizer
 over its parameters, a ShardedOptimizer or a Zero1Optimizer. Saved are the state dict, the optimizer's state and
@@ -203,8 +203,7 @@ def save_checkpoint(
         on_rank_0(lambda: _claim(held, final, aside), process_group)
         mine = _share_out(on_all_ranks(describe, process_group))[rank]
         written = on_all_ranks(lambda: _write(aside / f"rank-{rank}.bin", parts, mine), process_group)
-        on_rank_0(lambda: _complete(aside, content, written), process_group)
-        on_rank_0(lambda: _rename(aside, final, keep), process_group)
+        on_rank_0(lambda: _complete(aside, final, content, written, keep), process_group)
     return final
 
 
@@ -221,8 +220,7 @@ def _claim(held: ExitStack, final: Path, aside: Path) -> None:
 
 
 def _share_out(descriptions: list[dict[tuple[str, int], int]]) -> list[list[str]]:
-    """Names of the tensors that each rank writes, of the bytes that it has: of the ranks that have the same, the one
-    with the least to write."""
+    """Names of what each rank writes; of the ranks that have the same rows, the one with the least to write does."""
     names: list[list[str]] = [[] for _ in descriptions]
     loads = [0] * len(descriptions)
     for key, num_bytes in {key: size for sizes in descriptions for key, size in sizes.items()}.items():
@@ -249,16 +247,13 @@ def _write(path: Path, parts: dict[str, Part], names: list[str]) -> list[tuple[s
     return written
 
 
-def _complete(aside: Path, content: dict[str, Any], written: list[list[Any]]) -> None:
+def _complete(aside: Path, final: Path, content: dict[str, Any], written: list[list[Any]], keep: int) -> None:
+    """Add the index of what all ranks have written, rename the folder, remove old checkpoints."""
     tensors: dict[str, Any] = {}
     for name, entry, chunk in (one for chunks in written for one in chunks):
         tensors.setdefault(name, {**entry, "chunks": []})["chunks"].append(chunk)
     write_index(aside / INDEX, content | {"tensors": tensors})
     _sync_folder(aside)
-
-
-def _rename(aside: Path, final: Path, keep: int) -> None:
-    """Name the checkpoint, in one step; hide, then remove old ones."""
     os.rename(aside, final)
     _sync_folder(final.parent)
     for old in checkpoints(final.parent)[:-keep]:
@@ -269,11 +264,7 @@ def _rename(aside: Path, final: Path, keep: int) -> None:
 
 
 def load_checkpoint(
-    folder: Path | str,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer | None = None,
-    *,
-    process_group: Group = None,
+    folder: Path | str, model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *, process_group: Group = None
 ) -> Progress:
     """Load the newest checkpoint of `folder` (or `folder` itself, if it is one) in place; collective.
 

@@ -42,11 +42,7 @@ class ShardedOptimizer(OptimizerOfShares):
     """
 
     def __init__(
-        self,
-        params: Any,
-        optimizer_cls: type[torch.optim.Optimizer],
-        process_group: Group = None,
-        **kwargs: Any,
+        self, params: Any, optimizer_cls: type[torch.optim.Optimizer], process_group: Group = None, **kwargs: Any
     ) -> None:
         self.owners: dict[Tensor, int] = {}  # rank in the group that updates each parameter
         self.bytes_owned: dict[int, int] = defaultdict(int)  # by rank

@@ -22,6 +22,7 @@ from torch import Tensor
 ALICE = Path(__file__).with_name("alice.txt")
 VALIDATION_SHARE = 0.1  # the end of the text, never trained on
 EPOCHS_A_SEED = 2**16
+Batch = tuple[Int[Tensor, "batch sequence"], Int[Tensor, "batch sequence"]]  # tokens, and the token after each
 
 
 @dataclass(frozen=True)
@@ -47,9 +48,7 @@ class Corpus:
         digest.update(self.validation.numpy().data)
         return digest.hexdigest()
 
-    def sequences(
-        self, positions: Sequence[int], *, context_length: int, seed: int
-    ) -> tuple[Int[Tensor, "batch sequence"], Int[Tensor, "batch sequence"]]:
+    def sequences(self, positions: Sequence[int], *, context_length: int, seed: int) -> Batch:
         """Tokens and next tokens of the sequences at `positions` of an endless stream; ValueError as `check`.
 
         Each epoch cuts the text from another offset into windows and visits all of them in another order.
@@ -62,9 +61,7 @@ class Corpus:
             starts.append(offset + context_length * order[place])
         return _windows(self.training, starts, context_length)
 
-    def validation_sequences(
-        self, context_length: int, most: int
-    ) -> tuple[Int[Tensor, "batch sequence"], Int[Tensor, "batch sequence"]]:
+    def validation_sequences(self, context_length: int, most: int) -> Batch:
         """The first `most` windows of the held-out part; ValueError if it holds none."""
         self.check(context_length)
         num_windows = min(most, (len(self.validation) - 1) // context_length)
@@ -89,6 +86,6 @@ def _epoch(num_windows: int, context_length: int, seed: int) -> tuple[int, list[
     return offset, torch.randperm(num_windows, generator=generator).tolist()
 
 
-def _windows(data: Tensor, starts: list[int], context_length: int) -> tuple[Tensor, Tensor]:
+def _windows(data: Tensor, starts: list[int], context_length: int) -> Batch:
     windows = torch.stack([data[start : start + context_length + 1] for start in starts]).long()
     return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
