@@ -29,6 +29,7 @@ from cs336_systems.distributed.checkpoint import (
 from cs336_systems.distributed.launch import RankError, run_ranks
 from cs336_systems.distributed.zero1 import Zero1Optimizer
 from cs336_systems.model import AdamW
+from tests.module_kinds import Net, tie
 from tests.one_job import run_alone
 from tests.sharding_models import finish, seeded, shard
 
@@ -51,24 +52,21 @@ OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
 SCHEMES = ("fsdp", "zero1", "sharded")
 
 
-class Gated(nn.Module):
+def gated() -> nn.Module:
     """A 0-d parameter, a layer that steps may leave out, a tied weight, a buffer; five rows, which no ranks divide."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.tensor(1.5))
-        self.used, self.sometimes, self.tied = nn.Linear(5, 5), nn.Linear(5, 5), nn.Linear(5, 5)
-        self.tied.weight = self.used.weight
-        self.register_buffer("offset", torch.arange(5.0))
+    def run(model: Any, x: Tensor, all_of_it: bool) -> Tensor:
+        x = model.tied(torch.tanh(model.used(x * model.scale))) + model.offset
+        return model.sometimes(x) if all_of_it else x
 
-    def forward(self, x: Tensor, all_of_it: bool) -> Tensor:
-        x = self.tied(torch.tanh(self.used(x * self.scale))) + self.offset
-        return self.sometimes(x) if all_of_it else x
+    layers = {name: nn.Linear(5, 5) for name in ("used", "sometimes", "tied")}
+    scale, offset = nn.Parameter(torch.tensor(1.5)), nn.Buffer(torch.arange(5.0))
+    return tie(Net(run, scale=scale, offset=offset, **layers), to="tied", from_="used")
 
 
 def build(scheme: str, name: str, seed: int) -> tuple[nn.Module, Any]:
     kind, options = OPTIMIZERS[name]
-    return shard(scheme, seeded(Gated, seed), kind, lr=0.01, **options)
+    return shard(scheme, seeded(gated, seed), kind, lr=0.01, **options)
 
 
 def train(model: nn.Module, optimizer: Any, uses: tuple[bool, ...]) -> list[float]:
@@ -268,7 +266,7 @@ def flip(file: Path, bit: int) -> None:
 
 def test_D15_every_flipped_bit_is_refused_by_the_name_of_its_file(tmp_path):
     """D15: of 150, 110 loaded and gave wrong values in silence."""
-    model = seeded(Gated)
+    model = seeded(gated)
     optimizer = torch.optim.AdamW(model.parameters())
     train(model, optimizer, (True,))
     path = save_checkpoint(tmp_path / "good", 1, model, optimizer)
@@ -309,7 +307,7 @@ HOSTILE: list[tuple[Edit, str]] = [
 
 
 def test_damaged_and_hostile_checkpoints_are_refused_and_nothing_of_them_runs(tmp_path):
-    model = seeded(Gated)
+    model = seeded(gated)
     good = save_checkpoint(tmp_path / "good", 1, model)
     trap = tmp_path / "trap"
 
@@ -350,7 +348,7 @@ def test_damaged_and_hostile_checkpoints_are_refused_and_nothing_of_them_runs(tm
 
     # Sound ones of others
     refused(good, "has 'model.weight' of shape None, the model needs", nn.Linear(3, 3))
-    wider = seeded(Gated)
+    wider = seeded(gated)
     wider.used = nn.Linear(5, 6)
     refused(good, r"has 'model.used.weight' of shape \(5, 5\), the model needs \(6, 5\)", wider)
     optimizer = AdamW(model.parameters())

@@ -134,8 +134,8 @@ def test_D8_D14_D16_what_cannot_be_served_is_refused_by_name(rank: int, num_rank
         model.finish_gradient_synchronization()
 
     def differ(model: FSDP) -> None:
-        branches: Any = next(one for one in model.modules() if isinstance(one, Branches))
-        branches.use_right, branches.use_left = rank == 0, rank == 1
+        chooser: Any = next(one for one in model.modules() if hasattr(one, "use_left"))
+        chooser.use_right, chooser.use_left = rank == 0, rank == 1
         use(model)
 
     def differentiate_twice(model: FSDP) -> None:
@@ -149,8 +149,8 @@ def test_D8_D14_D16_what_cannot_be_served_is_refused_by_name(rank: int, num_rank
     refused(message, lambda: nn.Embedding(5, 4, max_norm=0.5), lambda model: model(torch.tensor([[1, 2]])).sum())
     message = f"all ranks must run the same modules in the same order: rank {rank}"
     runs, other = ("right", "left") if rank == 0 else ("left", "right")
-    refused(f"{message} gathers {runs!r}, rank {1 - rank} gathers {other!r};", Branches, differ)
-    refused(f"{message} reduces 'layers.0', rank {1 - rank} reduces", lambda: in_one_block(Branches()), differ)
+    refused(f"{message} gathers {runs!r}, rank {1 - rank} gathers {other!r};", branches, differ)
+    refused(f"{message} reduces 'layers.0', rank {1 - rank} reduces", lambda: in_one_block(branches()), differ)
     refused("create_graph=True is not supported: '0' is freed before", in_a_sequence, differentiate_twice)
     message = "'layers.0' must not write into its arguments unless they are torch.bfloat16"
     writes = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(4, 4))
@@ -365,24 +365,21 @@ def test_compiled_blocks_train_like_one_process():
 # Unused weights (D1), errors (D8, D9)
 
 
-class Branches(nn.Module):
+def branches() -> Any:
     """Uses `left` and `right` only when asked."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.left, self.right, self.out = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 1)
-        self.gain = nn.Parameter(torch.ones(4))
-        self.use_left, self.use_right, self.use_gain = True, False, True
+    def run(model: Any, x: Tensor) -> Tensor:
+        x = model.left(x) if model.use_left else x
+        x = model.right(x) if model.use_right else x
+        return model.out(x * model.gain if model.use_gain else x)
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.left(x) if self.use_left else x
-        x = self.right(x) if self.use_right else x
-        return self.out(x * self.gain if self.use_gain else x)
+    layers = {"left": nn.Linear(4, 4), "right": nn.Linear(4, 4), "out": nn.Linear(4, 1)}
+    return Net(run, **layers, gain=nn.Parameter(torch.ones(4)), use_left=True, use_right=False, use_gain=True)
 
 
 @TWO_RANKS.check
 def test_D1_unused_weights_keep_no_gradient_and_hang_nobody(rank: int, num_ranks: int) -> None:
-    fsdp = FSDP(seeded(Branches))
+    fsdp = FSDP(seeded(branches))
     fsdp.module.use_gain = rank == 0  # a replicated parameter that one rank does not use
     fsdp(torch.ones(2, 4)).sum().backward()
     fsdp.finish_gradient_synchronization()

@@ -95,14 +95,7 @@ def all_reduce_mean(tensor: Shaped[Tensor, "*shape"], group: Group = None, async
         options.reduceOp = dist.ReduceOp(op)
         options.asyncOp = True  # without it NCCL works on the current stream
         work = as_group(group).allreduce([sent], options)
-
-    def finish() -> None:
-        if op == dist.ReduceOp.SUM:
-            sent.div_(size)
-        if sent is not target:
-            target.copy_(sent)
-
-    return Work(work, finish, async_op)
+    return Work(work, partial(_finish_mean, target, sent, op, size), async_op)
 
 
 @torch.no_grad()
@@ -180,14 +173,14 @@ def reduce_scatter_mean_flat(
     op = _mean_op(group)
     scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     work = scatter(part, sent, op=op, group=group, async_op=True)
+    return Work(work, partial(_finish_mean, output, part, op, size), async_op)
 
-    def finish() -> None:
-        if op == dist.ReduceOp.SUM:
-            part.div_(size)
-        if part is not output:
-            output.copy_(part)
 
-    return Work(work, finish, async_op)
+def _finish_mean(output: Tensor, reduced: Tensor, op: Any, size: int) -> None:
+    if op == dist.ReduceOp.SUM:
+        reduced.div_(size)
+    if reduced is not output:
+        output.copy_(reduced)
 
 
 def _mean_op(group: Group) -> Any:
