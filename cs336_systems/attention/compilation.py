@@ -23,7 +23,6 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any, TypeVar
@@ -189,10 +188,22 @@ def compile_here(request: CompileRequest) -> CompileReport:
 
 def compiled_launches(arch: str, wanted: str, launch: Callable[[], object]) -> list[Any]:
     """What `launch` would run on a GPU of `arch` of the kernels whose name contains `wanted`, compiled and not run."""
-    _claim_architecture(ARCHITECTURES[arch])
-    _Launches.wanted, _Launches.compiled = wanted, []
-    launch()
-    return _Launches.compiled
+    from triton.runtime.driver import driver
+    from triton.runtime.jit import JITFunction
+
+    run, compiled = JITFunction.run, []
+
+    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        if wanted in self.fn.__name__:
+            compiled.append(run(self, *args, grid=grid, warmup=True, **options))
+
+    driver.set_active(_OfflineDriver(ARCHITECTURES[arch]))
+    JITFunction.run = compile_only
+    try:
+        launch()
+    finally:
+        JITFunction.run = run
+    return compiled
 
 
 def compiler_errors() -> tuple[type[Exception], ...]:
@@ -208,13 +219,6 @@ def first_line(error: BaseException) -> str:
         error = error.__cause__
     lines = str(error).strip().splitlines() or [""]
     return f"{type(error).__name__}: {lines[0][:200]}"
-
-
-class _Launches:
-    """What the launcher launched, compiled: kernels whose name contains `wanted`."""
-
-    wanted = ""
-    compiled: list[Any] = []
 
 
 class _OfflineDriver:
@@ -233,27 +237,6 @@ class _OfflineDriver:
 
     def get_current_stream(self, device: int) -> int:
         return 0
-
-
-def _claim_architecture(capability: int) -> None:
-    """Make Triton compile for `capability` and stop before it launches."""
-    from triton.runtime.driver import driver
-
-    driver.set_active(_OfflineDriver(capability))
-    _stop_launches()
-
-
-@cache
-def _stop_launches() -> None:
-    from triton.runtime.jit import JITFunction
-
-    run = JITFunction.run
-
-    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
-        if _Launches.wanted in self.fn.__name__:
-            _Launches.compiled.append(run(self, *args, grid=grid, warmup=True, **options))
-
-    JITFunction.run = compile_only
 
 
 def _launch(request: CompileRequest) -> None:
