@@ -22,7 +22,6 @@ from torch import Tensor
 from cs336_systems.attention import AttentionConfig, BlockMask, KernelConfig, flash_attention
 from cs336_systems.attention.compilation import triton_version
 from cs336_systems.attention.contract import compute_oracle, contract_errors
-from cs336_systems.attention.masks.block_mask import LISTS
 from cs336_systems.attention.reference import attention_reference
 from cs336_systems.attention.tiles.tables import SHARED_MEMORY_LIMIT_BYTES
 from cs336_systems.attention.triton import launch
@@ -52,8 +51,6 @@ PATTERNS = {
     "middle-tile-dead": [[1, 0, 1, 1], [1, 0, 0, 1], [1, 1, 0, 1], [1, 0, 1, 1]],
     "last-tile-dead": [[1, 1, 1, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 0, 0]],
     "checkerboard": [[1, 0, 1, 0], [0, 1, 0, 1], [1, 0, 1, 0], [0, 1, 0, 1]],
-    "diagonal": [[1, 0, 0, 0], [0, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 1]],
-    "anti-diagonal": [[0, 0, 0, 1], [0, 0, 1, 0], [0, 1, 0, 0], [1, 0, 0, 0]],
     "row-and-column-dead": [[1, 0, 1, 0], [0, 0, 0, 0], [1, 0, 1, 1], [0, 0, 1, 1]],
 }
 A_SKIP_BEFORE_A_LIVE_TILE = ["first-tile-dead", "checkerboard", "row-and-column-dead"]
@@ -398,21 +395,10 @@ def test_compile_fullgraph(backend, device):
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_operator_check(device):
-    from cs336_systems.attention.triton.function import TileLists
-
     mask = BlockMask.causal(20, 30, block_size=BLOCK, device=device)
     q, k, v, _ = (x.requires_grad_() for x in inputs(1, 2, 2, 20, 30, 16, torch.float32, device))
-    lists = [getattr(mask, name) for name in TileLists._fields]
-    operator = torch.ops.cs336_systems.block_sparse_attention.default
-    torch.library.opcheck(operator, (q, k, v, *lists, False, 0.25, ""), test_utils=("test_schema", "test_faketensor"))
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_no_mask_tensor_is_differentiated(backend):
-    q, k, v, _ = (x.requires_grad_() for x in inputs(1, 1, 1, 40, 40, 16, torch.float32, "cpu"))
-    mask = BlockMask.causal(40, block_size=BLOCK)
-    flash_attention(q, k, v, block_mask=mask, backend=backend).sum().backward()
-    assert mask.token_bits.grad is None and q.grad is not None
+    operator, arguments = torch.ops.cs336_systems.block_sparse_attention.default, (q, k, v, *mask.lists)
+    torch.library.opcheck(operator, (*arguments, False, 0.25, ""), test_utils=("test_schema", "test_faketensor"))
 
 
 # A9: the mask of shared keys
@@ -433,7 +419,7 @@ def test_staircase_in_one_launch(queries, keys, block, device, monkeypatch):
     expected = BlockMask.prefix(lengths, keys, block_size=block)
     mask = launch_staircase(lengths.to(device), keys, block)
     operators = opaque_staircase(lengths.to(device), keys, block)
-    assert all(map(torch.equal, operators, (getattr(mask, name) for name in LISTS)))
+    assert all(map(torch.equal, operators, mask.lists))
     mask = mask.to("cpu")
     assert torch.equal(mask.to_dense(), expected.to_dense())
     for side in ("kv", "q"):
@@ -450,14 +436,11 @@ def test_staircase_in_one_launch(queries, keys, block, device, monkeypatch):
 
 @pytest.mark.gpu
 def test_shared_keys_on_a_gpu_equal_their_token_mask():
-    from cs336_systems.attention.dynamic import choose_keys, mask_chosen, shared_keys_attention
+    from cs336_systems.attention.dynamic import choose_keys, shared_keys_attention
 
-    q, k, v, grad = inputs(1, 4, 2, 1000, 1000, 64, torch.bfloat16, "cuda")
+    q, k, v, _ = inputs(1, 4, 2, 1000, 1000, 64, torch.bfloat16, "cuda")
     bias = torch.rand(1, 2, 1000, generator=torch.Generator().manual_seed(5)).cuda()
-    positions, chosen = choose_keys(bias, 200)
-    mask = mask_chosen(positions, chosen, 1000, 1000, is_causal=True, group=2)
-    index = positions[..., None].expand(-1, -1, -1, 64)
-    assert worst_error(q, k.gather(2, index), v.gather(2, index), grad, mask, backend="triton", enable_gqa=True) <= 1
+    positions, _ = choose_keys(bias, 200)
     output = shared_keys_attention(q, k, v, bias, 200, is_causal=True, enable_gqa=True, backend="triton")
     kept = torch.zeros(1, 2, 1000, dtype=torch.bool, device="cuda").scatter(2, positions, True)
     dense = kept.repeat_interleave(2, dim=1)[:, :, None] & torch.ones(1000, 1000, device="cuda").tril().bool()
@@ -483,9 +466,8 @@ def test_memory_stays_linear():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-@pytest.mark.parametrize("block", [64, 128])
+@pytest.mark.parametrize(("block", "dtype"), [(64, "float16"), (128, "bfloat16")])
 @pytest.mark.parametrize("kind", ["blocks", "causal-blocks", "window", "tokens"])
 def test_longer_sequences(kind, block, head_dim, dtype):
     if kind == "blocks":
@@ -500,13 +482,6 @@ def test_longer_sequences(kind, block, head_dim, dtype):
         mask = BlockMask.from_dense(dense.cuda(), block)
     tensors = inputs(1, 4, 2, *mask.seq_lengths, head_dim, DTYPES[dtype], "cuda")
     assert worst_error(*tensors, mask, backend="triton", enable_gqa=True) <= 1
-
-
-@pytest.mark.gpu
-@pytest.mark.alone
-def test_more_batches_than_a_grid_dimension_of_65535():
-    mask = BlockMask.causal(3, 5, block_size=BLOCK, device="cuda")
-    assert worst_error(*inputs(70_000, 1, 1, 3, 5, 16, torch.bfloat16, "cuda"), mask, backend="triton") <= 1
 
 
 # Compiled for the GPU, which an interpreted test says nothing about
@@ -557,7 +532,6 @@ REFUSALS = {
         {"block_mask": BlockMask.causal(8, 9, block_size=32), "backend": "triton"}, ValueError,
         r"triton walks lists of tiles of at least \(64, 64\), and the mask's are \(32, 32\)",
     ),
-    "deterministic": ({"deterministic": "yes"}, TypeError, r"deterministic must be a bool, got 'yes'"),
 }  # fmt: skip
 
 

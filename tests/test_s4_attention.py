@@ -14,7 +14,7 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 from torch.autograd import forward_ad
 
-from cs336_systems.attention import AttentionConfig, FlashAttentionPyTorch, explain_backend, flash_attention
+from cs336_systems.attention import AttentionConfig, FlashAttentionPyTorch, flash_attention
 from cs336_systems.attention.contract import Oracle, compute_oracle, contract_errors
 from cs336_systems.attention.masks import BlockMask
 from cs336_systems.attention.reference import attention_reference
@@ -153,13 +153,9 @@ def test_contract_over_many_tiles(shape, backend, dtype, device):
     assert_contract(*inputs(*shape, DTYPES[dtype], device), is_causal=True, backend=backend)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", ["reference", "tiled"])
 def test_float64_where_it_is_taken(backend):
     q, k, v, grad_output = inputs(1, 2, 2, 97, 70, 24, torch.float64, "cpu")
-    if backend == "triton":
-        with pytest.raises(ValueError, match="float64"):
-            flash_attention(q, k, v, backend=backend)
-        return
     results = run(q, k, v, grad_output, backend=backend, is_causal=True)
     expected = compute_oracle(q, k, v, grad_output, is_causal=True).expected
     for name, result in results.items():
@@ -279,6 +275,8 @@ def test_any_strides_equal_contiguous(layout, backend, device):
     else:
         q, k, v = make(heads, seqlen, head_dim)
     grad_output = draw(*q.shape, dtype=torch.float32, device=device, seed=4)
+    if layout == "expanded":  # as `output.sum().backward()` has it: strides of 0
+        grad_output = torch.ones((), device=device).expand(q.shape)
     ours = run(q, k, v, grad_output, backend=backend, is_causal=True)
     contiguous = run(*(x.contiguous() for x in (q, k, v, grad_output)), backend=backend, is_causal=True)
     for name, result in ours.items():
@@ -287,34 +285,13 @@ def test_any_strides_equal_contiguous(layout, backend, device):
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_gradient_of_a_sum_has_stride_zero(backend, device):
-    """`o.sum().backward()` hands the backward an expanded gradient with strides (0, 0, 0, 0)."""
-    q, k, v, _ = inputs(1, 2, 2, 70, 70, 32, torch.float32, device)
-    leaves = [x.requires_grad_() for x in (q, k, v)]
-    flash_attention(*leaves, backend=backend).sum().backward()
-    expected = compute_oracle(q, k, v, torch.ones_like(q))
-    errors = contract_errors(expected, {f"grad_{name}": leaf.grad for name, leaf in zip("qkv", leaves)})
-    assert max(errors.values()) <= 1, errors
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("kv_heads", [0, 3])
-def test_no_heads(kv_heads, backend, device):
-    """The shape was refused with the sentence that it must have it."""
-    q, k, v, grad_output = inputs(2, 0, kv_heads, 9, 5, 16, torch.float32, device)
-    results = run(q, k, v, grad_output, backend=backend, enable_gqa=True, is_causal=True)
-    for name, like in (("output", q), ("lse", q[..., 0]), ("grad_q", q), ("grad_k", k), ("grad_v", v)):
-        assert results[name].shape == like.shape and not results[name].any(), name
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("empty", ["batch", "queries", "keys"])
+@pytest.mark.parametrize("empty", ["batch", "heads", "query heads", "queries", "keys"])
 def test_empty_inputs(empty, backend, device):
+    """A shape without heads was refused with the sentence that it must have it."""
     batch, seqlen_q, seqlen_k = (0 if empty == name else 5 for name in ("batch", "queries", "keys"))
-    q, k, v, grad_output = inputs(batch, 2, 2, seqlen_q, seqlen_k, 16, torch.float32, device)
-    results = run(q, k, v, grad_output, backend=backend)
+    heads, kv_heads = {"heads": (0, 0), "query heads": (0, 3)}.get(empty, (2, 2))
+    q, k, v, grad_output = inputs(batch, heads, kv_heads, seqlen_q, seqlen_k, 16, torch.float32, device)
+    results = run(q, k, v, grad_output, backend=backend, enable_gqa=True)
     for name, like in (("output", q), ("grad_q", q), ("grad_k", k), ("grad_v", v)):
         assert results[name].shape == like.shape
         assert not results[name].any(), f"{name} must be zero"
@@ -392,13 +369,10 @@ def test_dead_tiles_are_never_read(backend, device):
         assert not clean[name][:, :, 64:].any(), "keys past the last query get no gradient"
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("backend", ["tiled", "triton"])
-def test_repeats_are_bit_equal(backend, device):
-    sizes = (2, 4, 2, 200, 200) if device == "cuda" else (1, 2, 1, 130, 130)
-    tensors = inputs(*sizes, 64, torch.float16, device)
-    call = partial(run, *tensors, backend=backend, is_causal=True, enable_gqa=True)
-    assert_repeats(call, 200 if device == "cuda" else 2)
+def test_repeats_are_bit_equal(backend):
+    tensors = inputs(1, 2, 1, 130, 130, 64, torch.float16, "cpu")
+    assert_repeats(partial(run, *tensors, backend=backend, is_causal=True, enable_gqa=True), 2)
 
 
 @pytest.mark.gpu
@@ -449,38 +423,13 @@ def test_gradients_flow_through_the_lse(backend, device):
     q, k, v, grad_output = inputs(1, 2, 2, 90, 90, 32, torch.float32, device)
     grad_lse = draw(1, 2, 90, dtype=torch.float32, device=device, seed=7)
     gradients = []
-    for attention, dtype in ((flash_attention, torch.float32), (None, torch.float64)):
+    for attend, dtype in ((partial(flash_attention, backend=backend), q.dtype), (attention_reference, torch.float64)):
         leaves = [x.detach().to(dtype).requires_grad_() for x in (q, k, v)]
-        if attention is None:
-            output, lse = attention_reference(*leaves, is_causal=True, return_lse=True)
-        else:
-            output, lse = attention(*leaves, is_causal=True, return_lse=True, backend=backend)
-        gradients.append(torch.autograd.grad((output, lse), leaves, (grad_output.to(dtype), grad_lse.to(dtype))))
+        results = attend(*leaves, is_causal=True, return_lse=True)
+        of_both = torch.autograd.grad(results, leaves, (grad_output.to(dtype), grad_lse.to(dtype)), retain_graph=True)
+        gradients.append([*of_both, *torch.autograd.grad(results[1].sum(), leaves[:2])])
     for ours, exact in zip(*gradients):
         torch.testing.assert_close(ours.double(), exact, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_gradients_of_the_lse_alone(backend):
-    q, k, v, _ = inputs(1, 1, 1, 20, 20, 16, torch.float32, "cpu")
-    leaves = [x.requires_grad_() for x in (q, k, v)]
-    _, lse = flash_attention(*leaves, return_lse=True, backend=backend)
-    grads = torch.autograd.grad(lse.sum(), leaves[:2])
-    exact = [x.detach().double().requires_grad_() for x in leaves]
-    expected = torch.autograd.grad(attention_reference(*exact, return_lse=True)[1].sum(), exact[:2])
-    for ours, theirs in zip(grads, expected):
-        torch.testing.assert_close(ours.double(), theirs, rtol=1e-4, atol=1e-5)
-
-
-def test_rows_without_keys_in_the_oracle():
-    q, k, v, grad_output = inputs(1, 1, 1, 6, 5, 8, torch.float64, "cpu")
-    mask = torch.ones(6, 5, dtype=torch.bool)
-    mask[2] = False
-    leaves = [x.requires_grad_() for x in (q, k, v)]
-    output, lse = attention_reference(*leaves, mask=mask, return_lse=True)
-    grads = torch.autograd.grad((output, lse), leaves, (grad_output, torch.ones_like(lse)))
-    assert not output[..., 2, :].any() and lse[..., 2] == -math.inf
-    assert not grads[0][..., 2, :].any() and all(grad.isfinite().all() for grad in grads)
 
 
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
@@ -611,18 +560,6 @@ def test_double_backward_is_refused(kind, device):
         (output.sum() + grad_q.square().sum()).backward()
 
 
-@pytest.mark.parametrize("backend", ["reference", "tiled"])
-def test_an_edited_token_leaves_earlier_rows_alone(backend):
-    q, k, v, grad_output = inputs(1, 2, 2, 100, 100, 32, torch.float32, "cpu")
-    grad_output[:, :, 60:] = 0  # rows before 60 only, whose gradients must not depend on later tokens
-    before = run(q, k, v, grad_output, backend=backend, is_causal=True)
-    for x in (q, k, v):
-        x[:, :, 60:] = x[:, :, 60:].flip(-1) * 3
-    after = run(q, k, v, grad_output, backend=backend, is_causal=True)
-    for name in before:
-        torch.testing.assert_close(after[name][:, :, :60], before[name][:, :, :60], rtol=0, atol=1e-6)
-
-
 # Refusals
 
 
@@ -631,9 +568,9 @@ def good() -> dict[str, Tensor]:
 
 
 REFUSALS = {
-    "not-a-tensor": ({"k": [1.0]}, {}, TypeError, r"k must be a torch\.Tensor, got list"),
-    "integers": ({"q": torch.ones(2, 4, 8, 16, dtype=torch.int64)}, {}, TypeError, r"q must have a floating dtype"),
-    "two-dims": ({"v": torch.ones(9, 16)}, {}, ValueError, r"v must have shape \(\.\.\., heads, seq, head_dim\), got"),
+    "not-a-tensor": ({"k": [1.0]}, {}, TypeError, r"k must be a tensor of float64 or .*, got list"),
+    "integers": ({"q": torch.ones(2, 4, 8, 16).long()}, {}, TypeError, r"q must be a tensor of .*, got torch"),
+    "two-dims": ({"v": torch.ones(9, 16)}, {}, ValueError, r"v must have shape \(\.\.\., heads, seq, head_dim\), "),
     "mixed-dtypes": ({"k": torch.ones(2, 4, 9, 16).half()}, {}, TypeError, r"k must have q's dtype torch\.float32"),
     "mixed-devices": ({"v": torch.ones(2, 4, 9, 16, device="meta")}, {}, ValueError, r"v must be on q's device cpu"),
     "heads": ({"k": torch.ones(2, 2, 9, 16)}, {}, ValueError, r"k must have q's 4 heads \(or pass enable_gqa=True\)"),
@@ -642,15 +579,11 @@ REFUSALS = {
     ),
     "key-head-dim": ({"k": torch.ones(2, 4, 9, 32)}, {}, ValueError, r"k must have shape \(2, 4, 9, 16\)"),
     "value-head-dim": ({"v": torch.ones(2, 4, 9, 8)}, {}, ValueError, r"a value head dim other than the key's"),
-    "scale-type": ({}, {"scale": "1"}, TypeError, r"scale must be a float or None, got str"),
     "scale-zero": ({}, {"scale": 0.0}, ValueError, r"scale must be positive and finite, got 0"),
-    "backend": ({}, {"backend": "cudnn"}, ValueError, r"backend must be one of auto, .*got 'cudnn'"),
-    "scale-huge": ({}, {"scale": 10**400}, ValueError, r"scale must be positive and .*, got an integer of 1329 bits$"),
     "scale-float64": (
         {}, {"scale": 1e39}, ValueError,
         r"scale must be positive and finite in float32, times log2\(e\) too, got 1e\+39",
     ),  # fmt: skip
-    "causal-text": ({}, {"is_causal": "no"}, TypeError, r"is_causal must be a bool, got 'no'"),
     "nested": (
         {"k": torch.nested.nested_tensor([torch.ones(4, 9, 16)] * 2, layout=torch.jagged)}, {}, TypeError,
         r"k must be a dense strided tensor, got a nested one",
@@ -671,21 +604,15 @@ def test_wrong_arguments_are_named(change, options, error, message):
         flash_attention(**{**good(), **change}, **options)
 
 
-FUNCTION_REFUSALS = {
-    "short-values": ([(1, 4, 16), (1, 64, 16), (1, 8, 16)], {}, ValueError, r"v must have k's shape"),
-    "scale": ([(1, 4, 16)] * 3, {"scale": -1.0}, ValueError, "scale must be positive and finite, got -1"),
-    "integers": ([(1, 4, 16)] * 3, {"dtype": torch.int64}, TypeError, "q must have a floating dtype"),
-    "causal": ([(1, 4, 16)] * 3, {"is_causal": "full"}, TypeError, "is_causal must be a bool, got 'full'"),
-}  # fmt: skip
-
-
 @pytest.mark.parametrize("implementation", ["pytorch", "triton"])
-@pytest.mark.parametrize("shapes, options, error, message", FUNCTION_REFUSALS.values(), ids=FUNCTION_REFUSALS.keys())
-def test_functions_check_before_they_launch(shapes, options, error, message, implementation):
+def test_functions_check_before_they_launch(implementation):
     """Unchecked, a kernel read past the end of a short v and returned what lay there."""
-    q, k, v = (torch.ones(shape, dtype=options.get("dtype", torch.float32)) for shape in shapes)
-    with pytest.raises(error, match=message):
-        _implementations()[implementation]().apply(q, k, v, options.get("is_causal", False), options.get("scale"))
+    attend = _implementations()[implementation]().apply
+    q, k, v = (torch.ones(1, rows, 16) for rows in (4, 64, 8))
+    with pytest.raises(ValueError, match="v must have k's shape"):
+        attend(q, k, v)
+    with pytest.raises(ValueError, match="scale must be positive and finite, got -1"):
+        attend(q, k, k, False, -1.0)
 
 
 @pytest.mark.parametrize("kernel", ["forward", "dkdv", "dq"])
@@ -818,28 +745,10 @@ def test_an_overflowing_yardstick_is_refused():
         compute_oracle(q, q, q)
 
 
-def test_triton_refuses_what_it_cannot_take():
-    wide = [torch.ones(1, 1, 4, 300)] * 3
-    with pytest.raises(ValueError, match="head_dim of at most 256, not 300"):
-        flash_attention(*wide, backend="triton")
-    low = [torch.ones(1, 1, 4, 16, dtype=torch.bfloat16)] * 3
-    with pytest.raises(ValueError, match="interpreter computes wrong bfloat16"):
-        flash_attention(*low, backend="triton")
-
-
 @pytest.mark.gpu
 def test_triton_refuses_cpu_tensors_on_a_gpu_machine():
     with pytest.raises(ValueError, match="TRITON_INTERPRET=1"):
         flash_attention(*good().values(), backend="triton")
-
-
-def test_auto_explains_its_choice():
-    q = torch.ones(1, 1, 8, 16)
-    name, reason = explain_backend(q, q)
-    assert name == "reference" and "the inputs are on cpu" in reason
-    long = torch.ones(1, 1, 8192, 16)
-    assert explain_backend(long, long)[0] == "tiled"
-    torch.testing.assert_close(flash_attention(q, q, q), attention_reference(q, q, q))
 
 
 @pytest.mark.parametrize("backend", ["tiled", "triton"])

@@ -120,8 +120,6 @@ def test_rows_are_merged_alone_and_together(is_causal, device, monkeypatch):
         assert launched[-1][0] == (grid,)
 
 
-
-
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
 def test_the_operator_with_its_gradients(is_causal, device, large_gpu):
@@ -235,8 +233,6 @@ def test_parts_fill_the_gpu_and_no_more():
     assert parts(16384, 16384, 1, 64, True) == 2, "the last causal tile walks alone what all others share"
 
 
-
-
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_keys_behind_all_causal_queries_are_no_parts(head_dim):
     """They would be memory that nobody writes, and leave the others in parts too large."""
@@ -252,12 +248,6 @@ def test_more_causal_keys_than_queries(device, monkeypatch):
     monkeypatch.setattr(split, "empty", lambda shape, *rest: made.append(shape) or empty(shape, *rest))
     assert errors_of(launch_split_forward, tensors, True, **options) <= 1
     assert made == [(4 * 100 * (64 + 2),)], "four parts of the keys that are seen"
-
-
-def test_a_machine_without_multiprocessors_splits_nothing():
-    q, k, *_ = inputs(1, 1, 1, 1, 4096, 64, torch.float32, "cpu")
-    chosen = kernel_config("forward", q, k)
-    assert forward_name(chosen, q, k, False) == chosen.name
 
 
 def test_a_caller_s_tiles_are_split_too(large_gpu, monkeypatch):

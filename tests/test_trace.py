@@ -18,7 +18,7 @@ from cs336_systems.config import ModelCase, RunConfig, proxy_model
 from cs336_systems.experiments.models import TrainingStep
 from cs336_systems.measure.capture import capture
 from cs336_systems.measure.kernels import CATEGORIES, categorize, short_name
-from cs336_systems.measure.ranges import ATTENTION_PARTS, annotate, module_ranges, named_range, role_of
+from cs336_systems.measure.ranges import ATTENTION_PARTS, annotate, module_ranges, named_range
 from cs336_systems.measure.trace import Trace, read_trace, trace_of
 
 COVERS = ("cs336_systems/measure",)
@@ -151,17 +151,6 @@ def test_short_names_fit_a_table_and_still_tell_kernels_apart(name: str, short: 
 
 
 # Ranges
-
-
-@pytest.mark.parametrize(
-    ("name", "role"),
-    [
-        ("self_attn", "attention"), ("mha", "attention"), ("cross_attn", "attention"), ("mlp", "feed_forward"),
-        ("ln_final", "norm"), ("input_layernorm", "norm"), ("wte", "embedding"), ("lm_head", "head"), ("q_proj", None),
-    ],
-)  # fmt: skip
-def test_roles_come_from_names(name: str, role: str | None) -> None:
-    assert role_of(name) == role
 
 
 class TheirAttention(nn.Module):

@@ -22,8 +22,7 @@ from cs336_systems.attention.compilation import (
 from cs336_systems.attention.contract import compute_oracle, contract_errors
 from cs336_systems.attention.tiles import AttentionConfig, KernelConfig, head_tile, select_config
 from cs336_systems.attention.tiles.config import KERNELS
-from cs336_systems.attention.tiles.select import TARGET_OF_CAPABILITY
-from cs336_systems.attention.tiles.tables import SHARED_MEMORY_LIMIT_BYTES, TABLES
+from cs336_systems.attention.tiles.tables import SHARED_MEMORY_LIMIT_BYTES, TABLES, TARGET_OF_CAPABILITY
 from cs336_systems.attention.triton import launch
 from cs336_systems.cli import app
 from cs336_systems.commands import kernels as kernels_command

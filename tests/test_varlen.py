@@ -351,26 +351,16 @@ def test_operator_check(device):
     torch.library.opcheck(operator, arguments, test_utils=("test_schema", "test_faketensor"))
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("backend", ["reference", "triton"])
-def test_autocast_casts_like_sdpa(backend, device):
-    dtype = torch.float16 if device == "cpu" else torch.bfloat16
-    tensors, documents = packed([20, 12], None, 0, 1, 1, 16, torch.float32, device)
-    with torch.autocast(device, dtype=torch.bfloat16 if backend == "reference" else dtype):
-        output = flash_attention_varlen(*tensors[:3], *documents, backend=backend)
-    assert output.dtype == (torch.bfloat16 if backend == "reference" else dtype)
-
-
-def test_auto_serves_cpu_tensors():
+def test_autocast_and_auto_on_a_cpu():
     tensors, documents = packed([20, 12], None, 0, 1, 1, 16, torch.float32, "cpu")
-    output = flash_attention_varlen(*tensors[:3], *documents)
-    alone = flash_attention(*(x[20:].transpose(0, 1) for x in tensors[:3]))
-    torch.testing.assert_close(output[20:].transpose(0, 1), alone)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        output = flash_attention_varlen(*tensors[:3], *documents)
+    alone = flash_attention(*(x[20:].transpose(0, 1).bfloat16() for x in tensors[:3]))
+    assert output.dtype == torch.bfloat16 and torch.equal(output[20:].transpose(0, 1), alone)
 
 
 def test_forward_mode_is_refused():
-    tensors, documents = packed([20, 12], None, 0, 1, 1, 16, torch.float32, "cpu")
-    q, k, v, _ = tensors
+    (q, k, v, _), documents = packed([20, 12], None, 0, 1, 1, 16, torch.float32, "cpu")
     with pytest.raises(NotImplementedError, match="forward-mode AD is not supported here"):
         torch.func.jvp(lambda q: flash_attention_varlen(q, k, v, *documents, backend="triton"), (q,), (q,))
 
@@ -393,39 +383,21 @@ def test_offsets_beyond_32_bits():
 X = torch.ones(10, 4, 16)
 CU = torch.tensor([0, 4, 10], dtype=torch.int32)
 REFUSALS = {
-    "four-dims": ({"q": X[None]}, ValueError, r"q must have shape \(total, heads, head_dim\), got \(1, 10, 4, 16\)"),
-    "head-dim": ({"k": torch.ones(10, 4, 8)}, ValueError, r"k must have q's head_dim 16, got 8"),
+    "four-dims": ({"q": X[None]}, ValueError, r"q must have shape \(total, heads, head_dim\).*, got \(1, 10, 4, 16\)"),
+    "keys": ({"k": torch.ones(10, 4, 8)}, ValueError, r"k must have shape \(10, 4, 16\) .* got \(10, 4, 8\)"),
     "values": ({"v": torch.ones(9, 4, 16)}, ValueError, r"v must have k's shape \(10, 4, 16\), got \(9, 4, 16\)"),
-    "boundaries-int64": (
-        {"cu_seqlens_q": CU.long()}, TypeError,
-        r"cu_seqlens_q must be an int32 tensor, got torch\.int64",
+    "dtype": ({"cu_seqlens_q": CU.long()}, TypeError, r"cu_seqlens_q must be a tensor of int32, got torch\.int64"),
+    "rank": ({"cu_seqlens_q": CU[None]}, ValueError, r"cu_seqlens_q must have shape \(documents \+ 1,\), got \(1, 3\)"),
+    "device": ({"cu_seqlens_q": CU.to("meta")}, ValueError, "cu_seqlens_q must be contiguous on q's device cpu"),
+    "start": ({"cu_seqlens_q": CU + 1}, ValueError, "cu_seqlens_q must rise from 0 to at most the 10 rows of q"),
+    "wrap-around": (
+        {"cu_seqlens_k": torch.tensor([0, 2**31 - 1, -(2**31)], dtype=torch.int32), "max_seqlen_k": 2**31 - 1},
+        ValueError, r"cu_seqlens_k must rise from 0 to at most the 10 rows of k, got \[0, 2147483647, -2147483648\]",
     ),
-    "boundaries-2d": (
-        {"cu_seqlens_q": CU[None]}, ValueError,
-        r"cu_seqlens_q must have shape \(documents \+ 1,\), got \(1, 3\)",
-    ),
-    "boundaries-device": (
-        {"cu_seqlens_q": CU.to("meta")}, ValueError,
-        r"cu_seqlens_q must be contiguous on q's device cpu",
-    ),
-    "boundaries-start": (
-        {"cu_seqlens_q": CU + 1}, ValueError,
-        r"cu_seqlens_q must rise from 0 to at most the 10 rows of q",
-    ),
-    "boundaries-fall": (
-        {"cu_seqlens_k": torch.tensor([0, 7, 5], dtype=torch.int32)}, ValueError,
-        r"cu_seqlens_k must rise from 0 to at most the 10 rows of k, got \[0, 7, 5\]",
-    ),
-    "boundaries-wrap-around": (
-        {"cu_seqlens_q": torch.tensor([0, 2**31 - 1, -(2**31)], dtype=torch.int32), "max_seqlen_q": 2**31 - 1},
-        ValueError, r"cu_seqlens_q must rise from 0 to at most the 10 rows of q, got \[0, 2147483647, -2147483648\]",
-    ),
-    "boundaries-number": ({"cu_seqlens_k": CU[:2]}, ValueError, r"as many documents as cu_seqlens_q, 2, got 1"),
-    "longest": ({"max_seqlen_q": 5}, ValueError, r"max_seqlen_q must be at least the longest length, 6, got 5"),
-    "longest-type": ({"max_seqlen_k": 6.0}, ValueError, r"max_seqlen_k must be an int from 0 on, got 6\.0"),
-    "longest-bits": ({"max_seqlen_k": 2**64}, ValueError, r"must be at most 9223372036854775807, got 18446"),
-    "causal": ({"is_causal": "no"}, TypeError, r"is_causal must be a bool, got 'no'"),
-    "config-for-tiled": ({"config": AttentionConfig(), "backend": "tiled"}, ValueError, r"config chooses the tiles of"),
+    "number": ({"cu_seqlens_k": CU[:2]}, ValueError, "as many documents as cu_seqlens_q, 2, got 1"),
+    "longest": ({"max_seqlen_q": 5}, ValueError, "max_seqlen_q must be at least the longest length, 6, got 5"),
+    "longest-bits": ({"max_seqlen_k": 2**64}, ValueError, "must be at most 9223372036854775807, got 18446"),
+    "config": ({"config": AttentionConfig(), "backend": "tiled"}, ValueError, "config chooses the tiles of"),
 }  # fmt: skip
 
 
@@ -439,11 +411,8 @@ def test_wrong_arguments_are_named(change, error, message):
 def test_the_operator_checks_before_it_launches():
     import cs336_systems.attention.triton.function  # noqa: F401 (registers the operator)
 
-    operator = torch.ops.cs336_systems.varlen_attention
     with pytest.raises(ValueError, match="v must have k's shape"):
-        operator(X, X, X[:4], CU, CU, 6, 6, False, 0.25, "")
-    with pytest.raises(ValueError, match=r"q must have shape \(total_queries, heads, head_dim\)"):
-        operator(X[None], X[None], X[None], CU, CU, 6, 6, False, 0.25, "")
+        torch.ops.cs336_systems.varlen_attention(X, X, X[:4], CU, CU, 6, 6, False, 0.25, "")
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -22,7 +22,6 @@ from cs336_systems.attention.backends import AttentionLayout, available_here, se
 from cs336_systems.attention.compiled import compiled_reference
 from cs336_systems.attention.masks import BlockMask
 from cs336_systems.attention.masks.attn_mask import from_attn_mask
-from cs336_systems.attention.masks.block_mask import LISTS
 from cs336_systems.attention.operator import AttentionOperator
 from cs336_systems.attention.reference import attention_reference
 from cs336_systems.attention.tiled import tiled_attention
@@ -164,7 +163,7 @@ def flash_attention(
     if backend == "tiled":
         extras = (dense_mask,)
     elif block_mask is not None:
-        extras = tuple(getattr(block_mask, name) for name in LISTS)
+        extras = block_mask.lists
     if backend == "hopper":
         extras += (is_deterministic(deterministic),)
     operator = operator_of(backend, layout)

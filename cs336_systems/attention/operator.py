@@ -152,11 +152,9 @@ class AttentionOperator:
 
     def _checked_forward(self, q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
         """Of inputs that nobody has checked, kernels would read past the end."""
-        q4, k4, v4 = (x.transpose(0, 1) if self._packed and x.ndim == 3 else x for x in (q, k, v))
-        check_attention_inputs(q4, k4, v4, enable_gqa=True)
-        if q.ndim != (3 if self._packed else 4):
-            names = "(total_queries, heads, head_dim)" if self._packed else "(batch, heads, queries, head_dim)"
-            raise ValueError(f"q must have shape {names}, got {tuple(q.shape)}")
+        check_attention_inputs(q, k, v, enable_gqa=True, packed=self._packed)
+        if not self._packed and q.ndim != 4:
+            raise ValueError(f"q must have shape (batch, heads, queries, head_dim), got {tuple(q.shape)}")
         return self.forward(q, k, v, *arguments)
 
 

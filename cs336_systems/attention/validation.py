@@ -21,12 +21,11 @@ from torch._C._functorch import (
     is_gradtrackingtensor,
     is_legacy_batchedtensor,
 )
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 from torch.nn import Parameter
 
 from cs336_systems.attention.masks import BlockMask
-from cs336_systems.attention.masks.checks import FLOATING_DTYPES, brief, check_count, check_flag
+from cs336_systems.attention.masks.checks import brief, check_count, check_flag, check_tensor, has_values
 from cs336_systems.measure.stages import stage
 
 
@@ -36,38 +35,36 @@ def check_flags(**flags: bool) -> None:
         check_flag(name, value)
 
 
-def check_attention_inputs(q: Tensor, k: Tensor, v: Tensor, *, enable_gqa: bool = False) -> None:
+def check_attention_inputs(
+    q: Tensor, k: Tensor, v: Tensor, *, enable_gqa: bool = False, packed: bool = False
+) -> None:
     """Raise TypeError or ValueError naming the argument unless q, k, v fit together.
 
     Expected: q (..., heads, queries, head_dim), k and v (..., kv_heads, keys, head_dim), one floating dtype, one
-    device, equal leading dimensions; kv_heads equals heads, or divides it under `enable_gqa`.
+    device, equal leading dimensions; kv_heads equals heads, or divides it under `enable_gqa`. `packed`: q
+    (total_queries, heads, head_dim), k and v (total_keys, kv_heads, head_dim).
     """
+    layout = "(total, heads, head_dim)" if packed else "(..., heads, seq, head_dim)"
+    heads_at, rows_at = (-2, -3) if packed else (-3, -2)
     for name, tensor in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
-        if tensor.dtype not in FLOATING_DTYPES:
-            raise TypeError(f"{name} must have a floating dtype of 16, 32 or 64 bits, got {tensor.dtype}")
-        if tensor.layout != torch.strided or tensor.is_nested:
-            kind = "a nested one" if tensor.is_nested else tensor.layout
-            raise TypeError(f"{name} must be a dense strided tensor, got {kind}")
-        if tensor.ndim < 3:
-            raise ValueError(f"{name} must have shape (..., heads, seq, head_dim), got {tuple(tensor.shape)}")
-        if tensor.shape[-1] == 0:
-            raise ValueError(f"{name} must have a head_dim of at least 1, got {tuple(tensor.shape)}")
+        check_tensor(name, tensor)
+        if tensor.ndim < 3 or (packed and tensor.ndim > 3) or tensor.shape[-1] == 0:
+            raise ValueError(f"{name} must have shape {layout}, head_dim at least 1, got {tuple(tensor.shape)}")
     for name, tensor in (("k", k), ("v", v)):
         if tensor.dtype != q.dtype:
             raise TypeError(f"{name} must have q's dtype {q.dtype}, got {tensor.dtype}")
         if tensor.device != q.device:
             raise ValueError(f"{name} must be on q's device {q.device}, got {tensor.device}")
-    heads, kv_heads = q.shape[-3], k.shape[-3]
+    heads, kv_heads = q.shape[heads_at], k.shape[heads_at]
     if heads != kv_heads:
         if not enable_gqa:
             raise ValueError(f"k must have q's {heads} heads (or pass enable_gqa=True), got {kv_heads}")
         if kv_heads == 0 or heads % kv_heads:
             raise ValueError(f"k must have a number of heads that divides q's {heads}, got {kv_heads}")
-    expected_k = (*q.shape[:-3], kv_heads, k.shape[-2], q.shape[-1])
-    if tuple(k.shape) != expected_k:
-        raise ValueError(f"k must have shape {expected_k} to go with q {tuple(q.shape)}, got {tuple(k.shape)}")
+    expected_k = [*q.shape]
+    expected_k[heads_at], expected_k[rows_at] = kv_heads, k.shape[rows_at]
+    if tuple(k.shape) != tuple(expected_k):
+        raise ValueError(f"k must have shape {tuple(expected_k)} to go with q {tuple(q.shape)}, got {tuple(k.shape)}")
     if v.shape != k.shape:
         hint = "; a value head dim other than the key's is not supported" if v.shape[:-1] == k.shape[:-1] else ""
         raise ValueError(f"v must have k's shape {tuple(k.shape)}, got {tuple(v.shape)}{hint}")
@@ -95,20 +92,6 @@ def check_block_mask(block_mask: BlockMask, q: Tensor, k: Tensor, *, is_causal: 
             raise ValueError(f"block_mask must have {name} 1 or q's {expected}, got {size}")
 
 
-def check_packed_inputs(q: Tensor, k: Tensor, v: Tensor, *, enable_gqa: bool) -> None:
-    """`check_attention_inputs` for packed tensors: q (total_queries, heads, head_dim), k, v (total_keys, ...)."""
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
-        if isinstance(tensor, Tensor) and tensor.ndim != 3:
-            raise ValueError(f"{name} must have shape (total, heads, head_dim), got {tuple(tensor.shape)}")
-    if all(isinstance(x, Tensor) for x in (q, k, v)):
-        if k.shape[2] != q.shape[2]:
-            raise ValueError(f"k must have q's head_dim {q.shape[2]}, got {k.shape[2]}")
-        if v.shape != k.shape:
-            raise ValueError(f"v must have k's shape {tuple(k.shape)}, got {tuple(v.shape)}")
-    q, k, v = (x.transpose(0, 1) if isinstance(x, Tensor) else x for x in (q, k, v))
-    check_attention_inputs(q, k, v, enable_gqa=enable_gqa)
-
-
 def check_documents(
     q: Tensor, k: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int
 ) -> None:
@@ -120,18 +103,16 @@ def check_documents(
         ("q", q, cu_seqlens_q, max_seqlen_q), ("k", k, cu_seqlens_k, max_seqlen_k)
     ):  # fmt: skip
         name = f"cu_seqlens_{side}"
-        if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype != torch.int32:
-            kind = cu_seqlens.dtype if isinstance(cu_seqlens, Tensor) else type(cu_seqlens).__name__
-            raise TypeError(f"{name} must be an int32 tensor, got {kind}")
-        if cu_seqlens.ndim != 1 or not len(cu_seqlens):
-            raise ValueError(f"{name} must have shape (documents + 1,), got {tuple(cu_seqlens.shape)}")
+        check_tensor(name, cu_seqlens, {1: "(documents + 1,)"}, (torch.int32,))
+        if not len(cu_seqlens):
+            raise ValueError(f"{name} must have shape (documents + 1,), got (0,)")
         if cu_seqlens.device != q.device or not cu_seqlens.is_contiguous():
             raise ValueError(
                 f"{name} must be contiguous on q's device {q.device}, "
                 f"got stride {cu_seqlens.stride()} on {cu_seqlens.device}"
             )
         check_count(f"max_seqlen_{side}", longest, most=2**63 - 1)
-        if not cu_seqlens.is_cpu or torch.compiler.is_compiling() or isinstance(cu_seqlens, FakeTensor):
+        if not has_values(cu_seqlens):
             continue
         lengths = cu_seqlens.long().diff()  # in 32 bits a fall from 2³¹ - 1 would wrap around to a rise
         if cu_seqlens[0] != 0 or (lengths < 0).any() or cu_seqlens[-1] > len(packed):

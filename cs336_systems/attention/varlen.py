@@ -20,9 +20,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 from cs336_systems.attention.api import check_config, explain_backend, flash_attention, is_deterministic, operator_of
 from cs336_systems.attention.tiles import AttentionConfig
 from cs336_systems.attention.validation import (
+    check_attention_inputs,
     check_documents,
     check_flags,
-    check_packed_inputs,
     refuse_forward_mode,
     resolve_scale,
     to_autocast_dtype,
@@ -72,7 +72,7 @@ def flash_attention_varlen(
         deterministic=deterministic is None or deterministic,
     )  # fmt: skip
     q, k, v = to_autocast_dtype(q), to_autocast_dtype(k), to_autocast_dtype(v)
-    check_packed_inputs(q, k, v, enable_gqa=enable_gqa)
+    check_attention_inputs(q, k, v, enable_gqa=enable_gqa, packed=True)
     check_documents(q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     scale = resolve_scale(scale, q.shape[2])
     if backend == "auto" and config is not None:

@@ -37,7 +37,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -62,6 +62,7 @@ from cs336_systems.attention.masks.tiles import (
     FULL,
     BlockSize,
     Plane,
+    TileLists,
     TileMap,
     combine,
     count_attended,
@@ -78,11 +79,6 @@ DEFAULT_BLOCK = 128
 # dense attention, by about half of what they skip; all tiles take slightly more. The two meet between. `doctor --mask`
 # says on which side a mask is. Only exactly full and causal masks have a dense kernel to give way to (`dense_form`).
 MAX_LIST_DENSITY = 0.95
-# What `_make` fills in, in this order.
-LISTS = (
-    "kv_num_blocks", "kv_indices", "kv_tokens", "full_kv_num_blocks", "full_kv_indices",
-    "q_num_blocks", "q_indices", "q_tokens", "full_q_num_blocks", "full_q_indices", "token_bits",
-)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -126,18 +122,16 @@ class BlockMask:
         # Autograd saves no tensor of inference mode, and what an evaluation has made may be kept and trained with.
         if not torch.compiler.is_compiling() and self.kv_num_blocks.is_inference():
             with torch.inference_mode(False):
-                for name in LISTS:
-                    object.__setattr__(self, name, getattr(self, name).clone())
+                for name, tensor in self.lists._asdict().items():
+                    object.__setattr__(self, name, tensor.clone())
 
     def _check(self, name: str, shape: Sequence[int | None], largest: int | None = None) -> Tensor:
         """The tensor `name`, int32 on the mask's device and of `shape`, where None is any length from 1 on.
 
         Its values are 0 to `largest` where the host can look: kernels follow them without.
         """
-        tensor, device = getattr(self, name), self.kv_num_blocks.device
-        if not isinstance(tensor, Tensor) or tensor.dtype != torch.int32:
-            kind = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
-            raise TypeError(f"BlockMask.{name} must be an int32 tensor, got {kind}")
+        device = self.kv_num_blocks.device
+        tensor = check_tensor(f"BlockMask.{name}", getattr(self, name), dtypes=(torch.int32,))
         if tensor.ndim != len(shape) or any(
             actual != wanted if wanted is not None else actual < 1 for actual, wanted in zip(tensor.shape, shape)
         ):
@@ -417,7 +411,7 @@ class BlockMask:
         else:
             with stage("mask_build"):
                 lists = make_lists(pattern, data, leading, lengths, block_size, numbers)
-        mask = cls(**dict(zip(LISTS, lists)), block_size=block_size, seq_lengths=lengths)
+        mask = cls(**TileLists(*lists)._asdict(), block_size=block_size, seq_lengths=lengths)
         if torch.compiler.is_compiling():
             return mask
         form = mask._find_dense_form()
@@ -457,6 +451,10 @@ class BlockMask:
     def shape(self) -> tuple[int, int, int, int]:
         """(batch or 1, heads or 1, queries, keys)."""
         return (*self.kv_num_blocks.shape[:2], *self.seq_lengths)
+
+    @property
+    def lists(self) -> TileLists:
+        return TileLists(*(getattr(self, name) for name in TileLists._fields))
 
     @property
     def num_full(self) -> int:
@@ -500,8 +498,7 @@ class BlockMask:
     @property
     def num_bytes(self) -> int:
         """Bytes of all lists and token bits."""
-        values = (getattr(self, field.name) for field in fields(self))
-        return sum(x.nbytes for x in values if isinstance(x, Tensor))
+        return sum(x.nbytes for x in self.lists)
 
     @property
     def empty_rows(self) -> int:
@@ -510,17 +507,16 @@ class BlockMask:
 
     def rows_with_keys(self) -> Bool[Tensor, "b h queries"]:
         """True for each query that attends at least one key."""
-        has_keys = (self.token_bits != 0).any(-1)  # (patterns, query_block)
-        rows = (self.full_kv_num_blocks > 0)[..., None].repeat(1, 1, 1, self.block_size[0])
-        listed = self._is_listed()
-        for slot in range(self.kv_tokens.shape[3]):
-            rows |= has_keys[self.kv_tokens[..., slot].long()] & listed[..., slot, None]
+        pattern, token_bits = self._pattern_map()
+        has_keys = (token_bits != 0).any(-1)  # (patterns, query_block)
+        rows = torch.zeros((*pattern.shape[:3], self.block_size[0]), dtype=torch.bool, device=self.device)
+        for column in pattern.unbind(3):
+            rows |= has_keys[column]
         return rows.flatten(2)[..., : self.seq_lengths[0]]
 
     def to(self, device: Device) -> BlockMask:
         """The same mask on `device`."""
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        moved: dict[str, Any] = {name: x.to(device) for name, x in values.items() if isinstance(x, Tensor)}
+        moved: dict[str, Any] = {name: x.to(device) for name, x in self.lists._asdict().items()}
         return replace(self, **moved)
 
     def to_dense(self) -> Bool[Tensor, "b h queries keys"]:
@@ -584,11 +580,6 @@ class BlockMask:
             f"full={self.num_full}, partial={self.num_partial}, dead={self.num_dead})"
         )
 
-    def _is_listed(self) -> Bool[Tensor, "b h query_blocks width"]:
-        """True for the slots of kv_indices that hold a tile."""
-        slots = torch.arange(self.kv_indices.shape[3], device=self.device)
-        return slots < self.kv_num_blocks[..., None]
-
     def _tile_map(self) -> TileMap:
         """The map that the lists were made of."""
         columns = self.q_num_blocks.shape[2]
@@ -627,7 +618,7 @@ def make_lists(
     pattern: str, data: Sequence[Tensor], leading: Sequence[int], lengths: Sequence[int], block_size: Sequence[int],
     numbers: Sequence[int],
 ) -> list[Tensor]:  # fmt: skip
-    """The tensors of a `BlockMask` in LISTS' order."""
+    """`TileLists`, as an operator returns them."""
     plane = Plane((leading[0], leading[1]), (lengths[0], lengths[1]), (block_size[0], block_size[1]))
     tiles, token_bits = PATTERNS[pattern](plane, data, *numbers)
     if not len(token_bits):

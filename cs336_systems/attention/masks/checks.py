@@ -26,17 +26,16 @@ def check_block_size(block_size: int | BlockSize) -> BlockSize:
 
 
 def check_tensor(
-    name: str, tensor: Tensor, shapes: dict[int, str], dtypes: tuple[torch.dtype, ...] = FLOATING_DTYPES
+    name: str, tensor: Tensor, shapes: dict[int, str] | None = None, dtypes: tuple[torch.dtype, ...] = FLOATING_DTYPES
 ) -> Tensor:
     """`tensor` if it is dense, of one of `dtypes` and one of `shapes` (dimensions: how to write them)."""
     if not isinstance(tensor, Tensor) or tensor.dtype not in dtypes:
-        kind = {torch.bool: "a bool tensor", torch.int32: "an int32 or int64 tensor"}
-        wanted = kind.get(dtypes[0], "a floating tensor of 16 bits or more")
-        raise TypeError(f"{name} must be {wanted}, got {kind_of(tensor)}")
+        wanted = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        raise TypeError(f"{name} must be a tensor of {wanted}, got {kind_of(tensor)}")
     if tensor.layout != torch.strided or tensor.is_nested:
         kind_found = "a nested one" if tensor.is_nested else tensor.layout
         raise TypeError(f"{name} must be a dense strided tensor, got {kind_found}")
-    if tensor.ndim not in shapes:
+    if shapes is not None and tensor.ndim not in shapes:
         raise ValueError(f"{name} must have shape {' or '.join(shapes.values())}, got {tuple(tensor.shape)}")
     return tensor
 

@@ -32,6 +32,27 @@ class TileMap(NamedTuple):
     token_bits: Int[Tensor, "patterns query_block words"]  # int32; bits of keys or queries past the end are 0
 
 
+class TileLists(NamedTuple):
+    """The tensors of a `BlockMask`, under the names of its fields, in the order in which operators take them."""
+
+    kv_num_blocks: Int[Tensor, "b h query_blocks"]
+    kv_indices: Int[Tensor, "b h query_blocks width"]
+    kv_tokens: Int[Tensor, "b h query_blocks width"]
+    full_kv_num_blocks: Int[Tensor, "b h query_blocks"]
+    full_kv_indices: Int[Tensor, "b h query_blocks full_width"]
+    q_num_blocks: Int[Tensor, "b h key_blocks"]
+    q_indices: Int[Tensor, "b h key_blocks width_t"]
+    q_tokens: Int[Tensor, "b h key_blocks width_t"]
+    full_q_num_blocks: Int[Tensor, "b h key_blocks"]
+    full_q_indices: Int[Tensor, "b h key_blocks full_width_t"]
+    token_bits: Int[Tensor, "patterns query_block words"]
+
+    @property
+    def block_size(self) -> tuple[int, int]:
+        """Query rows and key columns of a tile, the latter a multiple of 32."""
+        return self.token_bits.shape[1], self.token_bits.shape[2] * BITS
+
+
 class Plane(NamedTuple):
     """The (queries, keys) plane of each of batch · heads masks, and the tiles that it is cut into."""
 

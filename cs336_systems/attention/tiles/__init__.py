@@ -9,7 +9,7 @@ from cs336_systems.attention.tiles.config import (
 )
 from cs336_systems.attention.tiles.grid import smaller_config, smallest_tile, tuning_grid
 from cs336_systems.attention.tiles.parts import part_size, seen_keys
-from cs336_systems.attention.tiles.select import select_config, target_of
+from cs336_systems.attention.tiles.tables import select_config, target_of
 
 __all__ = [
     "MAX_HEAD_DIM",

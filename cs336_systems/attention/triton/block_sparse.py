@@ -17,13 +17,14 @@ O = 0, L = -inf and no gradient. The backward's kernels overlap as the dense one
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import triton
 import triton.language as tl
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
+from cs336_systems.attention.masks.tiles import TileLists
 from cs336_systems.attention.tiles import KernelConfig
 from cs336_systems.attention.triton.backward import launch_preprocess
 from cs336_systems.attention.triton.launch import empty_like, launch, overlap_options
@@ -51,6 +52,7 @@ from cs336_systems.device import interpreter_is_on
 from cs336_systems.measure.stages import stage
 
 KEYS_PER_WORD = tl.constexpr(32)
+INTERPRETED = tl.constexpr(interpreter_is_on())  # decided when kernels are loaded
 # $0 = $1 & $2 ? $3 : $4, two instructions. From `tl.where`, LLVM makes one comparison of 64 lanes, packs its result
 # into integers bit by bit and takes it apart again: four more instructions a score.
 SELECT_BY_BIT = tl.constexpr("""{
@@ -60,27 +62,6 @@ and.b32 tested, $1, $2;
 setp.ne.b32 attended, tested, 0;
 selp.f32 $0, $3, $4, attended;
 }""")
-
-
-class TileLists(NamedTuple):
-    """The tensors of a `BlockMask` that the kernels read, under the names of its fields and in an operator's order."""
-
-    kv_num_blocks: Int[Tensor, "b h query_blocks"]
-    kv_indices: Int[Tensor, "b h query_blocks width"]
-    kv_tokens: Int[Tensor, "b h query_blocks width"]
-    full_kv_num_blocks: Int[Tensor, "b h query_blocks"]
-    full_kv_indices: Int[Tensor, "b h query_blocks full_width"]
-    q_num_blocks: Int[Tensor, "b h key_blocks"]
-    q_indices: Int[Tensor, "b h key_blocks width_t"]
-    q_tokens: Int[Tensor, "b h key_blocks width_t"]
-    full_q_num_blocks: Int[Tensor, "b h key_blocks"]
-    full_q_indices: Int[Tensor, "b h key_blocks full_width_t"]
-    token_bits: Int[Tensor, "patterns query_block words"]
-
-    @property
-    def block_size(self) -> tuple[int, int]:
-        """Query rows and key columns of a tile, the latter a multiple of 32."""
-        return self.token_bits.shape[1], self.token_bits.shape[2] * KEYS_PER_WORD.value
 
 
 def fit_to_blocks(config: KernelConfig, block_size: tuple[int, int]) -> KernelConfig:
@@ -123,7 +104,7 @@ def _load_words(
 
 
 @triton.jit
-def _keep_attended(values, otherwise, words, TRANSPOSED: tl.constexpr, INTERPRETED: tl.constexpr):
+def _keep_attended(values, otherwise, words, TRANSPOSED: tl.constexpr):
     """`values` (rows, columns), or TRANSPOSED, where their bit in `words` of `_load_words` is 1; else `otherwise`.
 
     A word is spread over its keys by shape alone, so that a thread holds the words of its own scores, and which word a
@@ -158,7 +139,6 @@ def _keep_attended(values, otherwise, words, TRANSPOSED: tl.constexpr, INTERPRET
 def _visit_listed_keys(
     accumulator, m, l, Q, K_head, V_head, block_rows, num_listed, indices, patterns, token_bits, problem,
     TILES: tl.constexpr, Q_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr, PARTIAL: tl.constexpr, TMA: tl.constexpr,
-    INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """Fold the listed key tiles into the running (accumulator, m, l); `block_rows` are Q's rows in the mask's tile."""
     K_TILE_SIZE: tl.constexpr = TILES.K_TILE_SIZE
@@ -171,7 +151,7 @@ def _visit_listed_keys(
         if PARTIAL:
             pattern = tl.load(patterns + step // STEPS)
             words = _load_words(token_bits, pattern, block_rows, first_column, Q_BLOCK, K_BLOCK, K_TILE_SIZE, False)
-            S = _keep_attended(S, float("-inf"), words, False, INTERPRETED)
+            S = _keep_attended(S, float("-inf"), words, False)
         P, rescale, m, l = online_softmax(S, m, l, problem.scale_log2)
         V = load_rows(V_head, first_key, problem.N_KEYS, K_TILE_SIZE, TILES, PARTIAL, TMA)
         accumulator = accumulate(accumulator * rescale[:, None], P.to(V.dtype), V, problem.ZERO, TILES)
@@ -187,7 +167,6 @@ def block_sparse_forward_kernel(
     stride_vb, stride_vh, stride_vs, stride_vd,
     N_HEADS, HEADS_TOGETHER, N_QUERIES, N_KEYS, MASK_BATCHES, MASK_HEADS, WIDTH, FULL_WIDTH, scale_log2, ZERO,
     GROUP: tl.constexpr, TILES: tl.constexpr, Q_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr, TMA: tl.constexpr,
-    INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """O (batch, heads, queries, D) and L (batch, heads, queries) are contiguous; q, k, v have any strides."""
     D: tl.constexpr = TILES.D
@@ -216,13 +195,13 @@ def block_sparse_forward_kernel(
     accumulator, m, l = _visit_listed_keys(
         accumulator, m, l, Q, K_head, V_head, query_rows % Q_BLOCK, tl.load(full_kv_num_blocks_ptr + list_number),
         full_kv_indices_ptr + list_number * FULL_WIDTH, kv_tokens_ptr, token_bits_ptr, problem,
-        TILES, Q_BLOCK, K_BLOCK, False, TMA, INTERPRETED,
+        TILES, Q_BLOCK, K_BLOCK, False, TMA,
     )  # fmt: skip
     # 3. partial tiles
     accumulator, m, l = _visit_listed_keys(
         accumulator, m, l, Q, K_head, V_head, query_rows % Q_BLOCK, tl.load(kv_num_blocks_ptr + list_number),
         kv_indices_ptr + list_number * WIDTH, kv_tokens_ptr + list_number * WIDTH, token_bits_ptr, problem,
-        TILES, Q_BLOCK, K_BLOCK, True, TMA, INTERPRETED,
+        TILES, Q_BLOCK, K_BLOCK, True, TMA,
     )  # fmt: skip
 
     # 4. normalise and store
@@ -234,7 +213,6 @@ def block_sparse_forward_kernel(
 def _visit_listed_queries(
     dK, dV, K, V, first_column, Q_head, dO_head, L_head, delta_head, num_listed, indices, patterns, token_bits, problem,
     TILES: tl.constexpr, Q_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr, PARTIAL: tl.constexpr, TMA: tl.constexpr,
-    INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """Fold the listed query tiles into dK (without its scale) and dV; `first_column` is K's place in the mask's tile.
 
@@ -258,7 +236,7 @@ def _visit_listed_queries(
         if PARTIAL:
             pattern = tl.load(patterns + step // STEPS)
             words = _load_words(token_bits, pattern, block_rows, first_column, Q_BLOCK, K_BLOCK, K_TILE_SIZE, True)
-            P_T = _keep_attended(P_T, 0.0, words, True, INTERPRETED)
+            P_T = _keep_attended(P_T, 0.0, words, True)
         dK, dV = fold_queries(dK, dV, P_T, dP_T, Q, dO, delta, problem.ZERO, TILES)
     return dK, dV
 
@@ -273,7 +251,7 @@ def block_sparse_dkdv_kernel(
     stride_dob, stride_doh, stride_dos, stride_dod,
     N_KV_HEADS, HEADS_TOGETHER, N_QUERIES, N_KEYS, MASK_BATCHES, MASK_HEADS, WIDTH, FULL_WIDTH, scale, scale_log2, ZERO,
     GROUP: tl.constexpr, TILES: tl.constexpr, Q_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr, TMA: tl.constexpr,
-    INTERPRETED: tl.constexpr, OVERLAP: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """dK, dV (batch, kv_heads, keys, D), L and delta (batch, heads, padded queries) are contiguous.
 
@@ -306,13 +284,13 @@ def block_sparse_dkdv_kernel(
         dK, dV = _visit_listed_queries(
             dK, dV, K, V, first_key % K_BLOCK, Q_head, dO_head, L_ptr + row_base, delta_ptr + row_base,
             tl.load(full_q_num_blocks_ptr + list_number), full_q_indices_ptr + list_number * FULL_WIDTH, q_tokens_ptr,
-            token_bits_ptr, problem, TILES, Q_BLOCK, K_BLOCK, False, TMA, INTERPRETED,
+            token_bits_ptr, problem, TILES, Q_BLOCK, K_BLOCK, False, TMA,
         )  # fmt: skip
         dK, dV = _visit_listed_queries(
             dK, dV, K, V, first_key % K_BLOCK, Q_head, dO_head, L_ptr + row_base, delta_ptr + row_base,
             tl.load(q_num_blocks_ptr + list_number), q_indices_ptr + list_number * WIDTH,
             q_tokens_ptr + list_number * WIDTH, token_bits_ptr, problem,
-            TILES, Q_BLOCK, K_BLOCK, True, TMA, INTERPRETED,
+            TILES, Q_BLOCK, K_BLOCK, True, TMA,
         )  # fmt: skip
 
     output_base = (batch * N_KV_HEADS + kv_head) * N_KEYS * D
@@ -324,7 +302,6 @@ def block_sparse_dkdv_kernel(
 def _visit_listed_keys_for_dq(
     dQ, Q, dO, L_log2, delta, K_head, V_head, block_rows, num_listed, indices, patterns, token_bits, problem,
     TILES: tl.constexpr, Q_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr, PARTIAL: tl.constexpr, TMA: tl.constexpr,
-    INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """Fold the listed key tiles into dQ (without its scale)."""
     K_TILE_SIZE: tl.constexpr = TILES.K_TILE_SIZE
@@ -340,7 +317,7 @@ def _visit_listed_keys_for_dq(
         if PARTIAL:
             pattern = tl.load(patterns + step // STEPS)
             words = _load_words(token_bits, pattern, block_rows, first_column, Q_BLOCK, K_BLOCK, K_TILE_SIZE, False)
-            P = _keep_attended(P, 0.0, words, False, INTERPRETED)
+            P = _keep_attended(P, 0.0, words, False)
         dQ = fold_keys(dQ, P, dP, K, delta, problem.ZERO, TILES)
     return dQ
 
@@ -355,7 +332,7 @@ def block_sparse_dq_kernel(
     stride_dob, stride_doh, stride_dos, stride_dod,
     N_HEADS, HEADS_TOGETHER, N_QUERIES, N_KEYS, MASK_BATCHES, MASK_HEADS, WIDTH, FULL_WIDTH, scale, scale_log2, ZERO,
     GROUP: tl.constexpr, TILES: tl.constexpr, Q_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr, TMA: tl.constexpr,
-    INTERPRETED: tl.constexpr, OVERLAP: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """dQ (batch, heads, queries, D), L and delta (batch, heads, padded queries) are contiguous."""
     D: tl.constexpr = TILES.D
@@ -385,12 +362,12 @@ def block_sparse_dq_kernel(
     dQ = _visit_listed_keys_for_dq(
         dQ, Q, dO, L_log2, delta, K_head, V_head, query_rows % Q_BLOCK, tl.load(full_kv_num_blocks_ptr + list_number),
         full_kv_indices_ptr + list_number * FULL_WIDTH, kv_tokens_ptr, token_bits_ptr, problem,
-        TILES, Q_BLOCK, K_BLOCK, False, TMA, INTERPRETED,
+        TILES, Q_BLOCK, K_BLOCK, False, TMA,
     )  # fmt: skip
     dQ = _visit_listed_keys_for_dq(
         dQ, Q, dO, L_log2, delta, K_head, V_head, query_rows % Q_BLOCK, tl.load(kv_num_blocks_ptr + list_number),
         kv_indices_ptr + list_number * WIDTH, kv_tokens_ptr + list_number * WIDTH, token_bits_ptr, problem,
-        TILES, Q_BLOCK, K_BLOCK, True, TMA, INTERPRETED,
+        TILES, Q_BLOCK, K_BLOCK, True, TMA,
     )  # fmt: skip
     store_rows(dQ_ptr + output_base, dQ * scale, query_rows, N_QUERIES, D, TILES)
     await_previous(OVERLAP)
@@ -476,5 +453,5 @@ def _options(q: Tensor, k: Tensor, lists: TileLists, config: KernelConfig) -> di
     num_stages = 2 * config.num_stages - 1
     return {
         "GROUP": q.shape[1] // k.shape[1], **tile_options(config, q.shape[3]), "num_stages": num_stages,
-        "Q_BLOCK": query_block, "K_BLOCK": key_block, "INTERPRETED": interpreter_is_on(),
+        "Q_BLOCK": query_block, "K_BLOCK": key_block,
     }  # fmt: skip

@@ -22,8 +22,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from cs336_systems.attention.masks import BlockMask
-from cs336_systems.attention.masks.block_mask import LISTS
-from cs336_systems.attention.masks.tiles import num_blocks, words_per_row
+from cs336_systems.attention.masks.tiles import TileLists, num_blocks, words_per_row
 from cs336_systems.attention.triton.launch import launch, on_device_of
 from cs336_systems.measure.stages import stage
 
@@ -143,12 +142,12 @@ def launch_staircase(lengths: Int[Tensor, "batch heads queries"], seqlen_k: int,
     """
     make = opaque_staircase if torch.compiler.is_compiling() else staircase_lists
     with nullcontext() if torch.compiler.is_compiling() else stage("mask_build"):
-        lists = make(lengths, seqlen_k, block)
-    return BlockMask(**dict(zip(LISTS, lists)), block_size=(block, block), seq_lengths=(lengths.shape[2], seqlen_k))
+        lists = TileLists(*make(lengths, seqlen_k, block))
+    return BlockMask(**lists._asdict(), block_size=(block, block), seq_lengths=(lengths.shape[2], seqlen_k))
 
 
 def staircase_lists(lengths: Tensor, seqlen_k: int, block: int) -> list[Tensor]:
-    """The tensors of a `BlockMask` in LISTS' order."""
+    """`TileLists`, as an operator returns them."""
     batch, heads, seqlen_q = lengths.shape
     rows, columns = num_blocks(seqlen_q, block), num_blocks(seqlen_k, block)
     lists = _empty_lists(lengths, seqlen_k, block)
