@@ -1,11 +1,12 @@
 """Compiles every attention kernel, with no GPU, and prints a JSON line for each.
 
     python -m tests.compiled_kernels        # without TRITON_INTERPRET; --all: their other ways to read as well
+    python -m tests.compiled_kernels --registers      # what the block-sparse and the varlen kernels take on sm_90
 
-A line says whether the kernel is launched early and the order of what matters in its PTX: "start" of the next kernel,
-"await" of the one before, "read" of what an earlier kernel of the call has written, "end"; and its parameters, as a
-replay lays them out. A process of its own, since Triton decides between compiler and interpreter when kernels are
-loaded.
+A line of the first says whether the kernel is launched early and the order of what matters in its PTX: "start" of the
+next kernel, "await" of the one before, "read" of what an earlier kernel of the call has written, "end"; and its
+parameters, as a replay lays them out. A process of its own, since Triton decides between compiler and interpreter when
+kernels are loaded.
 """
 
 from __future__ import annotations
@@ -15,18 +16,25 @@ import linecache
 import re
 import sys
 from collections.abc import Callable
+from dataclasses import asdict
 from functools import partial
+from itertools import product
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from cs336_systems.attention import compilation
-from cs336_systems.attention.compilation import CompileRequest, compiled_launches
+from cs336_systems.attention.compilation import CompileRequest, compile_here, compiled_launches
 from cs336_systems.attention.hopper import reports
 from cs336_systems.attention.hopper.schedule import SCHEDULES
-from cs336_systems.attention.tiles import KernelConfig
-from cs336_systems.attention.triton import split
+from cs336_systems.attention.tiles import KernelConfig, select_config
+from cs336_systems.attention.tiles.config import KERNELS
+from cs336_systems.attention.triton import block_sparse, split, varlen
 from cs336_systems.attention.triton.launch import _parameters_of
-from tests.compile_masked_kernels import launch_block_sparse, launch_varlen
 
+BLOCK = 128
+HEADS, SEQLEN = 16, 2048
 FILE = re.compile(r'^\.file\s+(\d+)\s+"([^"]+)"')
 PLACE = re.compile(r"^\.loc\s+(\d+)\s+(\d+)\s")
 EVENTS = (
@@ -62,7 +70,58 @@ def show(arch: str, kind: str, launch: Callable[[], Any]) -> None:
         print(json.dumps(line), flush=True)
 
 
+def launch_block_sparse(request: CompileRequest) -> None:
+    def indices(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.int32, device="meta")
+
+    blocks = SEQLEN // BLOCK
+    number, listed = (1, HEADS, blocks), (1, HEADS, blocks, blocks)
+    shapes = [number, listed, listed, number, listed] * 2 + [(4, BLOCK, BLOCK // 32)]
+    lists = block_sparse.TileLists(*(indices(*shape) for shape in shapes))
+    config = block_sparse.fit_to_blocks(request.config, (BLOCK, BLOCK))
+    x = torch.empty(1, HEADS, SEQLEN, request.head_dim, dtype=torch.bfloat16, device="meta")
+    if config.kernel == "forward":
+        block_sparse.launch_block_sparse_forward(x, x, x, lists, scale=0.125, config=config)
+        return
+    lse = torch.empty(1, HEADS, SEQLEN, device="meta")
+    block_sparse.launch_block_sparse_backward(
+        x, x, x, x, lse, x, None, lists, scale=0.125, dkdv_config=config, dq_config=config
+    )
+
+
+def launch_varlen(request: CompileRequest) -> None:
+    cu_seqlens = torch.empty(9, dtype=torch.int32, device="meta")
+    x = torch.empty(SEQLEN, HEADS, request.head_dim, dtype=torch.bfloat16, device="meta")
+    options = {"is_causal": request.is_causal, "scale": 0.125}
+    if request.config.kernel == "forward":
+        varlen.launch_varlen_forward(x, x, x, cu_seqlens, cu_seqlens, **options, config=request.config)
+        return
+    lse = torch.empty(HEADS, SEQLEN, device="meta")
+    varlen.launch_varlen_backward(
+        x, x, x, x, lse, x, None, cu_seqlens, cu_seqlens, **options, dkdv_config=request.config,
+        dq_config=request.config,
+    )  # fmt: skip
+
+
+LAUNCHES = {"varlen": launch_varlen, "block_sparse": launch_block_sparse}
+
+
+def show_registers() -> None:
+    """Of the table's configurations for bfloat16: one shape, by pointers and by TMA."""
+    shape = {"batch": 1, "heads": HEADS, "seqlen_q": SEQLEN, "seqlen_k": SEQLEN, "dtype": "bfloat16"}
+    for kind, launch in LAUNCHES.items():
+        compilation._launch = launch  # compile_here compiles what this launches
+        for tma, kernel, head_dim in product((False, True), KERNELS, (64, 128)):
+            config = select_config(kernel, capability=(9, 0), head_dim=head_dim, tma=tma, **shape)
+            request = CompileRequest(config=config, arch="sm90", head_dim=head_dim, dtype="bfloat16", is_causal=True)
+            report = asdict(compile_here(request)) | {"request": (kind + "_tma" * tma, kernel, head_dim)}
+            print(json.dumps(report), flush=True)
+
+
 def main() -> None:
+    if "--registers" in sys.argv:
+        show_registers()
+        return
     once = [
         ("sm90", "dense", "forward", "64x64_w4_s2"),
         ("sm90", "dense", "dkdv", "64x64_w4_s2"),
@@ -80,7 +139,7 @@ def main() -> None:
         ("sm80", "split", "forward", "64x64_w4_s2"),
     ]
     for arch, kind, kernel, tiles in once + others * ("--all" in sys.argv):
-        launch = {"varlen": launch_varlen, "block_sparse": launch_block_sparse}.get(kind, compilation._launch)
+        launch = LAUNCHES.get(kind, compilation._launch)
         request = CompileRequest(
             config=KernelConfig.from_name(f"{arch}_{kernel}_{tiles}"), arch=arch, head_dim=64, dtype="bfloat16",
             is_causal=True, is_split=kind == "split",

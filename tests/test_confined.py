@@ -9,9 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from cs336_systems.attention import attention_reference, flash_attention, flash_attention_varlen
+from cs336_systems.attention import flash_attention, flash_attention_varlen
 from cs336_systems.attention.backends import available_backends
+from cs336_systems.attention.contract import compute_oracle, contract_errors
 from cs336_systems.attention.masks import BlockMask
+from tests.test_s4_attention import HARD_VALUES, hard_inputs, run
+from tests.test_varlen import boundaries, document_of, run_packed
 
 SEQLEN, TILE, ROW = 256, 128, 200  # of attention, the longest side of a CPU's tiles, the row that is not finite
 BACKENDS = ["reference", "compiled", "tiled", "triton_first", "triton"]  # test_hopper.py has the last
@@ -114,47 +117,21 @@ def test_k6_a_bad_document_spoils_no_other(backend, value):
         assert not result[60].isfinite().all()
 
 
-@pytest.mark.parametrize("kind", ["huge-logits", "hugely-negative-logits", "constant-rows", "outliers"])
+@pytest.mark.parametrize("kind", HARD_VALUES)
 @pytest.mark.parametrize("path", ["compiled", "block_mask", "packed"])
 def test_k7_hard_values(path, kind):
-    """Beside `test_hard_values` of the dense back ends: twice the error of plain float32."""
+    """Beside `test_hard_values` of the dense back ends."""
     if path == "compiled" and (why := available_backends()["compiled"]) != "ok":
         pytest.skip(why)
-    tokens = 130
-    q, k, v, grad = torch.randn(4, 1, 2, tokens, 64, generator=torch.Generator().manual_seed(0))
-    if "logits" in kind:
-        offset = math.sqrt(1e5 * 8)
-        q[..., 0], k[..., 0] = offset, -offset if "negative" in kind else offset
-    elif kind == "constant-rows":
-        q, k = torch.ones_like(q), torch.ones_like(k)
+    tensors = hard_inputs(kind, "float32", "cpu")
+    tokens = tensors[0].shape[2]
+    if path == "compiled":
+        results = run(*tensors, is_causal=True, backend="compiled")
+    elif path == "block_mask":
+        results = run(*tensors, block_mask=BlockMask.causal(tokens, block_size=64), backend="triton")
     else:
-        rare = torch.rand(q.shape, generator=torch.Generator().manual_seed(9)) < 0.001
-        q = q + rare * 10 * torch.randn(q.shape, generator=torch.Generator().manual_seed(10))
-    starts = torch.tensor([0, tokens], dtype=torch.int32)
-
-    def attend(function: str, *leaves: Tensor) -> Tensor:
-        if function == "compiled":
-            output = flash_attention(*leaves, is_causal=True, backend="compiled")
-        elif function == "block_mask":
-            mask = BlockMask.causal(tokens, block_size=64)
-            output = flash_attention(*leaves, block_mask=mask, backend="triton")
-        elif function == "packed":
-            packed = [x[0].transpose(0, 1) for x in leaves]
-            found = flash_attention_varlen(*packed, starts, starts, tokens, tokens, is_causal=True, backend="triton")
-            assert isinstance(found, Tensor)
-            return found.transpose(0, 1)[None]
-        else:
-            output = attention_reference(*leaves, is_causal=True)
-        assert isinstance(output, Tensor)
-        return output
-
-    def results(function: str, dtype: torch.dtype) -> list[Tensor]:
-        leaves = [x.to(dtype).requires_grad_() for x in (q, k, v)]
-        output = attend(function, *leaves)
-        return [output.detach().double(), *(x.double() for x in torch.autograd.grad(output, leaves, grad.to(dtype)))]
-
-    exact, plain = results("oracle", torch.float64), results("oracle", torch.float32)
-    for name, ours, eager, expected in zip(("output", "dq", "dk", "dv"), results(path, torch.float32), plain, exact):
-        bound = 2 * (eager - expected).abs().max() + 1e-5
-        assert ours.isfinite().all(), name
-        assert (ours - expected).abs().max() <= bound, name
+        ends, rows = boundaries([tokens], "cpu"), [x[0].transpose(0, 1) for x in tensors]
+        found = run_packed(rows, (ends, ends, tokens, tokens), is_causal=True, backend="triton")
+        results = document_of(found, slice(None), slice(None))
+    errors = contract_errors(compute_oracle(*tensors, is_causal=True), results)
+    assert max(errors.values()) <= 1, errors

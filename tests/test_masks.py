@@ -16,6 +16,7 @@ from cs336_systems.attention.dynamic import choose_keys, shared_keys_attention
 from cs336_systems.attention.masks import parse_mask
 from cs336_systems.attention.masks.tiles import count_tokens, pack_tokens, unpack_tokens
 from cs336_systems.cli import app
+from tests.test_s4_attention import with_gradients
 
 pytest.importorskip("hypothesis")  # a GPU machine may lack it
 from hypothesis import given  # noqa: E402
@@ -371,12 +372,6 @@ def test_dynamic_topk_does_not_read_the_bias_of_later_keys():
     assert torch.equal(before[..., :40, :], after[..., :40, :]) and not torch.equal(before, after)
 
 
-def gradients(function, inputs, grad_output):
-    leaves = [x.detach().clone().requires_grad_() for x in inputs]
-    output = function(*leaves)
-    return output, *torch.autograd.grad(output, leaves, grad_output)
-
-
 # Dilated attention
 
 
@@ -391,12 +386,12 @@ def test_dilated_attention_equals_its_mask(seqlen, segment_length, rate, is_caus
         seqlen, segment_length=segment_length, dilation_rate=rate, heads=5 if phases == "by_head" else None,
         is_causal=is_causal, block_size=16,
     ).to_dense()  # fmt: skip
-    expected = gradients(lambda q, k, v: attention_reference(q, k, v, mask=mask), inputs, grad_output)
+    expected = with_gradients(lambda q, k, v: attention_reference(q, k, v, mask=mask), inputs, grad_output)
 
     def dilated(q, k, v):
         return dilated_attention(q, k, v, segment_length, rate, phases=phases, is_causal=is_causal, backend=backend)
 
-    for result, wanted in zip(gradients(dilated, inputs, grad_output), expected):
+    for result, wanted in zip(with_gradients(dilated, inputs, grad_output), expected):
         assert (result - wanted).abs().max() <= 1e-12
 
 
@@ -489,8 +484,8 @@ def test_shared_keys_equal_their_token_mask(num_keys, is_causal, backend):
         return shared_keys_attention(q, k, v, bias, num_keys, is_causal=is_causal, enable_gqa=True, backend=backend)
 
     tolerance = 1e-5 if backend == "triton" else 1e-12
-    expected = gradients(oracle, [x.double() for x in (q, k, v)], grad_output.double())
-    for result, wanted in zip(gradients(shared, (q, k, v), grad_output), expected):
+    expected = with_gradients(oracle, [x.double() for x in (q, k, v)], grad_output.double())
+    for result, wanted in zip(with_gradients(shared, (q, k, v), grad_output), expected):
         assert (result - wanted).abs().max() <= tolerance
 
 

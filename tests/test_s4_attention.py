@@ -299,11 +299,10 @@ def test_empty_inputs(empty, backend, device):
     assert (results["lse"] == -math.inf).all()
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", ["float32", "float16"])
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("kind", ["huge-logits", "hugely-negative-logits", "constant-rows", "outliers"])
-def test_hard_values(kind, backend, dtype, device):
+HARD_VALUES = ["huge-logits", "hugely-negative-logits", "constant-rows", "outliers"]
+
+
+def hard_inputs(kind: str, dtype: str, device: str) -> list[Tensor]:
     q, k, v, grad_output = inputs(1, 2, 2, 130, 130, 64, torch.float32, device)
     if "logits" in kind:
         # A common offset of the scaled scores of +-1e5 (as far as float16's raw scores reach: 4e3), over ordinary ones:
@@ -315,8 +314,15 @@ def test_hard_values(kind, backend, dtype, device):
     else:
         rare = draw(*q.shape, dtype=torch.float32, device=device, seed=9) > 3.09  # about one in a thousand
         q = q + rare * 10 * draw(*q.shape, dtype=torch.float32, device=device, seed=10)
-    q, k, v, grad_output = (x.to(DTYPES[dtype]) for x in (q, k, v, grad_output))
-    assert_contract(q, k, v, grad_output, backend=backend, is_causal=True)
+    return [x.to(DTYPES[dtype]) for x in (q, k, v, grad_output)]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("kind", HARD_VALUES)
+def test_hard_values(kind, backend, dtype, device):
+    assert_contract(*hard_inputs(kind, dtype, device), backend=backend, is_causal=True)
 
 
 @pytest.mark.parametrize("device", DEVICES)
