@@ -99,7 +99,11 @@ def _blockwise(
     num_queries, num_keys = q.shape[-2], k.shape[-2]
     max_scores = MAX_SCORES if dtype == torch.float64 else max(MAX_SCORES, _free_elements(q.device, dtype))
     rows = max(1, max_scores // max(1, math.prod(q.shape[:-2]) * num_keys))
-    outputs, lses, grads_q = [], [], []
+    results = {"output": q.new_zeros(q.shape, dtype=dtype)}
+    if with_lse:
+        results["lse"] = q.new_zeros(q.shape[:-1], dtype=dtype)
+    if grad_output is not None:
+        results["grad_q"] = q.new_zeros(q.shape, dtype=dtype)
     accumulate = torch.promote_types(dtype, torch.float32)
     grad_k, grad_v = (torch.zeros(x.shape, dtype=accumulate, device=x.device) for x in (k, v))
     for start in range(0, num_queries, rows):
@@ -116,24 +120,18 @@ def _blockwise(
         leaves = [x.detach().to(dtype).requires_grad_(grad_output is not None) for x in leaves]
         if with_lse:
             output, lse = attention_reference(*leaves, mask=block_mask, scale=scale, return_lse=True)
-            lses.append(lse.detach())
+            results["lse"][..., start:stop] = lse.detach()
         else:
             output = attention_reference(*leaves, mask=block_mask, scale=scale)
-        outputs.append(output.detach())
+        results["output"][..., start:stop, :] = output.detach()
         # Only the graph's own references may keep the block's tensors alive while its backward runs.
         del block_mask
         if grad_output is not None:
             block_grads = torch.autograd.grad(output, leaves, grad_output[..., start:stop, :].to(dtype))
-            grads_q.append(block_grads[0])
+            results["grad_q"][..., start:stop, :] = block_grads[0]
             grad_k[..., :seen, :] += block_grads[1]
             grad_v[..., :seen, :] += block_grads[2]
-    results = {
-        "output": torch.cat(outputs, dim=-2) if outputs else q.new_zeros(q.shape, dtype=dtype),
-    }
-    if with_lse:
-        results["lse"] = torch.cat(lses, dim=-1) if lses else q.new_zeros(q.shape[:-1], dtype=dtype)
     if grad_output is not None:
-        results["grad_q"] = torch.cat(grads_q, dim=-2) if grads_q else q.new_zeros(q.shape, dtype=dtype)
         for name, grad in (("grad_k", grad_k), ("grad_v", grad_v)):
             summed = grad.unflatten(-3, (-1, group)).sum(dim=-3) if group > 1 else grad
             results[name] = summed.to(dtype)

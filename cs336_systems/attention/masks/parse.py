@@ -34,11 +34,6 @@ PATTERNS = (
     "full, causal, window:W, document:L,L,..., dilated:SEGMENT/RATE, grid:RADIUS, hilbert:RADIUS, "
     "random:DENSITY, tokens:DENSITY, topk:W, shared:W"
 )
-ARGUMENTS = {  # of a pattern: their type, and how many, where None is any number from 1 on
-    "full": (int, 0), "causal": (int, 0), "window": (int, 1), "document": (int, None), "dilated": (int, 2),
-    "grid": (int, 1), "hilbert": (int, 1),
-    "random": (float, 1), "tokens": (float, 1), "topk": (int, 1), "shared": (int, 1),
-}  # fmt: skip
 
 
 def parse_mask(
@@ -73,36 +68,35 @@ def random_bias(seqlen: int, heads: int, seed: int) -> Float[Tensor, "1 heads ke
 
 def _parse_part(part: str, seqlen: int, size: BlockSize, heads: int, seed: int, device: Device) -> BlockMask:
     name, _, argument = part.partition(":")
-    kind, count = ARGUMENTS.get(name, (int, -1))
+    kind = float if name in ("random", "tokens") else int
     try:
-        numbers: list[Any] = (
-            [kind(text) for text in argument.split("/" if name == "dilated" else ",")] if argument else []
-        )
+        numbers: list[Any] = [kind(text) for text in argument.split("/" if name == "dilated" else ",") if argument]
     except ValueError:
-        numbers = []
-    if not numbers if count is None else len(numbers) != count:
-        raise ValueError(f"mask pattern must be one of {PATTERNS}, or several joined by +, got {part!r}")
+        numbers, name = [], "no pattern"
     where: dict[str, Any] = {"block_size": size, "device": device}
-    if name == "full":
-        tiles = torch.ones(*(num_blocks(seqlen, block) for block in size), dtype=torch.bool, device=device)
-        return BlockMask.from_blocks(tiles, size, seq_lengths=(seqlen, seqlen))
-    if name == "causal":
-        return BlockMask.causal(seqlen, **where)
-    if name == "window":
-        return BlockMask.sliding_window(seqlen, window=numbers[0], **where)
-    if name == "document":
-        if sum(numbers) != seqlen:
-            raise ValueError(f"the documents of {part!r} have {sum(numbers)} tokens, and the sequence has {seqlen}")
-        return BlockMask.document(numbers, **where)
-    if name == "dilated":
-        return BlockMask.dilated(seqlen, segment_length=numbers[0], dilation_rate=numbers[1], **where)
-    if name in ("grid", "hilbert"):
-        side = math.isqrt(seqlen)
-        if side * side != seqlen:
-            raise ValueError(f"{part!r} needs a square number of tokens, and the sequence has {seqlen}")
-        return neighbourhood_mask(side, radius=numbers[0], order="rows" if name == "grid" else "hilbert", **where)
-    if name in ("random", "tokens"):
-        draw = BlockMask.random_blocks if name == "random" else BlockMask.random_tokens
-        return draw(seqlen, density=numbers[0], seed=seed, heads=heads, **where)
-    bias = random_bias(seqlen, heads, seed).to(device)[:, :, None]
-    return BlockMask.dynamic_topk(bias, numbers[0], size, is_causal=name == "topk")
+    match name, numbers:
+        case "full", []:
+            tiles = torch.ones(*(num_blocks(seqlen, block) for block in size), dtype=torch.bool, device=device)
+            return BlockMask.from_blocks(tiles, size, seq_lengths=(seqlen, seqlen))
+        case "causal", []:
+            return BlockMask.causal(seqlen, **where)
+        case "window", [window]:
+            return BlockMask.sliding_window(seqlen, window=window, **where)
+        case "document", [_, *_]:
+            if sum(numbers) != seqlen:
+                raise ValueError(f"the documents of {part!r} have {sum(numbers)} tokens, and the sequence has {seqlen}")
+            return BlockMask.document(numbers, **where)
+        case "dilated", [segment, rate]:
+            return BlockMask.dilated(seqlen, segment_length=segment, dilation_rate=rate, **where)
+        case "grid" | "hilbert", [radius]:
+            side = math.isqrt(seqlen)
+            if side * side != seqlen:
+                raise ValueError(f"{part!r} needs a square number of tokens, and the sequence has {seqlen}")
+            return neighbourhood_mask(side, radius=radius, order="rows" if name == "grid" else "hilbert", **where)
+        case "random" | "tokens", [density]:
+            draw = BlockMask.random_blocks if name == "random" else BlockMask.random_tokens
+            return draw(seqlen, density=density, seed=seed, heads=heads, **where)
+        case "topk" | "shared", [num_keys]:
+            bias = random_bias(seqlen, heads, seed).to(device)[:, :, None]
+            return BlockMask.dynamic_topk(bias, num_keys, size, is_causal=name == "topk")
+    raise ValueError(f"mask pattern must be one of {PATTERNS}, or several joined by +, got {part!r}")
