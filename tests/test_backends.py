@@ -381,20 +381,6 @@ def test_thresholds_lose_least_of_those_from_which_hopper_is_never_slower() -> N
     assert limits((512, 8192, 0.99)) is None  # nothing is gained
 
 
-def test_the_hopper_refusal_can_be_traced() -> None:
-    """The capability reaches a compiled function as a constant; PyTorch 2.11 cannot compare such tuples by !=."""
-
-    @torch.compiler.assume_constant_result
-    def capability() -> tuple[int, int]:
-        return 9, 0
-
-    def double(x: torch.Tensor) -> torch.Tensor:
-        return x * 2 if backends._hopper_refusal("cuda", capability(), "bfloat16", 64, (128, 128)) is None else x
-
-    compiled = torch.compile(double, fullgraph=True, backend="eager")
-    torch.testing.assert_close(compiled(torch.ones(2)), torch.full((2,), 2.0))
-
-
 @pytest.mark.parametrize("layout", ["dense", "block_mask", "packed"])
 def test_the_choice_can_be_traced_with_lengths_and_head_dims_that_vary(layout: str) -> None:
     def scaled(x: torch.Tensor) -> torch.Tensor:

@@ -5,14 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
-from typer.testing import CliRunner
 
 import cs336_systems.attention.api as api
 from cs336_systems.attention import flash_attention, flash_attention_varlen
 from cs336_systems.attention.dilated import dilated_attention, longnet_attention
 from cs336_systems.attention.dynamic import shared_keys_attention
 from cs336_systems.attention.masks import BlockMask, neighbourhood_mask, parse_mask
-from cs336_systems.cli import app
 from cs336_systems.grids import hilbert_order, neighbourhood_block_density, row_major_order
 
 
@@ -214,17 +212,3 @@ def test_g8_bad_grids_are_refused():
         neighbourhood_mask(8, radius=1, order="snake")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="n must be a power of two"):
         neighbourhood_mask(12, radius=1, order="hilbert")
-
-
-def test_g8_doctor_draws_both_orders(monkeypatch):
-    """A narrow neighbourhood has fewer live tiles in rows, a wide one along the curve."""
-    monkeypatch.setenv("COLUMNS", "160")
-    live = {}
-    for pattern in ("grid:1", "hilbert:1", "grid:15", "hilbert:15"):
-        result = CliRunner().invoke(app, ["doctor", "--mask", pattern, "--seqlen", "4096", "--block-size", "64"])
-        assert result.exit_code == 0, result.output
-        picture = result.output.splitlines()[-64:]
-        assert all(set(line) <= set("█▒·") and len(line) == 64 for line in picture)
-        live[pattern] = sum(mark != "·" for line in picture for mark in line)
-    assert live["grid:1"] < live["hilbert:1"]
-    assert live["hilbert:15"] < live["grid:15"]

@@ -5,12 +5,8 @@ from __future__ import annotations
 import shutil
 
 import pytest
-import torch
 
-from cs336_systems.attention import flash_attention, native
-from tests.covered import ATTENTION
-
-COVERS = ATTENTION
+from cs336_systems.attention import native
 
 
 @pytest.fixture
@@ -52,27 +48,3 @@ def test_it_compiles(folder):
     path = native.build()
     assert native.load() is not None and native.build() == path
     assert [x.name for x in path.parent.iterdir()] == [path.name]
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("backend", ["triton", "hopper"])
-def test_replays_in_cpp_give_the_same_bits(backend, monkeypatch):
-    if backend == "hopper" and torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("needs a Hopper GPU")
-    native.build()
-    results = {}
-    for plug_in in (native.load(), None):
-        monkeypatch.setattr(native, "load", lambda plug_in=plug_in: plug_in)
-        # Another scale is another call, so that neither finds the other's; this one differs by nothing in bfloat16.
-        scale = 0.125 if plug_in is None else 0.125 + 2**-40
-        for seed in range(4):
-            generator = torch.Generator("cuda").manual_seed(seed)
-            q, k, v, grad = (
-                torch.randn(2, 4, 300, 64, device="cuda", dtype=torch.bfloat16, generator=generator) for _ in range(4)
-            )
-            leaves = [x.requires_grad_() for x in (q, k, v)]
-            output = flash_attention(*leaves, is_causal=True, scale=scale, deterministic=True, backend=backend)
-            results[plug_in is None, seed] = [output, *torch.autograd.grad(output, leaves, grad)]
-    for seed in range(4):
-        for in_cpp, in_python in zip(results[False, seed], results[True, seed], strict=True):
-            assert torch.equal(in_cpp, in_python)

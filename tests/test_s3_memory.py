@@ -524,15 +524,6 @@ def test_a_laptop_answers_whether_a_model_fits():
     assert code == 1 and "does not fit in 1GiB: peak " in output
 
 
-def test_a_snapshot_is_read_on_the_command_line(tmp_path):
-    from tests.snapshot_files import small_snapshot, write
-
-    code, output = memory("--snapshot", str(write(tmp_path / "x.pickle", small_snapshot())))
-    assert code == 0 and "project/model.py:42 forward" in output
-    code, output = memory("--snapshot", str(tmp_path / "absent.pickle"))
-    assert code == 2 and output.startswith("error: ") and len(output.strip().splitlines()) == 1
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

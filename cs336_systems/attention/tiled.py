@@ -34,6 +34,12 @@ from cs336_systems.attention.validation import (
     without_autocast,
 )
 
+# Shapes; values have that of keys.
+Queries = Float[Tensor, "... queries head_dim"]
+Keys = Float[Tensor, "... keys head_dim"]
+Rows = Float[Tensor, "... queries"]  # a number for each query: L
+Mask = Bool[Tensor, "... queries keys"]
+
 # Tiles have at least 64 rows, and grow with the sequence so that a side has at most 16 of them: each tile step costs
 # a dozen kernel launches, and launches, not arithmetic, are what an eager loop over small tiles would measure.
 MIN_TILE = 64
@@ -49,14 +55,8 @@ def tile_size(seqlen: int) -> int:
 
 
 def tiled_forward(
-    q: Float[Tensor, "... queries head_dim"],
-    k: Float[Tensor, "... keys head_dim"],
-    v: Float[Tensor, "... keys head_dim"],
-    is_causal: bool,
-    scale: float,
-    compiled: bool = False,
-    mask: Bool[Tensor, "... queries keys"] | None = None,
-) -> tuple[Float[Tensor, "... queries head_dim"], Float[Tensor, "... queries"]]:
+    q: Queries, k: Keys, v: Keys, is_causal: bool, scale: float, compiled: bool = False, mask: Mask | None = None
+) -> tuple[Queries, Rows]:
     """Output in q's dtype and log-sum-exp in float32 (float64 for float64 inputs).
 
     `mask` is True where a query may attend a key; it broadcasts over leading dimensions and excludes `is_causal`.
@@ -90,18 +90,9 @@ def tiled_forward(
 
 
 def tiled_backward(
-    q: Float[Tensor, "... queries head_dim"],
-    k: Float[Tensor, "... keys head_dim"],
-    v: Float[Tensor, "... keys head_dim"],
-    output: Float[Tensor, "... queries head_dim"],
-    lse: Float[Tensor, "... queries"],
-    grad_output: Float[Tensor, "... queries head_dim"],
-    grad_lse: Float[Tensor, "... queries"] | None,
-    is_causal: bool,
-    scale: float,
-    compiled: bool = False,
-    mask: Bool[Tensor, "... queries keys"] | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+    q: Queries, k: Keys, v: Keys, output: Queries, lse: Rows, grad_output: Queries, grad_lse: Rows | None,
+    is_causal: bool, scale: float, compiled: bool = False, mask: Mask | None = None,
+) -> tuple[Queries, Keys, Keys]:  # fmt: skip
     """Gradients of q, k, v in their dtypes. `grad_lse` is the gradient that reaches the log-sum-exp, if any."""
     step = _compiled_steps()[1] if compiled else _backward_step
     accumulate = torch.promote_types(q.dtype, torch.float32)
@@ -188,14 +179,9 @@ class FlashAttentionPyTorch(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        q: Float[Tensor, "... queries head_dim"],
-        k: Float[Tensor, "... keys head_dim"],
-        v: Float[Tensor, "... keys head_dim"],
-        is_causal: bool = False,
-        scale: float | None = None,
+        ctx: Any, q: Queries, k: Keys, v: Keys, is_causal: bool = False, scale: float | None = None,
         compiled: bool = False,
-    ) -> Float[Tensor, "... queries head_dim"]:
+    ) -> Queries:  # fmt: skip
         check_flags(is_causal=is_causal, compiled=compiled)
         check_attention_inputs(*(x.unsqueeze(-3) if isinstance(x, Tensor) and x.ndim > 1 else x for x in (q, k, v)))
         scale = resolve_scale(scale, q.shape[-1])

@@ -35,9 +35,7 @@ def check_flags(**flags: bool) -> None:
         check_flag(name, value)
 
 
-def check_attention_inputs(
-    q: Tensor, k: Tensor, v: Tensor, *, enable_gqa: bool = False, packed: bool = False
-) -> None:
+def check_attention_inputs(q: Tensor, k: Tensor, v: Tensor, *, enable_gqa: bool = False, packed: bool = False) -> None:
     """Raise TypeError or ValueError naming the argument unless q, k, v fit together.
 
     Expected: q (..., heads, queries, head_dim), k and v (..., kv_heads, keys, head_dim), one floating dtype, one

@@ -25,12 +25,10 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from jaxtyping import Float
-from torch import Tensor
 
 from cs336_systems.attention.tiles import KernelConfig, head_tile
 from cs336_systems.attention.triton.launch import empty, empty_like, launch, overlap_options
-from cs336_systems.attention.triton.operands import described, grid_of, num_tiles, tile_options
+from cs336_systems.attention.triton.operands import Keys, Queries, Rows, described, grid_of, num_tiles, tile_options
 from cs336_systems.attention.triton.steps import (
     LOG2_E,
     ROW_PADDING,
@@ -293,13 +291,8 @@ def flash_backward_dq_kernel(
 
 
 def launch_preprocess(
-    output: Float[Tensor, "batch heads queries head_dim"],
-    lse: Float[Tensor, "batch heads queries"],
-    grad_output: Float[Tensor, "batch heads queries head_dim"],
-    grad_lse: Float[Tensor, "batch heads queries"] | None,
-    *,
-    padded: bool = True,
-) -> tuple[Float[Tensor, "batch heads rows"], Float[Tensor, "batch heads rows"]]:
+    output: Queries, lse: Rows, grad_output: Queries, grad_lse: Rows | None, *, padded: bool = True
+) -> tuple[Rows, Rows]:
     """(L in base 2, delta = rowsum(dO ∘ O) - dL), in float32 and contiguous, their rows padded to whole tiles if asked.
 
     In a row without keys, L = -inf, delta is 0 whatever dO and dL hold there.
@@ -323,19 +316,9 @@ def launch_preprocess(
 
 
 def launch_backward(
-    q: Float[Tensor, "batch heads queries head_dim"],
-    k: Float[Tensor, "batch kv_heads keys head_dim"],
-    v: Float[Tensor, "batch kv_heads keys head_dim"],
-    output: Float[Tensor, "batch heads queries head_dim"],
-    lse: Float[Tensor, "batch heads queries"],
-    grad_output: Float[Tensor, "batch heads queries head_dim"],
-    grad_lse: Float[Tensor, "batch heads queries"] | None,
-    *,
-    is_causal: bool,
-    scale: float,
-    dkdv_config: KernelConfig,
-    dq_config: KernelConfig,
-) -> tuple[Tensor, Tensor, Tensor]:
+    q: Queries, k: Keys, v: Keys, output: Queries, lse: Rows, grad_output: Queries, grad_lse: Rows | None, *,
+    is_causal: bool, scale: float, dkdv_config: KernelConfig, dq_config: KernelConfig,
+) -> tuple[Queries, Keys, Keys]:  # fmt: skip
     """Contiguous gradients of q, k, v in their dtypes.
 
     `output` and `lse` are contiguous, as the forward wrote them; the others have any strides, a stride-0 `grad_output`

@@ -21,14 +21,21 @@ from typing import Any
 
 import triton
 import triton.language as tl
-from jaxtyping import Float
 from torch import Tensor
 
 from cs336_systems.attention.masks.tiles import TileLists
 from cs336_systems.attention.tiles import KernelConfig
 from cs336_systems.attention.triton.backward import launch_preprocess
 from cs336_systems.attention.triton.launch import empty_like, launch, overlap_options
-from cs336_systems.attention.triton.operands import described, empty_results, grid_of, tile_options
+from cs336_systems.attention.triton.operands import (
+    Keys,
+    Queries,
+    Rows,
+    described,
+    empty_results,
+    grid_of,
+    tile_options,
+)
 from cs336_systems.attention.triton.steps import (
     LOG2_E,
     LOWEST,
@@ -374,14 +381,8 @@ def block_sparse_dq_kernel(
 
 
 def launch_block_sparse_forward(
-    q: Float[Tensor, "batch heads queries head_dim"],
-    k: Float[Tensor, "batch kv_heads keys head_dim"],
-    v: Float[Tensor, "batch kv_heads keys head_dim"],
-    lists: TileLists,
-    *,
-    scale: float,
-    config: KernelConfig,
-) -> tuple[Float[Tensor, "batch heads queries head_dim"], Float[Tensor, "batch heads queries"]]:
+    q: Queries, k: Keys, v: Keys, lists: TileLists, *, scale: float, config: KernelConfig
+) -> tuple[Queries, Rows]:
     """Contiguous O in q's dtype and L in float32. `config`'s tiles divide the mask's: see `fit_to_blocks`."""
     batch, heads, num_queries, _ = q.shape
     output, lse = empty_results(q)
@@ -398,19 +399,9 @@ def launch_block_sparse_forward(
 
 
 def launch_block_sparse_backward(
-    q: Float[Tensor, "batch heads queries head_dim"],
-    k: Float[Tensor, "batch kv_heads keys head_dim"],
-    v: Float[Tensor, "batch kv_heads keys head_dim"],
-    output: Float[Tensor, "batch heads queries head_dim"],
-    lse: Float[Tensor, "batch heads queries"],
-    grad_output: Float[Tensor, "batch heads queries head_dim"],
-    grad_lse: Float[Tensor, "batch heads queries"] | None,
-    lists: TileLists,
-    *,
-    scale: float,
-    dkdv_config: KernelConfig,
-    dq_config: KernelConfig,
-) -> tuple[Tensor, Tensor, Tensor]:
+    q: Queries, k: Keys, v: Keys, output: Queries, lse: Rows, grad_output: Queries, grad_lse: Rows | None,
+    lists: TileLists, *, scale: float, dkdv_config: KernelConfig, dq_config: KernelConfig,
+) -> tuple[Queries, Keys, Keys]:  # fmt: skip
     """Contiguous gradients of q, k, v in their dtypes; what `launch_backward` says of its arguments holds here."""
     batch, heads, num_queries, _ = q.shape
     kv_heads, num_keys = k.shape[1:3]

@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from jaxtyping import Float
-from torch import Tensor
 
 from cs336_systems.attention.tiles import KernelConfig
 from cs336_systems.attention.triton.launch import launch
 from cs336_systems.attention.triton.operands import (
+    Keys,
+    Queries,
+    Rows,
     described,
     empty_results,
     grid_of,
@@ -127,14 +128,8 @@ def flash_forward_kernel(
 
 
 def launch_forward(
-    q: Float[Tensor, "batch heads queries head_dim"],
-    k: Float[Tensor, "batch kv_heads keys head_dim"],
-    v: Float[Tensor, "batch kv_heads keys head_dim"],
-    *,
-    is_causal: bool,
-    scale: float,
-    config: KernelConfig,
-) -> tuple[Float[Tensor, "batch heads queries head_dim"], Float[Tensor, "batch heads queries"]]:
+    q: Queries, k: Keys, v: Keys, *, is_causal: bool, scale: float, config: KernelConfig
+) -> tuple[Queries, Rows]:
     """Contiguous O in q's dtype and L in float32. Inputs are validated, non-empty and on one device."""
     output, lse = empty_results(q)
     rows = rows_of_groups(q, k, is_causal)

@@ -15,6 +15,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from jaxtyping import Float, Int
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -22,6 +23,15 @@ from cs336_systems.attention.tiles import KernelConfig, head_tile
 from cs336_systems.attention.tiles.config import TMA_ALIGNMENT_BYTES, tma_reads_rows
 from cs336_systems.attention.triton.launch import empty, empty_like
 from cs336_systems.attention.triton.steps import Tiles
+
+# Shapes of what launchers take and return; values have the shape of keys.
+Queries = Float[Tensor, "batch heads queries head_dim"]
+Keys = Float[Tensor, "batch kv_heads keys head_dim"]
+Rows = Float[Tensor, "batch heads queries"]  # a number for each query: L, delta
+PackedQueries = Float[Tensor, "total_queries heads head_dim"]
+PackedKeys = Float[Tensor, "total_keys kv_heads head_dim"]
+PackedRows = Float[Tensor, "heads total_queries"]
+Boundaries = Int[Tensor, " documents_plus_1"]
 
 QUERY_OPERANDS = ("q", "grad_output")
 MAX_GROUPED_ROWS = 64  # of a tile of 16-bit elements on sm_90; smaller ones take two or four
@@ -110,8 +120,8 @@ def tile_options(config: KernelConfig, head_dim: int) -> dict[str, Any]:
 # Memory
 
 
-def empty_results(q: Tensor) -> tuple[Tensor, Tensor]:
-    """Where a forward of q (batch, heads, queries, head_dim) writes: contiguous O in q's dtype, and L in float32."""
+def empty_results(q: Queries) -> tuple[Queries, Rows]:
+    """Where a forward of q writes: contiguous O in q's dtype, and L in float32."""
     return empty_like(q), empty(q.shape[:3], torch.float32, q.device)
 
 

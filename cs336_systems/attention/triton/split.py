@@ -22,13 +22,14 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from jaxtyping import Float
-from torch import Tensor
 
 from cs336_systems.attention.tiles import KernelConfig, head_tile, seen_keys
 from cs336_systems.attention.triton.forward import visit_keys
 from cs336_systems.attention.triton.launch import empty, launch, overlap_options
 from cs336_systems.attention.triton.operands import (
+    Keys,
+    Queries,
+    Rows,
     described,
     empty_results,
     grid_of,
@@ -183,15 +184,8 @@ def merge_options(num_rows: int, num_parts: int, head_dim: int) -> dict[str, int
 
 
 def launch_split_forward(
-    q: Float[Tensor, "batch heads queries head_dim"],
-    k: Float[Tensor, "batch kv_heads keys head_dim"],
-    v: Float[Tensor, "batch kv_heads keys head_dim"],
-    *,
-    is_causal: bool,
-    scale: float,
-    config: KernelConfig,
-    part_size: int,
-) -> tuple[Float[Tensor, "batch heads queries head_dim"], Float[Tensor, "batch heads queries"]]:
+    q: Queries, k: Keys, v: Keys, *, is_causal: bool, scale: float, config: KernelConfig, part_size: int
+) -> tuple[Queries, Rows]:
     """What `launch_forward` returns, by programs of `part_size` keys, a multiple of the key tile.
 
     Meanwhile the parts take memory: for each of them O and two numbers a row in float32.

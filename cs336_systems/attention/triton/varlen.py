@@ -24,14 +24,20 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from jaxtyping import Float, Int
 from torch import Tensor
 
 from cs336_systems.attention.tiles import KernelConfig
 from cs336_systems.attention.triton.backward import differentiate_keys, differentiate_queries, launch_preprocess
 from cs336_systems.attention.triton.forward import attend_queries
 from cs336_systems.attention.triton.launch import empty, empty_like, launch, overlap_options
-from cs336_systems.attention.triton.operands import described, tile_options
+from cs336_systems.attention.triton.operands import (
+    Boundaries,
+    PackedKeys,
+    PackedQueries,
+    PackedRows,
+    described,
+    tile_options,
+)
 from cs336_systems.attention.triton.steps import (
     LOG2_E,
     Problem,
@@ -186,16 +192,9 @@ def varlen_dq_kernel(
 
 
 def launch_varlen_forward(
-    q: Float[Tensor, "total_queries heads head_dim"],
-    k: Float[Tensor, "total_keys kv_heads head_dim"],
-    v: Float[Tensor, "total_keys kv_heads head_dim"],
-    cu_seqlens_q: Int[Tensor, " documents_plus_1"],
-    cu_seqlens_k: Int[Tensor, " documents_plus_1"],
-    *,
-    is_causal: bool,
-    scale: float,
-    config: KernelConfig,
-) -> tuple[Float[Tensor, "total_queries heads head_dim"], Float[Tensor, "heads total_queries"]]:
+    q: PackedQueries, k: PackedKeys, v: PackedKeys, cu_seqlens_q: Boundaries, cu_seqlens_k: Boundaries, *,
+    is_causal: bool, scale: float, config: KernelConfig,
+) -> tuple[PackedQueries, PackedRows]:  # fmt: skip
     """Contiguous O in q's dtype and L in float32. Inputs are validated, non-empty and on one device."""
     output = empty_like(q)
     lse = empty((q.shape[1], q.shape[0]), torch.float32, q.device)
@@ -211,21 +210,10 @@ def launch_varlen_forward(
 
 
 def launch_varlen_backward(
-    q: Float[Tensor, "total_queries heads head_dim"],
-    k: Float[Tensor, "total_keys kv_heads head_dim"],
-    v: Float[Tensor, "total_keys kv_heads head_dim"],
-    output: Float[Tensor, "total_queries heads head_dim"],
-    lse: Float[Tensor, "heads total_queries"],
-    grad_output: Float[Tensor, "total_queries heads head_dim"],
-    grad_lse: Float[Tensor, "heads total_queries"] | None,
-    cu_seqlens_q: Int[Tensor, " documents_plus_1"],
-    cu_seqlens_k: Int[Tensor, " documents_plus_1"],
-    *,
-    is_causal: bool,
-    scale: float,
-    dkdv_config: KernelConfig,
-    dq_config: KernelConfig,
-) -> tuple[Tensor, Tensor, Tensor]:
+    q: PackedQueries, k: PackedKeys, v: PackedKeys, output: PackedQueries, lse: PackedRows, grad_output: PackedQueries,
+    grad_lse: PackedRows | None, cu_seqlens_q: Boundaries, cu_seqlens_k: Boundaries, *,
+    is_causal: bool, scale: float, dkdv_config: KernelConfig, dq_config: KernelConfig,
+) -> tuple[PackedQueries, PackedKeys, PackedKeys]:  # fmt: skip
     """Contiguous gradients of q, k, v in their dtypes; what `launch_backward` says of its arguments holds here."""
     grad_q, grad_k, grad_v = empty_like(q), empty_like(k), empty_like(v)
     rows = launch_preprocess(  # of which none needs its document: one sequence of all rows
