@@ -51,9 +51,7 @@ class KernelCounters:
     """One launch: the kernel's name, and the quantities of COUNTERS that the GPU has."""
 
     name: str
-    values: dict[
-        str, float
-    ]  # of a unit "1" shares, and of stalls cycles that a warp waits for each of its instructions
+    values: dict[str, float]  # unit "1": shares; of stalls, cycles that a warp waits for each of its instructions
 
 
 def counters_command(arguments: Sequence[str]) -> list[str]:

@@ -23,6 +23,7 @@ from __future__ import annotations
 import sys
 import weakref
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -131,11 +132,11 @@ class MemoryTrace:
 
     def largest(self, count: int, phases: Sequence[str] | None = None) -> list[Large]:
         """The `count` largest kinds of allocations made in `phases` (default: all), by size and origin."""
-        grouped: dict[tuple[int, str, str], int] = {}
-        for one in self.allocations:
-            if phases is None or self.phase_of(one.born) in phases:
-                key = (one.num_bytes, one.category, one.where)
-                grouped[key] = grouped.get(key, 0) + 1
+        grouped = Counter(
+            (one.num_bytes, one.category, one.where)
+            for one in self.allocations
+            if phases is None or self.phase_of(one.born) in phases
+        )
         kinds = sorted(grouped.items(), key=lambda item: (-item[0][0], item[0]))[:count]
         return [
             Large(num_bytes=size, count=times, category=category, where=where)

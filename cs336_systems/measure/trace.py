@@ -22,7 +22,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from cs336_systems.measure.intervals import length, union
 from cs336_systems.measure.kernels import categorize, short_name
@@ -162,63 +162,57 @@ def trace_of(events: Sequence[dict[str, Any]]) -> Trace:
 
 @dataclass(kw_only=True, slots=True)
 class _Site:
-    """A place on a host thread: an operator or a launch, with what was open around it."""
+    """A range, an operator or a launch on a host thread."""
 
     event: dict[str, Any]
-    start_us: float
-    own_us: float  # without the operators that it called
-    ranges: tuple[str, ...]
-    phase: Phase
-
-
-class _Open(NamedTuple):
-    """An event of a host thread that has not ended, and what those inside of it inherit."""
-
     end_us: float
-    ranges: tuple[str, ...]
-    caller: _Site | None  # the innermost operator or launch
+    own_us: float  # without the operators that it called
+    ranges: tuple[str, ...]  # open there, its own included
     differentiates: int | None  # the forward's sequence number, inside of a backward operator
+
+    @property
+    def phase(self) -> Phase:
+        if any(name.startswith(OPTIMIZER_RANGE) for name in self.ranges):
+            return "optimizer"
+        return "forward" if self.differentiates is None else "backward"
 
 
 def _launch_sites(events: Sequence[dict[str, Any]]) -> list[_Site]:
-    """Every operator and launch with its ranges and phase; backward ones with the ranges of their forward."""
+    """Every operator and launch with its ranges; backward ones with the ranges of their forward."""
     threads: dict[tuple[Any, Any], list[dict[str, Any]]] = defaultdict(list)
     for event in events:
         if event.get("cat") in ("cpu_op", "user_annotation", *LAUNCH_CATEGORIES):
             threads[event.get("pid"), event.get("tid")].append(event)
     sites: list[_Site] = []
-    backward: list[tuple[_Site, int]] = []  # with the sequence number of the forward
     forward_ranges: dict[int, tuple[float, tuple[str, ...]]] = {}  # by sequence number, of the last operator with it
     for thread in threads.values():
-        stack: list[_Open] = []
+        open_sites: list[_Site] = []  # the innermost last
         for event in sorted(thread, key=lambda event: (float(event["ts"]), -float(event.get("dur", 0)))):
-            start, duration = float(event["ts"]), float(event.get("dur", 0))
-            while stack and stack[-1].end_us <= start:
-                stack.pop()
-            outer = stack[-1] if stack else _Open(0.0, (), None, None)
-            ranges, caller, inherited = outer.ranges, outer.caller, outer.differentiates
-            number = _sequence_number(event)
-            differentiates = number if str(event["name"]).startswith(BACKWARD_OPERATOR) else inherited
-            if event.get("cat") == "user_annotation":
-                ranges = (*ranges, str(event["name"]))
-            else:
-                phase: Phase = "forward" if differentiates is None else "backward"
-                if any(name.startswith(OPTIMIZER_RANGE) for name in ranges):
-                    phase = "optimizer"
-                site = _Site(event=event, start_us=start, own_us=duration, ranges=ranges, phase=phase)
-                sites.append(site)
-                if phase == "backward" and differentiates is not None:
-                    backward.append((site, differentiates))
-                elif number is not None and start >= forward_ranges.get(number, (start, ()))[0]:
-                    forward_ranges[number] = (start, ranges)
-                if caller is not None and event.get("cat") == "cpu_op":
+            start, duration, name = float(event["ts"]), float(event.get("dur", 0)), str(event["name"])
+            while open_sites and open_sites[-1].end_us <= start:
+                open_sites.pop()
+            outer = open_sites[-1] if open_sites else None
+            number, ranges = _sequence_number(event), () if outer is None else outer.ranges
+            differentiates = number if name.startswith(BACKWARD_OPERATOR) else None
+            if differentiates is None and outer is not None:
+                differentiates = outer.differentiates
+            if event["cat"] == "user_annotation":
+                ranges = (*ranges, name)
+            site = _Site(
+                event=event, end_us=start + duration, own_us=duration, ranges=ranges, differentiates=differentiates
+            )
+            if event["cat"] == "cpu_op":
+                caller = next((one for one in reversed(open_sites) if one.event["cat"] != "user_annotation"), None)
+                if caller is not None:
                     caller.own_us -= duration
-                caller = site
-            inherited = inherited if differentiates is None else differentiates
-            stack.append(_Open(start + duration, ranges, caller, inherited))
-    for site, number in backward:
-        _, ranges = forward_ranges.get(number, (0.0, ()))
-        site.ranges = tuple(dict.fromkeys((*site.ranges, *ranges)))
+            open_sites.append(site)
+            if event["cat"] != "user_annotation":
+                sites.append(site)
+                if differentiates is None and number is not None and start >= forward_ranges.get(number, (start,))[0]:
+                    forward_ranges[number] = start, ranges
+    for site in sites:
+        if site.phase == "backward" and site.differentiates in forward_ranges:
+            site.ranges = tuple(dict.fromkeys((*site.ranges, *forward_ranges[site.differentiates][1])))
     return sites
 
 
@@ -263,7 +257,7 @@ def _kernel(
 ) -> Kernel:
     """A kernel whose step is the one that it was launched in: it may run after that step's end on the host."""
     start = float(event["ts"])
-    launched = start if site is None else site.start_us
+    launched = start if site is None else float(site.event["ts"])
     step = bisect_right(steps, launched, key=lambda step: step[0]) - 1
     phase: Phase = "forward" if site is None else site.phase
     name = str(event["name"])
