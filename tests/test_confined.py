@@ -69,25 +69,6 @@ def test_k6_reaches_no_other_head_and_no_earlier_tile(backend, operand, value):
         assert output[safe:ROW].isnan().any(), "0 times what is not finite: confined by no back end"
 
 
-def test_k6_a_dead_tile_is_never_read():
-    """With a mask by tiles, rows whose tiles all lie elsewhere keep their bits and their gradients."""
-    q, k, v, grad = inputs()
-    mask = BlockMask.document([TILE, TILE], is_causal=True, block_size=TILE)
-
-    def run() -> tuple[Tensor, ...]:
-        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-        output = flash_attention(*leaves, block_mask=mask, backend="triton")
-        assert isinstance(output, Tensor)
-        return output.detach(), *torch.autograd.grad(output, leaves, grad)
-
-    expected = run()
-    for x in (q, k, v):
-        x[:, :, ROW] = math.nan
-    for result, clean in zip(run(), expected):
-        assert torch.equal(result[:, :, :TILE], clean[:, :, :TILE])
-        assert result[:, :, ROW].isnan().all()
-
-
 def attend_documents(backend: str, bad: float | None = None) -> list[Tensor]:
     """The output and the gradients of three documents; row 60, in the second, of all inputs is `bad`."""
     cu_seqlens = torch.tensor([0, 50, 150, 200], dtype=torch.int32)

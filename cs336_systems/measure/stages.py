@@ -22,6 +22,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -37,42 +38,29 @@ MAX_FLUSHES = 1000  # the driver queues about as many kernels before it makes th
 
 
 class _Timer:
-    """The open stages of one call and the finished segments of all calls."""
+    """The open stages of one call, and the marks of all calls: which stage runs from when on."""
 
     def __init__(self, device: str) -> None:
         self.device = device
-        self.open: list[tuple[str, Any]] = []  # name and beginning of the running segment, the innermost last
-        self.segments: list[tuple[str, Any, Any]] = []  # of the current call
-        self.calls: list[list[tuple[str, Any, Any]]] = []
+        self.open: list[str] = []  # the innermost last
+        self.marks: list[tuple[str, Any]] = []  # of the current call
+        self.calls: list[list[tuple[str, Any]]] = []
 
-    def now(self) -> Any:
-        if self.device != "cuda":
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def enter(self, name: str) -> None:
-        now = self.now()
-        if self.open:  # the outer stage pauses
-            outer, begin = self.open[-1]
-            self.segments.append((outer, begin, now))
-        self.open.append((name, now))
-
-    def leave(self) -> None:
-        now = self.now()
-        name, begin = self.open.pop()
-        self.segments.append((name, begin, now))
-        if self.open:
-            self.open[-1] = (self.open[-1][0], now)
+    def mark(self) -> None:
+        """The innermost open stage, if any is, runs from now on."""
+        now: Any = time.perf_counter()
+        if self.device == "cuda":
+            now = torch.cuda.Event(enable_timing=True)
+            now.record()
+        self.marks.append((self.open[-1] if self.open else "", now))
 
     def call(self, function: Callable[[], object]) -> None:
-        begin = self.now()
+        self.mark()
         function()
-        self.segments.append((TOTAL, begin, self.now()))
+        self.mark()
         assert not self.open, "a stage was left open"
-        self.calls.append(self.segments)
-        self.segments = []
+        self.calls.append(self.marks)
+        self.marks = []
 
     def samples_ms(self) -> dict[str, list[float]]:
         synchronize(self.device)
@@ -80,11 +68,12 @@ class _Timer:
         def elapsed_ms(begin: Any, end: Any) -> float:
             return begin.elapsed_time(end) if self.device == "cuda" else (end - begin) * 1e3
 
-        names = dict.fromkeys(name for segments in self.calls for name, _, _ in segments)
-        return {
-            name: [sum(elapsed_ms(*ends) for other, *ends in segments if other == name) for segments in self.calls]
-            for name in names
-        }
+        samples = {name: [0.0] * len(self.calls) for marks in self.calls for name, _ in marks if name}
+        for number, marks in enumerate(self.calls):
+            for (name, begin), (_, end) in pairwise(marks):
+                if name:
+                    samples[name][number] += elapsed_ms(begin, end)
+        return samples | {TOTAL: [elapsed_ms(marks[0][1], marks[-1][1]) for marks in self.calls]}
 
 
 _NO_STAGE = nullcontext()
@@ -105,11 +94,13 @@ def stages_are_timed() -> bool:
 @contextmanager
 def _timed_stage(timer: _Timer, name: str) -> Iterator[None]:
     with named_range(f"stage:{name}"):
-        timer.enter(name)
+        timer.open.append(name)
+        timer.mark()
         try:
             yield
         finally:
-            timer.leave()
+            timer.open.pop()
+            timer.mark()
 
 
 def time_stages(

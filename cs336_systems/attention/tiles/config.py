@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import Any
 
 KERNELS = ("forward", "dkdv", "dq")
 MIN_TILE = 16  # rows: fewer no tensor core multiplies
@@ -18,8 +19,8 @@ L2_SHARE_BYTES = 32 * 2**20
 PRECISIONS = ("ieee", "tf32x3")  # of float32 dots; 16-bit ones have no choice
 TMA_BARRIER_BYTES = 1024  # of barriers that copies signal, as far apart as the tiles' alignment puts them
 _NAME = re.compile(
-    r"(?P<target>[a-z0-9]+)_(?P<kernel>[a-z]+)_(?P<q>\d+)x(?P<k>\d+)_w(?P<warps>\d+)_s(?P<stages>\d+)"
-    r"(?P<tma>_tma)?(_(?P<precision>[a-z0-9]+))?"
+    r"(?P<target>[a-z0-9]+)_(?P<kernel>[a-z]+)_(?P<query_tile>\d+)x(?P<key_tile>\d+)_w(?P<num_warps>\d+)"
+    r"_s(?P<num_stages>\d+)(?P<tma>_tma)?(_(?P<precision>[a-z0-9]+))?"
 )
 
 
@@ -75,16 +76,10 @@ class KernelConfig:
         match = _NAME.fullmatch(name) if isinstance(name, str) else None
         if match is None:
             raise ValueError(f"config must be named like sm90_forward_128x64_w8_s3, got {name!r}")
-        return cls(
-            target=match["target"],
-            kernel=match["kernel"],
-            query_tile=int(match["q"]),
-            key_tile=int(match["k"]),
-            num_warps=int(match["warps"]),
-            num_stages=int(match["stages"]),
-            tma=match["tma"] is not None,
-            precision=match["precision"] or "ieee",
-        )
+        values: dict[str, Any] = match.groupdict()
+        for field in ("query_tile", "key_tile", "num_warps", "num_stages"):
+            values[field] = int(values[field])
+        return cls(**values | {"tma": match["tma"] is not None, "precision": match["precision"] or "ieee"})
 
     @property
     def spelling(self) -> str:
