@@ -14,8 +14,9 @@ from cs336_systems.attention import BlockMask, attention_reference, flash_attent
 from cs336_systems.attention.dilated import dilated_attention
 from cs336_systems.attention.dynamic import choose_keys, shared_keys_attention
 from cs336_systems.attention.masks import parse_mask
-from cs336_systems.attention.masks.tiles import count_tokens, pack_tokens, unpack_tokens
+from cs336_systems.attention.masks.tiles import count_tokens, pack_tokens
 from cs336_systems.cli import app
+from tests.test_block_sparse import check
 from tests.test_s4_attention import with_gradients
 
 pytest.importorskip("hypothesis")  # a GPU machine may lack it
@@ -28,47 +29,6 @@ LENGTHS = st.one_of(st.integers(0, 80), st.sampled_from([15, 16, 17, 31, 32, 33,
 
 def positions(seqlen_q: int, seqlen_k: int) -> tuple[Tensor, Tensor]:
     return torch.arange(seqlen_q)[:, None], torch.arange(seqlen_k)[None, :]
-
-
-def check(mask: BlockMask, expected: Tensor) -> None:
-    """`mask` attends exactly `expected`, both directions of its lists say so, and its own counts are true."""
-    dense = mask.to_dense()
-    assert torch.equal(dense, expected.expand_as(dense)) and mask.shape == tuple(dense.shape)
-    (q_block, k_block), lists = mask.block_size, {}
-    for side in ("kv", "q"):  # by row, by column of tiles
-        for prefix in ("", "full_"):
-            counts, indices = (getattr(mask, f"{prefix}{side}_{name}") for name in ("num_blocks", "indices"))
-            tokens = getattr(mask, f"{side}_tokens")
-            found = {}
-            for line in torch.cartesian_prod(*(torch.arange(size) for size in counts.shape)).tolist():
-                number, entries = int(counts[*line]), indices[*line].tolist()
-                assert entries[:number] == sorted(set(entries[:number])) and not any(entries[number:])
-                for slot, other in enumerate(entries[:number]):
-                    tile = (*line, other) if side == "kv" else (*line[:2], other, line[2])
-                    found[tile] = -1 if prefix else int(tokens[*line, slot])
-            lists[side, prefix] = found
-    assert lists["kv", ""] == lists["q", ""] and lists["kv", "full_"] == lists["q", "full_"]
-    partial, full, dead = 0, 0, 0
-    bits = unpack_tokens(mask.token_bits, k_block)
-    for row in range(-(-dense.shape[2] // q_block)):
-        for column in range(-(-dense.shape[3] // k_block)):
-            tiles = dense[:, :, row * q_block : (row + 1) * q_block, column * k_block : (column + 1) * k_block]
-            whole = tuple(tiles.shape[2:]) == (q_block, k_block)
-            for batch, head in torch.cartesian_prod(*map(torch.arange, tiles.shape[:2])).tolist():
-                tile, name = tiles[batch, head], (batch, head, row, column)
-                if not tile.any():
-                    dead += 1
-                    assert name not in lists["kv", ""] and name not in lists["kv", "full_"]
-                elif tile.all() and whole:
-                    full += 1
-                    assert name in lists["kv", "full_"]
-                else:
-                    partial += 1
-                    stored = bits[lists["kv", ""][name]]
-                    assert torch.equal(stored[: tile.shape[0], : tile.shape[1]], tile) and stored.sum() == tile.sum()
-    assert (mask.num_dead, mask.num_full, mask.num_partial) == (dead, full, partial)
-    assert mask.num_attended == dense.sum() and mask.empty_rows == (~dense.any(-1)).sum()
-    assert torch.equal(mask.rows_with_keys(), dense.any(-1))
 
 
 SQUARE = ("document", "ids", "dilated")
