@@ -19,7 +19,16 @@ from cs336_systems.attention.triton.launch import launch
 from cs336_systems.attention.triton.operands import rows_of_groups
 from cs336_systems.attention.triton.split import launch_split_forward
 from tests.covered import ATTENTION
-from tests.test_s4_attention import DEVICES, DTYPES, assert_contract, draw, inputs, run, skip_what_cannot_run
+from tests.test_s4_attention import (
+    DEVICES,
+    DTYPES,
+    assert_contract,
+    draw,
+    inputs,
+    run,
+    shipped_configs,
+    skip_what_cannot_run,
+)
 
 COVERS = ATTENTION
 
@@ -134,18 +143,10 @@ def test_the_operator_with_its_gradients(is_causal, device, large_gpu):
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_shipped_tiles_on_a_gpu(head_dim, is_causal):
-    """Every configuration of the table, plain and split, forward alone."""
+    """Every configuration of the table."""
     for dtype in (torch.bfloat16, torch.float32):
         tensors = inputs(1, 2, 1, 1100, 1300, head_dim, dtype, "cuda")
-        spelled = {
-            select_config(
-                "forward", capability=torch.cuda.get_device_capability(), head_dim=head_dim, batch=1, heads=heads,
-                seqlen_q=1024, seqlen_k=1024, dtype=str(dtype)[6:], is_causal=causal, tma=tma,
-            )
-            for heads, causal, tma in itertools.product((1, 64, 1024), (True, False), (True, False))
-        }  # fmt: skip
-        for config in spelled:
-            assert errors_of(launch_forward, tensors, is_causal, config=config) <= 1, config
+        for config in {configs.forward for configs in shipped_configs(head_dim, dtype, "cuda")}:
             for size in (128, 384, 1024):
                 options = {"config": config, "part_size": size}
                 assert errors_of(launch_split_forward, tensors, is_causal, **options) <= 1, (config, size)

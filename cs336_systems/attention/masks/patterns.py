@@ -68,18 +68,12 @@ def documents(plane: Plane, data: Sequence[Tensor], is_causal: int, *lengths: in
     if not ids.numel():
         numbers = torch.arange(len(lengths), device=ids.device)
         ids = numbers.repeat_interleave(torch.tensor(lengths, dtype=torch.int64, device=ids.device))[None, None]
-    (first_q, last_q), (first_k, last_k) = (_ranges(ids, block) for block in plane.block_size)
-    live = (first_q[..., :, None] <= last_k[..., None, :]) & (first_k[..., None, :] <= last_q[..., :, None])
-    full = (first_q == last_q)[..., :, None] & (first_k == last_k)[..., None, :]
-    if is_causal:
-        q_start, q_end, k_start, k_end = plane.corners(ids.device)
-        live, full = live & (q_end >= k_start), full & (q_start >= k_end)
 
     def attends(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         equal = ids[batch, 0, query] == ids[batch, 0, key]
         return equal & (query >= key) if is_causal else equal
 
-    return by_tiles(plane, live, full, attends)
+    return by_tiles(plane, *_by_ids(plane, ids, is_causal), attends)
 
 
 def dilated(
@@ -89,13 +83,8 @@ def dilated(
 
     `by_head`: head h keeps the tokens of phase h % rate only; the other rows have no key (LongNet's form).
     """
-    first_q, last_q, first_k, last_k = plane.corners(data[0].device)
-    (first_q_segment, last_q_segment), (first_k_segment, last_k_segment) = (
-        (first // segment_length, last // segment_length) for first, last in ((first_q, last_q), (first_k, last_k))
-    )
-    live = (first_q_segment <= last_k_segment) & (first_k_segment <= last_q_segment)
-    if is_causal:
-        live &= last_q >= first_k
+    segments = torch.arange(plane.seq_lengths[0], device=data[0].device) // segment_length
+    live, _ = _by_ids(plane, segments[None, None], is_causal)
 
     def attends(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         phase = query % segment_length % rate
@@ -197,6 +186,17 @@ PATTERNS = {
         top_keys, combined,
     )
 }  # fmt: skip
+
+
+def _by_ids(plane: Plane, ids: Int[Tensor, "batch 1 tokens"], is_causal: int) -> tuple[Tensor, Tensor]:
+    """Tiles whose ranges of ids meet, and those of one id alone; causal: those with a visible pair, and with all."""
+    (first_q, last_q), (first_k, last_k) = (_ranges(ids, block) for block in plane.block_size)
+    live = (first_q[..., :, None] <= last_k[..., None, :]) & (first_k[..., None, :] <= last_q[..., :, None])
+    full = (first_q == last_q)[..., :, None] & (first_k == last_k)[..., None, :]
+    if is_causal:
+        q_start, q_end, k_start, k_end = plane.corners(ids.device)
+        live, full = live & (q_end >= k_start), full & (q_start >= k_end)
+    return live, full
 
 
 def _best(
