@@ -11,7 +11,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,14 +30,10 @@ from tests.test_s4_attention import (
     BACKENDS,
     DEVICES,
     DTYPES,
-    REPEATED,
-    assert_repeats,
     draw,
     inputs,
     run,
-    shipped_configs,
     skip_what_cannot_run,
-    with_gradients,
 )
 
 COVERS = ATTENTION
@@ -193,22 +188,6 @@ def test_causal_mask_equals_is_causal(head_dim, backend, device):
         torch.testing.assert_close(masked[name], expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("layout", ["transposed", "fused-qkv", "stride-0"])
-def test_any_strides_equal_contiguous(layout, device):
-    mask = BlockMask.sliding_window(70, window=40, block_size=BLOCK, device=device)
-    if layout == "fused-qkv":
-        fused = draw(2, 70, 2, 96, dtype=torch.float32, device=device, seed=0).transpose(1, 2)
-        q, k, v = fused.split(32, dim=-1)
-    else:
-        q, k, v = (draw(2, 70, 2, 32, dtype=torch.float32, device=device, seed=s).transpose(1, 2) for s in range(3))
-    grad_output = torch.ones((), device=device).expand(q.shape) if layout == "stride-0" else torch.ones_like(q)
-    ours = run(q, k, v, grad_output, backend="triton", block_mask=mask)
-    contiguous = (x.contiguous() for x in (q, k, v, grad_output))
-    for name, expected in run(*contiguous, backend="triton", block_mask=mask).items():
-        torch.testing.assert_close(ours[name], expected, rtol=1e-5, atol=1e-5)
-
-
 # A2: skipping really skips
 
 
@@ -344,62 +323,6 @@ def test_empty_inputs(empty, backend):
     assert results["output"].shape == q.shape and not results["output"].any()
     assert (results["lse"] == -math.inf).all()
     assert not any(results[f"grad_{name}"].any() for name in "qkv")
-
-
-# P9, autograd, torch.compile
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("head_dim, device", REPEATED)
-def test_repeats_are_bit_equal(head_dim, dtype, device):
-    """Every shipped configuration, 200 times on a GPU."""
-    skip_what_cannot_run("triton", dtype, device)
-    seqlen = 450 if device == "cuda" else 70
-    mask = BlockMask.sliding_window(seqlen, window=seqlen // 4, block_size=BLOCK, device=device)
-    q, k, v, grad_output = inputs(1, 2, 1, seqlen, seqlen, head_dim, DTYPES[dtype], device)
-    options = {"backend": "triton", "block_mask": mask, "enable_gqa": True, "deterministic": True}
-    for config in shipped_configs(head_dim, DTYPES[dtype], device):
-        call = partial(run, q, k, v, grad_output, config=config, **options)
-        assert_repeats(call, 200 if device == "cuda" else 1)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("backend", ["reference", "tiled", "triton"])
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-def test_a_mask_of_inference_mode_trains(backend, device, compiled):
-    """As one that an evaluation has made and a cache has kept: autograd saves no tensor of inference mode."""
-    q, k, v, grad_output = inputs(1, 2, 2, 70, 70, 32, torch.float32, device)
-    with torch.inference_mode():
-        inferred = BlockMask.causal(70, block_size=BLOCK, device=device)
-    results = []
-    for mask in (BlockMask.causal(70, block_size=BLOCK, device=device), inferred):
-        function: Any = partial(flash_attention, block_mask=mask, backend=backend)
-        function = torch.compile(function, backend="aot_eager") if compiled else function
-        results.append(with_gradients(function, (q, k, v), grad_output))
-    for ordinary, other in zip(*results):
-        assert torch.equal(ordinary, other)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("backend", ["reference", "tiled", "triton"])
-def test_compile_fullgraph(backend, device):
-    q, k, v, grad_output = inputs(1, 2, 2, 70, 70, 32, torch.float32, device)
-    mask = BlockMask.causal(70, block_size=BLOCK, device=device)
-
-    def block(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return flash_attention(torch.sin(q), k, v, block_mask=mask, backend=backend) * 2
-
-    compiled = torch.compile(block, fullgraph=True, backend="inductor" if device == "cuda" else "aot_eager")
-    for eager, whole in zip(*(with_gradients(function, (q, k, v), grad_output) for function in (block, compiled))):
-        torch.testing.assert_close(whole, eager, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_operator_check(device):
-    mask = BlockMask.causal(20, 30, block_size=BLOCK, device=device)
-    q, k, v, _ = (x.requires_grad_() for x in inputs(1, 2, 2, 20, 30, 16, torch.float32, device))
-    operator, arguments = torch.ops.cs336_systems.block_sparse_attention.default, (q, k, v, *mask.lists)
-    torch.library.opcheck(operator, (*arguments, False, 0.25, ""), test_utils=("test_schema", "test_faketensor"))
 
 
 def check(mask: BlockMask, expected: Tensor) -> None:

@@ -11,10 +11,6 @@ from torch import Tensor
 
 from cs336_systems.attention import flash_attention, flash_attention_varlen
 from cs336_systems.attention.backends import available_backends
-from cs336_systems.attention.contract import compute_oracle, contract_errors
-from cs336_systems.attention.masks import BlockMask
-from tests.test_s4_attention import HARD_VALUES, hard_inputs, run
-from tests.test_varlen import boundaries, document_of, run_packed
 
 SEQLEN, TILE, ROW = 256, 128, 200  # of attention, the longest side of a CPU's tiles, the row that is not finite
 BACKENDS = ["reference", "compiled", "tiled", "triton_first", "triton"]  # test_hopper.py has the last
@@ -96,23 +92,3 @@ def test_k6_a_bad_document_spoils_no_other(backend, value):
         assert torch.equal(result[:50], clean[:50])
         assert torch.equal(result[150:], clean[150:])
         assert not result[60].isfinite().all()
-
-
-@pytest.mark.parametrize("kind", HARD_VALUES)
-@pytest.mark.parametrize("path", ["compiled", "block_mask", "packed"])
-def test_k7_hard_values(path, kind):
-    """Beside `test_hard_values` of the dense back ends."""
-    if path == "compiled" and (why := available_backends()["compiled"]) != "ok":
-        pytest.skip(why)
-    tensors = hard_inputs(kind, "float32", "cpu")
-    tokens = tensors[0].shape[2]
-    if path == "compiled":
-        results = run(*tensors, is_causal=True, backend="compiled")
-    elif path == "block_mask":
-        results = run(*tensors, block_mask=BlockMask.causal(tokens, block_size=64), backend="triton")
-    else:
-        ends, rows = boundaries([tokens], "cpu"), [x[0].transpose(0, 1) for x in tensors]
-        found = run_packed(rows, (ends, ends, tokens, tokens), is_causal=True, backend="triton")
-        results = document_of(found, slice(None), slice(None))
-    errors = contract_errors(compute_oracle(*tensors, is_causal=True), results)
-    assert max(errors.values()) <= 1, errors

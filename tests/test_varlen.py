@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from functools import partial
 from itertools import accumulate
 
 import pytest
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from cs336_systems.attention import AttentionConfig, attention_reference, flash_attention, flash_attention_varlen
+from cs336_systems.attention import AttentionConfig, flash_attention_varlen
 from cs336_systems.attention.contract import compute_oracle, contract_errors
 from cs336_systems.attention.triton import launch
 from tests.covered import ATTENTION
@@ -20,12 +19,8 @@ from tests.test_s4_attention import (
     BACKENDS,
     DEVICES,
     DTYPES,
-    REPEATED,
-    assert_repeats,
     draw,
-    shipped_configs,
     skip_what_cannot_run,
-    with_gradients,
 )
 from tests.test_tma import tiles
 
@@ -179,19 +174,6 @@ def test_wrong_boundaries_on_a_gpu_read_nothing_outside():
     torch.cuda.synchronize()
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_any_strides_equal_contiguous(device):
-    fused = draw(90, 2, 96, dtype=torch.float32, device=device, seed=0)
-    q, k, v = fused.split(32, dim=-1)
-    cu_seqlens = boundaries([60, 30], device)
-    documents = (cu_seqlens, cu_seqlens, 60, 60)
-    tensors = [q, k, v, torch.ones((), device=device).expand(90, 2, 32)]
-    ours = run_packed(tensors, documents, backend="triton", is_causal=True)
-    contiguous = run_packed([x.contiguous() for x in tensors], documents, backend="triton", is_causal=True)
-    for name, expected in contiguous.items():
-        torch.testing.assert_close(ours[name], expected, rtol=1e-5, atol=1e-5)
-
-
 # Tiles read by Hopper's copy engine (TMA): whole ones, whose rows are all the document's
 
 
@@ -263,105 +245,6 @@ def test_documents_take_tma_where_it_can_read(capfd, monkeypatch):
         assert worst_error(tensors, (documents, documents, 171, 171), results, True) <= 1
         lines = capfd.readouterr().err.splitlines()
         assert len(lines) == 3 and all(line.endswith("_tma") == tma for line in lines), lines
-
-
-# Autograd, repeats, torch.compile
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("backend", ["tiled", "triton"])
-def test_gradients_flow_through_the_lse(backend, device):
-    tensors, documents = packed([30, 0, 40], None, 2, 2, 2, 16, torch.float32, device)
-    grad_lse = draw(2, 72, dtype=torch.float32, device=device, seed=7)
-    leaves = [x.requires_grad_() for x in tensors[:3]]
-    output, lse = flash_attention_varlen(*leaves, *documents, return_lse=True, backend=backend)
-    grads = torch.autograd.grad((output, lse), leaves, (tensors[3], grad_lse))
-    for rows in (slice(0, 30), slice(30, 70)):
-        exact = [x.detach()[rows].transpose(0, 1).double().requires_grad_() for x in leaves]
-        upstream = (tensors[3][rows].transpose(0, 1).double(), grad_lse[:, rows].double())
-        expected = torch.autograd.grad(attention_reference(*exact, return_lse=True), exact, upstream)
-        for ours, theirs in zip(grads, expected):
-            torch.testing.assert_close(ours[rows].transpose(0, 1).double(), theirs, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("head_dim, device", REPEATED)
-def test_repeats_are_bit_equal(head_dim, dtype, device):
-    """Every shipped configuration, 200 times on a GPU."""
-    skip_what_cannot_run("triton", dtype, device)
-    lengths = [450, 17, 0, 130] if device == "cuda" else [50, 17]
-    tensors, documents = packed(lengths, None, 0, 2, 1, head_dim, DTYPES[dtype], device)
-    options = {"backend": "triton", "is_causal": True, "enable_gqa": True}
-    for config in shipped_configs(head_dim, DTYPES[dtype], device):
-        call = partial(run_packed, tensors, documents, config=config, **options)
-        assert_repeats(call, 200 if device == "cuda" else 1)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("backend", ["tiled", "triton"])
-def test_boundaries_of_inference_mode_train(backend, device):
-    """Autograd saves no tensor of inference mode."""
-    tensors, (boundaries, *_) = packed([30, 0, 40], None, 0, 2, 2, 16, torch.float32, device)
-    with torch.inference_mode():
-        inferred = boundaries.clone()
-
-    def results(documents: Tensor) -> list[Tensor]:
-        attend = lambda *x: flash_attention_varlen(*x, documents, documents, 40, 40, backend=backend)  # noqa: E731
-        return with_gradients(attend, tensors[:3], tensors[3])
-
-    for ordinary, other in zip(results(boundaries), results(inferred)):
-        assert torch.equal(ordinary, other)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_compile_fullgraph(device):
-    tensors, documents = packed([30, 0, 40], None, 0, 2, 2, 16, torch.float32, device)
-
-    def block(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        cu_seqlens = documents[0]
-        return flash_attention_varlen(torch.sin(q), k, v, cu_seqlens, cu_seqlens, 40, 40, backend="triton") * 2
-
-    compiled = torch.compile(block, fullgraph=True, backend="inductor" if device == "cuda" else "aot_eager")
-    for eager, whole in zip(*(with_gradients(function, tensors[:3], tensors[3]) for function in (block, compiled))):
-        torch.testing.assert_close(whole, eager, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_operator_check(device):
-    import cs336_systems.attention.triton.function  # noqa: F401 (registers the operator)
-
-    tensors, documents = packed([5, 12], None, 1, 2, 2, 16, torch.float32, device)
-    leaves = [x.requires_grad_() for x in tensors[:3]]
-    arguments = (*leaves, *documents, True, 0.25, "")
-    operator = torch.ops.cs336_systems.varlen_attention.default
-    torch.library.opcheck(operator, arguments, test_utils=("test_schema", "test_faketensor"))
-
-
-def test_autocast_and_auto_on_a_cpu():
-    tensors, documents = packed([20, 12], None, 0, 1, 1, 16, torch.float32, "cpu")
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        output = flash_attention_varlen(*tensors[:3], *documents)
-    alone = flash_attention(*(x[20:].transpose(0, 1).bfloat16() for x in tensors[:3]))
-    assert output.dtype == torch.bfloat16 and torch.equal(output[20:].transpose(0, 1), alone)
-
-
-def test_forward_mode_is_refused():
-    (q, k, v, _), documents = packed([20, 12], None, 0, 1, 1, 16, torch.float32, "cpu")
-    with pytest.raises(NotImplementedError, match="forward-mode AD is not supported here"):
-        torch.func.jvp(lambda q: flash_attention_varlen(q, k, v, *documents, backend="triton"), (q,), (q,))
-
-
-@pytest.mark.gpu
-@pytest.mark.alone
-def test_offsets_beyond_32_bits():
-    storage = torch.empty(130 * 2**25, dtype=torch.bfloat16, device="cuda")  # 8.1 GiB
-    dense, documents = packed([60, 69], None, 0, 1, 1, 64, torch.bfloat16, "cuda")
-    spread = [storage.as_strided((129, 1, 64), (2**25, 1, 1), 64 * index) for index in range(4)]
-    for x, y in zip(spread, dense):
-        x.copy_(y)
-    ours = run_packed(spread, documents, backend="triton", is_causal=True)
-    for name, expected in run_packed(dense, documents, backend="triton", is_causal=True).items():
-        assert torch.equal(ours[name], expected), name
 
 
 # Refusals

@@ -1,0 +1,226 @@
+"""What every way through attention keeps: dense, along a mask's lists, over packed documents."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from cs336_systems.attention import BlockMask, attention_reference, flash_attention, flash_attention_varlen
+from cs336_systems.attention.backends import available_backends
+from cs336_systems.attention.contract import compute_oracle, contract_errors
+from tests.covered import ATTENTION
+from tests.test_s4_attention import (
+    BACKENDS,
+    DEVICES,
+    DTYPES,
+    HARD_VALUES,
+    REPEATED,
+    assert_repeats,
+    draw,
+    hard_inputs,
+    inputs,
+    shipped_configs,
+    skip_what_cannot_run,
+)
+
+COVERS = ATTENTION
+
+PATHS = ["dense", "block_mask", "packed"]
+LISTED = [(path, backend) for path in PATHS[1:] for backend in ("tiled", "triton")]
+CALLS = [*(("dense", backend) for backend in BACKENDS), *LISTED]
+WHOLE = [call for call in CALLS if call != ("packed", "tiled")]  # which loops over documents
+
+
+def place(path: str, seqlen: int, device: str) -> Any:
+    """What an attention call is told: the lists of a causal mask, or where two documents end."""
+    if path == "block_mask":
+        return BlockMask.causal(seqlen, block_size=64, device=device)
+    return torch.tensor([0, seqlen // 3, seqlen], dtype=torch.int32, device=device)
+
+
+def attend(path: str, where: Any, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+    """(output, log-sum-exp) of causal attention over (1, heads, seqlen, head_dim) inputs."""
+    options |= {"enable_gqa": True, "return_lse": True}
+    if path == "packed":
+        rows, seqlen = [x[0].transpose(0, 1) for x in (q, k, v)], q.shape[2]
+        output, lse = flash_attention_varlen(*rows, where, where, seqlen, seqlen, is_causal=True, **options)
+        return output.transpose(0, 1)[None], lse[None]
+    masks = {"block_mask": where} if path == "block_mask" else {"is_causal": True}
+    return flash_attention(q, k, v, **masks, **options)
+
+
+def token_mask(path: str, seqlen: int, device: str) -> Tensor:
+    """The pairs that `attend` attends."""
+    causal = torch.ones(seqlen, seqlen, dtype=torch.bool, device=device).tril()
+    document = torch.arange(seqlen, device=device) < seqlen // 3
+    return causal & (document[:, None] == document) if path == "packed" else causal
+
+
+NAMES = ("output", "lse", "grad_q", "grad_k", "grad_v")
+
+
+def results_of(
+    path: str, where: Any, tensors: list[Tensor], grad_output: Tensor, grad_lse: Tensor | None = None,
+    call: Any = attend, **options: Any,
+) -> dict[str, Tensor]:  # fmt: skip
+    leaves = [x.detach().requires_grad_() for x in tensors]
+    output, lse = call(path, where, *leaves, **options)
+    upstream = (output,) if grad_lse is None else (output, lse)
+    grads = torch.autograd.grad(upstream, leaves, (grad_output, grad_lse)[: len(upstream)])
+    return dict(zip(NAMES, (output, lse, *grads)))
+
+
+def assert_same(ours: dict[str, Tensor], theirs: dict[str, Tensor], tolerance: float = 1e-5) -> None:
+    for name in NAMES:
+        torch.testing.assert_close(ours[name], theirs[name], rtol=tolerance, atol=1e-5 if tolerance else 0, msg=name)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("path", "backend"), CALLS)
+@pytest.mark.parametrize("layout", ["transposed", "fused-qkv", "expanded", "offset", "head-dim-strided"])
+def test_any_strides_equal_contiguous(layout, path, backend, device):
+    """Expanded: as of one key head, and of `output.sum().backward()`, with strides of 0."""
+    heads, seqlen, head_dim = 2, 97, 32
+    make = partial(draw, dtype=torch.float32, device=device)
+    if layout == "transposed":
+        tensors = [make(1, seqlen, heads, head_dim, seed=seed).transpose(1, 2) for seed in range(3)]
+    elif layout == "fused-qkv":
+        tensors = make(1, seqlen, heads, 3 * head_dim, seed=0).transpose(1, 2).split(head_dim, dim=-1)
+    elif layout == "expanded":
+        tensors = [make(1, 1, seqlen, head_dim, seed=seed).expand(-1, heads, -1, -1) for seed in range(3)]
+    elif layout == "offset":
+        tensors = [make(1, heads, seqlen + 3, head_dim + 1, seed=seed)[..., 3:, 1:] for seed in range(3)]
+    else:
+        tensors = [make(1, heads, head_dim, seqlen, seed=seed).transpose(2, 3) for seed in range(3)]
+    grad_output = make(1, heads, seqlen, head_dim, seed=4)
+    if layout == "expanded":
+        grad_output = torch.ones((), device=device).expand(grad_output.shape)
+    call = partial(results_of, path, place(path, seqlen, device), backend=backend)
+    assert_same(call(tensors, grad_output), call([x.contiguous() for x in tensors], grad_output.contiguous()))
+
+
+@pytest.mark.gpu
+@pytest.mark.alone
+@pytest.mark.parametrize("path", PATHS)
+def test_offsets_beyond_32_bits(path):
+    storage = torch.empty(130 * 2**25, dtype=torch.bfloat16, device="cuda")  # 8.1 GiB
+    dense = inputs(1, 1, 1, 129, 129, 64, torch.bfloat16, "cuda")
+    spread = [storage.as_strided((1, 1, 129, 64), (1, 1, 2**25, 1), 64 * index) for index in range(4)]
+    for x, y in zip(spread, dense):
+        x.copy_(y)
+    call = partial(results_of, path, place(path, 129, "cuda"), backend="triton")
+    assert_same(call(spread[:3], spread[3]), call(dense[:3], dense[3]), tolerance=0)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("path", "backend"), [*CALLS, ("packed", "auto")])
+def test_gradients_flow_through_the_lse(path, backend, device):
+    *tensors, grad_output = inputs(1, 2, 2, 90, 90, 32, torch.float32, device)
+    grad_lse = draw(1, 2, 90, dtype=torch.float32, device=device, seed=7)
+    ours = results_of(path, place(path, 90, device), tensors, grad_output, grad_lse, backend=backend)
+    leaves = [x.double().requires_grad_() for x in tensors]
+    exact = attention_reference(*leaves, mask=token_mask(path, 90, device), return_lse=True)
+    grads = torch.autograd.grad(exact, leaves, (grad_output.double(), grad_lse.double()))
+    assert_same({name: x.double() for name, x in ours.items()}, dict(zip(NAMES, (*exact, *grads))), tolerance=1e-4)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("path", "backend"), [*WHOLE, ("dense", "auto")])
+def test_compile_fullgraph_around_the_operator(path, backend, device):
+    """torch.compile takes a call whole, forward and backward; aot_eager needs no compiler on the machine."""
+    *tensors, grad_output = inputs(1, 2, 2, 70, 70, 32, torch.float32, device)
+    compiled = torch.compile(attend, fullgraph=True, backend="inductor" if device == "cuda" else "aot_eager")
+    results = partial(results_of, path, place(path, 70, device), tensors, grad_output, backend=backend)
+    assert_same(results(), results(call=compiled))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("path", "backend"), WHOLE[1:])
+def test_operator_check(path, backend, device):
+    """PyTorch's own checks of a custom operator: schema and fake tensors."""
+    import cs336_systems.attention.triton.function  # noqa: F401 (registers the operators)
+
+    q, k, v, _ = (x.requires_grad_() for x in inputs(1, 2, 2, 20, 20, 16, torch.float32, device))
+    where = place(path, 20, device)
+    if path == "packed":
+        q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
+    name, more = {
+        ("dense", "tiled"): ("tiled", [None]),
+        ("block_mask", "tiled"): ("tiled", [token_mask(path, 20, device)]),
+        ("dense", "triton"): ("triton", []),
+        ("block_mask", "triton"): ("block_sparse", getattr(where, "lists", [])),
+        ("packed", "triton"): ("varlen", [where, where, 20, 20]),
+    }[path, backend]
+    arguments = (q, k, v, *more, path != "block_mask", 0.25, "")
+    operator = getattr(torch.ops.cs336_systems, f"{name}_attention").default
+    torch.library.opcheck(operator, arguments, test_utils=("test_schema", "test_faketensor"))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("path", "backend"), CALLS)
+def test_autocast_casts_like_sdpa(path, backend, device):
+    """Also where only some inputs are of low precision, as after a float32 rotary embedding. Sums stay in float32:
+    autocast turned the tiled stage's matmuls, and the reference's log-sum-exp, into 16-bit ones."""
+    dtype = torch.float16 if device == "cpu" and backend == "triton" else torch.bfloat16
+    q, k, v, grad_output = inputs(1, 2, 2, 150, 150, 32, dtype, device)
+    tensors, where = [q * 4, k * 4, v], place(path, 150, device)
+    with torch.autocast(device, dtype=dtype):
+        mixed, _ = attend(path, where, tensors[0].float(), *tensors[1:], backend=backend)
+        results = results_of(path, where, tensors, grad_output, backend=backend)
+    assert torch.equal(mixed, results["output"]) and results["lse"].dtype == torch.float32
+    oracle = compute_oracle(*tensors, grad_output, mask=token_mask(path, 150, device))
+    errors = contract_errors(oracle, results)
+    assert max(errors.values()) <= 1, errors
+
+
+@pytest.mark.parametrize(("path", "backend"), CALLS[1:])
+def test_forward_mode_is_refused(path, backend):
+    """The tangent of a custom backward's output was zero, silently."""
+    q, k, v, _ = inputs(1, 2, 2, 20, 20, 16, torch.float32, "cpu")
+    where = place(path, 20, "cpu")
+    with pytest.raises(NotImplementedError, match="forward-mode AD is not supported here"):
+        torch.func.jvp(lambda q: attend(path, where, q, k, v, backend=backend)[0], (q,), (q,))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("path", "backend"), LISTED)
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_what_inference_mode_has_made_trains(path, backend, device, compiled):
+    """As a mask that an evaluation has made and a cache has kept: autograd saves no tensor of inference mode."""
+    *tensors, grad_output = inputs(1, 2, 2, 70, 70, 32, torch.float32, device)
+    with torch.inference_mode():
+        inferred = place(path, 70, device)
+    call = torch.compile(attend, backend="aot_eager") if compiled else attend
+    results = partial(results_of, path, tensors=tensors, grad_output=grad_output, call=call, backend=backend)
+    assert_same(results(place(path, 70, device)), results(inferred), tolerance=0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("head_dim, device", REPEATED)
+@pytest.mark.parametrize("path", PATHS[1:])
+def test_repeats_are_bit_equal(path, head_dim, dtype, device):
+    """Every shipped configuration, 200 times on a GPU."""
+    skip_what_cannot_run("triton", dtype, device)
+    seqlen = 450 if device == "cuda" else 70
+    *tensors, grad_output = inputs(1, 2, 1, seqlen, seqlen, head_dim, DTYPES[dtype], device)
+    call = partial(results_of, path, place(path, seqlen, device), tensors, grad_output, backend="triton")
+    for config in shipped_configs(head_dim, DTYPES[dtype], device):
+        assert_repeats(partial(call, config=config), 200 if device == "cuda" else 1)
+
+
+@pytest.mark.parametrize("kind", HARD_VALUES)
+@pytest.mark.parametrize(("path", "backend"), [("dense", "compiled"), ("block_mask", "triton"), ("packed", "triton")])
+def test_k7_hard_values(path, backend, kind):
+    """Beside `test_hard_values` of the dense back ends."""
+    if (why := available_backends()[backend]) != "ok":
+        pytest.skip(why)
+    *tensors, grad_output = hard_inputs(kind, "float32", "cpu")
+    seqlen = tensors[0].shape[2]
+    results = results_of(path, place(path, seqlen, "cpu"), tensors, grad_output, backend=backend)
+    oracle = compute_oracle(*tensors, grad_output, mask=token_mask(path, seqlen, "cpu"))
+    errors = contract_errors(oracle, results)
+    assert max(errors.values()) <= 1, errors
