@@ -177,6 +177,17 @@ def test_autocast_casts_like_sdpa(path, backend, device):
     assert max(errors.values()) <= 1, errors
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("path", "backend"), CALLS)
+def test_lazily_negated_tensors_are_read_with_their_sign(path, backend, device):
+    """The imaginary part of a conjugate lies in memory with the other sign, where kernels look."""
+    numbers = torch.randn(4, 1, 2, 20, 16, dtype=torch.complex64, generator=torch.Generator().manual_seed(0)).to(device)
+    lazy = [x.conj().imag for x in numbers]
+    assert all(x.detach().is_neg() for x in lazy)
+    call = partial(results_of, path, place(path, 20, device), backend=backend)
+    assert_same(call(lazy[:3], lazy[3]), call([x.resolve_neg() for x in lazy[:3]], lazy[3].resolve_neg()))
+
+
 @pytest.mark.parametrize(("path", "backend"), CALLS[1:])
 def test_forward_mode_is_refused(path, backend):
     """The tangent of a custom backward's output was zero, silently."""
