@@ -144,30 +144,24 @@ def test_a_bool_attn_mask_is_sdpas(shape, backend):
     assert ((lse == -torch.inf) == ~rows).all()
 
 
+ONES = torch.ones(8, 8, dtype=torch.bool)
+
+
 @pytest.mark.parametrize(
-    ("mask", "error", "message"),
+    ("options", "error", "message"),
     [
-        (torch.zeros(8, 8), TypeError, "attn_mask must be a bool tensor.*additive masks are not supported"),
-        (torch.ones(8, 9, dtype=torch.bool), ValueError, r"must broadcast to .* = \(2, 3, 8, 8\), got \(8, 9\)"),
-        (torch.ones(2, 8, 8, dtype=torch.bool), ValueError, "attn_mask must broadcast"),
-        (torch.ones(8, dtype=torch.bool), ValueError, "attn_mask must broadcast"),
+        ({"attn_mask": torch.zeros(8, 8)}, TypeError, "attn_mask must be a bool tensor.*additive masks are not supp"),
+        ({"attn_mask": ONES[:, :7]}, ValueError, r"must broadcast to .* = \(2, 2, 3, 8, 8\), got \(8, 7\)"),
+        ({"attn_mask": ONES[0]}, ValueError, "attn_mask must broadcast"),
+        ({"attn_mask": ONES.expand(2, 1, 1, 8, 8)}, ValueError, "batch dimensions that are all 1 or all .* expand it"),
+        ({"attn_mask": ONES, "block_mask": BlockMask.causal(8)}, ValueError, "attn_mask must be None with a block_"),
+        ({"attn_mask": ONES, "is_causal": True}, ValueError, "is_causal must be False"),
     ],
 )
-def test_other_attn_masks_are_refused(mask, error, message):
-    q = randn(2, 3, 8, 16)
+def test_other_attn_masks_are_refused(options, error, message):
+    q = randn(2, 2, 3, 8, 16)
     with pytest.raises(error, match=message):
-        flash_attention(q, q, q, attn_mask=mask)
-
-
-def test_attn_mask_excludes_the_other_masks():
-    q, mask = randn(2, 3, 8, 16), torch.ones(8, 8, dtype=torch.bool)
-    with pytest.raises(ValueError, match="attn_mask must be None with a block_mask"):
-        flash_attention(q, q, q, attn_mask=mask, block_mask=BlockMask.causal(8))
-    with pytest.raises(ValueError, match="is_causal must be False"):
-        flash_attention(q, q, q, attn_mask=mask, is_causal=True)
-    leading = randn(2, 2, 3, 8, 16)
-    with pytest.raises(ValueError, match="expand it"):
-        flash_attention(leading, leading, leading, attn_mask=torch.ones(2, 1, 1, 8, 8, dtype=torch.bool))
+        flash_attention(q, q, q, **options)
 
 
 # Neighbourhoods
