@@ -111,11 +111,10 @@ def test_the_first_exception_that_holds_is_taken():
     assert [config.spelling for config in table["dkdv", 2, 64].configs] == ["64x64_w4_s2", "64x128_w8_s2"]
 
 
-def test_a_row_without_an_entry_for_all_shapes_is_refused():
-    with pytest.raises(ValueError, match="sm90_dq must be exceptions followed by one entry for all else"):
-        make_table("sm90", {("dq", 2, 64): (Only("64x64_w4_s2", max_seqlen=1),)})
-    with pytest.raises(ValueError, match="Only.'64x64_w4_s2'. needs a condition: is_causal, tma, max_seqlen, max_quer"):
-        Only("64x64_w4_s2")
+@pytest.mark.parametrize("row", [(Only("64x64_w4_s2", max_seqlen=1),), ("64x64_w4_s2", "128x64_w4_s2")], ids=str)
+def test_a_row_is_exceptions_and_an_entry_for_all_else(row):
+    with pytest.raises(AssertionError, match="exceptions, then all else"):
+        make_table("sm90", {("dq", 2, 64): row})
 
 
 # Around the tables: the grid, and the way down

@@ -454,7 +454,11 @@ class BlockMask:
 
     @property
     def lists(self) -> TileLists:
-        return TileLists(*(getattr(self, name) for name in TileLists._fields))
+        return TileLists(
+            self.kv_num_blocks, self.kv_indices, self.kv_tokens, self.full_kv_num_blocks, self.full_kv_indices,
+            self.q_num_blocks, self.q_indices, self.q_tokens, self.full_q_num_blocks, self.full_q_indices,
+            self.token_bits,
+        )  # fmt: skip
 
     @property
     def num_full(self) -> int:

@@ -39,12 +39,6 @@ class Only:
     max_queries: int | None = None  # seqlen_q is at most this
     max_programs: int | None = None  # the row's last entry would launch at most so many: less than the GPU has room for
 
-    def __post_init__(self) -> None:
-        if self.is_causal is self.tma is self.max_seqlen is self.max_queries is self.max_programs is None:
-            raise ValueError(
-                f"Only({self.tiles!r}) needs a condition: is_causal, tma, max_seqlen, max_queries or max_programs"
-            )
-
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
@@ -84,24 +78,22 @@ SHARED_MEMORY_LIMIT_BYTES = {
 }
 
 
-Spelled = str | tuple[Only | str, ...]  # a row as it is written below
+Spelled = str | tuple[Only | str, ...]  # a row as it is written below: exceptions, and last what holds elsewhere
 
 
 def make_table(target: str, rows: dict[Key, Spelled]) -> dict[Key, Row]:
-    """The rows of `target`, parsed; ValueError unless each ends with tiles for every shape."""
-    return {key: _row(f"{target}_{key[0]}", entries) for key, entries in rows.items()}
-
-
-def _row(prefix: str, spelled: Spelled) -> Row:
-    *exceptions, default = (spelled,) if isinstance(spelled, str) else spelled
-    parsed = [(entry, _config(prefix, entry.tiles)) for entry in exceptions if isinstance(entry, Only)]
-    if not isinstance(default, str) or len(parsed) < len(exceptions):
-        raise ValueError(f"{prefix} must be exceptions followed by one entry for all else, got {spelled}")
-    return Row(exceptions=tuple(parsed), default=_config(prefix, default))
-
-
-def _config(prefix: str, tiles: str) -> KernelConfig:
-    return KernelConfig.from_name(f"{prefix}_{tiles}")
+    """The rows of `target`, parsed."""
+    table = {}
+    for key, spelled in rows.items():
+        entries = (spelled,) if isinstance(spelled, str) else spelled
+        exceptions, default = [entry for entry in entries if isinstance(entry, Only)], entries[-1]
+        assert isinstance(default, str) and len(exceptions) == len(entries) - 1, f"{key}: exceptions, then all else"
+        *configs, default_config = (
+            KernelConfig.from_name(f"{target}_{key[0]}_{tiles}")
+            for tiles in (*(exception.tiles for exception in exceptions), default)
+        )
+        table[key] = Row(exceptions=tuple(zip(exceptions, configs)), default=default_config)
+    return table
 
 
 # sm_90, measured on an NVIDIA H200, triton 3.6.0, 2026-11-22.
