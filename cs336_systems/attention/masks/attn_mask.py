@@ -24,16 +24,13 @@ def from_attn_mask(attn_mask: Bool[Tensor, "... queries keys"], q: Tensor, k: Te
         )
     wanted = (*q.shape[:-1], k.shape[-2])
     shape = (1,) * (len(wanted) - attn_mask.ndim) + tuple(attn_mask.shape)
-    leading = shape[:-3]
+    leading, heads = shape[:-3], shape[-3] if len(shape) > 2 else 1
     fits = attn_mask.ndim >= 2 and len(shape) == len(wanted)
-    if not fits or any(size not in (1, most) for size, most in zip(shape, wanted)):
+    fits = fits and all(size in (1, most) for size, most in zip(shape, wanted))
+    if not fits or leading not in ((1,) * len(leading), wanted[:-3]):
         raise ValueError(
-            f"attn_mask must broadcast to (..., heads, queries, keys) = {wanted}, got {tuple(attn_mask.shape)}"
+            f"attn_mask must broadcast to (..., heads, queries, keys) = {wanted}, "
+            f"its batch dimensions all 1 or all q's, got {tuple(attn_mask.shape)}"
         )
-    if leading not in ((1,) * len(leading), wanted[:-3]):
-        raise ValueError(
-            f"attn_mask must have batch dimensions that are all 1 or all q's {wanted[:-3]}, got {leading}; expand it"
-        )
-    heads = shape[-3] if len(shape) > 2 else 1
     mask = attn_mask.expand(*attn_mask.shape[:-2], *wanted[-2:])
     return BlockMask.from_dense(mask.reshape(math.prod(leading), heads, *wanted[-2:]))
