@@ -26,6 +26,9 @@ from cs336_systems.attention.masks.checks import check_count, check_tensor
 from cs336_systems.attention.validation import check_attention_inputs, check_flags
 from cs336_systems.device import interpreter_is_on
 
+Positions = Int[Tensor, "batch heads chosen"]  # of keys
+Chosen = Bool[Tensor, "batch heads chosen"]
+
 
 def shared_keys_attention(
     q: Float[Tensor, "batch heads queries head_dim"],
@@ -68,9 +71,7 @@ def shared_keys_attention(
     return output
 
 
-def choose_keys(
-    bias: Float[Tensor, "batch heads keys"], num_keys: int
-) -> tuple[Int[Tensor, "batch heads chosen"], Bool[Tensor, "batch heads chosen"]]:
+def choose_keys(bias: Float[Tensor, "batch heads keys"], num_keys: int) -> tuple[Positions, Chosen]:
     """Positions of the `num_keys` highest biases in ascending order, and False behind them for those that are -inf."""
     keys = bias.shape[-1]
     num_keys = min(num_keys, keys)
@@ -80,13 +81,7 @@ def choose_keys(
 
 
 def mask_chosen(
-    positions: Int[Tensor, "batch heads chosen"],
-    chosen: Bool[Tensor, "batch heads chosen"],
-    seqlen_q: int,
-    seqlen_k: int,
-    *,
-    is_causal: bool,
-    group: int = 1,
+    positions: Positions, chosen: Chosen, seqlen_q: int, seqlen_k: int, *, is_causal: bool, group: int = 1
 ) -> BlockMask:
     """Which of the keys of `choose_keys` each query attends; `group` query heads share those of a key head."""
     seen = seen_keys(positions, chosen, seqlen_q, seqlen_k, is_causal)
@@ -108,11 +103,7 @@ def _has_kernels() -> bool:
 
 
 def seen_keys(
-    positions: Int[Tensor, "batch heads chosen"],
-    chosen: Bool[Tensor, "batch heads chosen"],
-    seqlen_q: int,
-    seqlen_k: int,
-    is_causal: bool,
+    positions: Positions, chosen: Chosen, seqlen_q: int, seqlen_k: int, is_causal: bool
 ) -> Int[Tensor, "batch heads queries"]:
     """How many of the chosen keys each query attends; since they are in order, it is the first so many."""
     if not is_causal:

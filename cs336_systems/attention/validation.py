@@ -102,12 +102,10 @@ def check_documents(
     ):  # fmt: skip
         name = f"cu_seqlens_{side}"
         check_tensor(name, cu_seqlens, {1: "(documents + 1,)"}, (torch.int32,))
-        if not len(cu_seqlens):
-            raise ValueError(f"{name} must have shape (documents + 1,), got (0,)")
-        if cu_seqlens.device != q.device or not cu_seqlens.is_contiguous():
+        if not len(cu_seqlens) or cu_seqlens.device != q.device or not cu_seqlens.is_contiguous():
             raise ValueError(
-                f"{name} must be contiguous on q's device {q.device}, "
-                f"got stride {cu_seqlens.stride()} on {cu_seqlens.device}"
+                f"{name} must be contiguous on q's device {q.device} and not empty, got {tuple(cu_seqlens.shape)} "
+                f"with stride {cu_seqlens.stride()} on {cu_seqlens.device}"
             )
         check_count(f"max_seqlen_{side}", longest, most=2**63 - 1)
         if not has_values(cu_seqlens):

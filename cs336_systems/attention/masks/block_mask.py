@@ -26,8 +26,7 @@ of the queries or keys cuts is never full, and its bits past the end are 0: a lo
     mask = BlockMask.document([1000, 0, 3096], is_causal=True)
     flash_attention(q, k, v, block_mask=mask)
 
-On the back end `triton` the kernels walk the lists; `reference`, `compiled` and `tiled` attend through `to_dense()`, a
-bool tensor of (b, h, queries, keys) for `attention_reference(mask=...)`: O(queries · keys) memory, the oracle's price.
+The kernels of `triton` and `hopper` walk the lists; the other back ends attend through `to_dense()`.
 
 Every constructor checks its arguments and calls `_make`, which finds the mask's pattern in `patterns.py` by its name,
 classifies the tiles and lists them. Under torch.compile that is one operator, whose widths the compiler does not know.
