@@ -259,6 +259,7 @@ def test_of_what_is_not_there():
 # Wrong arguments
 
 BOOLS, SCORES, INTS = torch.ones(64, 64, dtype=torch.bool), torch.ones(4, 4), torch.ones(4, dtype=torch.int32)
+Q, K, BIAS = torch.zeros(1, 2, 16, 8), torch.zeros(1, 2, 9, 8), torch.zeros(1, 1, 16)
 REFUSED = {
     "from_dense-dtype": (lambda: BlockMask.from_dense(BOOLS.float()), "mask must be a tensor of bool, got torch.fl"),
     "from_dense-meta": (lambda: BlockMask.from_dense(BOOLS.to("meta")), "a device whose tensors have values"),
@@ -273,6 +274,12 @@ REFUSED = {
     "document-sum": (lambda: BlockMask.document([2**31 - 1, 1]), "the sum of lengths must be at most 2147483647"),
     "random-density": (lambda: BlockMask.random_blocks(64, density=1.5), "density must be between 0 and 1, got 1.5"),
     "dynamic_topk-rows": (lambda: BlockMask.dynamic_topk(SCORES, 2, seqlen_q=9), "bias must have 1 row or seqlen_q=9"),
+    "dilated-segment": (lambda: dilated_attention(Q, Q, Q, 0, 1), "segment_length must be an int from 1 on, got 0"),
+    "dilated-phases": (lambda: dilated_attention(Q, Q, Q, 8, 2, phases="some"), "phases must be one of all, by_head, "),
+    "dilated-keys": (lambda: dilated_attention(Q, K, K, 8, 2), r"k must have q's shape \(1, 2, 16, 8\) in dilated"),
+    "bias-dtype": (lambda: shared_keys_attention(Q, Q, Q, BIAS.long(), 4), "bias must be a tensor of float64 or"),
+    "bias-shape": (lambda: shared_keys_attention(Q, K, K, BIAS, 4), r"bias must have shape \(1, 2 or 1, 9\) to go"),
+    "bias-device": (lambda: shared_keys_attention(Q, Q, Q, BIAS.to("meta"), 4), "bias must be on k's device cpu"),
     "and-size": (lambda: BlockMask.causal(8, block_size=16) & BlockMask.causal(8), "masks must have one block_size"),
     "parse-name": (lambda: parse_mask("diagonal", seqlen=64), "mask pattern must be one of full, causal.*'diagonal'"),
     "parse-sum": (lambda: parse_mask("document:1,2", seqlen=64), "have 3 tokens, and the sequence has 64"),
@@ -393,22 +400,6 @@ def test_dilated_attention_makes_no_quadratic_tensor():
     assert max(sizes) <= tokens * 64  # a tile of 64 by 64 for each of tokens / 64 rows; scores would be 64 times
 
 
-Q = torch.zeros(1, 2, 16, 8)
-
-
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda: dilated_attention(Q, Q, Q, 0, 1), "segment_length must be an int from 1 on, got 0"),
-        (lambda: dilated_attention(Q, Q, Q, 8, 2, phases="some"), "phases must be one of all, by_head, got 'some'"),
-        (lambda: dilated_attention(Q, Q[:, :, :9], Q[:, :, :9], 8, 2), r"k must have q's shape \(1, 2, 16, 8\) in dil"),
-    ],
-)  # fmt: skip
-def test_dilated_attention_refuses(call, message):
-    with pytest.raises((TypeError, ValueError), match=message):
-        call()
-
-
 # Dynamic masks
 
 
@@ -446,22 +437,6 @@ def test_chosen_keys_ascend_and_ties_go_to_the_earlier():
     assert positions.tolist() == [[[1, 2]]] and chosen.all()
     positions, chosen = choose_keys(torch.tensor([[[1.0, 3.0, 3.0, -math.inf, 3.0]]]), 9)
     assert positions.tolist() == [[[0, 1, 2, 4, 3]]] and chosen.tolist() == [[[True, True, True, True, False]]]
-
-
-BIAS = torch.zeros(1, 1, 16)
-
-
-@pytest.mark.parametrize(
-    ("bias", "num_keys", "message"),
-    [
-        (BIAS.long(), 4, "bias must be a tensor of float64 or .*, got torch.int64"),
-        (BIAS[..., 1:], 4, r"bias must have shape \(1, 2 or 1, 16\) to go with k .*got \(1, 1, 15\)"),
-        (BIAS.to("meta"), 4, "bias must be on k's device cpu, got meta"),
-    ],
-)
-def test_shared_keys_attention_refuses(bias, num_keys, message):
-    with pytest.raises((TypeError, ValueError), match=message):
-        shared_keys_attention(Q, Q, Q, bias, num_keys)
 
 
 # doctor --mask

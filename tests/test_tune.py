@@ -39,6 +39,7 @@ from cs336_systems.experiments.tuning import (
     proposals,
     tune_cell,
 )
+from tests.test_s4_attention import assert_contract, inputs
 
 COVERS = (
     "cs336_systems/attention/tiles",
@@ -570,28 +571,13 @@ def test_tuning_measures_what_compiles_and_only_once(monkeypatch, tmp_path):
 # On a GPU
 
 
-def attention_error(config: dict[str, KernelConfig], shape: AttentionShape) -> float:
-    """Error over bound of `flash_attention` with `config`, gradients included."""
-    from cs336_systems.inputs import attention_inputs
-
-    q, k, v, grad = attention_inputs(shape, device="cuda")
-    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-    output = flash_attention(
-        *leaves, is_causal=shape.is_causal, backend="triton", config=AttentionConfig(**config) if config else None
-    )
-    grads = torch.autograd.grad(output, leaves, grad)
-    oracle = compute_oracle(q, k, v, grad, is_causal=shape.is_causal)
-    names = ("output", "grad_q", "grad_k", "grad_v")
-    return max(contract_errors(oracle, dict(zip(names, (output, *grads)))).values())
-
-
 @pytest.mark.gpu
 def test_a_real_lack_of_shared_memory_goes_to_the_next_smaller():
     target = TARGET_OF_CAPABILITY.get(torch.cuda.get_device_capability(), "portable")
     huge = {kernel: named(f"{target}_{kernel}_128x128_w8_s4") for kernel in ("forward", "dq")}
-    case = AttentionShape(batch=1, heads=2, seqlen_q=300, seqlen_k=300, head_dim=256, is_causal=True, dtype="bfloat16")
+    tensors = inputs(1, 2, 2, 300, 300, 256, torch.bfloat16, "cuda")
     with pytest.warns(UserWarning, match="_128x128_w8_s4 does not fit this GPU"):
-        assert attention_error(huge, case) <= 1
+        assert_contract(*tensors, is_causal=True, backend="triton", config=AttentionConfig(**huge))
 
 
 @pytest.mark.gpu
