@@ -23,13 +23,16 @@ GRADED = problems_of(answer="graded")
 # The problem that each wrong solution gets wrong, and the check that says so first; the rest is minimal.py's.
 WRONG = {
     "causal_off_by_one": {
-        "flash_forward": "pytorch_causal_output: O is wrong by",
+        "flash_forward": "pytorch_causal_output: O is wrong by 2.2 in 127 of 128 rows, first in row 0, at most 1.1e-05",
         "flash_backward": "pytorch_causal_gradients: dQ is wrong by",
     },
     "base_two_lse": {"flash_forward": "pytorch_saves_one_log_sum_exp: the saved log-sum-exp is wrong by"},
     "saves_probabilities": {"flash_backward": "pytorch_saves_no_matrix_of_scores: a tensor of shape (1, 256, 256) is"},
     "ddp_sums": {"ddp_overlap_individual_parameters": "equals_one_process: "},
     "ddp_after_backward": {"ddp_overlap_individual_parameters": "overlaps_the_backward: none of 8 messages is sent"},
+    "ddp_blocks": {
+        "ddp_overlap_individual_parameters": "overlaps_the_backward: the backward waits for each of the messages"
+    },
     "ddp_aborts": {"ddp_overlap_individual_parameters": "equals_one_process: the process died (SIGABRT)"},
     "bucket_ignored": {"ddp_overlap_bucketed": "sends_fewer_messages_than_gradients: 8 gradients of 0.04 MB with"},
     "one_bucket": {"ddp_overlap_bucketed": "overlaps_the_backward_bucket_by_bucket: none of 1 buckets is sent"},
@@ -40,13 +43,14 @@ WRONG = {
     "fsdp_never_frees": {"fsdp": "frees_gathered_weights: in the forward "},
     "fsdp_keeps_views": {"fsdp": "frees_gathered_weights: in the forward "},
     "fsdp_replicates": {"fsdp": "shards_the_weights: embedding.weight holds 100% of its elements after wrapping"},
+    "fsdp_gives_shards": {"fsdp": "equals_one_process: embedding.weight has shape (50, 64), not (100, 64)"},
     "fsdp_ignores_dtype": {"fsdp": "equals_one_process_in_float16: a Linear layer computes in torch.float32"},
 }
 POINTS = {
     "causal_off_by_one": 43, "base_two_lse": 48, "saves_probabilities": 58, "ddp_sums": 58, "ddp_after_backward": 58,
-    "ddp_aborts": 58, "bucket_ignored": 55, "one_bucket": 55, "optimizer_unsharded": 48,
+    "ddp_blocks": 58, "ddp_aborts": 58, "bucket_ignored": 55, "one_bucket": 55, "optimizer_unsharded": 48,
     "optimizer_forgets_to_send": 48, "fsdp_never_frees": 48, "fsdp_keeps_views": 48, "fsdp_replicates": 48,
-    "fsdp_ignores_dtype": 48,
+    "fsdp_gives_shards": 48, "fsdp_ignores_dtype": 48,
 }  # fmt: skip
 
 

@@ -17,10 +17,11 @@ CARRIERS = ("reduce", "gather", "scatter", "to_all", "alltoall", "send")
 
 
 SENT: list[int] = []  # payloads in bytes of the collectives of this process, broadcasts left out, in order
+AWAITED: list[int] = []  # for each wait for one of them, how many had been sent
 
 
 def count_messages() -> None:
-    """Note in SENT from now on. Called before the code under test is imported."""
+    """Note in SENT and AWAITED from now on. Called before the code under test is imported."""
 
     def counted(method: Callable[..., Any]) -> Callable[..., Any]:
         def call(group: Any, *args: Any, **kwargs: Any) -> Any:
@@ -33,6 +34,14 @@ def count_messages() -> None:
     for name, method in list(vars(dist.ProcessGroup).items()):
         if callable(method) and any(part in name for part in CARRIERS):
             setattr(dist.ProcessGroup, name, counted(method))
+
+    wait = dist.Work.wait
+
+    def awaited(work: Any, *args: Any) -> Any:
+        AWAITED.append(len(SENT))
+        return wait(work, *args)
+
+    dist.Work.wait = awaited  # type: ignore[assignment,method-assign]
 
 
 def reachable_bytes() -> int:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from cs336_systems.grading.checks import Adapters, NotImplementedYet, check
-from cs336_systems.grading.counting import SENT
+from cs336_systems.grading.counting import AWAITED, SENT
 from cs336_systems.grading.models import (
     STEPS,
     Stack,
@@ -93,8 +93,8 @@ def broadcasts_the_parameters(adapters: Adapters, rank: int, num_ranks: int, siz
         module.fixed.fill_(2.0 + rank)
     model = Wrapped(adapters, module, size).model
     first = dict(seeded(Toy, seed=0).named_parameters())
-    for name, parameter in model.module.named_parameters():
-        assert torch.equal(parameter, first[name]), f"{name} is not rank 0's after wrapping"
+    wrong = [name for name, parameter in model.module.named_parameters() if not torch.equal(parameter, first[name])]
+    assert not wrong, f"not rank 0's after wrapping: {', '.join(wrong)}"
 
 
 @register_for_both()
@@ -134,46 +134,51 @@ def gradients_sent() -> list[int]:
     return [payload for payload in SENT if payload >= FLAGS]
 
 
-def messages_of_a_step(wrapped: Wrapped, rank: int) -> tuple[list[int], int]:
-    """The payloads of the second step, and how many had gone when the last gradient of the backward was there."""
-    gone = 0
+def messages_of_a_step(wrapped: Wrapped, rank: int) -> tuple[list[int], int, bool]:
+    """The payloads of the second step; how many had gone when the last gradient was there; whether each was awaited."""
+    gone, blocks = 0, False
     for step in range(2):  # in the first one an order may be learned
         x, y = regression_batch(10 * step + rank, 100, 100)
         x.requires_grad_()  # its gradient comes with the first layer's, which is the last
 
         def note(gradient: torch.Tensor) -> None:
-            nonlocal gone
+            nonlocal gone, blocks
             gone = len(gradients_sent())
+            blocks = len(AWAITED) >= len(SENT)
 
         x.register_hook(note)
         with wrapped.step():
             SENT.clear()
+            AWAITED.clear()
             squared_error(wrapped.model, (x, y)).backward()
         sent = gradients_sent()
-    return sent, gone
+    return sent, gone, blocks
+
+
+def assert_overlap(wrapped: Wrapped, rank: int, what: str) -> None:
+    sent, gone, blocks = messages_of_a_step(wrapped, rank)
+    assert sent, "no gradient is sent"
+    assert gone, f"none of {len(sent)} {what} is sent before the backward has ended"
+    assert not blocks, f"the backward waits for each of the {what}: pass async_op=True, wait when it has ended"
 
 
 @check(OVERLAP, num_ranks=2)
 def overlaps_the_backward(adapters: Adapters, rank: int, num_ranks: int) -> None:
-    """Gradients are sent while the backward still runs."""
-    sent, gone = messages_of_a_step(Wrapped(adapters, seeded(Stack), "individual"), rank)
-    assert sent, "no gradient is sent"
-    assert gone, f"none of {len(sent)} messages is sent before the backward has ended"
+    """Gradients are sent while the backward still runs, which does not wait for them."""
+    assert_overlap(Wrapped(adapters, seeded(Stack), "individual"), rank, "messages")
 
 
 @check(BUCKETED, num_ranks=2)
 def overlaps_the_backward_bucket_by_bucket(adapters: Adapters, rank: int, num_ranks: int) -> None:
-    """A bucket is sent when its gradients are there, while the backward still runs."""
-    sent, gone = messages_of_a_step(Wrapped(adapters, seeded(Stack), 0.1), rank)
-    assert sent, "no gradient is sent"
-    assert gone, f"none of {len(sent)} buckets is sent before the backward has ended"
+    """A bucket is sent when its gradients are there, while the backward still runs, which does not wait for it."""
+    assert_overlap(Wrapped(adapters, seeded(Stack), 0.1), rank, "buckets")
 
 
 @check(BUCKETED, num_ranks=2)
 def sends_fewer_messages_than_gradients(adapters: Adapters, rank: int, num_ranks: int) -> None:
     """Gradients that fit into one bucket are one message; the payload is still all of them."""
     for size, expected in ((1.0, 1), (0.1, 4)):
-        sent, _ = messages_of_a_step(Wrapped(adapters, seeded(Stack), size), rank)
+        sent, *_ = messages_of_a_step(Wrapped(adapters, seeded(Stack), size), rank)
         what = f"8 gradients of 0.04 MB with bucket_size_mb={size}"
         assert len(sent) == expected, f"{what} are {len(sent)} messages a step, not {expected}"
         assert sum(sent) >= 8 * 40_000, f"{what} are {sum(sent)} bytes, less than all of them"
@@ -183,6 +188,6 @@ def sends_fewer_messages_than_gradients(adapters: Adapters, rank: int, num_ranks
 def keeps_to_the_bucket_size(adapters: Adapters, rank: int, num_ranks: int) -> None:
     """No message is larger than `bucket_size_mb`, one large gradient excepted."""
     for size, largest in ((0.1, 104_858), (0.0001, 40_000)):
-        sent, _ = messages_of_a_step(Wrapped(adapters, seeded(Stack), size), rank)
+        sent, *_ = messages_of_a_step(Wrapped(adapters, seeded(Stack), size), rank)
         what = f"with bucket_size_mb={size} and gradients of 40,000 bytes"
         assert max(sent) <= largest, f"{what} a message of {max(sent)} bytes is sent"

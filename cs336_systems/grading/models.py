@@ -161,7 +161,11 @@ def next_token_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def largest_difference(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> tuple[float, str]:
-    """The largest difference of two sets of parameters, and whose it is."""
+    """The largest difference of two sets of parameters, which must have the same names and shapes, and whose it is."""
+    assert ours.keys() == theirs.keys(), f"the names are {sorted(ours)}, not {sorted(theirs)}"
+    for name, expected in theirs.items():
+        shape = tuple(ours[name].shape)
+        assert shape == expected.shape, f"{name} has shape {shape}, not {tuple(expected.shape)}"
     return max(((ours[name].detach() - theirs[name].detach()).abs().max().item(), name) for name in theirs)
 
 
