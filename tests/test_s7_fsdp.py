@@ -427,6 +427,19 @@ def test_D16_the_first_step_of_an_optimizer_of_whole_matrices_is_refused(alone_i
             optimizer.step()
 
 
+def test_a_step_before_the_end_of_the_synchronization_is_refused(alone_in_a_group):
+    """Replicated parameters took each rank's own gradients, in silence."""
+    wrapped = FSDP(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)))
+    optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
+    wrapped(torch.ones(2, 4)).sum().backward()
+    wrapped(torch.ones(2, 4)).sum().backward()  # accumulates
+    optimizer.step()
+    with pytest.raises(RuntimeError, match=r"call finish_gradient_synchronization\(\) after the backward, before step"):
+        wrapped(torch.ones(2, 4))
+    wrapped.zero_grad()
+    wrapped(torch.ones(2, 4))
+
+
 class Collecting(torch.optim.SGD):
     """Collects garbage where Python may at any time: between the hooks of an optimizer's step."""
 

@@ -148,6 +148,8 @@ class FSDP(nn.Module, Accumulating):
         """The wrapped module's forward."""
         if self._window.in_forward or self._window.in_backward:  # of a checkpoint around the model
             return self.module(*inputs, **kwargs)
+        if (unfinished := self._window.reducer.unfinished) and unfinished[0]._version != unfinished[1]:
+            raise RuntimeError("call finish_gradient_synchronization() after the backward, before step()")
         self._forget_backward()
         kind = self.device.type
         autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
@@ -296,6 +298,7 @@ class FSDP(nn.Module, Accumulating):
                 if weight.shard._backward_hooks or weight.shard._post_accumulate_grad_hooks:
                     raise RuntimeError(f"parameter {weight.name!r} must have no gradient hooks: FSDP never calls them")
         self._window.reducer.wait()
+        self._window.reducer.unfinished = None
         if self._window.num_ranks == 1:
             return
         average_replicated(self._replicated, self.group)
@@ -307,6 +310,7 @@ class FSDP(nn.Module, Accumulating):
         self._forget_backward()
         for weight in self.weights.values():
             weight.accumulated = None
+        self._window.reducer.unfinished = None
         super().zero_grad(set_to_none)
 
     def clip_grad_norm_(self, max_norm: float, eps: float = 1e-6) -> Tensor:
