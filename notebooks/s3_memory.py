@@ -19,6 +19,8 @@
 # A training step of a 3.4-billion-parameter model at context 2048 does not fit on an H200, and this notebook watches
 # it not fit, on a laptop. The step's own code runs on tensors that have shapes and no storage; every allocation
 # and release is recorded as the CUDA allocator would see it. Then the step is made to fit.
+#
+# Each exercise has our answer, between `yours` and `to here`. Put yours in its place: the next cell says what is wrong.
 
 # %%
 from dataclasses import replace

@@ -22,6 +22,8 @@
 #
 # It needs no GPU. What it runs is imported from `cs336_systems`, but for the kernel that you complete at the end. The
 # names are those of the FlashAttention-2 paper (Dao 2023): $Q, K, V, O, L, D, m, \ell$.
+#
+# Each exercise has our answer, between `yours` and `to here`. Put yours in its place: the next cell says what is wrong.
 
 # %%
 import os

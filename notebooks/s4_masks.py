@@ -21,6 +21,8 @@
 # is never read, and ends at the masks that save nothing, and at one that needs no mask at all.
 #
 # It needs no GPU and defines no kernels: what it runs is imported from `cs336_systems`.
+#
+# Each exercise has our answer, between `yours` and `to here`. Put yours in its place: the next cell says what is wrong.
 
 # %%
 import os

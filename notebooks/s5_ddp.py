@@ -22,6 +22,8 @@
 # much of the communication is hidden.
 #
 # It needs no GPU. What it runs is imported from `cs336_systems`.
+#
+# Each exercise has our answer, between `yours` and `to here`. Put yours in its place: the next cell says what is wrong.
 
 # %%
 import inspect

@@ -22,6 +22,8 @@
 #
 # It needs no GPU: the two ranks are processes of this machine that talk through gloo. What it runs is imported from
 # `cs336_systems`.
+#
+# Each exercise has our answer, between `yours` and `to here`. Put yours in its place: the next cell says what is wrong.
 
 # %%
 from dataclasses import replace
@@ -54,7 +56,7 @@ assert first["token_embeddings.weight"] == (31, 32) and second["token_embeddings
 # ### Exercise 1: shard and gather
 #
 # `shard` returns the rows that a rank keeps. `gather` gets what every rank keeps and returns the whole weight. A
-# collective sends equally much from each rank: pad every shard to a whole chunk, concatenate, cut the padding off.
+# collective sends equally much from each rank: pad every shard to a whole chunk; the padding is cut off for you.
 
 
 # %%
@@ -66,12 +68,12 @@ def shard(weight: torch.Tensor, rank: int, num_ranks: int) -> torch.Tensor:
 
 
 def gather(shards: list[torch.Tensor], num_rows: int) -> torch.Tensor:
-    # yours: pad each shard with rows of zeros to the length of a chunk
+    # yours: `padded`, each shard with rows of zeros up to the length of a chunk
     chunk = -(-num_rows // len(shards))
     padded = [torch.cat([rows, rows.new_zeros(chunk - len(rows), *rows.shape[1:])]) for rows in shards]
+    # to here
     assert len({len(rows) for rows in padded}) == 1, "an all-gather sends equally much from each rank"
     return torch.cat(padded)[:num_rows]
-    # to here
 
 
 # %%
