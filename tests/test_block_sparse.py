@@ -451,7 +451,7 @@ def test_kernels_compile_for_sm_90():
 CAUSAL = BlockMask.causal(8, 9, block_size=BLOCK)
 REFUSALS = {
     "bool-tensor": ({"block_mask": torch.ones(8, 9)}, TypeError, r"block_mask must be a BlockMask or None, got Tensor"),
-    "causal-twice": ({"is_causal": True}, ValueError, r"is_causal must be False with a block_mask, got True"),
+    "causal-twice": ({"is_causal": True}, ValueError, r"is_causal must be False with a mask, got True"),
     "device": ({"block_mask": CAUSAL.to("meta")}, ValueError, r"block_mask must be on q's device cpu, got meta"),
     "lengths": (
         {"block_mask": BlockMask.causal(9, 9, block_size=BLOCK)}, ValueError,

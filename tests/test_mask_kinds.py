@@ -155,7 +155,7 @@ ONES = torch.ones(8, 8, dtype=torch.bool)
         ({"attn_mask": ONES[0]}, ValueError, "attn_mask must broadcast"),
         ({"attn_mask": ONES.expand(2, 1, 1, 8, 8)}, ValueError, "its batch dimensions all 1 or all q's, got"),
         ({"attn_mask": ONES, "block_mask": BlockMask.causal(8)}, ValueError, "attn_mask must be None with a block_"),
-        ({"attn_mask": ONES, "is_causal": True}, ValueError, "is_causal must be False"),
+        ({"attn_mask": ONES, "is_causal": True}, ValueError, r"put it into the mask, as in attn_mask.tril\(\)"),
     ],
 )
 def test_other_attn_masks_are_refused(options, error, message):

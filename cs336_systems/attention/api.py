@@ -99,8 +99,9 @@ def flash_attention(
     dQ and dK, which are 0, come out as roundings times the scale, some 1e-5 in float32.
 
     Under autocast inputs of 16 or 32 bits are cast to autocast's dtype, as SDPA does. Without keys the output is 0 and
-    the log-sum-exp -inf. Not there: dropout, additive bias, a value head dim other than the key's; in `tiled`, `triton`
-    and `hopper` also double backward, forward-mode AD and torch.func's transforms but vmap.
+    the log-sum-exp -inf. Not there: dropout, additive bias, a value head dim other than the key's. Only
+    `reference` has double backward; `tiled`, `triton` and `hopper` have no forward-mode AD, and of torch.func's
+    transforms vmap alone.
 
     Raises:
         TypeError, ValueError: an argument is wrong or the back end cannot serve it, before anything is launched.

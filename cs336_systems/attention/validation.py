@@ -75,8 +75,8 @@ def check_block_mask(block_mask: BlockMask, q: Tensor, k: Tensor, *, is_causal: 
         raise TypeError(f"block_mask must be a BlockMask or None, got {kind}; BlockMask.from_dense takes a bool tensor")
     if is_causal:
         raise ValueError(
-            "is_causal must be False with a block_mask, got True: put it into the mask, "
-            "as in block_mask & BlockMask.causal(seqlen_q, seqlen_k, block_size=block_mask.block_size)"
+            "is_causal must be False with a mask, got True: put it into the mask, as in attn_mask.tril() or "
+            "block_mask & BlockMask.causal(seqlen_q, seqlen_k, block_size=block_mask.block_size)"
         )
     if block_mask.device != q.device:
         raise ValueError(f"block_mask must be on q's device {q.device}, got {block_mask.device}")

@@ -57,7 +57,8 @@ def flash_attention_varlen(
         is_causal: within each document query i attends keys j <= i, aligned at the top left.
         return_lse: also return the log-sum-exp, (heads, total_queries).
         deterministic: as in `flash_attention`.
-        backend: `triton` and `hopper` run one grid over all documents; the others loop over them.
+        backend: `triton` and `hopper` run one grid over all documents; the others loop over them, which
+            torch.compile does with a graph break.
 
     Queries without keys, of an empty or of no document, have O = 0, L = -inf and no gradient. A document's results and
     gradients do not depend on its neighbours, bit for bit where gradients are deterministic.
