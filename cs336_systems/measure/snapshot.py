@@ -82,7 +82,7 @@ def read_snapshot(path: Path, *, device: int = 0, max_bytes: int = MAX_FILE_BYTE
         ValueError, TypeError, KeyError, IndexError, AttributeError, EOFError, OverflowError, MemoryError,
         RecursionError, pickle.UnpicklingError,
     ) as error:  # fmt: skip
-        raise ValueError(f"{path.name}: no memory snapshot: {str(error)[:200]}") from error
+        raise ValueError(f"{path.name}: no memory snapshot: {str(error)[:200] or type(error).__name__}") from error
 
 
 def parse_snapshot(snapshot: dict[str, Any], device: int, phases: Sequence[Phase], classify: Classify) -> MemoryTrace:
