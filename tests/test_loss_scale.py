@@ -6,14 +6,14 @@ import pytest
 import torch
 from torch import nn
 
-from cs336_systems.distributed.launch import run_ranks
 from cs336_systems.distributed.loss_scale import LossScaler
 from cs336_systems.distributed.zero1 import Zero1Optimizer
 from cs336_systems.model import AdamW
-from tests.one_job import run_alone
+from tests.one_job import OneJob
 from tests.sharding_models import batch, finish, part, seeded, shard, token_loss, transformer, whole
 
 COVERS = ("cs336_systems/distributed", "tests/sharding_models.py")
+TWO_RANKS = OneJob(2)
 SCHEMES = ("ddp", "sharded", "zero1", "fsdp")
 
 
@@ -39,22 +39,22 @@ def train(rank: int, num_ranks: int, scheme: str, scaled: bool) -> dict[str, Any
     return {"scales": scales, "weights": whole(model), "state": scaler.state_dict()}
 
 
-def train_all(rank: int, num_ranks: int) -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
-    return {scheme: (train(rank, num_ranks, scheme, True), train(rank, num_ranks, scheme, False)) for scheme in SCHEMES}
-
-
 @pytest.mark.slow
-def test_a_step_that_overflows_on_one_rank_is_skipped_by_all_and_the_others_are_as_without_a_scale():
+@TWO_RANKS.check
+def test_a_step_that_overflows_on_one_rank_is_skipped_by_all_and_the_others_are_as_without_a_scale(
+    rank: int, num_ranks: int
+) -> None:
     """Sharded gradients that overflow on one rank once made that rank alone skip, under torch's own scaler."""
-    for rank in run_ranks(train_all, 2):
-        for scheme, (scaled, plain) in rank.items():
-            assert scaled["scales"] == [1024, 512, 512, 1024], scheme
-            assert (scaled["state"]["scale"], scaled["state"]["_growth_tracker"]) == (1024, 0)
-            for name, weight in plain["weights"].items():  # powers of two: not a bit is lost
-                assert torch.equal(scaled["weights"][name], weight), (scheme, name)
+    for scheme in SCHEMES:
+        scaled, plain = (train(rank, num_ranks, scheme, scaled) for scaled in (True, False))
+        assert scaled["scales"] == [1024, 512, 512, 1024], scheme
+        assert (scaled["state"]["scale"], scaled["state"]["_growth_tracker"]) == (1024, 0)
+        for name, weight in plain["weights"].items():  # powers of two: not a bit is lost
+            assert torch.equal(scaled["weights"][name], weight), (scheme, name)
 
 
-def scale_zero1(rank: int, num_ranks: int) -> None:
+def test_torchs_scaler_is_refused_where_it_would_not_unscale(alone_in_a_group):
+    """It unscaled the parameters' gradients, and Zero1Optimizer took its step with those of its buckets (D16)."""
     weights = []
     for scaler in (LossScaler("cpu", init_scale=8.0), torch.amp.GradScaler("cpu", enabled=False)):
         model = seeded(lambda: nn.Linear(3, 3))
@@ -69,11 +69,6 @@ def scale_zero1(rank: int, num_ranks: int) -> None:
     with pytest.raises(TypeError, match="Zero1Optimizer needs LossScaler of cs336_systems.distributed.loss_scale"):
         scaler.step(optimizer)
     assert torch.equal(model.weight, weights[1])
-
-
-def test_torchs_scaler_is_refused_where_it_would_not_unscale():
-    """It unscaled the parameters' gradients, and Zero1Optimizer took its step with those of its buckets (D16)."""
-    run_alone(scale_zero1)
 
 
 def test_one_process_needs_no_group_and_a_rank_no_gradients():

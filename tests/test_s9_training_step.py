@@ -41,8 +41,8 @@ HANDOUT = RunConfig(scale="handout", device="cuda")
 LEADERBOARD = load("leaderboard_2026")
 
 
-def loss_and_gradients(rank: int, num_ranks: int, implementation: str, recompute: Any) -> tuple[float, float]:
-    """Differences of the ranks' mean loss, and of the largest averaged gradient, from one process on both batches."""
+def loss_and_gradients(rank: int, num_ranks: int, implementation: str, recompute: Any) -> None:
+    """The ranks' mean loss and averaged gradients are those of one process on both batches."""
     step = LongStep(implementation, replace(SMALL, recompute=recompute), CPU, rank)
     single = TransformerLM.from_config(SMALL.model, attention="sdpa")
     for parameter, value in zip(single.parameters(), step.full_parameters()):
@@ -54,11 +54,19 @@ def loss_and_gradients(rank: int, num_ranks: int, implementation: str, recompute
     loss.backward()
     total = step.loss.clone()
     torch.distributed.all_reduce(total)
-    worst = 0.0
+    assert abs(total / num_ranks - loss) <= 1e-6
     for one, other in zip(step.full_gradients(), single.parameters()):
-        assert other.grad is not None
-        worst = max(worst, (one - other.grad).abs().max().item())
-    return abs(total.item() / num_ranks - loss.item()), worst
+        assert (one - other.grad).abs().max() <= 1e-6
+
+
+VARIANTS = [("fsdp", "around_attention"), ("fsdp", "after_attention"), ("fsdp", "block"),
+            ("torch_fsdp", "around_attention")]  # fmt: skip
+TWO_RANKS = OneJob(2, *((loss_and_gradients, *variant) for variant in VARIANTS))
+
+
+@pytest.mark.parametrize("implementation, recompute", VARIANTS)
+def test_losses_and_gradients_are_those_of_one_process(implementation, recompute):
+    TWO_RANKS.results(loss_and_gradients, implementation, recompute)
 
 
 class OneChunkLess(LossHead):
@@ -69,20 +77,19 @@ class OneChunkLess(LossHead):
         return super().forward(hidden[:, :end], targets[:, :end])
 
 
-def check_the_check(rank: int, num_ranks: int) -> float:
-    worst = 0.0
+@TWO_RANKS.check
+def test_a_loss_that_leaves_tokens_out_is_not_timed(rank: int, num_ranks: int) -> None:
     for case, what in ((SMALL, "changes of weights in 3 steps"), (PURE, "averaged gradients")):
-        worst = max(worst, check_long_step("fsdp", case, CPU, rank))
+        assert check_long_step("fsdp", case, CPU, rank) <= 1
         with (
             patch.object(leaderboard_2026.LossTransformer, "head_class", OneChunkLess),
             pytest.raises(Disagreement, match=f"{what} are off by .* times the bound"),
         ):
             check_long_step("fsdp", case, CPU, rank)
-    return worst
 
 
-def head_gathers(rank: int, num_ranks: int) -> list[str]:
-    """Names of the units in the order in which they are gathered, in the second step."""
+@TWO_RANKS.check
+def test_the_head_is_gathered_once_for_all_chunks_forward_and_backward(rank: int, num_ranks: int) -> None:
     step = LongStep("fsdp", SMALL, CPU, rank)
     step.train_step()
     gathered: list[str] = []
@@ -95,47 +102,20 @@ def head_gathers(rank: int, num_ranks: int) -> list[str]:
 
         unit.gather = noting
     step.train_step()
-    return gathered
+    assert gathered.count("lm_head") == 1
+    assert all(gathered.count(f"layers.{index}") <= 2 for index in range(TINY.num_layers))
 
 
-def step_bytes(rank: int, num_ranks: int) -> tuple[int, int]:
-    """Peak of one step of a model large enough for its tensors to matter, and the closed form's."""
+@TWO_RANKS.check
+def test_the_predicted_peak_is_near_what_a_step_allocates(rank: int, num_ranks: int) -> None:
+    """Of a model large enough for its tensors to matter."""
     model = replace(TINY, d_model=64, d_ff=172, num_layers=6, context_length=256, vocab_size=2000)
     case = replace(SMALL, model=model, batch=1, chunk_tokens=32, recompute="around_attention")
     step = LongStep("fsdp", case, CPU, rank)
     step.train_step()
     with LiveBytes() as live:
         step.train_step()
-    return live.peak, long_step_bytes(case).peak
-
-
-VARIANTS = [("fsdp", "around_attention"), ("fsdp", "after_attention"), ("fsdp", "block"),
-            ("torch_fsdp", "around_attention")]  # fmt: skip
-TWO_RANKS = OneJob(
-    2, *((loss_and_gradients, *variant) for variant in VARIANTS), (check_the_check,), (head_gathers,),
-    (step_bytes,),
-)  # fmt: skip
-
-
-@pytest.mark.parametrize("implementation, recompute", VARIANTS)
-def test_losses_and_gradients_are_those_of_one_process(implementation, recompute):
-    for loss, gradient in TWO_RANKS.results(loss_and_gradients, implementation, recompute):
-        assert loss <= 1e-6 and gradient <= 1e-6
-
-
-def test_a_loss_that_leaves_tokens_out_is_not_timed():
-    assert max(TWO_RANKS.results(check_the_check)) <= 1
-
-
-def test_the_head_is_gathered_once_for_all_chunks_forward_and_backward():
-    for gathered in TWO_RANKS.results(head_gathers):
-        assert gathered.count("lm_head") == 1
-        assert all(gathered.count(f"layers.{index}") <= 2 for index in range(TINY.num_layers))
-
-
-def test_the_predicted_peak_is_near_what_a_step_allocates():
-    for measured, predicted in TWO_RANKS.results(step_bytes):
-        assert 0.6 * predicted <= measured <= 1.2 * predicted
+    assert 0.6 * long_step_bytes(case).peak <= live.peak <= 1.2 * long_step_bytes(case).peak
 
 
 def test_the_8b_step_fits_two_h200_only_without_its_logits():
