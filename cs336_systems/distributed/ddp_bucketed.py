@@ -14,7 +14,7 @@ from itertools import accumulate
 
 from torch import Tensor, nn
 
-from cs336_systems.distributed.collectives import Group, Work, all_reduce_mean, wait_for
+from cs336_systems.distributed.collectives import Group, Work, all_reduce_mean
 from cs336_systems.distributed.ddp import (
     DataParallel,
     agree_on_order,
@@ -83,8 +83,7 @@ class Bucket:
         self.flat = parameters[0].detach().new_zeros(-(-length // multiple) * multiple)
         self.views = self.views_of(self.flat)
         self.arrived: set[int] = set()  # places of the parameters whose gradients are there
-        self.group = group
-        self.under_way: list[Work] = []
+        self.group, self.work = group, Work()
 
     def views_of(self, flat: Tensor) -> list[Tensor]:
         """The parameters' places in `flat`, in their shapes."""
@@ -102,7 +101,7 @@ class Bucket:
         return len(self.arrived) == len(self.parameters)
 
     def send(self) -> None:
-        self.under_way.append(all_reduce_mean(self.flat, self.group, async_op=True))
+        self.work = all_reduce_mean(self.flat, self.group, async_op=True)
 
 
 class BucketQueue:
@@ -118,8 +117,8 @@ class BucketQueue:
 
     def begin(self) -> None:
         """Expect the gradients of another step."""
-        self.wait()
         for bucket in self.order:
+            bucket.work.wait()
             bucket.arrived.clear()
         self.full: list[Bucket] = []
         self.waiting = deque(self.order)
@@ -136,15 +135,12 @@ class BucketQueue:
         """Send the buckets that this step's backward has not filled, and those behind them; wait for all."""
         while self.waiting:
             self.waiting.popleft().send()
-        self.wait()
+        for bucket in self.order:
+            bucket.work.wait()
         if not self.is_learned:
             came = map(self.order.index, self.full)
             places = agree_on_order(came, [bucket.flat for bucket in self.order], self.group)
             self.order, self.is_learned = [self.order[place] for place in places], True
-
-    def wait(self) -> None:
-        for bucket in self.order:
-            wait_for(bucket.under_way)
 
 
 def plan_buckets(parameters: Sequence[Tensor], limit_bytes: float) -> list[list[int]]:

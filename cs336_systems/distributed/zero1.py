@@ -213,7 +213,7 @@ class ShardedBucket(Bucket):
         for parameter, view in zip(self.parameters, self.views):
             if parameter.grad is None:
                 view.zero_()
-        self.under_way.append(reduce_scatter_mean_flat(self.gradient, self.flat, self.group, async_op=True))
+        self.work = reduce_scatter_mean_flat(self.gradient, self.flat, self.group, async_op=True)
         self.master.grad = self.gradient
 
     def follow_parameters(self) -> None:
