@@ -9,30 +9,27 @@ import pytest
 import torch
 from torch import Tensor
 
-from cs336_systems.attention import flash_attention, flash_attention_varlen
 from cs336_systems.attention.backends import available_backends
+from tests.test_s4_attention import inputs, run
+from tests.test_varlen import packed, run_packed
 
 SEQLEN, TILE, ROW = 256, 128, 200  # of attention, the longest side of a CPU's tiles, the row that is not finite
 BACKENDS = ["reference", "compiled", "tiled", "triton_first", "triton"]  # test_hopper.py has the last
 
 
-def attend(backend: str, q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> dict[str, Tensor]:
+def attend(backend: str, *tensors: Tensor) -> dict[str, Tensor]:
     if (why := available_backends()[backend]) != "ok":
         pytest.skip(why)
-    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-    output = flash_attention(*leaves, is_causal=True, backend=backend)
-    assert isinstance(output, Tensor)
-    names = ("output", "grad_q", "grad_k", "grad_v")
-    return dict(zip(names, (output.detach(), *torch.autograd.grad(output, leaves, grad))))
+    return run(*tensors, is_causal=True, backend=backend)
 
 
-def inputs() -> list[Tensor]:
-    return list(torch.randn(4, 1, 2, SEQLEN, 16, generator=torch.Generator().manual_seed(0)))
+def numbers() -> tuple[Tensor, ...]:
+    return inputs(1, 2, 2, SEQLEN, SEQLEN, 16, torch.float32, "cpu")
 
 
 @cache
 def clean_results(backend: str) -> dict[str, Tensor]:
-    return attend(backend, *inputs())
+    return attend(backend, *numbers())
 
 
 @pytest.mark.slow_if(value=-math.inf)
@@ -44,7 +41,7 @@ def test_k6_reaches_no_other_head_and_no_earlier_tile(backend, operand, value):
 
     Plain attention has one tile.
     """
-    q, k, v, grad = inputs()
+    q, k, v, grad = numbers()
     expected = clean_results(backend)
     {"q": q, "k": k, "v": v}[operand][:, 0, ROW] = value
     results = attend(backend, q, k, v, grad)
@@ -67,15 +64,12 @@ def test_k6_reaches_no_other_head_and_no_earlier_tile(backend, operand, value):
 
 def attend_documents(backend: str, bad: float | None = None) -> list[Tensor]:
     """The output and the gradients of three documents; row 60, in the second, of all inputs is `bad`."""
-    cu_seqlens = torch.tensor([0, 50, 150, 200], dtype=torch.int32)
-    q, k, v, grad = torch.randn(4, 200, 2, 16, generator=torch.Generator().manual_seed(0))
+    tensors, documents = packed([50, 100, 50], None, 0, 2, 2, 16, torch.float32, "cpu")
     if bad is not None:
-        for x in (q, k, v, grad):
+        for x in tensors:
             x[60] = bad
-    leaves = [x.requires_grad_() for x in (q, k, v)]
-    output = flash_attention_varlen(*leaves, cu_seqlens, cu_seqlens, 100, 100, is_causal=True, backend=backend)
-    assert isinstance(output, Tensor)
-    return [output.detach(), *torch.autograd.grad(output, leaves, grad)]
+    results = run_packed(tensors, documents, is_causal=True, backend=backend)
+    return [results[name] for name in ("output", "grad_q", "grad_k", "grad_v")]
 
 
 clean_documents = cache(attend_documents)
