@@ -142,7 +142,7 @@ def test_compile_fullgraph_around_the_operator(path, backend, device):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("path", "backend"), WHOLE[1:])
 def test_operator_check(path, backend, device):
-    """PyTorch's own checks of a custom operator: schema and fake tensors."""
+    """PyTorch's own checks of a custom operator, schema and fake tensors; and its own before it launches."""
     import cs336_systems.attention.triton.function  # noqa: F401 (registers the operators)
 
     q, k, v, _ = (x.requires_grad_() for x in inputs(1, 2, 2, 20, 20, 16, torch.float32, device))
@@ -156,9 +156,13 @@ def test_operator_check(path, backend, device):
         ("block_mask", "triton"): ("block_sparse", getattr(where, "lists", [])),
         ("packed", "triton"): ("varlen", [where, where, 20, 20]),
     }[path, backend]
-    arguments = (q, k, v, *more, path != "block_mask", 0.25, "")
+    more = (*more, path != "block_mask", 0.25, "")
     operator = getattr(torch.ops.cs336_systems, f"{name}_attention").default
-    torch.library.opcheck(operator, arguments, test_utils=("test_schema", "test_faketensor"))
+    torch.library.opcheck(operator, (q, k, v, *more), test_utils=("test_schema", "test_faketensor"))
+    with pytest.raises(ValueError, match="v must have k's shape"):
+        operator(q, k, v[..., :8], *more)
+    with pytest.raises(ValueError, match=r"q must have shape \("):
+        operator(q[0], k[0], v[0], *more)
 
 
 @pytest.mark.parametrize("device", DEVICES)
