@@ -173,9 +173,13 @@ def test_autocast_casts_like_sdpa(path, backend, device):
     dtype = torch.float16 if device == "cpu" and backend == "triton" else torch.bfloat16
     q, k, v, grad_output = inputs(1, 2, 2, 150, 150, 32, dtype, device)
     tensors, where = [q * 4, k * 4, v], place(path, 150, device)
-    with torch.autocast(device, dtype=dtype):
-        mixed, _ = attend(path, where, tensors[0].float(), *tensors[1:], backend=backend)
-        results = results_of(path, where, tensors, grad_output, backend=backend)
+
+    def under_autocast(*arguments: Any, **options: Any) -> tuple[Tensor, Tensor]:
+        with torch.autocast(device, dtype=dtype):
+            return attend(*arguments, **options)
+
+    mixed, _ = under_autocast(path, where, tensors[0].float(), *tensors[1:], backend=backend)
+    results = results_of(path, where, tensors, grad_output, call=under_autocast, backend=backend)
     assert torch.equal(mixed, results["output"]) and results["lse"].dtype == torch.float32
     oracle = compute_oracle(*tensors, grad_output, mask=token_mask(path, 150, device))
     errors = contract_errors(oracle, results)
