@@ -453,6 +453,7 @@ class BlockMask:
 
     @property
     def lists(self) -> TileLists:
+        """What kernels walk."""
         return TileLists(
             self.kv_num_blocks, self.kv_indices, self.kv_tokens, self.full_kv_num_blocks, self.full_kv_indices,
             self.q_num_blocks, self.q_indices, self.q_tokens, self.full_q_num_blocks, self.full_q_indices,
