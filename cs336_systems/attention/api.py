@@ -164,7 +164,7 @@ def flash_attention(
     if backend == "tiled":
         extras = (dense_mask,)
     elif block_mask is not None:
-        extras = block_mask.lists
+        extras = (*block_mask.lists,)
     if backend == "hopper":
         extras += (is_deterministic(deterministic),)
     operator = operator_of(backend, layout)

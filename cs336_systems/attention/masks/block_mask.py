@@ -410,7 +410,7 @@ class BlockMask:
         else:
             with stage("mask_build"):
                 lists = make_lists(pattern, data, leading, lengths, block_size, numbers)
-        mask = cls(**TileLists(*lists)._asdict(), block_size=block_size, seq_lengths=lengths)
+        mask = cls(**dict(zip(TileLists._fields, lists)), block_size=block_size, seq_lengths=lengths)
         if torch.compiler.is_compiling():
             return mask
         form = mask._find_dense_form()
