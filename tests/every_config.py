@@ -122,7 +122,7 @@ def attend(case: Case, device: str) -> tuple[list[Tensor], dict[str, Tensor], di
             from cs336_systems.attention.hopper.function import hopper_packed_attention
 
             output, lse = hopper_packed_attention(
-                *leaves, ends, ends, longest, longest, causal, case.head_dim**-0.5, *case.configs
+                *leaves, ends, ends, longest, longest, False, causal, case.head_dim**-0.5, *case.configs
             )
         else:
             output, lse = flash_attention_varlen(*leaves, ends, ends, longest, longest, is_causal=causal, **options)
