@@ -47,7 +47,8 @@ def cases(target: str, families: list[str], dtypes: list[str]) -> Iterator[Case]
     for family in families:
         for dtype in dtypes:
             if family.startswith("hopper"):  # it takes 16 bits, and chooses tiles by the head dim
-                for head_dim in (64, 56, 128, 104) if DTYPES[dtype] == 2 else ():
+                head_dims = (64, 56, 128, 104) if "blocks" in family else (64, 56, 128, 104, 256, 136)
+                for head_dim in head_dims if DTYPES[dtype] == 2 else ():
                     for configs in hopper_configs(family, head_dim):
                         yield Case(family, dtype, head_dim, configs)
                 continue

@@ -146,7 +146,7 @@ def _copier(machine: _Machine, program: int, walk: Walk | None = None) -> Iterat
 
 def _consumer(machine: _Machine, program: int, consumer: int, done: list[tuple[int, int, int]]) -> Iterator[Wait]:
     launch, step = machine.launch, 0
-    slots = launch.schedule.slots
+    slots, is_wide = launch.schedule.slots, launch.schedule.head_tile > 128
     for tiles_done, (head, tile, keys) in enumerate(_walks(launch, program, machine.walk)):
         for j in range(len(keys) + 1):
             slot, phase = step % slots, step // slots & 1
@@ -165,8 +165,13 @@ def _consumer(machine: _Machine, program: int, consumer: int, done: list[tuple[i
                 yield _Barrier(1), 1
             machine.empty[slot].arrive()
             step += 1
-            if j == len(keys) - 1:
+            if j == len(keys) - 1 and not is_wide:
                 machine.q_empty[consumer].arrive()
+        if is_wide:  # O leaves from Q's memory
+            machine.memory["Q", consumer] = "O"
+            yield _Barrier(1), 1
+            machine.read(("Q", consumer), "O")
+            machine.q_empty[consumer].arrive()
         done.append((head, tile, consumer))
 
 

@@ -206,7 +206,8 @@ LONG = {"seqlen_q": 16384, "seqlen_k": 16384}
         ({"seqlen_q": 0, "seqlen_k": 0}, "triton", "triton serves"),
         ({"compute_capability": (8, 0)}, "triton", "triton serves"),
         ({"layout": "block_mask"} | LONG, "triton", "this GPU; hopper has not been measured to be faster there$"),
-        ({"layout": "packed", "head_dim": 256}, "triton", "serves bfloat16 with head_dim 256 on this GPU$"),
+        ({"layout": "packed", "head_dim": 256}, "triton", "256 on this GPU; hopper has not been measured to be faster"),
+        ({"layout": "block_mask", "head_dim": 256, "block_size": (128, 128)}, "triton", "256 on this GPU$"),
         # CUDA, but not for triton
         ({"dtype": "float64"}, "reference", "triton takes float32, float16, bfloat16, not float64"),
         ({"layout": "block_mask", "block_size": (64, 32)} | LONG, "tiled", r"tiles of at least \(64, 64\)"),
@@ -227,6 +228,7 @@ LONG = {"seqlen_q": 16384, "seqlen_k": 16384}
         ({"requested": "tiled", "dtype": "float64", "head_dim": 512}, "tiled", "tiled was asked for"),
         (CPU | {"requested": "triton", "available": ALL_OK}, "triton", "triton was asked for"),
         ({"requested": "hopper", "dtype": "float16", "head_dim": 1, "seqlen_q": 0}, "hopper", "hopper was asked for"),
+        ({"requested": "hopper", "head_dim": 256, "layout": "packed"}, "hopper", "hopper was asked for"),
     ],
 )  # fmt: skip
 def test_select_backend(table: None, inputs: dict[str, Any], name: str, reason: str) -> None:
@@ -252,7 +254,9 @@ def test_select_backend(table: None, inputs: dict[str, Any], name: str, reason: 
         (CPU | {"requested": "triton", "available": ALL_OK, "dtype": "bfloat16"},
          "Triton's CPU interpreter computes wrong bfloat16 products; use float32"),
         ({"requested": "hopper", "dtype": "float32"}, "hopper takes float16 and bfloat16, not float32$"),
-        ({"requested": "hopper", "head_dim": 513}, f"a head_dim of at most {MAX_HOPPER_HEAD_DIM}, not 513$"),
+        ({"requested": "hopper", "head_dim": 129, "layout": "block_mask", "block_size": (128, 128)},
+         "hopper takes a block mask with a head_dim of at most 128, not 129$"),
+        ({"requested": "hopper", "head_dim": 257}, f"a head_dim of at most {MAX_HOPPER_HEAD_DIM}, not 257$"),
         ({"requested": "hopper", "compute_capability": (10, 0)}, "9.0, and the inputs' GPU has 10.0$"),
         ({"requested": "hopper", "compute_capability": None}, "9.0, and the inputs' GPU has unknown$"),
         (CPU | {"requested": "hopper", "available": ALL_OK}, "hopper kernels run on CUDA devices, .* are on cpu$"),

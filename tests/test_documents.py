@@ -79,5 +79,6 @@ def test_an_example_with_a_wrong_result_is_found():
 
 
 def test_the_matrix_follows_the_rules():
-    assert api_docs.takes("hopper", (9, 0), "bfloat16", 128) and not api_docs.takes("hopper", (9, 0), "bfloat16", 129)
+    assert api_docs.takes("hopper", (9, 0), "bfloat16", 256) and not api_docs.takes("hopper", (9, 0), "bfloat16", 257)
+    assert not api_docs.takes("hopper", (9, 0), "bfloat16", 129, "block_mask")
     assert not api_docs.takes("hopper", (8, 0), "bfloat16") and not api_docs.takes("triton", (8, 0), "float64")

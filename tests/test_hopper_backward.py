@@ -367,10 +367,13 @@ def gradients(steps: int, way: int) -> list[list[Operation]]:
     return programs
 
 
-def explore(programs: list[list[Operation]]) -> None:
-    """Run every interleaving; AssertionError where one hangs, or finds another step's tile, or signals twice."""
+def explore(programs: list[list[Operation]], single: tuple[str, ...] = ("asked",)) -> None:
+    """Run every interleaving; AssertionError where one hangs, or finds another step's tile, or signals twice.
+
+    Barriers count two arrivals a phase, and one where their names begin as in `single`.
+    """
     barriers = sorted({op.barrier for program in programs for op in program if isinstance(op, Wait | Arrive)})
-    counts = {name: 1 if name.startswith("asked") else 2 for name in barriers}
+    counts = {name: 1 if name.startswith(single) else 2 for name in barriers}
     start = ((0,) * len(programs), frozenset((name, (0, counts[name])) for name in barriers))
     seen, stack = {start}, [start]
     while stack:
@@ -558,7 +561,7 @@ def test_the_launcher_hands_over_the_call(launched, head_dim, queries, keys, is_
 
     grid, tensors, numbers, options = launched["preprocess_kernel"]
     columns = {"D": padded, "D_TILE": width, "ROWS": 64}
-    assert grid == (num_rows // 64 * 12,) and options == {"HAS_DL": False, "ORDERED": False} | columns
+    assert grid == (num_rows // 64 * 12,) and options == {"HAS_DL": False, "HAS_SUMS": True, "ORDERED": False} | columns
     assert tensors[4] is rows
     row = padded // 8
     assert numbers == ((6 * queries * row, queries * row, row) * 2 + (6, queries, num_rows))

@@ -25,12 +25,14 @@ from cs336_systems.commands.kernels import print_hopper_reports
 
 JUDGE = "3.6.0"  # the Triton of the machines that the kernels were measured on
 # Bytes that a thread of the backward spills, at most, by head tile: of its 240 registers dK and dV take 64 or 128, and
-# a step's tiles the rest. In the forward nothing may spill.
+# a step's tiles the rest. Heads of 256 columns have kernels of one gradient a thread, which spill nothing. Nor may the
+# forward, but there outside of its loops.
+MAX_FORWARD_SPILL_BYTES = {256: 12}
 MAX_SPILL_BYTES = {(64, "dense"): 8, (128, "dense"): 80, (64, "listed"): 92, (128, "listed"): 136,
-                   (64, "packed"): 32, (128, "packed"): 160}  # fmt: skip
+                   (64, "packed"): 32, (128, "packed"): 160, (256, "dense"): 0}  # fmt: skip
 # Loads and stores of an iteration of some 1,000 instructions.
 MAX_LOOP_SPILLS = {(64, "dense"): 0, (128, "dense"): 5, (64, "listed"): 2, (128, "listed"): 10, (64, "packed"): 0,
-                   (128, "packed"): 19}  # fmt: skip
+                   (128, "packed"): 19, (256, "dense"): 0}  # fmt: skip
 NAMED = {
     (head_tile, schedule.name(order)): schedule
     for head_tile, schedules in SCHEDULES.items()
@@ -40,6 +42,8 @@ NAMED = {
 A_FEW = [
     HopperRequest(kernel="forward", head_dim=128, is_causal=True),
     HopperRequest(kernel="backward", head_dim=40, is_causal=False, dtype="float16", group=4, whole_key_tiles=False),
+    HopperRequest(kernel="wide_dkdv", head_dim=160, is_causal=True, dtype="float16", group=4, whole_key_tiles=False),
+    HopperRequest(kernel="wide_dq", head_dim=256, is_causal=True),
 ]
 
 
@@ -61,18 +65,24 @@ def test_kernels_compile_and_fit(reports):
         assert 64 * 1024 < report.shared_bytes <= fits, report
         assert 128 < report.registers <= (240 if consumers > 1 else 255), report
         assert len(report.loops) >= consumers, report
-        assert all("matmul." in loop.instructions and "exp2" in loop.instructions for loop in report.loops), report
+        assert all("matmul." in loop.instructions for loop in report.loops), report
+        with_exponentials = ["exp2" in loop.instructions for loop in report.loops]
+        if report.request.kernel == "wide_dkdv":  # one consumer takes them for both
+            assert sorted(with_exponentials) == [False, True], report
+        else:
+            assert all(with_exponentials), report
 
 
 def test_no_kernel_lets_the_tensor_cores_wait(reports):
     """Exponentials of the forward run under matmuls, but at head tile 64, whose consumers cover each other, or those of
-    two programs do. So do the backward's, and some of a step's run under its own."""
+    two programs do. So do the backward's, and some of a step's run under its own, but in `wide_dkdv`, where they run
+    under the other consumer's."""
     if triton_version() != JUDGE:
         pytest.skip(f"the assembler's order is judged with triton {JUDGE}, and this is {triton_version()}")
     for report in reports:
         assert report.serialized == 0, report
         request = report.request
-        if (request.kernel, request.head_dim) == ("forward", 64):
+        if (request.kernel, request.head_dim) == ("forward", 64) or request.kernel == "wide_dkdv":
             assert not any(loop.overlap for loop in report.loops), report
         elif request.kernel == "forward":
             assert min(loop.overlap for loop in report.loops) == 1.0, report
@@ -86,7 +96,8 @@ def test_shipped_kernels_spill_no_more_than_is_known(reports):
     for report in reports[len(A_FEW) :]:
         spills = max(loop.spills for loop in report.loops)
         if report.request.kernel == "forward":
-            assert (report.spill_bytes, spills) == (0, 0), report
+            allowed = MAX_FORWARD_SPILL_BYTES.get(report.request.head_dim, 0)
+            assert report.spill_bytes <= allowed and spills == 0, report
         else:
             kernel = report.request.head_dim, report.request.walk
             assert report.spill_bytes <= MAX_SPILL_BYTES[kernel] and spills <= MAX_LOOP_SPILLS[kernel], report

@@ -91,8 +91,10 @@ def test_a_consumer_skips_the_first_key_tile_if_none_of_its_rows_sees_a_key_of_i
                 assert skips == is_hidden, (num_queries, num_keys, tile, consumer)
                 skipped[schedule, consumer] += skips
     three = LARGE[64]
-    assert all(skipped[three, consumer] for consumer in range(3)), "the last one where a tile behind the end is walked"
-    assert not any(skips for (schedule, _), skips in skipped.items() if schedule != three), "rows of a key tile at most"
+    for schedule in (three, LARGE[256]):  # those with more rows than a key tile has keys
+        consumers = range(schedule.consumers)
+        assert all(skipped.pop((schedule, x)) for x in consumers), "the last one where a tile behind the end is walked"
+    assert not any(skipped.values())
     long = make_launch(three, True, 4096, 4096)
     skips = [[long.skips_first_key_tile(tile, consumer) for consumer in range(3)] for tile in range(1, long.num_tiles)]
     assert skips == [[True, tile % 2 == 0, False] for tile in range(1, long.num_tiles)]
@@ -283,6 +285,12 @@ def test_a_wrong_phase_is_seen(mistake, monkeypatch):
     (128, True, 1024, 16, 64, "pairs"),
     (128, True, 1024, 32, 128, "pairs"),
     (128, True, 512, 32, 64, "pairs"),
+    # on an H100
+    (256, True, 2048, 64, 128, "pairs"),
+    (256, True, 4096, 32, 128, "pairs"),
+    (256, True, 8192, 16, 128, "tiles"),
+    (256, False, 8192, 16, 128, "pairs"),
+    (160, False, 512, 16, 64, "tiles"),
     # where a step of a small tile that costs a twentieth more or less would decide otherwise
     (64, False, 4096, 16, 64, "pairs"),
     (64, True, 2048, 256, 192, "rounds"),

@@ -246,7 +246,7 @@ def compiled_disorder(ptx: str) -> list[str]:
     (kernel,) = re.findall(r"\.entry (\w+)", ptx)
     file = "sanitizer_controls.py"
     if kernel.startswith("hopper_"):
-        file = "backward.py" if kernel == "hopper_backward_kernel" else "forward.py"
+        file = f"{re.search('forward|wide|backward', kernel)[0]}.py".replace("wide", "wide_backward")
     _, dispatch_lines = sanitize.dispatch_of(kernel, file)
     assert dispatch_lines
     found = disorder(
@@ -256,7 +256,7 @@ def compiled_disorder(ptx: str) -> list[str]:
         ),
         is_dispatch=lambda name, line: name == file and line in dispatch_lines,
     )
-    has_ring = kernel in ("ring_kernel", "hopper_backward_kernel")
+    has_ring = kernel in ("ring_kernel", "hopper_wide_dkdv_kernel") or kernel.endswith("backward_kernel")
     return found if has_ring else [x for x in found if x not in ("no load of a row", "no store of a row")]
 
 

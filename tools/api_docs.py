@@ -204,7 +204,7 @@ def choose(
     return select_backend(
         device_kind="cpu" if capability is None else "cuda", compute_capability=capability, dtype=dtype,
         head_dim=head_dim, batch_heads=heads, seqlen_q=MANY_TOKENS, seqlen_k=MANY_TOKENS, requested=name,
-        layout=layout, available=available,
+        layout=layout, block_size=(128, 128) if layout == "block_mask" else None, available=available,
     )  # fmt: skip
 
 
@@ -235,7 +235,10 @@ def support_matrix() -> list[str]:
         head_dim = "any" if max(fits) == LARGEST_HEAD_DIM else f"up to {max(fits)}"
         if name == "triton_first":  # the kernel itself refuses the others
             head_dim = ", ".join(map(str, HEAD_DIMS))
-        layouts = ["yes" if takes(name, where[0], dtype, 64, layout) else "–" for layout in ("block_mask", "packed")]
+        layouts = []
+        for layout in ("block_mask", "packed"):
+            largest = max((size for size in fits if takes(name, where[0], dtype, size, layout)), default=0)
+            layouts.append("–" if not largest else "yes" if largest == max(fits) else f"up to {largest}")
         cells = [", ".join(SHORT_NAMES[dtype] for dtype in dtypes[gpu]) or "–" for gpu in gpus]
         lines.append(f"| `{name}` | {' | '.join([*cells, head_dim, *layouts])} |")
     lines += [

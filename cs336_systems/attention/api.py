@@ -61,8 +61,8 @@ def flash_attention(
     """Exact scaled dot-product attention with memory linear in the sequence (back ends `tiled`, `triton`, `hopper`).
 
     Args:
-        q, k, v: one floating dtype and device, any strides; head_dim up to 256 for `triton`, and for
-            `hopper` up to 128, in float16 or bfloat16.
+        q, k, v: one floating dtype and device, any strides; head_dim up to 256 for `triton`, and for `hopper`, which
+            takes float16 and bfloat16, up to 256 and with a block_mask up to 128.
         is_causal: query i attends keys j <= i, aligned at the top left as in SDPA, also when lengths differ.
         block_mask: which keys each query attends, instead of is_causal; its batch and heads are 1 or q's, with leading
             dimensions flattened into the batch. `triton` and `hopper` walk its lists of tiles and never read a dead
@@ -77,10 +77,10 @@ def flash_attention(
         enable_gqa: allow kv_heads that divide heads; query head h uses key head h // (heads / kv_heads).
         return_lse: also return the natural log of the summed exponentials of the scaled scores, (..., heads, queries),
             float32 (float64 for float64 inputs); gradients flow through it.
-        deterministic: True makes gradients bit-reproducible. All are by default but dQ of `hopper`, also where `auto`
-            takes it: atomic additions in any order, so that last bits differ from run to run. There True adds in a
-            fixed order, for 4 to 8 % of the backward's time, and under a block_mask takes the backward of `triton`.
-            None: as PyTorch has been told by `torch.use_deterministic_algorithms`.
+        deterministic: True makes gradients bit-reproducible. All are by default but dQ of `hopper` up to head_dim 128,
+            also where `auto` takes it: atomic additions in any order, so that last bits differ from run to run. There
+            True adds in a fixed order, for 4 to 8 % of the backward's time, and under a block_mask takes the backward
+            of `triton`. None: as PyTorch has been told by `torch.use_deterministic_algorithms`.
         backend: `auto`, `reference`, `compiled`, `tiled`, `triton_first`, `triton` or `hopper`. The first kernel takes
             lengths in whole tiles of 64, head dims of 16, 32, 64 and 128, and no block mask.
         config: tiles of the `triton` kernels, instead of the table's; `auto` then takes these kernels.

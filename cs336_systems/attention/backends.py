@@ -116,7 +116,8 @@ MAX_REFERENCE_SCORE_BYTES = 64 * 2**20
 TRITON_DTYPES = ("float32", "float16", "bfloat16")
 MAX_TRITON_HEAD_DIM = 256  # wider tiles do not fit in shared memory
 HOPPER_DTYPES = ("float16", "bfloat16")
-MAX_HOPPER_HEAD_DIM = 128  # the accumulators of a wider head do not fit in a warp group's registers
+MAX_HOPPER_HEAD_DIM = 256  # an accumulator of a wider head does not fit in a warp group's registers
+MAX_HOPPER_MASKED_HEAD_DIM = 128  # of a block mask: wider heads walk tiles of 64 keys, whose bits TMA cannot copy
 AttentionLayout = Literal["dense", "block_mask", "packed"]  # what attention runs over
 LAYOUT_WORDS = {"dense": "", "block_mask": " under a block mask", "packed": " over packed documents"}
 TMA_MULTIPLE = 8  # of columns of 16 bits; hopper copies inputs of other head dims first, which has not been timed
@@ -230,6 +231,8 @@ def _hopper_refusal(
         return f"hopper takes {' and '.join(HOPPER_DTYPES)}, not {dtype}"
     if head_dim > MAX_HOPPER_HEAD_DIM:
         return f"hopper takes a head_dim of at most {MAX_HOPPER_HEAD_DIM}, not {head_dim}"
+    if block_size is not None and head_dim > MAX_HOPPER_MASKED_HEAD_DIM:
+        return f"hopper takes a block mask with a head_dim of at most {MAX_HOPPER_MASKED_HEAD_DIM}, not {head_dim}"
     return None
 
 

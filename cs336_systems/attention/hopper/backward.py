@@ -104,6 +104,7 @@ from cs336_systems.attention.hopper.descriptors import document_descriptor, read
 from cs336_systems.attention.hopper.light import convert, preprocess, transposed_words
 from cs336_systems.attention.hopper.schedule import CONSUMER_WARPS, LATE_FROM
 from cs336_systems.attention.hopper.walk import Documents, key_place, query_place
+from cs336_systems.attention.hopper.wide_backward import hopper_wide_backward
 from cs336_systems.attention.tiles import head_tile
 from cs336_systems.attention.tiles.config import L2_SHARE_BYTES
 from cs336_systems.attention.triton.block_sparse import TileLists
@@ -602,13 +603,15 @@ def hopper_backward(
     scale: float,
     lists: TileLists | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Contiguous gradients of q, k, v in their dtype, bfloat16 or float16; head_dim at most 128, nothing empty.
+    """Contiguous gradients of q, k, v in their dtype, bfloat16 or float16; head_dim at most 256, nothing empty.
 
     `lse` is contiguous, the others have any strides, and what TMA cannot read is copied first. dK and dV are
     bit-reproducible; dQ too if `deterministic`, for some per cent of time. `lists`, with neither `deterministic` nor
     `is_causal`, are those of a `BlockMask` whose tiles hold whole tiles of the kernel's.
     """
     head_dim = q.shape[-1]
+    if head_tile(head_dim) not in QUERY_TILES:  # it has one order of additions
+        return hopper_wide_backward(q, k, v, output, lse, grad_output, grad_lse, is_causal, scale)
     q, k, v, output, grad_output = (readable(x) for x in (q, k, v, output, grad_output))
     batch, heads, num_queries, width = q.shape
     kv_heads, num_keys = k.shape[1:3]

@@ -140,7 +140,7 @@ _RESCALE_64_CONSTRAINTS = _constraints_in_place(64, "f")
 
 @gluon.jit
 def rescale_rows(accumulator, factor):
-    """accumulator (64, 128) times factor (64, 4), its rows' for each thread, unless all rows of the warp have 1.
+    """accumulator (64, 128 or 256) times factor (64, 4), its rows' for each thread, unless all rows of the warp have 1.
 
     A vote and a branch that the whole warp takes: 3 instructions in place of 64 multiplications.
     """
@@ -164,22 +164,28 @@ def _hide_asm(n: int) -> gl.constexpr:
     return gl.constexpr("{\n.reg .pred seen;\n" + "\n".join(lines) + "\n}")
 
 
-_HIDE_64 = _hide_asm(64)
+_HIDE_32, _HIDE_64 = _hide_asm(32), _hide_asm(64)
+_HIDE_32_CONSTRAINTS = _constraints_in_place(32, "r")
 _HIDE_64_CONSTRAINTS = _constraints_in_place(64, "r")
 
 
 @gluon.jit
 def hide_columns(S, last_column):
-    """Scores (64, 128) with -inf where a column comes after its row's `last_column`.
+    """Scores (64, 64 or 128) with -inf where a column comes after its row's `last_column`.
 
     A comparison with a constant and a selection for each score, one behind the other. As `gl.where` all comparisons
     come first, and for want of so many predicates ptxas packs them into bits and takes those apart again.
     """
     columns = gl.arange(0, S.shape[1], gl.SliceLayout(0, S.type.layout))[None, :]
     right = last_column[:, None] - columns  # so many columns to the right of this one are seen
-    return gl.inline_asm_elementwise(
-        _HIDE_64, _HIDE_64_CONSTRAINTS, [S, right], dtype=gl.float32, is_pure=True, pack=64
-    )  # fmt: skip
+    if S.shape[1] == 128:
+        return gl.inline_asm_elementwise(
+            _HIDE_64, _HIDE_64_CONSTRAINTS, [S, right], dtype=gl.float32, is_pure=True, pack=64
+        )  # fmt: skip
+    else:
+        return gl.inline_asm_elementwise(
+            _HIDE_32, _HIDE_32_CONSTRAINTS, [S, right], dtype=gl.float32, is_pure=True, pack=32
+        )  # fmt: skip
 
 
 def _keep_asm(n: int, otherwise: str) -> gl.constexpr:

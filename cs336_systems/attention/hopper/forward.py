@@ -14,7 +14,7 @@ are counted over all tiles of a program, and step i uses slot i mod the number o
 Each slot has `full`, on which the copies' bytes arrive, and `empty`, on which every consumer arrives; each consumer's
 64 rows of Q have such a pair too. `tests/hopper_protocol.py` has the protocol as a model.
 
-The two schedules of large grids, by columns of a head tile:
+The schedules of large grids, by columns of a head tile:
   64   three consumers, 192 x 128. A step waits for both products, then takes the softmax, while the other consumers'
        products run. Exponentials take as long as products here, and a third consumer hides more of them. Nothing
        makes them take turns but that the tensor cores serve one at a time:
@@ -26,15 +26,18 @@ The two schedules of large grids, by columns of a head tile:
        threads that share a row speak to each other: each sums its own share until the tile ends.
          tensor cores   S(1)   P(0) V(0)         S(2)   P(1) V(1)
          consumer              softmax of S(1)          softmax of S(2)
+  256  the same, 128 x 64, but for Q, for which O leaves no registers: it stays in shared memory, which has no room for
+       O beside it. So O leaves from Q's, and the next tile's Q comes after it.
 Their tiles are long ones, and few calls of short sequences have as many as the GPU has multiprocessors. So there are
-schedules of one consumer, 64 x 128, with the same steps; at 64 columns two programs share a multiprocessor, and each
+schedules of one consumer, 64 rows, with the same steps; at 64 columns two programs share a multiprocessor, and each
 covers the other as consumers do. `schedule.plan_forward` estimates which ends first.
 
-Under a causal mask a tile of 192 rows ends with keys that its first 64 rows, of every other tile its first 128, do not
-see: those consumers skip the first scores, 3 to 4 % of the time at 4096 tokens.
+Under a causal mask a tile of more rows than a key tile has keys ends with keys that its first 64 rows, at 192 rows of
+every other tile its first 128, do not see: those consumers skip the first scores, at 192 x 128 3 to 4 % of the time at
+4096 tokens.
 
 At 64 columns O of a row that sees one key is that key's value, as P is 1 then: the tiles that the diagonal or the end
-cuts, in which rows may see few keys, take `_exact_softmax`. At 128 columns P of the largest score is 1 but for the
+cuts, in which rows may see few keys, take `_exact_softmax`. At 128 and more P of the largest score is 1 but for the
 rounding of the scaled maximum, which is 2^-8 where scores are 1e5.
 
 Tiles of queries end where the queries end; rows to spare are in the first tile, which is the shortest causal one. The
@@ -121,7 +124,7 @@ class _Shared(NamedTuple):
     """What copier and consumers share: tiles in shared memory and the barriers that guard them."""
 
     Q_tiles: gl.shared_memory_descriptor  # (consumers, ROWS, D_TILE)
-    O_tiles: gl.shared_memory_descriptor  # the same
+    O_tiles: gl.shared_memory_descriptor  # the same; of wide heads the same memory
     K_ring: gl.shared_memory_descriptor  # (slots, K_TILE_SIZE, D_TILE)
     V_ring: gl.shared_memory_descriptor  # the same
     q_full: gl.shared_memory_descriptor  # a barrier a consumer
@@ -363,6 +366,7 @@ def _step(
 def _attend(consumer: gl.constexpr, O_desc, L_ptr, shared, problem, mask, PLAN: gl.constexpr):
     """A consumer: rows [consumer * ROWS, (consumer + 1) * ROWS) of each tile of queries."""
     D_TILE: gl.constexpr = PLAN.head_tile
+    IS_WIDE: gl.constexpr = D_TILE > 128  # Q is read from shared memory, and O leaves from there
     K_TILE_SIZE: gl.constexpr = PLAN.key_tile
     MASKED_TILES: gl.constexpr = PLAN.masked_tiles
     SLOTS: gl.constexpr = PLAN.slots
@@ -403,7 +407,7 @@ def _attend(consumer: gl.constexpr, O_desc, L_ptr, shared, problem, mask, PLAN: 
             slot, phase = ring_slot(step, SLOTS)
             mbarrier.wait(shared.full.index(slot), phase)
             mbarrier.wait(shared.q_full.index(consumer), tiles_done & 1)
-            if PLAN.overlapped:
+            if PLAN.overlapped and not IS_WIDE:
                 Q = Q_tile.load(Q_LAYOUT)
             else:
                 Q = Q_tile
@@ -440,7 +444,8 @@ def _attend(consumer: gl.constexpr, O_desc, L_ptr, shared, problem, mask, PLAN: 
                 P, O, m, l = _step(Q, P, O, m, rest, l, 0, 0, zero, shared, problem, step, consumer, PLAN, False)
                 rest = gl.zeros_like(rest)
                 step += 1
-            mbarrier.arrive(shared.q_empty.index(consumer), count=1)
+            if not IS_WIDE:
+                mbarrier.arrive(shared.q_empty.index(consumer), count=1)
             tiles_done += 1
 
             # step n: the last product, under which the row sums are inverted
@@ -468,6 +473,9 @@ def _attend(consumer: gl.constexpr, O_desc, L_ptr, shared, problem, mask, PLAN: 
             tma.async_copy_shared_to_global(O_desc, place, O_tile)
             L_rows = L_ptr + tile.batch_head.to(gl.int64) * problem.N_QUERIES + sequence.first_row
             gl.store(L_rows + rows, L, mask=rows < sequence.num_queries)
+            if IS_WIDE:
+                tma.store_wait(0)
+                mbarrier.arrive(shared.q_empty.index(consumer), count=1)
     tma.store_wait(0)
 
 
@@ -478,6 +486,7 @@ def _run(Q_desc, K_desc, V_desc, O_desc, L_ptr, problem, mask, PLAN: gl.constexp
     SLOTS: gl.constexpr = PLAN.slots
     K_TILE_SIZE: gl.constexpr = PLAN.key_tile
     D_TILE: gl.constexpr = PLAN.head_tile
+    IS_WIDE: gl.constexpr = D_TILE > 128
     dtype: gl.constexpr = Q_desc.dtype
     TILE_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, D_TILE], dtype)
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
@@ -487,9 +496,14 @@ def _run(Q_desc, K_desc, V_desc, O_desc, L_ptr, problem, mask, PLAN: gl.constexp
         )
     else:
         words_ring = None
+    Q_tiles = gl.allocate_shared_memory(dtype, [CONSUMERS, ROWS, D_TILE], TILE_LAYOUT)
+    if not IS_WIDE:
+        O_tiles = gl.allocate_shared_memory(dtype, [CONSUMERS, ROWS, D_TILE], TILE_LAYOUT)
+    else:
+        O_tiles = Q_tiles
     shared = _Shared(
-        gl.allocate_shared_memory(dtype, [CONSUMERS, ROWS, D_TILE], TILE_LAYOUT),
-        gl.allocate_shared_memory(dtype, [CONSUMERS, ROWS, D_TILE], TILE_LAYOUT),
+        Q_tiles,
+        O_tiles,
         gl.allocate_shared_memory(dtype, [SLOTS, K_TILE_SIZE, D_TILE], TILE_LAYOUT),
         gl.allocate_shared_memory(dtype, [SLOTS, K_TILE_SIZE, D_TILE], TILE_LAYOUT),
         gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], BARRIER),

@@ -4,7 +4,7 @@
 with a block mask `hopper_listed_attention`, and what `flash_attention_varlen` calls `hopper_packed_attention`. The
 backward adds dQ up in memory as its programs arrive there. With `deterministic` each does in its turn, or of masks and
 documents the backward is Triton's; so it is where a mask's tiles, or documents on average, are of fewer rows than the
-kernel's.
+kernel's, and of documents at head dims above 128. Without either, such heads have kernels that add nothing in memory.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from cs336_systems.attention.hopper.backward import (
 from cs336_systems.attention.hopper.backward_walk import ROW_PADDING
 from cs336_systems.attention.hopper.forward import hopper_forward, hopper_packed_forward
 from cs336_systems.attention.hopper.schedule import plan_forward
+from cs336_systems.attention.hopper.wide_backward import WIDE_BACKWARD
 from cs336_systems.attention.operator import AttentionOperator
 from cs336_systems.attention.tiles.config import head_tile
 from cs336_systems.attention.triton.block_sparse import TileLists
@@ -100,7 +101,8 @@ def _packed_backward(
     deterministic: bool, is_causal: bool, scale: float, config: str,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     saved = (q, k, v, output, lse.contiguous(), grad_output, grad_lse, cu_seqlens_q, cu_seqlens_k)
-    if deterministic or len(cu_seqlens_q) * ROW_PADDING.value > len(q):  # padding would be more than documents
+    is_short = len(cu_seqlens_q) * ROW_PADDING.value > len(q)  # padding would be more than documents
+    if deterministic or is_short or head_tile(q.shape[-1]) not in QUERY_TILES:
         return varlen_backward(*saved, max_seqlen_q, max_seqlen_k, is_causal, scale, config)
     refuse_hopper(q)
     with on_device_of(q):
@@ -123,7 +125,10 @@ def kernel_names(q: Tensor, k: Tensor, *, is_causal: bool) -> str:
         head_dim=head_dim, is_causal=is_causal, num_queries=num_queries, num_keys=k.shape[2],
         batch_heads=batch * heads, group=heads // k.shape[1], num_multiprocessors=num_multiprocessors(q.device),
     )  # fmt: skip
-    backward = f"hopper_backward_{QUERY_TILES[head_tile(head_dim)]}x{KEY_TILE.value}"
+    if head_tile(head_dim) in QUERY_TILES:
+        backward = f"hopper_backward_{QUERY_TILES[head_tile(head_dim)]}x{KEY_TILE.value}"
+    else:
+        backward = WIDE_BACKWARD
     return f"{launch.schedule.name(launch.order)} {backward}"
 
 

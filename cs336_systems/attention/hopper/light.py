@@ -1,6 +1,7 @@
 """The light kernels of the Hopper backward, in Triton: what comes before and after the main one.
 
-preprocess       delta = rowsum(dO ∘ O), minus the gradient of L if one arrives; L in base 2; dQ's accumulator zeroed
+preprocess       delta = rowsum(dO ∘ O), minus the gradient of L if one arrives; L in base 2; dQ's accumulator zeroed,
+                 where there is one: `wide_backward` has none
 transpose bits   a block mask's bits by keys, as the main kernel has its scores
 convert          dQ = scale · accumulator, in rows and in the inputs' dtype
 """
@@ -30,10 +31,11 @@ PREPROCESS_NUMBERS = (
 def hopper_backward_preprocess_kernel(
     O_ptr, dO_ptr, L_ptr, dL_ptr, rows_ptr, dQ_ptr, turns_ptr,
     chunks_ob, chunks_oh, chunks_os, chunks_dob, chunks_doh, chunks_dos, N_HEADS, N_QUERIES, N_ROWS,
-    HAS_DL: tl.constexpr, ORDERED: tl.constexpr, D: tl.constexpr, D_TILE: tl.constexpr, ROWS: tl.constexpr,
+    HAS_DL: tl.constexpr, HAS_SUMS: tl.constexpr, ORDERED: tl.constexpr, D: tl.constexpr, D_TILE: tl.constexpr,
+    ROWS: tl.constexpr,
 ):  # fmt: skip
-    """L and its gradient are contiguous. The results have N_ROWS rows a head: L and delta in `rows`, and dQ of zeros;
-    if ORDERED two turns of zero for each ROWS of them.
+    """L and its gradient are contiguous. The results have N_ROWS rows a head: L and delta in `rows`, and if HAS_SUMS
+    dQ of zeros; if ORDERED two turns of zero for each ROWS of them.
 
     O and dO are as TMA reads them, with strides that are counted in chunks of 16 bytes: so they fit 32 bits, and the
     compiler knows that a thread may read a chunk at a time.
@@ -56,8 +58,9 @@ def hopper_backward_preprocess_kernel(
     rows_of_head = rows_ptr + batch_head * 2 * N_ROWS
     tl.store(rows_of_head + query_rows, L * LOG2_E)
     tl.store(rows_of_head + N_ROWS + query_rows, delta)
-    dQ_rows = (batch_head * N_ROWS + query_rows)[:, None]
-    tl.store(dQ_ptr + dQ_rows * D_TILE + columns[None, :], tl.zeros([ROWS, D_TILE], tl.float32))
+    if HAS_SUMS:
+        dQ_rows = (batch_head * N_ROWS + query_rows)[:, None]
+        tl.store(dQ_ptr + dQ_rows * D_TILE + columns[None, :], tl.zeros([ROWS, D_TILE], tl.float32))
     if ORDERED:
         tl.store(turns_ptr + tl.program_id(0) * 2 + tl.arange(0, 2), tl.zeros([2], tl.int32))
 
@@ -110,10 +113,10 @@ def hopper_backward_convert_kernel(
 
 
 def preprocess(
-    output: Tensor, grad_output: Tensor, lse: Tensor, grad_lse: Tensor | None, rows: Tensor, sums: Tensor,
-    turns: Tensor | None,
+    output: Tensor, grad_output: Tensor, lse: Tensor, grad_lse: Tensor | None, rows: Tensor,
+    sums: Tensor | None, turns: Tensor | None,
 ) -> None:  # fmt: skip
-    """Fill `rows` (batch · heads, 2, rows) with L and delta, and `sums` and `turns` with zeros.
+    """Fill `rows` (batch · heads, 2, rows) with L and delta, and `sums` and `turns`, if given, with zeros.
 
     output and grad_output (batch, heads, queries, head_dim) as TMA reads them; lse (batch, heads, queries) contiguous.
     """
@@ -122,11 +125,11 @@ def preprocess(
     launch(
         hopper_backward_preprocess_kernel, (num_rows // LIGHT_ROWS * batch * heads,),
         (
-            output, grad_output, lse, lse if grad_lse is None else grad_lse.contiguous(), rows, sums,
-            rows if turns is None else turns,
+            output, grad_output, lse, lse if grad_lse is None else grad_lse.contiguous(), rows,
+            rows if sums is None else sums, rows if turns is None else turns,
         ),
         (*_in_chunks(output), *_in_chunks(grad_output), heads, num_queries, num_rows),
-        {"HAS_DL": grad_lse is not None, "ORDERED": turns is not None, **_options(width)},
+        {"HAS_DL": grad_lse is not None, "HAS_SUMS": sums is not None, "ORDERED": turns is not None, **_options(width)},
     )  # fmt: skip
 
 

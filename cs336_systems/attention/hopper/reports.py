@@ -64,7 +64,7 @@ REGISTER = re.compile(r"\bR(\d+)\b")
 class HopperRequest:
     """One specialisation of one Hopper kernel, on contiguous inputs."""
 
-    kernel: Literal["forward", "backward"]
+    kernel: Literal["forward", "backward", "wide_dkdv", "wide_dq"]  # the last two of head dims above 128
     head_dim: int
     is_causal: bool
     dtype: DTypeName = "bfloat16"
@@ -164,15 +164,19 @@ def shipped_hopper_kernels() -> list[HopperRequest]:
             kernel="backward", head_dim=tile, is_causal=is_causal, whole_key_tiles=whole, seqlen=seqlen,
             deterministic=deterministic,
         )
-        for tile in SCHEDULES
+        for tile in (64, 128)
         for whole in (True, False)
         for is_causal in (True, False)
         for deterministic in (False, True)
         for seqlen in ((SEQLEN, LATE_FROM) if (tile, is_causal, deterministic) == (128, True, False) else (SEQLEN,))
     ] + [
         HopperRequest(kernel="backward", head_dim=tile, is_causal=walk == "packed", walk=walk)
-        for tile in SCHEDULES
+        for tile in (64, 128)
         for walk in ("listed", "packed")
+    ] + [
+        HopperRequest(kernel=kernel, head_dim=256, is_causal=is_causal)
+        for kernel in ("wide_dkdv", "wide_dq")
+        for is_causal in (True, False)
     ]  # fmt: skip
 
 

@@ -79,7 +79,8 @@ class ForwardSchedule:
 # 21 % (causal) slower than these. With two slots the copier is a step ahead; at 128 columns, 64 KiB a slot, a third
 # does not fit beside two consumers, nor a second program beside one. The costs of small steps are fitted to 38 shapes
 # and masks of 512 to 4,096 tokens; on 70 of 128 to 16,384 what `plan_forward` chooses was mostly the best of all
-# schedules and orders, and up to 8.3 % slower.
+# schedules and orders, and up to 8.3 % slower. At 256 columns a small step's cost is of two masks of 2,048 tokens on an
+# H100, 2026-11-25, where the order that is chosen was the best or within 2 % of it at 2,048 to 8,192 tokens.
 SCHEDULES = {
     64: (
         ForwardSchedule(head_tile=64, consumers=3, key_tile=128, slots=2, registers=160, overlapped=False),
@@ -92,6 +93,12 @@ SCHEDULES = {
         ForwardSchedule(head_tile=128, consumers=2, key_tile=128, slots=2, registers=240, overlapped=True),
         ForwardSchedule(
             head_tile=128, consumers=1, key_tile=128, slots=2, registers=256, overlapped=True, step_cost=0.8
+        ),
+    ),
+    256: (
+        ForwardSchedule(head_tile=256, consumers=2, key_tile=64, slots=2, registers=240, overlapped=True),
+        ForwardSchedule(
+            head_tile=256, consumers=1, key_tile=64, slots=3, registers=256, overlapped=True, step_cost=0.72
         ),
     ),
 }  # fmt: skip
