@@ -23,7 +23,8 @@ from cs336_systems.experiments.spec import Cell, Sample, problem
 from cs336_systems.experiments.tables import Pivot
 from cs336_systems.experiments.turns import AttentionByTurns, graph_turn, measure_by_turns
 
-HEAD_DIMS = (32, 64, 80, 96, 128)  # of the table; others are probes, of whether they can take the next larger one's row
+# Of the table; others are probes, of whether they can take the next larger one's row.
+HEAD_DIMS = (32, 64, 80, 96, 128, 160, 192, 256)
 PROBES = (48, 112)
 MASKED_HEAD_DIMS = (64, 128)
 SIZES = ((16, 512), (64, 512), (4, 4096), (16, 4096), (16, 16384))  # heads, tokens
