@@ -34,20 +34,13 @@ BOOL_BYTES = 1
 
 
 def causal_area(seqlen_q: int, seqlen_k: int) -> int:
-    """Attended (query, key) pairs under the top-left causal mask, exactly; either length may be 0.
-
-    Query i sees min(i + 1, seqlen_k) keys: a triangle over the first m = min(seqlen_q, seqlen_k) queries, m(m + 1)/2,
-    and all seqlen_k keys for each query below it.
-    """
+    """Attended (query, key) pairs under the top-left causal mask: a triangle, and all keys for each query below it."""
     triangle = min(seqlen_q, seqlen_k)
     return triangle * (triangle + 1) // 2 + (seqlen_q - triangle) * seqlen_k
 
 
 def attention_flops(shape: AttentionShape, mode: str) -> int:
-    """Useful FLOPs over all heads: 4·area·head_dim forward, 2.5 times that backward, 3.5 times both.
-
-    Each attended pair costs one dot product over head_dim for its score and one scaled row of V for the output.
-    """
+    """Useful FLOPs over all heads: 4·area·head_dim forward, 2.5 times that backward, 3.5 times both."""
     pairs = causal_area(shape.seqlen_q, shape.seqlen_k) if shape.is_causal else shape.seqlen_q * shape.seqlen_k
     return ATTENTION_FLOPS_PER_PAIR[mode] * pairs * shape.head_dim * shape.heads * shape.batch
 
@@ -60,7 +53,7 @@ def tflops_per_s(flops: float, ms: float) -> float:
 
 
 def attention_input_bytes(shape: AttentionShape) -> int:
-    """Bytes of q, k and v: one (batch, heads, seqlen_q, head_dim) and two (batch, kv_heads, seqlen_k, head_dim)."""
+    """Bytes of q, k and v."""
     return _query_bytes(shape) + 2 * _key_bytes(shape)
 
 
@@ -153,8 +146,7 @@ def model_flops(model: ModelConfig, batch: int, mode: str) -> int:
 def eager_attention_part_flops(model: ModelConfig, batch: int) -> dict[str, int]:
     """FLOPs that plain attention executes in one forward of all layers, by part: scores, softmax, values.
 
-    The whole square of scores, since a mask saves plain attention nothing; unlike elsewhere here the softmax's
-    operations are counted, to set them against the matmuls'. Scaling and masking are left out.
+    The whole square of scores, since a mask saves plain attention nothing. Scaling and masking are left out.
     """
     scores = batch * model.num_layers * model.num_heads * model.context_length**2
     matmul = 2 * scores * model.head_dim
