@@ -73,27 +73,22 @@ def build(name: str, shape: AttentionShape, device: str) -> AttentionFunction:
         raise ValueError(f"implementation must be one of {', '.join(IMPLEMENTATIONS)}, got {name!r}")
     if device == "cpu" and name in ("compiled", "tiled_compiled", "flex") and not has_cxx_compiler():
         raise Unsupported("no C++ compiler")
-    causal, grouped = shape.is_causal, shape.kv_heads not in (None, shape.heads)
+    causal = shape.is_causal
     if name == "eager":
-        return lambda q, k, v: attention_reference(q, k, v, is_causal=causal)
+        return partial(attention_reference, is_causal=causal)
     if name == "compiled":
-        compiled = compiled_reference(dynamic=True)
-        return lambda q, k, v: compiled(q, k, v, is_causal=causal)
-    if name == "tiled":
-        return lambda q, k, v: FlashAttentionPyTorch.apply(q, k, v, causal)
-    if name == "tiled_compiled":
-        return lambda q, k, v: FlashAttentionPyTorch.apply(q, k, v, causal, None, True)
+        return partial(compiled_reference(dynamic=True), is_causal=causal)
+    if name in ("tiled", "tiled_compiled"):
+        return lambda q, k, v: FlashAttentionPyTorch.apply(q, k, v, causal, None, name == "tiled_compiled")
     if name == "triton_first":
         return _first(shape, device)
-    if name == "triton":
-        if shape.dtype == "bfloat16" and device == "cpu":
+    if name in ("triton", "hopper"):
+        if name == "triton" and shape.dtype == "bfloat16" and device == "cpu":
             raise Unsupported(INTERPRETER_BFLOAT16)
-        return lambda q, k, v: flash_attention(q, k, v, is_causal=causal, enable_gqa=grouped, backend="triton")
-    if name == "hopper":
-        query, _ = query_and_key(shape, device)
-        if (why := hopper_refusal(query)) is not None:
+        if name == "hopper" and (why := hopper_refusal(query_and_key(shape, device)[0])) is not None:
             raise Unsupported(why)
-        return lambda q, k, v: flash_attention(q, k, v, is_causal=causal, enable_gqa=grouped, backend="hopper")
+        grouped = shape.kv_heads not in (None, shape.heads)
+        return partial(flash_attention, is_causal=causal, enable_gqa=grouped, backend=name)
     if name == "flex":
         return _flex(shape, device)
     if name == "flex_flash":
