@@ -8,7 +8,7 @@ import torch
 
 from cs336_systems.attention import flash_attention
 from cs336_systems.config import RunConfig
-from cs336_systems.experiments import turns
+from cs336_systems.experiments import implementations, turns
 from cs336_systems.experiments.harness import Provenance, Sweep, planned_cells
 from cs336_systems.experiments.implementations import Built, build
 from cs336_systems.experiments.registry import PROBLEMS
@@ -79,7 +79,7 @@ def broken_build(monkeypatch, breaks) -> None:
             return build(name, shape, device)
         return raising if isinstance(breaks, BaseException) else breaks
 
-    monkeypatch.setattr(turns, "build", replaced)
+    monkeypatch.setattr(implementations, "build", replaced)
 
 
 @pytest.mark.parametrize(

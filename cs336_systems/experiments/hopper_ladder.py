@@ -15,7 +15,7 @@ from cs336_systems.attention.backends import HOPPER_CAPABILITY
 from cs336_systems.attention.tiles.config import KERNELS
 from cs336_systems.config import AttentionShape
 from cs336_systems.experiments.attention import SMALL, rate_bars, rate_tables
-from cs336_systems.experiments.implementations import Built, build, chosen_tiles, kernel_name
+from cs336_systems.experiments.implementations import Built, build, chosen_tiles, kernel_name, ran
 from cs336_systems.experiments.spec import Unsupported, problem
 from cs336_systems.experiments.turns import AttentionByTurns
 
@@ -54,8 +54,7 @@ class HopperLadder(AttentionByTurns):
         if name in ("triton_pointers", "triton_tma"):
             config = _triton_config(shape, device, tma=name == "triton_tma")
             attend = partial(flash_attention, is_causal=shape.is_causal, backend="triton", config=config)
-            kernel = config.names.replace(",", " ")
-            return Built(attend=attend, kernel=kernel if device == "cuda" else f"interpreter {kernel}")
+            return Built(attend=attend, kernel=ran(config.names.replace(",", " "), device))
         return super().built(name, shape, device)
 
     def columns(self, row: dict[str, Any]) -> dict[str, Any]:

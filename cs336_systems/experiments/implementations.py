@@ -156,6 +156,16 @@ def load_name(name: str) -> Any:
         raise ValueError(f"implementation must be package.module:Name, {name!r} cannot be loaded: {error}") from error
 
 
+def build_named(name: str, shape: AttentionShape, device: str) -> Built:
+    """What `build` gives, and what really runs."""
+    return Built(attend=build(name, shape, device), kernel=kernel_name(name, shape, device))
+
+
+def ran(kernel: str, device: str) -> str:
+    """What ran, for the record; the interpreter says so first."""
+    return kernel if device == "cuda" else f"interpreter {kernel}"
+
+
 def kernel_name(name: str, shape: AttentionShape, device: str) -> str:
     """What really runs under `name`: for our kernels the tiles chosen, and whether it is the interpreter."""
     if name == "hopper" and device == "cuda":
@@ -163,8 +173,7 @@ def kernel_name(name: str, shape: AttentionShape, device: str) -> str:
 
         return kernel_names(*query_and_key(shape, device="cuda"), is_causal=shape.is_causal)
     if name == "triton_first":
-        kernel = "flash_fwd_kernel tiled_backward"
-        return kernel if device == "cuda" else f"interpreter {kernel}"
+        return ran("flash_fwd_kernel tiled_backward", device)
     if name == "fa4":
         return f"flash-attn-4 {version('flash-attn-4')}"
     if name != "triton":
@@ -175,8 +184,7 @@ def kernel_name(name: str, shape: AttentionShape, device: str) -> str:
     rows = _query_rows(q, k, shape)
     forward = forward_name(kernel_config("forward", rows, k, is_causal=shape.is_causal), rows, k, shape.is_causal)
     others = (kernel_config(kernel, q, k, is_causal=shape.is_causal).name for kernel in ("dkdv", "dq"))
-    names = " ".join([forward, *others])
-    return names if device == "cuda" else f"interpreter {names}"
+    return ran(" ".join([forward, *others]), device)
 
 
 def whole_keys(shape: AttentionShape) -> AttentionFunction:

@@ -19,7 +19,7 @@ from cs336_systems.attention.dynamic import choose_keys, mask_chosen, shared_key
 from cs336_systems.attention.masks import parse_mask
 from cs336_systems.attention.masks.parse import random_bias
 from cs336_systems.config import AttentionShape, MaskCase, RunConfig
-from cs336_systems.experiments.implementations import FLEX_BLOCK, Built, build, compiled_flex, kernel_name
+from cs336_systems.experiments.implementations import FLEX_BLOCK, Built, build, build_named, compiled_flex, ran
 from cs336_systems.experiments.spec import Unsupported
 
 
@@ -68,7 +68,7 @@ def _ours(backend: str, case: MaskCase, mask: BlockMask, run: RunConfig) -> Buil
     """Our best path for the mask: dense, varlen, gathered keys, dilated by reshape; lists for every other."""
     _refuse_missing(backend, case, run)
     name, _, argument = case.mask.partition("+")[0].partition(":")
-    causal, kernel = is_causal(case), _kernel(name, run)
+    causal, kernel = is_causal(case), ran(name, run.device)
     if is_plain(case.mask):
         return _dense(backend, case, mask, run)
     if name == "document":
@@ -117,7 +117,7 @@ def _lists(backend: str, case: MaskCase, mask: BlockMask, run: RunConfig) -> Bui
         )  # fmt: skip
     return Built(
         attend=partial(flash_attention, block_mask=mask, backend=backend), build_mask=build_mask,
-        kernel=_kernel("lists", run),
+        kernel=ran("lists", run.device),
     )  # fmt: skip
 
 
@@ -126,19 +126,13 @@ def _refuse_missing(backend: str, case: MaskCase, run: RunConfig) -> None:
     build(backend, shape_of(case), run.device)
 
 
-def _kernel(what: str, run: RunConfig) -> str:
-    """What ran, for the record; the interpreter says so first."""
-    return what if run.device == "cuda" else f"interpreter {what}"
-
-
 # The libraries
 
 
 def _dense(name: str, case: MaskCase, mask: BlockMask, run: RunConfig) -> Built:
     if not is_plain(case.mask):
         raise Unsupported(f"{name} takes no mask but the causal one")
-    shape = shape_of(case)
-    return Built(attend=build(name, shape, run.device), kernel=kernel_name(name, shape, run.device))
+    return build_named(name, shape_of(case), run.device)
 
 
 def _torch_varlen(case: MaskCase, mask: BlockMask, run: RunConfig) -> Built:

@@ -30,7 +30,7 @@ from cs336_systems.attention.contract import Oracle, compute_oracle
 from cs336_systems.config import AttentionShape, RunConfig
 from cs336_systems.experiments.attention import AttentionExperiment, checked_error
 from cs336_systems.experiments.frames import digits, pick, tuples
-from cs336_systems.experiments.implementations import AttentionFunction, Built, build, kernel_name, without_overhead
+from cs336_systems.experiments.implementations import AttentionFunction, Built, build_named, without_overhead
 from cs336_systems.experiments.spec import Cell, Disagreement, Sample, Unsupported
 from cs336_systems.experiments.worker import outcome_of
 from cs336_systems.inputs import AttentionInputs, attention_inputs
@@ -60,14 +60,9 @@ class Player:
     turns: dict[str, Turn]  # by mode
 
 
-def named(name: str, shape: AttentionShape, device: str) -> Built:
-    """What `implementations` has under a name."""
-    return Built(attend=build(name, shape, device), kernel=kernel_name(name, shape, device))
-
-
 def measure_by_turns(
     cell: Cell, run: RunConfig, turn_of: TurnOf, *, num_rounds: int,
-    built: Callable[[str, Any, str], Built] = named, token_mask: Callable[[], Tensor | None] = lambda: None,
+    built: Callable[[str, Any, str], Built] = build_named, token_mask: Callable[[], Tensor | None] = lambda: None,
 ) -> Iterator[Sample]:  # fmt: skip
     """Each implementation of `cell` checked against the oracle, then all that are right by turns.
 
@@ -205,7 +200,7 @@ class AttentionByTurns(AttentionExperiment):
     by_turns = True
 
     def built(self, name: str, shape: AttentionShape, device: str) -> Built:
-        return named(name, shape, device)
+        return build_named(name, shape, device)
 
     def measure(self, cell: Cell, run: RunConfig) -> Iterator[Sample]:
         """All implementations of a shape by turns, and the reasons of those that are left out."""
