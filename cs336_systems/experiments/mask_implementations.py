@@ -66,7 +66,7 @@ def shape_of(case: MaskCase) -> AttentionShape:
 
 def _ours(backend: str, case: MaskCase, mask: BlockMask, run: RunConfig) -> Built:
     """Our best path for the mask: dense, varlen, gathered keys, dilated by reshape; lists for every other."""
-    _refuse_missing(backend, case, run)
+    build(backend, shape_of(case), run.device)  # refuses what does not run here
     name, _, argument = case.mask.partition("+")[0].partition(":")
     causal, kernel = is_causal(case), ran(name, run.device)
     if is_plain(case.mask):
@@ -102,7 +102,7 @@ def _ours(backend: str, case: MaskCase, mask: BlockMask, run: RunConfig) -> Buil
 
 def _lists(backend: str, case: MaskCase, mask: BlockMask, run: RunConfig) -> Built:
     """Our kernels that walk the mask's lists; those of documents and of each query's keys change from call to call."""
-    _refuse_missing(backend, case, run)
+    build(backend, shape_of(case), run.device)  # refuses what does not run here
     if backend == "hopper" and (case.query_block < MIN_HOPPER_BLOCK[0] or case.key_block < MIN_HOPPER_BLOCK[1]):
         raise Unsupported(f"hopper walks lists of tiles of at least {MIN_HOPPER_BLOCK}")
     name, _, argument = case.mask.partition("+")[0].partition(":")
@@ -119,11 +119,6 @@ def _lists(backend: str, case: MaskCase, mask: BlockMask, run: RunConfig) -> Bui
         attend=partial(flash_attention, block_mask=mask, backend=backend), build_mask=build_mask,
         kernel=ran("lists", run.device),
     )  # fmt: skip
-
-
-def _refuse_missing(backend: str, case: MaskCase, run: RunConfig) -> None:
-    """`Unsupported` where the kernels of `backend` do not run."""
-    build(backend, shape_of(case), run.device)
 
 
 # The libraries

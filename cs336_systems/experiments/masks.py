@@ -7,6 +7,7 @@ a slow dense path of ours flatters nothing.
 """
 
 import math
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from functools import lru_cache, partial
 from typing import Any
@@ -139,30 +140,30 @@ class MaskExperiment(Experiment):
         over live ones) and `ideal_by_pairs`.
         """
         rows = tuples(frame)
-        shares: dict[str, dict[str, float]] = {}
-        dense: dict[tuple[Any, ...], list[Any]] = {}
+        shares: dict[str, dict[str, float]] = defaultdict(lambda: {"density": math.nan, "block_density": math.nan})
+        dense: dict[tuple[Any, ...], list[Any]] = defaultdict(list)
         for row in rows:
             if row["quantity"] in ("density", "block_density") and row["status"] == "ok":
-                shares.setdefault(row["case"], {})[row["quantity"]] = row["median"]
+                shares[row["case"]][row["quantity"]] = row["median"]
             if row["quantity"] == "time" and row["implementation"] in DENSE and is_plain(row["mask"]):
-                dense.setdefault(_dense_key(row, row["mask"] == "causal"), []).append(row)
+                dense[_dense_key(row, row["mask"] == "causal")].append(row)
         more = []
         for row in rows:
-            pairs, live = (shares.get(row["case"], {}).get(name, math.nan) for name in ("density", "block_density"))
-            found: dict[str, Any] = {"pairs": pairs, "live": live, "tflops": math.nan, "over_dense": math.nan}
-            found |= {"ideal": math.nan, "ideal_by_pairs": math.nan, "dense": ""}
+            pairs, live = shares[row["case"]].values()
+            found: dict[str, Any] = {"pairs": pairs, "live": live, "dense": ""}
+            found |= dict.fromkeys(("tflops", "over_dense", "ideal", "ideal_by_pairs"), math.nan)
             if row["quantity"] == "time":
                 area = pairs * row["batch"] * row["heads"] * row["seqlen_q"] ** 2 * row["head_dim"]
                 if row["median"] > 0:
                     found["tflops"] = tflops_per_s(ATTENTION_FLOPS_PER_PAIR[row["mode"]] * area, row["median"])
-                beside = dense.get(_dense_key(row, row["dense_causal"]), [])
+                beside = dense[_dense_key(row, row["dense_causal"])]
                 speeds = [(one, base) for one, base in ((speed(row, base), base) for base in beside) if one == one]
                 if speeds:
                     found["over_dense"], fastest = min(speeds, key=lambda pair: pair[0])
                     found["dense"] = fastest["implementation"]
-                    base_shares = shares.get(beside[0]["case"], {})
-                    found["ideal"] = base_shares.get("block_density", math.nan) / live if live else math.nan
-                    found["ideal_by_pairs"] = base_shares.get("density", math.nan) / pairs if pairs else math.nan
+                    dense_pairs, dense_live = shares[fastest["case"]].values()
+                    found["ideal"] = dense_live / live if live else math.nan
+                    found["ideal_by_pairs"] = dense_pairs / pairs if pairs else math.nan
             more.append(found)
         return frame.assign(**{name: [one[name] for one in more] for name in more[0]}) if more else frame
 
