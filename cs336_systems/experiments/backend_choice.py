@@ -16,7 +16,7 @@ from cs336_systems.attention.backends import BACKENDS, HOPPER_CAPABILITY, Attent
 from cs336_systems.config import AttentionShape, MaskCase, RunConfig
 from cs336_systems.experiments.attention import BOTH, BY_SHAPE, sized_shape
 from cs336_systems.experiments.figures import Lines
-from cs336_systems.experiments.frames import speed, tuples
+from cs336_systems.experiments.frames import with_speeds
 from cs336_systems.experiments.implementations import Built
 from cs336_systems.experiments.mask_implementations import build_masked, mask_of
 from cs336_systems.experiments.spec import Cell, Sample, problem
@@ -125,13 +125,9 @@ class BackendChoice(AttentionByTurns):
 
     def compared(self, frame: pd.DataFrame) -> pd.DataFrame:
         """`over_triton`: how many times as fast hopper is; `cost`: time of what auto takes over that of the faster."""
-        pairs: dict[str, dict[str, Any]] = {}
-        for row in tuples(frame):
-            pairs.setdefault(row["case"], {})[row["implementation"]] = row
-        over = {case: speed(pair.get("hopper"), pair.get("triton"), True) for case, pair in pairs.items()}
-        ratios = [over[case] for case in frame["case"]]
-        costs = [max(1.0, 1 / one if auto == "hopper" else one) for one, auto in zip(ratios, frame["auto"])]
-        return frame.assign(over_triton=ratios, cost=costs)
+        frame = with_speeds(frame, "triton", by_turns=True).rename(columns={"speed_over_triton": "over_triton"})
+        ratios = zip(frame["over_triton"], frame["auto"])
+        return frame.assign(cost=[max(1.0, 1 / one if auto == "hopper" else one) for one, auto in ratios])
 
     def numbers(self, frame: pd.DataFrame) -> dict[str, Any]:
         """`num_cases`, and `worst`: the largest `cost` of a case."""

@@ -189,11 +189,11 @@ def speed(ours: Mapping[str, Any] | None, theirs: Mapping[str, Any] | None, by_t
     return theirs["median"] / ours["median"] if ours["median"] > 0 else math.nan
 
 
-def with_speeds(frame: pd.DataFrame, base: str) -> pd.DataFrame:
+def with_speeds(frame: pd.DataFrame, base: str, by_turns: bool = False) -> pd.DataFrame:
     """`frame` with `speed_over_<base>`: how many times as fast a row is as `base` on the same case in the same run."""
     rows = tuples(frame)
     bases = {(row["case"], row["mode"], row["quantity"]): row for row in rows if row["implementation"] == base}
-    found = [speed(row, bases.get((row["case"], row["mode"], row["quantity"]))) for row in rows]
+    found = [speed(row, bases.get((row["case"], row["mode"], row["quantity"])), by_turns) for row in rows]
     return frame.assign(**{f"speed_over_{base}": found})
 
 
