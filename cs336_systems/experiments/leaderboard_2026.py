@@ -85,10 +85,8 @@ def widest(case: LongStepCase) -> LongStepCase:
 
 def fastest_attention(run: RunConfig) -> str:
     """The first of ATTENTIONS that runs on this GPU, as `auto` would choose; "sdpa" if none, and on a CPU."""
-    if run.device != "cuda" or not torch.cuda.is_available():
-        return "sdpa"
-    available = available_backends()
-    return next((name for name in ATTENTIONS if available[name] == "ok"), "sdpa")
+    available = available_backends() if run.device == "cuda" and torch.cuda.is_available() else {}
+    return next((name for name in ATTENTIONS if available.get(name) == "ok"), "sdpa")
 
 
 def long_step_cell(case: LongStepCase, implementation: str) -> Cell:
