@@ -10,7 +10,7 @@ import torch
 from cs336_systems.config import RunConfig
 from cs336_systems.experiments import short_calls
 from cs336_systems.experiments.registry import PROBLEMS
-from cs336_systems.experiments.short_calls import CALLS, GRAPH_SAMPLES, ROUNDS, graph_times, turn_of
+from cs336_systems.experiments.short_calls import CALLS, GRAPH_SAMPLES, ROUNDS, graph_times
 from cs336_systems.experiments.turns import Player, play
 from cs336_systems.measure.timing import time_calls
 
@@ -41,7 +41,7 @@ def test_the_host_is_free_before_the_device_is_done(monkeypatch):
         called.append(attend)
         time.sleep(0.001)
 
-    turn = turn_of("attend", call, "cpu")
+    turn = PROBLEM.turn_of("attend", call, "cpu")
     samples = play([Player(name="a", kernel="", error=0.0, turns={"forward": turn})], 2)
     assert called == ["attend"] * (2 + 1) * (1 + 4)
     for host, whole in zip(samples["a", "forward", "host_time"], samples["a", "forward", "time"], strict=True):

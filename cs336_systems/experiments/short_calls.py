@@ -11,19 +11,19 @@ Unlike elsewhere, the cache is not overwritten between calls: while the GPU does
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
 import torch
 
 from cs336_systems.config import RunConfig
-from cs336_systems.experiments.attention import BOTH, BY_SHAPE, FORWARD, SMALL, AttentionExperiment
+from cs336_systems.experiments.attention import BOTH, BY_SHAPE, FORWARD, SMALL
 from cs336_systems.experiments.figures import Bars
 from cs336_systems.experiments.implementations import AttentionFunction, without_overhead
-from cs336_systems.experiments.spec import BY_TURNS, Cell, Row, Sample, problem
+from cs336_systems.experiments.spec import BY_TURNS, Cell, Row, problem
 from cs336_systems.experiments.tables import Pivot
-from cs336_systems.experiments.turns import MOST_CALLS, Call, Turn, captured, measure_by_turns
+from cs336_systems.experiments.turns import MOST_CALLS, AttentionByTurns, Call, Turn, captured
 from cs336_systems.measure.timing import synchronize, time_calls
 
 # (batch, heads, length, head_dim, causal): one head, as the handout's grid has it; some heads; and a call of 1 ms.
@@ -51,18 +51,40 @@ GRAPH_SAMPLES = 10
 
 
 @problem(title="What short attention calls take: the host, both, and the GPU alone, by turns", order=3)
-class ShortCalls(AttentionExperiment):
+class ShortCalls(AttentionByTurns):
     implementations = ("triton", "hopper", "sdpa_flash", "sdpa_cudnn")
-    by_turns = True
     sizes = SHAPES
+    rounds = ROUNDS
 
     def cells(self, run: RunConfig) -> list[Cell]:
         rows = tuple(replace(row, implementation=name) for name in self.implementations for row in ROWS[run.device])
         return [Cell(case=shape, implementation=BY_TURNS, rows=rows) for shape in self.cases(run)]
 
-    def measure(self, cell: Cell, run: RunConfig) -> Iterator[Sample]:
-        """All implementations of a shape by turns, and the reasons of those that are left out."""
-        return measure_by_turns(cell, run, partial(turn_of, device=run.device), num_rounds=ROUNDS[run.device])
+    def turn_of(self, function: AttentionFunction, call: Call, device: str) -> Turn:
+        """CALLS calls in a row after one that is not timed, then on a GPU as many in a graph."""
+        count = CALLS[device]
+        graph: torch.cuda.CUDAGraph | None = None
+        if device == "cuda":
+            with without_overhead(function) as attend:
+                graph = captured(partial(call, attend))
+
+        def turn() -> dict[str, float]:
+            with without_overhead(function) as attend:
+                call(attend)
+                synchronize(device)
+                start = time.perf_counter()
+                for _ in range(count):
+                    call(attend)
+                queued = time.perf_counter()
+                synchronize(device)
+                done = time.perf_counter()
+            taken = {"host_time": (queued - start) * 1e3 / count, "time": (done - start) * 1e3 / count}
+            if graph is not None:
+                (replayed,) = time_calls(graph.replay, device=device, warmup=1, num_samples=1)
+                taken["graph_time"] = replayed / count
+            return taken
+
+        return turn
 
     tables = {
         quantity: Pivot(
@@ -85,33 +107,6 @@ class ShortCalls(AttentionExperiment):
         )
         for quantity, words in QUANTITIES.items()
     }
-
-
-def turn_of(function: AttentionFunction, call: Call, device: str) -> Turn:
-    """Milliseconds a call by quantity: CALLS calls in a row after one that is not timed, then on a GPU their graph."""
-    count = CALLS[device]
-    graph: torch.cuda.CUDAGraph | None = None
-    if device == "cuda":
-        with without_overhead(function) as attend:
-            graph = captured(partial(call, attend))
-
-    def turn() -> dict[str, float]:
-        with without_overhead(function) as attend:
-            call(attend)
-            synchronize(device)
-            start = time.perf_counter()
-            for _ in range(count):
-                call(attend)
-            queued = time.perf_counter()
-            synchronize(device)
-            done = time.perf_counter()
-        taken = {"host_time": (queued - start) * 1e3 / count, "time": (done - start) * 1e3 / count}
-        if graph is not None:
-            (replayed,) = time_calls(graph.replay, device=device, warmup=1, num_samples=1)
-            taken["graph_time"] = replayed / count
-        return taken
-
-    return turn
 
 
 def graph_times(call: Callable[[], object]) -> list[float]:

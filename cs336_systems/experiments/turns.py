@@ -6,17 +6,17 @@ middle one of the rounds counts. An experiment says what a turn is:
 
     measure_by_turns(cell, run, lambda function, call: take_turn, num_rounds=25)
 
-`AttentionByTurns` is the base of those with large kernels. Such a kernel runs at the clock that the power limit leaves
-it, and that clock moves with the GPU's temperature and with the host's other GPUs: implementations measured seconds
-apart have ratios that differ by a percent or two from run to run. Its turns are so short that a round sees one machine,
-and so long that each runs at the clock of its own power. Between calls the cache is not overwritten.
+`AttentionByTurns` is their base, whose own turns are for large kernels. Such a kernel runs at the clock that the power
+limit leaves it, and that clock moves with the GPU's temperature and with the host's other GPUs: implementations
+measured seconds apart have ratios that differ by a percent or two from run to run. The turns are so short that a round
+sees one machine, and so long that each runs at the clock of its own power. Between calls the cache is not overwritten.
 """
 
 import importlib.util
 import math
 import traceback
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -195,17 +195,21 @@ def graph_turn(function: AttentionFunction, call: Call, device: str) -> Turn:
 
 
 class AttentionByTurns(AttentionExperiment):
-    """Base of the experiments whose implementations, on large shapes, take turns."""
+    """Base of the experiments whose implementations take turns: `long_turn`s, unless an experiment has its own."""
 
     by_turns = True
+    rounds: Mapping[str, int] = ROUNDS
+
+    def turn_of(self, function: AttentionFunction, call: Call, device: str) -> Turn:
+        return long_turn(function, call, device)
 
     def built(self, name: str, shape: AttentionShape, device: str) -> Built:
         return build_named(name, shape, device)
 
     def measure(self, cell: Cell, run: RunConfig) -> Iterator[Sample]:
         """All implementations of a shape by turns, and the reasons of those that are left out."""
-        turn_of = partial(long_turn, device=run.device)
-        return measure_by_turns(cell, run, turn_of, num_rounds=ROUNDS[run.device], built=self.built)
+        turn_of = partial(self.turn_of, device=run.device)
+        return measure_by_turns(cell, run, turn_of, num_rounds=self.rounds[run.device], built=self.built)
 
     def numbers(self, frame: pd.DataFrame) -> dict[str, Any]:
         """`interval(ours, theirs, shape=..., mode=...)`: where the median of the rounds' ratios lies with 95 %."""
