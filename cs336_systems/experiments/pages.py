@@ -92,7 +92,7 @@ class Book:
 
     def document(self) -> str:
         """`writeup.md`: a list of all pages with section, editions and points, then the pages."""
-        made = f"`cs336-systems report` makes this from `{PAGES}/` and the records of `{self.folder.name}`."
+        made = f"`cs336-systems {self._report()}` makes this from `{PAGES}/` and the records of `{self.folder.name}`."
         lines = ["# Writeup", "", made, "", "| problem | section | editions | points |", "|:--|:--|:--|--:|"]
         for name in self.names:
             known = HANDOUT.get(name) or experiments().get(name)
@@ -123,7 +123,7 @@ class Book:
             figure = FIGURE.search(text)
             drawn = self.figure_path(name, figure[1]).relative_to(self.root).as_posix() if figure else ""
             links = f"[{name}]({DOCUMENT}#{name}) | [{code[0].removeprefix('cs336_systems/')}]({code[0]})"
-            lines.append(f"| {links} | {f'[figure]({drawn})' if figure else ABSENT} | {_command(name)} |")
+            lines.append(f"| {links} | {f'[figure]({drawn})' if figure else ABSENT} | {self._command(name)} |")
         return "\n".join(lines)
 
     def figures(self) -> dict[Path, dict[str, Any]]:
@@ -174,7 +174,8 @@ class Book:
 
     def check(self) -> list[str]:
         """What is stale, typed by hand, too long, or without an answer at its beginning; a line each."""
-        found = [f"{path}: differs from the records and pages; run `cs336-systems report`" for path, _ in self._stale()]
+        cure = f"run `cs336-systems {self._report()}`"
+        found = [f"{path}: differs from the records and pages; {cure}" for path, _ in self._stale()]
         for name in self.names:
             found += [f"{PAGES}/{name}.md:{line}: {what}" for line, what in check_template(self.template(name))]
         if (words := len(self.document().split())) > MOST_WORDS:
@@ -215,16 +216,21 @@ class Book:
                 parts += [f"**{table.title}**", table.markdown()] if table.title else [table.markdown()]
         return {self.folder_of(name) / "tables" / f"{name}.md": "\n\n".join(parts) + "\n"}
 
+    def _report(self) -> str:
+        """The command that writes the pages on any machine: without a folder it takes the machine's own records."""
+        return f"report --folder {self.folder.name}"
+
+    def _command(self, name: str) -> str:
+        """What computes the answer of a problem, as a command of `cs336-systems`."""
+        if name not in experiments():
+            return f"`{COMMANDS.get(name, f'grade tests/adapters.py --problem {name}')}`"
+        if isinstance(experiments()[name], Calculation):
+            return f"`{self._report()}`"
+        return f"`run {name}`"
+
     def _digests(self) -> dict[str, str]:
         path = self.folder / "figures" / DIGESTS
         return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-
-
-def _command(name: str) -> str:
-    """What computes the answer of a problem, as a command of `cs336-systems`."""
-    if name in experiments():
-        return "`report`" if isinstance(experiments()[name], Calculation) else f"`run {name}`"
-    return f"`{COMMANDS.get(name, f'grade tests/adapters.py --problem {name}')}`"
 
 
 def check_template(text: str) -> list[tuple[int, str]]:
