@@ -55,7 +55,7 @@ def test_the_log_sum_exp_of_dropped_rows_is_minus_infinity():
     torch.testing.assert_close(lse[0, 0, 0::2], expected)
 
 
-@pytest.mark.parametrize("segments", [[], [(8,)], None], ids=str)
+@pytest.mark.parametrize("segments", [[], [(8,)], (8, 1), None], ids=str)
 def test_segments_must_be_pairs(segments):
     q = torch.randn(1, 1, 8, 4)
     with pytest.raises(ValueError, match="segments must be pairs"):

@@ -103,7 +103,8 @@ def longnet_attention(
 
     Source: LongNet (Ding et al. 2023), equations 10 and 11.
     """
-    if not isinstance(segments, Sequence) or not segments or any(len(pair) != 2 for pair in segments):
+    pairs = segments if isinstance(segments, Sequence) else ()
+    if not pairs or not all(isinstance(pair, Sequence) and len(pair) == 2 for pair in pairs):
         raise ValueError(f"segments must be pairs of (segment_length, dilation_rate), at least one, got {segments!r}")
     branches = [
         dilated_attention(
