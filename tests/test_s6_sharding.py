@@ -14,6 +14,7 @@ from torch.optim import LBFGS, SGD, Adafactor
 
 from cs336_systems.analysis.memory import fsdp_bytes
 from cs336_systems.config import MODEL_SIZES, Precision, RunConfig
+from cs336_systems.distributed.fsdp.wrapper import FSDP
 from cs336_systems.distributed.sharded_optimizer import ShardedOptimizer
 from cs336_systems.distributed.zero1 import Zero1Optimizer
 from cs336_systems.experiments import parallel_step
@@ -246,6 +247,15 @@ def test_D8_ranks_with_other_shapes_are_refused(rank: int, num_ranks: int) -> No
     for build in (ShardedOptimizer, Zero1Optimizer):
         with pytest.raises(ValueError, match="rank"):
             build([nn.Parameter(torch.zeros(4 + rank))], AdamW)
+
+
+@TWO_RANKS.check
+def test_rows_of_FSDP_are_refused(rank: int, num_ranks: int) -> None:
+    """ShardedOptimizer gave all ranks the rows of one, in silence."""
+    wrapped = FSDP(nn.Sequential(nn.Linear(4, 2)))
+    for build in (ShardedOptimizer, Zero1Optimizer):
+        with pytest.raises(ValueError, match=f"FSDP has cut the parameters into rows: do without {build.__name__}"):
+            build(wrapped.parameters(), AdamW)
 
 
 def test_D9_no_process_group_is_said():

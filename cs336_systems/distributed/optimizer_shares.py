@@ -42,6 +42,8 @@ class OptimizerOfShares(torch.optim.Optimizer):
         members = param_group["params"]
         if not isinstance(members, Tensor):
             members = list(dict.fromkeys(one[1] if isinstance(one, tuple) else one for one in members))
+            if any(hasattr(one, "is_rows") for one in members):
+                raise ValueError(f"FSDP has cut the parameters into rows: do without {type(self).__name__}")
         super().add_param_group({**param_group, "params": members})
 
     @property

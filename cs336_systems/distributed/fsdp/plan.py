@@ -187,7 +187,7 @@ class ShardedWeight:
     def keep(self, values: Tensor) -> None:
         """Take this rank's rows of whole `values`; the modules see them from now on."""
         self.shard = nn.Parameter(values[self.rows].clone(), requires_grad=self.whole.requires_grad)
-        self.shard.is_rows = True  # type: ignore[attr-defined] # for `check_optimizer`
+        self.shard.is_rows = True  # type: ignore[attr-defined] # for optimizers that need whole weights
         for module, attribute in self.homes:
             module._parameters[attribute] = self.shard
 
