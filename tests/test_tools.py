@@ -88,6 +88,14 @@ def test_course_tests_name_adapters_that_are_missing_and_run_the_rest(checkout, 
     assert "1 passed" in output.out
 
 
+def test_course_tests_find_what_lies_beside_the_adapters(checkout, adapters, capfd):
+    """As `grade` does; and what was found one folder up was said not to be installed."""
+    (adapters.parent / "beside.py").write_text("ANSWER = 42\n")
+    adapters.write_text("from beside import ANSWER\ndef get_answer():\n    return ANSWER\n")
+    assert course_tests.run(checkout, adapters) == 0
+    assert "not installed" not in capfd.readouterr().err
+
+
 def test_course_tests_name_packages_that_are_missing(checkout, adapters, capfd):
     (checkout / "tests/test_other.py").write_text("import no_such_package_anywhere.part\n")
     assert course_tests.run(checkout, adapters) != 0

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import tomllib
+from importlib.machinery import PathFinder
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -73,8 +74,8 @@ def missing_adapters(tests: Path) -> dict[str, list[str]]:
     return missing
 
 
-def missing_packages(folder: Path) -> dict[str, list[str]]:
-    """Third-party packages that the course's files import at module level and that are not installed, with files."""
+def missing_packages(folder: Path, own: list[str]) -> dict[str, list[str]]:
+    """Packages that files of `folder` import at module level, neither installed nor in folders of `own`; with files."""
     local = {path.stem for path in (folder / "tests").glob("*.py")} | {"tests", "cs336_basics", "cs336_systems"}
     missing: dict[str, list[str]] = {}
     for file in sorted([*(folder / "tests").rglob("*.py"), *(folder / "cs336_basics").rglob("*.py")]):
@@ -86,7 +87,7 @@ def missing_packages(folder: Path) -> dict[str, list[str]]:
             else:
                 continue
             for name in {name.split(".")[0] for name in names} - local:
-                if importlib.util.find_spec(name) is None:
+                if importlib.util.find_spec(name) is None and PathFinder.find_spec(name, own) is None:
                     missing.setdefault(name, []).append(file.relative_to(folder).as_posix())
     return missing
 
@@ -99,13 +100,13 @@ def run(checkout: Path, adapters: Path = ADAPTERS, pytest_arguments: tuple[str, 
         folder = Path(name).resolve()
         lay_out(checkout, adapters, folder)
         names = missing_adapters(folder / "tests")
-        packages = missing_packages(folder)
+        own = [str(path) for path in adapters.resolve().parents[:2]]  # what the adapters import lies beside or above
+        packages = missing_packages(folder, own)
         notes = [f"adapters.py lacks {', '.join(wanted)}, wanted by {file}" for file, wanted in names.items()]
         notes += [f"package {package} is not installed, wanted by {files[0]}" for package, files in packages.items()]
         options = ["-p", "no:cacheprovider", "--continue-on-collection-errors"]  # grade the files that can be
         command = [sys.executable, "-m", "pytest", *options, "tests", *pytest_arguments]
-        own = adapters.resolve().parent.parent  # the adapters' packages are found as from where they lie
-        path = os.pathsep.join([str(folder), str(own), str(ROOT)])
+        path = os.pathsep.join([str(folder), *reversed(own), str(ROOT)])
         environment = {**os.environ, "PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1"}
         code = subprocess.run(command, cwd=folder, env=environment, check=False).returncode
         for note in notes:
