@@ -344,6 +344,9 @@ def test_D5_masters_stay_float32_and_a_norm_that_overflows_is_known_to_all(rank:
             optimizer.step()
         assert losses[-1] < losses[0]
         assert {parameter.dtype for parameter in fsdp.parameters()} == {torch.float32}
+        rows = [parameter.grad for unit in fsdp.units for parameter in (weight.shard for weight in unit.weights)]
+        rounded = all(torch.equal(row, row.bfloat16().float()) for row in rows)
+        assert rounded == (reduce_dtype is None)  # means of float32 are not rounded to the compute dtype
     assert dtypes == {torch.bfloat16}
     if rank == 0:
         fsdp.units[1].weights[0].shard.grad[0, 0] = float("inf")

@@ -59,7 +59,7 @@ class GradientReducer:
                 sources.append(gradient)
             else:
                 inputs.append(gradient)
-            outputs.append(gradient.new_empty(weight.chunk.shape))
+            outputs.append(inputs[-1].new_empty(weight.chunk.shape))
             own, place = outputs[-1][: len(weight.shard)], weight.shard.grad
             # The shard's gradient lies in the output itself where there is none yet and the dtype is right.
             if place is None:
