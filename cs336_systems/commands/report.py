@@ -16,13 +16,15 @@ SUFFIXES = [scale + axes for axes in ("", "-chosen") for scale in ("", "-smoke",
 
 def list_problems() -> None:
     """List every problem: what `run` measures, what `grade` grades, and what is answered in writing."""
+    from cs336_systems.experiments.pages import COMMANDS
     from cs336_systems.experiments.registry import PROBLEMS
     from cs336_systems.handout import HANDOUT
 
     answered = {"graded": "`grade`", "written": "in writing", "measured": "`run`"}
     for problem in HANDOUT.values():  # two lines each: a table would cut the names
         points = [f"{problem.points} point{'s' if problem.points > 1 else ''}"] if problem.points else []
-        facts = [f"section {problem.section}", *points, *map(str, problem.editions), answered[problem.answer]]
+        facts = [f"section {problem.section}", *points, *map(str, problem.editions)]
+        facts.append(f"`{COMMANDS[problem.name]}`" if problem.name in COMMANDS else answered[problem.answer])
         typer.echo(f"{problem.name}\n    {problem.title} ({', '.join(facts)})")
     for name in PROBLEMS:
         if name not in HANDOUT:
