@@ -1,6 +1,8 @@
 """The mask experiments: what each scale promises and that wrong results are not timed."""
 
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,7 +10,7 @@ import torch
 from cs336_systems.attention import attention_reference
 from cs336_systems.attention.masks import MAX_LIST_DENSITY
 from cs336_systems.config import MaskCase, RunConfig
-from cs336_systems.experiments import masks
+from cs336_systems.experiments import implementations, masks
 from cs336_systems.experiments.frames import load_frame
 from cs336_systems.experiments.implementations import Built
 from cs336_systems.experiments.mask_implementations import BUILDERS, build_masked, is_plain, mask_of
@@ -140,3 +142,31 @@ def test_an_implementation_that_ignores_the_mask_is_not_timed(monkeypatch):
     with pytest.raises(Disagreement, match="output is off by"):
         rows.extend(measurement.row for measurement in masks.MaskExperiment().measure(cell, TINY))
     assert masks.FORWARD not in rows
+
+
+@pytest.mark.parametrize(
+    ("mask", "expected"),
+    [
+        ("window:32", {"causal": True, "window_size": (31, 0)}),
+        ("document:64,64+causal", {"causal": True, "max_seqlen_q": 64, "max_seqlen_k": 64}),
+        ("document:64,64", {"causal": False, "max_seqlen_q": 64, "max_seqlen_k": 64}),
+        ("causal", {"causal": True}),
+    ],
+)
+def test_flash_attention_4_is_asked_for_the_mask(mask, expected, monkeypatch):
+    """Of a stand-in for the library, which needs a GPU."""
+    asked = {}
+
+    def attend(q, k, v, **options):
+        asked.update({name: value for name, value in options.items() if not name.startswith("cu_seqlens")})
+        return q, None
+
+    stand_in = SimpleNamespace(flash_attn_func=attend, flash_attn_varlen_func=attend)
+    monkeypatch.setitem(sys.modules, "flash_attn", SimpleNamespace(cute=stand_in))
+    monkeypatch.setitem(sys.modules, "flash_attn.cute", stand_in)
+    monkeypatch.setattr(implementations, "version", lambda name: "0")
+    case = MaskCase(mask=mask, batch=1, heads=2, seqlen_q=128, head_dim=32, dtype="bfloat16")
+    monkeypatch.setattr(torch.Tensor, "to", lambda self, *_: self)  # its boundaries stay on the CPU
+    built = BUILDERS["fa4"](case, None, RunConfig(scale="handout", device="cuda"))
+    x = torch.zeros(1, 2, 128, 32)
+    assert built.unpack(built.attend(*(built.pack(x) for _ in range(3)))).shape == x.shape and asked == expected

@@ -230,6 +230,14 @@ def test_lookups(book):
 # The list
 
 
+def test_another_gpus_records_are_shown_of_it_alone(book):
+    there = Page(book, "context_parallel").of("context_parallel", "nvidia-h100")
+    assert there.device().startswith("NVIDIA H100")
+    for problem, device in (("leaderboard_2026", "nvidia-h100"), ("context_parallel", "nvidia-h1000")):
+        with pytest.raises(ValueError, match=f"no records of {problem} in {device}"):
+            Page(book, problem).of(problem, device)
+
+
 def test_experiments_are_named_like_their_files_and_stand_in_handout_order():
     assert len(HANDOUT) == 31
     names = [name for name in experiments() if name in HANDOUT]

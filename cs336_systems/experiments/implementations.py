@@ -92,16 +92,19 @@ def build(name: str, shape: AttentionShape, device: str) -> AttentionFunction:
     if name == "flex":
         return _flex(shape, device)
     if name == "flex_flash":
-        _flash_attention_4(shape, device)  # which it needs
+        flash_attention_4(shape, device)  # which it needs
         flex: Any = _flex(shape, device)
         return partial(flex, kernel_options={"BACKEND": "FLASH"})
     if name == "fa4":
-        return _flash_attention_4(shape, device)
+        return flash_attention_4(shape, device)
     return _sdpa(name, shape, device)
 
 
-def _flash_attention_4(shape: AttentionShape, device: str) -> AttentionFunction:
-    """FlashAttention-4, which has heads behind tokens: it is given views, and its output comes back as one."""
+def flash_attention_4(shape: AttentionShape, device: str, **options: Any) -> AttentionFunction:
+    """FlashAttention-4, which has heads behind tokens: it is given views, and its output comes back as one.
+
+    `options` are its own, such as `window_size`.
+    """
     if device == "cpu":
         raise Unsupported("FlashAttention-4 needs CUDA")
     if shape.dtype == "float32":
@@ -112,10 +115,15 @@ def _flash_attention_4(shape: AttentionShape, device: str) -> AttentionFunction:
         raise Unsupported("FlashAttention-4 is not installed: pip install 'cs336-systems[peers]'") from None
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        output = flash_attn_func(*(x.transpose(1, 2) for x in (q, k, v)), causal=shape.is_causal)
-        return (output[0] if isinstance(output, tuple) else output).transpose(1, 2)
+        results = flash_attn_func(*(x.transpose(1, 2) for x in (q, k, v)), **{"causal": shape.is_causal} | options)
+        return first_of(results).transpose(1, 2)
 
     return attend
+
+
+def first_of(results: Any) -> Tensor:
+    """The output of what may return its log-sum-exp, too."""
+    return results[0] if isinstance(results, tuple) else results
 
 
 def _first(shape: AttentionShape, device: str) -> AttentionFunction:

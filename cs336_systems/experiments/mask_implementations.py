@@ -19,7 +19,16 @@ from cs336_systems.attention.dynamic import choose_keys, mask_chosen, shared_key
 from cs336_systems.attention.masks import parse_mask
 from cs336_systems.attention.masks.parse import random_bias
 from cs336_systems.config import AttentionShape, MaskCase, RunConfig
-from cs336_systems.experiments.implementations import FLEX_BLOCK, Built, build, build_named, compiled_flex, ran
+from cs336_systems.experiments.implementations import (
+    FLEX_BLOCK,
+    Built,
+    build,
+    build_named,
+    compiled_flex,
+    first_of,
+    flash_attention_4,
+    ran,
+)
 from cs336_systems.experiments.spec import Unsupported
 
 
@@ -201,23 +210,18 @@ def _flash_attention_4(case: MaskCase, mask: BlockMask, run: RunConfig) -> Built
     """FlashAttention-4 where it has the mask itself: none, causal, a window, packed documents."""
     if is_plain(case.mask):
         return _dense("fa4", case, mask, run)
-    build("fa4", shape_of(case), run.device)  # it is there, and takes the shape
-    from flash_attn.cute import flash_attn_func, flash_attn_varlen_func
-
     name, _, argument = case.mask.partition("+")[0].partition(":")
     if name == "window":
+        window = {"causal": True, "window_size": (int(argument) - 1, 0)}
+        return Built(attend=flash_attention_4(shape_of(case), run.device, **window))
+    build("fa4", shape_of(case), run.device)  # refuses what does not run here
+    from flash_attn.cute import flash_attn_varlen_func
 
-        def windowed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            heads_behind = (x.transpose(1, 2) for x in (q, k, v))
-            output = _first(flash_attn_func(*heads_behind, causal=True, window_size=(int(argument) - 1, 0)))
-            return output.transpose(1, 2)
-
-        return Built(attend=windowed)
     lengths = document_lengths(case.mask)
     ends, longest = _ends(lengths, run), max(lengths)
 
     def packed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return _first(
+        return first_of(
             flash_attn_varlen_func(
                 q, k, v, cu_seqlens_q=ends, cu_seqlens_k=ends, max_seqlen_q=longest, max_seqlen_k=longest,
                 causal=is_causal(case),
@@ -225,11 +229,6 @@ def _flash_attention_4(case: MaskCase, mask: BlockMask, run: RunConfig) -> Built
         )  # fmt: skip
 
     return Built(attend=packed, pack=_pack, unpack=_unpack)
-
-
-def _first(results: Any) -> Tensor:
-    """The output of what may return its log-sum-exp, too."""
-    return results[0] if isinstance(results, tuple) else results
 
 
 def _predicate(case: MaskCase, mask: BlockMask) -> Callable[..., Tensor] | None:

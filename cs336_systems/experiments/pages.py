@@ -145,15 +145,20 @@ class Book:
         measured is shown of another GPU that has."""
         if isinstance(experiments()[problem], Calculation):
             return self.folder.parent / "calculated"
-        others = [self.folder, *self._other_folders()]
-        return next((one for one in others if (one / "records" / f"{problem}.jsonl").exists()), self.folder)
+        return next((one.folder for one in self._books() if one.has(problem)), self.folder)
 
     def on(self, device: str) -> Book:
         """The same pages with the records of another GPU, `results/<device>`."""
         return Book(self.root, self.folder.parent / device)
 
-    def _other_folders(self) -> list[Path]:
-        return [one for one in sorted(self.folder.parent.glob("nvidia-*")) if one != self.folder]
+    def has(self, problem: str) -> bool:
+        """Whether this folder has records of `problem`."""
+        return (self.folder / "records" / f"{problem}.jsonl").exists()
+
+    def _books(self) -> list[Book]:
+        """This one, then those of the other GPUs."""
+        folders = sorted(self.folder.parent.glob("nvidia-*"))
+        return [self, *(self.on(folder.name) for folder in folders if folder != self.folder)]
 
     def write(self) -> list[Path]:
         """Write the document, the full tables and the figures, where they changed; returns what was written."""
@@ -196,14 +201,11 @@ class Book:
         texts = {self.root / DOCUMENT: self.document()}
         if (self.root / README).exists():
             texts[self.root / README] = self.readme()
-        for name in experiments():
-            texts |= self._tables(name)
-            for book in map(self.on, (folder.name for folder in self._other_folders())):
-                texts |= book._tables(name) if book._has(name) else {}
+        for book in self._books():
+            for name, experiment in experiments().items():
+                if book.has(name) or (book is self and isinstance(experiment, Calculation)):
+                    texts |= book._tables(name)
         return texts
-
-    def _has(self, name: str) -> bool:
-        return (self.folder / "records" / f"{name}.jsonl").exists()
 
     def _tables(self, name: str) -> dict[Path, str]:
         """The file of all tables of an experiment, if it has some."""
@@ -367,6 +369,9 @@ class Page:
     def of(self, problem: str, device: str = "") -> Page:
         """The same lookups in another problem's records, or another GPU's: `{{ of("fsdp_accounting").time("fsdp") }}`.
 
-        `device` is the folder of results, such as "nvidia-h100".
+        `device` is the folder of results, such as "nvidia-h100", which must have the problem's.
         """
-        return Page(self._book.on(device) if device else self._book, problem)
+        book = self._book.on(device) if device else self._book
+        if device and not book.has(problem):
+            raise ValueError(f"no records of {problem} in {device}")
+        return Page(book, problem)
