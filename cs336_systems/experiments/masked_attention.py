@@ -105,7 +105,7 @@ class MaskedAttention(AttentionByTurns):
 
     tables = {
         mode: Pivot(
-            title=f"{words}, {HEADS} heads over {LENGTH['handout']:,} tokens",
+            title=f"{words} under masks",
             down={"width": "width", "mask": "attended"},
             value="tflops",
             unit="TFLOP/s",
