@@ -53,7 +53,7 @@ class DenseMasks(MaskExperiment):
 
     tables = {
         mode: Pivot(
-            title=f"{words}, 64 heads, head dim 128", down=DOWN, value="tflops", unit="TFLOP/s",
+            title=words, down=DOWN, value="tflops", unit="TFLOP/s",
             where={"quantity": "time", "mode": mode},
             ratios=(
                 ("hopper", "triton"), ("triton", "torch_varlen"), ("triton", "flex"), ("triton", "sdpa_padded"),
