@@ -67,15 +67,15 @@ def cases(target: str, families: list[str], dtypes: list[str]) -> Iterator[Case]
 
 def hopper_configs(family: str, head_dim: int) -> list[tuple[str, ...]]:
     """What the Hopper kernels can be told for a family; for lists the one that they choose, by the mask's rows."""
-    from cs336_systems.attention.hopper.schedule import ORDERS, SCHEDULES
+    from cs336_systems.attention.hopper.schedule import ORDERS, SCHEDULES, UNPAIRED
     from cs336_systems.attention.tiles import head_tile
 
     schedules = SCHEDULES[head_tile(head_dim)]
     if "blocks" in family:
         rows = block_size(family)[0]
-        return [next((one.name("tiles"),) for one in schedules if rows % one.query_tile == 0)]
-    if "varlen" in family:
-        return [(one.name(order),) for one in schedules for order in ("tiles", "rounds")]
+        schedules = [next(one for one in schedules if rows % one.query_tile == 0)]
+    if "blocks" in family or "varlen" in family:
+        return [(one.name(order),) for one in schedules for order in UNPAIRED]
     forwards = [one.name(order) for one in schedules for order in ORDERS]
     return [(forwards[0], "deterministic"), *((forward, "atomic") for forward in forwards)]
 

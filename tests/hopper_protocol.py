@@ -1,8 +1,8 @@
 """A model of the Hopper forward on plain numbers: no GPU, no Triton.
 
-`items_of_program` and `key_tiles` say what a program computes, in the order in which it does, and `simulate` runs the
-protocol between the warp that copies and those that compute, with copies and warps advancing in any order. A kernel
-that waits for an arrival that never comes hangs the GPU without a word; here it is an exception.
+`items_of_program` and `key_tiles` say what a program computes, in the order in which it does where that is not dynamic,
+and `simulate` runs the protocol between the warp that copies and those that compute, with copies and warps advancing in
+any order. A kernel that waits for an arrival that never comes hangs the GPU without a word; here it is an exception.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import count
 
 from cs336_systems.attention.hopper.schedule import Launch
 
@@ -19,28 +20,23 @@ Walk = Callable[[int, int], list[int]]
 
 def items_of_program(launch: Launch, program: int) -> Iterator[tuple[int, int]]:
     """(index into batch and heads, tile of queries) of each tile of `program`, in its order."""
+    for item in range(program, launch.num_items, launch.num_programs):
+        yield from tiles_of_item(launch, item)
+
+
+def tiles_of_item(launch: Launch, item: int) -> list[tuple[int, int]]:
     num_tiles = launch.num_tiles
-    for turn, first in enumerate(range(0, launch.num_items, launch.num_programs)):
-        back = launch.in_rounds and turn % 2
-        item = first + (launch.num_programs - 1 - program if back else program)
-        if item >= launch.num_items:
-            return
-        if launch.paired:
-            pairs = -(-num_tiles // 2)
-            head, position = divmod(item, pairs)
-            longest = num_tiles - 1 - position
-            yield from ((head, tile) for tile in dict.fromkeys((longest, position)))
-        else:
-            group = item // (launch.heads_together * num_tiles) * launch.heads_together
-            width = min(launch.heads_together, launch.batch_heads - group)
-            tile, head = divmod(item - group * num_tiles, width)
-            yield group + head, num_tiles - 1 - tile if launch.is_causal else tile
+    if launch.paired:
+        head, position = divmod(item, -(-num_tiles // 2))
+        return [(head, tile) for tile in dict.fromkeys((num_tiles - 1 - position, position))]
+    group = item // (launch.heads_together * num_tiles) * launch.heads_together
+    width = min(launch.heads_together, launch.batch_heads - group)
+    tile, head = divmod(item - group * num_tiles, width)
+    return [(group + head, num_tiles - 1 - tile if launch.is_causal else tile)]
 
 
-def _walks(launch: Launch, program: int, walk: Walk) -> Iterator[tuple[int, int, list[int]]]:
-    for head, tile in items_of_program(launch, program):
-        if keys := walk(head, tile):
-            yield head, tile, keys
+def _walks(launch: Launch, item: int, walk: Walk) -> list[tuple[int, int, list[int]]]:
+    return [(head, tile, keys) for head, tile in tiles_of_item(launch, item) if (keys := walk(head, tile))]
 
 
 def key_tiles(launch: Launch, tile: int) -> list[int]:
@@ -92,6 +88,7 @@ class _Barrier:
 
 Wait = tuple[_Barrier, int]  # a process yields what it waits for
 Memory = dict[tuple[str, int], object]  # (kind of tile, slot) -> what lies there
+ITEM_SLOTS = 2
 
 
 @dataclass
@@ -100,6 +97,7 @@ class _Machine:
 
     launch: Launch
     walk: Walk  # that consumers wait for
+    counter: Iterator[int]  # of all programs: the work items that a dynamic order hands out
     memory: Memory = field(default_factory=dict)
     copies: list[Callable[[], None]] = field(default_factory=list)
 
@@ -109,6 +107,8 @@ class _Machine:
         self.q_empty = [_Barrier(1) for _ in range(schedule.consumers)]
         self.full = [_Barrier(1) for _ in range(schedule.slots)]
         self.empty = [_Barrier(schedule.consumers) for _ in range(schedule.slots)]
+        self.item_full = [_Barrier(1) for _ in range(ITEM_SLOTS)]
+        self.item_empty = [_Barrier(schedule.consumers) for _ in range(ITEM_SLOTS)]
 
     def copy(self, place: tuple[str, int], content: object, barrier: _Barrier) -> None:
         self.memory.pop(place, None)  # from here on the old content is being overwritten
@@ -125,58 +125,88 @@ class _Machine:
 
 
 def _copier(machine: _Machine, program: int, walk: Walk | None = None) -> Iterator[Wait]:
-    launch, step = machine.launch, 0
+    launch, step, tiles_done, items_done, item = machine.launch, 0, 0, 0, program
     slots = launch.schedule.slots
-    for tiles_done, (head, tile, keys) in enumerate(_walks(launch, program, walk or machine.walk)):
-        for j in range(len(keys) + 1):
-            slot, phase = step % slots, step // slots & 1
-            yield machine.empty[slot], phase ^ 1
-            loads = [("K", keys[j])] if j < len(keys) else []
-            loads += [("V", keys[j - 1])] if j > 0 else []
-            machine.full[slot].expect(len(loads))
-            for kind, first_key in loads:
-                machine.copy((kind, slot), (head, first_key), machine.full[slot])
-            if j == 0:
-                for consumer in range(launch.schedule.consumers):
-                    yield machine.q_empty[consumer], tiles_done & 1 ^ 1
-                    machine.q_full[consumer].expect(1)
-                    machine.copy(("Q", consumer), (head, tile), machine.q_full[consumer])
-            step += 1
+    while item < launch.num_items:
+        next_item = next(machine.counter) if launch.order == "dynamic" else item + launch.num_programs
+        for head, tile, keys in _walks(launch, item, walk or machine.walk):
+            for j in range(len(keys) + 1):
+                slot, phase = step % slots, step // slots & 1
+                yield machine.empty[slot], phase ^ 1
+                loads = [("K", keys[j])] if j < len(keys) else []
+                loads += [("V", keys[j - 1])] if j > 0 else []
+                machine.full[slot].expect(len(loads))
+                for kind, first_key in loads:
+                    machine.copy((kind, slot), (head, first_key), machine.full[slot])
+                if j == 0:
+                    for consumer in range(launch.schedule.consumers):
+                        yield machine.q_empty[consumer], tiles_done & 1 ^ 1
+                        machine.q_full[consumer].expect(1)
+                        machine.copy(("Q", consumer), (head, tile), machine.q_full[consumer])
+                step += 1
+            tiles_done += 1
+        if launch.order == "dynamic":
+            slot, phase = items_done % ITEM_SLOTS, items_done // ITEM_SLOTS & 1
+            yield machine.item_empty[slot], phase ^ 1
+            machine.memory["item", slot] = next_item
+            machine.item_full[slot].arrive()
+            items_done += 1
+        item = next_item
 
 
 def _consumer(machine: _Machine, program: int, consumer: int, done: list[tuple[int, int, int]]) -> Iterator[Wait]:
-    launch, step = machine.launch, 0
+    launch, step, tiles_done, items_done, item = machine.launch, 0, 0, 0, program
     slots, is_wide = launch.schedule.slots, launch.schedule.head_tile > 128
-    for tiles_done, (head, tile, keys) in enumerate(_walks(launch, program, machine.walk)):
-        for j in range(len(keys) + 1):
-            slot, phase = step % slots, step // slots & 1
-            yield machine.full[slot], phase
-            if j == 0:
-                yield machine.q_full[consumer], tiles_done & 1
-            operands: list[tuple[tuple[str, int], object]] = []
-            skips = j == 0 and launch.documents is None and launch.skips_first_key_tile(tile, consumer)
-            if j < len(keys) and not skips:
-                operands += [(("Q", consumer), (head, tile)), (("K", slot), (head, keys[j]))]
-            if j > 0:
-                operands += [(("V", slot), (head, keys[j - 1]))]
-            for _ in range(2):  # what the products read lies there when they start and when they end
-                for place, expected in operands:
-                    machine.read(place, expected)
+    while item < launch.num_items:
+        for head, tile, keys in _walks(launch, item, machine.walk):
+            for j in range(len(keys) + 1):
+                slot, phase = step % slots, step // slots & 1
+                yield machine.full[slot], phase
+                if j == 0:
+                    yield machine.q_full[consumer], tiles_done & 1
+                operands: list[tuple[tuple[str, int], object]] = []
+                skips = j == 0 and launch.documents is None and launch.skips_first_key_tile(tile, consumer)
+                if j < len(keys) and not skips:
+                    operands += [(("Q", consumer), (head, tile)), (("K", slot), (head, keys[j]))]
+                if j > 0:
+                    operands += [(("V", slot), (head, keys[j - 1]))]
+                for _ in range(2):  # what the products read lies there when they start and when they end
+                    for place, expected in operands:
+                        machine.read(place, expected)
+                    yield _Barrier(1), 1
+                machine.empty[slot].arrive()
+                step += 1
+                if j == len(keys) - 1 and not is_wide:
+                    machine.q_empty[consumer].arrive()
+            if is_wide:  # O leaves from Q's memory
+                machine.memory["Q", consumer] = "O"
                 yield _Barrier(1), 1
-            machine.empty[slot].arrive()
-            step += 1
-            if j == len(keys) - 1 and not is_wide:
+                machine.read(("Q", consumer), "O")
                 machine.q_empty[consumer].arrive()
-        if is_wide:  # O leaves from Q's memory
-            machine.memory["Q", consumer] = "O"
+            tiles_done += 1
+            done.append((head, tile, consumer))
+        if launch.order == "dynamic":
+            slot, phase = items_done % ITEM_SLOTS, items_done // ITEM_SLOTS & 1
+            yield machine.item_full[slot], phase
+            item = machine.memory["item", slot]
             yield _Barrier(1), 1
-            machine.read(("Q", consumer), "O")
-            machine.q_empty[consumer].arrive()
-        done.append((head, tile, consumer))
+            machine.read(("item", slot), item)
+            machine.item_empty[slot].arrive()
+            items_done += 1
+        else:
+            item += launch.num_programs
+
+
+def simulate_all(launch: Launch, rng: random.Random, walk: Walk | None = None) -> list[tuple[int, int, int]]:
+    """`simulate` of every program, one after the other; of a dynamic order the first one takes what is handed out."""
+    counter = count(launch.num_programs)
+    return [
+        piece for program in range(launch.num_programs) for piece in simulate(launch, program, rng, walk, counter)
+    ]
 
 
 def simulate(
-    launch: Launch, program: int, rng: random.Random, walk: Walk | None = None
+    launch: Launch, program: int, rng: random.Random, walk: Walk | None = None, counter: Iterator[int] | None = None
 ) -> list[tuple[int, int, int]]:
     """Run one program, whoever can advance doing so at random; the (head, tile, consumer) that it computed.
 
@@ -184,7 +214,8 @@ def simulate(
 
     ProtocolError when nobody can advance, a tile is read that is not the one wanted, or an arrival is one too many.
     """
-    machine = _Machine(launch, walk or (lambda head, tile: key_tiles(launch, tile)))
+    counter = counter or count(launch.num_programs)
+    machine = _Machine(launch, walk or (lambda head, tile: key_tiles(launch, tile)), counter)
     done: list[tuple[int, int, int]] = []
     processes = [_copier(machine, program)]
     processes += [_consumer(machine, program, consumer, done) for consumer in range(launch.schedule.consumers)]

@@ -256,7 +256,7 @@ def test_records_name_the_tiles(monkeypatch):
     monkeypatch.setattr(function, "num_multiprocessors", lambda device: 132)
     q = torch.empty(1, 16, 16384, 64, dtype=torch.bfloat16, device="meta")
     forward, backward = function.kernel_names(q, q, is_causal=True).split()
-    assert forward == "hopper_forward_192x128_tiles" and backward == "hopper_backward_128x128"
+    assert forward == "hopper_forward_192x128_dynamic" and backward == "hopper_backward_128x128"
     q = torch.empty(1, 16, 8192, 160, dtype=torch.bfloat16, device="meta")
     assert function.kernel_names(q, q, is_causal=True) == "hopper_forward_128x64_tiles hopper_wide_backward_128x64"
 
@@ -665,9 +665,15 @@ def test_hard_values(head_dim, kind, dtype, is_causal, each_schedule):
     else:
         rare = draw(*q.shape, dtype=torch.float32, device="cuda", seed=9) > 3.09
         q = q + rare * 10 * draw(*q.shape, dtype=torch.float32, device="cuda", seed=10)
-    q, k, v, grad_output = (x.to(DTYPES[dtype]) for x in (q, k, v, grad_output))
-    for _ in each_schedule(head_dim):
-        assert_contract(q, k, v, grad_output, backend="hopper", is_causal=is_causal)
+    tensors = [x.to(DTYPES[dtype]) for x in (q, k, v, grad_output)]
+    oracle = compute_oracle(*tensors, is_causal=is_causal)
+    # Whether the roundings of P, O and dS alone stay within the bounds is the draw's luck where logits are huge.
+    ideal = contract_errors(oracle, ideal_attention(*tensors, is_causal=is_causal))
+    for schedule in each_schedule(head_dim):
+        errors = contract_errors(oracle, run(*tensors, backend="hopper", is_causal=is_causal))
+        assert all(error <= max(1, 1.25 * ideal.get(name, 0)) for name, error in errors.items()), (
+            schedule, errors, ideal
+        )  # fmt: skip
 
 
 @on_hopper

@@ -15,6 +15,7 @@ from cs336_systems.attention.hopper.schedule import (
     SCHEDULES,
     START_COST_STEPS,
     TILE_COST_STEPS,
+    UNPAIRED,
     Launch,
     estimated_steps,
     plan_forward,
@@ -22,7 +23,7 @@ from cs336_systems.attention.hopper.schedule import (
 )
 from cs336_systems.attention.masks import BlockMask
 from tests import hopper_protocol as model
-from tests.hopper_protocol import ProtocolError, items_of_program, key_tiles, simulate
+from tests.hopper_protocol import ProtocolError, items_of_program, key_tiles, simulate, simulate_all
 
 LARGE = {head_tile: schedules[0] for head_tile, schedules in SCHEDULES.items()}  # those of large grids
 ALL_SCHEDULES = [schedule for schedules in SCHEDULES.values() for schedule in schedules]
@@ -148,7 +149,7 @@ def test_the_protocol_ends_for_every_short_length(schedule, is_causal, order):
         launch = make_launch(
             schedule, is_causal, num_queries, num_keys, order=order, batch_heads=2, num_multiprocessors=2
         )
-        done = Counter(piece for program in range(launch.num_programs) for piece in simulate(launch, program, rng))
+        done = Counter(simulate_all(launch, rng))
         pieces = product(range(2), range(launch.num_tiles), range(launch.schedule.consumers))
         assert done == Counter(pieces), (num_queries, num_keys)
 
@@ -156,9 +157,10 @@ def test_the_protocol_ends_for_every_short_length(schedule, is_causal, order):
 def test_the_protocol_holds_over_many_interleavings():
     """One program with every kind of tile, so that barriers pass through their phases many times."""
     for schedule, seed in product(ALL_SCHEDULES, range(100)):
-        launch = make_launch(schedule, True, 700, 650, order="pairs", batch_heads=2, num_multiprocessors=1)
-        done = [simulate(launch, program, random.Random(seed)) for program in range(launch.num_programs)]
-        assert sum(map(len, done)) == 2 * launch.num_tiles * launch.schedule.consumers
+        order = ("pairs", "dynamic")[seed % 2]
+        launch = make_launch(schedule, True, 700, 650, order=order, batch_heads=2, num_multiprocessors=1)
+        done = simulate_all(launch, random.Random(seed))
+        assert len(done) == 2 * launch.num_tiles * launch.schedule.consumers
 
 
 def _unbounded_masked_steps(launch, head, tile):
@@ -167,7 +169,7 @@ def _unbounded_masked_steps(launch, head, tile):
 
 
 def test_the_estimates_tell_the_measured_orders_apart():
-    """Time of pairs and of rounds over that of tiles, as measured on an H200."""
+    """Time of pairs, as measured on an H200, and of a dynamic order, on an H100, over that of tiles."""
     for (batch, heads, seqlen, head_dim, is_causal, order), measured in {
         (1, 16, 16384, 64, True, "pairs"): 1.127,
         (1, 32, 16384, 64, False, "pairs"): 1.043,
@@ -177,7 +179,12 @@ def test_the_estimates_tell_the_measured_orders_apart():
         (8, 16, 2048, 128, False, "pairs"): 0.921,
         (8, 16, 1024, 128, True, "pairs"): 0.867,
         (4, 32, 4096, 64, True, "pairs"): 0.972,
-        (4, 32, 4096, 64, True, "rounds"): 0.928,
+        (1, 16, 16384, 64, True, "dynamic"): 0.989,
+        (8, 16, 2048, 64, True, "dynamic"): 0.941,
+        (4, 32, 4096, 64, False, "dynamic"): 0.958,
+        (8, 16, 2048, 128, True, "dynamic"): 0.920,
+        (1, 16, 16384, 128, True, "dynamic"): 0.965,
+        (4, 16, 4096, 128, False, "dynamic"): 0.960,
     }.items():
         other, tiles = (
             estimated_steps(
@@ -209,18 +216,13 @@ def test_estimates_are_of_the_tiles_that_programs_take(schedule, is_causal, orde
         steps = [len(key_tiles(launch, tile)) + cost for tile in range(launch.num_tiles)]
         places = multiprocessors * schedule.resident
         turns = -(-launch.num_items // places)
-        if order == "rounds":
-            expected = START_COST_STEPS + max(
-                sum(steps[tile] for _, tile in items_of_program(launch, program))
-                for program in range(launch.num_programs)
-            )
-        elif order == "pairs":
+        if order == "pairs":
             expected = turns * max(map(sum, zip(steps, reversed(steps))))
         elif is_causal and turns > 1:
             expected = max(steps[-1], sum(steps) * batch_heads / places + steps[0])
         else:
             expected = turns * max(steps)
-        expected *= schedule.step_cost
+        expected = schedule.step_cost * (expected + START_COST_STEPS * (order == "dynamic"))
         assert estimated_steps(launch, multiprocessors) == pytest.approx(expected, rel=1e-9)
 
 
@@ -235,7 +237,7 @@ def test_a_plan_walks_no_tiles(monkeypatch):
         head_dim=64, is_causal=True, num_queries=131072, num_keys=131072, batch_heads=64, group=1,
         num_multiprocessors=132,
     )  # fmt: skip
-    assert launch.order == "tiles"
+    assert launch.order == "dynamic"
 
 
 def test_a_copier_that_brings_fewer_tiles_than_consumers_wait_for_is_a_hang(monkeypatch):
@@ -266,13 +268,13 @@ def test_a_wrong_phase_is_seen(mistake, monkeypatch):
 
 @pytest.mark.parametrize("head_dim, is_causal, seqlen, batch_heads, rows, order", [
     (128, True, 2048, 128, 128, "pairs"),
-    (128, True, 16384, 16, 128, "tiles"),
+    (128, True, 16384, 16, 128, "dynamic"),
     (128, False, 2048, 128, 128, "pairs"),
     (128, False, 8192, 64, 128, "pairs"),
-    (64, True, 4096, 128, 192, "rounds"),  # pairs would go round 10.7 times
-    (64, True, 16384, 16, 192, "tiles"),  # pairs would go round 5.2 times
-    (64, False, 2048, 128, 192, "rounds"),  # pairs would go round 5.8 times
-    (40, True, 16384, 16, 192, "tiles"),
+    (64, True, 4096, 128, 192, "dynamic"),  # pairs would go round 10.7 times
+    (64, True, 16384, 16, 192, "dynamic"),  # pairs would go round 5.2 times
+    (64, False, 2048, 128, 192, "dynamic"),  # pairs would go round 5.8 times
+    (40, True, 16384, 16, 192, "dynamic"),
     # fewer large tiles than multiprocessors, and fewer small ones than programs that run at a time
     (64, True, 512, 16, 64, "tiles"),
     (64, False, 1024, 16, 64, "tiles"),
@@ -293,8 +295,8 @@ def test_a_wrong_phase_is_seen(mistake, monkeypatch):
     (160, False, 512, 16, 64, "tiles"),
     # where a step of a small tile that costs a twentieth more or less would decide otherwise
     (64, False, 4096, 16, 64, "pairs"),
-    (64, True, 2048, 256, 192, "rounds"),
-    (64, False, 4096, 64, 192, "rounds"),
+    (64, True, 2048, 256, 192, "dynamic"),
+    (64, False, 4096, 64, 192, "dynamic"),
 ])  # fmt: skip
 def test_schedule_and_order_are_chosen_by_shape(head_dim, is_causal, seqlen, batch_heads, rows, order):
     """Small tiles where they were measured as the best of all on an H200, and large ones where they were, or where the
@@ -331,13 +333,11 @@ def test_the_kernel_computes_what_the_model_says(schedule, is_causal, order):
         paired, num_tiles = launch.paired, launch.num_tiles
         assert kernel.num_work_items.fn(num_tiles, batch_heads, paired) == launch.num_items
         for program in range(launch.num_programs):
-            end = kernel.end_of_turns.fn(launch.num_items, program, launch.num_programs, launch.in_rounds)
             items = [
                 kernel.tile_of_item.fn(
                     item, side, num_tiles, batch_heads, launch.heads_together, paired, is_causal
                 )
-                for turn in range(program, end, launch.num_programs)
-                for item in [kernel.item_of_turn.fn(turn, program, launch.num_programs, launch.in_rounds)]
+                for item in range(program, launch.num_items, launch.num_programs)
                 for side in range(kernel.tiles_of_item.fn(item, num_tiles, paired))
             ]  # fmt: skip
             assert [(head, tile) for tile, head in items] == list(items_of_program(launch, program))
@@ -392,7 +392,7 @@ def _look_up(keys, head, tile):
     return keys[head, tile]
 
 
-@pytest.mark.parametrize("order", ["tiles", "rounds"])
+@pytest.mark.parametrize("order", UNPAIRED)
 @pytest.mark.parametrize("block_size", [(64, 128), (128, 128), (128, 256), (512, 128)])
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_lists_are_walked_whole_and_the_protocol_ends(head_dim, block_size, order):
@@ -406,7 +406,7 @@ def test_lists_are_walked_whole_and_the_protocol_ends(head_dim, block_size, orde
             head_dim=head_dim, is_causal=False, num_queries=num_queries, num_keys=num_keys, batch_heads=3, group=1,
             num_multiprocessors=2, block_size=block_size,
         )  # fmt: skip
-        stays = order == "rounds"
+        stays = order == "dynamic"
         launch = replace(launch, order=order, num_programs=min(launch.num_items, 2) if stays else launch.num_items)
         walks = {
             (head, tile): listed_walk(kernel, launch, mask, head, tile)
@@ -425,11 +425,7 @@ def test_lists_are_walked_whole_and_the_protocol_ends(head_dim, block_size, orde
             kinds = [is_partial for _, is_partial in walk]
             assert kinds == sorted(kinds, reverse=True)
         keys = {place: [key for key, _ in walk] for place, walk in walks.items()}
-        done = Counter(
-            piece
-            for program in range(launch.num_programs)
-            for piece in simulate(launch, program, rng, partial(_look_up, keys))
-        )
+        done = Counter(simulate_all(launch, rng, partial(_look_up, keys)))
         assert done == Counter(product(range(3), range(launch.num_tiles), range(launch.schedule.consumers)))
 
 
@@ -450,7 +446,7 @@ def test_a_tile_of_queries_lies_in_a_row_of_the_masks_tiles():
 LENGTHS = [(300, 300), (0, 0), (1, 129), (127, 0), (0, 40), (128, 128), (193, 1000), (64, 1), (0, 0)]
 
 
-@pytest.mark.parametrize("order", ["tiles", "rounds"])
+@pytest.mark.parametrize("order", UNPAIRED)
 @pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "full"])
 @EACH_SCHEDULE
 def test_documents_are_walked_whole_and_the_protocol_ends(schedule, is_causal, order, monkeypatch):
@@ -493,10 +489,7 @@ def test_documents_are_walked_whole_and_the_protocol_ends(schedule, is_causal, o
             for document, (num_queries, _) in enumerate(sequences)
             for tile in range(-(-num_queries // schedule.query_tile))
         )
-        walk = partial(_walk_of_slot, walks)
-        done = Counter(
-            piece for program in range(launch.num_programs) for piece in simulate(launch, program, rng, walk)
-        )
+        done = Counter(simulate_all(launch, rng, partial(_walk_of_slot, walks)))
         taken = [slot for slot, keys in walks.items() if keys]
         assert done == Counter(product(range(3), taken, range(schedule.consumers)))
 

@@ -42,6 +42,14 @@ def test_a_compiler_that_fails_is_named(folder, monkeypatch):
         native.build()
 
 
+def test_what_another_process_has_built_is_seen(folder):
+    assert native.load() is None
+    plant(0o700)
+    native.build()
+    with pytest.warns(UserWarning, match="replayed by Python"):  # it was looked at, and is not a library
+        native.load()
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler")
 def test_it_compiles(folder):

@@ -94,6 +94,7 @@ from cs336_systems.attention.hopper.builtins import (
     by_words,
     meet_consumers,
     meet_warps,
+    mma_layout,
     pass_turn,
     tma_add,
     wait_at,
@@ -104,7 +105,7 @@ from cs336_systems.attention.hopper.descriptors import document_descriptor, read
 from cs336_systems.attention.hopper.light import convert, preprocess, transposed_words
 from cs336_systems.attention.hopper.schedule import CONSUMER_WARPS, LATE_FROM
 from cs336_systems.attention.hopper.walk import Documents, key_place, query_place
-from cs336_systems.attention.hopper.wide_backward import hopper_wide_backward
+from cs336_systems.attention.hopper.wide_backward import gradients_of_keys, hopper_wide_backward
 from cs336_systems.attention.tiles import head_tile
 from cs336_systems.attention.tiles.config import L2_SHARE_BYTES
 from cs336_systems.attention.triton.block_sparse import TileLists
@@ -137,12 +138,6 @@ NUMBERS = ["N_KV_HEADS", "HEADS_TOGETHER", "TILES_TOGETHER", "N_QUERIES", "N_KEY
 def _has_thread_rows(D_TILE, IS_CAUSAL):
     """Whether L and delta lie in shared memory so that a thread's four numbers of 16 columns are neighbours."""
     return D_TILE == 128 and IS_CAUSAL
-
-
-@gluon.constexpr_function
-def _mma_layout(columns):
-    """Where a warp group's wgmma leaves a (64, columns) tile in registers."""
-    return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 16])
 
 
 class _Shared(NamedTuple):
@@ -285,7 +280,7 @@ def _to_columns(x, LAYOUT: gl.constexpr, THREAD_ROWS: gl.constexpr):
 def _start_dQ(shared, dS_slot, CONSUMER: gl.constexpr):
     """A consumer's part of dQ = dS K, in flight."""
     both_dS_T = shared.dS_tiles.index(dS_slot)
-    zeros = gl.zeros([HALF, HALF], gl.float32, _mma_layout(HALF))
+    zeros = gl.zeros([HALF, HALF], gl.float32, mma_layout(HALF))
     if shared.Q_slots.shape[2] == 128:
         K_half = shared.KV_tiles.index(0).slice(CONSUMER * HALF, HALF, dim=1)
         return warpgroup_mma(both_dS_T.permute((1, 0)), K_half, zeros, use_acc=False, is_async=True)
@@ -344,7 +339,7 @@ def _start_scores(shared, step, zero, CONSUMER: gl.constexpr):
     Q_TILE_SIZE: gl.constexpr = shared.Q_slots.shape[1]
     K = shared.KV_tiles.index(zero).slice(CONSUMER * CONSUMER_KEYS, CONSUMER_KEYS, dim=0)
     slot = step % SLOTS
-    zeros = gl.zeros([CONSUMER_KEYS, Q_TILE_SIZE], gl.float32, _mma_layout(Q_TILE_SIZE))
+    zeros = gl.zeros([CONSUMER_KEYS, Q_TILE_SIZE], gl.float32, mma_layout(Q_TILE_SIZE))
     mbarrier.wait(shared.full.index(slot), (step // SLOTS) & 1)
     return warpgroup_mma(K, shared.Q_slots.index(slot).permute((1, 0)), zeros, use_acc=False, is_async=True)
 
@@ -362,8 +357,8 @@ def _step(
     dtype: gl.constexpr = shared.Q_slots.dtype
     Q_TILE_SIZE: gl.constexpr = shared.Q_slots.shape[1]
     D_TILE: gl.constexpr = PLAN.head_tile
-    S_LAYOUT: gl.constexpr = _mma_layout(Q_TILE_SIZE)
-    OPERAND: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=_mma_layout(D_TILE), k_width=2)
+    S_LAYOUT: gl.constexpr = mma_layout(Q_TILE_SIZE)
+    OPERAND: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=mma_layout(D_TILE), k_width=2)
     FIRST_ROW: gl.constexpr = CONSUMER * CONSUMER_KEYS
     V = shared.KV_tiles.index(1).slice(FIRST_ROW, CONSUMER_KEYS, dim=0)
     slot = step % SLOTS
@@ -427,8 +422,8 @@ def _consume(
     MASKED_STEPS: gl.constexpr = least_steps(PLAN) if PLAN.is_causal else 0
     tile = own_tile(problem, mask, PLAN)
     first_key = tile.key_tile * KEY_TILE
-    dK = gl.zeros([CONSUMER_KEYS, D_TILE], gl.float32, _mma_layout(D_TILE))
-    dV = gl.zeros([CONSUMER_KEYS, D_TILE], gl.float32, _mma_layout(D_TILE))
+    dK = gl.zeros([CONSUMER_KEYS, D_TILE], gl.float32, mma_layout(D_TILE))
+    dV = gl.zeros([CONSUMER_KEYS, D_TILE], gl.float32, mma_layout(D_TILE))
 
     mbarrier.wait(shared.kv_full.index(0), 0)
     meet_warps()  # without it the compiler puts one where each step begins
@@ -622,19 +617,14 @@ def hopper_backward(
     heads_together, tiles_together = min(batch * kv_heads, _heads_together(q, group, num_rows)), 1
     if deterministic and not is_causal:
         heads_together, tiles_together = 1, min(num_rows // key_tile, num_multiprocessors(q.device) or 1)
-    way = dq_way(head_tile(width), is_causal, num_queries, deterministic, lists is not None)
+    way = dq_way(head_tile(width), is_causal, num_queries, deterministic, listed=lists is not None)
     block_size = (0, 0) if lists is None else lists.block_size
     plan = BackwardPlan(
         head_tile(width), query_tile, group, is_causal, no_missing_keys, way, deterministic, *block_size
     )
 
     grad_q = empty_like(q)
-    if num_key_tiles * key_tile >= num_keys:
-        grad_k, grad_v = empty_like(k), empty_like(v)
-    else:  # the kernel does not write keys that no query sees
-        grad_k, grad_v = k.new_empty(k.shape), k.new_empty(k.shape)
-        for x in (grad_k, grad_v):
-            x[:, :, num_key_tiles * key_tile :] = 0
+    grad_k, grad_v = gradients_of_keys(k, num_key_tiles * key_tile)
     rows, sums = _scratch(batch * heads, num_rows, q)
     turns = empty((batch * heads, num_rows // HALF.value, 2), torch.int32, q.device) if deterministic else None
     log_launch("backward", f"hopper_backward_{query_tile}x{key_tile}", q, num_queries, num_keys)
@@ -686,7 +676,7 @@ def hopper_packed_backward(
     num_rows = (num_queries // ROW_PADDING.value + documents + 1) * ROW_PADDING.value
     heads_together = min(kv_heads, _heads_together(q, group, num_rows))
     no_missing_keys = is_causal and cu_seqlens_q is cu_seqlens_k
-    way = dq_way(head_tile(width), is_causal, max_seqlen_q, False)
+    way = dq_way(head_tile(width), is_causal, max_seqlen_q, False, packed=True)
     plan = BackwardPlan(head_tile(width), query_tile, group, is_causal, no_missing_keys, way, False, packed=True)
 
     grad_q, grad_k, grad_v = empty_like(q), empty_like(k), empty_like(v)
@@ -713,13 +703,23 @@ def hopper_packed_backward(
     return _cut((grad_q, grad_k, grad_v), head_dim)
 
 
-def dq_way(head_tile: int, is_causal: bool, num_queries: int, deterministic: bool, listed: bool = False) -> int:
+def dq_way(
+    head_tile: int,
+    is_causal: bool,
+    num_queries: int,
+    deterministic: bool,
+    *,
+    listed: bool = False,
+    packed: bool = False,
+) -> int:
     """The fastest way of dQ to memory, as measured; where additions come in order, of those by senders."""
     if head_tile == 64 or listed:
         return LATE.value
     if not is_causal:
         return BY_SENDERS.value
-    return LATE.value if deterministic or num_queries >= LATE_FROM else ALONE.value
+    if deterministic or num_queries >= LATE_FROM:
+        return LATE.value
+    return BY_SENDERS.value if packed else ALONE.value
 
 
 def _heads_together(q: Tensor, group: int, num_rows: int) -> int:

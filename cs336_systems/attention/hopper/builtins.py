@@ -1,6 +1,7 @@
 """Instructions that Gluon has no function for, each as one, and the axes along which threads share an accumulator.
 
 warp_fence        keeps what follows behind the arithmetic on its operand
+mma_layout        where a warp group's wgmma leaves a tile
 by_threads        an accumulator with axes for the threads that share a row, and for what each of them holds
 raise_maxima      the rows' maxima, joined between threads only where one of the warp has to rise
 rescale_rows      multiplies an accumulator by its rows' factors, if any of the warp's differs from 1
@@ -23,6 +24,13 @@ from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin
+
+
+@gluon.constexpr_function
+def mma_layout(columns):
+    """Where a warp group's wgmma leaves a (64, columns) tile in registers."""
+    return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 16])
+
 
 # Each thread of a warp group holds two rows of a 64-row tile, g and g + 8 of its warp's 16: sums come in pairs.
 # The mask is 0xffffffff whatever the sums are, as no population count reaches 64, which ptxas does not deduce.

@@ -41,8 +41,8 @@ cuts, in which rows may see few keys, take `_exact_softmax`. At 128 and more P o
 rounding of the scaled maximum, which is 2^-8 where scores are 1e5.
 
 Tiles of queries end where the queries end; rows to spare are in the first tile, which is the shortest causal one. The
-order of tiles is `schedule.plan_forward`'s: one program a tile, or programs that stay and take tiles in pairs or in
-rounds, whose copier starts on the next tile as soon as a slot is free.
+order of tiles is `schedule.plan_forward`'s: one program a tile, or programs that stay and take tiles in pairs or from a
+counter, whose copier starts on the next tile as soon as a slot is free.
 
 Three kernels differ in their walk alone (`walk.py`): dense, along the lists of a `BlockMask`, in packed documents. Of a
 mask's partial tiles the copier brings the bits beside the keys, and `_hide_keys` applies them; a dead tile is never
@@ -56,6 +56,8 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
+import triton
+import triton.language as tl
 from jaxtyping import Float, Int
 from torch import Tensor
 from triton.experimental import gluon
@@ -74,6 +76,7 @@ from cs336_systems.attention.hopper.builtins import (
     hide_columns,
     keep_attended,
     load_words,
+    mma_layout,
     raise_maxima,
     rescale_rows,
     warp_fence,
@@ -84,15 +87,13 @@ from cs336_systems.attention.hopper.descriptors import (
     tile_descriptor,
     words_descriptor,
 )
-from cs336_systems.attention.hopper.schedule import CONSUMER_ROWS, plan_forward, plan_packed_forward
+from cs336_systems.attention.hopper.schedule import CONSUMER_ROWS, Launch, plan_forward, plan_packed_forward
 from cs336_systems.attention.hopper.walk import (
     KEYS_PER_WORD,
     ROWS,
     Documents,
     Lists,
     Problem,
-    end_of_turns,
-    item_of_turn,
     key_place,
     listed_tile,
     open_item,
@@ -111,13 +112,13 @@ from cs336_systems.attention.triton.steps import LN_2, LOG2_E, LOWEST
 from cs336_systems.measure.stages import stage
 
 COPIER_REGISTERS = gl.constexpr(24)  # the least that a warp can have
+ITEM_SLOTS = gl.constexpr(2)
 NUMBERS = ["N_QUERIES", "N_KEYS", "N_HEADS", "GROUP", "BATCH_HEADS", "HEADS_TOGETHER"]
 
 
 @gluon.constexpr_function
-def _mma_layout(columns):
-    """Where a warp group's wgmma leaves a (64, columns) tile in registers."""
-    return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 16])
+def _item_layout(num_warps):
+    return gl.BlockedLayout([1], [32], [num_warps], [0])
 
 
 class _Shared(NamedTuple):
@@ -132,6 +133,9 @@ class _Shared(NamedTuple):
     full: gl.shared_memory_descriptor  # a barrier a slot
     empty: gl.shared_memory_descriptor
     words_ring: gl.shared_memory_descriptor  # (slots, consumers * ROWS, 4): bits of a partial tile of a mask
+    items: gl.shared_memory_descriptor  # (ITEM_SLOTS, 1): the work items that the copier has fetched
+    item_full: gl.shared_memory_descriptor  # a barrier a slot of them
+    item_empty: gl.shared_memory_descriptor
 
 
 @gluon.jit
@@ -146,8 +150,8 @@ def _copy_words(words, is_partial, OTHERS: gl.constexpr, shared, mask, slot):
 
 
 @gluon.jit
-def _copy_tiles(Q_desc, K_desc, V_desc, shared, problem, mask, PLAN: gl.constexpr):
-    """The copier: fill the ring as the consumers empty it."""
+def _copy_tiles(Q_desc, K_desc, V_desc, counter_ptr, shared, problem, mask, PLAN: gl.constexpr):
+    """The copier: fill the ring as the consumers empty it, and if PLAN.dynamic fetch the program's next work item."""
     CONSUMERS: gl.constexpr = PLAN.consumers
     K_TILE_SIZE: gl.constexpr = PLAN.key_tile
     SLOTS: gl.constexpr = PLAN.slots
@@ -155,9 +159,12 @@ def _copy_tiles(Q_desc, K_desc, V_desc, shared, problem, mask, PLAN: gl.constexp
     num_tiles, num_items = work_of_call(problem, mask, PLAN)
     step = 0
     tiles_done = 0
-    program, num_programs = gl.program_id(0), gl.num_programs(0)
-    for turn in range(program, end_of_turns(num_items, program, num_programs, PLAN.in_rounds), num_programs):
-        item = item_of_turn(turn, program, num_programs, PLAN.in_rounds)
+    items_done = 0
+    item = gl.program_id(0)
+    while item < num_items:
+        next_item = item + gl.num_programs(0)
+        if PLAN.dynamic:  # asked for early, as the answer takes its time
+            next_item = gl.num_programs(0) + gl.atomic_add(counter_ptr, 1)
         num_sides, sequence = open_item(item, num_tiles, problem, mask, PLAN)
         for side in range(num_sides):
             tile = tile_of_work(item, side, num_tiles, sequence, problem, mask, PLAN)
@@ -167,7 +174,7 @@ def _copy_tiles(Q_desc, K_desc, V_desc, shared, problem, mask, PLAN: gl.constexp
 
             # step 0: K(0), and Q while it is on its way
             if IS_LISTED:
-                first_key, words = listed_tile(0, tile, problem, mask, PLAN)
+                first_key, words = listed_tile(0, tile, problem, mask, PLAN, True)
             slot, phase = ring_slot(step, SLOTS)
             mbarrier.wait(shared.empty.index(slot), phase ^ 1)
             if IS_LISTED:
@@ -223,6 +230,13 @@ def _copy_tiles(Q_desc, K_desc, V_desc, shared, problem, mask, PLAN: gl.constexp
             )  # fmt: skip
             step += 1
             tiles_done += 1
+        if PLAN.dynamic:
+            slot, phase = ring_slot(items_done, ITEM_SLOTS)
+            mbarrier.wait(shared.item_empty.index(slot), phase ^ 1)
+            shared.items.index(slot).store(gl.full([1], next_item, gl.int32, _item_layout(1)))
+            mbarrier.arrive(shared.item_full.index(slot), count=1)
+            items_done += 1
+        item = next_item
 
 
 @gluon.jit
@@ -371,8 +385,8 @@ def _attend(consumer: gl.constexpr, O_desc, L_ptr, shared, problem, mask, PLAN: 
     MASKED_TILES: gl.constexpr = PLAN.masked_tiles
     SLOTS: gl.constexpr = PLAN.slots
     IS_LISTED: gl.constexpr = PLAN.key_block > 0
-    S_LAYOUT: gl.constexpr = _mma_layout(K_TILE_SIZE)
-    O_LAYOUT: gl.constexpr = _mma_layout(D_TILE)
+    S_LAYOUT: gl.constexpr = mma_layout(K_TILE_SIZE)
+    O_LAYOUT: gl.constexpr = mma_layout(D_TILE)
     Q_LAYOUT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=S_LAYOUT, k_width=2)
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=O_LAYOUT, k_width=2)
     num_tiles, num_items = work_of_call(problem, mask, PLAN)
@@ -383,9 +397,9 @@ def _attend(consumer: gl.constexpr, O_desc, L_ptr, shared, problem, mask, PLAN: 
     O_tile = shared.O_tiles.index(consumer)
     step = 0
     tiles_done = 0
-    program, num_programs = gl.program_id(0), gl.num_programs(0)
-    for turn in range(program, end_of_turns(num_items, program, num_programs, PLAN.in_rounds), num_programs):
-        item = item_of_turn(turn, program, num_programs, PLAN.in_rounds)
+    items_done = 0
+    item = gl.program_id(0)
+    while item < num_items:
         num_sides, sequence = open_item(item, num_tiles, problem, mask, PLAN)
         for side in range(num_sides):
             tile = tile_of_work(item, side, num_tiles, sequence, problem, mask, PLAN)
@@ -476,11 +490,19 @@ def _attend(consumer: gl.constexpr, O_desc, L_ptr, shared, problem, mask, PLAN: 
             if IS_WIDE:
                 tma.store_wait(0)
                 mbarrier.arrive(shared.q_empty.index(consumer), count=1)
+        if PLAN.dynamic:
+            slot, phase = ring_slot(items_done, ITEM_SLOTS)
+            mbarrier.wait(shared.item_full.index(slot), phase)
+            item = gl.sum(shared.items.index(slot).load(_item_layout(4)), axis=0)
+            mbarrier.arrive(shared.item_empty.index(slot), count=1)
+            items_done += 1
+        else:
+            item += gl.num_programs(0)
     tma.store_wait(0)
 
 
 @gluon.jit
-def _run(Q_desc, K_desc, V_desc, O_desc, L_ptr, problem, mask, PLAN: gl.constexpr):
+def _run(Q_desc, K_desc, V_desc, O_desc, L_ptr, counter_ptr, problem, mask, PLAN: gl.constexpr):
     """Share out shared memory and registers, and start the copier and the consumers."""
     CONSUMERS: gl.constexpr = PLAN.consumers
     SLOTS: gl.constexpr = PLAN.slots
@@ -496,6 +518,14 @@ def _run(Q_desc, K_desc, V_desc, O_desc, L_ptr, problem, mask, PLAN: gl.constexp
         )
     else:
         words_ring = None
+    items, item_full, item_empty = None, None, None
+    if PLAN.dynamic:
+        items = gl.allocate_shared_memory(gl.int32, [ITEM_SLOTS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+        item_full = gl.allocate_shared_memory(gl.int64, [ITEM_SLOTS, 1], BARRIER)
+        item_empty = gl.allocate_shared_memory(gl.int64, [ITEM_SLOTS, 1], BARRIER)
+        for slot in gl.static_range(ITEM_SLOTS):
+            mbarrier.init(item_full.index(slot), count=1)
+            mbarrier.init(item_empty.index(slot), count=CONSUMERS)
     Q_tiles = gl.allocate_shared_memory(dtype, [CONSUMERS, ROWS, D_TILE], TILE_LAYOUT)
     if not IS_WIDE:
         O_tiles = gl.allocate_shared_memory(dtype, [CONSUMERS, ROWS, D_TILE], TILE_LAYOUT)
@@ -511,6 +541,9 @@ def _run(Q_desc, K_desc, V_desc, O_desc, L_ptr, problem, mask, PLAN: gl.constexp
         gl.allocate_shared_memory(gl.int64, [SLOTS, 1], BARRIER),
         gl.allocate_shared_memory(gl.int64, [SLOTS, 1], BARRIER),
         words_ring,
+        items,
+        item_full,
+        item_empty,
     )
     for consumer in gl.static_range(CONSUMERS):
         mbarrier.init(shared.q_full.index(consumer), count=1)
@@ -522,37 +555,37 @@ def _run(Q_desc, K_desc, V_desc, O_desc, L_ptr, problem, mask, PLAN: gl.constexp
     if CONSUMERS == 1:
         gl.warp_specialize([
             (_attend, (0, O_desc, L_ptr, shared, problem, mask, PLAN)),
-            (_copy_tiles, (Q_desc, K_desc, V_desc, shared, problem, mask, PLAN)),
+            (_copy_tiles, (Q_desc, K_desc, V_desc, counter_ptr, shared, problem, mask, PLAN)),
         ], [1], [COPIER_REGISTERS])  # fmt: skip
     elif CONSUMERS == 2:
         gl.warp_specialize([
             (_attend, (0, O_desc, L_ptr, shared, problem, mask, PLAN)),
             (_attend, (1, O_desc, L_ptr, shared, problem, mask, PLAN)),
-            (_copy_tiles, (Q_desc, K_desc, V_desc, shared, problem, mask, PLAN)),
+            (_copy_tiles, (Q_desc, K_desc, V_desc, counter_ptr, shared, problem, mask, PLAN)),
         ], [4, 1], [PLAN.registers, COPIER_REGISTERS])  # fmt: skip
     else:
         gl.warp_specialize([
             (_attend, (0, O_desc, L_ptr, shared, problem, mask, PLAN)),
             (_attend, (1, O_desc, L_ptr, shared, problem, mask, PLAN)),
             (_attend, (2, O_desc, L_ptr, shared, problem, mask, PLAN)),
-            (_copy_tiles, (Q_desc, K_desc, V_desc, shared, problem, mask, PLAN)),
+            (_copy_tiles, (Q_desc, K_desc, V_desc, counter_ptr, shared, problem, mask, PLAN)),
         ], [4, 4, 1], [PLAN.registers, PLAN.registers, COPIER_REGISTERS])  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=NUMBERS)
 def hopper_forward_kernel(
-    Q_desc, K_desc, V_desc, O_desc, L_ptr,
+    Q_desc, K_desc, V_desc, O_desc, L_ptr, counter_ptr,
     N_QUERIES, N_KEYS, N_HEADS, GROUP, BATCH_HEADS, HEADS_TOGETHER, scale_log2,
     PLAN: gl.constexpr,
 ):  # fmt: skip
     """O (batch, heads, queries, D) and L (batch, heads, queries), both contiguous; PLAN: `schedule.KernelPlan`."""
     problem = Problem(N_QUERIES, N_KEYS, N_HEADS, GROUP, BATCH_HEADS, HEADS_TOGETHER, scale_log2)
-    _run(Q_desc, K_desc, V_desc, O_desc, L_ptr, problem, None, PLAN)
+    _run(Q_desc, K_desc, V_desc, O_desc, L_ptr, counter_ptr, problem, None, PLAN)
 
 
 @gluon.jit(do_not_specialize=[*NUMBERS, "MASK_BATCHES", "MASK_HEADS", "WIDTH", "FULL_WIDTH", "WORD_ROWS"])
 def hopper_listed_forward_kernel(
-    Q_desc, K_desc, V_desc, O_desc, L_ptr,
+    Q_desc, K_desc, V_desc, O_desc, L_ptr, counter_ptr,
     num_partial_ptr, partial_ptr, patterns_ptr, num_full_ptr, full_ptr, words_desc,
     N_QUERIES, N_KEYS, N_HEADS, GROUP, BATCH_HEADS, HEADS_TOGETHER, scale_log2,
     MASK_BATCHES, MASK_HEADS, WIDTH, FULL_WIDTH, WORD_ROWS,
@@ -564,19 +597,33 @@ def hopper_listed_forward_kernel(
         num_partial_ptr, partial_ptr, patterns_ptr, num_full_ptr, full_ptr, words_desc,
         MASK_BATCHES, MASK_HEADS, WIDTH, FULL_WIDTH, WORD_ROWS,
     )  # fmt: skip
-    _run(Q_desc, K_desc, V_desc, O_desc, L_ptr, problem, mask, PLAN)
+    _run(Q_desc, K_desc, V_desc, O_desc, L_ptr, counter_ptr, problem, mask, PLAN)
 
 
 @gluon.jit(do_not_specialize=[*NUMBERS, "N_DOCUMENTS"])
 def hopper_packed_forward_kernel(
-    Q_desc, K_desc, V_desc, O_desc, L_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr,
+    Q_desc, K_desc, V_desc, O_desc, L_ptr, counter_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr,
     N_QUERIES, N_KEYS, N_HEADS, GROUP, BATCH_HEADS, HEADS_TOGETHER, scale_log2, N_DOCUMENTS,
     PLAN: gl.constexpr,
 ):  # fmt: skip
     """O (queries, heads, D) and L (heads, queries) of packed documents."""
     problem = Problem(N_QUERIES, N_KEYS, N_HEADS, GROUP, BATCH_HEADS, HEADS_TOGETHER, scale_log2)
     documents = Documents(cu_seqlens_q_ptr, cu_seqlens_k_ptr, N_DOCUMENTS)
-    _run(Q_desc, K_desc, V_desc, O_desc, L_ptr, problem, documents, PLAN)
+    _run(Q_desc, K_desc, V_desc, O_desc, L_ptr, counter_ptr, problem, documents, PLAN)
+
+
+@triton.jit
+def hopper_counter_kernel(counter_ptr):
+    tl.store(counter_ptr, 0)
+
+
+def _counter(planned: Launch, otherwise: Tensor) -> Tensor:
+    """A zero, from which a dynamic order counts; others read none, and anything will do."""
+    if planned.order != "dynamic":
+        return otherwise
+    counter = empty((1,), torch.int32, otherwise.device)
+    launch(hopper_counter_kernel, (1,), (counter,), (), {"num_warps": 1})
+    return counter
 
 
 def hopper_forward(
@@ -607,7 +654,7 @@ def hopper_forward(
     schedule = planned.schedule
     output, lse = empty_results(q)
     operands = ((q, CONSUMER_ROWS), (k, schedule.key_tile), (v, schedule.key_tile), (output, CONSUMER_ROWS))
-    tensors: tuple[Any, ...] = (*(tile_descriptor(x, rows) for x, rows in operands), lse)
+    tensors: tuple[Any, ...] = (*(tile_descriptor(x, rows) for x, rows in operands), lse, _counter(planned, lse))
     numbers: tuple[float, ...] = (
         num_queries, num_keys, heads, group, batch * heads, planned.heads_together, scale * LOG2_E.value
     )  # fmt: skip
@@ -659,7 +706,10 @@ def hopper_packed_forward(
     with stage("forward"):
         launch(
             hopper_packed_forward_kernel, (planned.num_programs,),
-            (*(document_descriptor(x, rows) for x, rows in operands), lse, cu_seqlens_q, cu_seqlens_k),
+            (
+                *(document_descriptor(x, rows) for x, rows in operands), lse, _counter(planned, lse), cu_seqlens_q,
+                cu_seqlens_k,
+            ),
             (num_queries, num_keys, heads, group, heads, planned.heads_together, scale * LOG2_E.value, documents),
             {"PLAN": planned.kernel_plan, **schedule.launch_options},
         )  # fmt: skip

@@ -20,15 +20,17 @@ CONSUMER_WARPS = 4  # a warp group's; kernels are launched with the first consum
 THREADS_OF_GROUP = 32 * CONSUMER_WARPS
 REGISTERS_OF_MULTIPROCESSOR = 65536
 LATE_FROM = 8192  # queries from which a causal backward of head tile 128 forms dQ a step late, see `dq_way`
-ORDERS = ("tiles", "pairs", "rounds")
+ORDERS = ("tiles", "pairs", "dynamic")
+UNPAIRED = ("tiles", "dynamic")
+WIDE = ("tiles", "pairs")  # above 128 columns, where the program that stays has Q and O in one place
 PREFIX = "hopper_forward_"
 BYTES_PER_ELEMENT = 2
 # What a tile takes beside its steps, in steps: a program starts and ends with nothing to overlap, a further tile of the
 # same program has its copies behind it. Tiles and pairs fitted to 14 shapes on an H200, triton 3.6.0, 2026-11-21; in
-# rounds a tile is taken to cost what it costs in pairs.
-TILE_COST_STEPS = {"tiles": 1.7, "pairs": 0.8, "rounds": 0.8}
-# And once for a program in rounds: with a single tile it is a program of the order `tiles`.
-START_COST_STEPS = TILE_COST_STEPS["tiles"] - TILE_COST_STEPS["rounds"]
+# a dynamic order a tile is taken to cost what it costs in pairs.
+TILE_COST_STEPS = {"tiles": 1.7, "pairs": 0.8, "dynamic": 0.8}
+# And once for a program of a dynamic order, which begins as one of the order `tiles` does, after the counter's kernel.
+START_COST_STEPS = TILE_COST_STEPS["tiles"] - TILE_COST_STEPS["dynamic"] + 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,7 +118,7 @@ class KernelPlan(NamedTuple):
     masked_tiles: int
     is_causal: bool
     paired: bool
-    in_rounds: bool
+    dynamic: bool  # programs take work items from a counter
     alignment: int
     # Rows and columns of a mask's tiles, whose lists are walked; 0 where the walk is a range of key tiles.
     query_block: int = 0
@@ -152,10 +154,6 @@ class Launch:
     @property
     def paired(self) -> bool:
         return self.order == "pairs"
-
-    @property
-    def in_rounds(self) -> bool:
-        return self.order == "rounds"
 
     @property
     def num_items(self) -> int:
@@ -199,7 +197,7 @@ class Launch:
             head_tile=schedule.head_tile, consumers=schedule.consumers, key_tile=schedule.key_tile,
             slots=schedule.slots, registers=schedule.registers, overlapped=schedule.overlapped,
             masked_tiles=schedule.masked_tiles(self.is_causal), is_causal=self.is_causal, paired=self.paired,
-            in_rounds=self.in_rounds, alignment=self.alignment, query_block=self.block_size[0],
+            dynamic=self.order == "dynamic", alignment=self.alignment, query_block=self.block_size[0],
             key_block=self.block_size[1], packed=self.documents is not None,
         )  # fmt: skip
 
@@ -223,20 +221,18 @@ def plan_forward(
       tiles   one program a tile, the longest causal ones first, and the GPU balances them by handing them out.
       pairs   as many programs as places, each taking pairs of tiles, under a causal mask a long and a short
               one; the next tile's copies run under the last one's end. That wants enough pairs to go round.
-      rounds  as many programs, and the tiles of `tiles`, in its order, one a program and round: forth and back, so that
-              the program with the longest tile of a round has the shortest of the next. Under a causal mask that
-              wants tiles whose lengths fall evenly over two rounds.
-    A block mask's lists, of which the host knows no length, are walked in `tiles`; `config` may name `rounds`. At head
-    tile 128 and 16,384 tokens, time of Triton over time of each on an H200, triton 3.6.0, 2026-11-25:
-              documents   window of 4,096   random blocks of density 0.1, 0.3, 0.5
-      tiles        1.41              1.41                         1.33, 1.38, 1.42
-      rounds       0.99              1.33                         1.44, 1.39, 1.42
+      dynamic as many programs, which take the tiles of `tiles`, in its order, from a counter: balanced as `tiles` is,
+              with the copies of `pairs`. A kernel before it sets the counter to 0.
+              Above 128 columns it is up to 7 % slower than `tiles` and not chosen.
+    A block mask's lists, of which the host knows no length, and packed documents take `tiles` or `dynamic`.
     """
     schedules: Sequence[ForwardSchedule] = SCHEDULES[head_tile(head_dim)]
     named = [name for name in config.split(",") if name.startswith(PREFIX)]
+    if block_size is None and head_tile(head_dim) > 128 and not named:
+        orders = WIDE
     if block_size is not None:
         schedules = [schedule for schedule in schedules if block_size[0] % schedule.query_tile == 0][:1]
-        orders = ("tiles", "rounds") if named else ("tiles",)
+        orders = UNPAIRED
     possible = {schedule.name(order): (schedule, order) for schedule in schedules for order in orders}
     if named and named[0] not in possible:
         raise ValueError(
@@ -281,7 +277,7 @@ def plan_packed_forward(
     like = plan_forward(
         head_dim=head_dim, is_causal=is_causal, num_queries=longest, num_keys=longest_keys,
         batch_heads=heads * max(1, num_queries // longest), group=group, num_multiprocessors=num_multiprocessors,
-        config=config, orders=("tiles", "rounds"),
+        config=config, orders=UNPAIRED,
     )  # fmt: skip
     together = max(1, L2_SHARE_BYTES // (2 * num_keys * head_dim * BYTES_PER_ELEMENT)) * group
     launch = replace(
@@ -298,13 +294,11 @@ def estimated_steps(launch: Launch, num_multiprocessors: int) -> float:
     turns = -(-launch.num_items // places)
     if launch.paired:
         own_steps = turns * float((steps + steps[::-1]).max())
-    elif launch.in_rounds:
-        own_steps = START_COST_STEPS + _longest_program_in_rounds(launch, steps, places)
     elif launch.is_causal and turns > 1:  # handed out longest first, they end within a short tile of one another
         own_steps = max(float(steps[-1]), float(steps.sum()) * launch.batch_heads / places + float(steps[0]))
     else:
         own_steps = turns * float(steps[-1])
-    return schedule.step_cost * own_steps
+    return schedule.step_cost * (own_steps + START_COST_STEPS * (launch.order == "dynamic"))
 
 
 def _steps_of_tiles(launch: Launch) -> np.ndarray:
@@ -314,20 +308,3 @@ def _steps_of_tiles(launch: Launch) -> np.ndarray:
         rows = launch.first_query(0) + schedule.query_tile * np.arange(1, launch.num_tiles + 1)
         ends = np.minimum(rows, min(launch.num_keys, launch.num_queries))
     return np.maximum(-(-ends // schedule.key_tile), schedule.masked_tiles(launch.is_causal))
-
-
-def _longest_program_in_rounds(launch: Launch, steps: np.ndarray, places: int) -> float:
-    """The most steps that a program of the order `rounds` takes, where `steps` are those of a head's tiles.
-
-    Items as `items_of_program` has them, all heads of a group at one tile, and a round a row of them.
-    """
-    num_programs = min(launch.num_items, places)
-    if not launch.is_causal:  # all are equally long
-        return -(-launch.num_items // num_programs) * float(steps[-1])
-    groups, remaining = divmod(launch.batch_heads, launch.heads_together)
-    longest_first = steps[::-1]
-    items = np.tile(np.repeat(longest_first, launch.heads_together), groups), np.repeat(longest_first, remaining)
-    missing = np.zeros(-launch.num_items % num_programs)
-    rounds = np.concatenate([*items, missing]).reshape(-1, num_programs)
-    forth, back = rounds[::2].sum(0), rounds[1::2].sum(0)
-    return float((forth + back[::-1]).max())

@@ -1,7 +1,7 @@
 """Which tiles of queries a program of the Hopper forward computes, and which key tiles each of them walks.
 
 Arithmetic on integers, which copier and consumers do alike. A work item is a tile of queries of one head, or a pair of
-them; a program takes items in turns. Three walks share the rest:
+them; a program takes one or several. Three walks share the rest:
 
   dense    from the last visible key tile to the first
   lists    of a `BlockMask`'s row of tiles: the partial ones, then the full ones
@@ -91,26 +91,6 @@ def num_work_items(num_tiles, BATCH_HEADS, PAIRED: gl.constexpr):
         return (num_tiles + 1) // 2 * BATCH_HEADS
     else:
         return num_tiles * BATCH_HEADS
-
-
-@gluon.jit
-def end_of_turns(num_items, program, num_programs, IN_ROUNDS: gl.constexpr):
-    """Where a program's turns end: they are the numbers from its own on, num_programs apart."""
-    if IN_ROUNDS:
-        rounds = num_items // num_programs
-        position = program + rounds % 2 * (num_programs - 1 - 2 * program)
-        return (rounds + (position < num_items % num_programs)) * num_programs
-    else:
-        return num_items
-
-
-@gluon.jit
-def item_of_turn(turn, program, num_programs, IN_ROUNDS: gl.constexpr):
-    """The work item of a turn. IN_ROUNDS: every other round hands items out from the last program to the first."""
-    if IN_ROUNDS:
-        return turn + turn // num_programs % 2 * (num_programs - 1 - 2 * program)
-    else:
-        return turn
 
 
 @gluon.jit
@@ -312,14 +292,21 @@ def key_place(head, key, batch, sequence, PLAN: gl.constexpr):
 
 
 @gluon.jit
-def listed_tile(step, tile, problem, mask, PLAN: gl.constexpr):
-    """(first key, coordinates of its bits in `mask.words`) of a step of a tile's walk along its mask."""
+def listed_tile(step, tile, problem, mask, PLAN: gl.constexpr, FIRST: gl.constexpr = False):
+    """(first key, coordinates of its bits in `mask.words`) of a step of a tile's walk along its mask.
+
+    FIRST: of step 0, whose loads do not wait to hear how long the lists are.
+    """
     entry, part = place_in_lists(step, tile.masked, PLAN.key_block // PLAN.key_tile)
     is_partial = step < tile.masked
+    has_partial, has_full = is_partial, step >= tile.masked
+    if FIRST:
+        entry, part, has_partial, has_full = 0, 0, mask.WIDTH > 0, mask.FULL_WIDTH > 0
     partial = tile.number * mask.WIDTH + entry
-    block = gl.load(mask.partial + partial, mask=is_partial, other=0)
-    block += gl.load(mask.full + tile.number * mask.FULL_WIDTH + entry, mask=step >= tile.masked, other=0)
-    pattern = gl.load(mask.patterns + partial, mask=is_partial, other=0)
+    block = gl.load(mask.partial + partial, mask=has_partial, other=0)
+    full = gl.load(mask.full + tile.number * mask.FULL_WIDTH + entry, mask=has_full, other=0)
+    pattern = gl.load(mask.patterns + partial, mask=has_partial, other=0)
+    block = gl.where(is_partial, block, full)
     first_key = gl.where(tile.live == 0, problem.N_KEYS, block * PLAN.key_block + part * PLAN.key_tile)
     row = gl.where(tile.live == 0, mask.WORD_ROWS, pattern * PLAN.query_block + tile.first_query % PLAN.query_block)
     return first_key, [row, part * (PLAN.key_tile // KEYS_PER_WORD)]

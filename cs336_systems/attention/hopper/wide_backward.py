@@ -54,6 +54,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from cs336_systems.attention.hopper import backward_walk
+from cs336_systems.attention.hopper.builtins import mma_layout
 from cs336_systems.attention.hopper.descriptors import readable, tile_descriptor
 from cs336_systems.attention.hopper.light import LIGHT_ROWS, preprocess
 from cs336_systems.attention.hopper.schedule import CONSUMER_WARPS, plan_forward
@@ -85,15 +86,9 @@ DKDV_NUMBERS = ["N_KV_HEADS", "HEADS_TOGETHER", "N_QUERIES", "N_KEYS"]
 
 
 @gluon.constexpr_function
-def _mma_layout(columns):
-    """Where a warp group's wgmma leaves a (64, columns) tile in registers."""
-    return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 16])
-
-
-@gluon.constexpr_function
 def _operand_layout(columns):
     """Where its left operand is, (64, rows of the right one)."""
-    return gl.DotOperandLayout(operand_index=0, parent=_mma_layout(columns), k_width=2)
+    return gl.DotOperandLayout(operand_index=0, parent=mma_layout(columns), k_width=2)
 
 
 @gluon.jit
@@ -140,7 +135,7 @@ def _opaque_zero(problem, step):
 @gluon.jit
 def _start_product(own, streamed):
     """own streamed', in flight."""
-    zeros = gl.zeros([ROWS, STREAMED], gl.float32, _mma_layout(STREAMED))
+    zeros = gl.zeros([ROWS, STREAMED], gl.float32, mma_layout(STREAMED))
     return warpgroup_mma(own, streamed.permute((1, 0)), zeros, use_acc=False, is_async=True)
 
 
@@ -259,7 +254,7 @@ def _start_scores_of_keys(shared, step, zero):
 @gluon.jit
 def _dv_step(shared, problem, dV, S, step, last_step, is_diagonal, IS_CAUSAL: gl.constexpr):
     slot, phase = ring_slot(step, SLOTS)
-    L = shared.L_slots.index(slot).load(gl.SliceLayout(0, _mma_layout(STREAMED)))
+    L = shared.L_slots.index(slot).load(gl.SliceLayout(0, mma_layout(STREAMED)))
     mbarrier.arrive(shared.q_empty.index(slot), count=1)
     P = gl.exp2(S * problem.scale_log2 - L[None, :])
     if IS_CAUSAL and is_diagonal:  # a branch, since no matmul of this consumer is in flight
@@ -283,7 +278,7 @@ def _dv_step(shared, problem, dV, S, step, last_step, is_diagonal, IS_CAUSAL: gl
 def _sum_dv(dV_desc, shared, problem, GROUP: gl.constexpr, IS_CAUSAL: gl.constexpr):
     D_TILE: gl.constexpr = shared.K_tile.shape[2]
     tile = key_tile_of(gl.program_id(0), gl.num_programs(0), problem, IS_CAUSAL)
-    dV = gl.zeros([ROWS, D_TILE], gl.float32, _mma_layout(D_TILE))
+    dV = gl.zeros([ROWS, D_TILE], gl.float32, mma_layout(D_TILE))
     last_step = GROUP * tile.steps - 1
     mbarrier.wait(shared.own_full.index(0), 0)
     S = warpgroup_mma_wait(0, [_start_scores_of_keys(shared, 0, 0)])
@@ -302,7 +297,7 @@ def _start_dP_of_keys(shared, step, zero):
 
 @gluon.jit
 def _dk_step(shared, problem, dK, dP, step, last_step):
-    S_LAYOUT: gl.constexpr = _mma_layout(STREAMED)
+    S_LAYOUT: gl.constexpr = mma_layout(STREAMED)
     slot, phase = ring_slot(step, SLOTS)
     mbarrier.arrive(shared.do_empty.index(slot), count=1)
     delta = shared.delta_slots.index(slot).load(gl.SliceLayout(0, S_LAYOUT))
@@ -323,7 +318,7 @@ def _dk_step(shared, problem, dK, dP, step, last_step):
 def _sum_dk(dK_desc, shared, problem, GROUP: gl.constexpr, IS_CAUSAL: gl.constexpr):
     D_TILE: gl.constexpr = shared.V_tile.shape[2]
     tile = key_tile_of(gl.program_id(0), gl.num_programs(0), problem, IS_CAUSAL)
-    dK = gl.zeros([ROWS, D_TILE], gl.float32, _mma_layout(D_TILE))
+    dK = gl.zeros([ROWS, D_TILE], gl.float32, mma_layout(D_TILE))
     last_step = GROUP * tile.steps - 1
     mbarrier.wait(shared.own_full.index(0), 0)
     dP = warpgroup_mma_wait(0, [_start_dP_of_keys(shared, 0, 0)])
@@ -456,7 +451,7 @@ def _dq_step(
 @gluon.jit
 def _sum_dq(consumer: gl.constexpr, dQ_desc, rows_ptr, N_ROWS, shared, problem, PLAN: gl.constexpr):
     D_TILE: gl.constexpr = PLAN.head_tile
-    ROW_LAYOUT: gl.constexpr = gl.SliceLayout(1, _mma_layout(STREAMED))
+    ROW_LAYOUT: gl.constexpr = gl.SliceLayout(1, mma_layout(STREAMED))
     tile, batch, head, sequence = _own_tile(problem, PLAN)
     first_row = rows_of_consumer(tile.first_query, consumer, sequence.num_queries)
     rows = first_row + gl.arange(0, ROWS, ROW_LAYOUT)
@@ -466,7 +461,7 @@ def _sum_dq(consumer: gl.constexpr, dQ_desc, rows_ptr, N_ROWS, shared, problem, 
     rows_of_head = rows_ptr + tile.batch_head.to(gl.int64) * (2 * N_ROWS)
     L = gl.load(rows_of_head + rows, mask=rows < sequence.num_queries, other=float("inf"))
     delta = gl.load(rows_of_head + N_ROWS + rows, mask=rows < sequence.num_queries, other=0.0)
-    dQ = gl.zeros([ROWS, D_TILE], gl.float32, _mma_layout(D_TILE))
+    dQ = gl.zeros([ROWS, D_TILE], gl.float32, mma_layout(D_TILE))
     last_step = tile.steps - 1
     first_step = 0
     if PLAN.is_causal and not sees_tile(first_row, last_step * STREAMED):  # the first keys come after all of these rows
@@ -535,13 +530,7 @@ def hopper_wide_backward(
 
     grad_q = empty_like(q)
     num_key_tiles = num_tiles(min(num_keys, num_queries) if is_causal else num_keys, ROWS.value)
-    num_seen = num_key_tiles * ROWS.value
-    if num_seen >= num_keys:
-        grad_k, grad_v = empty_like(k), empty_like(v)
-    else:  # the kernel does not write keys that no query sees
-        grad_k, grad_v = k.new_empty(k.shape), k.new_empty(k.shape)
-        for x in (grad_k, grad_v):
-            x[:, :, num_seen:] = 0
+    grad_k, grad_v = gradients_of_keys(k, num_key_tiles * ROWS.value)
     rows = empty((batch * heads, 2, num_rows), torch.float32, q.device)
     tiles = tuple(tile_descriptor(x, ROWS.value) for x in (q, k, v, grad_output))
     log_launch("backward", WIDE_BACKWARD, q, num_queries, num_keys)
@@ -571,3 +560,13 @@ def hopper_wide_backward(
     if width != head_dim:
         grad_q, grad_k, grad_v = (x[..., :head_dim].contiguous() for x in (grad_q, grad_k, grad_v))
     return grad_q, grad_k, grad_v
+
+
+def gradients_of_keys(k: Tensor, num_seen: int) -> tuple[Tensor, Tensor]:
+    """Room for dK and dV; zeros for the keys from `num_seen` on, which no query sees and no kernel writes."""
+    if num_seen >= k.shape[2]:
+        return empty_like(k), empty_like(k)
+    grad_k, grad_v = k.new_empty(k.shape), k.new_empty(k.shape)
+    for x in (grad_k, grad_v):
+        x[:, :, num_seen:] = 0
+    return grad_k, grad_v

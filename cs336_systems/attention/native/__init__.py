@@ -67,6 +67,7 @@ def build() -> Path:
     from torch.utils.cpp_extension import include_paths
 
     path, libraries = library_path(), Path(torch.__file__).parent / "lib"
+    load.cache_clear()  # whatever was found before, another process may have built it since
     if path.exists():
         return path
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -88,5 +89,4 @@ def build() -> Path:
             raise RuntimeError(f"{command[0]} does not compile {SOURCE.name}: {errors[0]}")
         unfinished.chmod(0o700)
         unfinished.replace(path)
-    load.cache_clear()
     return path
