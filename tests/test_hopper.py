@@ -653,7 +653,24 @@ def test_gradient_of_a_sum_has_stride_zero(head_dim):
 )
 @WIDTHS
 def test_hard_values(head_dim, kind, dtype, is_causal, each_schedule):
-    q, k, v, grad_output = inputs(1, 2, 2, 430, 430, head_dim, torch.float32, "cuda")
+    """Huge logits in the median of five draws: of one draw in twelve, attention in float64 with only the scores in
+    float32 and P, O and dS in bfloat16 has a dQ that is over its bound, by a tenth."""
+    draws = [_hard_values(kind, head_dim, dtype, seed) for seed in range(5 if "logits" in kind else 1)]
+    oracles = [compute_oracle(*tensors, is_causal=is_causal) for tensors in draws]
+    for schedule in each_schedule(head_dim):
+        errors = [
+            contract_errors(oracle, run(*tensors, backend="hopper", is_causal=is_causal))
+            for oracle, tensors in zip(oracles, draws)
+        ]
+        for name in errors[0]:
+            found = sorted(one[name] for one in errors)
+            assert found[len(found) // 2] <= 1 and found[-1] <= 1.25, (schedule, name, found)
+
+
+def _hard_values(kind: str, head_dim: int, dtype: str, seed: int) -> list[Tensor]:
+    q, k, v, grad_output, *rare = (
+        draw(1, 2, 430, head_dim, dtype=torch.float32, device="cuda", seed=10 * seed + number) for number in range(6)
+    )
     if "logits" in kind:
         # As in test_s4_attention: a common offset of the scaled scores, over ordinary ones.
         offset = math.sqrt((4e3 if dtype == "float16" else 1e5) * 8)
@@ -663,17 +680,8 @@ def test_hard_values(head_dim, kind, dtype, is_causal, each_schedule):
     elif kind == "constant-rows":
         q, k = torch.ones_like(q), torch.ones_like(k)
     else:
-        rare = draw(*q.shape, dtype=torch.float32, device="cuda", seed=9) > 3.09
-        q = q + rare * 10 * draw(*q.shape, dtype=torch.float32, device="cuda", seed=10)
-    tensors = [x.to(DTYPES[dtype]) for x in (q, k, v, grad_output)]
-    oracle = compute_oracle(*tensors, is_causal=is_causal)
-    # Whether the roundings of P, O and dS alone stay within the bounds is the draw's luck where logits are huge.
-    ideal = contract_errors(oracle, ideal_attention(*tensors, is_causal=is_causal))
-    for schedule in each_schedule(head_dim):
-        errors = contract_errors(oracle, run(*tensors, backend="hopper", is_causal=is_causal))
-        assert all(error <= max(1, 1.25 * ideal.get(name, 0)) for name, error in errors.items()), (
-            schedule, errors, ideal
-        )  # fmt: skip
+        q = q + (rare[0] > 3.09) * 10 * rare[1]
+    return [x.to(DTYPES[dtype]) for x in (q, k, v, grad_output)]
 
 
 @on_hopper
