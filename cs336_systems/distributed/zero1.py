@@ -34,8 +34,8 @@ from cs336_systems.distributed.collectives import (
     reduce_scatter_mean_flat,
     wait_for,
 )
-from cs336_systems.distributed.ddp import Accumulating, call_at_each_gradient
-from cs336_systems.distributed.ddp_bucketed import BYTES_PER_MB, Bucket, BucketQueue, plan_buckets
+from cs336_systems.distributed.ddp import Accumulating, SendQueue, call_at_each_gradient
+from cs336_systems.distributed.ddp_bucketed import BYTES_PER_MB, Bucket, plan_buckets
 from cs336_systems.distributed.optimizer_shares import OptimizerOfShares, check_elementwise, hyperparameters
 
 ALIGNMENT = 64  # elements, of a rank's slice
@@ -85,11 +85,11 @@ class Zero1Optimizer(OptimizerOfShares, Accumulating):
             local_groups.append({**hyperparameters(group), "params": [bucket.master for bucket in buckets]})
         self.local = optimizer_cls(local_groups, **kwargs)
         self.take_settings()
-        # Groups (decayed or not) take turns in a backward, which the queue learns in the first step.
-        self._queue = BucketQueue(self.buckets, process_group)
         self._finished = False  # whether all are reduced, and no step has used them
-        self._places = [(bucket, place) for bucket in self.buckets for place in range(len(bucket.parameters))]
-        in_buckets = [bucket.parameters[place] for bucket, place in self._places]
+        self._places = [(number, place) for number, one in enumerate(self.buckets) for place in range(len(one.views))]
+        in_buckets = [parameter for bucket in self.buckets for parameter in bucket.parameters]
+        # Groups (decayed or not) take turns in a backward, which the queue learns in the first step.
+        self._queue = SendQueue([number for number, _ in self._places], in_buckets, process_group)
         call_at_each_gradient(self, in_buckets, Zero1Optimizer._gradient_arrived)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -102,17 +102,20 @@ class Zero1Optimizer(OptimizerOfShares, Accumulating):
 
     def _gradient_arrived(self, index: int) -> None:
         """Take the gradient into its bucket, and reduce the buckets that are full and whose turn it is."""
-        bucket, place = self._places[index]
-        if bucket not in self._queue.waiting:
+        number, place = self._places[index]
+        if number not in self._queue.waiting:
             raise RuntimeError("a second backward before step(): run all but the last one under no_sync()")
-        bucket.take_gradient(place)
+        self.buckets[number].take_gradient(place)
         if self.sends:
-            self._queue.arrive(bucket, place)
+            self._queue.arrive(index, self._send)
+
+    def _send(self, message: int) -> Work:
+        return self.buckets[message].reduce()
 
     def finish_gradient_synchronization(self) -> None:
         """Reduce the buckets that unused parameters kept waiting, and wait for all; RuntimeError within `no_sync`."""
         self.check_sending()
-        self._queue.finish()
+        self._queue.finish(self._send)
         self._finished = True
 
     def averaged_gradients(self) -> list[Tensor]:
@@ -185,7 +188,8 @@ class ShardedBucket(Bucket):
     """A bucket whose parameters are views of a flat tensor too, and this rank's slice of both, in float32 at least."""
 
     def __init__(self, parameters: list[Tensor], owner: Zero1Optimizer) -> None:
-        super().__init__(parameters, owner.process_group, multiple=owner.num_ranks * ALIGNMENT)
+        super().__init__(parameters, multiple=owner.num_ranks * ALIGNMENT)
+        self.group = owner.process_group
         self.flat_parameters = torch.zeros_like(self.flat)
         self.parameter_views = self.views_of(self.flat_parameters)
         for parameter, view in zip(parameters, self.parameter_views):
@@ -208,13 +212,13 @@ class ShardedBucket(Bucket):
         super().take_gradient(place)
 
     @torch.no_grad()
-    def send(self) -> None:
+    def reduce(self) -> Work:
         """Start averaging; what no backward touched counts as zero."""
         for parameter, view in zip(self.parameters, self.views):
             if parameter.grad is None:
                 view.zero_()
-        self.work = reduce_scatter_mean_flat(self.gradient, self.flat, self.group, async_op=True)
         self.master.grad = self.gradient
+        return reduce_scatter_mean_flat(self.gradient, self.flat, self.group, async_op=True)
 
     def follow_parameters(self) -> None:
         """Let the master take up what was written into parameters since the gather, as by `model.load_state_dict`."""
