@@ -14,6 +14,7 @@ from torch.optim import LBFGS, SGD, Adafactor
 
 from cs336_systems.analysis.memory import fsdp_bytes
 from cs336_systems.config import MODEL_SIZES, Precision, RunConfig
+from cs336_systems.distributed.ddp_overlap import OverlapDDP
 from cs336_systems.distributed.fsdp.wrapper import FSDP
 from cs336_systems.distributed.sharded_optimizer import ShardedOptimizer
 from cs336_systems.distributed.zero1 import Zero1Optimizer
@@ -365,3 +366,17 @@ def test_a_single_rank_shards_nothing_and_sends_nothing(implementation):
     cell = sharding_cell(sharding_case(run, 1, None), implementation)
     found = {(one.row.mode, one.row.quantity): one for one in ShardingExperiment().measure(cell, run)}
     assert found["train_step", "time"].error <= 1 and found["train_step", "communication_time"].samples == [0]
+
+
+def test_what_zero1_would_average_twice_or_not_see_is_refused(alone_in_a_group):
+    """Both trained on wrongly in silence."""
+    wrapped = OverlapDDP(nn.Linear(2, 2))
+    with pytest.raises(ValueError, match="OverlapDDP averages the gradients already: give Zero1Optimizer the plain mod"):
+        Zero1Optimizer(wrapped.parameters(), SGD, lr=0.1)
+    model = wrapped.module
+    del wrapped
+    optimizer = Zero1Optimizer(model.parameters(), SGD, lr=0.1)
+    model(torch.ones(3, 2)).sum().backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+    with pytest.raises(RuntimeError, match="a gradient was changed after it was averaged.* clip_grad_norm_ of the opt"):
+        optimizer.step()

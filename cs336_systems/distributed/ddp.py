@@ -21,7 +21,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -68,6 +68,8 @@ class DataParallel(nn.Module, Accumulating, ABC):
     `group`, and for a module with `max_norm`; RuntimeError without a process group.
     """
 
+    alive: ClassVar[weakref.WeakSet[DataParallel]] = weakref.WeakSet()  # for what averages gradients as well
+
     def __init__(self, module: nn.Module, group: Group = None, *, find_unused_parameters: bool = False) -> None:
         super().__init__()
         if not isinstance(module, nn.Module):
@@ -81,6 +83,7 @@ class DataParallel(nn.Module, Accumulating, ABC):
         self.find_unused_parameters = find_unused_parameters
         named = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
         self.names, self.trainable = [*named], [*named.values()]
+        self.alive.add(self)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.module(*args, **kwargs)

@@ -34,7 +34,7 @@ from cs336_systems.distributed.collectives import (
     reduce_scatter_mean_flat,
     wait_for,
 )
-from cs336_systems.distributed.ddp import Accumulating, SendQueue, call_at_each_gradient
+from cs336_systems.distributed.ddp import Accumulating, DataParallel, SendQueue, call_at_each_gradient
 from cs336_systems.distributed.ddp_bucketed import BYTES_PER_MB, Bucket, plan_buckets
 from cs336_systems.distributed.optimizer_shares import OptimizerOfShares, check_elementwise, hyperparameters
 
@@ -52,9 +52,10 @@ class Zero1Optimizer(OptimizerOfShares, Accumulating):
         kwargs: for `optimizer_cls`.
 
     The parameters' memory is replaced by views of the buckets: build it after the model is on its device. Raises
-    ValueError for a bad bucket size, an optimizer that is not elementwise, parameters that differ between ranks or a
-    closure; RuntimeError without a process group, on a second backward before `step` outside of `no_sync`, for a
-    parameter that got other memory, for gradients to be finished under `no_sync`, and for a group added later.
+    ValueError for a bad bucket size, an optimizer that is not elementwise, parameters that differ between ranks or
+    are a DDP wrapper's, or a closure; RuntimeError without a process group, on a second backward before `step` outside
+    of `no_sync`, for a parameter that got other memory, a gradient that was changed after it was averaged, gradients to
+    be finished under `no_sync`, and a group added later.
     float16 needs the LossScaler of `loss_scale.py`; torch.amp.GradScaler is refused with a TypeError.
     """
 
@@ -71,6 +72,12 @@ class Zero1Optimizer(OptimizerOfShares, Accumulating):
             raise ValueError(f"bucket_size_mb must be positive, got {bucket_size_mb!r}")
         super().__init__(params, optimizer_cls, process_group, kwargs)
         check_elementwise(optimizer_cls, kwargs, rows=False)
+        for wrapper in DataParallel.alive:
+            if not set(wrapper.trainable).isdisjoint(self.parameters):
+                kind = type(wrapper).__name__
+                raise ValueError(
+                    f"{kind} averages the gradients already: give Zero1Optimizer the plain module's parameters"
+                )
         check_same_shapes(((str(place), parameter) for place, parameter in enumerate(self.parameters)), process_group)
         for parameter in self.parameters:
             if not parameter.requires_grad:  # in no bucket, whose values rank 0 sends
@@ -138,6 +145,7 @@ class Zero1Optimizer(OptimizerOfShares, Accumulating):
         self.finish_gradient_synchronization()
         self.give_settings()
         for bucket in self.buckets:
+            bucket.check_gradients()
             bucket.follow_parameters()
         self.local.step()
         wait_for([bucket.gather() for bucket in self.buckets])
@@ -217,8 +225,16 @@ class ShardedBucket(Bucket):
         for parameter, view in zip(self.parameters, self.views):
             if parameter.grad is None:
                 view.zero_()
-        self.master.grad = self.gradient
+        self.master.grad, self.version = self.gradient, self.flat._version
         return reduce_scatter_mean_flat(self.gradient, self.flat, self.group, async_op=True)
+
+    def check_gradients(self) -> None:
+        """RuntimeError for what was written into gradients since `reduce`: the update would not see it."""
+        if self.flat._version != self.version:
+            raise RuntimeError(
+                "a gradient was changed after it was averaged, which the update does not see: clip with "
+                "clip_grad_norm_ of the optimizer, not with torch's"
+            )
 
     def follow_parameters(self) -> None:
         """Let the master take up what was written into parameters since the gather, as by `model.load_state_dict`."""
