@@ -298,7 +298,7 @@ HOSTILE: list[tuple[Edit, str]] = [
     (lambda content, weight: weight["chunks"][0].update(file="../../secret"), "it names '../../secret', which is no"),
     (lambda content, weight: weight["chunks"][0].update(file="rank-7.bin"), "rank-7.bin is missing or no regular file"),
     (lambda content, weight: weight["chunks"][0].update(start=2**40), "rank-0.bin has not the bytes of 'model.used.we"),
-    (lambda content, weight: weight["chunks"][0].update(sizes=[2**40, 5], length=2**44), "has not the bytes of"),
+    (lambda content, weight: weight["chunks"][0].update(rows=2**40, length=20 * 2**40), "has not the bytes of"),
     (lambda content, weight: weight.update(dtype="float64"), "has not the bytes of"),
     (lambda content, weight: weight.update(size=[-1, 5]), "its chunks of 'model.used.weight' have 5 rows, and its"),
     (lambda content, weight: weight.update(size="x"), "is damaged: "),
@@ -338,8 +338,8 @@ def test_damaged_and_hostile_checkpoints_are_refused_and_nothing_of_them_runs(tm
     refused(cut, "index.json is damaged: rank-0.bin has not the bytes of .*: it is cut off")
     old = copy("old")
     (old / "index.json").write_text('{"format": 1, "tensors": {}}')
-    refused(old, "it has format 1, this code reads 2")
-    for number, text in enumerate(("[]", '{"format": 2, "crc', "[" * 100_000)):
+    refused(old, "it has format 1, this code reads 3")
+    for number, text in enumerate(("[]", '{"format": 3, "crc', "[" * 100_000)):
         path = copy(f"text-{number}")
         (path / "index.json").write_text(text)
         refused(path, "index.json is damaged: ")
