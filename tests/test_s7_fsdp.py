@@ -443,35 +443,6 @@ def test_a_step_before_the_end_of_the_synchronization_is_refused(alone_in_a_grou
     wrapped(torch.ones(2, 4))
 
 
-class Collecting(torch.optim.SGD):
-    """Collects garbage where Python may at any time: between the hooks of an optimizer's step."""
-
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        gc.collect()
-
-
-def test_a_model_that_is_collected_during_a_step_leaves_the_step_alone(alone_in_a_group):
-    """Once a rank's step raised "OrderedDict mutated during iteration", and the other ranks waited for it."""
-    wrapped, dropped = FSDP(nn.Sequential(nn.Linear(4, 4))), FSDP(nn.Sequential(nn.Linear(4, 4)))
-    optimizer = Collecting(wrapped.parameters(), lr=0.1)
-    wrapped(torch.ones(2, 4)).sum().backward()
-    dropped.itself = [dropped]  # so that only the collector finds it
-    del dropped
-    optimizer.step()
-
-
-def test_norms_leave_out_what_was_frozen_after_wrapping(alone_in_a_group):
-    wrapped = FSDP(seeded(odd_model))
-    wrapped(torch.randn(4, 3), []).backward()
-    wrapped.finish_gradient_synchronization()
-    whole = wrapped.clip_grad_norm_(1e9)
-    frozen = wrapped.module.start.weight.requires_grad_(False)
-    rest = wrapped.clip_grad_norm_(1e9)
-    assert rest.square().item() == pytest.approx((whole.square() - frozen.grad.square().sum()).item(), rel=1e-5)
-    assert rest < whole
-
-
 def test_what_no_sync_put_aside_is_finished_outside_and_first(alone_in_a_group):
     wrapped = FSDP(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)))
     with wrapped.no_sync():

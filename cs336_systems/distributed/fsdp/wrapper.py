@@ -317,10 +317,10 @@ class FSDP(nn.Module, Accumulating):
         """As `clip_shards`, after `finish_gradient_synchronization`; RuntimeError where gradients wait for that."""
         if any(weight.accumulated is not None for weight in self.weights.values()):
             raise RuntimeError("gradients wait that no_sync put aside: call finish_gradient_synchronization() first")
-        trained = [weight.shard for weight in self.weights.values() if weight.shard.requires_grad]
+        shards = [weight.shard for weight in self.weights.values()]
         sharded, whole = (
             [one.grad for one in parameters if one.grad is not None and one.numel()]
-            for parameters in (trained, self._replicated)
+            for parameters in (shards, self._replicated)
         )
         return clip_shards(sharded, whole, max_norm, self.group, self.device, eps)
 
