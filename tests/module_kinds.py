@@ -174,6 +174,18 @@ def alternates() -> nn.Module:
     return Net(lambda m, x: m.branches[m.step % 2](x).tanh(), branches=branches, step=0)
 
 
+def routed(model: Any, x: Tensor) -> Tensor:
+    """Has a branch for some samples, so that a rank may use it alone."""
+    x, chosen = model.inner(x), x[:, :1] > 0.5
+    return torch.where(chosen, model.branch(x), x) if chosen.any() else x
+
+
+def single_among_double(model: Any, x: Tensor) -> Tensor:
+    """The roundings of a float32 weight reach no other: it has a gradient, and no effect."""
+    single = model.single.double()
+    return model.inner(x) + (single - single.detach())
+
+
 class FrozenStatistics(nn.BatchNorm1d):
     """Batch normalization as fine-tuning uses it, by running statistics: those of a batch differ between ranks."""
 
@@ -361,6 +373,8 @@ KINDS: dict[str, Kind] = {
     "recursive": Kind(lambda: recursive(2), vectors),
     "unused layer": Kind(lambda: Net(lambda m, x: m.used(x), used=linear(), unused=linear()), vectors),
     "alternating branches": Kind(alternates, vectors),
+    "routed samples": Kind(lambda: Net(routed, inner=linear(), branch=linear()), vectors),
+    "mixed dtypes": Kind(lambda: Net(single_among_double, inner=linear(), single=matrix(WIDTH)), vectors),
     # parametrizations and hooks
     "weight norm": Kind(lambda: nn.Sequential(parametrizations.weight_norm(linear()), nn.Tanh(), linear()), vectors),
     "legacy weight norm": Kind(lambda: nn.Sequential(legacy_weight_norm(linear()), nn.Tanh(), linear()), vectors),
@@ -398,9 +412,10 @@ KINDS: dict[str, Kind] = {
 
 
 def double(model: nn.Module) -> nn.Module:
-    """`model` in float64; complex parameters stay complex."""
-    for parameter in model.parameters():
-        parameter.data = parameter.data.to(torch.complex128 if parameter.is_complex() else torch.float64)
+    """`model` in float64; complex parameters stay complex, and one called "single" stays float32."""
+    for name, parameter in model.named_parameters():
+        if not name.endswith("single"):
+            parameter.data = parameter.data.to(torch.complex128 if parameter.is_complex() else torch.float64)
     for buffer in model.buffers():
         if buffer.is_floating_point():
             buffer.data = buffer.data.to(torch.float64)

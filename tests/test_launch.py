@@ -174,28 +174,19 @@ def test_a_result_that_cannot_be_sent_is_told():
         run_ranks(return_a_generator, 1)
 
 
-@pytest.mark.parametrize(
-    ("num_ranks", "options", "message"),
-    [
+def test_arguments_are_checked_before_anything_starts(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    cases = [
         (0, {}, "num_ranks must be a positive int, got 0"),
         (2, {"backend": "mpi"}, "backend must be gloo, or nccl with device 'cuda', got 'mpi' and 'cpu'"),
         (2, {"device": "tpu"}, "backend must be gloo, or nccl with device 'cuda', got 'gloo' and 'tpu'"),
         (2, {"backend": "nccl"}, "backend must be gloo, or nccl with device 'cuda', got 'nccl' and 'cpu'"),
         (2, {"start_method": "fork"}, "start_method must be spawn, or forkserver for device 'cpu', got 'fork'"),
-    ],
-)
-def test_arguments_are_checked_before_anything_starts(num_ranks, options, message):
-    with pytest.raises(ValueError, match=message):
-        run_ranks(own_place, num_ranks, **options)
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without CUDA")
-def test_cuda_is_refused_where_there_is_none():
-    with pytest.raises(ValueError, match=r"device 'cuda' was asked for, and torch.cuda.is_available\(\) is False"):
-        run_ranks(own_place, 2, device="cuda")
-
-
-def test_nccl_needs_a_gpu_a_rank(monkeypatch):
+        (2, {"device": "cuda"}, r"device 'cuda' was asked for, and torch.cuda.is_available\(\) is False"),
+    ]
+    for num_ranks, options, message in cases:
+        with pytest.raises(ValueError, match=message):
+            run_ranks(own_place, num_ranks, **options)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises(ValueError, match="'nccl' needs a GPU a rank: num_ranks is 3 on this host, which has 2"):

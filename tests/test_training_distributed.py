@@ -235,10 +235,3 @@ def test_another_curve_is_not_recorded():
     assert curve_error([*curve[:20], *(loss * (1 + 2 * LAST_BOUND) for loss in curve[20:])], curve) > 1
     assert curve_error([*curve[:15], float("nan"), *curve[16:]], curve) == float("inf")
     assert curve_error(curve[:-1], curve) == float("inf")
-
-
-def test_a_split_of_contexts_that_does_not_fit_is_refused():
-    with pytest.raises(ValueError, match="TrainingConfig.context_parallel must be a divisor of 2 ranks, got 3"):
-        wrapped("fsdp", context_parallel=3)
-    with pytest.raises(ValueError, match="context_parallel must be half a divisor of the context length 30, got 2"):
-        wrapped("fsdp", context_parallel=2, model=replace(SMALL, context_length=30))
