@@ -42,7 +42,7 @@ from cs336_systems.distributed.launch import run_ranks
 from cs336_systems.distributed.sharded_optimizer import ShardedOptimizer
 from cs336_systems.distributed.zero1 import Zero1Optimizer
 from tests.module_kinds import KINDS, Kind, double
-from tests.sharding_models import whole
+from tests.sharding_models import RaiseInBackward, whole
 
 UNUSED_PARAMETERS = [KINDS[name] for name in ("unused layer", "alternating branches", "routed samples")]  # in a step
 COVERS = ("cs336_systems/distributed", "tests/module_kinds.py")
@@ -73,6 +73,7 @@ REFUSED: list[tuple[str, str, str, str]] = [
 LEFT_OUT: list[tuple[str, str, str]] = [
     ("zero1", "max norm", "*"),  # it sees parameters, not the modules that rescale them by their batch
     ("zero1", "alternating branches", "*"),  # its momentum goes on in steps that do not use a parameter, as it says
+    ("*", "routed samples", "thrown away"),  # a rank would raise alone
     ("fsdp, *", "routed samples", "*"),  # refuses steps in which ranks run other modules: test_s7_fsdp.py
 ]
 # What once went wrong, in silence or by a crash, is tried in every run: (wrappers, kinds, uses).
@@ -139,10 +140,9 @@ class Side:
         """Throw this step's gradients away, some on their way."""
         if isinstance(self.model, DataParallel):
             self.model.skip_step()
-        else:
+        if isinstance(self.optimizer, Zero1Optimizer):
             self.finish()
-            self.model.zero_grad()
-            self.optimizer.zero_grad()
+        self.optimizer.zero_grad()
 
     def update(self) -> None:
         self.finish()
@@ -238,9 +238,23 @@ def load(side: Side, step: int) -> None:
 
 
 def throw_away(side: Side, step: int) -> None:
-    side.backward(side.loss(step + 10))
+    """Of a micro-batch, of a backward, and of one that raises."""
+    with side.no_sync():
+        side.backward(side.loss(step + 10))
+    side.model.zero_grad()
+    side.backward(side.loss(step + 20))
+    side.skip()
+    inner = [*side.module.modules()]
+    handle = inner[len(inner) // 2].register_forward_hook(_raise_in_backward)
+    with suppress(ArithmeticError):
+        side.loss(step + 30).backward()
+    handle.remove()
     side.skip()
     side.backward(side.loss(step))
+
+
+def _raise_in_backward(module: nn.Module, inputs: Any, output: Any) -> Any:
+    return RaiseInBackward.apply(output) if isinstance(output, Tensor) else output
 
 
 def synchronize_twice(side: Side, step: int) -> None:
