@@ -67,10 +67,6 @@ def sequences(generator: torch.Generator, samples: int) -> tuple[Tensor, ...]:
     return (torch.randn(samples, LENGTH, WIDTH, generator=generator, dtype=torch.float64),)
 
 
-def pairs(generator: torch.Generator, samples: int) -> tuple[Tensor, ...]:
-    return vectors(generator, samples) + vectors(generator, samples)
-
-
 def images(generator: torch.Generator, samples: int) -> tuple[Tensor, ...]:
     return (torch.randn(samples, 2, 5, 5, generator=generator, dtype=torch.float64),)
 
@@ -212,10 +208,6 @@ def mixture(model: Any, x: Tensor) -> Tensor:
     return sum(weights[..., i, None] * expert(x) for i, expert in enumerate(model.experts))  # type: ignore[return-value]
 
 
-def low_rank(model: Any, x: Tensor) -> Tensor:
-    return model.base(x) + model.up(model.down(x))
-
-
 def cell_loop(model: Any, x: Tensor) -> Tensor:
     state = x.new_zeros(len(x), WIDTH)
     for position in range(x.shape[1]):
@@ -246,29 +238,18 @@ def in_place_scaling(model: Any, x: Tensor) -> Tensor:
 
 KINDS: dict[str, Kind] = {
     # layers
-    "linear": Kind(lambda: linear(), vectors),
     "linear without bias": Kind(lambda: linear(bias=False), vectors),
     "one output": Kind(lambda: nn.Sequential(linear(WIDTH, 1), nn.Tanh(), linear(1, 1)), vectors),
     "mlp": Kind(mlp, vectors),
-    "bilinear": Kind(lambda: nn.Bilinear(WIDTH, WIDTH, 3), pairs),
-    "conv1d": Kind(lambda: Net(lambda m, x: m.conv(x), conv=nn.Conv1d(LENGTH, 4, 3, padding=1)), sequences),
     "conv2d": Kind(lambda: nn.Sequential(nn.Conv2d(2, 3, 3), nn.ReLU(), nn.Flatten(), linear(27, 3)), images),
-    "depthwise conv": Kind(lambda: nn.Sequential(nn.Conv2d(2, 4, 3, groups=2), nn.Conv2d(4, 1, 1)), images),
-    "transposed conv": Kind(lambda: nn.ConvTranspose2d(2, 3, 2), images),
-    "prelu": Kind(lambda: nn.Sequential(linear(), nn.PReLU(), linear()), vectors),
     "layer norm": Kind(lambda: nn.Sequential(nn.LayerNorm(WIDTH), linear(), nn.LayerNorm(WIDTH)), sequences),
-    "rms norm": Kind(lambda: nn.Sequential(linear(), nn.RMSNorm(WIDTH)), sequences),
-    "group norm": Kind(lambda: nn.Sequential(nn.Conv2d(2, 4, 1), nn.GroupNorm(2, 4)), images),
     "batch norm": Kind(lambda: nn.Sequential(linear(), FrozenStatistics(WIDTH), linear()), vectors),
-    "embedding": Kind(lambda: Net(lambda m, t: m.head(m.table(t)), table=embedding(), head=linear()), tokens),
     "padding index": Kind(
         lambda: Net(lambda m, t: m.head(m.table(t)), table=embedding(padding_idx=2), head=linear()), tokens
     ),
-    "embedding bag": Kind(lambda: nn.Sequential(nn.EmbeddingBag(VOCABULARY, WIDTH, mode="sum"), linear()), tokens),
     "max norm": Kind(lambda: nn.Sequential(embedding(max_norm=0.5), linear()), tokens),
     "sparse embedding": Kind(lambda: nn.Sequential(embedding(sparse=True), linear()), tokens),
     "lstm": Kind(lambda: Net(recurrent, rnn=nn.LSTM(WIDTH, 4, batch_first=True)), sequences),
-    "gru": Kind(lambda: Net(recurrent, rnn=nn.GRU(WIDTH, 4, 2, batch_first=True, bidirectional=True)), sequences),
     "gru cell": Kind(lambda: Net(cell_loop, cell=nn.GRUCell(WIDTH, WIDTH)), sequences),
     "multihead attention": Kind(
         lambda: Net(lambda m, x: m.attention(x, x, x)[0], attention=nn.MultiheadAttention(WIDTH, 1, batch_first=True)),
@@ -288,7 +269,6 @@ KINDS: dict[str, Kind] = {
     # models
     "transformer": Kind(transformer, tokens),
     "one block": Kind(lambda: transformer(1), tokens),
-    "language model": Kind(lambda: Net(language_model, **language_parts(3)), tokens),
     "tied embedding and head": Kind(
         lambda: tie(Net(language_model, **language_parts(2)), to="head", from_="embedding"), tokens
     ),
@@ -301,17 +281,8 @@ KINDS: dict[str, Kind] = {
         lambda: Net(lambda m, x: F.linear(m.encoder(x).tanh(), m.encoder.weight.t()), encoder=linear(WIDTH, HIDDEN)),
         vectors,
     ),
-    "residual blocks": Kind(
-        lambda: Net(lambda m, x: residual(m.blocks, x), blocks=nn.ModuleList([mlp(), mlp(), mlp()])), vectors
-    ),
     "mixture of experts": Kind(
         lambda: Net(mixture, gate=linear(WIDTH, 3), experts=nn.ModuleList(linear() for _ in range(3))), vectors
-    ),
-    "low-rank adapters": Kind(
-        lambda: freeze(
-            Net(low_rank, base=linear(), down=linear(WIDTH, 2, bias=False), up=linear(2, WIDTH, bias=False)), "base"
-        ),
-        vectors,
     ),
     # how parameters are held
     "shared layer": Kind(lambda: Net(lambda m, x: m.inner(m.inner(x).tanh()), inner=linear()), vectors),
@@ -320,7 +291,6 @@ KINDS: dict[str, Kind] = {
         lambda: Net(lambda m, x: residual(m.blocks, x), blocks=nn.ModuleList([mlp(), *[mlp()] * 2])), vectors
     ),
     "frozen first": Kind(lambda: freeze(nn.Sequential(linear(), nn.Tanh(), linear()), "0"), vectors),
-    "frozen middle": Kind(lambda: freeze(nn.Sequential(linear(), linear(), linear()), "1"), vectors),
     "only the head trained": Kind(
         lambda: freeze(Net(language_model, **language_parts(2)), "embedding", "blocks"), tokens
     ),
@@ -329,10 +299,6 @@ KINDS: dict[str, Kind] = {
     ),
     "empty": Kind(lambda: Net(lambda m, x: m.inner(x) + m.none.sum(), inner=linear(), none=matrix(0, 4)), vectors),
     "own matrix": Kind(lambda: Net(lambda m, x: x @ m.weight, weight=matrix()), vectors),
-    "positions": Kind(
-        lambda: Net(lambda m, x: m.inner(x + m.positions), positions=matrix(1, LENGTH, WIDTH), inner=linear()),
-        sequences,
-    ),
     "buffer": Kind(
         lambda: Net(lambda m, x: m.inner(x + m.shift), inner=linear(), shift=nn.Buffer(torch.ones(WIDTH))), vectors
     ),
@@ -378,13 +344,11 @@ KINDS: dict[str, Kind] = {
     # parametrizations and hooks
     "weight norm": Kind(lambda: nn.Sequential(parametrizations.weight_norm(linear()), nn.Tanh(), linear()), vectors),
     "legacy weight norm": Kind(lambda: nn.Sequential(legacy_weight_norm(linear()), nn.Tanh(), linear()), vectors),
-    "orthogonal": Kind(lambda: nn.Sequential(parametrizations.orthogonal(linear()), linear()), vectors),
     "gradient hook": Kind(lambda: hooked(nn.Sequential(linear(), linear())), vectors),
     # what goes in and out
     "list and dict arguments": Kind(
         lambda: Net(filled, blocks=nn.ModuleList(Net(fills_a_list, inner=linear()) for _ in range(2))), vectors
     ),
-    "tuple output": Kind(lambda: Net(lambda m, x: (m.a(x), m.b(x).sin()), a=linear(), b=linear()), vectors),
     "dict output": Kind(lambda: Net(lambda m, x: {"a": m.a(x), "rest": [m.b(x)]}, a=linear(), b=linear()), vectors),
     "dataclass output": Kind(
         lambda: Net(

@@ -357,7 +357,6 @@ USES: dict[str, Use] = {
     "evaluation before finishing": Use(evaluate_before_finishing),
     "checkpointed": Use(plain, lambda module: Checkpointed(module, use_reentrant=False)),
     "checkpointed reentrantly": Use(plain, lambda module: Checkpointed(module, use_reentrant=True)),
-    "checkpointed, accumulation": Use(accumulate, lambda module: Checkpointed(module, use_reentrant=False)),
     "clipping": Use(clip, updates=False, tolerance=1e-6),  # sharded norms are float32
     "gradient scaler": Use(scale, updates=False),
     "load_state_dict": Use(load),
@@ -470,14 +469,12 @@ def attempt(wrapper: str, name: str, use: str) -> Outcome:
 Case = tuple[str, str, str]
 
 
-def make(rank: int, num_ranks: int, cases: list[Case], verbose: bool = False) -> list[Outcome]:
+def make(rank: int, num_ranks: int, cases: list[Case]) -> list[Outcome]:
     torch.set_num_threads(1)
     outcomes = []
     for wrapper, name, use in cases:
         if isinstance(expected(name, use), str):  # one process cannot do it
             continue
-        if verbose and rank == 0:
-            print(f"{wrapper} × {name} × {use}", file=sys.stderr, flush=True)
         outcome = attempt(wrapper, name, use)
         everyone: list[Any] = [None] * num_ranks
         try:
@@ -549,7 +546,7 @@ def sampled_outcomes() -> list[Outcome]:
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_D2_D4_D14_a_wrapper_trains_as_one_process(wrapper):
-    check([outcome for outcome in sampled_outcomes() if outcome.wrapper == wrapper], at_least=45)
+    check([outcome for outcome in sampled_outcomes() if outcome.wrapper == wrapper], at_least=40)
 
 
 @pytest.mark.parametrize("num_ranks", [1, pytest.param(3, marks=pytest.mark.slow)])
@@ -562,26 +559,22 @@ def test_D3_D9_any_number_of_ranks(num_ranks):
 @pytest.mark.slow
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_D2_D4_D14_every_kind_in_every_use(wrapper):
-    check(run_ranks(make, 2, all_cases(wrapper), timeout_s=60)[0], at_least=1200)
+    check(run_ranks(make, 2, all_cases(wrapper), timeout_s=60)[0], at_least=1000)
 
 
 def test_wrong_outcomes_are_told():
     """So that the comparison can fail: differences, refusals that nobody expects, expected ones that do not come."""
-    assert judge([Outcome("naive", "linear", "plain")]) == []
-    assert judge([Outcome("naive", "linear", "plain", failure="differs")]) == ["naive × linear × plain: differs"]
-    assert judge([Outcome("naive", "linear", "plain", refusal="no")]) == ["naive × linear × plain: refused: no"]
-    assert "REFUSED has it" in judge([Outcome("zero1", "linear", "parameters in a later group")])[0]
+    assert judge([Outcome("naive", "mlp", "plain")]) == []
+    assert judge([Outcome("naive", "mlp", "plain", failure="differs")]) == ["naive × mlp × plain: differs"]
+    assert judge([Outcome("naive", "mlp", "plain", refusal="no")]) == ["naive × mlp × plain: refused: no"]
+    assert "REFUSED has it" in judge([Outcome("zero1", "mlp", "parameters in a later group")])[0]
 
 
 def main() -> None:
-    wrappers, kinds, uses = (sys.argv[1:] + ["*"] * 3)[:3]
-    cases = [
-        case for wrapper in WRAPPERS for case in all_cases(wrapper) if all(map(fits, case, (wrappers, kinds, uses)))
-    ]
-    outcomes = run_ranks(make, 2, cases, "-v" in sys.argv, timeout_s=120)[0]
-    for text in judge(outcomes):
-        lines = text.strip().splitlines()
-        print("\n".join(lines if "-l" in sys.argv else [f"{lines[0]} ... {lines[-1]}"]))
+    patterns = (sys.argv[1:] + ["*"] * 3)[:3]
+    cases = [case for wrapper in WRAPPERS for case in all_cases(wrapper) if all(map(fits, case, patterns))]
+    outcomes = run_ranks(make, 2, cases, timeout_s=120)[0]
+    print("\n\n".join(judge(outcomes)))
     print(len(outcomes), "cases,", Counter("refused" if one.refusal else "equal" for one in outcomes))
 
 

@@ -223,28 +223,3 @@ def start_agents(script: Path, nodes: int, ranks_a_node: int, arguments: list[st
         )
         for node in range(nodes)
     ]  # fmt: skip
-
-
-TORCHRUN_SCRIPT = """
-import sys
-from cs336_systems.distributed.launch import launch
-from tests.test_launch import sum_of_ranks
-
-if __name__ == "__main__":
-    results = launch(sum_of_ranks, int(sys.argv[1]), 5)
-    print("RESULTS", [result.item() for result in results], flush=True)
-"""
-
-
-@pytest.mark.slow
-def test_the_same_script_runs_spawned_and_on_two_nodes(tmp_path):
-    script = tmp_path / "job.py"
-    script.write_text(TORCHRUN_SCRIPT)
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, str(script), "2"]
-    spawned = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert spawned.stdout.count("RESULTS [11.0, 11.0]") == 1, spawned.stderr
-    agents = start_agents(script, nodes=2, ranks_a_node=1, arguments=["2"])
-    outputs = [agent.communicate(timeout=120)[0] for agent in agents]
-    assert [agent.returncode for agent in agents] == [0, 0], "\n".join(outputs)
-    assert [output.count("RESULTS [11.0]") for output in outputs] == [1, 1], "\n".join(outputs)

@@ -366,28 +366,3 @@ def test_damaged_and_hostile_checkpoints_are_refused_and_nothing_of_them_runs(tm
     optimizer.state[model.scale]["history"] = [1]
     with pytest.raises(ValueError, match="the state 'optimizer.scale.history' must be a tensor or a number, got list"):
         save_checkpoint(tmp_path / "bad", 1, model, optimizer)
-
-
-def test_settings_that_a_run_changes_do_not_keep_a_checkpoint_from_loading(tmp_path):
-    """SparseAdam takes no dense gradient, the run now asks for foreach or fused, a momentum has ended."""
-    rows = torch.tensor([1, 2])
-    cases: list[tuple[bool, list[Callable[[Any], torch.optim.Optimizer]]]] = [
-        (True, [torch.optim.SparseAdam] * 2),
-        (False, [torch.optim.AdamW, lambda p: torch.optim.AdamW(p, foreach=True)]),
-        (False, [torch.optim.AdamW, lambda p: torch.optim.AdamW(p, fused=True)]),
-        (False, [lambda p: SGD(p, lr=0.1, momentum=0.9)] * 2),
-    ]
-    for number, (sparse, makers) in enumerate(cases):
-        models = [nn.Embedding(4, 3, sparse=sparse) for _ in makers]
-        optimizers = [make(model.parameters()) for make, model in zip(makers, models)]
-        models[0](rows).sum().backward()
-        optimizers[0].step()
-        if number == 3:
-            optimizers[0].param_groups[0]["momentum"] = 0.0
-        path = save_checkpoint(tmp_path / str(number), 1, models[0], optimizers[0])
-        load_checkpoint(path, models[1], optimizers[1])
-        for model, optimizer in zip(models, optimizers):
-            optimizer.zero_grad()
-            model(rows).sum().backward()
-            optimizer.step()
-        torch.testing.assert_close(models[0].weight, models[1].weight)
