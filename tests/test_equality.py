@@ -39,6 +39,7 @@ from cs336_systems.distributed.ddp_naive import NaiveDDP
 from cs336_systems.distributed.ddp_overlap import OverlapDDP
 from cs336_systems.distributed.fsdp import FSDP
 from cs336_systems.distributed.launch import run_ranks
+from cs336_systems.distributed.loss_scale import LossScaler
 from cs336_systems.distributed.sharded_optimizer import ShardedOptimizer
 from cs336_systems.distributed.zero1 import Zero1Optimizer
 from tests.module_kinds import KINDS, Kind, double
@@ -84,6 +85,7 @@ ALWAYS: list[tuple[str, str, str]] = [
     ("overlap|zero1", "sparse embedding", "plain"),
     ("zero1", "complex", "clipping"),
     ("zero1", "mlp|tied embedding and head", "gradient scaler|load_state_dict"),
+    ("*", "transformer", "loss scaler"),
 ]  # fmt: skip
 
 
@@ -101,6 +103,7 @@ class Side:
     rank: int | None = None  # None: alone
     optimizer: Any = None
     losses: list[Tensor] = field(default_factory=list)
+    scaler: LossScaler = field(default_factory=lambda: LossScaler("cpu", init_scale=8.0, growth_interval=1))
 
     @property
     def averages(self) -> Any:
@@ -228,6 +231,20 @@ def scale(side: Side, step: int) -> None:
     side.backward(scaler.scale(side.loss(step)))
     side.finish()
     scaler.step(side.optimizer)
+
+
+def scale_for_all(side: Side, step: int) -> None:
+    """The second step overflows on the last rank, and all skip it; every other one unscales early, as for clipping."""
+    loss = side.loss(step)
+    if step == 1 and side.rank in (None, dist.get_world_size() - 1):
+        loss = loss * torch.inf
+    side.scaler.scale(loss).backward()
+    side.finish()
+    if step % 2:
+        side.scaler.unscale_(side.optimizer)
+    side.scaler.step(side.optimizer)
+    side.scaler.update()
+    side.losses.append(torch.tensor(side.scaler.get_scale()))
 
 
 def load(side: Side, step: int) -> None:
@@ -359,6 +376,7 @@ USES: dict[str, Use] = {
     "checkpointed reentrantly": Use(plain, lambda module: Checkpointed(module, use_reentrant=True)),
     "clipping": Use(clip, updates=False, tolerance=1e-6),  # sharded norms are float32
     "gradient scaler": Use(scale, updates=False),
+    "loss scaler": Use(scale_for_all, updates=False),
     "load_state_dict": Use(load),
     "thrown away": Use(throw_away),
     "synchronized twice": Use(synchronize_twice),

@@ -16,6 +16,7 @@ from cs336_systems.analysis.memory import fsdp_bytes
 from cs336_systems.config import MODEL_SIZES, Precision, RunConfig
 from cs336_systems.distributed.ddp_overlap import OverlapDDP
 from cs336_systems.distributed.fsdp.wrapper import FSDP
+from cs336_systems.distributed.loss_scale import LossScaler
 from cs336_systems.distributed.sharded_optimizer import ShardedOptimizer
 from cs336_systems.distributed.zero1 import Zero1Optimizer
 from cs336_systems.experiments import parallel_step
@@ -311,3 +312,16 @@ def test_what_zero1_would_average_twice_or_not_see_is_refused(alone_in_a_group):
     nn.utils.clip_grad_norm_(model.parameters(), 0.01)
     with pytest.raises(RuntimeError, match="a gradient was changed after it was averaged.* clip_grad_norm_ of the opt"):
         optimizer.step()
+
+
+def test_a_loss_scaler_needs_no_group_and_no_gradients():
+    weight = nn.Parameter(torch.ones(3))
+    optimizer = SGD([weight], lr=1.0)
+    scaler = LossScaler("cpu", init_scale=8.0)
+    scaler.scale(weight.sum())
+    scaler.step(optimizer)
+    scaler.update()
+    scaler.scale(weight.sum()).backward()
+    assert weight.grad is not None and weight.grad.tolist() == [8.0] * 3
+    scaler.step(optimizer)
+    assert weight.tolist() == [0.0] * 3
