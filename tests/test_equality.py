@@ -11,8 +11,10 @@ package raises, and stands in REFUSED: any other one fails, and so does an entry
 
 from __future__ import annotations
 
+import gc
 import sys
 import traceback
+import weakref
 import zlib
 from collections import Counter
 from collections.abc import Callable
@@ -578,6 +580,34 @@ def test_D3_D9_any_number_of_ranks(num_ranks):
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_D2_D4_D14_every_kind_in_every_use(wrapper):
     check(run_ranks(make, 2, all_cases(wrapper), timeout_s=60)[0], at_least=1000)
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_what_is_dropped_is_gone_and_its_model_trains_on(wrapper, alone_in_a_group):
+    """Parameters once held it through hooks, a cycle that no collector sees: both of two trainings stayed."""
+    for name in ("mlp", "checkpointed", "checkpointed reentrantly"):
+        kind = KINDS[name]
+        module = double(kind.build())
+        side = WRAPPERS[wrapper](kind, module)
+        side.optimizer = side.make_optimizer(side.parameters())
+        USES["accumulation"].train(side)
+        inputs = side.inputs(0)
+        gone = [weakref.ref(one) for one in (side.model, side.optimizer) if one is not module]
+        gone += [weakref.ref(parameter) for parameter in side.parameters()]
+        del side
+        if "fsdp" not in wrapper:
+            gc.collect()
+            fresh = double(kind.build())
+            fresh.load_state_dict(module.state_dict())
+            for one in (module, fresh):
+                one.zero_grad()
+                mean_loss(one(*inputs)).backward()
+            gradients, expected = ([parameter.grad for parameter in one.parameters()] for one in (module, fresh))
+            torch.testing.assert_close(gradients, expected, rtol=0, atol=0)
+            del one
+        del module
+        gc.collect()
+        assert [reference() for reference in gone] == [None] * len(gone)
 
 
 def test_wrong_outcomes_are_told():

@@ -7,7 +7,6 @@ refuses, memory, precision, and errors.
 from __future__ import annotations
 
 import gc
-import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
@@ -262,18 +261,6 @@ def test_D12_memory_beyond_the_shards_is_bounded_in_blocks(rank: int, num_ranks:
         assert construction <= 1.25
         assert forward <= 2 * gathered + LITTLE  # the one that runs and the next one; their gather needs no copy
         assert backward <= backward_blocks + LITTLE
-
-
-@TWO_RANKS.check
-def test_a_model_that_is_dropped_gives_its_memory_back(rank: int, num_ranks: int) -> None:
-    for how, granularity in SETTINGS:
-        fsdp = FSDP(wrap_blocks(seeded(transformer), checkpointing=how), granularity=granularity)
-        token_loss(fsdp, *batch(0)).backward()
-        fsdp.finish_gradient_synchronization()
-        gone = weakref.ref(fsdp), weakref.ref(fsdp.units[1].weights[0].shard)
-        del fsdp
-        gc.collect()
-        assert [there() for there in gone] == [None, None], (how, granularity)
 
 
 @TWO_RANKS.check
