@@ -12,11 +12,13 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from cs336_systems.distributed import launch as launching
 from cs336_systems.distributed.launch import (
     TORCHRUN_VARIABLES,
     RankError,
@@ -114,6 +116,16 @@ def test_copied_ranks_are_new_processes_with_pytorch_imported():
     first, second = (run_ranks(own_start, 2, start_method="forkserver") for _ in range(2))
     assert {parent for parent, *_ in first + second} == {first[0][0]} != {os.getpid()}
     assert all(imported for _, imported, _ in first + second)
+
+
+def test_ranks_share_the_cores_that_there_are(monkeypatch):
+    monkeypatch.setattr(launching, "get_device_info", lambda _: SimpleNamespace(num_cores=6))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 64)  # of the host, where a container has fewer
+    chosen: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", chosen.append)
+    for num_ranks in (2, 4, 8):
+        launching._share_cores(num_ranks)
+    assert chosen == [3, 1, 1]
 
 
 @pytest.mark.slow

@@ -14,7 +14,6 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,7 +26,7 @@ from cs336_systems.distributed.checkpoint import checkpoints, folder_lock
 from cs336_systems.distributed.launch import TORCHRUN_VARIABLES
 from cs336_systems.training import Corpus, TrainingConfig, TrainingResult, learning_rate, loop, train
 from cs336_systems.training.config import NANO, byte_model
-from cs336_systems.training.loop import RunOptions, share_cores, train_rank
+from cs336_systems.training.loop import RunOptions, train_rank
 
 SMALL = ModelConfig(name="tiny", d_model=32, d_ff=64, num_layers=2, num_heads=2, vocab_size=256, context_length=32)
 SHORT = TrainingConfig(model=SMALL, batch=8, steps=6, warmup_steps=2)
@@ -308,18 +307,6 @@ def test_a_full_disk_ends_a_run_in_one_line(tmp_path, monkeypatch):
     assert result.exit_code == 2
     said = f"error: [Errno 28] No space left on device: '{tmp_path}/losses.jsonl'"
     assert result.output.splitlines()[-1] == said
-
-
-def test_ranks_share_the_cores(monkeypatch):
-    monkeypatch.setattr("cs336_systems.training.loop.get_device_info", lambda _: SimpleNamespace(num_cores=6))
-    chosen: list[int] = []
-    monkeypatch.setattr(torch, "set_num_threads", chosen.append)
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    for num_ranks in (2, 4, 8):
-        share_cores(num_ranks)
-    monkeypatch.setenv("OMP_NUM_THREADS", "5")
-    share_cores(2)  # the user's choice stays
-    assert chosen == [3, 1, 1]
 
 
 def killed_at_step_three(rank: int, num_ranks: int, config: TrainingConfig, options: RunOptions) -> TrainingResult:
