@@ -364,6 +364,14 @@ KINDS: dict[str, Kind] = {
         vectors,
     ),
     "view scaled in place": Kind(lambda: Net(in_place_scaling, linear=linear()), sequences),
+    "arguments changed in place": Kind(
+        lambda: Net(
+            lambda m, x: m.blocks[1](x=m.blocks[0](x=m.start(x) * 1)),
+            start=linear(),
+            blocks=nn.ModuleList(Net(lambda m, x: x.add_(m.inner(x.tanh())), inner=linear()) for _ in range(2)),
+        ),
+        vectors,
+    ),
     "in-place relu": Kind(lambda: nn.Sequential(linear(), nn.ReLU(inplace=True), linear()), sequences),
     # checkpoints within
     "checkpointed": Kind(lambda: checkpointed(False, mlp(), mlp(), mlp()), vectors),

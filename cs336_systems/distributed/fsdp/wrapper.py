@@ -28,7 +28,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -194,8 +194,8 @@ class FSDP(nn.Module, Accumulating):
         if self.compute_dtype is not None:
             args = call.cast(args, self.compute_dtype)
             kwargs = {name: call.cast(value, self.compute_dtype) for name, value in kwargs.items()}
-        if kwargs or not all(isinstance(value, Tensor) for value in args):
-            call.given = {id(tensor) for tensor in _tensors_in((args, kwargs))}
+        if torch.is_grad_enabled():
+            call.given = {id(tensor): _version(tensor) for tensor in _tensors_in([*args, *kwargs.values()])}
         return args, kwargs
 
     def _after_forward(
@@ -207,12 +207,12 @@ class FSDP(nn.Module, Accumulating):
         call = self._calls.pop()
         self._clock += 1
         unit.become(call.state_before)
-        if any(not cast.is_inference() and cast._version for cast in call.casts):
+        if any(map(_version, call.casts)):
             raise RuntimeError(f"{unit.name!r} must not write into its arguments unless they are {self.compute_dtype}")
         outputs: list[Tensor] = []
-        if torch.is_grad_enabled():  # what the module has put into a container is output as well
-            made = _tensors_in(output if call.given is None else (output, args, kwargs))
-            outputs = [one for one in made if one.requires_grad and not (call.given and id(one) in call.given)]
+        if torch.is_grad_enabled():  # what the module has put into a container, or changed in place, is output as well
+            made = _tensors_in([output, *args, *kwargs.values()])
+            outputs = [one for one in made if one.requires_grad and call.given.get(id(one)) != _version(one)]
             _on_first_gradient(outputs, partial(self._before_backward, unit, call.began, self._clock))
         in_forward = self._window.in_forward
         if self._window.in_backward and not in_forward:
@@ -359,7 +359,7 @@ class _Call:
     state_before: State
     began: int
     casts: list[Tensor]
-    given: set[int] | None = None  # the tensors among its arguments, by id; None if all of these are tensors
+    given: dict[int, int] = field(default_factory=dict)  # versions of the tensors among its arguments, by id
 
     def cast(self, value: Any, dtype: torch.dtype) -> Any:
         """`value` in `dtype` if it is a floating-point tensor, or a tuple with such tensors so."""
@@ -372,10 +372,12 @@ class _Call:
         return value
 
 
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
 def _tensors_in(value: Any) -> list[Tensor]:
     """The tensors in containers, dataclasses and plain objects, in any depth."""
-    if isinstance(value, Tensor):
-        return [value]
     found: list[Tensor] = []
     seen: set[int] = set()
     left = [value]
@@ -387,14 +389,17 @@ def _tensors_in(value: Any) -> list[Tensor]:
             seen.add(id(value))
             if isinstance(value, dict):
                 left += value.values()
-            elif isinstance(value, list | tuple | set | frozenset):
+            elif isinstance(value, _CONTAINERS):
                 left += value
-            left += (getattr(value, name, None) for name in getattr(value, "__dataclass_fields__", ()))
-            left += getattr(value, "__dict__", {}).values()
+            if type(value) not in _BUILT_IN:
+                left += (getattr(value, name, None) for name in getattr(value, "__dataclass_fields__", ()))
+                left += getattr(value, "__dict__", {}).values()
     return found
 
 
 _HOLD_NO_TENSORS = (type(None), int, float, str, type, nn.Module)
+_CONTAINERS = (list, tuple, set, frozenset)
+_BUILT_IN = {dict, *_CONTAINERS}
 
 
 def _on_first_gradient(tensors: list[Tensor], callback: Callable[[], None]) -> None:
