@@ -14,13 +14,7 @@ from itertools import accumulate
 from torch import Tensor, nn
 
 from cs336_systems.distributed.collectives import Group, Work, all_reduce_mean
-from cs336_systems.distributed.ddp import (
-    DataParallel,
-    SendQueue,
-    arrived_twice,
-    call_at_each_gradient,
-    dense_gradient,
-)
+from cs336_systems.distributed.ddp import DataParallel, SendQueue, arrived_twice, call_at_each_gradient, dense_gradient
 
 BYTES_PER_MB = 2**20  # as torch's DistributedDataParallel counts its bucket_cap_mb
 ALIGNMENT_BYTES = 16  # of each view: the width of a GPU's vector loads

@@ -9,13 +9,7 @@ from __future__ import annotations
 from torch import nn
 
 from cs336_systems.distributed.collectives import Group, Work, all_reduce_mean
-from cs336_systems.distributed.ddp import (
-    DataParallel,
-    SendQueue,
-    arrived_twice,
-    call_at_each_gradient,
-    dense_gradient,
-)
+from cs336_systems.distributed.ddp import DataParallel, SendQueue, arrived_twice, call_at_each_gradient, dense_gradient
 
 
 class OverlapDDP(DataParallel):

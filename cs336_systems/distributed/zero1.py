@@ -92,7 +92,6 @@ class Zero1Optimizer(OptimizerOfShares, Accumulating):
             local_groups.append({**hyperparameters(group), "params": [bucket.master for bucket in buckets]})
         self.local = optimizer_cls(local_groups, **kwargs)
         self.take_settings()
-        self._finished = False  # whether all are reduced, and no step has used them
         self._places = [(number, place) for number, one in enumerate(self.buckets) for place in range(len(one.views))]
         in_buckets = [parameter for bucket in self.buckets for parameter in bucket.parameters]
         # Groups (decayed or not) take turns in a backward, which the queue learns in the first step.
@@ -123,7 +122,6 @@ class Zero1Optimizer(OptimizerOfShares, Accumulating):
         """Reduce the buckets that unused parameters kept waiting, and wait for all; RuntimeError within `no_sync`."""
         self.check_sending()
         self._queue.finish(self._send)
-        self._finished = True
 
     def averaged_gradients(self) -> list[Tensor]:
         """This rank's slices of the mean gradients: what the update will use."""
@@ -145,22 +143,21 @@ class Zero1Optimizer(OptimizerOfShares, Accumulating):
         self.finish_gradient_synchronization()
         self.give_settings()
         for bucket in self.buckets:
-            bucket.check_gradients()
+            if bucket.flat._version != bucket.version:
+                raise RuntimeError(
+                    "a gradient was changed after it was averaged, which the update does not see: clip with "
+                    "clip_grad_norm_ of the optimizer, not with torch's"
+                )
             bucket.follow_parameters()
         self.local.step()
         wait_for([bucket.gather() for bucket in self.buckets])
-        self._begin()
+        self._queue.begin()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients, also averaged ones that no step has used: of a loss scale that overflowed."""
         super().zero_grad(set_to_none)
-        if self._finished:
-            self._begin()
-
-    def _begin(self) -> None:
-        """Be ready for the next backward."""
-        self._queue.begin()
-        self._finished = False
+        if not self._queue.waiting:
+            self._queue.begin()
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -227,14 +224,6 @@ class ShardedBucket(Bucket):
                 view.zero_()
         self.master.grad, self.version = self.gradient, self.flat._version
         return reduce_scatter_mean_flat(self.gradient, self.flat, self.group, async_op=True)
-
-    def check_gradients(self) -> None:
-        """RuntimeError for what was written into gradients since `reduce`: the update would not see it."""
-        if self.flat._version != self.version:
-            raise RuntimeError(
-                "a gradient was changed after it was averaged, which the update does not see: clip with "
-                "clip_grad_norm_ of the optimizer, not with torch's"
-            )
 
     def follow_parameters(self) -> None:
         """Let the master take up what was written into parameters since the gather, as by `model.load_state_dict`."""
