@@ -188,9 +188,11 @@ class FSDP(nn.Module, Accumulating):
         elif not self._window.in_backward and unit.state is State.GATHERED:
             unit.free()  # an entry is called directly, perhaps after the optimizer's step
         self._window.make_room(unit)
+        unit.wait()
         self._clock += 1
-        call = _Call(unit, state_before=unit.begin_forward(), began=self._clock, casts=[])
+        call = _Call(unit, state_before=unit.state, began=self._clock, casts=[])  # BACKWARD in a recomputation
         self._calls.append(call)
+        unit.become(State.FORWARD)
         if self.compute_dtype is not None:
             args = call.cast(args, self.compute_dtype)
             kwargs = {name: call.cast(value, self.compute_dtype) for name, value in kwargs.items()}
@@ -250,7 +252,9 @@ class FSDP(nn.Module, Accumulating):
         self._window.make_room(unit)
         order.visit(unit)
         unit.began, unit.backward = began, backward
-        unit.begin_backward()
+        unit.wait()
+        if unit.state is State.GATHERED:  # while a forward runs the wholes are shown already
+            unit.become(State.BACKWARD)
 
     def _gradient_arrived(self, index: int) -> None:
         """Reduce once the last gradient of the unit is there."""
