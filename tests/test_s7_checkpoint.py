@@ -366,3 +366,22 @@ def test_damaged_and_hostile_checkpoints_are_refused_and_nothing_of_them_runs(tm
     optimizer.state[model.scale]["history"] = [1]
     with pytest.raises(ValueError, match="the state 'optimizer.scale.history' must be a tensor or a number, got list"):
         save_checkpoint(tmp_path / "bad", 1, model, optimizer)
+
+
+@pytest.mark.parametrize("first, then", [({}, {"foreach": True}), ({}, {"fused": True}), (None, None)])
+def test_a_checkpoint_loads_under_other_settings_and_with_numbers_as_states(tmp_path, first, then):
+    """The run now asks for foreach or fused; SparseAdam counts its steps in an int."""
+    models = [nn.Embedding(4, 3, sparse=first is None) for _ in range(2)]
+    kind = torch.optim.SparseAdam if first is None else torch.optim.AdamW
+    optimizers = [kind(model.parameters(), **(options or {})) for model, options in zip(models, (first, then))]
+
+    def step(place: int) -> None:
+        optimizers[place].zero_grad()
+        models[place](torch.tensor([1, 2])).sum().backward()
+        optimizers[place].step()
+
+    step(0)
+    load_checkpoint(save_checkpoint(tmp_path, 1, models[0], optimizers[0]), models[1], optimizers[1])
+    for place in range(2):
+        step(place)
+    torch.testing.assert_close(models[0].weight, models[1].weight)
