@@ -67,10 +67,6 @@ def sequences(generator: torch.Generator, samples: int) -> tuple[Tensor, ...]:
     return (torch.randn(samples, LENGTH, WIDTH, generator=generator, dtype=torch.float64),)
 
 
-def pairs(generator: torch.Generator, samples: int) -> tuple[Tensor, ...]:
-    return vectors(generator, samples) + vectors(generator, samples)
-
-
 def images(generator: torch.Generator, samples: int) -> tuple[Tensor, ...]:
     return (torch.randn(samples, 2, 5, 5, generator=generator, dtype=torch.float64),)
 
@@ -174,6 +170,18 @@ def alternates() -> nn.Module:
     return Net(lambda m, x: m.branches[m.step % 2](x).tanh(), branches=branches, step=0)
 
 
+def routed(model: Any, x: Tensor) -> Tensor:
+    """Has a branch for some samples, so that a rank may use it alone."""
+    x, chosen = model.inner(x), x[:, :1] > 0.5
+    return torch.where(chosen, model.branch(x), x) if chosen.any() else x
+
+
+def single_among_double(model: Any, x: Tensor) -> Tensor:
+    """The roundings of a float32 weight reach no other: it has a gradient, and no effect."""
+    single = model.single.double()
+    return model.inner(x) + (single - single.detach())
+
+
 class FrozenStatistics(nn.BatchNorm1d):
     """Batch normalization as fine-tuning uses it, by running statistics: those of a batch differ between ranks."""
 
@@ -198,10 +206,6 @@ def checkpointed(use_reentrant: bool, *blocks: nn.Module) -> nn.Module:
 def mixture(model: Any, x: Tensor) -> Tensor:
     weights = model.gate(x).softmax(-1)
     return sum(weights[..., i, None] * expert(x) for i, expert in enumerate(model.experts))  # type: ignore[return-value]
-
-
-def low_rank(model: Any, x: Tensor) -> Tensor:
-    return model.base(x) + model.up(model.down(x))
 
 
 def cell_loop(model: Any, x: Tensor) -> Tensor:
@@ -234,29 +238,18 @@ def in_place_scaling(model: Any, x: Tensor) -> Tensor:
 
 KINDS: dict[str, Kind] = {
     # layers
-    "linear": Kind(lambda: linear(), vectors),
     "linear without bias": Kind(lambda: linear(bias=False), vectors),
     "one output": Kind(lambda: nn.Sequential(linear(WIDTH, 1), nn.Tanh(), linear(1, 1)), vectors),
     "mlp": Kind(mlp, vectors),
-    "bilinear": Kind(lambda: nn.Bilinear(WIDTH, WIDTH, 3), pairs),
-    "conv1d": Kind(lambda: Net(lambda m, x: m.conv(x), conv=nn.Conv1d(LENGTH, 4, 3, padding=1)), sequences),
     "conv2d": Kind(lambda: nn.Sequential(nn.Conv2d(2, 3, 3), nn.ReLU(), nn.Flatten(), linear(27, 3)), images),
-    "depthwise conv": Kind(lambda: nn.Sequential(nn.Conv2d(2, 4, 3, groups=2), nn.Conv2d(4, 1, 1)), images),
-    "transposed conv": Kind(lambda: nn.ConvTranspose2d(2, 3, 2), images),
-    "prelu": Kind(lambda: nn.Sequential(linear(), nn.PReLU(), linear()), vectors),
     "layer norm": Kind(lambda: nn.Sequential(nn.LayerNorm(WIDTH), linear(), nn.LayerNorm(WIDTH)), sequences),
-    "rms norm": Kind(lambda: nn.Sequential(linear(), nn.RMSNorm(WIDTH)), sequences),
-    "group norm": Kind(lambda: nn.Sequential(nn.Conv2d(2, 4, 1), nn.GroupNorm(2, 4)), images),
     "batch norm": Kind(lambda: nn.Sequential(linear(), FrozenStatistics(WIDTH), linear()), vectors),
-    "embedding": Kind(lambda: Net(lambda m, t: m.head(m.table(t)), table=embedding(), head=linear()), tokens),
     "padding index": Kind(
         lambda: Net(lambda m, t: m.head(m.table(t)), table=embedding(padding_idx=2), head=linear()), tokens
     ),
-    "embedding bag": Kind(lambda: nn.Sequential(nn.EmbeddingBag(VOCABULARY, WIDTH, mode="sum"), linear()), tokens),
     "max norm": Kind(lambda: nn.Sequential(embedding(max_norm=0.5), linear()), tokens),
     "sparse embedding": Kind(lambda: nn.Sequential(embedding(sparse=True), linear()), tokens),
     "lstm": Kind(lambda: Net(recurrent, rnn=nn.LSTM(WIDTH, 4, batch_first=True)), sequences),
-    "gru": Kind(lambda: Net(recurrent, rnn=nn.GRU(WIDTH, 4, 2, batch_first=True, bidirectional=True)), sequences),
     "gru cell": Kind(lambda: Net(cell_loop, cell=nn.GRUCell(WIDTH, WIDTH)), sequences),
     "multihead attention": Kind(
         lambda: Net(lambda m, x: m.attention(x, x, x)[0], attention=nn.MultiheadAttention(WIDTH, 1, batch_first=True)),
@@ -276,7 +269,6 @@ KINDS: dict[str, Kind] = {
     # models
     "transformer": Kind(transformer, tokens),
     "one block": Kind(lambda: transformer(1), tokens),
-    "language model": Kind(lambda: Net(language_model, **language_parts(3)), tokens),
     "tied embedding and head": Kind(
         lambda: tie(Net(language_model, **language_parts(2)), to="head", from_="embedding"), tokens
     ),
@@ -289,17 +281,8 @@ KINDS: dict[str, Kind] = {
         lambda: Net(lambda m, x: F.linear(m.encoder(x).tanh(), m.encoder.weight.t()), encoder=linear(WIDTH, HIDDEN)),
         vectors,
     ),
-    "residual blocks": Kind(
-        lambda: Net(lambda m, x: residual(m.blocks, x), blocks=nn.ModuleList([mlp(), mlp(), mlp()])), vectors
-    ),
     "mixture of experts": Kind(
         lambda: Net(mixture, gate=linear(WIDTH, 3), experts=nn.ModuleList(linear() for _ in range(3))), vectors
-    ),
-    "low-rank adapters": Kind(
-        lambda: freeze(
-            Net(low_rank, base=linear(), down=linear(WIDTH, 2, bias=False), up=linear(2, WIDTH, bias=False)), "base"
-        ),
-        vectors,
     ),
     # how parameters are held
     "shared layer": Kind(lambda: Net(lambda m, x: m.inner(m.inner(x).tanh()), inner=linear()), vectors),
@@ -308,7 +291,6 @@ KINDS: dict[str, Kind] = {
         lambda: Net(lambda m, x: residual(m.blocks, x), blocks=nn.ModuleList([mlp(), *[mlp()] * 2])), vectors
     ),
     "frozen first": Kind(lambda: freeze(nn.Sequential(linear(), nn.Tanh(), linear()), "0"), vectors),
-    "frozen middle": Kind(lambda: freeze(nn.Sequential(linear(), linear(), linear()), "1"), vectors),
     "only the head trained": Kind(
         lambda: freeze(Net(language_model, **language_parts(2)), "embedding", "blocks"), tokens
     ),
@@ -317,10 +299,6 @@ KINDS: dict[str, Kind] = {
     ),
     "empty": Kind(lambda: Net(lambda m, x: m.inner(x) + m.none.sum(), inner=linear(), none=matrix(0, 4)), vectors),
     "own matrix": Kind(lambda: Net(lambda m, x: x @ m.weight, weight=matrix()), vectors),
-    "positions": Kind(
-        lambda: Net(lambda m, x: m.inner(x + m.positions), positions=matrix(1, LENGTH, WIDTH), inner=linear()),
-        sequences,
-    ),
     "buffer": Kind(
         lambda: Net(lambda m, x: m.inner(x + m.shift), inner=linear(), shift=nn.Buffer(torch.ones(WIDTH))), vectors
     ),
@@ -361,16 +339,16 @@ KINDS: dict[str, Kind] = {
     "recursive": Kind(lambda: recursive(2), vectors),
     "unused layer": Kind(lambda: Net(lambda m, x: m.used(x), used=linear(), unused=linear()), vectors),
     "alternating branches": Kind(alternates, vectors),
+    "routed samples": Kind(lambda: Net(routed, inner=linear(), branch=linear()), vectors),
+    "mixed dtypes": Kind(lambda: Net(single_among_double, inner=linear(), single=matrix(WIDTH)), vectors),
     # parametrizations and hooks
     "weight norm": Kind(lambda: nn.Sequential(parametrizations.weight_norm(linear()), nn.Tanh(), linear()), vectors),
     "legacy weight norm": Kind(lambda: nn.Sequential(legacy_weight_norm(linear()), nn.Tanh(), linear()), vectors),
-    "orthogonal": Kind(lambda: nn.Sequential(parametrizations.orthogonal(linear()), linear()), vectors),
     "gradient hook": Kind(lambda: hooked(nn.Sequential(linear(), linear())), vectors),
     # what goes in and out
     "list and dict arguments": Kind(
         lambda: Net(filled, blocks=nn.ModuleList(Net(fills_a_list, inner=linear()) for _ in range(2))), vectors
     ),
-    "tuple output": Kind(lambda: Net(lambda m, x: (m.a(x), m.b(x).sin()), a=linear(), b=linear()), vectors),
     "dict output": Kind(lambda: Net(lambda m, x: {"a": m.a(x), "rest": [m.b(x)]}, a=linear(), b=linear()), vectors),
     "dataclass output": Kind(
         lambda: Net(
@@ -386,6 +364,14 @@ KINDS: dict[str, Kind] = {
         vectors,
     ),
     "view scaled in place": Kind(lambda: Net(in_place_scaling, linear=linear()), sequences),
+    "arguments changed in place": Kind(
+        lambda: Net(
+            lambda m, x: m.blocks[1](x=m.blocks[0](x=m.start(x) * 1)),
+            start=linear(),
+            blocks=nn.ModuleList(Net(lambda m, x: x.add_(m.inner(x.tanh())), inner=linear()) for _ in range(2)),
+        ),
+        vectors,
+    ),
     "in-place relu": Kind(lambda: nn.Sequential(linear(), nn.ReLU(inplace=True), linear()), sequences),
     # checkpoints within
     "checkpointed": Kind(lambda: checkpointed(False, mlp(), mlp(), mlp()), vectors),
@@ -398,9 +384,10 @@ KINDS: dict[str, Kind] = {
 
 
 def double(model: nn.Module) -> nn.Module:
-    """`model` in float64; complex parameters stay complex."""
-    for parameter in model.parameters():
-        parameter.data = parameter.data.to(torch.complex128 if parameter.is_complex() else torch.float64)
+    """`model` in float64; complex parameters stay complex, and one called "single" stays float32."""
+    for name, parameter in model.named_parameters():
+        if not name.endswith("single"):
+            parameter.data = parameter.data.to(torch.complex128 if parameter.is_complex() else torch.float64)
     for buffer in model.buffers():
         if buffer.is_floating_point():
             buffer.data = buffer.data.to(torch.float64)

@@ -20,9 +20,12 @@ from cs336_systems.distributed.collectives import (
 from cs336_systems.distributed.launch import RankError, run_ranks
 from cs336_systems.experiments.parallel_step import OURS, DataParallelCase, ParallelStep, check_gradients, plain_mean
 from cs336_systems.measure.overlap import trace_lanes
-from tests.test_ddp import WRAPPERS, Model, batch, loss_of, mine
+from tests.module_kinds import KINDS, double
+from tests.sharding_models import part, seeded
+from tests.test_ddp import WRAPPERS
+from tests.test_equality import mean_loss
 
-COVERS = ("cs336_systems/distributed", "cs336_systems/measure")
+COVERS = ("cs336_systems/distributed", "cs336_systems/measure", "tests/module_kinds.py")
 pytestmark = [pytest.mark.gpu, pytest.mark.several_gpus]
 needs_two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 RUN = RunConfig(scale="handout", device="cuda")
@@ -61,18 +64,21 @@ def test_gloo_ranks_may_share_a_gpu():
 def train_on_gpu(rank: int, ranks: int) -> None:
     """Each wrapper on the GPU against one process on the CPU, both in float64."""
     for name, wrap in WRAPPERS.items():
-        wrapped, alone = wrap(Model(seed=rank).cuda(), find_unused_parameters=True), Model(seed=0)
-        for step in range(4):
-            x, y = batch(step)
-            for model in (wrapped, alone):
-                model.zero_grad(set_to_none=True)
-            loss_of(alone, x, y, branch=step != 2).backward()
-            loss_of(wrapped, mine(x).cuda(), mine(y).cuda(), branch=step != 2).backward()
-            wrapped.finish_gradient_synchronization()
-            for (parameter_name, parameter), expected in zip(wrapped.module.named_parameters(), alone.parameters()):
-                assert (parameter.grad is None) == (expected.grad is None), (name, parameter_name)
-                if expected.grad is not None:
-                    torch.testing.assert_close(parameter.grad.cpu(), expected.grad, atol=1e-6, rtol=1e-6)
+        for kind in ("alternating branches", "mixed dtypes", "tied embedding and head"):
+            module, alone = (double(seeded(KINDS[kind].build, seed)) for seed in (rank, 0))
+            wrapped = wrap(module.cuda(), find_unused_parameters=True)
+            for step in range(4):
+                module.step = alone.step = step
+                inputs = KINDS[kind].inputs(torch.Generator().manual_seed(step), 4)
+                for model in (wrapped, alone):
+                    model.zero_grad(set_to_none=True)
+                mean_loss(alone(*inputs)).backward()
+                mean_loss(wrapped(*(part(one, rank, ranks).cuda() for one in inputs))).backward()
+                wrapped.finish_gradient_synchronization()
+                for (parameter_name, parameter), expected in zip(module.named_parameters(), alone.parameters()):
+                    assert (parameter.grad is None) == (expected.grad is None), (name, kind, parameter_name)
+                    if expected.grad is not None:
+                        torch.testing.assert_close(parameter.grad.cpu(), expected.grad, atol=1e-6, rtol=1e-6)
 
 
 @pytest.mark.parametrize(

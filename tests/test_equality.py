@@ -4,15 +4,17 @@
     pytest tests/test_equality.py -m slow                # all of them
     python -m tests.test_equality fsdp "tied*" "*"       # some, with what went wrong
 
-One process trains on the whole batch, two ranks train on halves, in float64: losses of each step and parameters after
+One process trains on the whole batch, ranks train on parts of it, in float64: losses of each step and parameters after
 three steps of SGD with momentum must agree within 1e-9. A refusal is a ValueError, TypeError or RuntimeError that this
 package raises, and stands in REFUSED: any other one fails, and so does an entry that nothing needs.
 """
 
 from __future__ import annotations
 
+import gc
 import sys
 import traceback
+import weakref
 import zlib
 from collections import Counter
 from collections.abc import Callable
@@ -32,20 +34,22 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 import cs336_systems
+from cs336_systems.distributed.ddp import DataParallel
 from cs336_systems.distributed.ddp_bucketed import BucketedDDP
 from cs336_systems.distributed.ddp_flat import FlatDDP
 from cs336_systems.distributed.ddp_naive import NaiveDDP
 from cs336_systems.distributed.ddp_overlap import OverlapDDP
 from cs336_systems.distributed.fsdp import FSDP
 from cs336_systems.distributed.launch import run_ranks
+from cs336_systems.distributed.loss_scale import LossScaler
 from cs336_systems.distributed.sharded_optimizer import ShardedOptimizer
 from cs336_systems.distributed.zero1 import Zero1Optimizer
 from tests.module_kinds import KINDS, Kind, double
-from tests.sharding_models import whole
+from tests.sharding_models import RaiseInBackward, whole
 
-UNUSED_PARAMETERS = [KINDS["unused layer"], KINDS["alternating branches"]]  # in a step
+UNUSED_PARAMETERS = [KINDS[name] for name in ("unused layer", "alternating branches", "routed samples")]  # in a step
 COVERS = ("cs336_systems/distributed", "tests/module_kinds.py")
-RANKS, SAMPLES, STEPS = 2, 4, 3
+SAMPLES, STEPS = 6, 3
 SAMPLED = 20  # one case in so many is no slow test
 OURS = str(Path(cs336_systems.__file__).parent)
 
@@ -66,11 +70,14 @@ REFUSED: list[tuple[str, str, str, str]] = [
     ("zero1", "parameter dict|linear without bias|own matrix|complex", "parameters in a later group", ""),  # have one
     ("zero1", "*", "parameters in a later group", r"Zero1Optimizer cannot add a group"),
     ("zero1", "*", "gradient scaler", "Zero1Optimizer needs LossScaler"),
+    ("zero1", "*", "synchronized twice", TWICE),
 ]
 # Not compared: (wrappers, kinds, uses).
 LEFT_OUT: list[tuple[str, str, str]] = [
     ("zero1", "max norm", "*"),  # it sees parameters, not the modules that rescale them by their batch
     ("zero1", "alternating branches", "*"),  # its momentum goes on in steps that do not use a parameter, as it says
+    ("*", "routed samples", "thrown away"),  # a rank would raise alone
+    ("fsdp, *", "routed samples", "*"),  # refuses steps in which ranks run other modules: test_s7_fsdp.py
 ]
 # What once went wrong, in silence or by a crash, is tried in every run: (wrappers, kinds, uses).
 ALWAYS: list[tuple[str, str, str]] = [
@@ -80,6 +87,7 @@ ALWAYS: list[tuple[str, str, str]] = [
     ("overlap|zero1", "sparse embedding", "plain"),
     ("zero1", "complex", "clipping"),
     ("zero1", "mlp|tied embedding and head", "gradient scaler|load_state_dict"),
+    ("*", "transformer", "loss scaler"),
 ]  # fmt: skip
 
 
@@ -97,6 +105,7 @@ class Side:
     rank: int | None = None  # None: alone
     optimizer: Any = None
     losses: list[Tensor] = field(default_factory=list)
+    scaler: LossScaler = field(default_factory=lambda: LossScaler("cpu", init_scale=8.0, growth_interval=1))
 
     @property
     def averages(self) -> Any:
@@ -123,7 +132,7 @@ class Side:
     def inputs(self, batch: int) -> tuple[Tensor, ...]:
         generator = torch.Generator().manual_seed(100 + batch)
         whole = self.kind.inputs(generator, SAMPLES)
-        return whole if self.rank is None else tuple(one.chunk(RANKS)[self.rank] for one in whole)
+        return whole if self.rank is None else tuple(one.chunk(dist.get_world_size())[self.rank] for one in whole)
 
     def loss(self, batch: int, *more: Any) -> Tensor:
         return mean_loss(self.model(*self.inputs(batch), *more))
@@ -131,6 +140,14 @@ class Side:
     def backward(self, loss: Tensor, **options: Any) -> None:
         self.losses.append(loss.detach())
         loss.backward(**options)
+
+    def skip(self) -> None:
+        """Throw this step's gradients away, some on their way."""
+        if isinstance(self.model, DataParallel):
+            self.model.skip_step()
+        if isinstance(self.optimizer, Zero1Optimizer):
+            self.finish()
+        self.optimizer.zero_grad()
 
     def update(self) -> None:
         self.finish()
@@ -218,6 +235,20 @@ def scale(side: Side, step: int) -> None:
     scaler.step(side.optimizer)
 
 
+def scale_for_all(side: Side, step: int) -> None:
+    """The second step overflows on the last rank, and all skip it; every other one unscales early, as for clipping."""
+    loss = side.loss(step)
+    if step == 1 and side.rank in (None, dist.get_world_size() - 1):
+        loss = loss * torch.inf
+    side.scaler.scale(loss).backward()
+    side.finish()
+    if step % 2:
+        side.scaler.unscale_(side.optimizer)
+    side.scaler.step(side.optimizer)
+    side.scaler.update()
+    side.losses.append(torch.tensor(side.scaler.get_scale()))
+
+
 def load(side: Side, step: int) -> None:
     """Other weights, after the optimizer was made and after a step."""
     if step < 2:
@@ -225,10 +256,32 @@ def load(side: Side, step: int) -> None:
     side.backward(side.loss(step))
 
 
-def change_rate(side: Side, step: int) -> None:
-    for group in side.optimizer.param_groups:
-        group["lr"] = 0.1 / (1 + step)
+def throw_away(side: Side, step: int) -> None:
+    """Of a micro-batch, of a backward, and of one that raises."""
+    with side.no_sync():
+        side.backward(side.loss(step + 10))
+    side.model.zero_grad()
+    side.backward(side.loss(step + 20))
+    side.skip()
+    inner = [*side.module.modules()]
+    handle = inner[len(inner) // 2].register_forward_hook(_raise_in_backward)
+    with suppress(ArithmeticError):
+        side.loss(step + 30).backward()
+    handle.remove()
+    side.skip()
     side.backward(side.loss(step))
+
+
+def _raise_in_backward(module: nn.Module, inputs: Any, output: Any) -> Any:
+    return RaiseInBackward.apply(output) if isinstance(output, Tensor) else output
+
+
+def synchronize_twice(side: Side, step: int) -> None:
+    """As of adversaries: both forwards first, and each backward with its own synchronization."""
+    losses = side.loss(step), side.loss(step + 10)
+    side.backward(losses[0])
+    side.finish()
+    side.backward(losses[1])
 
 
 def add_group(side: Side, step: int) -> None:
@@ -323,11 +376,12 @@ USES: dict[str, Use] = {
     "evaluation before finishing": Use(evaluate_before_finishing),
     "checkpointed": Use(plain, lambda module: Checkpointed(module, use_reentrant=False)),
     "checkpointed reentrantly": Use(plain, lambda module: Checkpointed(module, use_reentrant=True)),
-    "checkpointed, accumulation": Use(accumulate, lambda module: Checkpointed(module, use_reentrant=False)),
     "clipping": Use(clip, updates=False, tolerance=1e-6),  # sharded norms are float32
     "gradient scaler": Use(scale, updates=False),
+    "loss scaler": Use(scale_for_all, updates=False),
     "load_state_dict": Use(load),
-    "learning rate": Use(change_rate),
+    "thrown away": Use(throw_away),
+    "synchronized twice": Use(synchronize_twice),
     "parameters in a later group": Use(add_group, first_group=lambda parameters: parameters[:1]),
     "zeros kept": Use(keep_zeros),
     "frozen parameter": Use(plain, freeze_first),
@@ -418,13 +472,15 @@ def attempt(wrapper: str, name: str, use: str) -> Outcome:
         return Outcome(wrapper, name, use, failure="".join(traceback.format_exception(error)))
     parameters, whole_losses = one_process
     tolerance = {"rtol": USES[use].tolerance, "atol": USES[use].tolerance / 10}
+    coarse = {"rtol": 1e-6, "atol": 1e-7}
     mean = torch.stack(losses)
     dist.all_reduce(mean)
     try:
         assert found.keys() == parameters.keys()
         for key, value in parameters.items():
-            torch.testing.assert_close(found[key], value, **tolerance, msg=lambda text, key=key: f"{key}: {text}")
-        torch.testing.assert_close(mean / RANKS, torch.stack(whole_losses), **tolerance)
+            bound = coarse if value.dtype == torch.float32 else tolerance
+            torch.testing.assert_close(found[key], value, **bound, msg=lambda text, key=key: f"{key}: {text}")
+        torch.testing.assert_close(mean / dist.get_world_size(), torch.stack(whole_losses), **tolerance)
     except AssertionError as error:
         return Outcome(wrapper, name, use, failure=str(error))
     return Outcome(wrapper, name, use)
@@ -433,14 +489,12 @@ def attempt(wrapper: str, name: str, use: str) -> Outcome:
 Case = tuple[str, str, str]
 
 
-def make(rank: int, num_ranks: int, cases: list[Case], verbose: bool = False) -> list[Outcome]:
+def make(rank: int, num_ranks: int, cases: list[Case]) -> list[Outcome]:
     torch.set_num_threads(1)
     outcomes = []
     for wrapper, name, use in cases:
         if isinstance(expected(name, use), str):  # one process cannot do it
             continue
-        if verbose and rank == 0:
-            print(f"{wrapper} × {name} × {use}", file=sys.stderr, flush=True)
         outcome = attempt(wrapper, name, use)
         everyone: list[Any] = [None] * num_ranks
         try:
@@ -507,37 +561,68 @@ def check(outcomes: list[Outcome], at_least: int) -> None:
 def sampled_outcomes() -> list[Outcome]:
     """Of all wrappers in one job: starting ranks, and one process to compare with, take most of the time."""
     cases = [case for wrapper in WRAPPERS for case in sampled(all_cases(wrapper))]
-    return run_ranks(make, RANKS, cases, timeout_s=60)[0]
+    return run_ranks(make, 2, cases, timeout_s=60)[0]
 
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_D2_D4_D14_a_wrapper_trains_as_one_process(wrapper):
-    check([outcome for outcome in sampled_outcomes() if outcome.wrapper == wrapper], at_least=45)
+    check([outcome for outcome in sampled_outcomes() if outcome.wrapper == wrapper], at_least=40)
+
+
+@pytest.mark.parametrize("num_ranks", [1, pytest.param(3, marks=pytest.mark.slow)])
+def test_D3_D9_any_number_of_ranks(num_ranks):
+    kinds = "mlp|tied and deep|only the head trained|scalar|empty|buffer|routed samples|mixed dtypes"
+    cases = [case for wrapper in WRAPPERS for case in all_cases(wrapper) if all(map(fits, case[1:], (kinds, "acc*")))]
+    check(run_ranks(make, num_ranks, cases)[0], at_least=60)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_D2_D4_D14_every_kind_in_every_use(wrapper):
-    check(run_ranks(make, RANKS, all_cases(wrapper), timeout_s=60)[0], at_least=1200)
+    check(run_ranks(make, 2, all_cases(wrapper), timeout_s=60)[0], at_least=1000)
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_what_is_dropped_is_gone_and_its_model_trains_on(wrapper, alone_in_a_group):
+    """Parameters once held it through hooks, a cycle that no collector sees: both of two trainings stayed."""
+    for name in ("mlp", "checkpointed", "checkpointed reentrantly"):
+        kind = KINDS[name]
+        module = double(kind.build())
+        side = WRAPPERS[wrapper](kind, module)
+        side.optimizer = side.make_optimizer(side.parameters())
+        USES["accumulation"].train(side)
+        inputs = side.inputs(0)
+        gone = [weakref.ref(one) for one in (side.model, side.optimizer) if one is not module]
+        gone += [weakref.ref(parameter) for parameter in side.parameters()]
+        del side
+        if "fsdp" not in wrapper:
+            gc.collect()
+            fresh = double(kind.build())
+            fresh.load_state_dict(module.state_dict())
+            for one in (module, fresh):
+                one.zero_grad()
+                mean_loss(one(*inputs)).backward()
+            gradients, expected = ([parameter.grad for parameter in one.parameters()] for one in (module, fresh))
+            torch.testing.assert_close(gradients, expected, rtol=0, atol=0)
+            del one
+        del module
+        gc.collect()
+        assert [reference() for reference in gone] == [None] * len(gone)
 
 
 def test_wrong_outcomes_are_told():
     """So that the comparison can fail: differences, refusals that nobody expects, expected ones that do not come."""
-    assert judge([Outcome("naive", "linear", "plain")]) == []
-    assert judge([Outcome("naive", "linear", "plain", failure="differs")]) == ["naive × linear × plain: differs"]
-    assert judge([Outcome("naive", "linear", "plain", refusal="no")]) == ["naive × linear × plain: refused: no"]
-    assert "REFUSED has it" in judge([Outcome("zero1", "linear", "parameters in a later group")])[0]
+    assert judge([Outcome("naive", "mlp", "plain")]) == []
+    assert judge([Outcome("naive", "mlp", "plain", failure="differs")]) == ["naive × mlp × plain: differs"]
+    assert judge([Outcome("naive", "mlp", "plain", refusal="no")]) == ["naive × mlp × plain: refused: no"]
+    assert "REFUSED has it" in judge([Outcome("zero1", "mlp", "parameters in a later group")])[0]
 
 
 def main() -> None:
-    wrappers, kinds, uses = (sys.argv[1:] + ["*"] * 3)[:3]
-    cases = [
-        case for wrapper in WRAPPERS for case in all_cases(wrapper) if all(map(fits, case, (wrappers, kinds, uses)))
-    ]
-    outcomes = run_ranks(make, RANKS, cases, "-v" in sys.argv, timeout_s=120)[0]
-    for text in judge(outcomes):
-        lines = text.strip().splitlines()
-        print("\n".join(lines if "-l" in sys.argv else [f"{lines[0]} ... {lines[-1]}"]))
+    patterns = (sys.argv[1:] + ["*"] * 3)[:3]
+    cases = [case for wrapper in WRAPPERS for case in all_cases(wrapper) if all(map(fits, case, patterns))]
+    outcomes = run_ranks(make, 2, cases, timeout_s=120)[0]
+    print("\n\n".join(judge(outcomes)))
     print(len(outcomes), "cases,", Counter("refused" if one.refusal else "equal" for one in outcomes))
 
 

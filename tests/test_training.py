@@ -7,13 +7,13 @@ import json
 import math
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,7 +26,7 @@ from cs336_systems.distributed.checkpoint import checkpoints, folder_lock
 from cs336_systems.distributed.launch import TORCHRUN_VARIABLES
 from cs336_systems.training import Corpus, TrainingConfig, TrainingResult, learning_rate, loop, train
 from cs336_systems.training.config import NANO, byte_model
-from cs336_systems.training.loop import RunOptions, share_cores, train_rank
+from cs336_systems.training.loop import RunOptions, train_rank
 
 SMALL = ModelConfig(name="tiny", d_model=32, d_ff=64, num_layers=2, num_heads=2, vocab_size=256, context_length=32)
 SHORT = TrainingConfig(model=SMALL, batch=8, steps=6, warmup_steps=2)
@@ -103,6 +103,12 @@ def test_the_rate_warms_up_and_falls_to_the_last():
         (TrainingConfig, {"wrapper": "zero9"}, "TrainingConfig.wrapper must be one of none, .*, got 'zero9'"),
         (TrainingConfig, {"num_ranks": 2}, "TrainingConfig.wrapper must be another for num_ranks=2, got 'none'"),
         (TrainingConfig, {"accumulation": 3}, r"TrainingConfig.batch must be a multiple of .* = 3, got 16"),
+        (TrainingConfig, {"context_parallel": 3}, "TrainingConfig.context_parallel must be a divisor of 1 ranks"),
+        (
+            TrainingConfig,
+            {"wrapper": "fsdp", "num_ranks": 4, "context_parallel": 4, "model": byte_model(NANO, 20)},
+            "TrainingConfig.context_parallel must be half a divisor of the context length 20, got 4",
+        ),
         (TrainingConfig, {"learning_rate": math.nan}, "learning_rate must be finite and not negative, got nan"),
         (TrainingConfig, {"model": replace(NANO, vocab_size=100)}, "TrainingConfig.model must be of vocab_size 256"),
         (RunOptions, {"log_every": 0}, "log_every must be at least 1, got 0"),
@@ -149,15 +155,6 @@ def test_clipping_and_autocast_reach_the_step():
 # Resuming
 
 
-def test_a_resumed_run_has_the_losses_it_would_have_had(tmp_path, whole):
-    interrupted = train(SHORT, RunOptions(out=tmp_path / "run", checkpoint_every=2, log_every=1, stop_after=5))
-    assert interrupted.losses == whole.losses[:5]
-    resumed = train(SHORT, RunOptions(out=tmp_path / "run", resume=True, log_every=1))
-    assert resumed.first_step == 5
-    assert resumed.losses == whole.losses
-    assert resumed.validation_loss == whole.validation_loss
-
-
 @pytest.mark.parametrize("damage", ["cut off", "infinite", "lost"])
 def test_a_damaged_list_of_losses_does_not_stop_a_resume(tmp_path, damage, whole, capsys):
     """The checkpoints are intact, and once a last line without its end, or no file, kept the run from going on."""
@@ -179,30 +176,28 @@ def test_a_damaged_list_of_losses_does_not_stop_a_resume(tmp_path, damage, whole
     assert json.loads(written[-1])["loss"] == whole.losses[-1]  # on a line of its own
 
 
-def test_a_run_killed_while_saving_resumes_from_the_checkpoint_before_or_from_none(tmp_path, whole):
-    train(SHORT, RunOptions(out=tmp_path, checkpoint_every=2, stop_after=4))
+def test_a_run_resumes_to_the_losses_it_would_have_had(tmp_path, whole):
+    """From its newest checkpoint; where that is damaged or was not finished, from the one before, or from none."""
+    options = RunOptions(out=tmp_path, checkpoint_every=2, log_every=1, resume=True)
+    assert train(SHORT, replace(options, resume=False, stop_after=5)).losses == whole.losses[:5]
     folder = tmp_path / "checkpoints"
-    (folder / "step-00000004").rename(folder / ".step-00000004.partial")
-    resumed = train(SHORT, RunOptions(out=tmp_path, resume=True, checkpoint_every=2))
-    assert resumed.first_step == 2 and resumed.losses == whole.losses
-    assert sorted(path.name for path in folder.glob("*step*")) == ["step-00000004", "step-00000006"]
-    for checkpoint in checkpoints(folder):
-        checkpoint.rename(folder / f".{checkpoint.name}.partial")
-    resumed = train(SHORT, RunOptions(out=tmp_path, resume=True))
-    assert resumed.first_step == 0 and resumed.losses == whole.losses
-
-
-def test_of_a_damaged_checkpoint_the_one_before_is_named(tmp_path, whole):
-    """Its steps are not given up without a word, and what gives them up is said."""
-    train(SHORT, RunOptions(out=tmp_path, checkpoint_every=2, stop_after=4))
-    newest = tmp_path / "checkpoints" / "step-00000004"
-    index = newest / "index.json"
+    names = [path.name for path in checkpoints(folder)]
+    assert names == ["step-00000004", "step-00000005"]
+    shutil.copytree(folder, tmp_path / "kept")
+    index = folder / names[1] / "index.json"
     index.write_text(index.read_text()[:20])
-    with pytest.raises(ValueError, match="damaged.*; to go on from step-00000002, remove .*step-00000004 or rename it"):
-        train(SHORT, RunOptions(out=tmp_path, resume=True))
-    newest.rename(tmp_path / "aside")
-    resumed = train(SHORT, RunOptions(out=tmp_path, resume=True))
-    assert resumed.first_step == 2 and resumed.losses == whole.losses
+    told = f"damaged.*; to go on from {names[0]}, remove .*{names[1]} or rename it"
+    with pytest.raises(ValueError, match=told):  # its steps are not given up without a word
+        train(SHORT, options)
+    for unfinished, first_step in (((), 5), (names[1:], 4), (names, 0)):
+        shutil.rmtree(folder)
+        shutil.copytree(tmp_path / "kept", folder)
+        for name in unfinished:
+            (folder / name).rename(folder / f".{name}.partial")
+        resumed = train(SHORT, options)
+        assert resumed.first_step == first_step and resumed.losses == whole.losses
+        assert resumed.validation_loss == whole.validation_loss
+        assert not list(folder.glob(".*.partial"))
 
 
 def test_a_run_killed_while_it_claims_its_folder_leaves_no_half_of_a_config(tmp_path, monkeypatch):
@@ -312,18 +307,6 @@ def test_a_full_disk_ends_a_run_in_one_line(tmp_path, monkeypatch):
     assert result.exit_code == 2
     said = f"error: [Errno 28] No space left on device: '{tmp_path}/losses.jsonl'"
     assert result.output.splitlines()[-1] == said
-
-
-def test_ranks_share_the_cores(monkeypatch):
-    monkeypatch.setattr("cs336_systems.training.loop.get_device_info", lambda _: SimpleNamespace(num_cores=6))
-    chosen: list[int] = []
-    monkeypatch.setattr(torch, "set_num_threads", chosen.append)
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    for num_ranks in (2, 4, 8):
-        share_cores(num_ranks)
-    monkeypatch.setenv("OMP_NUM_THREADS", "5")
-    share_cores(2)  # the user's choice stays
-    assert chosen == [3, 1, 1]
 
 
 def killed_at_step_three(rank: int, num_ranks: int, config: TrainingConfig, options: RunOptions) -> TrainingResult:

@@ -6,8 +6,8 @@
     folder/step-00000130/rank-0.bin      # chunks of tensors as plain bytes, a file for each rank
     folder/step-00000130/index.json      # file, place and CRC-32 of each chunk; settings; the position in the data
 
-A chunk is some rows of a tensor: a rank writes those it has, and reads the chunks that its own rows are in. Nothing is
-unpickled, and a byte that changed on disk is found by its checksum.
+A chunk is some rows of a tensor (a number is one): a rank writes those it has, and reads the chunks that its own rows
+are in. Nothing is unpickled, and a byte that changed on disk is found by its checksum.
 
 Phases of saving: claim (rank 0 makes a hidden folder), share out (of what several ranks have, one writes it), write,
 complete (rank 0 adds the index, gives the folder its name, in one step, and removes old checkpoints, hidden first). A
@@ -42,7 +42,7 @@ from cs336_systems.distributed.collectives import Group, num_ranks, rank_in
 from cs336_systems.distributed.training_state import Part, TrainingState
 
 INDEX = "index.json"
-FORMAT = 2
+FORMAT = 3
 STEP_FOLDER = re.compile(r"step-\d{8,}")
 DATA_FILE = re.compile(r"rank-\d+\.bin")
 
@@ -95,9 +95,9 @@ def on_all_ranks(call: Callable[[], Any], group: Group = None) -> list[Any]:
         result = call()
     except (ValueError, OSError) as error:
         failed = error
-    outcomes: list[Any] = [(result, failed)]
-    if dist.is_initialized() and num_ranks(group) > 1:
-        outcomes *= num_ranks(group)
+    _, size = _rank_and_size(group)
+    outcomes: list[Any] = [(result, failed)] * size
+    if size > 1:
         dist.all_gather_object(outcomes, (result, failed), group=group)
     for _, failed in outcomes:
         if failed is not None:
@@ -133,17 +133,18 @@ def read_index(path: Path) -> dict[str, Any]:
         if sealed["crc32"] != _content_crc32(content):
             raise CheckpointError("its checksum is not that of its content")
         for name, entry in content["tensors"].items():
-            size, rows, itemsize = entry["size"], 0, getattr(torch, entry["dtype"]).itemsize
-            for chunk in sorted(entry["chunks"], key=lambda chunk: chunk["offsets"]):
-                if [*chunk["offsets"], *chunk["sizes"][1:]] != [rows, *[0] * len(size)][: len(size)] + size[1:]:
+            size, rows = entry["size"], 0
+            row_bytes = math.prod(size[1:]) * getattr(torch, entry["dtype"]).itemsize
+            for chunk in sorted(entry["chunks"], key=lambda chunk: chunk["first"]):
+                if chunk["first"] != rows:
                     break  # they would leave a gap
-                rows += (chunk["sizes"] or [1])[0]
+                rows += chunk["rows"]
                 if not DATA_FILE.fullmatch(chunk["file"]):
                     raise CheckpointError(f"it names {chunk['file']!r}, which is no file of a checkpoint")
                 is_cut = chunk["start"] + chunk["length"] > _num_bytes(path / chunk["file"])
-                if is_cut or chunk["length"] != math.prod(chunk["sizes"]) * itemsize:
+                if is_cut or chunk["length"] != chunk["rows"] * row_bytes:
                     raise CheckpointError(f"{chunk['file']} has not the bytes of {name!r}: it is cut off")
-            if [rows, *size[1:]] != (size or [1]):
+            if rows != (size or [1])[0]:
                 raise CheckpointError(f"its chunks of {name!r} have {rows} rows, and its shape is {tuple(size)}")
     except (ValueError, KeyError, TypeError, AttributeError, RuntimeError, OSError) as error:
         kind = "" if isinstance(error, CheckpointError | OSError) else f"{type(error).__name__}: "
@@ -237,11 +238,10 @@ def _write(path: Path, parts: dict[str, Part], names: list[str]) -> list[tuple[s
         for name in names:
             tensor, shape, start = parts[name].tensor, parts[name].shape, parts[name].start
             data: Any = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-            place = {"file": path.name, "start": file.tell(), "length": data.nbytes, "crc32": zlib.crc32(data)}
-            rows = {"offsets": [start, *[0] * len(shape)][: len(shape)], "sizes": [*tensor.shape]}
+            chunk = {"first": start, "rows": len(tensor) if shape else 1, "file": path.name, "start": file.tell()}
             entry = {"dtype": str(tensor.dtype).removeprefix("torch."), "size": [*shape]}
             file.write(data)
-            written.append((name, entry, rows | place))
+            written.append((name, entry, chunk | {"length": data.nbytes, "crc32": zlib.crc32(data)}))
         file.flush()
         os.fsync(file.fileno())
     return written
@@ -300,7 +300,7 @@ def _read(path: Path, name: str, part: Part, entry: dict[str, Any]) -> None:
     """Fill `part` from the chunks that its rows are in, each against its checksum."""
     target = part.tensor.detach() if part.shape else part.tensor.detach()[None]
     for chunk in entry["chunks"]:
-        first, num_rows = (chunk["offsets"] or [0])[0], (chunk["sizes"] or [1])[0]
+        first, num_rows = chunk["first"], chunk["rows"]
         low, high = max(first, part.start), min(first + num_rows, part.start + len(target))
         if low < high:
             with open(path / chunk["file"], "rb") as file:

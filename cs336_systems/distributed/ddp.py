@@ -17,16 +17,24 @@ from __future__ import annotations
 
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from cs336_systems.distributed.collectives import Group, broadcast_from_first, broadcast_parameters, check_same_shapes
+from cs336_systems.distributed.collectives import (
+    Group,
+    Work,
+    broadcast_from_first,
+    broadcast_parameters,
+    check_same_shapes,
+    wait_for,
+)
 
 
 class Accumulating:
@@ -60,6 +68,8 @@ class DataParallel(nn.Module, Accumulating, ABC):
     `group`, and for a module with `max_norm`; RuntimeError without a process group.
     """
 
+    alive: ClassVar[weakref.WeakSet[DataParallel]] = weakref.WeakSet()  # for what averages gradients as well
+
     def __init__(self, module: nn.Module, group: Group = None, *, find_unused_parameters: bool = False) -> None:
         super().__init__()
         if not isinstance(module, nn.Module):
@@ -73,6 +83,7 @@ class DataParallel(nn.Module, Accumulating, ABC):
         self.find_unused_parameters = find_unused_parameters
         named = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
         self.names, self.trainable = [*named], [*named.values()]
+        self.alive.add(self)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.module(*args, **kwargs)
@@ -142,12 +153,48 @@ def call_at_each_gradient(owner: Any, parameters: list[Any], react: Callable[[An
         parameter.register_post_accumulate_grad_hook(partial(hook, index))
 
 
-def agree_on_order(came: Iterable[int], messages: Sequence[Tensor], group: Group) -> list[int]:
-    """Places among `messages` in the order in which rank 0's `came`, on every rank; those that did not go last."""
-    places = [*dict.fromkeys([*came, *range(len(messages))])]
-    order = torch.tensor(places, device=messages[0].device if messages else "cpu")
-    broadcast_from_first(order, group)
-    return order.tolist()
+class SendQueue:
+    """Sends messages in one order on every rank, each when its gradients and the messages before it are there.
+
+    `message_of` numbers the message of each of `parameters`. The first step sends in the order of these numbers, the
+    later ones in that in which rank 0's messages were complete in the first.
+    """
+
+    def __init__(self, message_of: Sequence[int], parameters: Sequence[Tensor], group: Group) -> None:
+        self.message_of, self.sizes = message_of, Counter(message_of)
+        self.order, self.is_learned = sorted(self.sizes), False
+        self.device, self.group = parameters[0].device if parameters else "cpu", group
+        self.under_way: list[Work] = []
+        self.begin()
+
+    def begin(self) -> None:
+        """Wait for what is under way; the next gradients belong to another step."""
+        wait_for(self.under_way)
+        self.arrived: set[int] = set()
+        self.missing = self.sizes.copy()  # gradients of each message
+        self.complete: list[int] = []
+        self.waiting = deque(self.order)
+
+    def arrive(self, index: int, send: Callable[[int], Work]) -> None:
+        """The gradient of parameter `index` is there: `send` what is next, as far as it is complete."""
+        message = self.message_of[index]
+        if index not in self.arrived:
+            self.arrived.add(index)
+            self.missing[message] -= 1
+            if not self.missing[message]:
+                self.complete.append(message)
+        while self.waiting and not self.missing[self.waiting[0]]:
+            self.under_way.append(send(self.waiting.popleft()))
+
+    def finish(self, send: Callable[[int], Work]) -> None:
+        """Send the messages that this step's backward has not completed, and those behind them; wait for all."""
+        while self.waiting:
+            self.under_way.append(send(self.waiting.popleft()))
+        wait_for(self.under_way)
+        if not self.is_learned:
+            order = torch.tensor([*dict.fromkeys([*self.complete, *self.order])], device=self.device)
+            broadcast_from_first(order, self.group)
+            self.order, self.is_learned = order.tolist(), True
 
 
 def arrived_twice(name: str) -> RuntimeError:

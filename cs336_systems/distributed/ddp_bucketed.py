@@ -8,20 +8,13 @@ view of its bucket, so that nothing is gathered before the all-reduce or copied 
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Sequence
 from itertools import accumulate
 
 from torch import Tensor, nn
 
 from cs336_systems.distributed.collectives import Group, Work, all_reduce_mean
-from cs336_systems.distributed.ddp import (
-    DataParallel,
-    agree_on_order,
-    arrived_twice,
-    call_at_each_gradient,
-    dense_gradient,
-)
+from cs336_systems.distributed.ddp import DataParallel, SendQueue, arrived_twice, call_at_each_gradient, dense_gradient
 
 BYTES_PER_MB = 2**20  # as torch's DistributedDataParallel counts its bucket_cap_mb
 ALIGNMENT_BYTES = 16  # of each view: the width of a GPU's vector loads
@@ -48,26 +41,29 @@ class BucketedDDP(DataParallel):
         super().__init__(module, group, find_unused_parameters=find_unused_parameters)
         limit = math.inf if bucket_size_mb is None else bucket_size_mb * BYTES_PER_MB
         plan = plan_buckets(self.trainable, limit)
-        self.buckets = [Bucket([self.trainable[index] for index in indices], group) for indices in plan]
-        self._queue = BucketQueue(self.buckets, group)
-        # In the order of the plan, which goes from the last parameter to the first.
-        self._places = [(bucket, place) for bucket in self.buckets for place in range(len(bucket.parameters))][::-1]
+        self.buckets = [Bucket([self.trainable[index] for index in indices]) for indices in plan]
+        # Of each parameter; the plan goes from the last one to the first.
+        self._places = [(number, place) for number, indices in enumerate(plan) for place in range(len(indices))][::-1]
+        self._queue = SendQueue([number for number, _ in self._places], self.trainable, group)
         call_at_each_gradient(self, self.trainable, BucketedDDP._arrive)
 
     def _arrive(self, index: int) -> None:
         """The backward has accumulated the gradient of parameter `index`: into its bucket, and send what is full."""
-        bucket, place = self._places[index]
-        bucket.take_gradient(place)
+        number, place = self._places[index]
+        self.buckets[number].take_gradient(place)
         if not self.sends:
             return
-        if place in bucket.arrived:
+        if index in self._queue.arrived:
             raise arrived_twice(self.names[index])
-        self._queue.arrive(bucket, place)
+        self._queue.arrive(index, self._send)
+
+    def _send(self, message: int) -> Work:
+        return all_reduce_mean(self.buckets[message].flat, self.group, async_op=True)
 
     def _synchronize(self) -> None:
-        for bucket, place in self._places:
-            bucket.take_gradient(place)  # where no backward of this step has
-        self._queue.finish()
+        for number, place in self._places:
+            self.buckets[number].take_gradient(place)  # where no backward of this step has
+        self._queue.finish(self._send)
         self._end_step()
 
     def _end_step(self) -> None:
@@ -77,13 +73,11 @@ class BucketedDDP(DataParallel):
 class Bucket:
     """Parameters whose gradients are views of one flat tensor, in which they are averaged."""
 
-    def __init__(self, parameters: list[Tensor], group: Group, multiple: int = 1) -> None:
+    def __init__(self, parameters: list[Tensor], multiple: int = 1) -> None:
         self.parameters = parameters
         *self.offsets, length = accumulate(map(aligned_size, parameters), initial=0)
         self.flat = parameters[0].detach().new_zeros(-(-length // multiple) * multiple)
         self.views = self.views_of(self.flat)
-        self.arrived: set[int] = set()  # places of the parameters whose gradients are there
-        self.group, self.work = group, Work()
 
     def views_of(self, flat: Tensor) -> list[Tensor]:
         """The parameters' places in `flat`, in their shapes."""
@@ -96,51 +90,6 @@ class Bucket:
         if parameter.grad is not view:
             view.copy_(dense_gradient(parameter))
             parameter.grad = view
-
-    def is_full(self) -> bool:
-        return len(self.arrived) == len(self.parameters)
-
-    def send(self) -> None:
-        self.work = all_reduce_mean(self.flat, self.group, async_op=True)
-
-
-class BucketQueue:
-    """Sends buckets in one order on every rank, each as soon as it and those before it are full.
-
-    In the first step that is the order of `buckets`, from then on that in which rank 0's became full in the first.
-    """
-
-    def __init__(self, buckets: Sequence[Bucket], group: Group) -> None:
-        self.order, self.group = list(buckets), group
-        self.is_learned = False
-        self.begin()
-
-    def begin(self) -> None:
-        """Expect the gradients of another step."""
-        for bucket in self.order:
-            bucket.work.wait()
-            bucket.arrived.clear()
-        self.full: list[Bucket] = []
-        self.waiting = deque(self.order)
-
-    def arrive(self, bucket: Bucket, place: int) -> None:
-        """A gradient has arrived: send what is next, as far as it is full."""
-        bucket.arrived.add(place)
-        if bucket.is_full():
-            self.full.append(bucket)
-        while self.waiting and self.waiting[0].is_full():
-            self.waiting.popleft().send()
-
-    def finish(self) -> None:
-        """Send the buckets that this step's backward has not filled, and those behind them; wait for all."""
-        while self.waiting:
-            self.waiting.popleft().send()
-        for bucket in self.order:
-            bucket.work.wait()
-        if not self.is_learned:
-            came = map(self.order.index, self.full)
-            places = agree_on_order(came, [bucket.flat for bucket in self.order], self.group)
-            self.order, self.is_learned = [self.order[place] for place in places], True
 
 
 def plan_buckets(parameters: Sequence[Tensor], limit_bytes: float) -> list[list[int]]:

@@ -37,6 +37,8 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import ProcessException, _prctl_pr_set_pdeathsig, start_processes
 
+from cs336_systems.device import get_device_info
+
 DEFAULT_TIMEOUT_S = 120.0  # that a collective waits for the other ranks
 START_TIMEOUT = timedelta(seconds=300)  # that a rank waits for the others to be up: importing torch on a cold disk
 POLL_S = 0.02
@@ -118,8 +120,8 @@ def _rank_main(
     end_with_parent()
     num_ranks, backend, device, timeout_s = job
     try:
-        if device == "cpu":  # ranks that each took every core would wait for each other's threads
-            torch.set_num_threads(max(1, torch.get_num_threads() // num_ranks))
+        if device == "cpu":
+            _share_cores(num_ranks)
         store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=START_TIMEOUT)
         if store.add("up", 1) == num_ranks:  # a short time-out of collectives need not cover the start of a process
             store.set("all up", "")
@@ -134,6 +136,12 @@ def _rank_main(
         _leave(1)
         raise
     _leave(0)
+
+
+def _share_cores(num_ranks: int) -> None:
+    """Ranks of one host that each took every core would wait for each other's threads."""
+    cores = get_device_info("cpu").num_cores or 1
+    torch.set_num_threads(max(1, min(torch.get_num_threads(), cores) // num_ranks))
 
 
 def _leave(code: int) -> None:
@@ -227,6 +235,8 @@ def launch(function: Callable[..., Any], num_ranks: int | None, *args: Any, **op
     if num_ranks is not None and str(num_ranks) != os.environ["WORLD_SIZE"]:
         raise ValueError(f"num_ranks must be torchrun's WORLD_SIZE={os.environ['WORLD_SIZE']}, got {num_ranks}")
     collect_garbage_at_exit()
+    if "OMP_NUM_THREADS" not in os.environ:  # which torchrun sets, and Slurm does not
+        _share_cores(int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"])))
     local_rank = int(os.environ["LOCAL_RANK"])
     backend, device = options.get("backend", "gloo"), options.get("device", "cpu")
     _check(local_rank + 1, backend, device)

@@ -134,16 +134,16 @@ def check_elementwise(optimizer_cls: type[torch.optim.Optimizer], settings: dict
 
 @cache
 def watch_optimizers() -> None:
-    """Once and for good: a hook that goes with its model would go in the middle of a step, where that is collected."""
-    register_optimizer_step_pre_hook(check_optimizer)
+    """From now on a ValueError before the first step of an optimizer over FSDP's rows that does not go row by row.
 
+    Once and for good: a hook that goes with its model would go in the middle of a step, where that is collected.
+    """
+    checked: WeakSet[torch.optim.Optimizer] = WeakSet()
 
-def check_optimizer(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """ValueError before the first step of an optimizer over FSDP's rows that does not update them row by row."""
-    if optimizer not in _CHECKED:
-        if any(hasattr(parameter, "is_rows") for group in optimizer.param_groups for parameter in group["params"]):
-            check_elementwise(type(optimizer), optimizer.defaults, rows=True)
-        _CHECKED.add(optimizer)
+    def check(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if optimizer not in checked:
+            if any(hasattr(parameter, "is_rows") for group in optimizer.param_groups for parameter in group["params"]):
+                check_elementwise(type(optimizer), optimizer.defaults, rows=True)
+            checked.add(optimizer)
 
-
-_CHECKED: WeakSet[torch.optim.Optimizer] = WeakSet()
+    register_optimizer_step_pre_hook(check)

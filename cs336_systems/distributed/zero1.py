@@ -34,8 +34,8 @@ from cs336_systems.distributed.collectives import (
     reduce_scatter_mean_flat,
     wait_for,
 )
-from cs336_systems.distributed.ddp import Accumulating, call_at_each_gradient
-from cs336_systems.distributed.ddp_bucketed import BYTES_PER_MB, Bucket, BucketQueue, plan_buckets
+from cs336_systems.distributed.ddp import Accumulating, DataParallel, SendQueue, call_at_each_gradient
+from cs336_systems.distributed.ddp_bucketed import BYTES_PER_MB, Bucket, plan_buckets
 from cs336_systems.distributed.optimizer_shares import OptimizerOfShares, check_elementwise, hyperparameters
 
 ALIGNMENT = 64  # elements, of a rank's slice
@@ -52,9 +52,10 @@ class Zero1Optimizer(OptimizerOfShares, Accumulating):
         kwargs: for `optimizer_cls`.
 
     The parameters' memory is replaced by views of the buckets: build it after the model is on its device. Raises
-    ValueError for a bad bucket size, an optimizer that is not elementwise, parameters that differ between ranks or a
-    closure; RuntimeError without a process group, on a second backward before `step` outside of `no_sync`, for a
-    parameter that got other memory, for gradients to be finished under `no_sync`, and for a group added later.
+    ValueError for a bad bucket size, an optimizer that is not elementwise, parameters that differ between ranks or
+    are a DDP wrapper's, or a closure; RuntimeError without a process group, on a second backward before `step` outside
+    of `no_sync`, for a parameter that got other memory, a gradient that was changed after it was averaged, gradients to
+    be finished under `no_sync`, and a group added later.
     float16 needs the LossScaler of `loss_scale.py`; torch.amp.GradScaler is refused with a TypeError.
     """
 
@@ -71,6 +72,12 @@ class Zero1Optimizer(OptimizerOfShares, Accumulating):
             raise ValueError(f"bucket_size_mb must be positive, got {bucket_size_mb!r}")
         super().__init__(params, optimizer_cls, process_group, kwargs)
         check_elementwise(optimizer_cls, kwargs, rows=False)
+        for wrapper in DataParallel.alive:
+            if not set(wrapper.trainable).isdisjoint(self.parameters):
+                kind = type(wrapper).__name__
+                raise ValueError(
+                    f"{kind} averages the gradients already: give Zero1Optimizer the plain module's parameters"
+                )
         check_same_shapes(((str(place), parameter) for place, parameter in enumerate(self.parameters)), process_group)
         for parameter in self.parameters:
             if not parameter.requires_grad:  # in no bucket, whose values rank 0 sends
@@ -85,11 +92,10 @@ class Zero1Optimizer(OptimizerOfShares, Accumulating):
             local_groups.append({**hyperparameters(group), "params": [bucket.master for bucket in buckets]})
         self.local = optimizer_cls(local_groups, **kwargs)
         self.take_settings()
+        self._places = [(number, place) for number, one in enumerate(self.buckets) for place in range(len(one.views))]
+        in_buckets = [parameter for bucket in self.buckets for parameter in bucket.parameters]
         # Groups (decayed or not) take turns in a backward, which the queue learns in the first step.
-        self._queue = BucketQueue(self.buckets, process_group)
-        self._finished = False  # whether all are reduced, and no step has used them
-        self._places = [(bucket, place) for bucket in self.buckets for place in range(len(bucket.parameters))]
-        in_buckets = [bucket.parameters[place] for bucket, place in self._places]
+        self._queue = SendQueue([number for number, _ in self._places], in_buckets, process_group)
         call_at_each_gradient(self, in_buckets, Zero1Optimizer._gradient_arrived)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -102,18 +108,20 @@ class Zero1Optimizer(OptimizerOfShares, Accumulating):
 
     def _gradient_arrived(self, index: int) -> None:
         """Take the gradient into its bucket, and reduce the buckets that are full and whose turn it is."""
-        bucket, place = self._places[index]
-        if bucket not in self._queue.waiting:
+        number, place = self._places[index]
+        if number not in self._queue.waiting:
             raise RuntimeError("a second backward before step(): run all but the last one under no_sync()")
-        bucket.take_gradient(place)
+        self.buckets[number].take_gradient(place)
         if self.sends:
-            self._queue.arrive(bucket, place)
+            self._queue.arrive(index, self._send)
+
+    def _send(self, message: int) -> Work:
+        return self.buckets[message].reduce()
 
     def finish_gradient_synchronization(self) -> None:
         """Reduce the buckets that unused parameters kept waiting, and wait for all; RuntimeError within `no_sync`."""
         self.check_sending()
-        self._queue.finish()
-        self._finished = True
+        self._queue.finish(self._send)
 
     def averaged_gradients(self) -> list[Tensor]:
         """This rank's slices of the mean gradients: what the update will use."""
@@ -135,21 +143,21 @@ class Zero1Optimizer(OptimizerOfShares, Accumulating):
         self.finish_gradient_synchronization()
         self.give_settings()
         for bucket in self.buckets:
+            if bucket.flat._version != bucket.version:
+                raise RuntimeError(
+                    "a gradient was changed after it was averaged, which the update does not see: clip with "
+                    "clip_grad_norm_ of the optimizer, not with torch's"
+                )
             bucket.follow_parameters()
         self.local.step()
         wait_for([bucket.gather() for bucket in self.buckets])
-        self._begin()
+        self._queue.begin()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients, also averaged ones that no step has used: of a loss scale that overflowed."""
         super().zero_grad(set_to_none)
-        if self._finished:
-            self._begin()
-
-    def _begin(self) -> None:
-        """Be ready for the next backward."""
-        self._queue.begin()
-        self._finished = False
+        if not self._queue.waiting:
+            self._queue.begin()
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -185,7 +193,8 @@ class ShardedBucket(Bucket):
     """A bucket whose parameters are views of a flat tensor too, and this rank's slice of both, in float32 at least."""
 
     def __init__(self, parameters: list[Tensor], owner: Zero1Optimizer) -> None:
-        super().__init__(parameters, owner.process_group, multiple=owner.num_ranks * ALIGNMENT)
+        super().__init__(parameters, multiple=owner.num_ranks * ALIGNMENT)
+        self.group = owner.process_group
         self.flat_parameters = torch.zeros_like(self.flat)
         self.parameter_views = self.views_of(self.flat_parameters)
         for parameter, view in zip(parameters, self.parameter_views):
@@ -208,13 +217,13 @@ class ShardedBucket(Bucket):
         super().take_gradient(place)
 
     @torch.no_grad()
-    def send(self) -> None:
+    def reduce(self) -> Work:
         """Start averaging; what no backward touched counts as zero."""
         for parameter, view in zip(self.parameters, self.views):
             if parameter.grad is None:
                 view.zero_()
-        self.work = reduce_scatter_mean_flat(self.gradient, self.flat, self.group, async_op=True)
-        self.master.grad = self.gradient
+        self.master.grad, self.version = self.gradient, self.flat._version
+        return reduce_scatter_mean_flat(self.gradient, self.flat, self.group, async_op=True)
 
     def follow_parameters(self) -> None:
         """Let the master take up what was written into parameters since the gather, as by `model.load_state_dict`."""

@@ -17,10 +17,6 @@ from torch import Tensor, nn
 
 from cs336_systems.accounting import model_peak_bytes
 from cs336_systems.config import ModelCase, ModelConfig, Precision, RunConfig
-from cs336_systems.distributed.ddp_bucketed import BucketedDDP
-from cs336_systems.distributed.ddp_flat import FlatDDP
-from cs336_systems.distributed.ddp_naive import NaiveDDP
-from cs336_systems.distributed.ddp_overlap import OverlapDDP
 from cs336_systems.distributed.fsdp import FSDP, wrap_blocks
 from cs336_systems.distributed.fsdp.plan import Checkpointing, find_blocks
 from cs336_systems.distributed.sharded_optimizer import ShardedOptimizer
@@ -30,9 +26,9 @@ from cs336_systems.experiments.spec import Disagreement, Unsupported
 from cs336_systems.inputs import token_batch
 from cs336_systems.measure.memory import MIB
 from cs336_systems.model import AdamW, TransformerLM, build_model, cross_entropy
+from cs336_systems.training.wrappers import DDPS
 
-DDPS: dict[str, Any] = {"naive": NaiveDDP, "flat": FlatDDP, "overlap": OverlapDDP}
-OURS = (*DDPS, "bucketed")
+OURS = tuple(DDPS)
 PEERS = ("torch_ddp", "torch_ddp_view")  # the second with gradient_as_bucket_view
 OPTIMIZER_IMPLEMENTATIONS = ("unsharded", "sharded", "zero1", "torch_zero")
 FSDP_IMPLEMENTATIONS = ("unsharded", "fsdp", "fsdp_layer", "torch_fsdp")
@@ -210,17 +206,13 @@ class ParallelStep:
 def wrap_ddp(module: nn.Module, implementation: str, bucket_size_mb: float | None) -> nn.Module:
     """`module` under the data parallelism of that name, on the default process group.
 
-    A reader's own, `package.module:Name`, is called with the module, and with `bucket_size_mb` if it has such a
-    parameter; it must have `finish_gradient_synchronization` unless its backward does all.
+    Ours, or a reader's own, `package.module:Name`, is called with the module, and with `bucket_size_mb` if it has such
+    a parameter; it must have `finish_gradient_synchronization` unless its backward does all.
     """
-    if ":" in implementation:
-        own = load_name(implementation)
+    if implementation in DDPS or ":" in implementation:
+        own: Any = DDPS.get(implementation) or load_name(implementation)
         bucketed = "bucket_size_mb" in inspect.signature(own).parameters
         return own(module, bucket_size_mb=bucket_size_mb) if bucketed else own(module)
-    if implementation in DDPS:
-        return DDPS[implementation](module)
-    if implementation == "bucketed":
-        return BucketedDDP(module, bucket_size_mb)
     torch_ddp = nn.parallel.DistributedDataParallel
     # Ours do not send buffers in each forward either. torch 2.13 renamed the option.
     renamed = "forward_sync_buffers" in inspect.signature(torch_ddp).parameters

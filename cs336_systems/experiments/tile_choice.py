@@ -56,9 +56,7 @@ GRID_SHAPES: dict[str, tuple[TileSizes, ...]] = {
 FIXED_SHAPES: dict[str, tuple[TileSizes, ...]] = {
     "tiny": ((1, 1, 64, 64, True),),
     "smoke": ((1, 1, 64, 64, True),),
-    "handout": tuple(
-        (1, 16, seqlen, head_dim, True) for head_dim in (64, 128) for seqlen in (8192, 16384, 32768)
-    ),
+    "handout": tuple((1, 16, seqlen, head_dim, True) for head_dim in (64, 128) for seqlen in (8192, 16384, 32768)),
 }
 TABLE = "table"  # what `select_config` chooses: `table` for a backward, `table_<kernel>` for one kernel
 FIXED = {"fixed": False, "fixed_tma": True}  # whether Hopper's copy engine reads the tiles

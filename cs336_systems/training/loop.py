@@ -11,7 +11,6 @@ it would have had.
 from __future__ import annotations
 
 import math
-import os
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -26,7 +25,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cs336_systems.accounting import num_parameters
-from cs336_systems.device import get_device_info
 from cs336_systems.model.generation import generate
 from cs336_systems.training.config import TrainingConfig, learning_rate
 from cs336_systems.training.corpus import ALICE, Corpus
@@ -76,7 +74,6 @@ def train_rank(rank: int, num_ranks: int, config: TrainingConfig, options: RunOp
     """`train` as a function of a rank, for `launch`; says on stdout how far it is."""
     if num_ranks != config.num_ranks:
         raise ValueError(f"config.num_ranks must be the number of ranks, {num_ranks}, got {config.num_ranks}")
-    share_cores(int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks)))
     return train(config, options, log=print_now if rank == 0 else None)
 
 
@@ -123,12 +120,6 @@ def train(config: TrainingConfig, options: RunOptions | None = None, *, log: Log
         with trainee.autocast():
             result.sample = write_text(trainee.module, PROMPT, options.sample_bytes, device=device)
     return result
-
-
-def share_cores(num_ranks: int) -> None:
-    """Let each of `num_ranks` ranks of this host compute on its share of the cores, unless OMP_NUM_THREADS is set."""
-    if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, (get_device_info("cpu").num_cores or 1) // num_ranks))
 
 
 def _what_is_trained(config: TrainingConfig, device: torch.device, first_step: int) -> str:

@@ -30,7 +30,7 @@ from cs336_systems.model import AdamW, build_model, clip_gradients, cross_entrop
 from cs336_systems.training.config import TrainingConfig
 
 BETAS = (0.9, 0.95)
-DDP = {"naive": NaiveDDP, "flat": FlatDDP, "overlap": OverlapDDP, "bucketed": BucketedDDP}
+DDPS = {"naive": NaiveDDP, "flat": FlatDDP, "overlap": OverlapDDP, "bucketed": BucketedDDP}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +81,7 @@ def build_trainee(config: TrainingConfig, device: torch.device) -> Trainee:
         wrapped = OverlapDDP(model)
         optimizer = ShardedOptimizer(model.parameters(), AdamW, **options)
     else:
-        wrapped = model if config.wrapper == "none" else DDP[config.wrapper](model)
+        wrapped = model if config.wrapper == "none" else DDPS[config.wrapper](model)
         optimizer = AdamW(model.parameters(), **options)
     if autocast is not None:
         parts["autocast"] = partial(torch.autocast, device.type, dtype=autocast)

@@ -179,25 +179,12 @@ class Unit:
             vars(module)["_parameters"] = self._views[-1][1]
 
     def become(self, state: State) -> None:
-        """Enter `state`, and show the modules the weights that go with it."""
+        """Enter `state`, and show the modules the weights that go with it; before those in use `wait`."""
         is_in_use = state in IN_USE
         if is_in_use != (self.state in IN_USE):
             for module, at_rest, in_use in self._views:
                 vars(module)["_parameters"] = in_use if is_in_use else at_rest
         self.state = state
-
-    def begin_forward(self) -> State:
-        """Show the wholes to a forward of an entry; the state to `become` at its end, BACKWARD in a recomputation."""
-        self.wait()
-        before = self.state
-        self.become(State.FORWARD)
-        return before
-
-    def begin_backward(self) -> None:
-        """Show the wholes to the backward; while a forward runs they are shown already."""
-        self.wait()
-        if self.state is State.GATHERED:
-            self.become(State.BACKWARD)
 
     @torch.no_grad()
     def gather(self) -> None:

@@ -28,7 +28,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -188,14 +188,16 @@ class FSDP(nn.Module, Accumulating):
         elif not self._window.in_backward and unit.state is State.GATHERED:
             unit.free()  # an entry is called directly, perhaps after the optimizer's step
         self._window.make_room(unit)
+        unit.wait()
         self._clock += 1
-        call = _Call(unit, state_before=unit.begin_forward(), began=self._clock, casts=[])
+        call = _Call(unit, state_before=unit.state, began=self._clock, casts=[])  # BACKWARD in a recomputation
         self._calls.append(call)
+        unit.become(State.FORWARD)
         if self.compute_dtype is not None:
             args = call.cast(args, self.compute_dtype)
             kwargs = {name: call.cast(value, self.compute_dtype) for name, value in kwargs.items()}
-        if kwargs or not all(isinstance(value, Tensor) for value in args):
-            call.given = {id(tensor) for tensor in _tensors_in((args, kwargs))}
+        if torch.is_grad_enabled():
+            call.given = {id(tensor): _version(tensor) for tensor in _tensors_in([*args, *kwargs.values()])}
         return args, kwargs
 
     def _after_forward(
@@ -207,12 +209,12 @@ class FSDP(nn.Module, Accumulating):
         call = self._calls.pop()
         self._clock += 1
         unit.become(call.state_before)
-        if any(not cast.is_inference() and cast._version for cast in call.casts):
+        if any(map(_version, call.casts)):
             raise RuntimeError(f"{unit.name!r} must not write into its arguments unless they are {self.compute_dtype}")
         outputs: list[Tensor] = []
-        if torch.is_grad_enabled():  # what the module has put into a container is output as well
-            made = _tensors_in(output if call.given is None else (output, args, kwargs))
-            outputs = [one for one in made if one.requires_grad and not (call.given and id(one) in call.given)]
+        if torch.is_grad_enabled():  # what the module has put into a container, or changed in place, is output as well
+            made = _tensors_in([output, *args, *kwargs.values()])
+            outputs = [one for one in made if one.requires_grad and call.given.get(id(one)) != _version(one)]
             _on_first_gradient(outputs, partial(self._before_backward, unit, call.began, self._clock))
         in_forward = self._window.in_forward
         if self._window.in_backward and not in_forward:
@@ -250,7 +252,9 @@ class FSDP(nn.Module, Accumulating):
         self._window.make_room(unit)
         order.visit(unit)
         unit.began, unit.backward = began, backward
-        unit.begin_backward()
+        unit.wait()
+        if unit.state is State.GATHERED:  # while a forward runs the wholes are shown already
+            unit.become(State.BACKWARD)
 
     def _gradient_arrived(self, index: int) -> None:
         """Reduce once the last gradient of the unit is there."""
@@ -317,10 +321,10 @@ class FSDP(nn.Module, Accumulating):
         """As `clip_shards`, after `finish_gradient_synchronization`; RuntimeError where gradients wait for that."""
         if any(weight.accumulated is not None for weight in self.weights.values()):
             raise RuntimeError("gradients wait that no_sync put aside: call finish_gradient_synchronization() first")
-        trained = [weight.shard for weight in self.weights.values() if weight.shard.requires_grad]
+        shards = [weight.shard for weight in self.weights.values()]
         sharded, whole = (
             [one.grad for one in parameters if one.grad is not None and one.numel()]
-            for parameters in (trained, self._replicated)
+            for parameters in (shards, self._replicated)
         )
         return clip_shards(sharded, whole, max_norm, self.group, self.device, eps)
 
@@ -359,7 +363,7 @@ class _Call:
     state_before: State
     began: int
     casts: list[Tensor]
-    given: set[int] | None = None  # the tensors among its arguments, by id; None if all of these are tensors
+    given: dict[int, int] = field(default_factory=dict)  # versions of the tensors among its arguments, by id
 
     def cast(self, value: Any, dtype: torch.dtype) -> Any:
         """`value` in `dtype` if it is a floating-point tensor, or a tuple with such tensors so."""
@@ -372,10 +376,12 @@ class _Call:
         return value
 
 
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
 def _tensors_in(value: Any) -> list[Tensor]:
     """The tensors in containers, dataclasses and plain objects, in any depth."""
-    if isinstance(value, Tensor):
-        return [value]
     found: list[Tensor] = []
     seen: set[int] = set()
     left = [value]
@@ -387,14 +393,17 @@ def _tensors_in(value: Any) -> list[Tensor]:
             seen.add(id(value))
             if isinstance(value, dict):
                 left += value.values()
-            elif isinstance(value, list | tuple | set | frozenset):
+            elif isinstance(value, _CONTAINERS):
                 left += value
-            left += (getattr(value, name, None) for name in getattr(value, "__dataclass_fields__", ()))
-            left += getattr(value, "__dict__", {}).values()
+            if type(value) not in _BUILT_IN:
+                left += (getattr(value, name, None) for name in getattr(value, "__dataclass_fields__", ()))
+                left += getattr(value, "__dict__", {}).values()
     return found
 
 
 _HOLD_NO_TENSORS = (type(None), int, float, str, type, nn.Module)
+_CONTAINERS = (list, tuple, set, frozenset)
+_BUILT_IN = {dict, *_CONTAINERS}
 
 
 def _on_first_gradient(tensors: list[Tensor], callback: Callable[[], None]) -> None:
