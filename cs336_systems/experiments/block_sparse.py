@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from itertools import pairwise
+from collections.abc import Iterable
 from typing import Any
 
 import pandas as pd
 
 from cs336_systems.config import MaskCase, RunConfig
 from cs336_systems.experiments.figures import Lines, alt
-from cs336_systems.experiments.frames import digits, lookup, pick
+from cs336_systems.experiments.frames import digits
 from cs336_systems.experiments.masks import (
     DENSE_PEERS,
     MaskExperiment,
@@ -71,22 +70,12 @@ class BlockSparse(MaskExperiment):
         return cells
 
     def numbers(self, frame: pd.DataFrame) -> dict[str, Any]:
-        """`over(pattern, mode)`: speed of the fastest of ours over dense attention; `ideal`: what live tiles allow.
-
-        `break_even(mode)`: the share of live tiles from which on lists are slower than dense attention.
-        """
-        where = {"quantity": "time", "implementation": "triton", "seqlen_q": SHORT}
+        """`over(pattern, mode)`: speed of the fastest of ours over dense attention."""
 
         def over(pattern: str, mode: str) -> str:
             return f"{digits(best_over_dense(frame, mode, pattern=pattern, seqlen_q=SHORT))}×"
 
-        def break_even(mode: str) -> float:
-            rows = pick(frame, {"family": "random tiles", "mode": mode, **where})
-            speeds = [(live, best_over_dense(frame, mode, case=case)) for case, live in zip(rows["case"], rows["live"])]
-            return crossing(sorted(speeds))
-
-        ideal = lookup(frame, "ideal", ("pattern", "mode"), where, "×")
-        return {"over": over, "ideal": ideal, "break_even": break_even}
+        return {"over": over}
 
     tables = dense_tables(seqlen_q=SHORT) | {
         "suite": Pivot(
@@ -114,15 +103,3 @@ class BlockSparse(MaskExperiment):
             },
         )
     }
-
-
-def crossing(points: Sequence[tuple[float, float]]) -> float:
-    """Where the line through `points`, by x, falls below 1; the last x if it never does.
-
-    >>> round(crossing([(0.5, 1.8), (0.9, 1.1), (1.0, 0.9)]), 2)
-    0.95
-    """
-    for (x, y), (next_x, next_y) in pairwise(points):
-        if next_y < 1:
-            return x + (next_x - x) * (y - 1) / (y - next_y)
-    return points[-1][0]

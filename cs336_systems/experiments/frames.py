@@ -13,7 +13,7 @@ experiment's `columns` adds. Rows stand in the order in which the experiment lis
 import math
 import statistics
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -137,18 +137,6 @@ def pick(frame: pd.DataFrame, where: Where) -> pd.DataFrame:
         else:
             kept &= frame[column] == wanted
     return frame[kept]
-
-
-def lookup(
-    frame: pd.DataFrame, column: str, by: Sequence[str], where: Where, suffix: str = "", significant: int = 3
-) -> Callable[..., str]:
-    """A page's function of the values of `by`: the `column` of the one row of `where` that has them, as text."""
-
-    def found(*values: Any) -> str:
-        (value,) = pick(frame, {**where, **dict(zip(by, values, strict=True))})[column]
-        return digits(value, significant) + suffix
-
-    return found
 
 
 def tuples(frame: pd.DataFrame) -> list[Any]:

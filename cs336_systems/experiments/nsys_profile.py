@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from cs336_systems.config import MODEL_SIZES, ModelCase, ModelConfig, Precision, RunConfig, proxy_model
 from cs336_systems.experiments.figures import Bars
-from cs336_systems.experiments.frames import digits, pick
 from cs336_systems.experiments.models import MODEL_MODES, TrainingStep, model_cell, require_finite
 from cs336_systems.experiments.spec import Cell, Experiment, Row, Sample, problem
 from cs336_systems.experiments.tables import Listing, Pick, Ratio, Wide
@@ -156,26 +155,6 @@ class NsysProfile(Experiment):
             "category": CATEGORY_WORDS.get(category, category) if known else "",
             "shown": f"{row['model']}, context {row['model.context_length']:,}{precision}",
         }
-
-    def numbers(self, frame: pd.DataFrame) -> dict[str, Any]:
-        def number(model: str, context: int, precision: str, mode: str, quantity: str) -> float:
-            where = {"model": model, "model.context_length": context, "precision": precision, "mode": mode}
-            return float(pick(frame, where | {"quantity": quantity})["median"].item())
-
-        def percent(model: str, context: int, precision: str, mode: str, quantity: str, of: str = "kernel_time") -> str:
-            """A quantity of a pass as a share of another."""
-            part, whole = (number(model, context, precision, mode, name) for name in (quantity, of))
-            return f"{digits(100 * part / whole)} %"
-
-        def over_products(part: str, model: str, context: int, precision: str) -> str:
-            """The time of a part of attention over that of the two products, forward."""
-            times = [number(model, context, precision, "forward", f"attention_{name}_time")
-                     for name in (part, "scores", "values")]  # fmt: skip
-            return digits(times[0] / (times[1] + times[2]), 2)
-
-        # the softmax alone, and all that stands between the products: scale, mask and softmax
-        parts = {"softmax": "softmax_kernel", "between": "softmax"}
-        return {"percent": percent} | {name: partial(over_products, part) for name, part in parts.items()}
 
     tables = {
         "time": Wide(
