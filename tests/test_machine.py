@@ -38,10 +38,12 @@ def doctor(*arguments: str):
 
 def test_rates_are_work_over_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cs336_systems.measure.machine.time_calls", lambda call, device: [2.0, 4.0, 8.0])
-    rate = copy_rate("cpu", num_bytes=10**9)
-    assert (rate.median, rate.unit) == (500.0, "GB/s"), "a GB read and a GB written in 4 ms"
+    monkeypatch.setattr("cs336_systems.measure.machine.COPY_BYTES", {"cpu": 10**8})
+    monkeypatch.setattr("cs336_systems.measure.machine.MATMUL_SIZE", {"cpu": 100})
+    rate = copy_rate("cpu")
+    assert (rate.median, rate.unit) == (50.0, "GB/s"), "0.1 GB read and as much written in 4 ms"
     assert rate.quartile_low < rate.median < rate.quartile_high
-    rate = matmul_rate("cpu", "float32", size=100)
+    rate = matmul_rate("cpu")
     assert rate.median == pytest.approx(2e6 / 4e-3 / 1e12) and rate.unit == "TFLOP/s"
 
 

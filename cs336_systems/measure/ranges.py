@@ -141,11 +141,9 @@ def annotate(model: nn.Module) -> Iterator[dict[str, str]]:
     """Ranges on the modules of `model` and on the parts of its attention.
 
     Yields the range of each annotated module by name (see `module_ranges`). Ranges are closed also where the forward
-    raises, and hooks are removed when the context ends. Raises TypeError if `model` is no module, and ValueError if
-    none of its modules has a name that says what it is.
+    raises, and hooks are removed when the context ends. Raises ValueError if none of its modules has a name that says
+    what it is.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     names = module_ranges(model)
     if not names:
         raise ValueError(

@@ -20,7 +20,7 @@ import json
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -67,7 +67,6 @@ class Trace:
     kernels: tuple[Kernel, ...]
     on_gpu: bool  # whether kernels ran on a device, or are CPU operators
     step_ms: tuple[float, ...] = ()  # wall clock of each profiled step, with the profiler's own cost
-    ranges: tuple[str, ...] = field(default=(), repr=False)  # distinct names, in order of their first appearance
 
     def select(
         self,
@@ -151,12 +150,10 @@ def trace_of(events: Sequence[dict[str, Any]]) -> Trace:
             for site in sites
             if site.event.get("cat") == "cpu_op"
         ]
-    names = dict.fromkeys(str(event["name"]) for event in complete if event["cat"] == "user_annotation")
     return Trace(
         kernels=tuple(sorted(kernels, key=lambda kernel: kernel.start_us)),
         on_gpu=on_gpu,
         step_ms=tuple((end - start) / 1e3 for start, end in steps),
-        ranges=tuple(names),
     )
 
 
