@@ -158,8 +158,7 @@ def pool(rounds: Sequence[Sequence[Record]]) -> list[Record]:
         elif before.unit != record.unit:
             raise ValueError(f"{record.quantity} of {record.implementation} is in {before.unit} and in {record.unit}")
         elif before.status == record.status == "ok" and not is_series(record.quantity):
-            counts = [*(before.rounds or [len(before.samples)]), *(record.rounds or [len(record.samples)])]
-            pooled[record.key] = replace(before, samples=[*before.samples, *record.samples], rounds=counts)
+            pooled[record.key] = replace(before, samples=[*before.samples, *record.samples])
     return list(pooled.values())
 
 

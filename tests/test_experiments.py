@@ -135,18 +135,11 @@ def test_a_process_that_cannot_start_says_where_to_look(tmp_path):
         Worker(TINY, log, interpret=False).measure(planned_cells("pytorch_attention", TINY)[0])
 
 
-@pytest.mark.parametrize(
-    "name, message",
-    [
-        ("tiled", r"output is off by [\d.e+]+ times the numerical contract's bound"),
-        ("sdpa_flash", r"PyTorch's kernel: output is off by .* times the numerical contract's bound; its time is left"),
-    ],
-)
-def test_a_wrong_result_is_not_timed(name, message, monkeypatch):
-    """An implementation that leaves the mask out is fast and wrong; its row must say wrong, and whose it is."""
-    cell = next(cell for cell in planned_cells("flash_benchmarking", TINY) if cell.implementation == name)
+def test_a_wrong_result_is_not_timed(monkeypatch):
+    """An implementation that leaves the mask out is fast and wrong; its row must say wrong."""
+    cell = next(cell for cell in planned_cells("flash_benchmarking", TINY) if cell.implementation == "tiled")
     monkeypatch.setattr(attention, "build", lambda *_: lambda q, k, v: attention_reference(q, k, v))
-    with pytest.raises(Disagreement, match=f"^{message}"):
+    with pytest.raises(Disagreement, match=r"^output is off by [\d.e+]+ times the numerical contract's bound"):
         list(attention.measure_attention(cell, TINY))
 
 
@@ -158,7 +151,7 @@ def test_wrong_gradients_stop_after_the_forward(monkeypatch):
 
     monkeypatch.setattr(attention, "build", lambda *_: detached_keys)
     measured = []
-    with pytest.raises(Disagreement, match="PyTorch's kernel: grad_k is off"):
+    with pytest.raises(Disagreement, match="grad_k is off"):
         for measurement in attention.measure_attention(cell, TINY):
             measured.append(measurement.row.mode)
     assert measured == ["forward"]

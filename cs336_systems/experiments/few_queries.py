@@ -81,7 +81,7 @@ class FewQueries(attention.AttentionExperiment):
                     return attend(*inputs[:3])
 
             oracle = attention.oracle_of(shape, device, run.seed)
-            error = attention.checked_error(oracle, {"output": forward()}, cell.implementation)
+            error = attention.checked_error(oracle, {"output": forward()})
             attention.settle(forward)
             yield Sample(row=GRAPH_FORWARD, samples=graph_times(forward), kernel=built.kernel, error=error)
 

@@ -257,18 +257,6 @@ class _ForcedSDPA:
             return self.bare(q, k, v)
 
 
-def off_contract(implementation: str, result: str, ratio: float) -> str:
-    """Says that `result` is off by `ratio` times its bound, and that the kernel is PyTorch's where it is none of ours.
-
-    >>> off_contract("sdpa_flash", "grad_v", 1.6)
-    "PyTorch's kernel: grad_v is off by 1.6 times the numerical contract's bound; its time is left out"
-    """
-    text = f"{result} is off by {ratio:.3g} times the numerical contract's bound"
-    plain = implementation in ("eager", "reference", "compiled")
-    is_of_pytorch = plain or implementation.startswith(("sdpa_", "torch_", "flex"))
-    return f"PyTorch's kernel: {text}; its time is left out" if is_of_pytorch else text
-
-
 @contextmanager
 def without_overhead(function: AttentionFunction) -> Iterator[AttentionFunction]:
     """What to call, within, in the place of what `build` returned: the same without what only its comparison costs.

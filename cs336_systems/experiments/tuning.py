@@ -62,7 +62,7 @@ def measure_tiles(
         results = call()
     except TritonError as error:  # does not compile, or not into this GPU's shared memory
         raise Unsupported(f"{cell.implementation}: {str(error).strip().splitlines()[0]}") from None
-    error_ratio = checked_error(oracle_of(cell.case, run.device, run.seed), results, cell.implementation)
+    error_ratio = checked_error(oracle_of(cell.case, run.device, run.seed), results)
     del results
     kernel = " ".join(["interpreter"] * (run.device == "cpu") + [config.name for config in used])
     return Sample(row=cell.rows[0], samples=times(call), kernel=kernel, error=error_ratio)
