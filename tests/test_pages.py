@@ -84,7 +84,7 @@ def test_two_records_in_one_cell_are_an_error():
     frame = frame_of(row("hopper", [1.0]), row("hopper", [1.0], mode="backward"))
     with pytest.raises(ValueError, match="several records for hopper"):
         TIMES.build(frame)
-    with pytest.raises(KeyError, match="no column 'size'; there are problem"):
+    with pytest.raises(KeyError, match="no column 'size'; there are run, problem"):
         pick(frame, {"size": 1})
 
 

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+from msgspec.structs import asdict
 
 from cs336_systems.config import RunConfig
 from cs336_systems.experiments.records import Record, case_key, case_to_dict, is_series, latest
@@ -73,15 +74,7 @@ def calculated_frame(calculation: Calculation) -> pd.DataFrame:
 
 def _row(record: Record) -> dict[str, Any]:
     on_cpu = record.run.device.get("kind") == "cpu" and record.implementation.startswith(INTERPRETED)
-    row = {
-        "problem": record.problem,
-        "implementation": record.implementation,
-        "mode": record.mode,
-        "quantity": record.quantity,
-        "unit": record.unit,
-        "status": record.status,
-        "message": record.message,
-        "kernel": record.kernel,
+    row = asdict(record) | {
         "error": math.nan if record.error is None else record.error,
         "interpreted": on_cpu or record.kernel.startswith("interpreter"),
         "run": record.run.id,

@@ -10,7 +10,6 @@ The same code runs in both. "start" is the model (and, for a training step, Adam
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,9 +25,8 @@ from cs336_systems.measure.predict import CudaAutocastRules, fake_module
 from cs336_systems.measure.saved import by_operation, compiled_saved_tensors, saved_tensors
 from cs336_systems.measure.snapshot import CudaHistory
 from cs336_systems.measure.timeline import BACKWARD, AllocationRecorder, MemoryTrace
-from cs336_systems.model import AdamW, TransformerLM, cross_entropy, load_model_class
+from cs336_systems.model import AdamW, TransformerLM, build_model, cross_entropy
 from cs336_systems.model.checkpointing import apply_checkpointing, compile_blocks
-from cs336_systems.model.loading import CONSTRUCTOR_ARGUMENTS
 
 START, FORWARD, STEP = "start", "forward", "optimizer step"
 MAX_SIMULATED_BYTES = 2**60  # far below what overflows a tensor's size, far above what any machine has
@@ -47,22 +45,16 @@ class SimulatedStep(TrainingStep):
     """A `TrainingStep` on fake tensors, which computes nothing and occupies nothing; under a FakeTensorMode."""
 
     def __init__(self, case: ModelCase, model_spec: str | None = None) -> None:
+        super().__init__(case, RunConfig(scale="tiny", device="cpu", model=model_spec))
+
+    def _build(self, case: ModelCase, run: RunConfig) -> nn.Module:
         # A fake tensor cannot tell the operator of a GPU its device; the tiled one saves the same tensors.
-        attention = "tiled" if case.attention in ("triton", "hopper") else case.attention
-        attention = "reference" if attention == "compiled" else attention
-        arguments: dict[str, Any] = {name: getattr(case.model, name) for name in CONSTRUCTOR_ARGUMENTS}
-        model_class = TransformerLM if model_spec is None else load_model_class(model_spec)
-        if model_spec is None:
-            arguments["attention"] = attention
-        dtype = getattr(torch, case.precision.parameters)
-        self.model = fake_module(lambda: model_class(**arguments), dtype)
-        self.parameters = list(self.model.parameters())
-        self.vocab_size = case.model.vocab_size
-        self.tokens = torch.zeros(case.batch, case.model.context_length, dtype=torch.int64)
-        self.targets = torch.zeros_like(self.tokens)
-        self.autocast = case.precision.autocast
-        self.device = "cpu"
-        self.optimizer = None
+        stand_ins = {"triton": "tiled", "hopper": "tiled", "compiled": "reference"}
+        attention = stand_ins.get(case.attention, case.attention)
+        return fake_module(
+            lambda: build_model(case.model, attention=attention, model_spec=run.model, device="meta"),
+            getattr(torch, case.precision.parameters),
+        )
 
 
 def prepare(step: TrainingStep, case: ModelCase, mode: str) -> None:

@@ -53,16 +53,9 @@ class TrainingStep:
     """A model, its optimizer and a batch, with the three things that a benchmark times as methods."""
 
     def __init__(self, case: ModelCase, run: RunConfig) -> None:
-        self.model: Callable[[Tensor], Tensor] = build_model(
-            case.model,
-            attention=case.attention,
-            model_spec=run.model,
-            device=run.device,
-            dtype=getattr(torch, case.precision.parameters),
-            seed=run.seed,
-        )
-        assert isinstance(self.model, nn.Module)
-        self.parameters = list(self.model.parameters())
+        module = self._build(case, run)
+        self.model: Callable[[Tensor], Tensor] = module
+        self.parameters = list(module.parameters())
         if not self.parameters:
             raise Disagreement("the model has no parameters")
         self.vocab_size = case.model.vocab_size
@@ -70,6 +63,12 @@ class TrainingStep:
         self.autocast = case.precision.autocast
         self.device = run.device
         self.optimizer: AdamW | None = None  # made at the first step: its state is not the other modes' memory
+
+    def _build(self, case: ModelCase, run: RunConfig) -> nn.Module:
+        dtype = getattr(torch, case.precision.parameters)
+        return build_model(
+            case.model, attention=case.attention, model_spec=run.model, device=run.device, dtype=dtype, seed=run.seed
+        )
 
     def forward(self) -> Tensor:
         """Logits, without a graph."""
