@@ -9,10 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
-from cs336_systems.cli import app
 from cs336_systems.measure.snapshot import CudaHistory, read_snapshot
+from tests.command_line import assert_refused, invoke
 from tests.snapshot_files import Call, small_snapshot, write
 
 COVERS = ("cs336_systems/measure",)
@@ -33,9 +32,7 @@ def test_s1_a_hostile_snapshot_is_refused_and_nothing_runs(name, protocol, tmp_p
 def refused_on_the_command_line(path: Path, message: str) -> None:
     with pytest.raises(ValueError, match=rf"x\.pickle: .*{message}"):
         read_snapshot(path)
-    result = CliRunner().invoke(app, ["memory", "--snapshot", str(path)])
-    lines = result.output.strip().splitlines()
-    assert result.exit_code == 2 and len(lines) == 1 and lines[0].startswith("error: x.pickle: "), result.output
+    assert_refused(invoke("memory", "--snapshot", path), "error: x.pickle: ")
 
 
 @pytest.mark.parametrize(
@@ -93,7 +90,7 @@ def test_a_pipe_is_refused(tmp_path):
 def test_names_in_a_snapshot_give_no_orders_to_a_terminal(name, shown, tmp_path):
     written = small_snapshot()
     written["device_traces"][0][-1]["frames"] = [{"filename": f"/p/{name}.py", "line": 1, "name": name}]
-    result = CliRunner().invoke(app, ["memory", "--snapshot", str(write(tmp_path / "x.pickle", written))])
+    result = invoke("memory", "--snapshot", write(tmp_path / "x.pickle", written))
     assert result.exit_code == 0, result.output
     assert f"{shown}.py:1 {shown}" in result.output and name not in result.output
 

@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 from cs336_systems.attention import compilation, flash_attention
 from cs336_systems.attention.compilation import (
@@ -23,7 +22,6 @@ from cs336_systems.attention.tiles import AttentionConfig, KernelConfig, select_
 from cs336_systems.attention.tiles.config import KERNELS
 from cs336_systems.attention.tiles.tables import SHARED_MEMORY_LIMIT_BYTES, TABLES, TARGET_OF_CAPABILITY
 from cs336_systems.attention.triton import launch
-from cs336_systems.cli import app
 from cs336_systems.commands import kernels as kernels_command
 from cs336_systems.commands import tune as tune_command
 from cs336_systems.config import AttentionShape, RunConfig
@@ -39,6 +37,7 @@ from cs336_systems.experiments.tuning import (
     proposals,
     tune_cell,
 )
+from tests.command_line import assert_refused, invoke
 from tests.test_s4_attention import assert_contract, inputs
 
 COVERS = (
@@ -436,45 +435,11 @@ def test_a_proposal_that_reads_by_tma_says_what_other_inputs_take():
 # The commands
 
 
-def invoke(*arguments: str):
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
-
-
-REFUSALS = {
-    "kernel": (["--kernel", "up"], "--kernel must be one of forward, dkdv, dq, got 'up'"),
-    "head-dim": (["--head-dim", "257"], "--head-dim must be between 1 and 256, got 257"),
-    "spills": (["--max-spill-bytes", "-1"], "--max-spill-bytes must not be negative, got -1"),
-    "arch-portable": (["--compile-only", "--arch", "portable"], "sm89, sm90, sm100, got 'portable'"),
-    "arch-alone": (["--arch", "sm90"], "--arch goes with --compile-only"),
-    "config-kernel": (
-        ["--compile-only", "--arch", "sm90", "--kernel", "dq", "--config", "sm90_forward_64x64_w4_s1"],
-        "--config must name configurations of dq, got sm90_forward_64x64_w4_s1",
-    ),
-    "jobs": (["--compile-only", "--arch", "sm90", "--jobs", "0"], "jobs must be at least 1, got 0"),
-}
-
-
-def assert_refused(result, message: str) -> None:
-    lines = result.stderr.strip().splitlines()
-    assert result.exit_code == 2, result.output
-    assert len(lines) == 1 and lines[0].startswith("error: ") and message in lines[0], result.stderr
-
-
-@pytest.mark.parametrize("arguments, message", REFUSALS.values(), ids=REFUSALS.keys())
-def test_wrong_arguments_are_one_line(arguments, message):
-    assert_refused(invoke("tune", "flash", *arguments), message)
-
-
 @NO_CUDA
 def test_nothing_is_tuned_without_a_gpu():
     assert_refused(invoke("tune", "flash"), "tune flash measures on a GPU, and there is none here (the interpreter's")
     assert_refused(invoke("tune", "flash", "--compile-only"), "name one with --arch")
     assert_refused(invoke("doctor", "--kernels"), "doctor --kernels compiles for one of sm80, sm86, sm89, sm90, sm100")
-
-
-def test_doctor_refuses_an_architecture_without_kernels():
-    assert_refused(invoke("doctor", "--arch", "sm90"), "--arch goes with --kernels")
-    assert_refused(invoke("doctor", "--kernels", "--arch", "sm70"), "arch must be one of sm80, sm86, sm89, sm90, sm100")
 
 
 @pytest.mark.slow
