@@ -13,7 +13,7 @@ experiment's `columns` adds. Rows stand in the order in which the experiment lis
 import math
 import statistics
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -170,12 +170,14 @@ def speed(ours: Mapping[str, Any] | None, theirs: Mapping[str, Any] | None, by_t
     return theirs["median"] / ours["median"] if ours["median"] > 0 else math.nan
 
 
-def with_speeds(frame: pd.DataFrame, base: str, by_turns: bool = False) -> pd.DataFrame:
-    """`frame` with `speed_over_<base>`: how many times as fast a row is as `base` on the same case in the same run."""
-    rows = tuples(frame)
-    bases = {(row["case"], row["mode"], row["quantity"]): row for row in rows if row["implementation"] == base}
-    found = [speed(row, bases.get((row["case"], row["mode"], row["quantity"])), by_turns) for row in rows]
-    return frame.assign(**{f"speed_over_{base}": found})
+def with_speeds(
+    frame: pd.DataFrame, column: str, base: Where, by: Sequence[str] = ("case", "mode", "quantity"),
+    by_turns: bool = False,
+) -> pd.DataFrame:  # fmt: skip
+    """`frame` with `column`: how many times as fast a row is as that of `base` which has the same values of `by`."""
+    bases = {tuple(row[name] for name in by): row for row in tuples(pick(frame, base))}
+    found = [speed(row, bases.get(tuple(row[name] for name in by)), by_turns) for row in tuples(frame)]
+    return frame.assign(**{column: found})
 
 
 def intervals(frame: pd.DataFrame) -> pd.DataFrame:
