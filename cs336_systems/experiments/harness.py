@@ -265,11 +265,10 @@ def planned_cells(problem: str, run: RunConfig, implementations: Iterable[str] =
     found = PROBLEMS[problem]
     cells = [replace(cell, problem=problem) for cell in choose_cells(problem, found.cells(run), run.axes)]
     own = [name for name in implementations if ":" in name]
-    plainest: dict[Any, Cell] = {}  # of each case: those of compiled implementations promise compile times, too
+    first: dict[Any, Cell] = {}  # of each case
     for cell in cells:
-        if cell.case not in plainest or len(cell.rows) < len(plainest[cell.case].rows):
-            plainest[cell.case] = cell
-    return [*cells, *(with_implementation(cell, name) for name in own for cell in plainest.values())]
+        first.setdefault(cell.case, cell)
+    return [*cells, *(with_implementation(cell, name) for name in own for cell in first.values())]
 
 
 def with_implementation(cell: Cell, name: str) -> Cell:

@@ -40,8 +40,6 @@ PEERS = ("sdpa_flash", "sdpa_cudnn", "sdpa_efficient", "flex", "flex_flash", "fa
 IMPLEMENTATIONS = OURS + PEERS
 # Nothing that compiles for seconds.
 TINY_IMPLEMENTATIONS = ("eager", "tiled", "triton_first", "triton", "sdpa_flash", "sdpa_cudnn")
-# Whose first call compiles.
-COMPILED = ("compiled", "tiled_compiled", "triton_first", "triton", "hopper", "flex", "flex_flash", "fa4")
 FLEX_BLOCK = 128  # of FlexAttention's tiles
 SDPA_BACKENDS = {
     "sdpa_flash": SDPBackend.FLASH_ATTENTION,

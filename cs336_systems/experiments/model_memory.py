@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from cs336_systems.accounting import block_saved_bytes, model_peak_bytes, num_parameters
-from cs336_systems.config import BYTES_PER_ELEMENT, ModelCase, ModelConfig, Precision, RunConfig
+from cs336_systems.accounting import block_saved_bytes, model_peak_bytes
+from cs336_systems.config import ModelCase, ModelConfig, Precision, RunConfig
 from cs336_systems.device import has_cxx_compiler
 from cs336_systems.experiments.models import TrainingStep
 from cs336_systems.experiments.spec import Cell, Disagreement, Row, Sample, Unsupported
@@ -189,9 +189,6 @@ COMPILED_GRADIENT = "CompiledFunctionBackward"  # how autograd calls the backwar
 SAVED = Row(mode="forward", quantity="saved_for_backward", unit="MiB")
 SAVED_EXPECTED = Row(mode="forward", quantity="closed_form_saved", unit="MiB")
 RESIDUAL = Row(mode="forward", quantity="residual_stream", unit="MiB")
-GRADIENTS = Row(mode="backward", quantity="gradients_of_block", unit="MiB")
-GRADIENTS_EXPECTED = Row(mode="backward", quantity="closed_form_gradients", unit="MiB")
-OF_GRADIENTS = (SAVED_EXPECTED, GRADIENTS, GRADIENTS_EXPECTED)  # what a backward and the closed forms tell
 
 
 def ranked_rows(mode: str, quantity: str) -> tuple[Row, ...]:
@@ -238,33 +235,26 @@ def measure_blocks(cell: Cell, run: RunConfig) -> Iterator[Sample]:
 def _saved_measurements(cell: Cell, model: TransformerLM, stream: Tensor) -> Iterator[Sample]:
     case: BlocksCase = cell.case
     blocks = nn.Sequential(*list(model.layers)[: case.blocks])
-    results: list[Tensor] = []
     if cell.implementation == "simulated compiled":
         saved = compiled_saved_tensors(blocks, stream)
     else:
         apply_checkpointing(model, case.checkpointing)
         compiled = cell.implementation == "compiled"
         if compiled:
-            model.run_blocks(list(blocks), stream)  # compiles
+            gradient = model.run_blocks(list(blocks), stream).grad_fn  # compiles
+            if COMPILED_GRADIENT not in str(gradient):
+                raise Disagreement(f"torch.compile left the block eager: its gradient is {gradient}")
+            del gradient
+        parameters = [*blocks.parameters(), *blocks.buffers()]
         saved = saved_tensors(
-            lambda: results.append(model.run_blocks(list(blocks), stream)),
-            parameters=[*blocks.parameters(), *blocks.buffers()], compiled=compiled,
+            lambda: model.run_blocks(list(blocks), stream), parameters=parameters, compiled=compiled
         )  # fmt: skip
-        if compiled and COMPILED_GRADIENT not in str(results[0].grad_fn):
-            raise Disagreement(f"torch.compile left the block eager: its gradient is {results[0].grad_fn}")
-    stream_bytes = stream.untyped_storage().nbytes()
-    found = {SAVED: sum(one.num_bytes for one in saved), RESIDUAL: stream_bytes}
-    if GRADIENTS in cell.rows:
-        expected = block_saved_bytes(case.model, case.batch, attention=case.attention, precision=case.precision)
-        deeper = replace(case.model, num_layers=case.model.num_layers + case.blocks)
-        elements = num_parameters(deeper) - num_parameters(case.model)
-        results[0].backward(torch.empty_like(results[0]))
-        made = [tensor.grad for tensor in (*blocks.parameters(), stream) if tensor.grad is not None]
-        found |= {
-            SAVED_EXPECTED: case.blocks * sum(expected.values()),
-            GRADIENTS: sum(gradient.untyped_storage().nbytes() for gradient in made),
-            GRADIENTS_EXPECTED: BYTES_PER_ELEMENT[case.precision.parameters] * elements + stream_bytes,
-        }
+    expected = block_saved_bytes(case.model, case.batch, attention=case.attention, precision=case.precision)
+    found = {
+        SAVED: sum(one.num_bytes for one in saved),
+        SAVED_EXPECTED: case.blocks * sum(expected.values()),
+        RESIDUAL: stream.untyped_storage().nbytes(),
+    }
     yield from (Sample(row=row, samples=[found[row] / MIB]) for row in cell.rows if row in found)
     for row, (operation, num_bytes) in zip(ranked_rows("forward", "saved"), by_operation(saved)):
         if row in cell.rows:

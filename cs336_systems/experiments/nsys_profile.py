@@ -1,9 +1,9 @@
 """Where the time of a step goes, read from profiles by code and not from a timeline by eye.
 
 Of each model and context the forward, the forward with backward, and the full step with AdamW are first timed by the
-wall clock, undisturbed, and then profiled. Rows of a mode: the wall clock; the kernels' summed time, the time in which
-at least one ran, and their number; the time of each category; the kernels that take the most time, and those that are
-no matmul; and what plain attention spends on its two products and on what stands between them.
+wall clock, undisturbed, and then profiled. Rows of a mode: the wall clock; the kernels' summed time and their number;
+the time of each category; the kernels that take the most time, and those that are no matmul; and what plain attention
+spends on its two products and on what stands between them.
 """
 
 from collections import defaultdict
@@ -63,7 +63,7 @@ def selections(mode: str) -> dict[str, dict[str, str]]:
 
 def profile_rows(mode: str) -> list[Row]:
     """What a profile of `mode` reports."""
-    names = ["time", *selections(mode), "busy_time", "kernel_calls"]
+    names = ["time", *selections(mode), "kernel_calls"]
     names += [f"{name}_{rank}_{what}" for name in RANKED for rank in RANKS for what in ("time", "calls")]
     return [Row(mode, name, "calls" if name.endswith("_calls") else "ms") for name in names]
 
@@ -74,7 +74,6 @@ def measurements(trace: Trace, rows: dict[str, Row]) -> Iterator[Sample]:
     trace = trace.in_steps()
     for quantity, selection in selections(rows["time"].mode).items():
         yield Sample(row=rows[quantity], samples=[trace.kernel_ms(step=step, **selection) for step in steps])
-    yield Sample(row=rows["busy_time"], samples=[trace.busy_ms(step=step) for step in steps])
     yield Sample(row=rows["kernel_calls"], samples=[float(len(trace.select(step=step))) for step in steps])
     totals: dict[str, float] = defaultdict(float)  # by name alone: an operator may be of two categories
     for total in trace.top_kernels():

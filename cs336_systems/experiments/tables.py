@@ -96,7 +96,7 @@ def cell_of(row: Row | None, value: str = "median", significant: int = 3) -> Tab
     if row["status"] != "ok":
         text = "OOM" if row["status"] == "oom" else row["status"]
         return TableCell(text, why=in_one_line(row["message"]), status=row["status"])
-    if row["interpreted"] and row["quantity"] in ("time", "compile_time"):
+    if row["interpreted"] and row["quantity"] == "time":
         return TableCell("ran, agrees", why="in Triton's interpreter, whose times say nothing of the kernel")
     return shown(row[value], significant)
 
