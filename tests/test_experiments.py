@@ -75,17 +75,6 @@ def test_handout_grids_are_the_handouts():
     assert leader.dtype == "bfloat16" and leader.is_causal
 
 
-def test_smoke_keeps_the_handouts_axes():
-    shapes = {cell.case for cell in planned_cells("flash_benchmarking", SMOKE)}
-    assert len({shape.seqlen_q for shape in shapes}) >= 4 and max(shape.seqlen_q for shape in shapes) == 1024
-    assert {shape.head_dim for shape in shapes} == {32, 64}
-    assert {shape.dtype for shape in shapes} == {"float16", "float32"}
-    models = [cell.case.model for cell in planned_cells("benchmarking_script", SMOKE)]
-    small = next(model for model in models if model.name == "small")
-    assert (small.d_model, small.num_layers, small.context_length) == (768, 12, 128)
-    assert all(model.name.endswith("-proxy") and model.d_model <= 256 for model in models if model.name != "small")
-
-
 @pytest.mark.parametrize(
     "implementation, reason",
     [("triton", "the interpreter is run up to 256 tokens"), ("flex", "it compiles anew for each length: up to 128")],

@@ -28,7 +28,7 @@ from cs336_systems.config import AttentionShape, RunConfig
 from cs336_systems.device import get_device_info
 from cs336_systems.experiments.harness import Provenance, Sweep
 from cs336_systems.experiments.implementations import chosen_tiles
-from cs336_systems.experiments.records import Record, Run, case_to_dict, read_records
+from cs336_systems.experiments.records import Record, case_to_dict, read_records
 from cs336_systems.experiments.spec import Disagreement, Unsupported
 from cs336_systems.experiments.tuning import (
     PROBLEM,
@@ -38,6 +38,7 @@ from cs336_systems.experiments.tuning import (
     tune_cell,
 )
 from tests.command_line import assert_refused, invoke
+from tests.test_records import record as valid_record
 from tests.test_s4_attention import assert_contract, inputs
 
 COVERS = (
@@ -356,18 +357,9 @@ def test_a_configuration_that_does_not_fit_is_unsupported(monkeypatch):
         list(measure_tune_flash(tune_cell(shape(), named("portable_dq_64x64_w4_s1")), RUN))
 
 
-PUBLISHED_RUN = Run(
-    id="a-run", scale="handout", device={"name": "NVIDIA H200", "kind": "cuda"}, software={}, commit="0123456789ab",
-    dirty=False, date="2026-11-21T00:00:00Z",
-)  # fmt: skip
-
-
-def record(shape: AttentionShape, name: str, samples: list[float], **change) -> Record:
-    values = {
-        "run": PUBLISHED_RUN, "problem": PROBLEM, "case": case_to_dict(shape), "implementation": name, "status": "ok",
-        "mode": "forward" if "_forward_" in name else "backward", "quantity": "time", "unit": "ms", "samples": samples,
-    }  # fmt: skip
-    return Record(**values | change)
+def record(shape: AttentionShape, name: str, samples: list[float], **changes) -> Record:
+    values = {"problem": PROBLEM, "case": case_to_dict(shape), "implementation": name, "samples": samples}
+    return valid_record(**values | {"mode": "forward" if "_forward_" in name else "backward"} | changes)
 
 
 SHORT, LONG = (
