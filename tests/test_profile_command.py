@@ -10,7 +10,7 @@ import torch
 
 from cs336_systems.config import RunConfig
 from cs336_systems.experiments.profiled import parse_case, prepare
-from cs336_systems.measure.trace import read_trace
+from cs336_systems.measure.trace import read_events, trace_of
 from tests.command_line import assert_refused, invoke
 
 COVERS = ("cs336_systems/measure",)
@@ -64,7 +64,7 @@ def test_a_model_is_profiled(tmp_path: Path) -> None:
     assert path.parent.parts[-2:] == ("logs", "profiles"), "where git does not look"
     assert path.name == "small-proxy-train_step-eager-float32-context32-batch1.trace.json.gz"
     assert str(path) in result.stdout
-    trace = read_trace(path)
+    trace = trace_of(read_events(path))
     assert len(trace.step_ms) == 1 and trace.kernel_ms(phase="backward", within="attention.scores") > 0
 
 
@@ -72,7 +72,7 @@ def test_an_attention_shape_is_profiled_without_what_prepares_it(tmp_path: Path)
     options = ("--mode", "backward", "--device", "cpu", "--steps", "2")
     result = invoke("profile", "1x2x64x32", *options, "--results", tmp_path)
     assert result.exit_code == 0, result.output
-    trace = read_trace(trace_in(tmp_path))
+    trace = trace_of(read_events(trace_in(tmp_path)))
     assert "2 steps:" in result.stdout and "aten::_softmax_backward_data" in result.stdout
     names = {kernel.name for kernel in trace.in_steps().kernels}
     assert "aten::_softmax_backward_data" in names and "aten::_softmax" not in names
@@ -122,7 +122,7 @@ def test_a_model_is_profiled_on_a_gpu(tmp_path: Path) -> None:
     arguments = ("small", "--context", "128", "--batch", "1", "--mode", "train_step", "--device", "cuda")
     result = invoke("profile", *arguments, "--results", tmp_path)
     assert result.exit_code == 0, result.output
-    trace = read_trace(trace_in(tmp_path))
+    trace = trace_of(read_events(trace_in(tmp_path)))
     assert trace.on_gpu and "attention.softmax" in result.stdout
     assert trace.kernel_ms(category="gemm") > 0 and trace.kernel_ms(category="optimizer") > 0
 

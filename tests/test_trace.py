@@ -19,7 +19,7 @@ from cs336_systems.experiments.models import TrainingStep
 from cs336_systems.measure.capture import capture
 from cs336_systems.measure.kernels import CATEGORIES, categorize, short_name
 from cs336_systems.measure.ranges import ATTENTION_PARTS, annotate, module_ranges, named_range
-from cs336_systems.measure.trace import Trace, read_trace, trace_of
+from cs336_systems.measure.trace import Trace, read_events, trace_of
 
 COVERS = ("cs336_systems/measure",)
 
@@ -301,7 +301,7 @@ def test_a_trace_is_read_from_a_file(tmp_path: Path, compress: bool) -> None:
     text = json.dumps({"schemaVersion": 1, "traceEvents": gpu_events()}).encode()
     path = tmp_path / "step.trace.json"
     path.write_bytes(gzip.compress(text) if compress else text)
-    assert read_trace(path) == trace_of(gpu_events())
+    assert trace_of(read_events(path)) == trace_of(gpu_events())
 
 
 @pytest.mark.parametrize(
@@ -313,7 +313,7 @@ def test_what_is_no_trace_is_refused(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "x.trace.json"
     path.write_bytes(content)
     with pytest.raises(ValueError, match=r"x\.trace\.json: not a chrome trace"):
-        read_trace(path)
+        trace_of(read_events(path))
 
 
 # Profiles of this machine's device
@@ -360,7 +360,7 @@ def test_a_training_step_on_this_cpu_is_taken_apart(tmp_path: Path) -> None:
     path = tmp_path / "logs" / "step.trace.json.gz"
     trace = profiled("cpu", num_steps=2, path=path)
     check_training_step(trace, 2)
-    assert not trace.on_gpu and read_trace(path) == trace
+    assert not trace.on_gpu and trace_of(read_events(path)) == trace
     for step in range(2):  # own times add up to the operators that nobody called, and never to more than the step
         assert trace.kernel_ms(step=step) <= trace.step_ms[step] * 1.01
     assert trace.kernel_ms() == pytest.approx(outermost_operators_ms(path))

@@ -268,10 +268,6 @@ def without_overhead(function: AttentionFunction) -> Iterator[AttentionFunction]
         yield function
 
 
-def _causal(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-    return query >= key
-
-
 @cache
 def compiled_flex(dynamic: bool) -> Any:
     """FlexAttention compiled once for all lengths if `dynamic`, else for each shape on its own, which is faster."""
@@ -287,4 +283,4 @@ def _flex(shape: AttentionShape, device: str) -> AttentionFunction:
     if not shape.is_causal:
         return flex
     mask = BlockMask.causal(shape.seqlen_q, shape.seqlen_k, block_size=FLEX_BLOCK, device=device)
-    return partial(flex, block_mask=mask.to_flex(_causal))
+    return partial(flex, block_mask=mask.to_flex(lambda batch, head, query, key: query >= key))

@@ -1,6 +1,6 @@
 """Reads a chrome trace of torch.profiler: what ran, for how long, and which part of the model asked for it.
 
-    trace = read_trace(Path("step.trace.json"))
+    trace = trace_of(read_events(Path("step.trace.json")))
     trace.kernel_ms(category="gemm")                    # of all steps
     for row in trace.top_kernels(3): print(row.name, row.calls, row.ms)
 
@@ -114,11 +114,6 @@ class Trace:
 # Reading
 
 
-def read_trace(path: Path) -> Trace:
-    """The trace in the chrome-trace file at `path`, which may be gzipped; ValueError if it is none."""
-    return trace_of(read_events(path))
-
-
 def read_events(path: Path) -> list[dict[str, Any]]:
     """The entries of "traceEvents" in the file at `path`; ValueError where there are none."""
     data = path.read_bytes()
@@ -189,7 +184,9 @@ def _launch_sites(events: Sequence[dict[str, Any]]) -> list[_Site]:
             while open_sites and open_sites[-1].end_us <= start:
                 open_sites.pop()
             outer = open_sites[-1] if open_sites else None
-            number, ranges = _sequence_number(event), () if outer is None else outer.ranges
+            ranges = () if outer is None else outer.ranges
+            found = event.get("args", {}).get("Sequence number", -1)
+            number = found if found >= 0 else None  # joins a forward operator with its backward one
             differentiates = number if name.startswith(BACKWARD_OPERATOR) else None
             if differentiates is None and outer is not None:
                 differentiates = outer.differentiates
@@ -211,12 +208,6 @@ def _launch_sites(events: Sequence[dict[str, Any]]) -> list[_Site]:
         if site.phase == "backward" and site.differentiates in forward_ranges:
             site.ranges = tuple(dict.fromkeys((*site.ranges, *forward_ranges[site.differentiates][1])))
     return sites
-
-
-def _sequence_number(event: dict[str, Any]) -> int | None:
-    """Autograd's number that joins a forward operator with its backward one."""
-    number = event.get("args", {}).get("Sequence number")
-    return int(number) if isinstance(number, int) and number >= 0 else None
 
 
 def _device_kernels(
