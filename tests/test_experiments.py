@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from cs336_systems import __version__
 from cs336_systems.attention import attention_reference, contract
+from cs336_systems.commands.sweeps import measuring
 from cs336_systems.config import HANDOUT_SIZES, AttentionShape, RunConfig
 from cs336_systems.experiments import attention, implementations
 from cs336_systems.experiments import harness as sweep_module
@@ -109,7 +110,8 @@ def test_a_broken_cell_costs_itself_only(model, status, message, tmp_path, at_ro
     sweep = Sweep(run, tmp_path, PROVENANCE)
     bad = planned_cells("benchmarking_script", run)[0]
     good = planned_cells("pytorch_attention", run)[0]  # no model in it
-    first, second = list(sweep.measure([bad, good]))
+    with measuring(sweep):
+        first, second = sweep.measure([bad, good])
     assert [record.status for record in first] == [status] * len(bad.rows)
     assert all(re.search(message, record.message) for record in first), first[0].message
     assert all(record.status == "ok" for record in second) and len(second) == len(good.rows)
@@ -155,7 +157,8 @@ def test_files_beside_the_command_do_not_replace_packages(model, tmp_path, monke
     (tmp_path / "sympy.py").write_text("raise RuntimeError('not the package')\n")
     (tmp_path / "own_model.py").write_text("from tests.broken_models import Bigram as Own\n")
     run = replace(TINY, model=model)
-    (records,) = Sweep(run, tmp_path, PROVENANCE).measure(planned_cells("benchmarking_script", run)[:1])
+    with measuring(sweep := Sweep(run, tmp_path, PROVENANCE)):
+        (records,) = sweep.measure(planned_cells("benchmarking_script", run)[:1])
     assert [(record.status, record.message) for record in records] == [("ok", "")] * len(records)
 
 
@@ -203,7 +206,8 @@ def test_a_users_model_has_records_of_its_own(tmp_path, at_root):
     """Of its warm-up, too, whose rows are windows of one cold series."""
     run = replace(TINY, model="tests.broken_models:Bigram")
     sweep = Sweep(run, tmp_path, PROVENANCE)
-    (records,) = sweep.measure(sweep.pending("benchmarking_script")[0][:1])
+    with measuring(sweep):
+        (records,) = sweep.measure(sweep.pending("benchmarking_script")[0][:1])
     assert {record.implementation for record in records} == {"eager tests.broken_models:Bigram"}
     assert all(record.status == "ok" and len(record.samples) == 5 for record in records)
     assert len(Sweep(TINY, tmp_path, PROVENANCE).pending("benchmarking_script")[0]) == 3, "ours are not done"

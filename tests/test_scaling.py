@@ -189,6 +189,10 @@ def test_no_grid_beats_the_limit_and_the_search_comes_close(tokens: int, overlap
             lambda: predict(SMALL, Plan(scheme="none", tensor_parallel=3), H200, batch=1),
             "tensor_parallel must divide 8 GPUs a node, got 3",
         ),
+        (
+            lambda: predict(SMALL, Plan(scheme="none"), H200, batch=1, matmul_efficiency=0),
+            r"matmul_efficiency must be in \(0, 1\], got 0",
+        ),
         (lambda: xxl.fewest_devices(xxl.XXL, 20_000), "tokens must leave room in 9.5e.10 bytes, got 20000 with"),
     ],
 )  # fmt: skip

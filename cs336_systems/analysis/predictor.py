@@ -56,8 +56,10 @@ def predict(
     """One training step with `batch` sequences a replica (a group of `plan.tensor_parallel` GPUs).
 
     Tensor-parallel groups lie inside a node, so each data-parallel group has gpus_per_node / tensor_parallel ranks
-    there. ValueError for a group that does not fit a node.
+    there. ValueError for a group that does not fit a node or an efficiency outside (0, 1].
     """
+    if not 0 < matmul_efficiency <= 1:
+        raise ValueError(f"matmul_efficiency must be in (0, 1], got {matmul_efficiency}")
     if hardware.gpus_per_node % plan.tensor_parallel:
         raise ValueError(
             f"tensor_parallel must divide {hardware.gpus_per_node} GPUs a node, got {plan.tensor_parallel}"

@@ -125,7 +125,7 @@ def _run_problem(
     The measuring process stays for the next problem, as starting it takes as long as many a cell.
     """
     start = time.monotonic()
-    measure = partial(sweep.measure, cells, time_budget_s=time_budget_s, keep_worker=True)
+    measure = partial(sweep.measure, cells, time_budget_s=time_budget_s)
     measured = measure_shown(name, cells, measure)[name]
     counts = Counter({f"{status} before": count for status, count in finished.items()}) + measured
     left = len(cells) - measured.total()
