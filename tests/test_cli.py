@@ -242,7 +242,7 @@ def test_the_published_folder_away_from_the_repository_gets_a_report(tmp_path, m
 
 def test_names_of_kernels_are_no_markup_and_give_no_orders_to_a_terminal(capsys):
     """[clone .kind] behind the name of a function vanished, and [/tag] ended the command with a traceback."""
-    facts = {"category": "other", "phase": "forward", "start_us": 0.0, "duration_us": 1.0, "stream": "", "ranges": ()}
+    facts = {"category": "other", "phase": "forward", "start_us": 0.0, "duration_us": 1.0, "ranges": ()}
     kernels = tuple(
         Kernel(name=name, step=0, **facts) for name in ("copy [clone .cold]", "add [/tag]", "a\x1b[2Jb")
     )  # fmt: skip

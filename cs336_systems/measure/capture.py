@@ -29,7 +29,7 @@ def capture(
     device: str,
     num_steps: int = 1,
     warmup: int = 1,
-    before: Callable[[], object] | None = None,
+    before: Callable[[], object] = lambda: None,
     path: Path | None = None,
 ) -> Trace:
     """Profile `num_steps` calls, each synchronised and in a range of its own, after `warmup` unprofiled ones.
@@ -41,8 +41,7 @@ def capture(
 
     def run(count: int, in_range: bool) -> None:
         for _ in range(count):
-            if before is not None:
-                before()
+            before()
             synchronize(device)
             if not in_range:
                 call()

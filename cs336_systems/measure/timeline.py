@@ -119,15 +119,12 @@ class MemoryTrace:
         names = [phase.name for phase in self.phases if phase.start <= event]
         return names[-1] if names else ""
 
-    def alive(self, event: int) -> list[Allocation]:
-        """What is allocated after `event`."""
-        return [one for one in self.allocations if one.born <= event and (one.died is None or one.died > event)]
-
     def breakdown(self, event: int) -> dict[str, int]:
         """Bytes by category after `event`; every category is there."""
         found = dict.fromkeys(CATEGORIES, 0)
-        for allocation in self.alive(event):
-            found[allocation.category] += allocation.num_bytes
+        for one in self.allocations:
+            if one.born <= event and (one.died is None or one.died > event):
+                found[one.category] += one.num_bytes
         return found
 
     def largest(self, count: int, phases: Sequence[str] | None = None) -> list[Large]:

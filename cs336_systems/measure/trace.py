@@ -38,14 +38,13 @@ READ_CATEGORIES = (*DEVICE_CATEGORIES, *LAUNCH_CATEGORIES, "cpu_op", "user_annot
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Kernel:
-    """One execution of a kernel on a stream, or the own time of one CPU operator."""
+    """One execution of a kernel, or the own time of one CPU operator."""
 
     name: str  # as the trace has it
     category: str  # see kernels.CATEGORIES
     phase: Phase
     start_us: float
     duration_us: float
-    stream: str  # "stream 7" of a GPU, "thread 12" of a CPU
     ranges: tuple[str, ...]  # open where it was launched, the outermost first
     step: int  # which repetition (`ranges.STEP`) it belongs to; -1 outside of all
 
@@ -68,22 +67,13 @@ class Trace:
     on_gpu: bool  # whether kernels ran on a device, or are CPU operators
     step_ms: tuple[float, ...] = ()  # wall clock of each profiled step, with the profiler's own cost
 
-    def select(
-        self,
-        *,
-        category: str | None = None,
-        phase: str | None = None,
-        within: str | None = None,
-        step: int | None = None,
-    ) -> list[Kernel]:
-        """Kernels of a category, of a phase, launched in a range whose name starts with `within`, of one step."""
+    def select(self, *, within: str = "", **wanted: Any) -> list[Kernel]:
+        """Kernels launched in a range whose name starts with `within`, of that `category`, `phase` and `step`."""
         return [
             kernel
             for kernel in self.kernels
-            if (category is None or kernel.category == category)
-            and (phase is None or kernel.phase == phase)
-            and (within is None or any(name.startswith(within) for name in kernel.ranges))
-            and (step is None or kernel.step == step)
+            if (not within or any(name.startswith(within) for name in kernel.ranges))
+            and all(getattr(kernel, name) == value for name, value in wanted.items())
         ]
 
     def in_steps(self) -> Trace:
@@ -141,7 +131,7 @@ def trace_of(events: Sequence[dict[str, Any]]) -> Trace:
         kernels = _device_kernels(complete, sites, steps)
     else:  # the operators, each with its own time
         kernels = [
-            _kernel(site.event, site, max(0.0, site.own_us), f"thread {site.event.get('tid')}", steps)
+            _kernel(site.event, site, max(0.0, site.own_us), steps)
             for site in sites
             if site.event.get("cat") == "cpu_op"
         ]
@@ -235,13 +225,12 @@ def _device_kernels(
         site = launches.get(arguments.get("correlation"))
         if (site is None or not site.ranges) and arguments.get("External id") is not None:
             site = operators.get(arguments["External id"], site)
-        stream = f"stream {arguments.get('stream', event.get('tid'))}"
-        kernels.append(_kernel(event, site, float(event.get("dur", 0)), stream, steps))
+        kernels.append(_kernel(event, site, float(event.get("dur", 0)), steps))
     return kernels
 
 
 def _kernel(
-    event: dict[str, Any], site: _Site | None, duration_us: float, stream: str, steps: Sequence[tuple[float, float]]
+    event: dict[str, Any], site: _Site | None, duration_us: float, steps: Sequence[tuple[float, float]]
 ) -> Kernel:
     """A kernel whose step is the one that it was launched in: it may run after that step's end on the host."""
     start = float(event["ts"])
@@ -255,7 +244,6 @@ def _kernel(
         phase=phase,
         start_us=start,
         duration_us=duration_us,
-        stream=stream,
         ranges=() if site is None else site.ranges,
         step=step if step >= 0 and launched < steps[step][1] else -1,
     )
