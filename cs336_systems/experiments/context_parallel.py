@@ -112,7 +112,6 @@ class ContextParallel(Experiment):
             },
         )
         for name, title, where in (
-            ("times", "Causal attention over one sequence", {}),
             ("ungrouped", "Causal attention over one sequence, each head with keys of its own", {"grouped": False}),
             ("grouped", "Causal attention over one sequence, four heads to a head of keys", {"grouped": True}),
         )
