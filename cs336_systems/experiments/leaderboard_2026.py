@@ -315,7 +315,6 @@ class Leaderboard2026(Experiment):
         tokens = row["num_ranks"] * row["batch"] * model.context_length
         return {
             "settings": ", ".join(names),
-            "wide": row["wide_blocks"] > 0,
             "tflops": rate,
             "of_peak": 1e14 * rate / HARDWARE["H200"].flops_per_s,
             "tokens_per_s": 1e3 * tokens / row["median"] if row["quantity"] == "time" else math.nan,
