@@ -25,7 +25,7 @@ import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Literal
@@ -96,7 +96,7 @@ class Comparison:
     missing: tuple[tuple[str, ...], ...] = ()  # in the base only
     extra: tuple[tuple[str, ...], ...] = ()  # in the target only
     duplicates: tuple[tuple[str, ...], ...] = ()  # more than once on a side
-    notes: tuple[str, ...] = field(default=())  # what differs between the sides besides the numbers
+    notes: tuple[str, ...] = ()  # what differs between the sides besides the numbers
     threshold_percent: float = DEFAULT_THRESHOLD_PERCENT
 
     def with_verdict(self, verdict: Verdict) -> list[ComparedRow]:
@@ -104,12 +104,6 @@ class Comparison:
 
     def groups_with(self, verdict: Verdict) -> list[ComparedGroup]:
         return [group for group in self.groups if group.verdict == verdict]
-
-    @property
-    def reasons_not_compared(self) -> Counter[str]:
-        """How many rows are not compared, by the kind of reason, the most frequent first."""
-        reasons = Counter(row.reason.partition(":")[0] for row in self.with_verdict("not compared"))
-        return Counter(dict(reasons.most_common()))
 
     @property
     def complete(self) -> bool:
@@ -158,8 +152,7 @@ def pool(rounds: Sequence[Sequence[Record]]) -> list[Record]:
         elif before.unit != record.unit:
             raise ValueError(f"{record.quantity} of {record.implementation} is in {before.unit} and in {record.unit}")
         elif before.status == record.status == "ok" and not is_series(record.quantity):
-            counts = [*(before.rounds or [len(before.samples)]), *(record.rounds or [len(record.samples)])]
-            pooled[record.key] = replace(before, samples=[*before.samples, *record.samples], rounds=counts)
+            pooled[record.key] = replace(before, samples=[*before.samples, *record.samples])
     return list(pooled.values())
 
 

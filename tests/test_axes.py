@@ -1,15 +1,14 @@
 """What `run --mode --heads --seqlen --head-dim --stages` sets of the sweeps of attention."""
 
 import pytest
-from typer.testing import CliRunner
 
-from cs336_systems.cli import app
 from cs336_systems.config import Axes, RunConfig
 from cs336_systems.experiments.frames import load_frame
 from cs336_systems.experiments.harness import planned_cells
 from cs336_systems.experiments.mask_implementations import document_lengths
 from cs336_systems.experiments.records import read_records
 from cs336_systems.experiments.registry import PROBLEMS
+from tests.command_line import invoke
 
 COMMIT = ("--commit", "0123456789ab", "--clean")
 TINY = ("--scale", "tiny", "--device", "cpu")
@@ -17,10 +16,6 @@ TINY = ("--scale", "tiny", "--device", "cpu")
 
 def planned(problem: str, **axes):
     return planned_cells(problem, RunConfig(scale="handout", device="cuda", axes=Axes(**axes)))
-
-
-def run(*arguments: str):
-    return CliRunner().invoke(app, ["run", *map(str, arguments), *COMMIT])
 
 
 def test_chosen_sizes_stand_in_the_place_of_the_problems_own():
@@ -57,28 +52,9 @@ def test_key_heads_keep_their_share_of_the_query_heads_and_few_queries_stay_few(
         planned("few_queries", heads=(6,))
 
 
-REFUSALS = {
-    "heads": (("benchmarking_script", "--heads", "16"), "--heads has no effect on benchmarking_script"),
-    "mode": (("naive_ddp_benchmarking", "--mode", "forward"), "--mode has no effect on naive_ddp_benchmarking"),
-    "unknown-mode": (("dense_masks", "--mode", "sideways"), "--mode must be one of forward, "),
-    "number": (("dense_masks", "--seqlen", "4096,x"), "--seqlen must be positive numbers with commas between them"),
-    "zero": (("dense_masks", "--head-dim", "0"), "--head-dim must be positive numbers"),
-    "stages": (("dense_masks", "--stages"), "--stages has no effect on dense_masks"),
-    "both": (("flash_benchmarking", "--stages", "--implementation", "eager"), "give --stages or --implementation"),
-}
-
-
-@pytest.mark.parametrize("arguments, message", REFUSALS.values(), ids=REFUSALS)
-def test_a_problem_without_the_axis_refuses_in_one_line(arguments, message, tmp_path):
-    result = run(*arguments, *TINY, "--results", tmp_path)
-    (line,) = result.stderr.strip().splitlines()
-    assert result.exit_code == 2 and line.startswith("error: ") and message in line
-    assert not any(tmp_path.rglob("*.jsonl"))
-
-
 def test_a_run_of_chosen_axes_has_a_folder_of_its_own_and_tables_that_tell_sizes_apart(tmp_path):
     chosen = ("--mode", "forward", "--heads", "1,2", "--seqlen", "64", "--head-dim", "16")
-    result = run("dense_masks", *chosen, *TINY, "--implementation", "eager", "--results", tmp_path)
+    result = invoke("run", "dense_masks", *COMMIT, *chosen, *TINY, "--implementation", "eager", "--results", tmp_path)
     assert result.exit_code == 0, result.output
     (path,) = tmp_path.rglob("dense_masks.jsonl")
     assert path.parents[1].name.endswith("-tiny-chosen")
@@ -89,7 +65,7 @@ def test_a_run_of_chosen_axes_has_a_folder_of_its_own_and_tables_that_tell_sizes
 
 
 def test_stages_are_measured_and_shown_each_beside_the_one_before(tmp_path):
-    result = run("flash_benchmarking", "--stages", "--seqlen", "64", *TINY, "--results", tmp_path)
+    result = invoke("run", "flash_benchmarking", *COMMIT, "--stages", "--seqlen", "64", *TINY, "--results", tmp_path)
     assert result.exit_code == 0, result.output
     (path,) = tmp_path.rglob("flash_benchmarking.jsonl")
     found = {record.implementation: record.status for record in read_records(path)}

@@ -10,11 +10,10 @@ from pathlib import Path
 
 import pytest
 from msgspec.structs import replace
-from typer.testing import CliRunner
 
-from cs336_systems.cli import app
 from cs336_systems.compare import pool
 from cs336_systems.experiments.records import read_records
+from tests.command_line import assert_refused, invoke
 from tests.test_compare import broken, record
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -125,9 +124,7 @@ def test_wrong_arguments_are_one_line(
     arguments: list[str], message: str, repository: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(repository)
-    result = CliRunner().invoke(app, ["branches", *arguments])
-    lines = result.stderr.strip().splitlines()
-    assert result.exit_code == 2 and len(lines) == 1 and message in lines[0], result.output
+    assert_refused(invoke("branches", *arguments), message)
 
 
 def test_a_row_that_failed_in_one_round_is_failed() -> None:

@@ -11,9 +11,8 @@ import warnings
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from cs336_systems.cli import app, main
+from cs336_systems.cli import main
 from cs336_systems.commands.profile import show_trace
 from cs336_systems.commands.shared import wait_briefly
 from cs336_systems.config import RunConfig
@@ -21,52 +20,69 @@ from cs336_systems.experiments.records import read_records
 from cs336_systems.experiments.registry import PROBLEMS
 from cs336_systems.handout import HANDOUT
 from cs336_systems.measure.trace import Kernel, Trace
+from tests.command_line import assert_refused, invoke
 from tests.processes import is_running
 
 ROOT = Path(__file__).resolve().parents[1]
 COMMIT = ("--commit", "0123456789ab", "--clean")
 
 
-def invoke(*arguments: str, env: dict[str, str] | None = None):
-    return CliRunner().invoke(app, [str(argument) for argument in arguments], env=env)
+REFUSALS = [
+    ("run flash", "unknown problem 'flash'; did you mean 'flash_benchmarking'? `cs336-"),
+    ("run flash_forward", "flash_forward measures nothing; it is graded"),
+    ("run --all --shard 3/2", "--shard must be I/N with 1 <= I <= N, got '3/2'"),
+    ("run benchmarking_script --implementation a.b:C", "takes no implementation of your own"),
+    ("run", "give problem names or --all"),
+    ("run flash_benchmarking --all", "not both"),
+    ("run --all --scale huge", "scale must be one of tiny, smoke, handout, got 'huge'"),
+    ("run --all --device tpu", "'tpu'"),
+    ("run --all --rerun maybe", "--rerun must be none, failed or all, got 'maybe'"),
+    ("run --all --implementation magic", "unknown implementation 'magic'; known: eager"),
+    ("run --all --model tests.broken_models:Nobody", "Nobody"),
+    ("run flash_benchmarking attention_shapes --model cs336_systems.model:TransformerLM",
+     "error: --model has no effect on flash_benchmarking, attention_shapes"),
+    ("run --all --time-budget nan", "--time-budget must be a positive number of seconds, got nan"),
+    ("run --all --dirty --commit=", "--commit must not be empty, got ''"),
+    ("run flash_benchmarking --scale tiny --device cpu --implementation flex",
+     "flash_benchmarking has no cells of flex"),
+    ("run benchmarking_script --heads 16", "--heads has no effect on benchmarking_script"),
+    ("run naive_ddp_benchmarking --mode forward", "--mode has no effect on naive_ddp_benchmarking"),
+    ("run dense_masks --mode sideways", "--mode must be one of forward, "),
+    ("run dense_masks --seqlen 4096,x", "--seqlen must be positive numbers with commas between them"),
+    ("run dense_masks --head-dim 0", "--head-dim must be positive numbers"),
+    ("run dense_masks --stages", "--stages has no effect on dense_masks"),
+    ("run flash_benchmarking --stages --implementation eager", "give --stages or --implementation"),
+    ("tune flash --kernel up", "--kernel must be one of forward, dkdv, dq, got 'up'"),
+    ("tune flash --head-dim 257", "--head-dim must be between 1 and 256, got 257"),
+    ("tune flash --compile-only --arch portable", "sm89, sm90, sm100, got 'portable'"),
+    ("tune flash --arch sm90", "--arch goes with --compile-only"),
+    ("tune flash --compile-only --arch sm90 --kernel dq --config sm90_forward_64x64_w4_s1",
+     "--config must name configurations of dq, got sm90_forward_64x64_w4_s1"),
+    ("tune flash --compile-only --arch sm90 --jobs 0", "jobs must be at least 1, got 0"),
+    ("doctor --arch sm90", "--arch goes with --kernels"),
+    ("doctor --kernels --arch sm70", "arch must be one of sm80, sm86, sm89, sm90, sm100"),
+    ("profile nothing", "case must be a model size"),
+    ("profile small-proxy --tool vtune", "--tool must be one of torch, nsys, ncu, got 'vtune'"),
+    ("profile small-proxy --tool nsys --device cpu", "--tool nsys needs a CUDA device"),
+    ("profile small-proxy --mode ../../x --tool nsys --print", "got '../../x'"),
+    ("profile small-proxy --model no_such_module:X --device cpu", "no_such_module"),
+    ("profile small-proxy --model tests.broken_models:Bigram --device cpu", "must have modules to"),
+    ("memory --model xxl", "--model must be one of small"),
+    ("memory --model small --context 99999999999999", "batch and context_length must need at most"),
+    ("memory --fits many", "a size must be a number with one of B, "),
+    ("memory --model small --checkpoint half", "checkpointing must be none, "),
+    ("compare nothing nothing", "nothing: no such file or folder"),
+    ("compare a b --threshold -1", "--threshold must be a finite percentage, not negative, got -1.0"),
+    ("compare a b --fail-on all", "--fail-on must be one of regression, any, none, got 'all'"),
+    ("report", "no records of this machine"),
+    ("report --folder nothing", "no records in"),
+]  # fmt: skip
 
 
-def assert_refused(result, message: str) -> None:
-    """Exit code 2 and one clear line, which contains `message`."""
-    lines = result.stderr.strip().splitlines()
-    assert result.exit_code == 2, result.output
-    assert len(lines) == 1 and lines[0].startswith("error: ") and message in lines[0], result.stderr
-
-
-REFUSALS = {
-    "unknown-problem": (["flash"], "unknown problem 'flash'; did you mean 'flash_benchmarking'? `cs336-"),
-    "tests-only": (["flash_forward"], "flash_forward measures nothing; it is graded"),
-    "shard": (["--all", "--shard", "3/2"], "--shard must be I/N with 1 <= I <= N, got '3/2'"),
-    "own-without-use": (["benchmarking_script", "--implementation", "a.b:C"], "takes no implementation of your own"),
-    "no-problem": ([], "give problem names or --all"),
-    "both": (["flash_benchmarking", "--all"], "not both"),
-    "scale": (["--all", "--scale", "huge"], "scale must be one of tiny, smoke, handout, got 'huge'"),
-    "device": (["--all", "--device", "tpu"], "'tpu'"),
-    "rerun": (["--all", "--rerun", "maybe"], "--rerun must be none, failed or all, got 'maybe'"),
-    "implementation": (["--all", "--implementation", "magic"], "unknown implementation 'magic'; known: eager"),
-    "model-class": (["--all", "--model", "tests.broken_models:Nobody"], "Nobody"),
-    "model-unused": (
-        ["flash_benchmarking", "attention_shapes", "--model", "cs336_systems.model:TransformerLM"],
-        "error: --model has no effect on flash_benchmarking, attention_shapes",
-    ),
-    "budget": (["--all", "--time-budget", "nan"], "--time-budget must be a positive number of seconds, got nan"),
-    "commit": (["--all", "--commit", ""], "--commit must not be empty, got ''"),
-    "no-cells": (
-        ["flash_benchmarking", "--scale", "tiny", "--device", "cpu", "--implementation", "flex"],
-        "flash_benchmarking has no cells of flex",
-    ),
-}
-
-
-@pytest.mark.parametrize("arguments, message", REFUSALS.values(), ids=REFUSALS.keys())
-def test_wrong_arguments_are_one_line(arguments, message, tmp_path, monkeypatch):
-    monkeypatch.chdir(ROOT)
-    assert_refused(invoke("run", *COMMIT, *arguments, "--results", tmp_path), message)
+@pytest.mark.parametrize("command_line, message", REFUSALS, ids=[line for line, _ in REFUSALS])
+def test_wrong_arguments_are_one_line(command_line, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert_refused(invoke(*command_line.split()), message)
     assert not any(tmp_path.rglob("*.jsonl"))
 
 
@@ -89,8 +105,6 @@ def test_records_that_cannot_be_written_are_refused_before_anything_is_measured(
 
 
 def test_report_without_records(tmp_path):
-    assert_refused(invoke("report", "--results", tmp_path), "no records of this machine")
-    assert_refused(invoke("report", "--results", tmp_path, "--folder", "nothing"), "no records in")
     (tmp_path / "something" / "records").mkdir(parents=True)
     refused = invoke("report", "--results", tmp_path, "--folder", "nothing")
     assert_refused(refused, "nothing; there are some of something, or measure something first: cs336-systems run --all")
@@ -228,7 +242,7 @@ def test_the_published_folder_away_from_the_repository_gets_a_report(tmp_path, m
 
 def test_names_of_kernels_are_no_markup_and_give_no_orders_to_a_terminal(capsys):
     """[clone .kind] behind the name of a function vanished, and [/tag] ended the command with a traceback."""
-    facts = {"category": "other", "phase": "forward", "start_us": 0.0, "duration_us": 1.0, "stream": "", "ranges": ()}
+    facts = {"category": "other", "phase": "forward", "start_us": 0.0, "duration_us": 1.0, "ranges": ()}
     kernels = tuple(
         Kernel(name=name, step=0, **facts) for name in ("copy [clone .cold]", "add [/tag]", "a\x1b[2Jb")
     )  # fmt: skip

@@ -8,16 +8,19 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from msgspec import structs
 
-from cs336_systems.config import MODEL_SIZES, Precision, RunConfig
+from cs336_systems.config import Precision, RunConfig
 from cs336_systems.distributed.ddp_naive import NaiveDDP
 from cs336_systems.experiments import data_parallel_turns
 from cs336_systems.experiments.data_parallel_turns import ParallelStep, take_turns
 from cs336_systems.experiments.frames import load_frame, tuples
 from cs336_systems.experiments.ranks import TIMES
-from cs336_systems.experiments.records import Record, Run, case_to_dict
+from cs336_systems.experiments.records import Record, case_to_dict
 from cs336_systems.experiments.spec import Unsupported, load
 from tests.one_job import OneJob
+from tests.test_records import RUN
+from tests.test_records import record as valid_record
 
 TINY = RunConfig(scale="tiny", device="cpu")
 TURNS = load("data_parallel_turns")
@@ -79,27 +82,14 @@ def test_a_users_own_model_is_refused():
         next(TURNS.measure(TURNS.cells(TINY)[0], replace(TINY, model="a.b:C")))
 
 
-def test_both_editions_xl_in_both_precisions_the_faster_first(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    cases = TURNS.cases(RunConfig(scale="handout", device="cuda"))
-    assert [case.model for case in cases] == [MODEL_SIZES["xl"], MODEL_SIZES["xl-2025"]] * 2
-    assert [case.precision.autocast for case in cases] == ["bfloat16"] * 2 + [None] * 2
-    assert {(case.num_ranks, case.batch) for case in cases} == {(2, 4)}
-
-
 # What the records are compared with
 
-FACTS = Run(
-    id="r", scale="tiny", device={"name": "x", "kind": "cuda"}, software={}, commit="c", dirty=False,
-    date="2026-01-01T00:00:00Z",
-)  # fmt: skip
+GPU_RUN = structs.replace(RUN, device={"name": "x", "kind": "cuda"})
 
 
-def record(name: str, samples: list[float], case: Any = CASE, problem: str = "data_parallel_turns") -> Record:
-    return Record(
-        run=FACTS, problem=problem, case=case_to_dict(case), implementation=name, mode="train_step",
-        quantity="time", unit="ms", status="ok", samples=samples,
-    )  # fmt: skip
+def record(name: str, samples: list[float], case: Any = CASE) -> Record:
+    values = {"problem": TURNS.name, "case": case_to_dict(case), "implementation": name, "mode": "train_step"}
+    return valid_record(run=GPU_RUN, samples=samples, **values)
 
 
 def test_a_step_is_compared_with_the_faster_rival_round_by_round():

@@ -38,11 +38,13 @@ def doctor(*arguments: str):
 
 def test_rates_are_work_over_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cs336_systems.measure.machine.time_calls", lambda call, device: [2.0, 4.0, 8.0])
-    rate = copy_rate("cpu", num_bytes=10**9)
-    assert (rate.median, rate.unit) == (500.0, "GB/s"), "a GB read and a GB written in 4 ms"
-    assert rate.quartile_low < rate.median < rate.quartile_high
-    rate = matmul_rate("cpu", "float32", size=100)
-    assert rate.median == pytest.approx(2e6 / 4e-3 / 1e12) and rate.unit == "TFLOP/s"
+    monkeypatch.setattr("cs336_systems.measure.machine.COPY_BYTES", {"cpu": 10**8})
+    monkeypatch.setattr("cs336_systems.measure.machine.MATMUL_SIZE", {"cpu": 100})
+    rate = copy_rate("cpu")
+    assert (rate["median"], rate["unit"]) == (50.0, "GB/s"), "0.1 GB read and as much written in 4 ms"
+    assert rate["quartile_low"] < rate["median"] < rate["quartile_high"]
+    rate = matmul_rate("cpu")
+    assert rate["median"] == pytest.approx(2e6 / 4e-3 / 1e12) and rate["unit"] == "TFLOP/s"
 
 
 # Back ends
@@ -139,7 +141,7 @@ def test_measured_rates_are_below_and_near_the_peak() -> None:
     from cs336_systems.device import device_peak
 
     peak = device_peak(get_device_info("cuda"))
-    copied, multiplied = copy_rate("cuda").median, matmul_rate("cuda").median
+    copied, multiplied = copy_rate("cuda")["median"], matmul_rate("cuda")["median"]
     assert copied > 0 and multiplied > 0
     if peak is not None:
         assert 0.5 * peak.memory_gb_per_s < copied < peak.memory_gb_per_s

@@ -37,7 +37,6 @@ def test_rows_of_a_mode_agree_with_each_other(mode: str, measured: dict[tuple[st
         return measured[mode, quantity].samples[0]
 
     assert sum(value(f"{category}_time") for category in CATEGORIES) == pytest.approx(value("kernel_time"))
-    assert 0 < value("busy_time") <= value("kernel_time") * 1.001
     # Ranks are those of all steps together: in one of them a busy CPU may have any order.
     totals = [sum(measured[mode, f"kernel_{rank}_time"].samples) for rank in range(1, 6)]
     assert totals == sorted(totals, reverse=True) and totals[-1] > 0

@@ -18,6 +18,7 @@ from cs336_systems.experiments.spec import Experiment, experiments, load
 from cs336_systems.experiments.tables import ABSENT, Listing, Pick, Pivot, Ratio, Wide, escape
 from cs336_systems.handout import HANDOUT
 from tests.test_records import RUN
+from tests.test_records import record as valid_record
 
 ROOT = Path(__file__).resolve().parent.parent
 GPU_RUN = replace(RUN, device={"name": "a GPU", "kind": "cuda"}, scale="smoke")
@@ -26,10 +27,9 @@ CASES = list(SHAPES.cases(RunConfig(scale="smoke", device="cuda")))
 
 
 def row(implementation: str, samples: list[float], case: object = CASES[0], **changes) -> Record:
-    values = {"mode": "forward", "quantity": "time", "unit": "ms", "status": "ok", "problem": "attention_shapes"}
-    values |= changes
     of_case = case if isinstance(case, dict) else case_to_dict(case)
-    return Record(**{"run": GPU_RUN, "implementation": implementation, "case": of_case, "samples": samples} | values)
+    values = {"run": GPU_RUN, "problem": "attention_shapes", "implementation": implementation, "case": of_case}
+    return valid_record(**values | {"samples": samples} | changes)
 
 
 def frame_of(*records: Record) -> pd.DataFrame:
@@ -84,7 +84,7 @@ def test_two_records_in_one_cell_are_an_error():
     frame = frame_of(row("hopper", [1.0]), row("hopper", [1.0], mode="backward"))
     with pytest.raises(ValueError, match="several records for hopper"):
         TIMES.build(frame)
-    with pytest.raises(KeyError, match="no column 'size'; there are problem"):
+    with pytest.raises(KeyError, match="no column 'size'; there are run, problem"):
         pick(frame, {"size": 1})
 
 

@@ -7,20 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
-from cs336_systems.cli import app
 from cs336_systems.config import RunConfig
 from cs336_systems.experiments.profiled import parse_case, prepare
-from cs336_systems.measure.trace import read_trace
+from cs336_systems.measure.trace import read_events, trace_of
+from tests.command_line import assert_refused, invoke
 
 COVERS = ("cs336_systems/measure",)
 CPU = RunConfig(scale="smoke", device="cpu")
 SMALL = ("small-proxy", "--context", "32", "--batch", "1", "--steps", "1", "--warmup", "0", "--device", "cpu")
-
-
-def invoke(*arguments: object):
-    return CliRunner().invoke(app, ["profile", *map(str, arguments)])
 
 
 def trace_in(folder: Path) -> Path:
@@ -52,8 +47,7 @@ def test_cases_that_make_no_sense_are_refused(text: str, options: dict[str, Any]
 def test_an_attention_call_runs_in_every_mode(mode: str) -> None:
     prepared = prepare(parse_case("1x2x64x32"), "eager", mode, CPU)
     for _ in range(2):  # a backward frees its graph
-        if prepared.before is not None:
-            prepared.before()
+        prepared.before()
         result = prepared.call()
     assert (result is None) == (mode == "forward")
 
@@ -62,21 +56,22 @@ def test_an_attention_call_runs_in_every_mode(mode: str) -> None:
 
 
 def test_a_model_is_profiled(tmp_path: Path) -> None:
-    result = invoke(*SMALL, "--mode", "train_step", "--results", tmp_path)
+    result = invoke("profile", *SMALL, "--mode", "train_step", "--results", tmp_path)
     assert result.exit_code == 0, result.output
     assert "attention.softmax" in result.stdout and "optimizer" in result.stdout and "aten::mm" in result.stdout
     path = trace_in(tmp_path)
     assert path.parent.parts[-2:] == ("logs", "profiles"), "where git does not look"
     assert path.name == "small-proxy-train_step-eager-float32-context32-batch1.trace.json.gz"
     assert str(path) in result.stdout
-    trace = read_trace(path)
+    trace = trace_of(read_events(path))
     assert len(trace.step_ms) == 1 and trace.kernel_ms(phase="backward", within="attention.scores") > 0
 
 
 def test_an_attention_shape_is_profiled_without_what_prepares_it(tmp_path: Path) -> None:
-    result = invoke("1x2x64x32", "--mode", "backward", "--device", "cpu", "--steps", "2", "--results", tmp_path)
+    options = ("--mode", "backward", "--device", "cpu", "--steps", "2")
+    result = invoke("profile", "1x2x64x32", *options, "--results", tmp_path)
     assert result.exit_code == 0, result.output
-    trace = read_trace(trace_in(tmp_path))
+    trace = trace_of(read_events(trace_in(tmp_path)))
     assert "2 steps:" in result.stdout and "aten::_softmax_backward_data" in result.stdout
     names = {kernel.name for kernel in trace.in_steps().kernels}
     assert "aten::_softmax_backward_data" in names and "aten::_softmax" not in names
@@ -84,7 +79,8 @@ def test_an_attention_shape_is_profiled_without_what_prepares_it(tmp_path: Path)
 
 def test_an_out_of_memory_leaves_its_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(Path(__file__).resolve().parents[1])
-    result = invoke(*SMALL, "--model", "tests.broken_models:OutOfMemory", "--no-ranges", "--results", tmp_path)
+    options = ("--model", "tests.broken_models:OutOfMemory", "--no-ranges", "--results", tmp_path)
+    result = invoke("profile", *SMALL, *options)
     assert result.exit_code == 1
     (line,) = result.stderr.strip().splitlines()
     assert line.startswith("error: CUDA out of memory. Tried to allocate 64.00 GiB.; the trace up to there is")
@@ -92,26 +88,15 @@ def test_an_out_of_memory_leaves_its_trace(tmp_path: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code", "message"),
+    ("arguments", "message"),
     [
-        (["nothing"], 2, "case must be a model size"),
-        (["small-proxy", "--tool", "vtune"], 2, "--tool must be one of torch, nsys, ncu, got 'vtune'"),
-        (["small-proxy", "--tool", "nsys", "--device", "cpu"], 2, "--tool nsys needs a CUDA device"),
-        (["small-proxy", "--mode", "../../x", "--tool", "nsys", "--print"], 2, "got '../../x'"),
-        (["small-proxy", "--model", "no_such_module:X", "--device", "cpu"], 2, "no_such_module"),
-        (["small-proxy", "--model", "tests.broken_models:Bigram", "--device", "cpu"], 2, "must have modules to"),
-        (["9999x999x99999x64", "--device", "cpu"], 1, "predicted to need "),
-        (["1x1x64x32", "--implementation", "triton", "--precision", "bfloat16", "--device", "cpu"], 1,
+        (["9999x999x99999x64"], "predicted to need "),
+        (["1x1x64x32", "--implementation", "triton", "--precision", "bfloat16"],
          "error: Triton's CPU interpreter computes wrong bfloat16 products; use float32 or float16 there"),
     ],
 )  # fmt: skip
-def test_the_command_refuses_in_one_line(
-    arguments: list[str], code: int, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(Path(__file__).resolve().parents[1])
-    result = invoke(*arguments, "--results", tmp_path)
-    lines = result.stderr.strip().splitlines()
-    assert result.exit_code == code and len(lines) == 1 and message in lines[0], result.output
+def test_what_cannot_run_here_is_one_line(arguments: list[str], message: str, tmp_path: Path) -> None:
+    assert_refused(invoke("profile", *arguments, "--device", "cpu", "--results", tmp_path), message, code=1)
 
 
 # nsys and ncu
@@ -122,7 +107,7 @@ def test_the_printed_command_runs_this_case_between_profiler_calls(
 ) -> None:
     given = ["profile", "xl", "--mode=train_step", "--tool", "nsys", "--print", "--results", f"{tmp_path}/a b"]
     monkeypatch.setattr(sys, "argv", ["cs336-systems", *given])
-    result = CliRunner().invoke(app, given)
+    result = invoke(*given)
     assert result.exit_code == 0, result.output
     command = shlex.split(result.stdout)
     assert command[1] == "profile" and f"--output={tmp_path}/a b" in " ".join(command)
@@ -134,22 +119,22 @@ def test_the_printed_command_runs_this_case_between_profiler_calls(
 @pytest.mark.gpu
 def test_a_model_is_profiled_on_a_gpu(tmp_path: Path) -> None:
     arguments = ("small", "--context", "128", "--batch", "1", "--mode", "train_step", "--device", "cuda")
-    result = invoke(*arguments, "--results", tmp_path)
+    result = invoke("profile", *arguments, "--results", tmp_path)
     assert result.exit_code == 0, result.output
-    trace = read_trace(trace_in(tmp_path))
+    trace = trace_of(read_events(trace_in(tmp_path)))
     assert trace.on_gpu and "attention.softmax" in result.stdout
     assert trace.kernel_ms(category="gemm") > 0 and trace.kernel_ms(category="optimizer") > 0
 
 
 @pytest.mark.gpu
 def test_what_nsys_and_ncu_run_ends_well(tmp_path: Path) -> None:
-    result = invoke("small", "--context", "128", "--batch", "1", "--tool", "api", "--results", tmp_path)
+    result = invoke("profile", "small", "--context", "128", "--batch", "1", "--tool", "api", "--results", tmp_path)
     assert result.exit_code == 0, result.output
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled here")
 def test_times_of_interpreted_kernels_are_said_to_be_no_gpus(tmp_path: Path) -> None:
     arguments = ("1x1x32x16", "--device", "cpu", "--steps", "1", "--warmup", "0", "--implementation", "triton")
-    result = invoke(*arguments, "--results", tmp_path)
+    result = invoke("profile", *arguments, "--results", tmp_path)
     assert result.exit_code == 0, result.output
     assert "their times are NumPy's and say nothing of a GPU" in result.stdout

@@ -45,10 +45,10 @@ def test_rounds_become_one_set_of_records(tmp_path, capsys):
     last = replace(RUN, id="run-2")
     assert pooled_records(tmp_path) == [
         other,
-        record(samples=[9.0, 9.5, 1.0, 20.0, 5.0, 7.0], rounds=[2, 2, 2], error=0.9, run=last),
+        record(samples=[9.0, 9.5, 1.0, 20.0, 5.0, 7.0], error=0.9, run=last),
         replace(once[0], run=last),
         replace(gaps[0], run=last),
-        record(quantity="host_time", samples=[1.0, 1.0, 2.0, 2.0, 3.0, 3.0], rounds=[2, 2, 2], run=last),
+        record(quantity="host_time", samples=[1.0, 1.0, 2.0, 2.0, 3.0, 3.0], run=last),
     ]
     assert "5 records, those of 3 rounds among them" in capsys.readouterr().out
 

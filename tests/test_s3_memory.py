@@ -10,10 +10,8 @@ import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from typer.testing import CliRunner
 
 from cs336_systems.accounting import block_saved_bytes, model_peak_bytes
-from cs336_systems.cli import app
 from cs336_systems.config import MODEL_SIZES, ModelConfig, Precision, RunConfig, proxy_model
 from cs336_systems.experiments import gradient_checkpointing
 from cs336_systems.experiments.frames import load_frame
@@ -51,6 +49,7 @@ from cs336_systems.model.checkpointing import (
     recursive_inputs,
     recursive_recomputed_blocks,
 )
+from tests.command_line import invoke
 
 COVERS = ("cs336_systems/measure", "cs336_systems/model")
 PROFILING, CHECKPOINTING = load("memory_profiling"), load("gradient_checkpointing")
@@ -92,8 +91,6 @@ def test_a_trace_adds_up():
     }
     assert [one.num_bytes for one in trace.largest(2)] == [100, 50]
     assert [one.where for one in trace.largest(9, ["phase 1"])] == ["line 20"]
-    with pytest.raises(ValueError, match="points must be positive, got 0"):
-        trace.sampled(0)
 
 
 def test_sampling_keeps_the_peak_whatever_the_number_of_points():
@@ -135,10 +132,6 @@ def test_cuda_counts_are_rounded_and_know_hidden_temporaries():
         torch.softmax(scores, dim=-1).backward(torch.ones(4, 100))
     inside = [one for one in recorder.trace().allocations if one.where.startswith("inside _softmax_backward_data")]
     assert [one.num_bytes for one in inside] == [2048], "1600 bytes, rounded up to blocks of 512"
-    with pytest.raises(ValueError, match="device must be one of cuda, cpu, got 'tpu'"):
-        AllocationRecorder("tpu")
-    with pytest.raises(ValueError, match="category must be one of parameters, .*, got 'weights'"):
-        recorder.assign([], "weights")
 
 
 @pytest.mark.parametrize("mode", PHASES)
@@ -511,30 +504,9 @@ def test_a_users_own_model_is_simulated_but_not_checkpointed():
 # Command line
 
 
-def memory(*arguments: str) -> tuple[int, str]:
-    result = CliRunner().invoke(app, ["memory", *arguments])
-    return result.exit_code, result.output
-
-
 def test_a_laptop_answers_whether_a_model_fits():
-    arguments = ("--model", "small", "--context", "512", "--batch", "2")
-    code, output = memory(*arguments, "--fits", "80GB")
-    assert code == 0 and "fits in 80GB: peak " in output and "backward" in output
-    code, output = memory(*arguments, "--fits", "1GiB", "--checkpoint", "1")
-    assert code == 1 and "does not fit in 1GiB: peak " in output
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("--model", "xxl"), "--model must be one of small, .*, got 'xxl'"),
-        (("--model", "small", "--context", "99999999999999"), "context_length must need at most .* bytes, got"),
-        (("--fits", "many"), "a size must be a number with one of .*, got 'many'"),
-        (("--model", "small", "--checkpoint", "half"), "checkpointing must be none, .*, got 'half'"),
-    ],
-)
-def test_wrong_arguments_are_one_line(arguments, message):
-    code, output = memory(*arguments)
-    assert code == 2 and len(output.strip().splitlines()) == 1
-    with pytest.raises(ValueError, match=message):
-        raise ValueError(output)
+    arguments = ("memory", "--model", "small", "--context", "512", "--batch", "2")
+    fits = invoke(*arguments, "--fits", "80GB")
+    assert fits.exit_code == 0 and "fits in 80GB: peak " in fits.output and "backward" in fits.output
+    does_not = invoke(*arguments, "--fits", "1GiB", "--checkpoint", "1")
+    assert does_not.exit_code == 1 and "does not fit in 1GiB: peak " in does_not.output

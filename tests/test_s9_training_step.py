@@ -1,6 +1,5 @@
 """`leaderboard_2026`: the step of two gloo ranks against one process, and what its cells promise."""
 
-import math
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
@@ -159,7 +158,7 @@ def test_the_handouts_cells_are_the_leaderboards():
     assert {cell.case.recompute for cell in cells} == {"around_attention", "after_attention", "block"}
     assert {cell.case.compiled for cell in cells} == {True, False}
     assert 100 * 2**30 < first.predicted_bytes < 139 * 2**30
-    assert {"peak_memory", "start_time", "loss", "communication_time"} <= {row.quantity for row in first.rows}
+    assert {"peak_memory", "start_time", "communication_time"} <= {row.quantity for row in first.rows}
 
 
 @pytest.mark.slow
@@ -171,11 +170,7 @@ def test_a_measured_cell_keeps_its_promises():
     assert len(by_name["time"].samples) == leaderboard_2026.STEPS["tiny"]
     error = by_name["time"].error
     assert error is not None and 0 <= error <= 1
-    losses = by_name["loss"].samples
-    assert len(losses) == 1 + leaderboard_2026.WARMUP + leaderboard_2026.STEPS["tiny"]
-    assert losses[-1] < losses[0] and abs(losses[0] - math.log(TINY.vocab_size)) < 0.5
     assert by_name["predicted_peak_memory"].samples == [cell.predicted_bytes / 2 / MIB]
-    assert by_name["parameters"].samples[0] == pytest.approx(by_name["optimizer_state"].samples[0] / 2)
 
 
 # On GPUs

@@ -3,13 +3,12 @@
 from dataclasses import replace
 
 import pytest
-from typer.testing import CliRunner
 
-from cs336_systems.cli import app
 from cs336_systems.config import RunConfig
 from cs336_systems.experiments.harness import Shard, planned_cells
 from cs336_systems.experiments.records import read_records, read_runs
 from cs336_systems.experiments.registry import PROBLEMS
+from tests.command_line import invoke
 
 HANDOUT = RunConfig(scale="handout", device="cuda")
 
@@ -39,7 +38,7 @@ def test_two_shards_measure_everything_once(tmp_path):
     for shard in ("1/2", "2/2"):
         arguments = ["run", "mixed_precision_accumulation", "--scale", "tiny", "--device", "cpu", "--shard", shard]
         arguments += ["--results", str(tmp_path), "--commit", "0123456789ab", "--clean"]
-        result = CliRunner().invoke(app, arguments)
+        result = invoke(*arguments)
         assert result.exit_code == 0, result.output
     (path,) = tmp_path.rglob("mixed_precision_accumulation.jsonl")
     records = read_records(path)
@@ -61,7 +60,7 @@ def test_a_readers_own_attention_is_checked_and_measured(tmp_path):
     arguments = ["run", "attention_shapes", "--scale", "tiny", "--device", "cpu"]
     arguments += ["--results", str(tmp_path), "--commit", "0123456789ab", "--clean"]
     statuses = {"tests.own_attention:attend": "ok", "tests.own_attention:attend_to_everything": "failed"}
-    result = CliRunner().invoke(app, [*arguments, *(f"--implementation={own}" for own in statuses)])
+    result = invoke(*arguments, *(f"--implementation={own}" for own in statuses))
     (path,) = tmp_path.rglob("attention_shapes.jsonl")
     for own, status in statuses.items():
         records = [record for record in read_records(path) if record.implementation == own]

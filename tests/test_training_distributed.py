@@ -216,8 +216,8 @@ def test_the_experiments_cells_yield_the_promised_rows():
     for cell in cells:
         found = list(problem.measure(cell, run))
         assert tuple(measurement.row for measurement in found) == cell.rows
-        losses, held_out, times = (measurement.samples for measurement in found)
-        assert len(losses) == cell.case.steps and len(held_out) == 1 and len(times) >= 5
+        losses, held_out = (measurement.samples for measurement in found)
+        assert len(losses) == cell.case.steps and len(held_out) == 1
         assert found[0].error is not None and found[0].error <= 1
 
 

@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 from cs336_systems.attention import compilation, flash_attention
 from cs336_systems.attention.compilation import (
@@ -23,14 +22,13 @@ from cs336_systems.attention.tiles import AttentionConfig, KernelConfig, select_
 from cs336_systems.attention.tiles.config import KERNELS
 from cs336_systems.attention.tiles.tables import SHARED_MEMORY_LIMIT_BYTES, TABLES, TARGET_OF_CAPABILITY
 from cs336_systems.attention.triton import launch
-from cs336_systems.cli import app
 from cs336_systems.commands import kernels as kernels_command
 from cs336_systems.commands import tune as tune_command
 from cs336_systems.config import AttentionShape, RunConfig
 from cs336_systems.device import get_device_info
 from cs336_systems.experiments.harness import Provenance, Sweep
 from cs336_systems.experiments.implementations import chosen_tiles
-from cs336_systems.experiments.records import Record, Run, case_to_dict, read_records
+from cs336_systems.experiments.records import Record, case_to_dict, read_records
 from cs336_systems.experiments.spec import Disagreement, Unsupported
 from cs336_systems.experiments.tuning import (
     PROBLEM,
@@ -39,6 +37,8 @@ from cs336_systems.experiments.tuning import (
     proposals,
     tune_cell,
 )
+from tests.command_line import assert_refused, invoke
+from tests.test_records import record as valid_record
 from tests.test_s4_attention import assert_contract, inputs
 
 COVERS = (
@@ -357,18 +357,9 @@ def test_a_configuration_that_does_not_fit_is_unsupported(monkeypatch):
         list(measure_tune_flash(tune_cell(shape(), named("portable_dq_64x64_w4_s1")), RUN))
 
 
-PUBLISHED_RUN = Run(
-    id="a-run", scale="handout", device={"name": "NVIDIA H200", "kind": "cuda"}, software={}, commit="0123456789ab",
-    dirty=False, date="2026-11-21T00:00:00Z",
-)  # fmt: skip
-
-
-def record(shape: AttentionShape, name: str, samples: list[float], **change) -> Record:
-    values = {
-        "run": PUBLISHED_RUN, "problem": PROBLEM, "case": case_to_dict(shape), "implementation": name, "status": "ok",
-        "mode": "forward" if "_forward_" in name else "backward", "quantity": "time", "unit": "ms", "samples": samples,
-    }  # fmt: skip
-    return Record(**values | change)
+def record(shape: AttentionShape, name: str, samples: list[float], **changes) -> Record:
+    values = {"problem": PROBLEM, "case": case_to_dict(shape), "implementation": name, "samples": samples}
+    return valid_record(**values | {"mode": "forward" if "_forward_" in name else "backward"} | changes)
 
 
 SHORT, LONG = (
@@ -413,17 +404,6 @@ def test_the_proposed_row_is_the_best_in_the_mean_of_those_that_ran_everywhere()
     ]  # fmt: skip
 
 
-def test_proposals_of_two_precisions_are_told_that_a_call_needs_one():
-    shape = replace(SHORT, dtype="float32")
-    ieee, pieces = "sm90_dq_32x32_w8_s1", "sm90_forward_64x64_w4_s1_tf32x3"
-    rows = proposals(medians([record(shape, name, [1.0]) for name in (ieee, pieces)], [shape], seed=0))
-    assert tune_command.summary_lines([], rows)[-1] == (
-        "the kernels of a call need one precision, and in head tile 64 they would have "
-        "forward tf32x3, dkdv tf32x3, dq ieee"
-    )
-    assert tune_command.summary_lines([], [row for row in rows if row.key[0] == "forward"])[-1].startswith("    (")
-
-
 def test_a_proposal_that_reads_by_tma_says_what_other_inputs_take():
     a, b, c = (f"sm90_forward_{rest}" for rest in ("64x128_w4_s2_tma", "64x64_w4_s2", "64x64_w4_s3"))
     times = medians([record(SHORT, a, [1.0]), record(SHORT, b, [1.5]), record(SHORT, c, [1.2])], [SHORT], seed=0)
@@ -436,45 +416,11 @@ def test_a_proposal_that_reads_by_tma_says_what_other_inputs_take():
 # The commands
 
 
-def invoke(*arguments: str):
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
-
-
-REFUSALS = {
-    "kernel": (["--kernel", "up"], "--kernel must be one of forward, dkdv, dq, got 'up'"),
-    "head-dim": (["--head-dim", "257"], "--head-dim must be between 1 and 256, got 257"),
-    "spills": (["--max-spill-bytes", "-1"], "--max-spill-bytes must not be negative, got -1"),
-    "arch-portable": (["--compile-only", "--arch", "portable"], "sm89, sm90, sm100, got 'portable'"),
-    "arch-alone": (["--arch", "sm90"], "--arch goes with --compile-only"),
-    "config-kernel": (
-        ["--compile-only", "--arch", "sm90", "--kernel", "dq", "--config", "sm90_forward_64x64_w4_s1"],
-        "--config must name configurations of dq, got sm90_forward_64x64_w4_s1",
-    ),
-    "jobs": (["--compile-only", "--arch", "sm90", "--jobs", "0"], "jobs must be at least 1, got 0"),
-}
-
-
-def assert_refused(result, message: str) -> None:
-    lines = result.stderr.strip().splitlines()
-    assert result.exit_code == 2, result.output
-    assert len(lines) == 1 and lines[0].startswith("error: ") and message in lines[0], result.stderr
-
-
-@pytest.mark.parametrize("arguments, message", REFUSALS.values(), ids=REFUSALS.keys())
-def test_wrong_arguments_are_one_line(arguments, message):
-    assert_refused(invoke("tune", "flash", *arguments), message)
-
-
 @NO_CUDA
 def test_nothing_is_tuned_without_a_gpu():
     assert_refused(invoke("tune", "flash"), "tune flash measures on a GPU, and there is none here (the interpreter's")
     assert_refused(invoke("tune", "flash", "--compile-only"), "name one with --arch")
     assert_refused(invoke("doctor", "--kernels"), "doctor --kernels compiles for one of sm80, sm86, sm89, sm90, sm100")
-
-
-def test_doctor_refuses_an_architecture_without_kernels():
-    assert_refused(invoke("doctor", "--arch", "sm90"), "--arch goes with --kernels")
-    assert_refused(invoke("doctor", "--kernels", "--arch", "sm70"), "arch must be one of sm80, sm86, sm89, sm90, sm100")
 
 
 @pytest.mark.slow

@@ -5,7 +5,7 @@
 
 A busy host slows a cell for seconds or minutes; with one cell after the other it slows one peer and not the next. In
 rounds it strikes all of them. What has several samples a round, times above all, has those of all rounds, in their
-order, and the record says how many each gave. What is measured once a round, such as a traced step with its intervals
+order. What is measured once a round, such as a traced step with its intervals
 or a peak, is that of the round whose median time is the middle one. Every round must have what the others have, of the
 same code, and nothing may have failed in one and not in another: measure that round again, or leave it out. ROUND is a
 results folder or one that holds a single device's; rows of other cells under `--into`, a device's folder that is

@@ -64,8 +64,6 @@ def predict(
         raise ValueError(
             f"tensor_parallel must divide {hardware.gpus_per_node} GPUs a node, got {plan.tensor_parallel}"
         )
-    if batch < 1:
-        raise ValueError(f"batch must be at least 1, got {batch}")
     rate = hardware.flops_per_s * matmul_efficiency * plan.tensor_parallel
     forward_s, backward_s = (model_flops(model, batch, mode) / rate for mode in ("forward", "backward"))
     held = traffic.parameters(model, plan.tensor_parallel)

@@ -36,9 +36,9 @@ class Traffic:
         for rank, message in enumerate(messages):
             self.sent[rank] += len(message)
 
-    def seconds(self, bytes_per_s: float, bytes_per_element: float = 1, latency_s: float = 0.0) -> float:
-        """Time with links of `bytes_per_s` and a latency of every step."""
-        return self.critical * bytes_per_element / bytes_per_s + self.steps * latency_s
+    def seconds(self, bytes_per_s: float, bytes_per_element: float = 1) -> float:
+        """Time with links of `bytes_per_s`."""
+        return self.critical * bytes_per_element / bytes_per_s
 
 
 def chunk_bounds(length: int, num_ranks: int) -> list[tuple[int, int]]:

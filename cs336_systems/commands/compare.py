@@ -86,12 +86,12 @@ def show_comparison(comparison: Comparison, *, show_all: bool = False) -> None:
         if keys:
             console.print(f"{title}: {len(keys)}")
         for text in _described(keys, comparison):
-            console.print(f"  {printable(text)}", markup=False)
+            console.print(f"  {printable(text)}")
     for note in comparison.notes:
-        console.print(f"note: {printable(note)}", markup=False)
-    if reasons := comparison.reasons_not_compared:
-        counts = ", ".join(f"{printable(reason)} ({count})" for reason, count in reasons.items())
-        console.print(f"not compared: {counts}", markup=False)
+        console.print(f"note: {printable(note)}")
+    if reasons := Counter(row.reason.partition(":")[0] for row in comparison.with_verdict("not compared")):
+        counts = ", ".join(f"{printable(reason)} ({count})" for reason, count in reasons.most_common())
+        console.print(f"not compared: {counts}")
     console.print(_summary(comparison))
 
 

@@ -44,8 +44,8 @@ def measure_machine(kind: str) -> dict[str, Any]:
     shape = AttentionShape(is_causal=True, **SHAPES[kind])  # type: ignore[arg-type]
     rows = benchmark_backends(shape, device=kind)
     return {
-        "copy": asdict(copy_rate(kind)),
-        "bfloat16_matmul": asdict(matmul_rate(kind)),
+        "copy": copy_rate(kind),
+        "bfloat16_matmul": matmul_rate(kind),
         "backend_shape": asdict(shape),
         "backends": [asdict(row) for row in rows],
         "auto_over_fastest": auto_ratio(rows),

@@ -158,8 +158,7 @@ def _run_between_profiler_calls(prepared: Prepared, steps: int, warmup: int) -> 
     for count, recorded in ((warmup, nullcontext()), (steps, cuda_profiler_range())):
         with recorded:
             for _ in range(count):
-                if prepared.before is not None:
-                    prepared.before()
+                prepared.before()
                 with named_range(STEP):
                     prepared.call()
 

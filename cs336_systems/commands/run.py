@@ -125,7 +125,7 @@ def _run_problem(
     The measuring process stays for the next problem, as starting it takes as long as many a cell.
     """
     start = time.monotonic()
-    measure = partial(sweep.measure, cells, time_budget_s=time_budget_s, keep_worker=True)
+    measure = partial(sweep.measure, cells, time_budget_s=time_budget_s)
     measured = measure_shown(name, cells, measure)[name]
     counts = Counter({f"{status} before": count for status, count in finished.items()}) + measured
     left = len(cells) - measured.total()
@@ -225,17 +225,13 @@ def _check_implementations(names: list[str] | None, chosen: list[str], config: R
 
 def _check_writable(folder: Path, problems: list[str]) -> None:
     """Raise OSError before anything is measured if the records of `problems` could not be written."""
-    records = folder / "records"
-    what = f"results folder {folder}"
+    path = records = folder / "records"
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for place in (folder, *filter(os.path.lexists, [records])):
-            what = f"results folder {place}"
-            with tempfile.TemporaryFile(dir=place):
-                pass
+        records.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=records):
+            pass
         for path in filter(os.path.lexists, (records / f"{name}.jsonl" for name in problems)):
-            what = f"file of records {path}"
             with open(path, "ab"):
                 pass
     except OSError as error:
-        raise OSError(f"{what} cannot be written: {error.strerror or error}") from error
+        raise OSError(f"{path} cannot be written: {error.strerror or error}") from error

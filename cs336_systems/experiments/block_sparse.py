@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from itertools import pairwise
 from typing import Any
 
 import pandas as pd
 
-from cs336_systems.config import MaskCase, RunConfig
+from cs336_systems.config import RunConfig
 from cs336_systems.experiments.figures import Lines, alt
-from cs336_systems.experiments.frames import digits, lookup, pick
+from cs336_systems.experiments.frames import digits
 from cs336_systems.experiments.masks import (
     DENSE_PEERS,
     MaskExperiment,
@@ -30,6 +28,7 @@ RADII = {"tiny": (), "smoke": (3,), "handout": (1, 7, 15)}  # of neighbours on a
 SUITE_LENGTH, SUITE_DENSITIES = 49152, (0.05, 0.1, 0.2, 0.5, 1.0)
 SHORT = tuple(LENGTH.values())  # of tables without the suite
 SUITE_BLOCKS = ((128, 128), (64, 128), (128, 64), (64, 64))
+LISTED = ("triton", "hopper", "flex")  # which walk lists
 
 
 class AgainstIdeal(Lines):
@@ -49,44 +48,33 @@ class BlockSparse(MaskExperiment):
 
     def cells(self, run: RunConfig) -> list[Cell]:
         """Random tiles by density, dense, random tokens, neighbours on a grid; of the handout long ones by tile."""
-        seqlen = LENGTH[run.scale]
-        cells: list[Cell] = []
-
-        def add(case: MaskCase, names: Iterable[str]) -> None:
-            cells.extend(mask_cell(case, name, run) for name in names)
-
-        for mask in ("full", *(f"random:{density:g}" for density in ROW_DENSITIES[run.scale])):
-            peers = DENSE_PEERS if mask == "full" else ("hopper", "sdpa_mask")
-            add(mask_case(run, mask, seqlen, heads=16, head_dim=128), names_of(run, ("triton",), (*peers, "flex")))
-        for density in TOKEN_DENSITIES[run.scale]:
-            case = mask_case(run, f"tokens:{density:g}", seqlen, heads=16, head_dim=128)
-            add(case, names_of(run, ("triton",), ("hopper", "sdpa_mask", "flex")))
-        for radius in RADII[run.scale]:  # of which both orders attend the same pairs
-            for order in ("grid", "hilbert"):
-                add(mask_case(run, f"{order}:{radius}", seqlen, heads=16, head_dim=128), ("triton", "hopper", "flex"))
-        for blocks in SUITE_BLOCKS if run.scale == "handout" else ():
-            for density in SUITE_DENSITIES:
-                case = mask_case(run, f"random:{density:g}", SUITE_LENGTH, heads=8, head_dim=128, blocks=blocks)
-                add(case, ("triton", "hopper", "flex"))
-        return cells
+        peers = ("hopper", "sdpa_mask", "flex")
+        beside: dict[str, tuple[str, ...]] = {"full": (*DENSE_PEERS, "flex")}
+        beside |= {f"random:{density:g}": peers for density in ROW_DENSITIES[run.scale]}
+        beside |= {f"tokens:{density:g}": peers for density in TOKEN_DENSITIES[run.scale]}
+        planned = [
+            (mask_case(run, mask, LENGTH[run.scale], heads=16, head_dim=128), names_of(run, ("triton",), others))
+            for mask, others in beside.items()
+        ]
+        planned += [
+            (mask_case(run, f"{order}:{radius}", LENGTH[run.scale], heads=16, head_dim=128), LISTED)
+            for radius in RADII[run.scale]  # of which both orders attend the same pairs
+            for order in ("grid", "hilbert")
+        ]
+        planned += [
+            (mask_case(run, f"random:{density:g}", SUITE_LENGTH, heads=8, head_dim=128, blocks=blocks), LISTED)
+            for blocks in (SUITE_BLOCKS if run.scale == "handout" else ())
+            for density in SUITE_DENSITIES
+        ]
+        return [mask_cell(case, name, run) for case, names in planned for name in names]
 
     def numbers(self, frame: pd.DataFrame) -> dict[str, Any]:
-        """`over(pattern, mode)`: speed of the fastest of ours over dense attention; `ideal`: what live tiles allow.
-
-        `break_even(mode)`: the share of live tiles from which on lists are slower than dense attention.
-        """
-        where = {"quantity": "time", "implementation": "triton", "seqlen_q": SHORT}
+        """`over(pattern, mode)`: speed of the fastest of ours over dense attention."""
 
         def over(pattern: str, mode: str) -> str:
             return f"{digits(best_over_dense(frame, mode, pattern=pattern, seqlen_q=SHORT))}×"
 
-        def break_even(mode: str) -> float:
-            rows = pick(frame, {"family": "random tiles", "mode": mode, **where})
-            speeds = [(live, best_over_dense(frame, mode, case=case)) for case, live in zip(rows["case"], rows["live"])]
-            return crossing(sorted(speeds))
-
-        ideal = lookup(frame, "ideal", ("pattern", "mode"), where, "×")
-        return {"over": over, "ideal": ideal, "break_even": break_even}
+        return {"over": over}
 
     tables = dense_tables(seqlen_q=SHORT) | {
         "suite": Pivot(
@@ -109,20 +97,8 @@ class BlockSparse(MaskExperiment):
                 "quantity": "time",
                 "mode": "forward",
                 "family": "random tiles",
-                "implementation": ("triton", "hopper", "flex"),
+                "implementation": LISTED,
                 "over_dense": lambda speed: speed == speed,
             },
         )
     }
-
-
-def crossing(points: Sequence[tuple[float, float]]) -> float:
-    """Where the line through `points`, by x, falls below 1; the last x if it never does.
-
-    >>> round(crossing([(0.5, 1.8), (0.9, 1.1), (1.0, 0.9)]), 2)
-    0.95
-    """
-    for (x, y), (next_x, next_y) in pairwise(points):
-        if next_y < 1:
-            return x + (next_x - x) * (y - 1) / (y - next_y)
-    return points[-1][0]

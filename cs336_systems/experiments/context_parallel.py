@@ -19,7 +19,7 @@ from cs336_systems.config import AttentionShape, DTypeName, RunConfig
 from cs336_systems.distributed.context_parallel import ring_attention, zigzag_split
 from cs336_systems.experiments import ranks
 from cs336_systems.experiments.figures import Lines
-from cs336_systems.experiments.frames import speed, tuples
+from cs336_systems.experiments.frames import with_speeds
 from cs336_systems.experiments.ranks import TIMES
 from cs336_systems.experiments.spec import Cell, Disagreement, Experiment, Row, Sample, problem
 from cs336_systems.experiments.tables import Pick, Ratio, Wide
@@ -94,13 +94,7 @@ class ContextParallel(Experiment):
 
     def compared(self, frame: pd.DataFrame) -> pd.DataFrame:
         """A column `of_one`: how many times as fast as on one rank."""
-
-        def key(row: dict[str, Any]) -> tuple[Any, ...]:
-            return row["length"], row["kv_heads"], row["mode"], row["quantity"]
-
-        rows = tuples(frame)
-        alone = {key(row): row for row in rows if row["num_ranks"] == 1}
-        return frame.assign(of_one=[speed(row, alone.get(key(row))) for row in rows])
+        return with_speeds(frame, "of_one", {"num_ranks": 1}, by=("length", "kv_heads", "mode", "quantity"))
 
     tables = {
         name: Wide(
@@ -118,7 +112,6 @@ class ContextParallel(Experiment):
             },
         )
         for name, title, where in (
-            ("times", "Causal attention over one sequence", {}),
             ("ungrouped", "Causal attention over one sequence, each head with keys of its own", {"grouped": False}),
             ("grouped", "Causal attention over one sequence, four heads to a head of keys", {"grouped": True}),
         )

@@ -14,7 +14,7 @@ from cs336_systems.config import Precision, RunConfig
 from cs336_systems.experiments import parallel_step as steps
 from cs336_systems.experiments import ranks
 from cs336_systems.experiments.parallel_step import OURS, PEERS, DataParallelCase
-from cs336_systems.experiments.spec import Cell, Row, Sample
+from cs336_systems.experiments.spec import Cell, Sample
 from cs336_systems.experiments.tables import Pick, Ratio, Wide
 
 WITH_BUCKETS = ("bucketed", *PEERS)
@@ -51,28 +51,22 @@ def precisions(run: RunConfig) -> list[Precision]:
     return [Precision(autocast="bfloat16"), Precision()] if run.device == "cuda" else [Precision()]
 
 
-def ddp_cell(case: DataParallelCase, implementation: str) -> Cell:
-    """The cell with every row that its device can give."""
-    rows = [Row("train_step", "time", "ms"), *ranks.traced_rows()]
-    if case.backend == "nccl":
-        rows.append(Row("train_step", "peak_memory", "MiB"))
-    return Cell(case=case, implementation=implementation, rows=tuple(rows), predicted_bytes=case.predicted_bytes)
-
-
 def ddp_cells(
     run: RunConfig, implementations: Sequence[str], num_ranks: Sequence[int], computes: Sequence[Precision],
     bucket_size_mb: float | None = None,
 ) -> list[Cell]:  # fmt: skip
     """A cell for each wrapper, number of ranks and precision; buckets are of that size, or the usual."""
     size = bucket_size_mb or DEFAULT_BUCKET_MB[run.scale]
+    memory = ("peak_memory",) if run.device == "cuda" else ()
     return [
-        ddp_cell(
+        ranks.step_cell(
             DataParallelCase(
                 model=ranks.sized_model(run), batch=ranks.BATCH[run.scale], num_ranks=number,
                 backend=ranks.backend_of(run), attention="reference", precision=precision,
                 bucket_size_mb=size if name in WITH_BUCKETS else None,
             ),
             name,
+            memory,
         )
         for precision in computes
         for number in num_ranks

@@ -2,10 +2,7 @@
 
 from typing import Any
 
-import pandas as pd
-
 from cs336_systems.analysis import ffn
-from cs336_systems.experiments.frames import pick
 from cs336_systems.experiments.layer_times import FEW_TOKENS, TOKENS, layer, links, ratio_lines, times
 from cs336_systems.experiments.spec import Calculation, problem
 from cs336_systems.experiments.tables import Listing
@@ -21,10 +18,6 @@ class DataParallelCalcs(Calculation):
             row |= {"few": ffn.data_parallel_limit(layer(FEW_TOKENS), **rates)}
             rows.append(row | {"many": ffn.data_parallel_limit(layer(), **rates)})
         return rows
-
-    def numbers(self, frame: pd.DataFrame) -> dict[str, Any]:
-        """`limit(link)`: C/W, the tokens that each GPU needs."""
-        return {"limit": lambda link: pick(frame, {"quantity": "limit", "link": link})["tokens"].item()}
 
     tables = {
         "limits": Listing(

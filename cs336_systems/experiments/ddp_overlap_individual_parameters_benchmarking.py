@@ -2,6 +2,7 @@
 
 from cs336_systems.config import RunConfig
 from cs336_systems.experiments import data_parallel as ddp
+from cs336_systems.experiments.parallel_step import OURS
 from cs336_systems.experiments.ranks import rank_counts
 from cs336_systems.experiments.spec import Cell, problem
 
@@ -10,11 +11,8 @@ from cs336_systems.experiments.spec import Cell, problem
 class DDPOverlapBenchmarking(ddp.DataParallelExperiment):
     def cells(self, run: RunConfig) -> list[Cell]:
         """All wrappers in one run, in both precisions, and before them a rank that sends nothing."""
-        names = self.implementations
-        if run.scale == "smoke":  # one of PyTorch's is enough to compare with in a laptop's minutes
-            names = tuple(name for name in names if name != "torch_ddp")
-        elif run.scale == "tiny":
-            names = ("overlap",)
+        # One of PyTorch's is enough to compare with in a laptop's minutes.
+        names = {"tiny": ("overlap",), "smoke": (*OURS, "torch_ddp_view")}.get(run.scale, self.implementations)
         cells = []
         for precision in ddp.precisions(run):
             cells += ddp.ddp_cells(run, ("naive",), ddp.FEWER_RANKS[run.scale], [precision])

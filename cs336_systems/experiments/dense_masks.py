@@ -4,14 +4,9 @@ Packed documents go through `flash_attention_varlen`; `triton_lists` and `hopper
 tiles, `sdpa_padded` is SDPA on the padded batch, and `torch_varlen` PyTorch's own packed attention.
 """
 
-from typing import Any
-
-import pandas as pd
-
 from cs336_systems.config import RunConfig
 from cs336_systems.experiments.attention import MODE_WORDS
 from cs336_systems.experiments.figures import Lines
-from cs336_systems.experiments.frames import lookup
 from cs336_systems.experiments.masks import DENSE_PEERS, MASK_TIMES, MaskExperiment, mask_case, mask_cell, names_of
 from cs336_systems.experiments.spec import Cell, problem
 from cs336_systems.experiments.tables import Pivot
@@ -45,11 +40,6 @@ class DenseMasks(MaskExperiment):
                 for name in names_of(run, ours, peers):
                     cells.append(mask_cell(case, name, run, mask_time=packed and name == "triton_lists"))
         return cells
-
-    def numbers(self, frame: pd.DataFrame) -> dict[str, Any]:
-        """`rate(family, mode)`: TFLOP/s of triton on the longest sequence."""
-        where = {"quantity": "time", "implementation": "triton", "seqlen_q": frame["seqlen_q"].max()}
-        return {"rate": lookup(frame, "tflops", ("family", "mode"), where)}
 
     tables = {
         mode: Pivot(

@@ -7,6 +7,7 @@ values that fit the L2 cache are there from the call before.
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -58,10 +59,9 @@ class FewQueries(attention.AttentionExperiment):
         for dtype, shapes in SHAPES[run.scale].items():
             names = SIXTEEN_BIT if dtype == "bfloat16" else SINGLE if run.device == "cuda" else (*SINGLE, "sdpa_flash")
             for batch, heads, kv_heads, seqlen_q, seqlen_k, head_dim, is_causal in shapes:
-                case = AttentionShape(
-                    batch=batch, heads=heads, kv_heads=None if kv_heads == heads else kv_heads, seqlen_q=seqlen_q,
-                    seqlen_k=seqlen_k, head_dim=head_dim, is_causal=is_causal, dtype=dtype,
-                )  # fmt: skip
+                grouped = None if kv_heads == heads else kv_heads
+                case = attention.sized_shape(run, batch, heads, seqlen_k, head_dim, is_causal, grouped)
+                case = replace(case, seqlen_q=seqlen_q, dtype=dtype)
                 more = ("hopper",) if dtype == "bfloat16" and is_causal else ()
                 cells += [Cell(case=case, implementation=name, rows=rows) for name in (*names, *more)]
         return cells
@@ -81,7 +81,7 @@ class FewQueries(attention.AttentionExperiment):
                     return attend(*inputs[:3])
 
             oracle = attention.oracle_of(shape, device, run.seed)
-            error = attention.checked_error(oracle, {"output": forward()}, cell.implementation)
+            error = attention.checked_error(oracle, {"output": forward()})
             attention.settle(forward)
             yield Sample(row=GRAPH_FORWARD, samples=graph_times(forward), kernel=built.kernel, error=error)
 

@@ -67,7 +67,7 @@ class FlashBenchmarking(attention.AttentionExperiment):
         yield from attention.measure_attention(cell, run)
 
     def compared(self, frame: pd.DataFrame) -> pd.DataFrame:
-        return with_speeds(frame, "eager")
+        return with_speeds(frame, "speed_over_eager", {"implementation": "eager"})
 
     def numbers(self, frame: pd.DataFrame) -> dict[str, Any]:
         """`slower(mode=..., dtype=...)`: on how many shapes of how many triton is slower than plain attention."""

@@ -13,11 +13,12 @@ experiment's `columns` adds. Rows stand in the order in which the experiment lis
 import math
 import statistics
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import pandas as pd
+from msgspec.structs import asdict
 
 from cs336_systems.config import RunConfig
 from cs336_systems.experiments.records import Record, case_key, case_to_dict, is_series, latest
@@ -73,15 +74,7 @@ def calculated_frame(calculation: Calculation) -> pd.DataFrame:
 
 def _row(record: Record) -> dict[str, Any]:
     on_cpu = record.run.device.get("kind") == "cpu" and record.implementation.startswith(INTERPRETED)
-    row = {
-        "problem": record.problem,
-        "implementation": record.implementation,
-        "mode": record.mode,
-        "quantity": record.quantity,
-        "unit": record.unit,
-        "status": record.status,
-        "message": record.message,
-        "kernel": record.kernel,
+    row = asdict(record) | {
         "error": math.nan if record.error is None else record.error,
         "interpreted": on_cpu or record.kernel.startswith("interpreter"),
         "run": record.run.id,
@@ -139,18 +132,6 @@ def pick(frame: pd.DataFrame, where: Where) -> pd.DataFrame:
     return frame[kept]
 
 
-def lookup(
-    frame: pd.DataFrame, column: str, by: Sequence[str], where: Where, suffix: str = "", significant: int = 3
-) -> Callable[..., str]:
-    """A page's function of the values of `by`: the `column` of the one row of `where` that has them, as text."""
-
-    def found(*values: Any) -> str:
-        (value,) = pick(frame, {**where, **dict(zip(by, values, strict=True))})[column]
-        return digits(value, significant) + suffix
-
-    return found
-
-
 def tuples(frame: pd.DataFrame) -> list[Any]:
     """The rows as dictionaries that are read like objects: row["model.d_model"], row["median"]."""
     return frame.to_dict("records")
@@ -189,12 +170,14 @@ def speed(ours: Mapping[str, Any] | None, theirs: Mapping[str, Any] | None, by_t
     return theirs["median"] / ours["median"] if ours["median"] > 0 else math.nan
 
 
-def with_speeds(frame: pd.DataFrame, base: str, by_turns: bool = False) -> pd.DataFrame:
-    """`frame` with `speed_over_<base>`: how many times as fast a row is as `base` on the same case in the same run."""
-    rows = tuples(frame)
-    bases = {(row["case"], row["mode"], row["quantity"]): row for row in rows if row["implementation"] == base}
-    found = [speed(row, bases.get((row["case"], row["mode"], row["quantity"])), by_turns) for row in rows]
-    return frame.assign(**{f"speed_over_{base}": found})
+def with_speeds(
+    frame: pd.DataFrame, column: str, base: Where, by: Sequence[str] = ("case", "mode", "quantity"),
+    by_turns: bool = False,
+) -> pd.DataFrame:  # fmt: skip
+    """`frame` with `column`: how many times as fast a row is as that of `base` which has the same values of `by`."""
+    bases = {tuple(row[name] for name in by): row for row in tuples(pick(frame, base))}
+    found = [speed(row, bases.get(tuple(row[name] for name in by)), by_turns) for row in tuples(frame)]
+    return frame.assign(**{column: found})
 
 
 def intervals(frame: pd.DataFrame) -> pd.DataFrame:

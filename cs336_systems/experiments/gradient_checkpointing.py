@@ -3,7 +3,7 @@
 `simulated` is the same code on fake tensors, counted as CUDA would; on a CPU the handout's xl is simulated alone.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -33,27 +33,28 @@ GRADIENT_TOLERANCE = 1e-5  # of the largest gradient; checkpointing on CUDA may 
 
 
 def _strategies(run: RunConfig) -> list[tuple[MemoryCase, str]]:
+    """(case, implementation): at handout scale xl, measured and simulated; below it a narrow proxy so.
+
+    At smoke scale xl is simulated without checkpointing, in its smallest and largest groups, and with what takes least.
+    """
+
+    def cases(model: ModelConfig, groups: Sequence[str], fused: Sequence[str]) -> list[MemoryCase]:
+        pairs = [("reference", name) for name in groups] + [("sdpa", name) for name in fused]
+        return [
+            MemoryCase(model=model, batch=BATCH, attention=attention, checkpointing=name) for attention, name in pairs
+        ]
+
     xl = replace(MODEL_SIZES["xl"], context_length=2048)
-    fused = ("none", "1", "selective")
-
-    def case(model: ModelConfig, attention: str, checkpointing: str, batch: int = BATCH) -> MemoryCase:
-        return MemoryCase(model=model, batch=batch, attention=attention, checkpointing=checkpointing)
-
-    simulated = [case(xl, "reference", name) for name in GROUPS] + [case(xl, "sdpa", name) for name in fused]
     if run.scale == "handout":
-        measured = [(one, "eager") for one in simulated]
-        measured += [(case(xl, "reference", name), "compiled") for name in ("1", "2", "4")]
-        return measured + [(one, "simulated") for one in simulated]
+        plain, compiled = cases(xl, GROUPS, ("none", "1", "selective")), cases(xl, ("1", "2", "4"), ())
+        measured = [(one, "eager") for one in plain] + [(one, "compiled") for one in compiled]
+        return measured + [(one, "simulated") for one in plain]
     proxy = replace(proxy_model("xl", 64 if run.scale == "tiny" else 128), num_layers=8, context_length=128)
     proxy = replace(proxy, vocab_size=256)  # logits would hide what the blocks store
-    groups = ("none", "1", "4", "recursive") if run.scale == "smoke" else ("none", "2", "recursive")
-    small = [case(proxy, "reference", name) for name in groups]
-    small.append(case(proxy, "sdpa", "selective"))
-    found = [(one, implementation) for one in small for implementation in ("eager", "simulated")]
-    if run.scale == "smoke":  # xl without checkpointing, in its smallest and largest groups, and with what takes least
-        wanted = [("reference", name) for name in ("none", "1", "4")] + [("sdpa", "selective")]
-        found += [(one, "simulated") for one in simulated if (one.attention, one.checkpointing) in wanted]
-    return found
+    groups = ("none", "2", "recursive") if run.scale == "tiny" else ("none", "1", "4", "recursive")
+    found = [(one, name) for one in cases(proxy, groups, ("selective",)) for name in ("eager", "simulated")]
+    simulated = cases(xl, ("none", "1", "4"), ("selective",)) if run.scale == "smoke" else []
+    return found + [(one, "simulated") for one in simulated]
 
 
 def _peaks(phases: dict[str, int]) -> Iterator[Sample]:

@@ -198,32 +198,22 @@ class Sweep:
         return self.folder / "records" / f"{problem}.jsonl"
 
     def measure(
-        self,
-        cells: list[Cell],
-        *,
-        time_budget_s: float | None = None,
+        self, cells: list[Cell], *, time_budget_s: float | None = None,
         started: Callable[[Cell], None] = lambda _: None,
-        keep_worker: bool = False,
-    ) -> Iterator[list[Record]]:
+    ) -> Iterator[list[Record]]:  # fmt: skip
         """Measure `cells` one by one, yielding each one's records once they are on disk.
 
-        No cell is started after `time_budget_s` seconds. The measuring process is gone when the iteration ends, also
-        by Ctrl-C; with `keep_worker` it stays for further cells, and the caller ends it.
+        No cell is started after `time_budget_s` seconds. The measuring process stays for further cells: whoever
+        measures ends it (`self.worker.stop()` or `kill()`).
         """
         deadline = None if time_budget_s is None else time.monotonic() + time_budget_s
-        try:
-            for cell in cells:
-                if deadline is not None and time.monotonic() > deadline:
-                    return
-                started(cell)
-                why = predicted_overflow(cell.predicted_bytes, self.device)
-                outcome = Outcome(status="skipped", message=why) if why else self.worker.measure(cell)
-                yield self.record(cell, outcome)
-            if not keep_worker:
-                self.worker.stop()
-        finally:
-            if not keep_worker:
-                self.worker.kill()
+        for cell in cells:
+            if deadline is not None and time.monotonic() > deadline:
+                return
+            started(cell)
+            why = predicted_overflow(cell.predicted_bytes, self.device)
+            outcome = Outcome(status="skipped", message=why) if why else self.worker.measure(cell)
+            yield self.record(cell, outcome)
 
     def record(self, cell: Cell, outcome: Outcome) -> list[Record]:
         """What `cell` came to, as records that are on disk when this returns."""
@@ -265,11 +255,10 @@ def planned_cells(problem: str, run: RunConfig, implementations: Iterable[str] =
     found = PROBLEMS[problem]
     cells = [replace(cell, problem=problem) for cell in choose_cells(problem, found.cells(run), run.axes)]
     own = [name for name in implementations if ":" in name]
-    plainest: dict[Any, Cell] = {}  # of each case: those of compiled implementations promise compile times, too
+    first: dict[Any, Cell] = {}  # of each case
     for cell in cells:
-        if cell.case not in plainest or len(cell.rows) < len(plainest[cell.case].rows):
-            plainest[cell.case] = cell
-    return [*cells, *(with_implementation(cell, name) for name in own for cell in plainest.values())]
+        first.setdefault(cell.case, cell)
+    return [*cells, *(with_implementation(cell, name) for name in own for cell in first.values())]
 
 
 def with_implementation(cell: Cell, name: str) -> Cell:

@@ -40,8 +40,6 @@ PEERS = ("sdpa_flash", "sdpa_cudnn", "sdpa_efficient", "flex", "flex_flash", "fa
 IMPLEMENTATIONS = OURS + PEERS
 # Nothing that compiles for seconds.
 TINY_IMPLEMENTATIONS = ("eager", "tiled", "triton_first", "triton", "sdpa_flash", "sdpa_cudnn")
-# Whose first call compiles.
-COMPILED = ("compiled", "tiled_compiled", "triton_first", "triton", "hopper", "flex", "flex_flash", "fa4")
 FLEX_BLOCK = 128  # of FlexAttention's tiles
 SDPA_BACKENDS = {
     "sdpa_flash": SDPBackend.FLASH_ATTENTION,
@@ -257,18 +255,6 @@ class _ForcedSDPA:
             return self.bare(q, k, v)
 
 
-def off_contract(implementation: str, result: str, ratio: float) -> str:
-    """Says that `result` is off by `ratio` times its bound, and that the kernel is PyTorch's where it is none of ours.
-
-    >>> off_contract("sdpa_flash", "grad_v", 1.6)
-    "PyTorch's kernel: grad_v is off by 1.6 times the numerical contract's bound; its time is left out"
-    """
-    text = f"{result} is off by {ratio:.3g} times the numerical contract's bound"
-    plain = implementation in ("eager", "reference", "compiled")
-    is_of_pytorch = plain or implementation.startswith(("sdpa_", "torch_", "flex"))
-    return f"PyTorch's kernel: {text}; its time is left out" if is_of_pytorch else text
-
-
 @contextmanager
 def without_overhead(function: AttentionFunction) -> Iterator[AttentionFunction]:
     """What to call, within, in the place of what `build` returned: the same without what only its comparison costs.
@@ -280,10 +266,6 @@ def without_overhead(function: AttentionFunction) -> Iterator[AttentionFunction]
             yield function.bare
     else:
         yield function
-
-
-def _causal(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-    return query >= key
 
 
 @cache
@@ -301,4 +283,4 @@ def _flex(shape: AttentionShape, device: str) -> AttentionFunction:
     if not shape.is_causal:
         return flex
     mask = BlockMask.causal(shape.seqlen_q, shape.seqlen_k, block_size=FLEX_BLOCK, device=device)
-    return partial(flex, block_mask=mask.to_flex(_causal))
+    return partial(flex, block_mask=mask.to_flex(lambda batch, head, query, key: query >= key))

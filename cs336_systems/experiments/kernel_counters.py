@@ -13,7 +13,7 @@ import pandas as pd
 from cs336_systems.config import AttentionShape, RunConfig
 from cs336_systems.experiments.attention import BY_SHAPE, SMALL, AttentionExperiment
 from cs336_systems.experiments.figures import Bars
-from cs336_systems.experiments.frames import digits, lookup, pick, tuples
+from cs336_systems.experiments.frames import digits, pick, tuples
 from cs336_systems.experiments.implementations import build
 from cs336_systems.experiments.spec import Cell, Row, Sample, Unsupported, problem
 from cs336_systems.experiments.tables import Pick, Wide
@@ -69,11 +69,6 @@ class KernelCounts(AttentionExperiment):
             waits = tuples(group.sort_values("median", ascending=False).head(NUM_WAITS))
             longest[key] = ", ".join(f"{row['quantity'].removeprefix(STALL)} {digits(row['median'])}" for row in waits)
         return frame.assign(waits=[longest.get(tuple(row[key] for key in keys), "") for row in tuples(frame)])
-
-    def numbers(self, frame: pd.DataFrame) -> dict[str, Any]:
-        """`busy(implementation, mode, head_dim)`: percent of cycles with busy tensor cores at 16,384 tokens."""
-        where = {"quantity": "tensor_pipe", "seqlen_q": 16384}
-        return {"busy": lookup(frame, "percent", ("implementation", "mode", "head_dim"), where, significant=2)}
 
     tables = {
         "counters": Wide(

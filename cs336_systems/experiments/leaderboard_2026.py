@@ -20,7 +20,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from statistics import fmean
 from typing import Any
 from unittest.mock import patch
 
@@ -44,7 +43,7 @@ from cs336_systems.experiments import parallel_step as steps
 from cs336_systems.experiments import ranks
 from cs336_systems.experiments.figures import Bars
 from cs336_systems.experiments.frames import digits
-from cs336_systems.experiments.parallel_step import CHECK_BOUND, MEMORY, ParallelStep, RanksCase, ShardingCase
+from cs336_systems.experiments.parallel_step import CHECK_BOUND, ParallelStep, RanksCase, ShardingCase
 from cs336_systems.experiments.spec import Cell, Disagreement, Experiment, Row, Sample, Unsupported, problem
 from cs336_systems.experiments.tables import Pick, Wide
 from cs336_systems.measure.memory import MIB, release
@@ -91,8 +90,7 @@ def fastest_attention(run: RunConfig) -> str:
 
 def long_step_cell(case: LongStepCase, implementation: str) -> Cell:
     """The cell with every row that its device can give."""
-    units = {"predicted_peak_memory": "MiB", "time": "ms", "start_time": "s", "loss": "nats"}
-    units |= dict.fromkeys(MEMORY, "MiB")
+    units = {"predicted_peak_memory": "MiB", "time": "ms", "start_time": "s"}
     if case.backend == "nccl":
         units["peak_memory"] = "MiB"
     rows = [Row("train_step", quantity, unit) for quantity, unit in units.items()]
@@ -139,7 +137,6 @@ class StepReport(ranks.RankReport):
     """What one rank measured."""
 
     start_s: float
-    losses: list[float]  # of the first step and of those after it
 
 
 class LongStep(ParallelStep):
@@ -183,11 +180,9 @@ def _measure_step(step: LongStep, run: RunConfig, rank: int, launched: float) ->
         losses.append(step.loss.item())
     if not all(map(math.isfinite, losses)):
         raise Disagreement(f"losses must be finite, got {', '.join(f'{loss:.4g}' for loss in losses)}")
-    mib = step.mib()
-    if step.device == "cuda":
-        mib["peak_memory"] = ranks.peak_mib(step.device)
+    mib = {"peak_memory": ranks.peak_mib(step.device)} if step.device == "cuda" else {}
     lanes = {"train_step": ranks.trace_on_first(step.train_step, rank, step.device)}
-    return StepReport(start_s=start_s, step_ms=step_ms, losses=losses, error=math.nan, mib=mib, lanes=lanes)
+    return StepReport(start_s=start_s, step_ms=step_ms, error=math.nan, mib=mib, lanes=lanes)
 
 
 @contextmanager
@@ -305,8 +300,6 @@ class Leaderboard2026(Experiment):
         )  # fmt: skip
         yield from ranks.report_samples(cell, reports)
         yield Sample(row=rows["start_time"], samples=[max(report.start_s for report in reports)])
-        losses = [fmean(of_ranks) for of_ranks in zip(*(report.losses for report in reports))]
-        yield Sample(row=rows["loss"], samples=losses)
 
     def columns(self, row: dict[str, Any]) -> dict[str, Any]:
         names = [row["implementation"], RECOMPUTED[row["recompute"]], row["attention"]]
@@ -322,7 +315,6 @@ class Leaderboard2026(Experiment):
         tokens = row["num_ranks"] * row["batch"] * model.context_length
         return {
             "settings": ", ".join(names),
-            "wide": row["wide_blocks"] > 0,
             "tflops": rate,
             "of_peak": 1e14 * rate / HARDWARE["H200"].flops_per_s,
             "tokens_per_s": 1e3 * tokens / row["median"] if row["quantity"] == "time" else math.nan,

@@ -139,33 +139,32 @@ class MaskExperiment(Experiment):
         Beside dense attention of one run also `dense` (whose), `over_dense` (times as fast), `ideal` (tiles of dense
         over live ones) and `ideal_by_pairs`.
         """
-        rows = tuples(frame)
-        shares: dict[str, dict[str, float]] = defaultdict(lambda: {"density": math.nan, "block_density": math.nan})
+        shares = {}
+        for name, quantity in (("pairs", "density"), ("live", "block_density")):
+            measured = pick(frame, {"quantity": quantity, "status": "ok"})
+            shares[name] = frame["case"].map(dict(zip(measured["case"], measured["median"])))
+        frame = frame.assign(**shares)
         dense: dict[tuple[Any, ...], list[Any]] = defaultdict(list)
-        for row in rows:
-            if row["quantity"] in ("density", "block_density") and row["status"] == "ok":
-                shares[row["case"]][row["quantity"]] = row["median"]
-            if row["quantity"] == "time" and row["implementation"] in DENSE and is_plain(row["mask"]):
-                dense[_dense_key(row, row["mask"] == "causal")].append(row)
-        more = []
-        for row in rows:
-            pairs, live = shares[row["case"]].values()
-            found: dict[str, Any] = {"pairs": pairs, "live": live, "dense": ""}
-            found |= dict.fromkeys(("tflops", "over_dense", "ideal", "ideal_by_pairs"), math.nan)
-            if row["quantity"] == "time":
-                area = pairs * row["batch"] * row["heads"] * row["seqlen_q"] ** 2 * row["head_dim"]
-                if row["median"] > 0:
-                    found["tflops"] = tflops_per_s(ATTENTION_FLOPS_PER_PAIR[row["mode"]] * area, row["median"])
-                beside = dense[_dense_key(row, row["dense_causal"])]
-                speeds = [(one, base) for one, base in ((speed(row, base), base) for base in beside) if one == one]
-                if speeds:
-                    found["over_dense"], fastest = min(speeds, key=lambda pair: pair[0])
-                    found["dense"] = fastest["implementation"]
-                    dense_pairs, dense_live = shares[fastest["case"]].values()
-                    found["ideal"] = dense_live / live if live else math.nan
-                    found["ideal_by_pairs"] = dense_pairs / pairs if pairs else math.nan
-            more.append(found)
-        return frame.assign(**{name: [one[name] for one in more] for name in more[0]}) if more else frame
+        for row in tuples(pick(frame, {"quantity": "time", "implementation": DENSE, "mask": is_plain})):
+            dense[_dense_key(row, row["mask"] == "causal")].append(row)
+        return frame.join(pd.DataFrame([_beside(row, dense) for row in tuples(frame)], index=frame.index))
+
+
+def _beside(row: Mapping[str, Any], dense: Mapping[tuple[Any, ...], list[Any]]) -> dict[str, Any]:
+    """The columns of one row that need other rows than its own."""
+    found: dict[str, Any] = {"dense": ""} | dict.fromkeys(("tflops", "over_dense", "ideal", "ideal_by_pairs"), math.nan)
+    if row["quantity"] != "time":
+        return found
+    area = row["pairs"] * row["batch"] * row["heads"] * row["seqlen_q"] ** 2 * row["head_dim"]
+    if row["median"] > 0:
+        found["tflops"] = tflops_per_s(ATTENTION_FLOPS_PER_PAIR[row["mode"]] * area, row["median"])
+    bases = [(speed(row, base), base) for base in dense[_dense_key(row, row["dense_causal"])]]
+    if known := [pair for pair in bases if not math.isnan(pair[0])]:
+        found["over_dense"], fastest = min(known, key=lambda pair: pair[0])
+        found["dense"] = fastest["implementation"]
+        for column, share in (("ideal", "live"), ("ideal_by_pairs", "pairs")):
+            found[column] = fastest[share] / row[share] if row[share] else math.nan
+    return found
 
 
 def best_over_dense(frame: pd.DataFrame, mode: str = "forward_backward", **where: Any) -> float:

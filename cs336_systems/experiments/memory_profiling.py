@@ -126,7 +126,7 @@ class MemoryProfiling(Experiment):
             one = replace(model, context_length=context)
             blocks = BlocksCase(model=one, batch=BATCH, blocks=1, attention="reference")
             for implementation in ("simulated", "simulated compiled", *measured):
-                more = () if "compiled" in implementation else memory.OF_GRADIENTS
+                more = () if "compiled" in implementation else (memory.SAVED_EXPECTED,)
                 of_blocks = (memory.SAVED, memory.RESIDUAL, *memory.ranked_rows("forward", "saved"), *more)
                 cells.append(Cell(case=blocks, implementation=implementation, rows=of_blocks))
         return cells

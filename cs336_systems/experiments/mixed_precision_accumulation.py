@@ -8,7 +8,7 @@ import pandas as pd
 import torch
 
 from cs336_systems.config import DTypeName, RunConfig
-from cs336_systems.experiments.frames import digits, pick
+from cs336_systems.experiments.frames import digits
 from cs336_systems.experiments.spec import Cell, Experiment, Row, Sample, problem
 from cs336_systems.experiments.tables import Listing
 from cs336_systems.measure.precision import ADDEND, ADDENDS, accumulate
@@ -63,10 +63,6 @@ class MixedPrecisionAccumulation(Experiment):
         return {"sum": row["kernel"], "term": row["addend"] + (", converted to float32" if row["converted"] else "")}
 
     def numbers(self, frame: pd.DataFrame) -> dict[str, Any]:
-        def total(accumulator: str, addend: str, converted: bool = False) -> str:
-            where = {"accumulator": accumulator, "addend": addend, "converted": converted}
-            return str(pick(frame, where)["sum"].item())
-
-        return {"total": total, "ranges": float16_ranges}
+        return {"ranges": float16_ranges}
 
     tables = {"sums": Listing(columns={"accumulator": "accumulator", "term": "term", "sum": "sum"})}

@@ -10,14 +10,13 @@ The same code runs in both. "start" is the model (and, for a training step, Adam
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from cs336_systems.accounting import block_saved_bytes, model_peak_bytes, num_parameters
-from cs336_systems.config import BYTES_PER_ELEMENT, ModelCase, ModelConfig, Precision, RunConfig
+from cs336_systems.accounting import block_saved_bytes, model_peak_bytes
+from cs336_systems.config import ModelCase, ModelConfig, Precision, RunConfig
 from cs336_systems.device import has_cxx_compiler
 from cs336_systems.experiments.models import TrainingStep
 from cs336_systems.experiments.spec import Cell, Disagreement, Row, Sample, Unsupported
@@ -26,9 +25,8 @@ from cs336_systems.measure.predict import CudaAutocastRules, fake_module
 from cs336_systems.measure.saved import by_operation, compiled_saved_tensors, saved_tensors
 from cs336_systems.measure.snapshot import CudaHistory
 from cs336_systems.measure.timeline import BACKWARD, AllocationRecorder, MemoryTrace
-from cs336_systems.model import AdamW, TransformerLM, cross_entropy, load_model_class
+from cs336_systems.model import AdamW, TransformerLM, build_model, cross_entropy
 from cs336_systems.model.checkpointing import apply_checkpointing, compile_blocks
-from cs336_systems.model.loading import CONSTRUCTOR_ARGUMENTS
 
 START, FORWARD, STEP = "start", "forward", "optimizer step"
 MAX_SIMULATED_BYTES = 2**60  # far below what overflows a tensor's size, far above what any machine has
@@ -47,22 +45,16 @@ class SimulatedStep(TrainingStep):
     """A `TrainingStep` on fake tensors, which computes nothing and occupies nothing; under a FakeTensorMode."""
 
     def __init__(self, case: ModelCase, model_spec: str | None = None) -> None:
+        super().__init__(case, RunConfig(scale="tiny", device="cpu", model=model_spec))
+
+    def _build(self, case: ModelCase, run: RunConfig) -> nn.Module:
         # A fake tensor cannot tell the operator of a GPU its device; the tiled one saves the same tensors.
-        attention = "tiled" if case.attention in ("triton", "hopper") else case.attention
-        attention = "reference" if attention == "compiled" else attention
-        arguments: dict[str, Any] = {name: getattr(case.model, name) for name in CONSTRUCTOR_ARGUMENTS}
-        model_class = TransformerLM if model_spec is None else load_model_class(model_spec)
-        if model_spec is None:
-            arguments["attention"] = attention
-        dtype = getattr(torch, case.precision.parameters)
-        self.model = fake_module(lambda: model_class(**arguments), dtype)
-        self.parameters = list(self.model.parameters())
-        self.vocab_size = case.model.vocab_size
-        self.tokens = torch.zeros(case.batch, case.model.context_length, dtype=torch.int64)
-        self.targets = torch.zeros_like(self.tokens)
-        self.autocast = case.precision.autocast
-        self.device = "cpu"
-        self.optimizer = None
+        stand_ins = {"triton": "tiled", "hopper": "tiled", "compiled": "reference"}
+        attention = stand_ins.get(case.attention, case.attention)
+        return fake_module(
+            lambda: build_model(case.model, attention=attention, model_spec=run.model, device="meta"),
+            getattr(torch, case.precision.parameters),
+        )
 
 
 def prepare(step: TrainingStep, case: ModelCase, mode: str) -> None:
@@ -197,9 +189,6 @@ COMPILED_GRADIENT = "CompiledFunctionBackward"  # how autograd calls the backwar
 SAVED = Row(mode="forward", quantity="saved_for_backward", unit="MiB")
 SAVED_EXPECTED = Row(mode="forward", quantity="closed_form_saved", unit="MiB")
 RESIDUAL = Row(mode="forward", quantity="residual_stream", unit="MiB")
-GRADIENTS = Row(mode="backward", quantity="gradients_of_block", unit="MiB")
-GRADIENTS_EXPECTED = Row(mode="backward", quantity="closed_form_gradients", unit="MiB")
-OF_GRADIENTS = (SAVED_EXPECTED, GRADIENTS, GRADIENTS_EXPECTED)  # what a backward and the closed forms tell
 
 
 def ranked_rows(mode: str, quantity: str) -> tuple[Row, ...]:
@@ -246,33 +235,26 @@ def measure_blocks(cell: Cell, run: RunConfig) -> Iterator[Sample]:
 def _saved_measurements(cell: Cell, model: TransformerLM, stream: Tensor) -> Iterator[Sample]:
     case: BlocksCase = cell.case
     blocks = nn.Sequential(*list(model.layers)[: case.blocks])
-    results: list[Tensor] = []
     if cell.implementation == "simulated compiled":
         saved = compiled_saved_tensors(blocks, stream)
     else:
         apply_checkpointing(model, case.checkpointing)
         compiled = cell.implementation == "compiled"
         if compiled:
-            model.run_blocks(list(blocks), stream)  # compiles
+            gradient = model.run_blocks(list(blocks), stream).grad_fn  # compiles
+            if COMPILED_GRADIENT not in str(gradient):
+                raise Disagreement(f"torch.compile left the block eager: its gradient is {gradient}")
+            del gradient
+        parameters = [*blocks.parameters(), *blocks.buffers()]
         saved = saved_tensors(
-            lambda: results.append(model.run_blocks(list(blocks), stream)),
-            parameters=[*blocks.parameters(), *blocks.buffers()], compiled=compiled,
+            lambda: model.run_blocks(list(blocks), stream), parameters=parameters, compiled=compiled
         )  # fmt: skip
-        if compiled and COMPILED_GRADIENT not in str(results[0].grad_fn):
-            raise Disagreement(f"torch.compile left the block eager: its gradient is {results[0].grad_fn}")
-    stream_bytes = stream.untyped_storage().nbytes()
-    found = {SAVED: sum(one.num_bytes for one in saved), RESIDUAL: stream_bytes}
-    if GRADIENTS in cell.rows:
-        expected = block_saved_bytes(case.model, case.batch, attention=case.attention, precision=case.precision)
-        deeper = replace(case.model, num_layers=case.model.num_layers + case.blocks)
-        elements = num_parameters(deeper) - num_parameters(case.model)
-        results[0].backward(torch.empty_like(results[0]))
-        made = [tensor.grad for tensor in (*blocks.parameters(), stream) if tensor.grad is not None]
-        found |= {
-            SAVED_EXPECTED: case.blocks * sum(expected.values()),
-            GRADIENTS: sum(gradient.untyped_storage().nbytes() for gradient in made),
-            GRADIENTS_EXPECTED: BYTES_PER_ELEMENT[case.precision.parameters] * elements + stream_bytes,
-        }
+    expected = block_saved_bytes(case.model, case.batch, attention=case.attention, precision=case.precision)
+    found = {
+        SAVED: sum(one.num_bytes for one in saved),
+        SAVED_EXPECTED: case.blocks * sum(expected.values()),
+        RESIDUAL: stream.untyped_storage().nbytes(),
+    }
     yield from (Sample(row=row, samples=[found[row] / MIB]) for row in cell.rows if row in found)
     for row, (operation, num_bytes) in zip(ranked_rows("forward", "saved"), by_operation(saved)):
         if row in cell.rows:

@@ -53,16 +53,9 @@ class TrainingStep:
     """A model, its optimizer and a batch, with the three things that a benchmark times as methods."""
 
     def __init__(self, case: ModelCase, run: RunConfig) -> None:
-        self.model: Callable[[Tensor], Tensor] = build_model(
-            case.model,
-            attention=case.attention,
-            model_spec=run.model,
-            device=run.device,
-            dtype=getattr(torch, case.precision.parameters),
-            seed=run.seed,
-        )
-        assert isinstance(self.model, nn.Module)
-        self.parameters = list(self.model.parameters())
+        module = self._build(case, run)
+        self.model: Callable[[Tensor], Tensor] = module
+        self.parameters = list(module.parameters())
         if not self.parameters:
             raise Disagreement("the model has no parameters")
         self.vocab_size = case.model.vocab_size
@@ -70,6 +63,12 @@ class TrainingStep:
         self.autocast = case.precision.autocast
         self.device = run.device
         self.optimizer: AdamW | None = None  # made at the first step: its state is not the other modes' memory
+
+    def _build(self, case: ModelCase, run: RunConfig) -> nn.Module:
+        dtype = getattr(torch, case.precision.parameters)
+        return build_model(
+            case.model, attention=case.attention, model_spec=run.model, device=run.device, dtype=dtype, seed=run.seed
+        )
 
     def forward(self) -> Tensor:
         """Logits, without a graph."""
@@ -129,34 +128,31 @@ def measure_model(
     release(run.device)
     step = TrainingStep(case, run)
     rows = {(row.mode, row.quantity): row for row in cell.rows}
-    expected = step.forward()
-    require_finite("logits", expected)
+    logits = step.forward()
+    require_finite("logits", logits)
+    expected: dict[str, Tensor] = {}  # of the compiled model
     if cell.implementation == "compiled":
-        expected_loss = step.forward_backward()
-        require_finite("loss", expected_loss)
+        expected = {"forward": logits, "forward_backward": step.forward_backward()}
+        require_finite("loss", expected["forward_backward"])
         step.reset()
         step.model = torch.compile(step.model)
-        seconds = time_once(step.forward, run.device) / 1e3
-        if row := rows.get(("forward", "compile_time")):
-            yield Sample(row=row, samples=[seconds])
-        _agree("logits", step.forward(), expected)
-    del expected
-    losses: list[Tensor] = []
+    del logits
     for mode in MODEL_MODES:
+        call: Callable[[], Tensor] = getattr(step, mode)
         if (mode, "time") not in rows:
             continue
-        if mode == "forward_backward" and cell.implementation == "compiled":
-            seconds = time_once(lambda: losses.append(step.forward_backward()), step.device) / 1e3
-            _agree("loss", losses.pop(), expected_loss)
-            if row := rows.get(("forward_backward", "compile_time")):
+        if mode in expected:
+            results: list[Tensor] = []
+            seconds = time_once(lambda: results.append(call()), run.device) / 1e3  # noqa: B023
+            _agree("logits" if mode == "forward" else "loss", results.pop(), expected.pop(mode))
+            if row := rows.get((mode, "compile_time")):
                 yield Sample(row=row, samples=[seconds])
         elif mode != "forward":
             step.reset()
             require_finite("loss", step.forward_backward())
         budget = BUDGET_MS[run.device] if budget_ms is None else budget_ms
         samples = time_calls(
-            getattr(step, mode), device=run.device, warmup=case.warmup, before=step.reset,
-            budget_ms=budget, min_samples=min_samples,
+            call, device=run.device, warmup=case.warmup, before=step.reset, budget_ms=budget, min_samples=min_samples
         )  # fmt: skip
         step.reset()
         yield Sample(row=rows[mode, "time"], samples=samples)

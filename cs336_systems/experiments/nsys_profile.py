@@ -1,14 +1,14 @@
 """Where the time of a step goes, read from profiles by code and not from a timeline by eye.
 
 Of each model and context the forward, the forward with backward, and the full step with AdamW are first timed by the
-wall clock, undisturbed, and then profiled. Rows of a mode: the wall clock; the kernels' summed time, the time in which
-at least one ran, and their number; the time of each category; the kernels that take the most time, and those that are
-no matmul; and what plain attention spends on its two products and on what stands between them.
+wall clock, undisturbed, and then profiled. Rows of a mode: the wall clock; the kernels' summed time and their number;
+the time of each category; the kernels that take the most time, and those that are no matmul; and what plain attention
+spends on its two products and on what stands between them.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import pandas as pd
@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from cs336_systems.config import MODEL_SIZES, ModelCase, ModelConfig, Precision, RunConfig, proxy_model
 from cs336_systems.experiments.figures import Bars
-from cs336_systems.experiments.frames import digits, pick
 from cs336_systems.experiments.models import MODEL_MODES, TrainingStep, model_cell, require_finite
 from cs336_systems.experiments.spec import Cell, Experiment, Row, Sample, problem
 from cs336_systems.experiments.tables import Listing, Pick, Ratio, Wide
@@ -30,8 +29,7 @@ from cs336_systems.measure.trace import Trace
 MIN_WALL_CLOCK_STEPS, MAX_WALL_CLOCK_STEPS = 4, 5  # `compare` needs four
 WALL_CLOCK_BUDGET_MS = 2000.0
 NUM_PROFILED_STEPS = {"tiny": 1, "smoke": 2, "handout": 2}
-NUM_RANKS = {"kernel": 5, "other_kernel": 5}  # how many of the longest kernels, and of those that are no matmul
-RANKED = tuple(f"{name}_{rank}_time" for name, count in NUM_RANKS.items() for rank in range(1, count + 1))
+RANKED, RANKS = ("kernel", "other_kernel"), range(1, 6)  # the five longest kernels, and those that are no matmul
 CATEGORY_WORDS = {"gemm": "matmul"}
 ATTENTION_PARTS = {"scores": SCORES, "softmax": SOFTMAX, "values": VALUES}
 
@@ -52,55 +50,48 @@ def models(run: RunConfig) -> list[tuple[ModelConfig, int]]:
     return [(replace(proxy, context_length=context), 1) for proxy in proxies for context in (64, 128, 256)]
 
 
+def selections(mode: str) -> dict[str, dict[str, str]]:
+    """The times of `mode` that a profile is asked for, and which of its kernels each sums up."""
+    found: dict[str, dict[str, str]] = {"kernel_time": {}}
+    found |= {f"{category}_time": {"category": category} for category in CATEGORIES}
+    if mode != "train_step":
+        found |= {f"attention_{part}_time": {"within": name} for part, name in ATTENTION_PARTS.items()}
+        # of the softmax alone, without scale and mask
+        found["attention_softmax_kernel_time"] = {"within": SOFTMAX, "category": "softmax"}
+    return found
+
+
 def profile_rows(mode: str) -> list[Row]:
     """What a profile of `mode` reports."""
-    names = ["time", "kernel_time", "busy_time", "kernel_calls", *(f"{category}_time" for category in CATEGORIES)]
-    for name, count in NUM_RANKS.items():
-        names += [f"{name}_{rank}_{what}" for rank in range(1, count + 1) for what in ("time", "calls")]
-    if mode != "train_step":
-        names += [f"attention_{part}_time" for part in ATTENTION_PARTS]
-        names.append("attention_softmax_kernel_time")  # of the softmax alone, without scale and mask
+    names = ["time", *selections(mode), "kernel_calls"]
+    names += [f"{name}_{rank}_{what}" for name in RANKED for rank in RANKS for what in ("time", "calls")]
     return [Row(mode, name, "calls" if name.endswith("_calls") else "ms") for name in names]
 
 
 def measurements(trace: Trace, rows: dict[str, Row]) -> Iterator[Sample]:
-    """The promised `rows` but the wall clock, read from `trace`: a sample for each profiled step."""
+    """The promised `rows` of a mode but the wall clock, read from `trace`: a sample for each profiled step."""
     steps = range(len(trace.step_ms))
     trace = trace.in_steps()
-    for quantity, of in _quantities(trace).items():
-        if quantity in rows:
-            yield Sample(row=rows[quantity], samples=[of(step=step) for step in steps])
+    for quantity, selection in selections(rows["time"].mode).items():
+        yield Sample(row=rows[quantity], samples=[trace.kernel_ms(step=step, **selection) for step in steps])
+    yield Sample(row=rows["kernel_calls"], samples=[float(len(trace.select(step=step))) for step in steps])
+    totals: dict[str, float] = defaultdict(float)  # by name alone: an operator may be of two categories
+    for total in trace.top_kernels():
+        totals[total.name] += total.ms
     matmuls = {short_name(kernel.name) for kernel in trace.select(category="gemm")}
-    for prefix, excluded in (("kernel", set()), ("other_kernel", matmuls)):
-        times: dict[str, float] = {}  # by name alone, as the rows are: an operator may be of two categories
-        for total in trace.top_kernels():
-            if total.name not in excluded:
-                times[total.name] = times.get(total.name, 0.0) + total.ms
-        names = sorted(times, key=lambda name: (-times[name], name))
-        for rank in range(1, NUM_RANKS[prefix] + 1):
+    names = sorted(totals, key=lambda name: (-totals[name], name))
+    for prefix, ranked in (("kernel", names), ("other_kernel", [name for name in names if name not in matmuls])):
+        for rank in RANKS:
             time, calls = rows[f"{prefix}_{rank}_time"], rows[f"{prefix}_{rank}_calls"]
-            if rank > len(names):
-                reason = f"the profile has {len(names)} such kernels"
+            if rank > len(ranked):
+                reason = f"the profile has {len(ranked)} such kernels"
                 yield from (Sample(row=row, message=reason) for row in (time, calls))
                 continue
-            name = names[rank - 1]
+            name = ranked[rank - 1]
             chosen = [[k for k in trace.select(step=step) if short_name(k.name) == name] for step in steps]
             taken = [sum(kernel.duration_us for kernel in kernels) / 1e3 for kernels in chosen]
             yield Sample(row=time, samples=taken, kernel=name)
             yield Sample(row=calls, samples=[float(len(kernels)) for kernels in chosen], kernel=name)
-
-
-def _quantities(trace: Trace) -> dict[str, Callable[..., float]]:
-    """How each quantity of a step is read."""
-    found: dict[str, Callable[..., float]] = {
-        "kernel_time": trace.kernel_ms,
-        "busy_time": trace.busy_ms,
-        "kernel_calls": lambda step: float(len(trace.select(step=step))),
-    }
-    found |= {f"{category}_time": partial(trace.kernel_ms, category=category) for category in CATEGORIES}
-    found |= {f"attention_{part}_time": partial(trace.kernel_ms, within=name) for part, name in ATTENTION_PARTS.items()}
-    found["attention_softmax_kernel_time"] = partial(trace.kernel_ms, within=SOFTMAX, category="softmax")
-    return found
 
 
 class Shares(Bars):
@@ -157,26 +148,6 @@ class NsysProfile(Experiment):
             "shown": f"{row['model']}, context {row['model.context_length']:,}{precision}",
         }
 
-    def numbers(self, frame: pd.DataFrame) -> dict[str, Any]:
-        def number(model: str, context: int, precision: str, mode: str, quantity: str) -> float:
-            where = {"model": model, "model.context_length": context, "precision": precision, "mode": mode}
-            return float(pick(frame, where | {"quantity": quantity})["median"].item())
-
-        def percent(model: str, context: int, precision: str, mode: str, quantity: str, of: str = "kernel_time") -> str:
-            """A quantity of a pass as a share of another."""
-            part, whole = (number(model, context, precision, mode, name) for name in (quantity, of))
-            return f"{digits(100 * part / whole)} %"
-
-        def over_products(part: str, model: str, context: int, precision: str) -> str:
-            """The time of a part of attention over that of the two products, forward."""
-            times = [number(model, context, precision, "forward", f"attention_{name}_time")
-                     for name in (part, "scores", "values")]  # fmt: skip
-            return digits(times[0] / (times[1] + times[2]), 2)
-
-        # the softmax alone, and all that stands between the products: scale, mask and softmax
-        parts = {"softmax": "softmax_kernel", "between": "softmax"}
-        return {"percent": percent} | {name: partial(over_products, part) for name, part in parts.items()}
-
     tables = {
         "time": Wide(
             title="Wall clock and kernels of a pass",
@@ -208,7 +179,7 @@ class NsysProfile(Experiment):
         ),
         "kernels": Listing(
             title="The kernels that take the most time, and those of no matmul (ms)",
-            where={"quantity": RANKED},
+            where={"quantity": tuple(f"{name}_{rank}_time" for name in RANKED for rank in RANKS)},
             columns={"model": "shown", "pass": "mode", "rank": "quantity", "kernel": "kernel", "ms": "median"},
         ),
     }

@@ -37,7 +37,7 @@ class Prepared:
     """A call to profile, what runs ahead of each, and the model in it if its modules may carry ranges."""
 
     call: Callable[[], object]
-    before: Callable[[], object] | None = None
+    before: Callable[[], object] = lambda: None
     model: nn.Module | None = None
 
 

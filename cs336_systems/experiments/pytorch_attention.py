@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 from cs336_systems.config import AttentionShape, RunConfig
 from cs336_systems.experiments import attention
@@ -53,9 +52,6 @@ class PyTorchAttention(attention.AttentionExperiment):
     def measure(self, cell: Cell, run: RunConfig) -> Iterator[Sample]:
         return attention.measure_attention(cell, run, num_samples=num_passes(cell, run))
 
-    def columns(self, row: dict[str, Any]) -> dict[str, Any]:
-        return {"S": row["seqlen_q"], "d": row["head_dim"]}
-
     tables = {
         name: Wide(
             title=f"Plain attention, batch 8, float32{words}",
@@ -70,15 +66,16 @@ class PyTorchAttention(attention.AttentionExperiment):
             },
         )
         for name, words, down, where in (
-            ("one", ", d = 64", ("S",), {"d": 64}),
-            ("all", "", ("d", "S"), {}),
+            ("one", ", d = 64", {"S": "seqlen_q"}, {"head_dim": 64}),
+            ("all", "", {"d": "head_dim", "S": "seqlen_q"}, {}),
         )
     }  # fmt: skip
     figures = {
         "times": Lines(
             title="Plain attention, batch 8, float32, d = 64",
-            x="S",
+            x="seqlen_q",
+            x_title="S",
             color="mode",
-            where={"quantity": "time", "d": 64},
+            where={"quantity": "time", "head_dim": 64},
         )
     }

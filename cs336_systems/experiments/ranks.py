@@ -5,7 +5,6 @@ cell's: out of memory, wrong result, or failed. The model is xl, or a narrow pro
 """
 
 import gc
-import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -199,6 +198,13 @@ def traced_rows(mode: str = "train_step") -> list[Row]:
     return [Row(mode, name, "ms") for name in TRACED]
 
 
+def step_cell(case: Any, implementation: str, memory: Sequence[str], traced: Sequence[str] = ("train_step",)) -> Cell:
+    """The cell of a step's time, those quantities of `memory`, and the traced modes."""
+    rows = [Row("train_step", "time", "ms"), *(Row("train_step", name, "MiB") for name in memory)]
+    rows += [row for mode in traced for row in traced_rows(mode)]
+    return Cell(case=case, implementation=implementation, rows=tuple(rows), predicted_bytes=case.predicted_bytes)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Traces(Spans):
     """The lanes of traced calls, a panel an implementation: of the first precision that there is.
@@ -234,27 +240,16 @@ class StepExperiment(Experiment):
         return {"lane": str(row["quantity"]).removesuffix("_intervals")}
 
     def numbers(self, frame: pd.DataFrame) -> dict[str, Any]:
-        """Functions for pages: `faster(ours, theirs, ...)` and `efficiency(name, num_ranks=4, ...)`, within a run.
+        """`efficiency(name, alone, ...)`: the step of one rank over that of N, each with as many sequences.
 
-        `faster` finds the wrappers' steps though their cases differ in buckets; `efficiency` is one rank's step over
-        that of N ranks, each rank with as many sequences.
+        NaN where the two are not of one run.
         """
 
         def step(name: str, where: dict[str, Any]) -> dict[str, Any]:
-            found = tuples(pick(frame, where | {"implementation": name, "quantity": "time"}))
-            if len(found) != 1:
-                raise ValueError(f"{len(found)} steps of {name} with {where}, one is needed")
-            return found[0]
-
-        def ratio(ours: dict[str, Any], theirs: dict[str, Any]) -> float:
-            if math.isnan(found := speed(ours, theirs)):
-                raise ValueError(f"{ours['implementation']} and {theirs['implementation']} are not of one run")
+            (found,) = tuples(pick(frame, where | {"implementation": name, "quantity": "time"}))
             return found
 
-        def faster(ours: str, theirs: str, **where: Any) -> float:
-            return ratio(step(ours, where), step(theirs, where))
+        def efficiency(name: str, alone: str = "naive", **where: Any) -> float:
+            return speed(step(name, where), step(alone, where | {"num_ranks": 1}))
 
-        def efficiency(name: str, alone: str = "", **where: Any) -> float:
-            return ratio(step(name, where), step(alone or name, where | {"num_ranks": 1}))
-
-        return {"faster": faster, "efficiency": efficiency}
+        return {"efficiency": efficiency}

@@ -57,7 +57,6 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     error: float | None = None  # largest ratio of |result - oracle| to its bound, over all checked outputs; <= 1
     kernel: str = ""  # what really ran or was found, where a name says it: a kernel, tiles, a dtype, a line of source
     seed: int = 0
-    rounds: list[int] = []  # samples of each round, where those of several are pooled
     samples: list[float] = []  # raw, in measured order; empty unless status is ok
 
     @property
@@ -104,8 +103,6 @@ def check(record: Record) -> None:
         raise ValueError(f"samples must be finite and at most {LARGEST_SAMPLE:g}")
     if record.status != "ok" and not record.message:
         raise ValueError(f"message must say why status is {record.status}")
-    if record.rounds and (sum(record.rounds) != len(record.samples) or min(record.rounds) < 1):
-        raise ValueError(f"rounds must add up to the {len(record.samples)} samples, got {record.rounds}")
     if record.quantity.endswith("_intervals") and len(record.samples) % 2:
         raise ValueError(f"samples of {record.quantity} must be starts and ends by turns, got {len(record.samples)}")
 

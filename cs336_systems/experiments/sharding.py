@@ -15,7 +15,7 @@ from cs336_systems.config import Precision, RunConfig
 from cs336_systems.experiments import parallel_step as steps
 from cs336_systems.experiments import ranks
 from cs336_systems.experiments.parallel_step import MEMORY, ShardingCase
-from cs336_systems.experiments.spec import Cell, Row, Sample
+from cs336_systems.experiments.spec import Cell, Sample
 from cs336_systems.experiments.tables import Pick, Wide
 from cs336_systems.measure.memory import MIB, release
 
@@ -96,9 +96,7 @@ def sharding_cell(case: ShardingCase, implementation: str) -> Cell:
     """The cell with every row that its device can give."""
     kinds: tuple[str, ...] = (*MEMORY, *MOMENTS, "peak_memory") if case.backend == "nccl" else MEMORY
     kinds += (PREDICTED,) if implementation in ("fsdp", "fsdp_layer") else ()
-    rows = [Row("train_step", "time", "ms"), *(Row("train_step", name, "MiB") for name in kinds)]
-    rows += [*ranks.traced_rows("forward"), *ranks.traced_rows()]
-    return Cell(case=case, implementation=implementation, rows=tuple(rows), predicted_bytes=case.predicted_bytes)
+    return ranks.step_cell(case, implementation, kinds, traced=("forward", "train_step"))
 
 
 def sharding_cells(

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import pandas as pd
@@ -22,7 +22,6 @@ from cs336_systems.experiments.frames import Where, digits, pick, speed, tuples,
 from cs336_systems.measure.text import in_one_line
 
 ABSENT = "–"
-WORDS = {"oom": "OOM", "failed": "failed", "skipped": "skipped"}
 Down = Sequence[str] | Mapping[str, str]  # columns of the frame that name a line, or heading -> column
 Row = Mapping[str, Any]
 
@@ -95,8 +94,9 @@ def cell_of(row: Row | None, value: str = "median", significant: int = 3) -> Tab
     if row is None:
         return TableCell(ABSENT, why="not measured", status="absent")
     if row["status"] != "ok":
-        return TableCell(WORDS[row["status"]], why=in_one_line(row["message"]), status=row["status"])
-    if row["interpreted"] and row["quantity"] in ("time", "compile_time"):
+        text = "OOM" if row["status"] == "oom" else row["status"]
+        return TableCell(text, why=in_one_line(row["message"]), status=row["status"])
+    if row["interpreted"] and row["quantity"] == "time":
         return TableCell("ran, agrees", why="in Triton's interpreter, whose times say nothing of the kernel")
     return shown(row[value], significant)
 
@@ -197,7 +197,7 @@ class Ratio:
     """A column of a `Wide` table: the number under one heading over that under another."""
 
     of: str
-    over: str
+    other: str
     percent: bool = False
 
 
@@ -206,7 +206,7 @@ class Difference:
     """A column of a `Wide` table: the number under one heading less that under another."""
 
     of: str
-    less: str
+    other: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -232,16 +232,14 @@ class Wide(TableSpec):
         return cell_of(rows[0] if rows else None, column.value, column.significant or self.significant)
 
     def _of(self, column: Ratio | Difference, found: Mapping[str, TableCell]) -> TableCell:
-        of = found[column.of].number
-        other = found[column.less if isinstance(column, Difference) else column.over].number
+        of, other = (found[name].number for name in (column.of, column.other))
         if of is None or not other:
             return TableCell(ABSENT)
         if isinstance(column, Difference):
             return shown(of - other, self.significant)
-        over = other
         if column.percent:
-            return replace(shown(100 * of / over, 2), text=f"{digits(100 * of / over, 2)} %")
-        return shown(of / over)
+            return TableCell(f"{digits(100 * of / other, 2)} %", 100 * of / other)
+        return shown(of / other)
 
 
 def _headings(down: Down) -> list[str]:

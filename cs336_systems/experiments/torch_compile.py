@@ -55,7 +55,7 @@ class TorchCompile(Experiment):
         return {"S": row.get("seqlen_q"), "d": f"d = {row.get('head_dim')}"}
 
     def compared(self, frame: pd.DataFrame) -> pd.DataFrame:
-        return with_speeds(frame, "eager")
+        return with_speeds(frame, "speed_over_eager", {"implementation": "eager"})
 
     tables = {
         "models": Pivot(

@@ -25,7 +25,7 @@ from cs336_systems.training.loop import RunOptions, train_rank
 
 LOSS = Row(mode="train_step", quantity="loss", unit="nats")
 VALIDATION = Row(mode="train_step", quantity="validation_loss", unit="nats")
-ROWS = (LOSS, VALIDATION, Row(mode="train_step", quantity="time", unit="ms"))
+ROWS = (LOSS, VALIDATION)
 TINY = ModelConfig(name="tiny", d_model=32, d_ff=64, num_layers=2, num_heads=2, vocab_size=256, context_length=32)
 NUM_RANKS = 2
 # Rounding in another order moves a loss a little at first, and training amplifies it: of every one of the first steps
@@ -82,12 +82,7 @@ def curve_error(losses: list[float], expected: list[float]) -> float:
 @lru_cache(maxsize=1)
 def _alone(case: TrainingCase, device: str, seed: int) -> TrainingResult:
     """The run of one process, which every wrapper's is compared with."""
-    return train(case.config("none", seed), RunOptions(device=device, log_every=_log_every(case)))
-
-
-def _log_every(case: TrainingCase) -> int:
-    """At least five step times, of at most ten steps each."""
-    return max(1, min(10, case.steps // 6))
+    return train(case.config("none", seed), RunOptions(device=device))
 
 
 class Differences(Lines):
@@ -123,23 +118,22 @@ class TrainingRun(Experiment):
         return cells
 
     def measure(self, cell: Cell, run: RunConfig) -> Iterator[Sample]:
-        """Train, compare with one process, then yield the loss of every step, the held-out loss and the step times."""
+        """Train, compare with one process, then yield the loss of every step and the held-out loss."""
         if run.model is not None:
             raise Unsupported("the run trains this package's model, not the user's")
         case: TrainingCase = cell.case
         result = expected = _alone(replace(case, num_ranks=1, accumulation=1), run.device, run.seed)
         if cell.implementation != "none":
             own_gpus = run.device == "cuda" and torch.cuda.device_count() >= case.num_ranks
-            options = RunOptions(device=run.device, log_every=_log_every(case))
             result = launch(
-                train_rank, case.num_ranks, case.config(cell.implementation, run.seed), options,
+                train_rank, case.num_ranks, case.config(cell.implementation, run.seed), RunOptions(device=run.device),
                 backend="nccl" if own_gpus else "gloo", device=run.device,
                 start_method="forkserver" if run.device == "cpu" else "spawn",
             )[0]  # fmt: skip
         error = curve_error(result.losses, expected.losses)
         if not error <= 1:
             raise Disagreement(f"losses are off one process's by {error:.3g} times the bound")
-        for row, samples in zip(ROWS, (result.losses, [result.validation_loss], result.step_ms)):
+        for row, samples in zip(ROWS, (result.losses, [result.validation_loss])):
             yield Sample(row=row, samples=samples, error=error if row == LOSS else None)
 
     def columns(self, row: dict[str, Any]) -> dict[str, Any]:

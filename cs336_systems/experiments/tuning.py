@@ -11,7 +11,6 @@ Nothing here writes a table: a person reads the proposals and edits `attention/t
 import math
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -62,7 +61,7 @@ def measure_tiles(
         results = call()
     except TritonError as error:  # does not compile, or not into this GPU's shared memory
         raise Unsupported(f"{cell.implementation}: {str(error).strip().splitlines()[0]}") from None
-    error_ratio = checked_error(oracle_of(cell.case, run.device, run.seed), results, cell.implementation)
+    error_ratio = checked_error(oracle_of(cell.case, run.device, run.seed), results)
     del results
     kernel = " ".join(["interpreter"] * (run.device == "cpu") + [config.name for config in used])
     return Sample(row=cell.rows[0], samples=times(call), kernel=kernel, error=error_ratio)
@@ -125,20 +124,13 @@ class Proposal:
 
 
 def medians(records: Iterable[Record], shapes: Sequence[AttentionShape], seed: int) -> dict[AttentionShape, Times]:
-    """Median milliseconds by shape and configuration, from the newest good records of `tune_flash`.
-
-    Records that no measurement leaves are passed over: of other names, other units, or no time at all.
-    """
+    """Median milliseconds by shape and configuration, from the newest good records of `tune_flash`."""
     by_key = {case_key(case_to_dict(shape)): shape for shape in shapes}
     found: dict[AttentionShape, Times] = {shape: {} for shape in shapes}
     for record in latest(record for record in records if record.problem == PROBLEM and record.seed == seed):
         shape = by_key.get(case_key(record.case))
-        if shape is None or (record.status, record.quantity, record.unit) != ("ok", "time", FORWARD.unit):
-            continue
-        with suppress(ValueError):  # of a name that is no configuration's
-            config, median_ms = KernelConfig.from_name(record.implementation), statistics.median(record.samples)
-            if median_ms > 0:
-                found[shape][config] = median_ms
+        if shape is not None and record.status == "ok":
+            found[shape][KernelConfig.from_name(record.implementation)] = statistics.median(record.samples)
     return found
 
 

@@ -142,7 +142,7 @@ def _player(
 
     names = ("output", "grad_q", "grad_k", "grad_v")
     results = map(built.unpack, (forward(function), *both(function)))
-    error = checked_error(oracle, dict(zip(names, results)), name)
+    error = checked_error(oracle, dict(zip(names, results)))
     calls: dict[str, Call] = {"forward": forward, "forward_backward": both}
     if "backward" in modes:
         output = function(*leaves)  # the graph is made once, outside of the turns

@@ -1,7 +1,7 @@
 """What a machine really reaches: memory bandwidth by a copy, matmul speed by one large product.
 
-    copy_rate("cuda").median          # GB/s, bytes read and written
-    matmul_rate("cuda").median        # TFLOP/s in bfloat16
+    copy_rate("cuda")["median"]        # GB/s, bytes read and written
+    matmul_rate("cuda")["median"]      # TFLOP/s in bfloat16
 
 Upper bounds by measurement, to set beside the vendor's sheet (`device.PEAKS`) and the kernels' rates.
 """
@@ -9,48 +9,34 @@ Upper bounds by measurement, to set beside the vendor's sheet (`device.PEAKS`) a
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 
-from cs336_systems.config import BYTES_PER_ELEMENT, DTypeName
 from cs336_systems.measure.timing import time_calls
 
 COPY_BYTES = {"cuda": 2**30, "cpu": 2**28}  # of one side of the copy: far more than any cache
 MATMUL_SIZE = {"cuda": 8192, "cpu": 1024}  # rows, columns and inner dimension
 
 
-@dataclass(frozen=True, kw_only=True)
-class Rate:
-    """Median and quartiles of a rate in `unit`."""
-
-    median: float
-    quartile_low: float
-    quartile_high: float
-    unit: str
-
-
-def copy_rate(device: str, num_bytes: int | None = None) -> Rate:
+def copy_rate(device: str) -> dict[str, Any]:
     """GB/s (10⁹ bytes) of copying one tensor to another on `device`: each byte is read once and written once."""
-    num_bytes = COPY_BYTES[device] if num_bytes is None else num_bytes
-    source = torch.ones(num_bytes // 4, device=device)
+    source = torch.ones(COPY_BYTES[device] // 4, device=device)
     target = torch.empty_like(source)
     return _rate(lambda: target.copy_(source), 2 * source.nbytes / 1e9, device, "GB/s")
 
 
-def matmul_rate(device: str, dtype: DTypeName = "bfloat16", size: int | None = None) -> Rate:
-    """TFLOP/s of one square matmul in `dtype`, 2·size³ FLOPs; ValueError on an unknown dtype."""
-    if dtype not in BYTES_PER_ELEMENT:
-        raise ValueError(f"dtype must be one of {', '.join(BYTES_PER_ELEMENT)}, got {dtype!r}")
-    size = MATMUL_SIZE[device] if size is None else size
-    left, right = (torch.randn(size, size, device=device).to(getattr(torch, dtype)) for _ in range(2))
+def matmul_rate(device: str) -> dict[str, Any]:
+    """TFLOP/s of one square matmul in bfloat16, 2·size³ FLOPs."""
+    size = MATMUL_SIZE[device]
+    left, right = (torch.randn(size, size, device=device).to(torch.bfloat16) for _ in range(2))
     result = torch.empty_like(left)
     return _rate(lambda: torch.mm(left, right, out=result), 2 * size**3 / 1e12, device, "TFLOP/s")
 
 
-def _rate(call: Callable[[], object], work: float, device: str, unit: str) -> Rate:
-    """`work` (10⁹ bytes or 10¹² FLOPs) over the seconds of `call`."""
+def _rate(call: Callable[[], object], work: float, device: str, unit: str) -> dict[str, Any]:
+    """Median and quartiles of `work` (10⁹ bytes or 10¹² FLOPs) over the seconds of `call`."""
     rates = [work / ms * 1e3 for ms in time_calls(call, device=device)]
     low, middle, high = map(float, np.quantile(rates, (0.25, 0.5, 0.75)))
-    return Rate(median=middle, quartile_low=low, quartile_high=high, unit=unit)
+    return {"median": middle, "quartile_low": low, "quartile_high": high, "unit": unit}

@@ -14,8 +14,6 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from cs336_systems.config import BYTES_PER_ELEMENT
-
 ADDENDS = 1000  # of the handout's sum
 ADDEND = 0.01
 NORM_WIDTH = 1024
@@ -26,20 +24,13 @@ def accumulate(accumulator: str, addend: str, *, converted: bool = False) -> flo
     """0 + 0.01 + 0.01 + ... a thousand times, one by one, in `accumulator`'s dtype.
 
     Each 0.01 is rounded to `addend`'s dtype first, and with `converted` brought to float32 explicitly before it is
-    added; without it, in-place addition converts it to the accumulator's dtype by itself. Raises ValueError on an
-    unknown dtype, here and in the other functions.
+    added; without it, in-place addition converts it to the accumulator's dtype by itself.
     """
-    total = torch.tensor(0.0, dtype=_dtype("accumulator", accumulator))
-    term = torch.tensor(ADDEND, dtype=_dtype("addend", addend))
+    total = torch.tensor(0.0, dtype=getattr(torch, accumulator))
+    term = torch.tensor(ADDEND, dtype=getattr(torch, addend))
     for _ in range(ADDENDS):
         total += term.to(torch.float32) if converted else term
     return float(total)
-
-
-def _dtype(argument: str, name: str) -> torch.dtype:
-    if name not in BYTES_PER_ELEMENT:
-        raise ValueError(f"{argument} must be one of {', '.join(BYTES_PER_ELEMENT)}, got {name!r}")
-    return getattr(torch, name)
 
 
 class ToyModel(nn.Module):
@@ -71,7 +62,7 @@ def autocast_dtypes(device: str, dtype: str) -> dict[str, str]:
     watch("logits", model.fc2)
     x = torch.randn(8, 20, device=device)
     targets = torch.zeros(8, dtype=torch.int64, device=device)
-    with torch.autocast(device, dtype=_dtype("dtype", dtype)):
+    with torch.autocast(device, dtype=getattr(torch, dtype)):
         seen["parameters"] = model.fc1.weight
         seen["loss"] = F.cross_entropy(model(x), targets)
     seen["loss"].backward()
@@ -98,7 +89,7 @@ def norm_in(dtype: str, scale: float, *, device: str = "cpu") -> NormResult:
     generator = torch.Generator().manual_seed(0)
     x = (scale * torch.randn(16, NORM_WIDTH, generator=generator, dtype=torch.float64)).to(device)
     expected = F.layer_norm(x, (NORM_WIDTH,), eps=NORM_EPS)
-    low = x.to(_dtype("dtype", dtype))
+    low = x.to(getattr(torch, dtype))
     deviation = low - low.mean(dim=-1, keepdim=True)
     squares = deviation.square()
     normalized = deviation * torch.rsqrt(squares.mean(dim=-1, keepdim=True) + NORM_EPS)

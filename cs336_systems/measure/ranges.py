@@ -62,13 +62,6 @@ def named_range(name: str) -> Iterator[None]:
             torch.cuda.nvtx.range_pop()
 
 
-def role_of(name: str, parent: nn.Module | None = None) -> str | None:
-    """What the module called `name` (its last part) in `parent` is: a role, or None if its name does not say."""
-    if isinstance(parent, nn.ModuleList):
-        return BLOCK
-    return next((role for role, pattern in ROLES.items() if pattern.fullmatch(name.lower())), None)
-
-
 def module_ranges(model: nn.Module) -> dict[str, str]:
     """The range of each module of `model` that gets one, by qualified name.
 
@@ -78,8 +71,10 @@ def module_ranges(model: nn.Module) -> dict[str, str]:
     roles: dict[str, str] = {}
     for name, _ in model.named_modules():
         parent, _, last = name.rpartition(".")
-        role = role_of(last, model.get_submodule(parent)) if name else None
-        if role is not None and (role == BLOCK or roles.get(parent) != role):
+        role = next((role for role, pattern in ROLES.items() if pattern.fullmatch(last.lower())), None)
+        if name and isinstance(model.get_submodule(parent), nn.ModuleList):
+            roles[name] = BLOCK
+        elif role is not None and roles.get(parent) != role:
             roles[name] = role
     return {name: f"{role}:{name}" for name, role in roles.items()}
 
@@ -108,7 +103,8 @@ class _Ranges(TorchFunctionMode):
         kwargs = kwargs or {}
         if torch.compiler.is_compiling() or not any(name.startswith("attention:") for _, name, _ in self.open):
             return func(*args, **kwargs)
-        if func is F.scaled_dot_product_attention or _is_fused_operator(func):
+        registered = isinstance(func, torch._ops.OpOverload) and "attention" in func.name()  # such as this package's
+        if func is F.scaled_dot_product_attention or registered:
             with named_range(FUSED):
                 return func(*args, **kwargs)
         if func not in PRODUCTS or not _of_two_activations([*args, *kwargs.values()]):
@@ -120,11 +116,6 @@ class _Ranges(TorchFunctionMode):
         if first:
             self.enter(self, SOFTMAX)
         return result
-
-
-def _is_fused_operator(func: Any) -> bool:
-    """Whether `func` is a registered operator that is called an attention, such as this package's."""
-    return isinstance(func, torch._ops.OpOverload) and "attention" in func.name()
 
 
 def _of_two_activations(arguments: list[Any]) -> bool:
@@ -141,11 +132,9 @@ def annotate(model: nn.Module) -> Iterator[dict[str, str]]:
     """Ranges on the modules of `model` and on the parts of its attention.
 
     Yields the range of each annotated module by name (see `module_ranges`). Ranges are closed also where the forward
-    raises, and hooks are removed when the context ends. Raises TypeError if `model` is no module, and ValueError if
-    none of its modules has a name that says what it is.
+    raises, and hooks are removed when the context ends. Raises ValueError if none of its modules has a name that says
+    what it is.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     names = module_ranges(model)
     if not names:
         raise ValueError(

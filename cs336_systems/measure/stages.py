@@ -104,30 +104,16 @@ def _timed_stage(timer: _Timer, name: str) -> Iterator[None]:
 
 
 def time_stages(
-    call: Callable[[], object],
-    *,
-    device: str,
-    num_samples: int = DEFAULT_SAMPLES,
-    warmup: int = 2,
-    before: Callable[[], object] | None = None,
+    call: Callable[[], object], *, device: str, num_samples: int = DEFAULT_SAMPLES, warmup: int = 2
 ) -> dict[str, list[float]]:
     """Milliseconds of every stage that `call` marks, and of the whole call as `TOTAL`: one sample a call.
 
-    `before` runs ahead of every call, outside of the timed part. A stage that a call does not reach has a sample of 0
-    for it. Raises ValueError on fewer than one sample, and RuntimeError inside of another measurement.
+    A stage that a call does not reach has a sample of 0 for it. Raises RuntimeError inside of another measurement.
     """
     global _active
-    if num_samples < 1 or warmup < 0:
-        raise ValueError(f"num_samples must be positive and warmup not negative, got {num_samples} and {warmup}")
     if _active is not None:
         raise RuntimeError("stages are being timed already: one measurement at a time")
-
-    def prepare() -> None:
-        if before is not None:
-            before()
-
     for _ in range(warmup):
-        prepare()
         call()
     synchronize(device)
     flushes = 0
@@ -135,7 +121,6 @@ def time_stages(
     try:
         if device == "cuda":
             for _ in range(2):  # the first may compile what is launched only while stages are timed
-                prepare()
                 synchronize(device)
                 begin = time.perf_counter()
                 timer.call(call)
@@ -144,7 +129,6 @@ def time_stages(
             timer.calls.clear()
         cache = torch.empty(CACHE_FLUSH_BYTES if flushes else 0, dtype=torch.int8, device=device)
         for _ in range(num_samples):
-            prepare()
             for _ in range(flushes):
                 cache.zero_()
             timer.call(call)

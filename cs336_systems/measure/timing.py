@@ -64,7 +64,7 @@ def time_calls(
     device: str,
     warmup: int = DEFAULT_WARMUP,
     num_samples: int | None = None,
-    before: Callable[[], object] | None = None,
+    before: Callable[[], object] = lambda: None,
     budget_ms: float = DEFAULT_BUDGET_MS,
     min_samples: int = MIN_SAMPLES,
 ) -> list[float]:
@@ -74,31 +74,26 @@ def time_calls(
     untimed call is measured and as many samples are taken as `budget_ms` allows, at least `min_samples` (five) and at
     most a hundred.
     """
-
-    def prepare() -> None:
-        if before is not None:
-            before()
-
     for _ in range(warmup):
-        prepare()
+        before()
         call()
     if num_samples is None:
-        prepare()
+        before()
         num_samples = plan_samples(time_once(call, device), budget_ms, min_samples)
     if device == "cuda":
-        return _time_with_events(call, num_samples, prepare)
+        return _time_with_events(call, num_samples, before)
     samples = []
     for _ in range(num_samples):
-        prepare()
+        before()
         samples.append(time_once(call, device))
     return samples
 
 
-def _time_with_events(call: Callable[[], object], num_samples: int, prepare: Callable[[], None]) -> list[float]:
+def _time_with_events(call: Callable[[], object], num_samples: int, before: Callable[[], object]) -> list[float]:
     cache = torch.empty(CACHE_FLUSH_BYTES, dtype=torch.int8, device="cuda")
     events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(num_samples)]
     for start, end in events:
-        prepare()
+        before()
         cache.zero_()
         start.record()
         call()

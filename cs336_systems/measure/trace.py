@@ -1,6 +1,6 @@
 """Reads a chrome trace of torch.profiler: what ran, for how long, and which part of the model asked for it.
 
-    trace = read_trace(Path("step.trace.json"))
+    trace = trace_of(read_events(Path("step.trace.json")))
     trace.kernel_ms(category="gemm")                    # of all steps
     for row in trace.top_kernels(3): print(row.name, row.calls, row.ms)
 
@@ -20,7 +20,7 @@ import json
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -38,14 +38,13 @@ READ_CATEGORIES = (*DEVICE_CATEGORIES, *LAUNCH_CATEGORIES, "cpu_op", "user_annot
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Kernel:
-    """One execution of a kernel on a stream, or the own time of one CPU operator."""
+    """One execution of a kernel, or the own time of one CPU operator."""
 
     name: str  # as the trace has it
     category: str  # see kernels.CATEGORIES
     phase: Phase
     start_us: float
     duration_us: float
-    stream: str  # "stream 7" of a GPU, "thread 12" of a CPU
     ranges: tuple[str, ...]  # open where it was launched, the outermost first
     step: int  # which repetition (`ranges.STEP`) it belongs to; -1 outside of all
 
@@ -67,24 +66,14 @@ class Trace:
     kernels: tuple[Kernel, ...]
     on_gpu: bool  # whether kernels ran on a device, or are CPU operators
     step_ms: tuple[float, ...] = ()  # wall clock of each profiled step, with the profiler's own cost
-    ranges: tuple[str, ...] = field(default=(), repr=False)  # distinct names, in order of their first appearance
 
-    def select(
-        self,
-        *,
-        category: str | None = None,
-        phase: str | None = None,
-        within: str | None = None,
-        step: int | None = None,
-    ) -> list[Kernel]:
-        """Kernels of a category, of a phase, launched in a range whose name starts with `within`, of one step."""
+    def select(self, *, within: str = "", **wanted: Any) -> list[Kernel]:
+        """Kernels launched in a range whose name starts with `within`, of that `category`, `phase` and `step`."""
         return [
             kernel
             for kernel in self.kernels
-            if (category is None or kernel.category == category)
-            and (phase is None or kernel.phase == phase)
-            and (within is None or any(name.startswith(within) for name in kernel.ranges))
-            and (step is None or kernel.step == step)
+            if (not within or any(name.startswith(within) for name in kernel.ranges))
+            and all(getattr(kernel, name) == value for name, value in wanted.items())
         ]
 
     def in_steps(self) -> Trace:
@@ -115,11 +104,6 @@ class Trace:
 # Reading
 
 
-def read_trace(path: Path) -> Trace:
-    """The trace in the chrome-trace file at `path`, which may be gzipped; ValueError if it is none."""
-    return trace_of(read_events(path))
-
-
 def read_events(path: Path) -> list[dict[str, Any]]:
     """The entries of "traceEvents" in the file at `path`; ValueError where there are none."""
     data = path.read_bytes()
@@ -147,16 +131,14 @@ def trace_of(events: Sequence[dict[str, Any]]) -> Trace:
         kernels = _device_kernels(complete, sites, steps)
     else:  # the operators, each with its own time
         kernels = [
-            _kernel(site.event, site, max(0.0, site.own_us), f"thread {site.event.get('tid')}", steps)
+            _kernel(site.event, site, max(0.0, site.own_us), steps)
             for site in sites
             if site.event.get("cat") == "cpu_op"
         ]
-    names = dict.fromkeys(str(event["name"]) for event in complete if event["cat"] == "user_annotation")
     return Trace(
         kernels=tuple(sorted(kernels, key=lambda kernel: kernel.start_us)),
         on_gpu=on_gpu,
         step_ms=tuple((end - start) / 1e3 for start, end in steps),
-        ranges=tuple(names),
     )
 
 
@@ -192,7 +174,9 @@ def _launch_sites(events: Sequence[dict[str, Any]]) -> list[_Site]:
             while open_sites and open_sites[-1].end_us <= start:
                 open_sites.pop()
             outer = open_sites[-1] if open_sites else None
-            number, ranges = _sequence_number(event), () if outer is None else outer.ranges
+            ranges = () if outer is None else outer.ranges
+            found = event.get("args", {}).get("Sequence number", -1)
+            number = found if found >= 0 else None  # joins a forward operator with its backward one
             differentiates = number if name.startswith(BACKWARD_OPERATOR) else None
             if differentiates is None and outer is not None:
                 differentiates = outer.differentiates
@@ -214,12 +198,6 @@ def _launch_sites(events: Sequence[dict[str, Any]]) -> list[_Site]:
         if site.phase == "backward" and site.differentiates in forward_ranges:
             site.ranges = tuple(dict.fromkeys((*site.ranges, *forward_ranges[site.differentiates][1])))
     return sites
-
-
-def _sequence_number(event: dict[str, Any]) -> int | None:
-    """Autograd's number that joins a forward operator with its backward one."""
-    number = event.get("args", {}).get("Sequence number")
-    return int(number) if isinstance(number, int) and number >= 0 else None
 
 
 def _device_kernels(
@@ -247,13 +225,12 @@ def _device_kernels(
         site = launches.get(arguments.get("correlation"))
         if (site is None or not site.ranges) and arguments.get("External id") is not None:
             site = operators.get(arguments["External id"], site)
-        stream = f"stream {arguments.get('stream', event.get('tid'))}"
-        kernels.append(_kernel(event, site, float(event.get("dur", 0)), stream, steps))
+        kernels.append(_kernel(event, site, float(event.get("dur", 0)), steps))
     return kernels
 
 
 def _kernel(
-    event: dict[str, Any], site: _Site | None, duration_us: float, stream: str, steps: Sequence[tuple[float, float]]
+    event: dict[str, Any], site: _Site | None, duration_us: float, steps: Sequence[tuple[float, float]]
 ) -> Kernel:
     """A kernel whose step is the one that it was launched in: it may run after that step's end on the host."""
     start = float(event["ts"])
@@ -267,7 +244,6 @@ def _kernel(
         phase=phase,
         start_us=start,
         duration_us=duration_us,
-        stream=stream,
         ranges=() if site is None else site.ranges,
         step=step if step >= 0 and launched < steps[step][1] else -1,
     )
