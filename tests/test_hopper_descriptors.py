@@ -86,7 +86,7 @@ def test_the_launcher_hands_over_the_call(launched, head_dim, is_causal):
     output, lse = forward.hopper_forward(q, k, v, is_causal, 0.5)
     assert output.shape == q.shape and output.is_contiguous() and output.dtype == q.dtype
     assert lse.shape == (2, 6, 300) and lse.dtype == torch.float32
-    ((kernel, grid, (q_tiles, k_tiles, v_tiles, o_tiles, lse_out), numbers, options),) = launched
+    ((kernel, grid, (q_tiles, k_tiles, v_tiles, o_tiles, lse_out, _), numbers, options),) = launched
     num_queries, num_keys, heads, group, batch_heads, together, scale_log2 = numbers
     assert (num_queries, num_keys, heads, group, batch_heads) == (300, 200, 6, 2, 12)
     assert 1 <= together <= 12
@@ -102,6 +102,13 @@ def test_the_launcher_hands_over_the_call(launched, head_dim, is_causal):
     plan = options["PLAN"]
     assert (plan.head_tile, plan.is_causal) == (tile, is_causal)
     assert kernel is forward.hopper_forward_kernel and grid[0] >= 1 and options["num_warps"] == 4
+
+
+def test_a_dynamic_order_counts_from_a_zero(launched):
+    q = rows(1, 2, 300, 64)
+    forward.hopper_forward(q, q, q, True, 0.5, "hopper_forward_64x128_dynamic")
+    (first, _, (zeroed,), *_), (_, _, (*_, counter), _, options) = launched
+    assert first is forward.hopper_counter_kernel and counter is zeroed and options["PLAN"].dynamic
 
 
 def test_the_launch_is_a_stage(launched):

@@ -12,7 +12,7 @@ import sys
 import pytest
 
 from cs336_systems.attention.compilation import compile_all, compiled_launches
-from cs336_systems.attention.hopper.schedule import ORDERS, SCHEDULES
+from cs336_systems.attention.hopper.schedule import ORDERS, SCHEDULES, UNPAIRED
 from cs336_systems.attention.tiles.tables import TABLES
 from tests.every_config import DTYPES, FAMILIES, cases
 from tests.ptx_order import disorder
@@ -108,12 +108,12 @@ def test_every_row_of_a_table_is_called(target, dtype):
     for family in GROUPS["split"]:
         assert called[family] == {name for name, config in shipped.items() if config.kernel == "forward"}, family
     schedules = [schedule for schedules in SCHEDULES.values() for schedule in schedules]
-    dense, packed = ({one.name(order) for one in schedules for order in orders} for orders in (ORDERS, ORDERS[::2]))
-    listed = {"128": {"hopper_forward_64x128_tiles", "hopper_forward_128x128_tiles"}}
+    dense, packed = ({one.name(order) for one in schedules for order in orders} for orders in (ORDERS, UNPAIRED))
+    small, large = ({f"hopper_forward_{rows}x128_{order}" for order in UNPAIRED} for rows in (64, 128))
     for family in (*GROUPS["hopper"], *GROUPS["hopper_masked"]):
         expected = packed if "varlen" in family else {"deterministic", "atomic", *dense}
         if "blocks" in family:
-            expected = listed.get(family.removeprefix("hopper_blocks"), {"hopper_forward_64x128_tiles"})
+            expected = small | large if family == "hopper_blocks128" else small
         assert called[family] == (expected if dtype == "bfloat16" else set()), family
 
 
