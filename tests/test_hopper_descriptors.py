@@ -86,7 +86,7 @@ def test_the_launcher_hands_over_the_call(launched, head_dim, is_causal):
     output, lse = forward.hopper_forward(q, k, v, is_causal, 0.5)
     assert output.shape == q.shape and output.is_contiguous() and output.dtype == q.dtype
     assert lse.shape == (2, 6, 300) and lse.dtype == torch.float32
-    ((kernel, grid, (q_tiles, k_tiles, v_tiles, o_tiles, lse_out, _), numbers, options),) = launched
+    *_, (kernel, grid, (q_tiles, k_tiles, v_tiles, o_tiles, lse_out, _), numbers, options) = launched
     num_queries, num_keys, heads, group, batch_heads, together, scale_log2 = numbers
     assert (num_queries, num_keys, heads, group, batch_heads) == (300, 200, 6, 2, 12)
     assert 1 <= together <= 12
