@@ -20,6 +20,8 @@ from cs336_systems.distributed.ddp_bucketed import BucketedDDP, plan_buckets
 from cs336_systems.distributed.ddp_flat import FlatDDP
 from cs336_systems.distributed.ddp_naive import NaiveDDP
 from cs336_systems.distributed.ddp_overlap import OverlapDDP
+from cs336_systems.distributed.fsdp import FSDP
+from cs336_systems.distributed.zero1 import Zero1Optimizer
 from tests.one_job import OneJob
 from tests.sharding_models import RaiseInBackward
 
@@ -168,6 +170,21 @@ def test_D1_an_unused_parameter_is_named(wrapper, alone_in_a_group):
     wrapped.module["used"](torch.ones(1, 2)).sum().backward()
     with pytest.raises(RuntimeError, match=message):
         wrapped.finish_gradient_synchronization()
+
+
+@pytest.mark.parametrize("change", ["frozen", "made trainable"])
+@pytest.mark.parametrize("scheme", [*WRAPPERS, "fsdp", "zero1"])
+def test_what_is_frozen_or_thawed_after_wrapping_is_refused(scheme, change, alone_in_a_group):
+    """A thawed parameter was trained on each rank's own gradients, or not at all; a frozen one went on."""
+    plain = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    plain[0].weight.requires_grad_(change == "frozen")
+    wrap = FSDP if scheme == "fsdp" else WRAPPERS.get(scheme, nn.Sequential)
+    model = wrap(plain)
+    optimizer: Any = Zero1Optimizer(model.parameters(), torch.optim.SGD, lr=0.1) if scheme == "zero1" else None
+    plain[0].weight.requires_grad_(change != "frozen")
+    model(torch.ones(1, 2)).sum().backward()
+    with pytest.raises(RuntimeError, match=f"parameter '(0.weight|0)' was {change} after wrapping"):
+        optimizer.step() if optimizer else model.finish_gradient_synchronization()
 
 
 @pytest.mark.parametrize("size", [0, -1.0, float("nan"), float("inf")])

@@ -101,13 +101,13 @@ def test_the_rate_warms_up_and_falls_to_the_last():
     [
         (TrainingConfig, {"steps": 0}, "TrainingConfig.steps must be a positive int, got 0"),
         (TrainingConfig, {"wrapper": "zero9"}, "TrainingConfig.wrapper must be one of none, .*, got 'zero9'"),
-        (TrainingConfig, {"num_ranks": 2}, "TrainingConfig.wrapper must be another for num_ranks=2, got 'none'"),
+        (TrainingConfig, {"num_ranks": 2}, "TrainingConfig.wrapper must be one that shares 2 ranks' work, got 'none'"),
         (TrainingConfig, {"accumulation": 3}, r"TrainingConfig.batch must be a multiple of .* = 3, got 16"),
         (TrainingConfig, {"context_parallel": 3}, "TrainingConfig.context_parallel must be a divisor of 1 ranks"),
         (
             TrainingConfig,
             {"wrapper": "fsdp", "num_ranks": 4, "context_parallel": 4, "model": byte_model(NANO, 20)},
-            "TrainingConfig.context_parallel must be half a divisor of the context length 20, got 4",
+            "TrainingConfig.context_parallel must be a divisor of half the context length 20, got 4",
         ),
         (TrainingConfig, {"learning_rate": math.nan}, "learning_rate must be finite and not negative, got nan"),
         (TrainingConfig, {"model": replace(NANO, vocab_size=100)}, "TrainingConfig.model must be of vocab_size 256"),

@@ -32,7 +32,7 @@ def doctor(
     about_kernels = kernels or arch is not None
     with one_line_errors():
         if about_kernels + about_mask + (measure or as_json) > 1:
-            raise ValueError("give one of --kernels, --mask and --measure or --json")
+            raise ValueError("give --kernels or --mask alone, without --measure and --json")
         if arch is not None and not kernels:
             raise ValueError("--arch goes with --kernels")
         if about_mask and mask is None:

@@ -20,7 +20,7 @@ EXIT_POINTS_LOST = 1
 
 def grade(
     adapters: Annotated[Path, typer.Argument(help="The implementation's adapters.py, with the handout's functions.")],
-    problem: Annotated[str | None, typer.Option(help="Grade this problem only.")] = None,
+    problem: Annotated[list[str] | None, typer.Option(help="Grade this problem only; may be repeated.")] = None,
     edition: Annotated[int | None, typer.Option(help="2025 or 2026; default: the problems of both.")] = None,
     time_limit: Annotated[float, typer.Option(help="Seconds after which a check has failed.")] = 180.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, with the traceback of each failure.")] = False,
@@ -38,8 +38,10 @@ def grade(
             raise ValueError(f"{adapters} is a folder; name the file with the adapters, as {adapters}/adapters.py")
         if not adapters.is_file():
             raise ValueError(f"{adapters} is not a file")
-        problems = grading.chosen_problems(problem, edition)
-        others = [other for other in problems_of(edition) if other.answer != "graded"] if problem is None else []
+        problems = grading.chosen_problems(None, edition)
+        if problem:
+            problems = list(dict.fromkeys(one for name in problem for one in grading.chosen_problems(name, edition)))
+        others = [] if problem else [other for other in problems_of(edition) if other.answer != "graded"]
 
     def show(number: int, total: int, result: Result) -> None:
         typer.echo(f"[{number:>2}/{total}] {result.status:<7} {result.check.id} ({result.seconds:.1f} s)", err=True)

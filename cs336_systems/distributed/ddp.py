@@ -18,7 +18,7 @@ from __future__ import annotations
 import weakref
 from abc import ABC, abstractmethod
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, ClassVar
@@ -56,13 +56,21 @@ class Accumulating:
             raise RuntimeError("finish_gradient_synchronization() must be called outside of no_sync()")
 
 
+def check_unchanged(named: Iterable[tuple[str, Tensor]], trainable: bool) -> None:
+    """RuntimeError for a parameter that has been frozen or thawed since what trains it was built."""
+    for name, parameter in named:
+        if parameter.requires_grad != trainable:
+            change = "frozen" if trainable else "made trainable"
+            raise RuntimeError(f"parameter {name!r} was {change} after wrapping: wrap again, with a new optimizer")
+
+
 class DataParallel(nn.Module, Accumulating, ABC):
     """Base of the wrappers around `module`, the same on every rank of `group` but for its values.
 
-    Parameters that are trainable at construction are synchronised; freezing or replacing them later is not supported.
-    With `find_unused_parameters` a step may leave some without a gradient: ranks then vote at its end, which costs a
-    message and a wait of the host, and a parameter that no rank has used keeps no gradient, as in one process. Without
-    it such a step raises.
+    Parameters that are trainable at construction are synchronised; one that is frozen or thawed later is refused, and
+    replacing one is not supported. With `find_unused_parameters` a step may leave some without a gradient, frozen ones
+    among them: ranks then vote at its end, which costs a message and a wait of the host, and a parameter that no rank
+    has used keeps no gradient, as in one process. Without it such a step raises.
 
     Raises TypeError if `module` is no module, ValueError on all ranks if theirs differ, on a rank that is not of
     `group`, and for a module with `max_norm`; RuntimeError without a process group.
@@ -83,6 +91,7 @@ class DataParallel(nn.Module, Accumulating, ABC):
         self.find_unused_parameters = find_unused_parameters
         named = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
         self.names, self.trainable = [*named], [*named.values()]
+        self._frozen = [(name, x) for name, x in module.named_parameters() if not x.requires_grad]
         self.alive.add(self)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -95,6 +104,9 @@ class DataParallel(nn.Module, Accumulating, ABC):
         gradient, TypeError for a sparse one.
         """
         self.check_sending()
+        check_unchanged(self._frozen, False)
+        if not self.find_unused_parameters:  # with it, one that is frozen is one that no rank has used
+            check_unchanged(zip(self.names, self.trainable), True)
         unused = [index for index, parameter in enumerate(self.trainable) if parameter.grad is None]
         if unused and not self.find_unused_parameters:
             raise RuntimeError(

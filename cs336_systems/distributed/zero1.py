@@ -34,7 +34,13 @@ from cs336_systems.distributed.collectives import (
     reduce_scatter_mean_flat,
     wait_for,
 )
-from cs336_systems.distributed.ddp import Accumulating, DataParallel, SendQueue, call_at_each_gradient
+from cs336_systems.distributed.ddp import (
+    Accumulating,
+    DataParallel,
+    SendQueue,
+    call_at_each_gradient,
+    check_unchanged,
+)
 from cs336_systems.distributed.ddp_bucketed import BYTES_PER_MB, Bucket, plan_buckets
 from cs336_systems.distributed.optimizer_shares import OptimizerOfShares, check_elementwise, hyperparameters
 
@@ -82,6 +88,7 @@ class Zero1Optimizer(OptimizerOfShares, Accumulating):
         for parameter in self.parameters:
             if not parameter.requires_grad:  # in no bucket, whose values rank 0 sends
                 broadcast_from_first(parameter, process_group)
+        self._trained = [parameter.requires_grad for parameter in self.parameters]
         self.buckets: list[ShardedBucket] = []
         local_groups = []
         for group in self.param_groups:
@@ -140,6 +147,8 @@ class Zero1Optimizer(OptimizerOfShares, Accumulating):
         """Update the own slices and gather all of them; a closure is refused, since it would run backward in here."""
         if closure is not None:
             raise ValueError("Zero1Optimizer.step takes no closure: run backward before it")
+        for place, (parameter, trained) in enumerate(zip(self.parameters, self._trained)):
+            check_unchanged([(str(place), parameter)], trained)
         self.finish_gradient_synchronization()
         self.give_settings()
         for bucket in self.buckets:

@@ -5,6 +5,7 @@ Two ranks on gloo and CPU. Each trains on its half of a batch and must end where
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from cs336_systems.grading.models import (
     Stack,
     Toy,
     equal_on_all_ranks,
+    hint_of_sums,
     largest_difference,
     part,
     regression_batch,
@@ -115,6 +117,7 @@ def keeps_the_module(adapters: Adapters, rank: int, num_ranks: int, size: Any) -
 def equals_one_process(adapters: Adapters, rank: int, num_ranks: int, size: Any) -> None:
     """Training on halves of a batch ends where one process ends with the whole batch, on every rank."""
     single, wrapped = seeded(Toy), Wrapped(adapters, seeded(Toy, seed=rank), size)
+    start = deepcopy(dict(single.named_parameters()))
     optimizer = torch.optim.SGD(single.parameters(), lr=0.1)
     for step in range(STEPS):
         x, y = regression_batch(step)
@@ -124,8 +127,10 @@ def equals_one_process(adapters: Adapters, rank: int, num_ranks: int, size: Any)
         with wrapped.step():
             squared_error(wrapped.model, (part(x, rank, num_ranks), part(y, rank, num_ranks))).backward()
         expected = dict(single.named_parameters())
-        error, name = largest_difference(dict(wrapped.model.module.named_parameters()), expected)
-        assert error <= BOUND, f"{name} differs by {error:.2g} from one process's after step {step + 1}"
+        found = dict(wrapped.model.module.named_parameters())
+        error, name = largest_difference(found, expected)
+        hint = hint_of_sums(found, start, expected, num_ranks) if step == 0 else ""
+        assert error <= BOUND, f"{name} differs by {error:.2g} from one process's after step {step + 1}{hint}"
     for name, parameter in wrapped.model.module.named_parameters():
         assert equal_on_all_ranks(parameter.detach()), f"{name} differs between the ranks after training"
 
@@ -190,4 +195,5 @@ def keeps_to_the_bucket_size(adapters: Adapters, rank: int, num_ranks: int) -> N
     for size, largest in ((0.1, 104_858), (0.0001, 40_000)):
         sent, *_ = messages_of_a_step(Wrapped(adapters, seeded(Stack), size), rank)
         what = f"with bucket_size_mb={size} and gradients of 40,000 bytes"
+        assert sent, f"{what} no message is sent in step 2"
         assert max(sent) <= largest, f"{what} a message of {max(sent)} bytes is sent"

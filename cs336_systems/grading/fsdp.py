@@ -5,6 +5,7 @@ can be imported, its layers are used.
 """
 
 import gc
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from cs336_systems.grading.models import (
     Deep,
     Language,
     equal_on_all_ranks,
+    hint_of_sums,
     largest_difference,
     layer_classes,
     next_token_loss,
@@ -59,6 +61,7 @@ def trains_like_one_process(
 ) -> None:
     torch.use_deterministic_algorithms(True)
     single = seeded(Language)
+    start = deepcopy(dict(single.named_parameters()))
     fsdp = adapters.call("get_fsdp", seeded(Language), compute_dtype=compute_dtype)
     if compute_dtype is not None:
         in_float16(single)
@@ -72,8 +75,10 @@ def trains_like_one_process(
         reference.step()
         own = part(tokens, rank, num_ranks), part(targets, rank, num_ranks)
         step_of(adapters, fsdp, optimizer, own, next_token_loss)
-        error, name = largest_difference(full_parameters(adapters, fsdp), dict(single.named_parameters()))
-        assert error <= bound, f"{name} differs by {error:.2g} from one process's after step {step + 1}"
+        found, expected = full_parameters(adapters, fsdp), dict(single.named_parameters())
+        error, name = largest_difference(found, expected)
+        hint = hint_of_sums(found, start, expected, num_ranks) if step == 0 else ""
+        assert error <= bound, f"{name} differs by {error:.2g} from one process's after step {step + 1}{hint}"
     wanted = compute_dtype or torch.float32
     assert dtypes == {wanted}, f"a Linear layer computes in {dtypes.pop()}, not {wanted}"
 
@@ -176,7 +181,8 @@ def frees_gathered_weights(adapters: Adapters, rank: int, num_ranks: int) -> Non
         layer.register_forward_hook(lambda *_: found.append(layers_beyond_the_shards()))
     output = fsdp(x)
     whole = f"whole layers' memory of {Deep.LAYERS} is held beyond the shards"
-    assert found and max(found) <= Deep.LAYERS / 2, f"in the forward {max(found, default=0):.1f} {whole}"
+    saved = "; autograd may have saved gathered weights for the backward"
+    assert found and max(found) <= Deep.LAYERS / 2, f"in the forward {max(found, default=0):.1f} {whole}{saved}"
     between = layers_beyond_the_shards()
     assert between <= 4, f"between forward and backward {between:.1f} {whole}"
     output.sum().backward()

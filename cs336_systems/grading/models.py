@@ -169,6 +169,15 @@ def largest_difference(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> tu
     return max(((ours[name].detach() - theirs[name].detach()).abs().max().item(), name) for name in theirs)
 
 
+def hint_of_sums(
+    found: dict[str, Tensor], start: dict[str, Tensor], expected: dict[str, Tensor], num_ranks: int
+) -> str:
+    """Words where a step of SGD from `start` went `num_ranks` times as far as it should, the commonest mistake."""
+    too_far = {name: start[name] + num_ranks * (x.detach() - start[name]) for name, x in expected.items()}
+    error, _ = largest_difference(found, expected)
+    return ", as if gradients were summed and not averaged" if largest_difference(found, too_far)[0] < error / 4 else ""
+
+
 def equal_on_all_ranks(tensor: Tensor) -> bool:
     tensors = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
     dist.all_gather(tensors, tensor.contiguous())

@@ -53,9 +53,9 @@ class TrainingConfig:
         most_seed = MAX_SEED // 2**16  # leaves room for the number of the epoch
         conditions = [
             ("wrapper", self.wrapper in WRAPPERS, f"one of {', '.join(WRAPPERS)}"),
-            ("wrapper", self.wrapper != "none" or self.num_ranks == 1, f"another for num_ranks={self.num_ranks}"),
+            ("wrapper", self.wrapper != "none" or self.num_ranks == 1, f"one that shares {self.num_ranks} ranks' work"),
             ("context_parallel", self.num_ranks % self.context_parallel == 0, f"a divisor of {self.num_ranks} ranks"),
-            ("context_parallel", length % chunks == 0, f"half a divisor of the context length {length}"),
+            ("context_parallel", length % chunks == 0, f"a divisor of half the context length {length}"),
             ("batch", self.batch % share == 0, f"a multiple of num_ranks / context_parallel * accumulation = {share}"),
             ("model", self.model.vocab_size == NUM_BYTES, f"of vocab_size {NUM_BYTES}"),
             ("warmup_steps", self.warmup_steps >= 0, "not negative"),

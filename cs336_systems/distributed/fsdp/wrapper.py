@@ -37,7 +37,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from cs336_systems.distributed.collectives import as_group, broadcast_from_first, check_same_shapes, clip_shards
-from cs336_systems.distributed.ddp import Accumulating, call_at_each_gradient, dense_gradient
+from cs336_systems.distributed.ddp import Accumulating, call_at_each_gradient, check_unchanged, dense_gradient
 from cs336_systems.distributed.fsdp.plan import Granularity, ShardedWeight, UnitPlan, materialize, plan_units
 from cs336_systems.distributed.fsdp.reduce import average_replicated
 from cs336_systems.distributed.fsdp.unit import ExecutionOrder, State, Unit, Window, gather_copy
@@ -298,6 +298,8 @@ class FSDP(nn.Module, Accumulating):
         for unit in self.units:
             if not unit.arrived:  # else a backward has raised
                 self._reduce(unit)
+            for weight in unit.weights:
+                check_unchanged([(weight.name, weight.shard)], weight.whole.requires_grad)
             for weight in unit.trainable:
                 if weight.shard._backward_hooks or weight.shard._post_accumulate_grad_hooks:
                     raise RuntimeError(f"parameter {weight.name!r} must have no gradient hooks: FSDP never calls them")
