@@ -236,6 +236,17 @@ def in_place_scaling(model: Any, x: Tensor) -> Tensor:
     return logits
 
 
+def keeps_a_loss(model: Any, x: Tensor) -> Tensor:
+    output = model.a(x.tanh())
+    model.loss = model.b(output.tanh()).square().mean(-1, keepdim=True)  # behind the output, not part of it
+    return output
+
+
+def _through(block: nn.Module, x: Tensor) -> Tensor:
+    block(x[:])
+    return x
+
+
 KINDS: dict[str, Kind] = {
     # layers
     "linear without bias": Kind(lambda: linear(bias=False), vectors),
@@ -369,6 +380,21 @@ KINDS: dict[str, Kind] = {
             lambda m, x: m.blocks[1](x=m.blocks[0](x=m.start(x) * 1)),
             start=linear(),
             blocks=nn.ModuleList(Net(lambda m, x: x.add_(m.inner(x.tanh())), inner=linear()) for _ in range(2)),
+        ),
+        vectors,
+    ),
+    "view of a view changed in place": Kind(
+        lambda: Net(
+            lambda m, x: _through(m.block, m.start(x) * 1),
+            start=linear(),
+            block=Net(lambda m, x: x[:, :].add_(m.inner(x.tanh())), inner=linear()),
+        ),
+        vectors,
+    ),
+    "losses kept on blocks": Kind(
+        lambda: Net(
+            lambda m, x: m.blocks[1](m.blocks[0](x)) + m.blocks[0].loss + m.blocks[1].loss,
+            blocks=nn.ModuleList(Net(keeps_a_loss, a=linear(), b=linear()) for _ in range(2)),
         ),
         vectors,
     ),

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from copy import deepcopy
 from typing import Any
 
@@ -78,7 +78,35 @@ def record_sends(rank: int, ranks: int, order: tuple[int, ...]) -> dict[str, lis
     return sent
 
 
-TWO_RANKS = OneJob(2, (record_sends, (0, 1, 2)), (record_sends, (2, 1, 0)))
+def skip_what_one_rank_raised_in(rank: int, ranks: int) -> dict[str, list[list[float]]]:
+    """The gradients of three steps of which the second raises on rank 1, which has sent less then than rank 0."""
+    found: dict[str, list[list[float]]] = {}
+    for name, wrap in WRAPPERS.items():
+        wrapped = wrap(nn.Sequential(*(nn.Linear(2, 2) for _ in range(3))))
+        found[name] = []
+        for step in range(3):
+            hidden = wrapped.module[:2](torch.full((1, 2), 1.0 + rank))
+            hidden = RaiseInBackward.apply(hidden) if step == 1 and rank == 1 else hidden
+            with suppress(ArithmeticError):
+                wrapped.module[2](hidden).sum().backward()
+            if step == 1:
+                wrapped.skip_step()
+            else:
+                wrapped.finish_gradient_synchronization()
+                found[name].append([float(parameter.grad.sum()) for parameter in wrapped.trainable])
+                wrapped.zero_grad()
+    return found
+
+
+TWO_RANKS = OneJob(2, (record_sends, (0, 1, 2)), (record_sends, (2, 1, 0)), (skip_what_one_rank_raised_in,))
+
+
+def test_a_step_that_raised_on_one_rank_is_skipped_on_all():
+    """Messages that one rank had sent, and the other not, met those of the next step."""
+    first, second = TWO_RANKS.results(skip_what_one_rank_raised_in)
+    assert first == second
+    for name, (before, after) in first.items():
+        assert before == after, name
 
 
 def test_one_collective_a_tensor_a_dtype_or_a_bucket_and_as_early_as_possible():

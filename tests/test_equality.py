@@ -82,7 +82,7 @@ LEFT_OUT: list[tuple[str, str, str]] = [
 # What once went wrong, in silence or by a crash, is tried in every run: (wrappers, kinds, uses).
 ALWAYS: list[tuple[str, str, str]] = [
     ("fsdp, *", "tied*|head by*|*nested units|owns and calls|shared*|list*|multihead attention|attention in a list|"
-     "encoder|parameter*|*weight norm|complex|dataclass output|view scaled in place|in-place relu|max norm|*hook",
+     "encoder|parameter*|*weight norm|complex|dataclass output|*in place|losses kept*|in-place relu|max norm|*hook",
      "plain|forward without backward|clipping|load_state_dict"),
     ("overlap|zero1", "sparse embedding", "plain"),
     ("zero1", "complex", "clipping"),

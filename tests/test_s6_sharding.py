@@ -295,6 +295,11 @@ def test_what_zero1_would_average_twice_or_not_see_is_refused(alone_in_a_group):
     nn.utils.clip_grad_norm_(model.parameters(), 0.01)
     with pytest.raises(RuntimeError, match="a gradient was changed after it was averaged.* clip_grad_norm_ of the opt"):
         optimizer.step()
+    optimizer.zero_grad()
+    model(torch.ones(3, 2)).sum().backward()
+    model.bias.grad = model.bias.grad + 1
+    with pytest.raises(RuntimeError, match="a gradient was replaced after the backward, which the update does not see"):
+        optimizer.step()
 
 
 def test_a_loss_scaler_needs_no_group_and_no_gradients():

@@ -188,7 +188,7 @@ def save_checkpoint(
     state = TrainingState(model, optimizer)
     content = {"step": step, "position": position or {}, "num_ranks": size, "optimizer": state.settings()}
     try:
-        json.dumps(content, allow_nan=False)
+        content = json.loads(json.dumps(content, allow_nan=False))  # as it will be read: keys are strings
     except (TypeError, ValueError) as error:
         raise ValueError(f"position and settings must be JSON, got {position!r} ({error})") from error
     folder = Path(folder)

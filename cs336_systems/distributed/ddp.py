@@ -129,12 +129,13 @@ class DataParallel(nn.Module, Accumulating, ABC):
         """Make every gradient of `trainable` the mean over the ranks; all of them are there."""
 
     def skip_step(self) -> None:
-        """Forget a step's gradients, on all ranks alike: after a backward that raised, say."""
-        self._end_step()
+        """Forget a step's gradients; to be called on all ranks, also where only one's backward has raised: each sends
+        the step's messages to their end, since the others may have sent them."""
+        for parameter in self.trainable:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        self._synchronize()
         self.zero_grad(set_to_none=True)
-
-    def _end_step(self) -> None:  # noqa: B027 - only wrappers that send during the backward have something to forget
-        """Wait for what is under way; the next gradients belong to another step."""
 
 
 def dense_gradient(parameter: Tensor) -> Tensor:

@@ -64,9 +64,6 @@ class BucketedDDP(DataParallel):
         for number, place in self._places:
             self.buckets[number].take_gradient(place)  # where no backward of this step has
         self._queue.finish(self._send)
-        self._end_step()
-
-    def _end_step(self) -> None:
         self._queue.begin()
 
 

@@ -37,7 +37,4 @@ class OverlapDDP(DataParallel):
 
     def _synchronize(self) -> None:
         self._queue.finish(self._send)  # those that this backward has not reached, and those behind them
-        self._end_step()
-
-    def _end_step(self) -> None:
         self._queue.begin()

@@ -152,10 +152,12 @@ class Zero1Optimizer(OptimizerOfShares, Accumulating):
         self.finish_gradient_synchronization()
         self.give_settings()
         for bucket in self.buckets:
-            if bucket.flat._version != bucket.version:
+            gradients = zip((parameter.grad for parameter in bucket.parameters), bucket.views)
+            replaced = any(gradient is not None and gradient is not view for gradient, view in gradients)
+            if replaced or bucket.flat._version != bucket.version:
                 raise RuntimeError(
-                    "a gradient was changed after it was averaged, which the update does not see: clip with "
-                    "clip_grad_norm_ of the optimizer, not with torch's"
+                    f"a gradient was {'replaced after the backward' if replaced else 'changed after it was averaged'}, "
+                    "which the update does not see: clip with clip_grad_norm_ of the optimizer, not with torch's"
                 )
             bucket.follow_parameters()
         self.local.step()

@@ -25,7 +25,8 @@ Which weights are trained is what they say when they are wrapped.
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+import weakref
+from collections import defaultdict, deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -101,6 +102,8 @@ class FSDP(nn.Module, Accumulating):
         self._clock = 0  # counts beginnings and ends of calls
         self._backwards: list[int] = []  # under way: the engine's, and in it those of reentrant checkpoints
         self._float16 = False  # whether gradients may overflow
+        entries = {entry for unit in self.units for entry in unit.entries}
+        self._attributes = {entry: _places_of_attributes(entry, entries) for entry in entries}
         for unit in self.units:
             for entry in unit.entries:  # around the hooks of others, which may compute with the weights (weight_norm)
                 entry.register_forward_pre_hook(partial(self._before_forward, unit), with_kwargs=True, prepend=True)
@@ -197,7 +200,7 @@ class FSDP(nn.Module, Accumulating):
             args = call.cast(args, self.compute_dtype)
             kwargs = {name: call.cast(value, self.compute_dtype) for name, value in kwargs.items()}
         if torch.is_grad_enabled():
-            call.given = {id(tensor): _version(tensor) for tensor in _tensors_in([*args, *kwargs.values()])}
+            call.keep_given(_tensors_in([*args, *kwargs.values(), *_attributes(self._attributes[entry])]))
         return args, kwargs
 
     def _after_forward(
@@ -212,9 +215,10 @@ class FSDP(nn.Module, Accumulating):
         if any(map(_version, call.casts)):
             raise RuntimeError(f"{unit.name!r} must not write into its arguments unless they are {self.compute_dtype}")
         outputs: list[Tensor] = []
-        if torch.is_grad_enabled():  # what the module has put into a container, or changed in place, is output as well
-            made = _tensors_in([output, *args, *kwargs.values()])
-            outputs = [one for one in made if one.requires_grad and call.given.get(id(one)) != _version(one)]
+        # What the module has put into a container or an attribute, or changed in place, is output as well.
+        if torch.is_grad_enabled():
+            made = _tensors_in([output, *args, *kwargs.values(), *_attributes(self._attributes[entry])])
+            outputs = [one for one in made if one.requires_grad and not call.was_given(one)]
             _on_first_gradient(outputs, partial(self._before_backward, unit, call.began, self._clock))
         in_forward = self._window.in_forward
         if self._window.in_backward and not in_forward:
@@ -365,7 +369,16 @@ class _Call:
     state_before: State
     began: int
     casts: list[Tensor]
-    given: dict[int, int] = field(default_factory=dict)  # versions of the tensors among its arguments, by id
+    # The tensors that were there before, by id, which another may have once one is gone, with their versions.
+    given: dict[int, tuple[weakref.ref[Tensor], int]] = field(default_factory=dict)
+
+    def keep_given(self, tensors: list[Tensor]) -> None:
+        self.given = {id(tensor): (weakref.ref(tensor), _version(tensor)) for tensor in tensors}
+
+    def was_given(self, tensor: Tensor) -> bool:
+        """Whether it was there before the forward, as it is now."""
+        before = self.given.get(id(tensor))
+        return before is not None and before[0]() is tensor and before[1] == _version(tensor)
 
     def cast(self, value: Any, dtype: torch.dtype) -> Any:
         """`value` in `dtype` if it is a floating-point tensor, or a tuple with such tensors so."""
@@ -380,6 +393,26 @@ class _Call:
 
 def _version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
+
+
+def _places_of_attributes(entry: nn.Module, others: set[nn.Module]) -> list[dict[str, Any]]:
+    """Where the modules of an entry keep their attributes, but for those within `others`, which are entries too."""
+    found, left = [], [entry]
+    while left:
+        module = left.pop()
+        found.append(vars(module))
+        left += (inner for inner in module.children() if inner not in others)
+    return found
+
+
+def _attributes(places: list[dict[str, Any]]) -> list[Any]:
+    """What modules keep on themselves, but for what torch does: a router's loss, say."""
+    return [
+        value
+        for place in places
+        for name, value in place.items()
+        if name[0] != "_" and not isinstance(value, _HOLD_NO_TENSORS)
+    ]
 
 
 def _tensors_in(value: Any) -> list[Tensor]:
@@ -404,7 +437,7 @@ def _tensors_in(value: Any) -> list[Tensor]:
 
 
 _HOLD_NO_TENSORS = (type(None), int, float, str, type, nn.Module)
-_CONTAINERS = (list, tuple, set, frozenset)
+_CONTAINERS = (list, tuple, set, frozenset, deque)
 _BUILT_IN = {dict, *_CONTAINERS}
 
 
@@ -422,6 +455,7 @@ def _on_first_gradient(tensors: list[Tensor], callback: Callable[[], None]) -> N
             callback()
 
     for tensor in tensors:
+        _ = tensor.grad_fn  # made anew where a view was written through: a hook on the old one crashes
         tensor.register_hook(hook)
         # What changes a view in place puts another node into its place, and leaves that of its base.
         if tensor._is_view() and tensor._base is not None and tensor._base.requires_grad:
