@@ -404,6 +404,17 @@ def test_the_proposed_row_is_the_best_in_the_mean_of_those_that_ran_everywhere()
     ]  # fmt: skip
 
 
+def test_proposals_of_two_precisions_are_told_that_a_call_needs_one():
+    shape = replace(SHORT, dtype="float32")
+    ieee, pieces = "sm90_dq_32x32_w8_s1", "sm90_forward_64x64_w4_s1_tf32x3"
+    rows = proposals(medians([record(shape, name, [1.0]) for name in (ieee, pieces)], [shape], seed=0))
+    assert tune_command.summary_lines([], rows)[-1] == (
+        "the kernels of a call need one precision, and in head tile 64 they would have "
+        "forward tf32x3, dkdv tf32x3, dq ieee"
+    )
+    assert tune_command.summary_lines([], [row for row in rows if row.key[0] == "forward"])[-1].startswith("    (")
+
+
 def test_a_proposal_that_reads_by_tma_says_what_other_inputs_take():
     a, b, c = (f"sm90_forward_{rest}" for rest in ("64x128_w4_s2_tma", "64x64_w4_s2", "64x64_w4_s3"))
     times = medians([record(SHORT, a, [1.0]), record(SHORT, b, [1.5]), record(SHORT, c, [1.2])], [SHORT], seed=0)

@@ -262,4 +262,20 @@ def summary_lines(ratios: Sequence[float], rows: Sequence[Proposal]) -> list[str
     lines = []
     if ratios:
         lines.append(f"the table's rows: at most {max(ratios):.3f} x the best, over {len(ratios)} kernels and shapes")
-    return [*lines, "proposed rows:", *(f"    {row.line}" for row in rows)]
+    return [*lines, "proposed rows:", *(f"    {row.line}" for row in rows), *_precision_lines(rows)]
+
+
+def _precision_lines(rows: Sequence[Proposal]) -> list[str]:
+    """A line for each width and head tile whose kernels would round the same scores differently."""
+    from cs336_systems.attention.tiles.config import KERNELS
+    from cs336_systems.attention.tiles.tables import TABLES
+
+    proposed = {row.key: row.config.precision for row in rows}
+    lines = []
+    for target, width, tile in dict.fromkeys((row.config.target, *row.key[1:]) for row in rows):
+        keys = [(kernel, width, tile) for kernel in KERNELS]
+        precisions = [proposed.get(key, TABLES[target][key].default.precision) for key in keys]
+        if len(set(precisions)) > 1:
+            found = ", ".join(f"{kernel} {precision}" for kernel, precision in zip(KERNELS, precisions))
+            lines.append(f"the kernels of a call need one precision, and in head tile {tile} they would have {found}")
+    return lines

@@ -103,7 +103,7 @@ class FSDP(nn.Module, Accumulating):
         self._backwards: list[int] = []  # under way: the engine's, and in it those of reentrant checkpoints
         self._float16 = False  # whether gradients may overflow
         entries = {entry for unit in self.units for entry in unit.entries}
-        self._attributes = {entry: _places_of_attributes(entry, entries) for entry in entries}
+        self._places = {entry: _places_of_attributes(entry, entries) for entry in entries}
         for unit in self.units:
             for entry in unit.entries:  # around the hooks of others, which may compute with the weights (weight_norm)
                 entry.register_forward_pre_hook(partial(self._before_forward, unit), with_kwargs=True, prepend=True)
@@ -200,7 +200,7 @@ class FSDP(nn.Module, Accumulating):
             args = call.cast(args, self.compute_dtype)
             kwargs = {name: call.cast(value, self.compute_dtype) for name, value in kwargs.items()}
         if torch.is_grad_enabled():
-            call.keep_given(_tensors_in([*args, *kwargs.values(), *_attributes(self._attributes[entry])]))
+            call.keep_given(_tensors_in([*args, *kwargs.values(), *_attributes(self._places[entry])]))
         return args, kwargs
 
     def _after_forward(
@@ -217,7 +217,7 @@ class FSDP(nn.Module, Accumulating):
         outputs: list[Tensor] = []
         # What the module has put into a container or an attribute, or changed in place, is output as well.
         if torch.is_grad_enabled():
-            made = _tensors_in([output, *args, *kwargs.values(), *_attributes(self._attributes[entry])])
+            made = _tensors_in([output, *args, *kwargs.values(), *_attributes(self._places[entry])])
             outputs = [one for one in made if one.requires_grad and not call.was_given(one)]
             _on_first_gradient(outputs, partial(self._before_backward, unit, call.began, self._clock))
         in_forward = self._window.in_forward
