@@ -200,6 +200,8 @@ def test_g8_no_dense_mask_is_made():
 def test_g8_bad_grids_are_refused():
     with pytest.raises(ValueError, match="needs a square number of tokens"):
         parse_mask("grid:3", seqlen=200)
+    with pytest.raises(ValueError, match="needs a power of 4 of tokens"):
+        parse_mask("hilbert:3", seqlen=36)
     with pytest.raises(ValueError, match="order must be one of rows, hilbert"):
         neighbourhood_mask(8, radius=1, order="snake")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="n must be a power of two"):

@@ -6,7 +6,7 @@ window:512               the 512 most recent keys
 document:1000,24,3072    packed documents of these lengths
 dilated:2048/4           segments of 2048 tokens at rate 4
 grid:7                   neighbours of an n × n grid in both directions, row after row
-hilbert:7                the same, tokens along Hilbert's curve
+hilbert:7                the same, tokens along Hilbert's curve (n a power of two)
 random:0.1               a tenth of the tiles, at random
 tokens:0.1               a tenth of the pairs, at random
 topk:256                 of each query's visible keys the 256 of highest (random) bias
@@ -90,8 +90,9 @@ def _parse_part(part: str, seqlen: int, size: BlockSize, heads: int, seed: int, 
             return BlockMask.dilated(seqlen, segment_length=segment, dilation_rate=rate, **where)
         case "grid" | "hilbert", [radius]:
             side = math.isqrt(seqlen)
-            if side * side != seqlen:
-                raise ValueError(f"{part!r} needs a square number of tokens, and the sequence has {seqlen}")
+            if side * side != seqlen or (name == "hilbert" and side & (side - 1)):
+                number = "square number" if name == "grid" else "power of 4"
+                raise ValueError(f"{part!r} needs a {number} of tokens, and the sequence has {seqlen}")
             return neighbourhood_mask(side, radius=radius, order="rows" if name == "grid" else "hilbert", **where)
         case "random" | "tokens", [density]:
             draw = BlockMask.random_blocks if name == "random" else BlockMask.random_tokens

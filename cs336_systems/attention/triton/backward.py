@@ -42,6 +42,7 @@ from cs336_systems.attention.triton.steps import (
     heads_together,
     key_bounds,
     load_rows,
+    load_sums,
     padded_rows,
     recompute_probabilities,
     start_next,
@@ -94,18 +95,17 @@ def _visit_queries(
     not have the last tile's rows in memory. STAGES of tiles are loaded ahead, where it is None as many as configured.
     """
     Q_TILE_SIZE: tl.constexpr = TILES.Q_TILE_SIZE
-    for start in tl.range(first_query, last_query, Q_TILE_SIZE, num_stages=STAGES):
+    POINTERS: tl.constexpr = not TMA and K.dtype != tl.float32  # whose addresses leave no register to spare
+    for start in tl.range(first_query, last_query, Q_TILE_SIZE, num_stages=STAGES, disable_licm=POINTERS):
         query_rows = start + tl.arange(0, Q_TILE_SIZE)
         Q = load_rows(Q_head, start, problem.N_QUERIES, Q_TILE_SIZE, TILES, True, TMA)  # (Q_TILE_SIZE, D_TILE)
         dO = load_rows(dO_head, start, problem.N_QUERIES, Q_TILE_SIZE, TILES, True, TMA)
-        if BOUNDED:
-            L_log2 = tl.load(L_head + query_rows, mask=query_rows < problem.N_QUERIES, other=float("inf"))
-            delta = tl.load(delta_head + query_rows, mask=query_rows < problem.N_QUERIES, other=0.0)
-        else:
-            L_log2 = tl.load(L_head + query_rows)
-            delta = tl.load(delta_head + query_rows)
+        if not POINTERS:
+            L_log2, delta = load_sums(L_head, delta_head, query_rows, problem, BOUNDED)
         S_T = tl.dot(K, tl.trans(Q), input_precision=TILES.PRECISION)  # (K_TILE_SIZE, Q_TILE_SIZE)
         dP_T = tl.dot(V, tl.trans(dO), input_precision=TILES.PRECISION)
+        if POINTERS:
+            L_log2, delta = load_sums(L_head, delta_head, query_rows, problem, BOUNDED)
         P_T = recompute_probabilities(S_T, L_log2[None, :], problem.scale_log2, Q.dtype == tl.float32)
         if DIAGONAL:
             P_T = tl.where(query_rows[None, :] >= key_rows[:, None], P_T, 0.0)
@@ -195,10 +195,12 @@ def flash_backward_dkdv_kernel(
     D: tl.constexpr = TILES.D
     K_TILE_SIZE: tl.constexpr = TILES.K_TILE_SIZE
     # Causal: the first keys are seen by most queries, and they come first as they are.
-    key_tile, batch, kv_head = tile_of_program(tl.cdiv(N_KEYS, K_TILE_SIZE), N_KV_HEADS, HEADS_TOGETHER, False)
+    key_tile, batch_head, batch, kv_head = tile_of_program(
+        tl.cdiv(N_KEYS, K_TILE_SIZE), N_KV_HEADS, HEADS_TOGETHER, False
+    )
     num_rows = padded_rows(N_QUERIES)
     row_base = batch * N_KV_HEADS * GROUP * num_rows
-    output_base = (batch * N_KV_HEADS + kv_head) * N_KEYS * D
+    output_base = batch_head * N_KEYS * D
     Q_first = head_of(Q_ptr, batch, 0, stride_qb, stride_qh, stride_qs, stride_qd, TMA)
     dO_first = head_of(dO_ptr, batch, 0, stride_dob, stride_doh, stride_dos, stride_dod, TMA)
     differentiate_keys(
@@ -275,10 +277,12 @@ def flash_backward_dq_kernel(
     """dQ (batch, heads, queries, D), L and delta (batch, heads, padded queries) are contiguous."""
     D: tl.constexpr = TILES.D
     Q_TILE_SIZE: tl.constexpr = TILES.Q_TILE_SIZE
-    query_tile, batch, head = tile_of_program(tl.cdiv(N_QUERIES, Q_TILE_SIZE), N_HEADS, HEADS_TOGETHER, IS_CAUSAL)
+    query_tile, batch_head, batch, head = tile_of_program(
+        tl.cdiv(N_QUERIES, Q_TILE_SIZE), N_HEADS, HEADS_TOGETHER, IS_CAUSAL
+    )
     kv_head = head // GROUP
-    row_base = (batch * N_HEADS + head) * padded_rows(N_QUERIES)
-    output_base = (batch * N_HEADS + head) * N_QUERIES * D
+    row_base = batch_head * padded_rows(N_QUERIES)
+    output_base = batch_head * N_QUERIES * D
     K_head = head_of(K_ptr, batch, kv_head, stride_kb, stride_kh, stride_ks, stride_kd, TMA)
     V_head = head_of(V_ptr, batch, kv_head, stride_vb, stride_vh, stride_vs, stride_vd, TMA)
     differentiate_queries(

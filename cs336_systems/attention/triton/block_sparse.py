@@ -47,6 +47,7 @@ from cs336_systems.attention.triton.steps import (
     head_of,
     heads_together,
     load_rows,
+    load_sums,
     online_softmax,
     padded_rows,
     recompute_probabilities,
@@ -150,7 +151,7 @@ def _visit_listed_keys(
     """Fold the listed key tiles into the running (accumulator, m, l); `block_rows` are Q's rows in the mask's tile."""
     K_TILE_SIZE: tl.constexpr = TILES.K_TILE_SIZE
     STEPS: tl.constexpr = K_BLOCK // K_TILE_SIZE
-    for step in tl.range(0, num_listed * STEPS):
+    for step in tl.range(0, num_listed * STEPS, disable_licm=Q.dtype != tl.float32):
         first_column = step % STEPS * K_TILE_SIZE  # of the kernel's tile in the mask's
         first_key = tl.load(indices + step // STEPS) * K_BLOCK + first_column
         K = load_rows(K_head, first_key, problem.N_KEYS, K_TILE_SIZE, TILES, PARTIAL, TMA)
@@ -181,7 +182,9 @@ def block_sparse_forward_kernel(
     Q_TILE_SIZE: tl.constexpr = TILES.Q_TILE_SIZE
     problem = Problem(N_QUERIES, N_KEYS, scale_log2, ZERO)
     # Last tile first: the lists of a causal mask grow towards the end.
-    query_tile, batch, head = tile_of_program(tl.cdiv(N_QUERIES, Q_TILE_SIZE), N_HEADS, HEADS_TOGETHER, True)
+    query_tile, batch_head, batch, head = tile_of_program(
+        tl.cdiv(N_QUERIES, Q_TILE_SIZE), N_HEADS, HEADS_TOGETHER, True
+    )
     first_query = query_tile * Q_TILE_SIZE
     list_number = _list_of_tile(
         batch, head, first_query // Q_BLOCK, tl.cdiv(N_QUERIES, Q_BLOCK), MASK_BATCHES, MASK_HEADS
@@ -212,7 +215,7 @@ def block_sparse_forward_kernel(
     )  # fmt: skip
 
     # 4. normalise and store
-    row_base = (batch * N_HEADS + head) * N_QUERIES
+    row_base = batch_head * N_QUERIES
     store_queries(accumulator, m, l, O_ptr + row_base * D, L_ptr + row_base, query_rows, N_QUERIES, D, TILES, True)
 
 
@@ -228,17 +231,20 @@ def _visit_listed_queries(
     Q_TILE_SIZE: tl.constexpr = TILES.Q_TILE_SIZE
     K_TILE_SIZE: tl.constexpr = TILES.K_TILE_SIZE
     STEPS: tl.constexpr = Q_BLOCK // Q_TILE_SIZE
-    for step in tl.range(0, num_listed * STEPS):
+    POINTERS: tl.constexpr = not TMA and K.dtype != tl.float32
+    for step in tl.range(0, num_listed * STEPS, disable_licm=K.dtype != tl.float32):
         first_row = step % STEPS * Q_TILE_SIZE  # of the kernel's tile in the mask's
         first_query = tl.load(indices + step // STEPS) * Q_BLOCK + first_row
         block_rows = first_row + tl.arange(0, Q_TILE_SIZE)
         query_rows = first_query + tl.arange(0, Q_TILE_SIZE)
         Q = load_rows(Q_head, first_query, problem.N_QUERIES, Q_TILE_SIZE, TILES, PARTIAL, TMA)
         dO = load_rows(dO_head, first_query, problem.N_QUERIES, Q_TILE_SIZE, TILES, PARTIAL, TMA)
-        L_log2 = tl.load(L_head + query_rows)
-        delta = tl.load(delta_head + query_rows)
+        if not POINTERS:
+            L_log2, delta = load_sums(L_head, delta_head, query_rows, problem, False)
         S_T = tl.dot(K, tl.trans(Q), input_precision=TILES.PRECISION)  # (K_TILE_SIZE, Q_TILE_SIZE)
         dP_T = tl.dot(V, tl.trans(dO), input_precision=TILES.PRECISION)
+        if POINTERS:
+            L_log2, delta = load_sums(L_head, delta_head, query_rows, problem, False)
         P_T = recompute_probabilities(S_T, L_log2[None, :], problem.scale_log2, Q.dtype == tl.float32)
         if PARTIAL:
             pattern = tl.load(patterns + step // STEPS)
@@ -268,7 +274,7 @@ def block_sparse_dkdv_kernel(
     D_TILE: tl.constexpr = TILES.D_TILE
     K_TILE_SIZE: tl.constexpr = TILES.K_TILE_SIZE
     problem = Problem(N_QUERIES, N_KEYS, scale_log2, ZERO)
-    key_tile, batch, kv_head = tile_of_program(tl.cdiv(N_KEYS, K_TILE_SIZE), N_KV_HEADS, HEADS_TOGETHER, False)
+    key_tile, _, batch, kv_head = tile_of_program(tl.cdiv(N_KEYS, K_TILE_SIZE), N_KV_HEADS, HEADS_TOGETHER, False)
     first_key = key_tile * K_TILE_SIZE
     key_rows = first_key + tl.arange(0, K_TILE_SIZE)
     K_head = head_of(K_ptr, batch, kv_head, stride_kb, stride_kh, stride_ks, stride_kd, TMA)
@@ -313,7 +319,7 @@ def _visit_listed_keys_for_dq(
     """Fold the listed key tiles into dQ (without its scale)."""
     K_TILE_SIZE: tl.constexpr = TILES.K_TILE_SIZE
     STEPS: tl.constexpr = K_BLOCK // K_TILE_SIZE
-    for step in tl.range(0, num_listed * STEPS):
+    for step in tl.range(0, num_listed * STEPS, disable_licm=Q.dtype != tl.float32):
         first_column = step % STEPS * K_TILE_SIZE  # of the kernel's tile in the mask's
         first_key = tl.load(indices + step // STEPS) * K_BLOCK + first_column
         K = load_rows(K_head, first_key, problem.N_KEYS, K_TILE_SIZE, TILES, PARTIAL, TMA)
@@ -346,7 +352,9 @@ def block_sparse_dq_kernel(
     D_TILE: tl.constexpr = TILES.D_TILE
     Q_TILE_SIZE: tl.constexpr = TILES.Q_TILE_SIZE
     problem = Problem(N_QUERIES, N_KEYS, scale_log2, ZERO)
-    query_tile, batch, head = tile_of_program(tl.cdiv(N_QUERIES, Q_TILE_SIZE), N_HEADS, HEADS_TOGETHER, True)
+    query_tile, batch_head, batch, head = tile_of_program(
+        tl.cdiv(N_QUERIES, Q_TILE_SIZE), N_HEADS, HEADS_TOGETHER, True
+    )
     first_query = query_tile * Q_TILE_SIZE
     list_number = _list_of_tile(
         batch, head, first_query // Q_BLOCK, tl.cdiv(N_QUERIES, Q_BLOCK), MASK_BATCHES, MASK_HEADS
@@ -358,8 +366,8 @@ def block_sparse_dq_kernel(
     query_rows = first_query + tl.arange(0, Q_TILE_SIZE)
     Q_head = head_of(Q_ptr, batch, head, stride_qb, stride_qh, stride_qs, stride_qd, TMA)
     dO_head = head_of(dO_ptr, batch, head, stride_dob, stride_doh, stride_dos, stride_dod, TMA)
-    row_base = (batch * N_HEADS + head) * padded_rows(N_QUERIES)
-    output_base = (batch * N_HEADS + head) * N_QUERIES * D
+    row_base = batch_head * padded_rows(N_QUERIES)
+    output_base = batch_head * N_QUERIES * D
     Q = load_rows(Q_head, first_query, N_QUERIES, Q_TILE_SIZE, TILES, True, TMA)  # (Q_TILE_SIZE, D_TILE)
     dO = load_rows(dO_head, first_query, N_QUERIES, Q_TILE_SIZE, TILES, True, TMA)
     L_log2 = tl.load(L_ptr + row_base + query_rows, mask=query_rows < N_QUERIES, other=float("inf"))

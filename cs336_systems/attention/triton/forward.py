@@ -54,7 +54,7 @@ def visit_keys(
     STAGES of tiles are loaded ahead, where it is None as many as the configuration says.
     """
     K_TILE_SIZE: tl.constexpr = TILES.K_TILE_SIZE
-    for start in tl.range(first_key, last_key, K_TILE_SIZE, num_stages=STAGES):
+    for start in tl.range(first_key, last_key, K_TILE_SIZE, num_stages=STAGES, disable_licm=Q.dtype != tl.float32):
         key_rows = start + tl.arange(0, K_TILE_SIZE)
         K = load_rows(K_head, start, problem.N_KEYS, K_TILE_SIZE, TILES, MASKED, TMA)  # (K_TILE_SIZE, D_TILE)
         S = tl.dot(Q, tl.trans(K), input_precision=TILES.PRECISION)  # (Q_TILE_SIZE, K_TILE_SIZE), not yet scaled
@@ -115,9 +115,11 @@ def flash_forward_kernel(
     descriptors under TMA."""
     D: tl.constexpr = TILES.D
     Q_TILE_SIZE: tl.constexpr = TILES.Q_TILE_SIZE
-    query_tile, batch, head = tile_of_program(tl.cdiv(N_QUERIES, Q_TILE_SIZE), N_HEADS, HEADS_TOGETHER, IS_CAUSAL)
+    query_tile, batch_head, batch, head = tile_of_program(
+        tl.cdiv(N_QUERIES, Q_TILE_SIZE), N_HEADS, HEADS_TOGETHER, IS_CAUSAL
+    )
     kv_head = head // GROUP
-    row_base = (batch * N_HEADS + head) * N_QUERIES
+    row_base = batch_head * N_QUERIES
     Q_head = head_of(Q_ptr, batch, head, stride_qb, stride_qh, stride_qs, stride_qd, TMA)
     K_head = head_of(K_ptr, batch, kv_head, stride_kb, stride_kh, stride_ks, stride_kd, TMA)
     V_head = head_of(V_ptr, batch, kv_head, stride_vb, stride_vh, stride_vs, stride_vd, TMA)

@@ -88,7 +88,7 @@ def flash_split_forward_kernel(
     D_TILE: tl.constexpr = TILES.D_TILE
     Q_TILE_SIZE: tl.constexpr = TILES.Q_TILE_SIZE
     num_query_tiles, num_parts = tl.cdiv(N_QUERIES, Q_TILE_SIZE), tl.cdiv(N_KEYS, PART_SIZE)
-    tile, batch, head = tile_of_program(num_query_tiles * num_parts, N_HEADS, HEADS_TOGETHER, IS_CAUSAL)
+    tile, batch_head, batch, head = tile_of_program(num_query_tiles * num_parts, N_HEADS, HEADS_TOGETHER, IS_CAUSAL)
     part = tile % num_parts
     first_query = tile // num_parts * Q_TILE_SIZE
     full_keys, end_keys = key_bounds(first_query, N_KEYS, TILES, IS_CAUSAL)
@@ -117,8 +117,9 @@ def flash_split_forward_kernel(
         start_next(OVERLAP)  # no sooner: programs that merge would wait in the place of those that have work
         num_heads = tl.num_programs(0) // (num_query_tiles * num_parts)  # of the batch
         O_parts, m_parts, l_parts = parts_of(Parts_ptr, num_parts, num_heads, N_QUERIES, D)
-        row_base = (part.to(tl.int64) * num_heads + batch * N_HEADS + head) * N_QUERIES
-        store_rows(O_parts + row_base * D, accumulator, query_rows, N_QUERIES, D, TILES)
+        row_base = (part.to(tl.int64) * num_heads + batch_head) * N_QUERIES
+        rows = tl.arange(0, Q_TILE_SIZE)  # counted anew: `query_rows`, kept through the loops, would spill
+        store_rows(O_parts + (row_base + first_query) * D, accumulator, rows, N_QUERIES - first_query, D, TILES)
         tl.store(m_parts + row_base + query_rows, m, mask=query_rows < N_QUERIES)
         tl.store(l_parts + row_base + query_rows, l, mask=query_rows < N_QUERIES)
 

@@ -16,6 +16,10 @@ Kernels differ only in which tiles they visit: a range (`forward`, `backward`), 
 (`block_sparse`), a document's range (`varlen`). Exponentials are base 2 with scale · log₂e folded into one
 multiply-add; L is stored in natural log. In the backward a kernel multiplies dO Vᵀ before it exponentiates: the tensor
 cores then work while the exponentials run.
+
+Accumulators take most of a thread's 255 registers. In 16 bit, loops without room for more have `disable_licm`: what the
+compiler would hoist out of them, it would spill. Where tiles come by pointers, L and delta are loaded behind the first
+two matmuls for the same reason.
 """
 
 from __future__ import annotations
@@ -86,7 +90,7 @@ def await_previous(OVERLAP: tl.constexpr):
 
 @triton.jit
 def tile_of_program(num_tiles, N_HEADS, HEADS_TOGETHER, LAST_TILE_FIRST: tl.constexpr):
-    """(tile, batch, head) of this program.
+    """(tile, batch_head, batch, head) of this program; batch_head counts the heads of all batch elements.
 
     HEADS_TOGETHER heads at a time, whose rows the L2 cache holds; among them one tile index after the other, so that
     the longest causal tiles start first and the short ones fill the tail.
@@ -99,7 +103,8 @@ def tile_of_program(num_tiles, N_HEADS, HEADS_TOGETHER, LAST_TILE_FIRST: tl.cons
     tile = position // width
     if LAST_TILE_FIRST:
         tile = num_tiles - 1 - tile
-    return tile, (batch_head // N_HEADS).to(tl.int64), (batch_head % N_HEADS).to(tl.int64)
+    batch, head = batch_head // N_HEADS, batch_head % N_HEADS
+    return tile, batch_head.to(tl.int64), batch.to(tl.int64), head.to(tl.int64)
 
 
 @triton.jit
@@ -149,6 +154,18 @@ def load_rows(
             return tl.load(pointers, mask=(columns < TILES.D)[None, :], other=0.0)
         else:
             return tl.load(pointers)
+
+
+@triton.jit
+def load_sums(L_head, delta_head, query_rows, problem, BOUNDED: tl.constexpr):
+    """L, in base 2, and delta of query rows; BOUNDED: they do not have the last tile's rows in memory."""
+    if BOUNDED:
+        L_log2 = tl.load(L_head + query_rows, mask=query_rows < problem.N_QUERIES, other=float("inf"))
+        delta = tl.load(delta_head + query_rows, mask=query_rows < problem.N_QUERIES, other=0.0)
+    else:
+        L_log2 = tl.load(L_head + query_rows)
+        delta = tl.load(delta_head + query_rows)
+    return L_log2, delta
 
 
 @triton.jit

@@ -101,7 +101,7 @@ def varlen_forward_kernel(
     D: tl.constexpr = TILES.D
     Q_TILE_SIZE: tl.constexpr = TILES.Q_TILE_SIZE
     num_slots = TOTAL_QUERIES // Q_TILE_SIZE + N_DOCUMENTS + 1
-    slot, _, head = tile_of_program(num_slots, N_HEADS, HEADS_TOGETHER, IS_CAUSAL)
+    slot, _, _, head = tile_of_program(num_slots, N_HEADS, HEADS_TOGETHER, IS_CAUSAL)
     document, query_tile = tile_of_slot(cu_seqlens_q_ptr, slot, N_DOCUMENTS, TOTAL_QUERIES, Q_TILE_SIZE)
     first_query, num_queries = rows_of_document(cu_seqlens_q_ptr, document, N_DOCUMENTS, TOTAL_QUERIES, TOTAL_QUERIES)
     first_key, num_keys = rows_of_document(cu_seqlens_k_ptr, document, N_DOCUMENTS, 0, TOTAL_KEYS)
@@ -133,7 +133,7 @@ def varlen_dkdv_kernel(
     D: tl.constexpr = TILES.D
     K_TILE_SIZE: tl.constexpr = TILES.K_TILE_SIZE
     num_slots = TOTAL_KEYS // K_TILE_SIZE + N_DOCUMENTS + 1
-    slot, _, kv_head = tile_of_program(num_slots, N_KV_HEADS, HEADS_TOGETHER, False)
+    slot, _, _, kv_head = tile_of_program(num_slots, N_KV_HEADS, HEADS_TOGETHER, False)
     document, key_tile = tile_of_slot(cu_seqlens_k_ptr, slot, N_DOCUMENTS, TOTAL_KEYS, K_TILE_SIZE)
     first_query, num_queries = rows_of_document(cu_seqlens_q_ptr, document, N_DOCUMENTS, 0, TOTAL_QUERIES)
     first_key, num_keys = rows_of_document(cu_seqlens_k_ptr, document, N_DOCUMENTS, TOTAL_KEYS, TOTAL_KEYS)
@@ -169,7 +169,7 @@ def varlen_dq_kernel(
     D: tl.constexpr = TILES.D
     Q_TILE_SIZE: tl.constexpr = TILES.Q_TILE_SIZE
     num_slots = TOTAL_QUERIES // Q_TILE_SIZE + N_DOCUMENTS + 1
-    slot, _, head = tile_of_program(num_slots, N_HEADS, HEADS_TOGETHER, IS_CAUSAL)
+    slot, _, _, head = tile_of_program(num_slots, N_HEADS, HEADS_TOGETHER, IS_CAUSAL)
     document, query_tile = tile_of_slot(cu_seqlens_q_ptr, slot, N_DOCUMENTS, TOTAL_QUERIES, Q_TILE_SIZE)
     first_query, num_queries = rows_of_document(cu_seqlens_q_ptr, document, N_DOCUMENTS, TOTAL_QUERIES, TOTAL_QUERIES)
     first_key, num_keys = rows_of_document(cu_seqlens_k_ptr, document, N_DOCUMENTS, 0, TOTAL_KEYS)
