@@ -195,12 +195,12 @@ def flash_backward_dkdv_kernel(
     D: tl.constexpr = TILES.D
     K_TILE_SIZE: tl.constexpr = TILES.K_TILE_SIZE
     # Causal: the first keys are seen by most queries, and they come first as they are.
-    key_tile, batch_head, batch, kv_head = tile_of_program(
+    key_tile, _, batch, kv_head = tile_of_program(
         tl.cdiv(N_KEYS, K_TILE_SIZE), N_KV_HEADS, HEADS_TOGETHER, False
     )
     num_rows = padded_rows(N_QUERIES)
-    row_base = batch * N_KV_HEADS * GROUP * num_rows
-    output_base = batch_head * N_KEYS * D
+    row_base = batch * (N_KV_HEADS * GROUP * num_rows)
+    output_base = (batch * N_KV_HEADS + kv_head) * N_KEYS * D
     Q_first = head_of(Q_ptr, batch, 0, stride_qb, stride_qh, stride_qs, stride_qd, TMA)
     dO_first = head_of(dO_ptr, batch, 0, stride_dob, stride_doh, stride_dos, stride_dod, TMA)
     differentiate_keys(
