@@ -65,14 +65,14 @@ def rank_bytes(
     """
     held = traffic.parameters(model, plan.tensor_parallel)
     ranks = plan.data_parallel
-    total = sum(parameter.elements for parameter in held)
+    total = traffic.num_elements(held)
     kept = total
     if plan.scheme == "fsdp":
         kept = sum(-(-one.elements // ranks) if one.is_matrix else one.elements for one in held)
     moments = -(-total // ranks) if plan.scheme in ("sharded-optimizer", "zero1") else kept
     gathered = 0
     if plan.scheme == "fsdp" and ranks > 1:  # PREFETCH + 1 consecutive units, and one unit's gradients
-        sizes = [sum(held[position].elements for position in unit) for unit in traffic.fsdp_units(held)]
+        sizes = list(map(traffic.num_elements, traffic.fsdp_units(held)))
         window = traffic.PREFETCH + 1
         weights = max(sum(sizes[start : start + window]) for start in range(max(1, len(sizes) - window + 1)))
         gathered = COMPUTE_BYTES * (weights + max(sizes))

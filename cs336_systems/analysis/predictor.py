@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from cs336_systems.accounting import model_flops
 from cs336_systems.analysis import traffic
@@ -76,7 +77,7 @@ def predict(
         exposed_s = _replicated_exposed_s(model, held, plan, links, backward_s)
     exposed_s += links.tensor_parallel_s(model, batch)  # the next matmul needs the sum: nothing to hide it behind
     sharded = plan.scheme in ("sharded-optimizer", "zero1", "fsdp")
-    updated = sum(one.elements for one in held) / (plan.data_parallel if sharded else 1)
+    updated = traffic.num_elements(held) / (plan.data_parallel if sharded else 1)
     return Prediction(
         forward_s=forward_s,
         backward_s=backward_s,
@@ -112,7 +113,7 @@ class _Links:
         ranks = self.plan.tensor_parallel
         if ranks == 1:
             return 0.0
-        size = traffic.tensor_parallel_bytes(model, self.plan, batch)
+        size = batch * model.context_length * model.d_model * traffic.COMPUTE_BYTES
         once = all_reduce_seconds(size, ranks, self.hardware.node_bytes_per_s) + 2 * self.hardware.latency_s(ranks)
         return 2 * ALL_REDUCES_A_BLOCK * model.num_layers * once
 
@@ -128,7 +129,7 @@ def _replicated_exposed_s(
     done = 0.0
     for group, call in zip(groups, gradients):
         overlapped = plan.scheme not in ("naive", "flat")
-        start = max(ready[position] for position in group) if overlapped else backward_s
+        start = max(ready[one.name] for one in group) if overlapped else backward_s
         done = max(done, start) + links.seconds(call)
     copies = 0.0
     if plan.scheme == "flat":
@@ -136,19 +137,15 @@ def _replicated_exposed_s(
     return max(0.0, done - backward_s) + copies + sum(map(links.seconds, weights))
 
 
-def _gradient_ready_s(held: Sequence[Parameter], backward_s: float) -> list[float]:
-    """When backward has each parameter's gradient: matmuls in reverse order, each taking time by its size.
+def _gradient_ready_s(held: Sequence[Parameter], backward_s: float) -> dict[str, float]:
+    """When backward has the gradient of each parameter, by name: matmuls in reverse order, taking time by their size.
 
     The embedding costs nothing and is ready last.
     """
-    work = [one.elements if one.is_matrix and one.name != "token_embeddings" else 0 for one in held]
-    total = sum(work)
-    ready = [0.0] * len(held)
-    done = 0
-    for position in reversed(range(len(held))):
-        done += work[position]
-        ready[position] = backward_s * done / total
-    return ready
+    work = {one.name: one.elements if one.is_matrix and one.name != "token_embeddings" else 0 for one in held}
+    total = sum(work.values())
+    names = list(reversed(work))
+    return {name: backward_s * done / total for name, done in zip(names, accumulate(work[name] for name in names))}
 
 
 def _fsdp_exposed_s(held: list[Parameter], links: _Links, forward_s: float, backward_s: float) -> float:
@@ -158,7 +155,7 @@ def _fsdp_exposed_s(held: list[Parameter], links: _Links, forward_s: float, back
     only by the optimizer, are left out.
     """
     units = traffic.fsdp_units(held)
-    elements = [sum(held[position].elements for position in unit) for unit in units]
+    elements = list(map(traffic.num_elements, units))
     share = [0, *elements[1:]]  # the embedding is a look-up
 
     def transfer(size: int) -> float:
@@ -180,7 +177,6 @@ def pipeline_s(gathers: Sequence[float], computes: Sequence[float], scatters: Se
     clock serves the gather that is next before the scatter that is ready at the same moment.
     """
     link = compute = 0.0
-    done: list[float] = []
     gathered = []
 
     def gather(layer: int, earliest: float) -> None:
@@ -193,7 +189,6 @@ def pipeline_s(gathers: Sequence[float], computes: Sequence[float], scatters: Se
         gather(layer, 0.0)
     for layer, seconds in enumerate(computes):
         compute = max(compute, gathered[layer]) + seconds
-        done.append(compute)
         gather(layer + prefetch, compute)
         if scatters[layer]:
             link = max(link, compute) + scatters[layer]

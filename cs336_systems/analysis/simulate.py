@@ -24,6 +24,8 @@ from torch import Tensor
 from cs336_systems.analysis.ffn import ELEMENT_BYTES
 from cs336_systems.analysis.rings import ring_all_gather, ring_all_reduce, ring_reduce_scatter
 
+FSDP_DIMS = {"w1": 0, "w2": 0, "w3": 1}  # in which FSDP cuts each matrix; TP cuts the other one
+
 
 class Weights(NamedTuple):
     """The layer's matrices or their gradients."""
@@ -112,46 +114,40 @@ def simulate(
 def _shard(weights: Weights, num_fsdp: int, num_tp: int) -> list[list[Weights]]:
     """[i][j]: W1 and W2 cut in columns by TP and rows by FSDP, W3 the other way round."""
 
-    def cut(matrix: Tensor, tp_dim: int) -> list[list[Tensor]]:
-        return [list(part.chunk(num_fsdp, 1 - tp_dim)) for part in matrix.chunk(num_tp, tp_dim)]
-
-    w1, w2, w3 = cut(weights.w1, 1), cut(weights.w2, 1), cut(weights.w3, 0)
-    return [[Weights(w1[i][j], w2[i][j], w3[i][j]) for j in range(num_fsdp)] for i in range(num_tp)]
+    shards = {
+        name: [part.chunk(num_fsdp, dim) for part in getattr(weights, name).chunk(num_tp, 1 - dim)]
+        for name, dim in FSDP_DIMS.items()
+    }
+    return [[Weights(*(shards[name][i][j] for name in FSDP_DIMS)) for j in range(num_fsdp)] for i in range(num_tp)]
 
 
 def _unshard(shards: list[list[Weights]]) -> Weights:
-    def join(name: str, tp_dim: int) -> Tensor:
-        rows = [torch.cat([getattr(shard, name) for shard in row], 1 - tp_dim) for row in shards]
-        return torch.cat(rows, tp_dim)
+    def join(name: str, dim: int) -> Tensor:
+        return torch.cat([torch.cat([getattr(shard, name) for shard in row], dim) for row in shards], 1 - dim)
 
-    return Weights(join("w1", 1), join("w2", 1), join("w3", 0))
+    return Weights(*(join(name, dim) for name, dim in FSDP_DIMS.items()))
 
 
 def _gather(shards: list[Weights], count: Counts) -> Weights:
     """All-gather of each matrix over the FSDP ranks of a TP rank."""
-    num_fsdp = len(shards)
     matrices = []
-    for name, dim in (("w1", 0), ("w2", 0), ("w3", 1)):
+    for name, dim in FSDP_DIMS.items():
         parts = [getattr(shard, name) for shard in shards]
-        results, traffic = ring_all_gather([part.flatten().tolist() for part in parts])
-        flat = torch.tensor(results[0], dtype=parts[0].dtype)
-        matrices.append(torch.cat([one.view(parts[0].shape) for one in flat.chunk(num_fsdp)], dim))
-        count.fsdp_bytes += ELEMENT_BYTES * sum(traffic.sent)
+        results, traffic = ring_all_gather([[part] for part in parts])  # a whole shard is an element of the ring
+        matrices.append(torch.cat(results[0], dim))
+        count.fsdp_bytes += ELEMENT_BYTES * parts[0].numel() * sum(traffic.sent)
     return Weights(*matrices)
 
 
 def _reduce_scatter(gradients: list[Weights], count: Counts) -> list[Weights]:
     """Reduce-scatter of each gradient over the FSDP ranks: rank j keeps its shard of the sum."""
-    num_fsdp = len(gradients)
-    kept: list[list[Tensor]] = [[] for _ in range(num_fsdp)]
-    for name, dim in (("w1", 0), ("w2", 0), ("w3", 1)):
-        parts = [getattr(one, name).chunk(num_fsdp, dim) for one in gradients]
-        buffers = [torch.cat([part.flatten() for part in one]).tolist() for one in parts]
-        results, traffic = ring_reduce_scatter(buffers)
-        for rank, result in enumerate(results):
-            kept[rank].append(torch.tensor(result, dtype=parts[0][0].dtype).view(parts[0][0].shape))
-        count.fsdp_bytes += ELEMENT_BYTES * sum(traffic.sent)
-    return [Weights(*one) for one in kept]
+    kept = []
+    for name, dim in FSDP_DIMS.items():
+        parts = [getattr(one, name).chunk(len(gradients), dim) for one in gradients]
+        results, traffic = ring_reduce_scatter(parts)
+        kept.append([shard for (shard,) in results])
+        count.fsdp_bytes += ELEMENT_BYTES * parts[0][0].numel() * sum(traffic.sent)
+    return [Weights(*one) for one in zip(*kept)]
 
 
 def _all_reduce(parts: list[Tensor], count: Counts) -> Tensor:

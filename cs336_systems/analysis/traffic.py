@@ -10,7 +10,6 @@ its hidden dimension) all-reduces the (tokens, d_model) activations twice a bloc
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -85,78 +84,64 @@ def parameters(model: ModelConfig, tensor_parallel: int = 1) -> list[Parameter]:
     return [*found, norm("ln_final"), matrix("lm_head", model.vocab_size, model.d_model)]
 
 
-def buckets(model_parameters: list[Parameter], bucket_bytes: float) -> list[list[int]]:
-    """Positions in reverse order, cut into buckets of at most `bucket_bytes`; a larger tensor stands alone."""
-    found: list[list[int]] = []
-    filled = 0
-    for position in reversed(range(len(model_parameters))):
-        size = MASTER_BYTES * model_parameters[position].elements
-        if not found or filled + size > bucket_bytes:
-            found.append([])
-            filled = 0
-        found[-1].append(position)
-        filled += size
-    return found
+def num_elements(group: list[Parameter]) -> int:
+    return sum(one.elements for one in group)
 
 
-def gradient_groups(model_parameters: list[Parameter], plan: Plan) -> list[list[int]]:
-    """The parameters whose gradients share a collective, in the order in which backward finishes them."""
-    everything = list(reversed(range(len(model_parameters))))
+def gradient_groups(held: list[Parameter], plan: Plan) -> list[list[Parameter]]:
+    """The parameters whose gradients share a collective, in the order in which backward finishes them.
+
+    Buckets hold at most BUCKET_BYTES; a larger tensor stands alone.
+    """
     if plan.scheme == "flat":
-        return [everything]
-    if plan.scheme in ("bucketed", "zero1"):
-        return buckets(model_parameters, BUCKET_BYTES)
-    return [[position] for position in everything]
+        return [held[::-1]]
+    if plan.scheme not in ("bucketed", "zero1"):
+        return [[one] for one in reversed(held)]
+    buckets: list[list[Parameter]] = []
+    for one in reversed(held):
+        if buckets and MASTER_BYTES * num_elements([*buckets[-1], one]) <= BUCKET_BYTES:
+            buckets[-1].append(one)
+        else:
+            buckets.append([one])
+    return buckets
 
 
-def fsdp_units(model_parameters: list[Parameter]) -> list[list[int]]:
+def fsdp_units(held: list[Parameter]) -> list[list[Parameter]]:
     """The matrices that FSDP gathers at once, those of a block, in the forward's order."""
-    units: dict[str, list[int]] = {}
-    for position, one in enumerate(model_parameters):
+    units: dict[str, list[Parameter]] = {}
+    for one in held:
         if one.is_matrix:
             block = ".".join(one.name.split(".")[:2])  # layers.7 of layers.7.ffn.w1
-            units.setdefault(block, []).append(position)
+            units.setdefault(block, []).append(one)
     return list(units.values())
 
 
 def collectives(model: ModelConfig, plan: Plan) -> list[Collective]:
     """All data-parallel collectives of a step; none on one rank."""
-    return list(_collectives(model, plan)) if plan.data_parallel > 1 else []
-
-
-def _collectives(model: ModelConfig, plan: Plan) -> Iterator[Collective]:
+    if plan.data_parallel == 1:
+        return []
     held = parameters(model, plan.tensor_parallel)
-    forward = range(len(held))
 
-    def over(kind: Kind, positions: list[int], element_bytes: int) -> Collective:
-        return Collective(kind=kind, size_bytes=element_bytes * sum(held[position].elements for position in positions))
+    def over(kind: Kind, group: list[Parameter], element_bytes: int = MASTER_BYTES) -> Collective:
+        return Collective(kind=kind, size_bytes=element_bytes * num_elements(group))
 
     if plan.scheme == "fsdp":
         units = fsdp_units(held)
-        yield from (over("all_gather", unit, COMPUTE_BYTES) for unit in units)
+        calls = [over("all_gather", unit, COMPUTE_BYTES) for unit in units]
         for number, unit in reversed(list(enumerate(units))):
             if number < len(units) - KEPT_UNITS:
-                yield over("all_gather", unit, COMPUTE_BYTES)
-            yield over("reduce_scatter", unit, COMPUTE_BYTES)
-        yield over("all_reduce", [position for position in forward if not held[position].is_matrix], MASTER_BYTES)
-        return
-    kind: Kind = "reduce_scatter" if plan.scheme == "zero1" else "all_reduce"
-    for group in gradient_groups(held, plan):
-        yield over(kind, group, MASTER_BYTES)
-    if plan.scheme == "sharded-optimizer":  # the owner of each parameter sends it to the others after the step
-        yield from (over("broadcast", [position], MASTER_BYTES) for position in forward)
+                calls.append(over("all_gather", unit, COMPUTE_BYTES))
+            calls.append(over("reduce_scatter", unit, COMPUTE_BYTES))
+        return [*calls, over("all_reduce", [one for one in held if not one.is_matrix])]
+    groups = gradient_groups(held, plan)
     if plan.scheme == "zero1":
-        for group in gradient_groups(held, plan):
-            yield over("all_gather", group, MASTER_BYTES)
+        return [over(kind, group) for kind in ("reduce_scatter", "all_gather") for group in groups]
+    calls = [over("all_reduce", group) for group in groups]
+    if plan.scheme == "sharded-optimizer":  # the owner of each parameter sends it to the others after the step
+        calls += [over("broadcast", [one]) for one in held]
+    return calls
 
 
 def bytes_sent(model: ModelConfig, plan: Plan) -> float:
     """By each rank in a step along the data-parallel axis."""
     return sum(collective.bytes_sent(plan.data_parallel) for collective in collectives(model, plan))
-
-
-def tensor_parallel_bytes(model: ModelConfig, plan: Plan, batch: int) -> float:
-    """Size of one all-reduce of activations between tensor-parallel ranks; 0 where there is one rank."""
-    if plan.tensor_parallel == 1:
-        return 0.0
-    return float(batch * model.context_length * model.d_model * COMPUTE_BYTES)
