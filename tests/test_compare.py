@@ -117,57 +117,46 @@ def test_a_group_needs_five_cases_and_only_times_and_rates_count() -> None:
     assert len(compare_records(five, five).groups) == 1 and compare_records(four, four).groups == ()
     modes = [record(seqlen, [1.0] * 5, mode=mode) for seqlen in range(1, 5) for mode in ("forward", "backward")]
     assert compare_records(modes, modes).groups == (), "modes of one case were measured together"
-    memory = [record(seqlen, [1.0], quantity="peak_memory", unit="MiB") for seqlen in range(1, 9)]
+    memory = [record(seqlen, [1.0], **MEMORY) for seqlen in range(1, 9)]
     assert compare_records(memory, memory).groups == ()
-    rates = [[record(n, [rate] * 5, quantity="rate", unit="GB/s") for n in range(1, 9)] for rate in (100.0, 80.0)]
+    rates = [[record(n, [rate] * 5, **RATE) for n in range(1, 9)] for rate in (100.0, 80.0)]
     (group,) = compare_records(*rates).groups
     assert group.verdict == "regression" and group.change_percent == pytest.approx(25)
+    for row in compare_records(*rates).rows:
+        assert 0 < row.low_percent <= row.change_percent == pytest.approx(20)
 
 
-def test_more_is_better_where_the_unit_is_a_rate() -> None:
-    base, target = ([record(128, [rate * k for k in (1, 1.001, 0.999, 1.002, 0.998)], unit="ms")] for rate in (100, 80))
-    (faster,) = compare_records(base, target).rows
-    assert faster.verdict == "improvement"
-    base, target = (
-        [structs.replace(row, quantity="bandwidth", unit="GB/s") for row in side] for side in (base, target)
-    )
-    (lower,) = compare_records(base, target).rows
-    assert lower.verdict == "regression" and lower.change_percent == pytest.approx(20)
-    assert 0 < lower.low_percent < 20 < lower.high_percent
+MEMORY, CALLS = {"quantity": "peak_memory", "unit": "MiB"}, {"quantity": "kernel_calls", "unit": "calls"}
+RATE, RANK = {"quantity": "bandwidth", "unit": "GB/s"}, {"quantity": "kernel_1_time", "kernel": "nvjet_a"}
+RAN = record(128, [1.0] * 5)
+NOISY = [1, 1.001, 0.999, 1.002, 0.998]
 
 
-def test_memory_needs_no_noise() -> None:
-    memory = {"quantity": "peak_memory", "unit": "MiB"}
-    (row,) = compare_records([record(128, [100.0], **memory)], [record(128, [110.0], **memory)]).rows
-    assert row.verdict == "regression"
-    (row,) = compare_records([record(128, [100.0], **memory)], [record(128, [100.0], **memory)]).rows
-    assert row.verdict == "unchanged"
-    (row,) = compare_records([record(128, [0.0], **memory)], [record(128, [1.0], **memory)]).rows
-    assert (row.verdict, row.reason) == ("not compared", "the base is 0")
-
-
-def test_ranks_of_other_kernels_and_counts_are_not_compared() -> None:
-    ranked = {"quantity": "kernel_1_time", "kernel": "nvjet_a"}
-    base, target = record(128, [1.0] * 5, **ranked), record(128, [2.0] * 5, **ranked | {"kernel": "nvjet_b"})
+@pytest.mark.parametrize(
+    ("base", "target", "verdict", "reason"),
+    [
+        # less is better, but of rates more
+        (record(128, NOISY), record(128, [0.8 * x for x in NOISY]), "improvement", ""),
+        (record(128, NOISY, **RATE), record(128, [0.8 * x for x in NOISY], **RATE), "regression", ""),
+        # memory has no noise
+        (record(128, [100.0], **MEMORY), record(128, [110.0], **MEMORY), "regression", ""),
+        (record(128, [100.0], **MEMORY), record(128, [100.0], **MEMORY), "unchanged", ""),
+        (record(128, [0.0], **MEMORY), record(128, [1.0], **MEMORY), "not compared", "the base is 0"),
+        # ranks of other kernels, and counts
+        (record(128, [1.0] * 5, **RANK), record(128, [2.0] * 5, **RANK), "regression", ""),
+        (record(128, [1.0] * 5, **RANK), record(128, [2.0] * 5, **RANK | {"kernel": "nvjet_b"}), "not compared",
+         "another kernel: nvjet_b, was nvjet_a"),
+        (record(128, [96.0], **CALLS), record(128, [98.0], **CALLS), "not compared", "neither a time nor memory"),
+        (record(128, [96.0], **CALLS), record(128, [96.0], **CALLS), "unchanged", ""),
+        # what breaks is a regression, and what is mended is none
+        (RAN, broken(RAN), "regression", "ok, now oom: CUDA out of memory"),
+        (broken(RAN), RAN, "improvement", ""),
+        (broken(RAN), broken(RAN, "failed", "x"), "unchanged", ""),
+    ],
+)  # fmt: skip
+def test_the_verdict_on_a_row(base: Record, target: Record, verdict: str, reason: str) -> None:
     (row,) = compare_records([base], [target]).rows
-    assert (row.verdict, row.reason) == ("not compared", "another kernel: nvjet_b, was nvjet_a")
-    (row,) = compare_records([base], [record(128, [2.0] * 5, **ranked)]).rows
-    assert row.verdict == "regression"
-    calls = {"quantity": "kernel_calls", "unit": "calls"}
-    (row,) = compare_records([record(128, [96.0], **calls)], [record(128, [98.0], **calls)]).rows
-    assert (row.verdict, row.reason) == ("not compared", "neither a time nor memory")
-    (row,) = compare_records([record(128, [96.0], **calls)], [record(128, [96.0], **calls)]).rows
-    assert row.verdict == "unchanged"
-
-
-def test_what_breaks_is_a_regression_and_what_is_mended_is_none() -> None:
-    ran = record(128, [1.0] * 5)
-    (row,) = compare_records([ran], [broken(ran)]).rows
-    assert row.verdict == "regression" and row.reason == "ok, now oom: CUDA out of memory"
-    (row,) = compare_records([broken(ran)], [ran]).rows
-    assert row.verdict == "improvement"
-    (row,) = compare_records([broken(ran)], [broken(ran, "failed", "x")]).rows
-    assert row.verdict == "unchanged"
+    assert row.verdict == verdict and (not reason or row.reason == reason)
 
 
 def test_rows_of_one_side_and_doubled_rows_are_listed() -> None:
@@ -210,9 +199,6 @@ def test_the_interval_covers_the_true_change_as_often_as_it_says() -> None:
     assert 0.82 <= covered / 200 <= 0.99
 
 
-# Files and the command
-
-
 def test_samples_that_drift_together_widen_the_interval() -> None:
     generator = random.Random(0)
     independent = [1 + generator.gauss(0, 0.01) for _ in range(64)]
@@ -222,6 +208,9 @@ def test_samples_that_drift_together_widen_the_interval() -> None:
         low, high = bootstrap_change([1.0] * 64, samples, confidence=0.95, seed=1)
         widths.append(high - low)
     assert widths[1] > 1.3 * widths[0]
+
+
+# Files and the command
 
 
 def write(folder: Path, records: list[Record]) -> Path:
@@ -256,18 +245,15 @@ def test_the_command_says_what_regressed(tmp_path: Path) -> None:
     assert invoke("compare", base, target, "--threshold", "30").exit_code == 0
 
 
-def test_runs_with_nothing_in_common_are_not_said_to_be_as_fast(tmp_path: Path) -> None:
-    other = [structs.replace(row, problem="torch_compile") for row in run_of(2)]
-    result = invoke("compare", write(tmp_path / "base", run_of(1)), write(tmp_path / "target", other))
-    assert "none in common" in result.stdout and "no regression" not in result.stdout
-
-
-def test_the_command_on_two_runs_of_the_same_code(tmp_path: Path) -> None:
+def test_the_command_on_two_runs_of_the_same_code_and_of_other_problems(tmp_path: Path) -> None:
     base, target = write(tmp_path / "base", run_of(1)), write(tmp_path / "target", run_of(2))
     result = invoke("compare", base, target)
     assert result.exit_code == 0 and "no regression" in result.stdout and "20 unchanged" in result.stdout
     everything = invoke("compare", base, target, "--all").stdout
     assert everything.count("unchanged") == 22  # rows, their group, the summary
+    other = write(tmp_path / "other", [structs.replace(row, problem="torch_compile") for row in run_of(2)])
+    result = invoke("compare", base, other)
+    assert "none in common" in result.stdout and "no regression" not in result.stdout
 
 
 def test_single_samples_are_shown_where_they_differ(tmp_path: Path) -> None:
@@ -287,14 +273,6 @@ def test_the_command_lists_what_is_not_on_both_sides(tmp_path: Path) -> None:
     assert "measured more than once, the newest counts: 1" in result.stdout
 
 
-def test_brackets_in_a_message_are_shown_as_they_are(tmp_path: Path) -> None:
-    """Taken for markup, a path in brackets ended the command with a traceback, and a word in brackets vanished."""
-    message = "no [/tag] in [bold]"
-    base = write(tmp_path / "base", [record(128, [1.0] * 5)])
-    result = invoke("compare", base, write(tmp_path / "target", [broken(record(128, [1.0] * 5), "failed", message)]))
-    assert result.exit_code == 1 and message in result.stdout, result.output
-
-
 def test_models_and_other_cases_are_described(tmp_path: Path) -> None:
     case = ModelCase(model=MODEL_SIZES["xl"], batch=4, attention="reference")
     case_of_others = {"type": "Bucket", "bucket_mb": 10}
@@ -304,13 +282,14 @@ def test_models_and_other_cases_are_described(tmp_path: Path) -> None:
     assert "triton bucket_mb=10 forward time" in result.stdout
 
 
-def test_names_in_records_give_no_orders_to_a_terminal(tmp_path: Path) -> None:
+def test_text_in_records_is_no_markup_and_gives_no_orders_to_a_terminal(tmp_path: Path) -> None:
+    """Taken for markup, a path in brackets ended the command with a traceback, and a word in brackets vanished."""
     name, other = "a\x1b[2Jb", "c\x1b]0;t\x07"
     base = [record(128, [1.0] * 5, implementation=name), record(256, [1.0] * 5, implementation=other)]
-    target = [broken(record(128, [1.0] * 5, implementation=name), message="no\x1b[31m")]
+    target = [broken(record(128, [1.0] * 5, implementation=name), message="no\x1b[31m [/tag] in [bold]")]
     result = invoke("compare", write(tmp_path / "base", base), write(tmp_path / "target", target), "--all")
     assert "\x1b" not in result.output and "\x07" not in result.output
-    for shown in (r"a\x1b[2Jb", r"no\x1b[31m", r"c\x1b]0;t\x07"):
+    for shown in (r"a\x1b[2Jb", r"no\x1b[31m [/tag] in [bold]", r"c\x1b]0;t\x07"):
         assert shown in result.stdout
 
 
