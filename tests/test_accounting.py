@@ -1,14 +1,13 @@
 """Closed forms against brute force, hand-computed numbers, torch's own FLOP counter, and bytes that really lived."""
 
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from cs336_systems import accounting
@@ -16,6 +15,7 @@ from cs336_systems.attention.reference import attention_reference
 from cs336_systems.config import AttentionShape, ModelCase, ModelConfig, Precision
 from cs336_systems.experiments.records import latest, read_records
 from cs336_systems.measure.saved import saved_tensors
+from cs336_systems.measure.timeline import AllocationRecorder
 from cs336_systems.model import AdamW
 from cs336_systems.model.loss import cross_entropy
 from cs336_systems.model.transformer import TransformerLM
@@ -31,31 +31,12 @@ def shape_of(**overrides: Any) -> AttentionShape:
     return AttentionShape(**(fields | overrides))
 
 
-class LiveBytes(TorchDispatchMode):
-    """Peak bytes of all storages alive at once, the ones in `held` included, sampled after each operation."""
-
-    def __init__(self, held: list[Tensor]) -> None:
-        super().__init__()
-        self.live: dict[int, tuple[StorageWeakRef, int]] = {}
-        self.peak = 0
-        self._add(held)
-
-    def _add(self, tensors: list[Any]) -> None:
-        for tensor in tensors:
-            if isinstance(tensor, Tensor):
-                storage = tensor.untyped_storage()
-                self.live[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
-
-    @property
-    def now(self) -> int:
-        self.live = {key: entry for key, entry in self.live.items() if not entry[0].expired()}
-        return sum(nbytes for _, nbytes in self.live.values())
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        self._add(tree_leaves(result))
-        self.peak = max(self.peak, self.now)
-        return result
+@contextmanager
+def live_bytes(held: Iterable[Tensor]) -> Iterator[AllocationRecorder]:
+    """Records the bytes of all storages alive at once, the ones in `held` included."""
+    with AllocationRecorder() as recorder:
+        recorder.assign(held, "parameters")
+        yield recorder
 
 
 # Attention
@@ -113,20 +94,21 @@ def test_eager_bytes_are_those_that_plain_attention_holds(
     # The linear terms are an upper bound: not all of q, k, v, O, dQ, dK, dV need live when the scores peak.
     query, key = accounting._query_bytes(shape), accounting._key_bytes(shape)
     qkv = inputs(requires_grad=False)
-    with LiveBytes(qkv) as memory:
+    with live_bytes(qkv) as memory:
         attention_reference(*qkv, is_causal=is_causal)
-    assert 0 <= accounting.eager_attention_bytes(shape, "forward") - memory.peak <= query
+    assert 0 <= accounting.eager_attention_bytes(shape, "forward") - memory.trace().peak_bytes() <= query
 
     qkv = inputs(requires_grad=True)
     grad_output = torch.randn(shape.batch, shape.heads, seqlen_q, shape.head_dim, dtype=getattr(torch, dtype))
-    with LiveBytes([*qkv, grad_output]) as memory:
+    with live_bytes([*qkv, grad_output]) as memory:
         output = attention_reference(*qkv, is_causal=is_causal)
-        forward_peak, graph = memory.peak - grad_output.nbytes, memory.now
+        forward = memory.trace()
+        forward_peak, graph = forward.peak_bytes() - grad_output.nbytes, int(forward.active_bytes()[-1])
         output.backward(grad_output)
     assert 0 <= accounting.eager_attention_bytes(shape, "forward") - forward_peak <= query
     held = accounting.attention_input_bytes(shape) + 2 * query
     assert graph - held == accounting.eager_graph_bytes(shape)
-    slack = accounting.eager_attention_bytes(shape, "backward") - memory.peak
+    slack = accounting.eager_attention_bytes(shape, "backward") - memory.trace().peak_bytes()
     mask = seqlen_q * seqlen_k if is_causal else 0
     assert 0 <= slack <= query + key + mask
     forward_backward = accounting.eager_attention_bytes(shape, "forward_backward")
@@ -259,7 +241,7 @@ def test_peak_bytes_are_near_those_that_really_live(
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
     state = [value for entry in optimizer.state.values() for value in entry.values() if isinstance(value, Tensor)]
-    with LiveBytes([*model.parameters(), *state]) as memory:
+    with live_bytes([*model.parameters(), *state]) as memory:
         if mode == "forward":
             with torch.no_grad():
                 model(tokens)
@@ -268,4 +250,4 @@ def test_peak_bytes_are_near_those_that_really_live(
         if mode == "train_step":
             optimizer.step()
     case = ModelCase(model=config, batch=BATCH, attention=attention)
-    assert 0.95 <= accounting.model_peak_bytes(case, mode) / memory.peak <= 1.15
+    assert 0.95 <= accounting.model_peak_bytes(case, mode) / memory.trace().peak_bytes() <= 1.15

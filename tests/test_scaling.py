@@ -1,6 +1,7 @@
 """Communication on paper: rings against sums, closed forms against simulation, predictions against their limits."""
 
 import math
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from cs336_systems.analysis import HARDWARE, FeedForward, Plan, predict, rank_by
 from cs336_systems.analysis import ffn as calcs
 from cs336_systems.analysis.predictor import pipeline_s
 from cs336_systems.analysis.simulate import Weights, simulate
-from cs336_systems.analysis.traffic import SCHEMES, bytes_sent, parameters
+from cs336_systems.analysis.traffic import SCHEMES, bytes_sent, num_elements, parameters
 from cs336_systems.config import MODEL_SIZES, ModelConfig
 
 SMALL = ModelConfig(name="tiny", d_model=32, d_ff=96, num_layers=3, num_heads=4, vocab_size=120, context_length=64)
@@ -21,6 +22,7 @@ LAYER = FeedForward(tokens=65_536, d_model=4096, d_ff=11_008)
 H200 = HARDWARE["H200"]
 C, W = H200.flops_per_s, H200.node_bytes_per_s
 RANKS = [1, 2, 3, 4, 7, 16]
+MODES = ("forward", "backward")
 
 
 # Rings
@@ -77,23 +79,11 @@ def random_layer(batch: int, d_model: int, d_ff: int) -> tuple[Weights, torch.Te
     def draw(*shape: int) -> torch.Tensor:
         return torch.randn(shape, dtype=torch.float64, generator=generator)
 
-    return (
-        Weights(draw(d_model, d_ff), draw(d_model, d_ff), draw(d_ff, d_model)),
-        draw(batch, d_model),
-        draw(batch, d_model),
-    )
+    weights = Weights(draw(d_model, d_ff), draw(d_model, d_ff), draw(d_ff, d_model))
+    return weights, draw(batch, d_model), draw(batch, d_model)
 
 
-GRIDS = [
-    pytest.param(1, 1, id="one_device"),
-    pytest.param(4, 1, id="fsdp"),
-    pytest.param(1, 4, id="tp"),
-    pytest.param(2, 3, id="fsdp_tp"),
-    pytest.param(4, 2, id="fsdp_tp_wide"),
-]
-
-
-@pytest.mark.parametrize(("num_fsdp", "num_tp"), GRIDS)
+@pytest.mark.parametrize(("num_fsdp", "num_tp"), [(1, 1), (4, 1), (1, 4), (2, 3), (4, 2)])
 def test_split_layer_has_autograds_results_and_the_closed_forms_counts(num_fsdp: int, num_tp: int):
     """The equations of each scheme, executed: y, dx, all gradients; FLOPs and bytes of one device."""
     weights, x, dy = random_layer(8, 12, 24)
@@ -113,11 +103,8 @@ def test_split_layer_has_autograds_results_and_the_closed_forms_counts(num_fsdp:
         tp_s = calcs.tp_seconds(layer, mode, num_tp, bytes_per_s=1.0) / num_fsdp
         assert count.fsdp_bytes == pytest.approx(fsdp_s)
         assert count.tp_bytes == pytest.approx(tp_s)
-    forward = ours.counts["forward"]
-    for overlap, expected in (
-        (True, max(forward.fsdp_bytes, forward.tp_bytes)),
-        (False, forward.fsdp_bytes + forward.tp_bytes),
-    ):
+    sent = ours.counts["forward"].fsdp_bytes, ours.counts["forward"].tp_bytes
+    for overlap, expected in ((True, max(sent)), (False, sum(sent))):
         seconds = calcs.fsdp_tp_seconds(layer, num_fsdp, num_tp, bytes_per_s=1.0, overlap=overlap)
         assert seconds == pytest.approx(expected)
 
@@ -126,26 +113,19 @@ def hidden(communication_s: float, flops: float) -> bool:
     return communication_s <= flops / C * (1 + 1e-12)
 
 
-def test_data_parallel_limit_is_where_communication_stops_being_hidden():
-    limit = calcs.data_parallel_limit(LAYER, flops_per_s=C, bytes_per_s=W)
-    assert limit == pytest.approx(1 + LAYER.tokens * W / C)
-    for devices, expected in ((math.floor(limit), True), (math.floor(limit) + 1, False)):
-        seconds = calcs.data_parallel_seconds(LAYER, devices, bytes_per_s=W)
-        assert hidden(seconds, calcs.ffn_flops(LAYER, "backward", devices)) is expected
-
-
-@pytest.mark.parametrize("mode", ["forward", "backward"])
 @pytest.mark.parametrize(
-    ("seconds", "limit"),
+    ("mode", "seconds", "limit"),
     [
-        pytest.param(calcs.fsdp_seconds, calcs.fsdp_limit, id="fsdp"),
-        pytest.param(calcs.tp_seconds, calcs.tp_limit, id="tp"),
+        ("backward", calcs.data_parallel_seconds, calcs.data_parallel_limit),  # whose forward sends nothing
+        *((mode, partial(calcs.fsdp_seconds, mode=mode), partial(calcs.fsdp_limit, mode=mode)) for mode in MODES),
+        *((mode, partial(calcs.tp_seconds, mode=mode), partial(calcs.tp_limit, mode=mode)) for mode in MODES),
     ],
+    ids=["data_parallel", *(f"{scheme}-{mode}" for scheme in ("fsdp", "tp") for mode in MODES)],
 )
-def test_fsdp_and_tp_limits_are_where_communication_stops_being_hidden(seconds: Any, limit: Any, mode: str):
-    most = math.floor(limit(LAYER, mode, flops_per_s=C, bytes_per_s=W))
+def test_limits_are_where_communication_stops_being_hidden(mode: str, seconds: Any, limit: Any):
+    most = math.floor(limit(LAYER, flops_per_s=C, bytes_per_s=W))
     for devices, expected in ((most, True), (most + 1, False)):
-        communication = seconds(LAYER, mode, devices, bytes_per_s=W)
+        communication = seconds(LAYER, num_devices=devices, bytes_per_s=W)
         assert hidden(communication, calcs.ffn_flops(LAYER, mode, devices)) is expected
 
 
@@ -236,7 +216,7 @@ def test_xxl_is_compute_bound_from_its_smallest_batch_on(overlap: bool):
 
 @pytest.mark.parametrize("size", ["small", "xl", "10b", "8b"])
 def test_listed_parameters_are_the_models(size: str):
-    assert sum(one.elements for one in parameters(MODEL_SIZES[size])) == num_parameters(MODEL_SIZES[size])
+    assert num_elements(parameters(MODEL_SIZES[size])) == num_parameters(MODEL_SIZES[size])
 
 
 def test_schemes_send_what_they_should():
