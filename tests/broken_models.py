@@ -50,13 +50,3 @@ class Hangs(Bigram):
         print(f"hanging in process {os.getpid()}", flush=True)  # for a test that ends the parent
         time.sleep(600)
         return super().forward(tokens)
-
-
-class SaysWhere(Bigram):
-    """Nothing is wrong with it: its log says which GPUs its process sees, for tests of where it runs."""
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        count = torch.cuda.device_count() if tokens.is_cuda else 0
-        uuid = torch.cuda.get_device_properties(tokens.device).uuid if tokens.is_cuda else "none"
-        print(f"sees {os.environ.get('CUDA_VISIBLE_DEVICES')!r} of {count}: {uuid}", flush=True)
-        return super().forward(tokens)

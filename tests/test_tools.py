@@ -128,28 +128,15 @@ def check_notebooks() -> ModuleType:
     return load_tool("check_notebooks")
 
 
-def test_a_notebook_runs_and_finds_the_package(check_notebooks, tmp_path, capsys):
+def test_a_notebook_runs_and_finds_the_package_and_one_that_raises_fails_the_check(check_notebooks, tmp_path, capsys):
     (tmp_path / "good.py").write_text("# %% [markdown]\n# # Title\n# %%\nimport cs336_systems\nopen('left', 'w')\n")
+    (tmp_path / "bad.py").write_text("# %%\nvalue = 1\n# %%\nassert value == 2, 'wrong value'\n")
     assert check_notebooks.main([str(tmp_path / "good.py")]) == 0
     assert capsys.readouterr().out.startswith("good.py: ok in ")
-    assert [path.name for path in tmp_path.iterdir()] == ["good.py"]
-
-
-def test_a_notebook_that_raises_fails_the_check(check_notebooks, tmp_path, capsys):
-    (tmp_path / "bad.py").write_text("# %%\nvalue = 1\n# %%\nassert value == 2, 'wrong value'\n")
     assert check_notebooks.main([str(tmp_path / "bad.py")]) == 1
     output = capsys.readouterr()
     assert output.out.startswith("bad.py: FAILED in ") and "wrong value" in output.err
-
-
-@pytest.fixture
-def check_python() -> ModuleType:
-    return load_tool("check_python")
-
-
-def words(output: str) -> str:
-    """`output` as one line, as the shell reads it."""
-    return " ".join(output.replace("\\\n", " ").split())
+    assert {path.name for path in tmp_path.iterdir()} == {"good.py", "bad.py"}
 
 
 # Documents
