@@ -282,7 +282,7 @@ def test_models_and_other_cases_are_described(tmp_path: Path) -> None:
     assert "triton bucket_mb=10 forward time" in result.stdout
 
 
-def test_text_in_records_is_no_markup_and_gives_no_orders_to_a_terminal(tmp_path: Path) -> None:
+def test_names_in_records_give_no_orders_to_a_terminal(tmp_path: Path) -> None:
     """Taken for markup, a path in brackets ended the command with a traceback, and a word in brackets vanished."""
     name, other = "a\x1b[2Jb", "c\x1b]0;t\x07"
     base = [record(128, [1.0] * 5, implementation=name), record(256, [1.0] * 5, implementation=other)]
