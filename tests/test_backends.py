@@ -28,11 +28,16 @@ from cs336_systems.config import RunConfig
 from cs336_systems.device import DeviceInfo
 from cs336_systems.experiments.backend_choice import HEAD_DIMS, BackendChoice, taken_by_auto
 from cs336_systems.experiments.records import Record, Run, case_to_dict
-from tests.test_device import cpu, gpu
 from tests.test_tools import load_tool
 
 ALL_OK = dict.fromkeys(BACKENDS, "ok")
 NO_TRITON = ALL_OK | dict.fromkeys(("triton_first", "triton", "hopper"), "triton is not installed")
+CPU_INFO = DeviceInfo(name="AMD EPYC", kind="cpu", memory_bytes=8 * 2**30, num_cores=2)
+
+
+def gpu(name: str = "NVIDIA H200", capability: tuple[int, int] | None = (9, 0)) -> DeviceInfo:
+    return DeviceInfo(name=name, kind="cuda", compute_capability=capability, memory_bytes=141 * 10**9)
+
 
 # Which back ends run
 
@@ -70,7 +75,7 @@ def test_a_full_gpu_machine_runs_everything(machine: Callable[..., None]) -> Non
 
 def test_a_full_cpu_machine_runs_all_but_the_kernels(machine: Callable[..., None]) -> None:
     machine()
-    states = available_backends(cpu())
+    states = available_backends(CPU_INFO)
     assert states["triton_first"] == states.pop("triton")
     assert states.pop("triton_first") == (
         "triton kernels need a CUDA device of compute capability 8.0 or higher, AMD EPYC is no NVIDIA GPU; "
@@ -80,18 +85,18 @@ def test_a_full_cpu_machine_runs_all_but_the_kernels(machine: Callable[..., None
     assert states.pop("hopper") == needs_hopper
     assert states == {"reference": "ok", "compiled": "ok", "tiled": "ok"}
     machine(interpreter=True)
-    assert available_backends(cpu()) == ALL_OK | {"hopper": needs_hopper}
+    assert available_backends(CPU_INFO) == ALL_OK | {"hopper": needs_hopper}
 
 
 @pytest.mark.parametrize(
     ("setup", "info", "name", "reason"),
     [
-        ({"tools": ()}, cpu(), "compiled", "no C++ compiler"),
+        ({"tools": ()}, CPU_INFO, "compiled", "no C++ compiler"),
         ({"tools": ()}, gpu(), "triton", "no C compiler, which triton needs to build its launchers"),
         ({"triton": False}, gpu(), "compiled", "torch.compile needs triton on a GPU, and it is not installed"),
-        ({"triton": False, "interpreter": True}, cpu(), "triton", "triton is not installed"),
-        ({"system": "darwin"}, cpu(), "triton", "triton kernels run on Linux, and this is darwin"),
-        ({"system": "darwin"}, cpu(), "compiled", "no C++ compiler"),  # clang++ there, and only g++ is found
+        ({"triton": False, "interpreter": True}, CPU_INFO, "triton", "triton is not installed"),
+        ({"system": "darwin"}, CPU_INFO, "triton", "triton kernels run on Linux, and this is darwin"),
+        ({"system": "darwin"}, CPU_INFO, "compiled", "no C++ compiler"),  # clang++ there, and only g++ is found
         ({}, gpu("Tesla P100", (6, 0)), "compiled",
          "torch.compile needs compute capability 7.0 or higher, Tesla P100 has 6.0"),
         ({}, gpu("Tesla T4", (7, 5)), "triton",
