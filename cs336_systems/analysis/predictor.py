@@ -114,7 +114,8 @@ class _Links:
         if ranks == 1:
             return 0.0
         size = batch * model.context_length * model.d_model * traffic.COMPUTE_BYTES
-        once = all_reduce_seconds(size, ranks, self.hardware.node_bytes_per_s) + 2 * self.hardware.latency_s(ranks)
+        latency = self.hardware.latency_s(ranks, ranks_per_node=ranks)
+        once = all_reduce_seconds(size, ranks, self.hardware.node_bytes_per_s) + 2 * latency
         return 2 * ALL_REDUCES_A_BLOCK * model.num_layers * once
 
 
