@@ -84,11 +84,8 @@ def test_a_trace_adds_up():
     assert trace.active_bytes().tolist() == [100, 130, 180, 130, 100, 120]
     assert trace.peak_bytes() == 180 and trace.peak_event() == 2
     assert trace.phase_peaks() == {"phase 0": 180, "phase 1": 130}, "a phase begins with what is there"
-    assert trace.breakdown(2) == dict.fromkeys(CATEGORIES, 0) | {
-        "parameters": 100,
-        "activations": 30,
-        "temporaries": 50,
-    }
+    expected = {"parameters": 100, "activations": 30, "temporaries": 50}
+    assert trace.breakdown(2) == dict.fromkeys(CATEGORIES, 0) | expected
     assert [one.num_bytes for one in trace.largest(2)] == [100, 50]
     assert [one.where for one in trace.largest(9, ["phase 1"])] == ["line 20"]
 
@@ -116,11 +113,8 @@ def test_the_recorder_sees_views_once_and_releases_in_order():
         del view
         third = second + 1
     trace = recorder.trace()
-    assert [(one.num_bytes, one.born, one.died) for one in trace.allocations] == [
-        (4000, 0, 2),
-        (2000, 1, None),
-        (2000, 3, None),
-    ]
+    lives = [(one.num_bytes, one.born, one.died) for one in trace.allocations]
+    assert lives == [(4000, 0, 2), (2000, 1, None), (2000, 3, None)]
     assert third.shape == (500,)
     assert "test_s3_memory.py" in trace.allocations[2].where and trace.allocations[2].where.startswith("add in ")
 
@@ -137,11 +131,7 @@ def test_cuda_counts_are_rounded_and_know_hidden_temporaries():
 @pytest.mark.parametrize("mode", PHASES)
 @pytest.mark.parametrize(
     ("attention", "precision", "checkpointing"),
-    [
-        ("reference", Precision(), "none"),
-        ("reference", AUTOCAST, "none"),
-        ("tiled", AUTOCAST, "selective"),
-    ],
+    [("reference", Precision(), "none"), ("reference", AUTOCAST, "none"), ("tiled", AUTOCAST, "selective")],
 )
 def test_the_simulation_is_the_allocator(mode, attention, precision, checkpointing):
     """Peaks of every phase within 1 % of what PyTorch's allocator gave out, and the closed forms within 5 %."""
@@ -175,10 +165,8 @@ def test_categories_of_a_training_step():
     end = trace.breakdown(trace.num_events - 1)
     assert (end["parameters"], end["optimizer"], end["gradients"]) == (parameters, 2 * parameters, parameters)
     backward = next(phase.start for phase in trace.phases if phase.name == "backward")
-    before = trace.breakdown(backward - 1)
-    assert before["gradients"] == 0 and before["activations"] > 0.9 * 8 * sum(
-        block_saved_bytes(SMALL, 2, attention="reference").values()
-    )
+    before, saved = trace.breakdown(backward - 1), sum(block_saved_bytes(SMALL, 2, attention="reference").values())
+    assert before["gradients"] == 0 and before["activations"] > 0.9 * SMALL.num_layers * saved
     with pytest.raises(ValueError, match="mode must be one of forward, train_step, got 'backward'"):
         simulated_trace(case, "backward")
 
@@ -288,18 +276,16 @@ def test_compiled_cells_are_compiled_on_a_gpu(checkpointing):
 # Checkpointing
 
 
-def gradients(attention: str, checkpointing: str, num_layers: int = 8, compiled: bool = False) -> tuple[list, int]:
+def gradients(attention: str, checkpointing: str) -> tuple[list, int]:
     """Gradients of a step, and how many block forwards backward added."""
-    model = build_model(replace(SMALL, num_layers=num_layers), attention=attention, device="cpu")
+    model = build_model(SMALL, attention=attention, device="cpu")
     apply_checkpointing(model, checkpointing)
-    calls = [0]
+    calls = []
     for block in model.layers:
-        block.register_forward_pre_hook(lambda *_: calls.__setitem__(0, calls[0] + 1))
-    if compiled:
-        compile_blocks(model)
+        block.register_forward_pre_hook(lambda *_: calls.append(1))
     tokens = torch.randint(50, (2, 64), generator=torch.Generator().manual_seed(0))
     cross_entropy(model(tokens), tokens).backward()
-    return [parameter.grad for parameter in model.parameters()], calls[0] - num_layers
+    return [parameter.grad for parameter in model.parameters()], len(calls) - SMALL.num_layers
 
 
 @pytest.mark.parametrize("checkpointing", ["1", "3", "recursive", "selective"])
@@ -329,15 +315,11 @@ def test_stored_bytes_grow_as_the_closed_forms_say():
     model = replace(SMALL, context_length=256)
     block = sum(block_saved_bytes(model, 2, attention="reference").values())
     stream = 2 * 256 * 32 * 4
-    for num_layers in (4, 8):
-        longer = 2 * num_layers
-        assert stored_bytes("none", longer) - stored_bytes("none", num_layers) == num_layers * block
-        assert stored_bytes("1", longer) - stored_bytes("1", num_layers) == num_layers * stream
-        assert stored_bytes("recursive", longer) - stored_bytes("recursive", num_layers) == stream
-        assert (
-            grouped_bytes(longer, 1, stream, block) - grouped_bytes(num_layers, 1, stream, block) == num_layers * stream
-        )
-        assert recursive_bytes(longer, stream, block) - recursive_bytes(num_layers, stream, block) == stream
+    for layers in (4, 8):
+        growth = {how: stored_bytes(how, 2 * layers) - stored_bytes(how, layers) for how in ("none", "1", "recursive")}
+        assert growth == {"none": layers * block, "1": layers * stream, "recursive": stream}
+        assert grouped_bytes(2 * layers, 1, stream, block) - grouped_bytes(layers, 1, stream, block) == growth["1"]
+        assert recursive_bytes(2 * layers, stream, block) - recursive_bytes(layers, stream, block) == stream
 
 
 def test_asymptotics():
@@ -474,13 +456,10 @@ def test_a_blocks_gradients_are_read_off_the_published_timeline(context, impleme
 
 @pytest.mark.slow
 def test_a_memory_cell_gives_all_its_rows():
-    for cells, measure in (
-        (PROFILING.cells(TINY), PROFILING.measure),
-        (CHECKPOINTING.cells(TINY), CHECKPOINTING.measure),
-    ):
-        kinds = {(type(cell.case), cell.implementation, cell.rows[0].mode): cell for cell in cells}
+    for experiment in (PROFILING, CHECKPOINTING):
+        kinds = {(type(cell.case), cell.implementation, cell.rows[0].mode): cell for cell in experiment.cells(TINY)}
         for cell in kinds.values():
-            rows = [measurement.row for measurement in measure(cell, TINY) if measurement.samples]
+            rows = [measurement.row for measurement in experiment.measure(cell, TINY) if measurement.samples]
             assert set(rows) == set(cell.rows), cell
 
 

@@ -47,6 +47,9 @@ FUNCTOR = re.compile(
     r"(?:CUDAFunctorOnSelf|CUDAFunctorOnOther|CUDAFunctor|BinaryFunctor|BUnaryFunctor|AUnaryFunctor)_?(\w*)|(\w+Functor)\b"
     r"|(\w+_kernel_cuda)\b|(\w+Ops)\b|(\w*[a-z]_kernel)(?:_impl)?\("
 )
+_WRAPPERS = (  # of a functor, which say nothing of it
+    "BinaryFunctor", "AUnaryFunctor", "BUnaryFunctor", "elementwise_kernel", "vectorized_elementwise_kernel"
+)  # fmt: skip
 _NOISE = re.compile(
     r"\(anonymous namespace\)::|<unnamed>::|at::native::|at_cuda_detail::|c10::|cutlass::|^void |^static "
 )
@@ -75,12 +78,6 @@ def short_name(name: str) -> str:
 
 def _functor(name: str, head: str) -> str:
     """What an ATen kernel's template computes: `MulFunctor`, `direct_copy`, `MeanOps`; empty where it does not say."""
-    wrappers = ("BinaryFunctor", "AUnaryFunctor", "BUnaryFunctor")
-    found = [
-        group
-        for match in FUNCTOR.finditer(name.partition("<")[2])
-        for group in match.groups()
-        if group and group not in wrappers and group != head and not group.startswith("gpu_kernel")
-    ]
-    named = [group for group in found if group not in ("elementwise_kernel", "vectorized_elementwise_kernel")]
-    return named[0].removesuffix("_kernel_cuda").removesuffix("_kernel") if named else ""
+    groups = (group for match in FUNCTOR.finditer(name.partition("<")[2]) for group in match.groups() if group)
+    named = (group for group in groups if group not in (*_WRAPPERS, head) and not group.startswith("gpu_kernel"))
+    return next(named, "").removesuffix("_kernel_cuda").removesuffix("_kernel")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import pairwise
 
+import numpy as np
 import torch
 
 from cs336_systems.measure.saved import saved_tensors
@@ -91,13 +91,6 @@ def cpu_phase_peaks(run: Callable[[Callable[[str], None]], None], base_bytes: in
     starts = sorted(event.start_ns() for event in events if event.name() == PHASE_MARK)
     changes = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
     assert len(starts) == len(names)
-    peaks = {}
-    active, position = base_bytes, 0
-    for name, (_, end) in zip(names, pairwise([*starts, float("inf")])):
-        peak = active
-        while position < len(changes) and changes[position][0] < end:
-            active += changes[position][1]
-            peak = max(peak, active)
-            position += 1
-        peaks[name] = peak
-    return peaks
+    active = base_bytes + np.cumsum([0, *(num_bytes for _, num_bytes in changes)])  # after so many changes
+    ends = [*np.searchsorted([time for time, _ in changes], starts[1:]), len(changes)]
+    return {name: int(active[begin : end + 1].max()) for name, begin, end in zip(names, [0, *ends], ends)}

@@ -109,23 +109,18 @@ class MemoryTrace:
     def phase_peaks(self) -> dict[str, int]:
         """The most bytes allocated within each phase, what was already there when it began included."""
         active = self.active_bytes()
-        peaks = {}
-        for phase, end in zip(self.phases, [*(phase.start for phase in self.phases[1:]), self.num_events]):
-            at_start = int(active[phase.start - 1]) if 0 < phase.start <= self.num_events else 0
-            peaks[phase.name] = max(at_start, int(active[phase.start : end].max(initial=0)))
-        return peaks
+        ends = [*(phase.start for phase in self.phases[1:]), self.num_events]
+        return {
+            phase.name: int(active[max(0, phase.start - 1) : end].max(initial=0))
+            for phase, end in zip(self.phases, ends)
+        }
 
     def phase_of(self, event: int) -> str:
-        names = [phase.name for phase in self.phases if phase.start <= event]
-        return names[-1] if names else ""
+        return next((phase.name for phase in reversed(self.phases) if phase.start <= event), "")
 
     def breakdown(self, event: int) -> dict[str, int]:
         """Bytes by category after `event`; every category is there."""
-        found = dict.fromkeys(CATEGORIES, 0)
-        for one in self.allocations:
-            if one.born <= event and (one.died is None or one.died > event):
-                found[one.category] += one.num_bytes
-        return found
+        return {category: int(self.active_bytes(category)[event]) for category in CATEGORIES}
 
     def largest(self, count: int, phases: Sequence[str] | None = None) -> list[Large]:
         """The `count` largest kinds of allocations made in `phases` (default: all), by size and origin."""
@@ -166,6 +161,18 @@ def unassigned(phases: Sequence[Phase], born: int, died: int | None, in_forward:
     return "activations" if outlived else "temporaries"
 
 
+@dataclass(slots=True)
+class _Block:
+    """An allocation while it is recorded."""
+
+    num_bytes: int
+    born: int
+    in_forward: bool  # made while a graph was recorded
+    where: str
+    died: int | None = None
+    category: str = ""  # where one was assigned
+
+
 class AllocationRecorder(TorchDispatchMode):
     """A context in which allocations are recorded.
 
@@ -179,11 +186,8 @@ class AllocationRecorder(TorchDispatchMode):
         self._block_bytes = CUDA_BLOCK_BYTES if device == "cuda" else CPU_BLOCK_BYTES
         self._clock = 0
         self._phases: list[Phase] = []
-        self._births: list[tuple[int, int, bool, str]] = []  # bytes, event, made while a graph was recorded, where
-        self._deaths: dict[int, int] = {}  # number of the allocation -> event
-        self._categories: dict[int, str] = {}
-        self._numbers: dict[int, int] = {}  # id of a living storage -> number of its allocation
-        self._references: dict[int, weakref.ref[Any]] = {}
+        self._blocks: list[_Block] = []
+        self._alive: dict[int, tuple[_Block, weakref.ref[Any]]] = {}  # by the id of the storage
 
     def phase(self, name: str) -> None:
         """What follows belongs to phase `name`."""
@@ -193,15 +197,17 @@ class AllocationRecorder(TorchDispatchMode):
         """Put the storages of `tensors` (None is skipped) in `category`; those never seen are taken as new here."""
         for tensor in tensors:
             if tensor is not None:
-                self._categories[self._see(tensor, lambda: category)] = category
+                self._see(tensor, lambda: category).category = category
 
     def trace(self) -> MemoryTrace:
         """Everything recorded so far; categories that were not assigned are those of `unassigned`."""
-        allocations = []
-        for number, (num_bytes, born, graph, where) in enumerate(self._births):
-            died = self._deaths.get(number)
-            category = self._categories.get(number) or unassigned(self._phases, born, died, graph)
-            allocations.append(Allocation(num_bytes=num_bytes, born=born, died=died, category=category, where=where))
+        allocations = [
+            Allocation(
+                num_bytes=block.num_bytes, born=block.born, died=block.died, where=block.where,
+                category=block.category or unassigned(self._phases, block.born, block.died, block.in_forward),
+            )
+            for block in self._blocks
+        ]  # fmt: skip
         return MemoryTrace(allocations=allocations, phases=tuple(self._phases), num_events=self._clock)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
@@ -213,34 +219,32 @@ class AllocationRecorder(TorchDispatchMode):
         copies = self._hidden.get(name, 0)
         if copies and tensors:
             sized = args[0] if name in SIZED_BY_INPUT else tensors[0]
-            number = self._allocate(copies * sized.numel() * sized.element_size(), f"inside {_origin(name)}")
-            self._release(number)
+            self._release(self._allocate(copies * sized.numel() * sized.element_size(), f"inside {_origin(name)}"))
         return result
 
-    def _see(self, tensor: Tensor, where: Callable[[], str]) -> int:
-        """The number of the allocation that holds `tensor`, a new one if its storage is new."""
+    def _see(self, tensor: Tensor, where: Callable[[], str]) -> _Block:
+        """The block that holds `tensor`, a new one if its storage is new."""
         storage = tensor.untyped_storage()
         key = id(storage)
-        if key in self._numbers:
-            return self._numbers[key]
-        number = self._allocate(storage.nbytes(), where())
-        self._numbers[key] = number
+        if key not in self._alive:
+            block = self._allocate(storage.nbytes(), where())
 
-        def released(_: object) -> None:
-            del self._numbers[key], self._references[key]
-            self._release(number)
+            def released(_: object) -> None:
+                del self._alive[key]
+                self._release(block)
 
-        self._references[key] = weakref.ref(storage, released)
-        return number
+            self._alive[key] = block, weakref.ref(storage, released)
+        return self._alive[key][0]
 
-    def _allocate(self, num_bytes: int, where: str) -> int:
+    def _allocate(self, num_bytes: int, where: str) -> _Block:
         rounded = -(-num_bytes // self._block_bytes) * self._block_bytes
-        self._births.append((rounded, self._clock, torch.is_grad_enabled(), where))
+        block = _Block(rounded, self._clock, in_forward=torch.is_grad_enabled(), where=where)
+        self._blocks.append(block)
         self._clock += 1
-        return len(self._births) - 1
+        return block
 
-    def _release(self, number: int) -> None:
-        self._deaths[number] = self._clock
+    def _release(self, block: _Block) -> None:
+        block.died = self._clock
         self._clock += 1
 
 
