@@ -39,24 +39,23 @@ def capture(
     it.
     """
 
-    def run(count: int, in_range: bool) -> None:
-        for _ in range(count):
+    def run_steps() -> None:
+        for _ in range(num_steps):
             before()
             synchronize(device)
-            if not in_range:
-                call()
-                continue
             with named_range(STEP):
                 call()
                 synchronize(device)
-        synchronize(device)
 
+    for _ in range(warmup):
+        before()
+        call()
+    synchronize(device)
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device == "cuda" else [])]
-    run(warmup, in_range=False)
     if device == "cuda":
         with _quiet(), profile(activities=activities):  # the first use loads CUPTI, which must not be in the profile
             pass
-    return trace_of(record_events(lambda: run(num_steps, in_range=True), activities, path))
+    return trace_of(record_events(run_steps, activities, path))
 
 
 def record_events(

@@ -115,20 +115,13 @@ def trace_of(events: Sequence[dict[str, Any]]) -> Trace:
     """The trace that `events`, the entries of "traceEvents", describe."""
     complete = [event for event in events if event.get("ph") == "X" and event.get("cat") in READ_CATEGORIES]
     sites = _launch_sites(complete)
-    steps = sorted(
-        (float(event["ts"]), float(event["ts"]) + float(event["dur"]))
-        for event in complete
-        if event["cat"] == "user_annotation" and event["name"] == STEP
-    )
+    steps = sorted((event["ts"], event["ts"] + event["dur"]) for event in complete if event["name"] == STEP)
     on_gpu = any(event["cat"] in DEVICE_CATEGORIES for event in complete)
     if on_gpu:
         kernels = _device_kernels(complete, sites, steps)
     else:  # the operators, each with its own time
-        kernels = [
-            _kernel(site.event, site, max(0.0, site.own_us), steps)
-            for site in sites
-            if site.event.get("cat") == "cpu_op"
-        ]
+        operators = [site for site in sites if site.event["cat"] == "cpu_op"]
+        kernels = [_kernel(site.event, site, max(0.0, site.own_us), steps) for site in operators]
     return Trace(
         kernels=tuple(sorted(kernels, key=lambda kernel: kernel.start_us)),
         on_gpu=on_gpu,
@@ -157,14 +150,14 @@ def _launch_sites(events: Sequence[dict[str, Any]]) -> list[_Site]:
     """Every operator and launch with its ranges; backward ones with the ranges of their forward."""
     threads: dict[tuple[Any, Any], list[dict[str, Any]]] = defaultdict(list)
     for event in events:
-        if event.get("cat") in ("cpu_op", "user_annotation", *LAUNCH_CATEGORIES):
-            threads[event.get("pid"), event.get("tid")].append(event)
+        if event["cat"] not in DEVICE_CATEGORIES:
+            threads[event["pid"], event["tid"]].append(event)
     sites: list[_Site] = []
     forward_ranges: dict[int, tuple[float, tuple[str, ...]]] = {}  # by sequence number, of the last operator with it
     for thread in threads.values():
         open_sites: list[_Site] = []  # the innermost last
-        for event in sorted(thread, key=lambda event: (float(event["ts"]), -float(event.get("dur", 0)))):
-            start, duration, name = float(event["ts"]), float(event.get("dur", 0)), str(event["name"])
+        for event in sorted(thread, key=lambda event: (event["ts"], -event["dur"])):
+            start, duration, name = event["ts"], event["dur"], event["name"]
             while open_sites and open_sites[-1].end_us <= start:
                 open_sites.pop()
             outer = open_sites[-1] if open_sites else None
@@ -202,24 +195,21 @@ def _device_kernels(
     Where no launch was recorded, or its time stamp lies outside of all ranges by the clocks' difference, the operator
     that the kernel names as its origin ("External id") stands in.
     """
-    launches = {
-        correlation: site
-        for site in sites
-        if site.event.get("cat") in LAUNCH_CATEGORIES
-        and (correlation := site.event.get("args", {}).get("correlation")) is not None
-    }
-    operators = {
-        site.event.get("args", {}).get("External id"): site for site in sites if site.event.get("cat") == "cpu_op"
-    }
+    launches, operators = {}, {}
+    for site in sites:
+        arguments = site.event.get("args", {})
+        if site.event["cat"] == "cpu_op":
+            operators[arguments.get("External id")] = site
+        elif "correlation" in arguments:
+            launches[arguments["correlation"]] = site
     kernels = []
     for event in events:
-        if event.get("cat") not in DEVICE_CATEGORIES:
-            continue
-        arguments = event.get("args", {})
-        site = launches.get(arguments.get("correlation"))
-        if (site is None or not site.ranges) and arguments.get("External id") is not None:
-            site = operators.get(arguments["External id"], site)
-        kernels.append(_kernel(event, site, float(event.get("dur", 0)), steps))
+        if event["cat"] in DEVICE_CATEGORIES:
+            arguments = event.get("args", {})
+            launch = launches.get(arguments.get("correlation"))
+            if (launch is None or not launch.ranges) and "External id" in arguments:
+                launch = operators.get(arguments["External id"], launch)
+            kernels.append(_kernel(event, launch, event["dur"], steps))
     return kernels
 
 
@@ -227,16 +217,14 @@ def _kernel(
     event: dict[str, Any], site: _Site | None, duration_us: float, steps: Sequence[tuple[float, float]]
 ) -> Kernel:
     """A kernel whose step is the one that it was launched in: it may run after that step's end on the host."""
-    start = float(event["ts"])
-    launched = start if site is None else float(site.event["ts"])
+    launched = (event if site is None else site.event)["ts"]
     step = bisect_right(steps, launched, key=lambda step: step[0]) - 1
     phase: Phase = "forward" if site is None else site.phase
-    name = str(event["name"])
     return Kernel(
-        name=name,
-        category="optimizer" if phase == "optimizer" else categorize(name),
+        name=event["name"],
+        category="optimizer" if phase == "optimizer" else categorize(event["name"]),
         phase=phase,
-        start_us=start,
+        start_us=event["ts"],
         duration_us=duration_us,
         ranges=() if site is None else site.ranges,
         step=step if step >= 0 and launched < steps[step][1] else -1,
