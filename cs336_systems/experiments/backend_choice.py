@@ -125,7 +125,7 @@ class BackendChoice(AttentionByTurns):
 
     def compared(self, frame: pd.DataFrame) -> pd.DataFrame:
         """`over_triton`: how many times as fast hopper is; `cost`: time of what auto takes over that of the faster."""
-        frame = with_speeds(frame, "over_triton", {"implementation": "triton"}, by_turns=True)
+        frame = with_speeds(frame, "over_triton", {"implementation": "triton"})
         ratios = zip(frame["over_triton"], frame["auto"])
         return frame.assign(cost=[max(1.0, 1 / one if auto == "hopper" else one) for one, auto in ratios])
 
@@ -137,7 +137,6 @@ class BackendChoice(AttentionByTurns):
         "times": Pivot(
             title="triton and hopper by turns, in replayed graphs",
             down={**BY_SHAPE, "attended": "attended", "dtype": "dtype", "pass": "pass", "auto takes": "auto"},
-            by_turns=True,
             ratios=(("hopper", "triton"),),
         )
     }

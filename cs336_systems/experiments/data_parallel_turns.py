@@ -88,7 +88,7 @@ class DataParallelTurns(Experiment):
             rivals.append(min(others, key=lambda other: other["median"], default=None))
         return frame.assign(
             rival=[rival["implementation"] if rival else "" for rival in rivals],
-            of_rival=[speed(rival, row, by_turns=True) for rival, row in zip(rivals, tuples(frame))],
+            of_rival=[speed(rival, row) for rival, row in zip(rivals, tuples(frame))],
         )
 
     tables = {

@@ -6,8 +6,9 @@
 Columns: those of a record (implementation, mode, quantity, unit, status, message, kernel, error, run); `samples`, the
 raw ones, and `count`, `median`, `low`, `high` (quartiles), `mean`, `std` of them in the row's unit; every field of the
 case by its name (`seqlen_q`), of nested ones `model` (its name), `model.d_model`, `precision` ("bfloat16 autocast");
-`interpreted`, whether Triton ran without a GPU; `place`, the implementation's among the experiment's; and what the
-experiment's `columns` adds. Rows stand in the order in which the experiment lists its cells.
+`interpreted`, whether Triton ran without a GPU; `by_turns`, whether a sample is a round's; `place`, the
+implementation's among the experiment's; and what the experiment's `columns` adds. Rows stand in the order in which the
+experiment lists its cells.
 """
 
 import math
@@ -45,7 +46,7 @@ def load_frame(experiment: Experiment, records: Iterable[Record]) -> pd.DataFram
             raise ValueError(f"records of different {what} cannot share a table: {', '.join(sorted(values))}")
     rows, refused, names = [], [], experiment.implementations
     for record in kept:
-        row = _row(record)
+        row = _row(record) | {"by_turns": experiment.by_turns}
         row["place"] = names.index(record.implementation) if record.implementation in names else len(names)
         try:
             rows.append(row | experiment.columns(row))
@@ -156,27 +157,26 @@ def with_unit(frame: pd.DataFrame, unit: str | None) -> pd.DataFrame:
     return changed.assign(unit=unit)
 
 
-def speed(ours: Mapping[str, Any] | None, theirs: Mapping[str, Any] | None, by_turns: bool = False) -> float:
+def speed(ours: Mapping[str, Any] | None, theirs: Mapping[str, Any] | None) -> float:
     """How many times as fast `ours` is as `theirs`, two rows of times: NaN if one is missing or of another run.
 
-    By turns it is the median of the rounds' own ratios: what strikes a round strikes both.
+    Of what took turns it is the median of the rounds' own ratios: what strikes a round strikes both.
     """
     if ours is None or theirs is None or ours["run"] != theirs["run"]:
         return math.nan
     if ours["status"] != "ok" or theirs["status"] != "ok" or ours["interpreted"] or theirs["interpreted"]:
         return math.nan
-    if by_turns and ours["count"] == theirs["count"]:
+    if ours["by_turns"] and ours["count"] == theirs["count"]:
         return statistics.median(b / a for a, b in zip(ours["samples"], theirs["samples"]))
     return theirs["median"] / ours["median"] if ours["median"] > 0 else math.nan
 
 
 def with_speeds(
-    frame: pd.DataFrame, column: str, base: Where, by: Sequence[str] = ("case", "mode", "quantity"),
-    by_turns: bool = False,
-) -> pd.DataFrame:  # fmt: skip
+    frame: pd.DataFrame, column: str, base: Where, by: Sequence[str] = ("case", "mode", "quantity")
+) -> pd.DataFrame:
     """`frame` with `column`: how many times as fast a row is as that of `base` which has the same values of `by`."""
     bases = {tuple(row[name] for name in by): row for row in tuples(pick(frame, base))}
-    found = [speed(row, bases.get(tuple(row[name] for name in by)), by_turns) for row in tuples(frame)]
+    found = [speed(row, bases.get(tuple(row[name] for name in by))) for row in tuples(frame)]
     return frame.assign(**{column: found})
 
 

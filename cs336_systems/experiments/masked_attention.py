@@ -110,7 +110,6 @@ class MaskedAttention(AttentionByTurns):
             value="tflops",
             unit="TFLOP/s",
             where={"quantity": "time", "mode": mode},
-            by_turns=True,
             ratios=(("hopper", "fa4"), ("hopper", "flex"), ("hopper", "flex_flash"), ("hopper", "triton")),
         )
         for mode, words in MODE_WORDS.items()

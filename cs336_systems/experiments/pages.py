@@ -322,8 +322,7 @@ class Page:
         pairs: dict[tuple[Any, ...], dict[str, Any]] = {}
         for row in tuples(rows):
             pairs.setdefault((row["case"], row["mode"]), {})[row["implementation"]] = row
-        by_turns = self._experiment.by_turns
-        found = [speed_of(pair.get(ours), pair.get(theirs), by_turns) for pair in pairs.values()]
+        found = [speed_of(pair.get(ours), pair.get(theirs)) for pair in pairs.values()]
         if not (found := [one for one in found if one == one]):
             raise ValueError(f"no times of {ours} and {theirs} in one run of {self._problem} with {where}")
         low, high = digits(min(found)), digits(max(found))

@@ -92,7 +92,6 @@ class ShortCalls(AttentionByTurns):
             down={**BY_SHAPE, "pass": "pass"},
             unit="µs",
             where={"quantity": quantity},
-            by_turns=True,
             ratios=tuple((a, b) for a in ("hopper", "triton") for b in ("sdpa_cudnn", "sdpa_flash")),
         )
         for quantity, words in QUANTITIES.items()

@@ -128,17 +128,13 @@ class TableSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class Pivot(TableSpec):
-    """One quantity: cases down, implementations (or another column) across, then ratios of speed.
-
-    A ratio is of times of one run, and of a sort `by_turns` the median of the rounds' ratios.
-    """
+    """One quantity: cases down, implementations (or another column) across, then ratios of speed (`frames.speed`)."""
 
     down: Down
     across: str = "implementation"
     value: str = "median"  # column of the frame
     unit: str | None = None  # of the numbers; the median is converted to it
     ratios: Sequence[tuple[str, str]] = ()  # (ours, theirs) of `across`: how many times as fast ours is
-    by_turns: bool = False
 
     def build(self, frame: pd.DataFrame) -> Table:
         rows = pick(frame, self.where)
@@ -156,7 +152,7 @@ class Pivot(TableSpec):
                     raise ValueError(f"table {self.title!r}: several records for {row[self.across]} in {keys}")
                 by_name[row[self.across]] = row
             numbers = [cell_of(by_name.get(name), self.value, self.significant) for name in names]
-            ratios = [speed(by_name.get(ours), by_name.get(theirs), self.by_turns) for ours, theirs in pairs]
+            ratios = [speed(by_name.get(ours), by_name.get(theirs)) for ours, theirs in pairs]
             lines.append([*map(shown, keys), *numbers, *map(shown, ratios)])
         header = [*_headings(down), *map(str, names), *(f"speed of {a} over {b}" for a, b in pairs)]
         unit = self.unit or (rows["unit"].iloc[0] if self.value == "median" and len(rows) else "")
